@@ -25,3 +25,40 @@ $(VENV)/.ready: setup.py $(CONSTRAINTS)
 	  $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[$(EXTRAS)]'
 	@touch $@
 	@echo "Environment ready in $(VENV)."
+
+# The tests that need seconds, one process a core; Ray is started once, by its own tests.
+test: env
+	$(BIN)/python -m pytest -m 'not slow and not ray' -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m 'ray and not slow'
+
+test-all: test
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+# What must hold on every Python and jax that we support.
+test-core: env
+	$(BIN)/python -m pytest -m 'not slow and not ray' -n 2 --dist loadgroup \
+	  tests/functional tests/algorithms tests/models tests/training tests/data
+
+quickstart: env
+	$(BIN)/python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+bench: env
+	$(BIN)/python -m tests.benchmarks
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bazel: env
+	$(eval FLAGS := $(shell $(BIN)/python -m tests.structure.bazel_stubs build/bazel))
+	bazel query //... $(FLAGS) --output label_kind
+	bazel build //... $(FLAGS) --symlink_prefix=/
+	bazel shutdown
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

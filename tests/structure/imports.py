@@ -1,0 +1,48 @@
+"""Reads the tree's own imports, for the tests of its laws and its BUILD files."""
+
+import ast
+import functools
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HOUSES = ('jaxrl', 'kernels', 'configs', 'launch', 'tests')
+
+
+@functools.cache
+def modules() -> dict[str, pathlib.Path]:
+  """Dotted name → file, of every module of the project."""
+  found = {}
+  for house in HOUSES:
+    for file in sorted((ROOT / house).rglob('*.py')):
+      parts = file.relative_to(ROOT).with_suffix('').parts
+      name = '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+      found[name] = file
+  return found
+
+
+@functools.cache
+def tree(file: pathlib.Path) -> ast.Module:
+  return ast.parse(file.read_text(), str(file))
+
+
+def _targets(node: ast.AST, file: pathlib.Path) -> list[str]:
+  if isinstance(node, ast.Import):
+    return [alias.name for alias in node.names]
+  if isinstance(node, ast.ImportFrom):
+    if node.level:
+      raise SyntaxError(f'{file}:{node.lineno}: relative import; name it in full')
+    known = modules()
+    full = [f'{node.module}.{alias.name}' for alias in node.names]
+    return [name if name in known else node.module or '' for name in full]
+  return []
+
+
+def imported(file: pathlib.Path) -> set[str]:
+  """Every dotted name that `file` imports, in functions too."""
+  return {name for node in ast.walk(tree(file)) for name in _targets(node, file)}
+
+
+def first_party(file: pathlib.Path) -> set[str]:
+  """The project's own modules that `file` imports, itself left out."""
+  known = modules()
+  return {name for name in imported(file) if name in known and known[name] != file}
