@@ -1,0 +1,146 @@
+"""The transformer's layers as Flax NNX modules.
+
+Every parameter carries `axes`, the logical names of its axes, from which the sharding
+rules make a layout; None is an axis that is never sharded. Activations are named by
+`constrain(x, *names)` with the names batch, length, heads, kv_heads, mlp and vocab.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.models import rope
+from jaxrl.models.config import ModelConfig
+
+Constrain = Callable[..., jax.Array]
+INIT_STD = 0.02
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple) -> nnx.Param:
+  value = INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
+  return nnx.Param(value, axes=axes)
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) · scale over the last axis, computed in float32."""
+
+  def __init__(self, size: int, eps: float):
+    self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=(None,))
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (self.scale[...] * (wide * jax.lax.rsqrt(mean + self.eps))).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+  """x `[..., *inputs]` → `[..., *outputs]`; kernel `[*inputs, *outputs]`."""
+
+  def __init__(
+    self,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    rngs: nnx.Rngs,
+    bias: bool = False,
+  ):
+    self.kernel = _normal(rngs, inputs + outputs, axes)
+    if bias:
+      self.bias = nnx.Param(jnp.zeros(outputs), axes=axes[len(inputs) :])
+    self.num_inputs, self.has_bias = len(inputs), bias
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), self.num_inputs)
+    return y + self.bias[...].astype(x.dtype) if self.has_bias else y
+
+
+class Attention(nnx.Module):
+  """Projections around attention; the attention itself is the caller's."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    width, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    kv_axes = ('embed', 'kv_heads', None)
+    self.q = Linear((width,), (heads, dim), ('embed', 'heads', None), rngs, bias)
+    self.k = Linear((width,), (kv_heads, dim), kv_axes, rngs, bias)
+    self.v = Linear((width,), (kv_heads, dim), kv_axes, rngs, bias)
+    self.o = Linear(
+      (heads, dim), (width,), ('heads', None, 'embed'), rngs, config.output_bias
+    )
+    if config.qk_norm:
+      self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+      self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+    self.qk_norm = config.qk_norm
+
+  def project(
+    self, x: jax.Array, cos: jax.Array, sin: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x `[..., D]` → rotated q `[..., H, d]`, rotated k and v `[..., K, d]`."""
+    q, k, v = self.q(x), self.k(x), self.v(x)
+    if self.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
+
+
+class MLP(nnx.Module):
+  """down(silu(gate(x)) · up(x))."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    width, wide = config.hidden_size, config.intermediate_size
+    self.gate = Linear((width,), (wide,), ('embed', 'mlp'), rngs)
+    self.up = Linear((width,), (wide,), ('embed', 'mlp'), rngs)
+    self.down = Linear((wide,), (width,), ('mlp', 'embed'), rngs)
+
+  def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
+    inner = jax.nn.silu(self.gate(x)) * self.up(x)
+    if x.ndim == 3:
+      inner = constrain(inner, 'batch', 'length', 'mlp')
+    return self.down(inner)
+
+
+class Block(nnx.Module):
+  """One pre-norm layer: attention and MLP, each added to the residual stream."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    eps = config.rms_norm_eps
+    self.attention_norm = RMSNorm(config.hidden_size, eps)
+    self.attention = Attention(config, rngs)
+    self.mlp_norm = RMSNorm(config.hidden_size, eps)
+    self.mlp = MLP(config, rngs)
+
+  def __call__(
+    self,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Callable[..., tuple[jax.Array, Any]],
+    constrain: Constrain,
+  ) -> tuple[jax.Array, Any]:
+    """x `[..., D]`; `attend(q, k, v) -> (out [..., H, d], aux)`. Returns (x, aux)."""
+    q, k, v = self.attention.project(self.attention_norm(x), cos, sin)
+    out, aux = attend(q, k, v)
+    x = x + self.attention.o(out)
+    return x + self.mlp(self.mlp_norm(x), constrain), aux
+
+
+class Embedding(nnx.Module):
+  """The vocabulary's table, `[V, D]`, used to look up and to score."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    shape = (config.vocab_size, config.hidden_size)
+    self.table = _normal(rngs, shape, ('vocab', 'embedding'))
+
+
+class ValueHead(nnx.Module):
+  """hidden `[..., D]` → value `[...]` float32; zero at first."""
+
+  def __init__(self, config: ModelConfig):
+    self.kernel = nnx.Param(jnp.zeros((config.hidden_size,)), axes=(None,))
+    self.bias = nnx.Param(jnp.zeros(()), axes=())
+
+  def __call__(self, hidden: jax.Array) -> jax.Array:
+    return hidden.astype(jnp.float32) @ self.kernel[...] + self.bias[...]

@@ -1,0 +1,104 @@
+"""The modules as pure functions of a parameter tree; layers stacked and scanned."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.models import layers
+from jaxrl.models.config import ModelConfig
+from jaxrl.types import Params
+
+REMAT = {
+  'none': None,
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Ends(nnx.Module):
+  """What stands before and after the layers."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    self.embedding = layers.Embedding(config, rngs)
+    self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+    if not config.tie_embeddings:
+      self.lm_head = layers.Embedding(config, rngs)
+    if config.value_head:
+      self.value_head = layers.ValueHead(config)
+
+
+def _make(kind: type, config: ModelConfig, key: jax.Array) -> nnx.Module:
+  return kind(config, nnx.Rngs(params=key))
+
+
+@functools.lru_cache
+def _definition(kind: type, config: ModelConfig) -> tuple[Any, Any]:
+  """The module's graph and its abstract state."""
+  make = functools.partial(_make, kind, config)
+  with jax.ensure_compile_time_eval():
+    return nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
+
+
+def init(config: ModelConfig, key: jax.Array) -> Params:
+  """Random float32 parameters as nested dicts, layers stacked on axis 0."""
+
+  def make(kind, key):
+    return nnx.to_pure_dict(nnx.state(_make(kind, config, key)))
+
+  ends_key, layers_key = jax.random.split(key)
+  keys = jax.random.split(layers_key, config.num_layers)
+  stacked = jax.vmap(functools.partial(make, layers.Block))(keys)
+  return make(Ends, ends_key) | {'layers': stacked}
+
+
+def logical_axes(config: ModelConfig) -> Params:
+  """The parameter tree with each array replaced by the names of its axes."""
+
+  def names(kind, prefix):
+    _, state = _definition(kind, config)
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    axes = jax.tree.map(
+      lambda x: prefix + x.get_metadata('axes'), state, is_leaf=is_variable
+    )
+    return nnx.to_pure_dict(axes)
+
+  return names(Ends, ()) | {'layers': names(layers.Block, ('layers',))}
+
+
+def ends(config: ModelConfig, params: Params) -> Ends:
+  """The modules before and after the layers, with their parameters."""
+  own = {name: value for name, value in params.items() if name != 'layers'}
+  return nnx.merge(_definition(Ends, config)[0], own)
+
+
+def scan_layers(
+  config: ModelConfig,
+  params: Params,
+  x: jax.Array,
+  body: Callable[[layers.Block, jax.Array, Any], tuple[jax.Array, Any]],
+  xs: Any = None,
+  remat: str = 'none',
+) -> tuple[jax.Array, Any]:
+  """Runs `body(block, x, xs[layer]) -> (x, y)` over the layers; returns (x, ys)."""
+  graph = _definition(layers.Block, config)[0]
+
+  def step(x, inputs):
+    weights, extra = inputs
+    return body(nnx.merge(graph, weights), x, extra)
+
+  policy = REMAT[remat]
+  if policy is not None:
+    step = jax.checkpoint(step, policy=policy, prevent_cse=False)
+  return jax.lax.scan(step, x, (params['layers'], xs))
+
+
+def segment_positions(segment_ids: jax.Array) -> jax.Array:
+  """`[B, T]` segment numbers → positions that start at 0 in each segment."""
+  time = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+  starts = segment_ids[:, 1:] != segment_ids[:, :-1]
+  starts = jnp.pad(starts, ((0, 0), (1, 0)))
+  return time - jax.lax.cummax(jnp.where(starts, time, 0), axis=1)

@@ -1,0 +1,51 @@
+"""Log-probabilities of given tokens, and entropies, from hidden states."""
+
+import jax
+import jax.numpy as jnp
+
+MAX_LOGITS = 2**22  # elements held at once
+
+
+def token_logprobs(
+  hidden: jax.Array,
+  table: jax.Array,
+  targets: jax.Array,
+  *,
+  temperature: jax.Array | float = 1.0,
+  entropy: bool = False,
+  max_logits: int = MAX_LOGITS,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Scores targets under softmax(hidden · tableᵀ / temperature).
+
+  hidden: `[B, T, D]`. table: `[V, D]`. targets: `[B, T]` int32.
+  Returns log-probs `[B, T]` float32, and the entropy `[B, T]` of the distribution at
+  temperature 1 if asked, else None. At most `max_logits` logits (or one position of
+  every row) are held at a time; the backward pass computes them anew.
+  """
+  batch, length, width = hidden.shape
+
+  def score(hidden, targets):
+    logits = jnp.einsum('btd,vd->btv', hidden, table.astype(hidden.dtype))
+    logits = logits.astype(jnp.float32)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    chosen = jnp.where(ids == targets[..., None], logits, 0.0).sum(-1)
+    logprobs = chosen / temperature - jax.nn.logsumexp(logits / temperature, axis=-1)
+    if not entropy:
+      return logprobs, None
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.exp(logits - norm[..., None])
+    return logprobs, norm - (weights * logits).sum(-1)
+
+  size = max(1, min(length, max_logits // (batch * table.shape[0])))
+  if size >= length:
+    return score(hidden, targets)
+  chunks = -(-length // size)
+  pad = chunks * size - length
+  hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
+  targets = jnp.pad(targets, ((0, 0), (0, pad)))
+  hidden = hidden.reshape(batch, chunks, size, width).swapaxes(0, 1)
+  targets = targets.reshape(batch, chunks, size).swapaxes(0, 1)
+  body = jax.checkpoint(lambda _, chunk: (None, score(*chunk)))
+  _, scored = jax.lax.scan(body, None, (hidden, targets))
+  flat = lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length]  # noqa: E731
+  return jax.tree.map(flat, scored)
