@@ -1,0 +1,78 @@
+"""Tokenizers: a small byte-level BPE trained on the spot, or a checkpoint's own."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
+NUM_BYTES = 256
+
+# ChatML: every message between START + role and END, each on lines of its own.
+CHAT_TEMPLATE = (
+  '{% for message in messages %}'
+  "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+  "'<|im_end|>' + '\\n' }}"
+  '{% endfor %}'
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+  """Trains a byte-level BPE with a ChatML template.
+
+  Any text survives encoding and decoding unchanged. Digits are tokens of their own.
+  `<|im_end|>` ends a turn (eos), `<|endoftext|>` pads. The vocabulary may stay
+  smaller than `vocab_size` when the texts hold too few pairs to merge; the same texts
+  give the same tokenizer.
+
+  Raises ValueError when `vocab_size` cannot hold the bytes and the special tokens.
+  """
+  specials = [PAD, START, END]
+  if vocab_size < NUM_BYTES + len(specials):
+    raise ValueError(
+      f'vocab_size={vocab_size} is too small: {NUM_BYTES} bytes and {len(specials)} '
+      f'special tokens need at least {NUM_BYTES + len(specials)}'
+    )
+  tokenizer = Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Digits(individual_digits=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+  )
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=specials,
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  return PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer,
+    eos_token=END,
+    pad_token=PAD,
+    additional_special_tokens=[START],
+    chat_template=CHAT_TEMPLATE,
+    clean_up_tokenization_spaces=False,
+  )
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+  """Loads the tokenizer of a Hugging Face folder on this machine's disk.
+
+  Raises FileNotFoundError when the folder, or a tokenizer in it, is not there, and
+  ValueError when its files do not make one. Nothing is downloaded.
+  """
+  folder = Path(folder)
+  if not folder.is_dir():
+    raise FileNotFoundError(f'no folder {folder} to load a tokenizer from')
+  names = ('tokenizer.json', 'tokenizer_config.json', 'vocab.json', 'tokenizer.model')
+  if not any((folder / name).exists() for name in names):
+    raise FileNotFoundError(f'{folder} holds no tokenizer: none of {", ".join(names)}')
+  try:
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+  except (OSError, ValueError, KeyError) as error:
+    raise ValueError(f'{folder} holds no usable tokenizer: {error}') from error
