@@ -1,0 +1,9 @@
+"""Supervised fine-tuning on the assistant's turns of conversations."""
+
+from jaxrl.functional import losses
+from jaxrl.types import Algorithm
+
+
+def sft() -> Algorithm:
+  """Maximum likelihood of the action tokens of files of messages."""
+  return Algorithm(policy_loss=losses.sft, schema='messages', sampler='file')

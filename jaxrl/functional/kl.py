@@ -1,0 +1,59 @@
+"""Estimates of KL(π_θ‖π_ref) per token, from log-probs of the sampled tokens.
+
+p is the policy's log-prob, q the reference's, o the behaviour policy's. Each serves
+twice: as a loss term with gradient through p, and as a penalty on rewards, where the
+behaviour log-prob takes the place of p. J. Schulman, "Approximating KL divergence".
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from jaxrl.functional.groups import exp
+from jaxrl.types import Array
+
+
+def term(estimator: Callable[..., Array], coef: float) -> Callable[..., Array] | None:
+  """The estimator times `coef`; None when it is 0, so no reference is scored."""
+  return functools.partial(estimator, coef=coef) if coef else None
+
+
+def k1(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
+  """`[B, T]` coef·(p − q): unbiased, may be negative.
+
+  Meant as a reward penalty: as a loss its expected on-policy gradient is zero.
+  """
+  return coef * (logprobs - ref_logprobs)
+
+
+def k2(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
+  """`[B, T]` coef·½(p − q)²: its on-policy gradient is that of the KL. Also "mse"."""
+  return coef * 0.5 * jnp.square(logprobs - ref_logprobs)
+
+
+def k3(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
+  """`[B, T]` coef·(e^{q−p} − 1 − (q − p)): unbiased, never negative."""
+  d = ref_logprobs - logprobs
+  return coef * (exp(d) - 1 - d)
+
+
+def low_var(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
+  """`[B, T]` coef·clip(k3, ±10)."""
+  return coef * jnp.clip(k3(logprobs, ref_logprobs), -10, 10)
+
+
+def abs(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
+  """`[B, T]` coef·|p − q|."""
+  return coef * jnp.abs(logprobs - ref_logprobs)
+
+
+def corrected_k3(
+  logprobs: Array, ref_logprobs: Array, old_logprobs: Array, *, coef: float = 1.0
+) -> Array:
+  """`[B, T]` coef·clip(e^{p−o}, 0, 2)·k3: k3 for off-policy samples.
+
+  Gradient flows through the ratio, where it is not clipped.
+  """
+  ratio = jnp.clip(exp(logprobs - old_logprobs), 0, 2)
+  return coef * ratio * k3(logprobs, ref_logprobs)

@@ -1,0 +1,190 @@
+"""Options live in function signatures; this module reads, checks and parses them.
+
+A default is written once, as a keyword-only parameter. Configs, call strings and
+command lines are all checked against that one place.
+"""
+
+import ast
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+_CALL = re.compile(r'\s*([\w.:/\-~]+)\s*(\(.*\))?\s*', re.DOTALL)
+
+
+class ConfigError(ValueError):
+  """A setting is wrong; the message says which, where, and what would be right."""
+
+
+def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """The plain function under any layers of `functools.partial`."""
+  while isinstance(fn, functools.partial):
+    fn = fn.func
+  return fn
+
+
+def defaults(fn: Callable[..., Any]) -> dict[str, Any]:
+  """Keyword-only parameters that have a default, by name, in order."""
+  return {
+    name: parameter.default
+    for name, parameter in inspect.signature(fn).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and parameter.default is not parameter.empty
+  }
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+  """The most similar of `names`, or None when nothing is close."""
+  found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+  return found[0] if found else None
+
+
+def unknown(name: str, names: Iterable[str], what: str, where: str) -> ConfigError:
+  """The error for a name that does not exist: nearest name, then all of them."""
+  names = sorted(names)
+  guess = nearest(name, names)
+  hint = f" Did you mean '{guess}'?" if guess else ''
+  listing = ', '.join(names) if names else 'none'
+  return ConfigError(f"{where}: no {what} '{name}'.{hint} There are: {listing}.")
+
+
+def check_options(
+  fn: Callable[..., Any], options: Mapping[str, Any], where: str
+) -> None:
+  """Raises ConfigError unless `fn` takes every one of `options`.
+
+  Names are checked against the keyword-only parameters; values against the type of
+  the default, `Literal` annotations, and `| None` where None is given.
+  """
+  parameters = {
+    name: parameter
+    for name, parameter in inspect.signature(fn).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+  }
+  for name, value in options.items():
+    if name not in parameters:
+      raise unknown(name, parameters, 'option', where)
+    _check_value(parameters[name], value, f'{where}: option {name!r}')
+
+
+def _check_value(parameter: inspect.Parameter, value: Any, where: str) -> None:
+  annotation, default = parameter.annotation, parameter.default
+  if value is None:
+    if default is None or 'None' in str(annotation):
+      return
+    raise ConfigError(f'{where} cannot be None; its default is {default!r}.')
+  choices = _choices(annotation)
+  if choices:
+    if value not in choices:
+      listing = ', '.join(repr(c) for c in choices)
+      raise ConfigError(f'{where} is {value!r}; it must be one of {listing}.')
+    return
+  wanted = _wanted_type(annotation, default)
+  if wanted is not None and not _fits(value, wanted):
+    raise ConfigError(
+      f'{where} is {value!r}, a {type(value).__name__}; it must be a {wanted.__name__}.'
+    )
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+  """Values of a `Literal`, also inside a union; empty when there is none."""
+  if typing.get_origin(annotation) is typing.Literal:
+    return typing.get_args(annotation)
+  found = (_choices(a) for a in typing.get_args(annotation) if a is not annotation)
+  return next((choices for choices in found if choices), ())
+
+
+def _wanted_type(annotation: Any, default: Any) -> type | None:
+  for candidate in (annotation, *typing.get_args(annotation)):
+    if candidate in (bool, int, float, str):
+      return candidate
+  return type(default) if isinstance(default, bool | int | float | str) else None
+
+
+def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
+  """bool, int, float or str: what an option of `fn` must be; None when unsaid."""
+  parameter = inspect.signature(fn).parameters.get(option)
+  return parameter and _wanted_type(parameter.annotation, parameter.default)
+
+
+def _fits(value: Any, wanted: type) -> bool:
+  if wanted is float:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+  if wanted is int:
+    return isinstance(value, int) and not isinstance(value, bool)
+  return isinstance(value, wanted)
+
+
+def parse_call(text: str) -> tuple[str, dict[str, Any]]:
+  """Reads `name` or `name(a=1, b='x')`: keyword arguments, Python literals only."""
+  match = _CALL.fullmatch(text)
+  if match is None:
+    raise ConfigError(f'cannot read {text!r}: write name or name(option=value, …)')
+  name, arguments = match.group(1), match.group(2)
+  if arguments is None:
+    return name, {}
+  try:
+    call = ast.parse(f'f{arguments}', mode='eval').body
+  except SyntaxError as error:
+    raise ConfigError(f'cannot read {text!r}: {error.msg}') from error
+  if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+    raise ConfigError(f'cannot read {text!r}: write name(option=value, …)')
+  if call.args or any(keyword.arg is None for keyword in call.keywords):
+    raise ConfigError(f'{text!r}: options go by name, as in {name}(option=value)')
+  options: dict[str, Any] = {}
+  for keyword in call.keywords:
+    try:
+      options[str(keyword.arg)] = ast.literal_eval(keyword.value)
+    except ValueError as error:
+      raise ConfigError(
+        f'{text!r}: option {keyword.arg!r} must be a literal such as 1, .5, '
+        "'text', True or None"
+      ) from error
+  return name, options
+
+
+def resolve(target: str) -> Any:
+  """Imports `'pkg.mod:attr'` or `'path/file.py:attr'` and returns the attribute.
+
+  An error raised while the module runs is not caught: its traceback is the answer.
+  """
+  location, _, attribute = target.rpartition(':')
+  if not location or not attribute:
+    raise ConfigError(
+      f'cannot resolve {target!r}: write package.module:name or path/file.py:name'
+    )
+  module = _load_file(location) if location.endswith('.py') else _load(location)
+  if not hasattr(module, attribute):
+    names = [name for name in vars(module) if not name.startswith('_')]
+    raise unknown(attribute, names, 'attribute', location)
+  return getattr(module, attribute)
+
+
+def _load(name: str) -> Any:
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    # Only the named module's own absence is the setting's fault.
+    if error.name is not None and (name + '.').startswith(error.name + '.'):
+      raise ConfigError(f'there is no module {name!r} to import') from error
+    raise
+
+
+@functools.cache
+def _load_file(path: str) -> Any:
+  file = pathlib.Path(path).expanduser()
+  if not file.is_file():
+    raise ConfigError(f'there is no file {path!r}')
+  spec = importlib.util.spec_from_file_location(f'jaxrl_user_{file.stem}', file)
+  if spec is None or spec.loader is None:
+    raise ConfigError(f'{path!r} is not a Python file')
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
