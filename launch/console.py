@@ -1,0 +1,186 @@
+"""What the user sees while a run runs: a bar, and one line a step.
+
+On a terminal a progress bar with rate and time left stays below the lines. Elsewhere
+(a pipe, a log file) the same lines come plain, without control characters.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from launch.writers import Metrics, Sink
+
+# What a line shows, in this order, of what a step has: metric → (label, format).
+COLUMNS = {
+  'reward/mean': ('reward', '.3f'),
+  'loss/total': ('loss', '.4f'),
+  'loss/policy': ('policy', '.4f'),
+  'loss/value': ('value', '.4f'),
+  'loss/kl': ('kl', '.4f'),
+  'loss/entropy': ('entropy', '.3f'),
+  'entropy': ('entropy', '.3f'),
+  'policy/entropy': ('entropy', '.3f'),
+  'grad_norm': ('grad', '.2f'),
+  'loss/grad_norm': ('grad', '.2f'),
+  'mismatch/kl': ('mismatch', '.1e'),
+  'tokens/response_mean': ('tokens', '.0f'),
+  'tokens/per_second': ('tokens/s', ',.0f'),
+  'time/rollout': ('rollout', '.2fs'),
+  'time/train': ('train', '.2fs'),
+  'time/step': ('step', '.2fs'),
+}
+FAST = 0.5  # seconds; in a long phase, lines nearer than this are left out
+
+
+class Console(Sink):
+  """Prints to `stream` (stdout)."""
+
+  def __init__(self, stream: TextIO | None = None, width: int | None = None):
+    stream = stream or sys.stdout
+    self.terminal = Terminal(file=stream, highlight=False, width=width, soft_wrap=True)
+    self.live = self.terminal.is_terminal
+    self._progress: Progress | None = None
+    self._clock = Clock()
+    self._name, self._total = '', None
+    self._printed = 0.0
+
+  def say(self, text: str = '', style: str = '') -> None:
+    """Prints one line as it is."""
+    self.terminal.print(Text(text, style=style))
+
+  def fact(self, label: str, value: str) -> None:
+    """Prints a fact of the run: `label`, then `value`, in two columns."""
+    self.terminal.print(Text(f'  {label:<11}', style='dim') + Text(value))
+
+  def warn(self, text: str) -> None:
+    self.terminal.print(Text(f'warning: {text}', style='yellow'))
+
+  def phase(self, name: str, total: int | None, start: int = 0) -> None:
+    self.restore()
+    self._name, self._total = name, total
+    self._clock, self._printed = Clock(start), 0.0
+    if start and total:
+      self.say(f'{name}: resumes at step {start} of {total}')
+    elif total:
+      self.say(f'{name}: {total} steps')
+    else:
+      self.say(name)
+    if self.live:
+      self._progress = Progress(
+        TextColumn('[bold]{task.description}'),
+        BarColumn(bar_width=None, complete_style='cyan', finished_style='green'),
+        MofNCompleteColumn(),
+        TextColumn('[dim]{task.fields[pace]}'),
+        console=self.terminal,
+        transient=True,
+      )
+      self._task = self._progress.add_task(name, total=total, completed=start, pace='')
+      self._progress.start()
+
+  def write(self, step: int, metrics: Metrics) -> None:
+    evals = {k: v for k, v in metrics.items() if k.startswith('eval/')}
+    trained = len(evals) < len(metrics)
+    if trained:
+      self._clock.tick(step + 1)
+    pace = self._clock.pace(self._total)
+    if self._progress:
+      self._progress.update(self._task, completed=self._clock.done, pace=pace)
+    if trained and not self._skip(step):
+      self.terminal.print(self._line(step, metrics, '' if self.live else pace))
+    for name, value in evals.items():
+      if name.endswith('/mean'):
+        tag = name.removeprefix('eval/').removesuffix('/mean')
+        shown = 'not a number' if value is None else f'{value:.3f}'
+        mark = f'  evaluation after {step} steps of {self._name}  {tag}  '
+        self.terminal.print(Text(mark, style='cyan') + Text(shown, style='bold cyan'))
+
+  def _skip(self, step: int) -> bool:
+    """True for most steps of a long phase whose steps fly by."""
+    now = time.monotonic()
+    total = self._total or 0
+    if total > 100 and now - self._printed < FAST and step not in (0, total - 1):
+      return True
+    self._printed = now
+    return False
+
+  def _line(self, step: int, metrics: Metrics, pace: str) -> Text:
+    width = len(str(self._total or 0))
+    of = f'/{self._total}' if self._total else ''
+    line = Text(f'{self._name} {step + 1:>{width}}{of}', style='bold')
+    room = self.terminal.width if self.live else 10**6
+    shown = set()
+    for name, (label, form) in COLUMNS.items():
+      if name not in metrics or label in shown:
+        continue
+      shown.add(label)
+      value = show(metrics[name], form)
+      if line.cell_len + len(f'  {label} {value}') > room:
+        break
+      line.append(f'  {label} ', style='dim')
+      line.append(value, style='red' if metrics[name] is None else '')
+    if pace:
+      line.append(f'  {pace}', style='dim')
+    return line
+
+  def closing(self, title: str, lines: Mapping[str, Any]) -> None:
+    """Prints the last lines: a title and where to look."""
+    self.restore()
+    self.say()
+    self.say(title, style='bold')
+    for label, value in lines.items():
+      self.fact(label, str(value))
+
+  def restore(self) -> None:
+    """Takes the bar down, and gives the terminal its cursor back."""
+    if self._progress:
+      self._progress.stop()
+      self._progress = None
+
+  def close(self, status: str) -> None:
+    self.restore()
+
+
+class Clock:
+  """Rate and time left, from the last steps' times."""
+
+  def __init__(self, start: int = 0, window: int = 20):
+    self.done = start
+    self._times = [(time.monotonic(), start)]
+    self._window = window
+
+  def tick(self, done: int) -> None:
+    """`done` steps are over."""
+    self.done = max(done, self.done)
+    self._times = [*self._times[-self._window :], (time.monotonic(), self.done)]
+
+  def pace(self, total: int | None) -> str:
+    """'0.82 s/step, 0:41 left', or '' before anything is known."""
+    # The first steps compile: once there are others, they are left out.
+    times = self._times[2:] if len(self._times) > 4 else self._times
+    (then, first), (now, last) = times[0], times[-1]
+    if last <= first or now <= then:
+      return ''
+    each = (now - then) / (last - first)
+    rate = f'{each:.2f} s/step' if each >= 0.1 else f'{1 / each:.0f} steps/s'
+    return rate + (f', {span(each * (total - self.done))} left' if total else '')
+
+
+def span(seconds: float) -> str:
+  """75 → '1:15'; 4000 → '1:06:40'."""
+  whole = max(0, round(seconds))
+  hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+  return f'{hours}:{minutes:02}:{rest:02}' if hours else f'{minutes}:{rest:02}'
+
+
+def show(value: float | None, form: str) -> str:
+  """A number for people; 's' at the end of `form` is a unit."""
+  if value is None:
+    return 'nan'
+  unit = 's' if form.endswith('s') else ''
+  text = format(value, form.removesuffix('s'))
+  return text + unit

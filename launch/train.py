@@ -1,0 +1,105 @@
+"""Trains: `python -m launch.train --config=configs/X.py[:ALGORITHM] --workdir=DIR`.
+
+A mistake in the command line or the config is answered by one line and exit status 2,
+before any work. Exit status 130 or 143 after Ctrl-C or SIGTERM; the same command
+resumes.
+"""
+
+import asyncio
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from launch import config as configs
+from launch import tune
+from launch.console import Console
+from launch.stop import Stop
+from launch.workdir import Workdir, default_path
+from launch.writers import open_sinks
+
+USAGE = """\
+python -m launch.train --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--workdir=DIR]
+
+  --config=configs/quickstart.py       a file with get_config(); see configs/
+  --config=configs/gsm8k.py:opmd       … with another algorithm, built in
+  --config=configs/gsm8k.py:my.mod:fn  … or your own: a module or file, and its function
+  --config.algorithm.kl_coef=0         sets a key; --help after --config lists them
+  --workdir=runs/mine                  where the run lives; the same command resumes it
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs one training from a command line; returns the exit status."""
+  help_wanted = '--help' in argv or '-h' in argv
+  argv = [item for item in argv if item not in ('--help', '-h')]
+  if help_wanted and not argv:
+    print(USAGE)
+    return 0
+  try:
+    command = configs.parse(argv, {'workdir': ''})
+    config = configs.load(command, {'logging': open_sinks})
+    if help_wanted:
+      print(f'{USAGE}\n{configs.listing(config)}')
+      return 0
+    configs.check(config)
+    place = command.flags['workdir']
+    place = place or default_path(command.config, command.algorithm)
+    workdir = Workdir(place, config)
+  except configs.ConfigError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  try:
+    return run(config, workdir)
+  finally:
+    workdir.close()
+
+
+def run(config: Any, workdir: Workdir) -> int:
+  """Builds what `config` says, trains it in `workdir`, and says where to look."""
+  console = Console()
+  console.say(f'jaxrl: training in {workdir.path}', style='bold')
+  console.fact('tuning', tune.describe(os.environ))
+  for line in workdir.changes:
+    console.fact('changed', line)
+  writers = None
+  try:
+    from launch import build  # imports JAX: seconds
+
+    writers = open_sinks(workdir, console, **config.logging)
+    with Stop(console.warn, console.restore) as stop:
+      job = build.build(config, workdir=workdir.path, writers=writers, stop=stop)
+      for label, value in job.facts.items():
+        console.fact(label, value)
+      workdir.record(**job.facts)
+      finished = asyncio.run(job.train())
+    writers.close('finished' if finished else 'stopped')
+    where = {'report': workdir.path / 'report.html', **job.closing}
+    console.closing(f'{"Finished" if finished else "Stopped"}.', where)
+    return 0 if finished else stop.status
+  except Exception as error:
+    console.restore()
+    if writers:
+      writers.close('failed')
+    return failed(error, console, workdir)
+
+
+def failed(error: Exception, console: Console, workdir: Workdir) -> int:
+  """Tells of an error: a line when it is the user's to mend, else the traceback."""
+  text = ''.join(traceback.format_exception(error))
+  log = workdir.path / 'error.txt'
+  try:
+    log.write_text(text)
+  except OSError:
+    log = None
+  known = isinstance(error, configs.ConfigError | OSError)
+  print(f'error: {error}' if known else text, file=sys.stderr)
+  if log and known:
+    console.say(f'(traceback in {log})', style='dim')
+  return 2 if isinstance(error, configs.ConfigError) else 1
+
+
+if __name__ == '__main__':
+  tune.apply()
+  sys.exit(main(sys.argv[1:]))

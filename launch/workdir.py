@@ -1,0 +1,185 @@
+"""A run's folder: who may use it, what config it holds, how it was launched."""
+
+import fcntl
+import fnmatch
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.signature import ConfigError
+
+# Keys that may differ when a run resumes; all others decide what the run is.
+FREE = (
+  'num_steps',
+  'checkpoint.*',
+  'eval.*',
+  'export.*',
+  'logging.*',
+  'report.*',
+  'tracker*',
+  'mesh.*',
+  'cluster.*',
+)
+PACKAGES = (
+  'jaxrl jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy ray'
+).split()
+MISSING = '(absent)'
+
+
+class Workdir:
+  """The open folder of one run; `close` lets others have it.
+
+  path: the folder. resumed: True when it held this run already. changes: lines on
+  what differs from its last launch.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], config: ConfigDict):
+    """Makes or opens the folder and checks it. Raises ConfigError, touching nothing.
+
+    A folder that another process holds, or that holds a run of another config, is
+    refused.
+    """
+    self.path = pathlib.Path(path)
+    self.file = self.path / 'config.json'
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = open(self.path / '.lock', 'w')  # noqa: SIM115 held while open
+    except OSError as error:
+      reason = error.strerror or error
+      raise ConfigError(f'--workdir={path}: cannot write there: {reason}') from error
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      self._lock.close()
+      raise ConfigError(
+        f'--workdir={path}: another process is running there; '
+        'wait for it, or name another folder'
+      ) from None
+    self.config = plain(config)
+    try:
+      self._record = self._read()
+      self.changes = self._compare()
+    except ConfigError:
+      self.close()
+      raise
+    self.resumed = bool(self._record['launches'])
+
+  def _read(self) -> dict[str, Any]:
+    if not self.file.exists():
+      return {'config': self.config, 'launches': []}
+    try:
+      record = json.loads(self.file.read_text())
+      return {'config': dict(record['config']), 'launches': list(record['launches'])}
+    except (ValueError, KeyError, TypeError) as error:
+      raise ConfigError(
+        f'{self.file}: not a record of a run ({error}); name another --workdir'
+      ) from error
+
+  def _compare(self) -> list[str]:
+    old, new = flat(self._record['config']), flat(self.config)
+    differ = [
+      key
+      for key in sorted({*old, *new})
+      if old.get(key, MISSING) != new.get(key, MISSING)
+    ]
+    lines = [f'{k} {old.get(k, MISSING)!r} → {new.get(k, MISSING)!r}' for k in differ]
+    fixed = [
+      line
+      for key, line in zip(differ, lines, strict=True)
+      if not any(fnmatch.fnmatch(key, pattern) for pattern in FREE)
+    ]
+    if fixed:
+      raise ConfigError(
+        f'--workdir={self.path} holds a run with another config: {"; ".join(fixed)}. '
+        'Set these back to resume it, or name another --workdir.'
+      )
+    return lines
+
+  def record(self, **facts: Any) -> None:
+    """Writes config.json: the config, and this launch with `facts` added."""
+    launch = {**launched(), **facts}
+    self._record['config'] = self.config
+    self._record['launches'].append(launch)
+    write_atomically(self.file, json.dumps(self._record, indent=2, default=str) + '\n')
+
+  def close(self) -> None:
+    self._lock.close()
+
+
+def plain(config: ConfigDict) -> dict[str, Any]:
+  """The config as JSON would give it back."""
+  return json.loads(json.dumps(config.to_dict(), default=str))
+
+
+def flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Nested sections → dotted keys."""
+  leaves: dict[str, Any] = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      leaves.update(flat(value, f'{prefix}{key}.'))
+    else:
+      leaves[f'{prefix}{key}'] = value
+  return leaves
+
+
+def default_path(config_file: str, algorithm: str | None) -> pathlib.Path:
+  """runs/NAME[-ALGORITHM]: the same command finds the same folder."""
+  name = pathlib.Path(config_file).stem
+  if algorithm:
+    name += '-' + pathlib.Path(algorithm.replace(':', '/')).name
+  return pathlib.Path('runs') / name
+
+
+def launched() -> dict[str, Any]:
+  """How this process was launched, as far as it can be told without JAX."""
+  return {
+    'command': shlex.join(['python', *sys.orig_argv[1:]]),
+    'time': time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
+    'commit': commit(),
+    'python': platform.python_version(),
+    'system': f'{platform.system()} {platform.machine()}, {os.cpu_count()} cores',
+    'versions': versions(),
+  }
+
+
+def versions() -> dict[str, str]:
+  found = {}
+  for package in PACKAGES:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found
+
+
+def commit() -> str | None:
+  """The commit the code is at, '+' when files differ from it; None outside git."""
+  root = pathlib.Path(__file__).resolve().parent.parent
+  if not (root / '.git').exists():
+    return None
+  try:
+    options = {'cwd': root, 'capture_output': True, 'text': True, 'timeout': 5}
+    head = subprocess.run(['git', 'rev-parse', 'HEAD'], **options)
+    state = subprocess.run(['git', 'status', '--porcelain', '-uno'], **options)
+  except (OSError, subprocess.SubprocessError):
+    return None
+  if head.returncode:
+    return None
+  return head.stdout.strip() + ('+' if state.stdout.strip() else '')
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+  """Replaces a file whole: a reader sees the old text or the new, never a half."""
+  part = path.with_name(f'.{path.name}.part')
+  part.write_text(text, encoding='utf-8')
+  os.replace(part, path)

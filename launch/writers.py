@@ -1,0 +1,280 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard, wandb or trackio.
+
+A sink has four methods (`Sink`). `Writers` is what the loop holds: it hands every call
+to all sinks, turns NaN and infinity into nulls with a warning, and drops a remote
+tracker that fails rather than the run.
+"""
+
+import importlib
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxrl.signature import ConfigError
+from launch.workdir import Workdir, write_atomically
+
+if TYPE_CHECKING:  # a wrong command line is answered before JAX is imported
+  from jaxrl.types import Group
+
+Metrics = Mapping[str, float | None]
+
+
+class Sink:
+  """Takes what a run tells; each method may be left as it is."""
+
+  required = True  # a required sink's failure ends the run
+
+  def phase(self, name: str, total: int | None, start: int = 0) -> None:
+    """A phase begins or goes on, as `Writers.phase` says."""
+
+  def write(self, step: int, metrics: Metrics) -> None:
+    """The numbers of a step of the current phase; None where one was not finite."""
+
+  def trajectories(
+    self, step: int, groups: 'Sequence[Group]', advantages: Any = None
+  ) -> None:
+    """What was played at a step, as `Writers.trajectories` describes."""
+
+  def close(self, status: str) -> None:
+    """The run is over: 'finished', 'stopped' or 'failed'."""
+
+
+class Writers:
+  """All sinks as one.
+
+  warn: takes one line for the user.
+  """
+
+  def __init__(self, sinks: Iterable[Sink], warn: Callable[[str], None] = print):
+    self.sinks = list(sinks)
+    self._warn = warn
+    self._warned: set[str] = set()
+    self._phase = ''
+
+  def phase(self, name: str, total: int | None, start: int = 0) -> None:
+    """Phase `name` of `total` steps (None: nobody knows) begins at step `start`.
+
+    What an earlier process wrote of that phase at or after `start`, or of later
+    phases, is dropped, so that every step appears once. Evaluations of the weights
+    that the run goes on with (`eval/*` at `start`) stay. A phase that is over
+    (`start == total`) leaves later ones alone.
+    """
+    self._phase = name
+    self._each('phase', name, total, start)
+
+  def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Writes the numbers of one step; a second call for the same step adds to it."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    bad = [name for name, value in numbers.items() if not math.isfinite(value)]
+    for name in bad:
+      if name not in self._warned:
+        self._warned.add(name)
+        self._warn(f'{name} is {numbers[name]} at {self._phase} step {step}')
+    clean = {n: v if math.isfinite(v) else None for n, v in numbers.items()}
+    self._each('write', int(step), clean)
+
+  def trajectories(
+    self, step: int, groups: 'Sequence[Group]', advantages: Any = None
+  ) -> None:
+    """Shows what was played at `step`.
+
+    advantages: one row for each trajectory, in the order of `groups` laid end to end;
+      `[B, T]` or a list of `[T]`. Row entries beyond a trajectory's length are padding.
+    """
+    self._each('trajectories', step, groups, advantages)
+
+  def close(self, status: str = 'finished') -> None:
+    """Ends all sinks. status: 'finished', 'stopped' or 'failed'."""
+    self._each('close', status)
+
+  def _each(self, method: str, *args: Any) -> None:
+    for sink in list(self.sinks):
+      try:
+        getattr(sink, method)(*args)
+      except Exception as error:
+        if sink.required:
+          raise
+        self.sinks.remove(sink)
+        name = type(sink).__name__
+        self._warn(f'{name} failed and is left out from now on: {error}')
+
+
+class JsonLines(Sink):
+  """metrics.jsonl: one object a step, in the order of time.
+
+  Each has `phase`, `step`, `time/wall` (seconds since 1970) and the step's metrics.
+  A line is on disk when `write` returns, and is written by one system call, so a
+  killed run leaves whole lines.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    self.path = path
+    self._phase = ''
+    rows = read_metrics(path)
+    self._rewrite(rows)  # mends a torn last line
+    self._last: dict[str, Any] = rows[-1] if rows else {}
+
+  def phase(self, name: str, total: int | None, start: int = 0) -> None:
+    self._phase = name
+    rows = read_metrics(self.path)
+    kept = keep(rows, name, start, over=start == total)
+    if kept != rows:
+      self._rewrite(kept)
+    self._last = kept[-1] if kept else {}
+
+  def write(self, step: int, metrics: Metrics) -> None:
+    row = {'phase': self._phase, 'step': step}
+    same = all(self._last.get(key) == value for key, value in row.items())
+    row = {**(self._last if same else row), 'time/wall': round(time.time(), 3)}
+    row.update(metrics)
+    line = (json.dumps(row, allow_nan=False) + '\n').encode()
+    if same:
+      os.pwrite(self._fd, line, self._start)
+      os.ftruncate(self._fd, self._start + len(line))
+    else:
+      self._start = os.lseek(self._fd, 0, os.SEEK_END)
+      os.write(self._fd, line)
+    self._last = row
+
+  def close(self, status: str) -> None:
+    if self._fd >= 0:
+      os.close(self._fd)
+      self._fd = -1
+
+  def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+    lines = [json.dumps(row, allow_nan=False) + '\n' for row in rows]
+    write_atomically(self.path, ''.join(lines))
+    if getattr(self, '_fd', -1) >= 0:
+      os.close(self._fd)
+    self._fd = os.open(self.path, os.O_RDWR)
+    self._start = sum(len(line.encode()) for line in lines[:-1])
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+  """The rows of a metrics.jsonl, a torn last one left out; none when it is absent."""
+  if not path.exists():
+    return []
+  rows = []
+  lines = path.read_text(encoding='utf-8', errors='replace').splitlines()
+  for number, line in enumerate(lines, 1):
+    try:
+      rows.append(json.loads(line))
+    except ValueError as error:
+      if number < len(lines):
+        raise ValueError(f'{path}, line {number}: not JSON: {error}') from error
+  return rows
+
+
+def keep(
+  rows: list[dict[str, Any]], name: str, step: int, *, over: bool = False
+) -> list[dict[str, Any]]:
+  """The rows before `step` of phase `name`, with that step's evaluations.
+
+  over: the phase ends at `step`, so later phases' rows stay.
+  """
+  order = list(dict.fromkeys(row['phase'] for row in rows))
+  if name not in order:
+    return rows
+  kept = []
+  for row in rows:
+    behind = order.index(row['phase']) - order.index(name)
+    if behind < 0 or (behind > 0 and over) or (behind == 0 and row['step'] < step):
+      kept.append(row)
+    elif behind == 0 and row['step'] == step:
+      evals = {k: v for k, v in row.items() if k.startswith('eval/')}
+      head = {k: row[k] for k in ('phase', 'step', 'time/wall') if k in row}
+      kept += [{**head, **evals}] if evals else []
+  return kept
+
+
+class TensorBoard(Sink):
+  """TensorBoard events, one run a phase, below `folder`."""
+
+  def __init__(self, folder: pathlib.Path):
+    self.folder = folder
+    self._writer: Any = None
+
+  def phase(self, name: str, total: int | None, start: int = 0) -> None:
+    from tensorboardX import SummaryWriter
+
+    if self._writer:
+      self._writer.close()
+    place = self.folder / name
+    resumed = place.exists()
+    self._writer = SummaryWriter(str(place), purge_step=start if resumed else None)
+
+  def write(self, step: int, metrics: Metrics) -> None:
+    for name, value in metrics.items():
+      if value is not None and self._writer:
+        self._writer.add_scalar(name, value, step)
+
+  def close(self, status: str) -> None:
+    if self._writer:
+      self._writer.close()
+
+
+class Tracker(Sink):
+  """wandb or trackio: both know init, log and finish.
+
+  service: 'wandb' or 'trackio'. The run's id is kept in the folder, so that a resumed
+  run goes on in the same place.
+  """
+
+  required = False
+
+  def __init__(
+    self, service: str, folder: pathlib.Path, config: Mapping[str, Any], project: str
+  ):
+    if service not in ('wandb', 'trackio'):
+      raise ConfigError(f'--config.logging.tracker={service}: wants wandb or trackio')
+    try:
+      self._service = importlib.import_module(service)
+    except ImportError as error:
+      raise ConfigError(
+        f'--config.logging.tracker={service}: the package is not installed: '
+        f"pip install 'jaxrl[{service}]'"
+      ) from error
+    mark = folder / 'tracker.json'
+    record = json.loads(mark.read_text()) if mark.exists() else {}
+    name = record.get(service) or f'{folder.resolve().name}-{int(time.time())}'
+    write_atomically(mark, json.dumps({**record, service: name}) + '\n')
+    options = {'id': name, 'dir': str(folder)} if service == 'wandb' else {}
+    self._service.init(
+      project=project, name=name, config=dict(config), resume='allow', **options
+    )
+    self._phase = ''
+
+  def phase(self, name: str, total: int | None, start: int = 0) -> None:
+    self._phase = name
+
+  def write(self, step: int, metrics: Metrics) -> None:
+    numbers = {f'{self._phase}/{n}': v for n, v in metrics.items() if v is not None}
+    self._service.log({**numbers, f'{self._phase}/step': step})
+
+  def close(self, status: str) -> None:
+    self._service.finish()
+
+
+def open_sinks(
+  workdir: Workdir,
+  console: Sink,
+  *,
+  tensorboard: bool = True,
+  tracker: str = '',
+  project: str = 'jaxrl',
+) -> Writers:
+  """The writers of a run in `workdir`; the keyword options are `config.logging`.
+
+  tracker: '', 'wandb' or 'trackio'. project: the tracker's project.
+  """
+  folder = workdir.path
+  sinks: list[Sink] = [JsonLines(folder / 'metrics.jsonl'), console]
+  if tensorboard:
+    sinks.append(TensorBoard(folder / 'tensorboard'))
+  if tracker:
+    sinks.append(Tracker(tracker, folder, workdir.config, project))
+  return Writers(sinks, warn=getattr(console, 'warn', print))

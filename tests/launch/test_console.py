@@ -1,0 +1,77 @@
+"""What is printed, on a terminal and in a pipe."""
+
+import io
+
+import pytest
+
+from launch.console import Clock, Console, span
+
+
+class Tty(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def play(stream, steps=3, total=3, **metrics):
+  console = Console(stream, width=100)
+  console.phase('rl', total)
+  for step in range(steps):
+    console.write(step, {'reward/mean': 0.25, 'loss/total': 0.01, **metrics})
+  console.write(steps, {'eval/math/mean': 0.5})
+  console.closing('Finished.', {'report': 'runs/x/report.html'})
+  return stream.getvalue()
+
+
+def test_a_pipe_gets_one_plain_line_a_step():
+  text = play(io.StringIO())
+  assert '\x1b' not in text and '\r' not in text and '\b' not in text
+  lines = text.splitlines()
+  assert lines[0] == 'rl: 3 steps'
+  assert lines[1].startswith('rl 1/3  reward 0.250  loss 0.0100')
+  assert [line.split('  ')[0] for line in lines[1:4]] == ['rl 1/3', 'rl 2/3', 'rl 3/3']
+  assert lines[4] == '  evaluation after 3 steps of rl  math  0.500'
+  assert lines[-1].split() == ['report', 'runs/x/report.html']
+
+
+def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch):
+  monkeypatch.setenv('TERM', 'xterm')
+  text = play(Tty())
+  assert '\x1b[?25l' in text
+  assert text.rindex('\x1b[?25h') > text.rindex('\x1b[?25l')
+  assert 'reward' in text
+
+
+def test_markup_in_a_value_is_printed_as_it_is():
+  stream = io.StringIO()
+  Console(stream).say('[red]x[/red] [/y]')
+  assert stream.getvalue() == '[red]x[/red] [/y]\n'
+
+
+def test_what_is_not_a_number_is_said():
+  assert 'loss nan' in play(io.StringIO(), steps=1, **{'loss/total': None})
+
+
+def test_a_long_phase_of_fast_steps_leaves_lines_out():
+  lines = play(io.StringIO(), steps=500, total=500).splitlines()
+  assert len(lines) < 30
+  assert any(line.startswith('rl   1/500') for line in lines)
+  assert any(line.startswith('rl 500/500') for line in lines)
+
+
+def test_rate_and_time_left(monkeypatch):
+  now = [100.0]
+  monkeypatch.setattr('launch.console.time.monotonic', lambda: now[0])
+  clock = Clock(start=10)
+  assert clock.pace(20) == ''
+  for done in range(11, 16):
+    now[0] += 30 if done < 13 else 2  # the first two compile
+    clock.tick(done)
+  assert clock.pace(20) == '2.00 s/step, 0:10 left'
+  assert clock.pace(None) == '2.00 s/step'
+
+
+@pytest.mark.parametrize(
+  'seconds, text', [(0, '0:00'), (75.4, '1:15'), (4000, '1:06:40')]
+)
+def test_span(seconds, text):
+  assert span(seconds) == text

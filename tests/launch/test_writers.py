@@ -1,0 +1,180 @@
+"""metrics.jsonl through resumes and kills, numbers that are none, sinks that fail."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from jaxrl.signature import ConfigError
+from launch.writers import JsonLines, Sink, TensorBoard, Tracker, Writers, read_metrics
+
+
+def rows(path):
+  return [
+    {k: v for k, v in row.items() if k != 'time/wall'} for row in read_metrics(path)
+  ]
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / 'metrics.jsonl'
+
+
+def run(path, steps, start=0, name='rl'):
+  writers = Writers([JsonLines(path)])
+  writers.phase(name, 10, start)
+  for step in steps:
+    writers.write(step, {'reward/mean': step / 10})
+  return writers
+
+
+def test_one_object_a_step_on_disk_at_once(path):
+  writers = run(path, [0, 1])
+  assert rows(path) == [
+    {'phase': 'rl', 'step': 0, 'reward/mean': 0.0},
+    {'phase': 'rl', 'step': 1, 'reward/mean': 0.1},
+  ]
+  writers.close()
+
+
+def test_a_second_write_of_a_step_adds_to_its_line(path):
+  writers = run(path, [0, 1])
+  writers.write(1, {'eval/math/mean': 0.25, 'reward/mean': 3})
+  writers.write(2, {'reward/mean': np.float32(0.5)})
+  assert rows(path)[1:] == [
+    {'phase': 'rl', 'step': 1, 'reward/mean': 3.0, 'eval/math/mean': 0.25},
+    {'phase': 'rl', 'step': 2, 'reward/mean': 0.5},
+  ]
+
+
+def test_resume_writes_every_step_exactly_once(path):
+  run(path, [0, 1], name='sft')
+  run(path, range(5)).close()
+  run(path, range(3, 7), start=3)
+  found = [(row['phase'], row['step']) for row in rows(path)]
+  assert found == [('sft', 0), ('sft', 1)] + [('rl', step) for step in range(7)]
+
+
+def test_a_phase_that_is_over_leaves_the_later_one(path):
+  run(path, range(10), name='sft')
+  run(path, [0, 1])
+  run(path, [], start=10, name='sft')
+  run(path, [2], start=2)
+  found = [row['step'] for row in rows(path) if row['phase'] == 'rl']
+  assert found == [0, 1, 2] and len(rows(path)) == 13
+
+
+def test_resume_in_an_earlier_phase_drops_the_later_one(path):
+  run(path, [0, 1], name='sft')
+  run(path, [0])
+  run(path, [1], start=1, name='sft')
+  assert [(row['phase'], row['step']) for row in rows(path)] == [
+    ('sft', 0),
+    ('sft', 1),
+  ]
+
+
+def test_resume_keeps_the_evaluation_of_the_weights_it_goes_on_with(path):
+  writers = run(path, [0, 1])
+  writers.write(2, {'eval/math/mean': 0.5, 'reward/mean': 0.1})
+  writers.write(3, {'reward/mean': 0.1})
+  writers = run(path, [], start=2)
+  assert rows(path)[-1] == {'phase': 'rl', 'step': 2, 'eval/math/mean': 0.5}
+  writers.write(2, {'reward/mean': 0.7})
+  assert rows(path)[-1] == {
+    'phase': 'rl',
+    'step': 2,
+    'eval/math/mean': 0.5,
+    'reward/mean': 0.7,
+  }
+  assert len(rows(path)) == 3
+
+
+def test_a_torn_last_line_is_mended_and_a_broken_middle_one_named(path):
+  run(path, [0, 1])
+  whole = path.read_bytes()
+  path.write_bytes(whole[:-9])
+  run(path, [1], start=1)
+  assert [row['step'] for row in rows(path)] == [0, 1]
+  path.write_bytes(b'{"step"\n' + whole)
+  with pytest.raises(ValueError, match='line 1: not JSON'):
+    JsonLines(path)
+
+
+def test_what_is_not_finite_becomes_null_with_one_warning_a_name(path):
+  warnings = []
+  writers = Writers([JsonLines(path)], warnings.append)
+  writers.phase('rl', 3)
+  for step in range(3):
+    writers.write(step, {'loss/total': float('nan'), 'grad_norm': float('inf')})
+  text = path.read_text()
+  assert 'NaN' not in text and 'Infinity' not in text
+  assert [json.loads(line)['loss/total'] for line in text.splitlines()] == [None] * 3
+  assert warnings == [
+    'loss/total is nan at rl step 0',
+    'grad_norm is inf at rl step 0',
+  ]
+
+
+class Broken(Sink):
+  required = False
+  calls = 0
+
+  def write(self, step, metrics):
+    self.calls += 1
+    raise ConnectionError('no route')
+
+
+def test_a_tracker_that_fails_is_dropped_and_a_file_that_fails_is_not(path):
+  warnings, broken = [], Broken()
+  writers = Writers([broken, JsonLines(path)], warnings.append)
+  writers.phase('rl', 2)
+  writers.write(0, {'a': 1})
+  writers.write(1, {'a': 1})
+  assert broken.calls == 1 and len(rows(path)) == 2
+  assert warnings == ['Broken failed and is left out from now on: no route']
+  broken.required = True
+  with pytest.raises(ConnectionError):
+    Writers([broken]).write(0, {'a': 1})
+
+
+def test_tensorboard_events_by_phase(tmp_path):
+  writers = Writers([TensorBoard(tmp_path)])
+  for name in ('sft', 'rl'):
+    writers.phase(name, 1)
+    writers.write(0, {'reward/mean': 0.5, 'loss/total': float('nan')})
+  writers.close()
+  for name in ('sft', 'rl'):
+    (events,) = (tmp_path / name).glob('events.*')
+    text = events.read_bytes()
+    assert b'reward/mean' in text and b'loss/total' not in text
+
+
+@pytest.mark.parametrize('service', ['wandb', 'trackio'])
+def test_tracker_goes_on_with_the_same_run(tmp_path, monkeypatch, service):
+  calls = []
+  fake = types.SimpleNamespace(
+    init=lambda **kw: calls.append(('init', kw)),
+    log=lambda row: calls.append(('log', row)),
+    finish=lambda: calls.append(('finish',)),
+  )
+  monkeypatch.setitem(sys.modules, service, fake)
+  for _ in range(2):
+    writers = Writers([Tracker(service, tmp_path, {'seed': 0}, 'mine')])
+    writers.phase('rl', 1)
+    writers.write(4, {'reward/mean': 0.5, 'loss/total': float('nan')})
+    writers.close()
+  assert calls[1:3] == [('log', {'rl/reward/mean': 0.5, 'rl/step': 4}), ('finish',)]
+  first, second = calls[0][1], calls[3][1]
+  assert first == second and first['project'] == 'mine'
+  assert first['resume'] == 'allow' and first['config'] == {'seed': 0}
+
+
+def test_tracker_that_is_not_there(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'wandb', None)
+  with pytest.raises(ConfigError, match=r"not installed: pip install 'jaxrl\[wandb\]'"):
+    Tracker('wandb', tmp_path, {}, 'mine')
+  with pytest.raises(ConfigError, match='wants wandb or trackio'):
+    Tracker('mlflow', tmp_path, {}, 'mine')
