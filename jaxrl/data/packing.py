@@ -1,0 +1,88 @@
+"""From ragged trajectories to one rectangle."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.types import Batch, Group, Trajectory
+
+
+def pick_bucket(length: int, buckets: Sequence[int]) -> int:
+  """The smallest bucket that holds `length`; raises ValueError if none does."""
+  fitting = [bucket for bucket in buckets if bucket >= length]
+  if not fitting:
+    raise ValueError(
+      f'a trajectory of {length} tokens is longer than the largest length bucket, '
+      f'{max(buckets)}; add a larger bucket or lower the maximal length'
+    )
+  return min(fitting)
+
+
+def pack(
+  groups: Sequence[Group],
+  buckets: Sequence[int],
+  num_rows: int | None = None,
+  *,
+  multiple: int = 1,
+  pad_id: int = 0,
+) -> Batch:
+  """Packs groups into a numpy `Batch` of B rows by T tokens, in the order given.
+
+  T is the smallest of `buckets` that holds the longest row. B is `num_rows`, or the
+  number of rows rounded up to `multiple`. task_ids count groups, run_ids episodes;
+  padding rows have ids −1, no action and segment 0. `weights_version` is −1 where
+  not an action. state_hash is there when any row has one in its extras.
+  Raises ValueError for no rows, too many rows, and a row longer than every bucket.
+  """
+  rows = [row for group in groups for row in group]
+  if not rows:
+    raise ValueError('there is nothing to pack: no group holds a trajectory')
+  count = -(-len(rows) // multiple) * multiple if num_rows is None else num_rows
+  if len(rows) > count:
+    raise ValueError(f'{len(rows)} rows do not fit a batch of {count}')
+  lengths = np.array([len(row.tokens) for row in rows])
+  width = pick_bucket(int(lengths.max()), buckets)
+  inside = np.zeros((count, width), bool)
+  inside[: len(rows)] = np.arange(width) < lengths[:, None]
+
+  def column(name: str, dtype: type, fill: int = 0) -> np.ndarray:
+    out = np.full((count, width), fill, dtype)
+    out[inside] = np.concatenate([getattr(row, name) for row in rows])
+    return out
+
+  def ids(values: Sequence[int]) -> np.ndarray:
+    out = np.full(count, -1, np.int32)
+    out[: len(rows)] = values
+    return out
+
+  expert = np.zeros(count, bool)
+  expert[: len(rows)] = [row.is_expert for row in rows]
+  return Batch(
+    tokens=column('tokens', np.int32, pad_id),
+    segment_ids=inside.astype(np.int32),
+    action_mask=column('action_mask', bool),
+    rollout_logprobs=column('rollout_logprobs', np.float32),
+    rewards=column('rewards', np.float32),
+    task_ids=ids([i for i, group in enumerate(groups) for _ in group]),
+    run_ids=ids(_run_ids(groups)),
+    step_ids=ids([row.step for row in rows]),
+    weights_version=column('weights_version', np.int32, -1),
+    expert_mask=expert if expert.any() else None,
+    state_hash=_state_hash(rows, ids),
+  )
+
+
+def _run_ids(groups: Sequence[Group]) -> list[int]:
+  """Dense ids of episodes: rows of one member of one group share theirs."""
+  seen: dict[tuple[int, int], int] = {}
+  return [
+    seen.setdefault((i, row.member), len(seen))
+    for i, group in enumerate(groups)
+    for row in group
+  ]
+
+
+def _state_hash(rows: Sequence[Trajectory], ids) -> np.ndarray | None:
+  if not any('state_hash' in row.extras for row in rows):
+    return None
+  return ids([row.extras.get('state_hash', -1) for row in rows])

@@ -1,0 +1,156 @@
+"""Arithmetic word problems from a seeded generator.
+
+A problem is its kind and its numbers; names and objects only dress it. Train and
+test are split by a hash of the problem, so no test problem is ever seen in training,
+however it is dressed. Everything is a pure function of the seed.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+NAMES = ('Ann', 'Ben', 'Eva', 'Kim', 'Leo', 'Max', 'Mia', 'Sam', 'Tom', 'Zoe')
+OBJECTS = ('pens', 'eggs', 'figs', 'nuts', 'caps', 'toys', 'keys', 'cups', 'books')
+TEST_SHARE = 0.2  # of all problems, kept for the test split
+
+Numbers = tuple[int, ...]
+Steps = list[tuple[str, int]]  # ('3+4', 7): one worked step after another
+
+
+def _add(n: Numbers) -> tuple[str, Steps]:
+  a, b, _ = n
+  return '{name} has {a} {obj} and gets {b} more. How many now?', [(f'{a}+{b}', a + b)]
+
+
+def _sub(n: Numbers) -> tuple[str, Steps]:
+  a, b, _ = n
+  a += b
+  text = f'{{name}} has {a} {{obj}} and gives away {b}. How many are left?'
+  return text, [(f'{a}-{b}', a - b)]
+
+
+def _mul(n: Numbers) -> tuple[str, Steps]:
+  a, b, _ = n
+  return '{name} has {a} bags of {b} {obj}. How many {obj}?', [(f'{a}*{b}', a * b)]
+
+
+def _add_sub(n: Numbers) -> tuple[str, Steps]:
+  a, b, c = n
+  c = min(c, a + b)
+  text = '{name} has {a} {obj}, gets {b} more and loses {c}. How many now?'
+  steps = [(f'{a}+{b}', a + b), (f'{a + b}-{c}', a + b - c)]
+  return text.replace('{c}', str(c)), steps
+
+
+def _sub_add(n: Numbers) -> tuple[str, Steps]:
+  a, b, c = n
+  a += b
+  text = f'{{name}} has {a} {{obj}}, loses {b} and gets {c} more. How many now?'
+  return text, [(f'{a}-{b}', a - b), (f'{a - b}+{c}', a - b + c)]
+
+
+def _compare(n: Numbers) -> tuple[str, Steps]:
+  a, b, _ = n
+  text = '{name} has {a} {obj}. {other} has {b} more. How many in all?'
+  return text, [(f'{a}+{b}', a + b), (f'{a}+{a + b}', a + a + b)]
+
+
+def _mul_add(n: Numbers) -> tuple[str, Steps]:
+  a, b, c = n
+  text = '{name} has {a} bags of {b} {obj} and {c} more. How many {obj}?'
+  return text, [(f'{a}*{b}', a * b), (f'{a * b}+{c}', a * b + c)]
+
+
+def _mul_sub(n: Numbers) -> tuple[str, Steps]:
+  a, b, c = n
+  c = min(c, a * b)
+  text = '{name} has {a} bags of {b} {obj} and loses {c}. How many now?'
+  steps = [(f'{a}*{b}', a * b), (f'{a * b}-{c}', a * b - c)]
+  return text.replace('{c}', str(c)), steps
+
+
+KINDS: dict[str, Callable[[Numbers], tuple[str, Steps]]] = {
+  'add': _add,
+  'sub': _sub,
+  'mul': _mul,
+  'add_sub': _add_sub,
+  'sub_add': _sub_add,
+  'compare': _compare,
+  'mul_add': _mul_add,
+  'mul_sub': _mul_sub,
+}
+
+
+def problem(
+  rng: np.random.Generator,
+  *,
+  kinds: Sequence[str] = tuple(KINDS),
+  max_number: int = 20,
+  max_factor: int = 9,
+) -> dict[str, Any]:
+  """Draws one problem.
+
+  Returns question, answer (a string), solution (worked, ending in `#### answer`),
+  kind, and key: what names the problem whatever its dressing. Terms lie in
+  [1, max_number], factors in [2, max_factor].
+  """
+  kind = kinds[int(rng.integers(len(kinds)))]
+  a, b, c = (int(x) for x in rng.integers(1, max_number + 1, size=3))
+  if kind.startswith('mul'):
+    a, b = (int(x) for x in rng.integers(2, max_factor + 1, size=2))
+  template, steps = KINDS[kind]((a, b, c))
+  name, other = (NAMES[int(i)] for i in rng.choice(len(NAMES), 2, replace=False))
+  obj = OBJECTS[int(rng.integers(len(OBJECTS)))]
+  answer = str(steps[-1][1])
+  worked = '\n'.join(f'{left}={right}' for left, right in steps)
+  return {
+    'question': template.format(name=name, other=other, obj=obj, a=a, b=b, c=c),
+    'answer': answer,
+    'solution': f'{worked}\n#### {answer}',
+    'kind': kind,
+    'key': f'{kind}:' + ','.join(left for left, _ in steps),
+  }
+
+
+def in_test(key: str) -> bool:
+  """Whether the problem named `key` belongs to the test split."""
+  return zlib.crc32(key.encode()) < TEST_SHARE * 2**32
+
+
+def arithmetic(
+  split: str = 'train',
+  *,
+  size: int = 10_000,
+  seed: int = 0,
+  kinds: Sequence[str] = tuple(KINDS),
+  max_number: int = 20,
+  max_factor: int = 9,
+) -> list[dict[str, Any]]:
+  """`size` different questions of a split, a pure function of the arguments.
+
+  Raises ValueError for an unknown split or kind, and when the numbers are so few
+  that `size` different questions cannot be found.
+  """
+  if split not in ('train', 'test'):
+    raise ValueError(f"split is 'train' or 'test', not {split!r}")
+  unknown = [kind for kind in kinds if kind not in KINDS]
+  if unknown or not kinds:
+    raise ValueError(f'unknown kinds {unknown}; there are {", ".join(KINDS)}')
+  rng = np.random.default_rng([seed, int(split == 'test')])
+  found: dict[str, dict[str, Any]] = {}
+  options = {'kinds': kinds, 'max_number': max_number, 'max_factor': max_factor}
+  for _ in range(100 * size + 10_000):
+    if len(found) == size:
+      break
+    drawn = problem(rng, **options)
+    if in_test(drawn['key']) == (split == 'test'):
+      found.setdefault(drawn['question'], drawn)
+  if len(found) < size:
+    raise ValueError(
+      f'only {len(found)} of {size} different {split} questions exist for kinds='
+      f'{tuple(kinds)}, max_number={max_number}, max_factor={max_factor}; '
+      'allow larger numbers or ask for fewer'
+    )
+  return list(found.values())

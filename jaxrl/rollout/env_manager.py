@@ -1,0 +1,290 @@
+"""EnvManager: plays episodes of one environment with one engine.
+
+Many of them run as coroutines in one worker. Everything is injected and may be
+local or remote. Whatever breaks costs one episode, which is put with its reason.
+"""
+
+import asyncio
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.data.chat import Chat
+from jaxrl.data.seeds import fold
+from jaxrl.envs.base import Env
+from jaxrl.rollout.call_pool import CallPool, CallTimeout
+from jaxrl.rollout.episode import RolloutCache, join
+from jaxrl.rollout.formulation import FORMULATIONS
+from jaxrl.rollout.group_queue import Lease
+from jaxrl.rollout.handles import settle
+from jaxrl.rollout.templates import Templates
+from jaxrl.types import Completion, RolloutEngine, SamplingParams, Trajectory
+
+_CONTINUATIONS = 16  # how often a reply interrupted by the engine is taken up again
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvWorld:
+  """What all environments of a tag share, local objects or handles.
+
+  make_env: makes an environment. dataset: None for games, whose task is the seed.
+  """
+
+  make_env: Callable[[], Env]
+  engine: RolloutEngine
+  chat: Chat
+  pool: CallPool
+  queue: Any = None
+  dataset: Any = None
+
+
+class EnvManager:
+  """One environment: env `env_id` of env group `group_id`.
+
+  tag: the environment's tag. max_steps: turns an episode may take. max_length:
+  tokens of the whole episode. max_tokens_per_step: tokens of one reply.
+  temperature, top_p, top_k, stop: how replies are drawn. system_template,
+  first_template, turn_template: see `templates`. formulation: 'trajectory' or
+  'step'. reset_timeout, step_timeout, generate_timeout: seconds, 0 = none.
+  """
+
+  def __init__(
+    self,
+    world: EnvWorld,
+    group_id: int = 0,
+    env_id: int = 0,
+    *,
+    tag: str = '',
+    max_steps: int = 1,
+    max_length: int = 1024,
+    max_tokens_per_step: int = 256,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop: tuple[str, ...] = (),
+    system_template: str = '',
+    first_template: str = '',
+    turn_template: str = '{observation}',
+    formulation: str = 'trajectory',
+    reset_timeout: float = 60.0,
+    step_timeout: float = 60.0,
+    generate_timeout: float = 0.0,
+  ):
+    if formulation not in FORMULATIONS:
+      raise ValueError(
+        f'no formulation {formulation!r}; there are {", ".join(FORMULATIONS)}'
+      )
+    if min(max_steps, max_length, max_tokens_per_step) < 1:
+      raise ValueError('max_steps, max_length and max_tokens_per_step start at 1')
+    self.world, self.group_id, self.env_id, self.tag = world, group_id, env_id, tag
+    self.max_steps, self.max_length = max_steps, max_length
+    self.max_tokens_per_step = max_tokens_per_step
+    self._templates = Templates(system_template, first_template, turn_template)
+    self._formulate = FORMULATIONS[formulation]
+    self._timeouts = (reset_timeout or None, step_timeout or None)
+    self._generate_timeout = generate_timeout or None
+    self._sampling = SamplingParams(
+      max_tokens=max_tokens_per_step,
+      temperature=temperature,
+      top_p=top_p,
+      top_k=top_k,
+      stop=tuple(stop),
+      stop_token_ids=(world.chat.eos_id,),
+    )
+    self._env: Any = None
+    self._base_seed = 0
+
+  async def run_rollout_loop(self, data: Mapping[str, Any]) -> int:
+    """Plays until the queue or the data set has no more; returns the episodes put.
+
+    data: {'seed': base seed}, or an object whose `meta_info` is that.
+    """
+    self._base_seed = int(getattr(data, 'meta_info', data)['seed'])
+    queue, count = self.world.queue, 0
+    while True:
+      lease = await settle(queue.get_episode_id(self.group_id, self.env_id))
+      if lease is None:
+        return count
+      rollout = await self.play(Lease(*lease), base_seed=self._base_seed)
+      await settle(
+        queue.put(
+          self.group_id, lease.episode_id, lease.start_step, rollout, self.env_id
+        )
+      )
+      count += 1
+      if rollout is None:
+        return count
+
+  async def play(self, lease: Lease, *, base_seed: int) -> list[Trajectory] | None:
+    """Plays one attempt; None when the data set is traversed. Does not raise."""
+    self._base_seed = base_seed
+    cache = await self.reset(lease)
+    if cache is None:
+      return None
+    while not cache.done:
+      completion = await self.make_decision(cache)
+      if completion is not None:
+        await self.step(cache, completion)
+    return self.formulate_rollouts(cache)
+
+  async def reset(self, lease: Lease) -> RolloutCache | None:
+    """Draws the task and starts the environment; None when there is no task."""
+    number = lease.group_id + lease.episode_id
+    cache = RolloutCache(lease=lease, seed=self._base_seed + number)
+    try:
+      if self.world.dataset is not None:
+        task = self.world.dataset.get_task(cache.seed, number)
+        cache.task = await settle(task)
+        if cache.task is None:
+          return None
+      prompt = await self._call(self._start_env, cache, self._timeouts[0])
+    except CallTimeout as error:
+      self._env = None
+      cache.stop('env_reset_failed', error)
+    except Exception as error:
+      self._env = None
+      cache.stop('env_reset_failed', error)
+    else:
+      if prompt is None:
+        return None
+      cache.hear(prompt)
+    return cache
+
+  async def make_decision(self, cache: RolloutCache) -> Completion | None:
+    """The model's next reply; None if the episode ends for want of one."""
+    room = self.max_length - len(cache.tokens)
+    if room < 1:
+      cache.stop('max_length')
+      return None
+    room = min(room, self.max_tokens_per_step)
+    try:
+      completion = await self._generate(cache, room)
+    except ValueError as error:  # the prompt is longer than the engine's window
+      cache.stop('max_length', error)
+      return None
+    except TimeoutError:
+      cache.stop('generate_failed', f'no reply within {self._generate_timeout} s')
+      return None
+    except Exception as error:
+      cache.stop('generate_failed', error)
+      return None
+    if len(completion.tokens) == 0:
+      cache.stop('generate_failed', 'the engine returned no token')
+      return None
+    cache.say(completion)
+    if completion.finish_reason == 'abort':
+      cache.stop('abort', 'the engine aborted the request')
+      return None
+    return completion
+
+  async def step(self, cache: RolloutCache, completion: Completion) -> None:
+    """Gives the reply to the environment and hears what comes back."""
+    ended = completion.tokens[-1] == self.world.chat.eos_id
+    try:
+      heard = await self._call(
+        self._step_env, cache, self._timeouts[1], completion, bool(ended)
+      )
+    except CallTimeout as error:
+      self._env = None
+      cache.stop('env_timeout', error)
+    except Exception as error:
+      self._env = None
+      cache.stop('env_error', error)
+    else:
+      if not cache.done:
+        cache.hear(heard)
+
+  def formulate_rollouts(self, cache: RolloutCache) -> list[Trajectory]:
+    """The training rows of a finished episode."""
+    said = sum(turn.stop - turn.start for turn in cache.turns)
+    cache.metrics.setdefault('turns', float(len(cache.turns)))
+    cache.metrics.setdefault('response_length', float(said))
+    return self._formulate(cache, self.tag)
+
+  # ---- on the pool's threads
+
+  def _start_env(self, cache: RolloutCache) -> list[int] | None:
+    if self._env is None:
+      self._env = self.world.make_env()
+    cache.env = self._env
+    task = {'task': cache.task} if cache.task is not None else {}
+    observation, info = cache.env.reset(seed=cache.seed, options=task)
+    if observation is None:
+      return None
+    self._note(cache, info)
+    messages = self._show(cache, observation, info)
+    return self.world.chat.first_prompt(messages)
+
+  def _step_env(
+    self, cache: RolloutCache, completion: Completion, ended: bool
+  ) -> list[int]:
+    text = self.world.chat.decode(completion.tokens)
+    observation, reward, terminated, truncated, info = cache.env.step(text)
+    cache.messages.append({'role': 'assistant', 'content': text})
+    cache.turns[-1].reward = float(reward)
+    self._note(cache, info)
+    if terminated:
+      cache.terminated = True
+    elif truncated or len(cache.turns) >= self.max_steps:
+      cache.stop('max_steps')
+    elif len(cache.tokens) >= self.max_length:
+      cache.stop('max_length')
+    if cache.done:
+      return []
+    messages = self._show(cache, observation, info)
+    return self.world.chat.next_prompt(messages, ended=ended)
+
+  def _show(self, cache: RolloutCache, observation: Any, info: Mapping[str, Any]):
+    messages = self._templates.messages(
+      observation,
+      info,
+      turn_idx=len(cache.turns),
+      actions_left=self.max_steps - len(cache.turns),
+      max_response_length=self.max_tokens_per_step,
+    )
+    shown = '\n'.join(str(message['content']) for message in messages)
+    cache.state_hash = zlib.crc32(shown.encode()) >> 1
+    cache.messages += messages
+    return messages
+
+  @staticmethod
+  def _note(cache: RolloutCache, info: Mapping[str, Any]) -> None:
+    """Keeps what the environment reports; later turns overwrite earlier ones."""
+    cache.metrics.update({k: float(v) for k, v in info.get('metrics', {}).items()})
+    cache.columns.update(info.get('columns', {}))
+
+  # ---- on the event loop
+
+  async def _call(self, fn: Callable, cache: RolloutCache, timeout, *args) -> Any:
+    return await self.world.pool.run(fn, cache, *args, timeout=timeout)
+
+  async def _generate(self, cache: RolloutCache, room: int) -> Completion:
+    """One reply; if the engine is interrupted, it goes on from what it had."""
+    lease, turn = cache.lease, len(cache.turns)
+    name = f'{self.tag}/{lease.group_id}/{lease.episode_id}/{cache.seed}'
+    name = f'{name}/{lease.member}/{turn}/{lease.attempt}'
+    parts: list[Completion] = []
+    for part in range(_CONTINUATIONS):
+      emitted = sum(len(p.tokens) for p in parts)
+      sampling = dataclasses.replace(
+        self._sampling,
+        max_tokens=room - emitted,
+        seed=fold(self._base_seed, cache.seed, lease.member, turn, part),
+      )
+      prompt = cache.tokens + [t for p in parts for t in p.tokens.tolist()]
+      request_id = f'{name}/{part}'
+      parts.append(await self._request(request_id, prompt, sampling))
+      if parts[-1].finish_reason != 'abort' or emitted + len(parts[-1].tokens) >= room:
+        break
+    return join(parts)
+
+  async def _request(self, request_id, prompt, sampling) -> Completion:
+    """One request, which never outlives the one who waits for it."""
+    engine = self.world.engine
+    answer = settle(engine.generate(request_id, prompt, sampling))
+    try:
+      return await asyncio.wait_for(answer, self._generate_timeout)
+    except (TimeoutError, asyncio.CancelledError):
+      await settle(engine.abort(request_id))
+      raise
