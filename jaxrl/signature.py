@@ -140,6 +140,8 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     raise ConfigError(f'{text!r}: options go by name, as in {name}(option=value)')
   options: dict[str, Any] = {}
   for keyword in call.keywords:
+    if keyword.arg in options:
+      raise ConfigError(f'cannot read {text!r}: {keyword.arg!r} is given twice')
     try:
       options[str(keyword.arg)] = ast.literal_eval(keyword.value)
     except ValueError as error:

@@ -37,7 +37,7 @@ def token_weights(
       `'sequence_mean_token_sum_norm(length=1024)'`.
   row_valid: `[B]` bool; rows to leave out, counts included, are False.
   """
-  name, length = check(mode, length)
+  name, constant = check(mode, length)
   m = jnp.asarray(mask, jnp.float32)
   if row_valid is not None:
     m = m * row_valid[:, None]
@@ -49,11 +49,11 @@ def token_weights(
     return m / rows
   if name == 'sequence_mean_token_mean':
     return m / (rows * jnp.maximum(tokens, 1))
-  return m / (rows * length)
+  return m / (rows * constant)
 
 
-def check(mode: str, length: float | None = None) -> tuple[str, float | None]:
-  """The mode's name and its length, if any. Raises ConfigError when it is wrong."""
+def check(mode: str, length: float | None = None) -> tuple[str, float]:
+  """The mode's name and its length, 0 if it has none; ConfigError when wrong."""
   name, options = parse_call(mode)
   if name not in MODES:
     raise unknown(name, MODES, 'mode', 'aggregation')
@@ -67,7 +67,7 @@ def check(mode: str, length: float | None = None) -> tuple[str, float | None]:
       'sequence_mean_token_sum_norm divides by a constant, positive length: write '
       "aggregation='sequence_mean_token_sum_norm(length=1024)'"
     )
-  return name, length
+  return name, length or 0
 
 
 def row_weights(mask: Array) -> Array:

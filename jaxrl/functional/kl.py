@@ -34,8 +34,17 @@ def k2(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
 
 def k3(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
   """`[B, T]` coef·(e^{q−p} − 1 − (q − p)): unbiased, never negative."""
-  d = ref_logprobs - logprobs
-  return coef * (exp(d) - 1 - d)
+  return coef * _excess(ref_logprobs - logprobs)
+
+
+def _excess(d: Array) -> Array:
+  """e^d − 1 − d. Near 0 float32 would cancel nearly all of it: a series there."""
+  near = jnp.abs(d) < 0.3
+  x = jnp.where(near, d, 0)
+  series = 0.0
+  for factorial in (40320, 5040, 720, 120, 24, 6, 2):
+    series = series * x + 1 / factorial
+  return jnp.where(near, series * x * x, exp(d) - 1 - d)
 
 
 def low_var(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:

@@ -1,0 +1,122 @@
+"""Every advantage against its restatement, and its invariances."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.functional import advantages
+from tests.functional import harness
+from tests.functional import restated_advantages as restated
+from tests.functional.harness import Case
+
+ADVANTAGES = [
+  Case('grpo', advantages.grpo, restated.grpo),
+  Case('grpo', advantages.grpo, restated.grpo, {'scale_by_std': False}),
+  Case('grpo', advantages.grpo, restated.grpo, {'std_over': 'batch'}),
+  Case('grpo', advantages.grpo, restated.grpo, steps=True),
+  Case('opmd', advantages.opmd, restated.opmd),
+  Case('opmd', advantages.opmd, restated.opmd, {'baseline': 'logavgexp', 'tau': 0.5}),
+  Case('opmd', advantages.opmd, restated.opmd, {'baseline': 'logavgexp'}, steps=True),
+  Case('gae', advantages.gae, restated.gae),
+  Case('gae', advantages.gae, restated.gae, {'gamma': 0.9, 'lam': 0.8}),
+  Case('gae', advantages.gae, restated.gae, {'whiten': True}),
+]
+
+
+def jitted(case):
+  return jax.jit(lambda columns: harness.call(case, columns))
+
+
+@pytest.mark.parametrize('case', ADVANTAGES, ids=str)
+def test_equals_the_restatement(case):
+  run = jitted(case)
+  for seed in range(harness.BATCHES):
+    columns = harness.batch(seed, case.steps)
+    out = run(columns)
+    wanted = case.restated(harness.wide(columns), case.options)
+    scale = np.max(np.abs(wanted), initial=0) + 1
+    harness.assert_close(out.advantages, wanted, scale, what=f'{case} on batch {seed}')
+    assert np.all(np.asarray(out.advantages)[~columns['mask']] == 0)
+    assert all(np.all(np.isfinite(m)) for m in out.metrics.values())
+
+
+@pytest.mark.parametrize('case', ADVANTAGES, ids=str)
+def test_rows_and_padding_change_nothing(case):
+  columns = harness.batch(11, case.steps)
+  plain = np.asarray(harness.call(case, columns).advantages)
+  order = np.random.default_rng(1).permutation(harness.ROWS)
+  moved = harness.call(case, harness.permuted(columns, order)).advantages
+  np.testing.assert_allclose(moved, plain[order], rtol=1e-5, atol=1e-6)
+  more = harness.call(case, harness.padded(columns)).advantages
+  inner = more[: harness.ROWS, : harness.TOKENS]
+  np.testing.assert_allclose(inner, plain, rtol=1e-5, atol=1e-6)
+
+
+def columns_of(rewards, tasks, runs=None):
+  """One token a row."""
+  n = len(rewards)
+  return (
+    jnp.array(rewards, jnp.float32)[:, None],
+    jnp.ones((n, 1), bool),
+    jnp.array(tasks, jnp.int32),
+    jnp.array(list(range(n)) if runs is None else runs, jnp.int32),
+  )
+
+
+def test_grpo_by_hand():
+  """Rewards 1, 0, 0: μ = 1/3, s = √(1/3) with ddof 1; a singleton keeps its reward."""
+  out = advantages.grpo(*columns_of([1, 0, 0, 5], [0, 0, 0, 1]))
+  s = np.sqrt(1 / 3) + 1e-6
+  wanted = [[2 / 3 / s], [-1 / 3 / s], [-1 / 3 / s], [5 / (1 + 1e-6)]]
+  np.testing.assert_allclose(out.advantages, wanted, rtol=1e-5)
+
+
+def test_equal_rewards_give_exactly_zero():
+  """Seven times 0.7: a mean in float32 is not 0.7, and dividing by s inflates that."""
+  for fn, options in [
+    (advantages.grpo, {}),
+    (advantages.opmd, {}),
+    (advantages.opmd, {'baseline': 'logavgexp'}),
+  ]:
+    run = jax.jit(lambda *columns, fn=fn, options=options: fn(*columns, **options))
+    for size in range(2, 40):
+      ids = [0] * size + [-1] * (40 - size)
+      runs = [*range(size)] + [-1] * (40 - size)
+      assert np.all(np.asarray(run(*columns_of([0.7] * 40, ids, runs)).advantages) == 0)
+
+
+def test_a_run_counts_once_however_many_rows_it_has():
+  """Run 0 has three rows worth 1 in all, run 1 one row worth 0: μ = ½, not ¼."""
+  out = advantages.opmd(*columns_of([0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]))
+  np.testing.assert_allclose(out.advantages[:, 0], [0.5, 0.5, 0.5, -0.5])
+
+
+def test_std_threshold_drops_groups():
+  columns = columns_of([1, 1, 0, 1], [0, 0, 1, 1])
+  out = advantages.grpo(*columns, std_threshold=0.0)
+  np.testing.assert_array_equal(out.keep[:, 0], [False, False, True, True])
+
+
+def test_opmd_logavgexp_by_hand():
+  out = advantages.opmd(*columns_of([1, 0], [0, 0]), baseline='logavgexp', tau=2.0)
+  b = 2 * np.log((np.exp(0.5) + 1) / 2)
+  np.testing.assert_allclose(out.advantages[:, 0], [1 - b, -b], rtol=1e-5)
+
+
+def test_opmd_refuses_an_unknown_baseline():
+  with pytest.raises(ValueError, match='logavgexp'):
+    advantages.opmd(*columns_of([1], [0]), baseline='median')
+
+
+def test_gae_steps_over_observations():
+  """Two turns with an observation between: the second turn's V follows the first."""
+  rewards = jnp.array([[0.0, 9.0, 1.0]])  # the 9 lies on an observation
+  values = jnp.array([[0.5, 7.0, 0.25]])
+  mask = jnp.array([[True, False, True]])
+  out = advantages.gae(rewards, values, mask, gamma=0.5, lam=0.5)
+  last = 1 - 0.25
+  np.testing.assert_allclose(
+    out.advantages, [[0.5 * 0.25 - 0.5 + 0.25 * last, 0, last]], rtol=1e-6
+  )
+  np.testing.assert_allclose(out.returns, out.advantages + values * mask, rtol=1e-6)

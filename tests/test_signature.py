@@ -1,0 +1,132 @@
+"""Options read off signatures: defaults, checks, call strings, dotted names."""
+
+from functools import partial
+from typing import Literal
+
+import pytest
+
+from jaxrl import signature
+from jaxrl.signature import ConfigError
+
+
+def loss(
+  logprobs,
+  mask,
+  *,
+  clip: float = 0.2,
+  dual: float | None = 3.0,
+  rounds: int = 2,
+  mode: Literal['a', 'b'] = 'a',
+  on: bool = True,
+  name: str = 'x',
+):
+  return clip
+
+
+def test_defaults_are_the_keyword_only_parameters():
+  assert list(signature.defaults(loss)) == [
+    'clip',
+    'dual',
+    'rounds',
+    'mode',
+    'on',
+    'name',
+  ]
+  assert signature.defaults(loss)['clip'] == 0.2
+  assert signature.defaults(partial(loss, clip=1.0))['clip'] == 1.0
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'clip': 1},
+    {'clip': 0.5, 'dual': None},
+    {'rounds': 3, 'mode': 'b', 'on': False, 'name': ''},
+  ],
+)
+def test_right_options_pass(options):
+  signature.check_options(loss, options, 'here')
+
+
+@pytest.mark.parametrize(
+  'options, words',
+  [
+    ({'clpi': 1.0}, ['here', "'clpi'", "Did you mean 'clip'?", 'dual', 'rounds']),
+    ({'logprobs': 1.0}, ["no option 'logprobs'"]),
+    ({'clip': 'much'}, ["'much'", 'float']),
+    ({'clip': True}, ['True', 'float']),
+    ({'clip': None}, ['None', '0.2']),
+    ({'rounds': 1.5}, ['1.5', 'int']),
+    ({'on': 1}, ['bool']),
+    ({'mode': 'c'}, ["'c'", "'a', 'b'"]),
+    ({'name': 3}, ['str']),
+  ],
+)
+def test_wrong_options_say_what_is_wrong_and_what_exists(options, words):
+  with pytest.raises(ConfigError) as error:
+    signature.check_options(loss, options, 'here')
+  for word in words:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+  'text, wanted',
+  [
+    ('cispo', ('cispo', {})),
+    ('cispo()', ('cispo', {})),
+    ("cispo(clip_high=.3, mode='x')", ('cispo', {'clip_high': 0.3, 'mode': 'x'})),
+    (' my.mod:fn(a=-1, b=None) ', ('my.mod:fn', {'a': -1, 'b': None})),
+    ('dir/file.py:fn(a=True)', ('dir/file.py:fn', {'a': True})),
+  ],
+)
+def test_call_strings(text, wanted):
+  assert signature.parse_call(text) == wanted
+
+
+@pytest.mark.parametrize(
+  'text, words',
+  [
+    ('f(1)', 'by name'),
+    ('f(**{})', 'by name'),
+    ('f(a=open)', 'literal'),
+    ("f(a=__import__('os'))", 'literal'),
+    ('f(a=', 'cannot read'),
+    ('f(a=1, a=2)', 'cannot read'),
+    ('f()(a=1)', 'cannot read'),
+    ('', 'cannot read'),
+    ('a b', 'cannot read'),
+  ],
+)
+def test_bad_call_strings_are_errors(text, words):
+  with pytest.raises(ConfigError, match=words):
+    signature.parse_call(text)
+
+
+def test_nearest():
+  assert signature.nearest('clipp', ['clip', 'tau']) == 'clip'
+  assert signature.nearest('zzz', ['clip', 'tau']) is None
+
+
+def test_resolve_modules_and_files(tmp_path):
+  assert signature.resolve('jaxrl.signature:nearest') is signature.nearest
+  file = tmp_path / 'mine.py'
+  file.write_text('def fn():\n  return 7\n')
+  assert signature.resolve(f'{file}:fn')() == 7
+
+
+def test_resolve_errors_name_the_target(tmp_path):
+  with pytest.raises(ConfigError, match="Did you mean 'nearest'"):
+    signature.resolve('jaxrl.signature:nearst')
+  with pytest.raises(ConfigError, match=r"no module 'jaxrl\.nowhere'"):
+    signature.resolve('jaxrl.nowhere:fn')
+  with pytest.raises(ConfigError, match='no file'):
+    signature.resolve(f'{tmp_path}/absent.py:fn')
+  with pytest.raises(ConfigError, match=r'package\.module:name'):
+    signature.resolve('nothing')
+
+
+def test_a_plugin_that_fails_to_import_keeps_its_own_error(tmp_path):
+  file = tmp_path / 'broken.py'
+  file.write_text('import a_module_that_is_not_there\n')
+  with pytest.raises(ModuleNotFoundError, match='a_module_that_is_not_there'):
+    signature.resolve(f'{file}:fn')
