@@ -1,0 +1,55 @@
+"""The mesh: how the devices are arranged into data, fsdp and tensor axes."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ('data', 'fsdp', 'tensor')
+
+
+def make_mesh(
+  *,
+  data: int = -1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+  """Arranges `devices` (default: all) as data × fsdp × tensor.
+
+  data: replicas of the parameters, each with its share of the rows. fsdp: shares of
+  parameters and rows. tensor: shares of heads, feed-forward width and vocabulary.
+  One of them may be −1: the devices that are left. Raises ValueError with the
+  numbers when the axes do not use the devices up.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
+  asked = ', '.join(f'{name}={size}' for name, size in sizes.items())
+  wrong = [name for name, size in sizes.items() if size < 1 and size != -1]
+  if wrong:
+    raise ValueError(f'mesh {asked}: {wrong[0]} must be positive, or -1 for the rest')
+  open_axes = [name for name, size in sizes.items() if size == -1]
+  if len(open_axes) > 1:
+    raise ValueError(f'mesh {asked}: only one axis can be -1')
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  if open_axes and len(devices) % fixed == 0:
+    sizes[open_axes[0]] = len(devices) // fixed
+  if math.prod(sizes.values()) != len(devices):
+    what = 'does not divide' if open_axes else 'is not'
+    advice = 'change a size' if open_axes else 'set one axis to -1'
+    raise ValueError(
+      f'mesh {asked}: the product of the sizes, {fixed}, {what} the number of '
+      f'devices, {len(devices)}; {advice}'
+    )
+  return jax.make_mesh(
+    tuple(sizes.values()),
+    AXES,
+    axis_types=(AxisType.Auto,) * len(AXES),
+    devices=devices,
+  )
+
+
+def single_device_mesh() -> Mesh:
+  """The first device alone."""
+  return make_mesh(data=1, devices=jax.devices()[:1])

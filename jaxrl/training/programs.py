@@ -1,0 +1,202 @@
+"""Compiled programs, by everything they depend on, and a count of compilations."""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.training import optimizer, scoring, sharding
+from jaxrl.training.checkpoint import flatten
+from jaxrl.training.state import NARROW, Spec, TrainState
+from jaxrl.training.step import train_step
+from jaxrl.types import Batch, Params
+
+_DTYPES = {
+  'action_mask': jnp.bool_,
+  'expert_mask': jnp.bool_,
+  'rollout_logprobs': jnp.float32,
+  'rewards': jnp.float32,
+  'teacher_logprobs': jnp.float32,
+}
+_ROWS = ('task_ids', 'run_ids', 'step_ids', 'expert_mask', *NARROW)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """Rows of the batch, tokens a row, rows of a micro-batch."""
+
+  rows: int
+  length: int
+  micro_rows: int
+
+
+@functools.lru_cache(maxsize=64)
+def params_shapes(spec: Spec, mesh: Mesh) -> Params:
+  """Shapes, dtypes and layouts of the model's parameters."""
+  shapes = jax.eval_shape(spec.model.init, jax.random.key(0))
+  axes = spec.model.logical_axes(shapes)
+  return _with(shapes, sharding.params_sharding(mesh, axes, shapes))
+
+
+def _with(shapes: Any, shardings: Any) -> Any:
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+  )
+
+
+def flat_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  """Dotted name → shape of every array of a tree."""
+  return {name: tuple(x.shape) for name, x in flatten(tree).items()}
+
+
+def shardings_of(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x.sharding, tree)
+
+
+@functools.lru_cache(maxsize=64)
+def state_shapes(spec: Spec, mesh: Mesh) -> TrainState:
+  """Shapes, dtypes and layouts of the whole train state."""
+  params, whole = params_shapes(spec, mesh), sharding.replicated(mesh)
+  layout = optimizer.state_sharding(params, shardings_of(params), whole)
+  moments = _with(jax.eval_shape(optimizer.init, params), layout)
+  own = None
+  if spec.algorithm.init_state is not None:
+    own = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _own_state(spec)))
+    own = _with(own, jax.tree.map(lambda _: whole, own))
+  return TrainState(params, moments, own)
+
+
+def _own_state(spec: Spec) -> Any:
+  return spec.algorithm.init_state and spec.algorithm.init_state()
+
+
+def init_state(spec: Spec, mesh: Mesh, params: Params) -> TrainState:
+  """A fresh state around a *copy* of params, which the train step may then donate."""
+  shapes = state_shapes(spec, mesh)
+  params = place(params, shapes.params)
+  layout = shardings_of(shapes.opt_state)
+  moments = jax.jit(optimizer.init, out_shardings=layout)(params)
+  own = _own_state(spec)
+  if own is not None:
+    own = jax.device_put(own, shardings_of(shapes.algorithm_state))
+  return TrainState(params, moments, own)
+
+
+def place(params: Params, shapes: Params) -> Params:
+  """A float32 copy of `params` in the layout of `shapes`, sharing no memory with it."""
+  return jax.tree.map(
+    lambda x, s: jax.device_put(x, s.sharding, may_alias=False), params, shapes
+  )
+
+
+def batch_shapes(spec: Spec, mesh: Mesh, shape: Shape) -> Batch:
+  """What the learner puts on the devices for a batch of this shape."""
+  rows = sharding.rows(mesh)
+
+  def column(name):
+    size = (shape.rows,) if name in _ROWS else (shape.rows, shape.length)
+    return jax.ShapeDtypeStruct(size, _DTYPES.get(name, jnp.int32), sharding=rows)
+
+  names = [field.name for field in dataclasses.fields(Batch)]
+  return Batch(**{n: column(n) if n in spec.batch_columns else None for n in names})
+
+
+def _abstract(numbers: Any, mesh: Mesh) -> Any:
+  whole = sharding.replicated(mesh)
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), numbers
+  )
+
+
+class Programs:
+  """The programs of one spec on one mesh; equal programs are compiled once a process.
+
+  numbers: an example of the traced options: its structure and dtypes count.
+  """
+
+  def __init__(self, spec: Spec, mesh: Mesh, numbers: scoring.Numbers):
+    self._spec, self._mesh = spec, mesh
+    leaves, treedef = jax.tree.flatten(_abstract(numbers, mesh))
+    self._numbers = (tuple(leaves), treedef)
+
+  def prepare(self, shape: Shape) -> Callable[..., Any]:
+    """(params, ref_params, algorithm_state, batch, numbers) → columns, metrics."""
+    return _compile_prepare(self._spec, self._mesh, shape, self._numbers)
+
+  def train(self, shape: Shape) -> Callable[..., Any]:
+    """(state, batch, index, numbers) → state, metrics; `state` is donated."""
+    return _compile_train(self._spec, self._mesh, shape, self._numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_prepare(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
+  state = state_shapes(spec, mesh)
+  reference = state.params if 'ref_logprobs' in spec.needs else None
+  function = functools.partial(scoring.prepare, spec, shape.rows // shape.micro_rows)
+  arguments = (
+    state.params,
+    reference,
+    state.algorithm_state,
+    batch_shapes(spec, mesh, shape),
+    jax.tree.unflatten(numbers[1], numbers[0]),
+  )
+  layouts = (sharding.rows(mesh), sharding.replicated(mesh))
+  return jax.jit(function, out_shardings=layouts).lower(*arguments).compile()
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_train(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
+  state, batch = state_shapes(spec, mesh), batch_shapes(spec, mesh, shape)
+  numbers = jax.tree.unflatten(numbers[1], numbers[0])
+  whole = sharding.replicated(mesh)
+  if spec.prepares:
+    arguments = (
+      state.params,
+      state.params if 'ref_logprobs' in spec.needs else None,
+      state.algorithm_state,
+      batch,
+      numbers,
+    )
+    function = functools.partial(scoring.prepare, spec, shape.rows // shape.micro_rows)
+    changed = jax.eval_shape(function, *arguments)[0]
+    rows = sharding.rows(mesh)
+    batch = batch.replace(**_with(changed, jax.tree.map(lambda _: rows, changed)))
+  index = jax.ShapeDtypeStruct(
+    (spec.micro_batches, shape.micro_rows), jnp.int32, sharding=whole
+  )
+  step = jax.jit(
+    functools.partial(train_step, spec),
+    donate_argnums=0,
+    out_shardings=(shardings_of(state), whole),
+  )
+  return step.lower(state, batch, index, numbers).compile()
+
+
+class CompileCounter:
+  """Counts programs compiled, or fetched from the cache on disk, while it is open.
+
+  `with CompileCounter() as counter: …; counter.count`. All threads are counted.
+  """
+
+  EVENT = '/jax/core/compile/backend_compile_duration'
+
+  def __init__(self) -> None:
+    self.count, self.seconds = 0, 0.0
+    self._lock = threading.Lock()
+
+  def _listen(self, event: str, seconds: float, **_: Any) -> None:
+    if event == self.EVENT:
+      with self._lock:
+        self.count, self.seconds = self.count + 1, self.seconds + seconds
+
+  def __enter__(self) -> 'CompileCounter':
+    jax.monitoring.register_event_duration_secs_listener(self._listen)
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    jax.monitoring.unregister_event_duration_listener(self._listen)

@@ -1,0 +1,90 @@
+"""One table says where every axis of parameters and activations lives on the mesh."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.types import Params
+
+# Logical axis → the mesh axes it is split over. The embedding's feature axis stays
+# whole: splitting it over fsdp makes the compiler rebuild whole activations; its
+# vocabulary axis is split instead.
+RULES: dict[str, tuple[str, ...]] = {
+  'batch': ('data', 'fsdp'),
+  'length': (),
+  'layers': (),
+  'embed': ('fsdp',),
+  'embedding': (),
+  'vocab': ('tensor', 'fsdp'),
+  'heads': ('tensor',),
+  'kv_heads': ('tensor',),
+  'mlp': ('tensor',),
+}
+
+
+def rows_multiple(mesh: Mesh) -> int:
+  """The number of shares that rows of a batch are split into."""
+  return math.prod(mesh.shape[axis] for axis in RULES['batch'])
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+  """The layout of arrays `[B, …]`: rows split, all else whole."""
+  return NamedSharding(mesh, P(RULES['batch']))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, P())
+
+
+def params_sharding(mesh: Mesh, axes: Params, shapes: Params) -> Params:
+  """The tree of layouts of parameters.
+
+  axes: the tree of `shapes` with each array replaced by its axes' logical names.
+  Raises ValueError, naming parameter and numbers, where the mesh does not divide.
+  """
+
+  def place(path, names, leaf) -> NamedSharding:
+    where = jax.tree_util.keystr(path, simple=True, separator='.')
+    sizes = zip(names, leaf.shape, strict=True)
+    return NamedSharding(mesh, P(*(_split(mesh, n, s, where) for n, s in sizes)))
+
+  return jax.tree_util.tree_map_with_path(
+    place, axes, shapes, is_leaf=lambda x: isinstance(x, tuple)
+  )
+
+
+def _split(mesh: Mesh, name: str | None, size: int, where: str) -> Any:
+  """The mesh axes for one array axis; later ones are left out if they do not divide."""
+  axes = [axis for axis in RULES.get(name or '', ()) if mesh.shape[axis] > 1]
+  while len(axes) > 1 and size % math.prod(mesh.shape[axis] for axis in axes):
+    axes.pop()
+  if not axes:
+    return None
+  shares = math.prod(mesh.shape[axis] for axis in axes)
+  if size % shares:
+    raise ValueError(
+      f'mesh axis {axes[0]}={shares} does not divide {name}={size} of parameter '
+      f'{where}; choose a {axes[0]} size that divides {size}'
+    )
+  return tuple(axes) if len(axes) > 1 else axes[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Constrain:
+  """Pins activations to the mesh: `(x, *logical names) -> x`. Hashable."""
+
+  mesh: Mesh
+
+  def __call__(self, x: jax.Array, *names: str | None) -> jax.Array:
+    if self.mesh.size == 1:
+      return x
+    spec = []
+    for name, size in zip(names, x.shape, strict=True):
+      axes = RULES.get(name or '', ())
+      shares = math.prod(self.mesh.shape[axis] for axis in axes)
+      spec.append(axes if axes and size % shares == 0 else None)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
