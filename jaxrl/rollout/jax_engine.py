@@ -1,0 +1,328 @@
+"""A continuous-batching generator in JAX, behind the `RolloutEngine` protocol.
+
+Requests wait in line, sit in a slot of the cache while they are decoded together, and
+leave when they end; whoever waits takes the slot at the next dispatch. One asyncio
+task drives it and lives only while there is work. All device work goes through the
+`Dispatcher`, so the event loop is never held.
+"""
+
+import asyncio
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.dispatch import Dispatcher
+from jaxrl.models.model import Model
+from jaxrl.rollout.flights import Flight, Meter, Plan, fly, land
+from jaxrl.rollout.programs import Programs, Rows
+from jaxrl.rollout.slots import Request, SlotTable
+from jaxrl.rollout.stopping import stop_index
+from jaxrl.types import Completion, Params, SamplingParams
+
+
+class JaxEngine:
+  """Generates tokens for many requests at once.
+
+  A request's tokens and log-probs depend on its prompt, its sampling parameters and
+  the weights alone, bit for bit: not on its slot, its neighbours or when it came.
+  Weights loaded while it runs take effect at the next dispatch; the keys and values it
+  already has stay as the old weights made them, and `Completion.versions` says which
+  token came from which.
+
+  tokenizer: needed for stop strings only. max_length: the window, prompt and
+  completion together. decode_steps: tokens a dispatch; weights, aborts and new
+  requests wait for at most one dispatch (two when no one waits for a slot).
+  prompt_buckets: padded prompt lengths, by default powers of two from 32 to the
+  window. sharding: where weights and cache lie, by default on the first device.
+  """
+
+  def __init__(
+    self,
+    model: Model,
+    tokenizer: Any = None,
+    *,
+    dispatcher: Dispatcher,
+    num_slots: int = 64,
+    max_length: int = 1024,
+    decode_steps: int = 8,
+    prompt_buckets: Sequence[int] | None = None,
+    prefill_tokens: int = 256,
+    max_stop_ids: int = 8,
+    sharding: jax.sharding.Sharding | None = None,
+  ):
+    self._tokenizer, self._dispatcher = tokenizer, dispatcher
+    self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    self._programs = Programs(
+      model,
+      sharding=self._sharding,
+      num_slots=num_slots,
+      max_length=max_length,
+      decode_steps=decode_steps,
+      prompt_buckets=prompt_buckets or default_buckets(max_length),
+      prefill_tokens=prefill_tokens,
+      max_stop_ids=max_stop_ids,
+    )
+    self._weights: tuple[int, Params] | None = None
+    self._requests: dict[str, Request] = {}
+    self._waiting: collections.deque[Request] = collections.deque()
+    self._meter = Meter(num_slots)
+    self._paused = False
+    self._task: asyncio.Task | None = None
+    self._forget()
+
+  @property
+  def version(self) -> int | None:
+    """The version that the next dispatch serves; None before the first `load`."""
+    return self._weights and self._weights[0]
+
+  @property
+  def compile_count(self) -> int:
+    """Programs compiled so far; constant after `warmup`."""
+    return self._programs.compile_count
+
+  def metrics(self) -> dict[str, float]:
+    """Figures since the last call: tokens, seconds, tokens a second, busy share."""
+    return self._meter.report()
+
+  async def warmup(self) -> None:
+    """Compiles every program, so that no later request waits for a compiler."""
+    weights = self._loaded()[1]
+    await self._dispatcher.run(self._programs.warmup, weights)
+
+  async def load(self, version: int, params: Params) -> None:
+    """Serves `params` as `version` from the next dispatch on.
+
+    Arrays that lie where the engine wants them are used as they are: the caller must
+    not donate them afterwards (`WeightStore` hands out copies).
+    """
+    placed = await self._dispatcher.run(jax.device_put, params, self._sharding)
+    self._weights = version, placed
+
+  async def pause(self) -> None:
+    """Stops decoding and keeps every request; returns when the device is quiet."""
+    self._paused = True
+    if self._task is not None:
+      await asyncio.wait({self._task})
+
+  async def resume(self) -> None:
+    self._paused = False
+    self._wake()
+
+  async def abort(self, request_id: str) -> None:
+    """Ends a request at once, with the tokens it has; unknown ids are ignored."""
+    request = self._requests.get(request_id)
+    if request is not None:
+      self._end(request, 'abort')
+
+  async def generate(
+    self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+  ) -> Completion:
+    """Completes `token_ids`.
+
+    An id that is being served joins the running request if prompt and sampling are
+    the same. Raises ValueError for a request that cannot be served, and whatever the
+    device raised while serving it. Cancelling the last waiter aborts the request.
+    """
+    prompt = np.array(token_ids, np.int32)
+    self._check(request_id, prompt, sampling)
+    request = self._requests.get(request_id)
+    if request is None:
+      request = self._submit(request_id, prompt, sampling)
+    elif request.sampling != sampling or not np.array_equal(request.prompt, prompt):
+      raise ValueError(
+        f'request {request_id!r} is being served with another prompt or other '
+        'sampling parameters; give this one an id of its own'
+      )
+    request.waiters += 1
+    try:
+      return await asyncio.shield(request.future)
+    finally:
+      request.waiters -= 1
+      if not request.waiters and not request.future.done():
+        self._end(request, 'abort')
+
+  def _submit(self, name: str, prompt: np.ndarray, sampling: SamplingParams) -> Request:
+    """Registers and queues in one step: no await, so no abort can fall between."""
+    window = self._programs.max_length
+    request = Request(
+      name,
+      prompt,
+      sampling,
+      budget=min(sampling.max_tokens, window - len(prompt)),
+      future=asyncio.get_running_loop().create_future(),
+    )
+    self._requests[name] = request
+    self._waiting.append(request)
+    self._wake()
+    return request
+
+  def _check(self, name: str, prompt: np.ndarray, sampling: SamplingParams) -> None:
+    vocab, window = self._programs.model.config.vocab_size, self._programs.max_length
+    wrong = ''
+    if prompt.ndim != 1 or not len(prompt):
+      wrong = f'its prompt must be a row of token ids, not of shape {prompt.shape}'
+    elif len(prompt) >= window:
+      wrong = (
+        f'its prompt of {len(prompt)} tokens leaves no room in a window of {window}; '
+        'shorten it or raise max_length'
+      )
+    elif len(prompt) - 1 > max(self._programs.buckets):
+      wrong = (
+        f'its prompt of {len(prompt)} tokens exceeds the largest prompt bucket, '
+        f'{max(self._programs.buckets)}'
+      )
+    elif prompt.min() < 0 or prompt.max() >= vocab:
+      wrong = f'its prompt holds token ids outside 0 … {vocab - 1}'
+    wrong = wrong or _wrong_sampling(sampling, self._programs.max_stop_ids)
+    if not wrong and sampling.stop and self._tokenizer is None:
+      wrong = 'stop strings need an engine with a tokenizer'
+    if wrong:
+      raise ValueError(f'request {name!r}: {wrong}')
+    self._loaded()
+
+  def _loaded(self) -> tuple[int, Params]:
+    if self._weights is None:
+      raise RuntimeError('the engine has no weights yet: call load(version, params)')
+    return self._weights
+
+  def _wake(self) -> None:
+    idle = self._task is None or self._task.done()
+    if self._requests and idle and not self._paused:
+      self._task = asyncio.get_running_loop().create_task(self._run())
+
+  async def _run(self) -> None:
+    """Dispatches until there is nothing to do; an error goes to every request."""
+    try:
+      while self._requests and not (self._paused and self._flight is None):
+        if self._paused:
+          flight, self._flight = self._flight, None
+          self._absorb([await self._dispatcher.run(land, flight, self._meter)])
+        else:
+          await self._turn()
+      self._flight = None  # nobody waits for it
+    except BaseException as error:
+      stranded = list(self._requests.values())
+      self._requests.clear()
+      self._waiting.clear()
+      self._forget()
+      for request in stranded:
+        request.fail(error)
+      if not isinstance(error, Exception):
+        raise
+
+  def _forget(self) -> None:
+    """Drops slots and device state: the next turn starts from an empty cache."""
+    self._table = SlotTable(self._programs.num_slots)
+    self._state: tuple[Any, Any] | None = None
+    self._flight: Flight | None = None
+    self._halted: set[int] = set()
+
+  async def _turn(self) -> None:
+    """One dispatch. With no one in line it is not waited for: its results are read
+    while the next one runs.
+    """
+    plan = self._plan()
+    flight, landed = await self._dispatcher.run(self._depart, plan, self._flight)
+    self._flight = flight
+    self._absorb(landed)
+
+  def _plan(self) -> Plan:
+    version, params = self._loaded()
+    seats = self._programs.num_slots - self._table.busy
+    chosen = [self._waiting.popleft() for _ in range(min(seats, len(self._waiting)))]
+    admission = self._table.admit(chosen, version)
+    rows = where = None
+    if admission.seats or self._halted:
+      rows = Rows.empty(self._programs.num_slots, self._programs.max_stop_ids)
+      where = np.zeros(self._programs.num_slots, bool)
+      where[list(self._halted)] = True
+      for slot, request in admission.seats:
+        where[slot] = True
+        rows.seat(slot, request)
+      self._halted.clear()
+    self._meter.shared(admission)
+    owners = list(self._table.owner)
+    return Plan(version, params, admission, owners, where, rows, bool(self._waiting))
+
+  def _depart(self, plan: Plan, before: Flight | None) -> tuple[Flight | None, list]:
+    """On the device thread: start this dispatch, then read what has arrived."""
+    if self._state is None:
+      self._state = self._programs.fresh()
+    self._state, flight = fly(self._programs, self._state, plan, self._meter)
+    landed = [land(before, self._meter)] if before is not None else []
+    if plan.wait:
+      return None, [*landed, land(flight, self._meter)]
+    return flight, landed
+
+  def _absorb(self, landed: list[Flight]) -> None:
+    for flight in landed:
+      for slot, request in enumerate(flight.owners):
+        if request is not None and not request.future.done():
+          self._deliver(slot, request, flight)
+
+  def _deliver(self, slot: int, request: Request, flight: Flight) -> None:
+    """Gives `request` its new tokens and ends it where it must end."""
+    column = flight.tokens[:, slot]
+    count = int(np.sum(column >= 0))
+    logprobs = flight.logprobs[:count, slot]
+    if not np.isfinite(logprobs).all():
+      # The cache may hold such numbers too: the whole engine starts afresh.
+      raise FloatingPointError(
+        f'request {request.name!r}: logits are not finite at token '
+        f'{len(request.tokens)}, weights version {flight.version}'
+      )
+    tokens = column[:count].tolist()
+    request.extend(tokens, logprobs.tolist(), flight.version)
+    rules = request.sampling
+    cut = stop_index(self._tokenizer, request.tokens, count, rules.stop)
+    if cut is not None:
+      request.cut(cut)
+      self._end(request, 'stop', slot)
+    elif tokens and tokens[-1] in rules.stop_token_ids:
+      self._end(request, 'stop', slot)
+    elif len(request.tokens) >= request.budget:
+      self._end(request, 'length', slot)
+
+  def _end(self, request: Request, reason: str, slot: int | None = None) -> None:
+    self._release(request, self._table.find(request) if slot is None else slot)
+    request.finish(reason)
+
+  def _release(self, request: Request, slot: int | None) -> None:
+    """Takes the request out of the line or its slot; the device row goes idle."""
+    self._requests.pop(request.name, None)
+    if slot is None:
+      self._waiting.remove(request)
+    else:
+      self._table.free(slot)
+      self._halted.add(slot)
+
+
+def default_buckets(max_length: int) -> list[int]:
+  """Powers of two from 32, and the window itself."""
+  sizes = [32 << i for i in range(max_length.bit_length()) if 32 << i < max_length]
+  return [*sizes, max_length]
+
+
+def _wrong_sampling(sampling: SamplingParams, max_stop_ids: int) -> str:
+  """What is wrong with these parameters; '' when nothing is."""
+  if sampling.max_tokens < 1:
+    return f'max_tokens={sampling.max_tokens} must be at least 1'
+  if sampling.temperature < 0:
+    return f'temperature={sampling.temperature} must be 0 or more'
+  if not 0 < sampling.top_p <= 1:
+    return f'top_p={sampling.top_p} must lie in (0, 1]'
+  if sampling.top_k < 0:
+    return f'top_k={sampling.top_k} must be 0 or more'
+  if not 0 <= sampling.seed < 2**64:
+    return f'seed={sampling.seed} must lie in 0 … 2**64 − 1'
+  if len(sampling.stop_token_ids) > max_stop_ids:
+    return (
+      f'{len(sampling.stop_token_ids)} stop token ids are more than the '
+      f'max_stop_ids={max_stop_ids} the engine was built with'
+    )
+  if '' in sampling.stop:
+    return 'an empty stop string would stop before the first token'
+  return ''

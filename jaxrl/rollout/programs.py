@@ -1,0 +1,237 @@
+"""The compiled programs of the generator, all of fixed shape.
+
+The state on the device is the cache and one `Rows` of per-slot numbers; every program
+takes what it changes as a donated argument and updates it in place.
+
+A prompt of n tokens is prefilled without its last token, which is the first one that
+decode feeds. So prefill makes no logits, every sampled token comes from the one decode
+program, and the cache behind a shared prompt is the same for all that share it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.models.model import BLOCK, Cache, Model
+from jaxrl.rollout import sampling
+from jaxrl.rollout.slots import Request
+from jaxrl.types import Array, Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Rows:
+  """What each of S slots is doing.
+
+  tokens: `[S]` int32, the next token to feed; positions: `[S]` int32, where it goes.
+  remaining: `[S]` int32, tokens still to draw, 0 when idle. counts: `[S]` int32,
+  tokens drawn. temperature, top_p: `[S]` float32. top_k: `[S]` int32. keys: `[S, 2]`
+  uint32. stop_ids: `[S, K]` int32, filled up with −1.
+  """
+
+  tokens: Any
+  positions: Any
+  remaining: Any
+  counts: Any
+  temperature: Any
+  top_p: Any
+  top_k: Any
+  keys: Any
+  stop_ids: Any
+
+  @classmethod
+  def empty(cls, slots: int, stop_ids: int) -> 'Rows':
+    whole, real = functools.partial(np.zeros, dtype=np.int32), np.float32
+    return cls(
+      tokens=whole(slots),
+      positions=whole(slots),
+      remaining=whole(slots),
+      counts=whole(slots),
+      temperature=np.ones(slots, real),
+      top_p=np.ones(slots, real),
+      top_k=whole(slots),
+      keys=np.zeros((slots, 2), np.uint32),
+      stop_ids=np.full((slots, stop_ids), sampling.NO_TOKEN, np.int32),
+    )
+
+  def seat(self, slot: int, request: Request) -> None:
+    """Writes the start of `request` into numpy row `slot`."""
+    rules = request.sampling
+    self.tokens[slot] = request.prompt[-1]
+    self.positions[slot] = len(request.prompt) - 1
+    self.remaining[slot] = request.budget
+    self.temperature[slot] = rules.temperature
+    self.top_p[slot] = rules.top_p
+    self.top_k[slot] = rules.top_k
+    self.keys[slot] = rules.seed >> 32, rules.seed & 0xFFFFFFFF
+    self.stop_ids[slot, : len(rules.stop_token_ids)] = rules.stop_token_ids
+
+
+class Programs:
+  """Prefill, copy, place and decode for one model and one set of shapes.
+
+  prompt_buckets: padded prompt lengths, ascending. prefill_tokens: a bucket of length
+  n is prefilled in batches of ⌈prefill_tokens / n⌉ rows, always that many, so that a
+  prompt's bits depend on its own length alone.
+  """
+
+  def __init__(
+    self,
+    model: Model,
+    *,
+    num_slots: int,
+    max_length: int,
+    decode_steps: int,
+    prompt_buckets: Sequence[int],
+    prefill_tokens: int,
+    max_stop_ids: int,
+    sharding: jax.sharding.Sharding,
+  ):
+    self.model, self.num_slots, self.max_length = model, num_slots, max_length
+    self.max_stop_ids, self._sharding = max_stop_ids, sharding
+    self.buckets = {
+      bucket: min(num_slots, -(-prefill_tokens // bucket)) for bucket in prompt_buckets
+    }
+    # A partial is a function of its own, so that compilations are counted by engine.
+    own = functools.partial
+    self._decode = jax.jit(own(_decode, model, decode_steps), donate_argnums=(1, 2))
+    self._prefill = jax.jit(own(_prefill, model), donate_argnums=1)
+    self._copy = jax.jit(own(_copy), donate_argnums=0)
+    self._place = jax.jit(own(_place), donate_argnums=0)
+
+  @property
+  def compile_count(self) -> int:
+    """How many programs have been compiled so far."""
+    jitted = (self._decode, self._prefill, self._copy, self._place)
+    return sum(program._cache_size() for program in jitted)
+
+  def fresh(self) -> tuple[Cache, Rows]:
+    """An empty cache and idle rows, on the device."""
+    rows = Rows.empty(self.num_slots, self.max_stop_ids)
+    cache = self.model.init_cache(self.num_slots, self.max_length)
+    return jax.device_put((cache, rows), self._sharding)
+
+  def warmup(self, params: Params) -> None:
+    """Compiles every program, on a state of its own."""
+    cache, rows = self.fresh()
+    for bucket in self.buckets:
+      prompt = np.zeros(bucket + 1, np.int32)
+      cache = self.prefill(params, cache, [(0, prompt)])
+    cache = self.copy(cache, [(0, 0, 2)])
+    idle = np.zeros(self.num_slots, bool)
+    rows = self.place(rows, idle, Rows.empty(self.num_slots, self.max_stop_ids))
+    jax.block_until_ready(self.decode(params, cache, rows))
+
+  def prefill(
+    self, params: Params, cache: Cache, prompts: list[tuple[int, np.ndarray]]
+  ) -> Cache:
+    """Writes keys and values of all but the last token of each (slot, prompt)."""
+    sorted_in: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for slot, prompt in prompts:
+      bucket = next(size for size in self.buckets if size >= len(prompt) - 1)
+      sorted_in.setdefault(bucket, []).append((slot, prompt))
+    for bucket, members in sorted_in.items():
+      width = self.buckets[bucket]
+      for start in range(0, len(members), width):
+        tokens = np.zeros((width, bucket), np.int32)
+        lengths = np.ones(width, np.int32)
+        slots = np.full(width, self.num_slots, np.int32)
+        for row, (slot, prompt) in enumerate(members[start : start + width]):
+          tokens[row, : len(prompt) - 1] = prompt[:-1]
+          lengths[row], slots[row] = len(prompt) - 1, slot
+        cache = self._prefill(params, cache, tokens, lengths, slots)
+    return cache
+
+  def copy(self, cache: Cache, copies: list[tuple[int, int, int]]) -> Cache:
+    """For each (source, target, length), in order: the source's first positions."""
+    table = np.zeros((self.num_slots, 3), np.int32)
+    table[: len(copies)] = copies
+    return self._copy(cache, table, np.int32(len(copies)))
+
+  def place(self, rows: Rows, where: np.ndarray, new: Rows) -> Rows:
+    """`new` where `where` `[S]` bool is True."""
+    return self._place(rows, where, new)
+
+  def decode(
+    self, params: Params, cache: Cache, rows: Rows
+  ) -> tuple[Cache, Rows, Array, Array]:
+    """Up to `decode_steps` tokens D for every busy slot.
+
+    Returns cache, rows, tokens `[D, S]` int32 (−1 where a slot was idle) and logprobs
+    `[D, S]` float32.
+    """
+    return self._decode(params, cache, rows)
+
+
+def _prefill(model, params, cache, tokens, lengths, slots):
+  _, kept = model.prefill(params, tokens, lengths)
+  return model.insert(cache, kept, jnp.arange(tokens.shape[0]), slots)
+
+
+def _copy(cache: Cache, table: Array, count: Array) -> Cache:
+  """Slot to slot, `BLOCK` positions at a time; cache `[layers, S, heads, T, d]`."""
+
+  def pair(i, cache):
+    source, target, length = table[i]
+
+    def block(j, cache):
+      def move(whole):
+        size = (whole.shape[0], 1, whole.shape[2], BLOCK, whole.shape[4])
+        piece = jax.lax.dynamic_slice(whole, (0, source, 0, j * BLOCK, 0), size)
+        return jax.lax.dynamic_update_slice(whole, piece, (0, target, 0, j * BLOCK, 0))
+
+      return jax.tree.map(move, cache)
+
+    return jax.lax.fori_loop(0, (length + BLOCK - 1) // BLOCK, block, cache)
+
+  return jax.lax.fori_loop(0, count, pair, cache)
+
+
+def _place(rows: Rows, where: Array, new: Rows) -> Rows:
+  def choose(old, value):
+    return jnp.where(where.reshape(where.shape + (1,) * (old.ndim - 1)), value, old)
+
+  return jax.tree.map(choose, rows, new)
+
+
+def _decode(model: Model, steps: int, params, cache: Cache, rows: Rows):
+  """Decodes until `steps` are done or no slot is busy."""
+  slots = rows.tokens.shape[0]
+  scratch = cache['k'].shape[3] - 1  # no request reaches it: idle slots write there
+  tokens = jnp.full((steps, slots), sampling.NO_TOKEN, jnp.int32)
+  logprobs = jnp.zeros((steps, slots), jnp.float32)
+
+  def unfinished(carry):
+    step, _, rows, _, _ = carry
+    return (step < steps) & jnp.any(rows.remaining > 0)
+
+  def advance(carry):
+    step, cache, rows, tokens, logprobs = carry
+    busy = rows.remaining > 0
+    limit = jnp.max(jnp.where(busy, rows.positions, 0)) + 1
+    positions = jnp.where(busy, rows.positions, scratch)
+    logits, cache = model.decode(params, cache, rows.tokens, positions, limit)
+    drawn, drawn_logprobs = sampling.sample(
+      logits, rows.keys, rows.counts, rows.temperature, rows.top_p, rows.top_k
+    )
+    stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=-1)
+    left = jnp.where(stopped, 0, rows.remaining - 1)
+    rows = dataclasses.replace(
+      rows,
+      tokens=jnp.where(busy, drawn, rows.tokens),
+      positions=rows.positions + busy,
+      remaining=jnp.where(busy, left, 0),
+      counts=rows.counts + busy,
+    )
+    tokens = tokens.at[step].set(jnp.where(busy, drawn, sampling.NO_TOKEN))
+    logprobs = logprobs.at[step].set(jnp.where(busy, drawn_logprobs, 0.0))
+    return step + 1, cache, rows, tokens, logprobs
+
+  start = (jnp.int32(0), cache, rows, tokens, logprobs)
+  _, cache, rows, tokens, logprobs = jax.lax.while_loop(unfinished, advance, start)
+  return cache, rows, tokens, logprobs

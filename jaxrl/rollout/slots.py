@@ -1,0 +1,133 @@
+"""Who sits in which slot of the cache, and what the cache still remembers.
+
+A slot keeps the keys and values of its prompt until another prompt takes it over, even
+after its request has ended: decoding writes only behind the prompt. So a prompt that
+lies in any slot, at the same weights version, is copied instead of computed.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxrl.types import Completion, SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+  """One sequence on its way. `prompt` is int32 `[n]`; `budget` its most new tokens."""
+
+  name: str
+  prompt: np.ndarray
+  sampling: SamplingParams
+  budget: int
+  future: asyncio.Future
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)
+  waiters: int = 0
+
+  @property
+  def text(self) -> bytes:
+    """The prompt as a dictionary key."""
+    return self.prompt.tobytes()
+
+  def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+    self.tokens += tokens
+    self.logprobs += logprobs
+    self.versions += [version] * len(tokens)
+
+  def cut(self, length: int) -> None:
+    """Forgets what came after the first `length` tokens."""
+    for column in (self.tokens, self.logprobs, self.versions):
+      del column[length:]
+
+  def finish(self, reason: str) -> None:
+    """Answers the caller; later calls do nothing."""
+    if not self.future.done():
+      self.future.set_result(
+        Completion(
+          tokens=np.asarray(self.tokens, np.int32),
+          logprobs=np.asarray(self.logprobs, np.float32),
+          versions=np.asarray(self.versions, np.int32),
+          finish_reason=reason,
+        )
+      )
+
+  def fail(self, error: BaseException) -> None:
+    if not self.future.done():
+      self.future.set_exception(error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+  """What to do on the device to seat requests.
+
+  prefill: (slot, prompt) to compute. copies: (from slot, to slot, prompt length) to
+  copy after that. seats: (slot, request) to start.
+  """
+
+  prefill: list[tuple[int, np.ndarray]]
+  copies: list[tuple[int, int, int]]
+  seats: list[tuple[int, Request]]
+
+
+class SlotTable:
+  """Slots 0 … num_slots − 1: each free or held by a request."""
+
+  def __init__(self, num_slots: int):
+    self.owner: list[Request | None] = [None] * num_slots
+    self._content: list[tuple[int, bytes] | None] = [None] * num_slots
+    self._home: dict[tuple[int, bytes], set[int]] = {}
+    self._used = [0] * num_slots
+    self._clock = itertools.count(1)
+
+  @property
+  def busy(self) -> int:
+    return sum(owner is not None for owner in self.owner)
+
+  def free(self, slot: int) -> None:
+    self.owner[slot] = None
+
+  def find(self, request: Request) -> int | None:
+    return self.owner.index(request) if request in self.owner else None
+
+  def admit(self, requests: Iterable[Request], version: int) -> Admission:
+    """Seats `requests`, which must not outnumber the free slots."""
+    plan = Admission([], [], [])
+    vacant = {slot for slot, owner in enumerate(self.owner) if owner is None}
+    for request in requests:
+      content = (version, request.text)
+      source = self._source(content, vacant)
+      slot = self._seat(content, vacant)
+      vacant.discard(slot)
+      if self._content[slot] != content:
+        if len(request.prompt) > 1 and source is None:
+          plan.prefill.append((slot, request.prompt))
+        elif len(request.prompt) > 1:
+          plan.copies.append((source, slot, len(request.prompt)))
+        self._fill(slot, content)
+      self._used[slot] = next(self._clock)
+      self.owner[slot] = request
+      plan.seats.append((slot, request))
+    return plan
+
+  def _source(self, content: tuple[int, bytes], vacant: set[int]) -> int | None:
+    """A slot in use that holds `content`: no prefill of this turn overwrites it."""
+    return min(self._home.get(content, set()) - vacant, default=None)
+
+  def _seat(self, content: tuple[int, bytes], vacant: set[int]) -> int:
+    """A vacant slot: one that holds `content`, else the one used longest ago."""
+    homes = self._home.get(content, set()) & vacant
+    return min(homes or vacant, key=lambda slot: (self._used[slot], slot))
+
+  def _fill(self, slot: int, content: tuple[int, bytes]) -> None:
+    old = self._content[slot]
+    if old is not None:
+      self._home[old].discard(slot)
+      if not self._home[old]:
+        del self._home[old]
+    self._content[slot] = content
+    self._home.setdefault(content, set()).add(slot)

@@ -1,0 +1,266 @@
+"""Abort, pause, new weights, errors, compilation: the engine under control."""
+
+import asyncio
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.dispatch import Dispatcher
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.types import SamplingParams
+from tests.rollout.test_jax_engine import MODEL, WEIGHTS, prompt, rescored, same
+
+LONG = SamplingParams(max_tokens=50, seed=1)
+
+
+@pytest.fixture(scope='module')
+def shared():
+  dispatcher = Dispatcher()
+  yield JaxEngine(
+    MODEL,
+    dispatcher=dispatcher,
+    num_slots=2,
+    max_length=64,
+    decode_steps=2,
+    prompt_buckets=[64],
+    prefill_tokens=64,
+  )
+  dispatcher.close()
+
+
+@pytest.fixture
+async def engine(shared):
+  await shared.load(0, WEIGHTS[0])
+  yield shared
+  assert shared._task is None or shared._task.done()
+  assert not shared._requests and not shared._waiting and not shared._table.busy
+
+
+async def until(condition, seconds=20.0):
+  async with asyncio.timeout(seconds):
+    while not condition():
+      await asyncio.sleep(0.001)
+
+
+def started(engine, name, count=1):
+  def check():
+    request = engine._requests.get(name)
+    return request is not None and len(request.tokens) >= count
+
+  return check
+
+
+async def test_abort_at_once_is_not_missed(engine):
+  """Between registration and dispatch there is no gap to fall into."""
+  job = asyncio.create_task(engine.generate('a', prompt(0, 5), LONG))
+  await asyncio.sleep(0)
+  await engine.abort('a')
+  done = await job
+  assert done.finish_reason == 'abort' and len(done.tokens) == 0
+  assert done.logprobs.shape == done.versions.shape == (0,)
+
+
+@pytest.mark.parametrize('turns', range(8))
+async def test_abort_at_any_moment(engine, turns):
+  free = await engine.generate('free', prompt(0, 5), LONG)
+  jobs = [
+    asyncio.create_task(engine.generate(f'{i}', prompt(i % 2, 5), LONG))
+    for i in range(4)
+  ]
+  for _ in range(turns):
+    await asyncio.sleep(0.0005 * turns)
+  await engine.abort('0')
+  await engine.abort('3')
+  await engine.abort('3')
+  await engine.abort('unknown')
+  done = await asyncio.wait_for(asyncio.gather(*jobs), 30)
+  for i in (0, 3):
+    assert done[i].finish_reason in ('abort', 'length')
+  np.testing.assert_array_equal(done[0].tokens, free.tokens[: len(done[0].tokens)])
+  same(done[2], free)
+  assert len(done[1].tokens) == 50
+
+
+async def test_a_cancelled_caller_leaves_nothing_behind(engine):
+  job = asyncio.create_task(engine.generate('a', prompt(0, 5), LONG))
+  await until(started(engine, 'a'))
+  job.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await job
+  assert 'a' not in engine._requests
+  assert (await engine.generate('a', prompt(0, 5), LONG)).finish_reason == 'length'
+
+
+async def test_one_id_is_one_request(engine):
+  ids = prompt(0, 5)
+  jobs = [asyncio.create_task(engine.generate('a', ids, LONG)) for _ in range(3)]
+  await asyncio.sleep(0)
+  with pytest.raises(ValueError, match="'a' is being served"):
+    await engine.generate('a', ids, SamplingParams(max_tokens=50, seed=2))
+  with pytest.raises(ValueError, match="'a' is being served"):
+    await engine.generate('a', prompt(1, 5), LONG)
+  jobs[0].cancel()
+  engine.metrics()
+  one, two = await asyncio.gather(*jobs[1:])
+  same(one, two)
+  assert engine.metrics()['tokens/generated'] <= 50
+
+
+async def test_pause_keeps_requests(engine):
+  free = await engine.generate('free', prompt(0, 5), LONG)
+  job = asyncio.create_task(engine.generate('a', prompt(0, 5), LONG))
+  await until(started(engine, 'a', 4))
+  await engine.pause()
+  count = len(engine._requests['a'].tokens)
+  late = asyncio.create_task(engine.generate('b', prompt(0, 5), LONG))
+  await asyncio.sleep(0.05)
+  assert not job.done() and not late.done()
+  assert len(engine._requests['a'].tokens) == count < 50
+  await engine.resume()
+  same(await job, free)
+  same(await late, free)
+
+
+async def test_abort_while_paused(engine):
+  job = asyncio.create_task(engine.generate('a', prompt(0, 5), LONG))
+  await until(started(engine, 'a', 4))
+  await engine.pause()
+  await engine.abort('a')
+  assert (await job).finish_reason == 'abort'
+  await engine.resume()
+
+
+async def test_resume_during_the_last_landing_is_heard(engine):
+  for _ in range(5):
+    job = asyncio.create_task(engine.generate('a', prompt(0, 5), LONG))
+    await until(started(engine, 'a', 2))
+    pausing = asyncio.create_task(engine.pause())
+    await asyncio.sleep(0)
+    await engine.resume()
+    await asyncio.wait_for(pausing, 30)
+    assert (await asyncio.wait_for(job, 30)).finish_reason == 'length'
+
+
+async def test_new_weights_take_over_in_flight(engine):
+  ids = prompt(0, 5)
+  old = await engine.generate('old', ids, LONG)
+  job = asyncio.create_task(engine.generate('a', ids, LONG))
+  await until(started(engine, 'a', 4))
+  await engine.load(7, WEIGHTS[1])
+  done = await job
+  assert engine.version == 7
+  switch = int(np.sum(done.versions == 0))
+  assert 4 <= switch < 50
+  np.testing.assert_array_equal(done.versions, [0] * switch + [7] * (50 - switch))
+  np.testing.assert_array_equal(done.tokens[:switch], old.tokens[:switch])
+  np.testing.assert_array_equal(done.logprobs[:switch], old.logprobs[:switch])
+  fresh = await engine.generate('b', ids, LONG)
+  np.testing.assert_array_equal(fresh.versions, [7] * 50)
+  expected = rescored(WEIGHTS[1], [*ids, *fresh.tokens], 5)
+  np.testing.assert_allclose(fresh.logprobs, expected, atol=2e-5)
+  # The old keys and values stay: what follows the switch is neither policy's alone.
+  whole = rescored(WEIGHTS[1], [*ids, *done.tokens], 5)
+  assert np.abs(done.logprobs[switch:] - whole[switch:]).max() > 1e-3
+
+
+async def test_a_load_waits_for_one_dispatch_at_most(engine):
+  """With requests in line, at most what is on the device is still the old version."""
+  jobs = [
+    asyncio.create_task(engine.generate(f'{i}', prompt(i, 5), LONG)) for i in range(5)
+  ]
+  await until(started(engine, '0', 6))
+  await engine.load(1, WEIGHTS[1])
+  counts = {n: len(r.tokens) for n, r in engine._requests.items()}
+  results = await asyncio.gather(*jobs)
+  for i, done in enumerate(results):
+    assert np.sum(done.versions == 0) <= counts[f'{i}'] + 2 * 2
+
+
+class Failing:
+  """Raises once, on the device thread."""
+
+  def __init__(self, program):
+    self.program, self.armed = program, True
+
+  def __call__(self, *args):
+    if self.armed:
+      self.armed = False
+      raise RuntimeError('device on fire')
+    return self.program(*args)
+
+
+async def test_an_error_reaches_every_request(engine, monkeypatch):
+  free = await engine.generate('free', prompt(0, 5), LONG)
+  jobs = [
+    asyncio.create_task(engine.generate(f'{i}', prompt(i, 5), LONG)) for i in range(5)
+  ]
+  await until(started(engine, '0', 2))
+  monkeypatch.setattr(engine._programs, '_decode', Failing(engine._programs._decode))
+  results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 30)
+  assert all('device on fire' in str(result) for result in results)
+  monkeypatch.undo()
+  same(await engine.generate('a', prompt(0, 5), LONG), free)
+
+
+async def test_weights_that_are_no_numbers_fail_the_request(engine):
+  broken = jax.tree.map(lambda x: x * np.nan, WEIGHTS[0])
+  await engine.load(3, broken)
+  with pytest.raises(FloatingPointError, match=r"'a': .* token 0, weights version 3"):
+    await engine.generate('a', prompt(0, 5), LONG)
+
+
+async def test_nothing_runs_when_there_is_nothing_to_do(engine):
+  await engine.generate('a', prompt(0, 5), LONG)
+  await until(lambda: engine._task.done())
+  assert engine._flight is None
+
+
+async def test_the_event_loop_is_not_held(engine):
+  """While the device thread is stuck, the loop goes on."""
+  gate = threading.Event()
+  stuck = asyncio.create_task(engine._dispatcher.run(gate.wait))
+  job = asyncio.create_task(engine.generate('a', prompt(0, 5), LONG))
+  for _ in range(20):
+    await asyncio.sleep(0.001)
+  assert not job.done()
+  gate.set()
+  await stuck
+  assert (await job).finish_reason == 'length'
+
+
+async def test_nothing_compiles_after_warmup():
+  dispatcher = Dispatcher()
+  engine = JaxEngine(
+    MODEL, dispatcher=dispatcher, num_slots=3, max_length=48, prompt_buckets=[16, 48]
+  )
+  await engine.load(0, WEIGHTS[0])
+  await engine.warmup()
+  count = engine.compile_count
+  assert count == 2 + 3
+  events = []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: events.append(name) if 'backend_compile' in name else None
+  )
+  try:
+    for i in range(12):
+      rules = SamplingParams(
+        max_tokens=1 + i,
+        temperature=[0.0, 0.5, 1.0][i % 3],
+        top_p=[1.0, 0.9][i % 2],
+        top_k=i % 4,
+        stop_token_ids=tuple(range(i % 3)),
+        seed=i,
+      )
+      jobs = [
+        engine.generate(f'{j}', prompt(i + j // 2, 1 + 3 * i), rules)
+        for j in range(1 + i % 5)
+      ]
+      await asyncio.gather(*jobs)
+      await engine.load(i + 1, WEIGHTS[i % 3])
+  finally:
+    jax.monitoring.clear_event_listeners()
+  assert engine.compile_count == count
+  assert not events
+  dispatcher.close()
