@@ -1,4 +1,4 @@
-"""The shape of a model, and its translation from and to Hugging Face's config.json."""
+"""The shape of a model."""
 
 import dataclasses
 from typing import Any
@@ -43,6 +43,10 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f'head_dim={self.head_dim} must be even for rotary positions')
+    if self.qk_norm != (self.family == 'qwen3'):
+      raise ValueError(f'family {self.family!r} needs qk_norm={self.family == "qwen3"}')
+    if self.family == 'qwen2' and not self.attention_bias:
+      raise ValueError("family 'qwen2' needs attention_bias=True")
 
   @property
   def output_bias(self) -> bool:

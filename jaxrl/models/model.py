@@ -95,7 +95,7 @@ class Model:
     name = 'embedding' if self.config.tie_embeddings else 'lm_head'
     return params[name]['table']
 
-  def _logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+  def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
     table = self._head(params).astype(hidden.dtype)
     return jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
 
@@ -155,7 +155,7 @@ class Model:
     segment_ids = (time < lengths[:, None]).astype(jnp.int32)
     hidden, kept = self._forward(params, tokens, segment_ids, keep_cache=True)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return self._logits(params, last), kept
+    return self.logits(params, last), kept
 
   def insert(
     self, cache: Cache, kv: Cache, row_index: jax.Array, slots: jax.Array
@@ -219,4 +219,4 @@ class Model:
     (x, cache), _ = transformer.scan_layers(
       self.config, params, (x, cache), body, xs=layer_ids
     )
-    return self._logits(params, ends.norm(x)), cache
+    return self.logits(params, ends.norm(x)), cache

@@ -1,0 +1,154 @@
+"""Prefill and decode: equal to the full forward, and bitwise independent of company."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models import small
+
+SLOTS, WINDOW, WIDTH = 5, 96, 48
+LENGTHS = np.array([37, 5, 48], np.int32)
+
+
+class Decoder:
+  """A model's jitted functions, the cache donated as an engine does it."""
+
+  def __init__(self, **changes):
+    self.model, self.params = small.model_and_params(**changes)
+    self.prefill = functools.partial(jax.jit(self.model.prefill), self.params)
+    self.insert = jax.jit(self.model.insert, donate_argnums=0)
+    decode = jax.jit(self.model.decode, donate_argnums=1)
+    self.decode = functools.partial(decode, self.params)
+
+  def run(self, tokens, slots, steps, limit=None, others=0):
+    """Prefills rows, then feeds their next tokens; returns `[steps + 1, rows, V]`.
+
+    others: token and position of the slots that hold no row.
+    """
+    logits, kept = self.prefill(tokens[:, :WIDTH], LENGTHS)
+    cache = self.model.init_cache(SLOTS, WINDOW)
+    cache = jax.tree.map(lambda x: x + 7.0, cache)  # stale contents must not matter
+    cache = self.insert(cache, kept, np.arange(len(slots)), slots)
+    out = [np.asarray(logits)]
+    for step in range(steps):
+      positions = np.full(SLOTS, others, np.int32)
+      positions[slots] = LENGTHS + step
+      fed = np.full(SLOTS, others, np.int32)
+      fed[slots] = tokens[np.arange(len(slots)), LENGTHS + step]
+      ceiling = limit or positions.max() + 1
+      logits, cache = self.decode(cache, fed, positions, np.int32(ceiling))
+      out.append(np.asarray(logits)[slots])
+    return np.stack(out)
+
+
+@pytest.fixture(scope='module')
+def decoder():
+  return Decoder()
+
+
+@pytest.fixture(scope='module')
+def tokens():
+  return small.tokens(3, 80)
+
+
+@pytest.fixture(scope='module')
+def plain(decoder, tokens):
+  return decoder.run(tokens, np.array([0, 1, 2]), 20)
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {},
+    {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True},
+    {'family': 'llama', 'qk_norm': False, 'rope_scaling': small.LLAMA3},
+  ],
+)
+def test_decode_equals_the_full_forward(changes, tokens):
+  decoder = Decoder(**changes)
+  out = decoder.run(tokens, np.array([3, 0, 4]), 20)
+  hidden = decoder.model.hidden(decoder.params, tokens, np.ones_like(tokens))
+  full = np.asarray(decoder.model.logits(decoder.params, hidden))
+  for row, length in enumerate(LENGTHS):
+    expected = full[row, length - 1 : length + 20]
+    np.testing.assert_allclose(out[:, row], expected, atol=2e-4)
+
+
+def test_no_bit_depends_on_the_slot(decoder, tokens, plain):
+  moved = decoder.run(tokens, np.array([4, 2, 0]), 20)
+  np.testing.assert_array_equal(moved, plain)
+
+
+def test_no_bit_depends_on_the_limit(decoder, tokens, plain):
+  far = decoder.run(tokens, np.array([0, 1, 2]), 20, limit=WINDOW)
+  np.testing.assert_array_equal(far, plain)
+
+
+def test_no_bit_depends_on_the_others(decoder, tokens, plain):
+  others = tokens.copy()
+  others[1:] = small.tokens(2, 80, seed=9)
+  changed = decoder.run(others, np.array([0, 1, 2]), 20, others=66)
+  np.testing.assert_array_equal(changed[:, 0], plain[:, 0])
+  assert (changed[:, 1] != plain[:, 1]).any()
+
+
+def test_no_bit_of_a_prefill_depends_on_row_or_company(decoder, tokens):
+  def run(order, fill):
+    rows = np.where(
+      np.arange(WIDTH) < LENGTHS[order, None], tokens[order, :WIDTH], fill
+    )
+    return decoder.prefill(rows, LENGTHS[order])
+
+  logits, kept = run(np.array([0, 1, 2]), fill=0)
+  other_logits, other_kept = run(np.array([2, 0, 0]), fill=5)
+  np.testing.assert_array_equal(other_logits[1], logits[0])
+  np.testing.assert_array_equal(other_logits[0], logits[2])
+  for name in ('k', 'v'):
+    whole, other = np.asarray(kept[name]), np.asarray(other_kept[name])
+    real = [slice(None), 0, slice(None), slice(0, LENGTHS[0])]
+    moved = [slice(None), 1, slice(None), slice(0, LENGTHS[0])]
+    np.testing.assert_array_equal(other[tuple(moved)], whole[tuple(real)])
+
+
+def test_one_prompt_fills_many_slots_and_padding_fills_none(decoder, tokens):
+  _, kept = decoder.prefill(tokens[:, :WIDTH], LENGTHS)
+  empty = decoder.model.init_cache(SLOTS, WINDOW)
+  rows, slots = np.array([1, 1, 0, 2]), np.array([4, 2, SLOTS, -1])
+  cache = jax.jit(decoder.model.insert)(empty, kept, rows, slots)
+  for name in ('k', 'v'):
+    filled = np.asarray(cache[name])
+    np.testing.assert_array_equal(filled[:, 4], filled[:, 2])
+    assert filled[:, 4].any() and not filled[:, [0, 1, 3]].any()
+
+
+def test_the_cache_is_updated_in_place(decoder):
+  cache = decoder.model.init_cache(SLOTS, WINDOW)
+
+  def many(params, cache, tokens, positions):
+    def step(_, state):
+      cache, tokens, positions = state
+      logits, cache = decoder.model.decode(
+        params, cache, tokens, positions, positions.max() + 1
+      )
+      return cache, logits.argmax(-1).astype(jnp.int32), positions + 1
+
+    return jax.lax.fori_loop(0, 4, step, (cache, tokens, positions))
+
+  zeros = np.zeros(SLOTS, np.int32)
+  program = jax.jit(many, donate_argnums=1)
+  text = program.lower(decoder.params, cache, zeros, zeros).compile().as_text()
+  shape = 'f32[' + ','.join(map(str, cache['k'].shape)) + ']'
+  copies = [line for line in text.splitlines() if ' copy(' in line and shape in line]
+  assert shape in text and not copies
+
+
+def test_a_bfloat16_cache_follows_the_dtype():
+  model, params = small.model_and_params()
+  narrow = type(model)(model.config, dtype='bfloat16')
+  cache = narrow.init_cache(2, 64)
+  zeros = np.zeros(2, np.int32)
+  logits, new = narrow.decode(params, cache, zeros, zeros, np.int32(1))
+  assert new['k'].dtype == jnp.bfloat16 and logits.dtype == jnp.float32

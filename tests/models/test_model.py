@@ -1,0 +1,192 @@
+"""The forward pass and its log-probs: alignment, padding, packing, remat, dtypes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.model import Model
+from tests.models import small
+
+FAMILIES = {
+  'qwen3': {},
+  'qwen2': {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True},
+  'llama': {'family': 'llama', 'qk_norm': False, 'tie_embeddings': False},
+}
+
+
+@pytest.fixture(scope='module')
+def qwen3():
+  return small.model_and_params(value_head=True)
+
+
+def test_column_t_speaks_of_token_t(qwen3):
+  model, params = qwen3
+  tokens = small.tokens(2, 9)
+  ones = np.ones_like(tokens)
+  out = model.policy_outputs(params, tokens, ones, temperature=0.7, entropy=True)
+  hidden = np.asarray(model.hidden(params, tokens, ones), np.float64)
+  logits = hidden @ np.asarray(params['embedding']['table'], np.float64).T
+
+  def log_softmax(x):
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+  for row in range(2):
+    assert out.logprobs[row, 0] == out.entropy[row, 0] == out.values[row, 0] == 0
+    for t in range(1, 9):
+      before = logits[row, t - 1]
+      logprob = log_softmax(before / 0.7)[tokens[row, t]]
+      log_p = log_softmax(before)
+      head = params['value_head']
+      value = hidden[row, t - 1] @ np.asarray(head['kernel']) + head['bias']
+      np.testing.assert_allclose(out.logprobs[row, t], logprob, atol=1e-4)
+      np.testing.assert_allclose(
+        out.entropy[row, t], -(np.exp(log_p) * log_p).sum(), atol=1e-4
+      )
+      np.testing.assert_allclose(out.values[row, t], value, atol=1e-4)
+  plain = model.policy_outputs(params, tokens, ones, temperature=0.7)
+  assert plain.entropy is None
+  np.testing.assert_array_equal(plain.logprobs, out.logprobs)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_token_depends_on_none_after_it(family):
+  model, params = small.model_and_params(**FAMILIES[family])
+  tokens = small.tokens(1, 12)
+  changed = tokens.copy()
+  changed[0, 7] = (changed[0, 7] + 1) % 67
+  ones = np.ones_like(tokens)
+  one, other = (np.asarray(model.hidden(params, t, ones)) for t in (tokens, changed))
+  np.testing.assert_array_equal(one[0, :7], other[0, :7])
+  assert (np.abs(one - other)[0, 7:].max(-1) > 1e-4).all()
+
+
+def test_packed_rows_equal_rows_of_their_own(qwen3):
+  model, params = qwen3
+  first, second = small.tokens(1, 6), small.tokens(1, 5, seed=1)
+  packed = np.concatenate([first, second, np.zeros((1, 3), np.int32)], axis=1)
+  segments = np.array([[1] * 6 + [2] * 5 + [0] * 3])
+  out = model.policy_outputs(params, packed, segments, entropy=True)
+  for part, start in ((first, 0), (second, 6)):
+    alone = model.policy_outputs(params, part, np.ones_like(part), entropy=True)
+    for name in ('logprobs', 'entropy', 'values'):
+      np.testing.assert_allclose(
+        getattr(out, name)[:, start : start + part.shape[1]],
+        getattr(alone, name),
+        atol=2e-5,
+      )
+  for name in ('logprobs', 'entropy', 'values'):
+    np.testing.assert_array_equal(getattr(out, name)[0, 11:], 0)
+
+
+def test_padding_has_no_gradient_and_no_say():
+  model, params = small.model_and_params(tie_embeddings=False)
+  tokens = small.tokens(2, 8) % 60
+  segments = np.array([[1] * 8, [1] * 5 + [0] * 3])
+  tokens[1, 5:] = [61, 62, 63]  # tokens found nowhere but in the padding
+
+  def score(params, tokens):
+    out = model.policy_outputs(params, tokens, segments)
+    return (out.logprobs * jnp.arange(8.0)).sum()
+
+  gradient = jax.grad(score)(params, tokens)
+  table = np.asarray(gradient['embedding']['table'])
+  np.testing.assert_array_equal(table[61:64], 0)
+  assert np.abs(table[tokens[0, :-1]]).max(-1).min() > 0
+  other = tokens.copy()
+  other[1, 5:] = [3, 64, 9]
+  for left, right in zip(
+    jax.tree.leaves(gradient),
+    jax.tree.leaves(jax.grad(score)(params, other)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(left, right)
+
+
+def test_remat_changes_no_gradient(qwen3):
+  model, params = qwen3
+  tokens = small.tokens(2, 8)
+
+  def gradient(remat):
+    this = dataclasses.replace(model, remat=remat)
+
+    def score(params):
+      return this.policy_outputs(params, tokens, np.ones_like(tokens)).logprobs.sum()
+
+    return jax.jit(jax.grad(score))(params)
+
+  plain = gradient('none')
+  for remat in ('full', 'dots'):
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), plain, gradient(remat)
+    )
+
+
+def test_bfloat16_is_near_float32(qwen3):
+  model, params = qwen3
+  tokens = small.tokens(2, 8)
+  narrow = dataclasses.replace(model, dtype='bfloat16')
+  assert narrow.hidden(params, tokens, np.ones_like(tokens)).dtype == jnp.bfloat16
+  out, near = (m.policy_outputs(params, tokens, tokens + 1) for m in (model, narrow))
+  assert near.logprobs.dtype == jnp.float32
+  np.testing.assert_allclose(out.logprobs, near.logprobs, atol=0.5)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_every_axis_has_a_name(family):
+  model, params = small.model_and_params(value_head=True, **FAMILIES[family])
+  axes = model.logical_axes(params)
+  sizes = {'layers': 3, 'vocab': 67, 'embed': 24, 'embedding': 24, 'mlp': 40}
+  sizes |= {'heads': 4, 'kv_heads': 2}
+
+  def check(leaf, names):
+    assert len(names) == leaf.ndim
+    for name, size in zip(names, leaf.shape, strict=True):
+      assert name is None or sizes[name] == size
+
+  jax.tree.map(check, params, axes)
+
+
+def test_constrain_sees_every_activation():
+  seen = set()
+
+  def constrain(x, *names):
+    assert x.ndim == len(names)
+    seen.update(names)
+    return x
+
+  model, params = small.model_and_params()
+  model = dataclasses.replace(model, constrain=constrain)
+  jax.eval_shape(model.policy_outputs, params, *[small.tokens(2, 8)] * 2)
+  assert seen >= {'batch', 'length', 'heads', 'kv_heads', 'mlp'}
+
+
+def test_model_is_hashable_and_init_is_a_function_of_its_key():
+  model, _ = small.model_and_params()
+  assert hash(model) == hash(Model(small.config()))
+  one, same, other = (model.init(jax.random.key(seed)) for seed in (0, 0, 1))
+  jax.tree.map(np.testing.assert_array_equal, one, same)
+  assert (one['embedding']['table'] != other['embedding']['table']).all()
+  layers = one['layers']['mlp']['up']['kernel']
+  assert (layers[0] != layers[1]).all()
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'family': 'gpt'}, 'not one of'),
+    ({'num_kv_heads': 3}, 'must be a multiple'),
+    ({'head_dim': 15}, 'must be even'),
+    ({'family': 'llama'}, 'needs qk_norm=False'),
+    ({'family': 'qwen2', 'qk_norm': False}, 'needs attention_bias=True'),
+  ],
+)
+def test_impossible_shapes_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    small.config(**changes)
+  with pytest.raises(ValueError, match='remat'):
+    Model(small.config(), remat='some')
+  assert isinstance(small.config(), ModelConfig)
