@@ -77,3 +77,124 @@ def abs_(c, o):
 def corrected_k3(c, o):
   ratio = clip(cexp(c['logprobs'] - c['old_logprobs']), 0, 2)
   return o.get('coef', 1.0) * ratio * k3(c, {})
+
+
+def _ratio(c):
+  return cexp(c['logprobs'] - c['old_logprobs'])
+
+
+def _turns(mask):
+  """Per row, the lists of positions of its unbroken stretches of action tokens."""
+  rows = []
+  for row in mask:
+    stretches, current = [], []
+    for t, action in enumerate([*row, False]):
+      if action:
+        current.append(t)
+      elif current:
+        stretches.append(current)
+        current = []
+    rows.append(stretches)
+  return rows
+
+
+def cispo(c, o):
+  low, high = o.get('clip_low', 1.0), o.get('clip_high', 0.28)
+  a, r = c['advantages'], sg(_ratio(c))
+  w = np.minimum(np.maximum(r, 1 - low), 1 + high)
+  if o.get('mask_clipped'):
+    w = w * ~((a > 0) & (r > 1 + high)) * ~((a < 0) & (r < 1 - low))
+  return _masked(-a * w * c['logprobs'], c)
+
+
+def sapo(c, o):
+  a, r = c['advantages'], _ratio(c)
+  tau = np.where(a > 0, o.get('tau_positive', 1.0), o.get('tau_negative', 1.05))
+  return _masked(-a * 4 / (1 + np.exp(-tau * (r - 1))) / tau, c)
+
+
+def gspo(c, o):
+  low, high = o.get('clip_low', 3e-4), o.get('clip_high', 4e-4)
+  a, d = c['advantages'], np.where(c['mask'], c['logprobs'] - c['old_logprobs'], 0)
+  if o.get('level') == 'turn':
+    mean = np.zeros_like(d)
+    for row, stretches in enumerate(_turns(c['mask'])):
+      for where in stretches:
+        mean[row, where] = d[row, where].mean()
+  else:
+    mean = row_mean(d, c['mask']) + 0 * d
+  if o.get('gradient') != 'mean':
+    mean = c['logprobs'] - sg(c['logprobs']) + sg(mean)
+  s = cexp(mean)
+  return _masked(largest(-a * s, -a * clip(s, 1 - low, 1 + high)), c)
+
+
+def importance_sampling(c, o):
+  return _masked(-c['advantages'] * _ratio(c), c)
+
+
+def tis(c, o):
+  w = np.minimum(sg(_ratio(c)), o.get('cap', 2.0))
+  return _masked(-c['advantages'] * w * c['logprobs'], c)
+
+
+def topr(c, o):
+  d = np.where(c['mask'], sg(c['logprobs'] - c['old_logprobs']), 0)
+  if o.get('ratio', 'sequence') == 'sequence':
+    d = d.sum(axis=1, keepdims=True) + 0 * d
+  alpha = np.where(c['advantages'] > 0, 1, np.clip(cexp(d), 0, 1))
+  return _masked(-alpha * c['advantages'] * c['logprobs'], c)
+
+
+def sppo(c, o):
+  eps, r = o.get('epsilon', 0.3), sg(_ratio(c))
+  inside = (1 / (1 + eps) <= r) & (r <= 1 + eps)
+  return _masked(-c['advantages'] * (c['logprobs'] - c['old_logprobs']) * inside, c)
+
+
+def kimi(c, o):
+  d = np.where(c['mask'], c['logprobs'] - c['old_logprobs'], 0)
+  if o.get('level') == 'sequence':
+    count = np.maximum(c['mask'].sum(axis=1, keepdims=True), 1)
+    square = d.sum(axis=1, keepdims=True) ** 2 / count
+  else:
+    square = d**2
+  return _masked(-c['advantages'] * c['logprobs'] + o.get('tau', 1.0) / 2 * square, c)
+
+
+def rec(c, o):
+  low, high = o.get('clip_low', 0.2), o.get('clip_high', 0.2)
+  a, p, r = c['advantages'], c['logprobs'], sg(_ratio(c))
+  s = sg(cexp(row_mean(p - c['old_logprobs'], c['mask']))) + 0 * a
+  keep, weight = o.get('keep', 'one_side'), o.get('weight', 'importance')
+  inside = {
+    'none': a == a,
+    'two_side': (1 - low <= r) & (r <= 1 + high),
+    'one_side': np.where(a > 0, r <= 1 + high, (a == 0) | (r >= 1 - low)),
+    'gspo_one_side': np.where(a > 0, s <= 1 + high, (a == 0) | (s >= 1 - low)),
+    'ring': ((1 - low <= r) & (r <= 1 + high))
+    | ((a > 0) & (r <= 0.4))
+    | ((a < 0) & (r >= 3)),
+  }[keep]
+  w = {
+    'none': 1,
+    'importance': r,
+    'gspo': s,
+    'advantage': cexp(a / o.get('temperature', 1.0)),
+  }[weight]
+  loss = -a * w * p * inside
+  coef = o.get('regulariser_coef', 0.0)
+  if o.get('regulariser') == 'k2':
+    loss = loss + coef * (p - c['old_logprobs']) ** 2
+  if o.get('regulariser') == 'forward':
+    loss = loss - coef * p
+  return _masked(loss, c)
+
+
+def sft_is(c, o):
+  return _masked(-sg(np.exp(c['logprobs'])) * c['logprobs'], c)
+
+
+def sft_phi(c, o):
+  probability = sg(np.exp(c['logprobs']))
+  return _masked(-probability * (1 - probability) * c['logprobs'], c)

@@ -10,19 +10,48 @@ from tests.functional import harness
 from tests.functional import restated_losses as restated
 from tests.functional.harness import Case
 
+
+def case(name, **options):
+  return Case(name, getattr(losses, name), getattr(restated, name), options)
+
+
+RECS = [
+  {'keep': keep, 'weight': weight, 'regulariser': regulariser, 'regulariser_coef': 0.1}
+  for keep, weight, regulariser in [
+    ('none', 'none', 'k2'),
+    ('two_side', 'importance', 'forward'),
+    ('one_side', 'advantage', 'none'),
+    ('gspo_one_side', 'none', 'none'),
+    ('none', 'gspo', 'k2'),
+    ('ring', 'gspo', 'none'),
+  ]
+]
 LOSSES = [
-  Case('vanilla', losses.vanilla, restated.vanilla),
-  Case('opmd', losses.opmd, restated.opmd),
-  Case('opmd', losses.opmd, restated.opmd, {'tau': 0.3}),
-  Case('sft', losses.sft, restated.sft),
-  Case('ppo_clip', losses.ppo_clip, restated.ppo_clip),
-  Case(
-    'ppo_clip',
-    losses.ppo_clip,
-    restated.ppo_clip,
-    {'dual_clip': None, 'clip_high': 0.28},
-  ),
-  Case('ppo_clip', losses.ppo_clip, restated.ppo_clip, {'sequence_mask': 0.05}),
+  case('vanilla'),
+  case('opmd'),
+  case('opmd', tau=0.3),
+  case('sft'),
+  case('sft_is'),
+  case('sft_phi'),
+  case('ppo_clip'),
+  case('ppo_clip', dual_clip=None, clip_high=0.28),
+  case('ppo_clip', sequence_mask=0.05),
+  case('cispo'),
+  case('cispo', mask_clipped=True, clip_low=0.3),
+  case('sapo'),
+  case('gspo'),
+  case('gspo', level='turn', clip_low=0.2, clip_high=0.2),
+  case('gspo', gradient='mean', clip_low=0.2),
+  case('gspo', gradient='mean', level='turn'),
+  case('importance_sampling'),
+  case('tis'),
+  case('topr'),
+  case('topr', ratio='token'),
+  case('sppo'),
+  case('kimi'),
+  case('kimi', level='sequence', tau=0.2),
+  case('rec'),
+  *(case('rec', **options) for options in RECS),
 ]
 KLS = [
   Case('k1', kl.k1, restated.k1),

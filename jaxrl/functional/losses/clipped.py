@@ -1,5 +1,6 @@
 """Policy losses with a clipped probability ratio."""
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl.functional.groups import exp, row_mean
@@ -45,3 +46,66 @@ def ppo_clip(
     'approx_kl': -d,
   }
   return jnp.where(mask, loss, 0), metrics
+
+
+def cispo(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  clip_low: float = 1.0,
+  clip_high: float = 0.28,
+  mask_clipped: bool = False,
+) -> tuple[Array, dict[str, Array]]:
+  """Clips the importance weight, not the update (MiniMax-M1, arXiv 2506.13585).
+
+  L_t = −A·sg(clip(r, 1−ε_low, 1+ε_high)·keep)·p, so every token has a gradient.
+
+  logprobs, old_logprobs, advantages, mask: `[B, T]`. mask_clipped: keep = 0 where
+  PPO would clip, that is A > 0 and r > 1+ε_high, or A < 0 and r < 1−ε_low.
+  """
+  r = jax.lax.stop_gradient(exp(jnp.where(mask, logprobs - old_logprobs, 0)))
+  weight = jnp.clip(r, 1 - clip_low, 1 + clip_high)
+  up, down = r > 1 + clip_high, r < 1 - clip_low
+  if mask_clipped:
+    cut = (up & (advantages > 0)) | (down & (advantages < 0))
+    weight = jnp.where(cut, 0, weight)
+  metrics = {'clip_fraction': (up | down).astype(jnp.float32), 'ratio': r}
+  return jnp.where(mask, -advantages * weight * logprobs, 0), metrics
+
+
+def sapo(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  tau_positive: float = 1.0,
+  tau_negative: float = 1.05,
+) -> tuple[Array, dict[str, Array]]:
+  """A sigmoid gate instead of a clip: soft adaptive policy optimisation.
+
+  L_t = −A·f(r), f(r) = 4σ(τ(r−1))/τ, with τ_positive where A > 0 and τ_negative
+  elsewhere; the gradient weight is 4σ(1−σ)·r, 1 at r = 1 (arXiv 2511.20347).
+
+  logprobs, old_logprobs, advantages, mask: `[B, T]`. Returns loss `[B, T]`.
+  """
+  r = exp(jnp.where(mask, logprobs - old_logprobs, 0))
+  tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+  gate = _sigmoid(tau * (r - 1))
+  metrics = {'ratio': r}
+  return jnp.where(mask, -advantages * 4 * gate / tau, 0), metrics
+
+
+@jax.custom_jvp
+def _sigmoid(x: Array) -> Array:
+  return jax.nn.sigmoid(x)
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(primals, tangents):
+  # σ(x)σ(−x): the usual σ(x)(1−σ(x)) has no digits left where σ(x) is near 1.
+  (x,), (dx,) = primals, tangents
+  value = jax.nn.sigmoid(x)
+  return value, value * jax.nn.sigmoid(-x) * dx

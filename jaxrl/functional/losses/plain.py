@@ -1,5 +1,6 @@
 """Policy losses without a ratio: policy gradients and maximum likelihood."""
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl.types import Array
@@ -22,3 +23,19 @@ def opmd(
 def sft(logprobs: Array, mask: Array) -> tuple[Array, dict[str, Array]]:
   """Maximum likelihood, L_t = −p. logprobs, mask: `[B, T]`."""
   return jnp.where(mask, -logprobs, 0), {}
+
+
+def sft_is(logprobs: Array, mask: Array) -> tuple[Array, dict[str, Array]]:
+  """L_t = −sg(e^p)·p: likelihood weighted by the token's probability. `[B, T]`."""
+  probability = jax.lax.stop_gradient(jnp.exp(jnp.minimum(logprobs, 0)))
+  return jnp.where(mask, -probability * logprobs, 0), {'probability': probability}
+
+
+def sft_phi(logprobs: Array, mask: Array) -> tuple[Array, dict[str, Array]]:
+  """L_t = −sg(e^p(1−e^p))·p: CHORD's weight, largest where the policy is undecided.
+
+  logprobs, mask: `[B, T]` (arXiv 2508.11408).
+  """
+  p = jax.lax.stop_gradient(jnp.minimum(logprobs, 0))
+  weight = -jnp.exp(p) * jnp.expm1(p)
+  return jnp.where(mask, -weight * logprobs, 0), {'weight': weight}

@@ -1,0 +1,167 @@
+"""Policy losses for data that another policy wrote: weights, masks, regularisers."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.functional.groups import exp, row_mean, row_sum
+from jaxrl.types import Array
+
+
+def importance_sampling(
+  logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array
+) -> tuple[Array, dict[str, Array]]:
+  """L_t = −A·r, the unclipped surrogate. All are `[B, T]`."""
+  r = exp(jnp.where(mask, logprobs - old_logprobs, 0))
+  return jnp.where(mask, -advantages * r, 0), {'ratio': r}
+
+
+def tis(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  cap: float = 2.0,
+) -> tuple[Array, dict[str, Array]]:
+  """Truncated importance sampling: L_t = −A·sg(min(r, C))·p, C = `cap`. `[B, T]`."""
+  r = jax.lax.stop_gradient(exp(jnp.where(mask, logprobs - old_logprobs, 0)))
+  loss = -advantages * jnp.minimum(r, cap) * logprobs
+  return jnp.where(mask, loss, 0), {'ratio': r, 'clip_fraction': 1.0 * (r > cap)}
+
+
+def topr(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  ratio: Literal['sequence', 'token'] = 'sequence',
+) -> tuple[Array, dict[str, Array]]:
+  """Tapered off-policy REINFORCE (arXiv 2503.14286).
+
+  L_t = −sg(α)·A·p; α = 1 where A > 0 and clip(r, 0, 1) elsewhere.
+
+  logprobs, old_logprobs, advantages, mask: `[B, T]`. ratio: r of the whole row, e to
+  the sum of p − o over its action tokens, or of each token alone.
+  """
+  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  if ratio == 'sequence':
+    d = row_sum(d, mask)[:, None]
+  elif ratio != 'token':
+    raise ValueError(f"ratio is {ratio!r}; it must be 'sequence' or 'token'")
+  taper = jnp.minimum(exp(d), 1)
+  alpha = jax.lax.stop_gradient(jnp.where(advantages > 0, 1, taper))
+  return jnp.where(mask, -alpha * advantages * logprobs, 0), {'taper': alpha}
+
+
+def sppo(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  epsilon: float = 0.3,
+) -> tuple[Array, dict[str, Array]]:
+  """A log-ratio surrogate: L_t = −A·(p−o)·1[1/(1+ε) ≤ r ≤ 1+ε]. All are `[B, T]`."""
+  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  r = exp(d)
+  keep = (r >= 1 / (1 + epsilon)) & (r <= 1 + epsilon)
+  metrics = {'clip_fraction': 1.0 - keep, 'ratio': r}
+  return jnp.where(mask & keep, -advantages * d, 0), metrics
+
+
+def kimi(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  tau: float = 1.0,
+  level: Literal['token', 'sequence'] = 'token',
+) -> tuple[Array, dict[str, Array]]:
+  """Policy gradient with a squared log-ratio as regulariser (arXiv 2501.12599).
+
+  L_t = −A·p + (τ/2)(p−o)². level='sequence' is the paper's (τ/2)(Σ_t(p−o))² per
+  row, dealt out evenly over the row's action tokens so that their sum is it: use it
+  with sequence_mean_token_sum. logprobs … mask: `[B, T]`.
+  """
+  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  if level == 'token':
+    square = jnp.square(d)
+  elif level == 'sequence':
+    count = jnp.maximum(jnp.sum(mask, axis=-1), 1)
+    square = (jnp.square(row_sum(d, mask)) / count)[:, None]
+  else:
+    raise ValueError(f"level is {level!r}; it must be 'token' or 'sequence'")
+  loss = -advantages * logprobs + 0.5 * tau * square
+  return jnp.where(mask, loss, 0), {'square': jnp.broadcast_to(square, d.shape)}
+
+
+Keep = Literal['none', 'two_side', 'one_side', 'gspo_one_side', 'ring']
+Weight = Literal['none', 'importance', 'gspo', 'advantage']
+
+
+def rec(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  keep: Keep = 'one_side',
+  weight: Weight = 'importance',
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  ring_low: float = 0.6,
+  ring_high: float = 2.0,
+  temperature: float = 1.0,
+  regulariser: Literal['none', 'k2', 'forward'] = 'none',
+  regulariser_coef: float = 0.0,
+) -> tuple[Array, dict[str, Array]]:
+  """The REC family, group-relative REINFORCE seen off-policy (arXiv 2509.24203).
+
+  L_t = −A·sg(w)·p·1[keep] + regulariser. keep, with the clip range ε:
+    two_side: 1−ε_low ≤ r ≤ 1+ε_high. one_side: what PPO lets through, r ≤ 1+ε_high
+    where A ≥ 0 and r ≥ 1−ε_low where A ≤ 0. gspo_one_side: the same of e^{mean_t(p−o)}.
+    ring: two_side, or A ≥ 0 and r ≤ 1−ε′_low, or A ≤ 0 and r ≥ 1+ε′_high.
+  weight: importance w = r; gspo w = e^{mean_t(p−o)}; advantage w = e^{A/temperature}.
+  regulariser: k2 adds c(p−o)², forward adds −c·p; on all action tokens.
+
+  logprobs, old_logprobs, advantages, mask: `[B, T]`. Returns loss `[B, T]`.
+  """
+  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  r = jax.lax.stop_gradient(exp(d))
+  s = jax.lax.stop_gradient(exp(row_mean(d, mask)))[:, None]
+  kept = _kept(keep, r, s, advantages, (clip_low, clip_high, ring_low, ring_high))
+  if weight == 'none':
+    w = 1.0
+  elif weight in ('importance', 'gspo'):
+    w = r if weight == 'importance' else s
+  elif weight == 'advantage':
+    w = exp(advantages / temperature)
+  else:
+    raise ValueError(f'weight is {weight!r}; it must be one of {Weight.__args__}')
+  loss = jnp.where(kept, -advantages * w * logprobs, 0)
+  if regulariser == 'k2':
+    loss = loss + regulariser_coef * jnp.square(d)
+  elif regulariser == 'forward':
+    loss = loss - regulariser_coef * logprobs
+  elif regulariser != 'none':
+    raise ValueError(f'regulariser is {regulariser!r}; it must be k2, forward or none')
+  return jnp.where(mask, loss, 0), {'clip_fraction': 1.0 - kept, 'ratio': r}
+
+
+def _kept(keep: str, r: Array, s: Array, a: Array, bounds: tuple) -> Array:
+  low, high, ring_low, ring_high = bounds
+  if keep == 'none':
+    return jnp.ones(r.shape, bool)
+  if keep in ('one_side', 'gspo_one_side'):
+    x = jnp.broadcast_to(r if keep == 'one_side' else s, r.shape)
+    return ((a >= 0) & (x <= 1 + high)) | ((a <= 0) & (x >= 1 - low))
+  within = (r >= 1 - low) & (r <= 1 + high)
+  if keep == 'two_side':
+    return within
+  if keep != 'ring':
+    raise ValueError(f'keep is {keep!r}; it must be one of {Keep.__args__}')
+  return within | ((a >= 0) & (r <= 1 - ring_low)) | ((a <= 0) & (r >= 1 + ring_high))
