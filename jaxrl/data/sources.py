@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import signature
-from jaxrl.data import problems
 
 Row = dict[str, Any]
-GENERATORS: dict[str, Callable[..., list[Row]]] = {'arithmetic': problems.arithmetic}
+# Called as fn(split, **options), with `size` among the options.
+GENERATORS = {
+  'arithmetic': 'jaxrl.data.problems:arithmetic',
+  'frozen_lake': 'jaxrl.envs.frozen_lake:demonstrations',
+}
 
 
 class DataError(ValueError):
@@ -23,7 +26,8 @@ def load_rows(path: str, split: str = 'train', limit: int | None = None) -> list
   path: a .jsonl, .json, .csv or .parquet file; a folder of such files (read in the
   order of their names; if names hold the split's name, only those); a folder written
   by Hugging Face's `save_to_disk`; or `generate:name(option=value)`, where `limit`
-  is the number to generate. Raises DataError with file and line.
+  is the number to generate and name one of GENERATORS or `package.module:function`.
+  Raises DataError with file and line.
   """
   if path.startswith('generate:'):
     return _generate(path, split, limit)
@@ -39,14 +43,14 @@ def load_rows(path: str, split: str = 'train', limit: int | None = None) -> list
 
 def _generate(path: str, split: str, limit: int | None) -> list[Row]:
   name, options = signature.parse_call(path.removeprefix('generate:'))
-  if name not in GENERATORS:
-    near = signature.nearest(name, list(GENERATORS))
-    hint = f'; did you mean {near!r}?' if near else ''
-    raise DataError(f'no generator {name!r}{hint} There are: {", ".join(GENERATORS)}')
-  signature.check_options(GENERATORS[name], options, f'dataset {path!r}')
+  where = f'dataset {path!r}'
+  if name not in GENERATORS and ':' not in name:
+    raise signature.unknown(name, GENERATORS, 'generator', where)
+  generate = signature.resolve(GENERATORS.get(name, name))
+  signature.check_options(generate, options, where)
   if limit is not None:
     options['size'] = limit
-  return GENERATORS[name](split, **options)
+  return generate(split, **options)
 
 
 def _read_folder(folder: Path, split: str) -> list[Row]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jaxrl import signature
-from jaxrl.types import Message
+from jaxrl.envs.process import ProcessEnv
 
-Observation = str | list[Message] | None
+Observation = str | list[dict[str, Any]] | None
 
 ENVS = {
   'math': 'jaxrl.envs.math:MathEnv',
@@ -36,18 +36,20 @@ class Env(Protocol):
 def find(name: str) -> Callable[..., Env]:
   """The class of a known name, of 'package.module:Class', or of 'file.py:Class'."""
   if name not in ENVS and ':' not in name:
-    near = signature.nearest(name, list(ENVS))
-    hint = f'; did you mean {near!r}?' if near else '.'
-    raise signature.ConfigError(
-      f'no environment {name!r}{hint} Known are {", ".join(ENVS)}; your own is '
-      "given as 'package.module:Class' or 'path/file.py:Class'"
-    )
+    raise signature.unknown(name, ENVS, 'environment', 'env_type')
   return signature.resolve(ENVS.get(name, name))
 
 
-def factory(name: str, options: Mapping[str, Any] | None = None) -> Callable[[], Env]:
-  """A function that makes the environment; name and options are checked at once."""
+def factory(
+  name: str, options: Mapping[str, Any] | None = None, *, isolate: bool = False
+) -> Callable[[], Env]:
+  """A function that makes the environment; name and options are checked at once.
+
+  isolate: each in a process of its own, which is killed if it hangs.
+  """
   options = dict(options or {})
   env = find(name)
   signature.check_options(env, options, f'environment {name!r}')
+  if isolate:
+    return lambda: ProcessEnv(name, options)
   return lambda: env(**options)

@@ -19,11 +19,12 @@ class CallTimeout(Exception):
 
 
 class _Call:
-  __slots__ = ('begun', 'fn', 'future', 'loop', 'lost')
+  __slots__ = ('begun', 'finished', 'fn', 'future', 'loop', 'lost')
 
   def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop):
     self.fn, self.loop, self.future = fn, loop, loop.create_future()
     self.begun: float | None = None  # when a thread took it up
+    self.finished = False  # its thread is free again
     self.lost = False  # given up: its thread has been replaced
 
 
@@ -56,27 +57,28 @@ class CallPool:
     self._calls.put(call)
     try:
       return await call.future
-    finally:
-      if timer is not None:
+    finally:  # the timer of a call no one awaits any more still guards its thread
+      if timer is not None and not call.future.cancelled():
         timer.cancel()
 
   def _check(self, call: _Call, timeout: float) -> None:
     """Gives a call up if it has run too long; one that still waits has not begun."""
-    if call.future.done():
-      return
     left = timeout if call.begun is None else call.begun + timeout - time.monotonic()
-    if left > 0:
-      call.loop.call_later(left, self._check, call, timeout)
-      return
     with self._lock:
+      if call.finished:
+        return
+      if left > 0:
+        call.loop.call_later(left, self._check, call, timeout)
+        return
       call.lost = True
       self.replaced += 1
     self._start_thread()
-    call.future.set_exception(CallTimeout(f'no answer within {timeout:g} s'))
+    _deliver(call.future, None, CallTimeout(f'no answer within {timeout:g} s'))
 
   def _work(self) -> None:
     while (call := self._calls.get()) is not None:
       if call.future.cancelled():
+        call.finished = True
         continue
       call.begun = time.monotonic()
       try:
@@ -84,6 +86,7 @@ class CallPool:
       except BaseException as raised:  # even SystemExit costs one call, no more
         outcome, error = None, raised
       with self._lock:
+        call.finished = True
         if call.lost:
           return  # another thread has this one's place
       with contextlib.suppress(RuntimeError):  # the loop has closed: no one waits

@@ -16,7 +16,7 @@ from jaxrl.envs.base import Env
 from jaxrl.rollout.call_pool import CallPool, CallTimeout
 from jaxrl.rollout.episode import RolloutCache, join
 from jaxrl.rollout.formulation import FORMULATIONS
-from jaxrl.rollout.group_queue import Lease
+from jaxrl.rollout.group import Lease
 from jaxrl.rollout.handles import settle
 from jaxrl.rollout.templates import Templates
 from jaxrl.types import Completion, RolloutEngine, SamplingParams, Trajectory
@@ -94,9 +94,10 @@ class EnvManager:
     )
     self._env: Any = None
     self._base_seed = 0
+    self._playing: tuple[Lease, asyncio.Task] | None = None
 
   async def run_rollout_loop(self, data: Mapping[str, Any]) -> int:
-    """Plays until the queue or the data set has no more; returns the episodes put.
+    """Plays until the queue has no more leases; returns the number of episodes put.
 
     data: {'seed': base seed}, or an object whose `meta_info` is that.
     """
@@ -106,15 +107,43 @@ class EnvManager:
       lease = await settle(queue.get_episode_id(self.group_id, self.env_id))
       if lease is None:
         return count
-      rollout = await self.play(Lease(*lease), base_seed=self._base_seed)
+      rollout = await self._play_unless_aborted(Lease(*lease))
       await settle(
         queue.put(
           self.group_id, lease.episode_id, lease.start_step, rollout, self.env_id
         )
       )
       count += 1
-      if rollout is None:
-        return count
+
+  def abort(self, lease: Lease) -> None:
+    """Ends the attempt `lease` if it is being played; it is put as aborted."""
+    if self._playing is not None and self._playing[0] == Lease(*lease):
+      self._playing[1].cancel()
+
+  async def _play_unless_aborted(self, lease: Lease) -> list[Trajectory] | None:
+    task = asyncio.ensure_future(self.play(lease, base_seed=self._base_seed))
+    self._playing = (lease, task)
+    try:
+      return await task
+    except asyncio.CancelledError:
+      self._drop_env()  # it may still be at work for the attempt that was ended
+      if not task.cancelled() or asyncio.current_task().cancelling():
+        task.cancel()
+        raise
+      cache = RolloutCache(lease, self._seed_of(lease))
+      cache.stop('abort', 'the queue gave the attempt up')
+      return self.formulate_rollouts(cache)
+    finally:
+      self._playing = None
+
+  def _seed_of(self, lease: Lease) -> int:
+    return self._base_seed + lease.group_id + lease.episode_id
+
+  def _drop_env(self) -> None:
+    """Forgets the environment; one in a process of its own is killed."""
+    env, self._env = self._env, None
+    if hasattr(env, 'kill'):
+      env.kill()
 
   async def play(self, lease: Lease, *, base_seed: int) -> list[Trajectory] | None:
     """Plays one attempt; None when the data set is traversed. Does not raise."""
@@ -130,25 +159,25 @@ class EnvManager:
 
   async def reset(self, lease: Lease) -> RolloutCache | None:
     """Draws the task and starts the environment; None when there is no task."""
-    number = lease.group_id + lease.episode_id
-    cache = RolloutCache(lease=lease, seed=self._base_seed + number)
+    cache = RolloutCache(lease, self._seed_of(lease))
     try:
       if self.world.dataset is not None:
+        number = lease.group_id + lease.episode_id
         task = self.world.dataset.get_task(cache.seed, number)
         cache.task = await settle(task)
         if cache.task is None:
           return None
       prompt = await self._call(self._start_env, cache, self._timeouts[0])
-    except CallTimeout as error:
-      self._env = None
-      cache.stop('env_reset_failed', error)
     except Exception as error:
-      self._env = None
+      self._drop_env()
       cache.stop('env_reset_failed', error)
     else:
       if prompt is None:
         return None
-      cache.hear(prompt)
+      cache.hear(prompt[: self.max_length])
+      if len(prompt) >= self.max_length:
+        size = f'{len(prompt)} tokens of max_length={self.max_length}'
+        cache.stop('max_length', f'the first prompt takes {size}')
     return cache
 
   async def make_decision(self, cache: RolloutCache) -> Completion | None:
@@ -186,14 +215,14 @@ class EnvManager:
         self._step_env, cache, self._timeouts[1], completion, bool(ended)
       )
     except CallTimeout as error:
-      self._env = None
+      self._drop_env()
       cache.stop('env_timeout', error)
     except Exception as error:
-      self._env = None
+      self._drop_env()
       cache.stop('env_error', error)
     else:
       if not cache.done:
-        cache.hear(heard)
+        cache.hear(heard[: self.max_length - len(cache.tokens)])
 
   def formulate_rollouts(self, cache: RolloutCache) -> list[Trajectory]:
     """The training rows of a finished episode."""

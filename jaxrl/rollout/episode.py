@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.group_queue import Lease
+from jaxrl.rollout.group import Lease
 from jaxrl.types import Completion, Message, Task
 
 

@@ -1,13 +1,75 @@
-"""One group while its members are being played."""
+"""One group while its members are being played, and how groups are numbered."""
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.types import Group, Trajectory
 
 Rows = list[Trajectory]  # one attempt: one row, or one per turn
+
+
+class Lease(NamedTuple):
+  """The right to play one attempt: `member` of the group's task, once.
+
+  start_step: the trainer's step when the group was admitted. attempt: 0, or how
+  often this member has failed before; the seed is the same at every attempt.
+  """
+
+  group_id: int
+  episode_id: int
+  member: int
+  start_step: int
+  attempt: int
+
+
+class Numbers:
+  """Gives out group numbers: to all alike, or if endless to each env group its own.
+
+  end: the first number that has no data, once known.
+  """
+
+  def __init__(self, num_env_groups: int, end: int | None, *, endless: bool):
+    self.end = end
+    self._endless = endless
+    self._next = list(range(num_env_groups)) if endless else [0]
+
+  def take(self, group_id: int = 0) -> int | None:
+    """The next number (of this env group); None when there is no more data."""
+    if self.over(group_id):
+      return None
+    line = group_id if self._endless else 0
+    number = self._next[line]
+    self._next[line] += len(self._next)
+    return number
+
+  def cut(self, number: int) -> None:
+    """From `number` on there is no data."""
+    self.end = number if self.end is None else min(self.end, number)
+
+  def over(self, group_id: int) -> bool:
+    """Whether nothing is left (for this env group)."""
+    line = group_id if self._endless else 0
+    return self.end is not None and self._next[line] >= self.end
+
+  @property
+  def all_over(self) -> bool:
+    return all(self.over(line) for line in range(len(self._next)))
+
+  def state(self) -> dict[str, Any]:
+    return {'next': list(self._next), 'end': self.end}
+
+  def load(self, state: Mapping[str, Any]) -> None:
+    """Raises ValueError if there are more or fewer lines of numbers than before."""
+    if len(state['next']) != len(self._next):
+      raise ValueError(
+        f'the checkpoint was written with {len(state["next"])} lines of groups, '
+        f'there are now {len(self._next)}: keep num_env_groups to resume'
+      )
+    self._next, self.end = list(state['next']), state['end']
 
 
 @dataclasses.dataclass
@@ -26,6 +88,12 @@ class GroupState:
   failed: dict[int, Rows] = dataclasses.field(default_factory=dict)
   ended: set[int] = dataclasses.field(default_factory=set)
   attempts: Counter[int] = dataclasses.field(default_factory=Counter)
+
+  def lease(self, member: int, group_id: int) -> Lease:
+    """The lease of a member, at its present attempt."""
+    episode_id = self.number - group_id
+    attempt = self.attempts[member]
+    return Lease(group_id, episode_id, member, self.start_step, attempt)
 
   def free_member(self) -> int | None:
     """The first member no one plays or has played."""

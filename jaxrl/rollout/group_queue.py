@@ -11,27 +11,14 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from jaxrl.rollout.group import GroupState, Rows
+from jaxrl.rollout.group import GroupState, Lease, Numbers, Rows
 from jaxrl.types import Group
 
 Filter = Callable[[int, int, Group], bool]
-
-
-class Lease(NamedTuple):
-  """The right to play one attempt: `member` of the group's task, once.
-
-  start_step: the trainer's step when the group was admitted. attempt: 0, or how
-  often this member has failed before; the seed is the same at every attempt.
-  """
-
-  group_id: int
-  episode_id: int
-  member: int
-  start_step: int
-  attempt: int
+_NEWS_KEPT = 4096  # leases given up, for workers to hear of
 
 
 class GroupQueue:
@@ -42,11 +29,11 @@ class GroupQueue:
   ahead of the trainer, in steps, rollouts may run; fractions too. redundancy: extra
   members started, of which the slowest are given up. retries: how often a failed
   member is played again. min_members: a group with fewer sound members is dropped
-  and replaced; None = all of them. keep_failed: failed members stay in the group
-  (validation scores them 0). lease_timeout: seconds an episode may take. total: how
-  many groups there are in all, for games without a data set. in_order: groups are
-  taken by number; else the first that are ready. max_lost: so many groups in a row
-  dropped or filtered, and none kept, is an error. group_filter: True drops a group.
+  and replaced; 0 = all are needed. keep_failed: failed members stay in the group.
+  lease_timeout: seconds an episode may take, 0 = any. total: how many groups there
+  are in all, for games without a data set; 0 = endless. in_order: groups are taken by
+  number; else the first that are ready. max_lost: so many groups dropped or filtered
+  in a row, and none kept, is an error. group_filter: True drops a group.
   """
 
   def __init__(
@@ -60,37 +47,38 @@ class GroupQueue:
     async_ratio: float = 0.0,
     redundancy: int = 0,
     retries: int = 1,
-    min_members: int | None = None,
+    min_members: int = 0,
     keep_failed: bool = False,
-    lease_timeout: float | None = None,
-    total: int | None = None,
+    lease_timeout: float = 0.0,
+    total: int = 0,
     in_order: bool = True,
     max_lost: int = 256,
   ):
     if num_groups == 0 or num_groups < -1:
       raise ValueError(f'num_groups must be positive or -1, not {num_groups}')
-    if min(group_size, num_env_groups) < 1 or min(redundancy, retries) < 0:
-      raise ValueError('group_size and num_env_groups start at 1, others at 0')
-    if async_ratio < 0:
-      raise ValueError(f'async_ratio must be at least 0, not {async_ratio}')
+    if min(group_size, num_env_groups) < 1:
+      raise ValueError('group_size and num_env_groups must be at least 1')
+    if min(redundancy, retries, async_ratio, lease_timeout, total) < 0:
+      raise ValueError('redundancy, retries, async_ratio … must not be negative')
+    if not 0 <= min_members <= group_size:
+      raise ValueError(f'min_members must lie within [0, {group_size}]')
     self.num_groups, self.group_size = num_groups, group_size
     self.num_env_groups, self.async_ratio = num_env_groups, async_ratio
-    self._members = group_size + redundancy
-    self._retries, self._keep_failed = retries, keep_failed
-    self._min_members = group_size if min_members is None else min_members
-    self._lease_timeout, self._total, self._in_order = lease_timeout, total, in_order
+    self._members, self._retries = group_size + redundancy, retries
+    self._min_members, self._keep_failed = min_members or group_size, keep_failed
+    self._lease_timeout, self._in_order = lease_timeout or math.inf, in_order
     self._max_lost, self._filter, self._clock = max_lost, group_filter, clock
     self.step = 0
     self.counts: Counter[str] = Counter()
-    self._next = 0  # the number of the next group when num_groups > 0
-    self._next_of = {g: g for g in range(num_env_groups)}  # per env group, for −1
+    self._numbers = Numbers(num_env_groups, total or None, endless=num_groups < 0)
     self._open: dict[int, GroupState] = {}
-    self._ready: dict[int, Group] = {}
-    self._held: dict[tuple[int, int], int] = {}  # (group_id, env_id) → group number
+    self._ready: dict[int, tuple[int, Group]] = {}  # number → (start step, rows)
+    self._held: dict[tuple[int, int], int] = {}  # (group_id, env_id) → number
     self._waiting: dict[int, list[asyncio.Future]] = defaultdict(list)
-    self._changed = asyncio.Event()
-    self._exhausted = self._closed = False
-    self._lost = 0
+    self._changed, self._news_came = asyncio.Event(), asyncio.Event()
+    self._news: list[tuple[int, int, Lease]] = []
+    self._news_gone = 0  # how many news have been forgotten
+    self._closed, self._lost = False, 0
     self._error: Exception | None = None
 
   # ---- for environments
@@ -101,32 +89,34 @@ class GroupQueue:
     An environment holds one lease: asking again gives the last one up as failed.
     """
     if not 0 <= group_id < self.num_env_groups:
-      raise ValueError(f'group_id {group_id} is not one of {self.num_env_groups}')
-    number = self._held.get((group_id, env_id))
-    if number is not None:
-      self._lose_lease(number, (group_id, env_id), 'abandoned')
+      raise ValueError(f'group_id {group_id} is not below {self.num_env_groups}')
+    if (group_id, env_id) in self._held:
+      self._lose_lease(group_id, env_id, 'abandoned')
     while not self._closed:
-      self._admit_endless(group_id)
-      for number in sorted(n for n in self._open if self._group_of(n) == group_id):
-        group = self._open[number]
-        member = group.free_member()
-        if member is not None:
-          deadline = self._clock() + (self._lease_timeout or math.inf)
-          group.leases[env_id] = (member, deadline)
-          self._held[group_id, env_id] = number
-          self.counts['leased'] += 1
-          return Lease(
-            group_id,
-            number - group_id,
-            member,
-            group.start_step,
-            group.attempts[member],
-          )
-      if self._exhausted and not any(self._group_of(n) == group_id for n in self._open):
+      lease = self._lease(group_id, env_id)
+      if lease is not None:
+        return lease
+      if self._numbers.over(group_id) and not self._open_of(group_id):
+        self._changed.set()
         return None
       future = asyncio.get_running_loop().create_future()
       self._waiting[group_id].append(future)
       await future
+    return None
+
+  def _lease(self, group_id: int, env_id: int) -> Lease | None:
+    groups = self._open_of(group_id)
+    if self.num_groups < 0 and all(g.free_member() is None for g in groups):
+      number = self._numbers.take(group_id)
+      groups += [] if number is None else [self._add(number)]
+    for group in groups:
+      member = group.free_member()
+      if member is not None:
+        lease = group.lease(member, group_id)
+        group.leases[env_id] = (member, self._clock() + self._lease_timeout)
+        self._held[group_id, env_id] = group.number
+        self.counts['leased'] += 1
+        return lease
     return None
 
   async def put(
@@ -143,18 +133,16 @@ class GroupQueue:
     """
     number = group_id + episode_id
     group = self._open.get(number)
-    if (
-      group is None
-      or self._held.get((group_id, env_id)) != number
-      or group.start_step != start_step
-    ):
+    held = self._held.get((group_id, env_id)) == number
+    if group is None or not held or group.start_step != start_step:
       self.counts['ignored'] += 1
       return False
     del self._held[group_id, env_id]
     member, _ = group.leases.pop(env_id)
     if rollout is None:
       group.ended.add(member)
-      self._exhausted = True
+      self._numbers.cut(number)
+      self._wake(range(self.num_env_groups))
     elif any(row.failed for row in rollout):
       self._fail(group, member, rollout)
     else:
@@ -163,7 +151,24 @@ class GroupQueue:
     self._settle(group)
     return True
 
+  async def wait_given_up(self, after: int) -> tuple[int, list]:
+    """Waits for leases given up since `after`, which starts at 0.
+
+    Returns the next `after`, and (group_id, env_id, lease) of each, so that whoever
+    plays them may stop. Never returns once the queue is shut down.
+    """
+    while self._news_gone + len(self._news) <= after:
+      self._news_came.clear()
+      await self._news_came.wait()
+    start = max(after - self._news_gone, 0)
+    return self._news_gone + len(self._news), self._news[start:]
+
   # ---- for the trainer
+
+  @property
+  def capacity(self) -> int:
+    """Groups that may be admitted and not yet taken: ⌈(1 + async_ratio) · groups⌉."""
+    return math.ceil(round((1 + self.async_ratio) * self.num_groups, 6))
 
   async def advance_step(self, step: int) -> None:
     """The trainer now collects `step`: old groups expire, new ones are admitted."""
@@ -175,17 +180,13 @@ class GroupQueue:
       if group.start_step < oldest:
         self._close(group)
         self.counts['expired'] += 1
-    for number, rows in list(self._ready.items()):
-      if rows[0].extras.get('start_step', step) < oldest:
+    for number, (start_step, _) in list(self._ready.items()):
+      if start_step < oldest:
         del self._ready[number]
         self.counts['expired'] += 1
     while len(self._open) + len(self._ready) < self.capacity and self._admit():
       pass
-
-  @property
-  def capacity(self) -> int:
-    """Groups that may be admitted and not yet taken: ⌈(1 + async_ratio) · groups⌉."""
-    return math.ceil(round((1 + self.async_ratio) * self.num_groups, 6))
+    self._changed.set()
 
   async def get_batch(
     self, batch_size: int | None = None, current_step: int | None = None
@@ -211,12 +212,14 @@ class GroupQueue:
       numbers = self._takeable(size)
       if numbers is not None:
         self.counts['taken'] += len(numbers)
-        return [self._ready.pop(number) for number in numbers]
-      await self._wait()
+        return [self._ready.pop(number)[1] for number in numbers]
+      limit = min(1.0, self._lease_timeout)  # then deadlines are looked at again
+      with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(self._changed.wait(), limit)
 
   def _takeable(self, size: int) -> list[int] | None:
     ready = sorted(self._ready)
-    if self._closed or (self._exhausted and not self._open):
+    if self._closed or (self._numbers.all_over and not self._open):
       return ready if size < 0 else ready[:size]
     if size < 0:
       return None
@@ -225,24 +228,19 @@ class GroupQueue:
       return None
     return first[:size]
 
-  async def _wait(self) -> None:
-    """Until something changes; at most until the next deadline is checked."""
-    limit = None if self._lease_timeout is None else min(1.0, self._lease_timeout)
-    with contextlib.suppress(TimeoutError):
-      await asyncio.wait_for(self._changed.wait(), limit)
-
   def expire_leases(self) -> int:
     """Fails every lease past its deadline; returns how many there were."""
-    now, count = self._clock(), 0
-    if self._lease_timeout is None:
-      return 0
-    for number, group in list(self._open.items()):
-      late = [env for env, (_, deadline) in group.leases.items() if deadline <= now]
-      for env_id in late:
-        if number in self._open:
-          self._lose_lease(number, (self._group_of(number), env_id), 'timed_out')
-          count += 1
-    return count
+    now = self._clock()
+    late = [
+      (number % self.num_env_groups, env_id)
+      for number, group in self._open.items()
+      for env_id, (_, deadline) in group.leases.items()
+      if deadline <= now
+    ]
+    for key in late:
+      if key in self._held:  # else its group was closed with the lease before
+        self._lose_lease(*key, 'timed_out')
+    return len(late)
 
   async def shutdown(self) -> None:
     """No more leases; whoever waits is let go."""
@@ -256,65 +254,52 @@ class GroupQueue:
   def state_dict(self) -> dict[str, Any]:
     """As JSON. Groups not yet taken are remembered by number, and played again."""
     pending = sorted([*self._open, *self._ready])
-    return {
-      'next': self._next,
-      'next_of': [self._next_of[g] for g in range(self.num_env_groups)],
-      'pending': pending,
-      'step': self.step,
-    }
+    return {'step': self.step, 'pending': pending, 'numbers': self._numbers.state()}
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
     """Raises ValueError if the number of env groups changed under an endless queue."""
-    self.step, self._next = state['step'], state['next']
-    if self.num_groups < 0:
-      if len(state['next_of']) != self.num_env_groups:
-        raise ValueError('num_env_groups differs from that of the checkpoint')
-      self._next_of = dict(enumerate(state['next_of']))
-    self._open.clear()
+    self._numbers.load(state['numbers'])
+    self.step = state['step']
+    for group in list(self._open.values()):
+      self._close(group)
     self._ready.clear()
-    self._held.clear()
     for number in state['pending']:
       self._add(number)
 
   # ---- inside
 
-  def _group_of(self, number: int) -> int:
-    return number % self.num_env_groups
+  def _open_of(self, group_id: int) -> list[GroupState]:
+    """The open groups of an env group, in order of numbers."""
+    numbers = (n for n in self._open if n % self.num_env_groups == group_id)
+    return [self._open[number] for number in sorted(numbers)]
 
-  def _add(self, number: int) -> None:
-    self._open[number] = GroupState(number, self.step, self._members)
-    self._wake([self._group_of(number)])
+  def _add(self, number: int) -> GroupState:
+    group = self._open[number] = GroupState(number, self.step, self._members)
+    self._wake([number % self.num_env_groups])
+    return group
 
   def _admit(self) -> bool:
     """Admits the next group in number; False when there is none."""
-    if self._exhausted or (self._total is not None and self._next >= self._total):
-      self._exhausted = True
-      return False
-    self._add(self._next)
-    self._next += 1
-    return True
+    number = self._numbers.take()
+    if number is not None:
+      self._add(number)
+    return number is not None
 
-  def _admit_endless(self, group_id: int) -> None:
-    """For num_groups −1: an env group's next episode is admitted when it asks."""
-    if self.num_groups > 0 or self._exhausted:
-      return
-    mine = (g for n, g in self._open.items() if self._group_of(n) == group_id)
-    if any(group.free_member() is not None for group in mine):
-      return
-    number = self._next_of[group_id]
-    if self._total is not None and number >= self._total:
-      self._exhausted = all(n >= self._total for n in self._next_of.values())
-      return
-    self._next_of[group_id] += self.num_env_groups
-    self._add(number)
-
-  def _lose_lease(self, number: int, key: tuple[int, int], why: str) -> None:
-    group = self._open[number]
-    del self._held[key]
-    member, _ = group.leases.pop(key[1])
+  def _lose_lease(self, group_id: int, env_id: int, why: str) -> None:
+    group = self._open[self._held.pop((group_id, env_id))]
+    member, _ = group.leases.pop(env_id)
     self.counts[why] += 1
-    self._fail(group, member, group.missing(member, key[0], why))
+    self._tell(group_id, env_id, group.lease(member, group_id))
+    self._fail(group, member, group.missing(member, group_id, why))
     self._settle(group)
+
+  def _tell(self, group_id: int, env_id: int, lease: Lease) -> None:
+    self._news.append((group_id, env_id, lease))
+    surplus = len(self._news) - _NEWS_KEPT
+    if surplus > 0:
+      del self._news[:surplus]
+      self._news_gone += surplus
+    self._news_came.set()
 
   def _fail(self, group: GroupState, member: int, rows: Rows) -> None:
     group.attempts[member] += 1
@@ -328,37 +313,31 @@ class GroupQueue:
     """Closes the group if it is full or can get no fuller; wakes who may go on."""
     sound = len(group.played)
     if sound < self.group_size and not group.accounted:
-      self._wake([self._group_of(group.number)])
+      self._wake([group.number % self.num_env_groups])
       return
     self._close(group)
     if not sound and not group.failed:
-      self._changed.set()  # the data ended before this group began
-      return
+      return  # the data ended before this group began
     rows = group.rows(self.group_size, self._keep_failed)
     if sound < self._min_members and not (self._keep_failed and group.failed):
-      self._drop('dropped', group.reasons())
-      return
-    if self._filtered(group.number, rows):
-      self._drop('filtered', 'the group filter dropped them')
-      return
-    self._lost = 0
-    for row in rows:
-      row.extras['start_step'] = group.start_step
-    self._ready[group.number] = rows
-    self._changed.set()
+      self._lose_group('dropped', group.reasons())
+    elif self._filtered(group.number, rows):
+      self._lose_group('filtered', 'the group filter drops them')
+    else:
+      self._lost = 0
+      self._ready[group.number] = (group.start_step, rows)
+      self._changed.set()
 
   def _filtered(self, number: int, rows: Group) -> bool:
-    if self._filter is None:
-      return False
-    group_id = self._group_of(number)
+    group_id = number % self.num_env_groups
     try:
-      return bool(self._filter(group_id, number - group_id, rows))
-    except Exception as error:
+      return bool(self._filter and self._filter(group_id, number - group_id, rows))
+    except Exception as error:  # the user's code: it ends the run, not an environment
+      error.add_note('raised by the group filter')
       self._error = error
-      self._changed.set()
       return False
 
-  def _drop(self, why: str, reason: str) -> None:
+  def _lose_group(self, why: str, reason: str) -> None:
     """Counts a lost group and admits another in its place."""
     self.counts[why] += 1
     self._lost += 1
@@ -373,13 +352,14 @@ class GroupQueue:
 
   def _close(self, group: GroupState) -> None:
     del self._open[group.number]
-    group_id = self._group_of(group.number)
-    for env_id in group.leases:
-      self._held.pop((group_id, env_id), None)
+    group_id = group.number % self.num_env_groups
+    for env_id, (member, _) in group.leases.items():
+      del self._held[group_id, env_id]
       self.counts['surplus'] += 1
+      self._tell(group_id, env_id, group.lease(member, group_id))
     self._wake([group_id])
 
-  def _wake(self, group_ids: Sequence[int] | range) -> None:
+  def _wake(self, group_ids: Iterable[int]) -> None:
     """Wakes all who wait for these env groups, and the trainer."""
     for group_id in group_ids:
       for future in self._waiting.pop(group_id, []):

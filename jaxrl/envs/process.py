@@ -1,0 +1,85 @@
+"""An environment in a process of its own, which can be killed when it hangs."""
+
+import multiprocessing
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+_SPAWN = multiprocessing.get_context('spawn')  # a fork of a process with JAX may hang
+
+
+class EnvProcessError(RuntimeError):
+  """The environment raised an error in its process, or the process died."""
+
+
+class ProcessEnv:
+  """Plays the environment `name` in a child process, which starts at first use.
+
+  Blocks like any environment; `kill` may be called from another thread, and ends a
+  call that is under way with EnvProcessError. After it the next reset starts afresh.
+  """
+
+  def __init__(self, name: str, options: Mapping[str, Any]):
+    self._name, self._options = name, dict(options)
+    self._process: Any = None
+    self._pipe: Connection | None = None
+
+  def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Any:
+    return self._ask('reset', {'seed': seed, 'options': options})
+
+  def step(self, action: str) -> Any:
+    return self._ask('step', {'action': action})
+
+  def _ask(self, method: str, arguments: dict[str, Any]) -> Any:
+    if self._process is None:
+      self._start()
+    process, pipe = self._process, self._pipe
+    try:
+      pipe.send((method, arguments))
+      fine, answer = pipe.recv()
+    except (EOFError, OSError) as error:
+      process.join(timeout=1)
+      self.kill()
+      raise EnvProcessError(
+        f'the process of environment {self._name!r} ended in {method} with exit '
+        f'code {process.exitcode}'
+      ) from error
+    if not fine:
+      raise EnvProcessError(f'environment {self._name!r}, {method}: {answer}')
+    return answer
+
+  def _start(self) -> None:
+    self._pipe, theirs = _SPAWN.Pipe()
+    arguments = (theirs, self._name, self._options)
+    self._process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
+    self._process.start()
+    theirs.close()
+
+  def kill(self) -> None:
+    """Ends the process at once, without waiting for its end."""
+    process, self._process, self._pipe = self._process, None, None
+    if process is not None:
+      process.kill()  # a call under way sees the end of its pipe
+
+  close = kill
+
+
+def _serve(pipe: Connection, name: str, options: dict[str, Any]) -> None:
+  """The child: makes the environment and answers until the pipe closes."""
+  from jaxrl.envs.base import find
+
+  env: Any = None
+  while True:
+    try:
+      method, arguments = pipe.recv()
+    except (EOFError, KeyboardInterrupt):
+      return
+    try:
+      env = env or find(name)(**options)
+      if method == 'step':
+        answer = env.step(arguments['action'])
+      else:
+        answer = env.reset(**arguments)
+      pipe.send((True, answer))
+    except Exception as error:  # told to the parent, which knows what to do with it
+      pipe.send((False, f'{type(error).__name__}: {error}'))
