@@ -4,6 +4,7 @@ On a terminal a progress bar with rate and time left stays below the lines. Else
 (a pipe, a log file) the same lines come plain, without control characters.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -19,16 +20,12 @@ from launch.writers import Metrics, Sink
 COLUMNS = {
   'reward/mean': ('reward', '.3f'),
   'loss/total': ('loss', '.4f'),
-  'loss/policy': ('policy', '.4f'),
-  'loss/value': ('value', '.4f'),
-  'loss/kl': ('kl', '.4f'),
-  'loss/entropy': ('entropy', '.3f'),
-  'entropy': ('entropy', '.3f'),
   'policy/entropy': ('entropy', '.3f'),
-  'grad_norm': ('grad', '.2f'),
-  'loss/grad_norm': ('grad', '.2f'),
+  'kl/reference': ('kl', '.4f'),
+  'optimizer/grad_norm': ('grad', '.2f'),
   'mismatch/kl': ('mismatch', '.1e'),
-  'tokens/response_mean': ('tokens', '.0f'),
+  'staleness/mean': ('stale', '.1f'),
+  'tokens/action_per_row': ('tokens', '.0f'),
   'tokens/per_second': ('tokens/s', ',.0f'),
   'time/rollout': ('rollout', '.2fs'),
   'time/train': ('train', '.2fs'),
@@ -59,6 +56,13 @@ class Console(Sink):
 
   def warn(self, text: str) -> None:
     self.terminal.print(Text(f'warning: {text}', style='yellow'))
+
+  def listen(self, name: str = 'jaxrl') -> None:
+    """Shows what the package of that name logs."""
+    logger = logging.getLogger(name)
+    logger.handlers = [_Handler(self)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
     self.restore()
@@ -143,6 +147,18 @@ class Console(Sink):
 
   def close(self, status: str) -> None:
     self.restore()
+
+
+class _Handler(logging.Handler):
+  def __init__(self, console: Console):
+    super().__init__()
+    self._console = console
+
+  def emit(self, record: logging.LogRecord) -> None:
+    if record.levelno >= logging.WARNING:
+      self._console.warn(record.getMessage())
+    else:
+      self._console.say(record.getMessage(), style='dim')
 
 
 class Clock:

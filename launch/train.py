@@ -15,9 +15,9 @@ from typing import Any
 from launch import config as configs
 from launch import tune
 from launch.console import Console
+from launch.sinks import open_sinks
 from launch.stop import Stop
 from launch.workdir import Workdir, default_path
-from launch.writers import open_sinks
 
 USAGE = """\
 python -m launch.train --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--workdir=DIR]
@@ -59,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def run(config: Any, workdir: Workdir) -> int:
   """Builds what `config` says, trains it in `workdir`, and says where to look."""
   console = Console()
+  console.listen()
   console.say(f'jaxrl: training in {workdir.path}', style='bold')
   console.fact('tuning', tune.describe(os.environ))
   for line in workdir.changes:
@@ -93,7 +94,7 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
     log.write_text(text)
   except OSError:
     log = None
-  known = isinstance(error, configs.ConfigError | OSError)
+  known = isinstance(error, configs.ConfigError | OSError | ArithmeticError)
   print(f'error: {error}' if known else text, file=sys.stderr)
   if log and known:
     console.say(f'(traceback in {log})', style='dim')

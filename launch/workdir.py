@@ -33,7 +33,14 @@ FREE = (
 PACKAGES = (
   'jaxrl jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy ray'
 ).split()
-MISSING = '(absent)'
+
+
+class _Absent:
+  def __repr__(self) -> str:
+    return '(absent)'
+
+
+ABSENT = _Absent()
 
 
 class Workdir:
@@ -90,9 +97,9 @@ class Workdir:
     differ = [
       key
       for key in sorted({*old, *new})
-      if old.get(key, MISSING) != new.get(key, MISSING)
+      if old.get(key, ABSENT) != new.get(key, ABSENT)
     ]
-    lines = [f'{k} {old.get(k, MISSING)!r} → {new.get(k, MISSING)!r}' for k in differ]
+    lines = [f'{k} {old.get(k, ABSENT)!r} → {new.get(k, ABSENT)!r}' for k in differ]
     fixed = [
       line
       for key, line in zip(differ, lines, strict=True)

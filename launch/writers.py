@@ -1,8 +1,8 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard, wandb or trackio.
 
-A sink has four methods (`Sink`). `Writers` is what the loop holds: it hands every call
-to all sinks, turns NaN and infinity into nulls with a warning, and drops a remote
-tracker that fails rather than the run.
+A sink takes what a run tells (`Sink`). `Writers` is what the loop holds: it hands
+every call to all sinks, turns NaN and infinity into nulls with a warning, and drops a
+remote tracker that fails rather than the run.
 """
 
 import importlib
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.signature import ConfigError
-from launch.workdir import Workdir, write_atomically
+from launch.workdir import write_atomically
 
 if TYPE_CHECKING:  # a wrong command line is answered before JAX is imported
   from jaxrl.types import Group
 
 Metrics = Mapping[str, float | None]
+Decode = Callable[[list[int]], str]
 
 
 class Sink:
@@ -38,6 +39,9 @@ class Sink:
     self, step: int, groups: 'Sequence[Group]', advantages: Any = None
   ) -> None:
     """What was played at a step, as `Writers.trajectories` describes."""
+
+  def decode_with(self, decode: Decode) -> None:
+    """How token ids become text."""
 
   def close(self, status: str) -> None:
     """The run is over: 'finished', 'stopped' or 'failed'."""
@@ -86,6 +90,10 @@ class Writers:
       `[B, T]` or a list of `[T]`. Row entries beyond a trajectory's length are padding.
     """
     self._each('trajectories', step, groups, advantages)
+
+  def decode_with(self, decode: Decode) -> None:
+    """Says how token ids become text, special tokens shown."""
+    self._each('decode_with', decode)
 
   def close(self, status: str = 'finished') -> None:
     """Ends all sinks. status: 'finished', 'stopped' or 'failed'."""
@@ -257,24 +265,3 @@ class Tracker(Sink):
 
   def close(self, status: str) -> None:
     self._service.finish()
-
-
-def open_sinks(
-  workdir: Workdir,
-  console: Sink,
-  *,
-  tensorboard: bool = True,
-  tracker: str = '',
-  project: str = 'jaxrl',
-) -> Writers:
-  """The writers of a run in `workdir`; the keyword options are `config.logging`.
-
-  tracker: '', 'wandb' or 'trackio'. project: the tracker's project.
-  """
-  folder = workdir.path
-  sinks: list[Sink] = [JsonLines(folder / 'metrics.jsonl'), console]
-  if tensorboard:
-    sinks.append(TensorBoard(folder / 'tensorboard'))
-  if tracker:
-    sinks.append(Tracker(tracker, folder, workdir.config, project))
-  return Writers(sinks, warn=getattr(console, 'warn', print))

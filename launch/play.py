@@ -1,0 +1,181 @@
+"""Plays one episode for people to read: `python -m launch.play --config=FILE.py`.
+
+Turn by turn as it happens, every token as the model is given it or wrote it: its
+text, its id, its mask and its log-prob. `--config.model.checkpoint=…` says who plays,
+`--episode=3` which episode; the same command plays the same.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from launch import config as configs
+from launch import tune
+from launch.console import Console
+from launch.report.samples import pieces
+from launch.sinks import open_sinks
+
+if TYPE_CHECKING:
+  from jaxrl.rollout.env_manager import EnvManager
+  from jaxrl.rollout.episode import RolloutCache
+  from jaxrl.types import Trajectory
+
+FLAGS = {'episode': '0', 'member': '0', 'ids': 'true'}
+USAGE = """\
+python -m launch.play --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE]
+
+  --episode=0    which episode; it draws the task
+  --member=0     which of the group's attempts; it draws the replies
+  --ids=true     token ids below each piece of text
+"""
+# Neighbouring tokens differ in shade, so that their bounds are seen.
+GIVEN, WRITTEN = ('grey50', 'grey66'), ('on blue', 'on dark_blue')
+
+
+class Screen:
+  """Shows an episode as it grows.
+
+  decode: token ids → text, special tokens shown. ids: token ids too.
+  """
+
+  def __init__(
+    self, console: Console, decode: Callable[[list[int]], str], *, ids: bool = True
+  ):
+    self._console, self._decode, self._ids = console, decode, ids
+    self._shown = self._turns = 0
+
+  def watch(self, manager: 'EnvManager') -> None:
+    """Has `manager` show here what each of its steps adds."""
+    reset, decide, step = manager.reset, manager.make_decision, manager.step
+
+    async def shown_reset(lease: Any) -> Any:
+      cache = await reset(lease)
+      if cache is not None:
+        self._console.say(f'episode seed {cache.seed}', style='bold')
+        if cache.task is not None and cache.task.index is not None:
+          self._console.fact('task', f'row {cache.task.index}: {cache.task.item}')
+        self.grow(cache)
+      return cache
+
+    async def shown_decision(cache: Any) -> Any:
+      completion = await decide(cache)
+      self.grow(cache)
+      return completion
+
+    async def shown_step(cache: Any, completion: Any) -> None:
+      await step(cache, completion)
+      turn = cache.turns[-1]
+      self._console.fact('reward', f'{turn.reward:g}')
+      self.grow(cache)
+
+    manager.reset = shown_reset  # pyright: ignore[reportAttributeAccessIssue]
+    manager.make_decision = shown_decision  # pyright: ignore[reportAttributeAccessIssue]
+    manager.step = shown_step  # pyright: ignore[reportAttributeAccessIssue]
+
+  def grow(self, cache: 'RolloutCache') -> None:
+    """Shows the tokens that came since the last call."""
+    start, stop = self._shown, len(cache.tokens)
+    self._shown = stop
+    while start < stop:
+      end = start
+      while end < stop and cache.mask[end] == cache.mask[start]:
+        end += 1
+      self._piece(cache, start, end)
+      start = end
+
+  def _piece(self, cache: 'RolloutCache', start: int, end: int) -> None:
+    written = cache.mask[start]
+    count = f'{end - start} token{"s" * (end - start > 1)}, {start} to {end - 1}'
+    if written:
+      self._turns += 1
+      logprob = sum(cache.logprobs[start:end]) / (end - start)
+      versions = sorted(set(cache.versions[start:end]))
+      self._console.say()
+      self._console.say(
+        f'turn {self._turns}: the model wrote {count} · mask 1 · '
+        f'mean log-prob {logprob:.3f} · weights of step '
+        f'{", ".join(map(str, versions))}',
+        style='bold',
+      )
+    else:
+      self._console.say()
+      self._console.say(f'the model is given {count} · mask 0', style='bold')
+    ids = list(cache.tokens[start:end])
+    self._console.terminal.print(self._text(ids, WRITTEN if written else GIVEN))
+    if self._ids:
+      self._console.say(' '.join(map(str, ids)), style='dim')
+
+  def _text(self, ids: list[int], styles: tuple[str, str]) -> Text:
+    """The tokens side by side; where there is no colour, bars stand between them."""
+    text = Text()
+    for i, piece in enumerate(pieces(ids, self._decode)):
+      visible = piece.replace('\n', '↵\n').replace('\t', '⇥\t') or '·'
+      if not self._console.live and i:
+        text.append('|')
+      text.append(visible, style=styles[i % 2])
+    return text
+
+  def ending(self, rows: 'Sequence[Trajectory]') -> None:
+    """Shows how the episode ended and what it would be trained on."""
+    last = rows[-1]
+    tokens = sum(len(row.tokens) for row in rows)
+    actions = sum(int(row.action_mask.sum()) for row in rows)
+    facts = {
+      'score': f'{sum(row.score for row in rows):g}',
+      'rows': f'{len(rows)}, of {tokens} tokens; {actions} written by the model',
+      **{name: f'{value:g}' for name, value in last.metrics.items()},
+    }
+    if last.failed:
+      facts['dropped'] = 'a failed episode is not trained on'
+    if 'error' in last.extras:
+      facts['error'] = str(last.extras['error'])
+    self._console.closing(f'Ended by {last.stop_reason}.', facts)
+
+
+async def play(job: Any, screen: Screen, episode: int, member: int) -> int:
+  """Plays one episode on `job`'s parts; returns the exit status."""
+  from jaxrl.rollout.group import Lease
+
+  await job.start()
+  try:
+    screen.watch(job.manager)
+    lease = Lease(0, episode, member, 0, 0)
+    rows = await job.manager.play(lease, base_seed=job.base_seed)
+  finally:
+    await job.close()
+  if rows is None:
+    print(f'error: --episode={episode}: the data set ends before it', file=sys.stderr)
+    return 2
+  screen.ending(rows)
+  return 1 if rows[-1].failed else 0
+
+
+def main(argv: Sequence[str]) -> int:
+  """Plays one episode from a command line; returns the exit status."""
+  if not argv or '--help' in argv:
+    print(USAGE)
+    return 0
+  try:
+    command = configs.parse(argv, FLAGS)
+    config = configs.load(command, {'logging': open_sinks})
+    configs.check(config)
+    episode = configs.read(command.flags['episode'], int, 0, False)
+    member = configs.read(command.flags['member'], int, 0, False)
+    ids = configs.read(command.flags['ids'], bool, True, False)
+    from launch import build  # imports JAX: seconds
+
+    console = Console()
+    job = build.player(config)
+  except (ValueError, OSError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  screen = Screen(console, job.decode, ids=ids)
+  return asyncio.run(play(job, screen, episode, member))
+
+
+if __name__ == '__main__':
+  tune.apply()
+  sys.exit(main(sys.argv[1:]))

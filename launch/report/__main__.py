@@ -1,0 +1,11 @@
+"""Draws a run's report anew: `python -m launch.report WORKDIR`."""
+
+import pathlib
+import sys
+
+from launch.report.sink import write_report
+
+if __name__ == '__main__':
+  if len(sys.argv) != 2 or not (pathlib.Path(sys.argv[1]) / 'metrics.jsonl').exists():
+    sys.exit('usage: python -m launch.report WORKDIR (a folder with a metrics.jsonl)')
+  print(write_report(pathlib.Path(sys.argv[1]), 'finished'))

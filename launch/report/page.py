@@ -1,0 +1,241 @@
+"""Lays the page out. Pure: what a run left behind in, HTML text out.
+
+Everything that came from the run (names, values, tokens) is escaped, and a content
+policy in the page lets nothing run but the one script it came with.
+"""
+
+import base64
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from launch.console import span
+from launch.report import evaluations
+from launch.report.charts import Chart, Series, chart, number_text
+from launch.report.script import JS
+from launch.report.style import CSS
+from launch.workdir import flat
+
+MAX_CHARTS = 36  # of a phase
+ORDER = (
+  'reward eval loss policy value kl entropy optimizer advantage mismatch staleness '
+  'rollout tokens time compile'
+).split()
+HIDDEN = ('time/wall',)
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What the page shows.
+
+  rows: metrics.jsonl. record: config.json. snapshots: sample trajectories.
+  status: 'running', 'finished', 'stopped' or 'failed'. warnings: lines.
+  """
+
+  name: str
+  rows: Sequence[Row]
+  record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  snapshots: Sequence[Mapping[str, Any]] = ()
+  status: str = 'running'
+  warnings: Sequence[str] = ()
+
+
+def render(run: Run) -> str:
+  """The whole page."""
+  charts: dict[str, Any] = {}
+  phases = list(dict.fromkeys(row['phase'] for row in run.rows))
+  parts = [_head(run), _tiles(run), _warnings(run)]
+  tables = evaluations.table(run.rows)
+  for number, phase in enumerate(reversed(phases)):
+    rows = [row for row in run.rows if row['phase'] == phase]
+    parts.append(_phase(phase, rows, charts, '' if number else tables))
+  parts += [_samples(run), _facts(run)]
+  island = _json({'charts': charts, 'snapshots': _labelled(run.snapshots)})
+  mark = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
+  policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{mark}'"
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    f'<title>{escape(run.name)} · jaxrl</title><style>{CSS}</style></head>\n'
+    f'<body><main>{"".join(parts)}</main>\n'
+    f'<script type="application/json" id="data">{island}</script>\n'
+    f'<script>{JS}</script></body></html>\n'
+  )
+
+
+def _json(value: Any) -> str:
+  """JSON that no text can break out of: <, > and & are escaped."""
+  text = json.dumps(value, allow_nan=False, separators=(',', ':'))
+  for char in '<>&':
+    text = text.replace(char, f'\\u{ord(char):04x}')
+  return text
+
+
+def _labelled(snapshots: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  several = len({s['phase'] for s in snapshots}) > 1
+  return [
+    {**s, 'label': f'{s["phase"]} {s["step"]}' if several else str(s['step'])}
+    for s in snapshots
+  ]
+
+
+def _head(run: Run) -> str:
+  config = run.record.get('config', {})
+  launches = run.record.get('launches') or [{}]
+  algorithm = config.get('algorithm', {}).get('name', '')
+  bits = [f'algorithm <b>{escape(str(algorithm))}</b>'] if algorithm else []
+  if 'seed' in config:
+    bits.append(f'seed {escape(str(config["seed"]))}')
+  if launches[0].get('time'):
+    bits.append(f'started {escape(launches[0]["time"])}')
+  if len(launches) > 1:
+    bits.append(f'launched {len(launches)} times')
+  command = escape(str(launches[-1].get('command', '')))
+  return (
+    f'<div class="head"><h1>{escape(run.name)}</h1>'
+    f'<span class="pill {escape(run.status)}">{escape(run.status)}</span></div>'
+    f'<p class="sub">{" · ".join(bits)}</p>'
+    + (f'<p class="sub"><code>{command}</code></p>' if command else '')
+  )
+
+
+def _tile(value: str, label: str) -> str:
+  return f'<div class="tile card"><b>{value}</b><span>{escape(label)}</span></div>'
+
+
+def _tiles(run: Run) -> str:
+  if not run.rows:
+    return '<p class="note">Nothing has been measured yet.</p>'
+  tiles = []
+  for tag, first, last in evaluations.before_and_after(run.rows)[:2]:
+    gain = last.value - first.value
+    tone = 'good' if gain > 0 else 'bad' if gain < 0 else ''
+    tiles.append(
+      _tile(
+        f'<i>{first.value:.2f} →</i> {last.value:.2f}',
+        f'{tag}, held out: before and after',
+      )
+    )
+    tiles.append(_tile(f'<span class="{tone}">{gain:+.3f}</span>', f'{tag}: gain'))
+  phase = run.rows[-1]['phase']
+  rows = [row for row in run.rows if row['phase'] == phase]
+  rewards = [r['reward/mean'] for r in rows if r.get('reward/mean') is not None]
+  if rewards and len(tiles) < 4:
+    few = max(1, len(rewards) // 10)
+    mean = sum(rewards[-few:]) / few
+    tiles.append(_tile(number_text(mean), f'reward, mean of the last {few} steps'))
+  times = sorted(r['time/step'] for r in rows if r.get('time/step'))
+  if times:
+    tiles.append(_tile(f'{times[len(times) // 2]:.2f} s', 'median step time'))
+  walls = [row['time/wall'] for row in run.rows if row.get('time/wall')]
+  if walls:
+    tiles.append(_tile(span(walls[-1] - walls[0]), f'for {len(run.rows)} steps'))
+  return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _warnings(run: Run) -> str:
+  return ''.join(f'<p class="warn">⚠ {escape(line)}</p>' for line in run.warnings)
+
+
+def _rank(name: str) -> tuple[int, str]:
+  head = name.split('/')[0].split('_')[0]
+  return (ORDER.index(head) if head in ORDER else len(ORDER), name)
+
+
+def _phase(name: str, rows: Sequence[Row], charts: dict[str, Any], table: str) -> str:
+  metrics = sorted({key for row in rows for key in row} - {'phase', 'step'}, key=_rank)
+  curves = {
+    metric: Series(metric, [(r['step'], r[metric]) for r in rows if metric in r])
+    for metric in metrics
+    if metric not in HIDDEN
+  }
+  means = [n for n in curves if n.startswith('eval/') and n.endswith('/mean')]
+  steps = len(rows)
+  parts = [f'<h2>{escape(name)}<small>{steps} step{"s" * (steps != 1)}</small></h2>']
+  # Rewards in training and scores held out belong in one picture.
+  lead = [curves.pop('reward/mean')] if 'reward/mean' in curves else []
+  lead += [dataclasses.replace(curves.pop(n), kind='dots') for n in means[:3]]
+  if lead:
+    drawn = chart(lead, width=720, height=210)
+    parts.append(_figure('hero card', name, lead, drawn, charts))
+  parts.append(table)
+  curves = {n: s for n, s in curves.items() if not n.startswith('eval/')}
+  flat_lines = {n: s.points[-1][1] for n, s in curves.items() if _constant(s)}
+  curves = {n: s for n, s in curves.items() if n not in flat_lines}
+  shown = list(curves.values())[:MAX_CHARTS]
+  figures = [_figure('plot card', name, [s], chart([s]), charts) for s in shown]
+  if figures:
+    parts.append(f'<div class="grid">{"".join(figures)}</div>')
+  more = len(curves) - len(shown)
+  if more > 0:
+    parts.append(f'<p class="note">{more} more in metrics.jsonl.</p>')
+  if flat_lines:
+    said = ' · '.join(f'{escape(n)} {number_text(v)}' for n, v in flat_lines.items())
+    parts.append(f'<p class="note">The same at every step: {said}</p>')
+  return ''.join(parts)
+
+
+def _constant(series: Series) -> bool:
+  values = [value for _, value in series.points]
+  return len(values) > 1 and values[0] is not None and len(set(values)) == 1
+
+
+def _figure(
+  kind: str, phase: str, series: list[Series], drawn: Chart, charts: dict[str, Any]
+) -> str:
+  key = f'k{len(charts)}'
+  charts[key] = drawn.data
+  if len(series) > 1:
+    names = ''.join(
+      f'<span class="key c{i}">{escape(s.name)}</span>' for i, s in enumerate(series)
+    )
+    last = ''
+  else:
+    names, last = escape(series[0].name), drawn.last
+  return (
+    f'<figure class="{kind}" data-chart="{key}" data-phase="{escape(phase)}">'
+    f'<figcaption><span class="name">{names}</span>'
+    f'<span class="read">{last}</span></figcaption>{drawn.svg}</figure>'
+  )
+
+
+def _samples(run: Run) -> str:
+  if not run.snapshots:
+    return ''
+  return (
+    '<h2>Sample trajectories<small>the exact tokens; point at one for its numbers'
+    '</small></h2><div id="samples"><noscript>The tokens are shown by a script, '
+    'which is turned off here.</noscript></div>'
+  )
+
+
+def _list(items: Mapping[str, Any]) -> str:
+  rows = ''.join(
+    f'<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>' for k, v in items.items()
+  )
+  return f'<dl>{rows}</dl>'
+
+
+def _facts(run: Run) -> str:
+  parts = []
+  launches = run.record.get('launches') or []
+  if launches:
+    facts = flat(launches[-1])
+    facts = {k.removeprefix('versions.'): v for k, v in facts.items() if v is not None}
+    parts.append('<h2>This run</h2>')
+    parts.append(
+      f'<details class="card" open><summary>How it was launched</summary>'
+      f'{_list(facts)}</details>'
+    )
+  if run.record.get('config'):
+    parts.append(
+      '<details class="card"><summary>Resolved config</summary>'
+      f'{_list(flat(run.record["config"]))}</details>'
+    )
+  return ''.join(parts)

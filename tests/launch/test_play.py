@@ -1,0 +1,103 @@
+"""One episode on the screen: every token once, given or written, with what it is."""
+
+import io
+import re
+
+import numpy as np
+
+from jaxrl.rollout.episode import RolloutCache
+from jaxrl.rollout.group import Lease
+from jaxrl.types import Completion, Task
+from launch.console import Console
+from launch.play import Screen, play
+
+TEXT = {1: 'What', 2: ' is', 3: '\n', 4: 'It', 5: ' is[/b]', 6: '<end>', 7: 'No'}
+
+
+class Manager:
+  """Plays two turns: given three tokens, says two, is given one, says two."""
+
+  async def play(self, lease, *, base_seed):
+    cache = await self.reset(lease)
+    while cache is not None and not cache.done:
+      await self.step(cache, await self.make_decision(cache))
+    return cache and self.rows(cache)
+
+  async def reset(self, lease):
+    if lease.episode_id > 3:
+      return None
+    task = Task(seed=5, index=2, item={'question': 'q?'})
+    cache = RolloutCache(lease=lease, seed=5, task=task)
+    cache.hear([1, 2, 3])
+    return cache
+
+  async def make_decision(self, cache):
+    tokens = np.array([4 + len(cache.turns), 6], np.int32)
+    said = Completion(tokens, np.float32([-1, -2]), np.int32([7, 7]), 'stop')
+    cache.say(said)
+    return said
+
+  async def step(self, cache, completion):
+    cache.turns[-1].reward = 0.5
+    if len(cache.turns) == 2:
+      cache.terminated = True
+    else:
+      cache.hear([7])
+
+  def rows(self, cache):
+    from jaxrl.types import Trajectory
+
+    mask = np.array(cache.mask)
+    zeros = np.zeros(len(mask), np.float32)
+    rewards = zeros.copy()
+    rewards[-1] = 1
+    return [Trajectory(np.array(cache.tokens), mask, zeros, rewards, zeros)]
+
+
+class Job:
+  def __init__(self):
+    self.manager, self.base_seed, self.events = Manager(), 0, []
+
+  async def start(self):
+    self.events.append('start')
+
+  async def close(self):
+    self.events.append('close')
+
+
+def decode(ids):
+  return ''.join(TEXT[i] for i in ids)
+
+
+async def test_every_token_is_shown_once_in_order():
+  stream, job = io.StringIO(), Job()
+  assert await play(job, Screen(Console(stream), decode), 0, 0) == 0
+  text = stream.getvalue()
+  assert '\x1b' not in text
+  assert 'row 2' in text and 'q?' in text
+  assert 'What| is|↵' in text and 'It|<end>' in text and ' is[/b]|<end>' in text
+  heads = [line for line in text.splitlines() if 'mask' in line]
+  assert [re.search(r'mask (\d)', line).group(1) for line in heads] == list('0101')
+  assert 'mean log-prob -1.500 · weights of step 7' in heads[1]
+  ids = [l for l in text.splitlines() if re.fullmatch(r'[\d ]+', l) and l.strip()]
+  assert ' '.join(ids) == '1 2 3 4 6 7 5 6'
+  assert text.count('reward     0.5') == 2
+  assert 'Ended by finish.' in text and '4 written by the model' in text
+  assert job.events == ['start', 'close']
+
+
+async def test_ids_can_be_left_out():
+  stream = io.StringIO()
+  await play(Job(), Screen(Console(stream), decode, ids=False), 0, 0)
+  assert '1 2 3' not in stream.getvalue()
+
+
+async def test_an_episode_beyond_the_data(capsys):
+  assert await play(Job(), Screen(Console(io.StringIO()), decode), 9, 0) == 2
+  assert 'the data set ends before it' in capsys.readouterr().err
+
+
+def test_lease_fields_are_as_the_player_gives_them():
+  assert Lease._fields == (
+    'group_id', 'episode_id', 'member', 'start_step', 'attempt',
+  )  # fmt: skip

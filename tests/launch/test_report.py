@@ -1,0 +1,252 @@
+"""The report: what it shows, how it grows, and that a run's text stays text."""
+
+import html.parser
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from jaxrl.types import Trajectory
+from launch.report import charts, evaluations, samples
+from launch.report.page import Run, render
+from launch.report.sink import Report, load_samples, write_report
+from launch.writers import JsonLines, Writers
+
+EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)>&"\''
+
+
+def trajectory(length=12, prompt=4, score=1.0, member=0, tag='math'):
+  mask = np.arange(length) >= prompt
+  rewards = np.zeros(length, np.float32)
+  rewards[-1] = score
+  return Trajectory(
+    tokens=np.arange(length, dtype=np.int32),
+    action_mask=mask,
+    rollout_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+    rewards=rewards,
+    weights_version=np.where(mask, 3, -1).astype(np.int32),
+    member=member,
+    tag=tag,
+  )
+
+
+def island(page):
+  text = re.search(r'id="data">(.*?)</script>', page, re.S)
+  assert text
+  return json.loads(text.group(1))
+
+
+def a_run(folder, steps=6, total=6, start=0, decode=None, status='finished'):
+  writers = Writers([JsonLines(folder / 'metrics.jsonl'), Report(folder)])
+  writers.decode_with(decode or (lambda ids: ''.join(f'<{i}>' for i in ids)))
+  writers.phase('rl', total, start)
+  for step in range(start, start + steps):
+    group = [trajectory(member=m, score=float(m % 2)) for m in range(6)]
+    writers.trajectories(step, [group], np.full((6, 20), 0.5))
+    evals = (
+      {'eval/math/mean': step / 10, 'eval/math/tasks': 100} if step % 3 == 0 else {}
+    )
+    writers.write(step, {'reward/mean': step / 10, 'loss/total': float(step), **evals})
+  writers.close(status)
+  return (folder / 'report.html').read_text()
+
+
+class Tags(html.parser.HTMLParser):
+  VOID = frozenset(('meta', 'br', 'img', 'input', 'link'))
+
+  def __init__(self):
+    super().__init__()
+    self.open, self.seen, self.attributes = [], [], []
+
+  def handle_starttag(self, tag, attrs):
+    self.seen.append(tag)
+    self.attributes += attrs
+    if tag not in self.VOID:
+      self.open.append(tag)
+
+  def handle_startendtag(self, tag, attrs):
+    self.seen.append(tag)
+    self.attributes += attrs
+
+  def handle_endtag(self, tag):
+    assert self.open and self.open[-1] == tag, (tag, self.open)
+    self.open.pop()
+
+
+def test_the_page_is_whole_and_self_contained(tmp_path):
+  page = a_run(tmp_path)
+  tags = Tags()
+  tags.feed(page)
+  assert not tags.open
+  assert tags.seen.count('script') == 2 and 'svg' in tags.seen
+  urls = [v for k, v in tags.attributes if k in ('src', 'href', 'xlink:href')]
+  assert urls == [] and 'url(' not in page and '@import' not in page
+  assert "default-src 'none'" in page
+
+
+def test_text_of_a_run_is_never_markup(tmp_path):
+  rows = [
+    {'phase': EVIL, 'step': s, f'loss/{EVIL}': s, f'eval/{EVIL}/mean': s, 'same': 1}
+    for s in range(3)
+  ]
+  snap = samples.snapshot(
+    EVIL, 0, [[trajectory(tag=EVIL)]], None, lambda ids: EVIL * len(ids)
+  )
+  record = {
+    'config': {'algorithm': {'name': EVIL}, EVIL: EVIL, 'seed': EVIL},
+    'launches': [{'command': EVIL, 'time': EVIL, EVIL: EVIL}],
+  }
+  page = render(Run(EVIL, rows, record, [snap], EVIL, [EVIL]))
+  tags = Tags()
+  tags.feed(page)
+  assert not tags.open
+  assert tags.seen.count('script') == 2 and 'img' not in tags.seen
+  assert not [k for k, _ in tags.attributes if k.startswith('on')]
+  assert island(page)['snapshots'][0]['groups'][0]['members'][0]['tag'] == EVIL
+
+
+def test_samples_carry_mask_logprob_advantage_and_reward(tmp_path):
+  (snap, *_) = island(a_run(tmp_path))['snapshots']
+  (group,) = snap['groups']
+  assert group['scores'] == [0, 1, 0, 1, 0, 1]
+  assert [m['score'] for m in group['members']] == [1, 1, 0, 0]
+  tokens = group['members'][0]['tokens']
+  assert tokens[3] == ['<3>', 3, 0, None, None, 0]
+  assert tokens[4] == ['<4>', 4, 1, -0.5, 0.5, 0]
+  assert tokens[-1] == ['<11>', 11, 1, -0.5, 0.5, 1]
+  assert group['members'][0]['versions'] == [3]
+
+
+def test_rows_of_advantages_follow_the_groups():
+  groups = [[trajectory(score=0.0)] * 2, [trajectory(score=float(m)) for m in (1, 5)]]
+  rows = [np.full(12, float(i)) for i in range(4)]
+  shown = samples.snapshot('rl', 0, groups, rows)['groups']
+  got = [m['tokens'][-1][4] for g in shown for m in g['members']]
+  assert got == [0, 1, 3, 2]  # the second group's best comes first
+
+
+def test_a_long_trajectory_loses_its_middle():
+  kept = samples.member(trajectory(length=5000))
+  assert len(kept['tokens']) == samples.TOKENS
+  assert kept['length'] == 5000 and kept['gap'] == samples.TOKENS // 2
+  assert [kept['tokens'][i][1] for i in (0, -1)] == [0, 4999]
+
+
+def test_a_character_of_several_tokens_shows_once():
+  data = 'aé€b'.encode()
+  decode = lambda ids: bytes(ids).decode(errors='replace')  # noqa: E731
+  assert samples.pieces(list(data), decode) == ['a', '', 'é', '', '', '€', 'b']
+  assert samples.pieces([0xE2, 0x82], decode)[-1] == '\ufffd'
+  assert samples.pieces([7], None) == ['‹7›']
+
+
+def test_snapshots_are_bounded_and_spread():
+  snaps = []
+  for step in range(300):
+    snaps = samples.bounded([*snaps, {'phase': 'rl', 'step': step}])
+  steps = [s['step'] for s in snaps]
+  assert len(steps) == samples.SNAPSHOTS
+  assert steps[0] == 0 and steps[-1] == 299
+
+
+def test_a_resumed_run_shows_each_snapshot_once(tmp_path):
+  a_run(tmp_path, steps=5, total=8, status='stopped')
+  a_run(tmp_path, steps=5, total=8, start=3)
+  steps = [s['step'] for s in load_samples(tmp_path / 'samples.json')]
+  assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 7
+
+
+def test_the_report_of_a_killed_run_can_be_drawn(tmp_path):
+  a_run(tmp_path)
+  (tmp_path / 'report.html').unlink()
+  (tmp_path / 'samples.json').write_text('[{"torn')
+  page = write_report(tmp_path, 'stopped').read_text()
+  assert 'reward/mean' in page and island(page)['snapshots'] == []
+
+
+def test_nothing_measured_yet(tmp_path):
+  assert 'Nothing has been measured yet' in render(Run('empty', []))
+
+
+def test_before_and_after(tmp_path):
+  page = a_run(tmp_path)
+  assert re.search(r'math/mean</td>.*?>0<.*?at 0.*?>0\.3<.*?at 3.*?\+0\.3', page, re.S)
+  rows = [
+    {'phase': 'sft', 'step': 9, 'eval/a/mean': 0.1},
+    {'phase': 'rl', 'step': 0, 'eval/a/mean': 0.5, 'eval/a/tasks': 400},
+    {'phase': 'rl', 'step': 5, 'eval/a/mean': None},
+    {'phase': 'rl', 'step': 9, 'eval/a/mean': 0.9, 'eval/a/tasks': 400},
+  ]
+  ((tag, first, last),) = evaluations.before_and_after(rows)
+  assert (tag, first.value, last.value) == ('a', 0.5, 0.9)
+  assert first.error == pytest.approx(1.96 * (0.25 / 400) ** 0.5)
+
+
+def test_size_stays_bounded():
+  rows = [
+    {
+      'phase': 'rl',
+      'step': s,
+      **{f'loss/{i}': s * (i + 1) + 0.123456 for i in range(50)},
+    }
+    for s in range(5000)
+  ]
+  page = render(Run('long', rows))
+  assert len(page) < 2_000_000
+  assert '14 more in metrics.jsonl' in page
+  assert 'The same at every step' not in page
+
+
+@pytest.mark.parametrize(
+  'low, high, expected',
+  [
+    (0, 1, [0.0, 0.5, 1.0]),
+    (0.02, 0.07, [0.02, 0.04, 0.06, 0.08]),
+    (-3, 12000, [-5000.0, 0.0, 5000.0, 10000.0, 15000.0]),
+  ],
+)
+def test_ticks_are_round_and_enclose(low, high, expected):
+  assert charts.nice_ticks(low, high) == expected
+
+
+@pytest.mark.parametrize(
+  'value, text',
+  [(0, '0'), (None, '–'), (0.31234, '0.312'), (12345, '12.3k'), (3e-6, '3e-6'),
+   (-1234.5, '-1234'), (2.5e9, '2.5G')],
+)  # fmt: skip
+def test_numbers_are_short(value, text):
+  assert charts.number_text(value) == text
+
+
+def test_curves_break_where_a_value_is_missing_and_keep_their_ends():
+  points = [(float(s), None if s == 2 else float(s)) for s in range(5)]
+  drawn = charts.chart([charts.Series('x', points)])
+  path = re.search(r'class="line" d="([^"]+)"', drawn.svg).group(1)
+  assert path.count('M') == 2 and 'class="lost"' in drawn.svg
+  thin = charts.thinned([(float(s), 1.0) for s in range(10_001)])
+  assert len(thin) <= charts.MAX_POINTS
+  assert (thin[0][0], thin[-1][0]) == (0.0, 10_000.0)
+
+
+CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason='needs chromium, to run the page')
+def test_the_script_runs_in_a_browser_and_shows_text_as_text(tmp_path):
+  (tmp_path / 'run').mkdir()
+  a_run(tmp_path / 'run', decode=lambda ids: EVIL * len(ids))
+  page = pathlib.Path(tmp_path / 'run' / 'report.html')
+  flags = (
+    '--headless --no-sandbox --disable-gpu --disable-quic --no-first-run '
+    '--disable-background-networking --disable-component-update --disable-sync '
+  ).split()
+  profile = f'--user-data-dir={tmp_path / "profile"}'
+  command = [CHROMIUM, *flags, profile, '--dump-dom', page.as_uri()]
+  shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+  assert shown.count('class="t a') == 4 * 8
+  assert '&lt;/script&gt;&lt;script&gt;alert(1)' in shown
+  assert shown.count('<script') == 2 and '<img' not in shown

@@ -1,0 +1,168 @@
+"""The command itself: its errors, its signals, its exit status, its last lines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+from launch import train
+
+CONFIG = """
+from ml_collections import ConfigDict
+def get_config(algorithm='grpo'):
+  return ConfigDict(dict(seed=0, num_steps=3))
+"""
+# Stands in for launch.build: steps of a tenth of a second that do nothing.
+JOB = """
+import asyncio
+class Job:
+  facts = {'model': 'toy', 'devices': '1 x cpu'}
+  closing = {'next': 'nothing'}
+  def __init__(self, config, workdir, writers, stop):
+    self.config, self.writers, self.stop = config, writers, stop
+    if config.seed == 13:
+      raise OSError(28, 'No space left on device', 'checkpoints')
+    if config.seed == 14:
+      raise ValueError('a bug')
+  async def train(self):
+    self.writers.phase('rl', self.config.num_steps)
+    for step in range(self.config.num_steps):
+      await asyncio.sleep(0.1)
+      self.writers.write(step, {'reward/mean': 0.5})
+      if self.stop():
+        return False
+    return True
+build = Job
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+  (tmp_path / 'toy.py').write_text(CONFIG)
+  return tmp_path
+
+
+@pytest.fixture
+def built(monkeypatch):
+  fake = types.ModuleType('launch.build')
+  exec(JOB, fake.__dict__)
+  monkeypatch.setitem(sys.modules, 'launch.build', fake)
+  monkeypatch.setattr('launch.build', fake, raising=False)
+
+
+def main(folder, *argv):
+  return train.main([f'--config={folder}/toy.py', f'--workdir={folder}/run', *argv])
+
+
+def test_a_run_leaves_its_files_and_says_where(folder, built, capsys):
+  assert main(folder) == 0
+  said = capsys.readouterr().out
+  for words in (
+    'toy',
+    '1 x cpu',
+    'tuning',
+    'rl 3/3',
+    'Finished.',
+    'report.html',
+    'next',
+  ):
+    assert words in said
+  run = folder / 'run'
+  lines = (run / 'metrics.jsonl').read_text().splitlines()
+  assert [json.loads(line)['step'] for line in lines] == [0, 1, 2]
+  assert json.loads((run / 'config.json').read_text())['launches'][0]['model'] == 'toy'
+  assert (run / 'report.html').exists() and list((run / 'tensorboard').rglob('events*'))
+
+
+def test_sinks_can_be_left_out(folder, built):
+  off = ('--config.logging.tensorboard=false', '--config.logging.report=false')
+  assert main(folder, *off) == 0
+  assert {p.name for p in (folder / 'run').iterdir()} == {
+    '.lock', 'config.json', 'metrics.jsonl',
+  }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  'argv, words',
+  [
+    (['--config.sed=1'], 'did you mean --config.seed'),
+    (['--config.num_steps=x'], 'wants a whole number'),
+    (['--config.logging.tracker=mlflow'], 'wants wandb or trackio'),
+    (['--worksdir=x'], 'did you mean --workdir'),
+  ],
+)
+def test_the_users_mistakes_end_with_2_and_one_line(folder, built, capsys, argv, words):
+  assert main(folder, *argv) == 2
+  err = capsys.readouterr().err
+  assert err.startswith('error: ') and err.count('\n') == 1 and words in err
+
+
+def test_a_full_disk_is_one_line_and_a_bug_a_traceback(folder, built, capsys):
+  assert main(folder, '--config.seed=13') == 1
+  err = capsys.readouterr().err
+  assert err.count('\n') == 1 and 'No space left on device' in err
+  assert 'Traceback' in (folder / 'run' / 'error.txt').read_text()
+  assert main(folder, '--config.seed=14') == 1
+  assert 'Traceback' in capsys.readouterr().err
+
+
+def test_help_lists_the_keys(folder, capsys):
+  assert train.main(['--help']) == 0
+  assert train.main(['--help', f'--config={folder}/toy.py']) == 0
+  said = capsys.readouterr().out
+  assert '--config.num_steps=3' in said and '--config.logging.tracker=' in said
+
+
+def test_a_mistake_is_told_before_jax_is_imported(folder):
+  code = (
+    'import sys; from launch import train\n'
+    f'status = train.main(["--config={folder}/toy.py", "--config.sed=1"])\n'
+    'assert "jax" not in sys.modules, "jax is imported"; sys.exit(status)'
+  )
+  ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+  assert ran.returncode == 2, ran.stderr
+
+
+def start(folder, *argv):
+  code = (
+    'import sys, types; m = types.ModuleType("launch.build")\n'
+    f'exec({JOB!r}, m.__dict__)\n'
+    'sys.modules["launch.build"] = m; import launch; launch.build = m\n'
+    'from launch import train; sys.exit(train.main(sys.argv[1:]))'
+  )
+  command = [sys.executable, '-u', '-c', code, f'--config={folder}/toy.py']
+  command += [f'--workdir={folder}/run', '--config.num_steps=600', *argv]
+  env = {**os.environ, 'PYTHONPATH': os.getcwd()}
+  process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+  for line in process.stdout:
+    if line.startswith('rl   1/600'):
+      return process
+  raise AssertionError('it never began')
+
+
+@pytest.mark.parametrize(
+  'number, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_signal_stops_after_the_step(folder, number, status):
+  process = start(folder)
+  process.send_signal(number)
+  said, _ = process.communicate(timeout=30)
+  assert process.returncode == status
+  assert 'stopping after this step' in said and 'Stopped.' in said
+  assert 'stopped' in (folder / 'run' / 'report.html').read_text()
+
+
+def test_a_second_signal_ends_it_at_once(folder):
+  (folder / 'toy.py').write_text(CONFIG)
+  process = start(folder)
+  os.kill(process.pid, signal.SIGSTOP)  # so that both arrive within one step
+  process.send_signal(signal.SIGINT)
+  process.send_signal(signal.SIGTERM)
+  process.send_signal(signal.SIGCONT)
+  said, _ = process.communicate(timeout=30)
+  assert process.returncode in (130, 143)
+  assert 'Stopped.' not in said

@@ -1,0 +1,121 @@
+"""A run's folder: its record, who may use it, what may change in it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from ml_collections import ConfigDict
+
+from jaxrl.signature import ConfigError
+from launch.workdir import Workdir, default_path, launched, write_atomically
+
+
+def config(**changes):
+  base = {'seed': 0, 'num_steps': 10, 'model': {'layers': 2}, 'shape': (1, 2)}
+  return ConfigDict({**base, 'checkpoint': {'every': 5}, **changes})
+
+
+def record(path, made):
+  with_facts = Workdir(path, made)
+  with_facts.record(devices='1 × cpu')
+  with_facts.close()
+  return with_facts
+
+
+def test_the_record_says_what_ran_and_how(tmp_path):
+  first = record(tmp_path / 'a' / 'b', config())
+  assert not first.resumed
+  found = json.loads((tmp_path / 'a' / 'b' / 'config.json').read_text())
+  assert found['config']['model'] == {'layers': 2} and found['config']['shape'] == [
+    1,
+    2,
+  ]
+  (launch,) = found['launches']
+  assert launch['devices'] == '1 × cpu' and launch['versions']['jax']
+  assert launch['command'].startswith('python ')
+
+
+def test_the_same_config_resumes_and_adds_a_launch(tmp_path):
+  record(tmp_path, config())
+  again = record(tmp_path, config())
+  assert again.resumed and again.changes == []
+  assert len(json.loads((tmp_path / 'config.json').read_text())['launches']) == 2
+
+
+def test_some_keys_may_change(tmp_path):
+  record(tmp_path, config())
+  again = record(tmp_path, config(num_steps=20, checkpoint={'every': 7}))
+  assert again.changes == ['checkpoint.every 5 → 7', 'num_steps 10 → 20']
+  found = json.loads((tmp_path / 'config.json').read_text())
+  assert found['config']['num_steps'] == 20
+
+
+@pytest.mark.parametrize(
+  'change, words',
+  [
+    ({'seed': 1}, 'seed 0 → 1'),
+    ({'model': {'layers': 4}, 'num_steps': 30}, 'model.layers 2 → 4'),
+    ({'extra': True}, r'extra \(absent\)'),
+  ],
+)
+def test_other_keys_may_not(tmp_path, change, words):
+  record(tmp_path, config())
+  before = (tmp_path / 'config.json').read_text()
+  with pytest.raises(ConfigError, match=words) as caught:
+    Workdir(tmp_path, config(**change))
+  assert 'num_steps' not in str(caught.value)
+  assert (tmp_path / 'config.json').read_text() == before
+  Workdir(tmp_path, config()).close()  # the lock was given back
+
+
+def test_one_process_at_a_time(tmp_path):
+  first = Workdir(tmp_path, config())
+  with pytest.raises(ConfigError, match='another process is running there'):
+    Workdir(tmp_path, config())
+  first.close()
+  Workdir(tmp_path, config()).close()
+
+
+def test_the_lock_goes_with_its_process(tmp_path):
+  code = (
+    'import os, sys; from ml_collections import ConfigDict\n'
+    'from launch.workdir import Workdir\n'
+    f'w = Workdir({str(tmp_path)!r}, ConfigDict()); os._exit(9)'
+  )
+  assert subprocess.run([sys.executable, '-c', code]).returncode == 9
+  Workdir(tmp_path, config()).close()
+
+
+def test_a_place_that_cannot_be(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ConfigError, match='cannot write there'):
+    Workdir(tmp_path / 'file', config())
+  (tmp_path / 'config.json').write_text('[]')
+  with pytest.raises(ConfigError, match='not a record of a run'):
+    Workdir(tmp_path, config())
+
+
+@pytest.mark.parametrize(
+  'file, algorithm, expected',
+  [
+    ('configs/gsm8k.py', None, 'runs/gsm8k'),
+    ('configs/gsm8k.py', 'opmd', 'runs/gsm8k-opmd'),
+    ('/x/gsm8k.py', 'lab/my.py:mine', 'runs/gsm8k-mine'),
+  ],
+)
+def test_default_folder(file, algorithm, expected):
+  assert default_path(file, algorithm).as_posix() == expected
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+  path = tmp_path / 'x'
+  write_atomically(path, 'old')
+  with pytest.raises(UnicodeEncodeError):
+    write_atomically(path, 'new\ud800')
+  assert path.read_text() == 'old'
+
+
+def test_outside_git_there_is_no_commit(monkeypatch, tmp_path):
+  monkeypatch.setattr('launch.workdir.__file__', str(tmp_path / 'launch' / 'w.py'))
+  assert launched()['commit'] is None
