@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import pathlib
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -102,7 +103,9 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def _wanted_type(annotation: Any, default: Any) -> type | None:
-  for candidate in (annotation, *typing.get_args(annotation)):
+  union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+  members = typing.get_args(annotation) if union else (annotation,)
+  for candidate in members:
     if candidate in (bool, int, float, str):
       return candidate
   return type(default) if isinstance(default, bool | int | float | str) else None

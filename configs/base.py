@@ -1,0 +1,89 @@
+"""The config that every config starts from; each default is some signature's own."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.algorithms import compose
+from jaxrl.config import section
+from jaxrl.data.dataset import GlobalDataset
+from jaxrl.data.samplers import FileSampler
+from jaxrl.envs.base import find
+from jaxrl.models.factory import random_config
+from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.rollout.group_queue import GroupQueue
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.signature import defaults
+from jaxrl.training.checkpoint import Checkpointer
+from jaxrl.training.learner import Learner
+from jaxrl.training.mesh import make_mesh
+from jaxrl.training.optimizer import adamw
+
+
+def options(fn: Callable[..., Any], *, only: Iterable[str] = ()) -> dict[str, Any]:
+  """The named keyword-only defaults of `fn`."""
+  own = defaults(fn)
+  return {name: own[name] for name in only}
+
+
+def without(fn: Callable[..., Any], *names: str) -> dict[str, Any]:
+  """The keyword-only defaults of `fn`, without those that are set elsewhere."""
+  return {name: value for name, value in defaults(fn).items() if name not in names}
+
+
+def env_section(env_type: str, **overrides: Any) -> ConfigDict:
+  """An environment tag's section: EnvManager's options, and the class's own.
+
+  overrides: of EnvManager's options; `env_config`, a dict, of the class's own.
+  """
+  own = overrides.pop('env_config', {})
+  shared = ('tag', 'max_length', 'temperature', 'top_p', 'top_k')
+  config = section(without(EnvManager, *shared), **overrides)
+  config.env_type = env_type
+  config.env_config = section(find(env_type), **own)
+  return config
+
+
+def get_config(algorithm: str = 'grpo') -> ConfigDict:
+  """All sections at their defaults, for the algorithm that `algorithm` names."""
+  config = ConfigDict()
+  config.seed = 0
+  config.num_steps = 100
+  config.model = section(
+    {'checkpoint': '', 'dtype': 'float32', 'remat': 'none'},
+  )
+  config.model.random = section(random_config)
+  config.dataset = section(without(GlobalDataset, 'mode', 'seed'))
+  config.algorithm = ConfigDict({'name': algorithm})
+  config.algorithm.update(compose.maker_options(algorithm))
+  config.batch = section(
+    {'num_groups': 16, 'max_length': 512, 'buckets': ()},
+    options(Learner, only=('minibatches', 'micro_batches', 'epochs', 'entropy')),
+  )
+  config.optimizer = section(without(adamw, 'eps'))
+  config.rollout = section(
+    {'engine': 'jax', 'group_filter': ''},
+    options(EnvManager, only=('temperature', 'top_p', 'top_k')),
+    options(JaxEngine, only=('num_slots', 'decode_steps')),
+    options(GroupQueue, only=('async_ratio', 'retries', 'min_members', 'redundancy')),
+    options(GroupQueue, only=('lease_timeout',)),
+    options(Learner, only=('mismatch_alarm',)),
+  )
+  config.env = ConfigDict()
+  config.mesh = section(without(make_mesh, 'devices'))
+  config.checkpoint = section({'every': 0, 'export': False}, Checkpointer)
+  config.eval = section(
+    {'every': 0, 'path': '', 'split': 'test', 'num_tasks': -1, 'group_size': 1},
+    {'temperature': 0.0},
+  )
+  config.sft = section(
+    {'num_steps': 0, 'path': '', 'limit': 10_000, 'final_fraction': 0.1},
+    options(FileSampler, only=('batch_size', 'solution_key')),
+    options(adamw, only=('learning_rate', 'warmup_steps')),
+    learning_rate=1e-3,
+  )
+  config.cluster = section(
+    {'ray': False, 'address': '', 'num_engines': 1, 'num_workers': 1}
+  )
+  return config

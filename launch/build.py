@@ -1,0 +1,163 @@
+"""From a config to the parts of a run. Everything wrong is said here, before work."""
+
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxrl.algorithms import compose
+from jaxrl.data.seeds import base_seed, fold
+from jaxrl.data.sources import load_rows
+from jaxrl.dispatch import Dispatcher
+from jaxrl.models import factory
+from jaxrl.models.factory import Policy
+from jaxrl.signature import ConfigError
+from jaxrl.training.mesh import make_mesh
+from jaxrl.types import Algorithm
+from launch.job import Job
+from launch.rollouts import Rollouts
+from launch.spawn import Host, LocalHost
+from launch.writers import Writers
+
+TEXTS = 2000  # rows that a fresh tokenizer is trained on
+
+
+def build(
+  config: ConfigDict,
+  *,
+  workdir: pathlib.Path,
+  writers: Writers,
+  stop: Callable[[], bool],
+) -> Job:
+  """Assembles a run in `workdir`. Raises ConfigError for what cannot be.
+
+  writers: takes what the run tells. stop: True when the user asked to end.
+  """
+  algorithm = make_algorithm(config)
+  try:
+    mesh = make_mesh(**config.mesh)
+  except ValueError as error:
+    raise ConfigError(f'--config.mesh: {error}') from error
+  policy = make_policy(config, workdir, critic=algorithm.value_loss is not None)
+  host, dispatcher = make_host(config), Dispatcher()
+  rollouts = None
+  if algorithm.schema == 'rollout' or (config.eval.every and config.env):
+    size = algorithm.group_size
+    rollouts = Rollouts(config, policy, host, dispatcher, group_size=size)
+  job = Job(
+    config,
+    workdir=workdir,
+    writers=writers,
+    stop=stop,
+    policy=policy,
+    algorithm=algorithm,
+    mesh=mesh,
+    host=host,
+    dispatcher=dispatcher,
+    rollouts=rollouts,
+  )
+  writers.decode_with(policy.tokenizer.decode)
+  job.facts = _facts(config, policy, algorithm, mesh)
+  job.closing['checkpoints'] = str(workdir / 'checkpoints')
+  return job
+
+
+def make_algorithm(config: ConfigDict) -> Algorithm:
+  options = config.algorithm.to_dict()
+  return compose.make(options.pop('name'), options)
+
+
+def make_host(config: ConfigDict) -> Host:
+  if not config.cluster.ray:
+    return LocalHost()
+  from launch.cluster.ray_host import RayHost  # Ray: seconds
+
+  return RayHost(config.cluster.address)
+
+
+def make_policy(config: ConfigDict, workdir: pathlib.Path, *, critic: bool) -> Policy:
+  """The checkpoint's policy, or a random one with a tokenizer of the run's texts."""
+  settings = config.model
+  options = {'dtype': settings.dtype, 'remat': settings.remat, 'value_head': critic}
+  if settings.checkpoint:
+    return factory.load(settings.checkpoint, **options)
+  key = jax.random.key(fold(config.seed, 'model'))
+  shape = factory.random_config(**settings.random)
+  return factory.create(workdir / 'model', shape, _texts(config), key, **options)
+
+
+def _texts(config: ConfigDict) -> Iterable[str]:
+  """What a fresh tokenizer learns from: the texts that the model will meet."""
+  paths = {config.sft.path or config.dataset.path, config.dataset.path} - {''}
+  if not paths:
+    raise ConfigError(
+      'a random model needs texts to train its tokenizer on: set '
+      '--config.dataset.path or --config.sft.path, or --config.model.checkpoint'
+    )
+  for path in sorted(paths):
+    for row in load_rows(path, config.dataset.split, TEXTS):
+      yield from _strings(row)
+
+
+def _strings(value: Any) -> Iterable[str]:
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, dict):
+    for part in value.values():
+      yield from _strings(part)
+  elif isinstance(value, list):
+    for part in value:
+      yield from _strings(part)
+
+
+def _facts(
+  config: ConfigDict, policy: Policy, algorithm: Algorithm, mesh: Any
+) -> dict[str, str]:
+  """What the run is, in lines that people read."""
+  shape = policy.model.config
+  count = sum(x.size for x in jax.tree.leaves(policy.params))
+  kinds = {device.device_kind for device in mesh.devices.flat}
+  axes = ' × '.join(f'{name} {size}' for name, size in mesh.shape.items())
+  parts = {
+    slot: compose.describe(part) for slot, part in compose.parts(algorithm).items()
+  }
+  return {
+    'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
+    f'vocabulary {shape.vocab_size}, from {config.model.checkpoint or "scratch"}',
+    'devices': f'{mesh.size} × {", ".join(sorted(kinds))} ({axes})',
+    'data': config.dataset.path or 'seeds',
+    'algorithm': f'{config.algorithm.name}: '
+    + ', '.join(f'{slot}={text}' for slot, text in parts.items()),
+  }
+
+
+class Player:
+  """One manager outside any queue, for `launch.play`."""
+
+  def __init__(self, config: ConfigDict, workdir: pathlib.Path):
+    policy = make_policy(config, workdir, critic=False)
+    self._dispatcher = Dispatcher()
+    self._rollouts = Rollouts(
+      config, policy, LocalHost(), self._dispatcher, group_size=1
+    )
+    self._params = policy.params
+    tag = self._rollouts.tags[0]
+    self.manager = self._rollouts.manager(tag, 'sample')
+    self.base_seed = base_seed(config.seed, 'train', tag)
+    self.decode: Callable[..., str] = policy.tokenizer.decode
+
+  async def start(self) -> None:
+    await self._rollouts.weights.publish(0, self._params)
+
+  async def close(self) -> None:
+    self._dispatcher.close()
+
+
+def player(config: ConfigDict) -> Player:
+  """What plays one episode of the first tag, as training would."""
+  import tempfile
+
+  with tempfile.TemporaryDirectory() as folder:
+    return Player(config, pathlib.Path(folder))

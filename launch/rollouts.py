@@ -1,0 +1,219 @@
+"""The rollout side of a run: engines, data sets, queues, workers, evaluation."""
+
+import asyncio
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.data.dataset import GlobalDataset
+from jaxrl.data.seeds import base_seed, fold
+from jaxrl.dispatch import Dispatcher
+from jaxrl.envs.base import find
+from jaxrl.models.factory import Policy
+from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.rollout.evaluation import evaluate
+from jaxrl.rollout.filters import make_filter
+from jaxrl.rollout.group_queue import GroupQueue
+from jaxrl.rollout.handles import settle
+from jaxrl.rollout.router import EngineRouter
+from jaxrl.rollout.worker import share_out
+from jaxrl.signature import ConfigError, nearest
+from jaxrl.types import Group
+from launch.spawn import Host, Worker, make_world
+
+
+class Rollouts:
+  """Plays the episodes of a run, for training and for evaluation.
+
+  group_size: attempts at each task in training.
+  """
+
+  def __init__(
+    self,
+    config: ConfigDict,
+    policy: Policy,
+    host: Host,
+    dispatcher: Dispatcher,
+    *,
+    group_size: int,
+  ):
+    self._config, self._policy, self._host = config, policy, host
+    self._group_size = group_size
+    if not config.env:
+      raise ConfigError('config.env names no environment: give it at least one tag')
+    options = {
+      'num_slots': config.rollout.num_slots,
+      'decode_steps': config.rollout.decode_steps,
+      'max_length': config.batch.max_length,
+    }
+    self.engines = self._engines(dispatcher, options)
+    self.engine = EngineRouter(self.engines)
+    self.weights = host.weights(self.engines, dispatcher)
+    self.tags = list(config.env)
+    self.datasets = {tag: self._dataset(tag, 'sample') for tag in self.tags}
+    self._tests = {tag: self._dataset(tag, 'traversal') for tag in self.tags}
+    self.queues: dict[str, Any] = {}
+
+  def _engines(self, dispatcher: Dispatcher, options: Mapping[str, Any]) -> list[Any]:
+    name = self._config.rollout.engine
+    if name != 'jax':
+      near = nearest(name, ['jax'])
+      hint = f'; did you mean {near!r}?' if near else ''
+      raise ConfigError(f'rollout.engine={name!r}: there is jax{hint}')
+    count = self._config.cluster.num_engines
+    policy = self._policy
+    return self._host.engines(policy.model, policy.folder, dispatcher, count, options)
+
+  # ---- data sets
+
+  def _dataset(self, tag: str, mode: str) -> Any:
+    """The tag's handle, None for games, whose tasks are seeds."""
+    if not getattr(find(self._config.env[tag].env_type), 'uses_dataset', True):
+      return None
+    options = dict(self._config.dataset)
+    path = options.pop('path')
+    if mode == 'traversal':
+      wanted = self._config.eval.num_tasks
+      options['limit'] = None if wanted < 0 else wanted
+      options['split'] = self._config.eval.split
+      path = self._config.eval.path or path
+    if not path:
+      raise ConfigError(
+        f'env.{tag} takes its tasks from a data set: set --config.dataset.path=…'
+      )
+    seed = fold(self._config.seed, 'dataset', mode)
+    return self._host.spawn(GlobalDataset, path=path, mode=mode, seed=seed, **options)
+
+  # ---- training
+
+  def _share(self, tag: str) -> int:
+    """The tag's groups of each step."""
+    index, count = self.tags.index(tag), self._config.batch.num_groups
+    return count // len(self.tags) + (index < count % len(self.tags))
+
+  def _env_options(self, tag: str, **changes: Any) -> dict[str, Any]:
+    own = self._config.env[tag].to_dict()
+    own = {k: v for k, v in own.items() if k not in ('env_type', 'env_config')}
+    rollout = self._config.rollout
+    shared = {k: rollout[k] for k in ('temperature', 'top_p', 'top_k')}
+    window = self._config.batch.max_length
+    return {**own, **shared, 'tag': tag, 'max_length': window, **changes}
+
+  async def start(self, states: Mapping[str, Any]) -> list[asyncio.Task]:
+    """Starts playing for training; `states` are the queues' from a checkpoint."""
+    tasks = []
+    for tag in self.tags:
+      queue = self.queues[tag] = self._queue(tag)
+      if tag in states:
+        await settle(queue.load_state_dict(states[tag]))
+      data = {'seed': base_seed(self._config.seed, 'train', tag)}
+      for worker in self._workers(tag, queue):
+        tasks.append(asyncio.ensure_future(settle(worker.run(data))))
+    return tasks
+
+  def _ahead(self, tag: str) -> int:
+    """How many groups of a tag play at once."""
+    return math.ceil((1 + self._config.rollout.async_ratio) * self._share(tag))
+
+  def _queue(self, tag: str) -> Any:
+    rollout = self._config.rollout
+    env = self._config.env[tag]
+    return self._host.spawn(
+      GroupQueue,
+      num_groups=self._share(tag),
+      group_size=self._group_size,
+      num_env_groups=self._ahead(tag),
+      async_ratio=rollout.async_ratio,
+      redundancy=rollout.redundancy,
+      retries=rollout.retries,
+      min_members=rollout.min_members,
+      lease_timeout=rollout.lease_timeout,
+      in_order=rollout.async_ratio == 0,
+      group_filter=make_filter(rollout.group_filter, self._config.to_dict(), env),
+    )
+
+  def _workers(self, tag: str, queue: Any) -> list[Any]:
+    env, size = self._config.env[tag], self._group_size
+    count = self._host.workers(self._config.cluster.num_workers)
+    places = share_out(self._ahead(tag), size + self._config.rollout.redundancy, count)
+    return [
+      self._host.spawn(
+        Worker,
+        env.env_type,
+        env.env_config.to_dict(),
+        pathlib.Path(self._policy.folder).absolute(),
+        part,
+        self._env_options(tag),
+        engine=self.engine,
+        queue=queue,
+        dataset=self.datasets[tag],
+      )
+      for part in places
+      if part
+    ]
+
+  async def advance(self, step: int) -> None:
+    for queue in self.queues.values():
+      await settle(queue.advance_step(step))
+
+  async def next(self, step: int) -> list[Group]:
+    """The groups of a step, tag after tag: the fifo sampler over all queues."""
+    takes = [
+      settle(queue.get_batch(self._share(tag), step))
+      for tag, queue in self.queues.items()
+    ]
+    batches = await asyncio.gather(*takes)
+    return [group for batch in batches for group in batch]
+
+  async def metrics(self) -> dict[str, float]:
+    """What the engines and the queues count."""
+    total = await self.engine.metrics()
+    for queue in self.queues.values():
+      for name, value in (await settle(queue.metrics())).items():
+        total[name] = total.get(name, 0.0) + value
+    return total
+
+  async def state_dict(self) -> dict[str, Any]:
+    return {tag: await settle(q.state_dict()) for tag, q in self.queues.items()}
+
+  async def close(self) -> None:
+    for queue in self.queues.values():
+      await settle(queue.shutdown())
+
+  # ---- evaluation
+
+  def manager(self, tag: str, mode: str, **changes: Any) -> EnvManager:
+    """A manager of its own, outside any queue. mode: 'sample' or 'traversal'."""
+    env = self._config.env[tag]
+    own, tests = env.env_config.to_dict(), mode == 'traversal'
+    if tests and 'split' in own:
+      own['split'] = self._config.eval.split
+    data = (self._tests if tests else self.datasets)[tag]
+    folder = self._policy.folder
+    world = make_world(env.env_type, own, folder, self.engine, None, data)
+    return EnvManager(world, **self._env_options(tag, **changes))
+
+  async def evaluate(self) -> tuple[dict[str, float], list[Group]]:
+    """Scores every tag on the weights that the engines serve."""
+    metrics, groups = {}, []
+    settings = self._config.eval
+    for tag in self.tags:
+      if self._tests[tag] is not None:
+        await settle(self._tests[tag].reset())
+      first = self.manager(tag, 'traversal', temperature=settings.temperature)
+      options = self._env_options(tag, temperature=settings.temperature)
+      found, played = await evaluate(
+        lambda i, world=first.world, options=options: EnvManager(world, **options),
+        base_seed(self._config.seed, 'val', tag),
+        tag=tag,
+        num_tasks=settings.num_tasks,
+        group_size=settings.group_size,
+        concurrency=2 * self._config.rollout.num_slots,
+      )
+      first.world.pool.close()
+      metrics |= found
+      groups += played
+    return metrics, groups
