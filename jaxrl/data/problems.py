@@ -141,7 +141,7 @@ def arithmetic(
   rng = np.random.default_rng([seed, int(split == 'test')])
   found: dict[str, dict[str, Any]] = {}
   options = {'kinds': kinds, 'max_number': max_number, 'max_factor': max_factor}
-  for _ in range(100 * size + 10_000):
+  for _ in range(50 * size + 2000):
     if len(found) == size:
       break
     drawn = problem(rng, **options)

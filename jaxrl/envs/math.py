@@ -30,12 +30,13 @@ class MathEnv:
     task = (options or {}).get('task')
     if task is None or task.item is None:
       raise ValueError('the math environment needs a dataset: its tasks are questions')
-    self._answer = final_answer(str(task.item['answer']), strict=False)
+    answer = str(task.item['answer'])
+    self._answer = marked_answer(answer) or answer.strip()
     return str(task.item['question']), {}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     marked = marked_answer(action)
-    given = marked if self._strict else final_answer(action, strict=False)
+    given = marked if self._strict else final_answer(action)
     correct = same(given, self._answer)
     reward = self._reward if correct else 0.0
     if not correct and marked:
@@ -55,13 +56,11 @@ def marked_answer(text: str) -> str:
   return text[hashes + 4 :].strip().split('\n')[0].strip()
 
 
-def final_answer(text: str, *, strict: bool) -> str:
-  """The marked answer; unless strict, else the last number; else the whole text."""
+def final_answer(text: str) -> str:
+  """The marked answer, else the last number, else the whole text."""
   marked = marked_answer(text)
-  if marked or strict:
+  if marked:
     return marked
-  if len(text) < 64 and not re.search(r'\s', text.strip()):
-    return text.strip()
   numbers = NUMBER.findall(text)
   return numbers[-1] if numbers else text.strip()
 

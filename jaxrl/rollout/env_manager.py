@@ -6,6 +6,7 @@ local or remote. Whatever breaks costs one episode, which is put with its reason
 
 import asyncio
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -251,6 +252,8 @@ class EnvManager:
     text = self.world.chat.decode(completion.tokens)
     observation, reward, terminated, truncated, info = cache.env.step(text)
     cache.messages.append({'role': 'assistant', 'content': text})
+    if not math.isfinite(reward):
+      raise ValueError(f'the environment gave a reward of {reward}')
     cache.turns[-1].reward = float(reward)
     self._note(cache, info)
     if terminated:

@@ -1,0 +1,114 @@
+"""Chat as tokens: appended histories equal the template's own text."""
+
+import numpy as np
+import pytest
+
+from jaxrl.data.chat import Chat
+from jaxrl.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
+
+QUESTION = {'role': 'user', 'content': 'How many pens has Tom?'}
+REPLY = {'role': 'assistant', 'content': '3+4=7\n#### 7'}
+MORE = [{'role': 'user', 'content': 'And Ann?'}]
+TEXTS = [f'user assistant Tom has {i} pens\n#### {i}' for i in range(50)]
+
+# As Qwen3's: earlier replies lose their thoughts, the last shows an empty one.
+THINKING = (
+  "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+  "{%- if m['role'] == 'assistant' and loop.last -%}"
+  "{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif -%}"
+  "{{ m['content'].split('</think>')[-1] + '<|im_end|>\\n' }}{%- endfor -%}"
+  "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}"
+  '{%- if enable_thinking is defined and not enable_thinking -%}'
+  "{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif -%}{%- endif -%}"
+)
+# As Llama 3's: trimmed contents, headers, and no line break after a turn.
+HEADERS = (
+  "{%- for m in messages -%}{{ '[' + m['role'] + ']\\n\\n' + m['content'] | trim"
+  " + '<|im_end|>' }}{%- endfor -%}"
+  "{%- if add_generation_prompt -%}{{ '[assistant]\\n\\n' }}{%- endif -%}"
+)
+
+
+def make_chat(template=CHAT_TEMPLATE, **options):
+  tokenizer = train_tokenizer(TEXTS, 320)
+  tokenizer.chat_template = template
+  return Chat(tokenizer, template_options=options)
+
+
+def shown(chat, ids):
+  return chat.tokenizer.decode(ids)
+
+
+def test_first_prompt_is_the_templates():
+  chat = make_chat()
+  assert shown(chat, chat.first_prompt([QUESTION])) == (
+    '<|im_start|>user\nHow many pens has Tom?<|im_end|>\n<|im_start|>assistant\n'
+  )
+
+
+@pytest.mark.parametrize('template', [CHAT_TEMPLATE, HEADERS])
+def test_appended_history_equals_the_whole_template(template):
+  chat = make_chat(template)
+  ids = chat.first_prompt([QUESTION])
+  ids += [*chat.encode(REPLY['content']), chat.eos_id]
+  ids += chat.next_prompt(MORE, ended=True)
+  whole = chat.tokenizer.apply_chat_template(
+    [QUESTION, REPLY, *MORE], tokenize=False, add_generation_prompt=True
+  )
+  assert shown(chat, ids) == whole
+
+
+def test_a_template_that_rewrites_history_does_not_touch_what_was_written():
+  chat = make_chat(THINKING, enable_thinking=False)
+  following = shown(chat, chat.next_prompt(MORE, ended=True))
+  assert following == (
+    '\n<|im_start|>user\nAnd Ann?<|im_end|>\n<|im_start|>assistant\n'
+    '<think>\n\n</think>\n\n'
+  )
+
+
+@pytest.mark.parametrize('template', [CHAT_TEMPLATE, HEADERS, THINKING])
+def test_a_reply_cut_short_gets_its_end(template):
+  chat = make_chat(template)
+  ended = chat.next_prompt(MORE, ended=True)
+  assert chat.next_prompt(MORE, ended=False) == [chat.eos_id, *ended]
+
+
+def test_only_new_messages_are_tokenised():
+  chat = make_chat()
+  long = [{'role': 'user', 'content': 'x' * 500}]
+  assert len(chat.next_prompt(MORE, ended=True)) < 40
+  assert len(chat.next_prompt(long, ended=True)) > 100
+
+
+def test_decode_leaves_special_tokens_out():
+  chat = make_chat()
+  ids = [*chat.encode('#### 7'), chat.eos_id]
+  assert chat.decode(ids) == chat.decode(np.array(ids, np.int32)) == '#### 7'
+
+
+def test_conversation_is_what_a_rollout_would_have_made():
+  chat = make_chat()
+  messages = [QUESTION, REPLY, *MORE, {'role': 'assistant', 'content': '#### 2'}]
+  tokens, mask = chat.conversation(messages)
+  by_hand = chat.first_prompt([QUESTION])
+  by_hand += [*chat.encode(REPLY['content']), chat.eos_id]
+  by_hand += chat.next_prompt(MORE, ended=True)
+  by_hand += [*chat.encode('#### 2'), chat.eos_id]
+  assert tokens.tolist() == by_hand
+  assert shown(chat, tokens[mask]) == '3+4=7\n#### 7<|im_end|>#### 2<|im_end|>'
+  assert (tokens.dtype, mask.dtype) == (np.int32, bool)
+
+
+def test_a_conversation_that_ends_with_the_user_has_no_more_to_learn():
+  chat = make_chat()
+  tokens, mask = chat.conversation([QUESTION, REPLY, *MORE])
+  assert mask[-1]
+  assert np.array_equal(tokens, chat.conversation([QUESTION, REPLY])[0])
+
+
+def test_errors():
+  with pytest.raises(ValueError, match='follow each other'):
+    make_chat().conversation([QUESTION, REPLY, REPLY])
+  with pytest.raises(ValueError, match='chat template'):
+    make_chat(None)

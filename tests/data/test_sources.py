@@ -1,0 +1,128 @@
+"""Sources of rows: every kind of file reads the same, every fault names its place."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxrl.data.sources import DataError, load_rows
+from jaxrl.signature import ConfigError
+
+ROWS = [{'question': f'q{i}, "ü"\n?', 'answer': f'{i}'} for i in range(4)]
+SHARED = Path(__file__).parents[3] / 'shared' / 'data'
+
+
+def write(path, rows=ROWS):
+  if path.suffix == '.jsonl':
+    path.write_text('\n'.join(json.dumps(r) for r in rows) + '\n\n')
+  elif path.suffix == '.json':
+    path.write_text(json.dumps(rows))
+  elif path.suffix == '.csv':
+    with path.open('w', newline='') as file:
+      writer = csv.DictWriter(file, rows[0])
+      writer.writeheader()
+      writer.writerows(rows)
+  else:
+    parquet = pytest.importorskip('pyarrow.parquet')
+    import pyarrow
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  return str(path)
+
+
+@pytest.mark.parametrize('suffix', ['jsonl', 'json', 'csv', 'parquet'])
+def test_every_kind_of_file(tmp_path, suffix):
+  path = write(tmp_path / f'data.{suffix}')
+  assert load_rows(path) == ROWS
+  assert load_rows(path, limit=2) == ROWS[:2]
+
+
+def test_a_json_object_that_holds_one_list(tmp_path):
+  path = tmp_path / 'data.json'
+  path.write_text(json.dumps({'version': 1, 'data': ROWS}))
+  assert load_rows(str(path)) == ROWS
+
+
+def test_a_folder_in_the_order_of_names_and_by_split(tmp_path):
+  write(tmp_path / 'b.jsonl', ROWS[2:])
+  write(tmp_path / 'a.csv', ROWS[:2])
+  (tmp_path / 'README.md').write_text('not data')
+  assert load_rows(str(tmp_path)) == ROWS
+  write(tmp_path / 'test-0.jsonl', ROWS[3:])
+  assert load_rows(str(tmp_path), 'test') == ROWS[3:]
+
+
+def test_a_hugging_face_dataset_on_disk(tmp_path):
+  datasets = pytest.importorskip('datasets')
+  made = datasets.Dataset.from_list(ROWS)
+  made.save_to_disk(tmp_path / 'plain')
+  datasets.DatasetDict({'train': made}).save_to_disk(tmp_path / 'splits')
+  assert load_rows(str(tmp_path / 'plain')) == ROWS
+  assert load_rows(str(tmp_path / 'splits'), 'train') == ROWS
+  with pytest.raises(DataError, match="no split 'test'; it has train"):
+    load_rows(str(tmp_path / 'splits'), 'test')
+
+
+def test_a_hugging_face_dataset_without_the_library(tmp_path, monkeypatch):
+  (tmp_path / 'state.json').write_text('{}')
+  monkeypatch.setitem(__import__('sys').modules, 'datasets', None)
+  with pytest.raises(DataError, match='install `datasets`'):
+    load_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  ('name', 'text', 'message'),
+  [
+    ('x.jsonl', '{"a": 1}\n\n{"a": \n', r'x\.jsonl, line 3: not valid JSON'),
+    ('x.jsonl', '{"a": 1}\n[1]\n', r'x\.jsonl, line 2: .* not list'),
+    ('x.json', '[\n{"a": 1},\n{]', r'x\.json, line 3: not valid JSON'),
+    ('x.json', '[{"a": 1}, 2]', r'x\.json, row 1: .* not int'),
+    ('x.csv', 'a,b\n1,2\n3\n', r'x\.csv, line 3: .* 2 columns'),
+    ('x.csv', 'a,b\n1,2,3\n', r'x\.csv, line 2: .* 2 columns'),
+    ('x.parquet', 'PAR0', r'x\.parquet: not a Parquet file'),
+    ('x.txt', 'hello', r'x\.txt: unknown kind of file; known are \.jsonl'),
+    ('x.jsonl', '\n\n', r'empty'),
+    ('x.json', '[]', r'empty'),
+  ],
+)
+def test_malformed_files_name_their_place(tmp_path, name, text, message):
+  path = tmp_path / name
+  path.write_text(text)
+  with pytest.raises(DataError, match=message) as caught:
+    load_rows(str(path))
+  assert '\n' not in str(caught.value)
+
+
+def test_text_that_is_not_utf8(tmp_path):
+  path = tmp_path / 'x.jsonl'
+  path.write_bytes(b'{"a": "\xff"}\n')
+  with pytest.raises(DataError, match=r'x\.jsonl.*UTF-8'):
+    load_rows(str(path))
+
+
+def test_missing_files_and_empty_folders(tmp_path):
+  with pytest.raises(DataError, match='does not exist'):
+    load_rows(str(tmp_path / 'nothing.jsonl'))
+  with pytest.raises(DataError, match=r'holds no \.jsonl'):
+    load_rows(str(tmp_path))
+
+
+def test_generators():
+  rows = load_rows('generate:arithmetic', 'test', 7)
+  assert len(rows) == 7
+  assert load_rows("generate:arithmetic(kinds=('add',), size=3)")[0]['kind'] == 'add'
+  assert load_rows('generate:jaxrl.data.problems:arithmetic(size=3)')
+  demos = load_rows('generate:frozen_lake(noise=0.5)', limit=2)
+  assert demos[0]['messages'][1]['role'] == 'assistant'
+  with pytest.raises(ConfigError, match='arithmetic'):
+    load_rows('generate:arithmetik')
+  with pytest.raises(ConfigError, match='max_number'):
+    load_rows('generate:arithmetic(max_numbers=3)')
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason='the shared data folder is not here')
+def test_gsm8k_and_deepmath_as_given():
+  assert len(load_rows(str(SHARED / 'gsm8k' / 'test.jsonl'))) == 1319
+  assert len(load_rows(str(SHARED / 'gsm8k'), 'test')) == 1319
+  assert 'ground_truth' in load_rows(str(SHARED / 'deepmath'))[0]

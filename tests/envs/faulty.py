@@ -1,0 +1,20 @@
+"""An environment for child processes: what it imports, each of them imports."""
+
+import os
+import time
+
+
+class Faulty:
+  """Does at each step what it is told."""
+
+  def reset(self, *, seed, options=None):
+    return f'{os.getpid()}', {}
+
+  def step(self, action):
+    if action == 'die':
+      os._exit(7)
+    if action == 'hang':
+      time.sleep(60)
+    if action == 'raise':
+      raise KeyError('broken')
+    return '', 1.0, True, False, {}

@@ -1,0 +1,82 @@
+"""Environments in processes: same play, and a hang or a death costs one episode."""
+
+import threading
+import time
+
+import pytest
+
+from jaxrl.envs.base import factory
+from jaxrl.envs.frozen_lake import FrozenLakeEnv
+from jaxrl.envs.process import EnvProcessError, ProcessEnv
+from jaxrl.rollout.call_pool import CallPool
+from jaxrl.rollout.env_manager import EnvManager
+from tests.rollout.fakes import FakeEngine, lease, world
+
+MINE = 'tests.envs.faulty:Faulty'
+
+
+def alive(pid):
+  with open(f'/proc/{pid}/stat') as stat:
+    return stat.read().split()[2] != 'Z'
+
+
+def wait_for_death(pid):
+  for _ in range(200):
+    try:
+      if not alive(pid):
+        return
+    except OSError:
+      return
+    time.sleep(0.02)
+  raise AssertionError(f'process {pid} still lives')
+
+
+@pytest.fixture
+def env():
+  env = ProcessEnv(MINE, {})
+  yield env
+  env.kill()
+
+
+def test_it_plays_as_in_process():
+  isolated = factory('frozen_lake', {'map_size': 5}, isolate=True)()
+  plain = FrozenLakeEnv(map_size=5)
+  assert isolated.reset(seed=3) == plain.reset(seed=3)
+  for action in ('right', 'down', 'what?'):
+    assert isolated.step(action) == plain.step(action)
+  isolated.kill()
+
+
+def test_an_error_leaves_the_process_a_death_gets_a_new_one(env):
+  first = env.reset(seed=0)[0]
+  with pytest.raises(EnvProcessError, match="KeyError: 'broken'"):
+    env.step('raise')
+  assert env.reset(seed=0)[0] == first
+  with pytest.raises(EnvProcessError, match='exit code 7'):
+    env.step('die')
+  assert env.reset(seed=0)[0] != first
+  assert env.step('go')[1] == 1
+
+
+def test_kill_ends_a_call_under_way(env):
+  pid = int(env.reset(seed=0)[0])
+  timer = threading.Timer(0.1, env.kill)
+  timer.start()
+  with pytest.raises(EnvProcessError):
+    env.step('hang')
+  wait_for_death(pid)
+
+
+async def test_a_hung_environment_is_killed_and_replaced():
+  replies = iter(['hang', 'go'])
+  pool = CallPool(1)
+  shared = world(lambda: ProcessEnv(MINE, {}), FakeEngine(lambda *_: next(replies)))
+  manager = EnvManager(shared, step_timeout=0.2)
+  (hung,) = await manager.play(lease(), base_seed=0)
+  assert hung.stop_reason == 'env_timeout'
+  wait_for_death(int(hung.messages[0]['content']))
+  (good,) = await manager.play(lease(), base_seed=0)
+  assert good.stop_reason == 'finish'
+  assert good.messages[0] != hung.messages[0]
+  manager._drop_env()
+  pool.close()

@@ -1,0 +1,281 @@
+"""Episodes: exact tokens and masks, every stop reason, one fault costs one episode."""
+
+import asyncio
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+from jaxrl.rollout.call_pool import CallPool
+from jaxrl.rollout.env_manager import EnvManager
+from tests.rollout.fakes import (
+  END,
+  BadEnv,
+  EchoEnv,
+  FakeChat,
+  FakeEngine,
+  completion,
+  lease,
+  play,
+  world,
+)
+
+
+def text(tokens):
+  return ''.join('|' if t == END else chr(t) for t in tokens)
+
+
+async def test_tokens_masks_rewards_of_a_conversation():
+  engine = FakeEngine(lambda prompt, sampling: 'ab')
+  (row,) = await play(
+    world(lambda: EchoEnv(turns=2), engine),
+    max_steps=5,
+    system_template='be brief',
+    turn_template='{observation} {turn_idx}/{actions_left}',
+  )
+  assert text(row.tokens) == 'sbe brief|useed 7 0/5|>ab|uturn 1 1/4|>ab|'
+  written = [chr(t) for t, m in zip(row.tokens, row.action_mask, strict=True) if m]
+  assert written == ['a', 'b', chr(END)] * 2
+  assert row.rollout_logprobs[row.action_mask].tolist() == [-1, -2, -3] * 2
+  assert not row.rollout_logprobs[~row.action_mask].any()
+  assert set(row.weights_version[row.action_mask]) == {3}
+  assert set(row.weights_version[~row.action_mask]) == {-1}
+  (where,) = np.nonzero(row.rewards)
+  assert row.rewards[where].tolist() == [1, 2]
+  assert [chr(row.tokens[i]) for i in where] == [chr(END)] * 2
+  assert where[1] == len(row.tokens) - 1
+  assert (row.stop_reason, row.score, row.episode_seed) == ('finish', 3, 7)
+  assert row.metrics == {'length': 2, 'turns': 2, 'response_length': 6}
+  assert row.columns == {'said': 'ab'}
+  assert [m['role'] for m in row.messages] == [
+    'system', 'user', 'assistant', 'user', 'assistant',
+  ]  # fmt: skip
+  for column in dataclasses.astuple(row)[:5]:
+    assert len(column) == len(row.tokens)
+  assert (row.tokens.dtype, row.rewards.dtype) == (np.int32, np.float32)
+
+
+async def test_what_the_engine_wrote_is_the_next_prompt_as_it_was():
+  engine = FakeEngine(lambda prompt, sampling: 'x' * (sampling.seed % 5 + 1))
+  (row,) = await play(world(lambda: EchoEnv(turns=4), engine), max_steps=4)
+  prompts = [prompt for _, prompt, _ in engine.requests]
+  for prompt in prompts:
+    assert prompt == row.tokens[: len(prompt)].tolist()
+
+
+async def test_a_reply_cut_short_is_ended_before_the_next_message():
+  engine = FakeEngine(lambda prompt, sampling: 'abcdef')
+  (row,) = await play(
+    world(lambda: EchoEnv(turns=2), engine), max_steps=3, max_tokens_per_step=3
+  )
+  assert text(row.tokens) == 'useed 7|>abc|uturn 1|>abc'
+  assert text(row.tokens[row.action_mask]) == 'abcabc'
+
+
+async def test_members_and_turns_have_seeds_of_their_own_and_repeat():
+  async def seeds(member, base_seed=7):
+    engine = FakeEngine()
+    made = world(lambda: EchoEnv(turns=3), engine)
+    await play(made, max_steps=3, member=member, base_seed=base_seed)
+    return [sampling.seed for _, _, sampling in engine.requests]
+
+  first, second = await seeds(0), await seeds(1)
+  assert len({*first, *second, *await seeds(0, 8)}) == 9
+  assert first == await seeds(0)
+  assert await seeds(0, 0)  # 0 is a seed
+
+
+@pytest.mark.parametrize(
+  ('reason', 'options'),
+  [('max_steps', {'max_steps': 2}), ('max_length', {'max_length': 15})],
+)
+async def test_episodes_that_are_cut(reason, options):
+  engine = FakeEngine(lambda prompt, sampling: 'a')
+  made = world(lambda: EchoEnv(turns=9), engine)
+  (row,) = await play(made, **{'max_steps': 9, **options})
+  assert row.stop_reason == reason
+  assert not row.failed
+  assert row.score > 0
+  assert len(row.tokens) <= options.get('max_length', 99)
+
+
+async def test_a_first_prompt_that_is_too_long_is_an_episode():
+  engine = FakeEngine()
+  (row,) = await play(world(engine=engine), max_length=5)
+  assert (row.stop_reason, len(row.tokens), row.score) == ('max_length', 5, 0)
+  assert 'first prompt' in row.extras['error']
+  assert not row.action_mask.any()
+  assert engine.requests == []
+
+
+async def test_a_prompt_beyond_the_engines_window_is_an_episode():
+  engine = FakeEngine(lambda p, s: ValueError('9 tokens do not fit a window of 8'))
+  (row,) = await play(world(engine=engine))
+  assert row.stop_reason == 'max_length'
+  assert 'window of 8' in row.extras['error']
+
+
+@pytest.mark.parametrize(
+  ('fault', 'reason'),
+  [
+    ('reset raises', 'env_reset_failed'),
+    ('reset hangs', 'env_reset_failed'),
+    ('reset exits', 'env_reset_failed'),
+    ('reset garbage', 'env_reset_failed'),
+    ('step raises', 'env_error'),
+    ('step hangs', 'env_timeout'),
+    ('step exits', 'env_error'),
+    ('step garbage', 'env_error'),
+    ('step nan', 'env_error'),
+  ],
+)
+async def test_a_broken_environment_costs_one_episode(fault, reason):
+  made = [BadEnv(fault=fault, seconds=0.5), EchoEnv()]
+  pool = CallPool(1)
+  manager = EnvManager(
+    world(lambda: made.pop(0), pool=pool), reset_timeout=0.1, step_timeout=0.1
+  )
+  (bad,) = await manager.play(lease(), base_seed=7)
+  assert (bad.stop_reason, bad.failed) == (reason, True)
+  assert bad.extras['error']
+  (good,) = await manager.play(lease(), base_seed=7)
+  assert good.stop_reason == 'finish'
+  pool.close()
+
+
+@pytest.mark.parametrize(
+  'reply', [OSError('engine gone'), completion([]), completion([65, 66], 'abort')]
+)
+async def test_an_engine_that_fails_costs_one_episode(reply):
+  (row,) = await play(world(engine=FakeEngine(lambda p, s: reply)), max_length=40)
+  assert row.failed
+  assert row.extras['error']
+
+
+async def test_an_engine_that_hangs_is_told_to_abort():
+  engine = FakeEngine(delay=30)
+  (row,) = await play(world(engine=engine), generate_timeout=0.05)
+  assert row.stop_reason == 'generate_failed'
+  assert engine.aborted == [engine.requests[0][0]]
+
+
+async def test_an_interrupted_reply_goes_on_from_what_was_written():
+  def reply(prompt, sampling):
+    if chr(prompt[-1]) == '>':
+      return completion([97, 98], 'abort', version=3)
+    return completion([99, END], 'stop', version=4)
+
+  engine = FakeEngine(reply)
+  (row,) = await play(world(engine=engine), max_tokens_per_step=10)
+  assert text(row.tokens[row.action_mask]) == 'abc|'
+  assert row.weights_version[row.action_mask].tolist() == [3, 3, 4, 4]
+  (first, prompt, one), (second, longer, two) = engine.requests
+  assert longer == [*prompt, 97, 98]
+  assert (one.max_tokens, two.max_tokens) == (10, 8)
+  assert first != second
+  assert one.seed != two.seed
+
+
+async def test_tasks_come_from_the_data_set_until_it_is_traversed():
+  made = world(rows=2, mode='traversal')
+  manager = EnvManager(made)
+  for episode_id in range(2):
+    (row,) = await manager.play(lease(episode_id=episode_id), base_seed=7)
+    assert f'q{episode_id}' in text(row.tokens)
+  assert await manager.play(lease(episode_id=2), base_seed=7) is None
+
+
+async def test_an_environment_may_end_the_data_itself():
+  class Over(EchoEnv):
+    def reset(self, *, seed, options=None):
+      return None, {}
+
+  assert await play(world(Over)) is None
+
+
+async def test_environment_code_never_runs_on_the_event_loop():
+  idents = set()
+
+  class Watched(EchoEnv):
+    def reset(self, *, seed, options=None):
+      idents.add(threading.get_ident())
+      return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+      idents.add(threading.get_ident())
+      return super().step(action)
+
+  await play(world(Watched))
+  assert idents
+  assert threading.get_ident() not in idents
+
+
+async def test_a_cancelled_attempt_tells_the_engine_and_gets_a_new_environment():
+  made, engine = [], FakeEngine(delay=30)
+
+  def make():
+    made.append(EchoEnv())
+    return made[-1]
+
+  class Queue:
+    leases = [lease(), None]  # noqa: RUF012
+    puts = []  # noqa: RUF012
+
+    def get_episode_id(self, group_id, env_id):
+      return self.leases.pop(0)
+
+    def put(self, *args):
+      self.puts.append(args)
+
+  manager = EnvManager(world(make, engine, Queue()))
+  loop = asyncio.create_task(manager.run_rollout_loop({'seed': 7}))
+  while not engine.requests:
+    await asyncio.sleep(0.01)
+  manager.abort(lease(member=5))  # another's: nothing happens
+  await asyncio.sleep(0.02)
+  assert not loop.done()
+  manager.abort(lease())
+  assert await asyncio.wait_for(loop, 5) == 1
+  ((group_id, episode_id, start_step, rows, env_id),) = Queue.puts
+  assert (group_id, episode_id, start_step, env_id) == (0, 0, 0, 0)
+  assert rows[0].stop_reason == 'abort'
+  assert engine.aborted
+  assert manager._env is None
+
+
+def test_options_are_checked_when_it_is_made():
+  made = world()
+  for options in (
+    {'formulation': 'steps'},
+    {'turn_template': '{observaton}'},
+    {'max_steps': 0},
+  ):
+    with pytest.raises(ValueError):
+      EnvManager(made, **options)
+
+
+async def test_steps_formulation_is_one_row_a_turn():
+  engine = FakeEngine(lambda prompt, sampling: 'ab')
+  rows = await play(
+    world(lambda: EchoEnv(turns=3), engine), max_steps=3, formulation='step'
+  )
+  assert [row.step for row in rows] == [0, 1, 2]
+  assert [row.score for row in rows] == [1, 2, 3]
+  assert len({row.trajectory_id for row in rows}) == 3
+  assert len({row.extras['state_hash'] for row in rows}) == 3
+  for row in rows:
+    assert text(row.tokens[row.action_mask]) == 'ab|'
+    assert row.action_mask[-3:].all()
+    assert np.array_equal(rows[-1].tokens[: len(row.tokens)], row.tokens)
+
+
+async def test_same_seed_same_episode():
+  rows = [await play(world(lambda: EchoEnv(turns=2)), max_steps=2) for _ in range(2)]
+  for one, other in zip(*rows, strict=True):
+    for a, b in zip(dataclasses.astuple(one), dataclasses.astuple(other), strict=True):
+      assert np.array_equal(a, b)
+
+
+def test_fake_chat_is_a_fair_stand_in():
+  assert text(FakeChat().first_prompt([{'role': 'user', 'content': 'x'}])) == 'ux|>'

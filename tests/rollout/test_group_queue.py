@@ -1,0 +1,364 @@
+"""The queue: unique leases, whole groups in order, nothing lost, nobody stuck."""
+
+import asyncio
+import json
+
+import pytest
+
+from jaxrl.rollout.group_queue import GroupQueue
+from tests.rollout.fakes import row
+
+
+async def soon(awaitable):
+  """Fails instead of hanging."""
+  return await asyncio.wait_for(awaitable, 5)
+
+
+async def is_waiting(task):
+  await asyncio.sleep(0.02)
+  return not task.done()
+
+
+async def put(queue, lease, env_id=0, score=1.0, stop_reason='finish', rows=None):
+  rows = rows or [row(score, lease.member, stop_reason, episode_id=lease.episode_id)]
+  return await queue.put(
+    lease.group_id, lease.episode_id, lease.start_step, rows, env_id
+  )
+
+
+async def fill(queue, group_id, size, score=1.0):
+  """Plays one whole group of an env group."""
+  leases = [await soon(queue.get_episode_id(group_id, e)) for e in range(size)]
+  for env_id, lease in enumerate(leases):
+    assert await put(queue, lease, env_id, score)
+  return leases
+
+
+async def test_one_lease_for_each_member():
+  queue = GroupQueue(num_groups=2, group_size=3, num_env_groups=2)
+  await queue.advance_step(0)
+  leases = [await soon(queue.get_episode_id(1, e)) for e in range(3)]
+  assert [(x.episode_id, x.member) for x in leases] == [(0, 0), (0, 1), (0, 2)]
+  fast = asyncio.create_task(queue.get_episode_id(1, 3))
+  assert await is_waiting(fast)
+  await queue.shutdown()
+  assert await soon(fast) is None
+
+
+async def test_episodes_go_in_strides_and_groups_come_in_order():
+  queue = GroupQueue(num_groups=4, group_size=1, num_env_groups=2)
+  await queue.advance_step(0)
+  seen = []
+  for group_id in (1, 1, 0, 0):
+    seen += [(group_id, (await fill(queue, group_id, 1, 10 + len(seen)))[0].episode_id)]
+  assert seen == [(1, 0), (1, 2), (0, 0), (0, 2)]
+  groups = await soon(queue.get_batch(4, 0))
+  assert [g[0].score for g in groups] == [12, 10, 13, 11]
+
+
+async def test_members_come_in_order_whoever_is_first():
+  queue = GroupQueue(num_groups=1, group_size=3, num_env_groups=1)
+  await queue.advance_step(0)
+  leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
+  for env_id in (2, 0, 1):
+    await put(queue, leases[env_id], env_id)
+  (group,) = await soon(queue.get_batch(1, 0))
+  assert [r.member for r in group] == [0, 1, 2]
+
+
+async def test_asking_again_gives_the_old_lease_up():
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1)
+  await queue.advance_step(0)
+  first = await soon(queue.get_episode_id(0, 0))
+  again = await soon(queue.get_episode_id(0, 0))
+  assert (first.member, first.attempt) == (0, 0)
+  assert (again.member, again.attempt) == (0, 1)
+  assert queue.counts['abandoned'] == 1
+
+
+async def test_puts_without_a_lease_are_ignored():
+  queue = GroupQueue(num_groups=1, group_size=1, num_env_groups=1)
+  await queue.advance_step(0)
+  lease = await soon(queue.get_episode_id(0, 0))
+  assert not await put(queue, lease._replace(episode_id=1))
+  assert not await put(queue, lease, env_id=9)
+  assert not await put(queue, lease._replace(start_step=4))
+  assert await put(queue, lease)
+  assert not await put(queue, lease)
+  assert queue.counts['ignored'] == 4
+
+
+async def test_a_filtered_group_is_replaced_and_everyone_is_woken():
+  drops = {0}
+  queue = GroupQueue(
+    lambda g, e, group: g + e in drops, num_groups=1, group_size=3, num_env_groups=1
+  )
+  await queue.advance_step(0)
+  leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
+  for env_id in (0, 1):
+    await put(queue, leases[env_id], env_id)
+  waiting = [asyncio.create_task(queue.get_episode_id(0, e)) for e in (0, 1)]
+  assert await is_waiting(waiting[0])
+  await put(queue, leases[2], 2)
+  waiting.append(asyncio.create_task(queue.get_episode_id(0, 2)))
+  again = await soon(asyncio.gather(*waiting))
+  assert sorted(x.member for x in again) == [0, 1, 2]
+  assert {x.episode_id for x in again} == {1}
+  for env_id, lease in enumerate(again):
+    await put(queue, lease, env_id)
+  assert len(await soon(queue.get_batch(1, 0))) == 1
+  assert queue.counts['filtered'] == 1
+
+
+async def test_a_filter_that_drops_all_is_an_error_not_a_hang():
+  queue = GroupQueue(lambda *_: True, num_groups=1, num_env_groups=1, max_lost=5)
+  await queue.advance_step(0)
+
+  async def environment():
+    while (lease := await queue.get_episode_id(0, 0)) is not None:
+      await put(queue, lease)
+
+  task = asyncio.create_task(environment())
+  with pytest.raises(RuntimeError, match=r'5 groups in a row.*filter'):
+    await soon(queue.get_batch(1, 0))
+  await queue.shutdown()
+  await soon(task)
+
+
+async def test_an_error_in_the_filter_reaches_the_trainer():
+  def broken(group_id, episode_id, group):
+    raise ZeroDivisionError('mine')
+
+  queue = GroupQueue(broken, num_groups=1, num_env_groups=1)
+  await queue.advance_step(0)
+  await fill(queue, 0, 1)
+  with pytest.raises(ZeroDivisionError, match='mine'):
+    await soon(queue.get_batch(1, 0))
+
+
+async def test_a_failed_member_is_retried_with_its_seed_then_the_group_replaced():
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, retries=1)
+  await queue.advance_step(0)
+  await put(queue, await soon(queue.get_episode_id(0, 0)), 0)
+  for attempt in (0, 1):
+    lease = await soon(queue.get_episode_id(0, 1))
+    assert (lease.episode_id, lease.member, lease.attempt) == (0, 1, attempt)
+    await put(queue, lease, 1, stop_reason='env_error')
+  leases = await fill(queue, 0, 2)
+  assert {x.episode_id for x in leases} == {1}
+  (group,) = await soon(queue.get_batch(1, 0))
+  assert len(group) == 2
+  assert queue.counts['dropped'] == 1
+
+
+@pytest.mark.parametrize(
+  ('options', 'size'),
+  [
+    ({'min_members': 1}, 1),
+    ({'keep_failed': True}, 2),
+  ],
+)
+async def test_groups_with_a_failed_member_by_policy(options, size):
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, retries=0, **options)
+  await queue.advance_step(0)
+  leases = [await soon(queue.get_episode_id(0, e)) for e in range(2)]
+  await put(queue, leases[0], 0, stop_reason='env_timeout')
+  await put(queue, leases[1], 1)
+  (group,) = await soon(queue.get_batch(1, 0))
+  assert len(group) == size
+  assert group[-1].stop_reason == 'finish'
+
+
+async def test_when_all_fail_the_error_says_why():
+  queue = GroupQueue(num_groups=1, num_env_groups=1, retries=0, max_lost=3)
+  await queue.advance_step(0)
+  for _ in range(3):
+    lease = await soon(queue.get_episode_id(0, 0))
+    bad = row(stop_reason='env_error', extras={'error': 'KeyError: broken'})
+    await put(queue, lease, rows=[bad])
+  with pytest.raises(RuntimeError, match='1 × env_error KeyError: broken'):
+    await soon(queue.get_batch(1, 0))
+
+
+async def test_a_lease_past_its_deadline_is_played_by_another():
+  now = [0.0]
+  queue = GroupQueue(
+    clock=lambda: now[0], num_groups=1, num_env_groups=1, lease_timeout=10
+  )
+  await queue.advance_step(0)
+  hung = await soon(queue.get_episode_id(0, 0))
+  other = asyncio.create_task(queue.get_episode_id(0, 1))
+  assert await is_waiting(other)
+  now[0] = 11.0
+  assert queue.expire_leases() == 1
+  lease = await soon(other)
+  assert (lease.member, lease.attempt) == (hung.member, 1)
+  assert await soon(queue.wait_given_up(0)) == (1, [(0, 0, hung)])
+  assert not await put(queue, hung, 0)
+  assert await put(queue, lease, 1)
+  assert len(await soon(queue.get_batch(1, 0))) == 1
+
+
+async def test_get_batch_looks_at_deadlines_by_itself():
+  queue = GroupQueue(
+    num_groups=1, num_env_groups=1, lease_timeout=0.05, retries=0, max_lost=1
+  )
+  await queue.advance_step(0)
+  await soon(queue.get_episode_id(0, 0))
+  with pytest.raises(RuntimeError, match='env_timeout its lease was timed out'):
+    await soon(queue.get_batch(1, 0))
+
+
+async def test_surplus_members_are_given_up():
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, redundancy=1)
+  await queue.advance_step(0)
+  leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
+  await put(queue, leases[2], 2)
+  await put(queue, leases[0], 0)
+  (group,) = await soon(queue.get_batch(1, 0))
+  assert [r.member for r in group] == [0, 2]
+  assert await soon(queue.wait_given_up(0)) == (1, [(0, 1, leases[1])])
+  assert not await put(queue, leases[1], 1)
+
+
+@pytest.mark.parametrize(
+  ('ratio', 'capacity'),
+  [
+    (0, 4),
+    (0.25, 5),
+    (0.3, 6),
+    (0.5, 6),
+    (1.0, 8),
+    (2, 12),
+  ],
+)
+async def test_async_ratio_says_how_many_groups_are_ahead(ratio, capacity):
+  queue = GroupQueue(num_groups=4, num_env_groups=4, async_ratio=ratio)
+  for step in range(3):
+    await queue.advance_step(step)
+    state = queue.state_dict()
+    assert len(state['pending']) == capacity
+    for number in state['pending'][:4]:
+      await fill(queue, number % 4, 1)
+    groups = await soon(queue.get_batch(4, step))
+    assert [g[0].episode_id + 0 for g in groups] == [
+      n - n % 4 for n in state['pending'][:4]
+    ]
+    assert len(queue.state_dict()['pending']) == capacity - 4
+
+
+async def test_old_groups_expire():
+  queue = GroupQueue(num_groups=1, num_env_groups=2, async_ratio=1, in_order=False)
+  await queue.advance_step(0)
+  old = await soon(queue.get_episode_id(0, 0))
+  await fill(queue, 1, 1)
+  assert len(await soon(queue.get_batch(1, 0))) == 1
+  await queue.advance_step(2)
+  assert queue.counts['expired'] == 1
+  assert not await put(queue, old)
+  assert (await soon(queue.wait_given_up(0)))[1] == [(0, 0, old)]
+
+
+async def test_until_the_data_is_traversed():
+  size, queue = 10, GroupQueue(num_groups=-1, group_size=2, num_env_groups=3)
+
+  async def environment(group_id, env_id):
+    while (lease := await queue.get_episode_id(group_id, env_id)) is not None:
+      await asyncio.sleep(0.001 * (group_id == 0))  # one env group is slow
+      number = group_id + lease.episode_id
+      rows = [row(number, lease.member)] if number < size else None
+      await queue.put(group_id, lease.episode_id, lease.start_step, rows, env_id)
+
+  tasks = [asyncio.create_task(environment(g, e)) for g in range(3) for e in range(2)]
+  groups = await soon(queue.get_batch(-1, 0))
+  assert [g[0].score for g in groups] == list(range(size))
+  assert all(len(g) == 2 for g in groups)
+  await soon(asyncio.gather(*tasks))
+
+
+async def test_a_fixed_number_of_groups_without_data():
+  queue = GroupQueue(num_groups=-1, num_env_groups=4, total=6)
+
+  async def environment(group_id):
+    while (lease := await queue.get_episode_id(group_id, 0)) is not None:
+      await put(queue, lease, score=lease.group_id + lease.episode_id)
+
+  tasks = [asyncio.create_task(environment(g)) for g in range(4)]
+  groups = await soon(queue.get_batch(-1, 0))
+  assert [g[0].score for g in groups] == list(range(6))
+  await soon(asyncio.gather(*tasks))
+
+
+async def test_data_that_ends_mid_step_gives_what_there_is():
+  queue = GroupQueue(num_groups=4, num_env_groups=4)
+  await queue.advance_step(0)
+  await fill(queue, 0, 1)
+  failed = await soon(queue.get_episode_id(1, 0))
+  for group_id in (2, 3):
+    lease = await soon(queue.get_episode_id(group_id, 0))
+    await queue.put(group_id, lease.episode_id, 0, None, 0)
+    assert await soon(queue.get_episode_id(group_id, 0)) is None
+  await put(queue, failed, stop_reason='env_error')
+  await fill(queue, 1, 1)  # the retry is still played
+  assert len(await soon(queue.get_batch(4, 0))) == 2
+  await queue.advance_step(1)
+  assert await soon(queue.get_batch(4, 1)) == []
+
+
+async def test_state_survives_json_and_pending_groups_are_played_again():
+  queue = GroupQueue(num_groups=2, num_env_groups=2, async_ratio=1)
+  await queue.advance_step(0)
+  for group_id in (0, 1, 0):
+    await fill(queue, group_id, 1)
+  await soon(queue.get_batch(2, 0))
+  state = json.loads(json.dumps(queue.state_dict()))
+  resumed = GroupQueue(num_groups=2, num_env_groups=2, async_ratio=1)
+  resumed.load_state_dict(state)
+  await resumed.advance_step(1)
+  assert resumed.state_dict()['pending'] == [2, 3, 4, 5]
+  assert (await soon(resumed.get_episode_id(0, 0))).episode_id == 2
+
+
+async def test_shutdown_lets_everyone_go():
+  queue = GroupQueue(num_groups=1, num_env_groups=1)
+  waiting = asyncio.create_task(queue.get_episode_id(0, 0))
+  batch = asyncio.create_task(queue.get_batch(1, 0))
+  assert await is_waiting(waiting)
+  await queue.shutdown()
+  assert await soon(waiting) is None
+  assert await soon(batch) == []
+
+
+def test_options_are_checked():
+  for options in (
+    {'num_groups': 0},
+    {'group_size': 0},
+    {'async_ratio': -0.5},
+    {'min_members': 9},
+    {'retries': -1},
+  ):
+    with pytest.raises(ValueError):
+      GroupQueue(**options)
+
+
+async def test_more_groups_than_are_ever_admitted_is_an_error():
+  with pytest.raises(ValueError, match='only 4 are ever admitted'):
+    await GroupQueue(num_groups=4).get_batch(5, 0)
+
+
+async def test_3200_episodes_have_3200_seeds():
+  """32 env groups × 100 episodes, played by loops that are out of step."""
+  queue = GroupQueue(num_groups=-1, num_env_groups=32, total=3200)
+  seeds = []
+
+  async def environment(group_id):
+    while (lease := await queue.get_episode_id(group_id, 0)) is not None:
+      seeds.append(1000 + lease.group_id + lease.episode_id)
+      if group_id % 3 == 0:
+        await asyncio.sleep(0)
+      await put(queue, lease)
+
+  tasks = [asyncio.create_task(environment(g)) for g in range(32)]
+  assert len(await soon(queue.get_batch(-1, 0))) == 3200
+  await soon(asyncio.gather(*tasks))
+  assert sorted(seeds) == list(range(1000, 4200))

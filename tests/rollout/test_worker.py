@@ -1,0 +1,180 @@
+"""Many managers, a queue and a data set together: all of it repeats, none is lost."""
+
+import asyncio
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl.rollout.call_pool import CallPool
+from jaxrl.rollout.group_queue import GroupQueue
+from jaxrl.rollout.handles import Remote, settle
+from jaxrl.rollout.worker import EnvWorker, share_out
+from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, world
+
+
+async def collect(steps=3, groups=4, size=3, env_groups=4, workers=2, **options):
+  """Plays `steps` steps; returns their groups and the queue."""
+  queue = GroupQueue(num_groups=groups, group_size=size, num_env_groups=env_groups)
+  queue = options.pop('queue', queue)
+  handle = options.pop('handle', lambda q: q)(queue)
+  made = world(queue=handle, rows=options.pop('rows', 7), **options)
+  tasks = [
+    asyncio.create_task(EnvWorker(made, places, {'max_steps': 2}).run({'seed': 5}))
+    for places in share_out(env_groups, size, workers)
+  ]
+  batches = []
+  for step in range(steps):
+    await queue.advance_step(step)
+    batches.append(await asyncio.wait_for(queue.get_batch(groups, step), 20))
+  await queue.shutdown()
+  counts = await asyncio.wait_for(asyncio.gather(*tasks), 20)
+  made.pool.close()
+  return batches, queue, sum(counts)
+
+
+def fingerprint(batches):
+  return [
+    (r.group_name.split('_')[2], r.member, r.tokens.tolist(), r.rewards.tolist())
+    for groups in batches
+    for group in groups
+    for r in group
+  ]
+
+
+class SleepyEngine(FakeEngine):
+  """Answers in an order of its own."""
+
+  async def generate(self, request_id, token_ids, sampling):
+    self.delay = np.random.default_rng(time.perf_counter_ns()).uniform(0, 0.004)
+    return await super().generate(request_id, token_ids, sampling)
+
+
+async def test_all_is_put_once_and_whole():
+  batches, queue, count = await collect()
+  assert count == queue.counts['played'] == 3 * 4 * 3
+  ids = [r.trajectory_id for groups in batches for g in groups for r in g]
+  assert len(set(ids)) == len(ids) == 36
+  seeds = [group[0].episode_seed for groups in batches for group in groups]
+  assert seeds == list(range(5, 17))
+
+
+async def test_timing_workers_and_env_groups_change_nothing():
+  plain, _, _ = await collect()
+  for options in (
+    {'engine': SleepyEngine()},
+    {'workers': 1, 'pool': CallPool(8)},
+    {'env_groups': 2},
+    {'env_groups': 6},
+  ):
+    other, _, _ = await collect(**options)
+    assert fingerprint(other) == fingerprint(plain)
+
+
+class ActorMethod:
+  """What a Ray actor's method looks like to its caller."""
+
+  def __init__(self, method):
+    self._method = method
+
+  def remote(self, *args, **kwargs):
+    async def call():
+      await asyncio.sleep(0)
+      return await settle(self._method(*args, **kwargs))
+
+    return asyncio.ensure_future(call())
+
+
+class Actor:
+  def __init__(self, hosted):
+    self._hosted = hosted
+
+  def __getattr__(self, name):
+    return ActorMethod(getattr(self._hosted, name))
+
+
+async def test_actors_and_objects_give_the_same():
+  plain, _, _ = await collect()
+  remote, _, _ = await collect(handle=lambda queue: Remote(Actor(queue)))
+  assert fingerprint(remote) == fingerprint(plain)
+
+
+@pytest.mark.parametrize('fault', ['reset raises', 'step raises', 'step hangs'])
+async def test_environments_that_break_now_and_then(fault):
+  made = iter(range(10_000))
+
+  def make_env():
+    return BadEnv(fault=fault if next(made) % 3 == 0 else '', seconds=0.2)
+
+  queue = GroupQueue(num_groups=4, group_size=3, num_env_groups=4, retries=9)
+  pool, options = CallPool(12), {'max_steps': 2, 'step_timeout': 0.05}
+  shared = world(make_env, queue=queue, pool=pool)
+  places = share_out(4, 3, 1)[0]
+  worker = EnvWorker(shared, places, options)
+  task = asyncio.create_task(worker.run({'seed': 0}))
+  for step in range(3):
+    await queue.advance_step(step)
+    groups = await asyncio.wait_for(queue.get_batch(4, step), 20)
+    assert [len(group) for group in groups] == [3] * 4
+    assert not any(row.failed for group in groups for row in group)
+  await queue.shutdown()
+  assert await asyncio.wait_for(task, 20) == queue.counts['leased']
+  counts = queue.counts
+  assert counts['played'] == 36
+  assert counts['leased'] == counts['played'] + counts['retried']
+  assert counts['retried'] > 0
+  pool.close()
+
+
+async def test_surplus_episodes_are_ended_at_once():
+  class Slow(FakeEngine):
+    async def generate(self, request_id, token_ids, sampling):
+      self.delay = 60 if request_id.split('/')[4] == '1' else 0
+      return await super().generate(request_id, token_ids, sampling)
+
+  queue = GroupQueue(num_groups=2, group_size=2, num_env_groups=2, redundancy=1)
+  engine, pool = Slow(), CallPool(2)
+  shared = world(queue=queue, engine=engine, pool=pool)
+  worker = EnvWorker(shared, share_out(2, 3, 1)[0])
+  task = asyncio.create_task(worker.run({'seed': 0}))
+  for step in range(3):
+    await queue.advance_step(step)
+    groups = await asyncio.wait_for(queue.get_batch(2, step), 10)
+    assert [[r.member for r in group] for group in groups] == [[0, 2]] * 2
+  await queue.shutdown()
+  await asyncio.wait_for(task, 10)
+  assert len(engine.aborted) == 6
+  pool.close()
+
+
+async def test_an_error_of_the_queue_ends_the_worker():
+  class Broken:
+    async def get_episode_id(self, group_id, env_id):
+      raise ConnectionError('queue gone')
+
+    async def wait_given_up(self, after):
+      await asyncio.sleep(60)
+
+  worker = EnvWorker(world(queue=Broken()), [(0, 0), (0, 1)])
+  with pytest.raises(ConnectionError, match='queue gone'):
+    await worker.run({'seed': 0})
+
+
+async def test_traversal_through_the_queue_plays_each_item_once():
+  queue = GroupQueue(num_groups=-1, group_size=2, num_env_groups=3)
+  shared = world(EchoEnv, queue=queue, rows=8, mode='traversal')
+  worker = EnvWorker(shared, share_out(3, 2, 1)[0])
+  task = asyncio.create_task(worker.run({'seed': 3}))
+  groups = await asyncio.wait_for(queue.get_batch(-1, 0), 10)
+  asked = [group[0].messages[0]['content'] for group in groups]
+  assert asked == [f'q{i}' for i in range(8)]
+  await asyncio.wait_for(task, 10)
+
+
+def test_share_out_keeps_groups_together():
+  places = share_out(5, 2, 2)
+  assert sorted(itertools.chain(*places)) == [
+    (g, e) for g in range(5) for e in range(2)
+  ]
+  assert {g for g, _ in places[0]} == {0, 2, 4}
