@@ -4,7 +4,8 @@
 `step(action) -> (observation, reward, terminated, truncated, info)`. An observation
 is text or a list of chat messages; `None` from reset says there is nothing to play.
 An action is the model's reply as text. `info` may hold `metrics` (name → number),
-`suffix` (text for the turn template) and `columns` (values for dumps).
+`suffix` (text for the turn template) and `columns` (values for dumps). A class whose
+tasks are seeds alone says `uses_dataset = False`.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,5 +52,5 @@ def factory(
   env = find(name)
   signature.check_options(env, options, f'environment {name!r}')
   if isolate:
-    return lambda: ProcessEnv(name, options)
+    return lambda: ProcessEnv(ENVS.get(name, name), options)
   return lambda: env(**options)

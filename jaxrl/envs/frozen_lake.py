@@ -32,6 +32,8 @@ class FrozenLakeEnv:
   for any other move that neither wins nor drowns.
   """
 
+  uses_dataset = False  # its tasks are seeds
+
   def __init__(
     self,
     *,

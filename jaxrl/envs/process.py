@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jaxrl import signature
+
 _SPAWN = multiprocessing.get_context('spawn')  # a fork of a process with JAX may hang
 
 
@@ -13,14 +15,16 @@ class EnvProcessError(RuntimeError):
 
 
 class ProcessEnv:
-  """Plays the environment `name` in a child process, which starts at first use.
+  """Plays an environment in a child process, which starts at first use.
+
+  target: its class, 'package.module:Class' or 'file.py:Class'; options: its own.
 
   Blocks like any environment; `kill` may be called from another thread, and ends a
   call that is under way with EnvProcessError. After it the next reset starts afresh.
   """
 
-  def __init__(self, name: str, options: Mapping[str, Any]):
-    self._name, self._options = name, dict(options)
+  def __init__(self, target: str, options: Mapping[str, Any]):
+    self._target, self._options = target, dict(options)
     self._process: Any = None
     self._pipe: Connection | None = None
 
@@ -41,16 +45,16 @@ class ProcessEnv:
       process.join(timeout=1)
       self.kill()
       raise EnvProcessError(
-        f'the process of environment {self._name!r} ended in {method} with exit '
+        f'the process of environment {self._target!r} ended in {method} with exit '
         f'code {process.exitcode}'
       ) from error
     if not fine:
-      raise EnvProcessError(f'environment {self._name!r}, {method}: {answer}')
+      raise EnvProcessError(f'environment {self._target!r}, {method}: {answer}')
     return answer
 
   def _start(self) -> None:
     self._pipe, theirs = _SPAWN.Pipe()
-    arguments = (theirs, self._name, self._options)
+    arguments = (theirs, self._target, self._options)
     self._process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
     self._process.start()
     theirs.close()
@@ -64,10 +68,8 @@ class ProcessEnv:
   close = kill
 
 
-def _serve(pipe: Connection, name: str, options: dict[str, Any]) -> None:
+def _serve(pipe: Connection, target: str, options: dict[str, Any]) -> None:
   """The child: makes the environment and answers until the pipe closes."""
-  from jaxrl.envs.base import find
-
   env: Any = None
   while True:
     try:
@@ -75,7 +77,7 @@ def _serve(pipe: Connection, name: str, options: dict[str, Any]) -> None:
     except (EOFError, KeyboardInterrupt):
       return
     try:
-      env = env or find(name)(**options)
+      env = env or signature.resolve(target)(**options)
       if method == 'step':
         answer = env.step(arguments['action'])
       else:

@@ -19,7 +19,7 @@ class Templates:
 
   def __init__(self, system: str = '', first: str = '', turn: str = '{observation}'):
     self.system, self.turn, self.first = system, turn, first or turn
-    for name, text in (('first_template', self.first), ('turn_template', turn)):
+    for name, text in (('turn_template', turn), ('first_template', self.first)):
       used = {field for _, field, _, _ in string.Formatter().parse(text) if field}
       if unknown := used - set(FIELDS):
         raise ValueError(
