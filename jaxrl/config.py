@@ -14,14 +14,39 @@ class Optional(FieldReference):
   """A typed value that may also be None, as its annotation `T | None` says."""
 
 
+class Options(dict[str, Any]):
+  """Some of a signature's options: name → default, with their annotations."""
+
+  def __init__(self, values: Mapping[str, Any], hints: Mapping[str, Any]):
+    super().__init__(values)
+    self.hints = dict(hints)
+
+
+def take(fn: Callable[..., Any], *names: str) -> Options:
+  """The named options of `fn`, for `section`. Raises ConfigError for a stranger."""
+  own = defaults(fn)
+  for name in names:
+    if name not in own:
+      raise unknown(name, own, 'option', f'take({getattr(fn, "__name__", fn)})')
+  return Options({name: own[name] for name in names}, _hints(fn))
+
+
+def leave(fn: Callable[..., Any], *names: str) -> Options:
+  """The options of `fn` but those named, which are set elsewhere."""
+  take(fn, *names)
+  own = defaults(fn)
+  return Options({k: v for k, v in own.items() if k not in names}, _hints(fn))
+
+
 def section(
   *sources: Callable[..., Any] | Mapping[str, Any], **overrides: Any
 ) -> ConfigDict:
   """Makes a ConfigDict of the keyword-only options of functions or classes.
 
   sources: callables, whose keyword-only parameters with defaults become keys, typed
-    by their annotations; or mappings of key → default, typed by their values. A key of
-    several sources has the last one's default and type.
+    by their annotations; what `take` and `leave` give, likewise; or plain mappings of
+    key → default, typed by their values. A key of several sources has the last one's
+    default and type.
   overrides: other values for some of those keys. What a config sets, it sets here,
     and all else stays as the signature has it.
 
@@ -31,7 +56,7 @@ def section(
   names = []
   for source in sources:
     if isinstance(source, Mapping):
-      options, hints = source, {}
+      options, hints = source, getattr(source, 'hints', {})
       names.append('mapping')
     else:
       options, hints = defaults(source), _hints(source)

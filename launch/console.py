@@ -52,17 +52,18 @@ class Console(Sink):
 
   def fact(self, label: str, value: str) -> None:
     """Prints a fact of the run: `label`, then `value`, in two columns."""
-    self.terminal.print(Text(f'  {label:<11}', style='dim') + Text(value))
+    self.terminal.print(Text().append(f'  {label:<14}', style='dim').append(value))
 
   def warn(self, text: str) -> None:
     self.terminal.print(Text(f'warning: {text}', style='yellow'))
 
-  def listen(self, name: str = 'jaxrl') -> None:
-    """Shows what the package of that name logs."""
-    logger = logging.getLogger(name)
-    logger.handlers = [_Handler(self)]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+  def listen(self) -> None:
+    """Shows what our own packages log."""
+    for name in ('jaxrl', 'kernels', 'launch'):
+      logger = logging.getLogger(name)
+      logger.handlers = [_Handler(self)]
+      logger.setLevel(logging.INFO)
+      logger.propagate = False
 
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
     self.restore()
@@ -77,18 +78,21 @@ class Console(Sink):
     if self.live:
       self._progress = Progress(
         TextColumn('[bold]{task.description}'),
-        BarColumn(bar_width=None, complete_style='cyan', finished_style='green'),
+        BarColumn(bar_width=40, complete_style='cyan', finished_style='green'),
         MofNCompleteColumn(),
         TextColumn('[dim]{task.fields[pace]}'),
         console=self.terminal,
         transient=True,
+        refresh_per_second=4,
       )
       self._task = self._progress.add_task(name, total=total, completed=start, pace='')
       self._progress.start()
 
   def write(self, step: int, metrics: Metrics) -> None:
     evals = {k: v for k, v in metrics.items() if k.startswith('eval/')}
-    trained = len(evals) < len(metrics)
+    trained = step < (self._total or step + 1) and any(
+      name.startswith(('loss/', 'reward/')) for name in metrics
+    )
     if trained:
       self._clock.tick(step + 1)
     pace = self._clock.pace(self._total)
@@ -101,7 +105,8 @@ class Console(Sink):
         tag = name.removeprefix('eval/').removesuffix('/mean')
         shown = 'not a number' if value is None else f'{value:.3f}'
         mark = f'  evaluation after {step} steps of {self._name}  {tag}  '
-        self.terminal.print(Text(mark, style='cyan') + Text(shown, style='bold cyan'))
+        text = Text(mark, style='cyan').append(shown, style='bold')
+        self.terminal.print(text)
 
   def _skip(self, step: int) -> bool:
     """True for most steps of a long phase whose steps fly by."""
@@ -115,7 +120,7 @@ class Console(Sink):
   def _line(self, step: int, metrics: Metrics, pace: str) -> Text:
     width = len(str(self._total or 0))
     of = f'/{self._total}' if self._total else ''
-    line = Text(f'{self._name} {step + 1:>{width}}{of}', style='bold')
+    line = Text().append(f'{self._name} {step + 1:>{width}}{of}', style='bold')
     room = self.terminal.width if self.live else 10**6
     shown = set()
     for name, (label, form) in COLUMNS.items():

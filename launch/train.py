@@ -7,6 +7,7 @@ resumes.
 
 import asyncio
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -76,14 +77,27 @@ def run(config: Any, workdir: Workdir) -> int:
       workdir.record(**job.facts)
       finished = asyncio.run(job.train())
     writers.close('finished' if finished else 'stopped')
-    where = {'report': workdir.path / 'report.html', **job.closing}
-    console.closing(f'{"Finished" if finished else "Stopped"}.', where)
+    title = 'Finished.' if finished else 'Stopped; the same command resumes.'
+    console.closing(title, {**places(workdir, **config.logging), **job.closing})
     return 0 if finished else stop.status
   except Exception as error:
     console.restore()
     if writers:
       writers.close('failed')
     return failed(error, console, workdir)
+
+
+def places(
+  workdir: Workdir, *, report: bool, tensorboard: bool, **other: Any
+) -> dict[str, str]:
+  """Where to look, by what was written."""
+  found = {'metrics': str(workdir.path / 'metrics.jsonl')}
+  if report:
+    found = {'report': str(workdir.path / 'report.html'), **found}
+  if tensorboard:
+    folder = shlex.quote(str(workdir.path / 'tensorboard'))
+    found['curves'] = f'tensorboard --logdir {folder}'
+  return found
 
 
 def failed(error: Exception, console: Console, workdir: Workdir) -> int:

@@ -23,12 +23,13 @@ FREE = (
   'num_steps',
   'checkpoint.*',
   'eval.*',
-  'export.*',
   'logging.*',
-  'report.*',
-  'tracker*',
   'mesh.*',
   'cluster.*',
+  'rollout.num_slots',
+  'rollout.decode_steps',
+  'rollout.lease_timeout',
+  'rollout.mismatch_alarm',
 )
 PACKAGES = (
   'jaxrl jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy ray'

@@ -36,7 +36,11 @@ class Sink:
     """The numbers of a step of the current phase; None where one was not finite."""
 
   def trajectories(
-    self, step: int, groups: 'Sequence[Group]', advantages: Any = None
+    self,
+    step: int,
+    groups: 'Sequence[Group]',
+    advantages: Any = None,
+    kind: str = 'train',
   ) -> None:
     """What was played at a step, as `Writers.trajectories` describes."""
 
@@ -82,14 +86,19 @@ class Writers:
     self._each('write', int(step), clean)
 
   def trajectories(
-    self, step: int, groups: 'Sequence[Group]', advantages: Any = None
+    self,
+    step: int,
+    groups: 'Sequence[Group]',
+    advantages: Any = None,
+    kind: str = 'train',
   ) -> None:
     """Shows what was played at `step`.
 
     advantages: one row for each trajectory, in the order of `groups` laid end to end;
       `[B, T]` or a list of `[T]`. Row entries beyond a trajectory's length are padding.
+    kind: 'train' or 'eval'.
     """
-    self._each('trajectories', step, groups, advantages)
+    self._each('trajectories', step, groups, advantages, kind)
 
   def decode_with(self, decode: Decode) -> None:
     """Says how token ids become text, special tokens shown."""

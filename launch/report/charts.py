@@ -87,7 +87,7 @@ def _axes(place: _Place, ticks: Sequence[float], width: int) -> str:
     parts.append(f'<line class="grid{base}" x1="{LEFT}" x2="{width - RIGHT}" ')
     parts.append(f'y1="{y}" y2="{y}"/>')
     parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3}" ')
-    parts.append(f'text-anchor="end">{number_text(tick)}</text>')
+    parts.append(f'text-anchor="end">{tick_text(tick, ticks[1] - ticks[0])}</text>')
   low, high = place.x
   inner = [t for t in nice_ticks(low, high, count=4) if low <= t <= high]
   bottom = place.box[1] + place.box[3] + 14
@@ -170,6 +170,9 @@ def y_range(values: Sequence[float]) -> tuple[float, float]:
   low, high = min(values), max(values)
   if low >= 0 and low <= 0.6 * high:
     low = 0.0
+  blur = 1e-5 * max(abs(low), abs(high))  # less is rounding, not a change
+  if low != high and high - low < blur:
+    low, high = low - blur, high + blur
   if low == high:
     pad = abs(low) * 0.1 or 1.0
     low, high = (0.0, high) if low > 0 and pad == 1.0 else (low - pad, high + pad)
@@ -183,6 +186,15 @@ def nice_ticks(low: float, high: float, count: int = 3) -> list[float]:
   step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
   first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
   return [float(f'{i * step:.12g}') for i in range(first, max(last, first + 1) + 1)]
+
+
+def tick_text(value: float, step: float) -> str:
+  """A tick's label, with the decimals that tell it from its neighbours."""
+  if not 1e-3 <= max(abs(value), step) < 1e4:
+    return number_text(value)
+  digits = max(0, -math.floor(math.log10(step) + 1e-9))
+  text = f'{value:.{digits}f}'
+  return text if math.isclose(float(text), value, abs_tol=step / 100) else f'{value:g}'
 
 
 def number_text(value: float | None) -> str:

@@ -83,11 +83,15 @@ def _line(name: str, first: Score, last: Score) -> str:
   only = first.step == last.step
   after = '<td class="num">–</td><td class="num">–</td>'
   if not only:
-    after = f'{_cell(last)}<td class="num {tone}">{gain:+.3g}</td>'
+    after = f'{_cell(last)}<td class="num {tone}">{gain_text(gain)}</td>'
   return (
     f'<tr><td>{escape(name)}</td>{_cell(first)}{after}'
     f'<td class="bar {tone}">{_bar(first, last) if score else ""}</td></tr>'
   )
+
+
+def gain_text(gain: float) -> str:
+  return f'{gain:+.3g}' if gain else '0'
 
 
 def _cell(score: Score) -> str:

@@ -19,7 +19,13 @@ from launch.report.script import JS
 from launch.report.style import CSS
 from launch.workdir import flat
 
-MAX_CHARTS = 36  # of a phase
+MAX_CHARTS = 36  # of a phase, beside the first ones
+# The curves to look at first; all others are folded away below them.
+FIRST = (
+  'loss/total policy/entropy optimizer/grad_norm kl/reference policy/clip_fraction '
+  'mismatch/kl staleness/mean tokens/action_per_row tokens/per_second time/step '
+  'time/rollout time/train'
+).split()
 ORDER = (
   'reward eval loss policy value kl entropy optimizer advantage mismatch staleness '
   'rollout tokens time compile'
@@ -50,11 +56,14 @@ def render(run: Run) -> str:
   charts: dict[str, Any] = {}
   phases = list(dict.fromkeys(row['phase'] for row in run.rows))
   parts = [_head(run), _tiles(run), _warnings(run)]
+  samples = _samples(run)
   tables = evaluations.table(run.rows)
   for number, phase in enumerate(reversed(phases)):
     rows = [row for row in run.rows if row['phase'] == phase]
     parts.append(_phase(phase, rows, charts, '' if number else tables))
-  parts += [_samples(run), _facts(run)]
+    if number == 0:
+      parts.append(samples)
+  parts.append(_facts(run))
   island = _json({'charts': charts, 'snapshots': _labelled(run.snapshots)})
   mark = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
   policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{mark}'"
@@ -78,11 +87,18 @@ def _json(value: Any) -> str:
 
 
 def _labelled(snapshots: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Snapshots with a `series` (phase and kind, as far as there are several)."""
   several = len({s['phase'] for s in snapshots}) > 1
-  return [
-    {**s, 'label': f'{s["phase"]} {s["step"]}' if several else str(s['step'])}
-    for s in snapshots
-  ]
+  words = {'train': 'training', 'eval': 'evaluation'}
+  labelled = []
+  for snapshot in snapshots:
+    kind = str(snapshot.get('kind', 'train'))
+    series = words.get(kind, kind)
+    if several:
+      phase = snapshot['phase']
+      series = phase if kind == 'train' else f'{phase}, {series}'
+    labelled.append({**snapshot, 'series': series})
+  return labelled
 
 
 def _head(run: Run) -> str:
@@ -122,14 +138,19 @@ def _tiles(run: Run) -> str:
         f'{tag}, held out: before and after',
       )
     )
-    tiles.append(_tile(f'<span class="{tone}">{gain:+.3f}</span>', f'{tag}: gain'))
+    tiles.append(
+      _tile(
+        f'<span class="{tone}">{evaluations.gain_text(gain)}</span>', f'{tag}: gain'
+      )
+    )
   phase = run.rows[-1]['phase']
   rows = [row for row in run.rows if row['phase'] == phase]
   rewards = [r['reward/mean'] for r in rows if r.get('reward/mean') is not None]
   if rewards and len(tiles) < 4:
     few = max(1, len(rewards) // 10)
     mean = sum(rewards[-few:]) / few
-    tiles.append(_tile(number_text(mean), f'reward, mean of the last {few} steps'))
+    said = f'mean of the last {few} steps' if few > 1 else 'at the last step'
+    tiles.append(_tile(number_text(mean), f'reward, {said}'))
   times = sorted(r['time/step'] for r in rows if r.get('time/step'))
   if times:
     tiles.append(_tile(f'{times[len(times) // 2]:.2f} s', 'median step time'))
@@ -156,7 +177,8 @@ def _phase(name: str, rows: Sequence[Row], charts: dict[str, Any], table: str) -
     if metric not in HIDDEN
   }
   means = [n for n in curves if n.startswith('eval/') and n.endswith('/mean')]
-  steps = len(rows)
+  trained = [r for r in rows if any(k.startswith(('loss/', 'reward/')) for k in r)]
+  steps = len(trained)
   parts = [f'<h2>{escape(name)}<small>{steps} step{"s" * (steps != 1)}</small></h2>']
   # Rewards in training and scores held out belong in one picture.
   lead = [curves.pop('reward/mean')] if 'reward/mean' in curves else []
@@ -168,17 +190,27 @@ def _phase(name: str, rows: Sequence[Row], charts: dict[str, Any], table: str) -
   curves = {n: s for n, s in curves.items() if not n.startswith('eval/')}
   flat_lines = {n: s.points[-1][1] for n, s in curves.items() if _constant(s)}
   curves = {n: s for n, s in curves.items() if n not in flat_lines}
-  shown = list(curves.values())[:MAX_CHARTS]
-  figures = [_figure('plot card', name, [s], chart([s]), charts) for s in shown]
-  if figures:
-    parts.append(f'<div class="grid">{"".join(figures)}</div>')
-  more = len(curves) - len(shown)
-  if more > 0:
-    parts.append(f'<p class="note">{more} more in metrics.jsonl.</p>')
+  first = [n for n in FIRST if n in curves][:9] or list(curves)[:9]
+  rest = [n for n in curves if n not in first]
+  parts.append(_grid(name, [curves[n] for n in first], charts))
+  if rest:
+    more = len(rest) - MAX_CHARTS
+    parts.append(
+      '<details class="card more"><summary>All other curves '
+      f'<small>{len(rest)}</small></summary>'
+      + _grid(name, [curves[n] for n in rest[:MAX_CHARTS]], charts)
+      + (f'<p class="note">{more} more in metrics.jsonl.</p>' if more > 0 else '')
+      + '</details>'
+    )
   if flat_lines:
     said = ' · '.join(f'{escape(n)} {number_text(v)}' for n, v in flat_lines.items())
     parts.append(f'<p class="note">The same at every step: {said}</p>')
   return ''.join(parts)
+
+
+def _grid(phase: str, curves: Sequence[Series], charts: dict[str, Any]) -> str:
+  figures = [_figure('plot card', phase, [s], chart([s]), charts) for s in curves]
+  return f'<div class="grid">{"".join(figures)}</div>' if figures else ''
 
 
 def _constant(series: Series) -> bool:

@@ -23,6 +23,7 @@ def snapshot(
   groups: 'Sequence[Group]',
   advantages: Any = None,
   decode: Decode | None = None,
+  kind: str = 'train',
 ) -> dict[str, Any]:
   """Picks the groups whose scores differ most, and of each its best and worst.
 
@@ -50,7 +51,7 @@ def snapshot(
         ],
       }
     )
-  return {'phase': phase, 'step': step, 'groups': shown}
+  return {'phase': phase, 'step': step, 'kind': kind, 'groups': shown}
 
 
 def member(
@@ -116,10 +117,10 @@ def due(step: int, total: int | None) -> bool:
 
 
 def bounded(snapshots: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """At most SNAPSHOTS of each phase: first and last stay, crowded ones go."""
+  """At most SNAPSHOTS of a phase and kind: first and last stay, crowded ones go."""
   kept: list[dict[str, Any]] = []
-  for phase in dict.fromkeys(s['phase'] for s in snapshots):
-    mine = [s for s in snapshots if s['phase'] == phase]
+  for mark in dict.fromkeys((s['phase'], s.get('kind')) for s in snapshots):
+    mine = [s for s in snapshots if (s['phase'], s.get('kind')) == mark]
     while len(mine) > SNAPSHOTS:
       gaps = [
         mine[i + 1]['step'] - mine[i - 1]['step'] for i in range(1, len(mine) - 1)

@@ -91,7 +91,9 @@ for (const plot of plots) {
 
 // Trajectories.
 const MODES = ['mask', 'log-prob', 'advantage'];
-const state = {snap: data.snapshots.length - 1, mode: 'mask'};
+const allSeries = [...new Set(data.snapshots.map((s) => s.series))];
+const last = data.snapshots[data.snapshots.length - 1];
+const state = {series: last ? last.series : '', at: Infinity, mode: 'mask'};
 const rgb = {act: 'var(--act)', rare: 'var(--rare)', up: 'var(--up)',
   down: 'var(--down)'};
 const tip = make('div', 'tip');
@@ -178,7 +180,9 @@ const segment = (names, active, usable, pick) => {
 const draw = () => {
   const home = document.getElementById('samples');
   if (!home || !data.snapshots.length) return;
-  const snap = data.snapshots[state.snap];
+  const steps = data.snapshots.filter((s) => s.series === state.series);
+  const at = Math.min(state.at, steps.length - 1);
+  const snap = steps[at];
   const tokens = snap.groups.flatMap((g) => g.members.flatMap((m) => m.tokens));
   const sizes = tokens.map((t) => t[4]).filter((a) => a !== null).map(Math.abs);
   const rated = sizes.length > 0;
@@ -191,8 +195,12 @@ const draw = () => {
     item.append(node);
     bars.append(item);
   };
-  set('step', segment(data.snapshots.map((s) => s.label), state.snap, () => true,
-    (i) => { state.snap = i; }));
+  if (allSeries.length > 1) {
+    set('played in', segment(allSeries, allSeries.indexOf(state.series), () => true,
+      (i) => { state.series = allSeries[i]; }));
+  }
+  set('step', segment(steps.map((s) => s.step), at, () => true,
+    (i) => { state.at = i; }));
   set('colour by', segment(MODES, MODES.indexOf(state.mode), (i) => i < 2 || rated,
     (i) => { state.mode = MODES[i]; }));
   bars.append(legend());
@@ -204,7 +212,8 @@ const draw = () => {
     meta.style.cssText = 'padding: 12px 16px 0; margin: 0 0 10px';
     const item = make('span', '', 'group ');
     item.append(make('b', '', group.task));
-    const scores = make('span', '', `scores of its ${group.size} members `);
+    const whose = group.size > 1 ? `scores of its ${group.size} members ` : 'score ';
+    const scores = make('span', '', whose);
     scores.append(make('b', '', group.scores.map(show).join(' · ')));
     meta.append(item, scores);
     card.append(meta, ...group.members.map((m) => sampleNode(m, limit)));

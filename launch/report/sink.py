@@ -1,6 +1,7 @@
 """Keeps report.html up to date while a run runs."""
 
 import concurrent.futures
+import functools
 import json
 import pathlib
 import time
@@ -32,7 +33,7 @@ class Report(Sink):
     self._decode: Decode | None = None
     self._path = folder / 'samples.json'
     self._kept = load_samples(self._path)
-    self._last: Callable[[], dict[str, Any]] | None = None
+    self._last: dict[str, Callable[[], dict[str, Any]]] = {}  # by kind
     self._phase, self._total = '', None
     self._rendered = 0.0
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='report')
@@ -47,14 +48,19 @@ class Report(Sink):
     self._kept = keep(self._kept, name, start, over=start == total)
 
   def trajectories(
-    self, step: int, groups: 'Sequence[Group]', advantages: Any = None
+    self,
+    step: int,
+    groups: 'Sequence[Group]',
+    advantages: Any = None,
+    kind: str = 'train',
   ) -> None:
     if not groups:
       return
     phase, decode = self._phase, self._decode
-    self._last = lambda: samples.snapshot(phase, step, groups, advantages, decode)
-    if samples.due(step, self._total):
-      self._settle()
+    take = functools.partial(samples.snapshot, phase, step, groups, advantages, decode)
+    self._last[kind] = functools.partial(take, kind)
+    if kind != 'train' or samples.due(step, self._total):
+      self._settle(kind)
 
   def write(self, step: int, metrics: Metrics) -> None:
     if self._job and self._job.done():
@@ -69,11 +75,11 @@ class Report(Sink):
     self._pool.shutdown(wait=True)
     write_report(self.folder, status)
 
-  def _settle(self) -> None:
-    """Keeps the snapshot at hand: the last one played is always shown."""
-    if self._last:
-      self._kept = samples.bounded([*self._kept, self._last()])
-      self._last = None
+  def _settle(self, *kinds: str) -> None:
+    """Keeps the snapshots at hand: the last one played is always shown."""
+    new = [self._last.pop(kind)() for kind in kinds or tuple(self._last)]
+    if new:
+      self._kept = samples.bounded([*self._kept, *new])
       write_atomically(self._path, json.dumps(self._kept, allow_nan=False))
 
 

@@ -89,6 +89,9 @@ td.num, th.num { text-align: right; }
 td small { color: var(--soft); }
 .scroll { overflow-x: auto; }
 .scroll + .grid { margin-top: 28px; }
+.more { margin-top: 12px; } .more .grid { margin: 0 12px 12px; }
+.more .note { margin: 0 14px 12px; } summary small { color: var(--soft);
+  font-weight: 400; margin-left: 6px; }
 .bar { width: 170px; min-width: 120px; }
 .bar svg { height: 14px; width: 160px; }
 .bar .track { stroke: var(--line); stroke-width: 4; stroke-linecap: round; }
@@ -141,6 +144,7 @@ dd code, .sub code { font: 12.5px var(--mono); }
 .note { color: var(--soft); font-size: 13px; margin: 10px 2px 0; }
 .warn { color: var(--bad); font-size: 13.5px; margin: 14px 0 0; }
 @media (max-width: 640px) {
+  .hero svg text { font-size: 17px; }
   main { padding: 22px 14px 48px; } th, td { padding: 8px 10px; }
   .bar { display: none; }
 }

@@ -3,7 +3,7 @@
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl.config import section
+from jaxrl.config import leave, section, take
 from jaxrl.signature import ConfigError
 from launch import config as launch_config
 
@@ -200,3 +200,15 @@ def test_the_algorithm_is_chosen_after_the_colon():
   config = ConfigDict({'algorithm': {'name': 'grpo'}})
   with pytest.raises(ConfigError, match=r'--config=FILE.py:opmd'):
     launch_config.override(config, 'algorithm.name', 'opmd')
+
+
+def test_take_and_leave_keep_the_annotations():
+  made = section({'name': 'x'}, take(maker, 'tau'), leave(maker, 'tau', 'k'))
+  assert made.to_dict() == {'name': 'x', 'tau': 1.0, 'clip': 0.2, 'n': None}
+  config = ConfigDict({'a': made})
+  launch_config.override(config, 'a.clip', 'none')
+  launch_config.override(config, 'a.tau', '0.5')
+  assert (config.a.clip, config.a.tau) == (None, 0.5)
+  for pick in (take, leave):
+    with pytest.raises(ConfigError, match="Did you mean 'clip'"):
+      pick(maker, 'clips')

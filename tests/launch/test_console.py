@@ -17,7 +17,7 @@ def play(stream, steps=3, total=3, **metrics):
   console.phase('rl', total)
   for step in range(steps):
     console.write(step, {'reward/mean': 0.25, 'loss/total': 0.01, **metrics})
-  console.write(steps, {'eval/math/mean': 0.5})
+  console.write(total, {'eval/math/mean': 0.5, 'time/evaluate': 3.0})
   console.closing('Finished.', {'report': 'runs/x/report.html'})
   return stream.getvalue()
 

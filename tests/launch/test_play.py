@@ -81,7 +81,7 @@ async def test_every_token_is_shown_once_in_order():
   assert 'mean log-prob -1.500 · weights of step 7' in heads[1]
   ids = [l for l in text.splitlines() if re.fullmatch(r'[\d ]+', l) and l.strip()]
   assert ' '.join(ids) == '1 2 3 4 6 7 5 6'
-  assert text.count('reward     0.5') == 2
+  assert text.count('reward        0.5') == 2
   assert 'Ended by finish.' in text and '4 written by the model' in text
   assert job.events == ['start', 'close']
 

@@ -197,7 +197,7 @@ def test_size_stays_bounded():
   ]
   page = render(Run('long', rows))
   assert len(page) < 2_000_000
-  assert '14 more in metrics.jsonl' in page
+  assert '5 more in metrics.jsonl' in page
   assert 'The same at every step' not in page
 
 
@@ -220,6 +220,20 @@ def test_ticks_are_round_and_enclose(low, high, expected):
 )  # fmt: skip
 def test_numbers_are_short(value, text):
   assert charts.number_text(value) == text
+
+
+@pytest.mark.parametrize(
+  'value, step, text',
+  [(1.0001, 0.0001, '1.0001'), (2, 1, '2'), (0.25, 0.25, '0.25'), (2.5, 2.5, '2.5'),
+   (7500, 2500, '7500'), (20000, 5000, '20k'), (0, 0.5, '0.0'), (3e-6, 1e-6, '3e-6')],
+)  # fmt: skip
+def test_neighbouring_ticks_differ(value, step, text):
+  assert charts.tick_text(value, step) == text
+
+
+def test_rounding_is_not_drawn_as_a_change():
+  low, high = charts.y_range([1.0, 1.0 + 1e-9])
+  assert high - low > 1e-6 and low < 1 < high
 
 
 def test_curves_break_where_a_value_is_missing_and_keep_their_ends():
@@ -250,3 +264,21 @@ def test_the_script_runs_in_a_browser_and_shows_text_as_text(tmp_path):
   assert shown.count('class="t a') == 4 * 8
   assert '&lt;/script&gt;&lt;script&gt;alert(1)' in shown
   assert shown.count('<script') == 2 and '<img' not in shown
+
+
+def test_evaluations_have_their_own_samples(tmp_path):
+  writers = Writers([JsonLines(tmp_path / 'metrics.jsonl'), Report(tmp_path)])
+  writers.phase('train', 4)
+  for step in range(5):
+    if step % 2 == 0:
+      writers.trajectories(step, [[trajectory()]], kind='eval')
+    if step < 4:
+      writers.trajectories(step, [[trajectory()]])
+    writers.write(step, {'reward/mean': 0.5})
+  writers.close()
+  shown = island((tmp_path / 'report.html').read_text())['snapshots']
+  found = [(s['series'], s['step']) for s in shown]
+  assert sorted(found) == [
+    *(('evaluation', step) for step in (0, 2, 4)),
+    *(('training', step) for step in range(4)),
+  ]

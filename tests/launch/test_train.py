@@ -152,7 +152,9 @@ def test_a_signal_stops_after_the_step(folder, number, status):
   process.send_signal(number)
   said, _ = process.communicate(timeout=30)
   assert process.returncode == status
-  assert 'stopping after this step' in said and 'Stopped.' in said
+  assert (
+    'stopping after this step' in said and 'Stopped; the same command resumes.' in said
+  )
   assert 'stopped' in (folder / 'run' / 'report.html').read_text()
 
 
@@ -165,4 +167,4 @@ def test_a_second_signal_ends_it_at_once(folder):
   process.send_signal(signal.SIGCONT)
   said, _ = process.communicate(timeout=30)
   assert process.returncode in (130, 143)
-  assert 'Stopped.' not in said
+  assert 'Stopped' not in said
