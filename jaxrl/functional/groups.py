@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxrl.types import Array
 
 MAX_EXPONENT = 20.0
+EPSILON = 1e-6  # added to standard deviations
 
 
 def exp(x: Array) -> Array:
@@ -79,6 +80,36 @@ def masked_std(x: Array, mask: Array) -> Array:
   """Sample (ddof 1) standard deviation of x where the mask is set."""
   centred = jnp.where(mask, x - masked_mean(x, mask), 0)
   return safe_sqrt(jnp.sum(centred**2) / jnp.maximum(jnp.sum(mask) - 1, 1))
+
+
+def whiten(x: Array, mask: Array) -> Array:
+  """(x − mean)/(std + 1e-6) over the set entries, 0 elsewhere; equal ones give 0."""
+  top = jnp.max(jnp.where(mask, x, -jnp.inf))
+  bottom = jnp.min(jnp.where(mask, x, jnp.inf))
+  centred = jnp.where(mask & (top > bottom), x - masked_mean(x, mask), 0)
+  count = jnp.maximum(jnp.sum(mask) - 1, 1)
+  return centred / (safe_sqrt(jnp.sum(centred**2) / count) + EPSILON)
+
+
+def rank(x: Array, ids: Array) -> Array:
+  """`[B]` how many entries with the same id are strictly smaller, for each entry."""
+  order = jnp.lexsort((x, ids))
+  sorted_ids, sorted_x = ids[order], x[order]
+  place = jnp.arange(ids.shape[0])
+  new_id = jnp.diff(sorted_ids, prepend=sorted_ids[:1] - 1) != 0
+  new_x = new_id | (sorted_x != jnp.roll(sorted_x, 1))
+  first_of_id = jax.lax.cummax(jnp.where(new_id, place, 0))
+  first_of_x = jax.lax.cummax(jnp.where(new_x, place, 0))
+  return jnp.zeros_like(place).at[order].set(first_of_x - first_of_id)
+
+
+def pair_up(first: Array, second: Array) -> Array:
+  """`[B]` dense ids of the pairs (first, second); −1 where either is negative."""
+  order = jnp.lexsort((second, first))
+  a, b = first[order], second[order]
+  new = (a != jnp.roll(a, 1)) | (b != jnp.roll(b, 1))
+  ids = jnp.zeros_like(order).at[order].set(jnp.cumsum(new.at[0].set(True)) - 1)
+  return jnp.where((first < 0) | (second < 0), -1, ids)
 
 
 def row_sum(x: Array, mask: Array) -> Array:

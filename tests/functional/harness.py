@@ -76,6 +76,7 @@ def batch(seed: int, steps: bool = False) -> dict[str, np.ndarray]:
     'advantages': rng.normal(size=mask.shape) * (rng.random(mask.shape) < 0.9),
     'state_hash': rng.integers(0, 3, size=rows),
     'expert_mask': rng.random(rows) < 0.3,
+    'greedy_mask': rng.random(rows) < 0.2,
   }
   p = -rng.exponential(size=mask.shape)
   columns['logprobs'] = p
@@ -84,7 +85,7 @@ def batch(seed: int, steps: bool = False) -> dict[str, np.ndarray]:
     far = rng.random(mask.shape)
     drift = np.where(far < 0.03, 50, np.where(far > 0.97, -50, drift))
     columns[name] = p + drift
-  for name in ('values', 'old_values', 'returns', 'entropy'):
+  for name in ('values', 'old_values', 'returns', 'entropy', 'nec'):
     columns[name] = rng.normal(size=mask.shape)
   columns['entropy'] = np.abs(columns['entropy'])
   order = rng.permutation(rows)

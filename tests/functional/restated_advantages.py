@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from tests.functional.restated_losses import turns
+
 
 def by_run(c, value_of_run):
   """`[B, T]` from {run: number}; 0 where the mask is 0."""
@@ -27,9 +29,13 @@ def _equal(values):
   return np.ptp(np.asarray(values, np.float32)) == 0
 
 
-def grpo(c, o):
-  tasks = returns_by_task(c)
-  everyone = [r for members in tasks.values() for r in members.values()]
+def _all(tasks):
+  return [r for members in tasks.values() for r in members.values()]
+
+
+def _group_relative(tasks, o):
+  """{run: A} of GRPO from {task: {run: R}}."""
+  everyone = _all(tasks)
   batch_std = np.std(everyone, ddof=1) if len(everyone) > 1 else 1.0
   advantage = {}
   for members in tasks.values():
@@ -45,7 +51,28 @@ def grpo(c, o):
       if o.get('scale_by_std', True):
         a /= scale + 1e-6
       advantage[run] = a
-  return by_run(c, advantage)
+  return advantage
+
+
+def grpo(c, o):
+  tasks = returns_by_task(c)
+  rho = o.get('rank_penalty')
+  if rho is not None:
+    likelihood = {}
+    for row, run in enumerate(c['run_ids']):
+      new = c['rollout_logprobs'][row][c['mask'][row]].sum()
+      likelihood[run] = likelihood.get(run, 0.0) + new
+    tasks = {
+      task: {
+        run: value
+        * (
+          1 - rho * sum(likelihood[r] < likelihood[run] for r in members) / len(members)
+        )
+        for run, value in members.items()
+      }
+      for task, members in tasks.items()
+    }
+  return by_run(c, _group_relative(tasks, o))
 
 
 def opmd(c, o):
@@ -74,8 +101,256 @@ def gae(c, o):
       advantage = delta + gamma * lam * advantage
       value = c['old_values'][row, t]
       out[row, t] = advantage
-  if o.get('whiten') and c['mask'].any():
-    seen = out[c['mask']]
-    std = np.std(seen, ddof=1) if len(seen) > 1 else 0.0
-    out = np.where(c['mask'], (out - seen.mean()) / (std + 1e-6), 0)
+  return whiten(out, c['mask']) if o.get('whiten') else out
+
+
+def _each_group(c, rule):
+  """by_run of rule(values) -> advantages, applied to every task's rewards."""
+  advantage = {}
+  for members in returns_by_task(c).values():
+    values = np.array(list(members.values()))
+    advantage.update(zip(members, rule(values), strict=True))
+  return by_run(c, advantage)
+
+
+def _centred(values):
+  return values * 0 if _equal(values) else values - values.mean()
+
+
+def asymre(c, o):
+  shift = o.get('shift', -0.1)
+  return _each_group(c, lambda v: v if len(v) == 1 else _centred(v) - shift)
+
+
+def rloo(c, o):
+  def rule(v):
+    n = len(v)
+    if n == 1:
+      return v
+    if _equal(v):
+      return 0 * v
+    return np.array([v[i] - np.delete(v, i).mean() for i in range(n)])
+
+  return _each_group(c, rule)
+
+
+def rec(c, o):
+  def rule(v):
+    centred = v if len(v) == 1 else _centred(v)
+    std = 1.0 if len(v) == 1 else np.sqrt(np.mean(centred**2))
+    return centred / (std + 1e-6) if o.get('scale_by_std') else centred
+
+  return _each_group(c, rule)
+
+
+def best(c, o):
+  return _each_group(c, lambda v: 1.0 * ((v == v.max()) & (v > 0)))
+
+
+def to_go(c, gamma):
+  out = np.zeros(c['mask'].shape)
+  for row in range(len(out)):
+    where = np.flatnonzero(c['mask'][row])
+    for i, t in enumerate(where):
+      future = c['rewards'][row, where[i:]]
+      out[row, t] = np.sum(future * gamma ** np.arange(len(future)))
   return out
+
+
+def whiten(x, mask):
+  seen = x[mask]
+  if len(seen) == 0 or np.ptp(seen) < 1e-6:
+    return np.zeros_like(x)
+  std = np.std(seen, ddof=1) if len(seen) > 1 else 0.0
+  return np.where(mask, (x - seen.mean()) / (std + 1e-6), 0)
+
+
+def reinforce(c, o):
+  if o.get('gamma') is not None:
+    return to_go(c, o['gamma'])
+  return _each_group(c, lambda v: v)
+
+
+def reinforce_plus_plus(c, o):
+  out = to_go(c, o.get('gamma', 1.0))
+  if o.get('baseline') == 'group':
+    out = out - _each_group(c, lambda v: 0 * v + v.mean())
+  return whiten(np.where(c['mask'], out, 0), c['mask'])
+
+
+def remax(c, o):
+  out = to_go(c, o.get('gamma', 1.0))
+  greedy = {}
+  for row, task in enumerate(c['task_ids']):
+    if task >= 0 and c['greedy_mask'][row]:
+      greedy.setdefault(task, []).append(c['rewards'][row].sum())
+  for row, task in enumerate(c['task_ids']):
+    out[row] -= np.mean(greedy.get(task, [0.0]))
+  return np.where(c['mask'] & ~c['greedy_mask'][:, None], out, 0)
+
+
+def agentic_reinforce(c, o):
+  out = np.zeros(c['mask'].shape)
+  for row, stretches in enumerate(turns(c['mask'])):
+    value = 0.0
+    for where in stretches[::-1]:
+      value = c['rewards'][row, where].sum() + o.get('gamma', 1.0) * value
+      out[row, where] = value
+  return out
+
+
+def _steps(c):
+  """{run: its rows, in the order of their steps}."""
+  runs = {}
+  for row in np.argsort(c['step_ids'], kind='stable'):
+    if c['run_ids'][row] >= 0:
+      runs.setdefault(c['run_ids'][row], []).append(row)
+  return runs
+
+
+def _row_values(c, values):
+  return np.where(c['mask'], np.asarray(values)[:, None], 0)
+
+
+def _discounted(c, gamma):
+  """Per row: Σ over its run's rows from this one on."""
+  values, r = np.zeros(len(c['mask'])), c['rewards'].sum(axis=1)
+  for rows in _steps(c).values():
+    for i, row in enumerate(rows):
+      values[row] = sum(gamma**j * r[later] for j, later in enumerate(rows[i:]))
+  return values
+
+
+def step_wise_grpo(c, o):
+  runs, tasks = _steps(c), {}
+  for run, rows in runs.items():
+    members = tasks.setdefault(c['task_ids'][rows[0]], {})
+    members[run] = c['rewards'][rows[-1]].sum()
+  advantage = _group_relative(tasks, {})
+  if o.get('divide_by_steps'):
+    advantage = {run: a / len(runs[run]) for run, a in advantage.items()}
+  return by_run(c, advantage)
+
+
+def _compare(values, keys, norm):
+  """Per entry: its value less the mean of those with its key; None is no key."""
+  out = np.zeros(len(values))
+  for i, key in enumerate(keys):
+    if key is None:
+      continue
+    peers = np.array([v for v, k in zip(values, keys, strict=True) if k == key])
+    out[i] = 0 if _equal(peers) else values[i] - peers.mean()
+    if norm == 'std':
+      out[i] /= (np.std(peers, ddof=1) if len(peers) > 1 else 0) + 1e-6
+  return out
+
+
+def gigpo(c, o):
+  norm = o.get('norm', 'none')
+  episode = np.zeros(c['mask'].shape)
+  for task, members in returns_by_task(c).items():
+    a = _compare(list(members.values()), [task] * len(members), norm)
+    episode += by_run(
+      c, dict.fromkeys(c['run_ids'], 0.0) | dict(zip(members, a, strict=True))
+    )
+  keys = [
+    (t, h) if t >= 0 else None
+    for t, h in zip(c['task_ids'], c['state_hash'], strict=True)
+  ]
+  step = _compare(_discounted(c, o.get('gamma', 1.0)), keys, norm)
+  return episode + o.get('omega', 1.0) * _row_values(c, step)
+
+
+def step_reinforce(c, o):
+  values = _discounted(c, o.get('gamma', 1.0))
+  groups = {}
+  for row, task in enumerate(c['task_ids']):
+    if task >= 0:
+      name = task if o.get('over') == 'group' else 'all'
+      groups.setdefault(name, {})[row] = values[row]
+  advantage = _group_relative(groups, {})
+  return _row_values(c, [advantage.get(row, 0.0) for row in range(len(values))])
+
+
+def cod(c, o):
+  future, r = o.get('future', 'mean'), c['rewards'].sum(axis=1)
+  values = np.zeros(len(r))
+  for rows in _steps(c).values():
+    for i, row in enumerate(rows):
+      ahead = r[rows[i:]]
+      if future == 'discounted':
+        values[row] = np.sum(ahead * o.get('gamma', 0.9) ** np.arange(len(ahead)))
+      else:
+        values[row] = ahead[
+          : o.get('window', 2) if future == 'sliding' else None
+        ].mean()
+  keys = [
+    (t, k) if t >= 0 else None
+    for t, k in zip(c['task_ids'], c['step_ids'], strict=True)
+  ]
+  return _row_values(c, _compare(values, keys, 'none'))
+
+
+def on_policy_distill(c, o):
+  gap = c['teacher_logprobs'] - c['old_logprobs']
+  return np.where(c['mask'], o.get('coef', 1.0) * gap, 0)
+
+
+def grpo_distill(c, o):
+  return grpo(c, {}) + on_policy_distill(c, o)
+
+
+def jsd(c, o):
+  beta = o.get('beta', 0.5)
+  d = np.clip(c['teacher_logprobs'] - c['old_logprobs'], -20, 20)
+  if beta == 1:
+    value = np.exp(d) - 1
+  else:
+    value = np.log(beta + (1 - beta) * np.exp(d)) / (1 - beta)
+  return np.where(c['mask'], o.get('coef', 1.0) * value, 0)
+
+
+def entropy_keep_b(c, mu):
+  """Tokens clip_b keeps."""
+  a, m = grpo(c, {}), c['mask']
+  s = np.exp(np.clip(c['old_logprobs'], -20, 20)) * (c['entropy'] + c['old_logprobs'])
+  return ~(m & (a < 0) & (s - s[m].mean() < -mu * s[m].std())) if m.any() else ~m
+
+
+def entropy_keep_v(c, mu, max_frac):
+  """Tokens clip_v keeps."""
+  a, m = grpo(c, {}), c['mask']
+  s = np.exp(np.clip(c['old_logprobs'], -20, 20)) * (c['entropy'] + c['old_logprobs'])
+  d = c['nec'] - s
+  drop = m & (a < 0) & (d > mu * (d[m].std() if m.any() else 0))
+  most = max(int(max_frac * m.sum()), 1)
+  worst = sorted(zip(*np.nonzero(drop), strict=True), key=lambda at: -d[at])[:most]
+  keep = np.ones(m.shape, bool)
+  for at in worst:
+    keep[at] = False
+  return keep
+
+
+def normalise(c, o):
+  tasks, bound = returns_by_task(c), o.get('reward_clip') or np.inf
+  tasks = {
+    t: {r: np.clip(v, -bound, bound) for r, v in m.items()} for t, m in tasks.items()
+  }
+  everyone, advantage = np.array(_all(tasks)), {}
+  for members in tasks.values():
+    values = np.array(list(members.values()))
+    pools = {'group': values, 'batch': everyone}
+    for run, value in members.items():
+      a = value
+      if o['mean'] != 'none':
+        pool = pools[o['mean']]
+        a = 0.0 if _equal(pool) else value - pool.mean()
+      if o['std'] != 'none':
+        pool = pools[o['std']]
+        a /= (np.std(pool, ddof=1) if len(pool) > 1 else 1.0) + 1e-6
+      advantage[run] = a
+  out = by_run(c, advantage)
+  if o.get('whiten'):
+    out = whiten(out, c['mask'])
+  limit = o.get('advantage_clip') or np.inf
+  return np.clip(out, -limit, limit)

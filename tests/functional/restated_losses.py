@@ -83,7 +83,7 @@ def _ratio(c):
   return cexp(c['logprobs'] - c['old_logprobs'])
 
 
-def _turns(mask):
+def turns(mask):
   """Per row, the lists of positions of its unbroken stretches of action tokens."""
   rows = []
   for row in mask:
@@ -118,7 +118,7 @@ def gspo(c, o):
   a, d = c['advantages'], np.where(c['mask'], c['logprobs'] - c['old_logprobs'], 0)
   if o.get('level') == 'turn':
     mean = np.zeros_like(d)
-    for row, stretches in enumerate(_turns(c['mask'])):
+    for row, stretches in enumerate(turns(c['mask'])):
       for where in stretches:
         mean[row, where] = d[row, where].mean()
   else:

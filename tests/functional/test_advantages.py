@@ -10,17 +10,51 @@ from tests.functional import harness
 from tests.functional import restated_advantages as restated
 from tests.functional.harness import Case
 
+
+def case(name, *, steps=False, **options):
+  return Case(name, getattr(advantages, name), getattr(restated, name), options, steps)
+
+
 ADVANTAGES = [
-  Case('grpo', advantages.grpo, restated.grpo),
-  Case('grpo', advantages.grpo, restated.grpo, {'scale_by_std': False}),
-  Case('grpo', advantages.grpo, restated.grpo, {'std_over': 'batch'}),
-  Case('grpo', advantages.grpo, restated.grpo, steps=True),
-  Case('opmd', advantages.opmd, restated.opmd),
-  Case('opmd', advantages.opmd, restated.opmd, {'baseline': 'logavgexp', 'tau': 0.5}),
-  Case('opmd', advantages.opmd, restated.opmd, {'baseline': 'logavgexp'}, steps=True),
-  Case('gae', advantages.gae, restated.gae),
-  Case('gae', advantages.gae, restated.gae, {'gamma': 0.9, 'lam': 0.8}),
-  Case('gae', advantages.gae, restated.gae, {'whiten': True}),
+  case('grpo'),
+  case('grpo', scale_by_std=False),
+  case('grpo', std_over='batch'),
+  case('grpo', steps=True),
+  case('grpo', rank_penalty=0.25),
+  case('grpo', rank_penalty=0.5, scale_by_std=False, steps=True),
+  case('opmd'),
+  case('opmd', baseline='logavgexp', tau=0.5),
+  case('opmd', baseline='logavgexp', steps=True),
+  case('asymre', steps=True),
+  case('rloo'),
+  case('rloo', steps=True),
+  case('rec'),
+  case('rec', scale_by_std=True, steps=True),
+  case('best'),
+  case('gae'),
+  case('gae', gamma=0.9, lam=0.8),
+  case('gae', whiten=True),
+  case('reinforce', steps=True),
+  case('reinforce', gamma=0.9),
+  case('reinforce_plus_plus'),
+  case('reinforce_plus_plus', gamma=0.9, baseline='group'),
+  case('remax', gamma=0.9),
+  case('agentic_reinforce', gamma=0.5),
+  case('step_wise_grpo', steps=True),
+  case('step_wise_grpo', steps=True, divide_by_steps=True),
+  case('gigpo', steps=True),
+  case('gigpo', steps=True, gamma=0.5, omega=0.3, norm='std'),
+  case('step_reinforce', steps=True),
+  case('step_reinforce', steps=True, gamma=0.5, over='group'),
+  case('cod', steps=True),
+  case('cod', steps=True, future='sliding', window=2),
+  case('cod', steps=True, future='discounted', gamma=0.5),
+  case('on_policy_distill', coef=0.5),
+  case('grpo_distill', coef=0.1),
+  *(case('jsd', beta=beta) for beta in (0.0, 0.25, 0.5, 0.999, 1.0)),
+  case('normalise', mean='group', std='batch'),
+  case('normalise', mean='batch', std='batch', reward_clip=0.8),
+  case('normalise', mean='none', std='none', whiten=True, advantage_clip=1.0),
 ]
 
 
@@ -35,7 +69,9 @@ def test_equals_the_restatement(case):
     columns = harness.batch(seed, case.steps)
     out = run(columns)
     wanted = case.restated(harness.wide(columns), case.options)
-    scale = np.max(np.abs(wanted), initial=0) + 1
+    # Token by token where a token's advantage is its own, e^20 among them.
+    alone = case.name in ('jsd', 'on_policy_distill')
+    scale = 0.1 if alone else np.max(np.abs(wanted), initial=0) + 1
     harness.assert_close(out.advantages, wanted, scale, what=f'{case} on batch {seed}')
     assert np.all(np.asarray(out.advantages)[~columns['mask']] == 0)
     assert all(np.all(np.isfinite(m)) for m in out.metrics.values())
@@ -43,12 +79,12 @@ def test_equals_the_restatement(case):
 
 @pytest.mark.parametrize('case', ADVANTAGES, ids=str)
 def test_rows_and_padding_change_nothing(case):
-  columns = harness.batch(11, case.steps)
-  plain = np.asarray(harness.call(case, columns).advantages)
+  run, columns = jitted(case), harness.batch(11, case.steps)
+  plain = np.asarray(run(columns).advantages)
   order = np.random.default_rng(1).permutation(harness.ROWS)
-  moved = harness.call(case, harness.permuted(columns, order)).advantages
+  moved = run(harness.permuted(columns, order)).advantages
   np.testing.assert_allclose(moved, plain[order], rtol=1e-5, atol=1e-6)
-  more = harness.call(case, harness.padded(columns)).advantages
+  more = run(harness.padded(columns)).advantages
   inner = more[: harness.ROWS, : harness.TOKENS]
   np.testing.assert_allclose(inner, plain, rtol=1e-5, atol=1e-6)
 

@@ -1,0 +1,180 @@
+"""What sets one advantage apart: dropped tokens, chosen runs, faults not repeated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.functional import advantages
+from tests.functional import harness
+from tests.functional import restated_advantages as restated
+
+
+def rows(rewards, tasks, runs=None, **more):
+  """Columns of one token a row."""
+  n = len(rewards)
+  columns = {
+    'rewards': jnp.array(rewards, jnp.float32)[:, None],
+    'mask': jnp.ones((n, 1), bool),
+    'task_ids': jnp.array(tasks, jnp.int32),
+    'run_ids': jnp.array(list(range(n)) if runs is None else runs, jnp.int32),
+  }
+  return columns | {k: jnp.asarray(v) for k, v in more.items()}
+
+
+def first(out):
+  return np.asarray(out.advantages)[:, 0]
+
+
+def test_rank_penalty_favours_the_unlikely_and_sums_to_zero():
+  """Of two right answers the less likely one gains more; advantages are centred."""
+  columns = rows(
+    [1, 1, 0], [0, 0, 0], rollout_logprobs=jnp.array([[-1.0], [-3.0], [-2.0]])
+  )
+  out = first(advantages.grpo(**columns, scale_by_std=False, rank_penalty=0.3))
+  penalised = np.array([1 - 0.3 * 2 / 3, 1, 0])
+  np.testing.assert_allclose(out, penalised - penalised.mean(), rtol=1e-5)
+  np.testing.assert_allclose(out.sum(), 0, atol=1e-6)
+
+
+def test_anchors_do_not_leak_across_tasks():
+  """Two tasks meet the same state; a step is compared within its own task alone."""
+  columns = rows([1, 0, 5, 5], [0, 0, 1, 1], step_ids=jnp.zeros(4, jnp.int32))
+  out = first(advantages.gigpo(**columns, state_hash=jnp.full(4, 7)))
+  np.testing.assert_allclose(out, [1, -1, 0, 0], atol=1e-6)
+
+
+def test_gigpo_by_hand():
+  """Run 0 passes state 3 then 4 and wins; run 1 passes 3 alone and loses."""
+  columns = rows(
+    [0, 1, 0], [0, 0, 0], [0, 0, 1], step_ids=np.array([0, 1, 0], np.int32)
+  )
+  out = first(
+    advantages.gigpo(**columns, state_hash=np.array([3, 4, 3]), gamma=0.5, omega=2.0)
+  )
+  np.testing.assert_allclose(out, [0.5 + 2 * 0.25, 0.5, -0.5 - 2 * 0.25], rtol=1e-6)
+
+
+def test_jsd_follows_the_sign_of_the_gap():
+  """Between the limits d and e^d − 1 it grows with d and never changes sign."""
+  d = jnp.array([[-50.0, -3.0, -1e-3, 0.0, 1e-3, 3.0, 50.0]])
+  mask = jnp.ones_like(d, bool)
+  for beta in (0.0, 0.3, 0.5, 0.999999, 1.0):
+    a = np.asarray(advantages.jsd(d, 0 * d, mask, beta=beta).advantages)
+    assert np.all(np.sign(a) == np.sign(d)) and np.all(np.diff(a) > 0)
+  inner = slice(1, 6)
+  linear = advantages.jsd(d, 0 * d, mask, beta=0.0).advantages
+  np.testing.assert_allclose(linear[0, inner], d[0, inner], rtol=1e-5)
+  power = advantages.jsd(d, 0 * d, mask, beta=1.0).advantages
+  np.testing.assert_allclose(power[0, inner], np.expm1(d[0, inner]), rtol=1e-5)
+
+
+def test_jsd_is_the_gradient_of_the_divergence():
+  """The exact expectation of A·∇p over a vocabulary, against JAX's own gradient."""
+  teacher = jax.nn.log_softmax(jnp.array([0.3, -1.0, 2.0, 0.1]))
+  logits, beta = jnp.array([1.0, 0.5, -0.7, 0.2]), 0.3
+
+  def divergence(logits):
+    student = jax.nn.log_softmax(logits)
+    mixed = jnp.log((1 - beta) * jnp.exp(teacher) + beta * jnp.exp(student))
+    to_student = jnp.sum(jnp.exp(student) * (student - mixed))
+    to_teacher = jnp.sum(jnp.exp(teacher) * (teacher - mixed))
+    whole = beta * to_student + (1 - beta) * to_teacher
+    return whole / (beta * (1 - beta))
+
+  def surrogate(logits):
+    student = jax.nn.log_softmax(logits)
+    fixed = jax.lax.stop_gradient(student)
+    a = advantages.jsd(
+      teacher[None], fixed[None], jnp.ones((1, 4), bool), beta=beta
+    ).advantages[0]
+    return -jnp.sum(jnp.exp(fixed) * a * student)
+
+  np.testing.assert_allclose(
+    jax.grad(surrogate)(logits), jax.grad(divergence)(logits), rtol=1e-4, atol=1e-6
+  )
+
+
+def test_clip_b_and_clip_v_keep_what_the_formula_keeps():
+  run_b = jax.jit(lambda c: advantages.clip_b(**c, mu=0.5).keep)
+  run_v = jax.jit(lambda c, nec: advantages.clip_v(**c, nec=nec, mu=0.3, max_frac=0.05))
+  names = ('rewards', 'mask', 'task_ids', 'run_ids', 'old_logprobs', 'entropy')
+  dropped = 0
+  for seed in range(50):
+    columns = harness.batch(seed)
+    given, m = {name: columns[name] for name in names}, columns['mask']
+    wanted = restated.entropy_keep_b(harness.wide(columns), 0.5)
+    np.testing.assert_array_equal(run_b(given), wanted)
+    wanted = restated.entropy_keep_v(harness.wide(columns), 0.3, 0.05)
+    np.testing.assert_array_equal(run_v(given, columns['nec']).keep, wanted)
+    assert np.sum(~wanted) <= max(0.05 * m.sum(), 1)
+    dropped += np.sum(~wanted)
+  assert dropped > 10
+
+
+def test_rec_balances_by_dropping_surplus_negatives():
+  """1 right, 4 wrong: three of the wrong go, and the mean is that of the two left."""
+  columns = rows([1, 0, 0, 0, 0, 0.3], [0] * 5 + [1])
+  seen = set()
+  for seed in range(10):
+    out = advantages.rec(**columns, key=jax.random.key(seed), drop='balance')
+    kept = np.asarray(out.keep)[:, 0]
+    assert kept[0] and kept[5] and kept[1:5].sum() == 1
+    np.testing.assert_allclose(first(out)[kept], [0.5, -0.5, 0.3], rtol=1e-6)
+    assert np.all(first(out)[~kept] == 0)
+    seen.add(tuple(kept))
+  assert len(seen) > 1
+
+
+def test_remax_subtracts_the_greedy_reward_of_the_same_task():
+  columns = rows([1, 0.25, 2, 0.5], [0, 0, 1, 1])
+  out = advantages.remax(**columns, greedy_mask=np.array([False, True, False, True]))
+  np.testing.assert_allclose(first(out), [0.75, 0, 1.5, 0])
+  np.testing.assert_array_equal(out.keep[:, 0], [True, False, True, False])
+
+
+def test_agentic_reinforce_discounts_turns_not_tokens():
+  mask = jnp.array([[0, 1, 1, 0, 1, 1, 1]], bool)
+  rewards = jnp.array([[0, 0, 1.0, 0, 0, 0, 4.0]])
+  out = advantages.agentic_reinforce(rewards, mask, gamma=0.5)
+  np.testing.assert_allclose(out.advantages, [[0, 3, 3, 0, 4, 4, 4]])
+
+
+def test_raft_keeps_the_best_and_only_if_right():
+  out = advantages.best(**rows([1, 0, 1, 0, 0], [0, 0, 0, 1, 1]))
+  np.testing.assert_array_equal(out.keep[:, 0], [True, False, True, False, False])
+
+
+def test_asymre_keeps_its_shift_in_a_group_of_equals():
+  out = first(advantages.asymre(**rows([0.7, 0.7, 0.7], [0, 0, 1])))
+  np.testing.assert_allclose(out, [0.1, 0.1, 0.7], rtol=1e-6)
+
+
+def test_running_statistics_equal_those_of_all_runs_seen():
+  state, seen = advantages.init_moments(), []
+  for seed in range(5):
+    columns = harness.batch(seed)
+    state = advantages.update_moments(
+      state, columns['rewards'], columns['task_ids'], columns['run_ids']
+    )
+    seen += restated._all(restated.returns_by_task(harness.wide(columns)))
+  np.testing.assert_allclose(state['mean'], np.mean(seen), rtol=1e-5)
+  np.testing.assert_allclose(state['square'], np.var(seen) * len(seen), rtol=1e-5)
+  out = advantages.normalise(**rows([1, 3], [0, 0]), state=state, mean='running')
+  np.testing.assert_allclose(first(out), np.array([1, 3]) - np.mean(seen), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'call, words',
+  [
+    (lambda c: advantages.normalise(**c, mean='running'), 'init_moments'),
+    (lambda c: advantages.grpo(**c, rank_penalty=0.1), 'rollout_logprobs'),
+    (lambda c: advantages.rec(**c, drop='balance'), 'key'),
+    (lambda c: advantages.rec(**c, drop='some'), 'balance'),
+    (lambda c: advantages.reinforce_plus_plus(**c, baseline='mean'), 'group'),
+    (lambda c: advantages.grpo(**c, std_over='task'), 'batch'),
+  ],
+)
+def test_what_is_missing_is_named(call, words):
+  with pytest.raises(ValueError, match=words):
+    call(rows([1, 0], [0, 0]))
