@@ -10,24 +10,66 @@ NEGATIVE = -1e30  # finite, so that a fully masked row gives numbers, not NaN
 
 
 def attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  *,
+  block: int = 512,
 ) -> jax.Array:
   """Causal attention within segments.
 
   q: `[B, T, H, d]`. k, v: `[B, T, K, d]`. segment_ids: `[B, T]` int32; a token sees
-  the tokens before it, and itself, that bear its own segment's number.
-  Returns `[B, T, H, d]`.
+  the tokens before it, and itself, that bear its own segment's number. Sequences
+  longer than `block` are done so many queries at a time, computed anew in the
+  backward pass. Returns `[B, T, H, d]`.
   """
   batch, length, heads, dim = q.shape
-  kv_heads = k.shape[2]
-  q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-  scores = jnp.einsum('btkgd,bskd->bkgts', q, k).astype(jnp.float32) * dim**-0.5
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
   time = jnp.arange(length)
-  visible = (time[:, None] >= time) & (segment_ids[:, :, None] == segment_ids[:, None])
-  scores = jnp.where(visible[:, None, None], scores, NEGATIVE)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum('bkgts,bskd->btkgd', weights, v)
-  return out.reshape(batch, length, heads, dim)
+  if length <= block:
+    return _attend(q, k, v, segment_ids, segment_ids, time)
+  chunks = -(-length // block)
+  pad = chunks * block - length
+
+  def split(x, fill=0):  # [B, T, …] → [chunks, B, block, …]
+    widths = [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, widths, constant_values=fill)
+    return x.reshape(x.shape[0], chunks, block, *x.shape[2:]).swapaxes(0, 1)
+
+  def body(_, chunk):
+    q, ids, time = chunk
+    return None, _attend(q, k, v, ids, segment_ids, time[0])
+
+  chunks = split(q), split(segment_ids), split(time[None], fill=length)
+  _, out = jax.lax.scan(jax.checkpoint(body), None, chunks)
+  return out.swapaxes(0, 1).reshape(batch, -1, heads, dim)[:, :length]
+
+
+def _attend(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_ids: jax.Array,
+  k_ids: jax.Array,
+  time: jax.Array,
+) -> jax.Array:
+  """Queries q `[B, t, H, d]` at places `time` `[t]`; k, v `[B, K, T, d]`."""
+  batch, length, heads, dim = q.shape
+  kv_heads = k.shape[1]
+  # Query heads of one key head are stacked along the length: few, larger products.
+  q = (q * dim**-0.5).reshape(batch, length, kv_heads, -1, dim)
+  q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
+  visible = time[:, None] >= jnp.arange(k.shape[2])
+  visible = visible & (q_ids[:, :, None] == k_ids[:, None])
+  visible = jnp.tile(visible, (1, heads // kv_heads, 1))[:, None]
+  scores = jnp.einsum('bkmd,bksd->bkms', q, k).astype(jnp.float32)
+  scores = jnp.where(visible, scores, NEGATIVE)
+  top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+  weights = jnp.exp(scores - top)
+  out = jnp.einsum('bkms,bksd->bkmd', weights.astype(v.dtype), v)
+  out = out / weights.sum(-1)[..., None].astype(out.dtype)
+  return out.reshape(batch, heads, length, dim).swapaxes(1, 2)
 
 
 def decode_attention(
@@ -38,25 +80,32 @@ def decode_attention(
   limit: jax.Array,
   *,
   block: int = 64,
+  layer: jax.Array | int = 0,
 ) -> jax.Array:
   """One query a row against its own cache, the positions up to its own.
 
-  q: `[S, H, d]`. k_cache, v_cache: `[S, K, T, d]`, T a multiple of `block`.
+  q: `[S, H, d]`. k_cache, v_cache: `[S, K, T, d]`, T a multiple of `block`; or
+  `[layers, S, K, T, d]`, of which `layer` is read in place, not sliced out whole.
   positions: `[S]` int32. limit: scalar int32 > max(positions); blocks from there on
   are not read. Keys come in blocks of fixed size under a running softmax, and a fully
   masked block changes no bit, so a row depends neither on `limit` nor on other rows.
   Returns `[S, H, d]`.
   """
   slots, heads, dim = q.shape
-  kv_heads = k_cache.shape[1]
+  kv_heads = k_cache.shape[-3]
   q = q.reshape(slots, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
   q = q * dim**-0.5
+
+  def read(cache, start):
+    cache = cache.reshape(-1, *cache.shape[-4:])
+    size = (1, slots, kv_heads, block, dim)
+    piece = jax.lax.dynamic_slice(cache, (layer, 0, 0, start, 0), size)
+    return piece[0].astype(jnp.float32)
 
   def step(i, carry):
     top, total, out = carry
     start = i * block
-    k = jax.lax.dynamic_slice_in_dim(k_cache, start, block, 2).astype(jnp.float32)
-    v = jax.lax.dynamic_slice_in_dim(v_cache, start, block, 2).astype(jnp.float32)
+    k, v = read(k_cache, start), read(v_cache, start)
     scores = jnp.einsum('skgd,sktd->skgt', q, k)
     visible = (start + jnp.arange(block)) <= positions[:, None]
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)

@@ -25,8 +25,8 @@ def token_logprobs(
   batch, length, width = hidden.shape
 
   def score(hidden, targets):
-    logits = jnp.einsum('btd,vd->btv', hidden, table.astype(hidden.dtype))
-    logits = logits.astype(jnp.float32)
+    logits = hidden.reshape(-1, width) @ table.T.astype(hidden.dtype)
+    logits = logits.reshape(*targets.shape, -1).astype(jnp.float32)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     chosen = jnp.where(ids == targets[..., None], logits, 0.0).sum(-1)
     logprobs = chosen / temperature - jax.nn.logsumexp(logits / temperature, axis=-1)

@@ -208,8 +208,9 @@ class Model:
         for name, value in (('k', k), ('v', v)):
           value = value.astype(cache[name].dtype)
           new[name] = cache[name].at[layer, rows, :, positions].set(value)
-        k_layer, v_layer = new['k'][layer], new['v'][layer]
-        out = decode_attention(q, k_layer, v_layer, positions, limit, block=BLOCK)
+        out = decode_attention(
+          q, new['k'], new['v'], positions, limit, block=BLOCK, layer=layer
+        )
         return out.astype(x.dtype), new
 
       x, cache = block(x, cos, sin, attend, self.constrain)

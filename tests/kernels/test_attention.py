@@ -1,0 +1,81 @@
+"""Attention against a loop over queries in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.attention import attention, decode_attention
+
+
+def one_query(q, keys, values):
+  """q `[d]`, keys and values `[n, d]`, in float64."""
+  scores = keys @ q / np.sqrt(len(q))
+  weights = np.exp(scores - scores.max())
+  return weights @ values / weights.sum()
+
+
+def random(*shape, seed=0):
+  return np.random.default_rng(seed).normal(size=shape)
+
+
+@pytest.mark.parametrize('block', [9, 4])
+@pytest.mark.parametrize('heads', [2, 4, 6])
+def test_attention_within_segments(heads, block):
+  batch, length, kv_heads, dim = 2, 9, 2, 6
+  q = random(batch, length, heads, dim)
+  k, v = random(2, batch, length, kv_heads, dim, seed=1)
+  segments = np.array([[1] * 4 + [2] * 3 + [0] * 2, [1] * 9])
+  args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+  out = attention(*args, jnp.asarray(segments), block=block)
+  for b, t, h in np.ndindex(batch, length, heads):
+    seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
+    kv = h // (heads // kv_heads)
+    expected = one_query(q[b, t, h], k[b, seen, kv], v[b, seen, kv])
+    np.testing.assert_allclose(out[b, t, h], expected, atol=1e-5)
+
+
+def test_queries_in_blocks_have_the_same_gradient():
+  args = [jnp.asarray(random(2, 9, h, 6, seed=h), jnp.float32) for h in (4, 2, 2)]
+  segments = jnp.asarray([[1] * 4 + [2] * 3 + [0] * 2, [1] * 9])
+
+  def gradient(block):
+    def total(q, k, v):
+      return (attention(q, k, v, segments, block=block) ** 2).sum()
+
+    return jax.grad(total, argnums=(0, 1, 2))(*args)
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient(9), gradient(4)
+  )
+
+
+@pytest.mark.parametrize('limit', [40, 64])
+def test_decode_attention_up_to_each_position(limit):
+  slots, heads, kv_heads, dim = 3, 4, 2, 6
+  q = random(slots, heads, dim)
+  k, v = random(2, slots, kv_heads, 64, dim, seed=1)
+  positions = np.array([0, 15, 39])
+  out = decode_attention(
+    *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
+    jnp.asarray(positions),
+    jnp.int32(limit),
+    block=16,
+  )
+  for s, h in np.ndindex(slots, heads):
+    seen = slice(0, positions[s] + 1)
+    expected = one_query(q[s, h], k[s, h // 2, seen], v[s, h // 2, seen])
+    np.testing.assert_allclose(out[s, h], expected, atol=1e-5)
+
+
+def test_a_long_sequence_is_not_held_square():
+  length = 4096
+  args = [jax.ShapeDtypeStruct((1, length, h, 16), jnp.float32) for h in (4, 2, 2)]
+  segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+  def total(q, k, v, segments):
+    return attention(q, k, v, segments).sum()
+
+  grad = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+  memory = grad.lower(*args, segments).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 4 * length * length * 4 / 2
