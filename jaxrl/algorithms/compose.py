@@ -246,6 +246,10 @@ def split_numbers(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, 
     }
     rest = sorted((k, v) for k, v in keywords.items() if not _is_number(v))
     static[slot] = Part(function, tuple(rest))
+  if algorithm.prepare is not None:
+    # Runs outside the parts that take numbers, so it keeps its own.
+    whole = tuple(sorted(_keywords(algorithm.prepare).items()))
+    static['prepare'] = Part(_function(algorithm.prepare), whole)
   return dataclasses.replace(algorithm, **static), numbers
 
 

@@ -52,6 +52,22 @@ def token_weights(
   return m / (rows * constant)
 
 
+def term_scale(mask: Array, expert_mask: Array, *, mode: str = 'token_mean') -> Array:
+  """`[B]` turns weights over all rows into weights over a row's own kind.
+
+  For losses of two terms, one on expert rows and one on the others, each a mean over
+  its own: token_weights(mask, mode=mode) · term_scale sums to 1 (in mode token_mean)
+  over either kind. mask: `[B, T]`. expert_mask: `[B]` bool.
+  """
+  name, _ = check(mode, length=1)
+  tokens = jnp.sum(jnp.asarray(mask, jnp.float32), axis=-1)
+  count = tokens if name == 'token_mean' else 1.0 * (tokens > 0)
+  experts = jnp.sum(jnp.where(expert_mask, count, 0))
+  others = jnp.sum(jnp.where(expert_mask, 0, count))
+  own = jnp.where(expert_mask, experts, others)
+  return jnp.where(own > 0, (experts + others) / jnp.maximum(own, 1), 0)
+
+
 def check(mode: str, length: float | None = None) -> tuple[str, float]:
   """The mode's name and its length, 0 if it has none; ConfigError when wrong."""
   name, options = parse_call(mode)

@@ -8,6 +8,7 @@ behaviour log-prob takes the place of p. J. Schulman, "Approximating KL divergen
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl.functional.groups import exp
@@ -66,3 +67,19 @@ def corrected_k3(
   """
   ratio = jnp.clip(exp(logprobs - old_logprobs), 0, 2)
   return coef * ratio * k3(logprobs, ref_logprobs)
+
+
+def full(logits: Array, ref_logits: Array, *, coef: float = 1.0) -> Array:
+  """`[B, T]` coef·Σ_v π(v)·(log π(v) − log π_ref(v)), exact; logits `[B, T, V]`."""
+  p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
+  return coef * jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+
+def adaptive_coef(
+  beta: Array, kl: Array, n: Array, *, target: float = 6.0, horizon: float = 10_000.0
+) -> Array:
+  """The next β: β·(1 + clip(kl/target − 1, ±0.2)·n/horizon) (arXiv 1909.08593).
+
+  kl: the mean KL over the last n rows. Steers the KL to `target`.
+  """
+  return beta * (1 + jnp.clip(kl / target - 1, -0.2, 0.2) * n / horizon)

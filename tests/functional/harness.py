@@ -90,7 +90,12 @@ def batch(seed: int, steps: bool = False) -> dict[str, np.ndarray]:
   columns['entropy'] = np.abs(columns['entropy'])
   order = rng.permutation(rows)
   columns = {k: v[order] for k, v in columns.items()}
-  return {k: _cast(k, _grow(k, v, rng)) for k, v in columns.items()}
+  columns = {k: _cast(k, _grow(k, v, rng)) for k, v in columns.items()}
+  expert, tokens = columns['expert_mask'], columns['mask'].sum(axis=1)
+  own = np.where(expert, tokens[expert].sum(), tokens[~expert].sum())
+  columns['term_scale'] = (tokens.sum() / np.maximum(own, 1)).astype(np.float32)
+  columns['mu'] = np.full(ROWS, rng.random(), np.float32)
+  return columns
 
 
 def _runs(rng, rows, steps):

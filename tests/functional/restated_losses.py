@@ -198,3 +198,71 @@ def sft_is(c, o):
 def sft_phi(c, o):
   probability = sg(np.exp(c['logprobs']))
   return _masked(-probability * (1 - probability) * c['logprobs'], c)
+
+
+def _mixed(c, o, mu, expert):
+  usual = ppo_clip(c, o)
+  loss = np.where(c['expert_mask'][:, None], mu * expert, (1 - mu) * usual)
+  return c['term_scale'][:, None] * loss
+
+
+def mix(c, o):
+  return _mixed(c, o, o.get('mu', 0.1), sft(c, {}))
+
+
+def mix_chord(c, o):
+  return _mixed(c, o, c['mu'][:, None], sft_phi(c, {}))
+
+
+def m2po_keep(c, threshold=0.04):
+  """Drops the worst candidate again and again, until the rest is calm enough."""
+  d = np.where(c['mask'], sg(c['logprobs'] - c['old_logprobs']), 0)
+  a = c['advantages']
+  left = [
+    (d[at] ** 2, at)
+    for at in zip(*np.nonzero(((a > 0) & (d > 0)) | ((a < 0) & (d < 0))), strict=True)
+  ]
+  keep = np.ones(d.shape, bool)
+  left.sort()
+  while left and np.mean([square for square, _ in left]) > threshold:
+    keep[left.pop()[1]] = False
+  return keep
+
+
+def m2po(c, o):
+  return importance_sampling(c, o) * m2po_keep(c, o.get('threshold', 0.04))
+
+
+def pairs(c, score, loss_of):
+  """Per row, the loss of its pair; `score` is per row."""
+  total, out = c['rewards'].sum(axis=1), np.zeros(len(score), complex)
+  for pair in set(c['pair_ids'][c['pair_ids'] >= 0]):
+    i, j = np.flatnonzero(c['pair_ids'] == pair)
+    chosen, rejected = (i, j) if total[i] > total[j] else (j, i)
+    out[[i, j]] = loss_of(score[chosen] - score[rejected])
+  return out
+
+
+def _log_sigmoid(x):
+  return -np.log1p(np.exp(-x)) if sg(x) > 0 else x - np.log1p(np.exp(x))
+
+
+def dpo(c, o):
+  beta, ls = o.get('beta', 0.1), o.get('label_smoothing', 0.0)
+  score = np.where(c['mask'], c['logprobs'] - c['ref_logprobs'], 0).sum(axis=1)
+
+  def loss(delta):
+    x = beta * delta
+    return -(1 - ls) * _log_sigmoid(x) - ls * _log_sigmoid(-x)
+
+  return pairs(c, score, loss)
+
+
+def ipo(c, o):
+  score = row_mean(c['logprobs'] - c['ref_logprobs'], c['mask'])[:, 0]
+  return pairs(c, score, lambda d: (d - 1 / (2 * o.get('beta', 0.1))) ** 2)
+
+
+def hinge(c, o):
+  score = np.where(c['mask'], c['logprobs'] - c['ref_logprobs'], 0).sum(axis=1)
+  return pairs(c, score, lambda d: largest(0 * d, 1 - o.get('beta', 0.1) * d))

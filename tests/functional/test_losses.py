@@ -52,7 +52,11 @@ LOSSES = [
   case('kimi', level='sequence', tau=0.2),
   case('rec'),
   *(case('rec', **options) for options in RECS),
+  case('mix'),
+  case('mix', mu=0.4, clip_high=0.28),
+  case('mix_chord'),
 ]
+WHOLE = [case('m2po'), case('m2po', threshold=0.5)]  # the batch decides for each row
 KLS = [
   Case('k1', kl.k1, restated.k1),
   Case('k2', kl.k2, restated.k2, {'coef': 0.3}),
@@ -67,7 +71,7 @@ def first(out):
   return out[0] if isinstance(out, tuple) else out
 
 
-@pytest.mark.parametrize('case', LOSSES + KLS, ids=str)
+@pytest.mark.parametrize('case', LOSSES + WHOLE + KLS, ids=str)
 def test_equals_the_restatement_in_value_and_gradient(case):
   compare(case, 'logprobs')
 

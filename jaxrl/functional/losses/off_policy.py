@@ -99,6 +99,56 @@ def kimi(
   return jnp.where(mask, loss, 0), {'square': jnp.broadcast_to(square, d.shape)}
 
 
+def m2po(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  m2po_keep: Array | None = None,
+  *,
+  threshold: float = 0.04,
+) -> tuple[Array, dict[str, Array]]:
+  """Second-moment trust policy optimisation: −A·r on kept tokens (arXiv 2510.01161).
+
+  Dropped tokens stay in the mean's denominator. logprobs … mask: `[B, T]`.
+  m2po_keep: `[B, T]` from `second_moment_keep` over the whole optimizer batch; None
+  makes it from these rows, right only when they are all of them.
+  """
+  if m2po_keep is None:
+    m2po_keep = second_moment_keep(
+      logprobs, old_logprobs, advantages, mask, threshold=threshold
+    )
+  loss, metrics = importance_sampling(logprobs, old_logprobs, advantages, mask)
+  metrics = metrics | {'clip_fraction': 1.0 - m2po_keep}
+  return jnp.where(m2po_keep, loss, 0), metrics
+
+
+def second_moment_keep(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  threshold: float = 0.04,
+) -> Array:
+  """`[B, T]` False at the tokens M2PO drops.
+
+  Candidates push the policy further off, (A>0, r>1) or (A<0, r<1). Those with the
+  largest (p−o)² go until the mean over the rest is at most `threshold`; equal ones
+  go together.
+  """
+  d = jax.lax.stop_gradient(jnp.where(mask, logprobs - old_logprobs, 0))
+  candidate = jnp.asarray(mask, bool) & (advantages * d > 0)
+  square = jnp.where(candidate, jnp.square(d), jnp.inf)
+  ranked = jnp.sort(square, axis=None)
+  finite = jnp.isfinite(ranked)
+  count = 1.0 + jnp.arange(ranked.size)
+  mean = jnp.cumsum(jnp.where(finite, ranked, 0)) / count
+  dropped = finite & (mean > threshold)
+  bound = jnp.min(jnp.where(dropped, ranked, jnp.inf))
+  return ~candidate | (square < bound)
+
+
 Keep = Literal['none', 'two_side', 'one_side', 'gspo_one_side', 'ring']
 Weight = Literal['none', 'importance', 'gspo', 'advantage']
 

@@ -1,0 +1,19 @@
+"""REINFORCE for conversations: the discount counts turns."""
+
+from functools import partial
+
+from jaxrl.functional import advantages, losses
+from jaxrl.types import Algorithm
+
+
+def agentic_reinforce(
+  *,
+  gamma: float = 1.0,
+  group_size: int = 8,
+) -> Algorithm:
+  """Returns discounted once per turn, and a plain policy gradient."""
+  return Algorithm(
+    advantage=partial(advantages.agentic_reinforce, gamma=gamma),
+    policy_loss=losses.vanilla,
+    group_size=group_size,
+  )

@@ -1,0 +1,20 @@
+"""Asymmetric REINFORCE: a baseline shifted below the mean (arXiv 2506.20520)."""
+
+from functools import partial
+
+from jaxrl.functional import advantages, losses
+from jaxrl.types import Algorithm
+
+
+def asymre(
+  *,
+  shift: float = -0.1,
+  tau: float = 1.0,
+  group_size: int = 8,
+) -> Algorithm:
+  """A = R − (μ + shift) under the tempered policy gradient of OPMD."""
+  return Algorithm(
+    advantage=partial(advantages.asymre, shift=shift),
+    policy_loss=partial(losses.opmd, tau=tau),
+    group_size=group_size,
+  )

@@ -1,0 +1,24 @@
+"""Episodes in a row: each is judged by those it prepares."""
+
+from functools import partial
+from typing import Literal
+
+from jaxrl.functional import advantages, losses
+from jaxrl.types import Algorithm
+
+
+def cod(
+  *,
+  future: Literal['mean', 'sliding', 'discounted'] = 'mean',
+  window: int = 2,
+  gamma: float = 0.9,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  group_size: int = 8,
+) -> Algorithm:
+  """Reward-to-go over the episodes of a run, against the group at the same place."""
+  return Algorithm(
+    advantage=partial(advantages.cod, future=future, window=window, gamma=gamma),
+    policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
+    group_size=group_size,
+  )

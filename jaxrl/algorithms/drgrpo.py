@@ -1,0 +1,22 @@
+"""Dr. GRPO: no bias by length, none by difficulty (arXiv 2503.20783)."""
+
+from functools import partial
+
+from jaxrl.functional import advantages, losses
+from jaxrl.types import Algorithm
+
+
+def drgrpo(
+  *,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  length: float = 1024,
+  group_size: int = 8,
+) -> Algorithm:
+  """No division by the standard deviation; token sums over the constant `length`."""
+  return Algorithm(
+    advantage=partial(advantages.grpo, scale_by_std=False),
+    policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
+    aggregation=f'sequence_mean_token_sum_norm(length={length})',
+    group_size=group_size,
+  )

@@ -1,0 +1,19 @@
+"""sPPO: a log-ratio surrogate inside a band."""
+
+from functools import partial
+
+from jaxrl.functional import advantages, losses
+from jaxrl.types import Algorithm
+
+
+def sppo(
+  *,
+  epsilon: float = 0.3,
+  group_size: int = 8,
+) -> Algorithm:
+  """A = R − μ and −A·(p−o) while the ratio stays within 1+ε."""
+  return Algorithm(
+    advantage=advantages.opmd,
+    policy_loss=partial(losses.sppo, epsilon=epsilon),
+    group_size=group_size,
+  )

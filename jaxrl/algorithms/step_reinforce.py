@@ -1,0 +1,21 @@
+"""REINFORCE for runs of several rows: normalised discounted step returns."""
+
+from functools import partial
+from typing import Literal
+
+from jaxrl.functional import advantages, losses
+from jaxrl.types import Algorithm
+
+
+def step_reinforce(
+  *,
+  gamma: float = 1.0,
+  over: Literal['batch', 'group'] = 'batch',
+  group_size: int = 8,
+) -> Algorithm:
+  """Step returns normalised over batch or task, and a plain policy gradient."""
+  return Algorithm(
+    advantage=partial(advantages.step_reinforce, gamma=gamma, over=over),
+    policy_loss=losses.vanilla,
+    group_size=group_size,
+  )
