@@ -52,7 +52,7 @@ class Console(Sink):
 
   def fact(self, label: str, value: str) -> None:
     """Prints a fact of the run: `label`, then `value`, in two columns."""
-    self.terminal.print(Text().append(f'  {label:<14}', style='dim').append(value))
+    self.terminal.print(Text().append(f'  {label:<13} ', style='dim').append(value))
 
   def warn(self, text: str) -> None:
     self.terminal.print(Text(f'warning: {text}', style='yellow'))

@@ -97,6 +97,9 @@ def pieces(ids: list[int], decode: Decode | None) -> list[str]:
     if text.endswith('\ufffd') and len(pending) < 4:
       texts.append('')
       continue
+    if '\ufffd' in text[:-1]:  # the tokens before belong to no character
+      texts[len(texts) - len(pending) + 1 :] = ['\ufffd'] * (len(pending) - 1)
+      text = decode([token])
     texts.append(text)
     pending = []
   if pending:

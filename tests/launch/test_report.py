@@ -141,6 +141,7 @@ def test_a_character_of_several_tokens_shows_once():
   decode = lambda ids: bytes(ids).decode(errors='replace')  # noqa: E731
   assert samples.pieces(list(data), decode) == ['a', '', 'é', '', '', '€', 'b']
   assert samples.pieces([0xE2, 0x82], decode)[-1] == '\ufffd'
+  assert samples.pieces([0x82, 0x82, 65, 66], decode) == ['\ufffd', '\ufffd', 'A', 'B']
   assert samples.pieces([7], None) == ['‹7›']
 
 
