@@ -13,7 +13,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 log = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OSError):
   """A checkpoint cannot be written or read; the message says which and why."""
 
 
@@ -36,9 +36,9 @@ class Checkpointer:
     policies = ocp.training.preservation_policies
     self._remove_leftovers()
     self._orbax = ocp.training.Checkpointer(
-      self.directory,
+      str(self.directory),
       context=context,
-      preservation_policy=policies.LatestN(keep),
+      preservation_policy=policies.LatestN(keep),  # pyright: ignore
       cleanup_tmp_directories=True,
     )
     self._pending: tuple[int, int, Any] | None = None  # step, bytes, response

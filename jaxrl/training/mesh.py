@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -14,7 +15,7 @@ def make_mesh(
   data: int = -1,
   fsdp: int = 1,
   tensor: int = 1,
-  devices: Sequence[jax.Device] | None = None,
+  devices: Sequence[Any] | None = None,
 ) -> Mesh:
   """Arranges `devices` (default: all) as data × fsdp × tensor.
 
@@ -24,7 +25,7 @@ def make_mesh(
   numbers when the axes do not use the devices up.
   """
   devices = list(jax.devices() if devices is None else devices)
-  sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
+  sizes: dict[str, int] = dict(zip(AXES, (data, fsdp, tensor), strict=True))
   asked = ', '.join(f'{name}={size}' for name, size in sizes.items())
   wrong = [name for name, size in sizes.items() if size < 1 and size != -1]
   if wrong:

@@ -189,10 +189,11 @@ class CompileCounter:
     self.count, self.seconds = 0, 0.0
     self._lock = threading.Lock()
 
-  def _listen(self, event: str, seconds: float, **_: Any) -> None:
+  def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+    del kwargs
     if event == self.EVENT:
       with self._lock:
-        self.count, self.seconds = self.count + 1, self.seconds + seconds
+        self.count, self.seconds = self.count + 1, self.seconds + duration_secs
 
   def __enter__(self) -> 'CompileCounter':
     jax.monitoring.register_event_duration_secs_listener(self._listen)

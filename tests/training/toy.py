@@ -1,14 +1,16 @@
-"""A small model and made-up groups, shared by the tests of training."""
+"""Small models and made-up groups, shared by the tests of training."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
+from jaxrl.models.model import Model, unconstrained
 from jaxrl.training.learner import Learner
-from jaxrl.types import Trajectory
+from jaxrl.types import PolicyOutputs, Trajectory
 
 CONFIG = ModelConfig(
   vocab_size=64,
@@ -21,15 +23,48 @@ CONFIG = ModelConfig(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Bigram:
+  """A model in three lines, that compiles at once: the next token by the last one."""
+
+  config: ModelConfig = CONFIG
+  constrain: object = unconstrained
+
+  def init(self, key):
+    table = 0.1 * jax.random.normal(key, (64, 64))
+    return {'bigram': {'table': table, 'value': jnp.zeros(64)}}
+
+  def logical_axes(self, params):
+    return {'bigram': {'table': ('vocab', None), 'value': (None,)}}
+
+  def policy_outputs(
+    self, params, tokens, segment_ids, *, temperature=1.0, entropy=False
+  ):
+    before, there = tokens[:, :-1], segment_ids[:, 1:] > 0
+    logits = params['bigram']['table'][before]
+    p = jax.nn.log_softmax(logits / temperature)
+    chosen = jnp.take_along_axis(p, tokens[:, 1:, None], axis=-1)[..., 0]
+    full = jax.nn.log_softmax(logits)
+
+    def shift(x):
+      return jnp.pad(jnp.where(there, x, 0), ((0, 0), (1, 0)))
+
+    return PolicyOutputs(
+      shift(chosen),
+      shift(-(jnp.exp(full) * full).sum(-1)) if entropy else None,
+      shift(params['bigram']['value'][before]) if self.config.value_head else None,
+    )
+
+
 def model(**changes) -> Model:
   return Model(CONFIG.replace(**changes))
 
 
 @functools.cache
-def params(**changes):
+def params(kind=Model, seed=0, **changes):
   """Numpy, so that no test can donate another's."""
-  made = model(**changes)
-  return jax.tree.map(np.asarray, jax.jit(made.init)(jax.random.key(0)))
+  made = kind(CONFIG.replace(**changes))
+  return jax.tree.map(np.asarray, jax.jit(made.init)(jax.random.key(seed)))
 
 
 def trajectory(rng, length, **fields) -> Trajectory:
@@ -53,7 +88,8 @@ def groups(seed=0, sizes=(4, 4), lengths=(5, 15), **fields):
   ]
 
 
-def learner(algorithm, *, changes=None, **options) -> Learner:
+def learner(algorithm, *, kind=Bigram, changes=None, **options) -> Learner:
   changes = changes or {}
   options = {'num_rows': 8, 'buckets': (16,)} | options
-  return Learner(model(**changes), params(**changes), algorithm, **options)
+  made, weights = kind(CONFIG.replace(**changes)), params(kind, **changes)
+  return Learner(made, weights, algorithm, **options)

@@ -1,0 +1,191 @@
+"""Checkpoints survive death, full disks and other meshes."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.algorithms import compose
+from jaxrl.training.checkpoint import Checkpointer, CheckpointError
+from jaxrl.training.mesh import make_mesh
+from tests.training import toy
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def arrays(value: float, size: int = 8):
+  return {'w': jax.numpy.full((size, size), value), 'n': jax.numpy.int32(value)}
+
+
+def test_the_newest_are_kept_and_come_back(tmp_path):
+  checkpointer = Checkpointer(tmp_path / 'a', keep=2)
+  assert checkpointer.latest is None
+  data = {'list': [1, 2.5, None], 'big': 2**70, 'text': 'é', 'nested': {'a': True}}
+  for step in range(1, 5):
+    checkpointer.save(step, arrays(step), data | {'step': step})
+  checkpointer.close()
+  again = Checkpointer(tmp_path / 'a')
+  assert again.latest == 4
+  assert sorted(p.name for p in (tmp_path / 'a').iterdir()) == ['3', '4']
+  found, meta = again.restore(arrays(0))
+  assert float(found['w'][0, 0]) == 4 and meta == data | {'step': 4}
+  found, meta = again.restore(arrays(0), step=3)
+  assert int(found['n']) == 3 and meta['step'] == 3
+  again.save(4, arrays(9), {})  # there already: left as it is
+  assert int(again.restore(arrays(0))[0]['n']) == 4
+  again.close()
+
+
+def test_what_is_saved_may_change_at_once(tmp_path):
+  """The arrays handed over are donated to a step right after."""
+  checkpointer = Checkpointer(tmp_path)
+  step = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
+  tree = arrays(0, size=1000)
+  for number in range(4):
+    checkpointer.save(number, tree, {})
+    for _ in range(10):
+      tree = step(tree)
+  found, _ = checkpointer.restore(arrays(0, size=1000))
+  assert set(np.unique(found['w'])) == {30}
+  checkpointer.close()
+
+
+def test_another_shape_names_the_parameter(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, arrays(1), {})
+  with pytest.raises(CheckpointError, match=r'1 in .*: w has shape \(8, 8\), .*\(9, 9'):
+    checkpointer.restore(arrays(0, size=9))
+  with pytest.raises(CheckpointError, match='has no array v;'):
+    checkpointer.restore(arrays(0) | {'v': jax.numpy.ones(2)})
+  with pytest.raises(CheckpointError, match='unknown array w;'):
+    checkpointer.restore({'n': jax.numpy.int32(0)})
+  checkpointer.close()
+
+
+def test_no_checkpoint_is_a_clear_error(tmp_path):
+  with pytest.raises(CheckpointError, match='there is no checkpoint in'):
+    Checkpointer(tmp_path).restore(arrays(0))
+
+
+async def run(tmp_path, steps, stop=None, **options):
+  """Trains to `steps`, or to `stop`, from the newest checkpoint; the final arrays."""
+  learner = toy.learner(compose.make('grpo'), minibatches=2, **options)
+  checkpointer = Checkpointer(tmp_path)
+  if checkpointer.latest is not None:
+    assert await learner.restore(checkpointer) == {'seen': learner.step}
+  for step in range(learner.step, steps if stop is None else stop):
+    await learner.update(toy.groups(step))
+    if step % 2:
+      await learner.save(checkpointer, {'seen': step + 1})
+  checkpointer.close()
+  return jax.tree.map(np.asarray, learner._arrays())
+
+
+async def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
+  whole = await run(tmp_path / 'a', 6)
+  await run(tmp_path / 'b', 6, stop=3)
+  resumed = await run(tmp_path / 'b', 6)
+  jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+
+
+async def test_another_mesh_restores_the_same_bits(tmp_path):
+  saved = toy.learner(compose.make('grpo'), mesh=make_mesh(fsdp=4, tensor=2))
+  await saved.update(toy.groups())
+  checkpointer = Checkpointer(tmp_path)
+  await saved.save(checkpointer, {'a': 1}, wait=True)
+  for mesh in (make_mesh(fsdp=2, tensor=4), None):
+    learner = toy.learner(compose.make('grpo'), mesh=mesh)
+    assert await learner.restore(checkpointer) == {'a': 1}
+    assert learner.step == 1
+    jax.tree.map(np.testing.assert_array_equal, saved._arrays(), learner._arrays())
+    shards = learner.params['bigram']['table'].sharding.mesh
+    assert shards == learner.mesh
+  checkpointer.close()
+
+
+CHILD = """
+import sys
+import jax, jax.numpy as jnp
+from jaxrl.training.checkpoint import Checkpointer
+checkpointer = Checkpointer(sys.argv[1], keep=2)
+start = checkpointer.latest or 0
+make = jax.jit(lambda s: {f'w{i}': jnp.full((400, 1000), s) for i in range(4)})
+for step in range(start + 1, 1000):
+  checkpointer.save(step, make(float(step)), {'step': step})
+  print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_the_newest_whole_one_loads(tmp_path):
+  """A process that saves all the time is killed at odd moments, again and again."""
+  environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': ''}
+  like = {f'w{i}': jax.numpy.zeros((400, 1000)) for i in range(4)}
+  newest = 0
+  for delay in (0.0, 0.02, 0.05):
+    child = subprocess.Popen(
+      [sys.executable, '-c', CHILD, str(tmp_path)],
+      stdout=subprocess.PIPE,
+      text=True,
+      env=environment,
+    )
+    started = [int(child.stdout.readline()) for _ in range(3)]
+    time.sleep(delay)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    checkpointer = Checkpointer(tmp_path)
+    # A save starts when the one before is complete.
+    assert checkpointer.latest >= max(started[-1] - 1, newest)
+    newest = checkpointer.latest
+    found, data = checkpointer.restore(like)
+    assert data == {'step': newest}
+    assert {float(x) for w in found.values() for x in np.unique(w)} == {newest}
+    checkpointer.close()
+    assert not list(tmp_path.glob('*tmp*'))
+
+
+FULL = """
+import resource, sys
+import jax.numpy as jnp
+from jaxrl.training.checkpoint import Checkpointer, CheckpointError
+checkpointer = Checkpointer(sys.argv[1])
+noise = lambda n: {'w': jnp.sin(jnp.arange(n * 1.0) ** 2)}
+checkpointer.save(1, noise(1000), {})
+checkpointer.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+for attempt in (2, 3):
+  try:
+    checkpointer.save(attempt, noise(1_000_000), {})
+    checkpointer.wait()
+    print('no error')
+  except CheckpointError as error:
+    print(error)
+checkpointer.save(4, noise(1000), {})
+checkpointer.close()
+"""
+
+
+def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
+  """A limit on the size of files stands for the full disk."""
+  environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': ''}
+  done = subprocess.run(
+    [sys.executable, '-c', FULL, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    env=environment,
+    check=False,
+  )
+  lines = done.stdout.splitlines()
+  assert len(lines) == 2, done.stdout + done.stderr
+  assert 'checkpoint 2 could not be written' in lines[0]
+  assert 'checkpoint 1 is intact' in lines[0] and '4 MiB needed' in lines[0]
+  assert done.returncode == 0, done.stderr
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['1', '4']
+  found, _ = Checkpointer(tmp_path).restore({'w': jax.numpy.zeros(1000)}, step=1)
+  assert np.abs(found['w']).max() > 0.9

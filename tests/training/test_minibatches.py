@@ -1,0 +1,66 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.algorithms import compose
+from jaxrl.data.packing import pack
+from jaxrl.training import minibatches
+from tests.training import toy
+
+GRPO = compose.make('grpo', {'group_size': 4})
+
+
+def test_rows_of_a_micro_batch_hold_whole_atoms_and_fit_the_mesh():
+  assert minibatches.micro_rows(64, bins=4, size=1, multiple=1) == 16
+  assert minibatches.micro_rows(10, bins=4, size=1, multiple=2) == 4
+  assert minibatches.micro_rows(24, bins=4, size=4, multiple=1) == 8
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+  sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12),
+  minis=st.integers(1, 3),
+  micros=st.integers(1, 3),
+)
+def test_dealing_keeps_atoms_whole_and_minibatches_even(sizes, minis, micros):
+  ends = np.cumsum(sizes)
+  atoms = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+  index = minibatches.deal(atoms, minis, micros, capacity=4 * len(sizes))
+  assert index is not None
+  dealt = index.reshape(-1, index.shape[-1])
+  assert sorted(dealt[dealt >= 0]) == list(range(ends[-1]))
+  for atom in atoms:
+    assert sum(bool(np.isin(atom, rows).any()) for rows in dealt) == 1
+  filled = (index >= 0).sum(axis=(1, 2))
+  assert filled.max() - filled.min() <= max(sizes)
+
+
+def test_an_atom_that_fits_nowhere_gives_none():
+  assert minibatches.deal([np.arange(3)], 1, 2, capacity=2) is None
+
+
+def test_atoms_of_groups_and_pairs():
+  batch = pack(toy.groups(sizes=(2, 3)), (16,), 8)
+  assert [len(a) for a in minibatches.atoms(GRPO, batch)] == [1] * 5
+  grouped = dataclasses.replace(GRPO, atom='group')
+  assert [list(a) for a in minibatches.atoms(grouped, batch)] == [[0, 1], [2, 3, 4]]
+  paired = dataclasses.replace(GRPO, atom='pair')
+  with pytest.raises(ValueError, match='pair_ids'):
+    minibatches.atoms(paired, batch)
+  batch = batch.replace(pair_ids=np.array([1, 0, 1, 0, 2, -1, -1, -1], np.int32))
+  assert [list(a) for a in minibatches.atoms(paired, batch)] == [[0, 2], [1, 3], [4]]
+
+
+def test_the_order_depends_on_seed_step_and_epoch_alone():
+  atoms = [np.array([i]) for i in range(20)]
+
+  def order(*key):
+    return [int(a[0]) for a in minibatches.shuffled(atoms, *key)]
+
+  assert order(0, 3, 1) == order(0, 3, 1)
+  keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+  assert len({tuple(order(*key)) for key in keys}) == len(keys)
+  assert sorted(order(0, 0, 0)) == list(range(20))

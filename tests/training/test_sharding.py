@@ -1,0 +1,77 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.algorithms import compose
+from jaxrl.training import programs, sharding
+from jaxrl.training.mesh import make_mesh
+from jaxrl.training.state import Spec
+from tests.training import toy
+
+
+def spec(**changes) -> Spec:
+  algorithm = compose.split_numbers(compose.make('grpo'))[0]
+  return Spec(toy.model(**changes), algorithm)
+
+
+def test_parameters_and_moments_follow_the_table():
+  mesh = make_mesh(fsdp=2, tensor=2)
+  state = programs.state_shapes(spec(), mesh)
+  layout = programs.shardings_of(state)
+  for tree in (layout.params, layout.opt_state[0].mu, layout.opt_state[0].nu):
+    attention = tree['layers']['attention']
+    assert attention['q']['kernel'].spec == P(None, 'fsdp', 'tensor', None)
+    assert attention['o']['kernel'].spec == P(None, 'tensor', None, 'fsdp')
+    assert tree['layers']['mlp']['down']['kernel'].spec == P(None, 'tensor', 'fsdp')
+    assert tree['embedding']['table'].spec == P(('tensor', 'fsdp'), None)
+    assert tree['layers']['mlp_norm']['scale'].spec == P(None, None)
+
+
+def test_a_fresh_state_has_sharded_moments():
+  mesh = make_mesh(fsdp=4, tensor=2)
+  state = programs.init_state(spec(), mesh, toy.params())
+  moment = state.opt_state[0].mu['layers']['mlp']['up']['kernel']
+  assert moment.addressable_shards[0].data.size == moment.size // 8
+
+
+def test_an_odd_vocabulary_is_split_by_what_divides_it():
+  mesh = make_mesh(fsdp=4, tensor=2)
+  layout = programs.params_shapes(spec(vocab_size=66), mesh)
+  assert layout['embedding']['table'].sharding.spec == P('tensor', None)
+
+
+@pytest.mark.parametrize(
+  'changes, sizes, message',
+  [
+    ({}, {'tensor': 4}, 'tensor=4 does not divide kv_heads=2 .*attention.k.kernel'),
+    ({'hidden_size': 36}, {'fsdp': 8}, 'fsdp=8 does not divide embed=36'),
+  ],
+)
+def test_a_mesh_that_does_not_divide_names_the_parameter(changes, sizes, message):
+  with pytest.raises(ValueError, match=message):
+    programs.params_shapes(spec(**changes), make_mesh(**sizes))
+
+
+def test_constrain_splits_activations():
+  constrain = sharding.Constrain(make_mesh(fsdp=4, tensor=2))
+  x = jnp.zeros((8, 3, 4, 5))
+  y = jax.jit(lambda x: constrain(x, 'batch', 'length', 'heads', None))(x)
+  shards = {shard.data.shape for shard in y.addressable_shards}
+  assert shards == {(2, 3, 2, 5)}
+  assert constrain == sharding.Constrain(make_mesh(fsdp=4, tensor=2))
+
+
+def test_the_step_is_partitioned_without_rebuilding_activations(capfd):
+  """The compiler complains on stderr when a layout forces whole copies."""
+  shape = programs.Shape(rows=8, length=16, micro_rows=8)
+  numbers = {
+    'parts': compose.split_numbers(compose.make('grpo'))[1],
+    'temperature': 1.0,
+    'optimizer': dict.fromkeys(
+      'learning_rate b1 b2 eps weight_decay clip_norm'.split(), 1e-3
+    ),
+  }
+  numbers = jax.tree.map(jnp.float32, numbers)
+  programs.Programs(spec(), make_mesh(data=1, fsdp=4, tensor=2), numbers).train(shape)
+  assert 'rematerialization' not in capfd.readouterr().err

@@ -1,0 +1,139 @@
+"""What a step computes, by hand, on a bigram model."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.algorithms import compose
+from jaxrl.functional import kl, losses
+from jaxrl.training.optimizer import adamw
+from jaxrl.types import Advantages, Algorithm
+from tests.training import toy
+
+
+async def train(algorithm, *, steps=1, groups=None, **options):
+  learner = toy.learner(algorithm, optimizer=adamw(learning_rate=0.1), **options)
+  groups = toy.groups() if groups is None else groups
+  return [await learner.update(groups) for _ in range(steps)]
+
+
+def stacked(groups, name):
+  """A field of all rows, padded to 16."""
+  rows = [getattr(row, name) for group in groups for row in group]
+  return np.stack([np.pad(row, (0, 16 - len(row))) for row in rows])
+
+
+async def test_a_step_is_the_gradient_of_the_loss_written_out():
+  """−Σ A·p / Σ m by hand, one SGD-like step: Adam's first moment is 0.1·gradient."""
+  groups = toy.groups()
+  algorithm = Algorithm(policy_loss=losses.vanilla, advantage=rewards_everywhere)
+  learner = toy.learner(algorithm, optimizer=adamw(clip_norm=None))
+  metrics = await learner.update(groups)
+  tokens, mask = stacked(groups, 'tokens'), stacked(groups, 'action_mask')
+  score = stacked(groups, 'rewards').sum(-1, keepdims=True)
+
+  def loss(params):
+    p = jax.nn.log_softmax(params['bigram']['table'][tokens[:, :-1]])
+    p = jnp.take_along_axis(p, tokens[:, 1:, None], axis=-1)[..., 0]
+    return -(p * mask[:, 1:] * score).sum() / mask.sum()
+
+  start = jax.tree.map(jnp.asarray, toy.params(toy.Bigram))
+  value, gradient = jax.jit(jax.value_and_grad(loss))(start)
+  assert metrics['loss/total'] == pytest.approx(float(value), rel=1e-4)
+  moments = learner._state.opt_state[0].mu
+  jax.tree.map(
+    lambda m, g: np.testing.assert_allclose(10 * m, g, atol=1e-6), moments, gradient
+  )
+
+
+def rewards_everywhere(rewards, mask) -> Advantages:
+  return Advantages(jnp.where(mask, rewards.sum(-1, keepdims=True), 0))
+
+
+def exact(metrics, name):
+  return pytest.approx(metrics[name], rel=1e-6)
+
+
+async def test_behaviour_decides_whose_log_probs_are_old():
+  grpo = compose.make('grpo', {'kl_coef': 0.0})
+  decoupled = dataclasses.replace(grpo, behaviour='decoupled')
+  (own,) = await train(decoupled)
+  assert own['policy/ratio'] == pytest.approx(1, abs=1e-6)
+  assert own['mismatch/logprob_difference'] > 0.01
+  (rollouts,) = await train(grpo)
+  assert abs(rollouts['policy/ratio'] - 1) > 0.01
+
+
+async def test_the_kl_penalty_comes_off_the_rewards_of_any_advantage():
+  """R_t − coef·(o − q)_t on action tokens, q another model's."""
+  seen = []
+
+  def spy(rewards, mask) -> Advantages:
+    jax.debug.callback(lambda x: seen.append(np.asarray(x)), rewards)
+    return Advantages(jnp.where(mask, rewards, 0))
+
+  other = toy.params(toy.Bigram, seed=1)
+  penalty = functools.partial(kl.k1, coef=0.5)
+  made = Algorithm(policy_loss=losses.vanilla, advantage=spy, kl_penalty=penalty)
+  groups = toy.groups()
+  await train(made, groups=groups, ref_params=other)
+  tokens, mask = stacked(groups, 'tokens'), stacked(groups, 'action_mask')
+  q = toy.Bigram().policy_outputs(other, tokens, np.ones_like(tokens)).logprobs
+  o = stacked(groups, 'rollout_logprobs')
+  want = stacked(groups, 'rewards') - 0.5 * np.where(mask, o - q, 0)
+  np.testing.assert_allclose(seen[0], want, atol=1e-5)
+
+
+async def test_what_no_part_reads_is_not_scored():
+  opmd = compose.make('opmd', {'kl_coef': 0.0})
+  assert toy.learner(opmd)._reference is None
+  assert not toy.learner(compose.make('sft'))._spec.prepares
+  (metrics,) = await train(opmd, entropy=False)
+  assert 'policy/entropy' not in metrics and 'kl/reference' not in metrics
+
+
+async def test_an_entropy_part_gets_the_entropy():
+  made = compose.make('opmd', {'kl_coef': 0.0, 'entropy_loss': 'entropy_loss(coef=2.)'})
+  (metrics,) = await train(made, entropy=False)
+  assert metrics['loss/entropy'] == pytest.approx(-2 * metrics['policy/entropy'])
+  assert metrics['policy/entropy'] == pytest.approx(np.log(64), rel=0.01)
+
+
+async def test_kept_out_tokens_count_nowhere():
+  def half(rewards, mask) -> Advantages:
+    keep = jnp.arange(mask.shape[0])[:, None] % 2 == 0
+    return Advantages(jnp.where(mask, 1.0, 0), keep=keep & mask)
+
+  made = Algorithm(policy_loss=losses.vanilla, advantage=half)
+  groups = toy.groups()
+  (metrics,) = await train(made, groups=groups)
+  kept = [group[::2] for group in groups]
+  (other,) = await train(made, groups=[[r, r] for g in kept for r in g])
+  assert metrics['policy/logprob'] == exact(other, 'policy/logprob')
+
+
+async def test_a_state_is_carried_from_update_to_update():
+  def prepare(state, mask):
+    return {'state': state + 1}
+
+  def loss(logprobs, mask, state):
+    return -state * logprobs, {'state': state}
+
+  made = Algorithm(policy_loss=loss, prepare=prepare, init_state=lambda: jnp.zeros(()))
+  metrics = await train(made, steps=3, minibatches=2)
+  assert [m['policy/state'] for m in metrics] == [1.5, 3.5, 5.5]
+
+
+async def test_row_losses_are_averaged_over_rows():
+  def loss(logprobs, mask):
+    return jnp.where(mask, -logprobs, 0).sum(-1), {}
+
+  made = Algorithm(policy_loss=loss)
+  (metrics,) = await train(made, micro_batches=2)
+  want = compose.make('sft', {'aggregation': 'sequence_mean_token_sum'})
+  (other,) = await train(want)
+  assert metrics['loss/total'] == exact(other, 'loss/total')
