@@ -99,14 +99,17 @@ class GlobalDataset:
         if seed is None:
           raise ValueError("in mode 'sample' a row is drawn by its seed: give one")
         return int(self._permutation(seed // self.size)[seed % self.size])
-      if index is None and seed is not None:
-        index = self._given.get(seed)
-      if index is None:
-        index = self._cursor
-        self._cursor += 1
-        if seed is not None:
-          self._given[seed] = index
-      return index if index < self.size else None
+      row = self._next_row(seed) if index is None else index
+      return row if row < self.size else None
+
+  def _next_row(self, seed: int | None) -> int:
+    """The row this pass gave `seed` before, else the next one of the pass."""
+    if seed is not None and seed in self._given:
+      return self._given[seed]
+    row, self._cursor = self._cursor, self._cursor + 1
+    if seed is not None:
+      self._given[seed] = row
+    return row
 
   def _permutation(self, epoch: int) -> np.ndarray:
     if epoch not in self._permutations:

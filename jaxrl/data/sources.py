@@ -65,7 +65,7 @@ def _read_folder(folder: Path, split: str) -> list[Row]:
 
 def _read_huggingface(folder: Path, split: str) -> list[Row]:
   try:
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports]
   except ImportError as error:
     raise DataError(
       f'{folder} is a Hugging Face dataset; install `datasets` to read it'

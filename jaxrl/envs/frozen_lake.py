@@ -67,7 +67,7 @@ class FrozenLakeEnv:
     move = parse(action)
     if move is None:
       self._invalid += 1
-      shown = f'{HELP}\n{render(self._map, self._lake.s)}'
+      shown = f'{HELP}\n{render(self._map, int(self._lake.s))}'
       return shown, self._invalid_reward, False, False, self._info(0.0)
     state, reward, terminated, _, _ = self._lake.step(MOVES[move])
     shown = render(self._map, int(state))

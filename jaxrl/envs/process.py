@@ -3,6 +3,7 @@
 import multiprocessing
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from jaxrl import signature
@@ -25,8 +26,7 @@ class ProcessEnv:
 
   def __init__(self, target: str, options: Mapping[str, Any]):
     self._target, self._options = target, dict(options)
-    self._process: Any = None
-    self._pipe: Connection | None = None
+    self._child: tuple[SpawnProcess, Connection] | None = None
 
   def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Any:
     return self._ask('reset', {'seed': seed, 'options': options})
@@ -35,9 +35,7 @@ class ProcessEnv:
     return self._ask('step', {'action': action})
 
   def _ask(self, method: str, arguments: dict[str, Any]) -> Any:
-    if self._process is None:
-      self._start()
-    process, pipe = self._process, self._pipe
+    process, pipe = self._child = self._child or self._start()
     try:
       pipe.send((method, arguments))
       fine, answer = pipe.recv()
@@ -52,18 +50,19 @@ class ProcessEnv:
       raise EnvProcessError(f'environment {self._target!r}, {method}: {answer}')
     return answer
 
-  def _start(self) -> None:
-    self._pipe, theirs = _SPAWN.Pipe()
+  def _start(self) -> tuple[SpawnProcess, Connection]:
+    ours, theirs = _SPAWN.Pipe()
     arguments = (theirs, self._target, self._options)
-    self._process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
-    self._process.start()
+    process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
+    process.start()
     theirs.close()
+    return process, ours
 
   def kill(self) -> None:
     """Ends the process at once, without waiting for its end."""
-    process, self._process, self._pipe = self._process, None, None
-    if process is not None:
-      process.kill()  # a call under way sees the end of its pipe
+    child, self._child = self._child, None
+    if child is not None:
+      child[0].kill()  # a call under way sees the end of its pipe
 
   close = kill
 

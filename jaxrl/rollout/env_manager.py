@@ -128,7 +128,8 @@ class EnvManager:
       return await task
     except asyncio.CancelledError:
       self._drop_env()  # it may still be at work for the attempt that was ended
-      if not task.cancelled() or asyncio.current_task().cancelling():
+      own = asyncio.current_task()
+      if not task.cancelled() or (own is not None and own.cancelling()):
         task.cancel()
         raise
       cache = RolloutCache(lease, self._seed_of(lease))
