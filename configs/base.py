@@ -1,35 +1,22 @@
 """The config that every config starts from; each default is some signature's own."""
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxrl.algorithms import compose
-from jaxrl.config import section
+from jaxrl.config import leave, section, take
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.samplers import FileSampler
 from jaxrl.envs.base import find
-from jaxrl.models.factory import random_config
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.group_queue import GroupQueue
 from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.signature import defaults
 from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import make_mesh
 from jaxrl.training.optimizer import adamw
-
-
-def options(fn: Callable[..., Any], *, only: Iterable[str] = ()) -> dict[str, Any]:
-  """The named keyword-only defaults of `fn`."""
-  own = defaults(fn)
-  return {name: own[name] for name in only}
-
-
-def without(fn: Callable[..., Any], *names: str) -> dict[str, Any]:
-  """The keyword-only defaults of `fn`, without those that are set elsewhere."""
-  return {name: value for name, value in defaults(fn).items() if name not in names}
+from jaxrl.training.policy import random_config
 
 
 def env_section(env_type: str, **overrides: Any) -> ConfigDict:
@@ -39,7 +26,7 @@ def env_section(env_type: str, **overrides: Any) -> ConfigDict:
   """
   own = overrides.pop('env_config', {})
   shared = ('tag', 'max_length', 'temperature', 'top_p', 'top_k')
-  config = section(without(EnvManager, *shared), **overrides)
+  config = section(leave(EnvManager, *shared), **overrides)
   config.env_type = env_type
   config.env_config = section(find(env_type), **own)
   return config
@@ -54,24 +41,24 @@ def get_config(algorithm: str = 'grpo') -> ConfigDict:
     {'checkpoint': '', 'dtype': 'float32', 'remat': 'none'},
   )
   config.model.random = section(random_config)
-  config.dataset = section(without(GlobalDataset, 'mode', 'seed'))
-  config.algorithm = ConfigDict({'name': algorithm})
-  config.algorithm.update(compose.maker_options(algorithm))
+  config.dataset = section(leave(GlobalDataset, 'mode', 'seed'))
+  maker, options = compose.maker(algorithm), compose.maker_options(algorithm)
+  config.algorithm = section({'name': algorithm}, options, maker)
   config.batch = section(
     {'num_groups': 16, 'max_length': 512, 'buckets': ()},
-    options(Learner, only=('minibatches', 'micro_batches', 'epochs', 'entropy')),
+    take(Learner, 'minibatches', 'micro_batches', 'epochs', 'entropy'),
   )
-  config.optimizer = section(without(adamw, 'eps'))
+  config.optimizer = section(leave(adamw, 'eps'))
   config.rollout = section(
     {'engine': 'jax', 'group_filter': ''},
-    options(EnvManager, only=('temperature', 'top_p', 'top_k')),
-    options(JaxEngine, only=('num_slots', 'decode_steps')),
-    options(GroupQueue, only=('async_ratio', 'retries', 'min_members', 'redundancy')),
-    options(GroupQueue, only=('lease_timeout',)),
-    options(Learner, only=('mismatch_alarm',)),
+    take(EnvManager, 'temperature', 'top_p', 'top_k'),
+    take(JaxEngine, 'num_slots', 'decode_steps'),
+    take(GroupQueue, 'async_ratio', 'retries', 'min_members', 'redundancy'),
+    take(GroupQueue, 'lease_timeout'),
+    take(Learner, 'mismatch_alarm'),
   )
   config.env = ConfigDict()
-  config.mesh = section(without(make_mesh, 'devices'))
+  config.mesh = section(leave(make_mesh, 'devices'))
   config.checkpoint = section({'every': 0, 'export': False}, Checkpointer)
   config.eval = section(
     {'every': 0, 'path': '', 'split': 'test', 'num_tasks': -1, 'group_size': 1},
@@ -79,8 +66,8 @@ def get_config(algorithm: str = 'grpo') -> ConfigDict:
   )
   config.sft = section(
     {'num_steps': 0, 'path': '', 'limit': 10_000, 'final_fraction': 0.1},
-    options(FileSampler, only=('batch_size', 'solution_key')),
-    options(adamw, only=('learning_rate', 'warmup_steps')),
+    take(FileSampler, 'batch_size', 'solution_key'),
+    take(adamw, 'learning_rate', 'warmup_steps'),
     learning_rate=1e-3,
   )
   config.cluster = section(

@@ -11,10 +11,10 @@ from jaxrl.algorithms import compose
 from jaxrl.data.seeds import base_seed, fold
 from jaxrl.data.sources import load_rows
 from jaxrl.dispatch import Dispatcher
-from jaxrl.models import factory
-from jaxrl.models.factory import Policy
 from jaxrl.signature import ConfigError
+from jaxrl.training import policy as policies
 from jaxrl.training.mesh import make_mesh
+from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm
 from launch.job import Job
 from launch.rollouts import Rollouts
@@ -82,10 +82,10 @@ def make_policy(config: ConfigDict, workdir: pathlib.Path, *, critic: bool) -> P
   settings = config.model
   options = {'dtype': settings.dtype, 'remat': settings.remat, 'value_head': critic}
   if settings.checkpoint:
-    return factory.load(settings.checkpoint, **options)
+    return policies.load(settings.checkpoint, **options)
   key = jax.random.key(fold(config.seed, 'model'))
-  shape = factory.random_config(**settings.random)
-  return factory.create(workdir / 'model', shape, _texts(config), key, **options)
+  shape = policies.random_config(**settings.random)
+  return policies.create(workdir / 'model', shape, _texts(config), key, **options)
 
 
 def _texts(config: ConfigDict) -> Iterable[str]:

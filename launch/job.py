@@ -18,11 +18,11 @@ from jaxrl.data.samplers import FileSampler
 from jaxrl.data.seeds import fold
 from jaxrl.dispatch import Dispatcher
 from jaxrl.models import huggingface
-from jaxrl.models.factory import Policy
 from jaxrl.rollout.handles import settle
 from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.learner import Learner
 from jaxrl.training.optimizer import Optimizer, adamw
+from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm, Group, Params
 from launch.rollouts import Rollouts
 from launch.spawn import Host
@@ -255,7 +255,7 @@ class Phase:
     start = time.perf_counter()
     metrics, groups = await self._rollouts.evaluate()
     await self._rollouts.metrics()  # the engines' counts start anew
-    self._writers.trajectories(step, groups)
+    self._writers.trajectories(step, groups, kind='eval')
     self._begun += time.perf_counter() - start
     return {**metrics, 'time/evaluate': time.perf_counter() - start}
 

@@ -12,7 +12,6 @@ from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.seeds import base_seed, fold
 from jaxrl.dispatch import Dispatcher
 from jaxrl.envs.base import find
-from jaxrl.models.factory import Policy
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.evaluation import evaluate
 from jaxrl.rollout.filters import make_filter
@@ -21,6 +20,7 @@ from jaxrl.rollout.handles import settle
 from jaxrl.rollout.router import EngineRouter
 from jaxrl.rollout.worker import share_out
 from jaxrl.signature import ConfigError, nearest
+from jaxrl.training.policy import Policy
 from jaxrl.types import Group
 from launch.spawn import Host, Worker, make_world
 
@@ -79,7 +79,7 @@ class Rollouts:
       wanted = self._config.eval.num_tasks
       options['limit'] = None if wanted < 0 else wanted
       options['split'] = self._config.eval.split
-      path = self._config.eval.path or path
+      path = self._config.eval.path or beside(path, self._config.eval.split)
     if not path:
       raise ConfigError(
         f'env.{tag} takes its tasks from a data set: set --config.dataset.path=…'
@@ -217,3 +217,10 @@ class Rollouts:
       metrics |= found
       groups += played
     return metrics, groups
+
+
+def beside(path: str, split: str) -> str:
+  """The file of another split next to `path`: test.jsonl for train.jsonl."""
+  file = pathlib.Path(path)
+  other = file.with_name(file.name.replace('train', split))
+  return str(other) if file.is_file() and other.is_file() else path
