@@ -94,8 +94,14 @@ class Programs:
   ):
     self.model, self.num_slots, self.max_length = model, num_slots, max_length
     self.max_stop_ids, self._sharding = max_stop_ids, sharding
+    if max(prompt_buckets) > max_length:
+      raise ValueError(
+        f'prompt bucket {max(prompt_buckets)} exceeds the window, '
+        f'max_length={max_length}'
+      )
     self.buckets = {
-      bucket: min(num_slots, -(-prefill_tokens // bucket)) for bucket in prompt_buckets
+      bucket: min(num_slots, -(-prefill_tokens // bucket))
+      for bucket in sorted(prompt_buckets)
     }
     # A partial is a function of its own, so that compilations are counted by engine.
     own = functools.partial
@@ -108,7 +114,7 @@ class Programs:
   def compile_count(self) -> int:
     """How many programs have been compiled so far."""
     jitted = (self._decode, self._prefill, self._copy, self._place)
-    return sum(program._cache_size() for program in jitted)
+    return sum(program._cache_size() for program in jitted)  # pyright: ignore
 
   def fresh(self) -> tuple[Cache, Rows]:
     """An empty cache and idle rows, on the device."""

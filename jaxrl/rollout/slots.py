@@ -104,10 +104,11 @@ class SlotTable:
       slot = self._seat(content, vacant)
       vacant.discard(slot)
       if self._content[slot] != content:
-        if len(request.prompt) > 1 and source is None:
+        length = len(request.prompt)
+        if length > 1 and source is None:
           plan.prefill.append((slot, request.prompt))
-        elif len(request.prompt) > 1:
-          plan.copies.append((source, slot, len(request.prompt)))
+        elif length > 1 and source is not None:
+          plan.copies.append((source, slot, length))
         self._fill(slot, content)
       self._used[slot] = next(self._clock)
       self.owner[slot] = request

@@ -80,7 +80,8 @@ async def run(options: argparse.Namespace) -> None:
     max_length=96,
     decode_steps=options.decode_steps,
   )
-  await engine.load(0, model.init(jax.random.key(0)))
+  params = model.init(jax.random.key(0))
+  await engine.load(0, params)
   start = time.perf_counter()
   await engine.warmup()
   print(f'warm-up {time.perf_counter() - start:.1f} s, {engine.compile_count} programs')
@@ -94,7 +95,7 @@ async def run(options: argparse.Namespace) -> None:
     for round_ in range(options.repeats):
       peaks.append(matmul_peak())
       # New weights: no prompt is remembered from the round before.
-      await engine.load(round_ + 1, engine._weights[1])
+      await engine.load(round_ + 1, params)
       runs.append(await measure(engine, rows, 64))
     peak = max(peaks)
     middle = sorted(runs, key=lambda r: r['rate'])[len(runs) // 2]

@@ -233,6 +233,11 @@ def test_default_buckets_reach_the_window():
   assert default_buckets(256) == [32, 64, 128, 256]
 
 
+def test_buckets_beyond_the_window_are_refused():
+  with pytest.raises(ValueError, match='bucket 64 exceeds the window, max_length=32'):
+    JaxEngine(MODEL, dispatcher=Dispatcher(), max_length=32, prompt_buckets=[64, 16])
+
+
 async def test_an_engine_without_weights_says_so():
   dispatcher = Dispatcher()
   empty = JaxEngine(MODEL, dispatcher=dispatcher, num_slots=2, max_length=32)
