@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,20 @@ PARTS: dict[str, ModuleType] = {
   'entropy_loss': entropy,
   'value_loss': losses,
 }
+# Functions in those modules that serve parts and are none themselves.
+HELPERS = frozenset(
+  (
+    'adaptive_coef',
+    'check_pairs',
+    'chord_mu',
+    'full',
+    'init_moments',
+    'nec',
+    'second_moment_keep',
+    'term',
+    'update_moments',
+  )
+)
 # Other settings of an algorithm that its user may override, and their choices.
 SETTINGS: dict[str, tuple[str, ...]] = {
   'aggregation': aggregation.MODES,
@@ -58,7 +73,7 @@ def names() -> list[str]:
   """The algorithms that come with the package."""
   folder = pathlib.Path(__file__).parent
   own = (path.stem for path in folder.glob('[a-z]*.py'))
-  return sorted(name for name in own if name != 'compose')
+  return sorted(name for name in own if name not in ('compose', 'describe'))
 
 
 def maker(spec: str) -> Callable[..., Algorithm]:
@@ -106,9 +121,15 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
     part = getattr(algorithm, slot)
     if part is not None:
       signature.check_options(
-        signature.unwrap(part), _keywords(part), f'algorithm {spec}, {slot}'
+        signature.unwrap(part), options_of(part), f'algorithm {spec}, {slot}'
       )
   _setting('aggregation', algorithm.aggregation)
+  if algorithm.kl_loss is not None and function_of(algorithm.kl_loss) is kl.k1:
+    warnings.warn(
+      f'algorithm {spec}: the gradient of k1 as a loss is zero in expectation; '
+      "use k2 or k3, or make it a reward penalty: kl_penalty='k1(coef=.001)'",
+      stacklevel=2,
+    )
   return algorithm
 
 
@@ -138,7 +159,7 @@ def parts_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
     and (
       name in offered if offered is not None else value.__module__ == module.__name__
     )
-    and name not in ('term',)
+    and name not in HELPERS
   }
 
 
@@ -153,15 +174,17 @@ def _setting(name: str, text: str) -> str:
   return text
 
 
-def _keywords(part: Callable[..., Any]) -> dict[str, Any]:
+def options_of(part: Callable[..., Any]) -> dict[str, Any]:
+  """The options fixed on a part, by name."""
   if isinstance(part, Part):
     return dict(part.options)
   if isinstance(part, functools.partial):
-    return _keywords(part.func) | part.keywords
+    return options_of(part.func) | part.keywords
   return {}
 
 
-def _function(part: Callable[..., Any]) -> Callable[..., Any]:
+def function_of(part: Callable[..., Any]) -> Callable[..., Any]:
+  """The plain function of a part."""
   function = signature.unwrap(part)
   return function.fn if isinstance(function, Part) else function
 
@@ -173,7 +196,7 @@ def columns(part: Callable[..., Any], *, required: bool = False) -> tuple[str, .
   """
   return tuple(
     name
-    for name, parameter in inspect.signature(_function(part)).parameters.items()
+    for name, parameter in inspect.signature(function_of(part)).parameters.items()
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     and not (required and parameter.default is not parameter.empty)
   )
@@ -187,8 +210,8 @@ def parts(algorithm: Algorithm) -> dict[str, Callable[..., Any]]:
 
 def describe(part: Callable[..., Any]) -> str:
   """A part as its call string: `ppo_clip(clip_low=0.2, clip_high=0.28)`."""
-  options = ', '.join(f'{k}={v!r}' for k, v in _keywords(part).items() if k != 'fn')
-  name = _function(part).__name__
+  options = ', '.join(f'{k}={v!r}' for k, v in options_of(part).items() if k != 'fn')
+  name = function_of(part).__name__
   return f'{name}({options})' if options else name
 
 
@@ -222,7 +245,7 @@ def call_part(
     elif name in required:
       have = sorted(k for k, v in columns_by_name.items() if v is not None)
       raise ConfigError(
-        f"{_function(part).__name__} reads the column '{name}', which this batch "
+        f"{function_of(part).__name__} reads the column '{name}', which this batch "
         f'does not have. It has: {", ".join(have)}.'
       )
   return part(**given, **(numbers or {}))
@@ -236,8 +259,8 @@ def split_numbers(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, 
   """
   static, numbers = {}, {}
   for slot, part in parts(algorithm).items():
-    keywords = _keywords(part)
-    function = _function(part)
+    keywords = options_of(part)
+    function = function_of(part)
     numbers[slot] = {
       # 1 and 1.0 must not compile twice, so an option that is a float always is one.
       k: float(v) if signature.wanted_type(function, k) is float else v
@@ -248,8 +271,8 @@ def split_numbers(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, 
     static[slot] = Part(function, tuple(rest))
   if algorithm.prepare is not None:
     # Runs outside the parts that take numbers, so it keeps its own.
-    whole = tuple(sorted(_keywords(algorithm.prepare).items()))
-    static['prepare'] = Part(_function(algorithm.prepare), whole)
+    whole = tuple(sorted(options_of(algorithm.prepare).items()))
+    static['prepare'] = Part(function_of(algorithm.prepare), whole)
   return dataclasses.replace(algorithm, **static), numbers
 
 

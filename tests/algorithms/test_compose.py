@@ -1,5 +1,6 @@
 """Algorithms by name: presets, swapped parts, needs, traced numbers, errors."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl import signature
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import compose, describe
 from jaxrl.functional import kl, losses
 from jaxrl.signature import ConfigError
 
@@ -143,3 +144,42 @@ def test_kl_terms_by_reference_to_the_preset():
   algorithm = compose.make('ppo')
   assert algorithm.kl_penalty.func is kl.k1
   assert algorithm.kl_penalty.keywords == {'coef': 1e-3}
+
+
+def test_k1_as_a_loss_is_warned_of():
+  with pytest.warns(UserWarning, match='zero in expectation'):
+    compose.make('grpo', {'kl_loss': 'k1(coef=.01)'})
+
+
+def test_every_swappable_part_answers_to_its_name():
+  for slot, module in compose.PARTS.items():
+    offered = compose.parts_of(module)
+    assert offered and not compose.HELPERS & set(offered)
+    for name in offered:
+      assert compose.make_part(slot, name) is offered[name]
+
+
+def test_prepare_keeps_its_own_options_and_hashes():
+  def prepare(mask, *, level: float = 1.0):
+    return {'mask': mask}
+
+  first, second = (
+    compose.split_numbers(
+      dataclasses.replace(
+        compose.make('grpo'), prepare=functools.partial(prepare, level=2.0)
+      )
+    )[0]
+    for _ in range(2)
+  )
+  assert first == second and hash(first) == hash(second)
+  assert compose.options_of(first.prepare) == {'level': 2.0}
+
+
+@pytest.mark.parametrize('name', compose.names())
+def test_describe_says_what_runs(name):
+  text = describe.describe(name)
+  assert describe.summary(name) in text
+  for slot, part in compose.parts(compose.make(name)).items():
+    assert f'{slot} = {compose.function_of(part).__name__}(' in text
+  for option, value in signature.defaults(compose.maker(name)).items():
+    assert f'{option} = {value!r}' in text
