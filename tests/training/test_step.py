@@ -128,6 +128,15 @@ async def test_a_state_is_carried_from_update_to_update():
   assert [m['policy/state'] for m in metrics] == [1.5, 3.5, 5.5]
 
 
+async def test_padding_changes_nothing():
+  grpo = compose.make('grpo')
+  (plain,) = await train(grpo)
+  (padded,) = await train(grpo, num_rows=12, buckets=(32,))
+  for name, value in plain.items():
+    if not name.startswith(('time/', 'tokens/', 'compile/')):
+      assert padded[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
 async def test_row_losses_are_averaged_over_rows():
   def loss(logprobs, mask):
     return jnp.where(mask, -logprobs, 0).sum(-1), {}
