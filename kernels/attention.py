@@ -3,6 +3,9 @@
 `H` query heads share `K` key-value heads, H a multiple of K.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -74,40 +77,29 @@ def _attend(
 
 def decode_attention(
   q: jax.Array,
-  k_cache: jax.Array,
-  v_cache: jax.Array,
+  k_chunks: Sequence[jax.Array],
+  v_chunks: Sequence[jax.Array],
   positions: jax.Array,
   limit: jax.Array,
-  *,
-  block: int = 64,
-  layer: jax.Array | int = 0,
 ) -> jax.Array:
   """One query a row against its own cache, the positions up to its own.
 
-  q: `[S, H, d]`. k_cache, v_cache: `[S, K, T, d]`, T a multiple of `block`; or
-  `[layers, S, K, T, d]`, of which `layer` is read in place, not sliced out whole.
-  positions: `[S]` int32. limit: scalar int32 > max(positions); blocks from there on
-  are not read. Keys come in blocks of fixed size under a running softmax, and a fully
-  masked block changes no bit, so a row depends neither on `limit` nor on other rows.
-  Returns `[S, H, d]`.
+  q: `[S, H, d]`. k_chunks: each `[S, K, d, C]`; v_chunks: each `[S, K, C, d]`, the
+  next C positions. positions: `[S]` int32. limit: scalar int32 > max(positions);
+  chunks from there on are not read. Chunks come under a running softmax, and a fully
+  masked one changes no bit, so a row depends neither on `limit` nor on other rows.
+  Returns `[S, H, d]` float32.
   """
   slots, heads, dim = q.shape
-  kv_heads = k_cache.shape[-3]
+  kv_heads = k_chunks[0].shape[1]
   q = q.reshape(slots, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
   q = q * dim**-0.5
 
-  def read(cache, start):
-    cache = cache.reshape(-1, *cache.shape[-4:])
-    size = (1, slots, kv_heads, block, dim)
-    piece = jax.lax.dynamic_slice(cache, (layer, 0, 0, start, 0), size)
-    return piece[0].astype(jnp.float32)
-
-  def step(i, carry):
-    top, total, out = carry
-    start = i * block
-    k, v = read(k_cache, start), read(v_cache, start)
-    scores = jnp.einsum('skgd,sktd->skgt', q, k)
-    visible = (start + jnp.arange(block)) <= positions[:, None]
+  def attend(state, k, v, start):
+    top, total, out = state
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    scores = jnp.einsum('skgd,skdt->skgt', q, k)
+    visible = start + jnp.arange(k.shape[-1]) <= positions[:, None]
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(-1))
     weights = jnp.exp(scores - new_top[..., None])
@@ -117,7 +109,14 @@ def decode_attention(
     return new_top, total, out
 
   shape = q.shape[:-1]
-  start = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros(q.shape))
-  trips = (limit + block - 1) // block
-  _, total, out = jax.lax.fori_loop(0, trips, step, start)
+  state = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros(q.shape))
+  start = 0
+  for k, v in zip(k_chunks, v_chunks, strict=True):
+    if start == 0:  # holds every row's first position
+      state = attend(state, k, v, 0)
+    else:
+      run = functools.partial(attend, start=start)
+      state = jax.lax.cond(start < limit, run, lambda s, *_: s, state, k, v)
+    start += k.shape[-1]
+  _, total, out = state
   return (out / total[..., None]).reshape(slots, heads, dim)

@@ -6,14 +6,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models import cache as caches
 from jaxrl.models import rope, transformer
+from jaxrl.models.cache import Cache
 from jaxrl.models.config import ModelConfig
 from jaxrl.types import Params, PolicyOutputs
 from kernels.attention import attention, decode_attention
 from kernels.token_logprobs import token_logprobs
-
-Cache = dict[str, jax.Array]
-BLOCK = 32  # key positions read at a time in decode; cache lengths are multiples of it
 
 
 def unconstrained(x: jax.Array, *names: str | None) -> jax.Array:
@@ -70,7 +69,7 @@ class Model:
     tokens: jax.Array,
     segment_ids: jax.Array,
     keep_cache: bool,
-  ) -> tuple[jax.Array, Cache | None]:
+  ) -> tuple[jax.Array, caches.Kept | None]:
     ends = transformer.ends(self.config, params)
     x = ends.embedding.table[...][tokens].astype(self.dtype)
     x = self.constrain(x, 'batch', 'length', None)
@@ -81,14 +80,16 @@ class Model:
       q = self.constrain(q, 'batch', 'length', 'heads', None)
       k = self.constrain(k, 'batch', 'length', 'kv_heads', None)
       v = self.constrain(v, 'batch', 'length', 'kv_heads', None)
-      kept = {'k': k.swapaxes(1, 2), 'v': v.swapaxes(1, 2)} if keep_cache else None
+      kept = None
+      if keep_cache:
+        kept = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
       return attention(q, k, v, segment_ids), kept
 
-    def body(block, x, _):
+    def body(block, x):
       x, kept = block(x, cos, sin, attend, self.constrain)
       return self.constrain(x, 'batch', 'length', None), kept
 
-    x, kept = transformer.scan_layers(self.config, params, x, body, remat=self.remat)
+    x, kept = transformer.run_layers(self.config, params, x, body, self.remat)
     return ends.norm(x), kept
 
   def _head(self, params: Params) -> jax.Array:
@@ -136,16 +137,21 @@ class Model:
       values=values,
     )
 
+  def unstack(self, params: Params) -> Params:
+    """The same parameters with every layer's arrays on their own: 'layers' a tuple.
+
+    `prefill` and `decode` take them too and are faster with them, for no layer need
+    be cut out of a stack at every step.
+    """
+    return transformer.unstack(self.config, params)
+
   def init_cache(self, num_slots: int, max_length: int) -> Cache:
     """An empty key-value cache for `num_slots` sequences of up to `max_length`."""
-    c = self.config
-    length = -(-max_length // BLOCK) * BLOCK
-    shape = (c.num_layers, num_slots, c.num_kv_heads, length, c.head_dim)
-    return {'k': jnp.zeros(shape, self.dtype), 'v': jnp.zeros(shape, self.dtype)}
+    return caches.empty(self.config, num_slots, max_length, self.dtype)
 
   def prefill(
     self, params: Params, tokens: jax.Array, lengths: jax.Array
-  ) -> tuple[jax.Array, Cache]:
+  ) -> tuple[jax.Array, caches.Kept]:
     """Runs prompts, left-aligned in tokens `[P, Tp]`, lengths `[P]` int32 (≥ 1).
 
     Returns the logits `[P, V]` float32 after each prompt's last token, and the rows'
@@ -158,28 +164,20 @@ class Model:
     return self.logits(params, last), kept
 
   def insert(
-    self, cache: Cache, kv: Cache, row_index: jax.Array, slots: jax.Array
+    self, cache: Cache, kv: caches.Kept, row_index: jax.Array, slots: jax.Array
   ) -> Cache:
     """Copies row `row_index[i]` of a prefill's `kv` into slot `slots[i]`, for each i.
 
     row_index, slots: `[n]` int32. A slot outside the cache is skipped, so that n can
     be padded. The prefill must not be wider than the cache.
     """
+    return caches.insert(cache, kv, row_index, slots)
 
-    def copy(i, cache):
-      slot = slots[i]
-      keep = (slot < 0) | (slot >= cache['k'].shape[1])
-
-      def write(whole, rows):
-        row = jax.lax.dynamic_slice_in_dim(rows, row_index[i], 1, 1)
-        start = (0, slot, 0, 0, 0)
-        old = jax.lax.dynamic_slice(whole, start, row.shape)
-        row = jnp.where(keep, old, row.astype(whole.dtype))
-        return jax.lax.dynamic_update_slice(whole, row, start)
-
-      return jax.tree.map(write, cache, kv)
-
-    return jax.lax.fori_loop(0, slots.shape[0], copy, cache)
+  def copy(self, cache: Cache, table: jax.Array, count: jax.Array) -> Cache:
+    """Slot to slot: for each of the first `count` rows (source, target, length) of
+    `table` `[n, 3]` int32, in order, at least the source's first `length` positions.
+    """
+    return caches.copy(cache, table, count)
 
   def decode(
     self,
@@ -198,26 +196,18 @@ class Model:
     ends = transformer.ends(self.config, params)
     x = ends.embedding.table[...][tokens].astype(self.dtype)
     cos, sin = rope.rotation(self.config, positions)
-    rows = jnp.arange(tokens.shape[0])
+    new: dict[str, list] = {'k': [], 'v': []}
+    # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
+    layers = transformer.unstack(self.config, params)['layers']
+    for i, weights in enumerate(layers):
 
-    def body(block, carry, layer):
-      x, cache = carry
-
-      def attend(q, k, v):
-        new = dict(cache)
+      def attend(q, k, v, i=i):
         for name, value in (('k', k), ('v', v)):
-          value = value.astype(cache[name].dtype)
-          new[name] = cache[name].at[layer, rows, :, positions].set(value)
-        out = decode_attention(
-          q, new['k'], new['v'], positions, limit, block=BLOCK, layer=layer
-        )
-        return out.astype(x.dtype), new
+          new[name].append(caches.write(cache[name][i], name, value, positions))
+        out = decode_attention(q, new['k'][i], new['v'][i], positions, limit)
+        return out.astype(q.dtype), None
 
-      x, cache = block(x, cos, sin, attend, self.constrain)
-      return (x, cache), None
-
-    layer_ids = jnp.arange(self.config.num_layers)
-    (x, cache), _ = transformer.scan_layers(
-      self.config, params, (x, cache), body, xs=layer_ids
-    )
+      block = transformer.block(self.config, weights)
+      x, _ = block(x, cos, sin, attend, self.constrain)
+    cache = {name: tuple(chunks) for name, chunks in new.items()}
     return self.logits(params, ends.norm(x)), cache

@@ -75,25 +75,44 @@ def ends(config: ModelConfig, params: Params) -> Ends:
   return nnx.merge(_definition(Ends, config)[0], own)
 
 
-def scan_layers(
+def block(config: ModelConfig, weights: Params) -> layers.Block:
+  """One layer's module with its parameters."""
+  return nnx.merge(_definition(layers.Block, config)[0], weights)
+
+
+def unstack(config: ModelConfig, params: Params) -> Params:
+  """Replaces the stack of layers by a tuple of them; leaves a tuple as it is."""
+  if isinstance(params['layers'], tuple):
+    return params
+  cut = [
+    jax.tree.map(lambda x, i=i: x[i], params['layers'])
+    for i in range(config.num_layers)
+  ]
+  return params | {'layers': tuple(cut)}
+
+
+def run_layers(
   config: ModelConfig,
   params: Params,
   x: jax.Array,
-  body: Callable[[layers.Block, jax.Array, Any], tuple[jax.Array, Any]],
-  xs: Any = None,
+  body: Callable[[layers.Block, jax.Array], tuple[jax.Array, Any]],
   remat: str = 'none',
 ) -> tuple[jax.Array, Any]:
-  """Runs `body(block, x, xs[layer]) -> (x, y)` over the layers; returns (x, ys)."""
-  graph = _definition(layers.Block, config)[0]
+  """Runs `body(block, x) -> (x, y)` over the layers; returns x and the stacked ys."""
 
-  def step(x, inputs):
-    weights, extra = inputs
-    return body(nnx.merge(graph, weights), x, extra)
+  def step(x, weights):
+    return body(block(config, weights), x)
 
   policy = REMAT[remat]
   if policy is not None:
     step = jax.checkpoint(step, policy=policy, prevent_cse=False)
-  return jax.lax.scan(step, x, (params['layers'], xs))
+  if not isinstance(params['layers'], tuple):
+    return jax.lax.scan(step, x, params['layers'])
+  ys = []
+  for weights in params['layers']:
+    x, y = step(x, weights)
+    ys.append(y)
+  return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)
 
 
 def segment_positions(segment_ids: jax.Array) -> jax.Array:

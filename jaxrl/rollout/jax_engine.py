@@ -98,7 +98,7 @@ class JaxEngine:
     Arrays that lie where the engine wants them are used as they are: the caller must
     not donate them afterwards (`WeightStore` hands out copies).
     """
-    placed = await self._dispatcher.run(jax.device_put, params, self._sharding)
+    placed = await self._dispatcher.run(self._programs.adopt, params)
     self._weights = version, placed
 
   async def pause(self) -> None:

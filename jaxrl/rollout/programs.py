@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.model import BLOCK, Cache, Model
+from jaxrl.models import cache as caches
+from jaxrl.models.cache import Cache
+from jaxrl.models.model import Model
 from jaxrl.rollout import sampling
 from jaxrl.rollout.slots import Request
 from jaxrl.types import Array, Params
@@ -107,8 +109,9 @@ class Programs:
     own = functools.partial
     self._decode = jax.jit(own(_decode, model, decode_steps), donate_argnums=(1, 2))
     self._prefill = jax.jit(own(_prefill, model), donate_argnums=1)
-    self._copy = jax.jit(own(_copy), donate_argnums=0)
+    self._copy = jax.jit(own(model.copy), donate_argnums=0)
     self._place = jax.jit(own(_place), donate_argnums=0)
+    self._unstack = jax.jit(own(model.unstack))
 
   @property
   def compile_count(self) -> int:
@@ -121,6 +124,10 @@ class Programs:
     rows = Rows.empty(self.num_slots, self.max_stop_ids)
     cache = self.model.init_cache(self.num_slots, self.max_length)
     return jax.device_put((cache, rows), self._sharding)
+
+  def adopt(self, params: Params) -> Params:
+    """Lays weights out as decode reads them fastest, on the engine's device."""
+    return self._unstack(jax.device_put(params, self._sharding))
 
   def warmup(self, params: Params) -> None:
     """Compiles every program, on a state of its own."""
@@ -179,25 +186,6 @@ def _prefill(model, params, cache, tokens, lengths, slots):
   return model.insert(cache, kept, jnp.arange(tokens.shape[0]), slots)
 
 
-def _copy(cache: Cache, table: Array, count: Array) -> Cache:
-  """Slot to slot, `BLOCK` positions at a time; cache `[layers, S, heads, T, d]`."""
-
-  def pair(i, cache):
-    source, target, length = table[i]
-
-    def block(j, cache):
-      def move(whole):
-        size = (whole.shape[0], 1, whole.shape[2], BLOCK, whole.shape[4])
-        piece = jax.lax.dynamic_slice(whole, (0, source, 0, j * BLOCK, 0), size)
-        return jax.lax.dynamic_update_slice(whole, piece, (0, target, 0, j * BLOCK, 0))
-
-      return jax.tree.map(move, cache)
-
-    return jax.lax.fori_loop(0, (length + BLOCK - 1) // BLOCK, block, cache)
-
-  return jax.lax.fori_loop(0, count, pair, cache)
-
-
 def _place(rows: Rows, where: Array, new: Rows) -> Rows:
   def choose(old, value):
     return jnp.where(where.reshape(where.shape + (1,) * (old.ndim - 1)), value, old)
@@ -208,7 +196,7 @@ def _place(rows: Rows, where: Array, new: Rows) -> Rows:
 def _decode(model: Model, steps: int, params, cache: Cache, rows: Rows):
   """Decodes until `steps` are done or no slot is busy."""
   slots = rows.tokens.shape[0]
-  scratch = cache['k'].shape[3] - 1  # no request reaches it: idle slots write there
+  scratch = caches.length(cache) - 1  # no request reaches it: idle slots write there
   tokens = jnp.full((steps, slots), sampling.NO_TOKEN, jnp.int32)
   logprobs = jnp.zeros((steps, slots), jnp.float32)
 

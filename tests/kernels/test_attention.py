@@ -56,11 +56,11 @@ def test_decode_attention_up_to_each_position(limit):
   q = random(slots, heads, dim)
   k, v = random(2, slots, kv_heads, 64, dim, seed=1)
   positions = np.array([0, 15, 39])
+  narrow = [jnp.asarray(x, jnp.float32) for x in (q, k.swapaxes(2, 3), v)]
+  k_chunks = jnp.split(narrow[1], [16, 48], axis=3)
+  v_chunks = jnp.split(narrow[2], [16, 48], axis=2)
   out = decode_attention(
-    *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
-    jnp.asarray(positions),
-    jnp.int32(limit),
-    block=16,
+    narrow[0], k_chunks, v_chunks, jnp.asarray(positions), jnp.int32(limit)
   )
   for s, h in np.ndindex(slots, heads):
     seen = slice(0, positions[s] + 1)

@@ -9,8 +9,10 @@ import pytest
 
 from tests.models import small
 
-SLOTS, WINDOW, WIDTH = 5, 96, 48
-LENGTHS = np.array([37, 5, 48], np.int32)
+# Two chunks of the cache, 128 and 64; the first row crosses over, the third starts
+# in the second, the other stays in the first.
+SLOTS, WINDOW, WIDTH = 5, 192, 144
+LENGTHS = np.array([120, 5, 144], np.int32)
 
 
 class Decoder:
@@ -23,21 +25,21 @@ class Decoder:
     decode = jax.jit(self.model.decode, donate_argnums=1)
     self.decode = functools.partial(decode, self.params)
 
-  def run(self, tokens, slots, steps, limit=None, others=0):
+  def run(self, tokens, slots, steps, limit=None, others=0, lengths=LENGTHS):
     """Prefills rows, then feeds their next tokens; returns `[steps + 1, rows, V]`.
 
     others: token and position of the slots that hold no row.
     """
-    logits, kept = self.prefill(tokens[:, :WIDTH], LENGTHS)
+    logits, kept = self.prefill(tokens[:, :WIDTH], lengths)
     cache = self.model.init_cache(SLOTS, WINDOW)
     cache = jax.tree.map(lambda x: x + 7.0, cache)  # stale contents must not matter
     cache = self.insert(cache, kept, np.arange(len(slots)), slots)
     out = [np.asarray(logits)]
     for step in range(steps):
       positions = np.full(SLOTS, others, np.int32)
-      positions[slots] = LENGTHS + step
+      positions[slots] = lengths + step
       fed = np.full(SLOTS, others, np.int32)
-      fed[slots] = tokens[np.arange(len(slots)), LENGTHS + step]
+      fed[slots] = tokens[np.arange(len(slots)), lengths + step]
       ceiling = limit or positions.max() + 1
       logits, cache = self.decode(cache, fed, positions, np.int32(ceiling))
       out.append(np.asarray(logits)[slots])
@@ -51,7 +53,7 @@ def decoder():
 
 @pytest.fixture(scope='module')
 def tokens():
-  return small.tokens(3, 80)
+  return small.tokens(3, 170)
 
 
 @pytest.fixture(scope='module')
@@ -82,14 +84,15 @@ def test_no_bit_depends_on_the_slot(decoder, tokens, plain):
   np.testing.assert_array_equal(moved, plain)
 
 
-def test_no_bit_depends_on_the_limit(decoder, tokens, plain):
-  far = decoder.run(tokens, np.array([0, 1, 2]), 20, limit=WINDOW)
-  np.testing.assert_array_equal(far, plain)
+def test_no_bit_depends_on_the_limit(decoder, tokens):
+  lengths = np.array([5, 30, 90], np.int32)  # the second chunk is read at a far limit
+  run = functools.partial(decoder.run, tokens, np.arange(3), 20, lengths=lengths)
+  np.testing.assert_array_equal(run(limit=WINDOW), run())
 
 
 def test_no_bit_depends_on_the_others(decoder, tokens, plain):
   others = tokens.copy()
-  others[1:] = small.tokens(2, 80, seed=9)
+  others[1:] = small.tokens(2, 170, seed=9)
   changed = decoder.run(others, np.array([0, 1, 2]), 20, others=66)
   np.testing.assert_array_equal(changed[:, 0], plain[:, 0])
   assert (changed[:, 1] != plain[:, 1]).any()
@@ -108,9 +111,18 @@ def test_no_bit_of_a_prefill_depends_on_row_or_company(decoder, tokens):
   np.testing.assert_array_equal(other_logits[0], logits[2])
   for name in ('k', 'v'):
     whole, other = np.asarray(kept[name]), np.asarray(other_kept[name])
-    real = [slice(None), 0, slice(None), slice(0, LENGTHS[0])]
-    moved = [slice(None), 1, slice(None), slice(0, LENGTHS[0])]
-    np.testing.assert_array_equal(other[tuple(moved)], whole[tuple(real)])
+    if name == 'k':
+      whole, other = whole.swapaxes(-1, -2), other.swapaxes(-1, -2)
+    real = slice(0, LENGTHS[0])
+    np.testing.assert_array_equal(other[:, 1, :, real], whole[:, 0, :, real])
+
+
+def filled_slots(cache):
+  """Which slots hold anything, one set per array of the cache."""
+  return [
+    {slot for slot in range(SLOTS) if np.asarray(chunk)[slot].any()}
+    for chunk in jax.tree.leaves(cache)
+  ]
 
 
 def test_one_prompt_fills_many_slots_and_padding_fills_none(decoder, tokens):
@@ -118,10 +130,45 @@ def test_one_prompt_fills_many_slots_and_padding_fills_none(decoder, tokens):
   empty = decoder.model.init_cache(SLOTS, WINDOW)
   rows, slots = np.array([1, 1, 0, 2]), np.array([4, 2, SLOTS, -1])
   cache = jax.jit(decoder.model.insert)(empty, kept, rows, slots)
-  for name in ('k', 'v'):
-    filled = np.asarray(cache[name])
-    np.testing.assert_array_equal(filled[:, 4], filled[:, 2])
-    assert filled[:, 4].any() and not filled[:, [0, 1, 3]].any()
+  assert filled_slots(cache) == [{2, 4}] * 12  # keys and values, 3 layers, 2 chunks
+  for chunk in jax.tree.leaves(cache):
+    np.testing.assert_array_equal(chunk[4], chunk[2])
+
+
+@pytest.mark.parametrize('length', [100, 140])
+def test_a_slot_is_copied_as_far_as_it_reaches(decoder, tokens, length):
+  _, kept = decoder.prefill(tokens[:, :WIDTH], LENGTHS)
+  empty = decoder.model.init_cache(SLOTS, WINDOW)
+  cache = decoder.insert(empty, kept, np.array([2]), np.array([3]))
+  table = np.array([[3, 1, length], [1, 4, length], [3, 0, length]], np.int32)
+  cache = jax.jit(decoder.model.copy, donate_argnums=0)(cache, table, 2)
+  near, far = {1, 3, 4}, {3} if length <= 128 else {1, 3, 4}
+  assert filled_slots(cache) == [near, far] * 6
+  for chunk in jax.tree.leaves(cache)[::2]:
+    np.testing.assert_array_equal(chunk[4], chunk[3])
+
+
+def test_too_wide_a_prefill_is_refused(decoder, tokens):
+  _, kept = decoder.prefill(tokens[:, :WIDTH], LENGTHS)
+  with pytest.raises(ValueError, match='width 144 does not fit a cache of length 96'):
+    decoder.model.insert(decoder.model.init_cache(1, 90), kept, *[np.zeros(1, int)] * 2)
+
+
+def test_unstacked_parameters_give_the_same(decoder, tokens):
+  apart = decoder.model.unstack(decoder.params)
+  assert len(apart['layers']) == 3
+  logits, kept = jax.jit(decoder.model.prefill)(apart, tokens[:, :WIDTH], LENGTHS)
+  expected, expected_kept = decoder.prefill(tokens[:, :WIDTH], LENGTHS)
+  np.testing.assert_allclose(logits, expected, atol=1e-4)
+  assert kept['k'].shape == expected_kept['k'].shape
+  zeros = np.zeros(SLOTS, np.int32)
+  out, _ = jax.jit(decoder.model.decode)(
+    apart, decoder.model.init_cache(SLOTS, WINDOW), zeros, zeros, np.int32(1)
+  )
+  cache = decoder.model.init_cache(SLOTS, WINDOW)
+  np.testing.assert_allclose(
+    out, decoder.decode(cache, zeros, zeros, np.int32(1))[0], atol=1e-4
+  )
 
 
 def test_the_cache_is_updated_in_place(decoder):
@@ -140,9 +187,10 @@ def test_the_cache_is_updated_in_place(decoder):
   zeros = np.zeros(SLOTS, np.int32)
   program = jax.jit(many, donate_argnums=1)
   text = program.lower(decoder.params, cache, zeros, zeros).compile().as_text()
-  shape = 'f32[' + ','.join(map(str, cache['k'].shape)) + ']'
-  copies = [line for line in text.splitlines() if ' copy(' in line and shape in line]
-  assert shape in text and not copies
+  for chunk in jax.tree.leaves(cache):
+    shape = 'f32[' + ','.join(map(str, chunk.shape)) + ']'
+    copies = [line for line in text.splitlines() if ' copy(' in line and shape in line]
+    assert shape in text and not copies
 
 
 def test_a_bfloat16_cache_follows_the_dtype():
@@ -151,4 +199,4 @@ def test_a_bfloat16_cache_follows_the_dtype():
   cache = narrow.init_cache(2, 64)
   zeros = np.zeros(2, np.int32)
   logits, new = narrow.decode(params, cache, zeros, zeros, np.int32(1))
-  assert new['k'].dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+  assert new['k'][0][0].dtype == jnp.bfloat16 and logits.dtype == jnp.float32
