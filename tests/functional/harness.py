@@ -6,6 +6,7 @@ error; what a paper stops the gradient of is written `sg(x)`, its real part.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,6 +57,11 @@ def smallest(x, y):
 
 def batch(seed: int, steps: bool = False) -> dict[str, np.ndarray]:
   """Columns of a random batch with every awkward case in it somewhere."""
+  return dict(_batch(seed, steps))
+
+
+@functools.cache
+def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   rng = np.random.default_rng(seed)
   rows = int(rng.integers(5, ROWS + 1))
   run_ids, step_ids = _runs(rng, rows, steps)

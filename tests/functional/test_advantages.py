@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl import signature
 from jaxrl.functional import advantages
 from tests.functional import harness
 from tests.functional import restated_advantages as restated
@@ -15,6 +16,7 @@ def case(name, *, steps=False, **options):
   return Case(name, getattr(advantages, name), getattr(restated, name), options, steps)
 
 
+NUMBERS = (int, float)
 ADVANTAGES = [
   case('grpo'),
   case('grpo', scale_by_std=False),
@@ -87,6 +89,21 @@ def test_rows_and_padding_change_nothing(case):
   more = run(harness.padded(columns)).advantages
   inner = more[: harness.ROWS, : harness.TOKENS]
   np.testing.assert_allclose(inner, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('case', ADVANTAGES, ids=str)
+def test_a_number_is_traced(case):
+  """Numeric options may be tracers, so that one compilation serves every value."""
+  numeric = {k: v for k, v in signature.defaults(case.fn).items() if type(v) in NUMBERS}
+  given = {k: v for k, v in case.options.items() if type(v) in NUMBERS}
+  fixed = {k: v for k, v in case.options.items() if k not in given}
+
+  def run(numbers, columns):
+    again = Case(case.name, case.fn, case.restated, fixed | numbers)
+    return harness.call(again, columns).advantages
+
+  out = jax.eval_shape(run, numeric | given, harness.batch(1, case.steps))
+  assert out.shape == (harness.ROWS, harness.TOKENS) and out.dtype == jnp.float32
 
 
 def columns_of(rewards, tasks, runs=None):

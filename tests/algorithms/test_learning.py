@@ -1,0 +1,64 @@
+"""From its name alone, every algorithm for rollouts learns a bandit-like toy.
+
+The policy is a table of next-token logits. An answer is two tokens, and is paid for
+if the first is from the lower half of the vocabulary: by chance, at first.
+"""
+
+import numpy as np
+import pytest
+
+from jaxrl.algorithms import compose
+from jaxrl.training.optimizer import adamw
+from jaxrl.types import Trajectory
+from tests.training import toy
+
+STEPS, TASKS, MEMBERS, LENGTH, VOCABULARY = 8, 2, 16, 3, 64
+FOR_ROLLOUTS = [n for n in compose.names() if compose.make(n).schema == 'rollout']
+
+
+def play(table, rng, group, member):
+  """One episode: a prompt token, then two drawn from the table."""
+  tokens, logprobs = [group], [0.0]
+  for _ in range(LENGTH - 1):
+    row = table[tokens[-1]].astype(np.float64)
+    p = np.exp(row - row.max())
+    p /= p.sum()
+    tokens.append(int(rng.choice(VOCABULARY, p=p)))
+    logprobs.append(np.log(p[tokens[-1]]))
+  rewards = np.zeros(LENGTH, np.float32)
+  rewards[-1] = tokens[1] < VOCABULARY // 2
+  mask = np.arange(LENGTH) > 0
+  return Trajectory(
+    tokens=np.array(tokens, np.int32),
+    action_mask=mask,
+    rollout_logprobs=np.array(logprobs, np.float32),
+    rewards=rewards,
+    weights_version=np.where(mask, 0, -1).astype(np.int32),
+    group_id=group,
+    member=member,
+    extras={'state_hash': group},
+  )
+
+
+@pytest.mark.parametrize('name', FOR_ROLLOUTS)
+async def test_it_learns(name):
+  changes = {'value_head': True} if name == 'ppo' else {}
+  learner = toy.learner(
+    compose.make(name),
+    changes=changes,
+    num_rows=TASKS * MEMBERS,
+    buckets=(LENGTH,),
+    optimizer=adamw(learning_rate=0.5),
+  )
+  rng, scores = np.random.default_rng(0), []
+  for _ in range(STEPS):
+    table = np.asarray(learner.params['bigram']['table'])
+    groups = [
+      [play(table, rng, group, member) for member in range(MEMBERS)]
+      for group in range(TASKS)
+    ]
+    scores.append(np.mean([row.score for group in groups for row in group]))
+    metrics = await learner.update(groups)
+    assert np.isfinite(metrics['loss/policy'])
+    assert metrics['mismatch/logprob_difference'] < 1e-4
+  assert np.mean(scores[-2:]) > scores[0] + 0.15, scores
