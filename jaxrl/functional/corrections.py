@@ -97,7 +97,7 @@ def icepop(
   """w where low ≤ w ≤ high, 0 elsewhere, token by token. All `[B, T]`."""
   w = ratio(old_logprobs, rollout_logprobs, mask)
   outside = (w < low) | (w > high)
-  weights = jnp.where(mask & ~outside, w, 0)
+  weights = jnp.where(outside, 0, jnp.where(mask, w, 0))
   return _result(weights, outside, old_logprobs, rollout_logprobs, mask)
 
 
@@ -130,7 +130,7 @@ def train_infer_correction(
   if max_difference is not None:
     gap = jnp.abs(exp(old_logprobs) - exp(rollout_logprobs))
     outside |= gap > max_difference
-  weights = jnp.where(mask & ~outside, jnp.minimum(w, cap), 0)
+  weights = jnp.where(outside, 0, jnp.where(mask, jnp.minimum(w, cap), 0))
   return _result(weights, outside, old_logprobs, rollout_logprobs, mask)
 
 

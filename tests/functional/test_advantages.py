@@ -93,7 +93,7 @@ def test_rows_and_padding_change_nothing(case):
 
 @pytest.mark.parametrize('case', ADVANTAGES, ids=str)
 def test_a_number_is_traced(case):
-  """Numeric options may be tracers, so that one compilation serves every value."""
+  """Numeric options may be tracers, masks bool or float."""
   numeric = {k: v for k, v in signature.defaults(case.fn).items() if type(v) in NUMBERS}
   given = {k: v for k, v in case.options.items() if type(v) in NUMBERS}
   fixed = {k: v for k, v in case.options.items() if k not in given}
@@ -102,8 +102,10 @@ def test_a_number_is_traced(case):
     again = Case(case.name, case.fn, case.restated, fixed | numbers)
     return harness.call(again, columns).advantages
 
-  out = jax.eval_shape(run, numeric | given, harness.batch(1, case.steps))
-  assert out.shape == (harness.ROWS, harness.TOKENS) and out.dtype == jnp.float32
+  columns = harness.batch(1, case.steps)
+  for mask in (columns['mask'], columns['mask'].astype(np.float32)):
+    out = jax.eval_shape(run, numeric | given, columns | {'mask': mask})
+    assert out.shape == mask.shape and out.dtype == jnp.float32
 
 
 def columns_of(rewards, tasks, runs=None):

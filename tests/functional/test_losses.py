@@ -127,7 +127,7 @@ def test_rows_padding_and_micro_batches_change_nothing(case):
 
 @pytest.mark.parametrize('case', LOSSES + KLS, ids=str)
 def test_a_number_is_traced(case):
-  """Numeric options may be tracers, so that one compilation serves every value."""
+  """Numeric options may be tracers, masks bool or float."""
   numbers = {k: v for k, v in case.options.items() if isinstance(v, float)}
   fixed = {k: v for k, v in case.options.items() if k not in numbers}
 
@@ -135,8 +135,10 @@ def test_a_number_is_traced(case):
     again = Case(case.name, case.fn, case.restated, fixed | numbers)
     return first(harness.call(again, columns))
 
-  out = jax.eval_shape(run, numbers, harness.batch(1))
-  assert out.shape == (harness.ROWS, harness.TOKENS) and out.dtype == jnp.float32
+  columns = harness.batch(1)
+  for mask in (columns['mask'], columns['mask'].astype(np.float32)):
+    out = jax.eval_shape(run, numbers, columns | {'mask': mask})
+    assert out.shape == mask.shape and out.dtype == jnp.float32
 
 
 def test_ppo_clip_by_hand():

@@ -69,7 +69,7 @@ def sppo(
   r = exp(d)
   keep = (r >= 1 / (1 + epsilon)) & (r <= 1 + epsilon)
   metrics = {'clip_fraction': 1.0 - keep, 'ratio': r}
-  return jnp.where(mask & keep, -advantages * d, 0), metrics
+  return jnp.where(keep, -advantages * d, 0), metrics
 
 
 def kimi(
