@@ -1,29 +1,33 @@
 """From nothing to a model that solves word problems, on a laptop, in minutes.
 
-A short supervised start teaches a small random model the form of an answer and some
-arithmetic; GRPO then raises the share of right answers on problems it has never seen.
+A short supervised start teaches a small random model to work problems out, from a
+careless teacher, who takes most losses for gains. GRPO then rewards right answers alone,
+and the model finds out which of the ways it was shown is right. It is scored on problems
+that it has never seen.
 """
 
 from ml_collections import ConfigDict
 
 from configs import base
 
+KINDS = ('add', 'sub', 'add_sub', 'sub_add')
+MISREAD = {'sub': 0.65, 'sub_add': 0.65, 'add_sub': 0.35}  # wrong shares of the lessons
+
 
 def get_config(algorithm: str = 'grpo') -> ConfigDict:
   config = base.get_config(algorithm)
-  config.num_steps = 150
+  config.num_steps = 80
   config.model.random.update(hidden_size=128, num_layers=3, head_dim=32)
-  config.dataset.path = (
-    "generate:arithmetic(kinds=('add', 'sub', 'add_sub', 'sub_add'))"
-  )
+  config.dataset.path = f'generate:arithmetic(kinds={KINDS})'
+  config.sft.path = f'generate:arithmetic(kinds={KINDS}, misread_share={MISREAD})'
   config.dataset.limit = 10_000
   if 'kl_coef' in config.algorithm:
     config.algorithm.kl_coef = 0.0  # no reference to stay near: it starts from nothing
-  config.batch.update(num_groups=16, max_length=80)
-  config.optimizer.update(learning_rate=5e-4, warmup_steps=5, b2=0.98)
+  config.batch.update(num_groups=16, max_length=64)
+  config.optimizer.update(learning_rate=1e-4, warmup_steps=5, b2=0.98)
   config.rollout.update(num_slots=64)
   config.env.arithmetic = base.env_section('math', max_tokens_per_step=32)
-  config.eval.update(every=50, num_tasks=500)
+  config.eval.update(every=20, num_tasks=500)
   config.sft.update(num_steps=600, batch_size=64, learning_rate=2e-3, warmup_steps=30)
-  config.checkpoint.update(every=50, export=True)
+  config.checkpoint.update(every=20, export=True)
   return config

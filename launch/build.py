@@ -22,6 +22,7 @@ from launch.spawn import Host, LocalHost
 from launch.writers import Writers
 
 TEXTS = 2000  # rows that a fresh tokenizer is trained on
+ROLES = ('system', 'user', 'assistant', 'tool')
 
 
 def build(
@@ -90,26 +91,20 @@ def make_policy(config: ConfigDict, workdir: pathlib.Path, *, critic: bool) -> P
 
 def _texts(config: ConfigDict) -> Iterable[str]:
   """What a fresh tokenizer learns from: the texts that the model will meet."""
-  paths = {config.sft.path or config.dataset.path, config.dataset.path} - {''}
+  data = config.dataset
+  paths = {config.sft.path or data.path, data.path} - {''}
   if not paths:
     raise ConfigError(
       'a random model needs texts to train its tokenizer on: set '
       '--config.dataset.path or --config.sft.path, or --config.model.checkpoint'
     )
+  keys = (data.question_key, data.answer_key, config.sft.solution_key)
   for path in sorted(paths):
-    for row in load_rows(path, config.dataset.split, TEXTS):
-      yield from _strings(row)
-
-
-def _strings(value: Any) -> Iterable[str]:
-  if isinstance(value, str):
-    yield value
-  elif isinstance(value, dict):
-    for part in value.values():
-      yield from _strings(part)
-  elif isinstance(value, list):
-    for part in value:
-      yield from _strings(part)
+    for row in load_rows(path, data.split, TEXTS):
+      yield from (str(row[key]) for key in keys if key in row)
+      for message in row.get('messages', ()):
+        yield str(message['content'])
+      yield '\n'.join(ROLES)  # as often as messages: a role is then one token
 
 
 def _facts(

@@ -6,7 +6,8 @@ however it is dressed. Everything is a pure function of the seed.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,18 @@ def problem(
   }
 
 
+def misread(solution: str) -> str:
+  """The worked solution of one who takes every loss for a gain: − becomes +."""
+  *steps, _ = solution.split('\n')
+  worked: list[str] = []
+  result = ''
+  for step in steps:
+    left, _, right = step.split('=')[0].replace('-', '+').partition('+')
+    result, left = str(int(result or left) + int(right)), result or left
+    worked.append(f'{left}+{right}={result}')
+  return '\n'.join([*worked, f'#### {result}'])
+
+
 def in_test(key: str) -> bool:
   """Whether the problem named `key` belongs to the test split."""
   return zlib.crc32(key.encode()) < TEST_SHARE * 2**32
@@ -127,15 +140,18 @@ def arithmetic(
   kinds: Sequence[str] = tuple(KINDS),
   max_number: int = 20,
   max_factor: int = 9,
+  misread_share: Mapping[str, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
   """`size` different questions of a split, a pure function of the arguments.
 
+  misread_share: kind → the share of its worked solutions that are wrong, as those of a
+  careless teacher (see `misread`); answers are right all the same.
   Raises ValueError for an unknown split or kind, and when the numbers are so few
   that `size` different questions cannot be found.
   """
   if split not in ('train', 'test'):
     raise ValueError(f"split is 'train' or 'test', not {split!r}")
-  unknown = [kind for kind in kinds if kind not in KINDS]
+  unknown = [kind for kind in (*kinds, *misread_share) if kind not in KINDS]
   if unknown or not kinds:
     raise ValueError(f'unknown kinds {unknown}; there are {", ".join(KINDS)}')
   rng = np.random.default_rng([seed, int(split == 'test')])
@@ -153,4 +169,9 @@ def arithmetic(
       f'{tuple(kinds)}, max_number={max_number}, max_factor={max_factor}; '
       'allow larger numbers or ask for fewer'
     )
-  return list(found.values())
+  rows = list(found.values())
+  draws = np.random.default_rng([seed, 2]).random(len(rows))
+  for row, draw in zip(rows, draws, strict=True):
+    if draw < misread_share.get(row['kind'], 0.0):
+      row['solution'] = misread(row['solution'])
+  return rows

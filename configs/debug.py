@@ -1,0 +1,19 @@
+"""Seconds: every part of the quickstart at its smallest, to see that it runs."""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config(algorithm: str = 'grpo') -> ConfigDict:
+  config = quickstart.get_config(algorithm)
+  config.num_steps = 3
+  config.model.random.update(hidden_size=32, num_layers=2, num_heads=2, head_dim=16)
+  config.model.random.update(num_kv_heads=1, intermediate_size=64)
+  config.dataset.limit = 100
+  config.batch.num_groups = 2
+  config.rollout.num_slots = 16
+  config.eval.update(every=2, num_tasks=8)
+  config.sft.update(num_steps=3, batch_size=8)
+  config.checkpoint.every = 1
+  return config

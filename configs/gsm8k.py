@@ -1,0 +1,29 @@
+"""GSM8K: grade-school word problems with `#### answer` (arXiv 2110.14168).
+
+    python -m launch.train --config=configs/gsm8k.py --config.dataset.path=train.jsonl
+
+As it is: three steps of a random tiny model, to see data, graders and report at work.
+For real: --config.model.checkpoint=FOLDER of a Qwen3 --config.num_steps=200, and a
+machine to match. The test set is the file beside it, test.jsonl, or --config.eval.path.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+PROMPT = '{observation}\nThink step by step and end with the answer alone after ####.'
+
+
+def get_config(algorithm: str = 'grpo') -> ConfigDict:
+  config = base.get_config(algorithm)
+  config.num_steps = 3
+  config.model.random.update(vocab_size=2048)
+  config.batch.update(num_groups=8, max_length=512)
+  config.optimizer.learning_rate = 1e-6
+  config.env.gsm8k = base.env_section(
+    'math', turn_template=PROMPT, max_tokens_per_step=128
+  )
+  config.eval.update(every=50, num_tasks=64)
+  config.sft.solution_key = 'answer'
+  config.checkpoint.update(every=50, export=True)
+  return config
