@@ -67,7 +67,7 @@ def jitted(case):
 @pytest.mark.parametrize('case', ADVANTAGES, ids=str)
 def test_equals_the_restatement(case):
   run = jitted(case)
-  for seed in range(harness.BATCHES):
+  for seed in harness.seeds(case, ADVANTAGES):
     columns = harness.batch(seed, case.steps)
     out = run(columns)
     wanted = case.restated(harness.wide(columns), case.options)
