@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-MAX_LOGITS = 2**22  # elements held at once
+# Positions scored at once, unless told: as many as make this many logits, but enough
+# for the table's matrix product to run at speed.
+MAX_LOGITS, MIN_ROWS = 2**22, 512
 
 
 def token_logprobs(
@@ -13,14 +15,14 @@ def token_logprobs(
   *,
   temperature: jax.Array | float = 1.0,
   entropy: bool = False,
-  max_logits: int = MAX_LOGITS,
+  max_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Scores targets under softmax(hidden · tableᵀ / temperature).
 
   hidden: `[B, T, D]`. table: `[V, D]`. targets: `[B, T]` int32.
   Returns log-probs `[B, T]` float32, and the entropy `[B, T]` of the distribution at
-  temperature 1 if asked, else None. At most `max_logits` logits (or one position of
-  every row) are held at a time; the backward pass computes them anew.
+  temperature 1 if asked, else None. The logits of at most `max_rows` positions (or of
+  one in every row) are held at a time; the backward pass computes them anew.
   """
   batch, length, width = hidden.shape
 
@@ -36,7 +38,9 @@ def token_logprobs(
     weights = jnp.exp(logits - norm[..., None])
     return logprobs, norm - (weights * logits).sum(-1)
 
-  size = max(1, min(length, max_logits // (batch * table.shape[0])))
+  if max_rows is None:
+    max_rows = max(MIN_ROWS, MAX_LOGITS // table.shape[0])
+  size = max(1, min(length, max_rows // batch))
   if size >= length:
     return score(hidden, targets)
   chunks = -(-length // size)

@@ -97,6 +97,7 @@ def run_layers(
   x: jax.Array,
   body: Callable[[layers.Block, jax.Array], tuple[jax.Array, Any]],
   remat: str = 'none',
+  unroll: int = 1,
 ) -> tuple[jax.Array, Any]:
   """Runs `body(block, x) -> (x, y)` over the layers; returns x and the stacked ys."""
 
@@ -107,7 +108,7 @@ def run_layers(
   if policy is not None:
     step = jax.checkpoint(step, policy=policy, prevent_cse=False)
   if not isinstance(params['layers'], tuple):
-    return jax.lax.scan(step, x, params['layers'])
+    return jax.lax.scan(step, x, params['layers'], unroll=unroll)
   ys = []
   for weights in params['layers']:
     x, y = step(x, weights)

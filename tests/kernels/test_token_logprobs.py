@@ -23,9 +23,9 @@ def plainly(hidden, table, targets, temperature):
   return chosen, -(jnp.exp(log_p) * log_p).sum(-1)
 
 
-@pytest.mark.parametrize('max_logits', [1, 3 * 22, 10**6])
+@pytest.mark.parametrize('max_rows', [1, 6, None])
 @pytest.mark.parametrize('entropy', [False, True])
-def test_value_and_gradient_equal_the_plain_ones(max_logits, entropy):
+def test_value_and_gradient_equal_the_plain_ones(max_rows, entropy):
   hidden, table, targets = inputs()
   weights = jax.random.normal(jax.random.key(1), (2, 2, 7))
 
@@ -44,7 +44,7 @@ def test_value_and_gradient_equal_the_plain_ones(max_logits, entropy):
       targets,
       temperature=temperature,
       entropy=entropy,
-      max_logits=max_logits,
+      max_rows=max_rows,
     )
 
   assert chunked(hidden, table, targets, 0.8)[1] is None or entropy
@@ -67,7 +67,7 @@ def test_the_whole_of_the_logits_is_never_held(entropy):
 
   def total(hidden, table):
     logprobs, entropies = token_logprobs(
-      hidden, table, targets, entropy=entropy, max_logits=8000
+      hidden, table, targets, entropy=entropy, max_rows=8
     )
     return logprobs.sum() + (entropies.sum() if entropy else 0.0)
 

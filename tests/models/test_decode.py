@@ -72,7 +72,8 @@ def plain(decoder, tokens):
 def test_decode_equals_the_full_forward(changes, tokens):
   decoder = Decoder(**changes)
   out = decoder.run(tokens, np.array([3, 0, 4]), 20)
-  hidden = decoder.model.hidden(decoder.params, tokens, np.ones_like(tokens))
+  ones = np.ones_like(tokens)
+  hidden = jax.jit(decoder.model.hidden)(decoder.params, tokens, ones)
   full = np.asarray(decoder.model.logits(decoder.params, hidden))
   for row, length in enumerate(LENGTHS):
     expected = full[row, length - 1 : length + 20]
@@ -198,5 +199,5 @@ def test_a_bfloat16_cache_follows_the_dtype():
   narrow = type(model)(model.config, dtype='bfloat16')
   cache = narrow.init_cache(2, 64)
   zeros = np.zeros(2, np.int32)
-  logits, new = narrow.decode(params, cache, zeros, zeros, np.int32(1))
+  logits, new = jax.jit(narrow.decode)(params, cache, zeros, zeros, np.int32(1))
   assert new['k'][0][0].dtype == jnp.bfloat16 and logits.dtype == jnp.float32

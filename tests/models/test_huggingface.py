@@ -64,8 +64,13 @@ def their_logprobs(theirs, tokens):
 def our_logprobs(config, params, tokens):
   model = Model(config)
   ones = jnp.ones_like(tokens)
-  hidden = model.hidden(params, tokens, ones)
-  return np.asarray(jax.nn.log_softmax(model.logits(params, hidden), -1))
+
+  @jax.jit
+  def score(params):
+    hidden = model.hidden(params, tokens, ones)
+    return jax.nn.log_softmax(model.logits(params, hidden), -1)
+
+  return np.asarray(score(params))
 
 
 @pytest.mark.parametrize('name', CASES)

@@ -18,6 +18,15 @@ FAMILIES = {
 }
 
 
+# One compilation instead of one for every operation.
+def outputs(model, *args, **options):
+  return jax.jit(model.policy_outputs, static_argnames='entropy')(*args, **options)
+
+
+def hidden(model, *args):
+  return jax.jit(model.hidden)(*args)
+
+
 @pytest.fixture(scope='module')
 def qwen3():
   return small.model_and_params(value_head=True)
@@ -27,9 +36,9 @@ def test_column_t_speaks_of_token_t(qwen3):
   model, params = qwen3
   tokens = small.tokens(2, 9)
   ones = np.ones_like(tokens)
-  out = model.policy_outputs(params, tokens, ones, temperature=0.7, entropy=True)
-  hidden = np.asarray(model.hidden(params, tokens, ones), np.float64)
-  logits = hidden @ np.asarray(params['embedding']['table'], np.float64).T
+  out = outputs(model, params, tokens, ones, temperature=0.7, entropy=True)
+  states = np.asarray(hidden(model, params, tokens, ones), np.float64)
+  logits = states @ np.asarray(params['embedding']['table'], np.float64).T
 
   def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
@@ -41,13 +50,13 @@ def test_column_t_speaks_of_token_t(qwen3):
       logprob = log_softmax(before / 0.7)[tokens[row, t]]
       log_p = log_softmax(before)
       head = params['value_head']
-      value = hidden[row, t - 1] @ np.asarray(head['kernel']) + head['bias']
+      value = states[row, t - 1] @ np.asarray(head['kernel']) + head['bias']
       np.testing.assert_allclose(out.logprobs[row, t], logprob, atol=1e-4)
       np.testing.assert_allclose(
         out.entropy[row, t], -(np.exp(log_p) * log_p).sum(), atol=1e-4
       )
       np.testing.assert_allclose(out.values[row, t], value, atol=1e-4)
-  plain = model.policy_outputs(params, tokens, ones, temperature=0.7)
+  plain = outputs(model, params, tokens, ones, temperature=0.7)
   assert plain.entropy is None
   np.testing.assert_array_equal(plain.logprobs, out.logprobs)
 
@@ -59,7 +68,7 @@ def test_a_token_depends_on_none_after_it(family):
   changed = tokens.copy()
   changed[0, 7] = (changed[0, 7] + 1) % 67
   ones = np.ones_like(tokens)
-  one, other = (np.asarray(model.hidden(params, t, ones)) for t in (tokens, changed))
+  one, other = (np.asarray(hidden(model, params, t, ones)) for t in (tokens, changed))
   np.testing.assert_array_equal(one[0, :7], other[0, :7])
   assert (np.abs(one - other)[0, 7:].max(-1) > 1e-4).all()
 
@@ -69,9 +78,9 @@ def test_packed_rows_equal_rows_of_their_own(qwen3):
   first, second = small.tokens(1, 6), small.tokens(1, 5, seed=1)
   packed = np.concatenate([first, second, np.zeros((1, 3), np.int32)], axis=1)
   segments = np.array([[1] * 6 + [2] * 5 + [0] * 3])
-  out = model.policy_outputs(params, packed, segments, entropy=True)
+  out = outputs(model, params, packed, segments, entropy=True)
   for part, start in ((first, 0), (second, 6)):
-    alone = model.policy_outputs(params, part, np.ones_like(part), entropy=True)
+    alone = outputs(model, params, part, np.ones_like(part), entropy=True)
     for name in ('logprobs', 'entropy', 'values'):
       np.testing.assert_allclose(
         getattr(out, name)[:, start : start + part.shape[1]],
@@ -92,7 +101,8 @@ def test_padding_has_no_gradient_and_no_say():
     out = model.policy_outputs(params, tokens, segments)
     return (out.logprobs * jnp.arange(8.0)).sum()
 
-  gradient = jax.grad(score)(params, tokens)
+  differentiate = jax.jit(jax.grad(score))
+  gradient = differentiate(params, tokens)
   table = np.asarray(gradient['embedding']['table'])
   np.testing.assert_array_equal(table[61:64], 0)
   assert np.abs(table[tokens[0, :-1]]).max(-1).min() > 0
@@ -100,28 +110,30 @@ def test_padding_has_no_gradient_and_no_say():
   other[1, 5:] = [3, 64, 9]
   for left, right in zip(
     jax.tree.leaves(gradient),
-    jax.tree.leaves(jax.grad(score)(params, other)),
+    jax.tree.leaves(differentiate(params, other)),
     strict=True,
   ):
     np.testing.assert_array_equal(left, right)
 
 
-def test_remat_changes_no_gradient(qwen3):
+def test_remat_and_unrolling_change_no_gradient(qwen3):
   model, params = qwen3
   tokens = small.tokens(2, 8)
 
-  def gradient(remat):
-    this = dataclasses.replace(model, remat=remat)
+  def gradient(**changes):
+    this = dataclasses.replace(model, **changes)
 
     def score(params):
       return this.policy_outputs(params, tokens, np.ones_like(tokens)).logprobs.sum()
 
     return jax.jit(jax.grad(score))(params)
 
-  plain = gradient('none')
-  for remat in ('full', 'dots'):
+  plain = gradient()
+  for changes in ({'remat': 'full'}, {'remat': 'dots'}, {'unroll': 3}):
     jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), plain, gradient(remat)
+      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
+      plain,
+      gradient(**changes),
     )
 
 
@@ -129,8 +141,8 @@ def test_bfloat16_is_near_float32(qwen3):
   model, params = qwen3
   tokens = small.tokens(2, 8)
   narrow = dataclasses.replace(model, dtype='bfloat16')
-  assert narrow.hidden(params, tokens, np.ones_like(tokens)).dtype == jnp.bfloat16
-  out, near = (m.policy_outputs(params, tokens, tokens + 1) for m in (model, narrow))
+  assert hidden(narrow, params, tokens, np.ones_like(tokens)).dtype == jnp.bfloat16
+  out, near = (outputs(m, params, tokens, tokens * 0 + 1) for m in (model, narrow))
   assert near.logprobs.dtype == jnp.float32
   np.testing.assert_allclose(out.logprobs, near.logprobs, atol=0.5)
 
