@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import compose, describe
 from jaxrl.data.seeds import base_seed, fold
 from jaxrl.data.sources import load_rows
 from jaxrl.dispatch import Dispatcher
@@ -116,7 +116,7 @@ def _facts(
   kinds = {device.device_kind for device in mesh.devices.flat}
   axes = ' × '.join(f'{name} {size}' for name, size in mesh.shape.items())
   parts = {
-    slot: compose.describe(part) for slot, part in compose.parts(algorithm).items()
+    slot: describe.call_string(part) for slot, part in compose.parts(algorithm).items()
   }
   return {
     'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '

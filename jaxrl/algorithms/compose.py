@@ -208,13 +208,6 @@ def parts(algorithm: Algorithm) -> dict[str, Callable[..., Any]]:
   return {slot: part for slot, part in found.items() if part is not None}
 
 
-def describe(part: Callable[..., Any]) -> str:
-  """A part as its call string: `ppo_clip(clip_low=0.2, clip_high=0.28)`."""
-  options = ', '.join(f'{k}={v!r}' for k, v in options_of(part).items() if k != 'fn')
-  name = function_of(part).__name__
-  return f'{name}({options})' if options else name
-
-
 def needs(algorithm: Algorithm) -> frozenset[str]:
   """What a forward pass must score for this algorithm, by name of `Batch` column.
 
