@@ -1,0 +1,181 @@
+"""One GRPO step of a small model, through the real learner, engine and weight store.
+
+The toy: Qwen3 shape, 3.28 M parameters, float32; 8 prompts of 32 tokens × 8 samples of
+64 tokens, always full length; AdamW, no KL term. Rewards are made up: what is timed
+is generation and learning, not an environment.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxrl.algorithms import compose
+from jaxrl.dispatch import Dispatcher
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.model import Model
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.rollout.weight_store import InProcessWeights
+from jaxrl.training.learner import Learner
+from jaxrl.training.optimizer import adamw
+from jaxrl.training.programs import CompileCounter
+from jaxrl.types import Completion, Group, SamplingParams, Trajectory
+from tests.benchmarks import machine
+
+CONFIG = ModelConfig(
+  vocab_size=512,
+  hidden_size=256,
+  num_layers=4,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=64,
+  intermediate_size=768,
+)
+PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 32, 64
+# Counted once each, nothing recomputed or shared: forward of 64 × 96 tokens; forward
+# and backward of the same.
+GENERATE_FLOPS, TRAIN_FLOPS = 40.5e9, 122.8e9
+WARM_STEPS = 3
+
+
+class Toy:
+  """The parts of a run, and one method a phase. remat, entropy: the learner's."""
+
+  def __init__(self, *, remat: str = 'none', entropy: bool = True, decode_steps: int):
+    self.dispatcher = Dispatcher()
+    model = Model(CONFIG, remat=remat)
+    self.engine = JaxEngine(
+      model,
+      dispatcher=self.dispatcher,
+      num_slots=PROMPTS * SAMPLES,
+      max_length=PROMPT + NEW,
+      decode_steps=decode_steps,
+    )
+    self.weights = InProcessWeights(self.engine, dispatcher=self.dispatcher)
+    self.learner = Learner(
+      model,
+      model.init(jax.random.key(0)),
+      compose.make('grpo', {'kl_coef': 0.0}),
+      num_rows=PROMPTS * SAMPLES,
+      buckets=(PROMPT + NEW,),
+      optimizer=adamw(learning_rate=1e-3),
+      dispatcher=self.dispatcher,
+      entropy=entropy,
+    )
+
+  async def start(self) -> None:
+    """Compiles everything."""
+    await self.learner.warmup()
+    await self.weights.publish(0, self.learner.params)
+    await self.engine.warmup()
+
+  async def generate(self, rows: Sequence[Sequence[int]]) -> list[Completion]:
+    """64 new tokens for each row, log-probs with them."""
+    rules = [SamplingParams(max_tokens=NEW, seed=i) for i in range(len(rows))]
+    work = (
+      self.engine.generate(f'{i}', row, rule)
+      for i, (row, rule) in enumerate(zip(rows, rules, strict=True))
+    )
+    return await asyncio.gather(*work)
+
+  async def step(self, step: int) -> dict[str, float]:
+    """One whole step; seconds by phase."""
+    start = time.perf_counter()
+    await self.weights.publish(step + 1, self.learner.params)
+    rows = prompts(step, PROMPTS, SAMPLES)
+    completions = await self.generate(rows)
+    generated = time.perf_counter()
+    metrics = await self.learner.update(_groups(rows, completions, step))
+    end = time.perf_counter()
+    assert metrics['mismatch/logprob_difference'] < 1e-3, metrics
+    return {
+      'step': end - start,
+      'generate': generated - start,
+      'train': end - generated,
+    }
+
+
+def prompts(seed: int, distinct: int, samples: int) -> list[list[int]]:
+  draw = np.random.default_rng(seed)
+  rows = draw.integers(1, CONFIG.vocab_size, (distinct, PROMPT)).tolist()
+  return [row for row in rows for _ in range(samples)]
+
+
+def _groups(
+  rows: list[list[int]], completions: list[Completion], step: int
+) -> list[Group]:
+  rewards = np.random.default_rng((step, 1)).random(len(rows), np.float32)
+  groups: list[Group] = [[] for _ in range(PROMPTS)]
+  none = np.zeros(PROMPT, np.float32)
+  for i, (row, done) in enumerate(zip(rows, completions, strict=True)):
+    reward = np.zeros(PROMPT + NEW, np.float32)
+    reward[-1] = rewards[i]
+    groups[i // SAMPLES].append(
+      Trajectory(
+        np.concatenate([row, done.tokens]).astype(np.int32),
+        np.arange(PROMPT + NEW) >= PROMPT,
+        np.concatenate([none, done.logprobs]),
+        reward,
+        np.concatenate([none - 1, done.versions]).astype(np.int32),
+        group_id=i // SAMPLES,
+        member=i % SAMPLES,
+      )
+    )
+  return groups
+
+
+async def _measure(steps: int, decodes: int, options: dict) -> dict[str, float]:
+  begun = time.perf_counter()
+  toy = Toy(**options)
+  times, peaks, rates = [], [], []
+  with CompileCounter() as counter:
+    await toy.start()
+    for step in range(steps + WARM_STEPS):
+      if step == WARM_STEPS:
+        before = counter.count
+      peaks.append(machine.matmul_peak())
+      times.append(await toy.step(step))
+      if step == 0:
+        ready = time.perf_counter() - begun
+    late = counter.count - before
+    for round_ in range(decodes):  # every prompt another: all 64 are prefilled
+      await toy.weights.publish(1000 + round_, toy.learner.params)
+      start = time.perf_counter()
+      await toy.generate(prompts(round_, PROMPTS * SAMPLES, 1))
+      rates.append(PROMPTS * SAMPLES * NEW / (time.perf_counter() - start))
+  toy.dispatcher.close()
+  times, peaks = times[WARM_STEPS:], peaks[WARM_STEPS:]
+  found = {name: statistics.median(t[name] for t in times) for name in times[0]}
+  peak = statistics.median(peaks)
+  whole = GENERATE_FLOPS + TRAIN_FLOPS
+  return {
+    **{f'{name}_s': seconds for name, seconds in found.items()},
+    'fastest_step_s': min(t['step'] for t in times),
+    'floor_s': whole / peak,
+    'peak_gflops': peak / 1e9,
+    'share': whole / peak / found['step'],
+    'train_share': TRAIN_FLOPS / peak / found['train'],
+    'generate_share': GENERATE_FLOPS / peak / found['generate'],
+    'tokens_per_s': PROMPTS * SAMPLES * NEW / found['generate'],
+    'decode_tokens_per_s': statistics.median(rates) if rates else 0.0,
+    'programs': counter.count,
+    'programs_after_warmup': late,
+    'first_step_s': ready,
+    'peak_mib': machine.peak_mebibytes(),
+  }
+
+
+def measure(
+  *,
+  steps: int = 8,
+  decodes: int = 4,
+  remat: str = 'none',
+  entropy: bool = True,
+  decode_steps: int = 8,
+) -> dict[str, float]:
+  """Medians over `steps` steps, each beside the matrix product's rate at that time."""
+  options = {'remat': remat, 'entropy': entropy, 'decode_steps': decode_steps}
+  return asyncio.run(_measure(steps, decodes, options))
