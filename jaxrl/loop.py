@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from jaxrl.types import Group
 
 Metrics = dict[str, float]
+GRACE = 10.0  # seconds for groups to arrive after the last worker has ended
 
 
 class Learner(Protocol):
@@ -53,45 +54,71 @@ async def train(
   """Trains from `learner.step` to `num_steps`; True unless stopped early.
 
   `workers` are the tasks that play episodes; the error of any of them ends the
-  run at once, so that nothing waits for groups that no one plays.
+  run at once, so that nothing waits for groups that no one plays. Who asks to stop
+  waits for the step at hand at most, and for a checkpoint.
   """
   workers = list(workers)
+
+  async def evaluation(step: int, last: bool) -> Metrics:
+    await guarded(hooks.publish(step), workers)
+    return await guarded(hooks.evaluate(step, last), workers)
+
   for step in range(learner.step, num_steps):
-    await hooks.publish(step)
-    evaluation = await guarded(hooks.evaluate(step, False), workers)
-    await hooks.advance(step)
-    groups = await guarded(sampler.next(step), workers)
-    metrics = await learner.update(groups)
-    hooks.record(step, {**metrics, **evaluation}, groups)
-    stopped = hooks.stop()
-    await hooks.save(step + 1, stopped)
-    if stopped:
+    evaluated = {} if hooks.stop() else await evaluation(step, False)
+    if hooks.stop():
+      await hooks.save(step, True)
       return False
-  await hooks.publish(num_steps)
-  evaluation = await guarded(hooks.evaluate(num_steps, True), workers)
-  if evaluation:
-    hooks.record(num_steps, evaluation, [])
+    await guarded(hooks.advance(step), workers)
+    groups = await played(sampler.next(step), workers)
+    metrics = await learner.update(groups)
+    hooks.record(step, {**metrics, **evaluated}, groups)
+    await hooks.save(step + 1, False)
+  if hooks.stop():
+    await hooks.save(num_steps, True)
+    return False
+  evaluated = await evaluation(num_steps, True)
+  if evaluated:
+    hooks.record(num_steps, evaluated, [])
   await hooks.save(num_steps, True)
   return True
 
 
 async def guarded(work: Awaitable[Any], workers: list[asyncio.Task]) -> Any:
-  """Awaits `work`, but raises the error of any worker that dies meanwhile."""
+  """Awaits `work`, but raises the error of any worker that dies meanwhile or has."""
   task = asyncio.ensure_future(work)
   try:
     while not task.done():
       alive = {worker for worker in workers if not worker.done()}
-      done, _ = await asyncio.wait({task, *alive}, return_when='FIRST_COMPLETED')
-      for worker in done - {task}:
-        worker.result()
-      if not alive and not task.done() and workers:
-        await asyncio.wait({task}, timeout=60)
-        if not task.done():
-          raise RuntimeError(
-            'every environment worker has ended, yet groups are still awaited: '
-            'the dataset is traversed or too small for batch.num_groups'
-          )
+      for worker in workers:
+        if worker not in alive:
+          worker.result()
+      await asyncio.wait({task, *alive}, return_when='FIRST_COMPLETED')
     return task.result()
   finally:
-    if not task.done():
-      task.cancel()
+    task.cancel()
+
+
+async def played(groups: Awaitable[list[Group]], workers: list[asyncio.Task]) -> Any:
+  """Awaits a step's groups. Raises RuntimeError when no one is left to play them."""
+  task = asyncio.ensure_future(groups)
+  ended = asyncio.ensure_future(_ended(workers))
+  try:
+    await guarded(asyncio.wait({task, ended}, return_when='FIRST_COMPLETED'), workers)
+    if not task.done():  # the last groups may still be on their way
+      await asyncio.wait({task}, timeout=GRACE)
+    if not task.done() or not task.result():
+      raise RuntimeError(
+        'there are no groups to learn from: every environment worker has ended, for '
+        'the data set or the environment has no more tasks'
+      )
+    return task.result()
+  finally:
+    task.cancel()
+    ended.cancel()
+
+
+async def _ended(workers: list[asyncio.Task]) -> None:
+  """Returns when all workers have ended; without any, never."""
+  if not workers:
+    await asyncio.Event().wait()
+  await asyncio.wait(workers)

@@ -1,5 +1,6 @@
 """A training run: a supervised start if asked for, then the algorithm's own steps."""
 
+import contextlib
 import logging
 import pathlib
 import shlex
@@ -10,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jaxrl import loop
+from jaxrl.config import Config
 from jaxrl.data.chat import Chat
 from jaxrl.data.samplers import FileSampler
 from jaxrl.data.seeds import fold
@@ -26,7 +27,7 @@ from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm, Group, Params
 from launch.rollouts import Rollouts
 from launch.spawn import Host
-from launch.writers import Writers
+from launch.writers import Writers, read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Job:
 
   def __init__(
     self,
-    config: ConfigDict,
+    config: Config,
     *,
     workdir: pathlib.Path,
     writers: Writers,
@@ -63,9 +64,15 @@ class Job:
     try:
       params = await self._warm_start()
       return params is not None and await self._main(params)
+    except Exception as error:
+      told = await self._host.explain(error)
+      if told is error:
+        raise
+      raise told from error
     finally:
       if self._rollouts is not None:
-        await self._rollouts.close()
+        with contextlib.suppress(Exception):  # whoever is dead cannot be told to end
+          await self._rollouts.close()
       await self._host.close()
       self._dispatcher.close()
 
@@ -107,12 +114,12 @@ class Job:
       source = {'path': data.path, 'split': data.split}
       sampler = self._files(source, config.batch.num_groups, data.limit)
     done = await self._phase('train', learner, sampler, config.num_steps)
-    if config.checkpoint.export:
+    if done and config.checkpoint.export:
       await self._dispatcher.run(self._export, learner)
     return done
 
   def _files(
-    self, source: dict[str, str], batch_size: int, limit: int | None
+    self, source: dict[str, Any], batch_size: int, limit: int | None
   ) -> FileSampler:
     return FileSampler(
       Chat(self._policy.tokenizer),
@@ -151,18 +158,21 @@ class Job:
     self, name: str, learner: Learner, sampler: Any, num_steps: int
   ) -> bool:
     """One phase of training, from its newest checkpoint if it has one."""
+    if self._stop():
+      return False
     checkpointer = self._checkpointer(name)
     phase = Phase(self, name, learner, sampler, checkpointer, num_steps)
     try:
       state = await learner.restore(checkpointer) if checkpointer.latest else {}
       self._writers.phase(name, num_steps, learner.step)
-      if learner.step >= num_steps:
+      workers = []
+      if learner.step < num_steps:
+        await learner.warmup()
+        workers = await phase.start(state)
+      elif phase.complete(self._workdir / 'metrics.jsonl'):
         return True
-      await learner.warmup()
-      workers = await phase.start(state)
-      hooks = phase.hooks()
       return await loop.train(
-        learner, phase, hooks, num_steps=num_steps, workers=workers
+        learner, phase, phase.hooks(), num_steps=num_steps, workers=workers
       )
     finally:
       checkpointer.close()
@@ -249,8 +259,21 @@ class Phase:
     ends = step in (0, self._num_steps)
     return every > 0 and (ends or step % every == 0)
 
+  def complete(self, metrics: pathlib.Path) -> bool:
+    """Whether nothing is left to do after the last step: no evaluation, that is."""
+    if self._learner.step > self._num_steps or not self._evaluates(self._num_steps):
+      return True
+    last = {'phase': self._name, 'step': self._num_steps}
+    return any(
+      last.items() <= row.items() and any(name.startswith('eval/') for name in row)
+      for row in read_metrics(metrics)
+    )
+
+  def _evaluates(self, step: int) -> bool:
+    return self._rollouts is not None and self._due(step)
+
   async def _evaluate(self, step: int, last: bool) -> loop.Metrics:
-    if self._rollouts is None or not self._due(step):
+    if self._rollouts is None or not self._evaluates(step):
       return {}
     start = time.perf_counter()
     metrics, groups = await self._rollouts.evaluate()
@@ -265,7 +288,7 @@ class Phase:
       metrics['time/step'] = time.perf_counter() - self._begun
     self._times = {}
     self._writers.write(step, metrics)
-    self._writers.trajectories(step, groups)
+    self._writers.trajectories(step, groups, self._learner.advantages)
 
   async def _save(self, step: int, last: bool) -> None:
     every = self._config.checkpoint.every

@@ -43,6 +43,10 @@ class Host(Protocol):
     """How many workers to spawn when `count` are asked for."""
     ...
 
+  async def explain(self, error: Exception) -> Exception:
+    """What a run's error is to the user: itself, or what lies behind it."""
+    ...
+
   async def close(self) -> None: ...
 
 
@@ -69,6 +73,9 @@ class LocalHost:
 
   def workers(self, count: int) -> int:
     return 1
+
+  async def explain(self, error: Exception) -> Exception:
+    return error
 
   async def close(self) -> None:
     pass

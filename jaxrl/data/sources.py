@@ -16,7 +16,7 @@ GENERATORS = {
 }
 
 
-class DataError(ValueError):
+class DataError(signature.ConfigError):
   """Says which file, where in it, and what is wrong."""
 
 

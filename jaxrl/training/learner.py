@@ -78,6 +78,7 @@ class Learner:
     self._warm: set[programs.Shape] = set()
     _check_params(self._spec, self.mesh, params)
     self._state = programs.init_state(self._spec, self.mesh, params)
+    self._advantages: jax.Array | None = None
     self._reference = None
     if 'ref_logprobs' in self._spec.needs:
       shapes = programs.params_shapes(self._spec, self.mesh)
@@ -93,6 +94,14 @@ class Learner:
   def model(self) -> Model:
     """The model, its activations pinned to the learner's mesh."""
     return self._spec.model
+
+  @property
+  def advantages(self) -> jax.Array | None:
+    """Of the last batch, `[B, T]`, rows in the order of its groups, then padding.
+
+    On the device until read; None before any, and for algorithms without.
+    """
+    return self._advantages
 
   @property
   def algorithm_state(self) -> Any:
@@ -204,6 +213,7 @@ class Learner:
           state.params, self._reference, state.algorithm_state, batch, numbers
         )
         batch = jax.block_until_ready(batch.replace(**changed))
+        self._advantages = batch.advantages
       prepared = time.perf_counter()
       updates = []
       for index in indices:

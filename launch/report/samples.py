@@ -29,6 +29,8 @@ def snapshot(
 
   advantages: rows in the order of `groups` laid end to end, or None.
   """
+  if hasattr(advantages, '__array__'):  # on a device until now
+    advantages = np.asarray(advantages)
   starts = np.cumsum([0, *(len(group) for group in groups)])
   spread = [-float(np.std([t.score for t in group])) for group in groups]
   chosen = sorted(np.argsort(spread, kind='stable')[:GROUPS].tolist())

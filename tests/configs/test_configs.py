@@ -1,0 +1,106 @@
+"""The configs: few keys, defaults from signatures, the same after JSON."""
+
+import inspect
+import json
+import pathlib
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import base
+from jaxrl.data.dataset import GlobalDataset
+from jaxrl.data.samplers import FileSampler
+from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.rollout.group_queue import GroupQueue
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.signature import defaults
+from jaxrl.training.checkpoint import Checkpointer
+from jaxrl.training.learner import Learner
+from jaxrl.training.mesh import make_mesh
+from jaxrl.training.optimizer import adamw
+from jaxrl.training.policy import random_config
+from launch import config as configs
+from launch.sinks import open_sinks
+from launch.workdir import Workdir, plain
+
+FILES = sorted(
+  path
+  for path in pathlib.Path(base.__file__).parent.glob('*.py')
+  if path.stem[0] != '_'
+)
+SOURCES = {
+  'model.random': [random_config],
+  'dataset': [GlobalDataset],
+  'batch': [Learner],
+  'optimizer': [adamw],
+  'rollout': [EnvManager, JaxEngine, GroupQueue, Learner],
+  'mesh': [make_mesh],
+  'checkpoint': [Checkpointer],
+  'env.x': [EnvManager],
+}
+
+
+def load(path, *overrides):
+  command = configs.parse([f'--config={path}', *overrides], {})
+  return configs.load(command, {'logging': open_sinks})
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
+def test_every_config_loads_and_is_sound(path):
+  config = load(path)
+  configs.check(config)
+  assert config.is_locked
+  for name in ('seed', 'num_steps', 'model', 'dataset', 'algorithm', 'batch', 'env'):
+    assert name in config
+  assert load(f'{path}:opmd').algorithm.name == 'opmd'
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
+def test_at_most_a_hundred_public_keys(path):
+  config = load(path)
+  tags = max(len(config.env), 1)
+  own = [
+    key
+    for key in configs.keys(config)
+    if not key.startswith('algorithm.') and '.env_config.' not in key
+  ]
+  shared = [key for key in own if not key.startswith('env.')]
+  assert len(shared) + (len(own) - len(shared)) / tags <= 100
+
+
+def test_a_default_is_the_signatures_own():
+  config = base.get_config()
+  config.env.x = base.env_section('math')
+  compared = 0
+  for section, sources in SOURCES.items():
+    node = config
+    for part in section.split('.'):
+      node = node[part]
+    for key, value in node.items():
+      found = [defaults(source)[key] for source in sources if key in defaults(source)]
+      if found:
+        compared += 1
+        assert value in found, f'{section}.{key}'
+  assert compared > 45
+  assert config.sft.batch_size == defaults(FileSampler)['batch_size']
+  assert config.sft.warmup_steps == defaults(adamw)['warmup_steps']
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
+def test_a_config_comes_back_from_json(path, tmp_path):
+  config = load(path)
+  workdir = Workdir(tmp_path, config)
+  workdir.record()
+  workdir.close()
+  record = json.loads((tmp_path / 'config.json').read_text())
+  assert record['config'] == plain(config)
+  again = Workdir(tmp_path, load(path))
+  assert again.resumed and not again.changes
+  again.close()
+
+
+def test_get_config_is_short_and_gives_a_config_dict():
+  for path in FILES:
+    config = load(path)
+    assert isinstance(config, ConfigDict)
+  assert len(inspect.getsource(base.get_config).splitlines()) <= 60

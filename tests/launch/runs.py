@@ -1,0 +1,101 @@
+"""Whole runs of the debug config: in this process, or in one of their own."""
+
+import asyncio
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from launch import build, train
+from launch import config as configs
+from launch.sinks import open_sinks
+from launch.writers import Sink, Writers, read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+DEBUG = str(ROOT / 'configs' / 'debug.py')
+BARE = ('--config.logging.report=false', '--config.logging.tensorboard=false')
+
+
+def argv(workdir, *options, config=DEBUG):
+  return [f'--config={config}', f'--workdir={workdir}', *BARE, *options]
+
+
+def main(workdir, *options, config=DEBUG):
+  """Runs `launch.train` here, on the eight devices that tests have; its status."""
+  return train.main(argv(workdir, *options, config=config))
+
+
+def spawn(workdir, *options, config=DEBUG):
+  """Starts `python -m launch.train` on one device."""
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  env['JAX_COMPILATION_CACHE_DIR'] = _cache()
+  command = argv(workdir, *options, config=config)
+  return subprocess.Popen(
+    [sys.executable, '-u', *'-m launch.train'.split(), *command],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    cwd=ROOT,
+    env=env,
+  )
+
+
+def run(workdir, *options, status=0, **more):
+  """Runs it to its end; what it said."""
+  process = spawn(workdir, *options, **more)
+  said, _ = process.communicate(timeout=240)
+  assert process.returncode == status, said
+  return said
+
+
+@functools.cache
+def _cache():
+  return tempfile.mkdtemp(prefix='xla-cache-')
+
+
+def rows(workdir, phase='train'):
+  """The metrics of a phase's steps."""
+  found = read_metrics(pathlib.Path(workdir) / 'metrics.jsonl')
+  return [row for row in found if row['phase'] == phase]
+
+
+def numbers(workdir):
+  """What a run's rows say, but for times and speeds."""
+  vague = ('time/', 'compile/', 'queue/', 'rollout/', 'tokens/')
+  return [
+    {k: v for k, v in row.items() if not k.startswith(vague)}
+    for phase in ('sft', 'train')
+    for row in rows(workdir, phase)
+  ]
+
+
+def weights(workdir):
+  """The exported parameters, as bytes."""
+  return (pathlib.Path(workdir) / 'export' / 'model.safetensors').read_bytes()
+
+
+class Recorder(Sink):
+  """Keeps all that a run tells."""
+
+  def __init__(self):
+    self.played, self.metrics = [], []
+
+  def write(self, step, metrics):
+    self.metrics.append((step, dict(metrics)))
+
+  def trajectories(self, step, groups, advantages=None, kind='train'):
+    self.played.append((step, kind, groups, advantages))
+
+
+def record(workdir, *options, config=DEBUG):
+  """Runs a job here without a command line's surroundings; what it told."""
+  command = configs.parse(argv(workdir, *options, config=config), {'workdir': ''})
+  made = configs.load(command, {'logging': open_sinks})
+  sink = Recorder()
+  workdir = pathlib.Path(workdir)
+  workdir.mkdir(parents=True, exist_ok=True)
+  job = build.build(made, workdir=workdir, writers=Writers([sink]), stop=lambda: False)
+  assert asyncio.run(job.train())
+  return sink
