@@ -23,6 +23,9 @@ $(VENV)/.ready: setup.py $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(UV_SOURCES) \
 	  $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[$(EXTRAS)]'
+	@# Compiles the modules, whatever the shell says: later starts are seconds shorter.
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import launch.build, configs.base, \
+	  transformers.tokenization_utils_tokenizers, transformers.models.auto'
 	@touch $@
 	@echo "Environment ready in $(VENV)."
 

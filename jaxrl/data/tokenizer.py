@@ -1,10 +1,16 @@
 """Tokenizers: a small byte-level BPE trained on the spot, or a checkpoint's own."""
 
+from __future__ import annotations
+
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:  # transformers takes seconds to import: where it is used
+  from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
 NUM_BYTES = 256
@@ -50,6 +56,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     show_progress=False,
   )
   tokenizer.train_from_iterator(texts, trainer)
+  from transformers import PreTrainedTokenizerFast
+
   return PreTrainedTokenizerFast(
     tokenizer_object=tokenizer,
     eos_token=END,
@@ -73,6 +81,21 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
   if not any((folder / name).exists() for name in names):
     raise FileNotFoundError(f'{folder} holds no tokenizer: none of {", ".join(names)}')
   try:
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return _kind(folder).from_pretrained(str(folder), local_files_only=True)
   except (OSError, ValueError, KeyError) as error:
     raise ValueError(f'{folder} holds no usable tokenizer: {error}') from error
+
+
+def _kind(folder: Path) -> type:
+  """The class that loads it: for one that `train_tokenizer` made, without the search
+  through every model that `transformers` knows, which takes a second.
+  """
+  settings = folder / 'tokenizer_config.json'
+  name = settings.exists() and json.loads(settings.read_text()).get('tokenizer_class')
+  if name == 'TokenizersBackend':
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast
+  from transformers import AutoTokenizer
+
+  return AutoTokenizer
