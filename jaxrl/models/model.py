@@ -164,6 +164,7 @@ class Model:
     time = jnp.arange(tokens.shape[1])
     segment_ids = (time < lengths[:, None]).astype(jnp.int32)
     hidden, kept = self._forward(params, tokens, segment_ids, keep_cache=True)
+    assert kept is not None  # it was asked for
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return self.logits(params, last), kept
 

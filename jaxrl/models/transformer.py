@@ -39,10 +39,10 @@ def _make(kind: type, config: ModelConfig, key: jax.Array) -> nnx.Module:
 def _definition(kind: type, config: ModelConfig) -> tuple[Any, Any]:
   """The module's graph and its abstract state."""
   make = functools.partial(_make, kind, config)
-  with jax.ensure_compile_time_eval():
-    return nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
+  return nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init(config: ModelConfig, key: jax.Array) -> Params:
   """Random float32 parameters as nested dicts, layers stacked on axis 0."""
 

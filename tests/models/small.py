@@ -1,6 +1,7 @@
 """Small models of every family, shared by the tests here."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
@@ -33,13 +34,14 @@ def config(**changes) -> ModelConfig:
 def model_and_params(seed: int = 0, **changes) -> tuple[Model, dict]:
   """Parameters are larger than a real start's, so that every part has its say."""
   model = Model(config(**changes))
-  leaves, tree = jax.tree.flatten(model.init(jax.random.key(seed)))
-  keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-  leaves = [
-    leaf + 0.2 * jax.random.normal(k, leaf.shape)
-    for leaf, k in zip(leaves, keys, strict=True)
-  ]
-  return model, jax.tree.unflatten(tree, leaves)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  draw = np.random.default_rng(seed)
+
+  def make(path, leaf):
+    noise = 0.2 * draw.standard_normal(leaf.shape)
+    return jnp.asarray(noise + (path[-1].key == 'scale'), jnp.float32)
+
+  return model, jax.tree_util.tree_map_with_path(make, shapes)
 
 
 def tokens(*shape: int, seed: int = 0) -> np.ndarray:

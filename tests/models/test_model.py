@@ -176,6 +176,15 @@ def test_constrain_sees_every_activation():
   assert seen >= {'batch', 'length', 'heads', 'kv_heads', 'mlp'}
 
 
+def test_shapes_are_told_without_memory():
+  model = Model(small.config(vocab_size=10**9, hidden_size=2**14, num_layers=2))
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  assert params['embedding']['table'].shape == (10**9, 2**14)  # 65 terabytes
+  out = jax.eval_shape(model.hidden, params, *[small.tokens(1, 4)] * 2)
+  assert out.shape == (1, 4, 2**14)
+  assert model.logical_axes(params)['embedding']['table'] == ('vocab', 'embedding')
+
+
 def test_model_is_hashable_and_init_is_a_function_of_its_key():
   model, _ = small.model_and_params()
   assert hash(model) == hash(Model(small.config()))
