@@ -34,7 +34,7 @@ test: env
 	$(BIN)/python -m pytest -m 'not slow and not ray' -n 2 --dist loadgroup
 	$(BIN)/python -m pytest -m 'ray and not slow'
 
-test-all: test
+test-all: env
 	$(BIN)/python -m pytest -m slow --timeout 1800
 
 # What must hold on every Python and jax that we support.

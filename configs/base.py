@@ -5,7 +5,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.algorithms import compose
-from jaxrl.config import leave, section, take
+from jaxrl.config import Config, leave, section, take
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.samplers import FileSampler
 from jaxrl.envs.base import find
@@ -19,7 +19,7 @@ from jaxrl.training.optimizer import adamw
 from jaxrl.training.policy import random_config
 
 
-def env_section(env_type: str, **overrides: Any) -> ConfigDict:
+def env_section(env_type: str, **overrides: Any) -> Config:
   """An environment tag's section: EnvManager's options, and the class's own.
 
   overrides: of EnvManager's options; `env_config`, a dict, of the class's own.
@@ -32,9 +32,9 @@ def env_section(env_type: str, **overrides: Any) -> ConfigDict:
   return config
 
 
-def get_config(algorithm: str = 'grpo') -> ConfigDict:
+def get_config(algorithm: str = 'grpo') -> Config:
   """All sections at their defaults, for the algorithm that `algorithm` names."""
-  config = ConfigDict()
+  config: Config = ConfigDict()
   config.seed = 0
   config.num_steps = 100
   config.model = section(

@@ -1,11 +1,10 @@
 """Seconds: every part of the quickstart at its smallest, to see that it runs."""
 
-from ml_collections import ConfigDict
-
 from configs import quickstart
+from jaxrl.config import Config
 
 
-def get_config(algorithm: str = 'grpo') -> ConfigDict:
+def get_config(algorithm: str = 'grpo') -> Config:
   config = quickstart.get_config(algorithm)
   config.num_steps = 3
   config.model.random.update(hidden_size=32, num_layers=2, num_heads=2, head_dim=16)

@@ -7,14 +7,13 @@ For real: --config.model.checkpoint=FOLDER of a Qwen3 --config.num_steps=200, an
 machine to match. The test set is the file beside it, test.jsonl, or --config.eval.path.
 """
 
-from ml_collections import ConfigDict
-
 from configs import base
+from jaxrl.config import Config
 
 PROMPT = '{observation}\nThink step by step and end with the answer alone after ####.'
 
 
-def get_config(algorithm: str = 'grpo') -> ConfigDict:
+def get_config(algorithm: str = 'grpo') -> Config:
   config = base.get_config(algorithm)
   config.num_steps = 3
   config.model.random.update(vocab_size=2048)

@@ -1,25 +1,25 @@
 """From nothing to a model that solves word problems, on a laptop, in minutes.
 
 A short supervised start teaches a small random model to work problems out, from a
-careless teacher, who takes most losses for gains. GRPO then rewards right answers alone,
-and the model finds out which of the ways it was shown is right. It is scored on problems
-that it has never seen.
+careless teacher, who takes most losses for gains. GRPO then rewards right answers
+alone, and the model finds out which of the ways it was shown is right. It is scored on
+problems that it has never seen.
 """
 
-from ml_collections import ConfigDict
-
 from configs import base
+from jaxrl.config import Config
 
 KINDS = ('add', 'sub', 'add_sub', 'sub_add')
-MISREAD = {'sub': 0.65, 'sub_add': 0.65, 'add_sub': 0.35}  # wrong shares of the lessons
+MISREAD = {'sub': 0.7, 'sub_add': 0.7, 'add_sub': 0.3}  # wrong shares of the lessons
 
 
-def get_config(algorithm: str = 'grpo') -> ConfigDict:
+def get_config(algorithm: str = 'grpo') -> Config:
   config = base.get_config(algorithm)
-  config.num_steps = 80
+  config.num_steps = 60
   config.model.random.update(hidden_size=128, num_layers=3, head_dim=32)
-  config.dataset.path = f'generate:arithmetic(kinds={KINDS})'
-  config.sft.path = f'generate:arithmetic(kinds={KINDS}, misread_share={MISREAD})'
+  problems = f'kinds={KINDS}, max_number=15'
+  config.dataset.path = f'generate:arithmetic({problems})'
+  config.sft.path = f'generate:arithmetic({problems}, misread_share={MISREAD})'
   config.dataset.limit = 10_000
   if 'kl_coef' in config.algorithm:
     config.algorithm.kl_coef = 0.0  # no reference to stay near: it starts from nothing

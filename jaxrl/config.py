@@ -9,6 +9,9 @@ from ml_collections import ConfigDict, FieldReference
 
 from jaxrl.signature import ConfigError, defaults, unknown, unwrap
 
+# A ConfigDict for the type checker: its attributes exist at run time alone.
+Config = Any
+
 
 class Optional(FieldReference):
   """A typed value that may also be None, as its annotation `T | None` says."""
