@@ -55,7 +55,7 @@ def from_hf(data: Mapping[str, Any], *, where: str = 'config.json') -> ModelConf
       )
   _refuse_sliding_window(data, where)
   theta, scaling = _rope(data, where)
-  sizes: dict[str, int] = {ours: data[theirs] for ours, theirs in SIZES.items()}
+  sizes: dict[str, Any] = {ours: data[theirs] for ours, theirs in SIZES.items()}
   heads = sizes['num_heads']
   head_dim = data.get('head_dim') or HEAD_DIM.get(family, sizes['hidden_size'] // heads)
   try:
