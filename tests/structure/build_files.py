@@ -32,6 +32,17 @@ def _list(name: str, values: list[str]) -> list[str]:
   return [f'    {name} = [', *(f'        "{value}",' for value in values), '    ],']
 
 
+def _short(dep: str) -> str:
+  """`//a/b:b` is written `//a/b`."""
+  folder, target = dep.split(':')
+  return folder if folder.endswith(f'/{target}') else dep
+
+
+def _order(dep: str) -> str:
+  """Buildifier's: a folder's own targets come before those of its folders."""
+  return dep.replace(':', '!')
+
+
 def _rule(name: str) -> str:
   file = modules()[name]
   deps = {label(other) for other in first_party(file)}
@@ -45,9 +56,10 @@ def _rule(name: str) -> str:
     lines.append('    main = "//tests/structure:run_pytest.py",')
   else:
     lines += _list('srcs', srcs)
-  folder = f'//{file.parent.relative_to(ROOT).as_posix()}'
-  local = sorted(d.removeprefix(folder) for d in deps if d.startswith(f'{folder}:'))
-  lines += _list('deps', local + sorted(deps - {folder + d for d in local}))
+  folder = label(name).split(':')[0]
+  local = sorted(d.removeprefix(folder) for d in deps if d.split(':')[0] == folder)
+  rest = {_short(d) for d in deps if d.split(':')[0] != folder}
+  lines += _list('deps', local + sorted(rest, key=_order))
   return '\n'.join([*lines, ')\n'])
 
 
