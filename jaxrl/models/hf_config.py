@@ -56,13 +56,15 @@ def from_hf(data: Mapping[str, Any], *, where: str = 'config.json') -> ModelConf
   _refuse_sliding_window(data, where)
   theta, scaling = _rope(data, where)
   sizes: dict[str, Any] = {ours: data[theirs] for ours, theirs in SIZES.items()}
-  heads = sizes['num_heads']
-  head_dim = data.get('head_dim') or HEAD_DIM.get(family, sizes['hidden_size'] // heads)
+  heads: int = sizes['num_heads']
+  width: int = sizes['hidden_size']
+  per_head = HEAD_DIM.get(family, width // heads)
+  kv_heads = KV_HEADS.get(family, heads)
   try:
     return ModelConfig(
       **sizes,
-      num_kv_heads=data.get('num_key_value_heads') or KV_HEADS.get(family, heads),
-      head_dim=head_dim,
+      num_kv_heads=data.get('num_key_value_heads') or kv_heads,
+      head_dim=data.get('head_dim') or per_head,
       family=family,
       rope_theta=theta,
       rope_scaling=scaling,
