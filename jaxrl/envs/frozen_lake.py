@@ -1,9 +1,11 @@
 """Gymnasium's FrozenLake over text: a map drawn by seed, one move a turn.
 
-What the model sees is the map, a row a line: `P` the player, `G` the goal, `O` a
-hole, `.` ice. It answers with a direction: up, down, left or right.
+What the model sees is either the map, a row a line, with `P` the player, `G` the goal,
+`O` a hole and `.` ice; or what lies next to the player on each side. It answers with a
+direction: up, down, left or right.
 """
 
+import functools
 import re
 import zlib
 from collections import deque
@@ -16,6 +18,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 MOVES = {'left': 0, 'down': 1, 'right': 2, 'up': 3}  # Gymnasium's numbers
 STEPS = {'left': (0, -1), 'down': (1, 0), 'right': (0, 1), 'up': (-1, 0)}
+CELLS = {'S': 'ice', 'F': 'ice', 'H': 'hole', 'G': 'goal'}
 SPLITS = ('', 'train', 'test')
 HELP = 'Say up, down, left or right.'
 TEST_SHARE = 0.2  # of all maps, kept for the test split
@@ -28,6 +31,7 @@ class FrozenLakeEnv:
 
   map_size: cells a side. frozen: share of cells that are ice. slippery: moves may
   slide sideways, as in Gymnasium. split: 'train' and 'test' have no map in common.
+  view: 'map' shows all of it, 'around' the four cells next to the player, in words.
   invalid_reward: for a reply without a direction, which moves nobody. step_reward:
   for any other move that neither wins nor drowns.
   """
@@ -41,10 +45,12 @@ class FrozenLakeEnv:
     frozen: float = 0.8,
     slippery: bool = False,
     split: str = '',
+    view: str = 'map',
     invalid_reward: float = 0.0,
     step_reward: float = 0.0,
   ):
-    _check(map_size, frozen, split)
+    _check(map_size, frozen, split, view)
+    self._show = SHOW[view]
     self._map_options = {'map_size': map_size, 'frozen': frozen, 'split': split}
     self._slippery = slippery
     self._invalid_reward, self._step_reward = invalid_reward, step_reward
@@ -59,7 +65,7 @@ class FrozenLakeEnv:
     self._lake = Lake(desc=self._map, is_slippery=self._slippery)
     state, _ = self._lake.reset(seed=seed)
     self._invalid = 0
-    return render(self._map, int(state)), {'suffix': HELP}
+    return self._show(self._map, int(state)), {'suffix': HELP}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     if self._lake is None:
@@ -67,10 +73,10 @@ class FrozenLakeEnv:
     move = parse(action)
     if move is None:
       self._invalid += 1
-      shown = f'{HELP}\n{render(self._map, int(self._lake.s))}'
+      shown = f'{HELP}\n{self._show(self._map, int(self._lake.s))}'
       return shown, self._invalid_reward, False, False, self._info(0.0)
     state, reward, terminated, _, _ = self._lake.step(MOVES[move])
-    shown = render(self._map, int(state))
+    shown = self._show(self._map, int(state))
     if not terminated:
       reward = self._step_reward
     return (
@@ -86,9 +92,11 @@ class FrozenLakeEnv:
     return {'suffix': HELP, 'metrics': metrics}
 
 
-def _check(map_size: int, frozen: float, split: str) -> None:
+def _check(map_size: int, frozen: float, split: str, view: str) -> None:
   if split not in SPLITS:
     raise ValueError(f'split must be one of {SPLITS}, not {split!r}')
+  if view not in SHOW:
+    raise ValueError(f'view must be one of {tuple(SHOW)}, not {view!r}')
   if map_size < 2 or not 0 < frozen <= 1:
     raise ValueError('map_size must be at least 2 and frozen within (0, 1]')
 
@@ -115,6 +123,21 @@ def render(rows: list[str], state: int) -> str:
   signs = [['O' if c == 'H' else 'G' if c == 'G' else '.' for c in row] for row in rows]
   signs[state // len(rows)][state % len(rows)] = 'P'
   return '\n'.join(' '.join(row) for row in signs)
+
+
+def look_around(rows: list[str], state: int) -> str:
+  """The cells next to the player, in words: `left wall, down ice, …`."""
+  row, column = divmod(state, len(rows))
+  seen = [f'{m} {_cell(rows, row + dr, column + dc)}' for m, (dr, dc) in STEPS.items()]
+  return ', '.join(seen)
+
+
+def _cell(rows: list[str], row: int, column: int) -> str:
+  inside = 0 <= row < len(rows) and 0 <= column < len(rows)
+  return CELLS[rows[row][column]] if inside else 'wall'
+
+
+SHOW = {'map': render, 'around': look_around}
 
 
 def parse(action: str) -> str | None:
@@ -149,24 +172,30 @@ def demonstrate(
   map_size: int = 4,
   frozen: float = 0.8,
   split: str = 'train',
+  view: str = 'map',
   noise: float = 0.0,
+  haste: float = 0.0,
   max_moves: int = 16,
 ) -> list[dict[str, str]]:
-  """An expert's conversation on the map of `seed`, as messages.
+  """A guide's conversation on the map of `seed`, as messages.
 
-  noise: how often the expert makes a random move instead of the best one, drowning
-  included. Ends at the goal, in a hole, or after `max_moves`.
+  The guide knows the shortest way. noise: how often a move is drawn at random instead;
+  haste: how often the guide heads right, or at the wall down, without a look. Both may
+  drown. Ends at the goal, in a hole, or after `max_moves`.
   """
-  _check(map_size, frozen, split)
   rng = np.random.default_rng([seed, 1])
-  env = FrozenLakeEnv(map_size=map_size, frozen=frozen, split=split)
+  env = FrozenLakeEnv(map_size=map_size, frozen=frozen, split=split, view=view)
   shown, _ = env.reset(seed=seed)
   messages, done = [], False
   while not done and len(messages) < 2 * max_moves:
     assert env._lake is not None
-    move = shortest_move(env._map, int(env._lake.s))
-    if rng.random() < noise:
+    state = int(env._lake.s)
+    move = shortest_move(env._map, state)
+    draw = rng.random()
+    if draw < noise:
       move = list(MOVES)[int(rng.integers(len(MOVES)))]
+    elif draw < noise + haste:
+      move = 'right' if (state + 1) % map_size else 'down'
     messages.append({'role': 'user', 'content': shown})
     messages.append({'role': 'assistant', 'content': move})
     shown, _, done, _, _ = env.step(move)
@@ -180,13 +209,21 @@ def demonstrations(
   seed: int = 0,
   map_size: int = 4,
   frozen: float = 0.8,
+  view: str = 'map',
   noise: float = 0.0,
+  haste: float = 0.0,
   max_moves: int = 16,
 ) -> list[dict[str, Any]]:
   """`size` rows with the messages of `demonstrate`, a pure function of `seed`."""
   seeds = np.random.SeedSequence([seed, 2]).generate_state(size)
-  options = {'map_size': map_size, 'frozen': frozen, 'split': split}
-  return [
-    {'messages': demonstrate(int(s), noise=noise, max_moves=max_moves, **options)}
-    for s in seeds
-  ]
+  play = functools.partial(
+    demonstrate,
+    map_size=map_size,
+    frozen=frozen,
+    split=split,
+    view=view,
+    noise=noise,
+    haste=haste,
+    max_moves=max_moves,
+  )
+  return [{'messages': play(int(s))} for s in seeds]

@@ -30,8 +30,11 @@ class Score:
 
 def scores(rows: Sequence[Mapping[str, Any]], name: str) -> list[Score]:
   """The finite values of `name`, in the last phase that has any."""
+  tag = f'eval/{name.split("/")[1]}'
+  if name.startswith(f'{tag}/stop/'):  # a reason that ended nothing is not written
+    rows = [{name: 0.0, **row} if f'{tag}/mean' in row else row for row in rows]
   found = [row for row in rows if row.get(name) is not None]
-  count_name = f'eval/{name.split("/")[1]}/{COUNT}'
+  count_name = f'{tag}/{COUNT}'
   result = []
   for row in found:
     if row['phase'] != found[-1]['phase']:

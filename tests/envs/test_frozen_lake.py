@@ -12,6 +12,7 @@ from jaxrl.envs.frozen_lake import (
   demonstrate,
   demonstrations,
   draw_map,
+  look_around,
   parse,
   render,
   shortest_move,
@@ -93,6 +94,17 @@ def test_what_the_model_sees():
   assert render(rows, 2) == '. . P\n. . .\nO . G'
 
 
+def test_what_the_model_sees_around_it():
+  rows = ['SFH', 'FFF', 'HFG']
+  assert look_around(rows, 0) == 'left wall, down ice, right ice, up wall'
+  assert look_around(rows, 3) == 'left wall, down hole, right ice, up ice'
+  assert look_around(rows, 5) == 'left ice, down goal, right wall, up hole'
+  env = FrozenLakeEnv(map_size=2, frozen=1.0, view='around')
+  assert env.reset(seed=0)[0] == look_around(['SF', 'FG'], 0)
+  assert env.step('down')[0] == look_around(['SF', 'FG'], 2)
+  assert env.step('?')[0] == f'{HELP}\n{look_around(["SF", "FG"], 2)}'
+
+
 def test_moves_and_goal():
   env = FrozenLakeEnv(map_size=2, frozen=1.0)
   shown, info = env.reset(seed=0)
@@ -158,6 +170,20 @@ def test_an_imperfect_expert_fails_at_times():
   assert demonstrate(3, noise=0.5) == demonstrate(3, noise=0.5)
 
 
+def test_a_hasty_guide_heads_right_and_down():
+  for seed in range(20):
+    hasty = [m['content'] for m in demonstrate(seed, haste=1.0)[1::2]]
+    assert hasty == (['right'] * 3 + ['down'] * 3)[: len(hasty)]
+  half = [replay(demonstrate(s, haste=0.5), seed=s)[1] for s in range(60)]
+  none = [replay(demonstrate(s, haste=1.0), seed=s)[1] for s in range(60)]
+  assert 0.1 < np.mean(none) < np.mean(half) < 0.9
+
+
+def test_a_guide_is_seen_with_the_eyes_of_the_environment():
+  for said in demonstrate(3, view='around')[::2]:
+    assert said['content'].startswith('left ')
+
+
 def test_demonstrations_are_a_function_of_the_seed():
   assert demonstrations(size=5) == demonstrations(size=5)
   assert demonstrations(size=5) != demonstrations(size=5, seed=1)
@@ -167,6 +193,8 @@ def test_demonstrations_are_a_function_of_the_seed():
 def test_errors():
   with pytest.raises(ValueError, match='split'):
     FrozenLakeEnv(split='val')
+  with pytest.raises(ValueError, match='view'):
+    FrozenLakeEnv(view='above')
   with pytest.raises(ValueError, match='map_size'):
     FrozenLakeEnv(map_size=1)
   with pytest.raises(ValueError, match='no test map'):

@@ -187,6 +187,20 @@ def test_before_and_after(tmp_path):
   assert first.error == pytest.approx(1.96 * (0.25 / 400) ** 0.5)
 
 
+def test_a_reason_that_ended_nothing_counts_as_none():
+  rows = [
+    {'phase': 'rl', 'step': 0, 'eval/a/mean': 0.2, 'eval/a/stop/finish': 1.0},
+    {'phase': 'rl', 'step': 1, 'loss/total': 0.1},
+    {'phase': 'rl', 'step': 9, 'eval/a/mean': 0.5, 'eval/a/stop/max_steps': 1.0},
+  ]
+  found = {
+    reason: [(s.step, s.value) for s in evaluations.scores(rows, f'eval/a/{reason}')]
+    for reason in ('stop/finish', 'stop/max_steps')
+  }
+  assert found['stop/finish'] == [(0, 1.0), (9, 0.0)]
+  assert found['stop/max_steps'] == [(0, 0.0), (9, 1.0)]
+
+
 def test_size_stays_bounded():
   rows = [
     {
