@@ -14,6 +14,8 @@ from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
 from jaxrl.types import Params
 
+VOCAB_MULTIPLE = 32  # so that meshes divide it; ids beyond the tokenizer's are unused
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -87,7 +89,8 @@ def create(
   """
   if not (folder / 'config.json').exists():
     tokenizer = train_tokenizer(texts, config.vocab_size)
-    config = config.replace(vocab_size=len(tokenizer), value_head=value_head)
+    size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    config = config.replace(vocab_size=size, value_head=value_head)
     params = Model(config).init(key)
     huggingface.save(folder, config, params, tokenizer)
   return load(str(folder), value_head=value_head, dtype=dtype, remat=remat)

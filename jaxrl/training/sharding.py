@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.signature import ConfigError
 from jaxrl.types import Params
 
 # Logical axis → the mesh axes it is split over. The embedding's feature axis stays
@@ -66,7 +67,7 @@ def _split(mesh: Mesh, name: str | None, size: int, where: str) -> Any:
     return None
   shares = math.prod(mesh.shape[axis] for axis in axes)
   if size % shares:
-    raise ValueError(
+    raise ConfigError(
       f'mesh axis {axes[0]}={shares} does not divide {name}={size} of parameter '
       f'{where}; choose a {axes[0]} size that divides {size}'
     )
