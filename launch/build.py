@@ -1,13 +1,15 @@
 """From a config to the parts of a run. Everything wrong is said here, before work."""
 
+import asyncio
 import pathlib
+import shutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jaxrl.algorithms import compose, describe
+from jaxrl.config import Config
 from jaxrl.data.seeds import base_seed, fold
 from jaxrl.data.sources import load_rows
 from jaxrl.dispatch import Dispatcher
@@ -16,8 +18,9 @@ from jaxrl.training import policy as policies
 from jaxrl.training.mesh import make_mesh
 from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm
+from launch import checks
 from launch.job import Job
-from launch.rollouts import Rollouts
+from launch.rollouts import Rollouts, load_datasets
 from launch.spawn import Host, LocalHost
 from launch.writers import Writers
 
@@ -26,7 +29,7 @@ ROLES = ('system', 'user', 'assistant', 'tool')
 
 
 def build(
-  config: ConfigDict,
+  config: Config,
   *,
   workdir: pathlib.Path,
   writers: Writers,
@@ -41,12 +44,14 @@ def build(
     mesh = make_mesh(**config.mesh)
   except ValueError as error:
     raise ConfigError(f'--config.mesh: {error}') from error
-  policy = make_policy(config, workdir, critic=algorithm.value_loss is not None)
+  checks.settings(config, algorithm)
   host, dispatcher = make_host(config), Dispatcher()
-  rollouts = None
-  if algorithm.schema == 'rollout' or (config.eval.every and config.env):
-    size = algorithm.group_size
-    rollouts = Rollouts(config, policy, host, dispatcher, group_size=size)
+  try:
+    parts = _parts(config, algorithm, host, dispatcher, workdir)
+  except Exception:
+    asyncio.run(host.close())
+    raise
+  policy, rollouts = parts
   job = Job(
     config,
     workdir=workdir,
@@ -65,12 +70,31 @@ def build(
   return job
 
 
-def make_algorithm(config: ConfigDict) -> Algorithm:
+def _parts(
+  config: Config,
+  algorithm: Algorithm,
+  host: Host,
+  dispatcher: Dispatcher,
+  workdir: pathlib.Path,
+) -> tuple[Policy, Rollouts | None]:
+  """The policy, and what plays with it if anything does. Data first: it is cheap."""
+  plays = algorithm.schema == 'rollout' or (config.eval.every and config.env)
+  data = load_datasets(config, host) if plays else ({}, {})
+  policy = make_policy(config, workdir, critic=algorithm.value_loss is not None)
+  if not plays:
+    return policy, None
+  size = algorithm.group_size
+  rollouts = Rollouts(config, policy, host, dispatcher, data, group_size=size)
+  asyncio.run(rollouts.check_prompts())
+  return policy, rollouts
+
+
+def make_algorithm(config: Config) -> Algorithm:
   options = config.algorithm.to_dict()
   return compose.make(options.pop('name'), options)
 
 
-def make_host(config: ConfigDict) -> Host:
+def make_host(config: Config) -> Host:
   if not config.cluster.ray:
     return LocalHost()
   from launch.cluster.ray_host import RayHost  # Ray: seconds
@@ -78,18 +102,20 @@ def make_host(config: ConfigDict) -> Host:
   return RayHost(config.cluster.address)
 
 
-def make_policy(config: ConfigDict, workdir: pathlib.Path, *, critic: bool) -> Policy:
+def make_policy(config: Config, workdir: pathlib.Path, *, critic: bool) -> Policy:
   """The checkpoint's policy, or a random one with a tokenizer of the run's texts."""
   settings = config.model
   options = {'dtype': settings.dtype, 'remat': settings.remat, 'value_head': critic}
   if settings.checkpoint:
     return policies.load(settings.checkpoint, **options)
+  if not (workdir / 'config.json').exists():  # a start that failed may have left one
+    shutil.rmtree(workdir / 'model', ignore_errors=True)
   key = jax.random.key(fold(config.seed, 'model'))
   shape = policies.random_config(**settings.random)
   return policies.create(workdir / 'model', shape, _texts(config), key, **options)
 
 
-def _texts(config: ConfigDict) -> Iterable[str]:
+def _texts(config: Config) -> Iterable[str]:
   """What a fresh tokenizer learns from: the texts that the model will meet."""
   data = config.dataset
   paths = {config.sft.path or data.path, data.path} - {''}
@@ -108,7 +134,7 @@ def _texts(config: ConfigDict) -> Iterable[str]:
 
 
 def _facts(
-  config: ConfigDict, policy: Policy, algorithm: Algorithm, mesh: Any
+  config: Config, policy: Policy, algorithm: Algorithm, mesh: Any
 ) -> dict[str, str]:
   """What the run is, in lines that people read."""
   shape = policy.model.config
@@ -131,11 +157,13 @@ def _facts(
 class Player:
   """One manager outside any queue, for `launch.play`."""
 
-  def __init__(self, config: ConfigDict, workdir: pathlib.Path):
+  def __init__(self, config: Config, workdir: pathlib.Path):
+    host, self._dispatcher = LocalHost(), Dispatcher()
+    checks.settings(config, make_algorithm(config))
+    data = load_datasets(config, host)
     policy = make_policy(config, workdir, critic=False)
-    self._dispatcher = Dispatcher()
     self._rollouts = Rollouts(
-      config, policy, LocalHost(), self._dispatcher, group_size=1
+      config, policy, host, self._dispatcher, data, group_size=1
     )
     self._params = policy.params
     tag = self._rollouts.tags[0]
@@ -150,7 +178,7 @@ class Player:
     self._dispatcher.close()
 
 
-def player(config: ConfigDict) -> Player:
+def player(config: Config) -> Player:
   """What plays one episode of the first tag, as training would."""
   import tempfile
 

@@ -109,7 +109,7 @@ def load(
     raise ConfigError(
       f'{command.config}: takes no algorithm, but {command.algorithm!r} was named'
     )
-  with _told(command.config):
+  with _told(command.config, command.algorithm):
     config = get_config(command.algorithm) if command.algorithm else get_config()
   if not isinstance(config, ConfigDict):
     raise ConfigError(
@@ -125,10 +125,14 @@ def load(
 
 
 class _told:
-  """Turns a config file's own exception into a line that says where it arose."""
+  """Turns a config file's own exception into a line that says where it arose.
 
-  def __init__(self, path: str):
+  What the user's algorithm raises while it is imported keeps its traceback.
+  """
+
+  def __init__(self, path: str, algorithm: str | None = None):
     self.path = path
+    self._own = (algorithm or '').rpartition(':')[0]
 
   def __enter__(self) -> None:
     pass
@@ -138,10 +142,22 @@ class _told:
       return
     if not isinstance(error, Exception):
       return
+    if self._own and self._in_own(error, trace):
+      return
     file = str(pathlib.Path(self.path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == file]
     place = f'{self.path}, line {lines[-1]}' if lines else self.path
     raise ConfigError(f'{place}: {type(error).__name__}: {error}') from error
+
+  def _in_own(self, error: Exception, trace: Any) -> bool:
+    """Whether `error` arose in the user's algorithm."""
+    places = [(str(getattr(error, 'filename', '')), '')]
+    for frame, _ in traceback.walk_tb(trace):
+      places.append((frame.f_code.co_filename, frame.f_globals.get('__name__', '')))
+    path = (
+      self._own if self._own.endswith('.py') else self._own.replace('.', '/') + '.py'
+    )
+    return any(file.endswith(path) or name == self._own for file, name in places)
 
 
 def _module(path: str) -> Any:

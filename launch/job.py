@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import pathlib
-import shlex
 import time
 from collections.abc import Callable
 from typing import Any
@@ -187,8 +186,6 @@ class Job:
     tokenizer = self._policy.tokenizer
     huggingface.save(folder, self._policy.model.config, params, tokenizer)
     self.closing['model'] = f'{folder} (a Hugging Face folder)'
-    again = f'--config.model.checkpoint={shlex.quote(str(folder))}'
-    self.closing['watch it play'] = f'python -m launch.play --config=… {again}'
 
 
 class Phase:

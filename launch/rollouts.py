@@ -6,44 +6,79 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from jaxrl.config import Config
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.seeds import base_seed, fold
+from jaxrl.data.sources import load_rows
 from jaxrl.dispatch import Dispatcher
 from jaxrl.envs.base import find
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.evaluation import evaluate
 from jaxrl.rollout.filters import make_filter
+from jaxrl.rollout.group import Lease
 from jaxrl.rollout.group_queue import GroupQueue
 from jaxrl.rollout.handles import settle
 from jaxrl.rollout.router import EngineRouter
 from jaxrl.rollout.worker import share_out
-from jaxrl.signature import ConfigError, nearest
+from jaxrl.signature import ConfigError
 from jaxrl.training.policy import Policy
 from jaxrl.types import Group
 from launch.spawn import Host, Worker, make_world
+
+Datasets = dict[str, Any]  # by tag
+SAMPLE = 8  # tasks that are begun before the run is
+
+
+def load_datasets(config: Config, host: Host) -> tuple[Datasets, Datasets]:
+  """Each tag's rows for training and for evaluation; None for games."""
+  train = {tag: _dataset(config, host, tag, 'sample') for tag in config.env}
+  tests: Datasets = dict.fromkeys(config.env)
+  if config.eval.every:
+    tests = {tag: _dataset(config, host, tag, 'traversal') for tag in config.env}
+  return train, tests
+
+
+def _dataset(config: Config, host: Host, tag: str, mode: str) -> Any:
+  """The tag's handle, None for games, whose tasks are seeds."""
+  if not getattr(find(config.env[tag].env_type), 'uses_dataset', True):
+    return None
+  options = dict(config.dataset)
+  path = options.pop('path')
+  if mode == 'traversal':
+    wanted = config.eval.num_tasks
+    options['limit'] = None if wanted < 0 else wanted
+    options['split'] = config.eval.split
+    path = config.eval.path or beside(path, config.eval.split)
+  if not path:
+    raise ConfigError(
+      f'env.{tag} takes its tasks from a data set: set --config.dataset.path=…'
+    )
+  options.update(path=path, mode=mode, seed=fold(config.seed, 'dataset', mode))
+  # Read here, so that what is wrong with it is told at once, wherever it will live.
+  rows = load_rows(path, options['split'], options['limit'])
+  GlobalDataset(rows, **options)
+  return host.spawn(GlobalDataset, rows, **options)
 
 
 class Rollouts:
   """Plays the episodes of a run, for training and for evaluation.
 
-  group_size: attempts at each task in training.
+  datasets: as `load_datasets` gives them. group_size: attempts at each task in
+  training.
   """
 
   def __init__(
     self,
-    config: ConfigDict,
+    config: Config,
     policy: Policy,
     host: Host,
     dispatcher: Dispatcher,
+    datasets: tuple[Datasets, Datasets],
     *,
     group_size: int,
   ):
     self._config, self._policy, self._host = config, policy, host
     self._group_size = group_size
-    if not config.env:
-      raise ConfigError('config.env names no environment: give it at least one tag')
     options = {
       'num_slots': config.rollout.num_slots,
       'decode_steps': config.rollout.decode_steps,
@@ -53,39 +88,46 @@ class Rollouts:
     self.engine = EngineRouter(self.engines)
     self.weights = host.weights(self.engines, dispatcher)
     self.tags = list(config.env)
-    self.datasets = {tag: self._dataset(tag, 'sample') for tag in self.tags}
-    self._tests = {tag: self._dataset(tag, 'traversal') for tag in self.tags}
+    self.datasets, self._tests = datasets
+    self._check_options()
     self.queues: dict[str, Any] = {}
 
   def _engines(self, dispatcher: Dispatcher, options: Mapping[str, Any]) -> list[Any]:
-    name = self._config.rollout.engine
-    if name != 'jax':
-      near = nearest(name, ['jax'])
-      hint = f'; did you mean {near!r}?' if near else ''
-      raise ConfigError(f'rollout.engine={name!r}: there is jax{hint}')
-    count = self._config.cluster.num_engines
-    policy = self._policy
+    count, policy = self._config.cluster.num_engines, self._policy
     return self._host.engines(policy.model, policy.folder, dispatcher, count, options)
 
-  # ---- data sets
+  # ---- checks
 
-  def _dataset(self, tag: str, mode: str) -> Any:
-    """The tag's handle, None for games, whose tasks are seeds."""
-    if not getattr(find(self._config.env[tag].env_type), 'uses_dataset', True):
-      return None
-    options = dict(self._config.dataset)
-    path = options.pop('path')
-    if mode == 'traversal':
-      wanted = self._config.eval.num_tasks
-      options['limit'] = None if wanted < 0 else wanted
-      options['split'] = self._config.eval.split
-      path = self._config.eval.path or beside(path, self._config.eval.split)
-    if not path:
-      raise ConfigError(
-        f'env.{tag} takes its tasks from a data set: set --config.dataset.path=…'
-      )
-    seed = fold(self._config.seed, 'dataset', mode)
-    return self._host.spawn(GlobalDataset, path=path, mode=mode, seed=seed, **options)
+  def _check_options(self) -> None:
+    """Raises ConfigError for options that the parts themselves refuse."""
+    for tag in self.tags:
+      try:
+        self.manager(tag, 'sample').world.pool.close()
+        GroupQueue(**self._queue_options(tag))
+      except ValueError as error:
+        raise ConfigError(f'env.{tag} or rollout: {error}') from error
+
+  async def check_prompts(self) -> None:
+    """Raises ConfigError when no task of a tag can be begun, before any work is done.
+
+    A sample is looked at. Single tasks that fail, or do not fit, cost an episode each.
+    """
+    for tag in self.tags:
+      manager = self.manager(tag, 'sample')
+      first = base_seed(self._config.seed, 'train', tag)
+      reasons = []
+      for number in range(SAMPLE):
+        cache = await manager.reset(Lease(0, first + number, 0, 0, 0))
+        if cache is not None and not cache.done:
+          break
+        said = cache.extras.get('error', cache.stop_reason) if cache else 'no task'
+        reasons.append(said)
+      manager.world.pool.close()
+      if len(reasons) == SAMPLE:
+        raise ConfigError(
+          f'env.{tag}: none of {SAMPLE} tasks can be begun; the last because: '
+          f'{reasons[-1]}'
+        )
 
   # ---- training
 
@@ -119,21 +161,23 @@ class Rollouts:
     return math.ceil((1 + self._config.rollout.async_ratio) * self._share(tag))
 
   def _queue(self, tag: str) -> Any:
+    rollout, env = self._config.rollout, self._config.env[tag]
+    drop = make_filter(rollout.group_filter, self._config.to_dict(), env)
+    return self._host.spawn(GroupQueue, drop, **self._queue_options(tag))
+
+  def _queue_options(self, tag: str) -> dict[str, Any]:
     rollout = self._config.rollout
-    env = self._config.env[tag]
-    return self._host.spawn(
-      GroupQueue,
-      num_groups=self._share(tag),
-      group_size=self._group_size,
-      num_env_groups=self._ahead(tag),
-      async_ratio=rollout.async_ratio,
-      redundancy=rollout.redundancy,
-      retries=rollout.retries,
-      min_members=rollout.min_members,
-      lease_timeout=rollout.lease_timeout,
-      in_order=rollout.async_ratio == 0,
-      group_filter=make_filter(rollout.group_filter, self._config.to_dict(), env),
-    )
+    return {
+      'num_groups': self._share(tag),
+      'group_size': self._group_size,
+      'num_env_groups': self._ahead(tag),
+      'async_ratio': rollout.async_ratio,
+      'redundancy': rollout.redundancy,
+      'retries': rollout.retries,
+      'min_members': rollout.min_members,
+      'lease_timeout': rollout.lease_timeout,
+      'in_order': rollout.async_ratio == 0,
+    }
 
   def _workers(self, tag: str, queue: Any) -> list[Any]:
     env, size = self._config.env[tag], self._group_size

@@ -51,13 +51,19 @@ def main(argv: Sequence[str]) -> int:
   except configs.ConfigError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
+  except Exception:  # the user's algorithm, as it was imported
+    traceback.print_exc()
+    return 2
   try:
-    return run(config, workdir)
+    return run(config, workdir, command)
+  except KeyboardInterrupt:  # while the program itself was still being loaded
+    print('Stopped before it began.', file=sys.stderr)
+    return 130
   finally:
     workdir.close()
 
 
-def run(config: Any, workdir: Workdir) -> int:
+def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
   """Builds what `config` says, trains it in `workdir`, and says where to look."""
   console = Console()
   console.listen()
@@ -78,7 +84,9 @@ def run(config: Any, workdir: Workdir) -> int:
       finished = asyncio.run(job.train())
     writers.close('finished' if finished else 'stopped')
     title = 'Finished.' if finished else 'Stopped; the same command resumes.'
-    console.closing(title, {**places(workdir, **config.logging), **job.closing})
+    looks = {**places(workdir, **config.logging), **job.closing}
+    steps = next_steps(command, config, workdir) if finished else {}
+    console.closing(title, {**looks, **steps})
     return 0 if finished else stop.status
   except Exception as error:
     console.restore()
@@ -98,6 +106,30 @@ def places(
     folder = shlex.quote(str(workdir.path / 'tensorboard'))
     found['curves'] = f'tensorboard --logdir {folder}'
   return found
+
+
+def next_steps(
+  command: configs.Command, config: Any, workdir: Workdir
+) -> dict[str, str]:
+  """Commands worth trying after a finished run."""
+  own = {key: text for key, text in command.overrides if key != 'num_steps'}
+  options = [f'--config.{key}' + (f'={own[key]}' if own[key] else '') for key in own]
+
+  def line(module: str, algorithm: str | None, *more: str) -> str:
+    spec = command.config + (f':{algorithm}' if algorithm else '')
+    return shlex.join(['python', '-m', module, f'--config={spec}', *options, *more])
+
+  used, place = command.algorithm, workdir.path
+  other = 'grpo' if used == 'opmd' else 'opmd'
+  longer = f'--config.num_steps={2 * max(config.num_steps, 1)}'
+  steps = {
+    'train on': line('launch.train', used, longer, f'--workdir={place}'),
+    f'try {other}': line('launch.train', other, f'--workdir={place}-{other}'),
+  }
+  if config.get('checkpoint', {}).get('export'):
+    model = f'--config.model.checkpoint={place / "export"}'
+    steps = {'watch it play': line('launch.play', used, model), **steps}
+  return steps
 
 
 def failed(error: Exception, console: Console, workdir: Workdir) -> int:

@@ -199,7 +199,8 @@ def keep(
   kept = []
   for row in rows:
     behind = order.index(row['phase']) - order.index(name)
-    if behind < 0 or (behind > 0 and over) or (behind == 0 and row['step'] < step):
+    ends = row['step'] < step + over  # what followed the last step stays whole
+    if behind < 0 or (behind > 0 and over) or (behind == 0 and ends):
       kept.append(row)
     elif behind == 0 and row['step'] == step:
       evals = {k: v for k, v in row.items() if k.startswith('eval/')}

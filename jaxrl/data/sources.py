@@ -50,7 +50,10 @@ def _generate(path: str, split: str, limit: int | None) -> list[Row]:
   signature.check_options(generate, options, where)
   if limit is not None:
     options['size'] = limit
-  return generate(split, **options)
+  try:
+    return generate(split, **options)
+  except ValueError as error:
+    raise DataError(f'{where}: {error}') from error
 
 
 def _read_folder(folder: Path, split: str) -> list[Row]:

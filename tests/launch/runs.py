@@ -10,6 +10,7 @@ import tempfile
 
 from launch import build, train
 from launch import config as configs
+from launch.console import Console
 from launch.sinks import open_sinks
 from launch.writers import Sink, Writers, read_metrics
 
@@ -93,6 +94,7 @@ def record(workdir, *options, config=DEBUG):
   """Runs a job here without a command line's surroundings; what it told."""
   command = configs.parse(argv(workdir, *options, config=config), {'workdir': ''})
   made = configs.load(command, {'logging': open_sinks})
+  Console().listen()
   sink = Recorder()
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,171 @@
+"""What the user gets wrong: one clear line, before any work, and nothing half-done."""
+
+import json
+
+import pytest
+
+from tests.launch import runs
+
+GOOD = {'question': 'What is 2 + 3?', 'answer': '5', 'solution': 'It is 5'}
+
+
+def jsonl(path, rows):
+  path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  return path
+
+
+def refused(folder, capsys, *options, config=runs.DEBUG):
+  """The one line that a refused run says."""
+  status = runs.main(folder / 'run', *options, config=config)
+  err = capsys.readouterr().err
+  assert status == 2, err
+  assert err.startswith('error: ') and err.count('\n') == 1, err
+  left = {path.name for path in (folder / 'run').glob('*')}
+  assert left <= {'.lock', 'metrics.jsonl', 'error.txt', 'model'}, left
+  return err
+
+
+SETTINGS = {
+  '--config.rollout.num_slot=3': 'did you mean --config.rollout.num_slots?',
+  '--config.num_steps=many': 'wants a whole number',
+  '--config.batch.max_length=1.5': 'wants a whole number',
+  '--config.sft.num_steps=0 --config.num_steps=0': 'nothing to do',
+  '--config.num_steps=-1': 'num_steps=-1: must be at least 0',
+  '--config.batch.num_groups=0': 'batch.num_groups=0: must be at least 1',
+  '--config.batch.minibatches=0': 'batch.minibatches=0',
+  '--config.batch.buckets=(16,32)': 'the largest must hold batch.max_length=64',
+  '--config.batch.buckets=(64,128)': '128 is longer than any row',
+  '--config.algorithm.group_size=0': 'group_size=0',
+  '--config.rollout.min_members=9': 'min_members must lie within [0, 8]',
+  '--config.rollout.engine=jx': "did you mean 'jax'",
+  '--config.rollout.group_filter=reward_sd()': "Did you mean 'reward_std'",
+  '--config.algorithm.policy_loss=ppo_clp()': "Did you mean 'ppo_clip'",
+  '--config.algorithm.policy_loss=ppo_clip(cliplow=.1)': "no option 'cliplow'",
+  '--config.mesh.data=3': 'the number of devices, 8',
+  '--config.mesh.tensor=3': 'does not divide the number of devices, 8',
+  '--config.dataset.path=generate:arithmetik()': "Did you mean 'arithmetic'",
+  '--config.dataset.path=generate:arithmetic(max_nmber=3)': "no option 'max_nmber'",
+  "--config.dataset.path=generate:arithmetic(kinds=['ad'])": 'ad',
+  '--config.env.arithmetic.env_type=mth': "Did you mean 'math'",
+  '--config.env.arithmetic.formulation=steps': "no formulation 'steps'",
+  '--config.env.arithmetic.max_steps=0': 'start at 1',
+  '--config.model.checkpoint=/nowhere': 'model.checkpoint=/nowhere',
+}
+
+
+@pytest.mark.parametrize('options', SETTINGS, ids=lambda text: text[9:45])
+def test_a_wrong_setting(tmp_path, capsys, options):
+  assert SETTINGS[options] in refused(tmp_path, capsys, *options.split(' '))
+
+
+def test_an_algorithm_that_does_not_exist(tmp_path, capsys):
+  assert "'grpo'" in refused(tmp_path, capsys, config=f'{runs.DEBUG}:grpp')
+
+
+@pytest.mark.parametrize(
+  'text, words',
+  [
+    ('', 'empty: it holds no rows'),
+    (json.dumps(GOOD) + '\n{"question": \n', 'rows.jsonl, line 2: not valid JSON'),
+    ('[1]\n', 'line 1: a row must be an object, not list'),
+    ('{"prompt": "2 + 3"}\n', "no key 'question'; its keys are prompt"),
+  ],
+)
+def test_a_data_set_that_cannot_be(tmp_path, capsys, text, words):
+  path = tmp_path / 'rows.jsonl'
+  path.write_text(text)
+  said = refused(tmp_path, capsys, f'--config.dataset.path={path}')
+  assert words in said and 'rows.jsonl' in said
+
+
+def test_a_missing_file(tmp_path, capsys):
+  said = refused(tmp_path, capsys, '--config.dataset.path=absent.jsonl')
+  assert "'absent.jsonl' does not exist" in said
+
+
+def test_prompts_of_which_none_fits(tmp_path, capsys):
+  question = ' '.join(str(i) for i in range(200))
+  path = jsonl(tmp_path / 'rows.jsonl', [{**GOOD, 'question': question}] * 4)
+  said = refused(tmp_path, capsys, f'--config.dataset.path={path}')
+  assert 'none of 8 tasks can be begun' in said and 'max_length=64' in said
+
+
+def test_an_environment_that_cannot_begin(tmp_path, capsys):
+  (tmp_path / 'broken.py').write_text(
+    'class Broken:\n  def reset(self, **_):\n    raise OSError("no game server")\n'
+  )
+  config = tmp_path / 'config.py'
+  config.write_text(
+    'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
+    f'  c.env.x = base.env_section("{tmp_path}/broken.py:Broken")\n  return c\n'
+  )
+  said = refused(tmp_path, capsys, config=str(config))
+  assert 'no game server' in said
+
+
+def test_no_environment_and_too_many(tmp_path, capsys):
+  text = (
+    'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
+  )
+  none, many = tmp_path / 'none.py', tmp_path / 'many.py'
+  none.write_text(text + '  del c.env.arithmetic\n  return c\n')
+  assert 'names no environment' in refused(tmp_path, capsys, config=str(none))
+  more = "  for x in 'ab':\n    c.env[x] = base.env_section('math')\n  return c\n"
+  many.write_text(text + more)
+  said = refused(tmp_path, capsys, config=str(many))
+  assert 'batch.num_groups=2: each of the 3 environment tags' in said
+
+
+def test_a_folder_that_is_no_model(tmp_path, capsys):
+  (tmp_path / 'folder').mkdir()
+  said = refused(tmp_path, capsys, f'--config.model.checkpoint={tmp_path}/folder')
+  assert 'config.json' in said
+
+
+def test_ones_own_file_that_python_cannot_read_shows_where(tmp_path, capsys):
+  (tmp_path / 'mine.py').write_text('def mine(*, a=1):\n  return (a\n')
+  status = runs.main(tmp_path / 'run', config=f'{runs.DEBUG}:{tmp_path}/mine.py:mine')
+  err = capsys.readouterr().err
+  assert status == 2
+  assert 'mine.py' in err and 'line 2' in err and 'return (a' in err
+
+
+def test_after_a_failed_start_the_right_one_is_as_if_there_had_been_none(
+  tmp_path, capsys
+):
+  """The tokenizer of the wrong data does not stay."""
+  wrong = jsonl(
+    tmp_path / 'wrong.jsonl', [{**GOOD, 'question': f'{list(range(99))}'}] * 4
+  )
+  refused(tmp_path, capsys, f'--config.dataset.path={wrong}')
+  options = (
+    '--config.sft.num_steps=0',
+    '--config.num_steps=1',
+    '--config.eval.every=0',
+  )
+  assert runs.main(tmp_path / 'run', *options) == 0
+  assert runs.main(tmp_path / 'other', *options) == 0
+  assert runs.weights(tmp_path / 'run') == runs.weights(tmp_path / 'other')
+
+
+def test_prompts_that_do_not_fit_cost_an_episode_each(tmp_path):
+  """And a data set smaller than a batch is gone through again."""
+  question = ' '.join(str(i) for i in range(200))
+  path = jsonl(tmp_path / 'rows.jsonl', [{**GOOD, 'question': question}, GOOD, GOOD])
+  told = runs.record(
+    tmp_path / 'run',
+    f'--config.dataset.path={path}',
+    '--config.sft.num_steps=0',
+    '--config.batch.num_groups=4',
+    '--config.rollout.num_slots=32',
+  )
+  rows = [
+    row
+    for _, kind, groups, _ in told.played
+    for group in groups
+    for row in group
+    if kind == 'train'
+  ]
+  assert len(rows) == 3 * 4 * 8
+  long = [row for row in rows if row.stop_reason == 'max_length' and not row.score]
+  assert any(not row.action_mask.any() for row in long)
