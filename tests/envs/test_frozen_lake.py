@@ -60,6 +60,15 @@ def test_train_and_test_have_no_map_in_common():
   assert len(test) > 40
 
 
+def test_rougher_ice_gives_200_different_test_maps():
+  for start in (0, 10**6, 2**31 - 300):
+    maps = [
+      tuple(draw_map(start + i, map_size=4, frozen=0.65, split='test'))
+      for i in range(280)
+    ]
+    assert len(set(maps)) >= 200
+
+
 def test_threads_draw_the_maps_that_one_thread_draws():
   alone = [draw_map(seed, **OPTIONS) for seed in range(320)]
   found = {}
