@@ -16,6 +16,7 @@ from launch.writers import Sink, Writers, read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEBUG = str(ROOT / 'configs' / 'debug.py')
+VARIED = str(ROOT / 'tests' / 'launch' / 'varied.py')
 BARE = ('--config.logging.report=false', '--config.logging.tensorboard=false')
 
 
@@ -28,7 +29,7 @@ def main(workdir, *options, config=DEBUG):
   return train.main(argv(workdir, *options, config=config))
 
 
-def spawn(workdir, *options, config=DEBUG):
+def spawn(workdir, *options, config=VARIED):
   """Starts `python -m launch.train` on one device."""
   env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
   env['JAX_COMPILATION_CACHE_DIR'] = _cache()
@@ -90,7 +91,7 @@ class Recorder(Sink):
     self.played.append((step, kind, groups, advantages))
 
 
-def record(workdir, *options, config=DEBUG):
+def record(workdir, *options, config=VARIED):
   """Runs a job here without a command line's surroundings; what it told."""
   command = configs.parse(argv(workdir, *options, config=config), {'workdir': ''})
   made = configs.load(command, {'logging': open_sinks})

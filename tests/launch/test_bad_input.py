@@ -158,6 +158,7 @@ def test_prompts_that_do_not_fit_cost_an_episode_each(tmp_path):
     '--config.sft.num_steps=0',
     '--config.batch.num_groups=4',
     '--config.rollout.num_slots=32',
+    config=runs.DEBUG,
   )
   rows = [
     row

@@ -125,7 +125,7 @@ CASES = {
 @pytest.mark.parametrize('case', CASES)
 def test_algorithms_and_parts(tmp_path, case):
   algorithm, options = CASES[case]
-  told = runs.record(tmp_path, *QUICK, *options, config=f'{runs.DEBUG}:{algorithm}')
+  told = runs.record(tmp_path, *QUICK, *options, config=f'{runs.VARIED}:{algorithm}')
   sound(told)
 
 
@@ -145,7 +145,7 @@ def test_a_reference_and_a_filter(tmp_path):
 
 @pytest.mark.slow
 def test_supervised_learning_as_the_main_thing(tmp_path):
-  told = runs.record(tmp_path, '--config.sft.num_steps=0', config=f'{runs.DEBUG}:sft')
+  told = runs.record(tmp_path, '--config.sft.num_steps=0', config=f'{runs.VARIED}:sft')
   rows = sound(told)
   assert rows[-1][1]['loss/total'] < rows[0][1]['loss/total']
   assert [step for step, row in told.metrics if 'eval/arithmetic/mean' in row] == [

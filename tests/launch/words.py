@@ -1,0 +1,11 @@
+"""An environment whose rewards differ from reply to reply, whoever replies."""
+
+
+class Words:
+  """Asks a data set's question once; the reward is the reply's length, modulo five."""
+
+  def reset(self, *, seed, options=None):
+    return options['task'].item['question'], {}
+
+  def step(self, action):
+    return None, len(action) % 5 / 4, True, False, {'metrics': {'length': len(action)}}
