@@ -18,35 +18,57 @@ def attention(
   v: jax.Array,
   segment_ids: jax.Array,
   *,
-  block: int = 512,
+  block: int = 128,
+  stretches: int = 4,
 ) -> jax.Array:
   """Causal attention within segments.
 
   q: `[B, T, H, d]`. k, v: `[B, T, K, d]`. segment_ids: `[B, T]` int32; a token sees
   the tokens before it, and itself, that bear its own segment's number. Sequences
-  longer than `block` are done so many queries at a time, computed anew in the
-  backward pass. Returns `[B, T, H, d]`.
+  longer than `block` are done in at most `stretches` runs of queries, each against the
+  keys up to its own end, `block` queries at a time, computed anew in the backward
+  pass. Returns `[B, T, H, d]`.
   """
-  batch, length, heads, dim = q.shape
-  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  time = jnp.arange(length)
+  length = q.shape[1]
+  k, v, time = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(length)
   if length <= block:
     return _attend(q, k, v, segment_ids, segment_ids, time)
-  chunks = -(-length // block)
-  pad = chunks * block - length
+  size = max(block, -(-length // (stretches * block)) * block)
+  out = []
+  for start in range(0, length, size):
+    end = min(start + size, length)
+    own = slice(start, end)
+    queries = q[:, own], segment_ids[:, own], time[own]
+    keys = k[:, :, :end], v[:, :, :end], segment_ids[:, :end]
+    out.append(_stretch(queries, keys, block))
+  return jnp.concatenate(out, axis=1)
 
-  def split(x, fill=0):  # [B, T, …] → [chunks, B, block, …]
-    widths = [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, widths, constant_values=fill)
+
+def _stretch(queries: tuple, keys: tuple, block: int) -> jax.Array:
+  """Queries (q, ids, time) against keys (k, v, ids), `block` queries at a time."""
+  q, q_ids, time = queries
+  k, v, k_ids = keys
+
+  @jax.checkpoint
+  def attend(q, ids, time):
+    return _attend(q, k, v, ids, k_ids, time)
+
+  batch, length = q.shape[:2]
+  if length <= block:
+    return attend(q, q_ids, time)
+  chunks = -(-length // block)
+
+  def split(x):  # [B, t, …] → [chunks, B, block, …]
+    widths = [(0, 0), (0, chunks * block - length)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, widths, mode='edge')
     return x.reshape(x.shape[0], chunks, block, *x.shape[2:]).swapaxes(0, 1)
 
   def body(_, chunk):
     q, ids, time = chunk
-    return None, _attend(q, k, v, ids, segment_ids, time[0])
+    return None, attend(q, ids, time[0])
 
-  chunks = split(q), split(segment_ids), split(time[None], fill=length)
-  _, out = jax.lax.scan(jax.checkpoint(body), None, chunks)
-  return out.swapaxes(0, 1).reshape(batch, -1, heads, dim)[:, :length]
+  _, out = jax.lax.scan(body, None, (split(q), split(q_ids), split(time[None])))
+  return out.swapaxes(0, 1).reshape(batch, -1, *q.shape[2:])[:, :length]
 
 
 def _attend(

@@ -19,15 +19,15 @@ def random(*shape, seed=0):
   return np.random.default_rng(seed).normal(size=shape)
 
 
-@pytest.mark.parametrize('block', [9, 4])
+@pytest.mark.parametrize('block, stretches', [(9, 1), (4, 8), (2, 2), (2, 1)])
 @pytest.mark.parametrize('heads', [2, 4, 6])
-def test_attention_within_segments(heads, block):
+def test_attention_within_segments(heads, block, stretches):
   batch, length, kv_heads, dim = 2, 9, 2, 6
   q = random(batch, length, heads, dim)
   k, v = random(2, batch, length, kv_heads, dim, seed=1)
   segments = np.array([[1] * 4 + [2] * 3 + [0] * 2, [1] * 9])
   args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-  out = attention(*args, jnp.asarray(segments), block=block)
+  out = attention(*args, jnp.asarray(segments), block=block, stretches=stretches)
   for b, t, h in np.ndindex(batch, length, heads):
     seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
     kv = h // (heads // kv_heads)
@@ -35,19 +35,19 @@ def test_attention_within_segments(heads, block):
     np.testing.assert_allclose(out[b, t, h], expected, atol=1e-5)
 
 
-def test_queries_in_blocks_have_the_same_gradient():
+@pytest.mark.parametrize('block, stretches', [(4, 8), (2, 2)])
+def test_queries_in_blocks_have_the_same_gradient(block, stretches):
   args = [jnp.asarray(random(2, 9, h, 6, seed=h), jnp.float32) for h in (4, 2, 2)]
   segments = jnp.asarray([[1] * 4 + [2] * 3 + [0] * 2, [1] * 9])
 
-  def gradient(block):
+  def gradient(**sizes):
     def total(q, k, v):
-      return (attention(q, k, v, segments, block=block) ** 2).sum()
+      return (attention(q, k, v, segments, **sizes) ** 2).sum()
 
     return jax.grad(total, argnums=(0, 1, 2))(*args)
 
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient(9), gradient(4)
-  )
+  whole, parts = gradient(block=9), gradient(block=block, stretches=stretches)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, parts)
 
 
 @pytest.mark.parametrize('limit', [40, 64])
