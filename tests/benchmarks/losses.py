@@ -62,7 +62,7 @@ def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
 
   def value(logprobs, batch):
     batch = batch | {'logprobs': logprobs}
-    if with_advantage:
+    if with_advantage and algorithm.advantage is not None:
       found = compose.call_part(algorithm.advantage, batch)
       batch |= {'advantages': found.advantages}
     mask, total, metrics = batch['mask'], 0.0, {}
