@@ -35,7 +35,8 @@ test: env
 	$(BIN)/python -m pytest -m 'ray and not slow'
 
 test-all: env
-	$(BIN)/python -m pytest -m slow --timeout 1800
+	$(BIN)/python -m pytest -m 'slow and not ray' -n 2 --dist loadgroup --timeout 1800
+	$(BIN)/python -m pytest -m 'slow and ray' --timeout 1800
 
 # What must hold on every Python and jax that we support.
 test-core: env
