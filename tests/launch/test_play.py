@@ -4,12 +4,14 @@ import io
 import re
 
 import numpy as np
+import pytest
 
 from jaxrl.rollout.episode import RolloutCache
 from jaxrl.rollout.group import Lease
 from jaxrl.types import Completion, Task
 from launch.console import Console
-from launch.play import Screen, play
+from launch.play import Screen, main, play
+from tests.launch import runs
 
 TEXT = {1: 'What', 2: ' is', 3: '\n', 4: 'It', 5: ' is[/b]', 6: '<end>', 7: 'No'}
 
@@ -101,3 +103,18 @@ def test_lease_fields_are_as_the_player_gives_them():
   assert Lease._fields == (
     'group_id', 'episode_id', 'member', 'start_step', 'attempt',
   )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['debug', 'frozen_lake'])
+def test_a_fresh_model_and_an_exported_one_play(name, tmp_path, capsys):
+  """The commands that people type, on configs as they are."""
+  config = f'--config={runs.ROOT}/configs/{name}.py'
+  assert main([config]) == 0
+  assert 'Ended by' in capsys.readouterr().out
+  short = ('--config.sft.num_steps=0', '--config.num_steps=1', '--config.eval.every=0')
+  runs.record(tmp_path, *short, config=f'{runs.ROOT}/configs/{name}.py')
+  capsys.readouterr()
+  assert main([config, f'--config.model.checkpoint={tmp_path}/export']) == 0
+  said = capsys.readouterr().out
+  assert 'Ended by' in said and 'mask 1' in said

@@ -9,6 +9,7 @@ import pytest
 
 from tests.launch import runs
 
+pytestmark = pytest.mark.xdist_group('resume')  # they share one whole run
 STEPS = (
   '--config.num_steps=4',
   '--config.sft.num_steps=4',
