@@ -38,10 +38,10 @@ def same(folder, whole):
 
 
 def when(process, true):
-  """Waits until `true()`; False if the process ends before."""
+  """Waits until `true()`; whether it was, if the process ends before."""
   while not true():
     if process.poll() is not None:
-      return False
+      return true()
     time.sleep(0.002)
   return True
 
@@ -50,11 +50,6 @@ def has(folder, phase, step):
   path = folder / 'metrics.jsonl'
   mark = f'"phase": "{phase}", "step": {step},'
   return path.exists() and mark in path.read_text()
-
-
-def writing(folder, phase):
-  """A checkpoint of the phase is half-written."""
-  return any((folder / 'checkpoints' / phase).glob('*orbax-checkpoint-tmp*'))
 
 
 def kill(process):
@@ -83,29 +78,35 @@ def test_interrupted_in_sft_it_stops_with_130_and_starts_no_rl(whole, tmp_path):
   same(tmp_path, whole)
 
 
+MOMENTS = {  # none of them passes: once true, it stays so
+  'model': lambda folder: (folder / 'model' / 'config.json').exists(),
+  'sft': lambda folder: has(folder, 'sft', 1),
+  'sft-end': lambda folder: has(folder, 'sft', 3),
+  'train-begin': lambda folder: (folder / 'checkpoints' / 'train').exists(),
+  'rl': lambda folder: has(folder, 'train', 0),
+  'rl-end': lambda folder: has(folder, 'train', 3),
+  'last': lambda folder: has(folder, 'train', 4),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'moment',
+  'moment, number, every',
   [
-    lambda folder: (folder / 'model' / 'config.json').exists(),
-    lambda folder: has(folder, 'sft', 1),
-    lambda folder: writing(folder, 'sft'),
-    lambda folder: has(folder, 'sft', 3),
-    lambda folder: (folder / 'checkpoints' / 'train').exists(),
-    lambda folder: has(folder, 'train', 0),
-    lambda folder: writing(folder, 'train'),
-    lambda folder: has(folder, 'train', 3),
-    lambda folder: (folder / 'checkpoints' / 'train' / '4').exists(),
-    lambda folder: has(folder, 'train', 4),
+    ('model', signal.SIGKILL, 1),
+    ('sft', signal.SIGKILL, 2),
+    ('sft-end', signal.SIGKILL, 1),
+    ('train-begin', signal.SIGKILL, 1),
+    ('rl', signal.SIGKILL, 2),
+    ('rl', signal.SIGINT, 1),
+    ('rl-end', signal.SIGKILL, 1),
+    ('last', signal.SIGINT, 2),
   ],
-  ids='model sft sft-save sft-end train-begin rl rl-save rl-end last done'.split(),
 )
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT], ids=['kill', 'int'])
-@pytest.mark.parametrize('every', [1, 2])
 def test_any_moment(whole, tmp_path, moment, number, every):
   options = (*STEPS, f'--config.checkpoint.every={every}')
   process = runs.spawn(tmp_path, *options)
-  reached = when(process, lambda: moment(tmp_path))
+  reached = when(process, lambda: MOMENTS[moment](tmp_path))
   process.send_signal(number)
   said, _ = process.communicate(timeout=120)
   assert reached, said
@@ -117,13 +118,13 @@ def test_any_moment(whole, tmp_path, moment, number, every):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('seed', [0, 1])
+@pytest.mark.parametrize('seed', [0])
 def test_killed_again_and_again(whole, tmp_path, seed):
   rng = random.Random(seed)
-  for _ in range(8):
+  for _ in range(6):
     process = runs.spawn(tmp_path, *STEPS)
     begun = time.monotonic()
-    wait = rng.uniform(1.0, 20.0)
+    wait = rng.uniform(1.0, 12.0)
     when(process, lambda begun=begun, wait=wait: time.monotonic() - begun > wait)
     kill(process)
   runs.run(tmp_path, *STEPS)
