@@ -32,7 +32,7 @@ CORE = [
 EXTRAS = {
   'dev': [
     'hypothesis',
-    'pyright',
+    'pyright[nodejs]',  # brings its own node
     'pytest',
     'pytest-asyncio',
     'pytest-timeout',
