@@ -4,10 +4,11 @@ On a terminal a progress bar with rate and time left stays below the lines. Else
 (a pipe, a log file) the same lines come plain, without control characters.
 """
 
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console as Terminal
@@ -33,6 +34,8 @@ COLUMNS = {
 }
 FAST = 0.5  # seconds; in a long phase, lines nearer than this are left out
 
+OWN = ('jaxrl', 'kernels', 'launch')  # the packages whose log is shown
+
 
 class Console(Sink):
   """Prints to `stream` (stdout)."""
@@ -57,13 +60,20 @@ class Console(Sink):
   def warn(self, text: str) -> None:
     self.terminal.print(Text(f'warning: {text}', style='yellow'))
 
-  def listen(self) -> None:
-    """Shows what our own packages log."""
-    for name in ('jaxrl', 'kernels', 'launch'):
-      logger = logging.getLogger(name)
-      logger.handlers = [_Handler(self)]
-      logger.setLevel(logging.INFO)
-      logger.propagate = False
+  @contextlib.contextmanager
+  def listening(self) -> Iterator[None]:
+    """While entered, shows what our own packages log."""
+    loggers = [logging.getLogger(name) for name in OWN]
+    before = [(log.handlers, log.level, log.propagate) for log in loggers]
+    for log in loggers:
+      log.handlers, log.propagate = [_Handler(self)], False
+      log.setLevel(logging.INFO)
+    try:
+      yield
+    finally:
+      for log, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
 
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
     self.restore()

@@ -66,7 +66,13 @@ def main(argv: Sequence[str]) -> int:
 def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
   """Builds what `config` says, trains it in `workdir`, and says where to look."""
   console = Console()
-  console.listen()
+  with console.listening():
+    return _run(config, workdir, command, console)
+
+
+def _run(
+  config: Any, workdir: Workdir, command: configs.Command, console: Console
+) -> int:
   console.say(f'jaxrl: training in {workdir.path}', style='bold')
   console.fact('tuning', tune.describe(os.environ))
   for line in workdir.changes:

@@ -95,10 +95,10 @@ def record(workdir, *options, config=VARIED):
   """Runs a job here without a command line's surroundings; what it told."""
   command = configs.parse(argv(workdir, *options, config=config), {'workdir': ''})
   made = configs.load(command, {'logging': open_sinks})
-  Console().listen()
   sink = Recorder()
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   job = build.build(made, workdir=workdir, writers=Writers([sink]), stop=lambda: False)
-  assert asyncio.run(job.train())
+  with Console().listening():
+    assert asyncio.run(job.train())
   return sink
