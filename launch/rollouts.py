@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.data.dataset import GlobalDataset
+from jaxrl.data.samplers import FifoSampler
 from jaxrl.data.seeds import base_seed, fold
 from jaxrl.data.sources import load_rows
 from jaxrl.dispatch import Dispatcher
@@ -204,12 +205,9 @@ class Rollouts:
       await settle(queue.advance_step(step))
 
   async def next(self, step: int) -> list[Group]:
-    """The groups of a step, tag after tag: the fifo sampler over all queues."""
-    takes = [
-      settle(queue.get_batch(self._share(tag), step))
-      for tag, queue in self.queues.items()
-    ]
-    batches = await asyncio.gather(*takes)
+    """The groups of a step, tag after tag, each tag's first come first."""
+    samplers = [FifoSampler(q, self._share(tag)) for tag, q in self.queues.items()]
+    batches = await asyncio.gather(*(sampler.next(step) for sampler in samplers))
     return [group for batch in batches for group in batch]
 
   async def metrics(self) -> dict[str, float]:
