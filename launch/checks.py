@@ -53,8 +53,20 @@ def settings(config: Config, algorithm: Algorithm) -> None:
       f'--config.batch.buckets: {too_long[0]} is longer than any row may be, '
       f'batch.max_length={config.batch.max_length}'
     )
+  _cluster(config)
   if algorithm.schema == 'rollout' or (config.eval.every and config.env):
     _rollouts(config, algorithm)
+
+
+def _cluster(config: Config) -> None:
+  """Without Ray there is one engine and one worker, and no cluster to join."""
+  cluster = config.cluster
+  for key, alone in (('num_engines', 1), ('num_workers', 1), ('address', '')):
+    if not cluster.ray and cluster[key] != alone:
+      raise ConfigError(
+        f'--config.cluster.{key}={cluster[key]}: needs --config.cluster.ray=true; '
+        'one process has one engine and one worker'
+      )
 
 
 def _rollouts(config: Config, algorithm: Algorithm) -> None:
