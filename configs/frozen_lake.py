@@ -7,6 +7,7 @@ on maps that training never shows.
 """
 
 from configs import base
+from jaxrl.algorithms import compose
 from jaxrl.config import Config
 
 LAKE = {'map_size': 4, 'frozen': 0.65, 'view': 'around'}
@@ -21,7 +22,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
     config.algorithm.kl_coef = 0.0  # no reference to stay near: it starts from nothing
   config.batch.update(num_groups=16, max_length=176)  # eight moves
   config.optimizer.update(learning_rate=1e-4, warmup_steps=5, b2=0.98)
-  config.rollout.update(num_slots=64, decode_steps=2)
+  config.rollout.update(num_slots=64, engine='jax(decode_steps=2)')
   config.env.lake = base.env_section(
     'frozen_lake',
     max_steps=8,
@@ -31,6 +32,8 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.eval.update(every=20, num_tasks=280)  # some maps come twice: 200 differ
   guide = ', '.join(f'{name}={value!r}' for name, value in GUIDE.items())
   config.sft.path = f'generate:frozen_lake({guide})'
+  if compose.make(algorithm).schema != 'rollout':  # games need no rows
+    config.dataset.path = config.sft.path
   config.sft.update(num_steps=100, batch_size=32, limit=4000, warmup_steps=20)
   config.sft.learning_rate = 2e-3
   config.checkpoint.update(every=20, export=True)

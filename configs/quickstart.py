@@ -7,9 +7,11 @@ problems that it has never seen.
 """
 
 from configs import base
+from jaxrl.algorithms import compose
 from jaxrl.config import Config
 
 KINDS = ('add', 'sub', 'add_sub', 'sub_add')
+FORMS = {'preference': 'pairs', 'text': 'texts'}  # of problems, by what is learned from
 MISREAD = {'sub': 0.7, 'sub_add': 0.7, 'add_sub': 0.3}  # wrong shares of the lessons
 
 
@@ -18,10 +20,12 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.num_steps = 60
   config.model.random.update(hidden_size=128, num_layers=3, head_dim=32)
   problems = f'kinds={KINDS}, max_number=15'
-  config.dataset.path = f'generate:arithmetic({problems})'
+  schema = compose.make(algorithm).schema
+  form = FORMS.get(schema, 'worked')
+  config.dataset.path = f'generate:arithmetic({problems}, form={form!r})'
   config.sft.path = f'generate:arithmetic({problems}, misread_share={MISREAD})'
   config.dataset.limit = 10_000
-  if 'kl_coef' in config.algorithm:
+  if algorithm == 'grpo':  # others run as their papers have them
     config.algorithm.kl_coef = 0.0  # no reference to stay near: it starts from nothing
   config.batch.update(num_groups=16, max_length=64)
   config.optimizer.update(learning_rate=1e-4, warmup_steps=5, b2=0.98)
@@ -29,5 +33,11 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.env.arithmetic = base.env_section('math', max_tokens_per_step=32)
   config.eval.update(every=20, num_tasks=500)
   config.sft.update(num_steps=600, batch_size=64, learning_rate=2e-3, warmup_steps=30)
+  if schema in ('messages', 'text'):  # supervised as a whole: no start is needed
+    config.num_steps, config.sft.num_steps = 600, 0
+    config.batch.num_groups = 64
+    config.optimizer.update(learning_rate=2e-3, warmup_steps=30, schedule='cosine')
+  elif schema == 'preference' and 'beta' in config.algorithm:
+    config.algorithm.beta = 0.5  # at .1 so small a model is soon far from its start
   config.checkpoint.update(every=20, export=True)
   return config

@@ -28,7 +28,8 @@ class Sampler(Protocol):
 class Hooks:
   """What surrounds a step; each is awaited or called in the order of the loop.
 
-  publish(step): hands the learner's weights to every engine.
+  publish(step): hands the learner's weights to the engines when their style of sync
+  says so, and always before an evaluation.
   advance(step): tells the queue of groups which step is being collected.
   evaluate(step, last): metrics of an evaluation when one is due, else {}.
   record(step, metrics, groups): writes what happened.

@@ -31,13 +31,25 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
   return fn
 
 
+def _options(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+  """The keyword-only parameters of `fn` by name, private ones left out.
+
+  Private ones are others' business: ray writes one into the signature of the methods
+  of every class that it has made an actor of.
+  """
+  return {
+    name: parameter
+    for name, parameter in inspect.signature(fn).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and not name.startswith('_')
+  }
+
+
 def defaults(fn: Callable[..., Any]) -> dict[str, Any]:
   """Keyword-only parameters that have a default, by name, in order."""
   return {
     name: parameter.default
-    for name, parameter in inspect.signature(fn).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-    and parameter.default is not parameter.empty
+    for name, parameter in _options(fn).items()
+    if parameter.default is not parameter.empty
   }
 
 
@@ -64,11 +76,7 @@ def check_options(
   Names are checked against the keyword-only parameters; values against the type of
   the default, `Literal` annotations, and `| None` where None is given.
   """
-  parameters = {
-    name: parameter
-    for name, parameter in inspect.signature(fn).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-  }
+  parameters = _options(fn)
   for name, value in options.items():
     if name not in parameters:
       raise unknown(name, parameters, 'option', where)
@@ -87,10 +95,11 @@ def _check_value(parameter: inspect.Parameter, value: Any, where: str) -> None:
       listing = ', '.join(repr(c) for c in choices)
       raise ConfigError(f'{where} is {value!r}; it must be one of {listing}.')
     return
-  wanted = _wanted_type(annotation, default)
-  if wanted is not None and not _fits(value, wanted):
+  wanted = _wanted_types(annotation, default)
+  if wanted and not any(_fits(value, kind) for kind in wanted):
+    kinds = ' or '.join(kind.__name__ for kind in wanted)
     raise ConfigError(
-      f'{where} is {value!r}, a {type(value).__name__}; it must be a {wanted.__name__}.'
+      f'{where} is {value!r}, a {type(value).__name__}; it must be a {kinds}.'
     )
 
 
@@ -102,19 +111,25 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
   return next((choices for choices in found if choices), ())
 
 
-def _wanted_type(annotation: Any, default: Any) -> type | None:
+def _wanted_types(annotation: Any, default: Any) -> list[type]:
   union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
   members = typing.get_args(annotation) if union else (annotation,)
-  for candidate in members:
-    if candidate in (bool, int, float, str):
-      return candidate
-  return type(default) if isinstance(default, bool | int | float | str) else None
+  found = [kind for kind in members if kind in (bool, int, float, str)]
+  if not found and isinstance(default, bool | int | float | str):
+    found = [type(default)]
+  return found
 
 
 def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
-  """bool, int, float or str: what an option of `fn` must be; None when unsaid."""
+  """bool, int, float or str: what an option of `fn` must be; None when unsaid.
+
+  The first of them, where it may be one of several.
+  """
   parameter = inspect.signature(fn).parameters.get(option)
-  return parameter and _wanted_type(parameter.annotation, parameter.default)
+  if parameter is None:
+    return None
+  wanted = _wanted_types(parameter.annotation, parameter.default)
+  return wanted[0] if wanted else None
 
 
 def _fits(value: Any, wanted: type) -> bool:
@@ -155,6 +170,57 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
   return name, options
 
 
+def call(
+  text: str, known: Mapping[str, Callable[..., Any]], what: str, key: str
+) -> Any:
+  """What the function that a call string names makes of its options.
+
+  known: functions by name, what they are called, and the config key of the string.
+  Raises ConfigError for a name or an option that does not exist.
+  """
+  where = f'--config.{key}={text}'
+  name, options = parse_call(text)
+  if name not in known:
+    raise unknown(name, known, what, where)
+  check_options(known[name], options, where)
+  return known[name](**options)
+
+
+def split(text: str, separator: str = '+') -> list[str]:
+  """The terms of `text` between separators, those in brackets and quotes left alone.
+
+  An empty text has no terms. Raises ConfigError for an empty term.
+  """
+  if not text.strip():
+    return []
+  terms, start, depth, quote, i = [], 0, 0, '', 0
+  while i < len(text):
+    mark = text[i]
+    if quote:
+      i += mark == '\\'
+      quote = '' if mark == quote else quote
+    elif depth and mark in '\'"':
+      quote = mark
+    elif mark in '([{':
+      depth += 1
+    elif mark in ')]}':
+      depth -= 1
+    elif depth == 0 and text.startswith(separator, i):
+      terms.append(text[start:i].strip())
+      i = start = i + len(separator)
+      continue
+    i += 1
+  terms.append(text[start:].strip())
+  if '' in terms:
+    raise ConfigError(f'cannot read {text!r}: nothing stands beside a {separator!r}')
+  return terms
+
+
+def parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+  """Reads `a(x=1) + b`: calls joined by +, each as `parse_call` has it; '' is none."""
+  return [parse_call(term) for term in split(text)]
+
+
 def resolve(target: str) -> Any:
   """Imports `'pkg.mod:attr'` or `'path/file.py:attr'` and returns the attribute.
 
@@ -180,6 +246,18 @@ def _load(name: str) -> Any:
     if error.name is not None and (name + '.').startswith(error.name + '.'):
       raise ConfigError(f'there is no module {name!r} to import') from error
     raise
+
+
+def functions(path: str) -> dict[str, Callable[..., Any]]:
+  """The public functions that a Python file itself defines, in its order."""
+  module = _load_file(path)
+  return {
+    name: value
+    for name, value in vars(module).items()
+    if inspect.isfunction(value)
+    and value.__module__ == module.__name__
+    and not name.startswith('_')
+  }
 
 
 @functools.cache

@@ -16,7 +16,7 @@ Array = jax.Array
 Params = Any  # a pytree of arrays: nested dicts keyed by name
 Message = dict[str, Any]  # {'role': …, 'content': …}, as chat templates take it
 
-# Why an episode ended. The last five mark trajectories unfit for training.
+# Why an episode ended. The last six mark trajectories unfit for training.
 STOP_REASONS = (
   'finish',
   'max_length',
@@ -26,6 +26,7 @@ STOP_REASONS = (
   'env_timeout',
   'env_error',
   'generate_failed',
+  'reward_failed',
 )
 FAILURES = frozenset(STOP_REASONS[3:])
 
@@ -52,6 +53,8 @@ class SamplingParams:
   stop: strings that end the completion (kept in its tokens).
   stop_token_ids: token ids that end it (kept as the last token).
   seed: token t is drawn with the key fold_in(key(seed), t).
+  first: how many tokens of the completion the prompt ends in, from a part of it that
+  was emitted before; the next one is token `first`. max_tokens counts the rest.
   """
 
   max_tokens: int
@@ -61,6 +64,7 @@ class SamplingParams:
   stop: tuple[str, ...] = ()
   stop_token_ids: tuple[int, ...] = ()
   seed: int = 0
+  first: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +98,18 @@ class RolloutEngine(Protocol):
 
   async def pause(self) -> None: ...
 
+  async def drain(self) -> None:
+    """Begins no more requests, ends those that run, and pauses; others wait."""
+    ...
+
   async def resume(self) -> None: ...
 
   async def abort(self, request_id: str) -> None:
     """Ends the request with finish_reason 'abort'; unknown ids are ignored."""
+    ...
+
+  async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
+    """What these requests have emitted so far, but for those not being served."""
     ...
 
 
@@ -112,6 +124,9 @@ class Trajectory:
   the task; member: which of the group's attempts; step: the turn, for step rows.
   tag: the environment's tag. episode_seed: the seed every member plays.
   stop_reason: one of STOP_REASONS. messages: the conversation as text.
+  is_expert: written by someone else, not by the policy. is_greedy: played at
+  temperature 0, as a baseline, and not learned from. weight: multiplies the row's
+  policy loss; shapers set it.
   metrics: numbers to average. columns: values for dumps. extras: state hash, images …
   """
 
@@ -128,6 +143,8 @@ class Trajectory:
   episode_seed: int = 0
   stop_reason: str = 'finish'
   is_expert: bool = False
+  is_greedy: bool = False
+  weight: float = 1.0
   messages: list[Message] = dataclasses.field(default_factory=list)
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
   columns: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -167,7 +184,9 @@ class Batch:
   task_ids (the group), run_ids (the episode), step_ids (its turn): `[B]` dense
   int32, −1 at padding rows, which enter no statistic.
   The optional columns are `[B, T]` float32 except weights_version `[B, T]` int32,
-  expert_mask `[B]` bool, pair_ids and state_hash `[B]` int32.
+  expert_mask and greedy_mask `[B]` bool, loss_weights `[B]` float32, pair_ids and
+  state_hash `[B]` int32, teacher_topk_ids and teacher_topk_logprobs `[B, T, K]` int32
+  and float32.
   """
 
   tokens: Any
@@ -182,10 +201,14 @@ class Batch:
   old_logprobs: Any = None
   ref_logprobs: Any = None
   teacher_logprobs: Any = None
+  teacher_topk_ids: Any = None
+  teacher_topk_logprobs: Any = None
   values: Any = None
   advantages: Any = None
   returns: Any = None
   expert_mask: Any = None
+  greedy_mask: Any = None
+  loss_weights: Any = None
   pair_ids: Any = None
   state_hash: Any = None
   extras: Any = None
@@ -202,12 +225,17 @@ class PolicyOutputs:
   logprobs: log π(tokens[t] | tokens[<t]) at the rollout's temperature; 0 at t = 0.
   entropy: of the full distribution at temperature 1 that predicted token t.
   values: the value head's estimate of the state before token t, or None.
+  nec: Σ_v π(v)²(H + log π(v)) of the same distribution as entropy, or None.
+  topk_logprobs: `[B, T, K]` of K given tokens in the place of token t, or None.
+  topk_ids: `[B, T, K]` int32, those tokens, where they were found and not given.
   """
 
   logprobs: Any
   entropy: Any = None
   values: Any = None
+  nec: Any = None
   topk_logprobs: Any = None
+  topk_ids: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -216,13 +244,15 @@ class Advantages:
   """advantages, returns: `[B, T]` float32, 0 where the mask is 0; returns may be None.
 
   keep: `[B, T]` bool or None; tokens to leave out of the loss are False.
-  metrics: name → scalar array.
+  metrics: name → scalar array. state: what an estimator that reads `state` carries to
+  the next batch, of the structure it was given.
   """
 
   advantages: Any
   returns: Any = None
   keep: Any = None
   metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+  state: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,10 +265,15 @@ class Algorithm:
 
   behaviour: 'rollout' gives parts the engine's log-probs as `old_logprobs`;
     'decoupled' gives them the learner's own, recomputed before the first update.
+  correction: weights for what lies between the two; it implies 'decoupled'.
+  kl_controller: steers the coefficient of kl_loss and kl_penalty; None keeps it.
   aggregation: a mode of `functional.aggregation`. group_size: attempts per task.
-  schema: 'rollout', 'messages' or 'preference'. atom: rows that are never split or
-  shuffled apart: 'row', 'pair' or 'group'. prepare: once per optimizer batch.
-  init_state: makes the state that adaptive parts carry.
+  schema: 'rollout', 'messages', 'preference' or 'text'. atom: rows that are never
+  split or shuffled apart: 'row', 'pair' or 'group'.
+  sampler: a call string, where a step's groups come from. filters, shapers: call
+  strings, joined by ' + '; which groups are dropped, and what is done to the others.
+  critic_warmup: first steps that train the value head alone.
+  prepare: once per optimizer batch. init_state: makes the state that it carries.
   """
 
   policy_loss: Callable[..., Any]
@@ -247,11 +282,16 @@ class Algorithm:
   kl_penalty: Callable[..., Any] | None = None
   entropy_loss: Callable[..., Any] | None = None
   value_loss: Callable[..., Any] | None = None
+  correction: Callable[..., Any] | None = None
+  kl_controller: Callable[..., Any] | None = None
   aggregation: str = 'token_mean'
   behaviour: str = 'rollout'
   group_size: int = 1
   sampler: str = 'fifo'
+  filters: str = ''
+  shapers: str = ''
   schema: str = 'rollout'
   atom: str = 'row'
+  critic_warmup: int = 0
   prepare: Callable[..., Any] | None = None
   init_state: Callable[[], Any] | None = None

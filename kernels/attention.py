@@ -118,21 +118,10 @@ def decode_attention(
   q = q * dim**-0.5
 
   def attend(state, k, v, start):
-    top, total, out = state
-    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
-    scores = jnp.einsum('skgd,skdt->skgt', q, k)
     visible = start + jnp.arange(k.shape[-1]) <= positions[:, None]
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    new_top = jnp.maximum(top, scores.max(-1))
-    weights = jnp.exp(scores - new_top[..., None])
-    scale = jnp.exp(top - new_top)
-    total = total * scale + weights.sum(-1)
-    out = out * scale[..., None] + jnp.einsum('skgt,sktd->skgd', weights, v)
-    return new_top, total, out
+    return attend_chunk(state, q, k, v, visible[:, None, None])
 
-  shape = q.shape[:-1]
-  state = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros(q.shape))
-  start = 0
+  state, start = chunk_state(q), 0
   for k, v in zip(k_chunks, v_chunks, strict=True):
     if start == 0:  # holds every row's first position
       state = attend(state, k, v, 0)
@@ -142,3 +131,32 @@ def decode_attention(
     start += k.shape[-1]
   _, total, out = state
   return (out / total[..., None]).reshape(slots, heads, dim)
+
+
+# A running softmax: the largest score, the sum and the weighted sum of values so far.
+ChunkState = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def chunk_state(q: jax.Array) -> ChunkState:
+  """The state of queries `[S, K, g, d]` float32 that have seen no chunk."""
+  shape = q.shape[:-1]
+  return jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros(q.shape)
+
+
+def attend_chunk(
+  state: ChunkState, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
+) -> ChunkState:
+  """The state after one more chunk: k `[S, K, d, C]`, v `[S, K, C, d]`.
+
+  q: `[S, K, g, d]` float32, scaled. visible: bool, broadcast to `[S, K, g, C]`.
+  """
+  top, total, out = state
+  k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+  scores = jnp.einsum('skgd,skdt->skgt', q, k)
+  scores = jnp.where(visible, scores, -jnp.inf)
+  new_top = jnp.maximum(top, scores.max(-1))
+  weights = jnp.exp(scores - new_top[..., None])
+  scale = jnp.exp(top - new_top)
+  total = total * scale + weights.sum(-1)
+  out = out * scale[..., None] + jnp.einsum('skgt,sktd->skgd', weights, v)
+  return new_top, total, out

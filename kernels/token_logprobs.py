@@ -1,4 +1,7 @@
-"""Log-probabilities of given tokens, and entropies, from hidden states."""
+"""Log-probabilities of given or likeliest tokens, and entropies, from hidden states."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,20 @@ import jax.numpy as jnp
 MAX_LOGITS, MIN_ROWS = 2**22, 512
 
 
+class TokenScores(NamedTuple):
+  """What `token_logprobs` computes; what was not asked for is None.
+
+  logprobs: `[B, T]` float32. entropy, nec: `[B, T]` float32, of the distribution at
+  temperature 1. topk_ids: `[B, T, K]` int32. topk_logprobs: `[B, T, K]` float32.
+  """
+
+  logprobs: jax.Array
+  entropy: jax.Array | None = None
+  nec: jax.Array | None = None
+  topk_ids: jax.Array | None = None
+  topk_logprobs: jax.Array | None = None
+
+
 def token_logprobs(
   hidden: jax.Array,
   table: jax.Array,
@@ -15,41 +32,74 @@ def token_logprobs(
   *,
   temperature: jax.Array | float = 1.0,
   entropy: bool = False,
+  nec: bool = False,
+  topk_ids: jax.Array | None = None,
+  top_k: int = 0,
   max_rows: int | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> TokenScores:
   """Scores targets under softmax(hidden · tableᵀ / temperature).
 
   hidden: `[B, T, D]`. table: `[V, D]`. targets: `[B, T]` int32.
-  Returns log-probs `[B, T]` float32, and the entropy `[B, T]` of the distribution at
-  temperature 1 if asked, else None. The logits of at most `max_rows` positions (or of
-  one in every row) are held at a time; the backward pass computes them anew.
+  entropy: also H. nec: also Σ_v p_v²(H + log p_v). Both are of the distribution at
+  temperature 1. topk_ids: `[B, T, K]` int32, more tokens to score, at `temperature`;
+  or top_k: the K likeliest, in falling order.
+  The logits of at most `max_rows` positions (or of one in every row) are held at a
+  time; the backward pass computes them anew.
   """
+  if topk_ids is not None and top_k:
+    raise ValueError('give topk_ids, or top_k to have them found, not both')
+  if top_k > table.shape[0]:
+    raise ValueError(
+      f'top_k={top_k} is more than the {table.shape[0]} tokens there are'
+    )
   batch, length, width = hidden.shape
 
-  def score(hidden, targets):
+  def score(hidden, targets, chosen_ids):
     logits = hidden.reshape(-1, width) @ table.T.astype(hidden.dtype)
     logits = logits.reshape(*targets.shape, -1).astype(jnp.float32)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     chosen = jnp.where(ids == targets[..., None], logits, 0.0).sum(-1)
-    logprobs = chosen / temperature - jax.nn.logsumexp(logits / temperature, axis=-1)
-    if not entropy:
-      return logprobs, None
-    norm = jax.nn.logsumexp(logits, axis=-1)
-    weights = jnp.exp(logits - norm[..., None])
-    return logprobs, norm - (weights * logits).sum(-1)
+    norm = jax.nn.logsumexp(logits / temperature, axis=-1)
+    scores = TokenScores(chosen / temperature - norm)
+    if top_k:
+      chosen_ids = jax.lax.top_k(jax.lax.stop_gradient(logits), top_k)[1]
+      scores = scores._replace(topk_ids=chosen_ids)
+    if chosen_ids is not None:
+      likely = jnp.take_along_axis(logits, chosen_ids, axis=-1) / temperature
+      scores = scores._replace(topk_logprobs=likely - norm[..., None])
+    if entropy or nec:
+      scores = scores._replace(**_moments(logits, entropy, nec))
+    return scores
 
   if max_rows is None:
     max_rows = max(MIN_ROWS, MAX_LOGITS // table.shape[0])
   size = max(1, min(length, max_rows // batch))
-  if size >= length:
-    return score(hidden, targets)
+  inputs = (hidden, targets, topk_ids)
+  return score(*inputs) if size >= length else _scan(score, inputs, length, size)
+
+
+def _scan(score: Callable[..., Any], inputs: Any, length: int, size: int) -> Any:
+  """score(*inputs), arrays `[B, T, …]`, for `size` positions of every row at a time."""
   chunks = -(-length // size)
-  pad = chunks * size - length
-  hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
-  targets = jnp.pad(targets, ((0, 0), (0, pad)))
-  hidden = hidden.reshape(batch, chunks, size, width).swapaxes(0, 1)
-  targets = targets.reshape(batch, chunks, size).swapaxes(0, 1)
+
+  def cut(x):
+    pad = ((0, 0), (0, chunks * size - length), *((0, 0),) * (x.ndim - 2))
+    return jnp.pad(x, pad).reshape(len(x), chunks, size, *x.shape[2:]).swapaxes(0, 1)
+
+  def join(x):
+    x = x.swapaxes(0, 1)
+    return x.reshape(len(x), -1, *x.shape[3:])[:, :length]
+
   body = jax.checkpoint(lambda _, chunk: (None, score(*chunk)))
-  _, scored = jax.lax.scan(body, None, (hidden, targets))
-  flat = lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length]  # noqa: E731
-  return jax.tree.map(flat, scored)
+  return jax.tree.map(join, jax.lax.scan(body, None, jax.tree.map(cut, inputs))[1])
+
+
+def _moments(logits: jax.Array, entropy: bool, nec: bool) -> dict[str, jax.Array]:
+  """H and Σ_v p_v²(H + log p_v) of softmax(logits), over the last axis."""
+  norm = jax.nn.logsumexp(logits, axis=-1)
+  weights = jnp.exp(logits - norm[..., None])
+  mean = (weights * logits).sum(-1)
+  found = {'entropy': norm - mean} if entropy else {}
+  if nec:  # H + log p_v = logit_v − Σ p·logit
+    found['nec'] = (jnp.square(weights) * (logits - mean[..., None])).sum(-1)
+  return found

@@ -1,31 +1,41 @@
 """From a config to the parts of a run. Everything wrong is said here, before work."""
 
 import asyncio
+import logging
+import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
 from jaxrl.algorithms import compose, describe
 from jaxrl.config import Config
-from jaxrl.data.seeds import base_seed, fold
-from jaxrl.data.sources import load_rows
+from jaxrl.data.seeds import fold
 from jaxrl.dispatch import Dispatcher
 from jaxrl.signature import ConfigError
 from jaxrl.training import policy as policies
-from jaxrl.training.mesh import make_mesh
 from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm
-from launch import checks
+from launch import (
+  checks,
+  files,
+  off_policy,
+  placement,
+  samplers,
+  stored,
+  teachers,
+  weights,
+)
+from launch.algorithm import make_algorithm
+from launch.datasets import load_datasets
 from launch.job import Job
-from launch.rollouts import Rollouts, load_datasets
+from launch.learners import Learners, LocalLearners, mesh_of
+from launch.rollouts import Rollouts
 from launch.spawn import Host, LocalHost
 from launch.writers import Writers
 
-TEXTS = 2000  # rows that a fresh tokenizer is trained on
-ROLES = ('system', 'user', 'assistant', 'tool')
+log = logging.getLogger(__name__)
 
 
 def build(
@@ -39,19 +49,26 @@ def build(
 
   writers: takes what the run tells. stop: True when the user asked to end.
   """
-  algorithm = make_algorithm(config)
-  try:
-    mesh = make_mesh(**config.mesh)
-  except ValueError as error:
-    raise ConfigError(f'--config.mesh: {error}') from error
-  checks.settings(config, algorithm)
+  algorithm = _algorithm(config)
   host, dispatcher = make_host(config), Dispatcher()
   try:
-    parts = _parts(config, algorithm, host, dispatcher, workdir)
-  except Exception:
-    asyncio.run(host.close())
+    mesh = None if host.learns else mesh_of(config)
+    policy, rollouts = _parts(config, algorithm, host, dispatcher, workdir)
+    offline, tokenizer = algorithm.schema != 'rollout', policy.tokenizer
+    source = files.main(config, algorithm, tokenizer) if offline else None
+    sampler = None
+    if rollouts is not None and not offline and not config.data.source:
+      sampler = samplers.make(config, algorithm, policy, rollouts)
+    staff = teachers.load(config, algorithm, policy)
+    learners = (
+      host.learners(config, policy.folder)
+      if mesh is None
+      else LocalLearners(config, policy, algorithm, mesh, dispatcher, staff)
+    )
+    store = stored.make(config, algorithm, policy, workdir=workdir, stop=stop)
+  except Exception as error:
+    leave(host, error)
     raise
-  policy, rollouts = parts
   job = Job(
     config,
     workdir=workdir,
@@ -59,15 +76,42 @@ def build(
     stop=stop,
     policy=policy,
     algorithm=algorithm,
-    mesh=mesh,
+    learners=learners,
     host=host,
     dispatcher=dispatcher,
     rollouts=rollouts,
+    sampler=sampler,
+    source=source,
+    store=store,
   )
   writers.decode_with(policy.tokenizer.decode)
-  job.facts = _facts(config, policy, algorithm, mesh)
+  told = {
+    'placement': host.told,
+    'rollouts': off_policy.describe(config, algorithm),
+    'teacher': staff and staff.describe(),
+    'data': (source and files.describe(config, source)) or (store and store.describe()),
+  }
+  own = _facts(config, policy, algorithm, learners)
+  job.facts = own | {label: text for label, text in told.items() if text}
   job.closing['checkpoints'] = str(workdir / 'checkpoints')
   return job
+
+
+def _algorithm(config: Config) -> Algorithm:
+  """The algorithm, once it is sure that the config agrees with itself and with it."""
+  algorithm = make_algorithm(config)
+  checks.settings(config, algorithm)
+  for part in (samplers, teachers, stored):
+    part.check(config, algorithm)
+  return algorithm
+
+
+def leave(host: Host, error: Exception) -> None:
+  """Closes the host after an error, and raises what lies behind it if anything does."""
+  told = error if isinstance(error, ConfigError) else asyncio.run(host.explain(error))
+  asyncio.run(host.close())
+  if told is not error:
+    raise told from error
 
 
 def _parts(
@@ -78,32 +122,39 @@ def _parts(
   workdir: pathlib.Path,
 ) -> tuple[Policy, Rollouts | None]:
   """The policy, and what plays with it if anything does. Data first: it is cheap."""
-  plays = algorithm.schema == 'rollout' or (config.eval.every and config.env)
+  plays = algorithm.schema == 'rollout' and not config.data.source
+  plays = plays or (config.eval.every and config.env)
   data = load_datasets(config, host) if plays else ({}, {})
   policy = make_policy(config, workdir, critic=algorithm.value_loss is not None)
   if not plays:
     return policy, None
-  size = algorithm.group_size
-  rollouts = Rollouts(config, policy, host, dispatcher, data, group_size=size)
+  rollouts = Rollouts(config, policy, host, dispatcher, data, algorithm=algorithm)
   asyncio.run(rollouts.check_prompts())
   return policy, rollouts
 
 
-def make_algorithm(config: Config) -> Algorithm:
-  options = config.algorithm.to_dict()
-  return compose.make(options.pop('name'), options)
-
-
-def make_host(config: Config) -> Host:
+def make_host(config: Config, *, learns: bool = True) -> Host:
+  """learns: whether there is a learner, which has devices too."""
   if not config.cluster.ray:
-    return LocalHost()
+    os.environ.update(placement.alone(config))
+    return LocalHost(weights.plan(config))
   from launch.cluster.ray_host import RayHost  # Ray: seconds
 
-  return RayHost(config.cluster.address)
+  host = RayHost(config.cluster.address, weights.plan(config))
+  try:
+    hides = host.place(config, learns=learns).others.env
+  except Exception:
+    asyncio.run(host.close())
+    raise
+  if hides:  # the actors have the devices; this process must not take their memory
+    jax.config.update('jax_platforms', hides['JAX_PLATFORMS'])
+  return host
 
 
 def make_policy(config: Config, workdir: pathlib.Path, *, critic: bool) -> Policy:
-  """The checkpoint's policy, or a random one with a tokenizer of the run's texts."""
+  """The checkpoint's policy, or a random one, with its teacher's tokenizer if it has
+  a teacher, and else with one of the run's texts.
+  """
   settings = config.model
   options = {'dtype': settings.dtype, 'remat': settings.remat, 'value_head': critic}
   if settings.checkpoint:
@@ -112,75 +163,32 @@ def make_policy(config: Config, workdir: pathlib.Path, *, critic: bool) -> Polic
     shutil.rmtree(workdir / 'model', ignore_errors=True)
   key = jax.random.key(fold(config.seed, 'model'))
   shape = policies.random_config(**settings.random)
-  return policies.create(workdir / 'model', shape, _texts(config), key, **options)
-
-
-def _texts(config: Config) -> Iterable[str]:
-  """What a fresh tokenizer learns from: the texts that the model will meet."""
-  data = config.dataset
-  paths = {config.sft.path or data.path, data.path} - {''}
-  if not paths:
-    raise ConfigError(
-      'a random model needs texts to train its tokenizer on: set '
-      '--config.dataset.path or --config.sft.path, or --config.model.checkpoint'
-    )
-  keys = (data.question_key, data.answer_key, config.sft.solution_key)
-  for path in sorted(paths):
-    for row in load_rows(path, data.split, TEXTS):
-      yield from (str(row[key]) for key in keys if key in row)
-      for message in row.get('messages', ()):
-        yield str(message['content'])
-      yield '\n'.join(ROLES)  # as often as messages: a role is then one token
+  known = teachers.vocabulary(config)
+  if known:
+    options['tokenizer'], size = known
+    shape = shape.replace(vocab_size=size)
+  texts = () if known else files.texts(config)
+  return policies.create(workdir / 'model', shape, texts, key, **options)
 
 
 def _facts(
-  config: Config, policy: Policy, algorithm: Algorithm, mesh: Any
+  config: Config, policy: Policy, algorithm: Algorithm, learners: Learners
 ) -> dict[str, str]:
   """What the run is, in lines that people read."""
   shape = policy.model.config
   count = sum(x.size for x in jax.tree.leaves(policy.params))
-  kinds = {device.device_kind for device in mesh.devices.flat}
-  axes = ' × '.join(f'{name} {size}' for name, size in mesh.shape.items())
   parts = {
     slot: describe.call_string(part) for slot, part in compose.parts(algorithm).items()
   }
+  settings = ('aggregation', 'filters', 'shapers')
+  parts |= {key: text for key in settings if (text := getattr(algorithm, key))}
+  if algorithm.atom == 'pair':  # its loss is a mean over pairs, whatever is set
+    parts['aggregation'] = 'mean over pairs'
   return {
     'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
     f'vocabulary {shape.vocab_size}, from {config.model.checkpoint or "scratch"}',
-    'devices': f'{mesh.size} × {", ".join(sorted(kinds))} ({axes})',
+    'devices': learners.describe(),
     'data': config.dataset.path or 'seeds',
     'algorithm': f'{config.algorithm.name}: '
     + ', '.join(f'{slot}={text}' for slot, text in parts.items()),
   }
-
-
-class Player:
-  """One manager outside any queue, for `launch.play`."""
-
-  def __init__(self, config: Config, workdir: pathlib.Path):
-    host, self._dispatcher = LocalHost(), Dispatcher()
-    checks.settings(config, make_algorithm(config))
-    data = load_datasets(config, host)
-    policy = make_policy(config, workdir, critic=False)
-    self._rollouts = Rollouts(
-      config, policy, host, self._dispatcher, data, group_size=1
-    )
-    self._params = policy.params
-    tag = self._rollouts.tags[0]
-    self.manager = self._rollouts.manager(tag, 'sample')
-    self.base_seed = base_seed(config.seed, 'train', tag)
-    self.decode: Callable[..., str] = policy.tokenizer.decode
-
-  async def start(self) -> None:
-    await self._rollouts.weights.publish(0, self._params)
-
-  async def close(self) -> None:
-    self._dispatcher.close()
-
-
-def player(config: Config) -> Player:
-  """What plays one episode of the first tag, as training would."""
-  import tempfile
-
-  with tempfile.TemporaryDirectory() as folder:
-    return Player(config, pathlib.Path(folder))

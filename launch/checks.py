@@ -1,17 +1,21 @@
 """What a config must satisfy as a whole; said before any work."""
 
-from collections.abc import Iterable
-
+from jaxrl.algorithms import compose
 from jaxrl.config import Config
-from jaxrl.envs.base import factory
+from jaxrl.data.dataset import GlobalDataset
+from jaxrl.envs.base import core, factory
+from jaxrl.models import huggingface
 from jaxrl.rollout.filters import make_filter
-from jaxrl.signature import ConfigError, nearest
+from jaxrl.rollout.shapers import make_shaper
+from jaxrl.rollout.shares import share_groups
+from jaxrl.signature import ConfigError, defaults
 from jaxrl.types import Algorithm
+from launch import engines, files, off_policy, placement, rewards, weights
 
-ENGINES = ('jax',)
 # Whole numbers, and the least that each may be.
 LEAST = {
   'num_steps': 0,
+  'num_epochs': 0,
   'batch.num_groups': 1,
   'batch.max_length': 2,
   'batch.minibatches': 1,
@@ -19,12 +23,13 @@ LEAST = {
   'batch.epochs': 1,
   'checkpoint.every': 0,
   'checkpoint.keep': 1,
-  'cluster.num_engines': 1,
+  'cluster.num_engines': 0,  # as many as there are devices for
   'cluster.num_workers': 1,
   'eval.every': 0,
   'eval.group_size': 1,
+  'eval.num_tasks': -1,  # all
   'rollout.num_slots': 1,
-  'rollout.decode_steps': 1,
+  'rollout.max_lost': 1,
   'sft.num_steps': 0,
   'sft.batch_size': 1,
 }
@@ -32,15 +37,17 @@ LEAST = {
 
 def settings(config: Config, algorithm: Algorithm) -> None:
   """Raises ConfigError, naming the key, for numbers and names that cannot be."""
-  for key, least in LEAST.items():
-    value = _get(config, key)
-    if value < least:
-      raise ConfigError(f'--config.{key}={value}: must be at least {least}')
-  if not config.num_steps and not config.sft.num_steps:
+  numbers(config)
+  if not (config.num_steps or config.num_epochs or config.sft.num_steps):
     raise ConfigError('--config.num_steps=0: there is nothing to do')
   if algorithm.group_size < 1:
     raise ConfigError(
       f'--config.algorithm.group_size={algorithm.group_size}: must be at least 1'
+    )
+  if 'values' in compose.needs(algorithm) and algorithm.value_loss is None:
+    raise ConfigError(
+      f'algorithm {config.algorithm.name} reads the values of a critic, and nothing '
+      'trains one: set --config.algorithm.value_loss=value_loss'
     )
   too_long = [size for size in config.batch.buckets if size > config.batch.max_length]
   if config.batch.buckets and max(config.batch.buckets) < config.batch.max_length:
@@ -53,48 +60,136 @@ def settings(config: Config, algorithm: Algorithm) -> None:
       f'--config.batch.buckets: {too_long[0]} is longer than any row may be, '
       f'batch.max_length={config.batch.max_length}'
     )
-  _cluster(config)
+  _checkpoint(config)
+  cluster(config)
+  _curriculum(config, algorithm)
+  files.check(config, algorithm)
+  off_policy.check(config, algorithm)
+  rewards.check(config, algorithm)
   if algorithm.schema == 'rollout' or (config.eval.every and config.env):
     _rollouts(config, algorithm)
 
 
-def _cluster(config: Config) -> None:
-  """Without Ray there is one engine and one worker, and no cluster to join."""
-  cluster = config.cluster
+def numbers(config: Config) -> None:
+  """Raises ConfigError for one that is too low."""
+  for key, least in LEAST.items():
+    value = _get(config, key)
+    if value < least:
+      raise ConfigError(f'--config.{key}={value}: must be at least {least}')
+
+
+def _checkpoint(config: Config) -> None:
+  folder = config.model.checkpoint
+  try:
+    if folder:
+      huggingface.load_config(folder)
+  except (OSError, ValueError) as error:
+    raise ConfigError(f'--config.model.checkpoint={folder}: {error}') from error
+
+
+def cluster(config: Config) -> None:
+  """Raises ConfigError for parts of a run that cannot live where they are to.
+
+  Without Ray there is one engine and one worker, and no cluster to join.
+  """
+  asked = config.cluster
   for key, alone in (('num_engines', 1), ('num_workers', 1), ('address', '')):
-    if not cluster.ray and cluster[key] != alone:
+    if not asked.ray and asked[key] != alone:
       raise ConfigError(
-        f'--config.cluster.{key}={cluster[key]}: needs --config.cluster.ray=true; '
+        f'--config.cluster.{key}={asked[key]}: needs --config.cluster.ray=true; '
         'one process has one engine and one worker'
       )
+  weights.plan(config)
+  placement.parse(config)
 
 
 def _rollouts(config: Config, algorithm: Algorithm) -> None:
   if not config.env:
     raise ConfigError('config.env names no environment: give it at least one tag')
-  tags, groups = list(config.env), config.batch.num_groups
-  if algorithm.schema == 'rollout' and groups < len(tags):
-    raise ConfigError(
-      f'--config.batch.num_groups={groups}: each of the {len(tags)} environment tags '
-      f'({", ".join(tags)}) needs a group of every step'
-    )
-  for tag in tags:
-    env = config.env[tag]
+  if algorithm.schema == 'rollout':
+    shares = {tag: env.share for tag, env in config.env.items()}
+    share_groups(config.batch.num_groups, shares)
+  for tag, env in config.env.items():
+    if env.concurrency < 1:
+      raise ConfigError(
+        f'--config.env.{tag}.concurrency={env.concurrency}: must be at least 1'
+      )
     try:
       factory(env.env_type, env.env_config.to_dict())
     except ConfigError as error:
       raise ConfigError(f'env.{tag}: {error}') from error
-  make_filter(config.rollout.group_filter, config.to_dict(), {})
-  _one_of('rollout.engine', config.rollout.engine, ENGINES)
+    _end(config, tag)
+    _formulation(config, algorithm, tag)
+  _groups(config, algorithm)
+  engines.parse(config)
 
 
-def _one_of(key: str, value: str, known: Iterable[str]) -> None:
-  known = list(known)
-  if value in known:
+def _end(config: Config, tag: str) -> None:
+  """An evaluation of a tag whose tasks are seeds must be told when it is over."""
+  env, count = config.env[tag], config.eval.num_tasks
+  plays = core(env.env_type, env.env_config)
+  if config.eval.every and count < 1 and not getattr(plays, 'uses_dataset', True):
+    raise ConfigError(
+      f'--config.eval.num_tasks={count}: env.{tag} has no data set to come to the end '
+      'of: say how many tasks an evaluation plays'
+    )
+
+
+def _formulation(config: Config, algorithm: Algorithm, tag: str) -> None:
+  """Steps that are joined in a row can neither be told apart nor be scored exactly."""
+  if config.env[tag].formulation != 'concatenated':
     return
-  near = nearest(value, known)
-  hint = f'; did you mean {near!r}?' if near else ''
-  raise ConfigError(f'--config.{key}={value}: there is {", ".join(known)}{hint}')
+  where = f'--config.env.{tag}.formulation=concatenated'
+  if compose.formulation(algorithm) == 'step':
+    raise ConfigError(
+      f'{where}: algorithm {config.algorithm.name} tells the steps of an episode '
+      "apart: set 'step'"
+    )
+  if engines.exact(config) is not None:
+    raise ConfigError(f"{where}: an exact engine's learner has one sequence a row")
+
+
+def _groups(config: Config, algorithm: Algorithm) -> None:
+  """What happens to groups between being played and being trained on."""
+  rollout, trains = config.rollout, algorithm.schema == 'rollout'
+  size = algorithm.group_size if trains else None
+  for key, spec in (
+    ('rollout.group_filter', rollout.group_filter),
+    ('algorithm.filters', algorithm.filters),
+  ):
+    try:
+      make_filter(spec, config.to_dict(), {}, group_size=size)
+    except ConfigError as error:
+      raise ConfigError(f'--config.{key}: {error}') from error
+  for key, spec in (
+    ('rollout.shapers', rollout.shapers),
+    ('algorithm.shapers', algorithm.shapers),
+  ):
+    try:
+      make_shaper(spec, {'max_length': config.batch.max_length})
+    except ConfigError as error:
+      raise ConfigError(f'--config.{key}: {error}') from error
+  for key, all_tokens in (('top_p', 1), ('top_k', 0)):
+    if trains and rollout[key] != all_tokens:
+      raise ConfigError(
+        f'--config.rollout.{key}={rollout[key]}: which tokens this leaves is not '
+        'kept, so the learner cannot give the log-probs they were sampled with. '
+        f'Train with {key}={all_tokens}, and lower rollout.temperature instead'
+      )
+
+
+def _curriculum(config: Config, algorithm: Algorithm) -> None:
+  """A curriculum chooses among the rows that are played."""
+  spec = config.dataset.curriculum
+  if spec == defaults(GlobalDataset)['curriculum']:
+    return
+  envs = [core(env.env_type, env.env_config) for env in config.env.values()]
+  plays = algorithm.schema == 'rollout' and not config.data.source
+  if not plays or not any(getattr(env, 'uses_dataset', True) for env in envs):
+    raise ConfigError(
+      f'--config.dataset.curriculum={spec}: has no effect here: no environment of this '
+      'run takes its tasks from the data set'
+    )
 
 
 def _get(config: Config, key: str) -> int:

@@ -12,6 +12,7 @@ import inspect
 import pathlib
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,8 +110,11 @@ def load(
     raise ConfigError(
       f'{command.config}: takes no algorithm, but {command.algorithm!r} was named'
     )
-  with _told(command.config, command.algorithm):
-    config = get_config(command.algorithm) if command.algorithm else get_config()
+  folder, algorithm = dict(command.overrides).get('plugins'), command.algorithm
+  if folder and algorithm:
+    algorithm = _plugins(folder).algorithm(algorithm)
+  with _told(command.config, algorithm):
+    config = get_config(algorithm) if algorithm else get_config()
   if not isinstance(config, ConfigDict):
     raise ConfigError(
       f'{command.config}: get_config() gave {type(config).__name__}, not a ConfigDict'
@@ -118,10 +122,20 @@ def load(
   for name, source in (sections or {}).items():
     if name not in config:
       config[name] = section(source)
+  if 'plugins' not in config:
+    config.plugins = ''
   config.lock()
   for key, text in command.overrides:
     override(config, key, text)
+  if config.plugins:
+    _plugins(str(config.plugins)).name_parts(config.get('algorithm', {}))
   return config
+
+
+def _plugins(folder: str) -> Any:
+  from jaxrl.algorithms import plugins  # imports JAX
+
+  return plugins.read(folder)
 
 
 class _told:
@@ -297,7 +311,9 @@ def check(config: Any) -> None:
   from jaxrl.algorithms import compose  # imports JAX: after the cheap checks
 
   options = config.algorithm.to_dict()
-  compose.make(options.pop('name'), options)
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # the run itself tells what is doubtful
+    compose.make(options.pop('name'), options)
 
 
 def listing(config: ConfigDict) -> str:

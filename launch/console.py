@@ -75,6 +75,18 @@ class Console(Sink):
         log.handlers, log.propagate = handlers, propagate
         log.setLevel(level)
 
+  def bar(self, field: str) -> Progress:
+    """A bar on the terminal, with a field of the task's for what is said beside it."""
+    return Progress(
+      TextColumn('[bold]{task.description}'),
+      BarColumn(bar_width=40, complete_style='cyan', finished_style='green'),
+      MofNCompleteColumn(),
+      TextColumn(f'[dim]{{task.fields[{field}]}}'),
+      console=self.terminal,
+      transient=True,
+      refresh_per_second=4,
+    )
+
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
     self.restore()
     self._name, self._total = name, total
@@ -86,15 +98,7 @@ class Console(Sink):
     else:
       self.say(name)
     if self.live:
-      self._progress = Progress(
-        TextColumn('[bold]{task.description}'),
-        BarColumn(bar_width=40, complete_style='cyan', finished_style='green'),
-        MofNCompleteColumn(),
-        TextColumn('[dim]{task.fields[pace]}'),
-        console=self.terminal,
-        transient=True,
-        refresh_per_second=4,
-      )
+      self._progress = self.bar('pace')
       self._task = self._progress.add_task(name, total=total, completed=start, pace='')
       self._progress.start()
 

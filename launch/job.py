@@ -1,5 +1,6 @@
 """A training run: a supervised start if asked for, then the algorithm's own steps."""
 
+import asyncio
 import contextlib
 import logging
 import pathlib
@@ -7,25 +8,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
 from jaxrl import loop
+from jaxrl.algorithms import compose
 from jaxrl.config import Config
-from jaxrl.data.chat import Chat
-from jaxrl.data.samplers import FileSampler
-from jaxrl.data.seeds import fold
+from jaxrl.data.files import FileSampler
+from jaxrl.data.samplers import Sampler
 from jaxrl.dispatch import Dispatcher
-from jaxrl.models import huggingface
 from jaxrl.rollout.handles import settle
+from jaxrl.rollout.stored import Starved, Stopped
 from jaxrl.training.checkpoint import Checkpointer
-from jaxrl.training.learner import Learner
-from jaxrl.training.optimizer import Optimizer, adamw
 from jaxrl.training.policy import Policy
-from jaxrl.types import Algorithm, Group, Params
+from jaxrl.types import Algorithm, Group
+from launch import files, placement
+from launch.learners import AnyLearner, Learners, Stage
 from launch.rollouts import Rollouts
-from launch.spawn import Host
+from launch.spawn import Host, guarded
+from launch.stored import Stored, check_played
 from launch.writers import Writers, read_metrics
 
 log = logging.getLogger(__name__)
@@ -34,6 +32,9 @@ log = logging.getLogger(__name__)
 class Job:
   """Everything a run needs, assembled by `launch.build`.
 
+  sampler: what gives an algorithm that plays its groups, None for one of files.
+  source: the rows that an algorithm for files learns from, None for one that plays.
+  store: the groups that others played, in the place of `sampler`.
   facts: what to tell the user first. closing: what to tell them last.
   """
 
@@ -46,115 +47,74 @@ class Job:
     stop: Callable[[], bool],
     policy: Policy,
     algorithm: Algorithm,
-    mesh: Mesh,
+    learners: Learners,
     host: Host,
     dispatcher: Dispatcher,
     rollouts: Rollouts | None,
+    sampler: Sampler | None,
+    source: FileSampler | None,
+    store: Stored | None = None,
   ):
     self._config, self._workdir, self._writers = config, workdir, writers
     self._stop, self._policy, self._algorithm = stop, policy, algorithm
-    self._mesh, self._host, self._dispatcher = mesh, host, dispatcher
+    self._learners, self._host, self._dispatcher = learners, host, dispatcher
     self._rollouts = rollouts
+    self._sampler, self._source, self._store = sampler, source, store
+    self._num_steps = files.num_steps(config, source)
     self.facts: dict[str, str] = {}
     self.closing: dict[str, str] = {}
 
   async def train(self) -> bool:
     """Runs to the end or until asked to stop; True if it reached the end."""
     try:
-      params = await self._warm_start()
-      return params is not None and await self._main(params)
-    except Exception as error:
-      told = await self._host.explain(error)
-      if told is error:
-        raise
-      raise told from error
+      return await guarded(self._host, self._phases())
     finally:
       if self._rollouts is not None:
         with contextlib.suppress(Exception):  # whoever is dead cannot be told to end
           await self._rollouts.close()
+      if self._store is not None:
+        self._store.close()
+      await self._learners.close()
       await self._host.close()
       self._dispatcher.close()
 
   # ---- phases
 
-  async def _warm_start(self) -> Params | None:
-    """Supervised steps from files; the parameters after them, None if stopped."""
-    from jaxrl.algorithms.sft import sft
+  async def _phases(self) -> bool:
+    go_on, learned = await self._warm_start()
+    return go_on and await self._main(learned)
 
+  async def _warm_start(self) -> tuple[bool, bool]:
+    """Supervised steps from files. Whether to go on, and whether there were any."""
     settings = self._config.sft
     if not settings.num_steps:
-      return self._policy.params
+      return True, False
     main = self._checkpointer('train')
     begun = main.latest is not None
     main.close()
     if begun:
-      return self._policy.params  # the main phase restores its own
-    source = {'path': settings.path or self._config.dataset.path}
-    sampler = self._files(source, settings.batch_size, settings.limit)
-    rate = adamw(
-      learning_rate=settings.learning_rate,
-      warmup_steps=min(settings.warmup_steps, settings.num_steps // 2),
-      schedule='cosine',
-      decay_steps=settings.num_steps,
-      final_fraction=settings.final_fraction,
-    )
-    learner = self._learner(sft(), self._policy.params, rate, settings.batch_size)
-    done = await self._phase('sft', learner, sampler, settings.num_steps)
-    return learner.params if done else None
+      return True, False  # the main phase restores its own parameters
+    sampler = files.warm_start(self._config, self._policy.tokenizer)
+    stage = Stage('sft', settings.batch_size, settings.num_steps)
+    learner = await self._learners.make(stage)
+    return await self._phase('sft', learner, sampler, settings.num_steps), True
 
-  async def _main(self, params: Params) -> bool:
-    config = self._config
-    optimizer = adamw(**config.optimizer)
-    rows = config.batch.num_groups * self._algorithm.group_size
-    learner = self._learner(self._algorithm, params, optimizer, rows)
-    sampler: Any = self._rollouts
-    if self._algorithm.schema != 'rollout':
-      data = config.dataset
-      source = {'path': data.path, 'split': data.split}
-      sampler = self._files(source, config.batch.num_groups, data.limit)
-    done = await self._phase('train', learner, sampler, config.num_steps)
-    if done and config.checkpoint.export:
-      await self._dispatcher.run(self._export, learner)
+  async def _main(self, follow: bool) -> bool:
+    rows = self._config.batch.num_groups * compose.rows_per_group(self._algorithm)
+    sampler: Any = self._store or self._sampler
+    if self._source is not None:
+      sampler, rows = self._source, self._source.num_rows
+    stage = Stage('train', rows, self._num_steps)
+    learner = await self._learners.make(stage, follow=follow)
+    done = await self._phase('train', learner, sampler, self._num_steps)
+    if done and self._config.checkpoint.export:
+      folder = self._workdir / 'export'
+      await self._learners.export(folder)
+      self.closing['model'] = f'{folder} (a Hugging Face folder)'
     return done
 
-  def _files(
-    self, source: dict[str, Any], batch_size: int, limit: int | None
-  ) -> FileSampler:
-    return FileSampler(
-      Chat(self._policy.tokenizer),
-      **source,
-      limit=limit,
-      batch_size=batch_size,
-      max_length=self._config.batch.max_length,
-      question_key=self._config.dataset.question_key,
-      solution_key=self._config.sft.solution_key,
-      seed=fold(self._config.seed, 'files'),
-    )
-
-  def _learner(
-    self, algorithm: Algorithm, params: Params, optimizer: Optimizer, rows: int
-  ) -> Learner:
-    batch = self._config.batch
-    return Learner(
-      self._policy.model,
-      params,
-      algorithm,
-      num_rows=rows,
-      buckets=batch.buckets or (batch.max_length,),
-      mesh=self._mesh,
-      optimizer=optimizer,
-      dispatcher=self._dispatcher,
-      minibatches=batch.minibatches,
-      micro_batches=batch.micro_batches,
-      epochs=batch.epochs,
-      temperature=self._config.rollout.temperature,
-      seed=fold(self._config.seed, 'learner'),
-      entropy=batch.entropy,
-      mismatch_alarm=self._config.rollout.mismatch_alarm,
-    )
-
   async def _phase(
-    self, name: str, learner: Learner, sampler: Any, num_steps: int
+    self, name: str, learner: AnyLearner, sampler: Any, num_steps: int
   ) -> bool:
     """One phase of training, from its newest checkpoint if it has one."""
     if self._stop():
@@ -173,19 +133,24 @@ class Job:
       return await loop.train(
         learner, phase, phase.hooks(), num_steps=num_steps, workers=workers
       )
+    except Stopped:
+      return False
     finally:
       checkpointer.close()
+
+  def newest(self) -> tuple[str, int] | None:
+    """The newest checkpoint, its phase and step; None before any."""
+    for name in ('train', 'sft'):
+      checkpointer = self._checkpointer(name)
+      step = checkpointer.latest
+      checkpointer.close()
+      if step is not None:
+        return name, step
+    return None
 
   def _checkpointer(self, name: str) -> Checkpointer:
     keep = self._config.checkpoint.keep
     return Checkpointer(self._workdir / 'checkpoints' / name, keep=keep)
-
-  def _export(self, learner: Learner) -> None:
-    folder = self._workdir / 'export'
-    params = jax.tree.map(np.asarray, learner.params)
-    tokenizer = self._policy.tokenizer
-    huggingface.save(folder, self._policy.model.config, params, tokenizer)
-    self.closing['model'] = f'{folder} (a Hugging Face folder)'
 
 
 class Phase:
@@ -195,7 +160,7 @@ class Phase:
     self,
     job: Job,
     name: str,
-    learner: Learner,
+    learner: AnyLearner,
     sampler: Any,
     checkpointer: Checkpointer,
     num_steps: int,
@@ -206,18 +171,25 @@ class Phase:
     self._num_steps = num_steps
     # A supervised start plays nothing; a supervised algorithm is still evaluated.
     self._rollouts = job._rollouts if name == 'train' else None
-    self._plays = self._rollouts is not None and sampler is self._rollouts
-    self._warm = False
+    self._plays = sampler is not None and sampler is job._sampler
+    self._store = job._store if sampler is job._store else None
+    self._saving: int | None = None  # the step of a checkpoint that is being written
+    self._warm, self._sleeps = False, placement.sleeps(job._config)
+    self._apart = job._host.learns  # and so it has to leave its memory to the engine
     self._times: dict[str, float] = {}
     self._begun = time.perf_counter()
 
   async def start(self, state: dict[str, Any]) -> list[Any]:
     """Puts back what a checkpoint holds and starts whoever plays."""
-    if self._plays:
-      return await self._rollouts.start(state.get('queues', {}))  # pyright: ignore
-    if state:
+    if self._store is not None:
+      self._store.start(self._learner.step, state.get('sampler'))
+    elif state:
+      check_played(state['sampler'])
       self._sampler.load_state_dict(state['sampler'])
-    return []
+    if not self._plays:
+      return []
+    queues, count = state.get('queues', {}), self._sampler.groups_from_queue
+    return await self._rollouts.start(queues, count)  # pyright: ignore
 
   def hooks(self) -> loop.Hooks:
     return loop.Hooks(
@@ -231,25 +203,46 @@ class Phase:
 
   async def next(self, step: int) -> list[Group]:
     start = time.perf_counter()
-    groups = await self._sampler.next(step)
+    try:
+      groups = await self._sampler.next(step)
+    except (Starved, Stopped):
+      await self._save(step, True)
+      raise
     self._times['time/rollout'] = time.perf_counter() - start
     if self._plays:
       self._times |= await self._rollouts.metrics()  # pyright: ignore
+      self._times |= self._rollouts.swaps.metrics(step)  # pyright: ignore
+      if self._sleeps:  # until weights are published again
+        await settle(self._rollouts.engine.sleep())  # pyright: ignore
+        if self._apart:
+          await self._learner.wake()
+    self._times |= self._sampler.metrics()
+    if self._store is not None:
+      self._times |= await self._store.counts()
     return groups
 
   async def _publish(self, step: int) -> None:
     self._begun = time.perf_counter()
-    if self._rollouts is None or not (self._plays or self._due(step)):
+    if self._rollouts is None or not (self._plays_at(step) or self._due(step)):
       return
-    await self._rollouts.weights.publish(step, self._learner.params)
+    swaps = self._rollouts.swaps
+    await (swaps.now if self._due(step) else swaps.at)(step, self._learner.params)
     self._times['time/publish'] = time.perf_counter() - self._begun
+    self._times |= self._rollouts.weights.metrics()
+    if self._sleeps:
+      if self._apart:
+        await self._learner.rest()
+      await settle(self._rollouts.engine.resume())
     if not self._warm:
       self._warm = True
       await settle(self._rollouts.engine.warmup())
 
   async def _advance(self, step: int) -> None:
-    if self._plays:
+    if self._plays_at(step):
       await self._rollouts.advance(step)  # pyright: ignore
+
+  def _plays_at(self, step: int) -> bool:
+    return self._plays and self._sampler.plays(step)
 
   def _due(self, step: int) -> bool:
     every = self._config.eval.every
@@ -292,9 +285,12 @@ class Phase:
     last = last or step == self._num_steps
     if not last and not (every and step % every == 0):
       return
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {'sampler': self._sampler.state_dict()}
     if self._plays:
       state['queues'] = await self._rollouts.state_dict()  # pyright: ignore
-    else:
-      state['sampler'] = self._sampler.state_dict()
     await self._learner.save(self._checkpointer, state, wait=last)
+    if self._store is not None:
+      durable = step if last else self._saving  # whose writing this save waited for
+      if durable is not None:
+        await asyncio.to_thread(self._store.saved, durable)
+      self._saving = step

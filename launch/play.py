@@ -63,6 +63,9 @@ class Screen:
     async def shown_decision(cache: Any) -> Any:
       completion = await decide(cache)
       self.grow(cache)
+      for branch in getattr(cache, 'branches', ()):  # an agent's conversations
+        self._shown = 0
+        self.grow(branch)
       return completion
 
     async def shown_step(cache: Any, completion: Any) -> None:
@@ -139,13 +142,9 @@ async def play(job: Any, screen: Screen, episode: int, member: int) -> int:
   """Plays one episode on `job`'s parts; returns the exit status."""
   from jaxrl.rollout.group import Lease
 
-  await job.start()
-  try:
-    screen.watch(job.manager)
-    lease = Lease(0, episode, member, 0, 0)
-    rows = await job.manager.play(lease, base_seed=job.base_seed)
-  finally:
-    await job.close()
+  screen.watch(job.manager)
+  lease = Lease(0, episode, member, 0, 0)
+  rows = await job.run(lambda: job.manager.play(lease, base_seed=job.base_seed))
   if rows is None:
     print(f'error: --episode={episode}: the data set ends before it', file=sys.stderr)
     return 2
@@ -165,10 +164,10 @@ def main(argv: Sequence[str]) -> int:
     episode = configs.read(command.flags['episode'], int, 0, False)
     member = configs.read(command.flags['member'], int, 0, False)
     ids = configs.read(command.flags['ids'], bool, True, False)
-    from launch import build  # imports JAX: seconds
+    from launch import alone  # imports JAX: seconds
 
     console = Console()
-    job = build.player(config)
+    job = alone.player(config)
   except (ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2

@@ -1,71 +1,52 @@
 """The rollout side of a run: engines, data sets, queues, workers, evaluation."""
 
 import asyncio
+import functools
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl.algorithms import compose
 from jaxrl.config import Config
-from jaxrl.data.dataset import GlobalDataset
-from jaxrl.data.samplers import FifoSampler
-from jaxrl.data.seeds import base_seed, fold
-from jaxrl.data.sources import load_rows
+from jaxrl.data import staleness
+from jaxrl.data.curricula import Result
+from jaxrl.data.seeds import base_seed
 from jaxrl.dispatch import Dispatcher
-from jaxrl.envs.base import find
+from jaxrl.envs.base import at_split
+from jaxrl.rollout import sync
+from jaxrl.rollout.agents import make_manager
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.evaluation import evaluate
 from jaxrl.rollout.filters import make_filter
 from jaxrl.rollout.group import Lease
 from jaxrl.rollout.group_queue import GroupQueue
 from jaxrl.rollout.handles import settle
-from jaxrl.rollout.router import EngineRouter
+from jaxrl.rollout.members import Rows
+from jaxrl.rollout.shapers import make_shaper
+from jaxrl.rollout.shares import share_groups
+from jaxrl.rollout.sync import Swaps
 from jaxrl.rollout.worker import share_out
 from jaxrl.signature import ConfigError
 from jaxrl.training.policy import Policy
-from jaxrl.types import Group
-from launch.spawn import Host, Worker, make_world
+from jaxrl.types import Algorithm, Group
+from launch import off_policy
+from launch.algorithm import response_limit
+from launch.datasets import Datasets
+from launch.learners import lasting
+from launch.rewards import make as make_rewards
+from launch.spawn import Host, Worker, make_engines, make_world
 
-Datasets = dict[str, Any]  # by tag
+# Of a tag's section; the rest is EnvManager's.
+OURS = ('env_type', 'env_config', 'share', 'concurrency')
 SAMPLE = 8  # tasks that are begun before the run is
-
-
-def load_datasets(config: Config, host: Host) -> tuple[Datasets, Datasets]:
-  """Each tag's rows for training and for evaluation; None for games."""
-  train = {tag: _dataset(config, host, tag, 'sample') for tag in config.env}
-  tests: Datasets = dict.fromkeys(config.env)
-  if config.eval.every:
-    tests = {tag: _dataset(config, host, tag, 'traversal') for tag in config.env}
-  return train, tests
-
-
-def _dataset(config: Config, host: Host, tag: str, mode: str) -> Any:
-  """The tag's handle, None for games, whose tasks are seeds."""
-  if not getattr(find(config.env[tag].env_type), 'uses_dataset', True):
-    return None
-  options = dict(config.dataset)
-  path = options.pop('path')
-  if mode == 'traversal':
-    wanted = config.eval.num_tasks
-    options['limit'] = None if wanted < 0 else wanted
-    options['split'] = config.eval.split
-    path = config.eval.path or beside(path, config.eval.split)
-  if not path:
-    raise ConfigError(
-      f'env.{tag} takes its tasks from a data set: set --config.dataset.path=…'
-    )
-  options.update(path=path, mode=mode, seed=fold(config.seed, 'dataset', mode))
-  # Read here, so that what is wrong with it is told at once, wherever it will live.
-  rows = load_rows(path, options['split'], options['limit'])
-  GlobalDataset(rows, **options)
-  return host.spawn(GlobalDataset, rows, **options)
 
 
 class Rollouts:
   """Plays the episodes of a run, for training and for evaluation.
 
-  datasets: as `load_datasets` gives them. group_size: attempts at each task in
-  training.
+  datasets: as `load_datasets` gives them. algorithm: whose group size and formulation
+  training plays by.
   """
 
   def __init__(
@@ -76,26 +57,32 @@ class Rollouts:
     dispatcher: Dispatcher,
     datasets: tuple[Datasets, Datasets],
     *,
-    group_size: int,
+    algorithm: Algorithm,
   ):
     self._config, self._policy, self._host = config, policy, host
-    self._group_size = group_size
-    options = {
-      'num_slots': config.rollout.num_slots,
-      'decode_steps': config.rollout.decode_steps,
-      'max_length': config.batch.max_length,
-    }
-    self.engines = self._engines(dispatcher, options)
-    self.engine = EngineRouter(self.engines)
-    self.weights = host.weights(self.engines, dispatcher)
+    self._algorithm, self._group_size = algorithm, algorithm.group_size
+    self._greedy = 'greedy_mask' in compose.needs(algorithm)
+    self._formulation = compose.formulation(algorithm)
+    made = make_engines(config, policy, host, dispatcher)
+    self.engines, self.engine, self.weights = made
+    self.swaps = Swaps(
+      sync.parse(config.rollout.sync),
+      self.weights,
+      self.engine,
+      copy=functools.partial(lasting, dispatcher),
+      played=self._played,
+      num_groups=config.batch.num_groups,
+    )
     self.tags = list(config.env)
+    self._num_groups = config.batch.num_groups  # of a step, all tags together
     self.datasets, self._tests = datasets
+    self._rewards = make_rewards(config, host, dispatcher)
     self._check_options()
     self.queues: dict[str, Any] = {}
 
-  def _engines(self, dispatcher: Dispatcher, options: Mapping[str, Any]) -> list[Any]:
-    count, policy = self._config.cluster.num_engines, self._policy
-    return self._host.engines(policy.model, policy.folder, dispatcher, count, options)
+  def _busy(self) -> int:
+    """How many episodes keep all engines at work, while some wait for environments."""
+    return 2 * self._config.rollout.num_slots * len(self.engines)
 
   # ---- checks
 
@@ -115,7 +102,7 @@ class Rollouts:
     """
     for tag in self.tags:
       manager = self.manager(tag, 'sample')
-      first = base_seed(self._config.seed, 'train', tag)
+      first = self._first(tag)
       reasons = []
       for number in range(SAMPLE):
         cache = await manager.reset(Lease(0, first + number, 0, 0, 0))
@@ -130,31 +117,43 @@ class Rollouts:
           f'{reasons[-1]}'
         )
 
+  def _first(self, tag: str) -> int:
+    """The episode from which the sample is taken."""
+    return base_seed(self._config.seed, 'train', tag)
+
   # ---- training
 
   def _share(self, tag: str) -> int:
     """The tag's groups of each step."""
-    index, count = self.tags.index(tag), self._config.batch.num_groups
-    return count // len(self.tags) + (index < count % len(self.tags))
+    shares = {name: env.share for name, env in self._config.env.items()}
+    return share_groups(self._num_groups, shares)[tag]
 
   def _env_options(self, tag: str, **changes: Any) -> dict[str, Any]:
     own = self._config.env[tag].to_dict()
-    own = {k: v for k, v in own.items() if k not in ('env_type', 'env_config')}
+    own = {k: v for k, v in own.items() if k not in OURS}
+    if own['formulation'] == 'auto':
+      own['formulation'] = self._formulation
     rollout = self._config.rollout
     shared = {k: rollout[k] for k in ('temperature', 'top_p', 'top_k')}
     window = self._config.batch.max_length
     return {**own, **shared, 'tag': tag, 'max_length': window, **changes}
 
-  async def start(self, states: Mapping[str, Any]) -> list[asyncio.Task]:
-    """Starts playing for training; `states` are the queues' from a checkpoint."""
+  async def start(
+    self, states: Mapping[str, Any], num_groups: int
+  ) -> list[asyncio.Task]:
+    """Starts playing `num_groups` groups for each step of training.
+
+    states: what `state_dict` gave, from a checkpoint; empty without one.
+    """
+    self._num_groups = self.swaps.num_groups = num_groups
     tasks = []
     for tag in self.tags:
       queue = self.queues[tag] = self._queue(tag)
       if tag in states:
-        await settle(queue.load_state_dict(states[tag]))
+        await self._restore(tag, states[tag])
       data = {'seed': base_seed(self._config.seed, 'train', tag)}
       for worker in self._workers(tag, queue):
-        tasks.append(asyncio.ensure_future(settle(worker.run(data))))
+        tasks.append(asyncio.ensure_future(self._host.play(worker, data)))
     return tasks
 
   def _ahead(self, tag: str) -> int:
@@ -163,8 +162,11 @@ class Rollouts:
 
   def _queue(self, tag: str) -> Any:
     rollout, env = self._config.rollout, self._config.env[tag]
-    drop = make_filter(rollout.group_filter, self._config.to_dict(), env)
-    return self._host.spawn(GroupQueue, drop, **self._queue_options(tag))
+    filters = joined(self._algorithm.filters, rollout.group_filter)
+    drop = make_filter(filters, self._config.to_dict(), env)
+    limits = {'max_length': response_limit(self._config, tag)}
+    shaper = make_shaper(joined(self._algorithm.shapers, rollout.shapers), limits)
+    return self._host.spawn(GroupQueue, drop, shaper, **self._queue_options(tag))
 
   def _queue_options(self, tag: str) -> dict[str, Any]:
     rollout = self._config.rollout
@@ -178,14 +180,19 @@ class Rollouts:
       'min_members': rollout.min_members,
       'lease_timeout': rollout.lease_timeout,
       'in_order': rollout.async_ratio == 0,
+      'expires': not rollout.staleness,
+      'max_lost': rollout.max_lost,
+      'greedy': self._greedy,
     }
 
-  def _workers(self, tag: str, queue: Any) -> list[Any]:
+  def _workers(self, tag: str, queue: Any) -> list[functools.partial[Worker]]:
+    """What makes the workers of a tag, where they are to live."""
     env, size = self._config.env[tag], self._group_size
     count = self._host.workers(self._config.cluster.num_workers)
-    places = share_out(self._ahead(tag), size + self._config.rollout.redundancy, count)
+    size += self._config.rollout.redundancy + self._greedy
+    places = share_out(self._ahead(tag), size, count)
     return [
-      self._host.spawn(
+      functools.partial(
         Worker,
         env.env_type,
         env.env_config.to_dict(),
@@ -195,33 +202,79 @@ class Rollouts:
         engine=self.engine,
         queue=queue,
         dataset=self.datasets[tag],
+        concurrency=env.concurrency,
+        rewards=self._rewards,
       )
       for part in places
       if part
     ]
 
   async def advance(self, step: int) -> None:
+    """Tells curricula how the last groups fared, then lets those of `step` begin."""
+    told: dict[int, tuple[Any, list[Result]]] = {}  # tags may share a data set
+    for tag, queue in self.queues.items():
+      results, data = await settle(queue.results()), self.datasets[tag]
+      if data is not None:
+        told.setdefault(id(data), (data, []))[1].extend(results)
+    for data, results in told.values():
+      await settle(data.report(results))
     for queue in self.queues.values():
       await settle(queue.advance_step(step))
 
-  async def next(self, step: int) -> list[Group]:
-    """The groups of a step, tag after tag, each tag's first come first."""
-    samplers = [FifoSampler(q, self._share(tag)) for tag, q in self.queues.items()]
-    batches = await asyncio.gather(*(sampler.next(step) for sampler in samplers))
-    return [group for batch in batches for group in batch]
+  async def take(self, step: int, min_version: int | None = None) -> list[Group]:
+    """Waits for the groups of a step, tag after tag, each tag's first come first.
+
+    min_version: groups with a token of older weights are lost and replaced, as are
+    those past the run's own bound on staleness.
+    """
+    most = off_policy.most(self._config)
+    if most is not None:
+      min_version = max(step - most, -1 if min_version is None else min_version)
+    batches = await asyncio.gather(
+      *(
+        settle(queue.get_batch(self._share(tag), step, min_version))
+        for tag, queue in self.queues.items()
+      )
+    )
+    groups = [group for batch in batches for group in batch]
+    if most is not None:
+      staleness.check(groups, step, most)
+    return groups
+
+  async def _played(self) -> float:
+    """Whole groups since the process began, taken or not."""
+    return (await self.counts()).get('queue/whole', 0.0)
 
   async def metrics(self) -> dict[str, float]:
     """What the engines and the queues count."""
-    total = await self.engine.metrics()
+    return await self.engine.metrics() | await self.counts()
+
+  async def counts(self) -> dict[str, float]:
+    """What the queues have counted since they began, all tags together."""
+    total: dict[str, float] = {}
     for queue in self.queues.values():
       for name, value in (await settle(queue.metrics())).items():
         total[name] = total.get(name, 0.0) + value
     return total
 
   async def state_dict(self) -> dict[str, Any]:
-    return {tag: await settle(q.state_dict()) for tag, q in self.queues.items()}
+    """The queues' and the data sets', by tag."""
+    state = {}
+    for tag, queue in self.queues.items():
+      data = self.datasets[tag]
+      state[tag] = {
+        'queue': await settle(queue.state_dict()),
+        'dataset': data and await settle(data.state_dict()),
+      }
+    return state
+
+  async def _restore(self, tag: str, state: Mapping[str, Any]) -> None:
+    await settle(self.queues[tag].load_state_dict(state['queue']))
+    if self.datasets[tag] is not None:
+      await settle(self.datasets[tag].load_state_dict(state['dataset']))
 
   async def close(self) -> None:
+    await self.swaps.close()
     for queue in self.queues.values():
       await settle(queue.shutdown())
 
@@ -231,15 +284,22 @@ class Rollouts:
     """A manager of its own, outside any queue. mode: 'sample' or 'traversal'."""
     env = self._config.env[tag]
     own, tests = env.env_config.to_dict(), mode == 'traversal'
-    if tests and 'split' in own:
-      own['split'] = self._config.eval.split
+    if tests:
+      own = at_split(env.env_type, own, self._config.eval.split)
     data = (self._tests if tests else self.datasets)[tag]
     folder = self._policy.folder
-    world = make_world(env.env_type, own, folder, self.engine, None, data)
-    return EnvManager(world, **self._env_options(tag, **changes))
+    given = env.env_type, own, folder, self.engine, None, data
+    shared = {'concurrency': env.concurrency, 'rewards': self._rewards}
+    world = make_world(*given, **shared)
+    return make_manager(world, **self._env_options(tag, **changes))
 
-  async def evaluate(self) -> tuple[dict[str, float], list[Group]]:
-    """Scores every tag on the weights that the engines serve."""
+  async def evaluate(
+    self, progress: Callable[[str, Rows, int], None] | None = None
+  ) -> tuple[dict[str, float], list[Group]]:
+    """Scores every tag on the weights that the engines serve.
+
+    progress: called with the tag, an attempt's rows, and how many attempts it plays.
+    """
     metrics, groups = {}, []
     settings = self._config.eval
     for tag in self.tags:
@@ -248,21 +308,20 @@ class Rollouts:
       first = self.manager(tag, 'traversal', temperature=settings.temperature)
       options = self._env_options(tag, temperature=settings.temperature)
       found, played = await evaluate(
-        lambda i, world=first.world, options=options: EnvManager(world, **options),
+        lambda i, world=first.world, options=options: make_manager(world, **options),
         base_seed(self._config.seed, 'val', tag),
         tag=tag,
         num_tasks=settings.num_tasks,
         group_size=settings.group_size,
-        concurrency=2 * self._config.rollout.num_slots,
+        concurrency=self._busy(),
+        progress=progress and functools.partial(progress, tag),
       )
-      first.world.pool.close()
+      await first.world.close()
       metrics |= found
       groups += played
     return metrics, groups
 
 
-def beside(path: str, split: str) -> str:
-  """The file of another split next to `path`: test.jsonl for train.jsonl."""
-  file = pathlib.Path(path)
-  other = file.with_name(file.name.replace('train', split))
-  return str(other) if file.is_file() and other.is_file() else path
+def joined(*specs: str) -> str:
+  """Call strings as one."""
+  return ' + '.join(spec for spec in specs if spec.strip())

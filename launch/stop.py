@@ -11,11 +11,17 @@ class Stop:
   """While entered, signals set a flag; calling the object reads it.
 
   tell: takes one line for the user. last: called before a second signal ends the
-  process, to leave the terminal in order.
+  process, to leave the terminal in order. how: the run stops, for the user.
   """
 
-  def __init__(self, tell: Callable[[str], None], last: Callable[[], None]):
-    self._tell, self._last = tell, last
+  def __init__(
+    self,
+    tell: Callable[[str], None],
+    last: Callable[[], None],
+    *,
+    how: str = 'after this step, with a checkpoint',
+  ):
+    self._tell, self._last, self._how = tell, last, how
     self.signal: int | None = None
     self._old: dict[int, object] = {}
 
@@ -42,6 +48,6 @@ class Stop:
       os._exit(128 + number)
     self.signal = number
     self._tell(
-      f'{NAMES[signal.Signals(number)]}: stopping after this step, with a checkpoint. '
+      f'{NAMES[signal.Signals(number)]}: stopping {self._how}. '
       'Once more ends it at once.'
     )

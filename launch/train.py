@@ -5,7 +5,6 @@ before any work. Exit status 130 or 143 after Ctrl-C or SIGTERM; the same comman
 resumes.
 """
 
-import asyncio
 import os
 import shlex
 import sys
@@ -13,6 +12,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl.data.sinks.dump import open_dump
+from jaxrl.rollout.lost import CannotFill
+from jaxrl.signature import parse_calls
 from launch import config as configs
 from launch import tune
 from launch.console import Console
@@ -40,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     command = configs.parse(argv, {'workdir': ''})
-    config = configs.load(command, {'logging': open_sinks})
+    config = configs.load(command, {'logging': open_sinks, 'dump': open_dump})
     if help_wanted:
       print(f'{USAGE}\n{configs.listing(config)}')
       return 0
@@ -79,18 +81,29 @@ def _run(
     console.fact('changed', line)
   writers = None
   try:
-    from launch import build  # imports JAX: seconds
+    from launch import build, resume  # import JAX: seconds
 
     writers = open_sinks(workdir, console, **config.logging)
+    if config.dump.path:
+      from launch.dump import Dump, begun
+
+      fresh = not begun(workdir.path)
+      writers.sinks.append(Dump(config, workdir.path, fresh=fresh))
     with Stop(console.warn, console.restore) as stop:
-      job = build.build(config, workdir=workdir.path, writers=writers, stop=stop)
-      for label, value in job.facts.items():
-        console.fact(label, value)
-      workdir.record(**job.facts)
-      finished = asyncio.run(job.train())
+
+      def make() -> Any:
+        job = build.build(config, workdir=workdir.path, writers=writers, stop=stop)
+        for label, value in job.facts.items():
+          console.fact(label, value)
+        workdir.record(**job.facts)
+        return job
+
+      job, finished = resume.train(make, console.warn)
     writers.close('finished' if finished else 'stopped')
     title = 'Finished.' if finished else 'Stopped; the same command resumes.'
-    looks = {**places(workdir, **config.logging), **job.closing}
+    looks = {**places(workdir, config.logging.sinks), **job.closing}
+    if config.dump.path:
+      looks['trajectories'] = config.dump.path
     steps = next_steps(command, config, workdir) if finished else {}
     console.closing(title, {**looks, **steps})
     return 0 if finished else stop.status
@@ -101,14 +114,13 @@ def _run(
     return failed(error, console, workdir)
 
 
-def places(
-  workdir: Workdir, *, report: bool, tensorboard: bool, **other: Any
-) -> dict[str, str]:
+def places(workdir: Workdir, sinks: str) -> dict[str, str]:
   """Where to look, by what was written."""
+  written = {name for name, _ in parse_calls(sinks)}
   found = {'metrics': str(workdir.path / 'metrics.jsonl')}
-  if report:
+  if 'report' in written:
     found = {'report': str(workdir.path / 'report.html'), **found}
-  if tensorboard:
+  if 'tensorboard' in written:
     folder = shlex.quote(str(workdir.path / 'tensorboard'))
     found['curves'] = f'tensorboard --logdir {folder}'
   return found
@@ -118,7 +130,8 @@ def next_steps(
   command: configs.Command, config: Any, workdir: Workdir
 ) -> dict[str, str]:
   """Commands worth trying after a finished run."""
-  own = {key: text for key, text in command.overrides if key != 'num_steps'}
+  lasts = 'num_epochs' if config.get('num_epochs') else 'num_steps'
+  own = {key: text for key, text in command.overrides if key != lasts}
   options = [f'--config.{key}' + (f'={own[key]}' if own[key] else '') for key in own]
 
   def line(module: str, algorithm: str | None, *more: str) -> str:
@@ -127,11 +140,13 @@ def next_steps(
 
   used, place = command.algorithm, workdir.path
   other = 'grpo' if used == 'opmd' else 'opmd'
-  longer = f'--config.num_steps={2 * max(config.num_steps, 1)}'
-  steps = {
-    'train on': line('launch.train', used, longer, f'--workdir={place}'),
-    f'try {other}': line('launch.train', other, f'--workdir={place}-{other}'),
-  }
+  if any(config.get('teacher', {}).values()):  # which only some algorithms ask
+    other = 'on_policy_distill' if used == 'jsd' else 'jsd'
+  longer = f'--config.{lasts}={2 * max(config[lasts], 1)}'
+  steps = {'train on': line('launch.train', used, longer, f'--workdir={place}')}
+  if not config.get('env', True):  # nothing to play
+    return steps
+  steps[f'try {other}'] = line('launch.train', other, f'--workdir={place}-{other}')
   if config.get('checkpoint', {}).get('export'):
     model = f'--config.model.checkpoint={place / "export"}'
     steps = {'watch it play': line('launch.play', used, model), **steps}
@@ -146,7 +161,9 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
     log.write_text(text)
   except OSError:
     log = None
-  known = isinstance(error, configs.ConfigError | OSError | ArithmeticError)
+  known = isinstance(
+    error, configs.ConfigError | CannotFill | OSError | ArithmeticError
+  )
   print(f'error: {error}' if known else text, file=sys.stderr)
   if log and known:
     console.say(f'(traceback in {log})', style='dim')

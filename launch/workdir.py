@@ -21,13 +21,14 @@ from jaxrl.signature import ConfigError
 # Keys that may differ when a run resumes; all others decide what the run is.
 FREE = (
   'num_steps',
+  'num_epochs',
   'checkpoint.*',
   'eval.*',
   'logging.*',
   'mesh.*',
   'cluster.*',
+  'data.source',
   'rollout.num_slots',
-  'rollout.decode_steps',
   'rollout.lease_timeout',
   'rollout.mismatch_alarm',
 )

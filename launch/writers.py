@@ -238,22 +238,25 @@ class TensorBoard(Sink):
 class Tracker(Sink):
   """wandb or trackio: both know init, log and finish.
 
-  service: 'wandb' or 'trackio'. The run's id is kept in the folder, so that a resumed
-  run goes on in the same place.
+  service: 'wandb' or 'trackio'; project: the service's. The run's id is kept in the
+  folder, so that a resumed run goes on in the same place.
   """
 
   required = False
 
   def __init__(
-    self, service: str, folder: pathlib.Path, config: Mapping[str, Any], project: str
+    self,
+    service: str,
+    folder: pathlib.Path,
+    config: Mapping[str, Any],
+    *,
+    project: str = 'jaxrl',
   ):
-    if service not in ('wandb', 'trackio'):
-      raise ConfigError(f'--config.logging.tracker={service}: wants wandb or trackio')
     try:
       self._service = importlib.import_module(service)
     except ImportError as error:
       raise ConfigError(
-        f'--config.logging.tracker={service}: the package is not installed: '
+        f'--config.logging.sinks={service}: the package is not installed: '
         f"pip install 'jaxrl[{service}]'"
       ) from error
     mark = folder / 'tracker.json'

@@ -9,6 +9,19 @@ import sys
 
 import pytest
 
+from jaxrl import signature
+from jaxrl.algorithms import compose
+from jaxrl.data import staleness
+from jaxrl.data.curricula import CURRICULA
+from jaxrl.data.samplers import SAMPLERS
+from jaxrl.rollout import sync
+from jaxrl.rollout.filters import FILTERS
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.rollout.shapers import SHAPERS
+from jaxrl.rollout.vllm import arguments
+from jaxrl.rollout.weights.broadcast import BroadcastWeights
+from launch import placement
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.MULTILINE | re.DOTALL)
 BLOCKS = [
@@ -65,6 +78,36 @@ def test_command(line, place):
 )
 def test_python_block_runs(text, place):
   assert run([sys.executable, '-c', text], place).strip()
+
+
+def call_strings(heading):
+  """Those of the table below a heading: names and options."""
+  section = (ROOT / 'README.md').read_text().partition(f'## {heading}')[2]
+  table = section.partition('| key |')[2].partition('\n\n')[0]
+  calls = re.findall(r"`'(.*?)'`", table)
+  return [call for text in calls for call in signature.parse_calls(text)]
+
+
+def test_the_call_strings_of_algorithms_name_what_there_is():
+  modules = dict.fromkeys(compose.PARTS.values())
+  known = {k: v for module in modules for k, v in compose.parts_of(module).items()}
+  known |= {**SAMPLERS, **FILTERS, **SHAPERS, **CURRICULA}
+  calls = call_strings('Algorithms')
+  for name, options in calls:
+    signature.check_options(known[name], options, name)
+  assert len(calls) > 12
+
+
+def test_the_call_strings_of_processes_name_what_there_is():
+  known = {**placement.KINDS, **sync.STYLES, **staleness.BOUNDS}
+  known |= {'jax': JaxEngine, 'object_store': BroadcastWeights}
+  calls = call_strings('Many processes')
+  for name, options in calls:
+    if name == 'vllm':  # which need not be installed here
+      arguments.check(options, name)
+    else:
+      signature.check_options(known[name], options, name)
+  assert len(calls) == 6
 
 
 def test_the_tree_in_the_readme_is_the_tree():

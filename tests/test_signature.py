@@ -102,6 +102,15 @@ def test_bad_call_strings_are_errors(text, words):
     signature.parse_call(text)
 
 
+def test_private_parameters_are_not_options():
+  def made(*, size=1, _ray_trace_ctx=None):
+    return size
+
+  assert signature.defaults(made) == {'size': 1}
+  with pytest.raises(ConfigError, match='There are: size'):
+    signature.check_options(made, {'_ray_trace_ctx': None}, 'here')
+
+
 def test_nearest():
   assert signature.nearest('clipp', ['clip', 'tau']) == 'clip'
   assert signature.nearest('zzz', ['clip', 'tau']) is None
@@ -130,3 +139,30 @@ def test_a_plugin_that_fails_to_import_keeps_its_own_error(tmp_path):
   file.write_text('import a_module_that_is_not_there\n')
   with pytest.raises(ModuleNotFoundError, match='a_module_that_is_not_there'):
     signature.resolve(f'{file}:fn')
+
+
+@pytest.mark.parametrize(
+  ('text', 'calls'),
+  [
+    ('', []),
+    ('  ', []),
+    ('a', [('a', {})]),
+    ('a(x=1) + b', [('a', {'x': 1}), ('b', {})]),
+    ('a+b+c', [('a', {}), ('b', {}), ('c', {})]),
+    ('a(x=1e+5, y=(1, 2)) + m.n:C(z="p + q")', None),
+  ],
+)
+def test_joined_calls(text, calls):
+  found = [('a', {'x': 1e5, 'y': (1, 2)}), ('m.n:C', {'z': 'p + q'})]
+  assert signature.parse_calls(text) == (found if calls is None else calls)
+
+
+def test_quotes_within_quotes_and_other_separators():
+  assert signature.parse_calls(r"a(x='\'+') + b") == [('a', {'x': "'+"}), ('b', {})]
+  assert signature.split('a+b.json + c', ' + ') == ['a+b.json', 'c']
+
+
+@pytest.mark.parametrize('text', ['a +', '+ a', 'a + + b'])
+def test_a_missing_term_is_an_error(text):
+  with pytest.raises(ConfigError, match='nothing stands beside'):
+    signature.parse_calls(text)

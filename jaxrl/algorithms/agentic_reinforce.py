@@ -1,4 +1,4 @@
-"""REINFORCE for conversations: the discount counts turns."""
+"""REINFORCE for conversations: the discount counts turns (arXiv 2506.06122)."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Episodes in a row: each is judged by those it prepares."""
+"""Episodes in a row: each judged by those it prepares (cf. arXiv 1611.02779)."""
 
 from functools import partial
 from typing import Literal

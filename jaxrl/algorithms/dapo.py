@@ -1,4 +1,4 @@
-"""DAPO: a higher upper clip and a mean over tokens (arXiv 2503.14476)."""
+"""DAPO: a higher clip, dynamic sampling, a penalty on length (arXiv 2503.14476)."""
 
 from functools import partial
 
@@ -10,11 +10,21 @@ def dapo(
   *,
   clip_low: float = 0.2,
   clip_high: float = 0.28,
+  overlong_cache: float = 0.2,
+  overlong_length: int | None = None,
   group_size: int = 16,
 ) -> Algorithm:
-  """Group-relative advantages and clip .2/.28; samplers filter groups and lengths."""
+  """Group-relative advantages, clip .2/.28, a mean over tokens, no KL.
+
+  Groups all right or all wrong, by accuracy, are replaced by others. Answers of more
+  than `overlong_length` − `overlong_cache` tokens lose up to 1: the length is the
+  run's own limit where it is None, a cache below 1 a share of it.
+  """
+  length = '' if overlong_length is None else f'max_length={overlong_length}, '
   return Algorithm(
     advantage=advantages.grpo,
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
+    filters='accuracy',
+    shapers=f'overlong({length}cache={overlong_cache})',
     group_size=group_size,
   )

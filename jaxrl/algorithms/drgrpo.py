@@ -10,13 +10,17 @@ def drgrpo(
   *,
   clip_low: float = 0.2,
   clip_high: float = 0.2,
-  length: float = 1024,
+  length: float | None = None,
   group_size: int = 8,
 ) -> Algorithm:
-  """No division by the standard deviation; token sums over the constant `length`."""
+  """No division by the standard deviation; token sums over the constant `length`.
+
+  length: None stands for the run's own limit on what an attempt may write.
+  """
+  constant = '' if length is None else f'(length={length})'
   return Algorithm(
     advantage=partial(advantages.grpo, scale_by_std=False),
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
-    aggregation=f'sequence_mean_token_sum_norm(length={length})',
+    aggregation=f'sequence_mean_token_sum_norm{constant}',
     group_size=group_size,
   )

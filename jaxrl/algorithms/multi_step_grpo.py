@@ -1,4 +1,4 @@
-"""Multi-step GRPO: the last step judges all steps of a run."""
+"""Multi-step GRPO: the last step judges all of a run (arXiv 2505.17826)."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the assistant's turns of conversations."""
+"""Supervised fine-tuning on the assistant's turns (arXiv 2203.02155)."""
 
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm

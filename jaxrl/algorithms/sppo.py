@@ -1,4 +1,4 @@
-"""sPPO: a log-ratio surrogate inside a band."""
+"""sPPO: a log-ratio surrogate inside a band (arXiv 2108.05828)."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""REINFORCE for runs of several rows: normalised discounted step returns."""
+"""REINFORCE by steps: normalised discounted returns (arXiv 2506.06122)."""
 
 from functools import partial
 from typing import Literal

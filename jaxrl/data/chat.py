@@ -35,10 +35,34 @@ class Chat:
       {'role': 'assistant', 'content': _MARK},
     ]
 
+  def with_options(self, **options: Any) -> 'Chat':
+    """The same chat with more template options, such as `tools=[…]`."""
+    return Chat(self.tokenizer, template_options=self._options | options)
+
+  def with_tools(self, tools: Sequence[dict[str, Any]]) -> 'Chat':
+    """The same chat, whose first prompt tells of `tools` as its template does.
+
+    tools: JSON schemas, as OpenAI's API has them. Raises ValueError for a template
+    that would leave them out: the model could never know of them.
+    """
+    told, asked = self.with_options(tools=list(tools)), self._prefix[:1]
+    if told._render(asked, prompt=True) == self._render(asked, prompt=True):
+      raise ValueError(
+        "the tokenizer's chat template leaves tools out: take a model whose template "
+        'reads `tools`, or set tokenizer.chat_template'
+      )
+    return told
+
   def _render(self, messages: Sequence[Message], prompt: bool) -> str:
-    return self.tokenizer.apply_chat_template(
-      list(messages), tokenize=False, add_generation_prompt=prompt, **self._options
-    )
+    try:
+      return self.tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=prompt, **self._options
+      )
+    except Exception as error:  # a template is a program of its own
+      roles = ', '.join(str(message.get('role')) for message in messages)
+      raise ValueError(
+        f'the chat template refuses messages of the roles {roles}: {error}'
+      ) from error
 
   def encode(self, text: str) -> list[int]:
     """Ids of `text` as it stands."""
@@ -53,6 +77,10 @@ class Chat:
     """Ids of the opening messages and of the header that asks for a reply."""
     return self.encode(self._render(messages, prompt=True))
 
+  def whole(self, messages: Sequence[Message]) -> list[int]:
+    """Ids of a whole conversation, as the template writes it."""
+    return self.encode(self._render(messages, prompt=False))
+
   def next_prompt(
     self, messages: Sequence[Message], *, ended: bool, prompt: bool = True
   ) -> list[int]:
@@ -62,7 +90,7 @@ class Chat:
     that token comes first. prompt: whether to ask for another reply.
     """
     text = self._render([*self._prefix, *messages], prompt=prompt)
-    tail = text.rpartition(_MARK)[2]
+    tail = text.partition(_MARK)[2]  # what is shown may have the mark in it
     end = self.tokenizer.eos_token
     if ended:
       tail = tail.removeprefix(end)
@@ -74,15 +102,18 @@ class Chat:
     """A written conversation as a rollout would have produced it.
 
     Returns tokens `[T]` int32 and mask `[T]` bool, True on the assistant's words and
-    on the token that ends each of its turns.
+    on the token that ends each of its turns. A message whose 'train' is false is left
+    out of the mask. What follows the last reply is left out.
     """
     opening, rest = _split(messages)
+    if rest and not opening:
+      raise ValueError('it begins with an assistant message: nothing comes before it')
     tokens = self.first_prompt(opening)
     mask = [False] * len(tokens)
     while rest:
-      reply = [*self.encode(rest[0]['content']), self.eos_id]
+      reply = [*self.encode(self._reply(rest[0])), self.eos_id]
       tokens += reply
-      mask += [True] * len(reply)
+      mask += [bool(rest[0].get('train', True))] * len(reply)
       others, rest = _split(rest[1:])
       if others and rest:
         heard = self.next_prompt(others, ended=True)
@@ -91,6 +122,26 @@ class Chat:
       elif rest:
         raise ValueError('two assistant messages follow each other; join them')
     return np.asarray(tokens, np.int32), np.asarray(mask, bool)
+
+  def _reply(self, message: Message) -> str:
+    """What the model wrote: the content, or the template's words for its tool calls."""
+    if not message.get('tool_calls'):
+      return message['content']
+    asked = self._prefix[:1]
+    header = self._render(asked, prompt=True)
+    whole = self._render([*asked, message], prompt=False)
+    if not whole.startswith(header):
+      raise ValueError('the chat template writes tool calls under another header')
+    return whole.removeprefix(header).partition(self.tokenizer.eos_token)[0]
+
+  def document(self, text: str) -> np.ndarray:
+    """`[T]` int32: a text as in pretraining, between the tokenizer's own start, if it
+    has one, and its end.
+    """
+    ids = self.tokenizer.encode(text)
+    return np.asarray(
+      [*ids, self.eos_id] if ids[-1:] != [self.eos_id] else ids, np.int32
+    )
 
 
 def _split(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

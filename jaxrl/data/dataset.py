@@ -1,29 +1,28 @@
 """GlobalDataset: one set of rows, shared by every environment of a run."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from jaxrl.data.curricula import Curriculum, Result, Sequential, make_curriculum
 from jaxrl.data.sources import DataError, Row, load_rows
 from jaxrl.types import Task
 
 MODES = ('sample', 'traversal')
-_EPOCHS_KEPT = 4
 
 
 class GlobalDataset:
   """Rows with a question and an answer, given out by seed.
 
   path: a source of `sources.load_rows`; or rows: the rows themselves.
-  mode: 'sample' draws row permutation[seed // size][seed % size], a pure function of
-    the seed; consecutive seeds meet every row once before any twice. 'traversal'
+  mode: 'sample' draws the row that the curriculum has for the seed. 'traversal'
     gives each row once a pass, in order, then None; the same seed gets the same row.
+  curriculum: a call string, see `curricula`. 'shuffle' draws row
+    permutation[seed // size][seed % size]: consecutive seeds meet every row once
+    before any twice.
   question_key, answer_key: where a row holds them; they are also given out as
     'question' and 'answer'. An empty key means that the rows have no such thing.
-  limit: use only so many rows. seed: shuffles 'sample' mode.
+  limit: use only so many rows. seed: of what the curriculum draws at random.
 
   Methods may be called from any thread.
   """
@@ -38,6 +37,7 @@ class GlobalDataset:
     question_key: str = 'question',
     answer_key: str = 'answer',
     limit: int | None = None,
+    curriculum: str = 'shuffle',
     seed: int = 0,
   ):
     if mode not in MODES:
@@ -50,7 +50,7 @@ class GlobalDataset:
     self._keys = {'question': question_key, 'answer': answer_key}
     self._check_keys()
     self._filters: list[str] = []
-    self._permutations: OrderedDict[int, np.ndarray] = OrderedDict()
+    self._spec, self._curriculum = curriculum, self._make_curriculum(curriculum)
     self._cursor = 0
     self._given: dict[int, int] = {}
 
@@ -98,7 +98,7 @@ class GlobalDataset:
       if self.mode == 'sample':
         if seed is None:
           raise ValueError("in mode 'sample' a row is drawn by its seed: give one")
-        return int(self._permutation(seed // self.size)[seed % self.size])
+        return self._curriculum.draw(seed, seed if index is None else index)
       row = self._next_row(seed) if index is None else index
       return row if row < self.size else None
 
@@ -111,13 +111,10 @@ class GlobalDataset:
       self._given[seed] = row
     return row
 
-  def _permutation(self, epoch: int) -> np.ndarray:
-    if epoch not in self._permutations:
-      rng = np.random.default_rng([self.seed, epoch])
-      self._permutations[epoch] = rng.permutation(self.size)
-      while len(self._permutations) > _EPOCHS_KEPT:
-        self._permutations.popitem(last=False)
-    return self._permutations[epoch]
+  def _make_curriculum(self, spec: str) -> Curriculum:
+    if self.mode == 'traversal':
+      return Sequential(self._rows, self.seed)  # it goes by its own cursor
+    return make_curriculum(spec, self._rows, self.seed)
 
   def filter(self, name: str, keep: Callable[[Row], bool]) -> int:
     """Keeps the rows for which `keep(item)` holds; returns how many are left.
@@ -131,8 +128,16 @@ class GlobalDataset:
           raise DataError(f'filter {name!r} leaves no row of dataset {self.path!r}')
         self._rows = kept
         self._filters.append(name)
-        self._permutations.clear()
+        self._curriculum = self._make_curriculum(self._spec)
       return self.size
+
+  def report(self, results: Sequence[Result]) -> None:
+    """Tells the curriculum how groups fared: (seed, mean accuracy, attempts) of each.
+
+    Once a learner step, before the draws of the next.
+    """
+    with self._lock:
+      self._curriculum.report(results)
 
   def reset(self) -> None:
     """Starts a new pass."""
@@ -147,6 +152,7 @@ class GlobalDataset:
         'size': self.size,
         'cursor': self._cursor,
         'given': {str(seed): index for seed, index in self._given.items()},
+        'curriculum': self._curriculum.state_dict(),
       }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -159,6 +165,7 @@ class GlobalDataset:
     with self._lock:
       self._cursor = state['cursor']
       self._given = {int(seed): index for seed, index in state['given'].items()}
+      self._curriculum.load_state_dict(state['curriculum'])
 
 
 class GlobalDatasetManager:

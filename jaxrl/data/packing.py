@@ -1,10 +1,13 @@
 """From ragged trajectories to one rectangle."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrl.types import Batch, Group, Trajectory
+
+SEGMENTS = 'segments'  # in a row's extras: tokens of each of the parts it is joined of
 
 
 def pick_bucket(length: int, buckets: Sequence[int]) -> int:
@@ -30,9 +33,12 @@ def pack(
 
   T is the smallest of `buckets` that holds the longest row. B is `num_rows`, or the
   number of rows rounded up to `multiple`. task_ids count groups, run_ids episodes;
-  padding rows have ids −1, no action and segment 0. `weights_version` is −1 where
-  not an action. state_hash is there when any row has one in its extras.
-  Raises ValueError for no rows, too many rows, and a row longer than every bucket.
+  padding rows have ids −1, no action and segment 0. Segments count the parts that a row
+  is joined of, from 1. `weights_version` is −1 where not an action. state_hash is there
+  when any row has one in its extras; expert_mask, greedy_mask and loss_weights are when
+  any row is other than rows mostly are.
+  Raises ValueError for no rows, too many rows, and a row longer than every bucket or of
+  segments that are not all of it.
   """
   rows = [row for group in groups for row in group]
   if not rows:
@@ -55,11 +61,14 @@ def pack(
     out[: len(rows)] = values
     return out
 
-  expert = np.zeros(count, bool)
-  expert[: len(rows)] = [row.is_expert for row in rows]
+  def unusual(name: str, usual: Any) -> np.ndarray | None:
+    out = np.full(count, usual)
+    out[: len(rows)] = [getattr(row, name) for row in rows]
+    return out if (out != usual).any() else None
+
   return Batch(
     tokens=column('tokens', np.int32, pad_id),
-    segment_ids=inside.astype(np.int32),
+    segment_ids=_segment_ids(rows, inside),
     action_mask=column('action_mask', bool),
     rollout_logprobs=column('rollout_logprobs', np.float32),
     rewards=column('rewards', np.float32),
@@ -67,9 +76,25 @@ def pack(
     run_ids=ids(_run_ids(groups)),
     step_ids=ids([row.step for row in rows]),
     weights_version=column('weights_version', np.int32, -1),
-    expert_mask=expert if expert.any() else None,
+    expert_mask=unusual('is_expert', False),
+    greedy_mask=unusual('is_greedy', False),
+    loss_weights=unusual('weight', np.float32(1)),
     state_hash=_state_hash(rows, ids),
   )
+
+
+def _segment_ids(rows: Sequence[Trajectory], inside: np.ndarray) -> np.ndarray:
+  ids = inside.astype(np.int32)
+  for i, row in enumerate(rows):
+    sizes = row.extras.get(SEGMENTS)
+    if sizes is None:
+      continue
+    if sum(sizes) != len(row.tokens) or min(sizes) < 1:
+      raise ValueError(
+        f'row {row.trajectory_id} of {len(row.tokens)} tokens has segments of {sizes}'
+      )
+    ids[i, : len(row.tokens)] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+  return ids
 
 
 def _run_ids(groups: Sequence[Group]) -> list[int]:

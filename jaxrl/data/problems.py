@@ -5,6 +5,8 @@ test are split by a hash of the problem, so no test problem is ever seen in trai
 however it is dressed. Everything is a pure function of the seed.
 """
 
+import operator
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,8 +16,10 @@ import numpy as np
 
 NAMES = ('Ann', 'Ben', 'Eva', 'Kim', 'Leo', 'Max', 'Mia', 'Sam', 'Tom', 'Zoe')
 OBJECTS = ('pens', 'eggs', 'figs', 'nuts', 'caps', 'toys', 'keys', 'cups', 'books')
+FORMS = ('worked', 'pairs', 'texts')
 TEST_SHARE = 0.2  # of all problems, kept for the test split
 
+_SIGNS = {'+': operator.add, '-': operator.sub, '*': operator.mul}
 Numbers = tuple[int, ...]
 Steps = list[tuple[str, int]]  # ('3+4', 7): one worked step after another
 
@@ -127,6 +131,25 @@ def misread(solution: str) -> str:
   return '\n'.join([*worked, f'#### {result}'])
 
 
+def mistake(solution: str) -> str:
+  """The worked solution of one who takes the first sign for another and goes on."""
+  *steps, _ = solution.split('\n')
+  worked: list[str] = []
+  before = after = ''  # the last result, and what it should have been
+  for step in steps:
+    left, right = step.split('=')
+    a, sign, b = re.split(r'([-+*])', left)
+    if worked and a == before:
+      a = after
+    elif worked:
+      b = after
+    else:
+      sign = {'-': '+', '+': '-', '*': '-'}[sign]
+    before, after = right, str(_SIGNS[sign](int(a), int(b)))
+    worked.append(f'{a}{sign}{b}={after}')
+  return '\n'.join([*worked, f'#### {after}'])
+
+
 def in_test(key: str) -> bool:
   """Whether the problem named `key` belongs to the test split."""
   return zlib.crc32(key.encode()) < TEST_SHARE * 2**32
@@ -141,16 +164,21 @@ def arithmetic(
   max_number: int = 20,
   max_factor: int = 9,
   misread_share: Mapping[str, float] = MappingProxyType({}),
+  form: str = 'worked',
 ) -> list[dict[str, Any]]:
   """`size` different questions of a split, a pure function of the arguments.
 
   misread_share: kind → the share of its worked solutions that are wrong, as those of a
-  careless teacher (see `misread`); answers are right all the same.
-  Raises ValueError for an unknown split or kind, and when the numbers are so few
+  careless teacher (see `misread`); answers are right all the same. form: 'worked' has
+  question, answer and solution; 'pairs' chosen, the solution, and rejected too, one
+  with a mistake; 'texts' text too, the question and its solution.
+  Raises ValueError for an unknown split, kind or form, and when the numbers are so few
   that `size` different questions cannot be found.
   """
   if split not in ('train', 'test'):
     raise ValueError(f"split is 'train' or 'test', not {split!r}")
+  if form not in FORMS:
+    raise ValueError(f'form is one of {", ".join(FORMS)}, not {form!r}')
   unknown = [kind for kind in (*kinds, *misread_share) if kind not in KINDS]
   if unknown or not kinds:
     raise ValueError(f'unknown kinds {unknown}; there are {", ".join(KINDS)}')
@@ -174,4 +202,10 @@ def arithmetic(
   for row, draw in zip(rows, draws, strict=True):
     if draw < misread_share.get(row['kind'], 0.0):
       row['solution'] = misread(row['solution'])
+  if form == 'pairs':
+    for row in rows:
+      row |= {'chosen': row['solution'], 'rejected': mistake(row['solution'])}
+  elif form == 'texts':
+    for row in rows:
+      row['text'] = f'{row["question"]}\n{row["solution"]}'
   return rows

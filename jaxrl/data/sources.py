@@ -1,14 +1,16 @@
 """Rows from files, folders, Hugging Face datasets on disk, and generators."""
 
 import csv
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxrl import signature
 
 Row = dict[str, Any]
+SOURCE = 'source_path'  # the key under which a row of several sources says which
 # Called as fn(split, **options), with `size` among the options.
 GENERATORS = {
   'arithmetic': 'jaxrl.data.problems:arithmetic',
@@ -21,7 +23,10 @@ class DataError(signature.ConfigError):
 
 
 def load_rows(path: str, split: str = 'train', limit: int | None = None) -> list[Row]:
-  """All rows of a source, at most `limit` of them.
+  """All rows of a source, or its first `limit`: no more than those are read.
+
+  Several sources are joined by ` + `, and `limit` is shared out evenly among them;
+  each row then says under the key SOURCE which term of `path` it came from.
 
   path: a .jsonl, .json, .csv or .parquet file; a folder of such files (read in the
   order of their names; if names hold the split's name, only those); a folder written
@@ -29,15 +34,31 @@ def load_rows(path: str, split: str = 'train', limit: int | None = None) -> list
   is the number to generate and name one of GENERATORS or `package.module:function`.
   Raises DataError with file and line.
   """
+  if limit is not None and limit < 1:
+    raise DataError(f'limit={limit} of dataset {path!r} must be at least 1, or none')
+  terms = signature.split(path, ' + ')
+  if len(terms) > 1:
+    return _load_all(terms, split, limit)
   if path.startswith('generate:'):
     return _generate(path, split, limit)
   place = Path(path).expanduser()
   if not place.exists():
     raise DataError(f'dataset {path!r} does not exist (looked in {Path.cwd()})')
-  rows = _read_folder(place, split) if place.is_dir() else _read_file(place)
-  rows = rows if limit is None else rows[:limit]
+  read = _read_folder(place, split) if place.is_dir() else _read_file(place)
+  rows = list(itertools.islice(read, limit))
   if not rows:
     raise DataError(f'dataset {path!r} is empty: it holds no rows')
+  return rows
+
+
+def _load_all(terms: list[str], split: str, limit: int | None) -> list[Row]:
+  if len(set(terms)) < len(terms):
+    raise DataError(f'dataset {" + ".join(terms)!r} names a source twice')
+  rows = []
+  for i, term in enumerate(terms):
+    share = None if limit is None else (limit + len(terms) - 1 - i) // len(terms)
+    if share != 0:
+      rows += [{**row, SOURCE: term} for row in load_rows(term, split, share)]
   return rows
 
 
@@ -56,17 +77,17 @@ def _generate(path: str, split: str, limit: int | None) -> list[Row]:
     raise DataError(f'{where}: {error}') from error
 
 
-def _read_folder(folder: Path, split: str) -> list[Row]:
+def _read_folder(folder: Path, split: str) -> Iterable[Row]:
   if (folder / 'dataset_dict.json').exists() or (folder / 'state.json').exists():
     return _read_huggingface(folder, split)
   files = sorted(f for f in folder.rglob('*') if f.suffix in READERS)
   named = [f for f in files if split in f.stem]
   if not files:
     raise DataError(f'folder {folder} holds no {", ".join(READERS)} file')
-  return [row for file in named or files for row in _read_file(file)]
+  return itertools.chain.from_iterable(map(_read_file, named or files))
 
 
-def _read_huggingface(folder: Path, split: str) -> list[Row]:
+def _read_huggingface(folder: Path, split: str) -> Iterable[Row]:
   try:
     import datasets  # pyright: ignore[reportMissingImports]
   except ImportError as error:
@@ -78,20 +99,20 @@ def _read_huggingface(folder: Path, split: str) -> list[Row]:
     if split not in loaded:
       raise DataError(f'{folder} has no split {split!r}; it has {", ".join(loaded)}')
     loaded = loaded[split]
-  return [dict(row) for row in loaded]
+  return map(dict, loaded)
 
 
-def _read_file(file: Path) -> list[Row]:
+def _read_file(file: Path) -> Iterator[Row]:
   if file.suffix not in READERS:
     raise DataError(f'{file}: unknown kind of file; known are {", ".join(READERS)}')
   try:
-    return list(READERS[file.suffix](file))
+    yield from READERS[file.suffix](file)
   except UnicodeDecodeError as error:
     raise DataError(f'{file}: not UTF-8 text: {error}') from error
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
-  with file.open(encoding='utf-8') as lines:
+  with file.open(encoding='utf-8-sig') as lines:
     for number, line in enumerate(lines, 1):
       if line.strip():
         yield _parse(line, f'{file}, line {number}')
@@ -108,7 +129,7 @@ def _parse(text: str, where: str) -> Row:
 
 
 def _read_json(file: Path) -> Iterator[Row]:
-  text = file.read_text(encoding='utf-8')
+  text = file.read_text(encoding='utf-8-sig')
   try:
     rows = json.loads(text)
   except json.JSONDecodeError as error:
@@ -125,7 +146,7 @@ def _read_json(file: Path) -> Iterator[Row]:
 
 
 def _read_csv(file: Path) -> Iterator[Row]:
-  with file.open(encoding='utf-8', newline='') as lines:
+  with file.open(encoding='utf-8-sig', newline='') as lines:
     reader = csv.DictReader(lines)
     for row in reader:
       if None in row or None in row.values():
@@ -142,7 +163,8 @@ def _read_parquet(file: Path) -> Iterator[Row]:
   except ImportError as error:
     raise DataError(f'{file}: install `pyarrow` to read Parquet files') from error
   try:
-    yield from pyarrow.parquet.read_table(file).to_pylist()
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+      yield from batch.to_pylist()
   except pyarrow.ArrowInvalid as error:
     raise DataError(f'{file}: not a Parquet file: {error}') from error
 

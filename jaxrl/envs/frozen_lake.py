@@ -88,7 +88,8 @@ class FrozenLakeEnv:
     )
 
   def _info(self, success: float) -> dict[str, Any]:
-    metrics = {'success': success, 'invalid_actions': float(self._invalid)}
+    metrics = {'accuracy': success, 'success': success}
+    metrics['invalid_actions'] = float(self._invalid)
     return {'suffix': HELP, 'metrics': metrics}
 
 

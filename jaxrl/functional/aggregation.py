@@ -78,7 +78,8 @@ def check(mode: str, length: float | None = None) -> tuple[str, float]:
     if option not in takes:
       raise unknown(option, takes, 'option', f'aggregation={mode!r}')
   length = options.get('length', length)
-  if takes and (length is None or (isinstance(length, int | float) and length <= 0)):
+  wrong = length is None or isinstance(length, str | bool)
+  if takes and (wrong or (isinstance(length, int | float) and length <= 0)):
     raise ConfigError(
       'sequence_mean_token_sum_norm divides by a constant, positive length: write '
       "aggregation='sequence_mean_token_sum_norm(length=1024)'"

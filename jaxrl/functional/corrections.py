@@ -61,7 +61,7 @@ def tis(
   cap: float = 2.0,
   level: Level = 'token',
 ) -> tuple[Array, dict[str, Array]]:
-  """Truncated importance weights, min(w, C), of tokens or of whole rows.
+  """min(w, C), truncated importance weights of tokens or rows (Yao et al., 2025).
 
   old_logprobs, rollout_logprobs, mask: `[B, T]`.
   """
@@ -79,7 +79,7 @@ def mis(
   high: float = 2.0,
   level: Level = 'geometric',
 ) -> tuple[Array, dict[str, Array]]:
-  """A mask: weight 1 where low ≤ w ≤ high, 0 elsewhere. All `[B, T]`."""
+  """1[low ≤ w ≤ high], a mask of tokens or rows (Liu et al., 2025). All `[B, T]`."""
   w = ratio(old_logprobs, rollout_logprobs, mask, level=level)
   outside = (w < low) | (w > high)
   weights = jnp.where(mask, 1.0 - outside, 0)
@@ -94,7 +94,7 @@ def icepop(
   low: float = 0.5,
   high: float = 5.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """w where low ≤ w ≤ high, 0 elsewhere, token by token. All `[B, T]`."""
+  """w·1[low ≤ w ≤ high], token by token (Ring-1T, arXiv 2510.18855). All `[B, T]`."""
   w = ratio(old_logprobs, rollout_logprobs, mask)
   outside = (w < low) | (w > high)
   weights = jnp.where(outside, 0, jnp.where(mask, w, 0))
@@ -113,7 +113,7 @@ def train_infer_correction(
   ratio_high: float | None = None,
   max_difference: float | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-  """A capped weight at one level and masks at another, as wished.
+  """min(w, C)·1[low ≤ w′ ≤ high]·1[|Δπ| ≤ most], at levels (ROLL, arXiv 2506.06122).
 
   Tokens are left out where w at `mask_level` is under ratio_low or over ratio_high,
   or where |π_train − π_rollout| of the token exceeds max_difference. All `[B, T]`.

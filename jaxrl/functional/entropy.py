@@ -3,17 +3,34 @@
 import jax
 import jax.numpy as jnp
 
+from jaxrl.functional.aggregation import term_scale as scale_of
+from jaxrl.functional.losses.mixed import own_scale
+from jaxrl.functional.marks import over_batch
 from jaxrl.types import Array
 
 
 def entropy_loss(entropy: Array, *, coef: float = 0.0) -> Array:
-  """`[B, T]` −coef·H, H `[B, T]` the full distribution's entropy at temperature 1."""
+  """−coef·H, H the distribution's at temperature 1 (arXiv 1602.01783). `[B, T]`."""
   return -coef * entropy
 
 
-def mix(entropy: Array, expert_mask: Array, *, coef: float = 0.0) -> Array:
-  """`[B, T]` −coef·H on rollout rows, 0 on expert rows (expert_mask `[B]` True)."""
-  return jnp.where(expert_mask[:, None], 0, -coef * entropy)
+@over_batch(own_scale)
+def mix(
+  entropy: Array,
+  mask: Array,
+  expert_mask: Array,
+  term_scale: Array | None = None,
+  *,
+  coef: float = 0.0,
+) -> Array:
+  """−coef·H on rollout rows, a mean over them alone (arXiv 2505.17826). `[B, T]`.
+
+  0 on an expert's rows. expert_mask, term_scale: `[B]`, as in `losses.mix`.
+  """
+  if term_scale is None:
+    term_scale = scale_of(mask, expert_mask)
+  bonus = -coef * entropy * term_scale[:, None]
+  return jnp.where(expert_mask[:, None], 0, bonus)
 
 
 def nec(logits: Array) -> Array:

@@ -6,6 +6,7 @@ id are `[B]` too, with unused ids at the end: no `[B, B]` array is ever made.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,29 @@ def rank(x: Array, ids: Array) -> Array:
   return jnp.zeros_like(place).at[order].set(first_of_x - first_of_id)
 
 
+def order(x: Array | float) -> Array:
+  """int32 that rank as x does: the bits of floats that are not negative."""
+  return jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
+
+
+def last(holds: Callable[[Array], Array]) -> Array:
+  """The largest place of a finite float for which `holds`, −1 if for none.
+
+  holds: of an `order`, true up to some place and false beyond. This finds a threshold
+  among floats to the last bit in 31 passes over them: for millions of tokens, several
+  times faster than sorting them.
+  """
+
+  def halve(_, ends):
+    low, high = ends
+    middle = low + (high - low) // 2
+    good = holds(middle)
+    return jnp.where(good, middle, low), jnp.where(good, high, middle)
+
+  ends = jnp.int32(-1), order(jnp.inf)
+  return jax.lax.fori_loop(0, 31, halve, ends)[0]
+
+
 def pair_up(first: Array, second: Array) -> Array:
   """`[B]` dense ids of the pairs (first, second); −1 where either is negative."""
   order = jnp.lexsort((second, first))
@@ -110,6 +134,11 @@ def pair_up(first: Array, second: Array) -> Array:
   new = (a != jnp.roll(a, 1)) | (b != jnp.roll(b, 1))
   ids = jnp.zeros_like(order).at[order].set(jnp.cumsum(new.at[0].set(True)) - 1)
   return jnp.where((first < 0) | (second < 0), -1, ids)
+
+
+def inside(mask: Array, *columns: Array) -> tuple[Array, ...]:
+  """Each column with 0 where the mask is not set: no rubbish, NaN neither, gets in."""
+  return tuple(jnp.where(mask, x, 0) for x in columns)
 
 
 def row_sum(x: Array, mask: Array) -> Array:

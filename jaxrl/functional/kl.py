@@ -21,7 +21,7 @@ def term(estimator: Callable[..., Array], coef: float) -> Callable[..., Array] |
 
 
 def k1(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """`[B, T]` coef·(p − q): unbiased, may be negative.
+  """coef·(p − q), unbiased, may be negative (Schulman, 2020). `[B, T]`.
 
   Meant as a reward penalty: as a loss its expected on-policy gradient is zero.
   """
@@ -29,12 +29,18 @@ def k1(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
 
 
 def k2(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """`[B, T]` coef·½(p − q)²: its on-policy gradient is that of the KL. Also "mse"."""
+  """coef·½(p − q)², its on-policy gradient the KL's (Schulman, 2020). `[B, T]`.
+
+  Also called `mse`.
+  """
   return coef * 0.5 * jnp.square(logprobs - ref_logprobs)
 
 
+mse = k2
+
+
 def k3(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """`[B, T]` coef·(e^{q−p} − 1 − (q − p)): unbiased, never negative."""
+  """coef·(e^{q−p} − 1 − (q−p)), unbiased, never negative (Schulman, 2020). `[B, T]`."""
   return coef * _excess(ref_logprobs - logprobs)
 
 
@@ -49,21 +55,21 @@ def _excess(d: Array) -> Array:
 
 
 def low_var(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """`[B, T]` coef·clip(k3, ±10)."""
+  """coef·clip(e^{q−p} − 1 − (q−p), ±10), k3 bounded (Schulman, 2020). `[B, T]`."""
   return coef * jnp.clip(k3(logprobs, ref_logprobs), -10, 10)
 
 
 def abs(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """`[B, T]` coef·|p − q|."""
+  """coef·|p − q| (Schulman, 2020). `[B, T]`."""
   return coef * jnp.abs(logprobs - ref_logprobs)
 
 
 def corrected_k3(
   logprobs: Array, ref_logprobs: Array, old_logprobs: Array, *, coef: float = 1.0
 ) -> Array:
-  """`[B, T]` coef·clip(e^{p−o}, 0, 2)·k3: k3 for off-policy samples.
+  """coef·clip(e^{p−o}, 0, 2)·k3 (DeepSeek-V3.2, arXiv 2512.02556). `[B, T]`.
 
-  Gradient flows through the ratio, where it is not clipped.
+  For off-policy samples. Gradient flows through the ratio, where it is not clipped.
   """
   ratio = jnp.clip(exp(logprobs - old_logprobs), 0, 2)
   return coef * ratio * k3(logprobs, ref_logprobs)
@@ -76,7 +82,7 @@ def full(logits: Array, ref_logits: Array, *, coef: float = 1.0) -> Array:
 
 
 def adaptive_coef(
-  beta: Array, kl: Array, n: Array, *, target: float = 6.0, horizon: float = 10_000.0
+  beta: Array, kl: Array, n: Array, *, target: float = 0.1, horizon: float = 10_000.0
 ) -> Array:
   """The next β: β·(1 + clip(kl/target − 1, ±0.2)·n/horizon) (arXiv 1909.08593).
 

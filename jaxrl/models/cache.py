@@ -25,10 +25,20 @@ def chunk_sizes(max_length: int) -> list[int]:
   return [size] * whole + ([-(-rest // 32) * 32] if rest else [])
 
 
-def empty(config: ModelConfig, num_slots: int, max_length: int, dtype: str) -> Cache:
-  """Zeros for `num_slots` sequences of up to `max_length` tokens."""
+def empty(
+  config: ModelConfig,
+  num_slots: int,
+  max_length: int,
+  dtype: str,
+  *,
+  sizes: list[int] | None = None,
+) -> Cache:
+  """Zeros for `num_slots` sequences of up to `max_length` tokens.
+
+  sizes: of the chunks, if not `chunk_sizes(max_length)`.
+  """
   slots = (num_slots, config.num_kv_heads)
-  sizes, dim = chunk_sizes(max_length), config.head_dim
+  sizes, dim = sizes or chunk_sizes(max_length), config.head_dim
 
   def make(shape):
     return tuple(

@@ -27,6 +27,7 @@ DTYPES = {
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 VALUE_HEAD = 'value_head/model.safetensors'  # in a folder that other loaders skip
 LM_HEAD = 'lm_head.weight'
+SCORE_HEAD, CLASSIFIER = 'score.weight', 'ForSequenceClassification'
 # Buffers that old checkpoints carry though they follow from the config.
 DERIVED = re.compile(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
@@ -53,8 +54,73 @@ def load(
   """
   folder = Path(folder)
   config = load_config(folder)
+  params, others = _load_tensors(folder, config, (LM_HEAD,))
+  if LM_HEAD in others:  # of a tied model: must say the same as the embedding
+    file, spare = others[LM_HEAD]
+    if not np.array_equal(spare, params['embedding']['table']):
+      raise ValueError(
+        f'{file}: tensor {LM_HEAD} differs from model.embed_tokens.weight, '
+        'though config.json ties them (tie_word_embeddings)'
+      )
+  return _load_value_head(folder / VALUE_HEAD, config, params, value_head)
+
+
+def load_scorer(folder: str | Path) -> tuple[ModelConfig, Params]:
+  """Loads a reward model as `(config, params)`, its head in the value head's place.
+
+  Of transformers' classes `Qwen2-`, `Qwen3-` and `LlamaForSequenceClassification` with
+  one label, or a folder with a value head of this project's own. Raises as `load`,
+  and ValueError where there is neither head, or one of several labels.
+  """
+  folder = Path(folder)
+  check_scorer(folder)
+  if not _is_classifier(folder):
+    return load(folder)
+  config = load_config(folder).replace(tie_embeddings=True)  # no words are predicted
+  params, others = _load_tensors(folder, config, (SCORE_HEAD, LM_HEAD))
+  if SCORE_HEAD not in others:
+    raise ValueError(f'{folder}: missing tensor {SCORE_HEAD}')
+  file, kernel = others[SCORE_HEAD]
+  if kernel.shape != (1, config.hidden_size):
+    raise ValueError(
+      f'{file}: tensor {SCORE_HEAD} has shape {list(kernel.shape)}; a reward model has '
+      f'one label, [1, {config.hidden_size}]'
+    )
+  head = {'kernel': kernel[0].astype(np.float32), 'bias': np.zeros((), np.float32)}
+  return config.replace(value_head=True), {**params, 'value_head': head}
+
+
+def check_scorer(folder: str | Path) -> None:
+  """Raises ValueError unless the folder says that it holds a reward model."""
+  if not _is_classifier(Path(folder)) and not (Path(folder) / VALUE_HEAD).is_file():
+    raise ValueError(
+      f'{folder} scores nothing: config.json names no …{CLASSIFIER} among its '
+      f'architectures, and there is no {VALUE_HEAD}'
+    )
+
+
+def pad_id(folder: str | Path) -> int | None:
+  """The token whose trailing ones a sequence classifier does not look at, if any."""
+  if not _is_classifier(Path(folder)):
+    return None
+  return _read_json(Path(folder) / 'config.json').get('pad_token_id')
+
+
+def _is_classifier(folder: Path) -> bool:
+  named = _read_json(folder / 'config.json').get('architectures') or []
+  return any(str(name).endswith(CLASSIFIER) for name in named)
+
+
+def _load_tensors(
+  folder: Path, config: ModelConfig, more: tuple[str, ...]
+) -> tuple[Params, dict[str, tuple[Path, np.ndarray]]]:
+  """The parameters, and which of the tensors `more` there are beside, with their file.
+
+  Raises as `load`.
+  """
   wanted = {tensor.name: tensor for tensor in names.tensors(config)}
   params: Params = {}
+  others: dict[str, tuple[Path, np.ndarray]] = {}
   seen: dict[str, Path] = {}
   for name, file, array in _read_tensors(folder):
     if name in seen:
@@ -62,21 +128,15 @@ def load(
     seen[name] = file
     if name in wanted:
       _place(params, wanted[name], array, config.num_layers, file)
-    elif name == LM_HEAD:  # of a tied model: must say the same as the embedding
-      params['spare'] = array
+    elif name in more:
+      others[name] = file, array
     elif not DERIVED.fullmatch(name):
       raise ValueError(f'{file}: tensor {name} has no place in a {config.family} model')
   missing = [name for name in wanted if name not in seen]
   if missing:
-    more = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
-    raise ValueError(f'{folder}: missing tensor {", ".join(missing[:3])}{more}')
-  spare = params.pop('spare', None)
-  if spare is not None and not np.array_equal(spare, params['embedding']['table']):
-    raise ValueError(
-      f'{seen[LM_HEAD]}: tensor {LM_HEAD} differs from model.embed_tokens.weight, '
-      'though config.json ties them (tie_word_embeddings)'
-    )
-  return _load_value_head(folder / VALUE_HEAD, config, params, value_head)
+    rest = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
+    raise ValueError(f'{folder}: missing tensor {", ".join(missing[:3])}{rest}')
+  return params, others
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -228,7 +288,10 @@ def _write_tensors(
   for i, shard in enumerate(shards):
     file = f'model-{i + 1:05}-of-{len(shards):05}.safetensors'
     file = SINGLE if len(shards) == 1 else file
-    arrays = {tensor.name: _fetch(params, tensor, dtype) for tensor in shard}
+    arrays = {
+      tensor.name: np.ascontiguousarray(_fetch(params, tensor).astype(dtype))
+      for tensor in shard
+    }
     _save_file(arrays, folder / file)
     weight_map |= dict.fromkeys(arrays, file)
   if len(shards) > 1:
@@ -247,8 +310,17 @@ def _save_file(arrays: dict[str, np.ndarray], path: Path) -> None:
     raise OSError(f'could not write {path}: {error}') from error
 
 
-def _fetch(params: Params, tensor: names.Tensor, dtype: np.dtype) -> np.ndarray:
-  """One tensor in the checkpoint's shape and type, from wherever `params` lives."""
+def export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+  """The tensors of a checkpoint by name, views of `params` where those are numpy's.
+
+  Raises ValueError for a parameter of another shape than the config asks for.
+  """
+  for tensor in names.tensors(config):
+    yield tensor.name, _fetch(params, tensor)
+
+
+def _fetch(params: Params, tensor: names.Tensor) -> np.ndarray:
+  """One tensor in the checkpoint's shape, from wherever `params` lives."""
   leaf = params
   for key in tensor.path:
     leaf = leaf[key]
@@ -258,4 +330,4 @@ def _fetch(params: Params, tensor: names.Tensor, dtype: np.dtype) -> np.ndarray:
       f'parameter {".".join(tensor.path)} has shape {array.shape}, '
       f'but the config asks for {tensor.inner}'
     )
-  return np.ascontiguousarray(tensor.to_hf(array.astype(dtype)))
+  return tensor.to_hf(array)

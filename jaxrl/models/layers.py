@@ -128,10 +128,20 @@ class Block(nnx.Module):
     constrain: Constrain,
   ) -> tuple[jax.Array, Any]:
     """x `[..., D]`; `attend(q, k, v) -> (out [..., H, d], aux)`. Returns (x, aux)."""
-    q, k, v = self.attention.project(self.attention_norm(x), cos, sin)
+    q, k, v = self.project(x, cos, sin)
     out, aux = attend(q, k, v)
+    return self.finish(x, out, constrain), aux
+
+  def project(
+    self, x: jax.Array, cos: jax.Array, sin: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What comes before attention: q, k and v of x `[..., D]`."""
+    return self.attention.project(self.attention_norm(x), cos, sin)
+
+  def finish(self, x: jax.Array, out: jax.Array, constrain: Constrain) -> jax.Array:
+    """What comes after it: x `[..., D]` and out `[..., H, d]` to the next layer's x."""
     x = x + self.attention.o(out)
-    return x + self.mlp(self.mlp_norm(x), constrain), aux
+    return x + self.mlp(self.mlp_norm(x), constrain)
 
 
 class Embedding(nnx.Module):

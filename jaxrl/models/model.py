@@ -1,15 +1,19 @@
 """The language model as a set of pure functions of its parameters."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.models import cache as caches
-from jaxrl.models import rope, transformer
+from jaxrl.models import exact as exactly
+from jaxrl.models import layers, rope, transformer
 from jaxrl.models.cache import Cache
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.exact import Exact
 from jaxrl.types import Params, PolicyOutputs
 from kernels.attention import attention, decode_attention
 from kernels.token_logprobs import token_logprobs
@@ -29,6 +33,8 @@ class Model:
   remat: 'none', 'full' (each layer recomputed in the backward pass) or 'dots' (matrix
   products kept). unroll: layers a step of the scan; more run a little faster and
   compile slower. constrain: `(x, *axis names) -> x`, places activations on a mesh.
+  exact: the mode in which `decode`, `prefill` and `policy_outputs` give a token's
+  log-prob the same bits; None is the fast mode.
   """
 
   config: ModelConfig
@@ -36,8 +42,11 @@ class Model:
   remat: str = 'none'
   unroll: int = 1
   constrain: Callable[..., jax.Array] = unconstrained
+  exact: Exact | None = None
 
   def __post_init__(self) -> None:
+    if self.exact is not None and self.dtype != 'float32':
+      raise ValueError(f"exact mode is of dtype='float32', not {self.dtype!r}")
     if self.remat not in transformer.REMAT:
       names = ', '.join(transformer.REMAT)
       raise ValueError(f'remat={self.remat!r} is not one of {names}')
@@ -96,6 +105,87 @@ class Model:
     )
     return ends.norm(x), kept
 
+  def _exact_forward(
+    self, params: Params, tokens: jax.Array, keep_cache: bool
+  ) -> tuple[jax.Array, caches.Kept | None]:
+    """tokens `[B, T]`, a sequence a row → the last layer's output `[B · T, D]`."""
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    x, cos, sin = self._enter(params, tokens.reshape(-1), positions.reshape(-1))
+
+    def attend(q, k, v):
+      q, k, v = (y.reshape(batch, length, *y.shape[1:]) for y in (q, k, v))
+      kept = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
+      chunks = exactly.cut(kept['k'], 3), exactly.cut(kept['v'], 2)
+      out = exactly.attend(q, *chunks, positions, jnp.int32(length))
+      out = out.reshape(-1, *q.shape[2:]).astype(q.dtype)
+      return out, kept if keep_cache else None
+
+    def body(block, x):
+      return self._layer(block, x, cos, sin, attend)
+
+    return transformer.run_layers(self.config, params, x, body, unroll=self.unroll)
+
+  def _tokenwise(self, function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """function(*arrays), arrays `[N, …]`, in the mode of this model."""
+    if self.exact is None:
+      return function(*arrays)
+    return self.exact.tokenwise(function, *arrays)
+
+  def _enter(
+    self, params: Params, tokens: jax.Array, positions: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens `[N]` → states `[N, D]`, and the cosines and sines of their positions."""
+    table = params['embedding']['table']
+
+    def enter(tokens, positions):
+      x = table[tokens].astype(self.dtype)
+      return x, *rope.rotation(self.config, positions)
+
+    return self._tokenwise(enter, tokens, positions)
+
+  def _layer(
+    self,
+    block: layers.Block,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Callable[..., tuple[jax.Array, Any]],
+  ) -> tuple[jax.Array, Any]:
+    """One layer for states `[N, D]`; `attend` as in `Block`."""
+    q, k, v = self._tokenwise(block.project, x, cos, sin)
+    out, aux = attend(q, k, v)
+    finish = functools.partial(block.finish, constrain=self.constrain)
+    return self._tokenwise(finish, x, out), aux
+
+  def _last(self, params: Params, x: jax.Array) -> jax.Array:
+    """The last layer's output `[N, D]` → logits `[N, V]` float32."""
+    ends = transformer.ends(self.config, params)
+    return self._tokenwise(lambda x: self.logits(params, ends.norm(x)), x)
+
+  def _exact_logprobs(
+    self,
+    exact: Exact,
+    params: Params,
+    tokens: jax.Array,
+    temperature: jax.Array | float,
+  ) -> jax.Array:
+    """tokens `[B, T]` → log-probs `[B, T − 1]` of those from the second on."""
+
+    def score(params, tokens, temperature):
+      x, _ = self._exact_forward(params, tokens, keep_cache=False)
+      targets = jnp.roll(tokens, -1, axis=1)
+
+      def some(x, targets, temperature):  # the logits of all tokens would be large
+        return exact.logprobs(self._last(params, x), targets, temperature)
+
+      found = exact.tokenwise(some, x, targets.reshape(-1), temperature.reshape(-1))
+      return found.reshape(tokens.shape)[:, :-1]
+
+    temperature = jnp.broadcast_to(jnp.float32(temperature), tokens.shape)
+    params, temperature = jax.lax.stop_gradient((params, temperature))
+    return exact.per_device(score, params, tokens, temperature)
+
   def _head(self, params: Params) -> jax.Array:
     name = 'embedding' if self.config.tie_embeddings else 'lm_head'
     return params[name]['table']
@@ -112,34 +202,55 @@ class Model:
     *,
     temperature: jax.Array | float = 1.0,
     entropy: bool = False,
+    nec: bool = False,
+    topk_ids: jax.Array | None = None,
+    top_k: int = 0,
   ) -> PolicyOutputs:
     """What the policy says of tokens `[B, T]` int32 with segment_ids `[B, T]`.
 
     Column t speaks of token t, given those before it: here, and only here, states
     shift by one. 0 at the first token of a segment and at padding (segment 0).
-    temperature divides the logits of `logprobs`; entropy and values ignore it.
+    temperature divides the logits of log-probs; entropy, nec and values ignore it.
+    topk_ids: `[B, T, K]` int32, at t tokens that might stand in the place of token t,
+    to be scored too; or top_k: the K likeliest, in falling order.
     """
     states = self.hidden(params, tokens, segment_ids)[:, :-1]
-    logprobs, entropies = token_logprobs(
+    scores = token_logprobs(
       states,
       self._head(params),
       tokens[:, 1:],
       temperature=temperature,
       entropy=entropy,
+      nec=nec,
+      topk_ids=None if topk_ids is None else topk_ids[:, 1:],
+      top_k=top_k,
     )
+    if self.exact is not None:
+      exact = self._exact_logprobs(self.exact, params, tokens, temperature)
+      scores = scores._replace(logprobs=exactly.with_slope(exact, scores.logprobs))
     same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
 
     def shift(x):
-      return jnp.pad(jnp.where(same, x, 0.0), ((0, 0), (1, 0)))
+      there = same.reshape(same.shape + (1,) * (x.ndim - 2))
+      x = jnp.where(there, x, jnp.zeros((), x.dtype))
+      return jnp.pad(x, ((0, 0), (1, 0), *((0, 0),) * (x.ndim - 2)))
 
     values = None
     if self.config.value_head:
       values = shift(transformer.ends(self.config, params).value_head(states))
-    return PolicyOutputs(
-      logprobs=shift(logprobs),
-      entropy=None if entropies is None else shift(entropies),
-      values=values,
-    )
+    return PolicyOutputs(**jax.tree.map(shift, scores._asdict()), values=values)
+
+  def score(self, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """What the value head says of whole sequences: `[B]` float32.
+
+    tokens: `[B, T]` int32, left-aligned; lengths: `[B]` int32 (≥ 1). It is read after
+    each row's last token, as a reward model's is. A row depends on no other row.
+    """
+    time = jnp.arange(tokens.shape[1])
+    segment_ids = (time < lengths[:, None]).astype(jnp.int32)
+    hidden = self.hidden(params, tokens, segment_ids)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return transformer.ends(self.config, params).value_head(last)
 
   def unstack(self, params: Params) -> Params:
     """The same parameters with every layer's arrays on their own: 'layers' a tuple.
@@ -151,7 +262,10 @@ class Model:
 
   def init_cache(self, num_slots: int, max_length: int) -> Cache:
     """An empty key-value cache for `num_slots` sequences of up to `max_length`."""
-    return caches.empty(self.config, num_slots, max_length, self.dtype)
+    sizes = None
+    if self.exact is not None:
+      sizes = [exactly.CHUNK] * -(-max_length // exactly.CHUNK)
+    return caches.empty(self.config, num_slots, max_length, self.dtype, sizes=sizes)
 
   def prefill(
     self, params: Params, tokens: jax.Array, lengths: jax.Array
@@ -163,10 +277,16 @@ class Model:
     """
     time = jnp.arange(tokens.shape[1])
     segment_ids = (time < lengths[:, None]).astype(jnp.int32)
-    hidden, kept = self._forward(params, tokens, segment_ids, keep_cache=True)
+    if self.exact is None:
+      hidden, kept = self._forward(params, tokens, segment_ids, keep_cache=True)
+    else:
+      hidden, kept = self._exact_forward(params, tokens, keep_cache=True)
+      hidden = hidden.reshape(*tokens.shape, -1)
     assert kept is not None  # it was asked for
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return self.logits(params, last), kept
+    if self.exact is None:
+      return self.logits(params, last), kept
+    return self._last(params, last), kept
 
   def insert(
     self, cache: Cache, kv: caches.Kept, row_index: jax.Array, slots: jax.Array
@@ -198,21 +318,22 @@ class Model:
     the cache beyond it is not read. Returns logits `[S, V]` float32 and the cache. A
     slot's result depends on no other slot, on which slot it is, or on `limit`.
     """
-    ends = transformer.ends(self.config, params)
-    x = ends.embedding.table[...][tokens].astype(self.dtype)
-    cos, sin = rope.rotation(self.config, positions)
+    x, cos, sin = self._enter(params, tokens, positions)
     new: dict[str, list] = {'k': [], 'v': []}
     # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
-    layers = transformer.unstack(self.config, params)['layers']
-    for i, weights in enumerate(layers):
+    weights = transformer.unstack(self.config, params)['layers']
+    for i, own in enumerate(weights):
 
       def attend(q, k, v, i=i):
         for name, value in (('k', k), ('v', v)):
           new[name].append(caches.write(cache[name][i], name, value, positions))
-        out = decode_attention(q, new['k'][i], new['v'][i], positions, limit)
+        chunks = new['k'][i], new['v'][i]
+        if self.exact is None:
+          out = decode_attention(q, *chunks, positions, limit)
+        else:
+          out = exactly.attend(q[:, None], *chunks, positions[:, None], limit)[:, 0]
         return out.astype(q.dtype), None
 
-      block = transformer.block(self.config, weights)
-      x, _ = block(x, cos, sin, attend, self.constrain)
-    cache = {name: tuple(chunks) for name, chunks in new.items()}
-    return self.logits(params, ends.norm(x)), cache
+      block = transformer.block(self.config, own)
+      x, _ = self._layer(block, x, cos, sin, attend)
+    return self._last(params, x), {name: tuple(parts) for name, parts in new.items()}

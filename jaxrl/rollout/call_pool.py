@@ -28,10 +28,13 @@ class _Call:
     self.lost = False  # given up: its thread has been replaced
 
 
+THREADS = 8
+
+
 class CallPool:
   """Runs plain functions in at most `num_threads` threads."""
 
-  def __init__(self, num_threads: int = 8):
+  def __init__(self, num_threads: int = THREADS):
     if num_threads < 1:
       raise ValueError(f'a pool needs at least one thread, not {num_threads}')
     self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()

@@ -6,7 +6,9 @@ local or remote. Whatever breaks costs one episode, which is put with its reason
 
 import asyncio
 import dataclasses
+import functools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,14 +17,15 @@ from jaxrl.data.chat import Chat
 from jaxrl.data.seeds import fold
 from jaxrl.envs.base import Env
 from jaxrl.rollout.call_pool import CallPool, CallTimeout
-from jaxrl.rollout.episode import RolloutCache, join
+from jaxrl.rollout.episode import RolloutCache
 from jaxrl.rollout.formulation import FORMULATIONS
 from jaxrl.rollout.group import Lease
 from jaxrl.rollout.handles import settle
+from jaxrl.rollout.members import CUT_OFF
+from jaxrl.rollout.reply import request, whole_reply
+from jaxrl.rollout.rewards.stage import Rewards
 from jaxrl.rollout.templates import Templates
 from jaxrl.types import Completion, RolloutEngine, SamplingParams, Trajectory
-
-_CONTINUATIONS = 16  # how often a reply interrupted by the engine is taken up again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,8 @@ class EnvWorld:
   """What all environments of a tag share, local objects or handles.
 
   make_env: makes an environment. dataset: None for games, whose task is the seed.
+  rewards: what is added to an episode's reward after its end.
+  endpoint: where agents reach the engine, None where environments are stepped.
   """
 
   make_env: Callable[[], Env]
@@ -38,6 +43,14 @@ class EnvWorld:
   pool: CallPool
   queue: Any = None
   dataset: Any = None
+  rewards: Rewards | None = None
+  endpoint: Any = None
+
+  async def close(self) -> None:
+    """Lets go of threads and of the endpoint's port."""
+    self.pool.close()
+    if self.endpoint is not None:
+      await self.endpoint.close()
 
 
 class EnvManager:
@@ -46,8 +59,8 @@ class EnvManager:
   tag: the environment's tag. max_steps: turns an episode may take. max_length:
   tokens of the whole episode. max_tokens_per_step: tokens of one reply.
   temperature, top_p, top_k, stop: how replies are drawn. system_template,
-  first_template, turn_template: see `templates`. formulation: 'trajectory' or
-  'step'. reset_timeout, step_timeout, generate_timeout: seconds, 0 = none.
+  first_template, turn_template: see `templates`. formulation: 'trajectory', 'step' or
+  'concatenated'. reset_timeout, step_timeout, generate_timeout: seconds, 0 = none.
   """
 
   def __init__(
@@ -82,7 +95,7 @@ class EnvManager:
     self.max_steps, self.max_length = max_steps, max_length
     self.max_tokens_per_step = max_tokens_per_step
     self._templates = Templates(system_template, first_template, turn_template)
-    self._formulate = FORMULATIONS[formulation]
+    self._formulate = functools.partial(FORMULATIONS[formulation], room=max_length)
     self._timeouts = (reset_timeout or None, step_timeout or None)
     self._generate_timeout = generate_timeout or None
     self._sampling = SamplingParams(
@@ -94,6 +107,8 @@ class EnvManager:
       stop_token_ids=(world.chat.eos_id,),
     )
     self._env: Any = None
+    self._starting: RolloutCache | None = None  # who may still bring an environment
+    self._lock = threading.Lock()
     self._base_seed = 0
     self._playing: tuple[Lease, asyncio.Task] | None = None
 
@@ -107,6 +122,7 @@ class EnvManager:
     while True:
       lease = await settle(queue.get_episode_id(self.group_id, self.env_id))
       if lease is None:
+        self._drop_env()
         return count
       rollout = await self._play_unless_aborted(Lease(*lease))
       await settle(
@@ -143,9 +159,9 @@ class EnvManager:
 
   def _drop_env(self) -> None:
     """Forgets the environment; one in a process of its own is killed."""
-    env, self._env = self._env, None
-    if hasattr(env, 'kill'):
-      env.kill()
+    with self._lock:
+      env, self._env, self._starting = self._env, None, None
+    _kill(env)
 
   async def play(self, lease: Lease, *, base_seed: int) -> list[Trajectory] | None:
     """Plays one attempt; None when the data set is traversed. Does not raise."""
@@ -157,11 +173,15 @@ class EnvManager:
       completion = await self.make_decision(cache)
       if completion is not None:
         await self.step(cache, completion)
+    if self.world.rewards is not None:
+      seed = fold(base_seed, cache.seed, lease.member, 'rewards')
+      name = f'{self._name(cache)}/{lease.attempt}'
+      await self.world.rewards.add(cache, name, seed, self.world.pool)
     return self.formulate_rollouts(cache)
 
   async def reset(self, lease: Lease) -> RolloutCache | None:
     """Draws the task and starts the environment; None when there is no task."""
-    cache = RolloutCache(lease, self._seed_of(lease))
+    cache = self._starting = RolloutCache(lease, self._seed_of(lease))
     try:
       if self.world.dataset is not None:
         number = lease.group_id + lease.episode_id
@@ -204,6 +224,7 @@ class EnvManager:
       cache.stop('generate_failed', 'the engine returned no token')
       return None
     cache.say(completion)
+    cache.extras[CUT_OFF] = completion.finish_reason == 'length'
     if completion.finish_reason == 'abort':
       cache.stop('abort', 'the engine aborted the request')
       return None
@@ -235,17 +256,30 @@ class EnvManager:
 
   # ---- on the pool's threads
 
+  def _have_env(self, cache: RolloutCache) -> None:
+    """Gives the attempt the environment, made if there is none.
+
+    What is made too late, for an attempt that was given up, is nobody's.
+    """
+    env = self._env if self._env is not None else self.world.make_env()
+    with self._lock:
+      if self._starting is cache:
+        self._env = cache.env = env
+        return
+    _kill(env)
+    raise RuntimeError('the attempt was given up while its environment was made')
+
   def _start_env(self, cache: RolloutCache) -> list[int] | None:
-    if self._env is None:
-      self._env = self.world.make_env()
-    cache.env = self._env
+    self._have_env(cache)
     task = {'task': cache.task} if cache.task is not None else {}
     observation, info = cache.env.reset(seed=cache.seed, options=task)
     if observation is None:
       return None
     self._note(cache, info)
+    chat, tools = self.world.chat, info.get('tools')
+    cache.chat = chat.with_tools(tools) if tools else chat
     messages = self._show(cache, observation, info)
-    return self.world.chat.first_prompt(messages)
+    return cache.chat.first_prompt(messages)
 
   def _step_env(
     self, cache: RolloutCache, completion: Completion, ended: bool
@@ -266,7 +300,7 @@ class EnvManager:
     if cache.done:
       return []
     messages = self._show(cache, observation, info)
-    return self.world.chat.next_prompt(messages, ended=ended)
+    return cache.chat.next_prompt(messages, ended=ended)
 
   def _show(self, cache: RolloutCache, observation: Any, info: Mapping[str, Any]):
     messages = self._templates.messages(
@@ -295,29 +329,27 @@ class EnvManager:
   async def _generate(self, cache: RolloutCache, room: int) -> Completion:
     """One reply; if the engine is interrupted, it goes on from what it had."""
     lease, turn = cache.lease, len(cache.turns)
-    name = f'{self.tag}/{lease.group_id}/{lease.episode_id}/{cache.seed}'
-    name = f'{name}/{lease.member}/{turn}/{lease.attempt}'
-    parts: list[Completion] = []
-    for part in range(_CONTINUATIONS):
-      emitted = sum(len(p.tokens) for p in parts)
-      sampling = dataclasses.replace(
-        self._sampling,
-        max_tokens=room - emitted,
-        seed=fold(self._base_seed, cache.seed, lease.member, turn, part),
-      )
-      prompt = cache.tokens + [t for p in parts for t in p.tokens.tolist()]
-      request_id = f'{name}/{part}'
-      parts.append(await self._request(request_id, prompt, sampling))
-      if parts[-1].finish_reason != 'abort' or emitted + len(parts[-1].tokens) >= room:
-        break
-    return join(parts)
+    name = f'{self._name(cache)}/{turn}/{lease.attempt}'
+    # The 0 is there for the sake of the seeds that runs have always had.
+    seed = fold(self._base_seed, cache.seed, lease.member, turn, 0)
+    sampling = dataclasses.replace(
+      self._sampling,
+      max_tokens=room,
+      seed=seed,
+      temperature=0.0 if lease.greedy else self._sampling.temperature,
+    )
+    return await whole_reply(self._request, name, cache.tokens, sampling)
+
+  def _name(self, cache: RolloutCache) -> str:
+    """Of the member's part in its group, the same at every attempt."""
+    lease = cache.lease
+    return f'{self.tag}/{lease.group_id}/{lease.episode_id}/{cache.seed}/{lease.member}'
 
   async def _request(self, request_id, prompt, sampling) -> Completion:
-    """One request, which never outlives the one who waits for it."""
-    engine = self.world.engine
-    answer = settle(engine.generate(request_id, prompt, sampling))
-    try:
-      return await asyncio.wait_for(answer, self._generate_timeout)
-    except (TimeoutError, asyncio.CancelledError):
-      await settle(engine.abort(request_id))
-      raise
+    engine, timeout = self.world.engine, self._generate_timeout
+    return await request(engine, request_id, prompt, sampling, timeout=timeout)
+
+
+def _kill(env: Any) -> None:
+  if hasattr(env, 'kill'):
+    env.kill()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.rollout.group import Lease
-from jaxrl.types import Completion, Message, Task
+from jaxrl.types import FAILURES, Completion, Message, Task
 
 
 @dataclasses.dataclass
@@ -26,6 +26,7 @@ class Turn:
 class RolloutCache:
   """One attempt under way. Arrays of one entry per token of the history.
 
+  chat: with the tools that the environment offers, if any.
   terminated, truncated: as Gymnasium has them; either ends the episode.
   """
 
@@ -33,6 +34,7 @@ class RolloutCache:
   seed: int
   task: Task | None = None
   env: Any = None
+  chat: Any = None
   tokens: list[int] = dataclasses.field(default_factory=list)
   mask: list[bool] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -50,6 +52,11 @@ class RolloutCache:
   @property
   def done(self) -> bool:
     return self.terminated or self.truncated
+
+  @property
+  def failed(self) -> bool:
+    """True when it broke and must not be trained on."""
+    return self.stop_reason in FAILURES
 
   def hear(self, tokens: list[int]) -> None:
     """Appends what the model is shown."""

@@ -14,11 +14,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl.rollout.group import GroupState, Lease, Numbers, Rows
+from jaxrl.data.curricula import Result
+from jaxrl.rollout.gate import Filter, Gate, Shaper
+from jaxrl.rollout.group import GroupState, Lease, Numbers
+from jaxrl.rollout.lost import Drop, Lost
+from jaxrl.rollout.members import Rows
+from jaxrl.rollout.news import Item, News
+from jaxrl.rollout.shelf import Results, Shelf
 from jaxrl.types import Group
-
-Filter = Callable[[int, int, Group], bool]
-_NEWS_KEPT = 4096  # leases given up, for workers to hear of
 
 
 class GroupQueue:
@@ -27,18 +30,23 @@ class GroupQueue:
   num_groups: groups a step; −1 = until the data is traversed. group_size: members a
   group needs. num_env_groups: G, env groups that play at once. async_ratio: how far
   ahead of the trainer, in steps, rollouts may run; fractions too. redundancy: extra
-  members started, of which the slowest are given up. retries: how often a failed
-  member is played again. min_members: a group with fewer sound members is dropped
-  and replaced; 0 = all are needed. keep_failed: failed members stay in the group.
-  lease_timeout: seconds an episode may take, 0 = any. total: how many groups there
-  are in all, for games without a data set; 0 = endless. in_order: groups are taken by
-  number; else the first that are ready. max_lost: so many groups dropped or filtered
-  in a row, and none kept, is an error. group_filter: True drops a group.
+  members started, of which the slowest are given up. retries: how often a failed member
+  is played again, besides where workers are lost. min_members: a group with fewer sound
+  members is dropped and replaced; 0 = all are needed. keep_failed: failed members stay
+  in the group. lease_timeout: seconds an episode may take, 0 = any. total: how many
+  groups there are in all, for games without a data set; 0 = endless. in_order: groups
+  are taken by number; else the first that are ready. max_lost: so many groups dropped
+  or filtered in a row, and none kept, is an error. greedy: each group has one member
+  more, played at temperature 0, without which it is not whole. group_filter: True, or a
+  `Drop` that says why, drops a group. shaper: changes the rewards and weights of groups
+  that are kept. expires: groups admitted more than ⌈async_ratio⌉ steps ago are given
+  up; else none is, whatever its age, and `get_batch` is told which tokens are too old.
   """
 
   def __init__(
     self,
     group_filter: Filter | None = None,
+    shaper: Shaper | None = None,
     clock: Callable[[], float] = time.monotonic,
     *,
     num_groups: int = 8,
@@ -53,6 +61,8 @@ class GroupQueue:
     total: int = 0,
     in_order: bool = True,
     max_lost: int = 256,
+    greedy: bool = False,
+    expires: bool = True,
   ):
     if num_groups == 0 or num_groups < -1:
       raise ValueError(f'num_groups must be positive or -1, not {num_groups}')
@@ -62,23 +72,26 @@ class GroupQueue:
       raise ValueError('redundancy, retries, async_ratio … must not be negative')
     if not 0 <= min_members <= group_size:
       raise ValueError(f'min_members must lie within [0, {group_size}]')
+    if greedy and keep_failed:
+      raise ValueError('keep_failed would make a failed greedy member the baseline')
     self.num_groups, self.group_size = num_groups, group_size
     self.num_env_groups, self.async_ratio = num_env_groups, async_ratio
     self._members, self._retries = group_size + redundancy, retries
     self._min_members, self._keep_failed = min_members or group_size, keep_failed
     self._lease_timeout, self._in_order = lease_timeout or math.inf, in_order
-    self._max_lost, self._filter, self._clock = max_lost, group_filter, clock
+    self._expires, self._clock, self._greedy = expires, clock, greedy
+    least = self._min_members
+    self._gate = Gate(group_filter, shaper, least=least, greedy=greedy)
     self.step = 0
     self.counts: Counter[str] = Counter()
     self._numbers = Numbers(num_env_groups, total or None, endless=num_groups < 0)
     self._open: dict[int, GroupState] = {}
-    self._ready: dict[int, tuple[int, Group]] = {}  # number → (start step, rows)
+    self._ready, self._results = Shelf(), Results()
     self._held: dict[tuple[int, int], int] = {}  # (group_id, env_id) → number
+    self._asked: dict[tuple[int, int], object] = {}
     self._waiting: dict[int, list[asyncio.Future]] = defaultdict(list)
-    self._changed, self._news_came = asyncio.Event(), asyncio.Event()
-    self._news: list[tuple[int, int, Lease]] = []
-    self._news_gone = 0  # how many news have been forgotten
-    self._closed, self._lost = False, 0
+    self._changed, self._news = asyncio.Event(), News()
+    self._closed, self._lost = False, Lost(max_lost)
     self._error: Exception | None = None
 
   # ---- for environments
@@ -92,7 +105,8 @@ class GroupQueue:
       raise ValueError(f'group_id {group_id} is not below {self.num_env_groups}')
     if (group_id, env_id) in self._held:
       self._lose_lease(group_id, env_id, 'abandoned')
-    while not self._closed:
+    mine = self._asked[group_id, env_id] = object()  # who asked before may be gone
+    while not self._closed and self._asked[group_id, env_id] is mine:
       lease = self._lease(group_id, env_id)
       if lease is not None:
         return lease
@@ -134,34 +148,32 @@ class GroupQueue:
     number = group_id + episode_id
     group = self._open.get(number)
     held = self._held.get((group_id, env_id)) == number
-    if group is None or not held or group.start_step != start_step:
+    member = group.leases[env_id][0] if group is not None and held else -1
+    own = all(row.member == member for row in rollout or ())  # not of who was there
+    if group is None or not held or not own or group.start_step != start_step:
       self.counts['ignored'] += 1
       return False
-    del self._held[group_id, env_id]
-    member, _ = group.leases.pop(env_id)
+    del self._held[group_id, env_id], group.leases[env_id]
     if rollout is None:
+      self.counts['ended'] += 1
       group.ended.add(member)
       self._numbers.cut(number)
       self._wake(range(self.num_env_groups))
     elif any(row.failed for row in rollout):
       self._fail(group, member, rollout)
     else:
-      group.played[member] = rollout
+      group.add(member, rollout)
       self.counts['played'] += 1
     self._settle(group)
     return True
 
-  async def wait_given_up(self, after: int) -> tuple[int, list]:
+  async def wait_given_up(self, after: int) -> tuple[int, list[Item]]:
     """Waits for leases given up since `after`, which starts at 0.
 
     Returns the next `after`, and (group_id, env_id, lease) of each, so that whoever
     plays them may stop. Never returns once the queue is shut down.
     """
-    while self._news_gone + len(self._news) <= after:
-      self._news_came.clear()
-      await self._news_came.wait()
-    start = max(after - self._news_gone, 0)
-    return self._news_gone + len(self._news), self._news[start:]
+    return await self._news.wait(after)
 
   # ---- for the trainer
 
@@ -176,43 +188,51 @@ class GroupQueue:
     if self.num_groups < 0:
       return
     oldest = step - math.ceil(self.async_ratio)
-    for group in list(self._open.values()):
-      if group.start_step < oldest:
-        self._close(group)
-        self.counts['expired'] += 1
-    for number, (start_step, _) in list(self._ready.items()):
-      if start_step < oldest:
-        del self._ready[number]
-        self.counts['expired'] += 1
+    late = [g for g in self._open.values() if self._expires and g.start_step < oldest]
+    for group in late:
+      self._close(group)
+    gone = self._ready.expire(oldest) if self._expires else 0
+    self.counts['expired'] += len(late) + gone
     while len(self._open) + len(self._ready) < self.capacity and self._admit():
       pass
     self._changed.set()
 
   async def get_batch(
-    self, batch_size: int | None = None, current_step: int | None = None
+    self,
+    batch_size: int | None = None,
+    current_step: int | None = None,
+    min_version: int | None = None,
   ) -> list[Group]:
     """Waits for `batch_size` whole groups and takes them, in the order of numbers.
 
     None takes num_groups, −1 all there are, once the data is traversed. Fewer come
-    only when the data is traversed or the queue shut down. Raises RuntimeError when
-    so many groups were lost in a row that it would go on for ever.
+    only when the data is traversed or the queue shut down. min_version: groups with a
+    token of older weights are lost, and replaced. Raises RuntimeError when so many
+    groups were lost in a row that it would go on for ever.
     """
     size = self.num_groups if batch_size is None else batch_size
     if self.num_groups > 0 and size > self.capacity:
       raise ValueError(
         f'{size} groups are asked for, but only {self.capacity} are ever admitted'
       )
-    if current_step is not None and current_step != self.step:
+    idle = not self._open and not self._ready  # as before the first step
+    if current_step is not None and (idle or current_step != self.step):
       await self.advance_step(current_step)
     while True:
       self._changed.clear()
       self.expire_leases()
+      if min_version is not None:
+        self._lose_stale(min_version)
       if self._error is not None:
         raise self._error
       numbers = self._takeable(size)
       if numbers is not None:
         self.counts['taken'] += len(numbers)
-        return [self._ready.pop(number)[1] for number in numbers]
+        self._lost.taken()
+        groups = [self._ready.take(number) for number in numbers]
+        for group in groups:
+          self._results.note(group)
+        return groups
       limit = min(1.0, self._lease_timeout)  # then deadlines are looked at again
       with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(self._changed.wait(), limit)
@@ -230,17 +250,19 @@ class GroupQueue:
 
   def expire_leases(self) -> int:
     """Fails every lease past its deadline; returns how many there were."""
-    now = self._clock()
-    late = [
-      (number % self.num_env_groups, env_id)
-      for number, group in self._open.items()
-      for env_id, (_, deadline) in group.leases.items()
-      if deadline <= now
-    ]
-    for key in late:
-      if key in self._held:  # else its group was closed with the lease before
-        self._lose_lease(*key, 'timed_out')
+    now, late = self._clock(), []
+    for (group_id, env_id), number in self._held.items():  # the oldest comes first
+      if self._open[number].leases[env_id][1] > now:
+        break
+      late.append((group_id, env_id))
+    for group_id, env_id in late:
+      if (group_id, env_id) in self._held:  # else its group was closed with one before
+        self._lose_lease(group_id, env_id, 'timed_out')
     return len(late)
+
+  def results(self) -> list[Result]:
+    """How groups fared that were taken or filtered since the last call, by seed."""
+    return self._results.take()
 
   async def shutdown(self) -> None:
     """No more leases; whoever waits is let go."""
@@ -253,13 +275,18 @@ class GroupQueue:
 
   def state_dict(self) -> dict[str, Any]:
     """As JSON. Groups not yet taken are remembered by number, and played again."""
-    pending = sorted([*self._open, *self._ready])
-    return {'step': self.step, 'pending': pending, 'numbers': self._numbers.state()}
+    return {
+      'step': self.step,
+      'pending': sorted([*self._open, *self._ready]),
+      'numbers': self._numbers.state(),
+      'results': self._results.kept,
+    }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
     """Raises ValueError if the number of env groups changed under an endless queue."""
     self._numbers.load(state['numbers'])
     self.step = state['step']
+    self._results.kept = [(int(s), float(a), int(n)) for s, a, n in state['results']]
     for group in list(self._open.values()):
       self._close(group)
     self._ready.clear()
@@ -274,7 +301,8 @@ class GroupQueue:
     return [self._open[number] for number in sorted(numbers)]
 
   def _add(self, number: int) -> GroupState:
-    group = self._open[number] = GroupState(number, self.step, self._members)
+    own = number, self.step, self._members, self._greedy
+    group = self._open[number] = GroupState(*own)
     self._wake([number % self.num_env_groups])
     return group
 
@@ -289,64 +317,68 @@ class GroupQueue:
     group = self._open[self._held.pop((group_id, env_id))]
     member, _ = group.leases.pop(env_id)
     self.counts[why] += 1
-    self._tell(group_id, env_id, group.lease(member, group_id))
+    group.abandoned[member] += why == 'abandoned'
+    self._news.tell((group_id, env_id, group.lease(member, group_id)))
     self._fail(group, member, group.missing(member, group_id, why))
     self._settle(group)
 
-  def _tell(self, group_id: int, env_id: int, lease: Lease) -> None:
-    self._news.append((group_id, env_id, lease))
-    surplus = len(self._news) - _NEWS_KEPT
-    if surplus > 0:
-      del self._news[:surplus]
-      self._news_gone += surplus
-    self._news_came.set()
-
   def _fail(self, group: GroupState, member: int, rows: Rows) -> None:
-    group.attempts[member] += 1
-    if group.attempts[member] <= self._retries:
-      self.counts['retried'] += 1
-    else:
+    again = group.again(member, self._retries)
+    self.counts['retried' if again else 'failed'] += 1
+    self.counts[f'stopped/{rows[-1].stop_reason}'] += 1
+    if not again:
       group.failed[member] = rows
-      self.counts['failed'] += 1
 
   def _settle(self, group: GroupState) -> None:
     """Closes the group if it is full or can get no fuller; wakes who may go on."""
-    sound = len(group.played)
-    if sound < self.group_size and not group.accounted:
+    full = group.sound >= self.group_size and group.has_baseline
+    if not full and not group.accounted:
       self._wake([group.number % self.num_env_groups])
       return
     self._close(group)
-    if not sound and not group.failed:
-      return  # the data ended before this group began
+    if not group.played and not group.failed:
+      self.counts['unplayed'] += 1  # the data ended before this group began
+      return
     rows = group.rows(self.group_size, self._keep_failed)
-    if sound < self._min_members and not (self._keep_failed and group.failed):
-      self._lose_group('dropped', group.reasons())
-    elif self._filtered(group.number, rows):
-      self._lose_group('filtered', 'the group filter drops them')
-    else:
-      self._lost = 0
-      self._ready[group.number] = (group.start_step, rows)
-      self._changed.set()
-
-  def _filtered(self, number: int, rows: Group) -> bool:
-    group_id = number % self.num_env_groups
+    short = group.sound < self._min_members or not group.has_baseline
+    if short and not (self._keep_failed and group.failed):
+      self._lose_group('dropped', Drop('dropped', group.reasons()))
+      return
+    group_id = group.number % self.num_env_groups
     try:
-      return bool(self._filter and self._filter(group_id, number - group_id, rows))
+      rows, drop = self._gate.judge(group_id, group.number - group_id, rows)
     except Exception as error:  # the user's code: it ends the run, not an environment
-      error.add_note('raised by the group filter')
       self._error = error
-      return False
+      self._changed.set()
+      return
+    if drop is not None:
+      self._results.note(rows)
+      self.counts[f'filtered/{drop.name}'] += 1
+      self._lose_group('filtered', drop)
+      return
+    self._lost.keep()
+    self.counts['whole'] += 1
+    self._ready.put(group.number, group.start_step, rows)
+    self._changed.set()
 
-  def _lose_group(self, why: str, reason: str) -> None:
+  def _lose_stale(self, min_version: int) -> None:
+    """Loses groups, whole or in play, with a token that older weights wrote."""
+    found = self._ready.older(min_version)
+    for number in found:
+      del self._ready[number]
+    for group in list(self._open.values()):
+      if group.oldest is not None and group.oldest < min_version:
+        found[group.number] = group.oldest
+        self._close(group)
+    for oldest in found.values():
+      why = f'written by the weights of step {oldest}, wanted {min_version}'
+      self._lose_group('stale', Drop('stale', why))
+
+  def _lose_group(self, counted: str, drop: Drop) -> None:
     """Counts a lost group and admits another in its place."""
-    self.counts[why] += 1
-    self._lost += 1
-    if self._lost >= self._max_lost:
-      self._error = RuntimeError(
-        f'{self._lost} groups in a row were lost and none was kept; the last '
-        f'because: {reason}'
-      )
-    elif self.num_groups > 0:
+    self.counts[counted] += 1
+    self._error = self._error or self._lost.lose(drop)
+    if self._error is None and self.num_groups > 0:
       self._admit()
     self._changed.set()
 
@@ -356,7 +388,7 @@ class GroupQueue:
     for env_id, (member, _) in group.leases.items():
       del self._held[group_id, env_id]
       self.counts['surplus'] += 1
-      self._tell(group_id, env_id, group.lease(member, group_id))
+      self._news.tell((group_id, env_id, group.lease(member, group_id)))
     self._wake([group_id])
 
   def _wake(self, group_ids: Iterable[int]) -> None:

@@ -4,6 +4,10 @@ import inspect
 from typing import Any
 
 
+class EngineGone(ConnectionError):
+  """The process of an engine has died, or cannot be reached."""
+
+
 async def settle(value: Any) -> Any:
   """Awaits what can be awaited and passes on the rest."""
   return await value if inspect.isawaitable(value) else value

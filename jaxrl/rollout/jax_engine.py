@@ -8,6 +8,8 @@ task drives it and lives only while there is work. All device work goes through 
 
 import asyncio
 import collections
+import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +17,17 @@ import jax
 import numpy as np
 
 from jaxrl.dispatch import Dispatcher
+from jaxrl.models.exact import Exact
 from jaxrl.models.model import Model
+from jaxrl.rollout.desk import Desk
 from jaxrl.rollout.flights import Flight, Meter, Plan, fly, land
 from jaxrl.rollout.programs import Programs, Rows
 from jaxrl.rollout.slots import Request, SlotTable
 from jaxrl.rollout.stopping import stop_index
-from jaxrl.types import Completion, Params, SamplingParams
+from jaxrl.types import Params, SamplingParams
 
 
-class JaxEngine:
+class JaxEngine(Desk):
   """Generates tokens for many requests at once.
 
   A request's tokens and log-probs depend on its prompt, its sampling parameters and
@@ -36,7 +40,9 @@ class JaxEngine:
   completion together. decode_steps: tokens a dispatch; weights, aborts and new
   requests wait for at most one dispatch (two when no one waits for a slot).
   prompt_buckets: padded prompt lengths, by default powers of two from 32 to the
-  window. sharding: where weights and cache lie, by default on the first device.
+  window. exact: log-probs of untruncated draws have the bits that a learner in exact
+  mode finds, at the price of speed. sharding: where weights and cache lie, by default
+  on the first device.
   """
 
   def __init__(
@@ -51,10 +57,15 @@ class JaxEngine:
     prompt_buckets: Sequence[int] | None = None,
     prefill_tokens: int = 256,
     max_stop_ids: int = 8,
+    exact: bool = False,
     sharding: jax.sharding.Sharding | None = None,
   ):
-    self._tokenizer, self._dispatcher = tokenizer, dispatcher
+    vocab = model.config.vocab_size
+    super().__init__(tokenizer, window=max_length, vocab_size=vocab)
+    self._dispatcher = dispatcher
     self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if exact:
+      model = dataclasses.replace(model, exact=Exact.for_slots(num_slots))
     self._programs = Programs(
       model,
       sharding=self._sharding,
@@ -66,10 +77,10 @@ class JaxEngine:
       max_stop_ids=max_stop_ids,
     )
     self._weights: tuple[int, Params] | None = None
-    self._requests: dict[str, Request] = {}
     self._waiting: collections.deque[Request] = collections.deque()
     self._meter = Meter(num_slots)
-    self._paused = False
+    self._paused, self._admits = False, True
+    self._begun = 0.0  # when the dispatch at hand was
     self._task: asyncio.Task | None = None
     self._forget()
 
@@ -82,6 +93,11 @@ class JaxEngine:
   def compile_count(self) -> int:
     """Programs compiled so far; constant after `warmup`."""
     return self._programs.compile_count
+
+  @property
+  def stalled(self) -> float:
+    """Seconds that the dispatch at hand has taken so far; 0 without one."""
+    return time.monotonic() - self._begun if self._begun else 0.0
 
   def metrics(self) -> dict[str, float]:
     """Figures since the last call: tokens, seconds, tokens a second, busy share."""
@@ -104,84 +120,47 @@ class JaxEngine:
   async def pause(self) -> None:
     """Stops decoding and keeps every request; returns when the device is quiet."""
     self._paused = True
-    if self._task is not None:
+    if self._task is not None and not self._task.done():
       await asyncio.wait({self._task})
 
+  async def drain(self) -> None:
+    """Seats no more requests, and pauses once those in slots have ended.
+
+    Whoever waits for a slot waits on, until `resume`.
+    """
+    self._admits = False
+    while running := {r.future for r in self._table.owner if r is not None}:
+      await asyncio.wait(running)
+    if not self._admits:  # else `resume` came first
+      await self.pause()
+
+  async def sleep(self) -> None:
+    """Drains, and gives up the cache and its memory, until `resume`."""
+    await self.drain()
+    if not self._admits:  # else `resume` came first
+      self._forget()
+
   async def resume(self) -> None:
-    self._paused = False
+    self._paused, self._admits = False, True
     self._wake()
 
-  async def abort(self, request_id: str) -> None:
-    """Ends a request at once, with the tokens it has; unknown ids are ignored."""
-    request = self._requests.get(request_id)
-    if request is not None:
-      self._end(request, 'abort')
-
-  async def generate(
-    self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
-  ) -> Completion:
-    """Completes `token_ids`.
-
-    An id that is being served joins the running request if prompt and sampling are
-    the same. Raises ValueError for a request that cannot be served, and whatever the
-    device raised while serving it. Cancelling the last waiter aborts the request.
-    """
-    prompt = np.array(token_ids, np.int32)
-    self._check(request_id, prompt, sampling)
-    request = self._requests.get(request_id)
-    if request is None:
-      request = self._submit(request_id, prompt, sampling)
-    elif request.sampling != sampling or not np.array_equal(request.prompt, prompt):
-      raise ValueError(
-        f'request {request_id!r} is being served with another prompt or other '
-        'sampling parameters; give this one an id of its own'
-      )
-    request.waiters += 1
-    try:
-      return await asyncio.shield(request.future)
-    finally:
-      request.waiters -= 1
-      if not request.waiters and not request.future.done():
-        self._end(request, 'abort')
-
-  def _submit(self, name: str, prompt: np.ndarray, sampling: SamplingParams) -> Request:
-    """Registers and queues in one step: no await, so no abort can fall between."""
-    window = self._programs.max_length
-    request = Request(
-      name,
-      prompt,
-      sampling,
-      budget=min(sampling.max_tokens, window - len(prompt)),
-      future=asyncio.get_running_loop().create_future(),
-    )
-    self._requests[name] = request
+  def _begin(self, request: Request) -> None:
     self._waiting.append(request)
     self._wake()
-    return request
 
-  def _check(self, name: str, prompt: np.ndarray, sampling: SamplingParams) -> None:
-    vocab, window = self._programs.model.config.vocab_size, self._programs.max_length
-    wrong = ''
-    if prompt.ndim != 1 or not len(prompt):
-      wrong = f'its prompt must be a row of token ids, not of shape {prompt.shape}'
-    elif len(prompt) >= window:
-      wrong = (
-        f'its prompt of {len(prompt)} tokens leaves no room in a window of {window}; '
-        'shorten it or raise max_length'
-      )
-    elif len(prompt) - 1 > max(self._programs.buckets):
-      wrong = (
+  def _refuse(self, prompt: np.ndarray, sampling: SamplingParams) -> str:
+    longest, most = max(self._programs.buckets), self._programs.max_stop_ids
+    if len(prompt) - 1 > longest:
+      return (
         f'its prompt of {len(prompt)} tokens exceeds the largest prompt bucket, '
-        f'{max(self._programs.buckets)}'
+        f'{longest}'
       )
-    elif prompt.min() < 0 or prompt.max() >= vocab:
-      wrong = f'its prompt holds token ids outside 0 … {vocab - 1}'
-    wrong = wrong or _wrong_sampling(sampling, self._programs.max_stop_ids)
-    if not wrong and sampling.stop and self._tokenizer is None:
-      wrong = 'stop strings need an engine with a tokenizer'
-    if wrong:
-      raise ValueError(f'request {name!r}: {wrong}')
-    self._loaded()
+    if len(sampling.stop_token_ids) > most:
+      return (
+        f'{len(sampling.stop_token_ids)} stop token ids are more than the '
+        f'max_stop_ids={most} the engine was built with'
+      )
+    return ''
 
   def _loaded(self) -> tuple[int, Params]:
     if self._weights is None:
@@ -225,13 +204,17 @@ class JaxEngine:
     while the next one runs.
     """
     plan = self._plan()
-    flight, landed = await self._dispatcher.run(self._depart, plan, self._flight)
-    self._flight = flight
+    self._begun = time.monotonic()
+    try:
+      departed = self._dispatcher.run(self._depart, plan, self._flight)
+      self._flight, landed = await departed
+    finally:
+      self._begun = 0.0
     self._absorb(landed)
 
   def _plan(self) -> Plan:
     version, params = self._loaded()
-    seats = self._programs.num_slots - self._table.busy
+    seats = self._programs.num_slots - self._table.busy if self._admits else 0
     chosen = [self._waiting.popleft() for _ in range(min(seats, len(self._waiting)))]
     admission = self._table.admit(chosen, version)
     rows = where = None
@@ -277,9 +260,9 @@ class JaxEngine:
     tokens = column[:count].tolist()
     request.extend(tokens, logprobs.tolist(), flight.version)
     rules = request.sampling
-    cut = stop_index(self._tokenizer, request.tokens, count, rules.stop)
+    cut = stop_index(self._tokenizer, request.written, count, rules.stop)
     if cut is not None:
-      request.cut(cut)
+      request.cut(cut - rules.first)
       self._end(request, 'stop', slot)
     elif tokens and tokens[-1] in rules.stop_token_ids:
       self._end(request, 'stop', slot)
@@ -304,25 +287,3 @@ def default_buckets(max_length: int) -> list[int]:
   """Powers of two from 32, and the window itself."""
   sizes = [32 << i for i in range(max_length.bit_length()) if 32 << i < max_length]
   return [*sizes, max_length]
-
-
-def _wrong_sampling(sampling: SamplingParams, max_stop_ids: int) -> str:
-  """What is wrong with these parameters; '' when nothing is."""
-  if sampling.max_tokens < 1:
-    return f'max_tokens={sampling.max_tokens} must be at least 1'
-  if sampling.temperature < 0:
-    return f'temperature={sampling.temperature} must be 0 or more'
-  if not 0 < sampling.top_p <= 1:
-    return f'top_p={sampling.top_p} must lie in (0, 1]'
-  if sampling.top_k < 0:
-    return f'top_k={sampling.top_k} must be 0 or more'
-  if not 0 <= sampling.seed < 2**64:
-    return f'seed={sampling.seed} must lie in 0 … 2**64 − 1'
-  if len(sampling.stop_token_ids) > max_stop_ids:
-    return (
-      f'{len(sampling.stop_token_ids)} stop token ids are more than the '
-      f'max_stop_ids={max_stop_ids} the engine was built with'
-    )
-  if '' in sampling.stop:
-    return 'an empty stop string would stop before the first token'
-  return ''

@@ -31,9 +31,9 @@ class Rows:
   """What each of S slots is doing.
 
   tokens: `[S]` int32, the next token to feed; positions: `[S]` int32, where it goes.
-  remaining: `[S]` int32, tokens still to draw, 0 when idle. counts: `[S]` int32,
-  tokens drawn. temperature, top_p: `[S]` float32. top_k: `[S]` int32. keys: `[S, 2]`
-  uint32. stop_ids: `[S, K]` int32, filled up with −1.
+  remaining: `[S]` int32, tokens still to draw, 0 when idle. counts: `[S]` int32, the
+  place of the next token in its completion. temperature, top_p: `[S]` float32. top_k:
+  `[S]` int32. keys: `[S, 2]` uint32. stop_ids: `[S, K]` int32, filled up with −1.
   """
 
   tokens: Any
@@ -67,6 +67,7 @@ class Rows:
     self.tokens[slot] = request.prompt[-1]
     self.positions[slot] = len(request.prompt) - 1
     self.remaining[slot] = request.budget
+    self.counts[slot] = rules.first
     self.temperature[slot] = rules.temperature
     self.top_p[slot] = rules.top_p
     self.top_k[slot] = rules.top_k
@@ -213,6 +214,10 @@ def _decode(model: Model, steps: int, params, cache: Cache, rows: Rows):
     drawn, drawn_logprobs = sampling.sample(
       logits, rows.keys, rows.counts, rows.temperature, rows.top_p, rows.top_k
     )
+    if model.exact is not None:
+      whole = (rows.top_p >= 1) & (rows.top_k <= 0)
+      exact = model.exact.logprobs(logits, drawn, rows.temperature)
+      drawn_logprobs = jnp.where(whole, exact, drawn_logprobs)
     stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=-1)
     left = jnp.where(stopped, 0, rows.remaining - 1)
     rows = dataclasses.replace(

@@ -34,6 +34,12 @@ class Request:
     """The prompt as a dictionary key."""
     return self.prompt.tobytes()
 
+  @property
+  def written(self) -> list[int]:
+    """The completion from its very start, with what the prompt ends in of it."""
+    first = self.sampling.first
+    return [*self.prompt[-first:].tolist(), *self.tokens] if first else self.tokens
+
   def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
     self.tokens += tokens
     self.logprobs += logprobs
@@ -47,14 +53,15 @@ class Request:
   def finish(self, reason: str) -> None:
     """Answers the caller; later calls do nothing."""
     if not self.future.done():
-      self.future.set_result(
-        Completion(
-          tokens=np.asarray(self.tokens, np.int32),
-          logprobs=np.asarray(self.logprobs, np.float32),
-          versions=np.asarray(self.versions, np.int32),
-          finish_reason=reason,
-        )
-      )
+      self.future.set_result(self.so_far(reason))
+
+  def so_far(self, reason: str = 'abort') -> Completion:
+    return Completion(
+      tokens=np.asarray(self.tokens, np.int32),
+      logprobs=np.asarray(self.logprobs, np.float32),
+      versions=np.asarray(self.versions, np.int32),
+      finish_reason=reason,
+    )
 
   def fail(self, error: BaseException) -> None:
     if not self.future.done():

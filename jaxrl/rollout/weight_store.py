@@ -26,6 +26,10 @@ class WeightStore(Protocol):
     """The newest (version, params), as soon as there is one past `newer_than`."""
     ...
 
+  def metrics(self) -> dict[str, float]:
+    """What the newest version took to bring to the engines, `weights/…`."""
+    ...
+
 
 class InProcessWeights:
   """A `WeightStore` for a learner and engines that share a process.
@@ -68,6 +72,10 @@ class InProcessWeights:
     self._news.set()
     self._news = asyncio.Event()
     await asyncio.gather(*(engine.load(version, copy) for engine in self._engines))
+
+  def metrics(self) -> dict[str, float]:
+    """{}: nothing is sent."""
+    return {}
 
   async def fetch(self, newer_than: int = -1) -> tuple[int, Params]:
     """Waits for a version past `newer_than`; the arrays must not be donated."""

@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.rollout.env_manager import EnvManager, EnvWorld
+from jaxrl.rollout.agents import make_manager
+from jaxrl.rollout.env_manager import EnvWorld
 from jaxrl.rollout.handles import settle
 
 
@@ -23,7 +24,7 @@ class EnvWorker:
   ):
     self._world = world
     self.managers = {
-      (group_id, env_id): EnvManager(world, group_id, env_id, **(options or {}))
+      (group_id, env_id): make_manager(world, group_id, env_id, **(options or {}))
       for group_id, env_id in places
     }
 
@@ -39,6 +40,8 @@ class EnvWorker:
       raise errors.exceptions[0] from None  # the others follow from the first
     finally:
       listener.cancel()
+      if self._world.endpoint is not None:
+        await self._world.endpoint.close()
 
   async def _listen(self) -> None:
     """Ends episodes that the queue has given up: surplus, expired or timed out."""

@@ -28,7 +28,7 @@ class Checkpointer:
   def __init__(self, directory: str | pathlib.Path, *, keep: int = 2):
     if keep < 1:
       raise ValueError(f'checkpoint keep={keep}: keep at least 1 checkpoint')
-    self.directory = pathlib.Path(directory).absolute()
+    self.directory, self.keep = pathlib.Path(directory).absolute(), keep
     registry = ocp.handlers.local_registry(include_global_registry=True)
     registry.add(ocp.handlers.JsonHandler, checkpointable_name='data')
     context = ocp.Context()
@@ -114,7 +114,9 @@ class Checkpointer:
 
   def _compare(self, step: int, wanted: Mapping, found: Mapping) -> None:
     where = f'checkpoint {step} in {self.directory}'
-    advice = 'it was written with another model or optimizer: use another folder'
+    advice = (
+      'it was written with another model, optimizer or algorithm: use another folder'
+    )
     for name in wanted:
       if name not in found:
         raise CheckpointError(f'{where} has no array {name}; {advice}')

@@ -10,17 +10,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.algorithms import compose
-from jaxrl.data.packing import pack
+from jaxrl.algorithms import checks, compose
+from jaxrl.data.staleness import Bound
 from jaxrl.dispatch import Dispatcher
 from jaxrl.models.model import Model
+from jaxrl.signature import ConfigError
 from jaxrl.training import metrics as reports
-from jaxrl.training import minibatches as dealing
-from jaxrl.training import programs, sharding
+from jaxrl.training import programs, sharding, stale, teacher_columns
 from jaxrl.training.checkpoint import Checkpointer
+from jaxrl.training.layout import Layout
 from jaxrl.training.mesh import single_device_mesh
 from jaxrl.training.optimizer import Optimizer, adamw
+from jaxrl.training.per_device import on_mesh
 from jaxrl.training.state import Spec
+from jaxrl.training.teachers import Teachers
 from jaxrl.types import Algorithm, Batch, Group, Params
 
 log = logging.getLogger(__name__)
@@ -32,13 +35,15 @@ class Learner:
 
   params: a tree as `model.init` gives it; copied. mesh: default, the first device.
   dispatcher: runs the device work; default, one of its own. ref_params: the reference
-  policy, if a part reads one; default, `params`.
+  policy, if a part reads one; default, `params`. teachers: who gives the columns that
+  speak for a teacher, if a part reads any.
   num_rows: rows of a usual batch. buckets: lengths that rows are padded to.
   minibatches: optimizer updates a batch. micro_batches: parts of a minibatch whose
   gradients are summed, to save memory. epochs: passes over a batch. temperature: the
   one that rollouts are sampled at. seed: of the minibatches' order. entropy: report
   the exact entropy though no part reads it. mismatch_alarm: mean |Δlog-prob| between
-  rollout and learner from which on it warns.
+  rollout and learner from which on it warns. bound: what becomes of tokens of
+  weights that are too old.
   """
 
   def __init__(
@@ -53,6 +58,7 @@ class Learner:
     optimizer: Optimizer | None = None,
     dispatcher: Dispatcher | None = None,
     ref_params: Params | None = None,
+    teachers: Teachers | None = None,
     minibatches: int = 1,
     micro_batches: int = 1,
     epochs: int = 1,
@@ -60,25 +66,40 @@ class Learner:
     seed: int = 0,
     entropy: bool = True,
     mismatch_alarm: float = 0.1,
+    bound: Bound | None = None,
   ):
     for name, value in (('minibatches', minibatches), ('micro_batches', micro_batches)):
       if value < 1:
         raise ValueError(f'{name}={value} must be at least 1')
     self.mesh = mesh or single_device_mesh()
-    model = dataclasses.replace(model, constrain=sharding.Constrain(self.mesh))
+    model = on_mesh(model, self.mesh)
     self.optimizer = optimizer or adamw()
     self.temperature, self.seed, self.step = temperature, seed, 0
     self._dispatcher = dispatcher or Dispatcher('learner')
-    self._buckets = tuple(sorted(buckets))
-    self._minibatches, self._epochs = minibatches, epochs
     self._mismatch_alarm, self._alarmed = mismatch_alarm, False
+    checks.refuse(algorithm)
+    stale.check(bound, algorithm)
+    self._bound = bound
     static, self._parts = compose.split_numbers(algorithm)
-    self._spec = Spec(model, static, micro_batches, entropy)
-    self._shape = self._usual_shape(num_rows)
+    top_k = teacher_columns.top_k(algorithm)
+    self._spec = Spec(model, static, micro_batches, entropy, top_k)
+    self._layout = Layout(
+      algorithm=algorithm,
+      num_rows=num_rows,
+      multiple=sharding.rows_multiple(self.mesh),
+      buckets=tuple(sorted(buckets)),
+      minibatches=minibatches,
+      micro_batches=micro_batches,
+      epochs=epochs,
+      seed=seed,
+    )
+    self._teachers = teachers
     self._warm: set[programs.Shape] = set()
+    _check_teachers(self._spec, teachers)
     _check_params(self._spec, self.mesh, params)
     self._state = programs.init_state(self._spec, self.mesh, params)
     self._advantages: jax.Array | None = None
+    self._homes: dict[str, Any] | None = None  # where the state was before it rested
     self._reference = None
     if 'ref_logprobs' in self._spec.needs:
       shapes = programs.params_shapes(self._spec, self.mesh)
@@ -104,13 +125,15 @@ class Learner:
     return self._advantages
 
   @property
-  def algorithm_state(self) -> Any:
+  def algorithm_state(self) -> dict[str, Any]:
+    """What the algorithm's parts carry from batch to batch, by slot."""
     return self._state.algorithm_state
 
   def set_algorithm(self, algorithm: Algorithm) -> None:
     """Goes on with other options. Only numbers may differ: nothing is recompiled."""
     static, parts = compose.split_numbers(algorithm)
-    if static != self._spec.algorithm:
+    same_width = teacher_columns.top_k(algorithm) == self._spec.top_k
+    if static != self._spec.algorithm or not same_width:
       raise ValueError('only the numeric options of an algorithm can change in a run')
     self._parts = parts
 
@@ -155,18 +178,31 @@ class Learner:
 
     return await self._dispatcher.run(run)
 
+  async def rest(self) -> None:
+    """Leaves the devices' memory to others: the state lies in the host's until `wake`.
+
+    It can be saved there, but not learn. What a teacher holds stays on the devices.
+    """
+    if self._homes is None:
+      self._homes = jax.tree.map(lambda x: x.sharding, self._arrays())
+      away = jax.tree.map(lambda s: s.with_memory_kind('pinned_host'), self._homes)
+      await self._dispatcher.run(self._move, away)
+
+  async def wake(self) -> None:
+    """Brings the state back to where it was before `rest`, if it rests."""
+    if self._homes is not None:
+      homes, self._homes = self._homes, None
+      await self._dispatcher.run(self._move, homes)
+
+  def _move(self, places: dict[str, Any]) -> None:
+    moved = jax.block_until_ready(jax.device_put(self._arrays(), places))
+    self._state, self._reference = moved['state'], moved.get('reference')
+
   def _arrays(self) -> dict[str, Any]:
     arrays = {'state': self._state}
     if self._reference is not None:
       arrays['reference'] = self._reference
     return arrays
-
-  def _usual_shape(self, num_rows: int, length: int = 0) -> programs.Shape:
-    bins = self._minibatches * self._spec.micro_batches
-    size = dealing.atom_size(self._spec.algorithm)
-    multiple = sharding.rows_multiple(self.mesh)
-    rows = dealing.micro_rows(num_rows, bins, size, multiple)
-    return programs.Shape(rows * bins, length, rows)
 
   def _numbers(self) -> dict[str, Any]:
     """The traced options, as arrays of fixed dtypes."""
@@ -174,9 +210,11 @@ class Learner:
       'parts': self._parts,
       'temperature': self.temperature,
       'optimizer': self.optimizer.numbers(self.step),
+      'step': self.step,
     }
     kind = {int: np.int32, float: np.float32}
-    return jax.tree.map(lambda x: kind[type(x)](x), numbers)
+    numbers = jax.tree.map(lambda x: kind[type(x)](x), numbers)
+    return numbers | {'seed': np.uint32(self.seed % 2**32)}
 
   def _programs(self, shape: programs.Shape) -> tuple[Any, Any]:
     """(prepare or None, train) for a shape; says so when it must compile them."""
@@ -193,36 +231,48 @@ class Learner:
   def _warm_up(self) -> Metrics:
     start = time.perf_counter()
     with programs.CompileCounter() as counter:
-      for length in self._buckets:
-        self._programs(dataclasses.replace(self._shape, length=length))
+      for length in self._layout.buckets:
+        shape = self._layout.shape(length)
+        self._programs(shape)
+        size, scored = (shape.rows, length), 'old_logprobs' in self._spec.needs
+        stale.warmup(self._bound, self.mesh, size, scored=scored)
+        if self._teachers is not None:
+          self._teachers.warmup(shape.rows, [length])
     seconds = time.perf_counter() - start
     return {'time/warmup': seconds, 'compile/programs': float(counter.count)}
 
   def _update(self, groups: Sequence[Group]) -> Metrics:
     start = time.perf_counter()
-    host, shape, indices = self._lay_out(groups)
+    host, shape, indices = self._layout.lay_out(groups, self.step)
     with programs.CompileCounter() as counter:
       prepare, train = self._programs(shape)
       numbers = self._numbers()
       batch = self._put(host)
       packed = time.perf_counter()
-      before: dict[str, Any] = {}
+      before, after = {}, {}
+      if self._teachers is not None:
+        batch = batch.replace(**self._teachers.score(batch, groups))
       if prepare is not None:
         state = self._state
-        changed, before = prepare(
+        changed, after, before = prepare(
           state.params, self._reference, state.algorithm_state, batch, numbers
         )
         batch = jax.block_until_ready(batch.replace(**changed))
         self._advantages = batch.advantages
+      aged = stale.mismatch(host, batch, self.step, self.mesh)
+      batch, more = stale.settle(self._bound, host, batch, self.step, self.mesh)
       prepared = time.perf_counter()
       updates = []
       for index in indices:
         self._state, update = train(self._state, batch, index, numbers)
         updates.append(update)
+      carried = {**self._state.algorithm_state, **after}
+      self._state = dataclasses.replace(self._state, algorithm_state=carried)
       before, updates = jax.device_get((before, updates))
     end = time.perf_counter()
     metrics = reports.average(updates) | reports.average([before])
     metrics |= reports.of_groups(groups) | reports.of_batch(host, self.step)
+    metrics |= aged | more
     metrics |= {
       'optimizer/learning_rate': float(numbers['optimizer']['learning_rate']),
       'compile/programs': float(counter.count),
@@ -236,45 +286,15 @@ class Learner:
     self.step += 1
     return metrics
 
-  def _lay_out(
-    self, groups: Sequence[Group]
-  ) -> tuple[Batch, programs.Shape, list[np.ndarray]]:
-    """The batch on the host, its shape, and the rows of each update."""
-    count = sum(len(group) for group in groups)
-    shape = (
-      self._usual_shape(max(count, 1)) if count > self._shape.rows else self._shape
-    )
-    bins = self._minibatches * self._spec.micro_batches
-    while True:
-      batch = pack(groups, self._buckets, shape.rows)
-      indices = self._deal(batch, shape.micro_rows)
-      if indices is not None:
-        break
-      rows = shape.micro_rows + sharding.rows_multiple(self.mesh)
-      shape = programs.Shape(rows * bins, 0, rows)
-    shape = dataclasses.replace(shape, length=batch.tokens.shape[1])
-    if batch.expert_mask is None:
-      batch = batch.replace(expert_mask=np.zeros(shape.rows, bool))
-    return batch, shape, indices
-
   def _put(self, batch: Batch) -> Batch:
     """The columns that the programs take, on the devices, rows split."""
     keep = set(self._spec.batch_columns)
     drop = {f.name: None for f in dataclasses.fields(Batch) if f.name not in keep}
-    return jax.device_put(batch.replace(**drop), sharding.rows(self.mesh))
+    return jax.tree.map(self._place, batch.replace(**drop))
 
-  def _deal(self, batch: Batch, capacity: int) -> list[np.ndarray] | None:
-    atoms = dealing.atoms(self._spec.algorithm, batch)
-    indices = []
-    for epoch in range(self._epochs):
-      order = atoms
-      if self._minibatches > 1:  # one minibatch holds every row in any order
-        order = dealing.shuffled(atoms, self.seed, self.step, epoch)
-      dealt = dealing.deal(order, self._minibatches, self._spec.micro_batches, capacity)
-      if dealt is None:
-        return None
-      indices += [index for index in dealt if (index >= 0).any()]
-    return indices
+  def _place(self, rows: np.ndarray) -> jax.Array:
+    """`[B, …]` on the devices, rows split."""
+    return sharding.put(rows, sharding.rows(self.mesh))
 
   def _check(self, metrics: Metrics, host: Batch) -> None:
     """Raises for what is not finite; warns once when the rollout's policy differs."""
@@ -295,11 +315,19 @@ class Learner:
     if alarm and not self._alarmed:
       log.warning(
         'step %d: the rollout engine and the learner disagree on the log-probs of '
-        'the sampled tokens by %.3g on average (alarm at %.3g): stale or wrong '
-        'weights, another temperature, or another precision',
+        'the sampled tokens by %.3g on average (rollout.mismatch_alarm=%.3g): '
+        'docs/mismatch.md lists the causes and how to tell them apart',
         *(self.step, difference, self._mismatch_alarm),
       )
     self._alarmed = alarm
+
+
+def _check_teachers(spec: Spec, teachers: Teachers | None) -> None:
+  if spec.teacher_columns and teachers is None:
+    raise ConfigError(
+      f'this algorithm reads {", ".join(spec.teacher_columns)}, and there is no '
+      'teacher to give them: set --config.teacher.checkpoint'
+    )
 
 
 def _check_params(spec: Spec, mesh: Mesh, params: Params) -> None:

@@ -2,15 +2,37 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxrl.signature import call
 from jaxrl.types import Array, Params
 
-SCHEDULES = ('constant', 'linear', 'cosine')
+
+class Fall(NamedTuple):
+  """How a learning rate falls: until learner step `decay_steps`, to which part."""
+
+  shape: str
+  decay_steps: int = 0
+  final_fraction: float = 0.0
+
+
+def _constant() -> Fall:
+  return Fall('constant')
+
+
+def _linear(*, decay_steps: int = 0, final_fraction: float = 0.0) -> Fall:
+  return Fall('linear', decay_steps, final_fraction)
+
+
+def _cosine(*, decay_steps: int = 0, final_fraction: float = 0.0) -> Fall:
+  return Fall('cosine', decay_steps, final_fraction)
+
+
+SCHEDULES = {'constant': _constant, 'linear': _linear, 'cosine': _cosine}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +40,8 @@ class Optimizer:
   """Settings of AdamW; see `adamw`, which checks them."""
 
   learning_rate: float
-  schedule: str
+  schedule: Fall
   warmup_steps: int
-  decay_steps: int
-  final_fraction: float
   b1: float
   b2: float
   eps: float
@@ -35,12 +55,11 @@ class Optimizer:
     """
     if step < self.warmup_steps:
       return self.learning_rate * (step + 1) / self.warmup_steps
-    if self.schedule == 'constant':
+    shape, end, final = self.schedule
+    if shape == 'constant':
       return self.learning_rate
-    done = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-    done = min(done, 1.0)
-    left = 1 - done if self.schedule == 'linear' else (1 + math.cos(math.pi * done)) / 2
-    final = self.final_fraction
+    done = min((step - self.warmup_steps) / (end - self.warmup_steps), 1.0)
+    left = 1 - done if shape == 'linear' else (1 + math.cos(math.pi * done)) / 2
     return self.learning_rate * (final + (1 - final) * left)
 
   def numbers(self, step: int) -> dict[str, float]:
@@ -58,37 +77,38 @@ class Optimizer:
 def adamw(
   *,
   learning_rate: float = 1e-6,
-  schedule: Literal['constant', 'linear', 'cosine'] = 'constant',
+  schedule: str = 'constant',
   warmup_steps: int = 0,
-  decay_steps: int = 0,
-  final_fraction: float = 0.0,
   b1: float = 0.9,
   b2: float = 0.999,
   eps: float = 1e-8,
   weight_decay: float = 0.0,
   clip_norm: float | None = 1.0,
+  num_steps: int | None = None,
 ) -> Optimizer:
   """AdamW (arXiv 1711.05101), decay on matrices alone, moments in float32.
 
-  schedule: after a linear warm-up over `warmup_steps` learner steps, the rate stays
-  or falls, along a line or a cosine, to `final_fraction` of itself at step
-  `decay_steps`. clip_norm: the gradient's largest global norm; None for no limit.
+  schedule: a call string. After a linear warm-up over `warmup_steps` learner steps, the
+  rate stays (`constant`) or falls, along a line or a cosine, to a part of itself:
+  `cosine(decay_steps=200, final_fraction=.1)`. num_steps: the run's, at which a fall
+  that names no end ends, after a warm-up of at most half of them. clip_norm: the
+  gradient's largest global norm; None for no limit. Raises ConfigError, ValueError.
   """
-  if schedule not in SCHEDULES:
-    raise ValueError(f'schedule {schedule!r} is not one of {", ".join(SCHEDULES)}')
-  if schedule != 'constant' and decay_steps <= warmup_steps:
+  fall = call(schedule, SCHEDULES, 'schedule', 'optimizer.schedule')
+  if fall.shape != 'constant' and not fall.decay_steps and num_steps is not None:
+    fall = fall._replace(decay_steps=max(num_steps, 1))
+    warmup_steps = min(warmup_steps, num_steps // 2)
+  if fall.shape != 'constant' and fall.decay_steps <= warmup_steps:
     raise ValueError(
       f'schedule {schedule!r} needs decay_steps, the step at which it ends, above '
-      f'warmup_steps={warmup_steps}; it is {decay_steps}'
+      f'warmup_steps={warmup_steps}; it is {fall.decay_steps}'
     )
   if clip_norm is not None and clip_norm <= 0:
     raise ValueError(f'clip_norm={clip_norm} must be positive, or None for no limit')
   return Optimizer(
     learning_rate,
-    schedule,
+    fall,
     warmup_steps,
-    decay_steps,
-    final_fraction,
     b1,
     b2,
     eps,

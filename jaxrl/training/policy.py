@@ -59,16 +59,24 @@ def random_config(
   )
 
 
-def load(folder: str, *, value_head: bool, dtype: str, remat: str) -> Policy:
+def load(
+  folder: str,
+  *,
+  value_head: bool,
+  dtype: str,
+  remat: str,
+  key: str = 'model.checkpoint',
+) -> Policy:
   """The policy in a Hugging Face folder. Raises ConfigError for a folder that is none.
 
   value_head: whether the algorithm trains a critic; a missing head starts at zero.
+  key: of the config, that named the folder.
   """
   try:
     config, params = huggingface.load(folder, value_head=value_head)
     tokenizer = load_tokenizer(folder)
   except (OSError, ValueError) as error:
-    raise ConfigError(f'model.checkpoint={folder}: {error}') from error
+    raise ConfigError(f'{key}={folder}: {error}') from error
   model = Model(config, dtype=dtype, remat=remat)
   return Policy(model, params, tokenizer, pathlib.Path(folder))
 
@@ -82,15 +90,44 @@ def create(
   value_head: bool,
   dtype: str,
   remat: str,
+  tokenizer: Any = None,
 ) -> Policy:
-  """A random policy with a tokenizer trained on `texts`, saved in `folder`.
+  """A random policy, saved in `folder`, with a tokenizer trained on `texts`.
 
+  tokenizer: one to take instead, with a vocabulary of the config's size.
   If `folder` holds one already it is loaded: a resumed run goes on with its tokenizer.
   """
   if not (folder / 'config.json').exists():
-    tokenizer = train_tokenizer(texts, config.vocab_size)
-    size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    config = config.replace(vocab_size=size, value_head=value_head)
+    if tokenizer is None:
+      tokenizer = train_tokenizer(texts, config.vocab_size)
+      size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+      config = config.replace(vocab_size=size)
+    config = config.replace(value_head=value_head)
     params = Model(config).init(key)
     huggingface.save(folder, config, params, tokenizer)
   return load(str(folder), value_head=value_head, dtype=dtype, remat=remat)
+
+
+def with_vocabulary(other: Policy, student: Policy, key: str) -> Policy:
+  """`other`, if it numbers tokens as `student` does, else ConfigError naming `key`.
+
+  Rows of its table beyond the tokenizer that the student's has not are cut off.
+  """
+  mine, theirs = student.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+  where = f'{key}={other.folder}: its vocabulary is not that of {student.folder}'
+  for token, number in sorted(mine.items(), key=lambda item: item[1]):
+    if theirs.get(token) != number:
+      there = f'number {theirs[token]}' if token in theirs else 'absent'
+      raise ConfigError(f'{where}: token {token!r} is {there}, but {number} here')
+  if theirs.keys() > mine.keys():
+    more = min(theirs.keys() - mine.keys(), key=theirs.__getitem__)
+    raise ConfigError(f'{where}: token {more!r}, number {theirs[more]}, is absent here')
+  size, config = student.model.config.vocab_size, other.model.config
+  if config.vocab_size < size:
+    raise ConfigError(
+      f'{where}: its table has {config.vocab_size} rows; {size} are needed'
+    )
+  tables = {'embedding', 'lm_head'} & other.params.keys()
+  cut = {name: {'table': other.params[name]['table'][:size]} for name in tables}
+  model = dataclasses.replace(other.model, config=config.replace(vocab_size=size))
+  return dataclasses.replace(other, model=model, params={**other.params, **cut})

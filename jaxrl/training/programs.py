@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.training import optimizer, scoring, sharding
+from jaxrl.training import columns, optimizer, scoring, sharding, teacher_columns
 from jaxrl.training.checkpoint import flatten
 from jaxrl.training.state import NARROW, Spec, TrainState
 from jaxrl.training.step import train_step
@@ -19,11 +19,14 @@ from jaxrl.types import Batch, Params
 _DTYPES = {
   'action_mask': jnp.bool_,
   'expert_mask': jnp.bool_,
+  'greedy_mask': jnp.bool_,
   'rollout_logprobs': jnp.float32,
   'rewards': jnp.float32,
+  'loss_weights': jnp.float32,
   'teacher_logprobs': jnp.float32,
+  'teacher_topk_logprobs': jnp.float32,
 }
-_ROWS = ('task_ids', 'run_ids', 'step_ids', 'expert_mask', *NARROW)
+_ROWS = ('task_ids', 'run_ids', 'step_ids', 'expert_mask', 'loss_weights', *NARROW)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +67,9 @@ def state_shapes(spec: Spec, mesh: Mesh) -> TrainState:
   params, whole = params_shapes(spec, mesh), sharding.replicated(mesh)
   layout = optimizer.state_sharding(params, shardings_of(params), whole)
   moments = _with(jax.eval_shape(optimizer.init, params), layout)
-  own = None
-  if spec.algorithm.init_state is not None:
-    own = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _own_state(spec)))
-    own = _with(own, jax.tree.map(lambda _: whole, own))
+  own = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, spec.init_state()))
+  own = _with(own, jax.tree.map(lambda _: whole, own))
   return TrainState(params, moments, own)
-
-
-def _own_state(spec: Spec) -> Any:
-  return spec.algorithm.init_state and spec.algorithm.init_state()
 
 
 def init_state(spec: Spec, mesh: Mesh, params: Params) -> TrainState:
@@ -81,29 +78,31 @@ def init_state(spec: Spec, mesh: Mesh, params: Params) -> TrainState:
   params = place(params, shapes.params)
   layout = shardings_of(shapes.opt_state)
   moments = jax.jit(optimizer.init, out_shardings=layout)(params)
-  own = _own_state(spec)
-  if own is not None:
-    own = jax.device_put(own, shardings_of(shapes.algorithm_state))
+  layout = shardings_of(shapes.algorithm_state)
+  own = jax.tree.map(sharding.put, spec.init_state(), layout)
   return TrainState(params, moments, own)
 
 
 def place(params: Params, shapes: Params) -> Params:
   """A float32 copy of `params` in the layout of `shapes`, sharing no memory with it."""
   return jax.tree.map(
-    lambda x, s: jax.device_put(x, s.sharding, may_alias=False), params, shapes
+    lambda x, s: sharding.put(x, s.sharding, copy=True), params, shapes
   )
 
 
 def batch_shapes(spec: Spec, mesh: Mesh, shape: Shape) -> Batch:
-  """What the learner puts on the devices for a batch of this shape."""
+  """What learner and teachers put on the devices for a batch of this shape."""
   rows = sharding.rows(mesh)
 
   def column(name):
     size = (shape.rows,) if name in _ROWS else (shape.rows, shape.length)
+    if name in teacher_columns.TOPK:
+      size += (spec.top_k,)
     return jax.ShapeDtypeStruct(size, _DTYPES.get(name, jnp.int32), sharding=rows)
 
+  there = {*spec.batch_columns, *spec.teacher_columns}
   names = [field.name for field in dataclasses.fields(Batch)]
-  return Batch(**{n: column(n) if n in spec.batch_columns else None for n in names})
+  return Batch(**{name: column(name) if name in there else None for name in names})
 
 
 def _abstract(numbers: Any, mesh: Mesh) -> Any:
@@ -119,13 +118,13 @@ class Programs:
   numbers: an example of the traced options: its structure and dtypes count.
   """
 
-  def __init__(self, spec: Spec, mesh: Mesh, numbers: scoring.Numbers):
+  def __init__(self, spec: Spec, mesh: Mesh, numbers: columns.Numbers):
     self._spec, self._mesh = spec, mesh
     leaves, treedef = jax.tree.flatten(_abstract(numbers, mesh))
     self._numbers = (tuple(leaves), treedef)
 
   def prepare(self, shape: Shape) -> Callable[..., Any]:
-    """(params, ref_params, algorithm_state, batch, numbers) → columns, metrics."""
+    """(params, ref_params, own state, batch, numbers) → columns, state, metrics."""
     return _compile_prepare(self._spec, self._mesh, shape, self._numbers)
 
   def train(self, shape: Shape) -> Callable[..., Any]:
@@ -145,7 +144,8 @@ def _compile_prepare(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> An
     batch_shapes(spec, mesh, shape),
     jax.tree.unflatten(numbers[1], numbers[0]),
   )
-  layouts = (sharding.rows(mesh), sharding.replicated(mesh))
+  whole = sharding.replicated(mesh)
+  layouts = (sharding.rows(mesh), whole, whole)
   return jax.jit(function, out_shardings=layouts).lower(*arguments).compile()
 
 

@@ -2,15 +2,18 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from jaxrl import signature
 from jaxrl.algorithms import compose
 from jaxrl.functional.aggregation import token_weights
-from jaxrl.training.state import Spec, columns_of
-from jaxrl.types import Array, Batch, Params
+from jaxrl.signature import ConfigError
+from jaxrl.training import experts
+from jaxrl.training.columns import Columns, Numbers, columns_of, in_chunks
+from jaxrl.training.state import Spec
+from jaxrl.types import Advantages, Array, Batch, Params
 
-Numbers = dict[str, Any]
+Metrics = dict[str, Array]
 
 
 def prepare(
@@ -18,46 +21,134 @@ def prepare(
   chunks: int,
   params: Params,
   ref_params: Params | None,
-  algorithm_state: Any,
+  algorithm_state: dict[str, Any],
   batch: Batch,
   numbers: Numbers,
-) -> tuple[dict[str, Array], dict[str, Array]]:
+) -> tuple[dict[str, Array], dict[str, Any], Metrics]:
   """Scores `[N, T]` in `chunks` of the train step's shape, then makes advantages.
 
-  Returns the columns to put into the batch and metrics. The KL penalty comes off the
-  rewards before any advantage sees them: R_t ← R_t − penalty(o, q)_t on actions.
+  Returns the columns to put into the batch, the states, by slot, that hold from the
+  next batch on, and metrics. The KL penalty comes off the rewards before any advantage
+  sees them: R_t ← R_t − penalty(o, q)_t on the actions the policy sampled.
   """
-  algorithm = spec.algorithm
-  batch, entropy = _score(spec, chunks, params, ref_params, batch, numbers)
-  columns = columns_of(batch, algorithm.behaviour, algorithm_state)
-  columns['entropy'] = entropy
-  mask, metrics = batch.action_mask, {}
-  parts = numbers['parts']
-  if algorithm.kl_penalty is not None:
-    penalty = compose.call_part(algorithm.kl_penalty, columns, parts.get('kl_penalty'))
-    penalty = jnp.where(mask, penalty, 0)
+  batch, outputs = _score(spec, chunks, params, ref_params, batch, numbers)
+  columns = columns_of(spec, batch, algorithm_state, numbers) | outputs
+  mask = batch.action_mask
+  sampled = mask & ~batch.expert_mask[:, None]
+  if batch.greedy_mask is not None:
+    sampled &= ~batch.greedy_mask[:, None]
+  after, metrics = _control(spec, columns, sampled, algorithm_state, numbers)
+  penalty = _penalty(spec, columns, sampled, algorithm_state, numbers)
+  if penalty is not None:
     columns['rewards'] = batch.rewards - penalty
-    metrics['kl/penalty'] = (token_weights(mask) * penalty).sum()
+    metrics['kl/penalty'] = (token_weights(sampled) * penalty).sum()
   changed = {
-    name: columns[name]
-    for name in ('old_logprobs', 'ref_logprobs')
+    name: getattr(batch, name)
+    for name in ('old_logprobs', 'ref_logprobs', 'values')
     if name in spec.needs
   }
-  if 'values' in spec.needs:
-    changed['values'] = batch.values
-  if algorithm.advantage is not None:
-    result = compose.call_part(algorithm.advantage, columns, parts.get('advantage'))
+  if spec.algorithm.advantage is not None:
+    lone = experts.lone(spec.algorithm, columns)
+    others = experts.left_out(columns, lone)
+    result = _advantages(spec, others, penalty, algorithm_state, numbers)
+    told = others['mask']
+    if batch.greedy_mask is not None:
+      told = told & ~batch.greedy_mask[:, None]
+    metrics |= _spread(result.advantages, told)
+    result = experts.put_back(result, lone, batch.rewards, mask)
     changed['advantages'] = result.advantages
     if result.returns is not None:
       changed['returns'] = result.returns
     if result.keep is not None:
       changed['action_mask'] = mask & result.keep
+    if spec.carries('advantage') and result.state is not None:
+      after['advantage'] = result.state
     metrics |= {f'advantage/{name}': x for name, x in result.metrics.items()}
-    metrics |= _spread(result.advantages, mask)
-  return changed, metrics
+  return changed, after, metrics
 
 
-def _spread(advantages: Array, mask: Array) -> dict[str, Array]:
+def _advantages(
+  spec: Spec,
+  columns: Columns,
+  penalty: Array | None,
+  state: dict[str, Any],
+  numbers: Numbers,
+) -> Advantages:
+  part = spec.algorithm.advantage
+  assert part is not None  # the caller looked
+  if spec.carries('advantage'):
+    columns = columns | {'state': state['advantage']}
+  result = compose.call_part(part, columns, numbers['parts'].get('advantage'))
+  name = compose.function_of(part).__name__
+  if result.state is not None and not spec.carries('advantage'):
+    raise ConfigError(
+      f'{name} returns a state but is not marked: put @stateful(init) from '
+      'jaxrl.functional.marks above it'
+    )
+  if penalty is not None and 'rewards' not in compose.columns(part):
+    # It judges each token by itself, so that token's penalty comes off it directly.
+    return Advantages(
+      result.advantages - penalty,
+      result.returns,
+      result.keep,
+      result.metrics,
+      result.state,
+    )
+  return result
+
+
+def _penalty(
+  spec: Spec,
+  columns: Columns,
+  sampled: Array,
+  state: dict[str, Any],
+  numbers: Numbers,
+) -> Array | None:
+  """`[B, T]` what comes off the rewards; 0 where the policy did not sample."""
+  part = spec.algorithm.kl_penalty
+  if part is None:
+    return None
+  penalty = compose.call_part(part, columns, numbers['parts'].get('kl_penalty'))
+  if 'kl_controller' in state:
+    penalty = state['kl_controller']['scale'] * penalty
+  return jnp.where(sampled, penalty, 0)
+
+
+def _control(
+  spec: Spec,
+  columns: Columns,
+  sampled: Array,
+  state: dict[str, Any],
+  numbers: Numbers,
+) -> tuple[dict[str, Any], Metrics]:
+  """The KL controller's next state, and the coefficient that holds for this batch.
+
+  It is told the mean over sampled tokens of the term's estimator at coefficient 1, of
+  the behaviour policy from the reference.
+  """
+  controller = spec.algorithm.kl_controller
+  if controller is None:
+    return {}, {}
+  slot = 'kl_loss' if spec.algorithm.kl_loss is not None else 'kl_penalty'
+  part, options = getattr(spec.algorithm, slot), dict(numbers['parts'].get(slot, {}))
+  coef = (signature.defaults(compose.function_of(part)) | options).get('coef')
+  if coef is not None:
+    options['coef'] = 1.0
+  estimate = jnp.where(sampled, compose.call_part(part, columns, options), 0)
+  given = columns | {
+    'kl': (token_weights(sampled) * estimate).sum(),
+    'num_rows': jnp.sum(jnp.any(sampled, axis=1)).astype(jnp.float32),
+  }
+  if spec.carries('kl_controller'):
+    given['state'] = state['kl_controller']
+  after = compose.call_part(controller, given, numbers['parts'].get('kl_controller'))
+  scale = state['kl_controller']['scale']
+  metrics = {'kl/behaviour': given['kl']}
+  metrics['kl/coef'] = scale * jnp.float32(1.0 if coef is None else coef)
+  return {'kl_controller': after}, metrics
+
+
+def _spread(advantages: Array, mask: Array) -> Metrics:
   weights = token_weights(mask)
   mean = (weights * advantages).sum()
   square = (weights * jnp.square(advantages)).sum()
@@ -74,38 +165,29 @@ def _score(
   ref_params: Params | None,
   batch: Batch,
   numbers: Numbers,
-) -> tuple[Batch, Array | None]:
-  """The batch with the columns that a forward pass must give; the entropy if read."""
-  entropy = 'entropy' in spec.reads_before
-  own = entropy or bool(spec.needs & {'old_logprobs', 'values'})
+) -> tuple[Batch, Columns]:
+  """The batch with what forward passes must give; columns that only parts here read."""
+  asked = {name: True for name in ('entropy', 'nec') if name in spec.reads_before}
+  own = bool(asked) or bool(spec.needs & {'old_logprobs', 'values'})
   reference = 'ref_logprobs' in spec.needs
   if not own and not reference:
-    return batch, None
+    return batch, {}
 
-  def body(_, inputs):
-    tokens, segment_ids = (spec.model.constrain(x, 'batch', None) for x in inputs)
-
-    def outputs(weights, entropy):
+  def score(tokens, segment_ids):
+    def outputs(weights, **asked):
       return spec.model.policy_outputs(
-        weights,
-        tokens,
-        segment_ids,
-        temperature=numbers['temperature'],
-        entropy=entropy,
+        weights, tokens, segment_ids, temperature=numbers['temperature'], **asked
       )
 
-    return None, (
-      outputs(params, entropy) if own else None,
-      outputs(ref_params, False).logprobs if reference else None,
+    return (
+      outputs(params, **asked) if own else None,
+      outputs(ref_params).logprobs if reference else None,
     )
 
-  split = jax.tree.map(
-    lambda x: x.reshape(chunks, -1, x.shape[-1]), (batch.tokens, batch.segment_ids)
-  )
-  scored = jax.lax.scan(body, None, split)[1]
-  mine, ref = jax.tree.map(lambda x: x.reshape(batch.tokens.shape), scored)
+  mine, ref = in_chunks(spec, chunks, score, batch.tokens, batch.segment_ids)
   if reference:
     batch = batch.replace(ref_logprobs=ref)
   if mine is None:
-    return batch, None
-  return batch.replace(old_logprobs=mine.logprobs, values=mine.values), mine.entropy
+    return batch, {}
+  batch = batch.replace(old_logprobs=mine.logprobs, values=mine.values)
+  return batch, {'entropy': mine.entropy, 'nec': mine.nec}

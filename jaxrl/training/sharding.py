@@ -5,7 +5,8 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.signature import ConfigError
@@ -39,6 +40,21 @@ def rows(mesh: Mesh) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P())
+
+
+def put(x: Any, layout: Sharding, *, copy: bool = False) -> jax.Array:
+  """`x` on the devices. copy: share no memory with it.
+
+  Where the layout spans processes each of them has the same `x`, which is not checked:
+  JAX's own check would send all of it around.
+  """
+  remote = isinstance(x, jax.Array) and not x.is_fully_addressable
+  if layout.is_fully_addressable or remote:
+    return jax.device_put(x, layout, may_alias=False if copy else None)
+  host = np.asarray(x)
+  return jax.make_array_from_callback(
+    host.shape, layout, lambda index: np.array(host[index])
+  )
 
 
 def params_sharding(mesh: Mesh, axes: Params, shapes: Params) -> Params:

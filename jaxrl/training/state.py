@@ -1,14 +1,15 @@
-"""What training changes, and the columns that parts of an algorithm may read."""
+"""What training changes, and everything static that a step depends on."""
 
 import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxrl.algorithms import compose
+from jaxrl.functional import marks
 from jaxrl.models.model import Model
-from jaxrl.types import Algorithm, Array, Batch, Params
+from jaxrl.training import critic_warmup, teacher_columns
+from jaxrl.types import Algorithm, Params
 
 # Columns every batch on the devices has; others only when a part reads them.
 ALWAYS = (
@@ -21,19 +22,29 @@ ALWAYS = (
   'run_ids',
   'step_ids',
   'expert_mask',
+  'loss_weights',
 )
-WIDE = ('weights_version', 'teacher_logprobs')  # [B, T], when read
-NARROW = ('pair_ids', 'state_hash')  # [B], when read
+WIDE = ('weights_version',)  # [B, T], when read
+NARROW = ('pair_ids', 'state_hash', 'greedy_mask')  # [B], when read
+# Slots whose parts are called in each update.
+AFTER = (
+  'prepare',
+  'policy_loss',
+  'kl_loss',
+  'entropy_loss',
+  'value_loss',
+  'correction',
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """params and moments: float32. algorithm_state: what adaptive parts carry."""
+  """params, moments: float32. algorithm_state: what adaptive parts carry, by slot."""
 
   params: Params
   opt_state: Any
-  algorithm_state: Any = None
+  algorithm_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +53,14 @@ class Spec:
 
   algorithm: without its numeric options. micro_batches: how many a minibatch is
   split into. entropy: whether the exact entropy is computed though no loss reads it.
+  top_k: how many of a teacher's tokens a column of them has.
   """
 
   model: Model
   algorithm: Algorithm
   micro_batches: int = 1
   entropy: bool = False
+  top_k: int = 0
 
   @property
   def needs(self) -> frozenset[str]:
@@ -56,14 +69,17 @@ class Spec:
   @property
   def reads(self) -> frozenset[str]:
     """Every column that any part reads."""
-    parts = [*compose.parts(self.algorithm).values(), self.algorithm.prepare]
-    return frozenset(name for part in parts if part for name in compose.columns(part))
+    return compose.reads(self.algorithm)
 
   @property
   def reads_before(self) -> frozenset[str]:
     """The columns read before the first update of a batch."""
-    parts = (self.algorithm.advantage, self.algorithm.kl_penalty)
-    return frozenset(name for part in parts if part for name in compose.columns(part))
+    return compose.reads_before(self.algorithm)
+
+  @property
+  def reads_after(self) -> frozenset[str]:
+    """The columns read in each update."""
+    return compose.reads(self.algorithm, *AFTER)
 
   @property
   def prepares(self) -> bool:
@@ -72,48 +88,23 @@ class Spec:
     return bool(scored or self.reads_before)
 
   @property
+  def teacher_columns(self) -> tuple[str, ...]:
+    """The columns that teachers add to a batch on the devices."""
+    return teacher_columns.columns(self.algorithm)
+
+  @property
   def batch_columns(self) -> tuple[str, ...]:
-    """The columns the learner hands to the devices."""
+    """The columns the learner hands to the devices, those of teachers left out."""
     return ALWAYS + tuple(n for n in (*WIDE, *NARROW) if n in self.reads)
 
+  def init_state(self) -> dict[str, Any]:
+    """What the algorithm carries from update to update, before the first."""
+    state = compose.init_state(self.algorithm)
+    if self.algorithm.critic_warmup:
+      state['critic_warmup'] = critic_warmup.init()
+    return state
 
-def columns_of(batch: Batch, behaviour: str, state: Any) -> dict[str, Any]:
-  """The batch as parts name its columns; `state` is the algorithm's own.
-
-  Before an update 'logprobs' and 'values' are the behaviour policy's; the loss puts
-  the fresh ones in their place.
-  """
-  old = batch.old_logprobs if behaviour == 'decoupled' else batch.rollout_logprobs
-  return {
-    'mask': batch.action_mask,
-    'rewards': batch.rewards,
-    'rollout_logprobs': batch.rollout_logprobs,
-    'old_logprobs': old,
-    'logprobs': old,
-    'ref_logprobs': batch.ref_logprobs,
-    'teacher_logprobs': batch.teacher_logprobs,
-    'values': batch.values,
-    'old_values': batch.values,
-    'advantages': batch.advantages,
-    'returns': batch.returns,
-    'task_ids': batch.task_ids,
-    'run_ids': batch.run_ids,
-    'step_ids': batch.step_ids,
-    'pair_ids': batch.pair_ids,
-    'expert_mask': batch.expert_mask,
-    'weights_version': batch.weights_version,
-    'state_hash': batch.state_hash,
-    'state': state,
-  }
-
-
-def select_rows(batch: Batch, index: Array) -> Batch:
-  """Rows `index` `[R]` of a batch; −1 makes a padding row."""
-  there = index >= 0
-  batch = jax.tree.map(lambda x: x[jnp.maximum(index, 0)], batch)
-  ids = {
-    name: jnp.where(there, value, -1)
-    for name in ('task_ids', 'run_ids', 'step_ids', 'pair_ids')
-    if (value := getattr(batch, name)) is not None
-  }
-  return batch.replace(action_mask=batch.action_mask & there[:, None], **ids)
+  def carries(self, slot: str) -> bool:
+    """Whether the part in `slot` has a state of its own."""
+    part = getattr(self.algorithm, slot)
+    return part is not None and bool(marks.init_state(compose.function_of(part)))

@@ -80,7 +80,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _line(name: str, first: Score, last: Score) -> str:
   gain = last.value - first.value
-  score = name.endswith('/mean') or '/pass@' in name  # of others, more may be worse
+  kind = name.rsplit('/', 1)[-1].partition('@')[0]
+  score = kind in ('mean', 'pass', 'majority')  # of others, more may be worse
   tone = 'good' if gain > 0 else 'bad' if gain < 0 else ''
   tone = tone if score else ''
   only = first.step == last.step

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrl import signature
-from jaxrl.algorithms import compose, describe
-from jaxrl.functional import kl, losses
+from jaxrl.algorithms import checks, compose, describe
+from jaxrl.functional import advantages, controllers, corrections, kl, losses, marks
 from jaxrl.signature import ConfigError
+from jaxrl.types import Algorithm
 
 USERS = """
 from functools import partial
@@ -60,7 +62,7 @@ def test_options_reach_their_parts():
     ('grpo', {'policy_loss': 'opmd(ta=1)'}, r"no option 'ta'.*There are: tau"),
     ('grpo', {'advantage': 'grpo(std_over=3)'}, "'group', 'batch'"),
     ('grpo', {'aggregation': 'token_sum'}, "Did you mean 'token_mean'"),
-    ('grpo', {'aggregation': 'sequence_mean_token_sum_norm'}, 'length=1024'),
+    ('grpo', {'aggregation': 'sequence_mean_token_sum_norm(length=0)'}, 'length=1024'),
     ('grpo', {'behaviour': 'rolout'}, "Did you mean 'rollout'"),
   ],
 )
@@ -182,4 +184,151 @@ def test_describe_says_what_runs(name):
   for slot, part in compose.parts(compose.make(name)).items():
     assert f'{slot} = {compose.function_of(part).__name__}(' in text
   for option, value in signature.defaults(compose.maker(name)).items():
-    assert f'{option} = {value!r}' in text
+    assert re.search(rf'{option} += {re.escape(repr(value))}', text)
+
+
+def test_a_correction_is_decoupled_and_scores_only_what_it_must():
+  with_ratio = compose.make('grpo', {'correction': 'tis(cap=3.)', 'kl_coef': 0.0})
+  assert with_ratio.behaviour == 'decoupled'
+  assert compose.needs(with_ratio) == {'old_logprobs'}
+  without = compose.make('reinforce', {'correction': 'icepop'})
+  assert without.behaviour == 'decoupled' and compose.needs(without) == frozenset()
+  for options in ({'behaviour': 'decoupled'}, {'correction': 'tis'}):
+    penalised = compose.make('rloo', options)  # its k1 is of the old policy
+    assert compose.needs(penalised) == {'old_logprobs', 'ref_logprobs'}
+  same = {'correction': 'mis', 'behaviour': 'decoupled'}
+  assert compose.make('grpo', same).correction is corrections.mis
+  by_hand = Algorithm(policy_loss=losses.ppo_clip, correction=corrections.tis)
+  assert compose.split_numbers(by_hand)[0].behaviour == 'decoupled'
+
+
+@pytest.mark.parametrize(
+  'spec, options, words',
+  [
+    ('grpo', {'correction': 'tis', 'behaviour': 'rollout'}, 'count it twice'),
+    ('grpo', {'correction': 'tas'}, "Did you mean 'tis'"),
+    ('grpo', {'policy_loss': 'dpo'}, "atom='row' may part them"),
+    ('grpo', {'kl_controller': 'adaptive', 'kl_coef': 0.0}, 'there is neither'),
+    ('sft', {'kl_penalty': 'k1'}, 'no advantage reads them'),
+    ('sft', {'correction': 'tis'}, 'correction goes by what'),
+    ('cpt', {'kl_loss': 'k2', 'kl_controller': 'adaptive'}, 'kl_controller goes by'),
+    ('sft', {'advantage': 'reinforce', 'kl_penalty': 'k1'}, 'kl_penalty goes by'),
+    ('grpo', {'critic_warmup': 3}, 'there is none'),
+    ('grpo', {'critic_warmup': -1}, 'at least 0'),
+    ('grpo', {'critic_warmup': '3'}, 'must be a int'),
+    ('grpo', {'schema': 'roll'}, "Did you mean 'rollout'"),
+    ('grpo', {'filters': 'a(x=1) + b(y)'}, 'options go by name'),
+    ('grpo', {'sampler': 'mixed(0.1)'}, 'options go by name'),
+  ],
+)
+def test_what_does_not_fit_together_is_refused(spec, options, words):
+  with pytest.raises(ConfigError, match=words):
+    compose.make(spec, options)
+
+
+def test_pairs_have_one_mean_and_no_correction():
+  pairs = Algorithm(policy_loss=losses.dpo, atom='pair', schema='preference')
+  checks.refuse(pairs)
+  with pytest.raises(ConfigError, match='a mean over pairs'):
+    checks.refuse(pairs, asked=['aggregation'])
+  corrected = dataclasses.replace(pairs, correction=corrections.tis)
+  with pytest.raises(ConfigError, match='one number a pair'):
+    checks.refuse(corrected)
+
+
+def test_only_parts_that_hand_a_state_on_may_carry_one():
+  @marks.stateful(dict)
+  def loss(logprobs, mask, state):
+    return -logprobs, {}
+
+  with pytest.raises(ConfigError, match='loss is marked stateful'):
+    checks.refuse(Algorithm(policy_loss=loss))
+
+
+def test_a_controller_that_carries_nothing_is_refused():
+  def still(kl, num_rows):
+    return {'scale': jnp.ones(())}
+
+  made = Algorithm(policy_loss=losses.vanilla, kl_loss=kl.k2, kl_controller=still)
+  with pytest.raises(ConfigError, match='kl_controller=still is not marked: put @stat'):
+    checks.refuse(made)
+
+
+@pytest.mark.parametrize('spec', ['grpo', 'rloo', 'opmd', 'gigpo', 'dapo'])
+def test_a_group_of_one_is_doubted_once(spec):
+  with pytest.warns(UserWarning, match='nothing to compare with') as caught:
+    assert compose.make(spec, {'group_size': 1}).group_size == 1
+  assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('spec', ['ppo', 'reinforce', 'reinforce_plus_plus', 'raft'])
+def test_a_lone_attempt_is_fine_where_nothing_is_compared(spec):
+  compose.make(spec, {'group_size': 1})
+
+
+def test_settings_are_set_and_left():
+  made = compose.make(
+    'dapo',
+    {
+      'sampler': 'fifo(a=1)',
+      'filters': 'none',
+      'shapers': 'a(x=1) + b',
+      'schema': 'text',
+    },
+  )
+  assert (made.sampler, made.filters) == ('fifo(a=1)', '')
+  assert (made.shapers, made.schema) == ('a(x=1) + b', 'text')
+  options = compose.maker_options('sft')
+  assert options['critic_warmup'] == 0 and options['filters'] == ''
+  assert compose.make('sft', options) == compose.make('sft')
+
+
+def test_parts_say_what_they_carry_and_what_must_be_played():
+  made = Algorithm(
+    policy_loss=losses.vanilla,
+    advantage=functools.partial(advantages.normalise, mean='running'),
+    kl_controller=controllers.adaptive,
+    init_state=lambda: 3,
+  )
+  state = compose.init_state(made)
+  assert state.keys() == {'advantage', 'kl_controller', 'prepare'}
+  assert state['kl_controller'] == {'scale': 1} and state['prepare'] == 3
+  remax = Algorithm(policy_loss=losses.vanilla, advantage=advantages.remax)
+  assert 'greedy_mask' in compose.needs(remax)
+  top = Algorithm(policy_loss=losses.distill)
+  assert compose.needs(top) == {'teacher_topk'}
+  clip = Algorithm(policy_loss=losses.vanilla, advantage=advantages.clip_v)
+  assert compose.needs(clip) == {'entropy', 'nec'}
+
+
+def test_a_length_left_open_is_the_runs():
+  made = compose.make('drgrpo')
+  assert made.aggregation == 'sequence_mean_token_sum_norm'
+  filled = compose.with_length(made, 96)
+  assert filled.aggregation == 'sequence_mean_token_sum_norm(length=96)'
+  own = compose.make('drgrpo', {'length': 32.0})
+  assert compose.with_length(own, 96).aggregation.endswith('(length=32.0)')
+  assert compose.with_length(compose.make('grpo'), 96).aggregation == 'token_mean'
+
+
+def test_rows_of_a_group_count_the_greedy_one():
+  assert compose.rows_per_group(compose.make('rloo', {'group_size': 4})) == 4
+  assert compose.rows_per_group(compose.make('remax')) == 2
+  swapped = compose.make('reinforce', {'advantage': 'remax'})
+  assert compose.rows_per_group(swapped) == 9
+
+
+def test_a_column_that_nothing_gives(tmp_path):
+  """Said when the algorithm is made, not after the model was compiled."""
+  file = tmp_path / 'own.py'
+  file.write_text('def loss(logprobs, advantage, mask):\n  return logprobs, {}\n')
+  with pytest.raises(ConfigError, match=r"'advantage'.*mean 'advantages'"):
+    compose.make('grpo', {'policy_loss': f'{file}:loss'})
+
+
+def test_a_part_named_as_an_algorithm(tmp_path):
+  file = tmp_path / 'own.py'
+  file.write_text('def loss(logprobs, mask):\n  return logprobs, {}\n')
+  with pytest.raises(ConfigError, match=r"makes no algorithm: missing .* 'logprobs'"):
+    compose.make(f'{file}:loss')

@@ -1,14 +1,19 @@
 """From its name alone, every algorithm for rollouts learns a bandit-like toy.
 
 The policy is a table of next-token logits. An answer is two tokens, and is paid for
-if the first is from the lower half of the vocabulary: by chance, at first.
+if the first is from the lower half of the vocabulary: by chance, at first. Those who
+learn from a teacher instead of rewards have one that knows this.
 """
+
+import dataclasses
 
 import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
+from jaxrl.training.mesh import single_device_mesh
 from jaxrl.training.optimizer import adamw
+from jaxrl.training.teachers import Teachers
 from jaxrl.types import Trajectory
 from tests.training import toy
 
@@ -28,6 +33,9 @@ def play(table, rng, group, member):
   rewards = np.zeros(LENGTH, np.float32)
   rewards[-1] = tokens[1] < VOCABULARY // 2
   mask = np.arange(LENGTH) > 0
+  knows = np.array([0, 0.98 if rewards[-1] else 0.02, 1]) / (VOCABULARY / 2)
+  knows[2] /= 2  # of the second token it thinks nothing
+  teacher = np.log(knows, where=mask, out=np.zeros(LENGTH))
   return Trajectory(
     tokens=np.array(tokens, np.int32),
     action_mask=mask,
@@ -36,19 +44,22 @@ def play(table, rng, group, member):
     weights_version=np.where(mask, 0, -1).astype(np.int32),
     group_id=group,
     member=member,
-    extras={'state_hash': group},
+    extras={'state_hash': group, 'teacher_logprobs': teacher.astype(np.float32)},
   )
 
 
 @pytest.mark.parametrize('name', FOR_ROLLOUTS)
 async def test_it_learns(name):
   changes = {'value_head': True} if name == 'ppo' else {}
+  algorithm = compose.with_length(compose.make(name), LENGTH - 1)
+  greedy = 'greedy_mask' in compose.needs(algorithm)
   learner = toy.learner(
-    compose.make(name),
+    algorithm,
     changes=changes,
-    num_rows=TASKS * MEMBERS,
+    num_rows=TASKS * (MEMBERS + greedy),
     buckets=(LENGTH,),
     optimizer=adamw(learning_rate=0.5),
+    teachers=Teachers(algorithm, mesh=single_device_mesh(), chunk_rows=8),
   )
   rng, scores = np.random.default_rng(0), []
   for _ in range(STEPS):
@@ -58,6 +69,10 @@ async def test_it_learns(name):
       for group in range(TASKS)
     ]
     scores.append(np.mean([row.score for group in groups for row in group]))
+    if greedy:  # so sharp a table has but one answer
+      for index, group in enumerate(groups):
+        best = play(1e6 * table, rng, index, MEMBERS)
+        group.append(dataclasses.replace(best, is_greedy=True))
     metrics = await learner.update(groups)
     assert np.isfinite(metrics['loss/policy'])
     assert metrics['mismatch/logprob_difference'] < 1e-4

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl import signature
 from jaxrl.algorithms import compose
+from jaxrl.functional import entropy
 from jaxrl.functional.aggregation import token_weights
 
 # name: advantage, policy loss, aggregation, group size, KL as (use, estimator, coef)
@@ -20,13 +21,18 @@ PRESETS = {
   'grpo': ('grpo', 'ppo_clip', 'token_mean', 8, K2),
   'opmd': ('opmd', 'opmd', 'token_mean', 2, K2),
   'sft': (None, 'sft', 'token_mean', 1, None),
-  'drgrpo': ('grpo', 'ppo_clip', 'sequence_mean_token_sum_norm(length=1024)', 8, None),
+  'cpt': (None, 'sft', 'token_mean', 1, None),
+  'dpo': (None, 'dpo', 'token_mean', 1, None),
+  'cdpo': (None, 'dpo', 'token_mean', 1, None),
+  'ipo': (None, 'ipo', 'token_mean', 1, None),
+  'drgrpo': ('grpo', 'ppo_clip', 'sequence_mean_token_sum_norm', 8, None),
   'dapo': ('grpo', 'ppo_clip', 'token_mean', 16, None),
   'lite_ppo': ('grpo', 'ppo_clip', 'token_mean', 8, None),
   'starpo': ('grpo', 'ppo_clip', 'token_mean', 8, K3),
   'reinforce': ('reinforce', 'vanilla', 'token_mean', 8, None),
   'reinforce_plus_plus': ('reinforce_plus_plus', 'ppo_clip', 'token_mean', 8, K1),
   'rloo': ('rloo', 'vanilla', 'token_mean', 8, K1),
+  'remax': ('remax', 'vanilla', 'token_mean', 1, K1),
   'asymre': ('asymre', 'opmd', 'token_mean', 8, None),
   'topr': ('reinforce', 'topr', 'token_mean', 8, K2),
   'cispo': ('grpo', 'cispo', 'token_mean', 8, K2),
@@ -34,6 +40,9 @@ PRESETS = {
   'sapo': ('grpo', 'sapo', 'sequence_mean_token_mean', 8, K2),
   'rec': ('rec', 'rec', 'token_mean', 8, K2),
   'sppo': ('opmd', 'sppo', 'token_mean', 8, None),
+  'm2po': ('grpo', 'm2po', 'token_mean', 8, None),
+  'mix': ('grpo', 'mix', 'token_mean', 8, None),
+  'mix_chord': ('grpo', 'mix_chord', 'token_mean', 8, None),
   'kimi': ('opmd', 'kimi', 'token_mean', 8, None),
   'multi_step_grpo': ('step_wise_grpo', 'ppo_clip', 'token_mean', 8, K2),
   'gigpo': ('gigpo', 'ppo_clip', 'token_mean', 8, K2),
@@ -42,6 +51,9 @@ PRESETS = {
   'cod': ('cod', 'ppo_clip', 'token_mean', 8, None),
   'raft': ('best', 'sft', 'token_mean', 8, None),
   'raft_plus_plus': ('best', 'ppo_clip', 'token_mean', 8, None),
+  'on_policy_distill': ('on_policy_distill', 'ppo_clip', 'token_mean', 8, None),
+  'jsd': ('jsd', 'ppo_clip', 'token_mean', 8, None),
+  'distill': (None, 'distill', 'token_mean', 1, None),
 }
 
 
@@ -91,6 +103,14 @@ def test_preset(name):
     ('opmd', 'policy_loss', {'tau': 1.0}),
     ('topr', 'policy_loss', {'ratio': 'sequence'}),
     ('gigpo', 'advantage', {'omega': 1.0, 'gamma': 1.0}),
+    ('m2po', 'policy_loss', {'threshold': 0.04}),
+    ('mix', 'policy_loss', {'mu': 0.1}),
+    ('dpo', 'policy_loss', {'beta': 0.1, 'label_smoothing': 0.0}),
+    ('cdpo', 'policy_loss', {'beta': 0.1, 'label_smoothing': 0.1}),
+    ('ipo', 'policy_loss', {'beta': 0.1}),
+    ('on_policy_distill', 'advantage', {'coef': 1.0}),
+    ('jsd', 'advantage', {'beta': 0.5, 'coef': 1.0}),
+    ('distill', 'policy_loss', {'kind': 'forward', 'top_k': 64, 'skew': 0.1}),
   ],
 )
 def test_parts_have_the_papers_numbers(name, slot, options):
@@ -98,13 +118,50 @@ def test_parts_have_the_papers_numbers(name, slot, options):
   assert options.items() <= part.keywords.items()
 
 
-RL = sorted(set(PRESETS) - {'sft'})
+def test_what_is_done_to_groups():
+  """DAPO's dynamic sampling and overlong penalty; nothing elsewhere."""
+  made = {name: compose.make(name) for name in PRESETS}
+  asked = {name: (a.filters, a.shapers) for name, a in made.items()}
+  assert asked.pop('dapo') == ('accuracy', 'overlong(cache=0.2)')
+  assert set(asked.values()) == {('', '')}
+  own = compose.make('dapo', {'overlong_length': 20480, 'overlong_cache': 4096.0})
+  assert own.shapers == 'overlong(max_length=20480, cache=4096.0)'
+  assert compose.make('dapo', {'shapers': 'none', 'filters': 'none'}).filters == ''
+
+
+FILES = {
+  'sft': ('messages', 'row'),
+  'cpt': ('text', 'row'),
+  'dpo': ('preference', 'pair'),
+  'cdpo': ('preference', 'pair'),
+  'ipo': ('preference', 'pair'),
+  'distill': ('messages', 'row'),
+}
+RL = sorted(set(PRESETS) - set(FILES))
+
+
+@pytest.mark.parametrize('name', PRESETS)
+def test_what_is_read_from_files(name):
+  algorithm = compose.make(name)
+  expected = FILES.get(name, ('rollout', algorithm.atom))
+  assert (algorithm.schema, algorithm.atom) == expected
+  pairs = {'ref_logprobs'} if algorithm.atom == 'pair' else set()
+  if name in FILES:  # pairs: a reference, and no term for it
+    wanted = {'teacher_topk'} if name == 'distill' else pairs
+    assert compose.needs(algorithm) == wanted
+
+
+@pytest.mark.parametrize('name', ['on_policy_distill', 'jsd'])
+def test_a_teacher_is_asked_for_the_students_tokens(name):
+  swapped = compose.make(name, {'policy_loss': 'importance_sampling'})
+  for algorithm in (compose.make(name), swapped):
+    assert compose.needs(algorithm) == {'teacher_logprobs'}
 
 
 @pytest.mark.parametrize('name', RL)
 def test_parts_fit_together_and_push_the_right_way(name):
   """From its name alone: a finite loss whose gradient raises the better answer."""
-  algorithm = compose.make(name)
+  algorithm = compose.with_length(compose.make(name), 2)
   static, numbers = compose.split_numbers(algorithm)
   ids = jnp.arange(4)
   columns = {
@@ -114,11 +171,15 @@ def test_parts_fit_together_and_push_the_right_way(name):
     'old_logprobs': jnp.full((4, 2), -1.0),
     'ref_logprobs': jnp.full((4, 2), -1.0),
     'rollout_logprobs': jnp.full((4, 2), -1.0),
+    'teacher_logprobs': jnp.array([[-0.5] * 2, [-2] * 2, [-2] * 2, [-0.5] * 2]),
     'old_values': jnp.full((4, 2), 0.5),
     'task_ids': jnp.array([0, 0, 1, 1]),
     'run_ids': ids,
     'step_ids': 0 * ids,
     'state_hash': 0 * ids,
+    'greedy_mask': ids < 0,
+    'expert_mask': ids < 0,
+    'step': jnp.int32(0),
   }
 
   @functools.partial(jax.jit, static_argnums=0)
@@ -140,3 +201,15 @@ def test_parts_fit_together_and_push_the_right_way(name):
   assert np.isfinite(value) and np.all(np.isfinite(gradient))
   per_row = -np.asarray(gradient).sum(axis=1)
   assert per_row[0] > per_row[1] and per_row[3] > per_row[2]
+
+
+@pytest.mark.parametrize('name', ['mix', 'mix_chord'])
+def test_mixtures_draw_on_experts_and_may_have_an_entropy_bonus(name):
+  assert compose.make(name).sampler == 'mixed'
+  bonus = compose.make(name, {'entropy_coef': 0.1}).entropy_loss
+  assert bonus.func is entropy.mix and bonus.keywords == {'coef': 0.1}
+
+
+def test_the_critic_may_start_before_the_policy():
+  assert compose.make('ppo').critic_warmup == 0
+  assert compose.make('ppo', {'critic_warmup': 5}).critic_warmup == 5

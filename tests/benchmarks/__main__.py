@@ -1,7 +1,8 @@
 """`python -m tests.benchmarks`: how fast this is, beside what the machine could do.
 
---json=FILE writes the figures too. --only=toy,losses,startup picks parts. Each part is
-a process of its own, with the malloc settings that the launcher applies by itself.
+--json=FILE writes the figures too. --only=toy,losses picks parts of toy, losses,
+startup, weights, mismatch, gateway, rollouts. Each part is a process of its own, with
+the malloc settings that the launcher applies by itself.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from typing import Any
 
 from launch import tune
 
-PARTS = ('toy', 'losses', 'startup')
+PARTS = ('toy', 'losses', 'startup', 'weights', 'mismatch', 'gateway', 'rollouts')
 
 
 def _part(name: str, options: dict[str, Any]) -> Any:
@@ -75,21 +76,27 @@ def _phase(name: str, seconds: float, floor: float, share: float) -> tuple[str, 
 
 
 def _losses(found: dict[str, dict[str, float]]) -> None:
-  head = ('', 'ms', 'bytes allow', 'MiB', 'least', 'with advantage', 'PyTorch*')
+  head = ('', 'ms', 'loss alone', 'floor', 'share', 'MiB', 'least', 'torch, ms*')
   body = [
     (
       label,
       f'{row["ms"]:.1f}',
+      f'{row["loss_ms"]:.1f}',
       f'{row["floor_ms"]:.1f}',
+      f'{row["share"]:.0%}',
       f'{row["mib"]:.0f}',
       f'{row["least_mib"]:.0f}',
-      f'{row["with_advantage_ms"]:.1f}',
-      f'{row["torch_ms"]:g}',
+      f'{row["torch_ms"]:g}' if 'torch_ms' in row else '–',
     )
     for label, row in found.items()
   ]
-  _rows('Loss, weights and gradient of [512, 4096]', [head, *body])
-  print('  * tuned, one run on a similar machine; not measured here')
+  title = 'Advantages, weights, loss, metrics and gradient of [512, 4096], in one call'
+  _rows(title, [head, *body])
+  print('  floor: what must be moved (least), at the rate of a copy measured beside it')
+  print(
+    "  * Trinity-RFT's losses with gradient, without weights, metrics or advantages:"
+  )
+  print("    another machine's run, tuned; not measured here")
 
 
 def _startup(found: dict[str, float]) -> None:
@@ -100,6 +107,120 @@ def _startup(found: dict[str, float]) -> None:
       ('nothing compiled before', f'{found["cold_s"]:.1f}'),
       ('again', f'{found["second_s"]:.1f}'),
       ('once more', f'{found["third_s"]:.1f}'),
+    ],
+  )
+
+
+def _weights(found: dict[str, float]) -> None:
+  f = found
+  body = [
+    (
+      label,
+      f'{f[f"{name}_mb"]:.1f}',
+      f'{f[f"{name}_encode_s"]:.3f}',
+      f'{f[f"{name}_put_s"]:.3f}',
+      f'{f[f"{name}_load_s"]:.3f}',
+    )
+    for label, name in (
+      ('shared memory, full', 'full'),
+      (f'  … {f["moved"]:.0%} moved', 'delta'),
+      ('object store, full', 'ray_full'),
+      (f'  … {f["moved"]:.0%} moved', 'ray_delta'),
+    )
+  ]
+  head = ('', 'MB', 'encode', 'hand over', 'fetch and check, s')
+  _rows(f'Weights of {f["mb"]:.0f} MB in bf16', [head, *body])
+  _rows(
+    'Beside it',
+    [
+      ('memcpy, one thread', f'{f["memcpy_gb_s"]:.1f} GB/s, {f["memcpy_s"]:.3f} s'),
+      (f'{f["real_steps"]:.0f} real steps at 1e-6', f'{f["real_share"]:.2%} of full'),
+      ('  … the largest', f'{f["real_worst_share"]:.2%}'),
+      ('  … weights that moved', f'{f["real_moved"]:.2%}'),
+    ],
+  )
+
+
+def _mismatch(found: dict[str, dict[str, float]]) -> None:
+  lines = {'rescored': 'a rescoring', 'trained': "a gradient's forward"}
+  tokens = found['exact_rescored']['tokens']
+  body = [
+    (
+      f'{mode}, {label}',
+      f'{f["bytes"]:.0f}',
+      f'{f["differ"]:.2%}',
+      f'{f["mean"]:.2g}',
+      f'{f["max"]:.2g}',
+    )
+    for mode in ('plain', 'exact')
+    for name, label in lines.items()
+    for f in [found[f'{mode}_{name}']]
+  ]
+  head = ('', 'bytes that differ', 'of tokens', 'mean |Δ|', 'max |Δ|')
+  _rows(f'Log-probs of {tokens:,.0f} sampled tokens: the engine against', [head, *body])
+  plain, exact = found['plain_cost'], found['exact_cost']
+  body = [
+    (
+      name,
+      f'{plain[name]:.3f}',
+      f'{exact[name]:.3f}',
+      f'{exact[name] / plain[name]:.1f}',
+    )
+    for name in plain
+  ]
+  head = ('', 'plain, s', 'exact, s', 'times')
+  _rows('The cost of exactness: one step of the toy', [head, *body])
+
+
+def _gateway(found: dict[str, float]) -> None:
+  f = found
+  body = [
+    (
+      f'the last {f["last"]:.0f} of {turns} turns, {f[f"tokens_{turns}"]:,.0f} tokens',
+      f'{f[f"direct_{turns}_ms"]:.2f}',
+      f'{f[f"turn_{turns}_ms"]:.2f}',
+      f'{f[f"added_{turns}_ms"]:.2f}',
+    )
+    for turns in (40, 200)
+  ]
+  head = ('', 'engine alone', 'by HTTP', 'added, ms')
+  _rows(
+    'A reply through the endpoint, from an engine that answers at once', [head, *body]
+  )
+
+
+def _rollouts(found: dict[str, dict[str, Any]]) -> None:
+  f, data = found['scheduler'], found['data']
+  floor = f['hand_overs_s']
+  body = [
+    (f'{size} at once', *(f'{1e3 * s:.3f}' for s in both), f'{floor / both[0]:.0%}')
+    for size in ('64', '512', '2000')
+    for both in [(f[f'episode_{size}_s'], f[f'episode_{size}_cpu_s'])]
+  ]
+  body += [('  two calls of a thread', f'{1e3 * floor:.3f}', '', '100%')]
+  head = ('', 'ms', 'of a processor', 'of which calls')
+  _rows('The scheduler, an episode; engine and environment cost nothing', [head, *body])
+  none = found['environments']['none']['step_s']
+  body = [
+    (
+      name,
+      f'{1 / e["step_s"]:,.0f}',
+      f'{1e6 * e["step_s"]:,.0f}',
+      f'{1e6 * e["reset_s"]:,.0f}',
+      f'{e["step_s"] / none:,.0f}',
+    )
+    for name, e in found['environments'].items()
+  ]
+  head = ('', 'steps /s', 'step, µs', 'reset, µs', 'times none')
+  _rows('Environments, one thread', [head, *body])
+  bare = data['empty_actor_per_s']
+  _rows(
+    'Tasks of 100,000 items drawn for 64 environments',
+    [
+      ('', '/s'),
+      ('in this process', f'{data["local_per_s"]:,.0f}'),
+      ('an actor', f'{data["actor_per_s"]:,.0f}'),
+      ('  … of what an empty one answers', f'{data["actor_per_s"] / bare:.0%}'),
     ],
   )
 
@@ -116,7 +237,15 @@ def main() -> None:
     part = importlib.import_module(f'tests.benchmarks.{name}')
     print(json.dumps(part.measure(**json.loads(options))))
     return
-  show = {'toy': _toy, 'losses': _losses, 'startup': _startup}
+  show = {
+    'toy': _toy,
+    'losses': _losses,
+    'startup': _startup,
+    'weights': _weights,
+    'mismatch': _mismatch,
+    'gateway': _gateway,
+    'rollouts': _rollouts,
+  }
   found: dict[str, Any] = {'load_before': os.getloadavg()[0]}
   print(f'tuning: {tune.describe({**os.environ, **tune.settings(os.environ)})}')
   print(f'{os.cpu_count()} cores, load {found["load_before"]:.1f} before the run')

@@ -1,4 +1,4 @@
-"""The functional core alone: loss, weights and gradient of `[512, 4096]` log-probs."""
+"""The functional core: advantages, weights, loss and gradient of `[512, 4096]`."""
 
 import statistics
 import time
@@ -15,20 +15,40 @@ from jaxrl.types import Algorithm
 from tests.benchmarks import machine
 
 ROWS, LENGTH, GROUP = 512, 4096, 8
-# label → algorithm, its options, ms of the same in PyTorch (tuned, one run on a
-# similar machine; eager, without the advantage).
-CASES = {
+# label → algorithm, its options, and ms of Trinity-RFT's loss with gradient in PyTorch
+# (tuned, another machine's run; eager, without weights or advantage), if known.
+CASES: dict[str, tuple[str, dict[str, Any], float | None]] = {
   'ppo': ('grpo', {'kl_coef': 0.0}, 39),
   'ppo + k2': ('grpo', {'kl_loss': 'k2(coef=0.001)'}, 47),
   'gspo': ('gspo', {'kl_coef': 0.0}, 29),
-  'cispo': ('cispo', {}, 13),
-  'sapo': ('sapo', {}, 22),
+  'cispo': ('cispo', {'kl_coef': 0.0}, 13),
+  'sapo': ('sapo', {'kl_coef': 0.0}, 22),
   'topr': ('topr', {'kl_coef': 0.0}, 13),
   'opmd': ('opmd', {'kl_coef': 0.0}, 5.5),
   'sppo': ('sppo', {}, 13),
-  'rec': ('rec', {}, 11),
-  'importance_sampling': ('grpo', {'policy_loss': 'importance_sampling()'}, 14),
+  'rec': ('rec', {'kl_coef': 0.0}, 11),
+  'importance_sampling': (
+    'grpo',
+    {'kl_coef': 0.0, 'policy_loss': 'importance_sampling()'},
+    14,
+  ),
   'sft': ('sft', {}, 4.3),
+  'vanilla': ('reinforce', {}, None),
+  'tis': ('grpo', {'kl_coef': 0.0, 'policy_loss': 'tis()'}, None),
+  'kimi': ('kimi', {}, None),
+  'm2po, whole prepass': ('m2po', {}, None),
+  'mix': ('mix', {}, None),
+  'mix_chord': ('mix_chord', {}, None),
+  'dpo': ('dpo', {}, None),
+  'gae + ppo': ('ppo', {'kl_coef': 0.0}, None),
+  'reinforce++': ('reinforce_plus_plus', {'kl_coef': 0.0}, None),
+  'gigpo + ppo': ('gigpo', {'kl_coef': 0.0}, None),
+  'jsd + ppo': ('jsd', {}, None),
+  'gspo, by turns': (
+    'gspo',
+    {'kl_coef': 0.0, 'policy_loss': "gspo(level='turn')"},
+    None,
+  ),
 }
 
 
@@ -49,16 +69,21 @@ def columns(rows: int = ROWS, length: int = LENGTH) -> dict[str, Any]:
     'ref_logprobs': old,
     'rewards': rewards,
     'advantages': np.where(mask, draw.standard_normal((rows, 1)), 0),
+    'teacher_logprobs': np.where(mask, old + 0.1, 0),
+    'old_values': np.where(mask, 0.5, 0),
   }
   runs = np.arange(rows, dtype=np.int32)
   ids = {'task_ids': runs // GROUP, 'run_ids': runs, 'step_ids': 0 * runs}
+  ids |= {'state_hash': runs % 3, 'pair_ids': runs // 2}
   found = {name: x.astype(np.float32) for name, x in reals.items()}
-  found |= {**ids, 'mask': mask, 'expert_mask': np.zeros(rows, bool)}
+  found |= {**ids, 'mask': mask, 'expert_mask': runs % GROUP == 0}
+  found['step'] = np.float32(50)
   return jax.tree.map(jnp.asarray, found)
 
 
 def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
   """(logprobs, other columns) → the loss, its metrics, the gradient."""
+  algorithm = compose.with_length(algorithm, LENGTH)
 
   def value(logprobs, batch):
     batch = batch | {'logprobs': logprobs}
@@ -75,7 +100,9 @@ def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
       loss, told = result if isinstance(result, tuple) else (result, {})
       weights = token if loss.ndim == 2 else row_weights(mask)
       total += jnp.sum(weights * loss)
-      metrics |= {k: jnp.sum(mean * v) if v.ndim else v for k, v in told.items()}
+      for name, metric in told.items():
+        of = mean if metric.ndim == 2 else row_weights(mask)
+        metrics[name] = jnp.sum(of * metric) if metric.ndim else metric
     return total, metrics
 
   return jax.value_and_grad(value, has_aux=True)
@@ -92,30 +119,31 @@ def _milliseconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def measure(*, repeats: int = 9) -> dict[str, dict[str, float]]:
-  """label → ms of the loss alone and with its advantage, and what bytes allow.
+  """label → ms, bytes and what bytes allow, of everything in one compiled call.
 
-  floor_ms: to read the float columns and the mask that the loss names once, and to
-  write the gradient, at the rate measured beside it.
+  ms: advantages, weights, loss, metrics and gradient; loss_ms: without advantages.
+  least_mib: what must be moved, that is the columns its parts name read once and the
+  gradient written once. floor_ms: that at the rate of a copy, measured beside it.
+  mib: what the compiled program accesses.
   """
   batch = columns()
   logprobs, table = batch.pop('logprobs'), {}
   for label, (name, options, torch_ms) in CASES.items():
     algorithm = compose.make(name, options)
     rate = machine.memory_rate()
-    parts = [p for p in (algorithm.policy_loss, algorithm.kl_loss) if p]
-    named = {c for part in parts for c in compose.columns(part)} | {'mask'}
-    read = {c: x for c, x in batch.items() if c in named} | {'logprobs': logprobs}
-    least = sum(x.nbytes for x in read.values()) + logprobs.nbytes
-    row = {'torch_ms': torch_ms, 'floor_ms': 1e3 * least / rate}
-    for key, whole in (('ms', False), ('with_advantage_ms', True)):
-      if whole and algorithm.advantage is None:
-        row[key] = row['ms']
-        continue
+    slots = (algorithm.advantage, algorithm.policy_loss, algorithm.kl_loss)
+    named = {c for part in slots if part for c in compose.columns(part)} | {'mask'}
+    if algorithm.advantage is not None:
+      named.discard('advantages')  # made on the way
+    read = sum(x.nbytes for c, x in batch.items() if c in named)
+    least = read + 2 * logprobs.nbytes
+    row = {'floor_ms': 1e3 * least / rate, 'least_mib': least / 2**20}
+    row |= {'torch_ms': torch_ms} if torch_ms else {}
+    for key, whole in (('loss_ms', False), ('ms', True)):
       function = jax.jit(program(algorithm, whole)).lower(logprobs, batch).compile()
       row[key] = _milliseconds(lambda f=function: f(logprobs, batch), repeats)
-      if not whole:
-        cost = function.cost_analysis() or {}
-        row['mib'] = cost.get('bytes accessed', 0.0) / 2**20
-        row['least_mib'] = least / 2**20
+      cost = function.cost_analysis() or {}
+      row['mib'] = cost.get('bytes accessed', 0.0) / 2**20
+    row['share'] = row['floor_ms'] / row['ms']
     table[label] = row
   return table

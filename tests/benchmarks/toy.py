@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl.algorithms import compose
 from jaxrl.dispatch import Dispatcher
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.exact import Exact
 from jaxrl.models.model import Model
 from jaxrl.rollout.jax_engine import JaxEngine
 from jaxrl.rollout.weight_store import InProcessWeights
@@ -42,11 +43,21 @@ WARM_STEPS = 3
 
 
 class Toy:
-  """The parts of a run, and one method a phase. remat, entropy: the learner's."""
+  """The parts of a run, and one method a phase. remat, entropy: the learner's.
+  exact: of both.
+  """
 
-  def __init__(self, *, remat: str = 'none', entropy: bool = True, decode_steps: int):
+  def __init__(
+    self,
+    *,
+    remat: str = 'none',
+    entropy: bool = True,
+    decode_steps: int,
+    exact: bool = False,
+  ):
     self.dispatcher = Dispatcher()
-    model = Model(CONFIG, remat=remat)
+    mode = Exact.for_slots(PROMPTS * SAMPLES) if exact else None
+    model = Model(CONFIG, remat=remat, exact=mode)
     self.engine = JaxEngine(
       model,
       dispatcher=self.dispatcher,

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from configs import base
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.data.samplers import FileSampler
+from jaxrl.data.files import FileSampler
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.group_queue import GroupQueue
 from jaxrl.rollout.jax_engine import JaxEngine
@@ -71,6 +71,8 @@ def test_at_most_a_hundred_public_keys(path):
 def test_a_default_is_the_signatures_own():
   config = base.get_config()
   config.env.x = base.env_section('math')
+  assert config.env.x.formulation == 'auto'  # the launcher's word for what fits
+  config.env.x.formulation = defaults(EnvManager)['formulation']
   compared = 0
   for section, sources in SOURCES.items():
     node = config

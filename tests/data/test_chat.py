@@ -74,6 +74,16 @@ def test_a_reply_cut_short_gets_its_end(template):
   assert chat.next_prompt(MORE, ended=False) == [chat.eos_id, *ended]
 
 
+@pytest.mark.parametrize('template', [CHAT_TEMPLATE, THINKING, HEADERS])
+def test_what_is_shown_may_have_the_replys_own_mark_in_it(template):
+  chat = make_chat(template)
+  said = [{'role': 'user', 'content': '\x02reply\x03 and more'}]
+  plain = [{'role': 'user', 'content': ' and more'}]
+  with_mark, without = (chat.next_prompt(m, ended=True) for m in (said, plain))
+  assert 'user' in shown(chat, with_mark) and 'user' in shown(chat, without)
+  assert len(with_mark) > len(without)
+
+
 def test_only_new_messages_are_tokenised():
   chat = make_chat()
   long = [{'role': 'user', 'content': 'x' * 500}]

@@ -1,12 +1,16 @@
 """GlobalDataset: sampling is a function of the seed, traversal meets each row once."""
 
+import dataclasses
 import json
 import threading
+import tracemalloc
 
 import pytest
 
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
 from jaxrl.data.sources import DataError
+from jaxrl.rollout.env_manager import EnvManager
+from tests.rollout.fakes import world
 
 ROWS = [{'question': f'q{i}', 'answer': str(i), 'hard': i % 2} for i in range(10)]
 
@@ -168,3 +172,26 @@ def test_manager_keys_by_all_options():
   one.get_data_item()
   manager.reset()
   assert one.get_data_item()['question'] == 'q0'
+
+
+def test_a_hundred_thousand_items_serve_64_environments_without_a_copy_each():
+  text = 'x' * 200
+  rows = [{'question': f'what is {i}? {text}', 'answer': i} for i in range(100_000)]
+  data, size = make(rows=rows), 64
+  tracemalloc.start()
+  try:
+    shared = dataclasses.replace(world(), dataset=data)
+    managers = [EnvManager(shared, i) for i in range(size)]
+    before, _ = tracemalloc.get_traced_memory()
+    held = {}
+    for manager in managers:
+      for seed in range(manager.group_id, 64 * 20, size):
+        held[seed] = manager.world.dataset.get_task(seed).index
+    after, _ = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+    shared.pool.close()
+  assert before < size * 8_000
+  assert after - before < 2 * 8 * len(rows)  # two permutations of the row numbers
+  assert len(set(held.values())) == len(held) == 64 * 20
+  assert data.get_task(7).item['question'] is rows[held[7]]['question']

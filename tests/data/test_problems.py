@@ -83,3 +83,29 @@ def test_bad_options():
     arithmetic(size=150, kinds=('mul',), max_factor=2)
   with pytest.raises(ValueError, match='split'):
     arithmetic('val')
+  with pytest.raises(ValueError, match='form is one of worked, pairs, texts'):
+    arithmetic(form='pair')
+
+
+@pytest.mark.parametrize(
+  'solution, wrong',
+  [
+    ('3+4=7\n#### 7', '3-4=-1\n#### -1'),
+    ('9-4=5\n5+4=9\n#### 9', '9+4=13\n13+4=17\n#### 17'),
+    ('2+5=7\n2+7=9\n#### 9', '2-5=-3\n2+-3=-1\n#### -1'),
+    ('2*2=4\n4-4=0\n#### 0', '2-2=0\n0-4=-4\n#### -4'),
+  ],
+)
+def test_a_mistake_is_carried_on(solution, wrong):
+  assert problems.mistake(solution) == wrong
+
+
+def test_pairs_and_texts_are_the_same_problems_in_other_forms():
+  plain, pairs, texts = (arithmetic(size=400, form=form) for form in problems.FORMS)
+  for row, pair, text in zip(plain, pairs, texts, strict=True):
+    assert row.items() <= pair.items() and row.items() <= text.items()
+    assert pair['chosen'] == row['solution'] != pair['rejected']
+    assert pair['rejected'].count('\n') == pair['chosen'].count('\n')
+    assert text['text'] == f'{row["question"]}\n{row["solution"]}'
+  wrong = [pair['rejected'].split('#### ')[1] != pair['answer'] for pair in pairs]
+  assert np.mean(wrong) > 0.95

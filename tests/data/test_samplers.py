@@ -1,114 +1,311 @@
-"""Samplers: whole groups in order; files in seeded epochs that resume."""
+"""Each sampler's rule, on groups made by hand; and that it resumes from its state."""
+
+import json
+import pathlib
 
 import numpy as np
 import pytest
 
-from jaxrl.data.chat import Chat
-from jaxrl.data.samplers import FifoSampler, FileSampler
-from jaxrl.data.sources import DataError
-from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.data import samplers
+from jaxrl.signature import ConfigError
+from jaxrl.types import Trajectory
 
-ROWS = [{'question': f'{i}+1?', 'solution': f'#### {i + 1}'} for i in range(10)]
-
-
-@pytest.fixture(scope='module')
-def chat():
-  return Chat(train_tokenizer(['user assistant 1+1? #### 2'], 300))
+SIZE = 2
 
 
-def asked(groups):
-  return [row.messages[0]['content'] for group in groups for row in group]
-
-
-async def test_fifo_asks_the_queue_for_the_step():
-  class Queue:
-    def get_batch(self, size, step):
-      return [size, step]
-
-  assert await FifoSampler(Queue(), 4).next(7) == [4, 7]
-
-
-async def test_rows_become_expert_trajectories(chat):
-  sampler = FileSampler(chat, ROWS, batch_size=10)
-  groups = await sampler.next(0)
-  assert [len(group) for group in groups] == [1] * 10
-  for (row,) in groups:
-    written = chat.tokenizer.decode(row.tokens[row.action_mask])
-    assert written == row.messages[1]['content'] + '<|im_end|>'
-    assert row.is_expert
-    assert not row.rollout_logprobs.any()
-
-
-async def test_epochs_are_shuffled_by_seed_and_complete(chat):
-  sampler = FileSampler(chat, ROWS, batch_size=5)
-  epochs = [asked(await sampler.next(0)) + asked(await sampler.next(1)) for _ in 'ab']
-  for epoch in epochs:
-    assert sorted(epoch) == sorted(row['question'] for row in ROWS)
-  assert epochs[0] != epochs[1]
-  again, other = (FileSampler(chat, ROWS, batch_size=10, seed=s) for s in (0, 1))
-  assert asked(await again.next(0)) == epochs[0]
-  assert asked(await other.next(0)) != epochs[0]
-
-
-async def test_a_batch_may_span_epochs(chat):
-  sampler = FileSampler(chat, ROWS[:3], batch_size=7)
-  questions = asked(await sampler.next(0))
-  assert len(questions) == 7
-  assert len(set(questions[:3])) == len(set(questions[3:6])) == 3
-
-
-async def test_it_resumes_where_it_was(chat):
-  sampler = FileSampler(chat, ROWS, batch_size=4)
-  await sampler.next(0)
-  resumed = FileSampler(chat, ROWS, batch_size=4)
-  resumed.load_state_dict(sampler.state_dict())
-  for step in range(1, 5):
-    assert asked(await sampler.next(step)) == asked(await resumed.next(step))
-  with pytest.raises(DataError, match='9 conversations'):
-    FileSampler(chat, ROWS[:9]).load_state_dict(sampler.state_dict())
-
-
-async def test_messages_and_system(chat):
-  messages = [
-    {'role': 'user', 'content': 'a'},
-    {'role': 'assistant', 'content': 'b'},
-    {'role': 'user', 'content': 'c'},
-    {'role': 'assistant', 'content': 'd'},
-  ]
-  sampler = FileSampler(chat, [{'messages': messages}], batch_size=1, system='be kind')
-  ((row,),) = await sampler.next(0)
-  assert row.messages[0] == {'role': 'system', 'content': 'be kind'}
-  assert chat.tokenizer.decode(row.tokens[row.action_mask]) == (
-    'b<|im_end|>d<|im_end|>'
+def a_row(version, member=0, **changes):
+  return Trajectory(
+    tokens=np.array([1, 2, 3, 4], np.int32),
+    action_mask=np.array([False, True, True, False]),
+    rollout_logprobs=np.array([0, -1, -2, 0], np.float32),
+    rewards=np.zeros(4, np.float32),
+    weights_version=np.array([-1, version, version + 1, -1], np.int32),
+    member=member,
+    **changes,
   )
 
 
-async def test_rows_that_are_too_long_are_left_out_and_counted(chat):
-  long = [{'question': 'x' * 400, 'solution': '1'}]
-  sampler = FileSampler(chat, ROWS + long, batch_size=11, max_length=100)
-  assert sampler.skipped == 1
-  groups = await sampler.next(0)
-  assert max(len(row.tokens) for group in groups for row in group) <= 100
-  with pytest.raises(DataError, match='no conversation fits in 100 tokens'):
-    FileSampler(chat, long, max_length=100)
+def a_group(number, version):
+  return [a_row(version, m, episode_id=number) for m in range(SIZE)]
 
 
-def test_rows_with_nothing_to_learn_are_errors(chat):
-  with pytest.raises(DataError, match="neither messages nor 'question'"):
-    FileSampler(chat, [{'prompt': 'x'}])
-  with pytest.raises(DataError, match='no assistant message'):
-    FileSampler(chat, [{'messages': [{'role': 'user', 'content': 'x'}]}])
+class Files:
+  """Numbered expert rows."""
+
+  def __init__(self, batch_size):
+    self.batch_size, self.taken = batch_size, 0
+
+  async def next(self, step):
+    numbers = range(self.taken, self.taken + self.batch_size)
+    self.taken += self.batch_size
+    return [[a_row(-1, group_id=1000 + i, is_expert=True, weight=0.5)] for i in numbers]
+
+  def state_dict(self):
+    return {'taken': self.taken}
+
+  def load_state_dict(self, state):
+    self.taken = state['taken']
 
 
-def test_generated_problems_fit_a_small_model():
-  from jaxrl.data.problems import arithmetic
+class Source:
+  """Plays group after group, each with the weights of `lag` steps before."""
 
-  rows = arithmetic(size=400)
-  texts = [f'user\n{r["question"]}\nassistant\n{r["solution"]}' for r in rows]
-  chat = Chat(train_tokenizer(texts, 512))
-  prompts = [
-    chat.first_prompt([{'role': 'user', 'content': r['question']}]) for r in rows
+  def __init__(self, num_groups=4, seed=0, lag=0, count=0, max_staleness=None):
+    self.max_staleness = max_staleness
+    self.num_groups, self.group_size, self.seed = num_groups, SIZE, seed
+    self.count, self.lag, self.played, self.stale = count, lag, 0, 0
+    self.asked = []
+
+  async def take(self, step, min_version=None):
+    self.asked.append((step, min_version))
+    version = step - self.lag
+    if min_version is not None and version < min_version:
+      self.stale, version = self.stale + 3, min_version
+    first, self.played = self.played, self.played + self.count
+    return [a_group(i, version) for i in range(first, self.played)]
+
+  async def num_stale(self):
+    return self.stale
+
+  def experts(self, batch_size):
+    return Files(batch_size)
+
+
+def make(text, **options):
+  source = Source(**options)
+  sampler = samplers.make(text, source)
+  source.count = sampler.groups_from_queue
+  return sampler, source
+
+
+def numbers(groups):
+  return [group[0].episode_id for group in groups]
+
+
+async def run(sampler, steps):
+  return [numbers(await sampler.next(step)) for step in steps]
+
+
+async def test_fifo_takes_what_is_played():
+  sampler, source = make('fifo')
+  assert await run(sampler, range(2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  assert source.asked == [(0, None), (1, None)]
+  assert sampler.metrics() == {} and sampler.expert_rows == 0
+
+
+async def test_staleness_bounds_versions_and_counts_what_it_drops():
+  sampler, source = make('staleness(max_staleness=2)', lag=1)
+  await sampler.next(5)
+  assert source.asked == [(5, 3)]
+  assert sampler.metrics() == {'sampler/stale_dropped': 0, 'sampler/mean_age': 1}
+  source.lag = 4
+  await sampler.next(6)
+  assert sampler.metrics() == {'sampler/stale_dropped': 3, 'sampler/mean_age': 2}
+  await sampler.next(7)
+  assert sampler.metrics()['sampler/stale_dropped'] == 3
+
+
+async def test_warmup_gives_expert_rows_and_then_rollouts():
+  sampler, source = make('warmup(steps=2)')
+  assert [sampler.plays(step) for step in range(4)] == [False, False, True, True]
+  for step in range(2):
+    groups = await sampler.next(step)
+    assert [len(group) for group in groups] == [1] * 8
+    assert [g[0].group_id for g in groups] == [1000 + 8 * step + i for i in range(8)]
+    assert all(row.is_expert and row.score == 1 for (row,) in groups)
+    assert all(row.rewards[2] == 1 and row.weight == 0.5 for (row,) in groups)
+    assert sampler.metrics() == {'sampler/expert_rows': 8}
+  assert source.asked == []
+  assert numbers(await sampler.next(2)) == [0, 1, 2, 3]
+  assert sampler.metrics() == {'sampler/expert_rows': 0}
+
+
+async def test_experts_keep_their_own_reward_if_asked():
+  sampler, _ = make('warmup(reward=None)')
+  assert all(row.score == 0 for (row,) in await sampler.next(0))
+
+
+@pytest.mark.parametrize(
+  'share, num_groups, played, experts',
+  [(0.5, 4, 2, 4), (0.25, 4, 3, 2), (0.3, 4, 2, 4), (0.1, 4, 3, 2), (0.1, 10, 9, 2)],
+)
+async def test_mixed_keeps_the_number_of_rows(share, num_groups, played, experts):
+  """⌈ρB⌉ expert rows, whole groups of rollouts, and experts in what is left over."""
+  sampler, _ = make(f'mixed(expert_share={share})', num_groups=num_groups)
+  assert (sampler.groups_from_queue, sampler.expert_rows) == (played, experts)
+  for step in range(3):
+    groups = await sampler.next(step)
+    assert [len(g) for g in groups] == [SIZE] * played + [1] * experts
+    assert sum(map(len, groups)) == num_groups * SIZE
+    assert [row.is_expert for g in groups for row in g] == (
+      [False] * SIZE * played + [True] * experts
+    )
+    assert experts >= share * num_groups * SIZE
+    assert sampler.metrics() == {'sampler/expert_rows': experts}
+
+
+async def test_a_step_without_rollouts_is_none_for_the_mixed_sampler_either():
+  sampler, source = make('mixed')
+  source.count = 0
+  assert await sampler.next(0) == []
+
+
+async def test_replay_draws_by_version_less_decay_times_uses():
+  """Two fresh groups a step; priorities by hand, decay 1.5, at most 3 uses."""
+  sampler, _ = make('replay(decay=1.5, use_limit=3)')
+  found = []
+  for step in range(5):
+    found.append(numbers(await sampler.next(step)))
+  assert found == [
+    [0, 1],  # the buffer holds no more
+    [0, 1, 2, 3],  # 0 and 1 have priority −1.5
+    [2, 3, 4, 5],  # 0, 1: −3; 2, 3: −.5
+    [4, 5, 6, 7],  # 2, 3: −2; 4, 5: .5
+    [6, 7, 8, 9],
   ]
-  replies = [chat.encode(r['solution']) for r in rows]
-  assert np.max([len(p) for p in prompts]) <= 40
-  assert np.max([len(r) for r in replies]) <= 24
+  assert sampler.metrics() == {
+    'sampler/mean_age': 0.5,
+    'sampler/reused': 2,
+    'sampler/buffer_size': 10,
+  }
+
+
+async def test_a_group_leaves_after_its_uses():
+  sampler, _ = make('replay(decay=0, use_limit=2, fresh=.25)')
+  assert await run(sampler, range(5)) == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
+  assert sampler.metrics()['sampler/buffer_size'] == 1
+
+
+async def test_a_group_rests_between_uses():
+  sampler, _ = make('replay(decay=0, cooldown=3, use_limit=2, fresh=.25)')
+  assert await run(sampler, range(6)) == [[0], [1], [2], [0, 3], [1, 4], [2, 5]]
+
+
+async def test_the_buffer_keeps_the_best():
+  sampler, _ = make('replay(decay=0, capacity=3, use_limit=9)')
+  await run(sampler, range(4))
+  assert sampler.metrics()['sampler/buffer_size'] == 3
+  kept = [place[0] for place in sampler.state_dict()['places']]
+  assert kept == [4, 6, 7]  # the newest; among equals those that came first
+
+
+async def test_noise_lets_what_decayed_come_again_and_is_a_function_of_the_seed():
+  plain, _ = make('replay(decay=5)')
+  usual = await run(plain, range(8))
+  text = 'replay(decay=5, sigma=20.)'
+  noisy = {s: await run(make(text, seed=s)[0], range(8)) for s in (0, 1)}
+  assert await run(make(text, seed=0)[0], range(8)) == noisy[0]
+  assert noisy[0] != noisy[1] and usual not in noisy.values()
+  for found in noisy.values():
+    assert [len(step) for step in found] == [2, 4, 4, 4, 4, 4, 4, 4]
+
+
+async def test_what_is_past_the_bound_leaves_the_buffer():
+  text = 'replay(fresh=.25, decay=0, use_limit=9)'
+  free = make(text)[0]
+  assert await run(free, range(5)) == [
+    [0],
+    [0, 1],
+    [0, 1, 2],
+    [0, 1, 2, 3],
+    [1, 2, 3, 4],
+  ]
+  bound = make(text, max_staleness=1)[0]
+  assert await run(bound, range(5)) == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
+  assert bound.metrics()['sampler/buffer_size'] == 2
+  with pytest.raises(ConfigError, match=r'cooldown=2: .* 1 steps, so no group'):
+    make('replay(cooldown=2)', max_staleness=1)
+
+
+async def test_replayed_groups_are_the_ones_that_were_played():
+  sampler, _ = make('replay(fresh=.5)')
+  (first, _) = await sampler.next(0)
+  again = await sampler.next(1)
+  assert again[0] is first
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    'fifo',
+    'staleness',
+    'warmup(steps=3)',
+    'mixed(expert_share=.3)',
+    'replay(sigma=3., capacity=6)',
+    'replay(fresh=.25, cooldown=2)',
+  ],
+)
+@pytest.mark.parametrize('stop', [0, 1, 4])
+async def test_it_goes_on_from_its_state_as_if_it_never_stopped(text, stop):
+  whole, _ = make(text)
+  wanted = [(await whole.next(step), whole.metrics()) for step in range(8)]
+  before, source = make(text)
+  for step in range(stop):
+    await before.next(step)
+  state = json.loads(json.dumps(before.state_dict(), allow_nan=False))
+  after, second = make(text)
+  after.load_state_dict(state)
+  second.played = source.played
+  found = [(await after.next(step), after.metrics()) for step in range(stop, 8)]
+  for (groups, metrics), (others, more) in zip(wanted[stop:], found, strict=True):
+    same(groups, others)
+    assert metrics == more
+  assert json.dumps(after.state_dict()) == json.dumps(whole.state_dict())
+
+
+def same(groups, others):
+  for group, other in zip(groups, others, strict=True):
+    for a, b in zip(group, other, strict=True):
+      assert (a.trajectory_id, a.weight, a.is_expert) == (
+        b.trajectory_id,
+        b.weight,
+        b.is_expert,
+      )
+      for name in ('tokens', 'rollout_logprobs', 'rewards', 'weights_version'):
+        assert getattr(a, name).tobytes() == getattr(b, name).tobytes()
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('replai', "no sampler 'replai'. Did you mean 'replay'"),
+    ('lifo', 'There are: fifo, mixed, replay, staleness, warmup'),
+    ('replay(decai=1)', "no option 'decai'. Did you mean 'decay'"),
+    ('replay(decay=-1)', 'decay=-1: must be at least 0'),
+    ('replay(fresh=0)', r'fresh=0: must lie in \(0, 1\]'),
+    ('replay(use_limit=0)', 'use_limit=0: must be at least 1'),
+    ('replay(capacity=1.5)', 'must be a int'),
+    ('mixed(expert_share=1)', 'must lie between 0 and 1'),
+    ('mixed(expert_share=.9)', 'leaves 0 of 8 rows for rollouts'),
+    ('warmup(steps=0)', 'steps=0: must be at least 1'),
+    ('staleness(max_staleness=-1)', 'must be at least 0'),
+    ('tests.data.test_samplers:Files', 'has no groups_from_queue, expert_rows'),
+  ],
+)
+def test_what_cannot_be_is_refused(text, message):
+  with pytest.raises(ConfigError, match=message) as raised:
+    make(text)
+  assert str(raised.value).startswith(f'--config.algorithm.sampler={text}')
+
+
+OWN = """
+from jaxrl.data.samplers import Sampler
+
+class Twice(Sampler):
+  def __init__(self, source, *, offset: int = 0):
+    super().__init__(source)
+    self.source, self.offset = source, offset
+
+  async def next(self, step):
+    groups = await self.source.take(step)
+    return groups[self.offset:] + groups[self.offset:]
+"""
+
+
+async def test_ones_own_sampler_goes_by_its_path(tmp_path):
+  file = pathlib.Path(tmp_path) / 'mine.py'
+  file.write_text(OWN)
+  sampler, _ = make(f'{file}:Twice(offset=2)')
+  assert await run(sampler, [0]) == [[2, 3, 2, 3]]
+  with pytest.raises(ConfigError, match="no option 'offsett'"):
+    make(f'{file}:Twice(offsett=2)')

@@ -94,6 +94,15 @@ def test_malformed_files_name_their_place(tmp_path, name, text, message):
   assert '\n' not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+  'name, text',
+  [('x.jsonl', '{"a": "1"}'), ('x.json', '[{"a": "1"}]'), ('x.csv', 'a\n1')],
+)
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, name, text):
+  (tmp_path / name).write_text(text + '\n', encoding='utf-8-sig')
+  assert load_rows(str(tmp_path / name)) == [{'a': '1'}]
+
+
 def test_text_that_is_not_utf8(tmp_path):
   path = tmp_path / 'x.jsonl'
   path.write_bytes(b'{"a": "\xff"}\n')

@@ -15,6 +15,8 @@ class Faulty:
       os._exit(7)
     if action == 'hang':
       time.sleep(60)
+    if action.startswith('leak'):
+      self.kept = [*getattr(self, 'kept', []), bytearray(int(action.split()[1]))]
     if action == 'raise':
       raise KeyError('broken')
     return '', 1.0, True, False, {}

@@ -36,3 +36,5 @@ def test_errors_before_anything_is_played(tmp_path):
     factory('math', {'rewards': 1.0})
   with pytest.raises(ConfigError):
     factory('math', {'reward': 'one'})
+  with pytest.raises(ConfigError, match=r"gymnasium: option 'id'"):
+    factory('gymnasium')

@@ -122,7 +122,7 @@ def test_moves_and_goal():
   assert (shown, reward, terminated, truncated) == ('. P\n. G', 0, False, False)
   shown, reward, terminated, _, info = env.step('DOWN!')
   assert (shown, reward, terminated) == ('. .\n. P', 1, True)
-  assert info['metrics'] == {'success': 1, 'invalid_actions': 0}
+  assert info['metrics'] == {'accuracy': 1, 'success': 1, 'invalid_actions': 0}
 
 
 def test_a_hole_ends_it_without_reward():

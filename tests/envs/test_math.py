@@ -21,7 +21,8 @@ def grade(reply, answer='18', **options):
   _, reward, terminated, truncated, info = env.step(reply)
   assert terminated
   assert not truncated
-  assert info['metrics']['correct'] == float(reward == options.get('reward', 1))
+  right = float(reward == options.get('reward', 1))
+  assert info['metrics']['correct'] == info['metrics']['accuracy'] == right
   return reward
 
 

@@ -1,15 +1,17 @@
 """Environments in processes: same play, and a hang or a death costs one episode."""
 
+import sys
 import threading
 import time
 
 import pytest
 
-from jaxrl.envs.base import factory
+from jaxrl.envs.base import factory, find
 from jaxrl.envs.frozen_lake import FrozenLakeEnv
 from jaxrl.envs.process import EnvProcessError, ProcessEnv
 from jaxrl.rollout.call_pool import CallPool
 from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.signature import ConfigError
 from tests.rollout.fakes import FakeEngine, lease, world
 
 MINE = 'tests.envs.faulty:Faulty'
@@ -39,9 +41,10 @@ def env():
 
 
 def test_it_plays_as_in_process():
-  isolated = factory('frozen_lake', {'map_size': 5}, isolate=True)()
+  isolated = factory('isolated:frozen_lake', {'map_size': 5})()
   plain = FrozenLakeEnv(map_size=5)
   assert isolated.reset(seed=3) == plain.reset(seed=3)
+  assert find('isolated:frozen_lake') is FrozenLakeEnv
   for action in ('right', 'down', 'what?'):
     assert isolated.step(action) == plain.step(action)
   isolated.kill()
@@ -80,3 +83,43 @@ async def test_a_hung_environment_is_killed_and_replaced():
   assert good.messages[0] != hung.messages[0]
   manager._drop_env()
   pool.close()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='the kernel sets no bound')
+def test_one_that_leaks_meets_its_bound_and_not_the_machines():
+  env = ProcessEnv(MINE, {}, memory=256 << 20)
+  env.reset(seed=0)
+  env.step(f'leak {100 << 20}')
+  with pytest.raises(EnvProcessError, match='MemoryError'):
+    for _ in range(3):
+      env.step(f'leak {100 << 20}')
+  env.kill()
+  assert env.reset(seed=0)
+  env.kill()
+
+
+def test_one_killed_while_its_process_starts_leaves_none(env, monkeypatch):
+  started, start = [], env._start
+
+  def slow():
+    started.append(start())
+    env.kill()  # as another thread might, before there is a process to kill
+    return started[-1]
+
+  monkeypatch.setattr(env, '_start', slow)
+  with pytest.raises(EnvProcessError):
+    env.reset(seed=0)
+  ((process, _),) = started
+  process.join(timeout=10)
+  assert process.exitcode == -9
+
+
+def test_no_process_within_a_process(monkeypatch):
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: True)
+  game = {'id': 'game:Wordle-v0-easy'}
+  assert type(factory('isolated:gem', game)()).__name__ == 'GemEnv'
+  for name, own in (('gem', game), ('isolated:frozen_lake', {})):
+    options = {'env_type': name, 'env_config': own, 'tools': 'python'}
+    assert factory('tool_use', options)
+    with pytest.raises(ConfigError, match=f'{name!r} inside has a process'):
+      factory('isolated:tool_use', options)

@@ -2,7 +2,15 @@
 
 A restatement is plain float64 numpy, written from the formula. Derivatives of a
 restatement come from the complex step f'(x) = Im f(x + ih)/h, which has no rounding
-error; what a paper stops the gradient of is written `sg(x)`, its real part.
+error; what a paper stops the gradient of is written `sg(x)`, its real part: the
+derivative is that of the surrogate with those factors held.
+
+Every function meets the same BATCHES random batches, each option value of its in one
+case at least. They hold ragged masks, rows without action tokens, padding rows with
+rubbish in them, singleton and unequal groups, groups of equal rewards, and log-ratios
+of ±50. An error is relative: |got − wanted| / scale ≤ 1e-5, where scale is |wanted|
+itself for a value of one token, and the largest entry of the row or batch that was
+added up to make a value, where several were. Numbers under 1e-7 pass for 0.
 """
 
 import dataclasses
@@ -14,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROWS, TOKENS = 14, 7
+ROWS, TOKENS, WORDS = 14, 7, 6
 BATCHES = 200
 STEP = 1e-30
+TOLERANCE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +41,6 @@ class Case:
   def __str__(self) -> str:
     given = ','.join(f'{k}={v}' for k, v in self.options.items())
     return f'{self.name}({given})'
-
-
-def seeds(case: Case, cases: list[Case]) -> range:
-  """This case's share of the batches its function sees, at least BATCHES in all."""
-  mine = [other for other in cases if other.name == case.name]
-  share = max(-(-BATCHES // len(mine)), 40)
-  start = share * mine.index(case)
-  return range(start, start + share)
 
 
 def sg(x):
@@ -61,6 +62,39 @@ def largest(x, y):
 
 def smallest(x, y):
   return np.where(sg(x) <= sg(y), x, y)
+
+
+@functools.cache
+def stacked(steps: bool = False, spare: bool = False) -> dict[str, Any]:
+  """All batches, `[BATCHES, …]` each column, not to be written to.
+
+  spare: with more padding rows and tokens at the ends.
+  """
+  batches = [_batch(seed, steps) for seed in range(BATCHES)]
+  batches = [padded(each) if spare else each for each in batches]
+  return jax.tree.map(lambda *columns: np.stack(columns), *batches)
+
+
+def each(fn: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+  """`fn` over stacked batches, one after the other, in one compiled program."""
+  # Compiling is what these tests cost: half as much without LLVM's optimizations.
+  quick = {'xla_backend_optimization_level': 0}
+  return jax.jit(lambda columns: jax.lax.map(fn, columns), compiler_options=quick)
+
+
+def end_to_end(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Stacked batches as one long one: for functions whose rows do not meet."""
+  return {
+    name: x.reshape(-1, *x.shape[2:])
+    for name, x in columns.items()
+    if not isinstance(x, dict) and x.shape[1:2] == (ROWS,)
+  }
+
+
+def unstacked(columns: Any) -> list[Any]:
+  """The batches of stacked columns, one by one."""
+  count = len(jax.tree.leaves(columns)[0])
+  return [jax.tree.map(lambda x, i=i: x[i], columns) for i in range(count)]
 
 
 def batch(seed: int, steps: bool = False) -> dict[str, np.ndarray]:
@@ -108,8 +142,35 @@ def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   expert, tokens = columns['expert_mask'], columns['mask'].sum(axis=1)
   own = np.where(expert, tokens[expert].sum(), tokens[~expert].sum())
   columns['term_scale'] = (tokens.sum() / np.maximum(own, 1)).astype(np.float32)
-  columns['mu'] = np.full(ROWS, rng.random(), np.float32)
-  return columns
+  columns['step'] = np.full(ROWS, rng.integers(0, 300), np.int32)
+  return columns | _further(rng)
+
+
+def _further(rng) -> dict[str, Any]:
+  """Columns of other shapes: over a vocabulary, over rows, and single numbers."""
+  shape = (ROWS, TOKENS)
+  near = rng.normal(size=(2, *shape, WORDS)) * rng.choice([0.1, 1, 15])
+  dealt = np.log(rng.dirichlet(np.ones(WORDS), size=(2, *shape)))
+  state = {
+    'count': rng.integers(0, 9),
+    'mean': rng.normal(),
+    'square': rng.random(),
+    'scale': rng.random(),
+  }
+  more = {
+    'logits': near[0],
+    'ref_logits': near[1],
+    'topk_logprobs': dealt[0][..., : WORDS - 2],
+    'teacher_topk_logprobs': dealt[1][..., : WORDS - 2],
+    'lengths': 1.0 * rng.integers(0, 12, ROWS),
+    'beta': rng.random(),
+    'kl': rng.exponential() * rng.choice([0.1, 6, 50]),
+    'n': 1.0 * rng.integers(1, 500),
+    'num_rows': 1.0 * rng.integers(1, 500),
+    'state': state,
+  }
+  key = np.array([0, rng.integers(2**31)], np.uint32)
+  return jax.tree.map(lambda x: np.asarray(x, np.float32), more) | {'key': key}
 
 
 def _runs(rng, rows, steps):
@@ -152,9 +213,9 @@ def _cast(name, column):
 
 def wide(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """The same columns in float64, for restatements."""
-  return {
-    k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in columns.items()
-  }
+  return jax.tree.map(
+    lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, dict(columns)
+  )
 
 
 def call(case: Case, columns: Mapping[str, Any]) -> Any:
@@ -164,44 +225,59 @@ def call(case: Case, columns: Mapping[str, Any]) -> Any:
   return compose.call_part(case.fn, columns, case.options)
 
 
-def loss_and_gradient(case: Case, argument: str = 'logprobs'):
-  """A jitted (columns, weights) -> (loss [B, T], gradient of Σ w·loss)."""
+def loss_and_gradient(case: Case, argument: str = 'logprobs', jit: bool = True):
+  """(columns, weights) -> (what the part returns, gradient of Σ w·loss)."""
 
   def weighted(x, columns, weights):
     out = call(case, columns | {argument: x})
-    loss = out[0] if isinstance(out, tuple) else out
-    return jnp.sum(weights * loss), out
+    return jnp.sum(weights * first(out)), out
 
-  @jax.jit
   def run(columns, weights):
     gradient = jax.grad(weighted, has_aux=True)
     return gradient(columns[argument], columns, weights)[::-1]
 
-  return run
+  return jax.jit(run) if jit else run
+
+
+def first(out: Any) -> Any:
+  """The loss, of a part that returns metrics too or not."""
+  return out[0] if isinstance(out, tuple) else out
 
 
 def restated_gradient(case: Case, columns, weights, argument: str = 'logprobs'):
-  """d Σ w·loss / d argument: rows are independent, so T complex steps do."""
-  gradient = np.zeros(weights.shape)
-  for t in range(weights.shape[1]):
-    step = np.zeros(weights.shape[1], complex)
-    step[t] = 1j * STEP
-    loss = case.restated(columns | {argument: columns[argument] + step}, case.options)
-    gradient[:, t] = np.sum(weights * np.imag(loss) / STEP, axis=1)
+  """d Σ w·loss / d argument, by complex steps.
+
+  Of `[B, T]` all rows take a step at once, of `[B, T, V]` all tokens: losses are
+  those of single rows, or of single tokens where they are given whole distributions.
+  """
+  x = columns[argument]
+  gradient = np.zeros(x.shape)
+  for i in range(x.shape[-1]):
+    step = np.zeros(x.shape[-1], complex)
+    step[i] = 1j * STEP
+    loss = case.restated(columns | {argument: x + step}, case.options)
+    slope = weights * np.imag(loss) / STEP
+    gradient[..., i] = slope.sum(axis=1) if x.ndim == 2 else slope
   return gradient
 
 
-def assert_close(got, wanted, scale=0.0, tolerance=1e-5, what=''):
-  """|got − wanted| ≤ tolerance·(|wanted| + scale), everything finite."""
-  got = np.asarray(got, np.float64)
-  assert np.all(np.isfinite(got)), f'{what}: not finite: {got}'
-  limit = tolerance * (np.abs(wanted) + scale) + 1e-7
-  error = np.abs(got - wanted)
-  worst = np.argmax(error - limit)
-  pair = (
-    f'{got.flat[worst]} instead of {np.broadcast_to(wanted, got.shape).flat[worst]}'
-  )
-  assert np.all(error <= limit), f'{what}: {pair}'
+def random_weights(columns) -> np.ndarray:
+  """`[B, T]` 0 where the mask is not set, as an aggregation's are."""
+  rng = np.random.default_rng(0)
+  mask = columns['mask']
+  return np.where(mask, rng.random(mask.shape), 0).astype(np.float32)
+
+
+def assert_close(got, wanted, scale=0.0, what=''):
+  """|got − wanted| ≤ 1e-5·max(|wanted|, scale) + 1e-7, everything finite."""
+  got, wanted = np.asarray(got, np.float64), np.asarray(wanted)
+  assert got.shape == wanted.shape, f'{what}: {got.shape} instead of {wanted.shape}'
+  assert np.all(np.isfinite(got)), f'{what}: not finite: {got[~np.isfinite(got)]}'
+  limit = TOLERANCE * np.maximum(np.abs(wanted), scale) + 1e-7
+  excess = np.abs(got - wanted) - limit
+  if np.any(excess > 0):
+    worst = np.unravel_index(np.argmax(excess), got.shape)
+    raise AssertionError(f'{what} at {worst}: {got[worst]}, not {wanted[worst]}')
 
 
 def row_scale(x):
@@ -210,14 +286,35 @@ def row_scale(x):
 
 
 def permuted(columns, order):
-  return {k: v[order] for k, v in columns.items()}
+  return {
+    k: v[order] if getattr(v, 'shape', ())[:1] == (ROWS,) else v
+    for k, v in columns.items()
+  }
+
+
+def reordered(column, order):
+  """A stacked column with each batch's rows in another order."""
+  is_rows = not isinstance(column, dict) and column.shape[1:2] == order.shape
+  return column[:, order] if is_rows else column
+
+
+def poisoned(columns, names):
+  """Columns with NaN at every token that is no action; rewards in padding rows too."""
+  there = columns['mask']
+  out = {k: np.where(there, v, np.nan) if k in names else v for k, v in columns.items()}
+  padding = (columns['run_ids'] < 0)[..., None]
+  out['rewards'] = np.where(padding, np.nan, columns['rewards'])
+  return out
 
 
 def padded(columns, rows=2, tokens=3):
   """Columns with more padding rows and padding tokens."""
   out = {}
   for name, column in columns.items():
+    if isinstance(column, dict) or column.shape[:1] != (ROWS,):
+      out[name] = column
+      continue
     minus = -1 if column.dtype == np.int32 else 0
-    widths = [(0, rows)] + [(0, tokens)] * (column.ndim - 1)
+    widths = [(0, rows), (0, tokens), (0, 0)][: column.ndim]
     out[name] = np.pad(column, widths, constant_values=minus)
   return out

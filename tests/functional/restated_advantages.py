@@ -1,5 +1,6 @@
 """Advantages in float64 numpy: loops over tasks, runs and tokens, no vector tricks."""
 
+import jax
 import numpy as np
 
 from tests.functional.restated_losses import turns
@@ -54,25 +55,26 @@ def _group_relative(tasks, o):
   return advantage
 
 
+def _penalised(c, o):
+  """{task: {run: R}}, less for runs that were likelier than others of their task."""
+  tasks, rho = returns_by_task(c), o.get('rank_penalty')
+  if rho is None:
+    return tasks
+  likelihood = {}
+  for row, run in enumerate(c['run_ids']):
+    new = c['rollout_logprobs'][row][c['mask'][row]].sum()
+    likelihood[run] = likelihood.get(run, 0.0) + new
+  out = {}
+  for task, members in tasks.items():
+    out[task] = {}
+    for run, value in members.items():
+      rank = sum(likelihood[other] < likelihood[run] for other in members)
+      out[task][run] = value * (1 - rho * rank / len(members))
+  return out
+
+
 def grpo(c, o):
-  tasks = returns_by_task(c)
-  rho = o.get('rank_penalty')
-  if rho is not None:
-    likelihood = {}
-    for row, run in enumerate(c['run_ids']):
-      new = c['rollout_logprobs'][row][c['mask'][row]].sum()
-      likelihood[run] = likelihood.get(run, 0.0) + new
-    tasks = {
-      task: {
-        run: value
-        * (
-          1 - rho * sum(likelihood[r] < likelihood[run] for r in members) / len(members)
-        )
-        for run, value in members.items()
-      }
-      for task, members in tasks.items()
-    }
-  return by_run(c, _group_relative(tasks, o))
+  return by_run(c, _group_relative(_penalised(c, o), o))
 
 
 def opmd(c, o):
@@ -135,16 +137,32 @@ def rloo(c, o):
 
 
 def rec(c, o):
-  def rule(v):
+  tasks, advantage = returns_by_task(c), {}
+  for members in tasks.values():
+    dropped = _surplus(c, members) if o.get('drop') == 'balance' else ()
+    left = {run: value for run, value in members.items() if run not in dropped}
+    v = np.array(list(left.values()))
     centred = v if len(v) == 1 else _centred(v)
     std = 1.0 if len(v) == 1 else np.sqrt(np.mean(centred**2))
-    return centred / (std + 1e-6) if o.get('scale_by_std') else centred
+    values = centred / (std + 1e-6) if o.get('scale_by_std') else centred
+    advantage |= dict.fromkeys(dropped, 0.0) | dict(zip(left, values, strict=True))
+  return by_run(c, advantage)
 
-  return _each_group(c, rule)
+
+def _surplus(c, members):
+  """Runs under the mean, beyond as many as there are others: those drawn lowest."""
+  if _equal(list(members.values())):
+    return []
+  mean = np.mean(list(members.values()))
+  below = [r for r, v in members.items() if v < mean - 1e-6 * max(abs(mean), 1)]
+  draws = np.asarray(jax.random.uniform(c['key'], (c['rows'],)))
+  below.sort(key=lambda run: draws[run])
+  return below[: max(2 * len(below) - len(members), 0)]
 
 
 def best(c, o):
-  return _each_group(c, lambda v: 1.0 * ((v == v.max()) & (v > 0)))
+  bound = o.get('threshold', 0.0)
+  return _each_group(c, lambda v: 1.0 * ((v == v.max()) & (v > bound)))
 
 
 def to_go(c, gamma):
@@ -272,23 +290,27 @@ def step_reinforce(c, o):
   return _row_values(c, [advantage.get(row, 0.0) for row in range(len(values))])
 
 
-def cod(c, o):
+def _ahead(c, o):
   future, r = o.get('future', 'mean'), c['rewards'].sum(axis=1)
   values = np.zeros(len(r))
   for rows in _steps(c).values():
     for i, row in enumerate(rows):
       ahead = r[rows[i:]]
+      if future == 'sliding':
+        ahead = ahead[: o.get('window', 2)]
       if future == 'discounted':
         values[row] = np.sum(ahead * o.get('gamma', 0.9) ** np.arange(len(ahead)))
       else:
-        values[row] = ahead[
-          : o.get('window', 2) if future == 'sliding' else None
-        ].mean()
+        values[row] = ahead.mean()
+  return values
+
+
+def cod(c, o):
   keys = [
     (t, k) if t >= 0 else None
     for t, k in zip(c['task_ids'], c['step_ids'], strict=True)
   ]
-  return _row_values(c, _compare(values, keys, 'none'))
+  return _row_values(c, _compare(_ahead(c, o), keys, 'none'))
 
 
 def on_policy_distill(c, o):
@@ -297,7 +319,7 @@ def on_policy_distill(c, o):
 
 
 def grpo_distill(c, o):
-  return grpo(c, {}) + on_policy_distill(c, o)
+  return grpo(c, o) + on_policy_distill(c, o)
 
 
 def jsd(c, o):
@@ -310,25 +332,12 @@ def jsd(c, o):
   return np.where(c['mask'], o.get('coef', 1.0) * value, 0)
 
 
-def entropy_keep_b(c, mu):
-  """Tokens clip_b keeps."""
-  a, m = grpo(c, {}), c['mask']
-  s = np.exp(np.clip(c['old_logprobs'], -20, 20)) * (c['entropy'] + c['old_logprobs'])
-  return ~(m & (a < 0) & (s - s[m].mean() < -mu * s[m].std())) if m.any() else ~m
+def clip_b(c, o):
+  return grpo(c, {})
 
 
-def entropy_keep_v(c, mu, max_frac):
-  """Tokens clip_v keeps."""
-  a, m = grpo(c, {}), c['mask']
-  s = np.exp(np.clip(c['old_logprobs'], -20, 20)) * (c['entropy'] + c['old_logprobs'])
-  d = c['nec'] - s
-  drop = m & (a < 0) & (d > mu * (d[m].std() if m.any() else 0))
-  most = max(int(max_frac * m.sum()), 1)
-  worst = sorted(zip(*np.nonzero(drop), strict=True), key=lambda at: -d[at])[:most]
-  keep = np.ones(m.shape, bool)
-  for at in worst:
-    keep[at] = False
-  return keep
+def clip_v(c, o):
+  return grpo(c, {})
 
 
 def normalise(c, o):
@@ -337,20 +346,135 @@ def normalise(c, o):
     t: {r: np.clip(v, -bound, bound) for r, v in m.items()} for t, m in tasks.items()
   }
   everyone, advantage = np.array(_all(tasks)), {}
+  seen = _moments(c['state'], everyone)
   for members in tasks.values():
-    values = np.array(list(members.values()))
-    pools = {'group': values, 'batch': everyone}
+    pools = {'group': np.array(list(members.values())), 'batch': everyone}
     for run, value in members.items():
       a = value
-      if o['mean'] != 'none':
-        pool = pools[o['mean']]
-        a = 0.0 if _equal(pool) else value - pool.mean()
-      if o['std'] != 'none':
+      if o['mean'] == 'running':
+        a = value - seen['mean']
+      elif o['mean'] != 'none':
+        a = 0.0 if _equal(pools[o['mean']]) else value - pools[o['mean']].mean()
+      if o['std'] == 'running':
+        a = _over(a, seen['count'], np.sqrt(seen['square'] / max(seen['count'] - 1, 1)))
+      elif o['std'] != 'none':
         pool = pools[o['std']]
-        a /= (np.std(pool, ddof=1) if len(pool) > 1 else 1.0) + 1e-6
+        std = np.std(pool, ddof=1) if len(pool) > 1 and not _equal(pool) else 0.0
+        a = _over(a, len(pool), std)
       advantage[run] = a
   out = by_run(c, advantage)
   if o.get('whiten'):
     out = whiten(out, c['mask'])
   limit = o.get('advantage_clip') or np.inf
   return np.clip(out, -limit, limit)
+
+
+def _over(a, count, std):
+  """a/s; a single run's deviation is 1, and equal runs have nothing to tell."""
+  if count <= 1:
+    return a / (1 + 1e-6)
+  return a / (std + 1e-6) if std > 1e-6 else 0.0
+
+
+def moments(c, o):
+  return _moments(c['state'], np.array(_all(returns_by_task(c))))
+
+
+def _moments(old, new):
+  """Of all rewards ever seen, from the count, mean and squares of those before."""
+  count = old['count'] + len(new)
+  total = old['count'] * old['mean'] + new.sum()
+  squares = old['square'] + old['count'] * old['mean'] ** 2 + (new**2).sum()
+  mean = total / max(count, 1)
+  return {'count': count, 'mean': mean, 'square': squares - count * mean**2}
+
+
+# Tokens that stay in the loss, by the name of the advantage; the others keep all.
+
+
+def _rows_of(c, runs):
+  return np.isin(c['run_ids'], list(runs))[:, None] | np.zeros(c['mask'].shape, bool)
+
+
+def _spread_groups(c, tasks, threshold):
+  if threshold is None:
+    return None
+  kept = []
+  for members in tasks.values():
+    values = list(members.values())
+    std = np.std(values, ddof=1) if len(values) > 1 else 1.0
+    if len(values) > 1 and _equal(values):
+      std = 0.0
+    kept += members if std > threshold else []
+  return _rows_of(c, kept)
+
+
+def _indicator(c):
+  return np.exp(np.clip(c['old_logprobs'], -20, 20)) * (
+    c['entropy'] + c['old_logprobs']
+  )
+
+
+def _keep_clip_b(c, o):
+  a, m, s = grpo(c, {}), c['mask'], _indicator(c)
+  far = s - s[m].mean() < -o.get('mu', 2.5) * s[m].std() if m.any() else m
+  return ~(m & (a < 0) & far)
+
+
+def _keep_clip_v(c, o):
+  a, m, d = grpo(c, {}), c['mask'], c['nec'] - _indicator(c)
+  drop = m & (a < 0) & (d > o.get('mu', 8.5) * (d[m].std() if m.any() else 0))
+  most = max(int(o.get('max_frac', 1e-4) * m.sum()), 1)
+  keep = np.ones(m.shape, bool)
+  for at in sorted(zip(*np.nonzero(drop), strict=True), key=lambda at: -d[at])[:most]:
+    keep[at] = False
+  return keep
+
+
+def _keep_rec(c, o):
+  if o.get('drop') != 'balance':
+    return None
+  tasks = returns_by_task(c)
+  return ~_rows_of(c, [run for m in tasks.values() for run in _surplus(c, m)])
+
+
+def _keep_best(c, o):
+  kept = []
+  for members in returns_by_task(c).values():
+    top = max(members.values())
+    kept += [r for r, v in members.items() if v == top > o.get('threshold', 0.0)]
+  return _rows_of(c, kept)
+
+
+def _keep_step_wise(c, o):
+  tasks = {}
+  for run, rows in _steps(c).items():
+    members = tasks.setdefault(c['task_ids'][rows[0]], {})
+    members[run] = c['rewards'][rows[-1]].sum()
+  return _spread_groups(c, tasks, o.get('std_threshold'))
+
+
+KEEPS = {
+  'grpo': lambda c, o: _spread_groups(c, _penalised(c, o), o.get('std_threshold')),
+  'step_wise_grpo': _keep_step_wise,
+  'rec': _keep_rec,
+  'best': _keep_best,
+  'remax': lambda c, o: (
+    ~(c['greedy_mask'] & (c['task_ids'] >= 0))[:, None]
+    | np.zeros(c['mask'].shape, bool)
+  ),
+  'clip_b': _keep_clip_b,
+  'clip_v': _keep_clip_v,
+}
+# What a critic or a report sees as returns.
+RETURNS = {
+  'gae': lambda c, o: np.where(
+    c['mask'], gae(c, o | {'whiten': False}) + c['old_values'], 0
+  ),
+  'reinforce': reinforce,
+  'reinforce_plus_plus': lambda c, o: to_go(c, o.get('gamma', 1.0)),
+  'remax': lambda c, o: to_go(c, o.get('gamma', 1.0)),
+  'agentic_reinforce': agentic_reinforce,
+  'step_reinforce': lambda c, o: _row_values(c, _discounted(c, o.get('gamma', 1.0))),
+  'cod': lambda c, o: _row_values(c, _ahead(c, o)),
+}

@@ -173,8 +173,8 @@ def rec(c, o):
     'one_side': np.where(a > 0, r <= 1 + high, (a == 0) | (r >= 1 - low)),
     'gspo_one_side': np.where(a > 0, s <= 1 + high, (a == 0) | (s >= 1 - low)),
     'ring': ((1 - low <= r) & (r <= 1 + high))
-    | ((a > 0) & (r <= 0.4))
-    | ((a < 0) & (r >= 3)),
+    | ((a >= 0) & (r <= 1 - o.get('ring_low', 0.6)))
+    | ((a <= 0) & (r >= 1 + o.get('ring_high', 2.0))),
   }[keep]
   w = {
     'none': 1,
@@ -211,7 +211,18 @@ def mix(c, o):
 
 
 def mix_chord(c, o):
-  return _mixed(c, o, c['mu'][:, None], sft_phi(c, {}))
+  return _mixed(c, o, chord_mu(c, o)[:, None], sft_phi(c, {}))
+
+
+def chord_mu(c, o):
+  peak, valley = o.get('peak', 0.9), o.get('valley', 0.05)
+  warmup, decay = o.get('warmup_steps', 0.0), o.get('decay_steps', 200.0)
+  out = []
+  for step in c['step']:
+    share = min((step - warmup) / decay, 1)
+    fall = valley + (peak - valley) * (1 + np.cos(np.pi * share)) / 2
+    out.append(peak * step / warmup if step < warmup else fall)
+  return np.array(out)
 
 
 def m2po_keep(c, threshold=0.04):
@@ -266,3 +277,33 @@ def ipo(c, o):
 def hinge(c, o):
   score = np.where(c['mask'], c['logprobs'] - c['ref_logprobs'], 0).sum(axis=1)
   return pairs(c, score, lambda d: largest(0 * d, 1 - o.get('beta', 0.1) * d))
+
+
+def distill(c, o):
+  def with_rest(logprobs):
+    logprobs = logprobs[..., : o.get('top_k')]
+    rest = 1 - np.exp(logprobs).sum(axis=-1, keepdims=True)
+    floor = np.exp(-20.0)
+    return np.concatenate([np.exp(logprobs), largest(rest, floor + 0 * rest)], axis=-1)
+
+  def divergence(a, b):
+    return np.sum(a * np.log(a / b), axis=-1)
+
+  s, t = with_rest(c['topk_logprobs']), with_rest(c['teacher_topk_logprobs'])
+  kind, skew, m = o['kind'], o.get('skew', 0.1), (s + t) / 2
+  if kind == 'adaptive':
+    a = np.zeros(s.shape[:-1])
+    for at in np.ndindex(a.shape):
+      order = np.argsort(-t[at], kind='stable')
+      before = np.cumsum(t[at][order]) - t[at][order]
+      gap = np.abs(sg(t[at] - s[at]))
+      a[at] = gap[order[before < o.get('head', 0.5)]].sum() / gap.sum()
+    loss = a * divergence(t, s) + (1 - a) * divergence(s, t)
+  else:
+    loss = {
+      'forward': lambda: divergence(t, s),
+      'reverse': lambda: divergence(s, t),
+      'skewed': lambda: divergence(t, skew * t + (1 - skew) * s),
+      'js': lambda: (divergence(t, m) + divergence(s, m)) / 2,
+    }[kind]()
+  return _masked(loss, c)

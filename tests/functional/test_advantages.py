@@ -9,86 +9,87 @@ from jaxrl import signature
 from jaxrl.functional import advantages
 from tests.functional import harness
 from tests.functional import restated_advantages as restated
+from tests.functional.cases import ADVANTAGES, MOMENTS
 from tests.functional.harness import Case
 
-
-def case(name, *, steps=False, **options):
-  return Case(name, getattr(advantages, name), getattr(restated, name), options, steps)
-
-
 NUMBERS = (int, float)
-ADVANTAGES = [
-  case('grpo'),
-  case('grpo', scale_by_std=False),
-  case('grpo', std_over='batch'),
-  case('grpo', steps=True),
-  case('grpo', rank_penalty=0.25),
-  case('grpo', rank_penalty=0.5, scale_by_std=False, steps=True),
-  case('opmd'),
-  case('opmd', baseline='logavgexp', tau=0.5),
-  case('opmd', baseline='logavgexp', steps=True),
-  case('asymre', steps=True),
-  case('rloo'),
-  case('rloo', steps=True),
-  case('rec'),
-  case('rec', scale_by_std=True, steps=True),
-  case('best'),
-  case('gae'),
-  case('gae', gamma=0.9, lam=0.8),
-  case('gae', whiten=True),
-  case('reinforce', steps=True),
-  case('reinforce', gamma=0.9),
-  case('reinforce_plus_plus'),
-  case('reinforce_plus_plus', gamma=0.9, baseline='group'),
-  case('remax', gamma=0.9),
-  case('agentic_reinforce', gamma=0.5),
-  case('step_wise_grpo', steps=True),
-  case('step_wise_grpo', steps=True, divide_by_steps=True),
-  case('gigpo', steps=True),
-  case('gigpo', steps=True, gamma=0.5, omega=0.3, norm='std'),
-  case('step_reinforce', steps=True),
-  case('step_reinforce', steps=True, gamma=0.5, over='group'),
-  case('cod', steps=True),
-  case('cod', steps=True, future='sliding', window=2),
-  case('cod', steps=True, future='discounted', gamma=0.5),
-  case('on_policy_distill', coef=0.5),
-  case('grpo_distill', coef=0.1),
-  *(case('jsd', beta=beta) for beta in (0.0, 0.25, 0.5, 0.999, 1.0)),
-  case('normalise', mean='group', std='batch'),
-  case('normalise', mean='batch', std='batch', reward_clip=0.8),
-  case('normalise', mean='none', std='none', whiten=True, advantage_clip=1.0),
-]
+FLOATS = ('rewards', 'old_values', 'old_logprobs', 'teacher_logprobs', 'entropy', 'nec')
 
 
-def jitted(case):
-  return jax.jit(lambda columns: harness.call(case, columns))
+def run_and_slopes(case):
+  """A batch's advantages, and the slope of a random sum of them by every column."""
+  names = [name for name in FLOATS if name in case.fn.__code__.co_varnames]
+
+  def weighted(inputs, columns):
+    out = harness.call(case, columns | inputs)
+    weights = jax.random.normal(jax.random.key(0), out.advantages.shape)
+    return jnp.sum(weights * out.advantages), out
+
+  def run(columns):
+    inputs = {name: columns[name] for name in names}
+    return jax.grad(weighted, has_aux=True)(inputs, columns)
+
+  return run
 
 
 @pytest.mark.parametrize('case', ADVANTAGES, ids=str)
 def test_equals_the_restatement(case):
-  run = jitted(case)
-  for seed in harness.seeds(case, ADVANTAGES):
-    columns = harness.batch(seed, case.steps)
-    out = run(columns)
-    wanted = case.restated(harness.wide(columns), case.options)
-    # Token by token where a token's advantage is its own, e^20 among them.
-    alone = case.name in ('jsd', 'on_policy_distill')
-    scale = 0.1 if alone else np.max(np.abs(wanted), initial=0) + 1
-    harness.assert_close(out.advantages, wanted, scale, what=f'{case} on batch {seed}')
-    assert np.all(np.asarray(out.advantages)[~columns['mask']] == 0)
-    assert all(np.all(np.isfinite(m)) for m in out.metrics.values())
+  """Of batches without the padding that the function is given besides: so it is inert.
+
+  Values, kept tokens, returns; finite slopes; zeros, not NaN, where nothing is.
+  """
+  plain, more = harness.stacked(case.steps), harness.stacked(case.steps, spare=True)
+  run = harness.each(run_and_slopes(case))
+  slopes, out = jax.tree.map(np.asarray, run(more))
+  for leaf in jax.tree.leaves((slopes, out.metrics)):
+    assert np.all(np.isfinite(leaf))
+  got, rows = harness.unstacked(out), more['mask'].shape[1]
+  for seed, batch in enumerate(harness.unstacked(harness.wide(plain))):
+    check(case, got[seed], batch | {'rows': rows}, f'{case} on batch {seed}')
+
+  order = np.random.default_rng(1).permutation(rows)
+  moved = run({k: harness.reordered(v, order) for k, v in more.items()})[1]
+  same(moved.advantages, out.advantages[:, order], case)
+
+  slopes, rubbish = run(harness.poisoned(more, FLOATS[1:]))
+  assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(slopes))
+  same(rubbish.advantages, out.advantages, case)
 
 
-@pytest.mark.parametrize('case', ADVANTAGES, ids=str)
-def test_rows_and_padding_change_nothing(case):
-  run, columns = jitted(case), harness.batch(11, case.steps)
-  plain = np.asarray(run(columns).advantages)
-  order = np.random.default_rng(1).permutation(harness.ROWS)
-  moved = run(harness.permuted(columns, order)).advantages
-  np.testing.assert_allclose(moved, plain[order], rtol=1e-5, atol=1e-6)
-  more = run(harness.padded(columns)).advantages
-  inner = more[: harness.ROWS, : harness.TOKENS]
-  np.testing.assert_allclose(inner, plain, rtol=1e-5, atol=1e-6)
+def check(case, got, batch, what):
+  wanted = case.restated(batch, case.options)
+  # Token by token where a token's advantage is its own, e^20 among them.
+  alone = case.name in ('jsd', 'on_policy_distill')
+  scale = 0.1 if alone else magnitude(wanted)
+  harness.assert_close(within(got.advantages), wanted, scale, what)
+  assert np.all(within(got.advantages)[~batch['mask']] == 0), what
+  assert np.count_nonzero(got.advantages) == np.count_nonzero(within(got.advantages))
+  keep = restated.KEEPS.get(case.name, lambda c, o: None)(batch, case.options)
+  assert (got.keep is None) == (keep is None), what
+  if keep is not None:
+    live = batch['mask']
+    np.testing.assert_array_equal(within(got.keep)[live], keep[live], what)
+  returns = restated.RETURNS.get(case.name, lambda c, o: None)(batch, case.options)
+  assert (got.returns is None) == (returns is None), what
+  if returns is not None:
+    harness.assert_close(within(got.returns), returns, magnitude(returns), what)
+
+
+def within(x):
+  """Without the spare rows and tokens."""
+  return x[: harness.ROWS, : harness.TOKENS]
+
+
+def magnitude(x):
+  """The largest entry of a batch, at least 1: rewards are of that size."""
+  return max(np.max(np.abs(x), initial=0), 1)
+
+
+def same(got, wanted, case):
+  """As near as another order of adding up allows."""
+  got, wanted = np.asarray(got), np.asarray(wanted)
+  scale = np.max(np.abs(wanted), axis=(1, 2), keepdims=True)
+  assert np.all(np.abs(got - wanted) <= 1e-5 * np.maximum(scale, 1)), str(case)
 
 
 @pytest.mark.parametrize('case', ADVANTAGES, ids=str)
@@ -106,6 +107,14 @@ def test_a_number_is_traced(case):
   for mask in (columns['mask'], columns['mask'].astype(np.float32)):
     out = jax.eval_shape(run, numeric | given, columns | {'mask': mask})
     assert out.shape == mask.shape and out.dtype == jnp.float32
+
+
+def test_running_moments_equal_the_restatement():
+  (case,) = MOMENTS
+  out = harness.each(lambda c: harness.call(case, c))(harness.stacked(True))
+  for seed, batch in enumerate(harness.unstacked(harness.wide(harness.stacked(True)))):
+    for name, wanted in case.restated(batch, {}).items():
+      harness.assert_close(out[name][seed], wanted, 10, f'{name} on batch {seed}')
 
 
 def columns_of(rewards, tasks, runs=None):

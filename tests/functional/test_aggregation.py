@@ -6,6 +6,9 @@ import pytest
 
 from jaxrl.functional import aggregation
 from jaxrl.signature import ConfigError
+from tests.functional import harness
+from tests.functional.cases import AGGREGATION
+from tests.functional.test_preference import paired
 
 MASK = jnp.array([[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]], bool)
 LOSS = jnp.array([[1.0, 2, 100, 3], [100, 8, 100, 100], [100, 100, 100, 100]])
@@ -29,6 +32,20 @@ def test_modes_by_hand(mode, wanted):
   np.testing.assert_array_equal(wider[:3, :4], weights)
 
 
+@pytest.mark.parametrize('case', AGGREGATION, ids=str)
+def test_weights_equal_the_restatement(case):
+  """Of every batch, padding rows and rows without action tokens among them."""
+  columns = dict(harness.stacked())
+  pairs = [paired(seed)['pair_ids'] for seed in range(harness.BATCHES)]
+  columns['pair_ids'] = np.stack(pairs)
+  got = harness.each(lambda c: harness.call(case, c))(columns)
+  for seed, batch in enumerate(harness.unstacked(columns)):
+    wanted = case.restated(batch, case.options)
+    if case.name == 'term_scale':  # where there is nothing, nothing is scaled
+      wanted = np.where(batch['mask'].any(axis=1), wanted, got[seed])
+    harness.assert_close(got[seed], wanted, what=f'{case} on batch {seed}')
+
+
 def test_rows_left_out_are_not_counted():
   weights = aggregation.token_weights(
     MASK, mode='sequence_mean_token_sum', row_valid=jnp.array([True, False, True])
@@ -45,8 +62,9 @@ def test_an_empty_batch_weighs_nothing():
 def test_wrong_modes_are_errors():
   with pytest.raises(ConfigError, match="Did you mean 'token_mean'"):
     aggregation.token_weights(MASK, mode='token_men')
-  with pytest.raises(ConfigError, match='length=1024'):
-    aggregation.token_weights(MASK, mode='sequence_mean_token_sum_norm')
+  for length in ('', '(length=0)', "(length='9')", '(length=True)'):
+    with pytest.raises(ConfigError, match='length=1024'):
+      aggregation.token_weights(MASK, mode=f'sequence_mean_token_sum_norm{length}')
   with pytest.raises(ConfigError, match='length'):
     aggregation.token_weights(MASK, mode='token_mean(length=3)')
 

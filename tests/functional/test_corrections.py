@@ -7,92 +7,51 @@ import pytest
 
 from jaxrl.functional import corrections
 from tests.functional import harness
-from tests.functional.restated_losses import row_mean, turns
+from tests.functional.cases import CORRECTIONS, RATIOS
 
 
-def restated_ratio(c, level):
-  d = np.where(c['mask'], c['old_logprobs'] - c['rollout_logprobs'], 0)
-  if level == 'sequence':
-    d = d.sum(axis=1, keepdims=True) + 0 * d
-  if level == 'geometric':
-    d = row_mean(d, c['mask']) + 0 * d
-  if level == 'segment':
-    mean = 0 * d
-    for row, stretches in enumerate(turns(c['mask'])):
-      for where in stretches:
-        mean[row, where] = d[row, where].mean()
-    d = mean
-  return np.exp(np.clip(d, -20, 20))
+def columns_of_engines():
+  """The rows of all batches, with log-probs as engines give them: at most 0."""
+  columns = harness.end_to_end(harness.stacked())
+  for name in ('old_logprobs', 'rollout_logprobs'):
+    columns[name] = np.minimum(columns[name], 0)
+  return columns
 
 
-def band(c, w, low, high):
-  return c['mask'] & (w >= low) & (w <= high)
+@pytest.mark.parametrize('case', CORRECTIONS, ids=str)
+def test_weights_equal_the_restatement_and_have_no_slope(case):
+  columns = columns_of_engines()
+  one = np.ones(columns['mask'].shape, np.float32)
+  run = harness.loss_and_gradient(case, 'old_logprobs')
+  (weights, metrics), slope = run(columns, one)
+  wanted = case.restated(harness.wide(columns), case.options)
+  harness.assert_close(weights, wanted, what=str(case))
+  assert np.all(slope == 0)
+  for key, metric in metrics.items():
+    assert metric.shape == weights.shape and np.all(np.isfinite(metric)), key
+  rubbish = run(harness.poisoned(columns, ('old_logprobs', 'rollout_logprobs')), one)
+  np.testing.assert_array_equal(rubbish[0][0], weights)
+  assert np.all(rubbish[1] == 0)
 
 
-def both(c, options):
-  w, judged = restated_ratio(c, 'segment'), restated_ratio(c, 'geometric')
-  p, q = np.exp(c['old_logprobs']), np.exp(c['rollout_logprobs'])
-  calm = np.abs(p - q) <= 0.3
-  return np.where(band(c, judged, 0.5, 2) & calm, np.minimum(w, 1.5), 0)
+@pytest.mark.parametrize('case', RATIOS[:-1], ids=str)
+def test_ratios_and_mismatch_equal_the_restatement(case):
+  columns = columns_of_engines()
+  out = harness.call(case, columns)
+  wanted = case.restated(harness.wide(columns), case.options)
+  for name in wanted if isinstance(wanted, dict) else [...]:
+    # |Δ| of log-probs, at most 50, has their rounding; the KL is a difference of it.
+    scale = 0.1 if isinstance(wanted, dict) else 0.0
+    got = out[name] if isinstance(wanted, dict) else out
+    harness.assert_close(got, wanted[name], scale, f'{case}, {name}')
 
 
-CASES = [
-  ('tis', {}, lambda c, o: np.minimum(restated_ratio(c, 'token'), 2)),
-  (
-    'tis',
-    {'level': 'sequence', 'cap': 3.0},
-    lambda c, o: np.minimum(restated_ratio(c, 'sequence'), 3),
-  ),
-  (
-    'tis',
-    {'level': 'geometric'},
-    lambda c, o: np.minimum(restated_ratio(c, 'geometric'), 2),
-  ),
-  ('mis', {}, lambda c, o: 1.0 * band(c, restated_ratio(c, 'geometric'), 0.5, 2)),
-  (
-    'mis',
-    {'level': 'token', 'low': 0.9},
-    lambda c, o: 1.0 * band(c, restated_ratio(c, 'token'), 0.9, 2),
-  ),
-  (
-    'icepop',
-    {},
-    lambda c, o: (
-      restated_ratio(c, 'token') * band(c, restated_ratio(c, 'token'), 0.5, 5)
-    ),
-  ),
-  (
-    'train_infer_correction',
-    {
-      'weight': 'segment',
-      'cap': 1.5,
-      'mask_level': 'geometric',
-      'ratio_low': 0.5,
-      'ratio_high': 2.0,
-      'max_difference': 0.3,
-    },
-    both,
-  ),
-]
-
-
-@pytest.mark.parametrize('name, options, slow', CASES)
-def test_weights_equal_the_restatement(name, options, slow):
-  fn = getattr(corrections, name)
-  run = jax.jit(lambda o, r, m: fn(o, r, m, **options))
-  for seed in range(harness.BATCHES):
-    columns = harness.batch(seed)
-    # Log-probs, as engines give them: at most 0.
-    for column in ('old_logprobs', 'rollout_logprobs'):
-      columns[column] = np.minimum(columns[column], 0)
-    weights, metrics = run(
-      columns['old_logprobs'], columns['rollout_logprobs'], columns['mask']
-    )
-    wide = harness.wide(columns)
-    wanted = np.where(wide['mask'], slow(wide, options), 0)
-    harness.assert_close(weights, wanted, what=f'{name} on batch {seed}')
-    for key, metric in metrics.items():
-      assert metric.shape == weights.shape and np.all(np.isfinite(metric)), key
+def test_effective_sample_size_equals_the_restatement():
+  case, columns = RATIOS[-1], dict(harness.stacked())
+  columns['weights'] = np.random.default_rng(0).exponential(size=columns['mask'].shape)
+  got = harness.each(lambda c: harness.call(case, c))(columns)
+  for seed, batch in enumerate(harness.unstacked(columns)):
+    harness.assert_close(got[seed], case.restated(batch, {}), what=f'batch {seed}')
 
 
 def test_no_gradient_flows_through_a_weight():

@@ -1,6 +1,7 @@
 """Losses on pairs: values, gradients through both rows, and broken pairs."""
 
-import jax
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,14 +9,8 @@ import pytest
 from jaxrl.functional import losses
 from jaxrl.functional.aggregation import pair_weights
 from tests.functional import harness
-from tests.functional import restated_losses as restated
+from tests.functional.cases import PAIRS
 
-CASES = [
-  ('dpo', {}),
-  ('dpo', {'beta': 0.5, 'label_smoothing': 0.2}),
-  ('ipo', {}),
-  ('hinge', {'beta': 0.3}),
-]
 NAMES = ('logprobs', 'ref_logprobs', 'mask', 'rewards', 'pair_ids')
 
 
@@ -33,36 +28,53 @@ def paired(seed):
   return columns
 
 
-@pytest.mark.parametrize('name, options', CASES)
-def test_value_and_gradient_equal_the_restatement(name, options):
-  fn, slow = getattr(losses, name), getattr(restated, name)
+@pytest.mark.parametrize('case', PAIRS, ids=str)
+def test_value_and_gradient_equal_the_restatement(case):
+  """The pairs of all batches, and rubbish where there is no action token."""
+  columns = all_pairs()
+  weights = np.asarray(pair_weights(columns['pair_ids']))
+  run = harness.loss_and_gradient(case)
+  out, gradient = run(columns, weights)
+  wide = harness.wide(columns)
+  # Sums over a row reach ±300, so the margin carries their rounding.
+  wanted = np.real(case.restated(wide, case.options))
+  harness.assert_close(out[0], wanted, scale=30, what=str(case))
+  for metric in out[1].values():
+    assert np.all(np.isfinite(metric))
+  exact = slopes(case, wide, weights)
+  scale = harness.row_scale(exact) + 30 * weights[:, None]
+  harness.assert_close(gradient, exact, scale, f'gradient of {case}')
+  assert np.all(gradient[~columns['mask']] == 0)
+  rubbish = run(harness.poisoned(columns, ('logprobs', 'ref_logprobs')), weights)
+  np.testing.assert_array_equal(rubbish[0][0], out[0])
+  np.testing.assert_array_equal(rubbish[1], gradient)
 
-  @jax.jit
-  def run(logprobs, columns):
-    def total(p):
-      given = {k: columns[k] for k in NAMES} | {'logprobs': p}
-      loss, metrics = fn(**given, **options)
-      return jnp.sum(loss * pair_weights(columns['pair_ids'])), (loss, metrics)
 
-    return jax.grad(total, has_aux=True)(logprobs)
+@functools.cache
+def all_pairs():
+  """The rows of all batches; pairs of one are not those of another."""
+  batches = [paired(seed) for seed in range(harness.BATCHES)]
+  for number, batch in enumerate(batches):
+    ids = batch['pair_ids']
+    batch['pair_ids'] = np.where(ids < 0, -1, ids + number * harness.ROWS)
+  stacked = {name: np.stack([b[name] for b in batches]) for name in NAMES}
+  stacked['run_ids'] = np.stack([b['run_ids'] for b in batches])
+  return harness.end_to_end(stacked)
 
-  for seed in range(60):
-    columns = paired(seed)
-    slope, (loss, metrics) = run(columns['logprobs'], columns)
-    wide = harness.wide(columns)
-    wanted = np.real(slow(wide, options))
-    # Sums over a row reach ±300, so the margin carries their rounding.
-    harness.assert_close(loss, wanted, scale=10, what=name)
-    assert all(np.all(np.isfinite(m)) for m in metrics.values())
-    rows = np.asarray(columns['pair_ids']) >= 0
-    exact = np.zeros(slope.shape)
-    for at in np.ndindex(slope.shape):
-      step = np.zeros(slope.shape, complex)
-      step[at] = 1j * harness.STEP
-      moved = slow(wide | {'logprobs': wide['logprobs'] + step}, options)
-      exact[at] = np.sum(np.imag(moved)[rows]) / harness.STEP / max(rows.sum(), 1)
-    harness.assert_close(slope, exact, np.abs(exact).max(initial=0) * 10, what=name)
-    assert np.all(np.asarray(slope)[~columns['mask']] == 0)
+
+def slopes(case, wide, weights):
+  """By complex steps, of all chosen rows at once and then of all rejected ones.
+
+  Both rows of a pair bear its loss, and have the same weight.
+  """
+  chosen, exact = wide['rewards'].sum(axis=1) > 0, np.zeros(wide['mask'].shape)
+  for role in (chosen, ~chosen):
+    for t in range(exact.shape[1]):
+      step = np.zeros(exact.shape, complex)
+      step[role, t] = 1j * harness.STEP
+      moved = case.restated(wide | {'logprobs': wide['logprobs'] + step}, case.options)
+      exact[role, t] = (2 * weights * np.imag(moved) / harness.STEP)[role]
+  return exact
 
 
 def test_dpo_by_hand_and_independent_of_row_order():

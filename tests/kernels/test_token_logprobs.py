@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.token_logprobs import token_logprobs
+from kernels.token_logprobs import TokenScores, token_logprobs
 
 
 def inputs(batch=2, length=7, width=5, vocab=11):
@@ -15,61 +15,144 @@ def inputs(batch=2, length=7, width=5, vocab=11):
   return hidden, table, jax.random.randint(keys[2], (batch, length), 0, vocab)
 
 
-def plainly(hidden, table, targets, temperature):
+def plainly(hidden, table, targets, temperature, topk_ids):
+  """Entropy and nec are of temperature 1, the rest of `temperature`."""
   logits = hidden @ table.T
   logprobs = jax.nn.log_softmax(logits / temperature)
-  chosen = jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0]
   log_p = jax.nn.log_softmax(logits)
-  return chosen, -(jnp.exp(log_p) * log_p).sum(-1)
+  entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+  return TokenScores(
+    logprobs=jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0],
+    entropy=entropy,
+    nec=(jnp.exp(log_p) ** 2 * (entropy[..., None] + log_p)).sum(-1),
+    topk_logprobs=jnp.take_along_axis(logprobs, topk_ids, -1),
+  )
+
+
+WANTED = {
+  'logprobs': {},
+  'entropy': {'entropy': True},
+  'nec': {'nec': True},
+  'topk_logprobs': {'topk_ids': True},
+}
 
 
 @pytest.mark.parametrize('max_rows', [1, 6, None])
-@pytest.mark.parametrize('entropy', [False, True])
-def test_value_and_gradient_equal_the_plain_ones(max_rows, entropy):
+@pytest.mark.parametrize('name', [*WANTED, 'all'])
+def test_value_and_gradient_equal_the_plain_ones(max_rows, name):
   hidden, table, targets = inputs()
-  weights = jax.random.normal(jax.random.key(1), (2, 2, 7))
+  topk_ids = jax.random.randint(jax.random.key(2), (2, 7, 3), 0, 11)
+  options = {
+    k: v for n, one in WANTED.items() if name in (n, 'all') for k, v in one.items()
+  }
+  if options.pop('topk_ids', False):
+    options['topk_ids'] = topk_ids
+  names = [n for n in WANTED if name in (n, 'all')]
 
   def total(function):
     def run(hidden, table, temperature):
-      logprobs, entropies = function(hidden, table, targets, temperature)
-      out = (weights[0] * logprobs).sum()
-      return out + (weights[1] * entropies).sum() if entropy else out
+      scores = function(hidden, table, temperature)
+      keys = jax.random.split(jax.random.key(1), len(WANTED))
+      found = {n: getattr(scores, n) for n in names}
+      weighted = (
+        (jax.random.normal(key, found[n].shape) * found[n]).sum()
+        for key, n in zip(keys, names, strict=False)
+      )
+      return sum(weighted), found
 
-    return jax.value_and_grad(run, argnums=(0, 1, 2))(hidden, table, 0.8)
+    run = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
+    return jax.jit(run)(hidden, table, 0.8)
 
-  def chunked(hidden, table, targets, temperature):
+  def chunked(hidden, table, temperature):
     return token_logprobs(
-      hidden,
-      table,
-      targets,
-      temperature=temperature,
-      entropy=entropy,
-      max_rows=max_rows,
+      hidden, table, targets, temperature=temperature, max_rows=max_rows, **options
     )
 
-  assert chunked(hidden, table, targets, 0.8)[1] is None or entropy
+  def plain(hidden, table, temperature):
+    return plainly(hidden, table, targets, temperature, topk_ids)
+
+  asked = {n for n, x in chunked(hidden, table, 0.8)._asdict().items() if x is not None}
+  assert asked == {'logprobs', *names}
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
     total(chunked),
-    total(plainly),
+    total(plain),
   )
+
+
+@pytest.mark.parametrize('max_rows', [1, 6, None])
+def test_the_likeliest_are_found_and_scored(max_rows):
+  hidden, table, targets = inputs()
+
+  def score(hidden, **options):
+    return token_logprobs(
+      hidden, table, targets, temperature=0.8, max_rows=max_rows, **options
+    )
+
+  scores = score(hidden, top_k=4)
+  logprobs = np.asarray(jax.nn.log_softmax(hidden @ table.T / 0.8))
+  order = np.argsort(-logprobs, axis=-1)[..., :4]
+  np.testing.assert_array_equal(scores.topk_ids, order)
+  best = np.take_along_axis(logprobs, order, -1)
+  np.testing.assert_allclose(scores.topk_logprobs, best, rtol=1e-5, atol=1e-5)
+  given = score(hidden, topk_ids=scores.topk_ids)
+  np.testing.assert_allclose(given.topk_logprobs, scores.topk_logprobs, rtol=1e-6)
+
+  def total(hidden, **options):
+    return jnp.sin(score(hidden, **options).topk_logprobs).sum()
+
+  found = jax.grad(total)(hidden, top_k=4)
+  np.testing.assert_allclose(found, jax.grad(total)(hidden, topk_ids=order), rtol=1e-5)
+  assert np.abs(found).max() > 0.1
+
+
+def test_top_k_that_cannot_be_is_refused():
+  hidden, table, targets = inputs()
+  with pytest.raises(ValueError, match='top_k=12 is more than the 11 tokens'):
+    token_logprobs(hidden, table, targets, top_k=12)
+  with pytest.raises(ValueError, match='not both'):
+    token_logprobs(hidden, table, targets, top_k=1, topk_ids=targets[..., None])
+
+
+def test_nec_of_certainty_and_of_ignorance():
+  """One sure token: p = 1, H = 0, so 0. V equal ones: H + log p = 0, so 0."""
+  hidden, table, targets = inputs()
+  for scale in (1e4, 0.0):
+    scores = token_logprobs(scale * hidden, table, targets, nec=True)
+    np.testing.assert_allclose(scores.nec, 0, atol=1e-4)
+  # Three logits 0, 0, log 2 → p = ¼, ¼, ½ and H = 1.5·log 2:
+  # 2·(1/16)·(1.5 − 2)·log 2 + ¼·(1.5 − 1)·log 2 = log 2 / 16.
+  scores = token_logprobs(
+    jnp.ones((1, 1, 1)),
+    jnp.log(jnp.array([[1.0], [1], [2]])),
+    targets[:1, :1],
+    nec=True,
+  )
+  np.testing.assert_allclose(scores.nec, np.log(2) / 16, rtol=1e-5)
 
 
 def test_huge_logits_stay_finite():
   hidden, table, targets = inputs()
-  logprobs, entropy = token_logprobs(1e4 * hidden, table, targets, entropy=True)
-  assert np.isfinite(logprobs).all() and np.isfinite(entropy).all()
+
+  def total(hidden):
+    scores = token_logprobs(hidden, table, targets, entropy=True, nec=True, top_k=3)
+    return sum(
+      x.sum() for x in (scores.logprobs, scores.nec, scores.topk_logprobs)
+    ), scores
+
+  gradient, scores = jax.grad(total, has_aux=True)(1e4 * hidden)
+  assert all(np.isfinite(x).all() for x in (gradient, *scores))
 
 
-@pytest.mark.parametrize('entropy', [False, True])
-def test_the_whole_of_the_logits_is_never_held(entropy):
+@pytest.mark.parametrize('name', WANTED)
+def test_the_whole_of_the_logits_is_never_held(name):
   hidden, table, targets = inputs(batch=2, length=64, width=8, vocab=1000)
+  topk_ids = targets[..., None] * jnp.ones(4, jnp.int32)
+  options = {k: topk_ids if k == 'topk_ids' else v for k, v in WANTED[name].items()}
 
   def total(hidden, table):
-    logprobs, entropies = token_logprobs(
-      hidden, table, targets, entropy=entropy, max_rows=8
-    )
-    return logprobs.sum() + (entropies.sum() if entropy else 0.0)
+    scores = token_logprobs(hidden, table, targets, max_rows=8, **options)
+    return getattr(scores, name).sum()
 
   program = jax.jit(jax.grad(total, argnums=(0, 1))).lower(hidden, table).compile()
   whole = 2 * 64 * 1000 * 4

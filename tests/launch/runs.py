@@ -1,12 +1,10 @@
 """Whole runs of the debug config: in this process, or in one of their own."""
 
 import asyncio
-import functools
 import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 
 from launch import build, train
 from launch import config as configs
@@ -17,7 +15,7 @@ from launch.writers import Sink, Writers, read_metrics
 ROOT = pathlib.Path(__file__).parents[2]
 DEBUG = str(ROOT / 'configs' / 'debug.py')
 VARIED = str(ROOT / 'tests' / 'launch' / 'varied.py')
-BARE = ('--config.logging.report=false', '--config.logging.tensorboard=false')
+BARE = ('--config.logging.sinks=',)
 
 
 def argv(workdir, *options, config=DEBUG):
@@ -30,9 +28,8 @@ def main(workdir, *options, config=DEBUG):
 
 
 def spawn(workdir, *options, config=VARIED):
-  """Starts `python -m launch.train` on one device."""
+  """Starts `python -m launch.train` as users do: one device, compiled in full."""
   env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
-  env['JAX_COMPILATION_CACHE_DIR'] = _cache()
   command = argv(workdir, *options, config=config)
   return subprocess.Popen(
     [sys.executable, '-u', *'-m launch.train'.split(), *command],
@@ -52,11 +49,6 @@ def run(workdir, *options, status=0, **more):
   return said
 
 
-@functools.cache
-def _cache():
-  return tempfile.mkdtemp(prefix='xla-cache-')
-
-
 def rows(workdir, phase='train'):
   """The metrics of a phase's steps."""
   found = read_metrics(pathlib.Path(workdir) / 'metrics.jsonl')
@@ -65,7 +57,7 @@ def rows(workdir, phase='train'):
 
 def numbers(workdir):
   """What a run's rows say, but for times and speeds."""
-  vague = ('time/', 'compile/', 'queue/', 'rollout/', 'tokens/')
+  vague = ('time/', 'compile/', 'queue/', 'rollout/', 'tokens/', 'weights/')
   return [
     {k: v for k, v in row.items() if not k.startswith(vague)}
     for phase in ('sft', 'train')

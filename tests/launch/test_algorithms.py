@@ -1,26 +1,88 @@
-"""`python -m launch.algorithms` names every algorithm and explains each."""
+"""`python -m launch.algorithms` names every algorithm and part, and explains each."""
+
+import inspect
+import re
 
 import pytest
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import compose, describe
 from launch import algorithms
+from tests.algorithms.test_plugins import LOSSES, WHOLE
+
+SOURCE = re.compile(r'arXiv \d{4}\.\d{5}|, (19|20)\d\d\)')
+PARTS = {
+  (slot, name): fn
+  for slot in compose.PARTS
+  for name, fn in describe.parts_for(slot).items()
+}
 
 
-def test_lists_every_algorithm(capsys):
-  assert algorithms.main([]) == 0
-  lines = capsys.readouterr().out.splitlines()
-  assert [line.split()[0] for line in lines] == compose.names()
+def said(capsys, *argv):
+  assert algorithms.main(argv) == 0
+  text = capsys.readouterr().out
+  assert max(len(line) for line in text.splitlines()) <= describe.WIDTH
+  return text
+
+
+def test_lists_every_algorithm_in_a_line_with_its_paper(capsys):
+  lines = said(capsys).splitlines()
+  rows = [line.split() for line in lines if re.match(r'  \w', line)]
+  assert sorted(row[0] for row in rows) == compose.names()
+  for row in rows:
+    assert re.fullmatch(r'\d{4}\.\d{5}|(19|20)\d\d', row[-1]), row
+
+
+def test_lists_every_part_by_its_slot(capsys):
+  text = said(capsys, '--parts')
+  for (slot, name), _ in PARTS.items():
+    assert re.search(rf'(^|, ){slot}(,|$)', text, re.MULTILINE), slot
+    assert re.search(rf'^  {name} ', text, re.MULTILINE), name
 
 
 @pytest.mark.parametrize('name', compose.names())
 def test_explains_each(name, capsys):
-  assert algorithms.main([name]) == 0
-  text = capsys.readouterr().out
+  """Its paper, its options, and the formula and paper of each of its parts."""
+  text = said(capsys, name)
+  assert SOURCE.search(describe.summary(name)), 'say where it comes from'
   for option in compose.maker_options(name):
     assert option in text or option in (*compose.PARTS, *compose.SETTINGS)
-  assert 'policy_loss = ' in text
+  for slot, part in compose.parts(compose.make(name)).items():
+    first, *_ = inspect.getdoc(compose.function_of(part)).splitlines()
+    assert f'{slot} = ' in text and first in text
+  assert 'needs ' in text
+
+
+@pytest.mark.parametrize(('slot', 'name'), PARTS)
+def test_a_part_says_its_formula_and_where_it_comes_from(slot, name, capsys):
+  text = inspect.getdoc(PARTS[slot, name])
+  assert SOURCE.search(text), f'{name}: name the paper'
+  if slot != 'kl_controller':
+    assert re.search(r'[=·−|\]]', text.split('(arXiv')[0]), f'{name}: give the formula'
+  assert text in said(capsys, name)
+
+
+def test_a_name_of_two_things_is_explained_twice(capsys):
+  text = said(capsys, 'cispo')
+  assert 'cispo: an algorithm' in text and 'cispo: policy_loss' in text
+  assert 'kl_loss or kl_penalty' in said(capsys, 'k3')
 
 
 def test_answers_an_unknown_name_with_the_nearest(capsys):
   assert algorithms.main(['grp0']) == 2
   assert "Did you mean 'grpo'" in capsys.readouterr().err
+
+
+def test_knows_plugins_by_their_names(tmp_path, capsys):
+  (tmp_path / 'my_losses.py').write_text(LOSSES)
+  (tmp_path / 'whole.py').write_text(WHOLE)
+  option = f'--plugins={tmp_path}'
+  assert re.search(r'Your own\n  whole +All that.*\n  other ', said(capsys, option))
+  assert 'steep' in algorithms_of(capsys, option, '--parts')
+  assert re.search('share += 0.5', algorithms_of(capsys, option, 'whole'))
+  assert 'slope = 2.0' in algorithms_of(capsys, option, 'steep')
+
+
+def algorithms_of(capsys, *argv):
+  """What is said where a folder's own long path may be in it."""
+  assert algorithms.main(argv) == 0
+  return capsys.readouterr().out

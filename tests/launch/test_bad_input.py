@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from launch import datasets
 from tests.launch import runs
 
 GOOD = {'question': 'What is 2 + 3?', 'answer': '5', 'solution': 'It is 5'}
@@ -40,9 +41,12 @@ SETTINGS = {
   '--config.cluster.num_engines=2': 'num_engines=2: needs --config.cluster.ray=true',
   '--config.cluster.num_workers=3': 'num_workers=3: needs --config.cluster.ray=true',
   '--config.cluster.address=10': 'address=10: needs --config.cluster.ray=true',
-  '--config.rollout.engine=jx': "did you mean 'jax'",
+  '--config.rollout.engine=jx': "Did you mean 'jax'",
   '--config.rollout.group_filter=reward_sd()': "Did you mean 'reward_std'",
   '--config.algorithm.policy_loss=ppo_clp()': "Did you mean 'ppo_clip'",
+  '--config.algorithm.policy_loss=none': 'nothing to train without it',
+  '--config.algorithm.advantage=gae': 'set --config.algorithm.value_loss=value_loss',
+  '--config.dataset.curriculum=mixture(weights=(3,1))': 'it has 1, joined by',
   '--config.algorithm.policy_loss=ppo_clip(cliplow=.1)': "no option 'cliplow'",
   '--config.mesh.data=3': 'the number of devices, 8',
   '--config.mesh.tensor=3': 'does not divide the number of devices, 8',
@@ -173,3 +177,10 @@ def test_prompts_that_do_not_fit_cost_an_episode_each(tmp_path):
   assert len(rows) == 3 * 4 * 8
   long = [row for row in rows if row.stop_reason == 'max_length' and not row.score]
   assert any(not row.action_mask.any() for row in long)
+
+
+def test_the_test_file_of_two_sources_is_read_once(tmp_path):
+  train, test = (
+    jsonl(tmp_path / f'{name}.jsonl', [GOOD]) for name in ('train', 'test')
+  )
+  assert datasets.beside(f'{train} + {test}', 'test') == str(test)

@@ -60,11 +60,12 @@ class Job:
   def __init__(self):
     self.manager, self.base_seed, self.events = Manager(), 0, []
 
-  async def start(self):
+  async def run(self, work):
     self.events.append('start')
-
-  async def close(self):
-    self.events.append('close')
+    try:
+      return await work()
+    finally:
+      self.events.append('close')
 
 
 def decode(ids):
@@ -100,9 +101,10 @@ async def test_an_episode_beyond_the_data(capsys):
 
 
 def test_lease_fields_are_as_the_player_gives_them():
-  assert Lease._fields == (
+  assert Lease._fields[:5] == (
     'group_id', 'episode_id', 'member', 'start_step', 'attempt',
   )  # fmt: skip
+  assert Lease._field_defaults == {'greedy': False}
 
 
 @pytest.mark.slow

@@ -52,9 +52,15 @@ def test_a_run_from_start_to_end(tmp_path, capsys):
   said = runs.run(
     tmp_path,
     '--config.num_steps=4',
-    '--config.logging.report=true',
+    '--config.logging.sinks=report',
     '--config.eval.every=3',
+    f'--config.dump.path={tmp_path}/dump',
   )
+  parts = sorted(path.name for path in (tmp_path / 'dump').iterdir())
+  assert parts == [
+    *(f'train-arithmetic-step{step:06d}.jsonl' for step in range(4)),
+    *(f'val-arithmetic-step{step:06d}.jsonl' for step in (0, 3, 4)),
+  ]
   assert 'train 4/4' in said and 'train 5/4' not in said
   for words in ('Finished.', 'report.html', 'watch it play', 'train on', 'launch.play'):
     assert words in said

@@ -162,7 +162,7 @@ def test_tracker_goes_on_with_the_same_run(tmp_path, monkeypatch, service):
   )
   monkeypatch.setitem(sys.modules, service, fake)
   for _ in range(2):
-    writers = Writers([Tracker(service, tmp_path, {'seed': 0}, 'mine')])
+    writers = Writers([Tracker(service, tmp_path, {'seed': 0}, project='mine')])
     writers.phase('rl', 1)
     writers.write(4, {'reward/mean': 0.5, 'loss/total': float('nan')})
     writers.close()
@@ -175,6 +175,4 @@ def test_tracker_goes_on_with_the_same_run(tmp_path, monkeypatch, service):
 def test_tracker_that_is_not_there(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', None)
   with pytest.raises(ConfigError, match=r"not installed: pip install 'jaxrl\[wandb\]'"):
-    Tracker('wandb', tmp_path, {}, 'mine')
-  with pytest.raises(ConfigError, match='wants wandb or trackio'):
-    Tracker('mlflow', tmp_path, {}, 'mine')
+    Tracker('wandb', tmp_path, {})

@@ -8,4 +8,5 @@ class Words:
     return options['task'].item['question'], {}
 
   def step(self, action):
-    return None, len(action) % 5 / 4, True, False, {'metrics': {'length': len(action)}}
+    info = {'metrics': {'length': len(action)}, 'columns': {'given': len(action) % 5}}
+    return None, len(action) % 5 / 4, True, False, info

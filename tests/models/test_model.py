@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.functional import entropy
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Model
 from tests.models import small
@@ -20,7 +21,8 @@ FAMILIES = {
 
 # One compilation instead of one for every operation.
 def outputs(model, *args, **options):
-  return jax.jit(model.policy_outputs, static_argnames='entropy')(*args, **options)
+  static = ('entropy', 'nec', 'top_k')
+  return jax.jit(model.policy_outputs, static_argnames=static)(*args, **options)
 
 
 def hidden(model, *args):
@@ -59,6 +61,68 @@ def test_column_t_speaks_of_token_t(qwen3):
   plain = outputs(model, params, tokens, ones, temperature=0.7)
   assert plain.entropy is None
   np.testing.assert_array_equal(plain.logprobs, out.logprobs)
+
+
+def test_alternatives_stand_in_the_place_of_token_t(qwen3):
+  model, params = qwen3
+  tokens = small.tokens(2, 9)
+  segments = np.array([[1] * 9, [1] * 4 + [2] * 3 + [0] * 2])
+  given = small.tokens(2, 9, 3, seed=5)
+  given[..., 1] = tokens
+  out = outputs(
+    model, params, tokens, segments, temperature=0.7, nec=True, topk_ids=given
+  )
+  assert out.topk_logprobs.shape == (2, 9, 3) and out.topk_ids is None
+  np.testing.assert_allclose(out.topk_logprobs[..., 1], out.logprobs, atol=1e-5)
+  first = np.array([[1] + [0] * 8, [1, 0, 0, 0, 1, 0, 0, 1, 1]], bool)
+  for x in (out.logprobs, out.nec, out.topk_logprobs):
+    assert (np.asarray(x)[first] == 0).all() and (np.asarray(x)[~first] != 0).all()
+
+  # Another token in the place of t leaves the states before t as they are.
+  changed = tokens.copy()
+  changed[0, 5] = given[0, 5, 0]
+  other = outputs(model, params, changed, segments, temperature=0.7)
+  np.testing.assert_allclose(
+    out.topk_logprobs[0, 5, 0], other.logprobs[0, 5], atol=1e-5
+  )
+
+  logits = model.logits(params, hidden(model, params, tokens, segments))
+  expected = entropy.nec(logits)[:, :-1]
+  np.testing.assert_allclose(
+    np.asarray(out.nec)[:, 1:][~first[:, 1:]], expected[~first[:, 1:]], atol=1e-5
+  )
+  best = outputs(model, params, tokens, segments, temperature=0.7, top_k=67)
+  assert best.topk_ids.dtype == jnp.int32
+  mass = np.exp(np.asarray(best.topk_logprobs, np.float64)).sum(-1)
+  np.testing.assert_allclose(mass[~first], 1, atol=1e-5)
+  assert (np.diff(np.asarray(best.topk_logprobs)[~first]) <= 0).all()
+  again = outputs(
+    model, params, tokens, segments, temperature=0.7, topk_ids=best.topk_ids
+  )
+  np.testing.assert_allclose(again.topk_logprobs, best.topk_logprobs, atol=1e-5)
+
+
+def test_alternatives_give_the_gradient_of_a_plain_softmax(qwen3):
+  model, params = qwen3
+  tokens, given = small.tokens(2, 7), small.tokens(2, 7, 3, seed=5)
+  segments = np.ones_like(tokens)
+
+  def ours(params):
+    out = model.policy_outputs(
+      params, tokens, segments, temperature=0.7, nec=True, topk_ids=given
+    )
+    return jnp.sin(out.topk_logprobs[:, 1:]).sum() + jnp.sin(9 * out.nec[:, 1:]).sum()
+
+  def plain(params):
+    logits = model.logits(params, model.hidden(params, tokens, segments))[:, :-1]
+    logprobs = jax.nn.log_softmax(logits / 0.7)
+    chosen = jnp.take_along_axis(logprobs, given[:, 1:], -1)
+    return jnp.sin(chosen).sum() + jnp.sin(9 * entropy.nec(logits)).sum()
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+    *(jax.jit(jax.grad(function))(params) for function in (ours, plain)),
+  )
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.rollout.call_pool import CallPool
 from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.rollout.members import truncated
 from tests.rollout.fakes import (
   END,
   BadEnv,
@@ -174,7 +175,8 @@ async def test_an_interrupted_reply_goes_on_from_what_was_written():
   assert longer == [*prompt, 97, 98]
   assert (one.max_tokens, two.max_tokens) == (10, 8)
   assert first != second
-  assert one.seed != two.seed
+  assert one.seed == two.seed
+  assert (one.first, two.first) == (0, 2)  # so that the second goes on as one would
 
 
 async def test_tasks_come_from_the_data_set_until_it_is_traversed():
@@ -279,3 +281,53 @@ async def test_same_seed_same_episode():
 
 def test_fake_chat_is_a_fair_stand_in():
   assert text(FakeChat().first_prompt([{'role': 'user', 'content': 'x'}])) == 'ux|>'
+
+
+async def test_a_greedy_lease_is_played_at_temperature_zero():
+  engine = FakeEngine(lambda prompt, sampling: 'ab')
+  made = world(lambda: EchoEnv(turns=2), engine)
+  manager = EnvManager(made, temperature=0.7, max_steps=2)
+  own = lease(member=3)._replace(greedy=True)
+  (greedy,) = await manager.play(own, base_seed=7)
+  (sampled,) = await manager.play(lease(member=1), base_seed=7)
+  assert [s.temperature for _, _, s in engine.requests] == [0, 0, 0.7, 0.7]
+  assert (greedy.is_greedy, greedy.member) == (True, 3)
+  assert not sampled.is_greedy
+
+
+async def test_a_reply_that_runs_into_its_limit_is_known_as_cut_off():
+  engine = FakeEngine(lambda prompt, sampling: 'a' * 9)
+  (row,) = await play(world(engine=engine), max_tokens_per_step=4)
+  assert row.stop_reason == 'finish' and truncated([row])
+  (row,) = await play(world(engine=engine), max_tokens_per_step=40)
+  assert not truncated([row])
+
+
+async def test_an_environment_made_too_late_is_nobodys():
+  """It hangs while it is made, and comes when another is at play in its place."""
+  late, killed, made = threading.Event(), threading.Event(), []
+
+  class Late(EchoEnv):
+    kill = killed.set
+
+  def make():
+    mine = len(made)
+    made.append(EchoEnv(turns=2) if mine else Late())
+    if not mine:
+      late.wait(30)
+    return made[mine]
+
+  def reply(prompt, sampling):
+    late.set()
+    assert killed.wait(30)
+    return 'a'
+
+  manager = EnvManager(
+    world(make, FakeEngine(reply), pool=CallPool(1)),
+    max_steps=2,
+    reset_timeout=0.05,
+  )
+  (failed,) = await manager.play(lease(), base_seed=7)
+  assert failed.stop_reason == 'env_reset_failed'
+  (good,) = await manager.play(lease(attempt=1), base_seed=7)
+  assert good.score == 3 and manager._env is made[1]

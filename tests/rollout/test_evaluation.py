@@ -1,14 +1,20 @@
 """Evaluation: each item once, the same each time, failures scored 0, pass@k."""
 
+import dataclasses
 import itertools
-import math
+import pathlib
 
 import pytest
 
+from jaxrl.data.dataset import GlobalDataset
+from jaxrl.envs.math import MathEnv
 from jaxrl.rollout.call_pool import CallPool
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.evaluation import evaluate, pass_at_k, summarize
+from jaxrl.rollout.evaluation import answers, evaluate, summarize
 from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, row, world
+
+SHARED = pathlib.Path(__file__).parents[3] / 'shared' / 'data'
+GSM8K = SHARED / 'gsm8k' / 'test.jsonl'
 
 
 class Grader(EchoEnv):
@@ -27,18 +33,66 @@ def last_digit(prompt, sampling):
   return chr(prompt[-3])  # of 'useed 12|>'
 
 
-async def run(shared, **options):
-  return await evaluate(lambda i: EnvManager(shared), 40, tag='t', **options)
+async def run(shared, max_length=1024, **options):
+  def make(i):
+    return EnvManager(shared, max_length=max_length)
+
+  return await evaluate(make, 40, tag='t', **options)
 
 
 async def test_a_data_set_is_played_once_in_order():
   asked = []
   metrics, groups = await run(
-    world(rows=23, mode='traversal'), concurrency=5, progress=asked.append
+    world(rows=23, mode='traversal'),
+    concurrency=5,
+    progress=lambda rows, total: asked.append((rows[0].episode_id, total)),
   )
   assert [g[0].messages[0]['content'] for g in groups] == [f'q{i}' for i in range(23)]
   assert metrics['eval/t/tasks'] == 23
-  assert asked == list(range(1, 24))
+  assert sorted(asked) == [(task, 23) for task in range(23)]
+
+
+@pytest.mark.parametrize(('num_tasks', 'wanted'), [(-1, 9), (4, 4), (100, 9)])
+async def test_never_more_tasks_than_items_and_each_item_once(num_tasks, wanted):
+  shared = world(rows=9, mode='traversal')
+  for _ in range(2):
+    metrics, groups = await run(shared, num_tasks=num_tasks, concurrency=20)
+    said = [g[0].messages[0]['content'] for g in groups]
+    assert said == [f'q{i}' for i in range(wanted)]
+    assert metrics['eval/t/tasks'] == wanted
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason='the shared data folder is not here')
+async def test_gsm8k_whole():
+  data = GlobalDataset(path=str(GSM8K), mode='traversal')
+  shared = world(MathEnv, FakeEngine(lambda prompt, sampling: '#### 18'))
+  shared = dataclasses.replace(shared, dataset=data)
+  metrics, groups = await run(shared, max_length=4096)
+  assert metrics['eval/t/tasks'] == len(groups) == 1319
+  wanted = [data.get_data_item(index=i) for i in range(1319)]
+  asked = [group[0].messages[0]['content'] for group in groups]
+  assert asked == [item['question'] for item in wanted]
+  right = sum(item['answer'].endswith('#### 18') for item in wanted)
+  assert right and metrics['eval/t/mean'] == pytest.approx(right / 1319)
+  assert (await run(shared, max_length=4096))[0] == metrics
+
+
+async def test_an_end_is_reached_though_every_task_fails():
+  shared = world(lambda: BadEnv(fault='reset raises'), rows=5, mode='traversal')
+  metrics, groups = await run(shared, concurrency=2)
+  assert len(groups) == 5 and metrics['eval/t/stop/env_reset_failed'] == 1
+
+
+async def test_each_evaluation_is_the_same():
+  def told(groups):
+    return [(r.episode_seed, r.member, r.tokens.tolist()) for g in groups for r in g]
+
+  shared = world(rows=7, mode='traversal')
+  first, second, alone = [
+    await run(shared, group_size=3, concurrency=c) for c in (4, 4, 1)
+  ]
+  assert told(first[1]) == told(second[1]) == told(alone[1])
+  assert first[0] == second[0] == alone[0]
 
 
 async def test_games_have_a_fixed_list_of_seeds():
@@ -71,13 +125,6 @@ async def test_several_attempts_a_task():
   assert len({r.tokens.tobytes() for g in groups for r in g}) > 3
 
 
-def test_pass_at_k_is_unbiased():
-  for n, passed, k in [(4, 1, 2), (8, 3, 4), (5, 0, 3), (6, 6, 2), (4, 3, 2)]:
-    draws = list(itertools.combinations([1] * passed + [0] * (n - passed), k))
-    expected = sum(any(d) for d in draws) / len(draws)
-    assert math.isclose(pass_at_k(n, passed, k), expected)
-
-
 def test_summary_by_hand():
   groups = [
     [row(1, 0), row(0, 1), row(0, 2), row(0, 3)],
@@ -90,6 +137,34 @@ def test_summary_by_hand():
   assert metrics['eval/x/pass@4'] == 1
   assert metrics['eval/x/failed'] == 1 / 8
   assert metrics['eval/x/stop/env_error'] == 1 / 8
+
+
+def voted(score, member, given, **fields):
+  return row(score, member, columns={'given': given}, **fields)
+
+
+def test_the_majority_by_hand():
+  groups = [
+    [voted(0, 0, '7'), voted(1, 1, '1/2'), voted(1, 2, '0.50'), voted(1, 3, '$.5')],
+    [voted(0, 0, '3'), voted(0, 1, '3'), voted(1, 2, '8'), voted(0, 3, '')],
+  ]
+  assert len(set(answers(groups[0]))) == 2 and answers(groups[1])[3] is None
+  metrics = summarize(groups, 'x')
+  assert metrics['eval/x/majority@4'] == 1 / 2
+  # Of pairs: ½ with 7, or ½ twice; of the second, 3 8 twice a tie, 8 alone once.
+  assert metrics['eval/x/majority@2'] == pytest.approx(
+    ((3 / 2 + 3) / 6 + (2 / 2 + 1) / 6) / 2
+  )
+  assert 'eval/x/majority@1' not in metrics
+  assert not any('majority' in name for name in summarize([[row(1), row(1, 1)]], 'x'))
+
+
+def test_passing_is_by_accuracy_where_there_is_one_and_never_by_a_failure():
+  right = row(0.3, 0, metrics={'accuracy': 1.0})
+  broken = row(0, 1, stop_reason='env_error', metrics={'accuracy': 1.0})
+  metrics = summarize([[right, broken]], 'x')
+  assert metrics['eval/x/pass@1'] == 0.5
+  assert metrics['eval/x/mean'] == pytest.approx(0.15)
 
 
 async def test_without_an_end_it_does_not_begin():

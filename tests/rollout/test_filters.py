@@ -1,8 +1,12 @@
-"""Group filters: by name, by call string, by dotted path; never in validation."""
+"""Filters: by name, by call string, by dotted path, joined; never in validation."""
 
+import numpy as np
 import pytest
 
-from jaxrl.rollout.filters import make_filter, scores
+from jaxrl.rollout.filters import make_filter
+from jaxrl.rollout.gate import Gate
+from jaxrl.rollout.lost import Drop
+from jaxrl.rollout.members import scores
 from jaxrl.signature import ConfigError
 from tests.rollout.fakes import row
 
@@ -10,42 +14,138 @@ from tests.rollout.fakes import row
 class Odd:
   """A user's filter."""
 
+  seen = ()
+
   def __init__(self, config, env_manager_config, mode, *, modulus: int = 2):
-    self.seen = (config, env_manager_config, mode, modulus)
+    Odd.seen = (config, env_manager_config, mode, modulus)
 
   def filter(self, group_id, episode_id, group):
     return group_id % self.seen[3] == 1
 
 
-def group(*values):
-  return [row(value, member) for member, value in enumerate(values)]
+def group(*values, **fields):
+  return [row(value, member, **fields) for member, value in enumerate(values)]
+
+
+def judged(*pairs):
+  """Members of (score, accuracy)."""
+  return [
+    row(value, member, metrics={'accuracy': accuracy})
+    for member, (value, accuracy) in enumerate(pairs)
+  ]
+
+
+def dropped(spec, rows, **options):
+  """The name of the filter that drops `rows`, or None."""
+  drop = make_filter(spec, **options)(0, 0, rows)
+  return drop and drop.name
 
 
 def test_reward_std_drops_groups_without_a_difference():
-  drops = make_filter('reward_std')
-  assert drops(0, 0, group(1, 1, 1))
-  assert drops(0, 0, group(1))
-  assert not drops(0, 0, group(1, 0, 1))
+  assert dropped('reward_std', group(1, 1, 1))
+  assert dropped('reward_std', group(1))
+  assert dropped('reward_std(threshold=0)', group(*[0.7] * 7))
+  assert not dropped('reward_std', group(1, 0, 1))
 
 
 def test_options_by_call_string():
-  drops = make_filter('reward_std(min_std=0.6)')
-  assert drops(0, 0, group(0, 1))
-  assert not drops(0, 0, group(0, 2))
-  keeps = make_filter('score_range(low=0.2, high=0.8)')
-  assert [keeps(0, 0, group(*g)) for g in ([0, 0], [0, 1], [1, 1])] == [1, 0, 1]
+  assert dropped('reward_std(threshold=0.6)', group(0, 1))
+  assert not dropped('reward_std(threshold=0.6)', group(0, 2))
+
+
+@pytest.mark.parametrize(
+  ('of', 'kept'),
+  [('mean', [False, True, False]), ('max', [False, False, False])],
+)
+def test_score_range(of, kept):
+  spec = f"score_range(low=0.2, high=0.8, of='{of}')"
+  assert [not dropped(spec, group(*g)) for g in ([0, 0], [0, 1], [1, 1])] == kept
+
+
+def test_accuracy_goes_by_what_the_environment_says_not_by_the_reward():
+  assert not dropped('accuracy', judged((1.0, 1), (1.0, 0)))
+  assert dropped('accuracy', judged((0.3, 1), (1.0, 1), (-1, 1)))
+  assert dropped('accuracy', judged((0.3, 0), (0.1, 0.5)))
+  assert dropped('accuracy', group(0.1, 0.0, 0.5))  # none reaches 1
+  assert not dropped('accuracy', group(0.1, 1.0))
+  assert not dropped('accuracy(right=0.5)', group(0.1, 0.5))
+
+
+def test_accuracy_counts_attempts_of_many_rows_once():
+  wrong = [row(0, 0), row(0, 0, step=1, metrics={'accuracy': 0})]
+  right = [row(0, 1), row(0, 1, step=1, metrics={'accuracy': 1})]
+  assert not dropped('accuracy', wrong + right)
+  assert dropped('accuracy', right)
+
+
+def test_pass_rate():
+  spec = 'pass_rate(low=0.25, high=0.5)'
+  kept = [not dropped(spec, group(*[1] * n, *[0] * (4 - n))) for n in range(5)]
+  assert kept == [False, True, True, False, False]
+
+
+def test_greedy_attempts_are_shown_to_no_filter():
+  baseline = row(1, 2, is_greedy=True)
+  assert dropped('accuracy', [*group(0, 0), baseline]) == 'accuracy'
+  assert dropped('reward_std', [*group(0, 0), baseline]) == 'reward_std'
+  assert not dropped('accuracy', [*group(0, 1), baseline])
 
 
 def test_scores_count_attempts_not_rows():
   rows = [row(1, 0), row(2, 0, step=1), row(5, 1)]
   assert scores(rows).tolist() == [3, 5]
-  assert not make_filter('reward_std')(0, 0, rows)
+  assert not dropped('reward_std', rows)
+
+
+def test_several_are_asked_in_turn():
+  spec = 'score_range(high=0.5) + accuracy'
+  assert dropped(spec, group(1, 1)) == 'score_range'
+  assert dropped(spec, group(0, 0)) == 'accuracy'
+  assert not dropped(spec, group(0, 1))
+
+
+def test_reasons_say_what_was_seen_and_what_helps():
+  drop = make_filter('accuracy')(0, 0, group(0, 0, 0))
+  assert drop.why.startswith('0 of 3 attempts are right')
+  assert 'group_size' in drop.advice and 'too hard' in drop.advice
+  assert 'too easy' in make_filter('accuracy')(0, 0, group(1, 1)).advice
+
+
+def gate(spec, least=1, greedy=False):
+  return Gate(make_filter(spec), None, least=least, greedy=greedy)
+
+
+def test_invalid_attempts_leave_their_group():
+  rows = group(0.5, np.inf, 3.0, 1.0, -2)
+  kept, drop = gate('invalid_reward(low=-1, high=2)').judge(0, 0, rows)
+  assert drop is None
+  assert [r.member for r in kept] == [0, 3]
+  kept, drop = gate('invalid_reward').judge(0, 0, rows)
+  assert [r.member for r in kept] == [0, 2, 3, 4]
+
+
+def test_a_group_with_too_few_valid_attempts_is_dropped():
+  same, drop = gate('invalid_reward', least=2).judge(0, 0, group(np.nan, 1.0))
+  assert isinstance(drop, Drop) and drop.name == 'invalid_reward'
+  assert 'nan' in drop.why and len(same) == 2
+  baseline = row(np.nan, 2, is_greedy=True)
+  _, drop = gate('invalid_reward', 1, greedy=True).judge(0, 0, [*group(1), baseline])
+  assert drop is not None
+
+
+def test_invalid_attempts_are_gone_before_others_are_asked():
+  _, drop = gate('invalid_reward + accuracy').judge(0, 0, group(1, np.inf, 1))
+  assert drop is not None and drop.name == 'accuracy'
 
 
 def test_a_users_class():
-  drops = make_filter('tests.rollout.test_filters:Odd(modulus=3)', {'a': 1}, {'b': 2})
-  assert drops.__self__.seen == ({'a': 1}, {'b': 2}, 'train', 3)
-  assert [drops(g, 0, []) for g in range(3)] == [False, True, False]
+  spec = 'tests.rollout.test_filters:Odd(modulus=3)'
+  drops = make_filter(spec, {'a': 1}, {'b': 2})
+  from tests.rollout.test_filters import Odd as made  # the class that was resolved
+
+  assert made.seen == ({'a': 1}, {'b': 2}, 'train', 3)
+  assert [bool(drops(g, 0, [])) for g in range(3)] == [False, True, False]
+  assert spec.partition('(')[0] in drops(1, 0, []).why
 
 
 def test_none_and_never_in_validation():
@@ -56,5 +156,8 @@ def test_none_and_never_in_validation():
 def test_wrong_names_and_options():
   with pytest.raises(ConfigError, match='reward_std'):
     make_filter('reward_sdt')
-  with pytest.raises(ConfigError, match='min_std'):
+  with pytest.raises(ConfigError, match='threshold'):
     make_filter('reward_std(min=1)')
+  with pytest.raises(ConfigError, match='drops every group of 1'):
+    make_filter('accuracy', group_size=1)
+  assert make_filter('pass_rate', group_size=1)

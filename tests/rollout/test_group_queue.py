@@ -3,8 +3,10 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 
+from jaxrl.rollout.filters import make_filter
 from jaxrl.rollout.group_queue import GroupQueue
 from tests.rollout.fakes import row
 
@@ -74,6 +76,29 @@ async def test_asking_again_gives_the_old_lease_up():
   assert (first.member, first.attempt) == (0, 0)
   assert (again.member, again.attempt) == (0, 1)
   assert queue.counts['abandoned'] == 1
+
+
+@pytest.mark.parametrize('retries', [0, 1])
+async def test_lost_workers_cost_no_retries_but_not_for_ever(retries):
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, retries=retries)
+  await queue.advance_step(0)
+  for attempt in range(4 + retries):
+    lease = await soon(queue.get_episode_id(0, 0))
+    assert (lease.episode_id, lease.member, lease.attempt) == (0, 0, attempt)
+  assert queue.counts['failed'] == 0
+  assert (await soon(queue.get_episode_id(0, 0))).member == 1
+  assert queue.counts['failed'] == 1
+
+
+async def test_a_failure_after_a_lost_worker_is_the_first():
+  queue = GroupQueue(num_groups=1, num_env_groups=1, retries=1)
+  await queue.advance_step(0)
+  await soon(queue.get_episode_id(0, 0))
+  await put(queue, await soon(queue.get_episode_id(0, 0)), stop_reason='env_error')
+  assert await put(queue, await soon(queue.get_episode_id(0, 0)))
+  ((played,),) = await soon(queue.get_batch(1, 0))
+  assert played.episode_id == 0 and queue.counts['failed'] == 0
+  assert queue.counts['stopped/env_error'] == queue.counts['stopped/abort'] == 1
 
 
 async def test_puts_without_a_lease_are_ignored():
@@ -322,7 +347,7 @@ async def test_state_survives_json_and_pending_groups_are_played_again():
 async def test_shutdown_lets_everyone_go():
   queue = GroupQueue(num_groups=1, num_env_groups=1)
   waiting = asyncio.create_task(queue.get_episode_id(0, 0))
-  batch = asyncio.create_task(queue.get_batch(1, 0))
+  batch = asyncio.create_task(queue.get_batch(1))
   assert await is_waiting(waiting)
   await queue.shutdown()
   assert await soon(waiting) is None
@@ -339,6 +364,15 @@ def test_options_are_checked():
   ):
     with pytest.raises(ValueError):
       GroupQueue(**options)
+
+
+async def test_to_ask_for_a_batch_is_to_begin_its_step():
+  queue = GroupQueue(num_groups=2, group_size=2, num_env_groups=2)
+  for _ in range(2):  # the second time nothing is left of the step
+    waiting = asyncio.create_task(queue.get_batch(2, 0))
+    for group_id in (0, 1):
+      await fill(queue, group_id, 2)
+    assert len(await soon(waiting)) == 2
 
 
 async def test_more_groups_than_are_ever_admitted_is_an_error():
@@ -362,3 +396,248 @@ async def test_3200_episodes_have_3200_seeds():
   assert len(await soon(queue.get_batch(-1, 0))) == 3200
   await soon(asyncio.gather(*tasks))
   assert sorted(seeds) == list(range(1000, 4200))
+
+
+def of_version(version, member=0):
+  played = row(1.0, member)
+  played.weights_version = np.array([-1, version], np.int32)
+  return [played]
+
+
+async def test_stale_groups_are_lost_and_replaced():
+  queue = GroupQueue(num_groups=2, num_env_groups=2, async_ratio=1.0)
+  await queue.advance_step(3)
+  for group_id, version in ((0, 1), (1, 2)):
+    lease = await soon(queue.get_episode_id(group_id, 0))
+    await put(queue, lease, rows=of_version(version))
+  waiting = asyncio.create_task(queue.get_batch(2, 3, min_version=2))
+  assert await is_waiting(waiting)
+  assert queue.counts['stale'] == 1
+  lease = await soon(queue.get_episode_id(0, 0))
+  await put(queue, lease, rows=of_version(3))
+  lease = await soon(queue.get_episode_id(1, 0))
+  await put(queue, lease, rows=of_version(3))
+  groups = await soon(waiting)
+  assert min(int(g[0].weights_version[1]) for g in groups) == 2
+  assert len(queue.state_dict()['pending']) == 2  # those ahead, one of them new
+
+
+async def test_a_group_of_mixed_versions_is_as_old_as_its_oldest_token():
+  queue = GroupQueue(num_groups=1, num_env_groups=1, max_lost=2)
+  await queue.advance_step(5)
+  old, new = of_version(4)[0], of_version(5)[0]
+  new.step = 1
+  for _ in range(2):
+    await put(queue, await soon(queue.get_episode_id(0, 0)), rows=[old, new])
+    if not queue.counts['stale']:
+      assert len(queue.state_dict()['pending']) == 1
+    waiting = asyncio.create_task(queue.get_batch(1, 5, min_version=5))
+    await asyncio.sleep(0.02)
+    if queue.counts['stale'] < 2:
+      waiting.cancel()
+  with pytest.raises(RuntimeError, match=r'stale 2.*step 4, wanted 5.*max_staleness'):
+    await soon(waiting)
+
+
+async def test_a_group_is_shaped_once_when_it_is_kept():
+  shapes = []
+
+  def shaper(group):
+    shapes.append(group[0].score)
+    return [row(10 + group[0].score)]
+
+  queue = GroupQueue(
+    lambda g, e, group: group[0].score < 1,
+    shaper,
+    num_groups=1,
+    num_env_groups=1,
+  )
+  await queue.advance_step(0)
+  for score in (0.0, 3.0):
+    await put(queue, await soon(queue.get_episode_id(0, 0)), score=score)
+  (group,) = await soon(queue.get_batch(1, 0))
+  assert group[0].score == 13 and shapes == [3]
+
+
+async def test_an_error_in_a_shaper_reaches_the_trainer():
+  queue = GroupQueue(
+    None, lambda group: group[0].nonsense, num_groups=1, num_env_groups=1
+  )
+  await queue.advance_step(0)
+  await fill(queue, 0, 1)
+  with pytest.raises(AttributeError, match='nonsense'):
+    await soon(queue.get_batch(1, 0))
+
+
+async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
+  queue = GroupQueue(
+    make_filter('reward_std(threshold=9.0) + accuracy'),
+    num_groups=2,
+    group_size=2,
+    num_env_groups=2,
+    max_lost=3,
+  )
+  await queue.advance_step(0)
+  kept = 0
+
+  async def play(first, second):
+    group_id = next(n for n in (0, 1) if queue._open_of(n))
+    for env_id, score in enumerate((first, second)):
+      lease = await soon(queue.get_episode_id(group_id, env_id))
+      await put(queue, lease, env_id, score)
+
+  for first, second in ((0, 0), (0, 0), (0, 30), (0, 0), (0, 0), (0.5, 0)):
+    await play(first, second)
+    kept += second == 30
+  with pytest.raises(RuntimeError) as caught:
+    await soon(queue.get_batch(2, 0))
+  said = str(caught.value)
+  assert '3 groups in a row were lost' in said and 'rollout.max_lost=3' in said
+  assert '6 groups; lost: reward_std 5' in said
+  assert 'What may help' in said
+
+
+async def test_refilled_batches_are_full():
+  queue = GroupQueue(
+    make_filter('accuracy'), num_groups=2, group_size=2, num_env_groups=2, max_lost=3
+  )
+  await queue.advance_step(0)
+  scores = iter([(0, 0), (1, 1), (0, 1), (0, 0), (0, 0), (1, 0)])
+
+  async def play():
+    for first, second in scores:
+      group_id = next(n for n in (0, 1) if queue._open_of(n))
+      for env_id, score in enumerate((first, second)):
+        lease = await soon(queue.get_episode_id(group_id, env_id))
+        await put(queue, lease, env_id, score)
+
+  await play()
+  groups = await soon(queue.get_batch(2, 0))
+  assert [[r.score for r in g] for g in groups] == [[0, 1], [1, 0]]
+  assert queue.counts['filtered'] == 4
+  found = queue.results()
+  assert sorted(mean for _, mean, _ in found) == [0, 0, 0, 0.5, 0.5, 1]
+  assert {count for *_, count in found} == {2} and queue.results() == []
+
+
+async def test_results_not_yet_asked_for_are_in_the_state():
+  queue = GroupQueue(make_filter('accuracy'), num_groups=1, group_size=2)
+  await queue.advance_step(0)
+  await fill(queue, 0, 2, 1.0)
+  state = json.loads(json.dumps(queue.state_dict()))
+  other = GroupQueue(num_groups=1, group_size=2)
+  other.load_state_dict(state)
+  assert other.results() == queue.results() == [(0, 1.0, 2)]
+
+
+async def test_the_greedy_member_comes_last_and_makes_the_group_whole():
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, greedy=True)
+  await queue.advance_step(0)
+  leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
+  assert [(x.member, x.greedy) for x in leases] == [(0, False), (1, False), (2, True)]
+  for env_id in (0, 1):
+    await put(queue, leases[env_id], env_id)
+  waiting = asyncio.create_task(queue.get_batch(1, 0))
+  assert await is_waiting(waiting)
+  await put(queue, leases[2], 2, rows=[row(9, 2, is_greedy=True)])
+  (group,) = await soon(waiting)
+  assert [r.member for r in group] == [0, 1, 2]
+
+
+async def test_no_surplus_member_stands_in_for_the_greedy_one():
+  queue = GroupQueue(
+    num_groups=1, group_size=1, num_env_groups=1, redundancy=1, greedy=True
+  )
+  await queue.advance_step(0)
+  leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
+  assert [x.greedy for x in leases] == [False, False, True]
+  await put(queue, leases[2], 2, rows=[row(9, 2, is_greedy=True)])
+  await put(queue, leases[1], 1)
+  (group,) = await soon(queue.get_batch(1, 0))
+  assert [(r.member, r.is_greedy) for r in group] == [(1, False), (2, True)]
+  assert queue.counts['surplus'] == 1
+
+
+async def test_a_group_without_its_greedy_member_is_replaced():
+  queue = GroupQueue(
+    num_groups=1, group_size=2, num_env_groups=1, retries=0, min_members=1, greedy=True
+  )
+  await queue.advance_step(0)
+  leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
+  await put(queue, leases[2], 2, stop_reason='env_error')
+  for env_id in (0, 1):
+    await put(queue, leases[env_id], env_id)
+  assert queue.counts['dropped'] == 1
+  leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
+  assert {x.episode_id for x in leases} == {1}
+  await put(queue, leases[1], 1, stop_reason='env_error')
+  await put(queue, leases[0], 0)
+  await put(queue, leases[2], 2, rows=[row(9, 2, is_greedy=True)])
+  (group,) = await soon(queue.get_batch(1, 0))  # min_members is of the sampled ones
+  assert [r.member for r in group] == [0, 2]
+  with pytest.raises(ValueError, match='keep_failed'):
+    GroupQueue(greedy=True, keep_failed=True)
+
+
+async def test_what_does_not_expire_is_kept_whatever_its_age():
+  for expires, left in ((True, [3]), (False, [0])):
+    queue = GroupQueue(
+      num_groups=1, num_env_groups=2, async_ratio=1.0, in_order=False, expires=expires
+    )
+    await queue.advance_step(0)
+    slow = await soon(queue.get_episode_id(0, 0))
+    await queue.advance_step(2)
+    if expires:  # another has come in its place
+      slow = await soon(queue.get_episode_id(1, 0))
+    assert await put(queue, slow)
+    (group,) = await soon(queue.get_batch(1, 2))
+    assert [group[0].episode_id + slow.group_id] == left, expires
+    assert queue.counts['expired'] == (2 if expires else 0)
+
+
+async def test_a_group_in_play_is_given_up_once_a_member_is_too_old():
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, expires=False)
+  await queue.advance_step(3)
+  for env_id, version in ((0, 1), (1, 3)):
+    lease = await soon(queue.get_episode_id(0, env_id))
+    if env_id == 0:
+      await put(queue, lease, rows=of_version(version))
+  waiting = asyncio.create_task(queue.get_batch(1, 3, min_version=2))
+  await asyncio.sleep(0.02)
+  _, ((_, env_id, given_up),) = await soon(queue.wait_given_up(0))
+  assert (env_id, given_up.member) == (1, 1)
+  assert queue.counts['stale'] == 1 and not waiting.done()
+  for env_id in (0, 1):
+    again = await soon(queue.get_episode_id(0, env_id))
+    assert again.episode_id == 1
+    await put(queue, again, env_id, rows=of_version(3, env_id))
+  ((first, *_),) = await soon(waiting)
+  assert first.weights_version[-1] == 3
+
+
+async def test_who_takes_a_place_is_heeded_and_not_who_waited_there_before():
+  """A worker that died may still be waiting, as far as the queue can tell."""
+  queue = GroupQueue(num_groups=1, group_size=1, num_env_groups=1)
+  dead = asyncio.create_task(queue.get_episode_id(0, 0))
+  await asyncio.sleep(0)
+  alive = asyncio.create_task(queue.get_episode_id(0, 0))
+  await asyncio.sleep(0)
+  await queue.advance_step(0)
+  assert await asyncio.wait_for(dead, 5) is None
+  assert (await asyncio.wait_for(alive, 5)).member == 0
+
+
+async def test_what_the_dead_still_put_takes_nobodys_place():
+  """A worker that was thought dead ends its episode; its place is another's now."""
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, retries=0)
+  await queue.advance_step(0)
+  dead = [await soon(queue.get_episode_id(0, env_id)) for env_id in (0, 1)]
+  for env_id in (0, 1):  # given up one after the other, and taken in another order
+    queue._lose_lease(0, env_id, 'abandoned')
+  alive = [await soon(queue.get_episode_id(0, env_id)) for env_id in (1, 0)]
+  assert [lease.member for lease in alive] == [0, 1]
+  assert not await put(queue, dead[0], 0) and not await put(queue, dead[1], 1)
+  assert queue.counts['ignored'] == 2
+  assert await put(queue, alive[0], 1) and await put(queue, alive[1], 0)
+  (group,) = await soon(queue.get_batch(1, 0))
+  assert [played.member for played in group] == [0, 1]

@@ -165,17 +165,40 @@ async def test_new_weights_take_over_in_flight(engine):
   assert np.abs(done.logprobs[switch:] - whole[switch:]).max() > 1e-3
 
 
-async def test_a_load_waits_for_one_dispatch_at_most(engine):
-  """With requests in line, at most what is on the device is still the old version."""
-  jobs = [
-    asyncio.create_task(engine.generate(f'{i}', prompt(i, 5), LONG)) for i in range(5)
-  ]
-  await until(started(engine, '0', 6))
-  await engine.load(1, WEIGHTS[1])
-  counts = {n: len(r.tokens) for n, r in engine._requests.items()}
-  results = await asyncio.gather(*jobs)
-  for i, done in enumerate(results):
-    assert np.sum(done.versions == 0) <= counts[f'{i}'] + 2 * 2
+@pytest.mark.parametrize(
+  'requests, most',
+  [
+    (5, 1),  # two slots, so there is a line: what is on the device is the last
+    (1, 2),  # and one more that departed before it landed
+  ],
+)
+async def test_a_load_waits_for_so_many_dispatches_at_most(
+  engine, monkeypatch, requests, most
+):
+  """Until the first token of the new version, counted from where `load` returns."""
+  landed, absorb = [], engine._absorb
+
+  def noted(flights):
+    landed.extend(flight.version for flight in flights)
+    absorb(flights)
+
+  monkeypatch.setattr(engine, '_absorb', noted)
+  for version in range(1, 5):
+    del landed[:]
+    jobs = [
+      asyncio.create_task(engine.generate(f'{i}', prompt(i, 5), LONG))
+      for i in range(requests)
+    ]
+    await until(lambda: len(landed) >= 2)
+    assert bool(engine._waiting) == (requests > 2)
+    await engine.load(version, WEIGHTS[version % 2])
+    begun = len(landed)
+    counts = {name: len(r.tokens) for name, r in engine._requests.items()}
+    results = await asyncio.gather(*jobs)
+    assert landed[begun:].index(version) <= most
+    for i, done in enumerate(results):
+      old = int(np.sum(done.versions == version - 1))
+      assert old <= counts.get(f'{i}', old) + 2 * most  # two tokens a dispatch
 
 
 class Failing:
@@ -264,3 +287,47 @@ async def test_nothing_compiles_after_warmup():
   assert engine.compile_count == count
   assert not events
   dispatcher.close()
+
+
+async def test_drained_it_ends_what_runs_and_keeps_the_line(engine):
+  """Five requests on two slots: none deadlocks, and no sequence has two versions."""
+  free = [await engine.generate(f'free{i}', prompt(i, 5), LONG) for i in (0, 1)]
+  jobs = [
+    asyncio.create_task(engine.generate(f'{i}', prompt(i % 2, 5), LONG))
+    for i in range(5)
+  ]
+  await until(started(engine, '0', 4))
+  await asyncio.wait_for(engine.drain(), 30)
+  assert [job.done() for job in jobs] == [True, True, False, False, False]
+  await asyncio.sleep(0.02)
+  assert not engine._table.busy and not jobs[2].done()
+  await engine.load(1, WEIGHTS[1])
+  await engine.resume()
+  done = await asyncio.wait_for(asyncio.gather(*jobs), 30)
+  same(done[0], free[0])
+  same(done[1], free[1])
+  assert [set(one.versions.tolist()) for one in done] == [{0}, {0}, {1}, {1}, {1}]
+
+
+async def test_asleep_it_has_no_cache_and_awake_it_goes_on(engine):
+  free = [await engine.generate(f'free{i}', prompt(i, 5), LONG) for i in (0, 1)]
+  jobs = [
+    asyncio.create_task(engine.generate(f'{i}', prompt(i % 2, 5), LONG))
+    for i in range(3)
+  ]
+  await until(started(engine, '0', 4))
+  assert engine._state is not None
+  await asyncio.wait_for(engine.sleep(), 30)
+  assert engine._state is None and [job.done() for job in jobs] == [True, True, False]
+  await engine.resume()
+  same((await asyncio.wait_for(jobs[2], 30)), free[0])
+  assert engine._state is not None
+
+
+async def test_nothing_to_drain_is_drained_at_once(engine):
+  await asyncio.wait_for(engine.drain(), 5)
+  job = asyncio.create_task(engine.generate('a', prompt(0, 5), LONG))
+  await asyncio.sleep(0.02)
+  assert not job.done()
+  await engine.resume()
+  assert len((await job).tokens) == 50

@@ -127,6 +127,31 @@ async def test_environments_that_break_now_and_then(fault):
   pool.close()
 
 
+async def test_two_thousand_at_once_on_real_threads():
+  """Of the environments every tenth breaks, each in its own way."""
+  made = iter(range(100_000))
+  faults = ['step raises', 'step garbage', 'step nan', 'reset raises', 'step exits']
+
+  def make_env():
+    number = next(made)
+    return BadEnv(fault=faults[number // 10 % 5] if number % 10 == 0 else '')
+
+  queue = GroupQueue(num_groups=250, group_size=8, num_env_groups=250, retries=20)
+  pool = CallPool(16)
+  shared = world(make_env, queue=queue, pool=pool)
+  worker = EnvWorker(shared, share_out(250, 8, 1)[0], {'max_steps': 2})
+  task = asyncio.create_task(worker.run({'seed': 0}))
+  await queue.advance_step(0)
+  groups = await asyncio.wait_for(queue.get_batch(250, 0), 120)
+  assert [len(group) for group in groups] == [8] * 250
+  names = {row.trajectory_id for group in groups for row in group}
+  assert len(names) == 2000 == queue.counts['played']
+  await queue.shutdown()
+  assert await asyncio.wait_for(task, 60) == queue.counts['leased']
+  assert queue.counts['leased'] == 2000 + queue.counts['retried'] > 2100
+  pool.close()
+
+
 async def test_surplus_episodes_are_ended_at_once():
   class Slow(FakeEngine):
     async def generate(self, request_id, token_ids, sampling):

@@ -63,7 +63,7 @@ def test_another_shape_names_the_parameter(tmp_path):
     checkpointer.restore(arrays(0, size=9))
   with pytest.raises(CheckpointError, match='has no array v;'):
     checkpointer.restore(arrays(0) | {'v': jax.numpy.ones(2)})
-  with pytest.raises(CheckpointError, match='unknown array w;'):
+  with pytest.raises(CheckpointError, match=r'unknown array w;.*algorithm'):
     checkpointer.restore({'n': jax.numpy.int32(0)})
   checkpointer.close()
 

@@ -1,4 +1,4 @@
-"""A step is the same however it is split: micro-batches, devices, padding."""
+"""A step is the same however it is split, ordered, padded and spread over devices."""
 
 import dataclasses
 import functools
@@ -13,21 +13,84 @@ from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import make_mesh
 from jaxrl.training.optimizer import adamw
 from tests.training import toy
+from tests.training.test_pairs import pairs
+from tests.training.test_whole_batch import mixed
 
 # A large eps makes the update a smooth function of the gradient, so that rounding
 # stays rounding; Adam's own would turn a sign of 1e-9 into a whole step.
 SMOOTH = {'learning_rate': 1e-2, 'eps': 1e-2}
 RAGGED = (4, 3)  # padding rows, unequal groups
+ADAPTIVE = {'kl_controller': 'adaptive(target=.01, horizon=70.)', 'kl_coef': 0.1}
+ALGORITHMS = {
+  'grpo': ('grpo', {}),
+  'gspo': ('gspo', {'clip_low': 0.1, 'clip_high': 0.1}),
+  'ppo': ('ppo', {}),
+  'dpo': ('dpo', {}),
+  'mix': ('mix', {'mu': 0.3}),
+  'm2po': ('m2po', {'threshold': 0.005}),
+  'corrected': ('grpo', {'correction': 'icepop(low=.8, high=1.2)'}),
+  'adaptive': ('grpo', ADAPTIVE),
+  'opmd': ('opmd', {}),
+  'sft': ('sft', {}),
+}
+# name: options of the learner, of one that must do the same, and what happens to rows
+SPLITS = {
+  'rows': ({}, {}, 'shuffled'),
+  'padding': ({}, {'num_rows': 16, 'buckets': (32,)}, ''),
+  'halves': ({}, {'micro_batches': 2}, ''),
+  'quarters': ({}, {'micro_batches': 4}, 'shuffled'),
+  'devices': ({}, {'mesh': {'fsdp': 4, 'tensor': 2}}, ''),
+  'all': ({}, {'mesh': {'data': 8}, 'micro_batches': 2, 'num_rows': 16}, 'shuffled'),
+  'order': ({'minibatches': 2}, {'minibatches': 2, 'micro_batches': 2}, 'dealt'),
+}
+# What must not be all or nothing, lest the test say little.
+MASKS = {'m2po': ('policy/clip_fraction',), 'corrected': ('correction/masked',)}
 
 
-async def train(name, **options):
-  changes = {'value_head': True} if name == 'ppo' else {}
-  algorithm = compose.make(name)
+def data(name):
+  if name == 'dpo':
+    return pairs(4)
+  return mixed() if name == 'mix' else toy.groups(sizes=RAGGED)
+
+
+def shuffled(groups):
+  """Groups and their members in another order."""
+  return [group[1:] + group[:1] for group in reversed(groups)]
+
+
+class Dealt:
+  """A layout that deals each minibatch's rows from the last to the first."""
+
+  def __init__(self, layout):
+    self._layout = layout
+
+  def __getattr__(self, name):
+    return getattr(self._layout, name)
+
+  def lay_out(self, groups, step):
+    batch, shape, indices = self._layout.lay_out(groups, step)
+    return batch, shape, [np.flip(index) for index in indices]
+
+
+async def train(name, kind, options, what=''):
+  """Parameters and metrics of three updates; nothing compiles in any."""
+  spec, own = ALGORITHMS[name]
+  options = dict(options)
+  if 'mesh' in options:
+    options['mesh'] = make_mesh(**options['mesh'])
   learner = toy.learner(
-    algorithm, kind=Model, changes=changes, optimizer=adamw(**SMOOTH), **options
+    compose.make(spec, own),
+    kind=kind,
+    changes={'value_head': True} if name == 'ppo' else {},
+    optimizer=adamw(**SMOOTH),
+    **options,
   )
-  groups = toy.groups(sizes=RAGGED)
+  if what == 'dealt':
+    learner._layout = Dealt(learner._layout)
+  groups = shuffled(data(name)) if what == 'shuffled' else data(name)
+  await learner.warmup()
   metrics = [await learner.update(groups) for _ in range(3)]
+  assert all(row['compile/programs'] == 0 for row in metrics)
   return jax.tree.map(np.asarray, learner.params), metrics
 
 
@@ -36,30 +99,18 @@ def plain_results():
   return {}
 
 
-async def plain(name):
-  if name not in plain_results():
-    plain_results()[name] = await train(name)
-  return plain_results()[name]
+async def plain(name, kind=Model, options=None):
+  options = options or {}
+  key = (name, kind, tuple(options.items()))
+  if key not in plain_results():
+    plain_results()[key] = await train(name, kind, options)
+  return plain_results()[key]
 
 
-CASES = [
-  ('grpo', None, 4),
-  ('ppo', None, 2),
-  ('grpo', {'fsdp': 4, 'tensor': 2}, 1),
-]
-REST = [
-  (name, mesh, micro)
-  for name in ('grpo', 'ppo', 'opmd', 'sft')
-  for mesh in (None, {'fsdp': 4, 'tensor': 2}, {'fsdp': 2, 'tensor': 2}, {'fsdp': 4})
-  for micro in (1, 2, 4)
-  if (name, mesh, micro) not in CASES and (mesh, micro) != (None, 1)
-]
-
-
-async def assert_same(name, **options):
-  params, metrics = await plain(name)
-  others, other_metrics = await train(name, **options)
-  start = toy.params(Model, **({'value_head': True} if name == 'ppo' else {}))
+async def assert_same(name, kind, base, options, what=''):
+  params, metrics = await plain(name, kind, base)
+  others, other_metrics = await train(name, kind, options, what)
+  start = toy.params(kind, **({'value_head': True} if name == 'ppo' else {}))
   moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, start)
   assert max(jax.tree.leaves(moved)) > 1e-3  # else equality says nothing
   jax.tree.map(
@@ -72,22 +123,55 @@ async def assert_same(name, **options):
         assert after[key] == pytest.approx(value, rel=2e-4, abs=1e-5), key
 
 
-@pytest.mark.xdist_group('invariance')
-@pytest.mark.parametrize('name, mesh, micro', CASES)
-async def test_splitting_changes_nothing(name, mesh, micro):
-  options = {'mesh': make_mesh(**mesh)} if mesh else {}
-  await assert_same(name, micro_batches=micro, **options)
+MATRIX = [
+  (name, split) for name in ('grpo', 'gspo', 'ppo', 'dpo') for split in SPLITS
+] + [
+  (name, split)
+  for name in ('mix', 'm2po', 'corrected', 'adaptive')
+  for split in ('quarters', 'all', 'order')
+]
+# The rest of the matrix is slow by its number alone.
+FAST = {
+  'grpo': SPLITS,
+  'gspo': ('all',),
+  'ppo': ('all', 'order'),
+  'dpo': ('rows', 'quarters', 'all', 'order'),
+  'mix': ('all',),
+  'm2po': ('quarters', 'all'),
+  'corrected': ('all',),
+  'adaptive': ('all',),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group('invariance')
-@pytest.mark.parametrize('name, mesh, micro', REST)
-async def test_no_splitting_changes_anything(name, mesh, micro):
-  options = {'mesh': make_mesh(**mesh)} if mesh else {}
-  await assert_same(name, micro_batches=micro, **options)
+def marked(name, split, fast):
+  """An algorithm's splits run in one process, where they share its plain results."""
+  slow = () if fast else (pytest.mark.slow,)
+  group = pytest.mark.xdist_group(f'invariance-{name}')
+  return pytest.param(name, split, marks=(group, *slow))
 
 
-@pytest.mark.xdist_group('invariance')
+@pytest.mark.parametrize(
+  'name, split', [marked(*case, case[1] in FAST[case[0]]) for case in MATRIX]
+)
+async def test_splitting_changes_nothing(name, split):
+  await assert_same(name, toy.Bigram, *SPLITS[split])
+  _, metrics = await plain(name, toy.Bigram)
+  for key in MASKS.get(name, ()):
+    assert 0 < metrics[0][key] < 1, key
+
+
+CASES = [('grpo', 'quarters'), ('ppo', 'halves'), ('grpo', 'devices')]
+WHOLE = [(name, split) for name in ALGORITHMS for split in SPLITS]
+
+
+@pytest.mark.parametrize(
+  'name, split', [marked(*case, case in CASES) for case in WHOLE]
+)
+async def test_splitting_a_transformers_batch_changes_nothing(name, split):
+  await assert_same(name, Model, *SPLITS[split])
+
+
+@pytest.mark.xdist_group('invariance-grpo')
 async def test_bfloat16_compute_keeps_float32_state():
   model, sft = dataclasses.replace(toy.model(), dtype='bfloat16'), compose.make('sft')
   learner = Learner(model, toy.params(), sft, num_rows=8, buckets=(16,))

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
-from jaxrl.functional import losses
+from jaxrl.functional import advantages, losses
+from jaxrl.signature import ConfigError
 from jaxrl.training.learner import Learner
+from jaxrl.training.mesh import single_device_mesh
 from jaxrl.training.optimizer import adamw
 from jaxrl.training.programs import CompileCounter
+from jaxrl.training.teachers import Teachers
 from jaxrl.types import Algorithm
 from tests.training import toy
 
@@ -177,10 +180,26 @@ async def test_a_row_longer_than_every_bucket_is_an_error():
 
 def test_parameters_of_another_shape_are_named():
   params = toy.params(toy.Bigram)
-  params = {'bigram': params['bigram'] | {'value': np.zeros(3, np.float32)}}
+  params = {'bigram': {'table': np.zeros((3, 64), np.float32)}}
   algorithm = compose.make('grpo')
-  with pytest.raises(ValueError, match=r'bigram.value: .* \(64,\), given is \(3,\)'):
+  with pytest.raises(ValueError, match=r'bigram.table: .* given is \(3, 64\)'):
     Learner(toy.Bigram(), params, algorithm, num_rows=8, buckets=(16,))
+
+
+@pytest.mark.parametrize('loss', [losses.distill, losses.sft])
+def test_what_speaks_for_a_teacher_needs_one(loss):
+  made = Algorithm(policy_loss=loss, advantage=advantages.on_policy_distill)
+  with pytest.raises(ConfigError, match=r'reads teacher_.*--config.teacher.checkpoint'):
+    toy.learner(made)
+
+
+async def test_the_width_of_a_teachers_columns_stays():
+  made = compose.make('distill')
+  teachers = Teachers(made, mesh=single_device_mesh(), chunk_rows=8)
+  learner = toy.learner(made, teachers=teachers)
+  learner.set_algorithm(compose.make('distill', {'skew': 0.2}))
+  with pytest.raises(ValueError, match='only the numeric options'):
+    learner.set_algorithm(compose.make('distill', {'top_k': 3}))
 
 
 def test_a_critic_needs_a_value_head():
@@ -208,3 +227,16 @@ async def test_policy_gradient_raises_the_log_prob_of_what_paid():
 def test_wrong_counts_are_refused():
   with pytest.raises(ValueError, match='micro_batches=0'):
     toy.learner(dataclasses.replace(compose.make('grpo')), micro_batches=0)
+
+
+async def test_greedy_attempts_are_in_no_statistic_of_advantages():
+  groups = toy.groups(sizes=(2, 2, 2, 2))
+  for _, greedy in groups:
+    greedy.is_greedy = True
+  metrics = await toy.learner(compose.make('remax', {'kl_coef': 0.0})).update(groups)
+  gains = [row.score - greedy.score for row, greedy in groups]
+  counts = [row.action_mask.sum() for row, _ in groups]
+  mean = np.average(gains, weights=counts)
+  std = np.sqrt(np.average((gains - mean) ** 2, weights=counts))
+  assert metrics['advantage/mean'] == pytest.approx(mean, rel=1e-4)
+  assert metrics['advantage/std'] == pytest.approx(std, rel=1e-4)

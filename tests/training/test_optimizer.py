@@ -56,10 +56,10 @@ def test_a_small_gradient_and_a_zero_one_are_not_clipped():
   [
     ({}, [2, 2, 2, 2]),
     ({'warmup_steps': 2}, [1, 2, 2, 2]),
-    ({'schedule': 'linear', 'decay_steps': 4}, [2, 1.5, 1, 0.5]),
-    ({'schedule': 'linear', 'decay_steps': 2, 'final_fraction': 0.5}, [2, 1.5, 1, 1]),
-    ({'schedule': 'cosine', 'decay_steps': 2}, [2, 1, 0, 0]),
-    ({'schedule': 'cosine', 'decay_steps': 3, 'warmup_steps': 1}, [2, 2, 1, 0]),
+    ({'schedule': 'linear(decay_steps=4)'}, [2, 1.5, 1, 0.5]),
+    ({'schedule': 'linear(decay_steps=2, final_fraction=.5)'}, [2, 1.5, 1, 1]),
+    ({'schedule': 'cosine(decay_steps=2)'}, [2, 1, 0, 0]),
+    ({'schedule': 'cosine(decay_steps=3)', 'warmup_steps': 1}, [2, 2, 1, 0]),
   ],
 )
 def test_schedules(options, want):
@@ -71,10 +71,8 @@ def test_schedules(options, want):
 def test_schedules_are_those_of_optax():
   cosine = optimizer.adamw(
     learning_rate=3.0,
-    schedule='cosine',
-    decay_steps=20,
+    schedule='cosine(decay_steps=20, final_fraction=.1)',
     warmup_steps=5,
-    final_fraction=0.1,
   )
   want = optax.join_schedules(
     [optax.linear_schedule(0.0, 3.0, 5), optax.cosine_decay_schedule(3.0, 15, 0.1)], [5]
@@ -87,7 +85,8 @@ def test_schedules_are_those_of_optax():
 @pytest.mark.parametrize(
   'options, message',
   [
-    ({'schedule': 'cosin'}, "'cosin' is not one of constant, linear, cosine"),
+    ({'schedule': 'cosin'}, "no schedule 'cosin'. Did you mean 'cosine'"),
+    ({'schedule': 'cosine(final=1.0)'}, "no option 'final'"),
     ({'schedule': 'cosine'}, 'needs decay_steps'),
     ({'clip_norm': 0.0}, 'clip_norm=0.0 must be positive'),
   ],

@@ -68,10 +68,11 @@ def test_the_step_is_partitioned_without_rebuilding_activations(capfd):
   numbers = {
     'parts': compose.split_numbers(compose.make('grpo'))[1],
     'temperature': 1.0,
+    'step': 0,
     'optimizer': dict.fromkeys(
       'learning_rate b1 b2 eps weight_decay clip_norm'.split(), 1e-3
     ),
   }
-  numbers = jax.tree.map(jnp.float32, numbers)
+  numbers = jax.tree.map(jnp.float32, numbers) | {'seed': jnp.uint32(0)}
   programs.Programs(spec(), make_mesh(data=1, fsdp=4, tensor=2), numbers).train(shape)
   assert 'rematerialization' not in capfd.readouterr().err

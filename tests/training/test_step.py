@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl.algorithms import compose
 from jaxrl.functional import kl, losses
+from jaxrl.signature import ConfigError
 from jaxrl.training.optimizer import adamw
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
@@ -146,3 +147,25 @@ async def test_row_losses_are_averaged_over_rows():
   want = compose.make('sft', {'aggregation': 'sequence_mean_token_sum'})
   (other,) = await train(want)
   assert metrics['loss/total'] == exact(other, 'loss/total')
+
+
+@pytest.mark.parametrize('slot', ['policy_loss', 'entropy_loss'])
+async def test_a_loss_that_has_reduced_is_refused(slot):
+  """It would count once for each micro-batch, whatever the tokens in them."""
+
+  def reduced(logprobs, mask):
+    return -(logprobs * mask).sum() / mask.sum()
+
+  made = Algorithm(**{'policy_loss': losses.sft, slot: reduced})
+  with pytest.raises(ConfigError, match=rf'{slot}=reduced .* shape \[\] for .*\[8, 16'):
+    await train(made)
+
+
+async def test_what_a_loss_says_of_rows_without_actions_is_not_read():
+  def loss(logprobs, mask):
+    count = mask.sum(-1)
+    mean = (logprobs * mask).sum(-1) / jnp.maximum(count, 1)
+    return -mean, {'inverse': 1 / count, 'count': count}
+
+  (metrics,) = await train(Algorithm(policy_loss=loss), groups=toy.groups(sizes=(3, 3)))
+  assert 1 / metrics['policy/count'] <= metrics['policy/inverse'] < 1

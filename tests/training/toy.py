@@ -32,13 +32,23 @@ class Bigram:
 
   def init(self, key):
     table = jax.random.normal(key, (64, 64))
-    return {'bigram': {'table': table, 'value': jnp.zeros(64)}}
+    head = {'value_head': {'kernel': jnp.zeros(64)}} if self.config.value_head else {}
+    return {'bigram': {'table': table}} | head
 
   def logical_axes(self, params):
-    return {'bigram': {'table': ('vocab', None), 'value': (None,)}}
+    head = {'value_head': {'kernel': (None,)}} if self.config.value_head else {}
+    return {'bigram': {'table': ('vocab', None)}} | head
 
   def policy_outputs(
-    self, params, tokens, segment_ids, *, temperature=1.0, entropy=False
+    self,
+    params,
+    tokens,
+    segment_ids,
+    *,
+    temperature=1.0,
+    entropy=False,
+    nec=False,
+    topk_ids=None,
   ):
     before, there = tokens[:, :-1], segment_ids[:, 1:] > 0
     logits = params['bigram']['table'][before]
@@ -46,13 +56,22 @@ class Bigram:
     chosen = jnp.take_along_axis(p, tokens[:, 1:, None], axis=-1)[..., 0]
     full = jax.nn.log_softmax(logits)
 
+    h = -(jnp.exp(full) * full).sum(-1)
+
     def shift(x):
-      return jnp.pad(jnp.where(there, x, 0), ((0, 0), (1, 0)))
+      x = jnp.where(there.reshape(there.shape + (1,) * (x.ndim - 2)), x, 0)
+      return jnp.pad(x, ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))
+
+    topk = None
+    if topk_ids is not None:
+      topk = shift(jnp.take_along_axis(p, topk_ids[:, 1:], axis=-1))
 
     return PolicyOutputs(
       shift(chosen),
-      shift(-(jnp.exp(full) * full).sum(-1)) if entropy else None,
-      shift(params['bigram']['value'][before]) if self.config.value_head else None,
+      shift(h) if entropy else None,
+      shift(params['value_head']['kernel'][before]) if self.config.value_head else None,
+      shift((jnp.exp(2 * full) * (h[..., None] + full)).sum(-1)) if nec else None,
+      topk,
     )
 
 

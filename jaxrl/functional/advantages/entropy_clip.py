@@ -21,7 +21,7 @@ def clip_b(
   *,
   mu: float = 2.5,
 ) -> Advantages:
-  """Drops tokens with A < 0 whose S lies more than μσ under its mean over the batch.
+  """GRPO without tokens with A < 0 and S < mean(S) − μσ (arXiv 2602.03392).
 
   rewards, mask, old_logprobs, entropy: `[B, T]`. task_ids, run_ids: `[B]`. σ is the
   population standard deviation of S over action tokens.
@@ -47,7 +47,9 @@ def clip_v(
   mu: float = 8.5,
   max_frac: float = 1e-4,
 ) -> Advantages:
-  """Drops tokens with A < 0 where D = NEC − S exceeds μσ, `max_frac` of all at most.
+  """GRPO without tokens with A < 0 and D = NEC − S > μσ (arXiv 2602.03392).
+
+  At most `max_frac` of all tokens go.
 
   nec: `[B, T]` Σ_v p_v²(H + log p_v), the mean of S under the policy; see
   `entropy.nec`. σ is the population standard deviation of D over action tokens.
@@ -61,8 +63,8 @@ def clip_v(
   sigma = groups.safe_sqrt(groups.masked_mean(centred**2, mask))
   drop = mask & (out.advantages < 0) & (d > mu * sigma)
   most = jnp.maximum(jnp.floor(max_frac * jnp.sum(mask)), 1).astype(jnp.int32)
-  ranked = jnp.sort(jnp.where(drop, d, -jnp.inf), axis=None, descending=True)
-  drop &= d >= ranked[jnp.minimum(most, ranked.size) - 1]
+  place = jnp.where(drop, groups.order(d), -1)  # d > 0 where it is dropped
+  drop &= place >= groups.last(lambda bound: jnp.sum(place >= bound) >= most)
   return _without(out, drop, mask)
 
 

@@ -114,9 +114,9 @@ def opmd(
 def asymre(
   rewards: Array, mask: Array, task_ids: Array, run_ids: Array, *, shift: float = -0.1
 ) -> Advantages:
-  """A = R − (μ + shift): a baseline below the mean trusts successes more.
+  """A = R − (μ + shift): successes count for more than failures (arXiv 2506.20520).
 
-  Asymmetric REINFORCE (arXiv 2506.20520). A group of one has baseline 0; a group of
+  Asymmetric REINFORCE. A group of one has baseline 0; a group of
   equal rewards has A = −shift. rewards, mask: `[B, T]`; task_ids, run_ids: `[B]`.
   """
   returns = groups.run_returns(rewards, run_ids)
@@ -149,9 +149,9 @@ def rec(
   scale_by_std: bool = False,
   drop: Literal['none', 'balance'] = 'none',
 ) -> Advantages:
-  """A = R − μ, over the group's *population* standard deviation if asked for.
+  """A = R − μ, or that over the *population* deviation (arXiv 2509.24203).
 
-  From group-relative REINFORCE (arXiv 2509.24203). drop='balance': where members
+  Group-relative REINFORCE. drop='balance': where members
   below the mean outnumber the others, the surplus, chosen by `key`, is left out of
   the loss, and μ and s are those of the rest. A group of one has baseline 0.
 
@@ -182,7 +182,9 @@ def rec(
 def _surplus(returns: Array, tasks: Array, key: Array) -> Array:
   """`[B]` by run: True for negatives to drop so that they match the positives."""
   stats = groups.group_stats(returns, tasks)
-  negative = (tasks >= 0) & (returns < stats.mean)
+  # A reward that is the mean is below it in float32 as often as not.
+  slack = groups.EPSILON * jnp.maximum(jnp.abs(stats.mean), 1)
+  negative = (tasks >= 0) & (returns < stats.mean - slack)
   ids = jnp.where(negative, tasks, -1)
   negatives = groups.spread(groups.total(1.0 * negative, ids), ids)
   surplus = 2 * negatives - stats.count
@@ -197,10 +199,10 @@ def best(
   *,
   threshold: float = 0.0,
 ) -> Advantages:
-  """Keeps each task's best runs, A = 1, and leaves the rest out (RAFT).
+  """RAFT: A = 1[R = max of its group], and the rest left out (arXiv 2304.06767).
 
-  A run is kept when R equals its group's maximum and exceeds `threshold`
-  (arXiv 2304.06767, 2504.11343). rewards, mask: `[B, T]`; task_ids, run_ids: `[B]`.
+  A run is kept when R is its group's maximum and exceeds `threshold`.
+  rewards, mask: `[B, T]`; task_ids, run_ids: `[B]`.
   """
   returns = groups.run_returns(rewards, run_ids)
   tasks = groups.run_tasks(task_ids, run_ids)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxrl.functional import groups
+from jaxrl.functional.marks import stateful
 from jaxrl.types import Advantages, Array
 
 Over = Literal['none', 'group', 'batch', 'running']
@@ -23,7 +24,10 @@ def update_moments(
   rewards: `[B, T]`. 'square' is the sum of squared deviations from 'mean'.
   """
   returns = groups.run_returns(rewards, run_ids)
-  runs = groups.run_tasks(task_ids, run_ids) >= 0
+  return _add(state, returns, groups.run_tasks(task_ids, run_ids) >= 0)
+
+
+def _add(state: dict[str, Array], returns: Array, runs: Array) -> dict[str, Array]:
   n, mean = jnp.sum(runs), groups.masked_mean(returns, runs)
   square = jnp.sum(jnp.where(runs, jnp.square(returns - mean), 0))
   count = state['count'] + n
@@ -35,6 +39,7 @@ def update_moments(
   }
 
 
+@stateful(init_moments)
 def normalise(
   rewards: Array,
   mask: Array,
@@ -48,32 +53,37 @@ def normalise(
   advantage_clip: float | None = None,
   whiten: bool = False,
 ) -> Advantages:
-  """A = (R − mean)/(std + 1e-6), each over nothing, the group, the batch or all runs.
+  """A = (R − mean)/(std + 1e-6), each taken as wished (ROLL, arXiv 2506.06122).
 
-  In order: R is clipped to ±reward_clip; mean and sample standard deviation are
-  taken; the result is whitened over the batch's action tokens if asked for and
-  clipped to ±advantage_clip. Where a single run is all there is, its deviation is 1;
-  equal rewards have A = 0 when their own mean is subtracted.
+  mean, std: over nothing, the group, the batch or all runs so far. In order: R is
+  clipped to ±reward_clip; mean and sample standard deviation are taken; the result is
+  whitened over the batch's action tokens if asked for and clipped to ±advantage_clip.
+  Where a single run is all there is, its deviation is 1; where rewards that a
+  deviation is taken of are all equal, A = 0.
 
-  rewards, mask: `[B, T]`. task_ids, run_ids: `[B]`. state: see `init_moments`, needed
-  by 'running', with this batch already added to it.
+  rewards, mask: `[B, T]`. task_ids, run_ids: `[B]`. state: from `init_moments` or of
+  the batch before, needed by 'running'. This batch's runs, clipped, are added to it
+  before it serves, and it is returned.
   """
   returns = groups.run_returns(rewards, run_ids)
   if reward_clip is not None:
     returns = jnp.clip(returns, -reward_clip, reward_clip)
   tasks = groups.run_tasks(task_ids, run_ids)
+  if state is not None:
+    state = _add(state, returns, tasks >= 0)
   over = {'group': tasks, 'batch': jnp.where(tasks < 0, -1, 0)}
   advantage = returns
   if mean != 'none':
     advantage = returns - _mean(mean, returns, over, state)
   if std != 'none':
-    advantage = advantage / (_std(std, returns, over, state) + groups.EPSILON)
+    scale = _std(std, returns, over, state)
+    advantage = jnp.where(scale > 0, advantage / (scale + groups.EPSILON), 0)
   advantages = groups.to_tokens(advantage, run_ids, mask)
   if whiten:
     advantages = groups.whiten(advantages, jnp.asarray(mask, bool))
   if advantage_clip is not None:
     advantages = jnp.clip(advantages, -advantage_clip, advantage_clip)
-  return Advantages(advantages)
+  return Advantages(advantages, state=state)
 
 
 def _mean(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Array:
@@ -85,10 +95,14 @@ def _mean(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Arra
 
 
 def _std(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Array:
+  """`[B]` or a number; 0 over rewards that are all equal."""
   if kind == 'running':
     moments = _running(state)
     variance = moments['square'] / jnp.maximum(moments['count'] - 1, 1)
-    return jnp.where(moments['count'] > 1, groups.safe_sqrt(variance), 1)
+    # The mean of equal rewards is off by rounding, and each then differs from it.
+    rounding = groups.EPSILON * jnp.maximum(jnp.abs(moments['mean']), 1)
+    std = groups.safe_sqrt(jnp.where(variance > rounding**2, variance, 0))
+    return jnp.where(moments['count'] > 1, std, 1)
   if kind not in over:
     raise ValueError(f'std is {kind!r}; it must be one of {Over.__args__}')
   stats = groups.group_stats(returns, over[kind])

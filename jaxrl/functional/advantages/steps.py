@@ -44,7 +44,7 @@ def step_wise_grpo(
   divide_by_steps: bool = False,
   std_threshold: float | None = None,
 ) -> Advantages:
-  """GRPO over the reward of each run's last step, given to all of its steps.
+  """(R_last − μ)/(s + 1e-6) of a run's last step, for all its steps (arXiv 2505.17826).
 
   rewards, mask: `[B, T]`. task_ids, run_ids, step_ids: `[B]`. divide_by_steps: the
   advantage is shared out over the run's steps. std_threshold: as in `grpo`.
@@ -71,9 +71,9 @@ def gigpo(
   gamma: float = 1.0,
   norm: Literal['none', 'std'] = 'none',
 ) -> Advantages:
-  """Group-in-group advantages: a run's and, within it, a step's (arXiv 2505.10978).
+  """A = A_run + ω·A_step: groups of runs, and in them of steps (arXiv 2505.10978).
 
-  A = A_run + ω·A_step. A_run compares ΣR with the other runs of the task. A_step
+  A_run compares ΣR with the other runs of the task. A_step
   compares discounted step returns with those of steps that started from the same
   state, `state_hash`, *in the same task*; a state met once has A_step = 0.
 
@@ -107,10 +107,11 @@ def step_reinforce(
   gamma: float = 1.0,
   over: Literal['batch', 'group'] = 'batch',
 ) -> Advantages:
-  """Discounted step returns, (G − mean)/(std + 1e-6) over the steps of the batch.
+  """A = (G − mean)/(std + 1e-6), G_k = Σ_{j≥k} γ^{j−k} r_j (ROLL, arXiv 2506.06122).
 
-  over: 'group' normalises over the steps of the task instead; there a lone step has
-  mean 0 and standard deviation 1. rewards, mask: `[B, T]`; the ids: `[B]`.
+  G is of single steps, mean and std over the steps of the batch; over='group', over
+  those of the task, and there a lone step has mean 0 and standard deviation 1.
+  rewards, mask: `[B, T]`; the ids: `[B]`.
   """
   returns = step_returns(jnp.sum(rewards, axis=-1), run_ids, step_ids, gamma)
   if over == 'batch':
@@ -133,11 +134,12 @@ def cod(
   window: int = 2,
   gamma: float = 0.9,
 ) -> Advantages:
-  """For runs of several episodes, one a row: what episode k does for those after it.
+  """A = G_k − mean of G_k: what episode k does for later ones (cf. arXiv 1611.02779).
 
-  G_k is the mean of the rewards of episodes ≥ k; 'sliding' takes the mean of the
-  next `window` of them, k included, 'discounted' Σ_{j≥k} γ^{j−k} r_j. A = G_k less
-  the mean of G_k over the runs of the task. rewards, mask: `[B, T]`; the ids: `[B]`.
+  Runs are of several episodes of one task, one a row. G_k is the mean of the rewards
+  of episodes ≥ k; 'sliding' takes the mean of the next `window` of them, k included,
+  'discounted' Σ_{j≥k} γ^{j−k} r_j. The mean of G_k is over the runs of the task.
+  rewards, mask: `[B, T]`; the ids: `[B]`.
   """
   scores = jnp.sum(rewards, axis=-1)
   if future == 'discounted':

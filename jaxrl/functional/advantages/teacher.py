@@ -16,7 +16,7 @@ from jaxrl.types import Advantages, Array
 def on_policy_distill(
   teacher_logprobs: Array, old_logprobs: Array, mask: Array, *, coef: float = 1.0
 ) -> Advantages:
-  """A_t = c·(log π_teacher − log π_student), the reverse KL's policy gradient.
+  """A_t = c·(log π_teacher − log π_student): the reverse KL's (arXiv 2306.08543).
 
   teacher_logprobs, old_logprobs, mask: `[B, T]`; the student is the behaviour policy.
   """
@@ -36,7 +36,7 @@ def grpo_distill(
   scale_by_std: bool = True,
   std_over: Literal['group', 'batch'] = 'group',
 ) -> Advantages:
-  """GRPO's advantage less c·KL: A_t = A_grpo − c·(log π_student − log π_teacher).
+  """A_t = A_grpo − c·(log π_student − log π_teacher) (arXiv 2402.03300, 2306.08543).
 
   All `[B, T]` but the ids, which are `[B]`.
   """
@@ -55,7 +55,7 @@ def jsd(
   beta: float = 0.5,
   coef: float = 1.0,
 ) -> Advantages:
-  """A_t = c·log(β + (1−β)e^d)/(1−β), d = log π_teacher − log π_student.
+  """A_t = c·log(β + (1−β)e^d)/(1−β), d = teacher − student (arXiv 2306.13649).
 
   The score-function gradient of JSD/(β(1−β)) with mixture (1−β)·teacher + β·student.
   β = 0 gives d, β → 1 gives e^d − 1. All `[B, T]`; beta in [0, 1].

@@ -18,7 +18,7 @@ def gae(
   lam: float = 1.0,
   whiten: bool = False,
 ) -> Advantages:
-  """Generalised advantage estimation over action tokens (arXiv 1506.02438).
+  """A_t = Σ_k (γλ)^k δ_{t+k}, over action tokens (arXiv 1506.02438).
 
   δ_t = r_t + γV_{t+1} − V_t and A_t = δ_t + γλA_{t+1}, where t+1 is the next *action*
   token of the row: observations and padding are stepped over. After the last one
@@ -95,7 +95,7 @@ def reinforce_plus_plus(
   gamma: float = 1.0,
   baseline: Literal['none', 'group'] = 'none',
 ) -> Advantages:
-  """Returns-to-go, whitened over all action tokens of the batch (arXiv 2501.03262).
+  """A = whiten(Σ_k γ^k r_{t+k}) over the batch's action tokens (arXiv 2501.03262).
 
   baseline: 'group' first subtracts the mean total reward of the runs of the task.
   rewards, mask: `[B, T]`. task_ids, run_ids: `[B]`.
@@ -120,7 +120,7 @@ def remax(
   *,
   gamma: float = 1.0,
 ) -> Advantages:
-  """Return-to-go less the reward of the task's greedy rollout (arXiv 2310.10505).
+  """A_t = Σ_k γ^k r_{t+k} − R of the task's greedy rollout (arXiv 2310.10505).
 
   rewards, mask: `[B, T]`. task_ids, run_ids: `[B]`. greedy_mask: `[B]` True on the
   rows of greedy rollouts, which share their task's id and are left out of the loss.
@@ -138,7 +138,7 @@ def remax(
 
 
 def agentic_reinforce(rewards: Array, mask: Array, *, gamma: float = 1.0) -> Advantages:
-  """Returns discounted once per turn: A = Σ_{j≥k} γ^{j−k} r_j for turn k's tokens.
+  """A = Σ_{j≥k} γ^{j−k} r_j for the tokens of turn k (ROLL, arXiv 2506.06122).
 
   r_j is the reward of the j-th turn, an unbroken stretch of action tokens; all of a
   turn's tokens share its value. rewards, mask: `[B, T]`.

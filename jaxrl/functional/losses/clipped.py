@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl.functional.groups import exp, row_mean
+from jaxrl.functional.groups import exp, inside, row_mean
 from jaxrl.types import Array
 
 
@@ -18,16 +18,15 @@ def ppo_clip(
   dual_clip: float | None = 3.0,
   sequence_mask: float | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-  """The clipped surrogate of PPO, with dual clip and DAPO's two-sided range.
+  """L_t = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)), r = e^{p−o} (arXiv 1707.06347).
 
-  L_t = max(−A r, −A·clip(r, 1−ε_low, 1+ε_high)), r = e^{p−o}; where A < 0 it is at
-  most −cA, c = `dual_clip` (arXiv 1707.06347, 1912.09729, 2503.14476).
+  Where A < 0 it is at most −cA, c = `dual_clip` (arXiv 1912.09729); ε_low and ε_high
+  may differ, as in DAPO (arXiv 2503.14476).
 
   logprobs, old_logprobs, advantages, mask: `[B, T]`. sequence_mask: δ; tokens with
   A < 0 in rows whose mean of o − p exceeds δ are zeroed. Returns loss `[B, T]`.
   """
-  a = jnp.where(mask, advantages, 0)
-  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  a, d = inside(mask, advantages, logprobs - old_logprobs)
   r = exp(d)
   plain = -a * r
   clipped = -a * jnp.clip(r, 1 - clip_low, 1 + clip_high)
@@ -45,7 +44,7 @@ def ppo_clip(
     'ratio': r,
     'approx_kl': -d,
   }
-  return jnp.where(mask, loss, 0), metrics
+  return loss, metrics
 
 
 def cispo(
@@ -58,21 +57,22 @@ def cispo(
   clip_high: float = 0.28,
   mask_clipped: bool = False,
 ) -> tuple[Array, dict[str, Array]]:
-  """Clips the importance weight, not the update (MiniMax-M1, arXiv 2506.13585).
+  """L_t = −A·sg(clip(r, 1−ε_low, 1+ε_high)·keep)·p (MiniMax-M1, arXiv 2506.13585).
 
-  L_t = −A·sg(clip(r, 1−ε_low, 1+ε_high)·keep)·p, so every token has a gradient.
+  Clips the importance weight, not the update: every token has a gradient.
 
   logprobs, old_logprobs, advantages, mask: `[B, T]`. mask_clipped: keep = 0 where
   PPO would clip, that is A > 0 and r > 1+ε_high, or A < 0 and r < 1−ε_low.
   """
-  r = jax.lax.stop_gradient(exp(jnp.where(mask, logprobs - old_logprobs, 0)))
+  p, a, d = inside(mask, logprobs, advantages, logprobs - old_logprobs)
+  r = jax.lax.stop_gradient(exp(d))
   weight = jnp.clip(r, 1 - clip_low, 1 + clip_high)
   up, down = r > 1 + clip_high, r < 1 - clip_low
   if mask_clipped:
-    cut = (up & (advantages > 0)) | (down & (advantages < 0))
+    cut = (up & (a > 0)) | (down & (a < 0))
     weight = jnp.where(cut, 0, weight)
   metrics = {'clip_fraction': (up | down).astype(jnp.float32), 'ratio': r}
-  return jnp.where(mask, -advantages * weight * logprobs, 0), metrics
+  return -a * weight * p, metrics
 
 
 def sapo(
@@ -84,18 +84,19 @@ def sapo(
   tau_positive: float = 1.0,
   tau_negative: float = 1.05,
 ) -> tuple[Array, dict[str, Array]]:
-  """A sigmoid gate instead of a clip: soft adaptive policy optimisation.
+  """L_t = −A·f(r), f(r) = 4σ(τ(r−1))/τ, a soft gate for a clip (arXiv 2511.20347).
 
-  L_t = −A·f(r), f(r) = 4σ(τ(r−1))/τ, with τ_positive where A > 0 and τ_negative
-  elsewhere; the gradient weight is 4σ(1−σ)·r, 1 at r = 1 (arXiv 2511.20347).
+  τ is τ_positive where A > 0 and τ_negative elsewhere; the gradient weight is
+  4σ(1−σ)·r, 1 at r = 1.
 
   logprobs, old_logprobs, advantages, mask: `[B, T]`. Returns loss `[B, T]`.
   """
-  r = exp(jnp.where(mask, logprobs - old_logprobs, 0))
-  tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+  a, d = inside(mask, advantages, logprobs - old_logprobs)
+  r = exp(d)
+  tau = jnp.where(a > 0, tau_positive, tau_negative)
   gate = _sigmoid(tau * (r - 1))
   metrics = {'ratio': r}
-  return jnp.where(mask, -advantages * 4 * gate / tau, 0), metrics
+  return -a * 4 * gate / tau, metrics
 
 
 @jax.custom_jvp

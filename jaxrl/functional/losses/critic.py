@@ -14,7 +14,7 @@ def value_loss(
   clip: float | None = 0.2,
   coef: float = 1.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """coef·½·max((V−G)², (clip(V, V_old±ε)−G)²): PPO's clipped regression.
+  """coef·½·max((V−G)², (clip(V, V_old±ε)−G)²) (PPO's, arXiv 1707.06347).
 
   values: V `[B, T]`, with gradient. old_values, returns: V_old and G `[B, T]`.
   clip: ε; None for a plain ½(V−G)².

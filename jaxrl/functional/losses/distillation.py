@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxrl.types import Array
 
+NOTHING = -40.0  # a log-probability that adds nothing to a sum in float32
 Kind = Literal['forward', 'reverse', 'adaptive', 'skewed', 'js']
 
 
@@ -16,30 +17,32 @@ def distill(
   mask: Array,
   *,
   kind: Kind = 'forward',
+  top_k: int = 64,
   skew: float = 0.1,
   head: float = 0.5,
 ) -> tuple[Array, dict[str, Array]]:
-  """A divergence per token between two distributions over K tokens and "the rest".
+  """L_t = D(t, s), over k tokens and "the rest" (arXiv 1503.02531).
 
-  With t the teacher and s the student:
+  With t the teacher, s the student and KL(a‖b) = Σ a·log(a/b):
     forward: KL(t‖s). reverse: KL(s‖t).
     skewed: KL(t‖skew·t + (1−skew)·s) (arXiv 2402.03898).
     js: ½KL(t‖m) + ½KL(s‖m), m = ½(t+s).
     adaptive: a·forward + (1−a)·reverse, a the share of |t−s| that lies on the head,
       the likeliest tokens that make up `head` of t (arXiv 2404.02657); sg(a).
 
-  topk_logprobs: `[B, T, K]` the student's log-probs of the teacher's top K tokens;
-  teacher_topk_logprobs: `[B, T, K]` the teacher's own. mask: `[B, T]`.
+  topk_logprobs: `[B, T, K]` the student's log-probs of the teacher's K likeliest
+  tokens, in falling order; teacher_topk_logprobs: `[B, T, K]` the teacher's own; of
+  these the first `top_k` count by themselves. mask: `[B, T]`.
   """
-  valid = mask[..., None]
-  s = _with_rest(jnp.where(valid, topk_logprobs, -10.0))
-  t = _with_rest(jnp.where(valid, teacher_topk_logprobs, -10.0))
+  valid = mask[..., None] & (jnp.arange(topk_logprobs.shape[-1]) < top_k)
+  s = _with_rest(jnp.where(valid, topk_logprobs, NOTHING))
+  t = _with_rest(jnp.where(valid, teacher_topk_logprobs, NOTHING))
   if kind == 'forward':
     loss = _kl(t, s)
   elif kind == 'reverse':
     loss = _kl(s, t)
   elif kind == 'skewed':
-    loss = _kl(t, jnp.log(skew * jnp.exp(t) + (1 - skew) * jnp.exp(s)))
+    loss = _kl(t, jnp.logaddexp(jnp.log(skew) + t, jnp.log1p(-skew) + s))
   elif kind == 'js':
     m = jnp.logaddexp(t, s) - jnp.log(2.0)
     loss = 0.5 * (_kl(t, m) + _kl(s, m))

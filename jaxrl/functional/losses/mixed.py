@@ -4,14 +4,23 @@ Each term is a mean over its own rows. Weights come from all rows, so a row's lo
 scaled by `term_scale`, from `aggregation.term_scale` over the whole optimizer batch.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jaxrl.functional.aggregation import term_scale as scale_of
 from jaxrl.functional.losses.clipped import ppo_clip
 from jaxrl.functional.losses.plain import sft, sft_phi
+from jaxrl.functional.marks import over_batch
 from jaxrl.types import Array
 
 
+def own_scale(mask: Array, expert_mask: Array, aggregation: str) -> dict[str, Any]:
+  """The column `term_scale`, made from the whole optimizer batch."""
+  return {'term_scale': scale_of(mask, expert_mask, mode=aggregation)}
+
+
+@over_batch(own_scale)
 def mix(
   logprobs: Array,
   old_logprobs: Array,
@@ -24,8 +33,9 @@ def mix(
   clip_low: float = 0.2,
   clip_high: float = 0.2,
 ) -> tuple[Array, dict[str, Array]]:
-  """(1−μ)·ppo_clip on rollout rows + μ·SFT on expert rows, each over its own rows.
+  """(1−μ)·ppo_clip on rollout rows, μ·(−p) on an expert's rows (arXiv 2505.17826).
 
+  Each term is a mean over its own rows.
   logprobs, old_logprobs, advantages, mask: `[B, T]`. expert_mask: `[B]` bool.
   term_scale: `[B]`; None makes it from these rows, right when they are all there are.
   """
@@ -42,22 +52,32 @@ def mix(
   return loss, _of_rollouts(metrics, expert_mask)
 
 
+@over_batch(own_scale)
 def mix_chord(
   logprobs: Array,
   old_logprobs: Array,
   advantages: Array,
   mask: Array,
   expert_mask: Array,
-  mu: Array,
+  step: Array,
   term_scale: Array | None = None,
   *,
+  warmup_steps: float = 0.0,
+  decay_steps: float = 200.0,
+  peak: float = 0.9,
+  valley: float = 0.05,
   clip_low: float = 0.2,
   clip_high: float = 0.2,
 ) -> tuple[Array, dict[str, Array]]:
-  """CHORD: `mix` with SFT-φ on expert rows and a scheduled μ (arXiv 2508.11408).
+  """(1−μ)·ppo_clip on rollout rows, μ·sft_phi on an expert's (arXiv 2508.11408).
 
-  mu: scalar or `[B]`, all alike, from `chord_mu`. The rest as in `mix`.
+  CHORD: `mix` with a scheduled μ and SFT-φ, −sg(e^p(1−e^p))·p.
+  step: the learner's step, a scalar or `[B]`, all alike; μ follows from it by
+  `chord_mu`. The rest as in `mix`.
   """
+  mu = chord_mu(
+    step, warmup_steps=warmup_steps, decay_steps=decay_steps, peak=peak, valley=valley
+  )
   usual, metrics = ppo_clip(
     logprobs,
     old_logprobs,
@@ -69,16 +89,16 @@ def mix_chord(
   expert, _ = sft_phi(logprobs, mask)
   mu = jnp.reshape(mu, (-1, 1))
   loss = _join(usual, expert, mask, expert_mask, term_scale, mu)
-  return loss, _of_rollouts(metrics, expert_mask)
+  return loss, _of_rollouts(metrics, expert_mask) | {'mu': jnp.mean(mu)}
 
 
 def chord_mu(
   step: Array,
   *,
-  warmup_steps: float = 0.0,
-  decay_steps: float = 200.0,
-  peak: float = 0.9,
-  valley: float = 0.05,
+  warmup_steps: float,
+  decay_steps: float,
+  peak: float,
+  valley: float,
 ) -> Array:
   """μ at `step`: linear from 0 to peak over warm-up, then cosine down to valley."""
   rise = peak * step / jnp.maximum(warmup_steps, 1)

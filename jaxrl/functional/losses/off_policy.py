@@ -1,20 +1,22 @@
 """Policy losses for data that another policy wrote: weights, masks, regularisers."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.functional.groups import exp, row_mean, row_sum
+from jaxrl.functional.groups import exp, inside, last, order, row_mean, row_sum
+from jaxrl.functional.marks import over_batch
 from jaxrl.types import Array
 
 
 def importance_sampling(
   logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array
 ) -> tuple[Array, dict[str, Array]]:
-  """L_t = −A·r, the unclipped surrogate. All are `[B, T]`."""
-  r = exp(jnp.where(mask, logprobs - old_logprobs, 0))
-  return jnp.where(mask, -advantages * r, 0), {'ratio': r}
+  """L_t = −A·r, the unclipped surrogate (arXiv 1502.05477). All are `[B, T]`."""
+  a, d = inside(mask, advantages, logprobs - old_logprobs)
+  r = exp(d)
+  return -a * r, {'ratio': r}
 
 
 def tis(
@@ -25,10 +27,10 @@ def tis(
   *,
   cap: float = 2.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """Truncated importance sampling: L_t = −A·sg(min(r, C))·p, C = `cap`. `[B, T]`."""
-  r = jax.lax.stop_gradient(exp(jnp.where(mask, logprobs - old_logprobs, 0)))
-  loss = -advantages * jnp.minimum(r, cap) * logprobs
-  return jnp.where(mask, loss, 0), {'ratio': r, 'clip_fraction': 1.0 * (r > cap)}
+  """L_t = −A·sg(min(r, C))·p, C = `cap` (Ionides, 2008). All are `[B, T]`."""
+  p, a, d = inside(mask, logprobs, advantages, logprobs - old_logprobs)
+  r = jax.lax.stop_gradient(exp(d))
+  return -a * jnp.minimum(r, cap) * p, {'ratio': r, 'clip_fraction': 1.0 * (r > cap)}
 
 
 def topr(
@@ -39,21 +41,21 @@ def topr(
   *,
   ratio: Literal['sequence', 'token'] = 'sequence',
 ) -> tuple[Array, dict[str, Array]]:
-  """Tapered off-policy REINFORCE (arXiv 2503.14286).
+  """L_t = −sg(α)·A·p, tapered off-policy REINFORCE (arXiv 2503.14286).
 
-  L_t = −sg(α)·A·p; α = 1 where A > 0 and clip(r, 0, 1) elsewhere.
+  α = 1 where A > 0 and clip(r, 0, 1) elsewhere.
 
   logprobs, old_logprobs, advantages, mask: `[B, T]`. ratio: r of the whole row, e to
   the sum of p − o over its action tokens, or of each token alone.
   """
-  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  p, a, d = inside(mask, logprobs, advantages, logprobs - old_logprobs)
   if ratio == 'sequence':
     d = row_sum(d, mask)[:, None]
   elif ratio != 'token':
     raise ValueError(f"ratio is {ratio!r}; it must be 'sequence' or 'token'")
   taper = jnp.minimum(exp(d), 1)
-  alpha = jax.lax.stop_gradient(jnp.where(advantages > 0, 1, taper))
-  return jnp.where(mask, -alpha * advantages * logprobs, 0), {'taper': alpha}
+  alpha = jax.lax.stop_gradient(jnp.where(a > 0, 1, taper))
+  return -alpha * a * p, {'taper': alpha}
 
 
 def sppo(
@@ -64,12 +66,12 @@ def sppo(
   *,
   epsilon: float = 0.3,
 ) -> tuple[Array, dict[str, Array]]:
-  """A log-ratio surrogate: L_t = −A·(p−o)·1[1/(1+ε) ≤ r ≤ 1+ε]. All are `[B, T]`."""
-  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  """L_t = −A·(p−o)·1[1/(1+ε) ≤ r ≤ 1+ε] (arXiv 2108.05828). All are `[B, T]`."""
+  a, d = inside(mask, advantages, logprobs - old_logprobs)
   r = exp(d)
   keep = (r >= 1 / (1 + epsilon)) & (r <= 1 + epsilon)
   metrics = {'clip_fraction': 1.0 - keep, 'ratio': r}
-  return jnp.where(keep, -advantages * d, 0), metrics
+  return jnp.where(keep, -a * d, 0), metrics
 
 
 def kimi(
@@ -81,13 +83,13 @@ def kimi(
   tau: float = 1.0,
   level: Literal['token', 'sequence'] = 'token',
 ) -> tuple[Array, dict[str, Array]]:
-  """Policy gradient with a squared log-ratio as regulariser (arXiv 2501.12599).
+  """L_t = −A·p + (τ/2)(p−o)²: a squared log-ratio regularises (arXiv 2501.12599).
 
-  L_t = −A·p + (τ/2)(p−o)². level='sequence' is the paper's (τ/2)(Σ_t(p−o))² per
+  level='sequence' is the paper's (τ/2)(Σ_t(p−o))² per
   row, dealt out evenly over the row's action tokens so that their sum is it: use it
   with sequence_mean_token_sum. logprobs … mask: `[B, T]`.
   """
-  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  p, a, d = inside(mask, logprobs, advantages, logprobs - old_logprobs)
   if level == 'token':
     square = jnp.square(d)
   elif level == 'sequence':
@@ -95,10 +97,51 @@ def kimi(
     square = (jnp.square(row_sum(d, mask)) / count)[:, None]
   else:
     raise ValueError(f"level is {level!r}; it must be 'token' or 'sequence'")
-  loss = -advantages * logprobs + 0.5 * tau * square
+  loss = -a * p + 0.5 * tau * square
   return jnp.where(mask, loss, 0), {'square': jnp.broadcast_to(square, d.shape)}
 
 
+def second_moment_keep(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  threshold: float,
+) -> Array:
+  """`[B, T]` False at the tokens M2PO drops.
+
+  Candidates push the policy further off, (A>0, r>1) or (A<0, r<1). Those with the
+  largest (p−o)² go until the mean over the rest is at most `threshold`; equal ones
+  go together.
+  """
+  d = jax.lax.stop_gradient(jnp.where(mask, logprobs - old_logprobs, 0))
+  candidate = jnp.asarray(mask, bool) & (advantages * d > 0)
+  square = jnp.where(candidate, jnp.square(d), jnp.inf)
+  place = order(square)
+
+  def calm(bound):
+    return jnp.sum(jnp.where(place <= bound, square - threshold, 0)) <= 0
+
+  return ~candidate | (place <= last(calm))
+
+
+def m2po_columns(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  threshold: float,
+) -> dict[str, Any]:
+  """The column `m2po_keep`, made from the whole optimizer batch."""
+  kept = second_moment_keep(
+    logprobs, old_logprobs, advantages, mask, threshold=threshold
+  )
+  return {'m2po_keep': kept}
+
+
+@over_batch(m2po_columns)
 def m2po(
   logprobs: Array,
   old_logprobs: Array,
@@ -108,7 +151,7 @@ def m2po(
   *,
   threshold: float = 0.04,
 ) -> tuple[Array, dict[str, Array]]:
-  """Second-moment trust policy optimisation: −A·r on kept tokens (arXiv 2510.01161).
+  """L_t = −A·r·1[keep], a trust region on second moments (arXiv 2510.01161).
 
   Dropped tokens stay in the mean's denominator. logprobs … mask: `[B, T]`.
   m2po_keep: `[B, T]` from `second_moment_keep` over the whole optimizer batch; None
@@ -121,32 +164,6 @@ def m2po(
   loss, metrics = importance_sampling(logprobs, old_logprobs, advantages, mask)
   metrics = metrics | {'clip_fraction': 1.0 - m2po_keep}
   return jnp.where(m2po_keep, loss, 0), metrics
-
-
-def second_moment_keep(
-  logprobs: Array,
-  old_logprobs: Array,
-  advantages: Array,
-  mask: Array,
-  *,
-  threshold: float = 0.04,
-) -> Array:
-  """`[B, T]` False at the tokens M2PO drops.
-
-  Candidates push the policy further off, (A>0, r>1) or (A<0, r<1). Those with the
-  largest (p−o)² go until the mean over the rest is at most `threshold`; equal ones
-  go together.
-  """
-  d = jax.lax.stop_gradient(jnp.where(mask, logprobs - old_logprobs, 0))
-  candidate = jnp.asarray(mask, bool) & (advantages * d > 0)
-  square = jnp.where(candidate, jnp.square(d), jnp.inf)
-  ranked = jnp.sort(square, axis=None)
-  finite = jnp.isfinite(ranked)
-  count = 1.0 + jnp.arange(ranked.size)
-  mean = jnp.cumsum(jnp.where(finite, ranked, 0)) / count
-  dropped = finite & (mean > threshold)
-  bound = jnp.min(jnp.where(dropped, ranked, jnp.inf))
-  return ~candidate | (square < bound)
 
 
 Keep = Literal['none', 'two_side', 'one_side', 'gspo_one_side', 'ring']
@@ -169,9 +186,9 @@ def rec(
   regulariser: Literal['none', 'k2', 'forward'] = 'none',
   regulariser_coef: float = 0.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """The REC family, group-relative REINFORCE seen off-policy (arXiv 2509.24203).
+  """L_t = −A·sg(w)·p·1[keep] + regulariser, the REC family (arXiv 2509.24203).
 
-  L_t = −A·sg(w)·p·1[keep] + regulariser. keep, with the clip range ε:
+  keep, with the clip range ε:
     two_side: 1−ε_low ≤ r ≤ 1+ε_high. one_side: what PPO lets through, r ≤ 1+ε_high
     where A ≥ 0 and r ≥ 1−ε_low where A ≤ 0. gspo_one_side: the same of e^{mean_t(p−o)}.
     ring: two_side, or A ≥ 0 and r ≤ 1−ε′_low, or A ≤ 0 and r ≥ 1+ε′_high.
@@ -180,26 +197,26 @@ def rec(
 
   logprobs, old_logprobs, advantages, mask: `[B, T]`. Returns loss `[B, T]`.
   """
-  d = jnp.where(mask, logprobs - old_logprobs, 0)
+  p, a, d = inside(mask, logprobs, advantages, logprobs - old_logprobs)
   r = jax.lax.stop_gradient(exp(d))
   s = jax.lax.stop_gradient(exp(row_mean(d, mask)))[:, None]
-  kept = _kept(keep, r, s, advantages, (clip_low, clip_high, ring_low, ring_high))
+  kept = _kept(keep, r, s, a, (clip_low, clip_high, ring_low, ring_high))
   if weight == 'none':
     w = 1.0
   elif weight in ('importance', 'gspo'):
     w = r if weight == 'importance' else s
   elif weight == 'advantage':
-    w = exp(advantages / temperature)
+    w = exp(a / temperature)
   else:
     raise ValueError(f'weight is {weight!r}; it must be one of {Weight.__args__}')
-  loss = jnp.where(kept, -advantages * w * logprobs, 0)
+  loss = jnp.where(kept, -a * w * p, 0)
   if regulariser == 'k2':
     loss = loss + regulariser_coef * jnp.square(d)
   elif regulariser == 'forward':
-    loss = loss - regulariser_coef * logprobs
+    loss = loss - regulariser_coef * p
   elif regulariser != 'none':
     raise ValueError(f'regulariser is {regulariser!r}; it must be k2, forward or none')
-  return jnp.where(mask, loss, 0), {'clip_fraction': 1.0 - kept, 'ratio': r}
+  return loss, {'clip_fraction': 1.0 - kept, 'ratio': r}
 
 
 def _kept(keep: str, r: Array, s: Array, a: Array, bounds: tuple) -> Array:

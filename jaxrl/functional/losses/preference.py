@@ -57,7 +57,10 @@ def dpo(
   beta: float = 0.1,
   label_smoothing: float = 0.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """−(1−ls)·log σ(βΔ) − ls·log σ(−βΔ) (arXiv 2305.18290; conservative if ls > 0).
+  """−(1−ls)·log σ(βΔ) − ls·log σ(−βΔ) (arXiv 2305.18290).
+
+  ls: label smoothing; with ls > 0 it is conservative DPO. Δ = h_chosen − h_rejected,
+  h = Σ_t (p − q) over a row's action tokens.
 
   logprobs, ref_logprobs, mask, rewards: `[B, T]`. pair_ids: `[B]`. Returns `[B]`.
   """

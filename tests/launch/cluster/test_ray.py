@@ -2,36 +2,20 @@
 
 import os
 import signal
-import subprocess
 
 import numpy as np
 import pytest
 
 from tests.launch import runs
+from tests.launch.cluster import sockets
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
 OPTIONS = (
   '--config.sft.num_steps=0',
   '--config.eval.num_tasks=4',
-  '--config.rollout.decode_steps=4',
+  '--config.rollout.engine=jax(decode_steps=4)',
 )
 RAY = ('--config.cluster.ray=true', '--config.cluster.num_workers=2')
-
-
-@pytest.fixture(scope='session')
-def ray():
-  """Ray, started once, as a run would."""
-  from launch.cluster.ray_host import RayHost
-
-  host = RayHost()
-  yield host._ray
-  host._ray.shutdown()
-
-
-@pytest.fixture(scope='module')
-def local(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('local')
-  return folder, runs.record(folder, *OPTIONS)
 
 
 def actors(ray):
@@ -56,29 +40,26 @@ def same(one, two):
         np.testing.assert_array_equal(getattr(row, name), getattr(row_, name))
 
 
-@pytest.mark.parametrize('engines', [2, pytest.param(1, marks=pytest.mark.slow)])
+ONE = pytest.param(1, 'shared_memory', marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(('engines', 'weights'), [(2, 'auto'), ONE])
 def test_trajectories_and_parameters_are_those_of_one_process(
-  ray, local, tmp_path, engines
+  ray, local, tmp_path, engines, weights
 ):
   folder, told = local
-  options = (*RAY, f'--config.cluster.num_engines={engines}')
+  count = f'--config.cluster.num_engines={engines}'
+  options = (*RAY, count, f'--config.cluster.weights={weights}')
   under_ray = runs.record(tmp_path, *OPTIONS, *options)
   same(told, under_ray)
   assert runs.weights(folder) == runs.weights(tmp_path)
   assert any(row['optimizer/grad_norm'] > 0 for _, row in told.metrics[:-1])
+  assert all(row['weights/pull_s'] > 0 for _, row in under_ray.metrics)
 
 
 def test_it_listens_on_loopback_alone(ray):
-  said = subprocess.run(['ss', '-ltnpH'], capture_output=True, text=True)
-  if said.returncode:
-    pytest.skip('there is no ss here')
-  mine = [
-    line.split()[3]
-    for line in said.stdout.splitlines()
-    if any(name in line for name in ('gcs_server', 'raylet', '"ray::'))
-  ]
-  assert mine
-  assert all('127.0.0.1' in place or '[::1]' in place for place in mine), mine
+  mine = sockets.listening('gcs_server', 'raylet', '"ray::')
+  assert mine and all(sockets.loopback(place) for place in mine), mine
 
 
 DIES = """
@@ -128,3 +109,23 @@ def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(tmp_path, number):
   runs.run(tmp_path / 'ray', *steps, *RAY)
   assert runs.weights(tmp_path / 'whole') == runs.weights(tmp_path / 'ray')
   assert runs.numbers(tmp_path / 'whole') == runs.numbers(tmp_path / 'ray')
+
+
+def test_groups_are_filtered_shaped_and_drawn_as_in_one_process(ray, tmp_path):
+  """DAPO with greedy baselines and a curriculum that learns, in actors."""
+  options = (
+    '--config.sft.num_steps=0',
+    '--config.eval.every=0',
+    '--config.algorithm.group_size=6',
+    '--config.algorithm.advantage=remax',
+    '--config.dataset.limit=12',
+    '--config.dataset.curriculum=bandit(target=0.3)',
+    '--config.rollout.shapers=difficulty_weights',
+  )
+  config = f'{runs.VARIED}:dapo'
+  told = runs.record(tmp_path / 'local', *options, config=config)
+  under_ray = runs.record(tmp_path / 'ray', *options, *RAY, config=config)
+  same(told, under_ray)
+  assert runs.weights(tmp_path / 'local') == runs.weights(tmp_path / 'ray')
+  rows = [row for *_, groups, _ in told.played for group in groups for row in group]
+  assert any(row.is_greedy for row in rows) and len({row.weight for row in rows}) > 1

@@ -1,0 +1,38 @@
+"""Trajectory synthesis: an agent mends repositories, every task once, untrained.
+
+    python -m launch.rollout --config=configs/swe_rollout.py \
+      --config.dataset.path=verified.jsonl \
+      --config.env.swe.env_config.repos=FOLDER \
+      --config.model.checkpoint=FOLDER --config.dump.path=runs/swe/trajectories
+
+verified.jsonl holds rows in SWE-bench Verified's form, the folder of `repos` their
+repositories as clones. `--group_size=4` plays each task four times. As it is, with a
+random tiny model, it shows the machinery at work and mends nothing.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+from jaxrl.config import Config
+
+COLUMNS = (
+  ('task_idx', 'bigint'),
+  ('model_name', 'string'),
+  ('stop_reason', 'string'),
+  ('episode_score', 'double'),
+  ('mode', 'string'),
+  ('save_content', 'string'),
+)
+
+
+def get_config(algorithm: str = 'grpo') -> Config:
+  config = base.get_config(algorithm)
+  config.model.random.update(vocab_size=2048)
+  config.dataset.update(question_key='problem_statement', answer_key='')
+  config.batch.update(num_groups=32, max_length=2048)
+  config.rollout.num_slots = 32
+  config.env.swe = base.env_section(
+    'swe', max_steps=30, max_tokens_per_step=128, concurrency=16
+  )
+  config.dump = ConfigDict({'path': '', 'columns': COLUMNS})
+  return config

@@ -1,0 +1,13 @@
+"""Conservative DPO: DPO for labels that may be wrong (Mitchell, 2023)."""
+
+from jaxrl.algorithms.dpo import dpo
+from jaxrl.types import Algorithm
+
+
+def cdpo(*, beta: float = 0.1, label_smoothing: float = 0.1) -> Algorithm:
+  """DPO that takes each label to be flipped with probability `label_smoothing`.
+
+  −(1−ε)·log σ(βΔ) − ε·log σ(−βΔ), least where σ(βΔ) = 1 − ε. The right ε is the share
+  of wrong labels in the data; 0.1 is what the method's author suggests to begin with.
+  """
+  return dpo(beta=beta, label_smoothing=label_smoothing)

@@ -1,0 +1,1 @@
+"""Where played trajectories are kept: files, object stores, tables."""

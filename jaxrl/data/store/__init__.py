@@ -1,0 +1,1 @@
+"""Experience that outlives its writer: groups in a database, each used so often."""

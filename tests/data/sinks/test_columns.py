@@ -1,0 +1,93 @@
+"""Columns: their types are kept, and what is wrong with them is told at once."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from jaxrl.data import trajectories
+from jaxrl.data.sinks.columns import STANDARD, Columns
+from jaxrl.signature import ConfigError
+from tests.data.sinks.dumps import row
+
+FACTS = {'model_name': 'm', 'mode': 'train'}
+
+
+def test_all_columns_when_none_are_asked_for():
+  columns = Columns(own={'given': 'string', 'level': 'int'})
+  assert list(columns.types) == [*STANDARD, 'given', 'level']
+  played = row(7, columns={'given': 'x', 'level': np.int64(3), 'other': 1})
+  [found] = columns.rows([played], 7, **FACTS)
+  content = trajectories.from_json(json.loads(found.pop('save_content')))
+  assert content.columns == played.columns
+  np.testing.assert_array_equal(content.rollout_logprobs, played.rollout_logprobs)
+  assert found == {
+    'trajectory_id': 't_7_0_107_0_0', 'task_idx': 7, 'model_name': 'm', 'step': 0,
+    'stop_reason': 'finish', 'mode': 'train', 'episode_score': 0.5, 'given': 'x',
+    'level': 3,
+  }  # fmt: skip
+
+
+def test_asked_columns_in_their_order_and_the_score_of_the_episode():
+  columns = Columns([['episode_score', 'float'], ('step', 'BIGINT')])
+  group = [row(step=0), row(step=1), row(member=1, rewards=(0, 2))]
+  found = columns.rows(group, 0, **FACTS)
+  assert [list(r.items()) for r in found] == [
+    [('episode_score', 1.0), ('step', 0)],
+    [('episode_score', 1.0), ('step', 1)],
+    [('episode_score', 2.0), ('step', 0)],
+  ]
+
+
+@pytest.mark.parametrize(
+  'asked, said',
+  [
+    ([['task_id', 'bigint']], "no column 'task_id'. Did you mean 'task_idx'"),
+    ([['task_idx', 'bigimt']], "column 'task_idx': no type 'bigimt'. Did you mean 'b"),
+    ([['gven', 'string']], "Did you mean 'given'"),
+    ([['task_idx', 'int']], 'is a bigint, which a int cannot hold'),
+    ([['mode', 'bigint']], 'is a string'),
+    ([['mode', 'string'], ['mode', 'string']], 'twice'),
+    (['mode'], 'not a pair'),
+    ([['mode', 'string', 1]], 'not a pair'),
+  ],
+)
+def test_what_is_wrong_is_told_with_the_nearest_name(asked, said):
+  with pytest.raises(ConfigError, match=said):
+    Columns(asked, {'given': 'string'})
+
+
+def test_an_environment_cannot_take_a_standard_name_nor_an_unknown_type():
+  with pytest.raises(ConfigError, match='standard'):
+    Columns(own={'mode': 'string'})
+  with pytest.raises(ConfigError, match="Did you mean 'string'"):
+    Columns(own={'given': 'strng'})
+
+
+@pytest.mark.parametrize(
+  'kind, good, bad',
+  [
+    ('tinyint', -128, 128),
+    ('bigint', 2**63 - 1, 2**63),
+    ('int', 5, 5.0),
+    ('int', np.int32(5), True),
+    ('double', 1, float('nan')),
+    ('boolean', np.bool_(True), 1),
+    ('string', 'ä', b'x'),
+  ],
+)
+def test_a_value_that_does_not_fit_is_null_and_warned_of_once(kind, good, bad, caplog):
+  columns = Columns([['x', kind]], {'x': ''})
+  with caplog.at_level(logging.WARNING):
+    group = [row(i, columns={'x': v}) for i, v in enumerate([good, None, bad, bad])]
+    found = [r['x'] for r in columns.rows(group, 0, **FACTS)]
+  assert found == [good, None, None, None]
+  assert len(caplog.records) == 1 and 'column x' in caplog.text
+
+
+def test_values_that_json_cannot_hold_cost_only_themselves(caplog):
+  [found] = Columns().rows([row(extras={'odd': object()})], 0, **FACTS)
+  content = trajectories.from_json(json.loads(found['save_content']))
+  assert 'odd' in content.extras['error'] and content.score == 0.5
+  assert 'save_content' in caplog.text

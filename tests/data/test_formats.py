@@ -1,0 +1,213 @@
+"""Rows as users have them, and the one line that a broken row gets."""
+
+import json
+
+import pytest
+
+from jaxrl.data.formats import Format
+from jaxrl.data.sources import DataError
+from jaxrl.signature import ConfigError
+
+USER = {'role': 'user', 'content': 'Hi'}
+REPLY = {'role': 'assistant', 'content': 'Ho'}
+UNTRAINED = USER | {'train': False}
+
+
+def said(messages):
+  return [(m['role'], m['content'], m.get('train', True)) for m in messages]
+
+
+@pytest.mark.parametrize(
+  'row',
+  [
+    {'messages': [USER, REPLY]},
+    {'messages': json.dumps([USER, REPLY])},
+    {'messages': [USER | {'tool_calls': None}, REPLY | {'name': None}]},
+    {'messages': [USER | {'content': [{'type': 'text', 'text': 'Hi'}]}, REPLY]},
+    {
+      'conversations': [
+        {'from': 'human', 'value': 'Hi'},
+        {'from': 'gpt', 'value': 'Ho'},
+      ]
+    },
+  ],
+)
+def test_conversations(row):
+  expected = [('user', 'Hi', True), ('assistant', 'Ho', True)]
+  assert said(Format().conversation(row)) == expected
+
+
+@pytest.mark.parametrize(
+  'row',
+  [
+    {'prompt': 'Hi', 'response': 'Ho'},
+    {'prompt': [USER], 'response': 'Ho'},
+    {'prompt': [USER], 'completion': [REPLY]},
+    {'question': 'Hi', 'solution': 'Ho', 'answer': '3'},
+    {'instruction': 'Hi', 'input': '', 'output': 'Ho'},
+  ],
+)
+def test_prompts_and_responses(row):
+  """Whoever speaks in a prompt, only the response is to be learned."""
+  expected = [('user', 'Hi', False), ('assistant', 'Ho', True)]
+  assert said(Format().conversation(row)) == expected
+
+
+def test_earlier_replies_in_a_prompt_are_not_learned():
+  row = {'prompt': [USER, REPLY, USER], 'response': 'Ha'}
+  trained = [m[2] for m in said(Format().conversation(row))]
+  assert trained == [False, False, False, True]
+
+
+def test_an_instruction_takes_its_input_along():
+  row = {'instruction': 'Add.', 'input': '1 2', 'output': '3'}
+  assert Format().conversation(row)[0]['content'] == 'Add.\n\n1 2'
+  row = {'task': 'Add.', 'query': '1 2', 'output': '3', 'input': 'x'}
+  form = Format(keys='prompt=task, input=query')
+  assert form.conversation(row)[0]['content'] == 'Add.\n\n1 2'
+  row = {'prompt': 'Add.', 'input': '1 2', 'response': '3'}
+  assert Format().conversation(row)[0]['content'] == 'Add.'
+
+
+def test_arguments_of_tool_calls_may_be_text():
+  call = {'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
+  row = {'messages': [USER, {'role': 'assistant', 'tool_calls': [call]}]}
+  made = Format().conversation(row)[1]
+  assert made['content'] == ''
+  assert made['tool_calls'][0]['function'] == {'name': 'add', 'arguments': {'a': 1}}
+  call['function']['arguments'] = '{"a": '
+  with pytest.raises(DataError, match='arguments must be'):
+    Format().conversation(row)
+
+
+def test_turns_may_be_left_out():
+  row = {'messages': [USER, REPLY | {'train': False}, USER, REPLY | {'weight': 1}]}
+  assert [m[2] for m in said(Format().conversation(row))] == [True, False, True, True]
+  row = {'messages': [USER, REPLY | {'weight': 0}]}
+  assert not said(Format().conversation(row))[1][2]
+
+
+def test_system_messages():
+  form, row = Format(system='Be kind.'), {'prompt': 'Hi', 'response': 'Ho'}
+  assert form.conversation(row)[0] == {'role': 'system', 'content': 'Be kind.'}
+  assert form.conversation(row | {'system': 'Be terse.'})[0]['content'] == 'Be terse.'
+  own = {'messages': [{'role': 'system', 'content': 'Own.'}, USER, REPLY]}
+  assert [m['content'] for m in form.conversation(own)] == ['Own.', 'Hi', 'Ho']
+
+
+def test_keys_that_a_row_does_not_have_leave_its_messages():
+  form = Format(keys='prompt=ask, response=reply')
+  assert form.conversation({'messages': [USER, REPLY]}) == [USER, REPLY]
+
+
+def test_keys_say_where_a_row_holds_what():
+  row = {'messages': [USER, REPLY], 'ask': 'A', 'reply': 'B', 'score': '2', 'body': 'C'}
+  form = Format(keys='prompt=ask, response=reply, reward=score,text=body')
+  assert [m['content'] for m in form.conversation(row)] == ['A', 'B']
+  assert (form.reward(row), form.text(row)) == (2.0, 'C')
+  with pytest.raises(ConfigError, match=r"'prompts'.*Did you mean 'prompt'"):
+    Format(keys='prompts=ask')
+  with pytest.raises(ConfigError, match='name=key'):
+    Format(keys='prompt')
+
+
+def full(*answers):
+  return [USER, *({'role': 'assistant', 'content': text} for text in answers)]
+
+
+@pytest.mark.parametrize(
+  'row',
+  [
+    {'prompt': 'Hi', 'chosen': 'Yes', 'rejected': 'No'},
+    {'question': 'Hi', 'chosen': 'Yes', 'rejected': 'No', 'answer': '1'},
+    {'prompt': [USER], 'chosen': full('Yes')[1:], 'rejected': full('No')[1:]},
+    {'prompt': 'Hi', 'chosen': full('Yes'), 'rejected': full('No'), 'messages': [USER]},
+    {'chosen': full('Yes'), 'rejected': full('No')},
+    {
+      'chosen': '\n\nHuman: Hi\n\nAssistant: Yes',
+      'rejected': '\n\nHuman: Hi\n\nAssistant: No',
+    },
+  ],
+)
+def test_pairs(row):
+  chosen, rejected = Format().pair(row)
+  assert said(chosen) == [('user', 'Hi', False), ('assistant', 'Yes', True)]
+  assert said(rejected) == [('user', 'Hi', False), ('assistant', 'No', True)]
+
+
+def test_what_pairs_have_in_common_is_not_learned():
+  common = [USER, REPLY, USER]
+  row = {
+    'chosen': [*common, *full('Yes')[1:], USER, REPLY],
+    'rejected': [*common, *full('No')[1:]],
+  }
+  chosen, rejected = Format(system='Be kind.').pair(row)
+  assert [m['role'] for m in chosen[:2]] == ['system', 'user']
+  assert [m.get('train', True) for m in chosen[1:]] == [*[False] * 3, *[True] * 3]
+  assert [m.get('train', True) for m in rejected[1:]] == [*[False] * 3, True]
+
+
+@pytest.mark.parametrize(
+  'row, words',
+  [
+    ({'chosen': full('Yes')}, ["'rejected'", 'Its keys are chosen']),
+    ({'chosen': full('Yes'), 'rejected': full('Yes')}, ['2 equal messages', 'ends']),
+    (
+      {'chosen': full('Yes'), 'rejected': [USER | {'content': 'Ha'}, REPLY]},
+      ['share their prompt', '0 equal messages', 'one of user'],
+    ),
+    ({'chosen': 'Yes', 'rejected': 'No'}, ['no prompt', 'Human']),
+    (
+      {'prompt': 'Ha', 'chosen': full('Yes'), 'rejected': full('No')},
+      ['nor with the prompt', "'Ha'"],
+    ),
+  ],
+)
+def test_pairs_that_are_none(row, words):
+  with pytest.raises(DataError) as caught:
+    Format().pair(row)
+  for word in words:
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'row, words',
+  [
+    ({'prompt': 'x'}, ["'messages'", "'response'", 'Its keys are prompt']),
+    ({}, ['Its keys are none']),
+    ({'messages': []}, ['at least one']),
+    ({'messages': 'Hi'}, ['JSON']),
+    ({'messages': ['Hi']}, ['message 0', 'object, not str']),
+    ({'messages': [USER, {'role': 'robot', 'content': 'x'}]}, ['message 1', "'robot'"]),
+    ({'messages': [{'role': 'user', 'text': 'x'}]}, ['the keys role, text']),
+    ({'messages': [USER | {'content': [{'type': 'image'}]}]}, ['not text']),
+    ({'messages': [USER, REPLY | {'train': 0.5}]}, ['message 1', '0.5']),
+  ],
+)
+def test_conversations_that_are_none(row, words):
+  with pytest.raises(DataError) as caught:
+    Format().conversation(row)
+  for word in words:
+    assert word in str(caught.value)
+
+
+def test_texts_and_rewards_that_are_none():
+  with pytest.raises(DataError, match=r"text: 'text'.* Its keys are body"):
+    Format().text({'body': 'x'})
+  with pytest.raises(DataError, match='reward'):
+    Format().reward({'prompt': 'x'}, required=True)
+  for bad in ('high', float('nan')):
+    with pytest.raises(DataError, match='number'):
+      Format().reward({'reward': bad})
+  assert Format().reward({}) == 0.0
+
+
+def test_every_text_of_a_row_is_found():
+  row = {
+    'conversations': [{'from': 'human', 'value': 'a'}],
+    'prompt': [{'role': 'user', 'content': 'b'}],
+    'chosen': 'c',
+    'text': 'd',
+    'note': 'e',
+  }
+  assert list(Format().strings(row)) == ['a', 'b', 'c', 'd']

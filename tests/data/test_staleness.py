@@ -1,0 +1,53 @@
+"""Staleness: of what, in which unit, and what a bound may be."""
+
+import numpy as np
+import pytest
+
+from jaxrl.data import staleness
+from jaxrl.signature import ConfigError
+from tests.rollout.fakes import row
+
+
+def of_versions(*versions):
+  made = row()
+  made.weights_version = np.array([-1, *versions], np.int32)
+  made.action_mask = made.weights_version >= 0
+  return made
+
+
+def test_it_is_that_of_the_oldest_action_token():
+  group = [of_versions(4, 5), of_versions(5, 3), of_versions(5, 5)]
+  assert staleness.of_group(group, 5) == 2
+  assert [staleness.of_group([row], 6) for row in group] == [2, 3, 1]
+  masked = of_versions(0, 5)
+  masked.action_mask[1] = False  # written by the environment, whatever it says
+  assert staleness.of_group([masked], 5) == 0
+  assert staleness.of_group([of_versions()], 5) is None
+
+
+def test_what_is_past_the_bound_is_never_taken():
+  groups = [[of_versions(3)], [of_versions()]]
+  staleness.check(groups, 5, 2)
+  with pytest.raises(RuntimeError, match='staleness 3, past the bound of 2'):
+    staleness.check(groups, 6, 2)
+
+
+def test_bounds_are_calls_with_a_default():
+  assert staleness.parse('') is None
+  assert staleness.parse('drop') == ('drop', 2)
+  assert staleness.parse('mask(max=0)') == ('mask', 0)
+  assert staleness.parse('recompute(max=3)').oldest(10) == 7
+
+
+@pytest.mark.parametrize(
+  'text, said',
+  [
+    ('dorp(max=2)', "no rule 'dorp'.*Did you mean 'drop'"),
+    ('drop(maxx=2)', "no option 'maxx'.*Did you mean 'max'"),
+    ('mask(max=-1)', 'max must be at least 0'),
+    ('mask(max=1.5)', 'must be a int'),
+  ],
+)
+def test_what_is_no_bound_is_refused(text, said):
+  with pytest.raises(ConfigError, match=said):
+    staleness.parse(text)

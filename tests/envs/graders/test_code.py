@@ -1,0 +1,38 @@
+"""The code grader within sums: hidden tests by the same runner as the environment."""
+
+import pytest
+
+from jaxrl.envs.graders.combine import make_grader
+from jaxrl.envs.sandbox import local
+from jaxrl.signature import ConfigError
+
+TESTS = [{'input': f'{n}\n{n}\n', 'output': str(2 * n)} for n in range(4)]
+ADD = '```python\nprint(int(input()) + int(input()))\n```'
+HALF = '```python\nn = int(input()) + int(input())\nprint(n if n < 4 else 0)\n```'
+sandboxed = pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+
+
+@sandboxed
+def test_a_sum_of_tests_and_a_form():
+  item = {'answer': TESTS}
+  grade = make_grader("code + format(pattern='.*```', weight=.5)")
+  found = grade(ADD, item)
+  assert (found.score, found.parts) == (1.5, {'code': 1, 'format': 1})
+  assert found.metrics['reward/code'] == 1
+  assert grade(HALF, item).parts['code'] == 0.5
+  assert grade('no program', item).parts['code'] == 0
+
+
+@sandboxed
+def test_all_or_nothing_and_another_field():
+  grade = make_grader("code(tests='hidden', all_or_nothing=True)")
+  assert grade(ADD, {'hidden': TESTS}).score == 1
+  assert grade(HALF, {'hidden': TESTS}).score == 0
+  with pytest.raises(ValueError, match="no tests in its field 'hidden'"):
+    grade(ADD, {'answer': TESTS})
+
+
+def test_without_a_sandbox_it_is_refused(monkeypatch):
+  monkeypatch.setattr(local, 'missing', lambda: 'no namespaces')
+  with pytest.raises(ConfigError, match="grader 'code'"):
+    make_grader('code')

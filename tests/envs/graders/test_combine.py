@@ -1,0 +1,76 @@
+"""Sums of graders: weights, parts logged, faults told, settings checked."""
+
+import time
+
+import pytest
+
+from jaxrl.envs.graders.combine import make_grader
+from jaxrl.envs.graders.processes import GraderError
+from jaxrl.signature import ConfigError
+
+SLOW = 'tests.envs.graders.slow'
+ITEM = {'question': 'How many?', 'answer': '18'}
+
+
+def test_weights_and_parts():
+  spec = r"exact(marked=True) + format(tags='answer', weight=.25) + exact(weight=0)"
+  grade = make_grader(spec)
+  found = grade(r'<answer>\boxed{18}</answer>', ITEM)
+  assert found.score == 1.25
+  assert found.parts == {'exact': 1, 'format': 1, 'exact_2': 0}
+  assert found.metrics == {
+    'reward/exact': 1,
+    'reward/format': 1,
+    'reward/exact_2': 0,
+    'grader/timeouts': 0,
+    'grader/deaths': 0,
+  }
+  assert found.fault == ''
+  assert grade('<answer>17</answer>', ITEM).score == 0.25
+  assert make_grader('exact + exact(weight=-.5, case=False)')('18', ITEM).score == 0.5
+
+
+def test_a_pattern_without_end_is_a_timeout_not_a_hang():
+  grade = make_grader("exact + format(pattern='(a|a)*b', timeout=.2, weight=.5)")
+  begun = time.monotonic()
+  found = grade('a' * 60, {'answer': 'a' * 60})
+  assert time.monotonic() - begun < 30
+  assert found.score == 1
+  assert found.metrics['grader/timeouts'] == 1
+  assert found.metrics['reward/format'] == 0
+  assert found.fault == 'format: no answer within 0.2 s'
+  assert grade('aab', {'answer': 'aab'}).score == 1.5  # and the next is none the worse
+
+
+def test_graders_of_ones_own():
+  found = make_grader(f'exact + {SLOW}:length(scale=.5, weight=2)')('18', ITEM)
+  assert found.parts == {'exact': 1, 'length': 1}
+  assert found.score == 3
+  assert found.metrics['reward/length'] == 1
+  grade = make_grader(f'{SLOW}:act(timeout=.2)')
+  assert 'no answer within 0.2 s' in grade('hang', {'answer': object()}).fault
+  dead = grade('die', ITEM)
+  assert dead.score == 0
+  assert (dead.metrics['grader/deaths'], dead.metrics['grader/timeouts']) == (1, 0)
+  with pytest.raises(GraderError, match="KeyError: 'broken'"):
+    grade('raise', ITEM)
+  with pytest.raises(GraderError, match='must return a number'):
+    make_grader(f'{SLOW}:nothing')('18', ITEM)
+
+
+@pytest.mark.parametrize(
+  ('spec', 'message'),
+  [
+    ('', 'at least one'),
+    ('exac', "no grader 'exac'. Did you mean 'exact'"),
+    ('exact(cases=True)', "no option 'cases'. Did you mean 'case'"),
+    ('exact(case=1)', 'must be a bool'),
+    ("exact(weight='1')", 'weight is .1.; it must be a number'),
+    (f'{SLOW}:length(size=2)', "no option 'size'"),
+    (f"{SLOW}:length(timeout='1')", 'must be a float'),
+    (f'{SLOW}:longth', 'longth'),
+  ],
+)
+def test_wrong_settings_are_refused_at_once(spec, message):
+  with pytest.raises(ConfigError, match=message):
+    make_grader(spec)

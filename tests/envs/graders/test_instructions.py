@@ -1,0 +1,121 @@
+"""IFEval's instructions: for each a reply that keeps to it and one that does not."""
+
+import time
+
+import pytest
+
+from jaxrl.envs.graders.combine import make_grader
+from jaxrl.envs.graders.constraints import CONSTRAINTS
+from jaxrl.envs.graders.instructions import instructions
+from jaxrl.signature import ConfigError
+
+CASES = [
+  ("existence(keywords=['Sun', 'moon'])", 'sun and Moonlight', 'sun'),
+  ("frequency(keyword='to', frequency=2)", 'To be or not to be', 'To be'),
+  (
+    "frequency(keyword='a', frequency=2, relation='less than')",
+    'a b',
+    'a a',
+  ),
+  ("forbidden_words(forbidden_words=['cat'])", 'a category', 'a Cat.'),
+  ("letter_frequency(letter='q', let_frequency=2)", 'Quiq', 'Qui'),
+  ("number_words(num_words=3, relation='at most')", 'one two, three', 'a b c d'),
+  ("number_words(num_words=3, relation='less than')", 'one two', 'a b c'),
+  ("number_words(num_words=3, relation='exactly')", 'a b c', 'a b'),
+  ('number_sentences(num_sentences=2)', 'So 3.5 it is! "Well?" No', 'It is 3.5.'),
+  ('number_paragraphs(num_paragraphs=2)', '***a\n***\nb', 'a *** *** b'),
+  (
+    "nth_paragraph_first_word(num_paragraphs=2, nth_paragraph=2, first_word='so')",
+    'One.\n\n\n"So, two.',
+    'So.\n\nTwo.',
+  ),
+  ('number_placeholders(num_placeholders=2)', '[name], [street 1]', '[[name]'),
+  ('postscript', 'Yours.\nP. S. more', 'Yours. PS more'),
+  ("postscript(postscript_marker='P.P.S')", 'p.p.s more', 'P.S. more'),
+  ('number_bullet_lists(num_bullets=2)', 'a:\n* b\n  - c', '* a\n**b**\n---'),
+  ('constrained_response', 'My answer is maybe.', 'My answer is perhaps.'),
+  (
+    'number_highlighted_sections(num_highlights=2)',
+    '*one* and **two**',
+    '**one** and ** *',
+  ),
+  (
+    "multiple_sections(section_spliter='Section', num_sections=2)",
+    'Section 1\na\nSection 2\nb',
+    'Section 1\na\nSection B',
+  ),
+  ('json_format', '```json\n{"a": [1]}\n```', 'Here: {"a": 1}'),
+  ('json_format', '[1, 2]', "{'a': 1}"),
+  ('title', 'x\n<<a poem>> y', '<<>>'),
+  ('two_responses', 'a\n******\nb', 'a\n******\na'),
+  ("repeat_prompt(prompt_to_repeat='Say it. ')", 'say it. It.', 'It. Say it.'),
+  ("end_checker(end_phrase='The end.')", '"… the end."', 'The end. No.'),
+  ('quotation', ' "a" ', '"a'),
+  ('capital_word_frequency(capital_frequency=2)', 'OH NO-ONE', 'OH no One'),
+  ('english_capital', 'A, 1', 'Ab'),
+  ('english_lowercase', 'a, 1', 'Ab'),
+  ('no_comma', 'a; b', 'a, b'),
+]
+
+
+def test_every_constraint_has_a_case():
+  assert {rule.partition('(')[0] for rule, _, _ in CASES} == set(CONSTRAINTS)
+
+
+@pytest.mark.parametrize(('rule', 'kept', 'broken'), CASES)
+def test_constraints(rule, kept, broken):
+  grade = instructions(rules=rule)
+  assert grade(kept, {}) == 1
+  assert grade(broken, {}) == 0
+  assert grade(' ', {}) == 0  # silence keeps to nothing
+
+
+def test_the_share_that_is_kept_or_all():
+  rules = "no_comma + english_capital + number_words(num_words=1, relation='exactly')"
+  assert instructions(rules=rules)('A B', {}) == pytest.approx(2 / 3)
+  assert instructions(rules=rules, strict=True)('A B', {}) == 0
+  assert instructions(rules=rules, strict=True)('A', {}) == 1
+  grade = make_grader(f'instructions(rules="{rules}", weight=3)')
+  assert grade('A B', {}).score == pytest.approx(2)
+
+
+def test_a_task_of_ifevals_own_files():
+  item = {
+    'prompt': 'Write.',
+    'instruction_id_list': ['punctuation:no_comma', 'length_constraints:number_words'],
+    'kwargs': [{}, {'num_words': 3, 'relation': 'at least', 'keywords': None}],
+  }
+  assert instructions()('a b c', item) == 1
+  assert instructions()('a b, c', item) == 0.5
+  with pytest.raises(ValueError, match='has no instruction_id_list'):
+    instructions()('a', {})
+  with pytest.raises(ValueError, match='kwargs for 1'):
+    instructions()('a', {**item, 'kwargs': [{}]})
+  with pytest.raises(ConfigError, match="no constraint 'response_language'"):
+    name = 'language:response_language'
+    instructions()('a', {'instruction_id_list': [name], 'kwargs': [{}]})
+
+
+@pytest.mark.parametrize(
+  ('rules', 'message'),
+  [
+    ('no_commas', "no constraint 'no_commas'. Did you mean 'no_comma'"),
+    ('number_words', 'number_words: give it num_words=…'),
+    ('number_words(words=3)', "no option 'words'"),
+    ("number_words(num_words=3, relation='over')", "must be one of 'at least'"),
+    ("number_words(num_words='3')", 'must be a int'),
+  ],
+)
+def test_wrong_rules_are_refused_at_once(rules, message):
+  with pytest.raises(ConfigError, match=message):
+    instructions(rules=rules)
+
+
+def test_long_replies_take_no_time():
+  texts = [mark * 100_000 for mark in ('[', '*', '<<', '\n', 'a. ', '"', '{"a":', ' ')]
+  begun = time.process_time()
+  for rule, _, _ in CASES:
+    grade = instructions(rules=rule)
+    for text in texts:
+      grade(text, {})
+  assert time.process_time() - begun < 10

@@ -1,0 +1,139 @@
+"""The math grader: by algebra what plain comparison leaves open, within its limit."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.envs.base import factory
+from jaxrl.envs.graders.answers import decide
+from jaxrl.envs.graders.combine import make_grader
+from jaxrl.envs.graders.math import math
+from jaxrl.envs.graders.processes import shared
+from jaxrl.envs.math import MathEnv
+from jaxrl.signature import ConfigError
+from jaxrl.types import Task
+
+SHARED = Path(__file__).parents[4] / 'shared' / 'data'
+needs_math_verify = pytest.mark.skipif(
+  importlib.util.find_spec('math_verify') is None, reason='needs math-verify'
+)
+
+
+@pytest.mark.parametrize(
+  ('given', 'answer', 'decided'),
+  [
+    ('18.0', '18', True),
+    ('17', '18', False),
+    ('1/2', '0.5', True),
+    (r'\left(1, 2\right)', '(1,2)', True),
+    ('', 'x', False),
+    ('x', '18', None),
+    (r'\sqrt{4}', '2', None),
+  ],
+)
+def test_what_is_decided_without_algebra(given, answer, decided):
+  assert decide(given, answer) is decided
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+  ('reply', 'answer', 'score'),
+  [
+    (r'\boxed{\sqrt{4}}', '2', 1),
+    (r'\boxed{2p^3-2p}', '2p(p^2 - 1)', 1),
+    (r'\boxed{\frac{\sqrt{3}}{12}}', r'\dfrac{1}{4\sqrt3}', 1),
+    (r'#### \pi/4', r'\dfrac{\pi}{4}', 1),
+    (r'\boxed{\{3, 1, 2\}}', r'\{1,2,3\}', 1),
+    (r'\boxed{(2, 1)}', '(1, 2)', 0),
+    (r'\boxed{\ln x}', r'\log_2 x', 0),
+    (r'\boxed{\text{Yes}}', 'Yes', 1),
+    (r'\boxed{seY}', 'Yes', 0),  # to algebra the same product
+    (r'\boxed{on}', 'No', 0),
+    (r'\boxed{\frac{1}{}', '2x', 0),
+    (r'\boxed{x}' + 'x' * 10_000, 'x', 1),
+    (rf'\boxed{{{"(" * 40}}}', 'x', 0),
+    ('', 'x', 0),
+  ],
+)
+def test_math(reply, answer, score):
+  assert math(timeout=30)(reply, {'answer': answer}) == score
+
+
+@needs_math_verify
+def test_strict_takes_marked_answers_alone():
+  assert math()('It is 18.', {'answer': '18'}) == 1
+  assert math(strict=True)('It is 18.', {'answer': '18'}) == 0
+
+
+@needs_math_verify
+def test_algebra_without_end_is_a_timeout_and_the_next_reply_is_graded():
+  grade = make_grader('math(timeout=1.0)')
+  found = grade(r'\boxed{9^{9^{9^{9}}}x}', {'answer': '2x'})
+  assert found.score == 0
+  assert found.metrics['grader/timeouts'] + found.metrics['grader/deaths'] == 1
+  assert found.fault.startswith('math: ')
+  assert make_grader('math(timeout=30)')(r'\boxed{2x}', {'answer': 'x+x'}).score == 1
+
+
+def test_without_the_package_it_says_so(monkeypatch):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ConfigError, match=r"pip install 'jaxrl\[envs\]'"):
+    math()
+
+
+def play(reply, answer, **options):
+  env = MathEnv(**options)
+  item = {'question': '?', 'answer': answer}
+  env.reset(seed=0, options={'task': Task(seed=0, index=0, item=item)})
+  return env.step(reply)
+
+
+@needs_math_verify
+def test_the_environment_with_a_grader():
+  spec = "math(timeout=30) + format(tags='answer', weight=.5)"
+  options = {'grader': spec, 'reward': 2.0}
+  _, reward, terminated, _, info = play(r'<answer>$2x$</answer>', 'x+x', **options)
+  assert (reward, terminated) == (1, True)  # no answer is marked: `2` is not x+x
+  _, reward, _, _, info = play(r'<answer>\boxed{2x}</answer>', 'x+x', **options)
+  assert reward == 3
+  assert info['metrics']['reward/math'] == info['metrics']['correct'] == 1
+  assert info['metrics']['reward/format'] == info['metrics']['marked'] == 1
+  assert info['metrics']['grader/timeouts'] == 0
+  assert info['columns']['grader_fault'] == ''
+  assert play(r'\boxed{2x}', 'x+x')[1] == 0  # as plain text they differ
+
+
+def test_a_grader_may_do_without_answers():
+  env = MathEnv(grader="instructions(rules='no_comma')")
+  task = Task(seed=0, index=0, item={'question': '?'})
+  env.reset(seed=0, options={'task': task})
+  assert env.step('a, b')[1] == 0
+  with pytest.raises(KeyError):  # without one there is nothing to compare with
+    MathEnv().reset(seed=0, options={'task': task})
+
+
+def test_a_grader_of_the_environment_is_checked_before_one_is_made():
+  with pytest.raises(ConfigError, match='no grader'):
+    factory('math', {'grader': 'maths'})
+  refused: list[dict[str, Any]] = [{'strict': True}, {'format_reward': 0.1}]
+  for options in refused:
+    with pytest.raises(ConfigError, match='write its options there'):
+      MathEnv(grader='exact', **options)
+
+
+@needs_math_verify
+@pytest.mark.skipif(not SHARED.exists(), reason='the shared data folder is not here')
+def test_algebra_finds_deepmaths_answers_equal_to_themselves_alone():
+  """Every 20th; in the other tests plain comparison spares most of them this."""
+  lines = (SHARED / 'deepmath' / 'math_deepmath_deal.jsonl').read_text().splitlines()
+  answers = [json.loads(line)['ground_truth'] for line in lines[::20]]
+
+  def verified(given, answer):
+    ask, needs = shared().call, ['math_verify']
+    return ask(f'{math.__module__}:verified', given, answer, limit=30, needs=needs)
+
+  assert [answer for answer in answers if not verified(answer, answer)] == []
+  assert [answer for answer in answers if verified('123456789.5', answer)] == []

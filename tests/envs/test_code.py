@@ -1,0 +1,269 @@
+"""The code environment: programs are judged by hidden tests, and cannot cheat."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from jaxrl.envs import base
+from jaxrl.envs.code import CodeEnv
+from jaxrl.envs.code_runner import last_block
+from jaxrl.envs.code_tests import read_cases, same_output, same_value
+from jaxrl.envs.sandbox import local
+from jaxrl.envs.sandbox.base import SandboxError
+from jaxrl.types import Task
+
+SUMS = [{'input': f'{n}\n{n}\n', 'output': str(2 * n)} for n in range(4)]
+CALLS = [
+  {'function': 'twice', 'args': [[n, 'a']], 'result': [n, 'a'] * 2} for n in (1, 2)
+]
+sandboxed = pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+
+
+def play(program, tests=SUMS, **options):
+  env = base.factory('code', options)()
+  item = {'question': 'Add.', 'answer': tests}
+  task = Task(seed=0, index=0, item=item)
+  assert env.reset(seed=0, options={'task': task}) == ('Add.', {})
+  _, reward, terminated, truncated, info = env.step(
+    f'So:\n```python\n{program}\n```\n.'
+  )
+  assert (terminated, truncated) == (True, False)
+  return reward, info['columns']['verdicts'].split(', '), info['metrics']
+
+
+ADD = 'print(int(input()) + int(input()))'
+
+
+@sandboxed
+def test_the_share_of_tests_passed():
+  assert play(ADD) == (
+    1.0,
+    ['passed'] * 4,
+    {'passed': 1.0, 'accuracy': 1.0, 'correct': 1.0, 'marked': 1.0, 'timeout': 0.0},
+  )
+  half = f'n = {ADD[6:-1]}\nprint(n if n < 4 else 0)'
+  reward, verdicts, metrics = play(half)
+  assert (reward, verdicts) == (0.5, ['passed', 'passed', 'wrong', 'wrong'])
+  assert metrics['accuracy'] == 0
+  assert play(half, all_or_nothing=True)[0] == 0
+  assert play(ADD, all_or_nothing=True, reward=2.0)[0] == 2
+  mixed = 'n = int(input())\nif n == 1: 1 / 0\nif n == 2: import sys; sys.exit(3)\n'
+  mixed += 'if n == 3: import time; time.sleep(9)\nprint(0)'
+  verdicts = play(mixed, seconds=1.5)[1]
+  assert verdicts == ['passed', 'error', 'error', 'time']
+
+
+@sandboxed
+@pytest.mark.parametrize(
+  'program',
+  [
+    'import sys\nprint(sum(map(int, sys.stdin.read().split())))',
+    'import sys\nprint(sum(int(line) for line in sys.stdin.buffer))',
+    'print(sum(map(int, open(0))))\nexit()',
+    'import threading\n'
+    f'def main(): {ADD}\n'
+    "if __name__ == '__main__': threading.Thread(target=main).start()",
+    'import dataclasses\n@dataclasses.dataclass\nclass Two:\n  a: int\n  b: int\n'
+    'two = Two(int(input()), int(input()))\nprint(two.a + two.b, end="")',
+  ],
+)
+def test_ways_to_read_and_write(program):
+  assert play(program, SUMS[:2])[0] == 1
+
+
+@sandboxed
+def test_calls():
+  plain = 'print("noise")\ndef twice(x): return tuple(x + x)'
+  assert play(plain, CALLS)[0] == 1
+  method = 'class Solution:\n  def twice(self, x): return x * 2\n'
+  assert play(f"{method}if __name__ == '__main__': 1 / 0", CALLS)[0] == 1
+  assert play('def twice(x): return x', CALLS)[1] == ['wrong', 'wrong']
+  assert play('def twice(x): return {1}', CALLS)[1] == ['error', 'error']
+  assert play('def thrice(x): return x', CALLS)[1] == ['error', 'error']
+  apps = json.dumps({'fn_name': 'f', 'inputs': [[1, 2], [3, 4]], 'outputs': [[3], 7]})
+  assert play('def f(a, b): return a + b', apps)[0] == 1
+
+
+@sandboxed
+def test_no_code_scores_nothing():
+  env = CodeEnv()
+  env.reset(
+    seed=0,
+    options={'task': Task(seed=0, index=0, item={'question': '', 'answer': SUMS})},
+  )
+  _, reward, _, _, info = env.step(f'I would write {ADD}')
+  assert reward == info['metrics']['marked'] == 0
+  assert info['columns']['verdicts'] == 'no code, no code, no code, no code'
+
+
+@sandboxed
+def test_one_bad_case_does_not_cost_the_others():
+  bad = 'n = int(input())\nif n == 1:\n  {}\nprint(n + int(input()))'
+  kill = 'import os; os.kill(os.getppid(), 9); import time; time.sleep(9)'
+  memory = 'a = []\n  while True: a.append(bytearray(b"x") * (1 << 20))'
+  loud = 'while True: print("x" * 9999)'
+  everybody = 'import os; os.kill(-1, 9)'
+  for line, verdict in (
+    (kill, 'error'),
+    (everybody, 'error'),
+    (memory, 'memory'),
+    (loud, 'output'),
+  ):
+    verdicts = play(bad.format(line), SUMS[:3], memory_mb=64)[1]
+    assert verdicts == ['passed', verdict, 'passed'], line
+  assert play('import time; time.sleep(9)', total_seconds=0.4)[1] == ['time'] * 4
+
+
+@sandboxed
+def test_many_long_outputs_that_are_each_short_enough():
+  tests = [{'input': '', 'output': 'x' * 1_000_000}] * 10
+  assert play('print("x" * 1_000_000)', tests)[1] == ['passed'] * 10
+
+
+@sandboxed
+def test_escapes_fail(tmp_path):
+  secret = tmp_path / 'secret'
+  secret.write_text('0')
+  mark = f'95.{os.getpid()}'
+  server = socket.create_server(('127.0.0.1', 0))
+  address = server.getsockname()
+  for attempt in (
+    f'print(open({str(secret)!r}).read())',
+    f"print(open('/proc/1/root{secret}').read())",
+    f'import socket\nsocket.create_connection({address}, 1)\nprint(0)',
+    'import os\nwhile True: os.fork()',
+    'with open("/tmp/x", "wb") as file: file.truncate(1 << 40)\nprint(0)',
+    'open("/tmp/x", "wb").write(bytes(1 << 27))\nprint(0)',
+    'x = bytearray(1 << 36)\nprint(0)',
+    'import os\nos.setuid(0)\nprint(0)',
+  ):
+    assert play(attempt, SUMS[:1], seconds=0.5, total_seconds=0.8)[0] == 0, attempt
+  daemon = (
+    f"import subprocess\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)"
+  )
+  assert play(f'{daemon}\nprint(0)', SUMS[:1])[0] == 1
+  assert not [p for p in os.listdir('/proc') if p.isdigit() and mark in _words(p)]
+  server.close()
+
+
+def _words(pid):
+  try:
+    with open(f'/proc/{pid}/cmdline') as file:
+      return file.read()
+  except OSError:
+    return ''
+
+
+@sandboxed
+def test_expected_values_do_not_enter_the_sandbox():
+  answer = '7316490528'
+  hunt = """
+import gc, os, sys
+seen = [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list, str))]
+frame = sys._getframe()
+while frame:
+  seen.append(repr(frame.f_locals) + repr(frame.f_globals))
+  frame = frame.f_back
+for pid in filter(str.isdigit, os.listdir('/proc')):
+  for name in ('cmdline', 'environ', 'maps', 'mem'):
+    try:
+      seen.append(repr(open(f'/proc/{pid}/{name}', 'rb').read(1 << 20)))
+    except OSError:
+      pass
+for folder, _, names in os.walk('/tmp'):
+  seen += [open(os.path.join(folder, name), errors='replace').read() for name in names]
+target = str(3658245264 * 2)
+print(any(target in text for text in seen), len(seen) > 100)
+"""
+  tests = [{'input': answer, 'output': 'False True'}]
+  assert play(hunt, tests)[1] == ['wrong']  # it finds what is there to find
+  tests = [{'input': '', 'output': answer}, {'input': '', 'output': 'False True'}]
+  assert play(hunt, tests)[1] == ['wrong', 'passed']
+
+
+@sandboxed
+def test_garbled_answers_harm_nobody():
+  forge = """
+import os
+for fd in ('1', '5', '4', '6'):
+  try:
+    with open(f'/proc/{os.getppid()}/fd/{fd}', 'w') as file:
+      file.write(%r)
+  except OSError:
+    pass
+"""
+  for line in ('[' * 100_000 + '\n', '{}\n', '{"said": 1, "code": "x", "limit": []}\n'):
+    reward, verdicts, _ = play(forge % line, SUMS[:2])
+    assert reward == 0
+    assert len(verdicts) == 2
+
+
+def test_it_refuses_without_a_sandbox(monkeypatch):
+  monkeypatch.setattr(local, 'missing', lambda: 'unshare is not permitted')
+  with pytest.raises(SandboxError, match=r'unshare is not permitted.*unsafe=True'):
+    CodeEnv()
+  assert play(ADD, unsafe=True)[0] == 1
+  assert play('while True: pass', SUMS[:1], unsafe=True, seconds=0.2)[1] == ['time']
+
+
+def test_the_last_closed_block_counts():
+  assert last_block('```python\na\n```\nor\n```py\nb\nc\n```') == 'b\nc\n'
+  assert last_block('```\na\n```\n```python\nb') == 'a\n'
+  assert last_block('```python\na\n  ```  \n') == 'a\n'
+  assert last_block('a') == last_block('') == last_block('```') == ''
+  assert last_block('```\n' * 100_001) == ''
+
+
+@pytest.mark.parametrize(
+  ('said', 'right', 'same'),
+  [
+    ('1 2\n3\n\n', '1  2 \n3', True),
+    ('1 2 3', '1 2\n3', False),
+    ('0.3333333', '0.33333333', True),
+    ('0.34', '0.33', False),
+    ('1', '1.0', True),
+    ('1.0', '1', False),
+    ('nan', '1.5', False),
+    ('', '', True),
+    ('', '0', False),
+    ('YES', 'Yes', False),
+  ],
+)
+def test_outputs(said, right, same):
+  assert same_output(said, right) is same
+
+
+@pytest.mark.parametrize(
+  ('result', 'right', 'same'),
+  [
+    ([1, [2.0000001]], [1, [2]], True),
+    (1, True, False),
+    (None, 0, False),
+    ({'a': 1}, {'a': 1.0}, True),
+    ({'a': 1}, {'b': 1}, False),
+    ('1', 1, False),
+    ([1], [1, 2], False),
+    (10**400, 1.5, False),
+    (float('nan'), 1.0, False),
+    (2**53 + 1, 2**53, False),
+  ],
+)
+def test_values(result, right, same):
+  assert same_value(result, right) is same
+
+
+def test_wrong_tests_are_told():
+  for tests, words in (
+    ([], 'no tests'),
+    ('[]', 'no tests'),
+    (3, 'int'),
+    ([{'input': '1'}], 'test 0'),
+    ({'inputs': ['1']}, 'outputs'),
+    ({'inputs': ['1'], 'outputs': []}, '1 inputs but 0 outputs'),
+  ):
+    with pytest.raises(ValueError, match=words):
+      read_cases(tests)
+  lines = read_cases({'inputs': [['1', '2']], 'outputs': [['3', '4']]})[0]
+  assert (lines.ask, lines.right) == ({'input': '1\n2'}, ('3\n4',))

@@ -1,0 +1,25 @@
+"""The part of a reply that counts."""
+
+import pytest
+
+from jaxrl.envs.replies import answer
+
+
+@pytest.mark.parametrize(
+  'reply, said',
+  [
+    ('so\n<answer> 7 </answer> I say', '7'),
+    ('<answer>1</answer> no, <answer>2\n3</answer>', '2\n3'),
+    ('<answer>1</answer> or <answer>2', '1'),
+    ('first\nthen \n\n', 'then'),
+    ('</answer>\nlast', 'last'),
+    ('<answer>never closed', '<answer>never closed'),
+    ('', ''),
+  ],
+)
+def test_answer(reply, said):
+  assert answer(reply) == said
+
+
+def test_a_reply_of_open_tags_takes_no_time():
+  assert answer('<answer>' * 500_000 + '</answer>') == ''

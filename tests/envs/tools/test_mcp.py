@@ -1,0 +1,145 @@
+"""Tools of a real server, a process of its own."""
+
+import pathlib
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from jaxrl.envs.tools import mcp
+from jaxrl.envs.tools.base import ToolError
+from jaxrl.envs.tools.mcp import Mcp, McpError
+from jaxrl.signature import ConfigError
+
+pytest.importorskip('mcp')
+SERVER = pathlib.Path(__file__).with_name('server.py')
+COMMAND = shlex.join([sys.executable, str(SERVER)])
+
+
+@pytest.fixture(scope='module')
+def shared():
+  """A server for all tests that leave it as it is."""
+  tool = Mcp(command=COMMAND, per='process')
+  yield tool, {schema['function']['name']: schema for schema in tool.start()}
+  for server in mcp._SHARED.values():
+    server.close()
+  mcp._SHARED.clear()
+
+
+def call(tool, name, seconds=60, **arguments):
+  return tool.call(name, arguments, seconds=seconds)
+
+
+def fault(tool, name, seconds=60, **arguments):
+  with pytest.raises(ToolError) as caught:
+    call(tool, name, seconds, **arguments)
+  return caught.value.fault, str(caught.value)
+
+
+def gone(pid):
+  """Waits for the end of a process; False when it lives on."""
+  end = time.monotonic() + 30
+  while time.monotonic() < end:
+    try:
+      state = (
+        pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+      )
+    except FileNotFoundError:
+      return True
+    if state == 'Z':
+      return True
+    time.sleep(0.02)
+  return False
+
+
+def test_its_tools_and_their_results(shared):
+  tool, schemas = shared
+  parameters = schemas['add']['function']['parameters']
+  assert schemas['add']['function']['description'] == 'Adds two numbers.'
+  assert parameters['required'] == ['x', 'y']
+  assert call(tool, 'add', x=1, y=2) == '3'
+
+
+def test_errors_are_told(shared):
+  tool, _ = shared
+  why, told = fault(tool, 'add', x='one')
+  assert why == 'failed' and 'x' in told and 'valid integer' in told
+  assert fault(tool, 'fail')[0] == 'failed'
+  assert fault(tool, 'nothing')[0] == 'failed'
+  why, told = 'timeout', 'sleep gave no answer in 0.2 s'
+  with pytest.raises(ToolError) as caught:
+    tool.call('sleep', {'seconds': 60}, seconds=0.2)
+  assert (caught.value.fault, str(caught.value)) == (why, told)
+  assert call(tool, 'add', x=1, y=2) == '3'
+
+
+def test_a_server_of_the_process_is_one_for_all(shared):
+  tool, _ = shared
+  other = Mcp(command=COMMAND, per='process', only=('add', 'remember'))
+  names = [schema['function']['name'] for schema in other.start()]
+  assert sorted(names) == ['add', 'remember']
+  assert call(tool, 'remember', word='a') == 'a'
+  assert call(other, 'remember', word='b') == 'a b'
+  other.close()
+  assert call(tool, 'remember', word='c') == 'a b c'
+  with pytest.raises(ConfigError, match=r"no tool 'ad'.*add"):
+    Mcp(command=COMMAND, per='process', only=('ad',)).start()
+
+
+def test_servers_of_environments_and_of_episodes(tmp_path, monkeypatch):
+  """Each has its own state, is replaced when it died, and ends when it is closed."""
+  monkeypatch.setenv('MY_SECRET', 'x')
+  count = tmp_path / 'count'
+  options = {'command': COMMAND, 'env': {'COUNT': str(count)}}
+  mine, other = Mcp(**options), Mcp(per='episode', **options)
+  mine.start()
+  call(mine, 'remember', word='a')
+  mine.start()
+  assert call(mine, 'remember', word='b') == 'a b'
+  names = call(mine, 'environment').split()
+  assert 'COUNT' in names and 'MY_SECRET' not in names
+  for _ in range(2):
+    other.start()
+    assert call(other, 'remember', word='c') == 'c'
+  assert fault(mine, 'end')[0] == 'failed'
+  assert fault(mine, 'add', x=1, y=2)[0] == 'failed'
+  mine.start()
+  assert call(mine, 'remember', word='d') == 'd'
+  mine.close()
+  assert fault(mine, 'add', x=1, y=2)[0] == 'failed'
+  del other  # as an environment that is dropped
+  pids = count.read_text().split()
+  assert len(pids) == 4 and all(gone(pid) for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != 'linux', reason='the kernel has no such signal')
+def test_a_server_dies_with_who_started_it(tmp_path):
+  count = tmp_path / 'count'
+  program = textwrap.dedent(f"""
+    import os, signal
+    from jaxrl.envs.tools.mcp import Mcp
+    tool = Mcp(command={COMMAND!r}, env={{'COUNT': {str(count)!r}}})
+    tool.start()
+    os.kill(os.getpid(), signal.SIGKILL)
+  """)
+  root = SERVER.parents[3]
+  subprocess.run([sys.executable, '-c', program], cwd=root, timeout=120)
+  (pid,) = count.read_text().split()
+  assert gone(pid)
+
+
+def test_a_server_that_does_not_start():
+  with pytest.raises(McpError, match='no luck today'):
+    Mcp(command=f'{COMMAND} broken').start()
+  with pytest.raises(McpError, match=r'no answer within 0\.5 s'):
+    Mcp(command=f'{COMMAND} silent', start_timeout=0.5).start()
+
+
+def test_wrong_options():
+  for options in ({}, {'command': 'no-such-command-here'}):
+    with pytest.raises(ConfigError, match='command'):
+      Mcp(**options)

@@ -1,0 +1,86 @@
+"""Functions as tools."""
+
+import pathlib
+
+import pytest
+
+from jaxrl.envs.tools.base import ToolError
+from jaxrl.envs.tools.own import Own
+from jaxrl.signature import ConfigError
+
+FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))
+
+
+def own(name, timeout=60.0, **options):
+  tool = Own(f'{FILE}:{name}', options, timeout=timeout)
+  return lambda **given: tool.call(name, given, seconds=60.0)
+
+
+def test_signature_and_docstring_are_the_schema():
+  shout = Own(f'{FILE}:shout', {'mark': '?'}).start()[0]['function']
+  assert shout == {
+    'name': 'shout',
+    'description': 'Says it aloud.\n\ntext: what to say. times: how often.',
+    'parameters': {
+      'type': 'object',
+      'properties': {'text': {'type': 'string'}, 'times': {'type': 'integer'}},
+      'required': ['text'],
+    },
+  }
+  table = Own(f'{FILE}:table', {}).start()[0]['function']['parameters']
+  assert table['properties'] == {
+    'rows': {'type': 'array', 'items': {'type': 'integer'}},
+    'kind': {'enum': ['sum', 'max']},
+    'exact': {'type': 'boolean'},
+  }
+
+
+def test_results():
+  assert own('shout', mark='?')(text='hi', times=2) == 'HI? HI?'
+  assert own('table')(rows=[1, 2], kind='sum') == '{"value": 3, "exact": true}'
+
+
+@pytest.mark.parametrize(
+  'given, words',
+  [
+    ({}, "'text' is missing: shout takes text, times"),
+    ({'text': 3}, "'text' of shout must be of type string"),
+    ({'text': 'a', 'times': '2'}, 'integer'),
+    ({'text': 'a', 'times': True}, 'integer'),
+    ({'text': 'a', 'mark': '.'}, "no argument 'mark'"),
+  ],
+)
+def test_wrong_arguments(given, words):
+  with pytest.raises(ToolError, match=words) as caught:
+    own('shout')(**given)
+  assert caught.value.fault == 'arguments'
+
+
+def test_choices():
+  with pytest.raises(ToolError, match=r"one of 'sum', 'max'"):
+    own('table')(rows=[], kind='min')
+
+
+def test_errors_and_time():
+  with pytest.raises(ToolError, match=r'^LookupError: there is none$') as caught:
+    own('fail')()
+  assert caught.value.fault == 'failed'
+  with pytest.raises(ToolError, match=r'stopped after 0\.2 s') as caught:
+    own('doze', timeout=0.2)(seconds=30)
+  assert caught.value.fault == 'timeout'
+
+
+@pytest.mark.parametrize(
+  'name, options, words',
+  [
+    ('silent', {}, 'docstring'),
+    ('many', {}, "'words'"),
+    ('bound', {}, "'needed' has to be set"),
+    ('shout', {'marks': '?'}, "Did you mean 'mark'"),
+    ('shout', {'mark': 3}, 'must be a str'),
+    ('shot', {}, "Did you mean 'shout'"),
+  ],
+)
+def test_wrong_functions_and_options(name, options, words):
+  with pytest.raises(ConfigError, match=words):
+    Own(f'{FILE}:{name}', options)

@@ -1,0 +1,88 @@
+"""No array has the batch twice over, or the tokens: `[B, B]` and `[B, T, T]` never are.
+
+The programs of every advantage and loss, and of their gradients, are read whole.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.functional import groups
+from tests.functional import harness
+from tests.functional.cases import ADVANTAGES, CORRECTIONS, KLS, LOSSES, M2PO, PAIRS
+
+B, T = 512, 64
+NAMES = ('logprobs', 'rewards', 'old_logprobs', 'teacher_logprobs', 'old_values')
+
+
+def columns():
+  """Shapes of a batch: what is traced needs no values."""
+  real = jax.ShapeDtypeStruct((B, T), jnp.float32)
+  ids = jax.ShapeDtypeStruct((B,), jnp.int32)
+  flags = jax.ShapeDtypeStruct((B,), bool)
+  one = jax.ShapeDtypeStruct((), jnp.float32)
+  names = (*NAMES, 'advantages', 'rollout_logprobs', 'ref_logprobs', 'entropy', 'nec')
+  return {
+    **dict.fromkeys(names, real),
+    **dict.fromkeys(('task_ids', 'run_ids', 'step_ids', 'state_hash', 'pair_ids'), ids),
+    **dict.fromkeys(('expert_mask', 'greedy_mask'), flags),
+    'mask': jax.ShapeDtypeStruct((B, T), bool),
+    'term_scale': jax.ShapeDtypeStruct((B,), jnp.float32),
+    'step': one,
+    'state': dict.fromkeys(('count', 'mean', 'square'), one),
+    'key': jax.ShapeDtypeStruct((2,), jnp.uint32),
+  }
+
+
+def equations(jaxpr):
+  """Every equation, those of inner programs too."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for value in jax.tree.leaves(
+      list(equation.params.values()), is_leaf=lambda x: hasattr(x, 'eqns')
+    ):
+      inner = getattr(value, 'jaxpr', value)
+      if hasattr(inner, 'eqns'):
+        yield from equations(inner)
+
+
+def squares(fn, *args):
+  """The shapes in which B or T stands twice."""
+  program = jax.make_jaxpr(fn)(*args)
+  shapes = {
+    variable.aval.shape
+    for equation in equations(program.jaxpr)
+    for variable in (*equation.invars, *equation.outvars)
+    if hasattr(variable.aval, 'shape')
+  }
+  assert len(shapes) > 1
+  return {s for s in shapes if s.count(B) > 1 or s.count(T) > 1}
+
+
+@pytest.mark.parametrize(
+  'case', ADVANTAGES + LOSSES + M2PO + KLS + CORRECTIONS + PAIRS, ids=str
+)
+def test_no_square_of_rows_or_tokens(case):
+  given = columns()
+  name = next(n for n in NAMES if n in case.fn.__code__.co_varnames)
+
+  def total(x, others):
+    out = harness.call(case, {**others, name: x})
+    leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(jnp.sum(leaf) for leaf in leaves)
+
+  assert not squares(jax.value_and_grad(total), given.pop(name), given)
+
+
+def test_a_square_is_found():
+  """Also inside a loop: what compares every row with every other is caught."""
+  x, ids = jnp.zeros(B), jnp.zeros(B, jnp.int32)
+
+  def rank(x, ids):
+    return jnp.sum((x[:, None] > x) & (ids[:, None] == ids), axis=1)
+
+  def looped(x, ids):
+    return jax.lax.scan(lambda carry, _: (rank(carry, ids) * 1.0, None), x, None, 3)
+
+  assert squares(rank, x, ids) == {(B, B)} == squares(looped, x, ids)
+  assert not squares(groups.rank, x, ids)

@@ -1,0 +1,35 @@
+"""What is sent of bf16 weights in a step of a real run, at a learning rate of 1e-6."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import runs
+
+# As small as still learns: each group's rewards differ, so that gradients are not 0.
+RUN = """
+import json
+from configs import quickstart
+from tests.benchmarks import weights
+config = quickstart.get_config()
+config.model.random.update(hidden_size=64, num_layers=2)
+config.batch.num_groups, config.sft.batch_size = 6, 32
+print(json.dumps(weights.real(config, steps=50, lessons=60)))
+"""
+
+
+@pytest.mark.slow
+def test_a_step_takes_three_percent_of_the_full_bytes_at_most():
+  env = {**os.environ, 'XLA_FLAGS': '--xla_backend_optimization_level=0'}
+  command = [sys.executable, '-c', RUN]
+  made = subprocess.run(
+    command, cwd=runs.ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True
+  )
+  found = json.loads(made.stdout.splitlines()[-1])
+  assert found['real_steps'] == 50
+  assert found['real_share'] <= 0.03
+  # It is little that changes, and something does: the run learns.
+  assert 0.002 <= found['real_moved'] <= 0.03

@@ -1,0 +1,98 @@
+"""What a training run keeps of what was played."""
+
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from jaxrl.data import trajectories
+from jaxrl.signature import ConfigError
+from launch.dump import Dump, begun
+from tests.data.sinks.dumps import row
+
+
+def config(path, columns=()):
+  return ConfigDict(
+    {
+      'dump': {'path': str(path), 'columns': columns},
+      'env': {tag: {'env_type': 'math', 'env_config': {}} for tag in ('sums', 'lake')},
+      'model': {'checkpoint': ''},
+    }
+  )
+
+
+def attempt(tag='sums', **more):
+  return row(20, tag=tag, **more)
+
+
+def read(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_a_part_for_each_tag_and_mode(tmp_path):
+  sink = Dump(config(tmp_path / 'out'), tmp_path, fresh=True)
+  sums = [attempt(columns={'task_idx': 7, 'given': '3'}), attempt(member=1)]
+  sink.trajectories(2, [sums, [attempt('lake')]])
+  sink.trajectories(2, [[attempt()]], kind='eval')
+  names = sorted(path.name for path in (tmp_path / 'out').iterdir())
+  assert names == [
+    'train-lake-step000002.jsonl',
+    'train-sums-step000002.jsonl',
+    'val-sums-step000002.jsonl',
+  ]
+  first, second = read(tmp_path / 'out' / names[1])
+  assert first['task_idx'] == 7 and first['given'] == '3'
+  assert second['task_idx'] == 20 and second['given'] is None  # nobody said which row
+  assert first['mode'] == 'train' and first['model_name'] == 'random'
+  assert first['episode_score'] == 0.5
+  back = trajectories.from_json(json.loads(first['save_content']))
+  assert back.tokens.tolist() == [3, 4] and back.trajectory_id == first['trajectory_id']
+  assert read(tmp_path / 'out' / names[2])[0]['mode'] == 'val'
+
+
+def test_a_step_done_again_replaces_its_part(tmp_path):
+  Dump(config(tmp_path / 'out'), tmp_path, fresh=True).trajectories(0, [[attempt()]])
+  again = Dump(config(tmp_path / 'out'), tmp_path, fresh=False)
+  again.trajectories(0, [[attempt(), attempt(member=1)]])
+  (part,) = (tmp_path / 'out').iterdir()
+  assert len(read(part)) == 2
+  with pytest.raises(ConfigError, match='holds 1 parts of another run'):
+    Dump(config(tmp_path / 'out'), tmp_path, fresh=True)
+
+
+def test_a_run_killed_after_its_first_evaluation_goes_on(tmp_path):
+  """Its metrics tell of no step yet."""
+  mine, other = tmp_path / 'mine', tmp_path / 'other'
+  mine.mkdir()
+  other.mkdir()
+
+  def opened(folder):
+    return Dump(config(tmp_path / 'out'), folder, fresh=not begun(folder))
+
+  opened(mine).trajectories(0, [[attempt()]], kind='eval')
+  opened(mine).trajectories(0, [[attempt()]], kind='eval')
+  with pytest.raises(ConfigError, match='of another run'):
+    opened(other)
+
+
+def test_what_experts_wrote_is_not_played(tmp_path):
+  sink = Dump(config(tmp_path / 'out'), tmp_path, fresh=True)
+  sink.trajectories(0, [[attempt(is_expert=True)]])
+  assert not list((tmp_path / 'out').iterdir())
+  sink.trajectories(1, [[attempt(), attempt(member=1, is_expert=True)]])
+  (part,) = (tmp_path / 'out').iterdir()
+  assert len(read(part)) == 1
+
+
+@pytest.mark.parametrize(
+  'path, columns, words',
+  [
+    ('osss://x/y', (), "no scheme 'osss'"),
+    ('experience+sqlite:///x.db', (), 'launch.rollout writes experience stores'),
+    ('memory://x', (('task_idz', 'bigint'),), "no column 'task_idz'"),
+    ('out.csv', (), "no format 'csv'"),
+  ],
+)
+def test_mistakes_are_told_before_anything_is_played(tmp_path, path, columns, words):
+  with pytest.raises(ConfigError, match=words):
+    Dump(config(path, columns), tmp_path, fresh=True)

@@ -1,0 +1,132 @@
+"""A checkpoint is scored: each item once, nothing filtered, each time the same."""
+
+import io
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.training import policy
+from launch import evaluate, train
+from launch.console import Console
+from launch.results import lines, results
+from tests.launch import runs
+from tests.rollout.fakes import row
+
+NUM_ITEMS = 13
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+  """A folder with a data set and a tiny random model."""
+  folder = tmp_path_factory.mktemp('evaluate')
+  questions = [f'What is {i} + {i}?' for i in range(NUM_ITEMS)]
+  rows = [{'question': q, 'answer': str(2 * i)} for i, q in enumerate(questions)]
+  (folder / 'test.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  shape = policy.random_config(hidden_size=32, num_layers=1, head_dim=16)
+  options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
+  policy.create(folder / 'model', shape, questions, jax.random.key(0), **options)
+  return folder
+
+
+def main(place, *options, name='scores.json'):
+  """Evaluates with a filter that drops all; the exit status and what JSON holds."""
+  argv = [
+    f'--config={runs.VARIED}',
+    f'--checkpoint={place}/model',
+    f'--json={place}/{name}',
+    f'--config.dataset.path={place}/test.jsonl',
+    '--config.rollout.group_filter=score_range(low=9)',
+    '--config.eval.num_tasks=-1',
+    *options,
+  ]
+  status = evaluate.main(argv)
+  return status, json.loads((place / name).read_text()) if not status else None
+
+
+def test_a_checkpoint_is_scored(place, capsys):
+  options = ('--config.eval.group_size=4', '--config.eval.temperature=1', '--k=1,3,4')
+  status, found = main(place, *options)
+  said = capsys.readouterr().out
+  assert status == 0, said
+  own = found['tags']['arithmetic']
+  assert own['num_tasks'] == NUM_ITEMS and own['num_attempts'] == 4
+  # Every item once, in order; the filter, which would drop them all, never ran.
+  assert [task['number'] for task in own['tasks']] == list(range(NUM_ITEMS))
+  assert len({task['seed'] for task in own['tasks']}) == NUM_ITEMS
+  scores = np.array([task['scores'] for task in own['tasks']])
+  assert 0 < scores.mean() < 1 and own['scores']['mean@4']['value'] == scores.mean()
+  choices = itertools.combinations(range(4), 3)
+  wanted = np.mean([(scores[:, list(c)] >= 1).any(1).mean() for c in choices])
+  assert own['scores']['pass@3']['value'] == pytest.approx(wanted)
+  names = ['mean@4', 'pass@1', 'pass@3', 'pass@4', 'majority@3', 'majority@4']
+  assert list(own['scores']) == names
+  for name, at in own['scores'].items():
+    assert at['low'] <= at['value'] <= at['high']
+    assert (
+      f'{name:<14} {at["value"]:>8.3f}   {at["low"]:.3f} – {at["high"]:.3f}' in said
+    )
+  assert f'arithmetic: {NUM_ITEMS} tasks, 4 attempts each' in said
+  again = main(place, *options, name='again.json')[1]
+  assert again == found
+
+
+def test_a_tag_on_its_own_with_its_failures():
+  groups = [
+    [row(1, 0, tag='a'), row(0, 1, tag='a')],
+    [row(0, m, 'env_error', tag='a', extras={'error': 'broken'}) for m in range(2)],
+    [row(1, m, tag='b') for m in range(2)],
+  ]
+  metrics = {'eval/a/failed': 0.5, 'eval/a/stop/env_error': 0.5, 'eval/a/mean': 0.25}
+  found = results({**metrics, 'eval/b/failed': 0.0}, groups, [], seed=0)
+  assert found['a']['scores']['mean@2']['value'] == 0.25
+  assert found['a']['scores']['pass@2'] == {'value': 0.5, 'low': 0, 'high': 1}
+  assert found['a']['error'] == 'broken' and found['b']['error'] is None
+  assert found['b']['scores']['pass@1'] == {'value': 1, 'low': 1, 'high': 1}
+  assert found['a']['other'] == {'failed': 0.5, 'stop/env_error': 0.5}
+  said = '\n'.join(text for text, _ in lines(found))
+  assert '50.0% of attempts failed and score 0; the first: broken' in said
+
+
+@pytest.mark.parametrize(
+  ('options', 'words'),
+  [
+    (['--checkpoint=nowhere'], 'model.checkpoint=nowhere'),
+    (['--k=8', '--config.eval.group_size=4'], 'set --config.eval.group_size=8'),
+    (['--k=1,x'], 'wants whole numbers'),
+    (['--json=no/such/folder/x.json'], 'there is no folder no/such/folder'),
+    (['--config.dataset.path=none.jsonl'], 'none.jsonl'),
+    (['--config.eval.num_tasks=-2'], 'num_tasks=-2: must be at least -1'),
+    (['--chekpoint=x'], 'did you mean --checkpoint?'),
+  ],
+)
+def test_what_is_wrong_is_said_before_any_work(place, options, words, capsys):
+  assert main(place, *options)[0] == 2
+  said = capsys.readouterr().err
+  assert words in said and said.count('\n') == 1
+
+
+def test_a_model_must_be_named(capsys):
+  assert evaluate.main([f'--config={runs.VARIED}']) == 2
+  assert '--checkpoint=FOLDER' in capsys.readouterr().err
+
+
+def test_games_without_an_end_are_refused_at_the_start(tmp_path, capsys):
+  options = ('--config.eval.every=1', '--config.eval.num_tasks=-1')
+  lake = f'--config={runs.ROOT}/configs/frozen_lake.py'
+  assert train.main([lake, f'--workdir={tmp_path}', *runs.BARE, *options]) == 2
+  assert 'say how many tasks' in capsys.readouterr().err
+
+
+def test_each_tag_has_its_gauge():
+  stream = io.StringIO()
+  gauges = evaluate.Gauges(Console(stream))
+  for tag, total in (('a', 3), ('b', 2)):
+    for member in range(total):
+      gauges(tag, [row(member % 2, member)], total)
+  gauges.close()
+  lines = stream.getvalue().splitlines()
+  assert lines[0] == 'a: 3 episodes' and lines[2] == 'b: 2 episodes'
+  assert 'a 3/3  score 0.333' in lines[1] and 'b 2/2  score 0.500' in lines[3]

@@ -1,0 +1,103 @@
+"""From its name alone, every algorithm trains: three whole steps, config to metrics.
+
+Rollouts are played by the engine, files are read, teachers and experts are asked: the
+parts are the real ones, only the model is tiny.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from safetensors.numpy import load_file
+
+from jaxrl.algorithms import compose, describe
+from launch import config as configs
+from tests.launch import runs
+
+STEPS = 3
+BASIC = ('loss/total', 'loss/policy', 'optimizer/grad_norm', 'optimizer/learning_rate')
+TINY = (
+  '--config.sft.num_steps=0',
+  '--config.eval.every=0',
+  '--config.checkpoint.every=0',
+  '--config.model.random.num_layers=1',
+  '--config.optimizer.warmup_steps=0',
+  '--config.optimizer.learning_rate=1e-3',
+  f'--config.num_steps={STEPS}',
+)
+
+
+def asks_a_teacher(algorithm):
+  return any(need.startswith('teacher') for need in compose.needs(algorithm))
+
+
+@pytest.fixture(scope='session')
+def teacher(tmp_path_factory):
+  """A policy other than the student, with the student's tokenizer."""
+  workdir = tmp_path_factory.mktemp('teacher')
+  options = ('--config.sft.num_steps=20', '--config.num_steps=0')
+  told = runs.record(workdir, *TINY, *options, '--config.optimizer.learning_rate=1e-2')
+  assert told.metrics
+  return workdir / 'export'
+
+
+@pytest.mark.parametrize('name', compose.names())
+def test_it_trains(name, tmp_path, request):
+  algorithm = compose.make(name)
+  options = [*TINY, '--config.checkpoint.export=true']
+  if asks_a_teacher(algorithm):
+    folder = request.getfixturevalue('teacher')
+    options += [f'--config.teacher.checkpoint={folder}']
+  told = runs.record(tmp_path, *options, config=f'{runs.VARIED}:{name}')
+  rows = [row for _, row in told.metrics if 'loss/total' in row]
+  assert len(rows) == STEPS
+  for row in rows:
+    assert set(BASIC) <= row.keys()
+    assert all(np.isfinite(value) for value in row.values()), row
+  _has_its_own_metrics(algorithm, rows[-1])
+  assert sum(row['compile/programs'] for row in rows[2:]) == 0
+  before = load_file(tmp_path / 'model' / 'model.safetensors')
+  after = load_file(tmp_path / 'export' / 'model.safetensors')
+  moved = max(np.abs(after[name] - before[name]).max() for name in before)
+  assert 0 < moved < 1
+
+
+def _has_its_own_metrics(algorithm, row):
+  wanted = {
+    'kl_loss': 'loss/kl',
+    'kl_penalty': 'kl/penalty',
+    'value_loss': 'loss/value',
+    'entropy_loss': 'loss/entropy',
+    'advantage': 'advantage/mean',
+  }
+  for slot, metric in wanted.items():
+    assert (metric in row) == (getattr(algorithm, slot) is not None), metric
+  if algorithm.schema == 'rollout':
+    assert {'reward/mean', 'mismatch/logprob_difference', 'tokens/action'} <= row.keys()
+
+
+@pytest.mark.parametrize('name', compose.names())
+def test_its_config_survives_json(name):
+  command = configs.parse([f'--config={runs.DEBUG}:{name}'], {})
+  config = configs.load(command)
+  again = ConfigDict(json.loads(config.to_json_best_effort()))
+  options = again.algorithm.to_dict()
+  assert options.pop('name') == name
+  made = compose.make(name, options)
+  assert compose.split_numbers(made) == compose.split_numbers(compose.make(name))
+
+
+@pytest.mark.parametrize('name', compose.names())
+def test_its_parts_can_be_written_as_call_strings(name):
+  """What the listing shows is what a user may type to get the same algorithm."""
+  algorithm = compose.make(name)
+  swaps = {
+    slot: describe.call_string(part) for slot, part in compose.parts(algorithm).items()
+  }
+  swaps = {slot: text for slot, text in swaps.items() if text}
+  static, numbers = compose.split_numbers(compose.make(name, swaps))
+  for slot, text in swaps.items():
+    assert describe.call_string(getattr(compose.make(name, swaps), slot)) == text
+  assert numbers.keys() == compose.split_numbers(algorithm)[1].keys()
+  assert compose.needs(static) == compose.needs(algorithm)

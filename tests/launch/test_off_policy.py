@@ -1,0 +1,145 @@
+"""Which runs may be stale, how stale, and what is done about it by default."""
+
+import pytest
+
+from configs import debug
+from jaxrl.algorithms import checks, compose
+from jaxrl.functional import corrections
+from jaxrl.signature import ConfigError
+from launch import build, off_policy, samplers
+
+
+def configured(
+  algorithm='grpo',
+  *,
+  correction='',
+  behaviour='',
+  kl_penalty='',
+  sampler='',
+  **rollout,
+):
+  config = debug.get_config(algorithm)
+  config.rollout.update(rollout)
+  config.algorithm.update(
+    correction=correction,
+    behaviour=behaviour,
+    kl_penalty=kl_penalty,
+    sampler=sampler,
+  )
+  return config
+
+
+def made(*args, **options):
+  config = configured(*args, **options)
+  return config, build.make_algorithm(config)
+
+
+def correction(*args, **options):
+  part = made(*args, **options)[1].correction
+  return part and compose.function_of(part)
+
+
+STALE = [
+  {'async_ratio': 0.5},
+  {'sync': 'fixed(interval=2)'},
+  {'sync': 'trainer'},
+  {'sync': 'explorer'},
+  {'engine': 'vllm'},
+  {'sampler': 'replay'},
+]
+
+
+@pytest.mark.parametrize('rollout', STALE, ids=str)
+def test_stale_and_foreign_rollouts_are_corrected_unless_it_is_switched_off(rollout):
+  config, algorithm = made(**rollout)
+  assert compose.function_of(algorithm.correction) is corrections.tis
+  assert algorithm.behaviour == 'decoupled'
+  assert 'old_logprobs' in compose.needs(algorithm)
+  said = off_policy.describe(config, algorithm)
+  assert 'corrected by tis' in said and 'forward pass' in said
+  assert correction(correction='none', **rollout) is None
+  assert correction(correction='mis(low=.2)', **rollout) is corrections.mis
+  assert correction(behaviour='rollout', **rollout) is None
+
+
+def test_synchronous_runs_are_as_they_were():
+  config, algorithm = made()
+  assert algorithm.correction is None and algorithm.behaviour == 'rollout'
+  assert off_policy.describe(config, algorithm) is None
+  assert not off_policy.stale(config, algorithm) and off_policy.most(config) == 0
+
+
+def test_what_is_learned_from_again_is_not_said_to_be_young():
+  config, algorithm = made(sampler='replay(decay=1)')
+  said = off_policy.describe(config, algorithm)
+  assert said.startswith('at most 0 steps old when first learned from, then as old as')
+  config, algorithm = made(sampler='replay', staleness='drop(max=3)')
+  assert off_policy.describe(config, algorithm).startswith('at most 3 steps old, sync')
+  for rule, most in (('drop(max=3)', 3), ('mask(max=3)', None), ('', None)):
+    config, algorithm = made(sampler='replay', staleness=rule)
+    source = samplers.RunSource(config, algorithm, rollouts=None, tokenizer=None)
+    assert source.max_staleness == most
+
+
+def test_losses_that_are_off_policy_by_themselves_are_left_alone():
+  rollout = {'async_ratio': 1.0}
+  config, plain = made('rloo', kl_penalty='none', **rollout)
+  assert compose.function_of(plain.correction) is corrections.tis
+  assert 'forward pass' not in off_policy.describe(config, plain)  # it has no ratio
+  for name in ('topr', 'opmd', 'asymre', 'rec', 'kimi', 'sppo', 'm2po', 'raft'):
+    config, algorithm = made(name, **rollout)
+    assert algorithm.correction is None, name
+    assert "algorithm.correction='tis' for one" in off_policy.describe(
+      config, algorithm
+    )
+
+
+def test_every_loss_of_rollouts_that_a_correction_is_put_on_is_one_a_token():
+  for name in compose.names():
+    algorithm = compose.make(name)
+    if checks.corrigible(algorithm):
+      assert algorithm.atom != 'pair' and algorithm.schema == 'rollout', name
+
+
+def test_recompute_has_the_learner_score_old_log_probs():
+  config, algorithm = made(staleness='recompute(max=1)', correction='none')
+  assert algorithm.behaviour == 'decoupled' and algorithm.correction is None
+  off_policy.check(config, algorithm)
+
+
+@pytest.mark.parametrize(
+  'rollout, most',
+  [
+    ({'async_ratio': 0.5}, 1),
+    ({'async_ratio': 1.5, 'sync': 'fixed(interval=3)'}, 4),
+    ({'async_ratio': 1.0, 'sync': 'trainer'}, 2),
+    ({'async_ratio': 1.0, 'sync': 'explorer'}, 3),
+    ({'async_ratio': 1.0, 'staleness': 'drop(max=4)'}, 4),
+    ({'async_ratio': 1.0, 'staleness': 'mask(max=4)'}, None),
+  ],
+  ids=str,
+)
+def test_the_bound_without_a_rule_follows_from_ratio_and_style(rollout, most):
+  assert off_policy.most(configured(**rollout)) == most
+
+
+@pytest.mark.parametrize(
+  'options, said',
+  [
+    ({'sync': 'asynchronous'}, "set --config.rollout.staleness='drop"),
+    (
+      {'sync': 'fixed(interval=4)', 'staleness': 'drop(max=2)'},
+      'tokens are up to 3 steps old.*raise max, or lower the interval',
+    ),
+    (
+      {'staleness': 'recompute', 'behaviour': 'rollout'},
+      'behaviour=rollout has it not',
+    ),
+    ({'algorithm': 'rloo', 'staleness': 'recompute'}, 'nothing to recompute'),
+  ],
+  ids=str,
+)
+def test_what_cannot_be_together_is_refused(options, said):
+  config, algorithm = made(**options)
+  with pytest.raises(ConfigError, match=said):
+    off_policy.check(config, algorithm)

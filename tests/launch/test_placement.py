@@ -1,0 +1,275 @@
+"""Who has which devices, and how much of their memory, on machines not here."""
+
+import pytest
+
+from configs import debug, qwen3_0_6b_gsm8k
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.signature import ConfigError
+from jaxrl.training.learner import Learner
+from launch import placement, turns
+from launch.placement import HIDDEN, Node, Seat
+from tests.launch import runs
+
+
+def config(asked='auto', engine='jax', engines=1, ray=True):
+  made = debug.get_config()
+  made.rollout.engine = engine
+  made.cluster.update(ray=ray, placement=asked, num_engines=engines)
+  return made
+
+
+def qwen(asked, engine='vllm'):
+  made = qwen3_0_6b_gsm8k.get_config()
+  made.cluster.placement, made.rollout.engine = asked, engine
+  return made
+
+
+def fraction(seat):
+  return float(seat.env['XLA_PYTHON_CLIENT_MEM_FRACTION'])
+
+
+def visible(seat):
+  return list(seat.devices)
+
+
+@pytest.mark.parametrize('asked', ['auto', 'colocated'])
+def test_one_gpu_is_shared_within_one_budget(asked):
+  plan = placement.plan(qwen(asked), [Node(gpus=1)])
+  (learner,), (engine,) = plan.learners, plan.engines
+  assert plan.name == 'colocated' and plan.bundles == ({'GPU': 1.0},)
+  assert learner.bundle == engine.bundle == 0
+  assert visible(learner) == visible(engine) == [0]
+  assert fraction(learner) + engine.options['gpu_memory_utilization'] == 0.9
+  assert engine.env['JAX_PLATFORMS'] == 'cpu'  # of vLLM: its JAX takes nothing
+  assert plan.others == Seat(HIDDEN)
+
+
+@pytest.mark.parametrize('asked', ['auto', 'split'])
+def test_eight_gpus_are_split_by_the_same_config(asked):
+  plan = placement.plan(qwen(asked), [Node(gpus=8)])
+  (learner,) = plan.learners
+  assert plan.name == 'split' and learner.claims == {'GPU': 4.0}
+  assert [seat.claims for seat in plan.engines] == [{'GPU': 1.0}] * 4
+  seats = [*plan.learners, *plan.engines]
+  assert [seat.bundle for seat in seats] == list(range(5))
+  assert [plan.bundles[seat.bundle] for seat in seats] == [s.claims for s in seats]
+  assert fraction(learner) == 0.9
+  assert {s.options['gpu_memory_utilization'] for s in plan.engines} == {0.9}
+  # Ray shows an actor the devices that it claims; whoever claims none sees none.
+  assert all(placement.visible(seat, ()) == {} for seat in seats)
+  assert plan.others.env['CUDA_VISIBLE_DEVICES'] == '' and not plan.others.claims
+  assert plan.others.env['JAX_PLATFORMS'] == 'cpu'
+
+
+def test_eight_gpus_are_shared_where_that_is_asked_for():
+  plan = placement.plan(qwen('colocated(memory=.8)'), [Node(gpus=8)])
+  (learner,) = plan.learners
+  assert visible(learner) == list(range(8)) and fraction(learner) == 0.4
+  assert [visible(seat) for seat in plan.engines] == [[i] for i in range(8)]
+  assert {s.options['gpu_memory_utilization'] for s in plan.engines} == {0.4}
+  assert not any(seat.claims for seat in plan.engines)
+
+
+@pytest.mark.parametrize('asked', ['auto', 'split(learners=2)', 'colocated'])
+def test_without_a_learner_engines_may_have_every_device(asked):
+  nodes = [Node(gpus=2), Node(gpus=4)]
+  plan = placement.plan(qwen(asked), nodes, learns=False)
+  assert not plan.learners and len(plan.engines) == 6
+  assert [plan.bundles[s.bundle] for s in plan.engines] == [{'GPU': 1.0}] * 6
+  assert {s.options['gpu_memory_utilization'] for s in plan.engines} == {0.9}
+  assert plan.others == Seat(HIDDEN) and 'engines alone: 6 × 1 GPU' in plan.told
+  asks = config(asked, 'vllm(tensor_parallel_size=4)', engines=2)
+  with pytest.raises(ConfigError, match='2 engines of 4 GPU each do not fit on 2'):
+    placement.plan(asks, nodes, learns=False)
+  assert not placement.plan(config('split(learners=2)'), [Node()], learns=False).bundles
+
+
+def test_shared_devices_are_called_what_they_are_on_their_machine():
+  engine = 'vllm(tensor_parallel_size=2)'
+  plan = placement.plan(qwen('colocated', engine), [Node(gpus=4)])
+  assert all('CUDA_VISIBLE_DEVICES' not in s.env for s in plan.engines)
+  seen = [
+    placement.visible(seat, ['4', '5', '7', 'GPU-8f'])
+    for seat in (*plan.learners, *plan.engines)
+  ]
+  names = [env['CUDA_VISIBLE_DEVICES'] for env in seen]
+  assert names == ['4,5,7,GPU-8f', '4,5', '7,GPU-8f']
+  assert {env['RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES'] for env in seen} == {'1'}
+
+
+def test_engines_of_several_devices_and_a_share_of_their_own():
+  engine = 'vllm(tensor_parallel_size=2, gpu_memory_utilization=.6)'
+  plan = placement.plan(qwen('colocated', engine), [Node(gpus=8)])
+  assert [visible(seat) for seat in plan.engines] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  assert all(not seat.options for seat in plan.engines)  # they say it themselves
+  assert round(fraction(plan.learners[0]), 6) == 0.3
+  plan = placement.plan(qwen('split', engine), [Node(gpus=8)])
+  assert [seat.claims for seat in plan.engines] == [{'GPU': 2.0}] * 2
+
+
+def test_two_machines_have_a_process_of_the_learner_each():
+  two = [Node(gpus=4), Node(), Node(gpus=4)]
+  plan = placement.plan(config('split(learners=2, devices=2)', engines=4), two)
+  assert [seat.claims for seat in plan.learners] == [{'GPU': 2.0}] * 2
+  assert len(plan.engines) == 4 and {fraction(s) for s in plan.engines} == {0.9}
+  shared = placement.plan(config('colocated', engines=0), two)
+  assert [seat.bundle for seat in shared.learners] == [0, 1]
+  assert [seat.bundle for seat in shared.engines] == [0] * 4 + [1] * 4
+  assert [visible(seat) for seat in shared.engines] == [[0], [1], [2], [3]] * 2
+
+
+@pytest.mark.parametrize(
+  'machines, learners, devices, engines',
+  [
+    ([1] * 4, 2, 1, 2),
+    ([2] * 3, 1, 2, 4),
+    ([8] * 4, 2, 8, 16),
+    ([8] * 2, 1, 8, 8),
+    ([1] * 3, 1, 1, 2),
+    ([8, 4, 4, 8], 3, 4, 12),  # as many as the least of them has
+  ],
+)
+def test_by_itself_a_learner_has_about_half_in_whole_machines(
+  machines, learners, devices, engines
+):
+  plan = placement.plan(config(engines=0), [Node(gpus=n) for n in machines])
+  assert [seat.claims for seat in plan.learners] == [{'GPU': float(devices)}] * learners
+  assert [seat.claims for seat in plan.engines] == [{'GPU': 1.0}] * engines
+  assert len(plan.bundles) == learners + engines
+
+
+def test_whole_machines_leave_room_for_the_engines():
+  plan = placement.plan(config(engines=2), [Node(gpus=2)] * 4)
+  assert [seat.claims for seat in plan.learners] == [{'GPU': 2.0}] * 3
+  assert len(plan.engines) == 2
+  large = 'vllm(tensor_parallel_size=2)'
+  plan = placement.plan(config('auto', large, 0), [Node(gpus=3)] * 4)
+  assert [seat.claims for seat in plan.learners] == [{'GPU': 3.0}] * 2
+  assert len(plan.engines) == 2  # on each machine that is left one device is over
+  with pytest.raises(ConfigError, match='one engine would have 2 GPU'):
+    placement.plan(config('auto', large, 0), [Node(gpus=1)] * 4)
+
+
+def test_replicas_within_an_engine_have_devices_of_their_own():
+  engine = 'vllm(tensor_parallel_size=2, data_parallel_size=2)'
+  plan = placement.plan(qwen('split', engine), [Node(gpus=8)])
+  assert [seat.claims for seat in plan.engines] == [{'GPU': 4.0}]
+  plan = placement.plan(qwen('colocated', engine), [Node(gpus=8)])
+  assert [visible(seat) for seat in plan.engines] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_tpus_are_split_and_never_shared():
+  plan = placement.plan(config('auto', engines=0), [Node(tpus=4), Node(tpus=4)])
+  assert plan.learners[0].claims == {'TPU': 4.0}
+  assert [seat.claims for seat in plan.engines] == [{'TPU': 1.0}] * 4
+  with pytest.raises(ConfigError, match='a TPU serves one process'):
+    placement.plan(config('colocated'), [Node(tpus=8)])
+
+
+def test_hosts_without_accelerators_have_no_budget_and_say_so(monkeypatch):
+  plan = placement.plan(config(engines=2), [Node(), Node()])
+  assert not plan.learners and plan.engines == (Seat(), Seat()) and not plan.bundles
+  assert 'no budget' in plan.told
+  monkeypatch.setenv('XLA_FLAGS', f'--xla_some=1 {placement.COUNT}=8')
+  plan = placement.plan(config('split(learners=2, devices=4)'), [Node()])
+  assert [seat.bundle for seat in plan.learners] == [0, 1]
+  flags = f'--xla_some=1 {placement.COUNT}=4'
+  assert {seat.env['XLA_FLAGS'] for seat in plan.learners} == {flags}
+
+
+@pytest.mark.parametrize(
+  'asked, engine, engines, gpus, said',
+  [
+    ('colocated(learner=.6)', 'vllm(gpu_memory_utilization=.5)', 1, 1, '0.6 [+] 0.5'),
+    ('colocated(memory=.5, learner=.5)', 'jax', 1, 1, 'each need a share'),
+    ('split', 'vllm(gpu_memory_utilization=.95)', 1, 8, 'the budget is memory=0.9'),
+    ('split', 'jax', 1, 1, 'take colocated'),
+    ('split(devices=8)', 'jax', 0, 8, 'more than the 8'),
+    ('split(devices=4)', 'jax', 5, 8, '5 × 1 for engines'),
+    ('colocated', 'jax', 9, 8, '9 engines'),
+    ('colocated(sleep=True)', 'jax', 1, 1, 'vLLM alone gives its memory back'),
+    ('colocated(sleep=True)', 'vllm', 1, 0, 'there is none .CPU.'),
+    ('colocated(sleep=True, learner=.3)', 'vllm', 1, 1, 'leave learner out'),
+    (
+      'colocated(sleep=True)',
+      'vllm(gpu_memory_utilization=.95)',
+      1,
+      1,
+      'the budget is memory=0.9',
+    ),
+    ('split(memory=1.2)', 'jax', 1, 8, 'a share of a device'),
+    ('split(learner=2)', 'jax', 1, 8, "Did you mean 'learners'"),
+    ('colocate', 'jax', 1, 8, "Did you mean 'colocated'"),
+  ],
+)
+def test_what_does_not_fit_is_told_with_its_numbers(asked, engine, engines, gpus, said):
+  with pytest.raises(ConfigError, match=said):
+    placement.plan(config(asked, engine, engines), [Node(gpus=gpus)])
+
+
+def test_in_turns_each_has_the_whole_budget():
+  plan = placement.plan(qwen('colocated(sleep=True)'), [Node(gpus=2)])
+  (learner,) = plan.learners
+  assert learner.env == turns.GIVES_BACK and visible(learner) == [0, 1]
+  wanted = {'gpu_memory_utilization': 0.9, 'enable_sleep_mode': True}
+  assert [seat.options for seat in plan.engines] == [wanted] * 2
+  assert [visible(seat) for seat in plan.engines] == [[0], [1]]
+  assert 'in turns' in plan.told
+  asks = qwen('colocated(sleep=True)', 'vllm(gpu_memory_utilization=.8)')
+  (seat,) = placement.plan(asks, [Node(gpus=1)]).engines
+  assert seat.options == {'enable_sleep_mode': True} and seat.memory == 0.8
+  asks.rollout.sync = 'trainer'
+  with pytest.raises(ConfigError, match='sync=trainer sends weights while'):
+    placement.plan(asks, [Node(gpus=1)])
+  # Where nobody learns there is no turn to take.
+  asks.rollout.sync = 'fixed'
+  (seat,) = placement.plan(asks, [Node(gpus=1)], learns=False).engines
+  assert 'enable_sleep_mode' not in seat.options
+
+
+def test_a_process_has_the_devices_of_one_machine():
+  with pytest.raises(ConfigError, match='no machine has more than 4; raise learners'):
+    placement.plan(config('split(devices=6)', engines=2), [Node(gpus=4)] * 2)
+
+
+def test_apart_needs_ray():
+  with pytest.raises(ConfigError, match='ray=true'):
+    placement.parse(config('split', ray=False))
+
+
+def test_one_process_keeps_within_its_share():
+  assert placement.alone(config(ray=False)) == {}
+  env = placement.alone(config('colocated(memory=.7)', ray=False))
+  assert env == {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.7'}
+  with pytest.raises(ConfigError, match='whose memory is one'):
+    placement.alone(config('colocated(learner=.4)', ray=False))
+
+
+def test_in_one_process_the_engine_sleeps_while_the_learner_learns(
+  tmp_path, monkeypatch
+):
+  caches, asleep = [], []
+  update, sleep = Learner.update, JaxEngine.sleep
+
+  async def watched_sleep(self):
+    assert self._state is not None
+    await sleep(self)
+    asleep.append(self)
+
+  async def watched_update(self, groups):
+    caches.append(asleep[-1]._state)
+    return await update(self, groups)
+
+  monkeypatch.setattr(JaxEngine, 'sleep', watched_sleep)
+  monkeypatch.setattr(Learner, 'update', watched_update)
+  options = (
+    '--config.sft.num_steps=0',
+    '--config.num_steps=2',
+    '--config.eval.every=0',
+    '--config.checkpoint.every=0',
+  )
+  placed = '--config.cluster.placement=colocated(sleep=True)'
+  told = runs.record(tmp_path, *options, placed)
+  assert caches == [None, None]
+  trained = [row for _, row in told.metrics if 'loss/total' in row]
+  assert len(trained) == 2 and all(row['reward/mean'] > 0 for row in trained)

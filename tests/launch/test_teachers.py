@@ -1,0 +1,221 @@
+"""Teachers by config: whom a run asks, and what it says when it cannot."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.data.chat import Chat
+from jaxrl.models import huggingface
+from jaxrl.training import policy as policies
+from launch import config as configs
+from launch import teachers
+from tests.launch import runs
+from tests.launch.test_bad_input import refused
+
+DISTILL = str(runs.ROOT / 'configs' / 'distill.py')
+TINY = (
+  '--config.sft.num_steps=0',
+  '--config.eval.every=0',
+  '--config.num_steps=2',
+  '--config.optimizer.warmup_steps=0',
+  '--config.optimizer.learning_rate=1e-3',
+)
+ASKS = f'{runs.VARIED}:on_policy_distill'
+
+
+@pytest.fixture(scope='session')
+def folder(tmp_path_factory):
+  """A model of another seed, wider than the student."""
+  workdir = tmp_path_factory.mktemp('teacher')
+  wide = ('--config.model.random.hidden_size=48', '--config.seed=5')
+  runs.record(workdir, *TINY, *wide, config=f'{runs.VARIED}:sft')
+  return workdir / 'export'
+
+
+def learned(told):
+  return [row for _, row in told.metrics if 'loss/total' in row]
+
+
+@pytest.mark.parametrize('name', ['on_policy_distill', 'distill'])
+def test_a_fresh_student_takes_its_teachers_vocabulary(folder, tmp_path, name):
+  options = (*TINY, f'--config.teacher.checkpoint={folder}')
+  told = runs.record(tmp_path, *options, config=f'{runs.VARIED}:{name}')
+  rows = learned(told)
+  assert len(rows) == 2 and rows[1]['compile/programs'] == 0
+  assert all(np.isfinite(value) for row in rows for value in row.values())
+  config = huggingface.load_config(tmp_path / 'model')
+  assert config.vocab_size == huggingface.load_config(folder).vocab_size
+  assert config.hidden_size < huggingface.load_config(folder).hidden_size
+  mine, theirs = (
+    json.loads((x / 'tokenizer.json').read_text()) for x in (tmp_path / 'model', folder)
+  )
+  assert mine['model']['vocab'] == theirs['model']['vocab']
+
+
+def test_the_student_itself_has_nothing_to_teach(tmp_path):
+  """The teacher is the folder the student starts from: the first step moves nothing."""
+  runs.record(tmp_path / 'a', *TINY, config=f'{runs.VARIED}:sft')
+  folder = tmp_path / 'a' / 'model'
+  same = (
+    f'--config.model.checkpoint={folder}',
+    f'--config.teacher.checkpoint={folder}',
+  )
+  told = runs.record(tmp_path / 'b', *TINY, *same, config=ASKS)
+  assert abs(learned(told)[0]['advantage/mean']) < 1e-5
+  assert learned(told)[0]['advantage/std'] < 1e-4
+
+
+def changed_vocabulary(folder, to):
+  """A copy of a model whose tokenizer has two tokens swapped; their names."""
+  config, params = huggingface.load(folder)
+  from transformers import PreTrainedTokenizerFast
+
+  tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+  huggingface.save(to, config, params, tokenizer)
+  path = to / 'tokenizer.json'
+  made = json.loads(path.read_text())
+  vocabulary = made['model']['vocab']
+  vocabulary['A'], vocabulary['B'] = vocabulary['B'], vocabulary['A']
+  path.write_text(json.dumps(made))
+  return vocabulary
+
+
+def test_another_vocabulary_is_refused_and_the_token_named(folder, tmp_path, capsys):
+  vocabulary = changed_vocabulary(folder, tmp_path / 'other')
+  model = f'--config.model.checkpoint={folder}'
+  asked = f'--config.teacher.checkpoint={tmp_path / "other"}'
+  said = refused(tmp_path, capsys, *TINY, model, asked, config=ASKS)
+  first = min('AB', key=vocabulary.__getitem__)
+  other = 'B' if first == 'A' else 'A'
+  assert f'teacher.checkpoint={tmp_path / "other"}: its vocabulary is not that' in said
+  assert (
+    f'token {other!r} is number {vocabulary[other]}, but {vocabulary[first]}' in said
+  )
+
+
+def test_a_larger_table_is_cut_to_the_students(folder, tmp_path):
+  """Rows beyond the tokenizer: a larger model of one family often has more of them."""
+  config, params = huggingface.load(folder)
+  extra = np.full((32, config.hidden_size), 9, np.float32)
+  table = np.concatenate([params['embedding']['table'], extra])
+  wide = {**params, 'embedding': {'table': table}}
+  from transformers import PreTrainedTokenizerFast
+
+  tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+  size = config.vocab_size
+  huggingface.save(
+    tmp_path / 'wide', config.replace(vocab_size=size + 32), wide, tokenizer
+  )
+  rows = []
+  for name in (folder, tmp_path / 'wide'):
+    options = (
+      f'--config.model.checkpoint={folder}',
+      f'--config.teacher.checkpoint={name}',
+    )
+    told = runs.record(
+      tmp_path / name.name, *TINY, *options, config=f'{runs.VARIED}:distill'
+    )
+    rows.append([row['loss/total'] for row in learned(told)])
+  assert rows[0] == rows[1]
+
+
+def test_a_tag_goes_to_its_own_teacher(folder, tmp_path):
+  """Named alone it is the default; beside a default it goes before it."""
+  runs.record(
+    tmp_path / 'a', *TINY, f'--config.teacher.checkpoint={folder}', config=ASKS
+  )
+  student = tmp_path / 'a' / 'model'
+  by_tag = f'--config.teacher.by_tag=arithmetic={folder}'
+  model = f'--config.model.checkpoint={student}'
+  told = runs.record(tmp_path / 'b', *TINY, model, by_tag, config=ASKS)
+  same = runs.record(
+    tmp_path / 'c', *TINY, model, f'--config.teacher.checkpoint={folder}', config=ASKS
+  )
+  nothing = runs.record(
+    tmp_path / 'd',
+    *TINY,
+    model,
+    by_tag.replace(str(folder), str(student)),
+    f'--config.teacher.checkpoint={folder}',
+    config=ASKS,
+  )
+  spread = [learned(x)[0]['advantage/std'] for x in (told, same, nothing)]
+  assert spread[0] == spread[1] > 0.01 > 1e-4 > spread[2]
+
+
+REFUSED = {
+  '': 'algorithm on_policy_distill asks a teacher: name its folder, '
+  '--config.teacher.checkpoint=FOLDER',
+  '--config.teacher.checkpoint=/nowhere': 'teacher.checkpoint=/nowhere: no folder',
+  '--config.teacher.by_tag=arithmetic': 'write tag=FOLDER, tag=FOLDER',
+  '--config.teacher.by_tag=arithmetic=a,arithmetic=b': 'each tag once',
+  '--config.teacher.by_tag=arithmetik=a': "Did you mean 'arithmetic'?",
+  '--config.teacher.checkpoint=data --config.teacher.by_tag=arithmetic=a': 'no teacher',
+}
+
+
+@pytest.mark.parametrize('options', REFUSED, ids=lambda text: text[17:50])
+def test_what_cannot_be_is_told_in_one_line(tmp_path, capsys, options):
+  said = refused(tmp_path, capsys, *TINY, *options.split(), config=ASKS)
+  assert REFUSED[options] in said
+
+
+def test_a_teacher_that_nobody_asks_is_refused(tmp_path, capsys):
+  said = refused(tmp_path, capsys, '--config.teacher.checkpoint=/nowhere')
+  assert 'algorithm grpo asks no teacher' in said
+
+
+def test_rows_that_must_bring_their_teachers_words_are_named(tmp_path, capsys):
+  options = (*TINY, '--config.teacher.checkpoint=data')
+  status = runs.main(tmp_path, *options, config=ASKS)
+  err = capsys.readouterr().err
+  assert status and 'lack teacher_logprobs, but there is no teacher to ask' in err
+
+
+@pytest.mark.parametrize('name', ['on_policy_distill', 'jsd', 'distill'])
+def test_the_distill_config(name):
+  config = configs.load(configs.parse([f'--config={DISTILL}:{name}'], {}))
+  assert config.algorithm.name == name
+  quick = configs.load(
+    configs.parse([f'--config={runs.ROOT}/configs/quickstart.py'], {})
+  )
+  assert config.model.random.hidden_size < quick.model.random.hidden_size
+  assert teachers.folders(config) == {}
+
+
+def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
+  """As a service or an earlier run wrote it down: training goes as with the teacher."""
+  policy = policies.load(str(folder), value_head=False, dtype='float32', remat='none')
+  rows, chat = [], Chat(policy.tokenizer)
+  run = jax.jit(policy.model.policy_outputs, static_argnames='top_k')
+  for i in range(8):
+    said = {'role': 'assistant', 'content': f'It is {2 * i}'}
+    messages = [{'role': 'user', 'content': f'What is {i} + {i}?'}, said]
+    tokens, _ = chat.conversation(messages)
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, : len(tokens)] = tokens
+    segments = (np.arange(64) < len(tokens)).astype(np.int32)[None]
+    out = run(policy.params, padded, segments, top_k=8)
+    own = slice(0, len(tokens))
+    extras = {
+      'teacher_topk_ids': np.asarray(out.topk_ids)[0, own].tolist(),
+      'teacher_topk_logprobs': np.asarray(out.topk_logprobs)[0, own].tolist(),
+    }
+    rows.append({'messages': messages, 'extras': extras})
+  weak = jax.tree.map(lambda x: x / 2, policy.params)
+  huggingface.save(tmp_path / 'weak', policy.model.config, weak, policy.tokenizer)
+  student = f'--config.model.checkpoint={tmp_path / "weak"}'
+  losses = []
+  for source, brought in (('data', True), (folder, False)):
+    path = tmp_path / f'{brought}.jsonl'
+    kept = [row if brought else {'messages': row['messages']} for row in rows]
+    path.write_text('\n'.join(json.dumps(row) for row in kept))
+    options = (f'--config.teacher.checkpoint={source}', f'--config.dataset.path={path}')
+    run_dir = tmp_path / path.stem
+    options += (student, '--config.algorithm.top_k=8')
+    told = runs.record(run_dir, *TINY, *options, config=f'{runs.VARIED}:distill')
+    losses.append([row['loss/policy'] for row in learned(told)])
+  assert min(losses[0]) > 1e-3
+  np.testing.assert_allclose(*losses, rtol=1e-3)

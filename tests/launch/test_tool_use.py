@@ -1,0 +1,39 @@
+"""Training in an environment with tools."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxrl.envs.sandbox import local
+from tests.launch import runs
+
+EAGER = str(pathlib.Path(__file__).with_name('eager.py'))
+QUICK = (
+  '--config.num_steps=2',
+  '--config.checkpoint.every=0',
+  '--config.eval.num_tasks=2',
+  '--config.model.random.num_layers=1',
+  '--config.algorithm.group_size=4',
+  '--config.batch.max_length=768',
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+def test_two_steps_with_tool_turns(tmp_path):
+  told = runs.record(tmp_path, *QUICK, config=EAGER)
+  steps = [row for _, row in told.metrics if 'loss/total' in row]
+  assert len(steps) == 2 and all(np.isfinite(row['loss/total']) for row in steps)
+  played = [groups for _, kind, groups, _ in told.played if kind == 'train']
+  rows = [row for groups in played for group in groups for row in group]
+  assert len(rows) >= 8 and not any(row.failed for row in rows)
+  for row in rows:
+    roles = [message['role'] for message in row.messages]
+    assert roles == ['user', 'assistant', 'tool', 'assistant']
+    assert row.messages[2]['content'] == '42'
+    turns = np.flatnonzero(np.diff(row.action_mask.astype(int)) > 0)
+    assert len(turns) == 2  # what the tool said lies between, and is not learned
+    assert row.metrics['tools/python/calls'] == 1
+  scores = [row for _, row in told.metrics if 'eval/problems/tools/calls' in row]
+  assert scores and scores[0]['eval/problems/tools/python/calls'] == 1

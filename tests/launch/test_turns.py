@@ -1,0 +1,133 @@
+"""Learner and engines that have the memory of their devices in turns: the real loop and
+its hooks, around parts that know only who has memory.
+"""
+
+import types
+
+import pytest
+
+from configs import base
+from jaxrl import loop
+from launch.job import Phase
+
+
+class Memory:
+  """The parts of a run, each of which fails when another holds what it needs."""
+
+  def __init__(self, told):
+    self.told, self.cache, self.resting, self.step = told, False, False, 0
+    self.params, self.advantages, self.version = 'params', None, None
+
+  # The learner's.
+
+  async def update(self, groups):
+    assert not self.cache and not self.resting
+    self.told.append(f'update {self.step}')
+    self.step += 1
+    return {}
+
+  async def rest(self):
+    self.told.append('rest')
+    self.resting = True
+
+  async def wake(self):
+    assert not self.cache, 'the engine has the memory'
+    self.told.append('wake')
+    self.resting = False
+
+  async def save(self, checkpointer, data, *, wait=False):
+    self.told.append('save')
+
+  # The engines', the router's, and what hands weights over.
+
+  async def at(self, step, params):
+    assert not self.cache and not self.resting and params == 'params'
+    self.told.append(f'publish {step}')
+    self.version = step
+
+  now = at
+
+  async def sleep(self):
+    self.told.append('sleep')
+    self.cache = False
+
+  async def resume(self):
+    assert self.resting, 'the learner has the memory'
+    self.told.append('resume')
+    self.cache = True
+
+  async def warmup(self):
+    assert self.cache
+    self.told.append('warmup')
+
+  async def advance(self, step):
+    pass
+
+  async def evaluate(self):
+    assert self.cache
+    self.told.append('evaluate')
+    return {}, []
+
+  # The sampler's.
+
+  def plays(self, step):
+    return True
+
+  async def next(self, step):
+    assert self.cache and self.resting and self.version == step
+    self.told.append(f'play {step}')
+    return [['row']]
+
+  def state_dict(self):
+    return {}
+
+
+def phase(told, every):
+  parts = Memory(told)
+  config = base.get_config()
+  config.cluster.update(ray=True, placement='colocated(sleep=True)')
+  config.rollout.engine = 'vllm'
+  config.checkpoint.every, config.eval.every = 1, every
+  none = types.SimpleNamespace(metrics=dict)
+
+  async def nothing():
+    return {}
+
+  rollouts = types.SimpleNamespace(
+    engine=parts,
+    swaps=types.SimpleNamespace(at=parts.at, now=parts.now, metrics=lambda step: {}),
+    weights=none,
+    advance=parts.advance,
+    evaluate=parts.evaluate,
+    metrics=nothing,
+    state_dict=nothing,
+  )
+  sampler = types.SimpleNamespace(
+    plays=parts.plays, next=parts.next, metrics=dict, state_dict=parts.state_dict
+  )
+  ignore = lambda *_, **__: None  # noqa: E731
+  job = types.SimpleNamespace(
+    _config=config,
+    _writers=types.SimpleNamespace(write=ignore, trajectories=ignore),
+    _stop=lambda: False,
+    _rollouts=rollouts,
+    _sampler=sampler,
+    _store=None,
+    _host=types.SimpleNamespace(learns=True),
+  )
+  return parts, Phase(job, 'train', parts, sampler, None, 3)  # pyright: ignore
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize('every', [0, 3])
+async def test_nobody_has_memory_that_another_needs(every):
+  told = []
+  parts, made = phase(told, every)
+  assert await loop.train(parts, made, made.hooks(), num_steps=3)
+  look = ['evaluate'] if every else []
+  round_ = lambda n: [f'play {n}', 'sleep', 'wake', f'update {n}', 'save']  # noqa: E731
+  hand_over = lambda n: [f'publish {n}', 'rest', 'resume']  # noqa: E731
+  wanted = [*hand_over(0), 'warmup', *look]
+  for step in range(3):
+    wanted += round_(step) + hand_over(step + 1)
+  assert told == [*wanted, *look, 'save']

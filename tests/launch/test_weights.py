@@ -1,0 +1,155 @@
+"""`cluster.weights`: what it may say, and a run whose weights go through a folder."""
+
+import contextlib
+import importlib.util
+import types
+
+import pytest
+
+from configs import base
+from jaxrl.rollout.weights.receiver import Receiver
+from jaxrl.rollout.weights.shared_memory import SharedMemory
+from jaxrl.rollout.weights.transport import Folder, Memory
+from jaxrl.signature import ConfigError
+from jaxrl.training import policy as policies
+from launch import placement, weights
+from tests.launch import runs
+from tests.rollout.weights.helpers import same
+
+
+def plan(text, ray=True):
+  config = base.get_config()
+  config.cluster.update(weights=text, ray=ray)
+  return weights.plan(config)
+
+
+def test_auto_is_what_fits():
+  assert plan('auto', ray=False) == plan('inprocess', ray=False)
+  assert plan('auto') == plan('object_store')
+  assert plan('auto').options == {}  # so the learner's own dtype
+
+
+def test_options_are_those_of_whoever_takes_them(tmp_path, monkeypatch):
+  text = "object_store(dtype='bfloat16', full_every=8, patience=3, keep=1)"
+  wanted = {'dtype': 'bfloat16', 'full_every': 8, 'patience': 3, 'keep': 1}
+  assert plan(text).options == wanted
+  monkeypatch.chdir(tmp_path)
+  found = plan("checkpoint(folder='w', durable=False, dtype='float16')", ray=False)
+  assert found.options == {'dtype': 'float16'} and not found.durable
+  assert found.folder == str(tmp_path / 'w')
+
+
+REFUSED = {
+  'objct_store': "Did you mean 'object_store'",
+  'object_store(fullevery=3)': "no option 'fullevery'. Did you mean 'full_every'",
+  'object_store(keep=0)': 'keep must be at least 1',
+  'object_store(keep="two")': 'must be a int',
+  "shared_memory(dtype='bfloat8')": "Did you mean 'bfloat16'",
+  "shared_memory(dtype='int8')": "no dtype 'int8'",
+  "auto(dtype='bfloat16')": "no option 'dtype'",
+  'object_store(part=1)': "no option 'part'",
+  'inprocess': 'take auto or object_store',
+  'checkpoint': 'needs a folder',
+  'nccl(buffer_bytes=0)': 'buffer_bytes must be at least 1',
+  'ipc(keep=2)': "no option 'keep'",
+  'ipc(dtype="bfloat8")': "Did you mean 'bfloat16'",
+  'nccl': 'engine=jax takes no weights from GPU to GPU',
+}
+
+
+@pytest.mark.parametrize('text', REFUSED)
+def test_what_cannot_be_is_refused_with_what_to_take(text):
+  with pytest.raises(ConfigError) as caught:
+    plan(text)
+  assert REFUSED[text] in str(caught.value)
+  assert str(caught.value).startswith('--config.cluster.weights')
+
+
+@pytest.mark.parametrize('text', ['ipc', 'nccl'])
+def test_from_gpu_to_gpu_the_learner_needs_what_vllm_has(text, monkeypatch, tmp_path):
+  config = base.get_config()
+  config.cluster.update(weights=text, ray=True)
+  config.rollout.engine = 'vllm'
+  said = f'^--config.cluster.weights={text}: '
+  looked = importlib.util.find_spec
+
+  def without(name):
+    return lambda asked: None if asked == name else here.get(asked, looked(asked))
+
+  torch = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+  here = {'torch': torch, 'vllm': torch}
+  for name in ('torch', 'vllm'):
+    monkeypatch.setattr(importlib.util, 'find_spec', without(name))
+    with pytest.raises(ConfigError, match=f"{said}{name} is not .* learner's own env"):
+      weights.plan(config)
+  monkeypatch.setattr(importlib.util, 'find_spec', without(''))
+  version = tmp_path / 'version.py'
+  version.write_text("__version__ = '2'\ncuda: Optional[str] = None\nhip = None\n")
+  with pytest.raises(ConfigError, match=f'{said}torch was built without CUDA'):
+    weights.plan(config)
+  version.write_text("cuda: Optional[str] = '12.8'\n")
+  assert weights.plan(config).direct
+
+
+@pytest.mark.parametrize(
+  'text, asked, gpus, said',
+  [
+    ('ipc', 'colocated', [2], ''),
+    ('nccl', 'split', [8], ''),
+    ('nccl', 'split(learners=2, devices=2)', [4, 4], ''),
+    ('ipc', 'auto', [0], 'no GPU here'),
+    ('nccl', 'colocated', [1], 'take ipc'),
+    ('ipc', 'split', [2], 'take nccl'),
+    ('ipc', 'colocated', [2, 2], 'across the 2 machines'),
+  ],
+)
+def test_each_way_from_gpu_to_gpu_needs_its_placement(text, asked, gpus, said):
+  config = base.get_config()
+  config.cluster.update(placement=asked, ray=True, num_engines=0)
+  config.rollout.engine = 'vllm'
+  placed = placement.plan(config, [placement.Node(gpus=n) for n in gpus])
+  with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+    weights.check_devices(weights.Plan(text), placed)
+  weights.check_devices(weights.Plan('object_store'), placed)
+
+
+def test_without_a_learner_nobody_sends():
+  config = base.get_config()
+  config.cluster.update(ray=True, num_engines=0)
+  alone = placement.plan(config, [placement.Node(gpus=2)], learns=False)
+  with pytest.raises(ConfigError, match='no learner to send'):
+    weights.check_devices(weights.Plan('nccl'), alone)
+
+
+@pytest.mark.parametrize('text', ['shared_memory', 'object_store', 'nccl', 'ipc'])
+def test_what_needs_other_processes_needs_ray(text):
+  with pytest.raises(ConfigError, match=r'needs --config\.cluster\.ray=true.*auto'):
+    plan(text, ray=False)
+
+
+def test_a_transport_and_its_end_elsewhere(tmp_path):
+  shared = weights.open_transport(plan('shared_memory'))
+  end = weights.elsewhere(shared)()
+  assert isinstance(end, SharedMemory) and end.path == shared.path
+  shared.close()
+  found = plan(f"checkpoint(folder='{tmp_path}', durable=False)")
+  folder = weights.open_transport(found)
+  assert isinstance(weights.elsewhere(folder)(), Folder) and folder.path == tmp_path
+  store = Memory()
+  assert weights.open_transport(plan('object_store'), lambda: store) is store
+  assert weights.elsewhere(store)() is store
+
+
+def test_a_run_through_a_folder(tmp_path):
+  """Who comes later finds there what the learner ended with."""
+  options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.num_tasks=2'
+  through = f'--config.cluster.weights=checkpoint(folder="{tmp_path}/w",durable=False)'
+  told = runs.record(tmp_path / 'run', *options.split(), through)
+  first, second = (row for _, row in told.metrics[:2])
+  assert first['weights/share'] == 1 > second['weights/share'] > 0
+  assert second['weights/pull_s'] > 0 and 0 < second['weights/changed'] <= 1
+  late = Receiver(Folder(tmp_path / 'w'))
+  assert late.poll() == 2
+  options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
+  exported = policies.load(str(tmp_path / 'run' / 'export'), **options)
+  assert same(late.params(), exported.params)

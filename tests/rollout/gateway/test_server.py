@@ -1,0 +1,362 @@
+"""The endpoint over real HTTP: who gets in, what is answered, what is refused."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from jaxrl.data.chat import Chat
+from jaxrl.rollout.gateway.errors import ApiError
+from jaxrl.rollout.gateway.gateway import Gateway
+from jaxrl.rollout.gateway.requests import Ask
+from tests.data.letters import END
+from tests.rollout.gateway.agents import (
+  CALL,
+  KEY,
+  OWN,
+  TOOLS,
+  Engine,
+  Tokens,
+  endpoint,
+  events,
+  post,
+)
+
+PATH = '/v1/chat/completions'
+ASK = {'model': 'policy', 'messages': [{'role': 'user', 'content': 'hi'}]}
+
+
+def says(text):
+  return Engine(lambda prompt, sampling: text)
+
+
+def written(row):
+  return ''.join(chr(i % OWN) for i in row.tokens[row.action_mask])
+
+
+# ---- the answers
+
+
+async def test_a_chat_completion():
+  engine = says('yes' + END)
+  async with endpoint(engine) as (client, _):
+    asked = {**ASK, 'logprobs': True, 'return_token_ids': True, 'temperature': 0.5}
+    status, found = await post(client, PATH, asked)
+  _, prompt, said, sampling = engine.calls[0]
+  (choice,) = found['choices']
+  assert status == 200 and found['object'] == 'chat.completion'
+  assert choice['message'] == {'role': 'assistant', 'content': 'yes', 'refusal': None}
+  assert choice['finish_reason'] == 'stop'
+  assert choice['token_ids'] == said.tokens.tolist()
+  assert found['prompt_token_ids'] == prompt
+  drawn = [entry['logprob'] for entry in choice['logprobs']['content']]
+  assert drawn == said.logprobs.tolist()
+  usage = {'prompt_tokens': len(prompt), 'completion_tokens': 4}
+  assert found['usage'] == {**usage, 'total_tokens': len(prompt) + 4}
+  assert (sampling.temperature, sampling.stop_token_ids) == (0.5, (ord(END),))
+
+
+async def test_the_trainer_can_fix_how_replies_are_drawn():
+  engine = says('yes' + END)
+  async with endpoint(engine, fixed=True, temperature=0.7) as (client, _):
+    await post(client, PATH, {**ASK, 'temperature': 0, 'top_p': 0.1, 'max_tokens': 2})
+  sampling = engine.calls[0][3]
+  assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.7, 1.0, 2)
+
+
+async def test_seeds_differ_by_turn_and_repeat_by_session():
+  async def seeds(*names):
+    engine = says('x' + END)
+    async with endpoint(engine) as (client, _):
+      for name in names:
+        await post(client, PATH, {**ASK, 'n': 2}, x_session_id=name)
+    return [call[3].seed for call in engine.calls]
+
+  first = await seeds('a', 'a', 'b')
+  assert len(set(first)) == 6
+  assert await seeds('b', 'a', 'a') == first[4:] + first[:4]
+
+
+async def test_tool_calls():
+  async with endpoint(says(f'I add.\n{CALL}{CALL}{END}')) as (client, _):
+    _, found = await post(client, PATH, {**ASK, 'tools': TOOLS})
+    (choice,) = found['choices']
+    assert choice['finish_reason'] == 'tool_calls'
+    assert choice['message']['content'] == 'I add.'
+    calls = choice['message']['tool_calls']
+    assert json.loads(calls[1]['function']['arguments']) == {'x': 1, 'y': 'é'}
+    assert calls[0]['id'] != calls[1]['id']
+    _, found = await post(client, PATH, {**ASK, 'tools': TOOLS, 'tool_choice': 'none'})
+    assert '<tool_call>' in found['choices'][0]['message']['content']
+
+
+@pytest.mark.parametrize(
+  'broken',
+  ['{"name": 3}', '{"name": "a"', '', pytest.param('[' * 10**5, id='deep')],
+)
+async def test_a_call_that_cannot_be_read_is_text(broken):
+  text = f'<tool_call>{broken}</tool_call>'
+  engine = says(text + END)
+  options = {'max_length': 10**6, 'max_tokens': 10**6}
+  async with endpoint(engine, **options) as (client, _):
+    _, found = await post(client, PATH, {**ASK, 'tools': TOOLS})
+  assert found['choices'][0]['message']['content'] == text
+  assert found['choices'][0]['finish_reason'] == 'stop'
+
+
+async def test_a_stream_comes_in_pieces_and_says_the_same():
+  text = f'Let me <see> it.{CALL}'
+  engine = Engine(lambda prompt, sampling: text + END, delay=0.002)
+  async with endpoint(engine) as (client, _):
+    asked = {**ASK, 'tools': TOOLS, 'stream_options': {'include_usage': True}}
+    chunks = await events(client, PATH, asked)
+  *chunks, last = chunks
+  assert last['choices'] == [] and last['usage']['completion_tokens'] == len(text) + 1
+  deltas = [chunk['choices'][0]['delta'] for chunk in chunks]
+  assert deltas[0]['role'] == 'assistant'
+  assert ''.join(d.get('content') or '' for d in deltas) == 'Let me <see> it.'
+  assert sum(bool(d.get('content')) for d in deltas) > 2
+  assert deltas[-1]['tool_calls'][0]['function']['name'] == 'add'
+  assert [c['choices'][0]['finish_reason'] for c in chunks[-2:]] == [None, 'tool_calls']
+
+
+@pytest.mark.parametrize('ends', ['}', ''])
+async def test_what_may_be_a_call_is_not_streamed_as_text(ends):
+  text = '{"name": "add", "parameters": {"x": 1}' + ends
+  engine = Engine(lambda prompt, sampling: text + END, delay=0.002)
+  async with endpoint(engine) as (client, _):
+    chunks = await events(client, PATH, {**ASK, 'tools': TOOLS})
+  deltas = [chunk['choices'][0]['delta'] for chunk in chunks]
+  said = [d['content'] for d in deltas if d.get('content')]
+  assert said == ([] if ends else [text])
+  assert any(d.get('tool_calls') for d in deltas) == bool(ends)
+
+
+async def test_a_stop_string_is_not_shown_but_is_in_the_ids():
+  engine = Engine(lambda prompt, sampling: 'one STOP', delay=0.002)
+  async with endpoint(engine) as (client, delivered):
+    chunks = await events(client, PATH, {**ASK, 'stop': 'STOP'})
+    deltas = [c['choices'][0]['delta'].get('content') or '' for c in chunks]
+    assert ''.join(deltas) == 'one '
+    await post(client, '/feedback', {})
+  assert written(delivered['0/'][0]) == 'one STOP'
+
+
+async def test_bare_completions_go_on_from_their_ids():
+  async with endpoint(says('ab')) as (client, delivered):
+    asked = {'prompt': 'x', 'max_tokens': 2, 'return_token_ids': True, 'logprobs': 1}
+    _, found = await post(client, '/v1/completions', asked)
+    assert found['object'] == 'text_completion' and found['choices'][0]['text'] == 'ab'
+    assert len(found['choices'][0]['logprobs']['token_logprobs']) == 2
+    ids = found['prompt_token_ids'] + found['choices'][0]['token_ids'] + [5]
+    chunks = await events(client, '/v1/completions', {'prompt': ids, 'max_tokens': 2})
+    assert ''.join(c['choices'][0]['text'] for c in chunks) == 'ab'
+    await post(client, '/feedback', {'reward': 2})
+  (row,) = delivered['0/']
+  assert row.action_mask.tolist() == [False, True, True, False, True, True]
+  assert row.score == 2
+
+
+async def test_models():
+  async with endpoint(model='tiny') as (client, _), client.get('/v1/models') as found:
+    assert [card['id'] for card in (await found.json())['data']] == ['tiny']
+    async with client.get('/v1/models/big') as other:
+      assert other.status == 404
+
+
+# ---- sessions and their rewards
+
+
+async def test_sessions_by_header_and_by_key():
+  async with endpoint(says('x' + END)) as (client, delivered):
+    for headers in (
+      {'x_session_id': 'a'},
+      {'Authorization': f'Bearer {KEY}/a'},
+      {'Authorization': 'Bearer other/a'},
+      {},
+    ):
+      assert (await post(client, PATH, ASK, **headers))[0] == 200
+    assert await post(client, '/feedback', {'reward': 1}, x_session_id='a') == (
+      200,
+      {'done': True, 'trajectories': 2},
+    )
+    assert (await post(client, '/feedback', {}, x_session_id='a'))[0] == 404
+    await post(client, '/feedback', {}, Authorization='Bearer other/a')
+    await post(client, '/v1/feedback', {})
+  assert {name: len(rows) for name, rows in delivered.items()} == {
+    '0/a': 2,
+    '1/a': 1,
+    '0/': 1,
+  }
+
+
+async def test_one_reply_can_be_rewarded_before_the_end():
+  async with endpoint(says('x' + END)) as (client, delivered):
+    _, found = await post(client, PATH, {**ASK, 'n': 2})
+    second = found['choices'][1]['completion_id']
+    more = {'reward': 0.5, 'completion_id': second, 'done': False}
+    assert await post(client, '/feedback', more) == (
+      200,
+      {'done': False, 'trajectories': 0},
+    )
+    assert (await post(client, '/feedback', {**more, 'completion_id': 'no'}))[0] == 404
+    await post(client, '/feedback', {'reward': 1})
+  assert [row.score for row in delivered['0/']] == [1, 1.5]
+
+
+async def test_full_houses_refuse_or_forget():
+  async def statuses(**options):
+    async with endpoint(says('x' + END), max_sessions=2, max_replies=2, **options) as (
+      client,
+      _,
+    ):
+      return [
+        (await post(client, PATH, ASK, x_session_id=name))[0] for name in 'aaabca'
+      ]
+
+  assert await statuses() == [200, 200, 429, 200, 429, 429]
+  assert await statuses(forget=True) == [200] * 6
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize('given', ['', 'Bearer', 'Bearer wrong', f'Basic {KEY}', KEY,
+                                   f'Bearer {KEY}x', 'Bearer é'])  # fmt: skip
+async def test_nobody_without_a_key(given):
+  async with endpoint() as (client, _):
+    for path in (PATH, '/feedback', '/v1/completions', '/nowhere'):
+      status, found = await post(client, path, ASK, Authorization=given)
+      assert status == 401 and found['error']['code'] == 'invalid_api_key'
+
+
+@pytest.mark.parametrize(
+  'change, param',
+  [
+    ({'messages': 'hi'}, 'messages'),
+    ({'messages': []}, 'messages'),
+    ({'messages': [{'role': 'wizard', 'content': 'x'}]}, 'messages'),
+    ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 'messages'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': 5}]}, 'messages'),
+    ({'messages': [{'role': 'user', 'content': 'x' * 3000}]}, 'messages'),
+    ({'temperature': 'hot'}, 'temperature'),
+    ({'temperature': True}, 'temperature'),
+    ({'top_p': 0}, 'top_p'),
+    ({'max_tokens': 0}, 'max_tokens'),
+    ({'max_completion_tokens': 1.5}, 'max_completion_tokens'),
+    ({'n': 99}, 'n'),
+    ({'stop': ['']}, 'stop'),
+    ({'tools': [{'name': 'add'}]}, 'tools'),
+    ({'tool_choice': 'required'}, 'tool_choice'),
+    ({'logit_bias': {'5': 1}}, 'logit_bias'),
+    ({'response_format': {'type': 'json_object'}}, 'response_format'),
+    ({'stream_options': 3}, 'stream_options'),
+  ],
+)
+async def test_a_field_at_fault_is_named(change, param):
+  engine = Engine()
+  async with endpoint(engine) as (client, _):
+    status, found = await post(client, PATH, {**ASK, **change})
+  assert status == 400 and found['error']['param'] == param, found
+  assert found['error']['type'] == 'invalid_request_error'
+  assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+  'body',
+  [
+    b'',
+    b'[]',
+    b'{"messages": NaN}',
+    b'{"a": "\\ud800"}',
+    pytest.param(b'[' * 10**5, id='deep'),
+    b'\xff',
+  ],
+)
+async def test_what_is_not_json(body):
+  async with endpoint() as (client, _):
+    status, found = await post(client, PATH, body)
+  assert status == 400 and found['error']['code'] == 'invalid_json'
+
+
+@pytest.mark.parametrize('body', [{'reward': 'much'}, {'reward': True}, {'rewrad': 1},
+                                  {'done': 'yes'}, {'completion_id': 3}])  # fmt: skip
+async def test_feedback_is_checked(body):
+  async with endpoint(says('x' + END)) as (client, delivered):
+    await post(client, PATH, ASK)
+    assert (await post(client, '/feedback', body))[0] == 400
+  assert delivered == {}
+
+
+async def test_errors_of_the_path_and_of_the_size_are_json_too():
+  async with endpoint(limits={'max_body': 1000}) as (client, _):
+    status, found = await post(client, PATH, {**ASK, 'user': 'x' * 2000})
+    assert status == 413 and 'error' in found
+    assert (await post(client, '/nowhere', {}))[0] == 404
+    async with client.get(PATH) as found:
+      assert found.status == 405 and 'error' in await found.json()
+    assert (await post(client, PATH, ASK, x_session_id='a b'))[0] == 400
+
+
+@pytest.mark.parametrize(
+  'error, status', [(ValueError('too long'), 400), (RuntimeError('secret'), 500)]
+)
+async def test_an_engine_that_fails_leaves_nothing_behind(error, status):
+  engine = says(error)
+  async with endpoint(engine) as (client, delivered):
+    got, found = await post(client, PATH, ASK)
+    assert got == status and 'secret' not in found['error']['message']
+    async with client.post(PATH, json={**ASK, 'stream': True}) as response:
+      assert '"error"' in await response.text()
+    await post(client, '/feedback', {})
+  assert delivered == {'0/': []}
+
+
+async def test_too_many_at_once_are_told_to_wait():
+  engine = Engine(lambda prompt, sampling: 'x' * 20 + END, delay=0.01)
+  async with endpoint(engine, limits={'max_requests': 2}) as (client, _):
+    asked = [post(client, PATH, ASK, x_session_id=f's{i}') for i in range(5)]
+    found = await asyncio.gather(*asked)
+    assert sorted(status for status, _ in found) == [200, 200, 429, 429, 429]
+    assert (await post(client, PATH, ASK))[0] == 200
+
+
+async def test_a_session_is_not_done_while_it_is_being_written_to():
+  engine = Engine(lambda prompt, sampling: 'x' * 20 + END, delay=0.01)
+  async with endpoint(engine) as (client, delivered):
+    under_way = asyncio.ensure_future(post(client, PATH, ASK))
+    await asyncio.sleep(0.05)
+    assert (await post(client, '/feedback', {'reward': 1}))[0] == 409
+    assert (await under_way)[0] == 200
+    assert (await post(client, '/feedback', {'reward': 1}))[0] == 200
+  assert delivered['0/'][0].score == 1
+
+
+@pytest.mark.parametrize('stream', [False, True])
+async def test_a_client_that_leaves_takes_its_request_along(stream):
+  engine = Engine(lambda prompt, sampling: 'x' * 1000 + END, delay=0.01)
+  async with endpoint(engine) as (client, delivered):
+    with pytest.raises(TimeoutError):
+      limit = aiohttp.ClientTimeout(total=0.1)
+      async with client.post(
+        PATH, json={**ASK, 'stream': stream}, timeout=limit
+      ) as got:
+        await got.text()
+    for _ in range(100):
+      if engine.aborted:
+        break
+      await asyncio.sleep(0.01)
+    assert len(engine.aborted) == 1
+    await asyncio.sleep(0.02)
+    await post(client, '/feedback', {})
+  assert delivered == {'0/': []}
+
+
+async def test_requests_at_once_do_not_overfill_a_session():
+  gateway = Gateway(Engine(), Chat(Tokens()), max_replies=4)
+  ask = Ask(messages=[{'role': 'user', 'content': 'hi'}], n=2)
+  begun = [gateway.begin('a', ask) for _ in range(4)]
+  found = await asyncio.gather(*begun, return_exceptions=True)
+  gateway.close()
+  assert [isinstance(one, ApiError) for one in found] == [False, False, True, True]

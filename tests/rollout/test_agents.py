@@ -1,0 +1,333 @@
+"""Agents through the endpoint: each costs one episode, whatever it does."""
+
+import asyncio
+import dataclasses
+import shlex
+import sys
+
+import numpy as np
+import pytest
+
+from jaxrl.data.chat import Chat
+from jaxrl.data.dataset import GlobalDataset
+from jaxrl.envs.agent_command import Command, CommandFailed
+from jaxrl.envs.base import factory
+from jaxrl.rollout.agents import AgentManager, make_manager
+from jaxrl.rollout.call_pool import CallPool
+from jaxrl.rollout.env_manager import EnvWorld
+from jaxrl.rollout.gateway.endpoint import Endpoint
+from jaxrl.rollout.group import Lease
+from jaxrl.rollout.group_queue import GroupQueue
+from jaxrl.rollout.rewards.stage import Rewards, Term, Word
+from jaxrl.rollout.worker import EnvWorker
+from jaxrl.signature import ConfigError
+from tests.data.letters import END
+from tests.rollout import agent_cases
+from tests.rollout.gateway.agents import Engine, Tokens
+from tests.rollout.gateway.test_fuzz import check
+
+CASES = 'tests.rollout.agent_cases'
+OPTIONS = {'max_steps': 5, 'max_length': 400, 'max_tokens_per_step': 40, 'tag': 'bot'}
+PROGRAM = shlex.join([sys.executable, agent_cases.__file__])
+
+
+def world(engine=None, queue=None, *, mode='sample', **config):
+  engine, chat = engine or Engine(), Chat(Tokens())
+  rows = [{'question': f'Q{i}', 'answer': 'a'} for i in range(3)]
+  return EnvWorld(
+    make_env=factory('agent', config),
+    engine=engine,
+    chat=chat,
+    pool=CallPool(4),
+    queue=queue,
+    dataset=GlobalDataset(rows, mode=mode),
+    endpoint=Endpoint(engine, chat),
+  )
+
+
+async def play(engine=None, lease=None, options=None, **config):
+  """One episode's rows."""
+  made = world(engine, **config)
+  manager = make_manager(made, **{**OPTIONS, **(options or {})})
+  assert isinstance(manager, AgentManager)
+  try:
+    lease = lease or Lease(0, 2, 0, 0, 0)
+    return await asyncio.wait_for(manager.play(lease, base_seed=10), 30)
+  finally:
+    await made.close()
+
+
+def says(text):
+  return Engine(lambda prompt, sampling: text)
+
+
+async def test_an_agent_plays_and_is_rewarded():
+  engine = says('abc' + END)
+  (row,) = await play(engine, agent=f'{CASES}:good(turns=3)')
+  assert (row.stop_reason, row.score, row.tag) == ('finish', 3.0, 'bot')
+  assert row.rewards.nonzero()[0].tolist() == [len(row.tokens) - 1]
+  assert (row.episode_id, row.episode_seed, row.columns['given']) == (2, 12, 'x')
+  assert row.metrics['asked'] == row.metrics['turns'] == 3
+  assert row.messages[0] == {'role': 'user', 'content': 'Q2'}
+  for _, prompt, said, _ in engine.calls:
+    whole = [*prompt, *said.tokens.tolist()]
+    assert row.tokens[: len(whole)].tolist() == whole
+
+
+async def test_replies_are_drawn_as_the_run_draws_them():
+  engine = says('abc' + END)
+  options = {'temperature': 0.9, 'stop': ('zz',)}
+  for member in (0, 1, 0):
+    lease = Lease(0, 2, member, 0, 0)
+    await play(engine, lease, options, agent=f'{CASES}:good')
+  drawn = [call[3] for call in engine.calls]
+  assert {(s.temperature, s.stop, s.max_tokens) for s in drawn} == {(0.9, ('zz',), 40)}
+  seeds = [s.seed for s in drawn]
+  assert len(set(seeds)) == 4 and seeds[:2] == seeds[4:]  # by member and turn; repeats
+  greedy = Lease(0, 2, 2, 0, 0, greedy=True)
+  (row,) = await play(engine, greedy, agent=f'{CASES}:good')
+  assert engine.calls[-1][3].temperature == 0 and row.is_greedy
+  assert row.metrics['agent/overruled'] == 2  # it asked for another temperature
+
+
+async def test_branches_are_rows_of_one_episode_with_one_return():
+  engine = Engine()
+  rows = await play(engine, agent=f'{CASES}:branches', grader='exact(weight=0)')
+  check(engine, {'s': rows})
+  assert [row.step for row in rows] == [0, 1, 2]
+  assert {row.trajectory_id for row in rows} == {f'bot_0_2_12_0_{i}' for i in range(3)}
+  assert [row.score for row in rows] == [0, 0, 2.5]  # agent and feedback, once
+  assert rows[0].metrics['reward/agent'] == 2 and rows[0].metrics['reward/exact'] == 0
+  assert rows[0].metrics['reward/feedback'] == 0.5
+  steps = await play(Engine(), None, {'formulation': 'step'}, agent=f'{CASES}:branches')
+  assert len(steps) == 4 and sum(row.score for row in steps) == 2.5
+  assert len({row.extras['state_hash'] for row in steps}) == 4
+
+
+async def test_what_comes_after_the_episode_rewards_its_last_reply():
+  async def word(played):
+    assert played.reply == 'ab' and played.messages[-2]['content'] == 'other'
+    return Word(3.0)
+
+  made = world(says('ab' + END), agent=f'{CASES}:branches')
+  rewards = Rewards({'word': Term(word, 2.0)}, env=0.5)
+  made = dataclasses.replace(made, rewards=rewards)
+  rows = await make_manager(made, **OPTIONS).play(Lease(0, 2, 0, 0, 0), base_seed=10)
+  assert [row.score for row in rows] == [0, 0, 0.5 * 2.5 + 6]
+  assert rows[0].metrics['reward/word'] == 3
+  await made.close()
+
+
+async def test_a_grader_reads_the_last_reply():
+  (row,) = await play(says('a' + END), agent=f'{CASES}:good(turns=1)', grader='exact')
+  assert (row.score, row.metrics['accuracy']) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+  'agent, reason, words',
+  [
+    ('crashes', 'env_error', 'the agent fell over'),
+    ('hangs(seconds=2.0)', 'env_timeout', 'no answer'),
+    ('silent', 'env_error', 'asked for no reply'),
+    ('garbage', 'env_error', 'much'),
+    ('endless', 'max_steps', ''),
+  ],
+)
+async def test_a_bad_agent_costs_an_episode(agent, reason, words):
+  options = {'step_timeout': 0.5 if 'hangs' in agent else 20.0}
+  rows = await play(says('ab' + END), None, options, agent=f'{CASES}:{agent}')
+  assert {row.stop_reason for row in rows} == {reason}
+  assert words in rows[-1].extras.get('error', '')
+  said = {'silent': 0, 'endless': 15}.get(agent, 3)
+  if 'hangs' not in agent:  # which may not even have come to speak
+    assert sum(row.action_mask.sum() for row in rows) == said
+
+
+async def test_limits_and_faults_of_the_engine_have_their_own_reasons():
+  agent = f'{CASES}:endless'
+  rows = await play(says('ab' + END), None, {'max_length': 60}, agent=agent)
+  assert rows[-1].stop_reason == 'max_length' and len(rows[-1].tokens) <= 60
+  (row,) = await play(says('ab' + END), None, {'max_length': 5}, agent=agent)
+  assert (row.stop_reason, len(row.tokens)) == ('max_length', 5)
+  assert not row.action_mask.any()
+  broken = Engine(lambda prompt, sampling: RuntimeError('no memory'))
+  (row,) = await play(broken, agent=agent)
+  assert row.stop_reason == 'generate_failed' and 'no memory' in row.extras['error']
+  (row,) = await play(says(''), agent=agent)
+  assert row.stop_reason == 'generate_failed' and 'no token' in row.extras['error']
+
+
+async def test_an_endpoint_that_cannot_listen_costs_an_episode(monkeypatch):
+  async def fails(self):
+    raise OSError('no port is free')
+
+  monkeypatch.setattr(Endpoint, '_start', fails)
+  (row,) = await play(agent=f'{CASES}:good')
+  assert row.stop_reason == 'generate_failed' and 'no port' in row.extras['error']
+
+
+async def test_a_program_plays(tmp_path):
+  (row,) = await play(says('abc' + END), command=f'{PROGRAM} play')
+  assert (row.stop_reason, row.score, row.metrics['asked']) == ('finish', 3.0, 2)
+  rows = await play(says('abc' + END), command=f'{PROGRAM} flood')
+  assert {row.stop_reason for row in rows} == {'finish'}
+  rows = await play(says('a' + END), command=f'{PROGRAM} memory', memory_gib=1.0)
+  assert rows[-1].stop_reason == 'env_error'
+  assert 'MemoryError' in rows[-1].extras['error']
+
+
+async def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
+  note = tmp_path / 'pid'
+  for seconds in (2.0, 8.0, 30.0):  # however long it takes to start here
+    options = {'step_timeout': seconds}
+    rows = await play(says('a' + END), None, options, command=f'{PROGRAM} hang {note}')
+    assert rows[-1].stop_reason == 'env_timeout'
+    if note.exists():
+      break
+  await _gone(int(note.read_text()))
+
+
+async def _gone(pid):
+  """Waits until a process is no more."""
+  async with asyncio.timeout(60):
+    while _alive(pid):
+      await asyncio.sleep(0.02)
+
+
+def _alive(pid):
+  try:
+    with open(f'/proc/{pid}/stat') as file:
+      return file.read().rpartition(')')[2].split()[0] != 'Z'
+  except FileNotFoundError:
+    return False
+
+
+def test_a_program_given_up_before_it_began_does_not_begin(tmp_path):
+  command = Command(['touch', str(tmp_path / 'begun')])
+  command.kill()  # from the event loop, while a thread has taken the call up
+  with pytest.raises(CommandFailed, match='given up'):
+    command({}, 'http://127.0.0.1', 'key')
+  assert not list(tmp_path.iterdir())
+
+
+async def test_a_key_opens_one_session_and_only_while_it_lasts():
+  made = world(agent=f'{CASES}:silent')
+  manager = make_manager(made, **OPTIONS)
+  cache = await manager.reset(Lease(0, 0, 0, 0, 0))
+  terms = manager._terms(cache)
+  keys = [await made.endpoint.open(n, cache.lease, 0, terms) for n in ('a', 'b')]
+  assert len(set(keys)) == 2 and min(map(len, keys)) >= 43
+  assert made.endpoint.url.startswith('http://127.0.0.1:')
+  from tests.rollout.agent_cases import say
+
+  await asyncio.to_thread(say, made.endpoint.url, keys[0], 'hi')
+  seats = [made.endpoint.end(key) for key in keys]
+  assert [len(seat.session.replies) for seat in seats] == [1, 0]
+  with pytest.raises(OSError, match='401'):
+    await asyncio.to_thread(say, made.endpoint.url, keys[0], 'hi')
+  await made.close()
+
+
+async def test_a_request_that_outlives_its_session_begins_no_other():
+  engine = says('ab' + END)
+  made = world(engine, agent=f'{CASES}:silent')
+  manager = make_manager(made, **OPTIONS)
+  cache = await manager.reset(Lease(0, 0, 0, 0, 0))
+  key = await made.endpoint.open('a', cache.lease, 0, manager._terms(cache))
+  body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+  port = int(made.endpoint.url.rpartition(':')[2].partition('/')[0])
+  reader, writer = await asyncio.open_connection('127.0.0.1', port)
+  head = [
+    'POST /v1/chat/completions HTTP/1.1',
+    f'Host: 127.0.0.1\r\nAuthorization: Bearer {key}',
+    f'Content-Length: {len(body)}\r\nExpect: 100-continue\r\nConnection: close',
+  ]
+  async with asyncio.timeout(60):
+    writer.write('\r\n'.join([*head, '', '']).encode())
+    assert b' 100 ' in await reader.readline()  # let in; its body is waited for
+    made.endpoint.end(key)
+    writer.write(body)
+    assert b'session_over' in await reader.read()
+  writer.close()
+  await made.close()
+  assert not engine.calls
+
+
+async def test_a_worker_puts_groups_that_repeat():
+  async def run():
+    queue = GroupQueue(num_groups=2, group_size=2, num_env_groups=2)
+    made = world(Engine(), queue, agent=f'{CASES}:branches')
+    places = [(g, e) for g in range(2) for e in range(2)]
+    task = asyncio.create_task(EnvWorker(made, places, OPTIONS).run({'seed': 5}))
+    batches = []
+    for step in range(2):
+      await queue.advance_step(step)
+      batches += await asyncio.wait_for(queue.get_batch(2, step), 20)
+    await queue.shutdown()
+    count = await asyncio.wait_for(task, 20)
+    await made.close()
+    assert count == queue.counts['played'] == 8
+    return batches
+
+  one, other = await run(), await run()
+  assert [len(group) for group in one] == [6] * 4  # two members of three rows
+  assert all(
+    np.array_equal(a.tokens, b.tokens) and a.trajectory_id == b.trajectory_id
+    for first, second in zip(one, other, strict=True)
+    for a, b in zip(first, second, strict=True)
+  )
+
+
+async def test_an_attempt_given_up_ends_its_program(tmp_path):
+  note = tmp_path / 'pid'
+
+  async def started():
+    async with asyncio.timeout(60):
+      while not (note.exists() and note.read_text().strip()):
+        await asyncio.sleep(0.02)
+    return int(note.read_text())
+
+  queue = GroupQueue(num_groups=1, group_size=1, num_env_groups=1, lease_timeout=0.01)
+  made = world(says('a' + END), queue, command=f'{PROGRAM} hang {note}')
+  worker = EnvWorker(made, [(0, 0)], {**OPTIONS, 'step_timeout': 0.0})
+  task = asyncio.create_task(worker.run({'seed': 5}))
+  await queue.advance_step(0)
+  first = await started()
+  note.unlink()
+  assert queue.expire_leases() == 1
+  await _gone(first)
+  second = await started()  # it is played again
+  task.cancel()
+  await asyncio.gather(task, return_exceptions=True)
+  await _gone(second)
+  made.pool.close()
+
+
+@pytest.mark.parametrize(
+  'config, words',
+  [
+    ({}, 'say who plays'),
+    ({'agent': f'{CASES}:good', 'command': 'true'}, 'not by both'),
+    ({'agent': f'{CASES}:god'}, "Did you mean 'good'"),
+    ({'agent': f'{CASES}:good(turn=1)'}, "Did you mean 'turns'"),
+    ({'agent': f'{CASES}:say'}, "no argument for agents 'text'"),
+    ({'command': 'no-such-program-at-all'}, 'no program'),
+    ({'command': '"'}, 'quotation'),
+    ({'agent': f'{CASES}:good', 'grader': 'exakt'}, "Did you mean 'exact'"),
+  ],
+)
+def test_what_cannot_be_is_said_before_the_run(config, words):
+  with pytest.raises(ConfigError, match=words):
+    factory('agent', config)
+
+
+def test_templates_are_refused():
+  with pytest.raises(ConfigError, match='writes its own messages'):
+    make_manager(world(agent=f'{CASES}:good'), system_template='Be good.')
+
+
+async def test_openais_client_is_handed_over():
+  engine = Engine()
+  rows = await play(engine, agent=f'{CASES}:with_client')
+  check(engine, {'s': rows})
+  assert {row.stop_reason for row in rows} == {'finish'} and len(rows) == 2

@@ -1,0 +1,161 @@
+"""Groups of a store are judged as played ones are, and waited for."""
+
+import asyncio
+import logging
+
+import pytest
+
+from jaxrl.data.store.writer import Explorer, Whole
+from jaxrl.rollout.gate import Gate
+from jaxrl.rollout.lost import CannotFill
+from jaxrl.rollout.stored import Starved, Stopped, StoredGroups
+from jaxrl.signature import ConfigError
+from tests.data.sinks.dumps import row
+from tests.data.store.stores import opened, reader
+
+
+class Clock:
+  """Time passes where someone sleeps; `then` is called each time."""
+
+  def __init__(self, then=lambda now: None):
+    self.now, self.then = 0.0, then
+
+  def __call__(self):
+    return self.now
+
+  async def sleep(self, seconds):
+    self.now += seconds
+    self.then(self.now)
+
+
+def write(database, groups, facts=None):
+  explorer = Explorer(database, 'one', facts or {})
+  for number, group in groups.items():
+    explorer.add('t', number, Whole().rows(group, number))
+  explorer.seal()
+
+
+def attempts(number, *stops):
+  return [row(number, i, stop_reason=stop) for i, stop in enumerate(stops)]
+
+
+def stored(database, clock=None, drops=None, **changes):
+  source, clock = reader(database), clock or Clock()
+  source.begin()
+  options = {
+    'name': 'the store',
+    'num_groups': 2,
+    'size': 2,
+    'least': 2,
+    'max_length': 8,
+    'vocab_size': 10,
+    'wanted': {},
+    'wait': 60.0,
+    'max_lost': 4,
+    'clock': clock,
+    'sleep': clock.sleep,
+  } | changes
+  gates = {'t': Gate(drops, None, least=options['least'], greedy=False)}
+  return StoredGroups(source, gates, **options)
+
+
+def take(groups, step=0, **options):
+  return asyncio.run(groups.take(step, **options))
+
+
+def test_unsound_attempts_stay_out(tmp_path):
+  database, ok = opened(tmp_path), 'finish'
+  groups = {
+    0: attempts(0, 'env_error', ok, ok, ok),
+    1: attempts(1, ok, 'abort'),
+    2: attempts(2, ok, ok),
+  }
+  write(database, groups)
+  made = stored(database)
+  found = take(made)
+  assert [[r.member for r in group] for group in found] == [[1, 2], [0, 1]]
+  assert [group[0].group_id for group in found] == [0, 2]
+  counts = asyncio.run(made.counts())
+  assert counts == {'queue/taken': 2.0, 'queue/dropped': 1.0, 'queue/reused': 0.0}
+
+
+@pytest.mark.parametrize(
+  'changes, said',
+  [
+    ({'max_length': 1}, 'a row has 2 tokens, batch.max_length=1'),
+    ({'vocab_size': 4}, 'a token is none of the 4 of the model'),
+    ({'size': 3, 'least': 3}, '--group_size=3, or set --config.algorithm.group_size=2'),
+    ({'most': 2}, 'written by the weights of step 0, wanted 7'),
+  ],
+)
+def test_what_does_not_fit_ends_the_run_when_nothing_else_comes(
+  tmp_path, changes, said
+):
+  database = opened(tmp_path)
+  write(database, {i: attempts(i, 'finish', 'finish') for i in range(9)})
+  with pytest.raises(CannotFill, match='4 groups in a row were lost') as error:
+    take(stored(database, **changes), step=9)
+  assert said in str(error.value)
+
+
+def test_filters_and_the_samplers_bound(tmp_path):
+  database = opened(tmp_path)
+  write(database, {i: attempts(i, 'finish', 'finish') for i in range(5)})
+  made = stored(database, drops=lambda g, e, rows: rows[0].group_id == 1)
+  assert [g[0].group_id for g in take(made)] == [0, 2]
+  with pytest.raises(Starved, match='stale 2; the last because written by'):
+    take(made, step=1, min_version=1)
+  counts = asyncio.run(made.counts())
+  assert (counts['queue/filtered/group_filter'], counts['queue/stale']) == (1, 2)
+
+
+def test_it_waits_for_explorers_and_says_so(tmp_path, caplog):
+  database = opened(tmp_path)
+
+  def explore(now):
+    number = {10.0: 0, 50.0: 1}.get(now)
+    if number is not None:
+      write(database, {number: attempts(number, 'finish', 'finish')})
+
+  clock = Clock(explore)
+  with caplog.at_level(logging.INFO, 'jaxrl'):
+    assert len(take(stored(database, clock))) == 2
+  assert clock.now == 50.0
+  assert [record.getMessage() for record in caplog.records] == [
+    'step 0 waits for groups, 5 s so far: the store has 0, 0 of them not used up, and '
+    'a step takes 2',
+    'step 0 waits for groups, 35 s so far: the store has 1, 1 of them not used up, and '
+    'a step takes 2',
+  ]
+
+
+def test_it_says_why_it_waits_although_there_are_groups(tmp_path, caplog):
+  database = opened(tmp_path)
+  write(database, {0: attempts(0, 'finish', 'finish')})
+  with caplog.at_level(logging.INFO, 'jaxrl'), pytest.raises(Starved):
+    take(stored(database, Clock(), size=3, least=3))
+  first = caplog.records[0].getMessage()
+  assert first.startswith('step 0 waits for groups, 5 s') and '--group_size=3' in first
+
+
+def test_after_the_longest_wait_what_is_left_is_learned_from(tmp_path):
+  database, clock = opened(tmp_path), Clock()
+  write(database, {0: attempts(0, 'finish', 'finish')})
+  made = stored(database, clock)
+  assert len(take(made)) == 1 and 60 <= clock.now < 62
+  with pytest.raises(Starved, match='step 1: no new group in the store for 60 s'):
+    take(made, step=1)
+  assert clock.now < 124
+
+
+def test_ctrl_c_is_heard_while_waiting(tmp_path):
+  with pytest.raises(Stopped):
+    take(stored(opened(tmp_path), stop=lambda: True))
+
+
+def test_explorers_with_other_settings_are_refused(tmp_path):
+  database = opened(tmp_path)
+  write(database, {0: attempts(0, 'finish', 'finish')}, {'temperature': 0.5})
+  wanted = {'temperature': (1.0, 'rollout.temperature'), 'formulation of u': ('a', '')}
+  with pytest.raises(ConfigError, match=r'temperature 0\.5, and this run has 1\.0'):
+    take(stored(database, wanted=wanted))

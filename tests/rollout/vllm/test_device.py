@@ -1,0 +1,300 @@
+"""From GPU to GPU by vLLM's own means, without one: the two calls that no CPU can make,
+NCCL's broadcast and the opening of CUDA's memory, are the only ones replaced.
+"""
+
+# pyright: reportMissingImports=false
+
+import asyncio
+import socket
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.models import huggingface
+from jaxrl.models.model import Model
+from jaxrl.rollout.weights.direct import Sending, Target, asker
+from jaxrl.training.policy import random_config
+from tests.rollout.vllm.needs import VLLM
+
+pytestmark = VLLM
+SHAPE = random_config(
+  vocab_size=64, hidden_size=32, num_layers=2, intermediate_size=48, num_heads=2
+)
+
+
+@pytest.fixture(scope='module')
+def params():
+  return Model(SHAPE).init(jax.random.key(0))
+
+
+class Kept:
+  """A model that keeps what it loads."""
+
+  def __init__(self):
+    self.found = {}
+
+  def load_weights(self, weights):
+    self.found |= {name: tensor.clone() for name, tensor in weights}
+
+
+class Worker:
+  """One of an engine's processes: vLLM's transfer engine, as vLLM's worker calls it.
+
+  rank: among the workers of its engine, of which there are `size`.
+  """
+
+  def __init__(self, made, rank, size):
+    own = made.__new__(made)
+    own.model, own.model_config, own.device = (
+      Kept(),
+      None,
+      types.SimpleNamespace(index=rank),
+    )
+    own.parallel_config = types.SimpleNamespace(
+      data_parallel_index=0, world_size=size, rank=rank
+    )
+    own.model_update_group, own._packed_importer = None, None
+    self.own = own
+
+  def init(self, info):
+    self.own.init_transfer_engine(self.own.parse_init_info(dict(info)))
+
+  def update(self, info):
+    self.own.receive_weights(self.own.parse_update_info(dict(info)))
+
+
+class Engine:
+  """What `VllmEngine` has for a sender, over workers. calls: in the order they came."""
+
+  def __init__(self, name, workers):
+    self.name, self.workers, self.calls, self.version = name, workers, [], None
+
+  def key(self):
+    return self.name
+
+  async def _all(self, name, *own):
+    self.calls.append(name)
+    work = (asyncio.to_thread(getattr(w, name), *own) for w in self.workers)
+    await asyncio.gather(*work)
+
+  async def init_transfer(self, info):
+    await self._all('init', info)
+
+  async def begin_update(self):
+    self.calls.append('begin')
+    for worker in self.workers:
+      worker.own.start_weight_update()
+
+  async def update(self, info):
+    await self._all('update', info)
+
+  async def end_update(self, version, digest):
+    self.calls.append('end')
+    (held,) = {worker.own.loaded() for worker in self.workers}
+    self.version = version if held == digest else None
+    return held
+
+
+def same(engine, params, dtype=np.float32):
+  wanted = dict(huggingface.export(SHAPE, jax.tree.map(np.asarray, params)))
+  for worker in engine.workers:
+    found = worker.own.model.found
+    assert list(found) == list(wanted)
+    for name, array in wanted.items():
+      np.testing.assert_array_equal(found[name].float(), array.astype(dtype))
+
+
+@pytest.fixture
+def reload(monkeypatch):
+  """vLLM's layerwise reload needs a model of vLLM's, which these are not."""
+  from vllm.model_executor.model_loader import reload as loading
+
+  monkeypatch.setattr(loading, 'initialize_layerwise_reload', lambda model: None)
+
+
+@pytest.fixture
+def nccl(monkeypatch, reload):
+  """Groups meet as vLLM has them meet; a broadcast goes over their own store."""
+  import torch
+  from vllm.distributed.device_communicators import pynccl
+
+  class Communicator:
+    def __init__(self, group, device):
+      self.group, self.ranks = group, group.all_gather_obj(group.rank)
+      met.append(self)
+
+    def broadcast(self, tensor, src, stream=None):
+      tensor.copy_(self.group.broadcast(tensor, src))
+
+    def destroy(self):
+      met.remove(self)
+
+  met = []
+  monkeypatch.setattr(pynccl, 'PyNcclCommunicator', Communicator)
+  monkeypatch.setattr(torch.accelerator, 'current_device_index', lambda: 0)
+  monkeypatch.setattr(torch.cuda, 'current_stream', lambda: None)
+  return met
+
+
+def address():
+  with socket.socket() as found:
+    found.bind(('127.0.0.1', 0))
+    return found.getsockname()
+
+
+@pytest.mark.asyncio
+async def test_by_nccl_every_worker_of_every_engine_gets_every_tensor(params, nccl):
+  from jaxrl.rollout.vllm.device import Sender
+  from jaxrl.rollout.vllm.received import Nccl
+
+  def engine(name):
+    made = Engine(name, [Worker(Nccl, rank, 2) for rank in range(2)])
+    for worker in made.workers:
+      worker.own.device = 'cpu'
+    return made
+
+  one, two = engine('one'), engine('two')
+  ask = asker(asyncio.get_running_loop())
+  sending = Sending(dtype='bfloat16')
+  sender = Sender('nccl', SHAPE, ask, address, sending, packed=False)
+
+  async def send(version, params, *engines):
+    targets = [Target(engine, 2) for engine in engines]
+    sent = await asyncio.to_thread(sender.send, version, params, targets)
+    assert set(sent.held) == {sent.digest} and len(sent.held) == len(engines)
+    assert {engine.version for engine in engines} == {version} == {sent.version}
+    return sent
+
+  sent = await send(3, params, one, two)
+  assert sorted(c.group.rank for c in nccl) == [0, 1, 2, 3, 4]
+  assert all(c.ranks == [0, 1, 2, 3, 4] for c in nccl)
+  assert one.calls == two.calls == ['init', 'begin', 'update', 'end']
+  bf16 = jax.numpy.bfloat16
+  rounded = jax.tree.map(lambda x: x.astype(bf16).astype('float32'), params)
+  same(one, rounded)
+  same(two, rounded)
+  size = sum(x.nbytes for _, x in huggingface.export(SHAPE, jax.device_get(params)))
+  assert sent.bytes * 2 == size
+  # The same engines again: in the same group. Another one: in a new one, without those
+  # that are gone, as is the learner's end of the old.
+  moved = jax.tree.map(lambda x: x + 1, params)
+  assert (await send(4, moved, one, two)).digest != sent.digest
+  assert len(nccl) == 5 and one.calls.count('init') == 1
+  three = engine('three')
+  await send(4, moved, three)
+  await send(5, params, one, three)
+  assert sorted(c.group.rank for c in nccl) == [0, 1, 2, 3, 3, 4, 4]  # two still in one
+  same(one, rounded)
+  same(three, rounded)
+  await asyncio.to_thread(sender.close)
+
+
+@pytest.fixture
+def ipc(monkeypatch, reload):
+  """Memory that is opened is the memory itself; GPU i's name is 'GPU-i'."""
+  import torch
+  from torch.multiprocessing import reductions
+  from vllm.model_executor.model_loader import reload as loading
+
+  buffers, opened = [], []
+  name = lambda i: types.SimpleNamespace(uuid=f'GPU-{i}')  # noqa: E731
+
+  def reduce(tensor):
+    buffers.append(tensor)
+    return rebuild, (len(buffers) - 1, *'bcdef', 'device')
+
+  def rebuild(number, *more):
+    opened.append((number, more[-1]))
+    return buffers[number]
+
+  monkeypatch.setattr(torch.cuda, 'get_device_properties', name)
+  monkeypatch.setattr(reductions, 'reduce_tensor', reduce)
+  monkeypatch.setattr(reductions, 'rebuild_cuda_tensor', rebuild)
+  monkeypatch.setattr(loading, 'finalize_layerwise_reload', lambda *_: None)
+  return buffers, opened
+
+
+@pytest.mark.parametrize('room', [1, 5000, 1 << 20])
+@pytest.mark.asyncio
+async def test_by_ipc_every_worker_opens_the_memory_of_its_own_gpu(params, ipc, room):
+  from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
+
+  from jaxrl.rollout.vllm.device import Sender
+  from jaxrl.rollout.vllm.received import Ipc
+
+  def engine(*places):
+    made = Engine(f'of {places}', [Worker(Ipc, place, 1) for place in places])
+    for worker in made.workers:
+      worker.own._packed_importer = PackedBufferImporter()
+    return made, Target(made, len(places), places)
+
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), 'x')
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  shared = jax.device_put(params, everywhere)
+  (one, first), (two, second) = engine(0, 1), engine(3)
+  ask = asker(asyncio.get_running_loop())
+  sender = Sender('ipc', SHAPE, ask, address, Sending(buffer_bytes=room))
+  for version in (1, 2):
+    sent = await asyncio.to_thread(sender.send, version, shared, [first, second])
+    assert sent.held == (sent.digest, sent.digest)
+    assert one.version == two.version == version
+    shared = jax.tree.map(lambda x: x * 2, shared)
+  same(one, jax.tree.map(lambda x: x * 2, params))
+  same(two, jax.tree.map(lambda x: x * 2, params))
+  assert one.calls[:2] == ['init', 'begin'] and one.calls[-1] == 'end'
+  chunks = one.calls.count('update') / 2
+  assert chunks == 1 if room > 1 << 19 else chunks > 2
+  # Every buffer is opened once, by the one worker that has its GPU.
+  assert sorted(ipc[1]) == [(0, 0), (1, 1), (2, 3), (3, 0), (4, 1), (5, 3)]
+
+
+@pytest.mark.asyncio
+async def test_a_tensor_that_arrives_otherwise_is_noticed(params, ipc):
+  import torch
+  from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
+
+  from jaxrl.rollout.vllm.device import Sender
+  from jaxrl.rollout.vllm.received import Ipc
+
+  worker = Worker(Ipc, 0, 1)
+  worker.own._packed_importer = PackedBufferImporter()
+  engine, update = Engine('one', [worker]), worker.update
+
+  def spoil(info):
+    ipc[0][0][77] ^= 1
+    update(info)
+
+  worker.update = spoil
+  sender = Sender('ipc', SHAPE, asker(asyncio.get_running_loop()), address, Sending())
+  sent = await asyncio.to_thread(sender.send, 1, params, [Target(engine, 1, (0,))])
+  assert sent.held != (sent.digest,) and engine.version is None
+  assert torch.is_tensor(worker.own.model.found['model.norm.weight'])
+
+
+def test_what_is_called_of_vllm_is_there():
+  """By vLLM's own source: names, and what they take."""
+  import inspect
+
+  from vllm.v1.engine.async_llm import AsyncLLM
+  from vllm.v1.worker.gpu_worker import Worker as Gpu
+
+  asked = {
+    'init_weight_transfer_engine': ['request'],
+    'start_weight_update': [],
+    'update_weights': ['request'],
+    'finish_weight_update': ['weight_version'],
+    'sleep': ['level', 'mode'],
+    'wake_up': ['tags'],
+    'pause_generation': ['mode', 'clear_cache'],
+    'resume_generation': [],
+    'collective_rpc': ['method', 'args'],
+  }
+  for name, taken in asked.items():
+    known = inspect.signature(getattr(AsyncLLM, name)).parameters
+    assert set(taken) <= set(known), (name, known)
+  for name in ('init_weight_transfer_engine', 'start_weight_update', 'update_weights'):
+    assert callable(getattr(Gpu, name))
+  for name in ('finish_weight_update', 'sleep', 'wake_up'):
+    assert callable(getattr(Gpu, name))

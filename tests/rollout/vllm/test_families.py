@@ -1,0 +1,43 @@
+"""Every family's parameters reach vLLM under the names of the one table."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.models import huggingface
+from jaxrl.models.model import Model
+from jaxrl.training.policy import random_config
+from jaxrl.types import SamplingParams
+from tests.rollout.vllm import needs
+from tests.rollout.vllm.conftest import World, sharpened
+
+pytestmark = [*needs.VLLM, pytest.mark.slow]
+
+
+@pytest.mark.parametrize('family', ['qwen2', 'llama'])
+async def test_an_untied_model_scores_as_the_learner_does(family, tmp_path):
+  needs.prepare()
+  from jaxrl.rollout.vllm.engine import VllmEngine
+
+  shape = random_config(
+    family=family, vocab_size=320, hidden_size=128, num_layers=2, tie_embeddings=False
+  )
+  model = Model(shape)
+  params = jax.tree.map(np.asarray, sharpened(model.init(jax.random.key(3)), 3.0))
+  draw = np.random.default_rng(0)
+  for name, part in params['layers']['attention'].items():
+    if 'bias' in part:  # a random start has none to tell apart
+      bias = draw.standard_normal(part['bias'].shape, np.float32)
+      params['layers']['attention'][name] = {**part, 'bias': bias}
+  huggingface.save(tmp_path / 'model', shape, params)
+  engine = VllmEngine(tmp_path / 'model', num_slots=4, max_length=256)
+  try:
+    await engine.load(0, params)
+    rules = SamplingParams(max_tokens=60, seed=1)
+    found = await engine.generate('family', [5, 6, 7], rules)
+  finally:
+    engine.close()
+  world = World(None, model, None, params, params, tmp_path, None)
+  learners = world.rescore(params, [5, 6, 7], found.tokens)
+  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+  assert np.ptp(found.logprobs) > 0.5

@@ -1,0 +1,95 @@
+"""Weights from a transport into vLLM's processes, by vLLM's own transfer."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from jaxrl.rollout.weights.errors import WeightsError
+from jaxrl.rollout.weights.layout import snapshot
+from jaxrl.rollout.weights.publisher import Publisher
+from jaxrl.rollout.weights.shared_memory import SharedMemory
+from jaxrl.rollout.weights.transport import Folder
+from jaxrl.types import SamplingParams
+from tests.rollout.vllm.needs import VLLM
+
+pytestmark = [*VLLM, pytest.mark.asyncio(loop_scope='session')]
+
+PROMPT, RULES = [9, 8, 7], SamplingParams(max_tokens=12, seed=4)
+
+
+@pytest_asyncio.fixture(loop_scope='session', params=[SharedMemory, Folder])
+async def channel(request, world, tmp_path):
+  """A transport that the engine reads from, and a publisher on it."""
+  made = SharedMemory() if request.param is SharedMemory else Folder(tmp_path / 'w')
+  publisher = Publisher(made)
+  engine = world.engine
+  own, engine._own = engine._own, None
+  await engine.connect(str(made.path))
+  yield publisher
+  publisher.close()
+  made.close()
+  engine._own = own
+  if own is not None:
+    await engine.connect(own[0].address)
+
+
+async def test_what_is_pulled_is_what_was_published(world, channel):
+  engine, version = world.engine, world.next()
+  channel.publish(version, snapshot(world.new))
+  assert await engine.pull(version) == channel.digest
+  assert engine.version == version
+  found = await engine.generate('pulled', PROMPT, RULES)
+  learners = world.rescore(world.new, PROMPT, found.tokens)
+  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+  assert set(found.versions) == {version}
+  # A difference from it, and the same in full.
+  moved = jax.tree.map(lambda x: x * np.float32(1.01), world.new)
+  version = world.next()
+  channel.publish(version, snapshot(moved))
+  assert await engine.pull(version) == channel.digest
+  assert await engine.pull(version, full=True) == channel.digest
+  found = await engine.generate('moved', PROMPT, RULES)
+  learners = world.rescore(moved, PROMPT, found.tokens)
+  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+
+
+async def test_a_version_may_be_loaded_twice(world):
+  engine, version = world.engine, world.next()
+  await engine.load(version, world.new)
+  await engine.load(version, world.new)
+  assert engine.version == version
+
+
+async def test_decoding_goes_on_while_a_version_is_fetched(world, channel):
+  """A version that is not there yet is waited for, and no request waits with it."""
+  engine, version = world.engine, world.next()
+  channel.publish(version, snapshot(world.old))
+  await engine.pull(version)
+  later = world.next()
+  pulling = asyncio.create_task(engine.pull(later))
+  found = await asyncio.wait_for(engine.generate('meanwhile', PROMPT, RULES), 60)
+  assert set(found.versions) == {version} and not pulling.done()
+  channel.publish(later, snapshot(world.new))
+  assert await pulling == channel.digest and engine.version == later
+
+
+async def test_weights_that_cannot_be_had_are_an_error_and_no_end(world, channel):
+  engine, version = world.engine, world.next()
+  channel.publish(version, snapshot(world.old))
+  await engine.pull(version)
+  with pytest.raises(WeightsError, match='has no such folder'):
+    await engine.connect('/nowhere')
+  assert set((await engine.generate('on', PROMPT, RULES)).versions) == {version}
+
+
+async def test_bfloat16_weights_are_loaded_as_they_are(world, channel):
+  engine, version = world.engine, world.next()
+  channel.publish(version, snapshot(world.old, 'bfloat16'))
+  assert await engine.pull(version) == channel.digest
+  rounded = jax.tree.map(lambda x: x.astype('bfloat16').astype(np.float32), world.old)
+  found = await engine.generate('rounded', PROMPT, RULES)
+  learners = world.rescore(rounded, PROMPT, found.tokens)
+  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)

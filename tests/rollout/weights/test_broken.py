@@ -1,0 +1,178 @@
+"""What is lost or spoilt on the way is sent again, and never loaded."""
+
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.rollout.weights import delta, names
+from jaxrl.rollout.weights.errors import WeightsError
+from jaxrl.rollout.weights.layout import snapshot
+from jaxrl.rollout.weights.publisher import Publisher
+from jaxrl.rollout.weights.receiver import Receiver
+from jaxrl.rollout.weights.transport import Memory
+from tests.rollout.weights.helpers import SMALL, Rough, halves, make, same, step
+
+
+def test_what_arrives_spoilt_once_is_asked_for_again():
+  transport, params = Rough(), make()
+  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport, threads=1)
+  for version in range(3):
+    publisher.publish(version, snapshot(params))
+    broken = set()
+
+    def once(name, data, broken=broken):
+      if '-run-' not in name or name in broken:
+        return data
+      broken.add(name)
+      return None if len(broken) % 2 else data[:-9] + b'x' + data[-8:]
+
+    transport.spoil = once
+    assert receiver.poll() == version and same(receiver.params(), params)
+    assert receiver.loaded.repeats >= 2
+    params = step(params, 0.01, version)
+
+
+@pytest.mark.parametrize('what', ['.safetensors', '.json'])
+def test_what_is_lost_is_sent_again(what):
+  transport, params = Memory(), make()
+  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  publisher.publish(0, snapshot(params))
+  receiver.poll()
+  held, params = params, step(params)
+  publisher.publish(1, snapshot(params))
+  lost = [n for n in transport.names('0-run-') if n.endswith(what) and '-1' in n[-20:]]
+  for name in lost:
+    transport.delete(name)
+  assert lost and receiver.poll() is None
+  assert receiver.problem is not None and receiver.version == 0
+  assert same(receiver.params(), held)  # still served, whole
+  publisher.tend()
+  assert receiver.poll() == 1 and same(receiver.params(), params)
+  assert receiver.problem is None and receiver.digests == (publisher.digest,)
+  publisher.publish(2, snapshot(params))
+  publisher.publish(3, snapshot(params))
+  assert receiver.poll() == 3
+
+
+def test_a_lost_head_is_written_again():
+  transport = Memory()
+  publisher, receiver = Publisher(transport), Receiver(transport)
+  publisher.publish(0, snapshot(make()))
+  transport.put(names.head(0), b'{"run":"x","version":99}')
+  assert receiver.poll() is None
+  publisher.tend()
+  assert receiver.poll() == 0
+
+
+def test_weights_spoilt_in_the_receiver_are_not_built_upon():
+  transport, params = Memory(), make()
+  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  publisher.publish(0, snapshot(params))
+  receiver.poll()
+  receiver._parts[0]._front[1][17] ^= 1  # a bit flips in memory
+  params = step(params)
+  publisher.publish(1, snapshot(params))
+  assert receiver.poll() is None
+  assert 'another digest' in str(receiver.problem) or 'lost' in str(receiver.problem)
+  publisher.tend()
+  assert receiver.poll() == 1 and same(receiver.params(), params)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_spoilt_byte_is_ever_loaded(data):
+  transport, params = Memory(), make(size=400)
+  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  publisher.publish(0, snapshot(params))
+  late = data.draw(st.booleans())
+  if not late:
+    receiver.poll()
+  held, params = params, step(params)
+  publisher.publish(1, snapshot(params))
+  targets = [n for n in transport.names('0-') if 'reader' not in n]
+  for name in data.draw(st.lists(st.sampled_from(targets), min_size=1, max_size=3)):
+    spoilt = bytearray(transport.get(name))
+    spoilt[data.draw(st.integers(0, len(spoilt) - 1))] ^= data.draw(st.integers(1, 255))
+    transport.put(name, bytes(spoilt))
+  got = receiver.poll()
+  if got == 1:  # the byte was of nothing that matters: a blob's head, an older version
+    assert same(receiver.params(), params)
+  elif not late:
+    assert receiver.version == 0 and same(receiver.params(), held)
+  for _ in range(3):
+    publisher.tend()
+    receiver.poll()
+  if receiver.problem is None:
+    assert receiver.version == 1 and same(receiver.params(), params)
+  # The next version gets everyone out of it.
+  publisher.publish(2, snapshot(held))
+  publisher.tend(), receiver.poll(), publisher.tend(), receiver.poll()
+  assert receiver.version == 2 and same(receiver.params(), held)
+  publisher.close(), receiver.close()
+
+
+def test_a_transport_that_is_full_leaves_the_version_before():
+  transport, params = Rough(), make()
+  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  publisher.publish(0, snapshot(params))
+  before, put, room = set(transport.names('')), transport.put, [2]
+
+  def full(name, *data):
+    room[0] -= 1
+    if room[0] < 0:
+      raise WeightsError('no space')
+    put(name, *data)
+
+  transport.put = full
+  with pytest.raises(WeightsError, match='no space'):
+    publisher.publish(1, snapshot(make(1)))
+  transport.put = put
+  assert publisher.version == 0 and set(transport.names('')) == before
+  assert receiver.poll() == 0 and same(receiver.params(), params)
+  publisher.publish(1, snapshot(make(1)))
+  assert receiver.poll() == 1 and same(receiver.params(), make(1))
+
+
+def test_what_was_handed_out_lasts_through_the_next_version():
+  transport = Memory()
+  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  publisher.publish(0, snapshot(make(0)))
+  with pytest.raises(LookupError):
+    receiver.params()
+  receiver.poll()
+  first = receiver.params()
+  publisher.publish(1, snapshot(make(1)))
+  receiver.poll()
+  assert same(first, make(0)) and same(receiver.params(), make(1))
+  with pytest.raises(ValueError):
+    first['norm'][0] = 3
+
+
+def test_every_stored_blob_is_a_safetensors_file():
+  transport, params = Memory(), halves(make())
+  publisher = Publisher(transport, **SMALL)
+  publisher.publish(0, snapshot(params))
+  parts = {}
+  for name in sorted(transport.names('0-run-')):
+    if name.endswith('.safetensors'):
+      parts |= dict(safetensors.deserialize(bytes(transport.get(name))))
+  kernel = {int(n.split('@')[1]): x for n, x in parts.items() if 'kernel' in n}
+  assert {piece['dtype'] for piece in kernel.values()} == {'BF16'}
+  found = b''.join(bytes(kernel[start]['data']) for start in sorted(kernel))
+  assert found == params['layers']['kernel'].tobytes()
+
+
+def test_a_spoilt_difference_is_not_even_unpacked(monkeypatch):
+  transport, params = Rough(), make()
+  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  publisher.publish(0, snapshot(params))
+  receiver.poll()
+  publisher.publish(1, snapshot(step(params)))
+  transport.spoil = lambda name, data: (
+    data[:-200] + bytes(200) if name.endswith('.safetensors') else data
+  )
+  applied = []
+  monkeypatch.setattr(delta, 'apply', lambda out, data: applied.append(bytes(data)))
+  assert receiver.poll() is None and receiver.version == 0
+  assert applied and not any(data.endswith(bytes(8)) for data in applied)

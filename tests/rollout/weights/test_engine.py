@@ -1,0 +1,55 @@
+"""A real engine that takes a broadcast serves what the learner has, to the bit."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.dispatch import Dispatcher
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.model import Model
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.rollout.weights.broadcast import BroadcastWeights, ReceivedWeights
+from jaxrl.rollout.weights.shared_memory import SharedMemory
+from jaxrl.types import SamplingParams
+
+MODEL = Model(
+  ModelConfig(
+    vocab_size=48,
+    hidden_size=32,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+  )
+)
+RULES = SamplingParams(max_tokens=8, seed=3)
+
+
+@pytest.mark.parametrize('dtype', [None, 'bfloat16'])
+async def test_versions_arrive_through_shared_memory(dtype):
+  dispatcher, channel = Dispatcher(), SharedMemory()
+  engine = JaxEngine(
+    MODEL,
+    dispatcher=dispatcher,
+    num_slots=2,
+    max_length=16,
+    decode_steps=4,
+    prompt_buckets=[16],
+  )
+  store = BroadcastWeights(channel, dispatcher=dispatcher, dtype=dtype)
+  end = ReceivedWeights(SharedMemory(channel.address))
+  params = MODEL.init(jax.random.key(0))
+  for version in range(3):
+    await store.publish(version, params)
+    number, received = await end.fetch(version - 1)
+    found = []
+    cast = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
+    for tree in (received, cast):
+      await engine.load(number, tree)
+      found.append(await engine.generate('a', [1, 2, 3], RULES))
+    assert set(found[0].versions) == {version}
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)
+    params = jax.tree.map(lambda x: x * 1.25, params)
+  end.close(), await store.close(), dispatcher.close(), channel.close()

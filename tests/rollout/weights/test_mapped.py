@@ -1,0 +1,192 @@
+"""Shared memory: full bytes are checked where they lie; engines alone copy them."""
+
+import asyncio
+import mmap
+import tracemalloc
+
+import jax
+import numpy as np
+import pytest
+import safetensors
+
+from jaxrl.rollout.weights.broadcast import on_device
+from jaxrl.rollout.weights.layout import flatten, snapshot
+from jaxrl.rollout.weights.publisher import Publisher
+from jaxrl.rollout.weights.pulls import Puller
+from jaxrl.rollout.weights.receiver import Receiver
+from jaxrl.rollout.weights.shared_memory import SharedMemory, attach
+from jaxrl.rollout.weights.transport import Folder
+from tests.rollout.weights.helpers import SMALL, halves, make, same, step
+
+
+@pytest.fixture
+def shared():
+  shared = SharedMemory()
+  yield shared
+  shared.close()
+
+
+def mapped(array):
+  """Whether an array is a view of a mapped file."""
+  while isinstance(array, np.ndarray):
+    array = array.base
+  return isinstance(array, memoryview) and isinstance(array.obj, mmap.mmap)
+
+
+def views(receiver):
+  return {name for name, x in flatten(receiver.params()).items() if mapped(x)}
+
+
+def blobs(transport, version):
+  found = (n for n in transport.names('0-run-') if n.endswith('.safetensors'))
+  return sorted(n for n in found if n.split('-')[3] == str(version))
+
+
+def spoil(transport, name):
+  """Other last bytes, in a file of the same name."""
+  transport.put(name, bytes(transport.get(name))[:-9] + b'spoilt it')
+
+
+def test_the_engines_copy_of_a_full_version_is_the_only_one(shared):
+  rows = np.random.default_rng(0).standard_normal((8, 1 << 18)).astype(np.float32)
+  params = {'large': rows, 'small': np.ones(1000, np.float32)}
+  size = rows.nbytes + 4000
+  publisher = Publisher(shared, chunk_bytes=1 << 18, blob_bytes=1 << 20)
+  publisher.publish(0, snapshot(params))
+  given = []
+
+  async def load(version, params):
+    given.append(params)
+
+  puller = Puller(attach(shared.address), load)
+  on_device({'x': np.ones(3, np.float32)})  # what is made once is not counted
+  before = sum(x.nbytes for x in jax.live_arrays())
+  tracemalloc.start()
+  assert asyncio.run(puller.pull(0)) == publisher.digest
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert sum(x.nbytes for x in jax.live_arrays()) - before == size  # XLA's, once
+  assert peak < size / 8  # Python's and numpy's: none of that size
+  receiver = puller._received.receiver
+  assert views(receiver) == {'large', 'small'}
+  assert receiver.loaded.received_bytes > size and same(given[0], params)
+  puller.close(), publisher.close()
+
+
+@pytest.mark.parametrize('offset', [0, 8, 64])
+def test_what_engines_get_does_not_alias_the_mapping(offset, tmp_path):
+  file = tmp_path / 'bytes'
+  file.write_bytes(bytes(offset) + np.arange(4096, dtype=np.float32).tobytes())
+  with open(file, 'rb') as opened:
+    memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+  view = np.frombuffer(memory, np.float32, offset=offset)
+  start = view.ctypes.data
+  assert start % mmap.PAGESIZE == offset  # at 0 and 64, where JAX could use it as it is
+  found = on_device({'w': view})['w']
+  assert not np.shares_memory(np.asarray(found), view)
+  at = found.unsafe_buffer_pointer()
+  assert at + found.nbytes <= start or at >= start + view.nbytes
+  with open(file, 'r+b') as opened:
+    opened.seek(offset)
+    opened.write(bytes(view.nbytes))
+  assert not view.any() and np.asarray(found)[-1] == 4095
+
+
+def test_parameters_of_any_size_and_dtype_lie_in_one_run(shared):
+  params = {'a': np.arange(7, dtype=np.int8), **halves(make()), 'z': np.ones((5, 500))}
+  publisher, receiver = Publisher(shared, **SMALL), Receiver(shared)
+  publisher.publish(0, snapshot(params))
+  assert receiver.poll() == 0 and same(receiver.params(), params)
+  assert views(receiver) == set(flatten(params)) and 'z' in views(receiver)
+  assert all(x.flags.aligned for x in flatten(receiver.params()).values())
+  assert params['z'].nbytes > SMALL['blob_bytes'] and len(blobs(shared, 0)) > 1
+  for name in blobs(shared, 0):
+    assert safetensors.deserialize(bytes(shared.get(name)))
+
+
+def test_a_chunk_that_changed_everywhere_does_not_tear_the_full_bytes(shared):
+  params = make()
+  publisher = Publisher(shared, full_every=1, **SMALL)
+  publisher.publish(0, snapshot(params))
+  early = Receiver(shared)
+  early.poll()
+  params = step(params, 0.001)
+  kernel = params['layers']['kernel']
+  kernel[1] = step(kernel[1], 1)
+  publisher.publish(1, snapshot(params))
+  late = Receiver(shared)
+  for receiver in (early, late):
+    assert receiver.poll() == 1 and same(receiver.params(), params)
+    assert receiver.digests == (publisher.digest,)
+  assert views(late) == set(flatten(params)) and 'layers.kernel' not in views(early)
+
+
+def test_a_difference_of_everything_is_not_copied_either(shared):
+  publisher, receiver = Publisher(shared, **SMALL), Receiver(shared)
+  for version in range(4):
+    params = step(make(), 1, version)  # random bits, of which no difference is shorter
+    publisher.publish(version, snapshot(params))
+    assert receiver.poll() == version and same(receiver.params(), params)
+    assert 'layers.kernel' in views(receiver)
+    assert receiver.loaded.full == (version == 0)
+
+
+def test_a_spoilt_chunk_leaves_the_version_before(shared):
+  publisher, receiver = Publisher(shared, **SMALL), Receiver(shared)
+  before, params = make(), step(make(), 1)
+  publisher.publish(0, snapshot(before))
+  receiver.poll()
+  publisher.publish(1, snapshot(params))
+  spoil(shared, next(n for n in blobs(shared, 1) if len(shared.get(n)) > 30_000))
+  assert receiver.poll() is None and 'lost' in str(receiver.problem)
+  assert receiver.version == 0 and same(receiver.params(), before)
+  assert 'layers.kernel' in views(receiver)
+  publisher.tend()
+  assert receiver.poll() == 1 and same(receiver.params(), params)
+  assert receiver.digests == (publisher.digest,)
+  assert 'layers.kernel' not in views(receiver)  # put together from what came anew
+
+
+def test_what_is_mapped_outlasts_its_files(shared):
+  publisher, receiver = Publisher(shared, keep=1, **SMALL), Receiver(shared)
+  params = make()
+  publisher.publish(0, snapshot(params))
+  receiver.poll()
+  first, kept = receiver.params(), params
+  held = [(name, shared.get(name)) for name in blobs(shared, 0)]
+  copies = [bytes(data) for _, data in held]
+  for name, _ in held:
+    shared.put(name, b'other')  # as a file of its own: what is mapped does not change
+    shared.delete(name)
+  assert copies == [bytes(data) for _, data in held] and not blobs(shared, 0)
+  params = step(params)
+  publisher.publish(1, snapshot(params))
+  assert receiver.poll() == 1 and not receiver.loaded.full  # from the mapping alone
+  assert same(receiver.params(), params) and same(first, kept)
+  with pytest.raises(ValueError):
+    first['norm'][0] = 3
+  receiver.close(), shared.close()
+  assert not shared.path.exists() and same(first, kept)
+
+
+def test_versions_come_and_go_while_a_receiver_maps_one(shared):
+  publisher = Publisher(shared, keep=1, full_every=1, **SMALL)
+  publisher.publish(0, snapshot(make()))
+  receiver = Receiver(shared)
+  receiver.poll()
+  for version in range(1, 4):
+    publisher.publish(version, snapshot(make(version)))
+  assert not blobs(shared, 0) and not blobs(shared, 1)
+  assert same(receiver.params(), make()) and views(receiver) == set(flatten(make()))
+  assert receiver.digest_of(receiver.params()) == receiver.digests
+  assert receiver.poll() == 3 and same(receiver.params(), make(3))
+
+
+def test_files_of_a_folder_are_not_held(tmp_path, shared):
+  publisher = Publisher(Folder(tmp_path), **SMALL)
+  publisher.publish(0, snapshot(make()))
+  receiver = Receiver(attach(str(tmp_path)))
+  assert (
+    receiver.poll() == 0 and same(receiver.params(), make()) and not views(receiver)
+  )
+  assert isinstance(attach(shared.address), SharedMemory)

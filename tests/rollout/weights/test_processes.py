@@ -1,0 +1,219 @@
+"""Shared memory and folders between real processes, some of which are killed."""
+
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxrl.rollout.weights.errors import WeightsError
+from jaxrl.rollout.weights.layout import snapshot
+from jaxrl.rollout.weights.publisher import Publisher
+from jaxrl.rollout.weights.receiver import Receiver
+from jaxrl.rollout.weights.shared_memory import SharedMemory, remove_abandoned
+from jaxrl.rollout.weights.transport import DRAFT, Folder
+from tests.rollout.weights.helpers import SMALL, make, same, step
+
+# Follows what is published at argv[1] and prints version and digest of what it holds.
+FOLLOW = """
+import sys, time
+from jaxrl.rollout.weights.receiver import Receiver
+from jaxrl.rollout.weights.shared_memory import SharedMemory
+receiver = Receiver(SharedMemory(sys.argv[1]))
+while receiver.version != int(sys.argv[2]):
+  if receiver.poll() is None:
+    time.sleep(0.005)
+  else:
+    print(receiver.version, receiver.digests[0], flush=True)
+receiver.close()
+"""
+# As FOLLOW, but stops for good in the middle of reading a version.
+STUCK = """
+import sys, time
+from jaxrl.rollout.weights import source
+from jaxrl.rollout.weights.receiver import Receiver
+from jaxrl.rollout.weights.shared_memory import SharedMemory
+def stop(*args, **options):
+  print('reading', flush=True)
+  time.sleep(1000)
+source.Source.fill = source.Source.view = stop
+receiver = Receiver(SharedMemory(sys.argv[1]), threads=1)
+while True:
+  receiver.poll()
+"""
+# Publishes once and waits to be killed, or ends by itself.
+PUBLISH = """
+import sys, time
+import numpy as np
+from jaxrl.rollout.weights.layout import snapshot
+from jaxrl.rollout.weights.publisher import Publisher
+from jaxrl.rollout.weights.shared_memory import SharedMemory
+shared = SharedMemory()
+publisher = Publisher(shared)
+publisher.publish(0, snapshot({'w': np.ones(1000)}))
+print(shared.address, flush=True)
+if sys.argv[1] == 'wait':
+  time.sleep(1000)
+"""
+# Publishes ever new versions at argv[1], each of one number, until it is killed.
+ENDLESS = """
+import sys
+import numpy as np
+from jaxrl.rollout.weights.layout import snapshot
+from jaxrl.rollout.weights.publisher import Publisher
+from jaxrl.rollout.weights.transport import Folder
+publisher = Publisher(Folder(sys.argv[1], durable=False), full_every=4)
+for version in range(10**9):
+  publisher.publish(version, snapshot({'w': np.full((64, 4096), version, np.int32)}))
+  print(version, flush=True)
+"""
+
+
+def start(program, *args):
+  return subprocess.Popen(
+    [sys.executable, '-c', program, *map(str, args)],
+    stdout=subprocess.PIPE,
+    text=True,
+    cwd=pathlib.Path(__file__).parents[3],
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''},
+  )
+
+
+@pytest.fixture
+def shared():
+  shared = SharedMemory()
+  yield shared
+  shared.close()
+  assert not shared.path.exists()
+
+
+def test_engines_in_processes_of_their_own_and_one_that_is_killed(shared):
+  last = 30
+  readers = [start(FOLLOW, shared.address, last) for _ in range(2)]
+  stuck = start(STUCK, shared.address)
+  publisher = Publisher(shared, keep=1, full_every=1, patience=1.0, **SMALL)
+  params, digests = make(), {}
+  publisher.publish(0, snapshot(params))
+  digests['0'] = publisher.digest
+  assert stuck.stdout.readline() == 'reading\n'
+  stuck.send_signal(signal.SIGKILL)  # it died holding version 0
+  stuck.wait()
+  waited = 0.0
+  for version in range(1, last + 1):
+    params = step(params, 0.01, version)
+    report = publisher.publish(version, snapshot(params))
+    waited = max(waited, report.wait_s)
+    digests[str(version)] = publisher.digest
+    publisher.tend()
+  late = start(FOLLOW, shared.address, last)
+  for reader in (*readers, late):
+    while reader.poll() is None:
+      publisher.tend()
+      time.sleep(0.01)
+    seen = dict(line.split() for line in reader.stdout.read().splitlines())
+    assert reader.returncode == 0 and str(last) in seen
+    assert seen.items() <= digests.items()  # whatever it saw was whole
+  assert 0.1 < waited < 5  # for the dead one, and only as long as was said
+  versions = {name.split('-')[3][:2] for name in shared.names('0-run-')}
+  assert versions <= {'29', '30'} and len(shared.names('')) < 20
+
+
+def test_what_a_killed_learner_leaves_is_freed_by_the_next():
+  killed = start(PUBLISH, 'wait')
+  path = pathlib.Path(killed.stdout.readline().strip())
+  assert path.is_dir() and path not in remove_abandoned()  # it lives
+  killed.kill()
+  killed.wait()
+  assert path.is_dir()
+  SharedMemory().close()
+  assert not path.exists()
+
+
+def test_a_learner_that_ends_cleans_up():
+  ended = start(PUBLISH, 'end')
+  path = pathlib.Path(ended.stdout.readline().strip())
+  assert ended.wait() == 0 and not path.exists()
+
+
+def test_shared_memory_is_the_users_own(shared):
+  assert stat.S_IMODE(shared.path.stat().st_mode) == 0o700
+  other = SharedMemory()
+  assert other.address != shared.address
+  other.close()
+  with pytest.raises(WeightsError, match='no weights are published there'):
+    SharedMemory(other.address)
+  attached = SharedMemory(shared.address)
+  attached.close()
+  assert shared.path.exists()  # only its maker removes it
+  with pytest.raises(WeightsError, match='nobody publishes weights there'):
+    attached.path = other.path
+    attached.put('a', b'')
+
+
+@pytest.mark.parametrize('make_transport', [SharedMemory, None])
+def test_files_appear_whole_and_last_while_they_are_read(make_transport, tmp_path):
+  transport = make_transport() if make_transport else Folder(tmp_path)
+  transport.put('a', b'one')
+  view = transport.get('a')
+  transport.put('a', b'other')
+  assert bytes(view) == b'one' and bytes(transport.get('a')) == b'other'
+  transport.put('b', b'')
+  assert bytes(transport.get('b')) == b''
+  assert sorted(transport.names('')) == ['a', 'b']
+  transport.delete('a'), transport.delete('a')
+  with pytest.raises(KeyError):
+    transport.get('a')
+  for bad in ('../a', 'a/b', '.a', ''):
+    with pytest.raises(ValueError, match='no name for weights'):
+      transport.put(bad, b'')
+  transport.close()
+
+
+def test_a_folder_outlives_learners_and_forgets_their_drafts(tmp_path):
+  folder = tmp_path / 'weights'
+  for seed, versions in ((0, range(3)), (1, range(1, 4))):
+    publisher, params = Publisher(Folder(folder), **SMALL), make(seed)
+    for version in versions:
+      params = step(params, 0.01, version)
+      publisher.publish(version, snapshot(params))
+    publisher.close()
+    receiver = Receiver(Folder(folder))  # an evaluation, when the learner has ended
+    assert receiver.poll() == versions[-1] and same(receiver.params(), params)
+    receiver.close()
+  old, new = (folder / f'{DRAFT}{name}' for name in ('old', 'new'))
+  for draft in (old, new):
+    draft.write_bytes(b'half')
+  os.utime(old, (0, 0))
+  assert not any(name.startswith(DRAFT) for name in Folder(folder).names('0'))
+  assert not old.exists() and new.exists()
+
+
+def test_a_learner_killed_while_it_publishes_leaves_a_whole_version(tmp_path):
+  receiver = Receiver(Folder(tmp_path))
+  for number in range(3):
+    killed = start(ENDLESS, tmp_path)
+    for _ in range(5 + 3 * number):
+      killed.stdout.readline()
+    time.sleep(0.003 * number)
+    killed.kill()
+    killed.wait()
+    receiver.poll()
+    whole = receiver.params()['w']
+    assert receiver.problem is None and receiver.version >= 4
+    assert (whole == receiver.version).all()
+
+
+def test_a_place_that_is_full_says_so(tmp_path, monkeypatch):
+  folder = Folder(tmp_path)
+
+  def full(*_):
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(os, 'replace', full)
+  with pytest.raises(WeightsError, match=r'1,000 bytes .* No space left .* Free some'):
+    folder.put('a', bytes(1000))
+  assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,68 @@
+"""Tensors of a checkpoint, gathered one at a time from the devices of a learner."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import huggingface
+from jaxrl.models.model import Model
+from jaxrl.rollout.weights import whole
+from jaxrl.training.mesh import make_mesh
+from jaxrl.training.policy import random_config
+
+
+@pytest.fixture(scope='module', params=['qwen2', 'qwen3', 'llama'])
+def policy(request):
+  shape = random_config(
+    family=request.param,
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    intermediate_size=64,
+    tie_embeddings=request.param != 'llama',
+  )
+  return shape, Model(shape).init(jax.random.key(0))
+
+
+def test_they_are_what_a_checkpoint_holds(policy):
+  shape, params = policy
+  wanted = dict(huggingface.export(shape, jax.tree.map(np.asarray, params)))
+  found = {tensor.name: array for tensor, array in whole.tensors(shape, params)}
+  assert list(found) == list(wanted)
+  for name, array in found.items():
+    np.testing.assert_array_equal(array, wanted[name])
+  assert whole.size(shape, params) == sum(x.nbytes for x in wanted.values())
+
+
+def test_each_device_of_a_mesh_has_them_whole_and_cast(policy):
+  shape, params = policy
+  mesh = make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
+  whole_everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+  def split(leaf):  # along the last axis that four devices can share
+    axes = [None] * leaf.ndim
+    even = [axis for axis, size in enumerate(leaf.shape) if size % 4 == 0]
+    axes[even[-1]] = ('fsdp', 'tensor')
+    own = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    return jax.device_put(leaf, own)
+
+  shared = jax.tree.map(split, params)
+  found = dict(whole.tensors(shape, shared, 'bfloat16'))
+  assert {array.sharding for array in found.values()} == {whole_everywhere}
+  for tensor, alone in whole.tensors(shape, params):
+    (array,) = (a for t, a in found.items() if t == tensor)
+    assert array.dtype == jnp.bfloat16 and len(array.addressable_shards) == 4
+    for shard in array.addressable_shards:
+      np.testing.assert_array_equal(shard.data, alone.astype(jnp.bfloat16))
+  assert whole.size(shape, shared, 'bfloat16') * 2 == whole.size(shape, params)
+
+
+def test_what_rests_with_the_host_is_brought_to_its_device(policy):
+  shape, params = policy
+  away = params['norm']['scale'].sharding.with_memory_kind('pinned_host')
+  resting = jax.tree.map(lambda x: jax.device_put(x, away), params)
+  pairs = zip(whole.tensors(shape, resting), whole.tensors(shape, params), strict=True)
+  for (tensor, found), (_, wanted) in pairs:
+    assert found.sharding.memory_kind != 'pinned_host', tensor
+    np.testing.assert_array_equal(found, wanted)

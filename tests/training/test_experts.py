@@ -1,0 +1,210 @@
+"""Expert rows among rollouts: no statistic of the rollouts feels them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.algorithms import compose
+from jaxrl.data.packing import pack
+from jaxrl.functional import losses
+from jaxrl.training import experts, metrics
+from jaxrl.types import Advantages, Algorithm
+from tests.training import toy
+
+PLAYED, EXPERTS, TOKENS = 8, 3, 6
+# Algorithms whose advantage is made from rollouts.
+NAMES = [
+  name
+  for name in compose.names()
+  if (made := compose.make(name)).advantage is not None and made.schema == 'rollout'
+]
+
+
+def columns(seed=0, played=PLAYED):
+  """Two groups of rollouts, the rewards of which differ, and then expert rows."""
+  rng = np.random.default_rng(seed)
+  rows = played + EXPERTS
+  shape = (rows, TOKENS)
+  mask = np.arange(TOKENS) >= rng.integers(1, TOKENS, rows)[:, None]
+  made = {
+    name: rng.normal(size=shape).astype(np.float32)
+    for name in (
+      *('logprobs', 'old_logprobs', 'rollout_logprobs', 'ref_logprobs'),
+      *('teacher_logprobs', 'values', 'old_values', 'entropy', 'nec'),
+    )
+  }
+  rewards = np.zeros(shape, np.float32)
+  rewards[:, -1] = rng.normal(size=rows)
+  own = np.arange(EXPERTS) + 2 * (played > 0)
+  made |= {
+    'mask': mask,
+    'rewards': rewards,
+    'task_ids': np.concatenate([np.arange(played) % 2, own]),
+    'run_ids': np.arange(rows),
+    'step_ids': np.zeros(rows, int),
+    'state_hash': rng.integers(0, 3, rows),
+    'expert_mask': np.arange(rows) >= played,
+    'greedy_mask': (np.arange(rows) < 2) & (played > 2),
+  }
+  return {name: jnp.asarray(x) for name, x in made.items()}
+
+
+def advantage(algorithm, given):
+  given = given | {'key': jnp.array([0, 7], jnp.uint32), 'step': jnp.int32(0)}
+  given['state'] = compose.init_state(algorithm).get('advantage')
+  return compose.call_part(algorithm.advantage, given)
+
+
+def whole(algorithm, given):
+  lone = experts.lone(algorithm, given)
+  made = advantage(algorithm, experts.left_out(given, lone))
+  return experts.put_back(made, lone, given['rewards'], given['mask'])
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_rollouts_have_the_advantages_they_have_without_experts(name):
+  algorithm, given = compose.make(name), columns()
+  found = whole(algorithm, given)
+  without = {k: x[:PLAYED] for k, x in given.items()}
+  wanted = advantage(algorithm, without)
+  close(found.advantages[:PLAYED], wanted.advantages)
+  if wanted.returns is not None:
+    close(found.returns[:PLAYED], wanted.returns)
+  if wanted.keep is not None:
+    np.testing.assert_array_equal(found.keep[:PLAYED], wanted.keep)
+    assert found.keep[PLAYED:].all()
+  own = np.where(given['mask'], given['rewards'][:, -1:], 0)[PLAYED:]
+  close(found.advantages[PLAYED:], own)
+  for key, value in wanted.metrics.items():
+    if jnp.ndim(value) == 0:
+      close(found.metrics[key], value)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_batch_of_experts_alone_is_finite(name):
+  given = columns(played=0)
+  found = whole(compose.make(name), given)
+  own = np.where(given['mask'], given['rewards'][:, -1:], 0)
+  close(found.advantages, own)
+  for value in found.metrics.values():
+    assert np.isfinite(value).all()
+
+
+def test_the_statistics_of_a_batch_would_feel_them():
+  """The whole matter: whitening over the batch, with an expert of reward 100."""
+  algorithm, given = compose.make('reinforce_plus_plus'), columns()
+  given['rewards'] = given['rewards'].at[-1, -1].set(100.0)
+  felt = advantage(algorithm, given).advantages[:PLAYED]
+  unfelt = whole(algorithm, given).advantages[:PLAYED]
+  assert np.abs(np.asarray(felt - unfelt)).max() > 0.1
+
+
+def test_rated_rows_of_one_prompt_and_runs_of_files_stay_in():
+  given = columns()
+  given['task_ids'] = given['task_ids'].at[-1].set(given['task_ids'][-2])
+  lone = experts.lone(compose.make('grpo'), given)
+  np.testing.assert_array_equal(np.flatnonzero(lone), [PLAYED])
+  of_files = Algorithm(policy_loss=losses.sft, schema='messages')
+  assert not experts.lone(of_files, given).any()
+
+
+def test_what_an_advantage_leaves_open_stays_open():
+  given = columns()
+  lone = experts.lone(compose.make('grpo'), given)
+  zeros = jnp.zeros_like(given['rewards'])
+  made = experts.put_back(
+    Advantages(zeros, state=3), lone, given['rewards'], given['mask']
+  )
+  assert (made.returns, made.keep, made.state) == (None, None, 3)
+
+
+def with_experts(seed=0):
+  """Groups of rollouts, and two expert rows that end in reward 1."""
+  played = toy.groups(seed)
+  rows = [row for (row,) in toy.groups(seed + 1, sizes=(1, 1), is_expert=True)]
+  for row in rows:
+    row.rewards[:] = 0
+    row.rewards[-1] = 1
+    row.rollout_logprobs[:] = 0
+    row.weights_version[:] = -1
+  for group in played:
+    for row in group:
+      row.weights_version[:] = np.where(row.action_mask, 3, -1)
+  return played, [[row] for row in rows]
+
+
+async def test_the_learner_reports_rollouts_alone():
+  """Policy off by nothing, so all that is told of the mismatch is of rollouts."""
+  played, written = with_experts()
+  options = {'behaviour': 'decoupled'}
+  told = []
+  for groups in (played, played + written):
+    made = toy.learner(compose.make('grpo', options), num_rows=10)
+    told.append(await made.update(groups))
+  alone, both = told
+  names = [n for n in alone if n.split('/')[0] in ('reward', 'mismatch', 'advantage')]
+  assert len(names) > 8
+  for name in names:
+    assert both[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+  assert both['tokens/rows'] == alone['tokens/rows'] + 2
+  made = np.asarray(made.advantages)
+  rows = [row for (row,) in written]
+  for i, row in enumerate(rows, start=8):
+    np.testing.assert_allclose(made[i, : len(row.tokens)], row.action_mask, atol=1e-6)
+
+
+async def test_the_advantages_of_experts_do_not_enter_mix():
+  """Whatever reward expert rows are given, mix learns the same from them."""
+  losses = []
+  for reward in (0.0, 1.0, 50.0):
+    played, written = with_experts()
+    for (row,) in written:
+      row.rewards[-1] = reward
+    algorithm = compose.make('grpo', {'policy_loss': 'mix(mu=.3)'})
+    made = toy.learner(algorithm, num_rows=10)
+    told = await made.update(played + written)
+    losses.append((told['loss/policy'], told['optimizer/grad_norm']))
+  assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize('micro_batches', [1, 2])
+@pytest.mark.parametrize('name', ['mix', 'mix_chord'])
+async def test_what_mix_says_of_ratios_is_of_rollouts_alone(name, micro_batches):
+  played, written = with_experts()
+  told = []
+  for groups in (played, played + written, written):
+    made = toy.learner(compose.make(name), num_rows=10, micro_batches=micro_batches)
+    told.append(await made.update(groups))
+  alone, both, experts_only = told
+  for metric in ('ratio', 'clip_fraction', 'approx_kl'):
+    assert both[f'policy/{metric}'] == pytest.approx(
+      alone[f'policy/{metric}'], rel=1e-5
+    )
+  if name == 'mix_chord':  # μ is of all rows
+    assert [row['policy/mu'] for row in told] == pytest.approx([0.9] * 3)
+  assert experts_only['policy/ratio'] == 0
+
+
+async def test_rows_that_nobody_sampled_steer_no_coefficient():
+  """As in the first steps of the sampler `warmup`."""
+  options = {'kl_controller': 'adaptive(target=1e-9, horizon=100.)', 'kl_coef': 0.1}
+  reference = toy.params(toy.Bigram, seed=1)
+  made = toy.learner(compose.make('opmd', options), num_rows=10, ref_params=reference)
+  played, written = with_experts()
+  steps = (written, played + written, played)
+  told = [(await made.update(groups))['kl/coef'] for groups in steps]
+  told.append(0.1 * float(made.algorithm_state['kl_controller']['scale']))
+  grown = [0.1, 0.1, 0.1 * (1 + 0.2 * 8 / 100), 0.1 * (1 + 0.2 * 8 / 100) ** 2]
+  assert told == pytest.approx(grown, rel=1e-5)
+
+
+def test_rows_from_files_have_no_staleness():
+  played, written = with_experts()
+  batch = pack(played + written, (64,))
+  found = metrics.of_batch(batch, step=5)
+  assert (found['staleness/mean'], found['staleness/max']) == (2, 2)
+  assert 'staleness/mean' not in metrics.of_batch(pack(written, (64,)), step=5)
+
+
+def close(found, wanted):
+  np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

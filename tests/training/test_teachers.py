@@ -1,0 +1,211 @@
+"""Teachers score their own rows, as a plain forward pass would, and only those."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.algorithms import compose
+from jaxrl.data.packing import pack
+from jaxrl.functional import advantages, losses
+from jaxrl.signature import ConfigError
+from jaxrl.training import programs, sharding
+from jaxrl.training.mesh import make_mesh, single_device_mesh
+from jaxrl.training.policy import Policy
+from jaxrl.training.teachers import Teachers
+from jaxrl.types import Algorithm
+from tests.training import toy
+
+LENGTH, ROWS = 16, 12
+BOTH = Algorithm(
+  advantage=advantages.on_policy_distill,
+  policy_loss=compose.make_part('policy_loss', 'distill(top_k=3)'),
+)
+ON_POLICY = Algorithm(
+  advantage=advantages.on_policy_distill, policy_loss=losses.ppo_clip
+)
+
+
+def policy(seed, **changes):
+  params = jax.tree.map(lambda x: 3 * x, toy.params(seed=seed, **changes))
+  return Policy(toy.model(**changes), params, None, pathlib.Path(f'teacher-{seed}'))
+
+
+def teachers(algorithm=BOTH, default=None, by_tag=None, **options):
+  options = {
+    'mesh': single_device_mesh(),
+    'chunk_rows': 3,
+    'temperature': 0.7,
+  } | options
+  return Teachers(algorithm, default, by_tag, **options)
+
+
+def groups(tags=('a', 'b', 'a')):
+  made = toy.groups(sizes=(4, 2, 3)[: len(tags)])
+  for group, tag in zip(made, tags, strict=True):
+    for row in group:
+      row.tag = tag
+  return made
+
+
+def packed(groups, mesh=None):
+  mesh = mesh or single_device_mesh()
+  batch = pack(groups, (LENGTH,), ROWS)
+  return jax.device_put(batch, sharding.rows(mesh))
+
+
+def plainly(policy, batch, top_k=3, temperature=0.7):
+  run = jax.jit(
+    lambda params, tokens, segments: policy.model.policy_outputs(
+      params, tokens, segments, temperature=temperature, top_k=top_k
+    )
+  )
+  return run(policy.params, np.asarray(batch.tokens), np.asarray(batch.segment_ids))
+
+
+def check(columns, batch, row_policies):
+  """Every row is as its own policy scores it; padding is 0."""
+  plain = {id(p): plainly(p, batch) for p in row_policies}
+  for i in range(ROWS):
+    for name, key in (
+      ('teacher_logprobs', 'logprobs'),
+      ('teacher_topk_ids', 'topk_ids'),
+      ('teacher_topk_logprobs', 'topk_logprobs'),
+    ):
+      if i < len(row_policies):
+        wanted = getattr(plain[id(row_policies[i])], key)[i]
+      else:
+        wanted = np.zeros_like(columns[name][i])
+      np.testing.assert_allclose(
+        columns[name][i], wanted, rtol=1e-4, atol=1e-4, err_msg=name
+      )
+
+
+def test_rows_go_to_the_teacher_of_their_tag():
+  one, other = policy(1), policy(2, num_layers=1)
+  made = groups()
+  batch = packed(made)
+  columns = teachers(default=one, by_tag={'b': other}).score(batch, made)
+  check(columns, batch, [one] * 4 + [other] * 2 + [one] * 3)
+  assert columns['teacher_topk_ids'].dtype == jnp.int32
+  swapped = teachers(default=other, by_tag={'b': one}).score(batch, made)
+  gap = np.abs(columns['teacher_logprobs'] - swapped['teacher_logprobs'])
+  assert (gap[:9].max(axis=1) > 0.1).all()
+
+
+def test_only_what_is_read_is_given():
+  made = groups()
+  batch = packed(made)
+  both = teachers(default=policy(1)).score(batch, made)
+  asked = teachers(ON_POLICY, policy(1))
+  assert asked.top_k == 0 and asked.columns == ('teacher_logprobs',)
+  columns = asked.score(batch, made)
+  assert columns.keys() == {'teacher_logprobs'}
+  np.testing.assert_allclose(
+    columns['teacher_logprobs'], both['teacher_logprobs'], atol=1e-5
+  )
+  assert teachers(compose.make('grpo')).score(batch, made) == {}
+
+
+@pytest.mark.parametrize('axes', [{'data': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}])
+def test_a_mesh_changes_nothing_but_the_layout(axes):
+  one, other, mesh = policy(1), policy(2), make_mesh(**axes)
+  made = groups()
+  made += groups()  # 18 rows
+  batch = jax.device_put(pack(made, (LENGTH,), 24), sharding.rows(mesh))
+  asked = teachers(default=one, by_tag={'b': other}, mesh=mesh)
+  columns = asked.score(batch, made)
+  alone = teachers(default=one, by_tag={'b': other}).score(
+    jax.device_put(pack(made, (LENGTH,), 24), jax.devices()[0]), made
+  )
+  for name, shape in asked.shapes(24, LENGTH).items():
+    assert columns[name].shape == shape.shape and columns[name].dtype == shape.dtype
+    assert columns[name].sharding.is_equivalent_to(shape.sharding, len(shape.shape))
+    np.testing.assert_allclose(columns[name], alone[name], atol=1e-4)
+
+
+def test_nothing_compiles_after_warmup():
+  asked = teachers(default=policy(3, num_layers=1), by_tag={'b': policy(4)})
+  asked.warmup(ROWS, [LENGTH])
+  for tags in (('a', 'b', 'a'), ('b', 'b', 'b'), ('a',)):
+    made = groups(tags)
+    batch = packed(made)
+    with programs.CompileCounter() as counter:
+      jax.block_until_ready(asked.score(batch, made))
+    assert counter.count == 0
+
+
+def test_a_tag_without_a_teacher_is_told():
+  with pytest.raises(ConfigError, match=r"tag 'c' has no teacher.*by_tag"):
+    teachers(by_tag={'b': policy(1)}, tags=['b', 'c'])
+  asked = teachers(by_tag={'b': policy(1)}, tags=['b'])
+  made = groups()
+  with pytest.raises(ConfigError, match=r"tag 'a' of row a_0_0_0_0_0 has no teacher"):
+    asked.score(packed(made), made)
+
+
+def test_more_tokens_than_there_are_is_an_error():
+  algorithm = compose.make('distill', {'top_k': 65})
+  with pytest.raises(ConfigError, match=r'top_k=65.*knows 64 tokens'):
+    teachers(algorithm, policy(1))
+  with pytest.raises(ConfigError, match='is 0 and must be at least 1'):
+    teachers(compose.make('distill', {'top_k': 0}), policy(1))
+
+
+# ---- what comes with the data
+
+
+def bring(made, width=3):
+  """Puts made-up teachers' words beside every row."""
+  rng = np.random.default_rng(0)
+  for row in (row for group in made for row in group):
+    shape = (len(row.tokens), width)
+    row.extras['teacher_logprobs'] = rng.normal(size=shape[0])
+    row.extras['teacher_topk_ids'] = rng.integers(0, 64, shape).tolist()
+    row.extras['teacher_topk_logprobs'] = rng.normal(size=shape)
+  return made
+
+
+@pytest.mark.parametrize('default', [None, policy(1)])
+def test_the_datas_own_are_used_as_they_are(default):
+  made = bring(groups(), width=5)
+  asked = teachers(default=default)
+  columns = asked.score(packed(made), made)
+  for name, shape in asked.shapes(ROWS, LENGTH).items():
+    assert columns[name].sharding == shape.sharding
+    assert columns[name].dtype == shape.dtype
+    for i, row in enumerate(row for group in made for row in group):
+      given, size = np.asarray(row.extras[name]), len(row.tokens)
+      given = given[:, :3] if given.ndim == 2 else given
+      np.testing.assert_array_equal(columns[name][i, :size], given.astype(shape.dtype))
+      assert not np.asarray(columns[name][i, size:]).any()
+    assert not np.asarray(columns[name][9:]).any()
+
+
+def test_rows_that_lack_them_are_named():
+  made = bring(groups())
+  del made[1][1].extras['teacher_topk_ids']
+  asked = teachers(default=policy(1))
+  with pytest.raises(
+    ValueError, match=r'row b_1_0_0_1_0.*lack teacher_topk_ids.*other'
+  ):
+    asked.score(packed(made), made)
+  made = groups()
+  with pytest.raises(ValueError, match=r'row a_0_0_0_0_0.*there is no teacher to ask'):
+    teachers().score(packed(made), made)
+
+
+@pytest.mark.parametrize('name', ['teacher_logprobs', 'teacher_topk_logprobs'])
+def test_brought_columns_of_another_length_are_told(name):
+  made = bring(groups())
+  made[0][2].extras[name] = made[0][2].extras[name][:-1]
+  with pytest.raises(ValueError, match=rf'row a_0_0_0_2_0: {name}.*tokens ask for'):
+    teachers().score(packed(made), made)
+
+
+def test_fewer_brought_tokens_than_top_k_are_told():
+  made = bring(groups(), width=2)
+  with pytest.raises(ValueError, match='row a_0_0_0_0_0: teacher_topk_ids'):
+    teachers().score(packed(made), made)
