@@ -4,6 +4,7 @@
 # make bench       tables of speed        make lint      format, lint and types
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
+# make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
 # make bazel       query and build the BUILD files (needs a bazel on the PATH)
 
 PYTHON ?= python3
@@ -17,7 +18,8 @@ OVERRIDES ?=
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env env-vllm env-envs quickstart test-vllm test-envs test test-all bench lint format bazel clean
+.PHONY: env env-vllm env-envs env-targets quickstart test test-all test-vllm test-envs \
+  test-targets bench lint format bazel clean
 
 env: $(VENV)/.ready
 
@@ -41,6 +43,10 @@ env-vllm:
 env-envs:
 	$(MAKE) env VENV=.venv-envs EXTRAS=dev,envs
 
+# XLA for TPU and for CUDA, which compile here what runs elsewhere.
+env-targets:
+	$(MAKE) env VENV=.venv-targets EXTRAS=dev,targets
+
 # The tests that need seconds, one process a core; Ray is started once, by its own tests.
 # Tests leave LLVM's optimizations out (tests/conftest.py), but not where bits count.
 BITS = tests/training/test_exact.py tests/models/test_decode.py \
@@ -62,6 +68,9 @@ test-vllm: env-vllm
 
 test-envs: env-envs
 	.venv-envs/bin/python -m pytest tests/envs -m 'not slow and not ray'
+
+test-targets: env-targets
+	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets --timeout 900
 
 # What must hold on every Python and jax that we support.
 test-core: env

@@ -54,6 +54,8 @@ EXTRAS = {
   'odps': ['pyodps'],
   'serve': ['aiohttp>=3.14'],
   'store': ['sqlalchemy>=2'],
+  # The compilers for accelerators, which need none: no libraries of CUDA come along.
+  'targets': ['jax-cuda13-plugin', 'jax-cuda13-pjrt', 'libtpu'],
   'tools': ['bm25s', 'mcp'],
   'tpu': ['jax[tpu]'],
   'vllm': ['vllm>=0.32'],
