@@ -39,8 +39,8 @@ class AgentManager(EnvManager):
   """Lets an agent play: its whole run is the one decision and step of an episode.
 
   max_steps: replies that an episode may have. max_length: tokens of a conversation.
-  step_timeout: seconds the agent may take. All else as in EnvManager; the agent writes
-  its own messages, so there are no templates.
+  timeouts: of a step, seconds the agent may take. All else as in EnvManager; the agent
+  writes its own messages, so there are no templates.
   """
 
   def __init__(
@@ -88,7 +88,7 @@ class AgentManager(EnvManager):
     cache.messages = [m for branch in cache.branches[-1:] for m in branch.messages]
 
   async def _agent(self, fn: Callable[..., Any], *args: Any) -> Any:
-    return await self.world.pool.run(fn, *args, timeout=self._timeouts[1])
+    return await self.world.pool.run(fn, *args, timeout=self._timeouts.step)
 
   def _conclude(self, cache: AgentCache, seat: Seat, error: Exception | None) -> None:
     """Why it ended. An agent that fails once a limit was reached is not at fault."""
@@ -164,6 +164,6 @@ class AgentManager(EnvManager):
       max_length=self.max_length,
       max_replies=self.max_steps,
       fixed=True,
-      timeout=self._generate_timeout,
+      timeout=self._timeouts.generate,
       owned=True,
     )

@@ -25,6 +25,7 @@ from jaxrl.rollout.members import CUT_OFF
 from jaxrl.rollout.reply import request, whole_reply
 from jaxrl.rollout.rewards.stage import Rewards
 from jaxrl.rollout.templates import Templates
+from jaxrl.rollout.timeouts import read as read_timeouts
 from jaxrl.types import Completion, RolloutEngine, SamplingParams, Trajectory
 
 
@@ -60,7 +61,7 @@ class EnvManager:
   tokens of the whole episode. max_tokens_per_step: tokens of one reply.
   temperature, top_p, top_k, stop: how replies are drawn. system_template,
   first_template, turn_template: see `templates`. formulation: 'trajectory', 'step' or
-  'concatenated'. reset_timeout, step_timeout, generate_timeout: seconds, 0 = none.
+  'concatenated'. timeouts: seconds, 0 = none, as in 'reset=60, step=60, generate=0'.
   """
 
   def __init__(
@@ -81,9 +82,7 @@ class EnvManager:
     first_template: str = '',
     turn_template: str = '{observation}',
     formulation: str = 'trajectory',
-    reset_timeout: float = 60.0,
-    step_timeout: float = 60.0,
-    generate_timeout: float = 0.0,
+    timeouts: str = '',
   ):
     if formulation not in FORMULATIONS:
       raise ValueError(
@@ -96,8 +95,7 @@ class EnvManager:
     self.max_tokens_per_step = max_tokens_per_step
     self._templates = Templates(system_template, first_template, turn_template)
     self._formulate = functools.partial(FORMULATIONS[formulation], room=max_length)
-    self._timeouts = (reset_timeout or None, step_timeout or None)
-    self._generate_timeout = generate_timeout or None
+    self._timeouts = read_timeouts(timeouts)
     self._sampling = SamplingParams(
       max_tokens=max_tokens_per_step,
       temperature=temperature,
@@ -189,7 +187,7 @@ class EnvManager:
         cache.task = await settle(task)
         if cache.task is None:
           return None
-      prompt = await self._call(self._start_env, cache, self._timeouts[0])
+      prompt = await self._call(self._start_env, cache, self._timeouts.reset)
     except Exception as error:
       self._drop_env()
       cache.stop('env_reset_failed', error)
@@ -215,7 +213,7 @@ class EnvManager:
       cache.stop('max_length', error)
       return None
     except TimeoutError:
-      cache.stop('generate_failed', f'no reply within {self._generate_timeout} s')
+      cache.stop('generate_failed', f'no reply within {self._timeouts.generate} s')
       return None
     except Exception as error:
       cache.stop('generate_failed', error)
@@ -235,7 +233,7 @@ class EnvManager:
     ended = completion.tokens[-1] == self.world.chat.eos_id
     try:
       heard = await self._call(
-        self._step_env, cache, self._timeouts[1], completion, bool(ended)
+        self._step_env, cache, self._timeouts.step, completion, bool(ended)
       )
     except CallTimeout as error:
       self._drop_env()
@@ -346,7 +344,7 @@ class EnvManager:
     return f'{self.tag}/{lease.group_id}/{lease.episode_id}/{cache.seed}/{lease.member}'
 
   async def _request(self, request_id, prompt, sampling) -> Completion:
-    engine, timeout = self.world.engine, self._generate_timeout
+    engine, timeout = self.world.engine, self._timeouts.generate
     return await request(engine, request_id, prompt, sampling, timeout=timeout)
 
 

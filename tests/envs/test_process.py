@@ -74,7 +74,7 @@ async def test_a_hung_environment_is_killed_and_replaced():
   replies = iter(['hang', 'go'])
   pool = CallPool(1)
   shared = world(lambda: ProcessEnv(MINE, {}), FakeEngine(lambda *_: next(replies)))
-  manager = EnvManager(shared, step_timeout=0.2)
+  manager = EnvManager(shared, timeouts='step=0.2')
   (hung,) = await manager.play(lease(), base_seed=0)
   assert hung.stop_reason == 'env_timeout'
   wait_for_death(int(hung.messages[0]['content']))

@@ -134,7 +134,7 @@ async def test_a_grader_reads_the_last_reply():
   ],
 )
 async def test_a_bad_agent_costs_an_episode(agent, reason, words):
-  options = {'step_timeout': 0.5 if 'hangs' in agent else 20.0}
+  options = {'timeouts': f'step={0.5 if "hangs" in agent else 20.0}'}
   rows = await play(says('ab' + END), None, options, agent=f'{CASES}:{agent}')
   assert {row.stop_reason for row in rows} == {reason}
   assert words in rows[-1].extras.get('error', '')
@@ -179,7 +179,7 @@ async def test_a_program_plays(tmp_path):
 async def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
   note = tmp_path / 'pid'
   for seconds in (2.0, 8.0, 30.0):  # however long it takes to start here
-    options = {'step_timeout': seconds}
+    options = {'timeouts': f'step={seconds}'}
     rows = await play(says('a' + END), None, options, command=f'{PROGRAM} hang {note}')
     assert rows[-1].stop_reason == 'env_timeout'
     if note.exists():
@@ -289,7 +289,7 @@ async def test_an_attempt_given_up_ends_its_program(tmp_path):
 
   queue = GroupQueue(num_groups=1, group_size=1, num_env_groups=1, lease_timeout=0.01)
   made = world(says('a' + END), queue, command=f'{PROGRAM} hang {note}')
-  worker = EnvWorker(made, [(0, 0)], {**OPTIONS, 'step_timeout': 0.0})
+  worker = EnvWorker(made, [(0, 0)], {**OPTIONS, 'timeouts': 'step=0'})
   task = asyncio.create_task(worker.run({'seed': 5}))
   await queue.advance_step(0)
   first = await started()

@@ -135,7 +135,7 @@ async def test_a_broken_environment_costs_one_episode(fault, reason):
   made = [BadEnv(fault=fault, seconds=0.5), EchoEnv()]
   pool = CallPool(1)
   manager = EnvManager(
-    world(lambda: made.pop(0), pool=pool), reset_timeout=0.1, step_timeout=0.1
+    world(lambda: made.pop(0), pool=pool), timeouts='reset=0.1, step=0.1'
   )
   (bad,) = await manager.play(lease(), base_seed=7)
   assert (bad.stop_reason, bad.failed) == (reason, True)
@@ -156,7 +156,7 @@ async def test_an_engine_that_fails_costs_one_episode(reply):
 
 async def test_an_engine_that_hangs_is_told_to_abort():
   engine = FakeEngine(delay=30)
-  (row,) = await play(world(engine=engine), generate_timeout=0.05)
+  (row,) = await play(world(engine=engine), timeouts='generate=0.05')
   assert row.stop_reason == 'generate_failed'
   assert engine.aborted == [engine.requests[0][0]]
 
@@ -325,7 +325,7 @@ async def test_an_environment_made_too_late_is_nobodys():
   manager = EnvManager(
     world(make, FakeEngine(reply), pool=CallPool(1)),
     max_steps=2,
-    reset_timeout=0.05,
+    timeouts='reset=0.05',
   )
   (failed,) = await manager.play(lease(), base_seed=7)
   assert failed.stop_reason == 'env_reset_failed'

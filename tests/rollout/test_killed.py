@@ -64,7 +64,7 @@ async def test_environments_in_processes_that_die_hang_raise_or_leak():
     return envs[-1]
 
   shared = world(make, FakeEngine(lambda *_: next(told)), queue, pool=pool)
-  worker = EnvWorker(shared, share_out(3, 2, 1)[0], {'step_timeout': 1.0})
+  worker = EnvWorker(shared, share_out(3, 2, 1)[0], {'timeouts': 'step=1.0'})
   task = asyncio.create_task(worker.run({'seed': 0}))
   async with asyncio.timeout(LIMIT):
     for step in range(2):

@@ -108,7 +108,7 @@ async def test_environments_that_break_now_and_then(fault):
     return BadEnv(fault=fault if next(made) % 3 == 0 else '', seconds=0.2)
 
   queue = GroupQueue(num_groups=4, group_size=3, num_env_groups=4, retries=9)
-  pool, options = CallPool(12), {'max_steps': 2, 'step_timeout': 0.05}
+  pool, options = CallPool(12), {'max_steps': 2, 'timeouts': 'step=0.05'}
   shared = world(make_env, queue=queue, pool=pool)
   places = share_out(4, 3, 1)[0]
   worker = EnvWorker(shared, places, options)

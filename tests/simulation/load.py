@@ -228,7 +228,7 @@ async def play(
   """
   clock = asyncio.get_running_loop().time
   shared = EnvWorld(make_env, engine, FakeChat(), pool, queue, dataset)
-  settings = {'max_steps': TURNS, 'generate_timeout': 60.0, **options}
+  settings = {'max_steps': TURNS, 'timeouts': 'generate=60', **options}
   parts = share_out(queue.num_env_groups, group_size, num_workers)
   workers = [EnvWorker(shared, places, settings) for places in parts]
   tasks = [asyncio.create_task(worker.run({'seed': 0})) for worker in workers]

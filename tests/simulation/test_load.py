@@ -58,8 +58,7 @@ def test_hung_episodes_without_any_timeout_but_their_leases():
   made, draws = run(
     {'hang': 0.02},
     queue={**SMALL, 'lease_timeout': 300.0},
-    reset_timeout=0.0,
-    step_timeout=0.0,
+    timeouts='reset=0, step=0, generate=60',
   )
   made.check(4)
   assert made.queue.counts['timed_out'] == draws.seen['hang'] > 5
