@@ -121,8 +121,9 @@ class LocalLearners:
 
   def describe(self) -> str:
     kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
-    axes = ' × '.join(f'{name} {size}' for name, size in self.mesh.shape.items())
-    return f'{self.mesh.size} × {", ".join(kinds)} ({axes})'
+    sizes = self.mesh.shape.items()
+    axes = ' × '.join(f'{name} {size}' for name, size in sizes if size > 1)
+    return f'{self.mesh.size} × {", ".join(kinds)} ({axes or "one device"})'
 
   async def make(self, stage: Stage, *, follow: bool = False) -> Learner:
     params = self._learner.params if follow and self._learner else self._policy.params

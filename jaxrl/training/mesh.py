@@ -1,4 +1,4 @@
-"""The mesh: how the devices are arranged into data, fsdp and tensor axes."""
+"""The mesh: how the devices are arranged into named axes."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-AXES = ('data', 'fsdp', 'tensor')
+AXES = ('data', 'fsdp', 'tensor', 'context', 'expert')
 
 
 def make_mesh(
@@ -15,17 +15,21 @@ def make_mesh(
   data: int = -1,
   fsdp: int = 1,
   tensor: int = 1,
+  context: int = 1,
+  expert: int = 1,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """Arranges `devices` (default: all) as data × fsdp × tensor.
+  """Arranges `devices` (default: all) as data × fsdp × tensor × context × expert.
 
   data: replicas of the parameters, each with its share of the rows. fsdp: shares of
   parameters and rows. tensor: shares of heads, feed-forward width and vocabulary.
+  context: shares of every row's length. expert: shares of experts and rows.
   One of them may be −1: the devices that are left. Raises ValueError with the
   numbers when the axes do not use the devices up.
   """
   devices = list(jax.devices() if devices is None else devices)
-  sizes: dict[str, int] = dict(zip(AXES, (data, fsdp, tensor), strict=True))
+  wanted = data, fsdp, tensor, context, expert
+  sizes: dict[str, int] = dict(zip(AXES, wanted, strict=True))
   asked = ', '.join(f'{name}={size}' for name, size in sizes.items())
   wrong = [name for name, size in sizes.items() if size < 1 and size != -1]
   if wrong:
@@ -38,7 +42,8 @@ def make_mesh(
     sizes[open_axes[0]] = len(devices) // fixed
   if math.prod(sizes.values()) != len(devices):
     what = 'does not divide' if open_axes else 'is not'
-    advice = 'change a size' if open_axes else 'set one axis to -1'
+    divisors = ', '.join(map(str, _divisors(len(devices))))
+    advice = f'one of {divisors} does' if open_axes else 'set one axis to -1'
     raise ValueError(
       f'mesh {asked}: the product of the sizes, {fixed}, {what} the number of '
       f'devices, {len(devices)}; {advice}'
@@ -49,6 +54,10 @@ def make_mesh(
     axis_types=(AxisType.Auto,) * len(AXES),
     devices=devices,
   )
+
+
+def _divisors(number: int) -> list[int]:
+  return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def single_device_mesh() -> Mesh:

@@ -16,8 +16,8 @@ from jaxrl.types import Params
 # whole: splitting it over fsdp makes the compiler rebuild whole activations; its
 # vocabulary axis is split instead.
 RULES: dict[str, tuple[str, ...]] = {
-  'batch': ('data', 'fsdp'),
-  'length': (),
+  'batch': ('data', 'fsdp', 'expert'),
+  'length': ('context',),
   'layers': (),
   'embed': ('fsdp',),
   'embedding': (),
@@ -25,6 +25,7 @@ RULES: dict[str, tuple[str, ...]] = {
   'heads': ('tensor',),
   'kv_heads': ('tensor',),
   'mlp': ('tensor',),
+  'experts': ('expert',),
 }
 
 
@@ -83,9 +84,10 @@ def _split(mesh: Mesh, name: str | None, size: int, where: str) -> Any:
     return None
   shares = math.prod(mesh.shape[axis] for axis in axes)
   if size % shares:
+    sizes = ', '.join(str(n) for n in range(1, size + 1) if size % n == 0)
     raise ConfigError(
       f'mesh axis {axes[0]}={shares} does not divide {name}={size} of parameter '
-      f'{where}; choose a {axes[0]} size that divides {size}'
+      f'{where}; choose a {axes[0]} size that does: {sizes}'
     )
   return tuple(axes) if len(axes) > 1 else axes[0]
 

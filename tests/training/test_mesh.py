@@ -6,10 +6,11 @@ from jaxrl.training.mesh import make_mesh, single_device_mesh
 
 
 def test_minus_one_is_what_is_left():
-  assert dict(make_mesh().shape) == {'data': 8, 'fsdp': 1, 'tensor': 1}
-  mesh = make_mesh(data=2, fsdp=-1, tensor=2)
-  assert dict(mesh.shape) == {'data': 2, 'fsdp': 2, 'tensor': 2}
-  assert mesh.axis_types == (AxisType.Auto,) * 3
+  rest = {'tensor': 1, 'context': 1, 'expert': 1}
+  assert dict(make_mesh().shape) == {'data': 8, 'fsdp': 1} | rest
+  mesh = make_mesh(data=2, fsdp=-1, context=2)
+  assert dict(mesh.shape) == {'data': 2, 'fsdp': 2} | rest | {'context': 2}
+  assert mesh.axis_types == (AxisType.Auto,) * 5
 
 
 def test_single_device_mesh_is_the_first_device():
@@ -19,7 +20,7 @@ def test_single_device_mesh_is_the_first_device():
 @pytest.mark.parametrize(
   'sizes, message',
   [
-    ({'data': -1, 'fsdp': 3}, 'product of the sizes, 3, does not divide .* 8'),
+    ({'data': -1, 'fsdp': 3}, '3, does not divide .* 8; one of 1, 2, 4, 8 does'),
     ({'data': 2, 'fsdp': 2}, 'product of the sizes, 4, is not the number of .* 8'),
     ({'data': -1, 'fsdp': -1}, 'only one axis can be -1'),
     ({'tensor': 0}, 'tensor must be positive'),

@@ -88,7 +88,7 @@ def test_two_processes_learn_what_one_does(ray, tmp_path):
   try:
     said = asyncio.run(learners.meet(actors))
     both = learners.RemoteLearners(actors, said, ray.put)
-    assert both.describe() == '8 × cpu (data 2 × fsdp 4 × tensor 1), in 2 processes'
+    assert both.describe() == '8 × cpu (data 2 × fsdp 4), in 2 processes'
     theirs, metrics_ = asyncio.run(learn(both, tmp_path / 'two'))
     for one, two in zip(metrics, metrics_, strict=True):
       names = [name for name in one if name.startswith(('loss/', 'optimizer/'))]
