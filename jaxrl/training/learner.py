@@ -33,7 +33,8 @@ Metrics = dict[str, float]
 class Learner:
   """Trains `model` by `algorithm`, one `update` a step.
 
-  params: a tree as `model.init` gives it; copied. mesh: default, the first device.
+  params: a tree as `model.init` gives it; copied. Of its shapes alone a learner is made
+  too, that can only tell its programs: see `traced`. mesh: default, the first device.
   dispatcher: runs the device work; default, one of its own. ref_params: the reference
   policy, if a part reads one; default, `params`. teachers: who gives the columns that
   speak for a teacher, if a part reads any.
@@ -227,6 +228,15 @@ class Learner:
     made = programs.Programs(self._spec, self.mesh, self._numbers())
     prepare = made.prepare(shape) if self._spec.prepares else None
     return prepare, made.train(shape)
+
+  def traced(self, length: int) -> tuple[programs.Shape, dict[str, Any]]:
+    """A usual batch of rows of this bucket, and the programs that learn from it.
+
+    Each, by name, as JAX traced it: to be lowered and compiled, on any machine.
+    """
+    shape = self._layout.shape(length)
+    made = programs.Programs(self._spec, self.mesh, self._numbers())
+    return shape, made.traced(shape)
 
   def _warm_up(self) -> Metrics:
     start = time.perf_counter()

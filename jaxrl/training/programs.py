@@ -73,8 +73,13 @@ def state_shapes(spec: Spec, mesh: Mesh) -> TrainState:
 
 
 def init_state(spec: Spec, mesh: Mesh, params: Params) -> TrainState:
-  """A fresh state around a *copy* of params, which the train step may then donate."""
+  """A fresh state around a *copy* of params, which the train step may then donate.
+
+  Of params that are shapes alone: the shapes of the state.
+  """
   shapes = state_shapes(spec, mesh)
+  if are_shapes(params):
+    return shapes
   params = place(params, shapes.params)
   layout = shardings_of(shapes.opt_state)
   moments = jax.jit(optimizer.init, out_shardings=layout)(params)
@@ -85,9 +90,16 @@ def init_state(spec: Spec, mesh: Mesh, params: Params) -> TrainState:
 
 def place(params: Params, shapes: Params) -> Params:
   """A float32 copy of `params` in the layout of `shapes`, sharing no memory with it."""
+  if are_shapes(params):
+    return shapes
   return jax.tree.map(
     lambda x, s: sharding.put(x, s.sharding, copy=True), params, shapes
   )
+
+
+def are_shapes(params: Params) -> bool:
+  """Whether these are no arrays: programs can be compiled for them, and not run."""
+  return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
 
 
 def batch_shapes(spec: Spec, mesh: Mesh, shape: Shape) -> Batch:
@@ -131,9 +143,19 @@ class Programs:
     """(state, batch, index, numbers) → state, metrics; `state` is donated."""
     return _compile_train(self._spec, self._mesh, shape, self._numbers)
 
+  def traced(self, shape: Shape) -> dict[str, Any]:
+    """Each program of a batch of this shape by name, as `train` compiles it: traced."""
+    own = self._spec, self._mesh, shape, self._numbers
+    before = {'prepare': _trace_prepare(*own)} if self._spec.prepares else {}
+    return before | {'train': _trace_train(*own)}
+
 
 @functools.lru_cache(maxsize=64)
 def _compile_prepare(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
+  return _trace_prepare(spec, mesh, shape, numbers).lower().compile()
+
+
+def _trace_prepare(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
   state = state_shapes(spec, mesh)
   reference = state.params if 'ref_logprobs' in spec.needs else None
   function = functools.partial(scoring.prepare, spec, shape.rows // shape.micro_rows)
@@ -146,11 +168,15 @@ def _compile_prepare(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> An
   )
   whole = sharding.replicated(mesh)
   layouts = (sharding.rows(mesh), whole, whole)
-  return jax.jit(function, out_shardings=layouts).lower(*arguments).compile()
+  return jax.jit(function, out_shardings=layouts).trace(*arguments)
 
 
 @functools.lru_cache(maxsize=64)
 def _compile_train(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
+  return _trace_train(spec, mesh, shape, numbers).lower().compile()
+
+
+def _trace_train(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
   state, batch = state_shapes(spec, mesh), batch_shapes(spec, mesh, shape)
   numbers = jax.tree.unflatten(numbers[1], numbers[0])
   whole = sharding.replicated(mesh)
@@ -174,7 +200,7 @@ def _compile_train(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
     donate_argnums=0,
     out_shardings=(shardings_of(state), whole),
   )
-  return step.lower(state, batch, index, numbers).compile()
+  return step.trace(state, batch, index, numbers)
 
 
 class CompileCounter:
