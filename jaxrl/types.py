@@ -219,6 +219,29 @@ class Batch:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Rows:
+  """How the tokens of a rectangle `[B, T]` lie in R packed rows of L slots.
+
+  origin: `[R, L]` int32, b · T + t of the token in a slot, −1 at padding.
+  segment_ids: `[R, L]` int32, 0 at padding. prefix_ids: `[R, L]` int32, the number of
+  an earlier segment of the row that a token sees beside its own, 0 for none; or None.
+  positions: `[R, L]` int32, of a token in its sequence. place: `[B, T]` int32,
+  r · L + c of the slot that holds what is said of a token, −1 where nothing is.
+
+  A shared prompt lies in a row as [prompt but its last token][last prompt token and
+  response 1][last prompt token and response 2] …, the first part being the prefix of
+  the others: so a slot has one target, the next one of its segment.
+  """
+
+  origin: Any
+  segment_ids: Any
+  prefix_ids: Any
+  positions: Any
+  place: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PolicyOutputs:
   """What one forward pass says of a batch; all `[B, T]` float32.
 

@@ -18,44 +18,50 @@ def attention(
   v: jax.Array,
   segment_ids: jax.Array,
   *,
+  prefix_ids: jax.Array | None = None,
   block: int = 128,
   stretches: int = 4,
 ) -> jax.Array:
   """Causal attention within segments.
 
   q: `[B, T, H, d]`. k, v: `[B, T, K, d]`. segment_ids: `[B, T]` int32; a token sees
-  the tokens before it, and itself, that bear its own segment's number. Sequences
-  longer than `block` are done in at most `stretches` runs of queries, each against the
-  keys up to its own end, `block` queries at a time, computed anew in the backward
-  pass. Returns `[B, T, H, d]`.
+  the tokens before it, and itself, that bear its own segment's number. prefix_ids:
+  `[B, T]` int32, of one more segment of the row, an earlier one, that a token sees;
+  0: of none. Sequences longer than `block` are done in at most `stretches` runs of
+  queries, each against the keys up to its own end, `block` queries at a time, computed
+  anew in the backward pass. Returns `[B, T, H, d]`.
   """
   length = q.shape[1]
   k, v, time = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(length)
+  seen = segment_ids[:, :, None]  # [B, T, 1 or 2]: the segments that a query sees
+  if prefix_ids is not None:
+    prefix = jnp.where(prefix_ids > 0, prefix_ids, segment_ids)
+    seen = jnp.stack([segment_ids, prefix], axis=-1)
   if length <= block:
-    return _attend(q, k, v, segment_ids, segment_ids, time)
+    return _attend(q, k, v, seen, segment_ids, time)
   size = max(block, -(-length // (stretches * block)) * block)
   out = []
   for start in range(0, length, size):
     end = min(start + size, length)
     own = slice(start, end)
-    queries = q[:, own], segment_ids[:, own], time[own]
+    queries = q[:, own], seen[:, own], time[own]
     keys = k[:, :, :end], v[:, :, :end], segment_ids[:, :end]
     out.append(_stretch(queries, keys, block))
   return jnp.concatenate(out, axis=1)
 
 
 def _stretch(queries: tuple, keys: tuple, block: int) -> jax.Array:
-  """Queries (q, ids, time) against keys (k, v, ids), `block` queries at a time."""
-  q, q_ids, time = queries
+  """Queries (q, seen, time) against keys (k, v, ids), `block` queries at a time."""
+  q, seen, time = queries
   k, v, k_ids = keys
 
   @jax.checkpoint
-  def attend(q, ids, time):
-    return _attend(q, k, v, ids, k_ids, time)
+  def attend(q, seen, time):
+    return _attend(q, k, v, seen, k_ids, time)
 
   batch, length = q.shape[:2]
   if length <= block:
-    return attend(q, q_ids, time)
+    return attend(q, seen, time)
   chunks = -(-length // block)
 
   def split(x):  # [B, t, …] → [chunks, B, block, …]
@@ -64,10 +70,10 @@ def _stretch(queries: tuple, keys: tuple, block: int) -> jax.Array:
     return x.reshape(x.shape[0], chunks, block, *x.shape[2:]).swapaxes(0, 1)
 
   def body(_, chunk):
-    q, ids, time = chunk
-    return None, attend(q, ids, time[0])
+    q, seen, time = chunk
+    return None, attend(q, seen, time[0])
 
-  _, out = jax.lax.scan(body, None, (split(q), split(q_ids), split(time[None])))
+  _, out = jax.lax.scan(body, None, (split(q), split(seen), split(time[None])))
   return out.swapaxes(0, 1).reshape(batch, -1, *q.shape[2:])[:, :length]
 
 
@@ -75,18 +81,25 @@ def _attend(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  q_ids: jax.Array,
+  seen: jax.Array,
   k_ids: jax.Array,
   time: jax.Array,
 ) -> jax.Array:
-  """Queries q `[B, t, H, d]` at places `time` `[t]`; k, v `[B, K, T, d]`."""
+  """Queries q `[B, t, H, d]` at places `time` `[t]`; k, v `[B, K, T, d]`.
+
+  seen: `[B, t, n]` the segments that each query sees, of those of the keys `[B, T]`.
+  """
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[1]
   # Query heads of one key head are stacked along the length: few, larger products.
   q = (q * dim**-0.5).reshape(batch, length, kv_heads, -1, dim)
   q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
   visible = time[:, None] >= jnp.arange(k.shape[2])
-  visible = visible & (q_ids[:, :, None] == k_ids[:, None])
+  own = functools.reduce(
+    jnp.logical_or,
+    [seen[:, :, i, None] == k_ids[:, None] for i in range(seen.shape[2])],
+  )
+  visible = visible & own
   visible = jnp.tile(visible, (1, heads // kv_heads, 1))[:, None]
   scores = jnp.einsum('bkmd,bksd->bkms', q, k).astype(jnp.float32)
   scores = jnp.where(visible, scores, NEGATIVE)

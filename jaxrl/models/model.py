@@ -65,26 +65,38 @@ class Model:
     return transformer.logical_axes(self.config)
 
   def hidden(
-    self, params: Params, tokens: jax.Array, segment_ids: jax.Array
+    self,
+    params: Params,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    prefix_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
   ) -> jax.Array:
     """tokens, segment_ids `[B, T]` int32 → final normed states `[B, T, D]`.
 
-    A token sees those before it in its own segment; positions count from each
+    A token sees those before it in its own segment, and those of segment prefix_ids
+    `[B, T]` of its row, 0: none. positions: `[B, T]`; default, counted from each
     segment's start.
     """
-    return self._forward(params, tokens, segment_ids, keep_cache=False)[0]
+    forward = functools.partial(self._forward, keep_cache=False)
+    return forward(params, tokens, segment_ids, prefix_ids, positions)[0]
 
   def _forward(
     self,
     params: Params,
     tokens: jax.Array,
     segment_ids: jax.Array,
+    prefix_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    *,
     keep_cache: bool,
   ) -> tuple[jax.Array, caches.Kept | None]:
     ends = transformer.ends(self.config, params)
     x = ends.embedding.table[...][tokens].astype(self.dtype)
     x = self.constrain(x, 'batch', 'length', None)
-    positions = transformer.segment_positions(segment_ids)
+    if positions is None:
+      positions = transformer.segment_positions(segment_ids)
     cos, sin = rope.rotation(self.config, positions)
 
     def attend(q, k, v):
@@ -94,7 +106,7 @@ class Model:
       kept = None
       if keep_cache:
         kept = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
-      return attention(q, k, v, segment_ids), kept
+      return attention(q, k, v, segment_ids, prefix_ids=prefix_ids), kept
 
     def body(block, x):
       x, kept = block(x, cos, sin, attend, self.constrain)
@@ -205,6 +217,8 @@ class Model:
     nec: bool = False,
     topk_ids: jax.Array | None = None,
     top_k: int = 0,
+    prefix_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
   ) -> PolicyOutputs:
     """What the policy says of tokens `[B, T]` int32 with segment_ids `[B, T]`.
 
@@ -212,9 +226,12 @@ class Model:
     shift by one. 0 at the first token of a segment and at padding (segment 0).
     temperature divides the logits of log-probs; entropy, nec and values ignore it.
     topk_ids: `[B, T, K]` int32, at t tokens that might stand in the place of token t,
-    to be scored too; or top_k: the K likeliest, in falling order.
+    to be scored too; or top_k: the K likeliest, in falling order. prefix_ids and
+    positions are those of `hidden`.
     """
-    states = self.hidden(params, tokens, segment_ids)[:, :-1]
+    states = self.hidden(
+      params, tokens, segment_ids, prefix_ids=prefix_ids, positions=positions
+    )[:, :-1]
     scores = token_logprobs(
       states,
       self._head(params),

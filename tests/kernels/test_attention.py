@@ -35,6 +35,22 @@ def test_attention_within_segments(heads, block, stretches):
     np.testing.assert_allclose(out[b, t, h], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize('block, stretches', [(12, 1), (4, 8), (2, 1)])
+def test_a_prefix_is_seen_beside_the_own_segment(block, stretches):
+  q = random(1, 12, 4, 6)
+  k, v = random(2, 1, 12, 2, 6, seed=1)
+  segments = np.array([[1, 1, 1, 2, 2, 3, 3, 4, 4, 4, 0, 0]])
+  prefixes = np.array([[0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0]])
+  args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+  ids = jnp.asarray(segments), jnp.asarray(prefixes)
+  out = attention(*args, ids[0], prefix_ids=ids[1], block=block, stretches=stretches)
+  for t, h in np.ndindex(12, 4):
+    sees = {segments[0, t], prefixes[0, t] or segments[0, t]}
+    seen = [s for s in range(t + 1) if segments[0, s] in sees]
+    expected = one_query(q[0, t, h], k[0, seen, h // 2], v[0, seen, h // 2])
+    np.testing.assert_allclose(out[0, t, h], expected, atol=1e-5)
+
+
 @pytest.mark.parametrize('block, stretches', [(4, 8), (2, 2)])
 def test_queries_in_blocks_have_the_same_gradient(block, stretches):
   args = [jnp.asarray(random(2, 9, h, 6, seed=h), jnp.float32) for h in (4, 2, 2)]

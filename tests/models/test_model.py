@@ -275,3 +275,26 @@ def test_impossible_shapes_are_refused(changes, message):
   with pytest.raises(ValueError, match='remat'):
     Model(small.config(), remat='some')
   assert isinstance(small.config(), ModelConfig)
+
+
+def test_responses_may_share_their_prompt(qwen3):
+  """[a b][c d e][c f] with [a b] seen by both is a b c d e and a b c f."""
+  model, params = qwen3
+  long, short = [5, 9, 2, 7, 1], [5, 9, 2, 8]
+  alone = [
+    outputs(model, params, np.array([row]), np.ones((1, len(row)), np.int32))
+    for row in (long, short)
+  ]
+  shared = outputs(
+    model,
+    params,
+    np.array([[5, 9, 2, 7, 1, 2, 8]]),
+    np.array([[1, 1, 2, 2, 2, 3, 3]]),
+    prefix_ids=np.array([[0, 0, 1, 1, 1, 1, 1]]),
+    positions=np.array([[0, 1, 2, 3, 4, 2, 3]]),
+  )
+  for name in ('logprobs', 'values'):
+    one, two = (getattr(x, name)[0] for x in alone)
+    found = getattr(shared, name)[0]
+    expected = [0, one[1], 0, one[3], one[4], 0, two[3]]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
