@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-FAMILIES = ('qwen2', 'qwen3', 'llama')
+FAMILIES = ('qwen2', 'qwen3', 'qwen3_moe', 'llama')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +14,9 @@ class ModelConfig:
   qk_norm: RMS norms over each head of query and key. rope_scaling: sorted
   (name, value) pairs of the scaling's settings, `rope_type` among them, or None.
   value_head: a linear value head beside the language model's.
+  num_experts: of every layer's feed-forward part, 0 for a dense one; of these a token
+  takes the num_experts_per_token that its router finds likeliest, each of inner width
+  moe_intermediate_size. norm_topk_prob: their weights are made to sum to 1.
   """
 
   vocab_size: int
@@ -32,6 +35,10 @@ class ModelConfig:
   attention_bias: bool = False
   qk_norm: bool = True
   value_head: bool = False
+  num_experts: int = 0
+  num_experts_per_token: int = 0
+  moe_intermediate_size: int = 0
+  norm_topk_prob: bool = True
 
   def __post_init__(self) -> None:
     if self.family not in FAMILIES:
@@ -43,10 +50,26 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f'head_dim={self.head_dim} must be even for rotary positions')
-    if self.qk_norm != (self.family == 'qwen3'):
-      raise ValueError(f'family {self.family!r} needs qk_norm={self.family == "qwen3"}')
+    qwen3 = self.family in ('qwen3', 'qwen3_moe')
+    if self.qk_norm != qwen3:
+      raise ValueError(f'family {self.family!r} needs qk_norm={qwen3}')
     if self.family == 'qwen2' and not self.attention_bias:
       raise ValueError("family 'qwen2' needs attention_bias=True")
+    self._check_experts()
+
+  def _check_experts(self) -> None:
+    sizes = {
+      name: getattr(self, name)
+      for name in ('num_experts', 'num_experts_per_token', 'moe_intermediate_size')
+    }
+    told = ', '.join(f'{name}={size}' for name, size in sizes.items())
+    if self.family != 'qwen3_moe':
+      if any(sizes.values()):
+        raise ValueError(f"{told}: experts are of family 'qwen3_moe'")
+    elif min(sizes.values()) < 1 or self.num_experts_per_token > self.num_experts:
+      raise ValueError(
+        f"{told}: family 'qwen3_moe' needs each, and at most all experts a token"
+      )
 
   @property
   def output_bias(self) -> bool:

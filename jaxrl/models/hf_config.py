@@ -13,6 +13,7 @@ from jaxrl.models.config import FAMILIES, ModelConfig
 ARCHITECTURES = {
   'qwen2': 'Qwen2ForCausalLM',
   'qwen3': 'Qwen3ForCausalLM',
+  'qwen3_moe': 'Qwen3MoeForCausalLM',
   'llama': 'LlamaForCausalLM',
 }
 SIZES = {
@@ -23,8 +24,8 @@ SIZES = {
   'intermediate_size': 'intermediate_size',
 }
 # What transformers assumes of a family when its config.json is silent.
-MAX_POSITION = {'qwen2': 32768, 'qwen3': 32768, 'llama': 2048}
-KV_HEADS = {'qwen2': 32, 'qwen3': 32}
+MAX_POSITION = {'qwen2': 32768, 'qwen3': 32768, 'qwen3_moe': 32768, 'llama': 2048}
+KV_HEADS = {'qwen2': 32, 'qwen3': 32, 'qwen3_moe': 4}
 HEAD_DIM = {'qwen3': 128}
 ROPE_THETA = 10000.0
 # The only value supported of each setting.
@@ -72,7 +73,8 @@ def from_hf(data: Mapping[str, Any], *, where: str = 'config.json') -> ModelConf
       max_position=data.get('max_position_embeddings', MAX_POSITION[family]),
       tie_embeddings=data.get('tie_word_embeddings', False),
       attention_bias=family == 'qwen2' or bool(data.get('attention_bias', False)),
-      qk_norm=family == 'qwen3',
+      qk_norm=family in ('qwen3', 'qwen3_moe'),
+      **_experts(data, where),
     )
   except ValueError as error:
     raise ValueError(f'{where}: {error}') from error
@@ -98,7 +100,36 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     data['attention_bias'] = config.attention_bias
   if config.family != 'llama':
     data['use_sliding_window'] = False
+  if config.num_experts:
+    data |= {
+      'num_experts': config.num_experts,
+      'num_experts_per_tok': config.num_experts_per_token,
+      'moe_intermediate_size': config.moe_intermediate_size,
+      'norm_topk_prob': config.norm_topk_prob,
+      'decoder_sparse_step': 1,
+      'mlp_only_layers': [],
+    }
   return data
+
+
+def _experts(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """What a mixture of experts has beside; every layer must have them."""
+  if data['model_type'] != 'qwen3_moe':
+    return {}
+  dense, step = data.get('mlp_only_layers') or [], data.get('decoder_sparse_step', 1)
+  if dense or step != 1:
+    raise ValueError(
+      f'{where}: layers without experts beside others with them are not supported '
+      f'(mlp_only_layers={dense}, decoder_sparse_step={step})'
+    )
+  # transformers 5 writes the number under another name; both mean the same.
+  number = data.get('num_experts', data.get('num_local_experts', 128))
+  return {
+    'num_experts': number,
+    'num_experts_per_token': data.get('num_experts_per_tok', 8),
+    'moe_intermediate_size': data.get('moe_intermediate_size', 768),
+    'norm_topk_prob': bool(data.get('norm_topk_prob', False)),
+  }
 
 
 def _refuse_sliding_window(data: Mapping[str, Any], where: str) -> None:

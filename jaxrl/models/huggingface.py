@@ -127,7 +127,7 @@ def _load_tensors(
       raise ValueError(f'tensor {name} is in {seen[name]} and again in {file}')
     seen[name] = file
     if name in wanted:
-      _place(params, wanted[name], array, config.num_layers, file)
+      _place(params, wanted[name], array, config, file)
     elif name in more:
       others[name] = file, array
     elif not DERIVED.fullmatch(name):
@@ -175,7 +175,11 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
 
 
 def _place(
-  params: Params, tensor: names.Tensor, array: np.ndarray, num_layers: int, file: Path
+  params: Params,
+  tensor: names.Tensor,
+  array: np.ndarray,
+  config: ModelConfig,
+  file: Path,
 ) -> None:
   """Puts one tensor of the checkpoint where it belongs in `params`."""
   if array.shape != tensor.shape:
@@ -187,12 +191,13 @@ def _place(
   for key in tensor.path[:-1]:
     branch = branch.setdefault(key, {})
   leaf, array = tensor.path[-1], tensor.from_hf(array)
-  if tensor.layer is None:
+  if not tensor.index:
     branch[leaf] = array.astype(np.float32)
     return
   if leaf not in branch:
-    branch[leaf] = np.empty((num_layers, *tensor.inner), np.float32)
-  branch[leaf][tensor.layer] = array
+    stacked = (config.num_layers, config.num_experts)[: len(tensor.index)]
+    branch[leaf] = np.empty((*stacked, *tensor.inner), np.float32)
+  branch[leaf][tensor.index] = array
 
 
 def _load_value_head(
@@ -324,7 +329,7 @@ def _fetch(params: Params, tensor: names.Tensor) -> np.ndarray:
   leaf = params
   for key in tensor.path:
     leaf = leaf[key]
-  array = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])
+  array = np.asarray(leaf[tensor.index] if tensor.index else leaf)
   if array.shape != tensor.inner:
     raise ValueError(
       f'parameter {".".join(tensor.path)} has shape {array.shape}, '

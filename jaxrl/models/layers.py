@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models import rope
+from jaxrl.models import moe, rope
 from jaxrl.models.config import ModelConfig
 
 Constrain = Callable[..., jax.Array]
+Feed = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 INIT_STD = 0.02
 
 
@@ -110,14 +111,18 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-  """One pre-norm layer: attention and MLP, each added to the residual stream."""
+  """One pre-norm layer: attention and MLP, each added to the residual stream.
+
+  `feed(mlp, x [..., D]) -> (y [..., D], aux)` is how the caller has the MLP, or the
+  mixture of experts in its place, computed.
+  """
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     eps = config.rms_norm_eps
     self.attention_norm = RMSNorm(config.hidden_size, eps)
     self.attention = Attention(config, rngs)
     self.mlp_norm = RMSNorm(config.hidden_size, eps)
-    self.mlp = MLP(config, rngs)
+    self.mlp = moe.MoE(config, rngs) if config.num_experts else MLP(config, rngs)
 
   def __call__(
     self,
@@ -125,12 +130,15 @@ class Block(nnx.Module):
     cos: jax.Array,
     sin: jax.Array,
     attend: Callable[..., tuple[jax.Array, Any]],
-    constrain: Constrain,
-  ) -> tuple[jax.Array, Any]:
-    """x `[..., D]`; `attend(q, k, v) -> (out [..., H, d], aux)`. Returns (x, aux)."""
+    feed: Feed,
+  ) -> tuple[jax.Array, tuple[Any, Any]]:
+    """x `[..., D]`; `attend(q, k, v) -> (out [..., H, d], aux)`. Returns x and what
+    attend and feed gave beside.
+    """
     q, k, v = self.project(x, cos, sin)
     out, aux = attend(q, k, v)
-    return self.finish(x, out, constrain), aux
+    x, more = self.finish(x, out, feed)
+    return x, (aux, more)
 
   def project(
     self, x: jax.Array, cos: jax.Array, sin: jax.Array
@@ -138,10 +146,13 @@ class Block(nnx.Module):
     """What comes before attention: q, k and v of x `[..., D]`."""
     return self.attention.project(self.attention_norm(x), cos, sin)
 
-  def finish(self, x: jax.Array, out: jax.Array, constrain: Constrain) -> jax.Array:
-    """What comes after it: x `[..., D]` and out `[..., H, d]` to the next layer's x."""
+  def finish(self, x: jax.Array, out: jax.Array, feed: Feed) -> tuple[jax.Array, Any]:
+    """What comes after it: x `[..., D]` and out `[..., H, d]` to the next layer's x,
+    and what feed gave beside.
+    """
     x = x + self.attention.o(out)
-    return x + self.mlp(self.mlp_norm(x), constrain)
+    y, more = feed(self.mlp, self.mlp_norm(x))
+    return x + y, more
 
 
 class Embedding(nnx.Module):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl.models import cache as caches
 from jaxrl.models import exact as exactly
-from jaxrl.models import layers, rope, transformer
+from jaxrl.models import layers, moe, rope, transformer
 from jaxrl.models.cache import Cache
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.exact import Exact
@@ -33,6 +33,7 @@ class Model:
   remat: 'none', 'full' (each layer recomputed in the backward pass) or 'dots' (matrix
   products kept). unroll: layers a step of the scan; more run a little faster and
   compile slower. constrain: `(x, *axis names) -> x`, places activations on a mesh.
+  mix: `(way, x, chosen, weights, *kernels) -> y`, takes tokens to their experts there.
   exact: the mode in which `decode`, `prefill` and `policy_outputs` give a token's
   log-prob the same bits; None is the fast mode.
   """
@@ -42,6 +43,7 @@ class Model:
   remat: str = 'none'
   unroll: int = 1
   constrain: Callable[..., jax.Array] = unconstrained
+  mix: Callable[..., jax.Array] = moe.local
   exact: Exact | None = None
 
   def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class Model:
       return attention(q, k, v, segment_ids, prefix_ids=prefix_ids), kept
 
     def body(block, x):
-      x, kept = block(x, cos, sin, attend, self.constrain)
+      x, (kept, _) = block(x, cos, sin, attend, self._feed)
       return self.constrain(x, 'batch', 'length', None), kept
 
     x, kept = transformer.run_layers(
@@ -167,8 +169,15 @@ class Model:
     """One layer for states `[N, D]`; `attend` as in `Block`."""
     q, k, v = self._tokenwise(block.project, x, cos, sin)
     out, aux = attend(q, k, v)
-    finish = functools.partial(block.finish, constrain=self.constrain)
-    return self._tokenwise(finish, x, out), aux
+    finish = functools.partial(block.finish, feed=self._feed)
+    return self._tokenwise(finish, x, out)[0], aux
+
+  def _feed(self, mlp: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    """The MLP or the experts of states `[..., D]`; beside, the experts taken."""
+    if not self.config.num_experts:
+      return mlp(x, self.constrain), None
+    way = moe.way(jax.default_backend(), x, self.exact is not None)
+    return mlp(x, functools.partial(self.mix, way))
 
   def _last(self, params: Params, x: jax.Array) -> jax.Array:
     """The last layer's output `[N, D]` → logits `[N, V]` float32."""

@@ -32,19 +32,27 @@ LAYER = {
   'mlp.gate.kernel': 'mlp.gate_proj.weight',
   'mlp.up.kernel': 'mlp.up_proj.weight',
   'mlp.down.kernel': 'mlp.down_proj.weight',
+  'mlp.router.kernel': 'mlp.gate.weight',
+}
+# Each is a name after 'model.layers.N.mlp.experts.M.'.
+EXPERT = {
+  'mlp.experts.gate.kernel': 'gate_proj.weight',
+  'mlp.experts.up.kernel': 'up_proj.weight',
+  'mlp.experts.down.kernel': 'down_proj.weight',
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """One tensor of a checkpoint. path: its place in the parameter tree; layer: its
-  index along axis 0 there, or None; inner: its shape there, without the layer axis;
-  num_inputs: leading axes of a kernel that are inputs, 0 for what is not a kernel.
+  """One tensor of a checkpoint. path: its place in the parameter tree; index: along
+  the first axes there, its layer and its expert, as far as it has them; inner: its
+  shape there, without those axes; num_inputs: leading axes of a kernel that are inputs,
+  0 for what is not a kernel.
   """
 
   name: str
   path: tuple[str, ...]
-  layer: int | None
+  index: tuple[int, ...]
   inner: tuple[int, ...]
   num_inputs: int
 
@@ -77,12 +85,17 @@ def tensors(config: ModelConfig) -> list[Tensor]:
     if path[0] == 'value_head':
       continue
     if path[0] != 'layers':
-      found.append(Tensor(ENDS['.'.join(path)], path, None, leaf.shape, 0))
+      found.append(Tensor(ENDS['.'.join(path)], path, (), leaf.shape, 0))
       continue
-    suffix = LAYER['.'.join(path[1:])]
+    inner = '.'.join(path[1:])
     inputs = 0 if path[-1] != 'kernel' else 2 if path[1:3] == ('attention', 'o') else 1
-    found += [
-      Tensor(f'model.layers.{layer}.{suffix}', path, layer, leaf.shape[1:], inputs)
-      for layer in range(config.num_layers)
-    ]
+    for layer in range(config.num_layers):
+      start = f'model.layers.{layer}'
+      if inner not in EXPERT:
+        name = f'{start}.{LAYER[inner]}'
+        found.append(Tensor(name, path, (layer,), leaf.shape[1:], inputs))
+        continue
+      for expert in range(config.num_experts):
+        name = f'{start}.mlp.experts.{expert}.{EXPERT[inner]}'
+        found.append(Tensor(name, path, (layer, expert), leaf.shape[2:], inputs))
   return found

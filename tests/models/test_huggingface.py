@@ -21,6 +21,12 @@ COMMON = {
   'intermediate_size': 40,
   'max_position_embeddings': 256,
 }
+EXPERTS = {
+  'head_dim': 16,
+  'num_experts': 5,
+  'num_experts_per_tok': 2,
+  'moe_intermediate_size': 12,
+}
 YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 16}
 CASES = {
   'qwen2-untied': ('Qwen2', {'tie_word_embeddings': False}),
@@ -32,6 +38,11 @@ CASES = {
   'qwen3-untied-yarn': ('Qwen3', {'head_dim': 8, 'rope': YARN}),
   'qwen3-biased': ('Qwen3', {'head_dim': 8, 'attention_bias': True}),
   'llama-llama3': ('Llama', {'head_dim': 16, 'rope': dict(small.LLAMA3)}),
+  'qwen3-moe': ('Qwen3Moe', {**EXPERTS, 'norm_topk_prob': True}),
+  'qwen3-moe-unnormed': (
+    'Qwen3Moe',
+    {**EXPERTS, 'norm_topk_prob': False, 'tie_word_embeddings': True},
+  ),
   'llama-tied-biased': ('Llama', {'tie_word_embeddings': True, 'attention_bias': True}),
 }
 

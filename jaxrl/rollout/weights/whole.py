@@ -32,10 +32,9 @@ def tensors(
       path, leaf = tensor.path, None  # let go of before there is another
       leaf = _on_device(_leaf(params, tensor))
     assert leaf is not None
-    layered = tensor.layer is not None
-    kind = dataclasses.replace(tensor, name='', layer=0 if layered else None)
+    kind = dataclasses.replace(tensor, name='', index=(0,) * len(tensor.index))
     make = _make(kind, cast(leaf, dtype), _whole(leaf.sharding))
-    yield tensor, make(leaf, tensor.layer or 0)
+    yield tensor, make(leaf, tensor.index)
 
 
 def size(shape: ModelConfig, params: Params, dtype: str | None = None) -> int:
@@ -75,11 +74,10 @@ def _whole(sharding: Sharding) -> Sharding:
 @functools.cache
 def _make(
   kind: Tensor, dtype: str, sharding: Sharding
-) -> Callable[[jax.Array, int], jax.Array]:
-  """One program for all layers' tensors of a kind."""
+) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
+  """One program for all layers' and experts' tensors of a kind."""
 
-  def make(leaf: jax.Array, layer: int) -> jax.Array:
-    array = leaf if kind.layer is None else leaf[layer]
-    return jnp.array(kind.to_hf(array), dtype=dtype, copy=True)  # pyright: ignore
+  def make(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    return jnp.array(kind.to_hf(leaf[index]), dtype=dtype, copy=True)  # pyright: ignore
 
   return jax.jit(make, out_shardings=sharding)

@@ -1,0 +1,94 @@
+"""A mixture of experts in the place of a layer's MLP, as Qwen3-MoE has it.
+
+Paper: https://arxiv.org/abs/2505.09388. The router scores in float32 whatever the rest
+computes in: p = softmax(x W), the k likeliest experts are taken, their p made to sum to
+1 if the model says so. Every token has its experts: none has a capacity.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.models.config import ModelConfig
+from kernels import experts
+
+Mix = Callable[..., jax.Array]
+INIT_STD = 0.02
+OWN = -1  # in the place of a recorded expert: the router's own choice
+
+
+def local(way: Mix, x: jax.Array, chosen: jax.Array, *rest: jax.Array) -> jax.Array:
+  """`way`, one of `kernels.experts`, with any number of axes before the last."""
+  flat = (y.reshape(-1, y.shape[-1]) for y in (x, chosen, rest[0]))
+  return way(*flat, *rest[1:]).reshape(x.shape)
+
+
+def way(platform: str, x: jax.Array, exact: bool) -> Mix:
+  """How experts are computed for states x `[..., D]`: see `kernels.experts`.
+
+  States `[N, D]` are those of decode, which waits for the experts' weights, nearly all
+  of which any batch of some size needs.
+  """
+  if exact or platform == 'cpu' or x.ndim == 2:
+    return experts.dense
+  return experts.ragged
+
+
+class Kernel(nnx.Module):
+  """A kernel of a shape; `axes` are the logical names of its axes."""
+
+  def __init__(self, shape: tuple[int, ...], axes: tuple, rngs: nnx.Rngs):
+    value = INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
+    self.kernel = nnx.Param(value, axes=axes)
+
+
+class Experts(nnx.Module):
+  """The experts' matrices: gate and up `[E, D, I]`, down `[E, I, D]`."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    number, width = config.num_experts, config.hidden_size
+    wide, names = config.moe_intermediate_size, ('expert', 'embed', 'mlp')
+    self.gate = Kernel((number, width, wide), names, rngs)
+    self.up = Kernel((number, width, wide), names, rngs)
+    self.down = Kernel((number, wide, width), ('expert', 'mlp', 'embed'), rngs)
+
+
+class MoE(nnx.Module):
+  """Router and experts; how tokens reach the experts is the caller's."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    shape = (config.hidden_size, config.num_experts)
+    self.router = Kernel(shape, (None, None), rngs)
+    self.experts = Experts(config, rngs)
+    self.picks = config.num_experts_per_token
+    self.sums_to_one = config.norm_topk_prob
+
+  def __call__(
+    self, x: jax.Array, mix: Mix, routed: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
+    """x `[..., D]` → (y `[..., D]`, the experts taken `[..., k]` int32).
+
+    routed: `[..., k]` int, experts to take instead of the likeliest, OWN where there
+    are none; their weights are this router's, and gradients flow through these.
+    """
+    chosen, weights = self.route(x, routed)
+    kernels = (self.experts.gate, self.experts.up, self.experts.down)
+    y = mix(x, chosen, weights, *(part.kernel[...].astype(x.dtype) for part in kernels))
+    return y, chosen
+
+  def route(
+    self, x: jax.Array, routed: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
+    """Experts `[..., k]` int32 and their weights `[..., k]` float32."""
+    scores = x.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
+    p = jax.nn.softmax(scores, axis=-1)
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(p), self.picks)
+    if routed is not None:
+      recorded = (routed >= 0).all(axis=-1, keepdims=True)
+      chosen = jnp.where(recorded, routed.astype(jnp.int32), chosen)
+    weights = jnp.take_along_axis(p, chosen, axis=-1)
+    if self.sums_to_one:
+      weights = weights / weights.sum(axis=-1, keepdims=True)
+    return chosen, weights

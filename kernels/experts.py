@@ -1,0 +1,54 @@
+"""Experts that each token mixes: y_n = Σ_j w_nj · down_e(silu(gate_e x_n) · up_e x_n).
+
+Here e = chosen[n, j]. Two ways of the same signature. `ragged` sorts tokens by expert
+and multiplies groups of unequal size: it does the work that was chosen and no more.
+`dense` is the reference: every expert for every token, the unchosen ones weighed 0; it
+is also the faster one where grouped products are expanded anyway (CPU), and where
+reading the experts takes longer than using them (few tokens). In it a token's result
+has the same bits whatever tokens stand beside it.
+
+x: `[N, D]`. chosen: `[N, k]` int; an id outside [0, E) is nobody's and adds nothing.
+weights: `[N, k]` float32. gate, up: `[E, D, I]`, down: `[E, I, D]`, of x's dtype.
+Returns `[N, D]` of x's dtype, summed in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def dense(
+  x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array
+) -> Array:
+  """Every expert for every token: E / k times the work, no sorting."""
+  experts = gate.shape[0]
+  picked = chosen[:, :, None] == jnp.arange(experts)
+  share = jnp.where(picked, weights[:, :, None], 0).sum(1)  # [N, E]
+  inner = jax.nn.silu(jnp.einsum('nd,edi->eni', x, gate))
+  inner = inner * jnp.einsum('nd,edi->eni', x, up) * share.T[:, :, None].astype(x.dtype)
+  y = jnp.einsum('eni,eid->nd', inner, down, preferred_element_type=jnp.float32)
+  return y.astype(x.dtype)
+
+
+def ragged(
+  x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array
+) -> Array:
+  """Tokens sorted by expert, one grouped product a matrix; no token is dropped."""
+  (tokens, picks), experts = chosen.shape, gate.shape[0]
+  ids = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
+  order = jnp.argsort(ids, stable=True)  # those of nobody come last
+  sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
+  there = (jnp.arange(tokens * picks) < sizes.sum())[:, None]
+
+  def pick(rows: Array, index: Array) -> Array:  # a permutation: no sum in its gradient
+    return rows.at[index].get(unique_indices=True, mode='promise_in_bounds')
+
+  spread = jnp.broadcast_to(x[:, None], (tokens, picks, x.shape[1]))
+  rows = jnp.where(there, pick(spread.reshape(tokens * picks, -1), order), 0)
+  inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes))
+  out = jax.lax.ragged_dot(inner * jax.lax.ragged_dot(rows, up, sizes), down, sizes)
+  # What a grouped product leaves behind its last group is not said to be 0.
+  out = pick(jnp.where(there, out, 0), jnp.argsort(order))
+  out = out.reshape(tokens, picks, -1).astype(jnp.float32)
+  return (out * weights[:, :, None]).sum(1).astype(x.dtype)
