@@ -47,6 +47,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
     {'checkpoint': '', 'dtype': 'float32', 'remat': 'none'},
   )
   config.model.random = section(random_config)
+  config.kernels = 'auto'  # or 'reference': plain jnp, see kernels/dispatch.py
   config.dataset = section(leave(GlobalDataset, 'mode', 'seed'))
   config.data = section({'source': ''})
   maker, options = compose.maker(algorithm), compose.maker_options(algorithm)

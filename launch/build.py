@@ -30,7 +30,7 @@ from launch import (
 from launch.algorithm import make_algorithm
 from launch.datasets import load_datasets
 from launch.job import Job
-from launch.learners import Learners, LocalLearners, mesh_of
+from launch.learners import Learners, LocalLearners, mesh_of, model_options
 from launch.rollouts import Rollouts
 from launch.spawn import Host, LocalHost
 from launch.writers import Writers
@@ -156,7 +156,7 @@ def make_policy(config: Config, workdir: pathlib.Path, *, critic: bool) -> Polic
   a teacher, and else with one of the run's texts.
   """
   settings = config.model
-  options = {'dtype': settings.dtype, 'remat': settings.remat, 'value_head': critic}
+  options = {**model_options(config), 'value_head': critic}
   if settings.checkpoint:
     return policies.load(settings.checkpoint, **options)
   if not (workdir / 'config.json').exists():  # a start that failed may have left one

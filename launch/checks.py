@@ -10,6 +10,7 @@ from jaxrl.rollout.shapers import make_shaper
 from jaxrl.rollout.shares import share_groups
 from jaxrl.signature import ConfigError, defaults
 from jaxrl.types import Algorithm
+from kernels.dispatch import check_asked
 from launch import engines, files, off_policy, placement, rewards, weights
 
 # Whole numbers, and the least that each may be.
@@ -71,11 +72,15 @@ def settings(config: Config, algorithm: Algorithm) -> None:
 
 
 def numbers(config: Config) -> None:
-  """Raises ConfigError for one that is too low."""
+  """Raises ConfigError for one that is too low, and for kernels that are none."""
   for key, least in LEAST.items():
     value = _get(config, key)
     if value < least:
       raise ConfigError(f'--config.{key}={value}: must be at least {least}')
+  try:
+    check_asked(config.kernels)
+  except ValueError as error:
+    raise ConfigError(f'--config.{error}') from error
 
 
 def _checkpoint(config: Config) -> None:

@@ -90,6 +90,12 @@ async def lasting(dispatcher: Dispatcher, params: Any) -> Any:
   return await (hold() if hold else sync.copy(dispatcher.run, params))
 
 
+def model_options(config: Config) -> dict[str, Any]:
+  """How the run's own model computes: options of `Model`."""
+  own = config.model
+  return {'dtype': own.dtype, 'remat': own.remat, 'kernels': config.kernels}
+
+
 def mesh_of(config: Config) -> Mesh:
   """Raises ConfigError for a mesh that the devices do not make up."""
   try:

@@ -48,12 +48,14 @@ class JudgeEngine(EngineSpeaker):
 
   max_length: tokens of prompt and answer together. concurrency: answers at once.
   timeout: seconds of one. dispatcher: of the devices it shares; None for its own.
+  kernels: as `Model` has it.
   """
 
   def __init__(
     self,
     folder: str,
     dispatcher: Dispatcher | None,
+    kernels: str = 'auto',
     *,
     dtype: Dtype = 'float32',
     max_length: int = 4096,
@@ -64,7 +66,7 @@ class JudgeEngine(EngineSpeaker):
     self._params = _cast(params, dtype)
     tokenizer = load_tokenizer(folder)
     engine = self._own = JaxEngine(
-      Model(config, dtype=dtype),
+      Model(config, dtype=dtype, kernels=kernels),
       tokenizer,
       dispatcher=dispatcher or Dispatcher('judge'),
       num_slots=concurrency,
@@ -89,6 +91,7 @@ class RewardModelEngine(RewardModel):
     self,
     folder: str,
     dispatcher: Dispatcher | None,
+    kernels: str = 'auto',
     *,
     dtype: Dtype = 'float32',
     max_length: int = 4096,
@@ -97,7 +100,7 @@ class RewardModelEngine(RewardModel):
   ):
     config, params = huggingface.load_scorer(folder)
     super().__init__(
-      Model(config, dtype=dtype),
+      Model(config, dtype=dtype, kernels=kernels),
       _cast(params, dtype),
       Chat(load_tokenizer(folder)),
       dispatcher=dispatcher or Dispatcher('rewards'),
@@ -137,7 +140,7 @@ def make(config: Config, host: Host, dispatcher: Dispatcher) -> Rewards | None:
   mine = None if config.cluster.ray else dispatcher
 
   def spawn(made: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    given = args if made is Endpoint else (*args, mine)
+    given = args if made is Endpoint else (*args, mine, config.kernels)
     try:
       return host.spawn(made, *given, **options)
     except (OSError, ValueError) as error:

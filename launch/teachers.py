@@ -116,7 +116,12 @@ def load(config: Config, algorithm: Algorithm, student: Policy) -> Staff | None:
     if folder not in loaded:
       key = BY_TAG if tag else CHECKPOINT
       policy = policies.load(
-        folder, value_head=False, dtype=config.model.dtype, remat='none', key=key
+        folder,
+        value_head=False,
+        dtype=config.model.dtype,
+        remat='none',
+        kernels=config.kernels,
+        key=key,
       )
       loaded[folder] = policies.with_vocabulary(policy, student, key)
   return Staff({tag: loaded[folder] for tag, folder in found.items()})

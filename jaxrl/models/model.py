@@ -16,6 +16,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.exact import Exact
 from jaxrl.types import Params, PolicyOutputs
 from kernels.attention import attention, decode_attention
+from kernels.dispatch import check_asked
 from kernels.token_logprobs import token_logprobs
 
 
@@ -35,7 +36,9 @@ class Model:
   compile slower. constrain: `(x, *axis names) -> x`, places activations on a mesh.
   mix: `(way, x, chosen, weights, *kernels) -> y`, takes tokens to their experts there.
   exact: the mode in which `decode`, `prefill` and `policy_outputs` give a token's
-  log-prob the same bits; None is the fast mode.
+  log-prob the same bits; None is the fast mode. kernels: 'auto', the best there is for
+  the platform, or 'reference', plain jnp. platform: what it is compiled for ('cpu',
+  'gpu', 'tpu'); None is what this process runs on.
   """
 
   config: ModelConfig
@@ -45,8 +48,11 @@ class Model:
   constrain: Callable[..., jax.Array] = unconstrained
   mix: Callable[..., jax.Array] = moe.local
   exact: Exact | None = None
+  kernels: str = 'auto'
+  platform: str | None = None
 
   def __post_init__(self) -> None:
+    check_asked(self.kernels)
     if self.exact is not None and self.dtype != 'float32':
       raise ValueError(f"exact mode is of dtype='float32', not {self.dtype!r}")
     if self.remat not in transformer.REMAT:

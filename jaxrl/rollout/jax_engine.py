@@ -64,6 +64,8 @@ class JaxEngine(Desk):
     super().__init__(tokenizer, window=max_length, vocab_size=vocab)
     self._dispatcher = dispatcher
     self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    platform = next(iter(self._sharding.device_set)).platform
+    model = dataclasses.replace(model, platform=platform)
     if exact:
       model = dataclasses.replace(model, exact=Exact.for_slots(num_slots))
     self._programs = Programs(

@@ -38,8 +38,10 @@ class PerDevice:
 
 
 def on_mesh(model: Model, mesh: Mesh) -> Model:
-  """The model with its activations pinned to `mesh`."""
+  """The model with its activations pinned to `mesh`, for the devices of that."""
   changes: dict[str, Any] = {'constrain': Constrain(mesh)}
+  if hasattr(model, 'platform'):
+    changes['platform'] = mesh.devices.flat[0].platform
   exact = getattr(model, 'exact', None)
   if exact is not None:
     changes['exact'] = dataclasses.replace(exact, per_device=PerDevice(mesh))

@@ -65,6 +65,7 @@ def load(
   value_head: bool,
   dtype: str,
   remat: str,
+  kernels: str = 'auto',
   key: str = 'model.checkpoint',
 ) -> Policy:
   """The policy in a Hugging Face folder. Raises ConfigError for a folder that is none.
@@ -77,7 +78,7 @@ def load(
     tokenizer = load_tokenizer(folder)
   except (OSError, ValueError) as error:
     raise ConfigError(f'{key}={folder}: {error}') from error
-  model = Model(config, dtype=dtype, remat=remat)
+  model = Model(config, dtype=dtype, remat=remat, kernels=kernels)
   return Policy(model, params, tokenizer, pathlib.Path(folder))
 
 
@@ -90,6 +91,7 @@ def create(
   value_head: bool,
   dtype: str,
   remat: str,
+  kernels: str = 'auto',
   tokenizer: Any = None,
 ) -> Policy:
   """A random policy, saved in `folder`, with a tokenizer trained on `texts`.
@@ -105,7 +107,9 @@ def create(
     config = config.replace(value_head=value_head)
     params = Model(config).init(key)
     huggingface.save(folder, config, params, tokenizer)
-  return load(str(folder), value_head=value_head, dtype=dtype, remat=remat)
+  return load(
+    str(folder), value_head=value_head, dtype=dtype, remat=remat, kernels=kernels
+  )
 
 
 def with_vocabulary(other: Policy, student: Policy, key: str) -> Policy:

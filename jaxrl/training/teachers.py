@@ -14,6 +14,7 @@ from jaxrl.algorithms import compose
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
 from jaxrl.training import programs, sharding, teacher_columns
+from jaxrl.training.per_device import on_mesh
 from jaxrl.training.policy import Policy
 from jaxrl.training.state import Spec
 from jaxrl.types import Algorithm, Array, Batch, Group, Params
@@ -73,8 +74,7 @@ class Teachers:
       raise ConfigError(
         f'top_k={self.top_k}: the teacher in {policy.folder} knows {vocabulary} tokens'
       )
-    constrain = sharding.Constrain(self._mesh)
-    spec = Spec(dataclasses.replace(policy.model, constrain=constrain), algorithm)
+    spec = Spec(on_mesh(policy.model, self._mesh), algorithm)
     shapes = programs.params_shapes(spec, self._mesh)
     return Placed(spec, programs.place(policy.params, shapes))
 

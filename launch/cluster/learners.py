@@ -90,8 +90,7 @@ class LearnerActor:
     policy = policies.load(
       str(self._folder),
       value_head=algorithm.value_loss is not None,
-      dtype=config.model.dtype,
-      remat=config.model.remat,
+      **learners.model_options(config),
     )
     staff, mesh = teachers.load(config, algorithm, policy), learners.mesh_of(config)
     self._learners = learners.LocalLearners(

@@ -48,6 +48,7 @@ SETTINGS = {
   '--config.algorithm.advantage=gae': 'set --config.algorithm.value_loss=value_loss',
   '--config.dataset.curriculum=mixture(weights=(3,1))': 'it has 1, joined by',
   '--config.algorithm.policy_loss=ppo_clip(cliplow=.1)': "no option 'cliplow'",
+  '--config.kernels=fast': "--config.kernels='fast' is not one of auto, reference",
   '--config.mesh.data=3': 'the number of devices, 8',
   '--config.mesh.tensor=3': 'does not divide the number of devices, 8',
   '--config.dataset.path=generate:arithmetik()': "Did you mean 'arithmetic'",
