@@ -2,6 +2,8 @@
 # make quickstart  train a language model by reinforcement, from nothing, on this machine
 # make test        the fast suite         make test-all  what is too slow for it
 # make bench       tables of speed        make lint      format, lint and types
+# make bench-peers  one toy here, in TRL, Tunix and vLLM, each in its own environment
+# make bench-gpu   kernels, train step and decode on one GPU: PYTHON with jax[cuda13]
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
 # make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
@@ -19,7 +21,7 @@ FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
 .PHONY: env env-vllm env-envs env-targets quickstart test test-all test-vllm test-envs \
-  test-targets bench lint format bazel clean
+  test-targets bench bench-peers bench-gpu lint format bazel clean
 
 env: $(VENV)/.ready
 
@@ -82,6 +84,23 @@ quickstart: env
 
 bench: env
 	$(BIN)/python -m tests.benchmarks
+
+# What cannot be installed is left out, and said so by the table.
+bench-peers: env
+	-$(MAKE) env-vllm
+	-$(MAKE) .venv-trl/.ready .venv-tunix/.ready
+	$(BIN)/python -m tests.benchmarks.peers --json=runs/bench-peers.json
+
+.venv-trl/.ready .venv-tunix/.ready: .venv-%/.ready: tests/benchmarks/peers/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-$*/bin/uv pip install --quiet --python .venv-$*/bin/python $(UV_SOURCES) \
+	  --requirement $<
+	@touch $@
+
+# Needs jax, flax and optax alone, and the card to itself.
+bench-gpu:
+	$(PYTHON) -m tests.benchmarks.gpu --json=runs/bench-gpu.json
 
 lint: env
 	$(BIN)/ruff check .

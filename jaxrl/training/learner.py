@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,8 +23,10 @@ from jaxrl.training.mesh import single_device_mesh
 from jaxrl.training.optimizer import Optimizer, adamw
 from jaxrl.training.per_device import on_mesh
 from jaxrl.training.state import Spec
-from jaxrl.training.teachers import Teachers
 from jaxrl.types import Algorithm, Batch, Group, Params
+
+if TYPE_CHECKING:  # it brings tokenizers, which a learner by itself does not need
+  from jaxrl.training.teachers import Teachers
 
 log = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -59,7 +61,7 @@ class Learner:
     optimizer: Optimizer | None = None,
     dispatcher: Dispatcher | None = None,
     ref_params: Params | None = None,
-    teachers: Teachers | None = None,
+    teachers: 'Teachers | None' = None,
     minibatches: int = 1,
     micro_batches: int = 1,
     epochs: int = 1,
@@ -332,7 +334,7 @@ class Learner:
     self._alarmed = alarm
 
 
-def _check_teachers(spec: Spec, teachers: Teachers | None) -> None:
+def _check_teachers(spec: Spec, teachers: 'Teachers | None') -> None:
   if spec.teacher_columns and teachers is None:
     raise ConfigError(
       f'this algorithm reads {", ".join(spec.teacher_columns)}, and there is no '

@@ -25,20 +25,17 @@ from jaxrl.training.optimizer import adamw
 from jaxrl.training.programs import CompileCounter
 from jaxrl.types import Completion, Group, SamplingParams, Trajectory
 from tests.benchmarks import machine
-
-CONFIG = ModelConfig(
-  vocab_size=512,
-  hidden_size=256,
-  num_layers=4,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=64,
-  intermediate_size=768,
+from tests.benchmarks.peers import shape
+from tests.benchmarks.peers.shape import (
+  GENERATE_FLOPS,
+  NEW,
+  PROMPT,
+  PROMPTS,
+  SAMPLES,
+  TRAIN_FLOPS,
 )
-PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 32, 64
-# Counted once each, nothing recomputed or shared: forward of 64 × 96 tokens; forward
-# and backward of the same.
-GENERATE_FLOPS, TRAIN_FLOPS = 40.5e9, 122.8e9
+
+CONFIG = ModelConfig(**shape.MODEL)
 WARM_STEPS = 3
 
 
@@ -72,7 +69,7 @@ class Toy:
       compose.make('grpo', {'kl_coef': 0.0}),
       num_rows=PROMPTS * SAMPLES,
       buckets=(PROMPT + NEW,),
-      optimizer=adamw(learning_rate=1e-3),
+      optimizer=adamw(learning_rate=shape.LEARNING_RATE),
       dispatcher=self.dispatcher,
       entropy=entropy,
     )

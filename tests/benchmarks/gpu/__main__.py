@@ -1,0 +1,147 @@
+"""`python -m tests.benchmarks.gpu`: kernels, train step and decode on one GPU.
+
+Needs jax, flax and optax. --only=logprobs,attention,train,decode picks parts; each is
+a process of its own, killed after --limit seconds, and the failure of one does not
+stop the others. --json=FILE writes the figures. --tiny runs the same code at toy
+sizes, on whatever there is: its figures mean nothing.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+PARTS = ('logprobs', 'attention', 'train', 'decode')
+TITLES = {
+  'logprobs': 'Log-probs of given tokens, bfloat16: hidden states and table in',
+  'attention': 'Causal attention, bfloat16, 16 heads on 8 of keys, 128 wide',
+  'train': 'Train step: GRPO, AdamW, bfloat16 activations, float32 state',
+  'decode': "Decode, bfloat16, the engine's own program, 512 tokens behind each slot",
+}
+
+
+def _child(name: str, tiny: bool) -> None:
+  """Measures one part here; the last line of the output is its result."""
+  import logging
+
+  logging.basicConfig(level=logging.INFO, stream=sys.stderr, format='  %(message)s')
+  for noisy in ('jax', 'absl', 'jaxrl'):
+    logging.getLogger(noisy).setLevel(logging.WARNING)
+  from tests.benchmarks.gpu import device
+
+  found = {'device': device.describe()}
+  part = importlib.import_module(f'tests.benchmarks.gpu.{name}')
+  found |= part.measure(tiny=tiny)
+  print(json.dumps(found))
+
+
+def _part(name: str, tiny: bool, limit: float) -> dict[str, Any]:
+  """What a part measured, or {'failed': why}."""
+  command = [sys.executable, '-m', 'tests.benchmarks.gpu', '--child', name]
+  try:
+    done = subprocess.run(
+      [*command, *(['--tiny'] if tiny else [])],
+      stdout=subprocess.PIPE,
+      timeout=limit,
+      check=True,
+      text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+  except subprocess.TimeoutExpired:
+    return {'failed': f'took more than {limit:.0f} s'}
+  except (subprocess.CalledProcessError, IndexError, ValueError) as error:
+    return {'failed': f'{error}; its own words are above'}
+
+
+def _cells(cost: dict[str, Any]) -> list[str]:
+  if 'failed' in cost:
+    return ['–', '–', '–']
+  share = f'{cost["share"]:.0%}' if 'share' in cost else '–'
+  return [f'{cost["ms"]:.2f}', f'{cost["mib"]:,.0f}', share]
+
+
+def kernel_rows(found: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
+  """Rows of a table of kernels, the head first, and what could not be measured."""
+  rows = [['', 'forward, ms', 'MiB', 'share', 'with gradient, ms', 'MiB', 'share']]
+  failures = []
+  for shape, table in found['shapes'].items():
+    for name, costs in table.items():
+      parts = [costs] if 'failed' in costs else [costs['forward'], costs['both']]
+      failures += [f'{shape}, {name}: {c["failed"]}' for c in parts if 'failed' in c]
+      if 'failed' not in costs:
+        rows.append([f'{shape}, {name}', *_cells(parts[0]), *_cells(parts[1])])
+  return rows, failures
+
+
+def case_rows(found: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
+  """Rows of a table of cases, the head first, and what could not be measured."""
+  names: dict[str, None] = {}
+  for case in found['cases'].values():
+    names |= dict.fromkeys(name for name in case if name != 'failed')
+  rows = [['', *(name.replace('_', ' ') for name in names)]]
+  failures = []
+  for label, case in found['cases'].items():
+    if 'failed' in case:
+      failures.append(f'{label}: {case["failed"]}')
+      continue
+    shares = ('mfu', 'share')
+    rows.append(
+      [label, *(f'{case[n]:.0%}' if n in shares else f'{case[n]:,.4g}' for n in names)]
+    )
+  return rows, failures
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+  print(f'\n{TITLES[name]}')
+  if 'failed' in found:
+    print(f'  not measured: {found["failed"]}', flush=True)
+    return
+  rows, failures = (kernel_rows if 'shapes' in found else case_rows)(found)
+  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+  for first, *rest in rows:
+    cells = [f'{cell:>{w}}' for cell, w in zip(rest, widths[1:], strict=True)]
+    print('  ' + '  '.join([f'{first:<{widths[0]}}', *cells]))
+  for line in failures:
+    print(f'  not measured: {line}')
+  card = found['device']
+  print(
+    f'  {card["card"]}: {found["flops"] / 1e12:.4g} TFLOP/s of bfloat16 products, '
+    f'{found["bytes"] / 1e9:.4g} GB/s, measured beside it',
+    flush=True,
+  )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(prog='tests.benchmarks.gpu', description=__doc__)
+  parser.add_argument('--json', default='')
+  parser.add_argument('--only', default=','.join(PARTS))
+  parser.add_argument('--limit', type=float, default=115.0, help='seconds a part')
+  parser.add_argument('--tiny', action='store_true')
+  parser.add_argument('--child', help=argparse.SUPPRESS)
+  flags = parser.parse_args()
+  if flags.child:
+    _child(flags.child, flags.tiny)
+    return
+  names = flags.only.split(',')
+  if unknown := [name for name in names if name not in PARTS]:
+    parser.error(f'no part {", ".join(unknown)}; there are {", ".join(PARTS)}')
+  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
+  found: dict[str, Any] = {'date': time.strftime('%Y-%m-%d'), 'tiny': flags.tiny}
+  for name in names:
+    found[name] = _part(name, flags.tiny, flags.limit)
+    show(name, found[name])
+  if flags.json:
+    file = pathlib.Path(flags.json)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=2))
+  if all('failed' in found[name] for name in names):
+    sys.exit(1)
+
+
+if __name__ == '__main__':
+  main()

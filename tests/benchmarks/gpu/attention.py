@@ -1,0 +1,75 @@
+"""Attention over packed rows, forward and backward, against jax.nn's and tokamax's."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.attention import attention
+from tests.benchmarks.gpu import device
+
+# Label → (rows, length, query heads, key heads, width of a head).
+SHAPES = {
+  '4 × 4,096': (4, 4096, 16, 8, 128),
+  '1 × 16,384': (1, 16_384, 16, 8, 128),
+}
+TINY = {'tiny': (1, 64, 4, 2, 32)}
+SEGMENTS = 4  # of each row, where segments are seen at all
+
+
+def implementations(
+  segment_ids: jax.Array,
+) -> dict[str, Callable[..., Any] | str]:
+  """By label: (q, k, v) → out; a text in the place of one that is not here."""
+  whole = jnp.ones_like(segment_ids)
+  library = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+  found: dict[str, Callable[..., Any] | str] = {
+    'kernels': lambda q, k, v: attention(q, k, v, whole),
+    f'kernels, {SEGMENTS} segments': lambda q, k, v: attention(q, k, v, segment_ids),
+    'reference': lambda q, k, v: attention(q, k, v, whole, kernels='reference'),
+    'jax.nn, xla': functools.partial(library, implementation='xla'),
+    'jax.nn, cudnn': functools.partial(library, implementation='cudnn'),
+  }
+  try:
+    tokamax: Any = importlib.import_module('tokamax')
+    other = functools.partial(tokamax.dot_product_attention, is_causal=True)
+  except (ImportError, AttributeError) as error:
+    return found | {'tokamax': f'{type(error).__name__}: {error}'}
+  return found | {'tokamax': other}
+
+
+def flops(shape: tuple[int, ...]) -> float:
+  """Of a causal forward pass: the half that is seen counts."""
+  rows, length, heads, _, dim = shape
+  return 2 * rows * length**2 * heads * dim
+
+
+def measure(tiny: bool = False) -> dict[str, Any]:
+  """shape → implementation → 'forward' and 'both', each 'ms', 'mib' and 'share'."""
+  rates, found = device.rates(tiny), {}
+  for label, shape in (TINY if tiny else SHAPES).items():
+    rows, length, heads, kv_heads, dim = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (rows, length, heads, dim), jnp.bfloat16)
+    k, v = (
+      jax.random.normal(key, (rows, length, kv_heads, dim), jnp.bfloat16)
+      for key in keys[1:]
+    )
+    ids = jnp.arange(length) * SEGMENTS // length + 1
+    ids = jnp.broadcast_to(ids.astype(jnp.int32), (rows, length))
+    table: dict[str, Any] = {}
+    for name, function in implementations(ids).items():
+      if isinstance(function, str):
+        table[name] = {'failed': function}
+        continue
+      table[name] = costs = device.both(function, (0, 1, 2), q, k, v)
+      parts = SEGMENTS if 'segments' in name else 1
+      for key, times in (('forward', 1.0), ('both', 3.5)):
+        if 'ms' in costs[key]:
+          least = 1e3 * times * flops(shape) / parts / rates['flops']
+          costs[key]['share'] = least / costs[key]['ms']
+    found[label] = table
+  return {'shapes': found, **rates}

@@ -1,0 +1,77 @@
+"""token_logprobs against the whole table of logits, and against other libraries."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kernels.token_logprobs import token_logprobs
+from tests.benchmarks.gpu import device
+
+# Label → (tokens, width, vocabulary). The last does not fit a card as float32 logits
+# with their gradient; what fails there says so.
+SHAPES = {
+  'Qwen3-0.6B': (8192, 1024, 151_936),
+  'Qwen3-1.7B': (8192, 2048, 151_936),
+  '1.7B, 32k tokens': (32_768, 2048, 151_936),
+}
+TINY = {'tiny': (64, 32, 512)}
+
+
+def naive(hidden, table, targets):
+  logits = (hidden @ table.T).astype(jnp.float32)
+  chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+  return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def library(hidden, table, targets):
+  logits = (hidden @ table.T).astype(jnp.float32)
+  return -optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+
+def ours(hidden, table, targets, **options):
+  return token_logprobs(hidden, table, targets, **options).logprobs
+
+
+def implementations() -> dict[str, Callable[..., Any] | str]:
+  """By label; a text in the place of one that is not here."""
+  found: dict[str, Callable[..., Any] | str] = {
+    'kernels': ours,
+    'reference': functools.partial(ours, kernels='reference'),
+    'naive XLA': naive,
+    'optax': library,
+  }
+  try:
+    tokamax: Any = importlib.import_module('tokamax')
+    loss = tokamax.linear_softmax_cross_entropy_loss
+  except (ImportError, AttributeError) as error:
+    return found | {'tokamax': f'{type(error).__name__}: {error}'}
+
+  def fused(hidden, table, targets):
+    width = hidden.shape[-1]
+    flat = hidden.reshape(-1, width), targets.reshape(-1), table.T
+    return -loss(*flat, reduction='sum')
+
+  return found | {'tokamax, one sum': fused}
+
+
+def measure(tiny: bool = False) -> dict[str, Any]:
+  """shape → implementation → 'forward' and 'both', each 'ms' and 'mib'."""
+  found: dict[str, Any] = {}
+  for label, (tokens, width, vocab) in (TINY if tiny else SHAPES).items():
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (1, tokens, width), jnp.bfloat16)
+    table = 0.02 * jax.random.normal(keys[1], (vocab, width), jnp.bfloat16)
+    targets = jax.random.randint(keys[2], (1, tokens), 0, vocab)
+    rows: dict[str, Any] = {}
+    for name, function in implementations().items():
+      if isinstance(function, str):
+        rows[name] = {'failed': function}
+      else:
+        rows[name] = device.both(function, (0, 1), hidden, table, targets)
+    found[label] = rows
+  return {'shapes': found, **device.rates(tiny)}

@@ -1,0 +1,82 @@
+"""The train step of Qwen3 shapes through the learner: tokens a second, and MFU."""
+
+import asyncio
+import statistics
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.algorithms import compose
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.model import Model
+from jaxrl.training.learner import Learner
+from jaxrl.training.optimizer import adamw
+from jaxrl.types import Group, Trajectory
+from tests.benchmarks.gpu import device, shapes
+
+ROWS, LENGTH, MICRO, GROUP = 32, 2048, 4, 8  # 65,536 tokens a step
+TINY = (8, 64, 2, 4)
+STEPS = 4
+
+
+def groups(vocab: int, rows: int, length: int, size: int, seed: int) -> list[Group]:
+  """Rows of random tokens, all full: nothing is lost to padding."""
+  draw = np.random.default_rng(seed)
+  half = np.arange(length) >= length // 4
+  found: list[Group] = [[] for _ in range(rows // size)]
+  for i in range(rows):
+    reward = np.zeros(length, np.float32)
+    reward[-1] = draw.random()
+    logprobs = np.where(half, -np.log(vocab), 0).astype(np.float32)
+    versions = np.where(half, 0, -1).astype(np.int32)
+    tokens = draw.integers(1, vocab, length).astype(np.int32)
+    columns = tokens, half, logprobs, reward, versions
+    found[i // size].append(Trajectory(*columns, group_id=i // size, member=i % size))
+  return found
+
+
+def one(config: ModelConfig, sizes: tuple[int, ...], flops: float, **options: Any):
+  """Tokens a second, and the share of the matrix products' rate, of one model."""
+  rows, length, micro, size = sizes
+  model = Model(config, dtype='bfloat16', **options)
+  learner = Learner(
+    model,
+    model.init(jax.random.key(0)),
+    compose.make('grpo', {'kl_coef': 0.0}),
+    num_rows=rows,
+    buckets=(length,),
+    micro_batches=micro,
+    optimizer=adamw(learning_rate=1e-6),
+    entropy=False,
+    mismatch_alarm=float('inf'),
+  )
+  asyncio.run(learner.warmup())
+  times = []
+  for step in range(STEPS + 1):
+    work = groups(config.vocab_size, rows, length, size, step)
+    times.append(asyncio.run(learner.update(work))['time/learn'])
+  spent = statistics.median(times[1:])
+  stats = jax.devices()[0].memory_stats() or {}
+  return {
+    'step_s': spent,
+    'tokens_per_s': rows * length / spent,
+    'mfu': shapes.train_flops(config, rows, length) / spent / flops,
+    'peak_gib': stats.get('peak_bytes_in_use', 0) / 2**30,
+  }
+
+
+def measure(tiny: bool = False) -> dict[str, Any]:
+  """(model, remat, kernels) → figures; a case that fails says why."""
+  rates, found = device.rates(tiny), {}
+  models = shapes.TINY if tiny else shapes.MODELS
+  cases = [('full', 'auto'), ('dots', 'auto'), ('full', 'reference')]
+  for label, config in models.items():
+    for remat, kernels in cases[: 1 if tiny else None]:
+      name = f'{label}, remat {remat}, kernels {kernels}'
+      try:
+        sizes = TINY if tiny else (ROWS, LENGTH, ROWS // MICRO, GROUP)
+        found[name] = one(config, sizes, rates['flops'], remat=remat, kernels=kernels)
+      except Exception as error:  # memory, mostly; the next case may fit
+        found[name] = {'failed': f'{type(error).__name__}: {str(error)[:160]}'}
+  return {'cases': found, **rates}

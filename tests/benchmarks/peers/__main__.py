@@ -1,0 +1,261 @@
+"""`python -m tests.benchmarks.peers`: this package beside its peers, on one toy.
+
+Each peer is a process with an environment of its own, made by `make bench-peers`, and
+all take turns in one run, for other load on the machine changes every figure: only
+ratios within a run mean anything. --only=ours,trl,tunix,vllm picks peers; --json=FILE
+writes the figures too; --python=trl=FILE names a peer's Python.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from launch import tune
+from tests.benchmarks.peers import shape
+
+ROOT = pathlib.Path(__file__).parents[3]
+PYTHON = {
+  'ours': sys.executable,
+  'trl': '.venv-trl/bin/python',
+  'tunix': '.venv-tunix/bin/python',
+  'vllm': '.venv-vllm/bin/python',
+}
+LABELS = {
+  'ours': 'jaxrl',
+  'trl': 'TRL, Hugging Face',
+  'tunix': 'Tunix',
+  'vllm': 'vLLM',
+}
+TORCH = ('trl', 'vllm')
+STEPS = ('ours', 'trl', 'tunix')  # vLLM does not train
+WARM = 3
+# Ours over theirs, at most: what this package aims at.
+AIMS = {'trl': 0.75, 'tunix': 0.5, 'decode': 0.7}
+
+
+def tuned(name: str, folder: str) -> dict[str, str]:
+  """The environment in which a peer runs fastest.
+
+  For all, malloc keeps its pages. For torch, a thread a processor and, on AMD, MKL's
+  fast path, by answering for it that the processor is Intel's.
+  """
+  env = {**os.environ, **tune.settings(os.environ), **tune.MALLOC, tune.MARK: '1'}
+  env['PYTHONPATH'] = str(ROOT)
+  if name in TORCH:
+    env['OMP_NUM_THREADS'] = str(os.cpu_count())
+    if library := fast_path(folder):
+      env['LD_PRELOAD'] = library
+  return env
+
+
+def fast_path(folder: str) -> str:
+  """A library to load before MKL, or '' where it is not needed or cannot be made."""
+  try:
+    amd = 'AuthenticAMD' in pathlib.Path('/proc/cpuinfo').read_text()
+  except OSError:
+    amd = False
+  compiler = shutil.which('cc') or shutil.which('gcc')
+  if not amd or not compiler:
+    return ''
+  library = os.path.join(folder, 'fast_path.so')
+  source = 'int mkl_serv_intel_cpu_true(void) { return 1; }'
+  command = [compiler, '-shared', '-fPIC', '-x', 'c', '-', '-o', library]
+  subprocess.run(command, input=source.encode(), check=True)
+  return library
+
+
+class Peer:
+  """One process, asked for one thing at a time. Raises RuntimeError when it dies."""
+
+  def __init__(self, name: str, python: str, folder: str):
+    self.name, self.found = name, {'step_s': [], 'generate_s': [], 'train_s': []}
+    self.found |= {'decode_s': [], 'mib': []}
+    self.errors = open(os.path.join(folder, f'{name}.txt'), 'w+')  # noqa: SIM115
+    command = [python, '-m', f'tests.benchmarks.peers.{name}']
+    pipes: dict[str, Any] = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
+    self.process = subprocess.Popen(
+      command,
+      cwd=ROOT,
+      env=tuned(name, folder),
+      stderr=self.errors,
+      text=True,
+      **pipes,
+    )
+
+  def ask(self, word: str) -> dict[str, float]:
+    try:
+      print(word, file=self.process.stdin, flush=True)
+      line = self.process.stdout.readline()  # pyright: ignore
+    except BrokenPipeError:
+      line = ''
+    if not line:
+      self.errors.seek(0)
+      tail = ' | '.join(self.errors.read().splitlines()[-3:])
+      raise RuntimeError(f'{self.name} ended at {word!r}: {tail}')
+    return json.loads(line)
+
+  def note(self, word: str) -> None:
+    for name, value in self.ask(word).items():
+      self.found[name].append(value)
+
+  def close(self) -> None:
+    self.process.kill()
+    self.process.wait()
+    self.errors.close()
+
+
+def warm(peer: Peer) -> None:
+  """Compiles and fills what there is to fill."""
+  for _ in range(WARM if peer.name in STEPS else 0):
+    peer.ask('step')
+  for _ in range(2):
+    peer.ask('decode')
+
+
+def measure(names: list[str], pythons: dict[str, str], steps: int) -> dict[str, Any]:
+  """name → lists of seconds, round by round; 'failed': name → why."""
+  peers: dict[str, Peer] = {}
+  failed: dict[str, str] = {}
+  rates: list[float] = []
+
+  def attempt(name: str, run: Any, *arguments: Any) -> None:
+    try:
+      run(*arguments)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+      failed[name] = str(error)
+      if name in peers:
+        peers.pop(name).close()
+
+  def start(name: str, folder: str) -> None:
+    if not pathlib.Path(ROOT / pythons[name]).exists():
+      raise RuntimeError(f'{pythons[name]} is not there: make bench-peers makes it')
+    peers[name] = Peer(name, str(ROOT / pythons[name]), folder)
+    warm(peers[name])
+
+  with tempfile.TemporaryDirectory() as folder:
+    try:
+      with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: attempt(name, start, name, folder), names))
+      for word in ['step'] * steps + ['decode'] * steps:
+        for name in list(peers):
+          if name == 'ours':
+            attempt(name, lambda: rates.append(peers['ours'].ask('peak')['flops']))
+          if name not in peers:
+            continue
+          if word == 'decode' or name in STEPS:
+            attempt(name, peers[name].note, word)
+    finally:
+      for peer in peers.values():
+        peer.close()
+  found = {name: peer.found for name, peer in peers.items()}
+  return {'peers': found, 'failed': failed, 'flops': rates}
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+  """The median of ours over theirs, each pair of one round."""
+  return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def table(found: dict[str, Any]) -> list[list[str]]:
+  """Rows of the table, the head first."""
+  peak = statistics.median(found['flops']) if found['flops'] else 0.0
+  ours = found['peers'].get('ours')
+  head = ['', 'step, s', 'generate', 'train', 'share', 'ours/its']
+  rows = [[*head, 'decode, s', 'tokens/s', 'ours/its', 'MiB']]
+  for name, own in found['peers'].items():
+    row = [LABELS[name]]
+    if own['step_s']:
+      step, generate, train = (
+        statistics.median(own[key]) for key in ('step_s', 'generate_s', 'train_s')
+      )
+      work = shape.GENERATE_FLOPS + shape.TRAIN_FLOPS
+      share = f'{work / step / peak:.0%}' if peak else '–'
+      times = f'{ratio(ours["step_s"], own["step_s"]):.2f}' if ours else '–'
+      row += [f'{step:.3f}', f'{generate:.3f}', f'{train:.3f}', share, times]
+    else:
+      row += ['–'] * 5
+    decode = statistics.median(own['decode_s'])
+    rate = shape.PROMPTS * shape.SAMPLES * shape.NEW / decode
+    times = f'{ratio(ours["decode_s"], own["decode_s"]):.2f}' if ours else '–'
+    row += [f'{decode:.3f}', f'{rate:,.0f}', times, f'{max(own["mib"]):,.0f}']
+    rows.append(row)
+  return rows
+
+
+def judge(found: dict[str, Any]) -> list[str]:
+  """A line an aim: reached or not."""
+  peers, lines = found['peers'], []
+  ours = peers.get('ours')
+  if not ours:
+    return lines
+  for name in ('trl', 'tunix'):
+    if name in peers:
+      value = ratio(ours['step_s'], peers[name]['step_s'])
+      lines.append(_line(f'step, of {LABELS[name]}', value, AIMS[name]))
+  others = {
+    n: statistics.median(p['decode_s']) for n, p in peers.items() if n != 'ours'
+  }
+  if others:
+    best = min(others, key=lambda n: others[n])
+    value = ratio(ours['decode_s'], peers[best]['decode_s'])
+    lines.append(_line(f'decode, of the best, {LABELS[best]}', value, AIMS['decode']))
+  return lines
+
+
+def _line(what: str, value: float, aim: float) -> str:
+  return f'{what}: {value:.2f}, aim {aim:g}: {"reached" if value <= aim else "missed"}'
+
+
+def show(found: dict[str, Any]) -> None:
+  print('\nOne step of the toy (3.28 M parameters, 8 prompts × 8, 32 + 64 tokens,')
+  print('float32) and 64 × 64 tokens decoded with log-probs: medians; ratios by round')
+  rows = table(found)
+  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+  for first, *rest in rows:
+    cells = [f'{cell:>{w}}' for cell, w in zip(rest, widths[1:], strict=True)]
+    print('  ' + '  '.join([f'{first:<{widths[0]}}', *cells]))
+  if found['flops']:
+    rates = [rate / 1e9 for rate in found['flops']]
+    spread = f'{min(rates):.0f}–{max(rates):.0f}'
+    print(
+      f'  peak: {statistics.median(rates):.0f} [{spread}] GFLOP/s, measured between'
+    )
+  for line in judge(found):
+    print(f'  {line}')
+  for name, why in found['failed'].items():
+    print(f'  not measured: {LABELS[name]}: {why}')
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(prog='tests.benchmarks.peers', description=__doc__)
+  parser.add_argument('--json', default='')
+  parser.add_argument('--only', default=','.join(PYTHON))
+  parser.add_argument('--steps', type=int, default=8)
+  parser.add_argument('--python', action='append', default=[], metavar='PEER=FILE')
+  flags = parser.parse_args()
+  pythons = PYTHON | dict(pair.split('=', 1) for pair in flags.python)
+  print(f'{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the run')
+  start = time.time()
+  found = measure(flags.only.split(','), pythons, flags.steps)
+  found |= {'load_after': os.getloadavg(), 'seconds': time.time() - start}
+  found |= {'python': platform.python_version(), 'cores': os.cpu_count()}
+  show(found)
+  print(f'  {found["seconds"]:.0f} s; load {found["load_after"][0]:.1f} after the run')
+  if flags.json:
+    file = pathlib.Path(flags.json)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,73 @@
+"""`make bench-gpu` at toy sizes: its code runs; its figures mean nothing here."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.benchmarks.gpu import __main__ as gpu
+from tests.benchmarks.gpu import shapes
+
+# What a plain environment of jax, flax and optax lacks.
+ABSENT = 'ray vllm torch transformers tokenizers safetensors ml_collections'.split()
+
+
+def test_work_is_counted_as_by_hand():
+  config = shapes.MODELS['Qwen3-1.7B']
+  assert shapes.matrices(config) == pytest.approx(1.72e9, rel=0.01)
+  tokens = 65_536
+  flops = shapes.train_flops(config, 32, 2048)
+  # Six a weight and token; attention, causal, twelve a width, layer and half a length.
+  assert flops == tokens * (
+    6 * shapes.matrices(config) + 12 * 28 * 16 * 128 * 2048 // 2
+  )
+  assert shapes.decode_bytes(config, 32, 576) == 2 * (
+    shapes.matrices(config) + 32 * 576 * 28 * 2 * 8 * 128
+  )
+
+
+def test_tables_name_what_failed():
+  cost = {'ms': 1.5, 'mib': 2048.0, 'share': 0.5}
+  table = {'kernels': {'forward': cost, 'both': {'failed': 'no memory'}}}
+  table |= {'tokamax': {'failed': 'ModuleNotFoundError'}}
+  rows, failures = gpu.kernel_rows({'shapes': {'a': table}})
+  assert rows[1] == ['a, kernels', '1.50', '2,048', '50%', '–', '–', '–']
+  assert failures == ['a, kernels: no memory', 'a, tokamax: ModuleNotFoundError']
+  cases = {'b': {'step_s': 0.25, 'mfu': 0.5}, 'c': {'failed': 'no memory'}}
+  rows, failures = gpu.case_rows({'cases': cases})
+  assert rows == [['', 'step s', 'mfu'], ['b', '0.25', '50%']]
+  assert failures == ['c: no memory']
+
+
+def test_a_part_that_fails_or_takes_too_long_says_so():
+  assert 'took more than' in gpu._part('train', True, 0.01)['failed']
+  assert 'its own words' in gpu._part('nothing', True, 60.0)['failed']
+
+
+@pytest.mark.slow
+def test_every_part_runs_at_toy_sizes(tmp_path):
+  file = tmp_path / 'gpu.json'
+  command = [sys.executable, '-m', 'tests.benchmarks.gpu', '--tiny', f'--json={file}']
+  subprocess.run(command, check=True)
+  found = json.loads(file.read_text())
+  for name in gpu.PARTS:
+    part = found[name]
+    assert 'failed' not in part and part['flops'] > 0 and part['bytes'] > 0
+    for case in part.get('cases', {}).values():
+      assert 'failed' not in case, case
+    for table in part.get('shapes', {}).values():
+      own = table['kernels']
+      assert own['forward']['ms'] > 0 and own['both']['ms'] > 0
+
+
+@pytest.mark.slow
+def test_a_plain_jax_environment_is_enough():
+  """No import of the parts needs what jax, flax and optax do not bring."""
+  code = f"""
+import sys
+sys.modules.update(dict.fromkeys({ABSENT!r}))
+import tests.benchmarks.gpu.train, tests.benchmarks.gpu.decode
+import tests.benchmarks.gpu.logprobs, tests.benchmarks.gpu.attention
+"""
+  subprocess.run([sys.executable, '-c', code], check=True)
