@@ -106,7 +106,7 @@ def show(name: str, found: dict[str, Any]) -> None:
   for first, *rest in rows:
     cells = [f'{cell:>{w}}' for cell, w in zip(rest, widths[1:], strict=True)]
     print('  ' + '  '.join([f'{first:<{widths[0]}}', *cells]))
-  for line in failures:
+  for line in dict.fromkeys(failures):
     print(f'  not measured: {line}')
   card = found['device']
   print(

@@ -1,5 +1,7 @@
 """What the card can do at most, measured in the run that is judged by it."""
 
+import functools
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -71,6 +73,13 @@ def cost(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
     return {'ms': 1e3 * seconds(lambda: program(*arguments)), 'mib': own}
   except Exception as error:  # whatever one library raises, the others are measured
     return {'failed': f'{type(error).__name__}: {str(error).strip()[:160]}'}
+
+
+def reference(function: Callable[..., Any]) -> Callable[..., Any] | str:
+  """`function` with kernels off, or why there is nothing to turn off."""
+  if 'kernels' in inspect.signature(function).parameters:
+    return functools.partial(function, kernels='reference')
+  return 'is what runs anyway: there is no other'
 
 
 def both(
