@@ -76,7 +76,10 @@ class Tensor:
 
 
 def tensors(config: ModelConfig) -> list[Tensor]:
-  """Every tensor of a checkpoint of this model; the value head has no place there."""
+  """Every tensor of a checkpoint of this model; the value head has no place there.
+
+  The ends come first, then layer after layer, each whole.
+  """
   make = functools.partial(transformer.init, config)
   tree = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
   found = []
@@ -98,4 +101,4 @@ def tensors(config: ModelConfig) -> list[Tensor]:
       for expert in range(config.num_experts):
         name = f'{start}.mlp.experts.{expert}.{EXPERT[inner]}'
         found.append(Tensor(name, path, (layer, expert), leaf.shape[2:], inputs))
-  return found
+  return sorted(found, key=lambda tensor: tensor.index[:1])

@@ -6,19 +6,23 @@ CUDA's and NCCL's own calls; neither has been run on a GPU, for want of one.
 
 # pyright: reportMissingImports=false
 
+import dataclasses
+import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import torch
-from torch.multiprocessing import reductions
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from jaxrl.models import names
 from jaxrl.models.config import ModelConfig
+from jaxrl.rollout.vllm import gpu_memory
+from jaxrl.rollout.vllm.received import IpcUpdate
 from jaxrl.rollout.vllm.sums import Sums
 from jaxrl.rollout.weights import whole
 from jaxrl.rollout.weights.direct import Ask, Sending, Sent, Target
@@ -50,28 +54,31 @@ class JaxSource(WeightSource):
     return found
 
   def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, (tensor,) in self.copies((0,)):
-      yield name, tensor
+    for tensor, (view,) in self.views((0,)):
+      yield tensor.name, _owned(view)
 
-  def copies(
+  def views(
     self, places: Sequence[int]
-  ) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-    """Each tensor on several of JAX's devices. places: which of this process's."""
+  ) -> Iterator[tuple[names.Tensor, tuple[torch.Tensor, ...]]]:
+    """Each tensor on several of JAX's devices, in JAX's own memory.
+
+    places: which devices of this process's. A layer's tensors come one after another.
+    """
     self.sums = Sums()
     devices = jax.local_devices()
     for tensor, array in whole.tensors(self._shape, self.params, self._dtype):
       there = {shard.device: shard.data for shard in array.addressable_shards}
       jax.block_until_ready(array)
-      found = tuple(_owned(there[devices[place]]) for place in places)
+      found = tuple(torch.from_dlpack(there[devices[place]]) for place in places)
       self.sums.add(tensor.name, found[0])
-      yield tensor.name, found
+      yield tensor, found
 
 
-def _owned(array: jax.Array) -> torch.Tensor:
+def _owned(view: torch.Tensor) -> torch.Tensor:
   """A copy in torch's own memory: JAX may use its array's again as soon as it goes,
   when work that torch has only queued may not have read it yet.
   """
-  copy = torch.from_dlpack(array).clone()
+  copy = view.clone()
   if copy.is_cuda:
     torch.cuda.synchronize(copy.device)
   return copy
@@ -108,12 +115,12 @@ class Client:
     return self._ask(engines, name, arguments or [() for _ in engines])
 
 
-class Handles:
-  """Sends by CUDA IPC to engines that have the same GPUs as this process.
+class Lender:
+  """Lends tensors by CUDA IPC to engines that have the same GPUs as this process.
 
-  vLLM's own sender knows a process of one GPU. Here one process fills a buffer on each
-  GPU with the same tensors, and sends every engine the handles of all of them; each of
-  its workers opens that of its own GPU.
+  vLLM's own sender fills a buffer, from which its engines copy before they load. Here
+  they load from where JAX put the tensors, on each of the GPUs, a layer or more at a
+  time, `room` bytes or somewhat above: what they load of a layer they need no longer.
   """
 
   def __init__(
@@ -121,68 +128,58 @@ class Handles:
   ):
     self._client, self._source, self._places = client, source, places
     self._room = room
-    client.init_weight_transfer_engine({'packed': True})
+    self._gpus = [str(torch.cuda.get_device_properties(place).uuid) for place in places]
+    client.init_weight_transfer_engine({})
 
   def send_weights(self) -> None:
     self._client.start_weight_update()
-    sizes = [_bytes(meta) for meta in self._source.metadata()]
-    room = max(min(self._room, sum(sizes)), *sizes)
-    buffers, handles, chunk = (), {}, _Chunk()
-    for name, tensors in self._source.copies(self._places):
-      if not buffers:  # on the devices where the tensors are
-        buffers = tuple(
-          torch.empty(room, dtype=torch.uint8, device=t.device) for t in tensors
-        )
-        handles = self._handles(buffers)
-      flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
-      if chunk.end + len(flat[0]) > room:
-        self._ship(chunk, buffers, handles)
-        chunk = _Chunk()
-      for buffer, part in zip(buffers, flat, strict=True):
-        buffer[chunk.end : chunk.end + len(part)].copy_(part)
-      chunk.add(name, tensors[0], len(flat[0]))
-    self._ship(chunk, buffers, handles)
+    told, lent, size = _nothing(), [], 0
+    source = self._source.views(self._places)
+    for _, layer in itertools.groupby(source, key=lambda found: found[0].index[:1]):
+      for tensor, views in layer:
+        pairs = [_lent(view) for view in views]
+        loans = dict(zip(self._gpus, (list(loan) for loan, _ in pairs), strict=True))
+        dtype = str(views[0].dtype).removeprefix('torch.')
+        row = tensor.name, dtype, list(tensor.shape), loans
+        for values, value in zip(told.values(), row, strict=True):
+          values.append(value)
+        lent += [held for _, held in pairs]
+        size += views[0].nbytes
+      if size >= self._room:
+        self._client.update_weights(told)
+        told, lent, size = _nothing(), [], 0
+    if lent:
+      self._client.update_weights(told)
     self._client.finish_weight_update()
 
   def shutdown(self) -> None:
     pass
 
-  def _handles(self, buffers: Sequence[torch.Tensor]) -> dict[str, tuple[Any, ...]]:
-    """By the names of the GPUs, what a process that shares it opens a buffer with."""
-    return {
-      str(torch.cuda.get_device_properties(place).uuid): reductions.reduce_tensor(b)[1]
-      for place, b in zip(self._places, buffers, strict=True)
-    }
 
-  def _ship(
-    self, chunk: '_Chunk', buffers: Sequence[torch.Tensor], handles: dict[str, Any]
-  ) -> None:
-    """Returns when every engine has copied what the buffers hold."""
-    for buffer in buffers:
-      if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)
-    self._client.update_weights({**chunk.fields, 'ipc_handles': handles})
+def _nothing() -> dict[str, list[Any]]:
+  """What `received.IpcUpdate` tells, of no tensor yet."""
+  return {field.name: [] for field in dataclasses.fields(IpcUpdate)}
 
 
-class _Chunk:
-  """What a buffer holds. fields: as vLLM's update wants them."""
-
-  def __init__(self) -> None:
-    self.end = 0
-    self.fields: dict[str, list[Any]] = {
-      key: [] for key in ('names', 'dtype_names', 'shapes', 'tensor_sizes')
-    }
-
-  def add(self, name: str, tensor: torch.Tensor, size: int) -> None:
-    dtype = str(tensor.dtype).removeprefix('torch.')
-    row = name, dtype, list(tensor.shape), size
-    for values, value in zip(self.fields.values(), row, strict=True):
-      values.append(value)
-    self.end += size
+def _lent(view: torch.Tensor) -> tuple[gpu_memory.Loan, torch.Tensor]:
+  """The loan of a tensor, and what must be held while it lasts: the tensor itself, or
+  a copy in torch's memory where that of JAX's allocator cannot be lent.
+  """
+  try:
+    return gpu_memory.lend(view), view
+  except gpu_memory.GpuMemoryError as error:
+    _say_once(str(error))
+  copy = _owned(view)
+  return gpu_memory.lend(copy), copy
 
 
-def _bytes(meta: ParamMeta) -> int:
-  return meta.dtype.itemsize * torch.Size(meta.shape).numel()
+@functools.cache
+def _say_once(reason: str) -> None:
+  log.warning(
+    "JAX's memory cannot be lent to engines, so weights are copied once more on their "
+    'way: %s. XLA_PYTHON_CLIENT_ALLOCATOR=default (or unset) makes memory that can be',
+    reason,
+  )
 
 
 class Sender:
@@ -190,9 +187,7 @@ class Sender:
 
   ask: reaches them. address: makes 'host', 'port' of this process where those who talk
   NCCL meet, when they first do and whenever it is not the same engines any more. IPC
-  hands CUDA handles through vLLM's own channel between processes of this machine,
-  which it pickles: engines need VLLM_ALLOW_INSECURE_SERIALIZATION=1, and get it for
-  this backend alone. packed: by NCCL, many tensors at once.
+  is within this machine. packed: by NCCL, many tensors at once.
   """
 
   def __init__(
@@ -242,7 +237,7 @@ class Sender:
     client = self._client = Client(self._ask, targets, source)
     if self._backend == 'ipc':
       places = sorted({place for target in targets for place in target.places})
-      self._engine = Handles(client, source, places, self._sending.buffer_bytes)
+      self._engine = Lender(client, source, places, self._sending.buffer_bytes)
       return
     host, port = self._address()
     info = NCCLTrainerInitInfo(

@@ -76,8 +76,6 @@ class VllmEngine(Desk):
     **options: Any,
   ):
     arguments.check(options, 'vllm')
-    if transfer == 'ipc':  # vLLM pickles CUDA's handles, within this machine
-      os.environ.setdefault('VLLM_ALLOW_INSECURE_SERIALIZATION', '1')
     shape = huggingface.load_config(folder)
     super().__init__(tokenizer, window=max_length, vocab_size=shape.vocab_size)
     self._meter = Meter(num_slots)

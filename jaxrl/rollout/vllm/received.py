@@ -1,19 +1,27 @@
-"""vLLM's own ways from GPU to GPU, which also tell what has come out of them."""
+"""Ways from GPU to GPU into vLLM, which also tell what has come out of them."""
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from vllm.distributed.weight_transfer.base import (
+  WeightTransferEngine,
+  WeightTransferInitInfo,
+  WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import (
   NCCLWeightTransferEngine,
   NCCLWeightTransferInitInfo,
 )
+from vllm.model_executor.model_loader import reload
 
+from jaxrl.rollout.vllm import gpu_memory
 from jaxrl.rollout.vllm.sums import Sums
+from jaxrl.rollout.weights.errors import WeightsError
 
 BACKENDS = {'ipc': 'jaxrl-ipc', 'nccl': 'jaxrl-nccl'}  # as vLLM knows them
 
@@ -50,7 +58,73 @@ class _Model:
     return self._model.load_weights(self._sums.through(weights))
 
 
-class Ipc(Summed, IPCWeightTransferEngine):
+@dataclasses.dataclass
+class IpcInit(WeightTransferInitInfo):
+  """Nothing need be agreed on before."""
+
+
+@dataclasses.dataclass
+class IpcUpdate(WeightTransferUpdateInfo):
+  """Tensors of whole layers. loans: of each, by the names of the GPUs on which it lies,
+  a `gpu_memory.Loan`.
+  """
+
+  names: list[str]
+  dtypes: list[str]
+  shapes: list[list[int]]
+  loans: list[dict[str, list[Any]]]
+
+
+class _Ipc(WeightTransferEngine[IpcInit, IpcUpdate]):
+  """Loads from memory of the GPU that the learner has too, where the learner put it.
+
+  vLLM's own way copies it twice before; it is given whole layers here, and must have
+  loaded them when an update ends, for then the learner takes the memory back.
+  """
+
+  init_info_cls = IpcInit
+  update_info_cls = IpcUpdate
+
+  def init_transfer_engine(self, init_info: IpcInit) -> None:
+    del init_info
+
+  def start_weight_update(self) -> None:
+    self._borrowed = gpu_memory.Borrowed()
+    reload.initialize_layerwise_reload(self.model)
+
+  def receive_weights(self, update_info: IpcUpdate) -> None:
+    """Raises WeightsError for a GPU that the learner does not have."""
+    place = self.device.index
+    self.model.load_weights(self._tensors(update_info, place))
+    if torch.cuda.is_available():
+      torch.cuda.synchronize(place)
+    self._borrowed.give_back()
+
+  def _tensors(
+    self, update: IpcUpdate, place: int
+  ) -> Iterator[tuple[str, torch.Tensor]]:
+    own = str(torch.cuda.get_device_properties(place).uuid)
+    rows = zip(update.names, update.dtypes, update.shapes, update.loans, strict=True)
+    for name, dtype, shape, loans in rows:
+      if own not in loans:
+        raise WeightsError(
+          f'GPU {own} is none of those on which the learner has its weights, '
+          f"{', '.join(loans)}: cluster.weights='ipc' needs engines on the learner's"
+        )
+      kind = getattr(torch, dtype)
+      size = kind.itemsize * torch.Size(shape).numel()
+      found = self._borrowed.view(gpu_memory.Loan(*loans[own]), size, place)
+      yield name, found.view(kind).view(shape)
+
+  def finish_weight_update(self) -> None:
+    reload.finalize_layerwise_reload(self.model, self.model_config)
+    self._borrowed.close()
+
+  def shutdown(self) -> None:
+    pass
+
+
+class Ipc(Summed, _Ipc):
   """Through memory of the GPU that the learner has too."""
 
 

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxrl.models import names
@@ -22,19 +23,27 @@ def tensors(
 
   params: may be sharded over the devices of several processes; all of these then
   iterate, in step, and each has the whole tensor on all of its devices. What lies in
-  the host's memory is brought there a parameter, of all layers, at a time. dtype:
+  the host's memory is brought there a layer at a time. The order is a checkpoint's:
+  layer after layer, so that whoever loads them can finish one before the next. dtype:
   floating-point arrays are cast to it; None keeps each one's own. No array is a view
   of `params`.
   """
-  path, leaf = (), None
+  resting: dict[tuple[str, ...], list[np.ndarray]] = {}
+  at, brought = ((), ()), None
   for tensor in names.tensors(shape):
-    if tensor.path != path:
-      path, leaf = tensor.path, None  # let go of before there is another
-      leaf = _on_device(_leaf(params, tensor))
-    assert leaf is not None
-    kind = dataclasses.replace(tensor, name='', index=(0,) * len(tensor.index))
+    leaf, index = _leaf(params, tensor), tensor.index
+    if leaf.sharding.memory_kind == 'pinned_host':
+      if tensor.path not in resting:
+        resting[tensor.path] = [np.asarray(x.data) for x in leaf.addressable_shards]
+      if (tensor.path, index[:1]) != at:
+        brought = None  # let go of before there is another
+        brought = _brought(leaf, resting[tensor.path], index[:1])
+        at = tensor.path, index[:1]
+      assert brought is not None
+      leaf, index = brought, (*(0 for _ in index[:1]), *index[1:])
+    kind = dataclasses.replace(tensor, name='', index=(0,) * len(index))
     make = _make(kind, cast(leaf, dtype), _whole(leaf.sharding))
-    yield tensor, make(leaf, tensor.index)
+    yield tensor, make(leaf, index)
 
 
 def size(shape: ModelConfig, params: Params, dtype: str | None = None) -> int:
@@ -58,11 +67,19 @@ def _leaf(params: Params, tensor: Tensor) -> jax.Array:
   return leaf  # pyright: ignore
 
 
-def _on_device(leaf: jax.Array) -> jax.Array:
-  """A parameter that rests in the host's memory, where programs can read it."""
-  if leaf.sharding.memory_kind == 'pinned_host':
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind('device'))
-  return leaf
+def _brought(
+  leaf: jax.Array, shards: Sequence[np.ndarray], layers: tuple[int, ...]
+) -> jax.Array:
+  """One layer, of a leading axis of 1, or all of a parameter that rests in the host's
+  memory, which programs cannot read. shards: what this process has of it.
+  """
+  layout = leaf.sharding.with_memory_kind('device')
+  for layer in layers:
+    shards = [shard[layer : layer + 1] for shard in shards]
+  devices = [shard.device for shard in leaf.addressable_shards]
+  shape = (1, *leaf.shape[1:]) if layers else leaf.shape
+  pieces = jax.device_put(shards, devices)
+  return jax.make_array_from_single_device_arrays(shape, layout, pieces)
 
 
 def _whole(sharding: Sharding) -> Sharding:

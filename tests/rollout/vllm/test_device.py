@@ -5,6 +5,8 @@ NCCL's broadcast and the opening of CUDA's memory, are the only ones replaced.
 # pyright: reportMissingImports=false
 
 import asyncio
+import contextlib
+import ctypes
 import socket
 import types
 
@@ -15,6 +17,7 @@ import pytest
 from jaxrl.models import huggingface
 from jaxrl.models.model import Model
 from jaxrl.rollout.weights.direct import Sending, Target, asker
+from jaxrl.rollout.weights.errors import WeightsError
 from jaxrl.training.policy import random_config
 from tests.rollout.vllm.needs import VLLM
 
@@ -195,39 +198,38 @@ async def test_by_nccl_every_worker_of_every_engine_gets_every_tensor(params, nc
 def ipc(monkeypatch, reload):
   """Memory that is opened is the memory itself; GPU i's name is 'GPU-i'."""
   import torch
-  from torch.multiprocessing import reductions
   from vllm.model_executor.model_loader import reload as loading
 
-  buffers, opened = [], []
+  from jaxrl.rollout.vllm import gpu_memory
+
+  lent, opened = [], []
   name = lambda i: types.SimpleNamespace(uuid=f'GPU-{i}')  # noqa: E731
 
-  def reduce(tensor):
-    buffers.append(tensor)
-    return rebuild, (len(buffers) - 1, *'bcdef', 'device')
+  def lend(tensor):
+    lent.append(tensor)
+    return gpu_memory.Loan(str(len(lent) - 1), 0)
 
-  def rebuild(number, *more):
-    opened.append((number, more[-1]))
-    return buffers[number]
+  def view(self, loan, size, place):
+    opened.append((int(loan.handle), place))
+    found = lent[int(loan.handle)].reshape(-1).view(torch.uint8)
+    assert len(found) == size
+    return found
 
   monkeypatch.setattr(torch.cuda, 'get_device_properties', name)
-  monkeypatch.setattr(reductions, 'reduce_tensor', reduce)
-  monkeypatch.setattr(reductions, 'rebuild_cuda_tensor', rebuild)
+  monkeypatch.setattr(gpu_memory, 'lend', lend)
+  monkeypatch.setattr(gpu_memory.Borrowed, 'view', view)
   monkeypatch.setattr(loading, 'finalize_layerwise_reload', lambda *_: None)
-  return buffers, opened
+  return lent, opened
 
 
 @pytest.mark.parametrize('room', [1, 5000, 1 << 20])
 @pytest.mark.asyncio
 async def test_by_ipc_every_worker_opens_the_memory_of_its_own_gpu(params, ipc, room):
-  from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
-
   from jaxrl.rollout.vllm.device import Sender
   from jaxrl.rollout.vllm.received import Ipc
 
   def engine(*places):
     made = Engine(f'of {places}', [Worker(Ipc, place, 1) for place in places])
-    for worker in made.workers:
-      worker.own._packed_importer = PackedBufferImporter()
     return made, Target(made, len(places), places)
 
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), 'x')
@@ -244,26 +246,27 @@ async def test_by_ipc_every_worker_opens_the_memory_of_its_own_gpu(params, ipc, 
   same(one, jax.tree.map(lambda x: x * 2, params))
   same(two, jax.tree.map(lambda x: x * 2, params))
   assert one.calls[:2] == ['init', 'begin'] and one.calls[-1] == 'end'
+  # At most the ends and each layer by themselves; never a part of a layer.
   chunks = one.calls.count('update') / 2
-  assert chunks == 1 if room > 1 << 19 else chunks > 2
-  # Every buffer is opened once, by the one worker that has its GPU.
-  assert sorted(ipc[1]) == [(0, 0), (1, 1), (2, 3), (3, 0), (4, 1), (5, 3)]
+  assert chunks == (1 if room > 1 << 19 else 1 + SHAPE.num_layers)
+  # What is lent is opened once, by the one worker that has its GPU.
+  places = (0, 1, 3)
+  assert sorted(ipc[1]) == [(i, places[i % 3]) for i in range(len(ipc[0]))]
+  assert len(ipc[0]) == 2 * 3 * len(one.workers[0].own.model.found)
 
 
 @pytest.mark.asyncio
 async def test_a_tensor_that_arrives_otherwise_is_noticed(params, ipc):
   import torch
-  from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
 
   from jaxrl.rollout.vllm.device import Sender
   from jaxrl.rollout.vllm.received import Ipc
 
   worker = Worker(Ipc, 0, 1)
-  worker.own._packed_importer = PackedBufferImporter()
   engine, update = Engine('one', [worker]), worker.update
 
   def spoil(info):
-    ipc[0][0][77] ^= 1
+    ipc[0][0].view(torch.int32)[7, 7] ^= 1
     update(info)
 
   worker.update = spoil
@@ -271,6 +274,65 @@ async def test_a_tensor_that_arrives_otherwise_is_noticed(params, ipc):
   sent = await asyncio.to_thread(sender.send, 1, params, [Target(engine, 1, (0,))])
   assert sent.held != (sent.digest,) and engine.version is None
   assert torch.is_tensor(worker.own.model.found['model.norm.weight'])
+
+
+@pytest.mark.asyncio
+async def test_an_engine_on_a_gpu_that_the_learner_has_not_says_so(params, ipc):
+  from jaxrl.rollout.vllm.device import Sender
+  from jaxrl.rollout.vllm.received import Ipc
+
+  engine = Engine('elsewhere', [Worker(Ipc, 2, 1)])
+  sender = Sender('ipc', SHAPE, asker(asyncio.get_running_loop()), address, Sending())
+  with pytest.raises(WeightsError, match=r'GPU GPU-2 is none of .*GPU-0'):
+    await asyncio.to_thread(sender.send, 1, params, [Target(engine, 1, (0,))])
+
+
+@pytest.mark.asyncio
+async def test_memory_that_cannot_be_lent_is_copied_once_more(
+  params, ipc, monkeypatch, caplog
+):
+  from jaxrl.rollout.vllm import gpu_memory
+  from jaxrl.rollout.vllm.device import Sender
+  from jaxrl.rollout.vllm.received import Ipc
+
+  lend, refused = gpu_memory.lend, set()
+
+  def picky(tensor):
+    if tensor.data_ptr() not in refused and len(refused) < 1:
+      refused.add(tensor.data_ptr())
+      raise gpu_memory.GpuMemoryError('cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE (1)')
+    return lend(tensor)
+
+  monkeypatch.setattr(gpu_memory, 'lend', picky)
+  engine = Engine('one', [Worker(Ipc, 0, 1)])
+  sender = Sender('ipc', SHAPE, asker(asyncio.get_running_loop()), address, Sending())
+  sent = await asyncio.to_thread(sender.send, 1, params, [Target(engine, 1, (0,))])
+  assert sent.held == (sent.digest,) and refused
+  assert 'copied once more' in caplog.text and 'CUDA_ERROR_INVALID_VALUE' in caplog.text
+  same(engine, params)
+
+
+def test_what_is_lent_must_not_be_held_when_it_goes_back(monkeypatch):
+  import torch
+
+  from jaxrl.rollout.vllm import gpu_memory
+
+  made = gpu_memory.Borrowed()
+  monkeypatch.setattr(gpu_memory, '_opened', lambda handle: ctypes.c_uint64(1 << 20))
+  monkeypatch.setattr(torch.cuda, 'device', contextlib.nullcontext)
+  closed = []
+  monkeypatch.setattr(gpu_memory, '_call', lambda name, *_: closed.append(name))
+  monkeypatch.setattr(torch, 'as_tensor', lambda held, device: (held, device))
+  views = [made.view(gpu_memory.Loan(h, 5), 3, 1) for h in ('aa', 'aa', 'bb')]
+  (held, device), *_ = views
+  assert device == 'cuda:1'
+  assert held.__cuda_array_interface__['data'] == ((1 << 20) + 5, False)
+  with pytest.raises(gpu_memory.GpuMemoryError, match=r'3 tensors .* still held'):
+    made.give_back()
+  del held, views, _
+  made.give_back()
+  made.close()
+  assert closed == ['cuIpcCloseMemHandle'] * 2
 
 
 def test_what_is_called_of_vllm_is_there():

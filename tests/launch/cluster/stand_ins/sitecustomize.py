@@ -43,22 +43,37 @@ class Stream:
 
 def replace():
   import torch
-  from torch.multiprocessing import reductions
   from vllm.distributed.device_communicators import pynccl
   from vllm.distributed.weight_transfer import packed_tensor
   from vllm.platforms import current_platform
 
-  def reduce_tensor(tensor):
-    shared = tensor.share_memory_().untyped_storage()._share_filename_cpu_()
-    return rebuild_cuda_tensor, (*shared, None, None, None, 'device')
+  from jaxrl.rollout.vllm import gpu_memory
 
-  def rebuild_cuda_tensor(manager, name, size, *_):
-    storage = torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+  lent = []
 
+  def lend(tensor):
+    own = tensor.clone().share_memory_()
+    lent.append(own)  # lives as long as this process
+    manager, name, size = own.untyped_storage()._share_filename_cpu_()
+    return gpu_memory.Loan(f'{manager.decode()} {name.decode()} {size}', 0)
+
+  def view(self, loan, size, place):
+    manager, name, room = loan.handle.split()
+    storage = torch.UntypedStorage._new_shared_filename_cpu(
+      manager.encode(), name.encode(), int(room)
+    )
+    opened.append(torch.empty(0, dtype=torch.uint8).set_(storage)[:size])
+    return opened[-1]
+
+  def give_back(self):
+    while opened:  # whoever reads it later would serve nonsense
+      opened.pop().fill_(77)
+
+  opened = []
   torch.multiprocessing.set_sharing_strategy('file_system')
-  reductions.reduce_tensor = reduce_tensor
-  reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
+  gpu_memory.lend = lend
+  gpu_memory.Borrowed.view = view
+  gpu_memory.Borrowed.give_back = give_back
   only = types.SimpleNamespace(uuid='GPU-0')
   torch.cuda.get_device_properties = lambda place: only
   torch.accelerator.synchronize = lambda: None
