@@ -101,8 +101,7 @@ def load(
   sections: the launcher's own, name → function whose options they are; added where
     the config does not have them.
   """
-  module = _module(command.config)
-  get_config = getattr(module, 'get_config', None)
+  get_config = getattr(module(command.config), 'get_config', None)
   if not callable(get_config):
     raise ConfigError(f'{command.config}: defines no get_config()')
   takes = len(inspect.signature(get_config).parameters)
@@ -174,7 +173,8 @@ class _told:
     return any(file.endswith(path) or name == self._own for file, name in places)
 
 
-def _module(path: str) -> Any:
+def module(path: str) -> Any:
+  """A config file, run. Raises ConfigError for one that cannot be."""
   file = pathlib.Path(path)
   if not file.is_file():
     near = nearest(file.name, [p.name for p in file.parent.glob('*.py')])
@@ -184,16 +184,16 @@ def _module(path: str) -> Any:
   spec = importlib.util.spec_from_file_location(name, file.resolve())
   if spec is None or spec.loader is None:
     raise ConfigError(f'--config={path}: cannot be read as Python')
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
+  made = importlib.util.module_from_spec(spec)
+  sys.modules[name] = made
   with _told(path):
     try:
-      spec.loader.exec_module(module)
+      spec.loader.exec_module(made)
     except SyntaxError as error:
       raise ConfigError(
         f'{error.filename}, line {error.lineno}: {error.msg}'
       ) from error
-  return module
+  return made
 
 
 def override(config: ConfigDict, key: str, text: str | None) -> None:

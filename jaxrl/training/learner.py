@@ -231,6 +231,12 @@ class Learner:
     prepare = made.prepare(shape) if self._spec.prepares else None
     return prepare, made.train(shape)
 
+  @property
+  def resident(self) -> dict[str, Any]:
+    """What it holds on its devices between updates, by part, or the shapes of it."""
+    teachers = {} if self._teachers is None else {'teachers': self._teachers.params}
+    return self._arrays() | teachers
+
   def traced(self, length: int) -> tuple[programs.Shape, dict[str, Any]]:
     """A usual batch of rows of this bucket, and the programs that learn from it.
 

@@ -78,6 +78,11 @@ class Teachers:
     shapes = programs.params_shapes(spec, self._mesh)
     return Placed(spec, programs.place(policy.params, shapes))
 
+  @property
+  def params(self) -> list[Params]:
+    """Of each teacher on the devices."""
+    return [one.params for one in self._all]
+
   def shapes(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
     """What `score` gives for a batch of so many rows and tokens."""
     layout = sharding.rows(self._mesh)

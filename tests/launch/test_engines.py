@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from configs import debug, qwen3_0_6b_gsm8k
+from configs import debug, qwen3_0_6b
 from jaxrl.models import hf_config
 from jaxrl.rollout.vllm import arguments
 from jaxrl.signature import ConfigError
@@ -91,7 +91,7 @@ def test_options_are_read_off_vllms_source():
 
 @pytest.mark.parametrize('gpus, engines, learners', [(1, 1, 1), (8, 4, 4)])
 def test_the_qwen3_config_fits_one_gpu_and_eight(gpus, engines, learners):
-  made = qwen3_0_6b_gsm8k.get_config()
+  made = qwen3_0_6b.get_config()
   plan = placement.plan(made, [Node(gpus=gpus)])
   assert len(plan.engines) == engines and len(plan.learners) == 1
   share = sum(seat.memory for seat in (plan.engines[0], plan.learners[0]))
@@ -102,7 +102,7 @@ def test_the_qwen3_config_fits_one_gpu_and_eight(gpus, engines, learners):
 
 
 def test_the_qwen3_config_says_that_it_needs_a_checkpoint(tmp_path, capsys):
-  path = qwen3_0_6b_gsm8k.__file__
+  path = qwen3_0_6b.__file__
   said = refused(tmp_path, capsys, '--config.dataset.path=x.jsonl', config=path)
   assert 'model.checkpoint=Qwen3-0.6B: no model in Qwen3-0.6B' in said
 
@@ -110,7 +110,7 @@ def test_the_qwen3_config_says_that_it_needs_a_checkpoint(tmp_path, capsys):
 def test_the_qwen3_config_passes_all_checks(installed, tmp_path):
   settings = hf_config.to_hf(random_config(), 'float32')
   (tmp_path / 'config.json').write_text(json.dumps(settings))
-  made = qwen3_0_6b_gsm8k.get_config()
+  made = qwen3_0_6b.get_config()
   made.model.checkpoint = str(tmp_path)
   made.dataset.path = 'generate:arithmetic()'
   algorithm = build.make_algorithm(made)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs import debug, qwen3_0_6b_gsm8k
+from configs import debug, qwen3_0_6b
 from jaxrl.rollout.jax_engine import JaxEngine
 from jaxrl.signature import ConfigError
 from jaxrl.training.learner import Learner
@@ -19,7 +19,7 @@ def config(asked='auto', engine='jax', engines=1, ray=True):
 
 
 def qwen(asked, engine='vllm'):
-  made = qwen3_0_6b_gsm8k.get_config()
+  made = qwen3_0_6b.get_config()
   made.cluster.placement, made.rollout.engine = asked, engine
   return made
 

@@ -1,12 +1,4 @@
-"""Qwen3-0.6B learns grade-school mathematics with vLLM's rollouts (arXiv 2505.09388).
-
-    python -m launch.train --config=configs/qwen3_0_6b_gsm8k.py \
-      --config.model.checkpoint=FOLDER --config.dataset.path=train.jsonl
-
-FOLDER: of the checkpoint, as Hugging Face has it; by default Qwen3-0.6B, here. The test
-set is the file beside the training set, test.jsonl. On one GPU learner and engine share
-it; on several the engines have half of them, one each, and the learner the others.
-"""
+"""What the configs of Qwen3's sizes share: they learn grade-school mathematics."""
 
 from configs import base
 from jaxrl.config import Config
@@ -14,12 +6,12 @@ from jaxrl.config import Config
 PROMPT = '{observation}\nThink step by step and end with the answer alone after ####.'
 
 
-def get_config(algorithm: str = 'grpo') -> Config:
+def gsm8k(checkpoint: str, algorithm: str) -> Config:
+  """vLLM's rollouts of 32 tasks a step, 1024 tokens a row; bf16 products."""
   config = base.get_config(algorithm)
   config.num_steps = 200
-  config.model.update(checkpoint='Qwen3-0.6B', dtype='bfloat16', remat='full')
+  config.model.update(checkpoint=checkpoint, dtype='bfloat16', remat='full')
   config.batch.update(num_groups=32, max_length=1024, buckets=(512, 1024))
-  config.batch.micro_batches = 16
   config.optimizer.update(learning_rate=1e-6, warmup_steps=10)
   config.rollout.update(engine='vllm', num_slots=256, async_ratio=1.0)
   config.env.gsm8k = base.env_section(

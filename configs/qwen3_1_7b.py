@@ -1,0 +1,20 @@
+"""Qwen3-1.7B learns grade-school mathematics with vLLM's rollouts (arXiv 2505.09388).
+
+    python -m launch.train --config=configs/qwen3_1_7b.py \
+      --config.model.checkpoint=FOLDER --config.dataset.path=train.jsonl
+
+As configs/qwen3_0_6b.py, on a slice of TPUs: parameters
+and moments are in sixteen shares.
+"""
+
+from configs import _qwen3
+from jaxrl.config import Config
+
+TOPOLOGY = 'v5e:4x4'  # of the learner, which `launch.plan` plans for
+
+
+def get_config(algorithm: str = 'grpo') -> Config:
+  config = _qwen3.gsm8k('Qwen3-1.7B', algorithm)
+  config.batch.micro_batches = 8
+  config.mesh.update(data=1, fsdp=16)
+  return config

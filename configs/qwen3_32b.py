@@ -1,0 +1,20 @@
+"""Qwen3-32B learns grade-school mathematics with vLLM's rollouts (arXiv 2505.09388).
+
+    python -m launch.train --config=configs/qwen3_32b.py \
+      --config.model.checkpoint=FOLDER --config.dataset.path=train.jsonl
+
+As configs/qwen3_0_6b.py, on a slice of TPUs: rows in sixteen shares, heads in four.
+"""
+
+from configs import _qwen3
+from jaxrl.config import Config
+
+TOPOLOGY = 'v5p:4x4x4'  # of the learner, which `launch.plan` plans for
+
+
+def get_config(algorithm: str = 'grpo') -> Config:
+  config = _qwen3.gsm8k('Qwen3-32B', algorithm)
+  config.batch.micro_batches = 4
+  config.mesh.update(data=1, fsdp=16, tensor=4)
+  config.rollout.engine = 'vllm(tensor_parallel_size=4)'
+  return config

@@ -1,0 +1,20 @@
+"""Qwen3-8B learns grade-school mathematics with vLLM's rollouts (arXiv 2505.09388).
+
+    python -m launch.train --config=configs/qwen3_8b.py \
+      --config.model.checkpoint=FOLDER --config.dataset.path=train.jsonl
+
+As configs/qwen3_0_6b.py, on a node of GPUs, all of which the
+learner has; engines have another.
+"""
+
+from configs import _qwen3
+from jaxrl.config import Config
+
+TOPOLOGY = 'h200:8'  # of the learner, which `launch.plan` plans for
+
+
+def get_config(algorithm: str = 'grpo') -> Config:
+  config = _qwen3.gsm8k('Qwen3-8B', algorithm)
+  config.batch.micro_batches = 16
+  config.mesh.update(data=1, fsdp=8)
+  return config

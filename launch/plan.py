@@ -1,0 +1,91 @@
+"""Knows before launch: `python -m launch.plan --config=FILE.py --topology=v5p:8x8x8`.
+
+Compiles the programs of a run for a machine that need not be here, and tells what of
+its memory they take, how long a step will last, and what to change if it does not fit.
+No parameter is ever allocated.
+"""
+
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from launch import config as configs
+from launch import targets
+
+USAGE = """\
+python -m launch.plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--topology=…]
+
+  --topology=v5p:8x8x8    a TPU slice: v5e:4x4, v5p:2x2x2, v6e:4x4; or GPUs: h200:8,
+                          h100:16; or cpu:1. By default the config's own TOPOLOGY
+  --sweep=mesh            ranks meshes; --compiles=6 of them are compiled at most
+  --json=PATH             all of it as JSON too
+
+A checkpoint's config.json is enough; Qwen3's published shapes are known by name.
+"""
+FLAGS = {'topology': '', 'sweep': '', 'compiles': '6', 'json': ''}
+
+
+def main(argv: Sequence[str]) -> int:
+  """Plans from a command line; returns the exit status, 1 where it does not fit."""
+  if not argv or '--help' in argv or '-h' in argv:
+    print(USAGE)
+    return 0
+  try:
+    command = configs.parse(argv, FLAGS)
+    target = targets.parse(command.flags['topology'] or _own(command.config))
+    if command.flags['sweep'] not in ('', 'mesh'):
+      raise configs.ConfigError(f'--sweep={command.flags["sweep"]}: sweeps mesh alone')
+    if not command.flags['compiles'].isdigit() or command.flags['compiles'] == '0':
+      raise configs.ConfigError('--compiles: wants a whole number, at least 1')
+    targets.prepare(target)
+    return _plan(command, target)
+  except configs.ConfigError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+
+
+def _own(path: str) -> str:
+  """The TOPOLOGY that a config file names. Raises ConfigError where it names none."""
+  found = getattr(configs.module(path), 'TOPOLOGY', '')
+  if not found:
+    raise configs.ConfigError(
+      f'which machine? {path} has no TOPOLOGY: name one, --topology=h200:8'
+    )
+  return str(found)
+
+
+def _plan(command: configs.Command, target: targets.Target) -> int:
+  config = configs.load(command)
+  devices = targets.topology(target.name)  # imports JAX: seconds
+  from rich.console import Console
+
+  from launch.planning import abstract, report, sweep, table
+
+  console, run = Console(highlight=False), abstract.read(config)
+  name = pathlib.Path(command.config).name
+  with console.status(f'compiling {name} for {target.name} …'):
+    if command.flags['sweep']:
+      from launch.planning import decode
+
+      engine, most = decode.engine_of(run), int(command.flags['compiles'])
+      ranked = sweep.sweep(run, target, devices, engine=engine, most=most)
+    else:
+      found = report.make(name, run, target, devices)
+  if command.flags['sweep']:
+    table.show_sweep(ranked, console)
+    _write(command.flags['json'], ranked.data())
+    return 0 if any(one.cost.fits for one in ranked.entries) else 1
+  table.show(found, console)
+  _write(command.flags['json'], found.data())
+  return 0 if found.cost.fits else 1
+
+
+def _write(path: str, data: dict[str, Any]) -> None:
+  if path:
+    pathlib.Path(path).write_text(json.dumps(data, indent=2, default=str) + '\n')
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Knowing before launch: what a run needs and costs on machines that are not here."""

@@ -1,0 +1,213 @@
+"""What a run needs and takes on a machine: memory by part, time by phase."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.rollout import jax_engine
+from jaxrl.training.learner import Learner
+from launch import algorithm as algorithms
+from launch import weights
+from launch.planning import abstract, program
+from launch.planning.abstract import Run
+from launch.planning.decode import Engine
+from launch.planning.program import Program, Time, per_device
+from launch.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """A run on a mesh of a target. rows, length: of the batch that programs take.
+
+  programs: by name. memory: bytes of the fullest device, by part. phase: of the two
+  that the learner has, the one that is fuller.
+  """
+
+  mesh: dict[str, int]
+  rows: int
+  length: int
+  micro_rows: int
+  programs: dict[str, Program]
+  memory: dict[str, float]
+  limit: float
+  phase: str
+
+  @property
+  def total(self) -> float:
+    return sum(self.memory.values())
+
+  @property
+  def fits(self) -> bool:
+    refused = any(one.too_large for one in self.programs.values())
+    return self.total <= self.limit and not refused
+
+
+def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> Cost:
+  """Compiles the learner's programs for the longest rows and adds up what they take."""
+  mesh = abstract.mesh_of(run.config, devices)
+  learner = abstract.make_learner(run, mesh)
+  shape, traced = learner.traced(run.buckets[-1])
+  made = {name: program.build(name, one, target) for name, one in traced.items()}
+  kept = resident(run, learner, engine)
+  phases = {name: _memory(kept, one) for name, one in made.items()}
+  phase = max(phases, key=lambda name: sum(phases[name].values()))
+  return Cost(
+    mesh=dict(mesh.shape),
+    rows=shape.rows,
+    length=shape.length,
+    micro_rows=shape.micro_rows,
+    programs=made,
+    memory=phases[phase],
+    limit=target.chip.memory,
+    phase=phase,
+  )
+
+
+def resident(run: Run, learner: Learner, engine: Engine) -> dict[str, float]:
+  """Bytes of each device that are there in every phase, by part.
+
+  An engine in the learner's process is on one device, which is the fullest.
+  """
+  arrays = learner.resident
+  state = arrays['state']
+  found = {
+    'parameters': per_device(state.params),
+    'optimizer state': per_device(state.opt_state),
+    'algorithm state': per_device(state.algorithm_state),
+    'reference': per_device(arrays.get('reference')),
+    'teachers': per_device(arrays.get('teachers')),
+  }
+  if not engine.alone and run.algorithm.schema == 'rollout':
+    found |= engine_memory(run, engine)
+  return found
+
+
+def engine_memory(run: Run, engine: Engine) -> dict[str, float]:
+  """What an engine holds on each of its devices, by part."""
+  copies = 2 if engine.kind == 'jax' else 1  # as published, and as decode reads them
+  if engine.alone:
+    copies = 1
+  model = run.policy().model
+  params = abstract.shapes_of(model)
+  count = sum(x.size for x in jax.tree.leaves(params))
+  width = jax.numpy.dtype(engine.weights).itemsize
+  cache = jax.eval_shape(
+    lambda: dataclasses.replace(model, dtype=engine.dtype).init_cache(
+      engine.num_slots, engine.max_length
+    )
+  )
+  share = engine.devices
+  return {
+    "engine's weights": copies * count * width / share,
+    'cache': per_device(cache) / share,
+  }
+
+
+def _memory(kept: dict[str, float], made: Program) -> dict[str, float]:
+  """What the devices hold while a program runs, by part."""
+  train = made.name == 'train'
+  own = ('optimizer state',) if train else ('reference',)
+  taken = sum(kept[name] for name in ('parameters', 'algorithm state', *own))
+  gradients = min(made.temporaries, kept['parameters']) if train else 0.0
+  return {
+    **kept,
+    'batch': max(0.0, made.arguments - taken),
+    'gradients': gradients,
+    'temporaries': made.temporaries - gradients,
+    'outputs': made.outputs,
+  }
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """Seconds of a step of a run, by phase, and how often each program runs in it."""
+
+  runs: dict[str, int]
+  times: dict[str, Time]
+  rollout: Time | None
+  tokens: int
+  together: bool
+
+  @property
+  def learn(self) -> tuple[float, float]:
+    times = self.times.values()
+    return sum(t.least for t in times), sum(t.most for t in times)
+
+  @property
+  def step(self) -> tuple[float, float]:
+    """Least and most. Rollouts that run ahead take their time beside the learner's."""
+    play = (self.rollout.least, self.rollout.most) if self.rollout else (0.0, 0.0)
+    join = max if self.together else (lambda a, b: a + b)
+    return join(self.learn[0], play[0]), join(self.learn[1], play[1])
+
+
+def step(
+  run: Run, cost: Cost, target: Target, engine: Engine, one: Program | None
+) -> Step:
+  """one: the decode step, if the run plays."""
+  batch, dtype = run.config.batch, run.config.model.dtype
+  runs = dict.fromkeys(cost.programs, 1)
+  runs['train'] = batch.minibatches * batch.epochs
+  times = {
+    name: program.seconds(made, target, target.size, dtype) * runs[name]
+    for name, made in cost.programs.items()
+  }
+  rollout = None
+  if one is not None:
+    rounds = -(-run.num_rows // (engine.num_slots * engines(run))) * response(run)
+    rollout = program.seconds(one, target, engine.devices, engine.dtype) * rounds
+    runs['decode'] = rounds
+  ahead = run.config.rollout.async_ratio > 0 and engine.alone
+  return Step(runs, times, rollout, cost.rows * cost.length, ahead)
+
+
+def engines(run: Run) -> int:
+  return max(1, run.config.cluster.num_engines)
+
+
+def response(run: Run) -> int:
+  """Tokens that the longest response may have."""
+  config = run.config
+  limits = [algorithms.response_limit(config, tag) for tag in config.env]
+  return min([config.batch.max_length - 1, *limits])
+
+
+@dataclasses.dataclass(frozen=True)
+class Broadcast:
+  """Bytes of one version of the weights, the way they go, and the seconds at best."""
+
+  bytes: float
+  way: str
+  seconds: float
+
+
+def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
+  plan, chip = weights.plan(run.config), target.chip
+  dtype = plan.options.get('dtype') or 'float32'
+  shapes = jax.tree.leaves(abstract.shapes_of(run.policy().model))
+  size = sum(x.size for x in shapes) * jax.numpy.dtype(dtype).itemsize
+  if plan.name == 'inprocess':
+    return Broadcast(size, f'{plan.name}, {dtype}', 2 * size / chip.memory_rate)
+  if plan.direct:
+    rate = chip.between or chip.link
+    return Broadcast(size, f'{plan.name}, {dtype}', size / rate)
+  rate = chip.network * engine.devices
+  return Broadcast(size, f'{plan.name}, {dtype}', size / rate)
+
+
+def num_programs(run: Run, cost: Cost, engine: Engine, plays: bool) -> dict[str, int]:
+  """How many the run compiles before its first step, by part."""
+  found = {'learner': len(run.buckets) * len(cost.programs)}
+  if plays and engine.kind == 'jax':
+    # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.
+    found['engine'] = len(jax_engine.default_buckets(engine.max_length)) + 4
+  return found
+
+
+def mesh_text(mesh: Mesh | dict[str, int]) -> str:
+  sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else mesh
+  told = [f'{name} {size}' for name, size in sizes.items() if size > 1]
+  return ' × '.join(told) or 'one device'

@@ -1,0 +1,106 @@
+"""Meshes of a machine, ranked: the likeliest are compiled, the others only named."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl.signature import ConfigError
+from launch.planning import abstract, changes, cost
+from launch.planning.abstract import Run
+from launch.planning.cost import Cost
+from launch.planning.decode import Engine
+from launch.targets import NODE, Target
+
+MOST = 6  # meshes compiled, unless told
+AXES = ('data', 'fsdp', 'tensor')
+ADAM = 4  # arrays of a parameter's size that are held: itself, two moments, gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A mesh that was compiled. learn: seconds of a step, least and most."""
+
+  mesh: dict[str, int]
+  cost: Cost
+  learn: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+  """entries: best first. skipped: mesh → why it was not compiled."""
+
+  entries: tuple[Entry, ...]
+  skipped: dict[str, str]
+
+  def data(self) -> dict[str, Any]:
+    """For JSON."""
+    return dataclasses.asdict(self)
+
+
+def sweep(
+  run: Run,
+  target: Target,
+  devices: Sequence[Any],
+  *,
+  engine: Engine,
+  most: int = MOST,
+) -> Sweep:
+  """Compiles the `most` meshes that a simple rule finds best, and ranks those.
+
+  The rule: what does not fit by its state alone comes last, then seconds of products,
+  rows that only fill up, and what axes send, by hand.
+  """
+  entries, skipped = [], {}
+  order = sorted(meshes(target), key=lambda mesh: guess(run, target, mesh))
+  for mesh in order:
+    name = cost.mesh_text(mesh)
+    if len(entries) == most:
+      skipped[name] = f'not among the {most} that a simple rule finds best'
+      continue
+    own = changes.applied(run, {f'mesh.{axis}': size for axis, size in mesh.items()})
+    try:
+      found = cost.of(own, target, devices, engine=engine)
+    except ConfigError as error:
+      skipped[name] = str(error).removeprefix('--config.mesh: ')
+      continue
+    step = cost.step(own, found, target, engine, None)
+    entries.append(Entry(mesh, found, step.learn))
+  entries.sort(key=lambda one: (not one.cost.fits, sum(one.learn)))
+  return Sweep(tuple(entries), skipped)
+
+
+def meshes(target: Target) -> Iterator[dict[str, int]]:
+  """Every way to arrange all devices in data, fsdp and tensor."""
+  sizes = [n for n in range(1, target.size + 1) if target.size % n == 0]
+  for fsdp, tensor in itertools.product(sizes, sizes):
+    if target.size % (fsdp * tensor) == 0:
+      data = target.size // (fsdp * tensor)
+      yield {'data': data, 'fsdp': fsdp, 'tensor': tensor}
+
+
+def guess(run: Run, target: Target, mesh: dict[str, int]) -> tuple[bool, float]:
+  """(whether its state alone is too much, seconds of a step), by hand."""
+  shapes = jax.tree.leaves(abstract.shapes_of(run.policy().model))
+  size, shape, chip = sum(x.size for x in shapes), run.shape, target.chip
+  tensor, fsdp = mesh['tensor'], mesh['fsdp']
+  shares = mesh['data'] * fsdp
+  held = 4 * size * ADAM / (fsdp * tensor)
+  batch = run.config.batch
+  micro = batch.minibatches * batch.micro_batches
+  rows = math.ceil(run.num_rows / micro / shares) * shares * micro
+  tokens = rows * run.buckets[-1]
+  compute = 8 * size * tokens / target.size / chip.flops
+  gathered = 3 * 2 * size / tensor * (1 - 1 / fsdp) * micro
+  reduced = 2 * 4 * size / (fsdp * tensor) * (1 - 1 / mesh['data'])
+  passed = tokens / shares * shape.hidden_size * 2 * shape.num_layers
+  split = 8 * passed * (1 - 1 / tensor)
+  rate = chip.link
+  if chip.between and target.size > NODE:
+    rate = chip.between
+  far = gathered + reduced
+  near = split / (chip.link if tensor <= NODE else rate)
+  return held > chip.memory, compute + near + far / rate

@@ -1,0 +1,148 @@
+"""Is the memory that `launch.plan` foretells the one that a learner takes? On the CPU.
+
+    python -m tests.benchmarks.memory [CASE …]
+
+Each case runs in a process of its own: its programs are compiled first, for shapes
+alone; then the learner is made and updates twice. Measured is how far the resident set
+has risen, from before there was any array, at its highest during the second update.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+# name → (layers, width, inner width, vocabulary, groups, tokens a row, micro-batches,
+# remat): of more than 1 GB of parameters, moments and gradients each.
+CASES = {
+  'wide': (4, 1024, 4096, 8192, 2, 64, 1, 'none'),
+  'deep': (16, 512, 2048, 4096, 4, 128, 2, 'full'),
+  'long rows': (6, 768, 3072, 16384, 2, 512, 4, 'full'),
+  'small': (2, 256, 1024, 2048, 4, 256, 1, 'none'),
+}
+TABLE = ('wide', 'deep', 'long rows')
+
+
+def measure(name: str) -> dict[str, float]:
+  """Foretold and measured bytes of a case, in a process of its own."""
+  command = [sys.executable, '-m', 'tests.benchmarks.memory', '--child', name]
+  # malloc gives freed pages back at once, so that the resident set is what is in use.
+  env = {k: v for k, v in os.environ.items() if not k.startswith('MALLOC_')}
+  env |= {
+    'MALLOC_TRIM_THRESHOLD_': '0',
+    'MALLOC_ARENA_MAX': '1',
+    'JAX_PLATFORMS': 'cpu',
+  }
+  env['XLA_FLAGS'] = ''
+  done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def resident(field: str) -> int:
+  """Bytes of this process's memory, as the kernel tells: VmRSS, or VmHWM, its peak."""
+  with open('/proc/self/status') as file:
+    line = next(line for line in file if line.startswith(field))
+  return int(line.split()[1]) * 1024
+
+
+def child(name: str) -> dict[str, float]:
+  """Measures in this process."""
+  import jax
+
+  from launch import targets
+  from launch.planning import abstract, cost, decode
+
+  run = abstract.read(_config(*CASES[name]))
+  target, devices = targets.parse('cpu:1'), jax.devices()[:1]
+  engine = decode.engine_of(run)
+  mesh = abstract.mesh_of(run.config, devices)
+  foretold = cost.of(run, target, devices, engine=engine)
+  learner_alone = foretold.total - sum(
+    foretold.memory.get(part, 0.0) for part in ("engine's weights", 'cache')
+  )
+  shapes = abstract.make_learner(run, mesh)
+  asyncio.run(shapes.warmup())
+  ctypes.CDLL('libc.so.6').malloc_trim(0)
+  before = resident('VmRSS')
+  learner = _learner(run, mesh)
+  ctypes.CDLL('libc.so.6').malloc_trim(0)
+  groups = _groups(run)
+
+  async def updates() -> int:
+    await learner.update(groups)
+    with open('/proc/self/clear_refs', 'w') as file:
+      file.write('5')  # the peak begins anew
+    await learner.update(groups)
+    return resident('VmHWM')
+
+  peak = asyncio.run(updates())
+  state = foretold.memory['parameters'] + foretold.memory['optimizer state']
+  return {'foretold': learner_alone, 'measured': peak - before, 'state': state}
+
+
+def _config(
+  layers: int,
+  width: int,
+  inner: int,
+  vocab: int,
+  groups: int,
+  length: int,
+  micro: int,
+  remat: str,
+) -> Any:
+  from configs import quickstart
+
+  config = quickstart.get_config()
+  config.model.remat = remat
+  config.model.random.update(
+    num_layers=layers, hidden_size=width, intermediate_size=inner, vocab_size=vocab
+  )
+  config.model.random.update(num_heads=8, num_kv_heads=4, head_dim=64)
+  config.batch.update(num_groups=groups, max_length=length, micro_batches=micro)
+  config.algorithm.group_size = 4
+  return config
+
+
+def _learner(run: Any, mesh: Any) -> Any:
+  import jax
+  import jax.numpy as jnp
+
+  from jaxrl.dispatch import Dispatcher
+  from launch import learners
+
+  shapes = run.policy().params
+  params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), shapes)
+  policy = run.policy()
+  own = run.config, policy, run.algorithm, mesh, Dispatcher('memory'), None
+  stage = learners.Stage('train', run.num_rows, run.config.num_steps)
+  return learners.LocalLearners(*own)._make(stage, params)
+
+
+def _groups(run: Any) -> list[Any]:
+  from tests.training import toy
+
+  length, sizes = run.buckets[-1], (run.algorithm.group_size,)
+  count = run.config.batch.num_groups
+  return toy.groups(sizes=sizes * count, lengths=(length - 4, length))
+
+
+def main() -> None:
+  from rich.console import Console
+  from rich.table import Table
+
+  made = Table('case', 'state', 'foretold', 'measured', 'ratio')
+  for name in sys.argv[1:] or TABLE:
+    found = measure(name)
+    sizes = [f'{found[k] / 1e9:.2f} GB' for k in ('state', 'foretold', 'measured')]
+    made.add_row(name, *sizes, f'{found["foretold"] / found["measured"]:.3f}')
+  Console().print(made)
+
+
+if __name__ == '__main__':
+  if sys.argv[1:2] == ['--child']:
+    print(json.dumps(child(sys.argv[2])))
+  else:
+    main()

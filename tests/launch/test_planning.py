@@ -1,0 +1,213 @@
+"""Knowing before launch: what is counted, and what is told."""
+
+import functools
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from jaxrl.signature import ConfigError
+from jaxrl.training.mesh import make_mesh
+from launch import config as configs
+from launch import plan, targets
+from launch.planning import (
+  abstract,
+  changes,
+  cost,
+  decode,
+  flops,
+  program,
+  report,
+  sweep,
+  table,
+  traffic,
+)
+
+SMALL = (
+  '--config=configs/quickstart.py',
+  '--config.model.random.num_layers=2',
+  '--config.model.random.hidden_size=32',
+  '--config.model.random.vocab_size=64',
+  '--config.batch.max_length=16',
+  '--config.batch.num_groups=2',
+  '--config.rollout.num_slots=4',
+)
+
+
+def small(*more: str):
+  return abstract.read(configs.load(configs.parse([*SMALL, *more])))
+
+
+def loop(x, w):
+  """Three products in a loop, one of them again in a loop of two."""
+
+  def outer(x, _):
+    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)
+    return x, None
+
+  return jax.lax.scan(outer, x, None, length=3)[0]
+
+
+def test_flops_count_a_loop_as_often_as_it_runs():
+  x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+  w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+  assert flops.of(jax.jit(loop).trace(x, w).jaxpr) == 6 * 2 * 8 * 16 * 16
+
+
+def test_collectives_count_a_loop_as_often_as_it_runs():
+  """x is split by columns: each of the six products must bring all of it together."""
+  mesh = make_mesh(data=1, tensor=8)
+  split, rows = (NamedSharding(mesh, P(*s)) for s in ((None, 'tensor'), ('tensor',)))
+  x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=split)
+  w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
+  step = jax.jit(loop, out_shardings=split)
+  found = traffic.of(step.trace(x, w).lower().compile().as_text())
+  sent = sum(one.bytes for one in found.collectives.values())
+  once = 8 * 64 * 4 * 7 / 8
+  assert 6 * once <= sent <= 2.1 * 6 * once
+  assert {one.count % 3 for one in found.collectives.values()} == {0}
+
+
+def test_memory_traffic_of_a_stack_is_its_slices():
+  """A loop over a stack of matrices reads each once, not the stack at every round."""
+
+  def run(x, stack):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
+
+  x = jax.ShapeDtypeStruct((4, 256), jnp.float32)
+  stack = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32)
+  found = traffic.of(jax.jit(run).trace(x, stack).lower().compile().as_text())
+  whole = 16 * 256 * 256 * 4
+  assert whole <= found.memory <= 4 * whole
+
+
+@pytest.mark.parametrize(
+  'text, group',
+  [
+    ('replica_groups={{0,2},{1,3}}', [0, 2]),
+    ('replica_groups=[2,4]<=[8]', [0, 1, 2, 3]),
+    ('replica_groups=[4,2]<=[2,4]T(1,0)', [0, 4]),
+    ("replica_groups=mesh['a'=2,'b'=4] {'a'}", [0, 4]),
+    ('source_target_pairs={{1,9},{2,3}}', [1, 9]),
+  ],
+)
+def test_groups(text, group):
+  assert traffic.first_group(text) == group
+
+
+def test_the_programs_are_the_learners():
+  """What is planned is what a learner with arrays compiles, to the byte."""
+  run = small()
+  mesh = make_mesh(data=2, devices=jax.devices()[:2])
+  planned = abstract.make_learner(run, mesh)
+  shape, traced = planned.traced(16)
+  leaves = jax.tree.leaves(planned.resident)
+  assert all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+  whole = functools.partial(jnp.zeros, dtype=jnp.float32)
+  params = jax.tree.map(lambda x: whole(x.shape), run.policy().params)
+  real = abstract.learners.LocalLearners(
+    run.config, run.policy(), run.algorithm, mesh, abstract.Dispatcher('test'), None
+  )._make(abstract.learners.Stage('train', run.num_rows, 1), params)
+  same = real.traced(16)
+  assert same[0] == shape
+  text = {name: one.lower().as_text() for name, one in traced.items()}
+  assert text == {name: one.lower().as_text() for name, one in same[1].items()}
+  held = cost.resident(run, planned, decode.engine_of(run))
+  state = [*jax.tree.leaves(real.params)]
+  assert held['parameters'] == sum(np.asarray(x).nbytes for x in state)
+  assert held['optimizer state'] == 2 * held['parameters'] + 4
+
+
+def test_one_and_two_layers_tell_of_more():
+  run = small('--config.model.random.num_layers=4')
+  engine, target = decode.engine_of(run), targets.parse('cpu:1')
+  devices = jax.devices()[:1]
+  parts = [
+    program.build(
+      'decode', decode.trace(decode.shorter(run, n), engine, devices), target
+    )
+    for n in (1, 2, 4)
+  ]
+  extended = decode.extended(parts[0], parts[1], 4)
+  assert extended.flops == parts[2].flops
+  assert extended.arguments == parts[2].arguments
+  assert extended.moved == pytest.approx(parts[2].moved, rel=0.1)
+
+
+def test_the_nearest_change_is_compiled_and_fits():
+  run, target = small(), targets.parse('cpu:1')
+  engine, devices = decode.engine_of(run), jax.devices()[:1]
+  whole = cost.of(run, target, devices, engine=engine)
+  less = cost.of(
+    changes.applied(run, {'batch.micro_batches': 2}), target, devices, engine=engine
+  )
+  assert less.total < whole.total
+  limit = (less.total + whole.total) / 2
+  chip = targets.dataclasses.replace(target.chip, memory=limit)
+  tight = targets.dataclasses.replace(target, chip=chip)
+  told = report.make('small.py', run, tight, devices)
+  assert not told.cost.fits
+  assert told.change is not None and told.change.overrides
+  assert told.change.total <= limit
+  out = io.StringIO()
+  table.show(told, Console(file=out, width=100))
+  assert 'does not fit' in out.getvalue()
+  assert str(told.change) in out.getvalue()
+
+
+def test_a_sweep_says_what_it_left_out():
+  run, target = small(), targets.parse('cpu:2')
+  found = sweep.sweep(
+    run, target, jax.devices()[:2], engine=decode.engine_of(run), most=1
+  )
+  assert len(found.entries) == 1
+  assert len(found.entries) + len(found.skipped) == len(list(sweep.meshes(target)))
+  out = io.StringIO()
+  table.show_sweep(found, Console(file=out, width=100))
+  assert 'not compiled' in out.getvalue()
+
+
+def test_the_command_line(tmp_path, capsys):
+  path = tmp_path / 'plan.json'
+  assert plan.main([*SMALL, '--topology=cpu:1', f'--json={path}']) == 0
+  data = json.loads(path.read_text())
+  assert data['fits'] and data['memory']['total'] < data['memory']['limit']
+  assert data['step']['least'] < data['step']['most']
+  assert 'fits, with' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  'argv, word',
+  [
+    (['--topology=cpu:0'], 'cpu:1'),
+    (['--topology=cpu:1', '--sweep=batch'], 'mesh alone'),
+    (['--topology=cpu:1', '--config.model.checkpoint=Qwen9'], 'published'),
+    (['--topology=cpu:1', '--config.mesh.data=3'], 'mesh'),
+    ([], 'TOPOLOGY'),
+  ],
+)
+def test_mistakes_are_told_in_a_line(argv, word, capsys):
+  assert plan.main(['--config=configs/quickstart.py', *argv]) == 2
+  assert word in capsys.readouterr().err
+
+
+def test_a_config_json_alone_is_enough(tmp_path):
+  from jaxrl.models import hf_config
+
+  run = small()
+  (tmp_path / 'config.json').write_text(
+    json.dumps(hf_config.to_hf(run.shape, 'float32'))
+  )
+  same = small(f'--config.model.checkpoint={tmp_path}')
+  assert same.shape.replace(rope_theta=0) == run.shape.replace(
+    rope_theta=0, max_position=same.shape.max_position
+  )
+  with pytest.raises(ConfigError, match='model_type'):
+    (tmp_path / 'config.json').write_text('{}')
+    small(f'--config.model.checkpoint={tmp_path}')
