@@ -16,7 +16,7 @@ from jaxrl.rollout.jax_engine import JaxEngine
 from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import make_mesh
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.policy import random_config
 
 
@@ -56,7 +56,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
     {'num_groups': 16, 'max_length': 512, 'buckets': ()},
     take(Learner, 'minibatches', 'micro_batches', 'epochs', 'entropy'),
   )
-  config.optimizer = section(leave(adamw, 'eps', 'num_steps'))
+  config.optimizer = section(leave(make_optimizer, 'num_steps'))
   config.rollout = section(
     {'engine': 'jax', 'rewards': '', 'group_filter': '', 'shapers': ''},
     {'sync': 'fixed', 'staleness': ''},
@@ -77,7 +77,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.sft = section(
     {'num_steps': 0, 'path': '', 'limit': 10_000},
     take(FileSampler, 'batch_size', 'solution_key'),
-    take(adamw, 'learning_rate', 'warmup_steps'),
+    take(make_optimizer, 'learning_rate', 'warmup_steps'),
     learning_rate=1e-3,
   )
   config.expert = section({'path': ''})

@@ -21,7 +21,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   if 'kl_coef' in config.algorithm:
     config.algorithm.kl_coef = 0.0  # no reference to stay near: it starts from nothing
   config.batch.update(num_groups=16, max_length=176)  # eight moves
-  config.optimizer.update(learning_rate=1e-4, warmup_steps=5, b2=0.98)
+  config.optimizer.update(learning_rate=1e-4, warmup_steps=5, kind='adamw(b2=.98)')
   config.rollout.update(num_slots=64, engine='jax(decode_steps=2)')
   config.env.lake = base.env_section(
     'frozen_lake',

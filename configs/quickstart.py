@@ -28,7 +28,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   if algorithm == 'grpo':  # others run as their papers have them
     config.algorithm.kl_coef = 0.0  # no reference to stay near: it starts from nothing
   config.batch.update(num_groups=16, max_length=64)
-  config.optimizer.update(learning_rate=1e-4, warmup_steps=5, b2=0.98)
+  config.optimizer.update(learning_rate=1e-4, warmup_steps=5, kind='adamw(b2=.98)')
   config.rollout.update(num_slots=64)
   config.env.arithmetic = base.env_section('math', max_tokens_per_step=32)
   config.eval.update(every=20, num_tasks=500)

@@ -20,7 +20,7 @@ from jaxrl.training import distributed
 from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import make_mesh
-from jaxrl.training.optimizer import Optimizer, adamw
+from jaxrl.training.optimizer import Optimizer, make_optimizer
 from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm, Group, Params
 from launch import engines
@@ -185,11 +185,14 @@ class LocalLearners:
 
 def _optimizer(config: Config, stage: Stage) -> Optimizer:
   if stage.name == 'train':
-    return adamw(**config.optimizer, num_steps=stage.num_steps)
+    return make_optimizer(**config.optimizer, num_steps=stage.num_steps)
   settings = config.sft
-  return adamw(
+  made = make_optimizer(
     learning_rate=settings.learning_rate,
     warmup_steps=settings.warmup_steps,
     schedule='cosine(final_fraction=.1)',
+    kind=config.optimizer.kind,
     num_steps=settings.num_steps,
   )
+  # The state has to fit as the main phase's does; its numbers are that phase's own.
+  return dataclasses.replace(made, kind=made.kind.fresh())

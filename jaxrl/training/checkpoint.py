@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,11 @@ class Checkpointer:
       if shapes[0] != shapes[1]:
         raise CheckpointError(
           f'{where}: {name} has shape {shapes[0]}, this run needs {shapes[1]}; {advice}'
+        )
+      kinds = np.dtype(found[name].dtype), np.dtype(wanted[name].dtype)
+      if kinds[0] != kinds[1]:
+        raise CheckpointError(
+          f'{where}: {name} is {kinds[0]}, this run needs {kinds[1]}; {advice}'
         )
     for name in found:
       if name not in wanted:

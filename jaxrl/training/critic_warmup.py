@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.training import optimizer
+from jaxrl.training.moments import Memory
 from jaxrl.types import Array, Params
 
 HEAD = 'value_head'  # the parameters' first key
@@ -23,26 +24,36 @@ def update(
   numbers: dict[str, Any],
   warming: Array,
   own: dict[str, Array],
+  memory: Memory,
 ) -> tuple[Params, Any, dict[str, Array], dict[str, Array]]:
   """`optimizer.update`, of the value head alone where `warming`, a scalar, is True.
 
   The others' moments, still zero when the warm-up ends, start their bias correction
   then: their count is less by own['updates']. Returns the new `own` last.
   """
-  adam, *rest = opt_state
   gradients = _join(gradients, _where(warming, _zeros(gradients), gradients))
-  late = (adam._replace(count=adam.count - own['updates']), *rest)
-  head, (moments, *rest), metrics = optimizer.update(
-    params, opt_state, gradients, numbers
+  late = _later(opt_state, own['updates'])
+  head, state, metrics = optimizer.update(params, opt_state, gradients, numbers, memory)
+  others = optimizer.update(params, late, gradients, numbers, memory)[0]
+
+  def moments(old, new):
+    is_moments = optimizer.like(old, params)
+    return _join(new, _where(warming, old, new)) if is_moments else new
+
+  state = jax.tree.map(
+    moments, opt_state, state, is_leaf=lambda x: optimizer.like(x, params)
   )
-  others = optimizer.update(params, late, gradients, numbers)[0]
   params = _join(head, _where(warming, params, others))
-  moments = moments._replace(
-    mu=_join(moments.mu, _where(warming, adam.mu, moments.mu)),
-    nu=_join(moments.nu, _where(warming, adam.nu, moments.nu)),
-  )
   own = {'updates': own['updates'] + warming}
-  return params, (moments, *rest), metrics, own
+  return params, state, metrics, own
+
+
+def _later(state: Any, updates: Array) -> Any:
+  """The state as if `updates` of those that were counted had not been."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x - updates if getattr(path[-1], 'name', '') == 'count' else x,
+    state,
+  )
 
 
 def _join(head: Params, others: Params) -> Params:

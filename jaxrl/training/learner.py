@@ -20,7 +20,7 @@ from jaxrl.training import programs, sharding, stale, teacher_columns
 from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.layout import Layout
 from jaxrl.training.mesh import single_device_mesh
-from jaxrl.training.optimizer import Optimizer, adamw
+from jaxrl.training.optimizer import Optimizer, make_optimizer
 from jaxrl.training.per_device import on_mesh
 from jaxrl.training.state import Spec
 from jaxrl.types import Algorithm, Batch, Group, Params
@@ -76,7 +76,7 @@ class Learner:
         raise ValueError(f'{name}={value} must be at least 1')
     self.mesh = mesh or single_device_mesh()
     model = on_mesh(model, self.mesh)
-    self.optimizer = optimizer or adamw()
+    self.optimizer = optimizer or make_optimizer()
     self.temperature, self.seed, self.step = temperature, seed, 0
     self._dispatcher = dispatcher or Dispatcher('learner')
     self._mismatch_alarm, self._alarmed = mismatch_alarm, False
@@ -84,8 +84,8 @@ class Learner:
     stale.check(bound, algorithm)
     self._bound = bound
     static, self._parts = compose.split_numbers(algorithm)
-    top_k = teacher_columns.top_k(algorithm)
-    self._spec = Spec(model, static, micro_batches, entropy, top_k)
+    top_k, memory = teacher_columns.top_k(algorithm), self.optimizer.kind.memory
+    self._spec = Spec(model, static, micro_batches, entropy, top_k, memory)
     self._layout = Layout(
       algorithm=algorithm,
       num_rows=num_rows,
@@ -209,6 +209,8 @@ class Learner:
 
   def _numbers(self) -> dict[str, Any]:
     """The traced options, as arrays of fixed dtypes."""
+    if self.optimizer.kind.memory != self._spec.memory:
+      raise ValueError('only the numbers of an optimizer can change in a run')
     numbers = {
       'parts': self._parts,
       'temperature': self.temperature,

@@ -1,14 +1,20 @@
-"""AdamW with global-norm clipping and a schedule; its numbers are traced, not baked."""
+"""One update: clipped by global norm, scaled by its kind, at a schedule's rate."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.signature import call
+from jaxrl.training import moments
+from jaxrl.training.moments import PLAIN, Kind, Memory
 from jaxrl.types import Array, Params
 
 
@@ -37,15 +43,12 @@ SCHEDULES = {'constant': _constant, 'linear': _linear, 'cosine': _cosine}
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  """Settings of AdamW; see `adamw`, which checks them."""
+  """Settings; see `make_optimizer`, which checks them."""
 
   learning_rate: float
   schedule: Fall
   warmup_steps: int
-  b1: float
-  b2: float
-  eps: float
-  weight_decay: float
+  kind: Kind
   clip_norm: float | None
 
   def learning_rate_at(self, step: int) -> float:
@@ -66,27 +69,21 @@ class Optimizer:
     """What `update` needs at `step`, as one level of plain floats."""
     return {
       'learning_rate': self.learning_rate_at(step),
-      'b1': self.b1,
-      'b2': self.b2,
-      'eps': self.eps,
-      'weight_decay': self.weight_decay,
+      **self.kind.numbers,
       'clip_norm': math.inf if self.clip_norm is None else self.clip_norm,
     }
 
 
-def adamw(
+def make_optimizer(
   *,
   learning_rate: float = 1e-6,
   schedule: str = 'constant',
   warmup_steps: int = 0,
-  b1: float = 0.9,
-  b2: float = 0.999,
-  eps: float = 1e-8,
-  weight_decay: float = 0.0,
+  kind: str = 'adamw',
   clip_norm: float | None = 1.0,
   num_steps: int | None = None,
 ) -> Optimizer:
-  """AdamW (arXiv 1711.05101), decay on matrices alone, moments in float32.
+  """The optimizer that a call string `kind` names (see `moments`), at a schedule.
 
   schedule: a call string. After a linear warm-up over `warmup_steps` learner steps, the
   rate stays (`constant`) or falls, along a line or a cosine, to a part of itself:
@@ -105,62 +102,70 @@ def adamw(
     )
   if clip_norm is not None and clip_norm <= 0:
     raise ValueError(f'clip_norm={clip_norm} must be positive, or None for no limit')
-  return Optimizer(
-    learning_rate,
-    fall,
-    warmup_steps,
-    b1,
-    b2,
-    eps,
-    weight_decay,
-    clip_norm,
-  )
+  return Optimizer(learning_rate, fall, warmup_steps, moments.parse(kind), clip_norm)
 
 
-def transformation(numbers: dict[str, Any]) -> optax.GradientTransformation:
-  """The part of the update that has state; `numbers` may be traced."""
-  return optax.chain(
-    optax.scale_by_adam(numbers['b1'], numbers['b2'], numbers['eps']),
-    optax.add_decayed_weights(numbers['weight_decay'], mask=_matrices),
-  )
+def init(params: Params, memory: Memory = PLAIN) -> Any:
+  """The state before the first update: zeros."""
+  numbers = moments.KINDS[memory.kind]().numbers
+  return moments.transformation(memory, numbers).init(params)
 
 
-def _matrices(params: Params) -> Params:
-  """True at kernels and tables, False at scales and biases."""
+def state_sharding(
+  shapes: Params, shardings: Params, rest: Any, memory: Memory = PLAIN
+) -> Any:
+  """Layouts of `init`'s result: moments like their parameters, counters as `rest`.
+
+  What is a mean along one axis of a parameter lies along the axes that are left.
+  """
+  state = jax.eval_shape(functools.partial(init, memory=memory), shapes)
+
+  def place(path: Any, x: Any) -> Any:
+    if not like(x, shapes):
+      return rest
+    field = getattr(path[-1], 'name', '')
+    lay = functools.partial(_layout, field, rest)
+    return jax.tree.map(lay, x, shapes, shardings)
+
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: path[-1].key in ('kernel', 'table'), params
+    place, state, is_leaf=lambda x: like(x, shapes)
   )
 
 
-def init(params: Params) -> Any:
-  """Zero moments of `params`."""
-  return transformation(dict.fromkeys(('b1', 'b2', 'eps', 'weight_decay'), 0.0)).init(
-    params
-  )
+def like(x: Any, params: Params) -> bool:
+  """Whether `x` is a tree of the structure that `params` have."""
+  return jax.tree.structure(x) == jax.tree.structure(params)
 
 
-def state_sharding(shapes: Params, shardings: Params, rest: Any) -> Any:
-  """Layouts of `init`'s result: moments like their parameters, counters as `rest`."""
-  state = jax.eval_shape(init, shapes)
-  treedef = jax.tree.structure(shapes)
-
-  def is_params(x: Any) -> bool:
-    return jax.tree.structure(x) == treedef
-
-  return jax.tree.map(
-    lambda x: shardings if is_params(x) else rest, state, is_leaf=is_params
-  )
+def _layout(field: str, rest: Any, x: Any, param: Any, sharding: NamedSharding) -> Any:
+  """Of `x`, the part of a state's `field` that belongs to `param`."""
+  if x.shape == param.shape:
+    return sharding
+  if field not in ('v_row', 'v_col') or x.shape == (1,):  # what is not kept is [1]
+    return rest
+  col, row = np.argsort(param.shape)[-2:]  # the axes that optax takes means along
+  gone = row if field == 'v_row' else col
+  spec = (*sharding.spec, *(None,) * (len(param.shape) - len(sharding.spec)))
+  return NamedSharding(sharding.mesh, P(*spec[:gone], *spec[gone + 1 :]))
 
 
 def update(
-  params: Params, state: Any, gradients: Params, numbers: dict[str, Any]
+  params: Params,
+  state: Any,
+  gradients: Params,
+  numbers: dict[str, Any],
+  memory: Memory = PLAIN,
 ) -> tuple[Params, Any, dict[str, Array]]:
-  """One step: returns new parameters, new state, and norms before the step."""
+  """One step: returns new parameters, new state, and norms before the step.
+
+  numbers: those of `Optimizer.numbers`, and 'seed' where a kind needs one.
+  """
   norm = optax.tree.norm(gradients)
   limit = numbers['clip_norm']
   scale = jnp.where(norm > limit, limit / norm, 1.0)
   gradients = jax.tree.map(lambda g: g * scale, gradients)
-  updates, state = transformation(numbers).update(gradients, state, params)
+  own = moments.transformation(memory, numbers)
+  updates, state = own.update(gradients, state, params)
   metrics = {'grad_norm': norm, 'param_norm': optax.tree.norm(params)}
   rate = numbers['learning_rate']
   return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, metrics

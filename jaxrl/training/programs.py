@@ -65,8 +65,9 @@ def shardings_of(tree: Any) -> Any:
 def state_shapes(spec: Spec, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and layouts of the whole train state."""
   params, whole = params_shapes(spec, mesh), sharding.replicated(mesh)
-  layout = optimizer.state_sharding(params, shardings_of(params), whole)
-  moments = _with(jax.eval_shape(optimizer.init, params), layout)
+  memory, make = spec.memory, functools.partial(optimizer.init, memory=spec.memory)
+  layout = optimizer.state_sharding(params, shardings_of(params), whole, memory)
+  moments = _with(jax.eval_shape(make, params), layout)
   own = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, spec.init_state()))
   own = _with(own, jax.tree.map(lambda _: whole, own))
   return TrainState(params, moments, own)
@@ -82,7 +83,8 @@ def init_state(spec: Spec, mesh: Mesh, params: Params) -> TrainState:
     return shapes
   params = place(params, shapes.params)
   layout = shardings_of(shapes.opt_state)
-  moments = jax.jit(optimizer.init, out_shardings=layout)(params)
+  make = functools.partial(optimizer.init, memory=spec.memory)
+  moments = jax.jit(make, out_shardings=layout)(params)
   layout = shardings_of(shapes.algorithm_state)
   own = jax.tree.map(sharding.put, spec.init_state(), layout)
   return TrainState(params, moments, own)

@@ -9,6 +9,7 @@ from jaxrl.algorithms import compose
 from jaxrl.functional import marks
 from jaxrl.models.model import Model
 from jaxrl.training import critic_warmup, teacher_columns
+from jaxrl.training.moments import PLAIN, Memory
 from jaxrl.types import Algorithm, Params
 
 # Columns every batch on the devices has; others only when a part reads them.
@@ -40,7 +41,10 @@ AFTER = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """params, moments: float32. algorithm_state: what adaptive parts carry, by slot."""
+  """params: float32. opt_state: as the optimizer's kind keeps it.
+
+  algorithm_state: what adaptive parts carry, by slot.
+  """
 
   params: Params
   opt_state: Any
@@ -53,7 +57,7 @@ class Spec:
 
   algorithm: without its numeric options. micro_batches: how many a minibatch is
   split into. entropy: whether the exact entropy is computed though no loss reads it.
-  top_k: how many of a teacher's tokens a column of them has.
+  top_k: how many of a teacher's tokens a column of them has. memory: the optimizer's.
   """
 
   model: Model
@@ -61,6 +65,7 @@ class Spec:
   micro_batches: int = 1
   entropy: bool = False
   top_k: int = 0
+  memory: Memory = PLAIN
 
   @property
   def needs(self) -> frozenset[str]:

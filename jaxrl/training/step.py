@@ -104,14 +104,16 @@ def _rescored(spec: Spec, params: Params, columns: Columns, numbers: Numbers) ->
 def _update(
   spec: Spec, state: TrainState, gradients: Params, numbers: Numbers, own: dict
 ) -> tuple[TrainState, dict[str, Array]]:
-  arguments = state.params, state.opt_state, gradients, numbers['optimizer']
+  own_numbers = numbers['optimizer'] | {'seed': numbers['seed']}
+  arguments = state.params, state.opt_state, gradients, own_numbers
   if spec.algorithm.critic_warmup:
     params, opt_state, metrics, warm = critic_warmup.update(
       *arguments,
       numbers['step'] < spec.algorithm.critic_warmup,
       own['critic_warmup'],
+      spec.memory,
     )
     own = own | {'critic_warmup': warm}
   else:
-    params, opt_state, metrics = optimizer.update(*arguments)
+    params, opt_state, metrics = optimizer.update(*arguments, spec.memory)
   return TrainState(params, opt_state, own), metrics

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl.algorithms import compose
 from jaxrl.training.mesh import single_device_mesh
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.teachers import Teachers
 from jaxrl.types import Trajectory
 from tests.training import toy
@@ -58,7 +58,7 @@ async def test_it_learns(name):
     changes=changes,
     num_rows=TASKS * (MEMBERS + greedy),
     buckets=(LENGTH,),
-    optimizer=adamw(learning_rate=0.5),
+    optimizer=make_optimizer(learning_rate=0.5),
     teachers=Teachers(algorithm, mesh=single_device_mesh(), chunk_rows=8),
   )
   rng, scores = np.random.default_rng(0), []

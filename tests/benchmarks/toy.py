@@ -21,7 +21,7 @@ from jaxrl.models.model import Model
 from jaxrl.rollout.jax_engine import JaxEngine
 from jaxrl.rollout.weight_store import InProcessWeights
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.programs import CompileCounter
 from jaxrl.types import Completion, Group, SamplingParams, Trajectory
 from tests.benchmarks import machine
@@ -69,7 +69,7 @@ class Toy:
       compose.make('grpo', {'kl_coef': 0.0}),
       num_rows=PROMPTS * SAMPLES,
       buckets=(PROMPT + NEW,),
-      optimizer=adamw(learning_rate=shape.LEARNING_RATE),
+      optimizer=make_optimizer(learning_rate=shape.LEARNING_RATE),
       dispatcher=self.dispatcher,
       entropy=entropy,
     )

@@ -17,7 +17,7 @@ from jaxrl.signature import defaults
 from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import make_mesh
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.policy import random_config
 from launch import config as configs
 from launch.sinks import open_sinks
@@ -32,7 +32,7 @@ SOURCES = {
   'model.random': [random_config],
   'dataset': [GlobalDataset],
   'batch': [Learner],
-  'optimizer': [adamw],
+  'optimizer': [make_optimizer],
   'rollout': [EnvManager, JaxEngine, GroupQueue, Learner],
   'mesh': [make_mesh],
   'checkpoint': [Checkpointer],
@@ -85,7 +85,7 @@ def test_a_default_is_the_signatures_own():
         assert value in found, f'{section}.{key}'
   assert compared > 45
   assert config.sft.batch_size == defaults(FileSampler)['batch_size']
-  assert config.sft.warmup_steps == defaults(adamw)['warmup_steps']
+  assert config.sft.warmup_steps == defaults(make_optimizer)['warmup_steps']
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)

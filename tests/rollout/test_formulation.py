@@ -10,7 +10,7 @@ from jaxrl.algorithms import compose
 from jaxrl.data.packing import pack
 from jaxrl.data.trajectories import from_json, to_json
 from jaxrl.models.model import Model
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from tests.rollout.fakes import EchoEnv, FakeEngine, play, world
 from tests.training import toy
 
@@ -85,7 +85,10 @@ async def learn(joined):
   algorithm = compose.make('grpo', {'kl_coef': 0.0})
   shape = {'num_rows': 4, 'buckets': (32,)} if joined else {'num_rows': 12}
   learner = toy.learner(
-    algorithm, kind=Model, optimizer=adamw(learning_rate=1e-2, eps=1e-2), **shape
+    algorithm,
+    kind=Model,
+    optimizer=make_optimizer(learning_rate=1e-2, kind='adamw(eps=1e-2)'),
+    **shape,
   )
   metrics = await learner.update(played(joined))
   return learner.params, metrics

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.algorithms import compose
 from jaxrl.models.model import Model
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from tests.training import toy
 
 RATE = 0.01
@@ -42,7 +42,7 @@ async def test_only_the_value_head_moves_until_it_is_over(kind, minibatches):
     compose.make('ppo', {'critic_warmup': 2}),
     kind=kind,
     changes={'value_head': True},
-    optimizer=adamw(learning_rate=RATE, weight_decay=0.1),
+    optimizer=make_optimizer(learning_rate=RATE, kind='adamw(weight_decay=.1)'),
     minibatches=minibatches,
   )
   seen, metrics = [trees(learner)], []
@@ -63,7 +63,7 @@ async def test_the_policys_first_step_is_as_if_the_run_began_there():
   """Adam's first step is one of ±rate; moments corrected for steps not taken: ×3."""
   options = {
     'changes': {'value_head': True},
-    'optimizer': adamw(learning_rate=RATE, clip_norm=None),
+    'optimizer': make_optimizer(learning_rate=RATE, clip_norm=None),
   }
   late = toy.learner(
     compose.make('ppo', {'critic_warmup': 3, 'kl_coef': 0.0}), **options

@@ -11,7 +11,7 @@ from jaxrl.algorithms import compose
 from jaxrl.signature import ConfigError
 from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import single_device_mesh
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.policy import Policy
 from jaxrl.training.teachers import Teachers
 from jaxrl.types import Trajectory
@@ -83,7 +83,7 @@ def learner_of(algorithm, default=None, by_tag=None, **options):
     algorithm,
     num_rows=ROWS,
     buckets=(LENGTH,),
-    optimizer=adamw(learning_rate=0.015),
+    optimizer=make_optimizer(learning_rate=0.015),
     teachers=teachers,
     **options,
   )

@@ -11,14 +11,14 @@ from jaxrl.algorithms import compose
 from jaxrl.models.model import Model
 from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import make_mesh
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from tests.training import toy
 from tests.training.test_pairs import pairs
 from tests.training.test_whole_batch import mixed
 
 # A large eps makes the update a smooth function of the gradient, so that rounding
 # stays rounding; Adam's own would turn a sign of 1e-9 into a whole step.
-SMOOTH = {'learning_rate': 1e-2, 'eps': 1e-2}
+SMOOTH = {'learning_rate': 1e-2, 'kind': 'adamw(eps=1e-2)'}
 RAGGED = (4, 3)  # padding rows, unequal groups
 ADAPTIVE = {'kl_controller': 'adaptive(target=.01, horizon=70.)', 'kl_coef': 0.1}
 ALGORITHMS = {
@@ -82,7 +82,7 @@ async def train(name, kind, options, what=''):
     compose.make(spec, own),
     kind=kind,
     changes={'value_head': True} if name == 'ppo' else {},
-    optimizer=adamw(**SMOOTH),
+    optimizer=make_optimizer(**SMOOTH),
     **options,
   )
   if what == 'dealt':

@@ -10,7 +10,7 @@ from jaxrl.functional import advantages, losses
 from jaxrl.signature import ConfigError
 from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import single_device_mesh
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.programs import CompileCounter
 from jaxrl.training.teachers import Teachers
 from jaxrl.types import Algorithm
@@ -20,7 +20,9 @@ from tests.training import toy
 async def test_nothing_compiles_after_warm_up():
   grpo = compose.make('grpo')
   # These lengths are used nowhere else: programs are shared within a process.
-  learner = toy.learner(grpo, buckets=(18, 26), optimizer=adamw(warmup_steps=2))
+  learner = toy.learner(
+    grpo, buckets=(18, 26), optimizer=make_optimizer(warmup_steps=2)
+  )
   warm = await learner.warmup()
   assert warm['compile/programs'] == 4  # prepare and train, two lengths
   await learner.update(toy.groups())
@@ -28,7 +30,9 @@ async def test_nothing_compiles_after_warm_up():
     for seed, lengths in enumerate([(5, 15), (17, 20), (5, 15), (4, 24)]):
       sizes = [(4, 4), (3, 2), (1, 4), (4, 3)][seed]
       await learner.update(toy.groups(seed, sizes=sizes, lengths=lengths))
-    learner.optimizer = adamw(learning_rate=1e-3, weight_decay=0.1, clip_norm=None)
+    learner.optimizer = make_optimizer(
+      learning_rate=1e-3, kind='adamw(weight_decay=.1)', clip_norm=None
+    )
     learner.temperature = 0.7
     learner.set_algorithm(compose.make('grpo', {'clip_high': 0.28, 'kl_coef': 0.1}))
     metrics = await learner.update(toy.groups())
@@ -40,7 +44,7 @@ async def test_nothing_compiles_after_warm_up():
 async def test_an_equal_learner_compiles_nothing_anew():
   for rate in (1e-3, 1e-4):
     learner = toy.learner(
-      compose.make('opmd', {'tau': rate}), optimizer=adamw(learning_rate=rate)
+      compose.make('opmd', {'tau': rate}), optimizer=make_optimizer(learning_rate=rate)
     )
     warm = await learner.warmup()
   assert warm['compile/programs'] == 0
@@ -210,7 +214,7 @@ def test_a_critic_needs_a_value_head():
 async def test_a_learned_value_lowers_the_value_error():
   made = compose.make('ppo', {'kl_coef': 0.0, 'value_clip': None})
   learner = toy.learner(
-    made, changes={'value_head': True}, optimizer=adamw(learning_rate=0.05)
+    made, changes={'value_head': True}, optimizer=make_optimizer(learning_rate=0.05)
   )
   metrics = [await learner.update(toy.groups()) for _ in range(20)]
   assert metrics[-1]['value/value_error'] < 0.8 * metrics[0]['value/value_error']
@@ -218,7 +222,7 @@ async def test_a_learned_value_lowers_the_value_error():
 
 async def test_policy_gradient_raises_the_log_prob_of_what_paid():
   made = Algorithm(policy_loss=losses.sft)
-  learner = toy.learner(made, optimizer=adamw(learning_rate=0.05))
+  learner = toy.learner(made, optimizer=make_optimizer(learning_rate=0.05))
   first = await learner.update(toy.groups())
   last = [await learner.update(toy.groups()) for _ in range(10)][-1]
   assert last['policy/logprob'] > first['policy/logprob'] + 0.1

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.algorithms import compose
 from jaxrl.data.files import FileSampler
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from tests.data.letters import END, letters
 from tests.training import toy
 
@@ -36,7 +36,7 @@ def pairs(count, seed=0):
 
 
 def learner(name, rows, rate=0.1, **options):
-  optimizer = adamw(learning_rate=rate, clip_norm=None)
+  optimizer = make_optimizer(learning_rate=rate, clip_norm=None)
   made = compose.make(name, options)
   return toy.learner(made, num_rows=rows, buckets=(16,), optimizer=optimizer)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.functional import losses
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.types import Algorithm
 from tests.training import toy
 
@@ -32,7 +32,7 @@ async def test_the_chosen_answer_gains_on_the_other(minibatches, micro_batches):
     num_rows=16,
     minibatches=minibatches,
     micro_batches=micro_batches,
-    optimizer=adamw(learning_rate=0.02),
+    optimizer=make_optimizer(learning_rate=0.02),
   )
   metrics = [await learner.update(pairs(8)) for _ in range(8)]
   if minibatches == 1:  # the policy is still its reference

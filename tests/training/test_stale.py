@@ -12,7 +12,7 @@ from jaxrl.algorithms import compose
 from jaxrl.data.staleness import drop, mask, recompute
 from jaxrl.functional import corrections, losses
 from jaxrl.signature import ConfigError
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
 from tests.training.test_step import stacked
@@ -43,7 +43,7 @@ def logprobs(tokens):
 
 async def update(algorithm, bound, groups=None):
   learner = toy.learner(
-    algorithm, optimizer=adamw(clip_norm=None), bound=bound, entropy=False
+    algorithm, optimizer=make_optimizer(clip_norm=None), bound=bound, entropy=False
   )
   learner.step = 5
   await learner.warmup()

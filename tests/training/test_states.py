@@ -12,11 +12,11 @@ from jaxrl.algorithms import compose
 from jaxrl.functional import advantages, controllers, kl, losses, marks
 from jaxrl.signature import ConfigError
 from jaxrl.training.checkpoint import Checkpointer
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
 
-STILL = adamw(learning_rate=0.0)
+STILL = make_optimizer(learning_rate=0.0)
 OTHER = {'ref_params': toy.params(toy.Bigram, seed=1)}
 
 
@@ -161,7 +161,10 @@ async def run(folder, name, steps):
   """Trains to `steps` from the newest checkpoint; saves at the end."""
   changes = {'value_head': True} if name == 'critic' else {}
   learner = toy.learner(
-    ALGORITHMS[name], changes=changes, minibatches=2, optimizer=adamw(learning_rate=0.1)
+    ALGORITHMS[name],
+    changes=changes,
+    minibatches=2,
+    optimizer=make_optimizer(learning_rate=0.1),
   )
   checkpointer = Checkpointer(folder)
   if checkpointer.latest is not None:

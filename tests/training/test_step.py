@@ -11,13 +11,15 @@ import pytest
 from jaxrl.algorithms import compose
 from jaxrl.functional import kl, losses
 from jaxrl.signature import ConfigError
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
 
 
 async def train(algorithm, *, steps=1, groups=None, **options):
-  learner = toy.learner(algorithm, optimizer=adamw(learning_rate=0.1), **options)
+  learner = toy.learner(
+    algorithm, optimizer=make_optimizer(learning_rate=0.1), **options
+  )
   groups = toy.groups() if groups is None else groups
   return [await learner.update(groups) for _ in range(steps)]
 
@@ -32,7 +34,7 @@ async def test_a_step_is_the_gradient_of_the_loss_written_out():
   """−Σ A·p / Σ m by hand, one SGD-like step: Adam's first moment is 0.1·gradient."""
   groups = toy.groups()
   algorithm = Algorithm(policy_loss=losses.vanilla, advantage=rewards_everywhere)
-  learner = toy.learner(algorithm, optimizer=adamw(clip_norm=None))
+  learner = toy.learner(algorithm, optimizer=make_optimizer(clip_norm=None))
   metrics = await learner.update(groups)
   tokens, mask = stacked(groups, 'tokens'), stacked(groups, 'action_mask')
   score = stacked(groups, 'rewards').sum(-1, keepdims=True)

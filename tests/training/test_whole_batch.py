@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.algorithms import compose
 from jaxrl.functional import aggregation, losses, marks
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.types import Algorithm
 from tests.training import toy
 from tests.training.test_step import rewards_everywhere, stacked
@@ -19,7 +19,9 @@ SPLITS = [1, 2, 4]
 
 
 async def update(algorithm, groups, **options):
-  learner = toy.learner(algorithm, optimizer=adamw(learning_rate=0.1), **options)
+  learner = toy.learner(
+    algorithm, optimizer=make_optimizer(learning_rate=0.1), **options
+  )
   return await learner.update(groups)
 
 

@@ -11,7 +11,7 @@ from jaxrl.algorithms import compose
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Model
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizer import adamw
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.types import Group, Trajectory
 from tests.benchmarks.gpu import device, shapes
 
@@ -47,7 +47,7 @@ def one(config: ModelConfig, sizes: tuple[int, ...], flops: float, **options: An
     num_rows=rows,
     buckets=(length,),
     micro_batches=micro,
-    optimizer=adamw(learning_rate=1e-6),
+    optimizer=make_optimizer(learning_rate=1e-6),
     entropy=False,
     mismatch_alarm=float('inf'),
   )
