@@ -1,8 +1,8 @@
 """`python -m tests.benchmarks`: how fast this is, beside what the machine could do.
 
 --json=FILE writes the figures too. --only=toy,losses picks parts of toy, losses,
-startup, weights, mismatch, gateway, rollouts. Each part is a process of its own, with
-the malloc settings that the launcher applies by itself.
+startup, weights, mismatch, gateway, rollouts, kernels. Each part is a process of its
+own, with the malloc settings that the launcher applies by itself.
 """
 
 import argparse
@@ -15,7 +15,10 @@ from typing import Any
 
 from launch import tune
 
-PARTS = ('toy', 'losses', 'startup', 'weights', 'mismatch', 'gateway', 'rollouts')
+PARTS = (
+  *('toy', 'losses', 'startup', 'weights', 'mismatch', 'gateway', 'rollouts'),
+  'kernels',
+)
 
 
 def _part(name: str, options: dict[str, Any]) -> Any:
@@ -225,6 +228,25 @@ def _rollouts(found: dict[str, dict[str, Any]]) -> None:
   )
 
 
+def _kernels(found: dict[str, Any]) -> None:
+  body = [
+    (
+      asked,
+      f'{f["step_s"]:.3f}',
+      f'{f["generate_s"]:.3f}',
+      f'{f["train_s"]:.3f}',
+      f'{f["scores_ms"]:.0f}',
+      f'{f["scores_mib"]:.0f}',
+    )
+    for asked in ('auto', 'reference')
+    for f in [found[asked]]
+  ]
+  head = ('', 'step, s', 'generate', 'train', 'large vocabulary, ms', 'MiB')
+  _rows('Kernels on and off: a step of the toy; log-probs, gradient', [head, *body])
+  for line in found['chosen'] or ['the reference is all there is here']:
+    print(f'  {line}')
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(prog='tests.benchmarks', description=__doc__)
   parser.add_argument('--json', default='')
@@ -245,6 +267,7 @@ def main() -> None:
     'mismatch': _mismatch,
     'gateway': _gateway,
     'rollouts': _rollouts,
+    'kernels': _kernels,
   }
   found: dict[str, Any] = {'load_before': os.getloadavg()[0]}
   print(f'tuning: {tune.describe({**os.environ, **tune.settings(os.environ)})}')

@@ -41,7 +41,7 @@ WARM_STEPS = 3
 
 class Toy:
   """The parts of a run, and one method a phase. remat, entropy: the learner's.
-  exact: of both.
+  exact, kernels: of both.
   """
 
   def __init__(
@@ -51,10 +51,11 @@ class Toy:
     entropy: bool = True,
     decode_steps: int,
     exact: bool = False,
+    kernels: str = 'auto',
   ):
     self.dispatcher = Dispatcher()
     mode = Exact.for_slots(PROMPTS * SAMPLES) if exact else None
-    model = Model(CONFIG, remat=remat, exact=mode)
+    model = Model(CONFIG, remat=remat, exact=mode, kernels=kernels)
     self.engine = JaxEngine(
       model,
       dispatcher=self.dispatcher,
