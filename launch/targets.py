@@ -24,6 +24,7 @@ VIRTUAL = '--xla_force_host_platform_device_count'
 TPU_ENV = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_WORKER_HOSTNAMES': 'localhost',
+  'TPU_ACCELERATOR_TYPE': 'v5p-8',  # whatever is asked for: it quiets a warning
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
   'TPU_MIN_LOG_LEVEL': '3',
   'TPU_STDERR_LOG_LEVEL': '3',
