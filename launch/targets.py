@@ -8,6 +8,7 @@ extra `targets` brings them. Nothing here imports JAX before it must: see `prepa
 import dataclasses
 import functools
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -187,6 +188,8 @@ def _devices(target: Target) -> tuple[Any, ...]:
   import jax
   from jax.experimental import topologies
 
+  if chip.platform != 'cpu':  # the plugin misses cuDNN, which no compiler here needs
+    logging.getLogger('jax._src.xla_bridge').setLevel(logging.CRITICAL)
   if chip.platform == 'cpu':
     there = jax.devices('cpu')
     if len(there) < target.size:
