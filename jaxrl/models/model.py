@@ -38,7 +38,8 @@ class Model:
   exact: the mode in which `decode`, `prefill` and `policy_outputs` give a token's
   log-prob the same bits; None is the fast mode. kernels: 'auto', the best there is for
   the platform, or 'reference', plain jnp. platform: what it is compiled for ('cpu',
-  'gpu', 'tpu'); None is what this process runs on.
+  'gpu', 'tpu'); None is what this process runs on. context: cuts the rows that
+  `policy_outputs` gets over devices, by `cut`, `join` and `attention`.
   """
 
   config: ModelConfig
@@ -50,6 +51,7 @@ class Model:
   exact: Exact | None = None
   kernels: str = 'auto'
   platform: str | None = None
+  context: Any = None
 
   def __post_init__(self) -> None:
     check_asked(self.kernels)
@@ -99,7 +101,9 @@ class Model:
     positions: jax.Array | None = None,
     *,
     keep_cache: bool,
+    across: bool = False,
   ) -> tuple[jax.Array, caches.Kept | None]:
+    """across: rows are cut as `context` does it."""
     ends = transformer.ends(self.config, params)
     x = ends.embedding.table[...][tokens].astype(self.dtype)
     x = self.constrain(x, 'batch', 'length', None)
@@ -114,7 +118,8 @@ class Model:
       kept = None
       if keep_cache:
         kept = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
-      return attention(q, k, v, segment_ids, prefix_ids=prefix_ids), kept
+      run = self.context.attention if across else attention
+      return run(q, k, v, segment_ids, prefix_ids=prefix_ids), kept
 
     def body(block, x):
       x, (kept, _) = block(x, cos, sin, attend, self._feed)
@@ -221,6 +226,15 @@ class Model:
     table = self._head(params).astype(hidden.dtype)
     return jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
 
+  def _cut(self, length: int) -> Callable[[jax.Array], jax.Array]:
+    """Cuts arrays `[B, T, …]` as `context` does, each piece to its devices."""
+
+    def cut(x):
+      x = self.context.cut(x, length)
+      return self.constrain(x, 'batch', *(None,) * (x.ndim - 1))
+
+    return cut
+
   def policy_outputs(
     self,
     params: Params,
@@ -244,19 +258,31 @@ class Model:
     to be scored too; or top_k: the K likeliest, in falling order. prefix_ids and
     positions are those of `hidden`.
     """
-    states = self.hidden(
-      params, tokens, segment_ids, prefix_ids=prefix_ids, positions=positions
-    )[:, :-1]
+    if positions is None:
+      positions = transformer.segment_positions(segment_ids)
+    inputs = tokens, segment_ids, prefix_ids, positions
+    chosen = tokens[:, 1:], None if topk_ids is None else topk_ids[:, 1:]
+    if self.context is None:
+      states = self._forward(params, *inputs, keep_cache=False)[0][:, :-1]
+    else:
+      inputs, chosen = jax.tree.map(self._cut(tokens.shape[1]), (inputs, chosen))
+      states = self._forward(params, *inputs, keep_cache=False, across=True)[0]
     scores = token_logprobs(
       states,
       self._head(params),
-      tokens[:, 1:],
+      chosen[0],
       temperature=temperature,
       entropy=entropy,
       nec=nec,
-      topk_ids=None if topk_ids is None else topk_ids[:, 1:],
+      topk_ids=chosen[1],
       top_k=top_k,
     )
+    values = None
+    if self.config.value_head:
+      values = transformer.ends(self.config, params).value_head(states)
+    if self.context is not None:
+      join = lambda x: self.context.join(x, tokens.shape[1])[:, :-1]  # noqa: E731
+      scores, values = jax.tree.map(join, (scores, values))
     if self.exact is not None:
       exact = self._exact_logprobs(self.exact, params, tokens, temperature)
       scores = scores._replace(logprobs=exactly.with_slope(exact, scores.logprobs))
@@ -267,10 +293,8 @@ class Model:
       x = jnp.where(there, x, jnp.zeros((), x.dtype))
       return jnp.pad(x, ((0, 0), (1, 0), *((0, 0),) * (x.ndim - 2)))
 
-    values = None
-    if self.config.value_head:
-      values = shift(transformer.ends(self.config, params).value_head(states))
-    return PolicyOutputs(**jax.tree.map(shift, scores._asdict()), values=values)
+    scores, values = jax.tree.map(shift, (scores._asdict(), values))
+    return PolicyOutputs(**scores, values=values)
 
   def score(self, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """What the value head says of whole sequences: `[B]` float32.

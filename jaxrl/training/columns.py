@@ -97,7 +97,7 @@ def parted(columns: Columns) -> tuple[Columns, Columns]:
 
 def by_rows(spec: Spec, x: Array) -> Array:
   """Pins `[R, …]` to the mesh, rows split."""
-  return spec.model.constrain(x, 'batch', *(None,) * (x.ndim - 1))
+  return spec.model.constrain(x, 'rows', *(None,) * (x.ndim - 1))
 
 
 def in_chunks(

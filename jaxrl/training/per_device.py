@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.model import Model
+from jaxrl.training.context import Context
 from jaxrl.training.sharding import RULES, Constrain
 
 
@@ -27,7 +28,7 @@ class PerDevice:
   ) -> Any:
     if self.mesh.size == 1:
       return function(params, *arrays)
-    rows = P(RULES['batch'])
+    rows = P(RULES['rows'])
     return jax.shard_map(
       function,
       mesh=self.mesh,
@@ -42,6 +43,8 @@ def on_mesh(model: Model, mesh: Mesh) -> Model:
   changes: dict[str, Any] = {'constrain': Constrain(mesh)}
   if hasattr(model, 'platform'):
     changes['platform'] = mesh.devices.flat[0].platform
+  if mesh.shape['context'] > 1:
+    changes['context'] = Context(mesh)
   exact = getattr(model, 'exact', None)
   if exact is not None:
     changes['exact'] = dataclasses.replace(exact, per_device=PerDevice(mesh))

@@ -14,10 +14,12 @@ from jaxrl.types import Params
 
 # Logical axis → the mesh axes it is split over. The embedding's feature axis stays
 # whole: splitting it over fsdp makes the compiler rebuild whole activations; its
-# vocabulary axis is split instead.
+# vocabulary axis is split instead. `rows` are the batch's rows, `batch` the model's,
+# which cuts each into as many as the context axis has devices: lengths are whole there.
 RULES: dict[str, tuple[str, ...]] = {
-  'batch': ('data', 'fsdp', 'expert'),
-  'length': ('context',),
+  'rows': ('data', 'fsdp', 'expert'),
+  'batch': ('context', 'data', 'fsdp', 'expert'),
+  'length': (),
   'layers': (),
   'embed': ('fsdp',),
   'embedding': (),
@@ -31,12 +33,12 @@ RULES: dict[str, tuple[str, ...]] = {
 
 def rows_multiple(mesh: Mesh) -> int:
   """The number of shares that rows of a batch are split into."""
-  return math.prod(mesh.shape[axis] for axis in RULES['batch'])
+  return math.prod(mesh.shape[axis] for axis in RULES['rows'])
 
 
 def rows(mesh: Mesh) -> NamedSharding:
   """The layout of arrays `[B, …]`: rows split, all else whole."""
-  return NamedSharding(mesh, P(RULES['batch']))
+  return NamedSharding(mesh, P(RULES['rows']))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -189,8 +189,8 @@ def _score(
   rows = jnp.maximum(index, 0)
   outputs = model.policy_outputs(
     params,
-    model.constrain(tokens[rows], 'batch', None),
-    model.constrain(jnp.where(there[:, None], segment_ids[rows], 0), 'batch', None),
+    model.constrain(tokens[rows], 'rows', None),
+    model.constrain(jnp.where(there[:, None], segment_ids[rows], 0), 'rows', None),
     temperature=temperature,
     top_k=top_k,
   )
