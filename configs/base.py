@@ -67,7 +67,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
     take(Learner, 'mismatch_alarm'),
   )
   config.env = ConfigDict()
-  config.mesh = section(leave(make_mesh, 'devices'))
+  config.mesh = section(leave(make_mesh, 'devices', 'expert'))
   config.checkpoint = section({'every': 0, 'export': False}, Checkpointer)
   config.eval = section(
     {'every': 0, 'path': '', 'split': 'test', 'num_tasks': -1, 'group_size': 1},

@@ -187,7 +187,7 @@ class Model:
     """The MLP or the experts of states `[..., D]`; beside, the experts taken."""
     if not self.config.num_experts:
       return mlp(x, self.constrain), None
-    way = moe.way(jax.default_backend(), x, self.exact is not None)
+    way = moe.way(x, 'reference' if self.exact else self.kernels, self.platform)
     return mlp(x, functools.partial(self.mix, way))
 
   def _last(self, params: Params, x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.config import ModelConfig
-from kernels import experts
+from kernels import dispatch, experts
 
 Mix = Callable[..., jax.Array]
 INIT_STD = 0.02
@@ -25,15 +25,24 @@ def local(way: Mix, x: jax.Array, chosen: jax.Array, *rest: jax.Array) -> jax.Ar
   return way(*flat, *rest[1:]).reshape(x.shape)
 
 
-def way(platform: str, x: jax.Array, exact: bool) -> Mix:
+def way(x: jax.Array, asked: str, platform: str | None) -> Mix:
   """How experts are computed for states x `[..., D]`: see `kernels.experts`.
 
   States `[N, D]` are those of decode, which waits for the experts' weights, nearly all
-  of which any batch of some size needs.
+  of which any batch of some size needs. asked, platform: as in `kernels.dispatch`.
   """
-  if exact or platform == 'cpu' or x.ndim == 2:
-    return experts.dense
-  return experts.ragged
+  platform, what = dispatch.platform_of(platform), 'experts'
+  ragged: dispatch.Candidate = experts.ragged
+  if x.ndim == 2:
+    what, ragged = (
+      'experts, decoding',
+      'sorts, where reading the weights takes the time',
+    )
+  elif platform == 'cpu':
+    ragged = 'is expanded to every expert on cpu'
+  ways = {'ragged': ragged, 'reference': experts.dense}
+  name = dispatch.choose(what, ways, platform=platform, asked=asked)
+  return experts.ragged if name == 'ragged' else experts.dense
 
 
 class Kernel(nnx.Module):
