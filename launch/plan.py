@@ -6,6 +6,7 @@ No parameter is ever allocated.
 """
 
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     print(USAGE)
     return 0
   try:
+    os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no accelerator is taken to plan
     command = configs.parse(argv, FLAGS)
     target = targets.parse(command.flags['topology'] or _own(command.config))
     if command.flags['sweep'] not in ('', 'mesh'):
@@ -57,7 +59,10 @@ def _own(path: str) -> str:
 
 
 def _plan(command: configs.Command, target: targets.Target) -> int:
-  config = configs.load(command)
+  from jaxrl.data.sinks.dump import open_dump
+  from launch.sinks import open_sinks
+
+  config = configs.load(command, {'logging': open_sinks, 'dump': open_dump})
   devices = targets.topology(target.name)  # imports JAX: seconds
   from rich.console import Console
 

@@ -34,14 +34,14 @@ def update(
   gradients = _join(gradients, _where(warming, _zeros(gradients), gradients))
   late = _later(opt_state, own['updates'])
   head, state, metrics = optimizer.update(params, opt_state, gradients, numbers, memory)
-  others = optimizer.update(params, late, gradients, numbers, memory)[0]
+  others, later, _ = optimizer.update(params, late, gradients, numbers, memory)
 
-  def moments(old, new):
+  def moments(old, new, later):
     is_moments = optimizer.like(old, params)
-    return _join(new, _where(warming, old, new)) if is_moments else new
+    return _join(new, _where(warming, old, later)) if is_moments else new
 
   state = jax.tree.map(
-    moments, opt_state, state, is_leaf=lambda x: optimizer.like(x, params)
+    *(moments, opt_state, state, later), is_leaf=lambda x: optimizer.like(x, params)
   )
   params = _join(head, _where(warming, params, others))
   own = {'updates': own['updates'] + warming}

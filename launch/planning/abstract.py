@@ -52,8 +52,7 @@ class Run:
 
   def policy(self, shape: ModelConfig | None = None) -> Policy:
     """The policy, of shapes alone, and without a tokenizer."""
-    settings = self.config.model
-    model = Model(shape or self.shape, dtype=settings.dtype, remat=settings.remat)
+    model = Model(shape or self.shape, **learners.model_options(self.config))
     return Policy(model, shapes_of(model), None, pathlib.Path(self.source))
 
 

@@ -112,7 +112,7 @@ def trace(run: Run, engine: Engine, devices: Sequence[Any]) -> Any:
     )
   mesh = make_mesh(data=1, tensor=engine.devices, devices=devices[: engine.devices])
   shape = run.shape.replace(value_head=False)
-  model = on_mesh(Model(shape, dtype=engine.dtype), mesh)
+  model = on_mesh(Model(shape, dtype=engine.dtype, kernels=run.config.kernels), mesh)
   params = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, engine.weights), shapes_of(model)
   )

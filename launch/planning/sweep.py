@@ -55,7 +55,9 @@ def sweep(
   rows that only fill up, and what axes send, by hand.
   """
   entries, skipped = [], {}
-  order = sorted(meshes(target), key=lambda mesh: guess(run, target, mesh))
+  order = sorted(
+    meshes(target, run.config.mesh.context), key=lambda mesh: guess(run, target, mesh)
+  )
   for mesh in order:
     name = cost.mesh_text(mesh)
     if len(entries) == most:
@@ -73,12 +75,13 @@ def sweep(
   return Sweep(tuple(entries), skipped)
 
 
-def meshes(target: Target) -> Iterator[dict[str, int]]:
-  """Every way to arrange all devices in data, fsdp and tensor."""
-  sizes = [n for n in range(1, target.size + 1) if target.size % n == 0]
+def meshes(target: Target, context: int = 1) -> Iterator[dict[str, int]]:
+  """Every way to arrange all devices in data, fsdp and tensor, beside `context`."""
+  size = target.size // context
+  sizes = [n for n in range(1, size + 1) if size % n == 0]
   for fsdp, tensor in itertools.product(sizes, sizes):
-    if target.size % (fsdp * tensor) == 0:
-      data = target.size // (fsdp * tensor)
+    if size % (fsdp * tensor) == 0:
+      data = size // (fsdp * tensor)
       yield {'data': data, 'fsdp': fsdp, 'tensor': tensor}
 
 

@@ -102,7 +102,9 @@ def test_factored_moments_lie_along_the_axes_that_are_left():
 @pytest.mark.parametrize('kind', KINDS[:2])
 def test_a_mesh_changes_nothing_but_rounding(kind):
   memory = moments.parse(kind).memory
-  numbers = make_optimizer(learning_rate=1.0, kind=kind).numbers(0) | {'seed': 3}
+  # Unclipped: a norm's last bit, of the order of sums, could turn a rounding around.
+  made = make_optimizer(learning_rate=1.0, kind=kind, clip_norm=None)
+  numbers = made.numbers(0) | {'seed': 3}
   params, found = toy.params(toy.Bigram), []
   step = jax.jit(lambda p, s, g: optimizer.update(p, s, g, numbers, memory)[:2])
   static = compose.split_numbers(compose.make('sft'))[0]

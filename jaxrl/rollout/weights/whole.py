@@ -34,7 +34,7 @@ def tensors(
     leaf, index = _leaf(params, tensor), tensor.index
     if leaf.sharding.memory_kind == 'pinned_host':
       if tensor.path not in resting:
-        resting[tensor.path] = [np.asarray(x.data) for x in leaf.addressable_shards]
+        resting[tensor.path] = _held(leaf)
       if (tensor.path, index[:1]) != at:
         brought = None  # let go of before there is another
         brought = _brought(leaf, resting[tensor.path], index[:1])
@@ -65,6 +65,15 @@ def _leaf(params: Params, tensor: Tensor) -> jax.Array:
   for key in tensor.path:
     leaf = leaf[key]
   return leaf  # pyright: ignore
+
+
+def _held(leaf: jax.Array) -> list[np.ndarray]:
+  """What this process has of it, shard by shard; those that are alike are one array."""
+  found: dict[str, np.ndarray] = {}
+  for shard in leaf.addressable_shards:
+    if str(shard.index) not in found:
+      found[str(shard.index)] = np.asarray(shard.data)
+  return [found[str(shard.index)] for shard in leaf.addressable_shards]
 
 
 def _brought(
