@@ -177,7 +177,7 @@ def _lent(view: torch.Tensor) -> tuple[gpu_memory.Loan, torch.Tensor]:
 def _say_once(reason: str) -> None:
   log.warning(
     "JAX's memory cannot be lent to engines, so weights are copied once more on their "
-    'way: %s. XLA_PYTHON_CLIENT_ALLOCATOR=default (or unset) makes memory that can be',
+    'way: %s. What XLA_PYTHON_CLIENT_ALLOCATOR=default or platform gives can be lent',
     reason,
   )
 

@@ -6,10 +6,12 @@ own arrays are lent where they lie. Not run on a GPU yet, for want of one.
 
 # pyright: reportMissingImports=false
 
+import contextlib
 import ctypes
 import functools
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +41,11 @@ def lend(tensor: torch.Tensor) -> Loan:
   """Lets other processes of this machine open what `tensor` lies in.
 
   It must live until they have closed it. Raises GpuMemoryError where CUDA does not
-  share that memory: it shares what cuMemAlloc gave, as JAX's default allocator uses.
+  share that memory: it shares what cuMemAlloc gave, whole pools or single arrays.
   """
   base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
   pointer = tensor.data_ptr()
-  with torch.cuda.device(tensor.device):
+  with _current(tensor.device):
     _call(
       'cuMemGetAddressRange_v2',
       ctypes.byref(base),
@@ -55,7 +57,9 @@ def lend(tensor: torch.Tensor) -> Loan:
 
 
 class Borrowed:
-  """Memory of other processes, each allocation opened once until `close`."""
+  """Memory of other processes, each allocation opened once until `close`,
+  which must come before that memory is freed.
+  """
 
   def __init__(self) -> None:
     self._open: dict[str, ctypes.c_uint64] = {}
@@ -63,7 +67,7 @@ class Borrowed:
 
   def view(self, loan: Loan, size: int, place: int) -> torch.Tensor:
     """`size` bytes of it as they lie, on this process's GPU number `place`."""
-    with torch.cuda.device(place):
+    with _current(place):
       if loan.handle not in self._open:
         self._open[loan.handle] = _opened(loan.handle)
       pointer = self._open[loan.handle].value + loan.offset
@@ -102,6 +106,14 @@ class _Bytes:
       'data': (pointer, False),
       'version': 3,
     }
+
+
+@contextlib.contextmanager
+def _current(device: Any) -> Iterator[None]:
+  """Makes a GPU's context that of this thread, which naming the GPU alone does not."""
+  with torch.cuda.device(device):
+    torch.cuda.synchronize()
+    yield
 
 
 def _opened(handle: str) -> ctypes.c_uint64:

@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
   NCCLWeightTransferInitInfo,
 )
 from vllm.model_executor.model_loader import reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from jaxrl.rollout.vllm import gpu_memory
 from jaxrl.rollout.vllm.sums import Sums
@@ -57,6 +58,9 @@ class _Model:
   def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
     return self._model.load_weights(self._sums.through(weights))
 
+  def modules(self) -> Iterable[Any]:
+    return self._model.modules()
+
 
 @dataclasses.dataclass
 class IpcInit(WeightTransferInitInfo):
@@ -78,8 +82,9 @@ class IpcUpdate(WeightTransferUpdateInfo):
 class _Ipc(WeightTransferEngine[IpcInit, IpcUpdate]):
   """Loads from memory of the GPU that the learner has too, where the learner put it.
 
-  vLLM's own way copies it twice before; it is given whole layers here, and must have
-  loaded them when an update ends, for then the learner takes the memory back.
+  vLLM's own way copies it twice before. It is given whole layers here, and when an
+  update ends the learner takes the memory back: only what vLLM holds back until all
+  are there is copied.
   """
 
   init_info_cls = IpcInit
@@ -89,16 +94,29 @@ class _Ipc(WeightTransferEngine[IpcInit, IpcUpdate]):
     del init_info
 
   def start_weight_update(self) -> None:
-    self._borrowed = gpu_memory.Borrowed()
+    self._borrowed, self._held = gpu_memory.Borrowed(), []
     reload.initialize_layerwise_reload(self.model)
 
   def receive_weights(self, update_info: IpcUpdate) -> None:
     """Raises WeightsError for a GPU that the learner does not have."""
     place = self.device.index
     self.model.load_weights(self._tensors(update_info, place))
+    self._hold()
     if torch.cuda.is_available():
       torch.cuda.synchronize(place)
-    self._borrowed.give_back()
+    self._borrowed.close()
+
+  def _hold(self) -> None:
+    """Copies what vLLM has not loaded yet: a vocabulary that it fills up waits for the
+    end, for the loader never finds it whole.
+    """
+    for layer in self.model.modules():
+      for _, bound in get_layerwise_info(layer).loaded_weights:
+        for name, value in bound.arguments.items():
+          lent = isinstance(value, torch.Tensor) and name != 'param'
+          if lent and not any(value is own for own in self._held):
+            bound.arguments[name] = value.clone()
+            self._held.append(bound.arguments[name])
 
   def _tensors(
     self, update: IpcUpdate, place: int
@@ -118,7 +136,7 @@ class _Ipc(WeightTransferEngine[IpcInit, IpcUpdate]):
 
   def finish_weight_update(self) -> None:
     reload.finalize_layerwise_reload(self.model, self.model_config)
-    self._borrowed.close()
+    self._held = []
 
   def shutdown(self) -> None:
     pass

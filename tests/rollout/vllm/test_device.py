@@ -41,6 +41,9 @@ class Kept:
   def load_weights(self, weights):
     self.found |= {name: tensor.clone() for name, tensor in weights}
 
+  def modules(self):
+    return []
+
 
 class Worker:
   """One of an engine's processes: vLLM's transfer engine, as vLLM's worker calls it.
@@ -319,7 +322,7 @@ def test_what_is_lent_must_not_be_held_when_it_goes_back(monkeypatch):
 
   made = gpu_memory.Borrowed()
   monkeypatch.setattr(gpu_memory, '_opened', lambda handle: ctypes.c_uint64(1 << 20))
-  monkeypatch.setattr(torch.cuda, 'device', contextlib.nullcontext)
+  monkeypatch.setattr(gpu_memory, '_current', contextlib.nullcontext)
   closed = []
   monkeypatch.setattr(gpu_memory, '_call', lambda name, *_: closed.append(name))
   monkeypatch.setattr(torch, 'as_tensor', lambda held, device: (held, device))
