@@ -44,12 +44,3 @@ def test_every_size_lowers_on_its_mesh(name):
   assert 'stablehlo' in traced['train'].lower().as_text()[:20000]
   held = resident(run, learner, decode.engine_of(run))
   assert held['optimizer state'] == pytest.approx(2 * held['parameters'], rel=1e-6)
-
-
-@pytest.mark.targets
-def test_one_is_compiled_for_its_own_machine(capsys):
-  text = 'v5e:4x4'
-  if package := targets.missing(targets.parse(text)):
-    pytest.skip(f'{package} is not installed')
-  assert plan.main([f'--config={path("1_7b")}', f'--topology={text}']) == 0
-  assert 'fits, with' in capsys.readouterr().out
