@@ -16,7 +16,6 @@ from kernels import dispatch, experts
 
 Mix = Callable[..., jax.Array]
 INIT_STD = 0.02
-OWN = -1  # in the place of a recorded expert: the router's own choice
 
 
 def local(way: Mix, x: jax.Array, chosen: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -58,10 +57,10 @@ class Experts(nnx.Module):
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     number, width = config.num_experts, config.hidden_size
-    wide, names = config.moe_intermediate_size, ('expert', 'embed', 'mlp')
+    wide, names = config.moe_intermediate_size, ('experts', 'embed', 'mlp')
     self.gate = Kernel((number, width, wide), names, rngs)
     self.up = Kernel((number, width, wide), names, rngs)
-    self.down = Kernel((number, wide, width), ('expert', 'mlp', 'embed'), rngs)
+    self.down = Kernel((number, wide, width), ('experts', 'mlp', 'embed'), rngs)
 
 
 class MoE(nnx.Module):
@@ -74,29 +73,18 @@ class MoE(nnx.Module):
     self.picks = config.num_experts_per_token
     self.sums_to_one = config.norm_topk_prob
 
-  def __call__(
-    self, x: jax.Array, mix: Mix, routed: jax.Array | None = None
-  ) -> tuple[jax.Array, jax.Array]:
-    """x `[..., D]` → (y `[..., D]`, the experts taken `[..., k]` int32).
-
-    routed: `[..., k]` int, experts to take instead of the likeliest, OWN where there
-    are none; their weights are this router's, and gradients flow through these.
-    """
-    chosen, weights = self.route(x, routed)
+  def __call__(self, x: jax.Array, mix: Mix) -> tuple[jax.Array, jax.Array]:
+    """x `[..., D]` → (y `[..., D]`, the experts taken `[..., k]` int32)."""
+    chosen, weights = self.route(x)
     kernels = (self.experts.gate, self.experts.up, self.experts.down)
     y = mix(x, chosen, weights, *(part.kernel[...].astype(x.dtype) for part in kernels))
     return y, chosen
 
-  def route(
-    self, x: jax.Array, routed: jax.Array | None = None
-  ) -> tuple[jax.Array, jax.Array]:
+  def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Experts `[..., k]` int32 and their weights `[..., k]` float32."""
     scores = x.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
     p = jax.nn.softmax(scores, axis=-1)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(p), self.picks)
-    if routed is not None:
-      recorded = (routed >= 0).all(axis=-1, keepdims=True)
-      chosen = jnp.where(recorded, routed.astype(jnp.int32), chosen)
     weights = jnp.take_along_axis(p, chosen, axis=-1)
     if self.sums_to_one:
       weights = weights / weights.sum(axis=-1, keepdims=True)
