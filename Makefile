@@ -72,7 +72,8 @@ test-envs: env-envs
 	.venv-envs/bin/python -m pytest tests/envs -m 'not slow and not ray'
 
 test-targets: env-targets
-	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets --timeout 900
+	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets -n 2 \
+	  --dist loadgroup --timeout 900
 
 # What must hold on every Python and jax that we support.
 test-core: env

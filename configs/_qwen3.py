@@ -21,5 +21,5 @@ def gsm8k(checkpoint: str, algorithm: str) -> Config:
   config.checkpoint.update(every=20, export=True)
   config.cluster.update(ray=True, num_engines=0, num_workers=8)
   # As vLLM holds them: of bf16 weights about one in a hundred changes in a step.
-  config.cluster.weights = 'object_store(dtype="bfloat16")'
+  config.cluster.weights = 'auto(dtype="bfloat16")'
   return config

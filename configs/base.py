@@ -44,7 +44,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.num_steps = 100
   config.num_epochs = 0.0
   config.model = section(
-    {'checkpoint': '', 'dtype': 'float32', 'remat': 'none'},
+    {'checkpoint': '', 'dtype': 'float32', 'remat': 'none', 'lora': ''},
   )
   config.model.random = section(random_config)
   config.kernels = 'auto'  # or 'reference': plain jnp, see kernels/dispatch.py
@@ -54,7 +54,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.algorithm = section({'name': algorithm}, options, maker)
   config.batch = section(
     {'num_groups': 16, 'max_length': 512, 'buckets': ()},
-    take(Learner, 'minibatches', 'micro_batches', 'epochs', 'entropy'),
+    take(Learner, 'minibatches', 'micro_batches', 'packing', 'epochs', 'entropy'),
   )
   config.optimizer = section(leave(make_optimizer, 'num_steps'))
   config.rollout = section(
@@ -67,7 +67,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
     take(Learner, 'mismatch_alarm'),
   )
   config.env = ConfigDict()
-  config.mesh = section(leave(make_mesh, 'devices', 'expert'))
+  config.mesh = section(leave(make_mesh, 'devices'))
   config.checkpoint = section({'every': 0, 'export': False}, Checkpointer)
   config.eval = section(
     {'every': 0, 'path': '', 'split': 'test', 'num_tasks': -1, 'group_size': 1},

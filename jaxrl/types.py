@@ -75,12 +75,15 @@ class Completion:
   distribution it was sampled from, temperature and truncation included.
   versions: `[n]` int32, the weights version that produced each token.
   finish_reason: 'stop' (stop token or string), 'length' or 'abort'.
+  routed_experts: `[p + n − 1, L, k]` int16, the experts that each of p prompt tokens
+  and of the new ones but the last took in each layer, if the engine keeps them.
   """
 
   tokens: np.ndarray
   logprobs: np.ndarray
   versions: np.ndarray
   finish_reason: str
+  routed_experts: np.ndarray | None = None
 
 
 class RolloutEngine(Protocol):
@@ -186,7 +189,7 @@ class Batch:
   The optional columns are `[B, T]` float32 except weights_version `[B, T]` int32,
   expert_mask and greedy_mask `[B]` bool, loss_weights `[B]` float32, pair_ids and
   state_hash `[B]` int32, teacher_topk_ids and teacher_topk_logprobs `[B, T, K]` int32
-  and float32.
+  and float32, routed_experts `[B, T, L, k]` int16, −1 where a router is to choose.
   """
 
   tokens: Any
@@ -211,6 +214,7 @@ class Batch:
   loss_weights: Any = None
   pair_ids: Any = None
   state_hash: Any = None
+  routed_experts: Any = None
   extras: Any = None
 
   def replace(self, **columns: Any) -> 'Batch':

@@ -1,13 +1,16 @@
-"""Attention over whole sequences and over a cache, in plain jnp.
+"""Attention over whole sequences, by the best kernel, and over a cache in chunks.
 
 `H` query heads share `K` key-value heads, H a multiple of K.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+
+from kernels import flash
+from kernels.dispatch import REFERENCE, choose, platform_of
 
 NEGATIVE = -1e30  # finite, so that a fully masked row gives numbers, not NaN
 
@@ -19,17 +22,51 @@ def attention(
   segment_ids: jax.Array,
   *,
   prefix_ids: jax.Array | None = None,
-  block: int = 128,
-  stretches: int = 4,
+  kernels: str = 'auto',
+  platform: str | None = None,
+  shard: Callable[..., Callable[..., jax.Array]] | None = None,
 ) -> jax.Array:
-  """Causal attention within segments.
+  """Causal attention within segments, by what is best on the platform.
 
   q: `[B, T, H, d]`. k, v: `[B, T, K, d]`. segment_ids: `[B, T]` int32; a token sees
   the tokens before it, and itself, that bear its own segment's number. prefix_ids:
   `[B, T]` int32, of one more segment of the row, an earlier one, that a token sees;
-  0: of none. Sequences longer than `block` are done in at most `stretches` runs of
-  queries, each against the keys up to its own end, `block` queries at a time, computed
-  anew in the backward pass. Returns `[B, T, H, d]`.
+  0: of none. kernels, platform: as in `kernels.dispatch`. shard: `(function, inputs,
+  output) -> function`, runs a function of arrays on every device's own part of them;
+  inputs and output name the axes, None is whole. Without it all is on one device.
+  Returns `[B, T, H, d]`.
+  """
+  platform = platform_of(platform)
+  found = flash.candidates(q, k, prefix_ids, platform=platform)
+  found = found | {REFERENCE: reference_attention}
+  name = choose('attention', found, platform=platform, asked=kernels)
+  arrays = [q, k, v, segment_ids]
+  if prefix_ids is not None:
+    arrays.append(prefix_ids)
+  run = found[name]
+  assert callable(run)  # `choose` gives no other
+  if shard is not None and name != REFERENCE:
+    queries, keys = ('batch', None, 'heads', None), ('batch', None, 'kv_heads', None)
+    inputs = (queries, keys, keys, *((('batch', None),) * (len(arrays) - 3)))
+    run = shard(run, inputs, queries)
+  return run(*arrays)
+
+
+def reference_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  prefix_ids: jax.Array | None = None,
+  *,
+  block: int = 128,
+  stretches: int = 4,
+) -> jax.Array:
+  """`attention` in plain jnp.
+
+  Sequences longer than `block` are done in at most `stretches` runs of queries, each
+  against the keys up to its own end, `block` queries at a time, computed anew in the
+  backward pass.
   """
   length = q.shape[1]
   k, v, time = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(length)

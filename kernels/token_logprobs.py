@@ -1,14 +1,19 @@
 """Log-probabilities of given or likeliest tokens, and entropies, from hidden states."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kernels.dispatch import choose, only_on, platform_of
+from kernels.fused_logprobs import Plan, Shards, fused
+from kernels.vocabulary import Kind
+
 # Positions scored at once, unless told: as many as make this many logits, but enough
-# for the table's matrix product to run at speed.
-MAX_LOGITS, MIN_ROWS = 2**22, 512
+# for the table's matrix product to run at speed, if not more than is worth its memory.
+MAX_LOGITS, MIN_ROWS, MOST_LOGITS = 2**22, 512, 3 * 2**23
 
 
 class TokenScores(NamedTuple):
@@ -36,6 +41,10 @@ def token_logprobs(
   topk_ids: jax.Array | None = None,
   top_k: int = 0,
   max_rows: int | None = None,
+  kernels: str = 'auto',
+  platform: str | None = None,
+  shards: Shards | None = None,
+  interpret: bool = False,
 ) -> TokenScores:
   """Scores targets under softmax(hidden · tableᵀ / temperature).
 
@@ -43,8 +52,12 @@ def token_logprobs(
   entropy: also H. nec: also Σ_v p_v²(H + log p_v). Both are of the distribution at
   temperature 1. topk_ids: `[B, T, K]` int32, more tokens to score, at `temperature`;
   or top_k: the K likeliest, in falling order.
-  The logits of at most `max_rows` positions (or of one in every row) are held at a
-  time; the backward pass computes them anew.
+  kernels, platform: as `dispatch.choose` has them. shards: how hidden and table lie on
+  a mesh, which kernels for accelerators must know. interpret: runs those without one.
+
+  Logits are never held whole. Kernels keep a block on the chip (after Cut Your Losses,
+  arXiv:2411.09009); elsewhere those of at most `max_rows` positions (or of one in every
+  row) are held at a time. The backward pass computes them anew.
   """
   if topk_ids is not None and top_k:
     raise ValueError('give topk_ids, or top_k to have them found, not both')
@@ -52,11 +65,71 @@ def token_logprobs(
     raise ValueError(
       f'top_k={top_k} is more than the {table.shape[0]} tokens there are'
     )
+  platform = platform_of(platform)
+  why = ''
+  if topk_ids is not None or top_k:
+    why = 'scores one token a position, not top-k'
+  elif jnp.ndim(temperature):
+    why = 'takes one temperature for all'
+  elif shards is not None:
+    why = shards.refuses(hidden, table)
+
+  def on(home: str, name: str) -> Any:
+    return only_on(home, why or functools.partial(_fused, name), platform=platform)
+
+  candidates = {
+    'mosaic': on('tpu', 'mosaic'),
+    'triton': on('gpu', 'triton'),
+    'reference': functools.partial(
+      reference, topk_ids=topk_ids, top_k=top_k, max_rows=max_rows
+    ),
+  }
+  name = choose('token_logprobs', candidates, platform=platform, asked=kernels)
+  run: Any = candidates[name]
+  if name != 'reference':
+    run = functools.partial(run, shards=shards, interpret=interpret)
+  return run(hidden, table, targets, temperature=temperature, entropy=entropy, nec=nec)
+
+
+def _fused(
+  name: str,
+  hidden: jax.Array,
+  table: jax.Array,
+  targets: jax.Array,
+  *,
+  temperature: jax.Array | float,
+  entropy: bool,
+  nec: bool,
+  shards: Shards | None,
+  interpret: bool,
+) -> TokenScores:
+  tempered = not (isinstance(temperature, (int, float)) and temperature == 1)
+  plan = Plan(name, Kind(tempered, entropy or nec), shards, interpret)
+  inverse = 1 / jnp.float32(temperature)
+  found: Any = fused(plan, hidden, table, targets, inverse)
+  logprobs, mean, square = found
+  return TokenScores(logprobs, mean if entropy else None, square if nec else None)
+
+
+def reference(
+  hidden: jax.Array,
+  table: jax.Array,
+  targets: jax.Array,
+  *,
+  temperature: jax.Array | float = 1.0,
+  entropy: bool = False,
+  nec: bool = False,
+  topk_ids: jax.Array | None = None,
+  top_k: int = 0,
+  max_rows: int | None = None,
+) -> TokenScores:
+  """As `token_logprobs`, in plain jnp, some positions at a time."""
   batch, length, width = hidden.shape
 
   def score(hidden, targets, chosen_ids):
-    logits = hidden.reshape(-1, width) @ table.T.astype(hidden.dtype)
-    logits = logits.reshape(*targets.shape, -1).astype(jnp.float32)
+    rows, entries = hidden.reshape(-1, width), table.T.astype(hidden.dtype)
+    logits = jnp.dot(rows, entries, preferred_element_type=jnp.float32)
+    logits = logits.reshape(*targets.shape, -1)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     chosen = jnp.where(ids == targets[..., None], logits, 0.0).sum(-1)
     norm = jax.nn.logsumexp(logits / temperature, axis=-1)
@@ -72,13 +145,18 @@ def token_logprobs(
     return scores
 
   if max_rows is None:
-    max_rows = max(MIN_ROWS, MAX_LOGITS // table.shape[0])
+    few = min(MIN_ROWS, MOST_LOGITS // table.shape[0])
+    max_rows = max(few, MAX_LOGITS // table.shape[0], 1)
   size = max(1, min(length, max_rows // batch))
   inputs = (hidden, targets, topk_ids)
-  return score(*inputs) if size >= length else _scan(score, inputs, length, size)
+  return (
+    score(*inputs) if size >= length else scan_positions(score, inputs, length, size)
+  )
 
 
-def _scan(score: Callable[..., Any], inputs: Any, length: int, size: int) -> Any:
+def scan_positions(
+  score: Callable[..., Any], inputs: Any, length: int, size: int
+) -> Any:
   """score(*inputs), arrays `[B, T, …]`, for `size` positions of every row at a time."""
   chunks = -(-length // size)
 

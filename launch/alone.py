@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.data.seeds import base_seed
 from jaxrl.dispatch import Dispatcher
+from jaxrl.signature import ConfigError
 from jaxrl.training.policy import Policy
 from launch import build, checks, off_policy
 from launch.algorithm import make_algorithm
@@ -27,6 +28,13 @@ class Alone:
   """
 
   def __init__(self, config: Config, make: Make, host: Host | None = None):
+    if config.model.lora:
+      raise ConfigError(
+        f'--config.model.lora={config.model.lora}: no adapters are made where nothing '
+        'trains: name the model with its adapters merged, '
+        '--config.model.checkpoint=WORKDIR/export, and leave model.lora out '
+        '(--config.model.lora=)'
+      )
     self._host = host or build.make_host(config, learns=False)
     self._dispatcher = Dispatcher()
     try:

@@ -19,6 +19,7 @@ from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm
 from launch import (
   checks,
+  engines,
   files,
   off_policy,
   placement,
@@ -128,6 +129,7 @@ def _parts(
   policy = make_policy(config, workdir, critic=algorithm.value_loss is not None)
   if not plays:
     return policy, None
+  engines.check_model(config, policy.model.config)
   rollouts = Rollouts(config, policy, host, dispatcher, data, algorithm=algorithm)
   asyncio.run(rollouts.check_prompts())
   return policy, rollouts

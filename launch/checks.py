@@ -4,7 +4,7 @@ from jaxrl.algorithms import compose
 from jaxrl.config import Config
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.base import core, factory
-from jaxrl.models import huggingface
+from jaxrl.models import huggingface, lora
 from jaxrl.rollout.filters import make_filter
 from jaxrl.rollout.shapers import make_shaper
 from jaxrl.rollout.shares import share_groups
@@ -62,6 +62,11 @@ def settings(config: Config, algorithm: Algorithm) -> None:
       f'batch.max_length={config.batch.max_length}'
     )
   _checkpoint(config)
+  if lora.parse(config.model.lora) and engines.exact(config):
+    raise ConfigError(
+      f'--config.model.lora={config.model.lora}: exact engines serve the very weights '
+      'that are trained, and adapters are merged for them: take one or the other'
+    )
   cluster(config)
   _curriculum(config, algorithm)
   files.check(config, algorithm)

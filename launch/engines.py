@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 from jaxrl.config import Config
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.exact import Exact
 from jaxrl.rollout.jax_engine import JaxEngine
 from jaxrl.rollout.vllm import arguments
@@ -46,6 +47,11 @@ def parse(config: Config) -> tuple[str, dict[str, Any]]:
       raise ConfigError(
         f'{where}: exact needs --config.model.dtype=float32, not {config.model.dtype}'
       )
+    if options.get('exact') and options.get('router_replay'):
+      raise ConfigError(
+        f'{where}: exact and router_replay exclude each other: in exact mode engine '
+        'and learner of the same weights choose the same experts'
+      )
     for name in ('decode_steps', 'prefill_tokens'):
       if options.get(name, 1) < 1:
         raise ConfigError(f'{where}: {name} must be at least 1')
@@ -62,6 +68,21 @@ def exact(config: Config) -> Exact | None:
   if kind != 'jax' or not options.get('exact'):
     return None
   return Exact.for_slots(config.rollout.num_slots)
+
+
+def replays(config: Config) -> bool:
+  """Whether the learner takes the experts that the engine's tokens took."""
+  kind, options = parse_call(config.rollout.engine)
+  return kind == 'jax' and bool(options.get('router_replay'))
+
+
+def check_model(config: Config, shape: ModelConfig) -> None:
+  """Raises ConfigError for an engine that cannot do what is asked with this model."""
+  if replays(config) and not shape.num_experts:
+    raise ConfigError(
+      f'{KEY}={config.rollout.engine}: router_replay is of models with experts, and '
+      f'this one, of family {shape.family}, has none'
+    )
 
 
 def _vllm(config: Config, options: dict[str, Any], where: str) -> None:

@@ -20,7 +20,7 @@ from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm, Group
 from launch import files, placement
-from launch.learners import AnyLearner, Learners, Stage
+from launch.learners import AnyLearner, Learners, Stage, adapter_folder
 from launch.rollouts import Rollouts
 from launch.spawn import Host, guarded
 from launch.stored import Stored, check_played
@@ -111,6 +111,8 @@ class Job:
       folder = self._workdir / 'export'
       await self._learners.export(folder)
       self.closing['model'] = f'{folder} (a Hugging Face folder)'
+      if self._config.model.lora:
+        self.closing['adapter'] = f'{adapter_folder(folder)} (of PEFT)'
     return done
 
   async def _phase(
@@ -226,7 +228,9 @@ class Phase:
     if self._rollouts is None or not (self._plays_at(step) or self._due(step)):
       return
     swaps = self._rollouts.swaps
-    await (swaps.now if self._due(step) else swaps.at)(step, self._learner.params)
+    await (swaps.now if self._due(step) else swaps.at)(
+      step, await self._learner.weights()
+    )
     self._times['time/publish'] = time.perf_counter() - self._begun
     self._times |= self._rollouts.weights.metrics()
     if self._sleeps:

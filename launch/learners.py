@@ -12,7 +12,7 @@ from jaxrl.config import Config
 from jaxrl.data import staleness
 from jaxrl.data.seeds import fold
 from jaxrl.dispatch import Dispatcher
-from jaxrl.models import huggingface
+from jaxrl.models import huggingface, lora, peft
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import sync
 from jaxrl.signature import ConfigError
@@ -49,6 +49,10 @@ class AnyLearner(Protocol):
   @property
   def advantages(self) -> Any: ...
 
+  async def weights(self) -> Any:
+    """What engines are given: adapters merged, here or, elsewhere, as they are sent."""
+    ...
+
   async def warmup(self) -> Metrics: ...
 
   async def update(self, groups: Sequence[Group]) -> Metrics: ...
@@ -78,10 +82,18 @@ class Learners(Protocol):
     ...
 
   async def export(self, folder: pathlib.Path) -> None:
-    """Saves the parameters of the newest as a Hugging Face folder."""
+    """Saves the parameters of the newest as a Hugging Face folder.
+
+    Adapters are merged there, and lie by themselves in `adapter_folder`.
+    """
     ...
 
   async def close(self) -> None: ...
+
+
+def adapter_folder(folder: pathlib.Path) -> pathlib.Path:
+  """Where adapters lie by themselves, of a model that is exported to `folder`."""
+  return folder.with_name('adapter')
 
 
 async def lasting(dispatcher: Dispatcher, params: Any) -> Any:
@@ -146,7 +158,16 @@ class LocalLearners:
       teachers = self._staff.placed(config, algorithm, self.mesh, stage.num_rows)
     batch, model = config.batch, self._policy.model
     if main and algorithm.schema == 'rollout':
-      model = dataclasses.replace(model, exact=engines.exact(config))
+      own = {'exact': engines.exact(config), 'router_replay': engines.replays(config)}
+      model = dataclasses.replace(model, **own)
+    adapters = lora.parse(config.model.lora)
+    if adapters:
+      try:
+        shape = model.config.replace(lora=adapters)
+      except ValueError as error:
+        raise ConfigError(f'--config.model.{error}') from error
+      model = dataclasses.replace(model, config=shape)
+      params = lora.add(model, params, jax.random.key(fold(config.seed, 'lora')))
     return Learner(
       model,
       params,
@@ -159,6 +180,7 @@ class LocalLearners:
       teachers=teachers,
       minibatches=batch.minibatches,
       micro_batches=batch.micro_batches,
+      packing=batch.packing,
       epochs=batch.epochs,
       temperature=config.rollout.temperature,
       seed=fold(config.seed, 'learner'),
@@ -172,10 +194,15 @@ class LocalLearners:
     newest = self._learner
 
     def run() -> None:
-      params = distributed.to_host(newest.params)
+      config, params = newest.model.config, distributed.to_host(newest.merged())
+      own = {}
+      if config.lora is not None:
+        own = distributed.to_host(lora.trained(config, newest.params))
       if jax.process_index() == 0:
         model, tokenizer = self._policy.model, self._policy.tokenizer
         huggingface.save(folder, model.config, params, tokenizer)
+        if own:
+          peft.save(adapter_folder(folder), config, own, str(self._policy.folder))
 
     await self._dispatcher.run(run)
 

@@ -189,7 +189,7 @@ class _Engine:
   @classmethod
   def of(cls, config: Config, kind: str) -> '_Engine':
     name, options = parse_call(config.rollout.engine)
-    kinds = ('tensor', 'pipeline', 'data')
+    kinds = ('tensor', 'pipeline')
     sizes = (options.get(f'{x}_parallel_size', 1) for x in kinds)
     asked = options.get('gpu_memory_utilization') or 0.0
     if asked and name == 'vllm' and kind != 'GPU':

@@ -14,8 +14,8 @@ from jaxrl.config import Config
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import huggingface
 from jaxrl.signature import ConfigError, unknown
+from jaxrl.training import packing, teacher_columns
 from jaxrl.training import policy as policies
-from jaxrl.training import teacher_columns
 from jaxrl.training.policy import Policy
 from jaxrl.training.teachers import Teachers
 from jaxrl.types import Algorithm
@@ -95,12 +95,19 @@ class Staff:
       default,
       by_tag,
       mesh=mesh,
-      chunk_rows=-(
-        -num_rows // (config.batch.minibatches * config.batch.micro_batches)
-      ),
+      chunk_rows=_chunk_rows(config, num_rows),
       temperature=config.rollout.temperature,
       tags=config.env if algorithm.schema == 'rollout' else (),
     )
+
+
+def _chunk_rows(config: Config, num_rows: int) -> int:
+  """Rows that a teacher scores at a time: about as much as the learner has."""
+  batch = config.batch
+  packed = packing.parse(batch.packing)
+  if packed is not None:
+    return max(1, packed.tokens // max(batch.buckets or (batch.max_length,)))
+  return -(-num_rows // (batch.minibatches * batch.micro_batches))
 
 
 def load(config: Config, algorithm: Algorithm, student: Policy) -> Staff | None:

@@ -132,7 +132,9 @@ def next_steps(
   """Commands worth trying after a finished run."""
   lasts = 'num_epochs' if config.get('num_epochs') else 'num_steps'
   own = {key: text for key, text in command.overrides if key != lasts}
-  options = [f'--config.{key}' + (f'={own[key]}' if own[key] else '') for key in own]
+  options = [
+    f'--config.{key}' + ('' if own[key] is None else f'={own[key]}') for key in own
+  ]
 
   def line(module: str, algorithm: str | None, *more: str) -> str:
     spec = command.config + (f':{algorithm}' if algorithm else '')
@@ -148,8 +150,11 @@ def next_steps(
     return steps
   steps[f'try {other}'] = line('launch.train', other, f'--workdir={place}-{other}')
   if config.get('checkpoint', {}).get('export'):
-    model = f'--config.model.checkpoint={place / "export"}'
-    steps = {'watch it play': line('launch.play', used, model), **steps}
+    model = [f'--config.model.checkpoint={place / "export"}']
+    if config.get('model', {}).get('lora'):  # merged in what was exported
+      options = [text for text in options if not text.startswith('--config.model.lora')]
+      model.append('--config.model.lora=')
+    steps = {'watch it play': line('launch.play', used, *model), **steps}
   return steps
 
 

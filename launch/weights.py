@@ -26,17 +26,18 @@ from jaxrl.signature import ConfigError, check_options, parse_call, unknown
 from launch.placement import Placement
 
 KEY = '--config.cluster.weights'
-COMMON = {
-  BroadcastWeights: ('dtype', 'tend'),
-  Publisher: ('keep', 'chunk_bytes', 'blob_bytes', 'full_every', 'patience'),
+MAPPED = {
+  BroadcastWeights: ('dtype', 'on_device', 'tend'),
+  Publisher: ('keep', 'chunk_bytes', 'blob_bytes', 'patience'),
 }
+SENT = {**MAPPED, Publisher: (*MAPPED[Publisher], 'full_every')}
 DIRECT = {DirectWeights: ('patience',), Sending: ('dtype', 'buffer_bytes')}
 OWN: dict[str, Mapping[Callable[..., Any], Sequence[str]]] = {  # options, by name
-  'auto': {},
+  'auto': {InProcessWeights: ('dtype',)},
   'inprocess': {InProcessWeights: ('dtype',)},
-  'object_store': COMMON,
-  'shared_memory': COMMON,
-  'checkpoint': {**COMMON, Folder: ('durable',)},
+  'object_store': SENT,
+  'shared_memory': MAPPED,
+  'checkpoint': {**SENT, Folder: ('durable',)},
   'nccl': DIRECT,
   'ipc': DIRECT,
 }
@@ -82,6 +83,8 @@ def plan(config: Config) -> Plan:
     raise ConfigError(f'{KEY}={text}: {problem}')
   if name == 'auto':
     name = 'object_store' if config.cluster.ray else 'inprocess'
+  if name == 'shared_memory':
+    options['full_every'] = 1  # nothing travels, and what is whole is loaded as it lies
   durable = options.pop('durable', True)
   return Plan(name, options, folder and os.path.abspath(folder), durable)
 
@@ -119,10 +122,15 @@ def _direct(config: Config) -> str:
 
 
 def check_devices(plan: Plan, placement: Placement) -> None:
-  """Raises ConfigError where learner and engines have not the GPUs for a transport."""
+  """Raises ConfigError where learner and engines do not live as a transport needs."""
+  where = f'{KEY}={plan.name}'
+  if plan.name == 'shared_memory' and len(placement.bundles) > 1:
+    raise ConfigError(
+      f'{where}: the {len(placement.bundles)} machines of this run share no memory: '
+      'take object_store'
+    )
   if not plan.direct:
     return
-  where = f'{KEY}={plan.name}'
   if not placement.learners and placement.bundles:
     raise ConfigError(f'{where}: there is no learner to send: take object_store')
   if not any('GPU' in bundle for bundle in placement.bundles):

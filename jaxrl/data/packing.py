@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrl.types import Batch, Group, Trajectory
 
+ROUTED = 'routed_experts'  # in a row's extras: `[T, L, k]`, −1 where no one knows
 SEGMENTS = 'segments'  # in a row's extras: tokens of each of the parts it is joined of
 
 
@@ -33,11 +34,11 @@ def pack(
 
   T is the smallest of `buckets` that holds the longest row. B is `num_rows`, or the
   number of rows rounded up to `multiple`. task_ids count groups, run_ids episodes;
-  padding rows have ids −1, no action and segment 0. Segments count the parts that a row
-  is joined of, from 1. `weights_version` is −1 where not an action. state_hash is there
-  when any row has one in its extras; expert_mask, greedy_mask and loss_weights are when
-  any row is other than rows mostly are.
-  Raises ValueError for no rows, too many rows, and a row longer than every bucket or of
+  padding rows have ids −1, no action and segment 0. Segments count a row's parts,
+  from 1. `weights_version` is −1 where not an action. state_hash and routed_experts are
+  there when any row has them in its extras; expert_mask, greedy_mask and loss_weights
+  when any row is other than rows mostly are.
+  Raises ValueError for no rows, too many, and one longer than every bucket or of
   segments that are not all of it.
   """
   rows = [row for group in groups for row in group]
@@ -48,8 +49,7 @@ def pack(
     raise ValueError(f'{len(rows)} rows do not fit a batch of {count}')
   lengths = np.array([len(row.tokens) for row in rows])
   width = pick_bucket(int(lengths.max()), buckets)
-  inside = np.zeros((count, width), bool)
-  inside[: len(rows)] = np.arange(width) < lengths[:, None]
+  inside = np.pad(np.arange(width) < lengths[:, None], ((0, count - len(rows)), (0, 0)))
 
   def column(name: str, dtype: type, fill: int = 0) -> np.ndarray:
     out = np.full((count, width), fill, dtype)
@@ -80,6 +80,7 @@ def pack(
     greedy_mask=unusual('is_greedy', False),
     loss_weights=unusual('weight', np.float32(1)),
     state_hash=_state_hash(rows, ids),
+    routed_experts=_routed(rows, inside),
   )
 
 
@@ -95,6 +96,24 @@ def _segment_ids(rows: Sequence[Trajectory], inside: np.ndarray) -> np.ndarray:
       )
     ids[i, : len(row.tokens)] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
   return ids
+
+
+def _routed(rows: Sequence[Trajectory], inside: np.ndarray) -> np.ndarray | None:
+  found = [np.asarray(row.extras[ROUTED]) for row in rows if ROUTED in row.extras]
+  if not found:
+    return None
+  out = np.full((*inside.shape, *found[0].shape[1:]), -1, np.int16)
+  for i, row in enumerate(rows):
+    if ROUTED not in row.extras:
+      continue
+    value, wanted = np.asarray(row.extras[ROUTED]), (len(row.tokens), *out.shape[2:])
+    if value.shape != wanted:
+      raise ValueError(
+        f'row {row.trajectory_id}: {ROUTED} in its extras has shape {value.shape}, but '
+        f'its tokens and the first row ask for {wanted}'
+      )
+    out[i, : len(value)] = value
+  return out
 
 
 def _run_ids(groups: Sequence[Group]) -> list[int]:

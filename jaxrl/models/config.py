@@ -4,6 +4,21 @@ import dataclasses
 from typing import Any
 
 FAMILIES = ('qwen2', 'qwen3', 'qwen3_moe', 'llama')
+LORA_TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """Low-rank adapters; see `jaxrl.models.lora.lora`, which checks them."""
+
+  rank: int
+  alpha: float
+  targets: tuple[str, ...]
+  base: str
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +32,7 @@ class ModelConfig:
   num_experts: of every layer's feed-forward part, 0 for a dense one; of these a token
   takes the num_experts_per_token that its router finds likeliest, each of inner width
   moe_intermediate_size. norm_topk_prob: their weights are made to sum to 1.
+  lora: adapters beside the linear layers, or None.
   """
 
   vocab_size: int
@@ -39,6 +55,7 @@ class ModelConfig:
   num_experts_per_token: int = 0
   moe_intermediate_size: int = 0
   norm_topk_prob: bool = True
+  lora: Lora | None = None
 
   def __post_init__(self) -> None:
     if self.family not in FAMILIES:
@@ -56,6 +73,13 @@ class ModelConfig:
     if self.family == 'qwen2' and not self.attention_bias:
       raise ValueError("family 'qwen2' needs attention_bias=True")
     self._check_experts()
+    if self.lora and self.num_experts:
+      experts = sorted({'gate', 'up', 'down'} & set(self.lora.targets))
+      if experts:
+        raise ValueError(
+          f'lora: no adapters for experts ({", ".join(experts)}); take '
+          "targets='q,k,v,o' for a mixture of experts"
+        )
 
   def _check_experts(self) -> None:
     sizes = {
@@ -75,6 +99,10 @@ class ModelConfig:
   def output_bias(self) -> bool:
     """Whether the attention's output projection has a bias."""
     return self.attention_bias and self.family != 'qwen2'
+
+  def adapters(self, name: str) -> Lora | None:
+    """Those of the linear layer `name`, one of LORA_TARGETS."""
+    return self.lora if self.lora and name in self.lora.targets else None
 
   def replace(self, **changes: Any) -> 'ModelConfig':
     return dataclasses.replace(self, **changes)

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import moe, rope
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.config import Lora, ModelConfig
 
 Constrain = Callable[..., jax.Array]
 Feed = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
@@ -40,7 +41,10 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-  """x `[..., *inputs]` → `[..., *outputs]`; kernel `[*inputs, *outputs]`."""
+  """x `[..., *inputs]` → `[..., *outputs]`; kernel `[*inputs, *outputs]`.
+
+  lora: adapters beside the kernel, of which no product is ever made.
+  """
 
   def __init__(
     self,
@@ -49,8 +53,16 @@ class Linear(nnx.Module):
     axes: tuple[str | None, ...],
     rngs: nnx.Rngs,
     bias: bool = False,
+    lora: Lora | None = None,
   ):
     self.kernel = _normal(rngs, inputs + outputs, axes)
+    self.lora = lora
+    if lora:
+      bound, shape = 1 / math.sqrt(math.prod(inputs)), (*inputs, lora.rank)
+      start = jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
+      self.lora_a = nnx.Param(start, axes=(*axes[: len(inputs)], None))
+      start = jnp.zeros((lora.rank, *outputs))
+      self.lora_b = nnx.Param(start, axes=(None, *axes[len(inputs) :]))
     if bias:
       self.bias = nnx.Param(jnp.zeros(outputs), axes=axes[len(inputs) :])
     self.num_inputs, self.has_bias = len(inputs), bias
@@ -61,7 +73,12 @@ class Linear(nnx.Module):
     # Plain matrices: with more axes XLA's CPU backend copies transposes in the
     # backward pass, a third of a train step's time.
     rows = x.shape[: x.ndim - self.num_inputs]
-    y = x.reshape(-1, math.prod(inputs)) @ kernel.reshape(math.prod(inputs), -1)
+    x = x.reshape(-1, math.prod(inputs))
+    y = x @ kernel.reshape(math.prod(inputs), -1)
+    if self.lora:
+      a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
+      inner = self.lora.scale * (x @ a.reshape(-1, self.lora.rank))
+      y = y + inner @ b.reshape(self.lora.rank, -1)
     y = y.reshape(*rows, *outputs)
     return y + self.bias[...].astype(x.dtype) if self.has_bias else y
 
@@ -73,12 +90,12 @@ class Attention(nnx.Module):
     width, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
     heads, kv_heads = config.num_heads, config.num_kv_heads
     kv_axes = ('embed', 'kv_heads', None)
-    self.q = Linear((width,), (heads, dim), ('embed', 'heads', None), rngs, bias)
-    self.k = Linear((width,), (kv_heads, dim), kv_axes, rngs, bias)
-    self.v = Linear((width,), (kv_heads, dim), kv_axes, rngs, bias)
-    self.o = Linear(
-      (heads, dim), (width,), ('heads', None, 'embed'), rngs, config.output_bias
-    )
+    q_axes, o_axes = ('embed', 'heads', None), ('heads', None, 'embed')
+    q, k, v, o = (config.adapters(name) for name in 'qkvo')
+    self.q = Linear((width,), (heads, dim), q_axes, rngs, bias, q)
+    self.k = Linear((width,), (kv_heads, dim), kv_axes, rngs, bias, k)
+    self.v = Linear((width,), (kv_heads, dim), kv_axes, rngs, bias, v)
+    self.o = Linear((heads, dim), (width,), o_axes, rngs, config.output_bias, o)
     if config.qk_norm:
       self.q_norm = RMSNorm(dim, config.rms_norm_eps)
       self.k_norm = RMSNorm(dim, config.rms_norm_eps)
@@ -91,7 +108,8 @@ class Attention(nnx.Module):
     q, k, v = self.q(x), self.k(x), self.v(x)
     if self.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
+    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    return checkpoint_name((q, k, v), 'qkv')
 
 
 class MLP(nnx.Module):
@@ -99,12 +117,13 @@ class MLP(nnx.Module):
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     width, wide = config.hidden_size, config.intermediate_size
-    self.gate = Linear((width,), (wide,), ('embed', 'mlp'), rngs)
-    self.up = Linear((width,), (wide,), ('embed', 'mlp'), rngs)
-    self.down = Linear((wide,), (width,), ('mlp', 'embed'), rngs)
+    gate, up, down = (config.adapters(name) for name in ('gate', 'up', 'down'))
+    self.gate = Linear((width,), (wide,), ('embed', 'mlp'), rngs, lora=gate)
+    self.up = Linear((width,), (wide,), ('embed', 'mlp'), rngs, lora=up)
+    self.down = Linear((wide,), (width,), ('mlp', 'embed'), rngs, lora=down)
 
   def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
-    inner = jax.nn.silu(self.gate(x)) * self.up(x)
+    inner = checkpoint_name(jax.nn.silu(self.gate(x)) * self.up(x), 'mlp')
     if x.ndim == 3:
       inner = constrain(inner, 'batch', 'length', 'mlp')
     return self.down(inner)
@@ -150,7 +169,8 @@ class Block(nnx.Module):
     """What comes after it: x `[..., D]` and out `[..., H, d]` to the next layer's x,
     and what feed gave beside.
     """
-    x = x + self.attention.o(out)
+    out = checkpoint_name(out, 'attention')
+    x = checkpoint_name(x + self.attention.o(out), 'residual')
     y, more = feed(self.mlp, self.mlp_norm(x))
     return x + y, more
 

@@ -16,6 +16,7 @@ from kernels import dispatch, experts
 
 Mix = Callable[..., jax.Array]
 INIT_STD = 0.02
+OWN = -1  # in the place of a recorded expert: the router's own choice
 
 
 def local(way: Mix, x: jax.Array, chosen: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -37,8 +38,8 @@ def way(x: jax.Array, asked: str, platform: str | None) -> Mix:
       'experts, decoding',
       'sorts, where reading the weights takes the time',
     )
-  elif platform == 'cpu':
-    ragged = 'is expanded to every expert on cpu'
+  elif platform != 'tpu':
+    ragged = f"multiplies each of a token's k rows by every expert on {platform}"
   ways = {'ragged': ragged, 'reference': experts.dense}
   name = dispatch.choose(what, ways, platform=platform, asked=asked)
   return experts.ragged if name == 'ragged' else experts.dense
@@ -73,18 +74,29 @@ class MoE(nnx.Module):
     self.picks = config.num_experts_per_token
     self.sums_to_one = config.norm_topk_prob
 
-  def __call__(self, x: jax.Array, mix: Mix) -> tuple[jax.Array, jax.Array]:
-    """x `[..., D]` → (y `[..., D]`, the experts taken `[..., k]` int32)."""
-    chosen, weights = self.route(x)
+  def __call__(
+    self, x: jax.Array, mix: Mix, routed: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
+    """x `[..., D]` → (y `[..., D]`, the experts taken `[..., k]` int32).
+
+    routed: `[..., k]` int, experts to take instead of the likeliest, OWN where there
+    are none; their weights are this router's, and gradients flow through these.
+    """
+    chosen, weights = self.route(x, routed)
     kernels = (self.experts.gate, self.experts.up, self.experts.down)
     y = mix(x, chosen, weights, *(part.kernel[...].astype(x.dtype) for part in kernels))
     return y, chosen
 
-  def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def route(
+    self, x: jax.Array, routed: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
     """Experts `[..., k]` int32 and their weights `[..., k]` float32."""
     scores = x.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
     p = jax.nn.softmax(scores, axis=-1)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(p), self.picks)
+    if routed is not None:
+      recorded = (routed >= 0).all(axis=-1, keepdims=True)
+      chosen = jnp.where(recorded, routed.astype(jnp.int32), chosen)
     weights = jnp.take_along_axis(p, chosen, axis=-1)
     if self.sums_to_one:
       weights = weights / weights.sum(axis=-1, keepdims=True)

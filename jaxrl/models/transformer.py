@@ -8,15 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models import layers
+from jaxrl.models import layers, lora, remat
 from jaxrl.models.config import ModelConfig
 from jaxrl.types import Params
-
-REMAT = {
-  'none': None,
-  'full': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
 
 
 class Ends(nnx.Module):
@@ -44,7 +38,10 @@ def _definition(kind: type, config: ModelConfig) -> tuple[Any, Any]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def init(config: ModelConfig, key: jax.Array) -> Params:
-  """Random float32 parameters as nested dicts, layers stacked on axis 0."""
+  """Random float32 parameters as nested dicts, layers stacked on axis 0.
+
+  What adapters leave frozen is in the precision that they say.
+  """
 
   def make(kind, key):
     return nnx.to_pure_dict(nnx.state(_make(kind, config, key)))
@@ -52,7 +49,7 @@ def init(config: ModelConfig, key: jax.Array) -> Params:
   ends_key, layers_key = jax.random.split(key)
   keys = jax.random.split(layers_key, config.num_layers)
   stacked = jax.vmap(functools.partial(make, layers.Block))(keys)
-  return make(Ends, ends_key) | {'layers': stacked}
+  return lora.stored(config, make(Ends, ends_key) | {'layers': stacked})
 
 
 def logical_axes(config: ModelConfig) -> Params:
@@ -95,23 +92,28 @@ def run_layers(
   config: ModelConfig,
   params: Params,
   x: jax.Array,
-  body: Callable[[layers.Block, jax.Array], tuple[jax.Array, Any]],
-  remat: str = 'none',
+  body: Callable[[layers.Block, jax.Array, Any], tuple[jax.Array, Any]],
+  rematerialise: str = 'none',
   unroll: int = 1,
+  each: Any = None,
 ) -> tuple[jax.Array, Any]:
-  """Runs `body(block, x) -> (x, y)` over the layers; returns x and the stacked ys."""
+  """Runs `body(block, x, own) -> (x, y)` over the layers; returns x and the stacked ys.
 
-  def step(x, weights):
-    return body(block(config, weights), x)
+  each: a tree of arrays `[L, …]`, of which a layer is given its own.
+  """
 
-  policy = REMAT[remat]
+  def step(x, given):
+    weights, own = given
+    return body(block(config, weights), x, own)
+
+  policy = remat.policy(rematerialise)
   if policy is not None:
     step = jax.checkpoint(step, policy=policy, prevent_cse=False)
   if not isinstance(params['layers'], tuple):
-    return jax.lax.scan(step, x, params['layers'], unroll=unroll)
+    return jax.lax.scan(step, x, (params['layers'], each), unroll=unroll)
   ys = []
-  for weights in params['layers']:
-    x, y = step(x, weights)
+  for i, weights in enumerate(params['layers']):
+    x, y = step(x, (weights, jax.tree.map(lambda own, i=i: own[i], each)))
     ys.append(y)
   return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)
 

@@ -1,11 +1,14 @@
 """What an episode has produced so far: the rollout cache."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
+from jaxrl.data.packing import ROUTED
 from jaxrl.rollout.group import Lease
+from jaxrl.rollout.routing import joined
 from jaxrl.types import FAILURES, Completion, Message, Task
 
 
@@ -72,6 +75,9 @@ class RolloutCache:
     self.mask += [True] * len(completion.tokens)
     self.logprobs += completion.logprobs.tolist()
     self.versions += completion.versions.tolist()
+    if completion.routed_experts is not None:
+      known = self.extras.get(ROUTED)
+      self.extras[ROUTED] = joined(known, completion.routed_experts)
     self.turns.append(Turn(start, len(self.tokens), self.state_hash))
 
   def stop(self, reason: str, error: BaseException | str = '') -> None:
@@ -91,4 +97,5 @@ def join(parts: list[Completion]) -> Completion:
     logprobs=np.concatenate([part.logprobs for part in parts]),
     versions=np.concatenate([part.versions for part in parts]),
     finish_reason=parts[-1].finish_reason,
+    routed_experts=functools.reduce(joined, [part.routed_experts for part in parts]),
   )

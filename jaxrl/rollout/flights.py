@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.models.model import Cache
+from jaxrl.models.cache import Cache
 from jaxrl.rollout.programs import Programs, Rows
 from jaxrl.rollout.slots import Admission, Request
 from jaxrl.types import Params
@@ -32,13 +32,19 @@ class Plan:
 
 @dataclasses.dataclass
 class Flight:
-  """A dispatch on its way, or landed: then tokens and logprobs are numpy `[D, S]`."""
+  """A dispatch on its way, or landed: then tokens and logprobs are numpy `[D, S]`.
+
+  routed: the experts taken, `[D, S, L, k]`, or None. seated: requests that began with
+  it, with those of the tokens in their slot, `[C, L, k]`.
+  """
 
   owners: list[Request | None]
   version: int
   tokens: Any
   logprobs: Any
   departed: float
+  routed: Any = None
+  seated: list[tuple[Request, Any]] = dataclasses.field(default_factory=list)
 
 
 class Meter:
@@ -98,9 +104,12 @@ def fly(
     meter.prefill += time.perf_counter() - start
   if plan.where is not None and plan.rows is not None:
     rows = programs.place(rows, plan.where, plan.rows)
+  seats = [(own, programs.experts(cache, slot)) for slot, own in plan.admission.seats]
   departed = time.perf_counter()
-  cache, rows, tokens, logprobs = programs.decode(plan.params, cache, rows)
-  flight = Flight(plan.owners, plan.version, tokens, logprobs, departed)
+  cache, rows, tokens, logprobs, routed = programs.decode(plan.params, cache, rows)
+  programs.tell_late(f'version {plan.version}')
+  flight = Flight(plan.owners, plan.version, tokens, logprobs, departed, routed)
+  flight.seated = [] if routed is None else seats
   return (cache, rows), flight
 
 
@@ -108,5 +117,8 @@ def land(flight: Flight, meter: Meter) -> Flight:
   """Waits for the dispatch and brings its tokens to the host."""
   flight.tokens = np.asarray(flight.tokens)
   flight.logprobs = np.asarray(flight.logprobs)
+  flight.routed = None if flight.routed is None else np.asarray(flight.routed)
+  for request, routed in flight.seated:
+    request.routed = [np.asarray(routed)[: len(request.prompt) - 1]]
   meter.landing(flight)
   return flight

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl.data.packing import SEGMENTS
+from jaxrl.data.packing import ROUTED, SEGMENTS
+from jaxrl.rollout import routing
 from jaxrl.rollout.episode import RolloutCache, Turn
 from jaxrl.types import Trajectory
 
@@ -60,6 +61,8 @@ def _joined(parts: list[Trajectory]) -> Trajectory:
   extras = {k: v for k, v in parts[0].extras.items() if k != 'state_hash'}
   if len(parts) > 1:
     extras[SEGMENTS] = [len(part.tokens) for part in parts]
+  if ROUTED in extras:
+    extras[ROUTED] = np.concatenate([part.extras[ROUTED] for part in parts])
   return dataclasses.replace(parts[0], **whole, weights_version=versions, extras=extras)
 
 
@@ -78,7 +81,9 @@ def _row(
   for turn in turns:
     mask[turn.start : turn.stop] = True
     rewards[turn.stop - 1] += turn.reward
-  lease = cache.lease
+  lease, extras = cache.lease, dict(cache.extras)
+  if ROUTED in extras:
+    extras[ROUTED] = routing.fitted(extras[ROUTED], length)
   return Trajectory(
     tokens=np.array(cache.tokens[:length], np.int32),
     action_mask=mask,
@@ -96,7 +101,7 @@ def _row(
     messages=list(cache.messages),
     metrics=dict(cache.metrics),
     columns={**_task(cache), **cache.columns},
-    extras=dict(cache.extras),
+    extras=extras,
   )
 
 

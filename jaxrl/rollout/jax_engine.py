@@ -41,8 +41,9 @@ class JaxEngine(Desk):
   requests wait for at most one dispatch (two when no one waits for a slot).
   prompt_buckets: padded prompt lengths, by default powers of two from 32 to the
   window. exact: log-probs of untruncated draws have the bits that a learner in exact
-  mode finds, at the price of speed. sharding: where weights and cache lie, by default
-  on the first device.
+  mode finds, at the price of speed. router_replay: a completion brings the experts that
+  every token took, for the learner to take them too (https://arxiv.org/abs/2510.11370).
+  sharding: where weights and cache lie, by default on the first device.
   """
 
   def __init__(
@@ -58,6 +59,7 @@ class JaxEngine(Desk):
     prefill_tokens: int = 256,
     max_stop_ids: int = 8,
     exact: bool = False,
+    router_replay: bool = False,
     sharding: jax.sharding.Sharding | None = None,
   ):
     vocab = model.config.vocab_size
@@ -68,6 +70,8 @@ class JaxEngine(Desk):
     model = dataclasses.replace(model, platform=platform)
     if exact:
       model = dataclasses.replace(model, exact=Exact.for_slots(num_slots))
+    if router_replay:
+      model = dataclasses.replace(model, router_replay=True)
     self._programs = Programs(
       model,
       sharding=self._sharding,
@@ -261,6 +265,8 @@ class JaxEngine(Desk):
       )
     tokens = column[:count].tolist()
     request.extend(tokens, logprobs.tolist(), flight.version)
+    if flight.routed is not None:
+      request.routed.append(flight.routed[:count, slot])
     rules = request.sampling
     cut = stop_index(self._tokenizer, request.written, count, rules.stop)
     if cut is not None:

@@ -10,6 +10,7 @@ program, and the cache behind a shared prompt is the same for all that share it.
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from jaxrl.models.model import Model
 from jaxrl.rollout import sampling
 from jaxrl.rollout.slots import Request
 from jaxrl.types import Array, Params
+
+log = logging.getLogger(__name__)
 
 
 @jax.tree_util.register_dataclass
@@ -112,12 +115,14 @@ class Programs:
     self._prefill = jax.jit(own(_prefill, model), donate_argnums=1)
     self._copy = jax.jit(own(model.copy), donate_argnums=0)
     self._place = jax.jit(own(_place), donate_argnums=0)
+    self._experts = jax.jit(own(caches.experts_of))
     self._unstack = jax.jit(own(model.unstack))
+    self._warm: int | None = None  # programs, once they are warmed up
 
   @property
   def compile_count(self) -> int:
     """How many programs have been compiled so far."""
-    jitted = (self._decode, self._prefill, self._copy, self._place)
+    jitted = (self._decode, self._prefill, self._copy, self._place, self._experts)
     return sum(program._cache_size() for program in jitted)  # pyright: ignore
 
   def fresh(self) -> tuple[Cache, Rows]:
@@ -137,9 +142,28 @@ class Programs:
       prompt = np.zeros(bucket + 1, np.int32)
       cache = self.prefill(params, cache, [(0, prompt)])
     cache = self.copy(cache, [(0, 0, 2)])
+    self.experts(cache, 0)
     idle = np.zeros(self.num_slots, bool)
     rows = self.place(rows, idle, Rows.empty(self.num_slots, self.max_stop_ids))
     jax.block_until_ready(self.decode(params, cache, rows))
+    self._warm = self.compile_count
+
+  def tell_late(self, what: str) -> int:
+    """How many programs were compiled since warm-up or the last call; logs them.
+
+    All shapes are fixed when the engine is made, so it is weights that differ, in
+    dtype, layout or shape, from those of the warm-up.
+    """
+    if self._warm is None:
+      return 0
+    late, self._warm = self.compile_count - self._warm, self.compile_count
+    if late:
+      log.warning(
+        'the engine compiled %d programs after warm-up, for %s: weights of another '
+        'dtype, shape or layout than it was warmed up with',
+        *(late, what),
+      )
+    return late
 
   def prefill(
     self, params: Params, cache: Cache, prompts: list[tuple[int, np.ndarray]]
@@ -171,13 +195,18 @@ class Programs:
     """`new` where `where` `[S]` bool is True."""
     return self._place(rows, where, new)
 
+  def experts(self, cache: Cache, slot: int) -> Array | None:
+    """`[C, L, k]` of a slot's tokens by position; None if the cache has them not."""
+    return self._experts(cache, np.int32(slot)) if 'e' in cache else None
+
   def decode(
     self, params: Params, cache: Cache, rows: Rows
-  ) -> tuple[Cache, Rows, Array, Array]:
+  ) -> tuple[Cache, Rows, Array, Array, Array | None]:
     """Up to `decode_steps` tokens D for every busy slot.
 
-    Returns cache, rows, tokens `[D, S]` int32 (−1 where a slot was idle) and logprobs
-    `[D, S]` float32.
+    Returns cache, rows, tokens `[D, S]` int32 (−1 where a slot was idle), logprobs
+    `[D, S]` float32, and the experts that the tokens fed took, `[D, S, L, k]` int16, if
+    the cache has them.
     """
     return self._decode(params, cache, rows)
 
@@ -196,7 +225,7 @@ def _place(rows: Rows, where: Array, new: Rows) -> Rows:
 
 def _decode(model: Model, steps: int, params, cache: Cache, rows: Rows):
   """Decodes until `steps` are done or no slot is busy."""
-  slots = rows.tokens.shape[0]
+  slots, began = rows.tokens.shape[0], rows.positions
   scratch = caches.length(cache) - 1  # no request reaches it: idle slots write there
   tokens = jnp.full((steps, slots), sampling.NO_TOKEN, jnp.int32)
   logprobs = jnp.zeros((steps, slots), jnp.float32)
@@ -233,4 +262,5 @@ def _decode(model: Model, steps: int, params, cache: Cache, rows: Rows):
 
   start = (jnp.int32(0), cache, rows, tokens, logprobs)
   _, cache, rows, tokens, logprobs = jax.lax.while_loop(unfinished, advance, start)
-  return cache, rows, tokens, logprobs
+  routed = caches.experts_from(cache, began, steps) if 'e' in cache else None
+  return cache, rows, tokens, logprobs, routed

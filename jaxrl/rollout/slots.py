@@ -17,7 +17,10 @@ from jaxrl.types import Completion, SamplingParams
 
 @dataclasses.dataclass(eq=False)
 class Request:
-  """One sequence on its way. `prompt` is int32 `[n]`; `budget` its most new tokens."""
+  """One sequence on its way. `prompt` is int32 `[n]`; `budget` its most new tokens.
+
+  routed: the experts its tokens took, pieces `[·, L, k]`; none if they are not kept.
+  """
 
   name: str
   prompt: np.ndarray
@@ -27,6 +30,7 @@ class Request:
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
+  routed: list[np.ndarray] = dataclasses.field(default_factory=list)
   waiters: int = 0
 
   @property
@@ -56,11 +60,14 @@ class Request:
       self.future.set_result(self.so_far(reason))
 
   def so_far(self, reason: str = 'abort') -> Completion:
+    fed = len(self.prompt) + len(self.tokens) - 1
+    routed = np.concatenate(self.routed)[:fed] if self.routed else None
     return Completion(
       tokens=np.asarray(self.tokens, np.int32),
       logprobs=np.asarray(self.logprobs, np.float32),
       versions=np.asarray(self.versions, np.int32),
       finish_reason=reason,
+      routed_experts=routed,
     )
 
   def fail(self, error: BaseException) -> None:

@@ -53,6 +53,7 @@ def columns_of(
     'loss_weights': batch.loss_weights,
     'weights_version': batch.weights_version,
     'state_hash': batch.state_hash,
+    'routed_experts': batch.routed_experts,
     'state': state.get('prepare'),
     'step': numbers['step'],
   }
@@ -101,12 +102,12 @@ def by_rows(spec: Spec, x: Array) -> Array:
 
 
 def in_chunks(
-  spec: Spec, chunks: int, function: Callable[..., Any], *arrays: Array
+  spec: Spec, chunks: int, function: Callable[..., Any], *arrays: Array | None
 ) -> Any:
   """`function` of the arrays `[N, …]`, a chunk of rows after the other, joined."""
 
   def body(_, inputs):
-    return None, function(*(by_rows(spec, x) for x in inputs))
+    return None, function(*jax.tree.map(lambda x: by_rows(spec, x), inputs))
 
   split = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), arrays)
   found = jax.lax.scan(body, None, split)[1]

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl.data.packing import pack
 from jaxrl.functional.losses import check_pairs
@@ -43,9 +45,13 @@ class Layout:
     rows = dealing.micro_rows(wanted, self._bins, size, self.multiple)
     return Shape(rows * self._bins, length, rows)
 
+  def shapes(self) -> list[Shape]:
+    """Those of usual batches."""
+    return [self.shape(length) for length in self.buckets]
+
   def lay_out(
     self, groups: Sequence[Group], step: int
-  ) -> tuple[Batch, Shape, list[np.ndarray]]:
+  ) -> tuple[Batch, Shape, list[Any]]:
     """The batch on the host, its shape, and the rows of each update.
 
     Raises ValueError for rows longer than every bucket, and for groups that are no
@@ -56,13 +62,36 @@ class Layout:
     if count > shape.rows:
       shape = self.shape(num_rows=count)
     while True:
-      batch = self._filled(pack(groups, self.buckets, shape.rows))
+      batch = self._filled(self._pack(groups, shape))
       indices = self._deal(batch, shape.micro_rows, step)
       if indices is not None:
         break
       rows = shape.micro_rows + self.multiple
       shape = Shape(rows * self._bins, 0, rows)
     return batch, dataclasses.replace(shape, length=batch.tokens.shape[1]), indices
+
+  def put(self, mesh: Mesh, shape: Shape, index: Any) -> Any:
+    """The rows of an update as its program takes them."""
+    del mesh, shape
+    return index
+
+  def whole(
+    self, mesh: Mesh, batch: Batch, shape: Shape, indices: list[Any]
+  ) -> tuple[Any, ...]:
+    """What the program that scores a batch takes beside it."""
+    del mesh, batch, shape, indices
+    return ()
+
+  def metrics(
+    self, batch: Batch, shape: Shape, indices: Sequence[Any]
+  ) -> dict[str, float]:
+    """What is told of how a batch was laid out."""
+    del batch, shape, indices
+    return {}
+
+  def _pack(self, groups: Sequence[Group], shape: Shape) -> Batch:
+    buckets = self.buckets if shape.pack is None else (max(self.buckets),)
+    return pack(groups, buckets, shape.rows)
 
   def _filled(self, batch: Batch) -> Batch:
     """With the columns that only some batches have, so that all compile alike."""
@@ -79,6 +108,7 @@ class Layout:
     return batch.replace(**missing)
 
   def _deal(self, batch: Batch, capacity: int, step: int) -> list[np.ndarray] | None:
+    """[micro_batches, capacity] row numbers of each update, if there is room."""
     atoms = dealing.atoms(self.algorithm, batch)
     indices = []
     for epoch in range(self.epochs):

@@ -1,9 +1,10 @@
 """The learner: owns the mesh and the train state, and turns groups into updates."""
 
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,14 +14,17 @@ from jax.sharding import Mesh
 from jaxrl.algorithms import checks, compose
 from jaxrl.data.staleness import Bound
 from jaxrl.dispatch import Dispatcher
+from jaxrl.models import lora
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
+from jaxrl.training import late, programs, replay, sharding, stale, teacher_columns
 from jaxrl.training import metrics as reports
-from jaxrl.training import programs, sharding, stale, teacher_columns
-from jaxrl.training.checkpoint import Checkpointer
-from jaxrl.training.layout import Layout
+from jaxrl.training import packing as packings
+from jaxrl.training.checkpoint import Checkpointer, CheckpointError
+from jaxrl.training.health import Health
 from jaxrl.training.mesh import single_device_mesh
 from jaxrl.training.optimizer import Optimizer, make_optimizer
+from jaxrl.training.packed_layout import layout_of
 from jaxrl.training.per_device import on_mesh
 from jaxrl.training.state import Spec
 from jaxrl.types import Algorithm, Batch, Group, Params
@@ -38,15 +42,17 @@ class Learner:
   params: a tree as `model.init` gives it; copied. Of its shapes alone a learner is made
   too, that can only tell its programs: see `traced`. mesh: default, the first device.
   dispatcher: runs the device work; default, one of its own. ref_params: the reference
-  policy, if a part reads one; default, `params`. teachers: who gives the columns that
-  speak for a teacher, if a part reads any.
+  policy, if a part reads one; default, `params`; with LoRA its adapters alone, on the
+  same frozen rest. teachers: who gives the columns that speak for a teacher, if a part
+  reads any.
   num_rows: rows of a usual batch. buckets: lengths that rows are padded to.
   minibatches: optimizer updates a batch. micro_batches: parts of a minibatch whose
-  gradients are summed, to save memory. epochs: passes over a batch. temperature: the
-  one that rollouts are sampled at. seed: of the minibatches' order. entropy: report
-  the exact entropy though no part reads it. mismatch_alarm: mean |Δlog-prob| between
-  rollout and learner from which on it warns. bound: what becomes of tokens of
-  weights that are too old.
+  gradients are summed, to save memory. packing: run the model on packed rows, whose
+  tokens fill micro-batches; '': a sequence a row. epochs: passes over a batch.
+  temperature: the one that rollouts are sampled at. seed: of the minibatches' order.
+  entropy: report the exact entropy though no part reads it. mismatch_alarm: mean
+  |Δlog-prob| between rollout and learner from which on it warns. bound: what becomes of
+  tokens of weights that are too old.
   """
 
   def __init__(
@@ -64,6 +70,7 @@ class Learner:
     teachers: 'Teachers | None' = None,
     minibatches: int = 1,
     micro_batches: int = 1,
+    packing: packings.Packing | str = '',
     epochs: int = 1,
     temperature: float = 1.0,
     seed: int = 0,
@@ -71,22 +78,21 @@ class Learner:
     mismatch_alarm: float = 0.1,
     bound: Bound | None = None,
   ):
-    for name, value in (('minibatches', minibatches), ('micro_batches', micro_batches)):
-      if value < 1:
-        raise ValueError(f'{name}={value} must be at least 1')
+    _check_counts(minibatches=minibatches, micro_batches=micro_batches)
     self.mesh = mesh or single_device_mesh()
     model = on_mesh(model, self.mesh)
     self.optimizer = optimizer or make_optimizer()
     self.temperature, self.seed, self.step = temperature, seed, 0
     self._dispatcher = dispatcher or Dispatcher('learner')
-    self._mismatch_alarm, self._alarmed = mismatch_alarm, False
+    self._health = Health(mismatch_alarm)
     checks.refuse(algorithm)
     stale.check(bound, algorithm)
     self._bound = bound
     static, self._parts = compose.split_numbers(algorithm)
     top_k, memory = teacher_columns.top_k(algorithm), self.optimizer.kind.memory
-    self._spec = Spec(model, static, micro_batches, entropy, top_k, memory)
-    self._layout = Layout(
+    options = micro_batches, entropy, top_k, memory, bool(packing)
+    self._spec = Spec(model, static, *options)
+    self._layout = layout_of(packing, model, self.mesh, micro_batches)(
       algorithm=algorithm,
       num_rows=num_rows,
       multiple=sharding.rows_multiple(self.mesh),
@@ -98,21 +104,43 @@ class Learner:
     )
     self._teachers = teachers
     self._warm: set[programs.Shape] = set()
+    self._warmed = False
     _check_teachers(self._spec, teachers)
     _check_params(self._spec, self.mesh, params)
     self._state = programs.init_state(self._spec, self.mesh, params)
     self._advantages: jax.Array | None = None
     self._homes: dict[str, Any] | None = None  # where the state was before it rested
-    self._reference = None
-    if 'ref_logprobs' in self._spec.needs:
-      shapes = programs.params_shapes(self._spec, self.mesh)
-      reference = params if ref_params is None else ref_params
-      self._reference = programs.place(reference, shapes)
+    self._reference = programs.reference_shapes(self._spec, self.mesh)
+    if self._reference is not None:
+      reference = lora.trained(model.config, ref_params or params)
+      self._reference = programs.place(reference, self._reference)
 
   @property
   def params(self) -> Params:
     """The newest parameters. The next update donates them: copy what must last."""
     return self._state.params
+
+  async def weights(self) -> Params:
+    """What engines are given: `params`, or with adapters these merged into a copy."""
+    merges = self._spec.model.config.lora is not None
+    return await self._dispatcher.run(self.merged) if merges else self.params
+
+  def merged(self) -> Params:
+    """`weights`, for whoever is on the thread of the devices."""
+    if self._spec.model.config.lora is None:
+      return self.params
+    params = self.params
+    if self._homes is not None:  # it rests, and programs run on what devices hold
+      params = jax.device_put(params, self._homes['state'].params)
+    return self._merge(params)
+
+  @functools.cached_property
+  def _merge(self) -> Callable[[Params], Params]:
+    config, dtype = self._spec.model.config, self._spec.model.dtype
+    layout = lora.without(programs.params_shapes(self._spec, self.mesh))
+    layout = programs.shardings_of(layout)
+    merge = functools.partial(lora.merged, config, dtype=dtype)
+    return jax.jit(merge, out_shardings=layout)
 
   @property
   def model(self) -> Model:
@@ -158,8 +186,9 @@ class Learner:
     """Checkpoints this learner, and `data`, JSON, under the current step."""
 
     def run() -> None:
-      meta = {'learner': {'step': self.step, 'seed': self.seed}, 'data': dict(data)}
-      checkpointer.save(self.step, self._arrays(), meta)
+      own = {'step': self.step, 'seed': self.seed, 'frozen': self._frozen}
+      meta = {'learner': own, 'data': dict(data)}
+      checkpointer.save(self.step, self._kept(), meta)
       if wait:
         checkpointer.wait()
 
@@ -171,8 +200,15 @@ class Learner:
     """Continues from checkpoint `step`, or the newest; returns the `data` saved."""
 
     def run() -> dict[str, Any]:
-      arrays, meta = checkpointer.restore(self._arrays(), step)
-      self._state = arrays['state']
+      arrays, meta = checkpointer.restore(self._kept(), step)
+      if meta['learner'].get('frozen') != self._frozen:
+        raise CheckpointError(
+          f'the checkpoint in {checkpointer.directory} holds adapters of another model '
+          'than this: name the one that they were trained on, model.checkpoint'
+        )
+      state, config = arrays['state'], self._spec.model.config
+      params = lora.join(config, self.params, state.params)
+      self._state = dataclasses.replace(state, params=params)
       self._reference = arrays.get('reference')
       self.step, seed = meta['learner']['step'], meta['learner']['seed']
       if seed != self.seed:
@@ -187,6 +223,7 @@ class Learner:
     It can be saved there, but not learn. What a teacher holds stays on the devices.
     """
     if self._homes is None:
+      await self._dispatcher.run(lambda: self._frozen)  # which may be saved meanwhile
       self._homes = jax.tree.map(lambda x: x.sharding, self._arrays())
       away = jax.tree.map(lambda s: s.with_memory_kind('pinned_host'), self._homes)
       await self._dispatcher.run(self._move, away)
@@ -207,6 +244,18 @@ class Learner:
       arrays['reference'] = self._reference
     return arrays
 
+  def _kept(self) -> dict[str, Any]:
+    """What a checkpoint holds: all that learns, and the reference of it."""
+    params = lora.trained(self._spec.model.config, self.params)
+    return {**self._arrays(), 'state': dataclasses.replace(self._state, params=params)}
+
+  @functools.cached_property
+  def _frozen(self) -> int | None:
+    """A sum over the bits of what adapters leave frozen; None without them."""
+    if self._spec.model.config.lora is None:
+      return None
+    return int(jax.jit(lora.fingerprint)(self.params))
+
   def _numbers(self) -> dict[str, Any]:
     """The traced options, as arrays of fixed dtypes."""
     if self.optimizer.kind.memory != self._spec.memory:
@@ -224,10 +273,7 @@ class Learner:
   def _programs(self, shape: programs.Shape) -> tuple[Any, Any]:
     """(prepare or None, train) for a shape; says so when it must compile them."""
     if shape not in self._warm:
-      log.info(
-        'compiling the train step for %d rows of %d tokens, %d a micro-batch',
-        *(shape.rows, shape.length, shape.micro_rows),
-      )
+      late.tell(shape, self._warm, warmed=self._warmed)
       self._warm.add(shape)
     made = programs.Programs(self._spec, self.mesh, self._numbers())
     prepare = made.prepare(shape) if self._spec.prepares else None
@@ -251,19 +297,21 @@ class Learner:
   def _warm_up(self) -> Metrics:
     start = time.perf_counter()
     with programs.CompileCounter() as counter:
-      for length in self._layout.buckets:
-        shape = self._layout.shape(length)
+      for shape in self._layout.shapes():
         self._programs(shape)
-        size, scored = (shape.rows, length), 'old_logprobs' in self._spec.needs
+        size, scored = (shape.rows, shape.length), 'old_logprobs' in self._spec.needs
         stale.warmup(self._bound, self.mesh, size, scored=scored)
         if self._teachers is not None:
-          self._teachers.warmup(shape.rows, [length])
+          self._teachers.warmup(shape.rows, [shape.length])
+    self._warmed = True
     seconds = time.perf_counter() - start
     return {'time/warmup': seconds, 'compile/programs': float(counter.count)}
 
   def _update(self, groups: Sequence[Group]) -> Metrics:
     start = time.perf_counter()
     host, shape, indices = self._layout.lay_out(groups, self.step)
+    host = replay.filled(self._spec.model, host)
+    new = self._warmed and shape not in self._warm
     with programs.CompileCounter() as counter:
       prepare, train = self._programs(shape)
       numbers = self._numbers()
@@ -275,7 +323,8 @@ class Learner:
       if prepare is not None:
         state = self._state
         changed, after, before = prepare(
-          state.params, self._reference, state.algorithm_state, batch, numbers
+          *(state.params, self._reference, state.algorithm_state, batch, numbers),
+          *self._layout.whole(self.mesh, host, shape, indices),
         )
         batch = jax.block_until_ready(batch.replace(**changed))
         self._advantages = batch.advantages
@@ -284,7 +333,8 @@ class Learner:
       prepared = time.perf_counter()
       updates = []
       for index in indices:
-        self._state, update = train(self._state, batch, index, numbers)
+        rows = self._layout.put(self.mesh, shape, index)
+        self._state, update = train(self._state, batch, rows, numbers)
         updates.append(update)
       carried = {**self._state.algorithm_state, **after}
       self._state = dataclasses.replace(self._state, algorithm_state=carried)
@@ -292,17 +342,19 @@ class Learner:
     end = time.perf_counter()
     metrics = reports.average(updates) | reports.average([before])
     metrics |= reports.of_groups(groups) | reports.of_batch(host, self.step)
-    metrics |= aged | more
+    metrics |= aged | more | self._layout.metrics(host, shape, indices)
+    metrics |= replay.metrics(self._spec.model, host)
     metrics |= {
       'optimizer/learning_rate': float(numbers['optimizer']['learning_rate']),
       'compile/programs': float(counter.count),
+      'compile/late_shapes': float(new),
       'time/pack': packed - start,
       'time/prepare': prepared - packed,
       'time/train': end - prepared,
       'time/learn': end - start,
       'tokens/learned_per_second': metrics['tokens/total'] / (end - start),
     }
-    self._check(metrics, host)
+    self._health.check(metrics, host, self.step)
     self.step += 1
     return metrics
 
@@ -316,30 +368,11 @@ class Learner:
     """`[B, …]` on the devices, rows split."""
     return sharding.put(rows, sharding.rows(self.mesh))
 
-  def _check(self, metrics: Metrics, host: Batch) -> None:
-    """Raises for what is not finite; warns once when the rollout's policy differs."""
-    for name in ('loss/total', 'optimizer/grad_norm'):
-      if not np.isfinite(metrics[name]):
-        raise FloatingPointError(
-          f'{name} is {metrics[name]} at step {self.step}: the parameters are '
-          'spoilt. Resume from the last checkpoint, with a lower learning rate or '
-          'clip_norm set'
-        )
-    if host.expert_mask.sum() == (host.task_ids >= 0).sum():
-      for name in [name for name in metrics if name.startswith('mismatch/')]:
-        del metrics[name]
-      return
-    difference = metrics['mismatch/logprob_difference']
-    alarm = difference > self._mismatch_alarm
-    metrics['mismatch/alarm'] = float(alarm)
-    if alarm and not self._alarmed:
-      log.warning(
-        'step %d: the rollout engine and the learner disagree on the log-probs of '
-        'the sampled tokens by %.3g on average (rollout.mismatch_alarm=%.3g): '
-        'docs/mismatch.md lists the causes and how to tell them apart',
-        *(self.step, difference, self._mismatch_alarm),
-      )
-    self._alarmed = alarm
+
+def _check_counts(**counts: int) -> None:
+  for name, value in counts.items():
+    if value < 1:
+      raise ValueError(f'{name}={value} must be at least 1')
 
 
 def _check_teachers(spec: Spec, teachers: 'Teachers | None') -> None:

@@ -10,6 +10,7 @@ from jaxrl.algorithms import compose
 from jaxrl.functional.aggregation import pair_weights, row_weights, token_weights
 from jaxrl.functional.groups import MAX_EXPONENT, exp
 from jaxrl.signature import ConfigError
+from jaxrl.training import forward
 from jaxrl.training.columns import Columns, Numbers, make_columns
 from jaxrl.training.state import Spec
 from jaxrl.types import Algorithm, Array, Params
@@ -53,7 +54,7 @@ def loss(
 ) -> tuple[Array, Sums]:
   """Σ w·l over the rows of one micro-batch, and its share of every metric."""
   columns = columns | _fresh(spec, params, columns, numbers)
-  if spec.micro_batches == 1:  # these rows are the whole minibatch
+  if not spec.split:  # these rows are the whole minibatch
     still = columns | {'logprobs': jax.lax.stop_gradient(columns['logprobs'])}
     columns |= make_columns(spec, still, numbers, fresh=True)
   total, sums = jnp.zeros(()), {}
@@ -75,7 +76,8 @@ def loss(
     of = 'played' if 'expert_mask' in compose.columns(part) else 'mean'
     for key, metric in metrics.items():
       metric = jax.lax.stop_gradient(metric).astype(jnp.float32)
-      share = 1.0 if metric.ndim else 1.0 / spec.micro_batches
+      parts = columns.get('parts', spec.micro_batches)
+      share = 1.0 if metric.ndim else 1.0 / parts
       metric = _sum(metric, weights, weights[of], columns['mask'])
       sums[f'{name}/{key}'] = share * metric
   sums |= jax.lax.stop_gradient(_diagnostics(columns, weights))
@@ -90,10 +92,13 @@ def _fresh(spec: Spec, params: Params, columns: Columns, numbers: Numbers) -> Co
     asked['nec'] = True
   if 'topk_logprobs' in read:
     asked['topk_ids'] = columns['teacher_topk_ids']
-  outputs = spec.model.policy_outputs(
+  outputs = forward.outputs(
+    spec.model,
     params,
     columns['tokens'],
     columns['segment_ids'],
+    columns.get('routed_experts'),
+    columns.get('rows'),
     temperature=numbers['temperature'],
     entropy=spec.entropy or 'entropy' in read,
     **asked,

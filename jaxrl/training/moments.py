@@ -17,7 +17,7 @@ from jaxrl.signature import ConfigError, call, defaults
 from jaxrl.types import Array, Params
 
 Moments = Literal['float32', 'bfloat16']
-MATRICES = ('kernel', 'table')  # which alone decay
+MATRICES = ('kernel', 'table', 'lora_a', 'lora_b')  # which alone decay
 
 
 class Memory(NamedTuple):

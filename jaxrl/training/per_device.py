@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.model import Model
 from jaxrl.training.context import Context
+from jaxrl.training.expert_parallel import ExpertParallel
 from jaxrl.training.sharding import RULES, Constrain
 
 
@@ -45,6 +46,8 @@ def on_mesh(model: Model, mesh: Mesh) -> Model:
     changes['platform'] = mesh.devices.flat[0].platform
   if mesh.shape['context'] > 1:
     changes['context'] = Context(mesh)
+  if hasattr(model, 'mix'):
+    changes['mix'] = ExpertParallel(mesh)
   exact = getattr(model, 'exact', None)
   if exact is not None:
     changes['exact'] = dataclasses.replace(exact, per_device=PerDevice(mesh))

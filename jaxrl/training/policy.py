@@ -9,9 +9,9 @@ import jax
 
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.models import huggingface
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.config import FAMILIES, ModelConfig
 from jaxrl.models.model import Model
-from jaxrl.signature import ConfigError
+from jaxrl.signature import ConfigError, check_options, parse_call, unknown
 from jaxrl.types import Params
 
 VOCAB_MULTIPLE = 32  # so that meshes divide it; ids beyond the tokenizer's are unused
@@ -37,12 +37,14 @@ def random_config(
   num_kv_heads: int = 2,
   head_dim: int = 32,
   intermediate_size: int = 384,
-  tie_embeddings: bool = True,
 ) -> ModelConfig:
   """The shape of a model that starts from nothing.
 
+  family: a call string, with what is seldom asked for: 'qwen3(tie_embeddings=False)',
+  'qwen3_moe(num_experts=…, num_experts_per_token=…, moe_intermediate_size=…)'.
   vocab_size: at most; a tokenizer trained on few texts may stay smaller.
   """
+  family, own = _family(family)
   return ModelConfig(
     vocab_size=vocab_size,
     hidden_size=hidden_size,
@@ -53,10 +55,37 @@ def random_config(
     intermediate_size=intermediate_size,
     family=family,
     rope_theta=10_000.0,
-    tie_embeddings=tie_embeddings,
-    qk_norm=family == 'qwen3',
+    qk_norm=family in ('qwen3', 'qwen3_moe'),
     attention_bias=family == 'qwen2',
+    **own,
   )
+
+
+def _experts(
+  *,
+  num_experts: int = 8,
+  num_experts_per_token: int = 2,
+  moe_intermediate_size: int = 128,
+  norm_topk_prob: bool = True,
+  tie_embeddings: bool = True,
+) -> dict[str, Any]:
+  """What a mixture of experts has beside."""
+  return locals()
+
+
+def _dense(*, tie_embeddings: bool = True) -> dict[str, Any]:
+  return locals()
+
+
+def _family(text: str) -> tuple[str, dict[str, Any]]:
+  """The family that a call string names, and the fields it gives it."""
+  name, options = parse_call(text)
+  where = f'model.random.family={text}'
+  if name not in FAMILIES:
+    raise unknown(name, FAMILIES, 'family', where)
+  takes = _experts if name == 'qwen3_moe' else _dense
+  check_options(takes, options, where)
+  return name, takes(**options)
 
 
 def load(

@@ -10,8 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.training import columns, optimizer, scoring, sharding, teacher_columns
+from jaxrl.models import lora
+from jaxrl.training import (
+  columns,
+  expert_parallel,
+  optimizer,
+  scoring,
+  sharding,
+  teacher_columns,
+)
 from jaxrl.training.checkpoint import flatten
+from jaxrl.training.packing import Pack, plan_shapes
 from jaxrl.training.state import NARROW, Spec, TrainState
 from jaxrl.training.step import train_step
 from jaxrl.types import Batch, Params
@@ -25,17 +34,29 @@ _DTYPES = {
   'loss_weights': jnp.float32,
   'teacher_logprobs': jnp.float32,
   'teacher_topk_logprobs': jnp.float32,
+  'routed_experts': jnp.int16,
 }
 _ROWS = ('task_ids', 'run_ids', 'step_ids', 'expert_mask', 'loss_weights', *NARROW)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Rows of the batch, tokens a row, rows of a micro-batch."""
+  """Rows of the batch, tokens a row, rows of a micro-batch; or how rows are packed.
+
+  micro_rows: of a minibatch, where they are.
+  """
 
   rows: int
   length: int
   micro_rows: int
+  pack: Pack | None = None
+
+  @property
+  def whole(self) -> Pack | None:
+    """Of all minibatches' rows at once, as they are scored."""
+    if self.pack is None:
+      return None
+    return self.pack._replace(micro=self.pack.micro * (self.rows // self.micro_rows))
 
 
 @functools.lru_cache(maxsize=64)
@@ -64,13 +85,22 @@ def shardings_of(tree: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def state_shapes(spec: Spec, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and layouts of the whole train state."""
+  expert_parallel.check(spec.model.config, mesh)
   params, whole = params_shapes(spec, mesh), sharding.replicated(mesh)
   memory, make = spec.memory, functools.partial(optimizer.init, memory=spec.memory)
-  layout = optimizer.state_sharding(params, shardings_of(params), whole, memory)
-  moments = _with(jax.eval_shape(make, params), layout)
+  trained = lora.trained(spec.model.config, params)
+  layout = optimizer.state_sharding(trained, shardings_of(trained), whole, memory)
+  moments = _with(jax.eval_shape(make, trained), layout)
   own = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, spec.init_state()))
   own = _with(own, jax.tree.map(lambda _: whole, own))
   return TrainState(params, moments, own)
+
+
+def reference_shapes(spec: Spec, mesh: Mesh) -> Params | None:
+  """Of the reference policy what may differ from the learner's; None without one."""
+  if 'ref_logprobs' not in spec.needs:
+    return None
+  return lora.trained(spec.model.config, params_shapes(spec, mesh))
 
 
 def init_state(spec: Spec, mesh: Mesh, params: Params) -> TrainState:
@@ -84,19 +114,24 @@ def init_state(spec: Spec, mesh: Mesh, params: Params) -> TrainState:
   params = place(params, shapes.params)
   layout = shardings_of(shapes.opt_state)
   make = functools.partial(optimizer.init, memory=spec.memory)
-  moments = jax.jit(make, out_shardings=layout)(params)
+  trained = lora.trained(spec.model.config, params)
+  moments = jax.jit(make, out_shardings=layout)(trained)
   layout = shardings_of(shapes.algorithm_state)
   own = jax.tree.map(sharding.put, spec.init_state(), layout)
   return TrainState(params, moments, own)
 
 
 def place(params: Params, shapes: Params) -> Params:
-  """A float32 copy of `params` in the layout of `shapes`, sharing no memory with it."""
+  """A copy of `params` in type and layout of `shapes`, sharing no memory with it."""
   if are_shapes(params):
     return shapes
   return jax.tree.map(
-    lambda x, s: sharding.put(x, s.sharding, copy=True), params, shapes
+    lambda x, s: sharding.put(_typed(x, s.dtype), s.sharding, copy=True), params, shapes
   )
+
+
+def _typed(x: Any, dtype: Any) -> Any:
+  return x if x.dtype == dtype else x.astype(dtype)
 
 
 def are_shapes(params: Params) -> bool:
@@ -112,6 +147,9 @@ def batch_shapes(spec: Spec, mesh: Mesh, shape: Shape) -> Batch:
     size = (shape.rows,) if name in _ROWS else (shape.rows, shape.length)
     if name in teacher_columns.TOPK:
       size += (spec.top_k,)
+    if name == 'routed_experts':
+      config = spec.model.config
+      size += (config.num_layers, config.num_experts_per_token)
     return jax.ShapeDtypeStruct(size, _DTYPES.get(name, jnp.int32), sharding=rows)
 
   there = {*spec.batch_columns, *spec.teacher_columns}
@@ -159,15 +197,16 @@ def _compile_prepare(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> An
 
 def _trace_prepare(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
   state = state_shapes(spec, mesh)
-  reference = state.params if 'ref_logprobs' in spec.needs else None
   function = functools.partial(scoring.prepare, spec, shape.rows // shape.micro_rows)
   arguments = (
     state.params,
-    reference,
+    reference_shapes(spec, mesh),
     state.algorithm_state,
     batch_shapes(spec, mesh, shape),
     jax.tree.unflatten(numbers[1], numbers[0]),
   )
+  if shape.whole is not None:
+    arguments += (plan_shapes(mesh, shape.whole, None),)
   whole = sharding.replicated(mesh)
   layouts = (sharding.rows(mesh), whole, whole)
   return jax.jit(function, out_shardings=layouts).trace(*arguments)
@@ -185,18 +224,22 @@ def _trace_train(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
   if spec.prepares:
     arguments = (
       state.params,
-      state.params if 'ref_logprobs' in spec.needs else None,
+      reference_shapes(spec, mesh),
       state.algorithm_state,
       batch,
       numbers,
     )
-    function = functools.partial(scoring.prepare, spec, shape.rows // shape.micro_rows)
+    # The columns are the same however the model is run.
+    plain = dataclasses.replace(spec, packed=False)
+    function = functools.partial(scoring.prepare, plain, shape.rows // shape.micro_rows)
     changed = jax.eval_shape(function, *arguments)[0]
     rows = sharding.rows(mesh)
     batch = batch.replace(**_with(changed, jax.tree.map(lambda _: rows, changed)))
-  index = jax.ShapeDtypeStruct(
-    (spec.micro_batches, shape.micro_rows), jnp.int32, sharding=whole
-  )
+  if shape.pack is not None:
+    index = plan_shapes(mesh, shape.pack, shape.micro_rows)
+  else:
+    size = spec.micro_batches, shape.micro_rows
+    index = jax.ShapeDtypeStruct(size, jnp.int32, sharding=whole)
   step = jax.jit(
     functools.partial(train_step, spec),
     donate_argnums=0,

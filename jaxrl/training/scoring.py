@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jaxrl import signature
 from jaxrl.algorithms import compose
 from jaxrl.functional.aggregation import token_weights
+from jaxrl.models import lora
 from jaxrl.signature import ConfigError
-from jaxrl.training import experts
-from jaxrl.training.columns import Columns, Numbers, columns_of, in_chunks
+from jaxrl.training import experts, forward
+from jaxrl.training.columns import Columns, Numbers, columns_of
+from jaxrl.training.packing import Plan
 from jaxrl.training.state import Spec
 from jaxrl.types import Advantages, Array, Batch, Params
 
@@ -24,14 +26,18 @@ def prepare(
   algorithm_state: dict[str, Any],
   batch: Batch,
   numbers: Numbers,
+  plan: Plan | None = None,
 ) -> tuple[dict[str, Array], dict[str, Any], Metrics]:
   """Scores `[N, T]` in `chunks` of the train step's shape, then makes advantages.
+
+  plan: of packed rows to score them on, instead of chunks.
 
   Returns the columns to put into the batch, the states, by slot, that hold from the
   next batch on, and metrics. The KL penalty comes off the rewards before any advantage
   sees them: R_t ← R_t − penalty(o, q)_t on the actions the policy sampled.
   """
-  batch, outputs = _score(spec, chunks, params, ref_params, batch, numbers)
+  parts = chunks if plan is None else plan
+  batch, outputs = _score(spec, parts, params, ref_params, batch, numbers)
   columns = columns_of(spec, batch, algorithm_state, numbers) | outputs
   mask = batch.action_mask
   sampled = mask & ~batch.expert_mask[:, None]
@@ -160,7 +166,7 @@ def _spread(advantages: Array, mask: Array) -> Metrics:
 
 def _score(
   spec: Spec,
-  chunks: int,
+  parts: int | Plan,
   params: Params,
   ref_params: Params | None,
   batch: Batch,
@@ -169,22 +175,28 @@ def _score(
   """The batch with what forward passes must give; columns that only parts here read."""
   asked = {name: True for name in ('entropy', 'nec') if name in spec.reads_before}
   own = bool(asked) or bool(spec.needs & {'old_logprobs', 'values'})
-  reference = 'ref_logprobs' in spec.needs
+  reference, config = 'ref_logprobs' in spec.needs, spec.model.config
   if not own and not reference:
     return batch, {}
 
-  def score(tokens, segment_ids):
-    def outputs(weights, **asked):
-      return spec.model.policy_outputs(
-        weights, tokens, segment_ids, temperature=numbers['temperature'], **asked
+  def score(tokens, segment_ids, routed, rows):
+    def outputs(weights, routed, **asked):
+      return forward.outputs(
+        *(spec.model, weights, tokens, segment_ids, routed, rows),
+        temperature=numbers['temperature'],
+        **asked,
       )
 
     return (
-      outputs(params, **asked) if own else None,
-      outputs(ref_params).logprobs if reference else None,
+      outputs(params, routed, **asked) if own else None,
+      # The reference policy has a router of its own.
+      outputs(lora.join(config, params, ref_params), None).logprobs
+      if reference
+      else None,
     )
 
-  mine, ref = in_chunks(spec, chunks, score, batch.tokens, batch.segment_ids)
+  arrays = batch.tokens, batch.segment_ids, batch.routed_experts
+  mine, ref = forward.in_parts(spec, parts, score, *arrays)
   if reference:
     batch = batch.replace(ref_logprobs=ref)
   if mine is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.signature import ConfigError
 from jaxrl.types import Params
+from kernels.fused_logprobs import Shards
 
 # Logical axis → the mesh axes it is split over. The embedding's feature axis stays
 # whole: splitting it over fsdp makes the compiler rebuild whole activations; its
@@ -100,6 +102,11 @@ class Constrain:
 
   mesh: Mesh
 
+  @property
+  def shards(self) -> Shards:
+    """How states and the table of the vocabulary are split where they meet."""
+    return Shards(self.mesh, RULES['batch'], RULES['length'], RULES['heads'])
+
   def __call__(self, x: jax.Array, *names: str | None) -> jax.Array:
     if self.mesh.size == 1:
       return x
@@ -109,3 +116,36 @@ class Constrain:
       shares = math.prod(self.mesh.shape[axis] for axis in axes)
       spec.append(axes if axes and size % shares == 0 else None)
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+
+  def shard(
+    self,
+    function: Callable[..., jax.Array],
+    inputs: tuple[tuple[str | None, ...], ...],
+    output: tuple[str | None, ...],
+  ) -> Callable[..., jax.Array]:
+    """`function` on every device's own part of its arrays, as kernels need it.
+
+    inputs, output: logical names of the arrays' axes; None is whole. An axis of the
+    mesh that does not divide all that it would split splits nothing, so that heads
+    stay with their keys.
+    """
+    if self.mesh.size == 1:
+      return function
+
+    def run(*arrays: jax.Array) -> jax.Array:
+      whole = set()
+      for names, x in zip(inputs, arrays, strict=True):
+        for name, size in zip(names, x.shape, strict=True):
+          axes = RULES.get(name or '', ())
+          if size % math.prod(self.mesh.shape[axis] for axis in axes):
+            whole.add(axes)
+
+      def spec(names):
+        split = (RULES.get(name or '', ()) for name in names)
+        return P(*(axes if axes and axes not in whole else None for axes in split))
+
+      layouts = tuple(map(spec, inputs))
+      options = {'in_specs': layouts, 'out_specs': spec(output), 'check_vma': False}
+      return jax.shard_map(function, mesh=self.mesh, **options)(*arrays)
+
+    return run

@@ -56,7 +56,8 @@ class Spec:
   """Everything static that a step depends on; hashable, so programs are shared.
 
   algorithm: without its numeric options. micro_batches: how many a minibatch is
-  split into. entropy: whether the exact entropy is computed though no loss reads it.
+  split into. packed: whether the model runs on packed rows, in as many micro-batches
+  as they fill. entropy: whether the exact entropy is computed though no loss reads it.
   top_k: how many of a teacher's tokens a column of them has. memory: the optimizer's.
   """
 
@@ -66,6 +67,12 @@ class Spec:
   entropy: bool = False
   top_k: int = 0
   memory: Memory = PLAIN
+  packed: bool = False
+
+  @property
+  def split(self) -> bool:
+    """Whether a minibatch is, or may be, more than one micro-batch."""
+    return self.packed or self.micro_batches > 1
 
   @property
   def needs(self) -> frozenset[str]:
@@ -100,7 +107,9 @@ class Spec:
   @property
   def batch_columns(self) -> tuple[str, ...]:
     """The columns the learner hands to the devices, those of teachers left out."""
-    return ALWAYS + tuple(n for n in (*WIDE, *NARROW) if n in self.reads)
+    replay = getattr(self.model, 'router_replay', False)
+    routed = ('routed_experts',) if replay else ()
+    return ALWAYS + tuple(n for n in (*WIDE, *NARROW) if n in self.reads) + routed
 
   def init_state(self) -> dict[str, Any]:
     """What the algorithm carries from update to update, before the first."""

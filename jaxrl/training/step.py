@@ -1,74 +1,104 @@
 """The train step: one optimizer update from one minibatch, as a pure function."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algorithms import compose
+from jaxrl.models import lora
 from jaxrl.signature import ConfigError
-from jaxrl.training import critic_warmup, losses, optimizer
+from jaxrl.training import critic_warmup, forward, losses, optimizer
 from jaxrl.training.columns import (
   Columns,
   Numbers,
   by_rows,
   columns_of,
-  in_chunks,
   make_columns,
   makers,
   parted,
   renumbered,
   select_rows,
 )
+from jaxrl.training.packing import Plan
 from jaxrl.training.state import Spec, TrainState
 from jaxrl.types import Array, Batch, Params
 
 
 def train_step(
-  spec: Spec, state: TrainState, batch: Batch, index: Array, numbers: Numbers
+  spec: Spec, state: TrainState, batch: Batch, index: Array | Plan, numbers: Numbers
 ) -> tuple[TrainState, dict[str, Array]]:
   """One update from rows `index` `[micro_batches, R]` (−1 pads) of `batch`.
+
+  Or from those of a plan, on packed rows.
 
   The weights that make losses and metrics one number come from the counts of the
   whole minibatch, before it is split: the split changes nothing but rounding.
   numbers: 'parts' (options by slot), 'optimizer', 'temperature', 'step', 'seed'; all
   traced. Returns the new state and scalar metrics.
   """
-  columns, shared, own = _minibatch(spec, state, batch, index.reshape(-1), numbers)
+  columns, shared, own = _minibatch(spec, state, batch, index, numbers)
   weights = losses.weights_of(spec.algorithm, columns)
-  split = jax.tree.map(
-    lambda x: x.reshape(index.shape + x.shape[1:]), (columns, weights)
-  )
-  gradient = jax.grad(losses.loss, argnums=1, has_aux=True)
+  config, params = spec.model.config, state.params
+  trained = lora.trained(config, params)
 
-  def one(micro):
-    columns, weights = jax.tree.map(lambda x: by_rows(spec, x), micro)
+  def loss(trained, *rest):
+    return losses.loss(spec, lora.join(config, params, trained), *rest)
+
+  gradient = jax.grad(loss, has_aux=True)
+
+  def one(columns, weights):
     columns = renumbered(columns, spec.reads_after) | shared
-    return gradient(spec, state.params, columns, weights, numbers)
+    return gradient(trained, columns, weights, numbers)
 
-  if spec.micro_batches == 1:
-    gradients, sums = one(jax.tree.map(lambda x: x[0], split))
+  if isinstance(index, Plan):
+    found = forward.accumulate(spec, index, one, trained, columns, weights)
   else:
-
-    def accumulate(total, micro):
-      gradients, sums = one(micro)
-      return jax.tree.map(jnp.add, total, gradients), sums
-
-    start = jax.tree.map(jnp.zeros_like, state.params)
-    gradients, sums = jax.lax.scan(accumulate, start, split)
-    sums = jax.tree.map(lambda x: x.sum(0), sums)
+    found = _accumulate(spec, one, trained, index.shape, (columns, weights))
+  gradients, sums = found
   state, metrics = _update(spec, state, gradients, numbers, own)
   metrics = {f'optimizer/{name}': x for name, x in metrics.items()}
   return state, metrics | losses.finish(sums)
 
 
+def _accumulate(
+  spec: Spec,
+  function: Callable[..., tuple[Params, dict]],
+  params: Params,
+  shape: tuple[int, ...],
+  rows: tuple[Columns, losses.Weights],
+) -> tuple[Params, dict[str, Array]]:
+  """Sums `function(columns, weights)` over `shape` [micro_batches, R] of the rows."""
+  split = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), rows)
+
+  def one(micro):
+    return function(*jax.tree.map(lambda x: by_rows(spec, x), micro))
+
+  if spec.micro_batches == 1:
+    return one(jax.tree.map(lambda x: x[0], split))
+
+  def add(total, micro):
+    gradients, sums = one(micro)
+    return jax.tree.map(jnp.add, total, gradients), sums
+
+  start = jax.tree.map(jnp.zeros_like, params)
+  gradients, sums = jax.lax.scan(add, start, split)
+  return gradients, jax.tree.map(lambda x: x.sum(0), sums)
+
+
 def _minibatch(
-  spec: Spec, state: TrainState, batch: Batch, index: Array, numbers: Numbers
+  spec: Spec, state: TrainState, batch: Batch, index: Array | Plan, numbers: Numbers
 ) -> tuple[Columns, Columns, dict]:
   """(columns with rows, columns without, the algorithm's state after `prepare`).
 
   `prepare` returns columns to put in the place of those it read; its 'state', if it
   returns one, is carried to the next update.
   """
-  batch, own = select_rows(batch, index), state.algorithm_state
+  if isinstance(index, Plan):
+    plan, rows = index, index.index
+  else:
+    plan, rows = None, index
+  batch, own = select_rows(batch, rows.reshape(-1)), state.algorithm_state
   columns = columns_of(spec, batch, own, numbers)
   columns |= {'tokens': batch.tokens, 'segment_ids': batch.segment_ids}
   columns = renumbered(columns, spec.reads_after)
@@ -80,8 +110,10 @@ def _minibatch(
   if 'prepare' in own:
     own = own | {'prepare': columns['state']}
   columns |= make_columns(spec, columns, numbers, fresh=False)
-  if spec.micro_batches > 1 and makers(spec, fresh=True):
-    now = columns | {'logprobs': _rescored(spec, state.params, columns, numbers)}
+  if spec.split and makers(spec, fresh=True):
+    parts = spec.micro_batches if plan is None else plan
+    again = _rescored(spec, parts, state.params, columns, numbers)
+    now = columns | {'logprobs': again}
     columns |= make_columns(spec, now, numbers, fresh=True)
   columns, shared = parted(columns)
   if 'kl_controller' in own:
@@ -89,23 +121,27 @@ def _minibatch(
   return columns, shared, own
 
 
-def _rescored(spec: Spec, params: Params, columns: Columns, numbers: Numbers) -> Array:
+def _rescored(
+  spec: Spec, parts: int | Plan, params: Params, columns: Columns, numbers: Numbers
+) -> Array:
   """`[N, T]` log-probs of the minibatch under the current parameters."""
 
-  def score(tokens, segment_ids):
-    return spec.model.policy_outputs(
-      params, tokens, segment_ids, temperature=numbers['temperature']
+  def score(*rows):
+    return forward.outputs(
+      spec.model, params, *rows, temperature=numbers['temperature']
     ).logprobs
 
-  arrays = columns['tokens'], columns['segment_ids']
-  return in_chunks(spec, spec.micro_batches, score, *arrays)
+  arrays = (columns[name] for name in ('tokens', 'segment_ids', 'routed_experts'))
+  return forward.in_parts(spec, parts, score, *arrays)
 
 
 def _update(
   spec: Spec, state: TrainState, gradients: Params, numbers: Numbers, own: dict
 ) -> tuple[TrainState, dict[str, Array]]:
   own_numbers = numbers['optimizer'] | {'seed': numbers['seed']}
-  arguments = state.params, state.opt_state, gradients, own_numbers
+  config = spec.model.config
+  trained = lora.trained(config, state.params)
+  arguments = trained, state.opt_state, gradients, own_numbers
   if spec.algorithm.critic_warmup:
     params, opt_state, metrics, warm = critic_warmup.update(
       *arguments,
@@ -116,4 +152,4 @@ def _update(
     own = own | {'critic_warmup': warm}
   else:
     params, opt_state, metrics = optimizer.update(*arguments, spec.memory)
-  return TrainState(params, opt_state, own), metrics
+  return TrainState(lora.join(config, state.params, params), opt_state, own), metrics

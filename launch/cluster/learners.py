@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import importlib
-import itertools
 import logging
 import pathlib
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +13,8 @@ from jaxrl.dispatch import Dispatcher
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import sync
 from jaxrl.rollout.weights import whole
-from jaxrl.rollout.weights.broadcast import BroadcastWeights, ReceivedWeights
+from jaxrl.rollout.weights.broadcast import BroadcastWeights
 from jaxrl.rollout.weights.direct import Sending, Sent, Target, asker
-from jaxrl.rollout.weights.transport import Transport
 from jaxrl.training import distributed
 from jaxrl.training import policy as policies
 from jaxrl.training.checkpoint import Checkpointer
@@ -25,6 +22,7 @@ from jaxrl.training.learner import Learner
 from jaxrl.types import Group, Params
 from launch import learners, teachers, weights
 from launch.algorithm import make_algorithm
+from launch.cluster.remote_params import Connect, RemoteParams, together
 from launch.learners import Metrics, Stage
 from launch.weights import Plan
 
@@ -32,8 +30,6 @@ DEVICE = 'jaxrl.rollout.vllm.device'  # which needs torch and vLLM
 GRACE = 60.0  # seconds for checkpoints at hand to be written when a run ends
 log = logging.getLogger(__name__)
 Lines = list[tuple[int, str]]  # level and text
-_TICKETS = itertools.count(1)
-Connect = Callable[[], Transport]
 Place = tuple[pathlib.Path, int]  # a checkpointer's folder, and how many it keeps
 
 
@@ -153,7 +149,7 @@ class LearnerActor:
     wanted: tickets of older copies that are still to be published; others are let go.
     """
     self._held = {n: held for n, held in self._held.items() if n in wanted}
-    params = self._newest.params
+    params = await self._newest.weights()
     self._held[ticket] = await sync.copy(self._dispatcher.run, params)
 
   async def publish(
@@ -168,7 +164,7 @@ class LearnerActor:
       self._weights = weights.publisher(
         plan, connect(), self._dispatcher, part=self._rank, parts=self._count
       )
-    params = self._held[ticket] if ticket else self._newest.params
+    params = self._held[ticket] if ticket else await self._newest.weights()
     await self._weights.publish(version, params)
     self._held = {n: held for n, held in self._held.items() if n > last}
     return self._weights.digest, self._weights.metrics()
@@ -187,7 +183,7 @@ class LearnerActor:
     """
     if version is None:
       version, ticket = self._newest.step, 0
-    params = self._held[ticket] if ticket else self._newest.params
+    params = self._held[ticket] if ticket else await self._newest.weights()
     if self._rank == 0 and self._sender is None:
       device = await asyncio.to_thread(importlib.import_module, DEVICE)  # seconds
       ask = asker(asyncio.get_running_loop())
@@ -228,48 +224,6 @@ class LearnerActor:
       await self._weights.close()
 
 
-async def together(actors: Sequence[Any], name: str, *args: Any) -> list[Any]:
-  """The results of the same call to each; the first error as soon as there is one."""
-  return await asyncio.gather(*(getattr(actor, name)(*args) for actor in actors))
-
-
-class RemoteParams:
-  """The parameters of a learner of several processes: where they are, not what.
-
-  turn: held while all processes do what none can do alone, so that they do it in one
-  order. ticket: of a copy that they hold; 0 for what is newest when it is published.
-  """
-
-  def __init__(self, actors: Sequence[Any], turn: asyncio.Lock, ticket: int = 0):
-    self._actors, self._turn, self._ticket = actors, turn, ticket
-    self._copies: weakref.WeakSet[RemoteParams] = weakref.WeakSet()
-
-  async def hold(self) -> 'RemoteParams':
-    """A copy that lasts while the learner goes on.
-
-    Copies to which nobody here holds on any more are let go of first.
-    """
-    copy = RemoteParams(self._actors, self._turn, next(_TICKETS))
-    wanted = sorted(other._ticket for other in self._copies)
-    self._copies.add(copy)
-    await together(self._actors, 'hold', copy._ticket, wanted)
-    return copy
-
-  async def publish(
-    self, version: int, connect: Connect, plan: Plan
-  ) -> list[tuple[str, Metrics]]:
-    """Has each process publish its part. connect: makes its end of the transport."""
-    return await together(self._actors, 'publish', version, connect, plan, self._ticket)
-
-  async def push(
-    self, version: int | None, targets: Sequence[Target], backend: str, sending: Sending
-  ) -> Sent:
-    """Has the processes send them to engines, between two updates."""
-    async with self._turn:
-      own = version, targets, backend, sending, self._ticket
-      return (await together(self._actors, 'push', *own))[0]
-
-
 class RemoteLearner:
   """A `Learner` whose processes are elsewhere. put: stores groups for all to read."""
 
@@ -282,6 +236,10 @@ class RemoteLearner:
     metrics, lines = (await together(self._actors, 'warmup'))[0]
     _tell(lines)
     return metrics
+
+  async def weights(self) -> RemoteParams:
+    """Where they are: adapters are merged there, when the parameters are sent."""
+    return self.params
 
   async def update(self, groups: Sequence[Group]) -> Metrics:
     shared = await asyncio.to_thread(self._put, list(groups))
@@ -354,46 +312,3 @@ async def meet(actors: Sequence[Any]) -> str:
     for rank, actor in enumerate(actors)
   )
   return (await asyncio.gather(*calls))[0]
-
-
-class RemoteBroadcast:
-  """Stands for the `BroadcastWeights` of every process of a learner.
-
-  plan: of `cluster.weights`. connect: makes an end of the transport, in any process.
-  parts: how many processes.
-  """
-
-  def __init__(self, plan: Plan, connect: Connect, *, parts: int):
-    self._plan, self._connect, self._parts = plan, connect, parts
-    self._found: list[tuple[str, Metrics]] = []
-    self._own: ReceivedWeights | None = None
-    self.version: int | None = None
-
-  async def publish(self, version: int, params: RemoteParams) -> None:
-    self._found = await params.publish(version, self._connect, self._plan)
-    self.version = version
-
-  async def whole_digest(self) -> str:
-    """Of the newest version, those of all parts, as `Puller.pull` has them."""
-    return '-'.join(digest for digest, _ in self._found)
-
-  def metrics(self) -> Metrics:
-    """What the newest version took: bytes of all parts, and the most of the rest."""
-    total: Metrics = {}
-    for _, metrics in self._found:
-      for name, value in metrics.items():
-        add = name == 'weights/bytes'
-        old = total.get(name, 0.0)
-        total[name] = old + value if add else max(old, value)
-    return total
-
-  async def fetch(self, newer_than: int = -1) -> tuple[int, Params]:
-    """As an engine would have them: through the transport."""
-    if self._own is None:
-      self._own = ReceivedWeights(self._connect(), parts=self._parts)
-    return await self._own.fetch(newer_than)
-
-  async def close(self) -> None:
-    """The processes close their own ends."""
-    if self._own is not None:
-      self._own.close()

@@ -21,15 +21,11 @@ from launch import placement, weights
 from launch.cluster.engines import EngineActor
 from launch.cluster.fleet import Fleet
 from launch.cluster.handles import ActorError
-from launch.cluster.learners import (
-  LearnerActor,
-  RemoteBroadcast,
-  RemoteLearners,
-  meet,
-)
+from launch.cluster.learners import LearnerActor, RemoteLearners, meet
 from launch.cluster.nodes import explain, keep_playing
 from launch.cluster.object_store import Directory, ObjectStore
 from launch.cluster.placement import Seats, nodes
+from launch.cluster.remote_params import RemoteBroadcast
 from launch.cluster.vllm_actor import VllmActor
 from launch.placement import Placement, Seat
 from launch.weights import Plan

@@ -79,7 +79,8 @@ def candidates(run: Run, target: Target, found: Cost) -> Iterator[Override]:
   passing = found.memory['temporaries'] + found.memory['gradients']
   held = found.total - passing if passing < math.inf else 0.0
   micro: list[Override] = []
-  rows = found.micro_rows
+  # Packed micro-batches are of so many tokens, not a part of the rows.
+  rows = 1 if batch.packing else found.micro_rows
   shares = math.prod(found.mesh.get(axis, 1) for axis in ('data', 'fsdp', 'expert'))
   factor = 2
   while rows % factor == 0 and rows // factor >= shares and factor <= 64:

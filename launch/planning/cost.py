@@ -9,13 +9,14 @@ from jax.sharding import Mesh
 
 from jaxrl.rollout import jax_engine
 from jaxrl.training.learner import Learner
+from jaxrl.training.programs import Shape
 from launch import algorithm as algorithms
 from launch import weights
 from launch.planning import abstract, program
 from launch.planning.abstract import Run
 from launch.planning.decode import Engine
 from launch.planning.program import Program, Time, per_device
-from launch.targets import Target
+from launch.targets import CPU_MEMORY_RATE, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,10 @@ def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> C
   mesh = abstract.mesh_of(run.config, devices)
   learner = abstract.make_learner(run, mesh)
   shape, traced = learner.traced(run.buckets[-1])
-  made = {name: program.build(name, one, target) for name, one in traced.items()}
+  made = {
+    name: program.build(name, one, target, _rounds(shape, name))
+    for name, one in traced.items()
+  }
   kept = resident(run, learner, engine)
   phases = {name: _memory(kept, one) for name, one in made.items()}
   phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -64,6 +68,14 @@ def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> C
     limit=target.chip.memory,
     phase=phase,
   )
+
+
+def _rounds(shape: Shape, name: str) -> int:
+  """Packed micro-batches that a program goes through, of rows that are all full."""
+  if shape.pack is None:
+    return 1
+  rows = shape.rows if name == 'prepare' else shape.micro_rows
+  return -(-rows // (shape.pack.rows * (shape.pack.length // shape.length)))
 
 
 def resident(run: Run, learner: Learner, engine: Engine) -> dict[str, float]:
@@ -194,6 +206,8 @@ def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
   if plan.direct:
     rate = chip.between or chip.link
     return Broadcast(size, f'{plan.name}, {dtype}', size / rate)
+  if plan.name == 'shared_memory':  # written to the host's memory, and read again
+    return Broadcast(size, f'{plan.name}, {dtype}', 2 * size / CPU_MEMORY_RATE)
   rate = chip.network * engine.devices
   return Broadcast(size, f'{plan.name}, {dtype}', size / rate)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.models import cache as caches
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError, parse_call
 from jaxrl.training import sharding
@@ -121,7 +122,9 @@ def trace(run: Run, engine: Engine, devices: Sequence[Any]) -> Any:
   layouts |= {'layers': (one,) * shape.num_layers}
   params = _with(jax.eval_shape(model.unstack, params), layouts)
   cache = jax.eval_shape(lambda: model.init_cache(engine.num_slots, engine.max_length))
-  heads = NamedSharding(mesh, P(None, 'tensor' if engine.devices > 1 else None))
+  split = 'tensor' if engine.devices > 1 else None
+  names = caches.axes(cache)
+  heads = NamedSharding(mesh, P(*(split if n == 'kv_heads' else None for n in names)))
   cache = _with(cache, jax.tree.map(lambda _: heads, cache))
   whole = sharding.replicated(mesh)
   slots = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32, sharding=whole)

@@ -4,33 +4,39 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+# JAX's attention for GPU, whose loops end where the data say; of decode alike, by name.
+LOOPS = ('mha_forward', 'mha_backward')
 
-def of(jaxpr: Any) -> float:
+
+def of(jaxpr: Any, rounds: int = 1) -> float:
   """Multiplications and additions, of all devices together; a loop's as often as run.
 
-  Of a `while` whose rounds are not fixed one round counts; of branches the dearest.
+  rounds: of a `while` where they are not fixed. Of branches the dearest counts.
   """
   inner = getattr(jaxpr, 'jaxpr', jaxpr)
-  return sum(_equation(eqn) for eqn in inner.eqns)
+  return sum(_equation(eqn, rounds) for eqn in inner.eqns)
 
 
-def _equation(eqn: Any) -> float:
+def _equation(eqn: Any, rounds: int) -> float:
   name, params = eqn.primitive.name, eqn.params
   if name == 'dot_general':
     (contracted, _), _ = params['dimension_numbers']
     lhs = eqn.invars[0].aval.shape
     return 2.0 * eqn.outvars[0].aval.size * math.prod(lhs[i] for i in contracted)
   if name.startswith('ragged_dot'):
-    return 2.0 * eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1]
+    return _grouped(eqn)
   if name.startswith('dot_product_attention'):  # cuDNN's, whose insides are not told
-    query, key = eqn.invars[0].aval, eqn.invars[1].aval
-    products = 5 if 'bwd' in name else 2  # of scores and of values, and their gradients
-    return 2.0 * products * query.size * key.shape[1]
+    return _attention(eqn, backward='bwd' in name)
   if name == 'pallas_call':
+    own = str(params['name'])
+    if own in LOOPS and eqn.invars[1].aval.ndim == 4:
+      return _attention(eqn, backward=own == 'mha_backward')
     return _kernel(params)
   if name == 'cond':
-    return max(of(branch) for branch in params['branches'])
-  inner = sum(of(found) for found in _jaxprs(params))
+    return max(of(branch, rounds) for branch in params['branches'])
+  inner = sum(of(found, rounds) for found in _jaxprs(params))
+  if name == 'while':
+    return rounds * inner
   if name == 'scan':
     return params['length'] * inner
   if name == 'shard_map':
@@ -38,6 +44,24 @@ def _equation(eqn: Any) -> float:
     sizes = dict(mesh.shape)
     return math.prod(sizes[axis] for axis in axes or sizes) * inner
   return inner
+
+
+def _attention(eqn: Any, *, backward: bool) -> float:
+  """Of queries `[B, T, H, d]` and keys `[B, T, K, d]`, the first two arguments."""
+  query, key = eqn.invars[0].aval, eqn.invars[1].aval
+  products = 5 if backward else 2  # of scores and of values, and their gradients
+  return 2.0 * products * query.size * key.shape[1]
+
+
+def _grouped(eqn: Any) -> float:
+  """Each row meets the matrix of its group alone, in the weights' gradient too."""
+  dims = eqn.params['ragged_dot_dimension_numbers']
+  (contracted, _), _ = dims.dot_dimension_numbers
+  lhs, found = eqn.invars[0].aval.shape, eqn.outvars[0].aval.size
+  once = math.prod(lhs[i] for i in contracted)
+  if set(dims.lhs_ragged_dimensions) <= set(contracted):
+    found //= eqn.invars[2].aval.shape[-1]  # a result a group, each of its rows alone
+  return 2.0 * found * once
 
 
 def _kernel(params: dict[str, Any]) -> float:

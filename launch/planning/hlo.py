@@ -33,10 +33,13 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-  """computations: by name. entry: the name of the one that runs."""
+  """computations: by name. entry: the name of the one that runs. rounds: of loops where
+  the text does not fix them.
+  """
 
   computations: dict[str, Computation]
   entry: str
+  rounds: int = 1
 
 
 def parse(text: str) -> Module:
@@ -106,7 +109,7 @@ def num_bytes(kind: str, *, slow: bool = True) -> float:
 
 
 def trip_count(module: Module, where: Computation, loop: Instruction) -> int:
-  """Rounds of a `while`; 1 where the program's text does not fix them."""
+  """Rounds of a `while`; the module's where its text does not fix them."""
   known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
   if known:
     return int(known[1])
@@ -114,11 +117,11 @@ def trip_count(module: Module, where: Computation, loop: Instruction) -> int:
   body = module.computations[loop.called('body') or '']
   test = root(condition)
   if test.op != 'compare' or 'direction=LT' not in test.attributes:
-    return 1
+    return module.rounds
   counter = condition.get(test.operands[0])
   limit = _constant(condition, test.operands[1])
   if counter is None or counter.op != 'get-tuple-element' or limit is None:
-    return 1
+    return module.rounds
   place = re.search(r'index=(\d+)', counter.attributes)
   assert place is not None
   start = where.get(loop.operands[0])

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import pathlib
 import re
+import tempfile
 import time
 from typing import Any
 
@@ -40,12 +42,13 @@ class Program:
     return self.arguments + self.outputs + self.temporaries
 
 
-def build(name: str, traced: Any, target: Target) -> Program:
-  """Lowers and compiles what JAX traced."""
+def build(name: str, traced: Any, target: Target, rounds: int = 1) -> Program:
+  """Lowers and compiles what JAX traced. rounds: of loops that do not fix them."""
   start = time.perf_counter()
-  done = flops.of(traced.jaxpr)
+  done = flops.of(traced.jaxpr, rounds)
   try:
-    made = traced.lower().compile()
+    lowered = traced.lower()
+    made = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     temporaries = _asked(str(error))
     if temporaries is None:
@@ -54,7 +57,7 @@ def build(name: str, traced: Any, target: Target) -> Program:
     return Program(name, done, 0, 0, temporaries, 0, {}, spent, True)
   sizes = made.memory_analysis()
   node = NODE if target.chip.platform == 'cuda' and target.size > NODE else 0
-  moved = traffic.of(made.as_text(), node)
+  moved = traffic.of(_text(lowered, made), node, rounds)
   return Program(
     name=name,
     flops=done,
@@ -65,6 +68,25 @@ def build(name: str, traced: Any, target: Target) -> Program:
     collectives=moved.collectives,
     compiled=time.perf_counter() - start,
   )
+
+
+def _text(lowered: Any, made: Any) -> str:
+  """What a program was compiled to.
+
+  JAX cannot read back some that libtpu makes (grouped products, several collectives in
+  one: an async-update of "1 operands but sees 4", in jax 0.10). Those are compiled once
+  more, and written down by the compiler itself.
+  """
+  try:
+    return made.as_text()
+  except jax.errors.JaxRuntimeError as error:
+    if 'async-update' not in str(error):
+      raise
+  with tempfile.TemporaryDirectory() as folder:
+    options = {'xla_dump_to': folder, 'xla_dump_hlo_as_text': True}
+    lowered.compile(compiler_options=options)
+    (path,) = pathlib.Path(folder).rglob('*.after_optimizations.txt')
+    return path.read_text()
 
 
 def _asked(error: str) -> float | None:

@@ -55,8 +55,10 @@ def sweep(
   rows that only fill up, and what axes send, by hand.
   """
   entries, skipped = [], {}
+  kept = run.config.mesh.context * run.config.mesh.expert
   order = sorted(
-    meshes(target, run.config.mesh.context), key=lambda mesh: guess(run, target, mesh)
+    meshes(target, kept),
+    key=lambda mesh: guess(run, target, mesh),
   )
   for mesh in order:
     name = cost.mesh_text(mesh)
@@ -75,9 +77,9 @@ def sweep(
   return Sweep(tuple(entries), skipped)
 
 
-def meshes(target: Target, context: int = 1) -> Iterator[dict[str, int]]:
-  """Every way to arrange all devices in data, fsdp and tensor, beside `context`."""
-  size = target.size // context
+def meshes(target: Target, kept: int = 1) -> Iterator[dict[str, int]]:
+  """Every way to arrange all devices in data, fsdp and tensor; kept: shares beside."""
+  size = target.size // kept
   sizes = [n for n in range(1, size + 1) if size % n == 0]
   for fsdp, tensor in itertools.product(sizes, sizes):
     if size % (fsdp * tensor) == 0:
@@ -90,7 +92,7 @@ def guess(run: Run, target: Target, mesh: dict[str, int]) -> tuple[bool, float]:
   shapes = jax.tree.leaves(abstract.shapes_of(run.policy().model))
   size, shape, chip = sum(x.size for x in shapes), run.shape, target.chip
   tensor, fsdp = mesh['tensor'], mesh['fsdp']
-  shares = mesh['data'] * fsdp
+  shares = mesh['data'] * fsdp * run.config.mesh.expert
   held = 4 * size * ADAM / (fsdp * tensor)
   batch = run.config.batch
   micro = batch.minibatches * batch.micro_batches

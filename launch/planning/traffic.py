@@ -53,12 +53,13 @@ class Traffic:
   )
 
 
-def of(text: str, node: int = 0) -> Traffic:
+def of(text: str, node: int = 0, rounds: int = 1) -> Traffic:
   """What a program, given as text, moves.
 
-  node: devices that share fast links; 0 for all.
+  node: devices that share fast links; 0 for all. rounds: of loops where the text does
+  not fix them.
   """
-  module = hlo.parse(text)
+  module = dataclasses.replace(hlo.parse(text), rounds=rounds)
   found = Traffic()
   _walk(module, module.computations[module.entry], 1, found, node)
   for made in found.hidden.values():

@@ -1,8 +1,8 @@
 """`python -m tests.benchmarks`: how fast this is, beside what the machine could do.
 
 --json=FILE writes the figures too. --only=toy,losses picks parts of toy, losses,
-startup, weights, mismatch, gateway, rollouts, kernels. Each part is a process of its
-own, with the malloc settings that the launcher applies by itself.
+startup, weights, mismatch, gateway, rollouts, kernels, packing. Each part is a process
+of its own, with the malloc settings that the launcher applies by itself.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from launch import tune
 
 PARTS = (
   *('toy', 'losses', 'startup', 'weights', 'mismatch', 'gateway', 'rollouts'),
-  'kernels',
+  *('kernels', 'packing'),
 )
 
 
@@ -247,6 +247,24 @@ def _kernels(found: dict[str, Any]) -> None:
     print(f'  {line}')
 
 
+def _packing(found: dict[str, dict[str, float]]) -> None:
+  body = []
+  for name, f in found.items():
+    base = found[name.rpartition(': ')[0] + ': rectangle']
+    body.append(
+      (
+        name,
+        f'{f["seconds"]:.2f}',
+        f'{f["median_s"]:.2f}',
+        f'{base["seconds"] / f["seconds"]:.2f}',
+        f'{f["padding_share"]:.1%}',
+        f'{f["shared_share"]:.1%}',
+      )
+    )
+  head = ('', 'seconds', 'median', 'times faster', 'empty', 'prompts spared')
+  _rows('A train step: 5 M parameters, float32', [head, *body])
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(prog='tests.benchmarks', description=__doc__)
   parser.add_argument('--json', default='')
@@ -268,6 +286,7 @@ def main() -> None:
     'gateway': _gateway,
     'rollouts': _rollouts,
     'kernels': _kernels,
+    'packing': _packing,
   }
   found: dict[str, Any] = {'load_before': os.getloadavg()[0]}
   print(f'tuning: {tune.describe({**os.environ, **tune.settings(os.environ)})}')

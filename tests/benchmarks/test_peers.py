@@ -54,5 +54,5 @@ def test_this_package_runs_as_a_peer():
   found = peers.measure(['ours'], {'ours': sys.executable}, 1)
   assert not found['failed']
   own = found['peers']['ours']
-  assert own['step_s'][0] == pytest.approx(own['generate_s'][0] + own['train_s'][0])
+  assert 0 < own['generate_s'][0] < own['step_s'][0]
   assert own['decode_s'][0] > 0 and found['flops'][0] > 1e9

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.attention import attention, decode_attention
+from kernels.attention import decode_attention, reference_attention
 
 
 def one_query(q, keys, values):
@@ -27,7 +27,9 @@ def test_attention_within_segments(heads, block, stretches):
   k, v = random(2, batch, length, kv_heads, dim, seed=1)
   segments = np.array([[1] * 4 + [2] * 3 + [0] * 2, [1] * 9])
   args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-  out = attention(*args, jnp.asarray(segments), block=block, stretches=stretches)
+  out = reference_attention(
+    *args, jnp.asarray(segments), block=block, stretches=stretches
+  )
   for b, t, h in np.ndindex(batch, length, heads):
     seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
     kv = h // (heads // kv_heads)
@@ -43,7 +45,9 @@ def test_a_prefix_is_seen_beside_the_own_segment(block, stretches):
   prefixes = np.array([[0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0]])
   args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
   ids = jnp.asarray(segments), jnp.asarray(prefixes)
-  out = attention(*args, ids[0], prefix_ids=ids[1], block=block, stretches=stretches)
+  out = reference_attention(
+    *args, ids[0], prefix_ids=ids[1], block=block, stretches=stretches
+  )
   for t, h in np.ndindex(12, 4):
     sees = {segments[0, t], prefixes[0, t] or segments[0, t]}
     seen = [s for s in range(t + 1) if segments[0, s] in sees]
@@ -58,7 +62,7 @@ def test_queries_in_blocks_have_the_same_gradient(block, stretches):
 
   def gradient(**sizes):
     def total(q, k, v):
-      return (attention(q, k, v, segments, **sizes) ** 2).sum()
+      return (reference_attention(q, k, v, segments, **sizes) ** 2).sum()
 
     return jax.grad(total, argnums=(0, 1, 2))(*args)
 
@@ -90,7 +94,7 @@ def test_a_long_sequence_is_not_held_square():
   segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
   def total(q, k, v, segments):
-    return attention(q, k, v, segments).sum()
+    return reference_attention(q, k, v, segments).sum()
 
   grad = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
   memory = grad.lower(*args, segments).compile().memory_analysis()

@@ -56,6 +56,7 @@ def test_vllm_takes_its_options_by_name(installed):
     ('vllm', False, 'set --config.cluster.ray=true'),
     ('vllm(tensor_paralel_size=2)', True, "Did you mean 'tensor_parallel_size'"),
     ('vllm(max_num_seqs=2)', True, 'set --config.rollout.num_slots'),
+    ('vllm(data_parallel_size=2)', True, 'set --config.cluster.num_engines'),
     ('vllm(logprobs_mode="raw")', True, 'needs its own'),
     (f'vllm(python={sys.executable!r}, transfer="ipc")', True, 'cluster.weights'),
     ('vllm(python="/no/such/python")', True, "no program '/no/such/python'"),

@@ -97,6 +97,7 @@ def test_a_tag_on_its_own_with_its_failures():
     (['--k=8', '--config.eval.group_size=4'], 'set --config.eval.group_size=8'),
     (['--k=1,x'], 'wants whole numbers'),
     (['--json=no/such/folder/x.json'], 'there is no folder no/such/folder'),
+    (['--config.model.lora=lora()'], 'and leave model.lora out'),
     (['--config.dataset.path=none.jsonl'], 'none.jsonl'),
     (['--config.eval.num_tasks=-2'], 'num_tasks=-2: must be at least -1'),
     (['--chekpoint=x'], 'did you mean --checkpoint?'),

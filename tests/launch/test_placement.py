@@ -150,14 +150,6 @@ def test_whole_machines_leave_room_for_the_engines():
     placement.plan(config('auto', large, 0), [Node(gpus=1)] * 4)
 
 
-def test_replicas_within_an_engine_have_devices_of_their_own():
-  engine = 'vllm(tensor_parallel_size=2, data_parallel_size=2)'
-  plan = placement.plan(qwen('split', engine), [Node(gpus=8)])
-  assert [seat.claims for seat in plan.engines] == [{'GPU': 4.0}]
-  plan = placement.plan(qwen('colocated', engine), [Node(gpus=8)])
-  assert [visible(seat) for seat in plan.engines] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_tpus_are_split_and_never_shared():
   plan = placement.plan(config('auto', engines=0), [Node(tpus=4), Node(tpus=4)])
   assert plan.learners[0].claims == {'TPU': 4.0}

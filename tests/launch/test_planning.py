@@ -14,6 +14,8 @@ from rich.console import Console
 
 from jaxrl.signature import ConfigError
 from jaxrl.training.mesh import make_mesh
+from kernels import flash
+from kernels.attention import attention
 from launch import config as configs
 from launch import plan, targets
 from launch.planning import (
@@ -58,6 +60,44 @@ def test_flops_count_a_loop_as_often_as_it_runs():
   x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
   w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
   assert flops.of(jax.jit(loop).trace(x, w).jaxpr) == 6 * 2 * 8 * 16 * 16
+
+
+def test_a_loop_that_is_not_fixed_counts_as_often_as_is_said():
+  x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+  n = jax.ShapeDtypeStruct((), jnp.int32)
+
+  def run(x, n):
+    return jax.lax.fori_loop(0, n, lambda _, y: y @ y, x)
+
+  traced = jax.jit(run).trace(x, n)
+  text = traced.lower().compile().as_text()
+  assert flops.of(traced.jaxpr, 5) == 5 * 2 * 16**3
+  once, often = (traffic.of(text, rounds=rounds).memory for rounds in (1, 5))
+  assert often - once >= 4 * 3 * 16 * 16 * 4  # two read, one written a round
+
+
+def test_flops_of_grouped_products_are_those_of_each_row_once():
+  x = jax.ShapeDtypeStruct((40, 8), jnp.float32)
+  w = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)
+  sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+  slope = jax.grad(lambda x, w, n: jnp.sum(jax.lax.ragged_dot(x, w, n) ** 2), (0, 1))
+  assert flops.of(jax.jit(slope).trace(x, w, sizes).jaxpr) == 3 * 2 * 40 * 8 * 16
+
+
+@pytest.mark.parametrize('kernel', [flash.triton, flash.splash])
+def test_flops_of_a_kernel_are_those_of_the_plain_way(kernel):
+  """Its loops are as long as it finds at run time, and causal ones skip blocks."""
+  q = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
+  k = jax.ShapeDtypeStruct((2, 1024, 2, 64), jnp.bfloat16)
+  ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+
+  def count(attend):
+    total = lambda *x: attend(*x).astype(jnp.float32).sum()  # noqa: E731
+    slope = jax.grad(total, (0, 1, 2))
+    return flops.of(jax.jit(slope).trace(q, k, k, ids).jaxpr)
+
+  plain = functools.partial(attention, kernels='reference')
+  assert 0.5 <= count(kernel) / count(plain) <= 2
 
 
 def test_collectives_count_a_loop_as_often_as_it_runs():

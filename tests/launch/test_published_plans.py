@@ -41,6 +41,6 @@ def test_every_size_lowers_on_its_mesh(name):
   mesh = abstract.mesh_of(run.config, jax.devices()[:8])
   learner = abstract.make_learner(run, mesh)
   _, traced = learner.traced(run.buckets[-1])
-  assert 'stablehlo' in traced['train'].lower().as_text()[:20000]
+  assert traced['train'].lower().as_text().count('stablehlo.dot_general') >= 3
   held = resident(run, learner, decode.engine_of(run))
   assert held['optimizer state'] == pytest.approx(2 * held['parameters'], rel=1e-6)

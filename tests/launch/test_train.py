@@ -9,7 +9,9 @@ import types
 
 import pytest
 
+from launch import config as configs
 from launch import train
+from tests.launch import runs
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -124,6 +126,16 @@ def test_a_mistake_is_told_before_jax_is_imported(folder):
   )
   ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
   assert ran.returncode == 2, ran.stderr
+
+
+def test_what_plays_is_told_of_no_adapters(tmp_path):
+  argv = [f'--config={runs.DEBUG}', '--config.model.lora=lora()']
+  command = configs.parse([*argv, '--config.checkpoint.export=True'])
+  workdir = types.SimpleNamespace(path=tmp_path)
+  steps = train.next_steps(command, configs.load(command), workdir)
+  assert 'lora()' in steps['train on']
+  played = steps['watch it play'].split()
+  assert [x for x in played if 'lora' in x] == ['--config.model.lora=']
 
 
 def start(folder, *argv):

@@ -27,6 +27,12 @@ def test_auto_is_what_fits():
   assert plan('auto', ray=False) == plan('inprocess', ray=False)
   assert plan('auto') == plan('object_store')
   assert plan('auto').options == {}  # so the learner's own dtype
+  text = '(dtype="bfloat16")'
+  assert plan('auto' + text) == plan('object_store' + text)
+
+
+def test_what_is_shared_is_never_a_difference():
+  assert plan('shared_memory(keep=3)').options == {'keep': 3, 'full_every': 1}
 
 
 def test_options_are_those_of_whoever_takes_them(tmp_path, monkeypatch):
@@ -46,11 +52,12 @@ REFUSED = {
   'object_store(keep="two")': 'must be a int',
   "shared_memory(dtype='bfloat8')": "Did you mean 'bfloat16'",
   "shared_memory(dtype='int8')": "no dtype 'int8'",
-  "auto(dtype='bfloat16')": "no option 'dtype'",
+  'auto(keep=2)': "no option 'keep'",
   'object_store(part=1)': "no option 'part'",
   'inprocess': 'take auto or object_store',
   'checkpoint': 'needs a folder',
   'nccl(buffer_bytes=0)': 'buffer_bytes must be at least 1',
+  'shared_memory(full_every=2)': "no option 'full_every'",
   'ipc(keep=2)': "no option 'keep'",
   'ipc(dtype="bfloat8")': "Did you mean 'bfloat16'",
   'nccl': 'engine=jax takes no weights from GPU to GPU',

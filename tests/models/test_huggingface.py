@@ -93,7 +93,7 @@ def test_equal_to_transformers_both_ways(name, tmp_path):
   config, params = huggingface.load(tmp_path / 'theirs')
   tokens = small.tokens(2, 50)
   expected = their_logprobs(theirs, tokens)
-  np.testing.assert_allclose(our_logprobs(config, params, tokens), expected, atol=1e-4)
+  np.testing.assert_allclose(our_logprobs(config, params, tokens), expected, rtol=1e-5)
   huggingface.save(tmp_path / 'ours', config, params)
   back, info = transformers.AutoModelForCausalLM.from_pretrained(
     tmp_path / 'ours', output_loading_info=True

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model, unconstrained
+from jaxrl.models.core import unconstrained
+from jaxrl.models.model import Model
 from jaxrl.training.learner import Learner
 from jaxrl.types import PolicyOutputs, Trajectory
 

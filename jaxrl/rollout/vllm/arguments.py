@@ -22,6 +22,7 @@ OURS = {
   'tokenizer': 'model.checkpoint',
   'max_model_len': 'batch.max_length',
   'max_num_seqs': 'rollout.num_slots',
+  'data_parallel_size': 'cluster.num_engines',  # digests of replicas are not compared
   'disable_log_stats': '',
   'folder': 'model.checkpoint',
   'logprobs_mode': '',

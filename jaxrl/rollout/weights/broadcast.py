@@ -1,6 +1,7 @@
 """The two ends of a broadcast as the loop and the engines know them: awaited."""
 
 import asyncio
+import functools
 import logging
 import socket
 import time
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.dispatch import Dispatcher
+from jaxrl.rollout.weights.changes import Changes
 from jaxrl.rollout.weights.errors import WeightsError
 from jaxrl.rollout.weights.layout import Window, snapshot
 from jaxrl.rollout.weights.publisher import Publisher, Report
@@ -100,9 +102,10 @@ class BroadcastWeights:
   """A `WeightStore` whose engines live in other processes.
 
   They hold a `ReceivedWeights` each, on the same transport. dtype: floating-point
-  arrays are cast to it; None keeps each one's own. parts, part: processes of the
-  learner, and which this is. tend: seconds between two looks at what receivers miss.
-  options: as for `Publisher`.
+  arrays are cast to it; None keeps each one's own. on_device: what changed is found
+  there, by `Changes`, and only that comes to the host; one more copy stays on the
+  devices. parts, part: processes of the learner, and which this is. tend: seconds
+  between two looks at what receivers miss. options: as for `Publisher`.
   """
 
   def __init__(
@@ -111,12 +114,15 @@ class BroadcastWeights:
     *,
     dispatcher: Dispatcher,
     dtype: str | None = None,
+    on_device: bool = False,
     part: int = 0,
     parts: int = 1,
     tend: float = TEND,
     **options: Any,
   ):
-    self._dispatcher, self._dtype = dispatcher, dtype
+    self._dispatcher = dispatcher
+    take = Changes(dtype).snapshot if on_device else None
+    self._snapshot = take or functools.partial(snapshot, dtype=dtype)
     self._publisher = Publisher(transport, part=part, **options)
     self._transport, self._part, self._parts = transport, part, parts
     self._pause = tend
@@ -140,7 +146,7 @@ class BroadcastWeights:
     Only the copy to the host takes the device thread's time. Waits for receivers that
     still read what must be freed. Raises ValueError unless `version` rises.
     """
-    shards = await self._dispatcher.run(snapshot, params, self._dtype)
+    shards = await self._dispatcher.run(self._snapshot, params)
     self.report = await asyncio.to_thread(self._publisher.publish, version, shards)
     if self._tending is None:
       self._tending = asyncio.create_task(self._tend())

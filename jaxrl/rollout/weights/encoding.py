@@ -58,11 +58,13 @@ def encode(
   layout: Layout,
   base: Before | None,
   run: Callable[..., Iterator[Coded]] = map,
+  *,
+  whole: bool = False,
 ) -> list[Coded]:
   """Every chunk, as its difference where that has fewer bytes and a base is there.
 
   layout: the shards' own, as `plan` gives it. base: of the same layout. run: a `map`,
-  of threads perhaps.
+  of threads perhaps. whole: in full all the same; what changed is only counted.
   """
   olds = [s.words for s in base.shards] if base else [None] * len(shards)
   digests: Iterator[str | None] = itertools.repeat(None)
@@ -70,11 +72,20 @@ def encode(
     digests = iter([c.digest for c in base.manifest.chunks()])
   work = []
   for shard, (region, cuts), old in zip(shards, layout, olds, strict=True):
+    told = shard.changed if old is not None and shard.since is old else None
     for start, count in cuts:
       box = slice(start, start + count)
       past = None if old is None else old[box]
-      work.append((region, start, shard.words[box], past, next(digests)))
+      places = None if told is None else _within(told, start, count)
+      args = region, start, shard.words[box], past, next(digests), places, whole
+      work.append(args)
   return list(run(lambda args: _encode(*args), work))
+
+
+def _within(changed: np.ndarray, start: int, count: int) -> np.ndarray:
+  """Those of ascending indices that lie in a chunk, counted from its start."""
+  low, high = np.searchsorted(changed, (start, start + count))
+  return changed[low:high] - start
 
 
 def _encode(
@@ -83,10 +94,15 @@ def _encode(
   words: np.ndarray,
   old: np.ndarray | None,
   old_digest: str | None,
+  places: np.ndarray | None,
+  whole: bool,
 ) -> Coded:
   if old is None or old_digest is None:
     return Coded(region, start, words, checksum(words), RAW, words, words.size)
-  indices = delta.changed(old, words)
+  indices = delta.changed(old, words) if places is None else places
+  if whole:
+    digest = checksum(words) if indices.size else old_digest
+    return Coded(region, start, words, digest, RAW, words, indices.size)
   if not indices.size:
     return Coded(region, start, words, old_digest, SAME, b'', 0)
   data = delta.encode(old, words, indices)

@@ -68,10 +68,16 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """A region and its contents: `words`, flat unsigned integers of the same bits."""
+  """A region and its contents: `words`, flat unsigned integers of the same bits.
+
+  since, changed: the words of the version before, the very array, and the ascending
+  indices where these differ; None where nobody has looked.
+  """
 
   region: Region
   words: np.ndarray
+  since: np.ndarray | None = None
+  changed: np.ndarray | None = None
 
 
 def words(array: np.ndarray) -> np.ndarray:
@@ -114,21 +120,29 @@ def snapshot(params: Params, dtype: str | None = None) -> list[Shard]:
   leaves = flatten(params)
   on_device = {n: x for n, x in leaves.items() if isinstance(x, jax.Array)}
   copies = _copy(on_device, dtype)
-  found = {}
-  for name, copy in copies.items():
-    found[name] = [s for s in copy.addressable_shards if s.replica_id == 0]
-    for shard in found[name]:
+  found = {name: pieces(copy) for name, copy in copies.items()}
+  for them in found.values():
+    for shard in them:
       shard.data.copy_to_host_async()
   shards = []
   for name, leaf in leaves.items():
     if name not in copies:
       array = _cast(np.asarray(leaf), dtype)
-      shards.append(_shard(name, array.shape, (0,) * array.ndim, array))
+      shards.append(Shard(region_of(name, array.shape, array), words(array)))
     for piece in found.get(name, ()):
-      offset = tuple(s.start or 0 for s in piece.index)
-      array = np.ascontiguousarray(piece.data).reshape(piece.data.shape)
-      shards.append(_shard(name, leaf.shape, offset, array))
+      region = region_of(name, leaf.shape, piece.data, piece.index)
+      shards.append(Shard(region, on_host(piece.data)))
   return shards
+
+
+def pieces(array: jax.Array) -> list[Any]:
+  """The shards of `array` that are this process's to send."""
+  return [s for s in array.addressable_shards if s.replica_id == 0]
+
+
+def on_host(piece: jax.Array) -> np.ndarray:
+  """The words of a piece that nothing else holds, once it has come to the host."""
+  return words(np.ascontiguousarray(piece).reshape(piece.shape))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -145,13 +159,18 @@ def _cast(array: np.ndarray, dtype: str | None) -> np.ndarray:
   return np.array(array, dtype=dtype if real else None, order='C')
 
 
-def _shard(
-  name: str, shape: Sequence[int], offset: tuple[int, ...], array: np.ndarray
-) -> Shard:
-  if array.dtype.name not in DTYPES:
-    raise ValueError(f'{name}: weights of dtype {array.dtype} cannot be sent')
-  region = Region(name, array.dtype.name, tuple(shape), offset, array.shape)
-  return Shard(region, words(array))
+def region_of(
+  name: str, shape: Sequence[int], piece: Any, index: Window | None = None
+) -> Region:
+  """Of `piece`, at `index` of a parameter of this shape; None: all of it.
+
+  Raises ValueError for arrays of other dtypes than `DTYPES`.
+  """
+  if piece.dtype.name not in DTYPES:
+    raise ValueError(f'{name}: weights of dtype {piece.dtype} cannot be sent')
+  index = index or (slice(0, None),) * len(piece.shape)
+  offset = tuple(s.start or 0 for s in index)
+  return Region(name, piece.dtype.name, tuple(shape), offset, tuple(piece.shape))
 
 
 def overlap(region: Region, window: Window | None) -> tuple[Window, Window] | None:

@@ -21,6 +21,7 @@ from jaxrl.rollout.weights.blobs import Packer, label
 from jaxrl.rollout.weights.encoding import Before, Coded, encode, plan, write
 from jaxrl.rollout.weights.layout import Shard
 from jaxrl.rollout.weights.leases import Leases
+from jaxrl.rollout.weights.shared_memory import SharedMemory
 from jaxrl.rollout.weights.transport import Buffer, Transport
 from jaxrl.rollout.weights.wire import RAW, Manifest, frame
 
@@ -54,7 +55,9 @@ class Publisher:
 
   part: which process. keep: newest versions that stay, besides the newest full one and
   all after it. chunk_bytes, blob_bytes: bounds. full_every: versions until one is
-  written in full again. patience: seconds that a silent receiver is waited for.
+  written in full again; 1: no version is a difference, which spares bytes on their way
+  but is put together before it can be loaded. patience: seconds that a silent receiver
+  is waited for.
   Methods may be called from any thread; one runs at a time.
   """
 
@@ -108,6 +111,9 @@ class Publisher:
           f'weights version {version} was published after version {self.version}; '
           'versions must rise'
         )
+      if self._newest is None and isinstance(self._transport, SharedMemory):
+        # Those kept, and the one that is put: said now, not when some are written.
+        self._transport.require((self._keep + 1) * sum(x.words.nbytes for x in shards))
       begun = time.perf_counter()
       while self._free():
         self._mend()
@@ -117,7 +123,9 @@ class Publisher:
       base = self._newest
       if base is not None and base.manifest.layout() != layout:
         base = None
-      coded = encode(shards, layout, base, self._pool.map)
+      whole = self._full_every == 1
+      coded = encode(shards, layout, base, self._pool.map, whole=whole)
+      base = None if whole else base
       encoded = time.perf_counter()
       written, sent = self._write(version, shards, base, coded)
       self._sweep()
@@ -197,7 +205,8 @@ class Publisher:
       for name in stored:
         self._transport.delete(name)
       raise
-    self._stored[version], self._newest = stored, Before(manifest, shards)
+    bare = [Shard(shard.region, shard.words) for shard in shards]
+    self._stored[version], self._newest = stored, Before(manifest, bare)
     self._chain += delta_bytes
     if manifest.complete:
       self._full, self._chain = version, 0

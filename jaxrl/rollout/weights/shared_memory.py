@@ -18,6 +18,7 @@ from jaxrl.rollout.weights.errors import WeightsError
 from jaxrl.rollout.weights.transport import Folder
 
 LOCK = '.owner'
+MEMORY = pathlib.Path('/dev/shm')
 
 
 class SharedMemory(Folder):
@@ -48,6 +49,17 @@ class SharedMemory(Folder):
     """What another process attaches by."""
     return str(self.path)
 
+  def require(self, size: int) -> None:
+    """Raises WeightsError unless so many bytes are free."""
+    found = os.statvfs(self.path)
+    free = found.f_bavail * found.f_frsize
+    if free < size:
+      raise WeightsError(
+        f'{self.path.parent} has {free / 1e9:.2f} GB free, and the versions of the '
+        f'weights that lie there at a time need {size / 1e9:.2f} GB: give it more (a '
+        "container's --shm-size, say), or take --config.cluster.weights=object_store"
+      )
+
   def close(self) -> None:
     if self._end is not None:
       self._end()
@@ -77,8 +89,7 @@ def remove_abandoned() -> list[pathlib.Path]:
 
 
 def _root() -> pathlib.Path:
-  memory = pathlib.Path('/dev/shm')
-  return memory if memory.is_dir() else pathlib.Path(tempfile.gettempdir())
+  return MEMORY if MEMORY.is_dir() else pathlib.Path(tempfile.gettempdir())
 
 
 def _prefix() -> str:

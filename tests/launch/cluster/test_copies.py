@@ -1,13 +1,13 @@
 """How many copies of its parameters a learner in actors keeps for publishing."""
 
 import asyncio
-import types
 
 import numpy as np
 import pytest
 
 from jaxrl.rollout import sync
-from launch.cluster.learners import LearnerActor, RemoteParams
+from launch.cluster.learners import LearnerActor
+from launch.cluster.remote_params import RemoteParams
 
 
 class Weights:
@@ -25,10 +25,18 @@ class Weights:
     self.had.append((version, int(params['w'][0])))
 
 
+class Learner:
+  def __init__(self):
+    self.params = {'w': np.zeros(1)}
+
+  async def weights(self):
+    return self.params
+
+
 @pytest.fixture
 def actor():
   made = LearnerActor(None, None)  # pyright: ignore
-  made._learner = types.SimpleNamespace(params={'w': np.zeros(1)})  # pyright: ignore
+  made._learner = Learner()  # pyright: ignore
   made._weights = Weights()  # pyright: ignore
   yield made
   made._dispatcher.close()

@@ -27,7 +27,7 @@ def test_a_run_learns_from_what_vllm_plays(tmp_path, weights, placement, gpus):
   options = (
     *OPTIONS,
     '--config.num_steps=2',
-    '--config.model.random.tie_embeddings=false',
+    '--config.model.random.family=qwen3(tie_embeddings=False)',
     '--config.model.random.vocab_size=288',  # vLLM fills it up to 320
     '--config.rollout.engine=vllm(block_size=32)',
     f'--config.cluster.placement={placement}',

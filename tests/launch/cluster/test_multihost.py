@@ -61,7 +61,7 @@ def close(one, two):
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(ray, tmp_path):
-  from launch.cluster import learners
+  from launch.cluster import learners, remote_params
   from launch.cluster.placement import Seats
   from launch.cluster.ray_host import Remote
 
@@ -100,7 +100,7 @@ def test_two_processes_learn_what_one_does(ray, tmp_path):
     assert len(places) > 2 and all(sockets.loopback(place) for place in places), places
 
     plan = weights.Plan('shared_memory', {'dtype': None})
-    store = learners.RemoteBroadcast(plan, weights.elsewhere(memory), parts=2)
+    store = remote_params.RemoteBroadcast(plan, weights.elsewhere(memory), parts=2)
     held = asyncio.run(theirs.params.hold())
     asyncio.run(theirs.update(toy.groups(3)))  # of which what is held knows nothing
     asyncio.run(store.publish(3, held))

@@ -40,7 +40,7 @@ def same(one, two):
         np.testing.assert_array_equal(getattr(row, name), getattr(row_, name))
 
 
-ONE = pytest.param(1, 'shared_memory', marks=pytest.mark.slow)
+ONE = pytest.param(1, 'object_store', marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(('engines', 'weights'), [(2, 'auto'), ONE])

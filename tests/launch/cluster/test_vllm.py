@@ -30,7 +30,7 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize(
-  'transport', ['auto', pytest.param('shared_memory', marks=pytest.mark.slow)]
+  'transport', ['auto', pytest.param('object_store', marks=pytest.mark.slow)]
 )
 def test_a_run_learns_from_what_vllm_plays(ray, tmp_path, transport):
   told = runs.record(

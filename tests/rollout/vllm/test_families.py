@@ -20,7 +20,10 @@ async def test_an_untied_model_scores_as_the_learner_does(family, tmp_path):
   from jaxrl.rollout.vllm.engine import VllmEngine
 
   shape = random_config(
-    family=family, vocab_size=320, hidden_size=128, num_layers=2, tie_embeddings=False
+    family=f'{family}(tie_embeddings=False)',
+    vocab_size=320,
+    hidden_size=128,
+    num_layers=2,
   )
   model = Model(shape)
   params = jax.tree.map(np.asarray, sharpened(model.init(jax.random.key(3)), 3.0))

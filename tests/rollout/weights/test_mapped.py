@@ -2,7 +2,9 @@
 
 import asyncio
 import mmap
+import os
 import tracemalloc
+import types
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import safetensors
 
 from jaxrl.rollout.weights.broadcast import on_device
+from jaxrl.rollout.weights.errors import WeightsError
 from jaxrl.rollout.weights.layout import flatten, snapshot
 from jaxrl.rollout.weights.publisher import Publisher
 from jaxrl.rollout.weights.pulls import Puller
@@ -106,19 +109,45 @@ def test_parameters_of_any_size_and_dtype_lie_in_one_run(shared):
 
 def test_a_chunk_that_changed_everywhere_does_not_tear_the_full_bytes(shared):
   params = make()
-  publisher = Publisher(shared, full_every=1, **SMALL)
-  publisher.publish(0, snapshot(params))
+  publisher = Publisher(shared, full_every=2, **SMALL)
+  for version in range(2):
+    publisher.publish(version, snapshot(params))
   early = Receiver(shared)
   early.poll()
   params = step(params, 0.001)
   kernel = params['layers']['kernel']
   kernel[1] = step(kernel[1], 1)
-  publisher.publish(1, snapshot(params))
+  publisher.publish(2, snapshot(params))  # in full, and as a difference
   late = Receiver(shared)
   for receiver in (early, late):
-    assert receiver.poll() == 1 and same(receiver.params(), params)
+    assert receiver.poll() == 2 and same(receiver.params(), params)
     assert receiver.digests == (publisher.digest,)
   assert views(late) == set(flatten(params)) and 'layers.kernel' not in views(early)
+
+
+def test_too_little_memory_is_said_before_anything_is_written(shared, monkeypatch):
+  params = make()
+  size = sum(x.nbytes for x in flatten(params).values())
+  room = types.SimpleNamespace(f_bavail=3 * size - 1, f_frsize=1)
+  monkeypatch.setattr(os, 'statvfs', lambda _: room)
+  publisher = Publisher(shared, keep=2, full_every=1, **SMALL)
+  with pytest.raises(WeightsError, match=r'take .*=object_store'):
+    publisher.publish(0, snapshot(params))
+  assert not list(shared.names(''))
+  room.f_bavail += 1
+  assert publisher.publish(0, snapshot(params)).full_bytes == size
+
+
+def test_without_differences_all_is_loaded_as_it_lies(shared):
+  publisher, receiver = Publisher(shared, full_every=1, **SMALL), Receiver(shared)
+  params, everything = make(), sum(x.size for x in flatten(make()).values())
+  for version in range(3):
+    report = publisher.publish(version, snapshot(params))
+    assert report.delta_bytes is None and report.written_bytes > report.full_bytes
+    assert 0 < report.changed < everything or version == 0
+    assert receiver.poll() == version and same(receiver.params(), params)
+    assert receiver.loaded.full and views(receiver) == set(flatten(params))
+    params = step(params, 0.01, version)
 
 
 def test_a_difference_of_everything_is_not_copied_either(shared):

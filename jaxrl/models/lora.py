@@ -1,0 +1,161 @@
+"""LoRA (arXiv 2106.09685): low-rank adapters beside frozen linear layers.
+
+A layer with kernel W gets A, random, and B, zero at first: x·W + (α / rank)·(x·A)·B.
+A model's `config.lora` says where they are; in the tree of parameters they lie beside
+the kernel as lora_a `[*inputs, rank]` and lora_b `[rank, *outputs]`, in float32. What
+learns are they and a value head; all else is frozen. Functions here are of such trees,
+and of any tree where `lora` is None: then all of it learns.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.models.config import LORA_TARGETS, Lora, ModelConfig
+from jaxrl.signature import ConfigError, call, unknown
+from jaxrl.types import Params
+
+ADAPTERS = ('lora_a', 'lora_b')
+KEY = 'model.lora'
+
+
+def lora(
+  *,
+  rank: int = 16,
+  alpha: float = 32.0,
+  targets: str = 'q,k,v,o,gate,up,down',
+  base: Literal['float32', 'bfloat16'] = 'float32',
+) -> Lora:
+  """Adapters of `rank` for the layers `targets`, scaled by alpha / rank.
+
+  base: of what the frozen kernels and tables are kept in.
+  """
+  where, chosen = f'--config.{KEY}', tuple(name.strip() for name in targets.split(','))
+  for name in chosen:
+    if name not in LORA_TARGETS:
+      raise unknown(name, LORA_TARGETS, 'linear layer', f'{where}: targets={targets!r}')
+  if rank < 1 or alpha <= 0:
+    raise ConfigError(f'{where}: rank={rank} and alpha={alpha} must be above 0')
+  ordered = tuple(name for name in LORA_TARGETS if name in chosen)
+  return Lora(rank, float(alpha), ordered, base)
+
+
+def parse(text: str) -> Lora | None:
+  """The adapters that a call string names; None for ''. Raises ConfigError."""
+  return call(text, {'lora': lora}, 'kind of adapter', KEY) if text else None
+
+
+def _learns(path: Any) -> bool:
+  return path[-1].key in ADAPTERS or path[0].key == 'value_head'
+
+
+def trained(config: ModelConfig, params: Params) -> Params:
+  """The part of `params` that learns, as a tree with fewer branches."""
+  if config.lora is None:
+    return params
+  found: Params = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if _learns(path):
+      branch = found
+      for key in path[:-1]:
+        branch = branch.setdefault(key.key, {})
+      branch[path[-1].key] = leaf
+  return found
+
+
+def join(config: ModelConfig, params: Params, part: Params) -> Params:
+  """`params` with `part`, of the structure that `trained` gives, in its place."""
+  return part if config.lora is None else _over(params, part)
+
+
+def _over(tree: Params, part: Params) -> Params:
+  return tree | {
+    name: _over(tree[name], value) if isinstance(value, dict) else value
+    for name, value in part.items()
+  }
+
+
+def without(params: Params) -> Params:
+  """`params` without any adapter."""
+  return {
+    name: without(value) if isinstance(value, dict) else value
+    for name, value in params.items()
+    if name not in ADAPTERS
+  }
+
+
+def stored(config: ModelConfig, params: Params) -> Params:
+  """`params` in the precision that they are kept in."""
+  if config.lora is None or config.lora.base == 'float32':
+    return params
+
+  def cast(path: Any, x: jax.Array) -> jax.Array:
+    narrow = path[-1].key in ('kernel', 'table') and not _learns(path)
+    return x.astype(config.lora.base) if narrow and config.lora else x
+
+  return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def merged(config: ModelConfig, params: Params, dtype: str = 'float32') -> Params:
+  """The parameters of the model without adapters that computes the same.
+
+  W + (α / rank)·A·B in float32, then in W's own type, or `dtype`, that of the model's
+  activations, where that is wider. Rounding apart, it is the same forward pass.
+  """
+  own = config.lora
+  if own is None:
+    return params
+
+  def merge(tree: Params) -> Params:
+    made = {name: merge(x) if isinstance(x, dict) else x for name, x in tree.items()}
+    if 'lora_b' not in made:
+      return made
+    a, b = made.pop('lora_a'), made.pop('lora_b')
+    kernel = made['kernel']
+    rank = math.prod(b.shape[1:2])  # behind the axis of the layers
+    left = a.reshape(a.shape[0], -1, rank)
+    right = b.reshape(b.shape[0], rank, -1)
+    change = jnp.matmul(left, right, precision='highest').reshape(kernel.shape)
+    wide = kernel.astype(jnp.float32) + own.scale * change
+    return made | {'kernel': wide.astype(jnp.promote_types(kernel.dtype, dtype))}
+
+  return merge(params)
+
+
+def bare(config: ModelConfig) -> ModelConfig:
+  """The shape of the model without adapters."""
+  return dataclasses.replace(config, lora=None)
+
+
+def add(model: Any, params: Params, key: jax.Array) -> Params:
+  """`params` of the bare model with fresh adapters of `model`, which has `lora`.
+
+  Those that are there already stay. It computes what the bare model does, bit for bit.
+  """
+  config = model.config
+  if config.lora is None or any(
+    path[-1].key in ADAPTERS for path, _ in jax.tree_util.tree_leaves_with_path(params)
+  ):
+    return params
+
+  def fresh(key: jax.Array) -> Params:
+    whole = trained(config, model.init(key))
+    return {name: x for name, x in whole.items() if name != 'value_head'}
+
+  shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+  part = jax.eval_shape(fresh, key) if shapes else jax.jit(fresh)(key)
+  return _over(params, part)
+
+
+def fingerprint(params: Params) -> jax.Array:
+  """uint32: of every bit that is frozen, wherever on a mesh it lies."""
+  total = jnp.uint32(0)
+  for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+    if not _learns(path):
+      word = jnp.uint32 if x.dtype == jnp.float32 else jnp.uint16
+      bits = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
+      total += jnp.uint32(2 * i + 1) * jnp.sum(bits, dtype=jnp.uint32)
+  return total

@@ -1,0 +1,61 @@
+"""Adapters as a folder in the format of Hugging Face's PEFT, which vLLM serves too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxrl.models import lora, names
+from jaxrl.models.config import ModelConfig
+from jaxrl.types import Params
+
+CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
+
+
+def save(folder: str | Path, config: ModelConfig, params: Params, base: str) -> None:
+  """Writes the adapters of `params`, as config.lora says; base: what they belong to.
+
+  PEFT's lora_A is `[rank, inputs]` and its lora_B `[outputs, rank]`, both float32.
+  """
+  own, arrays = config.lora, {}
+  assert own is not None  # there is nothing to write
+  for tensor in names.tensors(lora.bare(config)):
+    if tensor.path[-1] != 'kernel' or config.adapters(tensor.path[-2]) is None:
+      continue
+    layer = params
+    for key in tensor.path[:-1]:
+      layer = layer[key]
+    left, right = (
+      np.asarray(layer[n][tensor.index], np.float32) for n in lora.ADAPTERS
+    )
+    name = f'base_model.model.{tensor.name.removesuffix(".weight")}'
+    left, right = left.reshape(-1, own.rank), right.reshape(own.rank, -1)
+    arrays[f'{name}.lora_A.weight'] = np.ascontiguousarray(left.T)
+    arrays[f'{name}.lora_B.weight'] = np.ascontiguousarray(right.T)
+  folder = Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  save_file(arrays, folder / TENSORS, metadata={'format': 'pt'})
+  (folder / CONFIG).write_text(json.dumps(_settings(config, base), indent=2) + '\n')
+
+
+def _settings(config: ModelConfig, base: str) -> dict[str, Any]:
+  own = config.lora
+  assert own is not None
+  alpha = int(own.alpha) if own.alpha.is_integer() else own.alpha
+  return {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': base,
+    'r': own.rank,
+    'lora_alpha': alpha,
+    'lora_dropout': 0.0,
+    'target_modules': [f'{name}_proj' for name in own.targets],
+    'bias': 'none',
+    'fan_in_fan_out': False,
+    'use_rslora': False,
+    'use_dora': False,
+    'modules_to_save': None,
+    'inference_mode': True,
+  }

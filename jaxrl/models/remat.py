@@ -1,0 +1,72 @@
+"""What the backward pass finds kept from the forward one; all else is computed again.
+
+A policy is named by a call string, `model.remat`. Within a layer these have names:
+'qkv' (queries, keys and values, rotated), 'attention' (its output, before the
+projection), 'residual' (the stream between attention and MLP) and 'mlp' (the inner
+activations of a dense MLP). What comes into a layer is kept by every policy.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxrl.signature import ConfigError, call, unknown
+
+NAMES = ('qkv', 'attention', 'residual', 'mlp')
+HOST = {'offload_src': 'device', 'offload_dst': 'pinned_host'}
+Policy = Callable[..., Any] | None
+_POLICIES = jax.checkpoint_policies
+
+
+def _none() -> Policy:
+  """Everything is kept."""
+  return None
+
+
+def _full() -> Policy:
+  return _POLICIES.nothing_saveable
+
+
+def _dots() -> Policy:
+  """Products with weights are kept; those of attention, which have a batch, are not."""
+  return _POLICIES.dots_with_no_batch_dims_saveable
+
+
+def _dots_batch() -> Policy:
+  """All matrix products are kept, attention's scores among them."""
+  return _POLICIES.dots_saveable
+
+
+def _names(*, save: str = 'attention', offload: str = '') -> Policy:
+  """save, offload: names, with commas between, kept on the device or in the host."""
+  where = f'--config.model.remat=names(save={save!r}, offload={offload!r})'
+  chosen = {}
+  for option, text in (('save', save), ('offload', offload)):
+    chosen[option] = [name.strip() for name in text.split(',') if name.strip()]
+    for name in chosen[option]:
+      if name not in NAMES:
+        raise unknown(name, NAMES, 'activation', where)
+  if twice := set(chosen['save']) & set(chosen['offload']):
+    raise ConfigError(f'{where}: {min(twice)} is both kept and offloaded')
+  return _POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=chosen['save'],
+    names_which_can_be_offloaded=chosen['offload'],
+    **HOST,
+  )
+
+
+KNOWN = {
+  'none': _none,
+  'full': _full,
+  'dots': _dots,
+  'dots_batch': _dots_batch,
+  'names': _names,
+}
+
+
+@functools.cache
+def policy(text: str) -> Policy:
+  """The policy that a call string names, None for 'none'. Raises ConfigError."""
+  return call(text, KNOWN, 'remat policy', 'model.remat')

@@ -1,0 +1,116 @@
+"""A train step on rectangles, on packed rows, and with shared prompts."""
+
+import asyncio
+import statistics
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.algorithms import compose
+from jaxrl.models.model import Model
+from jaxrl.training.learner import Learner
+from jaxrl.training.packing import first_fit
+from jaxrl.training.policy import random_config
+from jaxrl.types import Group, Trajectory
+
+WIDE = {
+  'hidden_size': 256,
+  'num_heads': 4,
+  'num_kv_heads': 2,
+  'head_dim': 64,
+  'intermediate_size': 768,
+}
+ASKED = {
+  'rectangle': {'micro_batches': 4},
+  'packed': {'share_prefix': False},
+  'shared': {'share_prefix': True},
+}
+
+
+def _rows(prompt: int, responses: list[int], rng: Any, group: int) -> Group:
+  question = rng.integers(0, 512, prompt).astype(np.int32)
+  rows = []
+  for member, length in enumerate(responses):
+    answer = rng.integers(0, 512, length).astype(np.int32)
+    mask = np.arange(prompt + length) >= prompt
+    rewards = np.zeros(len(mask), np.float32)
+    rewards[-1] = rng.normal()
+    rows.append(
+      Trajectory(
+        tokens=np.concatenate([question, answer]),
+        action_mask=mask,
+        rollout_logprobs=np.where(mask, -6.2, 0).astype(np.float32),
+        rewards=rewards,
+        weights_version=np.where(mask, 0, -1).astype(np.int32),
+        group_id=group,
+        member=member,
+      )
+    )
+  return rows
+
+
+def long_prompts(rng: Any) -> list[Group]:
+  """Prompt to response as 4:1, sixteen responses each."""
+  return [_rows(256, [64] * 16, rng, 0)]
+
+
+def drawn(rng: Any) -> list[Group]:
+  """Lengths as those of GSM8K: short questions, answers of many lengths."""
+  groups = []
+  for g in range(4):
+    prompt = int(np.clip(rng.lognormal(4.0, 0.35), 20, 120))
+    answers = np.clip(rng.lognormal(4.4, 0.5, 4), 16, 320 - prompt).astype(int)
+    groups.append(_rows(prompt, answers.tolist(), rng, g))
+  return groups
+
+
+# Rows as long as a prompt and its sixteen responses; and the usual ones.
+DATA = {
+  'prompt:response 4:1, n 16': (long_prompts, {'tokens': 1312, 'length': 1312}),
+  'lengths as drawn, n 4': (drawn, {'tokens': 1280}),
+}
+
+
+def measure(repeats: int = 3) -> dict[str, dict[str, float]]:
+  """Case and way → seconds of the fastest and the median step, and what is empty."""
+  return asyncio.run(_measure(repeats))
+
+
+async def _measure(repeats: int) -> dict[str, dict[str, float]]:
+  model = Model(random_config(**WIDE))
+  params = model.init(jax.random.key(0))
+  algorithm = compose.make('grpo', {'kl_coef': 0.0})
+  found = {}
+  for case, (make, sizes) in DATA.items():
+    groups = make(np.random.default_rng(0))
+    rows = sum(len(group) for group in groups)
+    learners = {}
+    for way, asked in ASKED.items():
+      options = dict(asked)
+      if 'share_prefix' in asked:
+        options = {'packing': first_fit(**sizes, **asked)}
+      learner = Learner(
+        model,
+        params,
+        algorithm,
+        num_rows=rows,
+        buckets=(320,),
+        entropy=False,
+        **options,
+      )
+      learners[way] = learner, [await learner.update(groups)]
+    for _ in range(repeats):  # in turns, for the machine's speed wanders
+      for learner, told in learners.values():
+        told.append(await learner.update(groups))
+    for way, (_, told) in learners.items():
+      seconds = [one['time/learn'] for one in told[1:]]
+      found[f'{case}: {way}'] = {
+        'seconds': min(seconds),
+        'median_s': statistics.median(seconds),
+        'padding_share': told[0]['tokens/padding_share'],
+        'shared_share': told[0].get('tokens/shared_share', 0.0),
+        'loss': told[0]['loss/total'],
+        'gradient': told[0]['optimizer/grad_norm'],
+      }
+  return found

@@ -1,0 +1,72 @@
+"""Attention is compiled for every accelerator, by the kernel that is meant for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels.attention import attention
+from kernels.paged import paged_attention
+from launch.targets import topology
+from tests.targets import TARGETS
+
+pytestmark = TARGETS
+MACHINES = ['v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'h200:4']
+
+
+def compiled(machine, function, *arrays):
+  """`function` of arrays (shape, dtype, axes), rows and heads over two devices each."""
+  devices = np.array(topology(machine)).reshape(2, 2)
+  mesh = Mesh(devices, ('batch', 'heads'), axis_types=(AxisType.Auto,) * 2)
+
+  def layout(axes):
+    return P(*(axis and axis.removeprefix('kv_') for axis in axes))
+
+  def shard(run, inputs, output):
+    specs = tuple(map(layout, inputs))
+    options = {'in_specs': specs, 'out_specs': layout(output), 'check_vma': False}
+    return jax.shard_map(run, mesh=mesh, **options)
+
+  def run(*arrays):
+    return function(*arrays, platform=devices.flat[0].platform, shard=shard)
+
+  shapes = [
+    jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, layout(axes)))
+    for shape, dtype, axes in arrays
+  ]
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    return jax.jit(run).lower(*shapes).compile().as_text()
+
+
+@pytest.mark.parametrize('machine', MACHINES)
+@pytest.mark.parametrize(
+  'dtype, dim, length', [('bfloat16', 128, 1500), ('float32', 64, 300)]
+)
+def test_forward_and_backward(machine, dtype, dim, length):
+  def gradient(q, k, v, ids, **options):
+    def total(q, k, v):
+      return (attention(q, k, v, ids, **options).astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(total, (0, 1, 2))(q, k, v)
+
+  queries = (2, length, 8, dim), dtype, ('batch', None, 'heads', None)
+  keys = (2, length, 2, dim), dtype, ('batch', None, 'kv_heads', None)
+  ids = (2, length), jnp.int32, ('batch', None)
+  text = compiled(machine, gradient, queries, keys, keys, ids)
+  if machine.startswith('h200'):
+    assert text.count('__gpu$xla.gpu.triton') >= 2 and 'all-gather' not in text
+  else:
+    assert text.count('tpu_custom_call') >= 3 and 'all-gather' not in text
+
+
+@pytest.mark.parametrize('machine', MACHINES)
+@pytest.mark.parametrize('heads', [2, 8, 16])
+def test_decode(machine, heads):
+  pages = (2, 4, 1152, 128), jnp.bfloat16, ('kv_heads', 'batch', None, None)
+  queries = (4, heads, 128), jnp.bfloat16, ('batch', 'heads', None)
+  lengths = (4,), jnp.int32, ('batch',)
+  text = compiled(machine, paged_attention, queries, pages, pages, lengths)
+  name = '__gpu$xla.gpu.triton' if machine.startswith('h200') else 'tpu_custom_call'
+  assert name in text and 'all-gather' not in text

@@ -1,0 +1,113 @@
+"""Both ways of mixing experts, against loops over tokens in float64."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import experts
+from launch import targets
+
+TOKENS, WIDTH, INNER, EXPERTS, PICKS = 11, 6, 5, 4, 3
+NAMES = ('x', 'weights', 'gate', 'up', 'down')
+
+
+def arrays(seed=0):
+  draw = np.random.default_rng(seed)
+  chosen = draw.permuted(np.tile(np.arange(EXPERTS), (TOKENS, 1)), axis=1)[:, :PICKS]
+  chosen[chosen == 2] = 1  # an expert of no one, and tokens that take one twice
+  chosen[3], chosen[4, 1] = EXPERTS, -1  # and some of nobody here
+  shapes = {
+    'x': (TOKENS, WIDTH),
+    'weights': (TOKENS, PICKS),
+    'gate': (EXPERTS, WIDTH, INNER),
+    'up': (EXPERTS, WIDTH, INNER),
+    'down': (EXPERTS, INNER, WIDTH),
+  }
+  return chosen, {k: draw.standard_normal(shape) for k, shape in shapes.items()}
+
+
+def by_hand(chosen, x, weights, gate, up, down):
+  y = np.zeros_like(x)
+  for n, j in np.ndindex(chosen.shape):
+    e = chosen[n, j]
+    if 0 <= e < EXPERTS:
+      a = x[n] @ gate[e]
+      inner = a / (1 + np.exp(-a)) * (x[n] @ up[e])
+      y[n] += weights[n, j] * (inner @ down[e])
+  return y
+
+
+def of(way, chosen, given, dtype='float32'):
+  cast = {k: jnp.asarray(v, dtype) for k, v in given.items()}
+  cast['weights'] = jnp.asarray(given['weights'], jnp.float32)
+  return way(cast.pop('x'), jnp.asarray(chosen, jnp.int32), **cast)
+
+
+@pytest.mark.parametrize('way', [experts.dense, experts.ragged])
+@pytest.mark.parametrize(('dtype', 'atol'), [('float32', 2e-5), ('bfloat16', 0.4)])
+def test_values(way, dtype, atol):
+  chosen, given = arrays()
+  y = of(way, chosen, given, dtype)
+  assert y.dtype == dtype
+  np.testing.assert_allclose(y.astype(float), by_hand(chosen, **given), atol=atol)
+
+
+@pytest.mark.parametrize('way', [experts.dense, experts.ragged])
+def test_gradients_against_differences(way):
+  chosen, given = arrays(1)
+  toward = np.random.default_rng(2).standard_normal((TOKENS, WIDTH))
+  loss = jax.jit(jax.grad(lambda given: (of(way, chosen, given) * toward).sum()))
+  found = loss({k: jnp.float32(v) for k, v in given.items()})
+  draw, step = np.random.default_rng(3), 1e-6
+  for name in NAMES:
+    direction = draw.standard_normal(given[name].shape)
+    up = by_hand(chosen, **given | {name: given[name] + step * direction})
+    down = by_hand(chosen, **given | {name: given[name] - step * direction})
+    expected = ((up - down) * toward).sum() / (2 * step)
+    np.testing.assert_allclose((found[name] * direction).sum(), expected, rtol=2e-4)
+
+
+def test_a_token_of_the_dense_way_has_the_same_bits_in_any_company():
+  chosen, given = arrays()
+  whole = of(experts.dense, chosen, given)
+  other = given | {'x': np.where(np.arange(TOKENS)[:, None] == 5, given['x'], 9.0)}
+  np.testing.assert_array_equal(of(experts.dense, chosen, other)[5], whole[5])
+
+
+def grouped(machine):
+  """`ragged` as compiled for 1024 rows, 2 picks each of 512 tokens, 256 wide."""
+  if why := targets.missing(targets.parse(machine)):
+    pytest.skip(f'{why} is not installed: make env-targets')
+  one = jax.sharding.SingleDeviceSharding(targets.topology(machine)[0])
+  shapes = {
+    'x': (512, 256),
+    'chosen': (512, 2),
+    'weights': (512, 2),
+    'gate': (EXPERTS, 256, 128),
+    'up': (EXPERTS, 256, 128),
+    'down': (EXPERTS, 128, 256),
+  }
+  dtypes = {'chosen': jnp.int32, 'weights': jnp.float32}
+  args = {
+    name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16), sharding=one)
+    for name, shape in shapes.items()
+  }
+  return jax.jit(experts.ragged).lower(**args).compile()
+
+
+@pytest.mark.targets
+def test_on_a_tpu_a_grouped_product_does_the_chosen_work():
+  chosen = 2 * 1024 * 3 * 256 * 128
+  assert 1 <= grouped('v5p:1x1x1').cost_analysis()['flops'] / chosen < 1.1
+
+
+@pytest.mark.targets
+def test_on_a_gpu_every_row_is_multiplied_by_every_expert():
+  """Why GPUs are given the other way; once this fails, `moe.way` can give them it."""
+  made = re.findall(r'= \w+\[([\d,]+)\]\S* dot\(', grouped('h200:1').as_text())
+  sizes = [math.prod(map(int, shape.split(','))) for shape in made]
+  assert sum(sizes) >= EXPERTS * 1024 * (128 + 128 + 256)

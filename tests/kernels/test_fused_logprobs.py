@@ -1,0 +1,152 @@
+"""Each platform's log-probs, kernels interpreted, against float64; in shards too."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from kernels.fused_logprobs import Shards
+from kernels.token_logprobs import token_logprobs
+
+HOMES = {'mosaic': 'tpu', 'triton': 'gpu'}
+EVERYWHERE = {**HOMES, 'reference': 'cpu'}
+
+
+def inputs(shape, dtype=jnp.float32, scale=1.0):
+  batch, length, width, vocab = shape
+  keys = jax.random.split(jax.random.key(0), 3)
+  hidden = scale * jax.random.normal(keys[0], (batch, length, width)) / width**0.5
+  table = jax.random.normal(keys[1], (vocab, width))
+  targets = jax.random.randint(keys[2], (batch, length), 0, vocab)
+  return hidden.astype(dtype), table, targets
+
+
+def weights(targets):
+  drawn = np.random.default_rng(1).normal(size=(3, *targets.shape))
+  return drawn * np.array([1.0, 0.5, 30.0])[:, None, None]
+
+
+def kernel(name, given, temperature=0.8, **options):
+  """Values and gradients, by states, table and temperature, of a weighted sum."""
+  hidden, table, targets = given
+
+  def total(hidden, table, temperature):
+    scores = token_logprobs(
+      hidden,
+      table,
+      targets,
+      temperature=temperature,
+      entropy=True,
+      nec=True,
+      platform=EVERYWHERE[name],
+      interpret=True,
+      **options,
+    )
+    found = scores.logprobs, scores.entropy, scores.nec
+    pairs = zip(weights(targets), found, strict=True)
+    return sum((jnp.float32(w) * x).sum() for w, x in pairs), found
+
+  run = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
+  (_, found), gradient = run(hidden, table, temperature)
+  return (*found, *gradient)
+
+
+def exactly(given, temperature=0.8):
+  """The same in float64 numpy, by the formulas of softmax."""
+  hidden, table, targets = (np.asarray(x, np.float64) for x in given)
+  targets = targets.astype(int)
+  table = np.asarray(given[1].astype(given[0].dtype), np.float64)
+  z = hidden @ table.T
+  hit = np.eye(len(table))[targets]
+
+  def softmax(z):
+    log = z - z.max(-1, keepdims=True)
+    log = log - np.log(np.exp(log).sum(-1, keepdims=True))
+    return np.exp(log), log
+
+  (cool, log_cool), (p, log_p) = softmax(z / temperature), softmax(z)
+  entropy = -(p * log_p).sum(-1)
+  delta = log_p + entropy[..., None]
+  nec, square = (p * p * delta).sum(-1), (p * p).sum(-1, keepdims=True)
+  a, b, c = (w[..., None] for w in weights(targets))
+  dz = a * (hit - cool) / temperature - b * p * delta
+  dz += c * (p * p * (1 + 2 * delta) - p * (2 * nec[..., None] + square))
+  dz -= c * square * p * delta
+  tau = (a * (cool - hit) * z).sum() / temperature**2
+  logprobs = (log_cool * hit).sum(-1)
+  of_hidden, of_table = dz @ table, np.einsum('btv,btd->vd', dz, hidden)
+  return logprobs, entropy, nec, of_hidden, of_table, tau
+
+
+def assert_close(found, wanted, rtol):
+  for x, y in zip(found, wanted, strict=True):
+    x = np.asarray(x, np.float64)
+    np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max())
+
+
+# Neither rows nor vocabulary fill their blocks, and both take several.
+@pytest.mark.parametrize('shape', [(1, 1, 3, 5), (3, 23, 40, 300), (2, 8, 33, 1030)])
+@pytest.mark.parametrize('name', EVERYWHERE)
+def test_value_and_gradient_equal_float64(name, shape):
+  given = inputs(shape)
+  options = {'max_rows': 6} if name == 'reference' else {}
+  assert_close(kernel(name, given, **options), exactly(given), 1e-5)
+
+
+@pytest.mark.parametrize('name', HOMES)
+def test_blocks_that_the_gradient_takes_in_turn(name, monkeypatch):
+  from kernels import vocabulary_gpu, vocabulary_tpu
+
+  monkeypatch.setattr(vocabulary_gpu, 'CHUNK', 128)
+  monkeypatch.setattr(vocabulary_tpu, 'blocks', lambda *_: (16, 128))
+  given = inputs((3, 23, 40, 300))
+  assert_close(kernel(name, given), exactly(given), 1e-5)
+
+
+@pytest.mark.parametrize('name', EVERYWHERE)
+def test_narrow_states_are_summed_wide(name):
+  given = inputs((3, 23, 40, 300), jnp.bfloat16)
+  found, wanted = kernel(name, given), exactly(given)
+  assert_close(found[:3], wanted[:3], 1e-5)  # the logits are of the narrow inputs
+  assert_close(found[3:], wanted[3:], 1e-2)
+  assert found[3].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize('name', HOMES)
+def test_huge_logits_stay_finite(name):
+  given = inputs((2, 9, 40, 300), scale=1e5)
+  assert all(np.isfinite(x).all() for x in kernel(name, given))
+  given = inputs((2, 9, 40, 300), scale=30.0)
+  assert_close(kernel(name, given)[:3], exactly(given)[:3], 2e-5)
+
+
+@pytest.mark.parametrize('name', HOMES)
+def test_shards_of_rows_and_table_change_nothing(name):
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('fsdp', 'tensor'))
+  shards = Shards(mesh, ('fsdp',), (), ('tensor',))
+  given = inputs((2, 9, 40, 300))
+  assert_close(kernel(name, given, shards=shards), exactly(given), 1e-5)
+
+
+def test_shards_of_the_table_exchange_eight_numbers_a_token():
+  mesh = Mesh(np.array(jax.devices()[:4]), ('tensor',))
+  hidden, table, targets = inputs((2, 9, 40, 300))
+
+  def score(hidden, table):
+    options = {'platform': 'gpu', 'interpret': True, 'entropy': True, 'nec': True}
+    shards = Shards(mesh, vocab=('tensor',))
+    return token_logprobs(hidden, table, targets, shards=shards, **options)
+
+  text = jax.jit(score).lower(hidden, table).compile().as_text()
+  found = re.findall(r'= (\S+)\{\S+ (all-\S+|reduce-\w+|collective-\S+)\(', text)
+  assert found == [('f32[4,8,18,1]', 'all-gather')]
+
+
+def test_what_shards_do_not_divide_is_told():
+  mesh = Mesh(np.array(jax.devices()[:2]), ('tensor',))
+  hidden, table, _ = inputs((1, 2, 4, 5))
+  why = Shards(mesh, vocab=('tensor',)).refuses(hidden, table)
+  assert why == "needs entries that mesh axes ('tensor',) divide, not 5"

@@ -1,0 +1,88 @@
+"""Remat policies: the same gradients, of different memory, by name."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import remat
+from jaxrl.models.model import Model
+from jaxrl.signature import ConfigError
+from tests.models import small
+
+# From what keeps most to what keeps least.
+POLICIES = (
+  'none',
+  'dots_batch',
+  'dots',
+  "names(save='attention, qkv')",
+  "names(save='attention')",
+  'full',
+)
+HOST = "names(save='', offload='attention, qkv')"
+TOKENS = small.tokens(2, 8)
+
+
+@pytest.fixture(scope='module')
+def made():
+  return small.model_and_params(num_layers=2)
+
+
+def score_of(model, policy):
+  this, ones = dataclasses.replace(model, remat=policy), jnp.ones_like(TOKENS)
+  return lambda params: this.policy_outputs(params, TOKENS, ones).logprobs.sum()
+
+
+def kept(made, policy):
+  """Bytes that the forward pass leaves to the backward one; nothing is compiled."""
+  model, params = made
+  left = jax.eval_shape(lambda p: jax.vjp(score_of(model, policy), p)[1], params)
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(left))
+
+
+def test_no_policy_changes_a_gradient(made):
+  model, params = made
+  plain, *others = (
+    jax.jit(jax.grad(score_of(model, policy)))(params)
+    for policy in ('none', "names(save='mlp', offload='attention, qkv')")
+  )
+  for other in others:
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other
+    )
+
+
+def test_each_keeps_less_than_the_one_before(made):
+  sizes = {policy: kept(made, policy) for policy in POLICIES}
+  found = list(sizes.values())
+  assert found == sorted(set(found), reverse=True), sizes
+
+
+def test_what_is_offloaded_lies_in_the_host(made):
+  """The CPU's two memories are one, so the trace is asked where things go."""
+  model, params = made
+  trace = str(jax.make_jaxpr(jax.grad(score_of(model, HOST)))(params))
+  found = re.findall(r'f32<host>\[[\d,]*\]', trace)
+  assert 'f32<host>[2,2,8,4,16]' in found, set(found)  # [layers, B, T, heads, dim]
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('ful', "no remat policy 'ful'. Did you mean 'full'"),
+    ("names(save='atention')", "no activation 'atention'. Did you mean 'attention'"),
+    ("names(keep='mlp')", "no option 'keep'"),
+    ("names(save='mlp', offload='mlp')", 'mlp is both kept and offloaded'),
+  ],
+)
+def test_wrong_names_say_the_nearest(text, message):
+  with pytest.raises(ConfigError, match=re.escape(message)):
+    Model(small.config(), remat=text)
+
+
+def test_a_policy_is_made_once():
+  assert remat.policy('names') is remat.policy('names')

@@ -1,0 +1,66 @@
+"""A model that compiles at once and is told of by every token that it may see."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.models.transformer import segment_positions
+from jaxrl.types import PolicyOutputs
+from tests.training import toy
+
+
+@dataclasses.dataclass(frozen=True)
+class Bag(toy.Bigram):
+  """The next token by the last one, its position and the mean of those before it."""
+
+  def policy_outputs(
+    self, params, tokens, segment_ids, *, prefix_ids=None, positions=None, **asked
+  ):
+    table = params['bigram']['table']
+    if positions is None:
+      positions = segment_positions(segment_ids)
+    if prefix_ids is None:
+      prefix_ids = jnp.zeros_like(segment_ids)
+    mine = segment_ids[:, :, None] == segment_ids[:, None]
+    before = (prefix_ids[:, :, None] == segment_ids[:, None]) & (prefix_ids > 0)[
+      ..., None
+    ]
+    time = jnp.arange(tokens.shape[1])
+    seen = (mine | before) & (time[:, None] >= time)
+    seen = seen / jnp.maximum(seen.sum(-1, keepdims=True), 1)
+    place = jnp.cos(positions[..., None] * jnp.arange(1.0, 65.0))
+    logits = table[tokens] + place + 3 * seen @ table[tokens]
+    return self._told(params, tokens, segment_ids, logits[:, :-1], **asked)
+
+  def _told(
+    self,
+    params,
+    tokens,
+    segment_ids,
+    logits,
+    *,
+    temperature=1.0,
+    entropy=False,
+    nec=False,
+    topk_ids=None,
+  ):
+    there = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    p, full = jax.nn.log_softmax(logits / temperature), jax.nn.log_softmax(logits)
+    h = -(jnp.exp(full) * full).sum(-1)
+
+    def shift(x):
+      x = jnp.where(there.reshape(there.shape + (1,) * (x.ndim - 2)), x, 0)
+      return jnp.pad(x, ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))
+
+    head = params['value_head']['kernel'] if self.config.value_head else None
+    topk = None
+    if topk_ids is not None:
+      topk = shift(jnp.take_along_axis(p, topk_ids[:, 1:], axis=-1))
+    return PolicyOutputs(
+      shift(jnp.take_along_axis(p, tokens[:, 1:, None], axis=-1)[..., 0]),
+      shift(h) if entropy else None,
+      None if head is None else shift(logits @ head),
+      shift((jnp.exp(2 * full) * (h[..., None] + full)).sum(-1)) if nec else None,
+      topk,
+    )

@@ -1,0 +1,83 @@
+"""A train step and a decode step for a slice of TPU, with the kernels meant for it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.algorithms.grpo import grpo
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.model import Model
+from jaxrl.training import sharding
+from jaxrl.training.learner import Learner
+from jaxrl.training.mesh import make_mesh
+from jaxrl.training.per_device import on_mesh
+from launch.targets import topology
+from tests.targets import TARGETS
+
+pytestmark = TARGETS
+CONFIG = ModelConfig(
+  vocab_size=256,
+  hidden_size=256,
+  num_layers=2,
+  num_heads=8,
+  num_kv_heads=2,
+  head_dim=128,
+  intermediate_size=256,
+)
+MODEL = Model(CONFIG, dtype='bfloat16', remat='full')
+KERNEL = 'tpu_custom_call'
+
+
+def slice_of_tpu():
+  return make_mesh(data=1, fsdp=2, tensor=2, devices=topology('v5p:2x2x1'))
+
+
+def train_step(model):
+  params = jax.eval_shape(MODEL.init, jax.random.key(0))
+  learner = Learner(
+    model, params, grpo(), num_rows=4, buckets=[256], mesh=slice_of_tpu()
+  )
+  return learner.traced(256)[1]['train'].lower().compile().as_text()
+
+
+def test_train_step():
+  assert train_step(MODEL).count(KERNEL) >= 3  # forward, and two of the backward pass
+
+
+def test_kernels_are_turned_off():
+  text = train_step(dataclasses.replace(MODEL, kernels='reference'))
+  assert KERNEL not in text
+
+
+def test_decode_step_updates_its_pages_in_place():
+  mesh = slice_of_tpu()
+  model = on_mesh(MODEL, mesh)
+
+  def abstract(x, spec):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  layouts = sharding.params_sharding(mesh, model.logical_axes(params), params)
+  params = jax.tree.map(lambda x, s: abstract(x, s.spec), params, layouts)
+  pages = P('tensor', ('data', 'fsdp'))
+  cache = jax.eval_shape(lambda: model.init_cache(16, 4096))
+  cache = jax.tree.map(lambda x: abstract(x, pages), cache)
+  slots = abstract(jax.ShapeDtypeStruct((16,), jnp.int32), P(('data', 'fsdp')))
+  limit = abstract(jax.ShapeDtypeStruct((), jnp.int32), P())
+
+  def steps(params, cache, tokens, positions, limit):
+    def body(_, state):
+      cache, tokens = state
+      logits, cache = model.decode(params, cache, tokens, positions, limit)
+      return cache, logits.argmax(-1).astype(jnp.int32)
+
+    return jax.lax.fori_loop(0, 4, body, (cache, tokens))
+
+  program = jax.jit(steps, donate_argnums=1)
+  program = program.lower(params, cache, slots, slots, limit).compile()
+  assert program.as_text().count(KERNEL) >= CONFIG.num_layers
+  held = sum(x.size * 2 // mesh.size for x in jax.tree.leaves(cache))
+  assert program.memory_analysis().temp_size_in_bytes < held / 4

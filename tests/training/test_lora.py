@@ -1,0 +1,154 @@
+"""Adapters in the learner: they alone move, are kept in checkpoints, and are merged."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.algorithms import compose
+from jaxrl.models import lora
+from jaxrl.models.config import Lora
+from jaxrl.models.model import Model
+from jaxrl.training import programs
+from jaxrl.training.checkpoint import Checkpointer, CheckpointError, flatten
+from jaxrl.training.learner import Learner
+from jaxrl.training.mesh import make_mesh
+from jaxrl.training.optimizer import make_optimizer
+from tests.training import toy
+from tests.training.test_pairs import pairs
+
+OWN = lora.lora(rank=2, targets='q,o,up')
+LAYERS = ('attention.q', 'attention.o', 'mlp.up')
+
+
+def model(own: Lora | None = OWN, **changes):
+  return Model(toy.CONFIG.replace(num_layers=1, lora=own, **changes))
+
+
+def made(algorithm='grpo', *, own: Lora | None = OWN, seed=0, changes=None, **options):
+  changes = changes or {}
+  this = model(own, **changes)
+  params = toy.params(Model, seed, num_layers=1, **changes)
+  params = lora.add(this, params, jax.random.key(1))
+  options = {'num_rows': 8, 'buckets': (16,)} | options
+  algorithm = compose.make(algorithm) if isinstance(algorithm, str) else algorithm
+  return Learner(
+    this,
+    params,
+    algorithm,
+    optimizer=make_optimizer(learning_rate=1e-2, kind='adamw(weight_decay=.1)'),
+    **options,
+  )
+
+
+def named(tree):
+  return {name: np.array(x) for name, x in flatten(tree).items()}
+
+
+def moved(before, after):
+  return {name for name in before if (before[name] != after[name]).any()}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+  'algorithm',
+  ['grpo', *(pytest.param(name, marks=SLOW) for name in ('ppo', 'sft', 'dpo'))],
+)
+async def test_only_adapters_and_a_value_head_move(algorithm):
+  changes = {'value_head': True} if algorithm == 'ppo' else {}
+  learner = made(algorithm, changes=changes)
+  groups = toy.groups()
+  if algorithm == 'sft':
+    groups = toy.groups(is_expert=True)
+  if algorithm == 'dpo':
+    groups = pairs(4)
+  before = named(learner.params)
+  for _ in range(2):  # A has no gradient before B has moved
+    metrics = await learner.update(groups)
+  assert np.isfinite(metrics['loss/total'])
+  changed = moved(before, named(learner.params))
+  want = {f'layers.{x}.lora_{y}' for x in LAYERS for y in 'ab'}
+  assert changed - {'value_head.bias', 'value_head.kernel'} == want
+  assert ('value_head.kernel' in changed) == (algorithm == 'ppo')
+  kept = flatten(learner._state.opt_state[0].mu)
+  assert not [name for name in kept if name.endswith('q.kernel')]
+
+
+async def test_the_reference_is_the_start_and_costs_no_copy():
+  learner = made()
+  assert set(flatten(learner._reference)) == set(
+    flatten(lora.trained(learner.model.config, learner.params))
+  )
+  first = await learner.update(toy.groups())
+  second = await learner.update(toy.groups())
+  assert first['kl/reference'] == 0 < second['kl/reference']
+
+
+async def test_a_run_resumes_to_the_bit_and_writes_no_frozen_weight(tmp_path):
+  whole, first = made(), made()
+  for step in range(3):
+    await whole.update(toy.groups(step))
+  for step in range(2):
+    await first.update(toy.groups(step))
+  checkpointer = Checkpointer(tmp_path)
+  await first.save(checkpointer, {}, wait=True)
+  names = set(first._kept()['state'].params['layers'])
+  assert names == {'attention', 'mlp'}
+  assert not any('kernel' in name for name in flatten(first._kept()))
+  second = made()
+  await second.restore(checkpointer)
+  await second.update(toy.groups(2))
+  want, got = named(whole._state), named(second._state)
+  assert not moved(want, got)
+  with pytest.raises(CheckpointError, match='adapters of another model'):
+    await made(seed=1).restore(checkpointer)
+  checkpointer.close()
+
+
+async def test_a_mesh_gives_the_same_and_adapters_lie_as_their_layers_do():
+  mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+  one, many = made('sft'), made('sft', mesh=mesh)
+  for learner in (one, many):
+    await learner.update(toy.groups(is_expert=True))
+  for name, x in named(one.params).items():
+    np.testing.assert_allclose(x, named(many.params)[name], rtol=1e-3, atol=1e-5)
+  shapes = programs.state_shapes(many._spec, mesh)
+  for tree in (shapes.params, shapes.opt_state[0].mu):
+    q = tree['layers']['attention']['q']
+    assert q['lora_a'].sharding.spec == P(None, 'fsdp', None)
+    assert q['lora_b'].sharding.spec == P(None, None, 'tensor', None)
+  served, kept = await many.weights(), many.params
+  kernel = served['layers']['attention']['q']['kernel']
+  assert kernel.sharding == kept['layers']['attention']['q']['kernel'].sharding
+  assert (kernel != kept['layers']['attention']['q']['kernel']).any()
+  want = lora.merged(one.model.config, one.params)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), want, served
+  )
+  await many.rest()
+  jax.tree.map(np.testing.assert_array_equal, served, await many.weights())
+
+
+@SLOW
+async def test_a_base_in_bfloat16_learns():
+  learner = made('sft', own=lora.lora(rank=2, base='bfloat16'))
+  before = named(learner.params)
+  assert before['embedding.table'].dtype == 'bfloat16'
+  metrics = await learner.update(toy.groups(is_expert=True))
+  assert np.isfinite(metrics['optimizer/grad_norm'])
+  changed = moved(before, named(learner.params))
+  assert changed and all('lora_b' in name for name in changed if 'lora_a' not in name)
+
+
+def test_no_gradient_is_computed_of_what_is_frozen():
+  """Of the products in the program, none has the shape of a frozen kernel."""
+  found = []
+  for own in (None, OWN):
+    learner = made('sft', own=own, changes={'intermediate_size': 80})
+    text = learner.traced(16)[1]['train'].lower().as_text()
+    found.append(re.findall(r'dot_general.*-> tensor<(?:32x80|80x32)xf32>', text))
+  assert len(found[0]) == 3 and not found[1]  # gate, up and down

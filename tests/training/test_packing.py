@@ -1,0 +1,391 @@
+"""A step on packed rows is the step on rectangles, for every algorithm."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.algorithms import compose
+from jaxrl.models.exact import Exact
+from jaxrl.models.model import Model
+from jaxrl.signature import ConfigError
+from jaxrl.training import (
+  first_fit,
+  forward,
+  late,
+  packing,
+  programs,
+  scoring,
+  step,
+  teacher_columns,
+)
+from jaxrl.training.mesh import make_mesh, single_device_mesh
+from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.teachers import Teachers
+from tests.training import toy
+from tests.training.bag import Bag
+
+SMOOTH = {'learning_rate': 1e-2, 'kind': 'adamw(eps=1e-2)'}
+LENGTH, TOP_K = 24, 4
+SAME = ('time/', 'tokens/', 'compile/')  # what may differ begins with these
+
+
+def prompted(algorithm, sizes=(4, 3, 1), seed=0, segments=False):
+  """Groups with a prompt each, unequal responses, and some with a turn between."""
+  rng = np.random.default_rng(seed)
+  if algorithm.atom == 'pair':
+    sizes = (2,) * 4
+  groups = []
+  for g, size in enumerate(sizes):
+    prompt = rng.integers(0, 64, 3 + g).astype(np.int32)
+    groups.append([one(rng, algorithm, prompt, g, m, segments) for m in range(size)])
+  return groups
+
+
+def one(rng, algorithm, prompt, g, m, segments):
+  length = len(prompt) + int(rng.integers(4, 14))
+  row = toy.trajectory(rng, length, group_id=g, member=m)
+  mask = np.arange(length) >= len(prompt)
+  mask[len(prompt) + 1 : len(prompt) + 3] &= m % 2 == 0  # somebody else's words
+  tokens = np.concatenate([prompt, row.tokens[len(prompt) :]])
+  rewards = np.zeros(length, np.float32)
+  rewards[-1] = m if algorithm.atom == 'pair' else rng.normal()
+  extras = {
+    'state_hash': int(rng.integers(2)),
+    'teacher_logprobs': np.where(mask, -rng.random(length), 0).astype(np.float32),
+    'teacher_topk_ids': rng.integers(0, 64, (length, 64)).astype(np.int32),
+    'teacher_topk_logprobs': -6 * rng.random((length, 64)).astype(np.float32) - 1,
+  }
+  if segments and m % 2:
+    extras['segments'] = [len(prompt) + 2, length - len(prompt) - 2]
+  return dataclasses.replace(
+    row,
+    tokens=tokens,
+    action_mask=mask,
+    rollout_logprobs=np.where(mask, row.rollout_logprobs, 0).astype(np.float32),
+    weights_version=np.where(mask, 0, -1).astype(np.int32),
+    rewards=rewards,
+    is_expert=algorithm.schema != 'rollout' or (algorithm_mixes(algorithm) and g == 2),
+    extras=extras,
+  )
+
+
+def algorithm_mixes(algorithm):
+  return 'expert_mask' in compose.reads(algorithm)
+
+
+async def train(algorithm, groups, kind=Bag, steps=2, **options):
+  value_head = {'value_head': True} if algorithm.value_loss else {}
+  options = {'mesh': single_device_mesh(), 'entropy': False} | options
+  if teacher_columns.columns(algorithm):
+    options['teachers'] = Teachers(algorithm, mesh=options['mesh'], chunk_rows=8)
+  learner = toy.learner(
+    algorithm,
+    kind=kind,
+    changes=value_head,
+    optimizer=make_optimizer(**SMOOTH),
+    buckets=(LENGTH,),
+    **options,
+  )
+  metrics = [await learner.update(groups) for _ in range(steps)]
+  return jax.tree.map(np.asarray, learner.params), metrics
+
+
+def assert_same(one, two):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), one[0], two[0]
+  )
+  for before, after in zip(one[1], two[1], strict=True):
+    assert {k for k in before if not k.startswith(SAME)} == {
+      k for k in after if not k.startswith(SAME)
+    }
+    for key, value in before.items():
+      if not key.startswith(SAME):
+        assert after[key] == pytest.approx(value, rel=2e-4, abs=1e-5), key
+
+
+def packed(tokens=48, length=48, **options):
+  return packing.first_fit(tokens=tokens, length=length, **options)
+
+
+LIGHT = compose.make('grpo', {'kl_coef': 0.0})  # no scores before the first update
+
+FAST = ('ppo',)
+NAMES = [
+  pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+  for name in compose.names()
+]
+
+
+@pytest.fixture
+def eagerly(monkeypatch, name):
+  """Many programs are run an operation after the other: compiling each costs more."""
+  if name in FAST:
+    yield
+    return
+
+  def prepare(spec, mesh, shape, numbers):
+    return functools.partial(scoring.prepare, spec, shape.rows // shape.micro_rows)
+
+  def train(spec, mesh, shape, numbers):
+    return functools.partial(step.train_step, spec)
+
+  monkeypatch.setattr(programs, '_compile_prepare', prepare)
+  monkeypatch.setattr(programs, '_compile_train', train)
+  jax.config.update('jax_disable_jit', True)
+  yield
+  jax.config.update('jax_disable_jit', False)
+
+
+@pytest.mark.parametrize('name', NAMES)
+async def test_packed_is_unpacked(name, eagerly):
+  own = {'aggregation': 'sequence_mean_token_sum_norm(length=16)'}
+  algorithm = compose.make(name, own if name == 'drgrpo' else {})
+  groups = prompted(algorithm)
+  value_head = {'value_head': True} if algorithm.value_loss else {}
+  options = {'steps': 1, 'ref_params': toy.params(Bag, seed=1, **value_head)}
+  plain = await train(algorithm, groups, **options)
+  found = await train(algorithm, groups, packing=packed(), **options)
+  assert_same(plain, found)
+  single = algorithm.schema in ('messages', 'text')  # no two rows of a group
+  assert (found[1][0]['tokens/shared_share'] > 0) == (not single)
+  assert found[1][0]['tokens/micro_batches'] > 1
+
+
+@pytest.mark.slow
+async def test_a_transformer_on_packed_rows():
+  algorithm, options = compose.make('grpo'), {'minibatches': 2, 'epochs': 2}
+  groups = prompted(algorithm, segments=True)
+  plain = await train(algorithm, groups, Model, **options)
+  found = await train(algorithm, groups, Model, packing=packed(96), **options)
+  assert_same(plain, found)
+
+
+@pytest.mark.slow
+async def test_packed_rows_on_four_devices():
+  groups = prompted(LIGHT)
+  plain = await train(LIGHT, groups, Model)
+  mesh = make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
+  found = await train(LIGHT, groups, Model, packing=packed(96), mesh=mesh)
+  assert_same(plain, found)
+
+
+def scored(layout, groups):
+  """A transformer's weighted log-probs of groups, their gradient, slots that it took.
+
+  On packed rows, or on the rectangle where the layout has no plan.
+  """
+  batch, _, (plan,) = layout.lay_out(groups, 0)
+  weights = np.random.default_rng(1).normal(size=batch.tokens.shape)
+  weights = np.where(batch.action_mask, weights, 0).astype(np.float32)
+  plans = isinstance(plan, packing.Plan)
+
+  def total(params):
+    found = 0.0
+    for i in range(int(plan.count) if plans else 1):
+      members = plan.members[i] if plans else plan[0]
+      own = [jnp.asarray(x[members]) for x in (batch.tokens, batch.segment_ids)]
+      rows = plan.rows(i, LENGTH) if plans else None
+      told = forward.outputs(toy.model(), params, *own, rows=rows).logprobs
+      found += (np.where(members >= 0, weights[members].T, 0).T * told).sum()
+    return found
+
+  slots = (plan.origin >= 0).sum() if plans else batch.tokens.size
+  return *jax.jit(jax.value_and_grad(total))(toy.params()), slots
+
+
+@pytest.mark.parametrize('share', [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_gradient_through_packed_rows_is_exact(share):
+  groups = prompted(compose.make('grpo'), sizes=(4, 3), segments=True)
+  value, expected, _ = scored(layout(8, LENGTH, ''), groups)
+  own = layout(8, LENGTH, packed(192, length=96, share_prefix=share))
+  found, gradient, slots = scored(own, groups)
+  tokens = sum(len(row.tokens) for group in groups for row in group)
+  assert slots < tokens if share else slots == tokens
+  assert found == pytest.approx(float(value), rel=1e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()),
+    gradient,
+    expected,
+  )
+
+
+def drawn(rng, groups, size, longest):
+  """Groups of lengths as GSM8K's: log-normal, questions shorter than answers."""
+  made = []
+  for g in range(groups):
+    prompt = int(np.clip(rng.lognormal(4.5, 0.35), 30, 250))
+    prefix = rng.integers(0, 64, prompt).astype(np.int32)
+    rows = []
+    for m in range(size):
+      length = prompt + int(np.clip(rng.lognormal(5.0, 0.5), 20, longest - prompt))
+      row = toy.trajectory(rng, length, group_id=g, member=m)
+      row.tokens[:prompt] = prefix
+      mask = np.arange(length) >= prompt
+      rows.append(dataclasses.replace(row, action_mask=mask))
+    made.append(rows)
+  return made
+
+
+def layout(num_rows, longest, asked, algorithm='grpo', **options):
+  learner = toy.learner(
+    compose.make(algorithm),
+    num_rows=num_rows,
+    buckets=(longest,),
+    packing=asked,
+    **options,
+  )
+  return learner._layout
+
+
+@pytest.mark.parametrize('share', [False, True])
+def test_little_is_padding(share):
+  own = layout(512, 1024, packing.first_fit(share_prefix=share))
+  rng, empty = np.random.default_rng(0), []
+  for i in range(3):
+    groups = drawn(rng, 64, 8, 1024)
+    batch, shape, plans = own.lay_out(groups, i)
+    told = own.metrics(batch, shape, plans)
+    empty.append(told['tokens/padding_share'])
+    assert (told['tokens/shared_share'] > 0.2) == share
+    # Every action is told of once.
+    (plan,) = plans
+    targets = plan.origin if plan.target is None else plan.target
+    for i in range(int(plan.count)):
+      members = plan.members[i]
+      there = targets[i][targets[i] >= 0]
+      assert len(np.unique(there)) == len(there)
+      row, time = members[there // 1024], there % 1024
+      seen = np.zeros_like(batch.action_mask)
+      seen[row, time] = True
+      inside = members[members >= 0]
+      assert seen[inside][batch.action_mask[inside]].all()
+    assert sorted(plan.members[plan.members >= 0]) == list(range(512))
+  assert np.mean(empty) <= 0.05, empty
+
+
+async def varied(steps):
+  """Programs that so many steps compile, of batches that are all different."""
+  rng = np.random.default_rng(0)
+  with programs.CompileCounter() as counter:
+    options = {'num_rows': 16, 'packing': packed(192), 'entropy': False}
+    learner = toy.learner(LIGHT, kind=Bag, buckets=(LENGTH,), **options)
+    told = await learner.warmup()
+    start = counter.count
+    late = []
+    for step in range(steps):
+      sizes = rng.integers(1, 6, rng.integers(2, 7))
+      metrics = await learner.update(prompted(LIGHT, sizes, seed=step))
+      late.append(metrics['compile/late_shapes'])
+  return told['compile/programs'] + counter.count - start, late
+
+
+async def test_varied_steps_compile_few_programs():
+  count, late = await varied(40)
+  assert count <= 8
+  assert 0 < sum(late) < 4
+
+
+@pytest.mark.slow
+async def test_two_hundred_varied_steps_compile_at_most_eight_programs():
+  count, _ = await varied(200)
+  assert count <= 8
+
+
+async def test_a_late_compilation_says_why(caplog):
+  options = {'num_rows': 4, 'entropy': False}
+  learner = toy.learner(LIGHT, buckets=(16,), **options)
+  await learner.warmup()
+  await learner.update(toy.groups(sizes=(4,)))
+  assert 'after warm-up' not in caplog.text
+  metrics = await learner.update(toy.groups(sizes=(4, 4)))
+  assert metrics['compile/late_shapes'] == 1 and metrics['compile/programs'] > 0
+  assert 'compiling the train step for 8 rows of 16 tokens, 8 a micro' in caplog.text
+  assert 'after warm-up: a batch of 8 rows, more than the usual 4' in caplog.text
+
+
+def test_why_packed_rows_compile_late():
+  pack = packing.Pack(4, 16, 2, 96, True)
+  warm = {programs.Shape(16, 24, 16, pack)}
+  more = programs.Shape(32, 24, 32, pack._replace(micro=8, rows=1))
+  said = late.why(more, warm)
+  assert 'a batch of 32 rows, more than the usual 16' in said
+  assert 'room for 8 micro-batches an update, more than 4' in said
+  assert 'micro-batches of 1 packed rows' in said
+
+
+@pytest.mark.parametrize(
+  'asked, options, words',
+  [
+    ({'tokens': 16}, {}, 'ask for at least tokens=24'),
+    ({'tokens': 48, 'length': 20}, {}, 'length=24'),
+    ({'tokens': 48, 'length': 64}, {}, 'ask for at least tokens=64'),
+    ({'tokens': 48}, {'micro_batches': 2}, 'leave it at 1'),
+  ],
+)
+def test_what_cannot_be_is_refused(asked, options, words):
+  own = packing.first_fit(**asked)
+  with pytest.raises(ConfigError, match=words):
+    toy.learner(
+      compose.make('grpo'), kind=Bag, buckets=(LENGTH,), packing=own, **options
+    )._layout.shapes()
+
+
+def test_exact_mode_is_refused():
+  model = dataclasses.replace(toy.model(), exact=Exact())
+  with pytest.raises(ConfigError, match='packing or exact mode'):
+    packing.check(packed(), model, single_device_mesh(), 1)
+  with pytest.raises(ValueError, match='no prefix_ids'):
+    ids = jnp.ones((1, 4), jnp.int32)
+    model.policy_outputs(toy.params(), ids, ids, prefix_ids=ids)
+
+
+def test_rows_that_are_cut_are_refused():
+  mesh = make_mesh(data=1, context=2, devices=jax.devices()[:2])
+  with pytest.raises(ConfigError, match=r'set mesh\.context=1'):
+    packing.check(packed(), toy.model(), mesh, 1)
+
+
+def test_an_atom_larger_than_a_micro_batch_is_told():
+  own = layout(2, LENGTH, packed(48))
+  batch, shape, _ = own.lay_out(prompted(compose.make('grpo'), (2,)), 0)
+  sizes = first_fit.lengths(batch, share=False)
+  large = dataclasses.replace(sizes, tokens=sizes.tokens + 40)
+  with pytest.raises(ValueError, match='ask for more tokens in'):
+    first_fit.fill([np.arange(2)], large, shape.pack)
+
+
+def test_pairs_for_which_there_is_no_room_are_refused_before_any_step():
+  pairs = layout(8, LENGTH, packed(28, 28), 'dpo')
+  with pytest.raises(ConfigError, match='at least tokens=56'):
+    pairs.shapes()
+  assert layout(8, LENGTH, packed(48), 'dpo').shapes()
+
+
+def test_what_has_a_row_a_group_shares_no_prompts():
+  shared = [
+    layout(8, LENGTH, packed(48), name).shape().pack.shared for name in ('sft', 'grpo')
+  ]
+  assert shared == [False, True]
+
+
+def test_prompts_are_shared_as_far_as_they_take_the_same_experts():
+  own = layout(2, LENGTH, packed(48))
+  batch, _, _ = own.lay_out(prompted(compose.make('grpo'), (2,)), 0)
+  most = int(first_fit.lengths(batch, share=True).shared[0])
+  routed = np.zeros((*batch.tokens.shape, 2, 2), np.int16)
+  assert most > 1
+  for place, shared in ((LENGTH - 1, most), (1, 0)):
+    routed[1, place:] = 1
+    found = first_fit.lengths(batch.replace(routed_experts=routed), share=True)
+    assert found.shared.tolist() == [shared] * 2
+
+
+def test_the_call_string():
+  assert packing.parse('') is None
+  assert packing.parse('first_fit(tokens=64)') == packing.first_fit(tokens=64)
+  with pytest.raises(ConfigError, match='packing'):
+    packing.parse('best_fit')

@@ -1,0 +1,231 @@
+"""Router replay: from the engine's choice to the learner's update."""
+
+import asyncio
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from configs import debug
+from jaxrl.algorithms import compose
+from jaxrl.data.packing import ROUTED, pack
+from jaxrl.dispatch import Dispatcher
+from jaxrl.rollout.episode import RolloutCache, join
+from jaxrl.rollout.formulation import FORMULATIONS
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.rollout.routing import fitted, joined
+from jaxrl.signature import ConfigError
+from jaxrl.training import policy, replay
+from jaxrl.training.learner import Learner
+from jaxrl.types import Completion, SamplingParams, Trajectory
+from launch import engines
+from tests.launch import runs
+from tests.models import small
+from tests.models.test_moe import MOE
+from tests.rollout import fakes
+
+PROMPTS = [[3, 4, 5, 6], [9], [3, 4, 5, 6], [7] * 20]
+
+
+@pytest.fixture(scope='module')
+def made():
+  return small.model_and_params(**MOE)
+
+
+async def _generate(model, params):
+  dispatcher = Dispatcher()
+  engine = JaxEngine(
+    model,
+    dispatcher=dispatcher,
+    num_slots=3,
+    max_length=48,
+    decode_steps=4,
+    prompt_buckets=[32],
+    router_replay=True,
+  )
+  await engine.load(0, params)
+  rules = [SamplingParams(max_tokens=6, seed=i) for i in range(len(PROMPTS))]
+  asked = zip(map(str, range(len(PROMPTS))), PROMPTS, rules, strict=True)
+  found = await asyncio.gather(*(engine.generate(*one) for one in asked))
+  dispatcher.close()
+  return found
+
+
+@pytest.fixture(scope='module')
+def sampled(made):
+  return asyncio.run(_generate(*made))
+
+
+def row(prompt, said):
+  tokens = np.r_[prompt, said.tokens].astype(np.int32)
+  action = np.arange(len(tokens)) >= len(prompt)
+  logprobs = np.zeros(len(tokens), np.float32)
+  logprobs[action] = said.logprobs
+  rewards = np.where(np.arange(len(tokens)) == len(tokens) - 1, tokens % 3, 0)
+  return Trajectory(
+    tokens,
+    action,
+    logprobs,
+    rewards.astype(np.float32),
+    np.where(action, 0, -1).astype(np.int32),
+    extras={ROUTED: fitted(said.routed_experts, len(tokens))},
+  )
+
+
+def test_the_engine_tells_what_every_token_took(made, sampled):
+  model, params = made
+  for prompt, said in zip(PROMPTS, sampled, strict=True):
+    tokens = np.r_[prompt, said.tokens].astype(np.int32)
+    assert said.routed_experts.shape == (len(tokens) - 1, 2, 2)
+    keeping = dataclasses.replace(model, router_replay=True)
+    lengths = np.int32([len(tokens) - 1])
+    _, kept = jax.jit(keeping.prefill)(params, tokens[None, :-1], lengths)
+    mine = np.moveaxis(np.asarray(kept['e'])[:, 0, 0], 0, 1)
+    np.testing.assert_array_equal(said.routed_experts, mine)
+
+
+def test_an_episode_of_several_replies_keeps_all_routes(sampled):
+  cache = RolloutCache(fakes.lease(), 7)
+  cache.hear(PROMPTS[0])
+  cache.say(sampled[0])
+  cache.hear([5])
+  later = dataclasses.replace(
+    sampled[1], routed_experts=np.full((11 + 5, 2, 2), 4, np.int16)
+  )
+  cache.say(later)
+  (row,) = FORMULATIONS['trajectory'](cache)
+  routed = row.extras[ROUTED]
+  np.testing.assert_array_equal(routed[:9], sampled[0].routed_experts)
+  assert (routed[9:16] == 4).all() and (routed[16] == -1).all() and len(routed) == 17
+  first, second = FORMULATIONS['step'](cache)
+  assert (first.extras[ROUTED][9] == 4).all() and len(first.extras[ROUTED]) == 10
+  (whole,) = FORMULATIONS['concatenated'](cache)
+  np.testing.assert_array_equal(
+    whole.extras[ROUTED], np.r_[first.extras[ROUTED], second.extras[ROUTED]]
+  )
+
+
+def test_replay_changes_nothing_at_the_same_weights_and_all_at_others(made, sampled):
+  model, params = made
+  rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
+  batch = pack([rows], (32,))
+  assert batch.routed_experts.shape == (4, 32, 2, 2)
+  score = jax.jit(model.policy_outputs)
+  given = batch.tokens, batch.segment_ids
+  free = score(params, *given).logprobs
+  bound = score(params, *given, routed_experts=batch.routed_experts).logprobs
+  np.testing.assert_allclose(bound, free, atol=1e-5)
+  np.testing.assert_allclose(
+    np.asarray(bound)[batch.action_mask],
+    batch.rollout_logprobs[batch.action_mask],
+    atol=1e-4,
+  )
+  draw = np.random.default_rng(0)
+  other = jax.tree.map(lambda x: x + 0.05 * draw.normal(size=x.shape), params)
+  free = np.asarray(score(other, *given).logprobs)
+  bound = score(other, *given, routed_experts=batch.routed_experts).logprobs
+  assert np.abs(bound - free).max() > 1e-2
+
+
+def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
+  """Rows whose routes no router would choose: the learner's numbers are theirs."""
+  model, params = made
+  rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
+  for one in rows:
+    known = one.extras[ROUTED] >= 0
+    one.extras[ROUTED] = np.where(known, np.int16([1, 4]), -1).astype(np.int16)
+  batch = pack([rows], (32,))
+  score, mask = jax.jit(model.policy_outputs), batch.action_mask
+  given = {'routed_experts': batch.routed_experts}
+  forced = score(params, batch.tokens, batch.segment_ids, **given).logprobs
+  forced, rollout = np.asarray(forced)[mask], batch.rollout_logprobs[mask]
+  assert np.abs(forced - rollout).mean() > 0.1
+  keeping = dataclasses.replace(model, router_replay=True)
+  options = {'num_rows': 4, 'buckets': (32,), 'entropy': False}
+  learner = Learner(keeping, params, compose.make('reinforce'), **options)
+  metrics = asyncio.run(learner.update([rows]))
+  wanted = np.abs(forced - rollout).mean()
+  np.testing.assert_allclose(metrics['mismatch/logprob_difference'], wanted, rtol=1e-4)
+  np.testing.assert_allclose(metrics['policy/logprob'], forced.mean(), rtol=1e-4)
+  assert metrics['optimizer/grad_norm'] > 0
+  assert metrics['replay/share'] == 1
+  assert metrics['moe/max_load'] == 2.5  # two of five experts share all tokens
+  for one in rows:
+    del one.extras[ROUTED]
+  with pytest.raises(ValueError, match='4 sampled rows bring no routed_experts'):
+    asyncio.run(learner.update([rows]))
+
+
+def test_what_is_told_of_a_batch(made, sampled):
+  model = dataclasses.replace(made[0], router_replay=True)
+  rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
+  batch = pack([rows], (32,)).replace(expert_mask=np.zeros(4, bool))
+  batch.routed_experts[0, 6:] = -1  # of four tokens before the six that are sampled
+  found = replay.metrics(model, batch)
+  np.testing.assert_allclose(found['replay/share'], 1 - 3 / batch.action_mask.sum())
+  taken = batch.routed_experts[(batch.routed_experts >= 0).all((2, 3))]
+  loads = [(taken[:, layer] == e).sum() for layer in range(2) for e in range(5)]
+  np.testing.assert_allclose(found['moe/max_load'], max(loads) * 5 / (2 * len(taken)))
+  assert replay.metrics(made[0], batch) == {}
+
+
+def test_parts_of_a_reply_are_put_together():
+  def part(start, stop, number):
+    zeros = np.zeros(stop - start)
+    routed = np.full((stop - 1, 1, 1), number, np.int16)
+    return Completion(zeros, zeros, zeros, 'abort', routed)
+
+  whole = join([part(2, 4, 0), part(4, 4, 1), part(4, 7, 2)])
+  assert whole.routed_experts[:, 0, 0].tolist() == [0, 0, 0, 2, 2, 2]
+  assert joined(None, None) is None
+  assert fitted(whole.routed_experts, 8)[:, 0, 0].tolist() == [0, 0, 0, 2, 2, 2, -1, -1]
+  assert len(fitted(whole.routed_experts, 4)) == 4
+
+
+def test_rows_of_other_shapes_are_named(sampled):
+  rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
+  rows[1].extras[ROUTED] = rows[1].extras[ROUTED][:-1]
+  with pytest.raises(ValueError, match='routed_experts in its extras has shape'):
+    pack([rows], (32,))
+
+
+FAMILY = 'qwen3_moe(num_experts=4, num_experts_per_token=2, moe_intermediate_size=16)'
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_learns_and_replays(tmp_path):
+  options = (
+    f'--config.model.random.family={FAMILY}',
+    '--config.rollout.engine=jax(router_replay=True)',
+    '--config.num_steps=1',
+    '--config.sft.num_steps=0',
+    '--config.eval.every=0',
+    '--config.checkpoint.every=0',
+    '--config.model.random.num_layers=1',
+  )
+  assert runs.main(tmp_path, *options) == 0
+  (step,) = runs.rows(tmp_path)
+  assert step['mismatch/logprob_difference'] < 1e-4
+  assert step['replay/share'] == 1 and 1 <= step['moe/max_load'] <= 2
+
+
+def test_families_by_call_string():
+  shape = policy.random_config(family=FAMILY)
+  assert (shape.num_experts, shape.moe_intermediate_size) == (4, 16)
+  with pytest.raises(ConfigError, match="no option 'num_expert'"):
+    policy.random_config(family='qwen3_moe(num_expert=4)')
+  with pytest.raises(ConfigError, match="no option 'num_experts'"):
+    policy.random_config(family='qwen3(num_experts=4)')
+  with pytest.raises(ConfigError, match="no family 'qwen4'"):
+    policy.random_config(family='qwen4')
+
+
+def test_replay_is_refused_where_it_cannot_be():
+  config = debug.get_config()
+  config.rollout.engine = 'jax(router_replay=True, exact=True)'
+  with pytest.raises(ConfigError, match='exclude each other'):
+    engines.parse(config)
+  config.rollout.engine = 'jax(router_replay=True)'
+  with pytest.raises(ConfigError, match='this one, of family qwen3, has none'):
+    engines.check_model(config, small.config())
