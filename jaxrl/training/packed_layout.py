@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxrl.models.model import Model
 from jaxrl.training import first_fit, minibatches, packing
 from jaxrl.training.layout import Layout
-from jaxrl.training.packing import ROOMY, Pack, Packing, Plan, row_length
+from jaxrl.training.packing import ROOMY, Pack, Packing, Plan, usual_rows
 from jaxrl.training.programs import Shape
 from jaxrl.types import Batch, Group
 
@@ -38,10 +38,8 @@ class PackedLayout(Layout):
     The usual ones and, if they differ, the fine ones.
     """
     longest = max(self.buckets)
-    length = row_length(self.packing, longest, self.multiple)
-    rows = self.packing.tokens // (length * self.multiple)
     atom = minibatches.atom_size(self.algorithm)
-    packing.check_atoms(self.packing, atom, longest, length, rows * self.multiple)
+    rows, length = usual_rows(self.packing, longest, atom, self.multiple)
     usual, fine = (rows, length), (-(-rows // FINE), max(longest, length // HALF))
     return (usual,) if usual == fine else (usual, fine)
 

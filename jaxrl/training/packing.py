@@ -176,6 +176,20 @@ def check_atoms(
     )
 
 
+def usual_rows(
+  packing: Packing, longest: int, atom: int, shares: int
+) -> tuple[int, int]:
+  """Packed rows of a device's share of a micro-batch, and their length in slots.
+
+  longest: tokens of the longest sequence. atom: sequences that stay together. shares:
+  of rows on the mesh. Raises ConfigError for what does not fit into `packing.tokens`.
+  """
+  length = row_length(packing, longest, shares)
+  rows = packing.tokens // (length * shares)
+  check_atoms(packing, atom, longest, length, rows * shares)
+  return rows, length
+
+
 def row_length(packing: Packing, longest: int, shares: int) -> int:
   """Slots of a packed row. longest: of all sequences. shares: of rows on the mesh."""
   where = f'batch.packing=first_fit(tokens={packing.tokens}, length={packing.length})'

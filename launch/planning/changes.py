@@ -3,10 +3,12 @@
 import copy
 import dataclasses
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl.signature import ConfigError
+from jaxrl.signature import ConfigError, parse_call
+from jaxrl.training import minibatches, packing
 from launch.planning import cost as costs
 from launch.planning.abstract import Run
 from launch.planning.cost import Cost
@@ -14,6 +16,7 @@ from launch.planning.decode import Engine
 from launch.targets import Target
 
 TRIES = 4  # compilations, at most
+FACTORS = (2, 4, 8, 16, 32, 64)  # by which micro-batches may shrink
 Override = dict[str, Any]
 
 
@@ -29,7 +32,10 @@ class Change:
   why: str
 
   def __str__(self) -> str:
-    return ' '.join(f'--config.{key}={value}' for key, value in self.overrides.items())
+    return ' '.join(
+      f'--config.{key}={shlex.quote(str(value))}'
+      for key, value in self.overrides.items()
+    )
 
 
 def applied(run: Run, overrides: Override) -> Run:
@@ -75,18 +81,11 @@ def candidates(run: Run, target: Target, found: Cost) -> Iterator[Override]:
   Smaller micro-batches and recomputation shrink temporaries alone: where what is held
   all the time is too much by itself, only further shares of it are of use.
   """
-  batch, model = run.config.batch, run.config.model
   passing = found.memory['temporaries'] + found.memory['gradients']
   held = found.total - passing if passing < math.inf else 0.0
-  micro: list[Override] = []
-  # Packed micro-batches are of so many tokens, not a part of the rows.
-  rows = 1 if batch.packing else found.micro_rows
-  shares = math.prod(found.mesh.get(axis, 1) for axis in ('data', 'fsdp', 'expert'))
-  factor = 2
-  while rows % factor == 0 and rows // factor >= shares and factor <= 64:
-    micro.append({'batch.micro_batches': batch.micro_batches * factor})
-    factor *= 2
-  remat: list[Override] = [] if model.remat == 'full' else [{'model.remat': 'full'}]
+  micro = smaller_micro_batches(run, found)
+  full = run.config.model.remat == 'full'
+  remat: list[Override] = [] if full else [{'model.remat': 'full'}]
   spread = meshes_with_more_shares(found.mesh)
   if held < found.limit:
     yield from remat
@@ -95,6 +94,36 @@ def candidates(run: Run, target: Target, found: Cost) -> Iterator[Override]:
   yield from spread
   for more in spread[:1]:
     yield from [more | r | m for r in remat or [{}] for m in micro[-1:] or [{}]]
+
+
+def smaller_micro_batches(run: Run, found: Cost) -> list[Override]:
+  """Of a half of the rows or, where they are packed, of the tokens, a quarter and so
+  on: what a mesh of as many shares of the rows can take, the largest first.
+  """
+  shares = math.prod(found.mesh.get(axis, 1) for axis in ('data', 'fsdp', 'expert'))
+  batch, made = run.config.batch, []
+  packed = packing.parse(batch.packing)
+  for factor in FACTORS:
+    if packed is None:
+      if found.micro_rows % factor or found.micro_rows // factor < shares:
+        break
+      made.append({'batch.micro_batches': batch.micro_batches * factor})
+      continue
+    less = dataclasses.replace(packed, tokens=packed.tokens // factor)
+    atom = minibatches.atom_size(run.algorithm)
+    try:
+      packing.usual_rows(less, run.buckets[-1], atom, shares)
+    except ConfigError:
+      break
+    made.append({'batch.packing': _with_tokens(batch.packing, less.tokens)})
+  return made
+
+
+def _with_tokens(text: str, tokens: int) -> str:
+  """The call string with another number of tokens."""
+  name, options = parse_call(text)
+  options = {**options, 'tokens': tokens}
+  return f'{name}({", ".join(f"{key}={value!r}" for key, value in options.items())})'
 
 
 def meshes_with_more_shares(mesh: dict[str, int]) -> list[Override]:

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxrl.models import lora
 from jaxrl.rollout import jax_engine
 from jaxrl.training.learner import Learner
 from jaxrl.training.programs import Shape
 from launch import algorithm as algorithms
 from launch import weights
-from launch.planning import abstract, program
+from launch.planning import abstract, decode, handover, program
 from launch.planning.abstract import Run
 from launch.planning.decode import Engine
 from launch.planning.program import Program, Time, per_device
@@ -23,8 +24,8 @@ from launch.targets import CPU_MEMORY_RATE, Target
 class Cost:
   """A run on a mesh of a target. rows, length: of the batch that programs take.
 
-  programs: by name. memory: bytes of the fullest device, by part. phase: of the two
-  that the learner has, the one that is fuller.
+  programs: by name. memory: bytes of the fullest device, by part. phase: the fullest
+  one, 'publish' or that of a program.
   """
 
   mesh: dict[str, int]
@@ -53,10 +54,14 @@ def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> C
   shape, traced = learner.traced(run.buckets[-1])
   made = {
     name: program.build(name, one, target, _rounds(shape, name))
-    for name, one in traced.items()
+    for name, one in (traced | handover.traced(run, learner)).items()
   }
   kept = resident(run, learner, engine)
-  phases = {name: _memory(kept, one) for name, one in made.items()}
+  learned = per_device(lora.trained(learner.model.config, learner.params))
+  phases = {name: _memory(kept, made[name], learned) for name in traced}
+  if run.sends:
+    merge = made.get('merge')
+    phases['publish'] = {**kept, **handover.passing(run, learner, merge)}
   phase = max(phases, key=lambda name: sum(phases[name].values()))
   return Cost(
     mesh=dict(mesh.shape),
@@ -92,38 +97,36 @@ def resident(run: Run, learner: Learner, engine: Engine) -> dict[str, float]:
     'reference': per_device(arrays.get('reference')),
     'teachers': per_device(arrays.get('teachers')),
   }
-  if not engine.alone and run.algorithm.schema == 'rollout':
-    found |= engine_memory(run, engine)
+  if run.sends:
+    found |= handover.held(run, learner)
+    if not engine.alone:
+      platform = learner.mesh.devices.flat[0].platform
+      found |= engine_memory(run, engine, platform)
   return found
 
 
-def engine_memory(run: Run, engine: Engine) -> dict[str, float]:
-  """What an engine holds on each of its devices, by part."""
-  copies = 2 if engine.kind == 'jax' else 1  # as published, and as decode reads them
-  if engine.alone:
-    copies = 1
-  model = run.policy().model
-  params = abstract.shapes_of(model)
-  count = sum(x.size for x in jax.tree.leaves(params))
-  width = jax.numpy.dtype(engine.weights).itemsize
-  cache = jax.eval_shape(
-    lambda: dataclasses.replace(model, dtype=engine.dtype).init_cache(
-      engine.num_slots, engine.max_length
-    )
-  )
+def engine_memory(run: Run, engine: Engine, platform: str) -> dict[str, float]:
+  """Bytes that an engine holds on each of its devices, of a platform, by part."""
+  inside = weights.plan(run.config).name == 'inprocess'
+  copies = 2 if inside else 1  # as published, and as decode reads them
+  given = abstract.served(run, engine.weights)
+  model = dataclasses.replace(decode.model_of(run, engine), platform=platform)
+  cache = jax.eval_shape(lambda: model.init_cache(engine.num_slots, engine.max_length))
   share = engine.devices
   return {
-    "engine's weights": copies * count * width / share,
+    "engine's weights": copies * per_device(given) / share,
     'cache': per_device(cache) / share,
   }
 
 
-def _memory(kept: dict[str, float], made: Program) -> dict[str, float]:
-  """What the devices hold while a program runs, by part."""
+def _memory(kept: dict[str, float], made: Program, learned: float) -> dict[str, float]:
+  """What the devices hold while a program runs, by part. learned: bytes of what has
+  gradients.
+  """
   train = made.name == 'train'
   own = ('optimizer state',) if train else ('reference',)
   taken = sum(kept[name] for name in ('parameters', 'algorithm state', *own))
-  gradients = min(made.temporaries, kept['parameters']) if train else 0.0
+  gradients = min(made.temporaries, learned) if train else 0.0
   return {
     **kept,
     'batch': max(0.0, made.arguments - taken),
@@ -198,9 +201,9 @@ class Broadcast:
 
 def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
   plan, chip = weights.plan(run.config), target.chip
-  dtype = plan.options.get('dtype') or 'float32'
-  shapes = jax.tree.leaves(abstract.shapes_of(run.policy().model))
-  size = sum(x.size for x in shapes) * jax.numpy.dtype(dtype).itemsize
+  shapes = abstract.served(run, plan.options.get('dtype'))
+  size = per_device(shapes)
+  dtype = ' and '.join(sorted({x.dtype.name for x in jax.tree.leaves(shapes)}))
   if plan.name == 'inprocess':
     return Broadcast(size, f'{plan.name}, {dtype}', 2 * size / chip.memory_rate)
   if plan.direct:
@@ -214,7 +217,8 @@ def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
 
 def num_programs(run: Run, cost: Cost, engine: Engine, plays: bool) -> dict[str, int]:
   """How many the run compiles before its first step, by part."""
-  found = {'learner': len(run.buckets) * len(cost.programs)}
+  bound = cost.programs.keys() - {'merge'}  # to a length of rows
+  found = {'learner': len(run.buckets) * len(bound) + ('merge' in cost.programs)}
   if plays and engine.kind == 'jax':
     # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.
     found['engine'] = len(jax_engine.default_buckets(engine.max_length)) + 4

@@ -20,9 +20,9 @@ from jaxrl.signature import ConfigError, parse_call
 from jaxrl.training import sharding
 from jaxrl.training.mesh import make_mesh
 from jaxrl.training.per_device import on_mesh
-from launch import weights
+from launch import engines, weights
 from launch.planning import program
-from launch.planning.abstract import Run, shapes_of
+from launch.planning.abstract import Run, served
 from launch.planning.program import Program
 from launch.planning.traffic import Collective
 from launch.targets import Target
@@ -32,15 +32,16 @@ WHOLE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-  """kind: 'jax' or 'vllm'. devices: of one engine. dtype: of its weights and products.
-  alone: whether it has devices of its own, not the learner's.
+  """kind: 'jax' or 'vllm'. devices: of one engine. weights: the dtype of these; None
+  leaves each as it is published. dtype: of products and cache. alone: whether it has
+  devices of its own, not the learner's.
   """
 
   kind: str
   devices: int
   num_slots: int
   max_length: int
-  weights: str
+  weights: str | None
   dtype: str
   alone: bool
 
@@ -52,7 +53,7 @@ def engine_of(run: Run) -> Engine:
   length = options.get('max_length', config.batch.max_length)
   dtype = config.model.dtype
   plan = weights.plan(config)
-  held = plan.options.get('dtype') or 'float32'
+  held = plan.options.get('dtype')
   devices = 1
   if kind == 'vllm':
     dtype = options.get('dtype', dtype)
@@ -60,6 +61,17 @@ def engine_of(run: Run) -> Engine:
   slots = config.rollout.num_slots
   alone = bool(config.cluster.ray)
   return Engine(kind, devices, slots, length, held, dtype, alone)
+
+
+def model_of(run: Run, engine: Engine) -> Model:
+  """The model as the engine has it: without adapters and value head."""
+  return Model(
+    run.shape.replace(value_head=False),
+    dtype=engine.dtype,
+    kernels=run.config.kernels,
+    exact=engines.exact(run.config),
+    router_replay=engines.replays(run.config),
+  )
 
 
 def build(run: Run, engine: Engine, target: Target, devices: Sequence[Any]) -> Program:
@@ -112,11 +124,9 @@ def trace(run: Run, engine: Engine, devices: Sequence[Any]) -> Any:
       f'devices; the topology has {len(devices)}'
     )
   mesh = make_mesh(data=1, tensor=engine.devices, devices=devices[: engine.devices])
-  shape = run.shape.replace(value_head=False)
-  model = on_mesh(Model(shape, dtype=engine.dtype, kernels=run.config.kernels), mesh)
-  params = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, engine.weights), shapes_of(model)
-  )
+  model = on_mesh(model_of(run, engine), mesh)
+  shape = model.config
+  params = served(dataclasses.replace(run, shape=shape), engine.weights)
   layouts = sharding.params_sharding(mesh, model.logical_axes(), params)
   one = jax.tree.map(lambda s: NamedSharding(mesh, P(*s.spec[1:])), layouts['layers'])
   layouts |= {'layers': (one,) * shape.num_layers}

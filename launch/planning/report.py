@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.signature import ConfigError
+from launch import teachers
 from launch.planning import abstract, changes, cost, decode
 from launch.planning.abstract import Run
 from launch.planning.cost import Broadcast, Cost, Step
@@ -141,7 +142,7 @@ def assumptions(report: Report) -> list[str]:
       told.append('decode: compiled with one layer and with two, and extended')
     if report.engine.kind != 'jax':
       told.append("decode is JaxEngine's own step, in the place of vLLM's")
-  if run.source == abstract.RANDOM:
+  if run.source == abstract.RANDOM and not teachers.folders(run.config):
     told.append('vocabulary as configured; one trained on few texts may stay smaller')
   if run.algorithm.schema != 'rollout':
     told.append('rows of a batch as its number of groups has it; files may bring more')

@@ -8,16 +8,19 @@ from typing import Any
 
 import jax
 
+from jaxrl.models import lora
 from jaxrl.signature import ConfigError
-from launch.planning import abstract, changes, cost
+from jaxrl.types import Params
+from launch.planning import changes, cost
 from launch.planning.abstract import Run
 from launch.planning.cost import Cost
 from launch.planning.decode import Engine
+from launch.planning.program import per_device
 from launch.targets import NODE, Target
 
 MOST = 6  # meshes compiled, unless told
 AXES = ('data', 'fsdp', 'tensor')
-ADAM = 4  # arrays of a parameter's size that are held: itself, two moments, gradient
+ADAM = 12  # bytes that a parameter that learns has beside: two moments, gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +92,12 @@ def meshes(target: Target, kept: int = 1) -> Iterator[dict[str, int]]:
 
 def guess(run: Run, target: Target, mesh: dict[str, int]) -> tuple[bool, float]:
   """(whether its state alone is too much, seconds of a step), by hand."""
-  shapes = jax.tree.leaves(abstract.shapes_of(run.policy().model))
-  size, shape, chip = sum(x.size for x in shapes), run.shape, target.chip
+  params = run.policy(run.learned).params
+  size, shape, chip = _count(params), run.shape, target.chip
   tensor, fsdp = mesh['tensor'], mesh['fsdp']
   shares = mesh['data'] * fsdp * run.config.mesh.expert
-  held = 4 * size * ADAM / (fsdp * tensor)
+  state = per_device(params) + ADAM * _count(lora.trained(run.learned, params))
+  held = state / (fsdp * tensor)
   batch = run.config.batch
   micro = batch.minibatches * batch.micro_batches
   rows = math.ceil(run.num_rows / micro / shares) * shares * micro
@@ -109,3 +113,7 @@ def guess(run: Run, target: Target, mesh: dict[str, int]) -> tuple[bool, float]:
   far = gathered + reduced
   near = split / (chip.link if tensor <= NODE else rate)
   return held > chip.memory, compute + near + far / rate
+
+
+def _count(params: Params) -> int:
+  return sum(x.size for x in jax.tree.leaves(params))

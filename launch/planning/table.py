@@ -14,6 +14,11 @@ from launch.planning.report import Report, assumptions
 from launch.planning.sweep import Sweep
 
 BAR = 24
+PHASES = {
+  'prepare': 'scoring before updates',
+  'train': 'the update',
+  'publish': 'publishing',
+}
 
 
 def size(count: float) -> str:
@@ -106,9 +111,9 @@ def _counts(report: Report) -> str:
 
 def _memory(report: Report) -> Table:
   found = report.cost
-  phase = 'the update' if found.phase == 'train' else 'scoring before updates'
   made = _table(
-    f'Memory of the fullest device, in {phase}', 'part', 'bytes', 'share', ''
+    f'Memory of the fullest device, in {PHASES[found.phase]}',
+    *('part', 'bytes', 'share', ''),
   )
   for part, count in found.memory.items():
     if count:

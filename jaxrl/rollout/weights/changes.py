@@ -77,8 +77,7 @@ class Changes:
     region, delta = piece.region, piece.delta
     if piece.kept is None or delta is None or delta.count > len(delta.indices):
       words = on_host(_copy(piece.data, self._dtype))
-      real = jnp.issubdtype(piece.data.dtype, jnp.floating)
-      if real and LEAST <= region.size <= MOST:
+      if keeps(region.size, piece.data.dtype):
         # Its own copy: on a CPU the words may lie in the memory of the other.
         self._kept[region] = _copy(piece.data, self._dtype), words
       return Shard(region, words)
@@ -90,6 +89,11 @@ class Changes:
     words[indices] = values[:count].view(words.dtype)
     self._kept[region] = _put(device, delta), words
     return Shard(region, words, since=old, changed=indices)
+
+
+def keeps(size: int, dtype: Any) -> bool:
+  """Whether of a shard of so many elements the version before stays on its device."""
+  return jnp.issubdtype(dtype, jnp.floating) and LEAST <= size <= MOST
 
 
 def _cast(x: jax.Array, dtype: str | None) -> jax.Array:

@@ -1,0 +1,291 @@
+"""What a plan counts of others than the policy: engines' weights, experts, teachers."""
+
+import dataclasses
+import functools
+import io
+import json
+import shlex
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from jaxrl.dispatch import Dispatcher
+from jaxrl.models import hf_config, lora
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.rollout.weights.changes import Changes
+from jaxrl.signature import ConfigError
+from jaxrl.training.mesh import make_mesh
+from launch import config as configs
+from launch import learners, targets, weights
+from launch.planning import abstract, changes, cost, decode, handover, report, sweep
+from launch.planning import table as tables
+from launch.planning.program import Program
+from tests.launch.test_planning import SMALL, small
+
+LORA = "--config.model.lora=lora(rank=4, base='bfloat16')"
+EXPERTS = (
+  '--config.model.random.family=qwen3_moe(num_experts=4, num_experts_per_token=2, '
+  'moe_intermediate_size=16)'
+)
+REPLAY = '--config.rollout.engine=jax(router_replay=True)'
+ON_DEVICE = (
+  '--config.cluster.ray=true',
+  "--config.cluster.weights=object_store(on_device=True, dtype='bfloat16')",
+)
+
+
+def whole(tree):
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def learner_of(run, **mesh):
+  mesh = make_mesh(**mesh or {'data': 1}, devices=jax.devices()[: mesh.get('fsdp', 1)])
+  return abstract.make_learner(run, mesh)
+
+
+def resident(run, **mesh):
+  return cost.resident(run, learner_of(run, **mesh), decode.engine_of(run))
+
+
+@pytest.fixture(scope='module')
+def merged():
+  """What a learner with arrays, on two devices, gives its engines."""
+
+  def filled(x):
+    return jnp.full(x.shape, 0.5, x.dtype)
+
+  run, mesh = small(LORA), make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+  policy = run.policy()
+  own = run.config, policy, run.algorithm, mesh, Dispatcher('test'), None
+  stage = learners.Stage('train', run.num_rows, 1)
+  params = jax.tree.map(filled, policy.params)
+  return learners.LocalLearners(*own)._make(stage, params).merged()
+
+
+def on_first(arrays):
+  """Bytes on the first device."""
+  first = jax.devices()[0]
+  shards = (s for x in jax.tree.leaves(arrays) for s in x.addressable_shards)
+  return sum(s.data.nbytes for s in shards if s.device == first)
+
+
+def built(name, *_, temporaries=0.0, **__):
+  """In the place of a program that is compiled."""
+  return Program(name, 1.0, 0.0, 0.0, temporaries, 1.0, {}, 0.0)
+
+
+def test_engines_have_merged_weights_and_no_adapters(merged):
+  run = small(LORA)
+  engine = decode.engine_of(run)
+  assert resident(run)["engine's weights"] == 2 * whole(merged)
+  told = cost.broadcast(run, targets.parse('cpu:1'), engine)
+  assert told.bytes == whole(merged)
+  assert told.way == 'inprocess, bfloat16 and float32'
+  params = decode.trace(run, engine, jax.devices()[:1]).in_avals[0][0]
+  assert whole(params) == whole(merged)
+
+
+def test_copies_for_engines_are_those_of_arrays(merged):
+  """The merged one, and of the version before what is large enough to be kept."""
+  run = small(LORA, *ON_DEVICE)
+  learner = learner_of(run, data=1, fsdp=2)
+  passing = handover.passing(run, learner, built('merge'))
+  assert passing['merged weights'] == on_first(merged)
+  before = Changes('bfloat16')
+  before.snapshot(merged)
+  kept = on_first([device for device, _ in before._kept.values()])
+  assert handover.held(run, learner) == {'version before': kept}
+  assert 0 < kept < on_first(merged) / 2
+
+
+def test_publishing_may_be_what_takes_most(monkeypatch):
+  monkeypatch.setattr(cost.program, 'build', built)
+  target, devices = targets.parse('cpu:1'), jax.devices()[:1]
+  run = small(LORA)
+  found = cost.of(run, target, devices, engine=decode.engine_of(run))
+  assert found.phase == 'publish' and 'merge' in found.programs
+  served = whole(abstract.served(run, None))
+  assert found.memory['merged weights'] == served
+  assert found.memory['temporaries'] == served  # as the engine reads it, beside its own
+  count = cost.num_programs(run, found, decode.engine_of(run), plays=False)
+  assert count == {'learner': 3}
+  told = report.make('small.py', run, target, devices)
+  out = io.StringIO()
+  tables.show(told, Console(file=out, width=100))
+  assert 'in publishing' in ' '.join(out.getvalue().split())
+  monkeypatch.setattr(cost.program, 'build', functools.partial(built, temporaries=1e9))
+  for options in ((), (LORA,)):
+    run = small(*options)
+    found = cost.of(run, target, devices, engine=decode.engine_of(run))
+    assert (found.phase == 'publish') == bool(options)
+    assert ('merge' in found.programs) == bool(options)
+
+
+@pytest.mark.parametrize(
+  'name, options, copied',
+  [
+    ('object_store', {}, lambda sizes: 4 * sum(sizes)),
+    ('checkpoint', {'dtype': 'bfloat16'}, lambda sizes: 2 * sum(sizes)),
+    ('shared_memory', {'on_device': True}, lambda sizes: 4 * max(sizes)),
+    ('nccl', {'dtype': 'bfloat16'}, lambda _: 256 << 20),
+    ('ipc', {'buffer_bytes': 1}, lambda _: 4 * 384 * 32),  # an inner layer's kernel
+  ],
+)
+def test_what_a_transport_copies_first(name, options, copied, monkeypatch):
+  run = small()
+  learner = learner_of(run, data=1, fsdp=2)
+  sizes = [handover._share(x) for x in jax.tree.leaves(learner.params)]
+  plan = weights.Plan(name, options)
+  monkeypatch.setattr(weights, 'plan', lambda _: plan)
+  found = handover.passing(run, learner, None)
+  assert found == {'gradients': 0.0, 'temporaries': copied(sizes)}
+
+
+def test_only_what_learns_has_gradients(monkeypatch):
+  def build(name, *_):
+    return built(name, temporaries=1e9 * (name == 'train'))
+
+  monkeypatch.setattr(cost.program, 'build', build)
+  run, target = small(LORA), targets.parse('cpu:1')
+  engine, devices = decode.engine_of(run), jax.devices()[:1]
+  found = cost.of(run, target, devices, engine=engine)
+  learner = learner_of(run)
+  trained = whole(lora.trained(learner.model.config, learner.params))
+  assert 0 < trained < whole(learner.params) / 4
+  assert found.phase == 'train'
+  assert found.memory['optimizer state'] == 2 * trained + 4
+  assert found.memory['gradients'] == trained
+  assert found.memory['temporaries'] == 1e9 - trained
+
+
+def test_the_state_of_adapters_is_not_thought_too_much():
+  run, target = small(LORA), targets.parse('cpu:1')
+  limit = 2 * whole(run.policy().params)
+  chip = dataclasses.replace(target.chip, memory=limit)
+  target = dataclasses.replace(target, chip=chip)
+  mesh = {'data': 1, 'fsdp': 1, 'tensor': 1}
+  assert sweep.guess(small(), target, mesh)[0]
+  assert not sweep.guess(run, target, mesh)[0]
+
+
+@pytest.mark.parametrize('sync, copies', [('fixed', 0), ('trainer', 1)])
+def test_a_version_on_its_way_is_a_copy(sync, copies):
+  run = small(f'--config.rollout.sync={sync}')
+  kept = resident(run)
+  assert kept.get('versions on their way', 0) == copies * kept['parameters']
+
+
+def test_the_cache_holds_the_experts_that_the_engine_keeps():
+  run = small(EXPERTS, REPLAY)
+  engine = JaxEngine(
+    run.policy().model,
+    dispatcher=Dispatcher('test'),
+    num_slots=run.config.rollout.num_slots,
+    max_length=run.config.batch.max_length,
+    router_replay=True,
+  )
+  cache, _ = engine._programs.fresh()
+  assert resident(run)['cache'] == whole(cache)
+  assert resident(small(EXPERTS))['cache'] == whole(cache) - whole(cache['e'])
+  traced = decode.trace(run, decode.engine_of(run), jax.devices()[:1])
+  assert whole(traced.in_avals[0][1]) == whole(cache)
+
+
+def test_the_cache_is_laid_out_for_the_machine():
+  run = small()
+  engine = decode.engine_of(run)
+  chunks, paged = (
+    cost.engine_memory(run, engine, name)['cache'] for name in ('cpu', 'gpu')
+  )
+  assert paged == 4 * chunks  # pages are of 128 positions
+
+
+def test_experts_are_replayed_where_there_are_some():
+  with pytest.raises(ConfigError, match='router_replay'):
+    small(REPLAY)
+  with pytest.raises(ConfigError, match='no adapters for experts'):
+    small(EXPERTS, LORA)
+
+
+def folder(path, **changes):
+  """A model's config.json, and the bytes of its parameters."""
+  path.mkdir()
+  run = small()
+  shape = run.shape.replace(**changes)
+  data = hf_config.to_hf(shape, 'float32')
+  (path / 'config.json').write_text(json.dumps(data))
+  return whole(run.policy(shape).params)
+
+
+def taught(*more):
+  config = '--config=configs/distill.py:on_policy_distill'
+  return abstract.read(configs.load(configs.parse([config, *SMALL[1:], *more])))
+
+
+def test_teachers_are_counted_once_each_with_the_students_vocabulary(tmp_path):
+  folder(tmp_path / 'student')
+  folder(tmp_path / 'wide', hidden_size=48, vocab_size=96)
+  size = folder(tmp_path / 'cut', hidden_size=48)
+  wide = tmp_path / 'wide'
+  named = f'--config.teacher.checkpoint={wide}'
+  tagged = f'--config.teacher.by_tag=arithmetic={wide}'
+  student = f'--config.model.checkpoint={tmp_path / "student"}'
+  kept = resident(taught(student, named))
+  assert kept['teachers'] == size
+  assert resident(taught(student, named, tagged)) == kept
+  assert taught(named).shape.vocab_size == 96  # made from nothing, it takes theirs
+  with pytest.raises(ConfigError, match='64 rows; 96 are needed'):
+    swapped = f'--config.teacher.checkpoint={tmp_path / "student"}'
+    learner_of(taught(f'--config.model.checkpoint={wide}', swapped))
+
+
+def test_data_may_be_the_teacher():
+  run = taught('--config.teacher.checkpoint=data')
+  assert resident(run)['teachers'] == 0
+
+
+PACKED = 'first_fit(tokens=512, share_prefix=False)'
+
+
+def smaller(packing, **mesh):
+  run = small(f'--config.batch.packing={packing}')
+  found = cost.Cost(mesh, 16, 16, 16, {}, {}, 1.0, 'train')
+  return run, changes.smaller_micro_batches(run, found)
+
+
+def test_packed_micro_batches_shrink_by_tokens():
+  run, found = smaller(PACKED)
+  texts = [one['batch.packing'] for one in found]
+  sizes = [256, 128, 64, 32, 16]  # one of the longest sequences has 16
+  assert texts == [f'first_fit(tokens={n}, share_prefix=False)' for n in sizes]
+  for overrides in (found[0], found[-1]):
+    shape = learner_of(changes.applied(run, overrides))._layout.shape(16)
+    assert shape.pack is not None
+    assert shape.pack.rows * shape.pack.length == sizes[found.index(overrides)]
+  assert len(smaller(PACKED, data=2, fsdp=2)[1]) == len(sizes) - 2
+  assert smaller('first_fit(tokens=16)')[1] == []
+  assert smaller('first_fit(tokens=128, length=64)')[1] == [
+    {'batch.packing': 'first_fit(tokens=64, length=64)'}
+  ]
+
+
+def test_a_change_can_be_given_to_a_shell():
+  change = changes.Change(smaller(PACKED)[1][0], 0.0, 1, '')
+  (argument,) = shlex.split(str(change))
+  assert (
+    small(argument).config.batch.packing == 'first_fit(tokens=256, share_prefix=False)'
+  )
+
+
+def test_candidates_of_packed_rows_hold_fewer_tokens():
+  run, _ = smaller(PACKED)
+  memory = {'parameters': 1.0, 'temporaries': 9.0, 'gradients': 1.0}
+  found = cost.Cost({'data': 1}, 16, 16, 16, {}, memory, 5.0, 'train')
+  offered = list(changes.candidates(run, targets.parse('cpu:1'), found))
+  tokens = [one.get('batch.packing') for one in offered]
+  assert tokens == [
+    None,
+    *(f'first_fit(tokens={n}, share_prefix=False)' for n in (256, 16)),
+  ]
