@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.dispatch import Dispatcher
+from jaxrl.models import lora
 from jaxrl.rollout.vllm import arguments
 from jaxrl.rollout.weight_store import InProcessWeights
 from jaxrl.rollout.weights.broadcast import BroadcastWeights
@@ -41,6 +42,7 @@ OWN: dict[str, Mapping[Callable[..., Any], Sequence[str]]] = {  # options, by na
   'nccl': DIRECT,
   'ipc': DIRECT,
 }
+GPU = ('nccl', 'ipc')  # from one to another
 RAY = ('object_store', 'shared_memory')  # which serve engines in other processes alone
 REALS = [name for name in DTYPES if 'float' in name]
 
@@ -59,7 +61,7 @@ class Plan:
   @property
   def direct(self) -> bool:
     """Whether the learner sends from its GPUs into the engines'."""
-    return self.name in ('nccl', 'ipc')
+    return self.name in GPU
 
 
 def plan(config: Config) -> Plan:
@@ -77,9 +79,9 @@ def plan(config: Config) -> Plan:
     if options.get(option, 1) < 1:
       raise ConfigError(f'{KEY}={text}: {option} must be at least 1')
   problem = _problem(name, bool(config.cluster.ray), folder)
-  if not problem and name in ('nccl', 'ipc'):
+  if not problem and name in GPU:
     problem = _direct(config)
-  if problem:
+  if problem := problem or _adapters(config, name, options):
     raise ConfigError(f'{KEY}={text}: {problem}')
   if name == 'auto':
     name = 'object_store' if config.cluster.ray else 'inprocess'
@@ -100,7 +102,7 @@ def _problem(name: str, ray: bool, folder: str) -> str:
     )
   if name == 'checkpoint' and not folder:
     return 'needs a folder: checkpoint(folder="/path/that/all/engines/see")'
-  if name in ('nccl', 'ipc') and not ray:
+  if name in GPU and not ray:
     return 'needs --config.cluster.ray=true, whose engines it sends to: take auto'
   return ''
 
@@ -117,6 +119,24 @@ def _direct(config: Config) -> str:
     return (
       f"{missing} in the learner's own environment, which sends by vLLM's own means: "
       'install the extra vllm there, with CUDA, or take shared_memory or object_store'
+    )
+  return ''
+
+
+def _adapters(config: Config, name: str, options: Mapping[str, Any]) -> str:
+  """Why this way cannot send adapters by themselves, if that is asked for."""
+  own = lora.parse(config.model.lora)
+  if own is None or own.send == 'merged':
+    return ''
+  asked = f"--config.model.lora={config.model.lora}: send='{own.send}'"
+  if name in ('shared_memory', *GPU):
+    return (
+      f'writes every version whole, and {asked}: take object_store, or leave send out'
+    )
+  if options.get('dtype'):
+    return (
+      f'dtype would round the adapters too ({asked}): keep the base in bfloat16 by '
+      "lora(base='bfloat16'), or leave send out"
     )
   return ''
 

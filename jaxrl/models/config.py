@@ -15,6 +15,7 @@ class Lora:
   alpha: float
   targets: tuple[str, ...]
   base: str
+  send: str = 'merged'
 
   @property
   def scale(self) -> float:

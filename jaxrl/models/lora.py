@@ -28,10 +28,12 @@ def lora(
   alpha: float = 32.0,
   targets: str = 'q,k,v,o,gate,up,down',
   base: Literal['float32', 'bfloat16'] = 'float32',
+  send: Literal['merged', 'adapters'] = 'merged',
 ) -> Lora:
   """Adapters of `rank` for the layers `targets`, scaled by alpha / rank.
 
-  base: of what the frozen kernels and tables are kept in.
+  base: of what the frozen kernels and tables are kept in. send: what engines are given,
+  merged weights or, once they have the base, adapters to merge themselves.
   """
   where, chosen = f'--config.{KEY}', tuple(name.strip() for name in targets.split(','))
   for name in chosen:
@@ -40,7 +42,7 @@ def lora(
   if rank < 1 or alpha <= 0:
     raise ConfigError(f'{where}: rank={rank} and alpha={alpha} must be above 0')
   ordered = tuple(name for name in LORA_TARGETS if name in chosen)
-  return Lora(rank, float(alpha), ordered, base)
+  return Lora(rank, float(alpha), ordered, base, send)
 
 
 def parse(text: str) -> Lora | None:
@@ -48,7 +50,8 @@ def parse(text: str) -> Lora | None:
   return call(text, {'lora': lora}, 'kind of adapter', KEY) if text else None
 
 
-def _learns(path: Any) -> bool:
+def learns(path: Any) -> bool:
+  """Whether what lies there, by JAX's path to it, is not frozen."""
   return path[-1].key in ADAPTERS or path[0].key == 'value_head'
 
 
@@ -58,7 +61,7 @@ def trained(config: ModelConfig, params: Params) -> Params:
     return params
   found: Params = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    if _learns(path):
+    if learns(path):
       branch = found
       for key in path[:-1]:
         branch = branch.setdefault(key.key, {})
@@ -93,7 +96,7 @@ def stored(config: ModelConfig, params: Params) -> Params:
     return params
 
   def cast(path: Any, x: jax.Array) -> jax.Array:
-    narrow = path[-1].key in ('kernel', 'table') and not _learns(path)
+    narrow = path[-1].key in ('kernel', 'table') and not learns(path)
     return x.astype(config.lora.base) if narrow and config.lora else x
 
   return jax.tree_util.tree_map_with_path(cast, params)
@@ -106,8 +109,11 @@ def merged(config: ModelConfig, params: Params, dtype: str = 'float32') -> Param
   activations, where that is wider. Rounding apart, it is the same forward pass.
   """
   own = config.lora
-  if own is None:
-    return params
+  return params if own is None else merge_by(own.scale, params, dtype)
+
+
+def merge_by(scale: Any, params: Params, dtype: str = 'float32') -> Params:
+  """As `merged`. scale: α / rank, a number or a float32 scalar."""
 
   def merge(tree: Params) -> Params:
     made = {name: merge(x) if isinstance(x, dict) else x for name, x in tree.items()}
@@ -119,7 +125,7 @@ def merged(config: ModelConfig, params: Params, dtype: str = 'float32') -> Param
     left = a.reshape(a.shape[0], -1, rank)
     right = b.reshape(b.shape[0], rank, -1)
     change = jnp.matmul(left, right, precision='highest').reshape(kernel.shape)
-    wide = kernel.astype(jnp.float32) + own.scale * change
+    wide = kernel.astype(jnp.float32) + scale * change
     return made | {'kernel': wide.astype(jnp.promote_types(kernel.dtype, dtype))}
 
   return merge(params)
@@ -154,7 +160,7 @@ def fingerprint(params: Params) -> jax.Array:
   """uint32: of every bit that is frozen, wherever on a mesh it lies."""
   total = jnp.uint32(0)
   for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
-    if not _learns(path):
+    if not learns(path):
       word = jnp.uint32 if x.dtype == jnp.float32 else jnp.uint16
       bits = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
       total += jnp.uint32(2 * i + 1) * jnp.sum(bits, dtype=jnp.uint32)

@@ -21,6 +21,7 @@ import numpy as np
 from jaxrl.models import cache as caches
 from jaxrl.models.cache import Cache
 from jaxrl.models.model import Model
+from jaxrl.models.unmerged import is_unmerged, merge
 from jaxrl.rollout import sampling
 from jaxrl.rollout.slots import Request
 from jaxrl.types import Array, Params
@@ -116,6 +117,7 @@ class Programs:
     self._copy = jax.jit(own(model.copy), donate_argnums=0)
     self._place = jax.jit(own(_place), donate_argnums=0)
     self._experts = jax.jit(own(caches.experts_of))
+    self._merge = jax.jit(own(merge, dtype=model.dtype))
     self._unstack = jax.jit(own(model.unstack))
     self._warm: int | None = None  # programs, once they are warmed up
 
@@ -132,8 +134,11 @@ class Programs:
     return jax.device_put((cache, rows), self._sharding)
 
   def adopt(self, params: Params) -> Params:
-    """Lays weights out as decode reads them fastest, on the engine's device."""
-    return self._unstack(jax.device_put(params, self._sharding))
+    """Lays weights out as decode reads them fastest, on the engine's device; adapters
+    that were sent beside them are merged.
+    """
+    params = jax.device_put(params, self._sharding)
+    return self._unstack(self._merge(params) if is_unmerged(params) else params)
 
   def warmup(self, params: Params) -> None:
     """Compiles every program, on a state of its own."""

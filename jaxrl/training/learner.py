@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxrl.algorithms import checks, compose
 from jaxrl.data.staleness import Bound
 from jaxrl.dispatch import Dispatcher
-from jaxrl.models import lora
+from jaxrl.models import lora, unmerged
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
 from jaxrl.training import late, programs, replay, sharding, stale, teacher_columns
@@ -121,18 +121,27 @@ class Learner:
     return self._state.params
 
   async def weights(self) -> Params:
-    """What engines are given: `params`, or with adapters these merged into a copy."""
-    merges = self._spec.model.config.lora is not None
-    return await self._dispatcher.run(self.merged) if merges else self.params
+    """What engines are given: `params`; with adapters these merged into a copy, or
+    `unmerged`, if so the adapters are to be sent.
+    """
+    own = self._spec.model.config.lora
+    if own is None:
+      return self.params
+    if own.send == 'merged':
+      return await self._dispatcher.run(self.merged)
+    params = await self._dispatcher.run(self._placed)
+    return unmerged.given(self._spec.model.config, params)
 
   def merged(self) -> Params:
-    """`weights`, for whoever is on the thread of the devices."""
-    if self._spec.model.config.lora is None:
+    """Of the model without adapters, for whoever is on the thread of the devices."""
+    bare = self._spec.model.config.lora is None
+    return self.params if bare else self._merge(self._placed())
+
+  def _placed(self) -> Params:
+    """The parameters on the devices, for programs, even while they rest elsewhere."""
+    if self._homes is None:
       return self.params
-    params = self.params
-    if self._homes is not None:  # it rests, and programs run on what devices hold
-      params = jax.device_put(params, self._homes['state'].params)
-    return self._merge(params)
+    return jax.device_put(self.params, self._homes['state'].params)
 
   @functools.cached_property
   def _merge(self) -> Callable[[Params], Params]:

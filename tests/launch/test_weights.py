@@ -2,11 +2,15 @@
 
 import contextlib
 import importlib.util
+import re
 import types
 
+import jax
+import numpy as np
 import pytest
 
 from configs import base
+from jaxrl.models import unmerged
 from jaxrl.rollout.weights.receiver import Receiver
 from jaxrl.rollout.weights.shared_memory import SharedMemory
 from jaxrl.rollout.weights.transport import Folder, Memory
@@ -16,10 +20,13 @@ from launch import placement, weights
 from tests.launch import runs
 from tests.rollout.weights.helpers import same
 
+OF_THE_RUN = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
 
-def plan(text, ray=True):
+
+def plan(text, ray=True, lora=''):
   config = base.get_config()
   config.cluster.update(weights=text, ray=ray)
+  config.model.lora = lora
   return weights.plan(config)
 
 
@@ -147,6 +154,43 @@ def test_a_transport_and_its_end_elsewhere(tmp_path):
   assert weights.elsewhere(store)() is store
 
 
+ADAPTERS = "lora(rank=2,send='adapters')"
+
+
+@pytest.mark.parametrize(
+  ('text', 'words'),
+  [
+    ('shared_memory', 'take object_store, or leave send out'),
+    ('object_store(dtype="bfloat16")', "lora(base='bfloat16')"),
+  ],
+)
+def test_not_every_way_takes_adapters(text, words):
+  with pytest.raises(ConfigError, match=re.escape(words)):
+    plan(text, lora=ADAPTERS)
+  assert plan('object_store', lora=ADAPTERS) == plan('auto')
+  assert plan(text, lora='lora()') == plan(text)  # which are merged
+
+
+def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
+  options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.every=0'
+  through = f'--config.cluster.weights=checkpoint(folder="{tmp_path}/w",durable=False)'
+  more = f'--config.model.lora={ADAPTERS}', '--config.optimizer.learning_rate=0.1'
+  told = runs.record(tmp_path / 'run', *options.split(), through, *more)
+  first, second = (row for _, row in told.metrics[:2])
+  assert first['weights/share'] == 1 and second['weights/share'] < 0.5
+  # The engine plays what was learned, else its log-probs were others.
+  assert second['optimizer/grad_norm'] > 0 and second['weights/changed'] > 0
+  assert second['mismatch/logprob_difference'] < 1e-5
+  late = Receiver(Folder(tmp_path / 'w'))
+  late.poll()
+  exported = policies.load(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
+  merged = unmerged.merge(jax.tree.map(np.array, late.params()), 'float32')
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+    *(merged, exported.params),
+  )
+
+
 def test_a_run_through_a_folder(tmp_path):
   """Who comes later finds there what the learner ended with."""
   options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.num_tasks=2'
@@ -157,6 +201,5 @@ def test_a_run_through_a_folder(tmp_path):
   assert second['weights/pull_s'] > 0 and 0 < second['weights/changed'] <= 1
   late = Receiver(Folder(tmp_path / 'w'))
   assert late.poll() == 2
-  options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
-  exported = policies.load(str(tmp_path / 'run' / 'export'), **options)
+  exported = policies.load(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
   assert same(late.params(), exported.params)

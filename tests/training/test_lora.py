@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.algorithms import compose
-from jaxrl.models import lora
+from jaxrl.models import lora, unmerged
 from jaxrl.models.config import Lora
 from jaxrl.models.model import Model
 from jaxrl.training import programs
@@ -131,6 +131,19 @@ async def test_a_mesh_gives_the_same_and_adapters_lie_as_their_layers_do():
   )
   await many.rest()
   jax.tree.map(np.testing.assert_array_equal, served, await many.weights())
+
+
+async def test_adapters_to_be_sent_are_given_with_their_base():
+  learner = made(own=lora.lora(rank=2, alpha=3.0, targets='q', send='adapters'))
+  given = await learner.weights()
+  assert unmerged.is_unmerged(given) and given[unmerged.SCALE] == 1.5
+  q = learner.params['layers']['attention']['q']
+  assert given['layers']['attention']['q']['lora_a'] is q['lora_a']  # no copy
+  await learner.rest()
+  again = await learner.weights()
+  jax.tree.map(np.testing.assert_array_equal, given, again)
+  kinds = {x.sharding.memory_kind for x in jax.tree.leaves(again['layers'])}
+  assert kinds == {'device'}
 
 
 @SLOW

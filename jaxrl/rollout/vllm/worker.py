@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 
 from jaxrl.models import huggingface
+from jaxrl.models.unmerged import is_unmerged, merge_on_host
 from jaxrl.rollout.vllm import received
 from jaxrl.rollout.weights.errors import WeightsError
 from jaxrl.rollout.weights.pulls import Puller
@@ -125,6 +126,8 @@ class ReadWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     self.model.load_weights(self._named(self._fetched[1]))
 
   def _named(self, params: Params) -> Iterator[tuple[str, torch.Tensor]]:
+    if is_unmerged(params):
+      params = merge_on_host(params)
     for name, array in huggingface.export(self._shape, params):
       yield name, tensor(array)
 

@@ -1,7 +1,6 @@
 """The two ends of a broadcast as the loop and the engines know them: awaited."""
 
 import asyncio
-import functools
 import logging
 import socket
 import time
@@ -14,7 +13,8 @@ import jax.numpy as jnp
 from jaxrl.dispatch import Dispatcher
 from jaxrl.rollout.weights.changes import Changes
 from jaxrl.rollout.weights.errors import WeightsError
-from jaxrl.rollout.weights.layout import Window, snapshot
+from jaxrl.rollout.weights.frozen import Frozen
+from jaxrl.rollout.weights.layout import Window
 from jaxrl.rollout.weights.publisher import Publisher, Report
 from jaxrl.rollout.weights.receiver import Receiver
 from jaxrl.rollout.weights.source import Source
@@ -121,8 +121,7 @@ class BroadcastWeights:
     **options: Any,
   ):
     self._dispatcher = dispatcher
-    take = Changes(dtype).snapshot if on_device else None
-    self._snapshot = take or functools.partial(snapshot, dtype=dtype)
+    self._snapshot = (Changes if on_device else Frozen)(dtype).snapshot
     self._publisher = Publisher(transport, part=part, **options)
     self._transport, self._part, self._parts = transport, part, parts
     self._pause = tend

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from jaxrl.models import lora, unmerged
+from jaxrl.models.model import Model
 from jaxrl.rollout.weights.errors import WeightsError
 from jaxrl.rollout.weights.layout import snapshot
 from jaxrl.rollout.weights.publisher import Publisher
@@ -54,6 +56,29 @@ async def test_what_is_pulled_is_what_was_published(world, channel):
   found = await engine.generate('moved', PROMPT, RULES)
   learners = world.rescore(moved, PROMPT, found.tokens)
   np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+
+
+async def test_adapters_are_merged_where_they_arrive(world):
+  own = lora.lora(rank=4, targets='q,o,down', send='adapters')
+  model = Model(world.model.config.replace(lora=own))
+  params = lora.add(model, world.new, jax.random.key(0))
+  draw = np.random.default_rng(1)
+  for number in (1, 2):  # the second brings adapters alone
+
+    def fill(path, x):
+      b = path[-1].key == 'lora_b'
+      return np.float32(0.1 * draw.normal(size=x.shape)) if b else np.asarray(x)
+
+    params = jax.tree_util.tree_map_with_path(fill, params)
+    version = world.next()
+    await world.engine.load(version, unmerged.given(model.config, params))
+    found = await world.engine.generate(f'adapters {number}', PROMPT, RULES)
+    assert set(found.versions) == {version}
+    merged = lora.merged(model.config, params)
+    learners = world.rescore(merged, PROMPT, found.tokens)
+    np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+    plain = world.rescore(world.new, PROMPT, found.tokens)
+    assert np.abs(found.logprobs - plain).max() > 0.01
 
 
 async def test_a_version_may_be_loaded_twice(world):

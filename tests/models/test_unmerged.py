@@ -1,0 +1,60 @@
+"""Adapters that travel beside their base: merged where they arrive, as at home."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import huggingface, lora, unmerged
+from jaxrl.models.model import Model
+from tests.models import small
+
+DTYPES = [('float32', 'float32'), ('bfloat16', 'float32'), ('bfloat16', 'bfloat16')]
+
+
+def moved(base, **changes):
+  """A model with adapters, none of them zero."""
+  own = lora.lora(rank=3, alpha=5.0, targets='q,o,down', base=base, send='adapters')
+  model = Model(small.config(lora=own, **changes))
+  params = lora.stored(model.config, model.init(jax.random.key(1)))
+  rng = np.random.default_rng(2)
+
+  def fill(path, x):
+    b = path[-1].key == 'lora_b'
+    return jnp.float32(rng.normal(size=x.shape)) if b else x
+
+  return model, jax.tree_util.tree_map_with_path(fill, params)
+
+
+@pytest.mark.parametrize(('base', 'dtype'), DTYPES)
+def test_they_are_merged_as_the_learner_merges(base, dtype):
+  model, params = moved(base)
+  given = unmerged.given(model.config, params)
+  assert unmerged.is_unmerged(given) and not unmerged.is_unmerged(params)
+  found = jax.jit(unmerged.merge, static_argnums=1)(given, dtype)
+  wanted = jax.jit(lora.merged, static_argnums=(0, 2))(model.config, params, dtype)
+  assert jax.tree.structure(found) == jax.tree.structure(wanted)
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+  assert wanted['layers']['mlp']['down']['kernel'].dtype == jnp.promote_types(
+    base, dtype
+  )
+
+
+@pytest.mark.parametrize('base', ['float32', 'bfloat16'])
+def test_on_the_host_a_layer_is_merged_when_it_is_looked_at(base):
+  model, params = moved(base)
+  given = jax.tree.map(np.asarray, unmerged.given(model.config, params))
+  merged = lora.merged(model.config, params)
+  shape = lora.bare(model.config)
+  found = dict(huggingface.export(shape, unmerged.merge_on_host(given)))
+  wanted = dict(huggingface.export(shape, jax.tree.map(np.asarray, merged)))
+  assert found.keys() == wanted.keys()
+  for name, array in wanted.items():
+    np.testing.assert_allclose(
+      np.float32(found[name]), np.float32(array), rtol=1e-5, atol=1e-6, err_msg=name
+    )
+  q = 'model.layers.1.self_attn.q_proj.weight'
+  plain = dict(
+    huggingface.export(shape, jax.tree.map(np.asarray, lora.without(params)))
+  )
+  assert np.abs(found[q] - np.float32(plain[q])).max() > 0.01
