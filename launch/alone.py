@@ -10,7 +10,7 @@ from jaxrl.data.seeds import base_seed
 from jaxrl.dispatch import Dispatcher
 from jaxrl.signature import ConfigError
 from jaxrl.training.policy import Policy
-from launch import build, checks, off_policy
+from launch import build, checks, engines, off_policy
 from launch.algorithm import make_algorithm
 from launch.datasets import load_datasets
 from launch.rollouts import Rollouts
@@ -76,6 +76,7 @@ def evaluator(config: Config, workdir: pathlib.Path, host: Host | None = None) -
   def make(host: Host, dispatcher: Dispatcher) -> tuple[Policy, Rollouts]:
     data = load_datasets(config, host)  # first: it is cheap
     policy = build.make_policy(config, workdir, critic=False)
+    engines.check_model(config, policy.model.config)
     own = config, policy, host, dispatcher, data
     return policy, Rollouts(*own, algorithm=algorithm)
 

@@ -9,6 +9,7 @@ from jaxrl.rollout.filters import make_filter
 from jaxrl.rollout.shapers import make_shaper
 from jaxrl.rollout.shares import share_groups
 from jaxrl.signature import ConfigError, defaults
+from jaxrl.training import packing
 from jaxrl.types import Algorithm
 from kernels.dispatch import check_asked
 from launch import engines, files, off_policy, placement, rewards, weights
@@ -66,6 +67,13 @@ def settings(config: Config, algorithm: Algorithm) -> None:
     raise ConfigError(
       f'--config.model.lora={config.model.lora}: exact engines serve the very weights '
       'that are trained, and adapters are merged for them: take one or the other'
+    )
+  if packed := packing.parse(config.batch.packing):
+    packing.check(
+      packed,
+      exact=algorithm.schema == 'rollout' and engines.exact(config) is not None,
+      context=config.mesh.context,
+      micro_batches=config.batch.micro_batches,
     )
   cluster(config)
   _curriculum(config, algorithm)

@@ -158,6 +158,7 @@ class LocalLearners:
       teachers = self._staff.placed(config, algorithm, self.mesh, stage.num_rows)
     batch, model = config.batch, self._policy.model
     if main and algorithm.schema == 'rollout':
+      engines.check_model(config, model.config)
       own = {'exact': engines.exact(config), 'router_replay': engines.replays(config)}
       model = dataclasses.replace(model, **own)
     adapters = lora.parse(config.model.lora)

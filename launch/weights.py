@@ -207,7 +207,9 @@ def elsewhere(transport: Transport) -> Callable[[], Transport]:
   if isinstance(transport, SharedMemory):
     return functools.partial(SharedMemory, transport.address)
   if isinstance(transport, Folder):
-    return functools.partial(Folder, transport.path, make=False)
+    return functools.partial(
+      Folder, transport.path, durable=transport.durable, make=False
+    )
   return functools.partial(_same, transport)
 
 

@@ -59,8 +59,10 @@ class Core:
     check_asked(self.kernels)
     if self.exact is not None and self.dtype != 'float32':
       raise ValueError(f"exact mode is of dtype='float32', not {self.dtype!r}")
-    if self.router_replay and (self.exact or not self.config.num_experts):
-      raise ValueError('router_replay is of models with experts, not in exact mode')
+    if self.router_replay and not self.config.num_experts:
+      raise ValueError('router_replay is of models with experts, and this one has none')
+    if self.router_replay and self.exact:
+      raise ValueError('router_replay and exact mode exclude each other')
     remat.policy(self.remat)  # raises for one that is not
 
   def init(self, key: jax.Array) -> Params:

@@ -16,7 +16,6 @@ from kernels import dispatch, experts
 
 Mix = Callable[..., jax.Array]
 INIT_STD = 0.02
-OWN = -1  # in the place of a recorded expert: the router's own choice
 
 
 def local(way: Mix, x: jax.Array, chosen: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -79,7 +78,7 @@ class MoE(nnx.Module):
   ) -> tuple[jax.Array, jax.Array]:
     """x `[..., D]` → (y `[..., D]`, the experts taken `[..., k]` int32).
 
-    routed: `[..., k]` int, experts to take instead of the likeliest, OWN where there
+    routed: `[..., k]` int, experts to take instead of the likeliest, −1 where there
     are none; their weights are this router's, and gradients flow through these.
     """
     chosen, weights = self.route(x, routed)

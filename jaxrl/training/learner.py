@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxrl.algorithms import checks, compose
 from jaxrl.data.staleness import Bound
 from jaxrl.dispatch import Dispatcher
-from jaxrl.models import lora, unmerged
+from jaxrl.models import lora
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
 from jaxrl.training import late, programs, replay, sharding, stale, teacher_columns
@@ -26,6 +26,7 @@ from jaxrl.training.mesh import single_device_mesh
 from jaxrl.training.optimizer import Optimizer, make_optimizer
 from jaxrl.training.packed_layout import layout_of
 from jaxrl.training.per_device import on_mesh
+from jaxrl.training.served import Served
 from jaxrl.training.state import Spec
 from jaxrl.types import Algorithm, Batch, Group, Params
 
@@ -107,6 +108,7 @@ class Learner:
     self._warmed = False
     _check_teachers(self._spec, teachers)
     _check_params(self._spec, self.mesh, params)
+    self._served = Served(self._spec, self.mesh)
     self._state = programs.init_state(self._spec, self.mesh, params)
     self._advantages: jax.Array | None = None
     self._homes: dict[str, Any] | None = None  # where the state was before it rested
@@ -121,35 +123,21 @@ class Learner:
     return self._state.params
 
   async def weights(self) -> Params:
-    """What engines are given: `params`; with adapters these merged into a copy, or
-    `unmerged`, if so the adapters are to be sent.
-    """
-    own = self._spec.model.config.lora
-    if own is None:
+    """What engines are given: `params`, or what `Served` makes of them and adapters."""
+    if self._spec.model.config.lora is None:
       return self.params
-    if own.send == 'merged':
-      return await self._dispatcher.run(self.merged)
-    params = await self._dispatcher.run(self._placed)
-    return unmerged.given(self._spec.model.config, params)
+    return await self._dispatcher.run(lambda: self._served.of(self._placed()))
 
   def merged(self) -> Params:
     """Of the model without adapters, for whoever is on the thread of the devices."""
     bare = self._spec.model.config.lora is None
-    return self.params if bare else self._merge(self._placed())
+    return self.params if bare else self._served.merge(self._placed())
 
   def _placed(self) -> Params:
     """The parameters on the devices, for programs, even while they rest elsewhere."""
     if self._homes is None:
       return self.params
     return jax.device_put(self.params, self._homes['state'].params)
-
-  @functools.cached_property
-  def _merge(self) -> Callable[[Params], Params]:
-    config, dtype = self._spec.model.config, self._spec.model.dtype
-    layout = lora.without(programs.params_shapes(self._spec, self.mesh))
-    layout = programs.shardings_of(layout)
-    merge = functools.partial(lora.merged, config, dtype=dtype)
-    return jax.jit(merge, out_shardings=layout)
 
   @property
   def model(self) -> Model:
@@ -213,7 +201,8 @@ class Learner:
       if meta['learner'].get('frozen') != self._frozen:
         raise CheckpointError(
           f'the checkpoint in {checkpointer.directory} holds adapters of another model '
-          'than this: name the one that they were trained on, model.checkpoint'
+          'than this: name the one that they were trained on, model.checkpoint, and '
+          'the base= that model.lora had'
         )
       state, config = arrays['state'], self._spec.model.config
       params = lora.join(config, self.params, state.params)
@@ -294,6 +283,11 @@ class Learner:
     teachers = {} if self._teachers is None else {'teachers': self._teachers.params}
     return self._arrays() | teachers
 
+  @property
+  def shapes(self) -> list[programs.Shape]:
+    """Of usual batches: those that warm-up compiles for."""
+    return self._layout.shapes()
+
   def traced(self, length: int) -> tuple[programs.Shape, dict[str, Any]]:
     """A usual batch of rows of this bucket, and the programs that learn from it.
 
@@ -306,7 +300,7 @@ class Learner:
   def _warm_up(self) -> Metrics:
     start = time.perf_counter()
     with programs.CompileCounter() as counter:
-      for shape in self._layout.shapes():
+      for shape in self.shapes:
         self._programs(shape)
         size, scored = (shape.rows, shape.length), 'old_logprobs' in self._spec.needs
         stale.warmup(self._bound, self.mesh, size, scored=scored)

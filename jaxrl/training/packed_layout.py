@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.algorithms import compose
 from jaxrl.models.model import Model
 from jaxrl.training import first_fit, minibatches, packing
 from jaxrl.training.layout import Layout
@@ -46,7 +47,10 @@ class PackedLayout(Layout):
   @property
   def _shares(self) -> bool:
     """Whether prompts are shared: kernels of attention for accelerators know none."""
-    single = self.algorithm.schema in ('messages', 'text')  # a row a group
+    own = self.algorithm
+    single = own.schema in ('messages', 'text')  # a row a group
+    if own.schema == 'rollout' and compose.formulation(own) == 'trajectory':
+      single = compose.rows_per_group(own) == 1
     return self.packing.share_prefix and not single
 
   def shape(self, length: int = 0, num_rows: int = 0, *, fine: bool = False) -> Shape:
@@ -187,5 +191,10 @@ def layout_of(
     packed = packing.parse(packed) or ''
   if not packed:
     return Layout
-  packing.check(packed, model, mesh, micro_batches)
+  packing.check(
+    packed,
+    exact=getattr(model, 'exact', None) is not None,
+    context=mesh.shape.get('context', 1),
+    micro_batches=micro_batches,
+  )
   return functools.partial(PackedLayout, packing=packed)

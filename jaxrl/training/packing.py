@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl import signature
-from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
 from jaxrl.training import sharding
 from jaxrl.types import Rows
@@ -139,22 +138,25 @@ def put(mesh: Mesh, pack: Pack, plan: Plan) -> Plan:
   )
 
 
-def check(packing: Packing, model: Model, mesh: Mesh, micro_batches: int) -> None:
-  """Raises ConfigError for what packed rows do not go with."""
+def check(packing: Packing, *, exact: bool, context: int, micro_batches: int) -> None:
+  """Raises ConfigError for what packed rows do not go with.
+
+  exact: whether the model scores as engines do, to the bit. context: of the mesh.
+  """
   where = 'batch.packing'
   if micro_batches != 1:
     raise ConfigError(
       f'{where} fills micro-batches by tokens, so batch.micro_batches='
       f'{micro_batches} has no meaning: leave it at 1 and set tokens=…'
     )
-  if getattr(model, 'exact', None) is not None:
+  if exact:
     raise ConfigError(
       f'{where}: exact mode scores a sequence a row, as it was sampled; take one of '
       'them, packing or exact mode'
     )
-  if mesh.shape.get('context', 1) > 1:
+  if context > 1:
     raise ConfigError(
-      f'{where}: a mesh with context={mesh.shape["context"]} splits rows by length, '
+      f'{where}: a mesh with context={context} splits rows by length, '
       'and packed rows are not split; set mesh.context=1'
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -55,6 +56,10 @@ def put(x: Any, layout: Sharding, *, copy: bool = False) -> jax.Array:
   """
   remote = isinstance(x, jax.Array) and not x.is_fully_addressable
   if layout.is_fully_addressable or remote:
+    if copy and isinstance(x, jax.Array):
+      # What a device holds already of an array for several, device_put leaves there,
+      # whatever it is told of aliases.
+      x = jnp.array(x, copy=True)
     return jax.device_put(x, layout, may_alias=False if copy else None)
   host = np.asarray(x)
   return jax.make_array_from_callback(

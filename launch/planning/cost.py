@@ -24,14 +24,15 @@ from launch.targets import CPU_MEMORY_RATE, Target
 class Cost:
   """A run on a mesh of a target. rows, length: of the batch that programs take.
 
-  programs: by name. memory: bytes of the fullest device, by part. phase: the fullest
-  one, 'publish' or that of a program.
+  shapes: of usual batches, each compiled for. programs: by name. memory: bytes of the
+  fullest device, by part. phase: the fullest one, 'publish' or that of a program.
   """
 
   mesh: dict[str, int]
   rows: int
   length: int
   micro_rows: int
+  shapes: int
   programs: dict[str, Program]
   memory: dict[str, float]
   limit: float
@@ -68,6 +69,7 @@ def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> C
     rows=shape.rows,
     length=shape.length,
     micro_rows=shape.micro_rows,
+    shapes=len(learner.shapes),
     programs=made,
     memory=phases[phase],
     limit=target.chip.memory,
@@ -200,10 +202,16 @@ class Broadcast:
 
 
 def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
+  """Of a version in full; where adapters are sent, of one that is not the first."""
   plan, chip = weights.plan(run.config), target.chip
-  shapes = abstract.served(run, plan.options.get('dtype'))
+  shapes, what = abstract.served(run, plan.options.get('dtype')), ''
+  own = run.learned.lora
+  if own is not None and own.send == 'adapters' and plan.name != 'inprocess':
+    shapes = lora.trained(run.learned, run.policy(run.learned).params)
+    what = 'adapters in '
   size = per_device(shapes)
-  dtype = ' and '.join(sorted({x.dtype.name for x in jax.tree.leaves(shapes)}))
+  names = sorted({x.dtype.name for x in jax.tree.leaves(shapes)})
+  dtype = what + ' and '.join(names)
   if plan.name == 'inprocess':
     return Broadcast(size, f'{plan.name}, {dtype}', 2 * size / chip.memory_rate)
   if plan.direct:
@@ -217,8 +225,8 @@ def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
 
 def num_programs(run: Run, cost: Cost, engine: Engine, plays: bool) -> dict[str, int]:
   """How many the run compiles before its first step, by part."""
-  bound = cost.programs.keys() - {'merge'}  # to a length of rows
-  found = {'learner': len(run.buckets) * len(bound) + ('merge' in cost.programs)}
+  bound = cost.programs.keys() - {'merge'}  # to a shape of batches
+  found = {'learner': cost.shapes * len(bound) + ('merge' in cost.programs)}
   if plays and engine.kind == 'jax':
     # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.
     found['engine'] = len(jax_engine.default_buckets(engine.max_length)) + 4

@@ -24,9 +24,10 @@ COPIES = {'now': 0, 'last': 1, 'never': 2}
 
 def traced(run: Run, learner: Learner) -> dict[str, Any]:
   """The program that merges adapters for the engines, if there are any: by its name."""
-  if not run.sends or learner.model.config.lora is None:
+  own = learner.model.config.lora
+  if not run.sends or own is None or own.send == 'adapters':
     return {}
-  return {'merge': learner._merge.trace(learner.params)}
+  return {'merge': learner._served.merge.trace(learner.params)}
 
 
 def held(run: Run, learner: Learner) -> dict[str, float]:
@@ -52,6 +53,8 @@ def passing(run: Run, learner: Learner, merge: Program | None) -> dict[str, floa
 def _given(learner: Learner) -> Params:
   """What `Learner.weights` gives, as it lies on the learner's devices: shapes."""
   config, params = learner.model.config, learner.params
+  if config.lora and config.lora.send == 'adapters':
+    return params
   merge = functools.partial(lora.merged, config, dtype=learner.model.dtype)
   return jax.tree.map(
     lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.sharding),

@@ -57,6 +57,12 @@ def sweep(
   The rule: what does not fit by its state alone comes last, then seconds of products,
   rows that only fill up, and what axes send, by hand.
   """
+  for axis in ('context', 'expert'):
+    if run.config.mesh[axis] < 1:
+      raise ConfigError(
+        f'--config.mesh.{axis}={run.config.mesh[axis]}: a sweep chooses data, fsdp and '
+        f'tensor: give {axis} a number'
+      )
   entries, skipped = [], {}
   kept = run.config.mesh.context * run.config.mesh.expert
   order = sorted(

@@ -36,7 +36,8 @@ def test_fully_asynchronous_it_keeps_the_bound_and_evaluates_one_version(tmp_pat
   assert 0 < max(row['staleness/max'] for row in trained) <= 2
   stale = [row for row in trained if row['staleness/share']]
   assert all(row['mismatch/stale'] > 0 for row in stale)
-  assert all(0 < row['correction/ess'] <= 1 for row in trained)
+  assert all(0 <= row['correction/ess'] <= 1 + 1e-6 for row in trained)
+  assert any(row['correction/ess'] > 0 for row in trained)  # 0 where all was dropped
   evaluated = [(s, groups) for s, kind, groups, _ in told.played if kind == 'eval']
   assert [step for step, _ in evaluated] == [0, 2, 4, 6]
   for step, groups in evaluated:

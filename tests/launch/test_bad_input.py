@@ -48,6 +48,10 @@ SETTINGS = {
   '--config.algorithm.advantage=gae': 'set --config.algorithm.value_loss=value_loss',
   '--config.dataset.curriculum=mixture(weights=(3,1))': 'it has 1, joined by',
   '--config.algorithm.policy_loss=ppo_clip(cliplow=.1)': "no option 'cliplow'",
+  '--config.batch.packing=first_fit() --config.rollout.engine=jax(exact=True)': (
+    'packing or exact mode'
+  ),
+  '--config.batch.packing=first_fit() --config.batch.micro_batches=2': 'leave it at 1',
   '--config.kernels=fast': "--config.kernels='fast' is not one of auto, reference",
   '--config.mesh.data=3': 'the number of devices, 8',
   '--config.mesh.tensor=3': 'does not divide the number of devices, 8',

@@ -123,6 +123,39 @@ def test_publishing_may_be_what_takes_most(monkeypatch):
     assert ('merge' in found.programs) == bool(options)
 
 
+def test_adapters_that_are_sent_are_not_merged_first(monkeypatch):
+  monkeypatch.setattr(cost.program, 'build', built)
+  target, devices = targets.parse('cpu:1'), jax.devices()[:1]
+  sent = LORA.replace(')', ", send='adapters')")
+  run = small(sent, '--config.cluster.ray=true')
+  engine = decode.engine_of(run)
+  found, learner = cost.of(run, target, devices, engine=engine), learner_of(run)
+  assert 'merge' not in found.programs
+  assert handover.passing(run, learner, None)['temporaries'] == whole(learner.params)
+  told = cost.broadcast(run, target, engine)
+  assert told.bytes == whole(lora.trained(run.learned, learner.params))
+  assert told.way == 'object_store, adapters in float32'
+
+
+def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
+  monkeypatch.setattr(cost.program, 'build', built)
+  run = small(
+    '--config.batch.packing=first_fit(tokens=256)', '--config.batch.buckets=(8,16)'
+  )
+  target, engine = targets.parse('cpu:1'), decode.engine_of(run)
+  found = cost.of(run, target, jax.devices()[:1], engine=engine)
+  count = cost.num_programs(run, found, engine, plays=False)
+  assert count == {'learner': 2 * len(found.programs)}
+
+
+@pytest.mark.parametrize('axis', ['context', 'expert'])
+def test_a_sweep_wants_numbers_for_what_it_keeps(axis):
+  run = small(f'--config.mesh.{axis}=-1', '--config.mesh.data=1')
+  target, engine = targets.parse('cpu:2'), decode.engine_of(run)
+  with pytest.raises(ConfigError, match=f'give {axis} a number'):
+    sweep.sweep(run, target, jax.devices()[:2], engine=engine)
+
+
 @pytest.mark.parametrize(
   'name, options, copied',
   [
@@ -251,7 +284,7 @@ PACKED = 'first_fit(tokens=512, share_prefix=False)'
 
 def smaller(packing, **mesh):
   run = small(f'--config.batch.packing={packing}')
-  found = cost.Cost(mesh, 16, 16, 16, {}, {}, 1.0, 'train')
+  found = cost.Cost(mesh, 16, 16, 16, 1, {}, {}, 1.0, 'train')
   return run, changes.smaller_micro_batches(run, found)
 
 
@@ -282,7 +315,7 @@ def test_a_change_can_be_given_to_a_shell():
 def test_candidates_of_packed_rows_hold_fewer_tokens():
   run, _ = smaller(PACKED)
   memory = {'parameters': 1.0, 'temporaries': 9.0, 'gradients': 1.0}
-  found = cost.Cost({'data': 1}, 16, 16, 16, {}, memory, 5.0, 'train')
+  found = cost.Cost({'data': 1}, 16, 16, 16, 1, {}, memory, 5.0, 'train')
   offered = list(changes.candidates(run, targets.parse('cpu:1'), found))
   tokens = [one.get('batch.packing') for one in offered]
   assert tokens == [

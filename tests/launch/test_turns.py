@@ -20,6 +20,9 @@ class Memory:
 
   # The learner's.
 
+  async def weights(self):
+    return self.params
+
   async def update(self, groups):
     assert not self.cache and not self.resting
     self.told.append(f'update {self.step}')

@@ -148,7 +148,9 @@ def test_a_transport_and_its_end_elsewhere(tmp_path):
   shared.close()
   found = plan(f"checkpoint(folder='{tmp_path}', durable=False)")
   folder = weights.open_transport(found)
-  assert isinstance(weights.elsewhere(folder)(), Folder) and folder.path == tmp_path
+  end = weights.elsewhere(folder)()
+  assert isinstance(end, Folder) and end.path == folder.path == tmp_path
+  assert not folder.durable and not end.durable
   store = Memory()
   assert weights.open_transport(plan('object_store'), lambda: store) is store
   assert weights.elsewhere(store)() is store

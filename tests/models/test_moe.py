@@ -123,7 +123,7 @@ def test_exact_mode_gives_the_same_bits(made):
 
 def test_replay_is_refused_where_there_is_nothing_to_replay(made):
   model, _ = made
-  with pytest.raises(ValueError, match='router_replay is of models with experts'):
+  with pytest.raises(ValueError, match='router_replay and exact mode exclude'):
     dataclasses.replace(model, exact=Exact(rows=8))
   with pytest.raises(ValueError, match='router_replay is of models with experts'):
     dataclasses.replace(model, config=small.config())

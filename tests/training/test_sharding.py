@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -76,3 +77,18 @@ def test_the_step_is_partitioned_without_rebuilding_activations(capfd):
   numbers = jax.tree.map(jnp.float32, numbers) | {'seed': jnp.uint32(0)}
   programs.Programs(spec(), make_mesh(data=1, fsdp=4, tensor=2), numbers).train(shape)
   assert 'rematerialization' not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize('spec', [P(), P('fsdp')])
+def test_a_copy_shares_no_memory_with_its_source(spec):
+  """A train step donates it: whoever else has the source must not lose it."""
+  mesh = make_mesh(data=1, fsdp=8)
+  source = jnp.arange(1024.0) * 2
+  alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  for layout in (jax.sharding.NamedSharding(mesh, spec), alone):
+    again = sharding.put(source, layout)
+    for x in (source, again):
+      copy = sharding.put(x, layout, copy=True)
+      taken = {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
+      own = {shard.data.unsafe_buffer_pointer() for shard in copy.addressable_shards}
+      assert not taken & own and (np.asarray(copy) == np.asarray(source)).all()

@@ -95,7 +95,7 @@ class Folder:
   def __init__(
     self, path: str | os.PathLike[str], *, durable: bool = True, make: bool = True
   ):
-    self.path, self._durable = pathlib.Path(path).absolute(), durable
+    self.path, self.durable = pathlib.Path(path).absolute(), durable
     if make:
       self.path.mkdir(parents=True, exist_ok=True)
     elif not self.path.is_dir():
@@ -118,11 +118,11 @@ class Folder:
     try:
       with open(draft, 'wb') as file:
         file.writelines(data)
-        if self._durable:
+        if self.durable:
           file.flush()
           os.fsync(file.fileno())
       os.replace(draft, target)
-      if self._durable:
+      if self.durable:
         self._sync()
     except OSError as error:
       if not self.path.is_dir():
