@@ -75,10 +75,13 @@ test-targets: env-targets
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets -n 2 \
 	  --dist loadgroup --timeout 900
 
-# What must hold on every Python and jax that we support.
+# What must hold on every Python and jax that we support: of the learner, what asks most
+# of jax.
+CORE = checkpoint context expert_parallel learner mesh optimizer packing sharding step
 test-core: env
 	$(BIN)/python -m pytest $(FAST) \
-	  tests/functional tests/algorithms tests/models tests/training tests/data
+	  tests/functional tests/algorithms tests/models tests/data \
+	  $(CORE:%=tests/training/test_%.py)
 
 quickstart: env
 	$(BIN)/python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart

@@ -228,9 +228,7 @@ class Phase:
     if self._rollouts is None or not (self._plays_at(step) or self._due(step)):
       return
     swaps = self._rollouts.swaps
-    await (swaps.now if self._due(step) else swaps.at)(
-      step, await self._learner.weights()
-    )
+    await (swaps.now if self._due(step) else swaps.at)(step, self._learner.weights)
     self._times['time/publish'] = time.perf_counter() - self._begun
     self._times |= self._rollouts.weights.metrics()
     if self._sleeps:

@@ -19,6 +19,8 @@ from jaxrl.rollout.weight_store import WeightStore
 from jaxrl.signature import ConfigError
 from jaxrl.types import Params
 
+Weights = Callable[[], Awaitable[Params]]
+
 
 class Style(NamedTuple):
   """interval: steps, or for an explorer steps' worth of groups, between versions.
@@ -124,8 +126,10 @@ class Swaps:
     self._since = 0.0  # whole groups when the engines got their weights
     self._told = self._given = -1  # the last step, and the last one handed over
 
-  async def at(self, step: int, params: Params) -> None:
+  async def at(self, step: int, weights: Weights) -> None:
     """Before a step that plays: engines get the learner's weights if it is time.
+
+    weights: makes what they are given, and is asked only then.
 
     After steps that did not play it waits for them in every style: what would be
     played meanwhile would be as many steps older than the style allows.
@@ -133,22 +137,22 @@ class Swaps:
     self._raise()
     paused, self._told = step > self._told + 1, step
     if self.version is None:  # nothing can be played before
-      await self.now(step, params)
+      await self.now(step, weights)
     elif not await self._due(step, paused):
       return
     elif paused or self._style.waits == 'now':
-      await self.now(step, params)
+      await self.now(step, weights)
     else:
       if self._style.waits == 'last':
         await self._landed()
       self._next = None  # let go of before there is another copy
-      self._next = step, await self._copy(params)
+      self._next = step, await self._copy(await weights())
       self._given = step
       self._raise()
       if self._pushing is None:
         self._pushing = asyncio.ensure_future(self._push())
 
-  async def now(self, step: int, params: Params) -> None:
+  async def now(self, step: int, weights: Weights) -> None:
     """Returns when every engine serves `step`; none takes a version until `at`.
 
     So an evaluation that follows sees one version.
@@ -157,7 +161,7 @@ class Swaps:
     self._next = None  # what is older need not go out any more
     await self._landed()
     if self.version != step:
-      await self._swap(step, params)
+      await self._swap(step, await weights())
 
   async def close(self) -> None:
     """Gives up what is on its way."""

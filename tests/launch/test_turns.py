@@ -43,8 +43,8 @@ class Memory:
 
   # The engines', the router's, and what hands weights over.
 
-  async def at(self, step, params):
-    assert not self.cache and not self.resting and params == 'params'
+  async def at(self, step, weights):
+    assert not self.cache and not self.resting and await weights() == 'params'
     self.told.append(f'publish {step}')
     self.version = step
 

@@ -46,6 +46,13 @@ class Rollouts:
     return self.whole
 
 
+def given(params):
+  async def weights():
+    return params
+
+  return weights
+
+
 async def copy(params):
   return f'copy of {params}' if params != 'broken' else params
 
@@ -65,7 +72,7 @@ async def versions(style, steps, rollouts=None, begin=0, rate=4):
   store = Store()
   made = swaps(style, store, rollouts)
   for step in range(begin, begin + steps):
-    await made.at(step, f'p{step}')
+    await made.at(step, given(f'p{step}'))
     if rollouts:
       rollouts.whole += rate
   await made.close()
@@ -79,6 +86,22 @@ async def test_a_fixed_interval_goes_by_the_step_also_after_a_resume():
 
 
 @pytest.mark.parametrize(
+  'style, asked',
+  [('fixed(interval=3)', [0, 3, 6]), ('trainer(interval=2)', [0, 2, 4, 6])],
+)
+async def test_weights_are_made_only_when_they_are_handed_over(style, asked):
+  made, told = swaps(style, Store()), []
+  for step in range(7):
+
+    async def weights(step=step):
+      told.append(step)
+      return 'params'
+
+    await made.at(step, weights)
+  assert told == asked
+
+
+@pytest.mark.parametrize(
   'style, ahead',
   [('fixed(interval=4)', 0), ('explorer(interval=2)', 0), ('trainer(interval=2)', 1)],
 )
@@ -86,9 +109,9 @@ async def test_after_steps_that_did_not_play_no_weights_are_too_old(style, ahead
   """As a warm-up on files has them: an evaluation at 0, then play from step 10 on."""
   rollouts, store = Rollouts(), Store()
   made = swaps(style, store, rollouts)
-  await made.now(0, 'p0')
+  await made.now(0, given('p0'))
   for step in range(10, 20):
-    await made.at(step, f'p{step}')
+    await made.at(step, given(f'p{step}'))
     assert step - made.version <= sync.parse(style).lag(ahead)
     rollouts.whole += 4
     await asyncio.sleep(0)  # a push that nobody waits for arrives
@@ -99,7 +122,7 @@ async def test_fixed_steps_that_do_not_play_are_made_up_for_at_the_next_that_doe
   store = Store()
   made = swaps('fixed(interval=4)', store)
   for step in (0, 2, 3, 5, 6, 7, 9, 11, 13):
-    await made.at(step, f'p{step}')
+    await made.at(step, given(f'p{step}'))
   assert [version for version, _ in store.had] == [0, 5, 9, 13]
 
 
@@ -107,8 +130,8 @@ async def test_fixed_steps_that_do_not_play_are_made_up_for_at_the_next_that_doe
 async def test_the_first_step_that_plays_waits_for_its_weights(style):
   store = Store(slow=True)
   made = swaps(style, store)
-  await made.now(0, 'p0')
-  first = asyncio.create_task(made.at(10, 'p10'))
+  await made.now(0, given('p0'))
+  first = asyncio.create_task(made.at(10, given('p10')))
   await asyncio.sleep(0.01)
   assert not first.done()
   store.gate.set()
@@ -126,25 +149,25 @@ async def test_drained_engines_are_let_go_on_though_publishing_fails():
   _, store = await versions('fixed(drain=True)', 3)
   assert store.calls == ['drain', 'resume'] * 2  # nothing runs before the first
   made = swaps('fixed(drain=True)', store)
-  await made.at(5, 'p5')
+  await made.at(5, given('p5'))
   with pytest.raises(OSError, match='cable'):
-    await made.at(6, 'broken')
+    await made.at(6, given('broken'))
   assert store.calls[-1] == 'resume' and made.version == 5
 
 
 async def test_a_trainer_goes_on_but_waits_for_the_push_before():
   store = Store(slow=True)
   made = swaps('trainer', store)
-  await made.at(0, 'p0')
-  await made.at(1, 'p1')
+  await made.at(0, given('p0'))
+  await made.at(1, given('p1'))
   await asyncio.sleep(0)
   assert store.begun == [0, 1] and made.metrics(1) == {'sync/lag': 1}
-  third = asyncio.create_task(made.at(2, 'p2'))
+  third = asyncio.create_task(made.at(2, given('p2')))
   await asyncio.sleep(0.01)
   assert not third.done() and store.begun == [0, 1]
   store.gate.set()
   await third
-  await made.now(2, 'p2')
+  await made.now(2, given('p2'))
   # What goes out on the side is a copy, for the learner donates its own.
   assert store.had == [(0, 'p0'), (1, 'copy of p1'), (2, 'copy of p2')]
 
@@ -153,7 +176,7 @@ async def test_asynchronous_skips_what_is_no_longer_newest():
   store = Store(slow=True)
   made = swaps('asynchronous', store)
   for step in range(5):
-    await made.at(step, f'p{step}')
+    await made.at(step, given(f'p{step}'))
     await asyncio.sleep(0)
   assert store.begun == [0, 1] and made.metrics(4) == {'sync/lag': 4}
   store.gate.set()
@@ -165,9 +188,9 @@ async def test_an_evaluation_waits_for_its_own_version_and_no_other_follows():
   store = Store(slow=True)
   made = swaps('asynchronous', store)
   for step in range(3):
-    await made.at(step, f'p{step}')
+    await made.at(step, given(f'p{step}'))
     await asyncio.sleep(0)
-  evaluation = asyncio.create_task(made.now(3, 'p3'))
+  evaluation = asyncio.create_task(made.now(3, given('p3')))
   await asyncio.sleep(0.01)
   assert not evaluation.done()
   store.gate.set()
@@ -180,11 +203,11 @@ async def test_an_evaluation_waits_for_its_own_version_and_no_other_follows():
 @pytest.mark.parametrize('style', ['trainer', 'asynchronous'])
 async def test_what_a_push_raises_is_told_at_the_next_step(style):
   made = swaps(style, Store())
-  await made.at(0, 'p0')
-  await made.at(1, 'broken')
+  await made.at(0, given('p0'))
+  await made.at(1, given('broken'))
   await asyncio.sleep(0.01)
   with pytest.raises(OSError, match='cable'):
-    await made.at(2, 'p2')
+    await made.at(2, given('p2'))
 
 
 @pytest.mark.parametrize(

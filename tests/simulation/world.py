@@ -221,7 +221,7 @@ async def train(
     run.states[step] = json.loads(json.dumps(queue.state_dict()))
 
   hooks = loop.Hooks(
-    publish=lambda step: swaps.at(step, None),
+    publish=lambda step: swaps.at(step, nothing),
     advance=queue.advance_step,
     evaluate=nothing,
     record=lambda *_: run.seconds.append(clock()),
