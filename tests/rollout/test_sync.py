@@ -241,12 +241,12 @@ async def test_an_evaluations_tokens_carry_one_version(style):
     sync.parse(style), store, engine, copy=clone, played=Rollouts().played, num_groups=4
   )
   ask = SamplingParams(max_tokens=48, seed=1)
-  await made.at(0, WEIGHTS[0])
+  await made.at(0, given(WEIGHTS[0]))
   training = asyncio.create_task(engine.generate('train', prompt(0, 5), ask))
   await asyncio.sleep(0.02)
   for step in (1, 2, 3):
-    await made.at(step, WEIGHTS[step % 2])
-  await made.now(4, WEIGHTS[0])
+    await made.at(step, given(WEIGHTS[step % 2]))
+  await made.now(4, given(WEIGHTS[0]))
   names = [f'eval{i}' for i in range(6)]
   found = await asyncio.gather(
     *(engine.generate(name, prompt(i, 5), ask) for i, name in enumerate(names))

@@ -83,10 +83,14 @@ async def test_while_a_push_is_slow_one_more_copy_waits_and_no_others(actor):
     played=None,  # pyright: ignore
     num_groups=4,
   )
+
+  async def weights():
+    return newest
+
   kept = []
   for step in range(6):
     learn(actor, step)
-    await made.at(step, newest)
+    await made.at(step, weights)
     await asyncio.sleep(0)
     kept.append(len(actor._held))
   assert kept == [0, 1, 2, 2, 2, 2]

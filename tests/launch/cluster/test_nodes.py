@@ -29,7 +29,7 @@ def lose(victim, workdir, *options):
     text=True,
     cwd=runs.ROOT,
     env=env,
-    timeout=240,
+    timeout=600,
   )
   assert said.returncode == 0, said.stdout
   return said.stdout.splitlines()
