@@ -129,10 +129,9 @@ class Swaps:
   async def at(self, step: int, weights: Weights) -> None:
     """Before a step that plays: engines get the learner's weights if it is time.
 
-    weights: makes what they are given, and is asked only then.
-
-    After steps that did not play it waits for them in every style: what would be
-    played meanwhile would be as many steps older than the style allows.
+    weights: makes what they are given, and is asked only then. After steps that did
+    not play it waits for them in every style: what would be played meanwhile would be
+    as many steps older than the style allows.
     """
     self._raise()
     paused, self._told = step > self._told + 1, step

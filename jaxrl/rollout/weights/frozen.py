@@ -39,7 +39,8 @@ class Frozen:
     taken: dict[str, list[Shard]] = {}
     for shard in snapshot(fresh, self._dtype):
       taken.setdefault(shard.region.name, []).append(shard)
-    found = [shard for name in leaves for shard in (self._base | taken)[name]]
+    whole = self._base | taken
+    found = [shard for name in leaves for shard in whole[name]]
     if not known:
       self._base, self._sum = {}, sum_
       for s in found:
