@@ -16,8 +16,10 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.exact import Exact
 from jaxrl.types import Params
 from kernels.attention import decode_attention
-from kernels.dispatch import REFERENCE, check_asked
+from kernels.dispatch import REFERENCE, check_asked, platform_of
 from kernels.paged import choose_kernel
+
+SHALLOW = 8  # layers at most that are compiled each for itself
 
 
 def unconstrained(x: jax.Array, *names: str | None) -> jax.Array:
@@ -32,7 +34,8 @@ class Core:
 
   dtype: of activations and matrix products; parameters are cast at use.
   remat: what the backward pass finds kept, a call string; see `remat`. unroll: layers
-  a step of the scan; more run a little faster and compile slower. constrain:
+  a step of the scan; more run a little faster and compile slower; 0: as `at_once`
+  says. constrain:
   `(x, *axis names) -> x`, places activations on a mesh.
   mix: `(way, x, chosen, weights, *kernels) -> y`, takes tokens to their experts there.
   router_replay: the cache also holds the experts that tokens took, for the learner.
@@ -46,7 +49,7 @@ class Core:
   config: ModelConfig
   dtype: str = 'float32'
   remat: str = 'none'
-  unroll: int = 1
+  unroll: int = 0
   constrain: Callable[..., jax.Array] = unconstrained
   mix: Callable[..., jax.Array] = moe.local
   exact: Exact | None = None
@@ -64,6 +67,17 @@ class Core:
     if self.router_replay and self.exact:
       raise ValueError('router_replay and exact mode exclude each other')
     remat.policy(self.remat)  # raises for one that is not
+
+  @property
+  def at_once(self) -> int:
+    """Layers a step of the scan.
+
+    All of a shallow model's on a CPU, which so need not stack what the backward pass
+    reads; where that is recomputed, a loop's end is what keeps it from being kept.
+    """
+    few = self.config.num_layers <= SHALLOW and platform_of(self.platform) == 'cpu'
+    whole = few and self.remat == 'none' and self.exact is None
+    return self.unroll or (self.config.num_layers if whole else 1)
 
   def init(self, key: jax.Array) -> Params:
     """Random float32 parameters; every layer's are stacked on axis 0 of 'layers'."""

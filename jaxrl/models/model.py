@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from jaxrl.models import cache as caches
 from jaxrl.models import exact as exactly
+from jaxrl.models import rectangle as rectangles
 from jaxrl.models import rope, transformer
 from jaxrl.models.core import Core
 from jaxrl.models.exact import Exact
+from jaxrl.models.rectangle import Rectangle
 from jaxrl.types import Params, PolicyOutputs
 from kernels.attention import attention
 from kernels.token_logprobs import token_logprobs
@@ -52,8 +54,9 @@ class Model(Core):
     *,
     keep_cache: bool,
     across: bool = False,
+    rectangle: Rectangle | None = None,
   ) -> tuple[jax.Array, caches.Kept | None]:
-    """across: rows are cut as `context` does it."""
+    """across: rows are cut as `context` does it. rectangle: where they attend."""
     if self.exact is not None and prefix_ids is not None:
       raise ValueError('exact mode takes a sequence a row: give it no prefix_ids')
     ends = transformer.ends(self.config, params)
@@ -71,6 +74,8 @@ class Model(Core):
       if keep_cache:
         kept = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
       run = functools.partial(attention, **self._kernels())
+      if rectangle is not None:
+        return rectangles.attend(run, q, k, v, rectangle), kept
       if across:
         run = self.context.attention
       return run(q, k, v, segment_ids, prefix_ids=prefix_ids), kept
@@ -85,7 +90,7 @@ class Model(Core):
     if routed_experts is not None:
       routed_experts = jnp.moveaxis(routed_experts, 2, 0)
     x, kept = transformer.run_layers(
-      self.config, params, x, body, self.remat, self.unroll, routed_experts
+      self.config, params, x, body, self.remat, self.at_once, routed_experts
     )
     return ends.norm(x), kept
 
@@ -109,7 +114,7 @@ class Model(Core):
       x, (kept, _) = self._layer(block, x, cos, sin, attend)
       return x, kept
 
-    return transformer.run_layers(self.config, params, x, body, unroll=self.unroll)
+    return transformer.run_layers(self.config, params, x, body, unroll=self.at_once)
 
   def _exact_logprobs(
     self,
@@ -157,6 +162,7 @@ class Model(Core):
     prefix_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
     routed_experts: jax.Array | None = None,
+    rectangle: Rectangle | None = None,
   ) -> PolicyOutputs:
     """What the policy says of tokens `[B, T]` int32 with segment_ids `[B, T]`.
 
@@ -165,14 +171,15 @@ class Model(Core):
     temperature divides the logits of log-probs; entropy, nec and values ignore it.
     topk_ids: `[B, T, K]` int32, at t tokens that might stand in the place of token t,
     to be scored too; or top_k: the K likeliest, in falling order. prefix_ids, positions
-    and routed_experts are those of `hidden`.
+    and routed_experts are those of `hidden`. rectangle: where the rows attend.
     """
     if positions is None:
       positions = transformer.segment_positions(segment_ids)
     inputs = tokens, segment_ids, prefix_ids, positions, routed_experts
     chosen = tokens[:, 1:], None if topk_ids is None else topk_ids[:, 1:]
     if self.context is None:
-      states = self._forward(params, *inputs, keep_cache=False)[0][:, :-1]
+      options = {'keep_cache': False, 'rectangle': rectangle}
+      states = self._forward(params, *inputs, **options)[0][:, :-1]
     else:
       inputs, chosen = jax.tree.map(self._cut(tokens.shape[1]), (inputs, chosen))
       states = self._forward(params, *inputs, keep_cache=False, across=True)[0]

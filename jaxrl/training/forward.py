@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models import rectangle
 from jaxrl.models.model import Model
+from jaxrl.training import sharding
 from jaxrl.training.columns import IDS, Columns, by_rows, in_chunks
 from jaxrl.training.packing import Plan
 from jaxrl.training.state import Spec
@@ -48,6 +50,7 @@ def outputs(
     rows.segment_ids,
     prefix_ids=rows.prefix_ids,
     positions=rows.positions,
+    rectangle=_rectangle(model, rows, segment_ids),
     **{name: pack(*own) for name, own in given.items()},
     **asked,
   )
@@ -58,6 +61,20 @@ def outputs(
     return jnp.where(told.reshape(told.shape + (1,) * (x.ndim - 2)), flat, 0)
 
   return jax.tree.map(unpack, packed)
+
+
+def _rectangle(
+  model: Model, rows: Rows, segment_ids: Array
+) -> rectangle.Rectangle | None:
+  """Where packed rows attend, if not among themselves.
+
+  That is where it is the lesser work, and one device has all rows: on several, what a
+  row of the rectangle needs would lie on others.
+  """
+  mesh = getattr(model.constrain, 'mesh', None)
+  if mesh is not None and sharding.rows_multiple(mesh) > 1:
+    return None
+  return rectangle.of(rows, segment_ids) if rectangle.spares(rows) else None
 
 
 def in_parts(

@@ -213,9 +213,13 @@ def _rollouts(found: dict[str, dict[str, Any]]) -> None:
       f'{e["step_s"] / none:,.0f}',
     )
     for name, e in found['environments'].items()
+    if 'missing' not in e
   ]
   head = ('', 'steps /s', 'step, µs', 'reset, µs', 'times none')
   _rows('Environments, one thread', [head, *body])
+  for e in found['environments'].values():
+    if 'missing' in e:
+      print(f'  not played: {e["missing"]}')
   bare = data['empty_actor_per_s']
   _rows(
     'Tasks of 100,000 items drawn for 64 environments',

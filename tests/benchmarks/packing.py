@@ -97,6 +97,7 @@ async def _measure(repeats: int) -> dict[str, dict[str, float]]:
         num_rows=rows,
         buckets=(320,),
         entropy=False,
+        mismatch_alarm=1.0,  # nobody has sampled these rows
         **options,
       )
       learners[way] = learner, [await learner.update(groups)]

@@ -15,6 +15,7 @@ from jaxrl.rollout.call_pool import CallPool
 from jaxrl.rollout.env_manager import EnvWorld
 from jaxrl.rollout.group_queue import GroupQueue
 from jaxrl.rollout.worker import EnvWorker, share_out
+from jaxrl.signature import ConfigError
 from jaxrl.types import Task
 from launch.cluster.ray_host import RayHost
 from tests.rollout.fakes import END, EchoEnv, FakeChat, completion
@@ -118,13 +119,18 @@ def _play(env: Env, replies: list[str], task: Task | None) -> dict[str, float]:
   return {'reset_s': statistics.median(resets), 'step_s': statistics.median(steps)}
 
 
-def _environments() -> dict[str, dict[str, float]]:
-  found = {'none': _play(EchoEnv(turns=20), ['a'], None)}
+def _environments() -> dict[str, dict[str, Any]]:
+  """By name its seconds, or as 'missing' the reason why there are none."""
+  found: dict[str, dict[str, Any]] = {'none': _play(EchoEnv(turns=20), ['a'], None)}
   for name, (options, replies, item) in PLAYED.items():
     if name.startswith('code') and local.missing():
       continue
     task = None if item is None else Task(seed=0, index=0, item=item)
-    env: Any = factory(name.split(',')[0], options)()
+    try:
+      env: Any = factory(name.split(',')[0], options)()
+    except ConfigError as error:
+      found[name] = {'missing': str(error)}
+      continue
     found[name] = _play(env, replies, task)
     if hasattr(env, 'kill'):
       env.kill()

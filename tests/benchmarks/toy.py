@@ -20,6 +20,7 @@ from jaxrl.models.exact import Exact
 from jaxrl.models.model import Model
 from jaxrl.rollout.jax_engine import JaxEngine
 from jaxrl.rollout.weight_store import InProcessWeights
+from jaxrl.training import packing
 from jaxrl.training.learner import Learner
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.programs import CompileCounter
@@ -41,7 +42,7 @@ WARM_STEPS = 3
 
 class Toy:
   """The parts of a run, and one method a phase. remat, entropy: the learner's.
-  exact, kernels: of both.
+  exact, kernels: of both. share: each prompt is learned from once for its samples.
   """
 
   def __init__(
@@ -52,6 +53,7 @@ class Toy:
     decode_steps: int,
     exact: bool = False,
     kernels: str = 'auto',
+    share: bool = False,
   ):
     self.dispatcher = Dispatcher()
     mode = Exact.for_slots(PROMPTS * SAMPLES) if exact else None
@@ -64,6 +66,8 @@ class Toy:
       decode_steps=decode_steps,
     )
     self.weights = InProcessWeights(self.engine, dispatcher=self.dispatcher)
+    length = PROMPT - 1 + SAMPLES * (NEW + 1)  # each goes on from the last token
+    packed = packing.first_fit(tokens=PROMPTS * length, length=length)
     self.learner = Learner(
       model,
       model.init(jax.random.key(0)),
@@ -73,6 +77,7 @@ class Toy:
       optimizer=make_optimizer(learning_rate=shape.LEARNING_RATE),
       dispatcher=self.dispatcher,
       entropy=entropy,
+      packing=packed if share else '',
     )
 
   async def start(self) -> None:
