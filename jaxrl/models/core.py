@@ -72,11 +72,15 @@ class Core:
   def at_once(self) -> int:
     """Layers a step of the scan.
 
-    All of a shallow model's on a CPU, which so need not stack what the backward pass
-    reads; where that is recomputed, a loop's end is what keeps it from being kept.
+    All of a shallow model's on one CPU device, which so need not stack what the
+    backward pass reads; where that is recomputed, a loop's end is what keeps it from
+    being kept. On several, XLA lets collectives of a program that it has from its cache
+    overtake each other, and waits for ever.
     """
     few = self.config.num_layers <= SHALLOW and platform_of(self.platform) == 'cpu'
-    whole = few and self.remat == 'none' and self.exact is None
+    mesh = getattr(self.constrain, 'mesh', None)
+    alone = mesh is None or mesh.size == 1
+    whole = few and alone and self.remat == 'none' and self.exact is None
     return self.unroll or (self.config.num_layers if whole else 1)
 
   def init(self, key: jax.Array) -> Params:

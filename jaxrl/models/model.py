@@ -59,6 +59,8 @@ class Model(Core):
     """across: rows are cut as `context` does it. rectangle: where they attend."""
     if self.exact is not None and prefix_ids is not None:
       raise ValueError('exact mode takes a sequence a row: give it no prefix_ids')
+    if across and rectangle is not None:
+      raise ValueError('rows that are cut attend within themselves: give no rectangle')
     ends = transformer.ends(self.config, params)
     x = ends.embedding.table[...][tokens].astype(self.dtype)
     x = self.constrain(x, 'batch', 'length', None)
@@ -177,12 +179,12 @@ class Model(Core):
       positions = transformer.segment_positions(segment_ids)
     inputs = tokens, segment_ids, prefix_ids, positions, routed_experts
     chosen = tokens[:, 1:], None if topk_ids is None else topk_ids[:, 1:]
+    options = {'keep_cache': False, 'rectangle': rectangle}
     if self.context is None:
-      options = {'keep_cache': False, 'rectangle': rectangle}
       states = self._forward(params, *inputs, **options)[0][:, :-1]
     else:
       inputs, chosen = jax.tree.map(self._cut(tokens.shape[1]), (inputs, chosen))
-      states = self._forward(params, *inputs, keep_cache=False, across=True)[0]
+      states = self._forward(params, *inputs, across=True, **options)[0]
     scores = token_logprobs(
       states,
       self._head(params),

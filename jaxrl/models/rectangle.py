@@ -3,7 +3,7 @@
 Layers run on packed rows, whose shared prompts are there once; only queries, keys and
 values are spread over the rectangle, and what attention makes of them is collected from
 it. Where a packed row holds several sequences of like lengths, that is fewer pairs of
-tokens, and every kernel of attention takes it.
+tokens, and kernels that know no shared prompts take it.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import linear_call
 
 from jaxrl.types import Array, Rows
+from kernels import flash
 
 
 @jax.tree_util.register_dataclass
@@ -25,31 +26,37 @@ class Rectangle:
   the shared prompt; −1 where nothing is. origin: `[R, L]` int32, b · T + t of the token
   whose state a slot is, −1 at padding. segment_ids: `[B, T]` int32, 0 where nothing is.
   shared: `[B]` int32, of the tokens that a row begins with, how many lie in the slots
-  of row `first` `[B]`.
+  of row `first` `[B]`; None where nothing is shared.
   """
 
   source: Array
   origin: Array
   segment_ids: Array
-  shared: Array
-  first: Array
+  shared: Array | None
+  first: Array | None
 
 
-def spares(rows: Rows) -> bool:
-  """Whether a rectangle has no more pairs of tokens than the packed rows have."""
+def spares(rows: Rows, platform: str) -> bool:
+  """Whether the rectangle is the lesser work, for what it takes in memory.
+
+  It has at most half of the packed rows' pairs of tokens: these leave out some of
+  theirs, and spreading costs too. Its queries, keys and values are at most twice
+  theirs, for a micro-batch's memory is asked for in their slots. On an accelerator it
+  is long enough for a kernel.
+  """
   (count, length), (sequences, longest) = rows.origin.shape, rows.place.shape
-  return sequences * longest**2 <= count * length**2
+  pairs, slots = sequences * longest**2, sequences * longest
+  small = 2 * pairs <= count * length**2 and slots <= 2 * count * length
+  return small and (platform == 'cpu' or longest >= flash.BLOCK)
 
 
 def of(rows: Rows, segment_ids: Array) -> Rectangle:
   """segment_ids: `[B, T]` of the rectangle; a row that lies in no slot has none."""
-  told = rows.place >= 0
-  shared = jnp.argmax(told, axis=1).astype(jnp.int32)  # a shared prompt is told nowhere
-  own = jnp.arange(len(told), dtype=jnp.int32)
-  source, first = rows.place, own
-  if rows.prefix_ids is None:
-    shared = jnp.zeros_like(shared)
-  else:
+  rows = jax.tree.map(jnp.asarray, rows)
+  told, source, shared, first = rows.place >= 0, rows.place, None, None
+  if rows.prefix_ids is not None:
+    own = jnp.arange(len(told), dtype=jnp.int32)
+    shared = jnp.argmax(told, axis=1).astype(jnp.int32)  # it is told nowhere
     head = jnp.maximum(rows.place[own, shared], 0)
     row, width = head // rows.origin.shape[1], rows.origin.shape[1]
     prefix = rows.prefix_ids.reshape(-1)[head]
@@ -84,6 +91,8 @@ def _gather(own: Rectangle, x: Array) -> Array:
   Rows of one prompt are summed as wholes first: few large sums, where a sum by slots
   would be many small ones, which a CPU does one after the other.
   """
+  if own.shared is None:
+    return _taken(x, own.origin)
   here = _wide(jnp.arange(x.shape[1]) < own.shared[:, None], x)
   total = jnp.zeros(x.shape, jnp.float32)
   total = total.at[own.first].add(jnp.where(here, x, 0).astype(jnp.float32))
@@ -97,10 +106,13 @@ def _collect(own: Rectangle, x: Array) -> Array:
 
 def _return(own: Rectangle, x: Array) -> Array:
   """`_collect`, transposed: `[R, L, …]` → `[B, T, …]`."""
+  found = _taken(x, own.source)
+  if own.shared is None:
+    return found
   rows, length = own.source.shape
   is_own = jnp.arange(length) >= own.shared[:, None]
   is_own |= (own.first == jnp.arange(rows))[:, None]
-  return jnp.where(_wide(is_own, x), _taken(x, own.source), 0)
+  return jnp.where(_wide(is_own, x), found, 0)
 
 
 def _taken(x: Array, places: Array) -> Array:

@@ -13,6 +13,7 @@ from jaxrl.training.columns import IDS, Columns, by_rows, in_chunks
 from jaxrl.training.packing import Plan
 from jaxrl.training.state import Spec
 from jaxrl.types import Array, Params, PolicyOutputs, Rows
+from kernels.dispatch import platform_of
 
 
 def outputs(
@@ -50,7 +51,7 @@ def outputs(
     rows.segment_ids,
     prefix_ids=rows.prefix_ids,
     positions=rows.positions,
-    rectangle=_rectangle(model, rows, segment_ids),
+    **_rectangle(model, rows, segment_ids),
     **{name: pack(*own) for name, own in given.items()},
     **asked,
   )
@@ -65,16 +66,18 @@ def outputs(
 
 def _rectangle(
   model: Model, rows: Rows, segment_ids: Array
-) -> rectangle.Rectangle | None:
-  """Where packed rows attend, if not among themselves.
+) -> dict[str, rectangle.Rectangle]:
+  """Where packed rows attend, by its name for the model, if not within themselves.
 
   That is where it is the lesser work, and one device has all rows: on several, what a
   row of the rectangle needs would lie on others.
   """
   mesh = getattr(model.constrain, 'mesh', None)
-  if mesh is not None and sharding.rows_multiple(mesh) > 1:
-    return None
-  return rectangle.of(rows, segment_ids) if rectangle.spares(rows) else None
+  whole = mesh is None or sharding.rows_multiple(mesh) == 1
+  platform = platform_of(getattr(model, 'platform', None))
+  if not whole or not rectangle.spares(rows, platform):
+    return {}
+  return {'rectangle': rectangle.of(rows, segment_ids)}
 
 
 def in_parts(

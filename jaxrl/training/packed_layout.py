@@ -46,7 +46,7 @@ class PackedLayout(Layout):
 
   @property
   def _shares(self) -> bool:
-    """Whether prompts are shared: kernels of attention for accelerators know none."""
+    """Whether prompts are shared: what may be costs kernels of attention."""
     own = self.algorithm
     single = own.schema in ('messages', 'text')  # a row a group
     if own.schema == 'rollout' and compose.formulation(own) == 'trajectory':

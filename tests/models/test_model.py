@@ -9,7 +9,10 @@ import pytest
 
 from jaxrl.functional import entropy
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.exact import Exact
 from jaxrl.models.model import Model
+from jaxrl.training.mesh import make_mesh
+from jaxrl.training.sharding import Constrain
 from tests.models import small
 
 FAMILIES = {
@@ -193,12 +196,32 @@ def test_remat_and_unrolling_change_no_gradient(qwen3):
     return jax.jit(jax.grad(score))(params)
 
   plain = gradient()
-  for changes in ({'remat': 'full'}, {'remat': 'dots'}, {'unroll': 3}):
+  for changes in ({'remat': 'full'}, {'remat': 'dots'}, {'unroll': 1}, {'unroll': 2}):
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
       plain,
       gradient(**changes),
     )
+
+
+@pytest.mark.parametrize(
+  ('layers', 'changes', 'expected'),
+  [
+    (3, {}, 3),
+    (9, {}, 1),
+    (3, {'unroll': 2}, 2),
+    (3, {'remat': 'full'}, 1),
+    (3, {'platform': 'tpu'}, 1),
+    (3, {'exact': Exact.for_slots(4)}, 1),
+  ],
+)
+def test_shallow_models_on_one_cpu_are_unrolled(layers, changes, expected):
+  model = Model(small.config(num_layers=layers), **changes)
+  assert model.at_once == expected
+  for devices in (1, 2):
+    constrain = Constrain(make_mesh(data=devices, devices=jax.devices()[:devices]))
+    placed = dataclasses.replace(model, constrain=constrain)
+    assert placed.at_once == (expected if devices == 1 else model.unroll or 1)
 
 
 def test_bfloat16_is_near_float32(qwen3):

@@ -60,10 +60,10 @@ def test_value_and_gradient_are_those_of_packed_rows(case, prefixes):
   tokens = rng.integers(1, model.config.vocab_size, rows.origin.shape)
   tokens = jnp.asarray(np.where(rows.origin < 0, 0, tokens), jnp.int32)
   weights = jnp.asarray(np.where(rows.origin < 0, 0, rng.normal(size=tokens.shape)))
-  own = rectangle.of(jax.tree.map(jnp.asarray, rows), ids)
+  own = rectangle.of(rows, ids)
   if not prefixes:
     bare = Rows(rows.origin, rows.segment_ids, None, rows.positions, rows.place)
-    own = rectangle.of(jax.tree.map(jnp.asarray, bare), ids)
+    own = rectangle.of(bare, ids)
 
   def total(params, own):
     told = model.policy_outputs(
@@ -89,7 +89,7 @@ def test_value_and_gradient_are_those_of_packed_rows(case, prefixes):
 @pytest.mark.parametrize('case', CASES)
 def test_the_transposes_are_the_transposes(case):
   rows, ids = lying(CASES[case], length=28, count=2)
-  own = rectangle.of(jax.tree.map(jnp.asarray, rows), ids)
+  own = rectangle.of(rows, ids)
   rng = np.random.default_rng(0)
   slots = jnp.asarray(rng.normal(size=(*rows.origin.shape, 3)), jnp.float32)
   cells = jnp.asarray(rng.normal(size=(*ids.shape, 3)), jnp.float32)
@@ -104,15 +104,27 @@ def test_the_transposes_are_the_transposes(case):
 
 def test_no_prompt_is_spread_to_rows_that_are_not_there():
   rows, ids = lying(CASES['shared'], length=28, count=2)
-  own = rectangle.of(jax.tree.map(jnp.asarray, rows), np.ones_like(ids))
+  own = rectangle.of(rows, np.ones_like(ids))
   assert (np.asarray(own.source)[5] == -1).all()
   assert (np.asarray(own.segment_ids)[5] == 0).all()
   assert np.asarray(own.shared).tolist() == [4, 4, 4, 0, 0, 0]
   assert np.asarray(own.first).tolist() == [0, 0, 0, 3, 4, 5]
 
 
-def test_it_is_taken_for_fewer_pairs():
-  rows, _ = lying(CASES['shared'], length=28, count=2)  # 6 · 12² beside 2 · 28²
-  assert rectangle.spares(rows)
-  rows, _ = lying([(0, 1, 0)] * 12, length=28, count=2)  # 12 · 12²
-  assert not rectangle.spares(rows)
+@pytest.mark.parametrize(
+  ('sequences', 'longest', 'slots', 'platform', 'taken'),
+  [
+    (8, 96, (1, 551), 'cpu', True),  # samples of one prompt
+    (8, 96, (1, 551), 'gpu', False),  # too short for a kernel
+    (8, 192, (1, 1100), 'gpu', True),
+    (8, 192, (1, 512), 'cpu', False),  # more pairs
+    (23, 96, (1, 1024), 'cpu', False),  # fewer pairs, more than twice the slots
+    (21, 96, (1, 1024), 'cpu', True),
+    (6, 128, (3, 256), 'cpu', True),  # half of the pairs
+    (7, 128, (3, 256), 'cpu', False),
+  ],
+)
+def test_it_is_taken_where_it_is_little(sequences, longest, slots, platform, taken):
+  place = np.zeros((sequences, longest), np.int32)
+  rows = Rows(np.zeros(slots, np.int32), None, None, None, place)
+  assert rectangle.spares(rows, platform) == taken

@@ -15,17 +15,8 @@ class Bag(toy.Bigram):
   """The next token by the last one, its position and the mean of those before it."""
 
   def policy_outputs(
-    self,
-    params,
-    tokens,
-    segment_ids,
-    *,
-    prefix_ids=None,
-    positions=None,
-    rectangle=None,
-    **asked,
+    self, params, tokens, segment_ids, *, prefix_ids=None, positions=None, **asked
   ):
-    del rectangle  # it would see the same
     table = params['bigram']['table']
     if positions is None:
       positions = segment_positions(segment_ids)

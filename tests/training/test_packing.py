@@ -20,6 +20,7 @@ from jaxrl.training import (
   packing,
   programs,
   scoring,
+  sharding,
   step,
   teacher_columns,
 )
@@ -199,11 +200,36 @@ def scored(layout, groups):
   return *jax.jit(jax.value_and_grad(total))(toy.params()), slots
 
 
-@pytest.mark.parametrize('share', [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_gradient_through_packed_rows_is_exact(share):
+def given(layout, groups, model):
+  """What the model is given beside the packed rows of the first micro-batch."""
+  batch, _, (plan,) = layout.lay_out(groups, 0)
+  ids = jnp.asarray(batch.segment_ids[plan.members[0]])
+  return forward._rectangle(model, plan.rows(0, LENGTH), ids)
+
+
+def test_rows_attend_on_a_rectangle_where_that_is_less_and_on_one_device():
+  groups = prompted(compose.make('grpo'), sizes=(4, 3), segments=True)
+  own = layout(8, LENGTH, packed(120, length=120))
+  assert list(given(own, groups, toy.model())) == ['rectangle']
+  assert not given(layout(8, LENGTH, packed(192, length=40)), groups, toy.model())
+  for axis, taken in (('tensor', True), ('fsdp', False)):
+    sizes = {'data': 1, 'fsdp': 1, 'tensor': 1} | {axis: 2}
+    mesh = make_mesh(**sizes, devices=jax.devices()[:2])
+    model = dataclasses.replace(toy.model(), constrain=sharding.Constrain(mesh))
+    assert bool(given(own, groups, model)) == taken
+
+
+@pytest.mark.parametrize(
+  ('share', 'length'),
+  [
+    (True, 120),
+    *(pytest.param(*c, marks=pytest.mark.slow) for c in ((True, 40), (False, 120))),
+  ],
+)
+def test_the_gradient_through_packed_rows_is_exact(share, length):
   groups = prompted(compose.make('grpo'), sizes=(4, 3), segments=True)
   value, expected, _ = scored(layout(8, LENGTH, ''), groups)
-  own = layout(8, LENGTH, packed(192, length=96, share_prefix=share))
+  own = layout(8, LENGTH, packed(max(length, 80), length=length, share_prefix=share))
   found, gradient, slots = scored(own, groups)
   tokens = sum(len(row.tokens) for group in groups for row in group)
   assert slots < tokens if share else slots == tokens

@@ -103,6 +103,13 @@ class ReadWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     self._fetched = version, params
 
   def start_weight_update(self) -> None:
+    if current_platform.is_cpu():
+      # There experts are packed for their kernel when it is made, and not when others
+      # come: vLLM would compute with what it cannot read. So it makes a new one.
+      for layer in self.model.modules():
+        method: Any = getattr(layer, 'quant_method', None)
+        if hasattr(method, 'moe_kernel'):
+          method.moe_kernel = None
     initialize_layerwise_reload(self.model)
 
   def finish_weight_update(self) -> None:

@@ -14,13 +14,19 @@ from tests.rollout.vllm.conftest import World, sharpened
 pytestmark = [*needs.VLLM, pytest.mark.slow]
 
 
-@pytest.mark.parametrize('family', ['qwen2', 'llama'])
-async def test_an_untied_model_scores_as_the_learner_does(family, tmp_path):
+MIXTURE = {'num_experts': 8, 'num_experts_per_token': 2, 'moe_intermediate_size': 96}
+
+
+@pytest.mark.parametrize(
+  ('family', 'own'), [('qwen2', {}), ('llama', {}), ('qwen3_moe', MIXTURE)]
+)
+async def test_an_untied_model_scores_as_the_learner_does(family, own, tmp_path):
   needs.prepare()
   from jaxrl.rollout.vllm.engine import VllmEngine
 
+  options = ', '.join(f'{k}={v}' for k, v in {'tie_embeddings': False, **own}.items())
   shape = random_config(
-    family=f'{family}(tie_embeddings=False)',
+    family=f'{family}({options})',
     vocab_size=320,
     hidden_size=128,
     num_layers=2,
@@ -35,7 +41,8 @@ async def test_an_untied_model_scores_as_the_learner_does(family, tmp_path):
   huggingface.save(tmp_path / 'model', shape, params)
   engine = VllmEngine(tmp_path / 'model', num_slots=4, max_length=256)
   try:
-    await engine.load(0, params)
+    await engine.load(0, jax.tree.map(np.zeros_like, params))
+    await engine.load(1, params)
     rules = SamplingParams(max_tokens=60, seed=1)
     found = await engine.generate('family', [5, 6, 7], rules)
   finally:
