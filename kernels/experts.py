@@ -1,9 +1,10 @@
 """Experts that each token mixes: y_n = Σ_j w_nj · down_e(silu(gate_e x_n) · up_e x_n).
 
-Here e = chosen[n, j]. Two ways of the same signature. `ragged` sorts tokens by expert
-and multiplies groups of unequal size. For TPUs XLA does the work that was chosen and no
+Here e = chosen[n, j]. Ways of the same signature. `ragged` sorts tokens by expert and
+multiplies groups of unequal size. For TPUs XLA does the work that was chosen and no
 more; for CPU and GPU it expands a grouped product (as of jax 0.10) to every expert for
-all N · k rows, k times the work of `dense`. `dense` is the reference: every expert for
+all N · k rows, k times the work of `dense`, so `grouped` has GPUs do it by a kernel of
+`kernels.grouped_gpu`. `dense` is the reference: every expert for
 every token, the unchosen ones weighed 0; it is also the faster one where reading the
 experts takes longer than using them (few tokens). In it a token's result has the same
 bits whatever tokens stand beside it.
@@ -13,8 +14,13 @@ weights: `[N, k]` float32. gate, up: `[E, D, I]`, down: `[E, I, D]`, of x's dtyp
 Returns `[N, D]` of x's dtype, summed in float32.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+
+from kernels.grouped_gpu import grouped_dot
 
 Array = jax.Array
 
@@ -33,9 +39,19 @@ def dense(
 
 
 def ragged(
-  x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array
+  x: Array,
+  chosen: Array,
+  weights: Array,
+  gate: Array,
+  up: Array,
+  down: Array,
+  *,
+  dot: Callable[[Array, Array, Array], Array] = jax.lax.ragged_dot,
 ) -> Array:
-  """Tokens sorted by expert, one grouped product a matrix; no token is dropped."""
+  """Tokens sorted by expert, one grouped product a matrix; no token is dropped.
+
+  dot: what multiplies; of the signature of `jax.lax.ragged_dot`.
+  """
   (tokens, picks), experts = chosen.shape, gate.shape[0]
   ids = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
   order = jnp.argsort(ids, stable=True)  # those of nobody come last
@@ -47,9 +63,12 @@ def ragged(
 
   spread = jnp.broadcast_to(x[:, None], (tokens, picks, x.shape[1]))
   rows = jnp.where(there, pick(spread.reshape(tokens * picks, -1), order), 0)
-  inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes))
-  out = jax.lax.ragged_dot(inner * jax.lax.ragged_dot(rows, up, sizes), down, sizes)
+  inner = jax.nn.silu(dot(rows, gate, sizes))
+  out = dot(inner * dot(rows, up, sizes), down, sizes)
   # What a grouped product leaves behind its last group is not said to be 0.
   out = pick(jnp.where(there, out, 0), jnp.argsort(order))
   out = out.reshape(tokens, picks, -1).astype(jnp.float32)
   return (out * weights[:, :, None]).sum(1).astype(x.dtype)
+
+
+grouped = functools.partial(ragged, dot=grouped_dot)

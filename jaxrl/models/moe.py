@@ -31,17 +31,21 @@ def way(x: jax.Array, asked: str, platform: str | None) -> Mix:
   of which any batch of some size needs. asked, platform: as in `kernels.dispatch`.
   """
   platform, what = dispatch.platform_of(platform), 'experts'
-  ragged: dispatch.Candidate = experts.ragged
+  found: dict[str, dispatch.Candidate] = {
+    'ragged': experts.ragged,
+    'triton': dispatch.only_on('gpu', experts.grouped, platform=platform),
+    'reference': experts.dense,
+  }
   if x.ndim == 2:
-    what, ragged = (
-      'experts, decoding',
-      'sorts, where reading the weights takes the time',
-    )
+    what, why = 'experts, decoding', 'sorts, where reading the weights takes the time'
+    found |= {'ragged': why, 'triton': why}
   elif platform != 'tpu':
-    ragged = f"multiplies each of a token's k rows by every expert on {platform}"
-  ways = {'ragged': ragged, 'reference': experts.dense}
-  name = dispatch.choose(what, ways, platform=platform, asked=asked)
-  return experts.ragged if name == 'ragged' else experts.dense
+    why = f"multiplies each of a token's k rows by every expert on {platform}"
+    found['ragged'] = why
+  name = dispatch.choose(what, found, platform=platform, asked=asked)
+  run = found[name]
+  assert callable(run)  # `choose` gives no other
+  return run
 
 
 class Kernel(nnx.Module):

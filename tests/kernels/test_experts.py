@@ -1,5 +1,6 @@
 """Both ways of mixing experts, against loops over tokens in float64."""
 
+import functools
 import math
 import re
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import experts
+from jaxrl.models import moe
+from kernels import experts, grouped_gpu
 from launch import targets
 
 TOKENS, WIDTH, INNER, EXPERTS, PICKS = 11, 6, 5, 4, 3
@@ -41,13 +43,18 @@ def by_hand(chosen, x, weights, gate, up, down):
   return y
 
 
+GROUPED = functools.partial(
+  experts.ragged, dot=lambda *x: grouped_gpu.grouped_dot(*x, True)
+)
+
+
 def of(way, chosen, given, dtype='float32'):
   cast = {k: jnp.asarray(v, dtype) for k, v in given.items()}
   cast['weights'] = jnp.asarray(given['weights'], jnp.float32)
   return way(cast.pop('x'), jnp.asarray(chosen, jnp.int32), **cast)
 
 
-@pytest.mark.parametrize('way', [experts.dense, experts.ragged])
+@pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])
 @pytest.mark.parametrize(('dtype', 'atol'), [('float32', 2e-5), ('bfloat16', 0.4)])
 def test_values(way, dtype, atol):
   chosen, given = arrays()
@@ -56,7 +63,7 @@ def test_values(way, dtype, atol):
   np.testing.assert_allclose(y.astype(float), by_hand(chosen, **given), atol=atol)
 
 
-@pytest.mark.parametrize('way', [experts.dense, experts.ragged])
+@pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])
 def test_gradients_against_differences(way):
   chosen, given = arrays(1)
   toward = np.random.default_rng(2).standard_normal((TOKENS, WIDTH))
@@ -78,8 +85,8 @@ def test_a_token_of_the_dense_way_has_the_same_bits_in_any_company():
   np.testing.assert_array_equal(of(experts.dense, chosen, other)[5], whole[5])
 
 
-def grouped(machine):
-  """`ragged` as compiled for 1024 rows, 2 picks each of 512 tokens, 256 wide."""
+def compiled(machine, run, dtype=jnp.bfloat16):
+  """`run` as compiled for 1024 rows, 2 picks each of 512 tokens, 256 wide."""
   if why := targets.missing(targets.parse(machine)):
     pytest.skip(f'{why} is not installed: make env-targets')
   one = jax.sharding.SingleDeviceSharding(targets.topology(machine)[0])
@@ -93,21 +100,43 @@ def grouped(machine):
   }
   dtypes = {'chosen': jnp.int32, 'weights': jnp.float32}
   args = {
-    name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16), sharding=one)
+    name: jax.ShapeDtypeStruct(shape, dtypes.get(name, dtype), sharding=one)
     for name, shape in shapes.items()
   }
-  return jax.jit(experts.ragged).lower(**args).compile()
+  return jax.jit(run).lower(**args).compile()
 
 
 @pytest.mark.targets
 def test_on_a_tpu_a_grouped_product_does_the_chosen_work():
   chosen = 2 * 1024 * 3 * 256 * 128
-  assert 1 <= grouped('v5p:1x1x1').cost_analysis()['flops'] / chosen < 1.1
+  flops = compiled('v5p:1x1x1', experts.ragged).cost_analysis()['flops']
+  assert 1 <= flops / chosen < 1.1
 
 
 @pytest.mark.targets
-def test_on_a_gpu_every_row_is_multiplied_by_every_expert():
-  """Why GPUs are given the other way; once this fails, `moe.way` can give them it."""
-  made = re.findall(r'= \w+\[([\d,]+)\]\S* dot\(', grouped('h200:1').as_text())
+def test_on_a_gpu_xla_multiplies_every_row_by_every_expert():
+  """Why GPUs have a kernel; once this fails, `moe.way` can give them XLA's way."""
+  text = compiled('h200:1', experts.ragged).as_text()
+  made = re.findall(r'= \w+\[([\d,]+)\]\S* dot\(', text)
   sizes = [math.prod(map(int, shape.split(','))) for shape in made]
   assert sum(sizes) >= EXPERTS * 1024 * (128 + 128 + 256)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+def test_on_a_gpu_kernels_multiply_and_nothing_else(dtype):
+  """Two products, for the value of the third is not asked for, and the gradients of
+  all three by rows and by matrices.
+  """
+
+  def slope(x, chosen, weights, gate, up, down):
+    way = moe.way(jax.ShapeDtypeStruct((1, *x.shape), x.dtype), 'auto', 'cuda')
+
+    def total(x, gate, up, down):
+      return way(x, chosen, weights, gate, up, down).astype(jnp.float32).sum()
+
+    return jax.grad(total, (0, 1, 2, 3))(x, gate, up, down)
+
+  text = compiled('h200:1', slope, dtype).as_text()
+  assert text.count('__gpu$xla.gpu.triton') == 8
+  assert not re.search(r' dot\(|__cublas|gemm', text)

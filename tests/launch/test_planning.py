@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxrl.signature import ConfigError
 from jaxrl.training.mesh import make_mesh
-from kernels import flash
+from kernels import flash, grouped_gpu
 from kernels.attention import attention
 from launch import config as configs
 from launch import plan, targets
@@ -76,11 +76,12 @@ def test_a_loop_that_is_not_fixed_counts_as_often_as_is_said():
   assert often - once >= 4 * 3 * 16 * 16 * 4  # two read, one written a round
 
 
-def test_flops_of_grouped_products_are_those_of_each_row_once():
+@pytest.mark.parametrize('dot', [jax.lax.ragged_dot, grouped_gpu.grouped_dot])
+def test_flops_of_grouped_products_are_those_of_each_row_once(dot):
   x = jax.ShapeDtypeStruct((40, 8), jnp.float32)
   w = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)
   sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
-  slope = jax.grad(lambda x, w, n: jnp.sum(jax.lax.ragged_dot(x, w, n) ** 2), (0, 1))
+  slope = jax.grad(lambda x, w, n: jnp.sum(dot(x, w, n) ** 2), (0, 1))
   assert flops.of(jax.jit(slope).trace(x, w, sizes).jaxpr) == 3 * 2 * 40 * 8 * 16
 
 

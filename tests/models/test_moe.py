@@ -146,7 +146,7 @@ def test_sizes_must_agree(changes, message):
   ('shape', 'asked', 'platform', 'wanted'),
   [
     ((2, 5, 8), 'auto', 'tpu', experts.ragged),
-    ((2, 5, 8), 'auto', 'cuda', experts.dense),
+    ((2, 5, 8), 'auto', 'cuda', experts.grouped),
     ((2, 5, 8), 'auto', 'cpu', experts.dense),
     ((10, 8), 'auto', 'tpu', experts.dense),
     ((2, 5, 8), 'reference', 'tpu', experts.dense),

@@ -1,9 +1,9 @@
 """`python -m tests.benchmarks.gpu`: kernels, train step and decode on one GPU.
 
-Needs jax, flax and optax. --only=logprobs,attention,train,decode picks parts; each is
-a process of its own, killed after --limit seconds, and the failure of one does not
-stop the others. --json=FILE writes the figures. --tiny runs the same code at toy
-sizes, on whatever there is: its figures mean nothing.
+Needs jax, flax and optax. --only=logprobs,experts picks parts of logprobs, attention,
+experts, train, decode; each is a process of its own, killed after --limit seconds, and
+the failure of one does not stop the others. --json=FILE writes the figures. --tiny runs
+the same code at toy sizes, on whatever there is: its figures mean nothing.
 """
 
 import argparse
@@ -16,10 +16,11 @@ import sys
 import time
 from typing import Any
 
-PARTS = ('logprobs', 'attention', 'train', 'decode')
+PARTS = ('logprobs', 'attention', 'experts', 'train', 'decode')
 TITLES = {
   'logprobs': 'Log-probs of given tokens, bfloat16: hidden states and table in',
   'attention': 'Causal attention, bfloat16, 16 heads on 8 of keys, 128 wide',
+  'experts': 'A layer of experts, bfloat16; share: of the work that is chosen',
   'train': 'Train step: GRPO, AdamW, bfloat16 activations, float32 state',
   'decode': "Decode, bfloat16, the engine's own program, 512 tokens behind each slot",
 }
