@@ -18,7 +18,6 @@ ROWS, COLUMNS, DEPTH = 128, 128, 32
 SUMMED = 64  # of a matrix's rows, each with COLUMNS of its columns, in a program
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_dot(
   rows: jax.Array, matrices: jax.Array, sizes: jax.Array, interpret: bool = False
 ) -> jax.Array:
@@ -28,11 +27,16 @@ def grouped_dot(
   int32, M in sum or less. Returns `[M, O]` of rows' dtype, summed in float32, and 0
   behind the last group.
   """
+  return _dot_of_groups(rows, matrices, sizes, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dot_of_groups(rows, matrices, sizes, interpret):
   return _product(rows, matrices, sizes, transposed=False, interpret=interpret)
 
 
 def _fwd(rows, matrices, sizes, interpret):
-  return grouped_dot(rows, matrices, sizes, interpret), (rows, matrices, sizes)
+  return _dot_of_groups(rows, matrices, sizes, interpret), (rows, matrices, sizes)
 
 
 def _bwd(interpret, kept, slope):
@@ -41,7 +45,7 @@ def _bwd(interpret, kept, slope):
   return of_rows, _outer(rows, slope, sizes, interpret=interpret), None
 
 
-grouped_dot.defvjp(_fwd, _bwd)
+_dot_of_groups.defvjp(_fwd, _bwd)
 
 
 def _product(rows, matrices, sizes, *, transposed: bool, interpret: bool) -> jax.Array:
