@@ -55,6 +55,7 @@ def _product(rows, matrices, sizes, *, transposed: bool, interpret: bool) -> jax
   most = count // ROWS + groups
   found = _call(
     functools.partial(_tile, transposed=transposed),
+    name='grouped_dot',
     flops=2 * count * depth * width,
     grid=(most, pl.cdiv(width, COLUMNS)),
     out_shape=jax.ShapeDtypeStruct((count, width), rows.dtype),
@@ -69,6 +70,7 @@ def _outer(rows, slope, sizes, *, interpret: bool) -> jax.Array:
   ends = jnp.cumsum(sizes)
   return _call(
     _summed,
+    name='grouped_outer',
     flops=2 * count * depth * width,
     grid=(len(sizes), pl.cdiv(depth, SUMMED), pl.cdiv(width, COLUMNS)),
     out_shape=jax.ShapeDtypeStruct((len(sizes), depth, width), rows.dtype),

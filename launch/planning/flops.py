@@ -6,35 +6,40 @@ from typing import Any
 
 # JAX's attention for GPU, whose loops end where the data say; of decode alike, by name.
 LOOPS = ('mha_forward', 'mha_backward')
+GROUPED = ('grouped_dot', 'grouped_outer')  # kernels of `kernels.grouped_gpu`
 
 
-def of(jaxpr: Any, rounds: int = 1) -> float:
+def of(jaxpr: Any, rounds: int = 1, experts: int = 1) -> float:
   """Multiplications and additions, of all devices together; a loop's as often as run.
 
   rounds: of a `while` where they are not fixed. Of branches the dearest counts.
+  experts: devices that share out a mixture's: each has room for all rows of a grouped
+  product, and on average as many as are left when they are shared out.
   """
   inner = getattr(jaxpr, 'jaxpr', jaxpr)
-  return sum(_equation(eqn, rounds) for eqn in inner.eqns)
+  return sum(_equation(eqn, rounds, experts) for eqn in inner.eqns)
 
 
-def _equation(eqn: Any, rounds: int) -> float:
+def _equation(eqn: Any, rounds: int, experts: int) -> float:
   name, params = eqn.primitive.name, eqn.params
   if name == 'dot_general':
     (contracted, _), _ = params['dimension_numbers']
     lhs = eqn.invars[0].aval.shape
     return 2.0 * eqn.outvars[0].aval.size * math.prod(lhs[i] for i in contracted)
   if name.startswith('ragged_dot'):
-    return _grouped(eqn)
+    return _grouped(eqn) / experts
   if name.startswith('dot_product_attention'):  # cuDNN's, whose insides are not told
     return _attention(eqn, backward='bwd' in name)
   if name == 'pallas_call':
     own = str(params['name'])
     if own in LOOPS and eqn.invars[1].aval.ndim == 4:
       return _attention(eqn, backward=own == 'mha_backward')
-    return _kernel(params)
+    return _kernel(params) / (experts if own in GROUPED else 1)
   if name == 'cond':
-    return max(of(branch, rounds) for branch in params['branches'])
-  inner = sum(of(found, rounds) for found in _jaxprs(params))
+    return max(of(branch, rounds, experts) for branch in params['branches'])
+  if name == 'shard_map':
+    experts = dict(params['mesh'].shape).get('expert', 1)
+  inner = sum(of(found, rounds, experts) for found in _jaxprs(params))
   if name == 'while':
     return rounds * inner
   if name == 'scan':

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from jaxrl.models import moe
 from jaxrl.signature import ConfigError
+from jaxrl.training.expert_parallel import ExpertParallel
 from jaxrl.training.mesh import make_mesh
 from kernels import flash, grouped_gpu
 from kernels.attention import attention
@@ -83,6 +86,25 @@ def test_flops_of_grouped_products_are_those_of_each_row_once(dot):
   sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
   slope = jax.grad(lambda x, w, n: jnp.sum(dot(x, w, n) ** 2), (0, 1))
   assert flops.of(jax.jit(slope).trace(x, w, sizes).jaxpr) == 3 * 2 * 40 * 8 * 16
+
+
+@pytest.mark.parametrize('platform', ['tpu', 'cuda'])
+def test_experts_that_are_shared_out_cost_no_more(platform):
+  x = jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)
+  chosen = jax.ShapeDtypeStruct((4, 16, 2), jnp.int32)
+  weights = jax.ShapeDtypeStruct((4, 16, 2), jnp.float32)
+  wide = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)
+  narrow = jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)
+
+  def count(**sizes):
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mix = ExpertParallel(make_mesh(**sizes, devices=devices))
+    way = moe.way(x, 'auto', platform)
+    slope = jax.grad(lambda x, c, *rest: mix(way, x, c, *rest).sum(), (0, 3, 4, 5))
+    return flops.of(jax.jit(slope).trace(x, chosen, weights, wide, wide, narrow).jaxpr)
+
+  one = count(data=1)
+  assert count(data=1, expert=4) == count(data=2, expert=2) == one > 0
 
 
 @pytest.mark.parametrize('kernel', [flash.triton, flash.splash])
