@@ -4,10 +4,10 @@ Here e = chosen[n, j]. Ways of the same signature. `ragged` sorts tokens by expe
 multiplies groups of unequal size. For TPUs XLA does the work that was chosen and no
 more; for CPU and GPU it expands a grouped product (as of jax 0.10) to every expert for
 all N · k rows, k times the work of `dense`, so `grouped` has GPUs do it by a kernel of
-`kernels.grouped_gpu`. `dense` is the reference: every expert for
-every token, the unchosen ones weighed 0; it is also the faster one where reading the
-experts takes longer than using them (few tokens). In it a token's result has the same
-bits whatever tokens stand beside it.
+`kernels.grouped_gpu`. `dense` is the reference: every expert for every token, the
+unchosen ones weighed 0; it is also the faster one where reading the experts takes
+longer than using them (few tokens). In it a token's result has the same bits whatever
+tokens stand beside it.
 
 x: `[N, D]`. chosen: `[N, k]` int; an id outside [0, E) is nobody's and adds nothing.
 weights: `[N, k]` float32. gate, up: `[E, D, I]`, down: `[E, I, D]`, of x's dtype.

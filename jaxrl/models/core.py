@@ -35,8 +35,7 @@ class Core:
   dtype: of activations and matrix products; parameters are cast at use.
   remat: what the backward pass finds kept, a call string; see `remat`. unroll: layers
   a step of the scan; more run a little faster and compile slower; 0: as `at_once`
-  says. constrain:
-  `(x, *axis names) -> x`, places activations on a mesh.
+  says. constrain: `(x, *axis names) -> x`, places activations on a mesh.
   mix: `(way, x, chosen, weights, *kernels) -> y`, takes tokens to their experts there.
   router_replay: the cache also holds the experts that tokens took, for the learner.
   exact: the mode in which `decode`, `prefill` and `policy_outputs` give a token's

@@ -67,7 +67,7 @@ class Toy:
     )
     self.weights = InProcessWeights(self.engine, dispatcher=self.dispatcher)
     length = PROMPT - 1 + SAMPLES * (NEW + 1)  # each goes on from the last token
-    packed = packing.first_fit(tokens=PROMPTS * length, length=length)
+    shared = packing.first_fit(tokens=PROMPTS * length, length=length)
     self.learner = Learner(
       model,
       model.init(jax.random.key(0)),
@@ -77,7 +77,7 @@ class Toy:
       optimizer=make_optimizer(learning_rate=shape.LEARNING_RATE),
       dispatcher=self.dispatcher,
       entropy=entropy,
-      packing=packed if share else '',
+      packing=shared if share else '',
     )
 
   async def start(self) -> None:
