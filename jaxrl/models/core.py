@@ -148,14 +148,17 @@ class Core:
     tokens: jax.Array,
     positions: jax.Array,
     limit: jax.Array,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
   ) -> tuple[jax.Array, Cache]:
     """One token a slot: writes its key and value, returns what follows it.
 
     tokens, positions: `[S]` int32. limit: int32 scalar, at least max(positions) + 1;
-    the cache beyond it is not read. Returns logits `[S, V]` float32 and the cache. A
-    slot's result depends on no other slot, on which slot it is, or on `limit`.
+    the cache beyond it is not read. rotation: `self.rotation(positions)`, where it is
+    known before. Returns logits `[S, V]` float32 and the cache. A slot's result depends
+    on no other slot, on which slot it is, or on `limit`.
     """
     x, cos, sin = self._enter(params, tokens, positions)
+    cos, sin = rotation or (cos, sin)
     new: dict[str, list] = {name: [] for name in cache}
     # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
     weights = transformer.unstack(self.config, params)['layers']
@@ -182,6 +185,12 @@ class Core:
       if self.router_replay:
         new['e'].append(caches.write(cache['e'][i], 'e', chosen[:, None], positions))
     return self._last(params, x), {name: tuple(parts) for name, parts in new.items()}
+
+  def rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """Cosines and sines for tokens at `positions` `[..., S]` int32, each
+    `[..., S, head_dim / 2]`; None in exact mode, which finds them where it needs them.
+    """
+    return rope.rotation(self.config, positions) if self.exact is None else None
 
   def _kernels(self) -> dict[str, Any]:
     """How attention chooses its kernel, and runs it on a mesh."""

@@ -8,9 +8,12 @@ import jax
 import numpy as np
 
 from jaxrl.models.cache import Cache
-from jaxrl.rollout.programs import Programs, Rows
+from jaxrl.rollout.lanes import Lanes
+from jaxrl.rollout.programs import Rows
 from jaxrl.rollout.slots import Admission, Request
 from jaxrl.types import Params
+
+State = tuple[list[Cache], list[Rows]]  # by lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +37,9 @@ class Plan:
 class Flight:
   """A dispatch on its way, or landed: then tokens and logprobs are numpy `[D, S]`.
 
-  routed: the experts taken, `[D, S, L, k]`, or None. seated: requests that began with
-  it, with those of the tokens in their slot, `[C, L, k]`.
+  routed: the experts taken, then `[D, S, L, k]` or None. These three are lists by lane
+  on the way. seated: requests that began with it, with the experts of the tokens in
+  their slot, `[C, L, k]`.
   """
 
   owners: list[Request | None]
@@ -89,35 +93,33 @@ class Meter:
     return {name: float(value) for name, value in figures.items()}
 
 
-def fly(
-  programs: Programs, state: tuple[Cache, Rows], plan: Plan, meter: Meter
-) -> tuple[tuple[Cache, Rows], Flight]:
+def fly(lanes: Lanes, state: State, plan: Plan, meter: Meter) -> tuple[State, Flight]:
   """Seats the admitted requests and starts decoding; does not wait for the end."""
-  cache, rows = state
+  caches, rows = state
   if plan.admission.prefill or plan.admission.copies:
-    jax.block_until_ready(cache)
+    jax.block_until_ready(caches)
     start = time.perf_counter()
-    cache = programs.prefill(plan.params, cache, plan.admission.prefill)
-    if plan.admission.copies:
-      cache = programs.copy(cache, plan.admission.copies)
-    jax.block_until_ready(cache)
+    caches = lanes.prefill(plan.params, caches, plan.admission.prefill)
+    caches = lanes.copy(caches, plan.admission.copies)
+    jax.block_until_ready(caches)
     meter.prefill += time.perf_counter() - start
   if plan.where is not None and plan.rows is not None:
-    rows = programs.place(rows, plan.where, plan.rows)
-  seats = [(own, programs.experts(cache, slot)) for slot, own in plan.admission.seats]
+    rows = lanes.place(rows, plan.where, plan.rows)
+  seats = [(own, lanes.experts(caches, slot)) for slot, own in plan.admission.seats]
   departed = time.perf_counter()
-  cache, rows, tokens, logprobs, routed = programs.decode(plan.params, cache, rows)
-  programs.tell_late(f'version {plan.version}')
+  caches, rows, tokens, logprobs, routed = lanes.decode(plan.params, caches, rows)
+  lanes.programs.tell_late(f'version {plan.version}')
   flight = Flight(plan.owners, plan.version, tokens, logprobs, departed, routed)
-  flight.seated = [] if routed is None else seats
-  return (cache, rows), flight
+  flight.seated = [] if routed[0] is None else seats
+  return (caches, rows), flight
 
 
 def land(flight: Flight, meter: Meter) -> Flight:
   """Waits for the dispatch and brings its tokens to the host."""
-  flight.tokens = np.asarray(flight.tokens)
-  flight.logprobs = np.asarray(flight.logprobs)
-  flight.routed = None if flight.routed is None else np.asarray(flight.routed)
+  flight.tokens = np.concatenate(flight.tokens, axis=1)
+  flight.logprobs = np.concatenate(flight.logprobs, axis=1)
+  none = flight.routed[0] is None
+  flight.routed = None if none else np.concatenate(flight.routed, axis=1)
   for request, routed in flight.seated:
     request.routed = [np.asarray(routed)[: len(request.prompt) - 1]]
   meter.landing(flight)

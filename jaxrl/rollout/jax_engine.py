@@ -20,7 +20,8 @@ from jaxrl.dispatch import Dispatcher
 from jaxrl.models.exact import Exact
 from jaxrl.models.model import Model
 from jaxrl.rollout.desk import Desk
-from jaxrl.rollout.flights import Flight, Meter, Plan, fly, land
+from jaxrl.rollout.flights import Flight, Meter, Plan, State, fly, land
+from jaxrl.rollout.lanes import Lanes, count_lanes
 from jaxrl.rollout.programs import Programs, Rows
 from jaxrl.rollout.slots import Request, SlotTable
 from jaxrl.rollout.stopping import stop_index
@@ -37,8 +38,10 @@ class JaxEngine(Desk):
   token came from which.
 
   tokenizer: needed for stop strings only. max_length: the window, prompt and
-  completion together. decode_steps: tokens a dispatch; weights, aborts and new
-  requests wait for at most one dispatch (two when no one waits for a slot).
+  completion together. lanes: threads that decode num_slots / lanes slots each
+  (`jaxrl.rollout.lanes`); 0: as many as suit the device. decode_steps: tokens a
+  dispatch; weights, aborts and new requests wait for at most one dispatch (two when no
+  one waits for a slot).
   prompt_buckets: padded prompt lengths, by default powers of two from 32 to the
   window. exact: log-probs of untruncated draws have the bits that a learner in exact
   mode finds, at the price of speed. router_replay: a completion brings the experts that
@@ -53,6 +56,7 @@ class JaxEngine(Desk):
     *,
     dispatcher: Dispatcher,
     num_slots: int = 64,
+    lanes: int = 0,
     max_length: int = 1024,
     decode_steps: int = 8,
     prompt_buckets: Sequence[int] | None = None,
@@ -72,16 +76,21 @@ class JaxEngine(Desk):
       model = dataclasses.replace(model, exact=Exact.for_slots(num_slots))
     if router_replay:
       model = dataclasses.replace(model, router_replay=True)
+    if not lanes:
+      lanes = count_lanes(num_slots, platform, self._sharding.num_devices, exact)
+    if lanes < 0 or num_slots % lanes:
+      raise ValueError(f'num_slots={num_slots} does not divide into lanes={lanes}')
     self._programs = Programs(
       model,
       sharding=self._sharding,
-      num_slots=num_slots,
+      num_slots=num_slots // lanes,
       max_length=max_length,
       decode_steps=decode_steps,
       prompt_buckets=prompt_buckets or default_buckets(max_length),
       prefill_tokens=prefill_tokens,
       max_stop_ids=max_stop_ids,
     )
+    self._lanes = Lanes(self._programs, lanes)
     self._weights: tuple[int, Params] | None = None
     self._waiting: collections.deque[Request] = collections.deque()
     self._meter = Meter(num_slots)
@@ -200,8 +209,8 @@ class JaxEngine(Desk):
 
   def _forget(self) -> None:
     """Drops slots and device state: the next turn starts from an empty cache."""
-    self._table = SlotTable(self._programs.num_slots)
-    self._state: tuple[Any, Any] | None = None
+    self._table = SlotTable(self._lanes.num_slots, self._lanes.count)
+    self._state: State | None = None
     self._flight: Flight | None = None
     self._halted: set[int] = set()
 
@@ -220,13 +229,13 @@ class JaxEngine(Desk):
 
   def _plan(self) -> Plan:
     version, params = self._loaded()
-    seats = self._programs.num_slots - self._table.busy if self._admits else 0
+    seats = self._lanes.num_slots - self._table.busy if self._admits else 0
     chosen = [self._waiting.popleft() for _ in range(min(seats, len(self._waiting)))]
     admission = self._table.admit(chosen, version)
     rows = where = None
     if admission.seats or self._halted:
-      rows = Rows.empty(self._programs.num_slots, self._programs.max_stop_ids)
-      where = np.zeros(self._programs.num_slots, bool)
+      rows = Rows.empty(self._lanes.num_slots, self._programs.max_stop_ids)
+      where = np.zeros(self._lanes.num_slots, bool)
       where[list(self._halted)] = True
       for slot, request in admission.seats:
         where[slot] = True
@@ -239,8 +248,8 @@ class JaxEngine(Desk):
   def _depart(self, plan: Plan, before: Flight | None) -> tuple[Flight | None, list]:
     """On the device thread: start this dispatch, then read what has arrived."""
     if self._state is None:
-      self._state = self._programs.fresh()
-    self._state, flight = fly(self._programs, self._state, plan, self._meter)
+      self._state = self._lanes.fresh()
+    self._state, flight = fly(self._lanes, self._state, plan, self._meter)
     landed = [land(before, self._meter)] if before is not None else []
     if plan.wait:
       return None, [*landed, land(flight, self._meter)]

@@ -65,6 +65,10 @@ class Rows:
       stop_ids=np.full((slots, stop_ids), sampling.NO_TOKEN, np.int32),
     )
 
+  def cut(self, span: slice) -> 'Rows':
+    """Those of some slots."""
+    return jax.tree.map(lambda x: x[span], self)
+
   def seat(self, slot: int, request: Request) -> None:
     """Writes the start of `request` into numpy row `slot`."""
     rules = request.sampling
@@ -234,6 +238,8 @@ def _decode(model: Model, steps: int, params, cache: Cache, rows: Rows):
   scratch = caches.length(cache) - 1  # no request reaches it: idle slots write there
   tokens = jnp.full((steps, slots), sampling.NO_TOKEN, jnp.int32)
   logprobs = jnp.zeros((steps, slots), jnp.float32)
+  # Before the loop: within it XLA finds sines anew for each head of each layer.
+  rotations = model.rotation(began + jnp.arange(steps)[:, None])
 
   def unfinished(carry):
     step, _, rows, _, _ = carry
@@ -244,7 +250,10 @@ def _decode(model: Model, steps: int, params, cache: Cache, rows: Rows):
     busy = rows.remaining > 0
     limit = jnp.max(jnp.where(busy, rows.positions, 0)) + 1
     positions = jnp.where(busy, rows.positions, scratch)
-    logits, cache = model.decode(params, cache, rows.tokens, positions, limit)
+    rotation = jax.tree.map(lambda x: x[step], rotations)
+    logits, cache = model.decode(
+      *(params, cache, rows.tokens, positions, limit, rotation)
+    )
     drawn, drawn_logprobs = sampling.sample(
       logits, rows.keys, rows.counts, rows.temperature, rows.top_p, rows.top_k
     )

@@ -6,6 +6,7 @@ lies in any slot, at the same weights version, is copied instead of computed.
 """
 
 import asyncio
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -89,9 +90,13 @@ class Admission:
 
 
 class SlotTable:
-  """Slots 0 … num_slots − 1: each free or held by a request."""
+  """Slots 0 … num_slots − 1: each free or held by a request.
 
-  def __init__(self, num_slots: int):
+  lanes: of as many slots each, in a row; a prompt is copied within its lane alone.
+  """
+
+  def __init__(self, num_slots: int, lanes: int = 1):
+    self._lane_size, self._lanes = num_slots // lanes, lanes
     self.owner: list[Request | None] = [None] * num_slots
     self._content: list[tuple[int, bytes] | None] = [None] * num_slots
     self._home: dict[tuple[int, bytes], set[int]] = {}
@@ -114,8 +119,8 @@ class SlotTable:
     vacant = {slot for slot, owner in enumerate(self.owner) if owner is None}
     for request in requests:
       content = (version, request.text)
-      source = self._source(content, vacant)
       slot = self._seat(content, vacant)
+      source = self._source(content, vacant, slot)
       vacant.discard(slot)
       if self._content[slot] != content:
         length = len(request.prompt)
@@ -129,14 +134,38 @@ class SlotTable:
       plan.seats.append((slot, request))
     return plan
 
-  def _source(self, content: tuple[int, bytes], vacant: set[int]) -> int | None:
-    """A slot in use that holds `content`: no prefill of this turn overwrites it."""
-    return min(self._home.get(content, set()) - vacant, default=None)
+  def _source(
+    self, content: tuple[int, bytes], vacant: set[int], slot: int
+  ) -> int | None:
+    """A slot in use that holds `content`, in the lane of `slot`: no prefill of this
+    turn overwrites it.
+    """
+    lane = self._lane(slot)
+    homes = self._home.get(content, set()) - vacant
+    return min((home for home in homes if self._lane(home) == lane), default=None)
 
   def _seat(self, content: tuple[int, bytes], vacant: set[int]) -> int:
-    """A vacant slot: one that holds `content`, else the one used longest ago."""
+    """A vacant slot: one that holds `content`, else, in the lane that is best for it,
+    the one used longest ago.
+    """
     homes = self._home.get(content, set()) & vacant
+    if not homes and self._lanes > 1:
+      lane = self._best_lane(content, vacant)
+      homes = {slot for slot in vacant if self._lane(slot) == lane}
     return min(homes or vacant, key=lambda slot: (self._used[slot], slot))
+
+  def _best_lane(self, content: tuple[int, bytes], vacant: set[int]) -> int:
+    """The one with most vacant slots; one where `content` lies may have fewer, by a
+    quarter of a lane: so a group shares a prompt, and lanes are as busy as each other.
+    """
+    free = collections.Counter(self._lane(slot) for slot in vacant)
+    holding = {self._lane(slot) for slot in self._home.get(content, ())}
+    for lane in holding & free.keys():
+      free[lane] += self._lane_size // 4
+    return min(free, key=lambda lane: (-free[lane], lane))
+
+  def _lane(self, slot: int) -> int:
+    return slot // self._lane_size
 
   def _fill(self, slot: int, content: tuple[int, bytes]) -> None:
     old = self._content[slot]

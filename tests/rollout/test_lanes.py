@@ -1,0 +1,165 @@
+"""Lanes: the same answers as one lane of their size, prompts shared within each."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.dispatch import Dispatcher
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.model import Model
+from jaxrl.rollout import lanes
+from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.rollout.lanes import Lanes, count_lanes
+from jaxrl.rollout.slots import Request, SlotTable
+from jaxrl.types import SamplingParams
+
+MODEL = Model(
+  ModelConfig(
+    vocab_size=48,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_intermediate_size=16,
+    family='qwen3_moe',
+  )
+)
+PARAMS = MODEL.init(jax.random.key(0))
+
+
+@pytest.fixture
+def dispatcher():
+  found = Dispatcher()
+  yield found
+  found.close()
+
+
+def engine(dispatcher: Dispatcher, slots: int, count: int) -> JaxEngine:
+  return JaxEngine(
+    MODEL,
+    dispatcher=dispatcher,
+    num_slots=slots,
+    lanes=count,
+    max_length=32,
+    decode_steps=3,
+    prompt_buckets=[16],
+    prefill_tokens=32,
+    router_replay=True,
+  )
+
+
+async def play(engine: JaxEngine, groups: int, samples: int):
+  """`samples` completions for each of `groups` prompts, all lengths different."""
+  draw = np.random.default_rng(0)
+  work = []
+  for group in range(groups):
+    prompt = draw.integers(0, 48, 5 + group).tolist()
+    for member in range(samples):
+      most, seed = 4 + 3 * member + group, group * 100 + member
+      rules = SamplingParams(max_tokens=most, seed=seed)
+      work.append(engine.generate(f'{group}/{member}', prompt, rules))
+  return await asyncio.gather(*work)
+
+
+async def test_lanes_answer_as_an_engine_of_one_lanes_slots(dispatcher):
+  found = []
+  for slots, count in ((6, 3), (2, 1)):
+    made = engine(dispatcher, slots, count)
+    await made.load(7, PARAMS)
+    await made.warmup()
+    compiled = made.compile_count
+    found.append(await play(made, groups=4, samples=3))
+    assert made.compile_count == compiled  # all lanes run the same programs
+  for one, other in zip(*found, strict=True):
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
+    assert set(one.versions) == {7} and one.finish_reason == other.finish_reason
+
+
+async def test_lanes_go_on_after_an_error_and_after_sleep(dispatcher, monkeypatch):
+  made = engine(dispatcher, 4, 2)
+  await made.load(0, PARAMS)
+  before = await play(made, groups=2, samples=2)
+  decode, fails = made._programs.decode, [True]
+
+  def failing(*args):
+    if fails.pop() if fails else False:
+      raise RuntimeError('a lane broke')
+    return decode(*args)
+
+  monkeypatch.setattr(made._programs, 'decode', failing)
+  with pytest.raises(RuntimeError, match='a lane broke'):
+    await play(made, groups=2, samples=2)
+  again = await play(made, groups=2, samples=2)
+  await made.sleep()
+  await made.resume()
+  slept = await play(made, groups=2, samples=2)
+  for runs in zip(before, again, slept, strict=True):
+    for other in runs[1:]:
+      np.testing.assert_array_equal(runs[0].tokens, other.tokens)
+      np.testing.assert_array_equal(runs[0].logprobs, other.logprobs)
+
+
+@pytest.mark.parametrize('count', [-2, 3])
+def test_slots_divide_into_lanes(dispatcher, count):
+  with pytest.raises(ValueError, match=f'num_slots=4 .* lanes={count}'):
+    engine(dispatcher, 4, count)
+
+
+@pytest.mark.parametrize(
+  ('slots', 'processors', 'wanted'),
+  [(64, 2, 2), (64, 1, 1), (64, 16, 2), (63, 2, 1), (96, 2, 2), (96, 8, 3), (48, 8, 1)],
+)
+def test_as_many_lanes_as_processors_and_slots_allow(
+  monkeypatch, slots, processors, wanted
+):
+  monkeypatch.setattr(lanes, '_processors', lambda: processors)
+  assert count_lanes(slots, 'cpu', 1, exact=False) == wanted
+  assert count_lanes(slots, 'cpu', 1, exact=True) == 1
+  assert count_lanes(slots, 'cpu', 2, exact=False) == 1
+  assert count_lanes(slots, 'gpu', 1, exact=False) == 1
+
+
+def seat(table: SlotTable, *prompts: int):
+  def request(text):
+    prompt = np.array([text, text], np.int32)
+    return Request(f'{text}', prompt, SamplingParams(max_tokens=1), 1, future=None)
+
+  return table.admit([request(text) for text in prompts], version=0)
+
+
+def test_a_group_stays_in_a_lane_and_lanes_are_as_busy_as_each_other():
+  plan = seat(SlotTable(16, lanes=2), *[1] * 2, *[2] * 2, *[3] * 2, *[4] * 2)
+  assert [slot for slot, _ in plan.seats] == [0, 1, 8, 9, 2, 3, 10, 11]
+  assert [slot for slot, _ in plan.prefill] == [0, 8, 2, 10]
+  assert plan.copies == [(0, 1, 2), (8, 9, 2), (2, 3, 2), (10, 11, 2)]
+
+
+def test_a_large_group_is_in_both_lanes_and_its_prompt_prefilled_in_each():
+  plan = seat(SlotTable(16, lanes=2), *[1] * 12)
+  slots = [slot for slot, _ in plan.seats]
+  assert sorted(slot // 8 for slot in slots) == [0] * 6 + [1] * 6
+  assert [slot // 8 for slot, _ in plan.prefill] == [0, 1]
+  assert all(source // 8 == target // 8 for source, target, _ in plan.copies)
+
+
+def test_a_prompt_finds_the_slot_that_it_left():
+  table = SlotTable(4, lanes=2)
+  seat(table, 1, 2)
+  for slot in range(4):
+    table.free(slot)
+  plan = seat(table, 2, 1)
+  assert [slot for slot, _ in plan.seats] == [2, 0] and not plan.prefill
+
+
+def test_no_lane_is_copied_from_another(dispatcher):
+  made: Lanes = engine(dispatcher, 4, 2)._lanes
+  with pytest.raises(ValueError, match='from lane 0 to lane 1'):
+    made.copy(made.fresh()[0], [(0, 2, 3)])
