@@ -87,7 +87,7 @@ class JaxEngine(Desk):
       max_length=max_length,
       decode_steps=decode_steps,
       prompt_buckets=prompt_buckets or default_buckets(max_length),
-      prefill_tokens=prefill_tokens,
+      prefill_tokens=-(-prefill_tokens // lanes),
       max_stop_ids=max_stop_ids,
     )
     self._lanes = Lanes(self._programs, lanes)

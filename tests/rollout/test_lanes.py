@@ -49,7 +49,7 @@ def engine(dispatcher: Dispatcher, slots: int, count: int) -> JaxEngine:
     max_length=32,
     decode_steps=3,
     prompt_buckets=[16],
-    prefill_tokens=32,
+    prefill_tokens=32 * count,  # of all lanes together
     router_replay=True,
   )
 
