@@ -9,6 +9,7 @@ from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.exact import Exact
 from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.rollout.lanes import refuses
 from jaxrl.rollout.vllm import arguments
 from jaxrl.signature import ConfigError, check_options, parse_call, unknown
 
@@ -55,6 +56,9 @@ def parse(config: Config) -> tuple[str, dict[str, Any]]:
     for name in ('decode_steps', 'prefill_tokens'):
       if options.get(name, 1) < 1:
         raise ConfigError(f'{where}: {name} must be at least 1')
+    lanes = options.get('lanes') or 1  # 0 chooses
+    if why := refuses(lanes, shared['num_slots'], bool(options.get('exact'))):
+      raise ConfigError(f'{where}: {why}')
     return kind, {**shared, **options}
   _vllm(config, options, where)
   return kind, {**shared, 'dtype': config.model.dtype, **options}

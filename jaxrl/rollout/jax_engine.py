@@ -21,7 +21,7 @@ from jaxrl.models.exact import Exact
 from jaxrl.models.model import Model
 from jaxrl.rollout.desk import Desk
 from jaxrl.rollout.flights import Flight, Meter, Plan, State, fly, land
-from jaxrl.rollout.lanes import Lanes, count_lanes
+from jaxrl.rollout.lanes import Lanes, count_lanes, refuses
 from jaxrl.rollout.programs import Programs, Rows
 from jaxrl.rollout.slots import Request, SlotTable
 from jaxrl.rollout.stopping import stop_index
@@ -78,8 +78,8 @@ class JaxEngine(Desk):
       model = dataclasses.replace(model, router_replay=True)
     if not lanes:
       lanes = count_lanes(num_slots, platform, self._sharding.num_devices, exact)
-    if lanes < 0 or num_slots % lanes:
-      raise ValueError(f'num_slots={num_slots} does not divide into lanes={lanes}')
+    if why := refuses(lanes, num_slots, exact):
+      raise ValueError(why)
     self._programs = Programs(
       model,
       sharding=self._sharding,

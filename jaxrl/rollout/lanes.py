@@ -33,6 +33,15 @@ def count_lanes(num_slots: int, platform: str, devices: int, exact: bool) -> int
   return next((n for n in range(most, 1, -1) if num_slots % n == 0), 1)
 
 
+def refuses(lanes: int, num_slots: int, exact: bool) -> str:
+  """Why so many lanes cannot be, '' where they can."""
+  if lanes < 1 or num_slots % lanes:
+    return f'num_slots={num_slots} does not divide into lanes={lanes}'
+  if exact and lanes > 1:
+    return f'exact mode decodes all slots in one program, not in lanes={lanes}'
+  return ''
+
+
 def _processors() -> int:
   if hasattr(os, 'sched_getaffinity'):
     return len(os.sched_getaffinity(0))

@@ -52,6 +52,8 @@ def test_vllm_takes_its_options_by_name(installed):
     ('vlm', True, "Did you mean 'vllm'"),
     ('jax(prefil_tokens=1)', False, "Did you mean 'prefill_tokens'"),
     ('jax(decode_steps=0)', False, 'decode_steps must be at least 1'),
+    ('jax(lanes=3)', False, 'num_slots=16 does not divide into lanes=3'),
+    ('jax(lanes=2, exact=True)', False, 'in one program, not in lanes=2'),
     ('jax(num_slots=4)', False, 'rollout.num_slots'),
     ('vllm', False, 'set --config.cluster.ray=true'),
     ('vllm(tensor_paralel_size=2)', True, "Did you mean 'tensor_parallel_size'"),

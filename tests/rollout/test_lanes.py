@@ -113,6 +113,11 @@ def test_slots_divide_into_lanes(dispatcher, count):
     engine(dispatcher, 4, count)
 
 
+def test_exact_mode_has_one_lane(dispatcher):
+  with pytest.raises(ValueError, match='in one program, not in lanes=2'):
+    JaxEngine(MODEL, dispatcher=dispatcher, num_slots=4, lanes=2, exact=True)
+
+
 @pytest.mark.parametrize(
   ('slots', 'processors', 'wanted'),
   [(64, 2, 2), (64, 1, 1), (64, 16, 2), (63, 2, 1), (96, 2, 2), (96, 8, 3), (48, 8, 1)],
