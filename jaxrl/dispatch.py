@@ -2,7 +2,8 @@
 
 The learner and an in-process engine share devices. Each hands its device work to the
 same `Dispatcher`, which runs it in order on one thread, so that neither waits inside
-the event loop and a decode dispatch never interleaves with a train step.
+the event loop and no decode dispatch is begun within a train step. On one CPU device
+one that was begun before may still run beside it (`jaxrl.rollout.lanes`).
 """
 
 import asyncio

@@ -57,7 +57,7 @@ def parse(config: Config) -> tuple[str, dict[str, Any]]:
       if options.get(name, 1) < 1:
         raise ConfigError(f'{where}: {name} must be at least 1')
     lanes = options.get('lanes') or 1  # 0 chooses
-    if why := refuses(lanes, shared['num_slots'], bool(options.get('exact'))):
+    if why := refuses(lanes, shared['num_slots'], exact=bool(options.get('exact'))):
       raise ConfigError(f'{where}: {why}')
     return kind, {**shared, **options}
   _vllm(config, options, where)

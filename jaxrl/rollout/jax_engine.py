@@ -9,6 +9,7 @@ task drives it and lives only while there is work. All device work goes through 
 import asyncio
 import collections
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from jaxrl.rollout.slots import Request, SlotTable
 from jaxrl.rollout.stopping import stop_index
 from jaxrl.types import Params, SamplingParams
 
+log = logging.getLogger(__name__)
+
 
 class JaxEngine(Desk):
   """Generates tokens for many requests at once.
@@ -39,9 +42,10 @@ class JaxEngine(Desk):
 
   tokenizer: needed for stop strings only. max_length: the window, prompt and
   completion together. lanes: threads that decode num_slots / lanes slots each
-  (`jaxrl.rollout.lanes`); 0: as many as suit the device. decode_steps: tokens a
-  dispatch; weights, aborts and new requests wait for at most one dispatch (two when no
-  one waits for a slot).
+  (`jaxrl.rollout.lanes`); 0: as many as suit the device and its processors. Bits are
+  those of a number of lanes: set it where runs on unlike machines are to be the same.
+  decode_steps: tokens a dispatch; weights, aborts and new requests wait for at most one
+  dispatch (two when no one waits for a slot).
   prompt_buckets: padded prompt lengths, by default powers of two from 32 to the
   window. exact: log-probs of untruncated draws have the bits that a learner in exact
   mode finds, at the price of speed. router_replay: a completion brings the experts that
@@ -76,10 +80,12 @@ class JaxEngine(Desk):
       model = dataclasses.replace(model, exact=Exact.for_slots(num_slots))
     if router_replay:
       model = dataclasses.replace(model, router_replay=True)
-    if not lanes:
-      lanes = count_lanes(num_slots, platform, self._sharding.num_devices, exact)
-    if why := refuses(lanes, num_slots, exact):
+    devices = self._sharding.num_devices
+    lanes = lanes or count_lanes(num_slots, platform, devices, exact)
+    if why := refuses(lanes, num_slots, exact=exact, devices=devices):
       raise ValueError(why)
+    if lanes > 1:
+      log.info('%d slots are decoded in %d lanes', num_slots, lanes)
     self._programs = Programs(
       model,
       sharding=self._sharding,

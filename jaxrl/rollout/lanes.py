@@ -25,7 +25,7 @@ Decoded = tuple[list[Cache], list[Rows], list[Any], list[Any], list[Any]]
 def count_lanes(num_slots: int, platform: str, devices: int, exact: bool) -> int:
   """How many lanes `num_slots` are best cut into on so many devices of a platform.
 
-  exact: one, for its bits are those of programs of `num_slots` rows.
+  exact: one, for it decodes `num_slots` rows as its learner scores them.
   """
   if platform != 'cpu' or devices > 1 or exact:
     return 1
@@ -33,12 +33,14 @@ def count_lanes(num_slots: int, platform: str, devices: int, exact: bool) -> int
   return next((n for n in range(most, 1, -1) if num_slots % n == 0), 1)
 
 
-def refuses(lanes: int, num_slots: int, exact: bool) -> str:
+def refuses(lanes: int, num_slots: int, *, exact: bool, devices: int = 1) -> str:
   """Why so many lanes cannot be, '' where they can."""
   if lanes < 1 or num_slots % lanes:
     return f'num_slots={num_slots} does not divide into lanes={lanes}'
   if exact and lanes > 1:
     return f'exact mode decodes all slots in one program, not in lanes={lanes}'
+  if devices > 1 and lanes > 1:
+    return f'{devices} devices decode in one program, not in lanes={lanes}'
   return ''
 
 

@@ -155,13 +155,13 @@ class SlotTable:
     return min(homes or vacant, key=lambda slot: (self._used[slot], slot))
 
   def _best_lane(self, content: tuple[int, bytes], vacant: set[int]) -> int:
-    """The one with most vacant slots; one where `content` lies may have fewer, by a
-    quarter of a lane: so a group shares a prompt, and lanes are as busy as each other.
+    """The one with most vacant slots; one where `content` lies may have fewer, by half
+    a lane: groups up to that stay together, and lanes are as busy as each other.
     """
     free = collections.Counter(self._lane(slot) for slot in vacant)
     holding = {self._lane(slot) for slot in self._home.get(content, ())}
     for lane in holding & free.keys():
-      free[lane] += self._lane_size // 4
+      free[lane] += self._lane_size // 2
     return min(free, key=lambda lane: (-free[lane], lane))
 
   def _lane(self, slot: int) -> int:

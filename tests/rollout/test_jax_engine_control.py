@@ -15,13 +15,14 @@ from tests.rollout.test_jax_engine import MODEL, WEIGHTS, prompt, rescored, same
 LONG = SamplingParams(max_tokens=50, seed=1)
 
 
-@pytest.fixture(scope='module')
-def shared():
+@pytest.fixture(scope='module', params=[1, 2])
+def shared(request):
   dispatcher = Dispatcher()
   yield JaxEngine(
     MODEL,
     dispatcher=dispatcher,
     num_slots=2,
+    lanes=request.param,
     max_length=64,
     decode_steps=2,
     prompt_buckets=[64],

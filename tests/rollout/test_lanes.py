@@ -1,6 +1,7 @@
 """Lanes: the same answers as one lane of their size, prompts shared within each."""
 
 import asyncio
+import itertools
 
 import jax
 import numpy as np
@@ -87,10 +88,10 @@ async def test_lanes_go_on_after_an_error_and_after_sleep(dispatcher, monkeypatc
   made = engine(dispatcher, 4, 2)
   await made.load(0, PARAMS)
   before = await play(made, groups=2, samples=2)
-  decode, fails = made._programs.decode, [True]
+  decode, calls = made._programs.decode, itertools.count()
 
   def failing(*args):
-    if fails.pop() if fails else False:
+    if next(calls) == 0:
       raise RuntimeError('a lane broke')
     return decode(*args)
 
@@ -116,6 +117,7 @@ def test_slots_divide_into_lanes(dispatcher, count):
 def test_exact_mode_has_one_lane(dispatcher):
   with pytest.raises(ValueError, match='in one program, not in lanes=2'):
     JaxEngine(MODEL, dispatcher=dispatcher, num_slots=4, lanes=2, exact=True)
+  assert '2 devices' in lanes.refuses(2, 4, exact=False, devices=2)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,11 @@ def test_a_group_stays_in_a_lane_and_lanes_are_as_busy_as_each_other():
   assert [slot for slot, _ in plan.seats] == [0, 1, 8, 9, 2, 3, 10, 11]
   assert [slot for slot, _ in plan.prefill] == [0, 8, 2, 10]
   assert plan.copies == [(0, 1, 2), (8, 9, 2), (2, 3, 2), (10, 11, 2)]
+
+
+def test_groups_of_half_a_lane_are_prefilled_once():
+  plan = seat(SlotTable(64, lanes=2), *np.repeat(range(4), 16).tolist())
+  assert len(plan.prefill) == 4
 
 
 def test_a_large_group_is_in_both_lanes_and_its_prompt_prefilled_in_each():
