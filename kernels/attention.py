@@ -13,6 +13,7 @@ from kernels import flash
 from kernels.dispatch import REFERENCE, choose, platform_of
 
 NEGATIVE = -1e30  # finite, so that a fully masked row gives numbers, not NaN
+SHORTEST = 32  # queries of a run, where a sequence is one block or less
 
 
 def attention(
@@ -64,9 +65,9 @@ def reference_attention(
 ) -> jax.Array:
   """`attention` in plain jnp.
 
-  Sequences longer than `block` are done in at most `stretches` runs of queries, each
-  against the keys up to its own end, `block` queries at a time, computed anew in the
-  backward pass.
+  Sequences are done in runs of queries, each against the keys up to its own end. Those
+  longer than `block` in at most `stretches`, `block` queries at a time, computed anew
+  in the backward pass; shorter ones in at most three of `SHORTEST` or more.
   """
   length = q.shape[1]
   k, v, time = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(length)
@@ -75,16 +76,25 @@ def reference_attention(
     prefix = jnp.where(prefix_ids > 0, prefix_ids, segment_ids)
     seen = jnp.stack([segment_ids, prefix], axis=-1)
   if length <= block:
-    return _attend(q, k, v, seen, segment_ids, time)
-  size = max(block, -(-length // (stretches * block)) * block)
+    run, size = _whole, max(SHORTEST, -(-length // 3))
+  else:
+    run = functools.partial(_stretch, block=block)
+    size = max(block, -(-length // (stretches * block)) * block)
   out = []
   for start in range(0, length, size):
     end = min(start + size, length)
     own = slice(start, end)
     queries = q[:, own], seen[:, own], time[own]
     keys = k[:, :, :end], v[:, :, :end], segment_ids[:, :end]
-    out.append(_stretch(queries, keys, block))
+    out.append(run(queries, keys))
   return jnp.concatenate(out, axis=1)
+
+
+def _whole(queries: tuple, keys: tuple) -> jax.Array:
+  """Queries (q, seen, time) against keys (k, v, ids), all at once."""
+  q, seen, time = queries
+  k, v, k_ids = keys
+  return _attend(q, k, v, seen, k_ids, time)
 
 
 def _stretch(queries: tuple, keys: tuple, block: int) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxrl.models.config import ModelConfig
 Cache = dict[str, tuple[Any, ...]]  # an array or a tuple of chunks a layer
 # A prefill's: k `[L, P, K, d, T]`, v `[L, P, K, T, d]`, e `[L, P, 1, T, k]`.
 Kept = dict[str, jax.Array]
-CHUNK, MAX_CHUNKS = 128, 8
+CHUNK, MAX_CHUNKS = 64, 8
 TIME = {'k': 3, 'v': 2, 'e': 2}  # the axis of positions in a chunk
 EXPERT = 'int16'  # the dtype of an expert's number
 

@@ -70,6 +70,25 @@ def test_queries_in_blocks_have_the_same_gradient(block, stretches):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, parts)
 
 
+def test_short_sequences_see_no_keys_beyond_a_run_of_queries():
+  args = [jnp.asarray(random(2, 70, h, 6, seed=h), jnp.float32) for h in (4, 2, 2)]
+  ids = np.ones((2, 70), np.int32)
+  ids[1, 20:] = 2
+
+  def gradient(**sizes):
+    def total(q, k, v):
+      return (reference_attention(q, k, v, jnp.asarray(ids), **sizes) ** 2).sum()
+
+    return jax.value_and_grad(total, argnums=(0, 1, 2))
+
+  run = gradient()  # of 32, 32 and 6 queries
+  for a, b in zip(
+    jax.tree.leaves(run(*args)), jax.tree.leaves(gradient(block=35)(*args)), strict=True
+  ):
+    np.testing.assert_allclose(a, b, atol=1e-4)
+  assert '2,2,64,70' not in str(jax.make_jaxpr(run)(*args)).replace(' ', '')
+
+
 @pytest.mark.parametrize('limit', [40, 64])
 def test_decode_attention_up_to_each_position(limit):
   slots, heads, kv_heads, dim = 3, 4, 2, 6

@@ -9,10 +9,11 @@ import pytest
 
 from tests.models import small
 
-# Two chunks of the cache, 128 and 64; the first row crosses over, the third starts
-# in the second, the other stays in the first.
+# Three chunks of the cache; the first row crosses over to the last, where the third
+# starts, the other stays in the first.
 SLOTS, WINDOW, WIDTH = 5, 192, 144
 LENGTHS = np.array([120, 5, 144], np.int32)
+CHUNK, CHUNKS = 64, 3
 
 
 class Decoder:
@@ -131,22 +132,24 @@ def test_one_prompt_fills_many_slots_and_padding_fills_none(decoder, tokens):
   empty = decoder.model.init_cache(SLOTS, WINDOW)
   rows, slots = np.array([1, 1, 0, 2]), np.array([4, 2, SLOTS, -1])
   cache = jax.jit(decoder.model.insert)(empty, kept, rows, slots)
-  assert filled_slots(cache) == [{2, 4}] * 12  # keys and values, 3 layers, 2 chunks
+  assert filled_slots(cache) == [{2, 4}] * (6 * CHUNKS)  # keys and values, 3 layers
   for chunk in jax.tree.leaves(cache):
     np.testing.assert_array_equal(chunk[4], chunk[2])
 
 
-@pytest.mark.parametrize('length', [100, 140])
+@pytest.mark.parametrize('length', [50, 100, 140])
 def test_a_slot_is_copied_as_far_as_it_reaches(decoder, tokens, length):
   _, kept = decoder.prefill(tokens[:, :WIDTH], LENGTHS)
   empty = decoder.model.init_cache(SLOTS, WINDOW)
   cache = decoder.insert(empty, kept, np.array([2]), np.array([3]))
   table = np.array([[3, 1, length], [1, 4, length], [3, 0, length]], np.int32)
   cache = jax.jit(decoder.model.copy, donate_argnums=0)(cache, table, 2)
-  near, far = {1, 3, 4}, {3} if length <= 128 else {1, 3, 4}
-  assert filled_slots(cache) == [near, far] * 6
-  for chunk in jax.tree.leaves(cache)[::2]:
-    np.testing.assert_array_equal(chunk[4], chunk[3])
+  reached = -(-length // CHUNK)
+  near, far = [{1, 3, 4}] * reached, [{3}] * (CHUNKS - reached)
+  assert filled_slots(cache) == [*near, *far] * 6
+  for i, chunk in enumerate(jax.tree.leaves(cache)):
+    if i % CHUNKS < reached:
+      np.testing.assert_array_equal(chunk[4], chunk[3])
 
 
 def test_too_wide_a_prefill_is_refused(decoder, tokens):
