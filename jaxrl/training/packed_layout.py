@@ -73,7 +73,10 @@ class PackedLayout(Layout):
     slots = share * self.multiple * length
     # Of two packed rows one is more than half full, or the second would not be there.
     micro = -(-2 * rows * longest // slots) + 1
-    some = -(-ROOMY * slots // (longest * self.multiple)) * self.multiple
+    usual = self._sizes[0][0] * self._sizes[0][1]
+    asked = -(-self.packing.sequences * share * length // usual)
+    room = asked or -(-ROOMY * slots // longest)
+    some = -(-room // self.multiple) * self.multiple
     atom = minibatches.atom_size(self.algorithm)
     sequences = min(rows, max(some, -(-atom // self.multiple) * self.multiple))
     micro += -(-rows // sequences)

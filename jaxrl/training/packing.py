@@ -26,25 +26,33 @@ ROOMY = 16  # rows that a micro-batch has room for, for each that would fill it 
 @dataclasses.dataclass(frozen=True)
 class Packing:
   """tokens: slots of a micro-batch. length: of a packed row; 0: chosen. share_prefix:
-  whether responses to one prompt share it.
+  whether responses to one prompt share it. sequences: of a micro-batch, at most; 0:
+  chosen.
   """
 
   tokens: int
   length: int
   share_prefix: bool
+  sequences: int = 0
 
 
 def first_fit(
-  *, tokens: int = 8192, length: int = 0, share_prefix: bool = True
+  *,
+  tokens: int = 8192,
+  length: int = 0,
+  share_prefix: bool = True,
+  sequences: int = 0,
 ) -> Packing:
   """Sequences go into the first packed row with room, the longest first.
 
   tokens: slots of a micro-batch, on all devices together. length: slots of a packed
   row; 0: those of four of the longest sequences, or fewer if `tokens` are fewer.
   share_prefix: a prompt is computed once for those of its responses that lie in the
-  same packed row.
+  same packed row. sequences: room for so many in a micro-batch of `tokens`, which then
+  closes though slots are left; 0: for 16 times as many as fill it. Attention on a
+  rectangle of them (`jaxrl.models.rectangle`) is taken where that is small.
   """
-  return Packing(tokens, length, share_prefix)
+  return Packing(tokens, length, share_prefix, sequences)
 
 
 def parse(text: str) -> Packing | None:
@@ -168,6 +176,11 @@ def check_atoms(
 
   atom: sequences that stay together. length, rows: of the packed rows of a micro-batch.
   """
+  if packing.sequences < 0 or 0 < packing.sequences < atom:
+    raise ConfigError(
+      f'batch.packing=first_fit(sequences={packing.sequences}): {atom} stay together in '
+      f'this algorithm; ask for at least sequences={atom}, or for 0, which chooses'
+    )
   each = length // longest
   if rows * each < atom:
     raise ConfigError(

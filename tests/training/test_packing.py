@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
+from jaxrl.models import rectangle
 from jaxrl.models.exact import Exact
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
@@ -352,6 +353,7 @@ def test_why_packed_rows_compile_late():
     ({'tokens': 48, 'length': 20}, {}, 'length=24'),
     ({'tokens': 48, 'length': 64}, {}, 'ask for at least tokens=64'),
     ({'tokens': 48}, {'micro_batches': 2}, 'leave it at 1'),
+    ({'tokens': 48, 'sequences': -1}, {}, 'at least sequences=1'),
   ],
 )
 def test_what_cannot_be_is_refused(asked, options, words):
@@ -386,11 +388,43 @@ def test_an_atom_larger_than_a_micro_batch_is_told():
     first_fit.fill([np.arange(2)], large, shape.pack)
 
 
+@pytest.mark.parametrize('share', [False, True])
+def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
+  rows = drawn(np.random.default_rng(3), 8, 8, 512)
+  roomy = packing.first_fit(tokens=4096, length=2048, share_prefix=share)
+  tight = dataclasses.replace(roomy, sequences=16)
+  of = {}
+  for name, asked in (('roomy', roomy), ('tight', tight)):
+    _, shape, (plan,) = layout(64, 512, asked).lay_out(rows, 0)
+    of[name] = shape.pack.sequences
+    inside = plan.members[: int(plan.count)]
+    assert ((inside >= 0).sum(axis=1) <= shape.pack.sequences).all()
+    assert sorted(inside[inside >= 0]) == list(range(64))
+  assert of['roomy'] == 64 and of['tight'] <= 16
+  # So few that attention is on a rectangle of them.
+  pack = layout(64, 512, tight).shape().pack
+  assert (pack.sequences, pack.rows, pack.length) == (16, 2, 2048)
+  shapes = packing.plan_shapes(single_device_mesh(), pack, 64)
+  zero = jax.tree.map(lambda x: np.zeros(x.shape, np.int32), shapes)
+  assert rectangle.spares(zero.rows(0, 512), 'gpu')
+
+
+async def test_few_sequences_a_micro_batch_teach_the_same():
+  groups = prompted(LIGHT)
+  few = packed(96, sequences=3)
+  found = [await train(LIGHT, groups, packing=own) for own in (packed(96), few)]
+  assert_same(*found)
+  assert found[1][1][0]['tokens/micro_batches'] >= 3  # of 8 sequences
+  assert found[0][1][0]['tokens/micro_batches'] < 3
+
+
 def test_pairs_for_which_there_is_no_room_are_refused_before_any_step():
   pairs = layout(8, LENGTH, packed(28, 28), 'dpo')
   with pytest.raises(ConfigError, match='at least tokens=56'):
     pairs.shapes()
   assert layout(8, LENGTH, packed(48), 'dpo').shapes()
+  with pytest.raises(ConfigError, match='2 stay together .* at least sequences=2'):
+    layout(8, LENGTH, packed(48, sequences=1), 'dpo').shapes()
 
 
 def test_what_has_a_row_a_group_shares_no_prompts():
