@@ -12,54 +12,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-BLOCK = 128  # what lengths are padded to; shorter ones are not worth a kernel
+from kernels.splash import BLOCK, pad, padded, splash, takes_prefixes
+
 LONGEST_MASK = 8192  # a sequence whose [T, T] mask is still held
-
-
-def splash(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segment_ids: jax.Array,
-  *,
-  interpret: bool = False,
-) -> jax.Array:
-  """Splash attention (`jax.experimental.pallas.ops.tpu`), for TPU.
-
-  q: `[B, T, H, d]`. k, v: `[B, T, K, d]`. segment_ids: `[B, T]` int32. It goes through
-  no block of keys that lies wholly after its queries. Returns `[B, T, H, d]`.
-  """
-  from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as kernel,
-  )
-  from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as masks,
-  )
-
-  length, heads, dim = q.shape[1:]
-  q, k, v, segment_ids = _pad((q * dim**-0.5, k, v, segment_ids), _padded(length))
-  whole = q.shape[1]
-  size = next(size for size in (512, 256, BLOCK) if whole % size == 0)
-  sizes = kernel.BlockSizes(
-    block_q=size,
-    block_kv=size,
-    block_kv_compute=size,
-    block_q_dkv=size,
-    block_kv_dkv=size,
-    block_kv_dkv_compute=size,
-    block_q_dq=size,
-    block_kv_dq=size,
-  )
-  run = kernel.make_splash_mha(
-    masks.MultiHeadMask([masks.CausalMask((whole, whole))] * heads),
-    block_sizes=sizes,
-    head_shards=1,
-    q_seq_shards=1,
-    interpret=interpret,
-  )
-  q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-  out: Any = jax.vmap(run)(q, k, v, kernel.SegmentIds(segment_ids, segment_ids))
-  return out.swapaxes(1, 2)[:, :length]
 
 
 def triton(
@@ -79,7 +34,7 @@ def triton(
 
   length, heads, dim = q.shape[1:]
   k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
-  q, k, v, segment_ids = _pad((q, k, v, segment_ids), _padded(length))
+  q, k, v, segment_ids = pad((q, k, v, segment_ids), padded(length))
   # The backward pass holds sums of [64, d] in registers, which larger blocks exceed.
   sizes = library.BlockSizes(
     block_q=128,
@@ -119,7 +74,7 @@ def cudnn(
   """
   length = q.shape[1]
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-  arrays = _pad((q, k, v, segment_ids, prefix_ids), _padded(length))
+  arrays = pad((q, k, v, segment_ids, prefix_ids), padded(length))
   q, k, v, segment_ids, prefix_ids = arrays
   keys = segment_ids[:, None]
   seen = segment_ids[..., None] == keys
@@ -135,7 +90,8 @@ def candidates(
 ) -> dict[str, Callable[..., jax.Array] | str]:
   """The kernels for `platform` by name, the best first, or why one cannot be used."""
   if platform == 'tpu':
-    return {'splash': _unfit(q, prefix_ids) or splash}
+    why = _unfit(q) or ('' if prefix_ids is None else takes_prefixes())
+    return {'splash': why or splash}
   if platform == 'gpu':
     return {
       'cudnn': _unfit(q) or _no_cudnn(q, k) or cudnn,
@@ -174,18 +130,3 @@ def _cudnn_says(queries: tuple[int, ...], keys: tuple[int, ...]) -> str:
   except Exception as error:  # each check raises a class of its own
     return f'cannot be used: {error}'.splitlines()[0]
   return ''
-
-
-def _padded(length: int) -> int:
-  """A length that blocks of some size divide; larger ones for longer sequences."""
-  block = BLOCK if length <= 8 * BLOCK else 4 * BLOCK
-  return -(-length // block) * block
-
-
-def _pad(arrays: tuple[jax.Array, ...], length: int) -> list[jax.Array]:
-  """Zeros after the last position, axis 1."""
-
-  def pad(x):
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
-
-  return [pad(x) for x in arrays]

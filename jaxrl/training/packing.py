@@ -178,8 +178,9 @@ def check_atoms(
   """
   if packing.sequences < 0 or 0 < packing.sequences < atom:
     raise ConfigError(
-      f'batch.packing=first_fit(sequences={packing.sequences}): {atom} stay together in '
-      f'this algorithm; ask for at least sequences={atom}, or for 0, which chooses'
+      f'batch.packing=first_fit(sequences={packing.sequences}): {atom} stay '
+      f'together in this algorithm; ask for at least sequences={atom}, or for 0, which '
+      'chooses'
     )
   each = length // longest
   if rows * each < atom:

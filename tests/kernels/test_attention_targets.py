@@ -61,6 +61,25 @@ def test_forward_and_backward(machine, dtype, dim, length):
     assert text.count('tpu_custom_call') >= 3 and 'all-gather' not in text
 
 
+@pytest.mark.parametrize('machine', MACHINES[:-1])
+@pytest.mark.parametrize(
+  'dtype, dim, length', [('bfloat16', 128, 1500), ('float32', 64, 300)]
+)
+def test_rows_with_shared_prompts(machine, dtype, dim, length):
+  def gradient(q, k, v, ids, prefix, **options):
+    def total(q, k, v):
+      out = attention(q, k, v, ids, prefix_ids=prefix, **options)
+      return (out.astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(total, (0, 1, 2))(q, k, v)
+
+  queries = (2, length, 8, dim), dtype, ('batch', None, 'heads', None)
+  keys = (2, length, 2, dim), dtype, ('batch', None, 'kv_heads', None)
+  ids = (2, length), jnp.int32, ('batch', None)
+  text = compiled(machine, gradient, queries, keys, keys, ids, ids)
+  assert text.count('tpu_custom_call') >= 6 and 'all-gather' not in text
+
+
 @pytest.mark.parametrize('machine', MACHINES)
 @pytest.mark.parametrize('heads', [2, 8, 16])
 def test_decode(machine, heads):

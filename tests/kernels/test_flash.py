@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels import attention as attentions
-from kernels import flash
+from kernels import flash, splash
 
 KERNELS = {
   'splash': functools.partial(flash.splash, interpret=True),
@@ -33,11 +33,20 @@ def inputs(length, heads, kv_heads, dim, dtype):
   return arrays, jnp.asarray(np.stack([row, np.zeros(length, np.int32)]))
 
 
-def value_and_gradient(function, arrays, ids):
+def prefixed(length):
+  """Two prompts with responses, a segment without, padding; a row of one segment."""
+  spans = [50, 1, 40, 20, 30, 25, length - 166]
+  ids = np.repeat([1, 2, 3, 4, 5, 6, 0], spans)
+  prefix = np.repeat([0, 1, 1, 0, 4, 0, 0], spans)
+  rows = np.stack([ids, np.ones_like(ids)]), np.stack([prefix, np.zeros_like(ids)])
+  return [jnp.asarray(x, jnp.int32) for x in rows]
+
+
+def value_and_gradient(function, arrays, *ids):
   *args, weights = arrays
 
   def total(q, k, v):
-    out = function(q, k, v, ids)
+    out = function(q, k, v, *ids)
     return (out.astype(jnp.float32) * weights).sum(), out
 
   (_, out), grads = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*args)
@@ -54,14 +63,29 @@ def test_value_and_gradient_equal_the_plain_ones(name, shape):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize('shape', [SHAPES[0], slow((600, 4, 4, 32))])
+@pytest.mark.parametrize('name', ['splash', 'cudnn'])
+def test_shared_prompts_are_seen(name, shape):
+  arrays, _ = inputs(*shape, jnp.float32)
+  ids = prefixed(shape[0])
+  found = value_and_gradient(KERNELS[name], arrays, *ids)
+  expected = value_and_gradient(attentions.reference_attention, arrays, *ids)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize('shares', [False, True])
 @pytest.mark.parametrize('name', KERNELS)
-def test_bfloat16_is_as_near_to_the_truth_as_the_plain_one(name):
+def test_bfloat16_is_as_near_to_the_truth_as_the_plain_one(name, shares):
   arrays, ids = inputs(*SHAPES[0], jnp.bfloat16)
+  if shares and name == 'triton':
+    pytest.skip('sees no shared prompts')
+  ids = prefixed(SHAPES[0][0]) if shares else [ids]
   plain = attentions.reference_attention
-  truth = value_and_gradient(plain, [x.astype(jnp.float32) for x in arrays], ids)
-  bounds = value_and_gradient(plain, arrays, ids)
-  found = value_and_gradient(KERNELS[name], arrays, ids)
+  truth = value_and_gradient(plain, [x.astype(jnp.float32) for x in arrays], *ids)
+  bounds = value_and_gradient(plain, arrays, *ids)
+  found = value_and_gradient(KERNELS[name], arrays, *ids)
   for a, bound, true in zip(found, bounds, truth, strict=True):
     assert a.dtype == jnp.bfloat16
     error, allowed = (
@@ -70,7 +94,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_plain_one(name):
     assert error < 1.5 * allowed
 
 
-def test_what_cannot_be_used_says_why():
+def test_what_cannot_be_used_says_why(monkeypatch):
   def found(platform, length=256, dim=64, dtype='bfloat16', prefix=None):
     q, k = (jax.ShapeDtypeStruct((1, length, n, dim), dtype) for n in (4, 2))
     return flash.candidates(q, k, prefix, platform=platform)
@@ -79,7 +103,12 @@ def test_what_cannot_be_used_says_why():
   assert found('tpu') == {'splash': flash.splash}
   assert 'not of 100' in found('tpu', length=100)['splash']
   assert 'float16' in found('tpu', dtype='float16')['splash']
-  assert 'prefix_ids' in found('tpu', prefix=jnp.ones((1, 256)))['splash']
+  ones = jnp.ones((1, 256))
+  assert found('tpu', prefix=ones) == {'splash': flash.splash}
+  monkeypatch.setattr(splash, '_BACKWARD', ['another', 'signature'])
+  splash.takes_prefixes.cache_clear()
+  assert 'prefix_ids with this jax' in found('tpu', prefix=ones)['splash']
+  splash.takes_prefixes.cache_clear()
   gpu = found('gpu', length=16384, prefix=jnp.ones((1, 16384)))
   assert 'mask' in gpu['cudnn'] and 'prefix_ids' in gpu['triton']
   assert found('gpu', dtype='float32')['triton'] is flash.triton

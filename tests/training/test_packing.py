@@ -423,7 +423,7 @@ def test_pairs_for_which_there_is_no_room_are_refused_before_any_step():
   with pytest.raises(ConfigError, match='at least tokens=56'):
     pairs.shapes()
   assert layout(8, LENGTH, packed(48), 'dpo').shapes()
-  with pytest.raises(ConfigError, match='2 stay together .* at least sequences=2'):
+  with pytest.raises(ConfigError, match=r'2 stay together .* at least sequences=2'):
     layout(8, LENGTH, packed(48, sequences=1), 'dpo').shapes()
 
 
