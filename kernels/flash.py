@@ -12,7 +12,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from kernels.splash import BLOCK, pad, padded, splash, takes_prefixes
+from kernels.padding import BLOCK, pad, padded
+from kernels.splash import splash, takes_prefixes
 
 LONGEST_MASK = 8192  # a sequence whose [T, T] mask is still held
 

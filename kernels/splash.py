@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-BLOCK = 128  # what lengths are padded to; shorter ones are not worth a kernel
+from kernels.padding import BLOCK, pad, padded
+
 NOWHERE = -1  # a segment that no key has
 # What is taken of the library beyond what it promises: the backward pass alone.
 _BACKWARD = (
@@ -138,18 +139,3 @@ def _backward(kept: tuple, slope: jax.Array) -> tuple:
 
 
 _both.defvjp(_forward, _backward)
-
-
-def padded(length: int) -> int:
-  """A length that blocks of some size divide; larger ones for longer sequences."""
-  block = BLOCK if length <= 8 * BLOCK else 4 * BLOCK
-  return -(-length // block) * block
-
-
-def pad(arrays: tuple[jax.Array, ...], length: int) -> list[jax.Array]:
-  """Zeros after the last position, axis 1."""
-
-  def wide(x):
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
-
-  return [wide(x) for x in arrays]

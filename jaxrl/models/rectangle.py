@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import linear_call
 
 from jaxrl.types import Array, Rows
-from kernels import flash
+from kernels.padding import BLOCK
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ def spares(rows: Rows, platform: str) -> bool:
   (count, length), (sequences, longest) = rows.origin.shape, rows.place.shape
   pairs, slots = sequences * longest**2, sequences * longest
   small = 2 * pairs <= count * length**2 and slots <= 2 * count * length
-  return small and (platform == 'cpu' or longest >= flash.BLOCK)
+  return small and (platform == 'cpu' or longest >= BLOCK)
 
 
 def of(rows: Rows, segment_ids: Array) -> Rectangle:
