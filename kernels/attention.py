@@ -67,7 +67,8 @@ def reference_attention(
 
   Sequences are done in runs of queries, each against the keys up to its own end. Those
   longer than `block` in at most `stretches`, `block` queries at a time, computed anew
-  in the backward pass; shorter ones in at most three of `SHORTEST` or more.
+  in the backward pass; shorter ones in at most three, of at least `SHORTEST` but for
+  the last.
   """
   length = q.shape[1]
   k, v, time = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(length)

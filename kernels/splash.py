@@ -10,6 +10,7 @@ of FlashAttention-2, arXiv:2307.08691): nothing is approximated.
 
 import functools
 import inspect
+import typing
 from typing import Any
 
 import jax
@@ -18,11 +19,13 @@ import jax.numpy as jnp
 from kernels.padding import BLOCK, pad, padded
 
 NOWHERE = -1  # a segment that no key has
-# What is taken of the library beyond what it promises: the backward pass alone.
+# What is taken of the library beyond what it promises, the backward pass: what it is
+# given, and of how many parts its residuals are.
 _BACKWARD = (
   'save_residuals mask_value is_mqa block_sizes residual_checkpoint_name mask_function '
   'attn_logits_soft_cap interpret res do'
 ).split()
+_RESIDUALS = 9
 
 
 def splash(
@@ -55,8 +58,11 @@ def splash(
 @functools.cache
 def takes_prefixes() -> str:
   """Why rows with shared prompts cannot be attended by this jax; '' if they can."""
-  found = [*inspect.signature(_library()._splash_attention_bwd).parameters]
-  return '' if found == _BACKWARD else 'does not take prefix_ids with this jax'
+  backward = getattr(_library(), '_splash_attention_bwd', None)
+  found = [] if backward is None else [*inspect.signature(backward).parameters]
+  parts = len(typing.get_args(getattr(_library(), 'SplashResidualsType', None)))
+  known = found == _BACKWARD and parts == _RESIDUALS
+  return '' if known else 'does not take prefix_ids with this jax'
 
 
 def _library() -> Any:

@@ -129,18 +129,41 @@ def accumulate(
   columns, weights: of the minibatch's rows `[N, …]`. How many micro-batches there are
   is known at run time alone: one program serves any number.
   """
-  length = columns['tokens'].shape[1]
+  start = nothing(spec, plan, function, params, columns, weights)
 
-  def one(i):
-    of, share = members(spec, columns, weights, plan.members[i])
-    own = {'rows': plan.rows(i, length), 'parts': plan.count.astype(jnp.float32)}
-    return function(of | own, share)
+  def add(i, total):
+    return jax.tree.map(jnp.add, total, one(spec, plan, function, columns, weights, i))
 
-  shapes = jax.eval_shape(one, 0)[1]
-  sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  start = jax.tree.map(jnp.zeros_like, params), sums
-  add = lambda i, total: jax.tree.map(jnp.add, total, one(i))  # noqa: E731
   return jax.lax.fori_loop(0, plan.count, add, start)
+
+
+def one(
+  spec: Spec,
+  plan: Plan,
+  function: Callable[[Columns, Any], tuple[Params, Any]],
+  columns: Columns,
+  weights: Any,
+  i: Any,
+) -> tuple[Params, Any]:
+  """`function` of micro-batch `i` of a plan; the others as in `accumulate`."""
+  of, share = members(spec, columns, weights, plan.members[i])
+  rows = plan.rows(i, columns['tokens'].shape[1])
+  own = {'rows': rows, 'parts': plan.count.astype(jnp.float32)}
+  return function(of | own, share)
+
+
+def nothing(
+  spec: Spec,
+  plan: Plan,
+  function: Callable[[Columns, Any], tuple[Params, Any]],
+  params: Params,
+  columns: Columns,
+  weights: Any,
+) -> tuple[Params, Any]:
+  """What `accumulate` has before any micro-batch: zeros."""
+  shapes = jax.eval_shape(lambda: one(spec, plan, function, columns, weights, 0))[1]
+  sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return jax.tree.map(jnp.zeros_like, params), sums
 
 
 def members(

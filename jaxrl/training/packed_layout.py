@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxrl.algorithms import compose
 from jaxrl.models.model import Model
-from jaxrl.training import first_fit, minibatches, packing
+from jaxrl.training import abreast, first_fit, minibatches, packing
 from jaxrl.training.layout import Layout
 from jaxrl.training.packing import ROOMY, Pack, Packing, Plan, usual_rows
 from jaxrl.training.programs import Shape
@@ -41,7 +41,9 @@ class PackedLayout(Layout):
     longest = max(self.buckets)
     atom = minibatches.atom_size(self.algorithm)
     rows, length = usual_rows(self.packing, longest, atom, self.multiple)
-    usual, fine = (rows, length), (-(-rows // FINE), max(longest, length // HALF))
+    # Rows half as long would have half the pairs for a rectangle to be less than.
+    short = length if self.packing.sequences else max(longest, length // HALF)
+    usual, fine = (rows, length), (-(-rows // FINE), short)
     return (usual,) if usual == fine else (usual, fine)
 
   @property
@@ -73,15 +75,23 @@ class PackedLayout(Layout):
     slots = share * self.multiple * length
     # Of two packed rows one is more than half full, or the second would not be there.
     micro = -(-2 * rows * longest // slots) + 1
-    usual = self._sizes[0][0] * self._sizes[0][1]
-    asked = -(-self.packing.sequences * share * length // usual)
-    room = asked or -(-ROOMY * slots // longest)
-    some = -(-room // self.multiple) * self.multiple
     atom = minibatches.atom_size(self.algorithm)
-    sequences = min(rows, max(some, -(-atom // self.multiple) * self.multiple))
-    micro += -(-rows // sequences)
-    pack = Pack(micro, sequences, share * self.multiple, length, self._shares)
+    sequences = min(rows, self._sequences(share * length, slots, longest, atom))
+    micro += -(-rows // max(atom, sequences // atom * atom))
+    # Where all usual rows fit one micro-batch there is nothing to do beside it.
+    ways = self.packing.abreast if rows * longest > slots else 1
+    own = share * self.multiple, length, self._shares, ways
+    pack = Pack(micro, sequences, *own)
     return Shape(rows * self.minibatches, longest, rows, pack)
+
+  def _sequences(self, share: int, slots: int, longest: int, atom: int) -> int:
+    """Room of a micro-batch of `slots`, `share` of them on each share of the mesh."""
+    if self.packing.sequences:
+      usual = self._sizes[0][0] * self._sizes[0][1]
+      some = self.packing.sequences * share // usual // self.multiple
+    else:
+      some = -(-ROOMY * slots // (longest * self.multiple))
+    return max(some, -(-atom // self.multiple)) * self.multiple
 
   def lay_out(
     self, groups: Sequence[Group], step: int
@@ -200,4 +210,6 @@ def layout_of(
     context=mesh.shape.get('context', 1),
     micro_batches=micro_batches,
   )
+  ways = abreast.ways(packed.abreast, model, mesh)
+  packed = dataclasses.replace(packed, abreast=ways)
   return functools.partial(PackedLayout, packing=packed)

@@ -27,13 +27,14 @@ ROOMY = 16  # rows that a micro-batch has room for, for each that would fill it 
 class Packing:
   """tokens: slots of a micro-batch. length: of a packed row; 0: chosen. share_prefix:
   whether responses to one prompt share it. sequences: of a micro-batch, at most; 0:
-  chosen.
+  chosen. abreast: micro-batches at once, on a CPU; 0: chosen.
   """
 
   tokens: int
   length: int
   share_prefix: bool
   sequences: int = 0
+  abreast: int = 0
 
 
 def first_fit(
@@ -42,6 +43,7 @@ def first_fit(
   length: int = 0,
   share_prefix: bool = True,
   sequences: int = 0,
+  abreast: int = 0,
 ) -> Packing:
   """Sequences go into the first packed row with room, the longest first.
 
@@ -50,9 +52,11 @@ def first_fit(
   share_prefix: a prompt is computed once for those of its responses that lie in the
   same packed row. sequences: room for so many in a micro-batch of `tokens`, which then
   closes though slots are left; 0: for 16 times as many as fill it. Attention on a
-  rectangle of them (`jaxrl.models.rectangle`) is taken where that is small.
+  rectangle of them (`jaxrl.models.rectangle`) is taken where that is small. abreast: on
+  one CPU device, so many micro-batches are done at once, a thread each; 0: two of a
+  shallow model without remat, where there are processors for them.
   """
-  return Packing(tokens, length, share_prefix, sequences)
+  return Packing(tokens, length, share_prefix, sequences, abreast)
 
 
 def parse(text: str) -> Packing | None:
@@ -65,7 +69,8 @@ def parse(text: str) -> Packing | None:
 class Pack(NamedTuple):
   """What is compiled: up to `micro` micro-batches of `rows` packed rows of `length`.
 
-  sequences: how many each has room for. shared: whether prompts are shared.
+  sequences: how many each has room for. shared: whether prompts are shared. abreast:
+  how many are done at once.
   """
 
   micro: int
@@ -73,6 +78,7 @@ class Pack(NamedTuple):
   rows: int
   length: int
   shared: bool
+  abreast: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -176,7 +182,12 @@ def check_atoms(
 
   atom: sequences that stay together. length, rows: of the packed rows of a micro-batch.
   """
-  if packing.sequences < 0 or 0 < packing.sequences < atom:
+  if packing.sequences < 0:
+    raise ConfigError(
+      f'batch.packing=first_fit(sequences={packing.sequences}) must be at least 1, or '
+      '0, which chooses'
+    )
+  if 0 < packing.sequences < atom:
     raise ConfigError(
       f'batch.packing=first_fit(sequences={packing.sequences}): {atom} stay '
       f'together in this algorithm; ask for at least sequences={atom}, or for 0, which '

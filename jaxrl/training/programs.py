@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl.models import lora
 from jaxrl.training import (
+  abreast,
   columns,
   expert_parallel,
   optimizer,
@@ -214,12 +215,28 @@ def _trace_prepare(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _compile_train(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
+  if shape.pack is not None and shape.pack.abreast > 1:
+    arguments = _train_arguments(spec, mesh, shape, numbers)
+    return abreast.Step(spec, shape.pack.abreast, *arguments)
   return _trace_train(spec, mesh, shape, numbers).lower().compile()
 
 
 def _trace_train(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
+  arguments = _train_arguments(spec, mesh, shape, numbers)
+  step = jax.jit(
+    functools.partial(train_step, spec),
+    donate_argnums=0,
+    out_shardings=(shardings_of(arguments[0]), sharding.replicated(mesh)),
+  )
+  return step.trace(*arguments)
+
+
+def _train_arguments(
+  spec: Spec, mesh: Mesh, shape: Shape, leaves: tuple
+) -> tuple[TrainState, Batch, Any, columns.Numbers]:
+  """Shapes and layouts of what the train step is given."""
   state, batch = state_shapes(spec, mesh), batch_shapes(spec, mesh, shape)
-  numbers = jax.tree.unflatten(numbers[1], numbers[0])
+  numbers = jax.tree.unflatten(leaves[1], leaves[0])
   whole = sharding.replicated(mesh)
   if spec.prepares:
     arguments = (
@@ -240,12 +257,7 @@ def _trace_train(spec: Spec, mesh: Mesh, shape: Shape, numbers: tuple) -> Any:
   else:
     size = spec.micro_batches, shape.micro_rows
     index = jax.ShapeDtypeStruct(size, jnp.int32, sharding=whole)
-  step = jax.jit(
-    functools.partial(train_step, spec),
-    donate_argnums=0,
-    out_shardings=(shardings_of(state), whole),
-  )
-  return step.trace(state, batch, index, numbers)
+  return state, batch, index, numbers
 
 
 class CompileCounter:

@@ -1,6 +1,7 @@
 """The train step: one optimizer update from one minibatch, as a pure function."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +38,66 @@ def train_step(
   numbers: 'parts' (options by slot), 'optimizer', 'temperature', 'step', 'seed'; all
   traced. Returns the new state and scalar metrics.
   """
+  found = begin(spec, state, batch, index, numbers)
+  one = gradient(spec, state.params, found.shared, numbers)
+  trained = lora.trained(spec.model.config, state.params)
+  rows = found.columns, found.weights
+  if isinstance(index, Plan):
+    gradients, sums = forward.accumulate(spec, index, one, trained, *rows)
+  else:
+    gradients, sums = _accumulate(spec, one, trained, index.shape, rows)
+  return finish(spec, state, gradients, sums, numbers, found.own)
+
+
+class Begun(NamedTuple):
+  """What the micro-batches of an update have in common.
+
+  columns, weights: of the minibatch's rows `[N, …]`. shared: columns without rows. own:
+  the algorithm's state after `prepare`.
+  """
+
+  columns: Columns
+  weights: losses.Weights
+  shared: Columns
+  own: dict[str, Any]
+
+
+def begin(
+  spec: Spec, state: TrainState, batch: Batch, index: Array | Plan, numbers: Numbers
+) -> Begun:
+  """All of a train step that comes before its micro-batches."""
   columns, shared, own = _minibatch(spec, state, batch, index, numbers)
-  weights = losses.weights_of(spec.algorithm, columns)
-  config, params = spec.model.config, state.params
+  return Begun(columns, losses.weights_of(spec.algorithm, columns), shared, own)
+
+
+def gradient(
+  spec: Spec, params: Params, shared: Columns, numbers: Numbers
+) -> Callable[[Columns, losses.Weights], tuple[Params, dict[str, Array]]]:
+  """`(columns, weights)` of a micro-batch → gradients of what is trained, and sums."""
+  config = spec.model.config
   trained = lora.trained(config, params)
 
   def loss(trained, *rest):
     return losses.loss(spec, lora.join(config, params, trained), *rest)
 
-  gradient = jax.grad(loss, has_aux=True)
+  slope = jax.grad(loss, has_aux=True)
 
   def one(columns, weights):
     columns = renumbered(columns, spec.reads_after) | shared
-    return gradient(trained, columns, weights, numbers)
+    return slope(trained, columns, weights, numbers)
 
-  if isinstance(index, Plan):
-    found = forward.accumulate(spec, index, one, trained, columns, weights)
-  else:
-    found = _accumulate(spec, one, trained, index.shape, (columns, weights))
-  gradients, sums = found
+  return one
+
+
+def finish(
+  spec: Spec,
+  state: TrainState,
+  gradients: Params,
+  sums: dict[str, Array],
+  numbers: Numbers,
+  own: dict[str, Any],
+) -> tuple[TrainState, dict[str, Array]]:
+  """The optimizer's update, by sums over all micro-batches; and the metrics."""
   state, metrics = _update(spec, state, gradients, numbers, own)
   metrics = {f'optimizer/{name}': x for name, x in metrics.items()}
   return state, metrics | losses.finish(sums)

@@ -109,20 +109,23 @@ def smaller_micro_batches(run: Run, found: Cost) -> list[Override]:
         break
       made.append({'batch.micro_batches': batch.micro_batches * factor})
       continue
-    less = dataclasses.replace(packed, tokens=packed.tokens // factor)
     atom = minibatches.atom_size(run.algorithm)
+    few = packed.sequences and max(atom, packed.sequences // factor)
+    less = dataclasses.replace(packed, tokens=packed.tokens // factor, sequences=few)
     try:
       packing.usual_rows(less, run.buckets[-1], atom, shares)
     except ConfigError:
       break
-    made.append({'batch.packing': _with_tokens(batch.packing, less.tokens)})
+    made.append({'batch.packing': _with_tokens(batch.packing, less)})
   return made
 
 
-def _with_tokens(text: str, tokens: int) -> str:
-  """The call string with another number of tokens."""
+def _with_tokens(text: str, less: packing.Packing) -> str:
+  """The call string with other numbers of tokens and of sequences."""
   name, options = parse_call(text)
-  options = {**options, 'tokens': tokens}
+  options = {**options, 'tokens': less.tokens}
+  if less.sequences:
+    options['sequences'] = less.sequences
   return f'{name}({", ".join(f"{key}={value!r}" for key, value in options.items())})'
 
 

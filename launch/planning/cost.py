@@ -26,6 +26,7 @@ class Cost:
 
   shapes: of usual batches, each compiled for. programs: by name. memory: bytes of the
   fullest device, by part. phase: the fullest one, 'publish' or that of a program.
+  abreast: micro-batches that an update does at once.
   """
 
   mesh: dict[str, int]
@@ -37,6 +38,7 @@ class Cost:
   memory: dict[str, float]
   limit: float
   phase: str
+  abreast: int = 1
 
   @property
   def total(self) -> float:
@@ -60,6 +62,9 @@ def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> C
   kept = resident(run, learner, engine)
   learned = per_device(lora.trained(learner.model.config, learner.params))
   phases = {name: _memory(kept, made[name], learned) for name in traced}
+  ways = 1 if shape.pack is None else shape.pack.abreast
+  for name in ('gradients', 'temporaries'):  # of each micro-batch that is done at once
+    phases['train'][name] *= ways
   if run.sends:
     merge = made.get('merge')
     phases['publish'] = {**kept, **handover.passing(run, learner, merge)}
@@ -74,6 +79,7 @@ def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> C
     memory=phases[phase],
     limit=target.chip.memory,
     phase=phase,
+    abreast=ways,
   )
 
 
@@ -226,7 +232,8 @@ def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
 def num_programs(run: Run, cost: Cost, engine: Engine, plays: bool) -> dict[str, int]:
   """How many the run compiles before its first step, by part."""
   bound = cost.programs.keys() - {'merge'}  # to a shape of batches
-  found = {'learner': cost.shapes * len(bound) + ('merge' in cost.programs)}
+  each = len(bound) + (2 if cost.abreast > 1 else 0)  # the update is three programs
+  found = {'learner': cost.shapes * each + ('merge' in cost.programs)}
   if plays and engine.kind == 'jax':
     # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.
     found['engine'] = len(jax_engine.default_buckets(engine.max_length)) + 4

@@ -131,6 +131,11 @@ def assumptions(report: Report) -> list[str]:
     'FLOPs are those of matrix products; bytes are what every fused operation reads '
     'and writes; loops count as often as they run',
   ]
+  if found.abreast > 1:
+    told.append(
+      f'{found.abreast} micro-batches of an update are done at once, each in memory of '
+      'its own; the train program is that of one after the other'
+    )
   if report.decode is not None:
     count = cost.engines(run)
     told.append(

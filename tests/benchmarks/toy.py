@@ -67,7 +67,10 @@ class Toy:
     )
     self.weights = InProcessWeights(self.engine, dispatcher=self.dispatcher)
     length = PROMPT - 1 + SAMPLES * (NEW + 1)  # each goes on from the last token
-    shared = packing.first_fit(tokens=PROMPTS * length, length=length)
+    # Two micro-batches, abreast: the least that uses both processors.
+    shared = packing.first_fit(
+      tokens=PROMPTS * length // 2, length=length, sequences=PROMPTS * SAMPLES // 2
+    )
     self.learner = Learner(
       model,
       model.init(jax.random.key(0)),

@@ -94,7 +94,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_plain_one(name, shares):
     assert error < 1.5 * allowed
 
 
-def test_what_cannot_be_used_says_why(monkeypatch):
+def test_what_cannot_be_used_says_why():
   def found(platform, length=256, dim=64, dtype='bfloat16', prefix=None):
     q, k = (jax.ShapeDtypeStruct((1, length, n, dim), dtype) for n in (4, 2))
     return flash.candidates(q, k, prefix, platform=platform)
@@ -105,11 +105,26 @@ def test_what_cannot_be_used_says_why(monkeypatch):
   assert 'float16' in found('tpu', dtype='float16')['splash']
   ones = jnp.ones((1, 256))
   assert found('tpu', prefix=ones) == {'splash': flash.splash}
-  monkeypatch.setattr(splash, '_BACKWARD', ['another', 'signature'])
-  splash.takes_prefixes.cache_clear()
-  assert 'prefix_ids with this jax' in found('tpu', prefix=ones)['splash']
-  splash.takes_prefixes.cache_clear()
   gpu = found('gpu', length=16384, prefix=jnp.ones((1, 16384)))
   assert 'mask' in gpu['cudnn'] and 'prefix_ids' in gpu['triton']
   assert found('gpu', dtype='float32')['triton'] is flash.triton
   assert 'head_dim' in found('gpu', dim=8)['triton']
+
+
+@pytest.mark.parametrize(
+  'name, value',
+  [
+    ('_splash_attention_bwd', None),
+    ('_splash_attention_bwd', lambda res, do: None),
+    ('SplashResidualsType', tuple[jax.Array, jax.Array]),
+  ],
+)
+def test_another_backward_pass_than_is_known_is_not_used(monkeypatch, name, value):
+  q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), 'bfloat16') for n in (4, 2))
+  monkeypatch.setattr(splash._library(), name, value)
+  splash.takes_prefixes.cache_clear()
+  try:
+    found = flash.candidates(q, k, jnp.ones((1, 256)), platform='tpu')['splash']
+  finally:
+    splash.takes_prefixes.cache_clear()
+  assert 'prefix_ids with this jax' in found

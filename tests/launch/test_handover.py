@@ -302,6 +302,13 @@ def test_packed_micro_batches_shrink_by_tokens():
   assert smaller('first_fit(tokens=128, length=64)')[1] == [
     {'batch.packing': 'first_fit(tokens=64, length=64)'}
   ]
+  texts = [
+    one['batch.packing'] for one in smaller('first_fit(tokens=64,sequences=6)')[1]
+  ]
+  assert texts == [
+    'first_fit(tokens=32, sequences=3)',
+    'first_fit(tokens=16, sequences=1)',
+  ]
 
 
 def test_a_change_can_be_given_to_a_shell():

@@ -62,7 +62,9 @@ def test_packed_rows_that_share_prompts():
     assert step.compile().memory_analysis() is not None
     # JAX cannot read back what libtpu makes of it.
     counts.append(step.as_text().count(KERNEL))
-  assert counts[0] >= 3 and counts[1] == 0
+  # Beside those of the log-probs: of the own segment and of the prompt, forward and two
+  # of the backward pass.
+  assert counts[0] >= 9 and counts[1] == 0
 
 
 def test_kernels_are_turned_off():
