@@ -8,7 +8,7 @@ from tests.benchmarks.peers.shape import Turns
 
 def main() -> None:
   wait = asyncio.new_event_loop().run_until_complete
-  run = toy.Toy(decode_steps=32, share=True)
+  run = toy.Toy(decode_steps=64, share=True)
   wait(run.start())
 
   def decode(rows: list[list[int]]) -> int:
