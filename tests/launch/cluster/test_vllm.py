@@ -1,7 +1,7 @@
 """Whole runs whose rollouts a real vLLM serves."""
 
 import asyncio
-import os
+import multiprocessing
 
 import jax
 import numpy as np
@@ -116,8 +116,11 @@ def test_an_actor_ends_when_its_vllm_dies(ray, tmp_path):
   assert ray.get(actor.health.remote(60.0)) == ''
   rules = SamplingParams(max_tokens=5)
   assert len(ray.get(actor.generate.remote('a', [1, 2], rules)).tokens) == 5
-  children = psutil.Process(os.getpid()).children(recursive=True)
-  cores = [child for child in children if 'VLLM::' in ' '.join(child.cmdline())]
+  # Not found by their titles, which depend on how the environment is laid out.
+  children = actor.__ray_call__.remote(
+    lambda _: [child.pid for child in multiprocessing.active_children()]
+  )
+  cores = [psutil.Process(pid) for pid in ray.get(children)]
   assert cores
   for core in cores:
     core.kill()
