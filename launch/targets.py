@@ -15,6 +15,7 @@ import re
 from collections.abc import MutableMapping
 from typing import Any
 
+from jaxrl import processors
 from jaxrl.signature import ConfigError, unknown
 
 GIB = 2**30
@@ -131,7 +132,7 @@ def parse(text: str) -> Target:
 def _cpu(devices: int) -> Chip:
   """A share of this machine."""
   memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / devices
-  cores, rate = (os.cpu_count() or 1) / devices, CPU_MEMORY_RATE / devices
+  cores, rate = processors.count() / devices, CPU_MEMORY_RATE / devices
   flops = CPU_CORE * cores
   return Chip('this machine', 'cpu', memory, flops, rate, rate, 0, rate)
 

@@ -76,11 +76,15 @@ class Core:
     being kept. On several, XLA lets collectives of a program that it has from its cache
     overtake each other, and waits for ever.
     """
+    return self.unroll or (self.config.num_layers if self.shallow else 1)
+
+  @property
+  def shallow(self) -> bool:
+    """Whether it has few layers, on one CPU device, and recomputes nothing."""
     few = self.config.num_layers <= SHALLOW and platform_of(self.platform) == 'cpu'
     mesh = getattr(self.constrain, 'mesh', None)
     alone = mesh is None or mesh.size == 1
-    whole = few and alone and self.remat == 'none' and self.exact is None
-    return self.unroll or (self.config.num_layers if whole else 1)
+    return few and alone and self.remat == 'none' and self.exact is None
 
   def init(self, key: jax.Array) -> Params:
     """Random float32 parameters; every layer's are stacked on axis 0 of 'layers'."""

@@ -8,12 +8,12 @@ adds nothing.
 """
 
 import concurrent.futures
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl import processors
 from jaxrl.models.cache import Cache
 from jaxrl.rollout.programs import Programs, Rows
 from jaxrl.types import Array, Params
@@ -29,7 +29,7 @@ def count_lanes(num_slots: int, platform: str, devices: int, exact: bool) -> int
   """
   if platform != 'cpu' or devices > 1 or exact:
     return 1
-  most = min(_processors(), num_slots // SLOTS)
+  most = min(processors.count(), num_slots // SLOTS)
   return next((n for n in range(most, 1, -1) if num_slots % n == 0), 1)
 
 
@@ -42,12 +42,6 @@ def refuses(lanes: int, num_slots: int, *, exact: bool, devices: int = 1) -> str
   if devices > 1 and lanes > 1:
     return f'{devices} devices decode in one program, not in lanes={lanes}'
   return ''
-
-
-def _processors() -> int:
-  if hasattr(os, 'sched_getaffinity'):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
 
 
 class Lanes:

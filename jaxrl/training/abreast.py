@@ -5,7 +5,6 @@ be cut keeps but one of them at work. Two micro-batches side by side keep two.
 """
 
 import functools
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl import processors
 from jaxrl.models import lora
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
@@ -21,31 +21,25 @@ from jaxrl.training import forward, step
 from jaxrl.training.columns import Numbers
 from jaxrl.training.packing import Plan
 from jaxrl.training.state import Spec, TrainState
-from jaxrl.types import Array, Batch
+from jaxrl.types import Array, Batch, Params
 
 WAYS = 2  # each more holds one more micro-batch's activations and a sum of gradients
 
 
 def ways(asked: int, model: Model, mesh: Mesh) -> int:
-  """How many micro-batches are done at once; asked: as `first_fit` has it.
+  """How many micro-batches may be done at once; asked: as `first_fit` has it.
 
   Raises ConfigError for what cannot be.
   """
   cpu = mesh.size == 1 and mesh.devices.flat[0].platform == 'cpu'
-  if asked < 0 or (asked > 1 and not cpu):
+  if asked > 1 and not cpu:
     raise ConfigError(
       f'batch.packing=first_fit(abreast={asked}): several micro-batches are done at '
       f'once on one CPU device, and the mesh has {mesh.size} of '
       f'{mesh.devices.flat[0].platform}: leave it at 0'
     )
-  shallow = cpu and getattr(model, 'at_once', 1) > 1
-  return asked or (min(WAYS, _processors()) if shallow else 1)
-
-
-def _processors() -> int:
-  if hasattr(os, 'sched_getaffinity'):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
+  shallow = cpu and getattr(model, 'shallow', False)
+  return asked or (min(WAYS, processors.count()) if shallow else 1)
 
 
 class Step:
@@ -65,22 +59,30 @@ class Step:
     numbers: Numbers,
   ):
     """Compiles for arguments of these shapes."""
-    self._ways = ways
-    first = jax.jit(functools.partial(_begin, spec, ways))
-    begun, totals = first.eval_shape(state, batch, plan, numbers)
-    own = functools.partial(_micro_batch, spec)
-    self._begin = first.lower(state, batch, plan, numbers).compile()
+    self._ways, self._rescores = ways, step.rescores(spec)
+    index = self._index(plan)
+    begun = jax.eval_shape(
+      functools.partial(step.begin, spec), state, batch, index, numbers
+    )
+    nothing = functools.partial(_nothing, spec)
+    total = jax.eval_shape(nothing, state.params, begun, plan, numbers)
+    own = spec, ways, *_flat(total)
+    self._begin = _compile_begin(*own, *_flat((state, batch, index, numbers)))
     i = jax.ShapeDtypeStruct((), jnp.int32)
-    micro = jax.jit(own, donate_argnums=0)
-    micro = micro.lower(totals[0], state.params, begun, plan, numbers, i)
+    micro = jax.jit(functools.partial(_micro_batch, spec), donate_argnums=0)
+    micro = micro.lower(total, state.params, begun, plan, numbers, i)
     self._micro_batch = micro.compile()
-    last = jax.jit(functools.partial(_finish, spec), donate_argnums=0)
-    self._finish = last.lower(state, totals, numbers, begun.own).compile()
+    last = state, (total,) * ways, numbers, begun.own
+    self._finish = _compile_finish(spec, *_flat(last))
+
+  def _index(self, plan: Plan) -> Any:
+    """What the first program is told of a plan: but for rescoring, the rows alone."""
+    return plan if self._rescores else plan.index
 
   def __call__(
     self, state: TrainState, batch: Batch, plan: Plan, numbers: Numbers
   ) -> tuple[TrainState, dict[str, Array]]:
-    begun, totals = self._begin(state, batch, plan, numbers)
+    begun, totals = self._begin(state, batch, self._index(plan), numbers)
     count = int(plan.count)
 
     def run(way: int) -> Any:
@@ -95,27 +97,47 @@ class Step:
     return self._finish(state, summed, numbers, begun.own)
 
 
-def _begin(
-  spec: Spec,
-  ways: int,
-  state: TrainState,
-  batch: Batch,
-  plan: Plan,
-  numbers: Numbers,
-) -> tuple[step.Begun, tuple]:
-  """What the micro-batches need, and a sum for each way to begin with."""
-  found = step.begin(spec, state, batch, plan, numbers)
-  one = step.gradient(spec, state.params, found.shared, numbers)
-  trained = lora.trained(spec.model.config, state.params)
-  rows = found.columns, found.weights
-  start = forward.nothing(spec, plan, one, trained, *rows)
-  return found, (start,) * ways
+def _flat(tree: Any) -> tuple[tuple, Any]:
+  leaves, form = jax.tree.flatten(tree)
+  return tuple(leaves), form
+
+
+def _nothing(
+  spec: Spec, params: Params, begun: step.Begun, plan: Plan, numbers: Numbers
+) -> Any:
+  """The sum of no micro-batches."""
+  one = step.gradient(spec, params, begun.shared, numbers)
+  trained = lora.trained(spec.model.config, params)
+  return forward.nothing(spec, plan, one, trained, begun.columns, begun.weights)
+
+
+# The first program and the last one are the same for all sizes of micro-batches.
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_begin(
+  spec: Spec, ways: int, total: tuple, form: Any, leaves: tuple, tree: Any
+) -> Any:
+  """(state, batch, index, numbers) → what micro-batches need; a sum for each way."""
+
+  def begin(*arguments: Any) -> tuple[step.Begun, tuple]:
+    start = [jnp.zeros(x.shape, x.dtype) for x in total]
+    return step.begin(spec, *arguments), (jax.tree.unflatten(form, start),) * ways
+
+  return jax.jit(begin).lower(*jax.tree.unflatten(tree, leaves)).compile()
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_finish(spec: Spec, leaves: tuple, tree: Any) -> Any:
+  """(state, sums, numbers, own state) → state, metrics; what it is given is donated."""
+  last = jax.jit(functools.partial(_finish, spec), donate_argnums=0)
+  return last.lower(*jax.tree.unflatten(tree, leaves)).compile()
 
 
 def _micro_batch(
   spec: Spec,
   total: Any,
-  params: Any,
+  params: Params,
   begun: step.Begun,
   plan: Plan,
   numbers: Numbers,

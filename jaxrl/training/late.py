@@ -39,6 +39,8 @@ def tell(shape: Shape, warm: Collection[Shape], *, warmed: bool) -> None:
   size = f'{shape.rows} rows of {shape.length} tokens'
   if shape.pack is not None:
     size += f', packed in {shape.pack.rows} × {shape.pack.length} slots a micro-batch'
+    if shape.pack.abreast > 1:
+      size += f', {shape.pack.abreast} of them at once'
   else:
     size += f', {shape.micro_rows} a micro-batch'
   if not warmed:

@@ -61,9 +61,12 @@ class PackedLayout(Layout):
     wanted = self.num_rows
     while wanted < num_rows:
       wanted *= 2
+    return self._packed(self._rows(wanted), self._sizes[-1 if fine else 0])
+
+  def _rows(self, wanted: int) -> int:
+    """Of a minibatch, where a batch has so many."""
     size = minibatches.atom_size(self.algorithm)
-    rows = minibatches.micro_rows(wanted, self.minibatches, size, self.multiple)
-    return self._packed(rows, self._sizes[-1 if fine else 0])
+    return minibatches.micro_rows(wanted, self.minibatches, size, self.multiple)
 
   def shapes(self) -> list[Shape]:
     """Those of a usual batch."""
@@ -78,11 +81,27 @@ class PackedLayout(Layout):
     atom = minibatches.atom_size(self.algorithm)
     sequences = min(rows, self._sequences(share * length, slots, longest, atom))
     micro += -(-rows // max(atom, sequences // atom * atom))
-    # Where all usual rows fit one micro-batch there is nothing to do beside it.
-    ways = self.packing.abreast if rows * longest > slots else 1
-    own = share * self.multiple, length, self._shares, ways
+    own = share * self.multiple, length, self._shares, self._ways(rows)
     pack = Pack(micro, sequences, *own)
     return Shape(rows * self.minibatches, longest, rows, pack)
+
+  def _late(self, rows: int) -> bool:
+    """Whether a minibatch has more rows than usual: all is compiled anew for them."""
+    return rows > self._rows(self.num_rows)
+
+  def _ways(self, rows: int) -> int:
+    """Micro-batches at once of a minibatch of `rows`, of any size.
+
+    Where all fit a usual one there is nothing to do beside it. Late ones are of few
+    programs: of one size, one after the other.
+    """
+    if self._late(rows):
+      return 1
+    share, length = self._sizes[0]
+    most = -(-rows * max(self.buckets) // (share * self.multiple * length))
+    if self.packing.sequences:
+      most = max(most, -(-rows // self.packing.sequences))
+    return min(self.packing.abreast, most)
 
   def _sequences(self, share: int, slots: int, longest: int, atom: int) -> int:
     """Room of a micro-batch of `slots`, `share` of them on each share of the mesh."""
@@ -111,7 +130,8 @@ class PackedLayout(Layout):
       shape = self._packed(2 * shape.micro_rows, self._sizes[0])
     of = first_fit.lengths(batch, share=self._shares)
     found = []
-    for size in self._sizes:
+    late = self.packing.abreast > 1 and self._late(shape.micro_rows)
+    for size in self._sizes[: 1 if late else None]:
       own = self._packed(shape.micro_rows, size)
       try:
         found.append((own, [self._fill(batch, of, own, index) for index in indices]))

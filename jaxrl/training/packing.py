@@ -158,6 +158,11 @@ def check(packing: Packing, *, exact: bool, context: int, micro_batches: int) ->
   exact: whether the model scores as engines do, to the bit. context: of the mesh.
   """
   where = 'batch.packing'
+  if packing.abreast < 0:
+    raise ConfigError(
+      f'{where}=first_fit(abreast={packing.abreast}) must be at least 1, or 0, which '
+      'chooses'
+    )
   if micro_batches != 1:
     raise ConfigError(
       f'{where} fills micro-batches by tokens, so batch.micro_batches='

@@ -62,6 +62,11 @@ class Begun(NamedTuple):
   own: dict[str, Any]
 
 
+def rescores(spec: Spec) -> bool:
+  """Whether an update runs the model before its micro-batches."""
+  return spec.split and bool(makers(spec, fresh=True))
+
+
 def begin(
   spec: Spec, state: TrainState, batch: Batch, index: Array | Plan, numbers: Numbers
 ) -> Begun:
@@ -152,7 +157,7 @@ def _minibatch(
   if 'prepare' in own:
     own = own | {'prepare': columns['state']}
   columns |= make_columns(spec, columns, numbers, fresh=False)
-  if spec.split and makers(spec, fresh=True):
+  if rescores(spec):
     parts = spec.micro_batches if plan is None else plan
     again = _rescored(spec, parts, state.params, columns, numbers)
     now = columns | {'logprobs': again}

@@ -83,11 +83,14 @@ def candidates(run: Run, target: Target, found: Cost) -> Iterator[Override]:
   """
   passing = found.memory['temporaries'] + found.memory['gradients']
   held = found.total - passing if passing < math.inf else 0.0
-  micro = smaller_micro_batches(run, found)
+  alone = target.chip.platform == 'cpu' and math.prod(found.mesh.values()) == 1
+  micro = smaller_micro_batches(run, found, alone=alone)
   full = run.config.model.remat == 'full'
   remat: list[Override] = [] if full else [{'model.remat': 'full'}]
   spread = meshes_with_more_shares(found.mesh)
   if held < found.limit:
+    if found.abreast > 1:
+      yield one_by_one(run)
     yield from remat
     yield from micro[:1]
     yield from [r | m for r in remat for m in micro[-1:]] or micro[-1:]
@@ -96,9 +99,20 @@ def candidates(run: Run, target: Target, found: Cost) -> Iterator[Override]:
     yield from [more | r | m for r in remat or [{}] for m in micro[-1:] or [{}]]
 
 
-def smaller_micro_batches(run: Run, found: Cost) -> list[Override]:
+def one_by_one(run: Run) -> Override:
+  """Packed micro-batches one after the other, where a CPU has several at once."""
+  name, options = parse_call(run.config.batch.packing)
+  return {'batch.packing': _call(name, options | {'abreast': 1})}
+
+
+def smaller_micro_batches(
+  run: Run, found: Cost, *, alone: bool = False
+) -> list[Override]:
   """Of a half of the rows or, where they are packed, of the tokens, a quarter and so
   on: what a mesh of as many shares of the rows can take, the largest first.
+
+  alone: packed ones are no more than one at once, where as many were chosen: two
+  smaller ones may take more than one that is larger.
   """
   shares = math.prod(found.mesh.get(axis, 1) for axis in ('data', 'fsdp', 'expert'))
   batch, made = run.config.batch, []
@@ -116,16 +130,14 @@ def smaller_micro_batches(run: Run, found: Cost) -> list[Override]:
       packing.usual_rows(less, run.buckets[-1], atom, shares)
     except ConfigError:
       break
-    made.append({'batch.packing': _with_tokens(batch.packing, less)})
+    name, options = parse_call(batch.packing)
+    options |= {'tokens': less.tokens} | ({'sequences': few} if few else {})
+    options |= {'abreast': 1} if alone else {}
+    made.append({'batch.packing': _call(name, options)})
   return made
 
 
-def _with_tokens(text: str, less: packing.Packing) -> str:
-  """The call string with other numbers of tokens and of sequences."""
-  name, options = parse_call(text)
-  options = {**options, 'tokens': less.tokens}
-  if less.sequences:
-    options['sequences'] = less.sequences
+def _call(name: str, options: Override) -> str:
   return f'{name}({", ".join(f"{key}={value!r}" for key, value in options.items())})'
 
 

@@ -232,8 +232,9 @@ def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
 def num_programs(run: Run, cost: Cost, engine: Engine, plays: bool) -> dict[str, int]:
   """How many the run compiles before its first step, by part."""
   bound = cost.programs.keys() - {'merge'}  # to a shape of batches
-  each = len(bound) + (2 if cost.abreast > 1 else 0)  # the update is three programs
-  found = {'learner': cost.shapes * each + ('merge' in cost.programs)}
+  found = {'learner': cost.shapes * len(bound) + ('merge' in cost.programs)}
+  if cost.abreast > 1:  # the update is three programs, two of them of all shapes
+    found['learner'] += 2
   if plays and engine.kind == 'jax':
     # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.
     found['engine'] = len(jax_engine.default_buckets(engine.max_length)) + 4

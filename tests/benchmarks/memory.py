@@ -17,14 +17,15 @@ import tempfile
 from typing import Any
 
 # name → (layers, width, inner width, vocabulary, groups, tokens a row, micro-batches,
-# remat): each of 'TABLE' has more than 1 GB of parameters and moments.
+# remat, packing): each of 'TABLE' has more than 1 GB of parameters and moments.
 CASES = {
-  'wide': (6, 1024, 4096, 8192, 2, 64, 1, 'none'),
-  'deep': (24, 512, 2048, 4096, 4, 128, 2, 'full'),
-  'long rows': (10, 768, 3072, 16384, 2, 512, 4, 'full'),
-  'small': (2, 256, 1024, 2048, 4, 256, 1, 'none'),
+  'wide': (6, 1024, 4096, 8192, 2, 64, 1, 'none', ''),
+  'deep': (24, 512, 2048, 4096, 4, 128, 2, 'full', ''),
+  'long rows': (10, 768, 3072, 16384, 2, 512, 4, 'full', ''),
+  'small': (2, 256, 1024, 2048, 4, 256, 1, 'none', ''),
+  'abreast': (6, 1024, 4096, 8192, 4, 64, 1, 'none', 'first_fit(tokens=256,abreast=2)'),
 }
-TABLE = ('wide', 'deep', 'long rows')
+TABLE = ('wide', 'deep', 'long rows', 'abreast')
 
 
 def measure(name: str) -> dict[str, float]:
@@ -95,6 +96,7 @@ def _config(
   length: int,
   micro: int,
   remat: str,
+  packing: str,
 ) -> Any:
   from configs import quickstart
 
@@ -105,6 +107,7 @@ def _config(
   )
   config.model.random.update(num_heads=8, num_kv_heads=4, head_dim=64)
   config.batch.update(num_groups=groups, max_length=length, micro_batches=micro)
+  config.batch.packing = packing
   config.algorithm.group_size = 4
   return config
 

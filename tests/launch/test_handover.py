@@ -145,7 +145,9 @@ def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
   target, engine = targets.parse('cpu:1'), decode.engine_of(run)
   found = cost.of(run, target, jax.devices()[:1], engine=engine)
   count = cost.num_programs(run, found, engine, plays=False)
-  assert count == {'learner': 2 * len(found.programs)}
+  assert found.abreast == 1 and count == {'learner': 2 * len(found.programs)}
+  assert len(made := learner_of(run).shapes) == 2
+  assert {shape.pack.abreast for shape in made} == {1}
 
 
 @pytest.mark.parametrize('axis', ['context', 'expert'])
@@ -327,5 +329,13 @@ def test_candidates_of_packed_rows_hold_fewer_tokens():
   tokens = [one.get('batch.packing') for one in offered]
   assert tokens == [
     None,
-    *(f'first_fit(tokens={n}, share_prefix=False)' for n in (256, 16)),
+    *(f'first_fit(tokens={n}, share_prefix=False, abreast=1)' for n in (256, 16)),
   ]
+  found = dataclasses.replace(found, abreast=2)
+  first = next(changes.candidates(run, targets.parse('cpu:1'), found))
+  assert first == {
+    'batch.packing': 'first_fit(tokens=512, share_prefix=False, abreast=1)'
+  }
+  found = dataclasses.replace(found, abreast=1)
+  for one in changes.candidates(run, targets.parse('v5e:1x1'), found):
+    assert 'abreast' not in one.get('batch.packing', '')

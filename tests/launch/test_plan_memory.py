@@ -1,10 +1,18 @@
 """The memory that a plan foretells is the memory that a learner takes, on the CPU."""
 
+import functools
 import pathlib
 
+import jax
 import pytest
 
+from jaxrl.training import abreast, programs
+from jaxrl.training.programs import CompileCounter
+from launch import targets
+from launch.planning import cost, decode, report
 from tests.benchmarks import memory
+from tests.launch.test_handover import built, learner_of
+from tests.launch.test_planning import small
 
 
 @pytest.mark.slow
@@ -16,3 +24,47 @@ def test_the_peak_is_foretold():
   assert found['foretold'] == pytest.approx(
     found['measured'], rel=0.2
   )  # small: threads' own memory counts
+
+
+def planned(packing):
+  """A run, its engine, and what it costs but for its programs."""
+  run = small(f'--config.batch.packing={packing}')
+  engine, target = decode.engine_of(run), targets.parse('cpu:1')
+  return run, engine, cost.of(run, target, jax.devices()[:1], engine=engine)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+  told = functools.partial(built, temporaries=1e6)
+  monkeypatch.setattr(cost.program, 'build', told)
+
+
+def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
+  ways = [planned(f'first_fit(tokens=64, abreast={n})')[-1] for n in (1, 2, 100)]
+  assert [one.abreast for one in ways] == [1, 2, 4]  # all four
+  for part in ('gradients', 'temporaries'):
+    two, four = (found.memory[part] for found in ways[1:])
+    assert four == 2 * two > 0
+
+
+def test_a_plan_tells_of_micro_batches_abreast(uncompiled):
+  run, _, _ = planned('first_fit(tokens=64, abreast=2)')
+  made = report.make('small.py', run, targets.parse('cpu:1'), jax.devices()[:1])
+  assert any('2 micro-batches' in line for line in report.assumptions(made))
+
+
+@pytest.mark.parametrize('packing', ['first_fit(tokens=64', 'first_fit(tokens=256'])
+@pytest.mark.parametrize('ways', [1, 2])
+async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):
+  run, engine, found = planned(f'{packing}, abreast={ways})')
+  counted = cost.num_programs(run, found, engine, plays=False)['learner']
+  for cache in (
+    abreast._compile_finish,
+    programs._compile_train,
+    programs._compile_prepare,
+  ):
+    cache.cache_clear()
+  learner = learner_of(run)
+  with CompileCounter() as compiled:
+    await learner.warmup()
+  assert counted == compiled.count

@@ -127,7 +127,7 @@ def test_exact_mode_has_one_lane(dispatcher):
 def test_as_many_lanes_as_processors_and_slots_allow(
   monkeypatch, slots, processors, wanted
 ):
-  monkeypatch.setattr(lanes, '_processors', lambda: processors)
+  monkeypatch.setattr(lanes.processors, 'count', lambda: processors)
   assert count_lanes(slots, 'cpu', 1, exact=False) == wanted
   assert count_lanes(slots, 'cpu', 1, exact=True) == 1
   assert count_lanes(slots, 'cpu', 2, exact=False) == 1

@@ -12,7 +12,8 @@ SOURCE = {n: f for n, f in modules().items() if not n.startswith('tests')}
 # A room may import from its own floor's row and from those below it.
 FLOORS = [
   {'kernels'},
-  {'jaxrl', 'jaxrl.types', 'jaxrl.dispatch', 'jaxrl.signature', 'jaxrl.config'},
+  {'jaxrl', 'jaxrl.types', 'jaxrl.dispatch', 'jaxrl.signature', 'jaxrl.config'}
+  | {'jaxrl.processors'},
   {'jaxrl.functional', 'jaxrl.data', 'jaxrl.envs', 'jaxrl.models'},
   {'jaxrl.algorithms', 'jaxrl.rollout'},
   {'jaxrl.training'},

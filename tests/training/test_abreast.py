@@ -1,6 +1,7 @@
 """Micro-batches at once: the step of those one after the other, up to rounding."""
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -8,55 +9,117 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
+from jaxrl.models import lora
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
-from jaxrl.training import abreast, packing, programs
+from jaxrl.training import abreast, packing
 from jaxrl.training.mesh import make_mesh, single_device_mesh
 from tests.training import toy
+from tests.training.bag import Bag
 from tests.training.test_packing import LENGTH, assert_same, prompted, train
 
 SIZES = (4, 3, 4, 2, 1)
+USUAL = {'num_rows': 16}  # of more, micro-batches are one after the other
 
 
 def asked(ways, tokens=48):
   return packing.first_fit(tokens=tokens, length=tokens, abreast=ways)
 
 
+@pytest.fixture
+def seen(monkeypatch):
+  """How many micro-batches at once, of every step that has several."""
+  told, real = [], abreast.Step.__call__
+
+  def call(self, *arguments):
+    told.append(self._ways)
+    return real(self, *arguments)
+
+  monkeypatch.setattr(abreast.Step, '__call__', call)
+  return told
+
+
+async def test_more_rows_than_usual_are_done_one_after_the_other(seen):
+  algorithm = compose.make('grpo')
+  groups = prompted(algorithm, SIZES)
+  few = {'num_rows': 8}
+  one, two = [
+    await train(algorithm, groups, packing=asked(ways), **few) for ways in (1, 2)
+  ]
+  assert not seen
+  assert_same(one, two)
+
+
 @pytest.mark.parametrize('name', ['grpo', 'ppo', 'cispo'])
-async def test_the_step_is_the_same(name):
+async def test_the_step_is_the_same(name, seen):
   algorithm = compose.make(name)
   groups = prompted(algorithm, SIZES)
   one, two, three = [
-    await train(algorithm, groups, packing=asked(ways)) for ways in (1, 2, 3)
+    await train(algorithm, groups, packing=asked(ways), **USUAL) for ways in (1, 2, 3)
   ]
+  assert seen == [2, 2, 3, 3]
   count = one[1][0]['tokens/micro_batches']
   assert count >= 3  # not as many for every way
   assert_same(one, two)
   assert_same(one, three)
 
 
-async def test_a_run_repeats_its_bits_and_leaves_what_it_was_given():
+WHOLE = {'minibatches': 2, 'epochs': 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('parts', 'changes', 'options'),
+  [
+    ({}, {}, WHOLE),
+    ({}, {'lora': lora.lora(rank=2, targets='q,o,up')}, {}),
+    ({'name': 'ppo', 'critic_warmup': 1}, {}, {}),
+    ({'kl_controller': 'adaptive(target=1., horizon=50.)'}, {}, {}),
+  ],
+)
+async def test_a_transformer_s_step_is_the_same(parts, changes, options, seen):
+  parts = dict(parts)
+  algorithm = compose.make(parts.pop('name', 'grpo'), parts)
+  groups, kind = prompted(algorithm, SIZES), made(**changes)
+  one, two = [
+    await train(algorithm, groups, kind, packing=asked(ways), **USUAL, **options)
+    for ways in (1, 2)
+  ]
+  assert len(seen) >= 2 and set(seen) == {2}
+  assert one[1][0]['tokens/micro_batches'] >= 2
+  assert_same(one, two)
+
+
+def made(**changes):
+  """Model, or one with changes that `toy.learner` does not know of."""
+  return functools.partial(_changed, changes)
+
+
+def _changed(changes, config):
+  return Model(config.replace(**changes))
+
+
+async def test_a_run_repeats_its_bits():
   algorithm = compose.make('grpo')
-  groups, params = prompted(algorithm, SIZES), toy.params()
-  before = jax.tree.map(lambda x: x.copy(), params)
+  groups = prompted(algorithm, SIZES)
   runs = [
-    await train(algorithm, groups, Model, packing=asked(2), steps=3) for _ in range(2)
+    await train(algorithm, groups, Model, packing=asked(2), steps=3, **USUAL)
+    for _ in range(2)
   ]
   first, second = (run[0] for run in runs)
   jax.tree.map(np.testing.assert_array_equal, first, second)
-  jax.tree.map(np.testing.assert_array_equal, params, before)
 
 
 async def test_micro_batches_run_at_the_same_time(monkeypatch):
-  seen, both = set(), threading.Barrier(2)
+  found, both = set(), threading.Barrier(2)
   real = abreast.Step.__call__
 
   def call(self, *arguments):
     inner = self._micro_batch
 
     def told(*rest):
-      if threading.get_ident() not in seen:
-        seen.add(threading.get_ident())
+      if threading.get_ident() not in found:
+        found.add(threading.get_ident())
         both.wait(60)  # breaks unless another comes meanwhile
       return inner(*rest)
 
@@ -68,52 +131,74 @@ async def test_micro_batches_run_at_the_same_time(monkeypatch):
 
   monkeypatch.setattr(abreast.Step, '__call__', call)
   algorithm = compose.make('grpo')
-  await train(algorithm, prompted(algorithm, SIZES), packing=asked(2), steps=1)
-  assert len(seen) == 2 and threading.get_ident() not in seen
+  await train(algorithm, prompted(algorithm, SIZES), packing=asked(2), steps=1, **USUAL)
+  assert len(found) == 2 and threading.get_ident() not in found
 
 
-async def test_an_error_in_one_thread_is_the_step_s(monkeypatch):
-  def broken(self, *_):
-    raise RuntimeError('a broken micro-batch')
-
+async def test_an_error_in_one_thread_leaves_the_state_as_it_was(monkeypatch):
+  """What a step is given is donated by its last program alone."""
   algorithm = compose.make('grpo')
-  monkeypatch.setattr(
-    abreast.Step, '__init__', _breaking(abreast.Step.__init__, broken)
-  )
-  programs._compile_train.cache_clear()
-  with pytest.raises(RuntimeError, match='a broken micro-batch'):
-    await train(algorithm, prompted(algorithm, SIZES), packing=asked(2))
-  programs._compile_train.cache_clear()
+  options = {'kind': Bag, 'buckets': (LENGTH,), 'packing': asked(2), **USUAL}
+  one, two = (toy.learner(algorithm, **options) for _ in range(2))
+  groups, real = prompted(algorithm, SIZES), abreast.Step.__call__
 
+  def call(self, *arguments):
+    inner = self._micro_batch
 
-def _breaking(init, broken):
-  def made(self, *arguments):
-    init(self, *arguments)
-    self._micro_batch = broken.__get__(self)
+    def broken(*rest):
+      if rest[-1] == 1:
+        raise RuntimeError('a broken micro-batch')
+      return inner(*rest)
 
-  return made
+    self._micro_batch = broken
+    try:
+      return real(self, *arguments)
+    finally:
+      self._micro_batch = inner
+
+  await one.update(groups)
+  await two.update(groups)
+  with monkeypatch.context() as patched:
+    patched.setattr(abreast.Step, '__call__', call)
+    with pytest.raises(RuntimeError, match='a broken micro-batch'):
+      await one.update(groups)
+  again, wanted = [await learner.update(groups) for learner in (one, two)]
+  assert again['loss/total'] == wanted['loss/total']
+  jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
 
 
 def test_how_many_are_chosen(monkeypatch):
-  monkeypatch.setattr(abreast, '_processors', lambda: 8)
+  monkeypatch.setattr(abreast.processors, 'count', lambda: 8)
   model, one = toy.model(), single_device_mesh()
   assert abreast.ways(0, model, one) == abreast.WAYS
   assert abreast.ways(5, model, one) == 5
-  assert abreast.ways(0, dataclasses.replace(model, remat='full'), one) == 1
+  assert abreast.ways(0, dataclasses.replace(model, unroll=1), one) == abreast.WAYS
+  for deep in ({'remat': 'full'}, {'remat': 'full', 'unroll': 2}):
+    assert abreast.ways(0, dataclasses.replace(model, **deep), one) == 1
   several = make_mesh(data=2, devices=jax.devices()[:2])
   assert abreast.ways(0, model, several) == 1
-  for ways, mesh in ((2, several), (-1, one)):
-    with pytest.raises(ConfigError, match='leave it at 0'):
-      abreast.ways(ways, model, mesh)
-  monkeypatch.setattr(abreast, '_processors', lambda: 1)
+  with pytest.raises(ConfigError, match='the mesh has 2 of cpu: leave it at 0'):
+    abreast.ways(2, model, several)
+  monkeypatch.setattr(abreast.processors, 'count', lambda: 1)
   assert abreast.ways(0, model, one) == 1
 
 
 def test_one_micro_batch_has_nobody_beside_it():
-  def pack(tokens):
+  def ways(asked, **options):
+    made = packing.first_fit(**options, abreast=asked)
     learner = toy.learner(
-      compose.make('grpo'), num_rows=4, buckets=(LENGTH,), packing=asked(2, tokens)
+      compose.make('grpo'), num_rows=4, buckets=(LENGTH,), packing=made
     )
-    return learner._layout.shape().pack
+    return {shape.pack.abreast for shape in learner.shapes}
 
-  assert pack(48).abreast == 2 and pack(4 * LENGTH).abreast == 1
+  assert ways(2, tokens=48) == {2}
+  assert ways(2, tokens=4 * LENGTH) == {1}  # in fine micro-batches as in usual ones
+  assert ways(2, tokens=4 * LENGTH, sequences=2) == {2}
+  assert ways(64, tokens=2 * LENGTH) == {2}  # there are no more
+
+
+def test_fewer_than_none_are_refused_before_any_learner():
+  with pytest.raises(ConfigError, match=r'abreast=-1\) must be at least 1, or 0'):
+    packing.check(
+      packing.first_fit(abreast=-1), exact=False, context=1, micro_batches=1
+    )

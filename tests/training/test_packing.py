@@ -296,11 +296,12 @@ def test_little_is_padding(share):
   assert np.mean(empty) <= 0.05, empty
 
 
-async def varied(steps):
+async def varied(steps, ways=1):
   """Programs that so many steps compile, of batches that are all different."""
   rng = np.random.default_rng(0)
   with programs.CompileCounter() as counter:
-    options = {'num_rows': 16, 'packing': packed(192), 'entropy': False}
+    own = packed(192, abreast=ways)
+    options = {'num_rows': 16, 'packing': own, 'entropy': False}
     learner = toy.learner(LIGHT, kind=Bag, buckets=(LENGTH,), **options)
     told = await learner.warmup()
     start = counter.count
@@ -312,15 +313,17 @@ async def varied(steps):
   return told['compile/programs'] + counter.count - start, late
 
 
-async def test_varied_steps_compile_few_programs():
-  count, late = await varied(40)
+@pytest.mark.parametrize('ways', [1, 2])
+async def test_varied_steps_compile_few_programs(ways):
+  count, late = await varied(40, ways)
   assert count <= 8
   assert 0 < sum(late) < 4
 
 
 @pytest.mark.slow
-async def test_two_hundred_varied_steps_compile_at_most_eight_programs():
-  count, _ = await varied(200)
+@pytest.mark.parametrize('ways', [1, 2])
+async def test_two_hundred_varied_steps_compile_at_most_eight_programs(ways):
+  count, _ = await varied(200, ways)
   assert count <= 8
 
 
@@ -415,8 +418,8 @@ def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
 
 async def test_few_sequences_a_micro_batch_teach_the_same():
   groups = prompted(LIGHT)
-  few = packed(96, sequences=3)
-  found = [await train(LIGHT, groups, Model, packing=own) for own in (packed(96), few)]
+  asked = packed(96, abreast=1), packed(96, sequences=3, abreast=1)
+  found = [await train(LIGHT, groups, Model, packing=own) for own in asked]
   assert_same(*found)
   assert found[1][1][0]['tokens/micro_batches'] >= 3  # of 8 sequences
   assert found[0][1][0]['tokens/micro_batches'] < 3

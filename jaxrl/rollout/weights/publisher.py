@@ -10,12 +10,12 @@ late joiner needs one full version and a short chain.
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
 import secrets
 import threading
 import time
 from collections.abc import Sequence
 
+from jaxrl import processors
 from jaxrl.rollout.weights import names
 from jaxrl.rollout.weights.blobs import Packer, label
 from jaxrl.rollout.weights.encoding import Before, Coded, encode, plan, write
@@ -81,7 +81,7 @@ class Publisher:
     self._run = secrets.token_hex(8)
     self._leases = Leases(transport, part, patience)
     self._lock = threading.Lock()
-    threads = threads or min(4, os.cpu_count() or 1)
+    threads = threads or min(4, processors.count())
     self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'weights')
     self._stored: dict[int, dict[str, bytes | None]] = {}  # by version, then name
     self._newest: Before | None = None

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from jaxrl import processors
 from jaxrl.rollout.weights.errors import Corrupt
 from jaxrl.rollout.weights.layout import (
   Region,
@@ -68,7 +68,7 @@ class Receiver:
     tries: int = 3,
     threads: int | None = None,
   ):
-    threads = threads or min(4, os.cpu_count() or 1)
+    threads = threads or min(4, processors.count())
     self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'weights')
     self._windows = dict(windows or {})
     self._parts = [
