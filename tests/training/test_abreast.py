@@ -1,5 +1,6 @@
 """Micro-batches at once: the step of those one after the other, up to rounding."""
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -110,28 +111,37 @@ async def test_a_run_repeats_its_bits():
   jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-async def test_micro_batches_run_at_the_same_time(monkeypatch):
-  found, both = set(), threading.Barrier(2)
+@contextlib.contextmanager
+def around(monkeypatch, wrap):
+  """In the place of a step's program of micro-batches `wrap` of it runs."""
   real = abreast.Step.__call__
 
   def call(self, *arguments):
-    inner = self._micro_batch
+    with monkeypatch.context() as patched:
+      patched.setattr(self, '_micro_batch', wrap(self._micro_batch))
+      return real(self, *arguments)
 
+  with monkeypatch.context() as patched:
+    patched.setattr(abreast.Step, '__call__', call)
+    yield
+
+
+async def test_micro_batches_run_at_the_same_time(monkeypatch):
+  found, both = set(), threading.Barrier(2)
+
+  def wrap(inner):
     def told(*rest):
       if threading.get_ident() not in found:
         found.add(threading.get_ident())
         both.wait(60)  # breaks unless another comes meanwhile
       return inner(*rest)
 
-    self._micro_batch = told
-    try:
-      return real(self, *arguments)
-    finally:
-      self._micro_batch = inner
+    return told
 
-  monkeypatch.setattr(abreast.Step, '__call__', call)
   algorithm = compose.make('grpo')
-  await train(algorithm, prompted(algorithm, SIZES), packing=asked(2), steps=1, **USUAL)
+  groups = prompted(algorithm, SIZES)
+  with around(monkeypatch, wrap):
+    await train(algorithm, groups, packing=asked(2), steps=1, **USUAL)
   assert len(found) == 2 and threading.get_ident() not in found
 
 
@@ -140,28 +150,21 @@ async def test_an_error_in_one_thread_leaves_the_state_as_it_was(monkeypatch):
   algorithm = compose.make('grpo')
   options = {'kind': Bag, 'buckets': (LENGTH,), 'packing': asked(2), **USUAL}
   one, two = (toy.learner(algorithm, **options) for _ in range(2))
-  groups, real = prompted(algorithm, SIZES), abreast.Step.__call__
+  groups = prompted(algorithm, SIZES)
 
-  def call(self, *arguments):
-    inner = self._micro_batch
-
+  def wrap(inner):
     def broken(*rest):
       if rest[-1] == 1:
         raise RuntimeError('a broken micro-batch')
       return inner(*rest)
 
-    self._micro_batch = broken
-    try:
-      return real(self, *arguments)
-    finally:
-      self._micro_batch = inner
+    return broken
 
   await one.update(groups)
   await two.update(groups)
-  with monkeypatch.context() as patched:
-    patched.setattr(abreast.Step, '__call__', call)
-    with pytest.raises(RuntimeError, match='a broken micro-batch'):
-      await one.update(groups)
+  fails = pytest.raises(RuntimeError, match='a broken micro-batch')
+  with around(monkeypatch, wrap), fails:
+    await one.update(groups)
   again, wanted = [await learner.update(groups) for learner in (one, two)]
   assert again['loss/total'] == wanted['loss/total']
   jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
