@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.packing import ROUTED
+from jaxrl.data.collate import ROUTED
 from jaxrl.rollout.group import Lease
 from jaxrl.rollout.routing import joined
 from jaxrl.types import FAILURES, Completion, Message, Task

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl.data.packing import ROUTED, SEGMENTS
+from jaxrl.data.collate import ROUTED, SEGMENTS
 from jaxrl.rollout import routing
 from jaxrl.rollout.episode import RolloutCache, Turn
 from jaxrl.types import Trajectory

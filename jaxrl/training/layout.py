@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.data.packing import pack
+from jaxrl.data.collate import collate
 from jaxrl.functional.losses import check_pairs
 from jaxrl.training import minibatches as dealing
 from jaxrl.training.programs import Shape
@@ -91,7 +91,7 @@ class Layout:
 
   def _pack(self, groups: Sequence[Group], shape: Shape) -> Batch:
     buckets = self.buckets if shape.pack is None else (max(self.buckets),)
-    return pack(groups, buckets, shape.rows)
+    return collate(groups, buckets, shape.rows)
 
   def _filled(self, batch: Batch) -> Batch:
     """With the columns that only some batches have, so that all compile alike."""

@@ -17,7 +17,7 @@ from jaxrl.dispatch import Dispatcher
 from jaxrl.models import lora
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
-from jaxrl.training import late, programs, replay, sharding, stale, teacher_columns
+from jaxrl.training import late, programs, routing, sharding, stale, teacher_columns
 from jaxrl.training import metrics as reports
 from jaxrl.training import packing as packings
 from jaxrl.training.checkpoint import Checkpointer, CheckpointError
@@ -313,7 +313,7 @@ class Learner:
   def _update(self, groups: Sequence[Group]) -> Metrics:
     start = time.perf_counter()
     host, shape, indices = self._layout.lay_out(groups, self.step)
-    host = replay.filled(self._spec.model, host)
+    host = routing.filled(self._spec.model, host)
     new = self._warmed and shape not in self._warm
     with programs.CompileCounter() as counter:
       prepare, train = self._programs(shape)
@@ -346,7 +346,7 @@ class Learner:
     metrics = reports.average(updates) | reports.average([before])
     metrics |= reports.of_groups(groups) | reports.of_batch(host, self.step)
     metrics |= aged | more | self._layout.metrics(host, shape, indices)
-    metrics |= replay.metrics(self._spec.model, host)
+    metrics |= routing.metrics(self._spec.model, host)
     metrics |= {
       'optimizer/learning_rate': float(numbers['optimizer']['learning_rate']),
       'compile/programs': float(counter.count),

@@ -9,7 +9,7 @@ from jaxrl.algorithms import compose
 from jaxrl.functional.aggregation import token_weights
 from jaxrl.models import lora
 from jaxrl.signature import ConfigError
-from jaxrl.training import experts, forward
+from jaxrl.training import expert_rows, forward
 from jaxrl.training.columns import Columns, Numbers, columns_of
 from jaxrl.training.packing import Plan
 from jaxrl.training.state import Spec
@@ -54,14 +54,14 @@ def prepare(
     if name in spec.needs
   }
   if spec.algorithm.advantage is not None:
-    lone = experts.lone(spec.algorithm, columns)
-    others = experts.left_out(columns, lone)
+    lone = expert_rows.lone(spec.algorithm, columns)
+    others = expert_rows.left_out(columns, lone)
     result = _advantages(spec, others, penalty, algorithm_state, numbers)
     told = others['mask']
     if batch.greedy_mask is not None:
       told = told & ~batch.greedy_mask[:, None]
     metrics |= _spread(result.advantages, told)
-    result = experts.put_back(result, lone, batch.rewards, mask)
+    result = expert_rows.put_back(result, lone, batch.rewards, mask)
     changed['advantages'] = result.advantages
     if result.returns is not None:
       changed['returns'] = result.returns

@@ -27,6 +27,7 @@ FREE = (
   *('partition-id', 'replica-id', 'iota', 'opt-barrier', 'async-done', 'async-update'),
 )
 SLICES = ('dynamic-slice', 'slice', 'gather')
+UPDATES = {'dynamic-update-slice': 1, 'scatter': -1}  # which operand is written
 
 
 @dataclasses.dataclass
@@ -185,9 +186,8 @@ def _moved(module: Module, where: Computation, one: Instruction) -> float:
       return _fused(inner, inputs, out)
   if one.op in SLICES:
     return 2 * out
-  if one.op in ('dynamic-update-slice', 'scatter'):
-    update = inputs[1 if one.op == 'dynamic-update-slice' else -1]
-    return 2 * hlo.num_bytes(update)
+  if one.op in UPDATES:
+    return 2 * hlo.num_bytes(inputs[UPDATES[one.op]])
   if one.op == 'copy-done':
     return out
   if one.op.endswith('-done'):
@@ -210,22 +210,29 @@ def _fused(inner: Computation, inputs: list[str], out: float) -> float:
     parts = [_part(inner, user, one.name) for user in users]
     whole = any(part is None for part in parts)
     total += outer if whole else min(outer, sum(part or 0.0 for part in parts))
-  last = hlo.root(inner)
-  while last.op == 'bitcast':
-    last = inner[last.operands[0]]
+  last = _unwrapped(inner, hlo.root(inner).name)
   ends = [inner[n] for n in last.operands] if last.op == 'tuple' else [last]
   for end in ends:
-    if end.op == 'dynamic-update-slice':
-      saved = hlo.num_bytes(end.type) - hlo.num_bytes(inner[end.operands[1]].type)
-      out -= min(saved, out)
+    # Of what a fusion makes itself and then updates, all is written.
+    if end.op in UPDATES and _unwrapped(inner, end.operands[0]).op == 'parameter':
+      update = inner[end.operands[UPDATES[end.op]]]
+      saved = hlo.num_bytes(end.type) - hlo.num_bytes(update.type)
+      out -= max(0.0, min(saved, out))
   return total + out
+
+
+def _unwrapped(inner: Computation, name: str) -> Instruction:
+  """What stands behind bitcasts."""
+  while inner[name].op == 'bitcast':
+    name = inner[name].operands[0]
+  return inner[name]
 
 
 def _part(inner: Computation, user: Instruction, name: str) -> float | None:
   """What `user` reads of its operand `name`; None for all of it."""
   if user.op in SLICES and user.operands[0] == name:
     return hlo.num_bytes(user.type, slow=False)
-  if user.op == 'dynamic-update-slice' and user.operands[0] == name:
+  if user.op in UPDATES and user.operands[0] == name:
     return 0.0  # written in place; the write is counted with the output
   if user.op == 'bitcast':
     more = [x for x in inner.values() if user.name in x.operands]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
-from jaxrl.data.packing import pack
+from jaxrl.data.collate import collate
 from jaxrl.data.trajectories import from_json, to_json
 from jaxrl.models.model import Model
 from jaxrl.training.optimizer import make_optimizer
@@ -32,7 +32,7 @@ async def test_steps_are_laid_end_to_end():
   assert (row.step, row.score) == (0, 6)
   assert 'state_hash' not in row.extras  # of which of its turns?
   again = from_json(to_json(row))
-  batch = pack([[again, apart[1]]], (256,))
+  batch = collate([[again, apart[1]]], (256,))
   ids = [n + 1 for n, part in enumerate(apart) for _ in part.tokens]
   assert batch.segment_ids[0, : len(ids)].tolist() == ids
   assert not batch.segment_ids[0, len(ids) :].any()
@@ -54,7 +54,7 @@ def test_segments_that_are_not_the_row_are_refused():
   ((row, *_), *_) = toy.groups()
   row.extras['segments'] = [2, 2]
   with pytest.raises(ValueError, match=r'has segments of \[2, 2\]'):
-    pack([[row]], (16,))
+    collate([[row]], (16,))
 
 
 def played(joined, seed=0):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
-from jaxrl.data.packing import pack
+from jaxrl.data.collate import collate
 from jaxrl.functional import advantages, kl, losses
 from jaxrl.training import scoring
 from jaxrl.training.state import Spec
@@ -27,7 +27,7 @@ def batch():
       row.member, row.step = i // 2, i % 2
       row.extras['state_hash'] = i % 2
   groups[0][-1].is_greedy = groups[0][-2].is_greedy = True
-  packed = pack(groups, (16,))
+  packed = collate(groups, (16,))
   rng = np.random.default_rng(0)
   teacher = packed.rollout_logprobs + rng.normal(size=packed.tokens.shape)
   return packed.replace(

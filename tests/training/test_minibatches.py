@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.algorithms import compose
-from jaxrl.data.packing import pack
+from jaxrl.data.collate import collate
 from jaxrl.training import minibatches
 from tests.training import toy
 
@@ -43,7 +43,7 @@ def test_an_atom_that_fits_nowhere_gives_none():
 
 
 def test_atoms_of_groups_and_pairs():
-  batch = pack(toy.groups(sizes=(2, 3)), (16,), 8)
+  batch = collate(toy.groups(sizes=(2, 3)), (16,), 8)
   assert [len(a) for a in minibatches.atoms(GRPO, batch)] == [1] * 5
   grouped = dataclasses.replace(GRPO, atom='group')
   assert [list(a) for a in minibatches.atoms(grouped, batch)] == [[0, 1], [2, 3, 4]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
-from jaxrl.data.packing import pack
+from jaxrl.data.collate import collate
 from jaxrl.functional import advantages, losses
 from jaxrl.signature import ConfigError
 from jaxrl.training import programs, sharding
@@ -52,7 +52,7 @@ def groups(tags=('a', 'b', 'a')):
 
 def packed(groups, mesh=None):
   mesh = mesh or single_device_mesh()
-  batch = pack(groups, (LENGTH,), ROWS)
+  batch = collate(groups, (LENGTH,), ROWS)
   return jax.device_put(batch, sharding.rows(mesh))
 
 
@@ -114,11 +114,11 @@ def test_a_mesh_changes_nothing_but_the_layout(axes):
   one, other, mesh = policy(1), policy(2), make_mesh(**axes)
   made = groups()
   made += groups()  # 18 rows
-  batch = jax.device_put(pack(made, (LENGTH,), 24), sharding.rows(mesh))
+  batch = jax.device_put(collate(made, (LENGTH,), 24), sharding.rows(mesh))
   asked = teachers(default=one, by_tag={'b': other}, mesh=mesh)
   columns = asked.score(batch, made)
   alone = teachers(default=one, by_tag={'b': other}).score(
-    jax.device_put(pack(made, (LENGTH,), 24), jax.devices()[0]), made
+    jax.device_put(collate(made, (LENGTH,), 24), jax.devices()[0]), made
   )
   for name, shape in asked.shapes(24, LENGTH).items():
     assert columns[name].shape == shape.shape and columns[name].dtype == shape.dtype

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.data.packing import pack, pick_bucket
+from jaxrl.data.collate import collate, pick_bucket
 from jaxrl.types import Trajectory
 
 
@@ -32,7 +32,7 @@ def test_rows_survive_and_padding_is_empty(lengths, multiple):
     [row(n, seed=10 * i + j, member=j) for j, n in enumerate(group)]
     for i, group in enumerate(lengths)
   ]
-  batch = pack(groups, (4, 8, 16), multiple=multiple)
+  batch = collate(groups, (4, 8, 16), multiple=multiple)
   rows = [r for group in groups for r in group]
   count, width = batch.tokens.shape
   assert width == pick_bucket(max(len(r.tokens) for r in rows), (16, 4, 8))
@@ -59,14 +59,14 @@ def test_ids_are_dense_and_turns_share_their_episode():
     [row(3, member=0), row(3, member=0, step=1), row(3, member=2)],
     [row(3, member=0), row(3, member=2)],
   ]
-  batch = pack(groups, [4], num_rows=7)
+  batch = collate(groups, [4], num_rows=7)
   assert batch.task_ids.tolist() == [0, 0, 0, 1, 1, -1, -1]
   assert batch.run_ids.tolist() == [0, 0, 1, 2, 3, -1, -1]
   assert batch.step_ids.tolist() == [0, 1, 0, 0, 0, -1, -1]
 
 
 def test_dtypes_and_absent_columns():
-  batch = pack([[row(3)]], [4])
+  batch = collate([[row(3)]], [4])
   assert batch.tokens.dtype == batch.segment_ids.dtype == np.int32
   assert batch.action_mask.dtype == bool
   assert batch.rewards.dtype == batch.rollout_logprobs.dtype == np.float32
@@ -74,7 +74,7 @@ def test_dtypes_and_absent_columns():
 
 
 def test_optional_columns():
-  batch = pack(
+  batch = collate(
     [[row(3, is_expert=True), row(3, extras={'state_hash': 9})]], [4], num_rows=3
   )
   assert batch.expert_mask.tolist() == [True, False, False]
@@ -82,15 +82,15 @@ def test_optional_columns():
 
 
 def test_pad_id():
-  batch = pack([[row(3)]], [4], num_rows=2, pad_id=77)
+  batch = collate([[row(3)]], [4], num_rows=2, pad_id=77)
   assert batch.tokens[0, 3:].tolist() == [77]
   assert batch.tokens[1].tolist() == [77] * 4
 
 
 def test_errors():
   with pytest.raises(ValueError, match=r'9 tokens is longer than .* 8'):
-    pack([[row(9)]], [4, 8])
+    collate([[row(9)]], [4, 8])
   with pytest.raises(ValueError, match='3 rows do not fit a batch of 2'):
-    pack([[row(1), row(1), row(1)]], [4], num_rows=2)
-  with pytest.raises(ValueError, match='nothing to pack'):
-    pack([[], []], [4])
+    collate([[row(1), row(1), row(1)]], [4], num_rows=2)
+  with pytest.raises(ValueError, match='nothing to collate'):
+    collate([[], []], [4])

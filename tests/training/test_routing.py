@@ -9,14 +9,14 @@ import pytest
 
 from configs import debug
 from jaxrl.algorithms import compose
-from jaxrl.data.packing import ROUTED, pack
+from jaxrl.data.collate import ROUTED, collate
 from jaxrl.dispatch import Dispatcher
 from jaxrl.rollout.episode import RolloutCache, join
 from jaxrl.rollout.formulation import FORMULATIONS
 from jaxrl.rollout.jax_engine import JaxEngine
 from jaxrl.rollout.routing import fitted, joined
 from jaxrl.signature import ConfigError
-from jaxrl.training import policy, replay
+from jaxrl.training import policy, routing
 from jaxrl.training.learner import Learner
 from jaxrl.types import Completion, SamplingParams, Trajectory
 from launch import engines
@@ -109,7 +109,7 @@ def test_an_episode_of_several_replies_keeps_all_routes(sampled):
 def test_replay_changes_nothing_at_the_same_weights_and_all_at_others(made, sampled):
   model, params = made
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
-  batch = pack([rows], (32,))
+  batch = collate([rows], (32,))
   assert batch.routed_experts.shape == (4, 32, 2, 2)
   score = jax.jit(model.policy_outputs)
   given = batch.tokens, batch.segment_ids
@@ -135,7 +135,7 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
   for one in rows:
     known = one.extras[ROUTED] >= 0
     one.extras[ROUTED] = np.where(known, np.int16([1, 4]), -1).astype(np.int16)
-  batch = pack([rows], (32,))
+  batch = collate([rows], (32,))
   score, mask = jax.jit(model.policy_outputs), batch.action_mask
   given = {'routed_experts': batch.routed_experts}
   forced = score(params, batch.tokens, batch.segment_ids, **given).logprobs
@@ -160,14 +160,14 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
 def test_what_is_told_of_a_batch(made, sampled):
   model = dataclasses.replace(made[0], router_replay=True)
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
-  batch = pack([rows], (32,)).replace(expert_mask=np.zeros(4, bool))
+  batch = collate([rows], (32,)).replace(expert_mask=np.zeros(4, bool))
   batch.routed_experts[0, 6:] = -1  # of four tokens before the six that are sampled
-  found = replay.metrics(model, batch)
+  found = routing.metrics(model, batch)
   np.testing.assert_allclose(found['replay/share'], 1 - 3 / batch.action_mask.sum())
   taken = batch.routed_experts[(batch.routed_experts >= 0).all((2, 3))]
   loads = [(taken[:, layer] == e).sum() for layer in range(2) for e in range(5)]
   np.testing.assert_allclose(found['moe/max_load'], max(loads) * 5 / (2 * len(taken)))
-  assert replay.metrics(made[0], batch) == {}
+  assert routing.metrics(made[0], batch) == {}
 
 
 def test_parts_of_a_reply_are_put_together():
@@ -187,7 +187,7 @@ def test_rows_of_other_shapes_are_named(sampled):
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
   rows[1].extras[ROUTED] = rows[1].extras[ROUTED][:-1]
   with pytest.raises(ValueError, match='routed_experts in its extras has shape'):
-    pack([rows], (32,))
+    collate([rows], (32,))
 
 
 FAMILY = 'qwen3_moe(num_experts=4, num_experts_per_token=2, moe_intermediate_size=16)'

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
-from jaxrl.data.packing import pack
+from jaxrl.data.collate import collate
 from jaxrl.functional import losses
-from jaxrl.training import experts, metrics
+from jaxrl.training import expert_rows, metrics
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
 
@@ -56,9 +56,9 @@ def advantage(algorithm, given):
 
 
 def whole(algorithm, given):
-  lone = experts.lone(algorithm, given)
-  made = advantage(algorithm, experts.left_out(given, lone))
-  return experts.put_back(made, lone, given['rewards'], given['mask'])
+  lone = expert_rows.lone(algorithm, given)
+  made = advantage(algorithm, expert_rows.left_out(given, lone))
+  return expert_rows.put_back(made, lone, given['rewards'], given['mask'])
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -102,17 +102,17 @@ def test_the_statistics_of_a_batch_would_feel_them():
 def test_rated_rows_of_one_prompt_and_runs_of_files_stay_in():
   given = columns()
   given['task_ids'] = given['task_ids'].at[-1].set(given['task_ids'][-2])
-  lone = experts.lone(compose.make('grpo'), given)
+  lone = expert_rows.lone(compose.make('grpo'), given)
   np.testing.assert_array_equal(np.flatnonzero(lone), [PLAYED])
   of_files = Algorithm(policy_loss=losses.sft, schema='messages')
-  assert not experts.lone(of_files, given).any()
+  assert not expert_rows.lone(of_files, given).any()
 
 
 def test_what_an_advantage_leaves_open_stays_open():
   given = columns()
-  lone = experts.lone(compose.make('grpo'), given)
+  lone = expert_rows.lone(compose.make('grpo'), given)
   zeros = jnp.zeros_like(given['rewards'])
-  made = experts.put_back(
+  made = expert_rows.put_back(
     Advantages(zeros, state=3), lone, given['rewards'], given['mask']
   )
   assert (made.returns, made.keep, made.state) == (None, None, 3)
@@ -200,10 +200,10 @@ async def test_rows_that_nobody_sampled_steer_no_coefficient():
 
 def test_rows_from_files_have_no_staleness():
   played, written = with_experts()
-  batch = pack(played + written, (64,))
+  batch = collate(played + written, (64,))
   found = metrics.of_batch(batch, step=5)
   assert (found['staleness/mean'], found['staleness/max']) == (2, 2)
-  assert 'staleness/mean' not in metrics.of_batch(pack(written, (64,)), step=5)
+  assert 'staleness/mean' not in metrics.of_batch(collate(written, (64,)), step=5)
 
 
 def close(found, wanted):

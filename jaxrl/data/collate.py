@@ -22,7 +22,7 @@ def pick_bucket(length: int, buckets: Sequence[int]) -> int:
   return min(fitting)
 
 
-def pack(
+def collate(
   groups: Sequence[Group],
   buckets: Sequence[int],
   num_rows: int | None = None,
@@ -30,7 +30,7 @@ def pack(
   multiple: int = 1,
   pad_id: int = 0,
 ) -> Batch:
-  """Packs groups into a numpy `Batch` of B rows by T tokens, in the order given.
+  """Joins groups into a numpy `Batch` of B rows by T tokens, in the order given.
 
   T is the smallest of `buckets` that holds the longest row. B is `num_rows`, or the
   number of rows rounded up to `multiple`. task_ids count groups, run_ids episodes;
@@ -43,7 +43,7 @@ def pack(
   """
   rows = [row for group in groups for row in group]
   if not rows:
-    raise ValueError('there is nothing to pack: no group holds a trajectory')
+    raise ValueError('there is nothing to collate: no group holds a trajectory')
   count = -(-len(rows) // multiple) * multiple if num_rows is None else num_rows
   if len(rows) > count:
     raise ValueError(f'{len(rows)} rows do not fit a batch of {count}')
