@@ -74,6 +74,11 @@ def choose(
   return name
 
 
+def tell_again() -> None:
+  """Each choice is logged once; from here on once more."""
+  _tell.cache_clear()
+
+
 @functools.cache
 def _tell(kernel: str, platform: str, name: str, why: str) -> None:
   _log.info('%s on %s: %s (%s)', kernel, platform, name, why)

@@ -1,8 +1,8 @@
 """Attention kernels of JAX's own libraries, fitted to `kernels.attention`.
 
-Each takes what `attention` takes, and pads lengths to what it can do: what comes after
-a sequence's end is seen by no token of it. Pallas is imported where it is used, for
-programs on the CPU need none of it.
+Each takes what `attention` takes (Triton's no prefix_ids), and pads lengths to what it
+can do: what comes after a sequence's end is seen by no token of it. Pallas is imported
+where it is used, for programs on the CPU need none of it.
 """
 
 import functools

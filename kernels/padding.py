@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-BLOCK = 128  # what lengths are padded to; shorter ones are not worth a kernel
+BLOCK = 128  # of multiples of it lengths are; shorter ones are not worth a kernel
 
 
 def padded(length: int) -> int:

@@ -80,7 +80,7 @@ class Core:
 
   @property
   def shallow(self) -> bool:
-    """Whether it has few layers, on one CPU device, and recomputes nothing."""
+    """Whether it has few layers, on one CPU device, none recomputed, not exact."""
     few = self.config.num_layers <= SHALLOW and platform_of(self.platform) == 'cpu'
     mesh = getattr(self.constrain, 'mesh', None)
     alone = mesh is None or mesh.size == 1
@@ -93,8 +93,8 @@ class Core:
   def logical_axes(self, params: Params | None = None) -> Params:
     """The tree of `params`, each array replaced by a tuple of its axes' names.
 
-    Names: layers, embed, embedding, vocab, heads, kv_heads, mlp; None is never
-    sharded.
+    Names: layers, embed, embedding, vocab, heads, kv_heads, mlp, experts; None is
+    never sharded.
     """
     del params
     return transformer.logical_axes(self.config)

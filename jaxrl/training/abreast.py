@@ -111,7 +111,7 @@ def _nothing(
   return forward.nothing(spec, plan, one, trained, begun.columns, begun.weights)
 
 
-# The first program and the last one are the same for all sizes of micro-batches.
+# The first program, but for what rescores, and the last are those of all sizes.
 
 
 @functools.lru_cache(maxsize=64)
@@ -129,7 +129,7 @@ def _compile_begin(
 
 @functools.lru_cache(maxsize=64)
 def _compile_finish(spec: Spec, leaves: tuple, tree: Any) -> Any:
-  """(state, sums, numbers, own state) → state, metrics; what it is given is donated."""
+  """(state, sums, numbers, own state) → state, metrics; state is donated."""
   last = jax.jit(functools.partial(_finish, spec), donate_argnums=0)
   return last.lower(*jax.tree.unflatten(tree, leaves)).compile()
 

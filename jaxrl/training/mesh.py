@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 AXES = ('data', 'fsdp', 'tensor', 'context', 'expert')
@@ -48,12 +49,19 @@ def make_mesh(
       f'mesh {asked}: the product of the sizes, {fixed}, {what} the number of '
       f'devices, {len(devices)}; {advice}'
     )
-  return jax.make_mesh(
-    tuple(sizes.values()),
-    AXES,
-    axis_types=(AxisType.Auto,) * len(AXES),
-    devices=devices,
-  )
+  return _arranged(tuple(sizes.values()), devices)
+
+
+def _arranged(sizes: tuple[int, ...], devices: list[Any]) -> Mesh:
+  types = (AxisType.Auto,) * len(AXES)
+  try:
+    return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+  except NotImplementedError:
+    # An axis that is no product of a torus's own ones, as 8 of 4 × 4 × 4: one is cut.
+    whole = mesh_utils.create_device_mesh(
+      sizes, devices, allow_split_physical_axes=True
+    )
+    return Mesh(whole, AXES, axis_types=types)
 
 
 def _divisors(number: int) -> list[int]:

@@ -41,7 +41,8 @@ class PackedLayout(Layout):
     longest = max(self.buckets)
     atom = minibatches.atom_size(self.algorithm)
     rows, length = usual_rows(self.packing, longest, atom, self.multiple)
-    # Rows half as long would have half the pairs for a rectangle to be less than.
+    # In rows half as long half the pairs are left, and `sequences` was asked for so
+    # that a rectangle has fewer.
     short = length if self.packing.sequences else max(longest, length // HALF)
     usual, fine = (rows, length), (-(-rows // FINE), short)
     return (usual,) if usual == fine else (usual, fine)
@@ -92,8 +93,8 @@ class PackedLayout(Layout):
   def _ways(self, rows: int) -> int:
     """Micro-batches at once of a minibatch of `rows`, of any size.
 
-    Where all fit a usual one there is nothing to do beside it. Late ones are of few
-    programs: of one size, one after the other.
+    Where all fit a usual one there is nothing to do beside it. Late ones are done one
+    after the other, of few programs.
     """
     if self._late(rows):
       return 1

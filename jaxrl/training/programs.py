@@ -42,9 +42,9 @@ _ROWS = ('task_ids', 'run_ids', 'step_ids', 'expert_mask', 'loss_weights', *NARR
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Rows of the batch, tokens a row, rows of a micro-batch; or how rows are packed.
+  """Rows of the batch, tokens a row, rows of a micro-batch.
 
-  micro_rows: of a minibatch, where they are.
+  pack: how rows are packed, if they are; micro_rows are then a minibatch's.
   """
 
   rows: int
@@ -185,7 +185,9 @@ class Programs:
     return _compile_train(self._spec, self._mesh, shape, self._numbers)
 
   def traced(self, shape: Shape) -> dict[str, Any]:
-    """Each program of a batch of this shape by name, as `train` compiles it: traced."""
+    """Each program of a batch of this shape by name, traced; the update as one program,
+    also where `train` has several micro-batches at once.
+    """
     own = self._spec, self._mesh, shape, self._numbers
     before = {'prepare': _trace_prepare(*own)} if self._spec.prepares else {}
     return before | {'train': _trace_train(*own)}

@@ -111,8 +111,8 @@ def smaller_micro_batches(
   """Of a half of the rows or, where they are packed, of the tokens, a quarter and so
   on: what a mesh of as many shares of the rows can take, the largest first.
 
-  alone: packed ones are no more than one at once, where as many were chosen: two
-  smaller ones may take more than one that is larger.
+  alone: on one CPU device packed ones are then done one at a time: two smaller ones at
+  once may take more than a larger one.
   """
   shares = math.prod(found.mesh.get(axis, 1) for axis in ('data', 'fsdp', 'expert'))
   batch, made = run.config.batch, []

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.signature import ConfigError
+from kernels import dispatch
 from launch import teachers
 from launch.planning import abstract, changes, cost, decode
 from launch.planning.abstract import Run
@@ -107,6 +108,7 @@ class _Heard(logging.Handler):
     self.lines.append(re.sub(r'\s+', ' ', record.getMessage()))
 
   def __enter__(self) -> '_Heard':
+    dispatch.tell_again()
     self._before = self._log.level
     self._log.setLevel(logging.INFO)
     self._log.addHandler(self)

@@ -14,16 +14,27 @@ from tests.benchmarks import memory
 from tests.launch.test_handover import built, learner_of
 from tests.launch.test_planning import small
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(
+LINUX = pytest.mark.skipif(
   not pathlib.Path('/proc/self/clear_refs').exists(), reason='needs Linux'
 )
+
+
+@pytest.mark.slow
+@LINUX
 def test_the_peak_is_foretold():
   found = memory.measure('small')
   assert found['foretold'] == pytest.approx(
     found['measured'], rel=0.2
   )  # small: threads' own memory counts
+
+
+@pytest.mark.slow
+@LINUX
+@pytest.mark.parametrize('case', memory.TABLE)
+def test_the_peak_of_a_gigabyte_of_state_is_foretold_within_a_tenth(case):
+  found = memory.measure(case)
+  assert found['state'] > 1e9
+  assert found['foretold'] == pytest.approx(found['measured'], rel=0.1)
 
 
 def planned(packing):

@@ -196,7 +196,8 @@ def test_remat_and_unrolling_change_no_gradient(qwen3):
     return jax.jit(jax.grad(score))(params)
 
   plain = gradient()
-  for changes in ({'remat': 'full'}, {'remat': 'dots'}, {'unroll': 1}, {'unroll': 2}):
+  named = [{'remat': name} for name in ('full', 'dots', 'dots_batch')]
+  for changes in (*named, {'unroll': 1}, {'unroll': 2}):
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
       plain,

@@ -254,6 +254,25 @@ async def test_the_event_loop_is_not_held(engine):
   assert (await job).finish_reason == 'length'
 
 
+async def test_weights_that_compile_after_warmup_are_told_of(caplog):
+  dispatcher = Dispatcher()
+  engine = JaxEngine(
+    MODEL, dispatcher=dispatcher, num_slots=2, max_length=16, prompt_buckets=[16]
+  )
+  await engine.load(0, WEIGHTS[0])
+  await engine.warmup()
+  await engine.load(1, WEIGHTS[1])
+  await engine.generate('a', prompt(0, 5), SamplingParams(max_tokens=2))
+  await engine.load(2, WEIGHTS[2])
+  assert 'after warm-up' not in caplog.text
+  await engine.load(3, jax.tree.map(lambda x: x.astype('bfloat16'), WEIGHTS[0]))
+  await engine.generate('b', prompt(0, 5), SamplingParams(max_tokens=2))
+  await engine.load(4, WEIGHTS[0])
+  assert 'after warm-up, for version' in caplog.text
+  assert 'another dtype, shape or layout' in caplog.text
+  dispatcher.close()
+
+
 async def test_nothing_compiles_after_warmup():
   dispatcher = Dispatcher()
   engine = JaxEngine(
