@@ -72,7 +72,7 @@ DATA = {
 }
 
 
-def measure(repeats: int = 3) -> dict[str, dict[str, float]]:
+def measure(repeats: int = 5) -> dict[str, dict[str, float]]:
   """Case and way → seconds of the fastest and the median step, and what is empty."""
   return asyncio.run(_measure(repeats))
 

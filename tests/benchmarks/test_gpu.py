@@ -40,6 +40,43 @@ def test_tables_name_what_failed():
   assert failures == ['c: no memory']
 
 
+def test_aims_are_told_by_what_was_measured(capsys):
+  card = {'card': 'H200', 'jax': '1', 'flax': '2', 'optax': '3'}
+  train = {
+    f'Qwen3-1.7B, remat {remat}, kernels {kernels}': {'mfu': mfu}
+    for remat, kernels, mfu in (
+      ('full', 'auto', 0.4),
+      ('dots', 'auto', 0.55),
+      ('full', 'reference', 0.9),
+    )
+  }
+  decode = {
+    'Qwen3-0.6B, 32 slots, kernels auto': {'share': 0.5},
+    'Qwen3-0.6B, 1 slots, kernels auto': {'share': 0.9},
+    'Qwen3-1.7B, 32 slots, kernels auto': {'failed': 'no memory'},
+  }
+  own = {'forward': {'ms': 3.0}, 'both': {'ms': 9.0}}
+  naive = {'forward': {'ms': 4.0}, 'both': {'failed': 'no memory'}}
+  whole = {'kernels': own, 'naive XLA': {'failed': 'all of it'}}
+  found = {
+    'date': 'today',
+    'train': {'cases': train, 'device': card},
+    'decode': {'cases': decode, 'device': card},
+    'logprobs': {'shapes': {'a': {'kernels': own, 'naive XLA': naive}, 'b': whole}},
+    'attention': {'failed': 'took more than 1 s'},
+  }
+  gpu.close(found)
+  told = capsys.readouterr().out
+  assert 'dots, kernels auto: share of the products: 55%, aim 50%: reached' in told
+  assert '32 slots, kernels auto: share of the memory: 50%, aim 60%: missed' in told
+  assert told.count('share of the memory') == 1
+  assert 'a, forward: of the time of naive: 0.75, aim 1: reached' in told
+  assert told.count('naive does not fit') == 3
+  assert 'today, H200, jax 1, flax 2, optax 3' in told
+  gpu.close({'date': 'today', 'train': {'failed': 'no card'}})
+  assert not capsys.readouterr().out
+
+
 def test_a_part_that_fails_or_takes_too_long_says_so():
   assert 'took more than' in gpu._part('train', True, 0.01)['failed']
   assert 'its own words' in gpu._part('nothing', True, 60.0)['failed']

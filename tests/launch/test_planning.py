@@ -242,6 +242,13 @@ def test_the_command_line(tmp_path, capsys):
   data = json.loads(path.read_text())
   assert data['fits'] and data['memory']['total'] < data['memory']['limit']
   assert data['step']['least'] < data['step']['most']
+  assert 0 < data['tokens_per_second']['least'] < data['tokens_per_second']['most']
+  assert {'parameters', 'optimizer state', 'temporaries'} <= data['memory'].keys()
+  assert data['programs'].keys() >= {'train', 'decode'} and data['change'] is None
+  for one in (data['programs'][name] for name in ('train', 'decode')):
+    assert one['flops'] > 0 and one['moved'] > 0 and one['collectives'] == {}
+  assert data['broadcast']['bytes'] > 0 and data['broadcast']['seconds'] > 0
+  assert sum(data['compiles'].values()) >= 3 and data['assumptions'] and data['kernels']
   assert 'fits, with' in capsys.readouterr().out
 
 

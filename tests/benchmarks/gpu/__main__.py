@@ -16,6 +16,9 @@ import sys
 import time
 from typing import Any
 
+from tests.benchmarks.gpu import aims
+
+VERSIONS = ('jax', 'flax', 'optax')
 PARTS = ('logprobs', 'attention', 'experts', 'train', 'decode')
 TITLES = {
   'logprobs': 'Log-probs of given tokens, bfloat16: hidden states and table in',
@@ -117,6 +120,19 @@ def show(name: str, found: dict[str, Any]) -> None:
   )
 
 
+def close(found: dict[str, Any]) -> None:
+  """Prints whether aims were reached, and what the figures are of."""
+  lines = aims.told(found)
+  if lines:
+    print('\nAims on one H200')
+    print('\n'.join(f'  {line}' for line in lines))
+  parts = [found[name] for name in PARTS if name in found]
+  cards = [part['device'] for part in parts if 'device' in part]
+  if cards:
+    versions = ', '.join(f'{name} {cards[0][name]}' for name in VERSIONS)
+    print(f'\n{found["date"]}, {cards[0]["card"]}, {versions}', flush=True)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(prog='tests.benchmarks.gpu', description=__doc__)
   parser.add_argument('--json', default='')
@@ -136,6 +152,7 @@ def main() -> None:
   for name in names:
     found[name] = _part(name, flags.tiny, flags.limit)
     show(name, found[name])
+  close(found)
   if flags.json:
     file = pathlib.Path(flags.json)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,54 @@
+"""What is aimed at on one H200, and whether a run of `make bench-gpu` got there."""
+
+from typing import Any
+
+MFU = 0.5  # of a train step at 1.7B, with the best of the remat policies
+DECODE = 0.6  # of the memory's rate, at 32 slots
+
+
+def told(found: dict[str, Any]) -> list[str]:
+  """A line an aim. found: by part, what was measured; parts may lack."""
+  shares = {
+    name: cases(found, name, *words)
+    for name, *words in (
+      ('train', 'Qwen3-1.7B', 'kernels auto'),
+      ('decode', '32 slots', 'kernels auto'),
+    )
+  }
+  lines = []
+  if shares['train']:
+    label, best = max(shares['train'].items(), key=lambda one: one[1]['mfu'])
+    lines.append(_least(f'train, {label}: share of the products', best['mfu'], MFU))
+  for label, case in shares['decode'].items():
+    what = f'decode, {label}: share of the memory'
+    lines.append(_least(what, case['share'], DECODE))
+  for shape, table in found.get('logprobs', {}).get('shapes', {}).items():
+    lines += [_beside(shape, pass_, table) for pass_ in ('forward', 'both')]
+  return lines
+
+
+def cases(found: dict[str, Any], part: str, *words: str) -> dict[str, Any]:
+  """Of a part, those whose label has all the words, and that could be measured."""
+  return {
+    label: case
+    for label, case in found.get(part, {}).get('cases', {}).items()
+    if 'failed' not in case and all(word in label for word in words)
+  }
+
+
+def _least(what: str, value: float, aim: float) -> str:
+  verdict = 'reached' if value >= aim else 'missed'
+  return f'{what}: {value:.0%}, aim {aim:.0%}: {verdict}'
+
+
+def _beside(shape: str, pass_: str, table: dict[str, Any]) -> str:
+  """The fused kernel's time beside that of the logits held whole."""
+  name = {'forward': 'forward', 'both': 'with gradient'}[pass_]
+  what = f'log-probs, {shape}, {name}: of the time of naive'
+  ours, naive = (table[key].get(pass_, table[key]) for key in ('kernels', 'naive XLA'))
+  if 'failed' in ours:
+    return f'{what}: not measured'
+  if 'failed' in naive:
+    return f'{what}: naive does not fit'
+  ratio = ours['ms'] / naive['ms']
+  return f'{what}: {ratio:.2f}, aim 1: {"reached" if ratio <= 1 else "missed"}'
