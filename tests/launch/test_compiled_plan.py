@@ -4,7 +4,8 @@ import pytest
 
 from launch import config as configs
 from launch import plan, targets
-from launch.planning import abstract, decode, report
+from launch.planning import abstract, decode, program, report
+from tests.launch.test_handover import EXPERTS
 from tests.launch.test_planning import small
 from tests.launch.test_published_plans import SIZES, path, read
 from tests.targets import TARGETS
@@ -45,6 +46,22 @@ def test_a_step_of_decoding_moves_weights_and_cache_once(text):
   run = decode.shorter(run, 1)
   made = decode.build(run, decode.engine_of(run), target, devices)
   assert made.arguments <= made.moved <= 1.5 * made.arguments
+
+
+@pytest.mark.parametrize('text', ['v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'h200:8'])
+@pytest.mark.parametrize('axis', ['expert', 'context'])
+def test_an_update_compiles_where_experts_or_lengths_are_split(text, axis):
+  sizes = ('--config.batch.max_length=256', '--config.model.random.head_dim=64')
+  mesh = (f'--config.mesh.{axis}=2', '--config.mesh.fsdp=2', '--config.mesh.data=1')
+  more = (EXPERTS,) if axis == 'expert' else ()
+  run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *more)
+  target = targets.parse(text)
+  devices = targets.topology(text)[:4]
+  learner = abstract.make_learner(run, abstract.mesh_of(run.config, devices))
+  _, traced = learner.traced(run.buckets[-1])
+  made = program.build('train', traced['train'], target)
+  kinds = {'expert': {'all-gather', 'all-to-all'}, 'context': {'collective-permute'}}
+  assert kinds[axis] & made.collectives.keys()
 
 
 def test_a_plan_for_h200_says_which_attention_is_compiled_and_why(capsys):
