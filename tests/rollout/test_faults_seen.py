@@ -90,7 +90,7 @@ FAULTS = {
   ],
   'padding rows or copies are trained on at full weight': [
     'tests/training/test_step.py::test_padding_changes_nothing',
-    'tests/data/test_packing.py::test_rows_survive_and_padding_is_empty',
+    'tests/data/test_collate.py::test_rows_survive_and_padding_is_empty',
     'tests/functional/test_faults.py::test_padding_ids_enter_no_statistic',
   ],
   'unknown config keys are ignored': [
