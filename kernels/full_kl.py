@@ -1,9 +1,11 @@
 """The whole divergence between two models' distributions, from their hidden states."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from kernels.token_logprobs import scan_positions
+from kernels.positions import score_positions
 
 MAX_ROWS = 128  # positions whose logits, of both models, are held at a time
 
@@ -31,13 +33,22 @@ def full_kl(
       'divergence is over one vocabulary'
     )
 
-  def score(hidden, teacher_hidden):
-    own = {'temperature': temperature, 'reverse': reverse}
-    return reference(hidden, table, teacher_hidden, teacher_table, **own)
+  pairs = (hidden, table), (teacher_hidden, teacher_table)
+  score = functools.partial(_divergence, reverse=reverse)
+  temperature = jnp.asarray(temperature, jnp.float32)
+  return score_positions(score, pairs, (), temperature, max_rows=max_rows)
 
-  batch, length = hidden.shape[:2]
-  size = max(1, min(length, max_rows // batch))
-  return scan_positions(score, (hidden, teacher_hidden), length, size)
+
+def _divergence(
+  logits: tuple[jax.Array, jax.Array],
+  inputs: tuple[()],
+  temperature: jax.Array | float,
+  *,
+  reverse: bool,
+) -> jax.Array:
+  mine, theirs = (jax.nn.log_softmax(x / temperature) for x in logits)
+  p, q = (mine, theirs) if reverse else (theirs, mine)
+  return (jnp.exp(p) * (p - q)).sum(-1)
 
 
 def reference(
@@ -50,19 +61,7 @@ def reference(
   reverse: bool = False,
 ) -> jax.Array:
   """As `full_kl`, all logits at once."""
-  mine = _logprobs(hidden, table, temperature)
-  theirs = _logprobs(teacher_hidden, teacher_table, temperature)
-  p, q = (mine, theirs) if reverse else (theirs, mine)
-  return (jnp.exp(p) * (p - q)).sum(-1)
-
-
-def _logprobs(
-  hidden: jax.Array, table: jax.Array, temperature: jax.Array | float
-) -> jax.Array:
-  logits = jnp.einsum(
-    'btd,vd->btv',
-    hidden,
-    table.astype(hidden.dtype),
-    preferred_element_type=jnp.float32,
+  given = hidden, table, teacher_hidden, teacher_table
+  return full_kl(
+    *given, temperature=temperature, reverse=reverse, max_rows=hidden[..., 0].size
   )
-  return jax.nn.log_softmax(logits / temperature)

@@ -1,7 +1,6 @@
 """Log-probabilities of given or likeliest tokens, and entropies, from hidden states."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 
 from kernels.dispatch import choose, only_on, platform_of
 from kernels.fused_logprobs import Plan, Shards, fused
+from kernels.positions import ENTRIES, score_positions
 from kernels.vocabulary import Kind
 
 # Positions scored at once, unless told: as many as make this many logits, but enough
@@ -81,7 +81,7 @@ def token_logprobs(
     'mosaic': on('tpu', 'mosaic'),
     'triton': on('gpu', 'triton'),
     'reference': functools.partial(
-      reference, topk_ids=topk_ids, top_k=top_k, max_rows=max_rows
+      reference, topk_ids=topk_ids, top_k=top_k, max_rows=max_rows, shards=shards
     ),
   }
   name = choose('token_logprobs', candidates, platform=platform, asked=kernels)
@@ -122,14 +122,12 @@ def reference(
   topk_ids: jax.Array | None = None,
   top_k: int = 0,
   max_rows: int | None = None,
+  shards: Shards | None = None,
 ) -> TokenScores:
   """As `token_logprobs`, in plain jnp, some positions at a time."""
-  batch, length, width = hidden.shape
 
-  def score(hidden, targets, chosen_ids):
-    rows, entries = hidden.reshape(-1, width), table.T.astype(hidden.dtype)
-    logits = jnp.dot(rows, entries, preferred_element_type=jnp.float32)
-    logits = logits.reshape(*targets.shape, -1)
+  def score(logits, inputs, temperature):
+    (logits,), (targets, chosen_ids) = logits, inputs
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     chosen = jnp.where(ids == targets[..., None], logits, 0.0).sum(-1)
     norm = jax.nn.logsumexp(logits / temperature, axis=-1)
@@ -147,29 +145,14 @@ def reference(
   if max_rows is None:
     few = min(MIN_ROWS, MOST_LOGITS // table.shape[0])
     max_rows = max(few, MAX_LOGITS // table.shape[0], 1)
-  size = max(1, min(length, max_rows // batch))
-  inputs = (hidden, targets, topk_ids)
-  return (
-    score(*inputs) if size >= length else scan_positions(score, inputs, length, size)
+  return score_positions(
+    score,
+    ((hidden, table),),
+    (targets, topk_ids),
+    jnp.asarray(temperature, jnp.float32),
+    max_rows=max_rows,
+    entries=ENTRIES if shards is None or shards.mesh.size == 1 else None,
   )
-
-
-def scan_positions(
-  score: Callable[..., Any], inputs: Any, length: int, size: int
-) -> Any:
-  """score(*inputs), arrays `[B, T, …]`, for `size` positions of every row at a time."""
-  chunks = -(-length // size)
-
-  def cut(x):
-    pad = ((0, 0), (0, chunks * size - length), *((0, 0),) * (x.ndim - 2))
-    return jnp.pad(x, pad).reshape(len(x), chunks, size, *x.shape[2:]).swapaxes(0, 1)
-
-  def join(x):
-    x = x.swapaxes(0, 1)
-    return x.reshape(len(x), -1, *x.shape[3:])[:, :length]
-
-  body = jax.checkpoint(lambda _, chunk: (None, score(*chunk)))
-  return jax.tree.map(join, jax.lax.scan(body, None, jax.tree.map(cut, inputs))[1])
 
 
 def _moments(logits: jax.Array, entropy: bool, nec: bool) -> dict[str, jax.Array]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels.blocks import each_block
 from kernels.vocabulary import (
   NEGATIVE,
   Kind,
@@ -29,6 +30,7 @@ from kernels.vocabulary import (
 ROWS, ENTRIES, DEPTH = 64, 128, 32
 SHARES = 8  # of the vocabulary, so that few rows too keep the GPU busy
 CHUNK = 2048  # entries whose logits' gradients are held at a time
+ADDED = 2**24  # numbers of the states' gradient that are added at a time
 
 
 def _logits(hidden, table, rows, entries, sizes):
@@ -152,7 +154,12 @@ def gradients(
     )
     new = dot(d.T, hidden).astype(of_table.dtype)
     of_table = jax.lax.dynamic_update_slice_in_dim(of_table, new, start, 0)
-    return of_hidden + dot(d, part), of_table
+
+    def add(of_hidden, block):
+      return block.add(of_hidden, dot(block.take(d, 0), part), 0)
+
+    some_rows = min(count, max(ROWS, ADDED // width))
+    return each_block(add, of_hidden, count, some_rows), of_table
 
   sums = jnp.zeros((count, width), jnp.float32), jnp.zeros((vocab, width), dtypes[1])
   if whole:

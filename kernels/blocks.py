@@ -1,0 +1,45 @@
+"""An axis taken some elements at a time, where their number may not divide it."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+T = TypeVar('T')
+
+
+class Block(NamedTuple):
+  """`size` elements from `start` on. Those before `first` are of the block before, too:
+  the last block ends where the axis does. An axis is 0 or positive.
+  """
+
+  start: jax.Array
+  first: jax.Array
+  size: int
+
+  def take(self, x: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+
+  def put(self, into: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """`into`, with x where `take` takes from."""
+    return jax.lax.dynamic_update_slice_in_dim(into, x, self.start, axis)
+
+  def add(self, into: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """`into`, with x added where `take` takes from, but for what was added before."""
+    return self.put(into, self.take(into, axis) + self.new(x, axis), axis)
+
+  def new(self, x: jax.Array, axis: int) -> jax.Array:
+    """x, as `take` gives it, with zeros for what is of the block before, too."""
+    new = self.start + jnp.arange(self.size) >= self.first
+    return jnp.where(new.reshape(-1, *(1,) * (x.ndim - axis - 1)), x, 0)
+
+
+def each_block(step: Callable[[T, Block], T], carry: T, length: int, size: int) -> T:
+  """carry, after step(carry, block) of all blocks; `size` is at most `length`."""
+
+  def body(carry, index):
+    first = index * size
+    return step(carry, Block(jnp.minimum(first, length - size), first, size)), None
+
+  return jax.lax.scan(body, carry, jnp.arange(-(-length // size)))[0]

@@ -1,0 +1,145 @@
+"""Scores of logits that are not held whole: those of some positions at a time.
+
+The backward pass makes a chunk's logits anew and adds to the gradients in place, those
+of a table some entries at a time: what JAX would make of a scan holds a chunk's whole
+share of the table's gradient, and the states a second and a third time, in chunks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels.blocks import Block, each_block
+
+ENTRIES = 8192  # of a table, whose gradients are made at a time
+
+
+class Scoring(NamedTuple):
+  """score(logits, inputs, shared) → arrays `[B, S, …]`, for S positions of each row.
+
+  logits: one `[B, S, V]` float32 for each pair of states and table. inputs: as given,
+  but S long. size: S. entries: as `score_positions` has it.
+  """
+
+  score: Callable[..., Any]
+  size: int
+  entries: int | None
+
+
+def score_positions(
+  score: Callable[..., Any],
+  pairs: tuple[tuple[jax.Array, jax.Array], ...],
+  inputs: Any = (),
+  shared: Any = (),
+  *,
+  max_rows: int,
+  entries: int | None = ENTRIES,
+) -> Any:
+  """What `Scoring.score` says of all positions, of at most max_rows at a time.
+
+  pairs: of states `[B, T, D]` and a table `[V, D]`, whose products are the logits.
+  inputs: arrays `[B, T, …]` without gradients. shared: arrays for every position. At
+  least one position of every row is scored at a time. entries: how many of a table's
+  have their gradients made at a time; None: all, as is best where it lies in shards.
+  Differentiable in pairs and shared, once.
+  """
+  batch, length = pairs[0][0].shape[:2]
+  size = max(1, min(length, max_rows // batch))
+  if size == length:
+    return score(tuple(_logits(*pair) for pair in pairs), inputs, shared)
+  size = -(-length // -(-length // size))  # as many chunks, as even as can be
+  return _chunked(Scoring(score, size, entries), pairs, inputs, shared)
+
+
+def _logits(states: jax.Array, table: jax.Array) -> jax.Array:
+  """States `[B, S, D]` and table `[V, D]` → `[B, S, V]` float32."""
+  rows, entries = states.reshape(-1, states.shape[-1]), table.T.astype(states.dtype)
+  logits = jnp.dot(rows, entries, preferred_element_type=jnp.float32)
+  return logits.reshape(*states.shape[:2], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(of: Scoring, pairs: Any, inputs: Any, shared: Any) -> Any:
+  length = pairs[0][0].shape[1]
+
+  def score(chunk):
+    logits = tuple(_logits(chunk.take(states, 1), table) for states, table in pairs)
+    return of.score(logits, jax.tree.map(lambda x: chunk.take(x, 1), inputs), shared)
+
+  def step(out, chunk):
+    return jax.tree.map(lambda into, x: chunk.put(into, x, 1), out, score(chunk))
+
+  shapes = jax.eval_shape(lambda: score(Block(jnp.int32(0), jnp.int32(0), of.size)))
+  whole = lambda x: jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)  # noqa: E731
+  return each_block(step, jax.tree.map(whole, shapes), length, of.size)
+
+
+def _forward(of: Scoring, *given: Any) -> Any:
+  return _chunked(of, *given), given
+
+
+def _backward(of: Scoring, given: Any, by: Any) -> Any:
+  pairs, inputs, shared = given
+
+  def slope(chunk, x):
+    if x.dtype == jax.dtypes.float0:  # of integers: the likeliest tokens
+      return x[:, : of.size]
+    return chunk.new(chunk.take(x, 1), 1)
+
+  def step(sums, chunk):
+    of_pairs, of_shared = sums
+    parts = [chunk.take(states, 1) for states, _ in pairs]
+    own = jax.tree.map(lambda x: chunk.take(x, 1), inputs)
+    logits = tuple(
+      _logits(x, table) for x, (_, table) in zip(parts, pairs, strict=True)
+    )
+    pull = jax.vjp(lambda *x: of.score(x[0], own, x[1]), logits, shared)[1]
+    of_logits, new_shared = pull(jax.tree.map(functools.partial(slope, chunk), by))
+    of_pairs = tuple(
+      (
+        chunk.add(of_states, _of_states(d, x, table), 1),
+        _add_of_table(of_table, d, x, of.entries),
+      )
+      for (of_states, of_table), d, x, (_, table) in zip(
+        of_pairs, of_logits, parts, pairs, strict=True
+      )
+    )
+    return of_pairs, jax.tree.map(jnp.add, of_shared, new_shared)
+
+  sums = (
+    tuple((jnp.zeros_like(x), jnp.zeros(t.shape, jnp.float32)) for x, t in pairs),
+    jax.tree.map(jnp.zeros_like, shared),
+  )
+  of_pairs, of_shared = each_block(step, sums, pairs[0][0].shape[1], of.size)
+  of_pairs = jax.tree.map(lambda x, like: x.astype(like.dtype), of_pairs, pairs)
+  return of_pairs, None, of_shared
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+def _of_states(d: jax.Array, states: jax.Array, table: jax.Array) -> jax.Array:
+  """The states' gradient, for that of their logits, d `[B, S, V]`."""
+  d, entries = d.astype(states.dtype), table.T.astype(states.dtype)
+  new = jnp.dot(d, entries.T, preferred_element_type=jnp.float32)
+  return new.astype(states.dtype)
+
+
+def _add_of_table(
+  of_table: jax.Array, d: jax.Array, states: jax.Array, entries: int | None
+) -> jax.Array:
+  """of_table `[V, D]` float32 and what d `[B, S, V]` adds, some entries at a time."""
+  vocab, width = of_table.shape
+  rows, d = states.reshape(-1, width), d.reshape(-1, vocab).astype(states.dtype)
+
+  def add(of_table, block):
+    part = block.take(d, 1).T
+    new = jnp.dot(part, rows, preferred_element_type=jnp.float32)
+    return block.add(of_table, new, 0)
+
+  if entries is None or vocab <= entries:
+    return of_table + jnp.dot(d.T, rows, preferred_element_type=jnp.float32)
+  return each_block(add, of_table, vocab, entries)
