@@ -35,8 +35,19 @@ class Block(NamedTuple):
     return jnp.where(new.reshape(-1, *(1,) * (x.ndim - axis - 1)), x, 0)
 
 
-def each_block(step: Callable[[T, Block], T], carry: T, length: int, size: int) -> T:
-  """carry, after step(carry, block) of all blocks; `size` is at most `length`."""
+def each_block(
+  step: Callable[[T, Block], T], carry: T, length: int, size: int, multiple: int = 1
+) -> T:
+  """carry, after step(carry, block) of all blocks of an axis of at least 1 element.
+
+  Blocks are as even as can be: of at most `size` elements, rounded up to a multiple of
+  `multiple` where there are several, so that little is done twice.
+  """
+  count = -(-length // min(length, size))
+  if count == 1:
+    return step(carry, Block(jnp.int32(0), jnp.int32(0), length))
+  even = -(-length // count)
+  size = min(length, -(-even // multiple) * multiple)
 
   def body(carry, index):
     first = index * size

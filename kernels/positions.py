@@ -1,8 +1,8 @@
 """Scores of logits that are not held whole: those of some positions at a time.
 
 The backward pass makes a chunk's logits anew and adds to the gradients in place, those
-of a table some entries at a time: what JAX would make of a scan holds a chunk's whole
-share of the table's gradient, and the states a second and a third time, in chunks.
+of a table that is not in shards some entries at a time: what JAX would make of a scan
+holds a chunk's whole share of the table's gradient, and the states in chunks beside.
 """
 
 import functools
@@ -41,14 +41,15 @@ def score_positions(
   """What `Scoring.score` says of all positions, of at most max_rows at a time.
 
   pairs: of states `[B, T, D]` and a table `[V, D]`, whose products are the logits.
-  inputs: arrays `[B, T, …]` without gradients. shared: arrays for every position. At
-  least one position of every row is scored at a time. entries: how many of a table's
-  have their gradients made at a time; None: all, as is best where it lies in shards.
-  Differentiable in pairs and shared, once.
+  inputs: arrays `[B, T, …]` without gradients. shared: floating-point arrays for every
+  position. At least one position of every row is scored at a time. entries: how many of
+  a table's have their gradients made at a time; None: all, as is best where it lies in
+  shards. Differentiable in pairs and shared, backwards: where there are several chunks
+  `jax.jvp` raises TypeError.
   """
   batch, length = pairs[0][0].shape[:2]
-  size = max(1, min(length, max_rows // batch))
-  if size == length:
+  size = max(1, max_rows // max(1, batch))
+  if size >= length:
     return score(tuple(_logits(*pair) for pair in pairs), inputs, shared)
   size = -(-length // -(-length // size))  # as many chunks, as even as can be
   return _chunked(Scoring(score, size, entries), pairs, inputs, shared)
@@ -78,47 +79,68 @@ def _chunked(of: Scoring, pairs: Any, inputs: Any, shared: Any) -> Any:
 
 
 def _forward(of: Scoring, *given: Any) -> Any:
-  return _chunked(of, *given), given
+  values = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
+  learns = jax.tree.map(lambda x: x.perturbed, given[0], is_leaf=_is_primal)
+  # Python's own truth would be traced: in the structure of a tree it stays.
+  kept = jax.tree.map(lambda x: () if x else None, learns)
+  return _chunked(of, *values), (values, kept)
 
 
-def _backward(of: Scoring, given: Any, by: Any) -> Any:
-  pairs, inputs, shared = given
+def _is_primal(x: Any) -> bool:
+  return hasattr(x, 'perturbed')
 
-  def slope(chunk, x):
-    if x.dtype == jax.dtypes.float0:  # of integers: the likeliest tokens
-      return x[:, : of.size]
-    return chunk.new(chunk.take(x, 1), 1)
+
+def _backward(of: Scoring, rest: Any, by: Any) -> Any:
+  """Of what has no gradients, or gives none, nothing is computed."""
+  (pairs, inputs, shared), learns = rest
+  by = jax.tree.leaves(by, is_leaf=_is_zero)
+  live = [i for i, x in enumerate(by) if not _is_zero(x)]
 
   def step(sums, chunk):
     of_pairs, of_shared = sums
     parts = [chunk.take(states, 1) for states, _ in pairs]
     own = jax.tree.map(lambda x: chunk.take(x, 1), inputs)
+
+    def score(logits, shared):
+      found = jax.tree.leaves(of.score(logits, own, shared))
+      return [found[i] for i in live]
+
     logits = tuple(
       _logits(x, table) for x, (_, table) in zip(parts, pairs, strict=True)
     )
-    pull = jax.vjp(lambda *x: of.score(x[0], own, x[1]), logits, shared)[1]
-    of_logits, new_shared = pull(jax.tree.map(functools.partial(slope, chunk), by))
-    of_pairs = tuple(
-      (
-        chunk.add(of_states, _of_states(d, x, table), 1),
-        _add_of_table(of_table, d, x, of.entries),
-      )
-      for (of_states, of_table), d, x, (_, table) in zip(
-        of_pairs, of_logits, parts, pairs, strict=True
-      )
-    )
-    return of_pairs, jax.tree.map(jnp.add, of_shared, new_shared)
+    slopes = [chunk.new(chunk.take(by[i], 1), 1) for i in live]
+    of_logits, new_shared = jax.vjp(score, logits, shared)[1](slopes)
+    found = []
+    for before, d, x, (_, table) in zip(of_pairs, of_logits, parts, pairs, strict=True):
+      of_states, of_table = before
+      if of_states is not None:
+        of_states = chunk.add(of_states, _of_states(d, x, table), 1)
+      if of_table is not None:
+        of_table = _add_of_table(of_table, d, x, of.entries)
+      found.append((of_states, of_table))
+    return tuple(found), jax.tree.map(jnp.add, of_shared, new_shared)
 
-  sums = (
-    tuple((jnp.zeros_like(x), jnp.zeros(t.shape, jnp.float32)) for x, t in pairs),
-    jax.tree.map(jnp.zeros_like, shared),
+  nothing = tuple(
+    (
+      None if of_states is None else jnp.zeros_like(states),
+      None if of_table is None else jnp.zeros(table.shape, jnp.float32),
+    )
+    for (states, table), (of_states, of_table) in zip(pairs, learns, strict=True)
   )
-  of_pairs, of_shared = each_block(step, sums, pairs[0][0].shape[1], of.size)
-  of_pairs = jax.tree.map(lambda x, like: x.astype(like.dtype), of_pairs, pairs)
+  start = nothing, jax.tree.map(jnp.zeros_like, shared)
+  of_pairs, of_shared = each_block(step, start, pairs[0][0].shape[1], of.size)
+  of_pairs = tuple(
+    (of_states, None if of_table is None else of_table.astype(table.dtype))
+    for (of_states, of_table), (_, table) in zip(of_pairs, pairs, strict=True)
+  )
   return of_pairs, None, of_shared
 
 
-_chunked.defvjp(_forward, _backward)
+def _is_zero(x: Any) -> bool:
+  return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+_chunked.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _of_states(d: jax.Array, states: jax.Array, table: jax.Array) -> jax.Array:
@@ -140,6 +162,4 @@ def _add_of_table(
     new = jnp.dot(part, rows, preferred_element_type=jnp.float32)
     return block.add(of_table, new, 0)
 
-  if entries is None or vocab <= entries:
-    return of_table + jnp.dot(d.T, rows, preferred_element_type=jnp.float32)
-  return each_block(add, of_table, vocab, entries)
+  return each_block(add, of_table, vocab, entries or vocab)

@@ -124,7 +124,10 @@ def reference(
   max_rows: int | None = None,
   shards: Shards | None = None,
 ) -> TokenScores:
-  """As `token_logprobs`, in plain jnp, some positions at a time."""
+  """As `token_logprobs`, in plain jnp, some positions at a time.
+
+  shards: of more than one device: then a table's gradient is not cut.
+  """
 
   def score(logits, inputs, temperature):
     (logits,), (targets, chosen_ids) = logits, inputs

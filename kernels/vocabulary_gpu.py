@@ -2,8 +2,8 @@
 
 Forward: a program takes a few rows through its share of the vocabulary, and the shares
 are merged. Backward: a kernel makes the gradient of some entries' logits, which two
-plain matrix products then turn into those of the states and of the table: no atomic
-sums, whose order would change the last bits from run to run.
+plain matrix products then turn into those of the table and, some rows at a time, of the
+states: no atomic sums, whose order would change the last bits from run to run.
 """
 
 import functools
@@ -158,8 +158,8 @@ def gradients(
     def add(of_hidden, block):
       return block.add(of_hidden, dot(block.take(d, 0), part), 0)
 
-    some_rows = min(count, max(ROWS, ADDED // width))
-    return each_block(add, of_hidden, count, some_rows), of_table
+    most = max(ROWS, ADDED // width)
+    return each_block(add, of_hidden, count, most, ROWS), of_table
 
   sums = jnp.zeros((count, width), jnp.float32), jnp.zeros((vocab, width), dtypes[1])
   if whole:

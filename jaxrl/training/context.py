@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.training.sharding import RULES
+from kernels import dispatch
 from kernels.ring_attention import ring_attention, unzigzag, zigzag
 
 BLOCK = 256  # queries whose scores a device holds at a time
@@ -49,6 +50,9 @@ class Context:
     prefix_ids: jax.Array | None = None,
   ) -> jax.Array:
     """As `kernels.attention.attention`, of arrays as `cut` gives them."""
+    platform = dispatch.platform_of(self.mesh.devices.flat[0].platform)
+    ways = {'reference': ring_attention}
+    dispatch.choose('attention around a ring', ways, platform=platform)
     names = RULES['batch']
     shares = math.prod(self.mesh.shape[name] for name in names)
     rows = names if q.shape[0] % shares == 0 else (AXIS,)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels.full_kl import full_kl
 from kernels.fused_logprobs import Shards
 from kernels.sparse_delta import extract, scatter
 from kernels.token_logprobs import token_logprobs
@@ -96,6 +97,35 @@ def test_memory_is_a_twentieth_of_the_logits(machine, width):
   program = gradient(mesh_of(machine, (1, 1)), rows, width, vocab, dtype)
   extra = program.memory_analysis().temp_size_in_bytes
   assert extra <= 0.05 * 4 * rows * vocab
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize('machine', MACHINES)
+def test_several_tokens_a_position_and_the_whole_divergence(machine):
+  mesh = mesh_of(machine, (2, 2))
+  shards, platform = (
+    Shards(mesh, ('fsdp',), (), ('tensor',)),
+    mesh.devices.flat[0].platform,
+  )
+
+  def likeliest(hidden, table, tokens):
+    found = token_logprobs(
+      hidden, table, tokens, top_k=8, platform=platform, shards=shards, max_rows=64
+    )
+    return found.topk_logprobs.sum()
+
+  def divergence(hidden, table, tokens):
+    teacher = jax.lax.stop_gradient((hidden[::-1], table[::-1]))
+    return full_kl(hidden, table, *teacher, max_rows=64, entries=None).sum()
+
+  for function in (likeliest, divergence):
+    compiled(
+      jax.grad(function, argnums=(0, 1)),
+      mesh,
+      ((8, 100, 128), jnp.bfloat16, 'fsdp'),
+      ((1024, 128), jnp.float32, 'tensor'),
+      ((8, 100), jnp.int32, 'fsdp'),
+    )
 
 
 @pytest.mark.targets

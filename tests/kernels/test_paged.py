@@ -15,9 +15,9 @@ LENGTHS = jnp.array([1, 128, 200, 256], jnp.int32)
 triton = functools.partial(paged.triton, interpret=True)
 
 
-def inputs(heads, kv_heads, dim, dtype):
+def inputs(heads, kv_heads, dim, dtype, room=256):
   keys = jax.random.split(jax.random.key(0), 3)
-  pages = (kv_heads, len(LENGTHS), 256, dim)
+  pages = (kv_heads, len(LENGTHS), room, dim)
   shapes = [(len(LENGTHS), heads, dim), pages, pages]
   return [
     jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)
@@ -45,12 +45,16 @@ def test_triton(heads, kv_heads, dtype, bound):
   np.testing.assert_allclose(triton(*arrays, LENGTHS), expected, atol=bound)
 
 
-@pytest.mark.parametrize('heads, kv_heads', [(4, 1), (8, 1)])
-def test_mosaic(heads, kv_heads):
-  arrays = inputs(heads, kv_heads, 128, jnp.bfloat16)
-  expected = paged.reference(*(x.astype(jnp.float32) for x in arrays), LENGTHS)
+@pytest.mark.parametrize(
+  'heads, kv_heads, room', [(4, 1, 256), (8, 2, 1024), (8, 4, 640)]
+)
+def test_mosaic(heads, kv_heads, room):
+  """One page a slot, and several."""
+  arrays = inputs(heads, kv_heads, 128, jnp.bfloat16, room)
+  lengths = LENGTHS * room // 256
+  expected = paged.reference(*(x.astype(jnp.float32) for x in arrays), lengths)
   with pltpu.force_tpu_interpret_mode():
-    out = paged.mosaic(*arrays, LENGTHS)
+    out = paged.mosaic(*arrays, lengths)
   assert out.dtype == jnp.float32
   np.testing.assert_allclose(out, expected, atol=0.02)
 

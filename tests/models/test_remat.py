@@ -48,7 +48,7 @@ def test_no_policy_changes_a_gradient(made):
   model, params = made
   plain, *others = (
     jax.jit(jax.grad(score_of(model, policy)))(params)
-    for policy in ('none', "names(save='mlp', offload='attention, qkv')")
+    for policy in (*POLICIES, "names(save='mlp', offload='attention, qkv')")
   )
   for other in others:
     jax.tree.map(

@@ -19,6 +19,7 @@ from jaxrl.rollout.weights.layout import (
   snapshot,
 )
 from jaxrl.types import Params
+from kernels import dispatch
 from kernels.sparse_delta import Delta, extract, scatter
 
 SHARE = 16  # where more than one element in so many changed, all are copied
@@ -108,6 +109,7 @@ def _copy(x: jax.Array, dtype: str | None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _compare(old: jax.Array, new: jax.Array, dtype: str | None, capacity: int) -> Delta:
+  dispatch.choose('sparse_delta', {'xla': extract}, platform=dispatch.platform_of(None))
   return extract(old, _cast(new, dtype), capacity=capacity)
 
 
