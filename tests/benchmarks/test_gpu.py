@@ -82,6 +82,25 @@ def test_a_part_that_fails_or_takes_too_long_says_so():
   assert 'its own words' in gpu._part('nothing', True, 60.0)['failed']
 
 
+@pytest.mark.parametrize(
+  'end, why', [('exec sleep 60', 'more than 2 s'), ('exit 3', '3')]
+)
+def test_what_a_part_had_measured_stays(end, why, tmp_path, monkeypatch, capsys):
+  part = tmp_path / 'part'
+  part.write_text(f"""#!/bin/sh
+echo '{{"cases": {{"a": {{"ms": 1}}}}}}'
+echo '{{"cases": {{"a": {{"ms": 1}}, "b": {{"ms": 2}}}}, "flops": 1e12, "bytes": 1e9}}'
+printf '{{"cases": {{"c"'
+{end}
+""")
+  part.chmod(0o700)
+  monkeypatch.setattr(sys, 'executable', str(part))
+  found = gpu._part('train', True, 2.0)
+  assert found['cases'] == {'a': {'ms': 1}, 'b': {'ms': 2}} and why in found['stopped']
+  gpu.show('train', found | {'device': {'card': 'none'}})
+  assert f'not measured: the rest: {found["stopped"]}' in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_every_part_runs_at_toy_sizes(tmp_path):
   file = tmp_path / 'gpu.json'

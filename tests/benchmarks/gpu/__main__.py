@@ -1,9 +1,10 @@
 """`python -m tests.benchmarks.gpu`: kernels, train step and decode on one GPU.
 
 Needs jax, flax and optax. --only=logprobs,experts picks parts of logprobs, attention,
-experts, train, decode; each is a process of its own, killed after --limit seconds, and
-the failure of one does not stop the others. --json=FILE writes the figures. --tiny runs
-the same code at toy sizes, on whatever there is: its figures mean nothing.
+experts, train, decode; each is a process of its own, killed after --limit seconds. What
+it had measured by then stays, and the failure of one does not stop the others.
+--json=FILE writes the figures. --tiny runs the same code at toy sizes, on whatever
+there is: its figures mean nothing.
 """
 
 import argparse
@@ -30,7 +31,7 @@ TITLES = {
 
 
 def _child(name: str, tiny: bool) -> None:
-  """Measures one part here; the last line of the output is its result."""
+  """Measures one part here; the last line of the output is its result, so far."""
   import logging
 
   logging.basicConfig(level=logging.INFO, stream=sys.stderr, format='  %(message)s')
@@ -40,26 +41,32 @@ def _child(name: str, tiny: bool) -> None:
 
   found = {'device': device.describe()}
   part = importlib.import_module(f'tests.benchmarks.gpu.{name}')
-  found |= part.measure(tiny=tiny)
-  print(json.dumps(found))
+  for measured in part.measure(tiny=tiny):
+    print(json.dumps(found | measured), flush=True)
 
 
 def _part(name: str, tiny: bool, limit: float) -> dict[str, Any]:
   """What a part measured, or {'failed': why}."""
   command = [sys.executable, '-m', 'tests.benchmarks.gpu', '--child', name]
+  command += ['--tiny'] if tiny else []
   try:
-    done = subprocess.run(
-      [*command, *(['--tiny'] if tiny else [])],
-      stdout=subprocess.PIPE,
-      timeout=limit,
-      check=True,
-      text=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-  except subprocess.TimeoutExpired:
-    return {'failed': f'took more than {limit:.0f} s'}
-  except (subprocess.CalledProcessError, IndexError, ValueError) as error:
-    return {'failed': f'{error}; its own words are above'}
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit, check=True)
+    return _last(done.stdout)
+  except subprocess.TimeoutExpired as error:
+    printed, why = error.stdout, f'took more than {limit:.0f} s'
+  except subprocess.CalledProcessError as error:
+    printed, why = error.stdout, f'{error}; its own words are above'
+  found = _last(printed or b'')
+  return {'failed': why} if 'failed' in found else found | {'stopped': why}
+
+
+def _last(printed: bytes) -> dict[str, Any]:
+  """The last whole line that a part printed: what it had measured by then."""
+  lines = [line for line in printed.splitlines(keepends=True) if line.endswith(b'\n')]
+  try:
+    return json.loads(lines[-1])
+  except (IndexError, ValueError):
+    return {'failed': 'it printed no result; its own words are above'}
 
 
 def _cells(cost: dict[str, Any]) -> list[str]:
@@ -110,6 +117,8 @@ def show(name: str, found: dict[str, Any]) -> None:
   for first, *rest in rows:
     cells = [f'{cell:>{w}}' for cell, w in zip(rest, widths[1:], strict=True)]
     print('  ' + '  '.join([f'{first:<{widths[0]}}', *cells]))
+  if 'stopped' in found:
+    failures.append(f'the rest: {found["stopped"]}')
   for line in dict.fromkeys(failures):
     print(f'  not measured: {line}')
   card = found['device']

@@ -23,7 +23,8 @@ def told(found: dict[str, Any]) -> list[str]:
     what = f'decode, {label}: share of the memory'
     lines.append(_least(what, case['share'], DECODE))
   for shape, table in found.get('logprobs', {}).get('shapes', {}).items():
-    lines += [_beside(shape, pass_, table) for pass_ in ('forward', 'both')]
+    if {'kernels', 'naive XLA'} <= table.keys():
+      lines += [_beside(shape, pass_, table) for pass_ in ('forward', 'both')]
   return lines
 
 

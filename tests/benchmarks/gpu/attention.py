@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -49,8 +49,8 @@ def flops(shape: tuple[int, ...]) -> float:
   return 2 * rows * length**2 * heads * dim
 
 
-def measure(tiny: bool = False) -> dict[str, Any]:
-  """shape → implementation → 'forward' and 'both', each 'ms', 'mib' and 'share'."""
+def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
+  """shape → implementation → 'forward' and 'both': 'ms', 'mib', 'share'; so far."""
   rates, found = device.rates(tiny), {}
   for label, shape in (TINY if tiny else SHAPES).items():
     rows, length, heads, kv_heads, dim = shape
@@ -62,7 +62,7 @@ def measure(tiny: bool = False) -> dict[str, Any]:
     )
     ids = jnp.arange(length) * SEGMENTS // length + 1
     ids = jnp.broadcast_to(ids.astype(jnp.int32), (rows, length))
-    table: dict[str, Any] = {}
+    table = found[label] = {}
     for name, function in implementations(ids).items():
       if isinstance(function, str):
         table[name] = {'failed': function}
@@ -73,5 +73,4 @@ def measure(tiny: bool = False) -> dict[str, Any]:
         if 'ms' in costs[key]:
           least = 1e3 * times * flops(shape) / parts / rates['flops']
           costs[key]['share'] = least / costs[key]['ms']
-    found[label] = table
-  return {'shapes': found, **rates}
+      yield {'shapes': found, **rates}

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -72,12 +73,12 @@ def one(
   }
 
 
-def measure(tiny: bool = False) -> dict[str, Any]:
-  """(model, slots, kernels) → figures; a case that fails says why."""
+def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
+  """(model, slots, kernels) → figures, so far; a case that fails says why."""
   rates, found = device.rates(tiny), {}
   slots, *rest = TINY if tiny else (SLOTS, PROMPT, NEW, STEPS)
-  for label, config in (shapes.TINY if tiny else shapes.MODELS).items():
-    for kernels in ('auto',) if tiny else ('auto', 'reference'):
+  for kernels in ('auto',) if tiny else ('auto', 'reference'):
+    for label, config in (shapes.TINY if tiny else shapes.MODELS).items():
       for count in slots:
         name = f'{label}, {count} slots, kernels {kernels}'
         try:
@@ -85,4 +86,4 @@ def measure(tiny: bool = False) -> dict[str, Any]:
           found[name] = one(config, sizes, rates['bytes'], kernels=kernels)
         except Exception as error:  # memory, mostly; the next case may fit
           found[name] = {'failed': f'{type(error).__name__}: {str(error)[:160]}'}
-  return {'cases': found, **rates}
+        yield {'cases': found, **rates}

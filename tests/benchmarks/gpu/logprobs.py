@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -62,19 +62,18 @@ def implementations() -> dict[str, Callable[..., Any] | str]:
   return found | {'tokamax, one sum': fused}
 
 
-def measure(tiny: bool = False) -> dict[str, Any]:
-  """shape → implementation → 'forward' and 'both', each 'ms' and 'mib'."""
-  found: dict[str, Any] = {}
+def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
+  """shape → implementation → 'forward' and 'both', each 'ms' and 'mib'; so far."""
+  rates, found = device.rates(tiny), {}
   for label, (tokens, width, vocab) in (TINY if tiny else SHAPES).items():
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (1, tokens, width), jnp.bfloat16)
     table = 0.02 * jax.random.normal(keys[1], (vocab, width), jnp.bfloat16)
     targets = jax.random.randint(keys[2], (1, tokens), 0, vocab)
-    rows: dict[str, Any] = {}
+    rows = found[label] = {}
     for name, function in implementations().items():
       if isinstance(function, str):
         rows[name] = {'failed': function}
       else:
         rows[name] = device.both(function, (0, 1), hidden, table, targets)
-    found[label] = rows
-  return {'shapes': found, **device.rates(tiny)}
+      yield {'shapes': found, **rates}

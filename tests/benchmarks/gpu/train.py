@@ -2,6 +2,7 @@
 
 import asyncio
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -66,17 +67,17 @@ def one(config: ModelConfig, sizes: tuple[int, ...], flops: float, **options: An
   }
 
 
-def measure(tiny: bool = False) -> dict[str, Any]:
-  """(model, remat, kernels) → figures; a case that fails says why."""
+def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
+  """(model, remat, kernels) → figures, so far; a case that fails says why."""
   rates, found = device.rates(tiny), {}
   models = shapes.TINY if tiny else shapes.MODELS
   cases = [('full', 'auto'), ('dots', 'auto'), ('full', 'reference')]
-  for label, config in models.items():
-    for remat, kernels in cases[: 1 if tiny else None]:
+  for remat, kernels in cases[: 1 if tiny else None]:
+    for label, config in models.items():
       name = f'{label}, remat {remat}, kernels {kernels}'
       try:
         sizes = TINY if tiny else (ROWS, LENGTH, ROWS // MICRO, GROUP)
         found[name] = one(config, sizes, rates['flops'], remat=remat, kernels=kernels)
       except Exception as error:  # memory, mostly; the next case may fit
         found[name] = {'failed': f'{type(error).__name__}: {str(error)[:160]}'}
-  return {'cases': found, **rates}
+      yield {'cases': found, **rates}
