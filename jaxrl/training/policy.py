@@ -43,22 +43,26 @@ def random_config(
   family: a call string, with what is seldom asked for: 'qwen3(tie_embeddings=False)',
   'qwen3_moe(num_experts=…, num_experts_per_token=…, moe_intermediate_size=…)'.
   vocab_size: at most; a tokenizer trained on few texts may stay smaller.
+  Raises ConfigError for sizes that are no model.
   """
-  family, own = _family(family)
-  return ModelConfig(
-    vocab_size=vocab_size,
-    hidden_size=hidden_size,
-    num_layers=num_layers,
-    num_heads=num_heads,
-    num_kv_heads=num_kv_heads,
-    head_dim=head_dim,
-    intermediate_size=intermediate_size,
-    family=family,
-    rope_theta=10_000.0,
-    qk_norm=family in ('qwen3', 'qwen3_moe'),
-    attention_bias=family == 'qwen2',
-    **own,
-  )
+  name, own = _family(family)
+  try:
+    return ModelConfig(
+      vocab_size=vocab_size,
+      hidden_size=hidden_size,
+      num_layers=num_layers,
+      num_heads=num_heads,
+      num_kv_heads=num_kv_heads,
+      head_dim=head_dim,
+      intermediate_size=intermediate_size,
+      family=name,
+      rope_theta=10_000.0,
+      qk_norm=name in ('qwen3', 'qwen3_moe'),
+      attention_bias=name == 'qwen2',
+      **own,
+    )
+  except ValueError as error:
+    raise ConfigError(f'--config.model.random: {error}') from error
 
 
 def _experts(

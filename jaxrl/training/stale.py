@@ -68,10 +68,20 @@ def warmup(
   bound: Bound | None, mesh: Mesh, size: tuple[int, int], *, scored: bool
 ) -> None:
   """Compiles what batches of `size`, `[B, T]`, need. scored: with `old_logprobs`."""
-  if scored:
-    _program(_means, mesh, size)
+  for function in _needed(bound, scored):
+    _program(function, mesh, size)
+
+
+def num_programs(bound: Bound | None, *, scored: bool) -> int:
+  """How many `warmup` compiles for a size."""
+  return len(_needed(bound, scored))
+
+
+def _needed(bound: Bound | None, scored: bool) -> list[Callable[..., Any]]:
+  found: list[Callable[..., Any]] = [_means] if scored else []
   if bound is not None and bound.action != 'drop':
-    _program(_without if bound.action == 'mask' else _chosen, mesh, size)
+    found.append(_without if bound.action == 'mask' else _chosen)
+  return found
 
 
 def mismatch(host: Batch, batch: Batch, step: int, mesh: Mesh) -> Metrics:

@@ -57,7 +57,7 @@ class Teachers:
     self.columns = teacher_columns.columns(algorithm)
     self.top_k = teacher_columns.top_k(algorithm)
     multiple = sharding.rows_multiple(mesh)
-    self._chunk = -(-chunk_rows // multiple) * multiple
+    self.chunk_rows = -(-chunk_rows // multiple) * multiple
     self._mesh, self._temperature = mesh, float(temperature)
     static = compose.split_numbers(algorithm)[0]
     policies = [default, *(by_tag or {}).values()]
@@ -100,6 +100,16 @@ class Teachers:
       for teacher in self._all:
         self._programs(teacher, rows, length)
 
+  def traced(self, rows: int, length: int) -> dict[str, Any]:
+    """The program of each teacher that scores `chunk_rows` rows of such a batch, by
+    name, as JAX traced it: to be lowered and compiled, on any machine.
+    """
+    many = len(self._all) > 1
+    return {
+      f'teacher {i}' if many else 'teacher': self._traced(teacher, rows, length)
+      for i, teacher in enumerate(self._all if self.columns else (), 1)
+    }
+
   def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
     """The columns that the algorithm reads, for a batch on the devices.
 
@@ -121,9 +131,9 @@ class Teachers:
       teacher = self._all[which]
       start, score = self._programs(teacher, count, length)
       found = start() if found is None else found
-      for first in range(0, len(indices), self._chunk):
-        index = np.full(self._chunk, -1, np.int32)
-        chosen = indices[first : first + self._chunk]
+      for first in range(0, len(indices), self.chunk_rows):
+        index = np.full(self.chunk_rows, -1, np.int32)
+        chosen = indices[first : first + self.chunk_rows]
         index[: len(chosen)] = chosen
         found = score(teacher.params, batch.tokens, batch.segment_ids, index, found)
     assert found is not None  # a batch has rows
@@ -141,10 +151,14 @@ class Teachers:
 
   def _programs(self, teacher: Placed, rows: int, length: int) -> tuple[Any, Any]:
     shapes = tuple(self.shapes(rows, length).items())
-    score = _compile_score(
-      teacher.spec, self._mesh, self._chunk, self._temperature, shapes
-    )
-    return _compile_start(shapes), score
+    return _compile_start(shapes), _compile_score(*self._of(teacher), shapes)
+
+  def _traced(self, teacher: Placed, rows: int, length: int) -> Any:
+    shapes = tuple(self.shapes(rows, length).items())
+    return _trace_score(*self._of(teacher), shapes)
+
+  def _of(self, teacher: Placed) -> tuple[Spec, Mesh, int, float]:
+    return teacher.spec, self._mesh, self.chunk_rows, self._temperature
 
 
 @functools.lru_cache(maxsize=64)
@@ -159,6 +173,12 @@ def _compile_start(shapes: Shapes) -> Any:
 def _compile_score(
   spec: Spec, mesh: Mesh, chunk: int, temperature: float, shapes: Shapes
 ) -> Any:
+  return _trace_score(spec, mesh, chunk, temperature, shapes).lower().compile()
+
+
+def _trace_score(
+  spec: Spec, mesh: Mesh, chunk: int, temperature: float, shapes: Shapes
+) -> Any:
   """(params, tokens, segment_ids, index, columns) → the columns, rows of index set."""
   columns = dict(shapes)
   like = next(iter(columns.values()))
@@ -171,7 +191,7 @@ def _compile_score(
   layouts = {name: x.sharding for name, x in shapes}
   jitted = jax.jit(function, donate_argnums=4, out_shardings=layouts)
   params = programs.params_shapes(spec, mesh)
-  return jitted.lower(params, tokens, tokens, index, columns).compile()
+  return jitted.trace(params, tokens, tokens, index, columns)
 
 
 def _score(

@@ -23,7 +23,7 @@ from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import make_mesh
 from jaxrl.training.policy import Policy
 from jaxrl.types import Algorithm, Params
-from launch import engines, learners, teachers
+from launch import checks, engines, learners, teachers
 from launch.algorithm import make_algorithm
 
 RANDOM = 'config.model.random'
@@ -75,6 +75,7 @@ class Run:
 def read(config: Config) -> Run:
   """The run of `config`. Raises ConfigError for what cannot be."""
   algorithm = make_algorithm(config)
+  checks.agreement(config, algorithm)
   teachers.check(config, algorithm)
   shape, source = model_shape(config.model.checkpoint, 'model.checkpoint')
   if shape is None:

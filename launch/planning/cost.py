@@ -8,12 +8,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.models import lora
-from jaxrl.rollout import jax_engine
+from jaxrl.training import stale
 from jaxrl.training.learner import Learner
 from jaxrl.training.programs import Shape
 from launch import algorithm as algorithms
 from launch import weights
-from launch.planning import abstract, decode, handover, program
+from launch.planning import abstract, decode, handover, program, room
 from launch.planning.abstract import Run
 from launch.planning.decode import Engine
 from launch.planning.program import Program, Time, per_device
@@ -26,7 +26,8 @@ class Cost:
 
   shapes: of usual batches, each compiled for. programs: by name. memory: bytes of the
   fullest device, by part. phase: the fullest one, 'publish' or that of a program.
-  abreast: micro-batches that an update does at once.
+  abreast: micro-batches that an update does at once. taught: how often in a step each
+  teacher scores some rows. small: programs compiled beside these, that take nothing.
   """
 
   mesh: dict[str, int]
@@ -39,6 +40,8 @@ class Cost:
   limit: float
   phase: str
   abreast: int = 1
+  taught: int = 0
+  small: int = 0
 
   @property
   def total(self) -> float:
@@ -55,6 +58,8 @@ def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> C
   mesh = abstract.mesh_of(run.config, devices)
   learner = abstract.make_learner(run, mesh)
   shape, traced = learner.traced(run.buckets[-1])
+  taught = learner.teachers.traced(shape.rows, shape.length) if learner.teachers else {}
+  traced = taught | traced
   made = {
     name: program.build(name, one, target, _rounds(shape, name))
     for name, one in (traced | handover.traced(run, learner)).items()
@@ -77,15 +82,31 @@ def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> C
     shapes=len(learner.shapes),
     programs=made,
     memory=phases[phase],
-    limit=target.chip.memory,
+    limit=room.of(run.config, target).limit,
     phase=phase,
     abreast=ways,
+    taught=_times_taught(learner, shape.rows, len(taught)),
+    small=_small(learner, len(taught)),
   )
+
+
+def _times_taught(learner: Learner, rows: int, teachers: int) -> int:
+  """Each teacher has its part of the rows, all alike: which have which is not known."""
+  if not teachers or learner.teachers is None:
+    return 0
+  return -(-rows // (teachers * learner.teachers.chunk_rows))
+
+
+def _small(learner: Learner, teachers: int) -> int:
+  """Programs of staleness and of teachers' columns, as `Learner._warm_up` has them."""
+  scored = 'old_logprobs' in learner._spec.needs
+  each = stale.num_programs(learner._bound, scored=scored) + bool(teachers)
+  return each * len({(shape.rows, shape.length) for shape in learner.shapes})
 
 
 def _rounds(shape: Shape, name: str) -> int:
   """Packed micro-batches that a program goes through, of rows that are all full."""
-  if shape.pack is None:
+  if shape.pack is None or name not in ('prepare', 'train'):
     return 1
   rows = shape.rows if name == 'prepare' else shape.micro_rows
   return -(-rows // (shape.pack.rows * (shape.pack.length // shape.length)))
@@ -132,8 +153,11 @@ def _memory(kept: dict[str, float], made: Program, learned: float) -> dict[str, 
   gradients.
   """
   train = made.name == 'train'
-  own = ('optimizer state',) if train else ('reference',)
-  taken = sum(kept[name] for name in ('parameters', 'algorithm state', *own))
+  own = ('parameters', 'algorithm state')
+  own += ('optimizer state',) if train else ('reference',)
+  taken = sum(kept[name] for name in own)
+  if made.name.startswith('teacher'):
+    taken = kept['teachers']
   gradients = min(made.temporaries, learned) if train else 0.0
   return {
     **kept,
@@ -174,6 +198,7 @@ def step(
   batch, dtype = run.config.batch, run.config.model.dtype
   runs = dict.fromkeys(cost.programs, 1)
   runs['train'] = batch.minibatches * batch.epochs
+  runs |= {name: cost.taught for name in runs if name.startswith('teacher')}
   times = {
     name: program.seconds(made, target, target.size, dtype) * runs[name]
     for name, made in cost.programs.items()
@@ -183,7 +208,8 @@ def step(
     rounds = -(-run.num_rows // (engine.num_slots * engines(run))) * response(run)
     rollout = program.seconds(one, target, engine.devices, engine.dtype) * rounds
     runs['decode'] = rounds
-  ahead = run.config.rollout.async_ratio > 0 and engine.alone
+  apart = engine.alone and not room.of(run.config, target).engine
+  ahead = run.config.rollout.async_ratio > 0 and apart
   return Step(runs, times, rollout, cost.rows * cost.length, ahead)
 
 
@@ -232,12 +258,13 @@ def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
 def num_programs(run: Run, cost: Cost, engine: Engine, plays: bool) -> dict[str, int]:
   """How many the run compiles before its first step, by part."""
   bound = cost.programs.keys() - {'merge'}  # to a shape of batches
-  found = {'learner': cost.shapes * len(bound) + ('merge' in cost.programs)}
+  own = cost.shapes * len(bound) + cost.small + ('merge' in cost.programs)
+  found = {'learner': own}
   if cost.abreast > 1:  # the update is three programs, two of them of all shapes
     found['learner'] += 2
   if plays and engine.kind == 'jax':
     # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.
-    found['engine'] = len(jax_engine.default_buckets(engine.max_length)) + 4
+    found['engine'] = len(engine.buckets) + 4
   return found
 
 

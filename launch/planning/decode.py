@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models import cache as caches
 from jaxrl.models.model import Model
+from jaxrl.rollout import jax_engine
 from jaxrl.signature import ConfigError, parse_call
 from jaxrl.training import sharding
 from jaxrl.training.mesh import make_mesh
 from jaxrl.training.per_device import on_mesh
-from launch import engines, weights
+from launch import engines, placement, weights
 from launch.planning import program
 from launch.planning.abstract import Run, served
 from launch.planning.program import Program
@@ -33,8 +34,8 @@ WHOLE = 4
 @dataclasses.dataclass(frozen=True)
 class Engine:
   """kind: 'jax' or 'vllm'. devices: of one engine. weights: the dtype of these; None
-  leaves each as it is published. dtype: of products and cache. alone: whether it has
-  devices of its own, not the learner's.
+  leaves each as it is published. dtype: of products and cache. alone: whether it is a
+  process of its own, and not in the learner's. buckets: of prompts, `JaxEngine`'s.
   """
 
   kind: str
@@ -44,6 +45,7 @@ class Engine:
   weights: str | None
   dtype: str
   alone: bool
+  buckets: tuple[int, ...] = ()
 
 
 def engine_of(run: Run) -> Engine:
@@ -57,10 +59,11 @@ def engine_of(run: Run) -> Engine:
   devices = 1
   if kind == 'vllm':
     dtype = options.get('dtype', dtype)
-    held, devices = dtype, options.get('tensor_parallel_size', 1)
+    held, devices = dtype, placement.engine_devices(options)
   slots = config.rollout.num_slots
   alone = bool(config.cluster.ray)
-  return Engine(kind, devices, slots, length, held, dtype, alone)
+  buckets = tuple(options.get('prompt_buckets') or jax_engine.default_buckets(length))
+  return Engine(kind, devices, slots, length, held, dtype, alone, buckets)
 
 
 def model_of(run: Run, engine: Engine) -> Model:

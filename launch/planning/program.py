@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from launch.planning import flops, traffic
 from launch.planning.traffic import Collective
@@ -45,7 +46,7 @@ class Program:
 def build(name: str, traced: Any, target: Target, rounds: int = 1) -> Program:
   """Lowers and compiles what JAX traced. rounds: of loops that do not fix them."""
   start = time.perf_counter()
-  done = flops.of(traced.jaxpr, rounds)
+  done = flops.of(_used(traced.jaxpr), rounds)
   try:
     made, text = _compile(traced.lower(), target)
   except jax.errors.JaxRuntimeError as error:
@@ -67,6 +68,12 @@ def build(name: str, traced: Any, target: Target, rounds: int = 1) -> Program:
     collectives=moved.collectives,
     compiled=time.perf_counter() - start,
   )
+
+
+def _used(closed: Any) -> Any:
+  """What of a program its results depend on, as compilers leave it."""
+  jaxpr = closed.jaxpr
+  return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def _compile(lowered: Any, target: Target) -> tuple[Any, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl.signature import ConfigError
 from kernels import dispatch
 from launch import teachers
-from launch.planning import abstract, changes, cost, decode
+from launch.planning import abstract, changes, cost, decode, room
 from launch.planning.abstract import Run
 from launch.planning.cost import Broadcast, Cost, Step
 from launch.planning.decode import Engine
@@ -133,6 +133,7 @@ def assumptions(report: Report) -> list[str]:
     'FLOPs are those of matrix products; bytes are what every fused operation reads '
     'and writes; loops count as often as they run',
   ]
+  told += _shared(report)
   if found.abreast > 1:
     told.append(
       f'{found.abreast} micro-batches of an update are done at once, each in memory of '
@@ -148,9 +149,32 @@ def assumptions(report: Report) -> list[str]:
     if run.shape.num_layers > decode.WHOLE:
       told.append('decode: compiled with one layer and with two, and extended')
     if report.engine.kind != 'jax':
-      told.append("decode is JaxEngine's own step, in the place of vLLM's")
+      told.append(
+        "decode is JaxEngine's own step, in the place of vLLM's, all of an engine's "
+        'devices sharing its heads'
+      )
   if run.source == abstract.RANDOM and not teachers.folders(run.config):
     told.append('vocabulary as configured; one trained on few texts may stay smaller')
   if run.algorithm.schema != 'rollout':
     told.append('rows of a batch as its number of groups has it; files may bring more')
+  return told
+
+
+def _shared(report: Report) -> list[str]:
+  """Who has how much of a device's memory, where it is not all the learner's."""
+  run, memory = report.run, report.target.chip.memory
+  own, told = room.of(run.config, report.target), []
+  if own.limit < memory:
+    why = f': {own.told}' if own.told else ''
+    told.append(
+      f"the limit is the learner's share of a device's {memory / 1e9:,.4g} GB, "
+      f'{own.limit / memory:.3g}{why}'
+    )
+  if own.engine:
+    parts = cost.engine_memory(run, report.engine, 'gpu')
+    asked = ' and '.join(f'{n / 1e9:,.3g} GB of {name}' for name, n in parts.items())
+    told.append(
+      f"an engine has {own.engine / 1e9:,.4g} GB of the same device; JaxEngine's would "
+      f'need {asked}'.replace("engine's weights", 'weights')
+    )
   return told

@@ -11,7 +11,7 @@ import jax
 from jaxrl.models import lora
 from jaxrl.signature import ConfigError
 from jaxrl.types import Params
-from launch.planning import changes, cost
+from launch.planning import changes, cost, room
 from launch.planning.abstract import Run
 from launch.planning.cost import Cost
 from launch.planning.decode import Engine
@@ -41,7 +41,11 @@ class Sweep:
 
   def data(self) -> dict[str, Any]:
     """For JSON."""
-    return dataclasses.asdict(self)
+    entries = [
+      dataclasses.asdict(one) | {'fits': one.cost.fits, 'total': one.cost.total}
+      for one in self.entries
+    ]
+    return {'entries': entries, 'skipped': self.skipped}
 
 
 def sweep(
@@ -65,6 +69,11 @@ def sweep(
       )
   entries, skipped = [], {}
   kept = run.config.mesh.context * run.config.mesh.expert
+  if target.size % kept:
+    raise ConfigError(
+      f'--config.mesh: context × expert, {kept}, does not divide the {target.size} '
+      f'devices of {target.name}'
+    )
   order = sorted(
     meshes(target, kept),
     key=lambda mesh: guess(run, target, mesh),
@@ -118,7 +127,7 @@ def guess(run: Run, target: Target, mesh: dict[str, int]) -> tuple[bool, float]:
     rate = chip.between
   far = gathered + reduced
   near = split / (chip.link if tensor <= NODE else rate)
-  return held > chip.memory, compute + near + far / rate
+  return held > room.of(run.config, target).limit, compute + near + far / rate
 
 
 def _count(params: Params) -> int:

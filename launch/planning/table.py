@@ -15,9 +15,9 @@ from launch.planning.sweep import Sweep
 
 BAR = 24
 PHASES = {
-  'prepare': 'scoring before updates',
-  'train': 'the update',
-  'publish': 'publishing',
+  'prepare': 'in scoring before updates',
+  'train': 'in the update',
+  'publish': 'in publishing',
 }
 
 
@@ -111,8 +111,9 @@ def _counts(report: Report) -> str:
 
 def _memory(report: Report) -> Table:
   found = report.cost
+  phase = PHASES.get(found.phase, 'while a teacher scores')
   made = _table(
-    f'Memory of the fullest device, in {PHASES[found.phase]}',
+    f'Memory of the fullest device, {phase}',
     *('part', 'bytes', 'share', ''),
   )
   for part, count in found.memory.items():

@@ -4,7 +4,7 @@ import pytest
 
 from launch import config as configs
 from launch import plan, targets
-from launch.planning import abstract, decode, program, report
+from launch.planning import abstract, cost, decode, program, report
 from tests.launch.test_handover import EXPERTS
 from tests.launch.test_planning import small
 from tests.launch.test_published_plans import SIZES, path, read
@@ -46,6 +46,31 @@ def test_a_step_of_decoding_moves_weights_and_cache_once(text):
   run = decode.shorter(run, 1)
   made = decode.build(run, decode.engine_of(run), target, devices)
   assert made.arguments <= made.moved <= 1.5 * made.arguments
+
+
+OPTIONS = {
+  'narrow moments, offload': (
+    "--config.optimizer.kind=adamw(moments='bfloat16')",
+    "--config.model.remat=names(save='', offload='attention')",
+  ),
+  'factored moments, adapters': (
+    '--config.optimizer.kind=adafactor()',
+    '--config.model.lora=lora(rank=4)',
+  ),
+  'packed experts': (EXPERTS, '--config.batch.packing=first_fit(tokens=1024)'),
+}
+
+
+@pytest.mark.parametrize('text', ['v5e:2x2', 'h200:8'])
+@pytest.mark.parametrize('name', OPTIONS)
+def test_an_update_compiles_with_what_saves_memory(text, name):
+  sizes = ('--config.batch.max_length=256', '--config.model.random.head_dim=64')
+  mesh = ('--config.mesh.fsdp=4', '--config.mesh.data=1')
+  run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *OPTIONS[name])
+  target = targets.parse(text)
+  devices = targets.topology(text)[:4]
+  found = cost.of(run, target, devices, engine=decode.engine_of(run))
+  assert found.fits and found.programs['train'].flops > 0
 
 
 @pytest.mark.parametrize('text', ['v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'h200:8'])

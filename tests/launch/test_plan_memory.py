@@ -6,12 +6,12 @@ import pathlib
 import jax
 import pytest
 
-from jaxrl.training import abreast, programs
+from jaxrl.training import abreast, programs, stale, teachers
 from jaxrl.training.programs import CompileCounter
 from launch import targets
 from launch.planning import cost, decode, report
 from tests.benchmarks import memory
-from tests.launch.test_handover import built, learner_of
+from tests.launch.test_handover import built, folder, learner_of, taught
 from tests.launch.test_planning import small
 
 LINUX = pytest.mark.skipif(
@@ -64,18 +64,57 @@ def test_a_plan_tells_of_micro_batches_abreast(uncompiled):
   assert any('2 micro-batches' in line for line in report.assumptions(made))
 
 
-@pytest.mark.parametrize('packing', ['first_fit(tokens=64', 'first_fit(tokens=256'])
-@pytest.mark.parametrize('ways', [1, 2])
-async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):
-  run, engine, found = planned(f'{packing}, abreast={ways})')
-  counted = cost.num_programs(run, found, engine, plays=False)['learner']
+async def compiled_by(run):
+  """How many programs a learner of the run compiles before its first step."""
   for cache in (
     abreast._compile_finish,
     programs._compile_train,
     programs._compile_prepare,
+    stale._program,
+    teachers._compile_start,
+    teachers._compile_score,
   ):
     cache.cache_clear()
   learner = learner_of(run)
   with CompileCounter() as compiled:
     await learner.warmup()
-  assert counted == compiled.count
+  return compiled.count
+
+
+@pytest.mark.parametrize('packing', ['first_fit(tokens=64', 'first_fit(tokens=256'])
+@pytest.mark.parametrize('ways', [1, 2])
+async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):
+  run, engine, found = planned(f'{packing}, abreast={ways})')
+  counted = cost.num_programs(run, found, engine, plays=False)['learner']
+  assert counted == await compiled_by(run)
+
+
+STALE = (
+  '--config.algorithm.behaviour=decoupled',
+  '--config.rollout.async_ratio=1',
+  '--config.rollout.staleness=mask(max=2)',
+  '--config.batch.buckets=(8,16)',
+)
+
+
+async def test_programs_for_stale_tokens_are_counted(uncompiled):
+  run, target = small(*STALE), targets.parse('cpu:1')
+  engine = decode.engine_of(run)
+  found = cost.of(run, target, jax.devices()[:1], engine=engine)
+  counted = cost.num_programs(run, found, engine, plays=False)['learner']
+  assert found.small == 4  # of each length, the mismatch by age and the mask
+  assert counted == await compiled_by(run)
+
+
+async def test_a_teachers_work_is_counted(uncompiled, tmp_path):
+  folder(tmp_path / 'teacher', hidden_size=48)
+  run = taught(f'--config.teacher.checkpoint={tmp_path / "teacher"}')
+  engine, target = decode.engine_of(run), targets.parse('cpu:1')
+  found = cost.of(run, target, jax.devices()[:1], engine=engine)
+  assert found.programs['teacher'].flops > 0
+  counted = cost.num_programs(run, found, engine, plays=False)['learner']
+  assert counted == await compiled_by(run)
+  step = cost.step(run, found, target, engine, None)
+  rows = step.runs['teacher'] * learner_of(run).teachers.chunk_rows
+  assert found.rows <= rows < found.rows + learner_of(run).teachers.chunk_rows
+  assert step.times['teacher'].compute > 0

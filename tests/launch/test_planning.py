@@ -29,6 +29,7 @@ from launch.planning import (
   flops,
   program,
   report,
+  room,
   sweep,
   table,
   traffic,
@@ -231,6 +232,8 @@ def test_a_sweep_says_what_it_left_out():
   )
   assert len(found.entries) == 1
   assert len(found.entries) + len(found.skipped) == len(list(sweep.meshes(target)))
+  (told,) = found.data()['entries']
+  assert told['fits'] and told['total'] == found.entries[0].cost.total
   out = io.StringIO()
   table.show_sweep(found, Console(file=out, width=100))
   assert 'not compiled' in out.getvalue()
@@ -260,11 +263,83 @@ def test_the_command_line(tmp_path, capsys):
     (['--topology=cpu:1', '--config.model.checkpoint=Qwen9'], 'published'),
     (['--topology=cpu:1', '--config.mesh.data=3'], 'mesh'),
     ([], 'TOPOLOGY'),
+    (['--topology=cpu:1', '--json=nowhere/plan.json'], 'no such folder'),
+    (['--topology=cpu:1', '--config.kernels=fast'], 'is not one of auto, reference'),
+    (['--topology=cpu:1', '--config.model.dtype=float8'], 'There are: bfloat16'),
+    (['--topology=cpu:1', '--config.model.random.num_heads=3'], 'must be a multiple'),
+    (['--topology=cpu:1', '--config.batch.num_groups=0'], 'must be at least 1'),
+    (['--topology=cpu:1', '--config.rollout.num_slots=0'], 'must be at least 1'),
+    (['--topology=cpu:1', '--config.batch.buckets=(16,)'], 'the largest must hold'),
+    (['--topology=cpu:1', '--config.rollout.engine=sglang'], 'There are: jax, vllm'),
+    (['--topology=cpu:1', '--config.rollout.engine=jax(exacct=True)'], "'exact'"),
+    (['--topology=cpu:1', '--config.cluster.placement=nonsense'], 'colocated'),
+    (
+      ['--topology=cpu:3', '--sweep=mesh', '--config.mesh.context=2'],
+      'does not divide',
+    ),
   ],
 )
 def test_mistakes_are_told_in_a_line(argv, word, capsys):
   assert plan.main(['--config=configs/quickstart.py', *argv]) == 2
-  assert word in capsys.readouterr().err
+  err = capsys.readouterr().err
+  assert word in err and err.startswith('error: ') and err.count('\n') == 1
+
+
+def test_json_has_null_for_what_no_compiler_told():
+  assert plan._known({'a': [1.0, math.inf], 'b': (math.nan, 'x')}) == {
+    'a': [1.0, None],
+    'b': [None, 'x'],
+  }
+
+
+RAY = '--config.cluster.ray=true'
+VLLM = '--config.rollout.engine=vllm(gpu_memory_utilization=.3)'
+
+
+@pytest.mark.parametrize(
+  'machine, options, learner, engine',
+  [
+    ('cpu:1', [RAY], 1, 0),
+    ('v5p:2x2x1', [RAY], 1, 0),
+    ('h200:1', [], 0.75, 0),  # what JAX takes
+    ('h200:1', ['--config.cluster.placement=colocated(memory=.8)'], 0.8, 0),
+    ('h200:1', [RAY], 0.45, 0.45),
+    ('h200:1', [RAY, VLLM], 0.6, 0.3),
+    ('h200:2', [RAY, '--config.cluster.placement=colocated()'], 0.45, 0.45),
+    ('h200:8', [RAY], 0.9, 0),
+    ('h200:16', [RAY, '--config.cluster.placement=split(memory=.5)'], 0.5, 0),
+  ],
+)
+def test_the_learner_has_the_share_that_the_run_will_give_it(
+  machine, options, learner, engine
+):
+  target = targets.parse(machine)
+  found = room.of(small(*options).config, target)
+  assert found.limit == pytest.approx(learner * target.chip.memory)
+  assert found.engine == pytest.approx(engine * target.chip.memory)
+
+
+def test_engines_on_the_learners_devices_take_turns_with_it():
+  ahead = (RAY, '--config.rollout.async_ratio=1')
+  for machine, together in (('h200:1', False), ('h200:8', True)):
+    run, target = small(*ahead), targets.parse(machine)
+    found = cost.Cost({}, 16, 16, 16, 1, {'train': plain_program()}, {}, 1.0, 'train')
+    step = cost.step(run, found, target, decode.engine_of(run), None)
+    assert step.together == together
+
+
+def plain_program():
+  return program.Program('train', 1e12, 0, 0, 0, 1e9, {}, 0.0)
+
+
+def test_devices_of_an_engine_are_those_of_all_its_stages():
+  text = '--config.rollout.engine=vllm(tensor_parallel_size=2,pipeline_parallel_size=4)'
+  assert decode.engine_of(small(RAY, text)).devices == 8
+
+
+def test_prompts_of_given_buckets_are_counted():
+  one = decode.engine_of(small('--config.rollout.engine=jax(prompt_buckets=(4,8))'))
+  assert one.buckets == (4, 8)
 
 
 def test_a_config_json_alone_is_enough(tmp_path):
