@@ -60,7 +60,10 @@ class RayHost:
       self._options['runtime_env'] = {'env_vars': passed}
       ray.init(address=address, log_to_driver=False)
     elif self._started:  # the actors inherit this process's environment
-      ray.init(include_dashboard=False, log_to_driver=False, logging_level='warning')
+      # Without 'local' Ray joins what RAY_ADDRESS or a file of its own names, and waits
+      # minutes for a cluster that died.
+      quiet = {'log_to_driver': False, 'logging_level': 'warning'}
+      ray.init(address='local', include_dashboard=False, **quiet)
 
   def place(self, config: Config, *, learns: bool = True) -> Placement:
     """Reserves the devices that the run asks for. Raises ConfigError if it cannot.

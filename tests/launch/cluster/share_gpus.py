@@ -19,7 +19,7 @@ def main():
   os.environ['VLLM_LOGGING_LEVEL'] = 'ERROR'
   ray = ray_host._import('')
   quiet = {'include_dashboard': False, 'log_to_driver': False}
-  ray.init(num_gpus=int(gpus), logging_level='warning', **quiet)
+  ray.init(address='local', num_gpus=int(gpus), logging_level='warning', **quiet)
   arguments.no_gpu_transfer = lambda: ''  # it is built for CPU, and nobody asks CUDA
   told = runs.record(pathlib.Path(workdir), *options)
   for step, metrics in told.metrics:

@@ -10,7 +10,7 @@ from tests.launch import runs
 
 PROGRAM = """
 import ray
-ray.init(num_gpus=2, include_dashboard=False, log_to_driver=False)
+ray.init('local', num_gpus=2, include_dashboard=False, log_to_driver=False)
 from launch.cluster.placement import Seats
 from launch.placement import Placement, Seat
 
