@@ -10,12 +10,14 @@ longer than using them (few tokens). In it a token's result has the same bits wh
 tokens stand beside it.
 
 x: `[N, D]`. chosen: `[N, k]` int; an id outside [0, E) is nobody's and adds nothing.
-weights: `[N, k]` float32. gate, up: `[E, D, I]`, down: `[E, I, D]`, of x's dtype.
+weights: `[N, k]` float32. gate, up: `[E, D, I]`, down: `[E, I, D]`, of x's dtype; each
+may be `Adapted`, with low-rank matrices (LoRA) beside it, an own pair an expert.
 Returns `[N, D]` of x's dtype, summed in float32.
 """
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,26 +27,63 @@ from kernels.grouped_gpu import grouped_dot
 Array = jax.Array
 
 
+class Adapted(NamedTuple):
+  """kernel + a b, of which no product is made.
+
+  kernel: `[…, D, O]`, a: `[…, D, r]`, b: `[…, r, O]`, all of one dtype.
+  """
+
+  kernel: Array
+  a: Array
+  b: Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.kernel.shape
+
+
+Matrix = Array | Adapted
+Dot = Callable[[Array, Array], Array]
+
+
+def times(
+  dot: Dot,
+  rows: Array,
+  matrix: Matrix,
+  first: Dot | None = None,
+  last: Dot | None = None,
+) -> Array:
+  """dot(rows, matrix). first, last: what multiplies by a and then by b, if not dot."""
+  if not isinstance(matrix, Adapted):
+    return dot(rows, matrix)
+  inner = (first or dot)(rows, matrix.a)
+  return dot(rows, matrix.kernel) + (last or dot)(inner, matrix.b)
+
+
 def dense(
-  x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array
+  x: Array, chosen: Array, weights: Array, gate: Matrix, up: Matrix, down: Matrix
 ) -> Array:
   """Every expert for every token: E / k times the work, no sorting."""
   experts = gate.shape[0]
   picked = chosen[:, :, None] == jnp.arange(experts)
   share = jnp.where(picked, weights[:, :, None], 0).sum(1)  # [N, E]
-  inner = jax.nn.silu(jnp.einsum('nd,edi->eni', x, gate))
-  inner = inner * jnp.einsum('nd,edi->eni', x, up) * share.T[:, :, None].astype(x.dtype)
-  y = jnp.einsum('eni,eid->nd', inner, down, preferred_element_type=jnp.float32)
-  return y.astype(x.dtype)
+  each = functools.partial(jnp.einsum, 'eni,eio->eno')
+  spread = functools.partial(jnp.einsum, 'nd,edi->eni')
+  join = functools.partial(
+    jnp.einsum, 'eni,eid->nd', preferred_element_type=jnp.float32
+  )
+  inner = jax.nn.silu(times(spread, x, gate, last=each))
+  inner = inner * times(spread, x, up, last=each) * share.T[:, :, None].astype(x.dtype)
+  return times(join, inner, down, first=each).astype(x.dtype)
 
 
 def ragged(
   x: Array,
   chosen: Array,
   weights: Array,
-  gate: Array,
-  up: Array,
-  down: Array,
+  gate: Matrix,
+  up: Matrix,
+  down: Matrix,
   *,
   dot: Callable[[Array, Array, Array], Array] = jax.lax.ragged_dot,
 ) -> Array:
@@ -63,8 +102,9 @@ def ragged(
 
   spread = jnp.broadcast_to(x[:, None], (tokens, picks, x.shape[1]))
   rows = jnp.where(there, pick(spread.reshape(tokens * picks, -1), order), 0)
-  inner = jax.nn.silu(dot(rows, gate, sizes))
-  out = dot(inner * dot(rows, up, sizes), down, sizes)
+  product = functools.partial(times, lambda rows, matrix: dot(rows, matrix, sizes))
+  inner = jax.nn.silu(product(rows, gate))
+  out = product(inner * product(rows, up), down)
   # What a grouped product leaves behind its last group is not said to be 0.
   out = pick(jnp.where(there, out, 0), jnp.argsort(order))
   out = out.reshape(tokens, picks, -1).astype(jnp.float32)

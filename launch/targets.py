@@ -176,6 +176,15 @@ def topology(text: str) -> list[Any]:
   return list(_devices(parse(text)))
 
 
+def _no_slice(target: Target) -> str:
+  """What a slice must be, before the compiler's words; '' for what is none."""
+  if target.chip.platform != 'tpu':
+    return ''
+  kind = target.name.partition(':')[0]
+  form = 'x'.join(['4'] * len(target.shape))
+  return f'a slice is of hosts with 2x2 chips, as {kind}:{form} is; the compiler says: '
+
+
 @functools.lru_cache(maxsize=16)
 def _devices(target: Target) -> tuple[Any, ...]:
   where, chip = f'--topology={target.name}', target.chip
@@ -213,5 +222,5 @@ def _devices(target: Target) -> tuple[Any, ...]:
         topology=f'1x{-(-target.size // NODE)}x{min(target.size, NODE)}',
       )
   except Exception as error:  # each compiler raises a class of its own
-    raise ConfigError(f'{where}: {error}') from error
+    raise ConfigError(f'{where}: {_no_slice(target)}{error}') from error
   return tuple(made.devices)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 FAMILIES = ('qwen2', 'qwen3', 'qwen3_moe', 'llama')
-LORA_TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+LORA_TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down', 'router', 'lm_head')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,14 @@ class ModelConfig:
     if self.family == 'qwen2' and not self.attention_bias:
       raise ValueError("family 'qwen2' needs attention_bias=True")
     self._check_experts()
-    if self.lora and self.num_experts:
-      experts = sorted({'gate', 'up', 'down'} & set(self.lora.targets))
-      if experts:
-        raise ValueError(
-          f'lora: no adapters for experts ({", ".join(experts)}); take '
-          "targets='q,k,v,o' for a mixture of experts"
-        )
+    targets = self.lora.targets if self.lora else ()
+    if 'router' in targets and not self.num_experts:
+      raise ValueError("lora: targets='router', and this model has no experts")
+    if 'lm_head' in targets and self.tie_embeddings:
+      raise ValueError(
+        "lora: targets='lm_head', and this model scores by its table of embeddings, "
+        'which is no layer of its own'
+      )
 
   def _check_experts(self) -> None:
     sizes = {

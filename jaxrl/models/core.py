@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl.models import cache as caches
 from jaxrl.models import exact as exactly
-from jaxrl.models import layers, moe, pages, remat, rope, transformer
+from jaxrl.models import layers, lora, moe, pages, remat, rope, transformer
 from jaxrl.models.cache import Cache
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.exact import Exact
@@ -253,5 +253,6 @@ class Core:
     return self._tokenwise(lambda x: self.logits(params, ends.norm(x)), x)
 
   def _head(self, params: Params) -> jax.Array:
-    name = 'embedding' if self.config.tie_embeddings else 'lm_head'
-    return params[name]['table']
+    if self.config.tie_embeddings:
+      return params['embedding']['table']
+    return lora.merged(self.config, params['lm_head'])['table']

@@ -329,7 +329,7 @@ def _fetch(params: Params, tensor: names.Tensor) -> np.ndarray:
   leaf = params
   for key in tensor.path:
     leaf = leaf[key]
-  array = np.asarray(leaf[tensor.index] if tensor.index else leaf)
+  array = np.asarray(leaf[tensor.index])
   if array.shape != tensor.inner:
     raise ValueError(
       f'parameter {".".join(tensor.path)} has shape {array.shape}, '

@@ -14,17 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models import moe, rope
+from jaxrl.models import moe, parameters, rope
 from jaxrl.models.config import Lora, ModelConfig
 
 Constrain = Callable[..., jax.Array]
 Feed = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
-INIT_STD = 0.02
-
-
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple) -> nnx.Param:
-  value = INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
-  return nnx.Param(value, axes=axes)
 
 
 class RMSNorm(nnx.Module):
@@ -55,14 +49,12 @@ class Linear(nnx.Module):
     bias: bool = False,
     lora: Lora | None = None,
   ):
-    self.kernel = _normal(rngs, inputs + outputs, axes)
+    self.kernel = parameters.normal(rngs, inputs + outputs, axes)
     self.lora = lora
     if lora:
-      bound, shape = 1 / math.sqrt(math.prod(inputs)), (*inputs, lora.rank)
-      start = jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
-      self.lora_a = nnx.Param(start, axes=(*axes[: len(inputs)], None))
-      start = jnp.zeros((lora.rank, *outputs))
-      self.lora_b = nnx.Param(start, axes=(None, *axes[len(inputs) :]))
+      names = axes[: len(inputs)], axes[len(inputs) :]
+      made = parameters.adapters(lora, (inputs, outputs), names, rngs)
+      self.lora_a, self.lora_b = made
     if bias:
       self.bias = nnx.Param(jnp.zeros(outputs), axes=axes[len(inputs) :])
     self.num_inputs, self.has_bias = len(inputs), bias
@@ -176,11 +168,17 @@ class Block(nnx.Module):
 
 
 class Embedding(nnx.Module):
-  """The vocabulary's table, `[V, D]`, used to look up and to score."""
+  """The vocabulary's table, `[V, D]`, used to look up and to score.
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+  lora: adapters beside the one that scores, A `[D, rank]` and B `[rank, V]`.
+  """
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: Lora | None = None):
     shape = (config.vocab_size, config.hidden_size)
-    self.table = _normal(rngs, shape, ('vocab', 'embedding'))
+    self.table = parameters.normal(rngs, shape, ('vocab', 'embedding'))
+    if lora:
+      inner = ((shape[1],), (shape[0],)), (('embedding',), ('vocab',))
+      self.lora_a, self.lora_b = parameters.adapters(lora, *inner, rngs)
 
 
 class ValueHead(nnx.Module):

@@ -2,13 +2,15 @@
 
 A layer with kernel W gets A, random, and B, zero at first: x·W + (α / rank)·(x·A)·B.
 A model's `config.lora` says where they are; in the tree of parameters they lie beside
-the kernel as lora_a `[*inputs, rank]` and lora_b `[rank, *outputs]`, in float32. What
+the kernel as lora_a `[*inputs, rank]` and lora_b `[rank, *outputs]`, in float32. Each
+expert has its own pair, `[E, …]`; lm_head alone scores by W + (α / rank)·A·B. What
 learns are they and a value head; all else is frozen. Functions here are of such trees,
 and of any tree where `lora` is None: then all of it learns.
 """
 
 import dataclasses
-import math
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -120,15 +122,34 @@ def merge_by(scale: Any, params: Params, dtype: str = 'float32') -> Params:
     if 'lora_b' not in made:
       return made
     a, b = made.pop('lora_a'), made.pop('lora_b')
-    kernel = made['kernel']
-    rank = math.prod(b.shape[1:2])  # behind the axis of the layers
-    left = a.reshape(a.shape[0], -1, rank)
-    right = b.reshape(b.shape[0], rank, -1)
-    change = jnp.matmul(left, right, precision='highest').reshape(kernel.shape)
-    wide = kernel.astype(jnp.float32) + scale * change
-    return made | {'kernel': wide.astype(jnp.promote_types(kernel.dtype, dtype))}
+    name = kernel_of(made)
+    matmul = functools.partial(jnp.matmul, precision='highest')
+    wide = made[name].astype(jnp.float32)
+    wide += scale * product(a, b, wide.shape, name == 'table', matmul)
+    return made | {name: wide.astype(jnp.promote_types(made[name].dtype, dtype))}
 
   return merge(params)
+
+
+def kernel_of(layer: Params) -> str:
+  """The name of what adapters lie beside."""
+  return 'kernel' if 'kernel' in layer else 'table'
+
+
+def product(
+  a: Any, b: Any, shape: tuple[int, ...], is_table: bool, matmul: Callable[..., Any]
+) -> Any:
+  """A·B in the `shape` of its kernel, which is_table has as `[outputs, inputs]`.
+
+  The first axes, of layers and of experts, are those that A, B and kernel share.
+  """
+  lead = a.ndim + b.ndim - len(shape) - 2
+  rank = b.shape[lead]
+  left = a.reshape(*a.shape[:lead], -1, rank)
+  right = b.reshape(*b.shape[:lead], rank, -1)
+  if is_table:
+    left, right = right.T, left.T
+  return matmul(left, right).reshape(shape)
 
 
 def bare(config: ModelConfig) -> ModelConfig:

@@ -6,19 +6,20 @@ computes in: p = softmax(x W), the k likeliest experts are taken, their p made t
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.config import ModelConfig
+from jaxrl.models import parameters
+from jaxrl.models.config import Lora, ModelConfig
 from kernels import dispatch, experts
 
 Mix = Callable[..., jax.Array]
-INIT_STD = 0.02
 
 
-def local(way: Mix, x: jax.Array, chosen: jax.Array, *rest: jax.Array) -> jax.Array:
+def local(way: Mix, x: jax.Array, chosen: jax.Array, *rest: Any) -> jax.Array:
   """`way`, one of `kernels.experts`, with any number of axes before the last."""
   flat = (y.reshape(-1, y.shape[-1]) for y in (x, chosen, rest[0]))
   return way(*flat, *rest[1:]).reshape(x.shape)
@@ -49,11 +50,33 @@ def way(x: jax.Array, asked: str, platform: str | None) -> Mix:
 
 
 class Kernel(nnx.Module):
-  """A kernel of a shape; `axes` are the logical names of its axes."""
+  """A kernel `[…, inputs, outputs]`, or one a expert, with the adapters of each.
 
-  def __init__(self, shape: tuple[int, ...], axes: tuple, rngs: nnx.Rngs):
-    value = INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
-    self.kernel = nnx.Param(value, axes=axes)
+  axes: the logical names of its axes.
+  """
+
+  def __init__(
+    self,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    rngs: nnx.Rngs,
+    lora: Lora | None = None,
+  ):
+    self.kernel = parameters.normal(rngs, shape, axes)
+    self.lora = lora
+    if lora:
+      sizes, names = (shape[-2:-1], shape[-1:]), (axes[-2:-1], axes[-1:])
+      each = shape[:-2], axes[:-2]
+      made = parameters.adapters(lora, sizes, names, rngs, each)
+      self.lora_a, self.lora_b = made
+
+  def of(self, dtype: Any) -> experts.Matrix:
+    """What multiplies, in `dtype`."""
+    kernel = self.kernel[...].astype(dtype)
+    if not self.lora:
+      return kernel
+    b = self.lora.scale * self.lora_b[...]
+    return experts.Adapted(kernel, self.lora_a[...].astype(dtype), b.astype(dtype))
 
 
 class Experts(nnx.Module):
@@ -62,9 +85,11 @@ class Experts(nnx.Module):
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     number, width = config.num_experts, config.hidden_size
     wide, names = config.moe_intermediate_size, ('experts', 'embed', 'mlp')
-    self.gate = Kernel((number, width, wide), names, rngs)
-    self.up = Kernel((number, width, wide), names, rngs)
-    self.down = Kernel((number, wide, width), ('experts', 'mlp', 'embed'), rngs)
+    gate, up, down = (config.adapters(name) for name in ('gate', 'up', 'down'))
+    self.gate = Kernel((number, width, wide), names, rngs, gate)
+    self.up = Kernel((number, width, wide), names, rngs, up)
+    names = ('experts', 'mlp', 'embed')
+    self.down = Kernel((number, wide, width), names, rngs, down)
 
 
 class MoE(nnx.Module):
@@ -72,7 +97,7 @@ class MoE(nnx.Module):
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     shape = (config.hidden_size, config.num_experts)
-    self.router = Kernel(shape, (None, None), rngs)
+    self.router = Kernel(shape, (None, None), rngs, config.adapters('router'))
     self.experts = Experts(config, rngs)
     self.picks = config.num_experts_per_token
     self.sums_to_one = config.norm_topk_prob
@@ -87,14 +112,14 @@ class MoE(nnx.Module):
     """
     chosen, weights = self.route(x, routed)
     kernels = (self.experts.gate, self.experts.up, self.experts.down)
-    y = mix(x, chosen, weights, *(part.kernel[...].astype(x.dtype) for part in kernels))
+    y = mix(x, chosen, weights, *(part.of(x.dtype) for part in kernels))
     return y, chosen
 
   def route(
     self, x: jax.Array, routed: jax.Array | None = None
   ) -> tuple[jax.Array, jax.Array]:
     """Experts `[..., k]` int32 and their weights `[..., k]` float32."""
-    scores = x.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
+    scores = experts.times(jnp.matmul, x.astype(jnp.float32), self.router.of('float32'))
     p = jax.nn.softmax(scores, axis=-1)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(p), self.picks)
     if routed is not None:

@@ -11,18 +11,21 @@ from jaxrl.models import lora, names
 from jaxrl.models.config import ModelConfig
 from jaxrl.types import Params
 
+MODULES = {'router': 'gate', 'lm_head': 'lm_head'}  # the others' have '_proj' behind
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 
 
 def save(folder: str | Path, config: ModelConfig, params: Params, base: str) -> None:
   """Writes the adapters of `params`, as config.lora says; base: what they belong to.
 
-  PEFT's lora_A is `[rank, inputs]` and its lora_B `[outputs, rank]`, both float32.
+  PEFT's lora_A is `[rank, inputs]` and its lora_B `[outputs, rank]`, both float32. Each
+  expert has its own, by the names that vLLM reads.
   """
   own, arrays = config.lora, {}
   assert own is not None  # there is nothing to write
   for tensor in names.tensors(lora.bare(config)):
-    if tensor.path[-1] != 'kernel' or config.adapters(tensor.path[-2]) is None:
+    at, kind = tensor.path[-2:]
+    if kind not in ('kernel', 'table') or config.adapters(at) is None:
       continue
     layer = params
     for key in tensor.path[:-1]:
@@ -51,7 +54,7 @@ def _settings(config: ModelConfig, base: str) -> dict[str, Any]:
     'r': own.rank,
     'lora_alpha': alpha,
     'lora_dropout': 0.0,
-    'target_modules': [f'{name}_proj' for name in own.targets],
+    'target_modules': [MODULES.get(name, f'{name}_proj') for name in own.targets],
     'bias': 'none',
     'fan_in_fan_out': False,
     'use_rslora': False,

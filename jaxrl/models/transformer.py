@@ -20,7 +20,7 @@ class Ends(nnx.Module):
     self.embedding = layers.Embedding(config, rngs)
     self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
     if not config.tie_embeddings:
-      self.lm_head = layers.Embedding(config, rngs)
+      self.lm_head = layers.Embedding(config, rngs, config.adapters('lm_head'))
     if config.value_head:
       self.value_head = layers.ValueHead(config)
 

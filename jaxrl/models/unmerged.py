@@ -41,11 +41,11 @@ class _Kernel:
   lora_a: np.ndarray
   lora_b: np.ndarray
   scale: np.float32
+  is_table: bool
 
   def __getitem__(self, index: Any) -> np.ndarray:
     kernel, a, b = self.kernel[index], self.lora_a[index], self.lora_b[index]
-    rank = a.shape[-1]
-    change = np.matmul(a.reshape(-1, rank), b.reshape(rank, -1)).reshape(kernel.shape)
+    change = lora.product(a, b, kernel.shape, self.is_table, np.matmul)
     return kernel.astype(np.float32) + self.scale * change
 
 
@@ -60,7 +60,8 @@ def merge_on_host(params: Params) -> Params:
     made = {name: walk(x) if isinstance(x, dict) else x for name, x in tree.items()}
     if 'lora_b' in made:
       a, b = (made.pop(name) for name in lora.ADAPTERS)
-      made['kernel'] = _Kernel(made['kernel'], a, b, scale)
+      name = lora.kernel_of(made)
+      made[name] = _Kernel(made[name], a, b, scale, name == 'table')
     return made
 
   return walk({name: branch for name, branch in params.items() if name != SCALE})

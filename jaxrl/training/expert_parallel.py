@@ -8,6 +8,7 @@ dropped and no device waits for a buffer larger than the tokens at hand times k.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from jaxrl.models import moe
 from jaxrl.models.config import ModelConfig
 from jaxrl.signature import ConfigError
 from jaxrl.training.sharding import RULES
+from kernels.experts import Adapted, Matrix
 
 
 def check(config: ModelConfig, mesh: Mesh) -> None:
@@ -38,15 +40,25 @@ class ExpertParallel:
   mesh: Mesh
 
   def __call__(
-    self, way: moe.Mix, x: jax.Array, chosen: jax.Array, *rest: jax.Array
+    self,
+    way: moe.Mix,
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    *kernels: Matrix,
   ) -> jax.Array:
     """x `[B, …, D]`, chosen and weights `[B, …, k]`, kernels `[E, …]`, all global."""
     if self.mesh.size == 1:
-      return moe.local(way, x, chosen, *rest)
+      return moe.local(way, x, chosen, weights, *kernels)
     sizes = self.mesh.shape
     (experts,), (tensor,) = RULES['experts'], RULES['mlp']
     split = x.shape[0] % math.prod(sizes[axis] for axis in RULES['batch']) == 0
-    wide, narrow = P(experts, None, tensor), P(experts, tensor, None)
+    gate, up, down = kernels
+    specs = (
+      _split(gate, None, tensor),
+      _split(up, None, tensor),
+      _split(down, tensor, None),
+    )
 
     def here(x, chosen, weights, gate, up, down):
       if split:
@@ -66,7 +78,16 @@ class ExpertParallel:
     return jax.shard_map(
       here,
       mesh=self.mesh,
-      in_specs=(tokens, tokens, tokens, wide, wide, narrow),
+      in_specs=(tokens, tokens, tokens, *specs),
       out_specs=tokens,
       check_vma=False,
-    )(x, chosen, *rest)
+    )(x, chosen, weights, *kernels)
+
+
+def _split(matrix: Matrix, inputs: str | None, outputs: str | None) -> Any:
+  """How a matrix an expert lies, whose inputs and outputs lie along those axes."""
+  (experts,) = RULES['experts']
+  if not isinstance(matrix, Adapted):
+    return P(experts, inputs, outputs)
+  a, b = P(experts, inputs, None), P(experts, None, outputs)
+  return Adapted(P(experts, inputs, outputs), a, b)  # pyright: ignore

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.signature import ConfigError
@@ -67,7 +67,7 @@ def put(x: Any, layout: Sharding, *, copy: bool = False) -> jax.Array:
   )
 
 
-def params_sharding(mesh: Mesh, axes: Params, shapes: Params) -> Params:
+def params_sharding(mesh: Mesh | AbstractMesh, axes: Params, shapes: Params) -> Params:
   """The tree of layouts of parameters.
 
   axes: the tree of `shapes` with each array replaced by its axes' logical names.
@@ -84,7 +84,7 @@ def params_sharding(mesh: Mesh, axes: Params, shapes: Params) -> Params:
   )
 
 
-def _split(mesh: Mesh, name: str | None, size: int, where: str) -> Any:
+def _split(mesh: Mesh | AbstractMesh, name: str | None, size: int, where: str) -> Any:
   """The mesh axes for one array axis; later ones are left out if they do not divide."""
   axes = [axis for axis in RULES.get(name or '', ()) if mesh.shape[axis] > 1]
   while len(axes) > 1 and size % math.prod(mesh.shape[axis] for axis in axes):

@@ -4,14 +4,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh
 
+from jaxrl.algorithms import compose
 from jaxrl.models import lora
 from jaxrl.signature import ConfigError
+from jaxrl.training import sharding
 from jaxrl.types import Params
-from launch.planning import changes, cost, room
+from launch.planning import abstract, changes, cost, room
 from launch.planning.abstract import Run
 from launch.planning.cost import Cost
 from launch.planning.decode import Engine
@@ -19,15 +22,28 @@ from launch.planning.program import per_device
 from launch.targets import NODE, Target
 
 MOST = 6  # meshes compiled, unless told
-AXES = ('data', 'fsdp', 'tensor')
-ADAM = 12  # bytes that a parameter that learns has beside: two moments, gradient
+AXES = ('data', 'fsdp', 'tensor', 'expert')
+LEARNED = 3  # copies in float32 beside what learns: two moments and the gradient
+
+Mesh = dict[str, int]  # the size of each axis
+
+
+class Guess(NamedTuple):
+  """Of a mesh by hand: the smaller, the better.
+
+  too_much: what is held does not fit. seconds: of a step. held: bytes of each device.
+  """
+
+  too_much: bool
+  seconds: float
+  held: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
   """A mesh that was compiled. learn: seconds of a step, least and most."""
 
-  mesh: dict[str, int]
+  mesh: Mesh
   cost: Cost
   learn: tuple[float, float]
 
@@ -59,75 +75,112 @@ def sweep(
   """Compiles the `most` meshes that a simple rule finds best, and ranks those.
 
   The rule: what does not fit by its state alone comes last, then seconds of products,
-  rows that only fill up, and what axes send, by hand.
+  rows that only fill up, and what axes send, by hand. Where a mesh does not fit, those
+  that hold less are next.
   """
-  for axis in ('context', 'expert'):
-    if run.config.mesh[axis] < 1:
-      raise ConfigError(
-        f'--config.mesh.{axis}={run.config.mesh[axis]}: a sweep chooses data, fsdp and '
-        f'tensor: give {axis} a number'
-      )
-  entries, skipped = [], {}
-  kept = run.config.mesh.context * run.config.mesh.expert
-  if target.size % kept:
-    raise ConfigError(
-      f'--config.mesh: context × expert, {kept}, does not divide the {target.size} '
-      f'devices of {target.name}'
-    )
-  order = sorted(
-    meshes(target, kept),
-    key=lambda mesh: guess(run, target, mesh),
-  )
-  for mesh in order:
-    name = cost.mesh_text(mesh)
-    if len(entries) == most:
-      skipped[name] = f'not among the {most} that a simple rule finds best'
-      continue
+  entries, skipped, waiting = [], {}, []
+  for mesh in meshes(run, target):
+    try:
+      waiting.append((guess(run, target, mesh), mesh))
+    except ConfigError as error:
+      skipped[cost.mesh_text(mesh)] = _reason(error)
+  waiting.sort(key=lambda one: one[0])
+  bound = math.inf
+  while waiting and len(entries) < most:
+    one = next((one for one in waiting if one[0].held < bound), waiting[0])
+    waiting.remove(one)
+    guessed, mesh = one
     own = changes.applied(run, {f'mesh.{axis}': size for axis, size in mesh.items()})
     try:
       found = cost.of(own, target, devices, engine=engine)
     except ConfigError as error:
-      skipped[name] = str(error).removeprefix('--config.mesh: ')
+      skipped[cost.mesh_text(mesh)] = _reason(error)
       continue
     step = cost.step(own, found, target, engine, None)
     entries.append(Entry(mesh, found, step.learn))
+    if not found.fits:
+      bound = min(bound, guessed.held)
+  why = f'not among the {most} that a simple rule finds best'
+  skipped |= {cost.mesh_text(mesh): why for _, mesh in waiting}
   entries.sort(key=lambda one: (not one.cost.fits, sum(one.learn)))
   return Sweep(tuple(entries), skipped)
 
 
-def meshes(target: Target, kept: int = 1) -> Iterator[dict[str, int]]:
-  """Every way to arrange all devices in data, fsdp and tensor; kept: shares beside."""
-  size = target.size // kept
-  sizes = [n for n in range(1, size + 1) if size % n == 0]
-  for fsdp, tensor in itertools.product(sizes, sizes):
-    if size % (fsdp * tensor) == 0:
-      data = size // (fsdp * tensor)
-      yield {'data': data, 'fsdp': fsdp, 'tensor': tensor}
+def _reason(error: ConfigError) -> str:
+  return str(error).removeprefix('--config.mesh: ')
 
 
-def guess(run: Run, target: Target, mesh: dict[str, int]) -> tuple[bool, float]:
-  """(whether its state alone is too much, seconds of a step), by hand."""
-  params = run.policy(run.learned).params
-  size, shape, chip = _count(params), run.shape, target.chip
-  tensor, fsdp = mesh['tensor'], mesh['fsdp']
-  shares = mesh['data'] * fsdp * run.config.mesh.expert
-  state = per_device(params) + ADAM * _count(lora.trained(run.learned, params))
-  held = state / (fsdp * tensor)
-  batch = run.config.batch
+def meshes(run: Run, target: Target) -> Iterator[Mesh]:
+  """Every way to arrange all devices in data, fsdp and tensor, and in `expert` if the
+  model has any; the other axes stay as they are. Raises ConfigError where they cannot.
+  """
+  axes = AXES if run.shape.num_experts else AXES[:-1]
+  kept = {axis: size for axis, size in run.config.mesh.items() if axis not in axes}
+  for axis, size in kept.items():
+    if size < 1:
+      raise ConfigError(
+        f'--config.mesh.{axis}={size}: a sweep chooses {", ".join(axes)}: give {axis} '
+        'a number'
+      )
+  size, left = math.prod(kept.values()), target.size
+  if left % size:
+    raise ConfigError(
+      f'--config.mesh: {" × ".join(kept)}, {size}, does not divide the {left} devices '
+      f'of {target.name}'
+    )
+  sizes = [n for n in range(1, left + 1) if left % n == 0]
+  for shares in itertools.product(sizes, repeat=len(axes) - 1):
+    data, rest = divmod(left // size, math.prod(shares))
+    if data and not rest:
+      yield dict(zip(axes, (data, *shares), strict=True))
+
+
+def guess(run: Run, target: Target, mesh: Mesh) -> Guess:
+  """Raises ConfigError where the mesh does not divide the model."""
+  sizes = run.config.mesh.to_dict() | mesh
+  data, fsdp, tensor, expert = (sizes[axis] for axis in AXES)
+  shape, chip, batch = run.shape, target.chip, run.config.batch
+  shares = data * fsdp * expert
   micro = batch.minibatches * batch.micro_batches
   rows = math.ceil(run.num_rows / micro / shares) * shares * micro
   tokens = rows * run.buckets[-1]
+  params = run.policy(run.learned).params
+  size = _count(params)
+  of_experts = _count(params['layers']['mlp'].get('experts', {}))
   compute = 8 * size * tokens / target.size / chip.flops
-  gathered = 3 * 2 * size / tensor * (1 - 1 / fsdp) * micro
-  reduced = 2 * 4 * size / (fsdp * tensor) * (1 - 1 / mesh['data'])
+  far = 0.0
+  common = (size - of_experts) / tensor, data * expert
+  for part, copies in (common, (of_experts / tensor / expert, data)):
+    far += 3 * 2 * part * (1 - 1 / fsdp) * micro  # gathered
+    far += 2 * 4 * part / fsdp * (1 - 1 / copies)  # reduced
   passed = tokens / shares * shape.hidden_size * 2 * shape.num_layers
-  split = 8 * passed * (1 - 1 / tensor)
+  near = 8 * passed * (1 - 1 / tensor)
+  near += 4 * passed * (expert - 1)  # there and back, forwards and backwards
   rate = chip.link
   if chip.between and target.size > NODE:
     rate = chip.between
-  far = gathered + reduced
-  near = split / (chip.link if tensor <= NODE else rate)
-  return held > room.of(run.config, target).limit, compute + near + far / rate
+  near /= chip.link if tensor * expert <= NODE else rate
+  state = held(run, mesh)
+  too_much = state > room.of(run.config, target).limit
+  return Guess(too_much, compute + near + far / rate, state)
+
+
+def held(run: Run, mesh: Mesh) -> float:
+  """Bytes of each device that parameters, moments, gradients and, if there is one, the
+  reference take, as they lie on such a mesh.
+  """
+  sizes, policy = run.config.mesh.to_dict() | mesh, run.policy(run.learned)
+  devices = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+  axes = policy.model.logical_axes(policy.params)
+  layouts = sharding.params_sharding(devices, axes, policy.params)
+  lying = jax.tree.map(
+    lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+    policy.params,
+    layouts,
+  )
+  learned = abstract.cast(lora.trained(run.learned, lying), 'float32')
+  copies = LEARNED + ('ref_logprobs' in compose.needs(run.algorithm))
+  return per_device(lying) + copies * per_device(learned)
 
 
 def _count(params: Params) -> int:

@@ -14,6 +14,7 @@ from launch.planning.report import Report, assumptions
 from launch.planning.sweep import Sweep
 
 BAR = 24
+MOST_NAMED = 8  # meshes that were not compiled for one reason
 PHASES = {
   'prepare': 'in scoring before updates',
   'train': 'in the update',
@@ -241,5 +242,10 @@ def show_sweep(found: Sweep, console: Console) -> None:
   reasons: dict[str, list[str]] = {}
   for mesh, why in found.skipped.items():
     reasons.setdefault(why, []).append(mesh)
-  lines = [f'{"; ".join(meshes)}: {why}' for why, meshes in reasons.items()]
+  lines = [f'{_first(meshes)}: {why}' for why, meshes in reasons.items()]
   console.print(_notes('not compiled', lines) if lines else '')
+
+
+def _first(meshes: list[str]) -> str:
+  told, more = '; '.join(meshes[:MOST_NAMED]), len(meshes) - MOST_NAMED
+  return f'{told}; and {more} more' if more > 0 else told

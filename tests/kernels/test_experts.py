@@ -48,8 +48,23 @@ GROUPED = functools.partial(
 )
 
 
+RANK = 2
+
+
+def adapted(given, seed=5):
+  """`given` with low-rank matrices beside each, and with these merged."""
+  draw, merged, apart = np.random.default_rng(seed), dict(given), dict(given)
+  for name in ('gate', 'up', 'down'):
+    kernel = given[name]
+    a = draw.standard_normal((*kernel.shape[:2], RANK))
+    b = draw.standard_normal((EXPERTS, RANK, kernel.shape[2]))
+    apart[name] = experts.Adapted(kernel, a, b)
+    merged[name] = kernel + a @ b
+  return apart, merged
+
+
 def of(way, chosen, given, dtype='float32'):
-  cast = {k: jnp.asarray(v, dtype) for k, v in given.items()}
+  cast = jax.tree.map(lambda x: jnp.asarray(x, dtype), given)
   cast['weights'] = jnp.asarray(given['weights'], jnp.float32)
   return way(cast.pop('x'), jnp.asarray(chosen, jnp.int32), **cast)
 
@@ -61,6 +76,28 @@ def test_values(way, dtype, atol):
   y = of(way, chosen, given, dtype)
   assert y.dtype == dtype
   np.testing.assert_allclose(y.astype(float), by_hand(chosen, **given), atol=atol)
+
+
+@pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])
+def test_adapted_matrices_are_as_merged_ones(way):
+  chosen, given = arrays()
+  apart, merged = adapted(given)
+  toward = np.random.default_rng(2).standard_normal((TOKENS, WIDTH))
+
+  def loss(given):
+    y = of(way, chosen, given)
+    return (y * toward).sum(), y
+
+  slope = jax.jit(jax.grad(loss, has_aux=True))
+  found, y = slope(jax.tree.map(np.float32, apart))
+  want, _ = slope(jax.tree.map(np.float32, merged))
+  np.testing.assert_allclose(y, by_hand(chosen, **merged), rtol=1e-4, atol=1e-4)
+  for name in ('gate', 'up', 'down'):
+    whole, (_, a, b) = want[name], apart[name]
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-3)
+    close(found[name].kernel, whole)
+    close(found[name].a, whole @ b.swapaxes(1, 2))
+    close(found[name].b, a.swapaxes(1, 2) @ whole)
 
 
 @pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])
@@ -140,3 +177,33 @@ def test_on_a_gpu_kernels_multiply_and_nothing_else(dtype):
   text = compiled('h200:1', slope, dtype).as_text()
   assert text.count('__gpu$xla.gpu.triton') == 8
   assert not re.search(r' dot\(|__cublas|gemm', text)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+  ('machine', 'way'), [('v5p:1x1x1', experts.ragged), ('h200:1', experts.grouped)]
+)
+def test_of_frozen_matrices_with_adapters_no_gradient_is_computed(machine, way):
+  """By the compiler's count, or of GPUs by the kernels: one each of what learns."""
+
+  def slope(x, chosen, weights, gate, up, down):
+    def beside(kernel):
+      experts_, inputs, outputs = kernel.shape
+      a = jnp.full((experts_, inputs, 16), 0.5, kernel.dtype)
+      return a, jnp.full((experts_, 16, outputs), 0.5, kernel.dtype)
+
+    def total(pairs):
+      parts = [
+        experts.Adapted(kernel, *pair)
+        for kernel, pair in zip((gate, up, down), pairs, strict=True)
+      ]
+      return way(x, chosen, weights, *parts).astype(jnp.float32).sum()
+
+    return jax.grad(total)([beside(kernel) for kernel in (gate, up, down)])
+
+  program = compiled(machine, slope)
+  if machine == 'h200:1':
+    kernels = re.findall(r'__gpu\$xla.gpu.triton.*', program.as_text())
+    assert sum('grouped_outer' in kernel for kernel in kernels) == 6
+  else:  # three products with what is frozen, which would have three gradients more
+    assert program.cost_analysis()['flops'] < 5 * 2 * 1024 * 256 * 128

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import shlex
 
 import jax
@@ -19,7 +20,7 @@ from jaxrl.signature import ConfigError
 from jaxrl.training.mesh import make_mesh
 from launch import config as configs
 from launch import learners, targets, weights
-from launch.planning import abstract, changes, cost, decode, handover, report, sweep
+from launch.planning import abstract, changes, cost, decode, handover, report
 from launch.planning import table as tables
 from launch.planning.program import Program
 from tests.launch.test_planning import SMALL, small
@@ -41,8 +42,9 @@ def whole(tree):
 
 
 def learner_of(run, **mesh):
-  mesh = make_mesh(**mesh or {'data': 1}, devices=jax.devices()[: mesh.get('fsdp', 1)])
-  return abstract.make_learner(run, mesh)
+  sizes = mesh or {'data': 1}
+  devices = jax.devices()[: math.prod(sizes.values())]
+  return abstract.make_learner(run, make_mesh(**sizes, devices=devices))
 
 
 def resident(run, **mesh):
@@ -150,14 +152,6 @@ def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
   assert {shape.pack.abreast for shape in made} == {1}
 
 
-@pytest.mark.parametrize('axis', ['context', 'expert'])
-def test_a_sweep_wants_numbers_for_what_it_keeps(axis):
-  run = small(f'--config.mesh.{axis}=-1', '--config.mesh.data=1')
-  target, engine = targets.parse('cpu:2'), decode.engine_of(run)
-  with pytest.raises(ConfigError, match=f'give {axis} a number'):
-    sweep.sweep(run, target, jax.devices()[:2], engine=engine)
-
-
 @pytest.mark.parametrize(
   'name, options, copied',
   [
@@ -195,16 +189,6 @@ def test_only_what_learns_has_gradients(monkeypatch):
   assert found.memory['temporaries'] == 1e9 - trained
 
 
-def test_the_state_of_adapters_is_not_thought_too_much():
-  run, target = small(LORA), targets.parse('cpu:1')
-  limit = 2 * whole(run.policy().params)
-  chip = dataclasses.replace(target.chip, memory=limit)
-  target = dataclasses.replace(target, chip=chip)
-  mesh = {'data': 1, 'fsdp': 1, 'tensor': 1}
-  assert sweep.guess(small(), target, mesh)[0]
-  assert not sweep.guess(run, target, mesh)[0]
-
-
 @pytest.mark.parametrize('sync, copies', [('fixed', 0), ('trainer', 1)])
 def test_a_version_on_its_way_is_a_copy(sync, copies):
   run = small(f'--config.rollout.sync={sync}')
@@ -240,8 +224,16 @@ def test_the_cache_is_laid_out_for_the_machine():
 def test_experts_are_replayed_where_there_are_some():
   with pytest.raises(ConfigError, match='router_replay'):
     small(REPLAY)
-  with pytest.raises(ConfigError, match='no adapters for experts'):
-    small(EXPERTS, LORA)
+
+
+def test_adapters_are_of_layers_that_the_model_has():
+  learner = learner_of(run := small(EXPERTS, LORA))
+  experts = learner.params['layers']['mlp']['experts']['gate']
+  assert experts['lora_a'].shape[-3:] == (4, run.shape.hidden_size, 4)
+  with pytest.raises(
+    ConfigError, match="targets='router', and this model has no experts"
+  ):
+    small(LORA.replace('rank=4', "rank=4, targets='router'"))
 
 
 def folder(path, **changes):

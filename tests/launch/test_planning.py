@@ -30,7 +30,6 @@ from launch.planning import (
   program,
   report,
   room,
-  sweep,
   table,
   traffic,
 )
@@ -223,20 +222,6 @@ def test_the_nearest_change_is_compiled_and_fits():
   table.show(told, Console(file=out, width=100))
   assert 'does not fit' in out.getvalue()
   assert str(told.change) in out.getvalue()
-
-
-def test_a_sweep_says_what_it_left_out():
-  run, target = small(), targets.parse('cpu:2')
-  found = sweep.sweep(
-    run, target, jax.devices()[:2], engine=decode.engine_of(run), most=1
-  )
-  assert len(found.entries) == 1
-  assert len(found.entries) + len(found.skipped) == len(list(sweep.meshes(target)))
-  (told,) = found.data()['entries']
-  assert told['fits'] and told['total'] == found.entries[0].cost.total
-  out = io.StringIO()
-  table.show_sweep(found, Console(file=out, width=100))
-  assert 'not compiled' in out.getvalue()
 
 
 def test_the_command_line(tmp_path, capsys):

@@ -61,3 +61,15 @@ def test_devices_of_other_machines(text):
   devices = targets.topology(text)
   assert len(devices) == target.size
   assert devices[0].platform == {'cuda': 'gpu'}.get(target.chip.platform, 'tpu')
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+  'text, known', [('v5p:3x3x3', 'v5p:4x4x4'), ('v6e:5x5', 'v6e:4x4')]
+)
+def test_a_slice_that_there_is_not_is_answered_with_one_that_there_is(text, known):
+  if targets.missing(targets.parse(text)):
+    pytest.skip('libtpu is not installed')
+  with pytest.raises(ConfigError, match=f'hosts with 2x2 chips, as {known} is'):
+    targets.topology(text)
+  assert len(targets.topology(known)) == targets.parse(known).size

@@ -14,6 +14,13 @@ LLAMA3 = (
   ('original_max_position_embeddings', 16),
   ('rope_type', 'llama3'),
 )
+EXPERTS = {  # and a table to score by
+  'family': 'qwen3_moe',
+  'num_experts': 4,
+  'num_experts_per_token': 2,
+  'moe_intermediate_size': 8,
+  'tie_embeddings': False,
+}
 
 
 def config(**changes) -> ModelConfig:

@@ -10,18 +10,21 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.models import lora, names, peft
+from jaxrl.models.config import LORA_TARGETS
 from jaxrl.models.model import Model
 from jaxrl.signature import ConfigError
 from tests.models import small
 
-ALL = lora.lora(rank=3, alpha=6.0)
+DENSE = {'lora': lora.lora(rank=3, alpha=6.0)}
+EVERY = ','.join(LORA_TARGETS)
+EXPERTS = small.EXPERTS | {'lora': lora.lora(rank=3, alpha=6.0, targets=EVERY)}
 
 
-@pytest.fixture(scope='module')
-def adapted():
+@pytest.fixture(scope='module', params=[DENSE, EXPERTS], ids=['dense', 'experts'])
+def adapted(request):
   """A model with adapters everywhere, none of them zero, and the bare one."""
-  bare, params = small.model_and_params()
-  model = Model(small.config(lora=ALL))
+  bare, params = small.model_and_params(**request.param | {'lora': None})
+  model = Model(small.config(**request.param))
   params = lora.add(model, params, jax.random.key(1))
   rng = np.random.default_rng(2)
 
@@ -101,11 +104,13 @@ def test_the_folder_is_pefts(adapted, tmp_path):
   assert (settings['r'], settings['lora_alpha']) == (3, 6)
   assert settings['base_model_name_or_path'] == 'base-model'
   arrays = load_file(tmp_path / 'adapter_model.safetensors')
-  assert len(arrays) == 2 * 3 * 7  # A and B, layers, targets
+  # A and B of each layer's: four of attention and three a feed-forward part.
+  experts = model.config.num_experts
+  assert len(arrays) == 2 * (3 * (4 + 1 + 3 * 4) + 1 if experts else 3 * 7)
   merged = lora.merged(model.config, moved)
   for tensor in names.tensors(lora.bare(model.config)):
     module = tensor.name.removesuffix('.weight')
-    if module.rsplit('.', 1)[-1] not in settings['target_modules']:
+    if not module.endswith(tuple(settings['target_modules'])):
       continue
     a = arrays.pop(f'base_model.model.{module}.lora_A.weight')
     b = arrays.pop(f'base_model.model.{module}.lora_B.weight')
@@ -136,13 +141,8 @@ def test_wrong_adapters_say_what_is_right(text, message):
   assert lora.parse('') is None
 
 
-def test_experts_have_none():
-  moe = {
-    'family': 'qwen3_moe',
-    'num_experts': 4,
-    'num_experts_per_token': 2,
-    'moe_intermediate_size': 8,
-  }
-  with pytest.raises(ValueError, match='no adapters for experts'):
-    small.config(lora=ALL, **moe)
-  assert small.config(lora=lora.lora(targets='q,o'), **moe).adapters('q').rank == 16
+def test_what_a_model_has_not_has_no_adapters():
+  with pytest.raises(ValueError, match="'router', and this model has no experts"):
+    small.config(lora=lora.lora(targets='q,router'))
+  with pytest.raises(ValueError, match="'lm_head', and this model scores by its table"):
+    small.config(lora=lora.lora(targets='lm_head'))

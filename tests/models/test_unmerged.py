@@ -6,15 +6,20 @@ import numpy as np
 import pytest
 
 from jaxrl.models import huggingface, lora, unmerged
+from jaxrl.models.config import LORA_TARGETS
 from jaxrl.models.model import Model
 from tests.models import small
 
 DTYPES = [('float32', 'float32'), ('bfloat16', 'float32'), ('bfloat16', 'bfloat16')]
 
 
-def moved(base, **changes):
+DENSE, EVERY = 'q,o,down', ','.join(LORA_TARGETS)
+
+
+def moved(base, targets=DENSE):
   """A model with adapters, none of them zero."""
-  own = lora.lora(rank=3, alpha=5.0, targets='q,o,down', base=base, send='adapters')
+  own = lora.lora(rank=3, alpha=5.0, targets=targets, base=base, send='adapters')
+  changes = small.EXPERTS if targets == EVERY else {}
   model = Model(small.config(lora=own, **changes))
   params = lora.stored(model.config, model.init(jax.random.key(1)))
   rng = np.random.default_rng(2)
@@ -28,21 +33,22 @@ def moved(base, **changes):
 
 @pytest.mark.parametrize(('base', 'dtype'), DTYPES)
 def test_they_are_merged_as_the_learner_merges(base, dtype):
-  model, params = moved(base)
+  model, params = moved(base, EVERY)
   given = unmerged.given(model.config, params)
   assert unmerged.is_unmerged(given) and not unmerged.is_unmerged(params)
   found = jax.jit(unmerged.merge, static_argnums=1)(given, dtype)
   wanted = jax.jit(lora.merged, static_argnums=(0, 2))(model.config, params, dtype)
   assert jax.tree.structure(found) == jax.tree.structure(wanted)
   jax.tree.map(np.testing.assert_array_equal, found, wanted)
-  assert wanted['layers']['mlp']['down']['kernel'].dtype == jnp.promote_types(
-    base, dtype
-  )
+  merged = wanted['layers']['mlp']['experts']['down']['kernel'], wanted['lm_head']
+  for x in (merged[0], merged[1]['table']):
+    assert x.dtype == jnp.promote_types(base, dtype)
 
 
+@pytest.mark.parametrize('targets', [DENSE, EVERY])
 @pytest.mark.parametrize('base', ['float32', 'bfloat16'])
-def test_on_the_host_a_layer_is_merged_when_it_is_looked_at(base):
-  model, params = moved(base)
+def test_on_the_host_a_layer_is_merged_when_it_is_looked_at(base, targets):
+  model, params = moved(base, targets)
   given = jax.tree.map(np.asarray, unmerged.given(model.config, params))
   merged = lora.merged(model.config, params)
   shape = lora.bare(model.config)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import compose
+from jaxrl.models import lora
+from jaxrl.models.config import LORA_TARGETS
 from jaxrl.signature import ConfigError
 from jaxrl.training import programs, sharding
 from jaxrl.training.mesh import make_mesh
@@ -23,6 +25,7 @@ SIZES = MOE | {
   'moe_intermediate_size': 16,
 }
 SLOW = pytest.mark.slow
+EVERY = lora.lora(rank=3, alpha=1.5, targets=','.join(LORA_TARGETS))
 
 
 def sums(model, params, tokens, segments, routed):
@@ -38,20 +41,21 @@ def sums(model, params, tokens, segments, routed):
 
 
 @pytest.mark.parametrize(
-  ('sizes', 'rows', 'replay', 'way'),
+  ('sizes', 'rows', 'replay', 'way', 'own'),
   [
-    ({'fsdp': 2, 'tensor': 2, 'expert': 2}, 4, True, 'ragged'),
+    ({'fsdp': 2, 'tensor': 2, 'expert': 2}, 4, True, 'ragged', None),
+    ({'expert': 2, 'fsdp': 2, 'tensor': 2}, 4, False, 'ragged', EVERY),
     pytest.param(
-      *({'expert': 2, 'context': 2, 'tensor': 2}, 4, False, 'dense'), marks=SLOW
+      *({'expert': 2, 'context': 2, 'tensor': 2}, 4, False, 'dense', EVERY), marks=SLOW
     ),
     # Rows that are not divided.
-    pytest.param(*({'expert': 4, 'data': 2}, 3, False, 'ragged'), marks=SLOW),
+    pytest.param(*({'expert': 4, 'data': 2}, 3, False, 'ragged', None), marks=SLOW),
   ],
 )
-def test_equal_to_one_device(sizes, rows, replay, way, monkeypatch):
+def test_equal_to_one_device(sizes, rows, replay, way, own, monkeypatch):
   # Which of the two is taken depends on the platform.
   monkeypatch.setattr(experts, 'dense', getattr(experts, way))
-  model, params = small.model_and_params(**SIZES)
+  model, params = small.model_and_params(**SIZES, lora=own, tie_embeddings=not own)
   model = dataclasses.replace(model, remat='full')
   tokens = small.tokens(rows, 10) % 64
   segments = (np.arange(10) < np.r_[6, [10] * (rows - 1)][:, None]).astype(np.int32)

@@ -16,6 +16,7 @@ from jaxrl.training.checkpoint import Checkpointer, CheckpointError, flatten
 from jaxrl.training.learner import Learner
 from jaxrl.training.mesh import make_mesh
 from jaxrl.training.optimizer import make_optimizer
+from tests.models.small import EXPERTS
 from tests.training import toy
 from tests.training.test_pairs import pairs
 
@@ -76,6 +77,20 @@ async def test_only_adapters_and_a_value_head_move(algorithm):
   assert ('value_head.kernel' in changed) == (algorithm == 'ppo')
   kept = flatten(learner._state.opt_state[0].mu)
   assert not [name for name in kept if name.endswith('q.kernel')]
+
+
+async def test_experts_their_router_and_the_head_learn_by_adapters():
+  own = lora.lora(rank=2, targets='gate,up,down,router,lm_head')
+  learner = made('sft', own=own, changes=EXPERTS)
+  before = named(learner.params)
+  for _ in range(2):
+    metrics = await learner.update(toy.groups(is_expert=True))
+  assert np.isfinite(metrics['loss/total'])
+  layers = ('experts.gate', 'experts.up', 'experts.down', 'router')
+  parts = [f'layers.mlp.{name}' for name in layers] + ['lm_head']
+  assert moved(before, named(learner.params)) == {
+    f'{part}.lora_{y}' for part in parts for y in 'ab'
+  }
 
 
 async def test_the_reference_is_the_start_and_costs_no_copy():

@@ -1,0 +1,136 @@
+"""Which meshes a sweep compiles, in which order, and what it says of the others."""
+
+import dataclasses
+import io
+import math
+
+import jax
+import pytest
+from rich.console import Console
+
+from jaxrl.models import lora
+from jaxrl.signature import ConfigError
+from launch import targets
+from launch.planning import cost, decode, sweep, table
+from launch.planning.program import per_device
+from tests.launch.test_handover import EXPERTS, LORA, learner_of, resident, whole
+from tests.launch.test_planning import small
+
+
+def swept(run, target, most):
+  devices = jax.devices()[: target.size]
+  return sweep.sweep(run, target, devices, engine=decode.engine_of(run), most=most)
+
+
+def shown(found):
+  out = io.StringIO()
+  table.show_sweep(found, Console(file=out, width=100))
+  return ' '.join(out.getvalue().split())
+
+
+def compiled(run, mesh, limit):
+  """In the place of a mesh's cost: what it holds, by hand, is all of it."""
+  memory = {'parameters': sweep.held(run, mesh)}
+  return cost.Cost(mesh, 16, 16, 16, 1, {}, memory, limit, 'train')
+
+
+def test_what_was_left_out_is_told():
+  run, target = small(), targets.parse('cpu:2')
+  found = swept(run, target, 1)
+  assert len(found.entries) == 1
+  assert len(found.entries) + len(found.skipped) == len(list(sweep.meshes(run, target)))
+  (told,) = found.data()['entries']
+  assert told['fits'] and told['total'] == found.entries[0].cost.total
+  assert 'not compiled' in shown(found)
+
+
+@pytest.mark.parametrize('axis', ['context', 'expert'])
+def test_what_it_keeps_is_a_number(axis):
+  run = small(f'--config.mesh.{axis}=-1', '--config.mesh.data=1')
+  with pytest.raises(ConfigError, match=f'give {axis} a number'):
+    swept(run, targets.parse('cpu:2'), 1)
+
+
+def test_what_it_keeps_divides_the_devices():
+  run = small('--config.mesh.context=3')
+  with pytest.raises(ConfigError, match='context × expert, 3, does not divide the 4'):
+    swept(run, targets.parse('cpu:4'), 1)
+
+
+def test_experts_are_shared_out_where_there_are_some():
+  target = targets.parse('cpu:4')
+  dense, sparse = (
+    list(sweep.meshes(small(*more), target)) for more in ((), (EXPERTS,))
+  )
+  assert {tuple(mesh) for mesh in dense} == {('data', 'fsdp', 'tensor')}
+  assert {mesh['expert'] for mesh in sparse} == {1, 2, 4}
+  for found, count in ((dense, 6), (sparse, 10)):
+    assert len(found) == count and all(math.prod(x.values()) == 4 for x in found)
+
+
+@pytest.mark.parametrize(
+  'mesh', [{'data': 4}, {'data': 1, 'fsdp': 2, 'tensor': 2}, {'data': 2, 'expert': 2}]
+)
+@pytest.mark.parametrize('more', [(), (LORA,), ('--config.algorithm.kl_coef=0.1',)])
+def test_what_is_held_by_hand_is_what_is_held(mesh, more):
+  run = small(EXPERTS, *more)
+  kept, learner = resident(run, **mesh), learner_of(run, **mesh)
+  learned = per_device(lora.trained(learner.model.config, learner.params))
+  names = ('parameters', 'optimizer state', 'reference')
+  wanted = sum(kept[name] for name in names) + learned
+  assert (kept['reference'] > 0) == (more == ('--config.algorithm.kl_coef=0.1',))
+  assert sweep.held(run, mesh) == pytest.approx(wanted, abs=64)  # scalars
+
+
+def test_the_state_of_adapters_is_not_thought_too_much():
+  run, target = small(LORA), targets.parse('cpu:1')
+  limit = 2 * whole(run.policy().params)
+  chip = dataclasses.replace(target.chip, memory=limit)
+  target = dataclasses.replace(target, chip=chip)
+  mesh = {'data': 1, 'fsdp': 1, 'tensor': 1}
+  assert sweep.guess(small(), target, mesh).too_much
+  assert not sweep.guess(run, target, mesh).too_much
+
+
+def test_what_holds_less_than_what_does_not_fit_is_next(monkeypatch):
+  """And where nothing does, what seemed best of the others."""
+  run = small(EXPERTS, '--config.model.random.num_kv_heads=4')
+  target = targets.parse('cpu:4')
+  holds = sorted(sweep.held(run, one) for one in sweep.meshes(run, target))
+  tried = []
+
+  def swiftest_if_it_holds_most(run, target, mesh):
+    held = sweep.held(run, mesh)
+    return sweep.Guess(False, -held, held)
+
+  def of(run, *_, **__):
+    mesh = {axis: run.config.mesh[axis] for axis in sweep.AXES}
+    tried.append(sweep.held(run, mesh))
+    return compiled(run, mesh, limit)
+
+  monkeypatch.setattr(sweep, 'guess', swiftest_if_it_holds_most)
+  monkeypatch.setattr(sweep.cost, 'of', of)
+  distinct = sorted(set(holds), reverse=True)
+  assert len(distinct) < len(holds)
+  limit = distinct[2]
+  found = swept(run, target, 4)
+  assert tried[:3] == distinct[:3] and found.entries[0].cost.fits
+  tried, limit = [], 0.0
+  swept(run, target, len(holds))
+  assert tried[: len(distinct)] == distinct and sorted(tried) == holds
+
+
+def test_of_many_that_were_left_out_the_first_are_named():
+  names = {f'data {i}': 'too slow' for i in range(sweep.MOST + 5)}
+  told = shown(sweep.Sweep((), names | {'tensor 64': 'heads'}))
+  assert 'data 7; and 3 more: too slow' in told and 'tensor 64: heads' in told
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_not_compiled(monkeypatch):
+  monkeypatch.setattr(
+    sweep.cost, 'of', lambda run, *_, **__: compiled(run, {'data': 8}, math.inf)
+  )
+  run, target = small('--config.model.random.num_heads=2'), targets.parse('cpu:8')
+  found = swept(run, target, 99)
+  told = found.skipped['tensor 8']
+  assert 'mesh axis tensor=8 does not divide' in told
