@@ -3,6 +3,8 @@
 The backward pass makes a chunk's logits anew and adds to the gradients in place, those
 of a table that is not in shards some entries at a time: what JAX would make of a scan
 holds a chunk's whole share of the table's gradient, and the states in chunks beside.
+Entries of a table of another type than the states are cast some at a time, for the cast
+table is as large as the logits of some thousand positions.
 """
 
 import functools
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 
 from kernels.blocks import Block, each_block
 
-ENTRIES = 8192  # of a table, whose gradients are made at a time
+ENTRIES = 8192  # of a table, that are cast and whose gradients are made at a time
 
 
 class Scoring(NamedTuple):
@@ -43,23 +45,46 @@ def score_positions(
   pairs: of states `[B, T, D]` and a table `[V, D]`, whose products are the logits.
   inputs: arrays `[B, T, …]` without gradients. shared: floating-point arrays for every
   position. At least one position of every row is scored at a time. entries: how many of
-  a table's have their gradients made at a time; None: all, as is best where it lies in
-  shards. Differentiable in pairs and shared, backwards: where there are several chunks
-  `jax.jvp` raises TypeError.
+  a table's are cast, and have their gradients made, at a time; None: all, as is best
+  where it lies in shards. Differentiable in pairs and shared, backwards: where there
+  are several chunks `jax.jvp` raises TypeError.
   """
   batch, length = pairs[0][0].shape[:2]
   size = max(1, max_rows // max(1, batch))
   if size >= length:
-    return score(tuple(_logits(*pair) for pair in pairs), inputs, shared)
+    return score(tuple(_logits(*pair, None) for pair in pairs), inputs, shared)
   size = -(-length // -(-length // size))  # as many chunks, as even as can be
   return _chunked(Scoring(score, size, entries), pairs, inputs, shared)
 
 
-def _logits(states: jax.Array, table: jax.Array) -> jax.Array:
+def _logits(states: jax.Array, table: jax.Array, entries: int | None) -> jax.Array:
   """States `[B, S, D]` and table `[V, D]` → `[B, S, V]` float32."""
-  rows, entries = states.reshape(-1, states.shape[-1]), table.T.astype(states.dtype)
-  logits = jnp.dot(rows, entries, preferred_element_type=jnp.float32)
-  return logits.reshape(*states.shape[:2], -1)
+  rows, vocab = states.reshape(-1, states.shape[-1]), len(table)
+
+  def add(logits, block):
+    part = _part(table, block, states.dtype)
+    new = jnp.dot(rows, part.T, preferred_element_type=jnp.float32)
+    return new if logits is None else block.put(logits, new, 1)
+
+  size = _at_once(states, table, entries)
+  start: Any = None if size == vocab else jnp.zeros((len(rows), vocab), jnp.float32)
+  return each_block(add, start, vocab, size).reshape(*states.shape[:2], -1)
+
+
+def _at_once(states: jax.Array, table: jax.Array, entries: int | None) -> int:
+  """How many entries of the table are taken at a time as the states' type."""
+  vocab = len(table)
+  return vocab if states.dtype == table.dtype else min(entries or vocab, vocab)
+
+
+def _part(table: jax.Array, block: Block, dtype: jnp.dtype) -> jax.Array:
+  """The block's entries `[S, D]` in `dtype`."""
+  if block.size == len(table):
+    return table.astype(dtype)
+  # No start is negative, but a compiler that does not know cannot cast all of the table
+  # ahead of the loop.
+  one = jnp.where(block.start < 0, 0, 1).astype(table.dtype)
+  return (block.take(table, 0) * one).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -67,7 +92,9 @@ def _chunked(of: Scoring, pairs: Any, inputs: Any, shared: Any) -> Any:
   length = pairs[0][0].shape[1]
 
   def score(chunk):
-    logits = tuple(_logits(chunk.take(states, 1), table) for states, table in pairs)
+    logits = tuple(
+      _logits(chunk.take(states, 1), table, of.entries) for states, table in pairs
+    )
     return of.score(logits, jax.tree.map(lambda x: chunk.take(x, 1), inputs), shared)
 
   def step(out, chunk):
@@ -106,7 +133,7 @@ def _backward(of: Scoring, rest: Any, by: Any) -> Any:
       return [found[i] for i in live]
 
     logits = tuple(
-      _logits(x, table) for x, (_, table) in zip(parts, pairs, strict=True)
+      _logits(x, table, of.entries) for x, (_, table) in zip(parts, pairs, strict=True)
     )
     slopes = [chunk.new(chunk.take(by[i], 1), 1) for i in live]
     of_logits, new_shared = jax.vjp(score, logits, shared)[1](slopes)
@@ -114,7 +141,7 @@ def _backward(of: Scoring, rest: Any, by: Any) -> Any:
     for before, d, x, (_, table) in zip(of_pairs, of_logits, parts, pairs, strict=True):
       of_states, of_table = before
       if of_states is not None:
-        of_states = chunk.add(of_states, _of_states(d, x, table), 1)
+        of_states = chunk.add(of_states, _of_states(d, x, table, of.entries), 1)
       if of_table is not None:
         of_table = _add_of_table(of_table, d, x, of.entries)
       found.append((of_states, of_table))
@@ -143,11 +170,23 @@ def _is_zero(x: Any) -> bool:
 _chunked.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _of_states(d: jax.Array, states: jax.Array, table: jax.Array) -> jax.Array:
+def _of_states(
+  d: jax.Array, states: jax.Array, table: jax.Array, entries: int | None
+) -> jax.Array:
   """The states' gradient, for that of their logits, d `[B, S, V]`."""
-  d, entries = d.astype(states.dtype), table.T.astype(states.dtype)
-  new = jnp.dot(d, entries.T, preferred_element_type=jnp.float32)
-  return new.astype(states.dtype)
+  vocab, width = table.shape
+  d = d.reshape(-1, vocab).astype(states.dtype)
+
+  def add(total, block):
+    new = block.new(block.take(d, 1), 1) if block.size < vocab else d
+    part = _part(table, block, states.dtype)
+    new = jnp.dot(new, part, preferred_element_type=jnp.float32)
+    return new if total is None else total + new
+
+  size = _at_once(states, table, entries)
+  start: Any = None if size == vocab else jnp.zeros((len(d), width), jnp.float32)
+  found = each_block(add, start, vocab, size)
+  return found.reshape(states.shape).astype(states.dtype)
 
 
 def _add_of_table(

@@ -82,8 +82,8 @@ def test_log_probs_and_their_gradient(machine, dtype):
   assert ('__gpu$xla.gpu.triton' if gpu else 'tpu_custom_call') in text
 
 
-@pytest.mark.parametrize('width', [1024, 5120])
-@pytest.mark.parametrize(
+ROWS, VOCAB = 32_768, 151_936
+HERE_AND_THERE = pytest.mark.parametrize(
   'machine',
   [
     pytest.param('v5p:2x2x1', marks=pytest.mark.targets),
@@ -91,12 +91,48 @@ def test_log_probs_and_their_gradient(machine, dtype):
     'cpu:1',
   ],
 )
+
+
+def states_of(machine):
+  """What such a machine multiplies."""
+  return jnp.float32 if machine == 'cpu:1' else jnp.bfloat16
+
+
+def assert_is_a_twentieth(program):
+  """Of the logits, beside inputs, outputs and gradients."""
+  assert program.memory_analysis().temp_size_in_bytes <= 0.05 * 4 * ROWS * VOCAB
+
+
+@pytest.mark.parametrize('width', [1024, 5120])
+@HERE_AND_THERE
 def test_memory_is_a_twentieth_of_the_logits(machine, width):
-  rows, vocab = 32_768, 151_936
-  dtype = jnp.float32 if machine == 'cpu:1' else jnp.bfloat16
-  program = gradient(mesh_of(machine, (1, 1)), rows, width, vocab, dtype)
-  extra = program.memory_analysis().temp_size_in_bytes
-  assert extra <= 0.05 * 4 * rows * vocab
+  mesh = mesh_of(machine, (1, 1))
+  assert_is_a_twentieth(gradient(mesh, ROWS, width, VOCAB, states_of(machine)))
+
+
+@pytest.mark.parametrize('what', ['given', 'likeliest', 'divergence'])
+@HERE_AND_THERE
+def test_so_it_is_for_distillation(machine, what):
+  """Of 64 tokens a position, and of all of them."""
+  mesh, width = mesh_of(machine, (1, 1)), 5120
+  platform = mesh.devices.flat[0].platform
+
+  def total(hidden, table, ids, *teacher):
+    if what == 'divergence':
+      return full_kl(hidden, table, *teacher).sum()
+    chosen = {'top_k': 64} if what == 'likeliest' else {'topk_ids': ids}
+    scores = token_logprobs(hidden, table, ids[..., 0], platform=platform, **chosen)
+    return scores.topk_logprobs.sum()
+
+  states = (8, ROWS // 8, width), states_of(machine)
+  table = (VOCAB, width), jnp.float32
+  program = compiled(
+    jax.grad(total, argnums=(0, 1)),
+    mesh,
+    *(states, table, ((8, ROWS // 8, 64), jnp.int32)),
+    *((states, table) if what == 'divergence' else ()),
+  )
+  assert_is_a_twentieth(program)
 
 
 @pytest.mark.targets

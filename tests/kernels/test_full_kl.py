@@ -55,6 +55,32 @@ def test_value_and_gradient_equal_float64(reverse, max_rows):
   np.testing.assert_allclose(plain, wanted[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize('max_rows, entries', [(6, 4), (6, 1), (14, 4)])
+def test_tables_of_another_type_are_cast_in_blocks(max_rows, entries):
+  wide = inputs()
+  given = [x.astype(jnp.bfloat16) if x.ndim == 3 else x for x in wide]
+
+  def run(given, **options):
+    def total(*given):
+      found = full_kl(*given, temperature=0.7, max_rows=max_rows, **options)
+      return jnp.sin(found).sum(), found
+
+    (_, found), slopes = jax.jit(
+      jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True)
+    )(*given)
+    return found, *slopes
+
+  found = run(given, entries=entries)
+  exact = exactly([x.astype(jnp.bfloat16) for x in wide], 0.7, False)
+  np.testing.assert_allclose(found[0], exact[0], rtol=1e-5, atol=1e-6)
+  for a, b, x in zip(found[1:], exact[1:], given, strict=True):
+    assert a.dtype == x.dtype
+    a = np.asarray(a, np.float64)
+    np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2 * np.abs(b).max())
+  whole = run(given, entries=None)
+  np.testing.assert_array_equal(found[0], whole[0])
+
+
 def test_one_model_is_not_far_from_itself():
   hidden, table, _, _ = inputs(jnp.bfloat16)
   found = full_kl(hidden, table, hidden, table)

@@ -96,8 +96,9 @@ def test_value_and_gradient_equal_float64(name, shape):
   assert_close(kernel(name, given, **options), exactly(given), 1e-5)
 
 
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize('name', EVERYWHERE)
-def test_blocks_that_the_gradient_takes_in_turn(name, monkeypatch):
+def test_blocks_that_are_taken_in_turn(name, dtype, monkeypatch):
   from kernels import token_logprobs, vocabulary_gpu, vocabulary_tpu
 
   monkeypatch.setattr(token_logprobs, 'ENTRIES', 128)
@@ -105,9 +106,11 @@ def test_blocks_that_the_gradient_takes_in_turn(name, monkeypatch):
   monkeypatch.setattr(vocabulary_gpu, 'ROWS', 32)
   monkeypatch.setattr(vocabulary_gpu, 'ADDED', 32 * 40)
   monkeypatch.setattr(vocabulary_tpu, 'blocks', lambda *_: (16, 128))
-  given = inputs((3, 23, 40, 300))
+  given = inputs((3, 23, 40, 300), dtype)
   options = {'max_rows': 15} if name == 'reference' else {}
-  assert_close(kernel(name, given, **options), exactly(given), 1e-5)
+  found, wanted = kernel(name, given, **options), exactly(given)
+  assert_close(found[:3], wanted[:3], 1e-5)
+  assert_close(found[3:], wanted[3:], 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
 @pytest.mark.parametrize('name', EVERYWHERE)
