@@ -11,7 +11,8 @@ T = TypeVar('T')
 
 class Block(NamedTuple):
   """`size` elements from `start` on. Those before `first` are of the block before, too:
-  the last block ends where the axis does. An axis is 0 or positive.
+  the last block ends where the axis does. An axis is 0 or positive. Nothing here is to
+  be differentiated.
   """
 
   start: jax.Array
@@ -19,11 +20,13 @@ class Block(NamedTuple):
   size: int
 
   def take(self, x: jax.Array, axis: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+    cut = jax.lax.dynamic_slice_in_dim
+    return _moved(lambda x: cut(x, self.start, self.size, axis), x)
 
   def put(self, into: jax.Array, x: jax.Array, axis: int) -> jax.Array:
     """`into`, with x where `take` takes from."""
-    return jax.lax.dynamic_update_slice_in_dim(into, x, self.start, axis)
+    put = jax.lax.dynamic_update_slice_in_dim
+    return _moved(lambda into, x: put(into, x, self.start, axis), into, x)
 
   def add(self, into: jax.Array, x: jax.Array, axis: int) -> jax.Array:
     """`into`, with x added where `take` takes from, but for what was added before."""
@@ -33,6 +36,22 @@ class Block(NamedTuple):
     """x, as `take` gives it, with zeros for what is of the block before, too."""
     new = self.start + jnp.arange(self.size) >= self.first
     return jnp.where(new.reshape(-1, *(1,) * (x.ndim - axis - 1)), x, 0)
+
+
+def _moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+  """move(*arrays), of one type, whose elements it leaves as they are.
+
+  XLA for CPU has no narrow floats, and would widen all of an array to cut from it or to
+  put into it.
+  """
+  dtype, as_type = arrays[0].dtype, jax.lax.bitcast_convert_type
+  if dtype not in (jnp.bfloat16, jnp.float16):
+    return move(*arrays)
+
+  def by_bits(*arrays: jax.Array) -> jax.Array:
+    return as_type(move(*(as_type(x, jnp.uint16) for x in arrays)), dtype)
+
+  return jax.lax.platform_dependent(*arrays, cpu=by_bits, default=move)
 
 
 def each_block(

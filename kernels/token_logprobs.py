@@ -13,7 +13,7 @@ from kernels.vocabulary import Kind
 
 # Positions scored at once, unless told: as many as make this many logits, but enough
 # for the table's matrix product to run at speed, if not more than is worth its memory.
-MAX_LOGITS, MIN_ROWS, MOST_LOGITS = 2**22, 512, 3 * 2**23
+MAX_LOGITS, MIN_ROWS, MOST_LOGITS = 2**22, 512, 21 * 2**20
 
 
 class TokenScores(NamedTuple):
@@ -126,7 +126,7 @@ def reference(
 ) -> TokenScores:
   """As `token_logprobs`, in plain jnp, some positions at a time.
 
-  shards: of more than one device: then a table's gradient is not cut.
+  shards: of more than one device: then a table is cast, and has its gradient, at once.
   """
 
   def score(logits, inputs, temperature):

@@ -3,9 +3,10 @@
 A layer with kernel W gets A, random, and B, zero at first: x·W + (α / rank)·(x·A)·B.
 A model's `config.lora` says where they are; in the tree of parameters they lie beside
 the kernel as lora_a `[*inputs, rank]` and lora_b `[rank, *outputs]`, in float32. Each
-expert has its own pair, `[E, …]`; lm_head alone scores by W + (α / rank)·A·B. What
-learns are they and a value head; all else is frozen. Functions here are of such trees,
-and of any tree where `lora` is None: then all of it learns.
+expert has its own pair, `[E, …]`; lm_head alone scores by table + (α / rank)·(A·B)ᵀ,
+for its table is `[outputs, inputs]`. What learns are they and a value head; all else is
+frozen. Functions here are of such trees, and of any tree where `lora` is None: then all
+of it learns.
 """
 
 import dataclasses
@@ -108,7 +109,8 @@ def merged(config: ModelConfig, params: Params, dtype: str = 'float32') -> Param
   """The parameters of the model without adapters that computes the same.
 
   W + (α / rank)·A·B in float32, then in W's own type, or `dtype`, that of the model's
-  activations, where that is wider. Rounding apart, it is the same forward pass.
+  activations, where that is wider; a router's stay in float32, in which it scores.
+  Rounding apart, it is the same forward pass.
   """
   own = config.lora
   return params if own is None else merge_by(own.scale, params, dtype)
@@ -117,8 +119,10 @@ def merged(config: ModelConfig, params: Params, dtype: str = 'float32') -> Param
 def merge_by(scale: Any, params: Params, dtype: str = 'float32') -> Params:
   """As `merged`. scale: α / rank, a number or a float32 scalar."""
 
-  def merge(tree: Params) -> Params:
-    made = {name: merge(x) if isinstance(x, dict) else x for name, x in tree.items()}
+  def merge(tree: Params, layer: str = '') -> Params:
+    made = {
+      name: merge(x, name) if isinstance(x, dict) else x for name, x in tree.items()
+    }
     if 'lora_b' not in made:
       return made
     a, b = made.pop('lora_a'), made.pop('lora_b')
@@ -126,7 +130,8 @@ def merge_by(scale: Any, params: Params, dtype: str = 'float32') -> Params:
     matmul = functools.partial(jnp.matmul, precision='highest')
     wide = made[name].astype(jnp.float32)
     wide += scale * product(a, b, wide.shape, name == 'table', matmul)
-    return made | {name: wide.astype(jnp.promote_types(made[name].dtype, dtype))}
+    own = jnp.promote_types(made[name].dtype, dtype)
+    return made | {name: wide if layer == 'router' else wide.astype(own)}
 
   return merge(params)
 

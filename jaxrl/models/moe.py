@@ -50,7 +50,7 @@ def way(x: jax.Array, asked: str, platform: str | None) -> Mix:
 
 
 class Kernel(nnx.Module):
-  """A kernel `[…, inputs, outputs]`, or one a expert, with the adapters of each.
+  """A kernel `[…, inputs, outputs]`, or one an expert, with the adapters of each.
 
   axes: the logical names of its axes.
   """

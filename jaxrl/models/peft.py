@@ -1,4 +1,8 @@
-"""Adapters as a folder in the format of Hugging Face's PEFT, which vLLM serves too."""
+"""Adapters as a folder in the format of Hugging Face's PEFT, which vLLM serves too.
+
+Those of experts and routers are named as layers of their own, as vLLM and checkpoints
+name them; PEFT itself finds no such layers in a model of `transformers` 5.
+"""
 
 import json
 from pathlib import Path
@@ -8,10 +12,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxrl.models import lora, names
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.config import Lora, ModelConfig
 from jaxrl.types import Params
 
-MODULES = {'router': 'gate', 'lm_head': 'lm_head'}  # the others' have '_proj' behind
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 
 
@@ -19,9 +22,9 @@ def save(folder: str | Path, config: ModelConfig, params: Params, base: str) -> 
   """Writes the adapters of `params`, as config.lora says; base: what they belong to.
 
   PEFT's lora_A is `[rank, inputs]` and its lora_B `[outputs, rank]`, both float32. Each
-  expert has its own, by the names that vLLM reads.
+  expert has its own.
   """
-  own, arrays = config.lora, {}
+  own, arrays, modules = config.lora, {}, set()
   assert own is not None  # there is nothing to write
   for tensor in names.tensors(lora.bare(config)):
     at, kind = tensor.path[-2:]
@@ -33,19 +36,20 @@ def save(folder: str | Path, config: ModelConfig, params: Params, base: str) -> 
     left, right = (
       np.asarray(layer[n][tensor.index], np.float32) for n in lora.ADAPTERS
     )
-    name = f'base_model.model.{tensor.name.removesuffix(".weight")}'
+    module = tensor.name.removesuffix('.weight')
+    modules.add(module.rpartition('.')[2])
+    name = f'base_model.model.{module}'
     left, right = left.reshape(-1, own.rank), right.reshape(own.rank, -1)
     arrays[f'{name}.lora_A.weight'] = np.ascontiguousarray(left.T)
     arrays[f'{name}.lora_B.weight'] = np.ascontiguousarray(right.T)
   folder = Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   save_file(arrays, folder / TENSORS, metadata={'format': 'pt'})
-  (folder / CONFIG).write_text(json.dumps(_settings(config, base), indent=2) + '\n')
+  settings = _settings(own, sorted(modules), base)
+  (folder / CONFIG).write_text(json.dumps(settings, indent=2) + '\n')
 
 
-def _settings(config: ModelConfig, base: str) -> dict[str, Any]:
-  own = config.lora
-  assert own is not None
+def _settings(own: Lora, modules: list[str], base: str) -> dict[str, Any]:
   alpha = int(own.alpha) if own.alpha.is_integer() else own.alpha
   return {
     'peft_type': 'LORA',
@@ -54,7 +58,7 @@ def _settings(config: ModelConfig, base: str) -> dict[str, Any]:
     'r': own.rank,
     'lora_alpha': alpha,
     'lora_dropout': 0.0,
-    'target_modules': [MODULES.get(name, f'{name}_proj') for name in own.targets],
+    'target_modules': modules,
     'bias': 'none',
     'fan_in_fan_out': False,
     'use_rslora': False,

@@ -35,7 +35,10 @@ def merge(params: Params, dtype: str) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-  """A stack of kernels, each merged when it is looked at, float32 and by numpy."""
+  """A stack of kernels, each merged when it is looked at, float32 and by numpy.
+
+  A table is no stack: its index is ().
+  """
 
   kernel: np.ndarray
   lora_a: np.ndarray

@@ -1,6 +1,7 @@
 """Meshes of a machine, ranked: the likeliest are compiled, the others only named."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -12,18 +13,17 @@ from jax.sharding import AbstractMesh
 from jaxrl.algorithms import compose
 from jaxrl.models import lora
 from jaxrl.signature import ConfigError
-from jaxrl.training import sharding
+from jaxrl.training import moments, optimizer, sharding
 from jaxrl.types import Params
 from launch.planning import abstract, changes, cost, room
 from launch.planning.abstract import Run
 from launch.planning.cost import Cost
 from launch.planning.decode import Engine
 from launch.planning.program import per_device
-from launch.targets import NODE, Target
+from launch.targets import NODE, Chip, Target
 
 MOST = 6  # meshes compiled, unless told
 AXES = ('data', 'fsdp', 'tensor', 'expert')
-LEARNED = 3  # copies in float32 beside what learns: two moments and the gradient
 
 Mesh = dict[str, int]  # the size of each axis
 
@@ -145,14 +145,18 @@ def guess(run: Run, target: Target, mesh: Mesh) -> Guess:
   rows = math.ceil(run.num_rows / micro / shares) * shares * micro
   tokens = rows * run.buckets[-1]
   params = run.policy(run.learned).params
-  size = _count(params)
-  of_experts = _count(params['layers']['mlp'].get('experts', {}))
-  compute = 8 * size * tokens / target.size / chip.flops
+  (rest, experts), (rest_learns, experts_learn) = (
+    _counts(tree) for tree in (params, lora.trained(run.learned, params))
+  )
+  used = rest + experts * _share_used(run, chip)
+  compute = 8 * used * tokens / target.size / chip.flops
   far = 0.0
-  common = (size - of_experts) / tensor, data * expert
-  for part, copies in (common, (of_experts / tensor / expert, data)):
-    far += 3 * 2 * part * (1 - 1 / fsdp) * micro  # gathered
-    far += 2 * 4 * part / fsdp * (1 - 1 / copies)  # reduced
+  for count, learns, split, copies in (
+    (rest, rest_learns, 1, data * expert),
+    (experts, experts_learn, expert, data),
+  ):
+    far += 3 * 2 * count / tensor / split * (1 - 1 / fsdp) * micro  # gathered
+    far += 2 * 4 * learns / tensor / split / fsdp * (1 - 1 / copies)  # reduced
   passed = tokens / shares * shape.hidden_size * 2 * shape.num_layers
   near = 8 * passed * (1 - 1 / tensor)
   near += 4 * passed * (expert - 1)  # there and back, forwards and backwards
@@ -167,7 +171,7 @@ def guess(run: Run, target: Target, mesh: Mesh) -> Guess:
 
 def held(run: Run, mesh: Mesh) -> float:
   """Bytes of each device that parameters, moments, gradients and, if there is one, the
-  reference take, as they lie on such a mesh.
+  reference take, as they lie on such a mesh. Moments lie as what they are of.
   """
   sizes, policy = run.config.mesh.to_dict() | mesh, run.policy(run.learned)
   devices = AbstractMesh(tuple(sizes.values()), tuple(sizes))
@@ -179,9 +183,23 @@ def held(run: Run, mesh: Mesh) -> float:
     layouts,
   )
   learned = abstract.cast(lora.trained(run.learned, lying), 'float32')
-  copies = LEARNED + ('ref_logprobs' in compose.needs(run.algorithm))
+  memory = moments.parse(run.config.optimizer.kind).memory
+  init = functools.partial(optimizer.init, memory=memory)
+  copies = 1 + per_device(jax.eval_shape(init, learned)) / (4 * sum(_counts(learned)))
+  copies += 'ref_logprobs' in compose.needs(run.algorithm)
   return per_device(lying) + copies * per_device(learned)
 
 
-def _count(params: Params) -> int:
-  return sum(x.size for x in jax.tree.leaves(params))
+def _share_used(run: Run, chip: Chip) -> float:
+  """Of the experts, those that compute for a token: on a CPU all do."""
+  shape = run.shape
+  if not shape.num_experts or chip.platform == 'cpu':
+    return 1.0
+  return shape.num_experts_per_token / shape.num_experts
+
+
+def _counts(params: Params) -> tuple[int, int]:
+  """Of all but the experts' matrices, and of those."""
+  experts = params.get('layers', {}).get('mlp', {}).get('experts', {})
+  size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))  # noqa: E731
+  return size(params) - size(experts), size(experts)

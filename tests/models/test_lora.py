@@ -96,6 +96,16 @@ def test_a_base_in_bfloat16_is_merged_in_float32():
     assert found['layers']['attention']['q']['kernel'].dtype == dtype
 
 
+def test_a_merged_router_stays_in_the_type_that_it_scores_in():
+  """Rounded as its base is, it would send some tokens to other experts."""
+  chosen = lora.lora(rank=2, base='bfloat16', targets='q,router')
+  model = Model(small.config(**small.EXPERTS, lora=chosen), dtype='bfloat16')
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  found = jax.eval_shape(lambda x: lora.merged(model.config, x, 'bfloat16'), shapes)
+  assert found['layers']['attention']['q']['kernel'].dtype == 'bfloat16'
+  assert found['layers']['mlp']['router']['kernel'].dtype == 'float32'
+
+
 def test_the_folder_is_pefts(adapted, tmp_path):
   """Merged from the files alone, by PEFT's rule, the weights are those we merge."""
   _, model, _, moved = adapted
