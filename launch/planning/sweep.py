@@ -72,31 +72,32 @@ def sweep(
   engine: Engine,
   most: int = MOST,
 ) -> Sweep:
-  """Compiles the `most` meshes that a simple rule finds best, and ranks those.
+  """Compiles the config's own mesh and, up to `most`, those that a simple rule finds
+  best, and ranks them.
 
   The rule: what does not fit by its state alone comes last, then seconds of products,
   rows that only fill up, and what axes send, by hand. Where a mesh does not fit, those
   that hold less are next.
   """
-  entries, skipped, waiting = [], {}, []
+  entries, skipped, waiting, own = [], {}, [], _own(run, devices)
   for mesh in meshes(run, target):
     try:
       waiting.append((guess(run, target, mesh), mesh))
     except ConfigError as error:
       skipped[cost.mesh_text(mesh)] = _reason(error)
-  waiting.sort(key=lambda one: one[0])
+  waiting.sort(key=lambda one: (not one[1].items() <= own.items(), one[0]))
   bound = math.inf
   while waiting and len(entries) < most:
     one = next((one for one in waiting if one[0].held < bound), waiting[0])
     waiting.remove(one)
     guessed, mesh = one
-    own = changes.applied(run, {f'mesh.{axis}': size for axis, size in mesh.items()})
+    there = changes.applied(run, {f'mesh.{axis}': size for axis, size in mesh.items()})
     try:
-      found = cost.of(own, target, devices, engine=engine)
+      found = cost.of(there, target, devices, engine=engine)
     except ConfigError as error:
       skipped[cost.mesh_text(mesh)] = _reason(error)
       continue
-    step = cost.step(own, found, target, engine, None)
+    step = cost.step(there, found, target, engine, None)
     entries.append(Entry(mesh, found, step.learn))
     if not found.fits:
       bound = min(bound, guessed.held)
@@ -104,6 +105,14 @@ def sweep(
   skipped |= {cost.mesh_text(mesh): why for _, mesh in waiting}
   entries.sort(key=lambda one: (not one.cost.fits, sum(one.learn)))
   return Sweep(tuple(entries), skipped)
+
+
+def _own(run: Run, devices: Sequence[Any]) -> Mesh:
+  """The config's, where it can be; else one that no mesh is part of."""
+  try:
+    return dict(abstract.mesh_of(run.config, devices).shape)
+  except ConfigError:
+    return {}
 
 
 def _reason(error: ConfigError) -> str:

@@ -146,6 +146,17 @@ def test_what_holds_less_than_what_does_not_fit_is_next(monkeypatch):
   assert tried[: len(distinct)] == distinct and sorted(tried) == holds
 
 
+def test_the_configs_own_mesh_is_compared(monkeypatch):
+  run = small(*(f'--config.mesh.{axis}=2' for axis in ('data', 'fsdp', 'tensor')))
+  monkeypatch.setattr(
+    sweep.cost, 'of', lambda run, *_, **__: compiled(run, {'data': 8}, math.inf)
+  )
+  (found,) = swept(run, targets.parse('cpu:8'), 1).entries
+  assert found.mesh == {'data': 2, 'fsdp': 2, 'tensor': 2}
+  found = swept(run, targets.parse('cpu:4'), 1)  # whose devices it does not make up
+  assert len(found.entries) == 1
+
+
 def test_of_many_that_were_left_out_the_first_are_named():
   names = {f'data {i}': 'too slow' for i in range(table.MOST_NAMED + 3)}
   told = shown(sweep.Sweep((), names | {'tensor 64': 'heads'}))
