@@ -160,9 +160,11 @@ async def test_packed_is_unpacked(name, eagerly):
 
 
 @pytest.mark.slow
-async def test_a_transformer_on_packed_rows():
-  algorithm, options = compose.make('grpo'), {'minibatches': 2, 'epochs': 2}
-  groups = prompted(algorithm, segments=True)
+@pytest.mark.parametrize('name', ['grpo', 'gspo', 'ppo', 'dpo', 'on_policy_distill'])
+async def test_a_transformer_on_packed_rows(name):
+  """One of each: by token, by sequence, with a critic, of pairs, with a teacher."""
+  algorithm, options = compose.make(name), {'minibatches': 2, 'epochs': 2}
+  groups = prompted(algorithm, segments=algorithm.schema == 'rollout')
   plain = await train(algorithm, groups, Model, **options)
   found = await train(algorithm, groups, Model, packing=packed(96), **options)
   assert_same(plain, found)
