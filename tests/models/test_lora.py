@@ -120,7 +120,7 @@ def test_the_folder_is_pefts(adapted, tmp_path):
   merged = lora.merged(model.config, moved)
   for tensor in names.tensors(lora.bare(model.config)):
     module = tensor.name.removesuffix('.weight')
-    if not module.endswith(tuple(settings['target_modules'])):
+    if module.rsplit('.', 1)[-1] not in settings['target_modules']:
       continue
     a = arrays.pop(f'base_model.model.{module}.lora_A.weight')
     b = arrays.pop(f'base_model.model.{module}.lora_B.weight')
