@@ -50,26 +50,32 @@ env-targets:
 	$(MAKE) env VENV=.venv-targets EXTRAS=dev,targets
 
 # The tests that need seconds, one process a core; Ray is started once, by its own tests.
-# Tests leave LLVM's optimizations out (tests/conftest.py), but not where bits count.
+# In the order that tests/conftest.py gives the files: the longest come first.
+XDIST = -n 2 --dist loadgroup --no-loadscope-reorder
+FAST = -m 'not slow and not ray' $(XDIST)
+test: env
+	$(BIN)/python -m pytest $(FAST)
+	$(BIN)/python -m pytest -m 'ray and not slow' tests/launch/runtime
+
+# Tests compile without optimizations (tests/conftest.py). Those that compare bits are
+# all run once more, on programs compiled as they are for users.
 BITS = tests/training/test_exact.py tests/models/test_decode.py \
   tests/rollout/test_jax_engine.py
-FAST = -m 'not slow and not ray' -n 2 --dist loadgroup
-test: env
-	$(BIN)/python -m pytest $(FAST) $(addprefix --ignore=,$(BITS))
-	XLA_FLAGS=--xla_backend_optimization_level=3 $(BIN)/python -m pytest $(FAST) $(BITS)
-	$(BIN)/python -m pytest -m 'ray and not slow'
-
-# In the order of the files, for the longest, whole runs, come before the many.
 test-all: env
-	$(BIN)/python -m pytest -m 'slow and not ray' -n 2 --dist loadgroup \
-	  --no-loadscope-reorder --timeout 1800
-	$(BIN)/python -m pytest -m 'slow and ray' --timeout 1800
+	$(BIN)/python -m pytest -m 'slow and not ray' $(XDIST) --timeout 1800 \
+	  $(addprefix --ignore=,$(BITS))
+	XLA_FLAGS=--xla_backend_optimization_level=3 $(BIN)/python -m pytest -m 'not ray' \
+	  $(XDIST) --timeout 900 $(BITS)
+	$(BIN)/python -m pytest -m 'slow and ray' --timeout 1800 tests/launch
 
 test-vllm: env-vllm
 	.venv-vllm/bin/python -m pytest -m vllm --timeout 900
 
+# What is skipped without those packages: the rest of tests/envs is in make test.
+ENVS = gem gymnasium reasoning_gym textarena
 test-envs: env-envs
-	.venv-envs/bin/python -m pytest tests/envs -m 'not slow and not ray'
+	.venv-envs/bin/python -m pytest -m 'not slow and not ray' \
+	  $(ENVS:%=tests/envs/test_%.py)
 
 test-targets: env-targets
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets -n 2 \

@@ -1,0 +1,1 @@
+"""Contains ready-made configs, one per file, for `--config=configs/NAME.py`."""

@@ -1,4 +1,4 @@
-"""What the configs of Qwen3's sizes share: they learn grade-school mathematics."""
+"""Provides what the configs of the Qwen3 models share: grade-school mathematics."""
 
 from configs import base
 from jaxrl.config import Config
@@ -7,7 +7,14 @@ PROMPT = '{observation}\nThink step by step and end with the answer alone after 
 
 
 def gsm8k(checkpoint: str, algorithm: str) -> Config:
-  """vLLM's rollouts of 32 tasks a step, 1024 tokens a row; bf16 products."""
+  """Returns a config that trains on GSM8K with vLLM's rollouts.
+
+  A step has 32 tasks, a row up to 1024 tokens, and products are in bf16.
+
+  Args:
+    checkpoint: folder of the checkpoint, or the name of a published model.
+    algorithm: name of the algorithm.
+  """
   config = base.get_config(algorithm)
   config.num_steps = 200
   config.model.update(checkpoint=checkpoint, dtype='bfloat16', remat='full')

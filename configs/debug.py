@@ -1,10 +1,11 @@
-"""Seconds: every part of the quickstart at its smallest, to see that it runs."""
+"""Runs every part of the quickstart at its smallest size, in seconds."""
 
 from configs import base, quickstart
 from jaxrl.config import Config
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the smallest config that exercises every part."""
   config = quickstart.get_config(algorithm)
   config.algorithm = base.get_config(algorithm).algorithm  # as its paper has it
   config.num_steps = 3

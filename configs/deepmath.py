@@ -1,10 +1,10 @@
-r"""DeepMath (arXiv 2504.11456): questions whose answers are compared by algebra.
+"""Trains on DeepMath (arXiv 2504.11456), whose answers are compared by algebra.
 
     python -m launch.train --config=configs/deepmath.py --config.dataset.path=FILE.jsonl
 
-As it is: three steps of a random tiny model. For real: --config.model.checkpoint=FOLDER
---config.num_steps=200. Evaluations play every row of --config.eval.path once, by
-default of the same file.
+By default it trains a random tiny model for three steps. To train a real model, set
+--config.model.checkpoint=FOLDER --config.num_steps=200. Evaluations play every row of
+--config.eval.path once, by default of the training file.
 """
 
 from configs import base
@@ -14,6 +14,7 @@ END = 'Please reason step by step, and put your final answer within \\boxed{{}}.
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config for DeepMath."""
   config = base.get_config(algorithm)
   config.num_steps = 3
   config.model.random.update(vocab_size=2048)

@@ -20,6 +20,7 @@ from jaxrl.config import Config
 
 
 def get_config(algorithm: str = 'on_policy_distill') -> Config:
+  """Returns the config of a student that is half as wide as its teacher."""
   config = quickstart.get_config(algorithm)
   config.model.random.update(hidden_size=64, num_layers=2, intermediate_size=192)
   return config

@@ -14,6 +14,7 @@ from jaxrl.config import Config
 
 
 def get_config(algorithm: str = 'dpo') -> Config:
+  """Returns the config for learning from preference pairs."""
   config = base.get_config(algorithm)
   config.num_epochs = 1.0
   config.batch.update(num_groups=32, max_length=1024)  # 32 pairs, 64 rows

@@ -1,13 +1,13 @@
-"""Frozen lake: find the goal, avoid the holes, one move a turn; maps drawn by seed.
+"""Trains on frozen lake: find the goal, avoid the holes, one move a turn.
 
-A short supervised start shows a small random model the walks of a hasty guide, who
-mostly heads right and down without looking at the holes that are announced. GRPO then
-rewards those who reach the goal, and the model finds out what to look at. It is scored
-on maps that training never shows.
+Maps are drawn by seed. A short supervised start shows a small random model the walks of
+a hasty guide, who mostly heads right and down without looking at the holes. GRPO then
+rewards reaching the goal, and the model learns to look. It is scored on maps that
+training never shows.
 """
 
 from configs import base
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import registry
 from jaxrl.config import Config
 
 LAKE = {'map_size': 4, 'frozen': 0.65, 'view': 'around'}
@@ -15,6 +15,7 @@ GUIDE = {**LAKE, 'haste': 0.65, 'noise': 0.05, 'max_moves': 8}
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config for frozen lake."""
   config = base.get_config(algorithm)
   config.num_steps = 60
   config.model.random.update(hidden_size=128, num_layers=3)
@@ -32,7 +33,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.eval.update(every=20, num_tasks=280)  # some maps come twice: 200 differ
   guide = ', '.join(f'{name}={value!r}' for name, value in GUIDE.items())
   config.sft.path = f'generate:frozen_lake({guide})'
-  if compose.make(algorithm).schema != 'rollout':  # games need no rows
+  if registry.make(algorithm).data_format != 'rollout':  # games need no rows
     config.dataset.path = config.sft.path
   config.sft.update(num_steps=100, batch_size=32, limit=4000, warmup_steps=20)
   config.sft.learning_rate = 2e-3

@@ -1,10 +1,11 @@
-"""GSM8K: grade-school word problems with `#### answer` (arXiv 2110.14168).
+"""Trains on GSM8K, grade-school word problems with `#### answer` (arXiv 2110.14168).
 
     python -m launch.train --config=configs/gsm8k.py --config.dataset.path=train.jsonl
 
-As it is: three steps of a random tiny model, to see data, graders and report at work.
-For real: --config.model.checkpoint=FOLDER of a Qwen3 --config.num_steps=200, and a
-machine to match. The test set is the file beside it, test.jsonl, or --config.eval.path.
+By default it trains a random tiny model for three steps, to see data, graders and
+report at work. To train a real model, set --config.model.checkpoint=FOLDER of a Qwen3
+and --config.num_steps=200 on a suitable machine. The test set is test.jsonl in the same
+folder, or --config.eval.path.
 """
 
 from configs import base
@@ -14,6 +15,7 @@ PROMPT = '{observation}\nThink step by step and end with the answer alone after 
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config for GSM8K."""
   config = base.get_config(algorithm)
   config.num_steps = 3
   config.model.random.update(vocab_size=2048)

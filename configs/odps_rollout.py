@@ -1,10 +1,10 @@
-"""Trajectory synthesis into a MaxCompute table: mathematics, every question once.
+r"""Generates trajectories into a MaxCompute table: mathematics, every question once.
 
     python -m launch.rollout --config=configs/odps_rollout.py \
       --config.dataset.path=FILE.jsonl --config.model.checkpoint=FOLDER \
       --config.dump.path=odps://PROJECT/tables/TABLE/ds=NAME
 
-Needs `pip install 'jaxrl[odps]'`, a table with the columns below, and ODPS_ENDPOINT,
+It needs `pip install 'jaxrl[odps]'`, a table with the columns below, and ODPS_ENDPOINT,
 ODPS_ACCESS_ID and ODPS_ACCESS_KEY in the environment; see docs/synthesis.md.
 """
 
@@ -15,6 +15,7 @@ from jaxrl.config import Config
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config for generating trajectories into a MaxCompute table."""
   config = deepmath.get_config(algorithm)
   path = 'odps://odps_project/tables/table_name/ds=model_name'
   config.dump = ConfigDict({'path': path, 'columns': swe_rollout.COLUMNS})

@@ -1,13 +1,13 @@
-"""From nothing to a model that solves word problems, on a laptop, in minutes.
+"""Trains a model from scratch to solve word problems, on a laptop, in minutes.
 
 A short supervised start teaches a small random model to work problems out, from a
-careless teacher, who takes most losses for gains. GRPO then rewards right answers
-alone, and the model finds out which of the ways it was shown is right. It is scored on
-problems that it has never seen.
+careless teacher who takes most losses for gains. GRPO then rewards right answers only,
+and the model learns which of the ways it was shown is right. It is scored on problems
+that it has never seen.
 """
 
 from configs import base
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import registry
 from jaxrl.config import Config
 
 KINDS = ('add', 'sub', 'add_sub', 'sub_add')
@@ -16,11 +16,12 @@ MISREAD = {'sub': 0.7, 'sub_add': 0.7, 'add_sub': 0.3}  # wrong shares of the le
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config of the quickstart, for any algorithm."""
   config = base.get_config(algorithm)
   config.num_steps = 60
   config.model.random.update(hidden_size=128, num_layers=3, head_dim=32)
   problems = f'kinds={KINDS}, max_number=15'
-  schema = compose.make(algorithm).schema
+  schema = registry.make(algorithm).data_format
   form = FORMS.get(schema, 'worked')
   config.dataset.path = f'generate:arithmetic({problems}, form={form!r})'
   config.sft.path = f'generate:arithmetic({problems}, misread_share={MISREAD})'

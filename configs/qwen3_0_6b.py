@@ -1,11 +1,12 @@
-"""Qwen3-0.6B learns grade-school mathematics with vLLM's rollouts (arXiv 2505.09388).
+r"""Trains Qwen3-0.6B on GSM8K with vLLM's rollouts (arXiv 2505.09388).
 
     python -m launch.train --config=configs/qwen3_0_6b.py \
       --config.model.checkpoint=FOLDER --config.dataset.path=train.jsonl
 
-FOLDER: of the checkpoint, as Hugging Face has it; by default Qwen3-0.6B, here. The test
-set is the file beside the training set, test.jsonl. On one GPU learner and engine share
-it; on several the engines have half of them, one each, and the learner the others.
+FOLDER is the checkpoint in Hugging Face's format; by default Qwen3-0.6B in the current
+folder. The test set is test.jsonl beside the training set. On one GPU learner and
+engine share it; on several, half of them run one engine each, and the learner has the
+others.
 """
 
 from configs import _qwen3
@@ -15,6 +16,7 @@ TOPOLOGY = 'h200:1'  # of the learner, which `launch.plan` plans for
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config for Qwen3-0.6B."""
   config = _qwen3.gsm8k('Qwen3-0.6B', algorithm)
   config.batch.micro_batches = 16
   config.cluster.weights = 'shared_memory(dtype="bfloat16")'  # on one machine

@@ -1,9 +1,10 @@
-"""Qwen3-32B learns grade-school mathematics with vLLM's rollouts (arXiv 2505.09388).
+r"""Trains Qwen3-32B on GSM8K with vLLM's rollouts (arXiv 2505.09388).
 
     python -m launch.train --config=configs/qwen3_32b.py \
       --config.model.checkpoint=FOLDER --config.dataset.path=train.jsonl
 
-As configs/qwen3_0_6b.py, on a slice of TPUs: rows in sixteen shares, heads in four.
+It is like configs/qwen3_0_6b.py, but on a slice of TPUs: rows in sixteen shards, heads
+in four.
 """
 
 from configs import _qwen3
@@ -13,6 +14,7 @@ TOPOLOGY = 'v5p:4x4x4'  # of the learner, which `launch.plan` plans for
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config for Qwen3-32B."""
   config = _qwen3.gsm8k('Qwen3-32B', algorithm)
   config.batch.micro_batches = 4
   config.mesh.update(data=1, fsdp=16, tensor=4)

@@ -14,6 +14,7 @@ from jaxrl.config import Config
 
 
 def get_config(algorithm: str = 'sft') -> Config:
+  """Returns the config for supervised fine-tuning on conversations."""
   config = base.get_config(algorithm)
   config.num_epochs = 2.0
   config.batch.update(num_groups=64, max_length=1024)

@@ -1,13 +1,13 @@
-"""Trajectory synthesis: an agent mends repositories, every task once, untrained.
+r"""Generates trajectories of an agent that repairs repositories, every task once.
 
     python -m launch.rollout --config=configs/swe_rollout.py \
       --config.dataset.path=verified.jsonl \
       --config.env.swe.env_config.repos=FOLDER \
       --config.model.checkpoint=FOLDER --config.dump.path=runs/swe/trajectories
 
-verified.jsonl holds rows in SWE-bench Verified's form, the folder of `repos` their
-repositories as clones. `--group_size=4` plays each task four times. As it is, with a
-random tiny model, it shows the machinery at work and mends nothing.
+verified.jsonl holds rows in SWE-bench Verified's format, and the folder of `repos`
+holds clones of their repositories. `--group_size=4` plays each task four times. By
+default a random tiny model plays, which shows that all parts work but repairs nothing.
 """
 
 from ml_collections import ConfigDict
@@ -26,6 +26,7 @@ COLUMNS = (
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config for generating trajectories of repository repairs."""
   config = base.get_config(algorithm)
   config.model.random.update(vocab_size=2048)
   config.dataset.update(question_key='problem_statement', answer_key='')

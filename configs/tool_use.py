@@ -1,11 +1,11 @@
-"""Word problems with a Python interpreter at hand.
+"""Trains on word problems with a Python interpreter as a tool.
 
     python -m launch.train --config=configs/tool_use.py
 
-As it is: three steps of a random tiny model, which never calls anything, to see that
-all parts run. For real: --config.model.checkpoint=FOLDER of a Qwen3, whose template
-tells of tools, --config.dataset.path=train.jsonl of GSM8K, --config.num_steps=200, and
-a machine to match.
+By default it trains a random tiny model for three steps, which never calls the tool, to
+see that all parts run. To train a real model, set --config.model.checkpoint=FOLDER of a
+Qwen3, whose template describes tools, --config.dataset.path=train.jsonl of GSM8K and
+--config.num_steps=200 on a suitable machine.
 """
 
 from ml_collections import ConfigDict
@@ -18,6 +18,7 @@ TOOLS = 'python(timeout=5.0, keep=True)'
 
 
 def get_config(algorithm: str = 'grpo') -> Config:
+  """Returns the config for tool use."""
   config = debug.get_config(algorithm)
   config.batch.update(max_length=1024)
   config.env = ConfigDict()

@@ -1,81 +1,189 @@
-"""Config sections read off signatures, so that a default is written once."""
+"""Config sections are derived from signatures, so that a default is written once."""
 
+import inspect
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
-from jaxrl.signature import ConfigError, defaults, unknown, unwrap
+from jaxrl.call_strings import ConfigError, defaults, unknown_name_error, unwrap
 
 # A ConfigDict for the type checker: its attributes exist at run time alone.
 Config = Any
 
 
-class Optional(FieldReference):
-  """A typed value that may also be None, as its annotation `T | None` says."""
+class OptionalField(FieldReference):
+  """A typed config value that may also be None, as its annotation `T | None` says."""
 
 
 class Options(dict[str, Any]):
-  """Some of a signature's options: name → default, with their annotations."""
+  """Some of a signature's options: name → default, with types and descriptions.
 
-  def __init__(self, values: Mapping[str, Any], hints: Mapping[str, Any]):
+  Attributes:
+    hints: Their annotations, by name.
+    descriptions: A sentence about each, by name.
+  """
+
+  def __init__(
+    self,
+    values: Mapping[str, Any],
+    hints: Mapping[str, Any],
+    descriptions: Mapping[str, str] | None = None,
+  ):
     super().__init__(values)
     self.hints = dict(hints)
+    self.descriptions = dict(descriptions or {})
 
 
-def take(fn: Callable[..., Any], *names: str) -> Options:
-  """The named options of `fn`, for `section`. Raises ConfigError for a stranger."""
-  own = defaults(fn)
+def pick_options(fn: Callable[..., Any], *names: str) -> Options:
+  """Returns the named options of a function, for `make_section`.
+
+  Args:
+    fn: A function or class.
+    *names: Keyword-only parameters with a default.
+
+  Raises:
+    ConfigError: If the function has no such option.
+  """
+  all_options = defaults(fn)
   for name in names:
-    if name not in own:
-      raise unknown(name, own, 'option', f'take({getattr(fn, "__name__", fn)})')
-  return Options({name: own[name] for name in names}, _hints(fn))
+    if name not in all_options:
+      raise unknown_name_error(
+        name, all_options, 'option', f'pick_options({getattr(fn, "__name__", fn)})'
+      )
+  chosen = {name: all_options[name] for name in names}
+  return Options(chosen, _hints(fn), describe_options(fn))
 
 
-def leave(fn: Callable[..., Any], *names: str) -> Options:
-  """The options of `fn` but those named, which are set elsewhere."""
-  take(fn, *names)
-  own = defaults(fn)
-  return Options({k: v for k, v in own.items() if k not in names}, _hints(fn))
+def omit_options(fn: Callable[..., Any], *names: str) -> Options:
+  """Returns the options of a function except those that are set elsewhere.
+
+  Args:
+    fn: A function or class.
+    *names: The options to leave out.
+
+  Raises:
+    ConfigError: If the function has no such option.
+  """
+  pick_options(fn, *names)
+  all_options = defaults(fn)
+  chosen = {k: v for k, v in all_options.items() if k not in names}
+  return Options(chosen, _hints(fn), describe_options(fn))
 
 
-def section(
+def make_section(
   *sources: Callable[..., Any] | Mapping[str, Any], **overrides: Any
 ) -> ConfigDict:
-  """Makes a ConfigDict of the keyword-only options of functions or classes.
+  """Makes a ConfigDict from the keyword-only options of functions or classes.
 
-  sources: callables, whose keyword-only parameters with defaults become keys, typed
-    by their annotations; what `take` and `leave` give, likewise; or plain mappings of
-    key → default, typed by their values. A key of several sources has the last one's
-    default and type.
-  overrides: other values for some of those keys. What a config sets, it sets here,
-    and all else stays as the signature has it.
+  Args:
+    *sources: Callables, whose keyword-only parameters with defaults become keys, typed
+      by their annotations; the results of `pick_options` and `omit_options`; or plain
+      mappings of key → default, typed by their values. A key of several sources has the
+      default and type of the last.
+    **overrides: Other values for some of those keys. What a config sets, it sets here;
+      everything else stays as the signature has it.
 
-  Raises ConfigError when an override names no option or has another type.
+  Returns:
+    The section.
+
+  Raises:
+    ConfigError: If an override names no option or has another type.
   """
   config = ConfigDict()
   names = []
+  descriptions: dict[str, str] = {}
   for source in sources:
     if isinstance(source, Mapping):
       options, hints = source, getattr(source, 'hints', {})
+      descriptions |= getattr(source, 'descriptions', {})
       names.append('mapping')
     else:
       options, hints = defaults(source), _hints(source)
+      descriptions |= describe_options(source)
       names.append(getattr(unwrap(source), '__name__', repr(source)))
     for key, value in options.items():
       with config.ignore_type():
         config[key] = _field(value, hints.get(key))
-  where = f'section({", ".join(names)})'
+  where = f'make_section({", ".join(names)})'
   for key, value in overrides.items():
     if key not in config:
-      raise unknown(key, config.keys(), 'option', where)
+      raise unknown_name_error(key, config.keys(), 'option', where)
     try:
       config[key] = value
     except (TypeError, ValueError) as error:
       raise ConfigError(f'{where}: option {key!r}: {error}') from error
+  describe_keys(config, descriptions)
   return config
+
+
+def describe_keys(config: ConfigDict, descriptions: Mapping[str, str]) -> None:
+  """Attaches descriptions to the keys of one section, beside those it has.
+
+  Args:
+    config: A section. They are no keys of it, and copies do not have them.
+    descriptions: A sentence about each key, by name.
+  """
+  known = descriptions_of(config) | dict(descriptions)
+  object.__setattr__(config, '_descriptions', known)
+
+
+def descriptions_of(config: ConfigDict) -> dict[str, str]:
+  """Returns a sentence about each key of one section, where there is one."""
+  return vars(config).get('_descriptions', {})
+
+
+_ENTRY = re.compile(r'^( +)\*{0,2}(\w+)(?: \([^)]*\))?: +(.*)$')
+_SECTION = re.compile(r'^( *)(Args|Attributes|Keyword Args):$')
+
+
+def describe_options(fn: Callable[..., Any]) -> dict[str, str]:
+  """Reads what a Google-style docstring says about each parameter.
+
+  Args:
+    fn: A function or class; of a class, the docstring of its `__init__` counts too.
+
+  Returns:
+    The first sentence of each entry under `Args:` or `Attributes:`, by name, the base
+    classes' first.
+  """
+  function = unwrap(fn)
+  if not isinstance(function, type):
+    return _read_entries((inspect.getdoc(function) or '').splitlines())
+  found: dict[str, str] = {}
+  for cls in reversed(function.__mro__[:-1]):
+    for holder in (cls, vars(cls).get('__init__')):
+      text = getattr(holder, '__doc__', None)
+      found |= _read_entries(inspect.cleandoc(text).splitlines() if text else ())
+  return found
+
+
+def _read_entries(lines: Iterable[str]) -> dict[str, str]:
+  """Reads the entries below `Args:` and `Attributes:` of a docstring's lines."""
+  entries: dict[str, list[str]] = {}
+  is_inside, indent, current = False, '', ''
+  for line in lines:
+    entry = _ENTRY.match(line)
+    if _SECTION.match(line):
+      is_inside, indent = True, ''
+    elif is_inside and line and not line.startswith(' '):
+      is_inside = False
+    elif is_inside and entry and (not indent or entry[1] == indent):
+      indent, current = entry[1], entry[2]
+      entries[current] = [entry[3]]
+    elif is_inside and current and line.strip():
+      entries[current].append(line.strip())
+  return {name: _first_sentence(' '.join(parts)) for name, parts in entries.items()}
+
+
+def _first_sentence(text: str) -> str:
+  """Returns a text up to its first full stop that ends a sentence, or a semicolon."""
+  end = re.search(r'(?<!e\.g)(?<!i\.e)\.(?= [A-Z`\'])|\.$', text)
+  text = text[: end.start()] if end else text
+  return text[:1].upper() + text[1:] + '.'
 
 
 def _field(value: Any, hint: Any) -> Any:
@@ -86,7 +194,7 @@ def _field(value: Any, hint: Any) -> Any:
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     value = float(value)
   if kind and optional and (value is None or isinstance(value, kind)):
-    return Optional(value, field_type=kind)
+    return OptionalField(value, field_type=kind)
   return value
 
 

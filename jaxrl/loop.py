@@ -1,4 +1,17 @@
-"""The main loop: publish, collect, learn, report. Synchronous is async_ratio = 0."""
+"""The training loop moves data from tasks to weights, step by step.
+
+  GlobalDataset → EnvManager → GroupQueue → Sampler → Learner → WeightStore ⟲
+
+- GlobalDataset (jaxrl/data/dataset.py) hands out tasks.
+- EnvManager (jaxrl/rollout/env_manager.py) plays episodes with a RolloutEngine.
+- GroupQueue (jaxrl/rollout/queue/group_queue.py) collects samples into groups.
+- Sampler (jaxrl/data/samplers/) takes the groups that a step learns from.
+- Learner (jaxrl/training/learner.py) updates the parameters from them.
+- WeightStore (jaxrl/rollout/weights/weight_store.py) publishes them to the engines.
+
+Environment workers run beside the loop. Synchronous training is asynchronous training
+with `async_ratio=0`: there is one loop.
+"""
 
 import asyncio
 import dataclasses
@@ -8,32 +21,49 @@ from typing import Any, Protocol
 from jaxrl.types import Group
 
 Metrics = dict[str, float]
-GRACE = 10.0  # seconds for groups to arrive after the last worker has ended
+DRAIN_TIMEOUT_S = 10.0  # for groups to arrive after the last worker has ended
 
 
-class Learner(Protocol):
+class TrainsOnGroups(Protocol):
+  """What the loop needs of a learner.
+
+  Attributes:
+    step: The number of updates so far.
+  """
+
   step: int
 
   @property
-  def params(self) -> Any: ...
+  def params(self) -> Any:
+    """The newest parameters."""
+    ...
 
-  async def update(self, groups: list[Group]) -> Metrics: ...
+  async def update(self, groups: list[Group]) -> Metrics:
+    """Learns from groups, increments the step, and returns metrics."""
+    ...
 
 
-class Sampler(Protocol):
-  async def next(self, step: int) -> list[Group]: ...
+class SamplesGroups(Protocol):
+  """What the loop needs of a sampler."""
+
+  async def next(self, step: int) -> list[Group]:
+    """Returns the groups that a step learns from."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-  """What surrounds a step; each is awaited or called in the order of the loop.
+  """What surrounds a step, in the order of the loop.
 
-  publish(step): hands the learner's weights to the engines when their style of sync
-  says so, and always before an evaluation.
-  advance(step): tells the queue of groups which step is being collected.
-  evaluate(step, last): metrics of an evaluation when one is due, else {}.
-  record(step, metrics, groups): writes what happened.
-  save(step, last): checkpoints when due. stop(): True when asked to end early.
+  Attributes:
+    publish: `publish(step)` hands the learner's weights to the engines if their sync
+      policy says so, and always before an evaluation.
+    advance: `advance(step)` tells the group queue which step is being collected.
+    evaluate: `evaluate(step, last)` returns metrics of an evaluation if one is due,
+      otherwise {}.
+    record: `record(step, metrics, groups)` writes what happened.
+    save: `save(step, last)` writes a checkpoint if one is due.
+    stop: `stop()` returns whether the run should end early.
   """
 
   publish: Callable[[int], Awaitable[None]]
@@ -45,68 +75,101 @@ class Hooks:
 
 
 async def train(
-  learner: Learner,
-  sampler: Sampler,
+  learner: TrainsOnGroups,
+  sampler: SamplesGroups,
   hooks: Hooks,
   *,
   num_steps: int,
   workers: Iterable[asyncio.Task] = (),
 ) -> bool:
-  """Trains from `learner.step` to `num_steps`; True unless stopped early.
+  """Trains from `learner.step` to `num_steps`.
 
-  `workers` are the tasks that play episodes; the error of any of them ends the
-  run at once, so that nothing waits for groups that no one plays. Who asks to stop
-  waits for the step at hand at most, and for a checkpoint.
+  An error of any worker ends the run at once, so that nothing waits for groups that
+  nobody samples. A run that is asked to stop ends after the current step and a
+  checkpoint.
+
+  Args:
+    learner: Learns from groups.
+    sampler: Takes groups from the queue.
+    hooks: What surrounds a step.
+    num_steps: The step to train to.
+    workers: The tasks that play episodes.
+
+  Returns:
+    True unless it was stopped early.
   """
   workers = list(workers)
 
-  async def evaluation(step: int, last: bool) -> Metrics:
-    await guarded(hooks.publish(step), workers)
-    return await guarded(hooks.evaluate(step, last), workers)
+  async def publish_and_evaluate(step: int, last: bool) -> Metrics:
+    await await_or_fail(hooks.publish(step), workers)
+    return await await_or_fail(hooks.evaluate(step, last), workers)
 
   for step in range(learner.step, num_steps):
-    evaluated = {} if hooks.stop() else await evaluation(step, False)
+    eval_metrics = {} if hooks.stop() else await publish_and_evaluate(step, False)
     if hooks.stop():
       await hooks.save(step, True)
       return False
-    await guarded(hooks.advance(step), workers)
-    groups = await played(sampler.next(step), workers)
+    await await_or_fail(hooks.advance(step), workers)
+    groups = await await_groups(sampler.next(step), workers)
     metrics = await learner.update(groups)
-    hooks.record(step, {**metrics, **evaluated}, groups)
+    hooks.record(step, {**metrics, **eval_metrics}, groups)
     await hooks.save(step + 1, False)
   if hooks.stop():
     await hooks.save(num_steps, True)
     return False
-  evaluated = await evaluation(num_steps, True)
-  if evaluated:
-    hooks.record(num_steps, evaluated, [])
+  eval_metrics = await publish_and_evaluate(num_steps, True)
+  if eval_metrics:
+    hooks.record(num_steps, eval_metrics, [])
   await hooks.save(num_steps, True)
   return True
 
 
-async def guarded(work: Awaitable[Any], workers: list[asyncio.Task]) -> Any:
-  """Awaits `work`, but raises the error of any worker that dies meanwhile or has."""
-  task = asyncio.ensure_future(work)
+async def await_or_fail(awaitable: Awaitable[Any], workers: list[asyncio.Task]) -> Any:
+  """Awaits something, but raises the error of any worker that fails.
+
+  Args:
+    awaitable: What to await; it is cancelled if a worker fails.
+    workers: The tasks that play episodes.
+
+  Returns:
+    The result of `awaitable`.
+  """
+  task = asyncio.ensure_future(awaitable)
   try:
     while not task.done():
-      alive = {worker for worker in workers if not worker.done()}
+      running = {worker for worker in workers if not worker.done()}
       for worker in workers:
-        if worker not in alive:
+        if worker not in running:
           worker.result()
-      await asyncio.wait({task, *alive}, return_when='FIRST_COMPLETED')
+      await asyncio.wait({task, *running}, return_when='FIRST_COMPLETED')
     return task.result()
   finally:
     task.cancel()
 
 
-async def played(groups: Awaitable[list[Group]], workers: list[asyncio.Task]) -> Any:
-  """Awaits a step's groups. Raises RuntimeError when no one is left to play them."""
+async def await_groups(
+  groups: Awaitable[list[Group]], workers: list[asyncio.Task]
+) -> Any:
+  """Awaits the groups of a step.
+
+  Args:
+    groups: What the sampler returns.
+    workers: The tasks that play episodes.
+
+  Returns:
+    The groups.
+
+  Raises:
+    RuntimeError: All workers have ended, and no groups arrive.
+  """
   task = asyncio.ensure_future(groups)
-  ended = asyncio.ensure_future(_ended(workers))
+  all_ended = asyncio.ensure_future(_wait_all_ended(workers))
   try:
-    await guarded(asyncio.wait({task, ended}, return_when='FIRST_COMPLETED'), workers)
+    await await_or_fail(
+      asyncio.wait({task, all_ended}, return_when='FIRST_COMPLETED'), workers
+    )
     if not task.done():  # the last groups may still be on their way
-      await asyncio.wait({task}, timeout=GRACE)
+      await asyncio.wait({task}, timeout=DRAIN_TIMEOUT_S)
     if not task.done() or not task.result():
       raise RuntimeError(
         'there are no groups to learn from: every environment worker has ended, for '
@@ -115,11 +178,11 @@ async def played(groups: Awaitable[list[Group]], workers: list[asyncio.Task]) ->
     return task.result()
   finally:
     task.cancel()
-    ended.cancel()
+    all_ended.cancel()
 
 
-async def _ended(workers: list[asyncio.Task]) -> None:
-  """Returns when all workers have ended; without any, never."""
+async def _wait_all_ended(workers: list[asyncio.Task]) -> None:
+  """Returns when all workers have ended; never if there are none."""
   if not workers:
     await asyncio.Event().wait()
   await asyncio.wait(workers)

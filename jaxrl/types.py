@@ -1,8 +1,8 @@
-"""The nouns of the framework: what flows between its parts.
+"""Types that flow between the parts of the framework.
 
-Every `[B, T]` array speaks of the token at its own position: `logprobs[b, t]` is
-the log-probability of `tokens[b, t]` given the tokens before it. Only the function
-that turns hidden states into `PolicyOutputs` shifts.
+Every `[B, T]` array describes the token at its own position: `logprobs[b, t]` is the
+log-probability of `tokens[b, t]` given the tokens before it. Only the function that
+turns hidden states into `PolicyOutputs` shifts.
 """
 
 import dataclasses
@@ -33,11 +33,12 @@ FAILURES = frozenset(STOP_REASONS[3:])
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """One thing to do: an item of a dataset, or a bare seed for a game.
+  """A task is an item of a dataset, or a bare seed for a game.
 
-  seed: the episode seed that drew this task (0 is a seed like any other).
-  index: row number of the item in its dataset; None for a bare seed.
-  item: the dataset row; None for a bare seed.
+  Attributes:
+    seed: The episode seed that drew this task (0 is a seed like any other).
+    index: The row number of the item in its dataset; None for a bare seed.
+    item: The row of the dataset; None for a bare seed.
   """
 
   seed: int
@@ -47,14 +48,18 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-  """How one completion is drawn.
+  """Sampling parameters say how one completion is drawn.
 
-  temperature: 0 means greedy. top_p: 1 keeps all. top_k: 0 keeps all.
-  stop: strings that end the completion (kept in its tokens).
-  stop_token_ids: token ids that end it (kept as the last token).
-  seed: token t is drawn with the key fold_in(key(seed), t).
-  first: how many tokens of the completion the prompt ends in, from a part of it that
-  was emitted before; the next one is token `first`. max_tokens counts the rest.
+  Attributes:
+    max_tokens: The most tokens to generate from here on.
+    temperature: 0 means greedy.
+    top_p: 1 keeps all tokens.
+    top_k: 0 keeps all tokens.
+    stop: Strings that end the completion; they are kept in its tokens.
+    stop_token_ids: Token ids that end it; the last token is kept.
+    seed: Token t is drawn with the key fold_in(key(seed), t).
+    num_generated: The number of already generated tokens at the end of the prompt, when
+      resuming; the next token is token `num_generated`.
   """
 
   max_tokens: int
@@ -64,24 +69,26 @@ class SamplingParams:
   stop: tuple[str, ...] = ()
   stop_token_ids: tuple[int, ...] = ()
   seed: int = 0
-  first: int = 0
+  num_generated: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """What an engine returns. All arrays have length n, the number of new tokens.
+  """A completion is what an engine returns; n is the number of new tokens.
 
-  tokens: `[n]` int32. logprobs: `[n]` float32, of each sampled token under the
-  distribution it was sampled from, temperature and truncation included.
-  versions: `[n]` int32, the weights version that produced each token.
-  finish_reason: 'stop' (stop token or string), 'length' or 'abort'.
-  routed_experts: `[p + n − 1, L, k]` int16, the experts that each of p prompt tokens
-  and of the new ones but the last took in each layer, if the engine keeps them.
+  Attributes:
+    tokens: `[n]` int32.
+    logprobs: `[n]` float32, of each token under the distribution it was sampled from,
+      temperature and truncation included.
+    weights_versions: `[n]` int32, the weights version that produced each token.
+    finish_reason: 'stop' (stop token or string), 'length' or 'abort'.
+    routed_experts: `[p + n − 1, L, k]` int16, the experts that each of p prompt tokens
+      and of the new ones but the last took in each layer, if the engine records them.
   """
 
   tokens: np.ndarray
   logprobs: np.ndarray
-  versions: np.ndarray
+  weights_versions: np.ndarray
   finish_reason: str
   routed_experts: np.ndarray | None = None
 
@@ -92,45 +99,87 @@ class RolloutEngine(Protocol):
   async def generate(
     self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
   ) -> Completion:
-    """Completes `token_ids`. Raises ValueError when the prompt does not fit."""
+    """Completes a prompt.
+
+    Args:
+      request_id: A name for `abort` and `progress`.
+      token_ids: The prompt.
+      sampling: How tokens are drawn.
+
+    Returns:
+      The completion.
+
+    Raises:
+      ValueError: If the prompt does not fit.
+    """
     ...
 
   async def load(self, version: int, params: Params) -> None:
-    """Serves `params` as `version` from the next decode dispatch on."""
+    """Serves new weights from the next decode step on.
+
+    Args:
+      version: Their number.
+      params: The parameters.
+    """
     ...
 
-  async def pause(self) -> None: ...
+  async def pause(self) -> None:
+    """Stops decoding until `resume`."""
+    ...
 
   async def drain(self) -> None:
-    """Begins no more requests, ends those that run, and pauses; others wait."""
+    """Finishes running requests, starts no others, and pauses; others wait."""
     ...
 
-  async def resume(self) -> None: ...
+  async def resume(self) -> None:
+    """Continues after `pause` or `drain`."""
+    ...
 
   async def abort(self, request_id: str) -> None:
-    """Ends the request with finish_reason 'abort'; unknown ids are ignored."""
+    """Ends a request with finish_reason 'abort'.
+
+    Args:
+      request_id: Unknown ids are ignored.
+    """
     ...
 
   async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
-    """What these requests have emitted so far, but for those not being served."""
+    """Returns what requests have generated so far.
+
+    Args:
+      request_ids: The requests.
+
+    Returns:
+      A partial completion for each of them that is being served.
+    """
     ...
 
 
 @dataclasses.dataclass
 class Trajectory:
-  """One training row on the host: ragged, numpy, T tokens long.
+  """A trajectory is one training row on the host: ragged numpy arrays of T tokens.
 
-  tokens: `[T]` int32. action_mask: `[T]` bool, True where the model wrote the token.
-  rollout_logprobs: `[T]` float32, 0 where not an action. rewards: `[T]` float32, on
-  the last action token of each turn. weights_version: `[T]` int32, −1 where not an
-  action. group_id, episode_id: the env group and its episode, which together name
-  the task; member: which of the group's attempts; step: the turn, for step rows.
-  tag: the environment's tag. episode_seed: the seed every member plays.
-  stop_reason: one of STOP_REASONS. messages: the conversation as text.
-  is_expert: written by someone else, not by the policy. is_greedy: played at
-  temperature 0, as a baseline, and not learned from. weight: multiplies the row's
-  policy loss; shapers set it.
-  metrics: numbers to average. columns: values for dumps. extras: state hash, images …
+  Attributes:
+    tokens: `[T]` int32.
+    action_mask: `[T]` bool, True where the model wrote the token.
+    rollout_logprobs: `[T]` float32, 0 where not an action.
+    rewards: `[T]` float32, on the last action token of each turn.
+    weights_version: `[T]` int32, −1 where not an action.
+    group_id: The environment group; with episode_id it names the task.
+    episode_id: The episode of the group.
+    sample_index: Which of the group's samples it is.
+    turn: The turn, if each turn is a row.
+    tag: The environment's tag.
+    episode_seed: The seed that every sample of the group plays.
+    stop_reason: One of STOP_REASONS.
+    is_expert: Whether someone other than the policy wrote it.
+    is_greedy: Whether it was played at temperature 0, as a baseline, and is not learned
+      from.
+    weight: Multiplies the row's policy loss; reward shaping sets it.
+    messages: The conversation as text.
+    metrics: Numbers to average.
+    columns: Values for dumps.
+    extras: State hash, images and the like.
   """
 
   tokens: np.ndarray
@@ -140,8 +189,8 @@ class Trajectory:
   weights_version: np.ndarray
   group_id: int = 0
   episode_id: int = 0
-  member: int = 0
-  step: int = 0
+  sample_index: int = 0
+  turn: int = 0
   tag: str = ''
   episode_seed: int = 0
   stop_reason: str = 'finish'
@@ -155,23 +204,23 @@ class Trajectory:
 
   @property
   def score(self) -> float:
-    """The episode's return: the plain sum of its rewards."""
+    """Returns the episode's return, the plain sum of its rewards."""
     return float(np.sum(self.rewards, dtype=np.float64))
 
   @property
   def failed(self) -> bool:
-    """True when the episode broke and must not be trained on."""
+    """Returns True if the episode broke and must not be trained on."""
     return self.stop_reason in FAILURES
 
   @property
   def group_name(self) -> str:
-    """Names the group's task; equal for all members."""
+    """Names the task of the group; equal for all its samples."""
     return f'{self.group_id}_{self.episode_id}_{self.episode_seed}'
 
   @property
   def trajectory_id(self) -> str:
-    """Unique within a run and mode."""
-    return f'{self.tag}_{self.group_name}_{self.member}_{self.step}'
+    """Names the trajectory uniquely within a run and mode."""
+    return f'{self.tag}_{self.group_name}_{self.sample_index}_{self.turn}'
 
 
 Group = list[Trajectory]  # the attempts at one task
@@ -180,16 +229,36 @@ Group = list[Trajectory]  # the attempts at one task
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """A rectangle of B rows by T tokens; a column that is not there is None.
+  """A batch is a rectangle of B rows by T tokens; a field that is absent is None.
 
-  tokens: `[B, T]` int32. segment_ids: `[B, T]` int32, 0 at padding.
-  action_mask: `[B, T]` bool. rollout_logprobs, rewards: `[B, T]` float32.
-  task_ids (the group), run_ids (the episode), step_ids (its turn): `[B]` dense
-  int32, −1 at padding rows, which enter no statistic.
-  The optional columns are `[B, T]` float32 except weights_version `[B, T]` int32,
-  expert_mask and greedy_mask `[B]` bool, loss_weights `[B]` float32, pair_ids and
-  state_hash `[B]` int32, teacher_topk_ids and teacher_topk_logprobs `[B, T, K]` int32
-  and float32, routed_experts `[B, T, L, k]` int16, −1 where a router is to choose.
+  Padding rows have id −1 and enter no statistic. The optional fields are `[B, T]`
+  float32 where nothing else is said.
+
+  Attributes:
+    tokens: `[B, T]` int32.
+    segment_ids: `[B, T]` int32, 0 at padding.
+    action_mask: `[B, T]` bool.
+    rollout_logprobs: `[B, T]` float32.
+    rewards: `[B, T]` float32.
+    group_ids: `[B]` dense int32, the group of each row.
+    episode_ids: `[B]` dense int32, the episode of each row.
+    turn_ids: `[B]` int32, the turn of each row in its episode.
+    weights_version: `[B, T]` int32.
+    old_logprobs: The learner's own log-probs before the update.
+    ref_logprobs: The reference's log-probs.
+    teacher_logprobs: The teacher's log-probs.
+    teacher_topk_ids: `[B, T, K]` int32, the teacher's likeliest tokens.
+    teacher_topk_logprobs: `[B, T, K]` float32, their log-probs.
+    values: The critic's values.
+    advantages: Advantages.
+    returns: Targets of the critic.
+    expert_mask: `[B]` bool.
+    greedy_mask: `[B]` bool.
+    loss_weights: `[B]` float32.
+    pair_ids: `[B]` int32, equal for the two rows of a pair.
+    state_hash: `[B]` int32.
+    routed_experts: `[B, T, L, k]` int16, −1 where the router is to choose.
+    extras: Anything else.
   """
 
   tokens: Any
@@ -197,9 +266,9 @@ class Batch:
   action_mask: Any
   rollout_logprobs: Any
   rewards: Any
-  task_ids: Any
-  run_ids: Any
-  step_ids: Any
+  group_ids: Any
+  episode_ids: Any
+  turn_ids: Any
   weights_version: Any = None
   old_logprobs: Any = None
   ref_logprobs: Any = None
@@ -218,23 +287,31 @@ class Batch:
   extras: Any = None
 
   def replace(self, **columns: Any) -> 'Batch':
+    """Returns the batch with some fields replaced.
+
+    Args:
+      **columns: New values by field.
+    """
     return dataclasses.replace(self, **columns)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
-  """How the tokens of a rectangle `[B, T]` lie in R packed rows of L slots.
+class PackedRows:
+  """Maps the tokens of a rectangle `[B, T]` to R packed rows of L slots.
 
-  origin: `[R, L]` int32, b · T + t of the token in a slot, −1 at padding.
-  segment_ids: `[R, L]` int32, 0 at padding. prefix_ids: `[R, L]` int32, the number of
-  an earlier segment of the row that a token sees beside its own, 0 for none; or None.
-  positions: `[R, L]` int32, of a token in its sequence. place: `[B, T]` int32,
-  r · L + c of the slot that holds what is said of a token, −1 where nothing is.
-
-  A shared prompt lies in a row as [prompt but its last token][last prompt token and
+  A shared prompt lies in a row as [prompt without its last token][last prompt token and
   response 1][last prompt token and response 2] …, the first part being the prefix of
-  the others: so a slot has one target, the next one of its segment.
+  the others: so a slot predicts one token, the next one of its segment.
+
+  Attributes:
+    origin: `[R, L]` int32, b · T + t of the token in a slot, −1 at padding.
+    segment_ids: `[R, L]` int32, 0 at padding.
+    prefix_ids: `[R, L]` int32, the number of an earlier segment of the row that a token
+      sees beside its own, 0 for none; or None.
+    positions: `[R, L]` int32, of a token in its sequence.
+    place: `[B, T]` int32, r · L + c of the slot that holds the outputs for a token, −1
+      where there are none.
   """
 
   origin: Any
@@ -247,14 +324,15 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyOutputs:
-  """What one forward pass says of a batch; all `[B, T]` float32.
+  """Policy outputs are what one forward pass says of a batch, all `[B, T]` float32.
 
-  logprobs: log π(tokens[t] | tokens[<t]) at the rollout's temperature; 0 at t = 0.
-  entropy: of the full distribution at temperature 1 that predicted token t.
-  values: the value head's estimate of the state before token t, or None.
-  nec: Σ_v π(v)²(H + log π(v)) of the same distribution as entropy, or None.
-  topk_logprobs: `[B, T, K]` of K given tokens in the place of token t, or None.
-  topk_ids: `[B, T, K]` int32, those tokens, where they were found and not given.
+  Attributes:
+    logprobs: log π(tokens[t] | tokens[<t]) at the rollout's temperature; 0 at t = 0.
+    entropy: Of the full distribution at temperature 1 that predicted token t.
+    values: The value head's estimate of the state before token t, or None.
+    nec: Σ_v π(v)²(H + log π(v)) of the same distribution as entropy, or None.
+    topk_logprobs: `[B, T, K]` of K given tokens in the place of token t, or None.
+    topk_ids: `[B, T, K]` int32, those tokens, where the model found them.
   """
 
   logprobs: Any
@@ -268,11 +346,15 @@ class PolicyOutputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Advantages:
-  """advantages, returns: `[B, T]` float32, 0 where the mask is 0; returns may be None.
+  """Advantages are what an advantage component returns.
 
-  keep: `[B, T]` bool or None; tokens to leave out of the loss are False.
-  metrics: name → scalar array. state: what an estimator that reads `state` carries to
-  the next batch, of the structure it was given.
+  Attributes:
+    advantages: `[B, T]` float32, 0 where the mask is 0.
+    returns: `[B, T]` float32, or None.
+    keep: `[B, T]` bool or None; tokens to leave out of the loss are False.
+    metrics: Name → scalar array.
+    state: What a component with a state carries to the next batch, of the structure it
+      was given.
   """
 
   advantages: Any
@@ -284,23 +366,36 @@ class Advantages:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """An algorithm is a composition of plain functions.
+  """An algorithm is a composition of plain functions, its components.
 
-  A part names the columns it reads as its positional parameters (`logprobs`,
-  `advantages`, `mask`, `task_ids` …) and its options as keyword-only parameters.
-  What the learner must score follows from those signatures.
+  A component names the batch fields it reads as its positional parameters (`logprobs`,
+  `advantages`, `mask`, `group_ids` …) and its options as keyword-only parameters. What
+  the learner must score follows from those signatures.
 
-  behaviour: 'rollout' gives parts the engine's log-probs as `old_logprobs`;
-    'decoupled' gives them the learner's own, recomputed before the first update.
-  correction: weights for what lies between the two; it implies 'decoupled'.
-  kl_controller: steers the coefficient of kl_loss and kl_penalty; None keeps it.
-  aggregation: a mode of `functional.aggregation`. group_size: attempts per task.
-  schema: 'rollout', 'messages', 'preference' or 'text'. atom: rows that are never
-  split or shuffled apart: 'row', 'pair' or 'group'.
-  sampler: a call string, where a step's groups come from. filters, shapers: call
-  strings, joined by ' + '; which groups are dropped, and what is done to the others.
-  critic_warmup: first steps that train the value head alone.
-  prepare: once per optimizer batch. init_state: makes the state that it carries.
+  Attributes:
+    policy_loss: The loss of the policy.
+    advantage: Estimates advantages; None if the loss reads none.
+    kl_loss: A KL estimator that is added to the loss.
+    kl_penalty: A KL estimator that is subtracted from rewards.
+    entropy_loss: The entropy bonus.
+    value_loss: The critic's loss; an algorithm with one trains a value head.
+    correction: Weights for the mismatch between rollout and learner; it implies
+      'decoupled'.
+    kl_controller: Steers the coefficient of kl_loss and kl_penalty; None keeps it.
+    aggregation: A mode of `functional.aggregation`.
+    old_logprobs_source: 'rollout' gives components the engine's log-probs as
+      `old_logprobs`; 'decoupled' gives them the learner's own, recomputed before the
+      first update.
+    group_size: Samples per task.
+    sampler: A call string: where a step's groups come from.
+    filters: Call strings joined by ' + ': which groups are dropped.
+    shapers: Call strings joined by ' + ': what is done to the rewards of the others.
+    data_format: 'rollout', 'messages', 'preference' or 'text'.
+    batch_unit: Rows that are never separated or shuffled apart: 'row', 'pair' or
+      'group'.
+    critic_warmup: First steps that train the value head alone.
+    prepare: Computes batch fields once per optimizer batch.
+    init_state: Makes the state that `prepare` carries.
   """
 
   policy_loss: Callable[..., Any]
@@ -312,13 +407,13 @@ class Algorithm:
   correction: Callable[..., Any] | None = None
   kl_controller: Callable[..., Any] | None = None
   aggregation: str = 'token_mean'
-  behaviour: str = 'rollout'
+  old_logprobs_source: str = 'rollout'
   group_size: int = 1
   sampler: str = 'fifo'
   filters: str = ''
   shapers: str = ''
-  schema: str = 'rollout'
-  atom: str = 'row'
+  data_format: str = 'rollout'
+  batch_unit: str = 'row'
   critic_warmup: int = 0
   prepare: Callable[..., Any] | None = None
   init_state: Callable[[], Any] | None = None

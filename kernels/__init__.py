@@ -1,0 +1,1 @@
+"""Kernels: pure array functions, each with a plain jnp reference."""

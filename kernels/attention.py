@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from kernels import flash
+from kernels import flash_attention
 from kernels.dispatch import REFERENCE, choose, platform_of
 
 NEGATIVE = -1e30  # finite, so that a fully masked row gives numbers, not NaN
@@ -27,24 +27,33 @@ def attention(
   platform: str | None = None,
   shard: Callable[..., Callable[..., jax.Array]] | None = None,
 ) -> jax.Array:
-  """Causal attention within segments, by what is best on the platform.
+  """Computes causal attention within segments, by the best kernel for the platform.
 
-  q: `[B, T, H, d]`. k, v: `[B, T, K, d]`. segment_ids: `[B, T]` int32; a token sees
-  the tokens before it, and itself, that bear its own segment's number. prefix_ids:
-  `[B, T]` int32, of one more segment of the row, an earlier one, that a token sees;
-  0: of none. kernels, platform: as in `kernels.dispatch`. shard: `(function, inputs,
-  output) -> function`, runs a function of arrays on every device's own part of them;
-  inputs and output name the axes, None is whole. Without it all is on one device.
-  Returns `[B, T, H, d]`.
+  Args:
+    q: `[B, T, H, d]`.
+    k: `[B, T, K, d]`.
+    v: `[B, T, K, d]`.
+    segment_ids: `[B, T]` int32; a token sees itself and the tokens before it in its own
+      segment.
+    prefix_ids: `[B, T]` int32, an earlier segment of the row that a token sees too; 0
+      for none.
+    kernels: As in `kernels.dispatch`.
+    platform: As in `kernels.dispatch`.
+    shard: `(function, inputs, output) -> function`, runs a function of arrays on every
+      device's own part of them; inputs and output name the axes, None is whole. None
+      where all is on one device.
+
+  Returns:
+    `[B, T, H, d]`.
   """
   platform = platform_of(platform)
-  found = flash.candidates(q, k, prefix_ids, platform=platform)
-  found = found | {REFERENCE: reference_attention}
-  name = choose('attention', found, platform=platform, asked=kernels)
+  candidates = flash_attention.candidates(q, k, prefix_ids, platform=platform)
+  candidates = candidates | {REFERENCE: reference_attention}
+  name = choose('attention', candidates, platform=platform, asked=kernels)
   arrays = [q, k, v, segment_ids]
   if prefix_ids is not None:
     arrays.append(prefix_ids)
-  run = found[name]
+  run = candidates[name]
   assert callable(run)  # `choose` gives no other
   if shard is not None and name != REFERENCE:
     queries, keys = ('batch', None, 'heads', None), ('batch', None, 'kv_heads', None)
@@ -63,7 +72,7 @@ def reference_attention(
   block: int = 128,
   stretches: int = 4,
 ) -> jax.Array:
-  """`attention` in plain jnp.
+  """Computes `attention` in plain jnp.
 
   Sequences are done in runs of queries, each against the keys up to its own end. Those
   longer than `block` in at most `stretches`, `block` queries at a time, computed anew
@@ -84,8 +93,8 @@ def reference_attention(
   out = []
   for start in range(0, length, size):
     end = min(start + size, length)
-    own = slice(start, end)
-    queries = q[:, own], seen[:, own], time[own]
+    span = slice(start, end)
+    queries = q[:, span], seen[:, span], time[span]
     keys = k[:, :, :end], v[:, :, :end], segment_ids[:, :end]
     out.append(run(queries, keys))
   return jnp.concatenate(out, axis=1)
@@ -143,11 +152,11 @@ def _attend(
   q = (q * dim**-0.5).reshape(batch, length, kv_heads, -1, dim)
   q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
   visible = time[:, None] >= jnp.arange(k.shape[2])
-  own = functools.reduce(
+  in_segment = functools.reduce(
     jnp.logical_or,
     [seen[:, :, i, None] == k_ids[:, None] for i in range(seen.shape[2])],
   )
-  visible = visible & own
+  visible = visible & in_segment
   visible = jnp.tile(visible, (1, heads // kv_heads, 1))[:, None]
   scores = jnp.einsum('bkmd,bksd->bkms', q, k).astype(jnp.float32)
   scores = jnp.where(visible, scores, NEGATIVE)
@@ -165,13 +174,20 @@ def decode_attention(
   positions: jax.Array,
   limit: jax.Array,
 ) -> jax.Array:
-  """One query a row against its own cache, the positions up to its own.
+  """Attends from one query per row to its own cache, up to its own position.
 
-  q: `[S, H, d]`. k_chunks: each `[S, K, d, C]`; v_chunks: each `[S, K, C, d]`, the
-  next C positions. positions: `[S]` int32. limit: scalar int32 > max(positions);
-  chunks from there on are not read. Chunks come under a running softmax, and a fully
-  masked one changes no bit, so a row depends neither on `limit` nor on other rows.
-  Returns `[S, H, d]` float32.
+  Chunks are combined by a running softmax, and a fully masked one changes no bit, so a
+  row depends neither on `limit` nor on other rows.
+
+  Args:
+    q: `[S, H, d]`.
+    k_chunks: Each `[S, K, d, C]`, the next C positions.
+    v_chunks: Each `[S, K, C, d]`.
+    positions: `[S]` int32.
+    limit: A scalar int32 > max(positions); chunks from there on are not read.
+
+  Returns:
+    `[S, H, d]` float32.
   """
   slots, heads, dim = q.shape
   kv_heads = k_chunks[0].shape[1]
@@ -199,7 +215,11 @@ ChunkState = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def chunk_state(q: jax.Array) -> ChunkState:
-  """The state of queries `[S, K, g, d]` float32 that have seen no chunk."""
+  """Returns the state of queries that have seen no chunk.
+
+  Args:
+    q: `[S, K, g, d]` float32.
+  """
   shape = q.shape[:-1]
   return jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros(q.shape)
 
@@ -207,9 +227,14 @@ def chunk_state(q: jax.Array) -> ChunkState:
 def attend_chunk(
   state: ChunkState, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
 ) -> ChunkState:
-  """The state after one more chunk: k `[S, K, d, C]`, v `[S, K, C, d]`.
+  """Returns the state after one more chunk.
 
-  q: `[S, K, g, d]` float32, scaled. visible: bool, broadcast to `[S, K, g, C]`.
+  Args:
+    state: The state so far.
+    q: `[S, K, g, d]` float32, scaled.
+    k: `[S, K, d, C]`.
+    v: `[S, K, C, d]`.
+    visible: Bool, broadcast to `[S, K, g, C]`.
   """
   top, total, out = state
   k, v = k.astype(jnp.float32), v.astype(jnp.float32)

@@ -1,7 +1,7 @@
-"""Which implementation of a kernel a program is built of, and why.
+"""Kernel dispatch chooses the implementation of a kernel, and logs why.
 
-Chosen while a program is traced, by the platform that it is compiled for: a process
-on a CPU that compiles for a TPU builds the TPU's program.
+It chooses while a program is traced, by the platform that the program is compiled for:
+a process on a CPU that compiles for a TPU builds the TPU's program.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-ASKED = ('auto', 'reference')
+KERNEL_OPTIONS = ('auto', 'reference')
 REFERENCE = 'reference'
 
 _log = logging.getLogger(__name__)
@@ -21,22 +21,39 @@ Candidate = Callable[..., Any] | str
 
 
 def platform_of(platform: str | None) -> str:
-  """'cpu', 'gpu' or 'tpu'. None stands for the backend that this process runs on."""
-  found = jax.default_backend() if platform is None else platform
-  return 'gpu' if found in ('cuda', 'rocm') else found
+  """Returns 'cpu', 'gpu' or 'tpu'.
+
+  Args:
+    platform: A platform; None stands for the backend that this process runs on.
+  """
+  name = jax.default_backend() if platform is None else platform
+  return 'gpu' if name in ('cuda', 'rocm') else name
 
 
-def check_asked(asked: str) -> None:
-  """Raises ValueError for what `choose` would not know."""
-  if asked not in ASKED:
+def check_kernels_option(asked: str) -> None:
+  """Checks the option `kernels`.
+
+  Args:
+    asked: 'auto' or 'reference'.
+
+  Raises:
+    ValueError: If it is something else.
+  """
+  if asked not in KERNEL_OPTIONS:
     raise ValueError(
-      f'kernels={asked!r} is not one of {", ".join(ASKED)}: auto takes the best for '
-      'the platform, reference plain jnp'
+      f'kernels={asked!r} is not one of {", ".join(KERNEL_OPTIONS)}: auto takes the '
+      'best for the platform, reference plain jnp'
     )
 
 
 def only_on(home: str, implementation: Candidate, *, platform: str) -> Candidate:
-  """The implementation, where `platform` is its home, else the reason why not."""
+  """Returns an implementation where it can be used, else the reason why not.
+
+  Args:
+    home: The platform that it is for.
+    implementation: The implementation, or why it cannot be used.
+    platform: The platform at hand.
+  """
   return implementation if platform == home else f'is for {home}, not {platform}'
 
 
@@ -47,16 +64,24 @@ def choose(
   platform: str,
   asked: str = 'auto',
 ) -> str:
-  """The name of the first candidate that can be used; 'reference' if that is asked.
-
-  candidates: by name, in order of preference; a text instead of a function says why
-    that one cannot be used here.
-  platform: as `platform_of` has it. asked: 'auto' or 'reference'.
+  """Chooses the first candidate that can be used.
 
   Each choice is logged once for a kernel and platform, with what was passed over.
-  Raises ValueError when none can be used, with every reason.
+
+  Args:
+    kernel: The name of the kernel, for the log.
+    candidates: By name, in order of preference; a text instead of a function says why
+      that one cannot be used here.
+    platform: As returned by `platform_of`.
+    asked: 'auto' or 'reference'.
+
+  Returns:
+    The name of the candidate.
+
+  Raises:
+    ValueError: If none can be used, with every reason.
   """
-  check_asked(asked)
+  check_kernels_option(asked)
   passed = {name: why for name, why in candidates.items() if isinstance(why, str)}
   if asked == REFERENCE:
     name, why = REFERENCE, 'asked for'
@@ -70,15 +95,15 @@ def choose(
     order = list(candidates)
     better = [n for n in order[: order.index(name)] if n in passed]
     why = '; '.join(f'{n} {passed[n]}' for n in better) or 'preferred'
-  _tell(kernel, platform, name, why)
+  _log_choice(kernel, platform, name, why)
   return name
 
 
-def tell_again() -> None:
-  """Each choice is logged once; from here on once more."""
-  _tell.cache_clear()
+def reset_choice_log() -> None:
+  """Lets each choice be logged once more."""
+  _log_choice.cache_clear()
 
 
 @functools.cache
-def _tell(kernel: str, platform: str, name: str, why: str) -> None:
+def _log_choice(kernel: str, platform: str, name: str, why: str) -> None:
   _log.info('%s on %s: %s (%s)', kernel, platform, name, why)

@@ -1,18 +1,13 @@
 """Experts that each token mixes: y_n = Σ_j w_nj · down_e(silu(gate_e x_n) · up_e x_n).
 
-Here e = chosen[n, j]. Ways of the same signature. `ragged` sorts tokens by expert and
-multiplies groups of unequal size. For TPUs XLA does the work that was chosen and no
-more; for CPU and GPU it expands a grouped product (as of jax 0.10) to every expert for
-all N · k rows, k times the work of `dense`, so `grouped` has GPUs do it by a kernel of
-`kernels.grouped_gpu`. `dense` is the reference: every expert for every token, the
-unchosen ones weighed 0; it is also the faster one where reading the experts takes
-longer than using them (few tokens). In it a token's result has the same bits whatever
-tokens stand beside it.
-
-x: `[N, D]`. chosen: `[N, k]` int; an id outside [0, E) is nobody's and adds nothing.
-weights: `[N, k]` float32. gate, up: `[E, D, I]`, down: `[E, I, D]`, of x's dtype; each
-may be `Adapted`, with low-rank matrices (LoRA) beside it, an own pair an expert.
-Returns `[N, D]` of x's dtype, summed in float32.
+Here e = chosen[n, j]. Implementations have the same signature. `ragged` sorts tokens by
+expert and multiplies groups of unequal size. For TPUs XLA does just the work that was
+chosen; for CPU and GPU it expands a grouped product (as of jax 0.10) to every expert
+for all N · k rows, k times the work of `dense`, so `grouped` has GPUs do it by
+`kernels.grouped_matmul_gpu`. `dense` is the reference: every expert for every token,
+the others weighted 0. It is also faster where reading the experts takes longer than
+using them (few tokens), and a token's result has the same bits whatever tokens stand
+beside it.
 """
 
 import functools
@@ -22,15 +17,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.grouped_gpu import grouped_dot
-
 Array = jax.Array
 
 
 class Adapted(NamedTuple):
-  """kernel + a b, of which no product is made.
+  """The matrix kernel + a b, whose product a b is never formed.
 
-  kernel: `[…, D, O]`, a: `[…, D, r]`, b: `[…, r, O]`, all of one dtype.
+  Attributes:
+    kernel: `[…, D, O]`.
+    a: `[…, D, r]`.
+    b: `[…, r, O]`; all of one dtype.
   """
 
   kernel: Array
@@ -39,6 +35,7 @@ class Adapted(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
+    """Returns the kernel's shape."""
     return self.kernel.shape
 
 
@@ -53,7 +50,15 @@ def times(
   first: Dot | None = None,
   last: Dot | None = None,
 ) -> Array:
-  """dot(rows, matrix). first, last: what multiplies by a and then by b, if not dot."""
+  """Computes dot(rows, matrix), with adapters if the matrix has them.
+
+  Args:
+    dot: What multiplies.
+    rows: The left factor.
+    matrix: The right factor.
+    first: What multiplies by a, if not dot.
+    last: What multiplies by b, if not dot.
+  """
   if not isinstance(matrix, Adapted):
     return dot(rows, matrix)
   inner = (first or dot)(rows, matrix.a)
@@ -63,7 +68,19 @@ def times(
 def dense(
   x: Array, chosen: Array, weights: Array, gate: Matrix, up: Matrix, down: Matrix
 ) -> Array:
-  """Every expert for every token: E / k times the work, no sorting."""
+  """Computes every expert for every token: E / k times the work, no sorting.
+
+  Args:
+    x: `[N, D]`.
+    chosen: `[N, k]` int; an id outside [0, E) adds nothing.
+    weights: `[N, k]` float32.
+    gate: `[E, D, I]`.
+    up: `[E, D, I]`.
+    down: `[E, I, D]`.
+
+  Returns:
+    `[N, D]` of x's dtype, summed in float32.
+  """
   experts = gate.shape[0]
   picked = chosen[:, :, None] == jnp.arange(experts)
   share = jnp.where(picked, weights[:, :, None], 0).sum(1)  # [N, E]
@@ -87,28 +104,56 @@ def ragged(
   *,
   dot: Callable[[Array, Array, Array], Array] = jax.lax.ragged_dot,
 ) -> Array:
-  """Tokens sorted by expert, one grouped product a matrix; no token is dropped.
+  """Computes one grouped product per matrix, tokens sorted by expert; none is dropped.
 
-  dot: what multiplies; of the signature of `jax.lax.ragged_dot`.
+  Args:
+    x: `[N, D]`.
+    chosen: `[N, k]` int; an id outside [0, E) adds nothing.
+    weights: `[N, k]` float32.
+    gate: `[E, D, I]`.
+    up: `[E, D, I]`.
+    down: `[E, I, D]`.
+    dot: What multiplies; of the signature of `jax.lax.ragged_dot`.
+
+  Returns:
+    `[N, D]` of x's dtype, summed in float32.
   """
   (tokens, picks), experts = chosen.shape, gate.shape[0]
   ids = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
   order = jnp.argsort(ids, stable=True)  # those of nobody come last
   sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
-  there = (jnp.arange(tokens * picks) < sizes.sum())[:, None]
+  has_expert = (jnp.arange(tokens * picks) < sizes.sum())[:, None]
 
   def pick(rows: Array, index: Array) -> Array:  # a permutation: no sum in its gradient
     return rows.at[index].get(unique_indices=True, mode='promise_in_bounds')
 
   spread = jnp.broadcast_to(x[:, None], (tokens, picks, x.shape[1]))
-  rows = jnp.where(there, pick(spread.reshape(tokens * picks, -1), order), 0)
+  rows = jnp.where(has_expert, pick(spread.reshape(tokens * picks, -1), order), 0)
   product = functools.partial(times, lambda rows, matrix: dot(rows, matrix, sizes))
   inner = jax.nn.silu(product(rows, gate))
   out = product(inner * product(rows, up), down)
   # What a grouped product leaves behind its last group is not said to be 0.
-  out = pick(jnp.where(there, out, 0), jnp.argsort(order))
+  out = pick(jnp.where(has_expert, out, 0), jnp.argsort(order))
   out = out.reshape(tokens, picks, -1).astype(jnp.float32)
   return (out * weights[:, :, None]).sum(1).astype(x.dtype)
 
 
-grouped = functools.partial(ragged, dot=grouped_dot)
+def grouped(
+  x: Array, chosen: Array, weights: Array, gate: Matrix, up: Matrix, down: Matrix
+) -> Array:
+  """Computes what `ragged` does, with grouped products for GPUs.
+
+  Args:
+    x: `[N, D]`.
+    chosen: `[N, k]` int; an id outside [0, E) adds nothing.
+    weights: `[N, k]` float32.
+    gate: `[E, D, I]`.
+    up: `[E, D, I]`.
+    down: `[E, I, D]`.
+
+  Returns:
+    `[N, D]` of x's dtype, summed in float32.
+  """
+  from kernels.grouped_matmul_gpu import grouped_dot  # only GPUs need it
+
+  return ragged(x, chosen, weights, gate, up, down, dot=grouped_dot)

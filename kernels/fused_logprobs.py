@@ -1,4 +1,4 @@
-"""Log-probs whose logits stay on the chip: gradients, and shards of the table."""
+"""Fused log-probs keep logits on the chip: gradients, and shards of the table."""
 
 import dataclasses
 import functools
@@ -11,16 +11,30 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kernels.vocabulary import Kind, Slopes, Sums, finish, merge, slopes
+from kernels.softmax_stats import (
+  BackwardStats,
+  SoftmaxStats,
+  StatsKind,
+  backward_stats,
+  merge_stats,
+  scores_from_stats,
+)
 
-MODULES = {'mosaic': 'kernels.vocabulary_tpu', 'triton': 'kernels.vocabulary_gpu'}
+MODULES = {
+  'mosaic': 'kernels.fused_logprobs_tpu',
+  'triton': 'kernels.fused_logprobs_gpu',
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
-  """How states `[B, T, D]` and table `[V, D]` are split over a mesh. Hashable.
+class LogprobShards:
+  """How states `[B, T, D]` and table `[V, D]` are sharded over a mesh. Hashable.
 
-  batch, length, vocab: the mesh axes of B, T and V; all else is whole, or made so.
+  Attributes:
+    mesh: The mesh.
+    batch: The mesh axes of B.
+    length: The mesh axes of T.
+    vocab: The mesh axes of V; all else is whole, or made so.
   """
 
   mesh: Mesh
@@ -29,10 +43,20 @@ class Shards:
   vocab: tuple[str, ...] = ()
 
   def size(self, axes: tuple[str, ...]) -> int:
+    """Returns the number of devices along axes.
+
+    Args:
+      axes: Mesh axes.
+    """
     return math.prod(self.mesh.shape[axis] for axis in axes)
 
-  def refuses(self, hidden: jax.Array, table: jax.Array) -> str:
-    """Why these cannot be split so; '' if they can."""
+  def obstacle(self, hidden: jax.Array, table: jax.Array) -> str:
+    """Returns why these cannot be sharded so; '' if they can.
+
+    Args:
+      hidden: `[B, T, D]`.
+      table: `[V, D]`.
+    """
     names = {'rows': self.batch, 'tokens': self.length, 'entries': self.vocab}
     sizes = (*hidden.shape[:2], len(table))
     for (name, axes), size in zip(names.items(), sizes, strict=True):
@@ -42,20 +66,34 @@ class Shards:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is compiled: kernels of which kind, where, and what for."""
+class FusedLogprobsPlan:
+  """What is compiled.
+
+  Attributes:
+    name: 'mosaic' or 'triton'.
+    kind: What is asked for.
+    shards: How the arrays are sharded; None for one device.
+    interpret: Whether kernels are interpreted.
+  """
 
   name: str
-  kind: Kind
-  shards: Shards | None = None
+  kind: StatsKind
+  shards: LogprobShards | None = None
   interpret: bool = False
 
   @property
-  def ops(self) -> Any:
+  def kernel_module(self) -> Any:
+    """Imports the kernels, which takes Pallas half a second."""
     return importlib.import_module(MODULES[self.name])  # Pallas: half a second
 
-  def spread(self, function: Any, inputs: str, outputs: str) -> Any:
-    """function, on each device with its shares; per array one letter of `_spec`."""
+  def shard_map(self, function: Any, inputs: str, outputs: str) -> Any:
+    """Returns a function that runs on each device with its shares.
+
+    Args:
+      function: The function.
+      inputs: A letter of `_spec` per array.
+      outputs: Likewise.
+    """
     if self.shards is None:
       return function
     return jax.shard_map(
@@ -75,22 +113,33 @@ class Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused(
-  plan: Plan,
+def fused_logprobs(
+  plan: FusedLogprobsPlan,
   hidden: jax.Array,
   table: jax.Array,
   targets: jax.Array,
   inverse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """hidden `[B, T, D]`, table `[V, D]`, targets `[B, T]`, inverse temperature scalar →
-  log-probs, entropy and nec `[B, T]`, the last two 0 unless `plan.kind.moments`.
+  """Computes log-probs, entropy and nec.
+
+  Args:
+    plan: What is compiled.
+    hidden: `[B, T, D]`.
+    table: `[V, D]`.
+    targets: `[B, T]` int32.
+    inverse: 1/τ, a float32 scalar.
+
+  Returns:
+    Three arrays `[B, T]`, the last two 0 unless `plan.kind.moments`.
   """
   return _run(plan, hidden, table, targets, inverse)[0]
 
 
-def _local(plan: Plan, targets: jax.Array, table: jax.Array) -> jax.Array:
-  """Targets `[B, T]` → `[N]`, counted from this device's first entry of the table; −1
-  for those of others, lest they be found where blocks reach past the end of the table.
+def _local(plan: FusedLogprobsPlan, targets: jax.Array, table: jax.Array) -> jax.Array:
+  """Numbers targets `[B, T]` from this device's first entry of the table, as `[N]`.
+
+  Those of other devices are −1, so that they are not found where blocks reach past the
+  end of the table.
   """
   targets = targets.reshape(-1)
   if plan.shards is not None and plan.shards.size(plan.shards.vocab) > 1:
@@ -98,10 +147,12 @@ def _local(plan: Plan, targets: jax.Array, table: jax.Array) -> jax.Array:
   return jnp.where((targets >= 0) & (targets < len(table)), targets, -1)
 
 
-def _run(plan: Plan, hidden: Any, table: Any, targets: Any, inverse: Any) -> Any:
+def _run(
+  plan: FusedLogprobsPlan, hidden: Any, table: Any, targets: Any, inverse: Any
+) -> Any:
   def run(hidden, table, targets, inverse):
     shape, rows = targets.shape, hidden.reshape(-1, hidden.shape[-1])
-    found = plan.ops.total(
+    stats = plan.kernel_module.softmax_stats(
       rows,
       table,
       _local(plan, targets, table),
@@ -110,28 +161,28 @@ def _run(plan: Plan, hidden: Any, table: Any, targets: Any, inverse: Any) -> Any
       interpret=plan.interpret,
     )
     if plan.shards is not None and plan.shards.size(plan.shards.vocab) > 1:
-      parts = jax.lax.all_gather(jnp.stack(found), plan.shards.vocab)
-      parts = [Sums(*part) for part in parts]
-      found = functools.reduce(functools.partial(merge, inverse=inverse), parts)
-    out = finish(found, inverse)
-    return tuple(x.reshape(shape) for x in (*out, *found))
+      parts = jax.lax.all_gather(jnp.stack(stats), plan.shards.vocab)
+      parts = [SoftmaxStats(*part) for part in parts]
+      stats = functools.reduce(functools.partial(merge_stats, inverse=inverse), parts)
+    out = scores_from_stats(stats, inverse)
+    return tuple(x.reshape(shape) for x in (*out, *stats))
 
-  out = plan.spread(run, 'hvrs', 'r' * 11)(hidden, table, targets, inverse)
+  out = plan.shard_map(run, 'hvrs', 'r' * 11)(hidden, table, targets, inverse)
   return out[:3], out[3:]
 
 
-def _forward(plan: Plan, *given: jax.Array) -> Any:
+def _forward(plan: FusedLogprobsPlan, *given: jax.Array) -> Any:
   out, found = _run(plan, *given)
   return out, (given, found)
 
 
-def _backward(plan: Plan, kept: Any, by: Any) -> Any:
+def _backward(plan: FusedLogprobsPlan, kept: Any, by: Any) -> Any:
   (hidden, table, targets, inverse), found = kept
 
   def run(hidden, table, targets, inverse, *rest):
     rows = hidden.reshape(-1, hidden.shape[-1])
-    by, found = rest[:3], Sums(*(x.reshape(-1, 1) for x in rest[3:]))
-    of, tau = slopes(found, inverse, tuple(x.reshape(-1) for x in by))
+    by, found = rest[:3], SoftmaxStats(*(x.reshape(-1, 1) for x in rest[3:]))
+    of, tau = backward_stats(found, inverse, tuple(x.reshape(-1) for x in by))
     shards = plan.shards
     split = shards is not None and shards.size(shards.vocab) > 1
     apart = shards is not None and shards.size(shards.batch + shards.length) > 1
@@ -139,12 +190,12 @@ def _backward(plan: Plan, kept: Any, by: Any) -> Any:
       jnp.float32 if split else hidden.dtype,
       jnp.float32 if apart else table.dtype,
     )
-    of_hidden, of_table = plan.ops.gradients(
+    of_hidden, of_table = plan.kernel_module.gradients(
       rows,
       table,
       _local(plan, targets, table),
       inverse,
-      Slopes(*of),
+      BackwardStats(*of),
       kind=plan.kind,
       dtypes=dtypes,
       interpret=plan.interpret,
@@ -156,11 +207,11 @@ def _backward(plan: Plan, kept: Any, by: Any) -> Any:
     of_hidden = of_hidden.astype(hidden.dtype).reshape(hidden.shape)
     return of_hidden, of_table.astype(table.dtype), tau
 
-  given = (hidden, table, targets, inverse, *by, *found)
-  run = plan.spread(run, 'hvrs' + 'r' * 11, 'hvs')
-  of_hidden, of_table, tau = run(*given)
+  arrays = (hidden, table, targets, inverse, *by, *found)
+  run = plan.shard_map(run, 'hvrs' + 'r' * 11, 'hvs')
+  of_hidden, of_table, tau = run(*arrays)
   # τ = 1 / inverse, and tau is the slope of τ: d/d inverse = −tau / inverse².
   return of_hidden, of_table, None, -tau / jnp.square(inverse)
 
 
-fused.defvjp(_forward, _backward)
+fused_logprobs.defvjp(_forward, _backward)

@@ -1,8 +1,8 @@
-"""Attention over a length that is split over devices, around a ring of them.
+"""Ring attention over a length that is sharded over devices.
 
-Of n devices, device i holds of every row the stretches i and 2n − 1 − i of its 2n
-equal ones, so that each has the same causal work to do. Keys and values travel around
-the ring n − 1 times; a running softmax joins what they give (Liu et al. 2023, Ring
+Of n devices, device i holds of every row the stretches i and 2n − 1 − i of its 2n equal
+ones, so that each has the same causal work to do. Keys and values travel around the
+ring n − 1 times; a running softmax combines the results (Liu et al. 2023, Ring
 Attention; Brandon et al. 2023, Striped Attention, for the balance). A device holds the
 scores of `block` queries against one stretch at a time, and nothing else that grows
 faster than its own share of the length. The backward pass computes them anew.
@@ -22,14 +22,25 @@ State = tuple[
 
 
 class Queries(NamedTuple):
-  """A stretch of queries: q `[B, K, g, t, d]`, seen `[B, t, S]`: segments it sees."""
+  """A stretch of queries.
+
+  Attributes:
+    q: `[B, K, g, t, d]`.
+    seen: `[B, t, S]`, the segments it sees.
+  """
 
   q: jax.Array
   seen: jax.Array
 
 
 class Keys(NamedTuple):
-  """A stretch of keys: k, v `[B, K, s, d]`, ids `[B, s]`: their segments."""
+  """A stretch of keys.
+
+  Attributes:
+    k: `[B, K, s, d]`.
+    v: `[B, K, s, d]`.
+    ids: `[B, s]`, their segments.
+  """
 
   k: jax.Array
   v: jax.Array
@@ -37,9 +48,16 @@ class Keys(NamedTuple):
 
 
 def zigzag(x: jax.Array, devices: int) -> jax.Array:
-  """`[B, T, …]` → `[devices · B, T / devices, …]`: a device's stretches as its rows.
+  """Rearranges rows so that a device's stretches are its rows.
 
-  Device i's rows are i · B to (i + 1) · B. T is a multiple of 2 · devices.
+  Device i's rows are i · B to (i + 1) · B.
+
+  Args:
+    x: `[B, T, …]`, T a multiple of 2 · devices.
+    devices: The number of devices.
+
+  Returns:
+    `[devices · B, T / devices, …]`.
   """
   batch, length = x.shape[:2]
   x = x.reshape(batch, 2, devices, length // (2 * devices), *x.shape[2:])
@@ -48,7 +66,12 @@ def zigzag(x: jax.Array, devices: int) -> jax.Array:
 
 
 def unzigzag(x: jax.Array, devices: int) -> jax.Array:
-  """Undoes `zigzag`."""
+  """Undoes `zigzag`.
+
+  Args:
+    x: Its result.
+    devices: The number of devices.
+  """
   batch, length = x.shape[0] // devices, x.shape[1] // 2
   x = x.reshape(devices, batch, 2, length, *x.shape[2:]).swapaxes(0, 1)
   x = jnp.stack([x[:, :, 0], x[:, ::-1, 1]], axis=1)  # [B, 2, n, t, …]
@@ -65,12 +88,22 @@ def ring_attention(
   prefix_ids: jax.Array | None = None,
   block: int = 256,
 ) -> jax.Array:
-  """What `kernels.attention.attention` gives, for this device's stretches.
+  """Computes `kernels.attention.attention` for this device's stretches.
 
-  To be called inside `jax.shard_map` over mesh axis `axis`, with arrays as `zigzag`
-  lays them out. q: `[B, t, H, d]`. k, v: `[B, t, K, d]`. segment_ids, prefix_ids:
-  `[B, t]` int32; t is even. block: queries whose scores are held at a time. Returns
-  `[B, t, H, d]`.
+  Call it inside `jax.shard_map` over mesh axis `axis`, with arrays as `zigzag` arranges
+  them.
+
+  Args:
+    q: `[B, t, H, d]`, t even.
+    k: `[B, t, K, d]`.
+    v: `[B, t, K, d]`.
+    segment_ids: `[B, t]` int32.
+    axis: The mesh axis.
+    prefix_ids: `[B, t]` int32, or None.
+    block: Queries whose scores are held at a time.
+
+  Returns:
+    `[B, t, H, d]`.
   """
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[2]
@@ -112,8 +145,8 @@ def _forward(
     early, late = _halves(keys)
     two = _join(two, attend(second, early))
     # Of the other three pairs of stretches one has the keys before the queries.
-    found = attend(_pick(before, first, second), _pick(before, early, late))
-    joined = _join(_pick(before, one, two), found)
+    result = attend(_pick(before, first, second), _pick(before, early, late))
+    joined = _join(_pick(before, one, two), result)
     one, two = _pick(before, joined, one), _pick(before, two, joined)
     return (one, two, following), None
 

@@ -1,4 +1,4 @@
-"""What changed between two arrays, to the bit, found and put back on the device."""
+"""Sparse deltas: the changes between two arrays, found and applied on the device."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,13 @@ import jax.numpy as jnp
 
 
 class Delta(NamedTuple):
-  """indices: `[C]` int32, ascending; n, the array's size, behind the last change.
+  """The changes between two arrays.
 
-  values: `[C]`, the new elements; 0 behind the last. count: int32 scalar, all changes
-  that there are. Where it exceeds C the delta is not whole: send the array.
+  Attributes:
+    indices: `[C]` int32, ascending; n, the array's size, behind the last change.
+    values: `[C]`, the new elements; 0 behind the last.
+    count: An int32 scalar, all changes that there are. Where it exceeds C the delta is
+      incomplete: send the array.
   """
 
   indices: jax.Array
@@ -19,10 +22,20 @@ class Delta(NamedTuple):
 
 
 def extract(old: jax.Array, new: jax.Array, *, capacity: int) -> Delta:
-  """The first `capacity` changes from `old` to `new`, of one shape and dtype.
+  """Finds the first changes between two arrays.
 
-  Bits are compared: −0 differs from 0, and a NaN does not from itself. Arrays may have
-  fewer than 2³¹ elements. Raises ValueError for arrays that differ in kind.
+  Bits are compared: −0 differs from 0, and a NaN does not differ from itself.
+
+  Args:
+    old: The array before.
+    new: The array after, of the same shape and dtype; fewer than 2³¹ elements.
+    capacity: The number C of changes that there is room for.
+
+  Returns:
+    The delta.
+
+  Raises:
+    ValueError: If the arrays differ in shape or dtype.
   """
   differ = _differ(old, new)
   size = differ.size
@@ -32,7 +45,16 @@ def extract(old: jax.Array, new: jax.Array, *, capacity: int) -> Delta:
 
 
 def reference(old: jax.Array, new: jax.Array, *, capacity: int) -> Delta:
-  """As `extract`, by sorting."""
+  """Computes `extract` by sorting.
+
+  Args:
+    old: The array before.
+    new: The array after, of the same shape and dtype; fewer than 2³¹ elements.
+    capacity: The number C of changes that there is room for.
+
+  Returns:
+    The delta.
+  """
   differ = _differ(old, new)
   size = differ.size
   places = jnp.sort(jnp.where(differ, jnp.arange(size, dtype=jnp.int32), size))
@@ -42,7 +64,15 @@ def reference(old: jax.Array, new: jax.Array, *, capacity: int) -> Delta:
 
 
 def scatter(old: jax.Array, delta: Delta) -> jax.Array:
-  """`old` with the changes of a whole delta; donate `old` to have it done in place."""
+  """Applies a complete delta; donate `old` to do it in place.
+
+  Args:
+    old: The array before.
+    delta: From `extract`.
+
+  Returns:
+    The new array.
+  """
   flat = (
     old.reshape(-1)
     .at[delta.indices]

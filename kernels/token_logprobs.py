@@ -1,4 +1,4 @@
-"""Log-probabilities of given or likeliest tokens, and entropies, from hidden states."""
+"""Token log-probs, top-k log-probs and entropies from hidden states."""
 
 import functools
 from typing import Any, NamedTuple
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels.chunked_logits import VOCAB_BLOCK, score_in_chunks
 from kernels.dispatch import choose, only_on, platform_of
-from kernels.fused_logprobs import Plan, Shards, fused
-from kernels.positions import ENTRIES, score_positions
-from kernels.vocabulary import Kind
+from kernels.fused_logprobs import FusedLogprobsPlan, LogprobShards, fused_logprobs
+from kernels.softmax_stats import StatsKind
 
 # Positions scored at once, unless told: as many as make this many logits, but enough
 # for the table's matrix product to run at speed, if not more than is worth its memory.
@@ -19,8 +19,12 @@ MAX_LOGITS, MIN_ROWS, MOST_LOGITS = 2**22, 512, 21 * 2**20
 class TokenScores(NamedTuple):
   """What `token_logprobs` computes; what was not asked for is None.
 
-  logprobs: `[B, T]` float32. entropy, nec: `[B, T]` float32, of the distribution at
-  temperature 1. topk_ids: `[B, T, K]` int32. topk_logprobs: `[B, T, K]` float32.
+  Attributes:
+    logprobs: `[B, T]` float32.
+    entropy: `[B, T]` float32, of the distribution at temperature 1.
+    nec: `[B, T]` float32, likewise.
+    topk_ids: `[B, T, K]` int32.
+    topk_logprobs: `[B, T, K]` float32.
   """
 
   logprobs: jax.Array
@@ -43,21 +47,36 @@ def token_logprobs(
   max_rows: int | None = None,
   kernels: str = 'auto',
   platform: str | None = None,
-  shards: Shards | None = None,
+  shards: LogprobShards | None = None,
   interpret: bool = False,
 ) -> TokenScores:
   """Scores targets under softmax(hidden · tableᵀ / temperature).
 
-  hidden: `[B, T, D]`. table: `[V, D]`. targets: `[B, T]` int32.
-  entropy: also H. nec: also Σ_v p_v²(H + log p_v). Both are of the distribution at
-  temperature 1. topk_ids: `[B, T, K]` int32, more tokens to score, at `temperature`;
-  or top_k: the K likeliest, in falling order.
-  kernels, platform: as `dispatch.choose` has them. shards: how hidden and table lie on
-  a mesh, which kernels for accelerators must know. interpret: runs those without one.
-
   Logits are never held whole. Kernels keep a block on the chip (after Cut Your Losses,
-  arXiv:2411.09009); elsewhere those of at most `max_rows` positions (or of one in every
+  arXiv 2411.09009); elsewhere those of at most `max_rows` positions (or of one in every
   row) are held at a time. The backward pass computes them anew.
+
+  Args:
+    hidden: `[B, T, D]`.
+    table: `[V, D]`.
+    targets: `[B, T]` int32.
+    temperature: A number or `[B, T]`.
+    entropy: Whether to compute H, at temperature 1.
+    nec: Whether to compute Σ_v p_v²(H + log p_v), at temperature 1.
+    topk_ids: `[B, T, K]` int32, more tokens to score, at `temperature`.
+    top_k: Find and score the K likeliest instead, in falling order.
+    max_rows: The most positions at a time, without a kernel.
+    kernels: 'auto' or 'reference'.
+    platform: 'cpu', 'gpu' or 'tpu'; None is what this process runs on.
+    shards: How hidden and table are sharded on a mesh, which kernels for accelerators
+      must know.
+    interpret: Whether to interpret the kernel, without an accelerator.
+
+  Returns:
+    The scores.
+
+  Raises:
+    ValueError: If topk_ids and top_k are both set, or top_k is too large.
   """
   if topk_ids is not None and top_k:
     raise ValueError('give topk_ids, or top_k to have them found, not both')
@@ -72,7 +91,7 @@ def token_logprobs(
   elif jnp.ndim(temperature):
     why = 'takes one temperature for all'
   elif shards is not None:
-    why = shards.refuses(hidden, table)
+    why = shards.obstacle(hidden, table)
 
   def on(home: str, name: str) -> Any:
     return only_on(home, why or functools.partial(_fused, name), platform=platform)
@@ -100,13 +119,13 @@ def _fused(
   temperature: jax.Array | float,
   entropy: bool,
   nec: bool,
-  shards: Shards | None,
+  shards: LogprobShards | None,
   interpret: bool,
 ) -> TokenScores:
   tempered = not (isinstance(temperature, (int, float)) and temperature == 1)
-  plan = Plan(name, Kind(tempered, entropy or nec), shards, interpret)
+  plan = FusedLogprobsPlan(name, StatsKind(tempered, entropy or nec), shards, interpret)
   inverse = 1 / jnp.float32(temperature)
-  found: Any = fused(plan, hidden, table, targets, inverse)
+  found: Any = fused_logprobs(plan, hidden, table, targets, inverse)
   logprobs, mean, square = found
   return TokenScores(logprobs, mean if entropy else None, square if nec else None)
 
@@ -122,11 +141,24 @@ def reference(
   topk_ids: jax.Array | None = None,
   top_k: int = 0,
   max_rows: int | None = None,
-  shards: Shards | None = None,
+  shards: LogprobShards | None = None,
 ) -> TokenScores:
-  """As `token_logprobs`, in plain jnp, some positions at a time.
+  """Computes `token_logprobs` in plain jnp, some positions at a time.
 
-  shards: of more than one device: then a table is cast, and has its gradient, at once.
+  Args:
+    hidden: `[B, T, D]`.
+    table: `[V, D]`.
+    targets: `[B, T]` int32.
+    temperature: A number or `[B, T]`.
+    entropy: Whether to compute H.
+    nec: Whether to compute nec.
+    topk_ids: More tokens to score.
+    top_k: The number of likeliest tokens to score.
+    max_rows: The most positions at a time.
+    shards: On more than one device a table is cast, and has its gradient, at once.
+
+  Returns:
+    The scores.
   """
 
   def score(logits, inputs, temperature):
@@ -148,13 +180,13 @@ def reference(
   if max_rows is None:
     few = min(MIN_ROWS, MOST_LOGITS // table.shape[0])
     max_rows = max(few, MAX_LOGITS // table.shape[0], 1)
-  return score_positions(
+  return score_in_chunks(
     score,
     ((hidden, table),),
     (targets, topk_ids),
     jnp.asarray(temperature, jnp.float32),
     max_rows=max_rows,
-    entries=ENTRIES if shards is None or shards.mesh.size == 1 else None,
+    entries=VOCAB_BLOCK if shards is None or shards.mesh.size == 1 else None,
   )
 
 
@@ -163,7 +195,7 @@ def _moments(logits: jax.Array, entropy: bool, nec: bool) -> dict[str, jax.Array
   norm = jax.nn.logsumexp(logits, axis=-1)
   weights = jnp.exp(logits - norm[..., None])
   mean = (weights * logits).sum(-1)
-  found = {'entropy': norm - mean} if entropy else {}
+  moments = {'entropy': norm - mean} if entropy else {}
   if nec:  # H + log p_v = logit_v − Σ p·logit
-    found['nec'] = (jnp.square(weights) * (logits - mean[..., None])).sum(-1)
-  return found
+    moments['nec'] = (jnp.square(weights) * (logits - mean[..., None])).sum(-1)
+  return moments

@@ -1,0 +1,1 @@
+"""Contains the commands and their settings, runtime, logging and planning."""

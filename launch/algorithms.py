@@ -1,12 +1,12 @@
-"""Lists the algorithms and their parts, or tells all of one.
+"""Lists the algorithms and their parts, or describes one in detail.
 
 python -m launch.algorithms                    every algorithm, a line each
 python -m launch.algorithms --parts            every part that an algorithm may take
 python -m launch.algorithms NAME …             formula, defaults, needs, paper
-python -m launch.algorithms --plugins=FOLDER …  those of a folder of your own too
+python -m launch.algorithms --plugins=FOLDER …  includes your own, from a folder
 
-NAME is an algorithm's or a part's; of your own, package.module:function or
-file.py:function.
+NAME is the name of an algorithm or a part, or, for your own, package.module:function
+or file.py:function.
 """
 
 import argparse
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl.algorithms import describe, plugins
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prints what was asked for; the exit status."""
+  """Prints the requested descriptions and returns the exit status."""
   parser = argparse.ArgumentParser(
     prog='python -m launch.algorithms',
     usage='%(prog)s [--parts] [--plugins=FOLDER] [NAME …]',
@@ -29,14 +29,14 @@ def main(argv: Sequence[str]) -> int:
   parser.add_argument('--plugins', metavar='FOLDER', help='your own beside them')
   flags = parser.parse_args(argv)
   try:
-    own = plugins.read(flags.plugins) if flags.plugins else plugins.Plugins()
+    plugin_set = plugins.read(flags.plugins) if flags.plugins else plugins.Plugins()
     if flags.parts:
-      print(describe.parts(own.parts.values()))
+      print(describe.parts(plugin_set.parts.values()))
     for name in flags.names:
-      full = own.algorithms.get(name) or own.parts.get(name) or name
-      print(describe.describe(full), end='\n\n')
+      spec = plugin_set.algorithms.get(name) or plugin_set.parts.get(name) or name
+      print(describe.describe(spec), end='\n\n')
     if not flags.names and not flags.parts:
-      print(describe.algorithms(own.algorithms.values()))
+      print(describe.algorithms(plugin_set.algorithms.values()))
       print('\nMore of one: python -m launch.algorithms NAME. Its parts: --parts')
   except ConfigError as error:
     print(f'error: {error}', file=sys.stderr)

@@ -1,196 +1,246 @@
-"""From a config to the parts of a run. Everything wrong is said here, before work."""
+"""Assemble a run from its settings; all errors in them are raised here, before work."""
 
 import asyncio
-import logging
 import os
 import pathlib
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from jaxrl.algorithms import compose, describe
-from jaxrl.config import Config
-from jaxrl.data.seeds import fold
-from jaxrl.dispatch import Dispatcher
-from jaxrl.signature import ConfigError
-from jaxrl.training import policy as policies
-from jaxrl.training.policy import Policy
-from jaxrl.types import Algorithm
-from launch import (
-  checks,
-  engines,
-  files,
-  off_policy,
-  placement,
-  samplers,
-  stored,
-  teachers,
-  weights,
+from jaxrl import model_loading as policies
+from jaxrl.algorithms import describe, requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.seeds import fold_seed
+from jaxrl.device_thread import DeviceThread
+from jaxrl.model_loading import LoadedModel
+from jaxrl.training import batch_fields
+from launch.components import offline_data
+from launch.components.env_datasets import load_datasets
+from launch.components.group_samplers import make_group_sampler
+from launch.components.learner_factory import (
+  LearnerFactory,
+  LocalLearnerFactory,
+  make_run_mesh,
 )
-from launch.algorithm import make_algorithm
-from launch.datasets import load_datasets
-from launch.job import Job
-from launch.learners import Learners, LocalLearners, mesh_of, model_options
-from launch.rollouts import Rollouts
-from launch.spawn import Host, LocalHost
-from launch.writers import Writers
-
-log = logging.getLogger(__name__)
+from launch.components.rollout_scheduler import RolloutScheduler
+from launch.logging.metric_loggers import MultiLogger
+from launch.runtime import placement
+from launch.runtime.local_runtime import LocalRuntime
+from launch.runtime.runtime_interface import Runtime
+from launch.settings import off_policy
+from launch.settings.engine_settings import check_model
+from launch.settings.run_settings import RunSettings
+from launch.settings.validation import validate, validate_training
+from launch.trainer import Trainer
 
 
 def build(
-  config: Config,
+  settings: RunSettings,
   *,
   workdir: pathlib.Path,
-  writers: Writers,
+  writers: MultiLogger,
   stop: Callable[[], bool],
-) -> Job:
-  """Assembles a run in `workdir`. Raises ConfigError for what cannot be.
+) -> Trainer:
+  """Assembles a training run.
 
-  writers: takes what the run tells. stop: True when the user asked to end.
+  Args:
+    settings: settings of the run.
+    workdir: folder of the run.
+    writers: takes the run's metrics and trajectories.
+    stop: returns True once the user asked to end.
+
+  Raises:
+    ConfigError: for settings that cannot be, or data and models that cannot be loaded.
   """
-  algorithm = _algorithm(config)
-  host, dispatcher = make_host(config), Dispatcher()
+  validate_run(settings)
+  validate_training(settings)
+  runtime, device_thread = make_runtime(settings), DeviceThread()
   try:
-    mesh = None if host.learns else mesh_of(config)
-    policy, rollouts = _parts(config, algorithm, host, dispatcher, workdir)
-    offline, tokenizer = algorithm.schema != 'rollout', policy.tokenizer
-    source = files.main(config, algorithm, tokenizer) if offline else None
-    sampler = None
-    if rollouts is not None and not offline and not config.data.source:
-      sampler = samplers.make(config, algorithm, policy, rollouts)
-    staff = teachers.load(config, algorithm, policy)
-    learners = (
-      host.learners(config, policy.folder)
-      if mesh is None
-      else LocalLearners(config, policy, algorithm, mesh, dispatcher, staff)
-    )
-    store = stored.make(config, algorithm, policy, workdir=workdir, stop=stop)
+    mesh = None if runtime.hosts_learner else make_run_mesh(settings)
+    policy, rollouts = _build_rollouts(settings, runtime, device_thread, workdir)
+    source = sampler = None
+    if not settings.plays:
+      source = offline_data.make_offline_sampler(settings, policy.tokenizer)
+    elif rollouts is not None and settings.experience_store is None:
+      sampler = make_group_sampler(settings, policy, rollouts)
+    teachers = None
+    if batch_fields.teacher_fields(settings.algorithm):
+      # Imported here because only algorithms that distil have teachers.
+      from launch.components.teacher_set import load_teachers
+
+      teachers = load_teachers(settings, policy)
+    if mesh is None:
+      learners = runtime.start_learners(settings, policy.folder)
+    else:
+      learners = LocalLearnerFactory(settings, policy, mesh, device_thread, teachers)
+    store = None
+    if settings.experience_store is not None:
+      # Imported here because most runs play what they learn from.
+      from launch.components.experience_store import make_stored_sampler
+
+      store = make_stored_sampler(settings, policy, workdir=workdir, stop=stop)
   except Exception as error:
-    leave(host, error)
+    close_and_reraise(runtime, error)
     raise
-  job = Job(
-    config,
+  trainer = Trainer(
+    settings,
     workdir=workdir,
     writers=writers,
     stop=stop,
     policy=policy,
-    algorithm=algorithm,
     learners=learners,
-    host=host,
-    dispatcher=dispatcher,
+    runtime=runtime,
+    device_thread=device_thread,
     rollouts=rollouts,
     sampler=sampler,
     source=source,
     store=store,
   )
   writers.decode_with(policy.tokenizer.decode)
-  told = {
-    'placement': host.told,
-    'rollouts': off_policy.describe(config, algorithm),
-    'teacher': staff and staff.describe(),
-    'data': (source and files.describe(config, source)) or (store and store.describe()),
+  trainer.facts = _describe_run(settings, policy, learners)
+  optional_facts = {
+    'placement': runtime.description,
+    'rollouts': off_policy.describe(settings),
+    'teacher': teachers and teachers.describe(),
+    'data': (source and offline_data.describe(settings, source))
+    or (store and store.describe()),
   }
-  own = _facts(config, policy, algorithm, learners)
-  job.facts = own | {label: text for label, text in told.items() if text}
-  job.closing['checkpoints'] = str(workdir / 'checkpoints')
-  return job
+  trainer.facts |= {label: text for label, text in optional_facts.items() if text}
+  trainer.closing['checkpoints'] = str(workdir / 'checkpoints')
+  return trainer
 
 
-def _algorithm(config: Config) -> Algorithm:
-  """The algorithm, once it is sure that the config agrees with itself and with it."""
-  algorithm = make_algorithm(config)
-  checks.settings(config, algorithm)
-  for part in (samplers, teachers, stored):
-    part.check(config, algorithm)
-  return algorithm
+def validate_run(settings: RunSettings) -> None:
+  """Checks the settings of any run that plays or trains.
+
+  Raises:
+    ConfigError: for settings that cannot be.
+  """
+  validate(settings)
+  if settings.rollout.rewards:
+    # Imported here because most rewards are the environments' own.
+    from launch.components.reward_terms import validate_rewards
+
+    validate_rewards(settings)
 
 
-def leave(host: Host, error: Exception) -> None:
-  """Closes the host after an error, and raises what lies behind it if anything does."""
-  told = error if isinstance(error, ConfigError) else asyncio.run(host.explain(error))
-  asyncio.run(host.close())
-  if told is not error:
-    raise told from error
+def close_and_reraise(runtime: Runtime, error: Exception) -> None:
+  """Closes the runtime after an error; raises the error's root cause if it has one."""
+  cause = (
+    error if isinstance(error, ConfigError) else asyncio.run(runtime.root_cause(error))
+  )
+  asyncio.run(runtime.close())
+  if cause is not error:
+    raise cause from error
 
 
-def _parts(
-  config: Config,
-  algorithm: Algorithm,
-  host: Host,
-  dispatcher: Dispatcher,
+def _build_rollouts(
+  settings: RunSettings,
+  runtime: Runtime,
+  device_thread: DeviceThread,
   workdir: pathlib.Path,
-) -> tuple[Policy, Rollouts | None]:
-  """The policy, and what plays with it if anything does. Data first: it is cheap."""
-  plays = algorithm.schema == 'rollout' and not config.data.source
-  plays = plays or (config.eval.every and config.env)
-  data = load_datasets(config, host) if plays else ({}, {})
-  policy = make_policy(config, workdir, critic=algorithm.value_loss is not None)
+) -> tuple[LoadedModel, RolloutScheduler | None]:
+  """Returns the policy, and the rollout side if the run plays or evaluates."""
+  plays = settings.plays and settings.experience_store is None
+  plays = plays or settings.evaluates
+  # Data sets come first: they are cheap to load.
+  datasets = load_datasets(settings, runtime) if plays else ({}, {})
+  critic = settings.algorithm.value_loss is not None
+  policy = load_policy(settings, workdir, critic=critic)
   if not plays:
     return policy, None
-  engines.check_model(config, policy.model.config)
-  rollouts = Rollouts(config, policy, host, dispatcher, data, algorithm=algorithm)
+  check_model(settings, policy.model.config)
+  rollouts = RolloutScheduler(settings, policy, runtime, device_thread, datasets)
   asyncio.run(rollouts.check_prompts())
   return policy, rollouts
 
 
-def make_host(config: Config, *, learns: bool = True) -> Host:
-  """learns: whether there is a learner, which has devices too."""
-  if not config.cluster.ray:
-    os.environ.update(placement.alone(config))
-    return LocalHost(weights.plan(config))
-  from launch.cluster.ray_host import RayHost  # Ray: seconds
+def make_runtime(settings: RunSettings, *, learns: bool = True) -> Runtime:
+  """Returns the runtime of the run's parts: this process, or Ray.
 
-  host = RayHost(config.cluster.address, weights.plan(config))
+  Args:
+    settings: settings of the run.
+    learns: whether there is a learner, which needs devices too.
+
+  Raises:
+    ConfigError: for parts that do not fit on the devices.
+  """
+  cluster = settings.cluster
+  if not cluster.ray:
+    os.environ.update(placement.single_process_env(settings))
+    return LocalRuntime(cluster.weights)
+  from launch.runtime.ray_runtime import RayRuntime  # Ray: seconds
+
+  runtime = RayRuntime(cluster.address, cluster.weights)
   try:
-    hides = host.place(config, learns=learns).others.env
+    hides = runtime.reserve(settings, has_learner=learns).others.env
   except Exception:
-    asyncio.run(host.close())
+    asyncio.run(runtime.close())
     raise
   if hides:  # the actors have the devices; this process must not take their memory
     jax.config.update('jax_platforms', hides['JAX_PLATFORMS'])
-  return host
+  return runtime
 
 
-def make_policy(config: Config, workdir: pathlib.Path, *, critic: bool) -> Policy:
-  """The checkpoint's policy, or a random one, with its teacher's tokenizer if it has
-  a teacher, and else with one of the run's texts.
+def load_policy(
+  settings: RunSettings, workdir: pathlib.Path, *, critic: bool
+) -> LoadedModel:
+  """Loads the checkpoint's policy, or makes a random one.
+
+  A random policy has its teacher's tokenizer if the run has a teacher, and else one
+  that is trained on the run's texts.
+
+  Args:
+    settings: settings of the run.
+    workdir: folder of the run, where a random policy is saved.
+    critic: whether the policy has a value head.
+
+  Raises:
+    ConfigError: for a folder that holds no model, or a run without texts.
   """
-  settings = config.model
-  options = {**model_options(config), 'value_head': critic}
-  if settings.checkpoint:
-    return policies.load(settings.checkpoint, **options)
+  model = settings.model
+  options: dict[str, Any] = {**model.compute_options, 'value_head': critic}
+  if model.checkpoint:
+    return policies.load_model(model.checkpoint, **options)
   if not (workdir / 'config.json').exists():  # a start that failed may have left one
     shutil.rmtree(workdir / 'model', ignore_errors=True)
-  key = jax.random.key(fold(config.seed, 'model'))
-  shape = policies.random_config(**settings.random)
-  known = teachers.vocabulary(config)
-  if known:
-    options['tokenizer'], size = known
-    shape = shape.replace(vocab_size=size)
-  texts = () if known else files.texts(config)
-  return policies.create(workdir / 'model', shape, texts, key, **options)
+  key = jax.random.key(fold_seed(settings.seed, 'model'))
+  shape = model.random
+  assert shape is not None
+  if settings.teacher.folders:
+    # Imported here because only algorithms that distil have teachers.
+    from launch.components.teacher_set import teacher_vocabulary
+
+    options['tokenizer'], vocab_size = teacher_vocabulary(settings)
+    shape = shape.replace(vocab_size=vocab_size)
+    texts = ()
+  else:
+    texts = offline_data.tokenizer_texts(settings)
+  return policies.create_model(workdir / 'model', shape, texts, key, **options)
 
 
-def _facts(
-  config: Config, policy: Policy, algorithm: Algorithm, learners: Learners
+def _describe_run(
+  settings: RunSettings, policy: LoadedModel, learners: LearnerFactory
 ) -> dict[str, str]:
-  """What the run is, in lines that people read."""
-  shape = policy.model.config
+  """Describes the run, a line for each part of it."""
+  shape, algorithm = policy.model.config, settings.algorithm
   count = sum(x.size for x in jax.tree.leaves(policy.params))
-  parts = {
-    slot: describe.call_string(part) for slot, part in compose.parts(algorithm).items()
+  components = {
+    slot: describe.call_string(component)
+    for slot, component in requirements.components_of(algorithm).items()
   }
-  settings = ('aggregation', 'filters', 'shapers')
-  parts |= {key: text for key in settings if (text := getattr(algorithm, key))}
-  if algorithm.atom == 'pair':  # its loss is a mean over pairs, whatever is set
-    parts['aggregation'] = 'mean over pairs'
+  for key in ('aggregation', 'filters', 'shapers'):
+    if text := getattr(algorithm, key):
+      components[key] = text
+  if algorithm.batch_unit == 'pair':  # its loss is a mean over pairs, whatever is set
+    components['aggregation'] = 'mean over pairs'
+  listing = ', '.join(f'{slot}={text}' for slot, text in components.items())
   return {
     'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
-    f'vocabulary {shape.vocab_size}, from {config.model.checkpoint or "scratch"}',
+    f'vocabulary {shape.vocab_size}, from {settings.model.checkpoint or "scratch"}',
     'devices': learners.describe(),
-    'data': config.dataset.path or 'seeds',
-    'algorithm': f'{config.algorithm.name}: '
-    + ', '.join(f'{slot}={text}' for slot, text in parts.items()),
+    'data': settings.dataset.path or 'seeds',
+    'algorithm': f'{settings.algorithm_name}: {listing}',
   }

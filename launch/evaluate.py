@@ -1,8 +1,8 @@
 """Scores a model: `python -m launch.evaluate --checkpoint=FOLDER --config=FILE.py`.
 
 Plays each tag's evaluation as training does (`eval.*`: which tasks, how many attempts,
-at what temperature) and shows mean@k, pass@k and majority@k with intervals. The same
-command finds the same scores.
+at which temperature) and shows mean@k, pass@k and majority@k with intervals. The same
+command yields the same scores.
 """
 
 import asyncio
@@ -10,14 +10,17 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launch import config as configs
-from launch import tune
-from launch.config import ConfigError
-from launch.console import Console
-from launch.gauge import Gauge
-from launch.sinks import open_sinks
+from launch.logging.console import Console
+from launch.logging.progress import RolloutProgress
+from launch.runtime import process_env
+from launch.settings import command_line as configs
+from launch.settings.command_line import ConfigError
+from launch.settings.logging_settings import read_logging
+
+if TYPE_CHECKING:
+  from launch.settings.run_settings import RunSettings
 
 FLAGS = {'checkpoint': '', 'k': '', 'json': ''}
 USAGE = """\
@@ -32,26 +35,38 @@ python -m launch.evaluate --checkpoint=FOLDER --config=FILE.py [--config.KEY=VAL
 """
 
 
-class Gauges:
-  """Shows how far each tag is, one after the other."""
+class TagProgress:
+  """Shows the progress of one environment tag after the other."""
 
   def __init__(self, console: Console):
     self._console, self._gauge, self._tag = console, None, ''
 
   def __call__(self, tag: str, rows: Any, total: int) -> None:
-    """One of the tag's `total` attempts came to be `rows`."""
+    """Counts the played group towards the tag's `total` samples."""
     if self._gauge is None or tag != self._tag:
       self.close()
-      self._tag, self._gauge = tag, Gauge(self._console, tag, total)
+      self._tag, self._gauge = tag, RolloutProgress(self._console, tag, total)
     self._gauge.group(rows)
 
   def close(self) -> None:
+    """Ends the progress display of the current tag."""
     if self._gauge is not None:
       self._gauge.close()
 
 
-def prepare(config: Any, flags: dict[str, str]) -> list[int]:
-  """Puts the flags into the config; returns the ks. Raises ConfigError."""
+def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
+  """Applies the flags to the config.
+
+  Args:
+    config: the config, changed in place.
+    flags: the command's flags by name.
+
+  Returns:
+    The values of k for pass@k and majority@k.
+
+  Raises:
+    ConfigError: for flags or a config that cannot be evaluated.
+  """
   if flags['checkpoint']:
     configs.override(config, 'model.checkpoint', flags['checkpoint'])
   if not config.model.checkpoint:
@@ -72,7 +87,7 @@ def prepare(config: Any, flags: dict[str, str]) -> list[int]:
 
 
 def read_ks(text: str) -> list[int]:
-  """'1,4,16' → [1, 4, 16], in order, each once."""
+  """Parses '1,4,16' as [1, 4, 16], sorted and without duplicates."""
   try:
     ks = sorted({int(part) for part in text.split(',') if part.strip()})
   except ValueError:
@@ -82,23 +97,25 @@ def read_ks(text: str) -> list[int]:
   return ks
 
 
-async def play(job: Any, gauges: Gauges) -> tuple[dict[str, float], list[Any]]:
-  """Plays the evaluation on `job`'s parts, then closes them."""
+async def play_evaluation(
+  job: Any, progress: TagProgress
+) -> tuple[dict[str, float], list[Any]]:
+  """Plays the evaluation on the job's parts, then closes them."""
   try:
-    return await job.run(lambda: job.plays.evaluate(gauges))
+    return await job.run(lambda: job.plays.evaluate(progress))
   finally:
-    gauges.close()
+    progress.close()
 
 
-def build(config: Any, console: Console) -> Any:
-  """The parts that play; tells what will be played."""
-  from launch import alone  # imports JAX: seconds
+def build_evaluation(run_settings: 'RunSettings', console: Console) -> Any:
+  """Creates the parts that play, and shows what will be played."""
+  from launch.inference_job import make_evaluator
 
-  folder, settings = config.model.checkpoint, config.eval
-  job = alone.evaluator(config, pathlib.Path(folder))
+  folder, settings = run_settings.model.checkpoint, run_settings.eval
+  job = make_evaluator(run_settings, pathlib.Path(folder))
   console.fact('model', folder)
-  if job.told:
-    console.fact('placement', job.told)
+  if job.description:
+    console.fact('placement', job.description)
   attempts = f'{settings.group_size} a task, at temperature {settings.temperature:g}'
   console.fact('attempts', attempts)
   if settings.group_size > 1 and not settings.temperature:
@@ -107,24 +124,39 @@ def build(config: Any, console: Console) -> Any:
 
 
 def evaluate(
-  job: Any, config: Any, ks: Sequence[int], console: Console
+  job: Any, settings: 'RunSettings', ks: Sequence[int], console: Console
 ) -> dict[str, Any]:
-  """Plays and scores all tags; shows the scores and returns what JSON is to hold."""
-  from launch import results
+  """Plays and scores all tags and shows the scores.
 
-  metrics, groups = asyncio.run(play(job, Gauges(console)))
-  tags = results.results(metrics, groups, ks, config.seed)
-  for text, style in results.lines(tags):
+  Args:
+    job: parts that play.
+    settings: settings of the run.
+    ks: values of k for pass@k and majority@k.
+    console: shows scores and progress.
+
+  Returns:
+    The scores as JSON data.
+  """
+  from launch.logging import evaluation_results
+
+  metrics, groups = asyncio.run(play_evaluation(job, TagProgress(console)))
+  tags = evaluation_results.summarize_tags(metrics, groups, ks, settings.seed)
+  for text, style in evaluation_results.format_results(tags):
     console.say(text, style=style)
-  played = {
-    key: value for key, value in config.eval.to_dict().items() if key != 'every'
+  eval_options = {
+    key: value for key, value in settings.text('eval').items() if key != 'every'
   }
-  settings = {'checkpoint': config.model.checkpoint, 'seed': config.seed, **played}
-  return {**settings, 'level': results.LEVEL, 'tags': tags}
+  return {
+    'checkpoint': settings.model.checkpoint,
+    'seed': settings.seed,
+    **eval_options,
+    'level': evaluation_results.LEVEL,
+    'tags': tags,
+  }
 
 
 def main(argv: Sequence[str]) -> int:
-  """Evaluates from a command line; the exit status: 1 if all attempts of a tag fail."""
+  """Evaluates from a command line; returns 1 if all attempts of a tag fail."""
   if not argv or '--help' in argv:
     print(USAGE)
     return 0
@@ -132,25 +164,28 @@ def main(argv: Sequence[str]) -> int:
   with console.listening():
     try:
       command = configs.parse(argv, FLAGS)
-      config = configs.load(command, {'logging': open_sinks})
-      ks = prepare(config, command.flags)
-      configs.check(config)
-      job = build(config, console)
+      config = configs.load(command, {'logging': read_logging})
+      ks = prepare_evaluation(config, command.flags)
+      configs.check_algorithm(config)
+      from launch.settings.resolve import resolve_settings  # imports JAX: seconds
+
+      settings = resolve_settings(config)
+      job = build_evaluation(settings, console)
     except (ValueError, OSError) as error:
       print(f'error: {error}', file=sys.stderr)
       return 2
     try:
-      found = evaluate(job, config, ks, console)
+      scores = evaluate(job, settings, ks, console)
     except KeyboardInterrupt:
       return 130
     except (ValueError, OSError) as error:
       print(f'error: {error}', file=sys.stderr)
       return 2 if isinstance(error, ConfigError) else 1
   if command.flags['json']:
-    pathlib.Path(command.flags['json']).write_text(json.dumps(found, indent=1) + '\n')
-  return int(any(tag['other']['failed'] == 1 for tag in found['tags'].values()))
+    pathlib.Path(command.flags['json']).write_text(json.dumps(scores, indent=1) + '\n')
+  return int(any(tag['other']['failed'] == 1 for tag in scores['tags'].values()))
 
 
 if __name__ == '__main__':
-  tune.apply()
+  process_env.apply()
   sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
-"""Knows before launch: `python -m launch.plan --config=FILE.py --topology=v5p:8x8x8`.
+"""Plans a run before launch: `python -m launch.plan --config=FILE.py --topology=…`.
 
-Compiles the programs of a run for a machine that need not be here, and tells what of
-its memory they take, how long a step will last, and what to change if it does not fit.
-No parameter is ever allocated.
+Compiles the programs of a run for a machine that need not be here, and reports how much
+of its memory they take, how long a step will last, and what to change if it does not
+fit. No parameter is ever allocated.
 """
 
 import json
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from launch import config as configs
-from launch import targets
+from launch.planning import targets
+from launch.settings import command_line as configs
 
 USAGE = """\
 python -m launch.plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--topology=…]
@@ -30,83 +30,92 @@ FLAGS = {'topology': '', 'sweep': '', 'compiles': '6', 'json': ''}
 
 
 def main(argv: Sequence[str]) -> int:
-  """Plans from a command line; returns the exit status, 1 where it does not fit."""
+  """Plans from a command line; returns the exit status, 1 if the run does not fit."""
   if not argv or '--help' in argv or '-h' in argv:
     print(USAGE)
     return 0
   try:
     os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no accelerator is taken to plan
     command = configs.parse(argv, FLAGS)
-    target = targets.parse(command.flags['topology'] or _own(command.config))
+    target = targets.parse_target(
+      command.flags['topology'] or _default_topology(command.config)
+    )
     if command.flags['sweep'] not in ('', 'mesh'):
       raise configs.ConfigError(f'--sweep={command.flags["sweep"]}: sweeps mesh alone')
     if not command.flags['compiles'].isdigit() or command.flags['compiles'] == '0':
       raise configs.ConfigError('--compiles: wants a whole number, at least 1')
     _check_json(command.flags['json'])
-    targets.prepare(target)
+    targets.set_compiler_env(target)
     return _plan(command, target)
   except configs.ConfigError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
 
 
-def _own(path: str) -> str:
-  """The TOPOLOGY that a config file names. Raises ConfigError where it names none."""
-  found = getattr(configs.module(path), 'TOPOLOGY', '')
-  if not found:
+def _default_topology(path: str) -> str:
+  """Returns the TOPOLOGY of a config file; raises ConfigError if it has none."""
+  topology = getattr(configs.module(path), 'TOPOLOGY', '')
+  if not topology:
     raise configs.ConfigError(
       f'which machine? {path} has no TOPOLOGY: name one, --topology=h200:8'
     )
-  return str(found)
+  return str(topology)
 
 
 def _plan(command: configs.Command, target: targets.Target) -> int:
-  from jaxrl.data.sinks.dump import open_dump
-  from launch.sinks import open_sinks
+  from jaxrl.data.trajectory_writers.writer import open_dump
+  from launch.settings.logging_settings import read_logging
 
-  config = configs.load(command, {'logging': open_sinks, 'dump': open_dump})
-  devices = targets.topology(target.name)  # imports JAX: seconds
+  config = configs.load(command, {'logging': read_logging, 'dump': open_dump})
+  devices = targets.target_devices(target.name)  # imports JAX: seconds
   from rich.console import Console
 
-  from launch.planning import abstract, report, sweep, table
+  from launch.planning import plan_report, plan_table, planned_run, sweep
+  from launch.settings.resolve import resolve_settings
 
-  console, run = Console(highlight=False), abstract.read(config)
+  console = Console(highlight=False)
+  run = planned_run.read_run(resolve_settings(config))
   name = pathlib.Path(command.config).name
   with console.status(f'compiling {name} for {target.name} …'):
     if command.flags['sweep']:
-      from launch.planning import decode
+      from launch.planning import engine_decode
 
-      engine, most = decode.engine_of(run), int(command.flags['compiles'])
-      ranked = sweep.sweep(run, target, devices, engine=engine, most=most)
+      engine, max_compiles = (
+        engine_decode.plan_engine(run),
+        int(command.flags['compiles']),
+      )
+      ranked = sweep.sweep_meshes(
+        run, target, devices, engine=engine, max_compiles=max_compiles
+      )
     else:
-      found = report.make(name, run, target, devices)
+      report = plan_report.make_report(name, run, target, devices)
   if command.flags['sweep']:
-    table.show_sweep(ranked, console)
-    _write(command.flags['json'], ranked.data())
+    plan_table.print_sweep(ranked, console)
+    _write_json(command.flags['json'], ranked.to_json())
     return 0 if any(one.cost.fits for one in ranked.entries) else 1
-  table.show(found, console)
-  _write(command.flags['json'], found.data())
-  return 0 if found.cost.fits else 1
+  plan_table.print_report(report, console)
+  _write_json(command.flags['json'], report.to_json())
+  return 0 if report.cost.fits else 1
 
 
 def _check_json(path: str) -> None:
-  """Raises ConfigError, before any work, for a file that cannot be written."""
+  """Raises ConfigError, before any work, if the file cannot be written."""
   if path and not pathlib.Path(path).absolute().parent.is_dir():
     raise configs.ConfigError(f'--json={path}: there is no such folder')
 
 
-def _write(path: str, data: dict[str, Any]) -> None:
+def _write_json(path: str, data: dict[str, Any]) -> None:
   if path:
-    text = json.dumps(_known(data), indent=2, default=str, allow_nan=False)
+    text = json.dumps(_finite(data), indent=2, default=str, allow_nan=False)
     pathlib.Path(path).write_text(text + '\n')
 
 
-def _known(data: Any) -> Any:
-  """data, with null for what no compiler told: JSON has no infinity."""
+def _finite(data: Any) -> Any:
+  """Replaces numbers that are not finite by None, since JSON has no infinity."""
   if isinstance(data, dict):
-    return {key: _known(value) for key, value in data.items()}
+    return {key: _finite(value) for key, value in data.items()}
   if isinstance(data, (list, tuple)):
-    return [_known(value) for value in data]
+    return [_finite(value) for value in data]
   return None if isinstance(data, float) and not math.isfinite(data) else data
 
 

@@ -1,8 +1,8 @@
 """Plays one episode for people to read: `python -m launch.play --config=FILE.py`.
 
-Turn by turn as it happens, every token as the model is given it or wrote it: its
-text, its id, its mask and its log-prob. `--config.model.checkpoint=…` says who plays,
-`--episode=3` which episode; the same command plays the same.
+Shows every turn as it happens, and every token as the model reads or writes it: its
+text, its id, its mask and its log-prob. `--config.model.checkpoint=…` names the model
+and `--episode=3` the episode; the same command plays the same episode.
 """
 
 import asyncio
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from launch import config as configs
-from launch import tune
-from launch.console import Console
-from launch.report.samples import pieces
-from launch.sinks import open_sinks
+from launch.logging.console import Console
+from launch.report.samples import token_texts
+from launch.runtime import process_env
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
 
 if TYPE_CHECKING:
   from jaxrl.rollout.env_manager import EnvManager
-  from jaxrl.rollout.episode import RolloutCache
+  from jaxrl.rollout.episodes.rollout_cache import RolloutCache
   from jaxrl.types import Trajectory
 
 FLAGS = {'episode': '0', 'member': '0', 'ids': 'true'}
@@ -32,23 +32,27 @@ python -m launch.play --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE]
   --ids=true     token ids below each piece of text
 """
 # Neighbouring tokens differ in shade, so that their bounds are seen.
-GIVEN, WRITTEN = ('grey50', 'grey66'), ('on blue', 'on dark_blue')
+PROMPT_STYLES, RESPONSE_STYLES = ('grey50', 'grey66'), ('on blue', 'on dark_blue')
 
 
-class Screen:
-  """Shows an episode as it grows.
-
-  decode: token ids → text, special tokens shown. ids: token ids too.
-  """
+class EpisodeScreen:
+  """Shows an episode on the console while it grows."""
 
   def __init__(
     self, console: Console, decode: Callable[[list[int]], str], *, ids: bool = True
   ):
+    """Creates a screen.
+
+    Args:
+      console: the console to write to.
+      decode: turns token ids into text with special tokens.
+      ids: whether to show token ids too.
+    """
     self._console, self._decode, self._ids = console, decode, ids
     self._shown = self._turns = 0
 
   def watch(self, manager: 'EnvManager') -> None:
-    """Has `manager` show here what each of its steps adds."""
+    """Makes a manager show here what each of its steps adds."""
     reset, decide, step = manager.reset, manager.make_decision, manager.step
 
     async def shown_reset(lease: Any) -> Any:
@@ -57,39 +61,39 @@ class Screen:
         self._console.say(f'episode seed {cache.seed}', style='bold')
         if cache.task is not None and cache.task.index is not None:
           self._console.fact('task', f'row {cache.task.index}: {cache.task.item}')
-        self.grow(cache)
+        self.show_new_tokens(cache)
       return cache
 
     async def shown_decision(cache: Any) -> Any:
       completion = await decide(cache)
-      self.grow(cache)
+      self.show_new_tokens(cache)
       for branch in getattr(cache, 'branches', ()):  # an agent's conversations
         self._shown = 0
-        self.grow(branch)
+        self.show_new_tokens(branch)
       return completion
 
     async def shown_step(cache: Any, completion: Any) -> None:
       await step(cache, completion)
       turn = cache.turns[-1]
       self._console.fact('reward', f'{turn.reward:g}')
-      self.grow(cache)
+      self.show_new_tokens(cache)
 
     manager.reset = shown_reset  # pyright: ignore[reportAttributeAccessIssue]
     manager.make_decision = shown_decision  # pyright: ignore[reportAttributeAccessIssue]
     manager.step = shown_step  # pyright: ignore[reportAttributeAccessIssue]
 
-  def grow(self, cache: 'RolloutCache') -> None:
-    """Shows the tokens that came since the last call."""
+  def show_new_tokens(self, cache: 'RolloutCache') -> None:
+    """Shows the tokens that were added since the last call."""
     start, stop = self._shown, len(cache.tokens)
     self._shown = stop
     while start < stop:
       end = start
       while end < stop and cache.mask[end] == cache.mask[start]:
         end += 1
-      self._piece(cache, start, end)
+      self._show_span(cache, start, end)
       start = end
 
-  def _piece(self, cache: 'RolloutCache', start: int, end: int) -> None:
+  def _show_span(self, cache: 'RolloutCache', start: int, end: int) -> None:
     written = cache.mask[start]
     count = f'{end - start} token{"s" * (end - start > 1)}, {start} to {end - 1}'
     if written:
@@ -107,22 +111,24 @@ class Screen:
       self._console.say()
       self._console.say(f'the model is given {count} · mask 0', style='bold')
     ids = list(cache.tokens[start:end])
-    self._console.terminal.print(self._text(ids, WRITTEN if written else GIVEN))
+    self._console.terminal.print(
+      self._text(ids, RESPONSE_STYLES if written else PROMPT_STYLES)
+    )
     if self._ids:
       self._console.say(' '.join(map(str, ids)), style='dim')
 
   def _text(self, ids: list[int], styles: tuple[str, str]) -> Text:
-    """The tokens side by side; where there is no colour, bars stand between them."""
+    """Returns the tokens side by side; without colour, with bars between them."""
     text = Text()
-    for i, piece in enumerate(pieces(ids, self._decode)):
+    for i, piece in enumerate(token_texts(ids, self._decode)):
       visible = piece.replace('\n', '↵\n').replace('\t', '⇥\t') or '·'
       if not self._console.live and i:
         text.append('|')
       text.append(visible, style=styles[i % 2])
     return text
 
-  def ending(self, rows: 'Sequence[Trajectory]') -> None:
-    """Shows how the episode ended and what it would be trained on."""
+  def show_ending(self, rows: 'Sequence[Trajectory]') -> None:
+    """Shows how the episode ended and which rows it would be trained on."""
     last = rows[-1]
     tokens = sum(len(row.tokens) for row in rows)
     actions = sum(int(row.action_mask.sum()) for row in rows)
@@ -138,17 +144,29 @@ class Screen:
     self._console.closing(f'Ended by {last.stop_reason}.', facts)
 
 
-async def play(job: Any, screen: Screen, episode: int, member: int) -> int:
-  """Plays one episode on `job`'s parts; returns the exit status."""
-  from jaxrl.rollout.group import Lease
+async def play_one_episode(
+  job: Any, screen: EpisodeScreen, episode: int, member: int
+) -> int:
+  """Plays one episode.
+
+  Args:
+    job: parts that play, as `make_player` returns them.
+    screen: shows the episode.
+    episode: index of the episode.
+    member: index of the sample in its group.
+
+  Returns:
+    The exit status: 0, 1 for a failed episode, 2 if there is no such episode.
+  """
+  from jaxrl.rollout.queue.group_state import EpisodeLease
 
   screen.watch(job.manager)
-  lease = Lease(0, episode, member, 0, 0)
-  rows = await job.run(lambda: job.manager.play(lease, base_seed=job.base_seed))
+  lease = EpisodeLease(0, episode, member, 0, 0)
+  rows = await job.run(lambda: job.manager.play_episode(lease, base_seed=job.base_seed))
   if rows is None:
     print(f'error: --episode={episode}: the data set ends before it', file=sys.stderr)
     return 2
-  screen.ending(rows)
+  screen.show_ending(rows)
   return 1 if rows[-1].failed else 0
 
 
@@ -159,22 +177,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     command = configs.parse(argv, FLAGS)
-    config = configs.load(command, {'logging': open_sinks})
-    configs.check(config)
-    episode = configs.read(command.flags['episode'], int, 0, False)
-    member = configs.read(command.flags['member'], int, 0, False)
-    ids = configs.read(command.flags['ids'], bool, True, False)
-    from launch import alone  # imports JAX: seconds
+    config = configs.load(command, {'logging': read_logging})
+    configs.check_algorithm(config)
+    episode = configs.parse_value(command.flags['episode'], int, 0, False)
+    member = configs.parse_value(command.flags['member'], int, 0, False)
+    ids = configs.parse_value(command.flags['ids'], bool, True, False)
+    from launch.inference_job import make_player  # imports JAX: seconds
+    from launch.settings.resolve import resolve_settings
 
     console = Console()
-    job = alone.player(config)
+    job = make_player(resolve_settings(config))
   except (ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
-  screen = Screen(console, job.decode, ids=ids)
-  return asyncio.run(play(job, screen, episode, member))
+  screen = EpisodeScreen(console, job.decode, ids=ids)
+  return asyncio.run(play_one_episode(job, screen, episode, member))
 
 
 if __name__ == '__main__':
-  tune.apply()
+  process_env.apply()
   sys.exit(main(sys.argv[1:]))

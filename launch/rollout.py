@@ -1,9 +1,9 @@
-"""Plays and keeps: `python -m launch.rollout --config=FILE.py --workdir=DIR`.
+"""Generates trajectories: `python -m launch.rollout --config=FILE.py --workdir=DIR`.
 
-Plays a data set to its end, or so many tasks, with the weights of
-`--config.model.checkpoint`; trains nothing. Trajectories go to `--config.dump.path`, in
-the columns of `--config.dump.columns`. Killed at any moment, the same command goes on:
-every task is there once.
+Plays a data set to its end, or a number of tasks, with the weights of
+`--config.model.checkpoint`, and trains nothing. Trajectories go to
+`--config.dump.path` with the columns of `--config.dump.columns`. If the command is
+killed, running it again resumes the work, and every task is written once.
 """
 
 import asyncio
@@ -12,16 +12,20 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launch import config as configs
-from launch import tune
-from launch.console import Console
-from launch.gauge import Gauge
-from launch.sinks import open_sinks
-from launch.stop import Stop
+from launch.logging.console import Console
+from launch.logging.progress import RolloutProgress
+from launch.logging.workdir import Workdir, default_path
+from launch.runtime import process_env
+from launch.runtime.signal_handler import SignalHandler
+from launch.settings import command_line as configs
+from launch.settings.command_line import ConfigError
+from launch.settings.logging_settings import read_logging
 from launch.train import failed
-from launch.workdir import Workdir, default_path
+
+if TYPE_CHECKING:
+  from launch.settings.run_settings import RunSettings
 
 FLAGS = {
   'workdir': '',
@@ -48,27 +52,75 @@ python -m launch.rollout --config=FILE.py [--config.KEY=VALUE] [--workdir=DIR]
 """
 
 
+MODES = ('train', 'val')
+
+
+def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) -> None:
+  """Turns a training config into one for generating trajectories.
+
+  The request is recorded as `config.synthesis`.
+
+  Args:
+    config: the config, changed in place.
+    mode: 'train' plays the rows of dataset.path as training samples; 'val' plays what
+      evaluations play, at their temperature.
+    num_tasks: tasks to play; −1 plays all of them.
+    group_size: samples of each task.
+
+  Raises:
+    ConfigError: for invalid flags, or a config without anything to play.
+  """
+  from jaxrl.envs.env_registry import options_for_split, unwrapped
+
+  if mode not in MODES:
+    raise ConfigError(f'--mode={mode}: must be one of {", ".join(MODES)}')
+  if num_tasks == 0 or num_tasks < -1:
+    raise ConfigError(f'--num_tasks={num_tasks}: must be positive, or -1 for all')
+  if group_size < 1:
+    raise ConfigError(f'--group_size={group_size}: must be at least 1')
+  if config.data.source:
+    raise ConfigError('--config.data.source: is where training reads; set dump.path')
+  if not config.get('env', {}):
+    raise ConfigError('this config has no environment: there is nothing to play')
+  tests, data = config.eval, config.dataset
+  with config.unlocked():
+    if mode == 'train':
+      tests.update(path=data.path, split=data.split, num_tasks=data.limit or -1)
+      tests.temperature = config.rollout.temperature
+    config.rollout.update(temperature=tests.temperature, redundancy=0)
+    for env in config.env.values():
+      if mode == 'val':
+        env_config = env.env_config.to_dict()
+        env.env_config.update(options_for_split(env.env_type, env_config, tests.split))
+    limits = [n for n in (tests.num_tasks, num_tasks) if n > 0]
+    tests.update(every=1, num_tasks=min(limits, default=-1), group_size=group_size)
+    config.synthesis = {'mode': mode, **tests.to_dict()}
+  for tag, env in config.env.items():
+    env_class = unwrapped(env.env_type, env.env_config)
+    if tests.num_tasks < 0 and not getattr(env_class, 'uses_dataset', True):
+      raise ConfigError(f'env.{tag} plays seeds, which have no end: set --num_tasks=…')
+
+
 def main(argv: Sequence[str]) -> int:
-  """Plays from a command line; returns the exit status."""
+  """Generates trajectories from a command line; returns the exit status."""
   if not argv or '--help' in argv:
     print(USAGE)
     return 0
   try:
     command = configs.parse(argv, FLAGS)
-    from jaxrl.data.sinks.dump import open_dump
+    from jaxrl.data.trajectory_writers.writer import open_dump
 
-    config = configs.load(command, {'logging': open_sinks, 'dump': open_dump})
-    configs.check(config)
-    from launch import synthesis  # imports JAX: seconds
+    config = configs.load(command, {'logging': read_logging, 'dump': open_dump})
+    configs.check_algorithm(config)
 
     numbers = {
-      name: configs.read(command.flags[name], int, 0, False)
+      name: configs.parse_value(command.flags[name], int, 0, False)
       for name in ('num_tasks', 'group_size', 'part_size')
     }
     part_size, mode = numbers.pop('part_size'), command.flags['mode']
-    synthesis.prepare(config, mode=mode, **numbers)
-    place = command.flags['workdir'] or default_path(command.config, f'rollout-{mode}')
-    workdir = Workdir(place, config)
+    prepare_rollout(config, mode=mode, **numbers)
+    folder = command.flags['workdir'] or default_path(command.config, f'rollout-{mode}')
+    workdir = Workdir(folder, config.to_dict())
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
@@ -78,95 +130,140 @@ def main(argv: Sequence[str]) -> int:
   console = Console()
   try:
     with console.listening():
-      return _run(config, workdir, console, max(part_size, 1))
+      from launch.settings.resolve import resolve_settings
+
+      settings = resolve_settings(config)
+      return _run(settings, workdir, console, mode, max(part_size, 1))
   except Exception as error:
     return failed(error, console, workdir)
   finally:
     workdir.close()
 
 
-def _run(config: Any, workdir: Workdir, console: Console, part_size: int) -> int:
+def _run(
+  settings: 'RunSettings',
+  workdir: Workdir,
+  console: Console,
+  mode: str,
+  part_size: int,
+) -> int:
   console.say(f'jaxrl: playing in {workdir.path}', style='bold')
-  console.fact('tuning', tune.describe(os.environ))
-  job = _Job(config, workdir.path, part_size)
+  console.fact('tuning', process_env.describe(os.environ))
+  job = DatasetRolloutJob(settings, workdir.path, mode, part_size)
   for label, value in job.facts.items():
     console.fact(label, value)
   workdir.record(**job.facts)
   how = 'now; what is in play is played again'
-  with Stop(console.warn, console.restore, how=how) as stop:
+  with SignalHandler(console.warn, console.restore, how=how) as stop:
     finished = asyncio.run(job.play(console, stop))
   title = 'Finished.' if finished else 'Stopped; the same command resumes.'
   console.closing(title, job.closing)
   return 0 if finished else stop.status
 
 
-class _Job:
-  """What plays, and what keeps it. Raises ConfigError before any episode."""
+class DatasetRolloutJob:
+  """Plays a data set and writes its trajectories.
 
-  def __init__(self, config: Any, folder: pathlib.Path, part_size: int):
-    from jaxrl.data.sinks.dump import open_dump
-    from jaxrl.data.sinks.ledger import Ledger
-    from jaxrl.data.store.options import names_store
-    from launch import build, checks, stored
-    from launch.algorithm import make_algorithm
-    from launch.alone import Alone
-    from launch.datasets import load_datasets
-    from launch.dump import env_columns
-    from launch.synthesis import Synthesis
+  Attributes:
+    facts: facts to show before the run, by label.
+    closing: facts to show after the run, by label.
+  """
 
+  def __init__(
+    self, settings: 'RunSettings', folder: pathlib.Path, mode: str, part_size: int
+  ):
+    """Creates the parts.
+
+    Args:
+      settings: settings of the run.
+      folder: folder of the run.
+      mode: 'train' or 'val'.
+      part_size: tasks per output file.
+
+    Raises:
+      ConfigError: for invalid settings, before any episode is played.
+    """
+    from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
+    from jaxrl.data.trajectory_writers.writer import open_dump
+    from launch import build
+    from launch.components.dataset_rollout import DatasetRollout
+    from launch.components.env_datasets import load_datasets
+    from launch.components.experience_store import open_store_target
+    from launch.inference_job import InferenceJob
+    from launch.logging.trajectory_dump import env_columns
+
+    dump = settings.dump
+    assert dump is not None
     self._columns: Any
     self._ledger: Any
-    mode = config.synthesis.mode
-    own = env_columns(config)
-    whole = names_store(config.dump.path)  # groups, for training
-    if not whole:
-      self._columns, sink = open_dump(mode, folder.absolute(), own, **config.dump)
-    algorithm = make_algorithm(config)
-    checks.settings(config, algorithm)
+    if dump.store is None:
+      self._columns, writer = open_dump(
+        mode,
+        folder.absolute(),
+        env_columns(settings),
+        path=dump.path,
+        columns=dump.columns,
+      )
+    build.validate_run(settings)
+    self._where = dump.path or str(folder / 'trajectories')
 
-    def make(host: Any, dispatcher: Any) -> tuple[Any, Synthesis]:
-      _, tests = load_datasets(config, host)
-      policy = build.make_policy(config, folder, critic=False)
-      own = config, policy, host, dispatcher, tests
-      plays = Synthesis(*own, algorithm=algorithm)
+    def make_parts(runtime: Any, device_thread: Any) -> tuple[Any, DatasetRollout]:
+      _, datasets = load_datasets(settings, runtime)
+      policy = build.load_policy(settings, folder, critic=False)
+      plays = DatasetRollout(
+        settings, policy, runtime, device_thread, datasets, mode=mode
+      )
       asyncio.run(plays.check_prompts())
-      if whole:
-        kept = stored.explorer(config, algorithm, folder, policy.tokenizer)
-        self._columns, self._ledger, self._where = kept
+      if dump.store is None:
+        self._ledger = DumpJournal(folder / 'ledger', writer, part_size=part_size)
       else:
-        self._ledger = Ledger(folder / 'ledger', sink, part_size=part_size)
+        target = open_store_target(settings, folder, policy.tokenizer)
+        self._columns, self._ledger, self._where = target
       return policy, plays
 
-    self._where = config.dump.path or str(folder / 'trajectories')
-    self._alone = Alone(config, make)
-    self._rollouts = self._alone.plays
-    self._group_size = config.eval.group_size
-    self._model = config.model.checkpoint or 'random'
+    self._job = InferenceJob(settings, make_parts)
+    self._rollouts = self._job.plays
+    self._group_size = settings.eval.group_size
+    self._model = settings.model.name
+    data = settings.eval.path or settings.dataset.path or 'seeds'
     self.facts = {
       'model': self._model,
-      'data': f'{config.eval.path or config.dataset.path or "seeds"}, mode {mode}',
+      'data': f'{data}, mode {mode}',
       'dump': self._where,
       'columns': ', '.join(f'{n} {kind}' for n, kind in self._columns.types.items()),
     }
-    if self._alone.told:
-      self.facts['placement'] = self._alone.told
+    if self._job.description:
+      self.facts['placement'] = self._job.description
     self.closing = {'trajectories': self._where}
 
   async def play(self, console: Console, stop: Any) -> bool:
-    """False if it was asked to stop before the end. Closes everything."""
-    return await self._alone.run(lambda: self._play(console, stop))
+    """Plays the data set, then closes everything.
+
+    Args:
+      console: shows the progress.
+      stop: returns True once the user asked to stop.
+
+    Returns:
+      False if it was stopped before the end.
+    """
+    return await self._job.run(lambda: self._play(console, stop))
 
   async def _play(self, console: Console, stop: Any) -> bool:
     sizes = await self._rollouts.sizes()
     kept = sum(
-      sum(item < size for item in self._ledger.played(tag))
+      sum(item < size for item in self._ledger.played_items(tag))
       for tag, size in sizes.items()
     )
     total = sum(sizes.values()) * self._group_size
-    gauge = Gauge(console, 'rollout', total, kept * self._group_size)
+    gauge = RolloutProgress(console, 'rollout', total, kept * self._group_size)
     try:
-      options = {'model_name': self._model, 'told': gauge.group, 'stop': stop}
-      done = await self._rollouts.play(self._ledger, self._columns, **options)
+      done = await self._rollouts.play(
+        self._ledger,
+        self._columns,
+        model_name=self._model,
+        on_group=gauge.group,
+        stop=stop,
+      )
       await self._rollouts.close()
     finally:
       gauge.close()
@@ -175,5 +272,5 @@ class _Job:
 
 
 if __name__ == '__main__':
-  tune.apply()
+  process_env.apply()
   sys.exit(main(sys.argv[1:]))

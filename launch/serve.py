@@ -1,8 +1,7 @@
-"""Serves a checkpoint by OpenAI's API: `python -m launch.serve --config=FILE.py
---checkpoint=FOLDER`.
+"""Serves a checkpoint with OpenAI's API: `python -m launch.serve --checkpoint=FOLDER`.
 
-The key that clients need is $JAXRL_API_KEY, or one that is made up and printed. It
-listens to this machine alone unless told. Ctrl-C or SIGTERM ends it.
+Clients send the key in $JAXRL_API_KEY, or a random one that is printed. By default the
+server accepts connections from this machine only. Ctrl-C or SIGTERM ends it.
 """
 
 import asyncio
@@ -16,106 +15,125 @@ import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.signature import ConfigError
-from launch import config as configs
-from launch import tune
-from launch.console import Console
-from launch.sinks import open_sinks
+from jaxrl.call_strings import ConfigError
+from launch.logging.console import Console
+from launch.runtime import process_env
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
 
 if TYPE_CHECKING:
-  from jaxrl.rollout.gateway.server import Server
+  from jaxrl.rollout.gateway.http_server import GatewayServer
+  from launch.settings.run_settings import RunSettings
 
-KEY = 'JAXRL_API_KEY'
+API_KEY_ENV = 'JAXRL_API_KEY'
 FLAGS = {'checkpoint': '', 'host': '127.0.0.1', 'port': '8000'}
 USAGE = f"""\
 python -m launch.serve --config=FILE.py --checkpoint=FOLDER [--config.KEY=VALUE]
 
   --checkpoint=runs/mine/export   a folder as Hugging Face has them
   --host=127.0.0.1                whom it listens to; others than this machine need
-                                  a key of yours in ${KEY}
+                                  a key of yours in ${API_KEY_ENV}
   --port=8000                     0 takes any that is free
   --config.rollout.temperature=…  for those who ask for none; also top_p, top_k
   --config.batch.max_length=…     tokens of prompt and reply; rollout.num_slots at once
 """
 
 
-class Served:
-  """A policy's engines and the gateway before them."""
+class ServedModel:
+  """Holds the engines of a policy and the gateway in front of them."""
 
-  def __init__(self, config: Any, workdir: pathlib.Path):
-    from launch import checks, engines
-    from launch.alone import Alone
+  def __init__(self, settings: 'RunSettings', workdir: pathlib.Path):
+    """Creates engines and gateway.
 
-    checks.numbers(config)
-    checks.cluster(config)
-    engines.parse(config)
-    self._config, self._workdir = config, workdir
-    alone = Alone(config, self._make)
-    self.run, self.told = alone.run, alone.told
+    Args:
+      settings: settings of the run.
+      workdir: folder for temporary files.
 
-  def _make(self, host: Any, dispatcher: Any) -> tuple[Any, 'Served']:
-    from jaxrl.data.chat import Chat
-    from jaxrl.data.seeds import fold
+    Raises:
+      ConfigError: for invalid settings.
+    """
+    from launch.inference_job import InferenceJob
+    from launch.settings.engine_settings import check_engine
+    from launch.settings.validation import validate_ranges
+
+    validate_ranges(settings)
+    check_engine(settings)
+    self._settings, self._workdir = settings, workdir
+    job = InferenceJob(settings, self._make_parts)
+    self.run, self.description = job.run, job.description
+
+  def _make_parts(self, runtime: Any, device_thread: Any) -> tuple[Any, 'ServedModel']:
+    from jaxrl.data.chat_tokenizer import ChatTokenizer
+    from jaxrl.data.seeds import fold_seed
     from jaxrl.rollout.gateway.gateway import Gateway
     from launch import build
-    from launch.spawn import make_engines
+    from launch.runtime.runtime_interface import make_engines
 
-    config = self._config
-    rollout, window = config.rollout, config.batch.max_length
-    policy = build.make_policy(config, self._workdir, critic=False)
-    _, router, self.weights = make_engines(config, policy, host, dispatcher)
+    settings = self._settings
+    rollout, max_length = settings.rollout, settings.batch.max_length
+    policy = build.load_policy(settings, self._workdir, critic=False)
+    _, router, self.weights = make_engines(settings, policy, runtime, device_thread)
     self.gateway = Gateway(
       router,
-      Chat(policy.tokenizer),
-      model=pathlib.Path(config.model.checkpoint).name,
-      seed=fold(config.seed, 'serve'),
-      max_length=window,
-      max_tokens=window,
+      ChatTokenizer(policy.tokenizer),
+      model=pathlib.Path(settings.model.checkpoint).name,
+      seed=fold_seed(settings.seed, 'serve'),
+      max_length=max_length,
+      max_tokens=max_length,
       temperature=rollout.temperature,
       top_p=rollout.top_p,
       top_k=rollout.top_k,
-      forget=True,
+      evict_idle=True,
     )
     return policy, self
 
 
 async def serve(
-  served: Served, server: 'Server', host: str, port: int, console: Console
+  served: ServedModel, server: 'GatewayServer', host: str, port: int, console: Console
 ) -> None:
-  """Serves until Ctrl-C or SIGTERM."""
-  from jaxrl.rollout.gateway.server import serving
+  """Serves until Ctrl-C or SIGTERM.
+
+  Args:
+    served: the model to serve.
+    server: the HTTP server.
+    host: address to listen on.
+    port: port to listen on; 0 chooses a free one.
+    console: shows the URL.
+  """
+  from jaxrl.rollout.gateway.http_server import serve_gateway
 
   stop, loop = asyncio.Event(), asyncio.get_running_loop()
   for number in (signal.SIGINT, signal.SIGTERM):
     loop.add_signal_handler(number, stop.set)
 
-  async def until_told() -> None:
+  async def wait_for_signal() -> None:
     try:
-      async with serving(server, host=host, port=port) as url:
+      async with serve_gateway(server, host=host, port=port) as url:
         console.fact('serving', f'{url}/v1')
         console.fact('model', served.gateway.model)
         await stop.wait()
     finally:
       served.gateway.close()
 
-  await served.run(until_told)
+  await served.run(wait_for_signal)
   console.say('Stopped.')
 
 
-def _key(host: str) -> tuple[str, bool]:
-  """The key, and whether it was made up. Raises ConfigError where it must not be."""
-  from jaxrl.rollout.gateway.server import LOOPBACK
+def _api_key(host: str) -> tuple[str, bool]:
+  """Returns the key, and whether it was generated."""
+  from jaxrl.rollout.gateway.http_server import LOOPBACK_HOSTS
 
-  if key := os.environ.get(KEY, '').strip():
+  if key := os.environ.get(API_KEY_ENV, '').strip():
     return key, False
-  if host not in LOOPBACK:
+  if host not in LOOPBACK_HOSTS:
     raise ConfigError(
-      f'--host={host} lets other machines in: set ${KEY} to the key they are to have'
+      f'--host={host} accepts other machines: set ${API_KEY_ENV} to the key that '
+      'their clients must send'
     )
   return secrets.token_urlsafe(24), True
 
 
-def _check() -> None:
+def _check_aiohttp() -> None:
   if importlib.util.find_spec('aiohttp') is None:
     raise ConfigError(
       "the endpoint needs aiohttp: install the extra serve, pip install -e '.[serve]'"
@@ -124,27 +142,28 @@ def _check() -> None:
 
 def _run(argv: Sequence[str]) -> int:
   command = configs.parse(argv, FLAGS)
-  config: Any = configs.load(command, {'logging': open_sinks})
+  config: Any = configs.load(command, {'logging': read_logging})
   flags = command.flags
-  port = configs.read(flags['port'], int, 0, False)
+  port = configs.parse_value(flags['port'], int, 0, False)
   if flags['checkpoint']:
     configs.override(config, 'model.checkpoint', flags['checkpoint'])
   if not config.model.checkpoint:
     raise ConfigError('which checkpoint? Name one: --checkpoint=runs/mine/export')
   if not 0 <= port < 2**16:
     raise ConfigError(f'--port={port}: a port is a number from 0 to 65535')
-  _check()
-  from jaxrl.rollout.gateway.server import Server
+  _check_aiohttp()
+  from jaxrl.rollout.gateway.http_server import GatewayServer
+  from launch.settings.resolve import resolve_settings
 
-  key, made_up = _key(flags['host'])
+  key, made_up = _api_key(flags['host'])
   console = Console()
   with tempfile.TemporaryDirectory() as folder:
-    served = Served(config, pathlib.Path(folder))
+    served = ServedModel(resolve_settings(config), pathlib.Path(folder))
     if made_up:
       console.fact('key', key)
-    if served.told:
-      console.fact('placement', served.told)
-    server = Server(served.gateway, [key])
+    if served.description:
+      console.fact('placement', served.description)
+    server = GatewayServer(served.gateway, [key])
     asyncio.run(serve(served, server, flags['host'], port, console))
   return 0
 
@@ -162,5 +181,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == '__main__':
-  tune.apply()
+  process_env.apply()
   sys.exit(main(sys.argv[1:]))

@@ -10,17 +10,20 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl.data.sinks.dump import open_dump
-from jaxrl.rollout.lost import CannotFill
-from jaxrl.signature import parse_calls
-from launch import config as configs
-from launch import tune
-from launch.console import Console
-from launch.sinks import open_sinks
-from launch.stop import Stop
-from launch.workdir import Workdir, default_path
+from jaxrl.data.trajectory_writers.writer import open_dump
+from launch.logging.console import Console
+from launch.logging.metric_loggers import MultiLogger
+from launch.logging.open_loggers import open_loggers
+from launch.logging.workdir import Workdir, default_path
+from launch.runtime import process_env
+from launch.runtime.signal_handler import SignalHandler
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import LoggingSettings, read_logging
+
+if TYPE_CHECKING:
+  from launch.settings.run_settings import RunSettings
 
 USAGE = """\
 python -m launch.train --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--workdir=DIR]
@@ -28,28 +31,27 @@ python -m launch.train --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--work
   --config=configs/quickstart.py       a file with get_config(); see configs/
   --config=configs/gsm8k.py:opmd       … with another algorithm, built in
   --config=configs/gsm8k.py:my.mod:fn  … or your own: a module or file, and its function
-  --config.algorithm.kl_coef=0         sets a key; --help after --config lists them
+  --config.algorithm.kl_coef=0         sets a key; --help[=WORD] lists them
   --workdir=runs/mine                  where the run lives; the same command resumes it
 """
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs one training from a command line; returns the exit status."""
-  help_wanted = '--help' in argv or '-h' in argv
-  argv = [item for item in argv if item not in ('--help', '-h')]
-  if help_wanted and not argv:
+  argv, help_word = configs.split_help(argv)
+  if help_word is not None and not argv:
     print(USAGE)
     return 0
   try:
     command = configs.parse(argv, {'workdir': ''})
-    config = configs.load(command, {'logging': open_sinks, 'dump': open_dump})
-    if help_wanted:
-      print(f'{USAGE}\n{configs.listing(config)}')
+    config = configs.load(command, {'logging': read_logging, 'dump': open_dump})
+    if help_word is not None:
+      print(f'{USAGE}\n{configs.list_keys(config, help_word)}')
       return 0
-    configs.check(config)
+    configs.check_algorithm(config)
     place = command.flags['workdir']
     place = place or default_path(command.config, command.algorithm)
-    workdir = Workdir(place, config)
+    workdir = Workdir(place, config.to_dict())
   except configs.ConfigError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
@@ -66,70 +68,88 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
-  """Builds what `config` says, trains it in `workdir`, and says where to look."""
+  """Trains a config in a workdir, and tells the user about it.
+
+  Args:
+    config: the config, as the command line left it.
+    workdir: the run's folder.
+    command: the command line.
+
+  Returns:
+    The exit status.
+  """
   console = Console()
   with console.listening():
-    return _run(config, workdir, command, console)
+    console.say(f'jaxrl: training in {workdir.path}', style='bold')
+    console.fact('tuning', process_env.describe(os.environ))
+    for line in workdir.changes:
+      console.fact('changed', line)
+    writers = None
+    try:
+      logging = read_logging(**config.logging)
+      writers = open_loggers(workdir, console, logging)
+      with SignalHandler(console.warn, console.restore) as stop:
+        from launch.settings.resolve import resolve_settings  # imports JAX: seconds
 
-
-def _run(
-  config: Any, workdir: Workdir, command: configs.Command, console: Console
-) -> int:
-  console.say(f'jaxrl: training in {workdir.path}', style='bold')
-  console.fact('tuning', tune.describe(os.environ))
-  for line in workdir.changes:
-    console.fact('changed', line)
-  writers = None
-  try:
-    from launch import build, resume  # import JAX: seconds
-
-    writers = open_sinks(workdir, console, **config.logging)
-    if config.dump.path:
-      from launch.dump import Dump, begun
-
-      fresh = not begun(workdir.path)
-      writers.sinks.append(Dump(config, workdir.path, fresh=fresh))
-    with Stop(console.warn, console.restore) as stop:
-
-      def make() -> Any:
-        job = build.build(config, workdir=workdir.path, writers=writers, stop=stop)
-        for label, value in job.facts.items():
-          console.fact(label, value)
-        workdir.record(**job.facts)
-        return job
-
-      job, finished = resume.train(make, console.warn)
-    writers.close('finished' if finished else 'stopped')
+        settings = resolve_settings(config)
+        trainer, finished = _train(settings, workdir, console, writers, stop)
+      writers.close('finished' if finished else 'stopped')
+    except Exception as error:
+      console.restore()
+      if writers:
+        writers.close('failed')
+      return failed(error, console, workdir)
     title = 'Finished.' if finished else 'Stopped; the same command resumes.'
-    looks = {**places(workdir, config.logging.sinks), **job.closing}
+    lines = {**outputs(workdir, logging), **trainer.closing}
     if config.dump.path:
-      looks['trajectories'] = config.dump.path
+      lines['trajectories'] = config.dump.path
     steps = next_steps(command, config, workdir) if finished else {}
-    console.closing(title, {**looks, **steps})
+    console.closing(title, {**lines, **steps})
     return 0 if finished else stop.status
-  except Exception as error:
-    console.restore()
-    if writers:
-      writers.close('failed')
-    return failed(error, console, workdir)
 
 
-def places(workdir: Workdir, sinks: str) -> dict[str, str]:
-  """Where to look, by what was written."""
-  written = {name for name, _ in parse_calls(sinks)}
-  found = {'metrics': str(workdir.path / 'metrics.jsonl')}
-  if 'report' in written:
-    found = {'report': str(workdir.path / 'report.html'), **found}
-  if 'tensorboard' in written:
+def _train(
+  settings: 'RunSettings',
+  workdir: Workdir,
+  console: Console,
+  writers: MultiLogger,
+  stop: SignalHandler,
+) -> tuple[Any, bool]:
+  """Builds the trainer and runs it to its end, anew when an actor is lost."""
+  from launch.build import build
+  from launch.trainer import run_with_restarts
+
+  if settings.dump is not None and settings.dump.path:
+    from launch.logging.trajectory_dump import TrajectoryDump, has_begun
+
+    fresh = not has_begun(workdir.path)
+    writers.sinks.append(TrajectoryDump(settings, workdir.path, fresh=fresh))
+
+  def make_trainer() -> Any:
+    trainer = build(settings, workdir=workdir.path, writers=writers, stop=stop)
+    for label, value in trainer.facts.items():
+      console.fact(label, value)
+    workdir.record(**trainer.facts)
+    return trainer
+
+  return run_with_restarts(make_trainer, console.warn)
+
+
+def outputs(workdir: Workdir, logging: LoggingSettings) -> dict[str, str]:
+  """Returns where to look, by what was written."""
+  paths = {'metrics': str(workdir.path / 'metrics.jsonl')}
+  if 'report' in logging.names:
+    paths = {'report': str(workdir.path / 'report.html'), **paths}
+  if 'tensorboard' in logging.names:
     folder = shlex.quote(str(workdir.path / 'tensorboard'))
-    found['curves'] = f'tensorboard --logdir {folder}'
-  return found
+    paths['curves'] = f'tensorboard --logdir {folder}'
+  return paths
 
 
 def next_steps(
   command: configs.Command, config: Any, workdir: Workdir
 ) -> dict[str, str]:
-  """Commands worth trying after a finished run."""
+  """Returns commands worth trying after a finished run, by label."""
   lasts = 'num_epochs' if config.get('num_epochs') else 'num_steps'
   own = {key: text for key, text in command.overrides if key != lasts}
   options = [
@@ -159,7 +179,9 @@ def next_steps(
 
 
 def failed(error: Exception, console: Console, workdir: Workdir) -> int:
-  """Tells of an error: a line when it is the user's to mend, else the traceback."""
+  """Reports an error: in one line if the user can mend it, else with its traceback."""
+  from jaxrl.rollout.queue.group_pipeline import InsufficientGroupsError
+
   text = ''.join(traceback.format_exception(error))
   log = workdir.path / 'error.txt'
   try:
@@ -167,7 +189,7 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
   except OSError:
     log = None
   known = isinstance(
-    error, configs.ConfigError | CannotFill | OSError | ArithmeticError
+    error, configs.ConfigError | InsufficientGroupsError | OSError | ArithmeticError
   )
   print(f'error: {error}' if known else text, file=sys.stderr)
   if log and known:
@@ -176,5 +198,5 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
 
 
 if __name__ == '__main__':
-  tune.apply()
+  process_env.apply()
   sys.exit(main(sys.argv[1:]))

@@ -1,14 +1,19 @@
-"""What every test process has: eight virtual CPU devices, programs compiled quickly.
+"""Sets up every test process: eight virtual CPU devices and quick compilation.
 
-Compiling is most of what the tests cost. LLVM's optimizations are therefore left out
-unless XLA_FLAGS says otherwise, and each program is compiled once for all processes
-of a session, those that tests start included: they share JAX's compilation cache.
+Compiling is most of what the tests cost. LLVM's optimizations and XLA's fusion
+emitters are therefore left out unless XLA_FLAGS says otherwise: a program then compiles
+about six times as fast and computes the same. Each program is compiled once for all
+processes of a session, those that tests start included: they share JAX's compilation
+cache.
 """
 
 import atexit
 import ctypes
 import gc
+import importlib.metadata
+import importlib.util
 import os
+import pathlib
 import platform
 import shutil
 import sys
@@ -16,18 +21,36 @@ import tempfile
 
 import pytest
 
-FLAGS = {
-  '--xla_force_host_platform_device_count': 8,
-  '--xla_backend_optimization_level': 0,
+DEVICES = {'--xla_force_host_platform_device_count': '8'}
+QUICK = {
+  '--xla_backend_optimization_level': '0',
+  '--xla_cpu_use_fusion_emitters': 'false',
+  '--xla_cpu_parallel_codegen_split_count': '1',
 }
 CACHE = 'JAX_COMPILATION_CACHE_DIR'
-ENOUGH = 1 << 30  # bytes of memory, past which a process lets its programs go
+ENOUGH = 5 << 29  # bytes of memory, past which a process lets its programs go
+# Where the long tests are: they are begun first, so that the last ones are short.
+LONG = ['launch', 'training', 'models', 'rollout', 'kernels', 'algorithms']
 
 
 def add_flags(given: str) -> str:
-  """XLA_FLAGS with ours, but for those that it has."""
-  ours = [f'{flag}={value}' for flag, value in FLAGS.items() if flag not in given]
-  return ' '.join([*given.split(), *ours])
+  """Adds to XLA_FLAGS the devices, and what compiles quickly unless a part is given."""
+  added = {k: v for k, v in DEVICES.items() if k not in given}
+  if not any(flag in given for flag in QUICK):  # xdist's workers inherit them
+    added |= {flag: value for flag, value in QUICK.items() if known(flag)}
+  return ' '.join([*given.split(), *(f'{k}={v}' for k, v in added.items())])
+
+
+def known(flag: str) -> bool:
+  """Whether every XLA here has a flag: it ends a process that gives an unknown one.
+
+  jaxlib 0.12 has no fusion emitters to switch off, and the XLA that the compilers for
+  accelerators bring has no flags of the CPU's compiler.
+  """
+  if flag.startswith('--xla_cpu') and importlib.util.find_spec('jax_plugins'):
+    return False
+  major, minor = map(int, importlib.metadata.version('jaxlib').split('.')[:2])
+  return flag != '--xla_cpu_use_fusion_emitters' or (major, minor) < (0, 11)
 
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -41,6 +64,20 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 if CACHE not in os.environ:  # xdist's workers inherit their parent's
   os.environ[CACHE] = tempfile.mkdtemp(prefix='xla-cache-')
   atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+  """Keeps a file's tests in one process, where they share what they compile."""
+  for item in items:
+    if item.get_closest_marker('xdist_group') is None:
+      item.add_marker(pytest.mark.xdist_group(item.nodeid.split('::')[0]))
+  items.sort(key=lambda item: _place(item.path))
+
+
+def _place(path: pathlib.Path) -> int:
+  folder = path.relative_to(pathlib.Path(__file__).parent).parts[0]
+  return LONG.index(folder) if folder in LONG else len(LONG)
 
 
 @pytest.fixture(scope='module', autouse=True)

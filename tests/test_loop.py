@@ -134,7 +134,7 @@ async def test_a_worker_that_died_while_no_one_looked_is_found_at_once():
 
 
 async def test_groups_that_no_one_is_left_to_play_are_an_error(monkeypatch):
-  monkeypatch.setattr(loop, 'GRACE', 0.05)
+  monkeypatch.setattr(loop, 'DRAIN_TIMEOUT_S', 0.05)
   worker = asyncio.create_task(asyncio.sleep(0))
   with pytest.raises(RuntimeError, match='every environment worker has ended'):
     await Waiting().train(1, [worker])

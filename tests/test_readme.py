@@ -1,5 +1,9 @@
-"""Every code block of README.md is run, as a newcomer would type it."""
+"""Every code block of README.md is run, as a newcomer would type it.
 
+Its tables, links and figures are compared with what they speak of.
+"""
+
+import ast
 import os
 import pathlib
 import re
@@ -9,31 +13,33 @@ import sys
 
 import pytest
 
-from jaxrl import signature
-from jaxrl.algorithms import compose
-from jaxrl.data import staleness
+from jaxrl import call_strings
+from jaxrl.algorithms import registry
 from jaxrl.data.curricula import CURRICULA
 from jaxrl.data.samplers import SAMPLERS
-from jaxrl.rollout import sync
-from jaxrl.rollout.filters import FILTERS
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.rollout.shapers import SHAPERS
-from jaxrl.rollout.vllm import arguments
-from jaxrl.rollout.weights.broadcast import BroadcastWeights
-from launch import placement
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.queue.group_filters import GROUP_FILTERS
+from jaxrl.rollout.queue.reward_shaping import REWARD_SHAPERS
+from jaxrl.rollout.vllm import vllm_options
+from jaxrl.rollout.weights import weight_sync
+from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.training import staleness
+from launch.settings.cluster_settings import PLACEMENTS
+from tests.launch import runs
+from tests.structure import readme_tables
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.MULTILINE | re.DOTALL)
-BLOCKS = [
-  (kind, text) for kind, text in BLOCK.findall((ROOT / 'README.md').read_text())
-]
+README = (ROOT / 'README.md').read_text()
+BLOCKS = BLOCK.findall(README)
 
 
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
   """A folder like a checkout's, into which the files of the README are written."""
   folder = tmp_path_factory.mktemp('readme')
-  (folder / 'configs').symlink_to(ROOT / 'configs')
+  for name in ('configs', 'examples'):
+    (folder / name).symlink_to(ROOT / name)
   for kind, text in BLOCKS:
     name = re.match(r'# (\w+\.py)\n', text)
     if kind == 'python' and name:
@@ -43,7 +49,7 @@ def place(tmp_path_factory):
 
 def run(command: list[str], folder: pathlib.Path) -> str:
   path = os.pathsep.join([str(ROOT), str(folder)])
-  env = {**os.environ, 'PYTHONPATH': path, 'XLA_FLAGS': ''}
+  env = {**runs.environment(), 'PYTHONPATH': path}
   done = subprocess.run(
     command, cwd=folder, env=env, capture_output=True, text=True, timeout=280
   )
@@ -57,17 +63,33 @@ def lines(kind: str) -> list[str]:
 
 
 def test_every_block_is_of_a_kind_that_is_tested():
-  assert {kind for kind, _ in BLOCKS} == {'sh', 'python', ''}
+  assert {kind for kind, _ in BLOCKS} == {'sh', 'python', 'mermaid', ''}
 
 
-@pytest.mark.parametrize('line', lines('sh'))
+def in_test_all(line):
+  """Returns whether `make test-all` runs a command: all but one take too long."""
+  is_slow = any(name in line for name in ('launch.train', 'launch.play', 'examples/'))
+  return is_slow and 'guess_config' not in line  # tests/examples has the examples
+
+
+@pytest.mark.parametrize(
+  'line',
+  [
+    pytest.param(line, marks=pytest.mark.slow if in_test_all(line) else ())
+    for line in lines('sh')
+  ],
+)
 def test_command(line, place):
   words = shlex.split(line)
   if words[0] == 'make':  # that they work is what running this suite, and .ci, shows
     done = subprocess.run(['make', '-n', *words[1:]], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
     return
-  assert words[:2] == ['python', '-m']
+  if words[0] == 'source':
+    assert words[1:] == ['.venv/bin/activate']  # what `make env` creates
+    return
+  assert words[0] == 'python'
+  assert words[1] == '-m' or (ROOT / words[1]).exists()
   out = run([sys.executable, *words[1:]], place)
   if 'launch.train' in line:
     assert 'Finished.' in out
@@ -80,33 +102,38 @@ def test_python_block_runs(text, place):
   assert run([sys.executable, '-c', text], place).strip()
 
 
-def call_strings(heading):
-  """Those of the table below a heading: names and options."""
-  section = (ROOT / 'README.md').read_text().partition(f'## {heading}')[2]
+def listed_calls(heading):
+  """Names and options of the calls in the table below a heading."""
+  section = README.partition(f'## {heading}')[2]
   table = section.partition('| key |')[2].partition('\n\n')[0]
   calls = re.findall(r"`'(.*?)'`", table)
-  return [call for text in calls for call in signature.parse_calls(text)]
+  return [call for text in calls for call in call_strings.parse_calls(text)]
 
 
 def test_the_call_strings_of_algorithms_name_what_there_is():
-  modules = dict.fromkeys(compose.PARTS.values())
-  known = {k: v for module in modules for k, v in compose.parts_of(module).items()}
-  known |= {**SAMPLERS, **FILTERS, **SHAPERS, **CURRICULA}
-  calls = call_strings('Algorithms')
+  modules = dict.fromkeys(registry.COMPONENT_MODULES.values())
+  known = {
+    k: v for module in modules for k, v in registry.components_in(module).items()
+  }
+  known |= {**SAMPLERS, **GROUP_FILTERS, **REWARD_SHAPERS, **CURRICULA}
+  calls = listed_calls('Algorithms')
   for name, options in calls:
-    signature.check_options(known[name], options, name)
+    part = known[name]
+    if isinstance(part, str):  # where it is, so that only its file is imported
+      part = call_strings.resolve(part)
+    call_strings.check_options(part, options, name)
   assert len(calls) > 12
 
 
 def test_the_call_strings_of_processes_name_what_there_is():
-  known = {**placement.KINDS, **sync.STYLES, **staleness.BOUNDS}
-  known |= {'jax': JaxEngine, 'object_store': BroadcastWeights}
-  calls = call_strings('Many processes')
+  known = {**PLACEMENTS, **weight_sync.SYNC_POLICIES, **staleness.STALENESS_POLICIES}
+  known |= {'jax': JaxEngine, 'object_store': WeightPublisher}
+  calls = listed_calls('Scaling')
   for name, options in calls:
     if name == 'vllm':  # which need not be installed here
-      arguments.check(options, name)
+      vllm_options.check_vllm_options(options, name)
     else:
-      signature.check_options(known[name], options, name)
+      call_strings.check_options(known[name], options, name)
   assert len(calls) == 6
 
 
@@ -114,3 +141,49 @@ def test_the_tree_in_the_readme_is_the_tree():
   (listing,) = [text for kind, text in BLOCKS if kind == '']
   for name in re.findall(r'([\w/]+(?:/|\.py))(?=\s)', listing):
     assert (ROOT / name).exists(), name
+
+
+def test_the_generated_tables_are_those_of_the_code():
+  """`python -m tests.structure.readme_tables` writes them."""
+  assert readme_tables.generated(README) == README
+
+
+def test_every_link_leads_somewhere():
+  for name in ('README.md', 'CONTRIBUTING.md', 'AGENTS.md', 'docs/concepts.md'):
+    file = ROOT / name
+    for target in re.findall(r'\]\((?!https?:)([^)#]+)', file.read_text()):
+      assert (file.parent / target).exists(), f'{name}: {target}'
+
+
+def test_every_page_is_in_the_index():
+  index = README.partition('## Documentation')[2]
+  for page in (ROOT / 'docs').glob('*.md'):
+    assert f'(docs/{page.name})' in index, page.name
+
+
+def test_every_extra_is_listed():
+  tree = ast.parse((ROOT / 'setup.py').read_text())
+  (extras,) = [
+    ast.literal_eval(node.value)
+    for node in tree.body
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'EXTRAS'
+  ]
+  table = README.partition('| extra |')[2].partition('\n\n')[0]
+  rows = [line.split('|')[1] for line in table.splitlines()[2:]]
+  assert {name for row in rows for name in re.findall(r'`([^`]+)`', row)} == set(extras)
+
+
+def test_every_config_is_listed():
+  table = README.partition('| config |')[2].partition('\n\n')[0]
+  files = [path.name for path in (ROOT / 'configs').glob('[a-z]*.py')]
+  for name in set(files) - {'base.py'}:
+    short = re.sub(r'^qwen3(?!_0)(\w+)\.py', r'\1', name)
+    assert f'`{short}`' in table, name
+
+
+def test_benchmark_figures_are_those_of_the_measurement():
+  section = README.partition('## Benchmarks')[2].partition('\n## ')[0]
+  rows = [line for line in section.splitlines() if line.startswith('|')]
+  measured = (ROOT / 'docs' / 'performance.md').read_text().splitlines()
+  assert len(rows) > 4
+  assert set(rows) <= set(measured)

@@ -1,1 +1,1 @@
-"""Algorithms: one file each, a maker function of the same name composing parts."""
+"""Algorithms compose functional components; the registry builds them by name."""

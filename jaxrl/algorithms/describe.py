@@ -1,4 +1,4 @@
-"""What an algorithm or a part is, in words: formula, defaults, needs, paper."""
+"""Descriptions of algorithms and components: formula, defaults, needs, paper."""
 
 import inspect
 import re
@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxrl import signature
-from jaxrl.algorithms import compose
-from jaxrl.functional.groups import MAX_EXPONENT
+from jaxrl import call_strings
+from jaxrl.algorithms import registry, requirements
+from jaxrl.functional import components
+from jaxrl.functional.reductions import MAX_EXPONENT
 from jaxrl.types import Algorithm
 
 WIDTH = 88
@@ -38,16 +39,27 @@ FAMILIES = {
 
 
 def summary(spec: str) -> str:
-  """One line: what the file of the algorithm says first, its paper included."""
-  function = compose.maker(spec)
-  text = signature.unwrap(function).__globals__.get('__doc__')
+  """Returns the first line of an algorithm's file, its paper included.
+
+  Args:
+    spec: The algorithm's name or location.
+  """
+  function = registry.builder(spec)
+  text = call_strings.unwrap(function).__globals__.get('__doc__')
   return (text or inspect.getdoc(function) or '').split('\n')[0]
 
 
 def source(text: str) -> str:
-  """Where a text says that something comes from, '' where it does not."""
-  found = SOURCE.search(text)
-  return found.group(1) if found else ''
+  """Returns the paper that a text cites.
+
+  Args:
+    text: A docstring.
+
+  Returns:
+    The text in its brackets; '' if it cites none.
+  """
+  match = SOURCE.search(text)
+  return match.group(1) if match else ''
 
 
 def _row(name: str, text: str, width: int) -> str:
@@ -63,10 +75,17 @@ def _row(name: str, text: str, width: int) -> str:
 
 
 def algorithms(own: Iterable[str] = ()) -> str:
-  """Every algorithm in a line of its own, by family; `own`: those of plugins."""
+  """Lists every algorithm in a line of its own, by family.
+
+  Args:
+    own: Locations of algorithms from plugins.
+
+  Returns:
+    The text.
+  """
   families: dict[str, list[str]] = {title: [] for title in FAMILIES.values()}
-  for name in compose.names():
-    families[FAMILIES[family(compose.make(name))]].append(name)
+  for name in registry.names():
+    families[FAMILIES[family(registry.make(name))]].append(name)
   families['Your own'] = list(own)
   width = max(len(n.split(':')[-1]) for names in families.values() for n in names)
   lines = [f'{"":{width + 3}}{"arXiv":>{WIDTH - width - 4}}']
@@ -83,36 +102,58 @@ def _saying(spec: str) -> str:
 
 
 def family(algorithm: Algorithm) -> str:
-  """Which of FAMILIES it belongs to, by what it learns from."""
-  reads = compose.reads(algorithm)
-  if algorithm.schema == 'preference':
+  """Returns which of FAMILIES an algorithm belongs to, by what it learns from.
+
+  Args:
+    algorithm: The algorithm.
+  """
+  reads = requirements.fields_read(algorithm)
+  if algorithm.data_format == 'preference':
     return 'pairs'
-  if {'teacher_logprobs', 'teacher_topk'} & compose.needs(algorithm):
+  if {'teacher_logprobs', 'teacher_topk'} & requirements.needs(algorithm):
     return 'teacher'
-  if algorithm.schema != 'rollout':
+  if algorithm.data_format != 'rollout':
     return 'files'
   if 'expert_mask' in reads:
     return 'expert'
-  advantage = algorithm.advantage and compose.function_of(algorithm.advantage)
-  if 'step_ids' in reads or getattr(advantage, '__name__', '') == 'agentic_reinforce':
+  turn_level = components.component_info(algorithm.advantage).turn_level
+  if turn_level or 'turn_ids' in reads:
     return 'turns'
   return 'attempts at a task, compared'
 
 
 def parts_for(slot: str) -> dict[str, Callable[..., Any]]:
-  """The parts that fit a slot, by name: a critic's loss is no policy loss."""
-  there = compose.parts_of(compose.PARTS[slot])
+  """Returns the components that fit a field of `Algorithm`.
+
+  A critic's loss fits `value_loss` only.
+
+  Args:
+    slot: The field.
+
+  Returns:
+    Components by name.
+  """
+  offered = registry.components_in(registry.COMPONENT_MODULES[slot])
   if slot not in ('policy_loss', 'value_loss'):
-    return there
+    return offered
   wanted = slot == 'value_loss'
   return {
-    n: fn for n, fn in there.items() if ('values' in compose.columns(fn)) == wanted
+    n: fn
+    for n, fn in offered.items()
+    if ('values' in components.fields_of(fn)) == wanted
   }
 
 
 def parts(own: Iterable[str] = ()) -> str:
-  """Every part in a line of its own, by the slot that takes it."""
-  slots = {slot: parts_for(slot) for slot in compose.PARTS}
+  """Lists every component in a line of its own, by the field that takes it.
+
+  Args:
+    own: Locations of components from plugins.
+
+  Returns:
+    The text.
+  """
+  slots = {slot: parts_for(slot) for slot in registry.COMPONENT_MODULES}
   slots.pop('kl_penalty')  # takes what kl_loss takes
   width = max(len(name) for there in slots.values() for name in there)
   lines = textwrap.wrap(SYMBOLS.replace('\n', ' '), WIDTH)
@@ -121,51 +162,81 @@ def parts(own: Iterable[str] = ()) -> str:
     lines += ['', 'kl_loss, kl_penalty' if slot == 'kl_loss' else slot]
     lines += [_row(name, _first_line(fn), width) for name, fn in there.items()]
   yours = [
-    _row(s.split(':')[-1], _first_line(signature.resolve(s)), width) for s in own
+    _row(s.split(':')[-1], _first_line(call_strings.resolve(s)), width) for s in own
   ]
   lines += ['', 'Your own', *yours] if yours else []
   return '\n'.join(lines)
 
 
 def _first_line(function: Callable[..., Any]) -> str:
-  line = (inspect.getdoc(function) or '').split('\n')[0]
+  line = (inspect.getdoc(function) or '').split('\n')[0].removeprefix('Computes ')
   return re.sub(r' ((All |Both )?(are )?)?`\[B, T\]`\.$', '', line)
 
 
 def describe(name: str) -> str:
-  """All there is to know of an algorithm, and of the parts that have its name."""
+  """Describes an algorithm, and the components that have its name.
+
+  Args:
+    name: A name, or the location of a function.
+
+  Returns:
+    The text.
+
+  Raises:
+    ConfigError: If there is neither.
+  """
   if ':' in name:
     spec = name.split(':')[-1]
-    function = signature.resolve(name)
-    whole = not compose.columns(function)
+    function = call_strings.resolve(name)
+    whole = not components.fields_of(function)
     return algorithm(name) if whole else part(spec, function, 'a part of your own')
-  found = [algorithm(name)] if name in compose.names() else []
+  sections = [algorithm(name)] if name in registry.names() else []
   seen: dict[int, tuple[Callable[..., Any], list[str]]] = {}
-  for slot in compose.PARTS:
+  for slot in registry.COMPONENT_MODULES:
     function = parts_for(slot).get(name)
     if function is not None:
       seen.setdefault(id(function), (function, []))[1].append(slot)
-  found += [part(name, fn, ' or '.join(slots)) for fn, slots in seen.values()]
-  if not found:
-    known = {n for slot in compose.PARTS for n in parts_for(slot)} | {*compose.names()}
-    raise signature.unknown(name, known, 'algorithm or part', 'launch.algorithms')
+  sections += [part(name, fn, ' or '.join(slots)) for fn, slots in seen.values()]
+  if not sections:
+    known = {n for slot in registry.COMPONENT_MODULES for n in parts_for(slot)} | {
+      *registry.names()
+    }
+    raise call_strings.unknown_name_error(
+      name, known, 'algorithm or part', 'launch.algorithms'
+    )
   rule = '\n\n' + '─' * WIDTH + '\n'
-  return rule.join(found)
+  return rule.join(sections)
 
 
 def part(name: str, function: Callable[..., Any], slots: str) -> str:
-  """A part by itself: its formula, columns and options."""
+  """Describes a component: its formula, batch fields and options.
+
+  Args:
+    name: Its name.
+    function: The component.
+    slots: The fields that take it.
+
+  Returns:
+    The text.
+  """
   lines = [f'{name}: {slots}', '', inspect.getdoc(function) or '', '']
-  lines += _fold('reads', ', '.join(compose.columns(function)))
-  options = signature.defaults(function)
+  lines += _fold('reads', ', '.join(components.fields_of(function)))
+  options = call_strings.defaults(function)
   lines += ['options'] if options else ['options  none']
   lines += [f'  {option} = {value!r}' for option, value in options.items()]
   return '\n'.join(lines)
 
 
 def algorithm(spec: str) -> str:
-  """Several paragraphs: options and their defaults, settings, parts, needs."""
-  function, made = compose.maker(spec), compose.make(spec)
+  """Describes an algorithm: options and defaults, settings, components, needs.
+
+  Args:
+    spec: The algorithm's name or location.
+
+  Returns:
+    The text.
+  """
+  function, made = registry.builder(spec), registry.make(spec)
   lines = [
     f'{spec}: an algorithm',
     '',
@@ -173,22 +244,31 @@ def algorithm(spec: str) -> str:
     inspect.getdoc(function) or '',
     '',
   ]
-  options = signature.defaults(function)
+  options = call_strings.defaults(function)
   width = max([len(name) for name in options], default=0)
   lines += ['options' if options else 'options  none']
   lines += [f'  {name:{width}} = {value!r}' for name, value in options.items()]
-  needs = [NEEDS.get(need, need) for need in sorted(compose.needs(made))]
-  settings = ('schema', 'group_size', 'aggregation', 'behaviour', 'sampler', 'atom')
-  shown = [f'{name} {getattr(made, name)}' for name in settings]
+  needs = [NEEDS.get(need, need) for need in sorted(requirements.needs(made))]
+  settings = (
+    'schema',
+    'group_size',
+    'aggregation',
+    'behaviour',
+    'sampler',
+    'batch_unit',
+  )
+  shown = [
+    f'{name} {getattr(made, registry.algorithm_field(name))}' for name in settings
+  ]
   extra = ('filters', 'shapers', 'critic_warmup')
   shown += [f'{name} {getattr(made, name)}' for name in extra if getattr(made, name)]
   lines += ['', *_fold('runs with', ' · '.join(shown))]
   lines += _fold('needs', ' · '.join(needs) or 'nothing more')
   lines += ['', *SYMBOLS.splitlines()]
-  for slot, piece in compose.parts(made).items():
+  for slot, piece in requirements.components_of(made).items():
     lines += ['', *_fold(f'{slot} =', call_string(piece))]
-    lines += _fold('  reads', ', '.join(compose.columns(piece)))
-    text = inspect.getdoc(compose.function_of(piece)) or ''
+    lines += _fold('  reads', ', '.join(components.fields_of(piece)))
+    text = inspect.getdoc(components.function_of(piece)) or ''
     lines.append(textwrap.indent(text, '  '))
   return '\n'.join(lines)
 
@@ -199,8 +279,12 @@ def _fold(title: str, text: str) -> list[str]:
 
 
 def call_string(part: Callable[..., Any]) -> str:
-  """The part as a call string, with every option it runs with."""
-  function = compose.function_of(part)
-  options = signature.defaults(function) | compose.options_of(part)
-  given = ', '.join(f'{name}={value!r}' for name, value in options.items())
-  return f'{function.__name__}({given})'
+  """Returns a component as a call string, with every option it runs with.
+
+  Args:
+    part: The component, bound or not.
+  """
+  function = components.function_of(part)
+  options = call_strings.defaults(function) | components.options_of(part)
+  arguments = ', '.join(f'{name}={value!r}' for name, value in options.items())
+  return f'{function.__name__}({arguments})'

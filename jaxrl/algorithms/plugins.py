@@ -1,8 +1,10 @@
-"""A folder of your own parts and algorithms, each named as the built-in ones are.
+"""Plugins are a folder of your own components and algorithms.
+
+They are named as the built-in ones are.
 
 Every public function that a `.py` file of the folder defines may be named: a function
-that returns an `Algorithm` as an algorithm, any other as a part. A name stands for
-`FOLDER/file.py:name`, and that is what a config holds once it is loaded, so nothing
+that returns an `Algorithm` as an algorithm, any other as a component. A name stands for
+`FOLDER/file.py:name`, and that is what a config contains once it is loaded, so nothing
 needs to be registered in the processes that read it.
 """
 
@@ -12,40 +14,65 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
-from jaxrl import signature
-from jaxrl.algorithms import compose
-from jaxrl.signature import ConfigError
+from jaxrl import call_strings
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
+from jaxrl.functional import components
 from jaxrl.types import Algorithm
 
 
 @dataclasses.dataclass(frozen=True)
 class Plugins:
-  """What a folder offers: name → 'FOLDER/file.py:name'."""
+  """What a folder offers.
+
+  Attributes:
+    algorithms: Name → 'FOLDER/file.py:name'.
+    parts: Name of a component → 'FOLDER/file.py:name'.
+  """
 
   algorithms: Mapping[str, str] = dataclasses.field(default_factory=dict)
   parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def algorithm(self, spec: str) -> str:
-    """The algorithm `spec` by its full name; ConfigError when there is none."""
+    """Returns the full name of an algorithm.
+
+    Args:
+      spec: A name or location.
+
+    Raises:
+      ConfigError: If there is none.
+    """
     if spec in self.algorithms:
       return self.algorithms[spec]
     if ':' not in spec:
-      _check(spec, compose.names(), self.algorithms, 'algorithm', 'algorithm')
+      _check(spec, registry.names(), self.algorithms, 'algorithm', 'algorithm')
     return spec
 
   def part(self, slot: str, text: str) -> str:
-    """The call string `text` with its part's full name; ConfigError when unknown."""
-    name = signature.parse_call(text)[0] if text else ''
+    """Returns a call string with its component's full name.
+
+    Args:
+      slot: The field of `Algorithm`.
+      text: The call string.
+
+    Raises:
+      ConfigError: If there is no such component.
+    """
+    name = call_strings.parse_call(text)[0] if text else ''
     if name in self.parts:
       return text.replace(name, self.parts[name], 1)
     if name not in ('', 'none') and ':' not in name:
-      known = compose.parts_of(compose.PARTS[slot])
+      known = registry.components_in(registry.COMPONENT_MODULES[slot])
       _check(name, known, self.parts, slot, f'algorithm.{slot}')
     return text
 
   def name_parts(self, options: MutableMapping[str, Any]) -> None:
-    """Gives the plugins among the call strings of `options` their full names."""
-    for slot in compose.PARTS:
+    """Gives the plugins among the call strings of some options their full names.
+
+    Args:
+      options: The options of an algorithm; changed in place.
+    """
+    for slot in registry.COMPONENT_MODULES:
       if isinstance(options.get(slot), str):
         options[slot] = self.part(slot, options[slot])
 
@@ -54,21 +81,29 @@ def _check(
   name: str, known: Iterable[str], own: Iterable[str], what: str, where: str
 ) -> None:
   if name not in known:
-    raise signature.unknown(name, {*known, *own}, what, where)
+    raise call_strings.unknown_name_error(name, {*known, *own}, what, where)
 
 
 def read(folder: str) -> Plugins:
-  """Imports every file of `folder`, in order of their names.
+  """Imports every file of a folder, in order of their names.
 
-  Raises ConfigError when there is no such folder, or when a name is taken: by a
-  built-in part or algorithm, or by another file. What a file itself raises while it
-  is imported is not caught: its traceback is the answer.
+  What a file raises while it is imported is not caught: its traceback is the answer.
+
+  Args:
+    folder: The folder.
+
+  Returns:
+    What it offers.
+
+  Raises:
+    ConfigError: If there is no such folder, or if a name is already taken by a built-in
+      component or algorithm, or by another file.
   """
   place = pathlib.Path(folder).expanduser()
   if not place.is_dir():
     raise ConfigError(f'--config.plugins={folder}: there is no such folder')
   try:
-    signature.parse_call(f'{place}/file.py:name')
+    call_strings.parse_call(f'{place}/file.py:name')
   except ConfigError as error:
     raise ConfigError(
       f'--config.plugins={folder}: a call string names a part by its path, which may '
@@ -77,7 +112,7 @@ def read(folder: str) -> Plugins:
   algorithms: dict[str, str] = {}
   parts: dict[str, str] = {}
   for file in sorted(place.glob('[!_.]*.py')):
-    for name, function in signature.functions(str(file)).items():
+    for name, function in call_strings.functions(str(file)).items():
       makes = _makes_algorithm(function, file.stem)
       taken, own = (_algorithms(), algorithms) if makes else (_parts(), parts)
       known = taken | own
@@ -95,16 +130,16 @@ def _makes_algorithm(function: Callable[..., Any], stem: str) -> bool:
   returns = inspect.signature(function).return_annotation
   if returns in (Algorithm, 'Algorithm'):
     return True
-  return function.__name__ == stem and not compose.columns(function)
+  return function.__name__ == stem and not components.fields_of(function)
 
 
 def _algorithms() -> dict[str, str]:
-  return dict.fromkeys(compose.names(), 'a built-in algorithm')
+  return dict.fromkeys(registry.names(), 'a built-in algorithm')
 
 
 def _parts() -> dict[str, str]:
   return {
     name: f'a part of {module.__name__}'
-    for module in compose.PARTS.values()
-    for name in compose.parts_of(module)
+    for module in registry.COMPONENT_MODULES.values()
+    for name in registry.components_in(module)
   }

@@ -1,0 +1,1 @@
+"""Data: datasets, chat tokenization, samplers, dumps and the experience store."""

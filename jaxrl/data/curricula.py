@@ -1,9 +1,9 @@
-"""Curricula: which row of a data set an episode's seed draws.
+"""Curricula decide which row of a dataset an episode's seed draws.
 
-A curriculum is made as `Curriculum(rows, seed)`, with options of its own by keyword.
-`draw` is a pure function of its arguments and, for one that learns, of what has been
-reported; what is drawn stays the seed's until its group's result is reported, so that
-all members of a group have one row.
+A curriculum is constructed as `Curriculum(rows, seed)`, with its own options by
+keyword. `draw` is a pure function of its arguments and, for curricula that learn, of
+the reported results. A drawn row stays assigned to its seed until the result of its
+group is reported, so that all samples of a group get the same row.
 """
 
 from collections import OrderedDict
@@ -12,74 +12,103 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl import signature
-from jaxrl.data.sources import SOURCE, DataError, Row
+from jaxrl import call_strings
+from jaxrl.data.row_sources import SOURCE_KEY, DataError, Row
 
-Result = tuple[int, float, int]  # a group's seed, its mean accuracy, its attempts
-_BLOCK = 1000  # draws over which a mixture has its weights exactly
-_GIVEN = 1 << 16  # draws whose results may be outstanding
+GroupResult = tuple[int, float, int]  # a group's seed, mean accuracy, number of samples
+_BLOCK_DRAWS = 1000  # number of draws over which a mixture matches its weights exactly
+_MAX_OUTSTANDING = 1 << 16  # number of draws whose results may be outstanding
 
 
 class Curriculum:
-  """A row for every draw.
+  """Base class: chooses a row for every draw.
 
-  rows: the data set's. seed: of whatever is drawn at random.
+  Args:
+    rows: The rows of the dataset.
+    seed: The seed of everything that is drawn at random.
+
+  Attributes:
+    size: The number of rows.
+    seed: The seed.
   """
 
   def __init__(self, rows: Sequence[Row], seed: int):
-    self.size, self.seed = len(rows), seed
-    self._kept: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
+    self.size = len(rows)
+    self.seed = seed
+    self._permutations: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
 
   def draw(self, seed: int, position: int) -> int:
-    """The row for an episode's seed; position: the episode's number, from 0 on."""
+    """Returns the row for an episode.
+
+    Args:
+      seed: The episode's seed.
+      position: The episode's number, counted from 0.
+
+    Returns:
+      The index of the row.
+    """
     raise NotImplementedError
 
-  def report(self, results: Iterable[Result]) -> None:
-    """How groups fared, once a learner step."""
+  def report(self, results: Iterable[GroupResult]) -> None:
+    """Receives the results of groups once per learner step.
+
+    Args:
+      results: For each group its seed, mean accuracy and number of samples.
+    """
 
   def state_dict(self) -> dict[str, Any]:
-    """What later draws depend on, as JSON."""
+    """Returns everything that later draws depend on, as JSON."""
     return {}
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
-    """Goes on from what `state_dict` gave."""
+    """Restores the state that `state_dict` returned."""
 
   def _permutation(self, *parts: int, size: int, keep: int = 4) -> np.ndarray:
-    """A shuffle named by `parts`; the last `keep` are kept."""
-    if parts not in self._kept:
+    """Returns the permutation identified by `parts`; the last `keep` are cached."""
+    if parts not in self._permutations:
       rng = np.random.default_rng([self.seed, *parts])
-      self._kept[parts] = rng.permutation(size)
-      while len(self._kept) > keep:
-        self._kept.popitem(last=False)
-    return self._kept[parts]
+      self._permutations[parts] = rng.permutation(size)
+      while len(self._permutations) > keep:
+        self._permutations.popitem(last=False)
+    return self._permutations[parts]
 
 
-class Sequential(Curriculum):
-  """The rows in their order, again and again."""
+class SequentialCurriculum(Curriculum):
+  """Draws the rows in order, over and over."""
 
   def draw(self, seed: int, position: int) -> int:
+    """Returns the row at `position`, modulo the number of rows."""
     return position % self.size
 
 
-class Shuffle(Curriculum):
-  """Permutations of the rows: consecutive seeds meet each once before any twice."""
+class ShuffleCurriculum(Curriculum):
+  """Draws permutations: consecutive seeds meet each row once before any twice."""
 
   def draw(self, seed: int, position: int) -> int:
-    epoch, place = divmod(seed, self.size)
-    return int(self._permutation(epoch, size=self.size)[place])
+    """Returns the row for `seed` in the permutation of its epoch."""
+    epoch, position_in_epoch = divmod(seed, self.size)
+    return int(self._permutation(epoch, size=self.size)[position_in_epoch])
 
 
-class Random(Curriculum):
-  """Any row at any time, each draw by itself."""
+class RandomCurriculum(Curriculum):
+  """Draws each row independently and uniformly."""
 
   def draw(self, seed: int, position: int) -> int:
+    """Returns a uniformly drawn row for `seed`."""
     return int(np.random.default_rng([self.seed, seed]).integers(self.size))
 
 
-class EasyToHard(Curriculum):
-  """The rows in the order of a number they hold, again and again.
+class EasyToHardCurriculum(Curriculum):
+  """Draws the rows in ascending order of a difficulty value, over and over.
 
-  key: where it is; the least is the easiest. Equals keep their order.
+  Args:
+    rows: The rows of the dataset.
+    seed: Unused; the order is fixed.
+    key: The row's key that holds the difficulty. Rows with equal values keep their
+      order.
+
+  Raises:
+    DataError: If a row lacks the key or its value is not a number.
   """
 
   def __init__(self, rows: Sequence[Row], seed: int, *, key: str = 'difficulty'):
@@ -90,27 +119,37 @@ class EasyToHard(Curriculum):
       keys = ', '.join(map(str, rows[0]))
       raise DataError(
         f'curriculum easy_to_hard: not every row has the key {key!r}; the first has '
-        f'{keys}: name one by key='
+        f'{keys}: choose one by key='
       ) from None
     except (TypeError, ValueError) as error:
       raise DataError(f'curriculum easy_to_hard: key {key!r}: {error}') from None
     self._order = np.argsort(values, kind='stable')
 
   def draw(self, seed: int, position: int) -> int:
+    """Returns the row whose rank by difficulty is `position`, modulo their number."""
     return int(self._order[position % self.size])
 
 
-class Bandit(Curriculum):
-  """Rows whose pass rate is about `target`, by what has been seen of them.
+class BanditCurriculum(Curriculum):
+  """Draws rows whose estimated pass rate is close to `target`.
 
-  Each row has a Beta posterior over its pass rate, which every reported group of n
-  attempts with mean accuracy x moves: a += n·x, b += n·(1 − x). A draw looks at some
-  rows and takes the one whose pass rate is nearest to the target: a rate sampled from
-  the posterior (Thompson sampling), or the posterior's mean.
+  Each row has a Beta posterior over its pass rate. Every reported group of n samples
+  with mean accuracy x updates it: a += n·x, b += n·(1 − x). A draw examines some rows
+  and takes the one whose pass rate is nearest to the target. The rate is either sampled
+  from the posterior (Thompson sampling) or the posterior's mean.
 
-  sampling: 'thompson' or 'mean'. prior: a and b before anything is seen. decay: by
-  which all that was seen is multiplied at each report, as the policy moves on; 1
-  forgets nothing. candidates: rows looked at in a draw, 0 = all.
+  Args:
+    rows: The rows of the dataset.
+    seed: The seed of everything that is drawn at random.
+    target: The preferred pass rate, in [0, 1].
+    sampling: 'thompson' or 'mean'.
+    prior: The parameters a and b before any result.
+    decay: The factor applied to all counts at each report, as the policy changes; 1
+      forgets nothing.
+    candidates: The number of rows examined per draw; 0 examines all.
+
+  Raises:
+    DataError: If an option is out of range.
   """
 
   def __init__(
@@ -125,59 +164,74 @@ class Bandit(Curriculum):
     candidates: int = 32,
   ):
     super().__init__(rows, seed)
-    good = isinstance(prior, tuple | list) and len(prior) == 2 and min(prior) > 0
-    if not good or not 0 <= target <= 1 or not 0 < decay <= 1 or candidates < 0:
+    valid_prior = isinstance(prior, tuple | list) and len(prior) == 2 and min(prior) > 0
+    if not valid_prior or not 0 <= target <= 1 or not 0 < decay <= 1 or candidates < 0:
       raise DataError(
         f'curriculum bandit: target={target} must lie within [0, 1], decay={decay} '
         f'within (0, 1], prior={prior} be two positive numbers, and '
         f'candidates={candidates} not negative'
       )
-    self._target, self._sampling, self._decay = target, sampling, decay
+    self._target = target
+    self._sampling = sampling
+    self._decay = decay
     self._prior = np.array(prior, float)
     self._candidates = min(candidates or self.size, self.size)
-    self._seen = np.zeros((self.size, 2))  # attempts right and wrong
-    self._given: dict[int, int] = {}
+    self._counts = np.zeros((self.size, 2))  # right and wrong samples of each row
+    self._rows_by_seed: dict[int, int] = {}
 
   def draw(self, seed: int, position: int) -> int:
-    if seed not in self._given:
-      self._given[seed] = self._pick(np.random.default_rng([self.seed, seed]))
-      if len(self._given) > _GIVEN:  # those of groups that were lost
-        del self._given[next(iter(self._given))]
-    return self._given[seed]
+    """Returns the row assigned to `seed`, choosing one on the first call."""
+    if seed not in self._rows_by_seed:
+      self._rows_by_seed[seed] = self._pick(np.random.default_rng([self.seed, seed]))
+      if len(self._rows_by_seed) > _MAX_OUTSTANDING:
+        # The oldest entry belongs to a group that was dropped.
+        del self._rows_by_seed[next(iter(self._rows_by_seed))]
+    return self._rows_by_seed[seed]
 
   def _pick(self, rng: np.random.Generator) -> int:
     rows = rng.choice(self.size, self._candidates, replace=False)
-    a, b = (self._prior + self._seen[rows]).T
+    a, b = (self._prior + self._counts[rows]).T
     rates = rng.beta(a, b) if self._sampling == 'thompson' else a / (a + b)
     return int(rows[np.argmin(np.abs(rates - self._target))])
 
-  def report(self, results: Iterable[Result]) -> None:
-    self._seen *= self._decay
+  def report(self, results: Iterable[GroupResult]) -> None:
+    """Updates the posteriors with the results of groups."""
+    self._counts *= self._decay
     for seed, accuracy, attempts in results:
-      row = self._given.pop(seed, None)
+      row = self._rows_by_seed.pop(seed, None)
       if row is not None:
         right = attempts * min(max(accuracy, 0.0), 1.0)
-        self._seen[row] += (right, attempts - right)
+        self._counts[row] += (right, attempts - right)
 
   def state_dict(self) -> dict[str, Any]:
-    rows = np.flatnonzero(self._seen.any(axis=1))
+    """Returns the counts of each row and the rows whose results are outstanding."""
+    rows = np.flatnonzero(self._counts.any(axis=1))
     return {
-      'seen': {str(row): self._seen[row].tolist() for row in rows},
-      'given': {str(seed): row for seed, row in self._given.items()},
+      'seen': {str(row): self._counts[row].tolist() for row in rows},
+      'given': {str(seed): row for seed, row in self._rows_by_seed.items()},
     }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
-    self._seen[:] = 0
+    """Restores the counts and the outstanding rows."""
+    self._counts[:] = 0
     for row, counts in state['seen'].items():
-      self._seen[int(row)] = counts
-    self._given = {int(seed): row for seed, row in state['given'].items()}
+      self._counts[int(row)] = counts
+    self._rows_by_seed = {int(seed): row for seed, row in state['given'].items()}
 
 
-class Mixture(Curriculum):
-  """Several sources in given shares, each shuffled and passed through by itself.
+class MixtureCurriculum(Curriculum):
+  """Draws from several sources in fixed shares; each source is shuffled on its own.
 
-  weights: one for each term of dataset.path, in its order; () weighs them by their
-  rows. Of every thousand draws each source has its share.
+  Of every thousand draws each source has its exact share.
+
+  Args:
+    rows: The rows of the dataset, marked with their source.
+    seed: The seed of the permutations.
+    weights: One weight for each term of dataset.path, in its order; () weighs sources
+      by their number of rows.
+
+  Raises:
+    DataError: If the weights do not fit the sources.
   """
 
   def __init__(
@@ -186,54 +240,69 @@ class Mixture(Curriculum):
     super().__init__(rows, seed)
     by_source: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
-      by_source.setdefault(row.get(SOURCE, ''), []).append(index)
+      by_source.setdefault(row.get(SOURCE_KEY, ''), []).append(index)
     self._sources = list(by_source.values())
-    shares = np.array(weights or [len(found) for found in self._sources], float)
+    shares = np.array(weights or [len(indices) for indices in self._sources], float)
     if len(shares) != len(self._sources) or (shares < 0).any() or not shares.sum():
       sources = ', '.join(map(str, by_source))
       raise DataError(
         f'curriculum mixture: weights={tuple(weights)} must be one number for each '
         f'term of dataset.path, none negative and not all 0; it has {len(by_source)}'
-        + (f': {sources}' if SOURCE in rows[0] else ", joined by ' + '")
+        + (f': {sources}' if SOURCE_KEY in rows[0] else ", joined by ' + '")
       )
-    exact = _BLOCK * shares / shares.sum()
-    self._quota = np.floor(exact).astype(int)
-    rest = np.argsort(self._quota - exact, kind='stable')
-    self._quota[rest[: _BLOCK - self._quota.sum()]] += 1
+    exact_quota = _BLOCK_DRAWS * shares / shares.sum()
+    self._quota = np.floor(exact_quota).astype(int)
+    largest_remainders = np.argsort(self._quota - exact_quota, kind='stable')
+    self._quota[largest_remainders[: _BLOCK_DRAWS - self._quota.sum()]] += 1
     if ((self._quota == 0) & (shares > 0)).any():
       raise DataError(
         f'curriculum mixture: weights={tuple(weights)}: the smallest is below one in '
-        f'{_BLOCK} draws'
+        f'{_BLOCK_DRAWS} draws'
       )
     self._block = np.repeat(np.arange(len(shares)), self._quota)
 
   def draw(self, seed: int, position: int) -> int:
-    block, place = divmod(position, _BLOCK)
+    """Returns the row at `position` of the mixture."""
+    block, position_in_block = divmod(position, _BLOCK_DRAWS)
     keep = 4 * len(self._sources) + 4
-    order = self._block[self._permutation(block, size=_BLOCK, keep=keep)]
-    source = int(order[place])
-    before = int((order[:place] == source).sum())
+    order = self._block[self._permutation(block, size=_BLOCK_DRAWS, keep=keep)]
+    source = int(order[position_in_block])
+    draws_before = int((order[:position_in_block] == source).sum())
     rows = self._sources[source]
-    epoch, index = divmod(block * int(self._quota[source]) + before, len(rows))
+    epoch, index = divmod(block * int(self._quota[source]) + draws_before, len(rows))
     shuffled = self._permutation(epoch, source, size=len(rows), keep=keep)
     return rows[shuffled[index]]
 
 
 CURRICULA: dict[str, Callable[..., Curriculum]] = {
-  'sequential': Sequential,
-  'shuffle': Shuffle,
-  'random': Random,
-  'easy_to_hard': EasyToHard,
-  'bandit': Bandit,
-  'mixture': Mixture,
+  'sequential': SequentialCurriculum,
+  'shuffle': ShuffleCurriculum,
+  'random': RandomCurriculum,
+  'easy_to_hard': EasyToHardCurriculum,
+  'bandit': BanditCurriculum,
+  'mixture': MixtureCurriculum,
 }
 
 
 def make_curriculum(spec: str, rows: Sequence[Row], seed: int) -> Curriculum:
-  """The curriculum that a call string names, or a dotted path; ConfigError if none."""
-  name, options = signature.parse_call(spec)
+  """Builds the curriculum that a call string or dotted path names.
+
+  Args:
+    spec: A call string, such as `bandit(target=0.4)` or `my_lab.rows:Newest`.
+    rows: The rows of the dataset.
+    seed: The seed of everything that is drawn at random.
+
+  Returns:
+    The curriculum.
+
+  Raises:
+    ConfigError: If there is no such curriculum or it has no such option.
+  """
+  name, options = call_strings.parse_call(spec)
   if name not in CURRICULA and ':' not in name:
-    raise signature.unknown(name, CURRICULA, 'curriculum', 'dataset.curriculum')
-  made = CURRICULA.get(name) or signature.resolve(name)
-  signature.check_options(made, options, f'curriculum {name!r}')
-  return made(rows, seed, **options)
+    raise call_strings.unknown_name_error(
+      name, CURRICULA, 'curriculum', 'dataset.curriculum'
+    )
+  curriculum_class = CURRICULA.get(name) or call_strings.resolve(name)
+  call_strings.check_options(curriculum_class, options, f'curriculum {name!r}')
+  return curriculum_class(rows, seed, **options)

@@ -1,30 +1,44 @@
-"""GlobalDataset: one set of rows, shared by every environment of a run."""
+"""GlobalDataset: one set of rows that all environments of a run share."""
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.data.curricula import Curriculum, Result, Sequential, make_curriculum
-from jaxrl.data.sources import DataError, Row, load_rows
+from jaxrl.data.curricula import (
+  Curriculum,
+  GroupResult,
+  SequentialCurriculum,
+  make_curriculum,
+)
+from jaxrl.data.row_sources import DataError, Row, load_rows
 from jaxrl.types import Task
 
-MODES = ('sample', 'traversal')
+DATASET_MODES = ('sample', 'traversal')
 
 
 class GlobalDataset:
-  """Rows with a question and an answer, given out by seed.
-
-  path: a source of `sources.load_rows`; or rows: the rows themselves.
-  mode: 'sample' draws the row that the curriculum has for the seed. 'traversal'
-    gives each row once a pass, in order, then None; the same seed gets the same row.
-  curriculum: a call string, see `curricula`. 'shuffle' draws row
-    permutation[seed // size][seed % size]: consecutive seeds meet every row once
-    before any twice.
-  question_key, answer_key: where a row holds them; they are also given out as
-    'question' and 'answer'. An empty key means that the rows have no such thing.
-  limit: use only so many rows. seed: of what the curriculum draws at random.
+  """Serves rows with a question and an answer by seed.
 
   Methods may be called from any thread.
+
+  Args:
+    rows: The rows themselves, instead of `path`.
+    path: A source for `row_sources.load_rows`.
+    split: The split of the source.
+    mode: 'sample' draws the row that the curriculum has for the seed. 'traversal'
+      returns each row once per pass, in order, and then None; the same seed gets the
+      same row.
+    question_key: The key of a row that holds the question, served as 'question' too. An
+      empty key means that rows have none.
+    answer_key: The key of a row that holds the answer, served as 'answer' too. An empty
+      key means that rows have none.
+    limit: Use only the first `limit` rows.
+    curriculum: A call string; see `curricula`. 'shuffle' draws row permutation[seed //
+      size][seed % size], so consecutive seeds meet every row once before any twice.
+    seed: The seed of everything that the curriculum draws at random.
+
+  Raises:
+    DataError: If the source is empty or a row lacks a key.
   """
 
   def __init__(
@@ -40,9 +54,12 @@ class GlobalDataset:
     curriculum: str = 'shuffle',
     seed: int = 0,
   ):
-    if mode not in MODES:
-      raise ValueError(f'mode must be one of {", ".join(MODES)}, not {mode!r}')
-    self.path, self.split, self.mode, self.seed = path, split, mode, seed
+    if mode not in DATASET_MODES:
+      raise ValueError(f'mode must be one of {", ".join(DATASET_MODES)}, not {mode!r}')
+    self.path = path
+    self.split = split
+    self.mode = mode
+    self.seed = seed
     self._lock = threading.RLock()
     self._rows = load_rows(path, split, limit) if rows is None else list(rows)[:limit]
     if not self._rows:
@@ -50,9 +67,10 @@ class GlobalDataset:
     self._keys = {'question': question_key, 'answer': answer_key}
     self._check_keys()
     self._filters: list[str] = []
-    self._spec, self._curriculum = curriculum, self._make_curriculum(curriculum)
+    self._curriculum_spec = curriculum
+    self._curriculum = self._make_curriculum(curriculum)
     self._cursor = 0
-    self._given: dict[int, int] = {}
+    self._rows_by_seed: dict[int, int] = {}
 
   def _check_keys(self) -> None:
     for key in filter(None, self._keys.values()):
@@ -65,18 +83,23 @@ class GlobalDataset:
 
   @property
   def size(self) -> int:
-    """The number of rows, filters applied."""
+    """Returns the number of rows that pass the filters."""
     return len(self._rows)
 
   def get_size(self) -> int:
-    """`size` as a method, for those who hold only a handle."""
+    """Returns `size`, for callers that only hold an actor handle."""
     return self.size
 
   def get_task(self, seed: int, index: int | None = None) -> Task | None:
-    """The row for an episode's seed, as a Task; None when the pass is over.
+    """Returns the row for an episode's seed as a Task.
 
-    index: the episode's number, counted from 0 within its pass. Traversal goes by
-    it where given, so that what an episode gets never depends on who asked first.
+    Args:
+      seed: The episode's seed.
+      index: The episode's number, counted from 0 within its pass. If given, traversal
+        goes by it, so that what an episode gets never depends on the order of calls.
+
+    Returns:
+      The task, or None when the pass is complete.
     """
     row = self._row_index(seed, index)
     return None if row is None else Task(seed=seed, index=row, item=self._item(row))
@@ -84,7 +107,15 @@ class GlobalDataset:
   def get_data_item(
     self, seed: int | None = None, index: int | None = None
   ) -> dict[str, Any] | None:
-    """The row itself; without a seed, traversal gives the next one."""
+    """Returns the row for a seed as a dict.
+
+    Args:
+      seed: The episode's seed. Traversal returns the next row if it is None.
+      index: The episode's number within its pass.
+
+    Returns:
+      The row, or None when the pass is complete.
+    """
     row = self._row_index(seed, index)
     return None if row is None else self._item(row)
 
@@ -103,38 +134,51 @@ class GlobalDataset:
       return row if row < self.size else None
 
   def _next_row(self, seed: int | None) -> int:
-    """The row this pass gave `seed` before, else the next one of the pass."""
-    if seed is not None and seed in self._given:
-      return self._given[seed]
+    """Returns the row that this pass assigned to `seed`, or else the next one."""
+    if seed is not None and seed in self._rows_by_seed:
+      return self._rows_by_seed[seed]
     row, self._cursor = self._cursor, self._cursor + 1
     if seed is not None:
-      self._given[seed] = row
+      self._rows_by_seed[seed] = row
     return row
 
   def _make_curriculum(self, spec: str) -> Curriculum:
     if self.mode == 'traversal':
-      return Sequential(self._rows, self.seed)  # it goes by its own cursor
+      return SequentialCurriculum(self._rows, self.seed)  # it goes by its own cursor
     return make_curriculum(spec, self._rows, self.seed)
 
   def filter(self, name: str, keep: Callable[[Row], bool]) -> int:
-    """Keeps the rows for which `keep(item)` holds; returns how many are left.
+    """Keeps the rows for which `keep(item)` is true.
 
-    Done once per name: every environment may ask for the same filter.
+    The filter runs once per name, because every environment may ask for the same one.
+
+    Args:
+      name: The name of the filter.
+      keep: Decides whether to keep a row.
+
+    Returns:
+      The number of remaining rows.
+
+    Raises:
+      DataError: If no row remains.
     """
     with self._lock:
       if name not in self._filters:
-        kept = [r for i, r in enumerate(self._rows) if keep(self._item(i))]
-        if not kept:
+        kept_rows = [r for i, r in enumerate(self._rows) if keep(self._item(i))]
+        if not kept_rows:
           raise DataError(f'filter {name!r} leaves no row of dataset {self.path!r}')
-        self._rows = kept
+        self._rows = kept_rows
         self._filters.append(name)
-        self._curriculum = self._make_curriculum(self._spec)
+        self._curriculum = self._make_curriculum(self._curriculum_spec)
       return self.size
 
-  def report(self, results: Sequence[Result]) -> None:
-    """Tells the curriculum how groups fared: (seed, mean accuracy, attempts) of each.
+  def report(self, results: Sequence[GroupResult]) -> None:
+    """Passes the results of groups on to the curriculum.
 
-    Once a learner step, before the draws of the next.
+    It is called once per learner step, before the draws of the next step.
+
+    Args:
+      results: For each group its seed, mean accuracy and number of samples.
     """
     with self._lock:
       self._curriculum.report(results)
@@ -143,20 +187,27 @@ class GlobalDataset:
     """Starts a new pass."""
     with self._lock:
       self._cursor = 0
-      self._given.clear()
+      self._rows_by_seed.clear()
 
   def state_dict(self) -> dict[str, Any]:
-    """What a resumed run needs to go on, as JSON."""
+    """Returns what a resumed run needs to continue, as JSON."""
     with self._lock:
       return {
         'size': self.size,
         'cursor': self._cursor,
-        'given': {str(seed): index for seed, index in self._given.items()},
+        'given': {str(seed): index for seed, index in self._rows_by_seed.items()},
         'curriculum': self._curriculum.state_dict(),
       }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
-    """Raises DataError if the dataset has changed its size since."""
+    """Restores the state that `state_dict` returned.
+
+    Args:
+      state: The saved state.
+
+    Raises:
+      DataError: If the number of rows has changed since then.
+    """
     if state['size'] != self.size:
       raise DataError(
         f'dataset {self.path!r} has {self.size} rows, the checkpoint was written '
@@ -164,29 +215,51 @@ class GlobalDataset:
       )
     with self._lock:
       self._cursor = state['cursor']
-      self._given = {int(seed): index for seed, index in state['given'].items()}
+      self._rows_by_seed = {int(seed): index for seed, index in state['given'].items()}
       self._curriculum.load_state_dict(state['curriculum'])
 
 
 class GlobalDatasetManager:
-  """All datasets of a run, one per key; a key is everything that makes it."""
+  """Holds all datasets of a run, one for each combination of name and options."""
 
   def __init__(self):
     self._datasets: dict[Hashable, Any] = {}
 
   def register(self, name: str, dataset: Any, **options: Any) -> Any:
-    """Registers `dataset` and returns the one registered under this key first."""
+    """Registers a dataset unless its key is already taken.
+
+    Args:
+      name: The name of the dataset.
+      dataset: The dataset, or an actor handle of one.
+      **options: Everything else that identifies the dataset.
+
+    Returns:
+      The dataset that was registered first under this key.
+    """
     return self._datasets.setdefault(self._key(name, options), dataset)
 
   def get(self, name: str, make: Callable[..., Any], **options: Any) -> Any:
-    """The dataset of this name and these options, made by `make(name, **options)`."""
+    """Returns the dataset with this name and these options, creating it if needed.
+
+    Args:
+      name: The name of the dataset.
+      make: Called as `make(name, **options)` when there is no such dataset.
+      **options: Everything else that identifies the dataset.
+
+    Returns:
+      The dataset.
+    """
     key = self._key(name, options)
     if key not in self._datasets:
       self._datasets[key] = make(name, **options)
     return self._datasets[key]
 
   def reset(self) -> list[Any]:
-    """Starts a new pass everywhere; returns what the handles' `reset` returned."""
+    """Starts a new pass in every dataset.
+
+    Returns:
+      What each dataset's `reset` returned; Ray handles return references.
+    """
     return [dataset.reset() for dataset in self._datasets.values()]
 
   @staticmethod

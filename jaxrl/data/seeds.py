@@ -1,18 +1,37 @@
-"""Seeds that fold in from one run seed; nothing depends on time or on arrival."""
+"""Seeds are derived from the run's seed, never from time or order of arrival."""
 
 import zlib
 
 import numpy as np
 
-Part = int | str
+SeedPart = int | str
 
 
-def fold(seed: int, *parts: Part) -> int:
-  """A 31-bit seed that follows from `seed` and `parts`, all of which may be 0."""
+def fold_seed(seed: int, *parts: SeedPart) -> int:
+  """Derives a 31-bit seed from `seed` and `parts`.
+
+  Args:
+    seed: The seed to start from; 0 is an ordinary seed.
+    *parts: Numbers and names to fold in, each of which may be 0.
+
+  Returns:
+    The derived seed.
+  """
   words = [seed, *(zlib.crc32(p.encode()) if isinstance(p, str) else p for p in parts)]
   return int(np.random.SeedSequence(words).generate_state(1)[0] >> 1)
 
 
 def base_seed(run_seed: int, mode: str, tag: str = '') -> int:
-  """The base seed of a tag's episodes: their seeds are this plus 0, 1, 2 …"""
-  return fold(run_seed, 'episodes', mode, tag)
+  """Returns the base seed of a tag's episodes.
+
+  The episodes' seeds are this number plus 0, 1, 2 and so on.
+
+  Args:
+    run_seed: The seed of the run.
+    mode: The mode of the rollout, such as 'train' or 'val'.
+    tag: The environment's tag.
+
+  Returns:
+    The base seed.
+  """
+  return fold_seed(run_seed, 'episodes', mode, tag)

@@ -1,4 +1,4 @@
-"""Tokenizers: a small byte-level BPE trained on the spot, or a checkpoint's own."""
+"""Tokenizers are loaded from a checkpoint or trained as a small byte-level BPE."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import: where it is used
 PAD, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
 NUM_BYTES = 256
 
-# ChatML: every message between START + role and END, each on lines of its own. Tools
-# are told of before the others, and called, in the words of Hermes and Qwen.
+# ChatML: every message between START + role and END, each on its own lines. Tools are
+# announced in a first system message and called in the format of Hermes and Qwen.
 CHAT_TEMPLATE = (
   '{% if tools %}'
   "{{ '<|im_start|>system\\nTools:\\n' }}"
@@ -37,14 +37,22 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-  """Trains a byte-level BPE with a ChatML template.
+  """Trains a byte-level BPE tokenizer with a ChatML template.
 
-  Any text survives encoding and decoding unchanged. Digits are tokens of their own.
-  `<|im_end|>` ends a turn (eos), `<|endoftext|>` pads. The vocabulary may stay
-  smaller than `vocab_size` when the texts hold too few pairs to merge; the same texts
-  give the same tokenizer.
+  Any text survives encoding and decoding unchanged. Each digit is a token. `<|im_end|>`
+  ends a turn (eos), `<|endoftext|>` pads. The vocabulary may stay smaller than
+  `vocab_size` if the texts hold too few pairs to merge. The same texts give the same
+  tokenizer.
 
-  Raises ValueError when `vocab_size` cannot hold the bytes and the special tokens.
+  Args:
+    texts: The training texts.
+    vocab_size: The largest size of the vocabulary.
+
+  Returns:
+    The tokenizer.
+
+  Raises:
+    ValueError: If `vocab_size` cannot hold the bytes and the special tokens.
   """
   specials = [PAD, START, END]
   if vocab_size < NUM_BYTES + len(specials):
@@ -82,8 +90,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
   """Loads the tokenizer of a Hugging Face folder on this machine's disk.
 
-  Raises FileNotFoundError when the folder, or a tokenizer in it, is not there, and
-  ValueError when its files do not make one. Nothing is downloaded.
+  Nothing is downloaded.
+
+  Args:
+    folder: The folder.
+
+  Returns:
+    The tokenizer.
+
+  Raises:
+    FileNotFoundError: If the folder does not exist or holds no tokenizer.
+    ValueError: If its files do not form a usable tokenizer.
   """
   folder = Path(folder)
   if not folder.is_dir():
@@ -92,14 +109,16 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
   if not any((folder / name).exists() for name in names):
     raise FileNotFoundError(f'{folder} holds no tokenizer: none of {", ".join(names)}')
   try:
-    return _kind(folder).from_pretrained(str(folder), local_files_only=True)
+    return _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True)
   except (OSError, ValueError, KeyError) as error:
     raise ValueError(f'{folder} holds no usable tokenizer: {error}') from error
 
 
-def _kind(folder: Path) -> type:
-  """The class that loads it: for one that `train_tokenizer` made, without the search
-  through every model that `transformers` knows, which takes a second.
+def _tokenizer_class(folder: Path) -> type:
+  """Returns the class that loads the tokenizer.
+
+  A tokenizer made by `train_tokenizer` is recognised at once, because the search
+  through every model that `transformers` knows takes a second.
   """
   settings = folder / 'tokenizer_config.json'
   name = settings.exists() and json.loads(settings.read_text()).get('tokenizer_class')

@@ -1,57 +1,83 @@
-"""Tool calls in a reply's text, as chat templates have models write them.
+"""Tool calls are parsed here from the text of a reply.
 
-Those of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any
-number. Llama 3's: a reply that is nothing but `{"name": …, "parameters": {…}}`.
+Hermes and Qwen write any number of `<tool_call>{"name": …, "arguments":
+{…}}</tool_call>`. Llama 3 writes a reply that consists of `{"name": …, "parameters":
+{…}}` alone.
 """
 
 import dataclasses
 import json
 from typing import Any
 
-OPEN, CLOSE = '<tool_call>', '</tool_call>'
-BARE = '{'  # how a reply begins that may be a call of Llama's
+OPEN_TAG, CLOSE_TAG = '<tool_call>', '</tool_call>'
+JSON_START = '{'  # how a reply begins that may be a call of Llama's
 _PYTHON_TAG = '<|python_tag|>'  # which Llama may put before it
 
 
 @dataclasses.dataclass(frozen=True)
-class Unreadable:
-  """A call that is none; `reason` says why, to whoever wrote it."""
+class InvalidToolCall:
+  """A tool call that could not be parsed.
+
+  Attributes:
+    reason: Why, in words for the model that wrote it.
+  """
 
   reason: str
 
 
-Call = dict[str, Any]  # {'name': str, 'arguments': an object}
+ToolCall = dict[str, Any]  # {'name': str, 'arguments': an object}
 
 
-def parse(text: str) -> tuple[str, list[Call | Unreadable]]:
-  """The text before the calls, and the calls in order, those amiss with a reason."""
-  before, *blocks = text.split(OPEN)
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall | InvalidToolCall]]:
+  """Splits a reply into its text and its tool calls.
+
+  Args:
+    text: The reply.
+
+  Returns:
+    The text before the calls, and the calls in order; an unreadable call is an
+    InvalidToolCall.
+  """
+  before, *blocks = text.split(OPEN_TAG)
   if blocks:
-    return before.rstrip(), [_call(block) for block in blocks]
-  call = _bare(text)
+    return before.rstrip(), [_parse_block(block) for block in blocks]
+  call = _parse_llama_call(text)
   return (text, []) if call is None else ('', [call])
 
 
-def begins(text: str) -> bool:
-  """Whether a reply that begins like this may turn out to be nothing but a call."""
-  return text.lstrip().startswith((BARE, _PYTHON_TAG))
+def may_be_tool_call(text: str) -> bool:
+  """Returns whether a reply that begins like this may be nothing but a tool call.
 
+  Args:
+    text: The beginning of the reply.
 
-def read(text: str) -> tuple[str, list[Call]]:
-  """The text before the calls, and the calls.
-
-  A reply with a call that cannot be read is all text and has none, so that whoever
-  sent the tools sees what the model wrote.
+  Returns:
+    True if the text could still become a call in Llama's form.
   """
-  before, calls = parse(text)
-  fine = [call for call in calls if not isinstance(call, Unreadable)]
-  return (before, fine) if calls and len(fine) == len(calls) else (text, [])
+  return text.lstrip().startswith((JSON_START, _PYTHON_TAG))
 
 
-def _bare(text: str) -> Call | None:
-  """A whole reply that is a call; one that is anything else is text."""
+def extract_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+  """Splits a reply into its text and its tool calls, all or none.
+
+  A reply with an unreadable call is returned as text without calls, so that whoever
+  supplied the tools sees what the model wrote.
+
+  Args:
+    text: The reply.
+
+  Returns:
+    The text before the calls, and the calls.
+  """
+  before, calls = parse_tool_calls(text)
+  valid = [call for call in calls if not isinstance(call, InvalidToolCall)]
+  return (before, valid) if calls and len(valid) == len(calls) else (text, [])
+
+
+def _parse_llama_call(text: str) -> ToolCall | None:
+  """Returns the call if the whole reply is one, else None."""
   body = text.strip().removeprefix(_PYTHON_TAG).lstrip()
-  if not (body.startswith(BARE) and body.endswith('}')):
+  if not (body.startswith(JSON_START) and body.endswith('}')):
     return None
   try:
     value = json.loads(body)
@@ -65,17 +91,17 @@ def _bare(text: str) -> Call | None:
   return {'name': name, 'arguments': arguments}
 
 
-def _call(block: str) -> Call | Unreadable:
-  body, closed, _ = block.partition(CLOSE)
+def _parse_block(block: str) -> ToolCall | InvalidToolCall:
+  body, closed, _ = block.partition(CLOSE_TAG)
   if not closed:
-    return Unreadable(f'it does not end with {CLOSE}')
+    return InvalidToolCall(f'it does not end with {CLOSE_TAG}')
   try:
     value = json.loads(body)
   except (ValueError, RecursionError) as error:
-    return Unreadable(f'it is not JSON: {error}')
+    return InvalidToolCall(f'it is not JSON: {error}')
   if not isinstance(value, dict) or not isinstance(value.get('name'), str):
-    return Unreadable('it must be an object with a "name", a string')
+    return InvalidToolCall('it must be an object with a "name", a string')
   arguments = value.get('arguments', {})
   if not isinstance(arguments, dict):
-    return Unreadable('its "arguments" must be an object')
+    return InvalidToolCall('its "arguments" must be an object')
   return {'name': value['name'], 'arguments': arguments}

@@ -1,0 +1,1 @@
+"""Environments: text games, math, code, shells, tools, sandboxes and graders."""

@@ -1,4 +1,4 @@
-"""Objectives as pure functions of arrays, for use from any JAX program.
+"""Objectives are pure functions of arrays, for use from any JAX program.
 
 >>> from jaxrl.functional import losses, advantages, kl, aggregation
 """

@@ -1,13 +1,15 @@
-"""How per-token losses become one number: as weights, made once per optimizer batch.
+"""Aggregation turns losses per token into one number, by weights made once per batch.
 
 Losses never reduce. A mode becomes weights from the counts of the *whole* optimizer
 batch, and the loss is Σ w·l. Splitting that batch into micro-batches or over devices
 therefore changes nothing. Rows without action tokens count nowhere.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 
-from jaxrl.signature import ConfigError, parse_call, unknown
+from jaxrl.call_strings import ConfigError, parse_call, unknown_name_error
 from jaxrl.types import Array
 
 MODES = (
@@ -25,19 +27,27 @@ def token_weights(
   length: float | None = None,
   row_valid: Array | None = None,
 ) -> Array:
-  """Weights `[B, T]` for a loss per token; 0 wherever the mask is 0.
+  """Computes the weights of a loss per token.
 
-  mask: `[B, T]` action tokens of the whole optimizer batch.
-  mode, with m the mask, l the loss and B the number of rows with an action token:
+  With m the mask, l the loss and B the number of rows with an action token, the modes
+  are:
+
     token_mean: Σ m·l / Σ m.
     sequence_mean_token_sum: (1/B) Σ_rows Σ_t m·l.
     sequence_mean_token_mean: (1/B) Σ_rows (Σ_t m·l / Σ_t m).
-    sequence_mean_token_sum_norm: Σ m·l / (B·L) (Dr. GRPO, arXiv 2503.20783); L is
-      `length`, a constant: never the padded width. May be written into the mode,
+    sequence_mean_token_sum_norm: Σ m·l / (B·L) (Dr. GRPO, arXiv 2503.20783).
+
+  Args:
+    mask: `[B, T]` action tokens of the whole optimizer batch.
+    mode: The mode. L may be written into it,
       `'sequence_mean_token_sum_norm(length=1024)'`.
-  row_valid: `[B]` bool; rows to leave out, counts included, are False.
+    length: L, a constant: never the padded width.
+    row_valid: `[B]` bool; rows to leave out, counts included, are False.
+
+  Returns:
+    `[B, T]`; 0 wherever the mask is 0.
   """
-  name, constant = check(mode, length)
+  name, constant = parse_mode(mode, length)
   m = jnp.asarray(mask, jnp.float32)
   if row_valid is not None:
     m = m * row_valid[:, None]
@@ -53,30 +63,65 @@ def token_weights(
 
 
 def term_scale(mask: Array, expert_mask: Array, *, mode: str = 'token_mean') -> Array:
-  """`[B]` turns weights over all rows into weights over a row's own kind.
+  """Computes what turns weights over all rows into weights over a row's own kind.
 
-  For losses of two terms, one on expert rows and one on the others, each a mean over
-  its own: token_weights(mask, mode=mode) · term_scale sums to 1 (in mode token_mean)
-  over either kind. mask: `[B, T]`. expert_mask: `[B]` bool.
+  It is for losses of two terms, one on expert rows and one on the others, each a mean
+  over its own rows: token_weights(mask, mode=mode) · term_scale sums to 1 (in mode
+  token_mean) over either kind.
+
+  Args:
+    mask: `[B, T]` bool, True at action tokens.
+    expert_mask: `[B]` bool, True on an expert's rows.
+    mode: As for `token_weights`.
+
+  Returns:
+    `[B]`.
   """
-  name, _ = check(mode, length=1)
+  name, _ = parse_mode(mode, length=1)
   tokens = jnp.sum(jnp.asarray(mask, jnp.float32), axis=-1)
   count = tokens if name == 'token_mean' else 1.0 * (tokens > 0)
   experts = jnp.sum(jnp.where(expert_mask, count, 0))
   others = jnp.sum(jnp.where(expert_mask, 0, count))
-  own = jnp.where(expert_mask, experts, others)
-  return jnp.where(own > 0, (experts + others) / jnp.maximum(own, 1), 0)
+  own_count = jnp.where(expert_mask, experts, others)
+  return jnp.where(own_count > 0, (experts + others) / jnp.maximum(own_count, 1), 0)
 
 
-def check(mode: str, length: float | None = None) -> tuple[str, float]:
-  """The mode's name and its length, 0 if it has none; ConfigError when wrong."""
+def term_scale_field(
+  mask: Array, expert_mask: Array, aggregation: str
+) -> dict[str, Any]:
+  """Computes the batch field `term_scale` from the whole optimizer batch.
+
+  Args:
+    mask: `[B, T]` bool, True at action tokens.
+    expert_mask: `[B]` bool, True on an expert's rows.
+    aggregation: The name of the aggregation mode.
+
+  Returns:
+    {'term_scale': `[B]`}.
+  """
+  return {'term_scale': term_scale(mask, expert_mask, mode=aggregation)}
+
+
+def parse_mode(mode: str, length: float | None = None) -> tuple[str, float]:
+  """Reads a mode and checks it.
+
+  Args:
+    mode: As for `token_weights`.
+    length: L, where the mode does not contain it.
+
+  Returns:
+    The mode's name and its length, 0 if it has none.
+
+  Raises:
+    ConfigError: If there is no such mode, or its length is not positive.
+  """
   name, options = parse_call(mode)
   if name not in MODES:
-    raise unknown(name, MODES, 'mode', 'aggregation')
+    raise unknown_name_error(name, MODES, 'mode', 'aggregation')
   takes = ('length',) if name == 'sequence_mean_token_sum_norm' else ()
   for option in options:
     if option not in takes:
-      raise unknown(option, takes, 'option', f'aggregation={mode!r}')
+      raise unknown_name_error(option, takes, 'option', f'aggregation={mode!r}')
   length = options.get('length', length)
   wrong = length is None or isinstance(length, str | bool)
   if takes and (wrong or (isinstance(length, int | float) and length <= 0)):
@@ -88,16 +133,28 @@ def check(mode: str, length: float | None = None) -> tuple[str, float]:
 
 
 def row_weights(mask: Array) -> Array:
-  """Weights `[B]` that average a loss per row over rows with an action token."""
+  """Computes weights that average a loss per row over rows with an action token.
+
+  Args:
+    mask: `[B, T]` bool, True at action tokens.
+
+  Returns:
+    `[B]`.
+  """
   rows = jnp.any(jnp.asarray(mask, bool), axis=-1)
   return rows / jnp.maximum(jnp.sum(rows), 1).astype(jnp.float32)
 
 
 def pair_weights(pair_ids: Array) -> Array:
-  """Weights `[B]` that average a loss per pair, given on each pair's rows.
+  """Computes weights that average a loss per pair, given on each pair's rows.
 
-  pair_ids: `[B]` int32, both rows of a pair alike, −1 at padding rows. A pair's
-  weight is split evenly over its two rows.
+  A pair's weight is split evenly over its two rows.
+
+  Args:
+    pair_ids: `[B]` int32, equal for the two rows of a pair; −1 at padding rows.
+
+  Returns:
+    `[B]`.
   """
   rows = pair_ids >= 0
   return rows / jnp.maximum(jnp.sum(rows), 1).astype(jnp.float32)

@@ -1,9 +1,9 @@
-"""Weights for the gap between the engine that sampled and the learner's own policy.
+"""Corrections weight tokens for the gap between the engine and the learner's policy.
 
-w = π_train_old/π_rollout. A correction makes weights `[B, T]` that multiply a loss
-whose own ratio starts from `old_logprobs` (behaviour "decoupled"). No gradient flows
-through a weight. Each returns (weights, metrics): 'weight', 'masked' and what
-`mismatch` reports, all `[B, T]`.
+w = π_train_old/π_rollout. A correction returns weights `[B, T]` that multiply a loss
+whose own ratio starts from `old_logprobs` (source "decoupled"). No gradient flows
+through a weight. Each returns (weights, metrics): 'weight', 'masked' and those of
+`mismatch`, all `[B, T]`.
 """
 
 from typing import Literal
@@ -11,8 +11,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl.functional.groups import exp, row_mean, row_sum
-from jaxrl.functional.turns import turn_mean
+from jaxrl.functional.components import component
+from jaxrl.functional.reductions import clipped_exp, row_mean, row_sum, turn_mean
 from jaxrl.types import Array
 
 Level = Literal['token', 'segment', 'geometric', 'sequence']
@@ -21,13 +21,31 @@ Level = Literal['token', 'segment', 'geometric', 'sequence']
 def mismatch(
   old_logprobs: Array, rollout_logprobs: Array, mask: Array
 ) -> dict[str, Array]:
-  """`[B, T]` each: |Δlogp|, and the k3 estimate of KL(rollout‖train)."""
+  """Computes the mismatch of each token.
+
+  Args:
+    old_logprobs: `[B, T]` the old log-probs o.
+    rollout_logprobs: `[B, T]` log-probs by the engine that sampled.
+    mask: `[B, T]` bool, True at action tokens.
+
+  Returns:
+    `[B, T]` each: 'logprob_difference' |Δlogp|, and 'kl', the k3 estimate of
+    KL(rollout‖train).
+  """
   d = jnp.where(mask, old_logprobs - rollout_logprobs, 0)
-  return {'logprob_difference': jnp.abs(d), 'kl': exp(d) - 1 - d}
+  return {'logprob_difference': jnp.abs(d), 'kl': clipped_exp(d) - 1 - d}
 
 
 def effective_sample_size(weights: Array, mask: Array) -> Array:
-  """(Σw)²/(N·Σw²) over action tokens: the share of the sample that still counts."""
+  """Computes (Σw)²/(N·Σw²) over action tokens, the share of the sample that counts.
+
+  Args:
+    weights: `[B, T]` the weights w.
+    mask: `[B, T]` bool, True at action tokens.
+
+  Returns:
+    A scalar.
+  """
   w = jnp.where(mask, weights, 0)
   square = jnp.sum(mask) * jnp.sum(w * w)
   return jnp.square(jnp.sum(w)) / jnp.where(square > 0, square, 1)
@@ -36,10 +54,17 @@ def effective_sample_size(weights: Array, mask: Array) -> Array:
 def ratio(
   old_logprobs: Array, rollout_logprobs: Array, mask: Array, *, level: Level = 'token'
 ) -> Array:
-  """`[B, T]` w of each token, or of the segment or row it belongs to.
+  """Computes w of each token, or of the segment or row it belongs to.
 
-  token: e^Δ. segment: e^{mean Δ} over the unbroken stretch of action tokens.
-  geometric: e^{mean Δ} over the row. sequence: e^{Σ Δ} over the row.
+  Args:
+    old_logprobs: `[B, T]` the old log-probs o.
+    rollout_logprobs: `[B, T]` log-probs by the engine that sampled.
+    mask: `[B, T]` bool, True at action tokens.
+    level: 'token', e^Δ; 'segment', e^{mean Δ} over the unbroken stretch of action
+      tokens; 'geometric', e^{mean Δ} over the row; 'sequence', e^{Σ Δ} over the row.
+
+  Returns:
+    `[B, T]`, without gradient.
   """
   d = jnp.where(mask, old_logprobs - rollout_logprobs, 0)
   if level == 'segment':
@@ -50,9 +75,10 @@ def ratio(
     d = jnp.broadcast_to(row_sum(d, mask)[:, None], d.shape)
   elif level != 'token':
     raise ValueError(f'level is {level!r}; it must be one of {Level.__args__}')
-  return jax.lax.stop_gradient(exp(d))
+  return jax.lax.stop_gradient(clipped_exp(d))
 
 
+@component()
 def tis(
   old_logprobs: Array,
   rollout_logprobs: Array,
@@ -61,15 +87,24 @@ def tis(
   cap: float = 2.0,
   level: Level = 'token',
 ) -> tuple[Array, dict[str, Array]]:
-  """min(w, C), truncated importance weights of tokens or rows (Yao et al., 2025).
+  """Computes min(w, C), truncated importance weights (Yao et al., 2025).
 
-  old_logprobs, rollout_logprobs, mask: `[B, T]`.
+  Args:
+    old_logprobs: `[B, T]` the old log-probs o.
+    rollout_logprobs: `[B, T]` log-probs by the engine that sampled.
+    mask: `[B, T]` bool, True at action tokens.
+    cap: The cap C.
+    level: What w is of: 'token', 'segment', 'geometric' or 'sequence'; see `ratio`.
+
+  Returns:
+    Weights `[B, T]` and metrics.
   """
   w = ratio(old_logprobs, rollout_logprobs, mask, level=level)
   capped = jnp.where(mask, jnp.minimum(w, cap), 0)
   return _result(capped, w > jnp.inf, old_logprobs, rollout_logprobs, mask)
 
 
+@component()
 def mis(
   old_logprobs: Array,
   rollout_logprobs: Array,
@@ -79,13 +114,26 @@ def mis(
   high: float = 2.0,
   level: Level = 'geometric',
 ) -> tuple[Array, dict[str, Array]]:
-  """1[low ≤ w ≤ high], a mask of tokens or rows (Liu et al., 2025). All `[B, T]`."""
+  """Computes 1[low ≤ w ≤ high], a mask of tokens or rows (Liu et al., 2025).
+
+  Args:
+    old_logprobs: `[B, T]` the old log-probs o.
+    rollout_logprobs: `[B, T]` log-probs by the engine that sampled.
+    mask: `[B, T]` bool, True at action tokens.
+    low: The lower bound of w.
+    high: The upper bound of w.
+    level: What w is of: 'token', 'segment', 'geometric' or 'sequence'; see `ratio`.
+
+  Returns:
+    Weights `[B, T]` and metrics.
+  """
   w = ratio(old_logprobs, rollout_logprobs, mask, level=level)
   outside = (w < low) | (w > high)
   weights = jnp.where(mask, 1.0 - outside, 0)
   return _result(weights, outside, old_logprobs, rollout_logprobs, mask)
 
 
+@component()
 def icepop(
   old_logprobs: Array,
   rollout_logprobs: Array,
@@ -94,13 +142,25 @@ def icepop(
   low: float = 0.5,
   high: float = 5.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """w·1[low ≤ w ≤ high], token by token (Ring-1T, arXiv 2510.18855). All `[B, T]`."""
+  """Computes w·1[low ≤ w ≤ high], token by token (Ring-1T, arXiv 2510.18855).
+
+  Args:
+    old_logprobs: `[B, T]` the old log-probs o.
+    rollout_logprobs: `[B, T]` log-probs by the engine that sampled.
+    mask: `[B, T]` bool, True at action tokens.
+    low: The lower bound of w.
+    high: The upper bound of w.
+
+  Returns:
+    Weights `[B, T]` and metrics.
+  """
   w = ratio(old_logprobs, rollout_logprobs, mask)
   outside = (w < low) | (w > high)
   weights = jnp.where(outside, 0, jnp.where(mask, w, 0))
   return _result(weights, outside, old_logprobs, rollout_logprobs, mask)
 
 
+@component()
 def train_infer_correction(
   old_logprobs: Array,
   rollout_logprobs: Array,
@@ -113,10 +173,21 @@ def train_infer_correction(
   ratio_high: float | None = None,
   max_difference: float | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-  """min(w, C)·1[low ≤ w′ ≤ high]·1[|Δπ| ≤ most], at levels (ROLL, arXiv 2506.06122).
+  """Computes min(w, C)·1[low ≤ w′ ≤ high]·1[|Δπ| ≤ most] (ROLL, arXiv 2506.06122).
 
-  Tokens are left out where w at `mask_level` is under ratio_low or over ratio_high,
-  or where |π_train − π_rollout| of the token exceeds max_difference. All `[B, T]`.
+  Args:
+    old_logprobs: `[B, T]` the old log-probs o.
+    rollout_logprobs: `[B, T]` log-probs by the engine that sampled.
+    mask: `[B, T]` bool, True at action tokens.
+    weight: The level of w; 'none' for w = 1.
+    cap: The cap C.
+    mask_level: The level of w′.
+    ratio_low: The lower bound of w′; None for none.
+    ratio_high: The upper bound of w′; None for none.
+    max_difference: The largest |π_train − π_rollout| of a token; None for none.
+
+  Returns:
+    Weights `[B, T]` and metrics.
   """
   w = jnp.ones(mask.shape, jnp.float32)
   if weight != 'none':
@@ -128,7 +199,7 @@ def train_infer_correction(
   if ratio_high is not None:
     outside |= judged > ratio_high
   if max_difference is not None:
-    gap = jnp.abs(exp(old_logprobs) - exp(rollout_logprobs))
+    gap = jnp.abs(clipped_exp(old_logprobs) - clipped_exp(rollout_logprobs))
     outside |= gap > max_difference
   weights = jnp.where(outside, 0, jnp.where(mask, jnp.minimum(w, cap), 0))
   return _result(weights, outside, old_logprobs, rollout_logprobs, mask)

@@ -1,20 +1,29 @@
-"""The entropy bonus, and what entropy-guided clipping reads."""
+"""Entropy terms: the entropy bonus, and what entropy-guided clipping reads."""
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.functional.aggregation import term_scale as scale_of
-from jaxrl.functional.losses.mixed import own_scale
-from jaxrl.functional.marks import over_batch
+from jaxrl.functional.aggregation import term_scale_field
+from jaxrl.functional.components import component
 from jaxrl.types import Array
 
 
+@component()
 def entropy_loss(entropy: Array, *, coef: float = 0.0) -> Array:
-  """−coef·H, H the distribution's at temperature 1 (arXiv 1602.01783). `[B, T]`."""
+  """Computes −coef·H (arXiv 1602.01783).
+
+  Args:
+    entropy: `[B, T]` entropy of the distribution at temperature 1.
+    coef: The coefficient.
+
+  Returns:
+    `[B, T]`.
+  """
   return -coef * entropy
 
 
-@over_batch(own_scale)
+@component(precompute=term_scale_field)
 def mix(
   entropy: Array,
   mask: Array,
@@ -23,9 +32,18 @@ def mix(
   *,
   coef: float = 0.0,
 ) -> Array:
-  """−coef·H on rollout rows, a mean over them alone (arXiv 2505.17826). `[B, T]`.
+  """Computes −coef·H on rollout rows, a mean over them alone (arXiv 2505.17826).
 
-  0 on an expert's rows. expert_mask, term_scale: `[B]`, as in `losses.mix`.
+  Args:
+    entropy: `[B, T]` entropy of the distribution at temperature 1.
+    mask: `[B, T]` bool, True at action tokens.
+    expert_mask: `[B]` bool, True on an expert's rows.
+    term_scale: `[B]` from `aggregation.term_scale` over the whole optimizer batch; None
+      computes it from these rows, right when they are all there are.
+    coef: The coefficient.
+
+  Returns:
+    `[B, T]`; 0 on an expert's rows.
   """
   if term_scale is None:
     term_scale = scale_of(mask, expert_mask)
@@ -34,7 +52,14 @@ def mix(
 
 
 def nec(logits: Array) -> Array:
-  """`[…]` Σ_v p_v²(H + log p_v) of logits `[…, V]`: the mean of e^p(H+p) under p."""
+  """Computes Σ_v p_v²(H + log p_v), the mean of e^p(H+p) under p.
+
+  Args:
+    logits: `[…, V]`.
+
+  Returns:
+    `[…]`.
+  """
   logp = jax.nn.log_softmax(logits)
   p = jnp.exp(logp)
   entropy = -jnp.sum(p * logp, axis=-1, keepdims=True)

@@ -1,37 +1,63 @@
-"""Estimates of KL(π_θ‖π_ref) per token, from log-probs of the sampled tokens.
+"""KL estimators per token, of KL(π_θ‖π_ref), from log-probs of the sampled tokens.
 
-p is the policy's log-prob, q the reference's, o the behaviour policy's. Each serves
-twice: as a loss term with gradient through p, and as a penalty on rewards, where the
-behaviour log-prob takes the place of p. J. Schulman, "Approximating KL divergence".
+p is the policy's log-prob, q the reference's, o the old policy's. Each estimator serves
+as a loss term, with gradient through p, and as a penalty on rewards, where o takes the
+place of p (J. Schulman, "Approximating KL divergence", 2020).
 """
 
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 
-from jaxrl.functional.groups import exp
+from jaxrl.functional.components import component
+from jaxrl.functional.reductions import clipped_exp
 from jaxrl.types import Array
 
 
 def term(estimator: Callable[..., Array], coef: float) -> Callable[..., Array] | None:
-  """The estimator times `coef`; None when it is 0, so no reference is scored."""
+  """Binds a coefficient to an estimator.
+
+  Args:
+    estimator: One of this module.
+    coef: The coefficient.
+
+  Returns:
+    The estimator times `coef`; None when it is 0, so that no reference is scored.
+  """
   return functools.partial(estimator, coef=coef) if coef else None
 
 
+@component()
 def k1(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """coef·(p − q), unbiased, may be negative (Schulman, 2020). `[B, T]`.
+  """Computes coef·(p − q), unbiased, which may be negative (Schulman, 2020).
 
-  Meant as a reward penalty: as a loss its expected on-policy gradient is zero.
+  It is meant as a reward penalty: as a loss its expected on-policy gradient is zero.
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    coef: The coefficient.
+
+  Returns:
+    `[B, T]`.
   """
   return coef * (logprobs - ref_logprobs)
 
 
+@component()
 def k2(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """coef·½(p − q)², its on-policy gradient the KL's (Schulman, 2020). `[B, T]`.
+  """Computes coef·½(p − q)², whose on-policy gradient is the KL's (Schulman, 2020).
 
-  Also called `mse`.
+  It is also called `mse`.
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    coef: The coefficient.
+
+  Returns:
+    `[B, T]`.
   """
   return coef * 0.5 * jnp.square(logprobs - ref_logprobs)
 
@@ -39,8 +65,18 @@ def k2(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
 mse = k2
 
 
+@component()
 def k3(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """coef·(e^{q−p} − 1 − (q−p)), unbiased, never negative (Schulman, 2020). `[B, T]`."""
+  """Computes coef·(e^{q−p} − 1 − (q−p)), unbiased and not negative (Schulman, 2020).
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    coef: The coefficient.
+
+  Returns:
+    `[B, T]`.
+  """
   return coef * _excess(ref_logprobs - logprobs)
 
 
@@ -51,41 +87,56 @@ def _excess(d: Array) -> Array:
   series = 0.0
   for factorial in (40320, 5040, 720, 120, 24, 6, 2):
     series = series * x + 1 / factorial
-  return jnp.where(near, series * x * x, exp(d) - 1 - d)
+  return jnp.where(near, series * x * x, clipped_exp(d) - 1 - d)
 
 
+@component()
 def low_var(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """coef·clip(e^{q−p} − 1 − (q−p), ±10), k3 bounded (Schulman, 2020). `[B, T]`."""
+  """Computes coef·clip(e^{q−p} − 1 − (q−p), ±10), k3 bounded (Schulman, 2020).
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    coef: The coefficient.
+
+  Returns:
+    `[B, T]`.
+  """
   return coef * jnp.clip(k3(logprobs, ref_logprobs), -10, 10)
 
 
+@component()
 def abs(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
-  """coef·|p − q| (Schulman, 2020). `[B, T]`."""
+  """Computes coef·|p − q| (Schulman, 2020).
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    coef: The coefficient.
+
+  Returns:
+    `[B, T]`.
+  """
   return coef * jnp.abs(logprobs - ref_logprobs)
 
 
+@component()
 def corrected_k3(
   logprobs: Array, ref_logprobs: Array, old_logprobs: Array, *, coef: float = 1.0
 ) -> Array:
-  """coef·clip(e^{p−o}, 0, 2)·k3 (DeepSeek-V3.2, arXiv 2512.02556). `[B, T]`.
+  """Computes coef·clip(e^{p−o}, 0, 2)·k3 (DeepSeek-V3.2, arXiv 2512.02556).
 
-  For off-policy samples. Gradient flows through the ratio, where it is not clipped.
+  It is for off-policy samples. Gradient flows through the ratio where that is not
+  clipped.
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    old_logprobs: `[B, T]` the old log-probs o.
+    coef: The coefficient.
+
+  Returns:
+    `[B, T]`.
   """
-  ratio = jnp.clip(exp(logprobs - old_logprobs), 0, 2)
+  ratio = jnp.clip(clipped_exp(logprobs - old_logprobs), 0, 2)
   return coef * ratio * k3(logprobs, ref_logprobs)
-
-
-def full(logits: Array, ref_logits: Array, *, coef: float = 1.0) -> Array:
-  """`[B, T]` coef·Σ_v π(v)·(log π(v) − log π_ref(v)), exact; logits `[B, T, V]`."""
-  p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
-  return coef * jnp.sum(jnp.exp(p) * (p - q), axis=-1)
-
-
-def adaptive_coef(
-  beta: Array, kl: Array, n: Array, *, target: float = 0.1, horizon: float = 10_000.0
-) -> Array:
-  """The next β: β·(1 + clip(kl/target − 1, ±0.2)·n/horizon) (arXiv 1909.08593).
-
-  kl: the mean KL over the last n rows. Steers the KL to `target`.
-  """
-  return beta * (1 + jnp.clip(kl / target - 1, -0.2, 0.2) * n / horizon)

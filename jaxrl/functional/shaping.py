@@ -1,6 +1,6 @@
-"""What is done to rewards, and to the weights of rows, before any advantage sees them.
+"""Shaping functions change rewards and row weights before any advantage sees them.
 
-Numpy arrays give numpy arrays, so that hosts shape what they play without a device.
+Numpy arrays give numpy arrays, so that hosts shape rewards without a device.
 """
 
 from typing import Any
@@ -15,10 +15,18 @@ Column = Any  # `[B]`, numpy's or JAX's
 def overlong_penalty(
   lengths: Column, *, max_length: float, cache: float = 0.0
 ) -> Column:
-  """`[B]` DAPO's soft penalty on long answers (arXiv 2503.14476).
+  """Computes DAPO's soft penalty on long answers (arXiv 2503.14476).
 
-  0 up to L − c tokens, then linear down to −1 at L, and −1 beyond; L = max_length,
-  c = cache. With c = 0 it is a step: 0 up to L, −1 beyond. lengths: `[B]`.
+  It is 0 up to L − c tokens, then falls linearly to −1 at L, and is −1 beyond. With c =
+  0 it is a step: 0 up to L, −1 beyond.
+
+  Args:
+    lengths: `[B]` tokens.
+    max_length: L.
+    cache: c.
+
+  Returns:
+    `[B]`.
   """
   xp = _module(lengths)
   over = lengths - (max_length - cache)
@@ -29,9 +37,15 @@ def overlong_penalty(
 def difficulty_weights(
   pass_rates: Column, *, easy: float = 0.5, hard: float = 2.0
 ) -> Column:
-  """`[B]` weights linear in the pass rate: `hard` where none passes, `easy` where all.
+  """Computes weights linear in the pass rate.
 
-  pass_rates: `[B]` in [0, 1], of each row's task.
+  Args:
+    pass_rates: `[B]` in [0, 1], of each row's task.
+    easy: The weight where all pass.
+    hard: The weight where none passes.
+
+  Returns:
+    `[B]`.
   """
   return hard + (easy - hard) * pass_rates
 
@@ -39,10 +53,15 @@ def difficulty_weights(
 def length_weights(
   lengths: Column, *, shortest: float = 1.0, longest: float = 0.5
 ) -> Column:
-  """`[B]` weights linear in length over one group, scaled to a mean of 1.
+  """Computes weights linear in length over one group, scaled to a mean of 1.
 
-  The shortest answer has `shortest` to the longest's `longest`; equal lengths have
-  weight 1. lengths: `[B]` tokens.
+  Args:
+    lengths: `[B]` tokens.
+    shortest: The weight of the shortest answer, before scaling.
+    longest: The weight of the longest answer, before scaling.
+
+  Returns:
+    `[B]`; 1 where all lengths are equal.
   """
   xp = _module(lengths)
   low, high = xp.min(lengths), xp.max(lengths)
@@ -59,9 +78,18 @@ def rescale(
   multiply: Any = 1.0,
   divide: Any = 1.0,
 ) -> Column:
-  """`[B]` ((scores + add − subtract) · multiply) / divide, each a number or `[B]`.
+  """Computes ((scores + add − subtract) · multiply) / divide.
 
-  A divisor within 1e-6 of 0 divides by 1: the z-score of equal scores is then 0.
+  Args:
+    scores: `[B]`.
+    add: A number or `[B]`, as the others.
+    subtract: What is subtracted.
+    multiply: The factor.
+    divide: The divisor; one within 1e-6 of 0 counts as 1, so that the z-score of equal
+      scores is 0.
+
+  Returns:
+    `[B]`.
   """
   xp = _module(scores)
   divisor = xp.where(xp.abs(xp.asarray(divide)) < 1e-6, 1.0, divide)

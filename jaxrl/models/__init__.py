@@ -1,0 +1,1 @@
+"""Models: one transformer, a `FamilySpec` per family, and Hugging Face folders."""

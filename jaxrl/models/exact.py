@@ -1,13 +1,14 @@
-"""Exact mode: a token's log-prob has the same bits however it is computed.
+"""Exact mode gives a token's log-prob the same bits however it is computed.
 
 Sampling sees one token of every sequence at a time, scoring and training see whole
 rows; compilers sum these shapes in different orders, so log-probs differ in their last
-bits. Here both run the same few loops, whose bodies have pinned shapes: whatever works
-on single tokens takes `rows` tokens a turn, attention takes SEQUENCES × QUERIES of them
-against one chunk of keys. How many turns a loop makes is told at run time, so that no
-compiler unrolls it or fuses its body with what stands around it.
+bits. In exact mode both run the same few loops, whose bodies have fixed shapes:
+whatever works on single tokens takes `rows` tokens per iteration, attention takes
+SEQUENCES × QUERIES of them against one chunk of keys. The number of iterations is a
+run-time value, so that no compiler unrolls a loop or fuses its body with what surrounds
+it.
 
-The sequences lie one a row, from its first column on.
+Each row contains one sequence, from its first column on.
 """
 
 import dataclasses
@@ -24,8 +25,14 @@ SEQUENCES, QUERIES = 8, 8
 CHUNK = 128
 
 
-def directly(function: Callable[..., Any], params: Any, *arrays: jax.Array) -> Any:
-  """`function(params, *arrays)`, all on one device."""
+def call_directly(function: Callable[..., Any], params: Any, *arrays: jax.Array) -> Any:
+  """Returns `function(params, *arrays)`, all on one device.
+
+  Args:
+    function: The function.
+    params: Its parameters.
+    *arrays: Its arrays.
+  """
   return function(params, *arrays)
 
 
@@ -33,13 +40,15 @@ def directly(function: Callable[..., Any], params: Any, *arrays: jax.Array) -> A
 class Exact:
   """How the exact mode of a model computes. Static and hashable.
 
-  rows: tokens that pass a layer's matrices at a time, a multiple of 8. Engine and
-  learner must have the same. per_device: `(function, params, *arrays)` runs it on each
-  device with whole params and its own share of the arrays' rows.
+  Attributes:
+    rows: Tokens that pass a layer's matrices at a time, a multiple of 8. Engine and
+      learner must have the same.
+    per_device: `(function, params, *arrays)` runs it on each device with whole params
+      and its own share of the arrays' rows.
   """
 
   rows: int = 64
-  per_device: Callable[..., Any] = directly
+  per_device: Callable[..., Any] = call_directly
 
   def __post_init__(self) -> None:
     if self.rows < 8 or self.rows % 8:
@@ -47,19 +56,34 @@ class Exact:
 
   @classmethod
   def for_slots(cls, num_slots: int) -> 'Exact':
-    """What an engine of `num_slots` decodes with, and its learner scores with."""
+    """Returns the mode of an engine of `num_slots`, which its learner scores with too.
+
+    Args:
+      num_slots: Sequences that are decoded at a time.
+    """
     return cls(rows=min(64, -(-num_slots // 8) * 8))
 
   def tokenwise(self, function: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """function(*arrays), arrays `[N, …]`, for `rows` of the N at a time."""
+    """Computes function(*arrays) for `rows` of the N rows at a time.
+
+    Args:
+      function: The function.
+      *arrays: `[N, …]`.
+    """
     return _in_turns(function, self.rows, arrays)
 
   def logprobs(
     self, logits: jax.Array, tokens: jax.Array, temperature: jax.Array
   ) -> jax.Array:
-    """log softmax(logits / temperature) of tokens; `[N, V]`, `[N]`, `[N]` → `[N]`.
+    """Computes log softmax(logits / temperature) of tokens.
 
-    A temperature of 0 stands for 1, as it does where tokens are drawn.
+    Args:
+      logits: `[N, V]`.
+      tokens: `[N]`.
+      temperature: `[N]`; 0 stands for 1, as it does where tokens are drawn.
+
+    Returns:
+      `[N]`.
     """
     # Compilers turn a division by a constant into this product.
     scale = 1.0 / jnp.where(temperature <= 0, 1.0, temperature)
@@ -73,11 +97,17 @@ def attend(
   positions: jax.Array,
   limit: jax.Array,
 ) -> jax.Array:
-  """Each query against the keys of its row, up to its own position.
+  """Attends from each query to the keys of its row, up to its own position.
 
-  q: `[B, T, H, d]`, positions `[B, T]` int32. k_chunks: each `[B, K, d, CHUNK]`;
-  v_chunks: each `[B, K, CHUNK, d]`. limit: scalar int32; keys from there on need not
-  be read. Returns `[B, T, H, d]` float32.
+  Args:
+    q: `[B, T, H, d]`.
+    k_chunks: Each `[B, K, d, CHUNK]`.
+    v_chunks: Each `[B, K, CHUNK, d]`.
+    positions: `[B, T]` int32.
+    limit: A scalar; keys from there on need not be read.
+
+  Returns:
+    `[B, T, H, d]` float32.
   """
   batch, length = q.shape[:2]
   count = max(2, -(-batch // SEQUENCES)) * SEQUENCES
@@ -100,8 +130,13 @@ def attend(
   return out.reshape(batch, length, *q.shape[2:])
 
 
-def cut(x: jax.Array, axis: int) -> tuple[jax.Array, ...]:
-  """Chunks of CHUNK positions along `axis`, zeros appended."""
+def cut_chunks(x: jax.Array, axis: int) -> tuple[jax.Array, ...]:
+  """Cuts an array into chunks of CHUNK positions, appending zeros.
+
+  Args:
+    x: The array.
+    axis: The axis of positions.
+  """
   count = -(-x.shape[axis] // CHUNK)
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, count * CHUNK - x.shape[axis])
@@ -113,13 +148,18 @@ def cut(x: jax.Array, axis: int) -> tuple[jax.Array, ...]:
 
 
 @jax.custom_jvp
-def with_slope(value: jax.Array, of: jax.Array) -> jax.Array:
-  """`value`, with the derivative of `of`."""
+def with_gradient_of(value: jax.Array, of: jax.Array) -> jax.Array:
+  """Returns `value` with the derivative of another array.
+
+  Args:
+    value: The value.
+    of: What is differentiated.
+  """
   del of
   return value
 
 
-@with_slope.defjvp
+@with_gradient_of.defjvp
 def _(primals, tangents):
   return primals[0], tangents[1]
 
@@ -138,7 +178,7 @@ def _tile(
   first: jax.Array,
   limit: jax.Array,
 ) -> jax.Array:
-  """q `[S, M, H, d]`, positions `[S, M]`, of the rows of keys from `first` on."""
+  """Attends from q `[S, M, H, d]` at positions `[S, M]` to keys from row `first` on."""
   count, queries, heads, dim = q.shape
   kv_heads = keys[0].shape[1]
   q = q.reshape(count, queries, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
@@ -178,24 +218,24 @@ def _in_turns(
     return [jax.lax.dynamic_slice_in_dim(x, i * size, size) for x in arrays]
 
   def body(i, out):
-    found = function(*part(i))
+    result = function(*part(i))
     return jax.tree.map(
-      lambda o, x: jax.lax.dynamic_update_slice_in_dim(o, x, i * size, 0), out, found
+      lambda o, x: jax.lax.dynamic_update_slice_in_dim(o, x, i * size, 0), out, result
     )
 
   out = jax.tree.map(
     lambda x: jnp.zeros((turns * size, *x.shape[1:]), x.dtype),
     jax.eval_shape(lambda: function(*part(0))),
   )
-  out = jax.lax.fori_loop(0, _told_late(turns, arrays[0]), body, out)
+  out = jax.lax.fori_loop(0, _opaque_count(turns, arrays[0]), body, out)
   return jax.tree.map(lambda x: x[:length], out)
 
 
-def _told_late(number: int, x: jax.Array) -> jax.Array:
-  """`number`, as a compiler cannot know it: a loop of one turn would be unrolled.
+def _opaque_count(number: int, x: jax.Array) -> jax.Array:
+  """Hides a trip count from XLA so that one-iteration loops are not unrolled.
 
-  An optimization barrier does not last long enough; x · 0 is not simplified, for it
-  is 0 of finite x alone.
+  An optimization barrier does not last long enough; x · 0 is not simplified, because it
+  is 0 only for finite x.
   """
   some = jnp.nan_to_num(x.reshape(-1)[0].astype(jnp.float32), posinf=0.0, neginf=0.0)
   return number + (some * 0).astype(jnp.int32)

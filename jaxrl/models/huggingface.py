@@ -1,11 +1,11 @@
-"""Reads and writes Hugging Face model folders, every tensor accounted for."""
+"""Hugging Face model folders, read and written with every tensor accounted for."""
 
 import contextlib
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.models import hf_config, names
-from jaxrl.models.config import ModelConfig
+from jaxrl.models import families, hf_names
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params
 
 DTYPES = {
@@ -27,30 +27,91 @@ DTYPES = {
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 VALUE_HEAD = 'value_head/model.safetensors'  # in a folder that other loaders skip
 LM_HEAD = 'lm_head.weight'
+FAMILY_KEY = 'jaxrl_family'  # in config.json, of families from outside the package
 SCORE_HEAD, CLASSIFIER = 'score.weight', 'ForSequenceClassification'
 # Buffers that old checkpoints carry though they follow from the config.
 DERIVED = re.compile(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
 
+def config_from_hf(
+  data: Mapping[str, Any], *, where: str = 'config.json'
+) -> ModelConfig:
+  """Reads the contents of a config.json.
+
+  Args:
+    data: The contents.
+    where: What error messages begin with.
+
+  Raises:
+    ValueError: If the family or a setting is not supported.
+  """
+  model_type = data.get('model_type')
+  family = data.get(FAMILY_KEY) or families.family_name(str(model_type))
+  if family is None:
+    raise ValueError(
+      f'{where}: model_type {model_type!r} is not supported; these are: '
+      f'{", ".join(families.family_names())}. A family of your own can be registered: '
+      "jaxrl.models.families.register('path/file.py:NAME')"
+    )
+  fields = families.find_family(family).read_config(data, where)
+  try:
+    return ModelConfig(family=family, **fields)
+  except ValueError as error:
+    raise ValueError(f'{where}: {error}') from error
+
+
+def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+  """Returns the contents of a config.json that `transformers` and vLLM read alike.
+
+  Args:
+    config: The model's shape.
+    dtype: The type of the tensors beside it, such as 'bfloat16'.
+  """
+  spec = families.find_family(config.family)
+  external = {} if config.family == spec.model_type else {FAMILY_KEY: config.family}
+  return {
+    'architectures': [spec.architecture],
+    'model_type': spec.model_type,
+    **spec.write_config(config),
+    'torch_dtype': dtype,
+    **external,
+  }
+
+
 def load_config(folder: str | Path) -> ModelConfig:
-  """Reads config.json. Raises FileNotFoundError, or ValueError naming the setting."""
+  """Reads a folder's config.json.
+
+  Args:
+    folder: The folder.
+
+  Raises:
+    FileNotFoundError: If there is none.
+    ValueError: If a setting is not supported.
+  """
   path = Path(folder) / 'config.json'
   if not path.is_file():
     raise FileNotFoundError(f'no model in {folder}: it has no config.json')
-  return hf_config.from_hf(_read_json(path), where=str(path))
+  return config_from_hf(_read_json(path), where=str(path))
 
 
 def load(
   folder: str | Path, *, value_head: bool | None = None
 ) -> tuple[ModelConfig, Params]:
-  """Loads `(config, params)`, params as float32 numpy arrays.
+  """Loads a model.
 
-  value_head: None loads one if the folder has it; True makes a zero one if it has
-  not; False leaves it out. Files in bfloat16 or float16 are widened.
+  Args:
+    folder: The folder. Files in bfloat16 or float16 are widened.
+    value_head: None loads one if the folder has it; True makes a zero one if it has
+      none; False leaves it out.
 
-  Raises FileNotFoundError for a missing file, and ValueError, naming the tensor and
-  the file, for one that is unknown, missing, given twice, of another shape or of an
-  unsupported type, or for a setting in config.json that is not supported.
+  Returns:
+    The config, and the parameters as float32 numpy arrays.
+
+  Raises:
+    FileNotFoundError: If a file is missing.
+    ValueError: If a tensor is unknown, missing, given twice, or of another shape or
+      type than expected, or a setting in config.json is not supported. The message
+      names tensor and file.
   """
   folder = Path(folder)
   config = load_config(folder)
@@ -66,11 +127,20 @@ def load(
 
 
 def load_scorer(folder: str | Path) -> tuple[ModelConfig, Params]:
-  """Loads a reward model as `(config, params)`, its head in the value head's place.
+  """Loads a reward model, with its head in the place of the value head.
 
-  Of transformers' classes `Qwen2-`, `Qwen3-` and `LlamaForSequenceClassification` with
-  one label, or a folder with a value head of this project's own. Raises as `load`,
-  and ValueError where there is neither head, or one of several labels.
+  It is one of transformers' classes `Qwen2-`, `Qwen3-` and
+  `LlamaForSequenceClassification` with one label, or a folder with a value head written
+  by this project.
+
+  Args:
+    folder: The folder.
+
+  Returns:
+    The config and the parameters.
+
+  Raises:
+    ValueError: As `load`; or if there is neither head, or one of several labels.
   """
   folder = Path(folder)
   check_scorer(folder)
@@ -91,7 +161,14 @@ def load_scorer(folder: str | Path) -> tuple[ModelConfig, Params]:
 
 
 def check_scorer(folder: str | Path) -> None:
-  """Raises ValueError unless the folder says that it holds a reward model."""
+  """Checks that a folder claims to contain a reward model.
+
+  Args:
+    folder: The folder.
+
+  Raises:
+    ValueError: If it does not.
+  """
   if not _is_classifier(Path(folder)) and not (Path(folder) / VALUE_HEAD).is_file():
     raise ValueError(
       f'{folder} scores nothing: config.json names no …{CLASSIFIER} among its '
@@ -100,7 +177,11 @@ def check_scorer(folder: str | Path) -> None:
 
 
 def pad_id(folder: str | Path) -> int | None:
-  """The token whose trailing ones a sequence classifier does not look at, if any."""
+  """Returns the padding token that a sequence classifier ignores at the end, if any.
+
+  Args:
+    folder: The folder.
+  """
   if not _is_classifier(Path(folder)):
     return None
   return _read_json(Path(folder) / 'config.json').get('pad_token_id')
@@ -118,7 +199,7 @@ def _load_tensors(
 
   Raises as `load`.
   """
-  wanted = {tensor.name: tensor for tensor in names.tensors(config)}
+  wanted = {tensor.name: tensor for tensor in hf_names.checkpoint_tensors(config)}
   params: Params = {}
   others: dict[str, tuple[Path, np.ndarray]] = {}
   seen: dict[str, Path] = {}
@@ -176,7 +257,7 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
 
 def _place(
   params: Params,
-  tensor: names.Tensor,
+  tensor: hf_names.CheckpointTensor,
   array: np.ndarray,
   config: ModelConfig,
   file: Path,
@@ -209,9 +290,11 @@ def _load_value_head(
   head = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
   if path.is_file():
     head = load_file(path)
-    found = {name: array.shape for name, array in head.items()}
-    if found != shapes:
-      raise ValueError(f'{path}: tensors {found}, but the model asks for {shapes}')
+    head_shapes = {name: array.shape for name, array in head.items()}
+    if head_shapes != shapes:
+      raise ValueError(
+        f'{path}: tensors {head_shapes}, but the model asks for {shapes}'
+      )
   return config.replace(value_head=True), {**params, 'value_head': head}
 
 
@@ -226,12 +309,19 @@ def save(
 ) -> None:
   """Writes a folder that `transformers`, vLLM and `load` read.
 
-  params: numpy or JAX arrays. tokenizer: written beside, its special tokens named in
-  config.json. dtype: 'float32', 'bfloat16' or 'float16'. A model of more than
-  `max_shard_bytes` is cut into several files with an index.
+  The folder appears whole or not at all: an earlier model there is replaced at the end.
 
-  The folder appears whole or not at all: an earlier model there is replaced at the
-  end. Raises FileExistsError when it holds something that is not a model.
+  Args:
+    folder: The folder.
+    config: The model's shape.
+    params: Numpy or JAX arrays.
+    tokenizer: Written beside; its special tokens are named in config.json.
+    dtype: 'float32', 'bfloat16' or 'float16'.
+    max_shard_bytes: A larger model is cut into several files with an index.
+
+  Raises:
+    FileExistsError: If the folder contains something that is not a model.
+    ValueError: If a parameter has no place in a checkpoint, or the dtype is unknown.
   """
   folder = Path(folder)
   extra = sorted(_paths(params) - _expected_paths(config))
@@ -246,7 +336,7 @@ def save(
   fresh = Path(tempfile.mkdtemp(prefix=f'.{folder.name}-', dir=folder.parent))
   with contextlib.ExitStack() as cleanup:
     cleanup.callback(shutil.rmtree, fresh, ignore_errors=True)
-    settings = hf_config.to_hf(config, dtype)
+    settings = config_to_hf(config, dtype)
     if tokenizer is not None:
       tokenizer.save_pretrained(fresh)
       settings |= _special_tokens(tokenizer)
@@ -267,7 +357,9 @@ def _paths(params: Params) -> set[str]:
 
 def _expected_paths(config: ModelConfig) -> set[str]:
   head = {'value_head.kernel', 'value_head.bias'} if config.value_head else set()
-  return {'.'.join(tensor.path) for tensor in names.tensors(config)} | head
+  return {
+    '.'.join(tensor.path) for tensor in hf_names.checkpoint_tensors(config)
+  } | head
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -280,9 +372,9 @@ def _write_tensors(
   folder: Path, config: ModelConfig, params: Params, dtype: np.dtype, limit: int
 ) -> None:
   """Writes the weights file by file, holding one file's tensors at a time."""
-  shards: list[list[names.Tensor]] = [[]]
+  shards: list[list[hf_names.CheckpointTensor]] = [[]]
   size = total = 0
-  for tensor in names.tensors(config):
+  for tensor in hf_names.checkpoint_tensors(config):
     num_bytes = int(np.prod(tensor.shape)) * dtype.itemsize
     if shards[-1] and size + num_bytes > limit:
       shards.append([])
@@ -316,15 +408,23 @@ def _save_file(arrays: dict[str, np.ndarray], path: Path) -> None:
 
 
 def export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-  """The tensors of a checkpoint by name, views of `params` where those are numpy's.
+  """Yields the tensors of a checkpoint, views of `params` where those are numpy arrays.
 
-  Raises ValueError for a parameter of another shape than the config asks for.
+  Args:
+    config: The model's shape.
+    params: The parameters.
+
+  Returns:
+    Names and arrays.
+
+  Raises:
+    ValueError: If a parameter has another shape than the config asks for.
   """
-  for tensor in names.tensors(config):
+  for tensor in hf_names.checkpoint_tensors(config):
     yield tensor.name, _fetch(params, tensor)
 
 
-def _fetch(params: Params, tensor: names.Tensor) -> np.ndarray:
+def _fetch(params: Params, tensor: hf_names.CheckpointTensor) -> np.ndarray:
   """One tensor in the checkpoint's shape, from wherever `params` lives."""
   leaf = params
   for key in tensor.path:

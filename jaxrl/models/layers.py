@@ -1,7 +1,7 @@
-"""The transformer's layers as Flax NNX modules.
+"""The layers of a transformer as Flax NNX modules.
 
 Every parameter carries `axes`, the logical names of its axes, from which the sharding
-rules make a layout; None is an axis that is never sharded. Activations are named by
+rules derive a sharding; None is an axis that is never sharded. Activations are named by
 `constrain(x, *names)` with the names batch, length, heads, kv_heads, mlp and vocab.
 """
 
@@ -14,30 +14,31 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models import moe, parameters, rope
-from jaxrl.models.config import Lora, ModelConfig
+from jaxrl.models import initializers, moe, rope
+from jaxrl.models.model_config import Lora, ModelConfig
 
 Constrain = Callable[..., jax.Array]
 Feed = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
 class RMSNorm(nnx.Module):
-  """x / rms(x) · scale over the last axis, computed in float32."""
+  """Computes x / rms(x) · scale over the last axis, in float32."""
 
   def __init__(self, size: int, eps: float):
     self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=(None,))
     self.eps = eps
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Normalises the last axis."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
     return (self.scale[...] * (wide * jax.lax.rsqrt(mean + self.eps))).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-  """x `[..., *inputs]` → `[..., *outputs]`; kernel `[*inputs, *outputs]`.
+  """Maps x `[..., *inputs]` to `[..., *outputs]`; the kernel is `[*inputs, *outputs]`.
 
-  lora: adapters beside the kernel, of which no product is ever made.
+  The product of adapters beside the kernel is never formed.
   """
 
   def __init__(
@@ -49,17 +50,25 @@ class Linear(nnx.Module):
     bias: bool = False,
     lora: Lora | None = None,
   ):
-    self.kernel = parameters.normal(rngs, inputs + outputs, axes)
+    self.kernel = initializers.normal_param(rngs, inputs + outputs, axes)
     self.lora = lora
     if lora:
       names = axes[: len(inputs)], axes[len(inputs) :]
-      made = parameters.adapters(lora, (inputs, outputs), names, rngs)
-      self.lora_a, self.lora_b = made
+      adapter_pair = initializers.adapter_params(lora, (inputs, outputs), names, rngs)
+      self.lora_a, self.lora_b = adapter_pair
     if bias:
       self.bias = nnx.Param(jnp.zeros(outputs), axes=axes[len(inputs) :])
     self.num_inputs, self.has_bias = len(inputs), bias
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Applies the kernel, the adapters and the bias.
+
+    Args:
+      x: `[..., *inputs]`.
+
+    Returns:
+      `[..., *outputs]`.
+    """
     kernel = self.kernel[...].astype(x.dtype)
     inputs, outputs = kernel.shape[: self.num_inputs], kernel.shape[self.num_inputs :]
     # Plain matrices: with more axes XLA's CPU backend copies transposes in the
@@ -96,7 +105,16 @@ class Attention(nnx.Module):
   def project(
     self, x: jax.Array, cos: jax.Array, sin: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x `[..., D]` → rotated q `[..., H, d]`, rotated k and v `[..., K, d]`."""
+    """Computes queries, keys and values.
+
+    Args:
+      x: `[..., D]`.
+      cos: Cosines of the positions.
+      sin: Their sines.
+
+    Returns:
+      Rotated q `[..., H, d]`, rotated k and v `[..., K, d]`.
+    """
     q, k, v = self.q(x), self.k(x), self.v(x)
     if self.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
@@ -105,7 +123,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-  """down(silu(gate(x)) · up(x))."""
+  """Computes down(silu(gate(x)) · up(x))."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     width, wide = config.hidden_size, config.intermediate_size
@@ -115,6 +133,15 @@ class MLP(nnx.Module):
     self.down = Linear((wide,), (width,), ('mlp', 'embed'), rngs, lora=down)
 
   def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
+    """Applies the MLP.
+
+    Args:
+      x: `[..., D]`.
+      constrain: Places activations on a mesh.
+
+    Returns:
+      `[..., D]`.
+    """
     inner = checkpoint_name(jax.nn.silu(self.gate(x)) * self.up(x), 'mlp')
     if x.ndim == 3:
       inner = constrain(inner, 'batch', 'length', 'mlp')
@@ -124,8 +151,8 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
   """One pre-norm layer: attention and MLP, each added to the residual stream.
 
-  `feed(mlp, x [..., D]) -> (y [..., D], aux)` is how the caller has the MLP, or the
-  mixture of experts in its place, computed.
+  `feed(mlp, x [..., D]) -> (y [..., D], aux)` computes the MLP, or the mixture of
+  experts in its place, as the caller decides.
   """
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
@@ -143,8 +170,17 @@ class Block(nnx.Module):
     attend: Callable[..., tuple[jax.Array, Any]],
     feed: Feed,
   ) -> tuple[jax.Array, tuple[Any, Any]]:
-    """x `[..., D]`; `attend(q, k, v) -> (out [..., H, d], aux)`. Returns x and what
-    attend and feed gave beside.
+    """Runs the layer.
+
+    Args:
+      x: `[..., D]`.
+      cos: Cosines of the positions.
+      sin: Their sines.
+      attend: `(q, k, v) -> (out [..., H, d], aux)`.
+      feed: Computes the MLP.
+
+    Returns:
+      The next x, and what attend and feed returned beside.
     """
     q, k, v = self.project(x, cos, sin)
     out, aux = attend(q, k, v)
@@ -154,12 +190,25 @@ class Block(nnx.Module):
   def project(
     self, x: jax.Array, cos: jax.Array, sin: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What comes before attention: q, k and v of x `[..., D]`."""
+    """Computes what comes before attention: q, k and v.
+
+    Args:
+      x: `[..., D]`.
+      cos: Cosines of the positions.
+      sin: Their sines.
+    """
     return self.attention.project(self.attention_norm(x), cos, sin)
 
   def finish(self, x: jax.Array, out: jax.Array, feed: Feed) -> tuple[jax.Array, Any]:
-    """What comes after it: x `[..., D]` and out `[..., H, d]` to the next layer's x,
-    and what feed gave beside.
+    """Computes what comes after attention.
+
+    Args:
+      x: `[..., D]`.
+      out: `[..., H, d]`, the attention's output.
+      feed: Computes the MLP.
+
+    Returns:
+      The next layer's x, and what feed returned beside.
     """
     out = checkpoint_name(out, 'attention')
     x = checkpoint_name(x + self.attention.o(out), 'residual')
@@ -170,23 +219,31 @@ class Block(nnx.Module):
 class Embedding(nnx.Module):
   """The vocabulary's table, `[V, D]`, used to look up and to score.
 
-  lora: adapters beside the one that scores, A `[D, rank]` and B `[rank, V]`.
+  Adapters beside the one that scores are A `[D, rank]` and B `[rank, V]`.
   """
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: Lora | None = None):
     shape = (config.vocab_size, config.hidden_size)
-    self.table = parameters.normal(rngs, shape, ('vocab', 'embedding'))
+    self.table = initializers.normal_param(rngs, shape, ('vocab', 'embedding'))
     if lora:
       inner = ((shape[1],), (shape[0],)), (('embedding',), ('vocab',))
-      self.lora_a, self.lora_b = parameters.adapters(lora, *inner, rngs)
+      self.lora_a, self.lora_b = initializers.adapter_params(lora, *inner, rngs)
 
 
 class ValueHead(nnx.Module):
-  """hidden `[..., D]` → value `[...]` float32; zero at first."""
+  """Maps hidden `[..., D]` to a value `[...]` float32; zero at first."""
 
   def __init__(self, config: ModelConfig):
     self.kernel = nnx.Param(jnp.zeros((config.hidden_size,)), axes=(None,))
     self.bias = nnx.Param(jnp.zeros(()), axes=())
 
   def __call__(self, hidden: jax.Array) -> jax.Array:
+    """Computes values.
+
+    Args:
+      hidden: `[..., D]`.
+
+    Returns:
+      `[...]` float32.
+    """
     return hidden.astype(jnp.float32) @ self.kernel[...] + self.bias[...]

@@ -1,12 +1,11 @@
 """LoRA (arXiv 2106.09685): low-rank adapters beside frozen linear layers.
 
-A layer with kernel W gets A, random, and B, zero at first: x·W + (α / rank)·(x·A)·B.
-A model's `config.lora` says where they are; in the tree of parameters they lie beside
+A layer with kernel W gets A, random, and B, zero at first: x·W + (α / rank)·(x·A)·B. A
+model's `config.lora` says which layers have them. In the parameter tree they lie beside
 the kernel as lora_a `[*inputs, rank]` and lora_b `[rank, *outputs]`, in float32. Each
 expert has its own pair, `[E, …]`; lm_head alone scores by table + (α / rank)·(A·B)ᵀ,
-for its table is `[outputs, inputs]`. What learns are they and a value head; all else is
-frozen. Functions here are of such trees, and of any tree where `lora` is None: then all
-of it learns.
+because its table is `[outputs, inputs]`. Adapters and a value head are trained; all
+else is frozen. Where `lora` is None everything is trained.
 """
 
 import dataclasses
@@ -17,15 +16,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.config import LORA_TARGETS, Lora, ModelConfig
-from jaxrl.signature import ConfigError, call, unknown
+from jaxrl.call_strings import ConfigError, unknown_name_error
+from jaxrl.models.model_config import LORA_TARGETS, Lora, ModelConfig
 from jaxrl.types import Params
 
 ADAPTERS = ('lora_a', 'lora_b')
 KEY = 'model.lora'
 
 
-def lora(
+def lora_adapters(
   *,
   rank: int = 16,
   alpha: float = 32.0,
@@ -33,38 +32,52 @@ def lora(
   base: Literal['float32', 'bfloat16'] = 'float32',
   send: Literal['merged', 'adapters'] = 'merged',
 ) -> Lora:
-  """Adapters of `rank` for the layers `targets`, scaled by alpha / rank.
+  """Describes adapters for the layers `targets`, scaled by alpha / rank.
 
-  base: of what the frozen kernels and tables are kept in. send: what engines are given,
-  merged weights or, once they have the base, adapters to merge themselves.
+  Args:
+    rank: Their rank.
+    alpha: Their scale times the rank.
+    targets: Names of layers, with commas between.
+    base: The type that frozen kernels and tables are kept in.
+    send: What engines get: merged weights or, once they have the base, adapters to
+      merge themselves.
+
+  Raises:
+    ConfigError: If a layer is unknown, or a number not above 0.
   """
   where, chosen = f'--config.{KEY}', tuple(name.strip() for name in targets.split(','))
   for name in chosen:
     if name not in LORA_TARGETS:
-      raise unknown(name, LORA_TARGETS, 'linear layer', f'{where}: targets={targets!r}')
+      raise unknown_name_error(
+        name, LORA_TARGETS, 'linear layer', f'{where}: targets={targets!r}'
+      )
   if rank < 1 or alpha <= 0:
     raise ConfigError(f'{where}: rank={rank} and alpha={alpha} must be above 0')
   ordered = tuple(name for name in LORA_TARGETS if name in chosen)
   return Lora(rank, float(alpha), ordered, base, send)
 
 
-def parse(text: str) -> Lora | None:
-  """The adapters that a call string names; None for ''. Raises ConfigError."""
-  return call(text, {'lora': lora}, 'kind of adapter', KEY) if text else None
+def is_trainable(path: Any) -> bool:
+  """Returns True if the parameter at a path is trained.
 
-
-def learns(path: Any) -> bool:
-  """Whether what lies there, by JAX's path to it, is not frozen."""
+  Args:
+    path: JAX's path to it.
+  """
   return path[-1].key in ADAPTERS or path[0].key == 'value_head'
 
 
-def trained(config: ModelConfig, params: Params) -> Params:
-  """The part of `params` that learns, as a tree with fewer branches."""
+def trainable_params(config: ModelConfig, params: Params) -> Params:
+  """Returns the trained part of the parameters, a tree with fewer branches.
+
+  Args:
+    config: The model's shape.
+    params: The parameters.
+  """
   if config.lora is None:
     return params
   found: Params = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    if learns(path):
+    if is_trainable(path):
       branch = found
       for key in path[:-1]:
         branch = branch.setdefault(key.key, {})
@@ -72,8 +85,14 @@ def trained(config: ModelConfig, params: Params) -> Params:
   return found
 
 
-def join(config: ModelConfig, params: Params, part: Params) -> Params:
-  """`params` with `part`, of the structure that `trained` gives, in its place."""
+def merge_trainable(config: ModelConfig, params: Params, part: Params) -> Params:
+  """Returns the parameters with their trained part replaced.
+
+  Args:
+    config: The model's shape.
+    params: The parameters.
+    part: Of the structure that `trainable_params` returns.
+  """
   return part if config.lora is None else _over(params, part)
 
 
@@ -85,7 +104,11 @@ def _over(tree: Params, part: Params) -> Params:
 
 
 def without(params: Params) -> Params:
-  """`params` without any adapter."""
+  """Returns the parameters without any adapter.
+
+  Args:
+    params: The parameters.
+  """
   return {
     name: without(value) if isinstance(value, dict) else value
     for name, value in params.items()
@@ -93,60 +116,91 @@ def without(params: Params) -> Params:
   }
 
 
-def stored(config: ModelConfig, params: Params) -> Params:
-  """`params` in the precision that they are kept in."""
+def to_storage_dtype(config: ModelConfig, params: Params) -> Params:
+  """Casts parameters to the types that they are kept in.
+
+  Args:
+    config: The model's shape.
+    params: The parameters.
+  """
   if config.lora is None or config.lora.base == 'float32':
     return params
 
   def cast(path: Any, x: jax.Array) -> jax.Array:
-    narrow = path[-1].key in ('kernel', 'table') and not learns(path)
+    narrow = path[-1].key in ('kernel', 'table') and not is_trainable(path)
     return x.astype(config.lora.base) if narrow and config.lora else x
 
   return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def merged(config: ModelConfig, params: Params, dtype: str = 'float32') -> Params:
-  """The parameters of the model without adapters that computes the same.
+  """Merges adapters into their kernels: W + (α / rank)·A·B, computed in float32.
 
-  W + (α / rank)·A·B in float32, then in W's own type, or `dtype`, that of the model's
-  activations, where that is wider; a router's stay in float32, in which it scores.
-  Rounding apart, it is the same forward pass.
+  Rounding aside, the forward pass stays the same.
+
+  Args:
+    config: The model's shape.
+    params: The parameters.
+    dtype: The type of the model's activations; a merged kernel has W's type or this,
+      whichever is wider. A router's stays float32, in which it scores.
+
+  Returns:
+    The parameters of the model without adapters.
   """
-  own = config.lora
-  return params if own is None else merge_by(own.scale, params, dtype)
+  adapters = config.lora
+  return params if adapters is None else merge_with_scale(adapters.scale, params, dtype)
 
 
-def merge_by(scale: Any, params: Params, dtype: str = 'float32') -> Params:
-  """As `merged`. scale: α / rank, a number or a float32 scalar."""
+def merge_with_scale(scale: Any, params: Params, dtype: str = 'float32') -> Params:
+  """Merges adapters as `merged` does.
+
+  Args:
+    scale: α / rank, a number or a float32 scalar.
+    params: The parameters.
+    dtype: As in `merged`.
+  """
 
   def merge(tree: Params, layer: str = '') -> Params:
-    made = {
+    merged_tree = {
       name: merge(x, name) if isinstance(x, dict) else x for name, x in tree.items()
     }
-    if 'lora_b' not in made:
-      return made
-    a, b = made.pop('lora_a'), made.pop('lora_b')
-    name = kernel_of(made)
+    if 'lora_b' not in merged_tree:
+      return merged_tree
+    a, b = merged_tree.pop('lora_a'), merged_tree.pop('lora_b')
+    name = kernel_of(merged_tree)
     matmul = functools.partial(jnp.matmul, precision='highest')
-    wide = made[name].astype(jnp.float32)
+    wide = merged_tree[name].astype(jnp.float32)
     wide += scale * product(a, b, wide.shape, name == 'table', matmul)
-    own = jnp.promote_types(made[name].dtype, dtype)
-    return made | {name: wide if layer == 'router' else wide.astype(own)}
+    kernel_dtype = jnp.promote_types(merged_tree[name].dtype, dtype)
+    return merged_tree | {
+      name: wide if layer == 'router' else wide.astype(kernel_dtype)
+    }
 
   return merge(params)
 
 
 def kernel_of(layer: Params) -> str:
-  """The name of what adapters lie beside."""
+  """Returns the name of what adapters lie beside.
+
+  Args:
+    layer: A layer's parameters.
+  """
   return 'kernel' if 'kernel' in layer else 'table'
 
 
 def product(
   a: Any, b: Any, shape: tuple[int, ...], is_table: bool, matmul: Callable[..., Any]
 ) -> Any:
-  """A·B in the `shape` of its kernel, which is_table has as `[outputs, inputs]`.
+  """Computes A·B in the shape of its kernel.
 
   The first axes, of layers and of experts, are those that A, B and kernel share.
+
+  Args:
+    a: A.
+    b: B.
+    shape: The kernel's shape.
+    is_table: Whether the kernel is `[outputs, inputs]`.
+    matmul: numpy's or JAX's.
   """
   lead = a.ndim + b.ndim - len(shape) - 2
   rank = b.shape[lead]
@@ -157,15 +211,24 @@ def product(
   return matmul(left, right).reshape(shape)
 
 
-def bare(config: ModelConfig) -> ModelConfig:
-  """The shape of the model without adapters."""
+def base_config(config: ModelConfig) -> ModelConfig:
+  """Returns the shape of the model without adapters.
+
+  Args:
+    config: The model's shape.
+  """
   return dataclasses.replace(config, lora=None)
 
 
-def add(model: Any, params: Params, key: jax.Array) -> Params:
-  """`params` of the bare model with fresh adapters of `model`, which has `lora`.
+def add_adapters(model: Any, params: Params, key: jax.Array) -> Params:
+  """Adds fresh adapters to the parameters of a model without any.
 
-  Those that are there already stay. It computes what the bare model does, bit for bit.
+  Those that exist already stay. The model computes what it did before, bit for bit.
+
+  Args:
+    model: The model; its config has `lora`.
+    params: The parameters.
+    key: A JAX random key.
   """
   config = model.config
   if config.lora is None or any(
@@ -174,7 +237,7 @@ def add(model: Any, params: Params, key: jax.Array) -> Params:
     return params
 
   def fresh(key: jax.Array) -> Params:
-    whole = trained(config, model.init(key))
+    whole = trainable_params(config, model.init(key))
     return {name: x for name, x in whole.items() if name != 'value_head'}
 
   shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
@@ -183,10 +246,17 @@ def add(model: Any, params: Params, key: jax.Array) -> Params:
 
 
 def fingerprint(params: Params) -> jax.Array:
-  """uint32: of every bit that is frozen, wherever on a mesh it lies."""
+  """Hashes every frozen bit, wherever on a mesh it lies.
+
+  Args:
+    params: The parameters.
+
+  Returns:
+    uint32.
+  """
   total = jnp.uint32(0)
   for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
-    if not learns(path):
+    if not is_trainable(path):
       word = jnp.uint32 if x.dtype == jnp.float32 else jnp.uint16
       bits = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
       total += jnp.uint32(2 * i + 1) * jnp.sum(bits, dtype=jnp.uint32)

@@ -1,8 +1,8 @@
-"""A mixture of experts in the place of a layer's MLP, as Qwen3-MoE has it.
+"""Mixture of experts in the place of a layer's MLP, as in Qwen3-MoE (arXiv 2505.09388).
 
-Paper: https://arxiv.org/abs/2505.09388. The router scores in float32 whatever the rest
-computes in: p = softmax(x W), the k likeliest experts are taken, their p made to sum to
-1 if the model says so. Every token has its experts: none has a capacity.
+The router scores in float32 whatever the rest computes in: p = softmax(x W), the k
+likeliest experts are taken, and their p are made to sum to 1 if the model says so.
+Every token gets its experts: none has a capacity.
 """
 
 from collections.abc import Callable
@@ -12,48 +12,62 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models import parameters
-from jaxrl.models.config import Lora, ModelConfig
+from jaxrl.models import initializers
+from jaxrl.models.model_config import Lora, ModelConfig
 from kernels import dispatch, experts
 
-Mix = Callable[..., jax.Array]
+ExpertFn = Callable[..., jax.Array]
 
 
-def local(way: Mix, x: jax.Array, chosen: jax.Array, *rest: Any) -> jax.Array:
-  """`way`, one of `kernels.experts`, with any number of axes before the last."""
+def apply_experts(
+  way: ExpertFn, x: jax.Array, chosen: jax.Array, *rest: Any
+) -> jax.Array:
+  """Runs an implementation on states with any number of axes before the last.
+
+  Args:
+    way: One of `kernels.experts`.
+    x: `[…, D]`.
+    chosen: `[…, k]` int32, the experts of each token.
+    *rest: Weights `[…, k]` and the kernels.
+
+  Returns:
+    `[…, D]`.
+  """
   flat = (y.reshape(-1, y.shape[-1]) for y in (x, chosen, rest[0]))
   return way(*flat, *rest[1:]).reshape(x.shape)
 
 
-def way(x: jax.Array, asked: str, platform: str | None) -> Mix:
-  """How experts are computed for states x `[..., D]`: see `kernels.experts`.
+def select_implementation(x: jax.Array, asked: str, platform: str | None) -> ExpertFn:
+  """Selects how experts are computed; see `kernels.experts`.
 
   States `[N, D]` are those of decode, which waits for the experts' weights, nearly all
-  of which any batch of some size needs. asked, platform: as in `kernels.dispatch`.
+  of which any batch of some size needs.
+
+  Args:
+    x: States `[…, D]`.
+    asked: 'auto' or 'reference'.
+    platform: As in `kernels.dispatch`.
   """
   platform, what = dispatch.platform_of(platform), 'experts'
-  found: dict[str, dispatch.Candidate] = {
+  candidates: dict[str, dispatch.Candidate] = {
     'ragged': experts.ragged,
     'triton': dispatch.only_on('gpu', experts.grouped, platform=platform),
     'reference': experts.dense,
   }
   if x.ndim == 2:
     what, why = 'experts, decoding', 'sorts, where reading the weights takes the time'
-    found = {'ragged': why, 'reference': experts.dense}
+    candidates = {'ragged': why, 'reference': experts.dense}
   elif platform != 'tpu':
     why = f"multiplies each of a token's k rows by every expert on {platform}"
-    found['ragged'] = why
-  name = dispatch.choose(what, found, platform=platform, asked=asked)
-  run = found[name]
+    candidates['ragged'] = why
+  name = dispatch.choose(what, candidates, platform=platform, asked=asked)
+  run = candidates[name]
   assert callable(run)  # `choose` gives no other
   return run
 
 
-class Kernel(nnx.Module):
-  """A kernel `[…, inputs, outputs]`, or one an expert, with the adapters of each.
-
-  axes: the logical names of its axes.
-  """
+class ExpertKernel(nnx.Module):
+  """A kernel `[…, inputs, outputs]`, or one per expert, with its adapters."""
 
   def __init__(
     self,
@@ -62,16 +76,20 @@ class Kernel(nnx.Module):
     rngs: nnx.Rngs,
     lora: Lora | None = None,
   ):
-    self.kernel = parameters.normal(rngs, shape, axes)
+    self.kernel = initializers.normal_param(rngs, shape, axes)
     self.lora = lora
     if lora:
       sizes, names = (shape[-2:-1], shape[-1:]), (axes[-2:-1], axes[-1:])
       each = shape[:-2], axes[:-2]
-      made = parameters.adapters(lora, sizes, names, rngs, each)
-      self.lora_a, self.lora_b = made
+      adapter_pair = initializers.adapter_params(lora, sizes, names, rngs, each)
+      self.lora_a, self.lora_b = adapter_pair
 
   def of(self, dtype: Any) -> experts.Matrix:
-    """What multiplies, in `dtype`."""
+    """Returns what multiplies, in a type.
+
+    Args:
+      dtype: The type.
+    """
     kernel = self.kernel[...].astype(dtype)
     if not self.lora:
       return kernel
@@ -86,29 +104,35 @@ class Experts(nnx.Module):
     number, width = config.num_experts, config.hidden_size
     wide, names = config.moe_intermediate_size, ('experts', 'embed', 'mlp')
     gate, up, down = (config.adapters(name) for name in ('gate', 'up', 'down'))
-    self.gate = Kernel((number, width, wide), names, rngs, gate)
-    self.up = Kernel((number, width, wide), names, rngs, up)
+    self.gate = ExpertKernel((number, width, wide), names, rngs, gate)
+    self.up = ExpertKernel((number, width, wide), names, rngs, up)
     names = ('experts', 'mlp', 'embed')
-    self.down = Kernel((number, wide, width), names, rngs, down)
+    self.down = ExpertKernel((number, wide, width), names, rngs, down)
 
 
 class MoE(nnx.Module):
-  """Router and experts; how tokens reach the experts is the caller's."""
+  """Router and experts; how tokens reach the experts is up to the caller."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     shape = (config.hidden_size, config.num_experts)
-    self.router = Kernel(shape, (None, None), rngs, config.adapters('router'))
+    self.router = ExpertKernel(shape, (None, None), rngs, config.adapters('router'))
     self.experts = Experts(config, rngs)
     self.picks = config.num_experts_per_token
     self.sums_to_one = config.norm_topk_prob
 
   def __call__(
-    self, x: jax.Array, mix: Mix, routed: jax.Array | None = None
+    self, x: jax.Array, mix: ExpertFn, routed: jax.Array | None = None
   ) -> tuple[jax.Array, jax.Array]:
-    """x `[..., D]` → (y `[..., D]`, the experts taken `[..., k]` int32).
+    """Computes the mixture.
 
-    routed: `[..., k]` int, experts to take instead of the likeliest, −1 where there
-    are none; their weights are this router's, and gradients flow through these.
+    Args:
+      x: `[…, D]`.
+      mix: Computes the experts.
+      routed: `[…, k]` int, experts to take instead of the likeliest, −1 where there are
+        none; their weights are those of this router, and gradients flow through them.
+
+    Returns:
+      y `[…, D]` and the experts taken `[…, k]` int32.
     """
     chosen, weights = self.route(x, routed)
     kernels = (self.experts.gate, self.experts.up, self.experts.down)
@@ -118,7 +142,15 @@ class MoE(nnx.Module):
   def route(
     self, x: jax.Array, routed: jax.Array | None = None
   ) -> tuple[jax.Array, jax.Array]:
-    """Experts `[..., k]` int32 and their weights `[..., k]` float32."""
+    """Chooses experts.
+
+    Args:
+      x: `[…, D]`.
+      routed: As above.
+
+    Returns:
+      Experts `[…, k]` int32 and their weights `[…, k]` float32.
+    """
     scores = experts.times(jnp.matmul, x.astype(jnp.float32), self.router.of('float32'))
     p = jax.nn.softmax(scores, axis=-1)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(p), self.picks)

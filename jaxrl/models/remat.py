@@ -1,9 +1,10 @@
-"""What the backward pass finds kept from the forward one; all else is computed again.
+"""Rematerialization policies: what the backward pass keeps of the forward pass.
 
-A policy is named by a call string, `model.remat`. Within a layer these have names:
-'qkv' (queries, keys and values, rotated), 'attention' (its output, before the
+A policy is named by a call string, `model.remat`. Within a layer these activations have
+names: 'qkv' (queries, keys and values, rotated), 'attention' (its output, before the
 projection), 'residual' (the stream between attention and MLP) and 'mlp' (the inner
-activations of a dense MLP). What comes into a layer is kept by every policy.
+activations of a dense MLP). The input of a layer is kept by every policy; everything
+else is computed again.
 """
 
 import functools
@@ -12,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.signature import ConfigError, call, unknown
+from jaxrl.call_strings import ConfigError, call, unknown_name_error
 
 NAMES = ('qkv', 'attention', 'residual', 'mlp')
 HOST = {'offload_src': 'device', 'offload_dst': 'pinned_host'}
@@ -47,7 +48,7 @@ def _names(*, save: str = 'attention', offload: str = '') -> Policy:
     chosen[option] = [name.strip() for name in text.split(',') if name.strip()]
     for name in chosen[option]:
       if name not in NAMES:
-        raise unknown(name, NAMES, 'activation', where)
+        raise unknown_name_error(name, NAMES, 'activation', where)
   if twice := set(chosen['save']) & set(chosen['offload']):
     raise ConfigError(f'{where}: {min(twice)} is both kept and offloaded')
   return _POLICIES.save_and_offload_only_these_names(
@@ -68,5 +69,12 @@ KNOWN = {
 
 @functools.cache
 def policy(text: str) -> Policy:
-  """The policy that a call string names, None for 'none'. Raises ConfigError."""
+  """Returns the policy that a call string names, None for 'none'.
+
+  Args:
+    text: The call string.
+
+  Raises:
+    ConfigError: If there is no such policy.
+  """
   return call(text, KNOWN, 'remat policy', 'model.remat')

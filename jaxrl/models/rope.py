@@ -1,6 +1,6 @@
 """Rotary positions: frequencies with their scalings, and the rotation.
 
-RoFormer, https://arxiv.org/abs/2104.09864; YaRN, https://arxiv.org/abs/2309.00071.
+RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071.
 """
 
 import math
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 
 # What each scaling must be told, and what it may be told.
 REQUIRED = {
@@ -35,7 +35,15 @@ OPTIONAL = {
 
 
 def check_scaling(kind: str, settings: Mapping[str, Any]) -> None:
-  """Raises ValueError unless this scaling is known with just these settings."""
+  """Checks that a scaling is known with just these settings.
+
+  Args:
+    kind: Its rope_type.
+    settings: Its settings.
+
+  Raises:
+    ValueError: If it is not.
+  """
   if kind not in REQUIRED:
     raise ValueError(
       f'rope scaling {kind!r} is not supported; these are: {", ".join(REQUIRED)}'
@@ -49,8 +57,14 @@ def check_scaling(kind: str, settings: Mapping[str, Any]) -> None:
 
 
 def frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-  """Returns the angular frequencies `[head_dim / 2]` float32, and the factor on
-  cosine and sine that some scalings ask for.
+  """Computes the angular frequencies.
+
+  Args:
+    config: The model's shape.
+
+  Returns:
+    `[head_dim / 2]` float32, and the factor on cosine and sine that some scalings ask
+    for.
   """
   dim = config.head_dim
   inverse = 1.0 / config.rope_theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -121,14 +135,28 @@ def _yarn(
 
 
 def rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """positions `[...]` int32 → (cos, sin), each `[..., head_dim / 2]` float32."""
+  """Computes cosines and sines.
+
+  Args:
+    config: The model's shape.
+    positions: `[…]` int32.
+
+  Returns:
+    Each `[…, head_dim / 2]` float32.
+  """
   inverse, factor = frequencies(config)
   angles = positions[..., None].astype(jnp.float32) * inverse
   return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """Rotates `[..., heads, head_dim]` by `[..., head_dim / 2]`; halves are pairs."""
+  """Rotates heads; halves of a head are pairs.
+
+  Args:
+    x: `[…, heads, head_dim]`.
+    cos: `[…, head_dim / 2]`.
+    sin: `[…, head_dim / 2]`.
+  """
   first, second = jnp.split(x, 2, axis=-1)
   cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
   return jnp.concatenate(

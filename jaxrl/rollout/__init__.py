@@ -1,0 +1,1 @@
+"""The rollout side plays episodes with an engine and queues them for training."""

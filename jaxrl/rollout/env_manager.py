@@ -1,7 +1,7 @@
-"""EnvManager: plays episodes of one environment with one engine.
+"""EnvManager plays the episodes of one environment with a rollout engine.
 
-Many of them run as coroutines in one worker. Everything is injected and may be
-local or remote. Whatever breaks costs one episode, which is put with its reason.
+Many managers run as coroutines in one worker. Everything they need is injected and may
+be local or remote. A failure costs one episode, which is put with its stop reason.
 """
 
 import asyncio
@@ -11,62 +11,75 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl.data.chat import Chat
-from jaxrl.data.seeds import fold
-from jaxrl.envs.base import Env
-from jaxrl.rollout.call_pool import CallPool, CallTimeout
-from jaxrl.rollout.episode import RolloutCache
-from jaxrl.rollout.formulation import FORMULATIONS
-from jaxrl.rollout.group import Lease
-from jaxrl.rollout.handles import settle
-from jaxrl.rollout.members import CUT_OFF
-from jaxrl.rollout.reply import request, whole_reply
-from jaxrl.rollout.rewards.stage import Rewards
-from jaxrl.rollout.templates import Templates
-from jaxrl.rollout.timeouts import read as read_timeouts
-from jaxrl.types import Completion, RolloutEngine, SamplingParams, Trajectory
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.seeds import fold_seed
+from jaxrl.envs.env_registry import Env
+from jaxrl.group_stats import RESPONSE_TRUNCATED
+from jaxrl.rollout.engine.actor_proxy import maybe_await
+from jaxrl.rollout.engine.resumable_generation import (
+  generate_or_abort,
+  generate_with_resume,
+)
+from jaxrl.rollout.episodes.prompt_templates import PromptTemplates
+from jaxrl.rollout.episodes.rollout_cache import RolloutCache
+from jaxrl.rollout.episodes.row_format import ROW_FORMATS
+from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.thread_pool import CallTimeoutError, ThreadPool, parse_timeouts
+from jaxrl.types import Completion, Message, RolloutEngine, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+  from jaxrl.rollout.rewards.reward_pipeline import RewardPipeline
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvWorld:
-  """What all environments of a tag share, local objects or handles.
+class EnvContext:
+  """Holds what all environments of a tag share, as local objects or handles.
 
-  make_env: makes an environment. dataset: None for games, whose task is the seed.
-  rewards: what is added to an episode's reward after its end.
-  endpoint: where agents reach the engine, None where environments are stepped.
+  Attributes:
+    make_env: Creates an environment.
+    engine: Generates the responses.
+    chat: Turns messages into tokens and back.
+    pool: Runs environment code on its threads.
+    queue: The `GroupQueue`; None outside a rollout loop.
+    dataset: The `GlobalDataset`; None for games, whose task is the seed.
+    rewards: What is added to an episode's reward after its end.
+    endpoint: Where agents reach the engine; None where environments are stepped.
   """
 
   make_env: Callable[[], Env]
   engine: RolloutEngine
-  chat: Chat
-  pool: CallPool
+  chat: ChatTokenizer
+  pool: ThreadPool
   queue: Any = None
   dataset: Any = None
-  rewards: Rewards | None = None
+  rewards: 'RewardPipeline | None' = None
   endpoint: Any = None
 
   async def close(self) -> None:
-    """Lets go of threads and of the endpoint's port."""
+    """Releases the threads and the endpoint's port."""
     self.pool.close()
     if self.endpoint is not None:
       await self.endpoint.close()
 
 
 class EnvManager:
-  """One environment: env `env_id` of env group `group_id`.
+  """Plays the environment `env_id` of the env group `group_id`.
 
-  tag: the environment's tag. max_steps: turns an episode may take. max_length:
-  tokens of the whole episode. max_tokens_per_step: tokens of one reply.
-  temperature, top_p, top_k, stop: how replies are drawn. system_template,
-  first_template, turn_template: see `templates`. formulation: 'trajectory', 'step' or
-  'concatenated'. timeouts: seconds, 0 = none, as in 'reset=60, step=60, generate=0'.
+  Attributes:
+    context: What all environments of the tag share.
+    group_id: The env group.
+    env_id: The environment within the env group.
+    tag: The environment's tag.
+    max_steps: Turns an episode may take.
+    max_length: Tokens an episode may have.
+    max_tokens_per_step: Tokens one response may have.
   """
 
   def __init__(
     self,
-    world: EnvWorld,
+    context: EnvContext,
     group_id: int = 0,
     env_id: int = 0,
     *,
@@ -84,85 +97,132 @@ class EnvManager:
     formulation: str = 'trajectory',
     timeouts: str = '',
   ):
-    if formulation not in FORMULATIONS:
+    """Creates a manager; its environment is created at the first episode.
+
+    Args:
+      context: What all environments of the tag share.
+      group_id: The env group.
+      env_id: The environment within the env group.
+      tag: The environment's tag.
+      max_steps: Turns an episode may take.
+      max_length: Tokens an episode may have.
+      max_tokens_per_step: Tokens one response may have.
+      temperature: Sampling temperature; 0 is greedy.
+      top_p: Nucleus sampling; 1 keeps all tokens.
+      top_k: Keeps the k likeliest tokens; 0 keeps all.
+      stop: Strings that end a response.
+      system_template: The system message; empty for none.
+      first_template: The first user message; empty for `turn_template`.
+      turn_template: The user message of each turn, with the field {observation}.
+      formulation: How an episode becomes training rows: 'trajectory', 'step' or
+        'concatenated'.
+      timeouts: Seconds before a call is cancelled, 0 for no limit, as in
+        'reset=60, step=60, generate=0'.
+
+    Raises:
+      ValueError: If an option is out of range, or a template has unknown fields.
+    """
+    if formulation not in ROW_FORMATS:
       raise ValueError(
-        f'no formulation {formulation!r}; there are {", ".join(FORMULATIONS)}'
+        f'no formulation {formulation!r}; there are {", ".join(ROW_FORMATS)}'
       )
     if min(max_steps, max_length, max_tokens_per_step) < 1:
-      raise ValueError('max_steps, max_length and max_tokens_per_step start at 1')
-    self.world, self.group_id, self.env_id, self.tag = world, group_id, env_id, tag
-    self.max_steps, self.max_length = max_steps, max_length
+      raise ValueError(
+        'max_steps, max_length and max_tokens_per_step must be at least 1'
+      )
+    self.context = context
+    self.group_id = group_id
+    self.env_id = env_id
+    self.tag = tag
+    self.max_steps = max_steps
+    self.max_length = max_length
     self.max_tokens_per_step = max_tokens_per_step
-    self._templates = Templates(system_template, first_template, turn_template)
-    self._formulate = functools.partial(FORMULATIONS[formulation], room=max_length)
-    self._timeouts = read_timeouts(timeouts)
+    self._templates = PromptTemplates(system_template, first_template, turn_template)
+    self._make_rows = functools.partial(ROW_FORMATS[formulation], max_tokens=max_length)
+    self._timeouts = parse_timeouts(timeouts)
     self._sampling = SamplingParams(
       max_tokens=max_tokens_per_step,
       temperature=temperature,
       top_p=top_p,
       top_k=top_k,
       stop=tuple(stop),
-      stop_token_ids=(world.chat.eos_id,),
+      stop_token_ids=(context.chat.eos_id,),
     )
     self._env: Any = None
-    self._starting: RolloutCache | None = None  # who may still bring an environment
+    # The episode that may still create the environment, guarded by the lock.
+    self._starting_cache: RolloutCache | None = None
     self._lock = threading.Lock()
     self._base_seed = 0
-    self._playing: tuple[Lease, asyncio.Task] | None = None
+    self._running: tuple[EpisodeLease, asyncio.Task] | None = None
 
   async def run_rollout_loop(self, data: Mapping[str, Any]) -> int:
-    """Plays until the queue has no more leases; returns the number of episodes put.
+    """Plays episodes until the queue has no more leases.
 
-    data: {'seed': base seed}, or an object whose `meta_info` is that.
+    Args:
+      data: `{'seed': base_seed}`, or an object whose `meta_info` is that.
+
+    Returns:
+      The number of episodes put into the queue.
     """
     self._base_seed = int(getattr(data, 'meta_info', data)['seed'])
-    queue, count = self.world.queue, 0
+    queue, num_episodes = self.context.queue, 0
     while True:
-      lease = await settle(queue.get_episode_id(self.group_id, self.env_id))
+      lease = await maybe_await(queue.get_episode_id(self.group_id, self.env_id))
       if lease is None:
-        self._drop_env()
-        return count
-      rollout = await self._play_unless_aborted(Lease(*lease))
-      await settle(
+        self._discard_env()
+        return num_episodes
+      rollout = await self._play_unless_aborted(EpisodeLease(*lease))
+      await maybe_await(
         queue.put(
           self.group_id, lease.episode_id, lease.start_step, rollout, self.env_id
         )
       )
-      count += 1
+      num_episodes += 1
 
-  def abort(self, lease: Lease) -> None:
-    """Ends the attempt `lease` if it is being played; it is put as aborted."""
-    if self._playing is not None and self._playing[0] == Lease(*lease):
-      self._playing[1].cancel()
+  def abort(self, lease: EpisodeLease) -> None:
+    """Ends the episode of `lease` if it is being played; it is put as aborted."""
+    if self._running is not None and self._running[0] == EpisodeLease(*lease):
+      self._running[1].cancel()
 
-  async def _play_unless_aborted(self, lease: Lease) -> list[Trajectory] | None:
-    task = asyncio.ensure_future(self.play(lease, base_seed=self._base_seed))
-    self._playing = (lease, task)
+  async def _play_unless_aborted(self, lease: EpisodeLease) -> list[Trajectory] | None:
+    task = asyncio.ensure_future(self.play_episode(lease, base_seed=self._base_seed))
+    self._running = (lease, task)
     try:
       return await task
     except asyncio.CancelledError:
-      self._drop_env()  # it may still be at work for the attempt that was ended
-      own = asyncio.current_task()
-      if not task.cancelled() or (own is not None and own.cancelling()):
+      self._discard_env()  # it may still be working for the aborted episode
+      loop_task = asyncio.current_task()
+      loop_cancelled = loop_task is not None and loop_task.cancelling()
+      if not task.cancelled() or loop_cancelled:
         task.cancel()
         raise
-      cache = RolloutCache(lease, self._seed_of(lease))
-      cache.stop('abort', 'the queue gave the attempt up')
+      cache = RolloutCache(lease, self._episode_seed(lease))
+      cache.truncate('abort', 'the queue cancelled the lease')
       return self.formulate_rollouts(cache)
     finally:
-      self._playing = None
+      self._running = None
 
-  def _seed_of(self, lease: Lease) -> int:
+  def _episode_seed(self, lease: EpisodeLease) -> int:
     return self._base_seed + lease.group_id + lease.episode_id
 
-  def _drop_env(self) -> None:
+  def _discard_env(self) -> None:
     """Forgets the environment; one in a process of its own is killed."""
     with self._lock:
-      env, self._env, self._starting = self._env, None, None
+      env, self._env, self._starting_cache = self._env, None, None
     _kill(env)
 
-  async def play(self, lease: Lease, *, base_seed: int) -> list[Trajectory] | None:
-    """Plays one attempt; None when the data set is traversed. Does not raise."""
+  async def play_episode(
+    self, lease: EpisodeLease, *, base_seed: int
+  ) -> list[Trajectory] | None:
+    """Plays one episode. Failures become its stop reason and do not raise.
+
+    Args:
+      lease: Which sample of which group to play.
+      base_seed: The episode seed is `base_seed + group_id + episode_id`.
+
+    Returns:
+      The episode's rows, or None if the data set has no more tasks.
+    """
     self._base_seed = base_seed
     cache = await self.reset(lease)
     if cache is None:
@@ -171,181 +231,226 @@ class EnvManager:
       completion = await self.make_decision(cache)
       if completion is not None:
         await self.step(cache, completion)
-    if self.world.rewards is not None:
-      seed = fold(base_seed, cache.seed, lease.member, 'rewards')
-      name = f'{self._name(cache)}/{lease.attempt}'
-      await self.world.rewards.add(cache, name, seed, self.world.pool)
+    if self.context.rewards is not None:
+      seed = fold_seed(base_seed, cache.seed, lease.sample_index, 'rewards')
+      name = f'{self._sample_name(cache)}/{lease.attempt}'
+      await self.context.rewards.apply(cache, name, seed, self.context.pool)
     return self.formulate_rollouts(cache)
 
-  async def reset(self, lease: Lease) -> RolloutCache | None:
-    """Draws the task and starts the environment; None when there is no task."""
-    cache = self._starting = RolloutCache(lease, self._seed_of(lease))
+  async def reset(self, lease: EpisodeLease) -> RolloutCache | None:
+    """Draws the task and starts the environment.
+
+    Args:
+      lease: Which sample of which group to play.
+
+    Returns:
+      The state of the new episode, or None if there are no more tasks.
+    """
+    cache = self._starting_cache = RolloutCache(lease, self._episode_seed(lease))
     try:
-      if self.world.dataset is not None:
+      if self.context.dataset is not None:
         number = lease.group_id + lease.episode_id
-        task = self.world.dataset.get_task(cache.seed, number)
-        cache.task = await settle(task)
+        cache.task = await maybe_await(
+          self.context.dataset.get_task(cache.seed, number)
+        )
         if cache.task is None:
           return None
-      prompt = await self._call(self._start_env, cache, self._timeouts.reset)
+      prompt = await self._run_on_thread(
+        self._start_env, cache, timeout=self._timeouts.reset
+      )
     except Exception as error:
-      self._drop_env()
-      cache.stop('env_reset_failed', error)
-    else:
-      if prompt is None:
-        return None
-      cache.hear(prompt[: self.max_length])
-      if len(prompt) >= self.max_length:
-        size = f'{len(prompt)} tokens of max_length={self.max_length}'
-        cache.stop('max_length', f'the first prompt takes {size}')
+      self._discard_env()
+      cache.truncate('env_reset_failed', error)
+      return cache
+    if prompt is None:
+      return None
+    cache.append_observation(prompt[: self.max_length])
+    if len(prompt) >= self.max_length:
+      size = f'{len(prompt)} tokens of max_length={self.max_length}'
+      cache.truncate('max_length', f'the first prompt takes {size}')
     return cache
 
   async def make_decision(self, cache: RolloutCache) -> Completion | None:
-    """The model's next reply; None if the episode ends for want of one."""
-    room = self.max_length - len(cache.tokens)
-    if room < 1:
-      cache.stop('max_length')
+    """Generates the model's next response.
+
+    Args:
+      cache: The episode so far.
+
+    Returns:
+      The response, or None if the episode ended without one.
+    """
+    num_tokens_left = self.max_length - len(cache.tokens)
+    if num_tokens_left < 1:
+      cache.truncate('max_length')
       return None
-    room = min(room, self.max_tokens_per_step)
+    max_tokens = min(num_tokens_left, self.max_tokens_per_step)
     try:
-      completion = await self._generate(cache, room)
+      completion = await self._generate(cache, max_tokens)
     except ValueError as error:  # the prompt is longer than the engine's window
-      cache.stop('max_length', error)
+      cache.truncate('max_length', error)
       return None
     except TimeoutError:
-      cache.stop('generate_failed', f'no reply within {self._timeouts.generate} s')
+      seconds = self._timeouts.generate
+      cache.truncate('generate_failed', f'no response within {seconds} s')
       return None
     except Exception as error:
-      cache.stop('generate_failed', error)
+      cache.truncate('generate_failed', error)
       return None
     if len(completion.tokens) == 0:
-      cache.stop('generate_failed', 'the engine returned no token')
+      cache.truncate('generate_failed', 'the engine returned no token')
       return None
-    cache.say(completion)
-    cache.extras[CUT_OFF] = completion.finish_reason == 'length'
+    cache.append_response(completion)
+    cache.extras[RESPONSE_TRUNCATED] = completion.finish_reason == 'length'
     if completion.finish_reason == 'abort':
-      cache.stop('abort', 'the engine aborted the request')
+      cache.truncate('abort', 'the engine aborted the request')
       return None
     return completion
 
   async def step(self, cache: RolloutCache, completion: Completion) -> None:
-    """Gives the reply to the environment and hears what comes back."""
-    ended = completion.tokens[-1] == self.world.chat.eos_id
+    """Passes a response to the environment and appends its observation.
+
+    Args:
+      cache: The episode so far, which ends with the response.
+      completion: The response.
+    """
+    ended = bool(completion.tokens[-1] == self.context.chat.eos_id)
     try:
-      heard = await self._call(
-        self._step_env, cache, self._timeouts.step, completion, bool(ended)
+      observation_ids = await self._run_on_thread(
+        self._step_env, cache, completion, ended, timeout=self._timeouts.step
       )
-    except CallTimeout as error:
-      self._drop_env()
-      cache.stop('env_timeout', error)
+    except CallTimeoutError as error:
+      self._discard_env()
+      cache.truncate('env_timeout', error)
     except Exception as error:
-      self._drop_env()
-      cache.stop('env_error', error)
+      self._discard_env()
+      cache.truncate('env_error', error)
     else:
       if not cache.done:
-        cache.hear(heard[: self.max_length - len(cache.tokens)])
+        num_tokens_left = self.max_length - len(cache.tokens)
+        cache.append_observation(observation_ids[:num_tokens_left])
 
   def formulate_rollouts(self, cache: RolloutCache) -> list[Trajectory]:
-    """The training rows of a finished episode."""
-    said = sum(turn.stop - turn.start for turn in cache.turns)
-    cache.metrics.setdefault('turns', float(len(cache.turns)))
-    cache.metrics.setdefault('response_length', float(said))
-    return self._formulate(cache, self.tag)
+    """Turns a finished episode into training rows.
 
-  # ---- on the pool's threads
+    Args:
+      cache: The finished episode.
 
-  def _have_env(self, cache: RolloutCache) -> None:
-    """Gives the attempt the environment, made if there is none.
-
-    What is made too late, for an attempt that was given up, is nobody's.
+    Returns:
+      The rows, as the option `formulation` says.
     """
-    env = self._env if self._env is not None else self.world.make_env()
+    response_length = sum(turn.stop - turn.start for turn in cache.turns)
+    cache.metrics.setdefault('turns', float(len(cache.turns)))
+    cache.metrics.setdefault('response_length', float(response_length))
+    return self._make_rows(cache, self.tag)
+
+  # ---- on the threads of the pool
+
+  def _assign_env(self, cache: RolloutCache) -> None:
+    """Gives the episode the environment, which is created if there is none.
+
+    An environment that is created too late, for an aborted episode, is killed.
+    """
+    env = self._env if self._env is not None else self.context.make_env()
     with self._lock:
-      if self._starting is cache:
+      if self._starting_cache is cache:
         self._env = cache.env = env
         return
     _kill(env)
-    raise RuntimeError('the attempt was given up while its environment was made')
+    raise RuntimeError('the episode was aborted while its environment was created')
 
   def _start_env(self, cache: RolloutCache) -> list[int] | None:
-    self._have_env(cache)
-    task = {'task': cache.task} if cache.task is not None else {}
-    observation, info = cache.env.reset(seed=cache.seed, options=task)
+    """Resets the environment; returns the ids of the first prompt."""
+    self._assign_env(cache)
+    options = {'task': cache.task} if cache.task is not None else {}
+    observation, info = cache.env.reset(seed=cache.seed, options=options)
     if observation is None:
       return None
-    self._note(cache, info)
-    chat, tools = self.world.chat, info.get('tools')
+    self._record_info(cache, info)
+    chat, tools = self.context.chat, info.get('tools')
     cache.chat = chat.with_tools(tools) if tools else chat
-    messages = self._show(cache, observation, info)
-    return cache.chat.first_prompt(messages)
+    messages = self._render_observation(cache, observation, info)
+    return cache.chat.encode_prompt(messages)
 
   def _step_env(
     self, cache: RolloutCache, completion: Completion, ended: bool
   ) -> list[int]:
-    text = self.world.chat.decode(completion.tokens)
+    """Steps the environment; returns the ids of the next observation."""
+    text = self.context.chat.decode(completion.tokens)
     observation, reward, terminated, truncated, info = cache.env.step(text)
     cache.messages.append({'role': 'assistant', 'content': text})
     if not math.isfinite(reward):
       raise ValueError(f'the environment gave a reward of {reward}')
     cache.turns[-1].reward = float(reward)
-    self._note(cache, info)
+    self._record_info(cache, info)
     if terminated:
       cache.terminated = True
     elif truncated or len(cache.turns) >= self.max_steps:
-      cache.stop('max_steps')
+      cache.truncate('max_steps')
     elif len(cache.tokens) >= self.max_length:
-      cache.stop('max_length')
+      cache.truncate('max_length')
     if cache.done:
       return []
-    messages = self._show(cache, observation, info)
-    return cache.chat.next_prompt(messages, ended=ended)
+    messages = self._render_observation(cache, observation, info)
+    return cache.chat.encode_next_prompt(messages, ended=ended)
 
-  def _show(self, cache: RolloutCache, observation: Any, info: Mapping[str, Any]):
-    messages = self._templates.messages(
+  def _render_observation(
+    self, cache: RolloutCache, observation: Any, info: Mapping[str, Any]
+  ) -> list[Message]:
+    messages = self._templates.render(
       observation,
       info,
       turn_idx=len(cache.turns),
       actions_left=self.max_steps - len(cache.turns),
       max_response_length=self.max_tokens_per_step,
     )
-    shown = '\n'.join(str(message['content']) for message in messages)
-    cache.state_hash = zlib.crc32(shown.encode()) >> 1
+    text = '\n'.join(str(message['content']) for message in messages)
+    cache.state_hash = zlib.crc32(text.encode()) >> 1
     cache.messages += messages
     return messages
 
   @staticmethod
-  def _note(cache: RolloutCache, info: Mapping[str, Any]) -> None:
+  def _record_info(cache: RolloutCache, info: Mapping[str, Any]) -> None:
     """Keeps what the environment reports; later turns overwrite earlier ones."""
     cache.metrics.update({k: float(v) for k, v in info.get('metrics', {}).items()})
     cache.columns.update(info.get('columns', {}))
 
   # ---- on the event loop
 
-  async def _call(self, fn: Callable, cache: RolloutCache, timeout, *args) -> Any:
-    return await self.world.pool.run(fn, cache, *args, timeout=timeout)
+  async def _run_on_thread(
+    self, fn: Callable[..., Any], *args: Any, timeout: float | None
+  ) -> Any:
+    return await self.context.pool.run(fn, *args, timeout=timeout)
 
-  async def _generate(self, cache: RolloutCache, room: int) -> Completion:
-    """One reply; if the engine is interrupted, it goes on from what it had."""
+  async def _generate(self, cache: RolloutCache, max_tokens: int) -> Completion:
+    """Generates one response; an interrupted one continues from its tokens."""
     lease, turn = cache.lease, len(cache.turns)
-    name = f'{self._name(cache)}/{turn}/{lease.attempt}'
-    # The 0 is there for the sake of the seeds that runs have always had.
-    seed = fold(self._base_seed, cache.seed, lease.member, turn, 0)
+    name = f'{self._sample_name(cache)}/{turn}/{lease.attempt}'
+    # The trailing 0 keeps the seeds equal to those of earlier versions.
+    seed = fold_seed(self._base_seed, cache.seed, lease.sample_index, turn, 0)
     sampling = dataclasses.replace(
       self._sampling,
-      max_tokens=room,
+      max_tokens=max_tokens,
       seed=seed,
       temperature=0.0 if lease.greedy else self._sampling.temperature,
     )
-    return await whole_reply(self._request, name, cache.tokens, sampling)
+    return await generate_with_resume(self._request, name, cache.tokens, sampling)
 
-  def _name(self, cache: RolloutCache) -> str:
-    """Of the member's part in its group, the same at every attempt."""
+  def _sample_name(self, cache: RolloutCache) -> str:
+    """Names the sample; the name is the same at every attempt."""
     lease = cache.lease
-    return f'{self.tag}/{lease.group_id}/{lease.episode_id}/{cache.seed}/{lease.member}'
+    group = f'{self.tag}/{lease.group_id}/{lease.episode_id}/{cache.seed}'
+    return f'{group}/{lease.sample_index}'
 
-  async def _request(self, request_id, prompt, sampling) -> Completion:
-    engine, timeout = self.world.engine, self._timeouts.generate
-    return await request(engine, request_id, prompt, sampling, timeout=timeout)
+  async def _request(
+    self, request_id: str, prompt: list[int], sampling: SamplingParams
+  ) -> Completion:
+    return await generate_or_abort(
+      self.context.engine,
+      request_id,
+      prompt,
+      sampling,
+      timeout=self._timeouts.generate,
+    )
 
 
 def _kill(env: Any) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation: every item once, or a fixed list of seeds, on the current weights."""
+"""Evaluation scores the current weights on every item, or on a fixed list of seeds."""
 
 import asyncio
 import itertools
@@ -8,16 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.graders.answers import normal, number
-from jaxrl.rollout import scores
+from jaxrl.envs.graders.answer_matching import normalize_answer, parse_number
+from jaxrl.group_stats import (
+  SampleRows,
+  rows_by_sample,
+  sample_accuracies,
+  sample_scores,
+  without_greedy,
+)
+from jaxrl.rollout import pass_at_k
+from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.group import Lease
-from jaxrl.rollout.handles import settle
-from jaxrl.rollout.members import Rows, accuracies, members, sampled
-from jaxrl.rollout.members import scores as returns
+from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.types import Group
 
-GIVEN = 'given'  # the column in which an environment puts the answer it extracted
+# The column in which an environment puts the answer that it extracted.
+ANSWER_COLUMN = 'given'
 
 
 async def evaluate(
@@ -30,61 +36,70 @@ async def evaluate(
   concurrency: int = 64,
   retries: int = 1,
   pass_score: float = 1.0,
-  progress: Callable[[Rows, int], None] | None = None,
+  progress: Callable[[SampleRows, int], None] | None = None,
 ) -> tuple[dict[str, float], list[Group]]:
-  """Plays tasks 0, 1, 2 … and scores them; no filter, no queue, no training.
+  """Plays tasks 0, 1, 2 … and scores them, without filters, queue or training.
 
-  make_manager(i) makes the i-th of `concurrency` managers. base_seed: task i is
-  played with seed base_seed + i, the same at every evaluation. num_tasks: at most so
-  many; −1 plays the data set to its end (its mode must be 'traversal'). group_size:
-  attempts a task, for pass@k. retries: how often a failed attempt is played again
-  before it scores 0, with its reason. pass_score: from which accuracy an attempt has
-  passed. progress: called with each attempt's rows, and the number of all attempts.
+  Args:
+    make_manager: Creates the i-th of `concurrency` managers.
+    base_seed: Task i is played with seed `base_seed + i`, at every evaluation.
+    tag: The environment's tag.
+    num_tasks: Plays at most this many tasks; −1 plays the data set to its end, for
+      which its mode must be 'traversal'.
+    group_size: Samples per task, for pass@k.
+    concurrency: Number of samples played at the same time.
+    retries: How often a failed sample is played again before it scores 0.
+    pass_score: A sample passes if its accuracy is at least this.
+    progress: Called with each sample's rows and the total number of samples.
 
-  Returns metrics `eval/<tag>/…` (see `summarize`), and the groups in order of tasks.
+  Returns:
+    The metrics `eval/<tag>/…` (see `summarize`), and the groups in order of tasks.
+
+  Raises:
+    ValueError: If there is no data set and `num_tasks` is −1, or nothing was played.
   """
   managers = [make_manager(i) for i in range(concurrency)]
-  count = await _count(managers[0].world.dataset, num_tasks)
-  played: dict[int, dict[int, Rows]] = defaultdict(dict)
-  attempts = itertools.product(range(count), range(group_size))
+  count = await _count_tasks(managers[0].context.dataset, num_tasks)
+  played: dict[int, dict[int, SampleRows]] = defaultdict(dict)
+  remaining = itertools.product(range(count), range(group_size))
 
-  async def play(manager: EnvManager) -> None:
-    for task, member in attempts:
-      rows = await _attempt(manager, task, member, base_seed, retries)
+  async def play_remaining(manager: EnvManager) -> None:
+    for task, sample_index in remaining:
+      rows = await _play_sample(manager, task, sample_index, base_seed, retries)
       if rows is None:
         return  # the environment has no more tasks
-      played[task][member] = rows
+      played[task][sample_index] = rows
       if progress is not None:
         progress(rows, count * group_size)
 
   async with asyncio.TaskGroup() as tasks:
     for manager in managers:
-      tasks.create_task(play(manager))
+      tasks.create_task(play_remaining(manager))
   groups = [
-    [row for member in sorted(played[task]) for row in played[task][member]]
+    [row for sample_index in sorted(played[task]) for row in played[task][sample_index]]
     for task in sorted(played)
   ]
   return summarize(groups, tag, pass_score=pass_score), groups
 
 
-async def _count(dataset: Any, num_tasks: int) -> int:
-  """How many tasks to play: never more than there are items."""
+async def _count_tasks(dataset: Any, num_tasks: int) -> int:
+  """Returns how many tasks to play: never more than there are items."""
   if dataset is None:
     if num_tasks < 0:
       raise ValueError('without a data set there is no end: set num_tasks')
     return num_tasks
-  size = await settle(dataset.get_size())
+  size = await maybe_await(dataset.get_size())
   return size if num_tasks < 0 else min(num_tasks, size)
 
 
-async def _attempt(
-  manager: EnvManager, task: int, member: int, base_seed: int, retries: int
-) -> Rows | None:
-  """One attempt at a task, played again if it fails; a failure scores 0."""
-  rows: Rows | None = None
+async def _play_sample(
+  manager: EnvManager, task: int, sample_index: int, base_seed: int, retries: int
+) -> SampleRows | None:
+  """Plays a sample, and again if it fails; a final failure scores 0."""
+  rows: SampleRows | None = None
   for attempt in range(retries + 1):
-    lease = Lease(0, task, member, 0, attempt)
-    rows = await manager.play(lease, base_seed=base_seed)
+    lease = EpisodeLease(0, task, sample_index, 0, attempt)
+    rows = await manager.play_episode(lease, base_seed=base_seed)
     if rows is None or not any(row.failed for row in rows):
       return rows
   for row in rows or []:
@@ -95,60 +110,89 @@ async def _attempt(
 def summarize(
   groups: list[Group], tag: str, *, pass_score: float = 1.0
 ) -> dict[str, float]:
-  """Metrics of an evaluation, all under `eval/<tag>/`.
+  """Computes the metrics of an evaluation.
 
-  Those of `by_task`, averaged over tasks, for k = 1, 2, 4 … up to the group's size;
-  tasks, failed (share of attempts), stop/<reason> (share), and the mean of every
-  metric that trajectories carry. Raises ValueError when nothing was played.
+  They are: the means over tasks of `metrics_by_task`, for k = 1, 2, 4 … up to the
+  group size; `tasks`, the number of tasks; `failed` and `stop/<reason>`, shares of the
+  samples; and the mean of every metric that the rows carry.
+
+  Args:
+    groups: The played groups.
+    tag: The environment's tag.
+    pass_score: A sample passes if its accuracy is at least this.
+
+  Returns:
+    The metrics, all under `eval/<tag>/`.
+
+  Raises:
+    ValueError: If there are no groups.
   """
   if not groups:
     raise ValueError(f'evaluation {tag!r} played nothing: its data set is empty')
-  rows = [rows[-1] for group in groups for rows in members(sampled(group)).values()]
-  size = min(len(members(sampled(group))) for group in groups)
-  found = by_task(groups, scores.powers(size), pass_score=pass_score)
+  samples = [rows_by_sample(without_greedy(group)) for group in groups]
+  last_rows = [rows[-1] for by_index in samples for rows in by_index.values()]
+  ks = pass_at_k.powers_of_two(min(len(by_index) for by_index in samples))
+  by_task = metrics_by_task(groups, ks, pass_score=pass_score)
   metrics = {
     'tasks': float(len(groups)),
-    'failed': sum(row.failed for row in rows) / len(rows),
+    'failed': sum(row.failed for row in last_rows) / len(last_rows),
   }
-  metrics |= {name: float(values.mean()) for name, values in found.items()}
-  for reason, count in sorted(Counter(row.stop_reason for row in rows).items()):
-    metrics[f'stop/{reason}'] = count / len(rows)
-  names = sorted({name for row in rows for name in row.metrics} - set(metrics))
-  for name in names:
-    values = [row.metrics[name] for row in rows if name in row.metrics]
+  metrics |= {name: float(values.mean()) for name, values in by_task.items()}
+  for reason, count in sorted(Counter(row.stop_reason for row in last_rows).items()):
+    metrics[f'stop/{reason}'] = count / len(last_rows)
+  env_metrics = {name for row in last_rows for name in row.metrics} - set(metrics)
+  for name in sorted(env_metrics):
+    values = [row.metrics[name] for row in last_rows if name in row.metrics]
     metrics[name] = float(np.mean(values))
   return {f'eval/{tag}/{name}': value for name, value in metrics.items()}
 
 
-def by_task(
+def metrics_by_task(
   groups: list[Group], ks: Sequence[int], *, pass_score: float = 1.0
 ) -> dict[str, np.ndarray]:
-  """`[tasks]` float64 of every score: mean, pass@k, majority@k.
+  """Computes the mean return, pass@k and majority@k of every task.
 
-  mean: of the attempts' returns. pass@k: the chance that one of k attempts passes.
-  majority@k: the chance that the answer most of k attempts give is right, for k > 1
-  and environments that say which answer they found (the column 'given'). Both without
-  bias, from all attempts. An attempt passes if its accuracy, as the environment has
-  it, else its return, is at least `pass_score`; a failed one does not.
+  pass@k is the probability that at least one of k samples passes. majority@k is the
+  probability that the most frequent answer of k samples is right, for k > 1 and
+  environments that report their answers. Both are unbiased estimates from all samples.
+  A sample passes if its accuracy is at least `pass_score`; a failed one never does.
+
+  Args:
+    groups: The played groups, one per task.
+    ks: The values of k.
+    pass_score: The accuracy from which a sample passes.
+
+  Returns:
+    `[tasks]` float64 of each metric: `mean`, `pass@k`, `majority@k`.
   """
-  passed = [(accuracies(group) >= pass_score) & ~_failed(group) for group in groups]
-  given = [answers(group) for group in groups]
-  means = np.array([returns(group).mean() for group in groups])
-  return {'mean': means, **scores.by_task(passed, given, ks)}
+  passed = [
+    (sample_accuracies(group) >= pass_score) & ~_failed(group) for group in groups
+  ]
+  answers = [sample_answers(group) for group in groups]
+  means = np.array([sample_scores(group).mean() for group in groups])
+  return {'mean': means, **pass_at_k.pass_metrics_by_task(passed, answers, ks)}
 
 
 def _failed(group: Group) -> np.ndarray:
-  attempts = members(sampled(group)).values()
-  return np.array([any(row.failed for row in rows) for rows in attempts])
+  """Returns `[samples]` bool: which samples failed."""
+  samples = rows_by_sample(without_greedy(group)).values()
+  return np.array([any(row.failed for row in rows) for rows in samples])
 
 
-def answers(group: Group) -> list[Hashable | None]:
-  """What each attempt answers, None for nothing; of one number all forms are alike."""
-  attempts = members(sampled(group)).values()
-  return [_answer(rows[-1].columns.get(GIVEN)) for rows in attempts]
+def sample_answers(group: Group) -> list[Hashable | None]:
+  """Returns the answer of each sample; equal numbers are equal answers.
+
+  Args:
+    group: Rows of all samples of one task.
+
+  Returns:
+    One answer per sample that is not greedy, None where it gave none.
+  """
+  samples = rows_by_sample(without_greedy(group)).values()
+  return [_canonical_answer(rows[-1].columns.get(ANSWER_COLUMN)) for rows in samples]
 
 
-def _answer(given: Any) -> Hashable | None:
-  text = normal('' if given is None else str(given))
-  found = number(text)
-  return found if found is not None else text or None
+def _canonical_answer(answer: Any) -> Hashable | None:
+  text = normalize_answer('' if answer is None else str(answer))
+  number = parse_number(text)
+  return number if number is not None else text or None

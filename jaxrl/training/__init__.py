@@ -1,0 +1,1 @@
+"""Training: the learner, its pure steps, batching, optimizers and parallelism."""

@@ -1,69 +1,94 @@
-"""First steps that train the value head alone: nothing else moves by a single bit."""
+"""Critic warm-up trains the value head alone in the first steps.
+
+During the warm-up no other parameter changes by a single bit.
+"""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.training import optimizer
-from jaxrl.training.moments import Memory
+from jaxrl.training import optimizers
+from jaxrl.training.optimizers import OptimizerStateSpec
 from jaxrl.types import Array, Params
 
-HEAD = 'value_head'  # the parameters' first key
+VALUE_HEAD = 'value_head'  # the first key of its parameters
 
 
-def init() -> dict[str, Array]:
-  """updates: how many there were in the warm-up; only the head's moments saw them."""
+def init_warmup_state() -> dict[str, Array]:
+  """Returns the state before the first update.
+
+  Its 'updates' counts the updates of the warm-up, which only the moments of the value
+  head saw.
+  """
   return {'updates': jnp.zeros((), jnp.int32)}
 
 
-def update(
+def apply_gradients_with_warmup(
   params: Params,
   opt_state: Any,
-  gradients: Params,
-  numbers: dict[str, Any],
-  warming: Array,
-  own: dict[str, Array],
-  memory: Memory,
+  grads: Params,
+  hparams: dict[str, Any],
+  is_warmup: Array,
+  warmup_state: dict[str, Array],
+  state_spec: OptimizerStateSpec,
 ) -> tuple[Params, Any, dict[str, Array], dict[str, Array]]:
-  """`optimizer.update`, of the value head alone where `warming`, a scalar, is True.
+  """Applies one optimizer update, to the value head alone during the warm-up.
 
-  The others' moments, still zero when the warm-up ends, start their bias correction
-  then: their count is less by own['updates']. Returns the new `own` last.
+  The moments of other parameters are still zero when the warm-up ends. Their bias
+  correction starts then: their count is smaller by the updates of the warm-up.
+
+  Args:
+    params: The trained parameters.
+    opt_state: The optimizer's state.
+    grads: Gradients of `params`.
+    hparams: As for `optimizers.apply_gradients`.
+    is_warmup: Boolean scalar.
+    warmup_state: The state of the warm-up.
+    state_spec: What fixes the optimizer's state.
+
+  Returns:
+    New parameters, new optimizer state, metrics, and the new state of the warm-up.
   """
-  gradients = _join(gradients, _where(warming, _zeros(gradients), gradients))
-  late = _later(opt_state, own['updates'])
-  head, state, metrics = optimizer.update(params, opt_state, gradients, numbers, memory)
-  others, later, _ = optimizer.update(params, late, gradients, numbers, memory)
-
-  def moments(old, new, later):
-    is_moments = optimizer.like(old, params)
-    return _join(new, _where(warming, old, later)) if is_moments else new
-
-  state = jax.tree.map(
-    *(moments, opt_state, state, later), is_leaf=lambda x: optimizer.like(x, params)
+  zeros = jax.tree.map(jnp.zeros_like, grads)
+  grads = _join(grads, _where(is_warmup, zeros, grads))
+  late_state = _subtract_updates(opt_state, warmup_state['updates'])
+  head, head_state, metrics = optimizers.apply_gradients(
+    params, opt_state, grads, hparams, state_spec
   )
-  params = _join(head, _where(warming, params, others))
-  own = {'updates': own['updates'] + warming}
-  return params, state, metrics, own
+  others, others_state, _ = optimizers.apply_gradients(
+    params, late_state, grads, hparams, state_spec
+  )
+
+  def select(old: Any, head: Any, others: Any) -> Any:
+    if not optimizers.same_structure(old, params):
+      return head
+    return _join(head, _where(is_warmup, old, others))
+
+  opt_state = jax.tree.map(
+    select,
+    opt_state,
+    head_state,
+    others_state,
+    is_leaf=lambda x: optimizers.same_structure(x, params),
+  )
+  params = _join(head, _where(is_warmup, params, others))
+  warmup_state = {'updates': warmup_state['updates'] + is_warmup}
+  return params, opt_state, metrics, warmup_state
 
 
-def _later(state: Any, updates: Array) -> Any:
-  """The state as if `updates` of those that were counted had not been."""
+def _subtract_updates(opt_state: Any, updates: Array) -> Any:
+  """The state as if `updates` of the updates that it counts had not been."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x - updates if getattr(path[-1], 'name', '') == 'count' else x,
-    state,
+    opt_state,
   )
 
 
 def _join(head: Params, others: Params) -> Params:
-  """The value head of one tree with all else of another."""
-  return others | {HEAD: head[HEAD]}
+  """The value head of one tree with everything else of another."""
+  return others | {VALUE_HEAD: head[VALUE_HEAD]}
 
 
-def _where(choose: Array, yes: Params, no: Params) -> Params:
-  return jax.tree.map(lambda a, b: jnp.where(choose, a, b), yes, no)
-
-
-def _zeros(tree: Params) -> Params:
-  return jax.tree.map(jnp.zeros_like, tree)
+def _where(condition: Array, yes: Params, no: Params) -> Params:
+  return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)

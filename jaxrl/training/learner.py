@@ -1,64 +1,83 @@
-"""The learner: owns the mesh and the train state, and turns groups into updates."""
+"""The learner trains a model: it owns mesh and train state, and learns from groups."""
 
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.algorithms import checks, compose
-from jaxrl.data.staleness import Bound
-from jaxrl.dispatch import Dispatcher
+from jaxrl.algorithms import consistency, requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.device_thread import DeviceThread
 from jaxrl.models import lora
-from jaxrl.models.model import Model
-from jaxrl.signature import ConfigError
-from jaxrl.training import late, programs, routing, sharding, stale, teacher_columns
-from jaxrl.training import metrics as reports
-from jaxrl.training import packing as packings
-from jaxrl.training.checkpoint import Checkpointer, CheckpointError
-from jaxrl.training.health import Health
-from jaxrl.training.mesh import single_device_mesh
-from jaxrl.training.optimizer import Optimizer, make_optimizer
-from jaxrl.training.packed_layout import layout_of
-from jaxrl.training.per_device import on_mesh
-from jaxrl.training.served import Served
-from jaxrl.training.state import Spec
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training import batch_fields, monitoring, staleness, train_state
+from jaxrl.training.batching import router_replay
+from jaxrl.training.batching.batch_builder import BatchShape
+from jaxrl.training.batching.packed_batch_builder import make_batch_builder
+from jaxrl.training.batching.packing_plan import Packing
+from jaxrl.training.checkpointing import Checkpointer, CheckpointError
+from jaxrl.training.compiled_steps import CompiledSteps
+from jaxrl.training.monitoring import CompileCounter, UpdateMonitor
+from jaxrl.training.optimizers import Optimizer, make_optimizer
+from jaxrl.training.parallelism import sharding
+from jaxrl.training.parallelism.mesh import single_device_mesh
+from jaxrl.training.parallelism.model_sharding import on_mesh
+from jaxrl.training.staleness import StalenessLimit
+from jaxrl.training.train_state import InferenceParams, StepSpec
 from jaxrl.types import Algorithm, Batch, Group, Params
 
-if TYPE_CHECKING:  # it brings tokenizers, which a learner by itself does not need
-  from jaxrl.training.teachers import Teachers
+if TYPE_CHECKING:
+  from jaxrl.training.teacher_scoring import Teachers
 
 log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
 class Learner:
-  """Trains `model` by `algorithm`, one `update` a step.
+  """Trains a model with an algorithm, one `update` per step.
 
-  params: a tree as `model.init` gives it; copied. Of its shapes alone a learner is made
-  too, that can only tell its programs: see `traced`. mesh: default, the first device.
-  dispatcher: runs the device work; default, one of its own. ref_params: the reference
-  policy, if a part reads one; default, `params`; with LoRA its adapters alone, on the
-  same frozen rest. teachers: who gives the columns that speak for a teacher, if a part
-  reads any.
-  num_rows: rows of a usual batch. buckets: lengths that rows are padded to.
-  minibatches: optimizer updates a batch. micro_batches: parts of a minibatch whose
-  gradients are summed, to save memory. packing: run the model on packed rows, whose
-  tokens fill micro-batches; '': a sequence a row. epochs: passes over a batch.
-  temperature: the one that rollouts are sampled at. seed: of the minibatches' order.
-  entropy: report the exact entropy though no part reads it. mismatch_alarm: mean
-  |Δlog-prob| between rollout and learner from which on it warns. bound: what becomes of
-  tokens of weights that are too old.
+  Args:
+    model: The model.
+    params: Its parameters, as `model.init` returns them; they are copied. They may be
+      `ShapeDtypeStruct`s; the learner can then only be traced.
+    algorithm: The algorithm.
+    num_rows: Rows of a usual batch.
+    buckets: Lengths that rows are padded to.
+    mesh: The devices; default, the first device.
+    optimizer: The optimizer; default, that of `make_optimizer`.
+    device_thread: Runs the device work; default, a new one.
+    ref_params: The reference policy, if a component reads it; default, `params`. With
+      LoRA only its adapters are used, on the same base model.
+    teachers: Score the teacher fields, if a component reads any.
+    minibatches: Optimizer updates in one pass over a batch.
+    micro_batches: Parts of a minibatch whose gradients are summed, to save memory.
+    packing: Runs the model on packed rows, whose tokens fill micro-batches; '' for one
+      sequence per row.
+    epochs: Passes over a batch.
+    temperature: The temperature that rollouts are sampled at.
+    seed: Seed of the order of minibatches and of stochastic rounding.
+    entropy: Report the exact entropy even if no component reads it.
+    mismatch_alarm: Mean |Δlog-prob| between rollout and learner above which it warns.
+    staleness_limit: What happens to tokens that were sampled by old weights.
+
+  Attributes:
+    mesh: The devices.
+    optimizer: The optimizer; only its hyperparameters may be changed.
+    temperature: The temperature that rollouts are sampled at.
+    seed: The seed.
+    step: The number of updates so far.
+    teachers: The teachers, if any.
   """
 
   def __init__(
     self,
-    model: Model,
+    model: TransformerLM,
     params: Params,
     algorithm: Algorithm,
     *,
@@ -66,335 +85,439 @@ class Learner:
     buckets: Sequence[int],
     mesh: Mesh | None = None,
     optimizer: Optimizer | None = None,
-    dispatcher: Dispatcher | None = None,
+    device_thread: DeviceThread | None = None,
     ref_params: Params | None = None,
     teachers: 'Teachers | None' = None,
     minibatches: int = 1,
     micro_batches: int = 1,
-    packing: packings.Packing | str = '',
+    packing: Packing | Literal[''] = '',
     epochs: int = 1,
     temperature: float = 1.0,
     seed: int = 0,
     entropy: bool = True,
     mismatch_alarm: float = 0.1,
-    bound: Bound | None = None,
+    staleness_limit: StalenessLimit | None = None,
   ):
-    _check_counts(minibatches=minibatches, micro_batches=micro_batches)
+    _check_positive(minibatches=minibatches, micro_batches=micro_batches)
+    consistency.validate(algorithm)
+    staleness.check_limit(staleness_limit, algorithm)
     self.mesh = mesh or single_device_mesh()
-    model = on_mesh(model, self.mesh)
     self.optimizer = optimizer or make_optimizer()
-    self.temperature, self.seed, self.step = temperature, seed, 0
-    self._dispatcher = dispatcher or Dispatcher('learner')
-    self._health = Health(mismatch_alarm)
-    checks.refuse(algorithm)
-    stale.check(bound, algorithm)
-    self._bound = bound
-    static, self._parts = compose.split_numbers(algorithm)
-    top_k, memory = teacher_columns.top_k(algorithm), self.optimizer.kind.memory
-    options = micro_batches, entropy, top_k, memory, bool(packing)
-    self._spec = Spec(model, static, *options)
-    self._layout = layout_of(packing, model, self.mesh, micro_batches)(
+    self.temperature = temperature
+    self.seed = seed
+    self.step = 0
+    self.teachers = teachers
+    self._device_thread = device_thread or DeviceThread('learner')
+    self._monitor = UpdateMonitor(mismatch_alarm)
+    self._staleness_limit = staleness_limit
+    model = on_mesh(model, self.mesh)
+    static_algorithm, self._component_hparams = requirements.split_hparams(algorithm)
+    self._spec = StepSpec(
+      model,
+      static_algorithm,
+      micro_batches=micro_batches,
+      entropy=entropy,
+      top_k=batch_fields.teacher_top_k(algorithm),
+      optimizer_state=self.optimizer.spec.state_spec,
+      packed=bool(packing),
+    )
+    self._batch_builder = make_batch_builder(
+      packing,
+      model,
+      self.mesh,
       algorithm=algorithm,
       num_rows=num_rows,
-      multiple=sharding.rows_multiple(self.mesh),
+      row_multiple=sharding.num_row_shards(self.mesh),
       buckets=tuple(sorted(buckets)),
-      minibatches=minibatches,
-      micro_batches=micro_batches,
-      epochs=epochs,
+      num_minibatches=minibatches,
+      num_micro_batches=micro_batches,
+      num_epochs=epochs,
       seed=seed,
     )
-    self.teachers = teachers
-    self._warm: set[programs.Shape] = set()
-    self._warmed = False
+    self._compiled_shapes: set[BatchShape] = set()
+    self._is_warm = False
     _check_teachers(self._spec, teachers)
     _check_params(self._spec, self.mesh, params)
-    self._served = Served(self._spec, self.mesh)
-    self._state = programs.init_state(self._spec, self.mesh, params)
+    self._inference_params = InferenceParams(self._spec, self.mesh)
+    self._state = train_state.init_train_state(self._spec, self.mesh, params)
     self._advantages: jax.Array | None = None
-    self._homes: dict[str, Any] | None = None  # where the state was before it rested
-    self._reference = programs.reference_shapes(self._spec, self.mesh)
-    if self._reference is not None:
-      reference = lora.trained(model.config, ref_params or params)
-      self._reference = programs.place(reference, self._reference)
+    # Where the arrays lie on the devices, while they are offloaded.
+    self._device_shardings: dict[str, Any] | None = None
+    self._ref_params = train_state.reference_shapes(self._spec, self.mesh)
+    if self._ref_params is not None:
+      reference = lora.trainable_params(model.config, ref_params or params)
+      self._ref_params = train_state.place_params(reference, self._ref_params)
 
   @property
   def params(self) -> Params:
     """The newest parameters. The next update donates them: copy what must last."""
     return self._state.params
 
-  async def weights(self) -> Params:
-    """What engines are given: `params`, or what `Served` makes of them and adapters."""
+  async def inference_params(self) -> Params:
+    """Returns what inference engines are given; see `InferenceParams`."""
     if self._spec.model.config.lora is None:
       return self.params
-    return await self._dispatcher.run(lambda: self._served.of(self._placed()))
+    return await self._device_thread.run(
+      lambda: self._inference_params.build(self._params_on_device())
+    )
 
-  def merged(self) -> Params:
-    """Of the model without adapters, for whoever is on the thread of the devices."""
-    bare = self._spec.model.config.lora is None
-    return self.params if bare else self._served.merge(self._placed())
-
-  def _placed(self) -> Params:
-    """The parameters on the devices, for programs, even while they rest elsewhere."""
-    if self._homes is None:
+  def merged_params(self) -> Params:
+    """Returns the parameters with adapters merged. Device thread only."""
+    if self._spec.model.config.lora is None:
       return self.params
-    return jax.device_put(self.params, self._homes['state'].params)
+    return self._inference_params.merge(self._params_on_device())
+
+  def _params_on_device(self) -> Params:
+    """The parameters on the devices, even while they are offloaded."""
+    if self._device_shardings is None:
+      return self.params
+    return jax.device_put(self.params, self._device_shardings['state'].params)
 
   @property
-  def model(self) -> Model:
-    """The model, its activations pinned to the learner's mesh."""
+  def model(self) -> TransformerLM:
+    """The model, with its activations pinned to the learner's mesh."""
     return self._spec.model
 
   @property
   def advantages(self) -> jax.Array | None:
-    """Of the last batch, `[B, T]`, rows in the order of its groups, then padding.
+    """The advantages of the last batch, `[B, T]`.
 
-    On the device until read; None before any, and for algorithms without.
+    Rows are in the order of its groups, then padding. They stay on the devices until
+    read. None before any batch, and for algorithms without advantages.
     """
     return self._advantages
 
   @property
   def algorithm_state(self) -> dict[str, Any]:
-    """What the algorithm's parts carry from batch to batch, by slot."""
+    """What stateful components carry from batch to batch, by component."""
     return self._state.algorithm_state
 
   def set_algorithm(self, algorithm: Algorithm) -> None:
-    """Goes on with other options. Only numbers may differ: nothing is recompiled."""
-    static, parts = compose.split_numbers(algorithm)
-    same_width = teacher_columns.top_k(algorithm) == self._spec.top_k
-    if static != self._spec.algorithm or not same_width:
+    """Continues with other numeric options; nothing is recompiled.
+
+    Args:
+      algorithm: The same algorithm with other numbers.
+
+    Raises:
+      ValueError: More than numbers differ.
+    """
+    static_algorithm, component_hparams = requirements.split_hparams(algorithm)
+    same_top_k = batch_fields.teacher_top_k(algorithm) == self._spec.top_k
+    if static_algorithm != self._spec.algorithm or not same_top_k:
       raise ValueError('only the numeric options of an algorithm can change in a run')
-    self._parts = parts
+    self._component_hparams = component_hparams
 
   async def warmup(self) -> Metrics:
-    """Compiles the programs of every bucket, so that no later step compiles."""
-    return await self._dispatcher.run(self._warm_up)
+    """Compiles the programs of every usual batch, so that no later step compiles.
+
+    Returns:
+      'time/warmup' and 'compile/programs'.
+    """
+    return await self._device_thread.run(self._warm_up)
 
   async def update(self, groups: Sequence[Group]) -> Metrics:
-    """Learns from `groups`, all of them, and counts one step up. Returns metrics.
+    """Learns from all of `groups` and increments the step.
 
-    Raises ValueError for rows that fit no bucket or no micro-batch, and
-    FloatingPointError when the loss or the gradient is not finite.
+    Args:
+      groups: The trajectories of a step, by group.
+
+    Returns:
+      Metrics by name.
+
+    Raises:
+      ValueError: A row fits no bucket or no micro-batch.
+      FloatingPointError: The loss or the gradient is not finite.
     """
-    return await self._dispatcher.run(self._update, groups)
+    return await self._device_thread.run(self._update, groups)
 
   async def save(
     self, checkpointer: Checkpointer, data: Mapping[str, Any], *, wait: bool = False
   ) -> None:
-    """Checkpoints this learner, and `data`, JSON, under the current step."""
+    """Writes a checkpoint of the current step.
+
+    Args:
+      checkpointer: Where to.
+      data: JSON that is saved with it.
+      wait: Wait until it is complete.
+    """
 
     def run() -> None:
-      own = {'step': self.step, 'seed': self.seed, 'frozen': self._frozen}
-      meta = {'learner': own, 'data': dict(data)}
-      checkpointer.save(self.step, self._kept(), meta)
+      learner = {
+        'step': self.step,
+        'seed': self.seed,
+        'frozen': self._frozen_fingerprint,
+      }
+      meta = {'learner': learner, 'data': dict(data)}
+      checkpointer.save(self.step, self._checkpoint_arrays(), meta)
       if wait:
         checkpointer.wait()
 
-    await self._dispatcher.run(run)
+    await self._device_thread.run(run)
 
   async def restore(
     self, checkpointer: Checkpointer, step: int | None = None
   ) -> dict[str, Any]:
-    """Continues from checkpoint `step`, or the newest; returns the `data` saved."""
+    """Continues from a checkpoint.
+
+    Args:
+      checkpointer: Where from.
+      step: The checkpoint's step; default, the newest.
+
+    Returns:
+      The `data` that was saved with it.
+
+    Raises:
+      CheckpointError: There is no such checkpoint, or it is of another model.
+    """
 
     def run() -> dict[str, Any]:
-      arrays, meta = checkpointer.restore(self._kept(), step)
-      if meta['learner'].get('frozen') != self._frozen:
+      arrays, meta = checkpointer.restore(self._checkpoint_arrays(), step)
+      learner = meta['learner']
+      if learner.get('frozen') != self._frozen_fingerprint:
         raise CheckpointError(
           f'the checkpoint in {checkpointer.directory} holds adapters of another model '
           'than this: name the one that they were trained on, model.checkpoint, and '
           'the base= that model.lora had'
         )
       state, config = arrays['state'], self._spec.model.config
-      params = lora.join(config, self.params, state.params)
+      params = lora.merge_trainable(config, self.params, state.params)
       self._state = dataclasses.replace(state, params=params)
-      self._reference = arrays.get('reference')
-      self.step, seed = meta['learner']['step'], meta['learner']['seed']
-      if seed != self.seed:
-        log.warning('seed is %d; the checkpoint was written with %d', self.seed, seed)
+      self._ref_params = arrays.get('reference')
+      self.step = learner['step']
+      if learner['seed'] != self.seed:
+        log.warning(
+          'seed is %d; the checkpoint was written with %d', self.seed, learner['seed']
+        )
       return meta['data']
 
-    return await self._dispatcher.run(run)
+    return await self._device_thread.run(run)
 
-  async def rest(self) -> None:
-    """Leaves the devices' memory to others: the state lies in the host's until `wake`.
+  async def offload(self) -> None:
+    """Moves the state to the host's memory until `reload`, to free the devices.
 
-    It can be saved there, but not learn. What a teacher holds stays on the devices.
+    An offloaded learner can be saved but cannot learn. Teachers stay on the devices.
     """
-    if self._homes is None:
-      await self._dispatcher.run(lambda: self._frozen)  # which may be saved meanwhile
-      self._homes = jax.tree.map(lambda x: x.sharding, self._arrays())
-      away = jax.tree.map(lambda s: s.with_memory_kind('pinned_host'), self._homes)
-      await self._dispatcher.run(self._move, away)
+    if self._device_shardings is None:
+      # Saving needs the fingerprint, which is computed on the devices.
+      await self._device_thread.run(lambda: self._frozen_fingerprint)
+      self._device_shardings = jax.tree.map(lambda x: x.sharding, self._arrays())
+      host_shardings = jax.tree.map(
+        lambda s: s.with_memory_kind('pinned_host'), self._device_shardings
+      )
+      await self._device_thread.run(self._move, host_shardings)
 
-  async def wake(self) -> None:
-    """Brings the state back to where it was before `rest`, if it rests."""
-    if self._homes is not None:
-      homes, self._homes = self._homes, None
-      await self._dispatcher.run(self._move, homes)
+  async def reload(self) -> None:
+    """Moves the state back to the devices, if it is offloaded."""
+    if self._device_shardings is not None:
+      shardings, self._device_shardings = self._device_shardings, None
+      await self._device_thread.run(self._move, shardings)
 
-  def _move(self, places: dict[str, Any]) -> None:
-    moved = jax.block_until_ready(jax.device_put(self._arrays(), places))
-    self._state, self._reference = moved['state'], moved.get('reference')
+  def _move(self, shardings: dict[str, Any]) -> None:
+    moved = jax.block_until_ready(jax.device_put(self._arrays(), shardings))
+    self._state = moved['state']
+    self._ref_params = moved.get('reference')
 
   def _arrays(self) -> dict[str, Any]:
     arrays = {'state': self._state}
-    if self._reference is not None:
-      arrays['reference'] = self._reference
+    if self._ref_params is not None:
+      arrays['reference'] = self._ref_params
     return arrays
 
-  def _kept(self) -> dict[str, Any]:
-    """What a checkpoint holds: all that learns, and the reference of it."""
-    params = lora.trained(self._spec.model.config, self.params)
+  def _checkpoint_arrays(self) -> dict[str, Any]:
+    """What a checkpoint holds: everything that is trained, and the reference."""
+    params = lora.trainable_params(self._spec.model.config, self.params)
     return {**self._arrays(), 'state': dataclasses.replace(self._state, params=params)}
 
   @functools.cached_property
-  def _frozen(self) -> int | None:
-    """A sum over the bits of what adapters leave frozen; None without them."""
+  def _frozen_fingerprint(self) -> int | None:
+    """A sum over the bits of the frozen base model; None without adapters."""
     if self._spec.model.config.lora is None:
       return None
     return int(jax.jit(lora.fingerprint)(self.params))
 
-  def _numbers(self) -> dict[str, Any]:
-    """The traced options, as arrays of fixed dtypes."""
-    if self.optimizer.kind.memory != self._spec.memory:
-      raise ValueError('only the numbers of an optimizer can change in a run')
-    numbers = {
-      'parts': self._parts,
-      'temperature': self.temperature,
-      'optimizer': self.optimizer.numbers(self.step),
-      'step': self.step,
-    }
-    kind = {int: np.int32, float: np.float32}
-    numbers = jax.tree.map(lambda x: kind[type(x)](x), numbers)
-    return numbers | {'seed': np.uint32(self.seed % 2**32)}
-
-  def _programs(self, shape: programs.Shape) -> tuple[Any, Any]:
-    """(prepare or None, train) for a shape; says so when it must compile them."""
-    if shape not in self._warm:
-      late.tell(shape, self._warm, warmed=self._warmed)
-      self._warm.add(shape)
-    made = programs.Programs(self._spec, self.mesh, self._numbers())
-    prepare = made.prepare(shape) if self._spec.prepares else None
-    return prepare, made.train(shape)
-
   @property
-  def resident(self) -> dict[str, Any]:
-    """What it holds on its devices between updates, by part, or the shapes of it."""
+  def device_arrays(self) -> dict[str, Any]:
+    """What it holds on its devices between updates, by part; shapes if it has those."""
     teachers = {} if self.teachers is None else {'teachers': self.teachers.params}
     return self._arrays() | teachers
 
   @property
-  def shapes(self) -> list[programs.Shape]:
-    """Of usual batches: those that warm-up compiles for."""
-    return self._layout.shapes()
+  def warmup_shapes(self) -> list[BatchShape]:
+    """The shapes of usual batches, which warm-up compiles for."""
+    return self._batch_builder.warmup_shapes()
 
-  def traced(self, length: int) -> tuple[programs.Shape, dict[str, Any]]:
-    """A usual batch of rows of this bucket, and the programs that learn from it.
+  def trace(self, length: int) -> tuple[BatchShape, dict[str, Any]]:
+    """Traces the programs that learn from a usual batch.
 
-    Each, by name, as JAX traced it: to be lowered and compiled, on any machine.
+    Args:
+      length: Tokens of a row, one of the buckets.
+
+    Returns:
+      The batch's shape, and the traced programs by name, to be lowered and compiled on
+      any machine.
     """
-    shape = self._layout.shape(length)
-    made = programs.Programs(self._spec, self.mesh, self._numbers())
-    return shape, made.traced(shape)
+    shape = self._batch_builder.batch_shape(length)
+    return shape, CompiledSteps(self._spec, self.mesh, self._hparams()).trace(shape)
+
+  def _hparams(self) -> dict[str, Any]:
+    """The traced options, as arrays of fixed dtypes."""
+    if self.optimizer.spec.state_spec != self._spec.optimizer_state:
+      raise ValueError('only the numbers of an optimizer can change in a run')
+    hparams = {
+      'parts': self._component_hparams,
+      'temperature': self.temperature,
+      'optimizer': self.optimizer.hparams(self.step),
+      'step': self.step,
+    }
+    dtypes = {int: np.int32, float: np.float32}
+    hparams = jax.tree.map(lambda x: dtypes[type(x)](x), hparams)
+    return hparams | {'seed': np.uint32(self.seed % 2**32)}
+
+  def _compiled_steps(
+    self, shape: BatchShape
+  ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    """The compiled (advantage step or None, train step) for a shape."""
+    if shape not in self._compiled_shapes:
+      monitoring.log_recompile(shape, self._compiled_shapes, is_warm=self._is_warm)
+      self._compiled_shapes.add(shape)
+    compiled = CompiledSteps(self._spec, self.mesh, self._hparams())
+    advantage_step = None
+    if self._spec.has_advantage_step:
+      advantage_step = compiled.advantage_step(shape)
+    return advantage_step, compiled.train_step(shape)
 
   def _warm_up(self) -> Metrics:
     start = time.perf_counter()
-    with programs.CompileCounter() as counter:
-      for shape in self.shapes:
-        self._programs(shape)
-        size, scored = (shape.rows, shape.length), 'old_logprobs' in self._spec.needs
-        stale.warmup(self._bound, self.mesh, size, scored=scored)
+    scored = 'old_logprobs' in self._spec.scored_fields
+    with CompileCounter() as counter:
+      for shape in self.warmup_shapes:
+        self._compiled_steps(shape)
+        staleness.compile_limit_programs(
+          self._staleness_limit, self.mesh, (shape.rows, shape.length), scored=scored
+        )
         if self.teachers is not None:
           self.teachers.warmup(shape.rows, [shape.length])
-    self._warmed = True
+    self._is_warm = True
     seconds = time.perf_counter() - start
     return {'time/warmup': seconds, 'compile/programs': float(counter.count)}
 
   def _update(self, groups: Sequence[Group]) -> Metrics:
+    """Builds the batch, scores it, and updates the state from each minibatch."""
     start = time.perf_counter()
-    host, shape, indices = self._layout.lay_out(groups, self.step)
-    host = routing.filled(self._spec.model, host)
-    new = self._warmed and shape not in self._warm
-    with programs.CompileCounter() as counter:
-      prepare, train = self._programs(shape)
-      numbers = self._numbers()
-      batch = self._put(host)
+    host_batch, shape, indices = self._batch_builder.build_batch(groups, self.step)
+    host_batch = router_replay.add_to_batch(self._spec.model, host_batch)
+    is_recompile = self._is_warm and shape not in self._compiled_shapes
+    with CompileCounter() as counter:
+      advantage_step, train_step = self._compiled_steps(shape)
+      hparams = self._hparams()
+      batch = self._put(host_batch)
       packed = time.perf_counter()
-      before, after = {}, {}
-      if self.teachers is not None:
-        batch = batch.replace(**self.teachers.score(batch, groups))
-      if prepare is not None:
-        state = self._state
-        changed, after, before = prepare(
-          *(state.params, self._reference, state.algorithm_state, batch, numbers),
-          *self._layout.whole(self.mesh, host, shape, indices),
-        )
-        batch = jax.block_until_ready(batch.replace(**changed))
-        self._advantages = batch.advantages
-      aged = stale.mismatch(host, batch, self.step, self.mesh)
-      batch, more = stale.settle(self._bound, host, batch, self.step, self.mesh)
+      batch, next_state, step_metrics = self._score(
+        groups, host_batch, batch, shape, indices, advantage_step
+      )
+      batch, staleness_metrics = self._apply_staleness_limit(host_batch, batch)
       prepared = time.perf_counter()
       updates = []
       for index in indices:
-        rows = self._layout.put(self.mesh, shape, index)
-        self._state, update = train(self._state, batch, rows, numbers)
-        updates.append(update)
-      carried = {**self._state.algorithm_state, **after}
-      self._state = dataclasses.replace(self._state, algorithm_state=carried)
-      before, updates = jax.device_get((before, updates))
+        index = self._batch_builder.device_index(self.mesh, shape, index)
+        self._state, update_metrics = train_step(self._state, batch, index, hparams)
+        updates.append(update_metrics)
+      algorithm_state = {**self._state.algorithm_state, **next_state}
+      self._state = dataclasses.replace(self._state, algorithm_state=algorithm_state)
+      step_metrics, updates = jax.device_get((step_metrics, updates))
     end = time.perf_counter()
-    metrics = reports.average(updates) | reports.average([before])
-    metrics |= reports.of_groups(groups) | reports.of_batch(host, self.step)
-    metrics |= aged | more | self._layout.metrics(host, shape, indices)
-    metrics |= routing.metrics(self._spec.model, host)
+    metrics = monitoring.average_updates(updates)
+    metrics |= monitoring.average_updates([step_metrics])
+    metrics |= monitoring.reward_metrics(groups)
+    metrics |= monitoring.batch_metrics(host_batch, self.step)
+    metrics |= staleness_metrics
+    metrics |= self._batch_builder.packing_metrics(host_batch, shape, indices)
+    metrics |= router_replay.replay_metrics(self._spec.model, host_batch)
     metrics |= {
-      'optimizer/learning_rate': float(numbers['optimizer']['learning_rate']),
+      'optimizer/learning_rate': float(hparams['optimizer']['learning_rate']),
       'compile/programs': float(counter.count),
-      'compile/late_shapes': float(new),
+      'compile/late_shapes': float(is_recompile),
       'time/pack': packed - start,
       'time/prepare': prepared - packed,
       'time/train': end - prepared,
       'time/learn': end - start,
       'tokens/learned_per_second': metrics['tokens/total'] / (end - start),
     }
-    self._health.check(metrics, host, self.step)
+    self._monitor.check(metrics, host_batch, self.step)
     self.step += 1
     return metrics
 
+  def _score(
+    self,
+    groups: Sequence[Group],
+    host_batch: Batch,
+    batch: Batch,
+    shape: BatchShape,
+    indices: list[Any],
+    advantage_step: Callable[..., Any] | None,
+  ) -> tuple[Batch, dict[str, Any], dict[str, jax.Array]]:
+    """Adds the fields of teachers and of the advantage step to a batch.
+
+    Returns the batch, the next state of components, and the advantage step's metrics.
+    """
+    if self.teachers is not None:
+      batch = batch.replace(**self.teachers.score(batch, groups))
+    if advantage_step is None:
+      return batch, {}, {}
+    changed, next_state, metrics = advantage_step(
+      self._state.params,
+      self._ref_params,
+      self._state.algorithm_state,
+      batch,
+      self._hparams(),
+      *self._batch_builder.scoring_arguments(self.mesh, host_batch, shape, indices),
+    )
+    batch = jax.block_until_ready(batch.replace(**changed))
+    self._advantages = batch.advantages
+    return batch, next_state, metrics
+
+  def _apply_staleness_limit(
+    self, host_batch: Batch, batch: Batch
+  ) -> tuple[Batch, Metrics]:
+    mismatch = staleness.mismatch_by_age(host_batch, batch, self.step, self.mesh)
+    batch, metrics = staleness.apply_limit(
+      self._staleness_limit, host_batch, batch, self.step, self.mesh
+    )
+    return batch, mismatch | metrics
+
   def _put(self, batch: Batch) -> Batch:
-    """The columns that the programs take, on the devices, rows split."""
-    keep = set(self._spec.batch_columns)
-    drop = {f.name: None for f in dataclasses.fields(Batch) if f.name not in keep}
-    return jax.tree.map(self._place, batch.replace(**drop))
+    """Copies the fields that the programs read to the devices, rows split."""
+    names = set(self._spec.input_fields)
+    unread = {f.name: None for f in dataclasses.fields(Batch) if f.name not in names}
+    layout = sharding.rows_sharding(self.mesh)
+    return jax.tree.map(
+      lambda rows: sharding.put_array(rows, layout), batch.replace(**unread)
+    )
 
-  def _place(self, rows: np.ndarray) -> jax.Array:
-    """`[B, …]` on the devices, rows split."""
-    return sharding.put(rows, sharding.rows(self.mesh))
 
-
-def _check_counts(**counts: int) -> None:
+def _check_positive(**counts: int) -> None:
   for name, value in counts.items():
     if value < 1:
       raise ValueError(f'{name}={value} must be at least 1')
 
 
-def _check_teachers(spec: Spec, teachers: 'Teachers | None') -> None:
-  if spec.teacher_columns and teachers is None:
+def _check_teachers(spec: StepSpec, teachers: 'Teachers | None') -> None:
+  if spec.teacher_fields and teachers is None:
     raise ConfigError(
-      f'this algorithm reads {", ".join(spec.teacher_columns)}, and there is no '
+      f'this algorithm reads {", ".join(spec.teacher_fields)}, and there is no '
       'teacher to give them: set --config.teacher.checkpoint'
     )
 
 
-def _check_params(spec: Spec, mesh: Mesh, params: Params) -> None:
-  """Raises ValueError, naming the parameter, where `params` do not fit the model."""
+def _check_params(spec: StepSpec, mesh: Mesh, params: Params) -> None:
+  """Raises ValueError, naming the parameter, if `params` do not fit the model."""
   if spec.algorithm.value_loss and not spec.model.config.value_head:
     raise ValueError('this algorithm trains a critic: set value_head=True in the model')
-  wanted = programs.flat_shapes(programs.params_shapes(spec, mesh))
-  found = programs.flat_shapes(params)
-  for name in sorted(wanted.keys() | found.keys()):
-    if wanted.get(name) != found.get(name):
+  expected = train_state.flat_shapes(train_state.params_shapes(spec, mesh))
+  actual = train_state.flat_shapes(params)
+  for name in sorted(expected.keys() | actual.keys()):
+    if expected.get(name) != actual.get(name):
       raise ValueError(
-        f'parameter {name}: the model needs shape {wanted.get(name)}, '
-        f'given is {found.get(name)}'
+        f'parameter {name}: the model needs shape {expected.get(name)}, '
+        f'given is {actual.get(name)}'
       )

@@ -1,1 +1,1 @@
-"""Knowing before launch: what a run needs and costs on machines that are not here."""
+"""Predicts what a run needs and costs on machines that are not here."""

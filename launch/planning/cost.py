@@ -1,4 +1,4 @@
-"""What a run needs and takes on a machine: memory by part, time by phase."""
+"""Estimates a run's memory by part and its time by phase on a machine."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,267 +8,423 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.models import lora
-from jaxrl.training import stale
+from jaxrl.training import staleness
+from jaxrl.training.batching.batch_builder import BatchShape
 from jaxrl.training.learner import Learner
-from jaxrl.training.programs import Shape
-from launch import algorithm as algorithms
-from launch import weights
-from launch.planning import abstract, decode, handover, program, room
-from launch.planning.abstract import Run
-from launch.planning.decode import Engine
-from launch.planning.program import Program, Time, per_device
-from launch.targets import CPU_MEMORY_RATE, Target
+from launch.planning import (
+  compiled_program,
+  device_budget,
+  engine_decode,
+  planned_run,
+  publish_memory,
+)
+from launch.planning.compiled_program import (
+  CompiledProgram,
+  TimeEstimate,
+  bytes_per_device,
+)
+from launch.planning.engine_decode import PlannedEngine
+from launch.planning.planned_run import PlannedRun
+from launch.planning.targets import CPU_MEMORY_RATE, Target
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-  """A run on a mesh of a target. rows, length: of the batch that programs take.
+class RunCost:
+  """Holds the memory and the programs of a run on one mesh of a target.
 
-  shapes: of usual batches, each compiled for. programs: by name. memory: bytes of the
-  fullest device, by part. phase: the fullest one, 'publish' or that of a program.
-  abreast: micro-batches that an update does at once. taught: how often in a step each
-  teacher scores some rows. small: programs compiled beside these, that take nothing.
+  Attributes:
+    mesh: size of each mesh axis.
+    rows: rows of the batch that the programs take.
+    length: tokens of each row of that batch.
+    micro_rows: rows of a micro-batch.
+    num_shapes: number of batch shapes that are compiled ahead.
+    programs: compiled programs by name.
+    memory: bytes of the fullest device, by part.
+    limit: bytes of each device that the learner may use.
+    phase: the phase with the highest peak: 'publish' or the name of a program.
+    num_parallel: micro-batches that an update processes at the same time.
+    scorings_per_teacher: how often a step runs each teacher's program.
+    num_small_programs: programs compiled in addition, whose costs are negligible.
   """
 
   mesh: dict[str, int]
   rows: int
   length: int
   micro_rows: int
-  shapes: int
-  programs: dict[str, Program]
+  num_shapes: int
+  programs: dict[str, CompiledProgram]
   memory: dict[str, float]
   limit: float
   phase: str
-  abreast: int = 1
-  taught: int = 0
-  small: int = 0
+  num_parallel: int = 1
+  scorings_per_teacher: int = 0
+  num_small_programs: int = 0
 
   @property
   def total(self) -> float:
+    """Bytes of the fullest device in the phase with the highest peak."""
     return sum(self.memory.values())
 
   @property
   def fits(self) -> bool:
-    refused = any(one.too_large for one in self.programs.values())
+    """Whether the run fits the limit and the compiler accepted every program."""
+    refused = any(program.too_large for program in self.programs.values())
     return self.total <= self.limit and not refused
 
 
-def of(run: Run, target: Target, devices: Sequence[Any], *, engine: Engine) -> Cost:
-  """Compiles the learner's programs for the longest rows and adds up what they take."""
-  mesh = abstract.mesh_of(run.config, devices)
-  learner = abstract.make_learner(run, mesh)
-  shape, traced = learner.traced(run.buckets[-1])
-  taught = learner.teachers.traced(shape.rows, shape.length) if learner.teachers else {}
-  traced = taught | traced
-  made = {
-    name: program.build(name, one, target, _rounds(shape, name))
-    for name, one in (traced | handover.traced(run, learner)).items()
+def estimate_cost(
+  run: PlannedRun, target: Target, devices: Sequence[Any], *, engine: PlannedEngine
+) -> RunCost:
+  """Compiles the learner's programs for the longest rows and adds up their costs.
+
+  Args:
+    run: the run.
+    target: machine to plan for.
+    devices: devices of the target, as `target_devices` returns them.
+    engine: the run's rollout engine.
+
+  Returns:
+    The memory and the programs of the run.
+
+  Raises:
+    ConfigError: if the mesh does not divide the model or the batch.
+  """
+  mesh = planned_run.planned_mesh(run, devices)
+  learner = planned_run.make_learner(run, mesh)
+  shape, traced = learner.trace(run.buckets[-1])
+  teacher_programs = (
+    learner.teachers.trace(shape.rows, shape.length) if learner.teachers else {}
+  )
+  traced = teacher_programs | traced
+  compiled = {
+    name: compiled_program.compile_program(
+      name, one, target, _packed_micro_batches(shape, name)
+    )
+    for name, one in (traced | publish_memory.trace_merge(run, learner)).items()
   }
-  kept = resident(run, learner, engine)
-  learned = per_device(lora.trained(learner.model.config, learner.params))
-  phases = {name: _memory(kept, made[name], learned) for name in traced}
-  ways = 1 if shape.pack is None else shape.pack.abreast
+  resident_bytes = resident_memory(run, learner, engine)
+  gradient_bytes = bytes_per_device(
+    lora.trainable_params(learner.model.config, learner.params)
+  )
+  phases = {
+    name: _program_memory(resident_bytes, compiled[name], gradient_bytes)
+    for name in traced
+  }
+  num_parallel = 1 if shape.pack is None else shape.pack.num_parallel
   for name in ('gradients', 'temporaries'):  # of each micro-batch that is done at once
-    phases['train'][name] *= ways
-  if run.sends:
-    merge = made.get('merge')
-    phases['publish'] = {**kept, **handover.passing(run, learner, merge)}
+    phases['train'][name] *= num_parallel
+  if run.publishes_weights:
+    merge = compiled.get('merge')
+    phases['publish'] = {
+      **resident_bytes,
+      **publish_memory.publishing_memory(run, learner, merge),
+    }
   phase = max(phases, key=lambda name: sum(phases[name].values()))
-  return Cost(
+  return RunCost(
     mesh=dict(mesh.shape),
     rows=shape.rows,
     length=shape.length,
     micro_rows=shape.micro_rows,
-    shapes=len(learner.shapes),
-    programs=made,
+    num_shapes=len(learner.warmup_shapes),
+    programs=compiled,
     memory=phases[phase],
-    limit=room.of(run.config, target).limit,
+    limit=device_budget.memory_budget(run.settings, target).limit,
     phase=phase,
-    abreast=ways,
-    taught=_times_taught(learner, shape.rows, len(taught)),
-    small=_small(learner, len(taught)),
+    num_parallel=num_parallel,
+    scorings_per_teacher=_scorings_per_teacher(
+      learner, shape.rows, len(teacher_programs)
+    ),
+    num_small_programs=_num_small_programs(learner, len(teacher_programs)),
   )
 
 
-def _times_taught(learner: Learner, rows: int, teachers: int) -> int:
-  """Each teacher has its part of the rows, all alike: which have which is not known."""
-  if not teachers or learner.teachers is None:
+def _scorings_per_teacher(learner: Learner, rows: int, num_teachers: int) -> int:
+  """Returns how often each teacher scores, assuming that all get equally many rows."""
+  if not num_teachers or learner.teachers is None:
     return 0
-  return -(-rows // (teachers * learner.teachers.chunk_rows))
+  return -(-rows // (num_teachers * learner.teachers.chunk_rows))
 
 
-def _small(learner: Learner, teachers: int) -> int:
-  """Programs of staleness and of teachers' columns, as `Learner._warm_up` has them."""
-  scored = 'old_logprobs' in learner._spec.needs
-  each = stale.num_programs(learner._bound, scored=scored) + bool(teachers)
-  return each * len({(shape.rows, shape.length) for shape in learner.shapes})
+def _num_small_programs(learner: Learner, num_teachers: int) -> int:
+  """Counts the programs of staleness and teacher fields, as `Learner._warm_up` does."""
+  scored = 'old_logprobs' in learner._spec.scored_fields
+  per_shape = staleness.num_limit_programs(
+    learner._staleness_limit, scored=scored
+  ) + bool(num_teachers)
+  return per_shape * len(
+    {(shape.rows, shape.length) for shape in learner.warmup_shapes}
+  )
 
 
-def _rounds(shape: Shape, name: str) -> int:
-  """Packed micro-batches that a program goes through, of rows that are all full."""
+def _packed_micro_batches(shape: BatchShape, name: str) -> int:
+  """Returns how many packed micro-batches of full rows a program loops over."""
   if shape.pack is None or name not in ('prepare', 'train'):
     return 1
   rows = shape.rows if name == 'prepare' else shape.micro_rows
   return -(-rows // (shape.pack.rows * (shape.pack.length // shape.length)))
 
 
-def resident(run: Run, learner: Learner, engine: Engine) -> dict[str, float]:
-  """Bytes of each device that are there in every phase, by part.
+def resident_memory(
+  run: PlannedRun, learner: Learner, engine: PlannedEngine
+) -> dict[str, float]:
+  """Computes the memory that is in use in every phase.
 
   An engine in the learner's process is on one device, which is the fullest.
+
+  Args:
+    run: the run.
+    learner: the run's learner, built from shapes.
+    engine: the run's rollout engine.
+
+  Returns:
+    Bytes of each device, by part.
   """
-  arrays = learner.resident
+  arrays = learner.device_arrays
   state = arrays['state']
-  found = {
-    'parameters': per_device(state.params),
-    'optimizer state': per_device(state.opt_state),
-    'algorithm state': per_device(state.algorithm_state),
-    'reference': per_device(arrays.get('reference')),
-    'teachers': per_device(arrays.get('teachers')),
+  memory = {
+    'parameters': bytes_per_device(state.params),
+    'optimizer state': bytes_per_device(state.opt_state),
+    'algorithm state': bytes_per_device(state.algorithm_state),
+    'reference': bytes_per_device(arrays.get('reference')),
+    'teachers': bytes_per_device(arrays.get('teachers')),
   }
-  if run.sends:
-    found |= handover.held(run, learner)
-    if not engine.alone:
+  if run.publishes_weights:
+    memory |= publish_memory.pending_memory(run, learner)
+    if not engine.own_process:
       platform = learner.mesh.devices.flat[0].platform
-      found |= engine_memory(run, engine, platform)
-  return found
+      memory |= engine_memory(run, engine, platform)
+  return memory
 
 
-def engine_memory(run: Run, engine: Engine, platform: str) -> dict[str, float]:
-  """Bytes that an engine holds on each of its devices, of a platform, by part."""
-  inside = weights.plan(run.config).name == 'inprocess'
-  copies = 2 if inside else 1  # as published, and as decode reads them
-  given = abstract.served(run, engine.weights)
-  model = dataclasses.replace(decode.model_of(run, engine), platform=platform)
+def engine_memory(
+  run: PlannedRun, engine: PlannedEngine, platform: str
+) -> dict[str, float]:
+  """Computes the memory of an engine.
+
+  Args:
+    run: the run.
+    engine: the run's rollout engine.
+    platform: platform of the engine's devices: 'cpu', 'gpu' or 'tpu'.
+
+  Returns:
+    Bytes of each of the engine's devices, by part.
+  """
+  in_process = run.settings.cluster.weights.name == 'inprocess'
+  copies = 2 if in_process else 1  # as published, and as decode reads them
+  params = planned_run.served_params(run, engine.weights_dtype)
+  model = dataclasses.replace(
+    engine_decode.engine_model(run, engine), platform=platform
+  )
   cache = jax.eval_shape(lambda: model.init_cache(engine.num_slots, engine.max_length))
-  share = engine.devices
+  num_devices = engine.num_devices
   return {
-    "engine's weights": copies * per_device(given) / share,
-    'cache': per_device(cache) / share,
+    "engine's weights": copies * bytes_per_device(params) / num_devices,
+    'cache': bytes_per_device(cache) / num_devices,
   }
 
 
-def _memory(kept: dict[str, float], made: Program, learned: float) -> dict[str, float]:
-  """What the devices hold while a program runs, by part. learned: bytes of what has
-  gradients.
-  """
-  train = made.name == 'train'
-  own = ('parameters', 'algorithm state')
-  own += ('optimizer state',) if train else ('reference',)
-  taken = sum(kept[name] for name in own)
-  if made.name.startswith('teacher'):
-    taken = kept['teachers']
-  gradients = min(made.temporaries, learned) if train else 0.0
+def _program_memory(
+  resident: dict[str, float], program: CompiledProgram, gradient_bytes: float
+) -> dict[str, float]:
+  """Returns the device memory in use while a program runs, by part, in bytes."""
+  is_update = program.name == 'train'
+  resident_arguments = ('parameters', 'algorithm state')
+  resident_arguments += ('optimizer state',) if is_update else ('reference',)
+  resident_argument_bytes = sum(resident[name] for name in resident_arguments)
+  if program.name.startswith('teacher'):
+    resident_argument_bytes = resident['teachers']
+  gradients = min(program.temporaries, gradient_bytes) if is_update else 0.0
   return {
-    **kept,
-    'batch': max(0.0, made.arguments - taken),
+    **resident,
+    'batch': max(0.0, program.arguments - resident_argument_bytes),
     'gradients': gradients,
-    'temporaries': made.temporaries - gradients,
-    'outputs': made.outputs,
+    'temporaries': program.temporaries - gradients,
+    'outputs': program.outputs,
   }
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-  """Seconds of a step of a run, by phase, and how often each program runs in it."""
+class StepEstimate:
+  """Holds the time of one training step, by phase.
+
+  Attributes:
+    runs: how often each program runs in a step, by name.
+    times: time of each program of the learner in a step, by name.
+    rollout: time of the rollouts, None if the run plays none.
+    tokens: tokens of a batch.
+    overlapped: whether rollouts run while the learner updates.
+  """
 
   runs: dict[str, int]
-  times: dict[str, Time]
-  rollout: Time | None
+  times: dict[str, TimeEstimate]
+  rollout: TimeEstimate | None
   tokens: int
-  together: bool
+  overlapped: bool
 
   @property
   def learn(self) -> tuple[float, float]:
+    """Least and most seconds of the learner."""
     times = self.times.values()
     return sum(t.least for t in times), sum(t.most for t in times)
 
   @property
   def step(self) -> tuple[float, float]:
-    """Least and most. Rollouts that run ahead take their time beside the learner's."""
-    play = (self.rollout.least, self.rollout.most) if self.rollout else (0.0, 0.0)
-    join = max if self.together else (lambda a, b: a + b)
-    return join(self.learn[0], play[0]), join(self.learn[1], play[1])
+    """Least and most seconds of a step; overlapped rollouts run beside the learner."""
+    rollout = (self.rollout.least, self.rollout.most) if self.rollout else (0.0, 0.0)
+    combine = max if self.overlapped else (lambda a, b: a + b)
+    return combine(self.learn[0], rollout[0]), combine(self.learn[1], rollout[1])
 
 
-def step(
-  run: Run, cost: Cost, target: Target, engine: Engine, one: Program | None
-) -> Step:
-  """one: the decode step, if the run plays."""
-  batch, dtype = run.config.batch, run.config.model.dtype
+def estimate_step(
+  run: PlannedRun,
+  cost: RunCost,
+  target: Target,
+  engine: PlannedEngine,
+  decode: CompiledProgram | None,
+) -> StepEstimate:
+  """Estimates the time of one training step.
+
+  Args:
+    run: the run.
+    cost: its compiled programs.
+    target: machine to plan for.
+    engine: the run's rollout engine.
+    decode: the compiled decode step, None if the run plays nothing.
+
+  Returns:
+    Seconds by phase, and how often each program runs.
+  """
+  batch, dtype = run.settings.batch, run.settings.model.dtype
   runs = dict.fromkeys(cost.programs, 1)
   runs['train'] = batch.minibatches * batch.epochs
-  runs |= {name: cost.taught for name in runs if name.startswith('teacher')}
+  runs |= {
+    name: cost.scorings_per_teacher for name in runs if name.startswith('teacher')
+  }
   times = {
-    name: program.seconds(made, target, target.size, dtype) * runs[name]
-    for name, made in cost.programs.items()
+    name: compiled_program.estimate_time(program, target, target.size, dtype)
+    * runs[name]
+    for name, program in cost.programs.items()
   }
   rollout = None
-  if one is not None:
-    rounds = -(-run.num_rows // (engine.num_slots * engines(run))) * response(run)
-    rollout = program.seconds(one, target, engine.devices, engine.dtype) * rounds
-    runs['decode'] = rounds
-  apart = engine.alone and not room.of(run.config, target).engine
-  ahead = run.config.rollout.async_ratio > 0 and apart
-  return Step(runs, times, rollout, cost.rows * cost.length, ahead)
+  if decode is not None:
+    decode_steps = -(
+      -run.num_rows // (engine.num_slots * num_engines(run))
+    ) * max_response_tokens(run)
+    rollout = (
+      compiled_program.estimate_time(decode, target, engine.num_devices, engine.dtype)
+      * decode_steps
+    )
+    runs['decode'] = decode_steps
+  own_devices = (
+    engine.own_process and not device_budget.memory_budget(run.settings, target).engine
+  )
+  overlapped = run.settings.rollout.async_ratio > 0 and own_devices
+  return StepEstimate(runs, times, rollout, cost.rows * cost.length, overlapped)
 
 
-def engines(run: Run) -> int:
-  return max(1, run.config.cluster.num_engines)
+def num_engines(run: PlannedRun) -> int:
+  """Returns the number of rollout engines."""
+  return max(1, run.settings.cluster.num_engines)
 
 
-def response(run: Run) -> int:
-  """Tokens that the longest response may have."""
-  config = run.config
-  limits = [algorithms.response_limit(config, tag) for tag in config.env]
-  return min([config.batch.max_length - 1, *limits])
+def max_response_tokens(run: PlannedRun) -> int:
+  """Returns the largest number of tokens that a response may have."""
+  settings = run.settings
+  limits = [settings.response_limit(tag) for tag in settings.env]
+  return min([settings.batch.max_length - 1, *limits])
 
 
 @dataclasses.dataclass(frozen=True)
-class Broadcast:
-  """Bytes of one version of the weights, the way they go, and the seconds at best."""
+class PublishEstimate:
+  """Holds the cost of publishing one version of the weights.
+
+  Attributes:
+    bytes: size of the version.
+    description: transport and dtypes, for people.
+    seconds: time at the stated rates.
+  """
 
   bytes: float
-  way: str
+  description: str
   seconds: float
 
 
-def broadcast(run: Run, target: Target, engine: Engine) -> Broadcast:
-  """Of a version in full; where adapters are sent, of one that is not the first."""
-  plan, chip = weights.plan(run.config), target.chip
-  shapes, what = abstract.served(run, plan.options.get('dtype')), ''
-  own = run.learned.lora
-  if own is not None and own.send == 'adapters' and plan.name != 'inprocess':
-    shapes = lora.trained(run.learned, run.policy(run.learned).params)
-    what = 'adapters in '
-  size = per_device(shapes)
+def estimate_publish(
+  run: PlannedRun, target: Target, engine: PlannedEngine
+) -> PublishEstimate:
+  """Estimates the cost of publishing the weights to the engines.
+
+  A full version is counted; where only adapters are sent, any version but the first.
+
+  Args:
+    run: the run.
+    target: machine to plan for.
+    engine: the run's rollout engine.
+
+  Returns:
+    Bytes and seconds of one version.
+  """
+  transport, chip = run.settings.cluster.weights, target.chip
+  shapes, prefix = planned_run.served_params(run, transport.options.get('dtype')), ''
+  adapters = run.trained_shape.lora
+  if (
+    adapters is not None
+    and adapters.transfer == 'adapters'
+    and transport.name != 'inprocess'
+  ):
+    shapes = lora.trainable_params(
+      run.trained_shape, run.policy(run.trained_shape).params
+    )
+    prefix = 'adapters in '
+  size = bytes_per_device(shapes)
   names = sorted({x.dtype.name for x in jax.tree.leaves(shapes)})
-  dtype = what + ' and '.join(names)
-  if plan.name == 'inprocess':
-    return Broadcast(size, f'{plan.name}, {dtype}', 2 * size / chip.memory_rate)
-  if plan.direct:
-    rate = chip.between or chip.link
-    return Broadcast(size, f'{plan.name}, {dtype}', size / rate)
-  if plan.name == 'shared_memory':  # written to the host's memory, and read again
-    return Broadcast(size, f'{plan.name}, {dtype}', 2 * size / CPU_MEMORY_RATE)
-  rate = chip.network * engine.devices
-  return Broadcast(size, f'{plan.name}, {dtype}', size / rate)
+  dtype = prefix + ' and '.join(names)
+  if transport.name == 'inprocess':
+    return PublishEstimate(
+      size, f'{transport.name}, {dtype}', 2 * size / chip.memory_rate
+    )
+  if transport.direct:
+    rate = chip.inter_node_link or chip.link
+    return PublishEstimate(size, f'{transport.name}, {dtype}', size / rate)
+  if transport.name == 'shared_memory':  # written to the host's memory, and read again
+    return PublishEstimate(
+      size, f'{transport.name}, {dtype}', 2 * size / CPU_MEMORY_RATE
+    )
+  rate = chip.network * engine.num_devices
+  return PublishEstimate(size, f'{transport.name}, {dtype}', size / rate)
 
 
-def num_programs(run: Run, cost: Cost, engine: Engine, plays: bool) -> dict[str, int]:
-  """How many the run compiles before its first step, by part."""
-  bound = cost.programs.keys() - {'merge'}  # to a shape of batches
-  own = cost.shapes * len(bound) + cost.small + ('merge' in cost.programs)
-  found = {'learner': own}
-  if cost.abreast > 1:  # the update is three programs, two of them of all shapes
-    found['learner'] += 2
+def count_programs(
+  run: PlannedRun, cost: RunCost, engine: PlannedEngine, plays: bool
+) -> dict[str, int]:
+  """Counts the programs that a run compiles before its first step.
+
+  Args:
+    run: the run.
+    cost: its compiled programs.
+    engine: the run's rollout engine.
+    plays: whether the run generates rollouts.
+
+  Returns:
+    The number of programs by part, 'learner' and 'engine'.
+  """
+  shape_programs = cost.programs.keys() - {'merge'}  # to a shape of batches
+  num_learner_programs = (
+    cost.num_shapes * len(shape_programs)
+    + cost.num_small_programs
+    + ('merge' in cost.programs)
+  )
+  counts = {'learner': num_learner_programs}
+  if cost.num_parallel > 1:  # the update is three programs, two of them of all shapes
+    counts['learner'] += 2
   if plays and engine.kind == 'jax':
     # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.
-    found['engine'] = len(engine.buckets) + 4
-  return found
+    counts['engine'] = len(engine.buckets) + 4
+  return counts
 
 
 def mesh_text(mesh: Mesh | dict[str, int]) -> str:
+  """Formats the mesh axes that are larger than 1, as in 'data 2 × fsdp 4'."""
   sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else mesh
-  told = [f'{name} {size}' for name, size in sizes.items() if size > 1]
-  return ' × '.join(told) or 'one device'
+  axes = [f'{name} {size}' for name, size in sizes.items() if size > 1]
+  return ' × '.join(axes) or 'one device'

@@ -1,49 +1,63 @@
-"""Reads a compiled program's text: computations, instructions, types, trip counts."""
+"""Parses the text of a compiled program: computations, instructions and trip counts."""
 
 import dataclasses
 import functools
 import math
 import re
 
-WIDTHS = {'pred': 1, 'token': 0, 'opaque': 0, 's4': 0.5, 'u4': 0.5}
-ARRAY = re.compile(r'([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^}]*\})?')
-FAST = 'S(1)'  # in a TPU array's layout: it lives on the core, not in HBM
+TYPE_BYTES = {'pred': 1, 'token': 0, 'opaque': 0, 's4': 0.5, 'u4': 0.5}
+ARRAY_TYPE = re.compile(r'([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^}]*\})?')
+ON_CORE_LAYOUT = 'S(1)'  # in a TPU array's layout: it lives on the core, not in HBM
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
-  """`%name = type op(operands), attributes`."""
+class HloInstruction:
+  """Holds one line `%name = type op(operands), attributes` of an HLO text.
+
+  Attributes:
+    name: name of the result.
+    type: type of the result, with its layout.
+    op: the operation, as in 'all-reduce'.
+    operands: names of the operands.
+    operand_text: text between the parentheses.
+    attributes: text after the parentheses.
+    root: whether it is the result of its computation.
+  """
 
   name: str
   type: str
   op: str
   operands: tuple[str, ...]
-  inside: str  # the parentheses' contents
+  operand_text: str  # the parentheses' contents
   attributes: str
   root: bool
 
-  def called(self, key: str) -> str | None:
-    """The computation that an attribute names."""
-    found = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
-    return found and found[1]
+  def called_computation(self, key: str) -> str | None:
+    """Returns the computation that an attribute names, None if it is absent."""
+    match = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
+    return match and match[1]
 
 
-Computation = dict[str, Instruction]
+Computation = dict[str, HloInstruction]
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
-  """computations: by name. entry: the name of the one that runs. rounds: of loops where
-  the text does not fix them.
+class HloModule:
+  """Holds a parsed HLO module.
+
+  Attributes:
+    computations: all computations by name.
+    entry: name of the computation that runs.
+    default_trip_count: iterations of loops whose count the text does not fix.
   """
 
   computations: dict[str, Computation]
   entry: str
-  rounds: int = 1
+  default_trip_count: int = 1
 
 
-def parse(text: str) -> Module:
-  """A module from what `compiled.as_text()` gives."""
+def parse_hlo(text: str) -> HloModule:
+  """Parses the text of a module, as `compiled.as_text()` returns it."""
   computations: dict[str, Computation] = {}
   entry, current = '', None
   for line in text.splitlines():
@@ -56,19 +70,19 @@ def parse(text: str) -> Module:
     elif line.startswith('}'):
       current = None
     elif current is not None and ' = ' in line:
-      made = _instruction(line)
-      current[made.name] = made
-  return Module(computations, entry)
+      instruction = _parse_instruction(line)
+      current[instruction.name] = instruction
+  return HloModule(computations, entry)
 
 
-def _instruction(line: str) -> Instruction:
+def _parse_instruction(line: str) -> HloInstruction:
   left, _, rest = line.strip().partition(' = ')
-  cut = _balanced(rest) if rest.startswith('(') else rest.index(' ')
+  cut = _closing_index(rest) if rest.startswith('(') else rest.index(' ')
   kind, rest = rest[:cut], rest[cut:].lstrip()
   start = rest.index('(')
-  end = start + _balanced(rest[start:])
+  end = start + _closing_index(rest[start:])
   inside = rest[start + 1 : end - 1]
-  return Instruction(
+  return HloInstruction(
     left.removeprefix('ROOT ').lstrip('%'),
     kind,
     rest[:start],
@@ -79,8 +93,8 @@ def _instruction(line: str) -> Instruction:
   )
 
 
-def _balanced(text: str) -> int:
-  """Where the parenthesis that `text` begins with has been closed."""
+def _closing_index(text: str) -> int:
+  """Returns the index after the parenthesis that closes the first one of `text`."""
   depth = 0
   for i, char in enumerate(text):
     depth += (char == '(') - (char == ')')
@@ -89,73 +103,97 @@ def _balanced(text: str) -> int:
   return len(text)
 
 
-def root(computation: Computation) -> Instruction:
-  found = [x for x in computation.values() if x.root]
-  return found[0] if found else list(computation.values())[-1]
+def root_instruction(computation: Computation) -> HloInstruction:
+  """Returns the instruction whose result the computation returns."""
+  roots = [x for x in computation.values() if x.root]
+  return roots[0] if roots else list(computation.values())[-1]
 
 
 @functools.lru_cache(maxsize=65536)
-def num_bytes(kind: str, *, slow: bool = True) -> float:
-  """Of a type, tuples included. slow: leave out what lives on a TPU's core."""
+def num_bytes(kind: str, *, hbm_only: bool = True) -> float:
+  """Computes the size of a type, tuples included.
+
+  Args:
+    kind: text of the type.
+    hbm_only: whether to skip arrays that live in a TPU core's own memory.
+
+  Returns:
+    The size in bytes.
+  """
   total = 0.0
-  for name, sizes, layout in ARRAY.findall(kind):
-    if slow and FAST in layout:
+  for name, sizes, layout in ARRAY_TYPE.findall(kind):
+    if hbm_only and ON_CORE_LAYOUT in layout:
       continue
     count = math.prod(int(n.strip('<=')) for n in sizes.split(',') if n.strip('<='))
     digits = re.search(r'\d+', name)
-    width = WIDTHS.get(name, int(digits[0]) / 8 if digits else 4)
+    width = TYPE_BYTES.get(name, int(digits[0]) / 8 if digits else 4)
     total += count * width
   return total
 
 
-def trip_count(module: Module, where: Computation, loop: Instruction) -> int:
-  """Rounds of a `while`; the module's where its text does not fix them."""
-  known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
-  if known:
-    return int(known[1])
-  condition = module.computations[loop.called('condition') or '']
-  body = module.computations[loop.called('body') or '']
-  test = root(condition)
+def trip_count(
+  module: HloModule, computation: Computation, loop: HloInstruction
+) -> int:
+  """Returns the iterations of a `while` loop.
+
+  Args:
+    module: the module of the loop.
+    computation: the computation that contains the loop.
+    loop: the `while` instruction.
+
+  Returns:
+    The trip count; the module's default where the text does not fix it.
+  """
+  match = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
+  if match:
+    return int(match[1])
+  condition = module.computations[loop.called_computation('condition') or '']
+  body = module.computations[loop.called_computation('body') or '']
+  test = root_instruction(condition)
   if test.op != 'compare' or 'direction=LT' not in test.attributes:
-    return module.rounds
+    return module.default_trip_count
   counter = condition.get(test.operands[0])
-  limit = _constant(condition, test.operands[1])
+  limit = _constant_value(condition, test.operands[1])
   if counter is None or counter.op != 'get-tuple-element' or limit is None:
-    return module.rounds
-  place = re.search(r'index=(\d+)', counter.attributes)
-  assert place is not None
-  start = where.get(loop.operands[0])
+    return module.default_trip_count
+  counter_index = re.search(r'index=(\d+)', counter.attributes)
+  assert counter_index is not None
+  start = computation.get(loop.operands[0])
   begin = None
   if start is not None and start.op == 'tuple':
-    begin = _constant(where, start.operands[int(place[1])])
-  step = _step(body, int(place[1])) or 1
+    begin = _constant_value(computation, start.operands[int(counter_index[1])])
+  step = _counter_step(body, int(counter_index[1])) or 1
   return max(1, math.ceil((limit - (begin or 0)) / step))
 
 
-def _constant(computation: Computation, name: str) -> int | None:
-  """The value of a whole number that does not change."""
-  found = computation.get(name)
-  while found is not None and found.op in ('copy', 'bitcast', 'convert'):
-    found = computation.get(found.operands[0])
-  if found is None or found.op != 'constant' or not found.inside.lstrip('-').isdigit():
+def _constant_value(computation: Computation, name: str) -> int | None:
+  """Returns the value of an integer constant, None for everything else."""
+  instruction = computation.get(name)
+  while instruction is not None and instruction.op in ('copy', 'bitcast', 'convert'):
+    instruction = computation.get(instruction.operands[0])
+  if (
+    instruction is None
+    or instruction.op != 'constant'
+    or not instruction.operand_text.lstrip('-').isdigit()
+  ):
     return None
-  return int(found.inside)
+  return int(instruction.operand_text)
 
 
-def _step(body: Computation, place: int) -> int:
-  """What a round adds to element `place` of the loop's tuple; 0 if it is not told."""
-  out, total = root(body), 0
+def _counter_step(body: Computation, counter_index: int) -> int:
+  """Returns what an iteration adds to one element of the loop's tuple, 0 if unknown."""
+  out, total = root_instruction(body), 0
   if out.op != 'tuple':
     return 0
-  at = body.get(out.operands[place])
-  while at is not None and at.op in ('add', 'copy', 'bitcast'):
-    if at.op == 'add':
-      added = [_constant(body, name) for name in at.operands]
-      if added[0] is None and added[1] is None:
+  instruction = body.get(out.operands[counter_index])
+  while instruction is not None and instruction.op in ('add', 'copy', 'bitcast'):
+    if instruction.op == 'add':
+      constants = [_constant_value(body, name) for name in instruction.operands]
+      if constants[0] is None and constants[1] is None:
         return 0
-      which = 0 if added[0] is None else 1
-      total += added[1 - which] or 0
-      at = body.get(at.operands[which])
+      operand_index = 0 if constants[0] is None else 1
+      total += constants[1 - operand_index] or 0
+      instruction = body.get(instruction.operands[operand_index])
     else:
-      at = body.get(at.operands[0])
+      instruction = body.get(instruction.operands[0])
   return total

@@ -1,4 +1,4 @@
-"""Meshes of a machine, ranked: the likeliest are compiled, the others only named."""
+"""Ranks the meshes of a machine: compiles the most promising and lists the others."""
 
 import dataclasses
 import functools
@@ -10,107 +10,136 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
-from jaxrl.signature import ConfigError
-from jaxrl.training import moments, optimizer, sharding
+from jaxrl.training import optimizers
+from jaxrl.training.parallelism import sharding
 from jaxrl.types import Params
-from launch.planning import abstract, changes, cost, room
-from launch.planning.abstract import Run
-from launch.planning.cost import Cost
-from launch.planning.decode import Engine
-from launch.planning.program import per_device
-from launch.targets import NODE, Chip, Target
+from launch.planning import cost, device_budget, planned_run, suggestions
+from launch.planning.compiled_program import bytes_per_device
+from launch.planning.cost import RunCost
+from launch.planning.engine_decode import PlannedEngine
+from launch.planning.planned_run import PlannedRun
+from launch.planning.targets import GPUS_PER_NODE, Chip, Target
+from launch.settings.run_settings import as_options
 
-MOST = 6  # meshes compiled, unless told
+DEFAULT_MAX_COMPILES = 6  # meshes compiled, unless told
 AXES = ('data', 'fsdp', 'tensor', 'expert')
 
-Mesh = dict[str, int]  # the size of each axis
+MeshSizes = dict[str, int]  # the size of each axis
 
 
-class Guess(NamedTuple):
-  """Of a mesh by hand: the smaller, the better.
+class MeshHeuristic(NamedTuple):
+  """Holds the heuristic cost of a mesh; lower is better, compared field by field.
 
-  too_much: what is held does not fit. seconds: of a step. held: bytes of each device.
+  Attributes:
+    too_much: whether the training state does not fit.
+    seconds: duration of a step.
+    state_bytes: bytes of the training state on each device.
   """
 
   too_much: bool
   seconds: float
-  held: float
+  state_bytes: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-  """A mesh that was compiled. learn: seconds of a step, least and most."""
+class SweepEntry:
+  """Holds a compiled mesh.
 
-  mesh: Mesh
-  cost: Cost
-  learn: tuple[float, float]
+  Attributes:
+    mesh: size of each axis.
+    cost: memory and programs on this mesh.
+    learn_seconds: least and most seconds of the learner's part of a step.
+  """
+
+  mesh: MeshSizes
+  cost: RunCost
+  learn_seconds: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
-  """entries: best first. skipped: mesh → why it was not compiled."""
+class MeshSweep:
+  """Holds the result of a sweep.
 
-  entries: tuple[Entry, ...]
+  Attributes:
+    entries: compiled meshes, best first.
+    skipped: the reason why a mesh was not compiled, by mesh.
+  """
+
+  entries: tuple[SweepEntry, ...]
   skipped: dict[str, str]
 
-  def data(self) -> dict[str, Any]:
-    """For JSON."""
+  def to_json(self) -> dict[str, Any]:
+    """Returns the sweep as plain data for JSON."""
     entries = [
-      dataclasses.asdict(one) | {'fits': one.cost.fits, 'total': one.cost.total}
-      for one in self.entries
+      dataclasses.asdict(entry) | {'fits': entry.cost.fits, 'total': entry.cost.total}
+      for entry in self.entries
     ]
     return {'entries': entries, 'skipped': self.skipped}
 
 
-def sweep(
-  run: Run,
+def sweep_meshes(
+  run: PlannedRun,
   target: Target,
   devices: Sequence[Any],
   *,
-  engine: Engine,
-  most: int = MOST,
-) -> Sweep:
-  """Compiles the config's own mesh and, up to `most`, those that a simple rule finds
-  best, and ranks them.
+  engine: PlannedEngine,
+  max_compiles: int = DEFAULT_MAX_COMPILES,
+) -> MeshSweep:
+  """Compiles the configured mesh and the most promising others, and ranks them.
 
-  The rule: what does not fit by its state alone comes last, then seconds of products,
-  rows that only fill up, and what axes send, by hand. Where a mesh does not fit, those
-  that hold less are next.
+  A heuristic orders the meshes: those whose training state does not fit come last, then
+  the seconds of products, of padding rows and of communication count. After a mesh that
+  does not fit, meshes with a smaller state are next.
+
+  Args:
+    run: the run.
+    target: machine to plan for.
+    devices: devices of the target.
+    engine: the run's rollout engine.
+    max_compiles: number of meshes to compile at most.
+
+  Returns:
+    The ranked meshes.
   """
-  entries, skipped, waiting, own = [], {}, [], _own(run, devices)
-  for mesh in meshes(run, target):
+  entries, skipped, waiting, configured = [], {}, [], _configured_mesh(run, devices)
+  for mesh in candidate_meshes(run, target):
     try:
-      waiting.append((guess(run, target, mesh), mesh))
+      waiting.append((estimate_mesh(run, target, mesh), mesh))
     except ConfigError as error:
       skipped[cost.mesh_text(mesh)] = _reason(error)
-  waiting.sort(key=lambda one: (not one[1].items() <= own.items(), one[0]))
-  bound = math.inf
-  while waiting and len(entries) < most:
-    one = next((one for one in waiting if one[0].held < bound), waiting[0])
-    waiting.remove(one)
-    guessed, mesh = one
-    there = changes.applied(run, {f'mesh.{axis}': size for axis, size in mesh.items()})
+  waiting.sort(key=lambda one: (not one[1].items() <= configured.items(), one[0]))
+  state_bound = math.inf
+  while waiting and len(entries) < max_compiles:
+    candidate = next(
+      (one for one in waiting if one[0].state_bytes < state_bound), waiting[0]
+    )
+    waiting.remove(candidate)
+    heuristic, mesh = candidate
+    changed_run = suggestions.with_overrides(
+      run, {f'mesh.{axis}': size for axis, size in mesh.items()}
+    )
     try:
-      found = cost.of(there, target, devices, engine=engine)
+      run_cost = cost.estimate_cost(changed_run, target, devices, engine=engine)
     except ConfigError as error:
       skipped[cost.mesh_text(mesh)] = _reason(error)
       continue
-    step = cost.step(there, found, target, engine, None)
-    entries.append(Entry(mesh, found, step.learn))
-    if not found.fits:
-      bound = min(bound, guessed.held)
-  why = f'not among the {most} that a simple rule finds best'
-  skipped |= {cost.mesh_text(mesh): why for _, mesh in waiting}
-  entries.sort(key=lambda one: (not one.cost.fits, sum(one.learn)))
-  return Sweep(tuple(entries), skipped)
+    step = cost.estimate_step(changed_run, run_cost, target, engine, None)
+    entries.append(SweepEntry(mesh, run_cost, step.learn))
+    if not run_cost.fits:
+      state_bound = min(state_bound, heuristic.state_bytes)
+  reason = f'not among the {max_compiles} that a simple rule finds best'
+  skipped |= {cost.mesh_text(mesh): reason for _, mesh in waiting}
+  entries.sort(key=lambda one: (not one.cost.fits, sum(one.learn_seconds)))
+  return MeshSweep(tuple(entries), skipped)
 
 
-def _own(run: Run, devices: Sequence[Any]) -> Mesh:
-  """The config's, where it can be; else one that no mesh is part of."""
+def _configured_mesh(run: PlannedRun, devices: Sequence[Any]) -> MeshSizes:
+  """Returns the mesh of the config, or an empty one if it is not possible here."""
   try:
-    return dict(abstract.mesh_of(run.config, devices).shape)
+    return dict(planned_run.planned_mesh(run, devices).shape)
   except ConfigError:
     return {}
 
@@ -119,88 +148,135 @@ def _reason(error: ConfigError) -> str:
   return str(error).removeprefix('--config.mesh: ')
 
 
-def meshes(run: Run, target: Target) -> Iterator[Mesh]:
-  """Every way to arrange all devices in data, fsdp and tensor, and in `expert` if the
-  model has any; the other axes stay as they are. Raises ConfigError where they cannot.
+def candidate_meshes(run: PlannedRun, target: Target) -> Iterator[MeshSizes]:
+  """Yields every arrangement of all devices over the axes of a sweep.
+
+  The axes are data, fsdp and tensor, and expert if the model has experts; all others
+  stay as configured.
+
+  Args:
+    run: the run.
+    target: machine to plan for.
+
+  Yields:
+    The size of each axis.
+
+  Raises:
+    ConfigError: if the fixed axes do not divide the number of devices.
   """
   axes = AXES if run.shape.num_experts else AXES[:-1]
-  kept = {axis: size for axis, size in run.config.mesh.items() if axis not in axes}
-  for axis, size in kept.items():
+  fixed = {
+    axis: size
+    for axis, size in as_options(run.settings.mesh).items()
+    if axis not in axes
+  }
+  for axis, size in fixed.items():
     if size < 1:
       raise ConfigError(
         f'--config.mesh.{axis}={size}: a sweep chooses {", ".join(axes)}: give {axis} '
         'a number'
       )
-  size, left = math.prod(kept.values()), target.size
-  if left % size:
+  size, num_devices = math.prod(fixed.values()), target.size
+  if num_devices % size:
     raise ConfigError(
-      f'--config.mesh: {" × ".join(kept)}, {size}, does not divide the {left} devices '
-      f'of {target.name}'
+      f'--config.mesh: {" × ".join(fixed)}, {size}, does not divide the '
+      f'{num_devices} devices of {target.name}'
     )
-  sizes = [n for n in range(1, left + 1) if left % n == 0]
+  sizes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
   for shares in itertools.product(sizes, repeat=len(axes) - 1):
-    data, rest = divmod(left // size, math.prod(shares))
-    if data and not rest:
+    data, remainder = divmod(num_devices // size, math.prod(shares))
+    if data and not remainder:
       yield dict(zip(axes, (data, *shares), strict=True))
 
 
-def guess(run: Run, target: Target, mesh: Mesh) -> Guess:
-  """Raises ConfigError where the mesh does not divide the model."""
-  sizes = run.config.mesh.to_dict() | mesh
+def estimate_mesh(run: PlannedRun, target: Target, mesh: MeshSizes) -> MeshHeuristic:
+  """Computes the heuristic cost of a mesh without compiling anything.
+
+  Args:
+    run: the run.
+    target: machine to plan for.
+    mesh: size of each axis.
+
+  Returns:
+    The heuristic cost.
+
+  Raises:
+    ConfigError: if the mesh does not divide the model.
+  """
+  sizes = as_options(run.settings.mesh) | mesh
   data, fsdp, tensor, expert = (sizes[axis] for axis in AXES)
-  shape, chip, batch = run.shape, target.chip, run.config.batch
+  shape, chip, batch = run.shape, target.chip, run.settings.batch
   shares = data * fsdp * expert
   micro = batch.minibatches * batch.micro_batches
   rows = math.ceil(run.num_rows / micro / shares) * shares * micro
   tokens = rows * run.buckets[-1]
-  params = run.policy(run.learned).params
+  params = run.policy(run.trained_shape).params
   (rest, experts), (rest_learns, experts_learn) = (
-    _counts(tree) for tree in (params, lora.trained(run.learned, params))
+    _counts(tree) for tree in (params, lora.trainable_params(run.trained_shape, params))
   )
-  used = rest + experts * _share_used(run, chip)
-  compute = 8 * used * tokens / target.size / chip.flops
-  far = 0.0
-  for count, learns, split, copies in (
+  active_params = rest + experts * _share_used(run, chip)
+  compute = 8 * active_params * tokens / target.size / chip.flops
+  sharding_bytes = 0.0
+  for count, num_trained, split, copies in (
     (rest, rest_learns, 1, data * expert),
     (experts, experts_learn, expert, data),
   ):
-    far += 3 * 2 * count / tensor / split * (1 - 1 / fsdp) * micro  # gathered
-    far += 2 * 4 * learns / tensor / split / fsdp * (1 - 1 / copies)  # reduced
-  passed = tokens / shares * shape.hidden_size * 2 * shape.num_layers
-  near = 8 * passed * (1 - 1 / tensor)
-  near += 4 * passed * (expert - 1)  # there and back, forwards and backwards
+    sharding_bytes += (
+      3 * 2 * count / tensor / split * (1 - 1 / fsdp) * micro
+    )  # gathered
+    sharding_bytes += (
+      2 * 4 * num_trained / tensor / split / fsdp * (1 - 1 / copies)
+    )  # reduced
+  hidden_bytes = tokens / shares * shape.hidden_size * 2 * shape.num_layers
+  activation_bytes = 8 * hidden_bytes * (1 - 1 / tensor)
+  activation_bytes += (
+    4 * hidden_bytes * (expert - 1)
+  )  # there and back, forwards and backwards
   rate = chip.link
-  if chip.between and target.size > NODE:
-    rate = chip.between
-  near /= chip.link if tensor * expert <= NODE else rate
-  state = held(run, mesh)
-  too_much = state > room.of(run.config, target).limit
-  return Guess(too_much, compute + near + far / rate, state)
+  if chip.inter_node_link and target.size > GPUS_PER_NODE:
+    rate = chip.inter_node_link
+  activation_bytes /= chip.link if tensor * expert <= GPUS_PER_NODE else rate
+  state_bytes = state_memory(run, mesh)
+  too_much = state_bytes > device_budget.memory_budget(run.settings, target).limit
+  return MeshHeuristic(
+    too_much, compute + activation_bytes + sharding_bytes / rate, state_bytes
+  )
 
 
-def held(run: Run, mesh: Mesh) -> float:
-  """Bytes of each device that parameters, moments, gradients and, if there is one, the
-  reference take, as they lie on such a mesh. Moments lie as what they are of.
+def state_memory(run: PlannedRun, mesh: MeshSizes) -> float:
+  """Computes the memory of the training state on a mesh.
+
+  Args:
+    run: the run.
+    mesh: size of each axis.
+
+  Returns:
+    Bytes of each device for parameters, moments, gradients and the reference, if the
+    algorithm needs one. Moments are sharded like their parameters.
   """
-  sizes, policy = run.config.mesh.to_dict() | mesh, run.policy(run.learned)
+  sizes, policy = as_options(run.settings.mesh) | mesh, run.policy(run.trained_shape)
   devices = AbstractMesh(tuple(sizes.values()), tuple(sizes))
   axes = policy.model.logical_axes(policy.params)
   layouts = sharding.params_sharding(devices, axes, policy.params)
-  lying = jax.tree.map(
+  sharded = jax.tree.map(
     lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
     policy.params,
     layouts,
   )
-  learned = abstract.cast(lora.trained(run.learned, lying), 'float32')
-  memory = moments.parse(run.config.optimizer.kind).memory
-  init = functools.partial(optimizer.init, memory=memory)
-  copies = 1 + per_device(jax.eval_shape(init, learned)) / (4 * sum(_counts(learned)))
-  copies += 'ref_logprobs' in compose.needs(run.algorithm)
-  return per_device(lying) + copies * per_device(learned)
+  trained = planned_run.cast_shapes(
+    lora.trainable_params(run.trained_shape, sharded), 'float32'
+  )
+  state_spec = optimizers.parse_optimizer(run.settings.optimizer.kind).state_spec
+  init = functools.partial(optimizers.init_optimizer_state, state_spec=state_spec)
+  copies = 1 + bytes_per_device(jax.eval_shape(init, trained)) / (
+    4 * sum(_counts(trained))
+  )
+  copies += 'ref_logprobs' in requirements.needs(run.algorithm)
+  return bytes_per_device(sharded) + copies * bytes_per_device(trained)
 
 
-def _share_used(run: Run, chip: Chip) -> float:
-  """Of the experts, those that compute for a token: on a CPU all do."""
+def _share_used(run: PlannedRun, chip: Chip) -> float:
+  """Returns the fraction of experts that compute for a token, all of them on a CPU."""
   shape = run.shape
   if not shape.num_experts or chip.platform == 'cpu':
     return 1.0
@@ -208,7 +284,7 @@ def _share_used(run: Run, chip: Chip) -> float:
 
 
 def _counts(params: Params) -> tuple[int, int]:
-  """Of all but the experts' matrices, and of those."""
+  """Counts the elements outside and inside the matrices of experts."""
   experts = params.get('layers', {}).get('mlp', {}).get('experts', {})
   size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))  # noqa: E731
   return size(params) - size(experts), size(experts)

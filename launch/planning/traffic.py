@@ -1,7 +1,7 @@
-"""Bytes to and from memory, and what devices send each other, of a compiled program.
+"""Computes the memory traffic and the communication of a compiled program.
 
-The compiler's own analysis counts a loop's body once; here it counts as often as it
-runs.
+The compiler's own analysis counts the body of a loop once. This module counts it as
+often as it runs.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from launch.planning import hlo
-from launch.planning.hlo import Computation, Instruction, Module
+from launch.planning.hlo import Computation, HloInstruction, HloModule
 
 KINDS = (
   'all-reduce',
@@ -32,125 +32,163 @@ UPDATES = {'dynamic-update-slice': 1, 'scatter': -1}  # which operand is written
 
 @dataclasses.dataclass
 class Collective:
-  """count: how often. bytes: that a device sends, all of them together. far: of these,
-  the ones whose group is wider than a node.
+  """Sums up all collectives of one kind.
+
+  Attributes:
+    count: how often they run.
+    bytes: bytes that a device sends in all of them together.
+    inter_node_bytes: the part of these bytes whose device group spans several nodes.
   """
 
   count: int = 0
   bytes: float = 0.0
-  far: float = 0.0
+  inter_node_bytes: float = 0.0
 
 
 @dataclasses.dataclass
 class Traffic:
-  """Of one device, in one run of a program. collectives: by kind."""
+  """Holds what one device transfers in one run of a program.
+
+  Attributes:
+    memory: bytes read from and written to memory.
+    collectives: collectives by kind.
+    fused_collectives: collectives that run beside products and therefore appear in
+      several fusions: kind, count, bytes and inter-node bytes by channel.
+  """
 
   memory: float = 0.0
   collectives: dict[str, Collective] = dataclasses.field(default_factory=dict)
   # One that runs beside products stands in each of their fusions, under one channel:
   # channel → (its kind, how often, bytes, of these far).
-  hidden: dict[str, tuple[str, int, float, float]] = dataclasses.field(
+  fused_collectives: dict[str, tuple[str, int, float, float]] = dataclasses.field(
     default_factory=dict
   )
 
 
-def of(text: str, node: int = 0, rounds: int = 1) -> Traffic:
-  """What a program, given as text, moves.
+def measure_traffic(text: str, node_size: int = 0, loop_rounds: int = 1) -> Traffic:
+  """Computes the traffic of a program.
 
-  node: devices that share fast links; 0 for all. rounds: of loops where the text does
-  not fix them.
+  Args:
+    text: text of the compiled program.
+    node_size: number of devices that share fast links; 0 if all do.
+    loop_rounds: iterations of loops whose count the text does not fix.
+
+  Returns:
+    The traffic of one device.
   """
-  module = dataclasses.replace(hlo.parse(text), rounds=rounds)
-  found = Traffic()
-  _walk(module, module.computations[module.entry], 1, found, node)
-  for made in found.hidden.values():
-    _add(found, *made)
-  return found
+  module = dataclasses.replace(hlo.parse_hlo(text), default_trip_count=loop_rounds)
+  traffic = Traffic()
+  _walk(module, module.computations[module.entry], 1, traffic, node_size)
+  for collective in traffic.fused_collectives.values():
+    _add_collective(traffic, *collective)
+  return traffic
 
 
-def _add(found: Traffic, kind: str, count: int, sent: float, far: float) -> None:
-  entry = found.collectives.setdefault(kind, Collective())
-  entry.count, entry.bytes, entry.far = (
+def _add_collective(
+  traffic: Traffic, kind: str, count: int, sent: float, inter_node_bytes: float
+) -> None:
+  entry = traffic.collectives.setdefault(kind, Collective())
+  entry.count, entry.bytes, entry.inter_node_bytes = (
     entry.count + count,
     entry.bytes + sent,
-    entry.far + far,
+    entry.inter_node_bytes + inter_node_bytes,
   )
 
 
 def _walk(
-  module: Module, where: Computation, times: int, found: Traffic, node: int
+  module: HloModule,
+  computation: Computation,
+  times: int,
+  traffic: Traffic,
+  node_size: int,
 ) -> None:
-  for one in where.values():
-    if one.op == 'while':
-      body = module.computations[one.called('body') or '']
-      rounds = hlo.trip_count(module, where, one)
-      _walk(module, body, times * rounds, found, node)
+  for instruction in computation.values():
+    if instruction.op == 'while':
+      body = module.computations[instruction.called_computation('body') or '']
+      trip_count = hlo.trip_count(module, computation, instruction)
+      _walk(module, body, times * trip_count, traffic, node_size)
       continue
-    for name in _inner(one):
+    for name in _called_computations(instruction):
       if name in module.computations:
-        _walk(module, module.computations[name], times, found, node)
-    _collect(module, where, one, times, found, node)
-    if one.op not in FREE and not _is_call(one):
-      found.memory += times * _moved(module, where, one)
+        _walk(module, module.computations[name], times, traffic, node_size)
+    _collect_collectives(module, computation, instruction, times, traffic, node_size)
+    if instruction.op not in FREE and not _is_call(instruction):
+      traffic.memory += times * _bytes_accessed(module, computation, instruction)
 
 
-def _is_call(one: Instruction) -> bool:
-  return one.op in ('call', 'conditional', 'async-start')
+def _is_call(instruction: HloInstruction) -> bool:
+  return instruction.op in ('call', 'conditional', 'async-start')
 
 
-def _inner(one: Instruction) -> Iterator[str]:
-  """The computations that an instruction calls as such, once."""
-  if one.op in ('call', 'async-start'):
-    name = one.called('to_apply') or one.called('calls')
+def _called_computations(instruction: HloInstruction) -> Iterator[str]:
+  """Yields the computations that an instruction runs once."""
+  if instruction.op in ('call', 'async-start'):
+    name = instruction.called_computation('to_apply') or instruction.called_computation(
+      'calls'
+    )
     if name:
       yield name
-  elif one.op == 'conditional':
-    branches = re.search(r'branch_computations=\{([^}]*)\}', one.attributes)
+  elif instruction.op == 'conditional':
+    branches = re.search(r'branch_computations=\{([^}]*)\}', instruction.attributes)
     if branches:
       yield branches[1].split(',')[0].strip(' %')
-    elif name := one.called('true_computation'):
+    elif name := instruction.called_computation('true_computation'):
       yield name
 
 
-def _collect(
-  module: Module,
-  where: Computation,
-  one: Instruction,
+def _collect_collectives(
+  module: HloModule,
+  computation: Computation,
+  instruction: HloInstruction,
   times: int,
-  found: Traffic,
-  node: int,
+  traffic: Traffic,
+  node_size: int,
   *,
   fused: bool = False,
 ) -> None:
-  if one.op == 'fusion':  # which may hold a collective, on TPU
-    inner = module.computations.get(one.called('calls') or '', {})
-    for part in inner.values():
-      _collect(module, inner, part, times, found, node, fused=True)
+  if instruction.op == 'fusion':  # which may hold a collective, on TPU
+    fused_computation = module.computations.get(
+      instruction.called_computation('calls') or '', {}
+    )
+    for part in fused_computation.values():
+      _collect_collectives(
+        module, fused_computation, part, times, traffic, node_size, fused=True
+      )
     return
-  kind = one.op.removesuffix('-done')
+  kind = instruction.op.removesuffix('-done')
   if kind not in KINDS:
     return
-  start = where[one.operands[0]] if one.op.endswith('-done') else one
-  group = first_group(start.attributes)
+  start = (
+    computation[instruction.operands[0]]
+    if instruction.op.endswith('-done')
+    else instruction
+  )
+  group = first_device_group(start.attributes)
   size = len(group)
   if kind == 'collective-permute':
     size, share = 2, 1.0
   else:
     share = (size - 1) / max(size, 1)
-  out = hlo.num_bytes(one.type, slow=False)
+  output_bytes = hlo.num_bytes(instruction.type, hbm_only=False)
   scale = {'all-reduce': 2.0, 'reduce-scatter': float(size)}.get(kind, 1.0)
-  sent = times * out * scale * share
-  wide = node and len({member // node for member in group}) > 1
-  made = kind, times, sent, sent if wide else 0.0
+  bytes_sent = times * output_bytes * scale * share
+  crosses_nodes = node_size and len({member // node_size for member in group}) > 1
+  collective = kind, times, bytes_sent, bytes_sent if crosses_nodes else 0.0
   channel = re.search(r'channel_id=(\d+)', start.attributes)
   if fused and channel:
-    found.hidden[channel[1]] = min(made, found.hidden.get(channel[1], made))
+    traffic.fused_collectives[channel[1]] = min(
+      collective, traffic.fused_collectives.get(channel[1], collective)
+    )
   else:
-    _add(found, *made)
+    _add_collective(traffic, *collective)
 
 
-def first_group(attributes: str) -> list[int]:
-  """The devices of a collective's first group, by number."""
+def first_device_group(attributes: str) -> list[int]:
+  """Returns the device numbers of a collective's first group.
+
+  Args:
+    attributes: attributes of the HLO instruction.
+  """
   pairs = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', attributes)
   if pairs:
     return [int(pairs[1]), int(pairs[2])]
@@ -176,66 +214,79 @@ def first_group(attributes: str) -> list[int]:
   return [0]
 
 
-def _moved(module: Module, where: Computation, one: Instruction) -> float:
-  """Bytes that an instruction reads from memory and writes to it."""
-  out = hlo.num_bytes(one.type)
-  inputs = [where[name].type for name in one.operands if name in where]
-  if one.op == 'fusion':
-    inner = module.computations.get(one.called('calls') or '')
+def _bytes_accessed(
+  module: HloModule, computation: Computation, instruction: HloInstruction
+) -> float:
+  """Returns the bytes that an instruction reads from memory and writes to it."""
+  output_bytes = hlo.num_bytes(instruction.type)
+  inputs = [
+    computation[name].type for name in instruction.operands if name in computation
+  ]
+  if instruction.op == 'fusion':
+    inner = module.computations.get(instruction.called_computation('calls') or '')
     if inner is not None:
-      return _fused(inner, inputs, out)
-  if one.op in SLICES:
-    return 2 * out
-  if one.op in UPDATES:
-    return 2 * hlo.num_bytes(inputs[UPDATES[one.op]])
-  if one.op == 'copy-done':
-    return out
-  if one.op.endswith('-done'):
-    return out
-  if one.op.endswith('-start'):
-    out = 0.0
-  return out + sum(map(hlo.num_bytes, inputs))
+      return _fusion_bytes(inner, inputs, output_bytes)
+  if instruction.op in SLICES:
+    return 2 * output_bytes
+  if instruction.op in UPDATES:
+    return 2 * hlo.num_bytes(inputs[UPDATES[instruction.op]])
+  if instruction.op == 'copy-done':
+    return output_bytes
+  if instruction.op.endswith('-done'):
+    return output_bytes
+  if instruction.op.endswith('-start'):
+    output_bytes = 0.0
+  return output_bytes + sum(map(hlo.num_bytes, inputs))
 
 
-def _fused(inner: Computation, inputs: list[str], out: float) -> float:
-  """A fusion reads of an input it slices the slice alone, and likewise writes."""
+def _fusion_bytes(inner: Computation, inputs: list[str], output_bytes: float) -> float:
+  """Counts a fusion's traffic; of an input that it only slices it reads the slice."""
   total = 0.0
-  for one in inner.values():
-    if one.op != 'parameter':
+  for parameter in inner.values():
+    if parameter.op != 'parameter':
       continue
-    outer = hlo.num_bytes(inputs[int(one.inside)]) if inputs else 0.0
-    if not outer:
+    parameter_bytes = (
+      hlo.num_bytes(inputs[int(parameter.operand_text)]) if inputs else 0.0
+    )
+    if not parameter_bytes:
       continue
-    users = [x for x in inner.values() if one.name in x.operands]
-    parts = [_part(inner, user, one.name) for user in users]
-    whole = any(part is None for part in parts)
-    total += outer if whole else min(outer, sum(part or 0.0 for part in parts))
-  last = _unwrapped(inner, hlo.root(inner).name)
-  ends = [inner[n] for n in last.operands] if last.op == 'tuple' else [last]
-  for end in ends:
+    users = [x for x in inner.values() if parameter.name in x.operands]
+    bytes_by_user = [_bytes_read(inner, user, parameter.name) for user in users]
+    reads_all = any(part is None for part in bytes_by_user)
+    total += (
+      parameter_bytes
+      if reads_all
+      else min(parameter_bytes, sum(part or 0.0 for part in bytes_by_user))
+    )
+  result = _skip_bitcasts(inner, hlo.root_instruction(inner).name)
+  outputs = [inner[n] for n in result.operands] if result.op == 'tuple' else [result]
+  for output in outputs:
     # Of what a fusion makes itself and then updates, all is written.
-    if end.op in UPDATES and _unwrapped(inner, end.operands[0]).op == 'parameter':
-      update = inner[end.operands[UPDATES[end.op]]]
-      saved = hlo.num_bytes(end.type) - hlo.num_bytes(update.type)
-      out -= max(0.0, min(saved, out))
-  return total + out
+    if (
+      output.op in UPDATES
+      and _skip_bitcasts(inner, output.operands[0]).op == 'parameter'
+    ):
+      update = inner[output.operands[UPDATES[output.op]]]
+      saved = hlo.num_bytes(output.type) - hlo.num_bytes(update.type)
+      output_bytes -= max(0.0, min(saved, output_bytes))
+  return total + output_bytes
 
 
-def _unwrapped(inner: Computation, name: str) -> Instruction:
-  """What stands behind bitcasts."""
+def _skip_bitcasts(inner: Computation, name: str) -> HloInstruction:
+  """Returns the instruction that a chain of bitcasts starts from."""
   while inner[name].op == 'bitcast':
     name = inner[name].operands[0]
   return inner[name]
 
 
-def _part(inner: Computation, user: Instruction, name: str) -> float | None:
-  """What `user` reads of its operand `name`; None for all of it."""
+def _bytes_read(inner: Computation, user: HloInstruction, name: str) -> float | None:
+  """Returns the bytes that `user` reads of its operand `name`, None for all of it."""
   if user.op in SLICES and user.operands[0] == name:
-    return hlo.num_bytes(user.type, slow=False)
+    return hlo.num_bytes(user.type, hbm_only=False)
   if user.op in UPDATES and user.operands[0] == name:
     return 0.0  # written in place; the write is counted with the output
   if user.op == 'bitcast':
-    more = [x for x in inner.values() if user.name in x.operands]
-    parts = [_part(inner, x, user.name) for x in more]
+    bitcast_users = [x for x in inner.values() if user.name in x.operands]
+    parts = [_bytes_read(inner, x, user.name) for x in bitcast_users]
     return None if any(p is None for p in parts) else sum(p or 0.0 for p in parts)
   return None

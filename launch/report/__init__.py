@@ -1,1 +1,1 @@
-"""report.html: a run's curves, evaluations and sample trajectories, in one file."""
+"""Writes report.html: a run's curves, evaluations and samples in one file."""

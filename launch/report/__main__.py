@@ -1,9 +1,9 @@
-"""Draws a run's report anew: `python -m launch.report WORKDIR`."""
+"""Renders a run's report again: `python -m launch.report WORKDIR`."""
 
 import pathlib
 import sys
 
-from launch.report.sink import write_report
+from launch.report.report_logger import write_report
 
 if __name__ == '__main__':
   if len(sys.argv) != 2 or not (pathlib.Path(sys.argv[1]) / 'metrics.jsonl').exists():

@@ -1,7 +1,7 @@
-"""Curves as inline SVG, drawn here and brought to life by the page's script.
+"""Draws curves as inline SVG, which the page's script makes interactive.
 
-A chart's box is in the units of its own viewBox; `Chart.data` tells the script where
-the points are, so that a pointer anywhere in a phase reads all its charts at a step.
+A chart is drawn in the units of its own viewBox. `Chart.data` tells the script where
+the points are, so that pointing at a step in one chart reads all charts of a phase.
 """
 
 import dataclasses
@@ -18,7 +18,13 @@ Point = tuple[float, float | None]  # (step, value); None where it was not finit
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-  """One curve. kind: 'line', or 'dots' for few measurements joined by a thin line."""
+  """Holds one curve.
+
+  Attributes:
+    name: name of the metric.
+    points: (step, value) pairs; the value is None where it was not finite.
+    kind: 'line', or 'dots' for few measurements joined by a thin line.
+  """
 
   name: str
   points: Sequence[Point]
@@ -27,26 +33,45 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-  """svg: the drawing. data: what the script needs to read it. last: the last values."""
+  """Holds a drawn chart.
+
+  Attributes:
+    svg: the drawing.
+    data: the points and axes, for the page's script.
+    last: the last value of the first curve, as text.
+  """
 
   svg: str
   data: dict[str, Any]
   last: str
 
 
-def chart(series: Sequence[Series], *, width: int = 340, height: int = 150) -> Chart:
-  """Draws curves over a common step axis, the first one in the accent colour."""
-  thin = [dataclasses.replace(s, points=thinned(s.points)) for s in series]
-  xs = [x for s in thin for x, _ in s.points]
-  ys = [y for s in thin for _, y in s.points if y is not None]
+def draw_chart(
+  series: Sequence[Series], *, width: int = 340, height: int = 150
+) -> Chart:
+  """Draws curves over a common step axis, the first one in the accent colour.
+
+  Args:
+    series: the curves.
+    width: width in units of the viewBox.
+    height: height in the same units.
+
+  Returns:
+    The drawing and its data.
+  """
+  thinned_series = [
+    dataclasses.replace(s, points=thin_points(s.points)) for s in series
+  ]
+  xs = [x for s in thinned_series for x, _ in s.points]
+  ys = [y for s in thinned_series for _, y in s.points if y is not None]
   x_low, x_high = (min(xs), max(xs)) if xs else (0.0, 1.0)
   x_high = x_high if x_high > x_low else x_low + 1
-  ticks = nice_ticks(*y_range(ys), count=max(2, height // 50))
+  ticks = nice_ticks(*value_range(ys), count=max(2, height // 50))
   box = (LEFT, TOP, width - LEFT - RIGHT, height - TOP - BOTTOM)
-  place = _Place(box, (x_low, x_high), (ticks[0], ticks[-1]))
-  body = [_axes(place, ticks, width)]
-  for number, one in enumerate(thin):
-    body.append(_curve(place, one, number))
+  to_pixels = _PixelMap(box, (x_low, x_high), (ticks[0], ticks[-1]))
+  body = [_axes(to_pixels, ticks, width)]
+  for number, curve in enumerate(thinned_series):
+    body.append(_curve(to_pixels, curve, number))
   body.append(f'<line class="cross" y1="{TOP}" y2="{TOP + box[3]}" x1="-9" x2="-9"/>')
   label = escape(', '.join(s.name for s in series))
   svg = (
@@ -59,15 +84,21 @@ def chart(series: Sequence[Series], *, width: int = 340, height: int = 150) -> C
     'y': (ticks[0], ticks[-1]),
     'series': [
       {'name': s.name, 'points': [(_short(x), _short(y)) for x, y in s.points]}
-      for s in thin
+      for s in thinned_series
     ],
   }
-  last = next((y for _, y in reversed(thin[0].points)), None) if thin else None
-  return Chart(svg, data, number_text(last))
+  last = (
+    next((y for _, y in reversed(thinned_series[0].points)), None)
+    if thinned_series
+    else None
+  )
+  return Chart(svg, data, format_number(last))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _PixelMap:
+  """Maps steps and values to coordinates in the drawing."""
+
   box: tuple[int, int, int, int]
   x: tuple[float, float]
   y: tuple[float, float]
@@ -79,7 +110,7 @@ class _Place:
     return round(left + across * width, 1), round(top + (1 - up) * height, 1)
 
 
-def _axes(place: _Place, ticks: Sequence[float], width: int) -> str:
+def _axes(place: _PixelMap, ticks: Sequence[float], width: int) -> str:
   parts = []
   for tick in ticks:
     _, y = place(place.x[0], tick)
@@ -87,7 +118,7 @@ def _axes(place: _Place, ticks: Sequence[float], width: int) -> str:
     parts.append(f'<line class="grid{base}" x1="{LEFT}" x2="{width - RIGHT}" ')
     parts.append(f'y1="{y}" y2="{y}"/>')
     parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3}" ')
-    parts.append(f'text-anchor="end">{tick_text(tick, ticks[1] - ticks[0])}</text>')
+    parts.append(f'text-anchor="end">{format_tick(tick, ticks[1] - ticks[0])}</text>')
   low, high = place.x
   inner = [t for t in nice_ticks(low, high, count=4) if low <= t <= high]
   bottom = place.box[1] + place.box[3] + 14
@@ -96,11 +127,11 @@ def _axes(place: _Place, ticks: Sequence[float], width: int) -> str:
       continue
     x, _ = place(tick, ticks[0])
     parts.append(f'<text class="tick" x="{x}" y="{bottom}" ')
-    parts.append(f'text-anchor="middle">{number_text(tick)}</text>')
+    parts.append(f'text-anchor="middle">{format_number(tick)}</text>')
   return ''.join(parts)
 
 
-def _curve(place: _Place, series: Series, number: int) -> str:
+def _curve(place: _PixelMap, series: Series, number: int) -> str:
   points = list(series.points)
   tone = f'c{number % 4}'
   if series.kind == 'dots' or len(points) == 1:
@@ -108,22 +139,22 @@ def _curve(place: _Place, series: Series, number: int) -> str:
     circles = ''.join(f'<circle cx="{x}" cy="{y}" r="3.2"/>' for x, y in dots)
     joined = f'<path class="faint" d="{_path(place, points)}"/>'
     return f'<g class="dots {tone}">{joined}{circles}</g>'
-  smooth = smoothed(points)
+  smooth = smooth_points(points)
   if smooth is None:
     curve = f'<path class="line" d="{_path(place, points)}"/>'
   else:
     curve = f'<path class="faint" d="{_path(place, points)}"/>'
     curve += f'<path class="line" d="{_path(place, smooth)}"/>'
-  lost = [place(x, place.y[0])[0] for x, y in points if y is None][:50]
+  missing = [place(x, place.y[0])[0] for x, y in points if y is None][:50]
   marks = ''.join(
     f'<path class="lost" d="M{x - 3} {place.box[1] + place.box[3]}h6l-3-6z"/>'
-    for x in lost
+    for x in missing
   )
   return f'<g class="{tone}">{curve}{marks}</g>'
 
 
-def _path(place: _Place, points: Sequence[Point]) -> str:
-  """Line segments; a missing value leaves a gap."""
+def _path(place: _PixelMap, points: Sequence[Point]) -> str:
+  """Returns an SVG path; a missing value leaves a gap."""
   parts, pen = [], 'M'
   for x, y in points:
     if y is None:
@@ -135,8 +166,8 @@ def _path(place: _Place, points: Sequence[Point]) -> str:
   return ''.join(parts)
 
 
-def smoothed(points: Sequence[Point]) -> list[Point] | None:
-  """A centred moving average over a twentieth of the curve; None for a short one."""
+def smooth_points(points: Sequence[Point]) -> list[Point] | None:
+  """Averages each point over a twentieth of the curve; None for a short curve."""
   reach = len(points) // 40
   if reach < 1:
     return None
@@ -147,24 +178,24 @@ def smoothed(points: Sequence[Point]) -> list[Point] | None:
   return result
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
-  """At most MAX_POINTS points, each the mean of its neighbours; both ends are kept."""
+def thin_points(points: Sequence[Point]) -> list[Point]:
+  """Averages neighbours so that at most MAX_POINTS remain; both ends are kept."""
   if len(points) <= MAX_POINTS:
     return list(points)
   first, *middle, last = points
   size = math.ceil(len(middle) / (MAX_POINTS - 2))
-  kept = [first]
+  result = [first]
   for i in range(0, len(middle), size):
     part = middle[i : i + size]
     values = [y for _, y in part if y is not None]
-    kept.append(
+    result.append(
       (part[len(part) // 2][0], sum(values) / len(values) if values else None)
     )
-  return [*kept, last]
+  return [*result, last]
 
 
-def y_range(values: Sequence[float]) -> tuple[float, float]:
-  """The span to show: from 0 when the values lie near it, never empty."""
+def value_range(values: Sequence[float]) -> tuple[float, float]:
+  """Returns the range to show: from 0 if the values lie near it, and never empty."""
   if not values:
     return 0.0, 1.0
   low, high = min(values), max(values)
@@ -180,7 +211,7 @@ def y_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def nice_ticks(low: float, high: float, count: int = 3) -> list[float]:
-  """Round numbers from at or below `low` to at or above `high`, about `count` steps."""
+  """Returns about `count` round numbers that cover the range from `low` to `high`."""
   rough = (high - low) / max(count, 1)
   power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
   step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
@@ -188,17 +219,17 @@ def nice_ticks(low: float, high: float, count: int = 3) -> list[float]:
   return [float(f'{i * step:.12g}') for i in range(first, max(last, first + 1) + 1)]
 
 
-def tick_text(value: float, step: float) -> str:
-  """A tick's label, with the decimals that tell it from its neighbours."""
+def format_tick(value: float, step: float) -> str:
+  """Formats a tick with as many decimals as distinguish it from its neighbours."""
   if not 1e-3 <= max(abs(value), step) < 1e4:
-    return number_text(value)
+    return format_number(value)
   digits = max(0, -math.floor(math.log10(step) + 1e-9))
   text = f'{value:.{digits}f}'
   return text if math.isclose(float(text), value, abs_tol=step / 100) else f'{value:g}'
 
 
-def number_text(value: float | None) -> str:
-  """A number in few characters: 0.312, 12.5k, 3e-6."""
+def format_number(value: float | None) -> str:
+  """Formats a number in few characters: 0.312, 12.5k, 3e-6."""
   if value is None:
     return '–'
   size = abs(value)

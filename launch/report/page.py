@@ -1,7 +1,7 @@
-"""Lays the page out. Pure: what a run left behind in, HTML text out.
+"""Renders the report page: takes a run's records and returns HTML text.
 
-Everything that came from the run (names, values, tokens) is escaped, and a content
-policy in the page lets nothing run but the one script it came with.
+All names, values and tokens of the run are escaped, and a content security policy in
+the page allows no script but its own.
 """
 
 import base64
@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from launch.console import span
+from launch.logging.console import format_duration
+from launch.logging.workdir import flatten_keys
 from launch.report import evaluations
-from launch.report.charts import Chart, Series, chart, number_text
+from launch.report.charts import Chart, Series, draw_chart, format_number
 from launch.report.script import JS
 from launch.report.style import CSS
-from launch.workdir import flat
 
 MAX_CHARTS = 36  # of a phase, beside the first ones
 # The curves to look at first; all others are folded away below them.
@@ -36,11 +36,16 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-  """What the page shows.
+class ReportData:
+  """Holds what the page shows.
 
-  rows: metrics.jsonl. record: config.json. snapshots: sample trajectories.
-  status: 'running', 'finished', 'stopped' or 'failed'. warnings: lines.
+  Attributes:
+    name: name of the run.
+    rows: rows of metrics.jsonl.
+    record: content of config.json.
+    snapshots: sample trajectories, see `launch.report.samples`.
+    status: 'running', 'finished', 'stopped' or 'failed'.
+    warnings: lines to show above the charts.
   """
 
   name: str
@@ -51,13 +56,13 @@ class Run:
   warnings: Sequence[str] = ()
 
 
-def render(run: Run) -> str:
-  """The whole page."""
+def render_page(run: ReportData) -> str:
+  """Returns the HTML of the whole page."""
   charts: dict[str, Any] = {}
   phases = list(dict.fromkeys(row['phase'] for row in run.rows))
   parts = [_head(run), _tiles(run), _warnings(run)]
   samples = _samples(run)
-  tables = evaluations.table(run.rows)
+  tables = evaluations.evaluation_table(run.rows)
   for number, phase in enumerate(reversed(phases)):
     rows = [row for row in run.rows if row['phase'] == phase]
     parts.append(_phase(phase, rows, charts, '' if number else tables))
@@ -79,7 +84,7 @@ def render(run: Run) -> str:
 
 
 def _json(value: Any) -> str:
-  """JSON that no text can break out of: <, > and & are escaped."""
+  """Returns JSON that no text can break out of: <, > and & are escaped."""
   text = json.dumps(value, allow_nan=False, separators=(',', ':'))
   for char in '<>&':
     text = text.replace(char, f'\\u{ord(char):04x}')
@@ -87,7 +92,7 @@ def _json(value: Any) -> str:
 
 
 def _labelled(snapshots: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Snapshots with a `series` (phase and kind, as far as there are several)."""
+  """Adds a `series` to each snapshot: its kind, and its phase if there are several."""
   several = len({s['phase'] for s in snapshots}) > 1
   words = {'train': 'training', 'eval': 'evaluation'}
   labelled = []
@@ -101,7 +106,7 @@ def _labelled(snapshots: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   return labelled
 
 
-def _head(run: Run) -> str:
+def _head(run: ReportData) -> str:
   config = run.record.get('config', {})
   launches = run.record.get('launches') or [{}]
   algorithm = config.get('algorithm', {}).get('name', '')
@@ -125,7 +130,7 @@ def _tile(value: str, label: str) -> str:
   return f'<div class="tile card"><b>{value}</b><span>{escape(label)}</span></div>'
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: ReportData) -> str:
   if not run.rows:
     return '<p class="note">Nothing has been measured yet.</p>'
   tiles = []
@@ -140,7 +145,7 @@ def _tiles(run: Run) -> str:
     )
     tiles.append(
       _tile(
-        f'<span class="{tone}">{evaluations.gain_text(gain)}</span>', f'{tag}: gain'
+        f'<span class="{tone}">{evaluations.format_gain(gain)}</span>', f'{tag}: gain'
       )
     )
   phase = run.rows[-1]['phase']
@@ -149,18 +154,20 @@ def _tiles(run: Run) -> str:
   if rewards and len(tiles) < 4:
     few = max(1, len(rewards) // 10)
     mean = sum(rewards[-few:]) / few
-    said = f'mean of the last {few} steps' if few > 1 else 'at the last step'
-    tiles.append(_tile(number_text(mean), f'reward, {said}'))
+    label = f'mean of the last {few} steps' if few > 1 else 'at the last step'
+    tiles.append(_tile(format_number(mean), f'reward, {label}'))
   times = sorted(r['time/step'] for r in rows if r.get('time/step'))
   if times:
     tiles.append(_tile(f'{times[len(times) // 2]:.2f} s', 'median step time'))
   walls = [row['time/wall'] for row in run.rows if row.get('time/wall')]
   if walls:
-    tiles.append(_tile(span(walls[-1] - walls[0]), f'for {len(run.rows)} steps'))
+    tiles.append(
+      _tile(format_duration(walls[-1] - walls[0]), f'for {len(run.rows)} steps')
+    )
   return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _warnings(run: Run) -> str:
+def _warnings(run: ReportData) -> str:
   return ''.join(f'<p class="warn">⚠ {escape(line)}</p>' for line in run.warnings)
 
 
@@ -181,11 +188,11 @@ def _phase(name: str, rows: Sequence[Row], charts: dict[str, Any], table: str) -
   steps = len(trained)
   parts = [f'<h2>{escape(name)}<small>{steps} step{"s" * (steps != 1)}</small></h2>']
   # Rewards in training and scores held out belong in one picture.
-  lead = [curves.pop('reward/mean')] if 'reward/mean' in curves else []
-  lead += [dataclasses.replace(curves.pop(n), kind='dots') for n in means[:3]]
-  if lead:
-    drawn = chart(lead, width=720, height=210)
-    parts.append(_figure('hero card', name, lead, drawn, charts))
+  hero = [curves.pop('reward/mean')] if 'reward/mean' in curves else []
+  hero += [dataclasses.replace(curves.pop(n), kind='dots') for n in means[:3]]
+  if hero:
+    hero_chart = draw_chart(hero, width=720, height=210)
+    parts.append(_figure('hero card', name, hero, hero_chart, charts))
   parts.append(table)
   curves = {n: s for n, s in curves.items() if not n.startswith('eval/')}
   flat_lines = {n: s.points[-1][1] for n, s in curves.items() if _constant(s)}
@@ -203,13 +210,15 @@ def _phase(name: str, rows: Sequence[Row], charts: dict[str, Any], table: str) -
       + '</details>'
     )
   if flat_lines:
-    said = ' · '.join(f'{escape(n)} {number_text(v)}' for n, v in flat_lines.items())
-    parts.append(f'<p class="note">The same at every step: {said}</p>')
+    values = ' · '.join(
+      f'{escape(n)} {format_number(v)}' for n, v in flat_lines.items()
+    )
+    parts.append(f'<p class="note">The same at every step: {values}</p>')
   return ''.join(parts)
 
 
 def _grid(phase: str, curves: Sequence[Series], charts: dict[str, Any]) -> str:
-  figures = [_figure('plot card', phase, [s], chart([s]), charts) for s in curves]
+  figures = [_figure('plot card', phase, [s], draw_chart([s]), charts) for s in curves]
   return f'<div class="grid">{"".join(figures)}</div>' if figures else ''
 
 
@@ -219,25 +228,25 @@ def _constant(series: Series) -> bool:
 
 
 def _figure(
-  kind: str, phase: str, series: list[Series], drawn: Chart, charts: dict[str, Any]
+  kind: str, phase: str, series: list[Series], drawing: Chart, charts: dict[str, Any]
 ) -> str:
   key = f'k{len(charts)}'
-  charts[key] = drawn.data
+  charts[key] = drawing.data
   if len(series) > 1:
     names = ''.join(
       f'<span class="key c{i}">{escape(s.name)}</span>' for i, s in enumerate(series)
     )
     last = ''
   else:
-    names, last = escape(series[0].name), drawn.last
+    names, last = escape(series[0].name), drawing.last
   return (
     f'<figure class="{kind}" data-chart="{key}" data-phase="{escape(phase)}">'
     f'<figcaption><span class="name">{names}</span>'
-    f'<span class="read">{last}</span></figcaption>{drawn.svg}</figure>'
+    f'<span class="read">{last}</span></figcaption>{drawing.svg}</figure>'
   )
 
 
-def _samples(run: Run) -> str:
+def _samples(run: ReportData) -> str:
   if not run.snapshots:
     return ''
   return (
@@ -254,11 +263,11 @@ def _list(items: Mapping[str, Any]) -> str:
   return f'<dl>{rows}</dl>'
 
 
-def _facts(run: Run) -> str:
+def _facts(run: ReportData) -> str:
   parts = []
   launches = run.record.get('launches') or []
   if launches:
-    facts = flat(launches[-1])
+    facts = flatten_keys(launches[-1])
     facts = {k.removeprefix('versions.'): v for k, v in facts.items() if v is not None}
     parts.append('<h2>This run</h2>')
     parts.append(
@@ -268,6 +277,6 @@ def _facts(run: Run) -> str:
   if run.record.get('config'):
     parts.append(
       '<details class="card"><summary>Resolved config</summary>'
-      f'{_list(flat(run.record["config"]))}</details>'
+      f'{_list(flatten_keys(run.record["config"]))}</details>'
     )
   return ''.join(parts)

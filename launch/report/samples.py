@@ -1,7 +1,7 @@
-"""Which trajectories the report shows, and what it keeps of them.
+"""Selects the trajectories that the report shows, and what it stores of them.
 
-A snapshot is what was played at one step: a few groups, a few members each, their
-tokens as text with mask, log-prob, advantage and reward. It is plain JSON.
+A snapshot holds a few groups of one step, and a few samples of each group: their tokens
+as text with mask, log-prob, advantage and reward. It is plain JSON.
 """
 
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launch.writers import Decode
+from launch.logging.metric_loggers import Decode
 
 if TYPE_CHECKING:
   from jaxrl.types import Group, Trajectory
 
-GROUPS, MEMBERS, TOKENS, SNAPSHOTS = 2, 4, 640, 8
+MAX_GROUPS, MAX_SAMPLES, MAX_TOKENS, MAX_SNAPSHOTS = 2, 4, 640, 8
 
 
-def snapshot(
+def make_snapshot(
   phase: str,
   step: int,
   groups: 'Sequence[Group]',
@@ -25,71 +25,95 @@ def snapshot(
   decode: Decode | None = None,
   kind: str = 'train',
 ) -> dict[str, Any]:
-  """Picks the groups whose scores differ most, and of each its best and worst.
+  """Selects the groups whose scores differ most, and their best and worst samples.
 
-  advantages: rows in the order of `groups` laid end to end, or None.
+  Args:
+    phase: name of the training phase.
+    step: step of the phase.
+    groups: the groups of the step.
+    advantages: advantages `[rows, tokens]` in the order of the groups' rows, or None.
+    decode: turns token ids into text.
+    kind: 'train' or 'eval'.
+
+  Returns:
+    The snapshot as JSON data.
   """
   if hasattr(advantages, '__array__'):  # on a device until now
     advantages = np.asarray(advantages)
   starts = np.cumsum([0, *(len(group) for group in groups)])
   spread = [-float(np.std([t.score for t in group])) for group in groups]
-  chosen = sorted(np.argsort(spread, kind='stable')[:GROUPS].tolist())
-  shown = []
+  chosen = sorted(np.argsort(spread, kind='stable')[:MAX_GROUPS].tolist())
+  group_records = []
   for index in chosen:
     group = groups[index]
     order = sorted(range(len(group)), key=lambda m: -group[m].score)
-    half = MEMBERS // 2
-    picked = order if len(order) <= MEMBERS else order[:half] + order[-half:]
+    half = MAX_SAMPLES // 2
+    picked = order if len(order) <= MAX_SAMPLES else order[:half] + order[-half:]
     rows = [
       None if advantages is None else advantages[starts[index] + m] for m in picked
     ]
-    shown.append(
+    group_records.append(
       {
         'task': group[0].group_name,
         'size': len(group),
         'scores': [round(t.score, 4) for t in group],
         'members': [
-          member(group[m], row, decode) for m, row in zip(picked, rows, strict=True)
+          trajectory_record(group[m], row, decode)
+          for m, row in zip(picked, rows, strict=True)
         ],
       }
     )
-  return {'phase': phase, 'step': step, 'kind': kind, 'groups': shown}
+  return {'phase': phase, 'step': step, 'kind': kind, 'groups': group_records}
 
 
-def member(
+def trajectory_record(
   trajectory: 'Trajectory', advantages: Any = None, decode: Decode | None = None
 ) -> dict[str, Any]:
-  """One trajectory as JSON. tokens: [text, id, mask, log-prob, advantage, reward]."""
+  """Returns one trajectory as JSON data.
+
+  Args:
+    trajectory: the trajectory.
+    advantages: advantages `[tokens]`, or None.
+    decode: turns token ids into text.
+
+  Returns:
+    A dictionary whose `tokens` are [text, id, mask, log-prob, advantage, reward].
+  """
   count = len(trajectory.tokens)
   ids = [int(token) for token in trajectory.tokens]
-  texts = pieces(ids, decode)
-  kept = list(range(count))
-  if count > TOKENS:  # the middle is left out
-    kept = [*range(TOKENS // 2), *range(count - TOKENS // 2, count)]
+  texts = token_texts(ids, decode)
+  positions = list(range(count))
+  if count > MAX_TOKENS:  # the middle is left out
+    positions = [*range(MAX_TOKENS // 2), *range(count - MAX_TOKENS // 2, count)]
   tokens = []
-  for t in kept:
+  for t in positions:
     acts = bool(trajectory.action_mask[t])
-    advantage = number(advantages[t]) if advantages is not None and acts else None
-    logprob = number(trajectory.rollout_logprobs[t]) if acts else None
-    reward = number(trajectory.rewards[t]) or 0
+    advantage = round_finite(advantages[t]) if advantages is not None and acts else None
+    logprob = round_finite(trajectory.rollout_logprobs[t]) if acts else None
+    reward = round_finite(trajectory.rewards[t]) or 0
     tokens.append([texts[t], ids[t], int(acts), logprob, advantage, reward])
   versions = trajectory.weights_version[trajectory.weights_version >= 0]
   return {
     'id': trajectory.trajectory_id,
     'tag': trajectory.tag,
-    'member': trajectory.member,
-    'score': number(trajectory.score),
+    'member': trajectory.sample_index,
+    'score': round_finite(trajectory.score),
     'stop': trajectory.stop_reason,
     'length': count,
     'actions': int(np.sum(trajectory.action_mask)),
     'versions': sorted({int(v) for v in versions}),
-    'gap': TOKENS // 2 if count > TOKENS else None,
+    'gap': MAX_TOKENS // 2 if count > MAX_TOKENS else None,
     'tokens': tokens,
   }
 
 
-def pieces(ids: list[int], decode: Decode | None) -> list[str]:
-  """The text of each token; a character spread over tokens shows at its last one."""
+def token_texts(ids: list[int], decode: Decode | None) -> list[str]:
+  """Returns each token's text; a character of several tokens is at the last one.
+
+  Args:
+    ids: token ids.
+    decode: turns token ids into text; without it, ids are shown.
+  """
   if decode is None:
     return [f'‹{token}›' for token in ids]
   texts, pending = [], []
@@ -109,27 +133,27 @@ def pieces(ids: list[int], decode: Decode | None) -> list[str]:
   return texts
 
 
-def number(value: Any) -> float | None:
-  """Four significant digits; None for what is not finite."""
+def round_finite(value: Any) -> float | None:
+  """Rounds to four significant digits, and returns None for what is not finite."""
   value = float(value)
   return float(f'{value:.4g}') if np.isfinite(value) else None
 
 
-def due(step: int, total: int | None) -> bool:
-  """Whether a snapshot is worth taking at `step`: about SNAPSHOTS in a phase."""
-  every = max(1, (total or 400) // SNAPSHOTS)
+def is_snapshot_due(step: int, total: int | None) -> bool:
+  """Returns whether to take a snapshot, about MAX_SNAPSHOTS times in a phase."""
+  every = max(1, (total or 400) // MAX_SNAPSHOTS)
   return step % every == 0 or step + 1 == total
 
 
-def bounded(snapshots: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """At most SNAPSHOTS of a phase and kind: first and last stay, crowded ones go."""
-  kept: list[dict[str, Any]] = []
-  for mark in dict.fromkeys((s['phase'], s.get('kind')) for s in snapshots):
-    mine = [s for s in snapshots if (s['phase'], s.get('kind')) == mark]
-    while len(mine) > SNAPSHOTS:
+def limit_snapshots(snapshots: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Keeps at most MAX_SNAPSHOTS of a phase and kind, spread evenly over the steps."""
+  result: list[dict[str, Any]] = []
+  for phase_and_kind in dict.fromkeys((s['phase'], s.get('kind')) for s in snapshots):
+    series = [s for s in snapshots if (s['phase'], s.get('kind')) == phase_and_kind]
+    while len(series) > MAX_SNAPSHOTS:
       gaps = [
-        mine[i + 1]['step'] - mine[i - 1]['step'] for i in range(1, len(mine) - 1)
+        series[i + 1]['step'] - series[i - 1]['step'] for i in range(1, len(series) - 1)
       ]
-      del mine[1 + int(np.argmin(gaps))]
-    kept += mine
-  return kept
+      del series[1 + int(np.argmin(gaps))]
+    result += series
+  return result

@@ -1,6 +1,6 @@
-"""The page's only script: reading curves, and showing tokens.
+"""Holds the page's only script, which reads curves and shows tokens.
 
-It builds every node with textContent, so that no text of a run is ever markup.
+It builds every node with textContent, so that text of a run is never markup.
 """
 
 JS = r"""

@@ -1,4 +1,4 @@
-"""The page's style sheet. Colours follow the reader's light or dark setting."""
+"""Holds the page's style sheet; colours follow the reader's light or dark setting."""
 
 CSS = """
 :root {

@@ -10,15 +10,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.training.mesh import single_device_mesh
-from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.teachers import Teachers
+from jaxrl.algorithms import registry, requirements
+from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.parallelism.mesh import single_device_mesh
+from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
 from tests.training import toy
 
 STEPS, TASKS, MEMBERS, LENGTH, VOCABULARY = 8, 2, 16, 3, 64
-FOR_ROLLOUTS = [n for n in compose.names() if compose.make(n).schema == 'rollout']
+FOR_ROLLOUTS = [
+  n for n in registry.names() if registry.make(n).data_format == 'rollout'
+]
 
 
 def play(table, rng, group, member):
@@ -43,7 +45,7 @@ def play(table, rng, group, member):
     rewards=rewards,
     weights_version=np.where(mask, 0, -1).astype(np.int32),
     group_id=group,
-    member=member,
+    sample_index=member,
     extras={'state_hash': group, 'teacher_logprobs': teacher.astype(np.float32)},
   )
 
@@ -51,8 +53,8 @@ def play(table, rng, group, member):
 @pytest.mark.parametrize('name', FOR_ROLLOUTS)
 async def test_it_learns(name):
   changes = {'value_head': True} if name == 'ppo' else {}
-  algorithm = compose.with_length(compose.make(name), LENGTH - 1)
-  greedy = 'greedy_mask' in compose.needs(algorithm)
+  algorithm = requirements.with_length(registry.make(name), LENGTH - 1)
+  greedy = 'greedy_mask' in requirements.needs(algorithm)
   learner = toy.learner(
     algorithm,
     changes=changes,

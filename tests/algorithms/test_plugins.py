@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxrl import signature
-from jaxrl.algorithms import compose, plugins
+from jaxrl import call_strings
+from jaxrl.algorithms import plugins, registry
+from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages
-from jaxrl.signature import ConfigError
 
 LOSSES = """
 import jax.numpy as jnp
@@ -25,14 +25,14 @@ WHOLE = '''
 from functools import partial
 
 import jax.numpy as jnp
-from jaxrl.functional import groups
+from jaxrl.functional import reductions
 from jaxrl.types import Advantages, Algorithm
 
 
-def halved(rewards, mask, run_ids, *, share: float = 0.5):
+def halved(rewards, mask, episode_ids, *, share: float = 0.5):
   """A = share·R."""
-  returns = share * groups.run_returns(rewards, run_ids)
-  return Advantages(groups.to_tokens(returns, run_ids, mask))
+  returns = share * reductions.episode_returns(rewards, episode_ids)
+  return Advantages(reductions.episode_to_tokens(returns, episode_ids, mask))
 
 
 def straight(logprobs, advantages, mask):
@@ -88,9 +88,9 @@ def test_bare_names_stand_for_their_files(folder):
   found.name_parts(options)
   assert options['policy_loss'] == f'{folder}/my_losses.py:steep(slope=3.0)'
   assert options['advantage'] == 'opmd(tau=.5)' and options['kl_loss'] == 'none'
-  algorithm = compose.make(found.algorithm('whole'), {**options, 'share': 0.25})
+  algorithm = registry.make(found.algorithm('whole'), {**options, 'share': 0.25})
   assert algorithm.policy_loss.keywords == {'slope': 3.0}
-  assert signature.unwrap(algorithm.advantage) is advantages.opmd
+  assert call_strings.unwrap(algorithm.advantage) is advantages.opmd
   assert algorithm.group_size == 3
 
 
@@ -148,12 +148,12 @@ def test_an_error_in_a_plugin_is_its_own(folder):
 )
 def test_a_part_by_dotted_path_and_its_options(folder, slot, name, option):
   file = folder / ('my_losses.py' if name == 'steep' else 'whole.py')
-  made = compose.make('grpo', {slot: f'{file}:{name}({option}=1.5)'})
+  made = registry.make('grpo', {slot: f'{file}:{name}({option}=1.5)'})
   assert getattr(made, slot).keywords == {option: 1.5}
   with pytest.raises(ConfigError, match=f"no option 'size'.*There are: {option}"):
-    compose.make('grpo', {slot: f'{file}:{name}(size=1)'})
+    registry.make('grpo', {slot: f'{file}:{name}(size=1)'})
   with pytest.raises(ConfigError, match='must be a float'):
-    compose.make('grpo', {slot: f"{file}:{name}({option}='x')"})
+    registry.make('grpo', {slot: f"{file}:{name}({option}='x')"})
 
 
 def test_a_folder_that_no_call_string_can_name(tmp_path):

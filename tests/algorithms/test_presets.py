@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl import signature
-from jaxrl.algorithms import compose
-from jaxrl.functional import entropy
+from jaxrl import call_strings
+from jaxrl.algorithms import registry, requirements
+from jaxrl.functional import components, entropy
 from jaxrl.functional.aggregation import token_weights
 
 # name: advantage, policy loss, aggregation, group size, KL as (use, estimator, coef)
@@ -49,8 +49,8 @@ PRESETS = {
   'agentic_reinforce': ('agentic_reinforce', 'vanilla', 'token_mean', 8, None),
   'step_reinforce': ('step_reinforce', 'vanilla', 'token_mean', 8, None),
   'cod': ('cod', 'ppo_clip', 'token_mean', 8, None),
-  'raft': ('best', 'sft', 'token_mean', 8, None),
-  'raft_plus_plus': ('best', 'ppo_clip', 'token_mean', 8, None),
+  'raft': ('best_of_group', 'sft', 'token_mean', 8, None),
+  'raft_plus_plus': ('best_of_group', 'ppo_clip', 'token_mean', 8, None),
   'on_policy_distill': ('on_policy_distill', 'ppo_clip', 'token_mean', 8, None),
   'jsd': ('jsd', 'ppo_clip', 'token_mean', 8, None),
   'distill': (None, 'distill', 'token_mean', 1, None),
@@ -61,15 +61,15 @@ def read(algorithm):
   """The preset, off the running object."""
   uses = [('loss', algorithm.kl_loss), ('penalty', algorithm.kl_penalty)]
   terms = [
-    (use, signature.unwrap(part).__name__, part.keywords['coef'])
+    (use, call_strings.unwrap(part).__name__, part.keywords['coef'])
     for use, part in uses
     if part is not None
   ]
   assert len(terms) <= 1
   advantage = algorithm.advantage
   return (
-    advantage and signature.unwrap(advantage).__name__,
-    signature.unwrap(algorithm.policy_loss).__name__,
+    advantage and call_strings.unwrap(advantage).__name__,
+    call_strings.unwrap(algorithm.policy_loss).__name__,
     algorithm.aggregation,
     algorithm.group_size,
     terms[0] if terms else None,
@@ -77,15 +77,15 @@ def read(algorithm):
 
 
 def test_every_algorithm_has_a_row():
-  assert set(compose.names()) == set(PRESETS)
+  assert set(registry.names()) == set(PRESETS)
 
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_preset(name):
-  algorithm = compose.make(name)
+  algorithm = registry.make(name)
   assert read(algorithm) == PRESETS[name]
   assert algorithm.entropy_loss is None
-  assert algorithm.behaviour == 'rollout'
+  assert algorithm.old_logprobs_source == 'rollout'
 
 
 @pytest.mark.parametrize(
@@ -114,19 +114,19 @@ def test_preset(name):
   ],
 )
 def test_parts_have_the_papers_numbers(name, slot, options):
-  part = getattr(compose.make(name), slot)
+  part = getattr(registry.make(name), slot)
   assert options.items() <= part.keywords.items()
 
 
 def test_what_is_done_to_groups():
   """DAPO's dynamic sampling and overlong penalty; nothing elsewhere."""
-  made = {name: compose.make(name) for name in PRESETS}
+  made = {name: registry.make(name) for name in PRESETS}
   asked = {name: (a.filters, a.shapers) for name, a in made.items()}
   assert asked.pop('dapo') == ('accuracy', 'overlong(cache=0.2)')
   assert set(asked.values()) == {('', '')}
-  own = compose.make('dapo', {'overlong_length': 20480, 'overlong_cache': 4096.0})
+  own = registry.make('dapo', {'overlong_length': 20480, 'overlong_cache': 4096.0})
   assert own.shapers == 'overlong(max_length=20480, cache=4096.0)'
-  assert compose.make('dapo', {'shapers': 'none', 'filters': 'none'}).filters == ''
+  assert registry.make('dapo', {'shapers': 'none', 'filters': 'none'}).filters == ''
 
 
 FILES = {
@@ -142,27 +142,27 @@ RL = sorted(set(PRESETS) - set(FILES))
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_what_is_read_from_files(name):
-  algorithm = compose.make(name)
-  expected = FILES.get(name, ('rollout', algorithm.atom))
-  assert (algorithm.schema, algorithm.atom) == expected
-  pairs = {'ref_logprobs'} if algorithm.atom == 'pair' else set()
+  algorithm = registry.make(name)
+  expected = FILES.get(name, ('rollout', algorithm.batch_unit))
+  assert (algorithm.data_format, algorithm.batch_unit) == expected
+  pairs = {'ref_logprobs'} if algorithm.batch_unit == 'pair' else set()
   if name in FILES:  # pairs: a reference, and no term for it
     wanted = {'teacher_topk'} if name == 'distill' else pairs
-    assert compose.needs(algorithm) == wanted
+    assert requirements.needs(algorithm) == wanted
 
 
 @pytest.mark.parametrize('name', ['on_policy_distill', 'jsd'])
 def test_a_teacher_is_asked_for_the_students_tokens(name):
-  swapped = compose.make(name, {'policy_loss': 'importance_sampling'})
-  for algorithm in (compose.make(name), swapped):
-    assert compose.needs(algorithm) == {'teacher_logprobs'}
+  swapped = registry.make(name, {'policy_loss': 'importance_sampling'})
+  for algorithm in (registry.make(name), swapped):
+    assert requirements.needs(algorithm) == {'teacher_logprobs'}
 
 
 @pytest.mark.parametrize('name', RL)
 def test_parts_fit_together_and_push_the_right_way(name):
   """From its name alone: a finite loss whose gradient raises the better answer."""
-  algorithm = compose.with_length(compose.make(name), 2)
-  static, numbers = compose.split_numbers(algorithm)
+  algorithm = requirements.with_length(registry.make(name), 2)
+  static, numbers = requirements.split_hparams(algorithm)
   ids = jnp.arange(4)
   columns = {
     'mask': jnp.ones((4, 2), bool),
@@ -173,9 +173,9 @@ def test_parts_fit_together_and_push_the_right_way(name):
     'rollout_logprobs': jnp.full((4, 2), -1.0),
     'teacher_logprobs': jnp.array([[-0.5] * 2, [-2] * 2, [-2] * 2, [-0.5] * 2]),
     'old_values': jnp.full((4, 2), 0.5),
-    'task_ids': jnp.array([0, 0, 1, 1]),
-    'run_ids': ids,
-    'step_ids': 0 * ids,
+    'group_ids': jnp.array([0, 0, 1, 1]),
+    'episode_ids': ids,
+    'turn_ids': 0 * ids,
     'state_hash': 0 * ids,
     'greedy_mask': ids < 0,
     'expert_mask': ids < 0,
@@ -184,12 +184,12 @@ def test_parts_fit_together_and_push_the_right_way(name):
 
   @functools.partial(jax.jit, static_argnums=0)
   def slope(algorithm, numbers, columns):
-    out = compose.call_part(algorithm.advantage, columns, numbers['advantage'])
+    out = components.call_component(algorithm.advantage, columns, numbers['advantage'])
     mask = columns['mask'] if out.keep is None else columns['mask'] & out.keep
     given = columns | {'advantages': out.advantages, 'mask': mask}
 
     def total(p):
-      loss, _ = compose.call_part(
+      loss, _ = components.call_component(
         algorithm.policy_loss, given | {'logprobs': p}, numbers['policy_loss']
       )
       weights = token_weights(mask, mode=algorithm.aggregation)
@@ -205,11 +205,11 @@ def test_parts_fit_together_and_push_the_right_way(name):
 
 @pytest.mark.parametrize('name', ['mix', 'mix_chord'])
 def test_mixtures_draw_on_experts_and_may_have_an_entropy_bonus(name):
-  assert compose.make(name).sampler == 'mixed'
-  bonus = compose.make(name, {'entropy_coef': 0.1}).entropy_loss
+  assert registry.make(name).sampler == 'mixed'
+  bonus = registry.make(name, {'entropy_coef': 0.1}).entropy_loss
   assert bonus.func is entropy.mix and bonus.keywords == {'coef': 0.1}
 
 
 def test_the_critic_may_start_before_the_policy():
-  assert compose.make('ppo').critic_warmup == 0
-  assert compose.make('ppo', {'critic_warmup': 5}).critic_warmup == 5
+  assert registry.make('ppo').critic_warmup == 0
+  assert registry.make('ppo', {'critic_warmup': 5}).critic_warmup == 5

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from launch import tune
+from launch.runtime import process_env
 
 SHARED = 2.0  # times faster, where prompts are shared, is aimed at
 PARTS = (
@@ -24,7 +24,11 @@ PARTS = (
 
 def _part(name: str, options: dict[str, Any]) -> Any:
   """Runs one part in a process of its own and returns what it measured."""
-  env = {**os.environ, **tune.settings(os.environ), tune.MARK: '1'}
+  env = {
+    **os.environ,
+    **process_env.missing_variables(os.environ),
+    process_env.REEXEC_FLAG: '1',
+  }
   command = [sys.executable, '-m', 'tests.benchmarks', '--child', name]
   done = subprocess.run(
     [*command, json.dumps(options)], env=env, stdout=subprocess.PIPE, check=True
@@ -298,7 +302,8 @@ def main() -> None:
     'packing': _packing,
   }
   found: dict[str, Any] = {'load_before': os.getloadavg()[0]}
-  print(f'tuning: {tune.describe({**os.environ, **tune.settings(os.environ)})}')
+  env = {**os.environ, **process_env.missing_variables(os.environ)}
+  print(f'tuning: {process_env.describe(env)}')
   print(f'{os.cpu_count()} cores, load {found["load_before"]:.1f} before the run')
   for name in flags.only.split(','):
     found[name] = _part(name, {'steps': flags.steps} if name == 'toy' else {})

@@ -9,10 +9,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from jaxrl.data.chat import Chat
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.rollout.gateway.gateway import Gateway
-from jaxrl.rollout.gateway.server import Server, serving
+from jaxrl.rollout.gateway.http_server import GatewayServer, serve_gateway
 from jaxrl.types import Completion, SamplingParams
 
 KEY = 'bench'
@@ -69,14 +69,14 @@ async def _direct(engine: _Engine, repeats: int = 200) -> float:
 
 
 async def _measure() -> dict[str, float]:
-  chat = Chat(train_tokenizer([HEARD, SAID], 512))
+  chat = ChatTokenizer(train_tokenizer([HEARD, SAID], 512))
   engine: Any = _Engine([*chat.encode(SAID), chat.eos_id])
   gateway = Gateway(engine, chat, max_length=1 << 20)
   headers = {'Authorization': f'Bearer {KEY}'}
   found: dict[str, float] = {'last': LAST}
   try:
     async with (
-      serving(Server(gateway, [KEY])) as url,
+      serve_gateway(GatewayServer(gateway, [KEY])) as url,
       aiohttp.ClientSession(url, headers=headers) as client,
     ):
       for turns in TURNS:

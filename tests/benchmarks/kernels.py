@@ -12,16 +12,16 @@ from typing import Any
 
 import jax
 
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
-from kernels.dispatch import ASKED
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from kernels.dispatch import KERNEL_OPTIONS
 from tests.benchmarks import toy
 
 TOKENS, WIDTH, VOCAB = 1024, 256, 32_768
 
 
 class _Chosen(logging.Handler):
-  """Keeps what the dispatcher says."""
+  """Keeps what the device_thread says."""
 
   def __init__(self) -> None:
     super().__init__()
@@ -32,15 +32,15 @@ class _Chosen(logging.Handler):
 
 
 async def _steps(steps: int) -> dict[str, dict[str, float]]:
-  runs = {asked: toy.Toy(decode_steps=8, kernels=asked) for asked in ASKED}
-  times: dict[str, list[dict[str, float]]] = {asked: [] for asked in ASKED}
+  runs = {asked: toy.Toy(decode_steps=8, kernels=asked) for asked in KERNEL_OPTIONS}
+  times: dict[str, list[dict[str, float]]] = {asked: [] for asked in KERNEL_OPTIONS}
   for run in runs.values():
     await run.start()
   for step in range(steps + 1):
     for asked, run in runs.items():
       times[asked].append(await run.step(step))
   for run in runs.values():
-    run.dispatcher.close()
+    run.device_thread.close()
   return {
     asked: {
       f'{name}_s': statistics.median(t[name] for t in found[1:]) for name in found[0]
@@ -52,12 +52,12 @@ async def _steps(steps: int) -> dict[str, dict[str, float]]:
 def _scores(repeats: int) -> dict[str, dict[str, float]]:
   """Milliseconds of log-probs with their gradient, and the memory beside arguments."""
   config = ModelConfig(VOCAB, WIDTH, 1, 4, 2, 64, WIDTH)
-  params = Model(config).init(jax.random.key(0))
+  params = TransformerLM(config).init(jax.random.key(0))
   tokens = jax.random.randint(jax.random.key(1), (1, TOKENS), 1, VOCAB)
   ids = tokens * 0 + 1
   programs, found = {}, {}
-  for asked in ASKED:
-    model = Model(config, kernels=asked)
+  for asked in KERNEL_OPTIONS:
+    model = TransformerLM(config, kernels=asked)
 
     def loss(params, tokens, ids, model=model):
       return model.policy_outputs(params, tokens, ids).logprobs.sum()
@@ -66,7 +66,7 @@ def _scores(repeats: int) -> dict[str, dict[str, float]]:
       jax.jit(jax.value_and_grad(loss)).lower(params, tokens, ids).compile()
     )
     jax.block_until_ready(programs[asked](params, tokens, ids))
-  times: dict[str, list[float]] = {asked: [] for asked in ASKED}
+  times: dict[str, list[float]] = {asked: [] for asked in KERNEL_OPTIONS}
   for _ in range(repeats):
     for asked, program in programs.items():
       start = time.perf_counter()
@@ -90,6 +90,6 @@ def measure(*, steps: int = 5, repeats: int = 5) -> dict[str, Any]:
     whole, scores = asyncio.run(_steps(steps)), _scores(repeats)
   finally:
     log.removeHandler(chosen)
-  return {asked: whole[asked] | scores[asked] for asked in ASKED} | {
+  return {asked: whole[asked] | scores[asked] for asked in KERNEL_OPTIONS} | {
     'chosen': chosen.lines
   }

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import registry, requirements
+from jaxrl.functional import components
 from jaxrl.functional.aggregation import row_weights, token_weights
 from jaxrl.types import Algorithm
 from tests.benchmarks import machine
@@ -73,7 +74,7 @@ def columns(rows: int = ROWS, length: int = LENGTH) -> dict[str, Any]:
     'old_values': np.where(mask, 0.5, 0),
   }
   runs = np.arange(rows, dtype=np.int32)
-  ids = {'task_ids': runs // GROUP, 'run_ids': runs, 'step_ids': 0 * runs}
+  ids = {'group_ids': runs // GROUP, 'episode_ids': runs, 'turn_ids': 0 * runs}
   ids |= {'state_hash': runs % 3, 'pair_ids': runs // 2}
   found = {name: x.astype(np.float32) for name, x in reals.items()}
   found |= {**ids, 'mask': mask, 'expert_mask': runs % GROUP == 0}
@@ -83,12 +84,12 @@ def columns(rows: int = ROWS, length: int = LENGTH) -> dict[str, Any]:
 
 def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
   """(logprobs, other columns) → the loss, its metrics, the gradient."""
-  algorithm = compose.with_length(algorithm, LENGTH)
+  algorithm = requirements.with_length(algorithm, LENGTH)
 
   def value(logprobs, batch):
     batch = batch | {'logprobs': logprobs}
     if with_advantage and algorithm.advantage is not None:
-      found = compose.call_part(algorithm.advantage, batch)
+      found = components.call_component(algorithm.advantage, batch)
       batch |= {'advantages': found.advantages}
     mask, total, metrics = batch['mask'], 0.0, {}
     token = token_weights(mask, mode=algorithm.aggregation)
@@ -96,7 +97,7 @@ def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
     for part in (algorithm.policy_loss, algorithm.kl_loss):
       if part is None:
         continue
-      result = compose.call_part(part, batch)
+      result = components.call_component(part, batch)
       loss, told = result if isinstance(result, tuple) else (result, {})
       weights = token if loss.ndim == 2 else row_weights(mask)
       total += jnp.sum(weights * loss)
@@ -129,10 +130,10 @@ def measure(*, repeats: int = 9) -> dict[str, dict[str, float]]:
   batch = columns()
   logprobs, table = batch.pop('logprobs'), {}
   for label, (name, options, torch_ms) in CASES.items():
-    algorithm = compose.make(name, options)
+    algorithm = registry.make(name, options)
     rate = machine.memory_rate()
     slots = (algorithm.advantage, algorithm.policy_loss, algorithm.kl_loss)
-    named = {c for part in slots if part for c in compose.columns(part)} | {'mask'}
+    named = {c for part in slots if part for c in components.fields_of(part)} | {'mask'}
     if algorithm.advantage is not None:
       named.discard('advantages')  # made on the way
     read = sum(x.nbytes for c, x in batch.items() if c in named)

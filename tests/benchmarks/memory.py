@@ -56,18 +56,18 @@ def child(name: str) -> dict[str, float]:
   """Measures in this process."""
   import jax
 
-  from launch import targets
-  from launch.planning import abstract, cost, decode
+  from launch.planning import cost, engine_decode, planned_run, targets
+  from launch.settings.resolve import resolve_settings
 
-  run = abstract.read(_config(*CASES[name]))
-  target, devices = targets.parse('cpu:1'), jax.devices()[:1]
-  engine = decode.engine_of(run)
-  mesh = abstract.mesh_of(run.config, devices)
-  foretold = cost.of(run, target, devices, engine=engine)
+  run = planned_run.read_run(resolve_settings(_config(*CASES[name])))
+  target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
+  engine = engine_decode.plan_engine(run)
+  mesh = planned_run.planned_mesh(run, devices)
+  foretold = cost.estimate_cost(run, target, devices, engine=engine)
   learner_alone = foretold.total - sum(
     foretold.memory.get(part, 0.0) for part in ("engine's weights", 'cache')
   )
-  shapes = abstract.make_learner(run, mesh)
+  shapes = planned_run.make_learner(run, mesh)
   asyncio.run(shapes.warmup())
   ctypes.CDLL('libc.so.6').malloc_trim(0)
   before = resident('VmRSS')
@@ -116,22 +116,22 @@ def _learner(run: Any, mesh: Any) -> Any:
   import jax
   import jax.numpy as jnp
 
-  from jaxrl.dispatch import Dispatcher
-  from launch import learners
+  from jaxrl.device_thread import DeviceThread
+  from launch.components import learner_factory
 
   shapes = run.policy().params
   params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), shapes)
   policy = run.policy()
-  own = run.config, policy, run.algorithm, mesh, Dispatcher('memory'), None
-  stage = learners.Stage('train', run.num_rows, run.config.num_steps)
-  return learners.LocalLearners(*own)._make(stage, params)
+  own = run.settings, policy, mesh, DeviceThread('memory'), None
+  stage = learner_factory.PhaseSpec('train', run.num_rows, run.settings.num_steps)
+  return learner_factory.LocalLearnerFactory(*own).build_learner(stage, params)
 
 
 def _groups(run: Any) -> list[Any]:
   from tests.training import toy
 
   length, sizes = run.buckets[-1], (run.algorithm.group_size,)
-  count = run.config.batch.num_groups
+  count = run.settings.batch.num_groups
   return toy.groups(sizes=sizes * count, lengths=(length - 4, length))
 
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models.config import ModelConfig
+from jaxrl.device_thread import DeviceThread
 from jaxrl.models.exact import Exact
-from jaxrl.models.model import Model
-from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.types import Completion, Params, SamplingParams
 from tests.benchmarks import toy
 
@@ -49,14 +49,16 @@ class Drawn:
     return Drawn(*(column[order] for column in columns))
 
 
-def model_and_params(exact: bool, config: ModelConfig = CONFIG) -> tuple[Model, Params]:
+def model_and_params(
+  exact: bool, config: ModelConfig = CONFIG
+) -> tuple[TransformerLM, Params]:
   """Parameters larger than a start's, so that distributions are far from even."""
-  model = Model(config, exact=Exact.for_slots(SLOTS) if exact else None)
+  model = TransformerLM(config, exact=Exact.for_slots(SLOTS) if exact else None)
   params = model.init(jax.random.key(0))
   return model, jax.tree.map(lambda x: 4 * x if x.ndim > 2 else x, params)
 
 
-def draw(model: Model, params: Params, count: int, temperature: float) -> Drawn:
+def draw(model: TransformerLM, params: Params, count: int, temperature: float) -> Drawn:
   """At least `count` tokens, of prompts and completions of every length."""
   rng, rows = np.random.default_rng(int(temperature * 10)), []
   exact = model.exact is not None
@@ -65,7 +67,7 @@ def draw(model: Model, params: Params, count: int, temperature: float) -> Drawn:
   async def run() -> None:
     engine = JaxEngine(
       model,
-      dispatcher=Dispatcher(),
+      device_thread=DeviceThread(),
       num_slots=SLOTS,
       max_length=WINDOW,
       exact=exact,
@@ -109,7 +111,7 @@ def _pack(rows: list[tuple[list[int], Completion]]) -> Drawn:
   return drawn
 
 
-def rescore(model: Model, temperature: float) -> Callable[..., jax.Array]:
+def rescore(model: TransformerLM, temperature: float) -> Callable[..., jax.Array]:
   """(params, tokens, segment_ids) → log-probs, as scoring asks for them."""
 
   @jax.jit
@@ -119,7 +121,7 @@ def rescore(model: Model, temperature: float) -> Callable[..., jax.Array]:
   return lambda *arrays: run(*arrays, np.float32(temperature))
 
 
-def first_forward(model: Model, temperature: float) -> Callable[..., jax.Array]:
+def first_forward(model: TransformerLM, temperature: float) -> Callable[..., jax.Array]:
   """The same, out of the program that makes a gradient of them."""
 
   def loss(params, tokens, segment_ids, temperature):

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.algorithms import compose
-from jaxrl.models.model import Model
+from jaxrl.algorithms import registry
+from jaxrl.model_loading import random_config
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training.batching.packing_plan import first_fit
 from jaxrl.training.learner import Learner
-from jaxrl.training.packing import first_fit
-from jaxrl.training.policy import random_config
 from jaxrl.types import Group, Trajectory
 
 WIDE = {
@@ -44,7 +44,7 @@ def _rows(prompt: int, responses: list[int], rng: Any, group: int) -> Group:
         rewards=rewards,
         weights_version=np.where(mask, 0, -1).astype(np.int32),
         group_id=group,
-        member=member,
+        sample_index=member,
       )
     )
   return rows
@@ -78,9 +78,9 @@ def measure(repeats: int = 5) -> dict[str, dict[str, float]]:
 
 
 async def _measure(repeats: int) -> dict[str, dict[str, float]]:
-  model = Model(random_config(**WIDE))
+  model = TransformerLM(random_config(**WIDE))
   params = model.init(jax.random.key(0))
-  algorithm = compose.make('grpo', {'kl_coef': 0.0})
+  algorithm = registry.make('grpo', {'kl_coef': 0.0})
   found = {}
   for case, (make, sizes) in DATA.items():
     groups = make(np.random.default_rng(0))

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs.base import Env, factory
-from jaxrl.envs.sandbox import local
-from jaxrl.rollout.call_pool import CallPool
-from jaxrl.rollout.env_manager import EnvWorld
-from jaxrl.rollout.group_queue import GroupQueue
-from jaxrl.rollout.worker import EnvWorker, share_out
+from jaxrl.envs.env_registry import Env, env_factory
+from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.rollout.env_manager import EnvContext
+from jaxrl.rollout.env_worker import EnvWorker, partition_envs
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.thread_pool import ThreadPool
 from jaxrl.types import Task
-from launch.cluster.ray_host import RayHost
+from launch.runtime.ray_runtime import RayRuntime
 from tests.rollout.fakes import END, EchoEnv, FakeChat, completion
 
 SIZES = {'64': (8, 8), '512': (64, 8), '2000': (250, 8)}  # groups, and of how many
@@ -65,9 +65,9 @@ class _Free:
 async def _episodes(groups: int, size: int) -> tuple[float, float]:
   """Seconds an episode, of the wall clock and of the processor."""
   queue = GroupQueue(num_groups=groups, group_size=size, num_env_groups=groups)
-  pool = CallPool()
-  world = EnvWorld(EchoEnv, _Free(), FakeChat(), pool, queue)  # pyright: ignore
-  worker = EnvWorker(world, share_out(groups, size, 1)[0])
+  pool = ThreadPool()
+  world = EnvContext(EchoEnv, _Free(), FakeChat(), pool, queue)  # pyright: ignore
+  worker = EnvWorker(world, partition_envs(groups, size, 1)[0])
   task = asyncio.create_task(worker.run({'seed': 0}))
   steps = max(EPISODES // (groups * size), 1)
   start, cpu = time.perf_counter(), time.process_time()
@@ -83,7 +83,7 @@ async def _episodes(groups: int, size: int) -> tuple[float, float]:
 
 async def _hand_overs(count: int = EPISODES) -> float:
   """Seconds for two bare calls in the pool's threads, which each episode needs."""
-  pool, start = CallPool(), time.perf_counter()
+  pool, start = ThreadPool(), time.perf_counter()
   for _ in range(2):
     await asyncio.gather(*(pool.run(int) for _ in range(count)))
   pool.close()
@@ -124,13 +124,13 @@ def _environments() -> dict[str, dict[str, Any]]:
   """By name its seconds, or as 'missing' the reason why there are none."""
   found: dict[str, dict[str, Any]] = {'none': _play(EchoEnv(turns=20), ['a'], None)}
   for name, (options, replies, item) in PLAYED.items():
-    if name.startswith('code') and local.missing():
+    if name.startswith('code') and local_sandbox.unsupported_reason():
       continue
     task = None if item is None else Task(seed=0, index=0, item=item)
     if name in OPTIONAL and importlib.util.find_spec(name) is None:
       found[name] = {'missing': f'{name}, which is of the extra envs'}
       continue
-    env: Any = factory(name.split(',')[0], options)()
+    env: Any = env_factory(name.split(',')[0], options)()
     found[name] = _play(env, replies, task)
     if hasattr(env, 'kill'):
       env.kill()
@@ -164,7 +164,7 @@ def _data() -> dict[str, float]:
   for seed in range(ITEMS):
     alone.get_task(seed)
   found = {'local_per_s': ITEMS / (time.perf_counter() - start)}
-  host = RayHost()
+  host = RayRuntime()
   try:
     made = (host.spawn(GlobalDataset, rows).get_task, host.spawn(_Nothing).ask)
     for name, ask in zip(('actor', 'empty_actor'), made, strict=True):

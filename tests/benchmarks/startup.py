@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 
-from launch import tune
+from launch.runtime import process_env
 
 COMMAND = (
   '--config=configs/debug.py',
@@ -23,7 +23,7 @@ def measure() -> dict[str, float]:
   """Seconds to the first step in metrics.jsonl: an empty cache, and a filled one."""
   with tempfile.TemporaryDirectory() as folder:
     root = pathlib.Path(folder)
-    env = {**os.environ, tune.CACHE_DIR: str(root / 'cache')}
+    env = {**os.environ, process_env.CACHE_DIR: str(root / 'cache')}
     return {
       name: _first_step(root / name, env) for name in ('cold_s', 'second_s', 'third_s')
     }

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxrl.algorithms import compose
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models.config import ModelConfig
+from jaxrl.algorithms import registry
+from jaxrl.device_thread import DeviceThread
 from jaxrl.models.exact import Exact
-from jaxrl.models.model import Model
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.rollout.weight_store import InProcessWeights
-from jaxrl.training import packing
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.weights.weight_store import InProcessWeightStore
+from jaxrl.training.batching import packing_plan
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.programs import CompileCounter
+from jaxrl.training.monitoring import CompileCounter
+from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Completion, Group, SamplingParams, Trajectory
 from tests.benchmarks import machine
 from tests.benchmarks.peers import shape
@@ -55,30 +55,30 @@ class Toy:
     kernels: str = 'auto',
     share: bool = False,
   ):
-    self.dispatcher = Dispatcher()
+    self.device_thread = DeviceThread()
     mode = Exact.for_slots(PROMPTS * SAMPLES) if exact else None
-    model = Model(CONFIG, remat=remat, exact=mode, kernels=kernels)
+    model = TransformerLM(CONFIG, remat=remat, exact=mode, kernels=kernels)
     self.engine = JaxEngine(
       model,
-      dispatcher=self.dispatcher,
+      device_thread=self.device_thread,
       num_slots=PROMPTS * SAMPLES,
       max_length=PROMPT + NEW,
       decode_steps=decode_steps,
     )
-    self.weights = InProcessWeights(self.engine, dispatcher=self.dispatcher)
+    self.weights = InProcessWeightStore(self.engine, device_thread=self.device_thread)
     length = PROMPT - 1 + SAMPLES * (NEW + 1)  # each goes on from the last token
     # Four micro-batches, two abreast: as tuned.
-    shared = packing.first_fit(
+    shared = packing_plan.first_fit(
       tokens=PROMPTS * length // 4, length=length, sequences=PROMPTS * SAMPLES // 4
     )
     self.learner = Learner(
       model,
       model.init(jax.random.key(0)),
-      compose.make('grpo', {'kl_coef': 0.0}),
+      registry.make('grpo', {'kl_coef': 0.0}),
       num_rows=PROMPTS * SAMPLES,
       buckets=(PROMPT + NEW,),
       optimizer=make_optimizer(learning_rate=shape.LEARNING_RATE),
-      dispatcher=self.dispatcher,
+      device_thread=self.device_thread,
       entropy=entropy,
       packing=shared if share else '',
     )
@@ -136,9 +136,9 @@ def _groups(
         np.arange(PROMPT + NEW) >= PROMPT,
         np.concatenate([none, done.logprobs]),
         reward,
-        np.concatenate([none - 1, done.versions]).astype(np.int32),
+        np.concatenate([none - 1, done.weights_versions]).astype(np.int32),
         group_id=i // SAMPLES,
-        member=i % SAMPLES,
+        sample_index=i % SAMPLES,
       )
     )
   return groups
@@ -163,7 +163,7 @@ async def _measure(steps: int, decodes: int, options: dict) -> dict[str, float]:
       start = time.perf_counter()
       await toy.generate(prompts(round_, PROMPTS * SAMPLES, 1))
       rates.append(PROMPTS * SAMPLES * NEW / (time.perf_counter() - start))
-  toy.dispatcher.close()
+  toy.device_thread.close()
   times, peaks = times[WARM_STEPS:], peaks[WARM_STEPS:]
   found = {name: statistics.median(t[name] for t in times) for name in times[0]}
   peak = statistics.median(peaks)

@@ -17,18 +17,20 @@ import numpy as np
 
 from configs import quickstart
 from jaxrl.config import Config
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.weight_store import InProcessWeights
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.shared_memory import SharedMemory
-from jaxrl.rollout.weights.transport import Memory, Transport
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.subscriber import VersionReader
+from jaxrl.rollout.weights.transport import SharedMemoryTransport, Transport
+from jaxrl.rollout.weights.weight_store import InProcessWeightStore
 from jaxrl.types import Params
-from launch import build, spawn
-from launch.cluster.object_store import Directory, ObjectStore
-from launch.cluster.ray_host import RayHost
-from launch.writers import Writers
+from launch import build
+from launch.logging.metric_loggers import MultiLogger
+from launch.runtime import local_runtime
+from launch.runtime.object_store import ObjectDirectory, ObjectStoreTransport
+from launch.runtime.ray_runtime import RayRuntime
+from launch.settings.resolve import resolve_settings
+from tests.rollout.weights.helpers import MemoryTransport
 
 LAYERS, WIDTH, FEED = 2, 2048, 6144
 MOVED = 0.01  # of the weights, in a step of the made-up model
@@ -79,13 +81,13 @@ def _made_up(make: Callable[[], Transport], versions: int) -> dict[str, float]:
   params, channel = _model(draw), make()
   found: dict[str, float] = {}
   full, delta = [], []
-  publisher, receiver = Publisher(channel, full_every=1000), Receiver(channel)
+  publisher, receiver = VersionWriter(channel, full_every=1000), VersionReader(channel)
   for number in range(versions + 1):
     report = publisher.publish(number, snapshot(params))
     receiver.poll()
     assert receiver.digests == (publisher.digest,)
     if number:
-      delta.append((report, receiver.loaded))
+      delta.append((report, receiver.load_report))
     full.append(_first(params, make()))
     params = _moved(params, draw)
   receiver.close(), publisher.close(), channel.close()
@@ -96,12 +98,12 @@ def _made_up(make: Callable[[], Transport], versions: int) -> dict[str, float]:
 
 def _first(params: Params, channel: Transport) -> tuple[Any, Any]:
   """What a first version takes, fresh memory on both ends included."""
-  publisher, receiver = Publisher(channel), Receiver(channel)
+  publisher, receiver = VersionWriter(channel), VersionReader(channel)
   report = publisher.publish(0, snapshot(params))
   receiver.poll()
   assert receiver.digests == (publisher.digest,)
   receiver.close(), publisher.close(), channel.close()
-  return report, receiver.loaded
+  return report, receiver.load_report
 
 
 def _medians(name: str, kind: list[tuple[Any, Any]]) -> dict[str, float]:
@@ -116,7 +118,7 @@ def _medians(name: str, kind: list[tuple[Any, Any]]) -> dict[str, float]:
 
 def _under_ray(versions: int) -> dict[str, float]:
   """The same through Ray's object store, on one node."""
-  host = RayHost()
+  host = RayRuntime()
   try:
     found = _made_up(lambda: _object_store(host), versions)
   finally:
@@ -124,20 +126,20 @@ def _under_ray(versions: int) -> dict[str, float]:
   return {f'ray_{name}': value for name, value in found.items()}
 
 
-def _object_store(host: RayHost) -> ObjectStore:
+def _object_store(host: RayRuntime) -> ObjectStoreTransport:
   """One whose directory answers: the start of its process is not what is timed."""
-  channel = ObjectStore(host.spawn(Directory))
+  channel = ObjectStoreTransport(host.spawn(ObjectDirectory))
   channel.names('')
   return channel
 
 
-class _Watched(InProcessWeights):
+class _Watched(InProcessWeightStore):
   """Publishes every version a second time, in bf16, and measures that."""
 
-  def __init__(self, *engines: Any, dispatcher: Dispatcher):
-    super().__init__(*engines, dispatcher=dispatcher)
-    channel = Memory()
-    self._broadcast, self._receiver = Publisher(channel), Receiver(channel)
+  def __init__(self, *engines: Any, device_thread: DeviceThread):
+    super().__init__(*engines, device_thread=device_thread)
+    channel = MemoryTransport()
+    self._broadcast, self._receiver = VersionWriter(channel), VersionReader(channel)
     self.shares: list[float] = []
     self.moved: list[float] = []
 
@@ -148,7 +150,7 @@ class _Watched(InProcessWeights):
     assert self._receiver.digests == (report.digest,)
     if report.delta_bytes is not None:
       self.shares.append(report.delta_bytes / report.full_bytes)
-      self.moved.append(report.changed / report.elements)
+      self.moved.append(report.num_changed / report.num_elements)
 
 
 def real(config: Config, steps: int, lessons: int) -> dict[str, float]:
@@ -163,16 +165,19 @@ def real(config: Config, steps: int, lessons: int) -> dict[str, float]:
   config.checkpoint.update(every=0, export=False)
   watched: list[_Watched] = []
 
-  def weights(_, engines: list[Any], dispatcher: Dispatcher) -> _Watched:
-    watched.append(_Watched(*engines, dispatcher=dispatcher))
+  def weights(_, engines: list[Any], device_thread: DeviceThread) -> _Watched:
+    watched.append(_Watched(*engines, device_thread=device_thread))
     return watched[-1]
 
   with (
     tempfile.TemporaryDirectory() as folder,
-    mock.patch.object(spawn.LocalHost, 'weights', weights),
+    mock.patch.object(local_runtime.LocalRuntime, 'make_weight_store', weights),
   ):
     job = build.build(
-      config, workdir=pathlib.Path(folder), writers=Writers([]), stop=lambda: False
+      resolve_settings(config),
+      workdir=pathlib.Path(folder),
+      writers=MultiLogger([]),
+      stop=lambda: False,
     )
     assert asyncio.run(job.train())
   (store,) = watched
@@ -192,7 +197,7 @@ def measure(
   memory and, as `ray_…`, the object store, medians; and the share of the full bytes in
   `steps` real steps.
   """
-  memcpy, found = _memcpy_rate(), _made_up(SharedMemory, versions)
+  memcpy, found = _memcpy_rate(), _made_up(SharedMemoryTransport, versions)
   found |= {'memcpy_gb_s': memcpy / 1e9, 'memcpy_s': 1e6 * found['mb'] / memcpy}
   found |= {'moved': MOVED, **_under_ray(versions)}
   return {**found, **real(quickstart.get_config(), steps, lessons)}

@@ -8,20 +8,20 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
+from jaxrl.call_strings import defaults
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.data.files import FileSampler
+from jaxrl.data.file_sampler import FileSampler
+from jaxrl.model_loading import random_config
+from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.group_queue import GroupQueue
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.signature import defaults
-from jaxrl.training.checkpoint import Checkpointer
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.learner import Learner
-from jaxrl.training.mesh import make_mesh
-from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.policy import random_config
-from launch import config as configs
-from launch.sinks import open_sinks
-from launch.workdir import Workdir, plain
+from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.parallelism.mesh import make_mesh
+from launch.logging.workdir import Workdir, json_data
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
 
 FILES = sorted(
   path
@@ -42,13 +42,13 @@ SOURCES = {
 
 def load(path, *overrides):
   command = configs.parse([f'--config={path}', *overrides], {})
-  return configs.load(command, {'logging': open_sinks})
+  return configs.load(command, {'logging': read_logging})
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
 def test_every_config_loads_and_is_sound(path):
   config = load(path)
-  configs.check(config)
+  configs.check_algorithm(config)
   assert config.is_locked
   for name in ('seed', 'num_steps', 'model', 'dataset', 'algorithm', 'batch', 'env'):
     assert name in config
@@ -61,7 +61,7 @@ def test_at_most_a_hundred_public_keys(path):
   tags = max(len(config.env), 1)
   own = [
     key
-    for key in configs.keys(config)
+    for key in configs.dotted_keys(config)
     if not key.startswith('algorithm.') and '.env_config.' not in key
   ]
   shared = [key for key in own if not key.startswith('env.')]
@@ -91,12 +91,12 @@ def test_a_default_is_the_signatures_own():
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
 def test_a_config_comes_back_from_json(path, tmp_path):
   config = load(path)
-  workdir = Workdir(tmp_path, config)
+  workdir = Workdir(tmp_path, config.to_dict())
   workdir.record()
   workdir.close()
   record = json.loads((tmp_path / 'config.json').read_text())
-  assert record['config'] == plain(config)
-  again = Workdir(tmp_path, load(path))
+  assert record['config'] == json_data(config.to_dict())
+  again = Workdir(tmp_path, load(path).to_dict())
   assert again.resumed and not again.changes
   again.close()
 

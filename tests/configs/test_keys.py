@@ -6,11 +6,11 @@ import re
 import pytest
 
 from configs import base
-from jaxrl.algorithms import compose
-from jaxrl.data.sinks.dump import open_dump
-from jaxrl.signature import defaults
-from launch import config as configs
-from launch.sinks import open_sinks
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import defaults
+from jaxrl.data.trajectory_writers.writer import open_dump
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
 
 ROOT = pathlib.Path(base.__file__).parents[1]
 PAGE = ROOT / 'docs' / 'keys.md'
@@ -24,11 +24,11 @@ def right_hand_sides():
 def known():
   config = base.get_config()
   config.env.TAG = base.env_section('math')
-  found = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.keys(config)}
+  found = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.dotted_keys(config)}
   found |= {f'dump.{name}' for name in defaults(open_dump)}
-  found |= {f'logging.{name}' for name in defaults(open_sinks)}
-  for name in compose.names():
-    found |= {f'algorithm.{option}' for option in compose.maker_options(name)}
+  found |= {f'logging.{name}' for name in defaults(read_logging)}
+  for name in registry.names():
+    found |= {f'algorithm.{option}' for option in registry.builder_options(name)}
   return found
 
 

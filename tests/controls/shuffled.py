@@ -12,16 +12,16 @@ from jaxrl.types import Advantages, Array
 
 
 def grpo_of_the_neighbour(
-  rewards: Array, mask: Array, task_ids: Array, run_ids: Array
+  rewards: Array, mask: Array, group_ids: Array, episode_ids: Array
 ) -> Advantages:
   """`advantages.grpo` after rewards moved on by one attempt within each group.
 
-  rewards, mask: `[B, T]`. task_ids, run_ids: `[B]`, −1 at padding rows; the rows of a
-  group lie side by side, one for each attempt.
+  rewards, mask: `[B, T]`. group_ids, episode_ids: `[B]`, −1 at padding rows; the rows
+  of a group lie side by side, one for each sample.
   """
   totals = jnp.sum(jnp.where(mask, rewards, 0), axis=1)
-  same = jnp.roll(task_ids, -1) == task_ids
-  first = jnp.argmax(task_ids[:, None] == jnp.arange(task_ids.shape[0])[None], axis=0)
-  neighbour = jnp.where(same, jnp.roll(totals, -1), totals[first[task_ids]])
+  same = jnp.roll(group_ids, -1) == group_ids
+  first = jnp.argmax(group_ids[:, None] == jnp.arange(group_ids.shape[0])[None], axis=0)
+  neighbour = jnp.where(same, jnp.roll(totals, -1), totals[first[group_ids]])
   placed = jnp.zeros_like(rewards).at[:, -1].set(neighbour)
-  return advantages.grpo(placed, jnp.ones_like(mask), task_ids, run_ids)
+  return advantages.grpo(placed, jnp.ones_like(mask), group_ids, episode_ids)

@@ -1,6 +1,6 @@
 """A chat that can be read by hand: letters are tokens, messages are `<role:text>`."""
 
-from jaxrl.data.chat import Chat
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 
 END = '>'
 
@@ -26,4 +26,4 @@ class Letters:
 
 
 def letters():
-  return Chat(Letters())
+  return ChatTokenizer(Letters())

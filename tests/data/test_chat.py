@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.data.chat import Chat
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
 QUESTION = {'role': 'user', 'content': 'How many pens has Tom?'}
@@ -32,7 +32,7 @@ HEADERS = (
 def make_chat(template=CHAT_TEMPLATE, **options):
   tokenizer = train_tokenizer(TEXTS, 320)
   tokenizer.chat_template = template
-  return Chat(tokenizer, template_options=options)
+  return ChatTokenizer(tokenizer, template_options=options)
 
 
 def shown(chat, ids):
@@ -41,7 +41,7 @@ def shown(chat, ids):
 
 def test_first_prompt_is_the_templates():
   chat = make_chat()
-  assert shown(chat, chat.first_prompt([QUESTION])) == (
+  assert shown(chat, chat.encode_prompt([QUESTION])) == (
     '<|im_start|>user\nHow many pens has Tom?<|im_end|>\n<|im_start|>assistant\n'
   )
 
@@ -49,9 +49,9 @@ def test_first_prompt_is_the_templates():
 @pytest.mark.parametrize('template', [CHAT_TEMPLATE, HEADERS])
 def test_appended_history_equals_the_whole_template(template):
   chat = make_chat(template)
-  ids = chat.first_prompt([QUESTION])
+  ids = chat.encode_prompt([QUESTION])
   ids += [*chat.encode(REPLY['content']), chat.eos_id]
-  ids += chat.next_prompt(MORE, ended=True)
+  ids += chat.encode_next_prompt(MORE, ended=True)
   whole = chat.tokenizer.apply_chat_template(
     [QUESTION, REPLY, *MORE], tokenize=False, add_generation_prompt=True
   )
@@ -60,7 +60,7 @@ def test_appended_history_equals_the_whole_template(template):
 
 def test_a_template_that_rewrites_history_does_not_touch_what_was_written():
   chat = make_chat(THINKING, enable_thinking=False)
-  following = shown(chat, chat.next_prompt(MORE, ended=True))
+  following = shown(chat, chat.encode_next_prompt(MORE, ended=True))
   assert following == (
     '\n<|im_start|>user\nAnd Ann?<|im_end|>\n<|im_start|>assistant\n'
     '<think>\n\n</think>\n\n'
@@ -70,8 +70,8 @@ def test_a_template_that_rewrites_history_does_not_touch_what_was_written():
 @pytest.mark.parametrize('template', [CHAT_TEMPLATE, HEADERS, THINKING])
 def test_a_reply_cut_short_gets_its_end(template):
   chat = make_chat(template)
-  ended = chat.next_prompt(MORE, ended=True)
-  assert chat.next_prompt(MORE, ended=False) == [chat.eos_id, *ended]
+  ended = chat.encode_next_prompt(MORE, ended=True)
+  assert chat.encode_next_prompt(MORE, ended=False) == [chat.eos_id, *ended]
 
 
 @pytest.mark.parametrize('template', [CHAT_TEMPLATE, THINKING, HEADERS])
@@ -79,7 +79,7 @@ def test_what_is_shown_may_have_the_replys_own_mark_in_it(template):
   chat = make_chat(template)
   said = [{'role': 'user', 'content': '\x02reply\x03 and more'}]
   plain = [{'role': 'user', 'content': ' and more'}]
-  with_mark, without = (chat.next_prompt(m, ended=True) for m in (said, plain))
+  with_mark, without = (chat.encode_next_prompt(m, ended=True) for m in (said, plain))
   assert 'user' in shown(chat, with_mark) and 'user' in shown(chat, without)
   assert len(with_mark) > len(without)
 
@@ -87,8 +87,8 @@ def test_what_is_shown_may_have_the_replys_own_mark_in_it(template):
 def test_only_new_messages_are_tokenised():
   chat = make_chat()
   long = [{'role': 'user', 'content': 'x' * 500}]
-  assert len(chat.next_prompt(MORE, ended=True)) < 40
-  assert len(chat.next_prompt(long, ended=True)) > 100
+  assert len(chat.encode_next_prompt(MORE, ended=True)) < 40
+  assert len(chat.encode_next_prompt(long, ended=True)) > 100
 
 
 def test_decode_leaves_special_tokens_out():
@@ -100,10 +100,10 @@ def test_decode_leaves_special_tokens_out():
 def test_conversation_is_what_a_rollout_would_have_made():
   chat = make_chat()
   messages = [QUESTION, REPLY, *MORE, {'role': 'assistant', 'content': '#### 2'}]
-  tokens, mask = chat.conversation(messages)
-  by_hand = chat.first_prompt([QUESTION])
+  tokens, mask = chat.encode_with_mask(messages)
+  by_hand = chat.encode_prompt([QUESTION])
   by_hand += [*chat.encode(REPLY['content']), chat.eos_id]
-  by_hand += chat.next_prompt(MORE, ended=True)
+  by_hand += chat.encode_next_prompt(MORE, ended=True)
   by_hand += [*chat.encode('#### 2'), chat.eos_id]
   assert tokens.tolist() == by_hand
   assert shown(chat, tokens[mask]) == '3+4=7\n#### 7<|im_end|>#### 2<|im_end|>'
@@ -112,13 +112,13 @@ def test_conversation_is_what_a_rollout_would_have_made():
 
 def test_a_conversation_that_ends_with_the_user_has_no_more_to_learn():
   chat = make_chat()
-  tokens, mask = chat.conversation([QUESTION, REPLY, *MORE])
+  tokens, mask = chat.encode_with_mask([QUESTION, REPLY, *MORE])
   assert mask[-1]
-  assert np.array_equal(tokens, chat.conversation([QUESTION, REPLY])[0])
+  assert np.array_equal(tokens, chat.encode_with_mask([QUESTION, REPLY])[0])
 
 
 def test_errors():
   with pytest.raises(ValueError, match='follow each other'):
-    make_chat().conversation([QUESTION, REPLY, REPLY])
+    make_chat().encode_with_mask([QUESTION, REPLY, REPLY])
   with pytest.raises(ValueError, match='chat template'):
     make_chat(None)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.data.collate import collate, pick_bucket
+from jaxrl.training.batching.batch_builder import collate, pick_bucket
 from jaxrl.types import Trajectory
 
 
@@ -29,7 +29,7 @@ LENGTHS = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=4), min_siz
 @given(lengths=LENGTHS, multiple=st.integers(1, 5))
 def test_rows_survive_and_padding_is_empty(lengths, multiple):
   groups = [
-    [row(n, seed=10 * i + j, member=j) for j, n in enumerate(group)]
+    [row(n, seed=10 * i + j, sample_index=j) for j, n in enumerate(group)]
     for i, group in enumerate(lengths)
   ]
   batch = collate(groups, (4, 8, 16), multiple=multiple)
@@ -49,20 +49,20 @@ def test_rows_survive_and_padding_is_empty(lengths, multiple):
     assert batch.segment_ids[i].tolist() == [1] * n + [0] * (width - n)
   for column in (batch.tokens, batch.action_mask, batch.segment_ids, batch.rewards):
     assert not column[len(rows) :].any()
-  for ids in (batch.task_ids, batch.run_ids, batch.step_ids):
+  for ids in (batch.group_ids, batch.episode_ids, batch.turn_ids):
     assert (ids[len(rows) :] == -1).all()
     assert (ids[: len(rows)] >= 0).all()
 
 
 def test_ids_are_dense_and_turns_share_their_episode():
   groups = [
-    [row(3, member=0), row(3, member=0, step=1), row(3, member=2)],
-    [row(3, member=0), row(3, member=2)],
+    [row(3, sample_index=0), row(3, sample_index=0, turn=1), row(3, sample_index=2)],
+    [row(3, sample_index=0), row(3, sample_index=2)],
   ]
   batch = collate(groups, [4], num_rows=7)
-  assert batch.task_ids.tolist() == [0, 0, 0, 1, 1, -1, -1]
-  assert batch.run_ids.tolist() == [0, 0, 1, 2, 3, -1, -1]
-  assert batch.step_ids.tolist() == [0, 1, 0, 0, 0, -1, -1]
+  assert batch.group_ids.tolist() == [0, 0, 0, 1, 1, -1, -1]
+  assert batch.episode_ids.tolist() == [0, 0, 1, 2, 3, -1, -1]
+  assert batch.turn_ids.tolist() == [0, 1, 0, 0, 0, -1, -1]
 
 
 def test_dtypes_and_absent_columns():

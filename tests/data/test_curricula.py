@@ -6,13 +6,18 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.data.curricula import CURRICULA, Curriculum, make_curriculum
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.data.sources import SOURCE, DataError, load_rows
-from jaxrl.signature import ConfigError
+from jaxrl.data.row_sources import SOURCE_KEY, DataError, load_rows
 
 ROWS = [
-  {'question': f'q{i}', 'answer': '', 'difficulty': (7 * i) % 10, SOURCE: 'ab'[i > 6]}
+  {
+    'question': f'q{i}',
+    'answer': '',
+    'difficulty': (7 * i) % 10,
+    SOURCE_KEY: 'ab'[i > 6],
+  }
   for i in range(10)
 ]
 SPECS = ['easy_to_hard(key="difficulty")', *CURRICULA]
@@ -176,10 +181,10 @@ def test_sources_are_joined_and_rows_know_theirs(tmp_path):
   file.write_text('\n'.join(json.dumps({'question': str(i)}) for i in range(8)))
   made = 'generate:arithmetic(size=4, max_number=50)'
   rows = load_rows(f'{file} + {made}')
-  assert Counter(row[SOURCE] for row in rows) == {str(file): 8, made: 4}
-  assert SOURCE not in load_rows(str(file))[0]
+  assert Counter(row[SOURCE_KEY] for row in rows) == {str(file): 8, made: 4}
+  assert SOURCE_KEY not in load_rows(str(file))[0]
   limited = load_rows(f'{file} + {made}', limit=5)
-  assert Counter(row[SOURCE] for row in limited) == {str(file): 3, made: 2}
+  assert Counter(row[SOURCE_KEY] for row in limited) == {str(file): 3, made: 2}
   with pytest.raises(DataError, match='twice'):
     load_rows(f'{file} + {file}')
   with pytest.raises(ConfigError, match='nothing stands beside'):
@@ -187,7 +192,7 @@ def test_sources_are_joined_and_rows_know_theirs(tmp_path):
   data = GlobalDataset(
     path=f'{file} + {made}', answer_key='', curriculum='mixture(weights=(1, 1))'
   )
-  sources = Counter(data.get_data_item(i, i)[SOURCE] for i in range(1000))
+  sources = Counter(data.get_data_item(i, i)[SOURCE_KEY] for i in range(1000))
   assert set(sources.values()) == {500}
 
 

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
-from jaxrl.data.sources import DataError
+from jaxrl.data.row_sources import DataError
 from jaxrl.rollout.env_manager import EnvManager
 from tests.rollout.fakes import world
 
@@ -186,7 +186,7 @@ def test_a_hundred_thousand_items_serve_64_environments_without_a_copy_each():
     held = {}
     for manager in managers:
       for seed in range(manager.group_id, 64 * 20, size):
-        held[seed] = manager.world.dataset.get_task(seed).index
+        held[seed] = manager.context.dataset.get_task(seed).index
     after, _ = tracemalloc.get_traced_memory()
   finally:
     tracemalloc.stop()

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.data.chat import Chat
-from jaxrl.data.files import FileSampler
-from jaxrl.data.sources import DataError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.file_sampler import FileSampler
+from jaxrl.data.row_sources import DataError
 from jaxrl.data.tokenizer import train_tokenizer
-from jaxrl.signature import ConfigError
 from tests.data.letters import letters
 from tests.rollout import fakes
 
@@ -21,7 +21,7 @@ REPLY = {'role': 'assistant', 'content': 'Ho'}
 
 @pytest.fixture(scope='module')
 def chat():
-  return Chat(train_tokenizer(['user assistant 1+1? #### 2'], 300))
+  return ChatTokenizer(train_tokenizer(['user assistant 1+1? #### 2'], 300))
 
 
 def asked(groups):
@@ -109,9 +109,9 @@ def test_rows_with_nothing_to_learn_are_errors(chat, tmp_path):
   with pytest.raises(DataError, match=r"by --config\.files\.keys='response=KEY'"):
     FileSampler(chat, [{'question': 'x', 'answer': 'y'}])
   with pytest.raises(DataError, match='row 1: its text is empty'):
-    FileSampler(chat, [{'text': 'x'}, {'text': ''}], schema='text')
+    FileSampler(chat, [{'text': 'x'}, {'text': ''}], data_format='text')
   with pytest.raises(ConfigError, match="no schema 'mesages'"):
-    FileSampler(chat, ROWS, schema='mesages')
+    FileSampler(chat, ROWS, data_format='mesages')
 
 
 def marked(row):
@@ -153,10 +153,10 @@ async def test_tools_are_announced_and_their_calls_learned():
 
 async def test_a_pair_is_a_group_of_two_the_chosen_first():
   rows = [{'prompt': 'Hi', 'chosen': 'Yes', 'rejected': 'No'}]
-  (_, chosen), (_, rejected) = await rows_of(rows, schema='preference')
+  (_, chosen), (_, rejected) = await rows_of(rows, data_format='preference')
   assert marked(chosen) == '<user:Hi><assistant:[Yes>]'
   assert marked(rejected) == '<user:Hi><assistant:[No>]'
-  assert (chosen.member, rejected.member) == (0, 1)
+  assert (chosen.sample_index, rejected.sample_index) == (0, 1)
   assert chosen.rewards.tolist() == [*[0] * (len(chosen.tokens) - 1), 1]
   assert not rejected.rewards.any()
 
@@ -165,7 +165,7 @@ async def test_a_pair_is_left_out_if_either_answer_is_too_long():
   rows = [
     {'prompt': 'Hi', 'chosen': 'Yes', 'rejected': long} for long in ('No', 'N' * 9)
   ]
-  sampler = FileSampler(letters(), rows, schema='preference', max_length=25)
+  sampler = FileSampler(letters(), rows, data_format='preference', max_length=25)
   assert (sampler.size, sampler.skipped, sampler.num_rows) == (1, 1, 128)
 
 
@@ -173,7 +173,7 @@ async def test_a_pair_is_left_out_if_either_answer_is_too_long():
 async def test_of_a_text_every_token_but_the_first_is_learned_once(length):
   text = 'abcdefghijklmn'[:length]
   found = [
-    row for _, row in await rows_of([{'text': text}], schema='text', max_length=5)
+    row for _, row in await rows_of([{'text': text}], data_format='text', max_length=5)
   ]
   assert sum(len(row.tokens) - 1 for row in found) == length
   assert max(len(row.tokens) for row in found) <= 5
@@ -192,7 +192,7 @@ async def test_rated_rows_of_one_prompt_are_a_group():
   sampler = FileSampler(letters(), rows, rated=True, batch_size=2)
   groups = sorted(await sampler.next(0), key=len)
   assert [[row.score for row in group] for group in groups] == [[0.5], [0, 1, 1.5]]
-  assert [row.member for row in groups[1]] == [0, 1, 2]
+  assert [row.sample_index for row in groups[1]] == [0, 1, 2]
   assert groups[1][2].rewards.nonzero()[0].tolist() == [len(groups[1][2].tokens) - 1]
   assert (sampler.size, sampler.num_rows) == (2, 4)
   with pytest.raises(DataError, match=r"row 0: .*reward: 'reward'"):
@@ -202,7 +202,7 @@ async def test_rated_rows_of_one_prompt_are_a_group():
 @pytest.mark.parametrize('size, batch', [(10, 4), (10, 10), (3, 7), (7, 3), (1, 5)])
 async def test_an_epoch_has_every_row_once(size, batch):
   rows = [{'text': chr(97 + i)} for i in range(size)]
-  sampler = FileSampler(letters(), rows, schema='text', batch_size=batch, seed=3)
+  sampler = FileSampler(letters(), rows, data_format='text', batch_size=batch, seed=3)
   steps = sampler.num_steps(2)
   assert steps == -(-2 * size // batch)
   taken = [row.group_id for s in range(steps) for (row,) in await sampler.next(s)]
@@ -226,7 +226,7 @@ async def test_no_batch_has_more_rows_than_announced():
 
 async def test_conversations_are_what_a_rollout_would_have_written():
   """The engine says what the file says; tokens, mask and reward are the same."""
-  chat = Chat(train_tokenizer(['user assistant seed 7 Ho\n'], 300))
+  chat = ChatTokenizer(train_tokenizer(['user assistant seed 7 Ho\n'], 300))
   reply = fakes.completion([*chat.encode('Ho'), chat.eos_id])
   engine = fakes.FakeEngine(lambda prompt, sampling: reply)
   world = fakes.world(lambda: fakes.EchoEnv(turns=3), engine)
@@ -238,13 +238,13 @@ async def test_conversations_are_what_a_rollout_would_have_written():
 
 
 def test_generated_problems_fit_a_small_model():
-  from jaxrl.data.problems import arithmetic
+  from jaxrl.data.arithmetic import arithmetic_rows
 
-  rows = arithmetic(size=400)
+  rows = arithmetic_rows(size=400)
   texts = [f'user\n{r["question"]}\nassistant\n{r["solution"]}' for r in rows]
-  chat = Chat(train_tokenizer(texts, 512))
+  chat = ChatTokenizer(train_tokenizer(texts, 512))
   prompts = [
-    chat.first_prompt([{'role': 'user', 'content': r['question']}]) for r in rows
+    chat.encode_prompt([{'role': 'user', 'content': r['question']}]) for r in rows
   ]
   replies = [chat.encode(r['solution']) for r in rows]
   assert np.max([len(p) for p in prompts]) <= 40

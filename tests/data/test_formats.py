@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxrl.data.formats import Format
-from jaxrl.data.sources import DataError
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.row_formats import RowFormat
+from jaxrl.data.row_sources import DataError
 
 USER = {'role': 'user', 'content': 'Hi'}
 REPLY = {'role': 'assistant', 'content': 'Ho'}
@@ -34,7 +34,7 @@ def said(messages):
 )
 def test_conversations(row):
   expected = [('user', 'Hi', True), ('assistant', 'Ho', True)]
-  assert said(Format().conversation(row)) == expected
+  assert said(RowFormat().conversation(row)) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,45 +50,50 @@ def test_conversations(row):
 def test_prompts_and_responses(row):
   """Whoever speaks in a prompt, only the response is to be learned."""
   expected = [('user', 'Hi', False), ('assistant', 'Ho', True)]
-  assert said(Format().conversation(row)) == expected
+  assert said(RowFormat().conversation(row)) == expected
 
 
 def test_earlier_replies_in_a_prompt_are_not_learned():
   row = {'prompt': [USER, REPLY, USER], 'response': 'Ha'}
-  trained = [m[2] for m in said(Format().conversation(row))]
+  trained = [m[2] for m in said(RowFormat().conversation(row))]
   assert trained == [False, False, False, True]
 
 
 def test_an_instruction_takes_its_input_along():
   row = {'instruction': 'Add.', 'input': '1 2', 'output': '3'}
-  assert Format().conversation(row)[0]['content'] == 'Add.\n\n1 2'
+  assert RowFormat().conversation(row)[0]['content'] == 'Add.\n\n1 2'
   row = {'task': 'Add.', 'query': '1 2', 'output': '3', 'input': 'x'}
-  form = Format(keys='prompt=task, input=query')
+  form = RowFormat(keys='prompt=task, input=query')
   assert form.conversation(row)[0]['content'] == 'Add.\n\n1 2'
   row = {'prompt': 'Add.', 'input': '1 2', 'response': '3'}
-  assert Format().conversation(row)[0]['content'] == 'Add.'
+  assert RowFormat().conversation(row)[0]['content'] == 'Add.'
 
 
 def test_arguments_of_tool_calls_may_be_text():
   call = {'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
   row = {'messages': [USER, {'role': 'assistant', 'tool_calls': [call]}]}
-  made = Format().conversation(row)[1]
+  made = RowFormat().conversation(row)[1]
   assert made['content'] == ''
   assert made['tool_calls'][0]['function'] == {'name': 'add', 'arguments': {'a': 1}}
   call['function']['arguments'] = '{"a": '
   with pytest.raises(DataError, match='arguments must be'):
-    Format().conversation(row)
+    RowFormat().conversation(row)
 
 
 def test_turns_may_be_left_out():
   row = {'messages': [USER, REPLY | {'train': False}, USER, REPLY | {'weight': 1}]}
-  assert [m[2] for m in said(Format().conversation(row))] == [True, False, True, True]
+  assert [m[2] for m in said(RowFormat().conversation(row))] == [
+    True,
+    False,
+    True,
+    True,
+  ]
   row = {'messages': [USER, REPLY | {'weight': 0}]}
-  assert not said(Format().conversation(row))[1][2]
+  assert not said(RowFormat().conversation(row))[1][2]
 
 
 def test_system_messages():
-  form, row = Format(system='Be kind.'), {'prompt': 'Hi', 'response': 'Ho'}
+  form, row = RowFormat(system='Be kind.'), {'prompt': 'Hi', 'response': 'Ho'}
   assert form.conversation(row)[0] == {'role': 'system', 'content': 'Be kind.'}
   assert form.conversation(row | {'system': 'Be terse.'})[0]['content'] == 'Be terse.'
   own = {'messages': [{'role': 'system', 'content': 'Own.'}, USER, REPLY]}
@@ -96,19 +101,19 @@ def test_system_messages():
 
 
 def test_keys_that_a_row_does_not_have_leave_its_messages():
-  form = Format(keys='prompt=ask, response=reply')
+  form = RowFormat(keys='prompt=ask, response=reply')
   assert form.conversation({'messages': [USER, REPLY]}) == [USER, REPLY]
 
 
 def test_keys_say_where_a_row_holds_what():
   row = {'messages': [USER, REPLY], 'ask': 'A', 'reply': 'B', 'score': '2', 'body': 'C'}
-  form = Format(keys='prompt=ask, response=reply, reward=score,text=body')
+  form = RowFormat(keys='prompt=ask, response=reply, reward=score,text=body')
   assert [m['content'] for m in form.conversation(row)] == ['A', 'B']
   assert (form.reward(row), form.text(row)) == (2.0, 'C')
   with pytest.raises(ConfigError, match=r"'prompts'.*Did you mean 'prompt'"):
-    Format(keys='prompts=ask')
+    RowFormat(keys='prompts=ask')
   with pytest.raises(ConfigError, match='name=key'):
-    Format(keys='prompt')
+    RowFormat(keys='prompt')
 
 
 def full(*answers):
@@ -130,7 +135,7 @@ def full(*answers):
   ],
 )
 def test_pairs(row):
-  chosen, rejected = Format().pair(row)
+  chosen, rejected = RowFormat().pair(row)
   assert said(chosen) == [('user', 'Hi', False), ('assistant', 'Yes', True)]
   assert said(rejected) == [('user', 'Hi', False), ('assistant', 'No', True)]
 
@@ -141,7 +146,7 @@ def test_what_pairs_have_in_common_is_not_learned():
     'chosen': [*common, *full('Yes')[1:], USER, REPLY],
     'rejected': [*common, *full('No')[1:]],
   }
-  chosen, rejected = Format(system='Be kind.').pair(row)
+  chosen, rejected = RowFormat(system='Be kind.').pair(row)
   assert [m['role'] for m in chosen[:2]] == ['system', 'user']
   assert [m.get('train', True) for m in chosen[1:]] == [*[False] * 3, *[True] * 3]
   assert [m.get('train', True) for m in rejected[1:]] == [*[False] * 3, True]
@@ -165,7 +170,7 @@ def test_what_pairs_have_in_common_is_not_learned():
 )
 def test_pairs_that_are_none(row, words):
   with pytest.raises(DataError) as caught:
-    Format().pair(row)
+    RowFormat().pair(row)
   for word in words:
     assert word in str(caught.value)
 
@@ -186,20 +191,20 @@ def test_pairs_that_are_none(row, words):
 )
 def test_conversations_that_are_none(row, words):
   with pytest.raises(DataError) as caught:
-    Format().conversation(row)
+    RowFormat().conversation(row)
   for word in words:
     assert word in str(caught.value)
 
 
 def test_texts_and_rewards_that_are_none():
   with pytest.raises(DataError, match=r"text: 'text'.* Its keys are body"):
-    Format().text({'body': 'x'})
+    RowFormat().text({'body': 'x'})
   with pytest.raises(DataError, match='reward'):
-    Format().reward({'prompt': 'x'}, required=True)
+    RowFormat().reward({'prompt': 'x'}, required=True)
   for bad in ('high', float('nan')):
     with pytest.raises(DataError, match='number'):
-      Format().reward({'reward': bad})
-  assert Format().reward({}) == 0.0
+      RowFormat().reward({'reward': bad})
+  assert RowFormat().reward({}) == 0.0
 
 
 def test_every_text_of_a_row_is_found():
@@ -210,4 +215,4 @@ def test_every_text_of_a_row_is_found():
     'text': 'd',
     'note': 'e',
   }
-  assert list(Format().strings(row)) == ['a', 'b', 'c', 'd']
+  assert list(RowFormat().strings(row)) == ['a', 'b', 'c', 'd']

@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl.data import problems
-from jaxrl.data.problems import KINDS, arithmetic, in_test
+from jaxrl.data import arithmetic
+from jaxrl.data.arithmetic import PROBLEM_KINDS, arithmetic_rows, is_test_problem
 
 
 @pytest.fixture(scope='module')
 def splits():
-  return arithmetic('train', size=3000), arithmetic('test', size=700)
+  return arithmetic_rows('train', size=3000), arithmetic_rows('test', size=700)
 
 
 def test_answers_follow_from_the_question(splits):
@@ -31,7 +31,7 @@ def test_answers_follow_from_the_question(splits):
     numbers = [int(n) for n in re.findall(r'\d+', row['question'])]
     assert int(row['answer']) == signs[row['kind']](*numbers) >= 0, row
     seen.add(row['kind'])
-  assert seen == set(KINDS)
+  assert seen == set(PROBLEM_KINDS)
 
 
 def test_solutions_are_worked_and_end_in_the_answer(splits):
@@ -58,19 +58,21 @@ def test_no_question_comes_twice(splits):
 
 
 def test_the_share_of_test_problems_is_as_stated():
-  share = np.mean([in_test(f'add:{a}+{b}') for a in range(60) for b in range(60)])
-  assert abs(share - problems.TEST_SHARE) < 0.03
+  share = np.mean(
+    [is_test_problem(f'add:{a}+{b}') for a in range(60) for b in range(60)]
+  )
+  assert abs(share - arithmetic.TEST_PROBLEM_SHARE) < 0.03
 
 
 def test_pure_function_of_the_seed():
-  one, other = arithmetic(size=50, seed=0), arithmetic(size=50, seed=1)
-  assert one == arithmetic(size=50, seed=0)
-  assert one[:20] == arithmetic(size=20, seed=0)
+  one, other = arithmetic_rows(size=50, seed=0), arithmetic_rows(size=50, seed=1)
+  assert one == arithmetic_rows(size=50, seed=0)
+  assert one[:20] == arithmetic_rows(size=20, seed=0)
   assert one != other
 
 
 def test_options_bound_kinds_and_numbers():
-  rows = arithmetic(size=100, kinds=('add', 'mul'), max_number=30, max_factor=12)
+  rows = arithmetic_rows(size=100, kinds=('add', 'mul'), max_number=30, max_factor=12)
   assert {row['kind'] for row in rows} == {'add', 'mul'}
   numbers = [int(n) for r in rows for n in re.findall(r'\d+', r['question'])]
   assert 20 < max(numbers) <= 30
@@ -78,13 +80,13 @@ def test_options_bound_kinds_and_numbers():
 
 def test_bad_options():
   with pytest.raises(ValueError, match=r'unknown kinds.*add'):
-    arithmetic(kinds=('power',))
+    arithmetic_rows(kinds=('power',))
   with pytest.raises(ValueError, match=r'only .* different'):
-    arithmetic(size=150, kinds=('mul',), max_factor=2)
+    arithmetic_rows(size=150, kinds=('mul',), max_factor=2)
   with pytest.raises(ValueError, match='split'):
-    arithmetic('val')
+    arithmetic_rows('val')
   with pytest.raises(ValueError, match='form is one of worked, pairs, texts'):
-    arithmetic(form='pair')
+    arithmetic_rows(form='pair')
 
 
 @pytest.mark.parametrize(
@@ -97,11 +99,13 @@ def test_bad_options():
   ],
 )
 def test_a_mistake_is_carried_on(solution, wrong):
-  assert problems.mistake(solution) == wrong
+  assert arithmetic.flipped_sign_solution(solution) == wrong
 
 
 def test_pairs_and_texts_are_the_same_problems_in_other_forms():
-  plain, pairs, texts = (arithmetic(size=400, form=form) for form in problems.FORMS)
+  plain, pairs, texts = (
+    arithmetic_rows(size=400, form=form) for form in arithmetic.ROW_FORMS
+  )
   for row, pair, text in zip(plain, pairs, texts, strict=True):
     assert row.items() <= pair.items() and row.items() <= text.items()
     assert pair['chosen'] == row['solution'] != pair['rejected']

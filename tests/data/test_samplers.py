@@ -6,21 +6,21 @@ import pathlib
 import numpy as np
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.data import samplers
-from jaxrl.signature import ConfigError
 from jaxrl.types import Trajectory
 
 SIZE = 2
 
 
-def a_row(version, member=0, **changes):
+def a_row(version, sample_index=0, **changes):
   return Trajectory(
     tokens=np.array([1, 2, 3, 4], np.int32),
     action_mask=np.array([False, True, True, False]),
     rollout_logprobs=np.array([0, -1, -2, 0], np.float32),
     rewards=np.zeros(4, np.float32),
     weights_version=np.array([-1, version, version + 1, -1], np.int32),
-    member=member,
+    sample_index=sample_index,
     **changes,
   )
 
@@ -73,7 +73,7 @@ class Source:
 
 def make(text, **options):
   source = Source(**options)
-  sampler = samplers.make(text, source)
+  sampler = samplers.make_sampler(text, source)
   source.count = sampler.groups_from_queue
   return sampler, source
 

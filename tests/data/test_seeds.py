@@ -1,11 +1,11 @@
 """Seeds fold in; none is special and none collides."""
 
-from jaxrl.data.seeds import base_seed, fold
+from jaxrl.data.seeds import base_seed, fold_seed
 
 
 def test_every_part_counts_and_zero_is_a_seed():
   seeds = {
-    fold(seed, episode, member, turn)
+    fold_seed(seed, episode, member, turn)
     for seed in range(3)
     for episode in range(20)
     for member in range(8)
@@ -17,8 +17,8 @@ def test_every_part_counts_and_zero_is_a_seed():
 
 def test_known_values_stay():
   """A change here changes every run: checkpoints would not repeat."""
-  assert fold(0) == 1484405855
-  assert fold(7, 'math', 3) == 1830694842
+  assert fold_seed(0) == 1484405855
+  assert fold_seed(7, 'math', 3) == 1830694842
   assert base_seed(0, 'train', 'math') == 151795986
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.data.sources import DataError, load_rows
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.row_sources import DataError, load_rows
 
 ROWS = [{'question': f'q{i}, "ü"\n?', 'answer': f'{i}'} for i in range(4)]
 SHARED = Path(__file__).parents[3] / 'shared' / 'data'
@@ -121,7 +121,7 @@ def test_generators():
   rows = load_rows('generate:arithmetic', 'test', 7)
   assert len(rows) == 7
   assert load_rows("generate:arithmetic(kinds=('add',), size=3)")[0]['kind'] == 'add'
-  assert load_rows('generate:jaxrl.data.problems:arithmetic(size=3)')
+  assert load_rows('generate:jaxrl.data.arithmetic:arithmetic_rows(size=3)')
   demos = load_rows('generate:frozen_lake(noise=0.5)', limit=2)
   assert demos[0]['messages'][1]['role'] == 'assistant'
   with pytest.raises(ConfigError, match='arithmetic'):

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxrl.data import staleness
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.training import staleness
+from launch.settings.component_calls import parse_staleness_limit
 from tests.rollout.fakes import row
 
 
@@ -17,26 +18,26 @@ def of_versions(*versions):
 
 def test_it_is_that_of_the_oldest_action_token():
   group = [of_versions(4, 5), of_versions(5, 3), of_versions(5, 5)]
-  assert staleness.of_group(group, 5) == 2
-  assert [staleness.of_group([row], 6) for row in group] == [2, 3, 1]
+  assert staleness.group_staleness(group, 5) == 2
+  assert [staleness.group_staleness([row], 6) for row in group] == [2, 3, 1]
   masked = of_versions(0, 5)
   masked.action_mask[1] = False  # written by the environment, whatever it says
-  assert staleness.of_group([masked], 5) == 0
-  assert staleness.of_group([of_versions()], 5) is None
+  assert staleness.group_staleness([masked], 5) == 0
+  assert staleness.group_staleness([of_versions()], 5) is None
 
 
 def test_what_is_past_the_bound_is_never_taken():
   groups = [[of_versions(3)], [of_versions()]]
-  staleness.check(groups, 5, 2)
+  staleness.check_groups(groups, 5, 2)
   with pytest.raises(RuntimeError, match='staleness 3, past the bound of 2'):
-    staleness.check(groups, 6, 2)
+    staleness.check_groups(groups, 6, 2)
 
 
 def test_bounds_are_calls_with_a_default():
-  assert staleness.parse('') is None
-  assert staleness.parse('drop') == ('drop', 2)
-  assert staleness.parse('mask(max=0)') == ('mask', 0)
-  assert staleness.parse('recompute(max=3)').oldest(10) == 7
+  assert parse_staleness_limit('') is None
+  assert parse_staleness_limit('drop') == ('drop', 2)
+  assert parse_staleness_limit('mask(max=0)') == ('mask', 0)
+  assert parse_staleness_limit('recompute(max=3)').oldest_allowed(10) == 7
 
 
 @pytest.mark.parametrize(
@@ -50,4 +51,4 @@ def test_bounds_are_calls_with_a_default():
 )
 def test_what_is_no_bound_is_refused(text, said):
   with pytest.raises(ConfigError, match=said):
-    staleness.parse(text)
+    parse_staleness_limit(text)

@@ -6,25 +6,32 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from jaxrl.data.tool_calls import CLOSE, OPEN, Unreadable, begins, parse, read
+from jaxrl.data.tool_calls import (
+  CLOSE_TAG,
+  OPEN_TAG,
+  InvalidToolCall,
+  extract_tool_calls,
+  may_be_tool_call,
+  parse_tool_calls,
+)
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 
 
 def test_several_calls_in_order():
   text = f'I add.\n{ADD}\n{ADD.replace("add", "sub")}'
-  before, calls = parse(text)
+  before, calls = parse_tool_calls(text)
   assert before == 'I add.'
   assert calls == [
     {'name': 'add', 'arguments': {'x': 1}},
     {'name': 'sub', 'arguments': {'x': 1}},
   ]
-  assert read(text) == (before, calls)
+  assert extract_tool_calls(text) == (before, calls)
 
 
 def test_a_reply_without_a_call_is_text():
-  assert parse(' no call \n') == (' no call \n', [])
-  assert read(' no call \n') == (' no call \n', [])
+  assert parse_tool_calls(' no call \n') == (' no call \n', [])
+  assert extract_tool_calls(' no call \n') == (' no call \n', [])
 
 
 LLAMA = '{"name": "add", "parameters": {"x": 1}}'
@@ -32,8 +39,12 @@ LLAMA = '{"name": "add", "parameters": {"x": 1}}'
 
 @pytest.mark.parametrize('text', [LLAMA, f'\n{LLAMA} ', f'<|python_tag|>{LLAMA}'])
 def test_a_reply_that_is_nothing_but_a_call_as_llama_writes_them(text):
-  assert parse(text) == read(text) == ('', [{'name': 'add', 'arguments': {'x': 1}}])
-  assert begins(text)
+  assert (
+    parse_tool_calls(text)
+    == extract_tool_calls(text)
+    == ('', [{'name': 'add', 'arguments': {'x': 1}}])
+  )
+  assert may_be_tool_call(text)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +61,7 @@ def test_a_reply_that_is_nothing_but_a_call_as_llama_writes_them(text):
   ],
 )
 def test_other_json_is_an_answer(text):
-  assert parse(text) == read(text) == (text, [])
+  assert parse_tool_calls(text) == extract_tool_calls(text) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -62,30 +73,32 @@ def test_other_json_is_an_answer(text):
     ('<tool_call>[1]</tool_call>', 'an object'),
     ('<tool_call>{"name": 3}</tool_call>', 'an object'),
     ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', '"arguments"'),
-    pytest.param(f'{OPEN}{"[" * 10**5}{CLOSE}', 'not JSON', id='deep'),
-    pytest.param(f'{OPEN}{"1" * 10**5}{CLOSE}', 'not JSON', id='digits'),
+    pytest.param(f'{OPEN_TAG}{"[" * 10**5}{CLOSE_TAG}', 'not JSON', id='deep'),
+    pytest.param(f'{OPEN_TAG}{"1" * 10**5}{CLOSE_TAG}', 'not JSON', id='digits'),
   ],
 )
 def test_what_cannot_be_read_says_why_and_spares_its_neighbours(call, reason):
-  _, (first, second, third) = parse(ADD + call + ADD)
+  _, (first, second, third) = parse_tool_calls(ADD + call + ADD)
   assert first == third == {'name': 'add', 'arguments': {'x': 1}}
-  assert isinstance(second, Unreadable) and reason in second.reason
-  assert read(ADD + call + ADD) == (ADD + call + ADD, [])
+  assert isinstance(second, InvalidToolCall) and reason in second.reason
+  assert extract_tool_calls(ADD + call + ADD) == (ADD + call + ADD, [])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
   st.lists(
-    st.sampled_from([OPEN, CLOSE, '{"name": "a"', ', "arguments": {}}', '{', '"', '\n'])
+    st.sampled_from(
+      [OPEN_TAG, CLOSE_TAG, '{"name": "a"', ', "arguments": {}}', '{', '"', '\n']
+    )
     | st.text(max_size=5),
     max_size=12,
   )
 )
 def test_any_text_is_read(parts):
   text = ''.join(parts)
-  _, calls = parse(text)
-  assert len(calls) == text.count(OPEN)
+  _, calls = parse_tool_calls(text)
+  assert len(calls) == text.count(OPEN_TAG)
   for call in calls:
-    if not isinstance(call, Unreadable):
+    if not isinstance(call, InvalidToolCall):
       assert set(call) == {'name', 'arguments'}
       json.dumps(call)

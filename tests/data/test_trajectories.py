@@ -11,7 +11,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from jaxrl.data import jsonable, trajectories
+from jaxrl import group_stats
+from jaxrl.data import json_codec, trajectory_codec
 from jaxrl.types import STOP_REASONS, Trajectory
 
 DTYPES = ('bool', 'int8', 'int32', 'uint16', 'int64', 'float16', 'float32', 'float64')
@@ -57,8 +58,8 @@ def rows(draw):
     weights_version=column('int32'),
     group_id=draw(seeds),
     episode_id=draw(seeds),
-    member=draw(seeds),
-    step=draw(seeds),
+    sample_index=draw(seeds),
+    turn=draw(seeds),
     tag=draw(st.text()),
     episode_seed=draw(seeds),
     stop_reason=draw(st.sampled_from(STOP_REASONS)),
@@ -99,14 +100,14 @@ def same_row(a, b):
 @hypothesis.given(rows())
 @hypothesis.settings(max_examples=200, deadline=None)
 def test_a_round_trip_keeps_every_bit_of_every_field(row):
-  text = json.dumps(trajectories.to_json(row), allow_nan=False)
-  same_row(row, trajectories.from_json(json.loads(text)))
+  text = json.dumps(trajectory_codec.to_json(row), allow_nan=False)
+  same_row(row, trajectory_codec.from_json(json.loads(text)))
 
 
 @hypothesis.given(st.lists(st.lists(rows(), max_size=2), max_size=3))
 @hypothesis.settings(max_examples=30, deadline=None)
 def test_groups_survive_packing(groups):
-  found = trajectories.unpack(trajectories.pack(groups))
+  found = trajectory_codec.unpack(trajectory_codec.pack(groups))
   assert [len(group) for group in found] == [len(group) for group in groups]
   for one, other in zip(groups, found, strict=True):
     for a, b in zip(one, other, strict=True):
@@ -126,21 +127,21 @@ def a_row(**changes):
 
 def test_arrays_are_little_endian_whatever_they_were():
   row = a_row(extras={'x': np.arange(3, dtype='>i4')})
-  text = trajectories.to_json(row)['extras']['x']['$array']
+  text = trajectory_codec.to_json(row)['extras']['x']['$array']
   assert text['dtype'] == '<i4'
   assert base64.b64decode(text['data']) == np.arange(3, dtype='<i4').tobytes()
 
 
 def test_what_json_cannot_hold_is_named():
   with pytest.raises(TypeError, match=r"extras\['image'\] is a object"):
-    trajectories.to_json(a_row(extras={'image': object()}))
+    trajectory_codec.to_json(a_row(extras={'image': object()}))
   with pytest.raises(TypeError, match='which is not a number'):
-    trajectories.to_json(a_row(extras={'names': np.array(['a'])}))
+    trajectory_codec.to_json(a_row(extras={'names': np.array(['a'])}))
   deep = []
   for _ in range(100):
     deep = [deep]
   with pytest.raises(TypeError, match='64 levels'):
-    trajectories.to_json(a_row(extras={'x': deep}))
+    trajectory_codec.to_json(a_row(extras={'x': deep}))
 
 
 def array(dtype='<i4', shape: object = (4,), data: bytes | str = b'\0' * 16):
@@ -175,37 +176,37 @@ def array(dtype='<i4', shape: object = (4,), data: bytes | str = b'\0' * 16):
   ],
 )
 def test_what_is_wrong_is_refused_by_name(field, value, message):
-  data = trajectories.to_json(a_row())
+  data = trajectory_codec.to_json(a_row())
   with pytest.raises(ValueError, match=message) as raised:
-    trajectories.from_json(data | {field: value})
+    trajectory_codec.from_json(data | {field: value})
   assert field in str(raised.value)
 
 
 def test_absent_and_unknown_fields_are_named():
-  data = trajectories.to_json(a_row())
+  data = trajectory_codec.to_json(a_row())
   del data['tag']
   with pytest.raises(ValueError, match='absent or unknown are tag, tags'):
-    trajectories.from_json(data | {'tags': ''})
+    trajectory_codec.from_json(data | {'tags': ''})
 
 
 def test_packed_groups_have_a_limit():
-  text = trajectories.pack([[a_row(extras={'x': np.zeros(10**6)})]])
+  text = trajectory_codec.pack([[a_row(extras={'x': np.zeros(10**6)})]])
   assert len(text) < 10**5
   with pytest.raises(ValueError, match='larger than 1000000 bytes'):
-    trajectories.unpack(text, 10**6)
+    trajectory_codec.unpack(text, 10**6)
   with pytest.raises(ValueError, match='torn'):
     half = base64.b64encode(base64.b64decode(text)[:-200]).decode()
-    trajectories.unpack(half)
+    trajectory_codec.unpack(half)
   for text in ('?', base64.b64encode(b'123').decode()):
     with pytest.raises(ValueError, match='not what pack writes'):
-      trajectories.unpack(text)
+      trajectory_codec.unpack(text)
   deep = base64.b64encode(zlib.compress(b'[' * 10**5)).decode()
   with pytest.raises(ValueError):
-    trajectories.unpack(deep)
+    trajectory_codec.unpack(deep)
 
 
 def test_the_oldest_version_is_of_an_action():
-  assert trajectories.oldest_version([a_row(), a_row()]) == 2
+  assert group_stats.oldest_weights_version([a_row(), a_row()]) == 2
   written = dataclasses.replace(a_row(), weights_version=np.full(4, -1, np.int32))
-  assert trajectories.oldest_version([written]) is None
-  assert jsonable.decode(jsonable.encode({})) == {}
+  assert group_stats.oldest_weights_version([written]) is None
+  assert json_codec.decode_value(json_codec.encode_value({})) == {}

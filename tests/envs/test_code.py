@@ -6,23 +6,29 @@ import socket
 
 import pytest
 
-from jaxrl.envs import base
-from jaxrl.envs.code import CodeEnv
-from jaxrl.envs.code_runner import last_block
-from jaxrl.envs.code_tests import read_cases, same_output, same_value
-from jaxrl.envs.sandbox import local
-from jaxrl.envs.sandbox.base import SandboxError
+from jaxrl.envs import env_registry
+from jaxrl.envs.coding.code_env import CodeEnv
+from jaxrl.envs.coding.hidden_tests import (
+  outputs_match,
+  read_hidden_tests,
+  values_match,
+)
+from jaxrl.envs.reply_parsing import last_code_block
+from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.types import Task
 
 SUMS = [{'input': f'{n}\n{n}\n', 'output': str(2 * n)} for n in range(4)]
 CALLS = [
   {'function': 'twice', 'args': [[n, 'a']], 'result': [n, 'a'] * 2} for n in (1, 2)
 ]
-sandboxed = pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+sandboxed = pytest.mark.skipif(
+  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
+)
 
 
 def play(program, tests=SUMS, **options):
-  env = base.factory('code', options)()
+  env = env_registry.env_factory('code', options)()
   item = {'question': 'Add.', 'answer': tests}
   task = Task(seed=0, index=0, item=item)
   assert env.reset(seed=0, options={'task': task}) == ('Add.', {})
@@ -201,7 +207,9 @@ for fd in ('1', '5', '4', '6'):
 
 
 def test_it_refuses_without_a_sandbox(monkeypatch):
-  monkeypatch.setattr(local, 'missing', lambda: 'unshare is not permitted')
+  monkeypatch.setattr(
+    local_sandbox, 'unsupported_reason', lambda: 'unshare is not permitted'
+  )
   with pytest.raises(SandboxError, match=r'unshare is not permitted.*unsafe=True'):
     CodeEnv()
   assert play(ADD, unsafe=True)[0] == 1
@@ -209,11 +217,11 @@ def test_it_refuses_without_a_sandbox(monkeypatch):
 
 
 def test_the_last_closed_block_counts():
-  assert last_block('```python\na\n```\nor\n```py\nb\nc\n```') == 'b\nc\n'
-  assert last_block('```\na\n```\n```python\nb') == 'a\n'
-  assert last_block('```python\na\n  ```  \n') == 'a\n'
-  assert last_block('a') == last_block('') == last_block('```') == ''
-  assert last_block('```\n' * 100_001) == ''
+  assert last_code_block('```python\na\n```\nor\n```py\nb\nc\n```') == 'b\nc\n'
+  assert last_code_block('```\na\n```\n```python\nb') == 'a\n'
+  assert last_code_block('```python\na\n  ```  \n') == 'a\n'
+  assert last_code_block('a') == last_code_block('') == last_code_block('```') == ''
+  assert last_code_block('```\n' * 100_001) == ''
 
 
 @pytest.mark.parametrize(
@@ -232,7 +240,7 @@ def test_the_last_closed_block_counts():
   ],
 )
 def test_outputs(said, right, same):
-  assert same_output(said, right) is same
+  assert outputs_match(said, right) is same
 
 
 @pytest.mark.parametrize(
@@ -251,7 +259,7 @@ def test_outputs(said, right, same):
   ],
 )
 def test_values(result, right, same):
-  assert same_value(result, right) is same
+  assert values_match(result, right) is same
 
 
 def test_wrong_tests_are_told():
@@ -264,6 +272,6 @@ def test_wrong_tests_are_told():
     ({'inputs': ['1'], 'outputs': []}, '1 inputs but 0 outputs'),
   ):
     with pytest.raises(ValueError, match=words):
-      read_cases(tests)
-  lines = read_cases({'inputs': [['1', '2']], 'outputs': [['3', '4']]})[0]
-  assert (lines.ask, lines.right) == ({'input': '1\n2'}, ('3\n4',))
+      read_hidden_tests(tests)
+  lines = read_hidden_tests({'inputs': [['1', '2']], 'outputs': [['3', '4']]})[0]
+  assert (lines.request, lines.accepted) == ({'input': '1\n2'}, ('3\n4',))

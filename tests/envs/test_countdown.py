@@ -4,10 +4,15 @@ from fractions import Fraction
 
 import pytest
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.countdown import HELP, CountdownEnv, draw, evaluate
+from jaxrl.envs.env_registry import env_factory
+from jaxrl.envs.games.countdown_env import (
+  EXPRESSION_HELP,
+  CountdownEnv,
+  draw_countdown,
+  evaluate_expression,
+)
 
-OPTIONS = {'count': 4, 'largest': 50, 'most': 100}
+OPTIONS = {'count': 4, 'largest': 50, 'largest_target': 100}
 
 
 def fixed(**options):
@@ -20,8 +25,8 @@ def fixed(**options):
 
 def test_every_target_is_reached_by_its_own_expression():
   for seed in range(200):
-    numbers, target, text = draw(seed, **OPTIONS)
-    value, used = evaluate(text)
+    numbers, target, text = draw_countdown(seed, **OPTIONS)
+    value, used = evaluate_expression(text)
     assert (value, sorted(used)) == (target, sorted(numbers))
     assert 1 <= target <= 100
     env = CountdownEnv()
@@ -31,8 +36,8 @@ def test_every_target_is_reached_by_its_own_expression():
 
 
 def test_tasks_follow_from_the_seed_and_differ():
-  drawn = [draw(seed, **OPTIONS) for seed in range(200)]
-  assert drawn == [draw(seed, **OPTIONS) for seed in range(200)]
+  drawn = [draw_countdown(seed, **OPTIONS) for seed in range(200)]
+  assert drawn == [draw_countdown(seed, **OPTIONS) for seed in range(200)]
   assert len({(tuple(n), t) for n, t, _ in drawn}) == 200
   assert len({t for _, t, _ in drawn}) > 50
 
@@ -50,7 +55,7 @@ def test_tasks_follow_from_the_seed_and_differ():
   ],
 )
 def test_evaluate(text, value, numbers):
-  assert evaluate(text) == (value, numbers)
+  assert evaluate_expression(text) == (value, numbers)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_evaluate(text, value, numbers):
 )
 def test_what_is_no_expression(text, why):
   with pytest.raises(ValueError, match=why):
-    evaluate(text)
+    evaluate_expression(text)
 
 
 def test_one_attempt():
@@ -105,7 +110,7 @@ def test_an_invalid_reply_costs_an_attempt_and_says_why(reply, why):
   env = fixed(attempts=2, invalid_reward=-0.5, format_reward=0.1, max_chars=40)
   shown, reward, terminated, _, info = env.step(reply)
   assert why in shown
-  assert shown.endswith(HELP)
+  assert shown.endswith(EXPRESSION_HELP)
   assert (reward, terminated, info['metrics']['invalid_actions']) == (-0.5, False, 1)
   _, reward, terminated, _, _ = env.step('no')
   assert (reward, terminated) == (-0.5, True)
@@ -132,6 +137,6 @@ def test_errors():
   with pytest.raises(ValueError, match='start at 1'):
     CountdownEnv(attempts=0)
   with pytest.raises(ValueError, match='raise largest_target'):
-    draw(0, count=2, largest=1, most=1)
+    draw_countdown(0, count=2, largest=1, largest_target=1)
   with pytest.raises(RuntimeError, match='reset'):
-    factory('countdown')().step('1')
+    env_factory('countdown')().step('1')

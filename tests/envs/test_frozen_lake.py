@@ -6,15 +6,15 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl.envs.frozen_lake import (
-  HELP,
+from jaxrl.envs.games.frozen_lake_env import (
+  DIRECTION_HELP,
   FrozenLakeEnv,
   demonstrate,
   demonstrations,
   draw_map,
   look_around,
-  parse,
-  render,
+  parse_direction,
+  render_map,
   shortest_move,
 )
 
@@ -83,7 +83,7 @@ def test_threads_draw_the_maps_that_one_thread_draws():
     thread.start()
   for thread in threads:
     thread.join()
-  assert [found[seed] for seed in range(320)] == [render(rows, 0) for rows in alone]
+  assert [found[seed] for seed in range(320)] == [render_map(rows, 0) for rows in alone]
 
 
 def test_the_global_generators_are_left_alone():
@@ -99,8 +99,8 @@ def test_the_global_generators_are_left_alone():
 
 def test_what_the_model_sees():
   rows = ['SFH', 'FFF', 'HFG']
-  assert render(rows, 4) == '. . O\n. P .\nO . G'
-  assert render(rows, 2) == '. . P\n. . .\nO . G'
+  assert render_map(rows, 4) == '. . O\n. P .\nO . G'
+  assert render_map(rows, 2) == '. . P\n. . .\nO . G'
 
 
 def test_what_the_model_sees_around_it():
@@ -111,13 +111,13 @@ def test_what_the_model_sees_around_it():
   env = FrozenLakeEnv(map_size=2, frozen=1.0, view='around')
   assert env.reset(seed=0)[0] == look_around(['SF', 'FG'], 0)
   assert env.step('down')[0] == look_around(['SF', 'FG'], 2)
-  assert env.step('?')[0] == f'{HELP}\n{look_around(["SF", "FG"], 2)}'
+  assert env.step('?')[0] == f'{DIRECTION_HELP}\n{look_around(["SF", "FG"], 2)}'
 
 
 def test_moves_and_goal():
   env = FrozenLakeEnv(map_size=2, frozen=1.0)
   shown, info = env.reset(seed=0)
-  assert (shown, info['suffix']) == ('P .\n. G', HELP)
+  assert (shown, info['suffix']) == ('P .\n. G', DIRECTION_HELP)
   shown, reward, terminated, truncated, info = env.step('I go right')
   assert (shown, reward, terminated, truncated) == ('. P\n. G', 0, False, False)
   shown, reward, terminated, _, info = env.step('DOWN!')
@@ -139,7 +139,7 @@ def test_an_invalid_action_moves_nobody_and_says_what_is_valid():
   env = FrozenLakeEnv(invalid_reward=-0.2, step_reward=-0.1)
   first = env.reset(seed=0)[0]
   shown, reward, terminated, truncated, info = env.step('upwards, leftish')
-  assert (shown, reward) == (f'{HELP}\n{first}', -0.2)
+  assert (shown, reward) == (f'{DIRECTION_HELP}\n{first}', -0.2)
   assert not terminated
   assert not truncated
   assert info['metrics']['invalid_actions'] == 1
@@ -147,9 +147,9 @@ def test_an_invalid_action_moves_nobody_and_says_what_is_valid():
 
 
 def test_parse_takes_the_last_direction():
-  assert parse('not up but Down.') == 'down'
-  assert parse('<answer>left</answer>') == 'left'
-  assert parse('downup') is parse('') is None
+  assert parse_direction('not up but Down.') == 'down'
+  assert parse_direction('<answer>left</answer>') == 'left'
+  assert parse_direction('downup') is parse_direction('') is None
 
 
 def test_slippery_lakes_repeat_by_seed():

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.gem import Game
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.adapters.gem_env import GemGame
+from jaxrl.envs.env_registry import env_factory
 
 
 @pytest.fixture(scope='module')
@@ -17,7 +17,7 @@ def guess():
     pytest.skip("needs pip install -e '.[envs]'")
   arguments = {'min_number': 1, 'max_number': 20, 'max_turns': 6}
   options = {'id': 'game:GuessTheNumber-v0-easy', 'arguments': arguments}
-  env = factory('gem', options)()
+  env = env_factory('gem', options)()
   yield env
   env.close()
 
@@ -68,15 +68,15 @@ def test_an_unknown_game():
   if importlib.util.find_spec('gem') is None:
     pytest.skip("needs pip install -e '.[envs]'")
   with pytest.raises(ConfigError, match=r"no environment 'game:Wordle'.*'game:Wordle-"):
-    Game(id='game:Wordle', arguments={}, max_chars=10)
+    GemGame(id='game:Wordle', arguments={}, max_chars=10)
 
 
 def test_what_is_refused(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: True)
-  with pytest.raises(ConfigError, match="'id' has to name"):
-    factory('gem')
+  with pytest.raises(ConfigError, match="'id' must name"):
+    env_factory('gem')
   with pytest.raises(ConfigError, match='unsafe=True'):
-    factory('gem', {'id': 'code:Taco8k'})
+    env_factory('gem', {'id': 'code:Taco8k'})
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   with pytest.raises(ConfigError, match='envs'):
-    factory('gem', {'id': 'game:Wordle-v0-easy'})
+    env_factory('gem', {'id': 'game:Wordle-v0-easy'})

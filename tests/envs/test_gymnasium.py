@@ -5,9 +5,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.gymnasium import GymnasiumEnv, as_text, uncoloured
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.adapters.gymnasium_env import (
+  GymnasiumEnv,
+  describe_colors,
+  observation_text,
+)
+from jaxrl.envs.env_registry import env_factory
 
 LAKE = {'id': 'FrozenLake-v1', 'arguments': {'is_slippery': False}}
 MOVES = ['left', 'down', 'right', 'up']
@@ -76,7 +80,7 @@ def test_an_invalid_action_moves_nothing_and_says_what_is_valid():
 
 
 def test_text_spaces():
-  env = factory('gymnasium', {'id': 'Echo-v0'})()
+  env = env_factory('gymnasium', {'id': 'Echo-v0'})()
   shown, info = env.reset(seed=7)
   assert (shown, info['suffix']) == ('seed7', 'Answer with 1 to 5 characters.')
   assert env.step('<answer>cab</answer>')[:3] == ('cabcab', 3, False)
@@ -108,14 +112,17 @@ def test_observations_may_be_shown_instead():
 
 
 def test_colours_in_words():
-  shown = uncoloured('a\x1b[34;1mY\x1b[0m b\x1b[43m \x1b[0m')
+  shown = describe_colors('a\x1b[34;1mY\x1b[0m b\x1b[43m \x1b[0m')
   assert shown == 'a[blue Y] b[yellow  ]'
 
 
 def test_as_text():
-  assert as_text({'a': np.array([1, 2]), 'b': (1, 0.12345)}) == 'a: [1, 2]\nb: 1, 0.123'
-  assert as_text(np.float32(2.5)) == '2.5'
-  assert as_text(np.int64(3)) == as_text(np.array(3)) == '3'
+  assert (
+    observation_text({'a': np.array([1, 2]), 'b': (1, 0.12345)})
+    == 'a: [1, 2]\nb: 1, 0.123'
+  )
+  assert observation_text(np.float32(2.5)) == '2.5'
+  assert observation_text(np.int64(3)) == observation_text(np.array(3)) == '3'
 
 
 @pytest.mark.parametrize(
@@ -124,9 +131,9 @@ def test_as_text():
     ({'id': 'FrozenLoke-v1'}, 'FrozenLoke'),
     ({'id': 'no_such_module:Env-v0'}, 'no_such_module'),
     ({'id': 'Pendulum-v1'}, 'only text and discrete'),
-    ({'id': 'Echo-v0', 'actions': ['a']}, 'only discrete ones be named'),
+    ({'id': 'Echo-v0', 'actions': ['a']}, 'only discrete ones can be named'),
     ({**LAKE, 'actions': ['left', 'right']}, '4 actions'),
-    ({**LAKE, 'actions': ['up', 'Up', 'down', 'left']}, 'a name of its own'),
+    ({**LAKE, 'actions': ['up', 'Up', 'down', 'left']}, 'a unique name'),
     ({'id': 'Dial-v0', 'show': 'render'}, 'no text rendering'),
   ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs.math import MathEnv, final_answer, marked_answer, same
+from jaxrl.envs.math_env import MathEnv, answers_match, final_answer, marked_answer
 from jaxrl.types import Task
 
 SHARED = Path(__file__).parents[3] / 'shared' / 'data'
@@ -99,8 +99,8 @@ def test_strict_and_format_reward():
   ],
 )
 def test_same(one, other):
-  assert same(one, other)
-  assert same(other, one)
+  assert answers_match(one, other)
+  assert answers_match(other, one)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_same(one, other):
   [('1/3', '0.33'), ('1/0', '2/0'), ('', ''), ('x', 'y'), ('1e9', '1'), ('nan', '1')],
 )
 def test_not_same(one, other):
-  assert not same(one, other)
+  assert not answers_match(one, other)
 
 
 @pytest.mark.parametrize('length', [10_000, 1_000_000])
@@ -116,7 +116,7 @@ def test_huge_replies_are_graded_at_once(length):
   for text in ('9' * length, '{' * length, r'\boxed{' * (length // 7), '1,' * length):
     assert grade(text) == 0
     assert grade(text + '\n#### 18') == 1
-  assert not same('1/' + '9' * length, '1')
+  assert not answers_match('1/' + '9' * length, '1')
 
 
 def test_nested_braces():
@@ -153,6 +153,7 @@ def test_gsm8k_and_deepmath_score_their_own_answers():
 
 
 def test_environments_do_not_import_jax():
-  code = 'import jaxrl.envs.base, jaxrl.envs.math, jaxrl.envs.frozen_lake, sys;'
+  code = 'import jaxrl.envs.env_registry, jaxrl.envs.math_env, '
+  code += 'jaxrl.envs.games.frozen_lake_env, sys;'
   code += "sys.exit('jax' in sys.modules or 'ray' in sys.modules)"
   assert subprocess.run([sys.executable, '-c', code]).returncode == 0

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from jaxrl.envs.base import factory, find
-from jaxrl.envs.frozen_lake import FrozenLakeEnv
-from jaxrl.envs.process import EnvProcessError, ProcessEnv
-from jaxrl.rollout.call_pool import CallPool
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.env_registry import env_factory, find_env
+from jaxrl.envs.games.frozen_lake_env import FrozenLakeEnv
+from jaxrl.envs.isolated_env import EnvProcessError, IsolatedEnv
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.signature import ConfigError
+from jaxrl.rollout.thread_pool import ThreadPool
 from tests.rollout.fakes import FakeEngine, lease, world
 
 MINE = 'tests.envs.faulty:Faulty'
@@ -35,16 +35,16 @@ def wait_for_death(pid):
 
 @pytest.fixture
 def env():
-  env = ProcessEnv(MINE, {})
+  env = IsolatedEnv(MINE, {})
   yield env
   env.kill()
 
 
 def test_it_plays_as_in_process():
-  isolated = factory('isolated:frozen_lake', {'map_size': 5})()
+  isolated = env_factory('isolated:frozen_lake', {'map_size': 5})()
   plain = FrozenLakeEnv(map_size=5)
   assert isolated.reset(seed=3) == plain.reset(seed=3)
-  assert find('isolated:frozen_lake') is FrozenLakeEnv
+  assert find_env('isolated:frozen_lake') is FrozenLakeEnv
   for action in ('right', 'down', 'what?'):
     assert isolated.step(action) == plain.step(action)
   isolated.kill()
@@ -72,22 +72,22 @@ def test_kill_ends_a_call_under_way(env):
 
 async def test_a_hung_environment_is_killed_and_replaced():
   replies = iter(['hang', 'go'])
-  pool = CallPool(1)
-  shared = world(lambda: ProcessEnv(MINE, {}), FakeEngine(lambda *_: next(replies)))
+  pool = ThreadPool(1)
+  shared = world(lambda: IsolatedEnv(MINE, {}), FakeEngine(lambda *_: next(replies)))
   manager = EnvManager(shared, timeouts='step=0.2')
-  (hung,) = await manager.play(lease(), base_seed=0)
+  (hung,) = await manager.play_episode(lease(), base_seed=0)
   assert hung.stop_reason == 'env_timeout'
   wait_for_death(int(hung.messages[0]['content']))
-  (good,) = await manager.play(lease(), base_seed=0)
+  (good,) = await manager.play_episode(lease(), base_seed=0)
   assert good.stop_reason == 'finish'
   assert good.messages[0] != hung.messages[0]
-  manager._drop_env()
+  manager._discard_env()
   pool.close()
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='the kernel sets no bound')
 def test_one_that_leaks_meets_its_bound_and_not_the_machines():
-  env = ProcessEnv(MINE, {}, memory=256 << 20)
+  env = IsolatedEnv(MINE, {}, memory=256 << 20)
   env.reset(seed=0)
   env.step(f'leak {100 << 20}')
   with pytest.raises(EnvProcessError, match='MemoryError'):
@@ -117,9 +117,9 @@ def test_one_killed_while_its_process_starts_leaves_none(env, monkeypatch):
 def test_no_process_within_a_process(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: True)
   game = {'id': 'game:Wordle-v0-easy'}
-  assert type(factory('isolated:gem', game)()).__name__ == 'GemEnv'
+  assert type(env_factory('isolated:gem', game)()).__name__ == 'GemEnv'
   for name, own in (('gem', game), ('isolated:frozen_lake', {})):
     options = {'env_type': name, 'env_config': own, 'tools': 'python'}
-    assert factory('tool_use', options)
-    with pytest.raises(ConfigError, match=f'{name!r} inside has a process'):
-      factory('isolated:tool_use', options)
+    assert env_factory('tool_use', options)
+    with pytest.raises(ConfigError, match=f'{name!r} inside already runs'):
+      env_factory('isolated:tool_use', options)

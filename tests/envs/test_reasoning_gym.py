@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.reasoning_gym import EVALUATING
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.adapters.reasoning_gym_env import EVAL_SCORERS
+from jaxrl.envs.env_registry import env_factory
 
 pytest.importorskip('reasoning_gym')
 pytestmark = pytest.mark.filterwarnings('ignore::SyntaxWarning')
@@ -20,7 +20,7 @@ NAMES = ('leg_counting', 'chain_sum', 'number_sorting', 'maze')
 
 def play(name, seed, **options):
   """A question and the answer that its generator holds to be right."""
-  env = factory('reasoning_gym', {'name': name, **options})()
+  env = env_factory('reasoning_gym', {'name': name, **options})()
   question, info = env.reset(seed=seed)
   return env, question, env._entry['answer'], info
 
@@ -117,7 +117,7 @@ def test_the_global_generators_are_left_alone():
 )
 def test_config_errors(options, why):
   with pytest.raises(ConfigError, match=why):
-    factory('reasoning_gym', options)
+    env_factory('reasoning_gym', options)
 
 
 def test_scorers_that_evaluate_an_answer_want_consent():
@@ -132,8 +132,8 @@ def test_scorers_that_evaluate_an_answer_want_consent():
     for name, (generator, _) in package.DATASETS.items()
     if evaluates.search(inspect.getsource(generator.score_answer))
   }
-  assert found == EVALUATING
-  for name in EVALUATING:
+  assert found == EVAL_SCORERS
+  for name in EVAL_SCORERS:
     with pytest.raises(ConfigError, match='unsafe=True'):
       play(name, 0)
   env, _, expected, _ = play('polynomial_multiplication', 0, unsafe=True)
@@ -142,4 +142,4 @@ def test_scorers_that_evaluate_an_answer_want_consent():
 
 def test_step_before_reset():
   with pytest.raises(RuntimeError, match='reset'):
-    factory('reasoning_gym', {'name': 'leg_counting'})().step('1')
+    env_factory('reasoning_gym', {'name': 'leg_counting'})().step('1')

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.envs.replies import answer
+from jaxrl.envs.reply_parsing import tagged_answer
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ from jaxrl.envs.replies import answer
   ],
 )
 def test_answer(reply, said):
-  assert answer(reply) == said
+  assert tagged_answer(reply) == said
 
 
 def test_a_reply_of_open_tags_takes_no_time():
-  assert answer('<answer>' * 500_000 + '</answer>') == ''
+  assert tagged_answer('<answer>' * 500_000 + '</answer>') == ''

@@ -6,16 +6,16 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.sokoban import (
-  HELP,
-  RULES,
-  Room,
+from jaxrl.envs.env_registry import env_factory
+from jaxrl.envs.games.frozen_lake_env import DIRECTION_HELP
+from jaxrl.envs.games.sokoban_env import (
+  SOKOBAN_RULES,
   SokobanEnv,
+  SokobanRoom,
   draw_room,
-  move,
-  render,
-  solved,
+  is_solved,
+  move_player,
+  render_room,
 )
 
 OPTIONS = {'height': 7, 'width': 8, 'boxes': 2, 'scramble': 80}
@@ -26,7 +26,7 @@ def room(*rows):
   cells = {
     (r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row.split())
   }
-  return Room(
+  return SokobanRoom(
     height=len(rows),
     width=len(rows[0].split()),
     floor=frozenset(cell for cell, sign in cells.items() if sign != '#'),
@@ -44,7 +44,7 @@ def test_every_room_is_solved_by_its_own_solution():
     assert not drawn.boxes & drawn.targets
     assert drawn.boxes | drawn.targets | {drawn.player} <= drawn.floor
     env = SokobanEnv(**OPTIONS)
-    assert env.reset(seed=seed)[0] == f'{RULES}\n{render(drawn)}'
+    assert env.reset(seed=seed)[0] == f'{SOKOBAN_RULES}\n{render_room(drawn)}'
     answers = [env.step(direction) for direction in drawn.solution]
     assert [answer[2] for answer in answers].index(True) == len(answers) - 1
     assert answers[-1][1] == 1
@@ -53,8 +53,8 @@ def test_every_room_is_solved_by_its_own_solution():
 
 
 def test_rooms_follow_from_the_seed_and_differ():
-  shown = [render(draw_room(seed, **OPTIONS)) for seed in range(60)]
-  assert shown == [render(draw_room(seed, **OPTIONS)) for seed in range(60)]
+  shown = [render_room(draw_room(seed, **OPTIONS)) for seed in range(60)]
+  assert shown == [render_room(draw_room(seed, **OPTIONS)) for seed in range(60)]
   assert len(set(shown)) == 60
 
 
@@ -85,22 +85,22 @@ def test_the_global_generators_are_left_alone():
 
 def test_a_push_needs_room_behind_the_box():
   start = room('# # # # # #', '# @ $ - . #', '# # # # # #')
-  pushed = move(start, 'right')
-  assert render(pushed).split('\n')[1] == '# - @ $ . #'
-  done = move(pushed, 'right')
-  assert render(done).split('\n')[1] == '# - - @ * #'
-  assert solved(done)
-  assert move(done, 'right') == done
-  assert render(move(done, 'left')).split('\n')[1] == '# - @ - * #'
-  assert move(start, 'up') == move(start, 'left') == start
+  pushed = move_player(start, 'right')
+  assert render_room(pushed).split('\n')[1] == '# - @ $ . #'
+  done = move_player(pushed, 'right')
+  assert render_room(done).split('\n')[1] == '# - - @ * #'
+  assert is_solved(done)
+  assert move_player(done, 'right') == done
+  assert render_room(move_player(done, 'left')).split('\n')[1] == '# - @ - * #'
+  assert move_player(start, 'up') == move_player(start, 'left') == start
   two = room('# # # # # #', '# @ $ $ . #', '# . # # # #')
-  assert move(two, 'right') == two
+  assert move_player(two, 'right') == two
 
 
 def test_a_player_on_a_target_is_seen_and_walks_off():
   start = room('# # # # #', '# + $ - #', '# # # # #')
-  assert render(start).split('\n')[1] == '# + $ - #'
-  assert render(move(start, 'right')).split('\n')[1] == '# . @ $ #'
+  assert render_room(start).split('\n')[1] == '# + $ - #'
+  assert render_room(move_player(start, 'right')).split('\n')[1] == '# . @ $ #'
 
 
 def test_rewards():
@@ -110,7 +110,7 @@ def test_rewards():
   env.reset(seed=0)
   env._room = room('# # # # # #', '# @ $ - . #', '# # # # # #')
   shown, reward, terminated, truncated, info = env.step('over there, upwards')
-  assert shown == f'{HELP}\n# # # # # #\n# @ $ - . #\n# # # # # #'
+  assert shown == f'{DIRECTION_HELP}\n# # # # # #\n# @ $ - . #\n# # # # # #'
   assert (reward, terminated, truncated) == (-0.3, False, False)
   assert info['metrics']['invalid_actions'] == 1
   shown, reward, *_ = env.step('left')
@@ -137,4 +137,4 @@ def test_errors():
   with pytest.raises(ValueError, match='no room'):
     draw_room(0, height=5, width=5, boxes=2, scramble=1)
   with pytest.raises(RuntimeError, match='reset'):
-    factory('sokoban')().step('up')
+    env_factory('sokoban')().step('up')

@@ -6,8 +6,8 @@ import tarfile
 
 import pytest
 
-from jaxrl.envs import outcomes, repository, submission
-from jaxrl.envs.swe_tasks import Instance
+from jaxrl.envs.terminal import git_repository, submission, test_results
+from jaxrl.envs.terminal.swe_tasks import SweTask
 from tests.envs import swe_repos
 from tests.envs.swe_repos import git, write
 
@@ -58,8 +58,10 @@ def test_what_leads_outside_or_is_guarded_stays_out(tmp_path):
     ('tests/test_a.py', b'x'),
     device,
   )
-  guarded = submission.guard(submission.PROTECTED, {'tests/test_a.py'})
-  submission.unpack(packed, tree, guarded, 1000)
+  guarded = submission.protected_path_filter(
+    submission.PROTECTED_FILES, {'tests/test_a.py'}
+  )
+  submission.unpack_submission(packed, tree, guarded, 1000)
   assert files(tree) == ['absolute', 'fine', 'src', 'src/a.py', 'src/pytest.py']
   assert sorted(p.name for p in tmp_path.iterdir()) == ['tree']
   assert (tree / 'fine').readlink().name == 'a.py'
@@ -68,7 +70,9 @@ def test_what_leads_outside_or_is_guarded_stays_out(tmp_path):
 @pytest.mark.parametrize('packed', [b'', b'x' * 2000, archive(('a', b'x' * 2000))])
 def test_what_cannot_be_unpacked_is_the_agents_fault(tmp_path, packed):
   with pytest.raises(submission.SubmissionError, match='cannot be unpacked'):
-    submission.unpack(packed, tmp_path, submission.guard((), ()), 1000)
+    submission.unpack_submission(
+      packed, tmp_path, submission.protected_path_filter((), ()), 1000
+    )
 
 
 def linked(name, to):
@@ -95,7 +99,9 @@ def test_nothing_is_written_through_a_link(tmp_path, monkeypatch):
     ('src/a.py', b'a'),
     linked('b.py', './src/a.py'),
   )
-  submission.unpack(packed, tree, submission.guard((), ()), 1000)
+  submission.unpack_submission(
+    packed, tree, submission.protected_path_filter((), ()), 1000
+  )
   assert files(other) == ['kept']
   assert (other / 'kept').read_text() == 'k'
   assert (tree / 'b.py').read_text() == 'a'
@@ -106,7 +112,9 @@ def test_hard_links_count_as_the_copies_that_they_become(tmp_path):
   many = [linked(f'b{i}', 'a' if i == 0 else f'b{i - 1}') for i in range(9)]
   packed = archive(('a', b'x' * 150), *many)
   with pytest.raises(submission.SubmissionError, match='too large'):
-    submission.unpack(packed, tmp_path, submission.guard((), ()), 1000)
+    submission.unpack_submission(
+      packed, tmp_path, submission.protected_path_filter((), ()), 1000
+    )
 
 
 def test_guarded_files_are_restored_through_no_link(tmp_path):
@@ -115,8 +123,8 @@ def test_guarded_files_are_restored_through_no_link(tmp_path):
   write(tree, {'src/a.py': '2', 'conftest.py/x': ''})
   other.mkdir()
   (tree / 'tests').symlink_to(other)
-  guarded = submission.guard(['conftest.py'], {'tests/sub/test_a.py'})
-  submission.restore(base, tree, guarded)
+  guarded = submission.protected_path_filter(['conftest.py'], {'tests/sub/test_a.py'})
+  submission.restore_protected(base, tree, guarded)
   assert (tree / 'tests/sub/test_a.py').read_text() == 'right'
   assert (tree / 'conftest.py').read_text() == 'right'
   assert (tree / 'src/a.py').read_text() == '2'
@@ -137,12 +145,12 @@ deleted file mode 100644
 @@ -1 +0,0 @@
 -g
 """
-  changed = repository.apply(patch, tmp_path / 'in')
+  changed = git_repository.apply_patch(patch, tmp_path / 'in')
   assert changed == {'old name', 'new name', 'gone'}
   assert files(tmp_path / 'in') == ['kept', 'new name']
-  assert repository.apply('', tmp_path / 'in') == set()
+  assert git_repository.apply_patch('', tmp_path / 'in') == set()
   with pytest.raises(ValueError, match=r'git apply in .* failed'):
-    repository.apply(patch, tmp_path / 'in')
+    git_repository.apply_patch(patch, tmp_path / 'in')
 
 
 def test_clones_of_every_kind_are_found(tmp_path):
@@ -150,20 +158,20 @@ def test_clones_of_every_kind_are_found(tmp_path):
   git(tmp_path, 'clone', '-q', '--bare', 'work/acme/spans', 'bare/acme__spans.git')
   git(tmp_path, 'clone', '-q', 'work/acme/spans', 'flat/spans')
   for repos in ('work', 'bare', 'flat'):
-    clone = repository.find(str(tmp_path / repos), 'acme/spans')
+    clone = git_repository.find_clone(str(tmp_path / repos), 'acme/spans')
     out = tmp_path / f'out-{repos}'
     out.mkdir()
-    repository.export(clone, row['base_commit'], out)
+    git_repository.export_commit(clone, row['base_commit'], out)
     assert files(out) == files(tmp_path / 'out-work')
     assert 'tests/test_apart.py' in files(out)
     assert 'tests/test_merge.py' not in files(out)
     assert 'tests/test_merge.py' in files(tmp_path / 'work/acme/spans')
   assert git(tmp_path / 'work/acme/spans', 'status', '--short') == ''
   for name in ('acme/absent', '../work', '/etc'):
-    with pytest.raises(ValueError, match=r'no repository|no name'):
-      repository.find(str(tmp_path / 'work'), name)
-  with pytest.raises(ValueError, match='is no commit'):
-    repository.export(clone, '--help', out)
+    with pytest.raises(ValueError, match=r'no repository|not the name'):
+      git_repository.find_clone(str(tmp_path / 'work'), name)
+  with pytest.raises(ValueError, match='is not a commit'):
+    git_repository.export_commit(clone, '--help', out)
 
 
 REPORT = b"""<?xml version="1.0"?><testsuites><testsuite>
@@ -180,7 +188,7 @@ REPORT = b"""<?xml version="1.0"?><testsuites><testsuite>
 
 
 def test_reports():
-  assert outcomes.from_report(REPORT) == {
+  assert test_results.parse_junit_report(REPORT) == {
     'tests/test_a.py::test_one': True,
     'tests/test_a.py::TestB::TestC::test[a::b]': True,
     'test_d.py::test_skipped': False,
@@ -189,12 +197,12 @@ def test_reports():
   }
   inherited = REPORT.replace(b'file="tests/test_a.py"', b'file="tests/base.py"')
   ids = ['tests/test_a.py::test_one', 'tests/test_a.py::TestB::TestC::test[a::b]']
-  found = outcomes.from_report(inherited, ids)
+  found = test_results.parse_junit_report(inherited, ids)
   assert all(found[test] for test in ids) and len(found) == 5
-  assert outcomes.from_report(REPORT[:-1]) == {}
-  assert outcomes.from_report(b'') == {}
+  assert test_results.parse_junit_report(REPORT[:-1]) == {}
+  assert test_results.parse_junit_report(b'') == {}
   bomb = b'<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><testsuites/>'
-  assert outcomes.from_report(bomb) == {}
+  assert test_results.parse_junit_report(bomb) == {}
 
 
 def test_logs():
@@ -214,7 +222,7 @@ PASSED tests/a.py::test_b[1 - 2]
 FAILED tests/a.py::test_c - assert 1 == 2
 PASSED tests/a.py::test_c
 """
-  assert outcomes.from_log(text) == {
+  assert test_results.parse_test_log(text) == {
     'test_one (a.tests.OneTests)': True,
     'test_two (a.tests.OneTests.test_two)': False,
     'test_three (a.tests.OneTests)': False,
@@ -226,13 +234,13 @@ PASSED tests/a.py::test_c
     'tests/a.py::test_c': False,
   }
   before = 'ERROR of a program\n== short test summary info ==\nPASSED a::b\n'
-  assert outcomes.pytest_summary(before) == {'a::b': True}
+  assert test_results.parse_pytest_summary(before) == {'a::b': True}
   later = f'{before}FAILED a::c - why\n== short test summary info ==\nPASSED a::c\n'
-  assert outcomes.pytest_summary(later) == {'a::b': True, 'a::c': False}
-  assert outcomes.pytest_summary('PASSED a::b') == {}
+  assert test_results.parse_pytest_summary(later) == {'a::b': True, 'a::c': False}
+  assert test_results.parse_pytest_summary('PASSED a::b') == {}
 
 
 def test_files_of_tests():
   ids = ('a/b.py::test_c', 'a/b.py::test_d', 'test_e (f.G)')
-  instance = Instance('', '', '', '', '', ids[:1], ids[1:])
+  instance = SweTask('', '', '', '', '', ids[:1], ids[1:])
   assert instance.files == ('a/b.py',)

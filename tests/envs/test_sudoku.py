@@ -4,8 +4,14 @@ import threading
 
 import pytest
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.sudoku import SudokuEnv, draw_puzzle, peers, render, solutions
+from jaxrl.envs.env_registry import env_factory
+from jaxrl.envs.games.sudoku_env import (
+  SudokuEnv,
+  conflicting_digits,
+  draw_puzzle,
+  iter_solutions,
+  render_grid,
+)
 
 PUZZLE = [[1, 0, 3, 4], [3, 4, 0, 2], [2, 1, 4, 3], [4, 3, 2, 1]]
 SOLUTION = [[1, 2, 3, 4], [3, 4, 1, 2], [2, 1, 4, 3], [4, 3, 2, 1]]
@@ -25,17 +31,19 @@ def test_puzzles_have_their_blanks_and_one_solution(box, blanks, count):
   drawn = [draw_puzzle(seed, box=box, blanks=blanks) for seed in range(count)]
   for puzzle, solution in drawn:
     assert sum(row.count(0) for row in puzzle) == blanks
-    assert list(solutions(puzzle, box)) == [solution]
+    assert list(iter_solutions(puzzle, box)) == [solution]
     for row in range(box**2):
       for column in range(box**2):
-        assert solution[row][column] not in peers(solution, row, column, box)
+        assert solution[row][column] not in conflicting_digits(
+          solution, row, column, box
+        )
         assert puzzle[row][column] in (0, solution[row][column])
-  assert len({render(puzzle) for puzzle, _ in drawn}) == count
+  assert len({render_grid(puzzle) for puzzle, _ in drawn}) == count
 
 
 def test_the_solver_finds_every_solution():
-  assert sum(1 for _ in solutions([[0] * 4 for _ in range(4)], 2)) == 288
-  assert list(solutions([[1, 1, 0, 0]] + [[0] * 4] * 3, 2)) == []
+  assert sum(1 for _ in iter_solutions([[0] * 4 for _ in range(4)], 2)) == 288
+  assert list(iter_solutions([[1, 1, 0, 0]] + [[0] * 4] * 3, 2)) == []
 
 
 def test_threads_draw_the_puzzles_that_one_draws():
@@ -60,7 +68,7 @@ def test_cells_one_by_one():
   assert (reward, terminated, truncated) == (0.1, False, False)
   assert info['metrics']['right_cells'] == 0.5
   shown, reward, terminated, _, info = env.step('<answer>R2 C3: 1</answer> done')
-  assert (shown, reward, terminated) == (render(SOLUTION), 2.0, True)
+  assert (shown, reward, terminated) == (render_grid(SOLUTION), 2.0, True)
   assert info['metrics'] == {
     'accuracy': 1,
     'success': 1,
@@ -70,7 +78,7 @@ def test_cells_one_by_one():
 
 
 def test_a_whole_grid():
-  assert small().step(f'<answer>\n{render(SOLUTION)}\n</answer>')[1:3] == (1, True)
+  assert small().step(f'<answer>\n{render_grid(SOLUTION)}\n</answer>')[1:3] == (1, True)
   rows = '<answer>[[1,2,3,4],[3,4,1,2],[2,1,4,3],[4,3,2,1]]</answer>'
   assert small().step(rows)[1:3] == (1, True)
   assert small().step('r1c2=2 r2c3=1')[1:3] == (1, True)
@@ -97,7 +105,7 @@ def test_what_cannot_be_filled_costs_a_turn_and_says_why(reply, why):
   shown, reward, terminated, truncated, info = env.step(reply)
   assert why in shown
   assert env.help in shown
-  assert shown.endswith(render(PUZZLE))
+  assert shown.endswith(render_grid(PUZZLE))
   assert (reward, terminated, truncated) == (-0.5, False, False)
   assert info['metrics']['invalid_actions'] == 1
   assert env.step('r1c2=2 r2c3=1')[2]
@@ -111,12 +119,12 @@ def test_a_wrong_cell_may_be_filled_anew():
     for r in range(4)
     for c in range(4)
     for d in range(1, 5)
-    if not env._puzzle[r][c] and d not in {*peers(env._grid, r, c, 2)}
+    if not env._puzzle[r][c] and d not in {*conflicting_digits(env._grid, r, c, 2)}
     if d != env._solution[r][c]
   )
   _, reward, terminated, _, info = env.step(f'r{row + 1}c{column + 1}={wrong}')
   assert (reward, terminated, info['metrics']['right_cells']) == (0, False, 0)
-  grid = render(env._solution)
+  grid = render_grid(env._solution)
   assert env.step(f'<answer>{grid}</answer>')[1:3] == (1, True)
 
 
@@ -126,4 +134,4 @@ def test_errors():
   with pytest.raises(ValueError, match='1 and 54'):
     SudokuEnv(blanks=60)
   with pytest.raises(RuntimeError, match='reset'):
-    factory('sudoku')().step('r1c1=1')
+    env_factory('sudoku')().step('r1c1=1')

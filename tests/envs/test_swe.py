@@ -8,18 +8,21 @@ import threading
 
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs import base, swe_tasks
-from jaxrl.envs.sandbox import local
-from jaxrl.envs.sandbox.base import SandboxError
-from jaxrl.envs.shell import HELP, command_of
-from jaxrl.signature import ConfigError
+from jaxrl.envs import env_registry
+from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.envs.sandbox.sandbox_api import SandboxError
+from jaxrl.envs.terminal import swe_tasks
+from jaxrl.envs.terminal.shell_session import SHELL_HELP, extract_command
 from jaxrl.types import Task
 from tests.envs import swe_repos
 from tests.envs.sandbox.test_local import named
 from tests.rollout.fakes import FakeEngine, play, world
 
-sandboxed = pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+sandboxed = pytest.mark.skipif(
+  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
+)
 LEAN = '{"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}'  # they take time to import
 SMALL = f'local(memory_mb=512, processes=24, environment={LEAN})'
 
@@ -34,7 +37,9 @@ def made(tmp_path, monkeypatch):
 
 
 def begin(repos, row, **options):
-  env = base.factory('swe', {'repos': str(repos), 'sandbox': SMALL, **options})()
+  env = env_registry.env_factory(
+    'swe', {'repos': str(repos), 'sandbox': SMALL, **options}
+  )()
   return env, env.reset(seed=0, options={'task': Task(seed=0, index=0, item=row)})
 
 
@@ -70,7 +75,7 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(made):
   repos, scratch = made
   row = swe_repos.spans(repos)
   env, (question, _) = begin(repos, row)
-  assert question == f'acme/spans is wrong.\n\n{HELP}'
+  assert question == f'acme/spans is wrong.\n\n{SHELL_HELP}'
   shown, reward, terminated, _, _ = do(
     env, 'pwd; git log --all --oneline | wc -l; git status --short; ls tests'
   )
@@ -205,7 +210,7 @@ async def test_an_episode_of_an_env_manager(made):
   engine = FakeEngine(lambda prompt, sampling: next(replies))
   options = {'repos': str(repos), 'sandbox': SMALL}
   rows = GlobalDataset([row], question_key='problem_statement', answer_key='')
-  made_world = world(base.factory('swe', options), engine)
+  made_world = world(env_registry.env_factory('swe', options), engine)
   made_world = dataclasses.replace(made_world, dataset=rows)
   (rollout,) = await play(
     made_world,
@@ -225,21 +230,21 @@ def test_wrong_options_and_rows_are_told(tmp_path):
     ({}, 'folder of clones'),
     ({'repos': str(tmp_path), 'sandbox': 'dokcer'}, "Did you mean 'docker'"),
     ({'repos': str(tmp_path), 'sandbox': 'local(memory=1)'}, "'memory_mb'"),
-    ({'repos': str(tmp_path), 'sandbox': 'local(readonly=("/no",))'}, "'/no' has to"),
+    ({'repos': str(tmp_path), 'sandbox': 'local(readonly=("/no",))'}, "'/no' must be"),
     ({'repos': str(tmp_path), 'shell': 'shell(turns=0)'}, 'at least one turn'),
   ):
     with pytest.raises(ConfigError, match=words):
-      base.factory('swe', options)
+      env_registry.env_factory('swe', options)
   with pytest.raises(ValueError, match="no 'repo'"):
-    swe_tasks.read_instance({'instance_id': 'a'})
+    swe_tasks.read_swe_task({'instance_id': 'a'})
   row = {
     **dict.fromkeys(('repo', 'base_commit', 'problem_statement', 'test_patch'), ''),
     **{'instance_id': 'a-1', 'FAIL_TO_PASS': '{', 'PASS_TO_PASS': '[]'},
   }
-  with pytest.raises(ValueError, match='a-1: FAIL_TO_PASS is no JSON'):
-    swe_tasks.read_instance(row)
+  with pytest.raises(ValueError, match='a-1: FAIL_TO_PASS is not JSON'):
+    swe_tasks.read_swe_task(row)
   with pytest.raises(ValueError, match='names no test'):
-    swe_tasks.read_instance(row | {'FAIL_TO_PASS': []})
+    swe_tasks.read_swe_task(row | {'FAIL_TO_PASS': []})
 
 
 @pytest.mark.parametrize(
@@ -255,4 +260,4 @@ def test_wrong_options_and_rows_are_told(tmp_path):
   ],
 )
 def test_commands_of_replies(reply, command):
-  assert command_of(reply) == command
+  assert extract_command(reply) == command

@@ -5,17 +5,20 @@ import tempfile
 
 import pytest
 
-from jaxrl.envs import base, dockerfile, terminal_tasks
-from jaxrl.envs.sandbox import local
-from jaxrl.envs.sandbox.base import SandboxError
-from jaxrl.envs.shell import HELP
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs import env_registry
+from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.envs.sandbox.sandbox_api import SandboxError
+from jaxrl.envs.terminal import dockerfile, terminal_bench_tasks
+from jaxrl.envs.terminal.shell_session import SHELL_HELP
 from jaxrl.types import Task
 from tests.envs import terminal_folders
 from tests.envs.sandbox.test_local import named
 from tests.envs.swe_repos import write
 
-sandboxed = pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+sandboxed = pytest.mark.skipif(
+  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
+)
 FIRST = (terminal_folders.count, terminal_folders.script)
 SECOND = (terminal_folders.newer_count, terminal_folders.newer_script)
 LEAN = '{"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}'  # they take time to import
@@ -33,7 +36,7 @@ def made(tmp_path, monkeypatch):
 
 def begin(tasks, name, **options):
   options = {'tasks': str(tasks), 'sandbox': SMALL, **options}
-  env = base.factory('terminal_bench', options)()
+  env = env_registry.env_factory('terminal_bench', options)()
   task = Task(seed=0, index=0, item={'question': name})
   return env, env.reset(seed=0, options={'task': task})
 
@@ -67,7 +70,7 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(made, task):
   tasks, scratch = made
   name, _ = task(tasks)
   env, (instruction, _) = begin(tasks, name)
-  assert instruction == f'{terminal_folders.COUNT}\n\n{HELP}'
+  assert instruction == f'{terminal_folders.COUNT}\n\n{SHELL_HELP}'
   shown = do(env, 'pwd; ls / /app /tests 2>&1; cat greeting.txt')[0]
   assert '/app\n' in shown
   assert "cannot access '/tests'" in shown
@@ -164,7 +167,7 @@ def test_what_cannot_be_built_here_is_told(made):
   ):
     begin(tasks, name)
   env, _ = begin(tasks, name, build='copy', test_command='absent-program')
-  with pytest.raises(SandboxError, match='absent-program calls for a program'):
+  with pytest.raises(SandboxError, match='absent-program calls a program'):
     do(env, 'submit')
   assert not list(scratch.iterdir())
 
@@ -198,7 +201,7 @@ def test_dockerfiles_that_need_a_container(tmp_path, text, words):
   write(tmp_path, {'task/Dockerfile': text, 'task/words.txt': '', 'other': ''})
   (tmp_path / 'out').mkdir()
   with pytest.raises(ValueError, match=words):
-    dockerfile.stage(tmp_path / 'task', tmp_path / 'out')
+    dockerfile.stage_dockerfile(tmp_path / 'task', tmp_path / 'out')
 
 
 def test_copying_a_whole_task_gives_no_tests_away(tmp_path):
@@ -206,7 +209,7 @@ def test_copying_a_whole_task_gives_no_tests_away(tmp_path):
   write(tmp_path / name, {'Dockerfile': 'FROM a\nCOPY . .', 'sub/tests/kept': ''})
   out = tmp_path / 'out'
   out.mkdir()
-  dockerfile.stage(tmp_path / name, out)
+  dockerfile.stage_dockerfile(tmp_path / name, out)
   kept = sorted(path.name for path in (out / 'app').rglob('*'))
   assert kept == ['Dockerfile', 'kept', 'sub', 'tests', 'words.txt']
 
@@ -231,7 +234,7 @@ CMD ["sh"]
   write(tmp_path, {'task/Dockerfile': text, 'task/a.txt': 'a', 'task/b.txt': 'b'})
   out = tmp_path / 'out'
   out.mkdir()
-  staged = dockerfile.stage(tmp_path / 'task', out)
+  staged = dockerfile.stage_dockerfile(tmp_path / 'task', out)
   assert staged.workdir == '/app/inner'
   assert staged.folders == {'/app': f'{out}/app', '/srv': f'{out}/srv'}
   assert staged.environment == {
@@ -255,10 +258,10 @@ CMD ["sh"]
 
 def test_tasks_are_read_and_wrong_ones_told(tmp_path):
   terminal_folders.count(tmp_path)
-  task = terminal_tasks.read_task(tmp_path / 'count')
+  task = terminal_bench_tasks.read_terminal_task(tmp_path / 'count')
   assert (task.agent_seconds, task.test_seconds) == (300, 100)
   terminal_folders.newer_count(tmp_path)
-  task = terminal_tasks.read_task(tmp_path / 'newer_count')
+  task = terminal_bench_tasks.read_terminal_task(tmp_path / 'newer_count')
   assert (task.agent_seconds, task.test_seconds, task.script) == (300, 100, 'test.sh')
   for files, words in (
     ({'a/x': ''}, 'no task.yaml, no task.toml'),
@@ -275,6 +278,6 @@ def test_tasks_are_read_and_wrong_ones_told(tmp_path):
   ):
     write(tmp_path, files)
     with pytest.raises(ValueError, match=words):
-      terminal_tasks.read_task(tmp_path / next(iter(files))[0])
+      terminal_bench_tasks.read_terminal_task(tmp_path / next(iter(files))[0])
   with pytest.raises(ConfigError, match='folder of tasks'):
-    base.factory('terminal_bench', {'tasks': str(tmp_path / 'absent')})
+    env_registry.env_factory('terminal_bench', {'tasks': str(tmp_path / 'absent')})

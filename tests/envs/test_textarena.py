@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.textarena import Game
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.adapters.textarena_env import TextArenaGame
+from jaxrl.envs.env_registry import env_factory
 
 OPTIONS = {'arguments': {}, 'invalid_reward': 0.0, 'max_chars': 10}
 
@@ -19,7 +19,7 @@ def guess():
   if importlib.util.find_spec('textarena') is None:  # its import takes seconds
     pytest.skip("needs pip install -e '.[envs]'")
   options = {'id': 'GuessTheNumber-v0', 'invalid_reward': -0.5, 'max_chars': 100}
-  env = factory('textarena', options)()
+  env = env_factory('textarena', options)()
   yield env
   env.close()
 
@@ -101,21 +101,21 @@ def package(monkeypatch):
 
 def test_an_unknown_game(package):
   with pytest.raises(ConfigError, match=r"no game 'Duel'.*'Duel-v0'"):
-    Game(id='Duel', **OPTIONS)
+    TextArenaGame(id='Duel', **OPTIONS)
 
 
 def test_a_game_of_two_players(package):
-  game = Game(id='Duel-v0', **OPTIONS)
+  game = TextArenaGame(id='Duel-v0', **OPTIONS)
   with pytest.raises(ConfigError, match='cannot be played by one player'):
     game.reset(seed=0)
   with pytest.raises(RuntimeError, match='reset'):
-    Game(id='Duel-v0', **OPTIONS).step('1')
+    TextArenaGame(id='Duel-v0', **OPTIONS).step('1')
 
 
 def test_no_game_or_no_package(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: True)
-  with pytest.raises(ConfigError, match="'id' has to name a game"):
-    factory('textarena')
+  with pytest.raises(ConfigError, match="'id' must name a game"):
+    env_factory('textarena')
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   with pytest.raises(ConfigError, match='envs'):
-    factory('textarena', {'id': 'Duel-v0'})
+    env_factory('textarena', {'id': 'Duel-v0'})

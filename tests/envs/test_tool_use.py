@@ -7,21 +7,23 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl.data.chat import Chat
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.tokenizer import train_tokenizer
-from jaxrl.envs import base
-from jaxrl.envs.countdown import CountdownEnv
-from jaxrl.envs.sandbox import local
-from jaxrl.rollout.call_pool import CallPool
-from jaxrl.rollout.env_manager import EnvManager, EnvWorld
-from jaxrl.signature import ConfigError
+from jaxrl.envs import env_registry
+from jaxrl.envs.games.countdown_env import CountdownEnv
+from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.rollout.env_manager import EnvContext, EnvManager
+from jaxrl.rollout.thread_pool import ThreadPool
 from tests.rollout.fakes import completion, lease
 
 HERE = pathlib.Path(__file__).parent / 'tools'
 OWN = str(HERE / 'own_tools.py')
 SERVER = shlex.join([sys.executable, str(HERE / 'server.py')])
-sandboxed = pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+sandboxed = pytest.mark.skipif(
+  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
+)
 PLAIN = {'env_type': 'countdown', 'tools': f'{OWN}:Counter'}
 
 
@@ -50,23 +52,23 @@ class Scripted:
 @pytest.fixture(scope='module')
 def chat():
   texts = ['<tool_call>{"name": "python", "arguments": {"code": "1 + 1"}}</tool_call>']
-  return Chat(train_tokenizer(texts * 9, 400))
+  return ChatTokenizer(train_tokenizer(texts * 9, 400))
 
 
 async def play(chat, replies, options, *, dataset=None, **limits):
   """The row of one episode, the engine that played it, and its environments."""
   engine, made = Scripted(chat, *replies), []
-  factory = base.factory('tool_use', options)
-  world = EnvWorld(
+  factory = env_registry.env_factory('tool_use', options)
+  world = EnvContext(
     lambda: made.append(factory()) or made[-1],
     engine,
     chat,
-    CallPool(1),
+    ThreadPool(1),
     None,
     dataset,
   )
   limits = {'max_steps': 9, 'max_length': 10**5, 'max_tokens_per_step': 10**4, **limits}
-  (row,) = await EnvManager(world, **limits).play(lease(), base_seed=3)
+  (row,) = await EnvManager(world, **limits).play_episode(lease(), base_seed=3)
   world.pool.close()
   for env in made:
     env.close()
@@ -169,9 +171,11 @@ async def test_calls_take_turns(chat):
 
 async def test_a_call_that_is_cut_off_is_told(chat):
   engine = Scripted(chat, written('count')[:-5], 'no')
-  world = EnvWorld(base.factory('tool_use', PLAIN), engine, chat, CallPool(1))
+  world = EnvContext(
+    env_registry.env_factory('tool_use', PLAIN), engine, chat, ThreadPool(1)
+  )
   limits = {'max_steps': 2, 'max_length': 10**4, 'max_tokens_per_step': 999}
-  (row,) = await EnvManager(world, **limits).play(lease(), base_seed=3)
+  (row,) = await EnvManager(world, **limits).play_episode(lease(), base_seed=3)
   world.pool.close()
   assert 'does not end with </tool_call>' in row.messages[2]['content']
 
@@ -181,7 +185,7 @@ async def test_a_template_without_tools_is_refused(chat):
   tokenizer.chat_template = (
     "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
   )
-  row, _ = await play(Chat(tokenizer), [], PLAIN)
+  row, _ = await play(ChatTokenizer(tokenizer), [], PLAIN)
   assert row.stop_reason == 'env_reset_failed'
   assert 'leaves tools out' in row.extras['error']
 
@@ -193,11 +197,11 @@ async def test_what_fails_to_start_fails_the_reset(chat):
 
 
 def test_kill_reaches_tools_and_environment():
-  env = base.factory('tool_use', PLAIN)()
+  env = env_registry.env_factory('tool_use', PLAIN)()
   env.reset(seed=0)
   ended = []
   env._env.kill = lambda: ended.append('env')
-  (counter,) = env._toolbox._all
+  (counter,) = env._toolbox._providers
   assert counter.open
   env.kill()
   assert ended == ['env'] and not counter.open
@@ -210,29 +214,31 @@ def test_the_end_of_a_data_set_starts_nothing():
     def reset(self, *, seed, options=None):
       return None, {}
 
-  env = base.factory('tool_use', PLAIN)()
+  env = env_registry.env_factory('tool_use', PLAIN)()
   env._env = Over()
   assert env.reset(seed=0) == (None, {})
-  assert not env._toolbox._all[0].open
+  assert not env._toolbox._providers[0].open
 
 
 def test_who_sets_the_tasks():
-  assert base.core('math').__name__ == 'MathEnv'
-  assert base.core('tool_use', PLAIN) is CountdownEnv
+  assert env_registry.unwrapped('math').__name__ == 'MathEnv'
+  assert env_registry.unwrapped('tool_use', PLAIN) is CountdownEnv
   lake = {'env_type': 'frozen_lake', 'env_config': {'map_size': 5}}
-  assert base.at_split('tool_use', lake, 'test') == {
+  assert env_registry.options_for_split('tool_use', lake, 'test') == {
     'env_type': 'frozen_lake',
     'env_config': {'map_size': 5, 'split': 'test'},
   }
-  assert base.at_split('countdown', {'count': 3}, 'test') == {'count': 3}
+  assert env_registry.options_for_split('countdown', {'count': 3}, 'test') == {
+    'count': 3
+  }
 
 
 @pytest.mark.parametrize(
   'options, words',
   [
-    ({}, "'env_type' has to name"),
+    ({}, "'env_type' must name"),
     ({'env_type': 'countdwn'}, "Did you mean 'countdown'"),
-    ({'env_type': 'tool_use'}, 'not put in itself'),
+    ({'env_type': 'tool_use'}, 'it cannot wrap itself'),
     ({**PLAIN, 'env_config': {'cout': 3}}, "Did you mean 'count'"),
     ({**PLAIN, 'tools': ''}, 'name at least one'),
     ({**PLAIN, 'tools': 'pythn'}, "Did you mean 'python'"),
@@ -242,4 +248,4 @@ def test_who_sets_the_tasks():
 )
 def test_wrong_options_are_told_before_a_run(options, words):
   with pytest.raises(ConfigError, match=words):
-    base.factory('tool_use', options)
+    env_registry.env_factory('tool_use', options)

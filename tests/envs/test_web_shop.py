@@ -5,11 +5,21 @@ import threading
 
 import pytest
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.catalogue import KINDS, Catalogue, catalogue
-from jaxrl.envs.web_shop import HELP, PAGE, WebShopEnv, draw_goal, score
+from jaxrl.envs.env_registry import env_factory
+from jaxrl.envs.games.web_shop_catalogue import (
+  PRODUCT_KINDS,
+  Catalogue,
+  shared_catalogue,
+)
+from jaxrl.envs.games.web_shop_env import (
+  ACTION_HELP,
+  PAGE_SIZE,
+  WebShopEnv,
+  draw_goal,
+  purchase_score,
+)
 
-SHOP = catalogue(0, 300)
+SHOP = shared_catalogue(0, 300)
 
 
 def fits(goal):
@@ -17,7 +27,7 @@ def fits(goal):
   return [
     product
     for product in SHOP.products
-    if score(goal, product, goal.choices) == 1
+    if purchase_score(goal, product, goal.choices) == 1
     and all(value in product.choices[group] for group, value in goal.choices.items())
   ]
 
@@ -25,9 +35,9 @@ def fits(goal):
 def test_the_catalogue_follows_from_its_seed():
   assert Catalogue(0, 50).products == Catalogue(0, 50).products
   assert Catalogue(1, 50).products != Catalogue(0, 50).products
-  assert {product.kind for product in SHOP.products} == set(KINDS)
-  assert catalogue(0, 300) is SHOP
-  for features, choices, _ in KINDS.values():
+  assert {product.kind for product in SHOP.products} == set(PRODUCT_KINDS)
+  assert shared_catalogue(0, 300) is SHOP
+  for features, choices, _ in PRODUCT_KINDS.values():
     assert len(set(features)) == 6
     offered = [value for values in choices.values() for value in values]
     assert len(set(offered)) == len(offered)  # so that a click names one choice
@@ -50,7 +60,7 @@ def test_every_errand_is_fulfilled_by_shopping():
     shown, info = env.reset(seed=seed)
     goal = draw_goal(seed, SHOP)
     assert shown.startswith(str(goal))
-    assert info['suffix'] == HELP
+    assert info['suffix'] == ACTION_HELP
     wanted = {product.id for product in fits(goal)}
     shown, *_ = env.step(f'search[{goal.kind} {" ".join(goal.features)}]')
     while not any(name in shown for name in wanted):
@@ -89,28 +99,30 @@ def test_the_score_is_the_share_of_wishes():
   goal = draw_goal(0, SHOP)
   product = fits(goal)[0]
   wishes = len(goal.features) + len(goal.choices) + 1
-  assert score(goal, product, goal.choices) == 1
-  assert score(goal, product, {}) == pytest.approx(1 - len(goal.choices) / wishes)
+  assert purchase_score(goal, product, goal.choices) == 1
+  assert purchase_score(goal, product, {}) == pytest.approx(
+    1 - len(goal.choices) / wishes
+  )
   dear = dataclasses.replace(product, price=goal.price + 0.01)
-  assert score(goal, dear, goal.choices) == pytest.approx(1 - 1 / wishes)
+  assert purchase_score(goal, dear, goal.choices) == pytest.approx(1 - 1 / wishes)
   plain = dataclasses.replace(product, features=())
-  assert score(goal, plain, goal.choices) == pytest.approx(1 - 2 / wishes)
+  assert purchase_score(goal, plain, goal.choices) == pytest.approx(1 - 2 / wishes)
   other = dataclasses.replace(product, kind='other')
-  assert score(goal, other, goal.choices) == 0
+  assert purchase_score(goal, other, goal.choices) == 0
 
 
 def test_pages():
   env = WebShopEnv()
   env.reset(seed=0)
   count = len(SHOP.search('shirt'))
-  last = -(-count // PAGE)
+  last = -(-count // PAGE_SIZE)
   assert last > 2
   first = env.step('I will look.\nsearch[shirt]')[0]
   assert f"Results for 'shirt', page 1 of {last}" in first
   assert 'click[previous]' not in first
   second = env.step('<answer>CLICK[Next]</answer>')[0]
   assert f'page 2 of {last}' in second
-  item = env._results()[0]
+  item = env._page_results()[0]
   page = env.step(f'click[{item.id.lower()}]')[0]
   assert page.startswith(f'{item.title}, {item.price:.2f} dollars\nfeatures: ')
   assert 'click[buy]' in page
@@ -119,7 +131,7 @@ def test_pages():
   for _ in range(last - 1):
     shown = env.step('click[next]')[0]
   assert 'click[next]' not in shown
-  assert len(env._results()) == count - PAGE * (last - 1)
+  assert len(env._page_results()) == count - PAGE_SIZE * (last - 1)
   shown = env.step('click[back]')[0]
   assert shown == 'The shop. Search for something.\nPossible: search[words]'
   assert 'page 1 of 1' in env.step('search[zzz]')[0]
@@ -151,4 +163,4 @@ def test_errors():
   with pytest.raises(ValueError, match='products'):
     WebShopEnv(products=0)
   with pytest.raises(RuntimeError, match='reset'):
-    factory('web_shop')().step('click[buy]')
+    env_factory('web_shop')().step('click[buy]')

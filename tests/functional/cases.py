@@ -9,10 +9,10 @@ import itertools
 from jaxrl.functional import (
   advantages,
   aggregation,
-  controllers,
   corrections,
   entropy,
   kl,
+  kl_controllers,
   losses,
   shaping,
 )
@@ -56,8 +56,8 @@ ADVANTAGES = [
   advantage('rec', scale_by_std=True, steps=True),
   advantage('rec', drop='balance'),
   advantage('rec', drop='balance', scale_by_std=True, steps=True),
-  advantage('best'),
-  advantage('best', threshold=0.8, steps=True),
+  advantage('best_of_group'),
+  advantage('best_of_group', threshold=0.8, steps=True),
   advantage('gae'),
   advantage('gae', gamma=0.9, lam=0.8),
   advantage('gae', gamma=0.99, lam=0.95, whiten=True),
@@ -173,7 +173,7 @@ KLS = [
   small(kl, 'corrected_k3'),
 ]
 OF_ENTROPY = [small(entropy, 'entropy_loss', coef=0.1), small(entropy, 'mix', coef=0.1)]
-OF_LOGITS = [small(entropy, 'nec'), small(kl, 'full', coef=0.3)]
+OF_LOGITS = [small(entropy, 'nec')]
 CORRECTIONS = [
   *(small(corrections, 'tis', level=level, cap=1.5) for level in LEVELS),
   *(small(corrections, 'mis', level=level, low=0.7) for level in LEVELS),
@@ -213,10 +213,10 @@ AGGREGATION = [
 ]
 SCHEDULES = [
   small(losses, 'chord_mu', warmup_steps=10.0, decay_steps=20.0, peak=0.9, valley=0.1),
-  small(kl, 'adaptive_coef'),
-  small(kl, 'adaptive_coef', target=1.0, horizon=100.0),
-  small(controllers, 'adaptive'),
-  small(controllers, 'adaptive', target=1.0, horizon=100.0),
+  small(kl_controllers, 'adaptive_coef'),
+  small(kl_controllers, 'adaptive_coef', target=1.0, horizon=100.0),
+  small(kl_controllers, 'adaptive'),
+  small(kl_controllers, 'adaptive', target=1.0, horizon=100.0),
   small(shaping, 'overlong_penalty', max_length=9.0),
   small(shaping, 'overlong_penalty', max_length=9.0, cache=4.0),
 ]
@@ -228,12 +228,12 @@ ALL = [
 # What has no formula to restate, and where it is tested.
 OTHERS = {
   'check_pairs': 'test_preference',
-  'check': 'test_aggregation',
+  'parse_mode': 'test_aggregation',
   'term': 'test_small_parts',
   'init_moments': 'test_advantage_rules',
   'second_moment_keep': 'test_losses',
   'difficulty_weights': 'test_shaping',
   'length_weights': 'test_shaping',
   'rescale': 'test_shaping',
-  'own_scale': 'test_small_parts',
+  'term_scale_field': 'test_small_parts',
 }

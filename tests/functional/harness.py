@@ -77,9 +77,7 @@ def stacked(steps: bool = False, spare: bool = False) -> dict[str, Any]:
 
 def each(fn: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
   """`fn` over stacked batches, one after the other, in one compiled program."""
-  # Compiling is what these tests cost: half as much without LLVM's optimizations.
-  quick = {'xla_backend_optimization_level': 0}
-  return jax.jit(lambda columns: jax.lax.map(fn, columns), compiler_options=quick)
+  return jax.jit(lambda columns: jax.lax.map(fn, columns))
 
 
 def end_to_end(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -106,8 +104,8 @@ def batch(seed: int, steps: bool = False) -> dict[str, np.ndarray]:
 def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   rng = np.random.default_rng(seed)
   rows = int(rng.integers(5, ROWS + 1))
-  run_ids, step_ids = _runs(rng, rows, steps)
-  runs = run_ids.max() + 1
+  episode_ids, turn_ids = _runs(rng, rows, steps)
+  runs = episode_ids.max() + 1
   # Group sizes are unequal; with 4 in 10 batches every group is a singleton or so.
   tasks = rng.integers(0, max(1, int(runs / rng.uniform(1, 5))), size=runs)
   tasks = np.unique(tasks, return_inverse=True)[1]
@@ -117,10 +115,10 @@ def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   mask[rng.random(rows) < 0.1] = False
   columns: dict[str, np.ndarray] = {
     'mask': mask,
-    'run_ids': run_ids,
-    'step_ids': step_ids,
-    'task_ids': tasks[run_ids],
-    'rewards': _rewards(rng, mask, run_ids, tasks),
+    'episode_ids': episode_ids,
+    'turn_ids': turn_ids,
+    'group_ids': tasks[episode_ids],
+    'rewards': _rewards(rng, mask, episode_ids, tasks),
     'advantages': rng.normal(size=mask.shape) * (rng.random(mask.shape) < 0.9),
     'state_hash': rng.integers(0, 3, size=rows),
     'expert_mask': rng.random(rows) < 0.3,
@@ -176,19 +174,21 @@ def _further(rng) -> dict[str, Any]:
 def _runs(rng, rows, steps):
   if not steps:
     return rng.permutation(rows), np.zeros(rows, int)
-  run_ids = np.unique(rng.integers(0, max(1, rows // 2), rows), return_inverse=True)[1]
-  step_ids = np.array([np.sum(run_ids[:i] == run_ids[i]) for i in range(rows)])
-  return run_ids, step_ids
+  episode_ids = np.unique(
+    rng.integers(0, max(1, rows // 2), rows), return_inverse=True
+  )[1]
+  turn_ids = np.array([np.sum(episode_ids[:i] == episode_ids[i]) for i in range(rows)])
+  return episode_ids, turn_ids
 
 
-def _rewards(rng, mask, run_ids, tasks):
+def _rewards(rng, mask, episode_ids, tasks):
   """On the last action token of each row, now and then also earlier."""
   values = rng.choice([0.0, 1.0, 0.7, rng.normal()], size=mask.shape)
   last = mask & (np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
   rewards = np.where(last | (mask & (rng.random(mask.shape) < 0.2)), values, 0)
   for task in range(tasks.max() + 1):
     if rng.random() < 0.3:  # a group without variance
-      rewards = np.where((tasks[run_ids] == task)[:, None], last * 0.7, rewards)
+      rewards = np.where((tasks[episode_ids] == task)[:, None], last * 0.7, rewards)
   return rewards
 
 
@@ -196,7 +196,7 @@ def _grow(name, column, rng):
   """Adds padding rows: ids −1, mask 0, and rubbish in every other column."""
   extra = ROWS - len(column)
   shape = (extra, *column.shape[1:])
-  if name in ('task_ids', 'run_ids', 'step_ids', 'state_hash'):
+  if name in ('group_ids', 'episode_ids', 'turn_ids', 'state_hash'):
     filler = np.full(shape, -1)
   elif column.dtype == bool:
     filler = np.zeros(shape, bool)
@@ -220,9 +220,9 @@ def wide(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def call(case: Case, columns: Mapping[str, Any]) -> Any:
   """Calls the function under test with the columns it names."""
-  from jaxrl.algorithms import compose
+  from jaxrl.functional import components
 
-  return compose.call_part(case.fn, columns, case.options)
+  return components.call_component(case.fn, columns, case.options)
 
 
 def loss_and_gradient(case: Case, argument: str = 'logprobs', jit: bool = True):
@@ -302,7 +302,7 @@ def poisoned(columns, names):
   """Columns with NaN at every token that is no action; rewards in padding rows too."""
   there = columns['mask']
   out = {k: np.where(there, v, np.nan) if k in names else v for k, v in columns.items()}
-  padding = (columns['run_ids'] < 0)[..., None]
+  padding = (columns['episode_ids'] < 0)[..., None]
   out['rewards'] = np.where(padding, np.nan, columns['rewards'])
   return out
 

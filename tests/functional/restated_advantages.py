@@ -9,7 +9,7 @@ from tests.functional.restated_losses import turns
 def by_run(c, value_of_run):
   """`[B, T]` from {run: number}; 0 where the mask is 0."""
   out = np.zeros(c['mask'].shape)
-  for row, run in enumerate(c['run_ids']):
+  for row, run in enumerate(c['episode_ids']):
     if run >= 0:
       out[row] = np.where(c['mask'][row], value_of_run[run], 0)
   return out
@@ -18,7 +18,7 @@ def by_run(c, value_of_run):
 def returns_by_task(c):
   """{task: {run: R}}."""
   tasks = {}
-  for row, (task, run) in enumerate(zip(c['task_ids'], c['run_ids'], strict=True)):
+  for row, (task, run) in enumerate(zip(c['group_ids'], c['episode_ids'], strict=True)):
     if run >= 0:
       members = tasks.setdefault(int(task), {})
       members[int(run)] = members.get(int(run), 0.0) + c['rewards'][row].sum()
@@ -61,7 +61,7 @@ def _penalised(c, o):
   if rho is None:
     return tasks
   likelihood = {}
-  for row, run in enumerate(c['run_ids']):
+  for row, run in enumerate(c['episode_ids']):
     new = c['rollout_logprobs'][row][c['mask'][row]].sum()
     likelihood[run] = likelihood.get(run, 0.0) + new
   out = {}
@@ -160,7 +160,7 @@ def _surplus(c, members):
   return below[: max(2 * len(below) - len(members), 0)]
 
 
-def best(c, o):
+def best_of_group(c, o):
   bound = o.get('threshold', 0.0)
   return _each_group(c, lambda v: 1.0 * ((v == v.max()) & (v > bound)))
 
@@ -199,10 +199,10 @@ def reinforce_plus_plus(c, o):
 def remax(c, o):
   out = to_go(c, o.get('gamma', 1.0))
   greedy = {}
-  for row, task in enumerate(c['task_ids']):
+  for row, task in enumerate(c['group_ids']):
     if task >= 0 and c['greedy_mask'][row]:
       greedy.setdefault(task, []).append(c['rewards'][row].sum())
-  for row, task in enumerate(c['task_ids']):
+  for row, task in enumerate(c['group_ids']):
     out[row] -= np.mean(greedy.get(task, [0.0]))
   return np.where(c['mask'] & ~c['greedy_mask'][:, None], out, 0)
 
@@ -220,9 +220,9 @@ def agentic_reinforce(c, o):
 def _steps(c):
   """{run: its rows, in the order of their steps}."""
   runs = {}
-  for row in np.argsort(c['step_ids'], kind='stable'):
-    if c['run_ids'][row] >= 0:
-      runs.setdefault(c['run_ids'][row], []).append(row)
+  for row in np.argsort(c['turn_ids'], kind='stable'):
+    if c['episode_ids'][row] >= 0:
+      runs.setdefault(c['episode_ids'][row], []).append(row)
   return runs
 
 
@@ -242,7 +242,7 @@ def _discounted(c, gamma):
 def step_wise_grpo(c, o):
   runs, tasks = _steps(c), {}
   for run, rows in runs.items():
-    members = tasks.setdefault(c['task_ids'][rows[0]], {})
+    members = tasks.setdefault(c['group_ids'][rows[0]], {})
     members[run] = c['rewards'][rows[-1]].sum()
   advantage = _group_relative(tasks, {})
   if o.get('divide_by_steps'):
@@ -269,11 +269,11 @@ def gigpo(c, o):
   for task, members in returns_by_task(c).items():
     a = _compare(list(members.values()), [task] * len(members), norm)
     episode += by_run(
-      c, dict.fromkeys(c['run_ids'], 0.0) | dict(zip(members, a, strict=True))
+      c, dict.fromkeys(c['episode_ids'], 0.0) | dict(zip(members, a, strict=True))
     )
   keys = [
     (t, h) if t >= 0 else None
-    for t, h in zip(c['task_ids'], c['state_hash'], strict=True)
+    for t, h in zip(c['group_ids'], c['state_hash'], strict=True)
   ]
   step = _compare(_discounted(c, o.get('gamma', 1.0)), keys, norm)
   return episode + o.get('omega', 1.0) * _row_values(c, step)
@@ -282,7 +282,7 @@ def gigpo(c, o):
 def step_reinforce(c, o):
   values = _discounted(c, o.get('gamma', 1.0))
   groups = {}
-  for row, task in enumerate(c['task_ids']):
+  for row, task in enumerate(c['group_ids']):
     if task >= 0:
       name = task if o.get('over') == 'group' else 'all'
       groups.setdefault(name, {})[row] = values[row]
@@ -308,7 +308,7 @@ def _ahead(c, o):
 def cod(c, o):
   keys = [
     (t, k) if t >= 0 else None
-    for t, k in zip(c['task_ids'], c['step_ids'], strict=True)
+    for t, k in zip(c['group_ids'], c['turn_ids'], strict=True)
   ]
   return _row_values(c, _compare(_ahead(c, o), keys, 'none'))
 
@@ -393,7 +393,9 @@ def _moments(old, new):
 
 
 def _rows_of(c, runs):
-  return np.isin(c['run_ids'], list(runs))[:, None] | np.zeros(c['mask'].shape, bool)
+  return np.isin(c['episode_ids'], list(runs))[:, None] | np.zeros(
+    c['mask'].shape, bool
+  )
 
 
 def _spread_groups(c, tasks, threshold):
@@ -449,7 +451,7 @@ def _keep_best(c, o):
 def _keep_step_wise(c, o):
   tasks = {}
   for run, rows in _steps(c).items():
-    members = tasks.setdefault(c['task_ids'][rows[0]], {})
+    members = tasks.setdefault(c['group_ids'][rows[0]], {})
     members[run] = c['rewards'][rows[-1]].sum()
   return _spread_groups(c, tasks, o.get('std_threshold'))
 
@@ -458,9 +460,9 @@ KEEPS = {
   'grpo': lambda c, o: _spread_groups(c, _penalised(c, o), o.get('std_threshold')),
   'step_wise_grpo': _keep_step_wise,
   'rec': _keep_rec,
-  'best': _keep_best,
+  'best_of_group': _keep_best,
   'remax': lambda c, o: (
-    ~(c['greedy_mask'] & (c['task_ids'] >= 0))[:, None]
+    ~(c['greedy_mask'] & (c['group_ids'] >= 0))[:, None]
     | np.zeros(c['mask'].shape, bool)
   ),
   'clip_b': _keep_clip_b,

@@ -115,11 +115,6 @@ def nec(c, o):
   return np.sum(np.exp(logp) ** 2 * (entropy + logp), axis=-1)
 
 
-def full(c, o):
-  p, q = log_softmax(c['logits']), log_softmax(c['ref_logits'])
-  return o['coef'] * np.sum(np.exp(p) * (p - q), axis=-1)
-
-
 def adaptive_coef(c, o):
   error = np.clip(c['kl'] / o.get('target', 0.1) - 1, -0.2, 0.2)
   return c['beta'] * (1 + error * c['n'] / o.get('horizon', 10_000.0))

@@ -16,8 +16,8 @@ def rows(rewards, tasks, runs=None, **more):
   columns = {
     'rewards': jnp.array(rewards, jnp.float32)[:, None],
     'mask': jnp.ones((n, 1), bool),
-    'task_ids': jnp.array(tasks, jnp.int32),
-    'run_ids': jnp.array(list(range(n)) if runs is None else runs, jnp.int32),
+    'group_ids': jnp.array(tasks, jnp.int32),
+    'episode_ids': jnp.array(list(range(n)) if runs is None else runs, jnp.int32),
   }
   return columns | {k: jnp.asarray(v) for k, v in more.items()}
 
@@ -39,7 +39,7 @@ def test_rank_penalty_favours_the_unlikely_and_sums_to_zero():
 
 def test_anchors_do_not_leak_across_tasks():
   """Two tasks meet the same state; a step is compared within its own task alone."""
-  columns = rows([1, 0, 5, 5], [0, 0, 1, 1], step_ids=jnp.zeros(4, jnp.int32))
+  columns = rows([1, 0, 5, 5], [0, 0, 1, 1], turn_ids=jnp.zeros(4, jnp.int32))
   out = first(advantages.gigpo(**columns, state_hash=jnp.full(4, 7)))
   np.testing.assert_allclose(out, [1, -1, 0, 0], atol=1e-6)
 
@@ -47,7 +47,7 @@ def test_anchors_do_not_leak_across_tasks():
 def test_gigpo_by_hand():
   """Run 0 passes state 3 then 4 and wins; run 1 passes 3 alone and loses."""
   columns = rows(
-    [0, 1, 0], [0, 0, 0], [0, 0, 1], step_ids=np.array([0, 1, 0], np.int32)
+    [0, 1, 0], [0, 0, 0], [0, 0, 1], turn_ids=np.array([0, 1, 0], np.int32)
   )
   out = first(
     advantages.gigpo(**columns, state_hash=np.array([3, 4, 3]), gamma=0.5, omega=2.0)
@@ -124,7 +124,7 @@ def test_agentic_reinforce_discounts_turns_not_tokens():
 
 
 def test_raft_keeps_the_best_and_only_if_right():
-  out = advantages.best(**rows([1, 0, 1, 0, 0], [0, 0, 0, 1, 1]))
+  out = advantages.best_of_group(**rows([1, 0, 1, 0, 0], [0, 0, 0, 1, 1]))
   np.testing.assert_array_equal(out.keep[:, 0], [True, False, True, False, False])
 
 
@@ -138,7 +138,7 @@ def test_running_statistics_equal_those_of_all_runs_seen():
   for seed in range(5):
     columns = harness.batch(seed)
     state = advantages.update_moments(
-      state, columns['rewards'], columns['task_ids'], columns['run_ids']
+      state, columns['rewards'], columns['group_ids'], columns['episode_ids']
     )
     seen += restated._all(restated.returns_by_task(harness.wide(columns)))
   np.testing.assert_allclose(state['mean'], np.mean(seen), rtol=1e-5)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl import signature
+from jaxrl import call_strings
 from jaxrl.functional import advantages
 from tests.functional import harness
 from tests.functional import restated_advantages as restated
@@ -95,7 +95,9 @@ def same(got, wanted, case):
 @pytest.mark.parametrize('case', ADVANTAGES, ids=str)
 def test_a_number_is_traced(case):
   """Numeric options may be tracers, masks bool or float."""
-  numeric = {k: v for k, v in signature.defaults(case.fn).items() if type(v) in NUMBERS}
+  numeric = {
+    k: v for k, v in call_strings.defaults(case.fn).items() if type(v) in NUMBERS
+  }
   given = {k: v for k, v in case.options.items() if type(v) in NUMBERS}
   fixed = {k: v for k, v in case.options.items() if k not in given}
 

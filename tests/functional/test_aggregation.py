@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.functional import aggregation
-from jaxrl.signature import ConfigError
 from tests.functional import harness
 from tests.functional.cases import AGGREGATION
 from tests.functional.test_preference import paired

@@ -5,14 +5,14 @@ import typing
 
 import pytest
 
-from jaxrl import signature
+from jaxrl import call_strings
 from jaxrl.functional import (
   advantages,
   aggregation,
-  controllers,
   corrections,
   entropy,
   kl,
+  kl_controllers,
   losses,
   shaping,
 )
@@ -22,7 +22,7 @@ from tests.functional.cases import ADVANTAGES, ALL, OTHERS
 MODULES = (
   advantages,
   aggregation,
-  controllers,
+  kl_controllers,
   corrections,
   entropy,
   kl,
@@ -34,12 +34,12 @@ MODULES = (
 def public(module):
   """The functions that are meant to be used, by name."""
   offered = getattr(module, '__all__', None)
+  values = {name: getattr(module, name) for name in offered or vars(module)}
   return {
     name: value
-    for name, value in vars(module).items()
+    for name, value in values.items()
     if inspect.isfunction(value)
     and not name.startswith('_')
-    and (offered is None or name in offered)
     and (offered is not None or value.__module__ == module.__name__)
   }
 
@@ -56,11 +56,11 @@ def test_every_function_and_every_option_value_is_restated(fn):
     return
   assert cases, f'{fn.__name__} has no case'
   hints = typing.get_type_hints(fn)
-  for option, default in signature.defaults(fn).items():
+  for option, default in call_strings.defaults(fn).items():
     if option == 'row_valid':  # an array: test_aggregation
       continue
     seen = {case.options.get(option, default) for case in cases}
-    choices = signature._choices(hints.get(option))
+    choices = call_strings._choices(hints.get(option))
     if isinstance(default, bool):
       choices = (False, True)
     assert set(choices) <= seen, f'{option}: {set(choices) - seen} has no case'
@@ -74,15 +74,15 @@ def test_the_batches_hold_every_awkward_case():
   plain, steps = harness.stacked(), harness.stacked(True)
   masks, gap = plain['mask'], plain['logprobs'] - plain['old_logprobs']
   assert (abs(gap) > 49).sum() > 500
-  empty = ~masks.any(axis=2) & (plain['run_ids'] >= 0)
-  assert empty.sum() > 200 and (plain['run_ids'] < 0).sum() > 200
+  empty = ~masks.any(axis=2) & (plain['episode_ids'] >= 0)
+  assert empty.sum() > 200 and (plain['episode_ids'] < 0).sum() > 200
   sizes, equal = set(), 0
   for batch in harness.unstacked(plain):
-    tasks = batch['task_ids'][batch['task_ids'] >= 0]
+    tasks = batch['group_ids'][batch['group_ids'] >= 0]
     for task in set(tasks):
-      rows = batch['task_ids'] == task
+      rows = batch['group_ids'] == task
       sizes.add(int(rows.sum()))
       equal += len(set(batch['rewards'][rows].sum(axis=1))) == 1 < rows.sum()
   assert {1, 2, 3, 4, 5} <= sizes and equal > 50
-  assert (steps['step_ids'] > 1).sum() > 100
+  assert (steps['turn_ids'] > 1).sum() > 100
   assert sum(case.steps for case in ADVANTAGES) > 15

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.functional import advantages, aggregation, groups, kl, losses
-from jaxrl.signature import ConfigError
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
+from jaxrl.functional import advantages, aggregation, components, kl, losses, reductions
+from jaxrl.functional.advantages import token_level
 from tests.functional.test_advantage_rules import first, rows
 
 
@@ -102,7 +103,7 @@ def test_token_mean_minds_its_mask():
 
 def test_anchors_belong_to_their_task():
   """Two tasks that pass the same state: steps are compared within each alone."""
-  columns = rows([1, 0, 5, 5], [0, 0, 1, 1], step_ids=jnp.zeros(4, jnp.int32))
+  columns = rows([1, 0, 5, 5], [0, 0, 1, 1], turn_ids=jnp.zeros(4, jnp.int32))
   columns['state_hash'] = jnp.full(4, 7)
 
   def check(advantage):
@@ -139,12 +140,14 @@ def test_jsd_tells_what_the_teacher_likes_from_what_it_does_not():
 @pytest.mark.parametrize('name', ['grpo', 'opmd', 'rloo', 'asymre', 'rec', 'gigpo'])
 def test_a_kl_penalty_reaches_group_advantages(name):
   """R_t −= coef·KL_t; read off the score before it, it is without effect (Trinity)."""
-  columns = rows([1, 0, 0, 1], [0, 0, 0, 0], step_ids=jnp.zeros(4, jnp.int32))
+  columns = rows([1, 0, 0, 1], [0, 0, 0, 0], turn_ids=jnp.zeros(4, jnp.int32))
   columns['state_hash'] = jnp.arange(4)
   old, ref = jnp.array([[-1.0], [-3.0], [-0.5], [-2.0]]), jnp.full((4, 1), -1.5)
 
   def scored(columns, rewards):
-    return first(compose.call_part(getattr(advantages, name), columns | rewards))
+    return first(
+      components.call_component(getattr(advantages, name), columns | rewards)
+    )
 
   def ours(coef):
     penalty = kl.k1(old, ref, coef=coef)
@@ -162,8 +165,8 @@ def test_a_kl_penalty_reaches_group_advantages(name):
   rejects(check, faulty)
 
 
-@pytest.mark.parametrize('keep', losses.off_policy.Keep.__args__)
-@pytest.mark.parametrize('weight', losses.off_policy.Weight.__args__)
+@pytest.mark.parametrize('keep', losses.importance_weighted.Keep.__args__)
+@pytest.mark.parametrize('weight', losses.importance_weighted.Weight.__args__)
 def test_every_kind_of_rec_runs(keep, weight):
   """Trinity has a NameError, or shapes that do not meet, in some combinations."""
 
@@ -218,7 +221,7 @@ def test_an_unknown_baseline_is_refused():
   check(lambda name: advantages.opmd(**rows([1, 0], [0, 0]), baseline=name))
   rejects(check, faulty)
   with pytest.raises(ConfigError, match='logavgexp'):
-    compose.make('opmd', {'baseline': 'median'})
+    registry.make('opmd', {'baseline': 'median'})
 
 
 @pytest.mark.parametrize('name, size', [('grpo', 8), ('opmd', 2), ('dapo', 16)])
@@ -230,7 +233,7 @@ def test_presets_of_group_size_apply(name, size):
     columns = rows([1.0] * played, [0] * played)
     assert np.all(first(advantages.grpo(**columns)) == 0)
 
-  check(compose.make(name).group_size)
+  check(registry.make(name).group_size)
   rejects(check, 1)
 
 
@@ -242,8 +245,8 @@ def test_padding_ids_enter_no_statistic():
     np.testing.assert_allclose(advantage(columns)[:2], [0.5, -0.5], atol=1e-6)
 
   def wrapped(c):  # numpy's, and JAX's, −1 is the last entry
-    returns = jnp.zeros(2).at[c['run_ids']].add(c['rewards'][:, 0])
-    return (returns - returns.mean())[c['run_ids']]
+    returns = jnp.zeros(2).at[c['episode_ids']].add(c['rewards'][:, 0])
+    return (returns - returns.mean())[c['episode_ids']]
 
   check(lambda c: first(advantages.opmd(**c)))
   rejects(check, wrapped)
@@ -275,7 +278,7 @@ def test_penalised_rewards_are_centred_again():
 
   def faulty(c):
     r = c['rewards'][:, 0]
-    share = groups.rank(c['rollout_logprobs'][:, 0], c['task_ids']) / 3
+    share = reductions.rank_in_group(c['rollout_logprobs'][:, 0], c['group_ids']) / 3
     return r * (1 - 0.3 * share) - jnp.mean(r)
 
   def ours(c):
@@ -306,7 +309,7 @@ def test_a_turn_is_discounted_once():
     np.testing.assert_allclose(returns(rewards, mask)[0], [3, 3, 3, 0, 4, 4], rtol=1e-6)
 
   check(lambda r, m: advantages.agentic_reinforce(r, m, gamma=0.5).advantages)
-  rejects(check, lambda r, m: advantages.temporal.returns_to_go(r, m, 0.5))
+  rejects(check, lambda r, m: token_level.returns_to_go(r, m, 0.5))
 
 
 def test_observations_are_no_steps_of_time():

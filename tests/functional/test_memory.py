@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.functional import groups
+from jaxrl.functional import reductions
 from tests.functional import harness
 from tests.functional.cases import ADVANTAGES, CORRECTIONS, KLS, LOSSES, M2PO, PAIRS
 
@@ -24,7 +24,9 @@ def columns():
   names = (*NAMES, 'advantages', 'rollout_logprobs', 'ref_logprobs', 'entropy', 'nec')
   return {
     **dict.fromkeys(names, real),
-    **dict.fromkeys(('task_ids', 'run_ids', 'step_ids', 'state_hash', 'pair_ids'), ids),
+    **dict.fromkeys(
+      ('group_ids', 'episode_ids', 'turn_ids', 'state_hash', 'pair_ids'), ids
+    ),
     **dict.fromkeys(('expert_mask', 'greedy_mask'), flags),
     'mask': jax.ShapeDtypeStruct((B, T), bool),
     'term_scale': jax.ShapeDtypeStruct((B,), jnp.float32),
@@ -85,4 +87,4 @@ def test_a_square_is_found():
     return jax.lax.scan(lambda carry, _: (rank(carry, ids) * 1.0, None), x, None, 3)
 
   assert squares(rank, x, ids) == {(B, B)} == squares(looped, x, ids)
-  assert not squares(groups.rank, x, ids)
+  assert not squares(reductions.rank_in_group, x, ids)

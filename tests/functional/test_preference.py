@@ -18,7 +18,7 @@ def paired(seed):
   """A random batch whose rows are paired; every second one was preferred."""
   columns = harness.batch(seed)
   rng = np.random.default_rng(seed)
-  real = rng.permutation(np.flatnonzero(columns['task_ids'] >= 0))
+  real = rng.permutation(np.flatnonzero(columns['group_ids'] >= 0))
   columns['pair_ids'] = np.full(harness.ROWS, -1, np.int32)
   columns['rewards'] = np.zeros_like(columns['rewards'])
   for pair in range(len(real) // 2):
@@ -58,7 +58,7 @@ def all_pairs():
     ids = batch['pair_ids']
     batch['pair_ids'] = np.where(ids < 0, -1, ids + number * harness.ROWS)
   stacked = {name: np.stack([b[name] for b in batches]) for name in NAMES}
-  stacked['run_ids'] = np.stack([b['run_ids'] for b in batches])
+  stacked['episode_ids'] = np.stack([b['episode_ids'] for b in batches])
   return harness.end_to_end(stacked)
 
 

@@ -19,8 +19,9 @@ def random(*shape, seed=0):
   return np.random.default_rng(seed).normal(size=shape)
 
 
-@pytest.mark.parametrize('block, stretches', [(9, 1), (4, 8), (2, 2), (2, 1)])
-@pytest.mark.parametrize('heads', [2, 4, 6])
+@pytest.mark.parametrize(
+  'heads, block, stretches', [(4, 9, 1), (6, 4, 8), (2, 2, 2), (4, 2, 1)]
+)
 def test_attention_within_segments(heads, block, stretches):
   batch, length, kv_heads, dim = 2, 9, 2, 6
   q = random(batch, length, heads, dim)

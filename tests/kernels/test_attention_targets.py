@@ -8,8 +8,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.attention import attention
-from kernels.paged import paged_attention
-from launch.targets import topology
+from kernels.paged_attention import paged_attention
+from launch.planning.targets import target_devices
 from tests.targets import TARGETS
 
 pytestmark = TARGETS
@@ -18,7 +18,7 @@ MACHINES = ['v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'h200:4']
 
 def compiled(machine, function, *arrays):
   """`function` of arrays (shape, dtype, axes), rows and heads over two devices each."""
-  devices = np.array(topology(machine)).reshape(2, 2)
+  devices = np.array(target_devices(machine)).reshape(2, 2)
   mesh = Mesh(devices, ('batch', 'heads'), axis_types=(AxisType.Auto,) * 2)
 
   def layout(axes):

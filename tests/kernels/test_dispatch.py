@@ -37,7 +37,7 @@ def test_the_first_that_fits_is_taken(platform, asked, name):
 
 
 def test_each_choice_is_logged_once_with_its_reason(caplog):
-  dispatch._tell.cache_clear()
+  dispatch._log_choice.cache_clear()
   with caplog.at_level(logging.INFO, 'kernels'):
     for _ in range(3):
       choose('some_kernel', candidates('gpu'), platform='gpu')

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrl.models import moe
-from kernels import experts, grouped_gpu
-from launch import targets
+from kernels import experts, grouped_matmul_gpu
+from launch.planning import targets
 
 TOKENS, WIDTH, INNER, EXPERTS, PICKS = 11, 6, 5, 4, 3
 NAMES = ('x', 'weights', 'gate', 'up', 'down')
@@ -44,7 +44,7 @@ def by_hand(chosen, x, weights, gate, up, down):
 
 
 GROUPED = functools.partial(
-  experts.ragged, dot=lambda *x: grouped_gpu.grouped_dot(*x, True)
+  experts.ragged, dot=lambda *x: grouped_matmul_gpu.grouped_dot(*x, True)
 )
 
 
@@ -124,9 +124,9 @@ def test_a_token_of_the_dense_way_has_the_same_bits_in_any_company():
 
 def compiled(machine, run, dtype=jnp.bfloat16):
   """`run` as compiled for 1024 rows, 2 picks each of 512 tokens, 256 wide."""
-  if why := targets.missing(targets.parse(machine)):
+  if why := targets.missing_compiler(targets.parse_target(machine)):
     pytest.skip(f'{why} is not installed: make env-targets')
-  one = jax.sharding.SingleDeviceSharding(targets.topology(machine)[0])
+  one = jax.sharding.SingleDeviceSharding(targets.target_devices(machine)[0])
   shapes = {
     'x': (512, 256),
     'chosen': (512, 2),
@@ -167,7 +167,9 @@ def test_on_a_gpu_kernels_multiply_and_nothing_else(dtype):
   """
 
   def slope(x, chosen, weights, gate, up, down):
-    way = moe.way(jax.ShapeDtypeStruct((1, *x.shape), x.dtype), 'auto', 'cuda')
+    way = moe.select_implementation(
+      jax.ShapeDtypeStruct((1, *x.shape), x.dtype), 'auto', 'cuda'
+    )
 
     def total(x, gate, up, down):
       return way(x, chosen, weights, gate, up, down).astype(jnp.float32).sum()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from kernels.fused_logprobs import Shards
+from kernels.fused_logprobs import LogprobShards
 from kernels.token_logprobs import token_logprobs
 
 HOMES = {'mosaic': 'tpu', 'triton': 'gpu'}
@@ -99,13 +99,13 @@ def test_value_and_gradient_equal_float64(name, shape):
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize('name', EVERYWHERE)
 def test_blocks_that_are_taken_in_turn(name, dtype, monkeypatch):
-  from kernels import token_logprobs, vocabulary_gpu, vocabulary_tpu
+  from kernels import fused_logprobs_gpu, fused_logprobs_tpu, token_logprobs
 
-  monkeypatch.setattr(token_logprobs, 'ENTRIES', 128)
-  monkeypatch.setattr(vocabulary_gpu, 'CHUNK', 128)
-  monkeypatch.setattr(vocabulary_gpu, 'ROWS', 32)
-  monkeypatch.setattr(vocabulary_gpu, 'ADDED', 32 * 40)
-  monkeypatch.setattr(vocabulary_tpu, 'blocks', lambda *_: (16, 128))
+  monkeypatch.setattr(token_logprobs, 'VOCAB_BLOCK', 128)
+  monkeypatch.setattr(fused_logprobs_gpu, 'CHUNK', 128)
+  monkeypatch.setattr(fused_logprobs_gpu, 'ROWS', 32)
+  monkeypatch.setattr(fused_logprobs_gpu, 'ADDED', 32 * 40)
+  monkeypatch.setattr(fused_logprobs_tpu, 'block_sizes', lambda *_: (16, 128))
   given = inputs((3, 23, 40, 300), dtype)
   options = {'max_rows': 15} if name == 'reference' else {}
   found, wanted = kernel(name, given, **options), exactly(given)
@@ -133,7 +133,7 @@ def test_huge_logits_stay_finite(name):
 @pytest.mark.parametrize('name', HOMES)
 def test_shards_of_rows_and_table_change_nothing(name):
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('fsdp', 'tensor'))
-  shards = Shards(mesh, ('fsdp',), (), ('tensor',))
+  shards = LogprobShards(mesh, ('fsdp',), (), ('tensor',))
   given = inputs((2, 9, 40, 300))
   assert_close(kernel(name, given, shards=shards), exactly(given), 1e-5)
 
@@ -144,7 +144,7 @@ def test_shards_of_the_table_exchange_eight_numbers_a_token():
 
   def score(hidden, table):
     options = {'platform': 'gpu', 'interpret': True, 'entropy': True, 'nec': True}
-    shards = Shards(mesh, vocab=('tensor',))
+    shards = LogprobShards(mesh, vocab=('tensor',))
     return token_logprobs(hidden, table, targets, shards=shards, **options)
 
   text = jax.jit(score).lower(hidden, table).compile().as_text()
@@ -155,5 +155,5 @@ def test_shards_of_the_table_exchange_eight_numbers_a_token():
 def test_what_shards_do_not_divide_is_told():
   mesh = Mesh(np.array(jax.devices()[:2]), ('tensor',))
   hidden, table, _ = inputs((1, 2, 4, 5))
-  why = Shards(mesh, vocab=('tensor',)).refuses(hidden, table)
+  why = LogprobShards(mesh, vocab=('tensor',)).obstacle(hidden, table)
   assert why == "needs entries that mesh axes ('tensor',) divide, not 5"

@@ -3,7 +3,7 @@ first reply's place, so that a run has tool turns.
 """
 
 from configs import tool_use
-from jaxrl.envs.tool_use import ToolUseEnv
+from jaxrl.envs.tool_use_env import ToolUseEnv
 
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>'
 

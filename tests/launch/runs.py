@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 from launch import build, train
-from launch import config as configs
-from launch.console import Console
-from launch.sinks import open_sinks
-from launch.writers import Sink, Writers, read_metrics
+from launch.logging.console import Console
+from launch.logging.metric_loggers import MetricLogger, MultiLogger, read_metrics
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
+from launch.settings.resolve import resolve_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEBUG = str(ROOT / 'configs' / 'debug.py')
@@ -27,9 +28,15 @@ def main(workdir, *options, config=DEBUG):
   return train.main(argv(workdir, *options, config=config))
 
 
+def environment():
+  """That of a process that a test starts: one device, compiled as quickly as here."""
+  flags = os.environ.get('XLA_FLAGS', '').split()
+  flags = [flag for flag in flags if 'host_platform_device_count' not in flag]
+  return {**os.environ, 'XLA_FLAGS': ' '.join(flags)}
+
+
 def spawn(workdir, *options, config=VARIED):
-  """Starts `python -m launch.train` as users do: one device, compiled in full."""
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  """Starts `python -m launch.train` as users do, on one device."""
   command = argv(workdir, *options, config=config)
   return subprocess.Popen(
     [sys.executable, '-u', *'-m launch.train'.split(), *command],
@@ -37,7 +44,7 @@ def spawn(workdir, *options, config=VARIED):
     stderr=subprocess.STDOUT,
     text=True,
     cwd=ROOT,
-    env=env,
+    env=environment(),
   )
 
 
@@ -70,7 +77,7 @@ def weights(workdir):
   return (pathlib.Path(workdir) / 'export' / 'model.safetensors').read_bytes()
 
 
-class Recorder(Sink):
+class Recorder(MetricLogger):
   """Keeps all that a run tells."""
 
   def __init__(self):
@@ -86,11 +93,16 @@ class Recorder(Sink):
 def record(workdir, *options, config=VARIED):
   """Runs a job here without a command line's surroundings; what it told."""
   command = configs.parse(argv(workdir, *options, config=config), {'workdir': ''})
-  made = configs.load(command, {'logging': open_sinks})
+  made = configs.load(command, {'logging': read_logging})
   sink = Recorder()
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
-  job = build.build(made, workdir=workdir, writers=Writers([sink]), stop=lambda: False)
+  job = build.build(
+    resolve_settings(made),
+    workdir=workdir,
+    writers=MultiLogger([sink]),
+    stop=lambda: False,
+  )
   with Console().listening():
     assert asyncio.run(job.train())
   return sink

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.rollout.group_queue import GroupQueue
-from jaxrl.rollout.router import EngineRouter
+from jaxrl.rollout.engine.router import EngineRouter
+from jaxrl.rollout.queue.group_queue import GroupQueue
 from tests.launch.runs import ROOT, main, rows
 from tests.rollout.gateway.test_fuzz import check
 
@@ -43,7 +43,9 @@ def test_a_run_learns_from_what_an_agent_said(tmp_path, seen):
   assert len(steps) == 2 and steps[0]['eval/bot/failed'] == 0
   assert steps[0]['eval/bot/agent/replies'] == 3
   calls, put = seen
-  played = {(row.group_id, row.episode_id, row.episode_seed, row.member) for row in put}
+  played = {
+    (row.group_id, row.episode_id, row.episode_seed, row.sample_index) for row in put
+  }
   mine = [call for call in calls if tuple(map(int, call[0].split('/')[1:5])) in played]
   replies, count = check(types.SimpleNamespace(calls=mine), {'all': put})
   assert replies == 3 * len(played) and count == len(put) == 2 * len(played)

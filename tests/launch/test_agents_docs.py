@@ -34,18 +34,13 @@ def page(tmp_path, monkeypatch):
   return [line for kind, text in blocks if kind == 'sh' for line in text.splitlines()]
 
 
-def test_the_example_trains(page, tmp_path):
+@pytest.mark.slow
+def test_the_example_trains_is_evaluated_and_played(page, tmp_path, capsys):
   assert page[0] == 'python -m launch.train --config=quiz.py'
   folder = tmp_path / 'runs' / 'quiz'
   assert main(folder, *SMALL, '--config.algorithm.group_size=2', config='quiz.py') == 0
   (row,) = [row for row in rows(folder) if 'reward/mean' in row]
   assert row['tokens/action'] > 0
-
-
-@pytest.mark.slow
-def test_the_example_is_evaluated_and_played(page, tmp_path, capsys):
-  folder = tmp_path / 'runs' / 'quiz'
-  assert main(folder, *SMALL, '--config.algorithm.group_size=2', config='quiz.py') == 0
   words = [line.split()[3:] for line in page[1:]]
   assert evaluate.main([*words[0], *BARE, *SMALL]) == 0
   assert 'quiz' in capsys.readouterr().out

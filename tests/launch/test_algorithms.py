@@ -5,14 +5,15 @@ import re
 
 import pytest
 
-from jaxrl.algorithms import compose, describe
+from jaxrl.algorithms import describe, registry, requirements
+from jaxrl.functional import components
 from launch import algorithms
 from tests.algorithms.test_plugins import LOSSES, WHOLE
 
 SOURCE = re.compile(r'arXiv \d{4}\.\d{5}|, (19|20)\d\d\)')
 PARTS = {
   (slot, name): fn
-  for slot in compose.PARTS
+  for slot in registry.COMPONENT_MODULES
   for name, fn in describe.parts_for(slot).items()
 }
 
@@ -27,7 +28,7 @@ def said(capsys, *argv):
 def test_lists_every_algorithm_in_a_line_with_its_paper(capsys):
   lines = said(capsys).splitlines()
   rows = [line.split() for line in lines if re.match(r'  \w', line)]
-  assert sorted(row[0] for row in rows) == compose.names()
+  assert sorted(row[0] for row in rows) == registry.names()
   for row in rows:
     assert re.fullmatch(r'\d{4}\.\d{5}|(19|20)\d\d', row[-1]), row
 
@@ -39,15 +40,15 @@ def test_lists_every_part_by_its_slot(capsys):
     assert re.search(rf'^  {name} ', text, re.MULTILINE), name
 
 
-@pytest.mark.parametrize('name', compose.names())
+@pytest.mark.parametrize('name', registry.names())
 def test_explains_each(name, capsys):
   """Its paper, its options, and the formula and paper of each of its parts."""
   text = said(capsys, name)
   assert SOURCE.search(describe.summary(name)), 'say where it comes from'
-  for option in compose.maker_options(name):
-    assert option in text or option in (*compose.PARTS, *compose.SETTINGS)
-  for slot, part in compose.parts(compose.make(name)).items():
-    first, *_ = inspect.getdoc(compose.function_of(part)).splitlines()
+  for option in registry.builder_options(name):
+    assert option in text or option in (*registry.COMPONENT_MODULES, *registry.SETTINGS)
+  for slot, part in requirements.components_of(registry.make(name)).items():
+    first, *_ = inspect.getdoc(components.function_of(part)).splitlines()
     assert f'{slot} = ' in text and first in text
   assert 'needs ' in text
 

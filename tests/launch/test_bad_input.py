@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch import datasets
+from launch.components import env_datasets
 from tests.launch import runs
 
 GOOD = {'question': 'What is 2 + 3?', 'answer': '5', 'solution': 'It is 5'}
@@ -60,7 +60,7 @@ SETTINGS = {
   "--config.dataset.path=generate:arithmetic(kinds=['ad'])": 'ad',
   '--config.env.arithmetic.env_type=mth': "Did you mean 'math'",
   '--config.env.arithmetic.formulation=steps': "no formulation 'steps'",
-  '--config.env.arithmetic.max_steps=0': 'start at 1',
+  '--config.env.arithmetic.max_steps=0': 'must be at least 1',
   '--config.model.checkpoint=/nowhere': 'model.checkpoint=/nowhere',
 }
 
@@ -188,4 +188,4 @@ def test_the_test_file_of_two_sources_is_read_once(tmp_path):
   train, test = (
     jsonl(tmp_path / f'{name}.jsonl', [GOOD]) for name in ('train', 'test')
   )
-  assert datasets.beside(f'{train} + {test}', 'test') == str(test)
+  assert env_datasets.sibling_split_path(f'{train} + {test}', 'test') == str(test)

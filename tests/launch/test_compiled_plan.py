@@ -2,9 +2,17 @@
 
 import pytest
 
-from launch import config as configs
-from launch import plan, targets
-from launch.planning import abstract, cost, decode, program, report
+from launch import plan
+from launch.planning import (
+  compiled_program,
+  cost,
+  engine_decode,
+  plan_report,
+  planned_run,
+  targets,
+)
+from launch.settings import command_line as configs
+from launch.settings.resolve import resolve_settings
 from tests.launch.test_handover import EXPERTS
 from tests.launch.test_planning import small
 from tests.launch.test_published_plans import SIZES, path, read
@@ -22,30 +30,36 @@ def test_a_ready_made_config_fits_its_own_machine(capsys):
 @pytest.mark.parametrize('name', SIZES)
 def test_every_ready_made_config_lowers_for_its_own_machine(name):
   """The whole update and two layers' decode, with the kernels of that machine."""
-  run, text = read(name), plan._own(path(name))
-  devices = targets.topology(text)
-  learner = abstract.make_learner(run, abstract.mesh_of(run.config, devices))
-  programs = dict(learner.traced(run.buckets[-1])[1])
-  engine = decode.engine_of(run)
-  programs['decode'] = decode.trace(decode.shorter(run, 2), engine, devices)
+  run, text = read(name), plan._default_topology(path(name))
+  devices = targets.target_devices(text)
+  learner = planned_run.make_learner(run, planned_run.planned_mesh(run, devices))
+  programs = dict(learner.trace(run.buckets[-1])[1])
+  engine = engine_decode.plan_engine(run)
+  programs['decode'] = engine_decode.trace_decode(
+    engine_decode.with_num_layers(run, 2), engine, devices
+  )
   kernel = '__gpu$' if text.startswith('h200') else 'tpu_custom_call'
   for one in programs.values():
     assert kernel in one.lower().as_text()
 
 
 def on(text):
-  target = targets.parse(text)
-  return target, targets.topology(text)[:1]
+  target = targets.parse_target(text)
+  return target, targets.target_devices(text)[:1]
 
 
 @pytest.mark.parametrize('text', ['h200:1', 'v5e:2x2', 'v5p:2x2x1', 'v6e:1x1'])
 def test_a_step_of_decoding_moves_weights_and_cache_once(text):
   """What it writes into the cache lies in place, and is a row of each slot."""
-  run = abstract.read(configs.load(configs.parse(['--config=configs/qwen3_0_6b.py'])))
+  run = planned_run.read_run(
+    resolve_settings(configs.load(configs.parse(['--config=configs/qwen3_0_6b.py'])))
+  )
   target, devices = on(text)
-  run = decode.shorter(run, 1)
-  made = decode.build(run, decode.engine_of(run), target, devices)
-  assert made.arguments <= made.moved <= 1.5 * made.arguments
+  run = engine_decode.with_num_layers(run, 1)
+  made = engine_decode.compile_decode(
+    run, engine_decode.plan_engine(run), target, devices
+  )
+  assert made.arguments <= made.bytes_accessed <= 1.5 * made.arguments
 
 
 OPTIONS = {
@@ -67,24 +81,34 @@ def test_an_update_compiles_with_what_saves_memory(text, name):
   sizes = ('--config.batch.max_length=256', '--config.model.random.head_dim=64')
   mesh = ('--config.mesh.fsdp=4', '--config.mesh.data=1')
   run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *OPTIONS[name])
-  target = targets.parse(text)
-  devices = targets.topology(text)[:4]
-  found = cost.of(run, target, devices, engine=decode.engine_of(run))
+  target = targets.parse_target(text)
+  devices = targets.target_devices(text)[:4]
+  found = cost.estimate_cost(
+    run, target, devices, engine=engine_decode.plan_engine(run)
+  )
   assert found.fits and found.programs['train'].flops > 0
 
 
-@pytest.mark.parametrize('text', ['v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'h200:8'])
-@pytest.mark.parametrize('axis', ['expert', 'context'])
+@pytest.mark.parametrize(
+  ('text', 'axis'),
+  [
+    ('v5e:2x2', 'expert'),
+    ('h200:8', 'expert'),
+    ('v5p:2x2x1', 'context'),
+    ('v6e:2x2', 'context'),
+    ('h200:8', 'context'),
+  ],
+)
 def test_an_update_compiles_where_experts_or_lengths_are_split(text, axis):
   sizes = ('--config.batch.max_length=256', '--config.model.random.head_dim=64')
   mesh = (f'--config.mesh.{axis}=2', '--config.mesh.fsdp=2', '--config.mesh.data=1')
   more = (EXPERTS,) if axis == 'expert' else ()
   run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *more)
-  target = targets.parse(text)
-  devices = targets.topology(text)[:4]
-  learner = abstract.make_learner(run, abstract.mesh_of(run.config, devices))
-  _, traced = learner.traced(run.buckets[-1])
-  made = program.build('train', traced['train'], target)
+  target = targets.parse_target(text)
+  devices = targets.target_devices(text)[:4]
+  learner = planned_run.make_learner(run, planned_run.planned_mesh(run, devices))
+  _, traced = learner.trace(run.buckets[-1])
+  made = compiled_program.compile_program('train', traced['train'], target)
   kinds = {'expert': {'all-gather', 'all-to-all'}, 'context': {'collective-permute'}}
   assert kinds[axis] & made.collectives.keys()
 
@@ -94,6 +118,6 @@ def test_a_plan_for_h200_says_which_attention_is_compiled_and_why(capsys):
   run = small('--config.model.dtype=bfloat16', '--config.batch.max_length=256')
   target, devices = on('h200:1')
   for _ in range(2):  # as often as it is asked for
-    made = report.make('small.py', run, target, devices)
+    made = plan_report.make_report('small.py', run, target, devices)
     (told,) = (line for line in made.kernels if line.startswith('attention on gpu'))
     assert 'triton (cudnn' in told

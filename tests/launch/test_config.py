@@ -3,9 +3,9 @@
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl.config import leave, section, take
-from jaxrl.signature import ConfigError
-from launch import config as launch_config
+from jaxrl.call_strings import ConfigError
+from jaxrl.config import make_section, omit_options, pick_options
+from launch.settings import command_line as launch_config
 
 
 def maker(
@@ -170,7 +170,7 @@ def test_the_loaded_config_is_locked(file):
 
 
 def test_section_reads_a_signature():
-  made = section(maker, k=5)
+  made = make_section(maker, k=5)
   assert made.to_dict() == {'tau': 1.0, 'clip': 0.2, 'n': None, 'k': 5}
   assert type(made.tau) is float
   config = ConfigDict({'algorithm': made})
@@ -188,12 +188,12 @@ def test_section_reads_a_signature():
 
 
 def test_section_joins_sources_and_refuses_strangers():
-  joined = section({'name': 'mine', 'tau': 3, 'kl_loss': ''}, maker)
+  joined = make_section({'name': 'mine', 'tau': 3, 'kl_loss': ''}, maker)
   assert (joined.name, joined.tau, joined.kl_loss) == ('mine', 1.0, '')
   with pytest.raises(ConfigError, match="Did you mean 'tau'"):
-    section(maker, taw=1)
+    make_section(maker, taw=1)
   with pytest.raises(ConfigError, match='k'):
-    section(maker, k='many')
+    make_section(maker, k='many')
 
 
 def test_the_algorithm_is_chosen_after_the_colon():
@@ -203,12 +203,14 @@ def test_the_algorithm_is_chosen_after_the_colon():
 
 
 def test_take_and_leave_keep_the_annotations():
-  made = section({'name': 'x'}, take(maker, 'tau'), leave(maker, 'tau', 'k'))
+  made = make_section(
+    {'name': 'x'}, pick_options(maker, 'tau'), omit_options(maker, 'tau', 'k')
+  )
   assert made.to_dict() == {'name': 'x', 'tau': 1.0, 'clip': 0.2, 'n': None}
   config = ConfigDict({'a': made})
   launch_config.override(config, 'a.clip', 'none')
   launch_config.override(config, 'a.tau', '0.5')
   assert (config.a.clip, config.a.tau) == (None, 0.5)
-  for pick in (take, leave):
+  for pick in (pick_options, omit_options):
     with pytest.raises(ConfigError, match="Did you mean 'clip'"):
       pick(maker, 'clips')

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from launch.console import Clock, Console, span
+from launch.logging.console import Clock, Console, format_duration
 
 
 class Tty(io.StringIO):
@@ -60,7 +60,7 @@ def test_a_long_phase_of_fast_steps_leaves_lines_out():
 
 def test_rate_and_time_left(monkeypatch):
   now = [100.0]
-  monkeypatch.setattr('launch.console.time.monotonic', lambda: now[0])
+  monkeypatch.setattr('launch.logging.console.time.monotonic', lambda: now[0])
   clock = Clock(start=10)
   assert clock.pace(20) == ''
   for done in range(11, 16):
@@ -74,4 +74,4 @@ def test_rate_and_time_left(monkeypatch):
   'seconds, text', [(0, '0:00'), (75.4, '1:15'), (4000, '1:06:40')]
 )
 def test_span(seconds, text):
-  assert span(seconds) == text
+  assert format_duration(seconds) == text

@@ -1,7 +1,6 @@
 """What is sent of bf16 weights in a step of a real run, at a learning rate of 1e-6."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -23,7 +22,7 @@ print(json.dumps(weights.real(config, steps=50, lessons=60)))
 
 @pytest.mark.slow
 def test_a_step_takes_three_percent_of_the_full_bytes_at_most():
-  env = {**os.environ, 'XLA_FLAGS': '--xla_backend_optimization_level=0'}
+  env = runs.environment()
   command = [sys.executable, '-c', RUN]
   made = subprocess.run(
     command, cwd=runs.ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True

@@ -3,22 +3,23 @@
 import json
 
 import pytest
-from ml_collections import ConfigDict
 
-from jaxrl.data import trajectories
-from jaxrl.signature import ConfigError
-from launch.dump import Dump, begun
+from configs import base
+from jaxrl.call_strings import ConfigError
+from jaxrl.data import trajectory_codec
+from launch.logging.trajectory_dump import TrajectoryDump, has_begun
+from launch.settings.resolve import resolve_settings
 from tests.data.sinks.dumps import row
 
 
 def config(path, columns=()):
-  return ConfigDict(
-    {
-      'dump': {'path': str(path), 'columns': columns},
-      'env': {tag: {'env_type': 'math', 'env_config': {}} for tag in ('sums', 'lake')},
-      'model': {'checkpoint': ''},
-    }
-  )
+  """The settings of a run that dumps to `path`."""
+  made = base.get_config()
+  with made.unlocked():
+    made.dump = {'path': str(path), 'columns': columns}
+    for tag in ('sums', 'lake'):
+      made.env[tag] = base.env_section('math')
+  return resolve_settings(made)
 
 
 def attempt(tag='sums', **more):
@@ -30,8 +31,8 @@ def read(path):
 
 
 def test_a_step_is_a_part_for_each_tag_and_mode(tmp_path):
-  sink = Dump(config(tmp_path / 'out'), tmp_path, fresh=True)
-  sums = [attempt(columns={'task_idx': 7, 'given': '3'}), attempt(member=1)]
+  sink = TrajectoryDump(config(tmp_path / 'out'), tmp_path, fresh=True)
+  sums = [attempt(columns={'task_idx': 7, 'given': '3'}), attempt(sample_index=1)]
   sink.trajectories(2, [sums, [attempt('lake')]])
   sink.trajectories(2, [[attempt()]], kind='eval')
   names = sorted(path.name for path in (tmp_path / 'out').iterdir())
@@ -45,19 +46,21 @@ def test_a_step_is_a_part_for_each_tag_and_mode(tmp_path):
   assert second['task_idx'] == 20 and second['given'] is None  # nobody said which row
   assert first['mode'] == 'train' and first['model_name'] == 'random'
   assert first['episode_score'] == 0.5
-  back = trajectories.from_json(json.loads(first['save_content']))
+  back = trajectory_codec.from_json(json.loads(first['save_content']))
   assert back.tokens.tolist() == [3, 4] and back.trajectory_id == first['trajectory_id']
   assert read(tmp_path / 'out' / names[2])[0]['mode'] == 'val'
 
 
 def test_a_step_done_again_replaces_its_part(tmp_path):
-  Dump(config(tmp_path / 'out'), tmp_path, fresh=True).trajectories(0, [[attempt()]])
-  again = Dump(config(tmp_path / 'out'), tmp_path, fresh=False)
-  again.trajectories(0, [[attempt(), attempt(member=1)]])
+  TrajectoryDump(config(tmp_path / 'out'), tmp_path, fresh=True).trajectories(
+    0, [[attempt()]]
+  )
+  again = TrajectoryDump(config(tmp_path / 'out'), tmp_path, fresh=False)
+  again.trajectories(0, [[attempt(), attempt(sample_index=1)]])
   (part,) = (tmp_path / 'out').iterdir()
   assert len(read(part)) == 2
   with pytest.raises(ConfigError, match='holds 1 parts of another run'):
-    Dump(config(tmp_path / 'out'), tmp_path, fresh=True)
+    TrajectoryDump(config(tmp_path / 'out'), tmp_path, fresh=True)
 
 
 def test_a_run_killed_after_its_first_evaluation_goes_on(tmp_path):
@@ -67,7 +70,7 @@ def test_a_run_killed_after_its_first_evaluation_goes_on(tmp_path):
   other.mkdir()
 
   def opened(folder):
-    return Dump(config(tmp_path / 'out'), folder, fresh=not begun(folder))
+    return TrajectoryDump(config(tmp_path / 'out'), folder, fresh=not has_begun(folder))
 
   opened(mine).trajectories(0, [[attempt()]], kind='eval')
   opened(mine).trajectories(0, [[attempt()]], kind='eval')
@@ -76,10 +79,10 @@ def test_a_run_killed_after_its_first_evaluation_goes_on(tmp_path):
 
 
 def test_what_experts_wrote_is_not_played(tmp_path):
-  sink = Dump(config(tmp_path / 'out'), tmp_path, fresh=True)
+  sink = TrajectoryDump(config(tmp_path / 'out'), tmp_path, fresh=True)
   sink.trajectories(0, [[attempt(is_expert=True)]])
   assert not list((tmp_path / 'out').iterdir())
-  sink.trajectories(1, [[attempt(), attempt(member=1, is_expert=True)]])
+  sink.trajectories(1, [[attempt(), attempt(sample_index=1, is_expert=True)]])
   (part,) = (tmp_path / 'out').iterdir()
   assert len(read(part)) == 1
 
@@ -95,4 +98,4 @@ def test_what_experts_wrote_is_not_played(tmp_path):
 )
 def test_mistakes_are_told_before_anything_is_played(tmp_path, path, columns, words):
   with pytest.raises(ConfigError, match=words):
-    Dump(config(path, columns), tmp_path, fresh=True)
+    TrajectoryDump(config(path, columns), tmp_path, fresh=True)

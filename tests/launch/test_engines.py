@@ -6,12 +6,15 @@ import sys
 import pytest
 
 from configs import debug, qwen3_0_6b
-from jaxrl.models import hf_config
-from jaxrl.rollout.vllm import arguments
-from jaxrl.signature import ConfigError
-from jaxrl.training.policy import random_config
-from launch import build, checks, engines, placement
-from launch.placement import Node
+from jaxrl.call_strings import ConfigError
+from jaxrl.model_loading import random_config
+from jaxrl.models import huggingface
+from jaxrl.rollout.vllm import vllm_options
+from launch.runtime import placement
+from launch.runtime.placement import ClusterNode
+from launch.settings.engine_settings import check_engine
+from launch.settings.resolve import resolve_settings
+from launch.settings.validation import validate
 from tests.launch.test_bad_input import refused
 
 
@@ -24,12 +27,18 @@ def config(engine, ray=False):
 @pytest.fixture
 def installed(monkeypatch):
   """As where vLLM is installed, with a few of its options."""
-  known = frozenset(arguments.OURS) | {'tensor_parallel_size', 'block_size'}
-  monkeypatch.setattr(arguments, 'names', lambda: known)
+  known = frozenset(vllm_options.RESERVED_OPTIONS) | {
+    'tensor_parallel_size',
+    'block_size',
+  }
+  monkeypatch.setattr(vllm_options, 'vllm_option_names', lambda: known)
 
 
 def test_the_jax_engine_takes_its_own_options():
-  kind, options = engines.parse(config('jax(prefill_tokens=64, decode_steps=2)'))
+  engine = resolve_settings(
+    config('jax(prefill_tokens=64, decode_steps=2)')
+  ).rollout.engine
+  kind, options = engine.kind, engine.options
   assert kind == 'jax' and options['prefill_tokens'] == 64
   assert options['num_slots'] == 16 and options['max_length'] == 64
   assert options['decode_steps'] == 2
@@ -37,7 +46,8 @@ def test_the_jax_engine_takes_its_own_options():
 
 def test_vllm_takes_its_options_by_name(installed):
   made = config('vllm(tensor_parallel_size=2)', ray=True)
-  kind, options = engines.parse(made)
+  engine = resolve_settings(made).rollout.engine
+  kind, options = engine.kind, engine.options
   assert kind == 'vllm' and options == {
     'num_slots': 16,
     'max_length': 64,
@@ -52,8 +62,12 @@ def test_vllm_takes_its_options_by_name(installed):
     ('vlm', True, "Did you mean 'vllm'"),
     ('jax(prefil_tokens=1)', False, "Did you mean 'prefill_tokens'"),
     ('jax(decode_steps=0)', False, 'decode_steps must be at least 1'),
-    ('jax(lanes=3)', False, 'num_slots=16 does not divide into lanes=3'),
-    ('jax(lanes=2, exact=True)', False, 'in one program, not in lanes=2'),
+    (
+      'jax(decode_threads=3)',
+      False,
+      'num_slots=16 is not divisible by decode_threads=3',
+    ),
+    ('jax(decode_threads=2, exact=True)', False, 'not with decode_threads=2'),
     ('jax(num_slots=4)', False, 'rollout.num_slots'),
     ('vllm', False, 'set --config.cluster.ray=true'),
     ('vllm(tensor_paralel_size=2)', True, "Did you mean 'tensor_parallel_size'"),
@@ -66,36 +80,38 @@ def test_vllm_takes_its_options_by_name(installed):
 )
 def test_what_it_may_not_say(installed, engine, ray, said):
   with pytest.raises(ConfigError, match=said):
-    engines.parse(config(engine, ray))
+    check_engine(resolve_settings(config(engine, ray)))
 
 
 def test_without_vllm_its_environment_must_be_named(monkeypatch):
-  monkeypatch.setattr(arguments, 'names', frozenset)
+  monkeypatch.setattr(vllm_options, 'vllm_option_names', frozenset)
   with pytest.raises(ConfigError, match='make env-vllm'):
-    engines.parse(config('vllm', ray=True))
+    check_engine(resolve_settings(config('vllm', ray=True)))
   text = f'vllm(python={sys.executable!r}, whatever=1)'
-  assert engines.parse(config(text, ray=True))[1]['python'] == sys.executable
+  settings = resolve_settings(config(text, ray=True))
+  check_engine(settings)
+  assert settings.rollout.engine.options['python'] == sys.executable
 
 
 @pytest.mark.vllm
 def test_options_are_read_off_vllms_source():
-  if not arguments.names():
+  if not vllm_options.vllm_option_names():
     pytest.skip('vllm is not installed here')
   own = {'folder', 'parts', 'transfer'}  # of the engine, not of vLLM
-  assert arguments.names() > arguments.OURS.keys() - own
+  assert vllm_options.vllm_option_names() > vllm_options.RESERVED_OPTIONS.keys() - own
   few = {
     'tensor_parallel_size',
     'enable_lora',
     'quantization',
     'enable_chunked_prefill',
   }
-  assert arguments.names() > few
+  assert vllm_options.vllm_option_names() > few
 
 
 @pytest.mark.parametrize('gpus, engines, learners', [(1, 1, 1), (8, 4, 4)])
 def test_the_qwen3_config_fits_one_gpu_and_eight(gpus, engines, learners):
   made = qwen3_0_6b.get_config()
-  plan = placement.plan(made, [Node(gpus=gpus)])
+  plan = placement.plan_placement(resolve_settings(made), [ClusterNode(gpus=gpus)])
   assert len(plan.engines) == engines and len(plan.learners) == 1
   share = sum(seat.memory for seat in (plan.engines[0], plan.learners[0]))
   if gpus == 1:
@@ -111,18 +127,19 @@ def test_the_qwen3_config_says_that_it_needs_a_checkpoint(tmp_path, capsys):
 
 
 def test_the_qwen3_config_passes_all_checks(installed, tmp_path):
-  settings = hf_config.to_hf(random_config(), 'float32')
-  (tmp_path / 'config.json').write_text(json.dumps(settings))
+  shape = huggingface.config_to_hf(random_config(), 'float32')
+  (tmp_path / 'config.json').write_text(json.dumps(shape))
   made = qwen3_0_6b.get_config()
   made.model.checkpoint = str(tmp_path)
   made.dataset.path = 'generate:arithmetic()'
-  algorithm = build.make_algorithm(made)
-  checks.settings(made, algorithm)
-  assert engines.parse(made) == (
-    'vllm',
-    {'num_slots': 256, 'max_length': 1024, 'dtype': 'bfloat16'},
-  )
-  assert algorithm.correction is not None  # vLLM is another program than the learner
+  settings = resolve_settings(made)
+  validate(settings)
+  engine = settings.rollout.engine
+  assert engine.kind == 'vllm'
+  assert engine.options == {'num_slots': 256, 'max_length': 1024, 'dtype': 'bfloat16'}
+  assert (
+    settings.algorithm.correction is not None
+  )  # vLLM is another program than the learner
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.training import policy
+from jaxrl import model_loading
 from launch import evaluate, train
-from launch.console import Console
-from launch.results import lines, results
+from launch.logging.console import Console
+from launch.logging.evaluation_results import format_results, summarize_tags
 from tests.launch import runs
 from tests.rollout.fakes import row
 
@@ -25,9 +25,11 @@ def place(tmp_path_factory):
   questions = [f'What is {i} + {i}?' for i in range(NUM_ITEMS)]
   rows = [{'question': q, 'answer': str(2 * i)} for i, q in enumerate(questions)]
   (folder / 'test.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-  shape = policy.random_config(hidden_size=32, num_layers=1, head_dim=16)
+  shape = model_loading.random_config(hidden_size=32, num_layers=1, head_dim=16)
   options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
-  policy.create(folder / 'model', shape, questions, jax.random.key(0), **options)
+  model_loading.create_model(
+    folder / 'model', shape, questions, jax.random.key(0), **options
+  )
   return folder
 
 
@@ -80,13 +82,13 @@ def test_a_tag_on_its_own_with_its_failures():
     [row(1, m, tag='b') for m in range(2)],
   ]
   metrics = {'eval/a/failed': 0.5, 'eval/a/stop/env_error': 0.5, 'eval/a/mean': 0.25}
-  found = results({**metrics, 'eval/b/failed': 0.0}, groups, [], seed=0)
+  found = summarize_tags({**metrics, 'eval/b/failed': 0.0}, groups, [], seed=0)
   assert found['a']['scores']['mean@2']['value'] == 0.25
   assert found['a']['scores']['pass@2'] == {'value': 0.5, 'low': 0, 'high': 1}
   assert found['a']['error'] == 'broken' and found['b']['error'] is None
   assert found['b']['scores']['pass@1'] == {'value': 1, 'low': 1, 'high': 1}
   assert found['a']['other'] == {'failed': 0.5, 'stop/env_error': 0.5}
-  said = '\n'.join(text for text, _ in lines(found))
+  said = '\n'.join(text for text, _ in format_results(found))
   assert '50.0% of attempts failed and score 0; the first: broken' in said
 
 
@@ -123,7 +125,7 @@ def test_games_without_an_end_are_refused_at_the_start(tmp_path, capsys):
 
 def test_each_tag_has_its_gauge():
   stream = io.StringIO()
-  gauges = evaluate.Gauges(Console(stream))
+  gauges = evaluate.TagProgress(Console(stream))
   for tag, total in (('a', 3), ('b', 2)):
     for member in range(total):
       gauges(tag, [row(member % 2, member)], total)

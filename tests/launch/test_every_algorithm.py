@@ -11,8 +11,8 @@ import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
-from jaxrl.algorithms import compose, describe
-from launch import config as configs
+from jaxrl.algorithms import describe, registry, requirements
+from launch.settings import command_line as configs
 from tests.launch import runs
 
 STEPS = 3
@@ -28,8 +28,30 @@ TINY = (
 )
 
 
+# One of each path through the launcher: by what is read, asked for and added to the
+# loss. test_learning takes eight real steps with every other one for rollouts, and
+# test_offline with those of preferences.
+FAST = (
+  'grpo',
+  'gspo',
+  'ppo',
+  'dpo',
+  'sft',
+  'cpt',
+  'distill',
+  'on_policy_distill',
+  'mix_chord',
+  'rloo',
+  'gigpo',
+)
+NAMES = [
+  pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+  for name in registry.names()
+]
+
+
 def asks_a_teacher(algorithm):
-  return any(need.startswith('teacher') for need in compose.needs(algorithm))
+  return any(need.startswith('teacher') for need in requirements.needs(algorithm))
 
 
 @pytest.fixture(scope='session')
@@ -42,9 +64,9 @@ def teacher(tmp_path_factory):
   return workdir / 'export'
 
 
-@pytest.mark.parametrize('name', compose.names())
+@pytest.mark.parametrize('name', NAMES)
 def test_it_trains(name, tmp_path, request):
-  algorithm = compose.make(name)
+  algorithm = registry.make(name)
   options = [*TINY, '--config.checkpoint.export=true']
   if asks_a_teacher(algorithm):
     folder = request.getfixturevalue('teacher')
@@ -73,31 +95,34 @@ def _has_its_own_metrics(algorithm, row):
   }
   for slot, metric in wanted.items():
     assert (metric in row) == (getattr(algorithm, slot) is not None), metric
-  if algorithm.schema == 'rollout':
+  if algorithm.data_format == 'rollout':
     assert {'reward/mean', 'mismatch/logprob_difference', 'tokens/action'} <= row.keys()
 
 
-@pytest.mark.parametrize('name', compose.names())
+@pytest.mark.parametrize('name', registry.names())
 def test_its_config_survives_json(name):
   command = configs.parse([f'--config={runs.DEBUG}:{name}'], {})
   config = configs.load(command)
   again = ConfigDict(json.loads(config.to_json_best_effort()))
   options = again.algorithm.to_dict()
   assert options.pop('name') == name
-  made = compose.make(name, options)
-  assert compose.split_numbers(made) == compose.split_numbers(compose.make(name))
+  made = registry.make(name, options)
+  assert requirements.split_hparams(made) == requirements.split_hparams(
+    registry.make(name)
+  )
 
 
-@pytest.mark.parametrize('name', compose.names())
+@pytest.mark.parametrize('name', registry.names())
 def test_its_parts_can_be_written_as_call_strings(name):
   """What the listing shows is what a user may type to get the same algorithm."""
-  algorithm = compose.make(name)
+  algorithm = registry.make(name)
   swaps = {
-    slot: describe.call_string(part) for slot, part in compose.parts(algorithm).items()
+    slot: describe.call_string(part)
+    for slot, part in requirements.components_of(algorithm).items()
   }
   swaps = {slot: text for slot, text in swaps.items() if text}
-  static, numbers = compose.split_numbers(compose.make(name, swaps))
+  static, numbers = requirements.split_hparams(registry.make(name, swaps))
   for slot, text in swaps.items():
-    assert describe.call_string(getattr(compose.make(name, swaps), slot)) == text
-  assert numbers.keys() == compose.split_numbers(algorithm)[1].keys()
-  assert compose.needs(static) == compose.needs(algorithm)
+    assert describe.call_string(getattr(registry.make(name, swaps), slot)) == text
+  assert numbers.keys() == requirements.split_hparams(algorithm)[1].keys()
+  assert requirements.needs(static) == requirements.needs(algorithm)

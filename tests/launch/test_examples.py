@@ -5,9 +5,9 @@ import json
 import pytest
 
 from configs import swe_rollout
-from jaxrl.envs.sandbox import local
+from jaxrl.envs.sandbox import local_sandbox
 from launch import rollout, train
-from launch.writers import read_metrics
+from launch.logging.metric_loggers import read_metrics
 from tests.data.sinks.service import serve
 from tests.envs import swe_repos
 from tests.launch import runs
@@ -49,6 +49,7 @@ def test_a_validation_that_traverses_its_data(tmp_path):
     assert sorted(row['task_idx'] for row in rows) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_questions_into_a_table(tmp_path, monkeypatch):
   pytest.importorskip('odps')
   with serve(dict(swe_rollout.COLUMNS)) as (service, address):
@@ -70,7 +71,9 @@ def test_questions_into_a_table(tmp_path, monkeypatch):
   assert all(json.loads(row['save_content'])['messages'] for row in rows)
 
 
-@pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+@pytest.mark.skipif(
+  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
+)
 def test_an_agent_in_repositories(tmp_path):
   repos = tmp_path / 'repos'
   tasks = [swe_repos.ledger(repos), swe_repos.spans(repos)]

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from jaxrl.signature import ConfigError
-from launch import build, checks
-from launch import config as configs
-from launch.sinks import open_sinks
+from jaxrl.call_strings import ConfigError
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
+from launch.settings.resolve import resolve_settings
+from launch.settings.validation import validate
 from tests.launch import runs
 
 SHORT = ('--config.eval.every=0', '--config.optimizer.schedule=constant')
@@ -15,7 +16,7 @@ SHORT = ('--config.eval.every=0', '--config.optimizer.schedule=constant')
 
 def load(algorithm, *overrides, config=runs.DEBUG):
   command = configs.parse([f'--config={config}:{algorithm}', *overrides], {})
-  return configs.load(command, {'logging': open_sinks})
+  return configs.load(command, {'logging': read_logging})
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def load(algorithm, *overrides, config=runs.DEBUG):
     (
       'reinforce',
       ['algorithm.schema=messages', 'algorithm.correction=tis'],
-      ['correction goes by what the policy sampled', 'leave it out'],
+      ['correction judges what the policy sampled', 'leave it out'],
     ),
     (
       'reinforce',
@@ -63,7 +64,7 @@ def load(algorithm, *overrides, config=runs.DEBUG):
 def test_what_files_cannot_give(algorithm, options, words):
   config = load(algorithm, *(f'--config.{option}' for option in options))
   with pytest.raises(ConfigError) as caught:
-    checks.settings(config, build.make_algorithm(config))
+    validate(resolve_settings(config))
   for word in words:
     assert word in str(caught.value)
 
@@ -81,7 +82,9 @@ def test_epochs_make_the_steps(tmp_path):
   assert told[-1]['data/epoch'] >= 1.5 > told[-2]['data/epoch']
 
 
-@pytest.mark.parametrize('algorithm', ['sft', 'dpo'])
+@pytest.mark.parametrize(
+  'algorithm', ['sft', pytest.param('dpo', marks=pytest.mark.slow)]
+)
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(algorithm, tmp_path):
   """The second half reads the rows that are left, against the same reference."""
   config = f'{runs.DEBUG}:{algorithm}'

@@ -3,16 +3,16 @@
 import io
 import re
 
-from launch.console import Console
-from launch.gauge import Gauge
+from launch.logging.console import Console
+from launch.logging.progress import RolloutProgress
 from tests.data.sinks.dumps import row
 
 
 def test_lines_in_a_pipe_tell_count_rate_score_and_time_left():
   stream = io.StringIO()
-  gauge = Gauge(Console(stream), 'rollout', 8, start=2, every=0)
-  gauge.group([row(0), row(0, member=1, step=0), row(0, member=1, step=1)])
-  gauge.group([row(1, rewards=(0, 0), stop_reason='env_error'), row(1, member=1)])
+  gauge = RolloutProgress(Console(stream), 'rollout', 8, start=2, every=0)
+  gauge.group([row(0), row(0, sample_index=1, turn=0), row(0, sample_index=1, turn=1)])
+  gauge.group([row(1, rewards=(0, 0), stop_reason='env_error'), row(1, sample_index=1)])
   gauge.close()
   first, *lines = stream.getvalue().splitlines()
   assert first == 'rollout: 8 episodes, 2 of them played before'
@@ -28,7 +28,7 @@ def test_lines_in_a_pipe_tell_count_rate_score_and_time_left():
 
 def test_few_lines_in_a_pipe_but_the_last():
   stream = io.StringIO()
-  gauge = Gauge(Console(stream), 'rollout', 3)
+  gauge = RolloutProgress(Console(stream), 'rollout', 3)
   for number in range(3):
     gauge.group([row(number)])
   assert len(stream.getvalue().splitlines()) == 2

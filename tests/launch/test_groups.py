@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from jaxrl.rollout.members import UNSHAPED, accuracies
-from jaxrl.signature import ConfigError
-from launch import build
-from launch import config as configs
+from jaxrl.call_strings import ConfigError
+from jaxrl.group_stats import RAW_SCORE, sample_accuracies
+from launch.settings import command_line as configs
+from launch.settings.resolve import resolve_settings
+from launch.settings.validation import validate
 from tests.launch import runs
 
 QUICK = (
@@ -26,8 +27,9 @@ def algorithm(*options, name='dapo'):
   config = configs.load(
     configs.parse([f'--config={runs.VARIED}:{name}', *options], {}), {}
   )
-  build.checks.settings(config, build.make_algorithm(config))
-  return build.make_algorithm(config)
+  settings = resolve_settings(config)
+  validate(settings)
+  return settings.algorithm
 
 
 def test_dapo_from_its_name(tmp_path):
@@ -40,13 +42,13 @@ def test_dapo_from_its_name(tmp_path):
   for row, groups in zip(rows, trained_on(told), strict=True):
     assert len(groups) == 2
     for group in groups:
-      right = accuracies(group) >= 1
+      right = sample_accuracies(group) >= 1
       assert right.any() and not right.all()
       for attempt in group:
-        penalty = attempt.score - attempt.metrics[UNSHAPED]
+        penalty = attempt.score - attempt.metrics[RAW_SCORE]
         over = attempt.action_mask.sum() - 0.8 * 16
         assert penalty == pytest.approx(-np.clip(over / 3.2, 0, 1), abs=1e-6)
-    scores = [a.metrics[UNSHAPED] for group in groups for a in group]
+    scores = [a.metrics[RAW_SCORE] for group in groups for a in group]
     assert row['reward/mean'] == pytest.approx(np.mean(scores))
     shaped = [a.score for group in groups for a in group]
     assert row['reward/shaped_mean'] == pytest.approx(np.mean(shaped))
@@ -102,25 +104,26 @@ def test_filters_and_shapers_of_config_and_algorithm_both_apply(tmp_path):
   )
   (groups,) = trained_on(told)
   for group in groups:
-    right = (accuracies(group) >= 1).mean()
+    right = (sample_accuracies(group) >= 1).mean()
     for attempt in group:
-      wanted = 2 * min(attempt.metrics[UNSHAPED], 0.75)
+      wanted = 2 * min(attempt.metrics[RAW_SCORE], 0.75)
       assert attempt.score == pytest.approx(wanted)
       assert attempt.weight == pytest.approx(2 - 1.5 * right)
 
 
-def test_a_batch_that_cannot_be_filled_says_what_to_change(tmp_path):
+def test_a_batch_that_cannot_be_filled_says_what_to_change(tmp_path, capsys):
   options = ('--config.rollout.max_lost=7', '--config.algorithm.group_size=2')
   spec = '--config.algorithm.filters=accuracy(right=9.0)'
-  said = runs.run(
-    tmp_path, *QUICK, *options, spec, config=f'{runs.VARIED}:dapo', status=1
-  )
+  status = runs.main(tmp_path, *QUICK, *options, spec, config=f'{runs.VARIED}:dapo')
+  said = ''.join(capsys.readouterr())
+  assert status == 1, said
   assert 'Traceback' not in said, said
   said = ' '.join(said.split())
-  for words in ('7 groups in a row were lost', 'accuracy 7', '0 of 2', 'too hard'):
+  for words in ('7 groups in a row were dropped', 'accuracy 7', '0 of 2', 'too hard'):
     assert words in said
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_a_bandit_ends_at_the_same_bits(tmp_path):
   options = (
     '--config.sft.num_steps=0',

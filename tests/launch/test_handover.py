@@ -12,17 +12,27 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models import hf_config, lora
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.rollout.weights.changes import Changes
-from jaxrl.signature import ConfigError
-from jaxrl.training.mesh import make_mesh
-from launch import config as configs
-from launch import learners, targets, weights
-from launch.planning import abstract, changes, cost, decode, handover, report
-from launch.planning import table as tables
-from launch.planning.program import Program
+from jaxrl.call_strings import ConfigError
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models import huggingface, lora
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.weights.snapshots import DeviceDeltaSnapshot
+from jaxrl.training.parallelism.mesh import make_mesh
+from launch.components import learner_factory
+from launch.planning import (
+  cost,
+  engine_decode,
+  plan_report,
+  planned_run,
+  publish_memory,
+  suggestions,
+  targets,
+)
+from launch.planning import plan_table as tables
+from launch.planning.compiled_program import CompiledProgram
+from launch.settings import command_line as configs
+from launch.settings.resolve import resolve_settings
+from launch.settings.run_settings import WeightTransport
 from tests.launch.test_planning import SMALL, small
 
 LORA = "--config.model.lora=lora(rank=4, base='bfloat16')"
@@ -44,11 +54,13 @@ def whole(tree):
 def learner_of(run, **mesh):
   sizes = mesh or {'data': 1}
   devices = jax.devices()[: math.prod(sizes.values())]
-  return abstract.make_learner(run, make_mesh(**sizes, devices=devices))
+  return planned_run.make_learner(run, make_mesh(**sizes, devices=devices))
 
 
 def resident(run, **mesh):
-  return cost.resident(run, learner_of(run, **mesh), decode.engine_of(run))
+  return cost.resident_memory(
+    run, learner_of(run, **mesh), engine_decode.plan_engine(run)
+  )
 
 
 @pytest.fixture(scope='module')
@@ -60,10 +72,14 @@ def merged():
 
   run, mesh = small(LORA), make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
   policy = run.policy()
-  own = run.config, policy, run.algorithm, mesh, Dispatcher('test'), None
-  stage = learners.Stage('train', run.num_rows, 1)
+  own = run.settings, policy, mesh, DeviceThread('test'), None
+  stage = learner_factory.PhaseSpec('train', run.num_rows, 1)
   params = jax.tree.map(filled, policy.params)
-  return learners.LocalLearners(*own)._make(stage, params).merged()
+  return (
+    learner_factory.LocalLearnerFactory(*own)
+    .build_learner(stage, params)
+    .merged_params()
+  )
 
 
 def on_first(arrays):
@@ -75,17 +91,17 @@ def on_first(arrays):
 
 def built(name, *_, temporaries=0.0, **__):
   """In the place of a program that is compiled."""
-  return Program(name, 1.0, 0.0, 0.0, temporaries, 1.0, {}, 0.0)
+  return CompiledProgram(name, 1.0, 0.0, 0.0, temporaries, 1.0, {}, 0.0)
 
 
 def test_engines_have_merged_weights_and_no_adapters(merged):
   run = small(LORA)
-  engine = decode.engine_of(run)
+  engine = engine_decode.plan_engine(run)
   assert resident(run)["engine's weights"] == 2 * whole(merged)
-  told = cost.broadcast(run, targets.parse('cpu:1'), engine)
+  told = cost.estimate_publish(run, targets.parse_target('cpu:1'), engine)
   assert told.bytes == whole(merged)
-  assert told.way == 'inprocess, bfloat16 and float32'
-  params = decode.trace(run, engine, jax.devices()[:1]).in_avals[0][0]
+  assert told.description == 'inprocess, bfloat16 and float32'
+  params = engine_decode.trace_decode(run, engine, jax.devices()[:1]).in_avals[0][0]
   assert whole(params) == whole(merged)
 
 
@@ -93,63 +109,74 @@ def test_copies_for_engines_are_those_of_arrays(merged):
   """The merged one, and of the version before what is large enough to be kept."""
   run = small(LORA, *ON_DEVICE)
   learner = learner_of(run, data=1, fsdp=2)
-  passing = handover.passing(run, learner, built('merge'))
+  passing = publish_memory.publishing_memory(run, learner, built('merge'))
   assert passing['merged weights'] == on_first(merged)
-  before = Changes('bfloat16')
+  before = DeviceDeltaSnapshot('bfloat16')
   before.snapshot(merged)
-  kept = on_first([device for device, _ in before._kept.values()])
-  assert handover.held(run, learner) == {'version before': kept}
+  kept = on_first([device for device, _ in before._base.values()])
+  assert publish_memory.pending_memory(run, learner) == {'version before': kept}
   assert 0 < kept < on_first(merged) / 2
 
 
 def test_publishing_may_be_what_takes_most(monkeypatch):
-  monkeypatch.setattr(cost.program, 'build', built)
-  target, devices = targets.parse('cpu:1'), jax.devices()[:1]
+  monkeypatch.setattr(cost.compiled_program, 'compile_program', built)
+  target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
   run = small(LORA)
-  found = cost.of(run, target, devices, engine=decode.engine_of(run))
+  found = cost.estimate_cost(
+    run, target, devices, engine=engine_decode.plan_engine(run)
+  )
   assert found.phase == 'publish' and 'merge' in found.programs
-  served = whole(abstract.served(run, None))
+  served = whole(planned_run.served_params(run, None))
   assert found.memory['merged weights'] == served
   assert found.memory['temporaries'] == served  # as the engine reads it, beside its own
-  count = cost.num_programs(run, found, decode.engine_of(run), plays=False)
+  count = cost.count_programs(run, found, engine_decode.plan_engine(run), plays=False)
   assert count == {'learner': 3}
-  told = report.make('small.py', run, target, devices)
+  told = plan_report.make_report('small.py', run, target, devices)
   out = io.StringIO()
-  tables.show(told, Console(file=out, width=100))
+  tables.print_report(told, Console(file=out, width=100))
   assert 'in publishing' in ' '.join(out.getvalue().split())
-  monkeypatch.setattr(cost.program, 'build', functools.partial(built, temporaries=1e9))
+  monkeypatch.setattr(
+    cost.compiled_program, 'compile_program', functools.partial(built, temporaries=1e9)
+  )
   for options in ((), (LORA,)):
     run = small(*options)
-    found = cost.of(run, target, devices, engine=decode.engine_of(run))
+    found = cost.estimate_cost(
+      run, target, devices, engine=engine_decode.plan_engine(run)
+    )
     assert (found.phase == 'publish') == bool(options)
     assert ('merge' in found.programs) == bool(options)
 
 
 def test_adapters_that_are_sent_are_not_merged_first(monkeypatch):
-  monkeypatch.setattr(cost.program, 'build', built)
-  target, devices = targets.parse('cpu:1'), jax.devices()[:1]
+  monkeypatch.setattr(cost.compiled_program, 'compile_program', built)
+  target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
   sent = LORA.replace(')', ", send='adapters')")
   run = small(sent, '--config.cluster.ray=true')
-  engine = decode.engine_of(run)
-  found, learner = cost.of(run, target, devices, engine=engine), learner_of(run)
+  engine = engine_decode.plan_engine(run)
+  found, learner = (
+    cost.estimate_cost(run, target, devices, engine=engine),
+    learner_of(run),
+  )
   assert 'merge' not in found.programs
-  assert handover.passing(run, learner, None)['temporaries'] == whole(learner.params)
-  told = cost.broadcast(run, target, engine)
-  assert told.bytes == whole(lora.trained(run.learned, learner.params))
-  assert told.way == 'object_store, adapters in float32'
+  assert publish_memory.publishing_memory(run, learner, None)['temporaries'] == whole(
+    learner.params
+  )
+  told = cost.estimate_publish(run, target, engine)
+  assert told.bytes == whole(lora.trainable_params(run.trained_shape, learner.params))
+  assert told.description == 'object_store, adapters in float32'
 
 
 def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
-  monkeypatch.setattr(cost.program, 'build', built)
+  monkeypatch.setattr(cost.compiled_program, 'compile_program', built)
   run = small(
     '--config.batch.packing=first_fit(tokens=256)', '--config.batch.buckets=(8,16)'
   )
-  target, engine = targets.parse('cpu:1'), decode.engine_of(run)
-  found = cost.of(run, target, jax.devices()[:1], engine=engine)
-  count = cost.num_programs(run, found, engine, plays=False)
-  assert found.abreast == 1 and count == {'learner': 2 * len(found.programs)}
-  assert len(made := learner_of(run).shapes) == 2
-  assert {shape.pack.abreast for shape in made} == {1}
+  target, engine = targets.parse_target('cpu:1'), engine_decode.plan_engine(run)
+  found = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
+  count = cost.count_programs(run, found, engine, plays=False)
+  assert found.num_parallel == 1 and count == {'learner': 2 * len(found.programs)}
+  assert len(made := learner_of(run).warmup_shapes) == 2
+  assert {shape.pack.num_parallel for shape in made} == {1}
 
 
 @pytest.mark.parametrize(
@@ -165,10 +192,14 @@ def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
 def test_what_a_transport_copies_first(name, options, copied, monkeypatch):
   run = small()
   learner = learner_of(run, data=1, fsdp=2)
-  sizes = [handover._share(x) for x in jax.tree.leaves(learner.params)]
-  plan = weights.Plan(name, options)
-  monkeypatch.setattr(weights, 'plan', lambda _: plan)
-  found = handover.passing(run, learner, None)
+  sizes = [publish_memory._shard_size(x) for x in jax.tree.leaves(learner.params)]
+  cluster = dataclasses.replace(
+    run.settings.cluster, weights=WeightTransport(name, options)
+  )
+  run = dataclasses.replace(
+    run, settings=dataclasses.replace(run.settings, cluster=cluster)
+  )
+  found = publish_memory.publishing_memory(run, learner, None)
   assert found == {'gradients': 0.0, 'temporaries': copied(sizes)}
 
 
@@ -176,12 +207,12 @@ def test_only_what_learns_has_gradients(monkeypatch):
   def build(name, *_):
     return built(name, temporaries=1e9 * (name == 'train'))
 
-  monkeypatch.setattr(cost.program, 'build', build)
-  run, target = small(LORA), targets.parse('cpu:1')
-  engine, devices = decode.engine_of(run), jax.devices()[:1]
-  found = cost.of(run, target, devices, engine=engine)
+  monkeypatch.setattr(cost.compiled_program, 'compile_program', build)
+  run, target = small(LORA), targets.parse_target('cpu:1')
+  engine, devices = engine_decode.plan_engine(run), jax.devices()[:1]
+  found = cost.estimate_cost(run, target, devices, engine=engine)
   learner = learner_of(run)
-  trained = whole(lora.trained(learner.model.config, learner.params))
+  trained = whole(lora.trainable_params(learner.model.config, learner.params))
   assert 0 < trained < whole(learner.params) / 4
   assert found.phase == 'train'
   assert found.memory['optimizer state'] == 2 * trained + 4
@@ -200,21 +231,23 @@ def test_the_cache_holds_the_experts_that_the_engine_keeps():
   run = small(EXPERTS, REPLAY)
   engine = JaxEngine(
     run.policy().model,
-    dispatcher=Dispatcher('test'),
-    num_slots=run.config.rollout.num_slots,
-    max_length=run.config.batch.max_length,
+    device_thread=DeviceThread('test'),
+    num_slots=run.settings.rollout.num_slots,
+    max_length=run.settings.batch.max_length,
     router_replay=True,
   )
-  cache, _ = engine._programs.fresh()
+  cache, _ = engine._model_runner.init_state()
   assert resident(run)['cache'] == whole(cache)
   assert resident(small(EXPERTS))['cache'] == whole(cache) - whole(cache['e'])
-  traced = decode.trace(run, decode.engine_of(run), jax.devices()[:1])
+  traced = engine_decode.trace_decode(
+    run, engine_decode.plan_engine(run), jax.devices()[:1]
+  )
   assert whole(traced.in_avals[0][1]) == whole(cache)
 
 
 def test_the_cache_is_laid_out_for_the_machine():
   run = small()
-  engine = decode.engine_of(run)
+  engine = engine_decode.plan_engine(run)
   chunks, paged = (
     cost.engine_memory(run, engine, name)['cache'] for name in ('cpu', 'gpu')
   )
@@ -241,14 +274,16 @@ def folder(path, **changes):
   path.mkdir()
   run = small()
   shape = run.shape.replace(**changes)
-  data = hf_config.to_hf(shape, 'float32')
+  data = huggingface.config_to_hf(shape, 'float32')
   (path / 'config.json').write_text(json.dumps(data))
   return whole(run.policy(shape).params)
 
 
 def taught(*more):
   config = '--config=configs/distill.py:on_policy_distill'
-  return abstract.read(configs.load(configs.parse([config, *SMALL[1:], *more])))
+  return planned_run.read_run(
+    resolve_settings(configs.load(configs.parse([config, *SMALL[1:], *more])))
+  )
 
 
 def test_teachers_are_counted_once_each_with_the_students_vocabulary(tmp_path):
@@ -278,8 +313,8 @@ PACKED = 'first_fit(tokens=512, share_prefix=False)'
 
 def smaller(packing, **mesh):
   run = small(f'--config.batch.packing={packing}')
-  found = cost.Cost(mesh, 16, 16, 16, 1, {}, {}, 1.0, 'train')
-  return run, changes.smaller_micro_batches(run, found)
+  found = cost.RunCost(mesh, 16, 16, 16, 1, {}, {}, 1.0, 'train')
+  return run, suggestions.smaller_micro_batches(run, found)
 
 
 def test_packed_micro_batches_shrink_by_tokens():
@@ -288,7 +323,9 @@ def test_packed_micro_batches_shrink_by_tokens():
   sizes = [256, 128, 64, 32, 16]  # one of the longest sequences has 16
   assert texts == [f'first_fit(tokens={n}, share_prefix=False)' for n in sizes]
   for overrides in (found[0], found[-1]):
-    shape = learner_of(changes.applied(run, overrides))._layout.shape(16)
+    shape = learner_of(
+      suggestions.with_overrides(run, overrides)
+    )._batch_builder.batch_shape(16)
     assert shape.pack is not None
     assert shape.pack.rows * shape.pack.length == sizes[found.index(overrides)]
   assert len(smaller(PACKED, data=2, fsdp=2)[1]) == len(sizes) - 2
@@ -306,28 +343,31 @@ def test_packed_micro_batches_shrink_by_tokens():
 
 
 def test_a_change_can_be_given_to_a_shell():
-  change = changes.Change(smaller(PACKED)[1][0], 0.0, 1, '')
+  change = suggestions.Suggestion(smaller(PACKED)[1][0], 0.0, 1, '')
   (argument,) = shlex.split(str(change))
   assert (
-    small(argument).config.batch.packing == 'first_fit(tokens=256, share_prefix=False)'
+    small(argument).settings.text('batch.packing')
+    == 'first_fit(tokens=256, share_prefix=False)'
   )
 
 
 def test_candidates_of_packed_rows_hold_fewer_tokens():
   run, _ = smaller(PACKED)
   memory = {'parameters': 1.0, 'temporaries': 9.0, 'gradients': 1.0}
-  found = cost.Cost({'data': 1}, 16, 16, 16, 1, {}, memory, 5.0, 'train')
-  offered = list(changes.candidates(run, targets.parse('cpu:1'), found))
+  found = cost.RunCost({'data': 1}, 16, 16, 16, 1, {}, memory, 5.0, 'train')
+  offered = list(
+    suggestions.candidate_changes(run, targets.parse_target('cpu:1'), found)
+  )
   tokens = [one.get('batch.packing') for one in offered]
   assert tokens == [
     None,
     *(f'first_fit(tokens={n}, share_prefix=False, abreast=1)' for n in (256, 16)),
   ]
-  found = dataclasses.replace(found, abreast=2)
-  first = next(changes.candidates(run, targets.parse('cpu:1'), found))
+  found = dataclasses.replace(found, num_parallel=2)
+  first = next(suggestions.candidate_changes(run, targets.parse_target('cpu:1'), found))
   assert first == {
     'batch.packing': 'first_fit(tokens=512, share_prefix=False, abreast=1)'
   }
-  found = dataclasses.replace(found, abreast=1)
-  for one in changes.candidates(run, targets.parse('v5e:1x1'), found):
+  found = dataclasses.replace(found, num_parallel=1)
+  for one in suggestions.candidate_changes(run, targets.parse_target('v5e:1x1'), found):
     assert 'abreast' not in one.get('batch.packing', '')

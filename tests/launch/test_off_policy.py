@@ -3,10 +3,12 @@
 import pytest
 
 from configs import debug
-from jaxrl.algorithms import checks, compose
-from jaxrl.functional import corrections
-from jaxrl.signature import ConfigError
-from launch import build, off_policy, samplers
+from jaxrl.algorithms import consistency, registry, requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.functional import components, corrections
+from launch.components import group_samplers
+from launch.settings import off_policy
+from launch.settings.resolve import resolve_settings
 
 
 def configured(
@@ -31,12 +33,13 @@ def configured(
 
 def made(*args, **options):
   config = configured(*args, **options)
-  return config, build.make_algorithm(config)
+  settings = resolve_settings(config)
+  return settings, settings.algorithm
 
 
 def correction(*args, **options):
   part = made(*args, **options)[1].correction
-  return part and compose.function_of(part)
+  return part and components.function_of(part)
 
 
 STALE = [
@@ -52,10 +55,10 @@ STALE = [
 @pytest.mark.parametrize('rollout', STALE, ids=str)
 def test_stale_and_foreign_rollouts_are_corrected_unless_it_is_switched_off(rollout):
   config, algorithm = made(**rollout)
-  assert compose.function_of(algorithm.correction) is corrections.tis
-  assert algorithm.behaviour == 'decoupled'
-  assert 'old_logprobs' in compose.needs(algorithm)
-  said = off_policy.describe(config, algorithm)
+  assert components.function_of(algorithm.correction) is corrections.tis
+  assert algorithm.old_logprobs_source == 'decoupled'
+  assert 'old_logprobs' in requirements.needs(algorithm)
+  said = off_policy.describe(config)
   assert 'corrected by tis' in said and 'forward pass' in said
   assert correction(correction='none', **rollout) is None
   assert correction(correction='mis(low=.2)', **rollout) is corrections.mis
@@ -64,47 +67,45 @@ def test_stale_and_foreign_rollouts_are_corrected_unless_it_is_switched_off(roll
 
 def test_synchronous_runs_are_as_they_were():
   config, algorithm = made()
-  assert algorithm.correction is None and algorithm.behaviour == 'rollout'
-  assert off_policy.describe(config, algorithm) is None
-  assert not off_policy.stale(config, algorithm) and off_policy.most(config) == 0
+  assert algorithm.correction is None and algorithm.old_logprobs_source == 'rollout'
+  assert off_policy.describe(config) is None
+  assert not off_policy.may_be_stale(config) and off_policy.max_staleness(config) == 0
 
 
 def test_what_is_learned_from_again_is_not_said_to_be_young():
-  config, algorithm = made(sampler='replay(decay=1)')
-  said = off_policy.describe(config, algorithm)
+  config, _ = made(sampler='replay(decay=1)')
+  said = off_policy.describe(config)
   assert said.startswith('at most 0 steps old when first learned from, then as old as')
-  config, algorithm = made(sampler='replay', staleness='drop(max=3)')
-  assert off_policy.describe(config, algorithm).startswith('at most 3 steps old, sync')
+  config, _ = made(sampler='replay', staleness='drop(max=3)')
+  assert off_policy.describe(config).startswith('at most 3 steps old, sync')
   for rule, most in (('drop(max=3)', 3), ('mask(max=3)', None), ('', None)):
-    config, algorithm = made(sampler='replay', staleness=rule)
-    source = samplers.RunSource(config, algorithm, rollouts=None, tokenizer=None)
+    config, _ = made(sampler='replay', staleness=rule)
+    source = group_samplers.RunSource(config, groups=None, tokenizer=None)
     assert source.max_staleness == most
 
 
 def test_losses_that_are_off_policy_by_themselves_are_left_alone():
   rollout = {'async_ratio': 1.0}
   config, plain = made('rloo', kl_penalty='none', **rollout)
-  assert compose.function_of(plain.correction) is corrections.tis
-  assert 'forward pass' not in off_policy.describe(config, plain)  # it has no ratio
+  assert components.function_of(plain.correction) is corrections.tis
+  assert 'forward pass' not in off_policy.describe(config)  # it has no ratio
   for name in ('topr', 'opmd', 'asymre', 'rec', 'kimi', 'sppo', 'm2po', 'raft'):
     config, algorithm = made(name, **rollout)
     assert algorithm.correction is None, name
-    assert "algorithm.correction='tis' for one" in off_policy.describe(
-      config, algorithm
-    )
+    assert "algorithm.correction='tis' for one" in off_policy.describe(config)
 
 
 def test_every_loss_of_rollouts_that_a_correction_is_put_on_is_one_a_token():
-  for name in compose.names():
-    algorithm = compose.make(name)
-    if checks.corrigible(algorithm):
-      assert algorithm.atom != 'pair' and algorithm.schema == 'rollout', name
+  for name in registry.names():
+    algorithm = registry.make(name)
+    if consistency.supports_correction(algorithm):
+      assert algorithm.batch_unit != 'pair' and algorithm.data_format == 'rollout', name
 
 
 def test_recompute_has_the_learner_score_old_log_probs():
   config, algorithm = made(staleness='recompute(max=1)', correction='none')
-  assert algorithm.behaviour == 'decoupled' and algorithm.correction is None
-  off_policy.check(config, algorithm)
+  assert algorithm.old_logprobs_source == 'decoupled' and algorithm.correction is None
+  off_policy.validate_off_policy(config)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_recompute_has_the_learner_score_old_log_probs():
   ids=str,
 )
 def test_the_bound_without_a_rule_follows_from_ratio_and_style(rollout, most):
-  assert off_policy.most(configured(**rollout)) == most
+  assert off_policy.max_staleness(resolve_settings(configured(**rollout))) == most
 
 
 @pytest.mark.parametrize(
@@ -133,13 +134,33 @@ def test_the_bound_without_a_rule_follows_from_ratio_and_style(rollout, most):
     ),
     (
       {'staleness': 'recompute', 'behaviour': 'rollout'},
-      'behaviour=rollout has it not',
+      'behaviour=rollout forbids that',
     ),
     ({'algorithm': 'rloo', 'staleness': 'recompute'}, 'nothing to recompute'),
   ],
   ids=str,
 )
 def test_what_cannot_be_together_is_refused(options, said):
-  config, algorithm = made(**options)
+  config, _ = made(**options)
   with pytest.raises(ConfigError, match=said):
-    off_policy.check(config, algorithm)
+    off_policy.validate_off_policy(config)
+
+
+OWN_LOSS = """
+from jaxrl.functional.components import component
+
+
+@component(on_policy={on_policy})
+def mine(logprobs, old_logprobs, advantages, mask, *, scale: float = 1.0):
+  return -scale * advantages * logprobs * mask, {{}}
+"""
+
+
+@pytest.mark.parametrize('on_policy', [True, False])
+def test_a_users_own_on_policy_loss_is_corrected_by_default(on_policy, tmp_path):
+  file = tmp_path / 'mine.py'
+  file.write_text(OWN_LOSS.format(on_policy=on_policy))
+  config = configured(async_ratio=0.5)
+  config.algorithm.policy_loss = f'{file}:mine(scale=2.0)'
+  algorithm = resolve_settings(config).algorithm
+  assert (algorithm.correction is corrections.tis) == on_policy

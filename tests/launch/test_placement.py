@@ -3,11 +3,12 @@
 import pytest
 
 from configs import debug, qwen3_0_6b
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.training.learner import Learner
-from launch import placement, turns
-from launch.placement import HIDDEN, Node, Seat
+from launch.runtime import placement
+from launch.runtime.placement import NO_DEVICES_ENV, ActorResources, ClusterNode
+from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 
 
@@ -15,13 +16,14 @@ def config(asked='auto', engine='jax', engines=1, ray=True):
   made = debug.get_config()
   made.rollout.engine = engine
   made.cluster.update(ray=ray, placement=asked, num_engines=engines)
-  return made
+  return resolve_settings(made)
 
 
-def qwen(asked, engine='vllm'):
+def qwen(asked, engine='vllm', sync='fixed'):
   made = qwen3_0_6b.get_config()
+  made.rollout.sync = sync
   made.cluster.placement, made.rollout.engine = asked, engine
-  return made
+  return resolve_settings(made)
 
 
 def fraction(seat):
@@ -34,19 +36,19 @@ def visible(seat):
 
 @pytest.mark.parametrize('asked', ['auto', 'colocated'])
 def test_one_gpu_is_shared_within_one_budget(asked):
-  plan = placement.plan(qwen(asked), [Node(gpus=1)])
+  plan = placement.plan_placement(qwen(asked), [ClusterNode(gpus=1)])
   (learner,), (engine,) = plan.learners, plan.engines
   assert plan.name == 'colocated' and plan.bundles == ({'GPU': 1.0},)
   assert learner.bundle == engine.bundle == 0
   assert visible(learner) == visible(engine) == [0]
   assert fraction(learner) + engine.options['gpu_memory_utilization'] == 0.9
   assert engine.env['JAX_PLATFORMS'] == 'cpu'  # of vLLM: its JAX takes nothing
-  assert plan.others == Seat(HIDDEN)
+  assert plan.others == ActorResources(NO_DEVICES_ENV)
 
 
 @pytest.mark.parametrize('asked', ['auto', 'split'])
 def test_eight_gpus_are_split_by_the_same_config(asked):
-  plan = placement.plan(qwen(asked), [Node(gpus=8)])
+  plan = placement.plan_placement(qwen(asked), [ClusterNode(gpus=8)])
   (learner,) = plan.learners
   assert plan.name == 'split' and learner.claims == {'GPU': 4.0}
   assert [seat.claims for seat in plan.engines] == [{'GPU': 1.0}] * 4
@@ -56,13 +58,13 @@ def test_eight_gpus_are_split_by_the_same_config(asked):
   assert fraction(learner) == 0.9
   assert {s.options['gpu_memory_utilization'] for s in plan.engines} == {0.9}
   # Ray shows an actor the devices that it claims; whoever claims none sees none.
-  assert all(placement.visible(seat, ()) == {} for seat in seats)
+  assert all(placement.visible_devices_env(seat, ()) == {} for seat in seats)
   assert plan.others.env['CUDA_VISIBLE_DEVICES'] == '' and not plan.others.claims
   assert plan.others.env['JAX_PLATFORMS'] == 'cpu'
 
 
 def test_eight_gpus_are_shared_where_that_is_asked_for():
-  plan = placement.plan(qwen('colocated(memory=.8)'), [Node(gpus=8)])
+  plan = placement.plan_placement(qwen('colocated(memory=.8)'), [ClusterNode(gpus=8)])
   (learner,) = plan.learners
   assert visible(learner) == list(range(8)) and fraction(learner) == 0.4
   assert [visible(seat) for seat in plan.engines] == [[i] for i in range(8)]
@@ -72,24 +74,29 @@ def test_eight_gpus_are_shared_where_that_is_asked_for():
 
 @pytest.mark.parametrize('asked', ['auto', 'split(learners=2)', 'colocated'])
 def test_without_a_learner_engines_may_have_every_device(asked):
-  nodes = [Node(gpus=2), Node(gpus=4)]
-  plan = placement.plan(qwen(asked), nodes, learns=False)
+  nodes = [ClusterNode(gpus=2), ClusterNode(gpus=4)]
+  plan = placement.plan_placement(qwen(asked), nodes, has_learner=False)
   assert not plan.learners and len(plan.engines) == 6
   assert [plan.bundles[s.bundle] for s in plan.engines] == [{'GPU': 1.0}] * 6
   assert {s.options['gpu_memory_utilization'] for s in plan.engines} == {0.9}
-  assert plan.others == Seat(HIDDEN) and 'engines alone: 6 × 1 GPU' in plan.told
+  assert (
+    plan.others == ActorResources(NO_DEVICES_ENV)
+    and 'engines alone: 6 × 1 GPU' in plan.description
+  )
   asks = config(asked, 'vllm(tensor_parallel_size=4)', engines=2)
   with pytest.raises(ConfigError, match='2 engines of 4 GPU each do not fit on 2'):
-    placement.plan(asks, nodes, learns=False)
-  assert not placement.plan(config('split(learners=2)'), [Node()], learns=False).bundles
+    placement.plan_placement(asks, nodes, has_learner=False)
+  assert not placement.plan_placement(
+    config('split(learners=2)'), [ClusterNode()], has_learner=False
+  ).bundles
 
 
 def test_shared_devices_are_called_what_they_are_on_their_machine():
   engine = 'vllm(tensor_parallel_size=2)'
-  plan = placement.plan(qwen('colocated', engine), [Node(gpus=4)])
+  plan = placement.plan_placement(qwen('colocated', engine), [ClusterNode(gpus=4)])
   assert all('CUDA_VISIBLE_DEVICES' not in s.env for s in plan.engines)
   seen = [
-    placement.visible(seat, ['4', '5', '7', 'GPU-8f'])
+    placement.visible_devices_env(seat, ['4', '5', '7', 'GPU-8f'])
     for seat in (*plan.learners, *plan.engines)
   ]
   names = [env['CUDA_VISIBLE_DEVICES'] for env in seen]
@@ -99,20 +106,22 @@ def test_shared_devices_are_called_what_they_are_on_their_machine():
 
 def test_engines_of_several_devices_and_a_share_of_their_own():
   engine = 'vllm(tensor_parallel_size=2, gpu_memory_utilization=.6)'
-  plan = placement.plan(qwen('colocated', engine), [Node(gpus=8)])
+  plan = placement.plan_placement(qwen('colocated', engine), [ClusterNode(gpus=8)])
   assert [visible(seat) for seat in plan.engines] == [[0, 1], [2, 3], [4, 5], [6, 7]]
   assert all(not seat.options for seat in plan.engines)  # they say it themselves
   assert round(fraction(plan.learners[0]), 6) == 0.3
-  plan = placement.plan(qwen('split', engine), [Node(gpus=8)])
+  plan = placement.plan_placement(qwen('split', engine), [ClusterNode(gpus=8)])
   assert [seat.claims for seat in plan.engines] == [{'GPU': 2.0}] * 2
 
 
 def test_two_machines_have_a_process_of_the_learner_each():
-  two = [Node(gpus=4), Node(), Node(gpus=4)]
-  plan = placement.plan(config('split(learners=2, devices=2)', engines=4), two)
+  two = [ClusterNode(gpus=4), ClusterNode(), ClusterNode(gpus=4)]
+  plan = placement.plan_placement(
+    config('split(learners=2, devices=2)', engines=4), two
+  )
   assert [seat.claims for seat in plan.learners] == [{'GPU': 2.0}] * 2
   assert len(plan.engines) == 4 and {fraction(s) for s in plan.engines} == {0.9}
-  shared = placement.plan(config('colocated', engines=0), two)
+  shared = placement.plan_placement(config('colocated', engines=0), two)
   assert [seat.bundle for seat in shared.learners] == [0, 1]
   assert [seat.bundle for seat in shared.engines] == [0] * 4 + [1] * 4
   assert [visible(seat) for seat in shared.engines] == [[0], [1], [2], [3]] * 2
@@ -132,40 +141,50 @@ def test_two_machines_have_a_process_of_the_learner_each():
 def test_by_itself_a_learner_has_about_half_in_whole_machines(
   machines, learners, devices, engines
 ):
-  plan = placement.plan(config(engines=0), [Node(gpus=n) for n in machines])
+  plan = placement.plan_placement(
+    config(engines=0), [ClusterNode(gpus=n) for n in machines]
+  )
   assert [seat.claims for seat in plan.learners] == [{'GPU': float(devices)}] * learners
   assert [seat.claims for seat in plan.engines] == [{'GPU': 1.0}] * engines
   assert len(plan.bundles) == learners + engines
 
 
 def test_whole_machines_leave_room_for_the_engines():
-  plan = placement.plan(config(engines=2), [Node(gpus=2)] * 4)
+  plan = placement.plan_placement(config(engines=2), [ClusterNode(gpus=2)] * 4)
   assert [seat.claims for seat in plan.learners] == [{'GPU': 2.0}] * 3
   assert len(plan.engines) == 2
   large = 'vllm(tensor_parallel_size=2)'
-  plan = placement.plan(config('auto', large, 0), [Node(gpus=3)] * 4)
+  plan = placement.plan_placement(config('auto', large, 0), [ClusterNode(gpus=3)] * 4)
   assert [seat.claims for seat in plan.learners] == [{'GPU': 3.0}] * 2
   assert len(plan.engines) == 2  # on each machine that is left one device is over
   with pytest.raises(ConfigError, match='one engine would have 2 GPU'):
-    placement.plan(config('auto', large, 0), [Node(gpus=1)] * 4)
+    placement.plan_placement(config('auto', large, 0), [ClusterNode(gpus=1)] * 4)
 
 
 def test_tpus_are_split_and_never_shared():
-  plan = placement.plan(config('auto', engines=0), [Node(tpus=4), Node(tpus=4)])
+  plan = placement.plan_placement(
+    config('auto', engines=0), [ClusterNode(tpus=4), ClusterNode(tpus=4)]
+  )
   assert plan.learners[0].claims == {'TPU': 4.0}
   assert [seat.claims for seat in plan.engines] == [{'TPU': 1.0}] * 4
   with pytest.raises(ConfigError, match='a TPU serves one process'):
-    placement.plan(config('colocated'), [Node(tpus=8)])
+    placement.plan_placement(config('colocated'), [ClusterNode(tpus=8)])
 
 
 def test_hosts_without_accelerators_have_no_budget_and_say_so(monkeypatch):
-  plan = placement.plan(config(engines=2), [Node(), Node()])
-  assert not plan.learners and plan.engines == (Seat(), Seat()) and not plan.bundles
-  assert 'no budget' in plan.told
-  monkeypatch.setenv('XLA_FLAGS', f'--xla_some=1 {placement.COUNT}=8')
-  plan = placement.plan(config('split(learners=2, devices=4)'), [Node()])
+  plan = placement.plan_placement(config(engines=2), [ClusterNode(), ClusterNode()])
+  assert (
+    not plan.learners
+    and plan.engines == (ActorResources(), ActorResources())
+    and not plan.bundles
+  )
+  assert 'no budget' in plan.description
+  monkeypatch.setenv('XLA_FLAGS', f'--xla_some=1 {placement.DEVICE_COUNT_FLAG}=8')
+  plan = placement.plan_placement(
+    config('split(learners=2, devices=4)'), [ClusterNode()]
+  )
   assert [seat.bundle for seat in plan.learners] == [0, 1]
-  flags = f'--xla_some=1 {placement.COUNT}=4'
+  flags = f'--xla_some=1 {placement.DEVICE_COUNT_FLAG}=4'
   assert {seat.env['XLA_FLAGS'] for seat in plan.learners} == {flags}
 
 
@@ -196,45 +215,48 @@ def test_hosts_without_accelerators_have_no_budget_and_say_so(monkeypatch):
 )
 def test_what_does_not_fit_is_told_with_its_numbers(asked, engine, engines, gpus, said):
   with pytest.raises(ConfigError, match=said):
-    placement.plan(config(asked, engine, engines), [Node(gpus=gpus)])
+    placement.plan_placement(config(asked, engine, engines), [ClusterNode(gpus=gpus)])
 
 
 def test_in_turns_each_has_the_whole_budget():
-  plan = placement.plan(qwen('colocated(sleep=True)'), [Node(gpus=2)])
+  plan = placement.plan_placement(qwen('colocated(sleep=True)'), [ClusterNode(gpus=2)])
   (learner,) = plan.learners
-  assert learner.env == turns.GIVES_BACK and visible(learner) == [0, 1]
+  assert learner.env == placement.ALLOCATOR_ENV and visible(learner) == [0, 1]
   wanted = {'gpu_memory_utilization': 0.9, 'enable_sleep_mode': True}
   assert [seat.options for seat in plan.engines] == [wanted] * 2
   assert [visible(seat) for seat in plan.engines] == [[0], [1]]
-  assert 'in turns' in plan.told
+  assert 'in turns' in plan.description
   asks = qwen('colocated(sleep=True)', 'vllm(gpu_memory_utilization=.8)')
-  (seat,) = placement.plan(asks, [Node(gpus=1)]).engines
+  (seat,) = placement.plan_placement(asks, [ClusterNode(gpus=1)]).engines
   assert seat.options == {'enable_sleep_mode': True} and seat.memory == 0.8
-  asks.rollout.sync = 'trainer'
+  pushing = qwen('colocated(sleep=True)', sync='trainer')
   with pytest.raises(ConfigError, match='sync=trainer sends weights while'):
-    placement.plan(asks, [Node(gpus=1)])
+    placement.plan_placement(pushing, [ClusterNode(gpus=1)])
   # Where nobody learns there is no turn to take.
-  asks.rollout.sync = 'fixed'
-  (seat,) = placement.plan(asks, [Node(gpus=1)], learns=False).engines
+  (seat,) = placement.plan_placement(
+    asks, [ClusterNode(gpus=1)], has_learner=False
+  ).engines
   assert 'enable_sleep_mode' not in seat.options
 
 
 def test_a_process_has_the_devices_of_one_machine():
   with pytest.raises(ConfigError, match='no machine has more than 4; raise learners'):
-    placement.plan(config('split(devices=6)', engines=2), [Node(gpus=4)] * 2)
+    placement.plan_placement(
+      config('split(devices=6)', engines=2), [ClusterNode(gpus=4)] * 2
+    )
 
 
 def test_apart_needs_ray():
   with pytest.raises(ConfigError, match='ray=true'):
-    placement.parse(config('split', ray=False))
+    config('split', ray=False)
 
 
 def test_one_process_keeps_within_its_share():
-  assert placement.alone(config(ray=False)) == {}
-  env = placement.alone(config('colocated(memory=.7)', ray=False))
+  assert placement.single_process_env(config(ray=False)) == {}
+  env = placement.single_process_env(config('colocated(memory=.7)', ray=False))
   assert env == {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.7'}
   with pytest.raises(ConfigError, match='whose memory is one'):
-    placement.alone(config('colocated(learner=.4)', ray=False))
+    placement.single_process_env(config('colocated(learner=.4)', ray=False))
 
 
 def test_in_one_process_the_engine_sleeps_while_the_learner_learns(

@@ -6,10 +6,10 @@ import pathlib
 import jax
 import pytest
 
-from jaxrl.training import abreast, programs, stale, teachers
-from jaxrl.training.programs import CompileCounter
-from launch import targets
-from launch.planning import cost, decode, report
+from jaxrl.training import compiled_steps, staleness, teacher_scoring
+from jaxrl.training.monitoring import CompileCounter
+from jaxrl.training.parallelism import parallel_microbatches
+from launch.planning import cost, engine_decode, plan_report, targets
 from tests.benchmarks import memory
 from tests.launch.test_handover import built, folder, learner_of, taught
 from tests.launch.test_planning import small
@@ -40,19 +40,19 @@ def test_the_peak_of_a_gigabyte_of_state_is_foretold_within_a_tenth(case):
 def planned(packing):
   """A run, its engine, and what it costs but for its programs."""
   run = small(f'--config.batch.packing={packing}')
-  engine, target = decode.engine_of(run), targets.parse('cpu:1')
-  return run, engine, cost.of(run, target, jax.devices()[:1], engine=engine)
+  engine, target = engine_decode.plan_engine(run), targets.parse_target('cpu:1')
+  return run, engine, cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
 
 
 @pytest.fixture
 def uncompiled(monkeypatch):
   told = functools.partial(built, temporaries=1e6)
-  monkeypatch.setattr(cost.program, 'build', told)
+  monkeypatch.setattr(cost.compiled_program, 'compile_program', told)
 
 
 def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
   ways = [planned(f'first_fit(tokens=64, abreast={n})')[-1] for n in (1, 2, 100)]
-  assert [one.abreast for one in ways] == [1, 2, 4]  # all four
+  assert [one.num_parallel for one in ways] == [1, 2, 4]  # all four
   for part in ('gradients', 'temporaries'):
     two, four = (found.memory[part] for found in ways[1:])
     assert four == 2 * two > 0
@@ -60,19 +60,21 @@ def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
 
 def test_a_plan_tells_of_micro_batches_abreast(uncompiled):
   run, _, _ = planned('first_fit(tokens=64, abreast=2)')
-  made = report.make('small.py', run, targets.parse('cpu:1'), jax.devices()[:1])
-  assert any('2 micro-batches' in line for line in report.assumptions(made))
+  made = plan_report.make_report(
+    'small.py', run, targets.parse_target('cpu:1'), jax.devices()[:1]
+  )
+  assert any('2 micro-batches' in line for line in plan_report.list_assumptions(made))
 
 
 async def compiled_by(run):
   """How many programs a learner of the run compiles before its first step."""
   for cache in (
-    abreast._compile_finish,
-    programs._compile_train,
-    programs._compile_prepare,
-    stale._program,
-    teachers._compile_start,
-    teachers._compile_score,
+    parallel_microbatches._compile_finish,
+    compiled_steps._compile_train_step,
+    compiled_steps._compile_advantage_step,
+    staleness._compiled,
+    teacher_scoring._compile_zeros,
+    teacher_scoring._compile_score,
   ):
     cache.cache_clear()
   learner = learner_of(run)
@@ -81,11 +83,23 @@ async def compiled_by(run):
   return compiled.count
 
 
-@pytest.mark.parametrize('packing', ['first_fit(tokens=64', 'first_fit(tokens=256'])
-@pytest.mark.parametrize('ways', [1, 2])
+@pytest.mark.parametrize(
+  ('packing', 'ways'),
+  [
+    ('first_fit(tokens=64', 2),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (
+        ('first_fit(tokens=64', 1),
+        ('first_fit(tokens=256', 1),
+        ('first_fit(tokens=256', 2),
+      )
+    ),
+  ],
+)
 async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):
   run, engine, found = planned(f'{packing}, abreast={ways})')
-  counted = cost.num_programs(run, found, engine, plays=False)['learner']
+  counted = cost.count_programs(run, found, engine, plays=False)['learner']
   assert counted == await compiled_by(run)
 
 
@@ -97,24 +111,27 @@ STALE = (
 )
 
 
+@pytest.mark.slow
 async def test_programs_for_stale_tokens_are_counted(uncompiled):
-  run, target = small(*STALE), targets.parse('cpu:1')
-  engine = decode.engine_of(run)
-  found = cost.of(run, target, jax.devices()[:1], engine=engine)
-  counted = cost.num_programs(run, found, engine, plays=False)['learner']
-  assert found.small == 4  # of each length, the mismatch by age and the mask
+  run, target = small(*STALE), targets.parse_target('cpu:1')
+  engine = engine_decode.plan_engine(run)
+  found = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
+  counted = cost.count_programs(run, found, engine, plays=False)['learner']
+  assert (
+    found.num_small_programs == 4
+  )  # of each length, the mismatch by age and the mask
   assert counted == await compiled_by(run)
 
 
 async def test_a_teachers_work_is_counted(uncompiled, tmp_path):
   folder(tmp_path / 'teacher', hidden_size=48)
   run = taught(f'--config.teacher.checkpoint={tmp_path / "teacher"}')
-  engine, target = decode.engine_of(run), targets.parse('cpu:1')
-  found = cost.of(run, target, jax.devices()[:1], engine=engine)
+  engine, target = engine_decode.plan_engine(run), targets.parse_target('cpu:1')
+  found = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
   assert found.programs['teacher'].flops > 0
-  counted = cost.num_programs(run, found, engine, plays=False)['learner']
+  counted = cost.count_programs(run, found, engine, plays=False)['learner']
   assert counted == await compiled_by(run)
-  step = cost.step(run, found, target, engine, None)
+  step = cost.estimate_step(run, found, target, engine, None)
   rows = step.runs['teacher'] * learner_of(run).teachers.chunk_rows
   assert found.rows <= rows < found.rows + learner_of(run).teachers.chunk_rows
   assert step.times['teacher'].compute > 0

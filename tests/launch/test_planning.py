@@ -13,26 +13,28 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.models import moe
-from jaxrl.signature import ConfigError
-from jaxrl.training.expert_parallel import ExpertParallel
-from jaxrl.training.mesh import make_mesh
-from kernels import flash, grouped_gpu
+from jaxrl.training.parallelism.expert_parallel import ExpertParallel
+from jaxrl.training.parallelism.mesh import make_mesh
+from kernels import flash_attention, grouped_matmul_gpu
 from kernels.attention import attention
-from launch import config as configs
-from launch import plan, targets
+from launch import plan
 from launch.planning import (
-  abstract,
-  changes,
+  compiled_program,
   cost,
-  decode,
+  device_budget,
+  engine_decode,
   flops,
-  program,
-  report,
-  room,
-  table,
+  plan_report,
+  plan_table,
+  planned_run,
+  suggestions,
+  targets,
   traffic,
 )
+from launch.settings import command_line as configs
+from launch.settings.resolve import resolve_settings
 
 SMALL = (
   '--config=configs/quickstart.py',
@@ -46,7 +48,9 @@ SMALL = (
 
 
 def small(*more: str):
-  return abstract.read(configs.load(configs.parse([*SMALL, *more])))
+  return planned_run.read_run(
+    resolve_settings(configs.load(configs.parse([*SMALL, *more])))
+  )
 
 
 def loop(x, w):
@@ -62,7 +66,7 @@ def loop(x, w):
 def test_flops_count_a_loop_as_often_as_it_runs():
   x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
   w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-  assert flops.of(jax.jit(loop).trace(x, w).jaxpr) == 6 * 2 * 8 * 16 * 16
+  assert flops.count_flops(jax.jit(loop).trace(x, w).jaxpr) == 6 * 2 * 8 * 16 * 16
 
 
 def test_a_loop_that_is_not_fixed_counts_as_often_as_is_said():
@@ -74,18 +78,22 @@ def test_a_loop_that_is_not_fixed_counts_as_often_as_is_said():
 
   traced = jax.jit(run).trace(x, n)
   text = traced.lower().compile().as_text()
-  assert flops.of(traced.jaxpr, 5) == 5 * 2 * 16**3
-  once, often = (traffic.of(text, rounds=rounds).memory for rounds in (1, 5))
+  assert flops.count_flops(traced.jaxpr, 5) == 5 * 2 * 16**3
+  once, often = (
+    traffic.measure_traffic(text, loop_rounds=rounds).memory for rounds in (1, 5)
+  )
   assert often - once >= 4 * 3 * 16 * 16 * 4  # two read, one written a round
 
 
-@pytest.mark.parametrize('dot', [jax.lax.ragged_dot, grouped_gpu.grouped_dot])
+@pytest.mark.parametrize('dot', [jax.lax.ragged_dot, grouped_matmul_gpu.grouped_dot])
 def test_flops_of_grouped_products_are_those_of_each_row_once(dot):
   x = jax.ShapeDtypeStruct((40, 8), jnp.float32)
   w = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)
   sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
   slope = jax.grad(lambda x, w, n: jnp.sum(dot(x, w, n) ** 2), (0, 1))
-  assert flops.of(jax.jit(slope).trace(x, w, sizes).jaxpr) == 3 * 2 * 40 * 8 * 16
+  assert (
+    flops.count_flops(jax.jit(slope).trace(x, w, sizes).jaxpr) == 3 * 2 * 40 * 8 * 16
+  )
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'cuda'])
@@ -99,15 +107,17 @@ def test_experts_that_are_shared_out_cost_no_more(platform):
   def count(**sizes):
     devices = jax.devices()[: math.prod(sizes.values())]
     mix = ExpertParallel(make_mesh(**sizes, devices=devices))
-    way = moe.way(x, 'auto', platform)
+    way = moe.select_implementation(x, 'auto', platform)
     slope = jax.grad(lambda x, c, *rest: mix(way, x, c, *rest).sum(), (0, 3, 4, 5))
-    return flops.of(jax.jit(slope).trace(x, chosen, weights, wide, wide, narrow).jaxpr)
+    return flops.count_flops(
+      jax.jit(slope).trace(x, chosen, weights, wide, wide, narrow).jaxpr
+    )
 
   one = count(data=1)
   assert count(data=1, expert=4) == count(data=2, expert=2) == one > 0
 
 
-@pytest.mark.parametrize('kernel', [flash.triton, flash.splash])
+@pytest.mark.parametrize('kernel', [flash_attention.triton, flash_attention.splash])
 def test_flops_of_a_kernel_are_those_of_the_plain_way(kernel):
   """Its loops are as long as it finds at run time, and causal ones skip blocks."""
   q = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
@@ -117,7 +127,7 @@ def test_flops_of_a_kernel_are_those_of_the_plain_way(kernel):
   def count(attend):
     total = lambda *x: attend(*x).astype(jnp.float32).sum()  # noqa: E731
     slope = jax.grad(total, (0, 1, 2))
-    return flops.of(jax.jit(slope).trace(q, k, k, ids).jaxpr)
+    return flops.count_flops(jax.jit(slope).trace(q, k, k, ids).jaxpr)
 
   plain = functools.partial(attention, kernels='reference')
   assert 0.5 <= count(kernel) / count(plain) <= 2
@@ -130,7 +140,7 @@ def test_collectives_count_a_loop_as_often_as_it_runs():
   x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=split)
   w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
   step = jax.jit(loop, out_shardings=split)
-  found = traffic.of(step.trace(x, w).lower().compile().as_text())
+  found = traffic.measure_traffic(step.trace(x, w).lower().compile().as_text())
   sent = sum(one.bytes for one in found.collectives.values())
   once = 8 * 64 * 4 * 7 / 8
   assert 6 * once <= sent <= 2.1 * 6 * once
@@ -145,7 +155,9 @@ def test_memory_traffic_of_a_stack_is_its_slices():
 
   x = jax.ShapeDtypeStruct((4, 256), jnp.float32)
   stack = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32)
-  found = traffic.of(jax.jit(run).trace(x, stack).lower().compile().as_text())
+  found = traffic.measure_traffic(
+    jax.jit(run).trace(x, stack).lower().compile().as_text()
+  )
   whole = 16 * 256 * 256 * 4
   assert whole <= found.memory <= 4 * whole
 
@@ -161,27 +173,29 @@ def test_memory_traffic_of_a_stack_is_its_slices():
   ],
 )
 def test_groups(text, group):
-  assert traffic.first_group(text) == group
+  assert traffic.first_device_group(text) == group
 
 
 def test_the_programs_are_the_learners():
   """What is planned is what a learner with arrays compiles, to the byte."""
   run = small()
   mesh = make_mesh(data=2, devices=jax.devices()[:2])
-  planned = abstract.make_learner(run, mesh)
-  shape, traced = planned.traced(16)
-  leaves = jax.tree.leaves(planned.resident)
+  planned = planned_run.make_learner(run, mesh)
+  shape, traced = planned.trace(16)
+  leaves = jax.tree.leaves(planned.device_arrays)
   assert all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
   whole = functools.partial(jnp.zeros, dtype=jnp.float32)
   params = jax.tree.map(lambda x: whole(x.shape), run.policy().params)
-  real = abstract.learners.LocalLearners(
-    run.config, run.policy(), run.algorithm, mesh, abstract.Dispatcher('test'), None
-  )._make(abstract.learners.Stage('train', run.num_rows, 1), params)
-  same = real.traced(16)
+  real = planned_run.learner_factory.LocalLearnerFactory(
+    run.settings, run.policy(), mesh, planned_run.DeviceThread('test'), None
+  ).build_learner(
+    planned_run.learner_factory.PhaseSpec('train', run.num_rows, 1), params
+  )
+  same = real.trace(16)
   assert same[0] == shape
   text = {name: one.lower().as_text() for name, one in traced.items()}
   assert text == {name: one.lower().as_text() for name, one in same[1].items()}
-  held = cost.resident(run, planned, decode.engine_of(run))
+  held = cost.resident_memory(run, planned, engine_decode.plan_engine(run))
   state = [*jax.tree.leaves(real.params)]
   assert held['parameters'] == sum(np.asarray(x).nbytes for x in state)
   assert held['optimizer state'] == 2 * held['parameters'] + 4
@@ -189,39 +203,46 @@ def test_the_programs_are_the_learners():
 
 def test_one_and_two_layers_tell_of_more():
   run = small('--config.model.random.num_layers=4')
-  engine, target = decode.engine_of(run), targets.parse('cpu:1')
+  engine, target = engine_decode.plan_engine(run), targets.parse_target('cpu:1')
   devices = jax.devices()[:1]
   parts = [
-    program.build(
-      'decode', decode.trace(decode.shorter(run, n), engine, devices), target
+    compiled_program.compile_program(
+      'decode',
+      engine_decode.trace_decode(
+        engine_decode.with_num_layers(run, n), engine, devices
+      ),
+      target,
     )
     for n in (1, 2, 4)
   ]
-  extended = decode.extended(parts[0], parts[1], 4)
+  extended = engine_decode.extrapolate_layers(parts[0], parts[1], 4)
   assert extended.flops == parts[2].flops
   assert extended.arguments == parts[2].arguments
-  assert extended.moved == pytest.approx(parts[2].moved, rel=0.1)
+  assert extended.bytes_accessed == pytest.approx(parts[2].bytes_accessed, rel=0.1)
 
 
 def test_the_nearest_change_is_compiled_and_fits():
-  run, target = small(), targets.parse('cpu:1')
-  engine, devices = decode.engine_of(run), jax.devices()[:1]
-  whole = cost.of(run, target, devices, engine=engine)
-  less = cost.of(
-    changes.applied(run, {'batch.micro_batches': 2}), target, devices, engine=engine
+  run, target = small(), targets.parse_target('cpu:1')
+  engine, devices = engine_decode.plan_engine(run), jax.devices()[:1]
+  whole = cost.estimate_cost(run, target, devices, engine=engine)
+  less = cost.estimate_cost(
+    suggestions.with_overrides(run, {'batch.micro_batches': 2}),
+    target,
+    devices,
+    engine=engine,
   )
   assert less.total < whole.total
   limit = (less.total + whole.total) / 2
   chip = targets.dataclasses.replace(target.chip, memory=limit)
   tight = targets.dataclasses.replace(target, chip=chip)
-  told = report.make('small.py', run, tight, devices)
+  told = plan_report.make_report('small.py', run, tight, devices)
   assert not told.cost.fits
-  assert told.change is not None and told.change.overrides
-  assert told.change.total <= limit
+  assert told.suggestion is not None and told.suggestion.overrides
+  assert told.suggestion.total <= limit
   out = io.StringIO()
-  table.show(told, Console(file=out, width=100))
+  plan_table.print_report(told, Console(file=out, width=100))
   assert 'does not fit' in out.getvalue()
-  assert str(told.change) in out.getvalue()
+  assert str(told.suggestion) in out.getvalue()
 
 
 def test_the_command_line(tmp_path, capsys):
@@ -234,7 +255,7 @@ def test_the_command_line(tmp_path, capsys):
   assert {'parameters', 'optimizer state', 'temporaries'} <= data['memory'].keys()
   assert data['programs'].keys() >= {'train', 'decode'} and data['change'] is None
   for one in (data['programs'][name] for name in ('train', 'decode')):
-    assert one['flops'] > 0 and one['moved'] > 0 and one['collectives'] == {}
+    assert one['flops'] > 0 and one['bytes_accessed'] > 0 and one['collectives'] == {}
   assert data['broadcast']['bytes'] > 0 and data['broadcast']['seconds'] > 0
   assert sum(data['compiles'].values()) >= 3 and data['assumptions'] and data['kernels']
   assert 'fits, with' in capsys.readouterr().out
@@ -271,7 +292,7 @@ def test_mistakes_are_told_in_a_line(argv, word, capsys):
 
 
 def test_json_has_null_for_what_no_compiler_told():
-  assert plan._known({'a': [1.0, math.inf], 'b': (math.nan, 'x')}) == {
+  assert plan._finite({'a': [1.0, math.inf], 'b': (math.nan, 'x')}) == {
     'a': [1.0, None],
     'b': [None, 'x'],
   }
@@ -298,8 +319,8 @@ VLLM = '--config.rollout.engine=vllm(gpu_memory_utilization=.3)'
 def test_the_learner_has_the_share_that_the_run_will_give_it(
   machine, options, learner, engine
 ):
-  target = targets.parse(machine)
-  found = room.of(small(*options).config, target)
+  target = targets.parse_target(machine)
+  found = device_budget.memory_budget(small(*options).settings, target)
   assert found.limit == pytest.approx(learner * target.chip.memory)
   assert found.engine == pytest.approx(engine * target.chip.memory)
 
@@ -307,32 +328,36 @@ def test_the_learner_has_the_share_that_the_run_will_give_it(
 def test_engines_on_the_learners_devices_take_turns_with_it():
   ahead = (RAY, '--config.rollout.async_ratio=1')
   for machine, together in (('h200:1', False), ('h200:8', True)):
-    run, target = small(*ahead), targets.parse(machine)
-    found = cost.Cost({}, 16, 16, 16, 1, {'train': plain_program()}, {}, 1.0, 'train')
-    step = cost.step(run, found, target, decode.engine_of(run), None)
-    assert step.together == together
+    run, target = small(*ahead), targets.parse_target(machine)
+    found = cost.RunCost(
+      {}, 16, 16, 16, 1, {'train': plain_program()}, {}, 1.0, 'train'
+    )
+    step = cost.estimate_step(run, found, target, engine_decode.plan_engine(run), None)
+    assert step.overlapped == together
 
 
 def plain_program():
-  return program.Program('train', 1e12, 0, 0, 0, 1e9, {}, 0.0)
+  return compiled_program.CompiledProgram('train', 1e12, 0, 0, 0, 1e9, {}, 0.0)
 
 
 def test_devices_of_an_engine_are_those_of_all_its_stages():
   text = '--config.rollout.engine=vllm(tensor_parallel_size=2,pipeline_parallel_size=4)'
-  assert decode.engine_of(small(RAY, text)).devices == 8
+  assert engine_decode.plan_engine(small(RAY, text)).num_devices == 8
 
 
 def test_prompts_of_given_buckets_are_counted():
-  one = decode.engine_of(small('--config.rollout.engine=jax(prompt_buckets=(4,8))'))
+  one = engine_decode.plan_engine(
+    small('--config.rollout.engine=jax(prompt_buckets=(4,8))')
+  )
   assert one.buckets == (4, 8)
 
 
 def test_a_config_json_alone_is_enough(tmp_path):
-  from jaxrl.models import hf_config
+  from jaxrl.models import huggingface
 
   run = small()
   (tmp_path / 'config.json').write_text(
-    json.dumps(hf_config.to_hf(run.shape, 'float32'))
+    json.dumps(huggingface.config_to_hf(run.shape, 'float32'))
   )
   same = small(f'--config.model.checkpoint={tmp_path}')
   assert same.shape.replace(rope_theta=0) == run.shape.replace(

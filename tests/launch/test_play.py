@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl.rollout.episode import RolloutCache
-from jaxrl.rollout.group import Lease
+from jaxrl.rollout.episodes.rollout_cache import RolloutCache
+from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.types import Completion, Task
-from launch.console import Console
-from launch.play import Screen, main, play
+from launch.logging.console import Console
+from launch.play import EpisodeScreen, main, play_one_episode
 from tests.launch import runs
 
 TEXT = {1: 'What', 2: ' is', 3: '\n', 4: 'It', 5: ' is[/b]', 6: '<end>', 7: 'No'}
@@ -19,7 +19,7 @@ TEXT = {1: 'What', 2: ' is', 3: '\n', 4: 'It', 5: ' is[/b]', 6: '<end>', 7: 'No'
 class Manager:
   """Plays two turns: given three tokens, says two, is given one, says two."""
 
-  async def play(self, lease, *, base_seed):
+  async def play_episode(self, lease, *, base_seed):
     cache = await self.reset(lease)
     while cache is not None and not cache.done:
       await self.step(cache, await self.make_decision(cache))
@@ -30,13 +30,13 @@ class Manager:
       return None
     task = Task(seed=5, index=2, item={'question': 'q?'})
     cache = RolloutCache(lease=lease, seed=5, task=task)
-    cache.hear([1, 2, 3])
+    cache.append_observation([1, 2, 3])
     return cache
 
   async def make_decision(self, cache):
     tokens = np.array([4 + len(cache.turns), 6], np.int32)
     said = Completion(tokens, np.float32([-1, -2]), np.int32([7, 7]), 'stop')
-    cache.say(said)
+    cache.append_response(said)
     return said
 
   async def step(self, cache, completion):
@@ -44,7 +44,7 @@ class Manager:
     if len(cache.turns) == 2:
       cache.terminated = True
     else:
-      cache.hear([7])
+      cache.append_observation([7])
 
   def rows(self, cache):
     from jaxrl.types import Trajectory
@@ -74,7 +74,7 @@ def decode(ids):
 
 async def test_every_token_is_shown_once_in_order():
   stream, job = io.StringIO(), Job()
-  assert await play(job, Screen(Console(stream), decode), 0, 0) == 0
+  assert await play_one_episode(job, EpisodeScreen(Console(stream), decode), 0, 0) == 0
   text = stream.getvalue()
   assert '\x1b' not in text
   assert 'row 2' in text and 'q?' in text
@@ -82,7 +82,7 @@ async def test_every_token_is_shown_once_in_order():
   heads = [line for line in text.splitlines() if 'mask' in line]
   assert [re.search(r'mask (\d)', line).group(1) for line in heads] == list('0101')
   assert 'mean log-prob -1.500 · weights of step 7' in heads[1]
-  ids = [l for l in text.splitlines() if re.fullmatch(r'[\d ]+', l) and l.strip()]
+  ids = [x for x in text.splitlines() if re.fullmatch(r'[\d ]+', x) and x.strip()]
   assert ' '.join(ids) == '1 2 3 4 6 7 5 6'
   assert text.count('reward        0.5') == 2
   assert 'Ended by finish.' in text and '4 written by the model' in text
@@ -91,20 +91,23 @@ async def test_every_token_is_shown_once_in_order():
 
 async def test_ids_can_be_left_out():
   stream = io.StringIO()
-  await play(Job(), Screen(Console(stream), decode, ids=False), 0, 0)
+  await play_one_episode(Job(), EpisodeScreen(Console(stream), decode, ids=False), 0, 0)
   assert '1 2 3' not in stream.getvalue()
 
 
 async def test_an_episode_beyond_the_data(capsys):
-  assert await play(Job(), Screen(Console(io.StringIO()), decode), 9, 0) == 2
+  assert (
+    await play_one_episode(Job(), EpisodeScreen(Console(io.StringIO()), decode), 9, 0)
+    == 2
+  )
   assert 'the data set ends before it' in capsys.readouterr().err
 
 
 def test_lease_fields_are_as_the_player_gives_them():
-  assert Lease._fields[:5] == (
-    'group_id', 'episode_id', 'member', 'start_step', 'attempt',
+  assert EpisodeLease._fields[:5] == (
+    'group_id', 'episode_id', 'sample_index', 'start_step', 'attempt',
   )  # fmt: skip
-  assert Lease._field_defaults == {'greedy': False}
+  assert EpisodeLease._field_defaults == {'greedy': False}
 
 
 @pytest.mark.slow

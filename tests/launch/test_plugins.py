@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from launch import config as configs
+from launch.settings import command_line as configs
 from tests.algorithms.test_plugins import LOSSES, WHOLE
 from tests.launch import runs
 
@@ -42,7 +42,7 @@ def test_a_config_holds_full_names(folder):
     ]
   )
   config = configs.load(command)
-  configs.check(config)
+  configs.check_algorithm(config)
   assert config.algorithm.name == f'{folder}/whole.py:other'
   assert config.algorithm.kl_loss == f'{folder}/whole.py:cubic(coef=.5)'
 

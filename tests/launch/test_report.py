@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from jaxrl.types import Trajectory
+from launch.logging.metric_loggers import JsonLines, MultiLogger
 from launch.report import charts, evaluations, samples
-from launch.report.page import Run, render
-from launch.report.sink import Report, load_samples, write_report
-from launch.writers import JsonLines, Writers
+from launch.report.page import ReportData, render_page
+from launch.report.report_logger import ReportLogger, load_samples, write_report
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)>&"\''
 
 
-def trajectory(length=12, prompt=4, score=1.0, member=0, tag='math'):
+def trajectory(length=12, prompt=4, score=1.0, sample_index=0, tag='math'):
   mask = np.arange(length) >= prompt
   rewards = np.zeros(length, np.float32)
   rewards[-1] = score
@@ -29,7 +29,7 @@ def trajectory(length=12, prompt=4, score=1.0, member=0, tag='math'):
     rollout_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
     rewards=rewards,
     weights_version=np.where(mask, 3, -1).astype(np.int32),
-    member=member,
+    sample_index=sample_index,
     tag=tag,
   )
 
@@ -41,11 +41,11 @@ def island(page):
 
 
 def a_run(folder, steps=6, total=6, start=0, decode=None, status='finished'):
-  writers = Writers([JsonLines(folder / 'metrics.jsonl'), Report(folder)])
+  writers = MultiLogger([JsonLines(folder / 'metrics.jsonl'), ReportLogger(folder)])
   writers.decode_with(decode or (lambda ids: ''.join(f'<{i}>' for i in ids)))
   writers.phase('rl', total, start)
   for step in range(start, start + steps):
-    group = [trajectory(member=m, score=float(m % 2)) for m in range(6)]
+    group = [trajectory(sample_index=m, score=float(m % 2)) for m in range(6)]
     writers.trajectories(step, [group], np.full((6, 20), 0.5))
     evals = (
       {'eval/math/mean': step / 10, 'eval/math/tasks': 100} if step % 3 == 0 else {}
@@ -93,14 +93,14 @@ def test_text_of_a_run_is_never_markup(tmp_path):
     {'phase': EVIL, 'step': s, f'loss/{EVIL}': s, f'eval/{EVIL}/mean': s, 'same': 1}
     for s in range(3)
   ]
-  snap = samples.snapshot(
+  snap = samples.make_snapshot(
     EVIL, 0, [[trajectory(tag=EVIL)]], None, lambda ids: EVIL * len(ids)
   )
   record = {
     'config': {'algorithm': {'name': EVIL}, EVIL: EVIL, 'seed': EVIL},
     'launches': [{'command': EVIL, 'time': EVIL, EVIL: EVIL}],
   }
-  page = render(Run(EVIL, rows, record, [snap], EVIL, [EVIL]))
+  page = render_page(ReportData(EVIL, rows, record, [snap], EVIL, [EVIL]))
   tags = Tags()
   tags.feed(page)
   assert not tags.open
@@ -124,33 +124,38 @@ def test_samples_carry_mask_logprob_advantage_and_reward(tmp_path):
 def test_rows_of_advantages_follow_the_groups():
   groups = [[trajectory(score=0.0)] * 2, [trajectory(score=float(m)) for m in (1, 5)]]
   rows = [np.full(12, float(i)) for i in range(4)]
-  shown = samples.snapshot('rl', 0, groups, rows)['groups']
+  shown = samples.make_snapshot('rl', 0, groups, rows)['groups']
   got = [m['tokens'][-1][4] for g in shown for m in g['members']]
   assert got == [0, 1, 3, 2]  # the second group's best comes first
 
 
 def test_a_long_trajectory_loses_its_middle():
-  kept = samples.member(trajectory(length=5000))
-  assert len(kept['tokens']) == samples.TOKENS
-  assert kept['length'] == 5000 and kept['gap'] == samples.TOKENS // 2
+  kept = samples.trajectory_record(trajectory(length=5000))
+  assert len(kept['tokens']) == samples.MAX_TOKENS
+  assert kept['length'] == 5000 and kept['gap'] == samples.MAX_TOKENS // 2
   assert [kept['tokens'][i][1] for i in (0, -1)] == [0, 4999]
 
 
 def test_a_character_of_several_tokens_shows_once():
   data = 'aé€b'.encode()
   decode = lambda ids: bytes(ids).decode(errors='replace')  # noqa: E731
-  assert samples.pieces(list(data), decode) == ['a', '', 'é', '', '', '€', 'b']
-  assert samples.pieces([0xE2, 0x82], decode)[-1] == '\ufffd'
-  assert samples.pieces([0x82, 0x82, 65, 66], decode) == ['\ufffd', '\ufffd', 'A', 'B']
-  assert samples.pieces([7], None) == ['‹7›']
+  assert samples.token_texts(list(data), decode) == ['a', '', 'é', '', '', '€', 'b']
+  assert samples.token_texts([0xE2, 0x82], decode)[-1] == '\ufffd'
+  assert samples.token_texts([0x82, 0x82, 65, 66], decode) == [
+    '\ufffd',
+    '\ufffd',
+    'A',
+    'B',
+  ]
+  assert samples.token_texts([7], None) == ['‹7›']
 
 
 def test_snapshots_are_bounded_and_spread():
   snaps = []
   for step in range(300):
-    snaps = samples.bounded([*snaps, {'phase': 'rl', 'step': step}])
+    snaps = samples.limit_snapshots([*snaps, {'phase': 'rl', 'step': step}])
   steps = [s['step'] for s in snaps]
-  assert len(steps) == samples.SNAPSHOTS
+  assert len(steps) == samples.MAX_SNAPSHOTS
   assert steps[0] == 0 and steps[-1] == 299
 
 
@@ -170,7 +175,7 @@ def test_the_report_of_a_killed_run_can_be_drawn(tmp_path):
 
 
 def test_nothing_measured_yet(tmp_path):
-  assert 'Nothing has been measured yet' in render(Run('empty', []))
+  assert 'Nothing has been measured yet' in render_page(ReportData('empty', []))
 
 
 def test_before_and_after(tmp_path):
@@ -194,7 +199,9 @@ def test_a_reason_that_ended_nothing_counts_as_none():
     {'phase': 'rl', 'step': 9, 'eval/a/mean': 0.5, 'eval/a/stop/max_steps': 1.0},
   ]
   found = {
-    reason: [(s.step, s.value) for s in evaluations.scores(rows, f'eval/a/{reason}')]
+    reason: [
+      (s.step, s.value) for s in evaluations.evaluation_scores(rows, f'eval/a/{reason}')
+    ]
     for reason in ('stop/finish', 'stop/max_steps')
   }
   assert found['stop/finish'] == [(0, 1.0), (9, 0.0)]
@@ -210,7 +217,7 @@ def test_size_stays_bounded():
     }
     for s in range(5000)
   ]
-  page = render(Run('long', rows))
+  page = render_page(ReportData('long', rows))
   assert len(page) < 2_000_000
   assert '5 more in metrics.jsonl' in page
   assert 'The same at every step' not in page
@@ -234,7 +241,7 @@ def test_ticks_are_round_and_enclose(low, high, expected):
    (-1234.5, '-1234'), (2.5e9, '2.5G')],
 )  # fmt: skip
 def test_numbers_are_short(value, text):
-  assert charts.number_text(value) == text
+  assert charts.format_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -243,20 +250,20 @@ def test_numbers_are_short(value, text):
    (7500, 2500, '7500'), (20000, 5000, '20k'), (0, 0.5, '0.0'), (3e-6, 1e-6, '3e-6')],
 )  # fmt: skip
 def test_neighbouring_ticks_differ(value, step, text):
-  assert charts.tick_text(value, step) == text
+  assert charts.format_tick(value, step) == text
 
 
 def test_rounding_is_not_drawn_as_a_change():
-  low, high = charts.y_range([1.0, 1.0 + 1e-9])
+  low, high = charts.value_range([1.0, 1.0 + 1e-9])
   assert high - low > 1e-6 and low < 1 < high
 
 
 def test_curves_break_where_a_value_is_missing_and_keep_their_ends():
   points = [(float(s), None if s == 2 else float(s)) for s in range(5)]
-  drawn = charts.chart([charts.Series('x', points)])
+  drawn = charts.draw_chart([charts.Series('x', points)])
   path = re.search(r'class="line" d="([^"]+)"', drawn.svg).group(1)
   assert path.count('M') == 2 and 'class="lost"' in drawn.svg
-  thin = charts.thinned([(float(s), 1.0) for s in range(10_001)])
+  thin = charts.thin_points([(float(s), 1.0) for s in range(10_001)])
   assert len(thin) <= charts.MAX_POINTS
   assert (thin[0][0], thin[-1][0]) == (0.0, 10_000.0)
 
@@ -282,7 +289,7 @@ def test_the_script_runs_in_a_browser_and_shows_text_as_text(tmp_path):
 
 
 def test_evaluations_have_their_own_samples(tmp_path):
-  writers = Writers([JsonLines(tmp_path / 'metrics.jsonl'), Report(tmp_path)])
+  writers = MultiLogger([JsonLines(tmp_path / 'metrics.jsonl'), ReportLogger(tmp_path)])
   writers.phase('train', 4)
   for step in range(5):
     if step % 2 == 0:

@@ -66,6 +66,7 @@ def test_killed_in_rl_it_ends_at_the_same_bits(whole, tmp_path):
   same(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_interrupted_in_sft_it_stops_with_130_and_starts_no_rl(whole, tmp_path):
   process = runs.spawn(tmp_path, *STEPS)
   assert when(process, lambda: has(tmp_path, 'sft', 0))
@@ -131,7 +132,8 @@ def test_killed_again_and_again(whole, tmp_path, seed):
   same(tmp_path, whole)
 
 
-def test_a_finished_run_is_left_as_it_is(whole):
+def test_a_finished_run_is_left_as_it_is(whole, capsys):
   before = (pathlib.Path(whole) / 'metrics.jsonl').read_text()
-  assert 'Finished.' in runs.run(whole, *STEPS)
+  assert runs.main(whole, *STEPS, config=runs.VARIED) == 0
+  assert 'Finished.' in capsys.readouterr().out
   assert (pathlib.Path(whole) / 'metrics.jsonl').read_text() == before

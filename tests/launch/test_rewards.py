@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from configs import base
-from jaxrl.algorithms import compose
+from jaxrl import model_loading as policies
+from jaxrl.call_strings import ConfigError
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.dispatch import Dispatcher
+from jaxrl.device_thread import DeviceThread
 from jaxrl.models import huggingface
-from jaxrl.signature import ConfigError
-from jaxrl.training import policy as policies
-from launch import rewards
+from launch.components import reward_terms
+from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.launch.test_bad_input import refused
 
@@ -35,7 +35,7 @@ def folders(tmp_path_factory):
   options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
   shape = policies.random_config(hidden_size=32, num_layers=2, head_dim=16)
   texts, key = ['What is 1 + 2? It is 3.'] * 9, jax.random.key(5)
-  policies.create(workdir / 'model', shape, texts, key, **options)
+  policies.create_model(workdir / 'model', shape, texts, key, **options)
   config, params = huggingface.load(workdir / 'model')
   kernel = np.random.default_rng(0).standard_normal(config.hidden_size)
   head = {'kernel': kernel.astype(np.float32), 'bias': np.float32(0)}
@@ -123,10 +123,10 @@ async def test_half_precision_is_near(folders):
   said = [{'role': 'user', 'content': 'What is 1 + 2?'}]
   found = {}
   for dtype in ('float32', 'bfloat16'):
-    dispatcher = Dispatcher()
-    made = rewards.RewardModelEngine(str(folders[1]), dispatcher, dtype=dtype)
+    device_thread = DeviceThread()
+    made = reward_terms.RewardModelEngine(str(folders[1]), device_thread, dtype=dtype)
     found[dtype] = await made.score(said)
-    dispatcher.close()
+    device_thread.close()
   assert found['bfloat16'] != found['float32']
   assert found['bfloat16'] == pytest.approx(found['float32'], rel=0.05)
 
@@ -166,6 +166,8 @@ def test_what_cannot_be_is_said_before_any_work(spec, message, tmp_path, capsys)
 def test_runs_that_play_nothing_are_refused():
   config = base.get_config()
   config.rollout.rewards = 'exact'
-  rewards.check(config, compose.make('grpo', {}))
+  reward_terms.validate_rewards(resolve_settings(config))
   with pytest.raises(ConfigError, match='nothing is played'):
-    rewards.check(config, compose.make('sft', {}))
+    config = base.get_config('sft')
+    config.rollout.rewards = 'exact'
+    reward_terms.validate_rewards(resolve_settings(config))

@@ -2,19 +2,19 @@
 
 import collections
 import json
-import os
 import subprocess
 import sys
 import time
 
 import pytest
 
-from jaxrl.data import trajectories
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data import trajectory_codec
 from jaxrl.types import FAILURES
-from launch import config as configs
-from launch import rollout, synthesis
-from launch.sinks import open_sinks
+from launch import rollout
+from launch.components import dataset_rollout
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
 from tests.data.sinks.dumps import row
 from tests.launch import runs
 
@@ -40,7 +40,7 @@ def test_a_data_set_to_its_end_and_again(tmp_path, capsys):
   assert [r['task_idx'] for r in rows] == [i for i in range(12) for _ in range(2)]
   assert len({r['trajectory_id'] for r in rows}) == 24
   for r in rows:
-    content = trajectories.from_json(json.loads(r['save_content']))
+    content = trajectory_codec.from_json(json.loads(r['save_content']))
     assert content.score == r['episode_score']
     assert content.trajectory_id == r['trajectory_id'] and content.action_mask.any()
     assert (r['mode'], r['model_name'], r['step']) == ('train', 'random', 0)
@@ -83,8 +83,8 @@ def test_games_need_a_number(tmp_path, capsys):
 
 def prepared(tmp_path, *options, **more):
   command = configs.parse(argv(tmp_path, *options, limit=100), {'workdir': ''})
-  config = configs.load(command, {'logging': open_sinks})
-  synthesis.prepare(config, **{'num_tasks': -1, 'group_size': 1, **more})
+  config = configs.load(command, {'logging': read_logging})
+  rollout.prepare_rollout(config, **{'num_tasks': -1, 'group_size': 1, **more})
   return config
 
 
@@ -104,11 +104,11 @@ def test_each_mode_has_its_own_rows_and_temperature(tmp_path):
 @pytest.mark.parametrize('total', [0, 5, 40])
 @pytest.mark.parametrize('played', [set(), {0, 1, 2}, {1, 4, 9}, set(range(8, 16))])
 async def test_a_queue_goes_on_with_what_is_left(played, total):
-  from jaxrl.rollout.group_queue import GroupQueue
+  from jaxrl.rollout.queue.group_queue import GroupQueue
 
   size = total or 20
   queue = GroupQueue(num_groups=-1, num_env_groups=3, total=total, in_order=False)
-  queue.load_state_dict(synthesis.remaining(played, 3, total))
+  queue.load_state_dict(dataset_rollout.remaining_tasks_state(played, 3, total))
   found = []
   for group_id in range(3):
     while lease := await queue.get_episode_id(group_id, 0):
@@ -125,10 +125,10 @@ async def test_a_queue_goes_on_with_what_is_left(played, total):
 
 def test_attempts_that_failed_score_nothing_and_all_have_a_name():
   reason = sorted(FAILURES)[0]
-  lost = row(7, member=1, rewards=(0, 3), stop_reason=reason)
+  lost = row(7, sample_index=1, rewards=(0, 3), stop_reason=reason)
   lost.tag, lost.episode_seed = '', 0
   group = [row(7), lost]
-  assert synthesis.complete(group, 't', 100) == 7
+  assert dataset_rollout.complete_group(group, 't', 100) == 7
   assert [r.trajectory_id for r in group] == ['t_7_0_107_0_0', 't_7_0_107_1_0']
   assert [r.score for r in group] == [0.5, 0.0]
 
@@ -136,7 +136,7 @@ def test_attempts_that_failed_score_nothing_and_all_have_a_name():
 @pytest.mark.slow
 def test_killed_at_any_moment_every_item_is_there_once(tmp_path):
   """Three real kills: in a part, after parts, and on the way; then it ends."""
-  size, env = 60, {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  size, env = 60, runs.environment()
   options = argv(tmp_path, '--part_size=4', '--config.rollout.num_slots=4', limit=size)
   command = [sys.executable, '-u', '-m', 'launch.rollout', *options]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.signature import ConfigError
-from launch.writers import read_metrics
+from jaxrl.call_strings import ConfigError
+from launch.logging.metric_loggers import read_metrics
 from tests.launch import runs
 
 TINY = (
@@ -62,6 +62,7 @@ def test_mixed_has_experts_in_every_step(tmp_path):
   assert rows[-1]['queue/taken'] == rows[-1]['queue/leased'] / 8 == 4
 
 
+@pytest.mark.slow
 def test_opmd_warms_up_on_experts(tmp_path):
   """Their advantage is their reward, so they are learned by −p/(1 + τ)."""
   export = '--config.checkpoint.export=true'
@@ -83,7 +84,9 @@ def test_opmd_warms_up_on_experts(tmp_path):
   assert any((before[name] != after[name]).any() for name in before)
 
 
-@pytest.mark.parametrize('sampler', ['warmup(steps=1)', 'mixed'])
+@pytest.mark.parametrize(
+  'sampler', ['mixed', pytest.param('warmup(steps=1)', marks=pytest.mark.slow)]
+)
 def test_a_loss_with_a_ratio_scores_experts_too(tmp_path, sampler):
   decoupled = '--config.algorithm.behaviour=decoupled'
   rows, _ = record(tmp_path, 'grpo', sampler, decoupled)
@@ -102,6 +105,7 @@ def test_replay_learns_from_groups_again(tmp_path):
     assert groups[0] is before[-1]
 
 
+@pytest.mark.slow
 def test_one_sampler_serves_all_tags(tmp_path):
   rows, played = record(tmp_path, 'mix', 'mixed', config=TWO_TAGS)
   for groups in played:
@@ -140,12 +144,13 @@ RESUMED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'algorithm, sampler',
   [
     ('grpo', 'replay(decay=.5, sigma=1., use_limit=3, capacity=4)'),
-    pytest.param('mix', 'mixed', marks=pytest.mark.slow),
-    pytest.param('opmd', 'warmup(steps=3)', marks=pytest.mark.slow),
+    ('mix', 'mixed'),
+    ('opmd', 'warmup(steps=3)'),
   ],
 )
 def test_killed_it_ends_at_the_same_bits(tmp_path, algorithm, sampler):

@@ -1,7 +1,6 @@
 """`python -m launch.serve` as people type it."""
 
 import json
-import os
 import subprocess
 import sys
 import urllib.request
@@ -9,8 +8,9 @@ import urllib.request
 import pytest
 
 from launch import build, serve
-from launch import config as configs
-from launch.sinks import open_sinks
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
+from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 
 SMALL = (f'--config={runs.DEBUG}', '--config.batch.max_length=64')
@@ -21,8 +21,8 @@ def checkpoint(tmp_path):
   """A small random model's folder."""
   from jaxrl.models import huggingface
 
-  config = configs.load(configs.parse(SMALL), {'logging': open_sinks})
-  policy = build.make_policy(config, tmp_path / 'made', critic=False)
+  config = configs.load(configs.parse(SMALL), {'logging': read_logging})
+  policy = build.load_policy(resolve_settings(config), tmp_path / 'made', critic=False)
   folder, shape = tmp_path / 'export', policy.model.config
   huggingface.save(folder, shape, policy.params, policy.tokenizer)
   return folder
@@ -35,7 +35,7 @@ def checkpoint(tmp_path):
     (('--checkpoint=nowhere',), 'nowhere'),
     (('--checkpoint=x', '--port=70000'), '--port=70000'),
     (('--checkpoint=x', '--port=high'), 'wants a whole number'),
-    (('--checkpoint=x', '--host=0.0.0.0'), serve.KEY),
+    (('--checkpoint=x', '--host=0.0.0.0'), serve.API_KEY_ENV),
     (('--checkpoint=x', '--hots=a'), 'did you mean --host?'),
     (('--checkpoint=x', '--config.rollout.engine=vllm'), 'set --config.cluster.ray'),
     (('--checkpoint=x', '--config.cluster.num_engines=2'), 'cluster.num_engines=2'),
@@ -43,7 +43,7 @@ def checkpoint(tmp_path):
 )
 def test_what_cannot_be_served(options, said, capsys, monkeypatch):
   pytest.importorskip('aiohttp')
-  monkeypatch.delenv(serve.KEY, raising=False)
+  monkeypatch.delenv(serve.API_KEY_ENV, raising=False)
   assert serve.main([*SMALL, *options]) == 2
   error = capsys.readouterr().err
   assert error.startswith('error: ') and error.count('\n') == 1 and said in error
@@ -65,7 +65,8 @@ RAY = ('--config.cluster.ray=true', '--config.cluster.num_engines=2')
 @pytest.mark.parametrize('host', [(), pytest.param(RAY, marks=pytest.mark.ray)])
 def test_a_checkpoint_is_served_until_it_is_told_to_end(checkpoint, host):
   pytest.importorskip('aiohttp')
-  env = {k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', serve.KEY)}
+  env = runs.environment()
+  env.pop(serve.API_KEY_ENV, None)
   options = [*SMALL, f'--checkpoint={checkpoint}', '--port=0', *host]
   process = subprocess.Popen(
     [sys.executable, '-u', *'-m launch.serve'.split(), *options],

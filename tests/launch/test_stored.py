@@ -1,7 +1,6 @@
 """Exploring and training apart, over a store."""
 
 import collections
-import os
 import re
 import sqlite3
 import subprocess
@@ -10,11 +9,12 @@ import time
 
 import pytest
 
-from jaxrl.data.store.database import Database
-from jaxrl.data.store.writer import Explorer, Whole
-from jaxrl.signature import ConfigError
-from launch import build, rollout, stored
-from launch.rollouts import Rollouts
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.store.experience_writer import ExperienceWriter, GroupSerializer
+from jaxrl.data.store.store_database import StoreDatabase
+from launch import build, rollout
+from launch.components import experience_store
+from launch.components.rollout_scheduler import RolloutScheduler
 from tests.launch import runs
 
 ALONE = ('--config.eval.every=0', '--config.sft.num_steps=0')
@@ -69,24 +69,27 @@ def tokens(sink):
 
 @pytest.mark.slow
 def test_stored_groups_teach_what_played_ones_do(tmp_path, monkeypatch):
-  database = Database(url(tmp_path))
-  take, made = Rollouts.take, []
+  database = StoreDatabase(url(tmp_path))
+  take, made = RolloutScheduler.take, []
 
   async def taken(self, *args, **options):
     groups = await take(self, *args, **options)
     if not made:
-      made.append(stored.facts(self._config, self._algorithm, self._policy.tokenizer))
-    explorer = Explorer(database, 'direct', made[0])
+      made.append(
+        experience_store.compatibility_facts(self._settings, self._policy.tokenizer)
+      )
+    explorer = ExperienceWriter(database, 'direct', made[0])
     for group in groups:
       number = group[0].group_id + group[0].episode_id
-      explorer.add(group[0].tag, number, Whole().rows(group, number))
-    explorer.seal()
+      explorer.add(group[0].tag, number, GroupSerializer().rows(group, number))
+    explorer.flush()
     return groups
 
   options = (*ALONE, FAIR, FOUR)
-  monkeypatch.setattr(Rollouts, 'take', taken)
+  monkeypatch.setattr(RolloutScheduler, 'take', taken)
   direct = runs.record(tmp_path / 'direct', *options)
-  monkeypatch.setattr(build, 'Rollouts', None)  # neither engines nor managers are made
+  # Neither engines nor managers are made.
+  monkeypatch.setattr(build, 'RolloutScheduler', None)
   again = runs.record(tmp_path / 'again', *options, source(tmp_path, wait=1.0))
   assert len(direct.metrics) == 3 and learned(again) == learned(direct)
   assert {'loss/total', 'optimizer/grad_norm'} <= learned(again)[0][1].keys()
@@ -120,7 +123,7 @@ def test_explorers_then_trainers_until_nothing_is_left(tmp_path, capsys):
   assert 'up to the checkpoint of step 5 in another --workdir' in said
   hot = (*ALONE, source(tmp_path, reader='hot'), '--config.rollout.temperature=0.5')
   assert runs.main(tmp_path / 'hot', *hot, config=runs.VARIED) == 2
-  assert 'set --config.rollout.temperature as it was' in capsys.readouterr().err
+  assert 'set --config.rollout.temperature to the same value' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_what_explorers_refuse(options, said, tmp_path, capsys):
 
 
 def _spawn(module, argv):
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  env = runs.environment()
   command = [sys.executable, '-u', '-m', module, *argv]
   out = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
   return subprocess.Popen(command, text=True, cwd=runs.ROOT, env=env, **out)

@@ -8,38 +8,41 @@ import jax
 import pytest
 from rich.console import Console
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
-from jaxrl.signature import ConfigError
-from launch import targets
-from launch.planning import cost, decode, sweep, table
-from launch.planning.program import per_device
+from launch.planning import cost, engine_decode, plan_table, sweep, targets
+from launch.planning.compiled_program import bytes_per_device
 from tests.launch.test_handover import EXPERTS, LORA, learner_of, resident, whole
 from tests.launch.test_planning import small
 
 
 def swept(run, target, most):
   devices = jax.devices()[: target.size]
-  return sweep.sweep(run, target, devices, engine=decode.engine_of(run), most=most)
+  return sweep.sweep_meshes(
+    run, target, devices, engine=engine_decode.plan_engine(run), max_compiles=most
+  )
 
 
 def shown(found):
   out = io.StringIO()
-  table.show_sweep(found, Console(file=out, width=100))
+  plan_table.print_sweep(found, Console(file=out, width=100))
   return ' '.join(out.getvalue().split())
 
 
 def compiled(run, mesh, limit):
   """In the place of a mesh's cost: what it holds, by hand, is all of it."""
-  memory = {'parameters': sweep.held(run, mesh)}
-  return cost.Cost(mesh, 16, 16, 16, 1, {}, memory, limit, 'train')
+  memory = {'parameters': sweep.state_memory(run, mesh)}
+  return cost.RunCost(mesh, 16, 16, 16, 1, {}, memory, limit, 'train')
 
 
 def test_what_was_left_out_is_told():
-  run, target = small(), targets.parse('cpu:2')
+  run, target = small(), targets.parse_target('cpu:2')
   found = swept(run, target, 1)
   assert len(found.entries) == 1
-  assert len(found.entries) + len(found.skipped) == len(list(sweep.meshes(run, target)))
-  (told,) = found.data()['entries']
+  assert len(found.entries) + len(found.skipped) == len(
+    list(sweep.candidate_meshes(run, target))
+  )
+  (told,) = found.to_json()['entries']
   assert told['fits'] and told['total'] == found.entries[0].cost.total
   assert 'not compiled' in shown(found)
 
@@ -48,19 +51,19 @@ def test_what_was_left_out_is_told():
 def test_what_it_keeps_is_a_number(axis):
   run = small(f'--config.mesh.{axis}=-1', '--config.mesh.data=1')
   with pytest.raises(ConfigError, match=f'give {axis} a number'):
-    swept(run, targets.parse('cpu:2'), 1)
+    swept(run, targets.parse_target('cpu:2'), 1)
 
 
 def test_what_it_keeps_divides_the_devices():
   run = small('--config.mesh.context=3')
   with pytest.raises(ConfigError, match='context × expert, 3, does not divide the 4'):
-    swept(run, targets.parse('cpu:4'), 1)
+    swept(run, targets.parse_target('cpu:4'), 1)
 
 
 def test_experts_are_shared_out_where_there_are_some():
-  target = targets.parse('cpu:4')
+  target = targets.parse_target('cpu:4')
   dense, sparse = (
-    list(sweep.meshes(small(*more), target)) for more in ((), (EXPERTS,))
+    list(sweep.candidate_meshes(small(*more), target)) for more in ((), (EXPERTS,))
   )
   assert {tuple(mesh) for mesh in dense} == {('data', 'fsdp', 'tensor')}
   assert {mesh['expert'] for mesh in sparse} == {1, 2, 4}
@@ -84,11 +87,13 @@ def test_experts_are_shared_out_where_there_are_some():
 def test_what_is_held_by_hand_is_what_is_held(mesh, more):
   run = small(EXPERTS, *more)
   kept, learner = resident(run, **mesh), learner_of(run, **mesh)
-  learned = per_device(lora.trained(learner.model.config, learner.params))
+  learned = bytes_per_device(
+    lora.trainable_params(learner.model.config, learner.params)
+  )
   names = ('parameters', 'optimizer state', 'reference')
   wanted = sum(kept[name] for name in names) + learned
   assert (kept['reference'] > 0) == (more == ('--config.algorithm.kl_coef=0.1',))
-  assert sweep.held(run, mesh) == pytest.approx(wanted, rel=1e-4)  # scalars
+  assert sweep.state_memory(run, mesh) == pytest.approx(wanted, rel=1e-4)  # scalars
 
 
 def test_experts_that_a_token_does_not_take_cost_no_time_but_on_a_cpu():
@@ -96,46 +101,53 @@ def test_experts_that_a_token_does_not_take_cost_no_time_but_on_a_cpu():
   runs = [small(EXPERTS.replace(f'{takes}2', f'{takes}{count}')) for count in (1, 4)]
   for name, same in (('cpu:1', True), ('h200:1', False)):
     one, four = (
-      sweep.guess(x, targets.parse(name), dict.fromkeys(sweep.AXES, 1)).seconds
+      sweep.estimate_mesh(
+        x, targets.parse_target(name), dict.fromkeys(sweep.AXES, 1)
+      ).seconds
       for x in runs
     )
     assert (one == four) == same and one <= four
 
 
 def test_what_is_frozen_is_not_summed_over_replicas():
-  target, mesh = targets.parse('h200:8'), dict.fromkeys(sweep.AXES[1:], 1) | {'data': 8}
-  whole, adapted = (sweep.guess(small(*x), target, mesh) for x in ((), (LORA,)))
+  target, mesh = (
+    targets.parse_target('h200:8'),
+    dict.fromkeys(sweep.AXES[1:], 1) | {'data': 8},
+  )
+  whole, adapted = (sweep.estimate_mesh(small(*x), target, mesh) for x in ((), (LORA,)))
   assert adapted.seconds < whole.seconds
 
 
 def test_the_state_of_adapters_is_not_thought_too_much():
-  run, target = small(LORA), targets.parse('cpu:1')
+  run, target = small(LORA), targets.parse_target('cpu:1')
   limit = 2 * whole(run.policy().params)
   chip = dataclasses.replace(target.chip, memory=limit)
   target = dataclasses.replace(target, chip=chip)
   mesh = {'data': 1, 'fsdp': 1, 'tensor': 1}
-  assert sweep.guess(small(), target, mesh).too_much
-  assert not sweep.guess(run, target, mesh).too_much
+  assert sweep.estimate_mesh(small(), target, mesh).too_much
+  assert not sweep.estimate_mesh(run, target, mesh).too_much
 
 
 def test_what_holds_less_than_what_does_not_fit_is_next(monkeypatch):
   """And where nothing does, what seemed best of the others."""
   run = small(EXPERTS, '--config.model.random.num_kv_heads=4')
-  target = targets.parse('cpu:4')
-  holds = sorted(sweep.held(run, one) for one in sweep.meshes(run, target))
+  target = targets.parse_target('cpu:4')
+  holds = sorted(
+    sweep.state_memory(run, one) for one in sweep.candidate_meshes(run, target)
+  )
   tried = []
 
   def swiftest_if_it_holds_most(run, target, mesh):
-    held = sweep.held(run, mesh)
-    return sweep.Guess(False, -held, held)
+    held = sweep.state_memory(run, mesh)
+    return sweep.MeshHeuristic(False, -held, held)
 
-  def of(run, *_, **__):
-    mesh = {axis: run.config.mesh[axis] for axis in sweep.AXES}
-    tried.append(sweep.held(run, mesh))
+  def estimate(run, *_, **__):
+    mesh = {axis: getattr(run.settings.mesh, axis) for axis in sweep.AXES}
+    tried.append(sweep.state_memory(run, mesh))
     return compiled(run, mesh, limit)
 
-  monkeypatch.setattr(sweep, 'guess', swiftest_if_it_holds_most)
-  monkeypatch.setattr(sweep.cost, 'of', of)
+  monkeypatch.setattr(sweep, 'estimate_mesh', swiftest_if_it_holds_most)
+  monkeypatch.setattr(sweep.cost, 'estimate_cost', estimate)
   distinct = sorted(set(holds), reverse=True)
   assert len(distinct) < len(holds)
   limit = distinct[2]
@@ -149,25 +161,34 @@ def test_what_holds_less_than_what_does_not_fit_is_next(monkeypatch):
 def test_the_configs_own_mesh_is_compared(monkeypatch):
   run = small(*(f'--config.mesh.{axis}=2' for axis in ('data', 'fsdp', 'tensor')))
   monkeypatch.setattr(
-    sweep.cost, 'of', lambda run, *_, **__: compiled(run, {'data': 8}, math.inf)
+    sweep.cost,
+    'estimate_cost',
+    lambda run, *_, **__: compiled(run, {'data': 8}, math.inf),
   )
-  (found,) = swept(run, targets.parse('cpu:8'), 1).entries
+  (found,) = swept(run, targets.parse_target('cpu:8'), 1).entries
   assert found.mesh == {'data': 2, 'fsdp': 2, 'tensor': 2}
-  found = swept(run, targets.parse('cpu:4'), 1)  # whose devices it does not make up
+  found = swept(
+    run, targets.parse_target('cpu:4'), 1
+  )  # whose devices it does not make up
   assert len(found.entries) == 1
 
 
 def test_of_many_that_were_left_out_the_first_are_named():
-  names = {f'data {i}': 'too slow' for i in range(table.MOST_NAMED + 3)}
-  told = shown(sweep.Sweep((), names | {'tensor 64': 'heads'}))
+  names = {f'data {i}': 'too slow' for i in range(plan_table.MAX_NAMED_MESHES + 3)}
+  told = shown(sweep.MeshSweep((), names | {'tensor 64': 'heads'}))
   assert 'data 7; and 3 more: too slow' in told and 'tensor 64: heads' in told
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_not_compiled(monkeypatch):
   monkeypatch.setattr(
-    sweep.cost, 'of', lambda run, *_, **__: compiled(run, {'data': 8}, math.inf)
+    sweep.cost,
+    'estimate_cost',
+    lambda run, *_, **__: compiled(run, {'data': 8}, math.inf),
   )
-  run, target = small('--config.model.random.num_heads=2'), targets.parse('cpu:8')
+  run, target = (
+    small('--config.model.random.num_heads=2'),
+    targets.parse_target('cpu:8'),
+  )
   found = swept(run, target, 99)
   told = found.skipped['tensor 8']
   assert 'mesh axis tensor=8 does not divide' in told

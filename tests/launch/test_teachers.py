@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.data.chat import Chat
+from jaxrl import model_loading as policies
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.models import huggingface
-from jaxrl.training import policy as policies
-from launch import config as configs
-from launch import teachers
+from launch.settings import command_line as configs
+from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.launch.test_bad_input import refused
 
@@ -38,7 +38,9 @@ def learned(told):
   return [row for _, row in told.metrics if 'loss/total' in row]
 
 
-@pytest.mark.parametrize('name', ['on_policy_distill', 'distill'])
+@pytest.mark.parametrize(
+  'name', ['on_policy_distill', pytest.param('distill', marks=pytest.mark.slow)]
+)
 def test_a_fresh_student_takes_its_teachers_vocabulary(folder, tmp_path, name):
   options = (*TINY, f'--config.teacher.checkpoint={folder}')
   told = runs.record(tmp_path, *options, config=f'{runs.VARIED}:{name}')
@@ -54,6 +56,7 @@ def test_a_fresh_student_takes_its_teachers_vocabulary(folder, tmp_path, name):
   assert mine['model']['vocab'] == theirs['model']['vocab']
 
 
+@pytest.mark.slow
 def test_the_student_itself_has_nothing_to_teach(tmp_path):
   """The teacher is the folder the student starts from: the first step moves nothing."""
   runs.record(tmp_path / 'a', *TINY, config=f'{runs.VARIED}:sft')
@@ -182,18 +185,20 @@ def test_the_distill_config(name):
     configs.parse([f'--config={runs.ROOT}/configs/quickstart.py'], {})
   )
   assert config.model.random.hidden_size < quick.model.random.hidden_size
-  assert teachers.folders(config) == {}
+  assert resolve_settings(config).teacher.folders == {}
 
 
 def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
   """As a service or an earlier run wrote it down: training goes as with the teacher."""
-  policy = policies.load(str(folder), value_head=False, dtype='float32', remat='none')
-  rows, chat = [], Chat(policy.tokenizer)
+  policy = policies.load_model(
+    str(folder), value_head=False, dtype='float32', remat='none'
+  )
+  rows, chat = [], ChatTokenizer(policy.tokenizer)
   run = jax.jit(policy.model.policy_outputs, static_argnames='top_k')
   for i in range(8):
     said = {'role': 'assistant', 'content': f'It is {2 * i}'}
     messages = [{'role': 'user', 'content': f'What is {i} + {i}?'}, said]
-    tokens, _ = chat.conversation(messages)
+    tokens, _ = chat.encode_with_mask(messages)
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(tokens)] = tokens
     segments = (np.arange(64) < len(tokens)).astype(np.int32)[None]

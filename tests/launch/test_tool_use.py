@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxrl.envs.sandbox import local
+from jaxrl.envs.sandbox import local_sandbox
 from tests.launch import runs
 
 EAGER = str(pathlib.Path(__file__).with_name('eager.py'))
@@ -20,7 +20,9 @@ QUICK = (
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+@pytest.mark.skipif(
+  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
+)
 def test_two_steps_with_tool_turns(tmp_path):
   told = runs.record(tmp_path, *QUICK, config=EAGER)
   steps = [row for _, row in told.metrics if 'loss/total' in row]

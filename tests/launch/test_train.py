@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from launch import config as configs
 from launch import train
+from launch.settings import command_line as configs
 from tests.launch import runs
 
 CONFIG = """
@@ -39,6 +39,7 @@ class Job:
         return False
     return True
 build = Job
+resolve_settings = lambda config: config
 """
 
 
@@ -53,6 +54,7 @@ def built(monkeypatch):
   fake = types.ModuleType('launch.build')
   exec(JOB, fake.__dict__)
   monkeypatch.setitem(sys.modules, 'launch.build', fake)
+  monkeypatch.setitem(sys.modules, 'launch.settings.resolve', fake)
   monkeypatch.setattr('launch.build', fake, raising=False)
 
 
@@ -142,7 +144,8 @@ def start(folder, *argv):
   code = (
     'import sys, types; m = types.ModuleType("launch.build")\n'
     f'exec({JOB!r}, m.__dict__)\n'
-    'sys.modules["launch.build"] = m; import launch; launch.build = m\n'
+    'sys.modules["launch.build"] = sys.modules["launch.settings.resolve"] = m\n'
+    'import launch; launch.build = m\n'
     'from launch import train; sys.exit(train.main(sys.argv[1:]))'
   )
   command = [sys.executable, '-u', '-c', code, f'--config={folder}/toy.py']
@@ -156,7 +159,11 @@ def start(folder, *argv):
 
 
 @pytest.mark.parametrize(
-  'number, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+  'number, status',
+  [
+    pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    (signal.SIGTERM, 143),
+  ],
 )
 def test_a_signal_stops_after_the_step(folder, number, status):
   process = start(folder)

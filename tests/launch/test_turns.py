@@ -8,7 +8,8 @@ import pytest
 
 from configs import base
 from jaxrl import loop
-from launch.job import Phase
+from launch.settings.resolve import resolve_settings
+from launch.trainer import TrainPhase
 
 
 class Memory:
@@ -20,7 +21,7 @@ class Memory:
 
   # The learner's.
 
-  async def weights(self):
+  async def inference_params(self):
     return self.params
 
   async def update(self, groups):
@@ -29,11 +30,11 @@ class Memory:
     self.step += 1
     return {}
 
-  async def rest(self):
+  async def offload(self):
     self.told.append('rest')
     self.resting = True
 
-  async def wake(self):
+  async def reload(self):
     assert not self.cache, 'the engine has the memory'
     self.told.append('wake')
     self.resting = False
@@ -98,7 +99,9 @@ def phase(told, every):
 
   rollouts = types.SimpleNamespace(
     engine=parts,
-    swaps=types.SimpleNamespace(at=parts.at, now=parts.now, metrics=lambda step: {}),
+    weight_syncer=types.SimpleNamespace(
+      maybe_sync=parts.at, sync_now=parts.now, metrics=lambda step: {}
+    ),
     weights=none,
     advance=parts.advance,
     evaluate=parts.evaluate,
@@ -110,15 +113,15 @@ def phase(told, every):
   )
   ignore = lambda *_, **__: None  # noqa: E731
   job = types.SimpleNamespace(
-    _config=config,
+    _settings=resolve_settings(config),
     _writers=types.SimpleNamespace(write=ignore, trajectories=ignore),
     _stop=lambda: False,
     _rollouts=rollouts,
     _sampler=sampler,
     _store=None,
-    _host=types.SimpleNamespace(learns=True),
+    _runtime=types.SimpleNamespace(hosts_learner=True),
   )
-  return parts, Phase(job, 'train', parts, sampler, None, 3)  # pyright: ignore
+  return parts, TrainPhase(job, 'train', parts, sampler, None, 3)  # pyright: ignore
 
 
 @pytest.mark.asyncio

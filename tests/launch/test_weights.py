@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from configs import base
-from jaxrl.models import unmerged
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.shared_memory import SharedMemory
-from jaxrl.rollout.weights.transport import Folder, Memory
-from jaxrl.signature import ConfigError
-from jaxrl.training import policy as policies
-from launch import placement, weights
+from jaxrl import model_loading as policies
+from jaxrl.call_strings import ConfigError
+from jaxrl.models import lora_transfer
+from jaxrl.rollout.vllm import vllm_options
+from jaxrl.rollout.weights.subscriber import VersionReader
+from jaxrl.rollout.weights.transport import FolderTransport, SharedMemoryTransport
+from launch.runtime import placement, weight_transport
+from launch.settings.resolve import resolve_settings
+from launch.settings.run_settings import WeightTransport
 from tests.launch import runs
-from tests.rollout.weights.helpers import same
+from tests.rollout.weights.helpers import MemoryTransport, same
 
 OF_THE_RUN = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
 
@@ -27,7 +29,7 @@ def plan(text, ray=True, lora=''):
   config = base.get_config()
   config.cluster.update(weights=text, ray=ray)
   config.model.lora = lora
-  return weights.plan(config)
+  return resolve_settings(config).cluster.weights
 
 
 def test_auto_is_what_fits():
@@ -92,17 +94,18 @@ def test_from_gpu_to_gpu_the_learner_needs_what_vllm_has(text, monkeypatch, tmp_
 
   torch = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
   here = {'torch': torch, 'vllm': torch}
+  monkeypatch.setattr(vllm_options, 'vllm_option_names', frozenset)
   for name in ('torch', 'vllm'):
     monkeypatch.setattr(importlib.util, 'find_spec', without(name))
     with pytest.raises(ConfigError, match=f"{said}{name} is not .* learner's own env"):
-      weights.plan(config)
+      resolve_settings(config)
   monkeypatch.setattr(importlib.util, 'find_spec', without(''))
   version = tmp_path / 'version.py'
   version.write_text("__version__ = '2'\ncuda: Optional[str] = None\nhip = None\n")
   with pytest.raises(ConfigError, match=f'{said}torch was built without CUDA'):
-    weights.plan(config)
+    resolve_settings(config)
   version.write_text("cuda: Optional[str] = '12.8'\n")
-  assert weights.plan(config).direct
+  assert resolve_settings(config).cluster.weights.direct
 
 
 @pytest.mark.parametrize(
@@ -121,18 +124,22 @@ def test_each_way_from_gpu_to_gpu_needs_its_placement(text, asked, gpus, said):
   config = base.get_config()
   config.cluster.update(placement=asked, ray=True, num_engines=0)
   config.rollout.engine = 'vllm'
-  placed = placement.plan(config, [placement.Node(gpus=n) for n in gpus])
+  placed = placement.plan_placement(
+    resolve_settings(config), [placement.ClusterNode(gpus=n) for n in gpus]
+  )
   with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
-    weights.check_devices(weights.Plan(text), placed)
-  weights.check_devices(weights.Plan('object_store'), placed)
+    weight_transport.check_placement(WeightTransport(text), placed)
+  weight_transport.check_placement(WeightTransport('object_store'), placed)
 
 
 def test_without_a_learner_nobody_sends():
   config = base.get_config()
   config.cluster.update(ray=True, num_engines=0)
-  alone = placement.plan(config, [placement.Node(gpus=2)], learns=False)
+  alone = placement.plan_placement(
+    resolve_settings(config), [placement.ClusterNode(gpus=2)], has_learner=False
+  )
   with pytest.raises(ConfigError, match='no learner to send'):
-    weights.check_devices(weights.Plan('nccl'), alone)
+    weight_transport.check_placement(WeightTransport('nccl'), alone)
 
 
 @pytest.mark.parametrize('text', ['shared_memory', 'object_store', 'nccl', 'ipc'])
@@ -142,18 +149,18 @@ def test_what_needs_other_processes_needs_ray(text):
 
 
 def test_a_transport_and_its_end_elsewhere(tmp_path):
-  shared = weights.open_transport(plan('shared_memory'))
-  end = weights.elsewhere(shared)()
-  assert isinstance(end, SharedMemory) and end.path == shared.path
+  shared = weight_transport.open_transport(plan('shared_memory'))
+  end = weight_transport.make_connector(shared)()
+  assert isinstance(end, SharedMemoryTransport) and end.path == shared.path
   shared.close()
   found = plan(f"checkpoint(folder='{tmp_path}', durable=False)")
-  folder = weights.open_transport(found)
-  end = weights.elsewhere(folder)()
-  assert isinstance(end, Folder) and end.path == folder.path == tmp_path
+  folder = weight_transport.open_transport(found)
+  end = weight_transport.make_connector(folder)()
+  assert isinstance(end, FolderTransport) and end.path == folder.path == tmp_path
   assert not folder.durable and not end.durable
-  store = Memory()
-  assert weights.open_transport(plan('object_store'), lambda: store) is store
-  assert weights.elsewhere(store)() is store
+  store = MemoryTransport()
+  assert weight_transport.open_transport(plan('object_store'), lambda: store) is store
+  assert weight_transport.make_connector(store)() is store
 
 
 ADAPTERS = "lora(rank=2,send='adapters')"
@@ -183,16 +190,19 @@ def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
   # The engine plays what was learned, else its log-probs were others.
   assert second['optimizer/grad_norm'] > 0 and second['weights/changed'] > 0
   assert second['mismatch/logprob_difference'] < 1e-5
-  late = Receiver(Folder(tmp_path / 'w'))
+  late = VersionReader(FolderTransport(tmp_path / 'w'))
   late.poll()
-  exported = policies.load(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
-  merged = unmerged.merge(jax.tree.map(np.array, late.params()), 'float32')
+  exported = policies.load_model(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
+  merged = lora_transfer.merge_transfer(
+    jax.tree.map(np.array, late.params()), 'float32'
+  )
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
     *(merged, exported.params),
   )
 
 
+@pytest.mark.slow
 def test_a_run_through_a_folder(tmp_path):
   """Who comes later finds there what the learner ended with."""
   options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.num_tasks=2'
@@ -201,7 +211,7 @@ def test_a_run_through_a_folder(tmp_path):
   first, second = (row for _, row in told.metrics[:2])
   assert first['weights/share'] == 1 > second['weights/share'] > 0
   assert second['weights/pull_s'] > 0 and 0 < second['weights/changed'] <= 1
-  late = Receiver(Folder(tmp_path / 'w'))
+  late = VersionReader(FolderTransport(tmp_path / 'w'))
   assert late.poll() == 2
-  exported = policies.load(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
+  exported = policies.load_model(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
   assert same(late.params(), exported.params)

@@ -5,15 +5,19 @@ import subprocess
 import sys
 
 import pytest
-from ml_collections import ConfigDict
 
-from jaxrl.signature import ConfigError
-from launch.workdir import Workdir, default_path, launched, write_atomically
+from jaxrl.call_strings import ConfigError
+from launch.logging.workdir import (
+  Workdir,
+  default_path,
+  launch_record,
+  write_atomically,
+)
 
 
 def config(**changes):
   base = {'seed': 0, 'num_steps': 10, 'model': {'layers': 2}, 'shape': (1, 2)}
-  return ConfigDict({**base, 'checkpoint': {'every': 5}, **changes})
+  return {**base, 'checkpoint': {'every': 5}, **changes}
 
 
 def record(path, made):
@@ -79,9 +83,9 @@ def test_one_process_at_a_time(tmp_path):
 
 def test_the_lock_goes_with_its_process(tmp_path):
   code = (
-    'import os, sys; from ml_collections import ConfigDict\n'
-    'from launch.workdir import Workdir\n'
-    f'w = Workdir({str(tmp_path)!r}, ConfigDict()); os._exit(9)'
+    'import os, sys\n'
+    'from launch.logging.workdir import Workdir\n'
+    f'w = Workdir({str(tmp_path)!r}, {{}}); os._exit(9)'
   )
   assert subprocess.run([sys.executable, '-c', code]).returncode == 9
   Workdir(tmp_path, config()).close()
@@ -117,5 +121,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 def test_outside_git_there_is_no_commit(monkeypatch, tmp_path):
-  monkeypatch.setattr('launch.workdir.__file__', str(tmp_path / 'launch' / 'w.py'))
-  assert launched()['commit'] is None
+  monkeypatch.setattr(
+    'launch.logging.workdir.__file__', str(tmp_path / 'launch' / 'w.py')
+  )
+  assert launch_record()['commit'] is None

@@ -7,8 +7,15 @@ import types
 import numpy as np
 import pytest
 
-from jaxrl.signature import ConfigError
-from launch.writers import JsonLines, Sink, TensorBoard, Tracker, Writers, read_metrics
+from jaxrl.call_strings import ConfigError
+from launch.logging.metric_loggers import (
+  JsonLines,
+  MetricLogger,
+  MultiLogger,
+  TensorBoard,
+  Tracker,
+  read_metrics,
+)
 
 
 def rows(path):
@@ -23,7 +30,7 @@ def path(tmp_path):
 
 
 def run(path, steps, start=0, name='rl'):
-  writers = Writers([JsonLines(path)])
+  writers = MultiLogger([JsonLines(path)])
   writers.phase(name, 10, start)
   for step in steps:
     writers.write(step, {'reward/mean': step / 10})
@@ -105,7 +112,7 @@ def test_a_torn_last_line_is_mended_and_a_broken_middle_one_named(path):
 
 def test_what_is_not_finite_becomes_null_with_one_warning_a_name(path):
   warnings = []
-  writers = Writers([JsonLines(path)], warnings.append)
+  writers = MultiLogger([JsonLines(path)], warnings.append)
   writers.phase('rl', 3)
   for step in range(3):
     writers.write(step, {'loss/total': float('nan'), 'grad_norm': float('inf')})
@@ -118,7 +125,7 @@ def test_what_is_not_finite_becomes_null_with_one_warning_a_name(path):
   ]
 
 
-class Broken(Sink):
+class Broken(MetricLogger):
   required = False
   calls = 0
 
@@ -129,7 +136,7 @@ class Broken(Sink):
 
 def test_a_tracker_that_fails_is_dropped_and_a_file_that_fails_is_not(path):
   warnings, broken = [], Broken()
-  writers = Writers([broken, JsonLines(path)], warnings.append)
+  writers = MultiLogger([broken, JsonLines(path)], warnings.append)
   writers.phase('rl', 2)
   writers.write(0, {'a': 1})
   writers.write(1, {'a': 1})
@@ -137,11 +144,11 @@ def test_a_tracker_that_fails_is_dropped_and_a_file_that_fails_is_not(path):
   assert warnings == ['Broken failed and is left out from now on: no route']
   broken.required = True
   with pytest.raises(ConnectionError):
-    Writers([broken]).write(0, {'a': 1})
+    MultiLogger([broken]).write(0, {'a': 1})
 
 
 def test_tensorboard_events_by_phase(tmp_path):
-  writers = Writers([TensorBoard(tmp_path)])
+  writers = MultiLogger([TensorBoard(tmp_path)])
   for name in ('sft', 'rl'):
     writers.phase(name, 1)
     writers.write(0, {'reward/mean': 0.5, 'loss/total': float('nan')})
@@ -162,7 +169,7 @@ def test_tracker_goes_on_with_the_same_run(tmp_path, monkeypatch, service):
   )
   monkeypatch.setitem(sys.modules, service, fake)
   for _ in range(2):
-    writers = Writers([Tracker(service, tmp_path, {'seed': 0}, project='mine')])
+    writers = MultiLogger([Tracker(service, tmp_path, {'seed': 0}, project='mine')])
     writers.phase('rl', 1)
     writers.write(4, {'reward/mean': 0.5, 'loss/total': float('nan')})
     writers.close()

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
 
 LLAMA3 = (
   ('factor', 8.0),
@@ -38,9 +38,9 @@ def config(**changes) -> ModelConfig:
   return ModelConfig(**settings | changes)
 
 
-def model_and_params(seed: int = 0, **changes) -> tuple[Model, dict]:
+def model_and_params(seed: int = 0, **changes) -> tuple[TransformerLM, dict]:
   """Parameters are larger than a real start's, so that every part has its say."""
-  model = Model(config(**changes))
+  model = TransformerLM(config(**changes))
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   draw = np.random.default_rng(seed)
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import huggingface
-from jaxrl.models.model import Model
+from jaxrl.models.transformer_lm import TransformerLM
 from tests.models import small
 
 COMMON = {
@@ -73,7 +73,7 @@ def their_logprobs(theirs, tokens):
 
 
 def our_logprobs(config, params, tokens):
-  model = Model(config)
+  model = TransformerLM(config)
   ones = jnp.ones_like(tokens)
 
   @jax.jit

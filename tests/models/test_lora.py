@@ -9,23 +9,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.models import lora, names, peft
-from jaxrl.models.config import LORA_TARGETS
-from jaxrl.models.model import Model
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.models import hf_names, lora, lora_transfer
+from jaxrl.models.model_config import LORA_TARGETS
+from jaxrl.models.transformer_lm import TransformerLM
+from launch.settings.component_calls import parse_lora
 from tests.models import small
 
-DENSE = {'lora': lora.lora(rank=3, alpha=6.0)}
+DENSE = {'lora': lora.lora_adapters(rank=3, alpha=6.0)}
 EVERY = ','.join(LORA_TARGETS)
-EXPERTS = small.EXPERTS | {'lora': lora.lora(rank=3, alpha=6.0, targets=EVERY)}
+EXPERTS = small.EXPERTS | {'lora': lora.lora_adapters(rank=3, alpha=6.0, targets=EVERY)}
 
 
 @pytest.fixture(scope='module', params=[DENSE, EXPERTS], ids=['dense', 'experts'])
 def adapted(request):
   """A model with adapters everywhere, none of them zero, and the bare one."""
   bare, params = small.model_and_params(**request.param | {'lora': None})
-  model = Model(small.config(**request.param))
-  params = lora.add(model, params, jax.random.key(1))
+  model = TransformerLM(small.config(**request.param))
+  params = lora.add_adapters(model, params, jax.random.key(1))
   rng = np.random.default_rng(2)
 
   def fill(path, x):
@@ -46,7 +47,7 @@ def test_fresh_adapters_change_no_bit(adapted):
   base = logprobs(bare, lora.without(params))
   np.testing.assert_array_equal(logprobs(model, params), base)
   assert np.abs(logprobs(model, moved) - base).max() > 0.1
-  again = lora.add(model, moved, jax.random.key(5))
+  again = lora.add_adapters(model, moved, jax.random.key(5))
   assert jax.tree.all(jax.tree.map(lambda x, y: x is y, again, moved))
 
 
@@ -63,9 +64,9 @@ def test_merged_weights_say_the_same(adapted):
 
 
 def test_what_learns_comes_apart_and_together():
-  own = lora.lora(rank=2, targets='q, down')
+  own = lora.lora_adapters(rank=2, targets='q, down')
   model, params = small.model_and_params(lora=own, value_head=True)
-  part = lora.trained(model.config, params)
+  part = lora.trainable_params(model.config, params)
   assert set(part) == {'layers', 'value_head'}
   assert set(part['layers']) == {'attention', 'mlp'}
   assert set(part['layers']['attention']) == {'q'}
@@ -73,7 +74,7 @@ def test_what_learns_comes_apart_and_together():
   assert part['layers']['attention']['q']['lora_a'].shape == (3, 24, 2)
   assert part['layers']['attention']['q']['lora_b'].shape == (3, 2, 4, 16)
   doubled = jax.tree.map(lambda x: x + 1, part)
-  whole = lora.join(model.config, params, doubled)
+  whole = lora.merge_trainable(model.config, params, doubled)
   assert jax.tree.structure(whole) == jax.tree.structure(params)
   assert (
     whole['layers']['mlp']['up']['kernel'] is params['layers']['mlp']['up']['kernel']
@@ -85,8 +86,8 @@ def test_what_learns_comes_apart_and_together():
 
 
 def test_a_base_in_bfloat16_is_merged_in_float32():
-  config = small.config(lora=lora.lora(rank=2, base='bfloat16'))
-  shapes = jax.eval_shape(Model(config).init, jax.random.key(0))
+  config = small.config(lora=lora.lora_adapters(rank=2, base='bfloat16'))
+  shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
   q = shapes['layers']['attention']['q']
   assert (q['kernel'].dtype, q['lora_a'].dtype) == ('bfloat16', 'float32')
   assert shapes['embedding']['table'].dtype == 'bfloat16'
@@ -98,8 +99,8 @@ def test_a_base_in_bfloat16_is_merged_in_float32():
 
 def test_a_merged_router_stays_in_the_type_that_it_scores_in():
   """Rounded as its base is, it would send some tokens to other experts."""
-  chosen = lora.lora(rank=2, base='bfloat16', targets='q,router')
-  model = Model(small.config(**small.EXPERTS, lora=chosen), dtype='bfloat16')
+  chosen = lora.lora_adapters(rank=2, base='bfloat16', targets='q,router')
+  model = TransformerLM(small.config(**small.EXPERTS, lora=chosen), dtype='bfloat16')
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   found = jax.eval_shape(lambda x: lora.merged(model.config, x, 'bfloat16'), shapes)
   assert found['layers']['attention']['q']['kernel'].dtype == 'bfloat16'
@@ -109,7 +110,7 @@ def test_a_merged_router_stays_in_the_type_that_it_scores_in():
 def test_the_folder_is_pefts(adapted, tmp_path):
   """Merged from the files alone, by PEFT's rule, the weights are those we merge."""
   _, model, _, moved = adapted
-  peft.save(tmp_path, model.config, moved, 'base-model')
+  lora_transfer.save_peft(tmp_path, model.config, moved, 'base-model')
   settings = json.loads((tmp_path / 'adapter_config.json').read_text())
   assert (settings['r'], settings['lora_alpha']) == (3, 6)
   assert settings['base_model_name_or_path'] == 'base-model'
@@ -118,7 +119,7 @@ def test_the_folder_is_pefts(adapted, tmp_path):
   experts = model.config.num_experts
   assert len(arrays) == 2 * (3 * (4 + 1 + 3 * 4) + 1 if experts else 3 * 7)
   merged = lora.merged(model.config, moved)
-  for tensor in names.tensors(lora.bare(model.config)):
+  for tensor in hf_names.checkpoint_tensors(lora.base_config(model.config)):
     module = tensor.name.removesuffix('.weight')
     if module.rsplit('.', 1)[-1] not in settings['target_modules']:
       continue
@@ -147,12 +148,12 @@ def test_the_folder_is_pefts(adapted, tmp_path):
 )
 def test_wrong_adapters_say_what_is_right(text, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
-    lora.parse(text)
-  assert lora.parse('') is None
+    parse_lora(text)
+  assert parse_lora('') is None
 
 
 def test_what_a_model_has_not_has_no_adapters():
   with pytest.raises(ValueError, match="'router', and this model has no experts"):
-    small.config(lora=lora.lora(targets='q,router'))
+    small.config(lora=lora.lora_adapters(targets='q,router'))
   with pytest.raises(ValueError, match="'lm_head', and this model scores by its table"):
-    small.config(lora=lora.lora(targets='lm_head'))
+    small.config(lora=lora.lora_adapters(targets='lm_head'))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.models import remat
-from jaxrl.models.model import Model
-from jaxrl.signature import ConfigError
+from jaxrl.models.transformer_lm import TransformerLM
 from tests.models import small
 
 # From what keeps most to what keeps least.
@@ -81,7 +81,7 @@ def test_what_is_offloaded_lies_in_the_host(made):
 )
 def test_wrong_names_say_the_nearest(text, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
-    Model(small.config(), remat=text)
+    TransformerLM(small.config(), remat=text)
 
 
 def test_a_policy_is_made_once():

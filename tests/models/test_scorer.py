@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import huggingface
-from jaxrl.models.model import Model
+from jaxrl.models.transformer_lm import TransformerLM
 from tests.models import small
 from tests.models.test_huggingface import COMMON
 
@@ -51,7 +51,7 @@ def test_scores_equal_transformers(classifier):
   with torch.no_grad():
     mask = torch.tensor(tokens != 0)
     wanted = theirs(torch.tensor(tokens, dtype=torch.long), attention_mask=mask).logits
-  found = jax.jit(Model(config).score)(params, tokens, lengths)
+  found = jax.jit(TransformerLM(config).score)(params, tokens, lengths)
   assert np.ptp(found) > 0.05  # they differ at all
   np.testing.assert_allclose(found, wanted[:, 0].numpy(), atol=2e-5, rtol=2e-5)
   assert huggingface.pad_id(folder) == 0
@@ -62,7 +62,7 @@ def test_a_critics_head_scores_the_state_after_the_last_token(tmp_path):
   huggingface.save(tmp_path / 'critic', model.config, params)
   config, loaded = huggingface.load_scorer(tmp_path / 'critic')
   tokens, lengths = small.tokens(2, 8), np.array([8, 5])
-  found = Model(config).score(loaded, tokens, lengths)
+  found = TransformerLM(config).score(loaded, tokens, lengths)
   # A token more, and the critic's own column speaks of the state before it.
   longer = np.pad(tokens, ((0, 0), (0, 1)))
   values = model.policy_outputs(params, longer, jnp.ones_like(longer)).values

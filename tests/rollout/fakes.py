@@ -6,9 +6,9 @@ import time
 import numpy as np
 
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.rollout.call_pool import CallPool
-from jaxrl.rollout.env_manager import EnvManager, EnvWorld
-from jaxrl.rollout.group import Lease
+from jaxrl.rollout.env_manager import EnvContext, EnvManager
+from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.thread_pool import ThreadPool
 from jaxrl.types import Completion, Trajectory
 
 END = 0  # ends a reply
@@ -30,10 +30,10 @@ class FakeChat:
       t for m in messages for t in [*self.encode(m['role'][0] + m['content']), END]
     ]
 
-  def first_prompt(self, messages):
+  def encode_prompt(self, messages):
     return [*self._write(messages), ord('>')]
 
-  def next_prompt(self, messages, *, ended, prompt=True):
+  def encode_next_prompt(self, messages, *, ended, prompt=True):
     return ([] if ended else [END]) + [*self._write(messages), ord('>')]
 
 
@@ -115,26 +115,26 @@ class BadEnv(EchoEnv):
 
 
 def world(make_env=EchoEnv, engine=None, queue=None, rows=0, pool=None, mode='sample'):
-  """An EnvWorld; with `rows` > 0 it has a data set of so many questions."""
+  """An EnvContext; with `rows` > 0 it has a data set of so many questions."""
   dataset = None
   if rows:
     items = [{'question': f'q{i}', 'answer': str(i)} for i in range(rows)]
     dataset = GlobalDataset(items, mode=mode)
-  pool = pool or CallPool(2)
-  return EnvWorld(make_env, engine or FakeEngine(), FakeChat(), pool, queue, dataset)
+  pool = pool or ThreadPool(2)
+  return EnvContext(make_env, engine or FakeEngine(), FakeChat(), pool, queue, dataset)
 
 
 def lease(group_id=0, episode_id=0, member=0, start_step=0, attempt=0):
-  return Lease(group_id, episode_id, member, start_step, attempt)
+  return EpisodeLease(group_id, episode_id, member, start_step, attempt)
 
 
 async def play(world, *, base_seed=7, member=0, **options):
   """The rows of episode 0 of env group 0."""
   manager = EnvManager(world, **options)
-  return await manager.play(lease(member=member), base_seed=base_seed)
+  return await manager.play_episode(lease(member=member), base_seed=base_seed)
 
 
-def row(score=0.0, member=0, stop_reason='finish', **fields):
+def row(score=0.0, sample_index=0, stop_reason='finish', **fields):
   """A trajectory of two tokens, the second an action."""
   return Trajectory(
     tokens=np.array([5, 6], np.int32),
@@ -142,7 +142,7 @@ def row(score=0.0, member=0, stop_reason='finish', **fields):
     rollout_logprobs=np.array([0, -0.5], np.float32),
     rewards=np.array([0, score], np.float32),
     weights_version=np.array([-1, 0], np.int32),
-    member=member,
+    sample_index=sample_index,
     stop_reason=stop_reason,
     **fields,
   )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxrl.rollout.worker import EnvWorker
+from jaxrl.rollout.env_worker import EnvWorker
 from tests.rollout.fakes import EchoEnv, FakeEngine, world
 
 _SPAWN = multiprocessing.get_context('spawn')

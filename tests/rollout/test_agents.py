@@ -8,19 +8,23 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl.data.chat import Chat
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs.agent_command import Command, CommandFailed
-from jaxrl.envs.base import factory
-from jaxrl.rollout.agents import AgentManager, make_manager
-from jaxrl.rollout.call_pool import CallPool
-from jaxrl.rollout.env_manager import EnvWorld
-from jaxrl.rollout.gateway.endpoint import Endpoint
-from jaxrl.rollout.group import Lease
-from jaxrl.rollout.group_queue import GroupQueue
-from jaxrl.rollout.rewards.stage import Rewards, Term, Word
-from jaxrl.rollout.worker import EnvWorker
-from jaxrl.signature import ConfigError
+from jaxrl.envs.agents.command_agent import CommandAgent, CommandAgentError
+from jaxrl.envs.env_registry import env_factory
+from jaxrl.rollout.agent_env_manager import AgentEnvManager
+from jaxrl.rollout.env_manager import EnvContext
+from jaxrl.rollout.env_worker import EnvWorker, make_env_manager
+from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.rewards.reward_pipeline import (
+  RewardOutput,
+  RewardPipeline,
+  RewardTerm,
+)
+from jaxrl.rollout.thread_pool import ThreadPool
 from tests.data.letters import END
 from tests.rollout import agent_cases
 from tests.rollout.gateway.agents import Engine, Tokens
@@ -32,27 +36,27 @@ PROGRAM = shlex.join([sys.executable, agent_cases.__file__])
 
 
 def world(engine=None, queue=None, *, mode='sample', **config):
-  engine, chat = engine or Engine(), Chat(Tokens())
+  engine, chat = engine or Engine(), ChatTokenizer(Tokens())
   rows = [{'question': f'Q{i}', 'answer': 'a'} for i in range(3)]
-  return EnvWorld(
-    make_env=factory('agent', config),
+  return EnvContext(
+    make_env=env_factory('agent', config),
     engine=engine,
     chat=chat,
-    pool=CallPool(4),
+    pool=ThreadPool(4),
     queue=queue,
     dataset=GlobalDataset(rows, mode=mode),
-    endpoint=Endpoint(engine, chat),
+    endpoint=AgentEndpoint(engine, chat),
   )
 
 
 async def play(engine=None, lease=None, options=None, **config):
   """One episode's rows."""
   made = world(engine, **config)
-  manager = make_manager(made, **{**OPTIONS, **(options or {})})
-  assert isinstance(manager, AgentManager)
+  manager = make_env_manager(made, **{**OPTIONS, **(options or {})})
+  assert isinstance(manager, AgentEnvManager)
   try:
-    lease = lease or Lease(0, 2, 0, 0, 0)
-    return await asyncio.wait_for(manager.play(lease, base_seed=10), 30)
+    lease = lease or EpisodeLease(0, 2, 0, 0, 0)
+    return await asyncio.wait_for(manager.play_episode(lease, base_seed=10), 30)
   finally:
     await made.close()
 
@@ -78,13 +82,13 @@ async def test_replies_are_drawn_as_the_run_draws_them():
   engine = says('abc' + END)
   options = {'temperature': 0.9, 'stop': ('zz',)}
   for member in (0, 1, 0):
-    lease = Lease(0, 2, member, 0, 0)
+    lease = EpisodeLease(0, 2, member, 0, 0)
     await play(engine, lease, options, agent=f'{CASES}:good')
   drawn = [call[3] for call in engine.calls]
   assert {(s.temperature, s.stop, s.max_tokens) for s in drawn} == {(0.9, ('zz',), 40)}
   seeds = [s.seed for s in drawn]
   assert len(set(seeds)) == 4 and seeds[:2] == seeds[4:]  # by member and turn; repeats
-  greedy = Lease(0, 2, 2, 0, 0, greedy=True)
+  greedy = EpisodeLease(0, 2, 2, 0, 0, greedy=True)
   (row,) = await play(engine, greedy, agent=f'{CASES}:good')
   assert engine.calls[-1][3].temperature == 0 and row.is_greedy
   assert row.metrics['agent/overruled'] == 2  # it asked for another temperature
@@ -94,7 +98,7 @@ async def test_branches_are_rows_of_one_episode_with_one_return():
   engine = Engine()
   rows = await play(engine, agent=f'{CASES}:branches', grader='exact(weight=0)')
   check(engine, {'s': rows})
-  assert [row.step for row in rows] == [0, 1, 2]
+  assert [row.turn for row in rows] == [0, 1, 2]
   assert {row.trajectory_id for row in rows} == {f'bot_0_2_12_0_{i}' for i in range(3)}
   assert [row.score for row in rows] == [0, 0, 2.5]  # agent and feedback, once
   assert rows[0].metrics['reward/agent'] == 2 and rows[0].metrics['reward/exact'] == 0
@@ -107,12 +111,14 @@ async def test_branches_are_rows_of_one_episode_with_one_return():
 async def test_what_comes_after_the_episode_rewards_its_last_reply():
   async def word(played):
     assert played.reply == 'ab' and played.messages[-2]['content'] == 'other'
-    return Word(3.0)
+    return RewardOutput(3.0)
 
   made = world(says('ab' + END), agent=f'{CASES}:branches')
-  rewards = Rewards({'word': Term(word, 2.0)}, env=0.5)
+  rewards = RewardPipeline({'word': RewardTerm(word, 2.0)}, env_weight=0.5)
   made = dataclasses.replace(made, rewards=rewards)
-  rows = await make_manager(made, **OPTIONS).play(Lease(0, 2, 0, 0, 0), base_seed=10)
+  rows = await make_env_manager(made, **OPTIONS).play_episode(
+    EpisodeLease(0, 2, 0, 0, 0), base_seed=10
+  )
   assert [row.score for row in rows] == [0, 0, 0.5 * 2.5 + 6]
   assert rows[0].metrics['reward/word'] == 3
   await made.close()
@@ -128,7 +134,7 @@ async def test_a_grader_reads_the_last_reply():
   [
     ('crashes', 'env_error', 'the agent fell over'),
     ('hangs(seconds=2.0)', 'env_timeout', 'no answer'),
-    ('silent', 'env_error', 'asked for no reply'),
+    ('silent', 'env_error', 'requested no response'),
     ('garbage', 'env_error', 'much'),
     ('endless', 'max_steps', ''),
   ],
@@ -161,7 +167,7 @@ async def test_an_endpoint_that_cannot_listen_costs_an_episode(monkeypatch):
   async def fails(self):
     raise OSError('no port is free')
 
-  monkeypatch.setattr(Endpoint, '_start', fails)
+  monkeypatch.setattr(AgentEndpoint, '_start', fails)
   (row,) = await play(agent=f'{CASES}:good')
   assert row.stop_reason == 'generate_failed' and 'no port' in row.extras['error']
 
@@ -203,25 +209,27 @@ def _alive(pid):
 
 
 def test_a_program_given_up_before_it_began_does_not_begin(tmp_path):
-  command = Command(['touch', str(tmp_path / 'begun')])
+  command = CommandAgent(['touch', str(tmp_path / 'begun')])
   command.kill()  # from the event loop, while a thread has taken the call up
-  with pytest.raises(CommandFailed, match='given up'):
+  with pytest.raises(CommandAgentError, match='cancelled before it started'):
     command({}, 'http://127.0.0.1', 'key')
   assert not list(tmp_path.iterdir())
 
 
 async def test_a_key_opens_one_session_and_only_while_it_lasts():
   made = world(agent=f'{CASES}:silent')
-  manager = make_manager(made, **OPTIONS)
-  cache = await manager.reset(Lease(0, 0, 0, 0, 0))
-  terms = manager._terms(cache)
-  keys = [await made.endpoint.open(n, cache.lease, 0, terms) for n in ('a', 'b')]
+  manager = make_env_manager(made, **OPTIONS)
+  cache = await manager.reset(EpisodeLease(0, 0, 0, 0, 0))
+  terms = manager._session_limits(cache)
+  keys = [
+    await made.endpoint.open_session(n, cache.lease, 0, terms) for n in ('a', 'b')
+  ]
   assert len(set(keys)) == 2 and min(map(len, keys)) >= 43
   assert made.endpoint.url.startswith('http://127.0.0.1:')
   from tests.rollout.agent_cases import say
 
   await asyncio.to_thread(say, made.endpoint.url, keys[0], 'hi')
-  seats = [made.endpoint.end(key) for key in keys]
+  seats = [made.endpoint.close_session(key) for key in keys]
   assert [len(seat.session.replies) for seat in seats] == [1, 0]
   with pytest.raises(OSError, match='401'):
     await asyncio.to_thread(say, made.endpoint.url, keys[0], 'hi')
@@ -231,9 +239,11 @@ async def test_a_key_opens_one_session_and_only_while_it_lasts():
 async def test_a_request_that_outlives_its_session_begins_no_other():
   engine = says('ab' + END)
   made = world(engine, agent=f'{CASES}:silent')
-  manager = make_manager(made, **OPTIONS)
-  cache = await manager.reset(Lease(0, 0, 0, 0, 0))
-  key = await made.endpoint.open('a', cache.lease, 0, manager._terms(cache))
+  manager = make_env_manager(made, **OPTIONS)
+  cache = await manager.reset(EpisodeLease(0, 0, 0, 0, 0))
+  key = await made.endpoint.open_session(
+    'a', cache.lease, 0, manager._session_limits(cache)
+  )
   body = b'{"messages": [{"role": "user", "content": "hi"}]}'
   port = int(made.endpoint.url.rpartition(':')[2].partition('/')[0])
   reader, writer = await asyncio.open_connection('127.0.0.1', port)
@@ -245,7 +255,7 @@ async def test_a_request_that_outlives_its_session_begins_no_other():
   async with asyncio.timeout(60):
     writer.write('\r\n'.join([*head, '', '']).encode())
     assert b' 100 ' in await reader.readline()  # let in; its body is waited for
-    made.endpoint.end(key)
+    made.endpoint.close_session(key)
     writer.write(body)
     assert b'session_over' in await reader.read()
   writer.close()
@@ -306,8 +316,8 @@ async def test_an_attempt_given_up_ends_its_program(tmp_path):
 @pytest.mark.parametrize(
   'config, words',
   [
-    ({}, 'say who plays'),
-    ({'agent': f'{CASES}:good', 'command': 'true'}, 'not by both'),
+    ({}, 'set either agent'),
+    ({'agent': f'{CASES}:good', 'command': 'true'}, 'not both'),
     ({'agent': f'{CASES}:god'}, "Did you mean 'good'"),
     ({'agent': f'{CASES}:good(turn=1)'}, "Did you mean 'turns'"),
     ({'agent': f'{CASES}:say'}, "no argument for agents 'text'"),
@@ -318,12 +328,12 @@ async def test_an_attempt_given_up_ends_its_program(tmp_path):
 )
 def test_what_cannot_be_is_said_before_the_run(config, words):
   with pytest.raises(ConfigError, match=words):
-    factory('agent', config)
+    env_factory('agent', config)
 
 
 def test_templates_are_refused():
   with pytest.raises(ConfigError, match='writes its own messages'):
-    make_manager(world(agent=f'{CASES}:good'), system_template='Be good.')
+    make_env_manager(world(agent=f'{CASES}:good'), system_template='Be good.')
 
 
 async def test_openais_client_is_handed_over():

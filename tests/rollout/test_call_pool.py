@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from jaxrl.rollout.call_pool import CallPool, CallTimeout
+from jaxrl.rollout.thread_pool import CallTimeoutError, ThreadPool
 
 
 @pytest.fixture
 def pool():
-  pool = CallPool(2)
+  pool = ThreadPool(2)
   yield pool
   pool.close()
 
@@ -53,9 +53,9 @@ async def test_hung_calls_are_given_up_and_their_threads_replaced(pool):
   hung = [asyncio.create_task(pool.run(release.wait, timeout=0.05)) for _ in range(2)]
   assert await asyncio.wait_for(pool.run(lambda: 'served'), 5) == 'served'
   for task in hung:
-    with pytest.raises(CallTimeout, match=r'0\.05 s'):
+    with pytest.raises(CallTimeoutError, match=r'0\.05 s'):
       await task
-  assert pool.replaced == 2
+  assert pool.num_replaced == 2
   release.set()
   await asyncio.sleep(0.02)
   results = await asyncio.gather(*(pool.run(lambda i=i: i) for i in range(20)))
@@ -65,7 +65,7 @@ async def test_hung_calls_are_given_up_and_their_threads_replaced(pool):
 async def test_time_in_the_line_does_not_count(pool):
   calls = (pool.run(time.sleep, 0.04, timeout=0.15) for _ in range(10))
   await asyncio.gather(*calls)  # 0.2 s in all, none longer than 0.15 s
-  assert pool.replaced == 0
+  assert pool.num_replaced == 0
 
 
 async def test_a_cancelled_call_that_hangs_is_replaced_too(pool):
@@ -86,4 +86,4 @@ async def test_a_closed_pool_says_so(pool):
 
 def test_needs_a_thread():
   with pytest.raises(ValueError, match='at least one'):
-    CallPool(0)
+    ThreadPool(0)

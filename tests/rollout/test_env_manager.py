@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl.rollout.call_pool import CallPool
+from jaxrl.group_stats import is_truncated
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.members import truncated
+from jaxrl.rollout.thread_pool import ThreadPool
 from tests.rollout.fakes import (
   END,
   BadEnv,
@@ -133,14 +133,14 @@ async def test_a_prompt_beyond_the_engines_window_is_an_episode():
 )
 async def test_a_broken_environment_costs_one_episode(fault, reason):
   made = [BadEnv(fault=fault, seconds=0.5), EchoEnv()]
-  pool = CallPool(1)
+  pool = ThreadPool(1)
   manager = EnvManager(
     world(lambda: made.pop(0), pool=pool), timeouts='reset=0.1, step=0.1'
   )
-  (bad,) = await manager.play(lease(), base_seed=7)
+  (bad,) = await manager.play_episode(lease(), base_seed=7)
   assert (bad.stop_reason, bad.failed) == (reason, True)
   assert bad.extras['error']
-  (good,) = await manager.play(lease(), base_seed=7)
+  (good,) = await manager.play_episode(lease(), base_seed=7)
   assert good.stop_reason == 'finish'
   pool.close()
 
@@ -176,16 +176,19 @@ async def test_an_interrupted_reply_goes_on_from_what_was_written():
   assert (one.max_tokens, two.max_tokens) == (10, 8)
   assert first != second
   assert one.seed == two.seed
-  assert (one.first, two.first) == (0, 2)  # so that the second goes on as one would
+  assert (one.num_generated, two.num_generated) == (
+    0,
+    2,
+  )  # so that the second goes on as one would
 
 
 async def test_tasks_come_from_the_data_set_until_it_is_traversed():
   made = world(rows=2, mode='traversal')
   manager = EnvManager(made)
   for episode_id in range(2):
-    (row,) = await manager.play(lease(episode_id=episode_id), base_seed=7)
+    (row,) = await manager.play_episode(lease(episode_id=episode_id), base_seed=7)
     assert f'q{episode_id}' in text(row.tokens)
-  assert await manager.play(lease(episode_id=2), base_seed=7) is None
+  assert await manager.play_episode(lease(episode_id=2), base_seed=7) is None
 
 
 async def test_an_environment_may_end_the_data_itself():
@@ -262,7 +265,7 @@ async def test_steps_formulation_is_one_row_a_turn():
   rows = await play(
     world(lambda: EchoEnv(turns=3), engine), max_steps=3, formulation='step'
   )
-  assert [row.step for row in rows] == [0, 1, 2]
+  assert [row.turn for row in rows] == [0, 1, 2]
   assert [row.score for row in rows] == [1, 2, 3]
   assert len({row.trajectory_id for row in rows}) == 3
   assert len({row.extras['state_hash'] for row in rows}) == 3
@@ -280,7 +283,7 @@ async def test_same_seed_same_episode():
 
 
 def test_fake_chat_is_a_fair_stand_in():
-  assert text(FakeChat().first_prompt([{'role': 'user', 'content': 'x'}])) == 'ux|>'
+  assert text(FakeChat().encode_prompt([{'role': 'user', 'content': 'x'}])) == 'ux|>'
 
 
 async def test_a_greedy_lease_is_played_at_temperature_zero():
@@ -288,19 +291,19 @@ async def test_a_greedy_lease_is_played_at_temperature_zero():
   made = world(lambda: EchoEnv(turns=2), engine)
   manager = EnvManager(made, temperature=0.7, max_steps=2)
   own = lease(member=3)._replace(greedy=True)
-  (greedy,) = await manager.play(own, base_seed=7)
-  (sampled,) = await manager.play(lease(member=1), base_seed=7)
+  (greedy,) = await manager.play_episode(own, base_seed=7)
+  (sampled,) = await manager.play_episode(lease(member=1), base_seed=7)
   assert [s.temperature for _, _, s in engine.requests] == [0, 0, 0.7, 0.7]
-  assert (greedy.is_greedy, greedy.member) == (True, 3)
+  assert (greedy.is_greedy, greedy.sample_index) == (True, 3)
   assert not sampled.is_greedy
 
 
 async def test_a_reply_that_runs_into_its_limit_is_known_as_cut_off():
   engine = FakeEngine(lambda prompt, sampling: 'a' * 9)
   (row,) = await play(world(engine=engine), max_tokens_per_step=4)
-  assert row.stop_reason == 'finish' and truncated([row])
+  assert row.stop_reason == 'finish' and is_truncated([row])
   (row,) = await play(world(engine=engine), max_tokens_per_step=40)
-  assert not truncated([row])
+  assert not is_truncated([row])
 
 
 async def test_an_environment_made_too_late_is_nobodys():
@@ -323,11 +326,11 @@ async def test_an_environment_made_too_late_is_nobodys():
     return 'a'
 
   manager = EnvManager(
-    world(make, FakeEngine(reply), pool=CallPool(1)),
+    world(make, FakeEngine(reply), pool=ThreadPool(1)),
     max_steps=2,
     timeouts='reset=0.05',
   )
-  (failed,) = await manager.play(lease(), base_seed=7)
+  (failed,) = await manager.play_episode(lease(), base_seed=7)
   assert failed.stop_reason == 'env_reset_failed'
-  (good,) = await manager.play(lease(attempt=1), base_seed=7)
+  (good,) = await manager.play_episode(lease(attempt=1), base_seed=7)
   assert good.score == 3 and manager._env is made[1]

@@ -7,10 +7,10 @@ import pathlib
 import pytest
 
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs.math import MathEnv
-from jaxrl.rollout.call_pool import CallPool
+from jaxrl.envs.math_env import MathEnv
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.evaluation import answers, evaluate, summarize
+from jaxrl.rollout.evaluation import evaluate, sample_answers, summarize
+from jaxrl.rollout.thread_pool import ThreadPool
 from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, row, world
 
 SHARED = pathlib.Path(__file__).parents[3] / 'shared' / 'data'
@@ -85,7 +85,9 @@ async def test_an_end_is_reached_though_every_task_fails():
 
 async def test_each_evaluation_is_the_same():
   def told(groups):
-    return [(r.episode_seed, r.member, r.tokens.tolist()) for g in groups for r in g]
+    return [
+      (r.episode_seed, r.sample_index, r.tokens.tolist()) for g in groups for r in g
+    ]
 
   shared = world(rows=7, mode='traversal')
   first, second, alone = [
@@ -111,7 +113,7 @@ async def test_a_failed_attempt_is_retried_then_scores_zero_with_its_reason():
   made = world(lambda: BadEnv(fault='step raises' if next(count) == 0 else ''))
   metrics, _ = await run(made, num_tasks=4, concurrency=1)
   assert metrics['eval/t/failed'] == 0
-  made = world(lambda: BadEnv(fault='step raises'), pool=CallPool(2))
+  made = world(lambda: BadEnv(fault='step raises'), pool=ThreadPool(2))
   metrics, groups = await run(made, num_tasks=4, concurrency=2)
   assert metrics['eval/t/mean'] == 0
   assert metrics['eval/t/stop/env_error'] == metrics['eval/t/failed'] == 1
@@ -121,7 +123,7 @@ async def test_a_failed_attempt_is_retried_then_scores_zero_with_its_reason():
 async def test_several_attempts_a_task():
   shared = world(EchoEnv, rows=3, mode='traversal')
   _, groups = await run(shared, group_size=4, concurrency=3)
-  assert [[r.member for r in g] for g in groups] == [[0, 1, 2, 3]] * 3
+  assert [[r.sample_index for r in g] for g in groups] == [[0, 1, 2, 3]] * 3
   assert len({r.tokens.tobytes() for g in groups for r in g}) > 3
 
 
@@ -148,7 +150,9 @@ def test_the_majority_by_hand():
     [voted(0, 0, '7'), voted(1, 1, '1/2'), voted(1, 2, '0.50'), voted(1, 3, '$.5')],
     [voted(0, 0, '3'), voted(0, 1, '3'), voted(1, 2, '8'), voted(0, 3, '')],
   ]
-  assert len(set(answers(groups[0]))) == 2 and answers(groups[1])[3] is None
+  assert (
+    len(set(sample_answers(groups[0]))) == 2 and sample_answers(groups[1])[3] is None
+  )
   metrics = summarize(groups, 'x')
   assert metrics['eval/x/majority@4'] == 1 / 2
   # Of pairs: ½ with 7, or ½ twice; of the second, 3 8 twice a tie, 8 alone once.

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxrl.rollout.filters import make_filter
-from jaxrl.rollout.gate import Gate
-from jaxrl.rollout.lost import Drop
-from jaxrl.rollout.members import scores
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.group_stats import sample_scores
+from jaxrl.rollout.queue.group_filters import make_group_filter
+from jaxrl.rollout.queue.group_pipeline import DropReason, GroupPipeline
 from tests.rollout.fakes import row
 
 
@@ -37,7 +36,7 @@ def judged(*pairs):
 
 def dropped(spec, rows, **options):
   """The name of the filter that drops `rows`, or None."""
-  drop = make_filter(spec, **options)(0, 0, rows)
+  drop = make_group_filter(spec, **options)(0, 0, rows)
   return drop and drop.name
 
 
@@ -72,8 +71,8 @@ def test_accuracy_goes_by_what_the_environment_says_not_by_the_reward():
 
 
 def test_accuracy_counts_attempts_of_many_rows_once():
-  wrong = [row(0, 0), row(0, 0, step=1, metrics={'accuracy': 0})]
-  right = [row(0, 1), row(0, 1, step=1, metrics={'accuracy': 1})]
+  wrong = [row(0, 0), row(0, 0, turn=1, metrics={'accuracy': 0})]
+  right = [row(0, 1), row(0, 1, turn=1, metrics={'accuracy': 1})]
   assert not dropped('accuracy', wrong + right)
   assert dropped('accuracy', right)
 
@@ -92,8 +91,8 @@ def test_greedy_attempts_are_shown_to_no_filter():
 
 
 def test_scores_count_attempts_not_rows():
-  rows = [row(1, 0), row(2, 0, step=1), row(5, 1)]
-  assert scores(rows).tolist() == [3, 5]
+  rows = [row(1, 0), row(2, 0, turn=1), row(5, 1)]
+  assert sample_scores(rows).tolist() == [3, 5]
   assert not dropped('reward_std', rows)
 
 
@@ -105,59 +104,61 @@ def test_several_are_asked_in_turn():
 
 
 def test_reasons_say_what_was_seen_and_what_helps():
-  drop = make_filter('accuracy')(0, 0, group(0, 0, 0))
-  assert drop.why.startswith('0 of 3 attempts are right')
-  assert 'group_size' in drop.advice and 'too hard' in drop.advice
-  assert 'too easy' in make_filter('accuracy')(0, 0, group(1, 1)).advice
+  drop = make_group_filter('accuracy')(0, 0, group(0, 0, 0))
+  assert drop.reason.startswith('0 of 3 samples are right')
+  assert 'group_size' in drop.hint and 'too hard' in drop.hint
+  assert 'too easy' in make_group_filter('accuracy')(0, 0, group(1, 1)).hint
 
 
 def gate(spec, least=1, greedy=False):
-  return Gate(make_filter(spec), None, least=least, greedy=greedy)
+  return GroupPipeline(
+    make_group_filter(spec), None, min_samples=least, needs_greedy=greedy
+  )
 
 
 def test_invalid_attempts_leave_their_group():
   rows = group(0.5, np.inf, 3.0, 1.0, -2)
-  kept, drop = gate('invalid_reward(low=-1, high=2)').judge(0, 0, rows)
+  kept, drop = gate('invalid_reward(low=-1, high=2)').process(0, 0, rows)
   assert drop is None
-  assert [r.member for r in kept] == [0, 3]
-  kept, drop = gate('invalid_reward').judge(0, 0, rows)
-  assert [r.member for r in kept] == [0, 2, 3, 4]
+  assert [r.sample_index for r in kept] == [0, 3]
+  kept, drop = gate('invalid_reward').process(0, 0, rows)
+  assert [r.sample_index for r in kept] == [0, 2, 3, 4]
 
 
 def test_a_group_with_too_few_valid_attempts_is_dropped():
-  same, drop = gate('invalid_reward', least=2).judge(0, 0, group(np.nan, 1.0))
-  assert isinstance(drop, Drop) and drop.name == 'invalid_reward'
-  assert 'nan' in drop.why and len(same) == 2
+  same, drop = gate('invalid_reward', least=2).process(0, 0, group(np.nan, 1.0))
+  assert isinstance(drop, DropReason) and drop.name == 'invalid_reward'
+  assert 'nan' in drop.reason and len(same) == 2
   baseline = row(np.nan, 2, is_greedy=True)
-  _, drop = gate('invalid_reward', 1, greedy=True).judge(0, 0, [*group(1), baseline])
+  _, drop = gate('invalid_reward', 1, greedy=True).process(0, 0, [*group(1), baseline])
   assert drop is not None
 
 
 def test_invalid_attempts_are_gone_before_others_are_asked():
-  _, drop = gate('invalid_reward + accuracy').judge(0, 0, group(1, np.inf, 1))
+  _, drop = gate('invalid_reward + accuracy').process(0, 0, group(1, np.inf, 1))
   assert drop is not None and drop.name == 'accuracy'
 
 
 def test_a_users_class():
   spec = 'tests.rollout.test_filters:Odd(modulus=3)'
-  drops = make_filter(spec, {'a': 1}, {'b': 2})
+  drops = make_group_filter(spec, {'a': 1}, {'b': 2})
   from tests.rollout.test_filters import Odd as made  # the class that was resolved
 
   assert made.seen == ({'a': 1}, {'b': 2}, 'train', 3)
   assert [bool(drops(g, 0, [])) for g in range(3)] == [False, True, False]
-  assert spec.partition('(')[0] in drops(1, 0, []).why
+  assert spec.partition('(')[0] in drops(1, 0, []).reason
 
 
 def test_none_and_never_in_validation():
-  assert make_filter('') is None
-  assert make_filter('reward_std', mode='val') is None
+  assert make_group_filter('') is None
+  assert make_group_filter('reward_std', mode='val') is None
 
 
 def test_wrong_names_and_options():
   with pytest.raises(ConfigError, match='reward_std'):
-    make_filter('reward_sdt')
+    make_group_filter('reward_sdt')
   with pytest.raises(ConfigError, match='threshold'):
-    make_filter('reward_std(min=1)')
+    make_group_filter('reward_std(min=1)')
   with pytest.raises(ConfigError, match='drops every group of 1'):
-    make_filter('accuracy', group_size=1)
-  assert make_filter('pass_rate', group_size=1)
+    make_group_filter('accuracy', group_size=1)
+  assert make_group_filter('pass_rate', group_size=1)

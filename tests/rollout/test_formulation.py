@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.data.collate import collate
-from jaxrl.data.trajectories import from_json, to_json
-from jaxrl.models.model import Model
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.algorithms import registry
+from jaxrl.data.trajectory_codec import from_json, to_json
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training.batching.batch_builder import collate
+from jaxrl.training.optimizers import make_optimizer
 from tests.rollout.fakes import EchoEnv, FakeEngine, play, world
 from tests.training import toy
 
@@ -29,7 +29,7 @@ async def test_steps_are_laid_end_to_end():
     wanted = np.concatenate([getattr(part, name) for part in apart])
     np.testing.assert_array_equal(getattr(row, name), wanted)
     assert getattr(row, name).dtype == wanted.dtype
-  assert (row.step, row.score) == (0, 6)
+  assert (row.turn, row.score) == (0, 6)
   assert 'state_hash' not in row.extras  # of which of its turns?
   again = from_json(to_json(row))
   batch = collate([[again, apart[1]]], (256,))
@@ -45,7 +45,7 @@ async def test_a_row_has_no_more_tokens_than_an_episode_may():
   apart = [len(row.tokens) for row in await rows('step', turns=4)]
   found = await rows('concatenated', turns=4, max_length=apart[0] + apart[1] + 70)
   assert [row.extras.get('segments') for row in found] == [apart[:3], None]
-  assert [row.step for row in found] == [0, 3]
+  assert [row.turn for row in found] == [0, 3]
   assert not any('state_hash' in row.extras for row in found)
   assert len({row.trajectory_id for row in found}) == 2
 
@@ -63,9 +63,9 @@ def played(joined, seed=0):
   for g in range(2):
     group = []
     for member in range(2):
-      fields = {'group_id': g, 'member': member}
+      fields = {'group_id': g, 'sample_index': member}
       steps = [
-        toy.trajectory(rng, rng.integers(4, 10), step=i, **fields) for i in range(3)
+        toy.trajectory(rng, rng.integers(4, 10), turn=i, **fields) for i in range(3)
       ]
       whole = {
         name: np.concatenate([getattr(row, name) for row in steps])
@@ -82,11 +82,11 @@ def played(joined, seed=0):
 
 
 async def learn(joined):
-  algorithm = compose.make('grpo', {'kl_coef': 0.0})
+  algorithm = registry.make('grpo', {'kl_coef': 0.0})
   shape = {'num_rows': 4, 'buckets': (32,)} if joined else {'num_rows': 12}
   learner = toy.learner(
     algorithm,
-    kind=Model,
+    kind=TransformerLM,
     optimizer=make_optimizer(learning_rate=1e-2, kind='adamw(eps=1e-2)'),
     **shape,
   )
@@ -100,7 +100,9 @@ async def test_loss_and_gradient_are_those_of_rows_of_their_own():
     if name in metrics:
       assert metrics[name] == pytest.approx(other_metrics[name], rel=1e-5, abs=1e-7)
   assert metrics['optimizer/grad_norm'] > 1e-2
-  found, wanted, start = map(jax.tree.leaves, (params, others, toy.params(Model)))
+  found, wanted, start = map(
+    jax.tree.leaves, (params, others, toy.params(TransformerLM))
+  )
   for one, other in zip(found, wanted, strict=True):
     np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
   moved = [np.abs(one - first).max() for one, first in zip(found, start, strict=True)]

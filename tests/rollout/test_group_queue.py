@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.rollout.filters import make_filter
-from jaxrl.rollout.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_filters import make_group_filter
+from jaxrl.rollout.queue.group_queue import GroupQueue
 from tests.rollout.fakes import row
 
 
@@ -22,7 +22,9 @@ async def is_waiting(task):
 
 
 async def put(queue, lease, env_id=0, score=1.0, stop_reason='finish', rows=None):
-  rows = rows or [row(score, lease.member, stop_reason, episode_id=lease.episode_id)]
+  rows = rows or [
+    row(score, lease.sample_index, stop_reason, episode_id=lease.episode_id)
+  ]
   return await queue.put(
     lease.group_id, lease.episode_id, lease.start_step, rows, env_id
   )
@@ -40,7 +42,7 @@ async def test_one_lease_for_each_member():
   queue = GroupQueue(num_groups=2, group_size=3, num_env_groups=2)
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(1, e)) for e in range(3)]
-  assert [(x.episode_id, x.member) for x in leases] == [(0, 0), (0, 1), (0, 2)]
+  assert [(x.episode_id, x.sample_index) for x in leases] == [(0, 0), (0, 1), (0, 2)]
   fast = asyncio.create_task(queue.get_episode_id(1, 3))
   assert await is_waiting(fast)
   await queue.shutdown()
@@ -65,7 +67,7 @@ async def test_members_come_in_order_whoever_is_first():
   for env_id in (2, 0, 1):
     await put(queue, leases[env_id], env_id)
   (group,) = await soon(queue.get_batch(1, 0))
-  assert [r.member for r in group] == [0, 1, 2]
+  assert [r.sample_index for r in group] == [0, 1, 2]
 
 
 async def test_asking_again_gives_the_old_lease_up():
@@ -73,8 +75,8 @@ async def test_asking_again_gives_the_old_lease_up():
   await queue.advance_step(0)
   first = await soon(queue.get_episode_id(0, 0))
   again = await soon(queue.get_episode_id(0, 0))
-  assert (first.member, first.attempt) == (0, 0)
-  assert (again.member, again.attempt) == (0, 1)
+  assert (first.sample_index, first.attempt) == (0, 0)
+  assert (again.sample_index, again.attempt) == (0, 1)
   assert queue.counts['abandoned'] == 1
 
 
@@ -84,9 +86,9 @@ async def test_lost_workers_cost_no_retries_but_not_for_ever(retries):
   await queue.advance_step(0)
   for attempt in range(4 + retries):
     lease = await soon(queue.get_episode_id(0, 0))
-    assert (lease.episode_id, lease.member, lease.attempt) == (0, 0, attempt)
+    assert (lease.episode_id, lease.sample_index, lease.attempt) == (0, 0, attempt)
   assert queue.counts['failed'] == 0
-  assert (await soon(queue.get_episode_id(0, 0))).member == 1
+  assert (await soon(queue.get_episode_id(0, 0))).sample_index == 1
   assert queue.counts['failed'] == 1
 
 
@@ -127,7 +129,7 @@ async def test_a_filtered_group_is_replaced_and_everyone_is_woken():
   await put(queue, leases[2], 2)
   waiting.append(asyncio.create_task(queue.get_episode_id(0, 2)))
   again = await soon(asyncio.gather(*waiting))
-  assert sorted(x.member for x in again) == [0, 1, 2]
+  assert sorted(x.sample_index for x in again) == [0, 1, 2]
   assert {x.episode_id for x in again} == {1}
   for env_id, lease in enumerate(again):
     await put(queue, lease, env_id)
@@ -167,7 +169,7 @@ async def test_a_failed_member_is_retried_with_its_seed_then_the_group_replaced(
   await put(queue, await soon(queue.get_episode_id(0, 0)), 0)
   for attempt in (0, 1):
     lease = await soon(queue.get_episode_id(0, 1))
-    assert (lease.episode_id, lease.member, lease.attempt) == (0, 1, attempt)
+    assert (lease.episode_id, lease.sample_index, lease.attempt) == (0, 1, attempt)
     await put(queue, lease, 1, stop_reason='env_error')
   leases = await fill(queue, 0, 2)
   assert {x.episode_id for x in leases} == {1}
@@ -217,8 +219,8 @@ async def test_a_lease_past_its_deadline_is_played_by_another():
   now[0] = 11.0
   assert queue.expire_leases() == 1
   lease = await soon(other)
-  assert (lease.member, lease.attempt) == (hung.member, 1)
-  assert await soon(queue.wait_given_up(0)) == (1, [(0, 0, hung)])
+  assert (lease.sample_index, lease.attempt) == (hung.sample_index, 1)
+  assert await soon(queue.wait_cancelled(0)) == (1, [(0, 0, hung)])
   assert not await put(queue, hung, 0)
   assert await put(queue, lease, 1)
   assert len(await soon(queue.get_batch(1, 0))) == 1
@@ -241,8 +243,8 @@ async def test_surplus_members_are_given_up():
   await put(queue, leases[2], 2)
   await put(queue, leases[0], 0)
   (group,) = await soon(queue.get_batch(1, 0))
-  assert [r.member for r in group] == [0, 2]
-  assert await soon(queue.wait_given_up(0)) == (1, [(0, 1, leases[1])])
+  assert [r.sample_index for r in group] == [0, 2]
+  assert await soon(queue.wait_cancelled(0)) == (1, [(0, 1, leases[1])])
   assert not await put(queue, leases[1], 1)
 
 
@@ -281,7 +283,7 @@ async def test_old_groups_expire():
   await queue.advance_step(2)
   assert queue.counts['expired'] == 1
   assert not await put(queue, old)
-  assert (await soon(queue.wait_given_up(0)))[1] == [(0, 0, old)]
+  assert (await soon(queue.wait_cancelled(0)))[1] == [(0, 0, old)]
 
 
 async def test_until_the_data_is_traversed():
@@ -291,7 +293,7 @@ async def test_until_the_data_is_traversed():
     while (lease := await queue.get_episode_id(group_id, env_id)) is not None:
       await asyncio.sleep(0.001 * (group_id == 0))  # one env group is slow
       number = group_id + lease.episode_id
-      rows = [row(number, lease.member)] if number < size else None
+      rows = [row(number, lease.sample_index)] if number < size else None
       await queue.put(group_id, lease.episode_id, lease.start_step, rows, env_id)
 
   tasks = [asyncio.create_task(environment(g, e)) for g in range(3) for e in range(2)]
@@ -376,7 +378,7 @@ async def test_to_ask_for_a_batch_is_to_begin_its_step():
 
 
 async def test_more_groups_than_are_ever_admitted_is_an_error():
-  with pytest.raises(ValueError, match='only 4 are ever admitted'):
+  with pytest.raises(ValueError, match='at most 4 are ever admitted'):
     await GroupQueue(num_groups=4).get_batch(5, 0)
 
 
@@ -426,7 +428,7 @@ async def test_a_group_of_mixed_versions_is_as_old_as_its_oldest_token():
   queue = GroupQueue(num_groups=1, num_env_groups=1, max_lost=2)
   await queue.advance_step(5)
   old, new = of_version(4)[0], of_version(5)[0]
-  new.step = 1
+  new.turn = 1
   for _ in range(2):
     await put(queue, await soon(queue.get_episode_id(0, 0)), rows=[old, new])
     if not queue.counts['stale']:
@@ -435,7 +437,7 @@ async def test_a_group_of_mixed_versions_is_as_old_as_its_oldest_token():
     await asyncio.sleep(0.02)
     if queue.counts['stale'] < 2:
       waiting.cancel()
-  with pytest.raises(RuntimeError, match=r'stale 2.*step 4, wanted 5.*max_staleness'):
+  with pytest.raises(RuntimeError, match=r'stale 2.*step 4, but step 5.*max_staleness'):
     await soon(waiting)
 
 
@@ -471,7 +473,7 @@ async def test_an_error_in_a_shaper_reaches_the_trainer():
 
 async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
   queue = GroupQueue(
-    make_filter('reward_std(threshold=9.0) + accuracy'),
+    make_group_filter('reward_std(threshold=9.0) + accuracy'),
     num_groups=2,
     group_size=2,
     num_env_groups=2,
@@ -481,7 +483,7 @@ async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
   kept = 0
 
   async def play(first, second):
-    group_id = next(n for n in (0, 1) if queue._open_of(n))
+    group_id = next(n for n in (0, 1) if queue._active_groups(n))
     for env_id, score in enumerate((first, second)):
       lease = await soon(queue.get_episode_id(group_id, env_id))
       await put(queue, lease, env_id, score)
@@ -492,21 +494,25 @@ async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
   with pytest.raises(RuntimeError) as caught:
     await soon(queue.get_batch(2, 0))
   said = str(caught.value)
-  assert '3 groups in a row were lost' in said and 'rollout.max_lost=3' in said
-  assert '6 groups; lost: reward_std 5' in said
+  assert '3 groups in a row were dropped' in said and 'rollout.max_lost=3' in said
+  assert '6 groups; dropped: reward_std 5' in said
   assert 'What may help' in said
 
 
 async def test_refilled_batches_are_full():
   queue = GroupQueue(
-    make_filter('accuracy'), num_groups=2, group_size=2, num_env_groups=2, max_lost=3
+    make_group_filter('accuracy'),
+    num_groups=2,
+    group_size=2,
+    num_env_groups=2,
+    max_lost=3,
   )
   await queue.advance_step(0)
   scores = iter([(0, 0), (1, 1), (0, 1), (0, 0), (0, 0), (1, 0)])
 
   async def play():
     for first, second in scores:
-      group_id = next(n for n in (0, 1) if queue._open_of(n))
+      group_id = next(n for n in (0, 1) if queue._active_groups(n))
       for env_id, score in enumerate((first, second)):
         lease = await soon(queue.get_episode_id(group_id, env_id))
         await put(queue, lease, env_id, score)
@@ -521,7 +527,7 @@ async def test_refilled_batches_are_full():
 
 
 async def test_results_not_yet_asked_for_are_in_the_state():
-  queue = GroupQueue(make_filter('accuracy'), num_groups=1, group_size=2)
+  queue = GroupQueue(make_group_filter('accuracy'), num_groups=1, group_size=2)
   await queue.advance_step(0)
   await fill(queue, 0, 2, 1.0)
   state = json.loads(json.dumps(queue.state_dict()))
@@ -534,14 +540,18 @@ async def test_the_greedy_member_comes_last_and_makes_the_group_whole():
   queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, greedy=True)
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
-  assert [(x.member, x.greedy) for x in leases] == [(0, False), (1, False), (2, True)]
+  assert [(x.sample_index, x.greedy) for x in leases] == [
+    (0, False),
+    (1, False),
+    (2, True),
+  ]
   for env_id in (0, 1):
     await put(queue, leases[env_id], env_id)
   waiting = asyncio.create_task(queue.get_batch(1, 0))
   assert await is_waiting(waiting)
   await put(queue, leases[2], 2, rows=[row(9, 2, is_greedy=True)])
   (group,) = await soon(waiting)
-  assert [r.member for r in group] == [0, 1, 2]
+  assert [r.sample_index for r in group] == [0, 1, 2]
 
 
 async def test_no_surplus_member_stands_in_for_the_greedy_one():
@@ -554,7 +564,7 @@ async def test_no_surplus_member_stands_in_for_the_greedy_one():
   await put(queue, leases[2], 2, rows=[row(9, 2, is_greedy=True)])
   await put(queue, leases[1], 1)
   (group,) = await soon(queue.get_batch(1, 0))
-  assert [(r.member, r.is_greedy) for r in group] == [(1, False), (2, True)]
+  assert [(r.sample_index, r.is_greedy) for r in group] == [(1, False), (2, True)]
   assert queue.counts['surplus'] == 1
 
 
@@ -574,7 +584,7 @@ async def test_a_group_without_its_greedy_member_is_replaced():
   await put(queue, leases[0], 0)
   await put(queue, leases[2], 2, rows=[row(9, 2, is_greedy=True)])
   (group,) = await soon(queue.get_batch(1, 0))  # min_members is of the sampled ones
-  assert [r.member for r in group] == [0, 2]
+  assert [r.sample_index for r in group] == [0, 2]
   with pytest.raises(ValueError, match='keep_failed'):
     GroupQueue(greedy=True, keep_failed=True)
 
@@ -604,8 +614,8 @@ async def test_a_group_in_play_is_given_up_once_a_member_is_too_old():
       await put(queue, lease, rows=of_version(version))
   waiting = asyncio.create_task(queue.get_batch(1, 3, min_version=2))
   await asyncio.sleep(0.02)
-  _, ((_, env_id, given_up),) = await soon(queue.wait_given_up(0))
-  assert (env_id, given_up.member) == (1, 1)
+  _, ((_, env_id, given_up),) = await soon(queue.wait_cancelled(0))
+  assert (env_id, given_up.sample_index) == (1, 1)
   assert queue.counts['stale'] == 1 and not waiting.done()
   for env_id in (0, 1):
     again = await soon(queue.get_episode_id(0, env_id))
@@ -624,7 +634,7 @@ async def test_who_takes_a_place_is_heeded_and_not_who_waited_there_before():
   await asyncio.sleep(0)
   await queue.advance_step(0)
   assert await asyncio.wait_for(dead, 5) is None
-  assert (await asyncio.wait_for(alive, 5)).member == 0
+  assert (await asyncio.wait_for(alive, 5)).sample_index == 0
 
 
 async def test_what_the_dead_still_put_takes_nobodys_place():
@@ -633,11 +643,11 @@ async def test_what_the_dead_still_put_takes_nobodys_place():
   await queue.advance_step(0)
   dead = [await soon(queue.get_episode_id(0, env_id)) for env_id in (0, 1)]
   for env_id in (0, 1):  # given up one after the other, and taken in another order
-    queue._lose_lease(0, env_id, 'abandoned')
+    queue._cancel_lease(0, env_id, 'abandoned')
   alive = [await soon(queue.get_episode_id(0, env_id)) for env_id in (1, 0)]
-  assert [lease.member for lease in alive] == [0, 1]
+  assert [lease.sample_index for lease in alive] == [0, 1]
   assert not await put(queue, dead[0], 0) and not await put(queue, dead[1], 1)
   assert queue.counts['ignored'] == 2
   assert await put(queue, alive[0], 1) and await put(queue, alive[1], 0)
   (group,) = await soon(queue.get_batch(1, 0))
-  assert [played.member for played in group] == [0, 1]
+  assert [played.sample_index for played in group] == [0, 1]

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
-from jaxrl.rollout.jax_engine import JaxEngine, default_buckets
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.engine.model_runner import default_buckets
 from jaxrl.types import SamplingParams
 
 CONFIG = ModelConfig(
@@ -21,7 +22,7 @@ CONFIG = ModelConfig(
   head_dim=8,
   intermediate_size=48,
 )
-MODEL = Model(CONFIG)
+MODEL = TransformerLM(CONFIG)
 WEIGHTS = [
   jax.tree.map(lambda x: x * 3, MODEL.init(jax.random.key(seed))) for seed in range(3)
 ]
@@ -38,18 +39,18 @@ class Letters:
 @pytest.fixture(scope='module')
 def shared():
   """One compiled engine for the module: tests leave it idle."""
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   yield JaxEngine(
     MODEL,
     Letters(),
-    dispatcher=dispatcher,
+    device_thread=device_thread,
     num_slots=4,
     max_length=64,
     decode_steps=4,
     prompt_buckets=[16, 64],
     prefill_tokens=32,
   )
-  dispatcher.close()
+  device_thread.close()
 
 
 @pytest.fixture
@@ -57,7 +58,11 @@ async def engine(shared):
   await shared.load(0, WEIGHTS[0])
   yield shared
   assert shared._task is None or shared._task.done()
-  assert not shared._requests and not shared._waiting and not shared._table.busy
+  assert (
+    not shared._requests
+    and not shared._scheduler.waiting
+    and not shared._scheduler.num_busy
+  )
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -92,7 +97,7 @@ async def test_logprobs_are_those_of_the_policy(engine, length):
   expected = rescored(WEIGHTS[0], [*ids, *done.tokens], length, 0.7)
   np.testing.assert_allclose(done.logprobs, expected, atol=2e-5)
   assert done.tokens.dtype == np.int32 and done.logprobs.dtype == np.float32
-  np.testing.assert_array_equal(done.versions, np.zeros(20))
+  np.testing.assert_array_equal(done.weights_versions, np.zeros(20))
 
 
 async def test_greedy_takes_the_policy_s_likeliest(engine):
@@ -195,7 +200,7 @@ async def test_stop_strings_cut_where_they_complete(engine, at):
   assert stop not in Letters().decode(done.tokens[:-1], False)
   count = len(done.tokens)
   np.testing.assert_array_equal(done.tokens, free.tokens[:count])
-  assert len(done.logprobs) == len(done.versions) == count <= at + 1
+  assert len(done.logprobs) == len(done.weights_versions) == count <= at + 1
 
 
 async def test_the_window_ends_a_completion(engine):
@@ -235,15 +240,17 @@ def test_default_buckets_reach_the_window():
 
 def test_buckets_beyond_the_window_are_refused():
   with pytest.raises(ValueError, match='bucket 64 exceeds the window, max_length=32'):
-    JaxEngine(MODEL, dispatcher=Dispatcher(), max_length=32, prompt_buckets=[64, 16])
+    JaxEngine(
+      MODEL, device_thread=DeviceThread(), max_length=32, prompt_buckets=[64, 16]
+    )
 
 
 async def test_an_engine_without_weights_says_so():
-  dispatcher = Dispatcher()
-  empty = JaxEngine(MODEL, dispatcher=dispatcher, num_slots=2, max_length=32)
+  device_thread = DeviceThread()
+  empty = JaxEngine(MODEL, device_thread=device_thread, num_slots=2, max_length=32)
   with pytest.raises(RuntimeError, match='load'):
     await empty.generate('a', [1], SamplingParams(1))
   await empty.load(0, WEIGHTS[0])
   with pytest.raises(ValueError, match='tokenizer'):
     await empty.generate('a', [1], SamplingParams(1, stop=('x',)))
-  dispatcher.close()
+  device_thread.close()

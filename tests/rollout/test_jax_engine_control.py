@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.types import SamplingParams
 from tests.rollout.test_jax_engine import MODEL, WEIGHTS, prompt, rescored, same
 
@@ -17,18 +17,18 @@ LONG = SamplingParams(max_tokens=50, seed=1)
 
 @pytest.fixture(scope='module', params=[1, 2])
 def shared(request):
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   yield JaxEngine(
     MODEL,
-    dispatcher=dispatcher,
+    device_thread=device_thread,
     num_slots=2,
-    lanes=request.param,
+    decode_threads=request.param,
     max_length=64,
     decode_steps=2,
     prompt_buckets=[64],
     prefill_tokens=64,
   )
-  dispatcher.close()
+  device_thread.close()
 
 
 @pytest.fixture
@@ -36,7 +36,11 @@ async def engine(shared):
   await shared.load(0, WEIGHTS[0])
   yield shared
   assert shared._task is None or shared._task.done()
-  assert not shared._requests and not shared._waiting and not shared._table.busy
+  assert (
+    not shared._requests
+    and not shared._scheduler.waiting
+    and not shared._scheduler.num_busy
+  )
 
 
 async def until(condition, seconds=20.0):
@@ -60,7 +64,7 @@ async def test_abort_at_once_is_not_missed(engine):
   await engine.abort('a')
   done = await job
   assert done.finish_reason == 'abort' and len(done.tokens) == 0
-  assert done.logprobs.shape == done.versions.shape == (0,)
+  assert done.logprobs.shape == done.weights_versions.shape == (0,)
 
 
 @pytest.mark.parametrize('turns', range(8))
@@ -152,13 +156,15 @@ async def test_new_weights_take_over_in_flight(engine):
   await engine.load(7, WEIGHTS[1])
   done = await job
   assert engine.version == 7
-  switch = int(np.sum(done.versions == 0))
+  switch = int(np.sum(done.weights_versions == 0))
   assert 4 <= switch < 50
-  np.testing.assert_array_equal(done.versions, [0] * switch + [7] * (50 - switch))
+  np.testing.assert_array_equal(
+    done.weights_versions, [0] * switch + [7] * (50 - switch)
+  )
   np.testing.assert_array_equal(done.tokens[:switch], old.tokens[:switch])
   np.testing.assert_array_equal(done.logprobs[:switch], old.logprobs[:switch])
   fresh = await engine.generate('b', ids, LONG)
-  np.testing.assert_array_equal(fresh.versions, [7] * 50)
+  np.testing.assert_array_equal(fresh.weights_versions, [7] * 50)
   expected = rescored(WEIGHTS[1], [*ids, *fresh.tokens], 5)
   np.testing.assert_allclose(fresh.logprobs, expected, atol=2e-5)
   # The old keys and values stay: what follows the switch is neither policy's alone.
@@ -177,13 +183,13 @@ async def test_a_load_waits_for_so_many_dispatches_at_most(
   engine, monkeypatch, requests, most
 ):
   """Until the first token of the new version, counted from where `load` returns."""
-  landed, absorb = [], engine._absorb
+  landed, process_results = [], engine._process_results
 
-  def noted(flights):
-    landed.extend(flight.version for flight in flights)
-    absorb(flights)
+  def noted(results):
+    landed.extend(result.weights_version for result in results)
+    process_results(results)
 
-  monkeypatch.setattr(engine, '_absorb', noted)
+  monkeypatch.setattr(engine, '_process_results', noted)
   for version in range(1, 5):
     del landed[:]
     jobs = [
@@ -191,14 +197,14 @@ async def test_a_load_waits_for_so_many_dispatches_at_most(
       for i in range(requests)
     ]
     await until(lambda: len(landed) >= 2)
-    assert bool(engine._waiting) == (requests > 2)
+    assert bool(engine._scheduler.waiting) == (requests > 2)
     await engine.load(version, WEIGHTS[version % 2])
     begun = len(landed)
     counts = {name: len(r.tokens) for name, r in engine._requests.items()}
     results = await asyncio.gather(*jobs)
     assert landed[begun:].index(version) <= most
     for i, done in enumerate(results):
-      old = int(np.sum(done.versions == version - 1))
+      old = int(np.sum(done.weights_versions == version - 1))
       assert old <= counts.get(f'{i}', old) + 2 * most  # two tokens a dispatch
 
 
@@ -221,7 +227,9 @@ async def test_an_error_reaches_every_request(engine, monkeypatch):
     asyncio.create_task(engine.generate(f'{i}', prompt(i, 5), LONG)) for i in range(5)
   ]
   await until(started(engine, '0', 2))
-  monkeypatch.setattr(engine._programs, '_decode', Failing(engine._programs._decode))
+  runner = engine._model_runner
+  runner = getattr(runner, 'partition_runner', runner)
+  monkeypatch.setattr(runner, '_decode', Failing(runner._decode))
   results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 30)
   assert all('device on fire' in str(result) for result in results)
   monkeypatch.undo()
@@ -238,13 +246,13 @@ async def test_weights_that_are_no_numbers_fail_the_request(engine):
 async def test_nothing_runs_when_there_is_nothing_to_do(engine):
   await engine.generate('a', prompt(0, 5), LONG)
   await until(lambda: engine._task.done())
-  assert engine._flight is None
+  assert engine._in_flight is None
 
 
 async def test_the_event_loop_is_not_held(engine):
   """While the device thread is stuck, the loop goes on."""
   gate = threading.Event()
-  stuck = asyncio.create_task(engine._dispatcher.run(gate.wait))
+  stuck = asyncio.create_task(engine._device_thread.run(gate.wait))
   job = asyncio.create_task(engine.generate('a', prompt(0, 5), LONG))
   for _ in range(20):
     await asyncio.sleep(0.001)
@@ -255,9 +263,9 @@ async def test_the_event_loop_is_not_held(engine):
 
 
 async def test_weights_that_compile_after_warmup_are_told_of(caplog):
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   engine = JaxEngine(
-    MODEL, dispatcher=dispatcher, num_slots=2, max_length=16, prompt_buckets=[16]
+    MODEL, device_thread=device_thread, num_slots=2, max_length=16, prompt_buckets=[16]
   )
   await engine.load(0, WEIGHTS[0])
   await engine.warmup()
@@ -270,13 +278,17 @@ async def test_weights_that_compile_after_warmup_are_told_of(caplog):
   await engine.load(4, WEIGHTS[0])
   assert 'after warm-up, for version' in caplog.text
   assert 'another dtype, shape or layout' in caplog.text
-  dispatcher.close()
+  device_thread.close()
 
 
 async def test_nothing_compiles_after_warmup():
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   engine = JaxEngine(
-    MODEL, dispatcher=dispatcher, num_slots=3, max_length=48, prompt_buckets=[16, 48]
+    MODEL,
+    device_thread=device_thread,
+    num_slots=3,
+    max_length=48,
+    prompt_buckets=[16, 48],
   )
   await engine.load(0, WEIGHTS[0])
   await engine.warmup()
@@ -306,7 +318,7 @@ async def test_nothing_compiles_after_warmup():
     jax.monitoring.clear_event_listeners()
   assert engine.compile_count == count
   assert not events
-  dispatcher.close()
+  device_thread.close()
 
 
 async def test_drained_it_ends_what_runs_and_keeps_the_line(engine):
@@ -320,13 +332,19 @@ async def test_drained_it_ends_what_runs_and_keeps_the_line(engine):
   await asyncio.wait_for(engine.drain(), 30)
   assert [job.done() for job in jobs] == [True, True, False, False, False]
   await asyncio.sleep(0.02)
-  assert not engine._table.busy and not jobs[2].done()
+  assert not engine._scheduler.num_busy and not jobs[2].done()
   await engine.load(1, WEIGHTS[1])
   await engine.resume()
   done = await asyncio.wait_for(asyncio.gather(*jobs), 30)
   same(done[0], free[0])
   same(done[1], free[1])
-  assert [set(one.versions.tolist()) for one in done] == [{0}, {0}, {1}, {1}, {1}]
+  assert [set(one.weights_versions.tolist()) for one in done] == [
+    {0},
+    {0},
+    {1},
+    {1},
+    {1},
+  ]
 
 
 async def test_asleep_it_has_no_cache_and_awake_it_goes_on(engine):

@@ -6,10 +6,10 @@ import itertools
 import os
 import signal
 
-from jaxrl.envs.process import ProcessEnv
-from jaxrl.rollout.call_pool import CallPool
-from jaxrl.rollout.group_queue import GroupQueue
-from jaxrl.rollout.worker import EnvWorker, share_out
+from jaxrl.envs.isolated_env import IsolatedEnv
+from jaxrl.rollout.env_worker import EnvWorker, partition_envs
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.thread_pool import ThreadPool
 from tests.rollout.fakes import FakeEngine, world
 from tests.rollout.far_worker import FarWorker
 from tests.simulation.load import Book
@@ -19,7 +19,7 @@ LIMIT = 60.0  # seconds, far more than any of this takes
 
 async def test_workers_killed_at_work_lose_no_episode_and_double_none():
   queue = Book(num_groups=6, group_size=3, num_env_groups=6)
-  parts = share_out(6, 3, 2)
+  parts = partition_envs(6, 3, 2)
   listener = asyncio.create_task(queue.listen())
   # A step is 18 requests to each; these answer a few of steps 2 and 5, and then hang.
   workers = [FarWorker(queue, parts[0], 39), FarWorker(queue, parts[1], 93)]
@@ -30,7 +30,7 @@ async def test_workers_killed_at_work_lose_no_episode_and_double_none():
       if step in (2, 5):  # one of them is killed with leases in its hands
         dead = workers[step % 2]
         mine = set(parts[step % 2])
-        while len(mine & queue._held.keys()) < 5:
+        while len(mine & queue._leases.keys()) < 5:
           await asyncio.sleep(0.001)
         os.kill(dead.process.pid, signal.SIGKILL)
         ended.append(await dead.end())
@@ -57,14 +57,14 @@ async def test_environments_in_processes_that_die_hang_raise_or_leak():
     ['go', 'die', 'go', 'go', f'leak {1 << 30}', 'go', 'go', 'hang', 'go', 'raise']
   )
   queue = GroupQueue(num_groups=3, group_size=2, num_env_groups=3, retries=9)
-  pool, envs = CallPool(6), []
+  pool, envs = ThreadPool(6), []
 
   def make():
-    envs.append(ProcessEnv('tests.envs.faulty:Faulty', {}, memory=512 << 20))
+    envs.append(IsolatedEnv('tests.envs.faulty:Faulty', {}, memory=512 << 20))
     return envs[-1]
 
   shared = world(make, FakeEngine(lambda *_: next(told)), queue, pool=pool)
-  worker = EnvWorker(shared, share_out(3, 2, 1)[0], {'timeouts': 'step=1.0'})
+  worker = EnvWorker(shared, partition_envs(3, 2, 1)[0], {'timeouts': 'step=1.0'})
   task = asyncio.create_task(worker.run({'seed': 0}))
   async with asyncio.timeout(LIMIT):
     for step in range(2):

@@ -7,16 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
-from jaxrl.rollout import lanes
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.rollout.lanes import Lanes, count_lanes
-from jaxrl.rollout.slots import Request, SlotTable
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine import threaded_decode
+from jaxrl.rollout.engine.engine_base import EngineRequest
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.engine.scheduler import Scheduler
+from jaxrl.rollout.engine.threaded_decode import ThreadedDecoder, choose_decode_threads
 from jaxrl.types import SamplingParams
 
-MODEL = Model(
+MODEL = TransformerLM(
   ModelConfig(
     vocab_size=48,
     hidden_size=32,
@@ -35,18 +36,18 @@ PARAMS = MODEL.init(jax.random.key(0))
 
 
 @pytest.fixture
-def dispatcher():
-  found = Dispatcher()
+def device_thread():
+  found = DeviceThread()
   yield found
   found.close()
 
 
-def engine(dispatcher: Dispatcher, slots: int, count: int) -> JaxEngine:
+def engine(device_thread: DeviceThread, slots: int, count: int) -> JaxEngine:
   return JaxEngine(
     MODEL,
-    dispatcher=dispatcher,
+    device_thread=device_thread,
     num_slots=slots,
-    lanes=count,
+    decode_threads=count,
     max_length=32,
     decode_steps=3,
     prompt_buckets=[16],
@@ -68,10 +69,10 @@ async def play(engine: JaxEngine, groups: int, samples: int):
   return await asyncio.gather(*work)
 
 
-async def test_lanes_answer_as_an_engine_of_one_lanes_slots(dispatcher):
+async def test_lanes_answer_as_an_engine_of_one_lanes_slots(device_thread):
   found = []
   for slots, count in ((6, 3), (2, 1)):
-    made = engine(dispatcher, slots, count)
+    made = engine(device_thread, slots, count)
     await made.load(7, PARAMS)
     await made.warmup()
     compiled = made.compile_count
@@ -81,21 +82,21 @@ async def test_lanes_answer_as_an_engine_of_one_lanes_slots(dispatcher):
     np.testing.assert_array_equal(one.tokens, other.tokens)
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
     np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
-    assert set(one.versions) == {7} and one.finish_reason == other.finish_reason
+    assert set(one.weights_versions) == {7} and one.finish_reason == other.finish_reason
 
 
-async def test_lanes_go_on_after_an_error_and_after_sleep(dispatcher, monkeypatch):
-  made = engine(dispatcher, 4, 2)
+async def test_lanes_go_on_after_an_error_and_after_sleep(device_thread, monkeypatch):
+  made = engine(device_thread, 4, 2)
   await made.load(0, PARAMS)
   before = await play(made, groups=2, samples=2)
-  decode, calls = made._programs.decode, itertools.count()
+  decode, calls = made._model_runner.partition_runner.decode, itertools.count()
 
   def failing(*args):
     if next(calls) == 0:
       raise RuntimeError('a lane broke')
     return decode(*args)
 
-  monkeypatch.setattr(made._programs, 'decode', failing)
+  monkeypatch.setattr(made._model_runner.partition_runner, 'decode', failing)
   with pytest.raises(RuntimeError, match='a lane broke'):
     await play(made, groups=2, samples=2)
   again = await play(made, groups=2, samples=2)
@@ -109,15 +110,19 @@ async def test_lanes_go_on_after_an_error_and_after_sleep(dispatcher, monkeypatc
 
 
 @pytest.mark.parametrize('count', [-2, 3])
-def test_slots_divide_into_lanes(dispatcher, count):
-  with pytest.raises(ValueError, match=f'num_slots=4 .* lanes={count}'):
-    engine(dispatcher, 4, count)
+def test_slots_divide_into_lanes(device_thread, count):
+  with pytest.raises(ValueError, match=f'num_slots=4 .* decode_threads={count}'):
+    engine(device_thread, 4, count)
 
 
-def test_exact_mode_has_one_lane(dispatcher):
-  with pytest.raises(ValueError, match='in one program, not in lanes=2'):
-    JaxEngine(MODEL, dispatcher=dispatcher, num_slots=4, lanes=2, exact=True)
-  assert '2 devices' in lanes.refuses(2, 4, exact=False, devices=2)
+def test_exact_mode_has_one_lane(device_thread):
+  with pytest.raises(ValueError, match='in one program, not with decode_threads=2'):
+    JaxEngine(
+      MODEL, device_thread=device_thread, num_slots=4, decode_threads=2, exact=True
+    )
+  assert '2 devices' in threaded_decode.decode_threads_error(
+    2, 4, exact=False, devices=2
+  )
 
 
 @pytest.mark.parametrize(
@@ -127,51 +132,55 @@ def test_exact_mode_has_one_lane(dispatcher):
 def test_as_many_lanes_as_processors_and_slots_allow(
   monkeypatch, slots, processors, wanted
 ):
-  monkeypatch.setattr(lanes.processors, 'count', lambda: processors)
-  assert count_lanes(slots, 'cpu', 1, exact=False) == wanted
-  assert count_lanes(slots, 'cpu', 1, exact=True) == 1
-  assert count_lanes(slots, 'cpu', 2, exact=False) == 1
-  assert count_lanes(slots, 'gpu', 1, exact=False) == 1
+  monkeypatch.setattr(threaded_decode, 'cpu_count', lambda: processors)
+  assert choose_decode_threads(slots, 'cpu', 1, exact=False) == wanted
+  assert choose_decode_threads(slots, 'cpu', 1, exact=True) == 1
+  assert choose_decode_threads(slots, 'cpu', 2, exact=False) == 1
+  assert choose_decode_threads(slots, 'gpu', 1, exact=False) == 1
 
 
-def seat(table: SlotTable, *prompts: int):
+def seat(table: Scheduler, *prompts: int):
   def request(text):
     prompt = np.array([text, text], np.int32)
-    return Request(f'{text}', prompt, SamplingParams(max_tokens=1), 1, future=None)
+    return EngineRequest(
+      f'{text}', prompt, SamplingParams(max_tokens=1), 1, future=None
+    )
 
-  return table.admit([request(text) for text in prompts], version=0)
+  for text in prompts:
+    table.add(request(text))
+  return table.schedule(weights_version=0)
 
 
 def test_a_group_stays_in_a_lane_and_lanes_are_as_busy_as_each_other():
-  plan = seat(SlotTable(16, lanes=2), *[1] * 2, *[2] * 2, *[3] * 2, *[4] * 2)
-  assert [slot for slot, _ in plan.seats] == [0, 1, 8, 9, 2, 3, 10, 11]
+  plan = seat(Scheduler(16, num_partitions=2), *[1] * 2, *[2] * 2, *[3] * 2, *[4] * 2)
+  assert [slot for slot, _ in plan.assignments] == [0, 1, 8, 9, 2, 3, 10, 11]
   assert [slot for slot, _ in plan.prefill] == [0, 8, 2, 10]
   assert plan.copies == [(0, 1, 2), (8, 9, 2), (2, 3, 2), (10, 11, 2)]
 
 
 def test_groups_of_half_a_lane_are_prefilled_once():
-  plan = seat(SlotTable(64, lanes=2), *np.repeat(range(4), 16).tolist())
+  plan = seat(Scheduler(64, num_partitions=2), *np.repeat(range(4), 16).tolist())
   assert len(plan.prefill) == 4
 
 
 def test_a_large_group_is_in_both_lanes_and_its_prompt_prefilled_in_each():
-  plan = seat(SlotTable(16, lanes=2), *[1] * 12)
-  slots = [slot for slot, _ in plan.seats]
+  plan = seat(Scheduler(16, num_partitions=2), *[1] * 12)
+  slots = [slot for slot, _ in plan.assignments]
   assert sorted(slot // 8 for slot in slots) == [0] * 6 + [1] * 6
   assert [slot // 8 for slot, _ in plan.prefill] == [0, 1]
   assert all(source // 8 == target // 8 for source, target, _ in plan.copies)
 
 
 def test_a_prompt_finds_the_slot_that_it_left():
-  table = SlotTable(4, lanes=2)
+  table = Scheduler(4, num_partitions=2)
   seat(table, 1, 2)
-  for slot in range(4):
-    table.free(slot)
+  for request in table.running:
+    table.remove(request)
   plan = seat(table, 2, 1)
-  assert [slot for slot, _ in plan.seats] == [2, 0] and not plan.prefill
+  assert [slot for slot, _ in plan.assignments] == [2, 0] and not plan.prefill
 
 
-def test_no_lane_is_copied_from_another(dispatcher):
-  made: Lanes = engine(dispatcher, 4, 2)._lanes
-  with pytest.raises(ValueError, match='from lane 0 to lane 1'):
-    made.copy(made.fresh()[0], [(0, 2, 3)])
+def test_no_lane_is_copied_from_another(device_thread):
+  made: ThreadedDecoder = engine(device_thread, 4, 2)._model_runner
+  with pytest.raises(ValueError, match='from partition 0 to partition 1'):
+    made.copy_prompts(made.init_state()[0], [(0, 2, 3)])

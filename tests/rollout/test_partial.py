@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.episode import join
-from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.engine.resumable_generation import concat_completions
 from jaxrl.types import SamplingParams
 from tests.rollout.test_jax_engine import MODEL, WEIGHTS, Letters, prompt
 
@@ -19,7 +19,7 @@ NEW = 24
 @pytest.fixture(scope='module')
 def engines():
   """Two of other shapes: whoever takes a request up is not who began it."""
-  dispatchers = Dispatcher(), Dispatcher()
+  device_threads = DeviceThread(), DeviceThread()
   shapes: list[dict[str, Any]] = [
     {'num_slots': 4, 'decode_steps': 4},
     {'num_slots': 3, 'decode_steps': 1},
@@ -28,16 +28,16 @@ def engines():
     JaxEngine(
       MODEL,
       Letters(),
-      dispatcher=dispatcher,
+      device_thread=device_thread,
       max_length=64,
       prompt_buckets=[64],
       prefill_tokens=64,
       **shape,
     )
-    for dispatcher, shape in zip(dispatchers, shapes, strict=True)
+    for device_thread, shape in zip(device_threads, shapes, strict=True)
   ]
-  for dispatcher in dispatchers:
-    dispatcher.close()
+  for device_thread in device_threads:
+    device_thread.close()
 
 
 async def resumed(engine, ids, whole, rules, cut):
@@ -46,19 +46,21 @@ async def resumed(engine, ids, whole, rules, cut):
     whole,
     tokens=whole.tokens[:cut],
     logprobs=whole.logprobs[:cut],
-    versions=whole.versions[:cut],
+    weights_versions=whole.weights_versions[:cut],
     finish_reason='abort',
   )
-  rest = dataclasses.replace(rules, first=cut, max_tokens=rules.max_tokens - cut)
+  rest = dataclasses.replace(
+    rules, num_generated=cut, max_tokens=rules.max_tokens - cut
+  )
   part = await engine.generate(f'{cut}', [*ids, *head.tokens.tolist()], rest)
-  return join([head, part])
+  return concat_completions([head, part])
 
 
 def close(one, two):
   """Prefill and decode add in other orders: the same tokens, log-probs to rounding."""
   np.testing.assert_array_equal(one.tokens, two.tokens)
   np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
-  np.testing.assert_array_equal(one.versions, two.versions)
+  np.testing.assert_array_equal(one.weights_versions, two.weights_versions)
   assert one.finish_reason == two.finish_reason
 
 
@@ -125,14 +127,14 @@ async def test_progress_tells_what_was_emitted_so_far(engines):
     assert part.finish_reason == 'abort'
     np.testing.assert_array_equal(part.tokens, whole.tokens[:count])
     np.testing.assert_array_equal(part.logprobs, whole.logprobs[:count])
-    assert part.versions.tolist() == [0] * count
+    assert part.weights_versions.tolist() == [0] * count
   assert await engine.progress(['a']) == {}
 
 
 @pytest.mark.parametrize('first', [-1, 4])
 async def test_more_than_the_prompt_cannot_have_been_emitted(engines, first):
-  with pytest.raises(ValueError, match=f'first={first} must lie in 0 … 3'):
-    await engines[0].generate('a', prompt(1, 4), SamplingParams(4, first=first))
+  with pytest.raises(ValueError, match=f'num_generated={first} must lie in 0 … 3'):
+    await engines[0].generate('a', prompt(1, 4), SamplingParams(4, num_generated=first))
 
 
 async def test_weights_come_in_while_the_line_is_full(engines):
@@ -154,4 +156,4 @@ async def test_weights_come_in_while_the_line_is_full(engines):
   done = await asyncio.wait_for(asyncio.gather(*jobs), 60)
   assert all(len(one.tokens) == 40 for one in done)
   # What was in line came after the swap; of what was not, one dispatch at most.
-  assert all(set(one.versions) == {2} for one in done[3:])
+  assert all(set(one.weights_versions) == {2} for one in done[3:])

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from jaxrl.rollout import router
-from jaxrl.rollout.handles import EngineGone
-from jaxrl.rollout.router import EngineRouter
+from jaxrl.rollout.engine import router
+from jaxrl.rollout.engine.actor_proxy import EngineDeadError
+from jaxrl.rollout.engine.router import EngineRouter
 from jaxrl.types import Completion, SamplingParams
 
 
@@ -29,7 +29,7 @@ class Scripted:
 
   def step(self):
     for name, (sampling, tokens, versions, future) in list(self.requests.items()):
-      tokens.append(100 * sampling.seed + sampling.first + len(tokens))
+      tokens.append(100 * sampling.seed + sampling.num_generated + len(tokens))
       versions.append(self.version)
       if len(tokens) == sampling.max_tokens:
         del self.requests[name]
@@ -66,7 +66,7 @@ class Scripted:
     return {'tokens/generated': 10.0, 'time/decode': 2.0}
 
   def die(self, error=None):
-    self.fault = error or EngineGone('killed')
+    self.fault = error or EngineDeadError('killed')
     for *_, future in self.requests.values():
       if not future.done():
         future.set_exception(self.fault)
@@ -97,7 +97,7 @@ async def end(engines, jobs):
 
 async def test_groups_go_to_the_least_loaded_and_stay_together():
   engines = [Scripted() for _ in range(3)]
-  made = EngineRouter(engines, slack=4)
+  made = EngineRouter(engines, affinity_slack=4)
   jobs = [
     begin(made, f'math/{group}/0/{member}') for group in range(6) for member in range(4)
   ]
@@ -117,7 +117,7 @@ async def test_groups_go_to_the_least_loaded_and_stay_together():
 
 async def test_a_group_leaves_an_engine_that_is_clearly_busier():
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines, slack=3)
+  made = EngineRouter(engines, affinity_slack=3)
   jobs = [begin(made, f'math/0/0/{member}') for member in range(8)]
   await settled()
   # Four more than the other is one too many; then the other is the group's.
@@ -130,7 +130,7 @@ async def test_a_group_leaves_an_engine_that_is_clearly_busier():
 
 async def test_a_request_goes_on_elsewhere_from_what_was_emitted():
   first, second = Scripted(version=4), Scripted(version=5)
-  made = EngineRouter([first, second], poll=0.01)
+  made = EngineRouter([first, second], poll_interval=0.01)
   job = begin(made, 'math/0/0/0', seed=3, max_tokens=5)
   await settled()
   first.step()
@@ -141,10 +141,10 @@ async def test_a_request_goes_on_elsewhere_from_what_was_emitted():
   await settled()
   ((name, prompt, sampling),) = second.asked
   assert (name, prompt) == ('math/0/0/0', [7, 8, 300, 301])
-  assert (sampling.first, sampling.max_tokens, sampling.seed) == (2, 3, 3)
+  assert (sampling.num_generated, sampling.max_tokens, sampling.seed) == (2, 3, 3)
   (done,) = await end([second], [job])
   assert done.tokens.tolist() == [300, 301, 302, 303, 304]
-  assert done.versions.tolist() == [4, 4, 5, 5, 5]
+  assert done.weights_versions.tolist() == [4, 4, 5, 5, 5]
   np.testing.assert_array_equal(done.logprobs, -done.tokens / 7)
   assert done.finish_reason == 'length'
   figures = await made.metrics()
@@ -156,7 +156,7 @@ async def test_a_request_goes_on_elsewhere_from_what_was_emitted():
 
 async def test_it_survives_several_engines_one_after_another():
   engines = [Scripted(version=i) for i in range(4)]
-  made = EngineRouter(engines, poll=0.01)
+  made = EngineRouter(engines, poll_interval=0.01)
   job = begin(made, 'math/0/0/0', max_tokens=9)
   for dying in engines[:3]:
     await settled()
@@ -167,12 +167,12 @@ async def test_it_survives_several_engines_one_after_another():
   await settled()
   (done,) = await end(engines[3:], [job])
   assert done.tokens.tolist() == list(range(100, 109))
-  assert done.versions.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3]
+  assert done.weights_versions.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3]
 
 
 async def test_without_any_engine_requests_wait_for_a_new_one():
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines, poll=0.01)
+  made = EngineRouter(engines, poll_interval=0.01)
   jobs = [begin(made, f'math/{i}/0/0', seed=i) for i in range(3)]
   await settled()
   for engine in engines:
@@ -189,7 +189,7 @@ async def test_without_any_engine_requests_wait_for_a_new_one():
   results = await end([fresh], jobs)
   for seed, done in enumerate(results):
     assert done.tokens.tolist() == [100 * seed + t for t in range(4)]
-    assert done.versions.tolist() == [0, 9, 9, 9]
+    assert done.weights_versions.tolist() == [0, 9, 9, 9]
 
 
 async def test_a_lost_engine_gets_nothing_until_it_is_replaced(monkeypatch):
@@ -212,14 +212,14 @@ async def test_a_lost_engine_gets_nothing_until_it_is_replaced(monkeypatch):
 
 
 async def test_it_gives_up_in_the_end_and_says_why(monkeypatch):
-  monkeypatch.setattr(router, 'REST', 0.005)
+  monkeypatch.setattr(router, 'COOLDOWN_S', 0.005)
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines, patience=0.05)
+  made = EngineRouter(engines, no_engine_timeout=0.05)
   for engine in engines:
-    engine.die(EngineGone('no route to it'))
+    engine.die(EngineDeadError('no route to it'))
   with pytest.raises(RuntimeError, match=r'math/0/0/0.* given up .*no route to it'):
     await begin(made, 'math/0/0/0')
-  made = EngineRouter(engines, retries=2)
+  made = EngineRouter(engines, max_retries=2)
   for engine in engines:
     engine.die(OSError('device on fire'))
     engine.asked.clear()
@@ -267,7 +267,7 @@ async def test_whoever_is_not_waited_for_is_aborted():
 
 async def test_an_abort_keeps_what_was_emitted_with_or_without_an_engine():
   engine = Scripted()
-  made = EngineRouter([engine], poll=0.01)
+  made = EngineRouter([engine], poll_interval=0.01)
   jobs = [begin(made, f'math/0/0/{i}') for i in range(2)]
   await settled()
   engine.step()
@@ -306,7 +306,7 @@ async def test_all_engines_pause_and_a_new_one_with_them():
 async def test_an_old_answer_is_not_taken_for_a_new_one():
   """An engine asked before it was lost, and heard after, speaks of another attempt."""
   slow, other = Scripted(), Scripted()
-  made = EngineRouter([slow, other], poll=0.01)
+  made = EngineRouter([slow, other], poll_interval=0.01)
   gate, answers = asyncio.Event(), slow.progress
 
   async def late(names):
@@ -320,7 +320,7 @@ async def test_an_old_answer_is_not_taken_for_a_new_one():
   slow.step()
   await asyncio.sleep(0.05)
   for *_, future in slow.requests.values():
-    future.set_exception(EngineGone('killed'))
+    future.set_exception(EngineDeadError('killed'))
   await settled()
   gate.set()
   await settled()

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout import sampling
+from jaxrl.rollout.engine import token_sampling
 
 LOGITS = np.array(
   [2.0, 0.5, -1.0, 1.9, 0.0, -3.0, 1.2, 0.3, 0.2, -0.7, 2.2], np.float32
@@ -16,7 +16,7 @@ def draw(logits, *, seeds=None, counts=0, temperature=1.0, top_p=1.0, top_k=0):
   rows = logits.shape[0]
   seeds = np.arange(rows) if seeds is None else np.asarray(seeds)
   keys = np.stack([np.zeros(rows), seeds], axis=1).astype(np.uint32)
-  tokens, logprobs = jax.jit(sampling.sample)(
+  tokens, logprobs = jax.jit(token_sampling.sample_tokens)(
     logits,
     keys,
     np.broadcast_to(np.int32(counts), rows),
@@ -88,7 +88,7 @@ def test_the_key_of_token_t_is_folded_in_from_the_seed():
   data = jax.random.key_data(jax.random.key(7))
   np.testing.assert_array_equal(data, [0, 7])
   bits = jax.random.bits(jax.random.fold_in(jax.random.key(7), 3), (2,), jnp.uint32)
-  uniforms = sampling._uniforms(jnp.array([[0, 7]], jnp.uint32), jnp.array([3]))
+  uniforms = token_sampling._uniforms(jnp.array([[0, 7]], jnp.uint32), jnp.array([3]))
   np.testing.assert_array_equal(uniforms[0], np.asarray(bits >> 8) * 2.0**-24)
 
 

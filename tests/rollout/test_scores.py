@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.rollout import scores
+from jaxrl.rollout import pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from jaxrl.rollout import scores
   [(4, 1, 2, 1 / 2), (5, 0, 3, 0), (6, 6, 2, 1), (3, 1, 3, 1), (10, 2, 1, 0.2)],
 )
 def test_pass_at_k_by_hand(n, passed, k, wanted):
-  assert scores.pass_at_k(n, passed, k) == pytest.approx(wanted)
+  assert pass_at_k.pass_at_k(n, passed, k) == pytest.approx(wanted)
 
 
 def test_pass_at_k_is_the_mean_over_all_choices():
@@ -22,7 +22,7 @@ def test_pass_at_k_is_the_mean_over_all_choices():
     for passed, k in itertools.product(range(n + 1), range(1, n + 1)):
       draws = list(itertools.combinations([1] * passed + [0] * (n - passed), k))
       wanted = sum(any(draw) for draw in draws) / len(draws)
-      assert scores.pass_at_k(n, passed, k) == pytest.approx(wanted)
+      assert pass_at_k.pass_at_k(n, passed, k) == pytest.approx(wanted)
 
 
 def test_majority_by_hand():
@@ -31,10 +31,10 @@ def test_majority_by_hand():
   # k=3: aab, aa, ab twice (a tie). k=4: aab.
   wanted = [2 / 4, (1 + 2 / 2 + 2) / 6, (1 + 1 + 2 / 2) / 4, 1]
   np.testing.assert_allclose(
-    scores.majority_at_k(answers, passed, [1, 2, 3, 4]), wanted
+    pass_at_k.majority_at_k(answers, passed, [1, 2, 3, 4]), wanted
   )
-  assert scores.majority_at_k([None, None], [True, True], [1, 2]).tolist() == [0, 0]
-  assert scores.majority_at_k(['a', 'a'], [True, True], [1, 2]).tolist() == [1, 1]
+  assert pass_at_k.majority_at_k([None, None], [True, True], [1, 2]).tolist() == [0, 0]
+  assert pass_at_k.majority_at_k(['a', 'a'], [True, True], [1, 2]).tolist() == [1, 1]
 
 
 def vote(answers, passed, chosen):
@@ -61,14 +61,14 @@ def test_majority_is_the_mean_over_all_choices():
       np.mean([vote(answers, passed, c) for c in itertools.combinations(range(n), k)])
       for k in ks
     ]
-    found = scores.majority_at_k(answers, passed, ks)
+    found = pass_at_k.majority_at_k(answers, passed, ks)
     np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 
 def test_majority_of_many():
   answers = ['right'] * 24 + [f'wrong {i % 9}' for i in range(36)]
   passed = [a == 'right' for a in answers]
-  found = scores.majority_at_k(answers, passed, [1, 8, 60])
+  found = pass_at_k.majority_at_k(answers, passed, [1, 8, 60])
   assert found[0] == pytest.approx(0.4) and found[2] == 1
   assert 0.4 < found[1] < 1 and math.isfinite(found[1])
 
@@ -78,16 +78,16 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
   truth, covered = 0.3, 0
   for _ in range(200):
     values = (rng.random((80, 1)) < truth).astype(float)
-    low, high = scores.bootstrap(values, rng, draws=200)
+    low, high = pass_at_k.bootstrap_interval(values, rng, draws=200)
     covered += bool(low[0] <= truth <= high[0])
   assert 0.88 < covered / 200 < 0.99
 
 
 def test_intervals_repeat_and_share_their_samples():
   values = np.random.default_rng(2).random((30, 1)) * np.array([[1.0, 2.0]])
-  low, high = scores.bootstrap(values, np.random.default_rng(3))
-  again, _ = scores.bootstrap(values, np.random.default_rng(3))
-  other, _ = scores.bootstrap(values, np.random.default_rng(4))
+  low, high = pass_at_k.bootstrap_interval(values, np.random.default_rng(3))
+  again, _ = pass_at_k.bootstrap_interval(values, np.random.default_rng(3))
+  other, _ = pass_at_k.bootstrap_interval(values, np.random.default_rng(4))
   assert low.tolist() == again.tolist() != other.tolist()
   np.testing.assert_allclose(low[1], 2 * low[0])
   assert (low < values.mean(0)).all() and (values.mean(0) < high).all()
@@ -97,6 +97,11 @@ def test_intervals_repeat_and_share_their_samples():
 
 def test_wrong_k_is_said():
   passed = [np.array([True, False]), np.array([True])]
-  with pytest.raises(ValueError, match='k=2: every task has 1 attempts'):
-    scores.by_task(passed, [['a', 'b'], ['a']], [1, 2])
-  assert scores.powers(1) == [1] and scores.powers(10) == [1, 2, 4, 8]
+  with pytest.raises(ValueError, match='k=2: every task has 1 samples'):
+    pass_at_k.pass_metrics_by_task(passed, [['a', 'b'], ['a']], [1, 2])
+  assert pass_at_k.powers_of_two(1) == [1] and pass_at_k.powers_of_two(10) == [
+    1,
+    2,
+    4,
+    8,
+  ]

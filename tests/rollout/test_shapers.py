@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from jaxrl.rollout.members import UNSHAPED, accuracies, scores
-from jaxrl.rollout.shapers import make_shaper
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.group_stats import RAW_SCORE, sample_accuracies, sample_scores
+from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.types import Trajectory
 from tests.rollout.fakes import row
 
 
-def attempt(score, length, member=0, **fields):
+def attempt(score, length, sample_index=0, **fields):
   """A row of one prompt token and `length` written ones."""
   mask = np.array([False] + [True] * length)
   rewards = np.zeros(length + 1, np.float32)
@@ -22,7 +22,7 @@ def attempt(score, length, member=0, **fields):
     rollout_logprobs=zeros.astype(np.float32),
     rewards=rewards,
     weights_version=zeros,
-    member=member,
+    sample_index=sample_index,
     **fields,
   )
 
@@ -32,7 +32,7 @@ def group(*values):
 
 
 def shaped(spec, rows, **limits):
-  return make_shaper(spec, limits)(rows)
+  return make_reward_shaper(spec, limits)(rows)
 
 
 def double(group, *, times: int = 2):
@@ -45,27 +45,31 @@ def double(group, *, times: int = 2):
 def test_overlong_by_hand():
   rows = [attempt(1.0, n, m) for m, n in enumerate((6, 8, 9, 10))]
   out = shaped('overlong(max_length=10, cache=2)', rows)
-  assert scores(out) == pytest.approx([1, 1, 0.5, 0])
+  assert sample_scores(out) == pytest.approx([1, 1, 0.5, 0])
   assert [r.rewards[-1] for r in out] == pytest.approx([1, 1, 0.5, 0])
-  assert [r.metrics[UNSHAPED] for r in out] == [1, 1, 1, 1]
-  assert accuracies(out).tolist() == [1, 1, 1, 1]
+  assert [r.metrics[RAW_SCORE] for r in out] == [1, 1, 1, 1]
+  assert sample_accuracies(out).tolist() == [1, 1, 1, 1]
   assert [r.score for r in rows] == [1, 1, 1, 1]  # those given are left alone
 
 
 def test_overlong_takes_the_runs_limit_and_a_share_of_it():
   rows = [attempt(0.0, n, m) for m, n in enumerate((80, 90, 100))]
-  assert scores(shaped('overlong', rows, max_length=100)).tolist() == [0, -0.5, -1]
+  assert sample_scores(shaped('overlong', rows, max_length=100)).tolist() == [
+    0,
+    -0.5,
+    -1,
+  ]
   own = shaped('overlong(max_length=200, scale=2.0)', rows, max_length=100)
-  assert scores(own).tolist() == [0, 0, 0]
+  assert sample_scores(own).tolist() == [0, 0, 0]
   with pytest.raises(ConfigError, match='max_length'):
     shaped('overlong', rows)
 
 
 def test_overlong_counts_an_attempts_rows_together():
-  rows = [attempt(0.0, 5), attempt(1.0, 5, step=1)]
+  rows = [attempt(0.0, 5), attempt(1.0, 5, turn=1)]
   first, last = shaped('overlong(max_length=10, cache=4)', rows)
   assert (first.score, last.score) == (0, 0)
-  assert first.metrics[UNSHAPED] == last.metrics[UNSHAPED] == 1
+  assert first.metrics[RAW_SCORE] == last.metrics[RAW_SCORE] == 1
 
 
 def test_overlong_reaches_the_greedy_attempt_too():
@@ -77,13 +81,13 @@ def test_truncated_attempts_weigh_nothing_and_keep_their_scores():
   rows = [
     attempt(1.0, 3, 0),
     attempt(1.0, 3, 1, stop_reason='max_length'),
-    attempt(1.0, 3, 2, step=0, stop_reason='max_steps'),
-    attempt(0.0, 3, 2, step=1, stop_reason='max_steps'),
+    attempt(1.0, 3, 2, turn=0, stop_reason='max_steps'),
+    attempt(0.0, 3, 2, turn=1, stop_reason='max_steps'),
     attempt(1.0, 3, 3, extras={'cut_off': True}),
   ]
   out = shaped('mask_truncated', rows)
   assert [r.weight for r in out] == [1, 0, 0, 0, 0]
-  assert scores(out).tolist() == [1, 1, 1, 1]
+  assert sample_scores(out).tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -104,14 +108,14 @@ def test_reward_by_hand(options, wanted):
     row(value, m, metrics={'quality': 10.0 * (m + 1)})
     for m, value in enumerate((0, 1, 3))
   ]
-  assert scores(shaped(f'reward({options})', rows)) == pytest.approx(wanted)
+  assert sample_scores(shaped(f'reward({options})', rows)) == pytest.approx(wanted)
 
 
 def test_reward_of_equals_divides_by_one():
   rows = group(*[0.7] * 7)
   out = shaped("reward(subtract='mean', divide='std')", rows)
-  assert np.abs(scores(out)).max() < 1e-6
-  assert scores(shaped("reward(divide='std')", group(3))) == [3]
+  assert np.abs(sample_scores(out)).max() < 1e-6
+  assert sample_scores(shaped("reward(divide='std')", group(3))) == [3]
 
 
 def test_reward_scales_turns_and_adds_at_the_end():
@@ -132,14 +136,14 @@ def test_an_unknown_statistic_lists_those_there_are():
 
 
 def test_clip_and_chains():
-  assert scores(shaped('clip(low=0, high=1)', group(-3, 0.5, 7))).tolist() == [
+  assert sample_scores(shaped('clip(low=0, high=1)', group(-3, 0.5, 7))).tolist() == [
     0,
     0.5,
     1,
   ]
   out = shaped('reward(multiply=10) + clip(high=5.0) + reward(add=1)', group(0, 1))
-  assert scores(out).tolist() == [1, 6]
-  assert [r.metrics[UNSHAPED] for r in out] == [0, 1]
+  assert sample_scores(out).tolist() == [1, 6]
+  assert [r.metrics[RAW_SCORE] for r in out] == [0, 1]
 
 
 def test_difficulty():
@@ -171,7 +175,7 @@ def test_length_weights_by_hand():
 def test_an_attempt_that_wrote_nothing_can_be_shaped():
   rows = [attempt(0.0, 0), attempt(1.0, 4, 1)]
   out = shaped("reward(subtract='mean') + length_weights + mask_truncated", rows)
-  assert scores(out).tolist() == [-0.5, 0.5]
+  assert sample_scores(out).tolist() == [-0.5, 0.5]
 
 
 def test_a_users_function():
@@ -180,10 +184,10 @@ def test_a_users_function():
 
 
 def test_none_wrong_names_and_options():
-  assert make_shaper('') is None
+  assert make_reward_shaper('') is None
   with pytest.raises(ConfigError, match="Did you mean 'overlong'"):
-    make_shaper('overlng')
+    make_reward_shaper('overlng')
   with pytest.raises(ConfigError, match='cache'):
-    make_shaper('overlong(cahce=1)')
+    make_reward_shaper('overlong(cahce=1)')
   with pytest.raises(ConfigError, match='float or str'):
-    make_shaper('reward(add=True)')
+    make_reward_shaper('reward(add=True)')

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxrl.rollout.shares import share_groups
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.rollout.queue.group_allocation import allocate_groups
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,12 @@ from jaxrl.signature import ConfigError
   ],
 )
 def test_in_proportion_and_none_left_over(count, shares, want):
-  found = share_groups(count, shares)
+  found = allocate_groups(count, shares)
   assert list(found.values()) == want and sum(want) == count
 
 
 def test_what_cannot_be_shared():
   with pytest.raises(ConfigError, match=r'b gets none; raise it, or --config\.env\.b'):
-    share_groups(4, {'a': 9.0, 'b': 1.0})
+    allocate_groups(4, {'a': 9.0, 'b': 1.0})
   with pytest.raises(ConfigError, match=r'env\.a\.share=0\.0: must be positive'):
-    share_groups(4, {'a': 0.0, 'b': 1.0})
+    allocate_groups(4, {'a': 0.0, 'b': 1.0})

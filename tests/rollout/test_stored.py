@@ -5,11 +5,15 @@ import logging
 
 import pytest
 
-from jaxrl.data.store.writer import Explorer, Whole
-from jaxrl.rollout.gate import Gate
-from jaxrl.rollout.lost import CannotFill
-from jaxrl.rollout.stored import Starved, Stopped, StoredGroups
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.store.experience_writer import ExperienceWriter, GroupSerializer
+from jaxrl.rollout.queue.group_pipeline import (
+  GroupPipeline,
+  InsufficientGroupsError,
+  StopRequested,
+  StoreTimeoutError,
+)
+from jaxrl.rollout.queue.store_source import StoreGroupSource
 from tests.data.sinks.dumps import row
 from tests.data.store.stores import opened, reader
 
@@ -29,10 +33,10 @@ class Clock:
 
 
 def write(database, groups, facts=None):
-  explorer = Explorer(database, 'one', facts or {})
+  explorer = ExperienceWriter(database, 'one', facts or {})
   for number, group in groups.items():
-    explorer.add('t', number, Whole().rows(group, number))
-  explorer.seal()
+    explorer.add('t', number, GroupSerializer().rows(group, number))
+  explorer.flush()
 
 
 def attempts(number, *stops):
@@ -45,18 +49,20 @@ def stored(database, clock=None, drops=None, **changes):
   options = {
     'name': 'the store',
     'num_groups': 2,
-    'size': 2,
-    'least': 2,
+    'group_size': 2,
+    'min_samples': 2,
     'max_length': 8,
     'vocab_size': 10,
-    'wanted': {},
-    'wait': 60.0,
+    'required_facts': {},
+    'timeout': 60.0,
     'max_lost': 4,
     'clock': clock,
     'sleep': clock.sleep,
   } | changes
-  gates = {'t': Gate(drops, None, least=options['least'], greedy=False)}
-  return StoredGroups(source, gates, **options)
+  pipeline = GroupPipeline(
+    drops, None, min_samples=options['min_samples'], needs_greedy=False
+  )
+  return StoreGroupSource(source, {'t': pipeline}, **options)
 
 
 def take(groups, step=0, **options):
@@ -73,7 +79,7 @@ def test_unsound_attempts_stay_out(tmp_path):
   write(database, groups)
   made = stored(database)
   found = take(made)
-  assert [[r.member for r in group] for group in found] == [[1, 2], [0, 1]]
+  assert [[r.sample_index for r in group] for group in found] == [[1, 2], [0, 1]]
   assert [group[0].group_id for group in found] == [0, 2]
   counts = asyncio.run(made.counts())
   assert counts == {'queue/taken': 2.0, 'queue/dropped': 1.0, 'queue/reused': 0.0}
@@ -82,10 +88,13 @@ def test_unsound_attempts_stay_out(tmp_path):
 @pytest.mark.parametrize(
   'changes, said',
   [
-    ({'max_length': 1}, 'a row has 2 tokens, batch.max_length=1'),
-    ({'vocab_size': 4}, 'a token is none of the 4 of the model'),
-    ({'size': 3, 'least': 3}, '--group_size=3, or set --config.algorithm.group_size=2'),
-    ({'most': 2}, 'written by the weights of step 0, wanted 7'),
+    ({'max_length': 1}, 'a row has 2 tokens, but batch.max_length=1'),
+    ({'vocab_size': 4}, "a token id is outside the model's 4 ids"),
+    (
+      {'group_size': 3, 'min_samples': 3},
+      '--group_size=3, or set --config.algorithm.group_size=2',
+    ),
+    ({'max_staleness': 2}, 'written by the weights of step 0, but step 7'),
   ],
 )
 def test_what_does_not_fit_ends_the_run_when_nothing_else_comes(
@@ -93,7 +102,9 @@ def test_what_does_not_fit_ends_the_run_when_nothing_else_comes(
 ):
   database = opened(tmp_path)
   write(database, {i: attempts(i, 'finish', 'finish') for i in range(9)})
-  with pytest.raises(CannotFill, match='4 groups in a row were lost') as error:
+  with pytest.raises(
+    InsufficientGroupsError, match='4 groups in a row were dropped'
+  ) as error:
     take(stored(database, **changes), step=9)
   assert said in str(error.value)
 
@@ -103,7 +114,9 @@ def test_filters_and_the_samplers_bound(tmp_path):
   write(database, {i: attempts(i, 'finish', 'finish') for i in range(5)})
   made = stored(database, drops=lambda g, e, rows: rows[0].group_id == 1)
   assert [g[0].group_id for g in take(made)] == [0, 2]
-  with pytest.raises(Starved, match='stale 2; the last because written by'):
+  with pytest.raises(
+    StoreTimeoutError, match='stale 2; the last because it has tokens written by'
+  ):
     take(made, step=1, min_version=1)
   counts = asyncio.run(made.counts())
   assert (counts['queue/filtered/group_filter'], counts['queue/stale']) == (1, 2)
@@ -122,9 +135,11 @@ def test_it_waits_for_explorers_and_says_so(tmp_path, caplog):
     assert len(take(stored(database, clock))) == 2
   assert clock.now == 50.0
   assert [record.getMessage() for record in caplog.records] == [
-    'step 0 waits for groups, 5 s so far: the store has 0, 0 of them not used up, and '
+    'step 0 waits for groups, 5 s so far: the store has 0 groups, 0 of them '
+    'not used up, and '
     'a step takes 2',
-    'step 0 waits for groups, 35 s so far: the store has 1, 1 of them not used up, and '
+    'step 0 waits for groups, 35 s so far: the store has 1 groups, 1 of them '
+    'not used up, and '
     'a step takes 2',
   ]
 
@@ -132,8 +147,8 @@ def test_it_waits_for_explorers_and_says_so(tmp_path, caplog):
 def test_it_says_why_it_waits_although_there_are_groups(tmp_path, caplog):
   database = opened(tmp_path)
   write(database, {0: attempts(0, 'finish', 'finish')})
-  with caplog.at_level(logging.INFO, 'jaxrl'), pytest.raises(Starved):
-    take(stored(database, Clock(), size=3, least=3))
+  with caplog.at_level(logging.INFO, 'jaxrl'), pytest.raises(StoreTimeoutError):
+    take(stored(database, Clock(), group_size=3, min_samples=3))
   first = caplog.records[0].getMessage()
   assert first.startswith('step 0 waits for groups, 5 s') and '--group_size=3' in first
 
@@ -143,19 +158,21 @@ def test_after_the_longest_wait_what_is_left_is_learned_from(tmp_path):
   write(database, {0: attempts(0, 'finish', 'finish')})
   made = stored(database, clock)
   assert len(take(made)) == 1 and 60 <= clock.now < 62
-  with pytest.raises(Starved, match='step 1: no new group in the store for 60 s'):
+  with pytest.raises(
+    StoreTimeoutError, match='step 1: no new group in the store for 60 s'
+  ):
     take(made, step=1)
   assert clock.now < 124
 
 
 def test_ctrl_c_is_heard_while_waiting(tmp_path):
-  with pytest.raises(Stopped):
-    take(stored(opened(tmp_path), stop=lambda: True))
+  with pytest.raises(StopRequested):
+    take(stored(opened(tmp_path), stop_requested=lambda: True))
 
 
 def test_explorers_with_other_settings_are_refused(tmp_path):
   database = opened(tmp_path)
   write(database, {0: attempts(0, 'finish', 'finish')}, {'temperature': 0.5})
   wanted = {'temperature': (1.0, 'rollout.temperature'), 'formulation of u': ('a', '')}
-  with pytest.raises(ConfigError, match=r'temperature 0\.5, and this run has 1\.0'):
-    take(stored(database, wanted=wanted))
+  with pytest.raises(ConfigError, match=r'temperature 0\.5, but this run has 1\.0'):
+    take(stored(database, required_facts=wanted))

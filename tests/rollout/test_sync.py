@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout import sync
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.rollout.weight_store import InProcessWeights
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.weights import weight_sync
+from jaxrl.rollout.weights.weight_store import InProcessWeightStore, cast_copy
 from jaxrl.types import SamplingParams
+from launch.settings.component_calls import parse_sync_policy
 from tests.rollout.test_jax_engine import MODEL, WEIGHTS, prompt
 
 
@@ -58,12 +59,12 @@ async def copy(params):
 
 
 def swaps(style, store, rollouts=None):
-  return sync.Swaps(
-    sync.parse(style),
+  return weight_sync.WeightSyncer(
+    parse_sync_policy(style),
     store,
     store,
     copy=copy,
-    played=(rollouts or Rollouts()).played,
+    finished_groups=(rollouts or Rollouts()).played,
     num_groups=4,
   )
 
@@ -72,7 +73,7 @@ async def versions(style, steps, rollouts=None, begin=0, rate=4):
   store = Store()
   made = swaps(style, store, rollouts)
   for step in range(begin, begin + steps):
-    await made.at(step, given(f'p{step}'))
+    await made.maybe_sync(step, given(f'p{step}'))
     if rollouts:
       rollouts.whole += rate
   await made.close()
@@ -97,7 +98,7 @@ async def test_weights_are_made_only_when_they_are_handed_over(style, asked):
       told.append(step)
       return 'params'
 
-    await made.at(step, weights)
+    await made.maybe_sync(step, weights)
   assert told == asked
 
 
@@ -109,10 +110,10 @@ async def test_after_steps_that_did_not_play_no_weights_are_too_old(style, ahead
   """As a warm-up on files has them: an evaluation at 0, then play from step 10 on."""
   rollouts, store = Rollouts(), Store()
   made = swaps(style, store, rollouts)
-  await made.now(0, given('p0'))
+  await made.sync_now(0, given('p0'))
   for step in range(10, 20):
-    await made.at(step, given(f'p{step}'))
-    assert step - made.version <= sync.parse(style).lag(ahead)
+    await made.maybe_sync(step, given(f'p{step}'))
+    assert step - made.version <= parse_sync_policy(style).max_lag(ahead)
     rollouts.whole += 4
     await asyncio.sleep(0)  # a push that nobody waits for arrives
   assert [version for version, _ in store.had][:2] == [0, 10]
@@ -122,7 +123,7 @@ async def test_fixed_steps_that_do_not_play_are_made_up_for_at_the_next_that_doe
   store = Store()
   made = swaps('fixed(interval=4)', store)
   for step in (0, 2, 3, 5, 6, 7, 9, 11, 13):
-    await made.at(step, given(f'p{step}'))
+    await made.maybe_sync(step, given(f'p{step}'))
   assert [version for version, _ in store.had] == [0, 5, 9, 13]
 
 
@@ -130,8 +131,8 @@ async def test_fixed_steps_that_do_not_play_are_made_up_for_at_the_next_that_doe
 async def test_the_first_step_that_plays_waits_for_its_weights(style):
   store = Store(slow=True)
   made = swaps(style, store)
-  await made.now(0, given('p0'))
-  first = asyncio.create_task(made.at(10, given('p10')))
+  await made.sync_now(0, given('p0'))
+  first = asyncio.create_task(made.maybe_sync(10, given('p10')))
   await asyncio.sleep(0.01)
   assert not first.done()
   store.gate.set()
@@ -149,25 +150,25 @@ async def test_drained_engines_are_let_go_on_though_publishing_fails():
   _, store = await versions('fixed(drain=True)', 3)
   assert store.calls == ['drain', 'resume'] * 2  # nothing runs before the first
   made = swaps('fixed(drain=True)', store)
-  await made.at(5, given('p5'))
+  await made.maybe_sync(5, given('p5'))
   with pytest.raises(OSError, match='cable'):
-    await made.at(6, given('broken'))
+    await made.maybe_sync(6, given('broken'))
   assert store.calls[-1] == 'resume' and made.version == 5
 
 
 async def test_a_trainer_goes_on_but_waits_for_the_push_before():
   store = Store(slow=True)
   made = swaps('trainer', store)
-  await made.at(0, given('p0'))
-  await made.at(1, given('p1'))
+  await made.maybe_sync(0, given('p0'))
+  await made.maybe_sync(1, given('p1'))
   await asyncio.sleep(0)
   assert store.begun == [0, 1] and made.metrics(1) == {'sync/lag': 1}
-  third = asyncio.create_task(made.at(2, given('p2')))
+  third = asyncio.create_task(made.maybe_sync(2, given('p2')))
   await asyncio.sleep(0.01)
   assert not third.done() and store.begun == [0, 1]
   store.gate.set()
   await third
-  await made.now(2, given('p2'))
+  await made.sync_now(2, given('p2'))
   # What goes out on the side is a copy, for the learner donates its own.
   assert store.had == [(0, 'p0'), (1, 'copy of p1'), (2, 'copy of p2')]
 
@@ -176,7 +177,7 @@ async def test_asynchronous_skips_what_is_no_longer_newest():
   store = Store(slow=True)
   made = swaps('asynchronous', store)
   for step in range(5):
-    await made.at(step, given(f'p{step}'))
+    await made.maybe_sync(step, given(f'p{step}'))
     await asyncio.sleep(0)
   assert store.begun == [0, 1] and made.metrics(4) == {'sync/lag': 4}
   store.gate.set()
@@ -188,9 +189,9 @@ async def test_an_evaluation_waits_for_its_own_version_and_no_other_follows():
   store = Store(slow=True)
   made = swaps('asynchronous', store)
   for step in range(3):
-    await made.at(step, given(f'p{step}'))
+    await made.maybe_sync(step, given(f'p{step}'))
     await asyncio.sleep(0)
-  evaluation = asyncio.create_task(made.now(3, given('p3')))
+  evaluation = asyncio.create_task(made.sync_now(3, given('p3')))
   await asyncio.sleep(0.01)
   assert not evaluation.done()
   store.gate.set()
@@ -203,11 +204,11 @@ async def test_an_evaluation_waits_for_its_own_version_and_no_other_follows():
 @pytest.mark.parametrize('style', ['trainer', 'asynchronous'])
 async def test_what_a_push_raises_is_told_at_the_next_step(style):
   made = swaps(style, Store())
-  await made.at(0, given('p0'))
-  await made.at(1, given('broken'))
+  await made.maybe_sync(0, given('p0'))
+  await made.maybe_sync(1, given('broken'))
   await asyncio.sleep(0.01)
   with pytest.raises(OSError, match='cable'):
-    await made.at(2, given('p2'))
+    await made.maybe_sync(2, given('p2'))
 
 
 @pytest.mark.parametrize(
@@ -221,46 +222,51 @@ async def test_what_a_push_raises_is_told_at_the_next_step(style):
 )
 def test_what_is_no_style_is_refused(text, said):
   with pytest.raises(ConfigError, match=said):
-    sync.parse(text)
+    parse_sync_policy(text)
 
 
 @pytest.mark.parametrize('style', ['fixed', 'trainer', 'asynchronous'])
 async def test_an_evaluations_tokens_carry_one_version(style):
   """On the real engine, with requests of training in flight and pushes on their way."""
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   engine = JaxEngine(
-    MODEL, dispatcher=dispatcher, num_slots=4, max_length=64, decode_steps=2,
+    MODEL, device_thread=device_thread, num_slots=4, max_length=64, decode_steps=2,
     prompt_buckets=[64], prefill_tokens=64,
   )  # fmt: skip
-  store = InProcessWeights(engine, dispatcher=dispatcher)
+  store = InProcessWeightStore(engine, device_thread=device_thread)
 
   async def clone(params):
-    return await sync.copy(dispatcher.run, params)
+    return await device_thread.run(cast_copy, params)
 
-  made = sync.Swaps(
-    sync.parse(style), store, engine, copy=clone, played=Rollouts().played, num_groups=4
+  made = weight_sync.WeightSyncer(
+    parse_sync_policy(style),
+    store,
+    engine,
+    copy=clone,
+    finished_groups=Rollouts().played,
+    num_groups=4,
   )
   ask = SamplingParams(max_tokens=48, seed=1)
-  await made.at(0, given(WEIGHTS[0]))
+  await made.maybe_sync(0, given(WEIGHTS[0]))
   training = asyncio.create_task(engine.generate('train', prompt(0, 5), ask))
   await asyncio.sleep(0.02)
   for step in (1, 2, 3):
-    await made.at(step, given(WEIGHTS[step % 2]))
-  await made.now(4, given(WEIGHTS[0]))
+    await made.maybe_sync(step, given(WEIGHTS[step % 2]))
+  await made.sync_now(4, given(WEIGHTS[0]))
   names = [f'eval{i}' for i in range(6)]
   found = await asyncio.gather(
     *(engine.generate(name, prompt(i, 5), ask) for i, name in enumerate(names))
   )
   await training
   await made.close()
-  dispatcher.close()
-  assert all(set(one.versions.tolist()) == {4} for one in found)
+  device_thread.close()
+  assert all(set(one.weights_versions.tolist()) == {4} for one in found)
 
 
 async def test_a_copy_outlives_what_it_was_made_of():
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   params = {'w': jnp.arange(4.0)}
-  kept = await sync.copy(dispatcher.run, params)
+  kept = await device_thread.run(cast_copy, params)
   params['w'].delete()
   np.testing.assert_array_equal(kept['w'], [0, 1, 2, 3])
-  dispatcher.close()
+  device_thread.close()

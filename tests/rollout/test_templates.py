@@ -2,38 +2,38 @@
 
 import pytest
 
-from jaxrl.rollout.templates import Templates
+from jaxrl.rollout.episodes.prompt_templates import PromptTemplates
 
 NUMBERS = {'actions_left': 3, 'max_response_length': 9}
 
 
 def show(templates, observation, turn_idx=0, **info):
-  return templates.messages(observation, info, turn_idx=turn_idx, **NUMBERS)
+  return templates.render(observation, info, turn_idx=turn_idx, **NUMBERS)
 
 
 def test_every_field():
   fields = '{observation}|{turn_idx}|{suffix}|{actions_left}|{max_response_length}'
-  (message,) = show(Templates(turn=fields), 'seen', 2, suffix='end')
+  (message,) = show(PromptTemplates(turn=fields), 'seen', 2, suffix='end')
   assert message == {'role': 'user', 'content': 'seen|2|end|3|9'}
 
 
 def test_system_and_first_belong_to_the_first_turn():
-  templates = Templates('sys', 'first {observation}', 'later {observation}')
+  templates = PromptTemplates('sys', 'first {observation}', 'later {observation}')
   assert [m['content'] for m in show(templates, 'x')] == ['sys', 'first x']
   assert [m['content'] for m in show(templates, 'x', 1)] == ['later x']
 
 
 def test_braces_in_an_observation_are_text():
-  (message,) = show(Templates(), r'\frac{1}{2} {observation}')
+  (message,) = show(PromptTemplates(), r'\frac{1}{2} {observation}')
   assert message['content'] == r'\frac{1}{2} {observation}'
 
 
 def test_chat_messages_are_passed_on():
   tool = {'role': 'tool', 'content': '42'}
-  assert show(Templates('sys', turn='> {observation}'), [tool], 1) == [tool]
-  assert show(Templates('sys'), [tool])[0]['role'] == 'system'
+  assert show(PromptTemplates('sys', turn='> {observation}'), [tool], 1) == [tool]
+  assert show(PromptTemplates('sys'), [tool])[0]['role'] == 'system'
 
 
 def test_a_misspelt_field_is_refused():
   with pytest.raises(ValueError, match=r'turn_template.*observaton.*observation'):
-    Templates(turn='{observaton}')
+    PromptTemplates(turn='{observaton}')

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.weight_store import InProcessWeights
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.weights.weight_store import InProcessWeightStore
 
 
 @pytest.fixture
-def dispatcher():
-  dispatcher = Dispatcher()
-  yield dispatcher
-  dispatcher.close()
+def device_thread():
+  device_thread = DeviceThread()
+  yield device_thread
+  device_thread.close()
 
 
 def params(value=1.0):
@@ -40,8 +40,8 @@ class Engine:
     self.loads.append((version, tree))
 
 
-async def test_a_version_survives_the_donation_of_its_source(dispatcher):
-  store = InProcessWeights(dispatcher=dispatcher)
+async def test_a_version_survives_the_donation_of_its_source(device_thread):
+  store = InProcessWeightStore(device_thread=device_thread)
   source = params()
   await store.publish(0, source)
   train(source)
@@ -51,9 +51,9 @@ async def test_a_version_survives_the_donation_of_its_source(dispatcher):
   jax.tree.map(np.testing.assert_array_equal, copy, params())
 
 
-async def test_engines_hear_of_a_version_before_publish_returns(dispatcher):
+async def test_engines_hear_of_a_version_before_publish_returns(device_thread):
   engines = Engine(), Engine()
-  store = InProcessWeights(*engines, dispatcher=dispatcher)
+  store = InProcessWeightStore(*engines, device_thread=device_thread)
   for version in (0, 3):
     await store.publish(version, params(version))
   for engine in engines:
@@ -61,8 +61,8 @@ async def test_engines_hear_of_a_version_before_publish_returns(dispatcher):
     np.testing.assert_array_equal(engine.loads[1][1]['b'], np.arange(5.0) * 3)
 
 
-async def test_fetch_waits_for_news_and_skips_to_the_newest(dispatcher):
-  store = InProcessWeights(dispatcher=dispatcher)
+async def test_fetch_waits_for_news_and_skips_to_the_newest(device_thread):
+  store = InProcessWeightStore(device_thread=device_thread)
   early = asyncio.create_task(store.fetch())
   await asyncio.sleep(0.01)
   assert not early.done() and store.version is None
@@ -78,32 +78,32 @@ async def test_fetch_waits_for_news_and_skips_to_the_newest(dispatcher):
 
 
 @pytest.mark.parametrize('version', [4, 3])
-async def test_versions_must_rise(dispatcher, version):
-  store = InProcessWeights(dispatcher=dispatcher)
+async def test_versions_must_rise(device_thread, version):
+  store = InProcessWeightStore(device_thread=device_thread)
   await store.publish(4, params())
   with pytest.raises(ValueError, match=f'version {version} .* after version 4'):
     await store.publish(version, params())
 
 
-async def test_floating_point_is_cast_and_the_rest_kept(dispatcher):
-  store = InProcessWeights(dispatcher=dispatcher, dtype='bfloat16')
+async def test_floating_point_is_cast_and_the_rest_kept(device_thread):
+  store = InProcessWeightStore(device_thread=device_thread, dtype='bfloat16')
   await store.publish(0, params())
   _, copy = await store.fetch()
   assert copy['b'].dtype == jnp.bfloat16 and copy['n'].dtype == jnp.int32
 
 
-async def test_a_sharded_source_lands_where_it_should(dispatcher):
+async def test_a_sharded_source_lands_where_it_should(device_thread):
   mesh = jax.make_mesh(
     (4, 2), ('fsdp', 'tensor'), axis_types=(jax.sharding.AxisType.Auto,) * 2
   )
   spread = NamedSharding(mesh, PartitionSpec('fsdp', 'tensor'))
   source = {'kernel': jax.device_put(jnp.arange(32.0).reshape(8, 4), spread)}
   home = SingleDeviceSharding(jax.devices()[0])
-  store = InProcessWeights(dispatcher=dispatcher, sharding=home)
+  store = InProcessWeightStore(device_thread=device_thread, sharding=home)
   await store.publish(0, source)
   _, copy = await store.fetch()
   assert copy['kernel'].sharding.device_set == {jax.devices()[0]}
   np.testing.assert_array_equal(copy['kernel'], np.arange(32.0).reshape(8, 4))
-  kept = InProcessWeights(dispatcher=dispatcher)
+  kept = InProcessWeightStore(device_thread=device_thread)
   await kept.publish(0, source)
   assert (await kept.fetch())[1]['kernel'].sharding == spread

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl.rollout.call_pool import CallPool
-from jaxrl.rollout.group_queue import GroupQueue
-from jaxrl.rollout.handles import Remote, settle
-from jaxrl.rollout.worker import EnvWorker, share_out
+from jaxrl.rollout.engine.actor_proxy import ActorProxy, maybe_await
+from jaxrl.rollout.env_worker import EnvWorker, partition_envs
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.thread_pool import ThreadPool
 from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, world
 
 
@@ -22,7 +22,7 @@ async def collect(steps=3, groups=4, size=3, env_groups=4, workers=2, **options)
   made = world(queue=handle, rows=options.pop('rows', 7), **options)
   tasks = [
     asyncio.create_task(EnvWorker(made, places, {'max_steps': 2}).run({'seed': 5}))
-    for places in share_out(env_groups, size, workers)
+    for places in partition_envs(env_groups, size, workers)
   ]
   batches = []
   for step in range(steps):
@@ -36,7 +36,7 @@ async def collect(steps=3, groups=4, size=3, env_groups=4, workers=2, **options)
 
 def fingerprint(batches):
   return [
-    (r.group_name.split('_')[2], r.member, r.tokens.tolist(), r.rewards.tolist())
+    (r.group_name.split('_')[2], r.sample_index, r.tokens.tolist(), r.rewards.tolist())
     for groups in batches
     for group in groups
     for r in group
@@ -64,7 +64,7 @@ async def test_timing_workers_and_env_groups_change_nothing():
   plain, _, _ = await collect()
   for options in (
     {'engine': SleepyEngine()},
-    {'workers': 1, 'pool': CallPool(8)},
+    {'workers': 1, 'pool': ThreadPool(8)},
     {'env_groups': 2},
     {'env_groups': 6},
   ):
@@ -81,7 +81,7 @@ class ActorMethod:
   def remote(self, *args, **kwargs):
     async def call():
       await asyncio.sleep(0)
-      return await settle(self._method(*args, **kwargs))
+      return await maybe_await(self._method(*args, **kwargs))
 
     return asyncio.ensure_future(call())
 
@@ -96,7 +96,7 @@ class Actor:
 
 async def test_actors_and_objects_give_the_same():
   plain, _, _ = await collect()
-  remote, _, _ = await collect(handle=lambda queue: Remote(Actor(queue)))
+  remote, _, _ = await collect(handle=lambda queue: ActorProxy(Actor(queue)))
   assert fingerprint(remote) == fingerprint(plain)
 
 
@@ -108,9 +108,9 @@ async def test_environments_that_break_now_and_then(fault):
     return BadEnv(fault=fault if next(made) % 3 == 0 else '', seconds=0.2)
 
   queue = GroupQueue(num_groups=4, group_size=3, num_env_groups=4, retries=9)
-  pool, options = CallPool(12), {'max_steps': 2, 'timeouts': 'step=0.05'}
+  pool, options = ThreadPool(12), {'max_steps': 2, 'timeouts': 'step=0.05'}
   shared = world(make_env, queue=queue, pool=pool)
-  places = share_out(4, 3, 1)[0]
+  places = partition_envs(4, 3, 1)[0]
   worker = EnvWorker(shared, places, options)
   task = asyncio.create_task(worker.run({'seed': 0}))
   for step in range(3):
@@ -137,9 +137,9 @@ async def test_two_thousand_at_once_on_real_threads():
     return BadEnv(fault=faults[number // 10 % 5] if number % 10 == 0 else '')
 
   queue = GroupQueue(num_groups=250, group_size=8, num_env_groups=250, retries=20)
-  pool = CallPool(16)
+  pool = ThreadPool(16)
   shared = world(make_env, queue=queue, pool=pool)
-  worker = EnvWorker(shared, share_out(250, 8, 1)[0], {'max_steps': 2})
+  worker = EnvWorker(shared, partition_envs(250, 8, 1)[0], {'max_steps': 2})
   task = asyncio.create_task(worker.run({'seed': 0}))
   await queue.advance_step(0)
   groups = await asyncio.wait_for(queue.get_batch(250, 0), 120)
@@ -159,14 +159,14 @@ async def test_surplus_episodes_are_ended_at_once():
       return await super().generate(request_id, token_ids, sampling)
 
   queue = GroupQueue(num_groups=2, group_size=2, num_env_groups=2, redundancy=1)
-  engine, pool = Slow(), CallPool(2)
+  engine, pool = Slow(), ThreadPool(2)
   shared = world(queue=queue, engine=engine, pool=pool)
-  worker = EnvWorker(shared, share_out(2, 3, 1)[0])
+  worker = EnvWorker(shared, partition_envs(2, 3, 1)[0])
   task = asyncio.create_task(worker.run({'seed': 0}))
   for step in range(3):
     await queue.advance_step(step)
     groups = await asyncio.wait_for(queue.get_batch(2, step), 10)
-    assert [[r.member for r in group] for group in groups] == [[0, 2]] * 2
+    assert [[r.sample_index for r in group] for group in groups] == [[0, 2]] * 2
   await queue.shutdown()
   await asyncio.wait_for(task, 10)
   assert len(engine.aborted) == 6
@@ -178,7 +178,7 @@ async def test_an_error_of_the_queue_ends_the_worker():
     async def get_episode_id(self, group_id, env_id):
       raise ConnectionError('queue gone')
 
-    async def wait_given_up(self, after):
+    async def wait_cancelled(self, after):
       await asyncio.sleep(60)
 
   worker = EnvWorker(world(queue=Broken()), [(0, 0), (0, 1)])
@@ -189,7 +189,7 @@ async def test_an_error_of_the_queue_ends_the_worker():
 async def test_traversal_through_the_queue_plays_each_item_once():
   queue = GroupQueue(num_groups=-1, group_size=2, num_env_groups=3)
   shared = world(EchoEnv, queue=queue, rows=8, mode='traversal')
-  worker = EnvWorker(shared, share_out(3, 2, 1)[0])
+  worker = EnvWorker(shared, partition_envs(3, 2, 1)[0])
   task = asyncio.create_task(worker.run({'seed': 3}))
   groups = await asyncio.wait_for(queue.get_batch(-1, 0), 10)
   asked = [group[0].messages[0]['content'] for group in groups]
@@ -198,7 +198,7 @@ async def test_traversal_through_the_queue_plays_each_item_once():
 
 
 def test_share_out_keeps_groups_together():
-  places = share_out(5, 2, 2)
+  places = partition_envs(5, 2, 2)
   assert sorted(itertools.chain(*places)) == [
     (g, e) for g in range(5) for e in range(2)
   ]

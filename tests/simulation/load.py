@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.call_pool import CallTimeout
-from jaxrl.rollout.env_manager import EnvWorld
-from jaxrl.rollout.group import Lease
-from jaxrl.rollout.group_queue import GroupQueue
-from jaxrl.rollout.worker import EnvWorker, share_out
+from jaxrl.rollout.env_manager import EnvContext
+from jaxrl.rollout.env_worker import EnvWorker, partition_envs
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.thread_pool import CallTimeoutError
 from jaxrl.types import Group
 from tests.rollout.fakes import END, FakeChat, completion
 
@@ -44,7 +44,7 @@ class Draws:
 
 
 class Pool:
-  """As a CallPool of `width` threads, in which a call takes the time that it draws."""
+  """A ThreadPool of `width` threads whose calls take the time that they draw."""
 
   def __init__(self, draws: Draws, width: int = 256, median: float = 0.1):
     self._draws, self._median = draws, median
@@ -61,7 +61,7 @@ class Pool:
         error = raised
       if timeout is not None and seconds > timeout:
         await asyncio.sleep(timeout)
-        raise CallTimeout(f'no answer within {timeout:g} s')
+        raise CallTimeoutError(f'no answer within {timeout:g} s')
       await asyncio.sleep(seconds)
     if error is not None:
       raise error
@@ -133,9 +133,9 @@ class Book(GroupQueue):
 
   def __init__(self, *args: Any, **options: Any):
     super().__init__(*args, **options)
-    self.begun: list[Lease] = []
-    self.ends: dict[Lease, list[str]] = collections.defaultdict(list)
-    self._holders: dict[tuple[int, int], Lease] = {}
+    self.begun: list[EpisodeLease] = []
+    self.ends: dict[EpisodeLease, list[str]] = collections.defaultdict(list)
+    self._holders: dict[tuple[int, int], EpisodeLease] = {}
     self.most = 0  # leases held at once
 
   async def get_episode_id(self, group_id, env_id):
@@ -156,7 +156,7 @@ class Book(GroupQueue):
   async def listen(self) -> None:
     after = 0
     while True:
-      after, items = await self.wait_given_up(after)
+      after, items = await self.wait_cancelled(after)
       for _, _, lease in items:
         self.ends[lease].append('given up')
 
@@ -175,7 +175,7 @@ class Run:
   def check(self, group_size: int, fewest: int = 0) -> None:
     """Every lease and every group is accounted for, and none twice."""
     queue, counts = self.queue, self.queue.counts
-    assert not queue._held and not self.engine.serving
+    assert not queue._leases and not self.engine.serving
     assert len(set(queue.begun)) == len(queue.begun) == counts['leased'] == self.puts
     assert {lease: len(queue.ends[lease]) for lease in queue.begun} == dict.fromkeys(
       queue.begun, 1
@@ -227,9 +227,9 @@ async def play(
   pause: of the trainer, between two batches.
   """
   clock = asyncio.get_running_loop().time
-  shared = EnvWorld(make_env, engine, FakeChat(), pool, queue, dataset)
+  shared = EnvContext(make_env, engine, FakeChat(), pool, queue, dataset)
   settings = {'max_steps': TURNS, 'timeouts': 'generate=60', **options}
-  parts = share_out(queue.num_env_groups, group_size, num_workers)
+  parts = partition_envs(queue.num_env_groups, group_size, num_workers)
   workers = [EnvWorker(shared, places, settings) for places in parts]
   tasks = [asyncio.create_task(worker.run({'seed': 0})) for worker in workers]
   listener = asyncio.create_task(queue.listen())

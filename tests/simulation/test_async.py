@@ -20,6 +20,7 @@ def numbers(made):
   return [group[0].group_id + group[0].episode_id for group in made.groups]
 
 
+@pytest.mark.slow
 def test_twice_the_synchronous_throughput_within_the_bound():
   plain = run()
   ahead = run(ratio=1.0, most=2)

@@ -13,12 +13,13 @@ import math
 import numpy as np
 
 from jaxrl import loop
-from jaxrl.data import staleness
-from jaxrl.rollout import sync
-from jaxrl.rollout.env_manager import EnvManager, EnvWorld
-from jaxrl.rollout.group_queue import GroupQueue
-from jaxrl.rollout.worker import EnvWorker, share_out
+from jaxrl.rollout.env_manager import EnvContext, EnvManager
+from jaxrl.rollout.env_worker import EnvWorker, partition_envs
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.weights import weight_sync
+from jaxrl.training import staleness
 from jaxrl.types import Trajectory
+from launch.settings.component_calls import parse_sync_policy
 
 DISPATCH = 0.05
 SIGMA = math.log(10) / 2.326  # of the lengths' logarithm: the 99th percentile is at 10
@@ -105,11 +106,11 @@ class Engine:
 class Player(EnvManager):
   """Plays by the lease protocol; an episode is one request, its length drawn."""
 
-  async def play(self, lease, *, base_seed):
+  async def play_episode(self, lease, *, base_seed):
     number = lease.group_id + lease.episode_id
-    rng = np.random.default_rng([base_seed, number, lease.member])
+    rng = np.random.default_rng([base_seed, number, lease.sample_index])
     tokens = math.ceil(math.exp(SIGMA * rng.standard_normal()) / DISPATCH)
-    versions = np.array(await self.world.engine.generate(tokens), np.int32)
+    versions = np.array(await self.context.engine.generate(tokens), np.int32)
     numbers = np.zeros(tokens, np.float32)
     row = Trajectory(
       tokens=versions,
@@ -119,7 +120,7 @@ class Player(EnvManager):
       weights_version=versions,
       group_id=lease.group_id,
       episode_id=lease.episode_id,
-      member=lease.member,
+      sample_index=lease.sample_index,
     )
     return [row]
 
@@ -191,8 +192,13 @@ async def train(
   async def copy(params):
     return params
 
-  swaps = sync.Swaps(
-    sync.parse(style), engine, engine, copy=copy, played=played, num_groups=num_groups
+  syncer = weight_sync.WeightSyncer(
+    parse_sync_policy(style),
+    engine,
+    engine,
+    copy=copy,
+    finished_groups=played,
+    num_groups=num_groups,
   )
   run = Run(engine, queue, num_groups, [], [], [])
 
@@ -209,8 +215,10 @@ async def train(
       oldest = None if most is None else step - most
       groups = await queue.get_batch(num_groups, step, oldest)
       if most is not None:
-        staleness.check(groups, step, most)
-      run.ages += [staleness.of_group([row], step) for group in groups for row in group]
+        staleness.check_groups(groups, step, most)
+      run.ages += [
+        staleness.group_staleness([row], step) for group in groups for row in group
+      ]
       run.groups += groups
       return groups
 
@@ -221,15 +229,15 @@ async def train(
     run.states[step] = json.loads(json.dumps(queue.state_dict()))
 
   hooks = loop.Hooks(
-    publish=lambda step: swaps.at(step, nothing),
+    publish=lambda step: syncer.maybe_sync(step, nothing),
     advance=queue.advance_step,
     evaluate=nothing,
     record=lambda *_: run.seconds.append(clock()),
     save=save,
     stop=lambda: False,
   )
-  world = EnvWorld(None, engine, Chat(), None, queue)
-  worker = Worker(world, share_out(ahead, GROUP_SIZE, 1)[0])
+  world = EnvContext(None, engine, Chat(), None, queue)
+  worker = Worker(world, partition_envs(ahead, GROUP_SIZE, 1)[0])
   tasks = [
     asyncio.create_task(worker.run({'seed': seed})),
     asyncio.create_task(engine.run()),
@@ -238,7 +246,7 @@ async def train(
     async with asyncio.timeout(10_000):
       await loop.train(Learner(), Sampler(), hooks, num_steps=num_steps, workers=tasks)
   finally:
-    await swaps.close()
+    await syncer.close()
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

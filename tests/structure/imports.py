@@ -5,7 +5,7 @@ import functools
 import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-HOUSES = ('jaxrl', 'kernels', 'configs', 'launch', 'tests')
+HOUSES = ('jaxrl', 'kernels', 'configs', 'launch', 'examples', 'tests')
 
 
 @functools.cache
@@ -37,12 +37,24 @@ def _targets(node: ast.AST, file: pathlib.Path) -> list[str]:
   return []
 
 
-def imported(file: pathlib.Path) -> set[str]:
-  """Every dotted name that `file` imports, in functions too."""
-  return {name for node in ast.walk(tree(file)) for name in _targets(node, file)}
+def imported(file: pathlib.Path, *, runtime: bool = False) -> set[str]:
+  """Returns every dotted name that `file` imports, in functions too.
+
+  Args:
+    file: A Python file.
+    runtime: Leave out what is imported for type checkers alone.
+  """
+  skipped: set[ast.AST] = set()
+  if runtime:
+    for node in ast.walk(tree(file)):
+      if isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
+        skipped.update(inner for line in node.body for inner in ast.walk(line))
+  nodes = (node for node in ast.walk(tree(file)) if node not in skipped)
+  return {name for node in nodes for name in _targets(node, file)}
 
 
-def first_party(file: pathlib.Path) -> set[str]:
-  """The project's own modules that `file` imports, itself left out."""
+def first_party(file: pathlib.Path, *, runtime: bool = False) -> set[str]:
+  """Returns the project's own modules that `file` imports, itself left out."""
   known = modules()
-  return {name for name in imported(file) if name in known and known[name] != file}
+  names = imported(file, runtime=runtime)
+  return {name for name in names if name in known and known[name] != file}

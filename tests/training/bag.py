@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.transformer import segment_positions
+from jaxrl.models.layer_stack import segment_positions
 from jaxrl.types import PolicyOutputs
 from tests.training import toy
 

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
-from jaxrl.models.model import Model
-from jaxrl.signature import ConfigError
-from jaxrl.training import abreast, packing
-from jaxrl.training.mesh import make_mesh, single_device_mesh
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training.batching import packing_plan
+from jaxrl.training.parallelism import parallel_microbatches
+from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
 from tests.training import toy
 from tests.training.bag import Bag
 from tests.training.test_packing import LENGTH, assert_same, prompted, train
@@ -24,24 +25,24 @@ USUAL = {'num_rows': 16}  # of more, micro-batches are one after the other
 
 
 def asked(ways, tokens=48):
-  return packing.first_fit(tokens=tokens, length=tokens, abreast=ways)
+  return packing_plan.first_fit(tokens=tokens, length=tokens, abreast=ways)
 
 
 @pytest.fixture
 def seen(monkeypatch):
   """How many micro-batches at once, of every step that has several."""
-  told, real = [], abreast.Step.__call__
+  told, real = [], parallel_microbatches.ParallelTrainStep.__call__
 
   def call(self, *arguments):
-    told.append(self._ways)
+    told.append(self._num_parallel)
     return real(self, *arguments)
 
-  monkeypatch.setattr(abreast.Step, '__call__', call)
+  monkeypatch.setattr(parallel_microbatches.ParallelTrainStep, '__call__', call)
   return told
 
 
 async def test_more_rows_than_usual_are_done_one_after_the_other(seen):
-  algorithm = compose.make('grpo')
+  algorithm = registry.make('grpo')
   groups = prompted(algorithm, SIZES)
   few = {'num_rows': 8}
   one, two = [
@@ -51,9 +52,11 @@ async def test_more_rows_than_usual_are_done_one_after_the_other(seen):
   assert_same(one, two)
 
 
-@pytest.mark.parametrize('name', ['grpo', 'ppo', 'cispo'])
+@pytest.mark.parametrize(
+  'name', ['ppo', *(pytest.param(n, marks=pytest.mark.slow) for n in ('grpo', 'cispo'))]
+)
 async def test_the_step_is_the_same(name, seen):
-  algorithm = compose.make(name)
+  algorithm = registry.make(name)
   groups = prompted(algorithm, SIZES)
   one, two, three = [
     await train(algorithm, groups, packing=asked(ways), **USUAL) for ways in (1, 2, 3)
@@ -73,14 +76,14 @@ WHOLE = {'minibatches': 2, 'epochs': 2}
   ('parts', 'changes', 'options'),
   [
     ({}, {}, WHOLE),
-    ({}, {'lora': lora.lora(rank=2, targets='q,o,up')}, {}),
+    ({}, {'lora': lora.lora_adapters(rank=2, targets='q,o,up')}, {}),
     ({'name': 'ppo', 'critic_warmup': 1}, {}, {}),
     ({'kl_controller': 'adaptive(target=1., horizon=50.)'}, {}, {}),
   ],
 )
 async def test_a_transformer_s_step_is_the_same(parts, changes, options, seen):
   parts = dict(parts)
-  algorithm = compose.make(parts.pop('name', 'grpo'), parts)
+  algorithm = registry.make(parts.pop('name', 'grpo'), parts)
   groups, kind = prompted(algorithm, SIZES), made(**changes)
   one, two = [
     await train(algorithm, groups, kind, packing=asked(ways), **USUAL, **options)
@@ -97,14 +100,14 @@ def made(**changes):
 
 
 def _changed(changes, config):
-  return Model(config.replace(**changes))
+  return TransformerLM(config.replace(**changes))
 
 
 async def test_a_run_repeats_its_bits():
-  algorithm = compose.make('grpo')
+  algorithm = registry.make('grpo')
   groups = prompted(algorithm, SIZES)
   runs = [
-    await train(algorithm, groups, Model, packing=asked(2), steps=3, **USUAL)
+    await train(algorithm, groups, TransformerLM, packing=asked(2), steps=3, **USUAL)
     for _ in range(2)
   ]
   first, second = (run[0] for run in runs)
@@ -114,15 +117,15 @@ async def test_a_run_repeats_its_bits():
 @contextlib.contextmanager
 def around(monkeypatch, wrap):
   """In the place of a step's program of micro-batches `wrap` of it runs."""
-  real = abreast.Step.__call__
+  real = parallel_microbatches.ParallelTrainStep.__call__
 
   def call(self, *arguments):
     with monkeypatch.context() as patched:
-      patched.setattr(self, '_micro_batch', wrap(self._micro_batch))
+      patched.setattr(self, '_add_micro_batch', wrap(self._add_micro_batch))
       return real(self, *arguments)
 
   with monkeypatch.context() as patched:
-    patched.setattr(abreast.Step, '__call__', call)
+    patched.setattr(parallel_microbatches.ParallelTrainStep, '__call__', call)
     yield
 
 
@@ -138,7 +141,7 @@ async def test_micro_batches_run_at_the_same_time(monkeypatch):
 
     return told
 
-  algorithm = compose.make('grpo')
+  algorithm = registry.make('grpo')
   groups = prompted(algorithm, SIZES)
   with around(monkeypatch, wrap):
     await train(algorithm, groups, packing=asked(2), steps=1, **USUAL)
@@ -147,7 +150,7 @@ async def test_micro_batches_run_at_the_same_time(monkeypatch):
 
 async def test_an_error_in_one_thread_leaves_the_state_as_it_was(monkeypatch):
   """What a step is given is donated by its last program alone."""
-  algorithm = compose.make('grpo')
+  algorithm = registry.make('grpo')
   options = {'kind': Bag, 'buckets': (LENGTH,), 'packing': asked(2), **USUAL}
   one, two = (toy.learner(algorithm, **options) for _ in range(2))
   groups = prompted(algorithm, SIZES)
@@ -171,28 +174,41 @@ async def test_an_error_in_one_thread_leaves_the_state_as_it_was(monkeypatch):
 
 
 def test_how_many_are_chosen(monkeypatch):
-  monkeypatch.setattr(abreast.processors, 'count', lambda: 8)
+  monkeypatch.setattr(parallel_microbatches, 'cpu_count', lambda: 8)
   model, one = toy.model(), single_device_mesh()
-  assert abreast.ways(0, model, one) == abreast.WAYS
-  assert abreast.ways(5, model, one) == 5
-  assert abreast.ways(0, dataclasses.replace(model, unroll=1), one) == abreast.WAYS
+  assert (
+    parallel_microbatches.choose_num_parallel(0, model, one)
+    == parallel_microbatches.MAX_PARALLEL
+  )
+  assert parallel_microbatches.choose_num_parallel(5, model, one) == 5
+  assert (
+    parallel_microbatches.choose_num_parallel(
+      0, dataclasses.replace(model, unroll=1), one
+    )
+    == parallel_microbatches.MAX_PARALLEL
+  )
   for deep in ({'remat': 'full'}, {'remat': 'full', 'unroll': 2}):
-    assert abreast.ways(0, dataclasses.replace(model, **deep), one) == 1
+    assert (
+      parallel_microbatches.choose_num_parallel(
+        0, dataclasses.replace(model, **deep), one
+      )
+      == 1
+    )
   several = make_mesh(data=2, devices=jax.devices()[:2])
-  assert abreast.ways(0, model, several) == 1
+  assert parallel_microbatches.choose_num_parallel(0, model, several) == 1
   with pytest.raises(ConfigError, match='the mesh has 2 of cpu: leave it at 0'):
-    abreast.ways(2, model, several)
-  monkeypatch.setattr(abreast.processors, 'count', lambda: 1)
-  assert abreast.ways(0, model, one) == 1
+    parallel_microbatches.choose_num_parallel(2, model, several)
+  monkeypatch.setattr(parallel_microbatches, 'cpu_count', lambda: 1)
+  assert parallel_microbatches.choose_num_parallel(0, model, one) == 1
 
 
 def test_one_micro_batch_has_nobody_beside_it():
   def ways(asked, **options):
-    made = packing.first_fit(**options, abreast=asked)
+    made = packing_plan.first_fit(**options, abreast=asked)
     learner = toy.learner(
-      compose.make('grpo'), num_rows=4, buckets=(LENGTH,), packing=made
+      registry.make('grpo'), num_rows=4, buckets=(LENGTH,), packing=made
     )
-    return {shape.pack.abreast for shape in learner.shapes}
+    return {shape.pack.num_parallel for shape in learner.warmup_shapes}
 
   assert ways(2, tokens=48) == {2}
   assert ways(2, tokens=4 * LENGTH) == {1}  # in fine micro-batches as in usual ones
@@ -202,6 +218,6 @@ def test_one_micro_batch_has_nobody_beside_it():
 
 def test_fewer_than_none_are_refused_before_any_learner():
   with pytest.raises(ConfigError, match=r'abreast=-1\) must be at least 1, or 0'):
-    packing.check(
-      packing.first_fit(abreast=-1), exact=False, context=1, micro_batches=1
+    packing_plan.check_packing(
+      packing_plan.first_fit(abreast=-1), exact=False, context=1, micro_batches=1
     )

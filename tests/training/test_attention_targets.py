@@ -7,14 +7,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.algorithms.grpo import grpo
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
-from jaxrl.training import sharding
+from jaxrl.algorithms.presets.grpo import grpo
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training.batching import packing_plan
 from jaxrl.training.learner import Learner
-from jaxrl.training.mesh import make_mesh
-from jaxrl.training.per_device import on_mesh
-from launch.targets import topology
+from jaxrl.training.parallelism import sharding
+from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.model_sharding import on_mesh
+from launch.planning.targets import target_devices
 from tests.targets import TARGETS
 
 pytestmark = TARGETS
@@ -27,12 +28,12 @@ CONFIG = ModelConfig(
   head_dim=128,
   intermediate_size=256,
 )
-MODEL = Model(CONFIG, dtype='bfloat16', remat='full')
+MODEL = TransformerLM(CONFIG, dtype='bfloat16', remat='full')
 KERNEL = 'tpu_custom_call'
 
 
 def slice_of_tpu():
-  return make_mesh(data=1, fsdp=2, tensor=2, devices=topology('v5p:2x2x1'))
+  return make_mesh(data=1, fsdp=2, tensor=2, devices=target_devices('v5p:2x2x1'))
 
 
 def train_step(model, packed=''):
@@ -46,7 +47,7 @@ def train_step(model, packed=''):
     mesh=slice_of_tpu(),
     packing=packed,
   )
-  return learner.traced(256)[1]['train'].lower()
+  return learner.trace(256)[1]['train'].lower()
 
 
 def test_train_step():
@@ -55,7 +56,7 @@ def test_train_step():
 
 
 def test_packed_rows_that_share_prompts():
-  packed = 'first_fit(tokens=2048, length=1024)'
+  packed = packing_plan.first_fit(tokens=2048, length=1024)
   counts = []
   for kernels in ('auto', 'reference'):
     step = train_step(dataclasses.replace(MODEL, kernels=kernels), packed)

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.training.checkpoint import Checkpointer, CheckpointError
-from jaxrl.training.mesh import make_mesh
+from jaxrl.algorithms import registry
+from jaxrl.training.checkpointing import Checkpointer, CheckpointError
+from jaxrl.training.parallelism.mesh import make_mesh
 from tests.training import toy
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -25,13 +25,13 @@ def arrays(value: float, size: int = 8):
 
 def test_the_newest_are_kept_and_come_back(tmp_path):
   checkpointer = Checkpointer(tmp_path / 'a', keep=2)
-  assert checkpointer.latest is None
+  assert checkpointer.latest_step is None
   data = {'list': [1, 2.5, None], 'big': 2**70, 'text': 'é', 'nested': {'a': True}}
   for step in range(1, 5):
     checkpointer.save(step, arrays(step), data | {'step': step})
   checkpointer.close()
   again = Checkpointer(tmp_path / 'a')
-  assert again.latest == 4
+  assert again.latest_step == 4
   assert sorted(p.name for p in (tmp_path / 'a').iterdir()) == ['3', '4']
   found, meta = again.restore(arrays(0))
   assert float(found['w'][0, 0]) == 4 and meta == data | {'step': 4}
@@ -75,9 +75,9 @@ def test_no_checkpoint_is_a_clear_error(tmp_path):
 
 async def run(tmp_path, steps, stop=None, **options):
   """Trains to `steps`, or to `stop`, from the newest checkpoint; the final arrays."""
-  learner = toy.learner(compose.make('grpo'), minibatches=2, **options)
+  learner = toy.learner(registry.make('grpo'), minibatches=2, **options)
   checkpointer = Checkpointer(tmp_path)
-  if checkpointer.latest is not None:
+  if checkpointer.latest_step is not None:
     assert await learner.restore(checkpointer) == {'seen': learner.step}
   for step in range(learner.step, steps if stop is None else stop):
     await learner.update(toy.groups(step))
@@ -95,12 +95,12 @@ async def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
 
 
 async def test_another_mesh_restores_the_same_bits(tmp_path):
-  saved = toy.learner(compose.make('grpo'), mesh=make_mesh(fsdp=4, tensor=2))
+  saved = toy.learner(registry.make('grpo'), mesh=make_mesh(fsdp=4, tensor=2))
   await saved.update(toy.groups())
   checkpointer = Checkpointer(tmp_path)
   await saved.save(checkpointer, {'a': 1}, wait=True)
   for mesh in (make_mesh(fsdp=2, tensor=4), None):
-    learner = toy.learner(compose.make('grpo'), mesh=mesh)
+    learner = toy.learner(registry.make('grpo'), mesh=mesh)
     assert await learner.restore(checkpointer) == {'a': 1}
     assert learner.step == 1
     jax.tree.map(np.testing.assert_array_equal, saved._arrays(), learner._arrays())
@@ -112,9 +112,9 @@ async def test_another_mesh_restores_the_same_bits(tmp_path):
 CHILD = """
 import sys
 import jax, jax.numpy as jnp
-from jaxrl.training.checkpoint import Checkpointer
+from jaxrl.training.checkpointing import Checkpointer
 checkpointer = Checkpointer(sys.argv[1], keep=2)
-start = checkpointer.latest or 0
+start = checkpointer.latest_step or 0
 make = jax.jit(lambda s: {f'w{i}': jnp.full((400, 1000), s) for i in range(4)})
 for step in range(start + 1, 1000):
   checkpointer.save(step, make(float(step)), {'step': step})
@@ -141,8 +141,8 @@ def test_killed_at_any_moment_the_newest_whole_one_loads(tmp_path):
     child.stdout.close()
     checkpointer = Checkpointer(tmp_path)
     # A save starts when the one before is complete.
-    assert checkpointer.latest >= max(started[-1] - 1, newest)
-    newest = checkpointer.latest
+    assert checkpointer.latest_step >= max(started[-1] - 1, newest)
+    newest = checkpointer.latest_step
     found, data = checkpointer.restore(like)
     assert data == {'step': newest}
     assert {float(x) for w in found.values() for x in np.unique(w)} == {newest}
@@ -153,7 +153,7 @@ def test_killed_at_any_moment_the_newest_whole_one_loads(tmp_path):
 FULL = """
 import resource, sys
 import jax.numpy as jnp
-from jaxrl.training.checkpoint import Checkpointer, CheckpointError
+from jaxrl.training.checkpointing import Checkpointer, CheckpointError
 checkpointer = Checkpointer(sys.argv[1])
 noise = lambda n: {'w': jnp.sin(jnp.arange(n * 1.0) ** 2)}
 checkpointer.save(1, noise(1000), {})

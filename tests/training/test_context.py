@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.model import Model
-from jaxrl.training.mesh import make_mesh
-from jaxrl.training.per_device import on_mesh
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.model_sharding import on_mesh
 from tests.training import toy
 from tests.training.test_invariance import assert_same
 
@@ -22,14 +22,14 @@ MESHES = {
 @pytest.mark.parametrize(
   'name, mesh',
   [
-    ('grpo', 'four'),
+    pytest.param('grpo', 'four', marks=pytest.mark.slow),
     pytest.param('grpo', 'two', marks=pytest.mark.slow),
     pytest.param('ppo', 'two', marks=pytest.mark.slow),
     pytest.param('dpo', 'four', marks=pytest.mark.slow),
   ],
 )
 async def test_cutting_rows_changes_nothing(name, mesh):
-  await assert_same(name, Model, {}, {'mesh': MESHES[mesh], 'buckets': (18,)})
+  await assert_same(name, TransformerLM, {}, {'mesh': MESHES[mesh], 'buckets': (18,)})
 
 
 def packed(length, kv_heads):

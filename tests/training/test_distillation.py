@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.signature import ConfigError
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
+from jaxrl.model_loading import LoadedModel
 from jaxrl.training.learner import Learner
-from jaxrl.training.mesh import single_device_mesh
-from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.policy import Policy
-from jaxrl.training.teachers import Teachers
+from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.parallelism.mesh import single_device_mesh
+from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
 from tests.training import toy
 
@@ -27,7 +27,7 @@ MODEL = toy.model()
 def teacher(seed):
   """Surer of itself than a random student, and of other things."""
   sharp = jax.tree.map(lambda x: 4 * x, toy.params(seed=seed))
-  return Policy(MODEL, sharp, None, pathlib.Path(f'teacher-{seed}'))
+  return LoadedModel(MODEL, sharp, None, pathlib.Path(f'teacher-{seed}'))
 
 
 @jax.jit
@@ -105,14 +105,18 @@ async def taught(learner, steps, *, plays, tags='ab'):
   ('name', 'options'),
   [
     ('on_policy_distill', {}),
-    ('jsd', {}),
+    pytest.param('jsd', {}, marks=pytest.mark.slow),
     ('jsd', {'beta': 0.9, 'policy_loss': 'importance_sampling'}),
-    ('grpo', {'advantage': 'grpo_distill', 'kl_loss': 'none'}),
+    pytest.param(
+      'grpo',
+      {'advantage': 'grpo_distill', 'kl_loss': 'none'},
+      marks=pytest.mark.slow,
+    ),
     ('distill', {'schema': 'rollout', 'kind': 'reverse', 'top_k': 16}),
   ],
 )
 async def test_on_policy_the_student_comes_closer(name, options):
-  learner = learner_of(compose.make(name, options), teacher(1))
+  learner = learner_of(registry.make(name, options), teacher(1))
   before = divergence(learner.params, teacher(1))
   metrics = await taught(learner, 50, plays=True)
   after = divergence(learner.params, teacher(1))
@@ -121,9 +125,21 @@ async def test_on_policy_the_student_comes_closer(name, options):
     assert metrics['advantage/mean'] < 0  # of the student's own, on average
 
 
-@pytest.mark.parametrize('kind', ['forward', 'reverse', 'adaptive', 'skewed', 'js'])
+# That each of them leads to its teacher, tests/functional/test_distillation.py shows.
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'forward',
+    *(
+      pytest.param(kind, marks=pytest.mark.slow)
+      for kind in ('reverse', 'adaptive', 'skewed', 'js')
+    ),
+  ],
+)
 async def test_from_files_the_student_comes_closer(kind):
-  learner = learner_of(compose.make('distill', {'kind': kind, 'top_k': 16}), teacher(1))
+  learner = learner_of(
+    registry.make('distill', {'kind': kind, 'top_k': 16}), teacher(1)
+  )
   before = divergence(learner.params, teacher(1))
   metrics = await taught(learner, 50, plays=False)
   after = divergence(learner.params, teacher(1))
@@ -133,8 +149,8 @@ async def test_from_files_the_student_comes_closer(kind):
 
 async def test_rows_follow_the_teacher_of_their_tag():
   by_tag = {'b': teacher(2)}
-  learner = learner_of(compose.make('distill', {'top_k': 16}), teacher(1), by_tag)
-  await taught(learner, 100, plays=False)
+  learner = learner_of(registry.make('distill', {'top_k': 16}), teacher(1), by_tag)
+  await taught(learner, 60, plays=False)
   for tag, mine, other in (('a', 1, 2), ('b', 2, 1)):
     near = divergence(learner.params, teacher(mine), tag)
     assert near < 0.75 * divergence(learner.params, teacher(other), tag)
@@ -145,7 +161,7 @@ async def test_splits_change_no_update():
   params = []
   for micro_batches in (1, 4):
     learner = learner_of(
-      compose.make('distill', {'top_k': 8}), teacher(1), micro_batches=micro_batches
+      registry.make('distill', {'top_k': 8}), teacher(1), micro_batches=micro_batches
     )
     await taught(learner, 2, plays=False)
     params.append(jax.device_get(learner.params))
@@ -157,7 +173,7 @@ async def test_splits_change_no_update():
 async def test_words_that_come_with_the_data_teach_as_the_teacher_would():
   params = []
   for asked in (teacher(1), None):
-    learner = learner_of(compose.make('on_policy_distill'), asked)
+    learner = learner_of(registry.make('on_policy_distill'), asked)
     groups = draw(np.random.default_rng(0), 'ab', learner.params)
     if asked is None:
       tokens = np.stack([group[0].tokens for group in groups])
@@ -172,4 +188,4 @@ async def test_words_that_come_with_the_data_teach_as_the_teacher_would():
 
 def test_an_algorithm_without_its_teacher_is_told():
   with pytest.raises(ConfigError, match=r'--config\.teacher\.checkpoint'):
-    toy.learner(compose.make('on_policy_distill'), kind=type(MODEL))
+    toy.learner(registry.make('on_policy_distill'), kind=type(MODEL))

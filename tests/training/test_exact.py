@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from configs import debug
-from jaxrl.models.exact import Exact, with_slope
-from jaxrl.models.model import Model
-from jaxrl.signature import ConfigError
-from jaxrl.training.mesh import make_mesh
-from jaxrl.training.per_device import on_mesh
-from launch import engines
+from jaxrl.call_strings import ConfigError
+from jaxrl.models.exact import Exact, with_gradient_of
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.model_sharding import on_mesh
+from launch.settings.resolve import resolve_settings
 from tests.benchmarks import mismatch
 from tests.launch import runs
 from tests.training import toy
@@ -43,7 +43,9 @@ def test_rescoring_finds_the_bits_of_the_sampler(exact, drawn):
   _same(mismatch.compare(mismatch.rescore(model, TEMPERATURE), params, drawn, 40))
 
 
-@pytest.mark.parametrize('remat', ['none', 'full'])
+@pytest.mark.parametrize(
+  'remat', ['none', pytest.param('full', marks=pytest.mark.slow)]
+)
 def test_the_forward_of_a_gradient_finds_them_on_a_mesh(exact, drawn, remat):
   """Rows over four shares of the devices, and matrices over all of them."""
   model, params = exact
@@ -66,7 +68,7 @@ def test_the_gradient_is_the_fast_modes():
   ids = (np.arange(12) < [[12], [7], [3]]).astype(np.int32)
 
   def slope(exact):
-    model = Model(toy.CONFIG.replace(num_layers=1), exact=exact)
+    model = TransformerLM(toy.CONFIG.replace(num_layers=1), exact=exact)
 
     def loss(params):
       outputs = model.policy_outputs(params, tokens, ids, temperature=TEMPERATURE)
@@ -82,11 +84,12 @@ def test_the_gradient_is_the_fast_modes():
 
 def test_a_value_takes_anothers_slope():
   value, slope = jax.value_and_grad(
-    lambda x: with_slope(jax.lax.stop_gradient(3 * x), x * x)
+    lambda x: with_gradient_of(jax.lax.stop_gradient(3 * x), x * x)
   )(jnp.float32(5))
   assert (value, slope) == (15, 10)
 
 
+@pytest.mark.slow
 def test_a_run_reports_no_mismatch(tmp_path):
   """With a critic, micro-batches and another temperature, on eight devices."""
   options = (
@@ -112,23 +115,24 @@ def test_engine_and_learner_get_their_shapes_from_one_config():
   config = debug.get_config()
   config.rollout.engine = 'jax(exact=True)'
   config.rollout.num_slots = 20
-  kind, options = engines.parse(config)
-  assert (kind, options['exact'], options['num_slots']) == ('jax', True, 20)
-  assert engines.exact(config) == Exact.for_slots(20) == Exact(rows=24)
+  engine = resolve_settings(config).rollout.engine
+  assert engine.kind == 'jax' and engine.options['exact']
+  assert engine.options['num_slots'] == 20
+  assert engine.exact == Exact.for_slots(20) == Exact(rows=24)
   config.rollout.engine = 'jax'
-  assert engines.exact(config) is None
+  assert resolve_settings(config).rollout.engine.exact is None
 
 
 def test_other_precisions_are_refused():
   with pytest.raises(ValueError, match='float32'):
-    Model(toy.CONFIG, dtype='bfloat16', exact=Exact())
+    TransformerLM(toy.CONFIG, dtype='bfloat16', exact=Exact())
   with pytest.raises(ValueError, match='multiple of 8'):
     Exact(rows=12)
   config = debug.get_config()
   config.rollout.engine = 'jax(exact=True)'
   config.model.dtype = 'bfloat16'
   with pytest.raises(ConfigError, match='float32'):
-    engines.parse(config)
+    resolve_settings(config)
 
 
 @pytest.mark.slow

@@ -6,14 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import registry, requirements
+from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
-from jaxrl.models.config import LORA_TARGETS
-from jaxrl.signature import ConfigError
-from jaxrl.training import programs, sharding
-from jaxrl.training.mesh import make_mesh
-from jaxrl.training.per_device import on_mesh
-from jaxrl.training.state import Spec
+from jaxrl.models.model_config import LORA_TARGETS
+from jaxrl.training import train_state
+from jaxrl.training.parallelism import sharding
+from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.model_sharding import on_mesh
+from jaxrl.training.train_state import StepSpec
 from kernels import experts
 from tests.models import small
 from tests.models.test_moe import MOE
@@ -25,7 +26,7 @@ SIZES = MOE | {
   'moe_intermediate_size': 16,
 }
 SLOW = pytest.mark.slow
-EVERY = lora.lora(rank=3, alpha=1.5, targets=','.join(LORA_TARGETS))
+EVERY = lora.lora_adapters(rank=3, alpha=1.5, targets=','.join(LORA_TARGETS))
 
 
 def sums(model, params, tokens, segments, routed):
@@ -79,19 +80,19 @@ def test_equal_to_one_device(sizes, rows, replay, way, own, monkeypatch):
 
 @pytest.fixture
 def algorithm():
-  return compose.split_numbers(compose.make('grpo'))[0]
+  return requirements.split_hparams(registry.make('grpo'))[0]
 
 
 def test_an_expert_axis_that_does_not_divide_is_named(algorithm):
   model, _ = small.model_and_params(**MOE | {'vocab_size': 64})
   with pytest.raises(ConfigError, match=r'expert=4 does not divide experts=5'):
-    programs.state_shapes(Spec(model, algorithm), make_mesh(data=2, expert=4))
+    train_state.state_shapes(StepSpec(model, algorithm), make_mesh(data=2, expert=4))
 
 
 def test_a_model_without_experts_is_refused(algorithm):
   model, _ = small.model_and_params(vocab_size=64)
   mesh = make_mesh(data=4, expert=2)
   with pytest.raises(ConfigError, match=r'expert=2 shares out experts.*family qwen3,'):
-    programs.state_shapes(Spec(model, algorithm), mesh)
+    train_state.state_shapes(StepSpec(model, algorithm), mesh)
   # A dense teacher of a student with experts has this mesh.
-  programs.params_shapes(Spec(model, algorithm), mesh)
+  train_state.params_shapes(StepSpec(model, algorithm), mesh)

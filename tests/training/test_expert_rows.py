@@ -4,20 +4,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.data.collate import collate
-from jaxrl.functional import losses
-from jaxrl.training import expert_rows, metrics
+from jaxrl.algorithms import describe, registry, requirements
+from jaxrl.functional import components, losses
+from jaxrl.training import advantage_step, monitoring
+from jaxrl.training.batching.batch_builder import collate
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
 
 PLAYED, EXPERTS, TOKENS = 8, 3, 6
-# Algorithms whose advantage is made from rollouts.
-NAMES = [
-  name
-  for name in compose.names()
-  if (made := compose.make(name)).advantage is not None and made.schema == 'rollout'
-]
+# An algorithm for each advantage, with its options, that is made from rollouts.
+NAMES = list(
+  {
+    describe.call_string(made.advantage): name
+    for name in reversed(registry.names())
+    if (made := registry.make(name)).advantage is not None
+    and made.data_format == 'rollout'
+  }.values()
+)
 
 
 def columns(seed=0, played=PLAYED):
@@ -39,9 +42,9 @@ def columns(seed=0, played=PLAYED):
   made |= {
     'mask': mask,
     'rewards': rewards,
-    'task_ids': np.concatenate([np.arange(played) % 2, own]),
-    'run_ids': np.arange(rows),
-    'step_ids': np.zeros(rows, int),
+    'group_ids': np.concatenate([np.arange(played) % 2, own]),
+    'episode_ids': np.arange(rows),
+    'turn_ids': np.zeros(rows, int),
     'state_hash': rng.integers(0, 3, rows),
     'expert_mask': np.arange(rows) >= played,
     'greedy_mask': (np.arange(rows) < 2) & (played > 2),
@@ -51,19 +54,19 @@ def columns(seed=0, played=PLAYED):
 
 def advantage(algorithm, given):
   given = given | {'key': jnp.array([0, 7], jnp.uint32), 'step': jnp.int32(0)}
-  given['state'] = compose.init_state(algorithm).get('advantage')
-  return compose.call_part(algorithm.advantage, given)
+  given['state'] = requirements.init_state(algorithm).get('advantage')
+  return components.call_component(algorithm.advantage, given)
 
 
 def whole(algorithm, given):
-  lone = expert_rows.lone(algorithm, given)
-  made = advantage(algorithm, expert_rows.left_out(given, lone))
-  return expert_rows.put_back(made, lone, given['rewards'], given['mask'])
+  lone = advantage_step.singleton_rows(algorithm, given)
+  made = advantage(algorithm, advantage_step.mask_out_rows(given, lone))
+  return advantage_step.restore_rows(made, lone, given['rewards'], given['mask'])
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_rollouts_have_the_advantages_they_have_without_experts(name):
-  algorithm, given = compose.make(name), columns()
+  algorithm, given = registry.make(name), columns()
   found = whole(algorithm, given)
   without = {k: x[:PLAYED] for k, x in given.items()}
   wanted = advantage(algorithm, without)
@@ -83,7 +86,7 @@ def test_rollouts_have_the_advantages_they_have_without_experts(name):
 @pytest.mark.parametrize('name', NAMES)
 def test_a_batch_of_experts_alone_is_finite(name):
   given = columns(played=0)
-  found = whole(compose.make(name), given)
+  found = whole(registry.make(name), given)
   own = np.where(given['mask'], given['rewards'][:, -1:], 0)
   close(found.advantages, own)
   for value in found.metrics.values():
@@ -92,7 +95,7 @@ def test_a_batch_of_experts_alone_is_finite(name):
 
 def test_the_statistics_of_a_batch_would_feel_them():
   """The whole matter: whitening over the batch, with an expert of reward 100."""
-  algorithm, given = compose.make('reinforce_plus_plus'), columns()
+  algorithm, given = registry.make('reinforce_plus_plus'), columns()
   given['rewards'] = given['rewards'].at[-1, -1].set(100.0)
   felt = advantage(algorithm, given).advantages[:PLAYED]
   unfelt = whole(algorithm, given).advantages[:PLAYED]
@@ -101,18 +104,18 @@ def test_the_statistics_of_a_batch_would_feel_them():
 
 def test_rated_rows_of_one_prompt_and_runs_of_files_stay_in():
   given = columns()
-  given['task_ids'] = given['task_ids'].at[-1].set(given['task_ids'][-2])
-  lone = expert_rows.lone(compose.make('grpo'), given)
+  given['group_ids'] = given['group_ids'].at[-1].set(given['group_ids'][-2])
+  lone = advantage_step.singleton_rows(registry.make('grpo'), given)
   np.testing.assert_array_equal(np.flatnonzero(lone), [PLAYED])
-  of_files = Algorithm(policy_loss=losses.sft, schema='messages')
-  assert not expert_rows.lone(of_files, given).any()
+  of_files = Algorithm(policy_loss=losses.sft, data_format='messages')
+  assert not advantage_step.singleton_rows(of_files, given).any()
 
 
 def test_what_an_advantage_leaves_open_stays_open():
   given = columns()
-  lone = expert_rows.lone(compose.make('grpo'), given)
+  lone = advantage_step.singleton_rows(registry.make('grpo'), given)
   zeros = jnp.zeros_like(given['rewards'])
-  made = expert_rows.put_back(
+  made = advantage_step.restore_rows(
     Advantages(zeros, state=3), lone, given['rewards'], given['mask']
   )
   assert (made.returns, made.keep, made.state) == (None, None, 3)
@@ -139,7 +142,7 @@ async def test_the_learner_reports_rollouts_alone():
   options = {'behaviour': 'decoupled'}
   told = []
   for groups in (played, played + written):
-    made = toy.learner(compose.make('grpo', options), num_rows=10)
+    made = toy.learner(registry.make('grpo', options), num_rows=10)
     told.append(await made.update(groups))
   alone, both = told
   names = [n for n in alone if n.split('/')[0] in ('reward', 'mismatch', 'advantage')]
@@ -160,7 +163,7 @@ async def test_the_advantages_of_experts_do_not_enter_mix():
     played, written = with_experts()
     for (row,) in written:
       row.rewards[-1] = reward
-    algorithm = compose.make('grpo', {'policy_loss': 'mix(mu=.3)'})
+    algorithm = registry.make('grpo', {'policy_loss': 'mix(mu=.3)'})
     made = toy.learner(algorithm, num_rows=10)
     told = await made.update(played + written)
     losses.append((told['loss/policy'], told['optimizer/grad_norm']))
@@ -173,7 +176,7 @@ async def test_what_mix_says_of_ratios_is_of_rollouts_alone(name, micro_batches)
   played, written = with_experts()
   told = []
   for groups in (played, played + written, written):
-    made = toy.learner(compose.make(name), num_rows=10, micro_batches=micro_batches)
+    made = toy.learner(registry.make(name), num_rows=10, micro_batches=micro_batches)
     told.append(await made.update(groups))
   alone, both, experts_only = told
   for metric in ('ratio', 'clip_fraction', 'approx_kl'):
@@ -189,7 +192,7 @@ async def test_rows_that_nobody_sampled_steer_no_coefficient():
   """As in the first steps of the sampler `warmup`."""
   options = {'kl_controller': 'adaptive(target=1e-9, horizon=100.)', 'kl_coef': 0.1}
   reference = toy.params(toy.Bigram, seed=1)
-  made = toy.learner(compose.make('opmd', options), num_rows=10, ref_params=reference)
+  made = toy.learner(registry.make('opmd', options), num_rows=10, ref_params=reference)
   played, written = with_experts()
   steps = (written, played + written, played)
   told = [(await made.update(groups))['kl/coef'] for groups in steps]
@@ -201,9 +204,11 @@ async def test_rows_that_nobody_sampled_steer_no_coefficient():
 def test_rows_from_files_have_no_staleness():
   played, written = with_experts()
   batch = collate(played + written, (64,))
-  found = metrics.of_batch(batch, step=5)
+  found = monitoring.batch_metrics(batch, step=5)
   assert (found['staleness/mean'], found['staleness/max']) == (2, 2)
-  assert 'staleness/mean' not in metrics.of_batch(collate(written, (64,)), step=5)
+  assert 'staleness/mean' not in monitoring.batch_metrics(
+    collate(written, (64,)), step=5
+  )
 
 
 def close(found, wanted):

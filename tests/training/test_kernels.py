@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from configs import base
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
 from kernels import dispatch
-from launch.learners import model_options
+from launch.settings.resolve import resolve_settings
 
 SHAPE = ModelConfig(64, 32, 1, 2, 1, 128, 32)
 TOKENS = jax.ShapeDtypeStruct((2, 128), jnp.int32)
@@ -20,7 +20,9 @@ def programs(kernels, platform):
   """What a train step and a decode step trace to."""
   config = base.get_config()
   config.kernels, config.model.dtype = kernels, 'bfloat16'
-  model = Model(SHAPE, **model_options(config), platform=platform)
+  model = TransformerLM(
+    SHAPE, **resolve_settings(config).model.compute_options, platform=platform
+  )
   params = jax.eval_shape(model.init, jax.random.key(0))
 
   def loss(params, tokens, segment_ids):
@@ -36,7 +38,7 @@ def programs(kernels, platform):
 
 @pytest.mark.parametrize('platform', ['tpu', 'gpu'])
 def test_kernels_are_turned_off(platform, caplog):
-  dispatch._tell.cache_clear()
+  dispatch._log_choice.cache_clear()
   with caplog.at_level(logging.INFO, 'kernels'):
     train, decode = programs('auto', platform)
     # Forward and backward, of attention and of log-probs.

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.algorithms import compose
-from jaxrl.training import moments, optimizer, programs
-from jaxrl.training.checkpoint import Checkpointer, CheckpointError
-from jaxrl.training.mesh import make_mesh, single_device_mesh
-from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.state import Spec
+from jaxrl.algorithms import registry, requirements
+from jaxrl.training import optimizers, train_state
+from jaxrl.training.checkpointing import Checkpointer, CheckpointError
+from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
+from jaxrl.training.train_state import StepSpec
 from tests.training import toy
 
 KINDS = (
@@ -23,7 +23,7 @@ KINDS = (
 
 def made(kind):
   optimizer = make_optimizer(learning_rate=1e-2, kind=kind)
-  return toy.learner(compose.make('sft'), optimizer=optimizer)
+  return toy.learner(registry.make('sft'), optimizer=optimizer)
 
 
 def groups(seed=0):
@@ -68,7 +68,7 @@ async def test_numbers_change_without_compiling_and_the_kind_cannot():
 @pytest.mark.parametrize('kind', KINDS[1:3])
 async def test_a_critic_warms_up_with_any_kind(kind):
   learner = toy.learner(
-    compose.make('ppo', {'critic_warmup': 1}),
+    registry.make('ppo', {'critic_warmup': 1}),
     changes={'value_head': True},
     optimizer=make_optimizer(learning_rate=1e-2, kind=kind),
   )
@@ -82,10 +82,12 @@ async def test_a_critic_warms_up_with_any_kind(kind):
 
 
 def test_factored_moments_lie_along_the_axes_that_are_left():
-  static = compose.split_numbers(compose.make('grpo'))[0]
-  spec = Spec(toy.model(), static, memory=moments.parse(KINDS[1]).memory)
+  static = requirements.split_hparams(registry.make('grpo'))[0]
+  spec = StepSpec(
+    toy.model(), static, optimizer_state=optimizers.parse_optimizer(KINDS[1]).state_spec
+  )
   mesh = make_mesh(fsdp=2, tensor=2)
-  shapes = programs.state_shapes(spec, mesh).opt_state[0][0]
+  shapes = train_state.state_shapes(spec, mesh).opt_state[0][0]
 
   def specs(tree):  # up: [layers, embed, mlp] = [2, 32, 48], fsdp and tensor
     return tree['layers']['mlp']['up']['kernel']
@@ -101,17 +103,19 @@ def test_factored_moments_lie_along_the_axes_that_are_left():
 
 @pytest.mark.parametrize('kind', KINDS[:2])
 def test_a_mesh_changes_nothing_but_rounding(kind):
-  memory = moments.parse(kind).memory
+  memory = optimizers.parse_optimizer(kind).state_spec
   # Unclipped: a norm's last bit, of the order of sums, could turn a rounding around.
   made = make_optimizer(learning_rate=1.0, kind=kind, clip_norm=None)
-  numbers = made.numbers(0) | {'seed': 3}
+  numbers = made.hparams(0) | {'seed': 3}
   params, found = toy.params(toy.Bigram), []
-  step = jax.jit(lambda p, s, g: optimizer.update(p, s, g, numbers, memory)[:2])
-  static = compose.split_numbers(compose.make('sft'))[0]
-  spec = Spec(toy.Bigram(), static, memory=memory)  # pyright: ignore
+  step = jax.jit(
+    lambda p, s, g: optimizers.apply_gradients(p, s, g, numbers, memory)[:2]
+  )
+  static = requirements.split_hparams(registry.make('sft'))[0]
+  spec = StepSpec(toy.Bigram(), static, optimizer_state=memory)  # pyright: ignore
   for mesh in (single_device_mesh(), make_mesh(fsdp=4, tensor=2)):
-    state = programs.init_state(spec, mesh, params)
-    gradients = programs.place(params, programs.params_shapes(spec, mesh))
+    state = train_state.init_train_state(spec, mesh, params)
+    gradients = train_state.place_params(params, train_state.params_shapes(spec, mesh))
     now = step(state.params, state.opt_state, gradients)
     now = step(*now, gradients)
     found.append(jax.tree.map(lambda x: np.asarray(x, np.float32), now))

@@ -7,16 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.data.collate import collate
-from jaxrl.functional import advantages, kl, losses
-from jaxrl.training import scoring
-from jaxrl.training.state import Spec
+from jaxrl.algorithms import registry, requirements
+from jaxrl.functional import advantages, components, kl, losses
+from jaxrl.training import advantage_step
+from jaxrl.training.batching.batch_builder import collate
+from jaxrl.training.train_state import StepSpec
 from jaxrl.types import Algorithm
 from tests.training import toy
 
 COEF = 0.5
-NAMES = sorted(compose.parts_of(advantages))
+# One of each kind: of tokens with a critic, of groups, of turns, of steps, of the whole
+# batch, against a greedy attempt, and of a teacher's tokens.
+FAST = (
+  'agentic_reinforce',
+  'gae',
+  'gigpo',
+  'grpo',
+  'on_policy_distill',
+  'reinforce_plus_plus',
+  'remax',
+)
+NAMES = [
+  pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+  for name in sorted(registry.components_in(advantages))
+]
 
 
 def batch():
@@ -24,7 +38,7 @@ def batch():
   groups = toy.groups(sizes=(6, 6))
   for group in groups:
     for i, row in enumerate(group):
-      row.member, row.step = i // 2, i % 2
+      row.sample_index, row.turn = i // 2, i % 2
       row.extras['state_hash'] = i % 2
   groups[0][-1].is_greedy = groups[0][-2].is_greedy = True
   packed = collate(groups, (16,))
@@ -55,8 +69,8 @@ def outcome(name, kl_penalty, *, by_hand):
   model = toy.Bigram(toy.CONFIG.replace(value_head=True))
   params = toy.params(toy.Bigram, value_head=True)
   reference = toy.params(toy.Bigram, seed=1, value_head=True)
-  static, numbers = compose.split_numbers(made)
-  spec, host = Spec(model, static), batch()
+  static, numbers = requirements.split_hparams(made)
+  spec, host = StepSpec(model, static), batch()
   off = 0
   if by_hand:
     q = model.policy_outputs(reference, host.tokens, host.segment_ids).logprobs
@@ -69,10 +83,12 @@ def outcome(name, kl_penalty, *, by_hand):
     'step': jnp.int32(0),
     'seed': jnp.uint32(0),
   }
-  run = jax.jit(functools.partial(scoring.prepare, spec, 2))
-  changed, _, metrics = run(params, reference, spec.init_state(), host, numbers)
+  run = jax.jit(functools.partial(advantage_step.score_and_compute_advantages, spec, 2))
+  changed, _, metrics = run(
+    params, reference, spec.init_algorithm_state(), host, numbers
+  )
   if kl_penalty is not None:
     assert abs(float(metrics['kl/penalty'])) > 1e-3
   a = np.asarray(changed['advantages'])
   # Where a token is judged by itself, so is its penalty.
-  return a - off if by_hand and 'rewards' not in compose.columns(part) else a
+  return a - off if by_hand and 'rewards' not in components.fields_of(part) else a

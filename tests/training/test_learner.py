@@ -5,20 +5,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages, losses
-from jaxrl.signature import ConfigError
 from jaxrl.training.learner import Learner
-from jaxrl.training.mesh import single_device_mesh
-from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.programs import CompileCounter
-from jaxrl.training.teachers import Teachers
+from jaxrl.training.monitoring import CompileCounter
+from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.parallelism.mesh import single_device_mesh
+from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Algorithm
 from tests.training import toy
 
 
 async def test_nothing_compiles_after_warm_up():
-  grpo = compose.make('grpo')
+  grpo = registry.make('grpo')
   # These lengths are used nowhere else: programs are shared within a process.
   learner = toy.learner(
     grpo, buckets=(18, 26), optimizer=make_optimizer(warmup_steps=2)
@@ -34,7 +34,7 @@ async def test_nothing_compiles_after_warm_up():
       learning_rate=1e-3, kind='adamw(weight_decay=.1)', clip_norm=None
     )
     learner.temperature = 0.7
-    learner.set_algorithm(compose.make('grpo', {'clip_high': 0.28, 'kl_coef': 0.1}))
+    learner.set_algorithm(registry.make('grpo', {'clip_high': 0.28, 'kl_coef': 0.1}))
     metrics = await learner.update(toy.groups())
   assert counter.count == 0
   assert metrics['compile/programs'] == 0
@@ -44,20 +44,20 @@ async def test_nothing_compiles_after_warm_up():
 async def test_an_equal_learner_compiles_nothing_anew():
   for rate in (1e-3, 1e-4):
     learner = toy.learner(
-      compose.make('opmd', {'tau': rate}), optimizer=make_optimizer(learning_rate=rate)
+      registry.make('opmd', {'tau': rate}), optimizer=make_optimizer(learning_rate=rate)
     )
     warm = await learner.warmup()
   assert warm['compile/programs'] == 0
 
 
 async def test_options_take_effect_without_compiling():
-  learner = toy.learner(compose.make('opmd'))
+  learner = toy.learner(registry.make('opmd'))
   one = await learner.update(toy.groups())
-  learner.set_algorithm(compose.make('opmd', {'tau': 3.0}))
+  learner.set_algorithm(registry.make('opmd', {'tau': 3.0}))
   two = await learner.update(toy.groups())
   assert two['loss/policy'] == pytest.approx(one['loss/policy'] / 2, rel=1e-3)
   with pytest.raises(ValueError, match='only the numeric options'):
-    learner.set_algorithm(compose.make('grpo'))
+    learner.set_algorithm(registry.make('grpo'))
 
 
 async def test_the_counter_is_deaf_once_closed():
@@ -70,7 +70,7 @@ async def test_the_counter_is_deaf_once_closed():
 
 async def test_the_state_is_donated_and_the_callers_parameters_are_not():
   params = jax.tree.map(jax.numpy.asarray, toy.params(toy.Bigram))
-  grpo = compose.make('grpo')
+  grpo = registry.make('grpo')
   learner = Learner(toy.Bigram(), params, grpo, num_rows=8, buckets=(16,))
   before = learner.params
   await learner.update(toy.groups())
@@ -81,7 +81,7 @@ async def test_the_state_is_donated_and_the_callers_parameters_are_not():
 
 
 async def test_minibatches_are_updates_of_their_own():
-  sft, groups = compose.make('sft'), toy.groups(is_expert=True)
+  sft, groups = registry.make('sft'), toy.groups(is_expert=True)
   learner = toy.learner(sft, minibatches=4, epochs=2)
   await learner.update(groups)
   assert int(learner._state.opt_state[0].count) == 8
@@ -89,7 +89,7 @@ async def test_minibatches_are_updates_of_their_own():
 
 
 async def test_an_empty_minibatch_is_no_update():
-  learner = toy.learner(compose.make('sft'), minibatches=4)
+  learner = toy.learner(registry.make('sft'), minibatches=4)
   await learner.update(toy.groups(sizes=(3,), is_expert=True))
   assert int(learner._state.opt_state[0].count) == 3
 
@@ -97,7 +97,7 @@ async def test_an_empty_minibatch_is_no_update():
 async def test_two_runs_are_equal_bit_for_bit_and_seeds_differ():
   results = []
   for seed in (0, 0, 1):
-    learner = toy.learner(compose.make('grpo'), minibatches=2, seed=seed)
+    learner = toy.learner(registry.make('grpo'), minibatches=2, seed=seed)
     for step in range(3):
       await learner.update(toy.groups(step))
     results.append(np.asarray(learner.params['bigram']['table']))
@@ -106,7 +106,7 @@ async def test_two_runs_are_equal_bit_for_bit_and_seeds_differ():
 
 
 async def test_more_rows_than_usual_are_taken_in_one_piece():
-  learner = toy.learner(compose.make('sft'))
+  learner = toy.learner(registry.make('sft'))
   metrics = await learner.update(toy.groups(sizes=(9, 10), is_expert=True))
   assert metrics['tokens/rows'] == 19
 
@@ -114,26 +114,26 @@ async def test_more_rows_than_usual_are_taken_in_one_piece():
 async def test_groups_stay_whole_where_the_algorithm_says_so():
   """A loss that sees 4 rows of every group it sees, or the test fails."""
 
-  def loss(logprobs, mask, task_ids):
-    same = (task_ids[:, None] == task_ids) & (task_ids >= 0)
+  def loss(logprobs, mask, group_ids):
+    same = (group_ids[:, None] == group_ids) & (group_ids >= 0)
     members = same.sum(-1)[:, None] * jax.numpy.ones_like(logprobs)
     return -logprobs, {'members': members}
 
-  made = Algorithm(policy_loss=loss, atom='group', group_size=4)
+  made = Algorithm(policy_loss=loss, batch_unit='group', group_size=4)
   learner = toy.learner(made, num_rows=16, minibatches=2, micro_batches=2)
   metrics = await learner.update(toy.groups(sizes=(4,) * 4))
   assert metrics['policy/members'] == pytest.approx(4)
 
 
 async def test_expert_rows_have_no_mismatch_and_no_reward():
-  learner = toy.learner(compose.make('sft'))
+  learner = toy.learner(registry.make('sft'))
   metrics = await learner.update(toy.groups(is_expert=True))
   assert not any(name.startswith(('mismatch/', 'reward/')) for name in metrics)
   assert metrics['loss/policy'] == pytest.approx(np.log(64), rel=0.05)
 
 
 async def test_mismatch_is_measured_and_warned_of_once(caplog):
-  learner = toy.learner(compose.make('grpo'), mismatch_alarm=0.05)
+  learner = toy.learner(registry.make('grpo'), mismatch_alarm=0.05)
   with caplog.at_level(logging.WARNING, 'jaxrl'):
     metrics = [await learner.update(toy.groups()) for _ in range(2)]
   assert len([r for r in caplog.records if 'disagree' in r.message]) == 1
@@ -155,7 +155,7 @@ async def test_mismatch_is_measured_and_warned_of_once(caplog):
 
 async def test_rewards_tokens_and_staleness_are_reported():
   groups = toy.groups()
-  learner = toy.learner(compose.make('grpo'))
+  learner = toy.learner(registry.make('grpo'))
   await learner.update(groups)
   metrics = await learner.update(groups)
   rows = [row for group in groups for row in group]
@@ -176,7 +176,7 @@ async def test_what_is_not_finite_stops_the_run():
 
 
 async def test_a_row_longer_than_every_bucket_is_an_error():
-  learner = toy.learner(compose.make('grpo'))
+  learner = toy.learner(registry.make('grpo'))
   with pytest.raises(ValueError, match='longer than the largest length bucket, 16'):
     await learner.update(toy.groups(lengths=(17, 18)))
   assert learner.step == 0
@@ -185,7 +185,7 @@ async def test_a_row_longer_than_every_bucket_is_an_error():
 def test_parameters_of_another_shape_are_named():
   params = toy.params(toy.Bigram)
   params = {'bigram': {'table': np.zeros((3, 64), np.float32)}}
-  algorithm = compose.make('grpo')
+  algorithm = registry.make('grpo')
   with pytest.raises(ValueError, match=r'bigram.table: .* given is \(3, 64\)'):
     Learner(toy.Bigram(), params, algorithm, num_rows=8, buckets=(16,))
 
@@ -198,21 +198,21 @@ def test_what_speaks_for_a_teacher_needs_one(loss):
 
 
 async def test_the_width_of_a_teachers_columns_stays():
-  made = compose.make('distill')
+  made = registry.make('distill')
   teachers = Teachers(made, mesh=single_device_mesh(), chunk_rows=8)
   learner = toy.learner(made, teachers=teachers)
-  learner.set_algorithm(compose.make('distill', {'skew': 0.2}))
+  learner.set_algorithm(registry.make('distill', {'skew': 0.2}))
   with pytest.raises(ValueError, match='only the numeric options'):
-    learner.set_algorithm(compose.make('distill', {'top_k': 3}))
+    learner.set_algorithm(registry.make('distill', {'top_k': 3}))
 
 
 def test_a_critic_needs_a_value_head():
   with pytest.raises(ValueError, match='value_head=True'):
-    toy.learner(compose.make('ppo'))
+    toy.learner(registry.make('ppo'))
 
 
 async def test_a_learned_value_lowers_the_value_error():
-  made = compose.make('ppo', {'kl_coef': 0.0, 'value_clip': None})
+  made = registry.make('ppo', {'kl_coef': 0.0, 'value_clip': None})
   learner = toy.learner(
     made, changes={'value_head': True}, optimizer=make_optimizer(learning_rate=0.05)
   )
@@ -230,14 +230,14 @@ async def test_policy_gradient_raises_the_log_prob_of_what_paid():
 
 def test_wrong_counts_are_refused():
   with pytest.raises(ValueError, match='micro_batches=0'):
-    toy.learner(dataclasses.replace(compose.make('grpo')), micro_batches=0)
+    toy.learner(dataclasses.replace(registry.make('grpo')), micro_batches=0)
 
 
 async def test_greedy_attempts_are_in_no_statistic_of_advantages():
   groups = toy.groups(sizes=(2, 2, 2, 2))
   for _, greedy in groups:
     greedy.is_greedy = True
-  metrics = await toy.learner(compose.make('remax', {'kl_coef': 0.0})).update(groups)
+  metrics = await toy.learner(registry.make('remax', {'kl_coef': 0.0})).update(groups)
   gains = [row.score - greedy.score for row, greedy in groups]
   counts = [row.action_mask.sum() for row, _ in groups]
   mean = np.average(gains, weights=counts)

@@ -7,34 +7,34 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.algorithms import compose
-from jaxrl.models import lora, unmerged
-from jaxrl.models.config import Lora
-from jaxrl.models.model import Model
-from jaxrl.training import programs
-from jaxrl.training.checkpoint import Checkpointer, CheckpointError, flatten
+from jaxrl.algorithms import registry
+from jaxrl.models import lora, lora_transfer
+from jaxrl.models.model_config import Lora
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training import train_state
+from jaxrl.training.checkpointing import Checkpointer, CheckpointError, flatten_by_name
 from jaxrl.training.learner import Learner
-from jaxrl.training.mesh import make_mesh
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.parallelism.mesh import make_mesh
 from tests.models.small import EXPERTS
 from tests.training import toy
 from tests.training.test_pairs import pairs
 
-OWN = lora.lora(rank=2, targets='q,o,up')
+OWN = lora.lora_adapters(rank=2, targets='q,o,up')
 LAYERS = ('attention.q', 'attention.o', 'mlp.up')
 
 
 def model(own: Lora | None = OWN, **changes):
-  return Model(toy.CONFIG.replace(num_layers=1, lora=own, **changes))
+  return TransformerLM(toy.CONFIG.replace(num_layers=1, lora=own, **changes))
 
 
 def made(algorithm='grpo', *, own: Lora | None = OWN, seed=0, changes=None, **options):
   changes = changes or {}
   this = model(own, **changes)
-  params = toy.params(Model, seed, num_layers=1, **changes)
-  params = lora.add(this, params, jax.random.key(1))
+  params = toy.params(TransformerLM, seed, num_layers=1, **changes)
+  params = lora.add_adapters(this, params, jax.random.key(1))
   options = {'num_rows': 8, 'buckets': (16,)} | options
-  algorithm = compose.make(algorithm) if isinstance(algorithm, str) else algorithm
+  algorithm = registry.make(algorithm) if isinstance(algorithm, str) else algorithm
   return Learner(
     this,
     params,
@@ -45,7 +45,7 @@ def made(algorithm='grpo', *, own: Lora | None = OWN, seed=0, changes=None, **op
 
 
 def named(tree):
-  return {name: np.array(x) for name, x in flatten(tree).items()}
+  return {name: np.array(x) for name, x in flatten_by_name(tree).items()}
 
 
 def moved(before, after):
@@ -75,12 +75,12 @@ async def test_only_adapters_and_a_value_head_move(algorithm):
   want = {f'layers.{x}.lora_{y}' for x in LAYERS for y in 'ab'}
   assert changed - {'value_head.bias', 'value_head.kernel'} == want
   assert ('value_head.kernel' in changed) == (algorithm == 'ppo')
-  kept = flatten(learner._state.opt_state[0].mu)
+  kept = flatten_by_name(learner._state.opt_state[0].mu)
   assert not [name for name in kept if name.endswith('q.kernel')]
 
 
 async def test_experts_their_router_and_the_head_learn_by_adapters():
-  own = lora.lora(rank=2, targets='gate,up,down,router,lm_head')
+  own = lora.lora_adapters(rank=2, targets='gate,up,down,router,lm_head')
   learner = made('sft', own=own, changes=EXPERTS)
   before = named(learner.params)
   for _ in range(2):
@@ -95,8 +95,8 @@ async def test_experts_their_router_and_the_head_learn_by_adapters():
 
 async def test_the_reference_is_the_start_and_costs_no_copy():
   learner = made()
-  assert set(flatten(learner._reference)) == set(
-    flatten(lora.trained(learner.model.config, learner.params))
+  assert set(flatten_by_name(learner._ref_params)) == set(
+    flatten_by_name(lora.trainable_params(learner.model.config, learner.params))
   )
   first = await learner.update(toy.groups())
   second = await learner.update(toy.groups())
@@ -111,9 +111,11 @@ async def test_a_run_resumes_to_the_bit_and_writes_no_frozen_weight(tmp_path):
     await first.update(toy.groups(step))
   checkpointer = Checkpointer(tmp_path)
   await first.save(checkpointer, {}, wait=True)
-  names = set(first._kept()['state'].params['layers'])
+  names = set(first._checkpoint_arrays()['state'].params['layers'])
   assert names == {'attention', 'mlp'}
-  assert not any('kernel' in name for name in flatten(first._kept()))
+  assert not any(
+    'kernel' in name for name in flatten_by_name(first._checkpoint_arrays())
+  )
   second = made()
   await second.restore(checkpointer)
   await second.update(toy.groups(2))
@@ -131,12 +133,12 @@ async def test_a_mesh_gives_the_same_and_adapters_lie_as_their_layers_do():
     await learner.update(toy.groups(is_expert=True))
   for name, x in named(one.params).items():
     np.testing.assert_allclose(x, named(many.params)[name], rtol=1e-3, atol=1e-5)
-  shapes = programs.state_shapes(many._spec, mesh)
+  shapes = train_state.state_shapes(many._spec, mesh)
   for tree in (shapes.params, shapes.opt_state[0].mu):
     q = tree['layers']['attention']['q']
     assert q['lora_a'].sharding.spec == P(None, 'fsdp', None)
     assert q['lora_b'].sharding.spec == P(None, None, 'tensor', None)
-  served, kept = await many.weights(), many.params
+  served, kept = await many.inference_params(), many.params
   kernel = served['layers']['attention']['q']['kernel']
   assert kernel.sharding == kept['layers']['attention']['q']['kernel'].sharding
   assert (kernel != kept['layers']['attention']['q']['kernel']).any()
@@ -144,18 +146,20 @@ async def test_a_mesh_gives_the_same_and_adapters_lie_as_their_layers_do():
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), want, served
   )
-  await many.rest()
-  jax.tree.map(np.testing.assert_array_equal, served, await many.weights())
+  await many.offload()
+  jax.tree.map(np.testing.assert_array_equal, served, await many.inference_params())
 
 
 async def test_adapters_to_be_sent_are_given_with_their_base():
-  learner = made(own=lora.lora(rank=2, alpha=3.0, targets='q', send='adapters'))
-  given = await learner.weights()
-  assert unmerged.is_unmerged(given) and given[unmerged.SCALE] == 1.5
+  learner = made(
+    own=lora.lora_adapters(rank=2, alpha=3.0, targets='q', send='adapters')
+  )
+  given = await learner.inference_params()
+  assert lora_transfer.is_transfer(given) and given[lora_transfer.SCALE_KEY] == 1.5
   q = learner.params['layers']['attention']['q']
   assert given['layers']['attention']['q']['lora_a'] is q['lora_a']  # no copy
-  await learner.rest()
-  again = await learner.weights()
+  await learner.offload()
+  again = await learner.inference_params()
   jax.tree.map(np.testing.assert_array_equal, given, again)
   kinds = {x.sharding.memory_kind for x in jax.tree.leaves(again['layers'])}
   assert kinds == {'device'}
@@ -163,7 +167,7 @@ async def test_adapters_to_be_sent_are_given_with_their_base():
 
 @SLOW
 async def test_a_base_in_bfloat16_learns():
-  learner = made('sft', own=lora.lora(rank=2, base='bfloat16'))
+  learner = made('sft', own=lora.lora_adapters(rank=2, base='bfloat16'))
   before = named(learner.params)
   assert before['embedding.table'].dtype == 'bfloat16'
   metrics = await learner.update(toy.groups(is_expert=True))
@@ -177,6 +181,6 @@ def test_no_gradient_is_computed_of_what_is_frozen():
   found = []
   for own in (None, OWN):
     learner = made('sft', own=own, changes={'intermediate_size': 80})
-    text = learner.traced(16)[1]['train'].lower().as_text()
+    text = learner.trace(16)[1]['train'].lower().as_text()
     found.append(re.findall(r'dot_general.*-> tensor<(?:32x80|80x32)xf32>', text))
   assert len(found[0]) == 3 and not found[1]  # gate, up and down

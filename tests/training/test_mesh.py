@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from jaxrl.training.mesh import make_mesh, single_device_mesh
+from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
 
 
 def test_minus_one_is_what_is_left():

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.data.files import FileSampler
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.algorithms import registry
+from jaxrl.data.file_sampler import FileSampler
+from jaxrl.training.optimizers import make_optimizer
 from tests.data.letters import END, letters
 from tests.training import toy
 
@@ -16,7 +16,7 @@ DIGITS = '0123456789'
 def row(tokens, reward, member):
   """A prompt of one token, then actions."""
   rng = np.random.default_rng(0)
-  made = toy.trajectory(rng, len(tokens), member=member, is_expert=True)
+  made = toy.trajectory(rng, len(tokens), sample_index=member, is_expert=True)
   made.tokens[:] = tokens
   made.action_mask[:] = np.arange(len(tokens)) > 0
   made.rollout_logprobs[:] = 0
@@ -37,7 +37,7 @@ def pairs(count, seed=0):
 
 def learner(name, rows, rate=0.1, **options):
   optimizer = make_optimizer(learning_rate=rate, clip_norm=None)
-  made = compose.make(name, options)
+  made = registry.make(name, options)
   return toy.learner(made, num_rows=rows, buckets=(16,), optimizer=optimizer)
 
 
@@ -75,10 +75,10 @@ async def test_raft_learns_the_best_row_of_a_prompt_alone():
   rows = [
     {'text': f'{DIGITS[i]}{word}', 'reward': i % 2} for i, word in enumerate('37517')
   ]
-  texts = await FileSampler(letters(), rows, schema='text', batch_size=5).next(0)
+  texts = await FileSampler(letters(), rows, data_format='text', batch_size=5).next(0)
   groups = [[line for (line,) in texts]]
   for member, line in enumerate(groups[0]):
-    line.member = member
+    line.sample_index = member
     line.rewards[-1] = line.group_id % 2
   best = [[line] for line in groups[0] if line.score > 0]
   raft, sft = learner('raft', 8, schema='messages'), learner('sft', 8)
@@ -104,7 +104,7 @@ async def test_rows_without_log_probs_start_from_ratio_one_when_decoupled():
 
 async def test_texts_are_learned_to_their_end():
   rows = [{'text': DIGITS[i:] + DIGITS[:i]} for i in range(4)]
-  sampler = FileSampler(letters(), rows, schema='text', batch_size=4, max_length=8)
+  sampler = FileSampler(letters(), rows, data_format='text', batch_size=4, max_length=8)
   made, told = learner('cpt', 4), []
   for step in range(60):
     told.append(await made.update(await sampler.next(step)))

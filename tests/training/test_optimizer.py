@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.training import moments, optimizer
+from jaxrl.training import optimizers
 
 
 def numpy_adamw(params, gradients, steps, *, lr, b1, b2, eps, decay, clip):
@@ -28,13 +28,18 @@ def test_adamw_is_the_papers():
   rng = np.random.default_rng(0)
   params = {'kernel': rng.normal(size=(3, 4)), 'bias': rng.normal(size=4)}
   gradients = {'kernel': 3 * rng.normal(size=(3, 4)), 'bias': rng.normal(size=4)}
-  made = optimizer.make_optimizer(
+  made = optimizers.make_optimizer(
     learning_rate=0.1, kind='adamw(weight_decay=.3)', clip_norm=2.0
   )
   tree = jax.tree.map(jnp.float32, params)
-  grads, state = jax.tree.map(jnp.float32, gradients), optimizer.init(tree)
+  grads, state = (
+    jax.tree.map(jnp.float32, gradients),
+    optimizers.init_optimizer_state(tree),
+  )
   for step in range(3):
-    tree, state, metrics = optimizer.update(tree, state, grads, made.numbers(step))
+    tree, state, metrics = optimizers.apply_gradients(
+      tree, state, grads, made.hparams(step)
+    )
   want = numpy_adamw(
     params, gradients, 3, lr=0.1, b1=0.9, b2=0.999, eps=1e-8, decay=0.3, clip=2.0
   )
@@ -46,10 +51,10 @@ def test_adamw_is_the_papers():
 
 def test_a_small_gradient_and_a_zero_one_are_not_clipped():
   params = {'bias': jnp.ones(2)}
-  numbers = optimizer.make_optimizer(learning_rate=1.0).numbers(0)
+  numbers = optimizers.make_optimizer(learning_rate=1.0).hparams(0)
   for gradient in (jnp.array([0.3, 0.0]), jnp.zeros(2)):
-    grads, state = {'bias': gradient}, optimizer.init(params)
-    _, state, _ = optimizer.update(params, state, grads, numbers)
+    grads, state = {'bias': gradient}, optimizers.init_optimizer_state(params)
+    _, state, _ = optimizers.apply_gradients(params, state, grads, numbers)
     np.testing.assert_allclose(state[0].mu['bias'], 0.1 * gradient, rtol=1e-6)
 
 
@@ -65,13 +70,13 @@ def test_a_small_gradient_and_a_zero_one_are_not_clipped():
   ],
 )
 def test_schedules(options, want):
-  made = optimizer.make_optimizer(learning_rate=2.0, **options)
+  made = optimizers.make_optimizer(learning_rate=2.0, **options)
   rates = [made.learning_rate_at(step) for step in range(4)]
   np.testing.assert_allclose(rates, want, atol=1e-6)
 
 
 def test_schedules_are_those_of_optax():
-  cosine = optimizer.make_optimizer(
+  cosine = optimizers.make_optimizer(
     learning_rate=3.0,
     schedule='cosine(decay_steps=20, final_fraction=.1)',
     warmup_steps=5,
@@ -100,7 +105,7 @@ def test_schedules_are_those_of_optax():
 )
 def test_wrong_options_say_what_to_do(options, message):
   with pytest.raises(ValueError, match=message):
-    optimizer.make_optimizer(**options)
+    optimizers.make_optimizer(**options)
 
 
 def numpy_adafactor(gradient, *, steps, clip):
@@ -120,14 +125,16 @@ def numpy_adafactor(gradient, *, steps, clip):
 def test_adafactor_is_the_papers_layer_by_layer():
   rng = np.random.default_rng(0)
   gradients = rng.normal(size=(2, 5, 6)) ** 3
-  kind = moments.parse('adafactor(clip_threshold=.7, min_size=4)')
+  kind = optimizers.parse_optimizer('adafactor(clip_threshold=.7, min_size=4)')
   wanted = [numpy_adafactor(g, steps=3, clip=0.7) for g in gradients]
   params = {'layers': {'kernel': jnp.zeros((2, 5, 6))}}
-  state = optimizer.init(params, kind.memory)
-  numbers = kind.numbers | {'learning_rate': 1.0, 'clip_norm': np.inf}
+  state = optimizers.init_optimizer_state(params, kind.state_spec)
+  numbers = kind.hparams | {'learning_rate': 1.0, 'clip_norm': np.inf}
   for step in range(3):
     now = {'layers': {'kernel': jnp.float32((step + 1) * gradients)}}
-    after, state, _ = optimizer.update(params, state, now, numbers, kind.memory)
+    after, state, _ = optimizers.apply_gradients(
+      params, state, now, numbers, kind.state_spec
+    )
     moved = -after['layers']['kernel']
     for layer in range(2):
       np.testing.assert_allclose(moved[layer], wanted[layer][step], rtol=1e-4)
@@ -136,37 +143,43 @@ def test_adafactor_is_the_papers_layer_by_layer():
 def test_lion_and_sgd_step_as_defined():
   gradient = {'bias': jnp.array([0.5, -3.0])}
   for kind, want in (('lion', [1.0, -1.0]), ('sgd', [0.5, -3.0])):
-    made = optimizer.make_optimizer(learning_rate=1.0, kind=kind, clip_norm=None)
-    memory, params = made.kind.memory, {'bias': jnp.zeros(2)}
-    state = optimizer.init(params, memory)
-    params, _, _ = optimizer.update(params, state, gradient, made.numbers(0), memory)
+    made = optimizers.make_optimizer(learning_rate=1.0, kind=kind, clip_norm=None)
+    memory, params = made.spec.state_spec, {'bias': jnp.zeros(2)}
+    state = optimizers.init_optimizer_state(params, memory)
+    params, _, _ = optimizers.apply_gradients(
+      params, state, gradient, made.hparams(0), memory
+    )
     np.testing.assert_allclose(-params['bias'], want)
 
 
 def test_rounding_by_chance_is_right_on_average_and_seeded():
   x = jnp.float32([1.001, -0.3, 1e-12, 0.0, 2.0])
   keys = jax.random.split(jax.random.key(0), 4000)
-  found = jax.vmap(moments._rounded, (None, 0))(x, keys)
+  found = jax.vmap(optimizers._round_stochastically, (None, 0))(x, keys)
   assert found.dtype == jnp.bfloat16
   mean = np.mean(np.float64(found), 0)
   np.testing.assert_allclose(mean, x, rtol=3e-4)
   assert (np.float32(found[:, 3:]) == [0, 2]).all()  # what bfloat16 holds, stays
-  again = jax.vmap(moments._rounded, (None, 0))(x, keys)
+  again = jax.vmap(optimizers._round_stochastically, (None, 0))(x, keys)
   assert (found == again).all()
 
 
 def test_a_second_moment_in_bfloat16_still_forgets():
   """A step of b2=.999 moves it by less than bfloat16 resolves, yet it falls by half."""
-  made = optimizer.make_optimizer(kind="adamw(moments='bfloat16')", clip_norm=None)
-  memory, params = made.kind.memory, {'kernel': jnp.zeros((32, 32))}
-  _, start, _ = optimizer.update(
-    params, optimizer.init(params, memory), {'kernel': jnp.ones((32, 32))},
-    made.numbers(0), memory,
+  made = optimizers.make_optimizer(kind="adamw(moments='bfloat16')", clip_norm=None)
+  memory, params = made.spec.state_spec, {'kernel': jnp.zeros((32, 32))}
+  _, start, _ = optimizers.apply_gradients(
+    params,
+    optimizers.init_optimizer_state(params, memory),
+    {'kernel': jnp.ones((32, 32))},
+    made.hparams(0), memory,
   )  # fmt: skip
 
   def step(state, _):
     gradient = {'kernel': jnp.zeros((32, 32))}
-    return optimizer.update(params, state, gradient, made.numbers(0), memory)[1], None
+    return optimizers.apply_gradients(params, state, gradient, made.hparams(0), memory)[
+      1
+    ], None
 
   state, _ = jax.lax.scan(step, start, length=693)
   left = np.float32(state[0].nu['kernel']).mean() / 0.001
@@ -185,7 +198,11 @@ def test_what_each_kind_keeps():
   size = num_bytes(params)
 
   def kept(text):
-    return num_bytes(optimizer.init(params, moments.parse(text).memory))
+    return num_bytes(
+      optimizers.init_optimizer_state(
+        params, optimizers.parse_optimizer(text).state_spec
+      )
+    )
 
   assert kept('adamw') == 2 * size + 4
   assert kept("adamw(moments='bfloat16')") == size + 4
@@ -197,7 +214,9 @@ def test_what_each_kind_keeps():
 
 
 def test_a_kind_of_the_same_state_has_its_own_numbers():
-  kind = moments.parse("adamw(b2=.98, weight_decay=1, moments='bfloat16')")
-  assert kind.numbers['weight_decay'] == 1.0
-  assert isinstance(kind.numbers['weight_decay'], float)
-  assert kind.fresh() == moments.parse("adamw(moments='bfloat16')")
+  kind = optimizers.parse_optimizer("adamw(b2=.98, weight_decay=1, moments='bfloat16')")
+  assert kind.hparams['weight_decay'] == 1.0
+  assert isinstance(kind.hparams['weight_decay'], float)
+  assert kind.with_default_hparams() == optimizers.parse_optimizer(
+    "adamw(moments='bfloat16')"
+  )

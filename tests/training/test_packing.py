@@ -1,4 +1,4 @@
-"""A step on packed rows is the step on rectangles, for every algorithm."""
+"""A step on packed rows is the step on rectangles, for each kind of algorithm."""
 
 import dataclasses
 import functools
@@ -8,26 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.models import rectangle
+from jaxrl.algorithms import registry, requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.models import unpacked_attention
 from jaxrl.models.exact import Exact
-from jaxrl.models.model import Model
-from jaxrl.signature import ConfigError
+from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import (
-  first_fit,
-  forward,
-  late,
-  packed_layout,
-  packing,
-  programs,
-  scoring,
-  sharding,
-  step,
-  teacher_columns,
+  advantage_step,
+  batch_fields,
+  compiled_steps,
+  forward_pass,
+  monitoring,
+  train_step,
 )
-from jaxrl.training.mesh import make_mesh, single_device_mesh
-from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.teachers import Teachers
+from jaxrl.training.batching import (
+  batch_builder,
+  first_fit_placement,
+  packed_batch_builder,
+  packing_plan,
+)
+from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.parallelism import sharding
+from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
+from jaxrl.training.teacher_scoring import Teachers
+from launch.settings.component_calls import parse_packing
 from tests.training import toy
 from tests.training.bag import Bag
 
@@ -39,7 +43,7 @@ SAME = ('time/', 'tokens/', 'compile/')  # what may differ begins with these
 def prompted(algorithm, sizes=(4, 3, 1), seed=0, segments=False):
   """Groups with a prompt each, unequal responses, and some with a turn between."""
   rng = np.random.default_rng(seed)
-  if algorithm.atom == 'pair':
+  if algorithm.batch_unit == 'pair':
     sizes = (2,) * 4
   groups = []
   for g, size in enumerate(sizes):
@@ -50,12 +54,12 @@ def prompted(algorithm, sizes=(4, 3, 1), seed=0, segments=False):
 
 def one(rng, algorithm, prompt, g, m, segments):
   length = len(prompt) + int(rng.integers(4, 14))
-  row = toy.trajectory(rng, length, group_id=g, member=m)
+  row = toy.trajectory(rng, length, group_id=g, sample_index=m)
   mask = np.arange(length) >= len(prompt)
   mask[len(prompt) + 1 : len(prompt) + 3] &= m % 2 == 0  # somebody else's words
   tokens = np.concatenate([prompt, row.tokens[len(prompt) :]])
   rewards = np.zeros(length, np.float32)
-  rewards[-1] = m if algorithm.atom == 'pair' else rng.normal()
+  rewards[-1] = m if algorithm.batch_unit == 'pair' else rng.normal()
   extras = {
     'state_hash': int(rng.integers(2)),
     'teacher_logprobs': np.where(mask, -rng.random(length), 0).astype(np.float32),
@@ -71,19 +75,20 @@ def one(rng, algorithm, prompt, g, m, segments):
     rollout_logprobs=np.where(mask, row.rollout_logprobs, 0).astype(np.float32),
     weights_version=np.where(mask, 0, -1).astype(np.int32),
     rewards=rewards,
-    is_expert=algorithm.schema != 'rollout' or (algorithm_mixes(algorithm) and g == 2),
+    is_expert=algorithm.data_format != 'rollout'
+    or (algorithm_mixes(algorithm) and g == 2),
     extras=extras,
   )
 
 
 def algorithm_mixes(algorithm):
-  return 'expert_mask' in compose.reads(algorithm)
+  return 'expert_mask' in requirements.fields_read(algorithm)
 
 
 async def train(algorithm, groups, kind=Bag, steps=2, **options):
   value_head = {'value_head': True} if algorithm.value_loss else {}
   options = {'mesh': single_device_mesh(), 'entropy': False} | options
-  if teacher_columns.columns(algorithm):
+  if batch_fields.teacher_fields(algorithm):
     options['teachers'] = Teachers(algorithm, mesh=options['mesh'], chunk_rows=8)
   learner = toy.learner(
     algorithm,
@@ -111,15 +116,21 @@ def assert_same(one, two):
 
 
 def packed(tokens=48, length=48, **options):
-  return packing.first_fit(tokens=tokens, length=length, **options)
+  return packing_plan.first_fit(tokens=tokens, length=length, **options)
 
 
-LIGHT = compose.make('grpo', {'kl_coef': 0.0})  # no scores before the first update
+LIGHT = registry.make('grpo', {'kl_coef': 0.0})  # no scores before the first update
 
 FAST = ('ppo',)
+# By token, by turn, by step and by sequence; by group and by the whole batch; of pairs,
+# of files, of teachers, of experts; with a critic and with a greedy attempt.
+KINDS = (
+  *('cod', 'cpt', 'distill', 'dpo', 'drgrpo', 'gigpo', 'grpo', 'gspo', 'kimi', 'm2po'),
+  *('mix_chord', 'on_policy_distill', 'ppo', 'reinforce_plus_plus', 'remax', 'sft'),
+  *('step_reinforce', 'topr'),
+)
 NAMES = [
-  pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-  for name in compose.names()
+  pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in KINDS
 ]
 
 
@@ -130,14 +141,16 @@ def eagerly(monkeypatch, name):
     yield
     return
 
-  def prepare(spec, mesh, shape, numbers):
-    return functools.partial(scoring.prepare, spec, shape.rows // shape.micro_rows)
+  def prepare(spec, mesh, shape, hparams_key):
+    return functools.partial(
+      advantage_step.score_and_compute_advantages, spec, shape.rows // shape.micro_rows
+    )
 
-  def train(spec, mesh, shape, numbers):
-    return functools.partial(step.train_step, spec)
+  def train(spec, mesh, shape, hparams_key):
+    return functools.partial(train_step.train_step, spec)
 
-  monkeypatch.setattr(programs, '_compile_prepare', prepare)
-  monkeypatch.setattr(programs, '_compile_train', train)
+  monkeypatch.setattr(compiled_steps, '_compile_advantage_step', prepare)
+  monkeypatch.setattr(compiled_steps, '_compile_train_step', train)
   jax.config.update('jax_disable_jit', True)
   yield
   jax.config.update('jax_disable_jit', False)
@@ -146,7 +159,7 @@ def eagerly(monkeypatch, name):
 @pytest.mark.parametrize('name', NAMES)
 async def test_packed_is_unpacked(name, eagerly):
   own = {'aggregation': 'sequence_mean_token_sum_norm(length=16)'}
-  algorithm = compose.make(name, own if name == 'drgrpo' else {})
+  algorithm = registry.make(name, own if name == 'drgrpo' else {})
   groups = prompted(algorithm)
   value_head = {'value_head': True} if algorithm.value_loss else {}
   options = {'steps': 1, 'ref_params': toy.params(Bag, seed=1, **value_head)}
@@ -154,7 +167,7 @@ async def test_packed_is_unpacked(name, eagerly):
   found = await train(algorithm, groups, packing=packed(), **options)
   assert_same(plain, found)
   # No two rows of a group begin alike, or are there at all.
-  single = algorithm.schema in ('messages', 'text') or name == 'ppo'
+  single = algorithm.data_format in ('messages', 'text') or name == 'ppo'
   assert (found[1][0]['tokens/shared_share'] > 0) == (not single)
   assert found[1][0]['tokens/micro_batches'] > 1
 
@@ -163,19 +176,19 @@ async def test_packed_is_unpacked(name, eagerly):
 @pytest.mark.parametrize('name', ['grpo', 'gspo', 'ppo', 'dpo', 'on_policy_distill'])
 async def test_a_transformer_on_packed_rows(name):
   """One of each: by token, by sequence, with a critic, of pairs, with a teacher."""
-  algorithm, options = compose.make(name), {'minibatches': 2, 'epochs': 2}
-  groups = prompted(algorithm, segments=algorithm.schema == 'rollout')
-  plain = await train(algorithm, groups, Model, **options)
-  found = await train(algorithm, groups, Model, packing=packed(96), **options)
+  algorithm, options = registry.make(name), {'minibatches': 2, 'epochs': 2}
+  groups = prompted(algorithm, segments=algorithm.data_format == 'rollout')
+  plain = await train(algorithm, groups, TransformerLM, **options)
+  found = await train(algorithm, groups, TransformerLM, packing=packed(96), **options)
   assert_same(plain, found)
 
 
 @pytest.mark.slow
 async def test_packed_rows_on_four_devices():
   groups = prompted(LIGHT)
-  plain = await train(LIGHT, groups, Model)
+  plain = await train(LIGHT, groups, TransformerLM)
   mesh = make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
-  found = await train(LIGHT, groups, Model, packing=packed(96), mesh=mesh)
+  found = await train(LIGHT, groups, TransformerLM, packing=packed(96), mesh=mesh)
   assert_same(plain, found)
 
 
@@ -184,18 +197,20 @@ def scored(layout, groups):
 
   On packed rows, or on the rectangle where the layout has no plan.
   """
-  batch, _, (plan,) = layout.lay_out(groups, 0)
+  batch, _, (plan,) = layout.build_batch(groups, 0)
   weights = np.random.default_rng(1).normal(size=batch.tokens.shape)
   weights = np.where(batch.action_mask, weights, 0).astype(np.float32)
-  plans = isinstance(plan, packing.Plan)
+  plans = isinstance(plan, packing_plan.PackingPlan)
 
   def total(params):
     found = 0.0
-    for i in range(int(plan.count) if plans else 1):
-      members = plan.members[i] if plans else plan[0]
+    for i in range(int(plan.num_micro_batches) if plans else 1):
+      members = plan.micro_batch_rows[i] if plans else plan[0]
       own = [jnp.asarray(x[members]) for x in (batch.tokens, batch.segment_ids)]
-      rows = plan.rows(i, LENGTH) if plans else None
-      told = forward.outputs(toy.model(), params, *own, rows=rows).logprobs
+      rows = plan.packed_rows(i, LENGTH) if plans else None
+      told = forward_pass.compute_outputs(
+        toy.model(), params, *own, packed_rows=rows
+      ).logprobs
       found += (np.where(members >= 0, weights[members].T, 0).T * told).sum()
     return found
 
@@ -205,20 +220,22 @@ def scored(layout, groups):
 
 def given(layout, groups, model):
   """What the model is given beside the packed rows of the first micro-batch."""
-  batch, _, (plan,) = layout.lay_out(groups, 0)
-  ids = jnp.asarray(batch.segment_ids[plan.members[0]])
-  return forward._rectangle(model, plan.rows(0, LENGTH), ids)
+  batch, _, (plan,) = layout.build_batch(groups, 0)
+  ids = jnp.asarray(batch.segment_ids[plan.micro_batch_rows[0]])
+  return forward_pass._unpacked_attention(model, plan.packed_rows(0, LENGTH), ids)
 
 
 def test_rows_attend_on_a_rectangle_where_that_is_less_and_on_one_device():
-  groups = prompted(compose.make('grpo'), sizes=(4, 3), segments=True)
+  groups = prompted(registry.make('grpo'), sizes=(4, 3), segments=True)
   own = layout(8, LENGTH, packed(120, length=120))
-  assert list(given(own, groups, toy.model())) == ['rectangle']
+  assert list(given(own, groups, toy.model())) == ['attend_with']
   assert not given(layout(8, LENGTH, packed(192, length=40)), groups, toy.model())
   for axis, taken in (('tensor', True), ('fsdp', False)):
     sizes = {'data': 1, 'fsdp': 1, 'tensor': 1} | {axis: 2}
     mesh = make_mesh(**sizes, devices=jax.devices()[:2])
-    model = dataclasses.replace(toy.model(), constrain=sharding.Constrain(mesh))
+    model = dataclasses.replace(
+      toy.model(), constrain=sharding.ShardingConstraint(mesh)
+    )
     assert bool(given(own, groups, model)) == taken
 
 
@@ -230,7 +247,7 @@ def test_rows_attend_on_a_rectangle_where_that_is_less_and_on_one_device():
   ],
 )
 def test_the_gradient_through_packed_rows_is_exact(share, length):
-  groups = prompted(compose.make('grpo'), sizes=(4, 3), segments=True)
+  groups = prompted(registry.make('grpo'), sizes=(4, 3), segments=True)
   value, expected, _ = scored(layout(8, LENGTH, ''), groups)
   own = layout(8, LENGTH, packed(max(length, 80), length=length, share_prefix=share))
   found, gradient, slots = scored(own, groups)
@@ -253,7 +270,7 @@ def drawn(rng, groups, size, longest):
     rows = []
     for m in range(size):
       length = prompt + int(np.clip(rng.lognormal(5.0, 0.5), 20, longest - prompt))
-      row = toy.trajectory(rng, length, group_id=g, member=m)
+      row = toy.trajectory(rng, length, group_id=g, sample_index=m)
       row.tokens[:prompt] = prefix
       mask = np.arange(length) >= prompt
       rows.append(dataclasses.replace(row, action_mask=mask))
@@ -263,30 +280,30 @@ def drawn(rng, groups, size, longest):
 
 def layout(num_rows, longest, asked, algorithm='grpo', **options):
   learner = toy.learner(
-    compose.make(algorithm),
+    registry.make(algorithm),
     num_rows=num_rows,
     buckets=(longest,),
     packing=asked,
     **options,
   )
-  return learner._layout
+  return learner._batch_builder
 
 
 @pytest.mark.parametrize('share', [False, True])
 def test_little_is_padding(share):
-  own = layout(512, 1024, packing.first_fit(share_prefix=share))
+  own = layout(512, 1024, packing_plan.first_fit(share_prefix=share))
   rng, empty = np.random.default_rng(0), []
   for i in range(3):
     groups = drawn(rng, 64, 8, 1024)
-    batch, shape, plans = own.lay_out(groups, i)
-    told = own.metrics(batch, shape, plans)
+    batch, shape, plans = own.build_batch(groups, i)
+    told = own.packing_metrics(batch, shape, plans)
     empty.append(told['tokens/padding_share'])
     assert (told['tokens/shared_share'] > 0.2) == share
     # Every action is told of once.
     (plan,) = plans
-    targets = plan.origin if plan.target is None else plan.target
-    for i in range(int(plan.count)):
-      members = plan.members[i]
+    targets = plan.origin if plan.output_origin is None else plan.output_origin
+    for i in range(int(plan.num_micro_batches)):
+      members = plan.micro_batch_rows[i]
       there = targets[i][targets[i] >= 0]
       assert len(np.unique(there)) == len(there)
       row, time = members[there // 1024], there % 1024
@@ -294,14 +311,14 @@ def test_little_is_padding(share):
       seen[row, time] = True
       inside = members[members >= 0]
       assert seen[inside][batch.action_mask[inside]].all()
-    assert sorted(plan.members[plan.members >= 0]) == list(range(512))
+    assert sorted(plan.micro_batch_rows[plan.micro_batch_rows >= 0]) == list(range(512))
   assert np.mean(empty) <= 0.05, empty
 
 
 async def varied(steps, ways=1):
   """Programs that so many steps compile, of batches that are all different."""
   rng = np.random.default_rng(0)
-  with programs.CompileCounter() as counter:
+  with monitoring.CompileCounter() as counter:
     own = packed(192, abreast=ways)
     options = {'num_rows': 16, 'packing': own, 'entropy': False}
     learner = toy.learner(LIGHT, kind=Bag, buckets=(LENGTH,), **options)
@@ -342,10 +359,12 @@ async def test_a_late_compilation_says_why(caplog):
 
 
 def test_why_packed_rows_compile_late():
-  pack = packing.Pack(4, 16, 2, 96, True)
-  warm = {programs.Shape(16, 24, 16, pack)}
-  more = programs.Shape(32, 24, 32, pack._replace(micro=8, rows=1))
-  said = late.why(more, warm)
+  pack = packing_plan.PackShape(4, 16, 2, 96, True)
+  warm = {batch_builder.BatchShape(16, 24, 16, pack)}
+  more = batch_builder.BatchShape(
+    32, 24, 32, pack._replace(max_micro_batches=8, rows=1)
+  )
+  said = monitoring.recompile_reason(more, warm)
   assert 'a batch of 32 rows, more than the usual 16' in said
   assert 'room for 8 micro-batches an update, more than 4' in said
   assert 'micro-batches of 1 packed rows' in said
@@ -362,17 +381,19 @@ def test_why_packed_rows_compile_late():
   ],
 )
 def test_what_cannot_be_is_refused(asked, options, words):
-  own = packing.first_fit(**asked)
+  own = packing_plan.first_fit(**asked)
   with pytest.raises(ConfigError, match=words):
     toy.learner(
-      compose.make('grpo'), kind=Bag, buckets=(LENGTH,), packing=own, **options
-    )._layout.shapes()
+      registry.make('grpo'), kind=Bag, buckets=(LENGTH,), packing=own, **options
+    )._batch_builder.warmup_shapes()
 
 
 def test_exact_mode_is_refused():
   model = dataclasses.replace(toy.model(), exact=Exact())
   with pytest.raises(ConfigError, match='packing or exact mode'):
-    packed_layout.layout_of(packed(), model, single_device_mesh(), 1)
+    packed_batch_builder.make_batch_builder(
+      packed(), model, single_device_mesh(), num_micro_batches=1
+    )
   with pytest.raises(ValueError, match='no prefix_ids'):
     ids = jnp.ones((1, 4), jnp.int32)
     model.policy_outputs(toy.params(), ids, ids, prefix_ids=ids)
@@ -381,47 +402,49 @@ def test_exact_mode_is_refused():
 def test_rows_that_are_cut_are_refused():
   mesh = make_mesh(data=1, context=2, devices=jax.devices()[:2])
   with pytest.raises(ConfigError, match=r'set mesh\.context=1'):
-    packed_layout.layout_of(packed(), toy.model(), mesh, 1)
+    packed_batch_builder.make_batch_builder(
+      packed(), toy.model(), mesh, num_micro_batches=1
+    )
 
 
 def test_an_atom_larger_than_a_micro_batch_is_told():
   own = layout(2, LENGTH, packed(48))
-  batch, shape, _ = own.lay_out(prompted(compose.make('grpo'), (2,)), 0)
-  sizes = first_fit.lengths(batch, share=False)
+  batch, shape, _ = own.build_batch(prompted(registry.make('grpo'), (2,)), 0)
+  sizes = first_fit_placement.measure_rows(batch, share=False)
   large = dataclasses.replace(sizes, tokens=sizes.tokens + 40)
   with pytest.raises(ValueError, match='ask for more tokens in'):
-    first_fit.fill([np.arange(2)], large, shape.pack)
+    first_fit_placement.fill_bins([np.arange(2)], large, shape.pack)
 
 
 @pytest.mark.parametrize('share', [False, True])
 def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
   rows = drawn(np.random.default_rng(3), 8, 8, 512)
-  roomy = packing.first_fit(tokens=4096, length=2048, share_prefix=share)
+  roomy = packing_plan.first_fit(tokens=4096, length=2048, share_prefix=share)
   tight = dataclasses.replace(roomy, sequences=16)
   of = {}
   for name, asked in (('roomy', roomy), ('tight', tight)):
-    _, shape, (plan,) = layout(64, 512, asked).lay_out(rows, 0)
+    _, shape, (plan,) = layout(64, 512, asked).build_batch(rows, 0)
     of[name] = shape.pack.sequences
-    inside = plan.members[: int(plan.count)]
+    inside = plan.micro_batch_rows[: int(plan.num_micro_batches)]
     assert ((inside >= 0).sum(axis=1) <= shape.pack.sequences).all()
     assert sorted(inside[inside >= 0]) == list(range(64))
   assert of['roomy'] == 64 and of['tight'] <= 16
   # So few that attention is on a rectangle of them.
-  packs = [shape.pack for shape in layout(64, 512, tight).shapes()]
+  packs = [shape.pack for shape in layout(64, 512, tight).warmup_shapes()]
   assert [(p.sequences, p.rows, p.length) for p in packs] == [
     (16, 2, 2048),
     (8, 1, 2048),
   ]
   for pack in packs:
-    shapes = packing.plan_shapes(single_device_mesh(), pack, 64)
+    shapes = packing_plan.plan_shapes(single_device_mesh(), pack, 64)
     zero = jax.tree.map(lambda x: np.zeros(x.shape, np.int32), shapes)
-    assert rectangle.spares(zero.rows(0, 512), 'gpu')
+    assert unpacked_attention.is_cheaper(zero.packed_rows(0, 512), 'gpu')
 
 
 async def test_few_sequences_a_micro_batch_teach_the_same():
   groups = prompted(LIGHT)
   asked = packed(96, abreast=1), packed(96, sequences=3, abreast=1)
-  found = [await train(LIGHT, groups, Model, packing=own) for own in asked]
+  found = [await train(LIGHT, groups, TransformerLM, packing=own) for own in asked]
   assert_same(*found)
   assert found[1][1][0]['tokens/micro_batches'] >= 3  # of 8 sequences
   assert found[0][1][0]['tokens/micro_batches'] < 3
@@ -430,33 +453,36 @@ async def test_few_sequences_a_micro_batch_teach_the_same():
 def test_pairs_for_which_there_is_no_room_are_refused_before_any_step():
   pairs = layout(8, LENGTH, packed(28, 28), 'dpo')
   with pytest.raises(ConfigError, match='at least tokens=56'):
-    pairs.shapes()
-  assert layout(8, LENGTH, packed(48), 'dpo').shapes()
+    pairs.warmup_shapes()
+  assert layout(8, LENGTH, packed(48), 'dpo').warmup_shapes()
   with pytest.raises(ConfigError, match=r'2 stay together .* at least sequences=2'):
-    layout(8, LENGTH, packed(48, sequences=1), 'dpo').shapes()
+    layout(8, LENGTH, packed(48, sequences=1), 'dpo').warmup_shapes()
 
 
 def test_what_has_a_row_a_group_shares_no_prompts():
   shared = [
-    layout(8, LENGTH, packed(48), name).shape().pack.shared for name in ('sft', 'grpo')
+    layout(8, LENGTH, packed(48), name).batch_shape().pack.share_prefix
+    for name in ('sft', 'grpo')
   ]
   assert shared == [False, True]
 
 
 def test_prompts_are_shared_as_far_as_they_take_the_same_experts():
   own = layout(2, LENGTH, packed(48))
-  batch, _, _ = own.lay_out(prompted(compose.make('grpo'), (2,)), 0)
-  most = int(first_fit.lengths(batch, share=True).shared[0])
+  batch, _, _ = own.build_batch(prompted(registry.make('grpo'), (2,)), 0)
+  most = int(first_fit_placement.measure_rows(batch, share=True).shared[0])
   routed = np.zeros((*batch.tokens.shape, 2, 2), np.int16)
   assert most > 1
   for place, shared in ((LENGTH - 1, most), (1, 0)):
     routed[1, place:] = 1
-    found = first_fit.lengths(batch.replace(routed_experts=routed), share=True)
+    found = first_fit_placement.measure_rows(
+      batch.replace(routed_experts=routed), share=True
+    )
     assert found.shared.tolist() == [shared] * 2
 
 
 def test_the_call_string():
-  assert packing.parse('') is None
-  assert packing.parse('first_fit(tokens=64)') == packing.first_fit(tokens=64)
+  assert parse_packing('') is None
+  assert parse_packing('first_fit(tokens=64)') == packing_plan.first_fit(tokens=64)
   with pytest.raises(ConfigError, match='packing'):
-    packing.parse('best_fit')
+    parse_packing('best_fit')

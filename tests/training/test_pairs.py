@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from jaxrl.functional import losses
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
 from tests.training import toy
 
 DPO = Algorithm(
-  policy_loss=functools.partial(losses.dpo, beta=0.1), atom='pair', schema='preference'
+  policy_loss=functools.partial(losses.dpo, beta=0.1),
+  batch_unit='pair',
+  data_format='preference',
 )
 
 

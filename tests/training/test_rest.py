@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.grpo import grpo
-from jaxrl.training.checkpoint import Checkpointer
-from jaxrl.training.mesh import make_mesh
+from jaxrl.algorithms.presets.grpo import grpo
+from jaxrl.training.checkpointing import Checkpointer
+from jaxrl.training.parallelism.mesh import make_mesh
 from tests.training import toy
 
 
@@ -26,7 +26,7 @@ async def test_it_learns_on_as_if_it_had_not_rested(tmp_path):
     assert rested['loss/total'] == metrics['loss/total']
     assert step == 0 or rested['compile/programs'] == 0
     for _ in range(2):
-      await other.rest()
+      await other.offload()
     assert kinds(other) == {'pinned_host'} != home
     for one, two in zip(
       jax.tree.leaves(learner._arrays()), jax.tree.leaves(other._arrays()), strict=True
@@ -34,7 +34,7 @@ async def test_it_learns_on_as_if_it_had_not_rested(tmp_path):
       np.testing.assert_array_equal(one, two)
     await other.save(checkpointer, {'at': step}, wait=True)
     for _ in range(2):
-      await other.wake()
+      await other.reload()
     assert kinds(other) == home
   assert await learner.restore(checkpointer) == {'at': 2}
   checkpointer.close()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxrl.rollout.shapers import make_shaper
-from jaxrl.training.metrics import of_groups
+from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
+from jaxrl.training.monitoring import reward_metrics
 from tests.rollout.fakes import row
 
 
@@ -12,7 +12,7 @@ def group(*values, **fields):
 
 
 def test_plain_rewards_by_hand():
-  found = of_groups([group(0, 1), group(1, 1)])
+  found = reward_metrics([group(0, 1), group(1, 1)])
   assert found['reward/mean'] == 0.75
   assert found['reward/group_std'] == 0.25
   assert found['reward/groups_without_spread'] == 0.5
@@ -21,8 +21,8 @@ def test_plain_rewards_by_hand():
 
 
 def test_shaped_rewards_have_their_own_names():
-  shape = make_shaper('reward(multiply=4, subtract=1)')
-  found = of_groups([shape(group(0, 1)), shape(group(1, 1))])
+  shape = make_reward_shaper('reward(multiply=4, subtract=1)')
+  found = reward_metrics([shape(group(0, 1)), shape(group(1, 1))])
   assert found['reward/mean'] == 0.75
   assert found['reward/shaped_mean'] == -1
   assert found['reward/shaped_group_std'] == 1
@@ -31,28 +31,28 @@ def test_shaped_rewards_have_their_own_names():
 
 def test_greedy_attempts_count_in_their_own_mean_alone():
   groups = [[*group(0, 1), row(5, 2, is_greedy=True)]]
-  found = of_groups(groups)
+  found = reward_metrics(groups)
   assert found['reward/mean'] == found['reward/group_std'] == 0.5
   assert found['reward/max'] == 1
   assert found['reward/greedy_mean'] == 5
 
 
 def test_an_attempt_of_many_rows_counts_once():
-  found = of_groups([[row(1, 0), row(2, 0, step=1), row(5, 1)]])
+  found = reward_metrics([[row(1, 0), row(2, 0, turn=1), row(5, 1)]])
   assert found['reward/mean'] == pytest.approx(4)
-  assert of_groups([[row(1, 0, is_expert=True)]]) == {}
+  assert reward_metrics([[row(1, 0, is_expert=True)]]) == {}
 
 
 def test_parts_of_rewards_are_averaged_over_attempts_that_have_them():
   parts = {'reward/math': 1.0, 'reward/mean': 9.0, 'grader/timeouts': 0.0, 'turns': 3.0}
   stuck = {'reward/math': 0.0, 'grader/timeouts': 1.0}
   rows = [row(1, 0, metrics=parts), row(0, 1, metrics=stuck), row(0, 2)]
-  found = of_groups(
-    [rows, [row(0, 0, metrics=stuck), row(0, 0, step=1, metrics=parts)]]
+  found = reward_metrics(
+    [rows, [row(0, 0, metrics=stuck), row(0, 0, turn=1, metrics=parts)]]
   )
   assert found['reward/math'] == pytest.approx(2 / 3)  # the last turn speaks for all
   assert found['grader/timeouts'] == pytest.approx(1 / 3)
   assert found['reward/mean'] == 0.25  # the batch's own mean, whatever is reported
   assert 'turns' not in found
   greedy = row(1, 1, is_greedy=True, metrics=parts)
-  assert 'reward/math' not in of_groups([[row(0, 0), greedy]])
+  assert 'reward/math' not in reward_metrics([[row(0, 0), greedy]])

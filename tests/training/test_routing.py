@@ -8,18 +8,24 @@ import numpy as np
 import pytest
 
 from configs import debug
-from jaxrl.algorithms import compose
-from jaxrl.data.collate import ROUTED, collate
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.episode import RolloutCache, join
-from jaxrl.rollout.formulation import FORMULATIONS
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.rollout.routing import fitted, joined
-from jaxrl.signature import ConfigError
-from jaxrl.training import policy, routing
+from jaxrl import model_loading
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.engine.resumable_generation import (
+  concat_completions,
+  concat_routed_experts,
+  pad_or_trim_experts,
+)
+from jaxrl.rollout.episodes.rollout_cache import RolloutCache
+from jaxrl.rollout.episodes.row_format import ROW_FORMATS
+from jaxrl.training.batching import router_replay
+from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY, collate
 from jaxrl.training.learner import Learner
 from jaxrl.types import Completion, SamplingParams, Trajectory
-from launch import engines
+from launch.settings.engine_settings import check_model
+from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.models import small
 from tests.models.test_moe import MOE
@@ -34,10 +40,10 @@ def made():
 
 
 async def _generate(model, params):
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   engine = JaxEngine(
     model,
-    dispatcher=dispatcher,
+    device_thread=device_thread,
     num_slots=3,
     max_length=48,
     decode_steps=4,
@@ -48,7 +54,7 @@ async def _generate(model, params):
   rules = [SamplingParams(max_tokens=6, seed=i) for i in range(len(PROMPTS))]
   asked = zip(map(str, range(len(PROMPTS))), PROMPTS, rules, strict=True)
   found = await asyncio.gather(*(engine.generate(*one) for one in asked))
-  dispatcher.close()
+  device_thread.close()
   return found
 
 
@@ -69,7 +75,7 @@ def row(prompt, said):
     logprobs,
     rewards.astype(np.float32),
     np.where(action, 0, -1).astype(np.int32),
-    extras={ROUTED: fitted(said.routed_experts, len(tokens))},
+    extras={ROUTED_EXPERTS_KEY: pad_or_trim_experts(said.routed_experts, len(tokens))},
   )
 
 
@@ -87,22 +93,25 @@ def test_the_engine_tells_what_every_token_took(made, sampled):
 
 def test_an_episode_of_several_replies_keeps_all_routes(sampled):
   cache = RolloutCache(fakes.lease(), 7)
-  cache.hear(PROMPTS[0])
-  cache.say(sampled[0])
-  cache.hear([5])
+  cache.append_observation(PROMPTS[0])
+  cache.append_response(sampled[0])
+  cache.append_observation([5])
   later = dataclasses.replace(
     sampled[1], routed_experts=np.full((11 + 5, 2, 2), 4, np.int16)
   )
-  cache.say(later)
-  (row,) = FORMULATIONS['trajectory'](cache)
-  routed = row.extras[ROUTED]
+  cache.append_response(later)
+  (row,) = ROW_FORMATS['trajectory'](cache)
+  routed = row.extras[ROUTED_EXPERTS_KEY]
   np.testing.assert_array_equal(routed[:9], sampled[0].routed_experts)
   assert (routed[9:16] == 4).all() and (routed[16] == -1).all() and len(routed) == 17
-  first, second = FORMULATIONS['step'](cache)
-  assert (first.extras[ROUTED][9] == 4).all() and len(first.extras[ROUTED]) == 10
-  (whole,) = FORMULATIONS['concatenated'](cache)
+  first, second = ROW_FORMATS['step'](cache)
+  assert (first.extras[ROUTED_EXPERTS_KEY][9] == 4).all() and len(
+    first.extras[ROUTED_EXPERTS_KEY]
+  ) == 10
+  (whole,) = ROW_FORMATS['concatenated'](cache)
   np.testing.assert_array_equal(
-    whole.extras[ROUTED], np.r_[first.extras[ROUTED], second.extras[ROUTED]]
+    whole.extras[ROUTED_EXPERTS_KEY],
+    np.r_[first.extras[ROUTED_EXPERTS_KEY], second.extras[ROUTED_EXPERTS_KEY]],
   )
 
 
@@ -133,8 +142,10 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
   model, params = made
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
   for one in rows:
-    known = one.extras[ROUTED] >= 0
-    one.extras[ROUTED] = np.where(known, np.int16([1, 4]), -1).astype(np.int16)
+    known = one.extras[ROUTED_EXPERTS_KEY] >= 0
+    one.extras[ROUTED_EXPERTS_KEY] = np.where(known, np.int16([1, 4]), -1).astype(
+      np.int16
+    )
   batch = collate([rows], (32,))
   score, mask = jax.jit(model.policy_outputs), batch.action_mask
   given = {'routed_experts': batch.routed_experts}
@@ -143,7 +154,7 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
   assert np.abs(forced - rollout).mean() > 0.1
   keeping = dataclasses.replace(model, router_replay=True)
   options = {'num_rows': 4, 'buckets': (32,), 'entropy': False}
-  learner = Learner(keeping, params, compose.make('reinforce'), **options)
+  learner = Learner(keeping, params, registry.make('reinforce'), **options)
   metrics = asyncio.run(learner.update([rows]))
   wanted = np.abs(forced - rollout).mean()
   np.testing.assert_allclose(metrics['mismatch/logprob_difference'], wanted, rtol=1e-4)
@@ -152,7 +163,7 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
   assert metrics['replay/share'] == 1
   assert metrics['moe/max_load'] == 2.5  # two of five experts share all tokens
   for one in rows:
-    del one.extras[ROUTED]
+    del one.extras[ROUTED_EXPERTS_KEY]
   with pytest.raises(ValueError, match='4 sampled rows bring no routed_experts'):
     asyncio.run(learner.update([rows]))
 
@@ -162,12 +173,12 @@ def test_what_is_told_of_a_batch(made, sampled):
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
   batch = collate([rows], (32,)).replace(expert_mask=np.zeros(4, bool))
   batch.routed_experts[0, 6:] = -1  # of four tokens before the six that are sampled
-  found = routing.metrics(model, batch)
+  found = router_replay.replay_metrics(model, batch)
   np.testing.assert_allclose(found['replay/share'], 1 - 3 / batch.action_mask.sum())
   taken = batch.routed_experts[(batch.routed_experts >= 0).all((2, 3))]
   loads = [(taken[:, layer] == e).sum() for layer in range(2) for e in range(5)]
   np.testing.assert_allclose(found['moe/max_load'], max(loads) * 5 / (2 * len(taken)))
-  assert routing.metrics(made[0], batch) == {}
+  assert router_replay.replay_metrics(made[0], batch) == {}
 
 
 def test_parts_of_a_reply_are_put_together():
@@ -176,16 +187,25 @@ def test_parts_of_a_reply_are_put_together():
     routed = np.full((stop - 1, 1, 1), number, np.int16)
     return Completion(zeros, zeros, zeros, 'abort', routed)
 
-  whole = join([part(2, 4, 0), part(4, 4, 1), part(4, 7, 2)])
+  whole = concat_completions([part(2, 4, 0), part(4, 4, 1), part(4, 7, 2)])
   assert whole.routed_experts[:, 0, 0].tolist() == [0, 0, 0, 2, 2, 2]
-  assert joined(None, None) is None
-  assert fitted(whole.routed_experts, 8)[:, 0, 0].tolist() == [0, 0, 0, 2, 2, 2, -1, -1]
-  assert len(fitted(whole.routed_experts, 4)) == 4
+  assert concat_routed_experts(None, None) is None
+  assert pad_or_trim_experts(whole.routed_experts, 8)[:, 0, 0].tolist() == [
+    0,
+    0,
+    0,
+    2,
+    2,
+    2,
+    -1,
+    -1,
+  ]
+  assert len(pad_or_trim_experts(whole.routed_experts, 4)) == 4
 
 
 def test_rows_of_other_shapes_are_named(sampled):
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
-  rows[1].extras[ROUTED] = rows[1].extras[ROUTED][:-1]
+  rows[1].extras[ROUTED_EXPERTS_KEY] = rows[1].extras[ROUTED_EXPERTS_KEY][:-1]
   with pytest.raises(ValueError, match='routed_experts in its extras has shape'):
     collate([rows], (32,))
 
@@ -211,21 +231,21 @@ def test_a_run_with_experts_learns_and_replays(tmp_path):
 
 
 def test_families_by_call_string():
-  shape = policy.random_config(family=FAMILY)
+  shape = model_loading.random_config(family=FAMILY)
   assert (shape.num_experts, shape.moe_intermediate_size) == (4, 16)
   with pytest.raises(ConfigError, match="no option 'num_expert'"):
-    policy.random_config(family='qwen3_moe(num_expert=4)')
+    model_loading.random_config(family='qwen3_moe(num_expert=4)')
   with pytest.raises(ConfigError, match="no option 'num_experts'"):
-    policy.random_config(family='qwen3(num_experts=4)')
+    model_loading.random_config(family='qwen3(num_experts=4)')
   with pytest.raises(ConfigError, match="no family 'qwen4'"):
-    policy.random_config(family='qwen4')
+    model_loading.random_config(family='qwen4')
 
 
 def test_replay_is_refused_where_it_cannot_be():
   config = debug.get_config()
   config.rollout.engine = 'jax(router_replay=True, exact=True)'
   with pytest.raises(ConfigError, match='exclude each other'):
-    engines.parse(config)
+    resolve_settings(config)
   config.rollout.engine = 'jax(router_replay=True)'
   with pytest.raises(ConfigError, match='this one, of family qwen3, has none'):
-    engines.check_model(config, small.config())
+    check_model(resolve_settings(config), small.config())

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.data.staleness import drop, mask, recompute
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
 from jaxrl.functional import corrections, losses
-from jaxrl.signature import ConfigError
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.staleness import drop, mask, recompute
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
 from tests.training.test_step import stacked
@@ -43,7 +43,10 @@ def logprobs(tokens):
 
 async def update(algorithm, bound, groups=None):
   learner = toy.learner(
-    algorithm, optimizer=make_optimizer(clip_norm=None), bound=bound, entropy=False
+    algorithm,
+    optimizer=make_optimizer(clip_norm=None),
+    staleness_limit=bound,
+    entropy=False,
   )
   learner.step = 5
   await learner.warmup()
@@ -71,7 +74,7 @@ async def test_masked_tokens_leave_the_loss_but_not_the_rewards():
 
 
 async def test_what_is_young_enough_is_as_without_a_bound():
-  algorithm = compose.make('grpo', {'behaviour': 'decoupled'})
+  algorithm = registry.make('grpo', {'behaviour': 'decoupled'})
   tables = []
   for bound in (None, drop(max=0), mask(max=4), recompute(max=0)):
     learner, metrics = await update(algorithm, bound)
@@ -83,7 +86,7 @@ async def test_what_is_young_enough_is_as_without_a_bound():
 
 
 async def test_recomputed_rows_alone_start_from_the_learners_log_probs():
-  grpo = compose.make('grpo', {'kl_coef': 0.0, 'behaviour': 'decoupled'})
+  grpo = registry.make('grpo', {'kl_coef': 0.0, 'behaviour': 'decoupled'})
   corrected = dataclasses.replace(
     grpo, correction=functools.partial(corrections.tis, cap=1.5)
   )
@@ -108,7 +111,7 @@ async def test_recomputed_rows_alone_start_from_the_learners_log_probs():
 async def test_mismatch_is_told_apart_by_age():
   groups = aged()
   _, metrics = await update(
-    compose.make('grpo', {'behaviour': 'decoupled'}), None, groups
+    registry.make('grpo', {'behaviour': 'decoupled'}), None, groups
   )
   gap = logprobs(stacked(groups, 'tokens')) - stacked(groups, 'rollout_logprobs')
   version = np.where(
@@ -117,10 +120,10 @@ async def test_mismatch_is_told_apart_by_age():
   for name, wanted in (('fresh', 5), ('stale', 1)):
     want = np.abs(gap[version == wanted]).mean()
     assert metrics[f'mismatch/{name}'] == pytest.approx(want, rel=1e-4)
-  _, metrics = await update(compose.make('grpo'), None, groups)
+  _, metrics = await update(registry.make('grpo'), None, groups)
   assert 'mismatch/stale' not in metrics  # nothing was scored
 
 
 def test_there_must_be_something_to_recompute():
   with pytest.raises(ConfigError, match="behaviour='decoupled'"):
-    toy.learner(compose.make('grpo'), bound=recompute())
+    toy.learner(registry.make('grpo'), staleness_limit=recompute())

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.functional import advantages, controllers, kl, losses, marks
-from jaxrl.signature import ConfigError
-from jaxrl.training.checkpoint import Checkpointer
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
+from jaxrl.functional import advantages, kl, kl_controllers, losses
+from jaxrl.functional.components import component
+from jaxrl.training.checkpointing import Checkpointer
+from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
 
@@ -29,12 +30,12 @@ async def train(algorithm, batches, **options):
 async def test_the_coefficient_follows_the_kl_a_fifth_at_most(target, sign):
   """Unmoved parameters: the term grows by its scale alone, 7 rows a batch."""
   controller = f'adaptive(target={target}, horizon=70.)'
-  made = compose.make('grpo', {'kl_controller': controller, 'kl_coef': 0.1})
+  made = registry.make('grpo', {'kl_controller': controller, 'kl_coef': 0.1})
   options = {'optimizer': STILL, **OTHER}
   batches = [toy.groups(sizes=(4, 3))] * 3
   metrics, learner = await train(made, batches, **options)
   (fixed,), _ = await train(
-    compose.make('grpo', {'kl_coef': 0.1}), batches[:1], **options
+    registry.make('grpo', {'kl_coef': 0.1}), batches[:1], **options
   )
   growth = 1 + sign * 0.2 * 7 / 70
   for step, row in enumerate(metrics):
@@ -54,7 +55,7 @@ async def test_the_controller_steers_the_penalty_by_the_kl_at_coefficient_one():
   (first,), _ = await train(plain, [toy.groups()], **options)
   measured = first['kl/penalty']
   controller = functools.partial(
-    controllers.adaptive, target=measured / 1.1, horizon=80.0
+    kl_controllers.adaptive, target=measured / 1.1, horizon=80.0
   )
   for coef in (0.5, 0.01):
     penalty = functools.partial(kl.k2, coef=coef)
@@ -86,7 +87,7 @@ async def test_running_moments_are_those_of_all_batches():
 async def test_a_state_may_stay_as_it_is():
   """What is handed on unchanged is not the buffer that a step gives away."""
 
-  @marks.stateful(lambda: {'n': jnp.full((3,), 2.0)})
+  @component(init_state=lambda: {'n': jnp.full((3,), 2.0)})
   def same(rewards, mask, state):
     return Advantages(jnp.where(mask, state['n'][0], 0), state=state)
 
@@ -122,7 +123,7 @@ async def test_step_and_key_are_columns_that_change_without_compiling():
 
 
 async def test_rec_drops_another_surplus_each_step():
-  made = compose.make('rec', {'advantage': "rec(drop='balance')"})
+  made = registry.make('rec', {'advantage': "rec(drop='balance')"})
   groups = toy.groups(sizes=(8,))
   for row in groups[0]:
     row.rewards[-1] = float(row is groups[0][0])
@@ -143,17 +144,17 @@ RUNNING = Algorithm(
   policy_loss=losses.ppo_clip,
   advantage=functools.partial(advantages.normalise, mean='running', std='running'),
   kl_loss=functools.partial(kl.k3, coef=0.1),
-  kl_controller=functools.partial(controllers.adaptive, horizon=50.0),
+  kl_controller=functools.partial(kl_controllers.adaptive, horizon=50.0),
   prepare=tempered,
   init_state=lambda: jnp.ones(()),
 )
 ALGORITHMS = {
   'running': RUNNING,
-  'critic': compose.make(
+  'critic': registry.make(
     'ppo', {'critic_warmup': 4, 'kl_controller': 'adaptive(target=1., horizon=50.)'}
   ),
-  'drawn': compose.make('rec', {'advantage': "rec(drop='balance')"}),
-  'corrected': compose.make('m2po', {'correction': 'tis'}),
+  'drawn': registry.make('rec', {'advantage': "rec(drop='balance')"}),
+  'corrected': registry.make('m2po', {'correction': 'tis'}),
 }
 
 
@@ -167,7 +168,7 @@ async def run(folder, name, steps):
     optimizer=make_optimizer(learning_rate=0.1),
   )
   checkpointer = Checkpointer(folder)
-  if checkpointer.latest is not None:
+  if checkpointer.latest_step is not None:
     await learner.restore(checkpointer)
   metrics = []
   while learner.step < steps:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
 from jaxrl.functional import kl, losses
-from jaxrl.signature import ConfigError
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
 
@@ -62,8 +62,8 @@ def exact(metrics, name):
 
 
 async def test_behaviour_decides_whose_log_probs_are_old():
-  grpo = compose.make('grpo', {'kl_coef': 0.0})
-  decoupled = dataclasses.replace(grpo, behaviour='decoupled')
+  grpo = registry.make('grpo', {'kl_coef': 0.0})
+  decoupled = dataclasses.replace(grpo, old_logprobs_source='decoupled')
   (own,) = await train(decoupled)
   assert own['policy/ratio'] == pytest.approx(1, abs=1e-6)
   assert own['mismatch/logprob_difference'] > 0.01
@@ -92,15 +92,17 @@ async def test_the_kl_penalty_comes_off_the_rewards_of_any_advantage():
 
 
 async def test_what_no_part_reads_is_not_scored():
-  opmd = compose.make('opmd', {'kl_coef': 0.0})
-  assert toy.learner(opmd)._reference is None
-  assert not toy.learner(compose.make('sft'))._spec.prepares
+  opmd = registry.make('opmd', {'kl_coef': 0.0})
+  assert toy.learner(opmd)._ref_params is None
+  assert not toy.learner(registry.make('sft'))._spec.has_advantage_step
   (metrics,) = await train(opmd, entropy=False)
   assert 'policy/entropy' not in metrics and 'kl/reference' not in metrics
 
 
 async def test_an_entropy_part_gets_the_entropy():
-  made = compose.make('opmd', {'kl_coef': 0.0, 'entropy_loss': 'entropy_loss(coef=2.)'})
+  made = registry.make(
+    'opmd', {'kl_coef': 0.0, 'entropy_loss': 'entropy_loss(coef=2.)'}
+  )
   (metrics,) = await train(made, entropy=False)
   assert metrics['loss/entropy'] == pytest.approx(-2 * metrics['policy/entropy'])
   assert metrics['policy/entropy'] == pytest.approx(np.log(64), rel=0.01)
@@ -132,7 +134,7 @@ async def test_a_state_is_carried_from_update_to_update():
 
 
 async def test_padding_changes_nothing():
-  grpo = compose.make('grpo')
+  grpo = registry.make('grpo')
   (plain,) = await train(grpo)
   (padded,) = await train(grpo, num_rows=12, buckets=(32,))
   for name, value in plain.items():
@@ -146,7 +148,7 @@ async def test_row_losses_are_averaged_over_rows():
 
   made = Algorithm(policy_loss=loss)
   (metrics,) = await train(made, micro_batches=2)
-  want = compose.make('sft', {'aggregation': 'sequence_mean_token_sum'})
+  want = registry.make('sft', {'aggregation': 'sequence_mean_token_sum'})
   (other,) = await train(want)
   assert metrics['loss/total'] == exact(other, 'loss/total')
 

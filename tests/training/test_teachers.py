@@ -7,21 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.data.collate import collate
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages, losses
-from jaxrl.signature import ConfigError
-from jaxrl.training import programs, sharding
-from jaxrl.training.mesh import make_mesh, single_device_mesh
-from jaxrl.training.policy import Policy
-from jaxrl.training.teachers import Teachers
+from jaxrl.model_loading import LoadedModel
+from jaxrl.training import monitoring
+from jaxrl.training.batching.batch_builder import collate
+from jaxrl.training.parallelism import sharding
+from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
+from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Algorithm
 from tests.training import toy
 
 LENGTH, ROWS = 16, 12
 BOTH = Algorithm(
   advantage=advantages.on_policy_distill,
-  policy_loss=compose.make_part('policy_loss', 'distill(top_k=3)'),
+  policy_loss=registry.make_component('policy_loss', 'distill(top_k=3)'),
 )
 ON_POLICY = Algorithm(
   advantage=advantages.on_policy_distill, policy_loss=losses.ppo_clip
@@ -30,7 +31,9 @@ ON_POLICY = Algorithm(
 
 def policy(seed, **changes):
   params = jax.tree.map(lambda x: 3 * x, toy.params(seed=seed, **changes))
-  return Policy(toy.model(**changes), params, None, pathlib.Path(f'teacher-{seed}'))
+  return LoadedModel(
+    toy.model(**changes), params, None, pathlib.Path(f'teacher-{seed}')
+  )
 
 
 def teachers(algorithm=BOTH, default=None, by_tag=None, **options):
@@ -53,7 +56,7 @@ def groups(tags=('a', 'b', 'a')):
 def packed(groups, mesh=None):
   mesh = mesh or single_device_mesh()
   batch = collate(groups, (LENGTH,), ROWS)
-  return jax.device_put(batch, sharding.rows(mesh))
+  return jax.device_put(batch, sharding.rows_sharding(mesh))
 
 
 def plainly(policy, batch, top_k=3, temperature=0.7):
@@ -100,13 +103,13 @@ def test_only_what_is_read_is_given():
   batch = packed(made)
   both = teachers(default=policy(1)).score(batch, made)
   asked = teachers(ON_POLICY, policy(1))
-  assert asked.top_k == 0 and asked.columns == ('teacher_logprobs',)
+  assert asked.top_k == 0 and asked.fields == ('teacher_logprobs',)
   columns = asked.score(batch, made)
   assert columns.keys() == {'teacher_logprobs'}
   np.testing.assert_allclose(
     columns['teacher_logprobs'], both['teacher_logprobs'], atol=1e-5
   )
-  assert teachers(compose.make('grpo')).score(batch, made) == {}
+  assert teachers(registry.make('grpo')).score(batch, made) == {}
 
 
 @pytest.mark.parametrize('axes', [{'data': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}])
@@ -114,13 +117,13 @@ def test_a_mesh_changes_nothing_but_the_layout(axes):
   one, other, mesh = policy(1), policy(2), make_mesh(**axes)
   made = groups()
   made += groups()  # 18 rows
-  batch = jax.device_put(collate(made, (LENGTH,), 24), sharding.rows(mesh))
+  batch = jax.device_put(collate(made, (LENGTH,), 24), sharding.rows_sharding(mesh))
   asked = teachers(default=one, by_tag={'b': other}, mesh=mesh)
   columns = asked.score(batch, made)
   alone = teachers(default=one, by_tag={'b': other}).score(
     jax.device_put(collate(made, (LENGTH,), 24), jax.devices()[0]), made
   )
-  for name, shape in asked.shapes(24, LENGTH).items():
+  for name, shape in asked.field_shapes(24, LENGTH).items():
     assert columns[name].shape == shape.shape and columns[name].dtype == shape.dtype
     assert columns[name].sharding.is_equivalent_to(shape.sharding, len(shape.shape))
     np.testing.assert_allclose(columns[name], alone[name], atol=1e-4)
@@ -132,7 +135,7 @@ def test_nothing_compiles_after_warmup():
   for tags in (('a', 'b', 'a'), ('b', 'b', 'b'), ('a',)):
     made = groups(tags)
     batch = packed(made)
-    with programs.CompileCounter() as counter:
+    with monitoring.CompileCounter() as counter:
       jax.block_until_ready(asked.score(batch, made))
     assert counter.count == 0
 
@@ -147,11 +150,11 @@ def test_a_tag_without_a_teacher_is_told():
 
 
 def test_more_tokens_than_there_are_is_an_error():
-  algorithm = compose.make('distill', {'top_k': 65})
+  algorithm = registry.make('distill', {'top_k': 65})
   with pytest.raises(ConfigError, match=r'top_k=65.*knows 64 tokens'):
     teachers(algorithm, policy(1))
   with pytest.raises(ConfigError, match='is 0 and must be at least 1'):
-    teachers(compose.make('distill', {'top_k': 0}), policy(1))
+    teachers(registry.make('distill', {'top_k': 0}), policy(1))
 
 
 # ---- what comes with the data
@@ -173,7 +176,7 @@ def test_the_datas_own_are_used_as_they_are(default):
   made = bring(groups(), width=5)
   asked = teachers(default=default)
   columns = asked.score(packed(made), made)
-  for name, shape in asked.shapes(ROWS, LENGTH).items():
+  for name, shape in asked.field_shapes(ROWS, LENGTH).items():
     assert columns[name].sharding == shape.sharding
     assert columns[name].dtype == shape.dtype
     for i, row in enumerate(row for group in made for row in group):

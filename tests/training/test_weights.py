@@ -6,9 +6,9 @@ import functools
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
+from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
 from jaxrl.functional import corrections, losses
-from jaxrl.signature import ConfigError
 from jaxrl.types import Algorithm
 from tests.training import toy
 from tests.training.test_step import rewards_everywhere, stacked, train
@@ -39,7 +39,7 @@ async def test_a_loss_without_a_ratio_starts_from_the_policy_as_it_is():
     advantage=rewards_everywhere,
     correction=functools.partial(corrections.tis, cap=0.9),
   )
-  assert 'old_logprobs' not in toy.learner(made)._spec.needs
+  assert 'old_logprobs' not in toy.learner(made)._spec.scored_fields
   groups = toy.groups()
   (metrics,) = await train(made, groups=groups)
   mask, p, w, a = by_hand(groups)
@@ -107,7 +107,7 @@ async def test_rows_count_by_their_weight():
 
 
 async def test_the_first_weights_compile_nothing():
-  learner = toy.learner(compose.make('grpo'))
+  learner = toy.learner(registry.make('grpo'))
   await learner.update(toy.groups())
   metrics = await learner.update(weighed(toy.groups()))
   assert metrics['compile/programs'] == 0

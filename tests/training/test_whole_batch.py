@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import compose
-from jaxrl.functional import aggregation, losses, marks
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.algorithms import registry
+from jaxrl.functional import aggregation, losses
+from jaxrl.functional.components import component
+from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
 from tests.training import toy
 from tests.training.test_step import rewards_everywhere, stacked
@@ -77,7 +78,7 @@ async def test_each_kind_of_row_has_a_mean_of_its_own(micro_batches, mode):
 @pytest.mark.parametrize('micro_batches', SPLITS)
 async def test_the_entropy_of_mix_is_a_mean_over_rollouts(micro_batches):
   groups, coef = mixed(), 0.1
-  made = compose.make('mix', {'entropy_coef': coef})
+  made = registry.make('mix', {'entropy_coef': coef})
   metrics = await update(made, groups, micro_batches=micro_batches)
   played = Algorithm(policy_loss=losses.sft)
   alone = await update(played, groups[:2], num_rows=8)
@@ -87,7 +88,7 @@ async def test_the_entropy_of_mix_is_a_mean_over_rollouts(micro_batches):
 
 async def test_chords_share_follows_the_steps_without_compiling():
   options = {'warmup_steps': 2, 'decay_steps': 2, 'peak': 0.8, 'valley': 0.2}
-  learner = toy.learner(compose.make('mix_chord', options), micro_batches=2)
+  learner = toy.learner(registry.make('mix_chord', options), micro_batches=2)
   rows = [await learner.update(mixed()) for _ in range(5)]
   shares = [row['policy/mu'] for row in rows]
   assert shares == pytest.approx([0, 0.4, 0.8, 0.5, 0.2], abs=1e-5)
@@ -98,7 +99,7 @@ async def test_the_options_are_the_parts_own_and_scalars_are_shared():
   def make(mask, aggregation, *, level):
     return {'count': level * jnp.sum(mask), 'mode': 1.0 * (aggregation == 'token_mean')}
 
-  @marks.over_batch(make)
+  @component(precompute=make)
   def loss(logprobs, mask, count, mode, *, level: float = 2.0):
     return -logprobs, {'count': count, 'mode': mode}
 
@@ -125,7 +126,7 @@ async def test_only_m2po_scores_a_split_minibatch_twice(name, micro_batches, pas
 
   options = {'kl_coef': 0.0} if name == 'grpo' else {}
   learner = toy.learner(
-    compose.make(name, options), kind=Counted, micro_batches=micro_batches
+    registry.make(name, options), kind=Counted, micro_batches=micro_batches
   )
   await learner.update(mixed())
   assert len(calls) == 1 + passes

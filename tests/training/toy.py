@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.core import unconstrained
-from jaxrl.models.model import Model
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM, unconstrained
 from jaxrl.training.learner import Learner
 from jaxrl.types import PolicyOutputs, Trajectory
 
@@ -76,12 +75,12 @@ class Bigram:
     )
 
 
-def model(**changes) -> Model:
-  return Model(CONFIG.replace(**changes))
+def model(**changes) -> TransformerLM:
+  return TransformerLM(CONFIG.replace(**changes))
 
 
 @functools.cache
-def params(kind=Model, seed=0, **changes):
+def params(kind=TransformerLM, seed=0, **changes):
   """Random numpy arrays, so that no test can donate another's and none compiles."""
   made, rng = kind(CONFIG.replace(**changes)), np.random.default_rng(seed)
 
@@ -107,7 +106,7 @@ def groups(seed=0, sizes=(4, 4), lengths=(5, 15), **fields):
   rng = np.random.default_rng(seed)
   return [
     [
-      trajectory(rng, rng.integers(*lengths), group_id=g, member=m, **fields)
+      trajectory(rng, rng.integers(*lengths), group_id=g, sample_index=m, **fields)
       for m in range(size)
     ]
     for g, size in enumerate(sizes)

@@ -1,68 +1,75 @@
-"""Samplers: where a step's groups come from.
+"""Samplers decide which groups a training step learns from.
 
-A sampler is chosen by a call string, `--config.algorithm.sampler='replay(decay=1)'`;
-one's own is a class of the form of `Sampler`, by dotted path: `my_lab.pick:Newest`.
+A sampler is chosen by a call string, `--config.algorithm.sampler='replay(decay=1)'`. A
+user's own sampler is a subclass of `Sampler`, given by dotted path:
+`my_lab.pick:Newest`.
 """
 
 from typing import Any
 
-from jaxrl import signature
-from jaxrl.data.samplers.base import Sampler, Source
-from jaxrl.data.samplers.expert import Mixed, Warmup
-from jaxrl.data.samplers.played import Fifo, Staleness
-from jaxrl.data.samplers.replay import Replay
+from jaxrl import call_strings
+from jaxrl.data.samplers.sampler import GroupSource, Sampler
 
-__all__ = [
-  'Fifo',
-  'Mixed',
-  'Replay',
-  'Sampler',
-  'Source',
-  'Staleness',
-  'Warmup',
-  'find',
-  'make',
-]
+__all__ = ['SAMPLERS', 'GroupSource', 'Sampler', 'find_sampler', 'make_sampler']
 
-SAMPLERS: dict[str, type[Sampler]] = {
-  'fifo': Fifo,
-  'mixed': Mixed,
-  'replay': Replay,
-  'staleness': Staleness,
-  'warmup': Warmup,
+# Dotted paths, so that only the sampler that a run names is imported.
+SAMPLERS = {
+  'fifo': 'jaxrl.data.samplers.queue_samplers:FifoSampler',
+  'mixed': 'jaxrl.data.samplers.expert_samplers:MixedSampler',
+  'replay': 'jaxrl.data.samplers.replay_sampler:ReplaySampler',
+  'staleness': 'jaxrl.data.samplers.queue_samplers:StalenessSampler',
+  'warmup': 'jaxrl.data.samplers.expert_samplers:WarmupSampler',
 }
 
 
-def find(text: str) -> tuple[type[Sampler], dict[str, Any]]:
-  """The class that a call string names, and its options, both checked.
+def find_sampler(text: str) -> tuple[type[Sampler], dict[str, Any]]:
+  """Returns the class that a call string names and its options, both checked.
 
-  Raises ConfigError naming the samplers there are, the options the class has, or the
-  methods that one's own class lacks.
+  Args:
+    text: The call string.
+
+  Returns:
+    A tuple of the sampler class and its options.
+
+  Raises:
+    ConfigError: If the sampler or an option is unknown, or if a user's own class lacks
+      methods.
   """
   where = f'--config.algorithm.sampler={text}'
-  name, options = signature.parse_call(text)
+  name, options = call_strings.parse_call(text)
   if ':' in name:
-    made = signature.resolve(name)
-    wanted = [key for key in vars(Sampler) if not key.startswith('_')]
-    lacking = [key for key in wanted if not hasattr(made, key)]
-    if lacking:
-      raise signature.ConfigError(
-        f'{where}: {name} has no {", ".join(lacking)}; derive it from '
+    sampler_class = call_strings.resolve(name)
+    required = [key for key in vars(Sampler) if not key.startswith('_')]
+    missing = [key for key in required if not hasattr(sampler_class, key)]
+    if missing:
+      raise call_strings.ConfigError(
+        f'{where}: {name} has no {", ".join(missing)}; derive it from '
         'jaxrl.data.samplers.Sampler'
       )
   elif name in SAMPLERS:
-    made = SAMPLERS[name]
+    sampler_class = call_strings.resolve(SAMPLERS[name])
   else:
-    raise signature.unknown(name, SAMPLERS, 'sampler', where)
-  signature.check_options(made, options, where)
-  return made, options
+    raise call_strings.unknown_name_error(name, SAMPLERS, 'sampler', where)
+  call_strings.check_options(sampler_class, options, where)
+  return sampler_class, options
 
 
-def make(text: str, source: Source) -> Sampler:
-  """The sampler that a call string describes, over `source`. Raises ConfigError."""
-  made, options = find(text)
+def make_sampler(text: str, source: GroupSource) -> Sampler:
+  """Builds the sampler that a call string describes.
+
+  Args:
+    text: The call string.
+    source: What the sampler draws from.
+
+  Returns:
+    The sampler.
+
+  Raises:
+    ConfigError: If the call string or an option is wrong.
+  """
+  sampler_class, options = find_sampler(text)
   try:
-    return made(source, **options)
-  except signature.ConfigError as error:
+    return sampler_class(source, **options)
+  except call_strings.ConfigError as error:
     where = f'--config.algorithm.sampler={text}'
-    raise signature.ConfigError(f'{where}: {error}') from error
+    raise call_strings.ConfigError(f'{where}: {error}') from error

@@ -1,1 +1,1 @@
-"""Experience that outlives its writer: groups in a database, each used so often."""
+"""The experience store keeps groups in a database; they outlive their writer."""

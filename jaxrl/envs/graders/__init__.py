@@ -1,1 +1,1 @@
-"""Graders: what a reply is worth, by rules; see `combine.make_grader`."""
+"""Graders score replies by rules; see `composite.make_grader`."""

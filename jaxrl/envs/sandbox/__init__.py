@@ -1,1 +1,1 @@
-"""Sandboxes: a place apart where a model's code or shell commands run."""
+"""Sandboxes isolate the code and shell commands that a model writes."""

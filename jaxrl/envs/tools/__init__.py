@@ -1,1 +1,1 @@
-"""Tools that `tool_use` gives to a model: each a class, or one's own function."""
+"""Tools that `tool_use` offers to a model: classes, or a user's own functions."""

@@ -1,4 +1,4 @@
-"""The tools of an environment: made from a call string, called within limits."""
+"""Toolbox holds the tools of an environment and calls them within limits."""
 
 import json
 import time
@@ -6,75 +6,102 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from jaxrl import signature
-from jaxrl.data.tool_calls import Call, Unreadable
-from jaxrl.envs.tools.base import Fault, Schema, ToolError, Tools
-from jaxrl.envs.tools.own import Own
+from jaxrl import call_strings
+from jaxrl.data.tool_calls import InvalidToolCall, ToolCall
+from jaxrl.envs.tools.function_tool import FunctionTool
+from jaxrl.envs.tools.tool_api import ToolError, ToolErrorKind, ToolProvider, ToolSchema
 from jaxrl.types import Message
 
 TOOLS = {
-  'mcp': 'jaxrl.envs.tools.mcp:Mcp',
-  'python': 'jaxrl.envs.tools.python:Python',
-  'search': 'jaxrl.envs.tools.search:Search',
+  'mcp': 'jaxrl.envs.tools.mcp_tools:McpTools',
+  'python': 'jaxrl.envs.tools.python_tool:PythonTool',
+  'search': 'jaxrl.envs.tools.search_tool:SearchTool',
 }
 # Of calls that the model should not have made.
-WRONG: frozenset[Fault] = frozenset(('unreadable', 'unknown', 'arguments', 'refused'))
+INVALID_CALL_KINDS: frozenset[ToolErrorKind] = frozenset(
+  ('unreadable', 'unknown', 'arguments', 'refused')
+)
 
 
-def make_tools(spec: str) -> list[Tools]:
-  """The tools that a call string such as `python + search(corpus='wiki.jsonl')` names.
+def make_tools(spec: str) -> list[ToolProvider]:
+  """Builds the tools that a call string such as `python + search(…)` names.
 
-  Each is one of TOOLS, or one's own, 'package.module:name' or 'file.py:name': a class
-  like `base.Tools`, or a function, see `own.Own`. Raises ConfigError.
+  Each is one of TOOLS, or a user's own, 'package.module:name' or 'file.py:name': a
+  class like `tool_api.ToolProvider`, or a function, see `FunctionTool`.
+
+  Args:
+    spec: The call string.
+
+  Returns:
+    The tools.
+
+  Raises:
+    ConfigError: If the call string, a name or an option is wrong.
   """
-  made: list[Tools] = []
-  for name, options in signature.parse_calls(spec):
+  providers: list[ToolProvider] = []
+  for name, options in call_strings.parse_calls(spec):
     where = f'tool {name!r}'
     if name not in TOOLS and ':' not in name:
-      raise signature.unknown(name, TOOLS, 'tool', 'tools')
-    found: Callable[..., Any] = signature.resolve(TOOLS.get(name, name))
-    if isinstance(found, type):
-      signature.check_options(found, options, where)
-      made.append(found(**options))
+      raise call_strings.unknown_name_error(name, TOOLS, 'tool', 'tools')
+    tool: Callable[..., Any] = call_strings.resolve(TOOLS.get(name, name))
+    if isinstance(tool, type):
+      call_strings.check_options(tool, options, where)
+      providers.append(tool(**options))
     else:
-      limit = {'timeout': options.pop('timeout')} if 'timeout' in options else {}
-      signature.check_options(Own, limit, where)
-      made.append(Own(name, options, **limit))
-  if not made:
-    raise signature.ConfigError("tools: name at least one, as in 'python'")
-  return made
+      timeout_option = (
+        {'timeout': options.pop('timeout')} if 'timeout' in options else {}
+      )
+      call_strings.check_options(FunctionTool, timeout_option, where)
+      providers.append(FunctionTool(name, options, **timeout_option))
+  if not providers:
+    raise call_strings.ConfigError("tools: name at least one, as in 'python'")
+  return providers
 
 
 class Toolbox:
-  """Calls tools for one environment, and counts what comes of it.
+  """Calls tools for one environment and counts the outcomes.
 
-  max_calls, max_calls_per_turn: of an episode, of a reply; those beyond are refused.
-  max_chars: of a result; its middle is left out. seconds: of all calls of a reply.
+  Args:
+    tools: The tools.
+    max_calls: The maximum number of calls of an episode; further ones are refused.
+    max_calls_per_turn: The maximum number of calls of a reply; further ones are
+      refused.
+    max_chars: The maximum number of characters of a result; its middle is left out.
+    seconds: The time limit of all calls of a reply.
   """
 
   def __init__(
     self,
-    tools: Sequence[Tools],
+    tools: Sequence[ToolProvider],
     *,
     max_calls: int,
     max_calls_per_turn: int,
     max_chars: int,
     seconds: float,
   ):
-    self._all = list(tools)
-    self._max_calls, self._max_calls_per_turn = max_calls, max_calls_per_turn
-    self._max_chars, self._seconds = max_chars, seconds
-    self._owners: dict[str, Tools] = {}
+    self._providers = list(tools)
+    self._max_calls = max_calls
+    self._max_calls_per_turn = max_calls_per_turn
+    self._max_chars = max_chars
+    self._seconds = seconds
+    self._owners: dict[str, ToolProvider] = {}
     self._counts: Counter[str] = Counter()
 
-  def start(self) -> list[Schema]:
-    """Begins an episode; the schemas of all tools. ConfigError if two share a name."""
+  def start(self) -> list[ToolSchema]:
+    """Starts an episode.
+
+    Returns:
+      The schemas of all tools.
+
+    Raises:
+      ConfigError: If two tools have the same name.
+    """
     self._owners, self._counts, schemas = {}, Counter(), []
-    for tools in self._all:
+    for tools in self._providers:
       for schema in tools.start():
         name = schema['function']['name']
         if name in self._owners:
-          raise signature.ConfigError(
+          raise call_strings.ConfigError(
             f'two tools are called {name!r}: give one another name, as in '
             "python(name='interpreter')"
           )
@@ -83,53 +110,61 @@ class Toolbox:
     return schemas
 
   def run(
-    self, calls: Sequence[Call | Unreadable]
-  ) -> tuple[list[Message], list[Fault]]:
-    """A message of the role `tool` for each call, in order; the faults of those that
-    gave no result.
+    self, calls: Sequence[ToolCall | InvalidToolCall]
+  ) -> tuple[list[Message], list[ToolErrorKind]]:
+    """Runs the calls of a reply.
+
+    Args:
+      calls: The calls in order.
+
+    Returns:
+      A message of the role `tool` for each call, and the errors of those that have no
+      result.
     """
-    end = time.monotonic() + self._seconds
+    deadline = time.monotonic() + self._seconds
     messages: list[Message] = []
-    faults: list[Fault] = []
+    errors: list[ToolErrorKind] = []
     for number, call in enumerate(calls):
       name = 'unknown'
-      if not isinstance(call, Unreadable):
-        name = _plain(call['name'][:64])
+      if not isinstance(call, InvalidToolCall):
+        name = _valid_text(call['name'][:64])
       self._counts['calls'] += 1
       try:
-        text = self._call(call, number, end - time.monotonic())
+        text = self._call(call, number, deadline - time.monotonic())
         self._counts[f'{name}/calls'] += 1
       except ToolError as error:
-        self._counts[error.fault] += 1
-        faults.append(error.fault)
+        self._counts[error.kind] += 1
+        errors.append(error.kind)
         text = f'Error: {error}'
       messages.append({'role': 'tool', 'name': name, 'content': self._cut(text)})
-    return messages, faults
+    return messages, errors
 
-  def _call(self, call: Call | Unreadable, number: int, left: float) -> str:
-    if isinstance(call, Unreadable):
+  def _call(
+    self, call: ToolCall | InvalidToolCall, number: int, seconds_left: float
+  ) -> str:
+    if isinstance(call, InvalidToolCall):
       raise ToolError('unreadable', f'the call cannot be read: {call.reason}')
     if number >= self._max_calls_per_turn:
-      most = f'{self._max_calls_per_turn} in one reply'
-      raise ToolError('refused', f'too many calls: at most {most}')
+      limit = f'{self._max_calls_per_turn} in one reply'
+      raise ToolError('refused', f'too many calls: at most {limit}')
     if self._counts['calls'] > self._max_calls:
-      told = f'no calls are left: there were {self._max_calls}. Answer without one'
-      raise ToolError('refused', told)
-    if left <= 0:
-      most = f'within {self._seconds:g} s'
-      raise ToolError('timeout', f'not called: the calls of a reply must end {most}')
+      message = f'no calls are left: there were {self._max_calls}. Answer without one'
+      raise ToolError('refused', message)
+    if seconds_left <= 0:
+      limit = f'within {self._seconds:g} s'
+      raise ToolError('timeout', f'not called: the calls of a reply must end {limit}')
     name = call['name']
     if name not in self._owners:
-      there = ', '.join(self._owners)
-      raise ToolError('unknown', f'no tool {name[:64]!r}; there are {there}')
-    # Half of a surrogate pair is JSON, and yet nothing that could be sent anywhere.
+      names = ', '.join(self._owners)
+      raise ToolError('unknown', f'no tool {name[:64]!r}; there are {names}')
+    # JSON may contain half of a surrogate pair, which cannot be encoded as UTF-8.
     written = json.dumps(call['arguments'], ensure_ascii=False)
     arguments = json.loads(written.encode('utf-8', 'replace'))
-    return self._owners[name].call(name, arguments, seconds=left)
+    return self._owners[name].call(name, arguments, seconds=seconds_left)
 
   def _cut(self, text: str) -> str:
-    """At most max_chars of it, and nothing that is no text."""
-    text = _plain(text)
+    """Shortens a result to max_chars and removes what is not valid text."""
+    text = _valid_text(text)
     if len(text) <= self._max_chars:
       return text
     self._counts['cut'] += 1
@@ -139,21 +174,23 @@ class Toolbox:
 
   @property
   def metrics(self) -> dict[str, float]:
-    """Of the episode: tools/calls, tools/<name>/calls of those that gave a result,
-    tools/cut, tools/<fault>, and tools/errors, the sum of the faults.
+    """Returns the counts of the episode.
+
+    They are tools/calls; tools/<name>/calls of those that returned a result; tools/cut;
+    tools/<error>; and tools/errors, the sum of the errors.
     """
-    faults = get_args(Fault)
-    told = {'calls': 0, 'cut': 0, **dict.fromkeys(faults, 0)}
-    told |= {f'{name}/calls': 0 for name in self._owners} | dict(self._counts)
-    told['errors'] = sum(told[fault] for fault in faults)
-    return {f'tools/{name}': float(count) for name, count in told.items()}
+    kinds = get_args(ToolErrorKind)
+    counts = {'calls': 0, 'cut': 0, **dict.fromkeys(kinds, 0)}
+    counts |= {f'{name}/calls': 0 for name in self._owners} | dict(self._counts)
+    counts['errors'] = sum(counts[fault] for fault in kinds)
+    return {f'tools/{name}': float(count) for name, count in counts.items()}
 
   def close(self) -> None:
     """Ends what the tools have started."""
-    for tools in self._all:
+    for tools in self._providers:
       tools.close()
 
 
-def _plain(text: str) -> str:
-  """The text without halves of surrogate pairs, which JSON can write."""
+def _valid_text(text: str) -> str:
+  """Removes halves of surrogate pairs, which JSON can contain."""
   return text.encode('utf-8', 'replace').decode()

@@ -1,55 +1,113 @@
-"""Advantages: `fn(rewards, mask, task_ids, run_ids, …, *, …) -> Advantages`.
+"""Advantages are components `fn(rewards, mask, group_ids, …, *, …) -> Advantages`.
 
-Parameters before the `*` name the columns an estimator reads; after it come its
-options. Groups are told apart by ids and may differ in size and lie in any order; a
-run counts once however many rows it has. R is a run's total reward, μ and s the mean
-and sample standard deviation of R over the runs of its task, n their number.
+Parameters before the `*` name the batch fields that an estimator reads; after it come
+its options. Groups are identified by ids: they may differ in size and their rows may
+come in any order. An episode counts once, however many rows it has. In the formulas R
+is the total reward of an episode, μ and s are the mean and sample standard deviation of
+R over the episodes of its group, and n is their number.
+
+A module of this package is imported when one of its estimators is first used.
 """
 
-from jaxrl.functional.advantages.entropy_clip import clip_b, clip_v
-from jaxrl.functional.advantages.group import asymre, best, grpo, opmd, rec, rloo
-from jaxrl.functional.advantages.normalisation import (
-  init_moments,
-  normalise,
-  update_moments,
-)
-from jaxrl.functional.advantages.steps import (
-  cod,
-  gigpo,
-  step_reinforce,
-  step_wise_grpo,
-)
-from jaxrl.functional.advantages.teacher import grpo_distill, jsd, on_policy_distill
-from jaxrl.functional.advantages.temporal import (
-  agentic_reinforce,
-  gae,
-  reinforce,
-  reinforce_plus_plus,
-  remax,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from jaxrl.functional.advantages.group_relative import (
+    asymre,
+    best_of_group,
+    clip_b,
+    clip_v,
+    grpo,
+    opmd,
+    rec,
+    rloo,
+  )
+  from jaxrl.functional.advantages.reward_normalisation import (
+    init_moments,
+    normalise,
+    update_moments,
+  )
+  from jaxrl.functional.advantages.token_level import (
+    agentic_reinforce,
+    gae,
+    grpo_distill,
+    jsd,
+    on_policy_distill,
+    reinforce,
+    reinforce_plus_plus,
+    remax,
+  )
+  from jaxrl.functional.advantages.turn_level import (
+    cod,
+    gigpo,
+    step_reinforce,
+    step_wise_grpo,
+  )
 
 __all__ = [
-  'agentic_reinforce',
   'asymre',
-  'best',
+  'best_of_group',
   'clip_b',
   'clip_v',
-  'cod',
-  'gae',
-  'gigpo',
   'grpo',
-  'grpo_distill',
-  'init_moments',
-  'jsd',
-  'normalise',
-  'on_policy_distill',
   'opmd',
   'rec',
+  'rloo',
+  'init_moments',
+  'normalise',
+  'update_moments',
+  'agentic_reinforce',
+  'gae',
+  'grpo_distill',
+  'jsd',
+  'on_policy_distill',
   'reinforce',
   'reinforce_plus_plus',
   'remax',
-  'rloo',
+  'cod',
+  'gigpo',
   'step_reinforce',
   'step_wise_grpo',
-  'update_moments',
 ]
+
+_NAMES_OF_MODULE = {
+  'group_relative': (
+    'asymre',
+    'best_of_group',
+    'clip_b',
+    'clip_v',
+    'grpo',
+    'opmd',
+    'rec',
+    'rloo',
+  ),
+  'reward_normalisation': ('init_moments', 'normalise', 'update_moments'),
+  'token_level': (
+    'agentic_reinforce',
+    'gae',
+    'grpo_distill',
+    'jsd',
+    'on_policy_distill',
+    'reinforce',
+    'reinforce_plus_plus',
+    'remax',
+  ),
+  'turn_level': ('cod', 'gigpo', 'step_reinforce', 'step_wise_grpo'),
+}
+_MODULE_OF_NAME = {
+  name: module for module, names in _NAMES_OF_MODULE.items() for name in names
+}
+
+
+def __getattr__(name: str) -> Any:
+  """Imports the module that defines `name`, and returns what it defines."""
+  if name not in _MODULE_OF_NAME:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  module = importlib.import_module(f'{__name__}.{_MODULE_OF_NAME[name]}')
+  return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+  """Returns the public names, whether their modules are imported or not."""
+  return __all__

@@ -1,54 +1,92 @@
-"""Policy losses: `fn(logprobs, old_logprobs, advantages, mask, *, …)`.
+"""Policy losses are components `fn(logprobs, old_logprobs, advantages, mask, *, …)`.
 
 Each returns `(loss [B, T], metrics)`; losses never reduce. Parameters before the `*`
-name the columns a loss reads; after it come its options. p is the policy's log-prob,
-o the behaviour policy's, r = e^{p−o}, A the advantage, sg stops gradients. Exponents
-are clipped to ±20.
+name the batch fields that a loss reads; after it come its options. In the formulas p is
+the policy's log-prob, o the old (behaviour) policy's, r = e^{p−o}, A the advantage, and
+sg stops gradients. Exponents are clipped to ±20.
+
+A module of this package is imported when one of its losses is first used.
 """
 
-from jaxrl.functional.losses.clipped import cispo, ppo_clip, sapo
-from jaxrl.functional.losses.critic import value_loss
-from jaxrl.functional.losses.distillation import distill
-from jaxrl.functional.losses.mixed import chord_mu, mix, mix_chord
-from jaxrl.functional.losses.off_policy import (
-  importance_sampling,
-  kimi,
-  m2po,
-  rec,
-  second_moment_keep,
-  sppo,
-  tis,
-  topr,
-)
-from jaxrl.functional.losses.plain import opmd, sft, sft_is, sft_phi, vanilla
-from jaxrl.functional.losses.preference import check_pairs, dpo, hinge, ipo
-from jaxrl.functional.losses.sequence import gspo
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from jaxrl.functional.losses.clipped import cispo, gspo, ppo_clip, sapo, value_loss
+  from jaxrl.functional.losses.distillation import distill
+  from jaxrl.functional.losses.expert_mixture import chord_mu, mix, mix_chord
+  from jaxrl.functional.losses.importance_weighted import (
+    importance_sampling,
+    kimi,
+    m2po,
+    rec,
+    second_moment_keep,
+    sppo,
+    tis,
+    topr,
+  )
+  from jaxrl.functional.losses.likelihood import opmd, sft, sft_is, sft_phi, vanilla
+  from jaxrl.functional.losses.preference import check_pairs, dpo, hinge, ipo
 
 __all__ = [
-  'check_pairs',
-  'chord_mu',
   'cispo',
-  'distill',
-  'dpo',
   'gspo',
-  'hinge',
-  'importance_sampling',
-  'ipo',
-  'kimi',
-  'm2po',
+  'ppo_clip',
+  'sapo',
+  'value_loss',
+  'distill',
+  'chord_mu',
   'mix',
   'mix_chord',
-  'opmd',
-  'ppo_clip',
+  'importance_sampling',
+  'kimi',
+  'm2po',
   'rec',
-  'sapo',
   'second_moment_keep',
-  'sft',
-  'sft_is',
-  'sft_phi',
   'sppo',
   'tis',
   'topr',
-  'value_loss',
+  'opmd',
+  'sft',
+  'sft_is',
+  'sft_phi',
   'vanilla',
+  'check_pairs',
+  'dpo',
+  'hinge',
+  'ipo',
 ]
+
+_NAMES_OF_MODULE = {
+  'clipped': ('cispo', 'gspo', 'ppo_clip', 'sapo', 'value_loss'),
+  'distillation': ('distill',),
+  'expert_mixture': ('chord_mu', 'mix', 'mix_chord'),
+  'importance_weighted': (
+    'importance_sampling',
+    'kimi',
+    'm2po',
+    'rec',
+    'second_moment_keep',
+    'sppo',
+    'tis',
+    'topr',
+  ),
+  'likelihood': ('opmd', 'sft', 'sft_is', 'sft_phi', 'vanilla'),
+  'preference': ('check_pairs', 'dpo', 'hinge', 'ipo'),
+}
+_MODULE_OF_NAME = {
+  name: module for module, names in _NAMES_OF_MODULE.items() for name in names
+}
+
+
+def __getattr__(name: str) -> Any:
+  """Imports the module that defines `name`, and returns what it defines."""
+  if name not in _MODULE_OF_NAME:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  module = importlib.import_module(f'{__name__}.{_MODULE_OF_NAME[name]}')
+  return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+  """Returns the public names, whether their modules are imported or not."""
+  return __all__

@@ -1,12 +1,16 @@
-"""Policy losses with a clipped probability ratio."""
+"""Clipped losses bound the policy ratio: PPO, CISPO, SAPO, GSPO, and PPO's critic."""
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.functional.groups import exp, inside, row_mean
+from jaxrl.functional.components import component
+from jaxrl.functional.reductions import clipped_exp, row_mean, turn_mean, zero_outside
 from jaxrl.types import Array
 
 
+@component(on_policy=True)
 def ppo_clip(
   logprobs: Array,
   old_logprobs: Array,
@@ -18,16 +22,27 @@ def ppo_clip(
   dual_clip: float | None = 3.0,
   sequence_mask: float | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-  """L_t = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)), r = e^{p−o} (arXiv 1707.06347).
+  """Computes PPO's L_t = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (arXiv 1707.06347).
 
-  Where A < 0 it is at most −cA, c = `dual_clip` (arXiv 1912.09729); ε_low and ε_high
-  may differ, as in DAPO (arXiv 2503.14476).
+  Where A < 0 it is at most −cA with c = `dual_clip` (arXiv 1912.09729). ε_low and
+  ε_high may differ, as in DAPO (arXiv 2503.14476).
 
-  logprobs, old_logprobs, advantages, mask: `[B, T]`. sequence_mask: δ; tokens with
-  A < 0 in rows whose mean of o − p exceeds δ are zeroed. Returns loss `[B, T]`.
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    old_logprobs: `[B, T]` the old log-probs o.
+    advantages: `[B, T]` the advantages A.
+    mask: `[B, T]` bool, True at action tokens.
+    clip_low: ε_low.
+    clip_high: ε_high.
+    dual_clip: The factor c; None for no bound.
+    sequence_mask: δ; tokens with A < 0 in rows whose mean of o − p exceeds δ have loss
+      0. None for no such mask.
+
+  Returns:
+    Loss `[B, T]` and the metrics 'clip_fraction', 'ratio' and 'approx_kl'.
   """
-  a, d = inside(mask, advantages, logprobs - old_logprobs)
-  r = exp(d)
+  a, d = zero_outside(mask, advantages, logprobs - old_logprobs)
+  r = clipped_exp(d)
   plain = -a * r
   clipped = -a * jnp.clip(r, 1 - clip_low, 1 + clip_high)
   loss = jnp.maximum(plain, clipped)
@@ -47,6 +62,7 @@ def ppo_clip(
   return loss, metrics
 
 
+@component(on_policy=True)
 def cispo(
   logprobs: Array,
   old_logprobs: Array,
@@ -57,15 +73,25 @@ def cispo(
   clip_high: float = 0.28,
   mask_clipped: bool = False,
 ) -> tuple[Array, dict[str, Array]]:
-  """L_t = −A·sg(clip(r, 1−ε_low, 1+ε_high)·keep)·p (MiniMax-M1, arXiv 2506.13585).
+  """Computes L_t = −A·sg(clip(r, 1−ε_low, 1+ε_high)·keep)·p (arXiv 2506.13585).
 
-  Clips the importance weight, not the update: every token has a gradient.
+  It clips the importance weight, not the update: every token has a gradient.
 
-  logprobs, old_logprobs, advantages, mask: `[B, T]`. mask_clipped: keep = 0 where
-  PPO would clip, that is A > 0 and r > 1+ε_high, or A < 0 and r < 1−ε_low.
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    old_logprobs: `[B, T]` the old log-probs o.
+    advantages: `[B, T]` the advantages A.
+    mask: `[B, T]` bool, True at action tokens.
+    clip_low: ε_low.
+    clip_high: ε_high.
+    mask_clipped: Whether keep = 0 where PPO would clip, that is where A > 0 and r >
+      1+ε_high, or A < 0 and r < 1−ε_low.
+
+  Returns:
+    Loss `[B, T]` and the metrics 'clip_fraction' and 'ratio'.
   """
-  p, a, d = inside(mask, logprobs, advantages, logprobs - old_logprobs)
-  r = jax.lax.stop_gradient(exp(d))
+  p, a, d = zero_outside(mask, logprobs, advantages, logprobs - old_logprobs)
+  r = jax.lax.stop_gradient(clipped_exp(d))
   weight = jnp.clip(r, 1 - clip_low, 1 + clip_high)
   up, down = r > 1 + clip_high, r < 1 - clip_low
   if mask_clipped:
@@ -75,6 +101,7 @@ def cispo(
   return -a * weight * p, metrics
 
 
+@component(on_policy=True)
 def sapo(
   logprobs: Array,
   old_logprobs: Array,
@@ -84,15 +111,23 @@ def sapo(
   tau_positive: float = 1.0,
   tau_negative: float = 1.05,
 ) -> tuple[Array, dict[str, Array]]:
-  """L_t = −A·f(r), f(r) = 4σ(τ(r−1))/τ, a soft gate for a clip (arXiv 2511.20347).
+  """Computes L_t = −A·f(r), f(r) = 4σ(τ(r−1))/τ, a soft clip (arXiv 2511.20347).
 
-  τ is τ_positive where A > 0 and τ_negative elsewhere; the gradient weight is
-  4σ(1−σ)·r, 1 at r = 1.
+  The gradient weight is 4σ(1−σ)·r, 1 at r = 1.
 
-  logprobs, old_logprobs, advantages, mask: `[B, T]`. Returns loss `[B, T]`.
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    old_logprobs: `[B, T]` the old log-probs o.
+    advantages: `[B, T]` the advantages A.
+    mask: `[B, T]` bool, True at action tokens.
+    tau_positive: τ where A > 0.
+    tau_negative: τ elsewhere.
+
+  Returns:
+    Loss `[B, T]` and the metric 'ratio'.
   """
-  a, d = inside(mask, advantages, logprobs - old_logprobs)
-  r = exp(d)
+  a, d = zero_outside(mask, advantages, logprobs - old_logprobs)
+  r = clipped_exp(d)
   tau = jnp.where(a > 0, tau_positive, tau_negative)
   gate = _sigmoid(tau * (r - 1))
   metrics = {'ratio': r}
@@ -110,3 +145,90 @@ def _sigmoid_jvp(primals, tangents):
   (x,), (dx,) = primals, tangents
   value = jax.nn.sigmoid(x)
   return value, value * jax.nn.sigmoid(-x) * dx
+
+
+@component(on_policy=True)
+def gspo(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  clip_low: float = 3e-4,
+  clip_high: float = 4e-4,
+  level: Literal['sequence', 'turn'] = 'sequence',
+  gradient: Literal['token', 'mean'] = 'token',
+) -> tuple[Array, dict[str, Array]]:
+  """Computes PPO's clip of a sequence ratio (GSPO, arXiv 2507.18071).
+
+  L_t = max(−A·s, −A·clip(s, 1−ε_low, 1+ε_high)) with the length-normalised ratio s =
+  e^{p − sg(p) + sg(mean_t(p−o))}: a sequence's ratio with a token's gradient. Aggregate
+  it with sequence_mean_token_mean.
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    old_logprobs: `[B, T]` the old log-probs o.
+    advantages: `[B, T]` the advantages A.
+    mask: `[B, T]` bool, True at action tokens.
+    clip_low: ε_low.
+    clip_high: ε_high.
+    level: The mean is over the row ('sequence') or over each unbroken stretch of action
+      tokens ('turn').
+    gradient: 'token' as above; 'mean' is the plain form s = e^{mean_t(p−o)}.
+
+  Returns:
+    Loss `[B, T]` and the metrics 'clip_fraction', 'ratio' and 'approx_kl'.
+  """
+  p, a, d = zero_outside(mask, logprobs, advantages, logprobs - old_logprobs)
+  if level == 'sequence':
+    mean = jnp.broadcast_to(row_mean(d, mask)[:, None], d.shape)
+  elif level == 'turn':
+    mean = turn_mean(d, mask)
+  else:
+    raise ValueError(f"level is {level!r}; it must be 'sequence' or 'turn'")
+  if gradient == 'token':
+    mean = p - jax.lax.stop_gradient(p) + jax.lax.stop_gradient(mean)
+  elif gradient != 'mean':
+    raise ValueError(f"gradient is {gradient!r}; it must be 'token' or 'mean'")
+  s = clipped_exp(mean)
+  plain = -a * s
+  clipped = -a * jnp.clip(s, 1 - clip_low, 1 + clip_high)
+  metrics = {
+    'clip_fraction': (clipped > plain).astype(jnp.float32),
+    'ratio': s,
+    'approx_kl': -d,
+  }
+  return jnp.maximum(plain, clipped), metrics
+
+
+@component()
+def value_loss(
+  values: Array,
+  old_values: Array,
+  returns: Array,
+  mask: Array,
+  *,
+  clip: float | None = 0.2,
+  coef: float = 1.0,
+) -> tuple[Array, dict[str, Array]]:
+  """Computes coef·½·max((V−G)², (clip(V, V_old±ε)−G)²) (PPO, arXiv 1707.06347).
+
+  Args:
+    values: `[B, T]` V, with gradient.
+    old_values: `[B, T]` V_old.
+    returns: `[B, T]` G.
+    mask: `[B, T]` bool, True at action tokens.
+    clip: ε; None for a plain ½(V−G)².
+    coef: The coefficient.
+
+  Returns:
+    Loss `[B, T]` and the metrics 'value', 'value_error' and 'value_clip_fraction'.
+  """
+  v, old, g = (jnp.where(mask, x, 0) for x in (values, old_values, returns))
+  square = jnp.square(v - g)
+  metrics = {'value': v, 'value_error': jnp.abs(v - g)}
+  if clip is not None:
+    clipped = jnp.square(jnp.clip(v, old - clip, old + clip) - g)
+    metrics['value_clip_fraction'] = (clipped > square).astype(jnp.float32)
+    square = jnp.maximum(square, clipped)
+  return jnp.where(mask, coef * 0.5 * square, 0), metrics

@@ -1,16 +1,18 @@
-"""Divergences between teacher and student on the teacher's most likely tokens."""
+"""Distillation losses: divergences on the teacher's most likely tokens."""
 
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.functional.components import component
 from jaxrl.types import Array
 
-NOTHING = -40.0  # a log-probability that adds nothing to a sum in float32
+NEGLIGIBLE_LOGPROB = -40.0  # a log-probability that adds nothing to a sum in float32
 Kind = Literal['forward', 'reverse', 'adaptive', 'skewed', 'js']
 
 
+@component()
 def distill(
   topk_logprobs: Array,
   teacher_topk_logprobs: Array,
@@ -21,22 +23,34 @@ def distill(
   skew: float = 0.1,
   head: float = 0.5,
 ) -> tuple[Array, dict[str, Array]]:
-  """L_t = D(t, s), over k tokens and "the rest" (arXiv 1503.02531).
+  """Computes L_t = D(t, s) over k tokens and "the rest" (arXiv 1503.02531).
 
-  With t the teacher, s the student and KL(a‖b) = Σ a·log(a/b):
-    forward: KL(t‖s). reverse: KL(s‖t).
+  With t the teacher, s the student and KL(a‖b) = Σ a·log(a/b), the divergence D is one
+  of:
+
+    forward: KL(t‖s).
+    reverse: KL(s‖t).
     skewed: KL(t‖skew·t + (1−skew)·s) (arXiv 2402.03898).
     js: ½KL(t‖m) + ½KL(s‖m), m = ½(t+s).
-    adaptive: a·forward + (1−a)·reverse, a the share of |t−s| that lies on the head,
-      the likeliest tokens that make up `head` of t (arXiv 2404.02657); sg(a).
+    adaptive: a·forward + (1−a)·reverse with sg(a), a the share of |t−s| that lies on
+      the head, the likeliest tokens that make up `head` of t (arXiv 2404.02657).
 
-  topk_logprobs: `[B, T, K]` the student's log-probs of the teacher's K likeliest
-  tokens, in falling order; teacher_topk_logprobs: `[B, T, K]` the teacher's own; of
-  these the first `top_k` count by themselves. mask: `[B, T]`.
+  Args:
+    topk_logprobs: `[B, T, K]` the student's log-probs of the teacher's K likeliest
+      tokens, in falling order.
+    teacher_topk_logprobs: `[B, T, K]` the teacher's own.
+    mask: `[B, T]` bool, True at action tokens.
+    kind: The divergence.
+    top_k: How many of the K tokens count individually.
+    skew: The teacher's share in 'skewed'.
+    head: The teacher's probability of the head in 'adaptive'.
+
+  Returns:
+    Loss `[B, T]` and no metrics.
   """
   valid = mask[..., None] & (jnp.arange(topk_logprobs.shape[-1]) < top_k)
-  s = _with_rest(jnp.where(valid, topk_logprobs, NOTHING))
-  t = _with_rest(jnp.where(valid, teacher_topk_logprobs, NOTHING))
+  s = _with_rest(jnp.where(valid, topk_logprobs, NEGLIGIBLE_LOGPROB))
+  t = _with_rest(jnp.where(valid, teacher_topk_logprobs, NEGLIGIBLE_LOGPROB))
   if kind == 'forward':
     loss = _kl(t, s)
   elif kind == 'reverse':

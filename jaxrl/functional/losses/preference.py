@@ -1,8 +1,8 @@
-"""Losses on pairs of answers, one preferred: a value per pair, on both of its rows.
+"""Preference losses on pairs of answers: a value per pair, on both of its rows.
 
-Both rows of a pair share an id in pair_ids; the one with the greater total reward is
-the chosen one. Weigh them with `aggregation.pair_weights`. h = Σ_t (p − q) over a
-row's action tokens, Δ = h_chosen − h_rejected.
+Both rows of a pair have the same id in pair_ids; the one with the greater total reward
+is the chosen one. Weight them with `aggregation.pair_weights`. In the formulas h = Σ_t
+(p − q) over a row's action tokens and Δ = h_chosen − h_rejected.
 """
 
 import jax
@@ -10,14 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxrl.functional import groups
+from jaxrl.functional import reductions
+from jaxrl.functional.components import component
 from jaxrl.types import Array
 
 
 def check_pairs(pair_ids, rewards) -> None:
-  """Raises ValueError unless every pair is two rows with unequal rewards (on host).
+  """Checks on the host that every pair is two rows with unequal rewards.
 
-  pair_ids: `[B]`, −1 at padding rows. rewards: `[B, T]`.
+  Args:
+    pair_ids: `[B]` int32, equal for the two rows of a pair; −1 at padding rows.
+    rewards: `[B, T]`.
+
+  Raises:
+    ValueError: If it is not.
   """
   ids, totals = np.asarray(pair_ids), np.asarray(rewards).sum(axis=-1)
   for pair in np.unique(ids[ids >= 0]):
@@ -35,18 +41,19 @@ def _margin(score: Array, rewards: Array, pair_ids: Array) -> Array:
   """`[B]` chosen less rejected of each row's pair; 0 for padding."""
   if not isinstance(pair_ids, Tracer) and not isinstance(rewards, Tracer):
     check_pairs(pair_ids, rewards)
-  own = jnp.sum(rewards, axis=-1)
-  other = groups.spread(groups.total(own, pair_ids), pair_ids) - own
-  signed = jnp.sign(own - other) * score
-  return groups.spread(groups.total(signed, pair_ids), pair_ids)
+  total = jnp.sum(rewards, axis=-1)
+  other = reductions.gather(reductions.segment_sum(total, pair_ids), pair_ids) - total
+  signed = jnp.sign(total - other) * score
+  return reductions.gather(reductions.segment_sum(signed, pair_ids), pair_ids)
 
 
 def _pair_loss(loss: Array, margin: Array, pair_ids: Array):
-  there = pair_ids >= 0
+  is_row = pair_ids >= 0
   metrics = {'margin': margin, 'accuracy': 1.0 * (margin > 0)}
-  return jnp.where(there, loss, 0), metrics
+  return jnp.where(is_row, loss, 0), metrics
 
 
+@component()
 def dpo(
   logprobs: Array,
   ref_logprobs: Array,
@@ -57,20 +64,28 @@ def dpo(
   beta: float = 0.1,
   label_smoothing: float = 0.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """−(1−ls)·log σ(βΔ) − ls·log σ(−βΔ) (arXiv 2305.18290).
+  """Computes −(1−ls)·log σ(βΔ) − ls·log σ(−βΔ) (DPO, arXiv 2305.18290).
 
-  ls: label smoothing; with ls > 0 it is conservative DPO. Δ = h_chosen − h_rejected,
-  h = Σ_t (p − q) over a row's action tokens.
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    mask: `[B, T]` bool, True at action tokens.
+    rewards: `[B, T]` rewards; the row with the greater sum is the chosen one.
+    pair_ids: `[B]` int32, equal for the two rows of a pair; −1 at padding rows.
+    beta: The strength β.
+    label_smoothing: ls; above 0 it is conservative DPO.
 
-  logprobs, ref_logprobs, mask, rewards: `[B, T]`. pair_ids: `[B]`. Returns `[B]`.
+  Returns:
+    Loss `[B]` and the metrics 'margin' and 'accuracy'.
   """
-  score = groups.row_sum(logprobs - ref_logprobs, mask)
+  score = reductions.row_sum(logprobs - ref_logprobs, mask)
   x = beta * _margin(score, rewards, pair_ids)
   loss = -(1 - label_smoothing) * jax.nn.log_sigmoid(x)
   loss = loss - label_smoothing * jax.nn.log_sigmoid(-x)
   return _pair_loss(loss, x, pair_ids)
 
 
+@component()
 def ipo(
   logprobs: Array,
   ref_logprobs: Array,
@@ -80,15 +95,25 @@ def ipo(
   *,
   beta: float = 0.1,
 ) -> tuple[Array, dict[str, Array]]:
-  """(Δ̄ − 1/(2β))², Δ̄ from means over each row's tokens (arXiv 2310.12036).
+  """Computes (Δ̄ − 1/(2β))², Δ̄ of means over tokens (IPO, arXiv 2310.12036).
 
-  logprobs, ref_logprobs, mask, rewards: `[B, T]`. pair_ids: `[B]`. Returns `[B]`.
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    mask: `[B, T]` bool, True at action tokens.
+    rewards: `[B, T]` rewards; the row with the greater sum is the chosen one.
+    pair_ids: `[B]` int32, equal for the two rows of a pair; −1 at padding rows.
+    beta: The strength β.
+
+  Returns:
+    Loss `[B]` and the metrics 'margin' and 'accuracy'.
   """
-  score = groups.row_mean(logprobs - ref_logprobs, mask)
+  score = reductions.row_mean(logprobs - ref_logprobs, mask)
   x = _margin(score, rewards, pair_ids)
   return _pair_loss(jnp.square(x - 1 / (2 * beta)), x, pair_ids)
 
 
+@component()
 def hinge(
   logprobs: Array,
   ref_logprobs: Array,
@@ -98,10 +123,19 @@ def hinge(
   *,
   beta: float = 0.1,
 ) -> tuple[Array, dict[str, Array]]:
-  """max(0, 1 − βΔ) (arXiv 2305.10425).
+  """Computes max(0, 1 − βΔ) (SLiC, arXiv 2305.10425).
 
-  logprobs, ref_logprobs, mask, rewards: `[B, T]`. pair_ids: `[B]`. Returns `[B]`.
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    ref_logprobs: `[B, T]` the reference's log-probs q.
+    mask: `[B, T]` bool, True at action tokens.
+    rewards: `[B, T]` rewards; the row with the greater sum is the chosen one.
+    pair_ids: `[B]` int32, equal for the two rows of a pair; −1 at padding rows.
+    beta: The strength β.
+
+  Returns:
+    Loss `[B]` and the metrics 'margin' and 'accuracy'.
   """
-  score = groups.row_sum(logprobs - ref_logprobs, mask)
+  score = reductions.row_sum(logprobs - ref_logprobs, mask)
   x = beta * _margin(score, rewards, pair_ids)
   return _pair_loss(jnp.maximum(0, 1 - x), x, pair_ids)

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint before an engine, for agents written for that API."""
+"""The gateway serves OpenAI's API in front of a rollout engine, for agents."""

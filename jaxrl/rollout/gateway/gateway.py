@@ -1,4 +1,4 @@
-"""Sessions before an engine: what is asked becomes a reply, which is recorded."""
+"""The gateway turns clients' requests into recorded replies of a rollout engine."""
 
 import asyncio
 import dataclasses
@@ -9,36 +9,33 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxrl.data.chat import Chat
-from jaxrl.data.seeds import fold
-from jaxrl.rollout.formulation import FORMULATIONS
-from jaxrl.rollout.gateway.choice import Choice, Seat, Terms
-from jaxrl.rollout.gateway.errors import ApiError
-from jaxrl.rollout.gateway.recorder import Prompt, Session
-from jaxrl.rollout.gateway.requests import Ask
-from jaxrl.rollout.gateway.seen import Seen
-from jaxrl.rollout.group import Lease
-from jaxrl.rollout.handles import settle
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.seeds import fold_seed
+from jaxrl.rollout.engine.actor_proxy import maybe_await
+from jaxrl.rollout.episodes.row_format import ROW_FORMATS
+from jaxrl.rollout.gateway.choice_runner import (
+  ChoiceRunner,
+  SessionLimits,
+  SessionState,
+)
+from jaxrl.rollout.gateway.openai_requests import ApiError, GenerationRequest
+from jaxrl.rollout.gateway.request_cache import RequestCache
+from jaxrl.rollout.gateway.session_recorder import AgentSession, SessionPrompt
+from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.types import RolloutEngine, SamplingParams, Trajectory
 
 
 class Gateway:
-  """Replies to requests and keeps what was said, by session.
+  """Replies to requests and records the conversations of each session.
 
-  deliver: is given a session's name and rows when it ends; may be awaited. model: the
-  name that clients see. seed: a reply is drawn by it, its session and its number there.
-  max_length: tokens of prompt and reply. max_tokens: of one reply. temperature, top_p,
-  top_k: of those who ask for no other; fixed: of all, whatever they ask for, seeds too.
-  max_choices: replies to one request. max_sessions, max_replies: in all, and of one
-  session; beyond them requests are refused, or if `forget` the session longest unused
-  is dropped, and one too long begun anew. guests: a request under a new name begins a
-  session; else only `open` does. formulation, tag: of the rows.
+  Attributes:
+    model: The model's name, as clients see it.
   """
 
   def __init__(
     self,
     engine: RolloutEngine,
-    chat: Chat,
+    chat: ChatTokenizer,
     *,
     deliver: Callable[[str, list[Trajectory]], Any] | None = None,
     model: str = 'policy',
@@ -48,24 +45,60 @@ class Gateway:
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    fixed: bool = False,
+    fixed_sampling: bool = False,
     max_choices: int = 8,
     max_sessions: int = 4096,
     max_replies: int = 1024,
-    forget: bool = False,
-    guests: bool = True,
+    evict_idle: bool = False,
+    allow_new_sessions: bool = True,
     formulation: str = 'trajectory',
     tag: str = '',
   ):
-    if formulation not in FORMULATIONS:
+    """Creates a gateway without sessions.
+
+    Args:
+      engine: Generates the replies.
+      chat: The chat tokenizer of the engine's model.
+      deliver: Receives a session's name and rows when the session ends; its result may
+        be awaited.
+      model: The model's name, as clients see it.
+      seed: Together with a session's name and a reply's number, gives the reply's seed.
+      max_length: Tokens that prompt and reply may have together.
+      max_tokens: Tokens a reply may have.
+      temperature: Sampling temperature of requests that set none.
+      top_p: Nucleus sampling of requests that set none.
+      top_k: top-k sampling of requests that set none.
+      fixed_sampling: Whether these options, and the seeds, hold whatever a request
+        sets.
+      max_choices: Replies to one request.
+      max_sessions: Sessions at the same time.
+      max_replies: Replies of one session.
+      evict_idle: Beyond these limits, whether the session unused for longest is
+        dropped, and a session that is too long starts anew. Otherwise requests are
+        refused.
+      allow_new_sessions: Whether a request under a new name begins a session. Otherwise
+        only `open_session` does.
+      formulation: How sessions become rows; one of `ROW_FORMATS`.
+      tag: The tag of the rows.
+
+    Raises:
+      ValueError: If there is no such formulation.
+    """
+    if formulation not in ROW_FORMATS:
       raise ValueError(
-        f'no formulation {formulation!r}; there are {", ".join(FORMULATIONS)}'
+        f'no formulation {formulation!r}; there are {", ".join(ROW_FORMATS)}'
       )
-    self._engine, self._chat, self.model = engine, chat, model
-    self._deliver, self._seed, self._max_choices = deliver, seed, max_choices
-    self._forget, self._max_sessions = forget, max_sessions
-    self._guests = guests
-    self._form = {'formulation': formulation, 'tag': tag}
+    self._engine = engine
+    self._chat = chat
+    self.model = model
+    self._deliver = deliver
+    self._seed = seed
+    self._max_choices = max_choices
+    self._evict_idle = evict_idle
+    self._max_sessions = max_sessions
+    self._allow_new_sessions = allow_new_sessions
+    self._formulation = formulation
+    self._tag = tag
     sampling = SamplingParams(
       max_tokens=max_tokens,
       temperature=temperature,
@@ -73,201 +106,278 @@ class Gateway:
       top_k=top_k,
       stop_token_ids=(chat.eos_id,),
     )
-    self._terms = Terms(
+    self._default_limits = SessionLimits(
       sampling,
       seed=lambda number: number,
-      request_name='gateway',
+      request_prefix='gateway',
       max_length=max_length,
       max_replies=max_replies,
-      fixed=fixed,
+      fixed_sampling=fixed_sampling,
     )
-    self._seats: OrderedDict[str, Seat] = OrderedDict()
-    self._opened = 0
-    # One thread: tokenizers do not bear two at a time.
-    self._scribe = ThreadPoolExecutor(1, thread_name_prefix='gateway-chat')
+    self._sessions: OrderedDict[str, SessionState] = OrderedDict()
+    self._num_opened = 0
+    # A single thread, because tokenizers are not safe for two at a time.
+    self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix='gateway-chat')
 
   def close(self) -> None:
-    """Ends its thread."""
-    self._scribe.shutdown(wait=False)
+    """Ends the tokenizer's thread."""
+    self._tokenizer_thread.shutdown(wait=False)
 
-  def text(self, tokens: list[int]) -> str:
-    """What ids say, special tokens left out."""
+  def decode(self, tokens: list[int]) -> str:
+    """Returns the text of ids, without special tokens."""
     return self._chat.decode(tokens)
 
-  def seen(self, name: str) -> Seen:
-    """What the session `name` has sent before; nothing, where there is none."""
-    seat = self._seats.get(name)
-    return Seen() if seat is None else seat.seen
+  def request_cache(self, name: str) -> RequestCache:
+    """Returns the latest requests of a session, or an empty cache if there is none."""
+    state = self._sessions.get(name)
+    return RequestCache() if state is None else state.request_cache
 
-  async def begin(self, name: str, ask: Ask, seen: Seen | None = None) -> list[Choice]:
-    """The choices that `ask` wants in the session `name`, ready to be run.
+  async def start_choices(
+    self, name: str, request: GenerationRequest, cache: RequestCache | None = None
+  ) -> list[ChoiceRunner]:
+    """Prepares the replies to a request.
 
-    seen: what the session's requests will be compared with. Raises ApiError for what
-    does not fit.
+    Args:
+      name: The session's name.
+      request: The request.
+      cache: Becomes the session's cache of requests.
+
+    Returns:
+      The choices, ready to be run.
+
+    Raises:
+      ApiError: If the request exceeds a limit, or its messages are refused.
     """
-    if ask.n > self._max_choices:
+    if request.n > self._max_choices:
       raise ApiError(400, f'n: at most {self._max_choices}', param='n')
-    seat = self._seat(name, ask.n)
-    seat.seen = seen or seat.seen
-    seat.busy += ask.n  # so that it is not dropped meanwhile, nor overfilled
+    state = self._find_session(name, request.n)
+    state.request_cache = cache or state.request_cache
+    field = 'prompt' if request.messages is None else 'messages'
+    # Counts the replies as running, so that the session is not dropped or overfull.
+    state.num_running += request.n
     try:
-      loop = asyncio.get_running_loop()
-      prompt = await loop.run_in_executor(self._scribe, self._compose, seat, ask)
+      prompt = await asyncio.get_running_loop().run_in_executor(
+        self._tokenizer_thread, self._make_prompt, state, request
+      )
     except ValueError as error:
-      field = 'prompt' if ask.messages is None else 'messages'
       raise ApiError(400, f'{field}: {error}', param=field) from error
     finally:
-      seat.busy -= ask.n
-    seat.check()
-    room = seat.terms.max_length - len(prompt.tokens)
-    if room < 1:
-      seat.cut, seat.refused = 'max_length', prompt.tokens
+      state.num_running -= request.n
+    state.raise_if_closed()
+    num_tokens_left = state.limits.max_length - len(prompt.tokens)
+    if num_tokens_left < 1:
+      state.limit_reached, state.refused_prompt = 'max_length', prompt.tokens
       raise ApiError(
         400,
         f'the prompt of {len(prompt.tokens)} tokens leaves no room in the window of '
-        f'{seat.terms.max_length}',
-        param='prompt' if ask.messages is None else 'messages',
+        f'{state.limits.max_length}',
+        param=field,
         code='context_length_exceeded',
       )
-    return [self._choice(name, seat, ask, prompt, room, i) for i in range(ask.n)]
+    return [
+      self._make_choice(name, state, request, prompt, num_tokens_left, index)
+      for index in range(request.n)
+    ]
 
-  def _compose(self, seat: Seat, ask: Ask) -> Prompt:
-    if ask.messages is not None:
-      return seat.session.prompt(ask.messages, ask.tools)
-    given = ask.prompt or ''
-    ids = self._chat.encode(given) if isinstance(given, str) else given
-    return seat.session.bare_prompt(ids)
+  def _make_prompt(
+    self, state: SessionState, request: GenerationRequest
+  ) -> SessionPrompt:
+    """Builds the prompt, on the tokenizer's thread."""
+    if request.messages is not None:
+      return state.session.make_prompt(request.messages, request.tools)
+    prompt = request.prompt or ''
+    tokens = self._chat.encode(prompt) if isinstance(prompt, str) else prompt
+    return state.session.make_token_prompt(tokens)
 
-  def _choice(
-    self, name: str, seat: Seat, ask: Ask, prompt: Prompt, room: int, index: int
-  ) -> Choice:
-    number, seat.begun = seat.begun, seat.begun + 1
-    terms, own = seat.terms, seat.terms.sampling
+  def _make_choice(
+    self,
+    name: str,
+    state: SessionState,
+    request: GenerationRequest,
+    prompt: SessionPrompt,
+    num_tokens_left: int,
+    index: int,
+  ) -> ChoiceRunner:
+    number = state.num_started
+    state.num_started += 1
+    limits, defaults = state.limits, state.limits.sampling
     sampling = dataclasses.replace(
-      own,
-      max_tokens=min(room, own.max_tokens, ask.max_tokens or room),
-      stop=(*ask.stop, *own.stop),
-      seed=terms.seed(number),
+      defaults,
+      max_tokens=min(
+        num_tokens_left, defaults.max_tokens, request.max_tokens or num_tokens_left
+      ),
+      stop=(*request.stop, *defaults.stop),
+      seed=limits.seed(number),
     )
-    wanted = _wanted(ask, index)
-    if not terms.fixed:
-      sampling = dataclasses.replace(sampling, **wanted)
-    elif any(getattr(sampling, key) != value for key, value in wanted.items()):
-      seat.overruled += 1
-    mark = hashlib.sha256(f'{seat.number}/{name}'.encode()).hexdigest()[:12]
-    kind = 'cmpl' if ask.messages is None else 'chatcmpl'
-    return Choice(
+    overrides = _sampling_overrides(request, index)
+    if not limits.fixed_sampling:
+      sampling = dataclasses.replace(sampling, **overrides)
+    elif any(getattr(sampling, key) != value for key, value in overrides.items()):
+      state.num_sampling_overrides += 1
+    session_hash = hashlib.sha256(f'{state.number}/{name}'.encode()).hexdigest()[:12]
+    kind = 'cmpl' if request.messages is None else 'chatcmpl'
+    return ChoiceRunner(
       self._engine,
       self._chat,
-      seat,
-      ask,
+      state,
+      request,
       prompt,
       sampling,
-      name=f'{kind}-{mark}-{number}',
-      request_name=f'{terms.request_name}/{number}',
+      name=f'{kind}-{session_hash}-{number}',
+      request_name=f'{limits.request_prefix}/{number}',
     )
 
   # ---- sessions
 
-  def _seat(self, name: str, count: int) -> Seat:
-    """The session's, a new one if there is none; `count` replies are to be added."""
-    seat = self._seats.get(name)
-    if seat is not None and seat.terms.owned:
-      seat.check()
-      if self._full(seat, count):
-        seat.cut = 'max_steps'
-        most = f'an episode may have {seat.terms.max_replies} replies'
-        raise ApiError(400, f'{most}: this one is at its end', code='max_steps')
-    elif seat is not None and self._full(seat, count):
-      if not self._forget or seat.busy:
+  def _find_session(self, name: str, num_replies: int) -> SessionState:
+    """Returns a session with room for more replies, a new one if there is none."""
+    state = self._sessions.get(name)
+    if state is not None and state.limits.owned:
+      state.raise_if_closed()
+      if self._is_full(state, num_replies):
+        state.limit_reached = 'max_steps'
         raise ApiError(
-          429, f'the session has {seat.terms.max_replies} replies: end it by /feedback'
+          400,
+          f'an episode may have {state.limits.max_replies} replies, and this one has '
+          'no more left',
+          code='max_steps',
         )
-      del self._seats[name]
-      seat = None
-    if seat is None and not self._guests:  # it ended while its body came
+    elif state is not None and self._is_full(state, num_replies):
+      if not self._evict_idle or state.num_running:
+        max_replies = state.limits.max_replies
+        raise ApiError(
+          429, f'the session has {max_replies} replies: end it by /feedback'
+        )
+      del self._sessions[name]
+      state = None
+    if state is None and not self._allow_new_sessions:
+      # The session ended while the body of this request was read.
       raise ApiError(400, 'the session is over', code='session_over')
-    if seat is None:
-      seed = functools.partial(fold, self._seed, name)
-      terms = dataclasses.replace(
-        self._terms, seed=seed, request_name=f'gateway/{self._opened}/0'
+    if state is None:
+      limits = dataclasses.replace(
+        self._default_limits,
+        seed=functools.partial(fold_seed, self._seed, name),
+        request_prefix=f'gateway/{self._num_opened}/0',
       )
-      lease = Lease(0, self._opened, 0, 0, 0)
-      seat = self.open(name, lease, fold(self._seed, name), terms)
-    self._seats.move_to_end(name)
-    return seat
+      lease = EpisodeLease(0, self._num_opened, 0, 0, 0)
+      state = self.open_session(name, lease, fold_seed(self._seed, name), limits)
+    self._sessions.move_to_end(name)
+    return state
 
-  def _full(self, seat: Seat, count: int) -> bool:
-    replies = len(seat.session.replies) + seat.busy + count
-    return replies > seat.terms.max_replies
+  def _is_full(self, state: SessionState, num_replies: int) -> bool:
+    num_after = len(state.session.replies) + state.num_running + num_replies
+    return num_after > state.limits.max_replies
 
-  def open(self, name: str, lease: Lease, seed: int, terms: Terms) -> Seat:
-    """Begins an episode's session. Raises ApiError if there are too many."""
+  def open_session(
+    self, name: str, lease: EpisodeLease, seed: int, limits: SessionLimits
+  ) -> SessionState:
+    """Begins a session.
+
+    Args:
+      name: The session's name.
+      lease: Which sample of which group is played.
+      seed: The episode seed.
+      limits: The session's limits and sampling.
+
+    Returns:
+      The session.
+
+    Raises:
+      ApiError: If there are too many sessions.
+    """
     self._make_room()
-    seat = Seat(Session(self._chat, lease, seed=seed), self._opened, terms)
-    self._opened += 1
-    self._seats[name] = seat
-    return seat
+    session = AgentSession(self._chat, lease, seed=seed)
+    state = SessionState(session, self._num_opened, limits)
+    self._num_opened += 1
+    self._sessions[name] = state
+    return state
 
-  def end(self, name: str) -> Seat:
-    """Ends an owned session; what is being written for it is given up."""
-    seat = self._seats.pop(name)
-    seat.over = True
-    for task in list(seat.work):
+  def close_session(self, name: str) -> SessionState:
+    """Ends an owned session and cancels its running replies.
+
+    Args:
+      name: The session's name.
+
+    Returns:
+      The session's final state.
+    """
+    state = self._sessions.pop(name)
+    state.closed = True
+    for task in list(state.tasks):
       task.cancel()
-    return seat
+    return state
 
   def _make_room(self) -> None:
-    if len(self._seats) < self._max_sessions:
+    if len(self._sessions) < self._max_sessions:
       return
-    idle = next((n for n, seat in self._seats.items() if not seat.busy), None)
-    if not self._forget or idle is None:
+    idle = (name for name, state in self._sessions.items() if not state.num_running)
+    oldest_idle = next(idle, None)
+    if not self._evict_idle or oldest_idle is None:
       raise ApiError(
         429, f'there are {self._max_sessions} sessions: end one by /feedback'
       )
-    del self._seats[idle]
+    del self._sessions[oldest_idle]
 
   async def feedback(
-    self, name: str, reward: float | None = None, reply: str = '', *, done: bool = True
+    self,
+    name: str,
+    reward: float | None = None,
+    reply_name: str = '',
+    *,
+    done: bool = True,
   ) -> Sequence[Trajectory]:
-    """Rewards the session `name`, or one reply of it; delivers its rows if it is done.
+    """Rewards a session or one of its replies, and delivers its rows if it is done.
 
-    reply: the id that the client was given; without it the reward is that of the ends
-    of all conversations. A done session is forgotten, also if `deliver` raises; what
-    comes under its name next is another. An owned session is kept for its owner, and a
-    reward without `reply` is the episode's. Raises ApiError where there is no such
-    session or reply, or one is still being written.
+    A done session is forgotten even if `deliver` raises, and a later request under its
+    name begins another. An owned session is kept for its owner; a reward without
+    `reply_name` is then the episode's.
+
+    Args:
+      name: The session's name.
+      reward: The reward, if any.
+      reply_name: The reply's id, as the client knows it; '' rewards the last reply of
+        every conversation.
+      done: Whether the session ends.
+
+    Returns:
+      The rows that were delivered.
+
+    Raises:
+      ApiError: If there is no such session or reply, or one is still being generated.
     """
-    seat = self._seats.get(name)
-    if seat is None:
+    state = self._sessions.get(name)
+    if state is None:
       raise ApiError(404, 'there is no such session', code='session_not_found')
-    if done and seat.busy:
-      raise ApiError(409, f'{seat.busy} replies to the session are being written')
-    seat.check()
-    if reply and reply not in seat.session.replies:
-      raise ApiError(404, f'no reply {reply!r} in this session', param='completion_id')
-    if reward is not None and seat.terms.owned and not reply:
-      seat.reward += float(reward)
+    if done and state.num_running:
+      raise ApiError(409, f'{state.num_running} replies are still being generated')
+    state.raise_if_closed()
+    if reply_name and reply_name not in state.session.replies:
+      raise ApiError(
+        404, f'no reply {reply_name!r} in this session', param='completion_id'
+      )
+    if reward is not None and state.limits.owned and not reply_name:
+      state.reward += float(reward)
     elif reward is not None:
-      seat.session.reward(float(reward), reply)
-    if seat.terms.owned:
-      seat.over = done
+      state.session.add_reward(float(reward), reply_name)
+    if state.limits.owned:
+      state.closed = done
       return []
     if not done:
       return []
-    rows = seat.session.trajectories(**self._form)
-    del self._seats[name]
+    rows = state.session.trajectories(formulation=self._formulation, tag=self._tag)
+    del self._sessions[name]
     if self._deliver is not None:
-      await settle(self._deliver(name, rows))
+      await maybe_await(self._deliver(name, rows))
     return rows
 
 
-def _wanted(ask: Ask, index: int) -> dict[str, Any]:
-  """How the client would have the reply `index` drawn, as options of sampling."""
-  wanted = {
-    'temperature': ask.temperature,
-    'top_p': ask.top_p,
-    'top_k': None if ask.top_k is None else max(ask.top_k, 0),
-    'seed': None if ask.seed is None else fold(abs(ask.seed), index),
+def _sampling_overrides(request: GenerationRequest, index: int) -> dict[str, Any]:
+  """Returns the sampling options that the client sets for the reply `index`."""
+  top_k, seed = request.top_k, request.seed
+  overrides = {
+    'temperature': request.temperature,
+    'top_p': request.top_p,
+    'top_k': None if top_k is None else max(top_k, 0),
+    'seed': None if seed is None else fold_seed(abs(seed), index),
   }
-  return {key: value for key, value in wanted.items() if value is not None}
+  return {key: value for key, value in overrides.items() if value is not None}

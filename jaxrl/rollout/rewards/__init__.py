@@ -1,1 +1,1 @@
-"""What is added to an episode's reward at its end: graders, judges, reward models."""
+"""Rewards are added to an episode at its end: graders, judges and reward models."""

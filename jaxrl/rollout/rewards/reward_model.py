@@ -1,4 +1,4 @@
-"""A reward model: a transformer with a head that scores whole conversations."""
+"""RewardModel scores conversations with a transformer that has a value head."""
 
 import asyncio
 import collections
@@ -10,55 +10,82 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.data.chat import Chat
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models.model import Model
-from jaxrl.rollout.handles import settle
-from jaxrl.rollout.jax_engine import default_buckets
-from jaxrl.rollout.rewards.stage import NoScore, Played, Word
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.actor_proxy import maybe_await
+from jaxrl.rollout.engine.model_runner import default_buckets
+from jaxrl.rollout.rewards.reward_pipeline import (
+  RewardInput,
+  RewardOutput,
+  ScoringError,
+)
 from jaxrl.types import Message, Params
 
 
 class RewardModel:
   """Scores conversations in batches.
 
-  model, params: with a value head, whose word on the state after the last token is
-  the score. pad_id: tokens of this id at the end are not looked at, as transformers'
-  sequence classifiers do; None for none. max_length: tokens a conversation may have.
-  batch_size: rows of every dispatch, so that a score is the same, bit for bit,
-  whatever it is scored with; those of a like length go together. timeout: seconds that
-  who asks will wait, the line before it included.
+  Every batch has the same number of rows, so that a score is the same bit for bit,
+  whatever it is batched with. Conversations of similar length go together.
   """
 
   def __init__(
     self,
-    model: Model,
+    model: TransformerLM,
     params: Params,
-    chat: Chat,
+    chat: ChatTokenizer,
     *,
-    dispatcher: Dispatcher,
+    device_thread: DeviceThread,
     pad_id: int | None = None,
     max_length: int = 4096,
     batch_size: int = 8,
     timeout: float = 600.0,
   ):
+    """Creates a reward model on the first device.
+
+    Args:
+      model: The transformer.
+      params: Its parameters, with a value head. The head's value after the last token
+        is the score.
+      chat: The chat tokenizer of the model.
+      device_thread: Runs the device's work.
+      pad_id: Trailing tokens of this id are ignored, as sequence classifiers of
+        transformers do; None for no such id.
+      max_length: Tokens a conversation may have.
+      batch_size: Rows of every batch.
+      timeout: Seconds to wait for a score, including the time in the queue.
+
+    Raises:
+      ValueError: If `max_length` or `batch_size` is less than 1.
+    """
     if min(max_length, batch_size) < 1:
-      raise ValueError('max_length and batch_size start at 1')
-    self._chat, self._dispatcher, self._pad_id = chat, dispatcher, pad_id
+      raise ValueError('max_length and batch_size must be at least 1')
+    self._chat = chat
+    self._device_thread = device_thread
+    self._pad_id = pad_id
     self._params = jax.device_put(params, jax.devices()[0])
     self._score = jax.jit(model.score)
-    self._max_length, self._batch_size = max_length, batch_size
+    self._max_length = max_length
+    self._batch_size = batch_size
     self._timeout = timeout
     self._buckets = default_buckets(max_length)
-    self._waiting: collections.deque[_Request] = collections.deque()
+    self._queue: collections.deque[_ScoreRequest] = collections.deque()
     self._task: asyncio.Task | None = None
 
   def encode(self, messages: Sequence[Message]) -> list[int]:
-    """Ids of a whole conversation, as its template writes it.
+    """Tokenizes a whole conversation with its chat template.
 
-    Raises ValueError for one that is longer than max_length.
+    Args:
+      messages: The conversation.
+
+    Returns:
+      Its token ids.
+
+    Raises:
+      ValueError: If it is longer than `max_length`.
     """
-    tokens = self._chat.whole(messages)
+    tokens = self._chat.encode_conversation(messages)
     while self._pad_id is not None and tokens[1:] and tokens[-1] == self._pad_id:
       tokens.pop()
     if len(tokens) > self._max_length:
@@ -69,56 +96,69 @@ class RewardModel:
     return tokens
 
   async def score(self, messages: Sequence[Message]) -> float:
-    """The score of a conversation. Raises NoScore where it takes too long."""
+    """Scores a conversation.
+
+    Args:
+      messages: The conversation.
+
+    Returns:
+      Its score.
+
+    Raises:
+      ScoringError: If it takes longer than the timeout.
+      ValueError: If the conversation is longer than `max_length`.
+    """
     tokens = self.encode(messages)
     bucket = next(size for size in self._buckets if size >= len(tokens))
     future = asyncio.get_running_loop().create_future()
-    self._waiting.append(_Request(tokens, bucket, future))
+    self._queue.append(_ScoreRequest(tokens, bucket, future))
     if self._task is None or self._task.done():
-      self._task = asyncio.create_task(self._drive())
+      self._task = asyncio.create_task(self._score_queue())
     try:
       return await asyncio.wait_for(future, self._timeout)
     except TimeoutError:
-      raise NoScore(f'the reward model took more than {self._timeout:g} s') from None
+      raise ScoringError(
+        f'the reward model took more than {self._timeout:g} s'
+      ) from None
 
-  async def _drive(self) -> None:
-    """Scores what waits, until nothing does."""
-    while self._waiting:
-      await asyncio.sleep(0)  # who asks in the same moment joins
-      bucket = self._waiting[0].bucket
-      batch = [one for one in self._waiting if one.bucket == bucket][: self._batch_size]
-      for one in batch:
-        self._waiting.remove(one)
-      batch = [one for one in batch if not one.future.done()]
+  async def _score_queue(self) -> None:
+    """Scores queued requests, batch by batch, until there are none."""
+    while self._queue:
+      await asyncio.sleep(0)  # lets requests of the same moment join the batch
+      bucket = self._queue[0].bucket
+      batch = [r for r in self._queue if r.bucket == bucket][: self._batch_size]
+      for request in batch:
+        self._queue.remove(request)
+      batch = [request for request in batch if not request.future.done()]
       if not batch:
-        continue  # no one waits for them any more
+        continue  # nobody waits for them any more
       try:
-        scores = await self._dispatcher.run(self._run, batch, bucket)
+        scores = await self._device_thread.run(self._score_batch, batch, bucket)
       except Exception as error:
-        for one in batch:
-          _settle(one.future, error)
+        for request in batch:
+          _resolve(request.future, error)
       else:
-        for one, score in zip(batch, scores, strict=False):
-          _settle(one.future, float(score))
+        for request, score in zip(batch, scores, strict=False):
+          _resolve(request.future, float(score))
 
-  def _run(self, batch: 'list[_Request]', bucket: int) -> np.ndarray:
-    """On the device thread: scores `[batch_size]` of rows padded to the bucket."""
+  def _score_batch(self, batch: 'list[_ScoreRequest]', bucket: int) -> np.ndarray:
+    """Returns `[batch_size]` scores of padded rows; runs on the device thread."""
     tokens = np.zeros((self._batch_size, bucket), np.int32)
     lengths = np.ones(self._batch_size, np.int32)
-    for i, one in enumerate(batch):
-      tokens[i, : len(one.tokens)] = one.tokens
-      lengths[i] = len(one.tokens)
+    for i, request in enumerate(batch):
+      tokens[i, : len(request.tokens)] = request.tokens
+      lengths[i] = len(request.tokens)
     return np.asarray(self._score(self._params, tokens, lengths))
 
 
 @dataclasses.dataclass(eq=False)
-class _Request:
+class _ScoreRequest:
   tokens: list[int]
   bucket: int
   future: asyncio.Future
 
 
-def _settle(future: asyncio.Future, outcome: float | Exception) -> None:
+def _resolve(future: asyncio.Future, outcome: float | Exception) -> None:
   if future.done():
     return
   if isinstance(outcome, Exception):
@@ -127,17 +167,23 @@ def _settle(future: asyncio.Future, outcome: float | Exception) -> None:
     future.set_result(outcome)
 
 
-class Scored:
-  """A reward model as a part. scorer: has `score(messages)`; may be remote.
-
-  sigmoid: the score is squashed into (0, 1), for models trained on comparisons.
-  """
+class RewardModelTerm:
+  """Uses a reward model as a reward function."""
 
   def __init__(self, scorer: Any, *, sigmoid: bool = False):
-    self._scorer, self._sigmoid = scorer, sigmoid
+    """Creates the term.
 
-  async def __call__(self, played: Played) -> Word:
-    score = await settle(self._scorer.score(played.messages))
+    Args:
+      scorer: Has `score(messages)`; may be remote.
+      sigmoid: Whether the score is squashed into (0, 1), for models trained on
+        comparisons.
+    """
+    self._scorer = scorer
+    self._sigmoid = sigmoid
+
+  async def __call__(self, episode: RewardInput) -> RewardOutput:
+    """Scores the episode's conversation."""
+    score = await maybe_await(self._scorer.score(episode.messages))
     if self._sigmoid and math.isfinite(score):
       score = 1 / (1 + math.exp(-score)) if score > -700 else 0.0
-    return Word(score)
+    return RewardOutput(score)

@@ -1,41 +1,88 @@
-"""The learner's end: publishes versions, keeps the newest, mends what got lost.
+"""The weight publisher writes the learner's versions into a transport.
 
-Each version but the first is written as its difference from the one before. Receivers
-that are a few versions behind apply a chain of these: encoded once, the same bytes for
-all, where the difference from each receiver's own version would cost a pass over all
-weights for every one. Now and then a version is written in full as well, so that a
-late joiner needs one full version and a short chain.
+Each version but the first is written as its difference from the one before. Readers
+that are a few versions behind apply a chain of these: they are encoded once, the same
+bytes for all, while the difference from each reader's own version would cost a pass
+over all weights for every reader. Now and then a version is also written in full, so
+that a late joiner needs one full version and a short chain.
+
+`WeightPublisher` takes snapshots on the device thread and is awaited; it runs a
+`VersionWriter`, which encodes, writes, repairs and deletes versions, in other threads.
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from jaxrl import processors
-from jaxrl.rollout.weights import names
-from jaxrl.rollout.weights.blobs import Packer, label
-from jaxrl.rollout.weights.encoding import Before, Coded, encode, plan, write
-from jaxrl.rollout.weights.layout import Shard
-from jaxrl.rollout.weights.leases import Leases
-from jaxrl.rollout.weights.shared_memory import SharedMemory
-from jaxrl.rollout.weights.transport import Buffer, Transport
-from jaxrl.rollout.weights.wire import RAW, Manifest, frame
+from jaxrl.device_thread import DeviceThread, cpu_count
+from jaxrl.rollout.weights.delta_encoding import (
+  BaseVersion,
+  EncodedChunk,
+  encode_chunks,
+  plan_chunks,
+  write_version,
+)
+from jaxrl.rollout.weights.manifest import (
+  RAW,
+  BlobPacker,
+  ChunkIndex,
+  Manifest,
+  blob_key,
+  chunk_label,
+  encode_record,
+  latest_key,
+  manifest_key,
+  part_prefix,
+  repair_key,
+  writer_prefix,
+)
+from jaxrl.rollout.weights.manifest_reader import ManifestReader
+from jaxrl.rollout.weights.reader_registry import ReaderRegistry
+from jaxrl.rollout.weights.shards import Shard
+from jaxrl.rollout.weights.snapshots import DeviceDeltaSnapshot, FrozenBaseSnapshot
+from jaxrl.rollout.weights.subscriber import WeightSubscriber
+from jaxrl.rollout.weights.transport import (
+  Buffer,
+  SharedMemoryTransport,
+  Transport,
+  WeightsError,
+)
+from jaxrl.rollout.weights.weight_store import check_version_rises
+from jaxrl.types import Params
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 BLOB_BYTES = 16 << 20
-CHAIN_SHARE = 0.5  # of the full bytes, that a late joiner reads in deltas at most
+MAX_CHAIN_SHARE = 0.5  # of the full bytes, that a late joiner reads in deltas at most
+REPAIR_INTERVAL_S = 0.05  # between two looks for what readers miss
+PEER_POLL_INTERVAL_S = 0.01
+PEER_TIMEOUT_S = 60.0  # that the other processes of a learner may be behind
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-  """What a version took. delta_bytes: for a receiver of the version before, manifest
-  included; None without a base. full_bytes: of the weights. written_bytes: in all.
-  changed, elements: how many weights differ from the version before, of how many.
-  Seconds: encoding, handing to the transport, waiting for slow receivers.
+class PublishReport:
+  """What it took to publish a version.
+
+  Attributes:
+    version: its number.
+    digest: of its contents.
+    delta_bytes: for a reader of the version before, with the manifest; None if there is
+      no base.
+    full_bytes: of the weights.
+    written_bytes: in total.
+    num_changed: weights that differ from the version before.
+    num_elements: all weights.
+    encode_s: seconds spent on encoding.
+    put_s: seconds spent on handing bytes to the transport.
+    wait_s: seconds spent on waiting for slow readers.
   """
 
   version: int
@@ -43,22 +90,33 @@ class Report:
   delta_bytes: int | None
   full_bytes: int
   written_bytes: int
-  changed: int
-  elements: int
+  num_changed: int
+  num_elements: int
   encode_s: float
   put_s: float
   wait_s: float
 
 
-class Publisher:
-  """Publishes what one process of the learner holds.
+class VersionWriter:
+  """Writes the part of every version that one process of the learner holds.
 
-  part: which process. keep: newest versions that stay, besides the newest full one and
-  all after it. chunk_bytes, blob_bytes: bounds. full_every: versions until one is
-  written in full again; 1: no version is a difference, which spares bytes on their way
-  but is put together before it can be loaded. patience: seconds that a silent receiver
-  is waited for.
   Methods may be called from any thread; one runs at a time.
+
+  Args:
+    transport: where versions are written.
+    part: number of the process.
+    keep: number of newest versions that are kept. The newest full version and all after
+      it are kept as well.
+    chunk_bytes: the most bytes of a chunk.
+    blob_bytes: the most bytes of a blob.
+    full_every: number of versions after which one is written in full again. 1: no
+      version is written as a difference. Differences save bytes on the way, but have to
+      be put together before they can be loaded.
+    patience: seconds that a silent reader is waited for.
+    threads: number of encoding threads; by default up to 4.
+
+  Raises:
+    ValueError: `keep` or `full_every` is less than 1.
   """
 
   def __init__(
@@ -75,18 +133,23 @@ class Publisher:
   ):
     if keep < 1 or full_every < 1:
       raise ValueError(f'keep={keep} and full_every={full_every} must be at least 1')
-    self._transport, self._part, self._keep = transport, part, keep
-    self._chunk_bytes, self._blob_bytes = chunk_bytes, blob_bytes
+    self._transport = transport
+    self._part = part
+    self._keep = keep
+    self._chunk_bytes = chunk_bytes
+    self._blob_bytes = blob_bytes
     self._full_every = full_every
-    self._run = secrets.token_hex(8)
-    self._leases = Leases(transport, part, patience)
+    self._writer_id = secrets.token_hex(8)
+    self._readers = ReaderRegistry(transport, part, patience)
     self._lock = threading.Lock()
-    threads = threads or min(4, processors.count())
-    self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'weights')
-    self._stored: dict[int, dict[str, bytes | None]] = {}  # by version, then name
-    self._newest: Before | None = None
-    self._swept = False
-    self._full, self._chain = -1, 0  # newest full version; bytes of deltas since
+    num_threads = threads or min(4, cpu_count())
+    self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, 'weights')
+    # Names by version; manifests with their data, so that they can be written again.
+    self._stored: dict[int, dict[str, bytes | None]] = {}
+    self._newest: BaseVersion | None = None
+    self._newest_full = -1
+    self._chain_bytes = 0  # of the deltas since the newest full version
+    self._predecessors_deleted = False
 
   @property
   def version(self) -> int | None:
@@ -95,62 +158,75 @@ class Publisher:
 
   @property
   def digest(self) -> str:
-    """Of the newest version; '' before the first."""
+    """The digest of the newest version; '' before the first."""
     return '' if self._newest is None else self._newest.manifest.digest
 
-  def publish(self, version: int, shards: Sequence[Shard]) -> Report:
-    """Makes `shards`, which the caller no longer changes, the newest version.
+  def publish(self, version: int, shards: Sequence[Shard]) -> PublishReport:
+    """Makes `shards` the newest version.
 
-    Waits while receivers read versions that ought to be freed. Raises ValueError
-    unless `version` rises, WeightsError when the transport cannot take it; the version
-    before is then still the newest.
+    Waits while readers read versions that have to be deleted.
+
+    Args:
+      version: the number of the version; it must be greater than the one before.
+      shards: the weights, which the caller no longer changes.
+
+    Returns:
+      What it took.
+
+    Raises:
+      ValueError: `version` is not greater than the newest one.
+      WeightsError: the transport cannot take it. The version before is then still the
+        newest.
     """
     with self._lock:
-      if self.version is not None and version <= self.version:
-        raise ValueError(
-          f'weights version {version} was published after version {self.version}; '
-          'versions must rise'
-        )
-      if self._newest is None and isinstance(self._transport, SharedMemory):
-        # Those kept, and the one that is put: said now, not when some are written.
-        self._transport.require((self._keep + 1) * sum(x.words.nbytes for x in shards))
-      begun = time.perf_counter()
-      while self._free():
-        self._mend()
+      check_version_rises(version, self.version)
+      if self._newest is None and isinstance(self._transport, SharedMemoryTransport):
+        # Those kept and the one being written: checked now, not when some are written.
+        size = sum(shard.bits.nbytes for shard in shards)
+        self._transport.require((self._keep + 1) * size)
+      start_time = time.perf_counter()
+      while self._delete_old():
+        self._repair_missing()
         time.sleep(0.002)
-      waited = time.perf_counter()
-      layout = plan(shards, self._chunk_bytes)
+      encode_time = time.perf_counter()
+      layout = plan_chunks(shards, self._chunk_bytes)
       base = self._newest
-      if base is not None and base.manifest.layout() != layout:
+      if base is not None and base.manifest.chunk_layout() != layout:
         base = None
-      whole = self._full_every == 1
-      coded = encode(shards, layout, base, self._pool.map, whole=whole)
-      base = None if whole else base
-      encoded = time.perf_counter()
-      written, sent = self._write(version, shards, base, coded)
-      self._sweep()
-      self._free()
-      return Report(
+      always_full = self._full_every == 1
+      encoded = encode_chunks(
+        shards, layout, base, self._pool.map, always_full=always_full
+      )
+      if always_full:
+        base = None
+      put_time = time.perf_counter()
+      written_bytes, delta_bytes = self._write(version, shards, base, encoded)
+      self._delete_predecessors()
+      self._delete_old()
+      return PublishReport(
         version,
         self.digest,
-        None if base is None else sent,
-        sum(c.words.nbytes for c in coded),
-        written,
-        sum(c.changed for c in coded),
-        sum(c.words.size for c in coded),
-        encode_s=encoded - waited,
-        put_s=time.perf_counter() - encoded,
-        wait_s=waited - begun,
+        None if base is None else delta_bytes,
+        sum(c.bits.nbytes for c in encoded),
+        written_bytes,
+        sum(c.num_changed for c in encoded),
+        sum(c.bits.size for c in encoded),
+        encode_s=put_time - encode_time,
+        put_s=time.perf_counter() - put_time,
+        wait_s=encode_time - start_time,
       )
 
-  def tend(self) -> None:
-    """Sends again what receivers miss, and frees what nobody reads any more.
+  def repair(self) -> None:
+    """Writes again what readers miss, and deletes what nobody reads any more.
 
-    To be called some ten times a second. Raises WeightsError when it cannot be sent.
+    Call it about ten times a second.
+
+    Raises:
+      WeightsError: it cannot be written.
     """
     with self._lock:
-      self._mend()
-      self._free()
+      self._repair_missing()
+      self._delete_old()
 
   def close(self) -> None:
     """Ends the threads. What was published stays until the transport is closed."""
@@ -160,118 +236,270 @@ class Publisher:
     self,
     version: int,
     shards: Sequence[Shard],
-    base: Before | None,
-    coded: Sequence[Coded],
+    base: BaseVersion | None,
+    encoded: Sequence[EncodedChunk],
   ) -> tuple[int, int]:
-    """Blobs, manifest, and then the head, by which the version exists.
+    """Writes blobs, the manifest, and then the record that makes it the newest version.
 
-    Returns the bytes written in all, and those that the version before needs.
+    Returns the bytes written in total, and those that readers of the base need.
     """
     stored: dict[str, bytes | None] = {}
-    written = 0
+    written_bytes = 0
 
     def put(number: int, data: list[Buffer]) -> int:
-      nonlocal written
-      name = names.blob(self._part, self._run, version, number)
-      stored[name] = None
-      self._transport.put(name, *data)
+      nonlocal written_bytes
+      key = blob_key(self._part, self._writer_id, version, number)
+      stored[key] = None
+      self._transport.put(key, *data)
       size = sum(map(len, data))
-      written += size
+      written_bytes += size
       return size
 
-    number = None if base is None else base.manifest.version
-    regions = [shard.region for shard in shards]
-    options = {
-      'regions': regions,
-      'blob_bytes': self._blob_bytes,
-      'together': self._transport.mapped,
-    }
-    whole = sum(c.words.nbytes for c in coded)
+    full_bytes = sum(c.bits.nbytes for c in encoded)
 
-    def full(delta_bytes: int) -> bool:
-      long = len([v for v in self._stored if v > self._full]) + 1 >= self._full_every
-      return long or self._chain + delta_bytes > CHAIN_SHARE * whole
+    def should_write_full(delta_bytes: int) -> bool:
+      num_since_full = len([v for v in self._stored if v > self._newest_full])
+      if num_since_full + 1 >= self._full_every:
+        return True
+      return self._chain_bytes + delta_bytes > MAX_CHAIN_SHARE * full_bytes
 
     try:
-      manifest, delta_bytes = write(
-        version, number, coded, full=full, put=put, **options
+      manifest, delta_bytes = write_version(
+        version,
+        None if base is None else base.manifest.version,
+        encoded,
+        regions=[shard.region for shard in shards],
+        should_write_full=should_write_full,
+        put=put,
+        blob_bytes=self._blob_bytes,
+        contiguous=self._transport.mapped,
       )
       data = manifest.encode()
-      name = names.manifest(self._part, self._run, version)
-      stored[name] = data
-      self._transport.put(name, data)
+      key = manifest_key(self._part, self._writer_id, version)
+      stored[key] = data
+      self._transport.put(key, data)
       self._announce(version)
     except BaseException:
-      for name in stored:
-        self._transport.delete(name)
+      for key in stored:
+        self._transport.delete(key)
       raise
-    bare = [Shard(shard.region, shard.words) for shard in shards]
-    self._stored[version], self._newest = stored, Before(manifest, bare)
-    self._chain += delta_bytes
-    if manifest.complete:
-      self._full, self._chain = version, 0
-    return written + len(data), delta_bytes + len(data)
+    self._stored[version] = stored
+    # Without references to the version before.
+    self._newest = BaseVersion(manifest, [Shard(s.region, s.bits) for s in shards])
+    self._chain_bytes += delta_bytes
+    if manifest.is_full:
+      self._newest_full, self._chain_bytes = version, 0
+    return written_bytes + len(data), delta_bytes + len(data)
 
   def _announce(self, version: int) -> None:
-    """Writes the head unless it is there already."""
-    name = names.head(self._part)
-    data = frame({'run': self._run, 'version': version})
+    """Writes which version is the newest, unless that is written already."""
+    key = latest_key(self._part)
+    data = encode_record({'run': self._writer_id, 'version': version})
     with contextlib.suppress(KeyError):
-      if bytes(self._transport.get(name)) == data:
+      if bytes(self._transport.get(key)) == data:
         return
-    self._transport.put(name, data)
+    self._transport.put(key, data)
 
-  def _free(self) -> list[int]:
-    """Deletes the versions that nobody needs; returns those that are still read."""
-    floor = min([self._full, *sorted(self._stored)[-self._keep :]])
-    old = [version for version in self._stored if version < floor]
+  def _delete_old(self) -> list[int]:
+    """Deletes the versions that nobody needs; returns those still being read."""
+    oldest_kept = min([self._newest_full, *sorted(self._stored)[-self._keep :]])
+    old = [version for version in self._stored if version < oldest_kept]
     if old:
-      records = self._leases.read().values()
-      ours = [r.reading for r in records if r.run == self._run]
-      reading = max((v for v in ours if v is not None), default=-1)
-      for version in [version for version in old if version > reading]:
-        for name in self._stored.pop(version):
-          self._transport.delete(name)
+      statuses = self._readers.living_readers().values()
+      reading = [s.reading for s in statuses if s.writer == self._writer_id]
+      newest_read = max((v for v in reading if v is not None), default=-1)
+      for version in [version for version in old if version > newest_read]:
+        for key in self._stored.pop(version):
+          self._transport.delete(key)
     return [version for version in old if version in self._stored]
 
-  def _sweep(self) -> None:
-    """Deletes what publishers before this one have left."""
-    if self._swept:
+  def _delete_predecessors(self) -> None:
+    """Deletes, once, what writers before this one have left."""
+    if self._predecessors_deleted:
       return
-    self._swept, ours = True, names.of_run(self._part, self._run)
-    for name in self._transport.names(names.of_part(self._part)):
-      if not name.startswith(ours):
-        self._transport.delete(name)
+    self._predecessors_deleted = True
+    own_prefix = writer_prefix(self._part, self._writer_id)
+    for key in self._transport.names(part_prefix(self._part)):
+      if not key.startswith(own_prefix):
+        self._transport.delete(key)
 
-  def _mend(self) -> None:
-    """Puts again what receivers complain about."""
+  def _repair_missing(self) -> None:
+    """Writes again what readers report missing."""
     if self._newest is None:
       return
     manifest, shards = self._newest.manifest, self._newest.shards
     self._announce(manifest.version)
-    for record in self._leases.complaints():
-      if record.run != self._run:
+    for status in self._readers.new_reports():
+      if status.writer != self._writer_id:
         continue
-      if record.manifest:
+      if status.manifest_missing:
         for stored in self._stored.values():
-          for name, data in stored.items():
+          for key, data in stored.items():
             if data is not None:
-              self._transport.put(name, data)
-      if record.reading != manifest.version:
-        continue  # it will find a newer one
-      for place in record.misses:
-        self._repair(manifest, shards, *place)
+              self._transport.put(key, data)
+      if status.reading != manifest.version:
+        continue  # the reader will find a newer one
+      for region, number in status.missing_chunks:
+        self._repair_chunk(manifest, shards, (region, number))
 
-  def _repair(
-    self, manifest: Manifest, shards: Sequence[Shard], region: int, chunk: int
+  def _repair_chunk(
+    self, manifest: Manifest, shards: Sequence[Shard], index: ChunkIndex
   ) -> None:
-    """Puts a chunk of the newest version in full, in a blob of its own."""
-    box, chunks = manifest.regions[region]
-    found = chunks[chunk]
-    words = shards[region].words[found.start : found.start + found.count]
-    packer = Packer(self._blob_bytes)
-    packer.add(label(box, found.start), box, RAW, words, found.digest)
+    """Writes a chunk of the newest version in full, in a blob of its own."""
+    region, chunks = manifest.regions[index[0]]
+    chunk = chunks[index[1]]
+    bits = shards[index[0]].bits[chunk.start : chunk.start + chunk.count]
+    packer = BlobPacker(self._blob_bytes)
+    packer.add(chunk_label(region, chunk.start), region, RAW, bits, chunk.digest)
     _, data = packer.finish() or (0, [])
-    name = names.repair(self._part, self._run, manifest.version, region, chunk)
-    self._stored[manifest.version][name] = None
-    self._transport.put(name, *data)
+    key = repair_key(self._part, self._writer_id, manifest.version, index)
+    self._stored[manifest.version][key] = None
+    self._transport.put(key, *data)
+
+
+class WeightPublisher:
+  """Publishes one learner process's weights for engines in other processes.
+
+  It is a `WeightStore`; engines read the versions with a `WeightSubscriber` each, on
+  the same transport.
+
+  Args:
+    transport: where versions are written.
+    device_thread: the thread on which snapshots are taken.
+    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
+    on_device: find changes on the devices, with `DeviceDeltaSnapshot`, and copy only
+      those to the host. Another copy of the weights stays on the devices.
+    part: number of this process of the learner.
+    parts: number of the learner's processes.
+    tend: seconds between two looks for what readers miss.
+    **options: options of `VersionWriter`.
+
+  Attributes:
+    report: what the newest version took; None before the first.
+  """
+
+  def __init__(
+    self,
+    transport: Transport,
+    *,
+    device_thread: DeviceThread,
+    dtype: str | None = None,
+    on_device: bool = False,
+    part: int = 0,
+    parts: int = 1,
+    tend: float = REPAIR_INTERVAL_S,
+    **options: Any,
+  ):
+    self._device_thread = device_thread
+    snapshots = DeviceDeltaSnapshot(dtype) if on_device else FrozenBaseSnapshot(dtype)
+    self._snapshot = snapshots.snapshot
+    self._writer = VersionWriter(transport, part=part, **options)
+    self._transport = transport
+    self._part = part
+    self._parts = parts
+    self._repair_interval_s = tend
+    self._subscriber: WeightSubscriber | None = None
+    self._repair_task: asyncio.Task[None] | None = None
+    self.report: PublishReport | None = None
+
+  @property
+  def version(self) -> int | None:
+    """The newest version; None before the first."""
+    return self._writer.version
+
+  @property
+  def digest(self) -> str:
+    """The digest of this process's part of the newest version."""
+    return self._writer.digest
+
+  async def publish(self, version: int, params: Params) -> None:
+    """Makes `params` the newest version; they may be donated when this returns.
+
+    Only the copy to the host takes time of the device thread. Waits for readers that
+    still read what has to be deleted.
+
+    Args:
+      version: the number of the version; it must be greater than the one before.
+      params: the parameters.
+
+    Raises:
+      ValueError: `version` is not greater than the newest one.
+      WeightsError: the transport cannot take it.
+    """
+    shards = await self._device_thread.run(self._snapshot, params)
+    self.report = await asyncio.to_thread(self._writer.publish, version, shards)
+    if self._repair_task is None:
+      self._repair_task = asyncio.create_task(self._repair_forever())
+
+  async def combined_digest(self) -> str:
+    """Returns the digests of all parts of the newest version, joined by '-'.
+
+    This is what `EngineWeightClient.pull` returns if the engine has the same weights.
+
+    Raises:
+      WeightsError: another process of the learner does not publish it in time.
+    """
+    version = self.version
+    if version is None:
+      return ''
+    digests = (self._part_digest(part, version) for part in range(self._parts))
+    return '-'.join(await asyncio.gather(*digests))
+
+  def metrics(self) -> dict[str, float]:
+    """Returns what the newest version took, this process's part; {} before the first.
+
+    Returns:
+      weights/bytes for a reader of the version before, weights/share of the full bytes,
+      weights/changed of all weights, and seconds.
+    """
+    report = self.report
+    if report is None:
+      return {}
+    sent = report.full_bytes if report.delta_bytes is None else report.delta_bytes
+    return {
+      'weights/bytes': float(sent),
+      'weights/share': sent / max(report.full_bytes, 1),
+      'weights/changed': report.num_changed / max(report.num_elements, 1),
+      'weights/encode_s': report.encode_s,
+      'weights/put_s': report.put_s,
+      'weights/wait_s': report.wait_s,
+    }
+
+  async def fetch(self, newer_than: int = -1) -> tuple[int, Params]:
+    """Returns (version, params) as an engine gets them: through the transport."""
+    if self._subscriber is None:
+      self._subscriber = WeightSubscriber(self._transport, parts=self._parts)
+    return await self._subscriber.fetch(newer_than)
+
+  async def close(self) -> None:
+    """Ends the threads and tasks. The caller closes the transport."""
+    if self._repair_task is not None:
+      self._repair_task.cancel()
+      await asyncio.gather(self._repair_task, return_exceptions=True)
+    if self._subscriber is not None:
+      self._subscriber.close()
+    self._writer.close()
+
+  async def _part_digest(self, part: int, version: int) -> str:
+    if part == self._part:
+      return self.digest
+    reader = ManifestReader(self._transport, part, tries=3)
+    start_time = time.monotonic()
+    while time.monotonic() - start_time < PEER_TIMEOUT_S:
+      latest = await asyncio.to_thread(reader.latest)
+      if latest is not None and latest[1] >= version:
+        manifest = await asyncio.to_thread(reader.manifest, latest[0], version)
+        return manifest.digest
+      await asyncio.sleep(PEER_POLL_INTERVAL_S)
+    raise WeightsError(
+      f'process {part} of the learner has not published version {version} within '
+      f'{PEER_TIMEOUT_S:g} s'
+    )
+
+  async def _repair_forever(self) -> None:
+    while True:
+      await asyncio.sleep(self._repair_interval_s)
+      try:
+        await asyncio.to_thread(self._writer.repair)
+      except WeightsError as error:
+        log.warning('weights could not be sent again: %s', error)

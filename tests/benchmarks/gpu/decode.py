@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
-from jaxrl.rollout.programs import Programs, Rows
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.model_runner import ModelRunner, SlotState
 from tests.benchmarks.gpu import device, shapes
 
 SLOTS, PROMPT, NEW, STEPS = (1, 32, 256), 512, 128, 32
 TINY = ((1, 4), 16, 16, 4)
 
 
-def seated(slots: int, prompt: int, new: int) -> Rows:
+def seated(slots: int, prompt: int, new: int) -> SlotState:
   """Every slot busy, its prompt behind it."""
-  rows = Rows.empty(slots, 8)
+  rows = SlotState.idle(slots, 8)
   rows.tokens[:] = 1
   rows.positions[:] = prompt
   rows.remaining[:] = new
@@ -33,8 +33,8 @@ def one(
 ) -> dict[str, float]:
   """Milliseconds of a token for all slots, and the share that must be."""
   slots, prompt, new, steps = sizes
-  model = Model(config, dtype='bfloat16', **options)
-  programs = Programs(
+  model = TransformerLM(config, dtype='bfloat16', **options)
+  programs = ModelRunner(
     model,
     num_slots=slots,
     max_length=prompt + new + 1,
@@ -45,8 +45,8 @@ def one(
     sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
   )
   halve = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p))
-  params = programs.adopt(halve(model.init(jax.random.key(0))))
-  cache, _ = programs.fresh()
+  params = programs.prepare_params(halve(model.init(jax.random.key(0))))
+  cache, _ = programs.init_state()
   draw = np.random.default_rng(0)
   prompts = draw.integers(1, config.vocab_size, (slots, prompt + 1)).astype(np.int32)
   cache = jax.block_until_ready(programs.prefill(params, cache, [(0, prompts[0])]))

@@ -18,7 +18,7 @@ TINY = {'tiny': (64, 32, 16, 4, 2)}
 def implementations(x: jax.Array, chosen: jax.Array) -> dict[str, Callable[..., Any]]:
   """By label: (x, weights, gate, up, down) → y."""
   ways = {
-    'kernels': moe.way(x[None], 'auto', None),
+    'kernels': moe.select_implementation(x[None], 'auto', None),
     'reference': experts.dense,
     'jax.lax.ragged_dot': experts.ragged,
   }

@@ -1,6 +1,6 @@
 """Shapes of Qwen3 models, and what they cost at least."""
 
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 
 _QWEN3 = {
   'vocab_size': 151_936,

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.algorithms import compose
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
+from jaxrl.algorithms import registry
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Group, Trajectory
 from tests.benchmarks.gpu import device, shapes
 
@@ -33,18 +33,20 @@ def groups(vocab: int, rows: int, length: int, size: int, seed: int) -> list[Gro
     versions = np.where(half, 0, -1).astype(np.int32)
     tokens = draw.integers(1, vocab, length).astype(np.int32)
     columns = tokens, half, logprobs, reward, versions
-    found[i // size].append(Trajectory(*columns, group_id=i // size, member=i % size))
+    found[i // size].append(
+      Trajectory(*columns, group_id=i // size, sample_index=i % size)
+    )
   return found
 
 
 def one(config: ModelConfig, sizes: tuple[int, ...], flops: float, **options: Any):
   """Tokens a second, and the share of the matrix products' rate, of one model."""
   rows, length, micro, size = sizes
-  model = Model(config, dtype='bfloat16', **options)
+  model = TransformerLM(config, dtype='bfloat16', **options)
   learner = Learner(
     model,
     model.init(jax.random.key(0)),
-    compose.make('grpo', {'kl_coef': 0.0}),
+    registry.make('grpo', {'kl_coef': 0.0}),
     num_rows=rows,
     buckets=(length,),
     micro_batches=micro,

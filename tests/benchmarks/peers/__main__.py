@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import Any
 
-from launch import tune
+from launch.runtime import process_env
 from tests.benchmarks.peers import shape
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -49,7 +49,12 @@ def tuned(name: str, folder: str) -> dict[str, str]:
   For all, malloc keeps its pages. For torch, a thread a processor and, on AMD, MKL's
   fast path, by answering for it that the processor is Intel's.
   """
-  env = {**os.environ, **tune.settings(os.environ), **tune.MALLOC, tune.MARK: '1'}
+  env = {
+    **os.environ,
+    **process_env.missing_variables(os.environ),
+    **process_env.MALLOC,
+    process_env.REEXEC_FLAG: '1',
+  }
   env['PYTHONPATH'] = str(ROOT)
   if name in TORCH:
     env['OMP_NUM_THREADS'] = str(os.cpu_count())

@@ -18,7 +18,7 @@ def main() -> None:
   while turns.next():
     phases = wait(run.step(step))
     turns.generate_s, step = phases['generate'], step + 1
-  run.dispatcher.close()
+  run.device_thread.close()
 
 
 if __name__ == '__main__':

@@ -5,7 +5,7 @@ import numpy as np
 from jaxrl.types import Trajectory
 
 
-def row(number=0, member=0, step=0, rewards=(0.0, 0.5), tag='t', **more):
+def row(number=0, sample_index=0, turn=0, rewards=(0.0, 0.5), tag='t', **more):
   """A trajectory of two tokens."""
   return Trajectory(
     tokens=np.array([3, 4], np.int32),
@@ -14,8 +14,8 @@ def row(number=0, member=0, step=0, rewards=(0.0, 0.5), tag='t', **more):
     rewards=np.array(rewards, np.float32),
     weights_version=np.array([-1, 0], np.int32),
     group_id=number,
-    member=member,
-    step=step,
+    sample_index=sample_index,
+    turn=turn,
     tag=tag,
     episode_seed=100 + number,
     **more,

@@ -6,20 +6,20 @@ import logging
 import numpy as np
 import pytest
 
-from jaxrl.data import trajectories
-from jaxrl.data.sinks.columns import STANDARD, Columns
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data import trajectory_codec
+from jaxrl.data.trajectory_writers.dump_columns import STANDARD_COLUMNS, DumpColumns
 from tests.data.sinks.dumps import row
 
 FACTS = {'model_name': 'm', 'mode': 'train'}
 
 
 def test_all_columns_when_none_are_asked_for():
-  columns = Columns(own={'given': 'string', 'level': 'int'})
-  assert list(columns.types) == [*STANDARD, 'given', 'level']
+  columns = DumpColumns(env_columns={'given': 'string', 'level': 'int'})
+  assert list(columns.types) == [*STANDARD_COLUMNS, 'given', 'level']
   played = row(7, columns={'given': 'x', 'level': np.int64(3), 'other': 1})
   [found] = columns.rows([played], 7, **FACTS)
-  content = trajectories.from_json(json.loads(found.pop('save_content')))
+  content = trajectory_codec.from_json(json.loads(found.pop('save_content')))
   assert content.columns == played.columns
   np.testing.assert_array_equal(content.rollout_logprobs, played.rollout_logprobs)
   assert found == {
@@ -30,8 +30,8 @@ def test_all_columns_when_none_are_asked_for():
 
 
 def test_asked_columns_in_their_order_and_the_score_of_the_episode():
-  columns = Columns([['episode_score', 'float'], ('step', 'BIGINT')])
-  group = [row(step=0), row(step=1), row(member=1, rewards=(0, 2))]
+  columns = DumpColumns([['episode_score', 'float'], ('step', 'BIGINT')])
+  group = [row(turn=0), row(turn=1), row(sample_index=1, rewards=(0, 2))]
   found = columns.rows(group, 0, **FACTS)
   assert [list(r.items()) for r in found] == [
     [('episode_score', 1.0), ('step', 0)],
@@ -55,14 +55,14 @@ def test_asked_columns_in_their_order_and_the_score_of_the_episode():
 )
 def test_what_is_wrong_is_told_with_the_nearest_name(asked, said):
   with pytest.raises(ConfigError, match=said):
-    Columns(asked, {'given': 'string'})
+    DumpColumns(asked, {'given': 'string'})
 
 
 def test_an_environment_cannot_take_a_standard_name_nor_an_unknown_type():
   with pytest.raises(ConfigError, match='standard'):
-    Columns(own={'mode': 'string'})
+    DumpColumns(env_columns={'mode': 'string'})
   with pytest.raises(ConfigError, match="Did you mean 'string'"):
-    Columns(own={'given': 'strng'})
+    DumpColumns(env_columns={'given': 'strng'})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_an_environment_cannot_take_a_standard_name_nor_an_unknown_type():
   ],
 )
 def test_a_value_that_does_not_fit_is_null_and_warned_of_once(kind, good, bad, caplog):
-  columns = Columns([['x', kind]], {'x': ''})
+  columns = DumpColumns([['x', kind]], {'x': ''})
   with caplog.at_level(logging.WARNING):
     group = [row(i, columns={'x': v}) for i, v in enumerate([good, None, bad, bad])]
     found = [r['x'] for r in columns.rows(group, 0, **FACTS)]
@@ -87,7 +87,7 @@ def test_a_value_that_does_not_fit_is_null_and_warned_of_once(kind, good, bad, c
 
 
 def test_values_that_json_cannot_hold_cost_only_themselves(caplog):
-  [found] = Columns().rows([row(extras={'odd': object()})], 0, **FACTS)
-  content = trajectories.from_json(json.loads(found['save_content']))
+  [found] = DumpColumns().rows([row(extras={'odd': object()})], 0, **FACTS)
+  content = trajectory_codec.from_json(json.loads(found['save_content']))
   assert 'odd' in content.extras['error'] and content.score == 0.5
   assert 'save_content' in caplog.text

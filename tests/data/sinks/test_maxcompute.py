@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxrl.data.sinks import maxcompute
-from jaxrl.data.sinks.ledger import Ledger
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.trajectory_writers import maxcompute_writer
+from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
 from tests.data.sinks.service import serve
 
 PATH = 'odps://lab/tables/played/ds=one'
@@ -33,7 +33,7 @@ def service(monkeypatch):
 
 
 def table(folder, types=TYPES, path=PATH):
-  return maxcompute.Table(path, types, folder / 'uploads')
+  return maxcompute_writer.MaxComputeWriter(path, types, folder / 'uploads')
 
 
 def test_rows_come_to_the_table_typed(service, tmp_path):
@@ -57,13 +57,13 @@ def test_columns_that_the_dump_does_not_have_are_null(service, tmp_path):
 
 @pytest.mark.parametrize('lost', ['after', 'before'])
 def test_a_commit_whose_answer_is_lost_is_not_made_twice(service, tmp_path, lost):
-  ledger = Ledger(tmp_path, table(tmp_path), part_size=2)
+  ledger = DumpJournal(tmp_path, table(tmp_path), part_size=2)
   for i in (0, 1):
     ledger.add('t', i, [line(i)])
   service.break_commit = [lost]
   with pytest.raises(Exception, match='the answer was lost'):
-    ledger.seal()
-  Ledger(tmp_path, table(tmp_path))
+    ledger.flush()
+  DumpJournal(tmp_path, table(tmp_path))
   assert [row['task_idx'] for row in service.rows()] == [0, 1]
 
 

@@ -6,8 +6,8 @@ import fsspec
 import pyarrow.parquet
 import pytest
 
-from jaxrl.data.sinks.parts import Files
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.trajectory_writers.file_writer import FileWriter
 
 TYPES = {'n': 'int', 'x': 'double', 'ok': 'boolean', 'text': 'string'}
 ROWS = [
@@ -17,7 +17,7 @@ ROWS = [
 
 
 def test_json_lines_in_a_folder(tmp_path):
-  sink = Files(str(tmp_path / 'a' / 'b'), 'val', TYPES)
+  sink = FileWriter(str(tmp_path / 'a' / 'b'), 'val', TYPES)
   sink.check(fresh=True)
   sink.write('t-00000', ROWS)
   sink.write('t-00000', ROWS)  # in its own place
@@ -27,7 +27,7 @@ def test_json_lines_in_a_folder(tmp_path):
 
 
 def test_parquet_holds_the_types(tmp_path):
-  sink = Files(f'{tmp_path}/math.parquet', 'train', TYPES)
+  sink = FileWriter(f'{tmp_path}/math.parquet', 'train', TYPES)
   sink.check(fresh=True)
   sink.write('t-00001', ROWS)
   table = pyarrow.parquet.read_table(tmp_path / 'math-train-t-00001.parquet')
@@ -36,7 +36,7 @@ def test_parquet_holds_the_types(tmp_path):
 
 
 def test_an_fsspec_url():
-  sink = Files('memory://dumps/here', 'train', TYPES)
+  sink = FileWriter('memory://dumps/here', 'train', TYPES)
   sink.check(fresh=True)
   sink.write('t-00000', ROWS)
   data = fsspec.filesystem('memory').cat('/dumps/here/train-t-00000.jsonl')
@@ -44,27 +44,27 @@ def test_an_fsspec_url():
 
 
 def test_parts_of_another_run_are_not_written_over(tmp_path):
-  Files(str(tmp_path), 'train', TYPES).write('t-00000', ROWS)
+  FileWriter(str(tmp_path), 'train', TYPES).write('t-00000', ROWS)
   with pytest.raises(ConfigError, match='of another run'):
-    Files(str(tmp_path), 'train', TYPES).check(fresh=True)
-  Files(str(tmp_path), 'train', TYPES).check(fresh=False)
-  Files(str(tmp_path), 'val', TYPES).check(fresh=True)
+    FileWriter(str(tmp_path), 'train', TYPES).check(fresh=True)
+  FileWriter(str(tmp_path), 'train', TYPES).check(fresh=False)
+  FileWriter(str(tmp_path), 'val', TYPES).check(fresh=True)
 
 
 @pytest.mark.parametrize(
   'path, said',
   [
-    ('', 'Set --config.dump.path'),
+    ('', 'dump.path is empty: set it'),
     ('memry://x', "no scheme 'memry'. Did you mean 'memory'"),
     ('x/y.csv', "no format 'csv'.*jsonl, parquet"),
   ],
 )
 def test_a_wrong_path(path, said):
   with pytest.raises(ConfigError, match=said):
-    Files(path, 'train', TYPES)
+    FileWriter(path, 'train', TYPES)
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(ConfigError, match='cannot write there'):
-    Files(str(tmp_path / 'file' / 'below'), 'train', TYPES).check(fresh=True)
+    FileWriter(str(tmp_path / 'file' / 'below'), 'train', TYPES).check(fresh=True)

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from jaxrl.data.store.database import Database
-from jaxrl.data.store.lease import Lease
-from jaxrl.data.store.reader import Reader, Verdict
-from jaxrl.data.store.writer import Explorer, Whole
+from jaxrl.data.store.experience_reader import ExperienceReader, GroupDecision
+from jaxrl.data.store.experience_writer import ExperienceWriter, GroupSerializer
+from jaxrl.data.store.reader_lease import ReaderLease
+from jaxrl.data.store.store_database import StoreDatabase
 from jaxrl.types import Trajectory
 from tests.data.sinks.dumps import row
 
@@ -15,7 +15,7 @@ def url(folder):
 
 
 def opened(folder):
-  return Database(url(folder))
+  return StoreDatabase(url(folder))
 
 
 def rich(number=0):
@@ -29,8 +29,8 @@ def rich(number=0):
     weights_version=np.array([-1, 7, 7, -1, 8], np.int32),
     group_id=number,
     episode_id=3,
-    member=2,
-    step=1,
+    sample_index=2,
+    turn=1,
     tag='t',
     episode_seed=11,
     stop_reason='max_steps',
@@ -44,18 +44,20 @@ def rich(number=0):
 
 
 def fill(database, numbers, run='one', tag='t', facts=None):
-  explorer, whole = Explorer(database, run, facts or {}), Whole()
+  explorer, whole = ExperienceWriter(database, run, facts or {}), GroupSerializer()
   for number in numbers:
     explorer.add(tag, number, whole.rows([row(number, tag=tag)], number))
-  return explorer.seal()
+  return explorer.flush()
 
 
 def reader(database, uses=1, name='trainer', tags=('t',)):
-  return Reader(database, Lease(database, name), uses=uses, tags=list(tags))
+  return ExperienceReader(
+    database, ReaderLease(database, name), uses=uses, tags=list(tags)
+  )
 
 
 def keep(group, facts):
-  return Verdict(group)
+  return GroupDecision(group)
 
 
 def drawn(source, step, count, judge=keep, **options):

@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
-from jaxrl.data.store import lease
-from jaxrl.data.store.lease import Lease, Lost
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.store import reader_lease
+from jaxrl.data.store.reader_lease import LeaseLostError, ReaderLease
 from tests.data.store.stores import drawn, fill, opened, reader, url
 
 HOLD = """
 import os, sys
-from jaxrl.data.store.database import Database
-from jaxrl.data.store.lease import Lease
-Lease(Database(sys.argv[1]), 'trainer')
+from jaxrl.data.store.store_database import StoreDatabase
+from jaxrl.data.store.reader_lease import ReaderLease
+ReaderLease(StoreDatabase(sys.argv[1]), 'trainer')
 print('held', flush=True)
 sys.stdin.read()
 os._exit(9)
@@ -32,22 +32,22 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(tmp_path):
   )
   assert first.stdout.readline() == 'held\n'
   with pytest.raises(ConfigError, match=f'process {first.pid} on this machine'):
-    Lease(database, 'trainer')
-  Lease(database, 'another').close()
+    ReaderLease(database, 'trainer')
+  ReaderLease(database, 'another').close()
   first.kill()
   first.communicate()
-  second = Lease(database, 'trainer')
+  second = ReaderLease(database, 'trainer')
   with pytest.raises(ConfigError, match=f'process {os.getpid()} on this machine'):
-    Lease(database, 'trainer')
+    ReaderLease(database, 'trainer')
   second.close()
-  Lease(database, 'trainer').close()
+  ReaderLease(database, 'trainer').close()
 
 
 def test_one_elsewhere_is_watched(tmp_path, monkeypatch):
   database = opened(tmp_path)
-  monkeypatch.setattr(lease, '_machine', lambda: 'far/away')
-  far = Lease(database, 'trainer')
-  far._end.set()  # it beats only when it is told to, however slow this machine is
+  monkeypatch.setattr(reader_lease, '_machine', lambda: 'far/away')
+  far = ReaderLease(database, 'trainer')
+  far._stopped.set()  # it beats only when it is told to, however slow this machine is
   monkeypatch.undo()
   slept, told = [], []
 
@@ -58,43 +58,43 @@ def test_one_elsewhere_is_watched(tmp_path, monkeypatch):
         far.check(connection)
 
   with pytest.raises(ConfigError, match='on far trains from it'):
-    Lease(database, 'trainer', sleep=beat, say=told.append)
+    ReaderLease(database, 'trainer', sleep=beat, say=told.append)
   assert len(slept) == 3 and 'waiting 30 s' in told[0]
-  silent = Lease(database, 'trainer', sleep=slept.append, say=told.append)
-  assert sum(slept[3:]) == lease.SILENCE
+  silent = ReaderLease(database, 'trainer', sleep=slept.append, say=told.append)
+  assert sum(slept[3:]) == reader_lease.LEASE_TIMEOUT_S
   with database.write() as connection:
     silent.check(connection)
-    with pytest.raises(Lost, match='another process trains'):
+    with pytest.raises(LeaseLostError, match='another process trains'):
       far.check(connection)
 
 
 def test_who_lost_the_name_draws_nothing(tmp_path, monkeypatch):
   database = opened(tmp_path)
   fill(database, range(2))
-  monkeypatch.setattr(lease, '_machine', lambda: 'far/away')
+  monkeypatch.setattr(reader_lease, '_machine', lambda: 'far/away')
   paused = reader(database)
   paused.begin()
-  paused._lease._end.set()  # paused: it gives no sign of life
+  paused._lease._stopped.set()  # paused: it gives no sign of life
   monkeypatch.undo()
-  Lease(database, 'trainer', sleep=lambda seconds: None)
-  with pytest.raises(Lost):
+  ReaderLease(database, 'trainer', sleep=lambda seconds: None)
+  with pytest.raises(LeaseLostError):
     drawn(paused, 0, 1)
-  with pytest.raises(Lost):
-    paused.saved(1)
+  with pytest.raises(LeaseLostError):
+    paused.mark_saved(1)
 
 
 def test_a_number_that_another_process_has_now_is_no_owner(tmp_path, monkeypatch):
   database = opened(tmp_path)
-  monkeypatch.setattr(lease, '_born', lambda pid: '1.00')
-  Lease(database, 'trainer')
+  monkeypatch.setattr(reader_lease, '_start_time', lambda pid: '1.00')
+  ReaderLease(database, 'trainer')
   monkeypatch.undo()
-  Lease(database, 'trainer').close()
+  ReaderLease(database, 'trainer').close()
 
 
 def test_signs_of_life(tmp_path, monkeypatch):
   database = opened(tmp_path)
-  monkeypatch.setattr(lease, 'BEAT', 0.01)
-  held = Lease(database, 'trainer')
+  monkeypatch.setattr(reader_lease, 'LEASE_HEARTBEAT_S', 0.01)
+  held = ReaderLease(database, 'trainer')
 
   def beats():
     with database.read() as connection:

@@ -7,12 +7,17 @@ import sqlite3
 import numpy as np
 import pytest
 
-from jaxrl.data.store import options, writer
-from jaxrl.data.store.database import Database
-from jaxrl.data.store.reader import Verdict
-from jaxrl.data.store.writer import Explorer, Whole, run_of
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.store import experience_writer, store_options
+from jaxrl.data.store.experience_reader import GroupDecision
+from jaxrl.data.store.experience_writer import (
+  ExperienceWriter,
+  GroupSerializer,
+  writer_run_id,
+)
+from jaxrl.data.store.store_database import StoreDatabase
 from jaxrl.types import Trajectory
+from launch.settings.component_calls import parse_store_options
 from tests.data.store.stores import drawn, fill, keep, opened, reader, rich, url
 
 
@@ -27,14 +32,14 @@ def same(a, b):
 
 def test_groups_come_back_to_the_last_bit(tmp_path):
   written = [[rich(0), rich(1)], [rich(2)]]
-  explorer = Explorer(opened(tmp_path), 'one', {'temperature': 0.5})
+  explorer = ExperienceWriter(opened(tmp_path), 'one', {'temperature': 0.5})
   for number, group in enumerate(written):
-    explorer.add('t', number, Whole().rows(group, number, mode='train'))
-  assert explorer.seal() == 2
+    explorer.add('t', number, GroupSerializer().rows(group, number, mode='train'))
+  assert explorer.flush() == 2
   source = reader(opened(tmp_path))
   source.begin()
   heard = []
-  places = source.draw(0, 2, lambda g, facts: heard.append(facts) or Verdict(g))
+  places = source.draw(0, 2, lambda g, facts: heard.append(facts) or GroupDecision(g))
   assert heard == [{'temperature': 0.5}] * 2
   for place, group in zip(places, written, strict=True):
     assert len(place.group) == len(group)
@@ -43,10 +48,10 @@ def test_groups_come_back_to_the_last_bit(tmp_path):
 
 
 def test_versions_are_counted_from_those_that_play():
-  from jaxrl.data import trajectories
+  from jaxrl.data import trajectory_codec
 
-  (data,) = Whole(version=40).rows([rich()], 0)
-  ((found,),) = trajectories.from_bytes(data)
+  (data,) = GroupSerializer(version=40).rows([rich()], 0)
+  ((found,),) = trajectory_codec.from_bytes(data)
   assert found.weights_version.tolist() == [-1, 47, 47, -1, 48]
   assert found.weights_version.dtype == np.int32
 
@@ -55,15 +60,15 @@ def test_a_group_is_written_once(tmp_path, monkeypatch):
   database = opened(tmp_path)
   assert fill(database, [3, 1]) == 2
   fill(database, [1, 2])  # after a kill, before which 1 was written
-  assert Explorer(database, 'one', {}).played('t') == {1, 2, 3}
-  assert Explorer(database, 'one', {}).played('other') == set()
+  assert ExperienceWriter(database, 'one', {}).played_items('t') == {1, 2, 3}
+  assert ExperienceWriter(database, 'one', {}).played_items('other') == set()
   fill(database, [1], run='two')  # another explorer's 1 is another group
   source = reader(database)
-  assert (source.size(), source.left()) == (4, 4)
-  monkeypatch.setattr(writer, 'MAX_BYTES', 10)
+  assert (source.num_groups(), source.num_left()) == (4, 4)
+  monkeypatch.setattr(experience_writer, 'MAX_GROUP_BYTES', 10)
   with pytest.raises(ValueError, match='more than the 10'):
     fill(database, [9])
-  assert run_of(tmp_path) == run_of(tmp_path) != ''
+  assert writer_run_id(tmp_path) == writer_run_id(tmp_path) != ''
 
 
 def test_each_is_used_as_often_as_asked(tmp_path):
@@ -80,7 +85,7 @@ def test_each_is_used_as_often_as_asked(tmp_path):
   assert drawn(source, 3, 2) == []
   assert drawn(source, 3, 2, partial=True) == [4]
   assert drawn(source, 4, 2, partial=True) == []
-  assert (source.size(), source.left()) == (5, 0)
+  assert (source.num_groups(), source.num_left()) == (5, 0)
   other = reader(database, name='other')
   other.begin()
   assert drawn(other, 0, 5) == [0, 1, 2, 3, 4]
@@ -92,7 +97,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
   first = reader(database)
   first.begin()
   batches = [drawn(first, step, 2) for step in range(3)]
-  first.saved(1)
+  first.mark_saved(1)
   state = first.state_dict()
   first._lease.close()
   second = reader(database)
@@ -102,7 +107,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
   fill(database, [9])
   assert [drawn(second, step, 2) for step in (1, 2)] == batches[1:]
   assert drawn(second, 3, 2) == [6, 7]
-  second.saved(4)
+  second.mark_saved(4)
   second.resume(2, state)  # the newest checkpoints are lost
   assert [drawn(second, step, 2) for step in (2, 3)] == [batches[2], [6, 7]]
   with pytest.raises(ConfigError, match='another run has trained'):
@@ -130,13 +135,13 @@ def test_lost_groups_are_lost_until_they_are_judged_anew(tmp_path):
   fill(database, range(6))
 
   def even(group, facts):
-    return Verdict(group, '' if group[0].group_id % 2 == 0 else 'odd')
+    return GroupDecision(group, '' if group[0].group_id % 2 == 0 else 'odd')
 
   source = reader(database, uses=2)
   source.begin()
   assert drawn(source, 0, 2, even) == [0, 2]
   assert drawn(source, 1, 3, even) == [4, 0, 2]
-  assert source.left() == 1  # 4, once more
+  assert source.num_left() == 1  # 4, once more
   source.resume(0, source.state_dict())
   assert drawn(source, 0, 2, keep) == [0, 2]
   assert drawn(source, 1, 3, keep) == [4, 0, 2]
@@ -155,7 +160,7 @@ def test_what_cannot_be_read_is_lost_and_told(tmp_path, caplog):
 
 
 def _write(folder, run):
-  fill(Database(url(folder)), range(20), run=run)
+  fill(StoreDatabase(url(folder)), range(20), run=run)
 
 
 def test_several_explorers_write_at_once(tmp_path):
@@ -184,18 +189,23 @@ def test_several_explorers_write_at_once(tmp_path):
 )
 def test_wrong_call_strings_are_told(text, said):
   with pytest.raises(ConfigError, match=r'--config\.data\.source=') as error:
-    options.read(text, options.reading, 'data.source')
+    parse_store_options(text, store_options.reader_options, 'data.source')
   assert said in str(error.value)
 
 
 def test_what_names_a_store():
   for text in ('experience+sqlite:////x.db', "store(url='sqlite:////x.db')"):
-    assert options.names_store(text)
-    assert options.read(text, options.writing, 'dump.path').url == 'sqlite:////x.db'
-  plain = options.read('postgresql://h/n', options.reading, 'data.source')
+    assert store_options.is_store_path(text)
+    assert (
+      parse_store_options(text, store_options.writer_options, 'dump.path').url
+      == 'sqlite:////x.db'
+    )
+  plain = parse_store_options(
+    'postgresql://h/n', store_options.reader_options, 'data.source'
+  )
   assert plain == ('postgresql://h/n', 1, 'trainer', 600.0)
   for text in ('', 's3://bucket/x.parquet', 'runs/store', 'odps://p/tables/t/ds=x'):
-    assert not options.names_store(text)
+    assert not store_options.is_store_path(text)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +220,7 @@ def test_what_names_a_store():
 )
 def test_what_cannot_be_opened_is_told(name, said):
   with pytest.raises(ConfigError, match=said) as error:
-    Database(name)
+    StoreDatabase(name)
   assert 'secret' not in str(error.value)
 
 
@@ -220,7 +230,7 @@ def test_other_files_and_other_schemas_are_refused(tmp_path):
   assert opened(tmp_path).id == database.id
   with sqlite3.connect(tmp_path / 'store.db') as raw:
     raw.execute("update jaxrl_store set value = '2' where name = 'schema'")
-  with pytest.raises(ConfigError, match='schema 2, and this program reads schema 1'):
+  with pytest.raises(ConfigError, match='schema 2; this program reads schema 1'):
     opened(tmp_path)
   (tmp_path / 'store.db').write_text('no database at all' * 100)
   with pytest.raises(ConfigError, match='not a database'):

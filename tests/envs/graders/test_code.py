@@ -2,14 +2,16 @@
 
 import pytest
 
-from jaxrl.envs.graders.combine import make_grader
-from jaxrl.envs.sandbox import local
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.graders.composite import make_grader
+from jaxrl.envs.sandbox import local_sandbox
 
 TESTS = [{'input': f'{n}\n{n}\n', 'output': str(2 * n)} for n in range(4)]
 ADD = '```python\nprint(int(input()) + int(input()))\n```'
 HALF = '```python\nn = int(input()) + int(input())\nprint(n if n < 4 else 0)\n```'
-sandboxed = pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+sandboxed = pytest.mark.skipif(
+  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
+)
 
 
 @sandboxed
@@ -33,6 +35,6 @@ def test_all_or_nothing_and_another_field():
 
 
 def test_without_a_sandbox_it_is_refused(monkeypatch):
-  monkeypatch.setattr(local, 'missing', lambda: 'no namespaces')
+  monkeypatch.setattr(local_sandbox, 'unsupported_reason', lambda: 'no namespaces')
   with pytest.raises(ConfigError, match="grader 'code'"):
     make_grader('code')

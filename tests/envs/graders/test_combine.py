@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from jaxrl.envs.graders.combine import make_grader
-from jaxrl.envs.graders.processes import GraderError
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.graders.composite import make_grader
+from jaxrl.envs.graders.grader_processes import GraderError
 
 SLOW = 'tests.envs.graders.slow'
 ITEM = {'question': 'How many?', 'answer': '18'}
@@ -25,7 +25,7 @@ def test_weights_and_parts():
     'grader/timeouts': 0,
     'grader/deaths': 0,
   }
-  assert found.fault == ''
+  assert found.error == ''
   assert grade('<answer>17</answer>', ITEM).score == 0.25
   assert make_grader('exact + exact(weight=-.5, case=False)')('18', ITEM).score == 0.5
 
@@ -38,7 +38,7 @@ def test_a_pattern_without_end_is_a_timeout_not_a_hang():
   assert found.score == 1
   assert found.metrics['grader/timeouts'] == 1
   assert found.metrics['reward/format'] == 0
-  assert found.fault == 'format: no answer within 0.2 s'
+  assert found.error == 'format: no answer within 0.2 s'
   assert grade('aab', {'answer': 'aab'}).score == 1.5  # and the next is none the worse
 
 
@@ -48,7 +48,7 @@ def test_graders_of_ones_own():
   assert found.score == 3
   assert found.metrics['reward/length'] == 1
   grade = make_grader(f'{SLOW}:act(timeout=.2)')
-  assert 'no answer within 0.2 s' in grade('hang', {'answer': object()}).fault
+  assert 'no answer within 0.2 s' in grade('hang', {'answer': object()}).error
   dead = grade('die', ITEM)
   assert dead.score == 0
   assert (dead.metrics['grader/deaths'], dead.metrics['grader/timeouts']) == (1, 0)

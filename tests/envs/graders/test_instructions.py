@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from jaxrl.envs.graders.combine import make_grader
-from jaxrl.envs.graders.constraints import CONSTRAINTS
-from jaxrl.envs.graders.instructions import instructions
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.graders.composite import make_grader
+from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
+from jaxrl.envs.graders.ifeval_grader import make_instructions_grader
 
 CASES = [
   ("existence(keywords=['Sun', 'moon'])", 'sun and Moonlight', 'sun'),
@@ -64,7 +64,7 @@ def test_every_constraint_has_a_case():
 
 @pytest.mark.parametrize(('rule', 'kept', 'broken'), CASES)
 def test_constraints(rule, kept, broken):
-  grade = instructions(rules=rule)
+  grade = make_instructions_grader(rules=rule)
   assert grade(kept, {}) == 1
   assert grade(broken, {}) == 0
   assert grade(' ', {}) == 0  # silence keeps to nothing
@@ -72,9 +72,9 @@ def test_constraints(rule, kept, broken):
 
 def test_the_share_that_is_kept_or_all():
   rules = "no_comma + english_capital + number_words(num_words=1, relation='exactly')"
-  assert instructions(rules=rules)('A B', {}) == pytest.approx(2 / 3)
-  assert instructions(rules=rules, strict=True)('A B', {}) == 0
-  assert instructions(rules=rules, strict=True)('A', {}) == 1
+  assert make_instructions_grader(rules=rules)('A B', {}) == pytest.approx(2 / 3)
+  assert make_instructions_grader(rules=rules, strict=True)('A B', {}) == 0
+  assert make_instructions_grader(rules=rules, strict=True)('A', {}) == 1
   grade = make_grader(f'instructions(rules="{rules}", weight=3)')
   assert grade('A B', {}).score == pytest.approx(2)
 
@@ -85,15 +85,15 @@ def test_a_task_of_ifevals_own_files():
     'instruction_id_list': ['punctuation:no_comma', 'length_constraints:number_words'],
     'kwargs': [{}, {'num_words': 3, 'relation': 'at least', 'keywords': None}],
   }
-  assert instructions()('a b c', item) == 1
-  assert instructions()('a b, c', item) == 0.5
+  assert make_instructions_grader()('a b c', item) == 1
+  assert make_instructions_grader()('a b, c', item) == 0.5
   with pytest.raises(ValueError, match='has no instruction_id_list'):
-    instructions()('a', {})
+    make_instructions_grader()('a', {})
   with pytest.raises(ValueError, match='kwargs for 1'):
-    instructions()('a', {**item, 'kwargs': [{}]})
+    make_instructions_grader()('a', {**item, 'kwargs': [{}]})
   with pytest.raises(ConfigError, match="no constraint 'response_language'"):
     name = 'language:response_language'
-    instructions()('a', {'instruction_id_list': [name], 'kwargs': [{}]})
+    make_instructions_grader()('a', {'instruction_id_list': [name], 'kwargs': [{}]})
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_a_task_of_ifevals_own_files():
 )
 def test_wrong_rules_are_refused_at_once(rules, message):
   with pytest.raises(ConfigError, match=message):
-    instructions(rules=rules)
+    make_instructions_grader(rules=rules)
 
 
 def test_long_replies_take_no_time():
   texts = [mark * 100_000 for mark in ('[', '*', '<<', '\n', 'a. ', '"', '{"a":', ' ')]
   begun = time.process_time()
   for rule, _, _ in CASES:
-    grade = instructions(rules=rule)
+    grade = make_instructions_grader(rules=rule)
     for text in texts:
       grade(text, {})
   assert time.process_time() - begun < 10

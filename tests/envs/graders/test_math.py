@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from jaxrl.envs.base import factory
-from jaxrl.envs.graders.answers import decide
-from jaxrl.envs.graders.combine import make_grader
-from jaxrl.envs.graders.math import math
-from jaxrl.envs.graders.processes import shared
-from jaxrl.envs.math import MathEnv
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.env_registry import env_factory
+from jaxrl.envs.graders.answer_matching import compare_answers
+from jaxrl.envs.graders.composite import make_grader
+from jaxrl.envs.graders.grader_processes import shared_grader_pool
+from jaxrl.envs.graders.math_grader import make_math_grader
+from jaxrl.envs.math_env import MathEnv
 from jaxrl.types import Task
 
 SHARED = Path(__file__).parents[4] / 'shared' / 'data'
@@ -35,7 +35,7 @@ needs_math_verify = pytest.mark.skipif(
   ],
 )
 def test_what_is_decided_without_algebra(given, answer, decided):
-  assert decide(given, answer) is decided
+  assert compare_answers(given, answer) is decided
 
 
 @needs_math_verify
@@ -59,13 +59,13 @@ def test_what_is_decided_without_algebra(given, answer, decided):
   ],
 )
 def test_math(reply, answer, score):
-  assert math(timeout=30)(reply, {'answer': answer}) == score
+  assert make_math_grader(timeout=30)(reply, {'answer': answer}) == score
 
 
 @needs_math_verify
 def test_strict_takes_marked_answers_alone():
-  assert math()('It is 18.', {'answer': '18'}) == 1
-  assert math(strict=True)('It is 18.', {'answer': '18'}) == 0
+  assert make_math_grader()('It is 18.', {'answer': '18'}) == 1
+  assert make_math_grader(strict=True)('It is 18.', {'answer': '18'}) == 0
 
 
 @needs_math_verify
@@ -74,14 +74,14 @@ def test_algebra_without_end_is_a_timeout_and_the_next_reply_is_graded():
   found = grade(r'\boxed{9^{9^{9^{9}}}x}', {'answer': '2x'})
   assert found.score == 0
   assert found.metrics['grader/timeouts'] + found.metrics['grader/deaths'] == 1
-  assert found.fault.startswith('math: ')
+  assert found.error.startswith('math: ')
   assert make_grader('math(timeout=30)')(r'\boxed{2x}', {'answer': 'x+x'}).score == 1
 
 
 def test_without_the_package_it_says_so(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(ConfigError, match=r"pip install 'jaxrl\[envs\]'"):
-    math()
+    make_math_grader()
 
 
 def play(reply, answer, **options):
@@ -117,7 +117,7 @@ def test_a_grader_may_do_without_answers():
 
 def test_a_grader_of_the_environment_is_checked_before_one_is_made():
   with pytest.raises(ConfigError, match='no grader'):
-    factory('math', {'grader': 'maths'})
+    env_factory('math', {'grader': 'maths'})
   refused: list[dict[str, Any]] = [{'strict': True}, {'format_reward': 0.1}]
   for options in refused:
     with pytest.raises(ConfigError, match='write its options there'):
@@ -132,8 +132,14 @@ def test_algebra_finds_deepmaths_answers_equal_to_themselves_alone():
   answers = [json.loads(line)['ground_truth'] for line in lines[::20]]
 
   def verified(given, answer):
-    ask, needs = shared().call, ['math_verify']
-    return ask(f'{math.__module__}:verified', given, answer, limit=30, needs=needs)
+    ask, needs = shared_grader_pool().call, ['math_verify']
+    return ask(
+      f'{make_math_grader.__module__}:verify_answers',
+      given,
+      answer,
+      limit=30,
+      needs=needs,
+    )
 
   assert [answer for answer in answers if not verified(answer, answer)] == []
   assert [answer for answer in answers if verified('123456789.5', answer)] == []

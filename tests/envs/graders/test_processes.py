@@ -13,11 +13,11 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from jaxrl.envs.graders.processes import (
-  GraderDied,
+from jaxrl.envs.graders.grader_processes import (
+  GraderCrashed,
   GraderError,
+  GraderProcessPool,
   GraderTimeout,
-  Processes,
 )
 
 ACT = 'tests.envs.graders.slow:act'
@@ -25,7 +25,7 @@ ACT = 'tests.envs.graders.slow:act'
 
 @pytest.fixture
 def processes():
-  made = Processes(2)
+  made = GraderProcessPool(2)
   yield made
   made.close()
 
@@ -37,7 +37,7 @@ def test_faults_are_told_apart_and_cost_one_call(processes):
   with pytest.raises(GraderError, match="act: KeyError: 'broken'"):
     processes.call(ACT, 'raise', limit=5)
   assert processes.call(ACT, 'go', limit=5) == first
-  with pytest.raises(GraderDied, match='exit code 7'):
+  with pytest.raises(GraderCrashed, match='exit code 7'):
     processes.call(ACT, 'die', limit=5)
   second = processes.call(ACT, 'go', limit=5)
   assert second != first
@@ -45,7 +45,7 @@ def test_faults_are_told_apart_and_cost_one_call(processes):
     processes.call(ACT, 'hang', limit=0.2)
   with pytest.raises(ProcessLookupError):  # it is gone, not left to run
     os.kill(int(second), 0)
-  with pytest.raises(GraderDied, match='exit code 137'):
+  with pytest.raises(GraderCrashed, match='exit code 137'):
     processes.call(ACT, 'eat', limit=5)
 
 
@@ -91,7 +91,12 @@ def test_stuck_calls_do_not_block_or_fail_those_behind_them(processes):
 def test_a_process_whose_parent_is_gone_ends_itself():
   ours, theirs = socket.socketpair()
   with theirs:
-    command = [sys.executable, '-m', 'jaxrl.envs.graders.child', str(theirs.fileno())]
+    command = [
+      sys.executable,
+      '-m',
+      'jaxrl.envs.graders.grader_worker',
+      str(theirs.fileno()),
+    ]
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
   pipe = Connection(ours.detach())
   request = {'target': ACT, 'args': ['hang'], 'options': {}, 'needs': [], 'limit': 0.1}
@@ -103,7 +108,7 @@ def test_a_process_whose_parent_is_gone_ends_itself():
 
 
 def _inside(pipe):
-  processes = Processes(1)
+  processes = GraderProcessPool(1)
   pipe.send(processes.call(ACT, 'go', limit=5))
   processes.close()
 

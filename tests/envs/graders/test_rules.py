@@ -2,8 +2,12 @@
 
 import pytest
 
-from jaxrl.envs.graders.rules import exact, form, multiple_choice
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.graders.rule_graders import (
+  make_exact_grader,
+  make_format_grader,
+  make_multiple_choice_grader,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,11 +24,11 @@ from jaxrl.signature import ConfigError
   ],
 )
 def test_exact(reply, options, score):
-  assert exact(**options)(reply, {'answer': 'Paris'}) == score
+  assert make_exact_grader(**options)(reply, {'answer': 'Paris'}) == score
 
 
 def test_an_empty_reply_is_no_exact_answer_to_nothing():
-  assert exact()('', {'answer': ''}) == 0
+  assert make_exact_grader()('', {'answer': ''}) == 0
 
 
 TAGGED = '<think>\na\n</think>\n<answer>b</answer>'
@@ -46,11 +50,11 @@ TAGGED = '<think>\na\n</think>\n<answer>b</answer>'
   ],
 )
 def test_format_by_tags(reply, score):
-  assert form(tags='think, answer')(reply, {}) == score
+  assert make_format_grader(tags='think, answer')(reply, {}) == score
 
 
 def test_format_by_a_pattern():
-  grade = form(pattern=r'.*Answer: \d+')
+  grade = make_format_grader(pattern=r'.*Answer: \d+')
   assert grade('So\nAnswer: 12\n', {}) == 1
   assert grade('Answer: 12 or so', {}) == 0
   assert grade('answer: 12', {}) == 0
@@ -59,15 +63,15 @@ def test_format_by_a_pattern():
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
-    ({}, 'one of the two'),
-    ({'pattern': 'a', 'tags': 'b'}, 'one of the two'),
+    ({}, 'give either'),
+    ({'pattern': 'a', 'tags': 'b'}, 'give either'),
     ({'pattern': '('}, 'unterminated'),
     ({'tags': 'a,,b'}, 'write names'),
   ],
 )
 def test_formats_that_say_nothing_are_refused(options, message):
   with pytest.raises(ConfigError, match=message):
-    form(**options)
+    make_format_grader(**options)
 
 
 CHOICES = ['Rome', 'Paris', 'Oslo']
@@ -97,11 +101,11 @@ CHOICES = ['Rome', 'Paris', 'Oslo']
 def test_multiple_choice(reply, letter):
   for right in 'ABC':
     item = {'answer': right, 'choices': CHOICES}
-    assert multiple_choice()(reply, item) == (right == letter), right
+    assert make_multiple_choice_grader()(reply, item) == (right == letter), right
 
 
 def test_the_answer_of_a_multiple_choice():
-  grade = multiple_choice(strict=True)
+  grade = make_multiple_choice_grader(strict=True)
   assert grade('#### B', {'answer': '(B)'}) == 1
   assert grade('#### B', {'answer': 'Paris', 'choices': CHOICES}) == 1
   assert grade('The answer is B', {'answer': 'B'}) == 0

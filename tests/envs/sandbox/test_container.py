@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from jaxrl.envs import base
-from jaxrl.envs.sandbox.backends import backend
-from jaxrl.envs.sandbox.base import MIB, Limits, SandboxError
-from jaxrl.envs.sandbox.container import ContainerSandbox
+from jaxrl.envs import env_registry
+from jaxrl.envs.sandbox.container_sandbox import ContainerSandbox
+from jaxrl.envs.sandbox.sandbox_api import MIB, SandboxError, SandboxLimits
+from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
 from jaxrl.types import Task
 from tests.envs import swe_repos
 
@@ -59,7 +59,9 @@ def test_what_a_session_asks_for(stand_in, tmp_path, program):
   inside = f'{tmp_path}/inside'
   (tmp_path / 'given').mkdir()
   (tmp_path / 'given' / 'a').write_text('first')
-  make = backend(f"{program}(image='lab/{{task}}:1', memory_mb=64, processes=9)")
+  make = sandbox_factory(
+    f"{program}(image='lab/{{task}}:1', memory_mb=64, processes=9)"
+  )
   sandbox = make(
     folders={inside: f'{tmp_path}/given'},
     workdir=inside,
@@ -110,7 +112,7 @@ def started(**options):
 
 
 def test_what_outlives_a_command_is_ended(stand_in):
-  sandbox = started(limits=Limits(output=1000))
+  sandbox = started(limits=SandboxLimits(output=1000))
   sandbox.exec(['true'])
   assert 'restart' not in [arguments[0] for arguments in asked(stand_in)]
   (stand_in / 'busy').touch()
@@ -158,7 +160,7 @@ def test_an_episode_in_a_repository(stand_in, tmp_path, monkeypatch):
     'sandbox': "docker(image='lab/{task}')",
     'workdir': f'{tmp_path}/inside',
   }
-  env = base.factory('swe', options)()
+  env = env_registry.env_factory('swe', options)()
   env.reset(seed=0, options={'task': Task(seed=0, index=0, item=row)})
   env.step(f"```\ngit apply - <<'EOF'\n{row['patch']}EOF\n```")
   assert env.step('```\nsubmit\n```')[1] == 1

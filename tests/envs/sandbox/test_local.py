@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.envs.sandbox import local
-from jaxrl.envs.sandbox.base import MIB, Limits, SandboxError
-from jaxrl.envs.sandbox.local import PYTHON, LocalSandbox
+from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.envs.sandbox.local_sandbox import PYTHON_PATH, LocalSandbox
+from jaxrl.envs.sandbox.sandbox_api import MIB, SandboxError, SandboxLimits
 
 ROOT = str(Path(__file__).parents[3])
 needs_namespaces = pytest.mark.skipif(
-  bool(local.missing()), reason=f'no namespaces here: {local.missing()}'
+  bool(local_sandbox.unsupported_reason()),
+  reason=f'no namespaces here: {local_sandbox.unsupported_reason()}',
 )
 pytestmark = needs_namespaces
 
@@ -37,7 +38,7 @@ def make():
 
 
 def python(sandbox, code, **options):
-  return sandbox.exec([PYTHON, '-I', '-S', '-c', code], **options)
+  return sandbox.exec([PYTHON_PATH, '-I', '-S', '-c', code], **options)
 
 
 def named(mark):
@@ -157,7 +158,7 @@ os.kill(-1, signal.SIGKILL)
 
 def test_a_fork_bomb_is_bounded(make):
   mark = f'bomb{os.getpid()}'
-  sandbox = make(limits=Limits(seconds=2, processes=12))
+  sandbox = make(limits=SandboxLimits(seconds=2, processes=12))
   code = f"""
 import os, time
 '{mark}'
@@ -180,7 +181,7 @@ while True:
 
 
 def test_memory_is_bounded_at_once_and_bit_by_bit(make):
-  sandbox = make(limits=Limits(memory=48 * MIB, tmp=2 * MIB, file_size=MIB))
+  sandbox = make(limits=SandboxLimits(memory=48 * MIB, tmp=2 * MIB, file_size=MIB))
   result = python(sandbox, 'bytearray(1 << 40)')
   assert b'MemoryError' in result.stderr
   grow = 'a = []\nwhile True: a.append(bytearray(b"x") * (1 << 20))'
@@ -198,7 +199,9 @@ def test_memory_is_bounded_at_once_and_bit_by_bit(make):
 
 
 def test_output_files_and_cpu_are_bounded(make):
-  sandbox = make(limits=Limits(output=1000, file_size=MIB), folders={'/work': None})
+  sandbox = make(
+    limits=SandboxLimits(output=1000, file_size=MIB), folders={'/work': None}
+  )
   result = sandbox.exec(['yes'])
   assert result.limit == 'output'
   assert result.stdout == b'y\n' * 500
@@ -215,8 +218,8 @@ def test_output_files_and_cpu_are_bounded(make):
 def test_where_namespaces_are_denied_it_refuses(make):
   code = """
 import os
-from jaxrl.envs.sandbox.local import LocalSandbox
-from jaxrl.envs.sandbox.base import SandboxError
+from jaxrl.envs.sandbox.local_sandbox import LocalSandbox
+from jaxrl.envs.sandbox.sandbox_api import SandboxError
 try:
   LocalSandbox().start()
 except SandboxError as error:
@@ -231,7 +234,7 @@ names = [f'/proc/{p}/cmdline' for p in os.listdir('/proc') if p.isdigit()]
 print([name for name in names if open(name).read() == 'sleep\\x0098\\x00'])
 """
   sandbox = make(readonly=(ROOT,), environment={'PYTHONPATH': ROOT})
-  inner = sandbox.exec([PYTHON, '-S', '-c', code])
+  inner = sandbox.exec([PYTHON_PATH, '-S', '-c', code])
   said = inner.text
   assert 'this machine allows no sandbox: ' in said
   assert 'unshare' in said
@@ -253,7 +256,7 @@ def test_wrong_folders_are_told(tmp_path, monkeypatch):
 def test_its_starter_dies_and_so_does_all(tmp_path):
   code = f"""
 import os, signal, threading, time
-from jaxrl.envs.sandbox.local import LocalSandbox
+from jaxrl.envs.sandbox.local_sandbox import LocalSandbox
 sandbox = LocalSandbox(); sandbox.start()
 threading.Timer(.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 sandbox.exec(['sleep', '96.{os.getpid()}'])
@@ -266,8 +269,8 @@ sandbox.exec(['sleep', '96.{os.getpid()}'])
     time.sleep(0.02)
   assert named(f'96.{os.getpid()}') == []
   assert list(tmp_path.iterdir())
-  code = 'from jaxrl.envs.sandbox import places; import sys\n'
-  code += 'place, _ = places.make(); print(place.name)'
+  code = 'from jaxrl.envs.sandbox import workdirs; import sys\n'
+  code += 'place, _ = workdirs.make_workdir(); print(place.name)'
   done = subprocess.run(
     [sys.executable, '-c', code], cwd=ROOT, env=env, check=True, capture_output=True
   )
@@ -306,7 +309,7 @@ def test_what_a_command_left_stands_in_no_folders_way(make, trick):
 
 
 def test_output_of_one_command_may_be_more(make):
-  sandbox = make(limits=Limits(output=1000))
+  sandbox = make(limits=SandboxLimits(output=1000))
   many = ['head', '-c', '5000', '/dev/zero']
   assert sandbox.exec(many).limit == 'output'
   assert len(sandbox.exec(many, output=9000).stdout) == 5000
@@ -324,7 +327,7 @@ def test_a_sandbox_nobody_holds_any_more_is_removed(make):
 def test_where_the_callers_own_limits_are_lower_they_hold():
   code = """
 import resource
-from jaxrl.envs.sandbox.local import LocalSandbox
+from jaxrl.envs.sandbox.local_sandbox import LocalSandbox
 resource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))
 sandbox = LocalSandbox(); sandbox.start()
 print(sandbox.exec(['sh', '-c', 'ulimit -n']).text)

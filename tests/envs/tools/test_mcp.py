@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from jaxrl.envs.tools import mcp
-from jaxrl.envs.tools.base import ToolError
-from jaxrl.envs.tools.mcp import Mcp, McpError
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.tools import mcp_tools
+from jaxrl.envs.tools.mcp_tools import McpStartError, McpTools
+from jaxrl.envs.tools.tool_api import ToolError
 
 pytest.importorskip('mcp')
 SERVER = pathlib.Path(__file__).with_name('server.py')
@@ -22,11 +22,11 @@ COMMAND = shlex.join([sys.executable, str(SERVER)])
 @pytest.fixture(scope='module')
 def shared():
   """A server for all tests that leave it as it is."""
-  tool = Mcp(command=COMMAND, per='process')
+  tool = McpTools(command=COMMAND, per='process')
   yield tool, {schema['function']['name']: schema for schema in tool.start()}
-  for server in mcp._SHARED.values():
+  for server in mcp_tools._SHARED.values():
     server.close()
-  mcp._SHARED.clear()
+  mcp_tools._SHARED.clear()
 
 
 def call(tool, name, seconds=60, **arguments):
@@ -36,7 +36,7 @@ def call(tool, name, seconds=60, **arguments):
 def fault(tool, name, seconds=60, **arguments):
   with pytest.raises(ToolError) as caught:
     call(tool, name, seconds, **arguments)
-  return caught.value.fault, str(caught.value)
+  return caught.value.kind, str(caught.value)
 
 
 def gone(pid):
@@ -72,13 +72,13 @@ def test_errors_are_told(shared):
   why, told = 'timeout', 'sleep gave no answer in 0.2 s'
   with pytest.raises(ToolError) as caught:
     tool.call('sleep', {'seconds': 60}, seconds=0.2)
-  assert (caught.value.fault, str(caught.value)) == (why, told)
+  assert (caught.value.kind, str(caught.value)) == (why, told)
   assert call(tool, 'add', x=1, y=2) == '3'
 
 
 def test_a_server_of_the_process_is_one_for_all(shared):
   tool, _ = shared
-  other = Mcp(command=COMMAND, per='process', only=('add', 'remember'))
+  other = McpTools(command=COMMAND, per='process', only=('add', 'remember'))
   names = [schema['function']['name'] for schema in other.start()]
   assert sorted(names) == ['add', 'remember']
   assert call(tool, 'remember', word='a') == 'a'
@@ -86,7 +86,7 @@ def test_a_server_of_the_process_is_one_for_all(shared):
   other.close()
   assert call(tool, 'remember', word='c') == 'a b c'
   with pytest.raises(ConfigError, match=r"no tool 'ad'.*add"):
-    Mcp(command=COMMAND, per='process', only=('ad',)).start()
+    McpTools(command=COMMAND, per='process', only=('ad',)).start()
 
 
 def test_servers_of_environments_and_of_episodes(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_servers_of_environments_and_of_episodes(tmp_path, monkeypatch):
   monkeypatch.setenv('MY_SECRET', 'x')
   count = tmp_path / 'count'
   options = {'command': COMMAND, 'env': {'COUNT': str(count)}}
-  mine, other = Mcp(**options), Mcp(per='episode', **options)
+  mine, other = McpTools(**options), McpTools(per='episode', **options)
   mine.start()
   call(mine, 'remember', word='a')
   mine.start()
@@ -121,7 +121,7 @@ def test_a_server_dies_with_who_started_it(tmp_path):
   count = tmp_path / 'count'
   program = textwrap.dedent(f"""
     import os, signal
-    from jaxrl.envs.tools.mcp import Mcp
+    from jaxrl.envs.tools.mcp_tools import Mcp
     tool = Mcp(command={COMMAND!r}, env={{'COUNT': {str(count)!r}}})
     tool.start()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -133,13 +133,13 @@ def test_a_server_dies_with_who_started_it(tmp_path):
 
 
 def test_a_server_that_does_not_start():
-  with pytest.raises(McpError, match='no luck today'):
-    Mcp(command=f'{COMMAND} broken').start()
-  with pytest.raises(McpError, match=r'no answer within 0\.5 s'):
-    Mcp(command=f'{COMMAND} silent', start_timeout=0.5).start()
+  with pytest.raises(McpStartError, match='no luck today'):
+    McpTools(command=f'{COMMAND} broken').start()
+  with pytest.raises(McpStartError, match=r'no answer within 0\.5 s'):
+    McpTools(command=f'{COMMAND} silent', start_timeout=0.5).start()
 
 
 def test_wrong_options():
   for options in ({}, {'command': 'no-such-command-here'}):
     with pytest.raises(ConfigError, match='command'):
-      Mcp(**options)
+      McpTools(**options)

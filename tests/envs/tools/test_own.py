@@ -4,20 +4,20 @@ import pathlib
 
 import pytest
 
-from jaxrl.envs.tools.base import ToolError
-from jaxrl.envs.tools.own import Own
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.tools.function_tool import FunctionTool
+from jaxrl.envs.tools.tool_api import ToolError
 
 FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))
 
 
 def own(name, timeout=60.0, **options):
-  tool = Own(f'{FILE}:{name}', options, timeout=timeout)
+  tool = FunctionTool(f'{FILE}:{name}', options, timeout=timeout)
   return lambda **given: tool.call(name, given, seconds=60.0)
 
 
 def test_signature_and_docstring_are_the_schema():
-  shout = Own(f'{FILE}:shout', {'mark': '?'}).start()[0]['function']
+  shout = FunctionTool(f'{FILE}:shout', {'mark': '?'}).start()[0]['function']
   assert shout == {
     'name': 'shout',
     'description': 'Says it aloud.\n\ntext: what to say. times: how often.',
@@ -27,7 +27,7 @@ def test_signature_and_docstring_are_the_schema():
       'required': ['text'],
     },
   }
-  table = Own(f'{FILE}:table', {}).start()[0]['function']['parameters']
+  table = FunctionTool(f'{FILE}:table', {}).start()[0]['function']['parameters']
   assert table['properties'] == {
     'rows': {'type': 'array', 'items': {'type': 'integer'}},
     'kind': {'enum': ['sum', 'max']},
@@ -53,7 +53,7 @@ def test_results():
 def test_wrong_arguments(given, words):
   with pytest.raises(ToolError, match=words) as caught:
     own('shout')(**given)
-  assert caught.value.fault == 'arguments'
+  assert caught.value.kind == 'arguments'
 
 
 def test_choices():
@@ -64,10 +64,10 @@ def test_choices():
 def test_errors_and_time():
   with pytest.raises(ToolError, match=r'^LookupError: there is none$') as caught:
     own('fail')()
-  assert caught.value.fault == 'failed'
+  assert caught.value.kind == 'failed'
   with pytest.raises(ToolError, match=r'stopped after 0\.2 s') as caught:
     own('doze', timeout=0.2)(seconds=30)
-  assert caught.value.fault == 'timeout'
+  assert caught.value.kind == 'timeout'
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_errors_and_time():
   [
     ('silent', {}, 'docstring'),
     ('many', {}, "'words'"),
-    ('bound', {}, "'needed' has to be set"),
+    ('bound', {}, "'needed' must be set"),
     ('shout', {'marks': '?'}, "Did you mean 'mark'"),
     ('shout', {'mark': 3}, 'must be a str'),
     ('shot', {}, "Did you mean 'shout'"),
@@ -83,4 +83,4 @@ def test_errors_and_time():
 )
 def test_wrong_functions_and_options(name, options, words):
   with pytest.raises(ConfigError, match=words):
-    Own(f'{FILE}:{name}', options)
+    FunctionTool(f'{FILE}:{name}', options)

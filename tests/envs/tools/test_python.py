@@ -7,12 +7,14 @@ import time
 
 import pytest
 
-from jaxrl.envs.sandbox import local
-from jaxrl.envs.sandbox.base import SandboxError
-from jaxrl.envs.tools.base import ToolError
-from jaxrl.envs.tools.python import Python
+from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.envs.sandbox.sandbox_api import SandboxError
+from jaxrl.envs.tools.python_tool import PythonTool
+from jaxrl.envs.tools.tool_api import ToolError
 
-sandboxed = pytest.mark.skipif(bool(local.missing()), reason=local.missing())
+sandboxed = pytest.mark.skipif(
+  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
+)
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def interpreter():
   made = []
 
   def make(**options):
-    tool = Python(**options)
+    tool = PythonTool(**options)
     made.append(tool)
     tool.start()
     return lambda code, seconds=60: tool.call('python', {'code': code}, seconds=seconds)
@@ -33,7 +35,7 @@ def interpreter():
 def fault(run, code, seconds=60):
   with pytest.raises(ToolError) as caught:
     run(code, seconds)
-  return caught.value.fault, str(caught.value)
+  return caught.value.kind, str(caught.value)
 
 
 @sandboxed
@@ -57,7 +59,7 @@ def test_what_it_prints_and_the_last_value(interpreter, keep):
 
 @sandboxed
 def test_variables_are_kept_by_option_and_within_an_episode():
-  kept, fresh = Python(keep=True), Python()
+  kept, fresh = PythonTool(keep=True), PythonTool()
   try:
     for tool in (kept, fresh):
       tool.start()
@@ -109,7 +111,7 @@ def test_code_is_text(interpreter, code):
 
 @sandboxed
 def test_close_ends_a_call_and_all_it_started():
-  tool = Python(keep=True, timeout=60)
+  tool = PythonTool(keep=True, timeout=60)
   tool.start()
   tool.call('python', {'code': 'x = 1'}, seconds=60)
   ended = []
@@ -118,7 +120,7 @@ def test_close_ends_a_call_and_all_it_started():
     try:
       tool.call('python', {'code': 'import time; time.sleep(60)'}, seconds=60)
     except ToolError as error:
-      ended.append(error.fault)
+      ended.append(error.kind)
 
   thread = threading.Thread(target=call)
   thread.start()
@@ -132,10 +134,10 @@ def test_close_ends_a_call_and_all_it_started():
 
 
 def test_it_refuses_where_there_is_no_sandbox(monkeypatch):
-  monkeypatch.setattr(local, 'missing', lambda: 'no namespaces')
+  monkeypatch.setattr(local_sandbox, 'unsupported_reason', lambda: 'no namespaces')
   with pytest.raises(SandboxError, match='no namespaces'):
-    Python().start()
-  tool = Python(unsafe=True)
+    PythonTool().start()
+  tool = PythonTool(unsafe=True)
   tool.start()
   try:
     assert tool.call('python', {'code': '6 * 7'}, seconds=60) == '42'

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from jaxrl.data.sources import DataError
-from jaxrl.envs.tools import search
-from jaxrl.envs.tools.base import ToolError
-from jaxrl.envs.tools.search import Search
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.row_sources import DataError
+from jaxrl.envs.tools import search_tool
+from jaxrl.envs.tools.search_tool import SearchTool
+from jaxrl.envs.tools.tool_api import ToolError
 
 pytest.importorskip('bm25s')
 ROWS = [
@@ -32,23 +32,23 @@ def ask(tool, query):
 
 
 def test_the_best_come_first_and_only_what_matches(corpus):
-  tool = Search(corpus=corpus, top_k=3, snippet=60)
+  tool = SearchTool(corpus=corpus, top_k=3, snippet=60)
   said = ask(tool, 'Danube in Vienna')
   assert said.startswith('[1] Rivers\nThe Danube flows')
   assert '[2] Hills\n' in said and 'Storks' not in said
   assert len(said.splitlines()[4]) <= 62  # the snippet and its marks
   assert ask(tool, 'quokka') == 'Nothing was found.'
-  assert 'Storks' in ask(Search(corpus=corpus, top_k=1), 'storks chimneys Vienna')
+  assert 'Storks' in ask(SearchTool(corpus=corpus, top_k=1), 'storks chimneys Vienna')
   with pytest.raises(ToolError) as caught:
     ask(tool, 'the of')
-  assert caught.value.fault == 'arguments'
+  assert caught.value.kind == 'arguments'
   ask(tool, 'x' * 10**6)
 
 
 def test_a_snippet_holds_the_word(tmp_path):
   file = tmp_path / 'long.md'
   file.write_text('filler ' * 300 + 'needle ' + 'filler ' * 300)
-  said = ask(Search(corpus=str(file), snippet=100), 'needle')
+  said = ask(SearchTool(corpus=str(file), snippet=100), 'needle')
   assert 'needle' in said and len(said) < 130 and said.count('…') == 2
 
 
@@ -56,7 +56,7 @@ def test_a_folder_of_texts(tmp_path):
   (tmp_path / 'one.txt').write_text('about apples\n\nabout pears\n')
   (tmp_path / 'deep').mkdir()
   (tmp_path / 'deep' / 'two.md').write_text('about plums')
-  tool = Search(corpus=str(tmp_path), name='search', about='Fruit.')
+  tool = SearchTool(corpus=str(tmp_path), name='search', about='Fruit.')
   assert ask(tool, 'pears') == '[1] one\nabout pears'
   assert ask(tool, 'plums') == '[1] two\nabout plums'
   assert tool.start()[0]['function']['description'].startswith('Fruit. Returns')
@@ -64,15 +64,15 @@ def test_a_folder_of_texts(tmp_path):
 
 def test_one_index_for_all(corpus, monkeypatch):
   made = []
-  plain = search.Index.__init__
+  plain = search_tool.SearchIndex.__init__
   monkeypatch.setattr(
-    search.Index,
+    search_tool.SearchIndex,
     '__init__',
     lambda self, *args: (made.append(1), plain(self, *args))[1],
   )
-  search._index.cache_clear()
+  search_tool._index.cache_clear()
   threads = [
-    threading.Thread(target=ask, args=(Search(corpus=corpus), 'Vienna'))
+    threading.Thread(target=ask, args=(SearchTool(corpus=corpus), 'Vienna'))
     for _ in range(8)
   ]
   for thread in threads:
@@ -85,10 +85,10 @@ def test_one_index_for_all(corpus, monkeypatch):
 def test_wrong_options(corpus, tmp_path):
   for options in ({}, {'corpus': 'nowhere'}, {'corpus': corpus, 'top_k': 0}):
     with pytest.raises(ConfigError):
-      Search(**options)
+      SearchTool(**options)
   with pytest.raises(DataError, match=r"'body'.*title, text"):
-    Search(corpus=corpus, text_key='body').start()
+    SearchTool(corpus=corpus, text_key='body').start()
   empty = tmp_path / 'empty.txt'
   empty.write_text('\n\n')
   with pytest.raises(DataError, match='no text'):
-    Search(corpus=str(empty)).start()
+    SearchTool(corpus=str(empty)).start()

@@ -9,9 +9,9 @@ import zlib
 import aiohttp
 import numpy as np
 
-from jaxrl.data.chat import Chat
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.rollout.gateway.gateway import Gateway
-from jaxrl.rollout.gateway.server import Server, serving
+from jaxrl.rollout.gateway.http_server import GatewayServer, serve_gateway
 from jaxrl.types import Completion
 from tests.data.letters import END, Letters
 
@@ -49,7 +49,7 @@ class Engine:
 
   async def generate(self, request_id, token_ids, sampling):
     prompt = list(token_ids)
-    begun = prompt[: len(prompt) - sampling.first]
+    begun = prompt[: len(prompt) - sampling.num_generated]
     text = self.reply(begun, sampling)
     if isinstance(text, Exception):
       raise text
@@ -57,7 +57,7 @@ class Engine:
     ids += [ord(END)] * text.endswith(END)
     finish = 'stop' if text.endswith(END) or text.endswith(sampling.stop or END) else ''
     room = sampling.max_tokens
-    rest = ids[sampling.first :]
+    rest = ids[sampling.num_generated :]
     part = int(request_id.rpartition('/')[2])
     if part < self.interrupt and len(rest) > 1:
       rest, finish = rest[: len(rest) // 2], 'abort'
@@ -100,12 +100,17 @@ async def endpoint(engine=None, limits=None, **options):
   delivered = {}
   options = {'max_length': 2000, 'max_tokens': 400, 'seed': 3, **options}
   gateway = Gateway(
-    engine or Engine(), Chat(Tokens()), deliver=delivered.__setitem__, **options
+    engine or Engine(),
+    ChatTokenizer(Tokens()),
+    deliver=delivered.__setitem__,
+    **options,
   )
-  server = Server(gateway, [KEY, 'other'], **{'interval': 0.001, **(limits or {})})
+  server = GatewayServer(
+    gateway, [KEY, 'other'], **{'interval': 0.001, **(limits or {})}
+  )
   try:
     async with (
-      serving(server) as url,
+      serve_gateway(server) as url,
       aiohttp.ClientSession(url, headers={'Authorization': f'Bearer {KEY}'}) as client,
     ):
       yield client, delivered

@@ -56,7 +56,7 @@ def check(engine, delivered):
   """Every request was a beginning of a row; every reply is in one row, as an action."""
   said = {}
   for request, prompt, completion, sampling in engine.calls:
-    begun = prompt[: len(prompt) - sampling.first]
+    begun = prompt[: len(prompt) - sampling.num_generated]
     said.setdefault(request.rpartition('/')[0], []).append((begun, prompt, completion))
   rows = [row for rows in delivered.values() for row in rows]
   found = {}
@@ -69,7 +69,7 @@ def check(engine, delivered):
     begun = parts[0][0]
     ids = [t for _, _, part in parts for t in part.tokens.tolist()]
     values = [v for _, _, part in parts for v in part.logprobs.tolist()]
-    versions = [v for _, _, part in parts for v in part.versions.tolist()]
+    versions = [v for _, _, part in parts for v in part.weights_versions.tolist()]
     mine = slice(len(begun), len(begun) + len(ids))
     held = [
       row

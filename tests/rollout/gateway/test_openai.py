@@ -1,6 +1,5 @@
 """OpenAI's own client against the endpoint."""
 
-import openai
 import pytest
 
 from tests.data.letters import END
@@ -14,6 +13,8 @@ def reply(prompt, sampling):
 
 
 async def test_an_agent_with_tools_streams_and_branches():
+  import openai  # two seconds, which every process would wait for
+
   engine = Engine(reply, delay=0.001)
   async with endpoint(engine, model='tiny') as (http, delivered):
     client = openai.AsyncOpenAI(api_key=f'{KEY}/s', base_url=f'{http._base_url}/v1')

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from jaxrl.rollout.gateway.recorder import Session
-from jaxrl.rollout.group import Lease
+from jaxrl.rollout.gateway.session_recorder import AgentSession
+from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.types import Completion
 from tests.data.letters import END, letters
 
-LEASE = Lease(0, 5, 0, 0, 0)
+LEASE = EpisodeLease(0, 5, 0, 0, 0)
 
 
 def user(text):
@@ -31,14 +31,14 @@ def text(tokens):
 
 
 def talk(session, messages, answer, name, tools=()):
-  prompt = session.prompt(messages, tools)
+  prompt = session.make_prompt(messages, tools)
   end = '' if answer.endswith('~') else END
   session.record(name, prompt, said(answer.rstrip('~') + end), reply(answer))
   return prompt
 
 
 def make():
-  return Session(letters(), LEASE, seed=9)
+  return AgentSession(letters(), LEASE, seed=9)
 
 
 def test_a_conversation_that_goes_on_is_appended_to():
@@ -47,7 +47,7 @@ def test_a_conversation_that_goes_on_is_appended_to():
   assert text(first.tokens) == '<user:a><assistant:'
   second = talk(session, [user('a'), reply('x'), user('b')], 'y', '1')
   assert text(second.tokens) == '<user:a><assistant:x><user:b><assistant:'
-  assert text(second.heard) == '<user:b><assistant:'
+  assert text(second.new_tokens) == '<user:b><assistant:'
   (row,) = session.trajectories()
   assert text(row.tokens) == '<user:a><assistant:x><user:b><assistant:y>'
   assert text(row.tokens[row.action_mask]) == 'x>y>'
@@ -63,17 +63,17 @@ def test_a_conversation_that_goes_on_is_appended_to():
 
 def test_ids_stand_even_where_their_text_would_be_tokenised_otherwise():
   session = make()
-  prompt = session.prompt([user('a')])
+  prompt = session.make_prompt([user('a')])
   session.record('0', prompt, said('QQ>'), reply('told otherwise'))
-  more = session.prompt([user('a'), reply('told otherwise'), user('b')])
+  more = session.make_prompt([user('a'), reply('told otherwise'), user('b')])
   assert text(more.tokens) == '<user:a><assistant:QQ><user:b><assistant:'
 
 
 def test_a_reply_cut_short_gets_its_end():
   session = make()
   talk(session, [user('a')], 'x~', '0')
-  more = session.prompt([user('a'), reply('x~'), user('b')])
-  assert text(more.heard) == '><user:b><assistant:'
+  more = session.make_prompt([user('a'), reply('x~'), user('b')])
+  assert text(more.new_tokens) == '><user:b><assistant:'
 
 
 def test_a_fork_is_a_trajectory_and_every_reply_an_action_once():
@@ -81,8 +81,8 @@ def test_a_fork_is_a_trajectory_and_every_reply_an_action_once():
   talk(session, [user('a')], 'x', '0')
   talk(session, [user('a'), reply('x'), user('b')], 'y', '1')
   talk(session, [user('a'), reply('x'), user('c')], 'z', '2')
-  session.reward(1.0)
-  session.reward(0.25, '0')
+  session.add_reward(1.0)
+  session.add_reward(0.25, '0')
   one, two = session.trajectories(tag='t')
   assert text(one.tokens[one.action_mask]) == 'x>y>'
   assert text(two.tokens) == '<user:a><assistant:x><user:c><assistant:z>'
@@ -108,8 +108,8 @@ def test_a_fork_is_a_trajectory_and_every_reply_an_action_once():
 def test_a_history_that_was_rewritten_is_another_conversation(messages):
   session = make()
   talk(session, [user('a')], 'x', '0')
-  prompt = session.prompt(messages)
-  assert prompt.parent is None and prompt.heard == prompt.tokens
+  prompt = session.make_prompt(messages)
+  assert prompt.parent is None and prompt.new_tokens == prompt.tokens
   session.record('1', prompt, said('y>'), reply('y'))
   assert [text(r.tokens[r.action_mask]) for r in session.trajectories()] == ['x>', 'y>']
 
@@ -118,25 +118,27 @@ def test_other_tools_are_another_conversation():
   session, tools = make(), [{'name': 'add'}]
   first = talk(session, [user('a')], 'x', '0', tools)
   assert text(first.tokens).startswith('<tools:add><user:a>')
-  assert session.prompt([user('a'), reply('x'), user('b')]).parent is None
-  assert session.prompt([user('a'), reply('x'), user('b')], tools).parent is not None
+  assert session.make_prompt([user('a'), reply('x'), user('b')]).parent is None
+  assert (
+    session.make_prompt([user('a'), reply('x'), user('b')], tools).parent is not None
+  )
 
 
 def test_of_replies_that_read_alike_the_latest_is_meant():
   session = make()
-  prompt = session.prompt([user('a')])
+  prompt = session.make_prompt([user('a')])
   session.record('0', prompt, said('P>'), reply('x'))
   session.record('1', prompt, said('Q>'), reply('x'))
-  more = session.prompt([user('a'), reply('x'), user('b')])
+  more = session.make_prompt([user('a'), reply('x'), user('b')])
   assert text(more.tokens).startswith('<user:a><assistant:Q>')
   assert len(session.trajectories()) == 2
 
 
 def test_bare_ids_go_on_from_ids():
   session = make()
-  session.record('0', session.bare_prompt([7, 8]), said('ab'))
-  session.record('1', session.bare_prompt([7, 8, 97, 98, 9]), said('c'))
-  other = session.bare_prompt([7, 8, 97, 99])
+  session.record('0', session.make_token_prompt([7, 8]), said('ab'))
+  session.record('1', session.make_token_prompt([7, 8, 97, 98, 9]), said('c'))
+  other = session.make_token_prompt([7, 8, 97, 99])
   assert other.parent is None
   (row,) = session.trajectories()
   assert row.tokens.tolist() == [7, 8, 97, 98, 9, 99]
@@ -145,24 +147,26 @@ def test_bare_ids_go_on_from_ids():
 
 def test_errors():
   session = make()
-  prompt = session.prompt([user('a')])
+  prompt = session.make_prompt([user('a')])
   with pytest.raises(ValueError, match='no token'):
     session.record('0', prompt, said(''), reply(''))
   with pytest.raises(KeyError):
-    session.reward(1.0, 'nobody')
+    session.add_reward(1.0, 'nobody')
   assert session.trajectories() == []
 
 
 def test_bare_ids_go_on_from_the_longest_that_they_begin_with():
   session, ids = make(), [7]
   for i in range(4):  # each begins with the one before it
-    prompt = session.bare_prompt(ids)
+    prompt = session.make_token_prompt(ids)
     session.record(str(i), prompt, said('ab'))
     ids = [*prompt.tokens, 97, 98, 9]
-  session.record('other', session.bare_prompt([7, 97]), said('x' * 20))
+  session.record('other', session.make_token_prompt([7, 97]), said('x' * 20))
   for count, (size, name) in enumerate([(1, None), (4, '0'), (7, '1'), (10, '2')]):
-    prompt = session.bare_prompt(ids[: 3 * count + 1])
+    prompt = session.make_token_prompt(ids[: 3 * count + 1])
     assert (len(prompt.tokens), prompt.parent and prompt.parent.name) == (size, name)
-    assert prompt.heard == ([9] if name else [7])
-  assert session.bare_prompt([*ids[:6], 5]).parent is session.replies['1']
-  assert session.bare_prompt(ids[:3]).parent is None  # not one token more than a reply
+    assert prompt.new_tokens == ([9] if name else [7])
+  assert session.make_token_prompt([*ids[:6], 5]).parent is session.replies['1']
+  assert (
+    session.make_token_prompt(ids[:3]).parent is None
+  )  # not one token more than a reply

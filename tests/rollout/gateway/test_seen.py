@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from jaxrl.rollout.gateway import requests
-from jaxrl.rollout.gateway.errors import ApiError
-from jaxrl.rollout.gateway.seen import Seen
+from jaxrl.rollout.gateway import openai_requests
+from jaxrl.rollout.gateway.openai_requests import ApiError
+from jaxrl.rollout.gateway.request_cache import RequestCache
 
 
 def user(text, **more):
@@ -20,16 +20,20 @@ def body(messages, **more):
 
 def plain(data):
   """The request as one that is seen for the first time."""
-  return requests.read_chat(data, Seen())
+  return openai_requests.parse_cached_chat(data, RequestCache())
 
 
 def test_the_same_objects_stand_for_what_came_before():
-  seen = Seen()
-  first = requests.read_chat(body([user('a'), user('b')]), seen)
-  second = requests.read_chat(body([user('a'), user('b'), user('c')], n=2), seen)
+  seen = RequestCache()
+  first = openai_requests.parse_cached_chat(body([user('a'), user('b')]), seen)
+  second = openai_requests.parse_cached_chat(
+    body([user('a'), user('b'), user('c')], n=2), seen
+  )
   assert second == plain(body([user('a'), user('b'), user('c')], n=2))
   assert [one is two for one, two in zip(first.messages, second.messages)] == [True] * 2  # noqa: B905
-  again = requests.read_chat(body([user('a'), user('b'), user('c')]), seen)
+  again = openai_requests.parse_cached_chat(
+    body([user('a'), user('b'), user('c')]), seen
+  )
   assert again.messages[2] is second.messages[2]
 
 
@@ -37,7 +41,7 @@ def test_a_conversation_is_read_alike_however_it_is_sent():
   """Branches, changed beginnings and other ways to write JSON, drawn at random."""
   rng, hits = random.Random(7), 0
   for _ in range(60):
-    seen, known = Seen(), [[user('start')]]
+    seen, known = RequestCache(), [[user('start')]]
     for turn in range(12):
       messages = list(rng.choice(known))
       if rng.random() < 0.2:
@@ -54,7 +58,7 @@ def test_a_conversation_is_read_alike_however_it_is_sent():
         value = {**more, 'messages': messages}
       data = json.dumps(value, **style).encode()
       hits += seen.read(data.decode())[1] is not None
-      assert requests.read_chat(data, seen) == plain(data)
+      assert openai_requests.parse_cached_chat(data, seen) == plain(data)
   assert hits > 100
 
 
@@ -79,9 +83,9 @@ def test_bodies_that_would_deceive_are_read_as_they_are(first, second):
     text.replace('A', texts[0]).replace('B', texts[1]).encode()
     for text in (first, second)
   )
-  seen = Seen()
-  assert requests.read_chat(first, seen) == plain(first)
-  assert requests.read_chat(second, seen) == plain(second)
+  seen = RequestCache()
+  assert openai_requests.parse_cached_chat(first, seen) == plain(first)
+  assert openai_requests.parse_cached_chat(second, seen) == plain(second)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +103,9 @@ def test_bodies_that_would_deceive_are_read_as_they_are(first, second):
   ],
 )
 def test_what_is_wrong_after_a_known_beginning_is_told_as_ever(tail, words):
-  seen, head = Seen(), b'{"messages":[{"role":"user","content":"a"}'
-  requests.read_chat(head + b']}', seen)
-  for known in (seen, Seen()):
+  seen, head = RequestCache(), b'{"messages":[{"role":"user","content":"a"}'
+  openai_requests.parse_cached_chat(head + b']}', seen)
+  for known in (seen, RequestCache()):
     with pytest.raises(ApiError, match=words):
-      requests.read_chat(head + tail, known)
-  assert requests.read_chat(head + b']}', seen).messages == [user('a')]
+      openai_requests.parse_cached_chat(head + tail, known)
+  assert openai_requests.parse_cached_chat(head + b']}', seen).messages == [user('a')]

@@ -6,10 +6,9 @@ import json
 import aiohttp
 import pytest
 
-from jaxrl.data.chat import Chat
-from jaxrl.rollout.gateway.errors import ApiError
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.rollout.gateway.gateway import Gateway
-from jaxrl.rollout.gateway.requests import Ask
+from jaxrl.rollout.gateway.openai_requests import ApiError, GenerationRequest
 from tests.data.letters import END
 from tests.rollout.gateway.agents import (
   CALL,
@@ -59,7 +58,7 @@ async def test_a_chat_completion():
 
 async def test_the_trainer_can_fix_how_replies_are_drawn():
   engine = says('yes' + END)
-  async with endpoint(engine, fixed=True, temperature=0.7) as (client, _):
+  async with endpoint(engine, fixed_sampling=True, temperature=0.7) as (client, _):
     await post(client, PATH, {**ASK, 'temperature': 0, 'top_p': 0.1, 'max_tokens': 2})
   sampling = engine.calls[0][3]
   assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.7, 1.0, 2)
@@ -216,7 +215,7 @@ async def test_full_houses_refuse_or_forget():
       ]
 
   assert await statuses() == [200, 200, 429, 200, 429, 429]
-  assert await statuses(forget=True) == [200] * 6
+  assert await statuses(evict_idle=True) == [200] * 6
 
 
 # ---- what is refused
@@ -354,9 +353,9 @@ async def test_a_client_that_leaves_takes_its_request_along(stream):
 
 
 async def test_requests_at_once_do_not_overfill_a_session():
-  gateway = Gateway(Engine(), Chat(Tokens()), max_replies=4)
-  ask = Ask(messages=[{'role': 'user', 'content': 'hi'}], n=2)
-  begun = [gateway.begin('a', ask) for _ in range(4)]
+  gateway = Gateway(Engine(), ChatTokenizer(Tokens()), max_replies=4)
+  ask = GenerationRequest(messages=[{'role': 'user', 'content': 'hi'}], n=2)
+  begun = [gateway.start_choices('a', ask) for _ in range(4)]
   found = await asyncio.gather(*begun, return_exceptions=True)
   gateway.close()
   assert [isinstance(one, ApiError) for one in found] == [False, False, True, True]

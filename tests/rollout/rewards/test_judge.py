@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxrl.envs.graders.verdicts import SCORE, last_number
-from jaxrl.rollout.call_pool import CallPool
-from jaxrl.rollout.rewards.judge import Judge
-from jaxrl.rollout.rewards.stage import NoScore, Played
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.reply_parsing import SCORE_PATTERN, last_number
+from jaxrl.rollout.rewards.llm_judge import LLMJudge
+from jaxrl.rollout.rewards.reward_pipeline import RewardInput, ScoringError
+from jaxrl.rollout.thread_pool import ThreadPool
 
 ITEM = {'question': 'What is {1+1}?', 'answer': '2'}
 
@@ -27,21 +27,21 @@ class Oracle:
 
 @pytest.fixture
 def played():
-  pool = CallPool(1)
+  pool = ThreadPool(1)
   messages = [
     {'role': 'system', 'content': 'Be brief.'},
     {'role': 'user', 'content': 'What is it?'},
     {'role': 'assistant', 'content': 'It is {two}. Score: 10'},
   ]
-  yield Played(messages, ITEM, seed=5, name='t/0/0/7/1/0', pool=pool)
+  yield RewardInput(messages, ITEM, seed=5, name='t/0/0/7/1/0', pool=pool)
   pool.close()
 
 
 async def test_what_it_is_asked_and_how_a_verdict_counts(played):
   oracle = Oracle('Fine.\nScore: 3\nNo: **Score:** 7.5')
-  judge = Judge(oracle, system='You judge.', max_tokens=9)
+  judge = LLMJudge(oracle, system='You judge.', max_tokens=9)
   word = await judge(played)
-  assert (word.score, word.fault, word.said) == (0.75, '', oracle.answers[0])
+  assert (word.score, word.error, word.text) == (0.75, '', oracle.answers[0])
   assert word.metrics == {'unparsable': 0, 'failed': 0}
   ((name, messages, sampling),) = oracle.asked
   assert name.startswith('t/0/0/7/1/0/')
@@ -59,44 +59,46 @@ async def test_templates_of_ones_own(played, tmp_path):
   text = '{answer}|{reference}|{low}-{high}|{conversation}'
   (tmp_path / 'prompt.txt').write_text(text)
   for template in (text, str(tmp_path / 'prompt.txt')):
-    judge = Judge(oracle, template=template, pattern='<([0-9]+)>', scale=(1, 5))
+    judge = LLMJudge(oracle, template=template, pattern='<([0-9]+)>', scale=(1, 5))
     assert (await judge(played)).score == 0.75
     asked = oracle.asked[-1][1][-1]['content']
     assert asked.startswith('2|2|1-5|system: Be brief.\n\nuser: What is it?\n\n')
 
 
 async def test_votes_are_averaged_and_those_lost_are_counted(played):
-  oracle = Oracle('Score: 2', 'I cannot say', NoScore('gone'), 'Score: 11', 'Score: 4')
-  word = await Judge(oracle, votes=5, temperature=0.7)(played)
+  oracle = Oracle(
+    'Score: 2', 'I cannot say', ScoringError('gone'), 'Score: 11', 'Score: 4'
+  )
+  word = await LLMJudge(oracle, votes=5, temperature=0.7)(played)
   assert word.score == pytest.approx(0.3)
   assert word.metrics == {'unparsable': 2, 'failed': 1}
   seeds = [sampling['seed'] for _, _, sampling in oracle.asked]
   assert len(set(seeds)) == 5
   oracle.asked.clear()
-  word = await Judge(oracle, votes=5, quorum=3, temperature=0.7)(played)
+  word = await LLMJudge(oracle, votes=5, quorum=3, temperature=0.7)(played)
   assert word.score is None
-  assert word.fault.startswith('2 of 5 votes count; ')
+  assert word.error.startswith('2 of 5 votes count; ')
 
 
 async def test_an_answer_that_cannot_be_read_is_no_score(played):
   for answer, fault in (
     ('Hm.', "no verdict in 'Hm.'"),
     ('Score: 11', 'the verdict 11 is off the scale'),
-    (NoScore('no answer in 3 s'), 'NoScore: no answer in 3 s'),
+    (ScoringError('no answer in 3 s'), 'ScoringError: no answer in 3 s'),
   ):
-    word = await Judge(Oracle(answer))(played)
-    assert (word.score, word.fault) == (None, f'0 of 1 votes count; {fault}')
+    word = await LLMJudge(Oracle(answer))(played)
+    assert (word.score, word.error) == (None, f'0 of 1 votes count; {fault}')
 
 
 async def test_a_pattern_without_end_costs_its_time_and_no_more(played):
-  judge = Judge(Oracle('a' * 60), pattern='((?:a|a)*)b')
+  judge = LLMJudge(Oracle('a' * 60), pattern='((?:a|a)*)b')
   word = await judge(played)
-  assert word.score is None and 'no answer within 1 s' in word.fault
+  assert word.score is None and 'no answer within 1 s' in word.error
 
 
 def test_the_last_number_counts():
-  assert last_number(SCORE, 'score: 3 … Score = -4.5') == -4.5
-  assert last_number(SCORE, 'scores: 3, underscore: 2') is None
+  assert last_number(SCORE_PATTERN, 'score: 3 … Score = -4.5') == -4.5
+  assert last_number(SCORE_PATTERN, 'scores: 3, underscore: 2') is None
   assert last_number('is (one)|it', 'is one') is None  # no number
   assert last_number('is (1)|it', 'it') is None  # the group took no part
 
@@ -107,17 +109,17 @@ def test_the_last_number_counts():
     ({'template': '{replies} {reply}'}, "no field 'replies'. Did you mean 'reply'"),
     ({'template': '{question}'}, 'shows neither {reply} nor {conversation}'),
     ({'template': 'no_such_file.txt'}, 'has no field, so it must name a file'),
-    ({'template': '{reply} {'}, 'a bare brace'),
+    ({'template': '{reply} {'}, 'for a literal brace'),
     ({'pattern': 'Score: [0-9]'}, 'needs a (group)'),
     ({'pattern': '('}, 'pattern'),
     ({'scale': (5, 5)}, 'scale=(5, 5); write two numbers'),
     ({'scale': 3}, 'scale=3; write two numbers'),
     ({'votes': 3}, 'votes=3 at temperature=0 would all be the same'),
     ({'votes': 2, 'quorum': 3, 'temperature': 1.0}, 'quorum=3 must lie in 1'),
-    ({'temperature': -1.0}, 'temperature is at least 0'),
+    ({'temperature': -1.0}, 'temperature must be'),
   ],
 )
 def test_what_cannot_be_is_said_at_once(options, message):
   with pytest.raises(ConfigError) as caught:
-    Judge(None, **options)
+    LLMJudge(None, **options)
   assert message in str(caught.value)

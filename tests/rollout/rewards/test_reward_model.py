@@ -7,29 +7,35 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models.model import Model
-from jaxrl.rollout.call_pool import CallPool
-from jaxrl.rollout.rewards.reward_model import RewardModel, Scored
-from jaxrl.rollout.rewards.stage import NoScore, Played
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.rewards.reward_model import RewardModel, RewardModelTerm
+from jaxrl.rollout.rewards.reward_pipeline import RewardInput, ScoringError
+from jaxrl.rollout.thread_pool import ThreadPool
 from tests.models import small
 
 
 class Chat:
   """Numbers as tokens."""
 
-  def whole(self, messages):
+  def encode_conversation(self, messages):
     return [int(word) for m in messages for word in m['content'].split()]
 
 
 @pytest.fixture(scope='module')
 def scorer():
   model, params = small.model_and_params(value_head=True)
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   yield RewardModel(
-    model, params, Chat(), dispatcher=dispatcher, pad_id=0, max_length=64, batch_size=4
+    model,
+    params,
+    Chat(),
+    device_thread=device_thread,
+    pad_id=0,
+    max_length=64,
+    batch_size=4,
   )
-  dispatcher.close()
+  device_thread.close()
 
 
 def says(*tokens):
@@ -46,7 +52,7 @@ async def test_a_score_does_not_depend_on_what_it_is_scored_with(scorer):
     found = await asyncio.gather(*(scorer.score(says(*rows[i])) for i in order))
     assert found == [alone[i] for i in order]
   model, params = small.model_and_params(value_head=True)
-  plain = jax.jit(Model(model.config).score)(
+  plain = jax.jit(TransformerLM(model.config).score)(
     params, np.array(rows[:1], np.int32), np.array([3])
   )
   np.testing.assert_allclose(alone[0], float(plain[0]), atol=1e-5)
@@ -75,26 +81,26 @@ async def test_who_gives_up_waiting_holds_up_no_one(scorer):
 
 async def test_a_device_that_fails_is_told_to_all_who_wait():
   model, params = small.model_and_params()  # no head
-  dispatcher = Dispatcher()
-  scorer = RewardModel(model, params, Chat(), dispatcher=dispatcher)
+  device_thread = DeviceThread()
+  scorer = RewardModel(model, params, Chat(), device_thread=device_thread)
   found = await asyncio.gather(
     *(scorer.score(says(n)) for n in (1, 2)), return_exceptions=True
   )
-  dispatcher.close()
+  device_thread.close()
   assert all(isinstance(error, AttributeError) for error in found)
 
 
 async def test_who_waits_too_long_has_no_score():
   model, params = small.model_and_params(value_head=True)
-  dispatcher, free = Dispatcher(), threading.Event()
-  options = {'dispatcher': dispatcher, 'timeout': 0.05}
+  device_thread, free = DeviceThread(), threading.Event()
+  options = {'device_thread': device_thread, 'timeout': 0.05}
   scorer = RewardModel(model, params, Chat(), **options)
-  busy = asyncio.create_task(dispatcher.run(free.wait))
-  with pytest.raises(NoScore, match=r'took more than 0\.05 s'):
+  busy = asyncio.create_task(device_thread.run(free.wait))
+  with pytest.raises(ScoringError, match=r'took more than 0\.05 s'):
     await scorer.score(says(5))
   free.set()
   await busy
-  dispatcher.close()
+  device_thread.close()
 
 
 async def test_as_a_part():
@@ -102,12 +108,12 @@ async def test_as_a_part():
     async def score(self, messages):
       return {'low': -800.0, 'mid': 0.0, 'high': 3.0}[messages[0]['content']]
 
-  pool = CallPool(1)
+  pool = ThreadPool(1)
   said = {
-    text: Played([{'role': 'user', 'content': text}], {}, 0, '', pool)
+    text: RewardInput([{'role': 'user', 'content': text}], {}, 0, '', pool)
     for text in ('low', 'mid', 'high')
   }
-  plain, squashed = Scored(Told()), Scored(Told(), sigmoid=True)
+  plain, squashed = RewardModelTerm(Told()), RewardModelTerm(Told(), sigmoid=True)
   assert [(await plain(one)).score for one in said.values()] == [-800, 0, 3]
   found = [(await squashed(one)).score for one in said.values()]
   assert found == pytest.approx([0, 0.5, 0.9525741])

@@ -4,9 +4,15 @@ import dataclasses
 
 import numpy as np
 
-from jaxrl.envs.graders.combine import make_part
-from jaxrl.envs.graders.processes import GraderTimeout
-from jaxrl.rollout.rewards.stage import Played, Rewards, Rule, Term, Word
+from jaxrl.envs.graders.composite import make_grader_part
+from jaxrl.envs.graders.grader_processes import GraderTimeout
+from jaxrl.rollout.rewards.reward_pipeline import (
+  GraderReward,
+  RewardInput,
+  RewardOutput,
+  RewardPipeline,
+  RewardTerm,
+)
 from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, play, world
 
 
@@ -14,8 +20,8 @@ from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, play, world
 class Says:
   """A part that says what it is told to, and keeps what it was shown."""
 
-  word: Word | Exception
-  seen: list[Played] = dataclasses.field(default_factory=list)
+  word: RewardOutput | Exception
+  seen: list[RewardInput] = dataclasses.field(default_factory=list)
 
   async def __call__(self, played):
     self.seen.append(played)
@@ -31,10 +37,12 @@ def stage(rewards, make_env=EchoEnv, rows=0, reply='ab'):
 
 async def test_parts_are_weighted_and_added_to_the_last_turn():
   parts = {
-    'judge': Term(Says(Word(0.5, metrics={'unparsable': 1.0}, said='well')), 2.0),
-    'seen': Term(Says(Word(3.0)), 0.0),
+    'judge': RewardTerm(
+      Says(RewardOutput(0.5, metrics={'unparsable': 1.0}, text='well')), 2.0
+    ),
+    'seen': RewardTerm(Says(RewardOutput(3.0)), 0.0),
   }
-  rewards = Rewards(parts, env=0.5)
+  rewards = RewardPipeline(parts, env_weight=0.5)
   (row,) = await play(stage(rewards, lambda: EchoEnv(turns=2)), max_steps=3)
   (where,) = np.nonzero(row.rewards)
   assert row.rewards[where].tolist() == [0.5 * 1, 0.5 * 2 + 2 * 0.5]
@@ -52,27 +60,37 @@ async def test_parts_are_weighted_and_added_to_the_last_turn():
 
 
 async def test_what_a_part_is_shown():
-  parts = {'one': Term(Says(Word(1.0))), 'two': Term(Says(Word(1.0)))}
-  made = stage(Rewards(parts), rows=9)
+  parts = {
+    'one': RewardTerm(Says(RewardOutput(1.0))),
+    'two': RewardTerm(Says(RewardOutput(1.0))),
+  }
+  made = stage(RewardPipeline(parts), rows=9)
   rows = [(await play(made, member=member))[0] for member in (0, 1)]
-  seen = [term.part.seen for term in parts.values()]
+  seen = [term.function.seen for term in parts.values()]
   seeds = {played.seed for one in seen for played in one}
   assert len(seeds) == 4  # members and parts differ
-  again = stage(Rewards({'one': Term(Says(Word(1.0)))}), rows=9)
+  again = stage(RewardPipeline({'one': RewardTerm(Says(RewardOutput(1.0)))}), rows=9)
   await play(again)
-  assert again.rewards.terms['one'].part.seen[0].seed == seen[0][0].seed
+  assert again.rewards.terms['one'].function.seen[0].seed == seen[0][0].seed
   played = seen[0][0]
   assert played.question == rows[0].messages[0]['content'] == played.item['question']
   assert (played.reply, played.item['answer']) == ('ab', played.question[1:])
   assert played.conversation == f'user: {played.question}\n\nassistant: ab'
   called = {'role': 'assistant', 'content': None, 'tool_calls': [{'name': 'f'}]}
-  assert Played([called], {}, 0, '', made.pool).reply == '[{"name": "f"}]'
+  assert RewardInput([called], {}, 0, '', made.pool).reply == '[{"name": "f"}]'
 
 
 async def test_a_missing_score_fails_the_attempt_and_is_not_a_zero():
-  for word in (Word(None, 'no verdict'), RuntimeError('gone'), Word(float('nan'))):
-    parts = {'judge': Term(Says(word)), 'other': Term(Says(Word(1.0)))}
-    (row,) = await play(stage(Rewards(parts)))
+  for word in (
+    RewardOutput(None, 'no verdict'),
+    RuntimeError('gone'),
+    RewardOutput(float('nan')),
+  ):
+    parts = {
+      'judge': RewardTerm(Says(word)),
+      'other': RewardTerm(Says(RewardOutput(1.0))),
+    }
+    (row,) = await play(stage(RewardPipeline(parts)))
     assert (row.stop_reason, row.failed) == ('reward_failed', True)
     assert row.extras['error'].startswith('judge: ')
     assert 'reward/judge' not in row.metrics
@@ -81,16 +99,22 @@ async def test_a_missing_score_fails_the_attempt_and_is_not_a_zero():
 
 
 async def test_a_score_of_the_users_may_stand_in_for_it_and_is_counted():
-  parts = {'judge': Term(Says(Word(None, 'no verdict')), weight=2.0, otherwise=0.25)}
-  (row,) = await play(stage(Rewards(parts, env=0.0)))
+  parts = {
+    'judge': RewardTerm(
+      Says(RewardOutput(None, 'no verdict')), weight=2.0, fallback=0.25
+    )
+  }
+  (row,) = await play(stage(RewardPipeline(parts, env_weight=0.0)))
   assert (row.stop_reason, row.score) == ('finish', 0.5)
   assert row.metrics['reward/judge/faults'] == 1
   assert row.metrics['reward/judge'] == 0.25
 
 
 async def test_failed_episodes_are_not_rewarded():
-  part = Says(Word(1.0))
-  made = stage(Rewards({'judge': Term(part)}), lambda: BadEnv(fault='step raises'))
+  part = Says(RewardOutput(1.0))
+  made = stage(
+    RewardPipeline({'judge': RewardTerm(part)}), lambda: BadEnv(fault='step raises')
+  )
   (row,) = await play(made)
   assert (row.stop_reason, row.score, part.seen) == ('env_error', 0, [])
 
@@ -100,12 +124,12 @@ async def test_rules_are_parts_and_what_gets_them_stuck_scores_zero():
     raise GraderTimeout('no answer within 1 s')
 
   parts = {
-    'exact': Term(Rule(make_part('exact', {}))),
-    'stuck': Term(Rule(stuck)),
+    'exact': RewardTerm(GraderReward(make_grader_part('exact', {}))),
+    'stuck': RewardTerm(GraderReward(stuck)),
   }
-  (row,) = await play(stage(Rewards(parts, env=0.0), rows=1, reply='0'))
+  (row,) = await play(stage(RewardPipeline(parts, env_weight=0.0), rows=1, reply='0'))
   assert (row.score, row.metrics['reward/exact']) == (1, 1)
   assert (row.metrics['reward/stuck'], row.metrics['reward/stuck/faults']) == (0, 1)
-  (row,) = await play(stage(Rewards(parts), reply='7'))  # no item, so no answer
+  (row,) = await play(stage(RewardPipeline(parts), reply='7'))  # no item, so no answer
   assert row.stop_reason == 'reward_failed'
   assert 'the task has no answer' in row.extras['error']

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.model_loading import random_config
 from jaxrl.models import huggingface
-from jaxrl.models.model import Model
-from jaxrl.training.policy import random_config
+from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.types import Params
 from tests.rollout.vllm import needs
 
@@ -26,7 +26,7 @@ class World:
   """The engine, its model, and two versions of weights as unlike as can be."""
 
   engine: Any
-  model: Model
+  model: TransformerLM
   tokenizer: Any
   old: Params
   new: Params
@@ -62,11 +62,11 @@ def sharpened(params: Params, scale: float) -> Params:
 @pytest_asyncio.fixture(scope='session', loop_scope='session')
 async def world(tmp_path_factory):
   needs.prepare()
-  from jaxrl.rollout.vllm.engine import VllmEngine
+  from jaxrl.rollout.vllm.vllm_engine import VllmEngine
 
   tokenizer = train_tokenizer(TEXTS, 320)
   shape = random_config(vocab_size=320, hidden_size=64, num_layers=2)
-  model = Model(shape)
+  model = TransformerLM(shape)
   old, new = (
     jax.tree.map(np.asarray, sharpened(model.init(jax.random.key(seed)), 3.0))
     for seed in (1, 2)

@@ -14,11 +14,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.model_loading import random_config
 from jaxrl.models import huggingface
-from jaxrl.models.model import Model
-from jaxrl.rollout.weights.direct import Sending, Target, asker
-from jaxrl.rollout.weights.errors import WeightsError
-from jaxrl.training.policy import random_config
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.weights.direct_transfer import (
+  TransferOptions,
+  TransferTarget,
+  make_engine_caller,
+)
+from jaxrl.rollout.weights.transport import WeightsError
 from tests.rollout.vllm.needs import VLLM
 
 pytestmark = VLLM
@@ -29,7 +33,7 @@ SHAPE = random_config(
 
 @pytest.fixture(scope='module')
 def params():
-  return Model(SHAPE).init(jax.random.key(0))
+  return TransformerLM(SHAPE).init(jax.random.key(0))
 
 
 class Kept:
@@ -98,7 +102,7 @@ class Engine:
 
   async def end_update(self, version, digest):
     self.calls.append('end')
-    (held,) = {worker.own.loaded() for worker in self.workers}
+    (held,) = {worker.own.loaded_digest() for worker in self.workers}
     self.version = version if held == digest else None
     return held
 
@@ -152,24 +156,26 @@ def address():
 
 @pytest.mark.asyncio
 async def test_by_nccl_every_worker_of_every_engine_gets_every_tensor(params, nccl):
-  from jaxrl.rollout.vllm.device import Sender
-  from jaxrl.rollout.vllm.received import Nccl
+  from jaxrl.rollout.vllm.gpu_weight_receiver import NcclTransferEngine
+  from jaxrl.rollout.vllm.gpu_weight_sender import GpuWeightSender
 
   def engine(name):
-    made = Engine(name, [Worker(Nccl, rank, 2) for rank in range(2)])
+    made = Engine(name, [Worker(NcclTransferEngine, rank, 2) for rank in range(2)])
     for worker in made.workers:
       worker.own.device = 'cpu'
     return made
 
   one, two = engine('one'), engine('two')
-  ask = asker(asyncio.get_running_loop())
-  sending = Sending(dtype='bfloat16')
-  sender = Sender('nccl', SHAPE, ask, address, sending, packed=False)
+  ask = make_engine_caller(asyncio.get_running_loop())
+  sending = TransferOptions(dtype='bfloat16')
+  sender = GpuWeightSender('nccl', SHAPE, ask, address, sending, packed=False)
 
   async def send(version, params, *engines):
-    targets = [Target(engine, 2) for engine in engines]
+    targets = [TransferTarget(engine, 2) for engine in engines]
     sent = await asyncio.to_thread(sender.send, version, params, targets)
-    assert set(sent.held) == {sent.digest} and len(sent.held) == len(engines)
+    assert set(sent.engine_digests) == {sent.digest} and len(
+      sent.engine_digests
+    ) == len(engines)
     assert {engine.version for engine in engines} == {version} == {sent.version}
     return sent
 
@@ -182,7 +188,7 @@ async def test_by_nccl_every_worker_of_every_engine_gets_every_tensor(params, nc
   same(one, rounded)
   same(two, rounded)
   size = sum(x.nbytes for _, x in huggingface.export(SHAPE, jax.device_get(params)))
-  assert sent.bytes * 2 == size
+  assert sent.num_bytes * 2 == size
   # The same engines again: in the same group. Another one: in a new one, without those
   # that are gone, as is the learner's end of the old.
   moved = jax.tree.map(lambda x: x + 1, params)
@@ -203,14 +209,14 @@ def ipc(monkeypatch, reload):
   import torch
   from vllm.model_executor.model_loader import reload as loading
 
-  from jaxrl.rollout.vllm import gpu_memory
+  from jaxrl.rollout.vllm import cuda_ipc
 
   lent, opened = [], []
   name = lambda i: types.SimpleNamespace(uuid=f'GPU-{i}')  # noqa: E731
 
   def lend(tensor):
     lent.append(tensor)
-    return gpu_memory.Loan(str(len(lent) - 1), 0)
+    return cuda_ipc.IpcHandle(str(len(lent) - 1), 0)
 
   def view(self, loan, size, place):
     opened.append((int(loan.handle), place))
@@ -219,8 +225,8 @@ def ipc(monkeypatch, reload):
     return found
 
   monkeypatch.setattr(torch.cuda, 'get_device_properties', name)
-  monkeypatch.setattr(gpu_memory, 'lend', lend)
-  monkeypatch.setattr(gpu_memory.Borrowed, 'view', view)
+  monkeypatch.setattr(cuda_ipc, 'export_ipc', lend)
+  monkeypatch.setattr(cuda_ipc.ImportedMemory, 'view', view)
   monkeypatch.setattr(loading, 'finalize_layerwise_reload', lambda *_: None)
   return lent, opened
 
@@ -228,22 +234,26 @@ def ipc(monkeypatch, reload):
 @pytest.mark.parametrize('room', [1, 5000, 1 << 20])
 @pytest.mark.asyncio
 async def test_by_ipc_every_worker_opens_the_memory_of_its_own_gpu(params, ipc, room):
-  from jaxrl.rollout.vllm.device import Sender
-  from jaxrl.rollout.vllm.received import Ipc
+  from jaxrl.rollout.vllm.gpu_weight_receiver import IpcTransferEngine
+  from jaxrl.rollout.vllm.gpu_weight_sender import GpuWeightSender
 
   def engine(*places):
-    made = Engine(f'of {places}', [Worker(Ipc, place, 1) for place in places])
-    return made, Target(made, len(places), places)
+    made = Engine(
+      f'of {places}', [Worker(IpcTransferEngine, place, 1) for place in places]
+    )
+    return made, TransferTarget(made, len(places), places)
 
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), 'x')
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   shared = jax.device_put(params, everywhere)
   (one, first), (two, second) = engine(0, 1), engine(3)
-  ask = asker(asyncio.get_running_loop())
-  sender = Sender('ipc', SHAPE, ask, address, Sending(buffer_bytes=room))
+  ask = make_engine_caller(asyncio.get_running_loop())
+  sender = GpuWeightSender(
+    'ipc', SHAPE, ask, address, TransferOptions(buffer_bytes=room)
+  )
   for version in (1, 2):
     sent = await asyncio.to_thread(sender.send, version, shared, [first, second])
-    assert sent.held == (sent.digest, sent.digest)
+    assert sent.engine_digests == (sent.digest, sent.digest)
     assert one.version == two.version == version
     shared = jax.tree.map(lambda x: x * 2, shared)
   same(one, jax.tree.map(lambda x: x * 2, params))
@@ -262,10 +272,10 @@ async def test_by_ipc_every_worker_opens_the_memory_of_its_own_gpu(params, ipc, 
 async def test_a_tensor_that_arrives_otherwise_is_noticed(params, ipc):
   import torch
 
-  from jaxrl.rollout.vllm.device import Sender
-  from jaxrl.rollout.vllm.received import Ipc
+  from jaxrl.rollout.vllm.gpu_weight_receiver import IpcTransferEngine
+  from jaxrl.rollout.vllm.gpu_weight_sender import GpuWeightSender
 
-  worker = Worker(Ipc, 0, 1)
+  worker = Worker(IpcTransferEngine, 0, 1)
   engine, update = Engine('one', [worker]), worker.update
 
   def spoil(info):
@@ -273,44 +283,66 @@ async def test_a_tensor_that_arrives_otherwise_is_noticed(params, ipc):
     update(info)
 
   worker.update = spoil
-  sender = Sender('ipc', SHAPE, asker(asyncio.get_running_loop()), address, Sending())
-  sent = await asyncio.to_thread(sender.send, 1, params, [Target(engine, 1, (0,))])
-  assert sent.held != (sent.digest,) and engine.version is None
+  sender = GpuWeightSender(
+    'ipc',
+    SHAPE,
+    make_engine_caller(asyncio.get_running_loop()),
+    address,
+    TransferOptions(),
+  )
+  sent = await asyncio.to_thread(
+    sender.send, 1, params, [TransferTarget(engine, 1, (0,))]
+  )
+  assert sent.engine_digests != (sent.digest,) and engine.version is None
   assert torch.is_tensor(worker.own.model.found['model.norm.weight'])
 
 
 @pytest.mark.asyncio
 async def test_an_engine_on_a_gpu_that_the_learner_has_not_says_so(params, ipc):
-  from jaxrl.rollout.vllm.device import Sender
-  from jaxrl.rollout.vllm.received import Ipc
+  from jaxrl.rollout.vllm.gpu_weight_receiver import IpcTransferEngine
+  from jaxrl.rollout.vllm.gpu_weight_sender import GpuWeightSender
 
-  engine = Engine('elsewhere', [Worker(Ipc, 2, 1)])
-  sender = Sender('ipc', SHAPE, asker(asyncio.get_running_loop()), address, Sending())
+  engine = Engine('elsewhere', [Worker(IpcTransferEngine, 2, 1)])
+  sender = GpuWeightSender(
+    'ipc',
+    SHAPE,
+    make_engine_caller(asyncio.get_running_loop()),
+    address,
+    TransferOptions(),
+  )
   with pytest.raises(WeightsError, match=r'GPU GPU-2 is none of .*GPU-0'):
-    await asyncio.to_thread(sender.send, 1, params, [Target(engine, 1, (0,))])
+    await asyncio.to_thread(sender.send, 1, params, [TransferTarget(engine, 1, (0,))])
 
 
 @pytest.mark.asyncio
 async def test_memory_that_cannot_be_lent_is_copied_once_more(
   params, ipc, monkeypatch, caplog
 ):
-  from jaxrl.rollout.vllm import gpu_memory
-  from jaxrl.rollout.vllm.device import Sender
-  from jaxrl.rollout.vllm.received import Ipc
+  from jaxrl.rollout.vllm import cuda_ipc
+  from jaxrl.rollout.vllm.gpu_weight_receiver import IpcTransferEngine
+  from jaxrl.rollout.vllm.gpu_weight_sender import GpuWeightSender
 
-  lend, refused = gpu_memory.lend, set()
+  lend, refused = cuda_ipc.export_ipc, set()
 
   def picky(tensor):
     if tensor.data_ptr() not in refused and len(refused) < 1:
       refused.add(tensor.data_ptr())
-      raise gpu_memory.GpuMemoryError('cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE (1)')
+      raise cuda_ipc.GpuMemoryError('cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE (1)')
     return lend(tensor)
 
-  monkeypatch.setattr(gpu_memory, 'lend', picky)
-  engine = Engine('one', [Worker(Ipc, 0, 1)])
-  sender = Sender('ipc', SHAPE, asker(asyncio.get_running_loop()), address, Sending())
-  sent = await asyncio.to_thread(sender.send, 1, params, [Target(engine, 1, (0,))])
-  assert sent.held == (sent.digest,) and refused
+  monkeypatch.setattr(cuda_ipc, 'export_ipc', picky)
+  engine = Engine('one', [Worker(IpcTransferEngine, 0, 1)])
+  sender = GpuWeightSender(
+    'ipc',
+    SHAPE,
+    make_engine_caller(asyncio.get_running_loop()),
+    address,
+    TransferOptions(),
+  )
+  sent = await asyncio.to_thread(
+    sender.send, 1, params, [TransferTarget(engine, 1, (0,))]
+  )
+  assert sent.engine_digests == (sent.digest,) and refused
   assert 'copied once more' in caplog.text and 'CUDA_ERROR_INVALID_VALUE' in caplog.text
   same(engine, params)
 
@@ -318,22 +350,22 @@ async def test_memory_that_cannot_be_lent_is_copied_once_more(
 def test_what_is_lent_must_not_be_held_when_it_goes_back(monkeypatch):
   import torch
 
-  from jaxrl.rollout.vllm import gpu_memory
+  from jaxrl.rollout.vllm import cuda_ipc
 
-  made = gpu_memory.Borrowed()
-  monkeypatch.setattr(gpu_memory, '_opened', lambda handle: ctypes.c_uint64(1 << 20))
-  monkeypatch.setattr(gpu_memory, '_current', contextlib.nullcontext)
+  made = cuda_ipc.ImportedMemory()
+  monkeypatch.setattr(cuda_ipc, '_open_handle', lambda handle: ctypes.c_uint64(1 << 20))
+  monkeypatch.setattr(cuda_ipc, '_current_device', contextlib.nullcontext)
   closed = []
-  monkeypatch.setattr(gpu_memory, '_call', lambda name, *_: closed.append(name))
+  monkeypatch.setattr(cuda_ipc, '_call_driver', lambda name, *_: closed.append(name))
   monkeypatch.setattr(torch, 'as_tensor', lambda held, device: (held, device))
-  views = [made.view(gpu_memory.Loan(h, 5), 3, 1) for h in ('aa', 'aa', 'bb')]
+  views = [made.view(cuda_ipc.IpcHandle(h, 5), 3, 1) for h in ('aa', 'aa', 'bb')]
   (held, device), *_ = views
   assert device == 'cuda:1'
   assert held.__cuda_array_interface__['data'] == ((1 << 20) + 5, False)
-  with pytest.raises(gpu_memory.GpuMemoryError, match=r'3 tensors .* still held'):
-    made.give_back()
+  with pytest.raises(cuda_ipc.GpuMemoryError, match=r'3 tensors .* still held'):
+    made.release()
   del held, views, _
-  made.give_back()
+  made.release()
   made.close()
   assert closed == ['cuIpcCloseMemHandle'] * 2
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.jax_engine import JaxEngine
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.types import SamplingParams
 from tests.rollout.vllm.needs import VLLM
 
@@ -31,13 +31,17 @@ async def complete(engine, name, prompts, **rules):
 
 @pytest_asyncio.fixture(loop_scope='session')
 async def jax_engine(world):
-  dispatcher = Dispatcher()
+  device_thread = DeviceThread()
   engine = JaxEngine(
-    world.model, world.tokenizer, dispatcher=dispatcher, num_slots=8, max_length=256
+    world.model,
+    world.tokenizer,
+    device_thread=device_thread,
+    num_slots=8,
+    max_length=256,
   )
   await engine.load(0, world.old)
   yield engine
-  dispatcher.close()
+  device_thread.close()
 
 
 def ascii_pair(tokenizer, tokens):
@@ -111,7 +115,7 @@ async def test_stops_where_the_jax_engine_stops(world, jax_engine):
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     assert ours.finish_reason == theirs.finish_reason == 'stop'
     assert len(ours.tokens) < 24
-    assert len(ours.tokens) == len(ours.logprobs) == len(ours.versions)
+    assert len(ours.tokens) == len(ours.logprobs) == len(ours.weights_versions)
   (part,) = await complete(
     world.engine,
     'first',
@@ -119,7 +123,7 @@ async def test_stops_where_the_jax_engine_stops(world, jax_engine):
     temperature=0.0,
     max_tokens=16,
     stop=(text,),
-    first=at + 1,
+    num_generated=at + 1,
   )
   assert part.finish_reason == 'stop' and part.tokens.tolist() == [tokens[at + 1]]
 
@@ -161,9 +165,9 @@ async def test_an_update_in_flight_gives_two_versions_at_the_right_token(world):
   assert engine.version == second
   for prompt, found in zip(prompts, await task, strict=True):
     assert len(found.tokens) == 160 and found.finish_reason == 'length'
-    cut = int(np.sum(found.versions == first))
+    cut = int(np.sum(found.weights_versions == first))
     assert 10 <= cut < 160
-    assert found.versions.tolist() == [first] * cut + [second] * (160 - cut)
+    assert found.weights_versions.tolist() == [first] * cut + [second] * (160 - cut)
     old = np.abs(world.rescore(world.old, prompt, found.tokens) - found.logprobs)
     new = np.abs(world.rescore(world.new, prompt, found.tokens) - found.logprobs)
     # Each token is of the version that it names, and not of the other.
@@ -200,7 +204,7 @@ async def test_an_abort_returns_what_was_emitted(world):
   assert found.finish_reason == 'abort' and count <= len(found.tokens) < 200
   np.testing.assert_array_equal(found.tokens[:count], before.tokens)
   np.testing.assert_array_equal(found.logprobs[:count], before.logprobs)
-  assert set(found.versions) == {version}
+  assert set(found.weights_versions) == {version}
   await engine.abort('unknown')
   waiter = asyncio.create_task(engine.generate('abort/1', PROMPTS[0], rules))
   await asyncio.sleep(0)
@@ -224,14 +228,16 @@ async def test_a_pause_keeps_requests_and_a_resume_ends_them(world):
   one = (await engine.progress(['paused/0']))['paused/0']
   await asyncio.sleep(0.2)
   other = (await engine.progress(['paused/0']))['paused/0']
-  assert len(one.tokens) == len(other.tokens) < 120 and engine.stalled == 0
+  assert (
+    len(one.tokens) == len(other.tokens) < 120 and engine.seconds_since_progress == 0
+  )
   await engine.load(world.next(), world.old)  # a swap does not end a pause
   await asyncio.sleep(0.1)
   assert len((await engine.progress(['paused/0']))['paused/0'].tokens) < 120
   await engine.resume()
   (found,) = await task
   np.testing.assert_array_equal(found.tokens, whole.tokens)
-  assert len(set(found.versions)) == 2
+  assert len(set(found.weights_versions)) == 2
 
 
 async def test_a_drain_ends_what_runs_and_holds_what_comes(world):
@@ -274,7 +280,7 @@ async def test_one_id_is_one_request(world):
     ([1], {'temperature': 0.001}, 'at least 0.01'),
     ([1], {'top_p': 0.0}, 'top_p'),
     ([1], {'stop': ('',)}, 'empty stop string'),
-    ([1], {'first': 1}, 'first=1'),
+    ([1], {'num_generated': 1}, 'num_generated=1'),
   ],
 )
 async def test_requests_that_cannot_be_served_are_refused(world, prompt, rules, said):

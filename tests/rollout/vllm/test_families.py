@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.model_loading import random_config
 from jaxrl.models import huggingface
-from jaxrl.models.model import Model
-from jaxrl.training.policy import random_config
+from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.types import SamplingParams
 from tests.rollout.vllm import needs
 from tests.rollout.vllm.conftest import World, sharpened
@@ -22,7 +22,7 @@ MIXTURE = {'num_experts': 8, 'num_experts_per_token': 2, 'moe_intermediate_size'
 )
 async def test_an_untied_model_scores_as_the_learner_does(family, own, tmp_path):
   needs.prepare()
-  from jaxrl.rollout.vllm.engine import VllmEngine
+  from jaxrl.rollout.vllm.vllm_engine import VllmEngine
 
   options = ', '.join(f'{k}={v}' for k, v in {'tie_embeddings': False, **own}.items())
   shape = random_config(
@@ -31,7 +31,7 @@ async def test_an_untied_model_scores_as_the_learner_does(family, own, tmp_path)
     hidden_size=128,
     num_layers=2,
   )
-  model = Model(shape)
+  model = TransformerLM(shape)
   params = jax.tree.map(np.asarray, sharpened(model.init(jax.random.key(3)), 3.0))
   draw = np.random.default_rng(0)
   for name, part in params['layers']['attention'].items():

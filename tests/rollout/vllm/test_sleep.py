@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from jaxrl.signature import ConfigError
+from jaxrl.call_strings import ConfigError
 from jaxrl.types import SamplingParams
 from tests.rollout.vllm.needs import VLLM
 
@@ -23,13 +23,13 @@ async def test_what_sleeps_takes_weights_and_serves_when_it_is_awake(world):
   await engine.load(version := world.next(), world.new)
   assert engine._asleep == ('kv_cache',)  # so that there is room for both's weights
   await asyncio.sleep(0.2)
-  assert not waiting.done() and engine.stalled == 0.0
+  assert not waiting.done() and engine.seconds_since_progress == 0.0
   await engine.sleep()  # once more, from half awake
   assert set(engine._asleep) == {'weights', 'kv_cache'}
   await engine.resume()
   assert engine._asleep == ()
   found = await asyncio.wait_for(waiting, 60)
-  assert set(found.versions) == {version} and len(found.tokens) == 8
+  assert set(found.weights_versions) == {version} and len(found.tokens) == 8
   learners = world.rescore(world.new, PROMPT, found.tokens)
   np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
 
@@ -50,7 +50,7 @@ async def test_those_who_run_end_before_it_sleeps(world):
 
 
 async def test_memory_cannot_be_given_up_where_vllm_cannot(world):
-  from jaxrl.rollout.vllm.engine import VllmEngine
+  from jaxrl.rollout.vllm.vllm_engine import VllmEngine
 
   with pytest.raises(ConfigError, match=r'vllm refuses its options: .*[Ss]leep mode'):
     VllmEngine(world.folder, num_slots=2, max_length=32, enable_sleep_mode=True)

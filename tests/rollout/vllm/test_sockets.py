@@ -58,7 +58,7 @@ def test_loopback_is_known_in_every_spelling(address, own):
 async def test_all_sockets_are_on_loopback(world):
   await world.engine.load(version := world.next(), world.old)
   done = await world.engine.generate('served', [1, 2], SamplingParams(max_tokens=2))
-  assert set(done.versions) == {version}
+  assert set(done.weights_versions) == {version}
   names = [child.name for child in multiprocessing.active_children()]
   assert any('EngineCore' in name for name in names), names
   own = psutil.Process(os.getpid())

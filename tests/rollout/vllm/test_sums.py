@@ -2,18 +2,21 @@
 
 import pytest
 
-torch = pytest.importorskip('torch')
-
 
 def test_a_sum_tells_places_and_bits():
-  from jaxrl.rollout.vllm.sums import Sums, checksum
+  torch = pytest.importorskip('torch')
+  from jaxrl.rollout.vllm.tensor_digest import TensorDigest, tensor_checksum
 
   x = torch.arange(100, dtype=torch.float32)
   others = [x + 1, x.flip(0), x.to(torch.float64), x[:-1], -x]
-  assert len({checksum(y) for y in [x, *others]}) == 6
-  assert checksum(x) == checksum(x.clone()) == checksum(x.view(10, 10).T.contiguous().T)
-  assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
-  one, two = Sums(), Sums()
+  assert len({tensor_checksum(y) for y in [x, *others]}) == 6
+  assert (
+    tensor_checksum(x)
+    == tensor_checksum(x.clone())
+    == tensor_checksum(x.view(10, 10).T.contiguous().T)
+  )
+  assert tensor_checksum(torch.zeros(3)) != tensor_checksum(torch.zeros(4))
+  one, two = TensorDigest(), TensorDigest()
   for name, sums in (('a', one), ('b', one), ('b', two), ('a', two)):
     sums.add(name, x)
   assert one.digest() == two.digest()

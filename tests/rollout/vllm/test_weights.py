@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from jaxrl.models import lora, unmerged
-from jaxrl.models.model import Model
-from jaxrl.rollout.weights.errors import WeightsError
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.shared_memory import SharedMemory
-from jaxrl.rollout.weights.transport import Folder
+from jaxrl.models import lora, lora_transfer
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.transport import (
+  FolderTransport,
+  SharedMemoryTransport,
+  WeightsError,
+)
 from jaxrl.types import SamplingParams
 from tests.rollout.vllm.needs import VLLM
 
@@ -22,18 +24,24 @@ pytestmark = [*VLLM, pytest.mark.asyncio(loop_scope='session')]
 PROMPT, RULES = [9, 8, 7], SamplingParams(max_tokens=12, seed=4)
 
 
-@pytest_asyncio.fixture(loop_scope='session', params=[SharedMemory, Folder])
+@pytest_asyncio.fixture(
+  loop_scope='session', params=[SharedMemoryTransport, FolderTransport]
+)
 async def channel(request, world, tmp_path):
   """A transport that the engine reads from, and a publisher on it."""
-  made = SharedMemory() if request.param is SharedMemory else Folder(tmp_path / 'w')
-  publisher = Publisher(made)
+  made = (
+    SharedMemoryTransport()
+    if request.param is SharedMemoryTransport
+    else FolderTransport(tmp_path / 'w')
+  )
+  publisher = VersionWriter(made)
   engine = world.engine
-  own, engine._own = engine._own, None
+  own, engine._local_channel = engine._local_channel, None
   await engine.connect(str(made.path))
   yield publisher
   publisher.close()
   made.close()
-  engine._own = own
+  engine._local_channel = own
   if own is not None:
     await engine.connect(own[0].address)
 
@@ -46,7 +54,7 @@ async def test_what_is_pulled_is_what_was_published(world, channel):
   found = await engine.generate('pulled', PROMPT, RULES)
   learners = world.rescore(world.new, PROMPT, found.tokens)
   np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
-  assert set(found.versions) == {version}
+  assert set(found.weights_versions) == {version}
   # A difference from it, and the same in full.
   moved = jax.tree.map(lambda x: x * np.float32(1.01), world.new)
   version = world.next()
@@ -59,9 +67,9 @@ async def test_what_is_pulled_is_what_was_published(world, channel):
 
 
 async def test_adapters_are_merged_where_they_arrive(world):
-  own = lora.lora(rank=4, targets='q,o,down', send='adapters')
-  model = Model(world.model.config.replace(lora=own))
-  params = lora.add(model, world.new, jax.random.key(0))
+  own = lora.lora_adapters(rank=4, targets='q,o,down', send='adapters')
+  model = TransformerLM(world.model.config.replace(lora=own))
+  params = lora.add_adapters(model, world.new, jax.random.key(0))
   draw = np.random.default_rng(1)
   for number in (1, 2):  # the second brings adapters alone
 
@@ -71,9 +79,9 @@ async def test_adapters_are_merged_where_they_arrive(world):
 
     params = jax.tree_util.tree_map_with_path(fill, params)
     version = world.next()
-    await world.engine.load(version, unmerged.given(model.config, params))
+    await world.engine.load(version, lora_transfer.make_transfer(model.config, params))
     found = await world.engine.generate(f'adapters {number}', PROMPT, RULES)
-    assert set(found.versions) == {version}
+    assert set(found.weights_versions) == {version}
     merged = lora.merged(model.config, params)
     learners = world.rescore(merged, PROMPT, found.tokens)
     np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
@@ -96,7 +104,7 @@ async def test_decoding_goes_on_while_a_version_is_fetched(world, channel):
   later = world.next()
   pulling = asyncio.create_task(engine.pull(later))
   found = await asyncio.wait_for(engine.generate('meanwhile', PROMPT, RULES), 60)
-  assert set(found.versions) == {version} and not pulling.done()
+  assert set(found.weights_versions) == {version} and not pulling.done()
   channel.publish(later, snapshot(world.new))
   assert await pulling == channel.digest and engine.version == later
 
@@ -107,7 +115,7 @@ async def test_weights_that_cannot_be_had_are_an_error_and_no_end(world, channel
   await engine.pull(version)
   with pytest.raises(WeightsError, match='has no such folder'):
     await engine.connect('/nowhere')
-  assert set((await engine.generate('on', PROMPT, RULES)).versions) == {version}
+  assert set((await engine.generate('on', PROMPT, RULES)).weights_versions) == {version}
 
 
 async def test_bfloat16_weights_are_loaded_as_they_are(world, channel):

@@ -1,11 +1,12 @@
 """Small weights, how they change, and a transport that fails as it is told to."""
 
+import threading
+
 import jax
 import ml_dtypes
 import numpy as np
 
-from jaxrl.rollout.weights.layout import flatten
-from jaxrl.rollout.weights.transport import Memory
+from jaxrl.rollout.weights.shards import flatten
 
 SMALL = {'chunk_bytes': 4096, 'blob_bytes': 16384, 'threads': 2}
 
@@ -49,7 +50,36 @@ def same(found, wanted):
   )
 
 
-class Rough(Memory):
+class MemoryTransport:
+  """A transport within one process, between its threads."""
+
+  mapped = False
+
+  def __init__(self) -> None:
+    self._blobs: dict[str, bytes] = {}
+    self._lock = threading.Lock()
+
+  def put(self, name, *data):
+    with self._lock:
+      self._blobs[name] = b''.join(data)
+
+  def get(self, name):
+    with self._lock:
+      return memoryview(self._blobs[name])
+
+  def delete(self, name):
+    with self._lock:
+      self._blobs.pop(name, None)
+
+  def names(self, prefix):
+    with self._lock:
+      return [name for name in self._blobs if name.startswith(prefix)]
+
+  def close(self):
+    pass
+
+
+class Rough(MemoryTransport):
   """Counts, and spoils what it hands out as it is told to."""
 
   def __init__(self):

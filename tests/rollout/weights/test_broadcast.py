@@ -11,27 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.weights.broadcast import (
-  BroadcastWeights,
-  ReceivedWeights,
-  follow,
-)
-from jaxrl.rollout.weights.errors import WeightsError
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.transport import Folder, Memory
-from tests.rollout.weights.helpers import Rough
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.rollout.weights.subscriber import VersionReader, WeightSubscriber
+from jaxrl.rollout.weights.transport import FolderTransport, WeightsError
+from tests.rollout.weights.helpers import MemoryTransport, Rough
 
 
 @pytest.fixture
-def dispatcher():
-  dispatcher = Dispatcher()
-  yield dispatcher
-  dispatcher.close()
+def device_thread():
+  device_thread = DeviceThread()
+  yield device_thread
+  device_thread.close()
 
 
 def params(value=1.0):
   return {'a': {'kernel': jnp.full((8, 4), value)}, 'n': jnp.arange(3)}
+
+
+async def follow(engine, weights):
+  """Has `engine` serve every new version, until cancelled."""
+  version = -1
+  while True:
+    version, params = await weights.fetch(version)
+    await engine.load(version, params)
 
 
 class Engine:
@@ -42,10 +45,10 @@ class Engine:
     self.loads.append((version, float(tree['a']['kernel'][0, 0])))
 
 
-async def test_engines_follow_and_fetch_waits_for_news(dispatcher):
-  channel, engine = Memory(), Engine()
-  store = BroadcastWeights(channel, dispatcher=dispatcher, dtype='bfloat16')
-  ends = ReceivedWeights(channel), ReceivedWeights(channel, place=None)
+async def test_engines_follow_and_fetch_waits_for_news(device_thread):
+  channel, engine = MemoryTransport(), Engine()
+  store = WeightPublisher(channel, device_thread=device_thread, dtype='bfloat16')
+  ends = WeightSubscriber(channel), WeightSubscriber(channel, place=None)
   following = asyncio.create_task(follow(engine, ends[0]))
   waiting = asyncio.create_task(ends[1].fetch())
   await asyncio.sleep(0.05)
@@ -57,7 +60,7 @@ async def test_engines_follow_and_fetch_waits_for_news(dispatcher):
   assert version == 0 and isinstance(tree['a']['kernel'], np.ndarray)
   assert (await ends[1].fetch(0))[0] == (await store.fetch())[0] == 3
   assert engine.loads == [(0, 0.0), (3, 3.0)]
-  assert store.digest == ends[0].receiver.digests[0] == store.report.digest
+  assert store.digest == ends[0].reader.digests[0] == store.report.digest
   tree = (await ends[0].fetch())[1]
   assert tree['a']['kernel'].dtype == jnp.bfloat16 and tree['n'].dtype == jnp.int32
   following.cancel()
@@ -68,33 +71,33 @@ async def test_engines_follow_and_fetch_waits_for_news(dispatcher):
     end.close()
 
 
-async def test_what_is_lost_comes_again_by_itself(dispatcher):
+async def test_what_is_lost_comes_again_by_itself(device_thread):
   channel = Rough()
-  store = BroadcastWeights(channel, dispatcher=dispatcher)
+  store = WeightPublisher(channel, device_thread=device_thread)
   await store.publish(0, params(2.0))
   for name in channel.names('0-run-'):
     channel.delete(name) if name.endswith('.safetensors') else None
-  end = ReceivedWeights(channel)
+  end = WeightSubscriber(channel)
   version, tree = await asyncio.wait_for(end.fetch(), 10)
   assert version == 0 and (np.asarray(tree['a']['kernel']) == 2.0).all()
   await store.close()
 
 
-async def test_what_stays_lost_is_an_error(dispatcher):
+async def test_what_stays_lost_is_an_error(device_thread):
   channel = Rough()
-  store = BroadcastWeights(channel, dispatcher=dispatcher)
+  store = WeightPublisher(channel, device_thread=device_thread)
   await store.publish(0, params())
   channel.spoil = lambda name, data: None if '.safetensors' in name else data
   with pytest.raises(WeightsError, match=r'stayed incomplete for 0\.2 s: version 0'):
-    await ReceivedWeights(channel, patience=0.2).fetch()
+    await WeightSubscriber(channel, patience=0.2).fetch()
   await store.close()
 
 
-async def test_a_learner_that_starts_again_is_followed(dispatcher):
-  channel, end = Memory(), ReceivedWeights(Memory())
-  end = ReceivedWeights(channel)
+async def test_a_learner_that_starts_again_is_followed(device_thread):
+  channel, end = MemoryTransport(), WeightSubscriber(MemoryTransport())
+  end = WeightSubscriber(channel)
   for version, value in ((57, 1.0), (40, 2.0)):
-    store = BroadcastWeights(channel, dispatcher=dispatcher)
+    store = WeightPublisher(channel, device_thread=device_thread)
     await store.publish(version, params(value))
     newer_than = -1 if version == 57 else 57
     found, tree = await asyncio.wait_for(end.fetch(newer_than), 10)
@@ -110,17 +113,17 @@ import numpy as np
 number, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(f'127.0.0.1:{port}', 2, number)
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.transport import Folder
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.transport import FolderTransport
 mesh = jax.make_mesh((8,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
 spread = NamedSharding(mesh, PartitionSpec('x'))
-publisher = Publisher(Folder(folder), part=number)
+publisher = VersionWriter(FolderTransport(folder), part=number)
 for version in range(3):
   whole = np.arange(64 * 32, dtype=np.float32).reshape(64, 32) + version
   made = jax.make_array_from_callback(whole.shape, spread, lambda i: whole[i])
   shards = snapshot({'w': made}, 'bfloat16')
-  assert sum(s.words.size for s in shards) == whole.size // 2  # its own half alone
+  assert sum(s.bits.size for s in shards) == whole.size // 2  # its own half alone
   publisher.publish(version, shards)
 """
 
@@ -138,7 +141,7 @@ def test_a_learner_of_two_processes_gathers_nothing(tmp_path):
     for i in (0, 1)
   ]
   assert [one.wait(120) for one in both] == [0, 0]
-  receiver = Receiver(Folder(tmp_path), parts=2)
+  receiver = VersionReader(FolderTransport(tmp_path), parts=2)
   assert receiver.poll() == 2 and len(receiver.digests) == 2
   whole = np.arange(64 * 32, dtype=np.float32).reshape(64, 32) + 2
   wanted = jax.device_get(jnp.asarray(whole).astype('bfloat16'))

@@ -5,18 +5,29 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.rollout.weights import delta, names
-from jaxrl.rollout.weights.errors import WeightsError
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.transport import Memory
-from tests.rollout.weights.helpers import SMALL, Rough, halves, make, same, step
+from jaxrl.rollout.weights import manifest_reader
+from jaxrl.rollout.weights.manifest import latest_key
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.subscriber import VersionReader
+from jaxrl.rollout.weights.transport import WeightsError
+from tests.rollout.weights.helpers import (
+  SMALL,
+  MemoryTransport,
+  Rough,
+  halves,
+  make,
+  same,
+  step,
+)
 
 
 def test_what_arrives_spoilt_once_is_asked_for_again():
   transport, params = Rough(), make()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport, threads=1)
+  publisher, receiver = (
+    VersionWriter(transport, **SMALL),
+    VersionReader(transport, threads=1),
+  )
   for version in range(3):
     publisher.publish(version, snapshot(params))
     broken = set()
@@ -29,14 +40,14 @@ def test_what_arrives_spoilt_once_is_asked_for_again():
 
     transport.spoil = once
     assert receiver.poll() == version and same(receiver.params(), params)
-    assert receiver.loaded.repeats >= 2
+    assert receiver.load_report.repeats >= 2
     params = step(params, 0.01, version)
 
 
 @pytest.mark.parametrize('what', ['.safetensors', '.json'])
 def test_what_is_lost_is_sent_again(what):
-  transport, params = Memory(), make()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  transport, params = MemoryTransport(), make()
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   publisher.publish(0, snapshot(params))
   receiver.poll()
   held, params = params, step(params)
@@ -47,7 +58,7 @@ def test_what_is_lost_is_sent_again(what):
   assert lost and receiver.poll() is None
   assert receiver.problem is not None and receiver.version == 0
   assert same(receiver.params(), held)  # still served, whole
-  publisher.tend()
+  publisher.repair()
   assert receiver.poll() == 1 and same(receiver.params(), params)
   assert receiver.problem is None and receiver.digests == (publisher.digest,)
   publisher.publish(2, snapshot(params))
@@ -56,18 +67,18 @@ def test_what_is_lost_is_sent_again(what):
 
 
 def test_a_lost_head_is_written_again():
-  transport = Memory()
-  publisher, receiver = Publisher(transport), Receiver(transport)
+  transport = MemoryTransport()
+  publisher, receiver = VersionWriter(transport), VersionReader(transport)
   publisher.publish(0, snapshot(make()))
-  transport.put(names.head(0), b'{"run":"x","version":99}')
+  transport.put(latest_key(0), b'{"run":"x","version":99}')
   assert receiver.poll() is None
-  publisher.tend()
+  publisher.repair()
   assert receiver.poll() == 0
 
 
 def test_weights_spoilt_in_the_receiver_are_not_built_upon():
-  transport, params = Memory(), make()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  transport, params = MemoryTransport(), make()
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   publisher.publish(0, snapshot(params))
   receiver.poll()
   receiver._parts[0]._front[1][17] ^= 1  # a bit flips in memory
@@ -75,15 +86,15 @@ def test_weights_spoilt_in_the_receiver_are_not_built_upon():
   publisher.publish(1, snapshot(params))
   assert receiver.poll() is None
   assert 'another digest' in str(receiver.problem) or 'lost' in str(receiver.problem)
-  publisher.tend()
+  publisher.repair()
   assert receiver.poll() == 1 and same(receiver.params(), params)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_spoilt_byte_is_ever_loaded(data):
-  transport, params = Memory(), make(size=400)
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  transport, params = MemoryTransport(), make(size=400)
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   publisher.publish(0, snapshot(params))
   late = data.draw(st.booleans())
   if not late:
@@ -101,20 +112,20 @@ def test_no_spoilt_byte_is_ever_loaded(data):
   elif not late:
     assert receiver.version == 0 and same(receiver.params(), held)
   for _ in range(3):
-    publisher.tend()
+    publisher.repair()
     receiver.poll()
   if receiver.problem is None:
     assert receiver.version == 1 and same(receiver.params(), params)
   # The next version gets everyone out of it.
   publisher.publish(2, snapshot(held))
-  publisher.tend(), receiver.poll(), publisher.tend(), receiver.poll()
+  publisher.repair(), receiver.poll(), publisher.repair(), receiver.poll()
   assert receiver.version == 2 and same(receiver.params(), held)
   publisher.close(), receiver.close()
 
 
 def test_a_transport_that_is_full_leaves_the_version_before():
   transport, params = Rough(), make()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   publisher.publish(0, snapshot(params))
   before, put, room = set(transport.names('')), transport.put, [2]
 
@@ -135,8 +146,8 @@ def test_a_transport_that_is_full_leaves_the_version_before():
 
 
 def test_what_was_handed_out_lasts_through_the_next_version():
-  transport = Memory()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  transport = MemoryTransport()
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   publisher.publish(0, snapshot(make(0)))
   with pytest.raises(LookupError):
     receiver.params()
@@ -150,8 +161,8 @@ def test_what_was_handed_out_lasts_through_the_next_version():
 
 
 def test_every_stored_blob_is_a_safetensors_file():
-  transport, params = Memory(), halves(make())
-  publisher = Publisher(transport, **SMALL)
+  transport, params = MemoryTransport(), halves(make())
+  publisher = VersionWriter(transport, **SMALL)
   publisher.publish(0, snapshot(params))
   parts = {}
   for name in sorted(transport.names('0-run-')):
@@ -165,7 +176,7 @@ def test_every_stored_blob_is_a_safetensors_file():
 
 def test_a_spoilt_difference_is_not_even_unpacked(monkeypatch):
   transport, params = Rough(), make()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   publisher.publish(0, snapshot(params))
   receiver.poll()
   publisher.publish(1, snapshot(step(params)))
@@ -173,6 +184,8 @@ def test_a_spoilt_difference_is_not_even_unpacked(monkeypatch):
     data[:-200] + bytes(200) if name.endswith('.safetensors') else data
   )
   applied = []
-  monkeypatch.setattr(delta, 'apply', lambda out, data: applied.append(bytes(data)))
+  monkeypatch.setattr(
+    manifest_reader, 'apply_delta', lambda out, data: applied.append(bytes(data))
+  )
   assert receiver.poll() is None and receiver.version == 0
   assert applied and not any(data.endswith(bytes(8)) for data in applied)

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.weights import delta
-from jaxrl.rollout.weights.broadcast import BroadcastWeights
-from jaxrl.rollout.weights.changes import Changes
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.transport import Memory
-from tests.rollout.weights.helpers import SMALL, halves, make, same, step
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.weights import delta_encoding
+from jaxrl.rollout.weights.publisher import VersionWriter, WeightPublisher
+from jaxrl.rollout.weights.snapshots import DeviceDeltaSnapshot, snapshot
+from jaxrl.rollout.weights.subscriber import VersionReader
+from tests.rollout.weights.helpers import (
+  SMALL,
+  MemoryTransport,
+  halves,
+  make,
+  same,
+  step,
+)
 
 
 def on_devices(params):
@@ -32,7 +36,7 @@ def on_devices(params):
 
 @pytest.mark.parametrize('dtype', [None, 'bfloat16'])
 def test_snapshots_are_those_that_copy_all(dtype):
-  params, changes = make(), Changes(dtype)
+  params, changes = make(), DeviceDeltaSnapshot(dtype)
   told = []
   for version, share in enumerate((0, 0.01, 0, 0.5, 0.03)):
     params = step(params, share, version)
@@ -40,10 +44,12 @@ def test_snapshots_are_those_that_copy_all(dtype):
     found, wanted = changes.snapshot(there), snapshot(there, dtype)
     assert [s.region for s in found] == [s.region for s in wanted]
     for a, b in zip(found, wanted, strict=True):
-      np.testing.assert_array_equal(a.words, b.words)
-      if a.changed is not None:
-        np.testing.assert_array_equal(a.changed, delta.changed(a.since, a.words))
-    told.append([s.region.name for s in found if s.changed is not None])
+      np.testing.assert_array_equal(a.bits, b.bits)
+      if a.changed_indices is not None:
+        np.testing.assert_array_equal(
+          a.changed_indices, delta_encoding.find_changes(a.base_bits, a.bits)
+        )
+    told.append([s.region.name for s in found if s.changed_indices is not None])
   both = ['layers.kernel'] * 2
   assert told == [[], both, both, [], both]  # half of the elements are too many
 
@@ -53,32 +59,32 @@ def test_what_was_copied_outlives_its_source():
   def train(x):
     return x.at[0, :9].add(1)
 
-  changes, x = Changes(), jnp.zeros((64, 128))
+  changes, x = DeviceDeltaSnapshot(), jnp.zeros((64, 128))
   held = []
   for _ in range(4):
     held.append(changes.snapshot({'w': x})[0])
     x = train(x)
     for before, shard in enumerate(held):
-      assert shard.words.view(np.float32).sum() == 9 * before
-  assert [s.changed is None for s in held] == [True, False, False, False]
+      assert shard.bits.view(np.float32).sum() == 9 * before
+  assert [s.changed_indices is None for s in held] == [True, False, False, False]
 
 
 def test_receivers_load_them_and_the_host_compares_nothing(monkeypatch):
-  channel, params, changes = Memory(), make(), Changes()
-  publisher, receiver = Publisher(channel, **SMALL), Receiver(channel)
-  compared, look = [], delta.changed
+  channel, params, changes = MemoryTransport(), make(), DeviceDeltaSnapshot()
+  publisher, receiver = VersionWriter(channel, **SMALL), VersionReader(channel)
+  compared, look = [], delta_encoding.find_changes
 
   def compare(old, new):
     compared.append(new.nbytes)
     return look(old, new)
 
-  monkeypatch.setattr(delta, 'changed', compare)
+  monkeypatch.setattr(delta_encoding, 'find_changes', compare)
   params['count'] = params['count'].astype(np.int32)  # JAX knows no longer ones
   for version in range(3):
     params = step(params, 0.01, version)
     report = publisher.publish(version, changes.snapshot(on_devices(params)))
     assert receiver.poll() == version and same(receiver.params(), params)
-  assert report.changed and report.delta_bytes < report.full_bytes / 4
+  assert report.num_changed and report.delta_bytes < report.full_bytes / 4
   assert sum(compared) < 200  # of 36 kB: what is too small for a kernel
   # A snapshot that never was published: the next differs from another version.
   changes.snapshot(on_devices(make(1)))
@@ -89,16 +95,18 @@ def test_receivers_load_them_and_the_host_compares_nothing(monkeypatch):
 
 
 async def test_a_store_takes_them_if_it_is_told_to(monkeypatch):
-  channel, params, dispatcher = Memory(), make(), Dispatcher()
+  channel, params, device_thread = MemoryTransport(), make(), DeviceThread()
   options = {'dtype': 'bfloat16', 'on_device': True, **SMALL}
-  store = BroadcastWeights(channel, dispatcher=dispatcher, **options)
-  receiver = Receiver(channel)
+  store = WeightPublisher(channel, device_thread=device_thread, **options)
+  receiver = VersionReader(channel)
   params['count'] = params['count'].astype(np.int32)
   await store.publish(0, on_devices(params))
-  monkeypatch.setattr(delta, 'changed', lambda old, new: np.flatnonzero(old != new)[:9])
+  monkeypatch.setattr(
+    delta_encoding, 'find_changes', lambda old, new: np.flatnonzero(old != new)[:9]
+  )
   params['layers']['kernel'][1, 100:300] += 1  # more than a compare now tells
   await store.publish(1, on_devices(params))
   assert receiver.poll() == 1 and same(receiver.params(), halves(params))
   assert store.metrics()['weights/changed'] == 200 / 9012
   await store.close()
-  dispatcher.close()
+  device_thread.close()

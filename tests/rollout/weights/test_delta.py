@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxrl.rollout.weights import delta
-from jaxrl.rollout.weights.errors import Corrupt
-from jaxrl.rollout.weights.layout import words
+from jaxrl.rollout.weights import delta_encoding
+from jaxrl.rollout.weights.shards import as_uint_view
+from jaxrl.rollout.weights.transport import CorruptWeightsError
 
 KINDS = st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64])
 
 
 def encode(old, new):
-  return delta.encode(old, new, delta.changed(old, new))
+  return delta_encoding.encode_delta(old, new, delta_encoding.find_changes(old, new))
 
 
 @st.composite
@@ -38,7 +38,7 @@ def test_what_was_encoded_comes_back_to_the_bit(pair):
     return
   assert len(data) < new.nbytes
   found = old.copy()
-  delta.apply(found, data)
+  delta_encoding.apply_delta(found, data)
   np.testing.assert_array_equal(found, new)
 
 
@@ -49,15 +49,15 @@ def test_any_bits_are_numbers_like_others():
     new = old.copy()
     new[::97] = np.resize(np.array(odd), new[::97].shape).astype(dtype)
     new.view(f'u{new.itemsize}')[5] = np.iinfo(f'u{new.itemsize}').max  # a NaN's bits
-    data = encode(words(old), words(new))
-    back = words(old).copy()
-    delta.apply(back, data)
+    data = encode(as_uint_view(old), as_uint_view(new))
+    back = as_uint_view(old).copy()
+    delta_encoding.apply_delta(back, data)
     assert back.tobytes() == new.tobytes()
 
 
 def test_a_step_of_one_unit_in_a_hundred_weights_takes_little():
   draw = np.random.default_rng(0)
-  old = words(draw.standard_normal(1 << 20).astype(ml_dtypes.bfloat16))
+  old = as_uint_view(draw.standard_normal(1 << 20).astype(ml_dtypes.bfloat16))
   moves = draw.random(old.size) < 0.01
   new = old + np.where(moves, draw.choice([1, -1], old.size), 0).astype(np.uint16)
   data = encode(old, new)
@@ -72,7 +72,7 @@ def test_gaps_of_any_length(place):
   new = old.copy()
   new[place] = 1
   found = old.copy()
-  delta.apply(found, encode(old, new))
+  delta_encoding.apply_delta(found, encode(old, new))
   np.testing.assert_array_equal(found, new)
 
 
@@ -94,15 +94,15 @@ def test_spoilt_bytes_end_in_corrupt_or_nothing_worse(pair, data):
     place = data.draw(st.integers(0, len(sent) - 1))
     spoilt[place] ^= data.draw(st.integers(1, 255))
   spoilt = spoilt[: data.draw(st.sampled_from([len(sent), len(sent) // 2, 5]))]
-  with contextlib.suppress(Corrupt):
-    delta.apply(old.copy(), bytes(spoilt))
+  with contextlib.suppress(CorruptWeightsError):
+    delta_encoding.apply_delta(old.copy(), bytes(spoilt))
 
 
 def test_a_head_that_lies_is_refused_before_memory_is_taken():
-  huge = delta.HEAD.pack(10, 1 << 31, 4) + bytes(100)
-  with pytest.raises(Corrupt, match='10 changes for 64 elements'):
-    delta.apply(np.zeros(64, np.uint16), huge)
-  with pytest.raises(Corrupt, match='past the end'):
+  huge = delta_encoding._HEADER.pack(10, 1 << 31, 4) + bytes(100)
+  with pytest.raises(CorruptWeightsError, match='10 changes for 64 elements'):
+    delta_encoding.apply_delta(np.zeros(64, np.uint16), huge)
+  with pytest.raises(CorruptWeightsError, match='past the end'):
     old, new = np.zeros((2, 4000), np.uint16)
     new[3500] = 1
-    delta.apply(np.zeros(3400, np.uint16), encode(old, new))
+    delta_encoding.apply_delta(np.zeros(3400, np.uint16), encode(old, new))

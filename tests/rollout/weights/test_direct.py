@@ -5,9 +5,15 @@ import threading
 
 import pytest
 
-from jaxrl.rollout.handles import EngineGone
-from jaxrl.rollout.weights.direct import DirectWeights, Sending, Sent, Target, asker
-from jaxrl.rollout.weights.errors import WeightsError
+from jaxrl.rollout.engine.actor_proxy import EngineDeadError
+from jaxrl.rollout.weights.direct_transfer import (
+  DirectWeightStore,
+  TransferOptions,
+  TransferReport,
+  TransferTarget,
+  make_engine_caller,
+)
+from jaxrl.rollout.weights.transport import WeightsError
 
 
 class Engine:
@@ -19,7 +25,7 @@ class Engine:
 
   async def health(self, limit):
     if self.gone:
-      raise EngineGone('its process has died')
+      raise EngineDeadError('its process has died')
     return ''
 
 
@@ -39,13 +45,13 @@ class Learner:
     self.pushed.append((version, [target.engine.key() for target in targets]))
     right = f'digest {version}'
     held = ['other'] * len(targets) if len(self.pushed) in self.wrong else None
-    return Sent(version, right, tuple(held or [right] * len(targets)), 12)
+    return TransferReport(version, right, tuple(held or [right] * len(targets)), 12)
 
 
 def make(count=2, **options):
   engines = [Engine(f'e{i}') for i in range(count)]
-  targets = [Target(engine, 2, (i,)) for i, engine in enumerate(engines)]
-  return engines, DirectWeights(targets, 'nccl', Sending(), **options)
+  targets = [TransferTarget(engine, 2, (i,)) for i, engine in enumerate(engines)]
+  return engines, DirectWeightStore(targets, 'nccl', TransferOptions(), **options)
 
 
 @pytest.mark.asyncio
@@ -110,10 +116,10 @@ class Lost(Exception):
 @pytest.mark.asyncio
 @pytest.mark.parametrize('slow', [False, True])
 async def test_an_engine_lost_while_it_is_sent_to_ends_it(slow):
-  _, store = make(patience=0.05 if slow else 60.0, lost=Lost)
+  _, store = make(patience=0.05 if slow else 60.0, engine_lost_error=Lost)
   learner = Learner()
   learner.seconds = 60.0 if slow else 0.0
-  learner.error = EngineGone('it was killed')
+  learner.error = EngineDeadError('it was killed')
   said = 'not all engines had it within 0.05 s' if slow else 'it was killed'
   with pytest.raises(Lost, match=f'resumes from the last checkpoint .{said}'):
     await store.publish(0, learner)
@@ -130,6 +136,6 @@ async def test_engines_are_asked_from_a_thread():
       return self.factor * number
 
   main = threading.current_thread()
-  ask = asker(asyncio.get_running_loop())
+  ask = make_engine_caller(asyncio.get_running_loop())
   engines = [Remote(2), Remote(3)]
   assert await asyncio.to_thread(ask, engines, 'times', [(5,), (7,)]) == [10, 21]

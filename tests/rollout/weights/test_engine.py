@@ -4,15 +4,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.model import Model
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.rollout.weights.broadcast import BroadcastWeights, ReceivedWeights
-from jaxrl.rollout.weights.shared_memory import SharedMemory
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.rollout.weights.subscriber import WeightSubscriber
+from jaxrl.rollout.weights.transport import SharedMemoryTransport
 from jaxrl.types import SamplingParams
 
-MODEL = Model(
+MODEL = TransformerLM(
   ModelConfig(
     vocab_size=48,
     hidden_size=32,
@@ -28,17 +29,17 @@ RULES = SamplingParams(max_tokens=8, seed=3)
 
 @pytest.mark.parametrize('dtype', [None, 'bfloat16'])
 async def test_versions_arrive_through_shared_memory(dtype):
-  dispatcher, channel = Dispatcher(), SharedMemory()
+  device_thread, channel = DeviceThread(), SharedMemoryTransport()
   engine = JaxEngine(
     MODEL,
-    dispatcher=dispatcher,
+    device_thread=device_thread,
     num_slots=2,
     max_length=16,
     decode_steps=4,
     prompt_buckets=[16],
   )
-  store = BroadcastWeights(channel, dispatcher=dispatcher, dtype=dtype)
-  end = ReceivedWeights(SharedMemory(channel.address))
+  store = WeightPublisher(channel, device_thread=device_thread, dtype=dtype)
+  end = WeightSubscriber(SharedMemoryTransport(channel.address))
   params = MODEL.init(jax.random.key(0))
   for version in range(3):
     await store.publish(version, params)
@@ -48,8 +49,8 @@ async def test_versions_arrive_through_shared_memory(dtype):
     for tree in (received, cast):
       await engine.load(number, tree)
       found.append(await engine.generate('a', [1, 2, 3], RULES))
-    assert set(found[0].versions) == {version}
+    assert set(found[0].weights_versions) == {version}
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
     np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)
     params = jax.tree.map(lambda x: x * 1.25, params)
-  end.close(), await store.close(), dispatcher.close(), channel.close()
+  end.close(), await store.close(), device_thread.close(), channel.close()

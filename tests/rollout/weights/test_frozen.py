@@ -7,31 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.models import lora, unmerged
-from jaxrl.models.model import Model
-from jaxrl.rollout.jax_engine import JaxEngine
-from jaxrl.rollout.weights.broadcast import BroadcastWeights
-from jaxrl.rollout.weights.frozen import Frozen
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.transport import Memory
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models import lora, lora_transfer
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.weights.publisher import VersionWriter, WeightPublisher
+from jaxrl.rollout.weights.snapshots import FrozenBaseSnapshot, snapshot
+from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.types import SamplingParams
 from tests.models import small
-from tests.rollout.weights.helpers import SMALL, same
+from tests.rollout.weights.helpers import SMALL, MemoryTransport, same
 
-OWN = lora.lora(rank=2, targets='q,down', send='adapters')
+OWN = lora.lora_adapters(rank=2, targets='q,down', send='adapters')
 
 
 def version(number, base=0):
   """What engines are given after so many steps of a learner."""
-  model = Model(small.config(lora=OWN))
+  model = TransformerLM(small.config(lora=OWN))
   params = jax.tree.map(np.asarray, model.init(jax.random.key(base)))
-  part = lora.trained(model.config, params)
+  part = lora.trainable_params(model.config, params)
   for i in range(number):
     part = jax.tree.map(lambda x, i=i: x + np.float32(0.1 * (i + 1)), part)
-  return unmerged.given(model.config, lora.join(model.config, params, part))
+  return lora_transfer.make_transfer(
+    model.config, lora.merge_trainable(model.config, params, part)
+  )
 
 
 def on_devices(params):
@@ -39,48 +38,52 @@ def on_devices(params):
 
 
 def test_snapshots_are_those_that_copy_all():
-  taker, words = Frozen(), []
+  taker, words = FrozenBaseSnapshot(), []
   for number, base in ((0, 0), (1, 0), (2, 0), (2, 1), (3, 1)):
     params = on_devices(version(number, base))
     found, wanted = taker.snapshot(params), snapshot(params)
     assert [s.region for s in found] == [s.region for s in wanted]
     for a, b in zip(found, wanted, strict=True):
-      np.testing.assert_array_equal(a.words, b.words)
+      np.testing.assert_array_equal(a.bits, b.bits)
     words.append({s.region.name: s for s in found})
   table, adapter = 'embedding.table', 'layers.attention.q.lora_a'
-  kept = [b[table].words is a[table].words for a, b in itertools.pairwise(words)]
+  kept = [b[table].bits is a[table].bits for a, b in itertools.pairwise(words)]
   assert kept == [True, True, False, True]  # but for another base
-  assert words[1][table].since is words[0][table].words
-  assert not len(words[1][table].changed) and words[1][adapter].since is None
+  assert words[1][table].base_bits is words[0][table].bits
+  assert (
+    not len(words[1][table].changed_indices) and words[1][adapter].base_bits is None
+  )
 
 
 def test_weights_without_adapters_are_copied_whole():
-  taker = Frozen('bfloat16')
+  taker = FrozenBaseSnapshot('bfloat16')
   for given in (version(0), version(1)):
-    del given[unmerged.SCALE]
+    del given[lora_transfer.SCALE_KEY]
     found, wanted = taker.snapshot(on_devices(given)), snapshot(given, 'bfloat16')
     for a, b in zip(found, wanted, strict=True):
-      assert a.changed is None
-      np.testing.assert_array_equal(a.words, b.words)
+      assert a.changed_indices is None
+      np.testing.assert_array_equal(a.bits, b.bits)
 
 
 def test_after_the_first_version_adapters_travel_alone():
-  memory, taker = Memory(), Frozen()
-  publisher, early = Publisher(memory, **SMALL), Receiver(memory)
+  memory, taker = MemoryTransport(), FrozenBaseSnapshot()
+  publisher, early = VersionWriter(memory, **SMALL), VersionReader(memory)
   reports = []
   for number in range(4):
     params = version(number)
     reports.append(publisher.publish(number, taker.snapshot(on_devices(params))))
     assert early.poll() == number and same(early.params(), params)
-    late = Receiver(memory)
+    late = VersionReader(memory)
     assert late.poll() == number and same(late.params(), params)
     late.close()
-  learned = jax.tree.leaves(lora.trained(Model(small.config(lora=OWN)).config, params))
+  learned = jax.tree.leaves(
+    lora.trainable_params(TransformerLM(small.config(lora=OWN)).config, params)
+  )
   size = sum(x.nbytes for x in learned)
   whole = sum(x.nbytes for x in jax.tree.leaves(params))
   assert reports[0].delta_bytes is None and reports[0].full_bytes == whole > 5 * size
   for report in reports[1:]:
-    assert report.changed == size // 4
+    assert report.num_changed == size // 4
     manifest = report.delta_bytes - size
     assert manifest < reports[0].written_bytes - whole  # digests and places, no weights
   early.close()
@@ -89,18 +92,18 @@ def test_after_the_first_version_adapters_travel_alone():
 
 @pytest.mark.parametrize('on_device', [False, True])
 async def test_an_engine_merges_what_it_is_sent(on_device):
-  dispatcher = Dispatcher()
-  model = Model(lora.bare(small.config(lora=OWN)))
-  engine = JaxEngine(model, dispatcher=dispatcher, num_slots=2, max_length=32)
-  memory = Memory()
-  service = BroadcastWeights(
-    memory, dispatcher=dispatcher, on_device=on_device, **SMALL
+  device_thread = DeviceThread()
+  model = TransformerLM(lora.base_config(small.config(lora=OWN)))
+  engine = JaxEngine(model, device_thread=device_thread, num_slots=2, max_length=32)
+  memory = MemoryTransport()
+  service = WeightPublisher(
+    memory, device_thread=device_thread, on_device=on_device, **SMALL
   )
   rules = SamplingParams(max_tokens=12, seed=3)
   found = []
   for number in (1, 2):
     params = version(number)
-    merged = unmerged.merge(params, 'float32')
+    merged = lora_transfer.merge_transfer(params, 'float32')
     await engine.load(10 * number, merged)
     wanted = await engine.generate('merged', [1, 2, 3], rules)
     await service.publish(number, on_devices(params))
@@ -110,4 +113,4 @@ async def test_an_engine_merges_what_it_is_sent(on_device):
     np.testing.assert_allclose(found[-1].logprobs, wanted.logprobs, atol=1e-6)
   assert (found[0].logprobs != found[1].logprobs).any()
   await service.close()
-  dispatcher.close()
+  device_thread.close()

@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.rollout.weights.layout import (
-  Region,
-  assemble,
-  flatten,
-  nest,
-  overlap,
-  snapshot,
-)
+from jaxrl.rollout.weights.shards import Region, assemble, flatten, overlap, unflatten
+from jaxrl.rollout.weights.snapshots import snapshot
 
 
 @pytest.fixture(scope='module')
@@ -58,8 +52,8 @@ def test_casts_round_alike_on_device_and_host():
   ours, hosts = (snapshot({'w': y}, 'bfloat16')[0] for y in (jnp.asarray(x), x))
   # XLA on the CPU may flush what is too small to be normal.
   normal = (np.abs(x) >= np.finfo(np.float32).tiny) | (x == 0)
-  np.testing.assert_array_equal(ours.words[normal], hosts.words[normal])
-  np.testing.assert_array_equal(hosts.words, x.astype(ml_dtypes.bfloat16).view('u2'))
+  np.testing.assert_array_equal(ours.bits[normal], hosts.bits[normal])
+  np.testing.assert_array_equal(hosts.bits, x.astype(ml_dtypes.bfloat16).view('u2'))
 
 
 def test_only_real_numbers_are_cast():
@@ -101,7 +95,7 @@ def test_pieces_that_leave_a_hole_are_refused(mesh):
 def test_names_lead_back_to_the_tree():
   tree = {'a': {'b': 1, 'c': {'d': 2}}, 'e': 3}
   assert flatten(tree) == {'a.b': 1, 'a.c.d': 2, 'e': 3}
-  assert nest(flatten(tree)) == tree
+  assert unflatten(flatten(tree)) == tree
   for bad in ({'a': [1]}, {'a.b': 1}, {1: 1}, {'': 1}):
     with pytest.raises(ValueError, match='nested dicts with plain names'):
       flatten(bad)
@@ -109,6 +103,6 @@ def test_names_lead_back_to_the_tree():
 
 def test_chunks_are_bounded_and_cover():
   box = Region('w', 'float32', (100,), (0,), (100,))
-  assert list(box.cut(160)) == [(0, 40), (40, 40), (80, 20)]
-  assert list(box.cut(1))[:2] == [(0, 1), (1, 1)]
-  assert list(Region('z', 'float32', (0, 3), (0, 0), (0, 3)).cut(64)) == []
+  assert list(box.chunk_bounds(160)) == [(0, 40), (40, 40), (80, 20)]
+  assert list(box.chunk_bounds(1))[:2] == [(0, 1), (1, 1)]
+  assert list(Region('z', 'float32', (0, 3), (0, 0), (0, 3)).chunk_bounds(64)) == []

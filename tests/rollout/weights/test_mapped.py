@@ -11,20 +11,23 @@ import numpy as np
 import pytest
 import safetensors
 
-from jaxrl.rollout.weights.broadcast import on_device
-from jaxrl.rollout.weights.errors import WeightsError
-from jaxrl.rollout.weights.layout import flatten, snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.pulls import Puller
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.shared_memory import SharedMemory, attach
-from jaxrl.rollout.weights.transport import Folder
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.shards import flatten
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.subscriber import VersionReader, place_on_device
+from jaxrl.rollout.weights.transport import (
+  FolderTransport,
+  SharedMemoryTransport,
+  WeightsError,
+  join_folder,
+)
+from jaxrl.rollout.weights.verified_store import EngineWeightClient
 from tests.rollout.weights.helpers import SMALL, halves, make, same, step
 
 
 @pytest.fixture
 def shared():
-  shared = SharedMemory()
+  shared = SharedMemoryTransport()
   yield shared
   shared.close()
 
@@ -54,15 +57,15 @@ def test_the_engines_copy_of_a_full_version_is_the_only_one(shared):
   rows = np.random.default_rng(0).standard_normal((8, 1 << 18)).astype(np.float32)
   params = {'large': rows, 'small': np.ones(1000, np.float32)}
   size = rows.nbytes + 4000
-  publisher = Publisher(shared, chunk_bytes=1 << 18, blob_bytes=1 << 20)
+  publisher = VersionWriter(shared, chunk_bytes=1 << 18, blob_bytes=1 << 20)
   publisher.publish(0, snapshot(params))
   given = []
 
   async def load(version, params):
     given.append(params)
 
-  puller = Puller(attach(shared.address), load)
-  on_device({'x': np.ones(3, np.float32)})  # what is made once is not counted
+  puller = EngineWeightClient(join_folder(shared.address), load)
+  place_on_device({'x': np.ones(3, np.float32)})  # what is made once is not counted
   before = sum(x.nbytes for x in jax.live_arrays())
   tracemalloc.start()
   assert asyncio.run(puller.pull(0)) == publisher.digest
@@ -70,9 +73,9 @@ def test_the_engines_copy_of_a_full_version_is_the_only_one(shared):
   tracemalloc.stop()
   assert sum(x.nbytes for x in jax.live_arrays()) - before == size  # XLA's, once
   assert peak < size / 8  # Python's and numpy's: none of that size
-  receiver = puller._received.receiver
+  receiver = puller._subscriber.reader
   assert views(receiver) == {'large', 'small'}
-  assert receiver.loaded.received_bytes > size and same(given[0], params)
+  assert receiver.load_report.received_bytes > size and same(given[0], params)
   puller.close(), publisher.close()
 
 
@@ -85,7 +88,7 @@ def test_what_engines_get_does_not_alias_the_mapping(offset, tmp_path):
   view = np.frombuffer(memory, np.float32, offset=offset)
   start = view.ctypes.data
   assert start % mmap.PAGESIZE == offset  # at 0 and 64, where JAX could use it as it is
-  found = on_device({'w': view})['w']
+  found = place_on_device({'w': view})['w']
   assert not np.shares_memory(np.asarray(found), view)
   at = found.unsafe_buffer_pointer()
   assert at + found.nbytes <= start or at >= start + view.nbytes
@@ -97,7 +100,7 @@ def test_what_engines_get_does_not_alias_the_mapping(offset, tmp_path):
 
 def test_parameters_of_any_size_and_dtype_lie_in_one_run(shared):
   params = {'a': np.arange(7, dtype=np.int8), **halves(make()), 'z': np.ones((5, 500))}
-  publisher, receiver = Publisher(shared, **SMALL), Receiver(shared)
+  publisher, receiver = VersionWriter(shared, **SMALL), VersionReader(shared)
   publisher.publish(0, snapshot(params))
   assert receiver.poll() == 0 and same(receiver.params(), params)
   assert views(receiver) == set(flatten(params)) and 'z' in views(receiver)
@@ -109,16 +112,16 @@ def test_parameters_of_any_size_and_dtype_lie_in_one_run(shared):
 
 def test_a_chunk_that_changed_everywhere_does_not_tear_the_full_bytes(shared):
   params = make()
-  publisher = Publisher(shared, full_every=2, **SMALL)
+  publisher = VersionWriter(shared, full_every=2, **SMALL)
   for version in range(2):
     publisher.publish(version, snapshot(params))
-  early = Receiver(shared)
+  early = VersionReader(shared)
   early.poll()
   params = step(params, 0.001)
   kernel = params['layers']['kernel']
   kernel[1] = step(kernel[1], 1)
   publisher.publish(2, snapshot(params))  # in full, and as a difference
-  late = Receiver(shared)
+  late = VersionReader(shared)
   for receiver in (early, late):
     assert receiver.poll() == 2 and same(receiver.params(), params)
     assert receiver.digests == (publisher.digest,)
@@ -130,8 +133,8 @@ def test_too_little_memory_is_said_before_anything_is_written(shared, monkeypatc
   size = sum(x.nbytes for x in flatten(params).values())
   room = types.SimpleNamespace(f_bavail=3 * size - 1, f_frsize=1)
   monkeypatch.setattr(os, 'statvfs', lambda _: room)
-  publisher = Publisher(shared, keep=2, full_every=1, **SMALL)
-  with pytest.raises(WeightsError, match=r'take .*=object_store'):
+  publisher = VersionWriter(shared, keep=2, full_every=1, **SMALL)
+  with pytest.raises(WeightsError, match=r'use .*=object_store'):
     publisher.publish(0, snapshot(params))
   assert not list(shared.names(''))
   room.f_bavail += 1
@@ -139,29 +142,32 @@ def test_too_little_memory_is_said_before_anything_is_written(shared, monkeypatc
 
 
 def test_without_differences_all_is_loaded_as_it_lies(shared):
-  publisher, receiver = Publisher(shared, full_every=1, **SMALL), Receiver(shared)
+  publisher, receiver = (
+    VersionWriter(shared, full_every=1, **SMALL),
+    VersionReader(shared),
+  )
   params, everything = make(), sum(x.size for x in flatten(make()).values())
   for version in range(3):
     report = publisher.publish(version, snapshot(params))
     assert report.delta_bytes is None and report.written_bytes > report.full_bytes
-    assert 0 < report.changed < everything or version == 0
+    assert 0 < report.num_changed < everything or version == 0
     assert receiver.poll() == version and same(receiver.params(), params)
-    assert receiver.loaded.full and views(receiver) == set(flatten(params))
+    assert receiver.load_report.full and views(receiver) == set(flatten(params))
     params = step(params, 0.01, version)
 
 
 def test_a_difference_of_everything_is_not_copied_either(shared):
-  publisher, receiver = Publisher(shared, **SMALL), Receiver(shared)
+  publisher, receiver = VersionWriter(shared, **SMALL), VersionReader(shared)
   for version in range(4):
     params = step(make(), 1, version)  # random bits, of which no difference is shorter
     publisher.publish(version, snapshot(params))
     assert receiver.poll() == version and same(receiver.params(), params)
     assert 'layers.kernel' in views(receiver)
-    assert receiver.loaded.full == (version == 0)
+    assert receiver.load_report.full == (version == 0)
 
 
 def test_a_spoilt_chunk_leaves_the_version_before(shared):
-  publisher, receiver = Publisher(shared, **SMALL), Receiver(shared)
+  publisher, receiver = VersionWriter(shared, **SMALL), VersionReader(shared)
   before, params = make(), step(make(), 1)
   publisher.publish(0, snapshot(before))
   receiver.poll()
@@ -170,14 +176,14 @@ def test_a_spoilt_chunk_leaves_the_version_before(shared):
   assert receiver.poll() is None and 'lost' in str(receiver.problem)
   assert receiver.version == 0 and same(receiver.params(), before)
   assert 'layers.kernel' in views(receiver)
-  publisher.tend()
+  publisher.repair()
   assert receiver.poll() == 1 and same(receiver.params(), params)
   assert receiver.digests == (publisher.digest,)
   assert 'layers.kernel' not in views(receiver)  # put together from what came anew
 
 
 def test_what_is_mapped_outlasts_its_files(shared):
-  publisher, receiver = Publisher(shared, keep=1, **SMALL), Receiver(shared)
+  publisher, receiver = VersionWriter(shared, keep=1, **SMALL), VersionReader(shared)
   params = make()
   publisher.publish(0, snapshot(params))
   receiver.poll()
@@ -190,7 +196,9 @@ def test_what_is_mapped_outlasts_its_files(shared):
   assert copies == [bytes(data) for _, data in held] and not blobs(shared, 0)
   params = step(params)
   publisher.publish(1, snapshot(params))
-  assert receiver.poll() == 1 and not receiver.loaded.full  # from the mapping alone
+  assert (
+    receiver.poll() == 1 and not receiver.load_report.full
+  )  # from the mapping alone
   assert same(receiver.params(), params) and same(first, kept)
   with pytest.raises(ValueError):
     first['norm'][0] = 3
@@ -199,23 +207,23 @@ def test_what_is_mapped_outlasts_its_files(shared):
 
 
 def test_versions_come_and_go_while_a_receiver_maps_one(shared):
-  publisher = Publisher(shared, keep=1, full_every=1, **SMALL)
+  publisher = VersionWriter(shared, keep=1, full_every=1, **SMALL)
   publisher.publish(0, snapshot(make()))
-  receiver = Receiver(shared)
+  receiver = VersionReader(shared)
   receiver.poll()
   for version in range(1, 4):
     publisher.publish(version, snapshot(make(version)))
   assert not blobs(shared, 0) and not blobs(shared, 1)
   assert same(receiver.params(), make()) and views(receiver) == set(flatten(make()))
-  assert receiver.digest_of(receiver.params()) == receiver.digests
+  assert receiver.digests_of(receiver.params()) == receiver.digests
   assert receiver.poll() == 3 and same(receiver.params(), make(3))
 
 
 def test_files_of_a_folder_are_not_held(tmp_path, shared):
-  publisher = Publisher(Folder(tmp_path), **SMALL)
+  publisher = VersionWriter(FolderTransport(tmp_path), **SMALL)
   publisher.publish(0, snapshot(make()))
-  receiver = Receiver(attach(str(tmp_path)))
+  receiver = VersionReader(join_folder(str(tmp_path)))
   assert (
     receiver.poll() == 0 and same(receiver.params(), make()) and not views(receiver)
   )
-  assert isinstance(attach(shared.address), SharedMemory)
+  assert isinstance(join_folder(shared.address), SharedMemoryTransport)

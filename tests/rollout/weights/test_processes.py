@@ -10,20 +10,24 @@ import time
 
 import pytest
 
-from jaxrl.rollout.weights.errors import WeightsError
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.shared_memory import SharedMemory, remove_abandoned
-from jaxrl.rollout.weights.transport import DRAFT, Folder
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.subscriber import VersionReader
+from jaxrl.rollout.weights.transport import (
+  _DRAFT_PREFIX,
+  FolderTransport,
+  SharedMemoryTransport,
+  WeightsError,
+  remove_abandoned,
+)
 from tests.rollout.weights.helpers import SMALL, make, same, step
 
 # Follows what is published at argv[1] and prints version and digest of what it holds.
 FOLLOW = """
 import sys, time
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.shared_memory import SharedMemory
-receiver = Receiver(SharedMemory(sys.argv[1]))
+from jaxrl.rollout.weights.subscriber import VersionReader
+from jaxrl.rollout.weights.transport import SharedMemoryTransport
+receiver = VersionReader(SharedMemoryTransport(sys.argv[1]))
 while receiver.version != int(sys.argv[2]):
   if receiver.poll() is None:
     time.sleep(0.005)
@@ -34,14 +38,14 @@ receiver.close()
 # As FOLLOW, but stops for good in the middle of reading a version.
 STUCK = """
 import sys, time
-from jaxrl.rollout.weights import source
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.shared_memory import SharedMemory
+from jaxrl.rollout.weights.manifest_reader import ManifestReader
+from jaxrl.rollout.weights.subscriber import VersionReader
+from jaxrl.rollout.weights.transport import SharedMemoryTransport
 def stop(*args, **options):
   print('reading', flush=True)
   time.sleep(1000)
-source.Source.fill = source.Source.view = stop
-receiver = Receiver(SharedMemory(sys.argv[1]), threads=1)
+ManifestReader.rebuild_chunk = ManifestReader.map_region = stop
+receiver = VersionReader(SharedMemoryTransport(sys.argv[1]), threads=1)
 while True:
   receiver.poll()
 """
@@ -49,11 +53,11 @@ while True:
 PUBLISH = """
 import sys, time
 import numpy as np
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.shared_memory import SharedMemory
-shared = SharedMemory()
-publisher = Publisher(shared)
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.transport import SharedMemoryTransport
+shared = SharedMemoryTransport()
+publisher = VersionWriter(shared)
 publisher.publish(0, snapshot({'w': np.ones(1000)}))
 print(shared.address, flush=True)
 if sys.argv[1] == 'wait':
@@ -63,10 +67,10 @@ if sys.argv[1] == 'wait':
 ENDLESS = """
 import sys
 import numpy as np
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.transport import Folder
-publisher = Publisher(Folder(sys.argv[1], durable=False), full_every=4)
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.transport import FolderTransport
+publisher = VersionWriter(FolderTransport(sys.argv[1], durable=False), full_every=4)
 for version in range(10**9):
   publisher.publish(version, snapshot({'w': np.full((64, 4096), version, np.int32)}))
   print(version, flush=True)
@@ -85,7 +89,7 @@ def start(program, *args):
 
 @pytest.fixture
 def shared():
-  shared = SharedMemory()
+  shared = SharedMemoryTransport()
   yield shared
   shared.close()
   assert not shared.path.exists()
@@ -95,7 +99,7 @@ def test_engines_in_processes_of_their_own_and_one_that_is_killed(shared):
   last = 30
   readers = [start(FOLLOW, shared.address, last) for _ in range(2)]
   stuck = start(STUCK, shared.address)
-  publisher = Publisher(shared, keep=1, full_every=1, patience=1.0, **SMALL)
+  publisher = VersionWriter(shared, keep=1, full_every=1, patience=1.0, **SMALL)
   params, digests = make(), {}
   publisher.publish(0, snapshot(params))
   digests['0'] = publisher.digest
@@ -108,11 +112,11 @@ def test_engines_in_processes_of_their_own_and_one_that_is_killed(shared):
     report = publisher.publish(version, snapshot(params))
     waited = max(waited, report.wait_s)
     digests[str(version)] = publisher.digest
-    publisher.tend()
+    publisher.repair()
   late = start(FOLLOW, shared.address, last)
   for reader in (*readers, late):
     while reader.poll() is None:
-      publisher.tend()
+      publisher.repair()
       time.sleep(0.01)
     seen = dict(line.split() for line in reader.stdout.read().splitlines())
     assert reader.returncode == 0 and str(last) in seen
@@ -129,7 +133,7 @@ def test_what_a_killed_learner_leaves_is_freed_by_the_next():
   killed.kill()
   killed.wait()
   assert path.is_dir()
-  SharedMemory().close()
+  SharedMemoryTransport().close()
   assert not path.exists()
 
 
@@ -141,12 +145,12 @@ def test_a_learner_that_ends_cleans_up():
 
 def test_shared_memory_is_the_users_own(shared):
   assert stat.S_IMODE(shared.path.stat().st_mode) == 0o700
-  other = SharedMemory()
+  other = SharedMemoryTransport()
   assert other.address != shared.address
   other.close()
   with pytest.raises(WeightsError, match='no weights are published there'):
-    SharedMemory(other.address)
-  attached = SharedMemory(shared.address)
+    SharedMemoryTransport(other.address)
+  attached = SharedMemoryTransport(shared.address)
   attached.close()
   assert shared.path.exists()  # only its maker removes it
   with pytest.raises(WeightsError, match='nobody publishes weights there'):
@@ -154,9 +158,9 @@ def test_shared_memory_is_the_users_own(shared):
     attached.put('a', b'')
 
 
-@pytest.mark.parametrize('make_transport', [SharedMemory, None])
+@pytest.mark.parametrize('make_transport', [SharedMemoryTransport, None])
 def test_files_appear_whole_and_last_while_they_are_read(make_transport, tmp_path):
-  transport = make_transport() if make_transport else Folder(tmp_path)
+  transport = make_transport() if make_transport else FolderTransport(tmp_path)
   transport.put('a', b'one')
   view = transport.get('a')
   transport.put('a', b'other')
@@ -176,24 +180,28 @@ def test_files_appear_whole_and_last_while_they_are_read(make_transport, tmp_pat
 def test_a_folder_outlives_learners_and_forgets_their_drafts(tmp_path):
   folder = tmp_path / 'weights'
   for seed, versions in ((0, range(3)), (1, range(1, 4))):
-    publisher, params = Publisher(Folder(folder), **SMALL), make(seed)
+    publisher, params = VersionWriter(FolderTransport(folder), **SMALL), make(seed)
     for version in versions:
       params = step(params, 0.01, version)
       publisher.publish(version, snapshot(params))
     publisher.close()
-    receiver = Receiver(Folder(folder))  # an evaluation, when the learner has ended
+    receiver = VersionReader(
+      FolderTransport(folder)
+    )  # an evaluation, when the learner has ended
     assert receiver.poll() == versions[-1] and same(receiver.params(), params)
     receiver.close()
-  old, new = (folder / f'{DRAFT}{name}' for name in ('old', 'new'))
+  old, new = (folder / f'{_DRAFT_PREFIX}{name}' for name in ('old', 'new'))
   for draft in (old, new):
     draft.write_bytes(b'half')
   os.utime(old, (0, 0))
-  assert not any(name.startswith(DRAFT) for name in Folder(folder).names('0'))
+  assert not any(
+    name.startswith(_DRAFT_PREFIX) for name in FolderTransport(folder).names('0')
+  )
   assert not old.exists() and new.exists()
 
 
 def test_a_learner_killed_while_it_publishes_leaves_a_whole_version(tmp_path):
-  receiver = Receiver(Folder(tmp_path))
+  receiver = VersionReader(FolderTransport(tmp_path))
   for number in range(3):
     killed = start(ENDLESS, tmp_path)
     for _ in range(5 + 3 * number):
@@ -208,7 +216,7 @@ def test_a_learner_killed_while_it_publishes_leaves_a_whole_version(tmp_path):
 
 
 def test_a_place_that_is_full_says_so(tmp_path, monkeypatch):
-  folder = Folder(tmp_path)
+  folder = FolderTransport(tmp_path)
 
   def full(*_):
     raise OSError(28, 'No space left on device')

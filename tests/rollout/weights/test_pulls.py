@@ -7,17 +7,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.dispatch import Dispatcher
-from jaxrl.rollout.handles import EngineGone
-from jaxrl.rollout.weights.broadcast import BroadcastWeights, on_device
-from jaxrl.rollout.weights.errors import WeightsError
-from jaxrl.rollout.weights.layout import Region, Shard, flatten, snapshot, words
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.pulls import PulledWeights, Puller, Pulls
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.shared_memory import SharedMemory
-from jaxrl.rollout.weights.transport import Folder, Memory
-from tests.rollout.weights.helpers import SMALL, Rough, halves, make, same, step
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.engine.actor_proxy import EngineDeadError
+from jaxrl.rollout.weights.publisher import VersionWriter, WeightPublisher
+from jaxrl.rollout.weights.shards import Region, Shard, as_uint_view, flatten
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.subscriber import VersionReader, place_on_device
+from jaxrl.rollout.weights.transport import (
+  FolderTransport,
+  SharedMemoryTransport,
+  WeightsError,
+)
+from jaxrl.rollout.weights.verified_store import (
+  EngineWeightClient,
+  LoadCoordinator,
+  VerifiedWeightStore,
+)
+from tests.rollout.weights.helpers import (
+  SMALL,
+  MemoryTransport,
+  Rough,
+  halves,
+  make,
+  same,
+  step,
+)
 
 
 class Engine:
@@ -25,8 +39,8 @@ class Engine:
 
   def __init__(self, transport):
     self.loads, self.bend = [], lambda params: params
-    place = lambda params: self.bend(on_device(params))  # noqa: E731
-    self._puller = Puller(transport, self._load, place=place)
+    place = lambda params: self.bend(place_on_device(params))  # noqa: E731
+    self._puller = EngineWeightClient(transport, self._load, place=place)
     self.asked = []
 
   async def _load(self, version, params):
@@ -39,29 +53,29 @@ class Engine:
 
 class Gone(Engine):
   async def pull(self, version, *, full=False):
-    raise EngineGone('it is no more')
+    raise EngineDeadError('it is no more')
 
 
 @pytest.fixture
-def dispatcher():
-  dispatcher = Dispatcher()
-  yield dispatcher
-  dispatcher.close()
+def device_thread():
+  device_thread = DeviceThread()
+  yield device_thread
+  device_thread.close()
 
 
-def learner(channel, engines, dispatcher, **options):
-  broadcast = BroadcastWeights(channel, dispatcher=dispatcher, **SMALL, **options)
-  return PulledWeights(broadcast, Pulls(engines))
+def learner(channel, engines, device_thread, **options):
+  broadcast = WeightPublisher(channel, device_thread=device_thread, **SMALL, **options)
+  return VerifiedWeightStore(broadcast, LoadCoordinator(engines))
 
 
 def small(seed=0):
   return {k: v for k, v in make(seed, 500).items() if k != 'count'}
 
 
-async def test_every_engine_has_a_version_when_it_is_published(dispatcher):
-  channel, params = Memory(), small()
+async def test_every_engine_has_a_version_when_it_is_published(device_thread):
+  channel, params = MemoryTransport(), small()
   engines = [Engine(channel), Engine(channel)]
-  store = learner(channel, engines, dispatcher)
+  store = learner(channel, engines, device_thread)
   assert store.version is None and store.metrics() == {}
   for version in (0, 3):
     await store.publish(version, params)
@@ -79,10 +93,10 @@ async def test_every_engine_has_a_version_when_it_is_published(dispatcher):
   await store.close()
 
 
-async def test_an_engine_that_is_gone_does_not_fail_the_others(dispatcher, caplog):
-  channel, params = Memory(), small()
+async def test_an_engine_that_is_gone_does_not_fail_the_others(device_thread, caplog):
+  channel, params = MemoryTransport(), small()
   engines = [Gone(channel), Engine(channel)]
-  store = learner(channel, engines, dispatcher)
+  store = learner(channel, engines, device_thread)
   await store.publish(0, params)
   assert engines[1].loads[0][0] == 0
   assert 'engine 1 of 2 did not get weights version 0' in caplog.text
@@ -92,11 +106,11 @@ async def test_an_engine_that_is_gone_does_not_fail_the_others(dispatcher, caplo
   await store.close()
 
 
-async def test_what_lives_and_fails_is_an_error(dispatcher):
-  channel = Memory()
+async def test_what_lives_and_fails_is_an_error(device_thread):
+  channel = MemoryTransport()
   engine = Engine(channel)
   engine._puller._load = None
-  store = learner(channel, [engine], dispatcher)
+  store = learner(channel, [engine], device_thread)
   with pytest.raises(TypeError):
     await store.publish(0, small())
   await store.close()
@@ -106,10 +120,10 @@ def bent(params):
   return {**params, 'norm': params['norm'].at[0].add(1)}
 
 
-async def test_weights_spoilt_on_their_way_are_loaded_again_in_full(dispatcher):
-  channel, params = Memory(), small()
+async def test_weights_spoilt_on_their_way_are_loaded_again_in_full(device_thread):
+  channel, params = MemoryTransport(), small()
   engine = Engine(channel)
-  store = learner(channel, [engine], dispatcher)
+  store = learner(channel, [engine], device_thread)
   await store.publish(0, params)
 
   def once(tree):
@@ -125,10 +139,10 @@ async def test_weights_spoilt_on_their_way_are_loaded_again_in_full(dispatcher):
   await store.close()
 
 
-async def test_an_engine_whose_weights_stay_wrong_is_named(dispatcher):
-  channel = Memory()
+async def test_an_engine_whose_weights_stay_wrong_is_named(device_thread):
+  channel = MemoryTransport()
   engines = [Engine(channel), Engine(channel)]
-  store = learner(channel, engines, dispatcher)
+  store = learner(channel, engines, device_thread)
   engines[1].bend = bent
   said = (
     r'engine 2 of 2 holds other weights .* version 7 twice: digest (\w+), where (\w+)'
@@ -136,67 +150,67 @@ async def test_an_engine_whose_weights_stay_wrong_is_named(dispatcher):
   with pytest.raises(WeightsError, match=said) as caught:
     await store.publish(7, small())
   held, published = re.search(said, str(caught.value)).groups()
-  assert held != published == store._broadcast.digest
+  assert held != published == store._publisher.digest
   assert not engines[1].loads
   await store.close()
 
 
-async def test_parts_of_two_processes_are_compared_all(dispatcher):
+async def test_parts_of_two_processes_are_compared_all(device_thread):
   """The second process publishes late; its digest is waited for, and compared too."""
   channel = Rough()
   whole = np.arange(64, dtype=np.float32).reshape(8, 8)
 
   def half(part, values):
     region = Region('w', 'float32', (8, 8), (4 * part, 0), (4, 8))
-    return [Shard(region, words(values[4 * part : 4 * part + 4].copy()))]
+    return [Shard(region, as_uint_view(values[4 * part : 4 * part + 4].copy()))]
 
-  other = Publisher(channel, part=1, **SMALL)
-  store = BroadcastWeights(channel, dispatcher=dispatcher, parts=2, **SMALL)
-  store._publisher.publish(0, half(0, whole))
-  waiting = asyncio.create_task(store.whole_digest())
+  other = VersionWriter(channel, part=1, **SMALL)
+  store = WeightPublisher(channel, device_thread=device_thread, parts=2, **SMALL)
+  store._writer.publish(0, half(0, whole))
+  waiting = asyncio.create_task(store.combined_digest())
   await asyncio.sleep(0.05)
   assert not waiting.done()
   other.publish(0, half(1, whole))
   assert await waiting == f'{store.digest}-{other.digest}'
-  receiver = Receiver(channel, parts=2)
+  receiver = VersionReader(channel, parts=2)
   assert receiver.poll() == 0 and '-'.join(receiver.digests) == await waiting
-  assert receiver.digest_of(receiver.params()) == receiver.digests
+  assert receiver.digests_of(receiver.params()) == receiver.digests
   spoilt = {'w': receiver.params()['w'].copy()}
   spoilt['w'][7, 7] += 1
-  first, second = receiver.digest_of(spoilt)
+  first, second = receiver.digests_of(spoilt)
   assert first == store.digest and second != other.digest
   await store.close()
 
 
-async def test_a_cast_is_what_engines_hold(dispatcher):
-  channel, params = Memory(), small()
+async def test_a_cast_is_what_engines_hold(device_thread):
+  channel, params = MemoryTransport(), small()
   engine = Engine(channel)
-  store = learner(channel, [engine], dispatcher, dtype='bfloat16')
+  store = learner(channel, [engine], device_thread, dtype='bfloat16')
   await store.publish(0, params)
   assert engine.loads[0][1]['norm'].dtype == jnp.bfloat16
   assert same(engine.loads[0][1], halves(params))
   await store.close()
 
 
-def test_the_digest_of_windows():
-  channel, params = Memory(), small()
-  publisher = Publisher(channel, **SMALL)
+def test_the_digests_of_windows():
+  channel, params = MemoryTransport(), small()
+  publisher = VersionWriter(channel, **SMALL)
   publisher.publish(0, snapshot(params))
   window = {'layers.kernel': (slice(0, 1), slice(0, 500))}
-  receiver = Receiver(channel, windows=window)
+  receiver = VersionReader(channel, windows=window)
   receiver.poll()
   held = receiver.params()
-  assert receiver.digest_of(held) == receiver.digests == (publisher.digest,)
+  assert receiver.digests_of(held) == receiver.digests == (publisher.digest,)
   bad = {**held, 'norm': held['norm'] + 1}
-  assert receiver.digest_of(bad) != receiver.digests
+  assert receiver.digests_of(bad) != receiver.digests
 
 
 async def test_full_versions_are_copied_once_and_differences_twice(
-  dispatcher, monkeypatch
+  device_thread, monkeypatch
 ):
-  channel, params = SharedMemory(), small()
+  channel, params = SharedMemoryTransport(), small()
   engine = Engine(channel)
-  store = learner(channel, [engine], dispatcher)
+  store = learner(channel, [engine], device_thread)
   size = sum(array.nbytes for array in flatten(params).values())
   copied, copy = [], np.copyto
 
@@ -209,35 +223,35 @@ async def test_full_versions_are_copied_once_and_differences_twice(
     copied.clear()
     await store.publish(version, params)
     assert sum(copied) == (size if version else 0)  # into buffers; then once from there
-    held = flatten(engine._puller._received.receiver.params())
+    held = flatten(engine._puller._subscriber.reader.params())
     given = flatten(engine.loads[-1][1])
     assert same(engine.loads[-1][1], params)
     assert not any(np.shares_memory(held[n], np.asarray(given[n])) for n in held)
     params = step(params, seed=version)
-  loaded = engine._puller._received.receiver.loaded
+  loaded = engine._puller._subscriber.reader.load_report
   assert not loaded.full and loaded.received_bytes < size  # by what changed
   await store.close()
   channel.close()
 
 
 async def test_a_version_that_is_nowhere_to_be_found_is_an_error():
-  puller = Puller(Memory(), None, patience=0.05)
+  puller = EngineWeightClient(MemoryTransport(), None, patience=0.05)
   with pytest.raises(WeightsError, match='no version after 3 was found'):
     await asyncio.wait_for(puller.pull(4), 10)
 
 
 async def test_a_folder_that_is_not_shared_is_named(tmp_path):
   with pytest.raises(WeightsError, match=r'nowhere: \S+ has no such folder'):
-    Folder(tmp_path / 'nowhere', make=False)
+    FolderTransport(tmp_path / 'nowhere', make=False)
   assert not (tmp_path / 'nowhere').exists()
-  made = Folder(tmp_path / 'here')
+  made = FolderTransport(tmp_path / 'here')
   made.put('a', b'1')
-  assert bytes(Folder(made.path, make=False).get('a')) == b'1'
+  assert bytes(FolderTransport(made.path, make=False).get('a')) == b'1'
 
 
-async def test_one_that_is_gone_is_told_of_once(dispatcher, caplog):
-  channel, params = Memory(), small()
-  store = learner(channel, [Engine(channel), Gone(channel)], dispatcher)
+async def test_one_that_is_gone_is_told_of_once(device_thread, caplog):
+  channel, params = MemoryTransport(), small()
+  store = learner(channel, [Engine(channel), Gone(channel)], device_thread)
   for version in range(3):
     await store.publish(version, params)
   assert caplog.text.count('engine 2 of 2 did not get weights') == 1

@@ -11,11 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.rollout.weights.layout import snapshot
-from jaxrl.rollout.weights.publisher import Publisher
-from jaxrl.rollout.weights.receiver import Receiver
-from jaxrl.rollout.weights.transport import Memory
-from tests.rollout.weights.helpers import SMALL, Rough, halves, make, same, step
+from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.snapshots import snapshot
+from jaxrl.rollout.weights.subscriber import VersionReader
+from tests.rollout.weights.helpers import (
+  SMALL,
+  MemoryTransport,
+  Rough,
+  halves,
+  make,
+  same,
+  step,
+)
 
 SHARES = st.sampled_from([0, 0.001, 0.1, 0.9])
 
@@ -24,9 +31,9 @@ SHARES = st.sampled_from([0, 0.001, 0.1, 0.9])
 
 
 def test_fifty_versions_later_nothing_differs():
-  transport, params = Memory(), halves(make())
-  publisher = Publisher(transport, **SMALL)
-  eager, lazy = Receiver(transport), Receiver(transport)
+  transport, params = MemoryTransport(), halves(make())
+  publisher = VersionWriter(transport, **SMALL)
+  eager, lazy = VersionReader(transport), VersionReader(transport)
   shares = []
   for version in range(51):
     report = publisher.publish(version, snapshot(params))
@@ -34,10 +41,10 @@ def test_fifty_versions_later_nothing_differs():
     assert same(eager.params(), params)
     if version % 7 == 3:
       assert lazy.poll() == version and same(lazy.params(), params)
-    assert eager.loaded.full == (version == 0)
+    assert eager.load_report.full == (version == 0)
     shares.append((report.delta_bytes or 0) / report.full_bytes)
     params = step(params, 0.01, version)
-  assert eager.loaded.repeats == lazy.loaded.repeats == 0
+  assert eager.load_report.repeats == lazy.load_report.repeats == 0
   # Random bits are the worst there is; the manifests of so small a model count too.
   assert np.mean(shares[1:]) < 0.12
 
@@ -59,8 +66,8 @@ def test_adamw_at_one_in_a_million_in_bf16(master):
     updates, state = optimizer.update(noise, state, params)
     return optax.apply_updates(params, updates), state
 
-  transport = Memory()
-  publisher, receiver = Publisher(transport), Receiver(transport)
+  transport = MemoryTransport()
+  publisher, receiver = VersionWriter(transport), VersionReader(transport)
   shares = []
   for version in range(51):
     report = publisher.publish(version, snapshot(params, 'bfloat16'))
@@ -69,7 +76,7 @@ def test_adamw_at_one_in_a_million_in_bf16(master):
     assert same(receiver.params(), wanted), version
     shares.append((report.delta_bytes or 0) / report.full_bytes)
     params, state = train(params, state, jax.random.key(version))
-  assert receiver.loaded.version == 50 and not receiver.loaded.full
+  assert receiver.load_report.version == 50 and not receiver.load_report.full
   assert np.mean(shares[1:]) < 0.03
   assert publisher.version == receiver.version == 50
 
@@ -79,14 +86,17 @@ def test_adamw_at_one_in_a_million_in_bf16(master):
   st.lists(st.tuples(st.sampled_from([0, 0.001, 0.1, 0.9]), st.booleans()), max_size=9)
 )
 def test_any_changes_seen_at_any_time(history):
-  transport, params = Memory(), make(size=500)
-  publisher, receiver = Publisher(transport, full_every=3, **SMALL), Receiver(transport)
+  transport, params = MemoryTransport(), make(size=500)
+  publisher, receiver = (
+    VersionWriter(transport, full_every=3, **SMALL),
+    VersionReader(transport),
+  )
   for version, (share, look) in enumerate(history):
     publisher.publish(version, snapshot(params))
     if look:
       assert receiver.poll() == version and same(receiver.params(), params)
     params = step(params, share, version)
-  fresh = Receiver(transport)
+  fresh = VersionReader(transport)
   if history:
     assert fresh.poll() == len(history) - 1
     assert fresh.digests == (publisher.digest,)
@@ -97,34 +107,34 @@ def test_any_changes_seen_at_any_time(history):
 
 
 def test_late_joiners_get_it_whole_and_others_the_difference():
-  transport, params = Memory(), make()
-  publisher, early = Publisher(transport, **SMALL), Receiver(transport)
+  transport, params = MemoryTransport(), make()
+  publisher, early = VersionWriter(transport, **SMALL), VersionReader(transport)
   full = publisher.publish(0, snapshot(params)).full_bytes
   early.poll()
   for version in range(1, 4):
     params = step(params, 0.001, version)
     report = publisher.publish(version, snapshot(params))
-  late = Receiver(transport)
+  late = VersionReader(transport)
   assert early.poll() == late.poll() == 3
-  assert late.loaded.full and late.loaded.received_bytes > full
-  assert not early.loaded.full and early.loaded.received_bytes < 0.2 * full
+  assert late.load_report.full and late.load_report.received_bytes > full
+  assert not early.load_report.full and early.load_report.received_bytes < 0.2 * full
   assert report.delta_bytes < 0.1 * full and report.written_bytes == report.delta_bytes
   assert early.poll() is None
 
 
 def test_an_unchanged_version_costs_its_manifest():
-  transport, params = Memory(), make()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  transport, params = MemoryTransport(), make()
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   publisher.publish(0, snapshot(params))
   receiver.poll()
   report = publisher.publish(1, snapshot(params))
-  assert report.changed == 0 and receiver.poll() == 1
-  assert report.delta_bytes == receiver.loaded.received_bytes < 3000
+  assert report.num_changed == 0 and receiver.poll() == 1
+  assert report.delta_bytes == receiver.load_report.received_bytes < 3000
 
 
 def test_chunks_that_changed_everywhere_go_whole_and_others_do_not():
-  transport, params = Memory(), make()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  transport, params = MemoryTransport(), make()
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   publisher.publish(0, snapshot(params))
   receiver.poll()
   params['layers']['kernel'] = params['layers']['kernel'].copy()
@@ -137,19 +147,19 @@ def test_chunks_that_changed_everywhere_go_whole_and_others_do_not():
 
 
 def test_another_layout_starts_anew():
-  transport = Memory()
-  publisher, receiver = Publisher(transport, **SMALL), Receiver(transport)
+  transport = MemoryTransport()
+  publisher, receiver = VersionWriter(transport, **SMALL), VersionReader(transport)
   for version, params in enumerate((make(size=100), make(size=101), halves(make()))):
     assert publisher.publish(version, snapshot(params)).delta_bytes is None
-    assert receiver.poll() == version and receiver.loaded.full
+    assert receiver.poll() == version and receiver.load_report.full
     assert same(receiver.params(), params)
 
 
 def test_a_new_learner_is_followed_from_its_first_version():
-  transport, receiver = Memory(), None
+  transport, receiver = MemoryTransport(), None
   for versions, seed in (((8, 9), 0), ((4, 5), 1)):
-    publisher = Publisher(transport, **SMALL)
-    receiver = receiver or Receiver(transport)
+    publisher = VersionWriter(transport, **SMALL)
+    receiver = receiver or VersionReader(transport)
     for version in versions:
       params = make(seed)
       publisher.publish(version, snapshot(params))
@@ -165,23 +175,23 @@ def test_windows_take_what_they_meet():
   mesh = jax.make_mesh((4,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
   spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x'))
   whole = np.arange(64 * 100, dtype=np.float32).reshape(64, 100)
-  transport = Memory()
-  publisher = Publisher(transport, **SMALL)
+  transport = MemoryTransport()
+  publisher = VersionWriter(transport, **SMALL)
   window = (slice(0, 16), slice(0, 100))
-  receiver = Receiver(transport, windows={'w': window})
+  receiver = VersionReader(transport, windows={'w': window})
   for version in range(3):
     shards = snapshot({'w': jax.device_put(whole + version, spread)})
     publisher.publish(version, shards)
     receiver.poll()
     np.testing.assert_array_equal(receiver.params()['w'], (whole + version)[window])
-    assert receiver.loaded.received_bytes < 0.4 * whole.nbytes
+    assert receiver.load_report.received_bytes < 0.4 * whole.nbytes
 
 
 def test_two_processes_of_a_learner_make_one_version():
-  transport, params = Memory(), make()
+  transport, params = MemoryTransport(), make()
   shards = snapshot(params)
-  publishers = [Publisher(transport, part=part, **SMALL) for part in (0, 1)]
-  receiver = Receiver(transport, parts=2)
+  publishers = [VersionWriter(transport, part=part, **SMALL) for part in (0, 1)]
+  receiver = VersionReader(transport, parts=2)
   publishers[0].publish(0, shards[:1])
   assert receiver.poll() is None  # half a version is none
   publishers[1].publish(0, shards[1:])
@@ -196,7 +206,7 @@ def test_two_processes_of_a_learner_make_one_version():
 
 
 def test_versions_must_rise():
-  publisher = Publisher(Memory())
+  publisher = VersionWriter(MemoryTransport())
   publisher.publish(4, snapshot(make()))
   for version in (4, 3):
     with pytest.raises(ValueError, match=f'version {version} was published after ver'):
@@ -212,8 +222,8 @@ def versions(transport):
 
 
 def test_old_versions_are_freed():
-  transport, params = Memory(), make()
-  publisher = Publisher(transport, keep=2, full_every=4, **SMALL)
+  transport, params = MemoryTransport(), make()
+  publisher = VersionWriter(transport, keep=2, full_every=4, **SMALL)
   kept = []
   for version in range(12):
     publisher.publish(version, snapshot(params))
@@ -227,7 +237,7 @@ def test_old_versions_are_freed():
 
 def test_publishing_waits_for_who_still_reads():
   transport, params = Rough(), make()
-  publisher = Publisher(transport, keep=1, full_every=1, patience=30, **SMALL)
+  publisher = VersionWriter(transport, keep=1, full_every=1, patience=30, **SMALL)
   publisher.publish(0, snapshot(params))
   reading, go = threading.Event(), threading.Event()
 
@@ -238,7 +248,7 @@ def test_publishing_waits_for_who_still_reads():
     return data
 
   transport.spoil = slow
-  receiver = Receiver(transport, threads=1)
+  receiver = VersionReader(transport, threads=1)
   reader = threading.Thread(target=receiver.poll)
   reader.start()
   assert reading.wait(10)
@@ -251,16 +261,16 @@ def test_publishing_waits_for_who_still_reads():
   reader.join(10), writer.join(10)
   assert receiver.version == 0 and same(receiver.params(), params)
   assert publisher.version == 2
-  publisher.tend()
+  publisher.repair()
   assert versions(transport) == [2]
 
 
 def test_nobody_waits_for_the_dead():
-  transport = Memory()
-  publisher = Publisher(transport, keep=1, full_every=1, patience=0.2, **SMALL)
+  transport = MemoryTransport()
+  publisher = VersionWriter(transport, keep=1, full_every=1, patience=0.2, **SMALL)
   publisher.publish(0, snapshot(make()))
-  dead = Receiver(transport)._parts[0].lease  # died while it read version 0
-  dead.begin(publisher._run, 0)
+  dead = VersionReader(transport)._parts[0].heartbeat  # died while it read version 0
+  dead.start_reading(publisher._writer_id, 0)
   publisher.publish(1, snapshot(make(1)))
   begun = time.perf_counter()
   assert publisher.publish(2, snapshot(make(2))).wait_s > 0.1

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.model_loading import random_config
 from jaxrl.models import huggingface
-from jaxrl.models.model import Model
-from jaxrl.rollout.weights import whole
-from jaxrl.training.mesh import make_mesh
-from jaxrl.training.policy import random_config
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.weights.direct_transfer import gather_hf_tensors, hf_tensors_bytes
+from jaxrl.training.parallelism.mesh import make_mesh
 
 
 @pytest.fixture(
@@ -23,17 +23,17 @@ def policy(request):
     num_layers=2,
     intermediate_size=64,
   )
-  return shape, Model(shape).init(jax.random.key(0))
+  return shape, TransformerLM(shape).init(jax.random.key(0))
 
 
 def test_they_are_what_a_checkpoint_holds(policy):
   shape, params = policy
   wanted = dict(huggingface.export(shape, jax.tree.map(np.asarray, params)))
-  found = {tensor.name: array for tensor, array in whole.tensors(shape, params)}
+  found = {tensor.name: array for tensor, array in gather_hf_tensors(shape, params)}
   assert list(found) == list(wanted)
   for name, array in found.items():
     np.testing.assert_array_equal(array, wanted[name])
-  assert whole.size(shape, params) == sum(x.nbytes for x in wanted.values())
+  assert hf_tensors_bytes(shape, params) == sum(x.nbytes for x in wanted.values())
 
 
 def test_each_device_of_a_mesh_has_them_whole_and_cast(policy):
@@ -49,21 +49,25 @@ def test_each_device_of_a_mesh_has_them_whole_and_cast(policy):
     return jax.device_put(leaf, own)
 
   shared = jax.tree.map(split, params)
-  found = dict(whole.tensors(shape, shared, 'bfloat16'))
+  found = dict(gather_hf_tensors(shape, shared, 'bfloat16'))
   assert {array.sharding for array in found.values()} == {whole_everywhere}
-  for tensor, alone in whole.tensors(shape, params):
+  for tensor, alone in gather_hf_tensors(shape, params):
     (array,) = (a for t, a in found.items() if t == tensor)
     assert array.dtype == jnp.bfloat16 and len(array.addressable_shards) == 4
     for shard in array.addressable_shards:
       np.testing.assert_array_equal(shard.data, alone.astype(jnp.bfloat16))
-  assert whole.size(shape, shared, 'bfloat16') * 2 == whole.size(shape, params)
+  assert hf_tensors_bytes(shape, shared, 'bfloat16') * 2 == hf_tensors_bytes(
+    shape, params
+  )
 
 
 def test_what_rests_with_the_host_is_brought_to_its_device(policy):
   shape, params = policy
   away = params['norm']['scale'].sharding.with_memory_kind('pinned_host')
   resting = jax.tree.map(lambda x: jax.device_put(x, away), params)
-  pairs = zip(whole.tensors(shape, resting), whole.tensors(shape, params), strict=True)
+  pairs = zip(
+    gather_hf_tensors(shape, resting), gather_hf_tensors(shape, params), strict=True
+  )
   for (tensor, found), (_, wanted) in pairs:
     assert found.sharding.memory_kind != 'pinned_host', tensor
     np.testing.assert_array_equal(found, wanted)

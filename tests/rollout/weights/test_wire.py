@@ -4,11 +4,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import numpy as safetensors
 
-from jaxrl.rollout.weights import wire
-from jaxrl.rollout.weights.blobs import Packer, cut
-from jaxrl.rollout.weights.errors import Corrupt
-from jaxrl.rollout.weights.layout import Region
-from jaxrl.rollout.weights.wire import RAW, SPARSE, Chunk, Manifest, Payload
+from jaxrl.rollout.weights.manifest import (
+  RAW,
+  SPARSE,
+  BlobPacker,
+  Chunk,
+  Manifest,
+  Payload,
+  checksum,
+  decode_record,
+  encode_record,
+  read_payload,
+)
+from jaxrl.rollout.weights.shards import Region
+from jaxrl.rollout.weights.transport import CorruptWeightsError
 
 BOX = Region('layers.q.kernel', 'bfloat16', (8, 6), (4, 0), (4, 6))
 
@@ -24,8 +33,8 @@ def test_a_manifest_comes_back():
   sent = manifest()
   found = Manifest.decode(sent.encode())
   assert found == sent and found.digest == sent.digest
-  assert not found.complete
-  assert found.layout() == [(BOX, [(0, 10), (10, 14)])]
+  assert not found.is_full
+  assert found.chunk_layout() == [(BOX, [(0, 10), (10, 14)])]
 
 
 def test_the_digest_is_of_contents_and_places_not_of_their_encoding():
@@ -41,14 +50,14 @@ def test_the_digest_is_of_contents_and_places_not_of_their_encoding():
 def test_a_manifest_with_any_byte_changed_is_refused(place, change):
   sent = bytearray(manifest().encode())
   sent[place % len(sent)] ^= change
-  with pytest.raises(Corrupt):
+  with pytest.raises(CorruptWeightsError):
     Manifest.decode(bytes(sent))
 
 
 def test_a_cut_manifest_is_refused():
   sent = manifest().encode()
   for size in range(len(sent)):
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptWeightsError):
       Manifest.decode(sent[:size])
 
 
@@ -65,25 +74,25 @@ def test_a_cut_manifest_is_refused():
   ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(spoil):
-  body = wire.unframe(manifest().encode())
+  body = decode_record(manifest().encode())
   spoil(body)
-  with pytest.raises(Corrupt):
-    Manifest.decode(wire.frame(body))
+  with pytest.raises(CorruptWeightsError):
+    Manifest.decode(encode_record(body))
 
 
 def test_blobs_are_bounded_and_any_safetensors_library_reads_them():
   region = Region('w', 'float32', (30,), (0,), (30,))
   data = np.arange(30, dtype=np.float32)
-  packer, blobs, places = Packer(60), {}, []
+  packer, blobs, places = BlobPacker(60), {}, []
   for start in (0, 10, 20):
     part = data[start : start + 10]
-    place, full = packer.add(f'w@{start}', region, RAW, part, wire.checksum(part))
+    place, full = packer.add(f'w@{start}', region, RAW, part, checksum(part))
     places.append(place)
     blobs.update([full] if full else [])
-  odd, full = packer.add('w@30', region, SPARSE, b'abc', wire.checksum(b'abc'))
+  odd, full = packer.add('w@30', region, SPARSE, b'abc', checksum(b'abc'))
   blobs.update(b for b in (full, packer.finish()) if b)
   assert packer.finish() is None
-  assert [(p.blob, p.at, p.size) for p in (*places, odd)] == [
+  assert [(p.blob, p.offset, p.size) for p in (*places, odd)] == [
     (0, 0, 40),
     (1, 0, 40),
     (2, 0, 40),
@@ -93,8 +102,8 @@ def test_blobs_are_bounded_and_any_safetensors_library_reads_them():
   loaded = safetensors.load(blob)
   np.testing.assert_array_equal(loaded['w@20'], data[20:])
   assert loaded['w@30'].tobytes() == b'abc'
-  assert bytes(cut(memoryview(blob), odd)) == b'abc'
-  with pytest.raises(Corrupt):
-    cut(memoryview(blob)[:-1], odd)
-  with pytest.raises(Corrupt):
-    cut(memoryview(b'1234'), odd)
+  assert bytes(read_payload(memoryview(blob), odd)) == b'abc'
+  with pytest.raises(CorruptWeightsError):
+    read_payload(memoryview(blob)[:-1], odd)
+  with pytest.raises(CorruptWeightsError):
+    read_payload(memoryview(b'1234'), odd)

@@ -1,0 +1,33 @@
+"""On-policy distillation by a Jensen–Shannon divergence (arXiv 2306.13649)."""
+
+from functools import partial
+
+from jaxrl.functional import advantages, losses
+from jaxrl.types import Algorithm
+
+
+def jsd(
+  *,
+  beta: float = 0.5,
+  coef: float = 1.0,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  group_size: int = 8,
+) -> Algorithm:
+  """Builds the policy gradient of JSD/(β(1−β)) to a teacher, on the student's samples.
+
+  Args:
+    beta: The student's share of the mixture.
+    coef: The factor on the advantage.
+    clip_low: The ratio is clipped below at 1 − clip_low.
+    clip_high: The ratio is clipped above at 1 + clip_high.
+    group_size: Samples per task.
+
+  Returns:
+    The algorithm.
+  """
+  return Algorithm(
+    advantage=partial(advantages.jsd, beta=beta, coef=coef),
+    policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
+    group_size=group_size,
+  )

@@ -1,0 +1,27 @@
+"""RAFT: fine-tuning on the best answers found (arXiv 2304.06767)."""
+
+from functools import partial
+
+from jaxrl.functional import advantages, losses
+from jaxrl.types import Algorithm
+
+
+def raft(
+  *,
+  threshold: float = 0.0,
+  group_size: int = 8,
+) -> Algorithm:
+  """Maximises the likelihood of each task's best samples above `threshold`.
+
+  Args:
+    threshold: Episodes with at most this reward are left out.
+    group_size: Samples per task.
+
+  Returns:
+    The algorithm.
+  """
+  return Algorithm(
+    advantage=partial(advantages.best_of_group, threshold=threshold),
+    policy_loss=losses.sft,
+    group_size=group_size,
+  )

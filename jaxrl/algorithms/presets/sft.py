@@ -1,0 +1,13 @@
+"""Supervised fine-tuning on the assistant's turns (arXiv 2203.02155)."""
+
+from jaxrl.functional import losses
+from jaxrl.types import Algorithm
+
+
+def sft() -> Algorithm:
+  """Builds maximum likelihood of the action tokens of files of messages.
+
+  Returns:
+    The algorithm.
+  """
+  return Algorithm(policy_loss=losses.sft, data_format='messages', sampler='file')

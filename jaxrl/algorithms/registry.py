@@ -1,0 +1,233 @@
+"""The algorithm registry finds algorithms by name and swaps their components.
+
+An algorithm's name is that of its file in `jaxrl/algorithms/presets` and of the builder
+function in it, and only that file is imported. An algorithm of your own is named
+`package.module:function` or `path/file.py:function`.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pathlib
+import warnings
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxrl import call_strings
+from jaxrl.algorithms import consistency, requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.functional import (
+  advantages,
+  aggregation,
+  corrections,
+  entropy,
+  kl,
+  kl_controllers,
+  losses,
+)
+from jaxrl.functional.components import is_component, options_of
+from jaxrl.types import Algorithm
+
+# The fields of `Algorithm` that hold components, and where a name is looked up.
+COMPONENT_MODULES: dict[str, ModuleType] = {
+  'advantage': advantages,
+  'policy_loss': losses,
+  'kl_loss': kl,
+  'kl_penalty': kl,
+  'entropy_loss': entropy,
+  'value_loss': losses,
+  'correction': corrections,
+  'kl_controller': kl_controllers,
+}
+# Other settings of an algorithm that a config may override, by config key, with the
+# value that leaves the builder's choice.
+SETTINGS: dict[str, Any] = {
+  'aggregation': '',
+  'behaviour': '',
+  'sampler': '',
+  'filters': '',
+  'shapers': '',
+  'schema': '',
+  'critic_warmup': 0,
+}
+# Settings whose config key differs from the field of `Algorithm`.
+FIELD_OF_SETTING = {'behaviour': 'old_logprobs_source', 'schema': 'data_format'}
+SETTING_CHOICES = {
+  'behaviour': ('rollout', 'decoupled'),
+  'schema': ('rollout', 'messages', 'preference', 'text'),
+}
+
+
+def names() -> list[str]:
+  """Returns the names of the algorithms that come with the package, sorted."""
+  folder = pathlib.Path(__file__).parent / 'presets'
+  return sorted(path.stem for path in folder.glob('[a-z]*.py'))
+
+
+def builder(spec: str) -> Callable[..., Algorithm]:
+  """Returns the function that builds an algorithm, importing its module.
+
+  Args:
+    spec: The name of a built-in algorithm, or `package.module:function` or
+      `path/file.py:function`.
+
+  Raises:
+    ConfigError: If there is no such algorithm.
+  """
+  if ':' in spec:
+    return call_strings.resolve(spec)
+  if spec not in names():
+    raise call_strings.unknown_name_error(spec, names(), 'algorithm', 'algorithm')
+  return getattr(importlib.import_module(f'jaxrl.algorithms.presets.{spec}'), spec)
+
+
+def builder_options(spec: str) -> dict[str, Any]:
+  """Returns every option of an algorithm with its default.
+
+  Args:
+    spec: As for `builder`.
+
+  Returns:
+    The builder's own options with their defaults; components and settings, which
+    override the builder's choice, with the value that leaves that choice.
+  """
+  own_options = call_strings.defaults(builder(spec))
+  return dict.fromkeys(COMPONENT_MODULES, '') | SETTINGS | own_options
+
+
+def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
+  """Builds an algorithm, with options set and components swapped.
+
+  Args:
+    spec: As for `builder`.
+    options: The builder's own options; call strings for components, such as
+      `policy_loss='cispo(clip_high=.3)'`; and settings. '' leaves the builder's choice,
+      'none' removes a component.
+
+  Returns:
+    The algorithm, validated.
+
+  Raises:
+    ConfigError: If an option is unknown or its value wrong, or if the components do not
+      fit together. The message says what there is.
+  """
+  build = builder(spec)
+  parameters = inspect.signature(build).parameters
+  builder_values, overrides = {}, {}
+  for name, value in (options or {}).items():
+    if name in parameters:
+      builder_values[name] = value
+    elif name in COMPONENT_MODULES or name in SETTINGS:
+      overrides[name] = value
+    else:
+      known = [*parameters, *COMPONENT_MODULES, *SETTINGS]
+      raise call_strings.unknown_name_error(name, known, 'option', f'algorithm {spec}')
+  algorithm = _build(spec, build, builder_values)
+  changes = {
+    name: _setting(name, value) if name in SETTINGS else make_component(name, value)
+    for name, value in overrides.items()
+    if value != SETTINGS.get(name, '')
+  }
+  fields = {algorithm_field(name): value for name, value in changes.items()}
+  algorithm = dataclasses.replace(algorithm, **fields)
+  for field, part in requirements.components_of(algorithm).items():
+    call_strings.check_options(
+      call_strings.unwrap(part), options_of(part), f'algorithm {spec}, {field}'
+    )
+  for name in SETTINGS:
+    _setting(name, getattr(algorithm, algorithm_field(name)))
+  consistency.validate(algorithm, f'algorithm {spec}', chosen=changes)
+  for message in consistency.warning_messages(algorithm):
+    warnings.warn(f'algorithm {spec}: {message}', stacklevel=2)
+  source = requirements.old_logprobs_source(algorithm)
+  return dataclasses.replace(algorithm, old_logprobs_source=source)
+
+
+def _build(
+  spec: str, build: Callable[..., Algorithm], options: Mapping[str, Any]
+) -> Algorithm:
+  call_strings.check_options(build, options, f'algorithm {spec}')
+  try:
+    inspect.signature(build).bind(**options)
+  except TypeError as error:
+    raise ConfigError(
+      f'{spec} cannot be built: {error}. A builder takes options by name, each with a '
+      'default, and returns an Algorithm'
+    ) from error
+  algorithm = build(**options)
+  if not isinstance(algorithm, Algorithm):
+    raise ConfigError(
+      f'{spec} returns a {type(algorithm).__name__}; a builder returns an Algorithm'
+    )
+  return algorithm
+
+
+def algorithm_field(setting: str) -> str:
+  """Returns the field of `Algorithm` that a setting's config key names."""
+  return FIELD_OF_SETTING.get(setting, setting)
+
+
+def make_component(field: str, text: str) -> Callable[..., Any] | None:
+  """Makes the component that a call string describes.
+
+  Args:
+    field: The field of `Algorithm`, one of `COMPONENT_MODULES`.
+    text: A call string whose name is looked up in the field's module or, where it has a
+      colon, imported; 'none' for no component.
+
+  Returns:
+    The function with its options fixed; None for 'none'.
+
+  Raises:
+    ConfigError: If there is no such function, or it does not take these options.
+  """
+  name, options = call_strings.parse_call(text)
+  if name == 'none':
+    if field == 'policy_loss':
+      raise ConfigError(
+        f"algorithm.{field}='none': there is nothing to train without it"
+      )
+    return None
+  if ':' in name:
+    function = call_strings.resolve(name)
+  else:
+    offered = components_in(COMPONENT_MODULES[field])
+    if name not in offered:
+      raise call_strings.unknown_name_error(name, offered, field, f'algorithm.{field}')
+    function = offered[name]
+  call_strings.check_options(function, options, f'algorithm.{field}={text!r}')
+  return functools.partial(function, **options) if options else function
+
+
+def components_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
+  """Returns the components that a module offers, by name."""
+  # Some modules import what they list in `__all__` when it is first used.
+  names = getattr(module, '__all__', None) or vars(module)
+  values = {name: getattr(module, name) for name in names if not name.startswith('_')}
+  return {name: value for name, value in values.items() if is_component(value)}
+
+
+def _setting(name: str, value: Any) -> Any:
+  """Checks the value of a setting; 'none' empties a list of calls."""
+  expected_type = type(SETTINGS[name])
+  if not isinstance(value, expected_type) or isinstance(value, bool):
+    raise ConfigError(f'algorithm.{name}={value!r} must be a {expected_type.__name__}')
+  if name in ('filters', 'shapers'):
+    call_strings.parse_calls(value)
+    return '' if value == 'none' else value
+  if name == 'critic_warmup':
+    if value < 0:
+      raise ConfigError(f'algorithm.critic_warmup={value}: must be at least 0')
+  elif name == 'aggregation':
+    # The run supplies the length where the mode leaves it out.
+    aggregation.parse_mode(value, length=1)
+  else:
+    head, options = call_strings.parse_call(value)
+    choices = SETTING_CHOICES.get(name)
+    if choices and head not in choices:
+      raise call_strings.unknown_name_error(head, choices, name, 'algorithm')
+    if choices and options:
+      raise ConfigError(f'algorithm.{name}={value!r} takes no options')
+  return value

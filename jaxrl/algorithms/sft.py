@@ -1,9 +1,0 @@
-"""Supervised fine-tuning on the assistant's turns (arXiv 2203.02155)."""
-
-from jaxrl.functional import losses
-from jaxrl.types import Algorithm
-
-
-def sft() -> Algorithm:
-  """Maximum likelihood of the action tokens of files of messages."""
-  return Algorithm(policy_loss=losses.sft, schema='messages', sampler='file')

@@ -1,0 +1,169 @@
+"""Messages from data files are converted here to the form that chat templates take."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.data.row_sources import DataError
+from jaxrl.types import Message
+
+ROLE_BY_NAME = {
+  'human': 'user',
+  'gpt': 'assistant',
+  'bot': 'assistant',
+  'model': 'assistant',
+  'chatgpt': 'assistant',
+  'function_call': 'assistant',
+  'function_response': 'tool',
+  'observation': 'tool',
+}
+ROLE_BY_NAME |= {
+  role: role for role in ('system', 'developer', 'user', 'assistant', 'tool')
+}
+_TURN = re.compile(r'(?:^|\n\n)(Human|Assistant): ?')
+_KEPT_KEYS = ('tool_calls', 'tool_call_id', 'name', 'reasoning_content')
+
+
+def parse_json_cell(text: str, what: str) -> Any:
+  """Parses a cell that holds JSON text, as CSV and some Parquet files store lists.
+
+  Args:
+    text: The JSON text.
+    what: What the text should hold, for the error message.
+
+  Returns:
+    The parsed value.
+
+  Raises:
+    DataError: If the text is not valid JSON.
+  """
+  try:
+    return json.loads(text)
+  except json.JSONDecodeError as error:
+    raise DataError(f'{what} must be a list or object, or its JSON: {error}') from error
+
+
+def as_messages(value: Any, role: str) -> list[Message]:
+  """Converts a text or a list of messages to a list of messages.
+
+  Args:
+    value: A text, or anything that `normalize_messages` takes.
+    role: The role of the message if `value` is a text.
+
+  Returns:
+    The messages.
+  """
+  if isinstance(value, str):
+    return [{'role': role, 'content': value}]
+  return normalize_messages(value)
+
+
+def normalize_messages(value: Any) -> list[Message]:
+  """Parses a conversation into messages with role and content.
+
+  Args:
+    value: A list of messages with role and content, or with from and value; or its JSON
+      text.
+
+  Returns:
+    The messages. A message that must not be learned has `'train': False`.
+
+  Raises:
+    DataError: If an entry is not a message; the error names its index.
+  """
+  value = parse_json_cell(value, 'messages') if isinstance(value, str) else value
+  if not isinstance(value, list) or not value:
+    raise DataError(f'messages must be a list of at least one, not {value!r}'[:200])
+  return [_message(message, i) for i, message in enumerate(value)]
+
+
+def _message(message: Any, i: int) -> Message:
+  """Returns one message with its role, content and what else templates read."""
+  if not isinstance(message, Mapping):
+    raise DataError(f'message {i} must be an object, not {type(message).__name__}')
+  values = {key: value for key, value in message.items() if value is not None}
+  role = str(values.get('role', values.get('from')))
+  content = values.get('content', values.get('value'))
+  if role not in ROLE_BY_NAME or (content is None and not values.get('tool_calls')):
+    raise DataError(
+      f'message {i} needs role and content (or from and value), with a role of '
+      f'{", ".join(ROLE_BY_NAME)}; it has role {role!r} and the keys '
+      f'{", ".join(map(str, values)) or "none"}'
+    )
+  parsed: Message = {'role': ROLE_BY_NAME[role], 'content': _content(content, i)}
+  parsed |= {key: values[key] for key in _KEPT_KEYS if key in values}
+  if 'tool_calls' in parsed:
+    parsed['tool_calls'] = [_call(call) for call in parsed['tool_calls']]
+  train = values.get('train', values.get('weight', True))
+  if train not in (0, 1):
+    raise DataError(f'message {i}: train must be true or false, not {train!r}')
+  return parsed if train else parsed | {'train': False}
+
+
+def _call(call: Any) -> Any:
+  """Returns a tool call with its arguments as an object, as templates expect them."""
+  function = call.get('function') if isinstance(call, Mapping) else None
+  if not isinstance(function, Mapping) or not isinstance(
+    function.get('arguments'), str
+  ):
+    return call
+  return {
+    **call,
+    'function': {
+      **function,
+      'arguments': parse_json_cell(function['arguments'], 'arguments'),
+    },
+  }
+
+
+def _content(content: Any, i: int) -> str:
+  """Returns the content as text, joining the texts of typed parts."""
+  if content is None or isinstance(content, str):
+    return content or ''
+  parts = content if isinstance(content, list) else [content]
+  texts = [part.get('text') if isinstance(part, Mapping) else part for part in parts]
+  known_texts = [text for text in texts if isinstance(text, str)]
+  if len(known_texts) < len(texts):
+    raise DataError(f'message {i}: its content is not text: {content!r}'[:200])
+  return ''.join(known_texts)
+
+
+def parse_transcript(text: str) -> list[Message]:
+  """Splits a text of `Human: …` and `Assistant: …` paragraphs into messages.
+
+  Args:
+    text: The transcript.
+
+  Returns:
+    The messages, with the roles user and assistant.
+
+  Raises:
+    DataError: If the text does not begin with such a paragraph.
+  """
+  before, *parts = _TURN.split(text)
+  if before.strip() or not parts:
+    raise DataError(
+      'there is no prompt, and the answers are neither lists of messages nor '
+      f"texts of 'Human: …' and 'Assistant: …': {text!r}"[:300]
+    )
+  roles = ['user' if name == 'Human' else 'assistant' for name in parts[::2]]
+  return [
+    {'role': role, 'content': content}
+    for role, content in zip(roles, parts[1::2], strict=True)
+  ]
+
+
+def shared_prefix_length(one: list[Message], other: list[Message]) -> int:
+  """Returns how many leading messages two conversations have in common.
+
+  Args:
+    one: A conversation.
+    other: Another conversation.
+
+  Returns:
+    The number of equal messages at the start; 'train' flags are ignored.
+  """
+  stripped = [[{**m, 'train': None} for m in side] for side in (one, other)]
+  pairs = enumerate(zip(*stripped, strict=False))
+  return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,222 @@
+"""Chat tokenization turns messages into token ids and never re-tokenizes model output.
+
+The history of an episode only grows: first the ids of the opening prompt, then
+alternately the ids that the engine returned and the ids of the new messages alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.types import Message
+
+_REPLY_MARK = '\x02reply\x03'  # stands for the reply whose ids already exist
+
+
+class ChatTokenizer:
+  """Applies a tokenizer's chat template incrementally.
+
+  Args:
+    tokenizer: A Hugging Face tokenizer with a chat template and an eos token.
+    template_options: Options passed to the template, such as `enable_thinking=False`.
+
+  Attributes:
+    tokenizer: The tokenizer.
+    eos_id: The id of the token that ends a turn.
+  """
+
+  def __init__(self, tokenizer: Any, *, template_options: dict[str, Any] | None = None):
+    if tokenizer.chat_template is None:
+      raise ValueError(
+        'the tokenizer has no chat template; set tokenizer.chat_template'
+      )
+    if tokenizer.eos_token_id is None:
+      raise ValueError('the tokenizer has no eos token to end a reply with')
+    self.tokenizer = tokenizer
+    self.eos_id: int = tokenizer.eos_token_id
+    self._options = dict(template_options or {})
+    self._prefix = [
+      {'role': 'user', 'content': 'x'},
+      {'role': 'assistant', 'content': _REPLY_MARK},
+    ]
+
+  def with_options(self, **options: Any) -> 'ChatTokenizer':
+    """Returns a chat tokenizer with additional template options.
+
+    Args:
+      **options: Template options, such as `tools=[…]`.
+
+    Returns:
+      The new chat tokenizer.
+    """
+    return ChatTokenizer(self.tokenizer, template_options=self._options | options)
+
+  def with_tools(self, tools: Sequence[dict[str, Any]]) -> 'ChatTokenizer':
+    """Returns a chat tokenizer whose first prompt announces `tools`.
+
+    Args:
+      tools: JSON schemas in the form of OpenAI's API.
+
+    Returns:
+      The new chat tokenizer.
+
+    Raises:
+      ValueError: If the chat template ignores tools, so that the model would never see
+        them.
+    """
+    with_tools, question = self.with_options(tools=list(tools)), self._prefix[:1]
+    if with_tools._render(question, prompt=True) == self._render(question, prompt=True):
+      raise ValueError(
+        "the tokenizer's chat template leaves tools out: use a model whose template "
+        'reads `tools`, or set tokenizer.chat_template'
+      )
+    return with_tools
+
+  def _render(self, messages: Sequence[Message], prompt: bool) -> str:
+    try:
+      return self.tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=prompt, **self._options
+      )
+    except Exception as error:  # a template is a program of its own
+      roles = ', '.join(str(message.get('role')) for message in messages)
+      raise ValueError(
+        f'the chat template refuses messages of the roles {roles}: {error}'
+      ) from error
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of `text` without adding special tokens.
+
+    Args:
+      text: The text to encode.
+
+    Returns:
+      The token ids.
+    """
+    return self.tokenizer.encode(text, add_special_tokens=False)
+
+  def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+    """Decodes a reply, leaving out special tokens such as its end-of-turn token.
+
+    Args:
+      tokens: Token ids `[T]`.
+
+    Returns:
+      The text.
+    """
+    ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+    return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+  def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+    """Encodes the opening messages and the header that asks for a reply.
+
+    Args:
+      messages: The messages before the first reply.
+
+    Returns:
+      The token ids.
+    """
+    return self.encode(self._render(messages, prompt=True))
+
+  def encode_conversation(self, messages: Sequence[Message]) -> list[int]:
+    """Encodes a complete conversation as the template renders it.
+
+    Args:
+      messages: All messages of the conversation.
+
+    Returns:
+      The token ids.
+    """
+    return self.encode(self._render(messages, prompt=False))
+
+  def encode_next_prompt(
+    self, messages: Sequence[Message], *, ended: bool, prompt: bool = True
+  ) -> list[int]:
+    """Encodes only `messages`, to be appended to a history that ends in a reply.
+
+    Args:
+      messages: The new messages.
+      ended: Whether the reply's ids include its end-of-turn token. If the reply was cut
+        short, that token comes first.
+      prompt: Whether to append the header that asks for another reply.
+
+    Returns:
+      The token ids to append.
+    """
+    text = self._render([*self._prefix, *messages], prompt=prompt)
+    tail = text.partition(_REPLY_MARK)[2]  # the new messages may contain the mark
+    end = self.tokenizer.eos_token
+    if ended:
+      tail = tail.removeprefix(end)
+    elif not tail.startswith(end):
+      tail = end + tail
+    return self.encode(tail)
+
+  def encode_with_mask(
+    self, messages: Sequence[Message]
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes a written conversation as a rollout would have produced it.
+
+    A message whose 'train' is False is left out of the mask. Messages after the last
+    reply are left out altogether.
+
+    Args:
+      messages: The conversation, beginning with a message that is not a reply.
+
+    Returns:
+      A tuple of tokens `[T]` int32 and a mask `[T]` bool, which is True on the
+      assistant's words and on the token that ends each of its turns.
+
+    Raises:
+      ValueError: If the conversation begins with a reply or has two replies in a row.
+    """
+    opening, rest = _split(messages)
+    if rest and not opening:
+      raise ValueError('it begins with an assistant message, and needs one before it')
+    tokens = self.encode_prompt(opening)
+    mask = [False] * len(tokens)
+    while rest:
+      reply = [*self.encode(self._reply(rest[0])), self.eos_id]
+      tokens += reply
+      mask += [bool(rest[0].get('train', True))] * len(reply)
+      others, rest = _split(rest[1:])
+      if others and rest:
+        new_ids = self.encode_next_prompt(others, ended=True)
+        tokens += new_ids
+        mask += [False] * len(new_ids)
+      elif rest:
+        raise ValueError('two assistant messages follow each other; join them')
+    return np.asarray(tokens, np.int32), np.asarray(mask, bool)
+
+  def _reply(self, message: Message) -> str:
+    """Returns a reply's content, or its tool calls as the template renders them."""
+    if not message.get('tool_calls'):
+      return message['content']
+    question = self._prefix[:1]
+    header = self._render(question, prompt=True)
+    rendered = self._render([*question, message], prompt=False)
+    if not rendered.startswith(header):
+      raise ValueError('the chat template writes tool calls under another header')
+    return rendered.removeprefix(header).partition(self.tokenizer.eos_token)[0]
+
+  def encode_document(self, text: str) -> np.ndarray:
+    """Encodes a text as in pretraining, between the tokenizer's start and end tokens.
+
+    Args:
+      text: The document.
+
+    Returns:
+      Token ids `[T]` int32.
+    """
+    ids = self.tokenizer.encode(text)
+    return np.asarray(
+      [*ids, self.eos_id] if ids[-1:] != [self.eos_id] else ids, np.int32
+    )
+
+
+def _split(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+  """Splits messages before the first assistant message."""
+  for i, message in enumerate(messages):
+    if message['role'] == 'assistant':
+      return list(messages[:i]), list(messages[i:])
+  return list(messages), []

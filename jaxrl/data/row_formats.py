@@ -1,0 +1,303 @@
+"""Row formats: conversations, pairs and texts are recognised by the keys of their rows.
+
+| format | a row has |
+|---|---|
+| messages | `messages` (role, content) or `conversations` (from, value); or else a |
+| | prompt and a response: prompt, question or instruction (with an input), and |
+| | response, solution, completion or output, each a text or a list of messages |
+| preference | chosen and rejected: texts or messages after a prompt; or two whole |
+| | conversations with a common start, as messages or as `Human: … Assistant: …` |
+| text | text |
+
+A row may also have `system` (a text), `tools` (as chat templates take them), `tag` and
+`reward`. Rows of messages may have `extras`, which maps names to lists with one value
+per token, such as a teacher's logprobs. A message's `"train": false` (or `"weight": 0`)
+leaves a turn out of training.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl import call_strings
+from jaxrl.data import chat_messages
+from jaxrl.data.row_sources import DataError, Row
+from jaxrl.types import Message
+
+DATA_FORMATS = ('messages', 'preference', 'text')
+
+
+class RowFormat:
+  """Knows under which keys a row holds its prompt, response, messages and so on.
+
+  Args:
+    keys: Unusual keys of the rows, such as 'prompt=ask, response=reply'.
+    question_key: A further name of the prompt.
+    solution_key: A further name of the response.
+    system: The system message of conversations that have none.
+
+  Raises:
+    ConfigError: If `keys` is malformed.
+  """
+
+  def __init__(
+    self,
+    *,
+    keys: str = '',
+    question_key: str = 'question',
+    solution_key: str = 'solution',
+    system: str = '',
+  ):
+    self._names: dict[str, tuple[str, ...]] = {
+      'messages': ('messages', 'conversations'),
+      'prompt': (question_key, 'prompt', 'instruction'),
+      'input': ('input',),
+      'response': (solution_key, 'response', 'completion', 'output'),
+      'chosen': ('chosen',),
+      'rejected': ('rejected',),
+      'text': ('text',),
+      'reward': ('reward',),
+      'system': ('system',),
+      'tools': ('tools',),
+      'tag': ('tag',),
+    }
+    self._custom_keys = _read_keys(keys, self._names)
+    self._names |= {name: (key,) for name, key in self._custom_keys.items()}
+    self._system = system
+
+  def find(self, row: Row, name: str) -> Any:
+    """Returns what the row holds under one of the keys for `name`.
+
+    Args:
+      row: The row.
+      name: What to look for, such as 'prompt'.
+
+    Returns:
+      The value, or None if there is none.
+    """
+    values = (row.get(key) for key in self._names[name])
+    return next((value for value in values if value is not None), None)
+
+  def conversation(self, row: Row) -> list[Message]:
+    """Returns the messages of a row in the form that chat templates take.
+
+    Args:
+      row: The row.
+
+    Returns:
+      The messages.
+
+    Raises:
+      DataError: If the row holds no conversation.
+    """
+    messages = self.find(row, 'messages')
+    has_custom_keys = any(
+      self._custom_keys.get(name) in row for name in ('prompt', 'response')
+    )
+    if messages is not None and not has_custom_keys:
+      return self._opened(row, chat_messages.normalize_messages(messages))
+    prompt, response = self.find(row, 'prompt'), self.find(row, 'response')
+    if prompt is None or response is None:
+      raise self._missing(row, 'messages', 'prompt', 'response')
+    return self._opened(
+      row, [*self._prompt(row), *chat_messages.as_messages(response, 'assistant')]
+    )
+
+  def pair(self, row: Row) -> tuple[list[Message], list[Message]]:
+    """Returns the chosen and the rejected conversation of a row.
+
+    Only the answers are marked for training.
+
+    Args:
+      row: The row.
+
+    Returns:
+      A tuple of the chosen and the rejected conversation.
+
+    Raises:
+      DataError: If one is missing or they answer different prompts.
+    """
+    sides = [self.find(row, name) for name in ('chosen', 'rejected')]
+    if None in sides:
+      raise self._missing(row, 'chosen', 'rejected')
+    has_prompt = self.find(row, 'prompt') is not None
+    prefix = self._prompt(row) if has_prompt else []
+    chosen, rejected = (_answer(side, prefix) for side in sides)
+    num_shared = chat_messages.shared_prefix_length(chosen, rejected)
+    for side, name in ((chosen, 'chosen'), (rejected, 'rejected')):
+      if len(side) == num_shared or side[num_shared]['role'] != 'assistant':
+        raise DataError(
+          'chosen and rejected must share their prompt and then differ in the '
+          f'answer; after {num_shared} equal messages, {name} '
+          + (
+            'ends'
+            if len(side) == num_shared
+            else f'has one of {side[num_shared]["role"]}'
+          )
+        )
+    opening = [message | {'train': False} for message in chosen[:num_shared]]
+    one, other = ([*opening, *side[num_shared:]] for side in (chosen, rejected))
+    return self._opened(row, one), self._opened(row, other)
+
+  def text(self, row: Row) -> str:
+    """Returns the text of a row.
+
+    Args:
+      row: The row.
+
+    Returns:
+      The text.
+
+    Raises:
+      DataError: If the row has no text.
+    """
+    text = self.find(row, 'text')
+    if not isinstance(text, str):
+      raise self._missing(row, 'text')
+    return text
+
+  def reward(self, row: Row, *, required: bool = False) -> float:
+    """Returns the reward of a row.
+
+    Args:
+      row: The row.
+      required: Whether a missing reward is an error.
+
+    Returns:
+      The reward; 0 if the row has none.
+
+    Raises:
+      DataError: If the reward is required and missing, or is not a finite number.
+    """
+    reward = self.find(row, 'reward')
+    if reward is None and not required:
+      return 0.0
+    if reward is None:
+      raise self._missing(row, 'reward')
+    try:
+      value = float(reward)
+    except (TypeError, ValueError) as error:
+      raise DataError(f'the reward is not a number: {reward!r}') from error
+    if value - value != 0:
+      raise DataError(f'the reward is not a finite number: {reward!r}')
+    return value
+
+  def tools(self, row: Row) -> list[Any]:
+    """Returns the tools that the conversation's system message announces.
+
+    Args:
+      row: The row.
+
+    Returns:
+      The tools' JSON schemas.
+    """
+    tools = self.find(row, 'tools')
+    tools = (
+      chat_messages.parse_json_cell(tools, 'tools')
+      if isinstance(tools, str) and tools
+      else tools
+    )
+    return list(tools or ())
+
+  def extras(self, row: Row) -> dict[str, Any]:
+    """Returns the additional per-token values of a row's conversation.
+
+    Args:
+      row: The row.
+
+    Returns:
+      Lists of one value per token, by name.
+
+    Raises:
+      DataError: If `extras` is not an object.
+    """
+    extras = row.get('extras') or {}
+    if not isinstance(extras, Mapping):
+      raise DataError(f'extras is {type(extras).__name__}, not an object')
+    return dict(extras)
+
+  def tag(self, row: Row) -> str:
+    """Returns the tag of a row, or ''.
+
+    Args:
+      row: The row.
+
+    Returns:
+      The tag.
+    """
+    return str(self.find(row, 'tag') or '')
+
+  def strings(self, row: Row) -> Iterator[str]:
+    """Yields every text of a row that a model may meet, whatever the data format.
+
+    Args:
+      row: The row.
+
+    Yields:
+      The texts.
+    """
+    for name in ('messages', 'prompt', 'response', 'chosen', 'rejected', 'text'):
+      value = self.find(row, name)
+      if isinstance(value, str):
+        yield value
+      elif isinstance(value, list):
+        for message in value:
+          if isinstance(message, Mapping):
+            yield str(message.get('content') or message.get('value') or '')
+
+  def _prompt(self, row: Row) -> list[Message]:
+    prompt = self.find(row, 'prompt')
+    extra_input = self.find(row, 'input')
+    takes_input = 'input' in self._custom_keys or prompt == row.get('instruction')
+    if isinstance(prompt, str) and extra_input and takes_input:
+      prompt = f'{prompt}\n\n{extra_input}'
+    return [
+      message | {'train': False}
+      for message in chat_messages.as_messages(prompt, 'user')
+    ]
+
+  def _opened(self, row: Row, messages: list[Message]) -> list[Message]:
+    """Prepends the row's system message, or the default one, if there is none yet."""
+    system = self.find(row, 'system') or self._system
+    if not system or messages[0]['role'] in ('system', 'developer'):
+      return messages
+    return [{'role': 'system', 'content': str(system)}, *messages]
+
+  def _missing(self, row: Row, *names: str) -> DataError:
+    keys = [' or '.join(map(repr, dict.fromkeys(self._names[name]))) for name in names]
+    wanted = '; '.join(f'{n}: {k}' for n, k in zip(names, keys, strict=True))
+    return DataError(
+      f'it does not hold what is needed ({wanted}). Its keys are '
+      f'{", ".join(map(str, row)) or "none"}; name others by '
+      f"--config.files.keys='{names[-1]}=KEY'"
+    )
+
+
+def _read_keys(text: str, names: Mapping[str, Any]) -> dict[str, str]:
+  """Parses 'prompt=ask, response=reply' into a mapping. Raises ConfigError."""
+  key_by_name = {}
+  for term in filter(str.strip, text.split(',')):
+    name, equals, key = (part.strip() for part in term.partition('='))
+    if not equals or not key:
+      raise call_strings.ConfigError(f'keys={text!r}: write name=key, name=key')
+    if name not in names:
+      raise call_strings.unknown_name_error(name, names, 'name', f'keys={text!r}')
+    key_by_name[name] = key
+  return key_by_name
+
+
+def _answer(side: Any, prompt: list[Message]) -> list[Message]:
+  """Returns the full conversation of one side of a pair."""
+  if isinstance(side, str):
+    if prompt:
+      return [*prompt, {'role': 'assistant', 'content': side}]
+    return chat_messages.parse_transcript(side)
+  turns = chat_messages.normalize_messages(side)
+  role_contents = [(turn['role'], turn['content']) for turn in turns]
+  if prompt and turns[0]['role'] == 'assistant':
+    return [*prompt, *turns]
+  if prompt and (prompt[-1]['role'], prompt[-1]['content']) not in role_contents:
+    raise DataError(
+      'an answer starts neither with an assistant message nor with the prompt, '
+      f'{prompt[-1]["content"]!r}'[:200]
+    )
+  return turns

@@ -1,0 +1,193 @@
+"""Row sources: files, folders, Hugging Face datasets on disk, and generators."""
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxrl import call_strings
+
+Row = dict[str, Any]
+SOURCE_KEY = (
+  'source_path'  # the key that holds the source of a row if there are several
+)
+# Called as fn(split, **options), with `size` among the options.
+GENERATORS = {
+  'arithmetic': 'jaxrl.data.arithmetic:arithmetic_rows',
+  'frozen_lake': 'jaxrl.envs.games.frozen_lake_env:demonstrations',
+}
+
+
+class DataError(call_strings.ConfigError):
+  """Reports which file is wrong, where in it, and what to do."""
+
+
+def load_rows(path: str, split: str = 'train', limit: int | None = None) -> list[Row]:
+  """Loads all rows of a source, or its first `limit` without reading more.
+
+  Several sources are joined by ` + `, and `limit` is divided evenly among them; each
+  row then holds under SOURCE_KEY the term of `path` that it came from.
+
+  Args:
+    path: A .jsonl, .json, .csv or .parquet file; a folder of such files, read in the
+      order of their names (only those whose name contains the split, if there are any);
+      a folder written by Hugging Face's `save_to_disk`; or
+      `generate:name(option=value)`, where name is one of GENERATORS or
+      `package.module:function` and `limit` is the number of rows to generate.
+    split: The split to load.
+    limit: The maximum number of rows.
+
+  Returns:
+    The rows.
+
+  Raises:
+    DataError: If the source is missing, empty or malformed; the error names file and
+      line.
+  """
+  if limit is not None and limit < 1:
+    raise DataError(f'limit={limit} of dataset {path!r} must be at least 1, or none')
+  terms = call_strings.split(path, ' + ')
+  if len(terms) > 1:
+    return _load_all(terms, split, limit)
+  if path.startswith('generate:'):
+    return _generate(path, split, limit)
+  location = Path(path).expanduser()
+  if not location.exists():
+    raise DataError(f'dataset {path!r} does not exist (looked in {Path.cwd()})')
+  rows_iterator = (
+    _read_folder(location, split) if location.is_dir() else _read_file(location)
+  )
+  rows = list(itertools.islice(rows_iterator, limit))
+  if not rows:
+    raise DataError(f'dataset {path!r} is empty: it holds no rows')
+  return rows
+
+
+def _load_all(terms: list[str], split: str, limit: int | None) -> list[Row]:
+  if len(set(terms)) < len(terms):
+    raise DataError(f'dataset {" + ".join(terms)!r} names a source twice')
+  rows = []
+  for i, term in enumerate(terms):
+    share = None if limit is None else (limit + len(terms) - 1 - i) // len(terms)
+    if share != 0:
+      rows += [{**row, SOURCE_KEY: term} for row in load_rows(term, split, share)]
+  return rows
+
+
+def _generate(path: str, split: str, limit: int | None) -> list[Row]:
+  name, options = call_strings.parse_call(path.removeprefix('generate:'))
+  where = f'dataset {path!r}'
+  if name not in GENERATORS and ':' not in name:
+    raise call_strings.unknown_name_error(name, GENERATORS, 'generator', where)
+  generate = call_strings.resolve(GENERATORS.get(name, name))
+  call_strings.check_options(generate, options, where)
+  if limit is not None:
+    options['size'] = limit
+  try:
+    return generate(split, **options)
+  except ValueError as error:
+    raise DataError(f'{where}: {error}') from error
+
+
+def _read_folder(folder: Path, split: str) -> Iterable[Row]:
+  if (folder / 'dataset_dict.json').exists() or (folder / 'state.json').exists():
+    return _read_huggingface(folder, split)
+  files = sorted(f for f in folder.rglob('*') if f.suffix in FILE_READERS)
+  of_split = [f for f in files if split in f.stem]
+  if not files:
+    raise DataError(f'folder {folder} holds no {", ".join(FILE_READERS)} file')
+  return itertools.chain.from_iterable(map(_read_file, of_split or files))
+
+
+def _read_huggingface(folder: Path, split: str) -> Iterable[Row]:
+  try:
+    import datasets  # pyright: ignore[reportMissingImports]
+  except ImportError as error:
+    raise DataError(
+      f'{folder} is a Hugging Face dataset; install `datasets` to read it'
+    ) from error
+  loaded = datasets.load_from_disk(str(folder))
+  if isinstance(loaded, datasets.DatasetDict):
+    if split not in loaded:
+      raise DataError(f'{folder} has no split {split!r}; it has {", ".join(loaded)}')
+    loaded = loaded[split]
+  return map(dict, loaded)
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+  if file.suffix not in FILE_READERS:
+    raise DataError(
+      f'{file}: unknown kind of file; known are {", ".join(FILE_READERS)}'
+    )
+  try:
+    yield from FILE_READERS[file.suffix](file)
+  except UnicodeDecodeError as error:
+    raise DataError(f'{file}: not UTF-8 text: {error}') from error
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+  with file.open(encoding='utf-8-sig') as lines:
+    for number, line in enumerate(lines, 1):
+      if line.strip():
+        yield _parse(line, f'{file}, line {number}')
+
+
+def _parse(text: str, where: str) -> Row:
+  try:
+    row = json.loads(text)
+  except json.JSONDecodeError as error:
+    raise DataError(f'{where}: not valid JSON: {error}') from error
+  if not isinstance(row, dict):
+    raise DataError(f'{where}: a row must be an object, not {type(row).__name__}')
+  return row
+
+
+def _read_json(file: Path) -> Iterator[Row]:
+  text = file.read_text(encoding='utf-8-sig')
+  try:
+    rows = json.loads(text)
+  except json.JSONDecodeError as error:
+    raise DataError(f'{file}, line {error.lineno}: not valid JSON: {error}') from error
+  if isinstance(rows, dict):  # {'data': [...]} or one of its like
+    lists = [value for value in rows.values() if isinstance(value, list)]
+    rows = lists[0] if len(lists) == 1 else [rows]
+  if not isinstance(rows, list):
+    raise DataError(f'{file}: must hold a list of objects')
+  for i, row in enumerate(rows):
+    if not isinstance(row, dict):
+      raise DataError(f'{file}, row {i}: must be an object, not {type(row).__name__}')
+    yield row
+
+
+def _read_csv(file: Path) -> Iterator[Row]:
+  with file.open(encoding='utf-8-sig', newline='') as lines:
+    reader = csv.DictReader(lines)
+    for row in reader:
+      if None in row or None in row.values():
+        raise DataError(
+          f'{file}, line {reader.line_num}: the row does not have the '
+          f'{len(reader.fieldnames or [])} columns of the header'
+        )
+      yield row
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+  try:
+    import pyarrow.parquet
+  except ImportError as error:
+    raise DataError(f'{file}: install `pyarrow` to read Parquet files') from error
+  try:
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+      yield from batch.to_pylist()
+  except pyarrow.ArrowInvalid as error:
+    raise DataError(f'{file}: not a Parquet file: {error}') from error
+
+
+FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+  '.jsonl': _read_jsonl,
+  '.json': _read_json,
+  '.csv': _read_csv,
+  '.parquet': _read_parquet,
+}

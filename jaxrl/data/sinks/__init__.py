@@ -1,1 +1,0 @@
-"""Where played trajectories are kept: files, object stores, tables."""

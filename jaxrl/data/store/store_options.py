@@ -1,0 +1,87 @@
+"""Store options name an experience store by a URL or by a call string.
+
+The URL is `sqlite:////abs/path.db`, `postgresql://host/name` or any other of
+SQLAlchemy's. It may be prefixed by `experience+`, which distinguishes it from the URLs
+of files. The call string is `store(url='…', uses=2)`, with the options of
+`reader_options` or `writer_options`.
+"""
+
+import math
+from typing import NamedTuple
+
+from jaxrl.call_strings import ConfigError
+
+STORE_URL_PREFIX = 'experience+'
+
+
+class ReaderOptions(NamedTuple):
+  """Holds the options of a trainer's access; see `reader_options`."""
+
+  url: str
+  uses: int
+  reader: str
+  wait: float
+
+
+class WriterOptions(NamedTuple):
+  """Holds the options of a writer's access; see `writer_options`."""
+
+  url: str
+  version: int
+
+
+def reader_options(
+  *, url: str = '', uses: int = 1, reader: str = 'trainer', wait: float = 600.0
+) -> ReaderOptions:
+  """Checks how a trainer reads from a store.
+
+  Args:
+    url: The URL of the store.
+    uses: How often each group is trained on.
+    reader: The name under which uses are counted; another name has its own count.
+    wait: After this many seconds without a new group training stops.
+
+  Returns:
+    The options.
+
+  Raises:
+    ConfigError: If an option is out of range.
+  """
+  if uses < 1:
+    raise ConfigError(f'uses={uses}: must be at least 1')
+  if not 0 <= wait < math.inf:
+    raise ConfigError(f'wait={wait}: must be at least 0, and finite')
+  if not 0 < len(reader) <= 255:
+    raise ConfigError('reader: must have 1 to 255 characters')
+  return ReaderOptions(url, uses, reader, wait)
+
+
+def writer_options(*, url: str = '', version: int = 0) -> WriterOptions:
+  """Checks how a rollout job writes into a store.
+
+  Args:
+    url: The URL of the store.
+    version: The version of the weights that play: the step at which they were
+      published.
+
+  Returns:
+    The options.
+
+  Raises:
+    ConfigError: If an option is out of range.
+  """
+  if version < 0:
+    raise ConfigError(f'version={version}: must be at least 0')
+  return WriterOptions(url, version)
+
+
+def is_store_path(text: str) -> bool:
+  """Returns whether the path of a dump names an experience store.
+
+  Args:
+    text: The path.
+
+  Returns:
+    True for a URL with the store's prefix or a `store(…)` call string.
+  """
+  return text.startswith((STORE_URL_PREFIX, 'store(')) or text == 'store'

@@ -1,0 +1,186 @@
+"""Trajectory codec: converts trajectories to JSON and back exactly, without pickle.
+
+Checkpoints, dumps and the experience store use it.
+"""
+
+import base64
+import binascii
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data import json_codec
+from jaxrl.types import Group, Trajectory
+
+# JSON key → field. Two fields keep the keys that existing files use.
+JSON_KEYS = {'sample_index': 'member', 'turn': 'step'}
+FIELDS = {
+  JSON_KEYS.get(field.name, field.name): field.name
+  for field in dataclasses.fields(Trajectory)
+}
+# Fields with one entry per token, and the dtype kinds that each may have.
+PER_TOKEN_FIELDS = {
+  'tokens': 'iu',
+  'action_mask': 'b',
+  'rollout_logprobs': 'f',
+  'rewards': 'f',
+  'weights_version': 'iu',
+}
+# The other fields and their types.
+PER_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
+  'group_id': int,
+  'episode_id': int,
+  'member': int,
+  'step': int,
+  'tag': str,
+  'episode_seed': int,
+  'stop_reason': str,
+  'is_expert': bool,
+  'is_greedy': bool,
+  'weight': (int, float),
+  'messages': list,
+  'metrics': dict,
+  'columns': dict,
+  'extras': dict,
+}
+MAX_BYTES = 2**32  # of groups that are unpacked
+
+
+def to_json(row: Trajectory) -> dict[str, Any]:
+  """Converts every field of a trajectory to JSON, by name.
+
+  Args:
+    row: The trajectory. Its metrics, columns and extras may hold arrays of numbers,
+      bytes and tuples.
+
+  Returns:
+    The fields as JSON; `from_json` restores the same bits.
+
+  Raises:
+    TypeError: If a value cannot be represented; the error names it.
+  """
+  return {
+    key: json_codec.encode_value(getattr(row, field), key)
+    for key, field in FIELDS.items()
+  }
+
+
+def from_json(data: Mapping[str, Any]) -> Trajectory:
+  """Restores the trajectory that `to_json` was given.
+
+  Args:
+    data: The fields as JSON.
+
+  Returns:
+    The trajectory.
+
+  Raises:
+    ValueError: If a field is missing, unknown, of another type, or its bytes do not fit
+      its dtype and shape, or if per-token fields differ in length. The error names the
+      field.
+  """
+  if not isinstance(data, Mapping) or data.keys() != FIELDS.keys():
+    keys = set(data) if isinstance(data, Mapping) else set()
+    difference = sorted(map(str, keys ^ FIELDS.keys()))
+    raise ValueError(f'not a trajectory: absent or unknown are {", ".join(difference)}')
+  values = {name: json_codec.decode_value(data[name], name) for name in FIELDS}
+  for name, kinds in PER_TOKEN_FIELDS.items():
+    column = values[name]
+    if not isinstance(column, np.ndarray) or column.dtype.kind not in kinds:
+      raise ValueError(f'{name}: not an array of its kind of number')
+    if column.shape != (len(values['tokens']),):
+      raise ValueError(
+        f'{name} has shape {column.shape}, tokens {values["tokens"].shape}: both must '
+        'be [T]'
+      )
+  for name, kind in PER_ROW_FIELDS.items():
+    value = values[name]
+    value = value.item() if isinstance(value, np.generic) else value
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+      raise ValueError(f'{name} cannot be a {type(value).__name__}')
+  return Trajectory(**{field: values[key] for key, field in FIELDS.items()})
+
+
+def to_bytes(groups: Sequence[Group]) -> bytes:
+  """Serializes groups as compressed JSON.
+
+  Args:
+    groups: The groups.
+
+  Returns:
+    The compressed bytes.
+
+  Raises:
+    TypeError: If a value cannot be represented.
+  """
+  rows = [[to_json(row) for row in group] for group in groups]
+  text = json.dumps(rows, allow_nan=False, separators=(',', ':')).encode()
+  return zlib.compress(text, 1)
+
+
+def from_bytes(data: bytes, max_bytes: int = MAX_BYTES) -> list[Group]:
+  """Restores the groups that `to_bytes` was given.
+
+  Args:
+    data: The compressed bytes.
+    max_bytes: The largest accepted size when unpacked.
+
+  Returns:
+    The groups.
+
+  Raises:
+    ValueError: If the data was not written by `to_bytes` or is too large.
+  """
+  decompressor = zlib.decompressobj()
+  try:
+    text = decompressor.decompress(data, max_bytes)
+  except (zlib.error, TypeError) as error:
+    raise ValueError(f'groups: not what pack writes: {error}') from error
+  if not decompressor.eof:
+    raise ValueError(f'groups: torn, or larger than {max_bytes} bytes when unpacked')
+  try:
+    rows = json.loads(text)
+  except RecursionError as error:
+    raise ValueError('groups: too many levels deep') from error
+  if not isinstance(rows, list) or not all(isinstance(group, list) for group in rows):
+    raise ValueError('groups: not a list of lists of trajectories')
+  return [[from_json(row) for row in group] for group in rows]
+
+
+def pack(groups: Sequence[Group]) -> str:
+  """Serializes groups as one short text, the base64 of `to_bytes`.
+
+  Args:
+    groups: The groups.
+
+  Returns:
+    The text.
+
+  Raises:
+    TypeError: If a value cannot be represented.
+  """
+  return base64.b64encode(to_bytes(groups)).decode()
+
+
+def unpack(text: str, max_bytes: int = MAX_BYTES) -> list[Group]:
+  """Restores the groups that `pack` was given.
+
+  Args:
+    text: The text.
+    max_bytes: The largest accepted size when unpacked.
+
+  Returns:
+    The groups.
+
+  Raises:
+    ValueError: If the text was not written by `pack` or is too large.
+  """
+  try:
+    data = base64.b64decode(text, validate=True)
+  except (binascii.Error, TypeError) as error:
+    raise ValueError(f'groups: not what pack writes: {error}') from error
+  return from_bytes(data, max_bytes)

@@ -1,0 +1,1 @@
+"""Trajectory writers store played trajectories in files, object stores or tables."""

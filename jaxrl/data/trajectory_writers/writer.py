@@ -1,0 +1,74 @@
+"""Dump destinations: `open_dump` builds the columns and the writer of a dump."""
+
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxrl.call_strings import ConfigError
+
+if TYPE_CHECKING:
+  from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
+  from jaxrl.data.trajectory_writers.file_writer import TrajectoryWriter
+
+
+def open_dump(
+  mode: str,
+  folder: pathlib.Path,
+  env_columns: Mapping[str, str] | None = None,
+  *,
+  path: str = '',
+  columns: tuple[Any, ...] = (),
+) -> 'tuple[DumpColumns, TrajectoryWriter]':
+  """Builds the columns of a dump and its writer.
+
+  The keyword options are those of `config.dump`.
+
+  Args:
+    mode: The mode of the rollout, which is part of the file names.
+    folder: The run's own folder, where trajectories go if there is no `path`.
+    env_columns: The environments' columns, as a mapping of name to type.
+    path: A folder or fsspec URL for JSON lines, or one that ends in `.jsonl` or
+      `.parquet`; or `odps://project/tables/table/ds=name` for MaxCompute.
+    columns: Pairs of name and type, such as `[['task_idx', 'bigint'], …]`; empty
+      selects all columns.
+
+  Returns:
+    A tuple of the columns and the writer.
+
+  Raises:
+    ConfigError: If the path or a column is not valid.
+  """
+  # Imported here because few runs keep their trajectories.
+  from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
+  from jaxrl.data.trajectory_writers.file_writer import FileWriter
+
+  dump_columns = DumpColumns(columns, env_columns)
+  path = path or str(folder / 'trajectories')
+  if path.startswith('odps:'):
+    from jaxrl.data.trajectory_writers.maxcompute_writer import MaxComputeWriter
+
+    return dump_columns, MaxComputeWriter(path, dump_columns.types, folder / 'uploads')
+  return dump_columns, FileWriter(path, mode, dump_columns.types)
+
+
+def merge_columns(columns: Iterable[Mapping[str, str]]) -> dict[str, str]:
+  """Merges the columns of several environments.
+
+  Args:
+    columns: For each environment a mapping of column name to type.
+
+  Returns:
+    All columns.
+
+  Raises:
+    ConfigError: If a column has different types.
+  """
+  merged: dict[str, str] = {}
+  for env_columns in columns:
+    for name, kind in env_columns.items():
+      if merged.setdefault(name, kind) != kind:
+        raise ConfigError(
+          f'column {name!r} is a {merged[name]} in one environment and a {kind} in '
+          'another'
+        )
+  return merged

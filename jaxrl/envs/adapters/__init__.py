@@ -1,0 +1,1 @@
+"""Adapters that play the environments of other packages as text environments."""

@@ -1,0 +1,179 @@
+"""AgentEnv runs a user's own agent, which plays through the OpenAI-compatible endpoint.
+
+The environment is not stepped: the agent is run and calls the model itself; see
+`jaxrl.rollout.gateway`.
+"""
+
+import importlib.util
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from jaxrl import call_strings
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
+from jaxrl.envs.agents.function_agent import FunctionAgent
+from jaxrl.envs.graders.answer_matching import final_answer
+from jaxrl.envs.graders.composite import make_grader
+
+
+class AgentRunner(Protocol):
+  """Protocol: runs an agent."""
+
+  def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    """Runs the agent on a task and returns its result, or raises its error."""
+    ...
+
+  def kill(self) -> None:
+    """Ends the agent; may be called from any thread."""
+    ...
+
+
+class AgentEnv:
+  """Runs an agent on the task's row.
+
+  The reward is what the agent returns (a number, or {'reward', 'metrics', 'given'}; for
+  a command its last line if that is such an object), plus what it sent to /feedback,
+  plus the grade of the last reply if there is a `grader`. Each running agent takes one
+  of `env.<tag>.concurrency` threads.
+
+  Args:
+    agent: A function, 'package.module:run' or 'file.py:run', with its own options as in
+      'file.py:run(rounds=3)'. It is plain or async and receives those of these
+      arguments that it names: task (the row, with `episode_seed`), base_url, api_key
+      and client (OpenAI's, ready to use).
+    command: A program instead, started once per episode, with OPENAI_BASE_URL and
+      OPENAI_API_KEY in its environment and the task as JSON on its standard input. It
+      is not run by a shell.
+    grader: A call string; see `composite.make_grader`.
+    memory_gib: The address space of each of the command's processes; 0 means unlimited.
+
+  Raises:
+    ConfigError: If an option is wrong.
+  """
+
+  played_by_agent = True
+  columns: ClassVar = {'given': 'string', 'grader_fault': 'string'}
+
+  def __init__(
+    self,
+    *,
+    agent: str = '',
+    command: str = '',
+    grader: str = '',
+    memory_gib: float = 0.0,
+  ):
+    if bool(agent) == bool(command):
+      raise ConfigError(
+        "the agent environment: set either agent='my_agent.py:run' or "
+        "command='python my_agent.py', not both"
+      )
+    if memory_gib < 0:
+      raise ConfigError('the agent environment: memory_gib must not be negative')
+    if memory_gib and agent:
+      raise ConfigError('the agent environment: memory_gib is for a command')
+    self._runner: AgentRunner = (
+      FunctionAgent(agent) if agent else CommandAgent(_split(command), memory_gib)
+    )
+    self._grader = make_grader(grader) if grader else None
+    self._task: dict[str, Any] = {}
+
+  @classmethod
+  def check(cls, **options: Any) -> None:
+    """Checks the options.
+
+    Raises:
+      ConfigError: If the agent or the grader cannot be created.
+    """
+    if importlib.util.find_spec('aiohttp') is None:
+      raise ConfigError(
+        "agents are served by aiohttp: install it, pip install 'jaxrl[serve]'"
+      )
+    cls(**options)
+
+  def reset(
+    self, *, seed: int, options: Mapping[str, Any] | None = None
+  ) -> tuple[str, dict[str, Any]]:
+    """Stores the task's row; there is no observation."""
+    task = (options or {}).get('task')
+    if task is None or task.item is None:
+      raise ValueError('the agent environment needs a dataset: its tasks are rows')
+    self._task = {**task.item, 'episode_seed': seed}
+    return '', {}
+
+  def run(self, base_url: str, api_key: str) -> dict[str, Any]:
+    """Runs the agent and blocks until it is done.
+
+    Args:
+      base_url: The URL of the endpoint.
+      api_key: The key of the session.
+
+    Returns:
+      What the agent returned: reward, metrics, given.
+
+    Raises:
+      ValueError: If the agent returned something else. Its own errors are passed on.
+    """
+    return _validate_result(self._runner(self._task, base_url, api_key))
+
+  def judge(
+    self, agent_result: Mapping[str, Any], reply: str, feedback: float
+  ) -> dict[str, Any]:
+    """Computes the episode's reward and info.
+
+    Args:
+      agent_result: What `run` returned.
+      reply: The last reply of the model.
+      feedback: The sum of what the agent sent to /feedback.
+
+    Returns:
+      The reward, metrics and columns.
+    """
+    reward = float(agent_result.get('reward') or 0.0)
+    metrics = {'reward/agent': reward, 'reward/feedback': feedback}
+    columns = {'given': str(agent_result.get('given') or final_answer(reply))}
+    total = reward + feedback
+    if self._grader is not None:
+      grade = self._grader(reply, self._task)
+      metrics |= grade.metrics
+      metrics['accuracy'] = float(next(iter(grade.parts.values())) >= 1)
+      columns['grader_fault'] = grade.error
+      total += grade.score
+    return {
+      'reward': total,
+      'metrics': metrics | dict(agent_result.get('metrics') or {}),
+      'columns': columns,
+    }
+
+  def kill(self) -> None:
+    """Ends a command and all its processes; a function cannot be ended."""
+    self._runner.kill()
+
+
+def _split(command: str) -> list[str]:
+  try:
+    parts = shlex.split(command)
+  except ValueError as error:
+    raise ConfigError(f'env_config.command={command!r}: {error}') from error
+  if not parts:
+    raise ConfigError(f'env_config.command={command!r}: it names no program')
+  return parts
+
+
+def _validate_result(value: Any) -> dict[str, Any]:
+  """Validates what an agent returned. Raises ValueError."""
+  if value is None:
+    return {}
+  result = dict(value) if isinstance(value, Mapping) else {'reward': value}
+  if unknown_keys := result.keys() - set(RESULT_KEYS):
+    raise call_strings.unknown_name_error(
+      str(min(unknown_keys, key=str)), RESULT_KEYS, 'key', 'agent'
+    )
+  metrics = result.get('metrics') or {}
+  if not isinstance(metrics, Mapping):
+    raise ValueError(f'the agent returned metrics {metrics!r}: no mapping'[:200])
+  for name, number in [('reward', result.get('reward') or 0.0), *metrics.items()]:
+    if not isinstance(number, bool | int | float) or not math.isfinite(number):
+      raise ValueError(f'the agent returned {name} {number!r}: no number'[:200])
+  return result

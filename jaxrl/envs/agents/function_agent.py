@@ -1,0 +1,98 @@
+"""FunctionAgent is an agent that is a Python function."""
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl import call_strings
+from jaxrl.call_strings import ConfigError
+
+AGENT_ARGUMENTS = ('task', 'base_url', 'api_key', 'client')
+
+
+class FunctionAgent:
+  """Calls a function with the arguments that it names.
+
+  Args:
+    spec: The function, 'package.module:run' or 'file.py:run(option=value)'.
+
+  Raises:
+    ConfigError: If the function does not exist or names an argument that agents do not
+      get.
+  """
+
+  def __init__(self, spec: str):
+    target, self._options = call_strings.parse_call(spec)
+    self._function = call_strings.resolve(target)
+    if not callable(self._function):
+      raise ConfigError(f'env_config.agent={spec!r}: {target} is not a function')
+    call_strings.check_options(self._function, self._options, f'agent {target!r}')
+    parameters = inspect.signature(self._function).parameters.values()
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    self._argument_names = [
+      p.name for p in positional if p.default is p.empty or p.name in AGENT_ARGUMENTS
+    ]
+    for name in self._argument_names:
+      if name not in AGENT_ARGUMENTS:
+        raise call_strings.unknown_name_error(
+          name, AGENT_ARGUMENTS, 'argument for agents', f'agent {target!r}'
+        )
+    if 'client' in self._argument_names:
+      _import_openai()
+
+  def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    """Calls the function.
+
+    Args:
+      task: The row of the task.
+      base_url: The URL of the endpoint.
+      api_key: The key of the session.
+
+    Returns:
+      What the function returned.
+    """
+    arguments = {'task': dict(task), 'base_url': base_url, 'api_key': api_key}
+    if inspect.iscoroutinefunction(self._function):
+      return asyncio.run(self._call_async(arguments))
+    if 'client' not in self._argument_names:
+      return self._function(
+        *(arguments[name] for name in self._argument_names), **self._options
+      )
+    openai = _import_openai()
+    # The endpoint is on this machine, so no proxy is used.
+    http_client = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(
+      base_url=base_url, api_key=api_key, http_client=http_client
+    ) as client:
+      arguments['client'] = client
+      return self._function(
+        *(arguments[name] for name in self._argument_names), **self._options
+      )
+
+  async def _call_async(self, arguments: dict[str, Any]) -> Any:
+    if 'client' not in self._argument_names:
+      return await self._function(
+        *(arguments[n] for n in self._argument_names), **self._options
+      )
+    openai = _import_openai()
+    http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
+    endpoint = {'base_url': arguments['base_url'], 'api_key': arguments['api_key']}
+    async with openai.AsyncOpenAI(**endpoint, http_client=http_client) as client:
+      arguments['client'] = client
+      return await self._function(
+        *(arguments[n] for n in self._argument_names), **self._options
+      )
+
+  def kill(self) -> None:
+    """Does nothing: a thread cannot be ended, but its key no longer opens a session."""
+
+
+def _import_openai() -> Any:
+  try:
+    import openai
+  except ImportError as error:
+    raise ConfigError(
+      "an agent that takes a client needs openai: pip install 'openai'"
+    ) from error
+  return openai

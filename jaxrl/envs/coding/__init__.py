@@ -1,0 +1,1 @@
+"""The code environment: programs that a model writes are judged by hidden tests."""

@@ -1,0 +1,141 @@
+"""Runs a program's tests one after the other; it is executed inside the sandbox.
+
+This is a program of its own, whose source is passed to `python -I -c`. It reads one
+JSON object from stdin: `program`, `cases` (each with `input`, or with `function` and
+`args`), `seconds` and `output` (bytes) of one case. It writes a JSON line per case to
+stdout: `said` (what the program printed, or its result as JSON), `code` (exit status)
+and `limit` ('time', 'output' or ''). The expected results are not known here.
+"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import types
+from typing import Any
+
+
+def run_program(
+  job: dict[str, Any], case: dict[str, Any], pipe: int, input_file: int
+) -> None:
+  """Runs the program in this process; returns so that Python ends as the program does.
+
+  Args:
+    job: The request that stdin held.
+    case: The test.
+    pipe: The file descriptor for the output or result.
+    input_file: The file descriptor of the input.
+  """
+  cpu = min(math.ceil(job['seconds']), resource.getrlimit(resource.RLIMIT_CPU)[1])
+  resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+  os.setsid()
+  is_call = 'function' in case
+  devnull = os.open(os.devnull, os.O_WRONLY)
+  for target, source in enumerate((input_file, devnull if is_call else pipe, devnull)):
+    os.dup2(source, target)
+  sys.stdin = os.fdopen(0, closefd=False)  # the old one has reached its end
+  module = types.ModuleType('solution' if is_call else '__main__')
+  sys.modules[module.__name__] = module
+  sys.argv = ['solution.py']
+  exec(compile(job['program'], 'solution.py', 'exec'), module.__dict__)
+  if is_call:
+    result = find_function(module, case['function'])(*case['args'])
+    text = json.dumps(result).encode()
+    while text:
+      text = text[os.write(pipe, text) :]
+
+
+def find_function(module: types.ModuleType, name: str) -> Any:
+  """Returns a function of the program, or a method of its class Solution.
+
+  Args:
+    module: The program as a module.
+    name: The name of the function.
+
+  Returns:
+    The function.
+  """
+  if hasattr(module, name) or not hasattr(module, 'Solution'):
+    return getattr(module, name)
+  return getattr(module.Solution(), name)
+
+
+def read_output(
+  process: int, pipe: int, deadline: float, max_bytes: int
+) -> tuple[bytes, str]:
+  """Reads the pipe until the process ends or exceeds a limit.
+
+  Args:
+    process: The process id.
+    pipe: The file descriptor to read.
+    deadline: When to stop, by time.monotonic().
+    max_bytes: The maximum number of bytes.
+
+  Returns:
+    What was read, and the limit that was exceeded: 'time', 'output' or ''.
+  """
+  handle = os.pidfd_open(process)
+  descriptors, output, limit = [pipe, handle], b'', ''
+  while not limit:
+    seconds_left = deadline - time.monotonic()
+    ready = select.select(descriptors, [], [], max(0.0, seconds_left))[0]
+    if pipe in ready:  # before the handle, so that no output is lost at the end
+      chunk = os.read(pipe, 1 << 16)
+      output += chunk
+      if not chunk:
+        descriptors.remove(pipe)
+    elif handle in ready:
+      break
+    if len(output) > max_bytes:
+      limit = 'output'
+    elif seconds_left <= 0:
+      limit = 'time'
+  os.close(handle)
+  return output[:max_bytes], limit
+
+
+def write_line(line: dict[str, Any]) -> None:
+  """Writes one JSON line to stdout.
+
+  Args:
+    line: The object to write.
+  """
+  text = json.dumps(line).encode() + b'\n'
+  while text:
+    text = text[os.write(1, text) :]
+
+
+def main() -> None:
+  """Runs all tests of the request."""
+  with open(0, 'rb', closefd=False) as stdin:
+    job = json.load(stdin)
+  for case in job['cases']:
+    pipe, pipe_in = os.pipe()
+    with tempfile.TemporaryFile() as input_file:
+      input_file.write(case.get('input', '').encode())
+      input_file.seek(0)
+      process = os.fork()
+      if process == 0:
+        os.close(pipe)
+        return run_program(job, case, pipe_in, input_file.fileno())
+    os.close(pipe_in)
+    deadline = time.monotonic() + job['seconds']
+    output, limit = read_output(process, pipe, deadline, job['output'])
+    os.close(pipe)
+    for kill in (os.killpg, os.kill):  # it may not be a process group yet
+      with contextlib.suppress(ProcessLookupError):
+        kill(process, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    write_line(
+      {'said': output.decode('utf-8', 'replace'), 'code': code, 'limit': limit}
+    )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,82 @@
+"""CodeEnv asks for a Python program, which hidden tests judge in a sandbox."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jaxrl.envs.coding.code_runner import CodeRunner
+from jaxrl.envs.coding.hidden_tests import HiddenTest, read_hidden_tests
+from jaxrl.envs.reply_parsing import last_code_block
+
+
+class CodeEnv:
+  """Asks for a program and rewards the share of hidden tests that it passes.
+
+  The program is the last closed ``` block of the reply. The task's `question` is shown.
+  Its `answer` holds the tests (`hidden_tests.read_hidden_tests` describes their form),
+  which the program never sees.
+
+  Args:
+    reward: The reward of a program that passes all tests.
+    all_or_nothing: Whether a program that fails a test gets no reward at all.
+    seconds: Wall-clock and CPU seconds of one test.
+    total_seconds: Wall-clock seconds of all tests; tests that are not reached fail.
+    memory_mb: The memory of a program and all that it starts.
+    processes: The number of processes of a program.
+    output_mb: The output of one test.
+    unsafe: Also run where the kernel allows no sandbox, with everything that the
+      program can then do to this machine.
+
+  Raises:
+    SandboxError: If there is no sandbox and `unsafe` is not set.
+  """
+
+  columns: ClassVar = {'given': 'string', 'verdicts': 'string'}
+
+  def __init__(
+    self,
+    *,
+    reward: float = 1.0,
+    all_or_nothing: bool = False,
+    seconds: float = 4.0,
+    total_seconds: float = 30.0,
+    memory_mb: int = 256,
+    processes: int = 16,
+    output_mb: int = 1,
+    unsafe: bool = False,
+  ):
+    self._reward = reward
+    self._all_or_nothing = all_or_nothing
+    self._runner = CodeRunner(
+      seconds=seconds,
+      total_seconds=total_seconds,
+      memory_mb=memory_mb,
+      processes=processes,
+      output_mb=output_mb,
+      unsafe=unsafe,
+    )
+    self._cases: list[HiddenTest] = []
+
+  def reset(
+    self, *, seed: int, options: Mapping[str, Any] | None = None
+  ) -> tuple[str | None, dict[str, Any]]:
+    """Returns the task's question."""
+    task = (options or {}).get('task')
+    if task is None or task.item is None:
+      raise ValueError('the code environment needs a dataset: its tasks are problems')
+    self._cases = read_hidden_tests(task.item['answer'])
+    return str(task.item['question']), {}
+
+  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    """Tests the reply's program and ends the episode."""
+    program = last_code_block(action)
+    verdicts = ['no code'] * len(self._cases)
+    if program:
+      verdicts = self._runner.verdicts(program, self._cases)
+    share = verdicts.count('passed') / len(verdicts)
+    solved = float(share == 1)
+    reward = self._reward * (solved if self._all_or_nothing else share)
+    metrics = {'passed': share, 'accuracy': solved, 'correct': solved}
+    metrics['marked'] = float(bool(program))
+    metrics['timeout'] = verdicts.count('time') / len(verdicts)
+    columns = {'given': program, 'verdicts': ', '.join(verdicts)}
+    return '', reward, True, False, {'metrics': metrics, 'columns': columns}

@@ -1,0 +1,183 @@
+"""Env is Gymnasium's API over text; the registry finds environments by short name.
+
+`reset(*, seed, options={'task': Task}) -> (observation, info)` and `step(action) ->
+(observation, reward, terminated, truncated, info)`. An observation is text or a list of
+chat messages; `None` from reset means that there is nothing left to play. An action is
+the model's reply as text. `info` may hold `metrics` (name → number), `suffix` (text for
+the turn template) and `columns` (values for dumps).
+
+An environment class may define the following:
+- `uses_dataset = False`, if its tasks are defined by seeds alone.
+- `check(**options)`, which raises ConfigError for options that are wrong in ways that
+  types do not show, before anything starts.
+- `columns = {'given': 'string'}`, which names and types the `columns` of its info so
+  that dumps can have them; see docs/synthesis.md.
+- `wraps(**options) -> (name, options)`, if it wraps another environment; see
+  `unwrapped`.
+
+An environment that offers tools returns their schemas as `tools` in the `info` of
+reset; the chat template then announces them to the model.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from jaxrl import call_strings
+
+Observation = str | list[dict[str, Any]] | None
+
+ISOLATED_PREFIX = 'isolated:'
+ENVS = {
+  'agent': 'jaxrl.envs.agents.agent_env:AgentEnv',
+  'math': 'jaxrl.envs.math_env:MathEnv',
+  'code': 'jaxrl.envs.coding.code_env:CodeEnv',
+  'frozen_lake': 'jaxrl.envs.games.frozen_lake_env:FrozenLakeEnv',
+  'sokoban': 'jaxrl.envs.games.sokoban_env:SokobanEnv',
+  'sudoku': 'jaxrl.envs.games.sudoku_env:SudokuEnv',
+  'countdown': 'jaxrl.envs.games.countdown_env:CountdownEnv',
+  'web_shop': 'jaxrl.envs.games.web_shop_env:WebShopEnv',
+  'gymnasium': 'jaxrl.envs.adapters.gymnasium_env:GymnasiumEnv',
+  'reasoning_gym': 'jaxrl.envs.adapters.reasoning_gym_env:ReasoningGymEnv',
+  'textarena': 'jaxrl.envs.adapters.textarena_env:TextArenaEnv',
+  'gem': 'jaxrl.envs.adapters.gem_env:GemEnv',
+  'swe': 'jaxrl.envs.terminal.swe_env:SweEnv',
+  'terminal_bench': 'jaxrl.envs.terminal.terminal_bench_env:TerminalBenchEnv',
+  'tool_use': 'jaxrl.envs.tool_use_env:ToolUseEnv',
+}
+
+
+class Env(Protocol):
+  """Protocol of an environment; it sees no tokens, no cluster and no global RNG."""
+
+  def reset(
+    self, *, seed: int, options: Mapping[str, Any] | None = None
+  ) -> tuple[Observation, dict[str, Any]]:
+    """Starts an episode.
+
+    Args:
+      seed: The episode's seed, which determines everything random.
+      options: May hold the dataset's row as `task`.
+
+    Returns:
+      The first observation (None if there is nothing to play) and the info.
+    """
+    ...
+
+  def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    """Plays a reply.
+
+    Args:
+      action: The model's reply.
+
+    Returns:
+      A tuple (observation, reward, terminated, truncated, info).
+    """
+    ...
+
+
+def find_env(name: str) -> Callable[..., Env]:
+  """Returns the class of an environment.
+
+  Args:
+    name: A name of ENVS, 'package.module:Class' or 'file.py:Class', optionally prefixed
+      by 'isolated:'; see `env_factory`.
+
+  Returns:
+    The class, or another callable that builds the environment.
+
+  Raises:
+    ConfigError: If there is no such environment.
+  """
+  name = name.removeprefix(ISOLATED_PREFIX)
+  if name not in ENVS and ':' not in name:
+    raise call_strings.unknown_name_error(name, ENVS, 'environment', 'env_type')
+  return call_strings.resolve(ENVS.get(name, name))
+
+
+def env_factory(
+  name: str, options: Mapping[str, Any] | None = None
+) -> Callable[[], Env]:
+  """Returns a function that builds an environment, after checking its options.
+
+  An environment whose name begins with 'isolated:' runs in its own process, which is
+  killed if it hangs and whose memory is bounded; see `IsolatedEnv`.
+
+  Args:
+    name: The name of the environment; see `find_env`.
+    options: The environment's options.
+
+  Returns:
+    A function without arguments.
+
+  Raises:
+    ConfigError: If the name or an option is wrong.
+  """
+  options = dict(options or {})
+  env = find_env(name)
+  call_strings.check_options(env, options, f'environment {name!r}')
+  check = getattr(env, 'check', None)
+  if check is not None:
+    check(**options)
+  wraps = getattr(env, 'wraps', None)
+  if name.startswith(ISOLATED_PREFIX) and wraps and _is_isolated(*wraps(**options)):
+    raise call_strings.ConfigError(
+      f'environment {name!r}: {wraps(**options)[0]!r} inside already runs in its own '
+      f'process, and such processes cannot be nested: leave {ISOLATED_PREFIX!r} out'
+    )
+  if name.startswith(ISOLATED_PREFIX) and not _is_isolated(
+    name.removeprefix(ISOLATED_PREFIX), options
+  ):
+    from jaxrl.envs.isolated_env import IsolatedEnv  # few environments need it
+
+    name = name.removeprefix(ISOLATED_PREFIX)
+    return lambda: IsolatedEnv(ENVS.get(name, name), options)
+  return lambda: env(**options)
+
+
+def _is_isolated(name: str, options: Mapping[str, Any] | None = None) -> bool:
+  """Returns whether an environment runs in its own process."""
+  from jaxrl.envs.isolated_env import IsolatedEnv  # few environments need it
+
+  innermost = unwrapped(name, options)
+  is_isolated_class = isinstance(innermost, type) and issubclass(innermost, IsolatedEnv)
+  return is_isolated_class or name.startswith(ISOLATED_PREFIX)
+
+
+def unwrapped(
+  name: str, options: Mapping[str, Any] | None = None
+) -> Callable[..., Env]:
+  """Returns the class that defines the tasks: the innermost of wrapped environments.
+
+  Args:
+    name: The name of the environment.
+    options: The environment's options.
+
+  Returns:
+    The class.
+  """
+  env = find_env(name)
+  wraps = getattr(env, 'wraps', None)
+  return env if wraps is None else unwrapped(*wraps(**(options or {})))
+
+
+def options_for_split(
+  name: str, options: Mapping[str, Any], split: str
+) -> dict[str, Any]:
+  """Returns `options` changed to draw the tasks of `split`, where there are splits.
+
+  Args:
+    name: The name of the environment.
+    options: The environment's options.
+    split: The split, such as 'test'.
+
+  Returns:
+    The changed options.
+  """
+  env, changed = find_env(name), dict(options)
+  wraps = getattr(env, 'wraps', None)
+  if wraps is not None:
+    inner, inner_options = wraps(**options)
+    changed['env_config'] = options_for_split(inner, inner_options, split)
+  elif 'split' in call_strings.defaults(env):
+    changed['split'] = split
+  return changed

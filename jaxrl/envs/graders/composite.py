@@ -1,0 +1,193 @@
+"""Composite graders: graders by name and weighted sums of them."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxrl import call_strings
+from jaxrl.envs.graders.grader_processes import (
+  GraderError,
+  GraderFailure,
+  GraderTimeout,
+  shared_grader_pool,
+)
+from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
+
+GRADERS = {
+  'code': 'jaxrl.envs.graders.code_grader:make_code_grader',
+  'exact': 'jaxrl.envs.graders.rule_graders:make_exact_grader',
+  'format': 'jaxrl.envs.graders.rule_graders:make_format_grader',
+  'instructions': 'jaxrl.envs.graders.ifeval_grader:make_instructions_grader',
+  'math': 'jaxrl.envs.graders.math_grader:make_math_grader',
+  'multiple_choice': 'jaxrl.envs.graders.rule_graders:make_multiple_choice_grader',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Grade:
+  """The grade of a reply.
+
+  Attributes:
+    score: Σ weight · part.
+    parts: The score of each part by name, before its weight.
+    errors: By name, why a part has no score and counts as 0.
+  """
+
+  score: float
+  parts: Mapping[str, float]
+  errors: Mapping[str, GraderFailure]
+
+  @property
+  def metrics(self) -> dict[str, float]:
+    """Returns reward/<part> for each part, and how many timed out or crashed."""
+    num_timeouts = sum(
+      isinstance(error, GraderTimeout) for error in self.errors.values()
+    )
+    return {
+      **{f'reward/{name}': score for name, score in self.parts.items()},
+      'grader/timeouts': float(num_timeouts),
+      'grader/deaths': float(len(self.errors) - num_timeouts),
+    }
+
+  @property
+  def error(self) -> str:
+    """Returns what went wrong, for dumps; '' if nothing did."""
+    return '; '.join(f'{name}: {error}' for name, error in self.errors.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Grader:
+  """A weighted sum of parts; may be used from many threads.
+
+  Attributes:
+    parts: For each name the weight and the part.
+  """
+
+  parts: Mapping[str, tuple[float, GraderPart]]
+
+  def __call__(self, reply: str, item: TaskItem) -> Grade:
+    """Grades a reply; a part that hangs or crashes scores 0 and reports why.
+
+    Args:
+      reply: The model's text.
+      item: The dataset's row.
+
+    Returns:
+      The grade.
+
+    Raises:
+      GraderError: If a part raises an error of its own.
+      ValueError: If the item lacks what a part needs.
+    """
+    scores: dict[str, float] = {}
+    errors: dict[str, GraderFailure] = {}
+    for name, (_, part) in self.parts.items():
+      try:
+        scores[name] = part(reply, item)
+      except GraderFailure as error:
+        scores[name], errors[name] = 0.0, error
+    total = sum(weight * scores[name] for name, (weight, _) in self.parts.items())
+    return Grade(total, scores, errors)
+
+
+def make_grader(spec: str) -> Grader:
+  """Builds a grader from a call string such as `math + format(tags='think')`.
+
+  Parts are names of GRADERS, each with its own options, or a user's own function,
+  'package.module:function' or 'file.py:function'. Such a function takes (reply, item)
+  and its options by keyword and returns a number. It runs in a process of at most 4 GiB
+  that is killed after `timeout` seconds, so it sees of the item only what JSON can
+  hold. Each part takes a `weight` (1 by default; with 0 it is only logged). A repeated
+  name becomes name_2, name_3 and so on.
+
+  Args:
+    spec: The call string.
+
+  Returns:
+    The grader.
+
+  Raises:
+    ConfigError: If the call string is empty or a name, option or value is wrong.
+  """
+  parts: dict[str, tuple[float, GraderPart]] = {}
+  for name, weight, target, options in grader_terms(spec):
+    parts[name] = weight, make_grader_part(target, options)
+  if not parts:
+    raise call_strings.ConfigError("grader: name at least one, as in 'math'")
+  return Grader(parts)
+
+
+def grader_terms(spec: str) -> list[tuple[str, float, str, dict[str, Any]]]:
+  """Parses the parts of a sum of graders; repeated names are numbered.
+
+  Args:
+    spec: The call string.
+
+  Returns:
+    A tuple (name, weight, target, options) for each part.
+
+  Raises:
+    ConfigError: If a weight is not a number.
+  """
+  parts: dict[str, tuple[str, float, str, dict[str, Any]]] = {}
+  for target, options in call_strings.parse_calls(spec):
+    weight = options.pop('weight', 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+      raise call_strings.ConfigError(
+        f'grader {target!r}: weight is {weight!r}; it must be a number'
+      )
+    name = base_name = target.rpartition(':')[2]
+    count = 1
+    while name in parts:
+      count += 1
+      name = f'{base_name}_{count}'
+    parts[name] = name, float(weight), target, options
+  return list(parts.values())
+
+
+def make_grader_part(
+  target: str, options: dict[str, Any], known: Iterable[str] = ()
+) -> GraderPart:
+  """Builds one part by its name, or from a user's own function.
+
+  Args:
+    target: A name of GRADERS or a dotted path.
+    options: The options of the part.
+    known: Further names, to suggest for a misspelt one.
+
+  Returns:
+    The part.
+
+  Raises:
+    ConfigError: If the name or an option is wrong.
+  """
+  where = f'grader {target!r}'
+  if target in GRADERS:
+    maker: Callable[..., GraderPart] = call_strings.resolve(GRADERS[target])
+    call_strings.check_options(maker, options, where)
+    return maker(**options)
+  if ':' not in target:
+    raise call_strings.unknown_name_error(
+      target, [*GRADERS, *known], 'grader', 'grader'
+    )
+  timeout_option = {'timeout': options.pop('timeout')} if 'timeout' in options else {}
+  call_strings.check_options(_make_function_part, timeout_option, where)
+  call_strings.check_options(call_strings.resolve(target), options, where)
+  return _make_function_part(target, options, **timeout_option)
+
+
+def _make_function_part(
+  target: str, options: Mapping[str, Any], *, timeout: float = 5.0
+) -> GraderPart:
+  """Calls a user's own function in a process that can be killed."""
+
+  def grade(reply: str, item: TaskItem) -> float:
+    score = shared_grader_pool().call(
+      target, reply, dict(item), options=options, limit=timeout
+    )
+    if isinstance(score, bool | int | float) and math.isfinite(score):
+      return float(score)
+    raise GraderError(f'grader {target!r} returned {score!r}; it must return a number')
+
+  return grade

@@ -1,0 +1,69 @@
+"""The worker process of `grader_processes` runs functions that may never return.
+
+It reads requests from the socket whose descriptor is its first argument, each a JSON
+object {target, args, options, needs, limit}. It answers each with 'ready' (what it
+needs is imported, so the clock starts) and then with a JSON object {value} or {error}.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxrl import call_strings
+
+MAX_MEMORY_BYTES = 4 << 30  # bytes of address space
+_ORPHAN_GRACE_S = 2.0  # seconds beyond its limit after which an orphan ends itself
+
+
+def serve(pipe: Connection) -> None:
+  """Answers requests until the other end is closed.
+
+  Args:
+    pipe: The connection to the parent.
+  """
+  while True:
+    try:
+      request = json.loads(pipe.recv_bytes())
+    except EOFError:
+      return
+    try:
+      fn = _load(request)
+      pipe.send_bytes(b'ready')
+      # The parent kills a call that is too long; if it is gone, the kernel does.
+      signal.setitimer(signal.ITIMER_REAL, request['limit'] + _ORPHAN_GRACE_S)
+      answer = {'value': fn(*request['args'], **request['options'])}
+      answer = json.dumps(answer)
+    except MemoryError:
+      os._exit(137)  # the process is in an unknown state
+    except Exception as error:
+      answer = json.dumps({'error': f'{type(error).__name__}: {error}'})
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    pipe.send_bytes(answer.encode())
+
+
+def _load(request: dict[str, Any]) -> Callable[..., Any]:
+  for name in request['needs']:
+    importlib.import_module(name)
+    logging.getLogger(name).setLevel(logging.ERROR)
+  return call_strings.resolve(request['target'])
+
+
+def main() -> None:
+  """Limits this process's memory and serves requests."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+  signal.signal(signal.SIGALRM, signal.SIG_DFL)
+  with contextlib.suppress(OSError, ValueError):  # macOS has no such limit
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+  serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,201 @@
+"""Rule graders check for the exact answer, a format, or a choice among letters.
+
+Each `make_…` function builds one grader, a `GraderPart`, from its options.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.graders.answer_matching import marked_answer
+from jaxrl.envs.graders.grader_processes import shared_grader_pool
+
+TaskItem = Mapping[str, Any]
+# (reply, the dataset's row) → score, 1 for right.
+GraderPart = Callable[[str, TaskItem], float]
+
+_ANSWER_IS = re.compile(r'(?i:\banswer)(?:\s+is)?\s*:?[\s*]*\(?([A-Z])\b(?![\'’])')
+_LETTER = re.compile(r'\(?([A-Za-z])\)?[.:]?|\(?([A-Z])[).:]\s.*', re.DOTALL)
+_STYLE = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}')
+
+
+def expected_answer(item: TaskItem, grader: str) -> str:
+  """Returns the item's answer as text.
+
+  Args:
+    item: The dataset's row.
+    grader: The name of the grader, for the error message.
+
+  Returns:
+    The answer.
+
+  Raises:
+    ValueError: If the item has none.
+  """
+  if item.get('answer') is None:
+    raise ValueError(
+      f'grader {grader!r}: the task has no answer: set dataset.answer_key'
+    )
+  return str(item['answer']).strip()
+
+
+def make_exact_grader(*, marked: bool = False, case: bool = True) -> GraderPart:
+  r"""Builds a grader that scores 1 if the reply is the item's answer, else 0.
+
+  White space does not matter.
+
+  Args:
+    marked: Whether to compare only what the last `\boxed{}` or `####` marks, instead of
+      the whole reply.
+    case: Whether case matters.
+
+  Returns:
+    The grader.
+  """
+
+  def normalize(text: str) -> str:
+    text = ' '.join(text.split())
+    return text if case else text.casefold()
+
+  def grade(reply: str, item: TaskItem) -> float:
+    answer = expected_answer(item, 'exact')
+    if marked:
+      reply, answer = marked_answer(reply), marked_answer(answer) or answer
+    return float(bool(reply) and normalize(reply) == normalize(answer))
+
+  return grade
+
+
+def make_format_grader(
+  *, pattern: str = '', tags: str = '', timeout: float = 1.0
+) -> GraderPart:
+  """Builds a grader that scores 1 if the reply has the required format, else 0.
+
+  Args:
+    pattern: A regular expression that the whole reply must match, apart from white
+      space at its ends; `.` matches line breaks too.
+    tags: Tag names, such as 'think, answer': the reply must be `<think>…</think>`
+      followed by `<answer>…</answer>`, each once, neither empty, and nothing else.
+    timeout: Seconds that matching may take; a few bytes can cost a bad pattern hours.
+
+  Returns:
+    The grader, which raises GraderTimeout.
+
+  Raises:
+    ConfigError: If neither or both of pattern and tags are given, or one is malformed.
+  """
+  if bool(pattern) == bool(tags):
+    raise ConfigError("format: give either a pattern='…' or tags='…'")
+  names = [name.strip() for name in tags.split(',')]
+  if tags and not all(re.fullmatch(r'[\w\-]+', name) for name in names):
+    raise ConfigError(f"format: tags is {tags!r}; write names, as in 'think, answer'")
+  try:
+    re.compile(pattern)
+  except re.error as error:
+    raise ConfigError(f'format: pattern {pattern!r}: {error}') from error
+
+  def grade(reply: str, item: TaskItem) -> float:
+    del item
+    if tags:
+      return float(has_tags_in_order(reply, names))
+    call = shared_grader_pool().call
+    return float(
+      call(f'{__name__}:pattern_matches', pattern, reply.strip(), limit=timeout)
+    )
+
+  return grade
+
+
+def pattern_matches(pattern: str, text: str) -> bool:
+  """Returns whether a pattern matches a whole text, which may take forever.
+
+  Args:
+    pattern: The regular expression.
+    text: The text.
+
+  Returns:
+    True if it matches.
+  """
+  return re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+def has_tags_in_order(text: str, names: list[str]) -> bool:
+  """Returns whether a text consists of the given elements in order.
+
+  Args:
+    text: The text.
+    names: The names of the elements.
+
+  Returns:
+    True if each element occurs once, is not empty, and there is nothing else.
+  """
+  rest = text.strip()
+  for name in names:
+    start, end = f'<{name}>', f'</{name}>'
+    if text.count(start) != 1 or text.count(end) != 1:
+      return False
+    if not rest.startswith(start):
+      return False
+    content, closing, rest = rest[len(start) :].partition(end)
+    if not closing or not content.strip():
+      return False
+    rest = rest.lstrip()
+  return not rest
+
+
+def make_multiple_choice_grader(*, strict: bool = False) -> GraderPart:
+  r"""Builds a grader that scores 1 if the reply chooses the item's letter, else 0.
+
+  The chosen letter is what `\boxed{}` or `####` marks; else the letter after the last
+  'answer is' or 'answer:'; else that of a last line such as `B`, `**(B)**` or `B.
+  Paris`. The item's answer is a letter, `B` or `(B)`, or the text of one of its
+  `choices`, if it has a list of them.
+
+  Args:
+    strict: Whether only a marked letter counts.
+
+  Returns:
+    The grader.
+  """
+
+  def grade(reply: str, item: TaskItem) -> float:
+    answer = expected_answer(item, 'multiple_choice')
+    choices = [str(choice).strip() for choice in item.get('choices') or ()]
+    if answer in choices:
+      answer = chr(ord('A') + choices.index(answer))
+    right_letter = _only_letter(marked_answer(answer) or answer)
+    if not right_letter:
+      raise ValueError(
+        f'grader multiple_choice: the answer {answer!r} is neither a letter nor one '
+        f'of the choices {choices}'
+      )
+    return float(chosen_letter(reply, choices, strict=strict) == right_letter)
+
+  return grade
+
+
+def chosen_letter(reply: str, choices: list[str], *, strict: bool = False) -> str:
+  """Returns the letter that a reply chooses.
+
+  Args:
+    reply: The reply.
+    choices: The texts of the choices.
+    strict: Whether only a marked letter counts.
+
+  Returns:
+    The letter, or ''.
+  """
+  marked = marked_answer(reply)
+  if marked in choices:
+    return chr(ord('A') + choices.index(marked))
+  if marked or strict:
+    return _only_letter(marked)
+  letters = _ANSWER_IS.findall(reply)
+  return letters[-1] if letters else _only_letter(reply.strip().rpartition('\n')[2])
+
+
+def _only_letter(text: str) -> str:
+  """Returns the letter that `text` is, as in B, (b), **B.** or B) Paris; else ''."""
+  match = _LETTER.fullmatch(_STYLE.sub(r'\1', text[:1000]).strip(' *$\t'))
+  return (match.group(1) or match.group(2)).upper() if match else ''

@@ -1,0 +1,1 @@
+"""Environments in which an agent works in a shell: SWE-bench and Terminal-Bench."""

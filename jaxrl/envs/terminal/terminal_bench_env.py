@@ -1,0 +1,220 @@
+"""TerminalBenchEnv: an agent works in a shell, and the task's tests judge it.
+
+Tasks are folders of Terminal-Bench (`terminal_bench_tasks`). Tests are copied into the
+sandbox after the agent's last command, when nothing that it started is alive.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.envs.sandbox import workdirs
+from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox, SandboxError
+from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
+from jaxrl.envs.terminal import (
+  dockerfile,
+  shell_session,
+  terminal_bench_tasks,
+  test_results,
+)
+
+# The message of shells about a program that is not on the PATH.
+_PROGRAM_NOT_FOUND = re.compile(
+  r'(^|[\s:])[^\s:/]+: (command )?not found$', re.MULTILINE
+)
+
+
+class TerminalBenchEnv:
+  """Plays one task at a time, whose `question` names a folder below `tasks`.
+
+  The reward is 1 if all tests pass, else 0. For tasks of the second form it is what
+  their tests write, from 0 to 1.
+
+  Args:
+    tasks: The folder of tasks.
+    sandbox: `docker(image='…{task}')` or `podman(…)`, whose image was built from the
+      task's Dockerfile; or `local(…)`, with this machine's programs: then the
+      Dockerfile's COPY, ENV, WORKDIR and RUN are carried out at each reset, RUN without
+      network.
+    shell: The options of the shell; see `shell_session.ShellSession`.
+    build: 'run' carries out everything; 'copy' leaves RUN out, for tasks whose RUN
+      installs what this machine has.
+    test_command: Replaces the task's own script, such as 'pytest -rA
+      /tests/test_outputs.py' where the script would fetch pytest from the network.
+    time_factor: A factor on the task's own time limits.
+    setup_seconds: The time limit of each RUN.
+
+  Raises:
+    ConfigError: If an option cannot work.
+  """
+
+  columns: ClassVar = {'failed': 'string', 'task': 'string'}
+
+  def __init__(
+    self,
+    *,
+    tasks: str = '',
+    sandbox: str = 'local',
+    shell: str = 'shell',
+    build: Literal['run', 'copy'] = 'run',
+    test_command: str = '',
+    time_factor: float = 1.0,
+    setup_seconds: float = 600.0,
+  ):
+    self.check(tasks=tasks, sandbox=sandbox, shell=shell)
+    self._tasks = Path(tasks).expanduser()
+    self._make_sandbox = sandbox_factory(sandbox)
+    self._local = sandbox.startswith('local')
+    self._shell = shell_session.make_shell_session(shell)
+    self._build = build
+    self._test_command = test_command
+    self._time_factor = time_factor
+    self._setup_seconds = setup_seconds
+    self._task: terminal_bench_tasks.TerminalTask | None = None
+    self._sandbox: Sandbox | None = None
+
+  @staticmethod
+  def check(
+    *,
+    tasks: str = '',
+    sandbox: str = 'local',
+    shell: str = 'shell',
+    **other_options: Any,
+  ) -> None:
+    """Checks the options.
+
+    Raises:
+      ConfigError: If an option cannot work.
+    """
+    del other_options  # their types are checked already
+    if not tasks or not os.path.isdir(os.path.expanduser(tasks)):
+      raise ConfigError(
+        f'terminal_bench: option tasks={tasks!r} must name a folder of tasks'
+      )
+    terminal_bench_tasks.check_requirements()
+    sandbox_factory(sandbox)
+    shell_session.make_shell_session(shell)
+
+  def reset(
+    self, *, seed: int, options: Mapping[str, Any] | None = None
+  ) -> tuple[str | None, dict[str, Any]]:
+    """Prepares the task in a new sandbox."""
+    self.kill()
+    task = (options or {}).get('task')
+    if task is None or task.item is None:
+      raise ValueError('terminal_bench needs a dataset: rows that name tasks')
+    folder = self._tasks / str(task.item['question'])
+    self._task = terminal_bench_tasks.read_terminal_task(folder)
+    with workdirs.scratch_workdir() as scratch:
+      files = scratch / 'files'
+      files.mkdir()
+      sandbox = self._open(files)
+    self._shell.start(sandbox, self._time_factor * self._task.agent_seconds)
+    return f'{self._task.instruction}\n\n{shell_session.SHELL_HELP}', {}
+
+  def _open(self, scratch: Path) -> Sandbox:
+    """Starts the task's sandbox, carrying out its Dockerfile if it is local."""
+    assert self._task is not None
+    if not self._local:
+      staged = dockerfile.StagedDockerfile(workdir='')  # its image has it all
+    else:
+      staged = dockerfile.stage_dockerfile(self._task.context, scratch)
+    self._sandbox = sandbox = self._make_sandbox(
+      folders=staged.folders,
+      workdir=staged.workdir,
+      task=self._task.name,
+      environment=staged.environment,
+    )
+    sandbox.start()
+    if self._local and sandbox.exec(['pwd']).text.strip() != staged.workdir:
+      raise SandboxError(
+        "tasks of terminal_bench name paths from the root, which unsafe=True can't "
+        'give: use docker or podman where there are no namespaces'
+      )
+    for workdir, command in staged.commands if self._build == 'run' else ():
+      script = f'mkdir -p "$0" && cd "$0" && {command}'
+      argv = ['sh', '-c', script, workdir]
+      result = sandbox.exec(argv, seconds=self._setup_seconds)
+      if result.code:
+        raise SandboxError(
+          f'{self._task.name}: RUN {command[:200]} ended with {result.code}: '
+          f"{result.text[-500:]} (build='copy' leaves RUN out; docker needs none of it)"
+        )
+    return sandbox
+
+  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    """Runs the reply's command, or runs the tests when the agent is done."""
+    return shell_session.shell_env_step(self._shell, action, self._grade, self.kill)
+
+  def _grade(self) -> tuple[float, dict[str, Any]]:
+    task, sandbox = self._task, self._sandbox
+    assert task is not None
+    if sandbox is None:
+      raise SandboxError('the sandbox was stopped')
+    with workdirs.scratch_workdir() as scratch:
+      task.stage_tests(scratch / 'tests')
+      sandbox.put(terminal_bench_tasks.TESTS_DIR, f'{scratch}/tests')
+    if task.writes_reward:
+      sandbox.put(terminal_bench_tasks.REWARDS_DIR, None)
+    command = (
+      self._test_command or f'bash {terminal_bench_tasks.TESTS_DIR}/{task.script}'
+    )
+    variables = (
+      f'TEST_DIR={terminal_bench_tasks.TESTS_DIR}',
+      'PYTHONDONTWRITEBYTECODE=1',
+    )
+    argv = ['env', *variables, 'sh', '-c', command]
+    result = sandbox.exec(argv, seconds=self._time_factor * task.test_seconds)
+    timed_out = float(result.limit == 'time')
+    # The agent cannot have removed this machine's own programs.
+    if self._local and _lacks_program(result):
+      raise SandboxError(
+        f'{task.name}: {command} calls a program that is not installed: '
+        f'{result.text[-500:]} (another test_command may do without)'
+      )
+    if task.writes_reward:
+      reward = 0.0 if result.limit else self._read_reward(sandbox)
+      shares = {'passed': reward, 'test_timeout': timed_out}
+      return reward, {'metrics': shares, 'columns': {'failed': '', 'task': task.name}}
+    passed = test_results.parse_pytest_summary(result.stdout.decode('utf-8', 'replace'))
+    failed = [name for name, ok in passed.items() if not ok]
+    solved = bool(passed) and not failed and result.code == 0
+    share = (len(passed) - len(failed)) / len(passed) if passed else 0.0
+    columns = {'failed': '\n'.join(failed), 'task': task.name}
+    return float(solved), {
+      'metrics': {'passed': share, 'test_timeout': timed_out},
+      'columns': columns,
+    }
+
+  def _read_reward(self, sandbox: Sandbox) -> float:
+    """Returns the reward that the tests wrote, as a number or JSON; else 0."""
+    for name in ('reward.txt', 'reward.json'):
+      path = f'{terminal_bench_tasks.REWARDS_DIR}/{name}'
+      text = sandbox.exec(['cat', '--', path], output=1 << 16).stdout
+      try:
+        value = json.loads(text)
+        reward = float(value['reward'] if isinstance(value, dict) else value)
+      except (ValueError, RecursionError, KeyError, TypeError):
+        continue
+      return min(max(reward, 0.0), 1.0) if math.isfinite(reward) else 0.0
+    return 0.0
+
+  def kill(self) -> None:
+    """Ends everything that runs and removes its files, from any thread."""
+    sandbox, self._sandbox = self._sandbox, None
+    if sandbox is not None:
+      sandbox.stop()
+
+  close = kill
+
+
+def _lacks_program(result: ExecResult) -> bool:
+  """Returns whether one of this machine's own programs was missing."""
+  if result.code != 127 or 'test session starts' in result.text:
+    return False
+  return _PROGRAM_NOT_FOUND.search(result.text) is not None

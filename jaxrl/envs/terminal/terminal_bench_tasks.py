@@ -1,0 +1,150 @@
+"""TerminalTask is a task folder of Terminal-Bench, in its first or second form.
+
+First form: task.yaml, Dockerfile, run-tests.sh, tests/, solution.sh. Second form
+(Terminal-Bench 2, Harbor): task.toml, instruction.md, environment/Dockerfile,
+tests/test.sh, solution/. See https://github.com/laude-institute/terminal-bench and
+https://harborframework.com/docs.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+
+TESTS_DIR = '/tests'  # where a task's tests lie when they run
+REWARDS_DIR = '/logs/verifier'  # where those of the second form write their reward
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminalTask:
+  """One task.
+
+  Attributes:
+    name: The name of the folder.
+    folder: The folder.
+    instruction: What the agent is to do.
+    agent_seconds: Wall-clock seconds that the agent has.
+    test_seconds: Wall-clock seconds that the tests have.
+    context: The folder of the Dockerfile.
+    script: The name of the test script below `TESTS_DIR`.
+    writes_reward: Whether the tests write a reward to `REWARDS_DIR`; otherwise pytest's
+      summary in their output counts.
+  """
+
+  name: str
+  folder: Path
+  instruction: str
+  agent_seconds: float
+  test_seconds: float
+  context: Path
+  script: str
+  writes_reward: bool
+
+  def stage_tests(self, folder: Path) -> None:
+    """Copies everything that grading needs.
+
+    Args:
+      folder: The folder to create.
+    """
+    tests = self.folder / 'tests'
+    if tests.is_dir():
+      shutil.copytree(tests, folder, symlinks=True)
+    else:
+      folder.mkdir()
+    if not self.writes_reward:
+      shutil.copy(self.folder / self.script, folder / self.script)
+
+
+def read_terminal_task(folder: Path) -> TerminalTask:
+  """Reads the task in a folder.
+
+  Args:
+    folder: The folder.
+
+  Returns:
+    The task.
+
+  Raises:
+    ValueError: If the folder is not a valid task; the error says why.
+  """
+  if (folder / 'task.toml').is_file():
+    return _read_second_form(folder)
+  if (folder / 'task.yaml').is_file():
+    return _read_first_form(folder)
+  raise ValueError(f'{folder} is no task of Terminal-Bench: no task.yaml, no task.toml')
+
+
+def check_requirements() -> None:
+  """Checks that the package that reads the first form is installed.
+
+  Raises:
+    ConfigError: If it is missing.
+  """
+  if importlib.util.find_spec('yaml') is None:
+    raise ConfigError('terminal_bench reads task.yaml by PyYAML: pip install pyyaml')
+
+
+def _read_first_form(folder: Path) -> TerminalTask:
+  settings = _load_yaml(folder / 'task.yaml')
+  instruction = settings.get('instruction')
+  if not instruction and isinstance(settings.get('descriptions'), list):
+    # This is the form of older tasks.
+    instruction = settings['descriptions'][0].get('description')
+  parser = settings.get('parser_name', 'pytest')
+  if parser != 'pytest':
+    raise ValueError(f'{folder}: parser_name {parser!r}; only pytest is supported')
+  compose = folder / 'docker-compose.yaml'
+  if compose.is_file() and len(_load_yaml(compose).get('services') or {}) > 1:
+    raise ValueError(f'{folder} asks for several containers; only one is known here')
+  return _validated(
+    TerminalTask(
+      name=folder.name,
+      folder=folder,
+      instruction=str(instruction or ''),
+      agent_seconds=float(settings.get('max_agent_timeout_sec', 360)),
+      test_seconds=float(settings.get('max_test_timeout_sec', 60)),
+      context=folder,
+      script='run-tests.sh',
+      writes_reward=False,
+    )
+  )
+
+
+def _read_second_form(folder: Path) -> TerminalTask:
+  with (folder / 'task.toml').open('rb') as file:
+    settings = tomllib.load(file)
+  instruction = folder / 'instruction.md'
+  return _validated(
+    TerminalTask(
+      name=folder.name,
+      folder=folder,
+      instruction=instruction.read_text() if instruction.is_file() else '',
+      agent_seconds=float(settings.get('agent', {}).get('timeout_sec', 600)),
+      test_seconds=float(settings.get('verifier', {}).get('timeout_sec', 600)),
+      context=folder / 'environment',
+      script='test.sh',
+      writes_reward=True,
+    )
+  )
+
+
+def _validated(task: TerminalTask) -> TerminalTask:
+  if not task.instruction.strip():
+    raise ValueError(f'{task.folder} has no instruction')
+  script = task.folder / ('tests' if task.writes_reward else '') / task.script
+  if not script.is_file():
+    raise ValueError(f'{task.folder} has no {script.relative_to(task.folder)}')
+  return task
+
+
+def _load_yaml(file: Path) -> dict[str, Any]:
+  check_requirements()
+  settings = importlib.import_module('yaml').safe_load(file.read_text())
+  if not isinstance(settings, dict):
+    raise ValueError(f'{file} holds no mapping')
+  return settings

@@ -1,0 +1,197 @@
+"""Components are the plain functions that an algorithm is composed of.
+
+An advantage, a policy loss or a KL estimator is a function whose positional parameters
+name the batch fields it reads (`logprobs`, `advantages`, `mask`, `group_ids` …) and
+whose keyword-only parameters are its options. The `component` decorator attaches the
+facts that the framework needs to know about such a function. A component of your own
+states them in the same way:
+
+>>> @component(on_policy=True)
+... def my_loss(logprobs, old_logprobs, advantages, mask, *, clip: float = 0.2):
+...   ...
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jaxrl import call_strings
+from jaxrl.call_strings import ConfigError
+
+Function = TypeVar('Function', bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class ComponentInfo:
+  """The facts about a component that do not follow from its signature.
+
+  Attributes:
+    on_policy: True for a policy loss that is right only for tokens sampled by the
+      policy it starts from. Where rollouts may be stale, or another program samples
+      them, such a loss gets an importance-sampling correction by default.
+    group_relative: True for an advantage that compares the samples of a group, so that
+      a group of one leaves the bare reward; or a function from the component's options
+      to that truth value.
+    turn_level: True for a component that treats the turns of an episode separately.
+    init_state: A function without arguments that returns the pytree of arrays which
+      the component carries from batch to batch. The component reads it as the field
+      `state` and returns the next one: an advantage in `Advantages.state`, a KL
+      controller as its result.
+    precompute: A function `(batch fields, *, options) -> {field: array}` that is called
+      on the whole optimizer batch before that is split. It takes the component's
+      own options of the same names. An array is `[B, …]` or a scalar. If it reads
+      `logprobs`, the whole batch is scored for it first; it may also read
+      `aggregation`, the name of the mode. No gradient flows through its results.
+  """
+
+  on_policy: bool = False
+  group_relative: bool | Callable[[Mapping[str, Any]], bool] = False
+  turn_level: bool = False
+  init_state: Callable[[], Any] | None = None
+  precompute: Callable[..., dict[str, Any]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundComponent:
+  """A component with some of its options fixed.
+
+  Unlike `functools.partial` it is equal and hashable by value, so that jit can use it
+  as a static argument.
+
+  Attributes:
+    fn: The component.
+    options: Pairs of an option's name and value.
+  """
+
+  fn: Callable[..., Any]
+  options: tuple[tuple[str, Any], ...] = ()
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Calls the component with the fixed options and further arguments."""
+    return self.fn(*args, **dict(self.options), **kwargs)
+
+
+def component(
+  *,
+  on_policy: bool = False,
+  group_relative: bool | Callable[[Mapping[str, Any]], bool] = False,
+  turn_level: bool = False,
+  init_state: Callable[[], Any] | None = None,
+  precompute: Callable[..., dict[str, Any]] | None = None,
+) -> Callable[[Function], Function]:
+  """Marks a function as a component and attaches facts about it.
+
+  Args:
+    on_policy: See `ComponentInfo`, as for the other arguments.
+    group_relative: Whether the component compares the samples of a group.
+    turn_level: Whether the component treats turns separately.
+    init_state: Makes the state that the component carries from batch to batch.
+    precompute: Computes batch fields from the whole optimizer batch.
+
+  Returns:
+    A decorator that returns the function itself, unwrapped.
+  """
+  info = ComponentInfo(on_policy, group_relative, turn_level, init_state, precompute)
+
+  def attach(function: Function) -> Function:
+    vars(function)['component_info'] = info
+    return function
+
+  return attach
+
+
+def component_info(part: Callable[..., Any] | None) -> ComponentInfo:
+  """Returns the facts about a component, through `functools.partial`.
+
+  Args:
+    part: A component, bound or not, or None.
+
+  Returns:
+    What its `component` decorator states; the defaults for an undecorated function.
+  """
+  if part is None:
+    return ComponentInfo()
+  return getattr(function_of(part), 'component_info', ComponentInfo())
+
+
+def is_component(function: Callable[..., Any]) -> bool:
+  """Returns True if the function itself is decorated with `component`."""
+  return inspect.isfunction(function) and 'component_info' in vars(function)
+
+
+def is_group_relative(part: Callable[..., Any] | None) -> bool:
+  """Returns True if a component, with its options, compares the samples of a group."""
+  if part is None:
+    return False
+  fact = component_info(part).group_relative
+  if not callable(fact):
+    return fact
+  return fact(call_strings.defaults(function_of(part)) | options_of(part))
+
+
+def options_of(part: Callable[..., Any]) -> dict[str, Any]:
+  """Returns the options that are fixed on a component, by name."""
+  if isinstance(part, BoundComponent):
+    return dict(part.options)
+  if isinstance(part, functools.partial):
+    return options_of(part.func) | part.keywords
+  return {}
+
+
+def function_of(part: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns the plain function under fixed options."""
+  function = call_strings.unwrap(part)
+  return function.fn if isinstance(function, BoundComponent) else function
+
+
+def fields_of(part: Callable[..., Any], *, required: bool = False) -> tuple[str, ...]:
+  """Returns the batch fields that a component reads, in order.
+
+  Args:
+    part: A component, bound or not.
+    required: Leave out fields with a default, which the component can do without.
+
+  Returns:
+    The names of its positional parameters.
+  """
+  return tuple(
+    name
+    for name, parameter in inspect.signature(function_of(part)).parameters.items()
+    if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    and not (required and parameter.default is not parameter.empty)
+  )
+
+
+def call_component(
+  part: Callable[..., Any],
+  batch_fields: Mapping[str, Any],
+  hparams: Mapping[str, Any] | None = None,
+) -> Any:
+  """Calls a component with the batch fields that it names.
+
+  Args:
+    part: A component, bound or not.
+    batch_fields: Arrays by name; None where the batch does not have one.
+    hparams: Further options, such as traced scalars.
+
+  Returns:
+    What the component returns.
+
+  Raises:
+    ConfigError: If a field that the component requires is absent or None.
+  """
+  required = fields_of(part, required=True)
+  arguments = {}
+  for name in fields_of(part):
+    value = batch_fields.get(name)
+    if value is not None:
+      arguments[name] = value
+    elif name in required:
+      present = sorted(k for k, v in batch_fields.items() if v is not None)
+      raise ConfigError(
+        f"{function_of(part).__name__} reads the batch field '{name}', which this "
+        f'batch does not have. It has: {", ".join(present)}.'
+      )
+  return part(**arguments, **(hparams or {}))

@@ -1,0 +1,110 @@
+"""Group statistics reduce a group's rows to one number per sample.
+
+Greedy samples are baselines: the statistics of a group leave them out.
+"""
+
+import numpy as np
+
+from jaxrl.types import Group, Trajectory
+
+SampleRows = list[Trajectory]  # one sample: a single row, or one row per turn
+# Key in a row's metrics: the sample's return before reward shaping.
+RAW_SCORE = 'unshaped_score'
+# Key in a row's extras: whether the last response ran into its token limit.
+RESPONSE_TRUNCATED = 'cut_off'
+
+
+def rows_by_sample(group: Group) -> dict[int, SampleRows]:
+  """Splits a group into its samples.
+
+  Args:
+    group: Rows of all samples of one task.
+
+  Returns:
+    The rows of each sample by sample index, in the order of the group.
+  """
+  samples: dict[int, SampleRows] = {}
+  for row in group:
+    samples.setdefault(row.sample_index, []).append(row)
+  return samples
+
+
+def without_greedy(group: Group) -> Group:
+  """Returns the rows that the policy sampled, which are all but the greedy ones."""
+  return [row for row in group if not row.is_greedy]
+
+
+def sample_score(rows: SampleRows) -> float:
+  """Returns the return of one sample, summed over all of its rows."""
+  return sum(row.score for row in rows)
+
+
+def sample_scores(group: Group) -> np.ndarray:
+  """Computes the return of every sample that is not greedy.
+
+  Args:
+    group: Rows of all samples of one task.
+
+  Returns:
+    `[samples]` float64 returns.
+  """
+  samples = rows_by_sample(without_greedy(group)).values()
+  return np.array([sample_score(rows) for rows in samples])
+
+
+def sample_accuracies(group: Group) -> np.ndarray:
+  """Computes the accuracy of every sample that is not greedy.
+
+  The accuracy is the environment's metric `accuracy`, or the return before any reward
+  shaping where the environment reports none.
+
+  Args:
+    group: Rows of all samples of one task.
+
+  Returns:
+    `[samples]` float64 accuracies.
+  """
+  samples = rows_by_sample(without_greedy(group)).values()
+  return np.array([_accuracy(rows) for rows in samples])
+
+
+def _accuracy(rows: SampleRows) -> float:
+  metrics = rows[-1].metrics
+  raw_score = metrics.get(RAW_SCORE, sample_score(rows))
+  return float(metrics.get('accuracy', raw_score))
+
+
+def response_length(rows: SampleRows) -> int:
+  """Returns the number of tokens that one sample wrote, over all of its rows."""
+  return sum(int(row.action_mask.sum()) for row in rows)
+
+
+def is_truncated(rows: SampleRows) -> bool:
+  """Tells whether a sample was cut short.
+
+  Args:
+    rows: The rows of one sample.
+
+  Returns:
+    True if the episode reached its limit on tokens or turns, or if the last response
+    ran into its own token limit.
+  """
+  last = rows[-1]
+  return last.stop_reason in ('max_length', 'max_steps') or bool(
+    last.extras.get(RESPONSE_TRUNCATED)
+  )
+
+
+def oldest_weights_version(group: Group) -> int | None:
+  """Returns the oldest weights version that wrote an action of `group`.
+
+  Args:
+    group: The trajectories of a group.
+
+  Returns:
+    The version, or None for rows from files.
+  """
+  written = [row.weights_version[row.action_mask] for row in group]
+  versions = np.concatenate([np.zeros(0, np.int32), *written])
+  versions = versions[versions >= 0]
+  return int(versions.min()) if versions.size else None

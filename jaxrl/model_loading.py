@@ -1,0 +1,226 @@
+"""Model loading gets a run's model from a Hugging Face folder, or creates a random one.
+
+Both come with the tokenizer that lies in the same folder.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jaxrl.call_strings import (
+  ConfigError,
+  check_options,
+  parse_call,
+  unknown_name_error,
+)
+from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
+from jaxrl.models import families, huggingface
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.types import Params
+
+# Vocabulary sizes are a multiple of this, so that meshes divide them. Ids beyond the
+# tokenizer's are unused.
+VOCAB_MULTIPLE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+  """A model with its parameters and tokenizer.
+
+  Attributes:
+    model: The model.
+    params: Its parameters.
+    tokenizer: Its Hugging Face tokenizer.
+    folder: The folder that it was loaded from.
+  """
+
+  model: TransformerLM
+  params: Params
+  tokenizer: Any
+  folder: pathlib.Path
+
+
+def random_config(
+  *,
+  family: str = 'qwen3',
+  vocab_size: int = 512,
+  hidden_size: int = 128,
+  num_layers: int = 4,
+  num_heads: int = 4,
+  num_kv_heads: int = 2,
+  head_dim: int = 32,
+  intermediate_size: int = 384,
+) -> ModelConfig:
+  """Returns the config of a model that starts from random parameters.
+
+  Args:
+    family: A call string with rarely used options: 'qwen3(tie_embeddings=False)',
+      'qwen3_moe(num_experts=…, num_experts_per_token=…, moe_intermediate_size=…)'. A
+      family of your own is named by where its `FamilySpec` is, 'path/file.py:NAME'.
+    vocab_size: The largest vocabulary; a tokenizer trained on few texts may be smaller.
+    hidden_size: Width of the hidden states.
+    num_layers: Number of layers.
+    num_heads: Attention heads.
+    num_kv_heads: Heads of keys and values.
+    head_dim: Width of a head.
+    intermediate_size: Width of the feed-forward layers.
+
+  Returns:
+    The config.
+
+  Raises:
+    ConfigError: The sizes do not make up a model.
+  """
+  name, fields = _family(family)
+  spec = families.find_family(name)
+  try:
+    return ModelConfig(
+      vocab_size=vocab_size,
+      hidden_size=hidden_size,
+      num_layers=num_layers,
+      num_heads=num_heads,
+      num_kv_heads=num_kv_heads,
+      head_dim=head_dim,
+      intermediate_size=intermediate_size,
+      family=name,
+      rope_theta=10_000.0,
+      qk_norm=spec.qk_norm,
+      attention_bias=bool(spec.attention_bias),
+      **fields,
+    )
+  except ValueError as error:
+    raise ConfigError(f'--config.model.random: {error}') from error
+
+
+def _family(text: str) -> tuple[str, dict[str, Any]]:
+  """The family that a call string names, and the fields it gives it."""
+  name, options = parse_call(text)
+  where = f'model.random.family={text}'
+  if ':' not in name and name not in families.family_names():
+    raise unknown_name_error(name, families.family_names(), 'family', where)
+  random_options = families.find_family(name).random_options
+  check_options(random_options, options, where)
+  return name, random_options(**options)
+
+
+def load_model(
+  folder: str,
+  *,
+  value_head: bool,
+  dtype: str,
+  remat: str,
+  kernels: str = 'auto',
+  key: str = 'model.checkpoint',
+) -> LoadedModel:
+  """Loads a model from a Hugging Face folder.
+
+  Args:
+    folder: The folder.
+    value_head: Whether the algorithm trains a critic; a missing head starts at zero.
+    dtype: What the model computes in.
+    remat: What is recomputed in the backward pass.
+    kernels: Which kernels are used.
+    key: The config key that named the folder, for error messages.
+
+  Returns:
+    The model with parameters and tokenizer.
+
+  Raises:
+    ConfigError: The folder has no model that can be loaded.
+  """
+  try:
+    config, params = huggingface.load(folder, value_head=value_head)
+    tokenizer = load_tokenizer(folder)
+  except (OSError, ValueError) as error:
+    raise ConfigError(f'{key}={folder}: {error}') from error
+  model = TransformerLM(config, dtype=dtype, remat=remat, kernels=kernels)
+  return LoadedModel(model, params, tokenizer, pathlib.Path(folder))
+
+
+def create_model(
+  folder: pathlib.Path,
+  config: ModelConfig,
+  texts: Iterable[str],
+  key: jax.Array,
+  *,
+  value_head: bool,
+  dtype: str,
+  remat: str,
+  kernels: str = 'auto',
+  tokenizer: Any = None,
+) -> LoadedModel:
+  """Creates a random model and saves it in a folder.
+
+  If the folder has a model already, that is loaded: a resumed run continues with its
+  tokenizer.
+
+  Args:
+    folder: The folder.
+    config: The model's config.
+    texts: What a tokenizer is trained on.
+    key: The random key of the parameters.
+    value_head: Whether the algorithm trains a critic.
+    dtype: What the model computes in.
+    remat: What is recomputed in the backward pass.
+    kernels: Which kernels are used.
+    tokenizer: A tokenizer to use instead, with the config's vocabulary size.
+
+  Returns:
+    The model with parameters and tokenizer.
+  """
+  if not (folder / 'config.json').exists():
+    if tokenizer is None:
+      tokenizer = train_tokenizer(texts, config.vocab_size)
+      size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+      config = config.replace(vocab_size=size)
+    config = config.replace(value_head=value_head)
+    params = TransformerLM(config).init(key)
+    huggingface.save(folder, config, params, tokenizer)
+  return load_model(
+    str(folder), value_head=value_head, dtype=dtype, remat=remat, kernels=kernels
+  )
+
+
+def match_vocabulary(other: LoadedModel, student: LoadedModel, key: str) -> LoadedModel:
+  """Returns a model cut to the student's vocabulary, if they number tokens alike.
+
+  Rows of its embedding that are in no tokenizer and that the student lacks are cut off.
+
+  Args:
+    other: The model, such as a teacher.
+    student: The model that is trained.
+    key: The config key that named `other`, for error messages.
+
+  Returns:
+    `other`, with as many rows in its tables as `student`.
+
+  Raises:
+    ConfigError: The vocabularies differ.
+  """
+  student_vocab, other_vocab = (
+    student.tokenizer.get_vocab(),
+    other.tokenizer.get_vocab(),
+  )
+  problem = f'{key}={other.folder}: its vocabulary is not that of {student.folder}'
+  for token, number in sorted(student_vocab.items(), key=lambda item: item[1]):
+    if other_vocab.get(token) != number:
+      actual = f'number {other_vocab[token]}' if token in other_vocab else 'absent'
+      raise ConfigError(f'{problem}: token {token!r} is {actual}, but {number} here')
+  if other_vocab.keys() > student_vocab.keys():
+    extra = min(other_vocab.keys() - student_vocab.keys(), key=other_vocab.__getitem__)
+    raise ConfigError(
+      f'{problem}: token {extra!r}, number {other_vocab[extra]}, is absent here'
+    )
+  vocab_size, config = student.model.config.vocab_size, other.model.config
+  if config.vocab_size < vocab_size:
+    raise ConfigError(
+      f'{problem}: its table has {config.vocab_size} rows; {vocab_size} are needed'
+    )
+  tables = {'embedding', 'lm_head'} & other.params.keys()
+  cut = {name: {'table': other.params[name]['table'][:vocab_size]} for name in tables}
+  model = dataclasses.replace(other.model, config=config.replace(vocab_size=vocab_size))
+  return dataclasses.replace(other, model=model, params={**other.params, **cut})

@@ -1,0 +1,79 @@
+"""Model families: one file each, found by the `model_type` of a config.json.
+
+To add a family to the package, write a file with a `FamilySpec` and add a line to
+`BUILT_IN`. A family of your own stays in a file of its own: name it where a family is
+asked for, as `path/file.py:NAME` or `package.module:NAME`, or `register` that name so
+that folders with its `model_type` can be loaded.
+"""
+
+from jaxrl import call_strings
+from jaxrl.models.families.family_spec import FamilySpec
+
+# `model_type` → where its `FamilySpec` is.
+BUILT_IN = {
+  'qwen2': 'jaxrl.models.families.qwen2:QWEN2',
+  'qwen3': 'jaxrl.models.families.qwen3:QWEN3',
+  'qwen3_moe': 'jaxrl.models.families.qwen3_moe:QWEN3_MOE',
+  'llama': 'jaxrl.models.families.llama3:LLAMA3',
+}
+_registered: dict[str, str] = {}  # `model_type` of a family from outside → its location
+
+
+def family_names() -> list[str]:
+  """Returns the names of the built-in families and of those registered."""
+  return [*BUILT_IN, *_registered]
+
+
+def find_family(name: str) -> FamilySpec:
+  """Returns the family of this name, importing only its file.
+
+  Args:
+    name: A `model_type`, or the location of a `FamilySpec` outside the package,
+      `path/file.py:NAME` or `package.module:NAME`.
+
+  Raises:
+    ConfigError: If there is no such family.
+  """
+  location = name if ':' in name else {**BUILT_IN, **_registered}.get(name)
+  if location is None:
+    raise call_strings.unknown_name_error(name, family_names(), 'family', 'model')
+  spec = call_strings.resolve(location)
+  if not isinstance(spec, FamilySpec):
+    raise call_strings.ConfigError(
+      f'{location} is a {type(spec).__name__}; a model family is a FamilySpec'
+    )
+  return spec
+
+
+def register(location: str) -> FamilySpec:
+  """Makes a family from outside the package known by its `model_type`.
+
+  Folders whose config.json has that `model_type` can then be loaded in this process.
+
+  Args:
+    location: `path/file.py:NAME` or `package.module:NAME` of a `FamilySpec`.
+
+  Returns:
+    The family.
+
+  Raises:
+    ConfigError: If there is none, or if its `model_type` is that of another family.
+  """
+  spec = find_family(location)
+  known = {**BUILT_IN, **_registered}.get(spec.model_type, location)
+  if known != location:
+    raise call_strings.ConfigError(
+      f'{location}: model_type {spec.model_type!r} is already that of {known}'
+    )
+  _registered[spec.model_type] = location
+  return spec
+
+
+def family_name(model_type: str) -> str | None:
+  """Returns what `ModelConfig.family` is for a config.json's `model_type`.
+
+  Returns:
+    The name of a built-in family; the location of a registered one, by which other
+    processes find it too; None for neither.
+  """
+  return model_type if model_type in BUILT_IN else _registered.get(model_type)

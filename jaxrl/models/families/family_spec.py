@@ -1,0 +1,74 @@
+"""A `FamilySpec` holds everything that distinguishes one model family from another."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from jaxrl.models.model_config import ModelConfig
+
+
+def dense_options(*, tie_embeddings: bool = True) -> dict[str, Any]:
+  """Returns the `ModelConfig` fields that a call string sets for a random dense model.
+
+  Args:
+    tie_embeddings: Whether tokens are scored by the table that embeds them.
+  """
+  return {'tie_embeddings': tie_embeddings}
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilySpec:
+  """Describes a model family: its config.json, its tensors' names, its layers' options.
+
+  Attributes:
+    model_type: The name in config.json.
+    architecture: The class in `transformers`, as config.json names it.
+    read_config: `(config.json's contents, where) -> fields of ModelConfig`. Raises
+      ValueError, beginning with `where`, for a setting that is not supported.
+    write_config: `(ModelConfig) -> config.json's contents`, without `architectures`,
+      `model_type` and `torch_dtype`.
+    top_tensors: Parameter outside the layers, as a dotted path → name in a checkpoint.
+    layer_tensors: Parameter of a layer → name in a checkpoint, where `{layer}` stands
+      for the layer's number and `{expert}` for the expert's.
+    qk_norm: Whether query and key have an RMS norm over each head.
+    attention_bias: Whether query, key and value have biases; None if config.json says.
+    output_bias: Whether the attention's output has a bias where the others have one.
+    has_experts: Whether feed-forward layers are mixtures of experts.
+    random_options: The options of a random model in a call string, as keyword-only
+      parameters; returns fields of ModelConfig.
+  """
+
+  model_type: str
+  architecture: str
+  read_config: Callable[[Mapping[str, Any], str], dict[str, Any]]
+  write_config: Callable[['ModelConfig'], dict[str, Any]]
+  top_tensors: Mapping[str, str]
+  layer_tensors: Mapping[str, str]
+  qk_norm: bool = False
+  attention_bias: bool | None = None
+  output_bias: bool = True
+  has_experts: bool = False
+  random_options: Callable[..., dict[str, Any]] = dense_options
+
+  def check(self, config: 'ModelConfig') -> None:
+    """Raises ValueError if the options of a config are not those of this family."""
+    if config.qk_norm != self.qk_norm:
+      raise ValueError(f'family {config.family!r} needs qk_norm={self.qk_norm}')
+    if self.attention_bias is not None and config.attention_bias != self.attention_bias:
+      raise ValueError(
+        f'family {config.family!r} needs attention_bias={self.attention_bias}'
+      )
+    sizes = {
+      name: getattr(config, name)
+      for name in ('num_experts', 'num_experts_per_token', 'moe_intermediate_size')
+    }
+    text = ', '.join(f'{name}={size}' for name, size in sizes.items())
+    if not self.has_experts:
+      if any(sizes.values()):
+        raise ValueError(f'{text}: family {config.family!r} has no experts')
+    elif min(sizes.values()) < 1 or config.num_experts_per_token > config.num_experts:
+      raise ValueError(
+        f'{text}: family {config.family!r} needs each, and at most all experts per '
+        'token'
+      )

@@ -1,0 +1,244 @@
+"""The key-value cache of decode.
+
+Keys are `[S, K, d, C]` and values `[S, K, C, d]` for S slots, in chunks of C positions:
+`cache['k'][layer][chunk]`. Each chunk is an array, so that attention reads it in place
+(a slice would be copied first) and chunks that no sequence has reached are never read.
+Positions are innermost in the keys because scores are then sums of whole vectors. There
+may be 'e' beside, a token's experts, `[S, 1, C, k]`.
+
+Where decode has a kernel, the layout is that of `jaxrl.models.paged_cache` instead.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.models import paged_cache
+from jaxrl.models.model_config import ModelConfig
+
+Cache = dict[str, tuple[Any, ...]]  # an array or a tuple of chunks a layer
+# A prefill's: k `[L, P, K, d, T]`, v `[L, P, K, T, d]`, e `[L, P, 1, T, k]`.
+PrefillKV = dict[str, jax.Array]
+CHUNK, MAX_CHUNKS = 64, 8
+POSITION_AXIS = {'k': 3, 'v': 2, 'e': 2}  # the axis of positions in a chunk
+EXPERT_DTYPE = 'int16'  # the dtype of an expert's number
+
+
+def chunk_sizes(max_length: int) -> list[int]:
+  """Returns the positions per chunk: a multiple of 32 in all, at least `max_length`.
+
+  Args:
+    max_length: The longest sequence.
+  """
+  size = CHUNK * max(1, -(-max_length // (CHUNK * MAX_CHUNKS)))
+  whole, rest = divmod(max_length, size)
+  return [size] * whole + ([-(-rest // 32) * 32] if rest else [])
+
+
+def empty(
+  config: ModelConfig,
+  num_slots: int,
+  max_length: int,
+  dtype: str,
+  *,
+  sizes: list[int] | None = None,
+  experts: bool = False,
+) -> Cache:
+  """Makes a cache of zeros.
+
+  Args:
+    config: The model's shape.
+    num_slots: The number of sequences.
+    max_length: The longest sequence.
+    dtype: The type of keys and values.
+    sizes: Positions per chunk, if not `chunk_sizes(max_length)`.
+    experts: Whether it records the experts that tokens took.
+  """
+  sizes, dim = sizes or chunk_sizes(max_length), config.head_dim
+
+  def make(shape, dtype=dtype, heads=config.num_kv_heads):
+    return tuple(
+      tuple(jnp.zeros((num_slots, heads, *shape(size)), dtype) for size in sizes)
+      for _ in range(config.num_layers)
+    )
+
+  cache = {'k': make(lambda size: (dim, size)), 'v': make(lambda size: (size, dim))}
+  if experts:
+    picks = config.num_experts_per_token
+    cache['e'] = make(lambda size: (size, picks), EXPERT_DTYPE, 1)
+  return cache
+
+
+def length(cache: Cache) -> int:
+  """Returns how many positions a slot has.
+
+  Args:
+    cache: The cache.
+  """
+  if paged_cache.is_paged(cache):
+    return paged_cache.length(cache)
+  return sum(chunk.shape[POSITION_AXIS['v']] for chunk in cache['v'][0])
+
+
+def axes(cache: Cache) -> tuple[str | None, ...]:
+  """Returns the names of the axes of its arrays; None is never split.
+
+  Args:
+    cache: The cache.
+  """
+  return (
+    paged_cache.AXES
+    if paged_cache.is_paged(cache)
+    else ('batch', 'kv_heads', None, None)
+  )
+
+
+def write(
+  chunks: tuple[jax.Array, ...], name: str, values: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, ...]:
+  """Puts values at positions of one layer's keys or values.
+
+  Args:
+    chunks: Those of the layer.
+    name: 'k', 'v' or 'e'.
+    values: `[S, K, d]`.
+    positions: `[S]` int32.
+
+  Returns:
+    The chunks.
+  """
+  rows, start, out = jnp.arange(values.shape[0]), 0, []
+  for chunk in chunks:
+    size = chunk.shape[POSITION_AXIS[name]]
+    at = positions - start
+    at = jnp.where(at < 0, size, at)  # not in this chunk: dropped
+    index = (rows, slice(None), slice(None), at)
+    index = index if name == 'k' else (rows, slice(None), at)
+    out.append(chunk.at[index].set(values.astype(chunk.dtype), mode='drop'))
+    start += size
+  return tuple(out)
+
+
+def insert(
+  cache: Cache, kept: PrefillKV, row_index: jax.Array, slots: jax.Array
+) -> Cache:
+  """Copies rows of a prefill into slots.
+
+  Args:
+    cache: The cache.
+    kept: Keys and values of a prefill.
+    row_index: `[n]` int32, rows of the prefill.
+    slots: `[n]` int32, where each goes.
+
+  Returns:
+    The cache.
+  """
+  width = kept['k'].shape[-1]
+  if width > length(cache):
+    raise ValueError(
+      f'a prefill of width {width} does not fit a cache of length {length(cache)}'
+    )
+  if paged_cache.is_paged(cache):
+    return paged_cache.insert(cache, kept, row_index, slots)
+  num_slots = cache['k'][0][0].shape[0]
+  slots = jnp.where(slots < 0, num_slots, slots)
+
+  def fill(name, layer, chunks):
+    start, out = 0, []
+    for chunk in chunks:
+      axis = POSITION_AXIS[name]
+      size = min(chunk.shape[axis], width - start)
+      if size > 0:
+        rows = jax.lax.slice_in_dim(kept[name][layer], start, start + size, axis=axis)
+        rows = rows[row_index].astype(chunk.dtype)
+        index = (slots, *(slice(0, n) for n in rows.shape[1:]))
+        chunk = chunk.at[index].set(rows, mode='drop')
+      out.append(chunk)
+      start += size
+    return tuple(out)
+
+  return {
+    name: tuple(fill(name, i, chunks) for i, chunks in enumerate(layers))
+    for name, layers in cache.items()
+  }
+
+
+def experts_of(cache: Cache, slot: jax.Array) -> jax.Array:
+  """Returns the experts of one slot's tokens.
+
+  Args:
+    cache: The cache.
+    slot: The slot.
+
+  Returns:
+    `[C, L, k]` int16, by position.
+  """
+  layers = [jnp.concatenate([c[slot, 0] for c in chunks]) for chunks in cache['e']]
+  return jnp.stack(layers, axis=1)
+
+
+def experts_from(cache: Cache, start: jax.Array, count: int) -> jax.Array:
+  """Returns the experts of tokens of each slot.
+
+  Args:
+    cache: The cache.
+    start: `[S]`, the first position.
+    count: How many tokens.
+
+  Returns:
+    `[count, S, L, k]` int16.
+  """
+  at = start + jnp.arange(count)[:, None]  # [count, S]
+  slots = jnp.arange(start.shape[0])
+
+  def layer(chunks):
+    begin, found = 0, 0
+    for chunk in chunks:
+      size = chunk.shape[POSITION_AXIS['e']]
+      here = (at >= begin) & (at < begin + size)
+      rows = chunk[slots, 0, jnp.clip(at - begin, 0, size - 1)]
+      found += jnp.where(here[:, :, None], rows, 0)
+      begin += size
+    return found
+
+  return jnp.stack([layer(chunks) for chunks in cache['e']], axis=2)
+
+
+def copy(cache: Cache, table: jax.Array, count: jax.Array) -> Cache:
+  """Copies slots to slots, in order, at least `length` positions each.
+
+  Args:
+    cache: The cache.
+    table: `[n, 3]` int32: source, target and length.
+    count: The number of rows of the table that count.
+
+  Returns:
+    The cache.
+  """
+  if paged_cache.is_paged(cache):
+    return paged_cache.copy(cache, table, count)
+
+  def pair(i, cache):
+    source, target, reach = table[i]
+
+    def move(name, chunk, start):
+      def once(_, chunk):
+        row = jax.lax.dynamic_slice_in_dim(chunk, source, 1)
+        return jax.lax.dynamic_update_slice_in_dim(chunk, row, target, 0)
+
+      # A loop of none or one rounds: unlike a conditional it works in place.
+      return jax.lax.fori_loop(0, (start < reach).astype(jnp.int32), once, chunk)
+
+    def layer(name, chunks):
+      starts = [0]
+      for chunk in chunks:
+        starts.append(starts[-1] + chunk.shape[POSITION_AXIS[name]])
+      return tuple(move(name, c, s) for c, s in zip(chunks, starts, strict=False))
+
+    return {
+      name: tuple(layer(name, chunks) for chunks in layers)
+      for name, layers in cache.items()
+    }
+
+  return jax.lax.fori_loop(0, count, pair, cache)

@@ -1,0 +1,159 @@
+"""LoRA transfer: adapters on their way to engines, or into a folder for PEFT.
+
+Engines that merge adapters themselves get the learner's parameters, base and adapters,
+and the scale of their product. A weight service that knows what changed since the
+version before then sends the base once and only adapters from there on.
+
+A folder has the format of Hugging Face's PEFT, which vLLM serves too. Adapters of
+experts and routers are named as layers of their own, as vLLM and checkpoints name them;
+PEFT itself finds no such layers in a model of `transformers` 5.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxrl.models import hf_names, lora
+from jaxrl.models.model_config import Lora, ModelConfig
+from jaxrl.types import Params
+
+PEFT_CONFIG, PEFT_TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
+SCALE_KEY = 'lora_scale'  # float32 `[1]`, beside the branches of the model
+
+
+def make_transfer(config: ModelConfig, params: Params) -> Params:
+  """Returns the parameters of a model with adapters, as engines get them.
+
+  Args:
+    config: The model's shape.
+    params: The parameters.
+  """
+  assert config.lora is not None
+  return params | {SCALE_KEY: np.full(1, config.lora.scale, np.float32)}
+
+
+def is_transfer(params: Params) -> bool:
+  """Returns True if parameters come from `make_transfer`.
+
+  Args:
+    params: The parameters.
+  """
+  return SCALE_KEY in params
+
+
+def merge_transfer(params: Params, dtype: str) -> Params:
+  """Merges the adapters of a transfer; see `lora.merged`.
+
+  Args:
+    params: From `make_transfer`.
+    dtype: The type of the model's activations.
+
+  Returns:
+    The parameters of the model without adapters.
+  """
+  base = {name: branch for name, branch in params.items() if name != SCALE_KEY}
+  return lora.merge_with_scale(params[SCALE_KEY][0], base, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+  """A stack of kernels, each merged when it is looked at, float32 and by numpy.
+
+  A table is no stack: its index is ().
+  """
+
+  kernel: np.ndarray
+  lora_a: np.ndarray
+  lora_b: np.ndarray
+  scale: np.float32
+  is_table: bool
+
+  def __getitem__(self, index: Any) -> np.ndarray:
+    kernel, a, b = self.kernel[index], self.lora_a[index], self.lora_b[index]
+    change = lora.product(a, b, kernel.shape, self.is_table, np.matmul)
+    return kernel.astype(np.float32) + self.scale * change
+
+
+def merge_transfer_on_host(params: Params) -> Params:
+  """Merges numpy arrays as `merge_transfer` does, without room for a second model.
+
+  A stack of kernels with adapters merges a layer or more when it is indexed.
+
+  Args:
+    params: From `make_transfer`.
+  """
+  scale = np.float32(params[SCALE_KEY][0])
+
+  def walk(tree: Params) -> Params:
+    merged_tree = {
+      name: walk(x) if isinstance(x, dict) else x for name, x in tree.items()
+    }
+    if 'lora_b' in merged_tree:
+      a, b = (merged_tree.pop(name) for name in lora.ADAPTERS)
+      name = lora.kernel_of(merged_tree)
+      merged_tree[name] = _Kernel(merged_tree[name], a, b, scale, name == 'table')
+    return merged_tree
+
+  return walk({name: branch for name, branch in params.items() if name != SCALE_KEY})
+
+
+def save_peft(
+  folder: str | Path, config: ModelConfig, params: Params, base: str
+) -> None:
+  """Writes adapters to a folder that PEFT and vLLM read.
+
+  PEFT's lora_A is `[rank, inputs]` and its lora_B `[outputs, rank]`, both float32. Each
+  expert has its own.
+
+  Args:
+    folder: The folder.
+    config: The model's shape; it has `lora`.
+    params: The parameters.
+    base: The name of the model that they belong to.
+  """
+  adapters, arrays, modules = config.lora, {}, set()
+  assert adapters is not None  # there is nothing to write
+  for tensor in hf_names.checkpoint_tensors(lora.base_config(config)):
+    at, kind = tensor.path[-2:]
+    if kind not in ('kernel', 'table') or config.adapters(at) is None:
+      continue
+    layer = params
+    for key in tensor.path[:-1]:
+      layer = layer[key]
+    left, right = (
+      np.asarray(layer[n][tensor.index], np.float32) for n in lora.ADAPTERS
+    )
+    module = tensor.name.removesuffix('.weight')
+    modules.add(module.rpartition('.')[2])
+    name = f'base_model.model.{module}'
+    left, right = left.reshape(-1, adapters.rank), right.reshape(adapters.rank, -1)
+    arrays[f'{name}.lora_A.weight'] = np.ascontiguousarray(left.T)
+    arrays[f'{name}.lora_B.weight'] = np.ascontiguousarray(right.T)
+  folder = Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  save_file(arrays, folder / PEFT_TENSORS, metadata={'format': 'pt'})
+  settings = _peft_settings(adapters, sorted(modules), base)
+  (folder / PEFT_CONFIG).write_text(json.dumps(settings, indent=2) + '\n')
+
+
+def _peft_settings(own: Lora, modules: list[str], base: str) -> dict[str, Any]:
+  alpha = int(own.alpha) if own.alpha.is_integer() else own.alpha
+  return {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': base,
+    'r': own.rank,
+    'lora_alpha': alpha,
+    'lora_dropout': 0.0,
+    'target_modules': modules,
+    'bias': 'none',
+    'fan_in_fan_out': False,
+    'use_rslora': False,
+    'use_dora': False,
+    'modules_to_save': None,
+    'inference_mode': True,
+  }

@@ -1,0 +1,126 @@
+"""Model configuration: the shape of a model."""
+
+import dataclasses
+from typing import Any
+
+from jaxrl.models import families
+
+LORA_TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down', 'router', 'lm_head')
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """Low-rank adapters; see `jaxrl.models.lora.lora_adapters`, which checks them.
+
+  Attributes:
+    rank: Their rank.
+    alpha: They are scaled by alpha / rank.
+    targets: The layers that have them, among LORA_TARGETS.
+    base: The type that frozen parameters are kept in.
+    transfer: What engines get: 'merged' weights or 'adapters'.
+  """
+
+  rank: int
+  alpha: float
+  targets: tuple[str, ...]
+  base: str
+  transfer: str = 'merged'
+
+  @property
+  def scale(self) -> float:
+    """Returns alpha / rank."""
+    return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Everything that fixes the parameters' shapes and the forward pass.
+
+  Attributes:
+    vocab_size: Rows of the embedding table.
+    hidden_size: Width D of the residual stream.
+    num_layers: Layers.
+    num_heads: Query heads.
+    num_kv_heads: Key and value heads; they divide num_heads.
+    head_dim: Width of a head, even.
+    intermediate_size: Inner width of a dense MLP.
+    family: The name of a model family, or the location of one's own `FamilySpec`; see
+      `jaxrl.models.families`.
+    rope_theta: The rotary base.
+    rope_scaling: Sorted (name, value) pairs of the scaling's settings, `rope_type`
+      among them, or None.
+    rms_norm_eps: The norms' ε.
+    max_position: The longest sequence.
+    tie_embeddings: Whether tokens are scored by the table that embeds them.
+    attention_bias: Whether query, key and value (and, if the family says so, the
+      output) have biases.
+    qk_norm: Whether query and key have an RMS norm over each head.
+    value_head: Whether there is a linear value head beside the language model's.
+    num_experts: Experts of every layer's feed-forward part, 0 for a dense one.
+    num_experts_per_token: The experts that a token takes, those its router finds
+      likeliest.
+    moe_intermediate_size: Inner width of an expert.
+    norm_topk_prob: Whether the weights of a token's experts are made to sum to 1.
+    lora: Adapters beside the linear layers, or None.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  intermediate_size: int
+  family: str = 'qwen3'
+  rope_theta: float = 1e6
+  rope_scaling: tuple[tuple[str, Any], ...] | None = None
+  rms_norm_eps: float = 1e-6
+  max_position: int = 32768
+  tie_embeddings: bool = True
+  attention_bias: bool = False
+  qk_norm: bool = True
+  value_head: bool = False
+  num_experts: int = 0
+  num_experts_per_token: int = 0
+  moe_intermediate_size: int = 0
+  norm_topk_prob: bool = True
+  lora: Lora | None = None
+
+  def __post_init__(self) -> None:
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f'num_heads={self.num_heads} must be a multiple of '
+        f'num_kv_heads={self.num_kv_heads}'
+      )
+    if self.head_dim % 2:
+      raise ValueError(f'head_dim={self.head_dim} must be even for rotary positions')
+    families.find_family(self.family).check(self)
+    targets = self.lora.targets if self.lora else ()
+    if 'router' in targets and not self.num_experts:
+      raise ValueError("lora: targets='router', and this model has no experts")
+    if 'lm_head' in targets and self.tie_embeddings:
+      raise ValueError(
+        "lora: targets='lm_head', and this model scores by its table of embeddings, "
+        'which is no layer of its own'
+      )
+
+  @property
+  def output_bias(self) -> bool:
+    """Returns whether the attention's output projection has a bias."""
+    return self.attention_bias and families.find_family(self.family).output_bias
+
+  def adapters(self, name: str) -> Lora | None:
+    """Returns the adapters of a linear layer, or None.
+
+    Args:
+      name: One of LORA_TARGETS.
+    """
+    return self.lora if self.lora and name in self.lora.targets else None
+
+  def replace(self, **changes: Any) -> 'ModelConfig':
+    """Returns the config with some fields replaced.
+
+    Args:
+      **changes: New values by field.
+    """
+    return dataclasses.replace(self, **changes)

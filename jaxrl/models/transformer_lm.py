@@ -1,0 +1,596 @@
+"""A decoder-only transformer language model as pure functions of its parameters."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.models import exact as exactly
+from jaxrl.models import kv_cache as caches
+from jaxrl.models import layer_stack, layers, lora, moe, paged_cache, remat, rope
+from jaxrl.models.exact import Exact
+from jaxrl.models.kv_cache import Cache
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.types import Array, Params, PolicyOutputs
+from kernels.attention import attention, decode_attention
+from kernels.dispatch import REFERENCE, check_kernels_option, platform_of
+from kernels.paged_attention import choose_kernel
+from kernels.token_logprobs import token_logprobs
+
+# (attention, q, k, v) -> output: runs attention on another arrangement of the rows.
+AttendWith = Callable[[Callable[..., Array], Array, Array, Array], Array]
+MAX_UNROLLED_LAYERS = 8  # layers at most that are compiled each for itself
+
+
+def unconstrained(x: jax.Array, *names: str | None) -> jax.Array:
+  """Leaves the sharding of an activation x, with axes `names`, to the compiler."""
+  del names
+  return x
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerLM:
+  """A decoder-only transformer. Hashable and static; parameters are nested dicts.
+
+  Attributes:
+    config: The shape.
+    dtype: The type of activations and matrix products; parameters are cast at use.
+    remat: What the backward pass keeps, a call string; see `remat`.
+    unroll: Layers per step of the scan; more run a little faster and compile slower; 0
+      as `scan_unroll` says.
+    constrain: `(x, *axis names) -> x`, places activations on a mesh.
+    expert_fn: `(implementation, x, chosen, weights, *kernels) -> y`, computes the
+      experts on a mesh.
+    exact: The mode in which `decode`, `prefill` and `policy_outputs` give a token's
+      log-prob the same bits; None is the fast mode.
+    kernels: 'auto', the best for the platform, or 'reference', plain jnp.
+    platform: What it is compiled for ('cpu', 'gpu', 'tpu'); None is what this process
+      runs on.
+    context: Shards the rows of `policy_outputs` over devices, by `shard`, `unshard` and
+      `attention`.
+    router_replay: Whether the cache also records the experts that tokens took, for the
+      learner.
+  """
+
+  config: ModelConfig
+  dtype: str = 'float32'
+  remat: str = 'none'
+  unroll: int = 0
+  constrain: Callable[..., jax.Array] = unconstrained
+  expert_fn: Callable[..., jax.Array] = moe.apply_experts
+  exact: Exact | None = None
+  kernels: str = 'auto'
+  platform: str | None = None
+  context: Any = None
+  router_replay: bool = False
+
+  def __post_init__(self) -> None:
+    check_kernels_option(self.kernels)
+    if self.exact is not None and self.dtype != 'float32':
+      raise ValueError(f"exact mode is of dtype='float32', not {self.dtype!r}")
+    if self.router_replay and not self.config.num_experts:
+      raise ValueError('router_replay is of models with experts, and this one has none')
+    if self.router_replay and self.exact:
+      raise ValueError('router_replay and exact mode exclude each other')
+    remat.policy(self.remat)  # raises for one that is not
+
+  @property
+  def scan_unroll(self) -> int:
+    """Returns the layers per step of the scan: all of a shallow model.
+
+    It then stacks nothing for the backward pass. Several devices could deadlock: XLA
+    lets collectives of an unrolled program from its cache overtake each other.
+    """
+    return self.unroll or (self.config.num_layers if self.is_shallow else 1)
+
+  @property
+  def is_shallow(self) -> bool:
+    """Returns True for few layers on one CPU device, not recomputed and not exact."""
+    few = (
+      self.config.num_layers <= MAX_UNROLLED_LAYERS
+      and platform_of(self.platform) == 'cpu'
+    )
+    mesh = getattr(self.constrain, 'mesh', None)
+    alone = mesh is None or mesh.size == 1
+    return few and alone and self.remat == 'none' and self.exact is None
+
+  def init(self, key: jax.Array) -> Params:
+    """Makes random float32 parameters; 'layers' has every layer's on axis 0.
+
+    Args:
+      key: A JAX random key.
+    """
+    return layer_stack.init(self.config, key)
+
+  def logical_axes(self, params: Params | None = None) -> Params:
+    """Returns the parameter tree with each array replaced by the names of its axes.
+
+    The names are layers, embed, embedding, vocab, heads, kv_heads, mlp and experts; an
+    axis named None is never sharded.
+
+    Args:
+      params: Not read.
+    """
+    del params
+    return layer_stack.logical_axes(self.config)
+
+  def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+    """Computes logits from final states.
+
+    Args:
+      params: The parameters.
+      hidden: `[…, D]`.
+
+    Returns:
+      `[…, V]` float32.
+    """
+    table = self._head(params).astype(hidden.dtype)
+    return jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
+
+  def unstack(self, params: Params) -> Params:
+    """Returns the same parameters with 'layers' a tuple of single layers.
+
+    `prefill` and `decode` take these too and are faster with them, because no layer
+    need be sliced from a stack at every step.
+
+    Args:
+      params: The parameters.
+    """
+    return layer_stack.unstack(self.config, params)
+
+  def hidden(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    prefix_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    routed_experts: jax.Array | None = None,
+  ) -> jax.Array:
+    """Computes the final normed states of tokens.
+
+    Args:
+      params: The parameters.
+      tokens: `[B, T]` int32.
+      segment_ids: `[B, T]` int32; a token sees those before it in its own segment. 0 is
+        padding.
+      prefix_ids: `[B, T]` int32, another segment of the row that a token sees, 0 for
+        none.
+      positions: `[B, T]` int32; by default counted from each segment's start.
+      routed_experts: `[B, T, L, k]` int, the experts that a token takes in each layer;
+        −1 lets the router choose.
+
+    Returns:
+      `[B, T, D]`.
+    """
+    inputs = tokens, segment_ids, prefix_ids, positions, routed_experts
+    return self._forward(params, *inputs, keep_cache=False)[0]
+
+  def _forward(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    prefix_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    routed_experts: jax.Array | None = None,
+    *,
+    keep_cache: bool,
+    across: bool = False,
+    attend_with: AttendWith | None = None,
+  ) -> tuple[jax.Array, caches.PrefillKV | None]:
+    """Runs the layers; returns final normed states, and keys and values if kept.
+
+    across: rows are sharded as `context` does it.
+    """
+    if self.exact is not None and prefix_ids is not None:
+      raise ValueError('exact mode takes a sequence a row: give it no prefix_ids')
+    if across and attend_with is not None:
+      raise ValueError('rows sharded over devices attend among themselves only')
+    ends = layer_stack.embedding_and_head(self.config, params)
+    x = ends.embedding.table[...][tokens].astype(self.dtype)
+    x = self.constrain(x, 'batch', 'length', None)
+    if positions is None:
+      positions = layer_stack.segment_positions(segment_ids)
+    cos, sin = rope.rotation(self.config, positions)
+
+    def attend(q, k, v):
+      q = self.constrain(q, 'batch', 'length', 'heads', None)
+      k = self.constrain(k, 'batch', 'length', 'kv_heads', None)
+      v = self.constrain(v, 'batch', 'length', 'kv_heads', None)
+      prefill_kv = None
+      if keep_cache:
+        prefill_kv = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
+      run = functools.partial(attention, **self._kernels())
+      if attend_with is not None:
+        return attend_with(run, q, k, v), prefill_kv
+      if across:
+        run = self.context.attention
+      return run(q, k, v, segment_ids, prefix_ids=prefix_ids), prefill_kv
+
+    def body(block, x, routed):
+      feed = functools.partial(self._feed, routed=routed)
+      x, (kept, chosen) = block(x, cos, sin, attend, feed)
+      if kept is not None and self.router_replay:
+        kept['e'] = chosen[:, None].astype(caches.EXPERT_DTYPE)
+      return self.constrain(x, 'batch', 'length', None), kept
+
+    if routed_experts is not None:
+      routed_experts = jnp.moveaxis(routed_experts, 2, 0)
+    x, kept = layer_stack.run_layers(
+      self.config, params, x, body, self.remat, self.scan_unroll, routed_experts
+    )
+    return ends.norm(x), kept
+
+  def _exact_forward(
+    self, params: Params, tokens: jax.Array, keep_cache: bool
+  ) -> tuple[jax.Array, caches.PrefillKV | None]:
+    """Maps tokens `[B, T]`, one sequence per row, to final states `[B · T, D]`."""
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    x, cos, sin = self._enter(params, tokens.reshape(-1), positions.reshape(-1))
+
+    def attend(q, k, v):
+      q, k, v = (y.reshape(batch, length, *y.shape[1:]) for y in (q, k, v))
+      prefill_kv = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
+      chunks = (
+        exactly.cut_chunks(prefill_kv['k'], 3),
+        exactly.cut_chunks(prefill_kv['v'], 2),
+      )
+      out = exactly.attend(q, *chunks, positions, jnp.int32(length))
+      out = out.reshape(-1, *q.shape[2:]).astype(q.dtype)
+      return out, prefill_kv if keep_cache else None
+
+    def body(block, x, _):
+      x, (kept, _) = self._layer(block, x, cos, sin, attend)
+      return x, kept
+
+    return layer_stack.run_layers(self.config, params, x, body, unroll=self.scan_unroll)
+
+  def _exact_logprobs(
+    self,
+    exact: Exact,
+    params: Params,
+    tokens: jax.Array,
+    temperature: jax.Array | float,
+  ) -> jax.Array:
+    """Computes log-probs `[B, T − 1]` of the tokens `[B, T]` but the first."""
+
+    def score(params, tokens, temperature):
+      x, _ = self._exact_forward(params, tokens, keep_cache=False)
+      targets = jnp.roll(tokens, -1, axis=1)
+
+      def some(x, targets, temperature):  # the logits of all tokens would be large
+        return exact.logprobs(self._last(params, x), targets, temperature)
+
+      logprobs = exact.tokenwise(some, x, targets.reshape(-1), temperature.reshape(-1))
+      return logprobs.reshape(tokens.shape)[:, :-1]
+
+    temperature = jnp.broadcast_to(jnp.float32(temperature), tokens.shape)
+    params, temperature = jax.lax.stop_gradient((params, temperature))
+    return exact.per_device(score, params, tokens, temperature)
+
+  def _cut(self, length: int) -> Callable[[jax.Array], jax.Array]:
+    """Cuts arrays `[B, T, …]` as `context` does, each piece to its devices."""
+
+    def cut(x):
+      x = self.context.shard(x, length)
+      return self.constrain(x, 'batch', *(None,) * (x.ndim - 1))
+
+    return cut
+
+  def policy_outputs(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    temperature: jax.Array | float = 1.0,
+    entropy: bool = False,
+    nec: bool = False,
+    topk_ids: jax.Array | None = None,
+    top_k: int = 0,
+    prefix_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    routed_experts: jax.Array | None = None,
+    attend_with: AttendWith | None = None,
+  ) -> PolicyOutputs:
+    """Computes what the policy says of tokens.
+
+    Index t of the outputs describes token t, given those before it: here, and only
+    here, states shift by one. Outputs are 0 at the first token of a segment and at
+    padding.
+
+    Args:
+      params: The parameters.
+      tokens: `[B, T]` int32.
+      segment_ids: As in `hidden`.
+      temperature: Divides the logits of log-probs; entropy, nec and values ignore it.
+      entropy: Whether to compute the entropy.
+      nec: Whether to compute nec; see `PolicyOutputs`.
+      topk_ids: `[B, T, K]` int32, at t tokens that might stand in the place of token t,
+        to be scored too.
+      top_k: Find and score the K likeliest tokens instead, in falling order.
+      prefix_ids: As in `hidden`.
+      positions: As in `hidden`.
+      routed_experts: As in `hidden`.
+      attend_with: Runs attention on another arrangement of the rows; see `AttendWith`.
+
+    Returns:
+      Outputs `[B, T]`.
+    """
+    if positions is None:
+      positions = layer_stack.segment_positions(segment_ids)
+    inputs = tokens, segment_ids, prefix_ids, positions, routed_experts
+    chosen = tokens[:, 1:], None if topk_ids is None else topk_ids[:, 1:]
+    options = {'keep_cache': False, 'attend_with': attend_with}
+    if self.context is None:
+      states = self._forward(params, *inputs, **options)[0][:, :-1]
+    else:
+      inputs, chosen = jax.tree.map(self._cut(tokens.shape[1]), (inputs, chosen))
+      states = self._forward(params, *inputs, across=True, **options)[0]
+    scores = token_logprobs(
+      states,
+      self._head(params),
+      chosen[0],
+      temperature=temperature,
+      entropy=entropy,
+      nec=nec,
+      topk_ids=chosen[1],
+      top_k=top_k,
+      kernels=self.kernels,
+      platform=self.platform,
+      shards=getattr(self.constrain, 'shards', None),
+    )
+    values = None
+    if self.config.value_head:
+      values = layer_stack.embedding_and_head(self.config, params).value_head(states)
+    if self.context is not None:
+      join = lambda x: self.context.unshard(x, tokens.shape[1])[:, :-1]  # noqa: E731
+      scores, values = jax.tree.map(join, (scores, values))
+    if self.exact is not None:
+      exact = self._exact_logprobs(self.exact, params, tokens, temperature)
+      scores = scores._replace(
+        logprobs=exactly.with_gradient_of(exact, scores.logprobs)
+      )
+    shift = functools.partial(_shift_right, segment_ids=segment_ids)
+    scores, values = jax.tree.map(shift, (scores._asdict(), values))
+    return PolicyOutputs(**scores, values=values)
+
+  def score(self, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Computes the value head's score of whole sequences, as a reward model's.
+
+    It is read after each row's last token. A row depends on no other row.
+
+    Args:
+      params: The parameters.
+      tokens: `[B, T]` int32, left-aligned.
+      lengths: `[B]` int32, at least 1.
+
+    Returns:
+      `[B]` float32.
+    """
+    time = jnp.arange(tokens.shape[1])
+    segment_ids = (time < lengths[:, None]).astype(jnp.int32)
+    hidden = self.hidden(params, tokens, segment_ids)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return layer_stack.embedding_and_head(self.config, params).value_head(last)
+
+  def prefill(
+    self, params: Params, tokens: jax.Array, lengths: jax.Array
+  ) -> tuple[jax.Array, caches.PrefillKV]:
+    """Runs prompts. A row's result depends on no other row.
+
+    Args:
+      params: The parameters.
+      tokens: `[P, T]` int32, left-aligned.
+      lengths: `[P]` int32, at least 1.
+
+    Returns:
+      The logits `[P, V]` float32 after each prompt's last token, and the rows' keys and
+      values for `insert`.
+    """
+    time = jnp.arange(tokens.shape[1])
+    segment_ids = (time < lengths[:, None]).astype(jnp.int32)
+    if self.exact is None:
+      hidden, kept = self._forward(params, tokens, segment_ids, keep_cache=True)
+    else:
+      hidden, kept = self._exact_forward(params, tokens, keep_cache=True)
+      hidden = hidden.reshape(*tokens.shape, -1)
+    assert kept is not None  # it was asked for
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    if self.exact is None:
+      return self.logits(params, last), kept
+    return self._last(params, last), kept
+
+  def init_cache(self, num_slots: int, max_length: int) -> Cache:
+    """Makes an empty key-value cache, laid out for the kernel that `decode` uses.
+
+    Args:
+      num_slots: The number of sequences.
+      max_length: The longest sequence, in tokens.
+    """
+    sizes, options = None, {'kernels': self.kernels, 'platform': self.platform}
+    if self.exact is not None:
+      sizes = [exactly.CHUNK] * -(-max_length // exactly.CHUNK)
+    elif not self.router_replay:  # whose cache has a token's experts beside
+      kernel = choose_kernel(self.config.head_dim, self.dtype, **options)
+      if kernel != REFERENCE:
+        return paged_cache.empty(self.config, num_slots, max_length, self.dtype)
+    return caches.empty(
+      *(self.config, num_slots, max_length, self.dtype),
+      sizes=sizes,
+      experts=self.router_replay,
+    )
+
+  def insert(
+    self, cache: Cache, kv: caches.PrefillKV, row_index: jax.Array, slots: jax.Array
+  ) -> Cache:
+    """Copies rows of a prefill into slots of the cache.
+
+    Args:
+      cache: The cache; it must be at least as long as the prefill is wide.
+      kv: From `prefill`.
+      row_index: `[n]` int32, rows of the prefill.
+      slots: `[n]` int32, where each goes. One outside the cache is skipped, so that n
+        can be padded.
+
+    Returns:
+      The cache.
+    """
+    return caches.insert(cache, kv, row_index, slots)
+
+  def copy(self, cache: Cache, table: jax.Array, count: jax.Array) -> Cache:
+    """Copies slots to slots, in order.
+
+    Args:
+      cache: The cache.
+      table: `[n, 3]` int32, rows of source, target and length: at least that many
+        positions of the source are copied.
+      count: The number of rows of the table that count.
+
+    Returns:
+      The cache.
+    """
+    return caches.copy(cache, table, count)
+
+  def decode(
+    self,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    limit: jax.Array,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+  ) -> tuple[jax.Array, Cache]:
+    """Decodes one token per slot: writes its key and value, returns what follows.
+
+    A slot's result depends on no other slot, nor on `limit`.
+
+    Args:
+      params: The parameters.
+      cache: The cache.
+      tokens: `[S]` int32.
+      positions: `[S]` int32.
+      limit: A scalar, at least max(positions) + 1; the cache beyond it is not read.
+      rotation: `self.rotation(positions)`, where it is known before.
+
+    Returns:
+      Logits `[S, V]` float32 and the cache.
+    """
+    x, cos, sin = self._enter(params, tokens, positions)
+    cos, sin = rotation or (cos, sin)
+    new: dict[str, list] = {name: [] for name in cache}
+    # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
+    weights = layer_stack.unstack(self.config, params)['layers']
+    for i, own in enumerate(weights):
+
+      def attend(q, k, v, i=i):
+        if paged_cache.is_paged(cache):
+          options = self._kernels()
+          out, own = paged_cache.step(cache, i, (q, k, v), positions, limit, **options)
+          for name in own:
+            new[name].append(own[name])
+          return out.astype(q.dtype), None
+        for name, value in (('k', k), ('v', v)):
+          new[name].append(caches.write(cache[name][i], name, value, positions))
+        chunks = new['k'][i], new['v'][i]
+        if self.exact is None:
+          out = decode_attention(q, *chunks, positions, limit)
+        else:
+          out = exactly.attend(q[:, None], *chunks, positions[:, None], limit)[:, 0]
+        return out.astype(q.dtype), None
+
+      block = layer_stack.block(self.config, own)
+      x, (_, chosen) = self._layer(block, x, cos, sin, attend)
+      if self.router_replay:
+        new['e'].append(caches.write(cache['e'][i], 'e', chosen[:, None], positions))
+    return self._last(params, x), {name: tuple(parts) for name, parts in new.items()}
+
+  def rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """Computes the cosines and sines of positions.
+
+    Args:
+      positions: `[…, S]` int32.
+
+    Returns:
+      Each `[…, S, head_dim / 2]`; None in exact mode, which computes them where it
+      needs them.
+    """
+    return rope.rotation(self.config, positions) if self.exact is None else None
+
+  def _kernels(self) -> dict[str, Any]:
+    """How attention chooses its kernel, and runs it on a mesh."""
+    shard = getattr(self.constrain, 'shard', None)
+    return {'kernels': self.kernels, 'platform': self.platform, 'shard': shard}
+
+  def _tokenwise(self, function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """function(*arrays), arrays `[N, …]`, in the mode of this model."""
+    if self.exact is None:
+      return function(*arrays)
+    return self.exact.tokenwise(function, *arrays)
+
+  def _enter(
+    self, params: Params, tokens: jax.Array, positions: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens `[N]` → states `[N, D]`, and the cosines and sines of their positions."""
+    table = params['embedding']['table']
+
+    def enter(tokens, positions):
+      x = table[tokens].astype(self.dtype)
+      return x, *rope.rotation(self.config, positions)
+
+    return self._tokenwise(enter, tokens, positions)
+
+  def _layer(
+    self,
+    block: layers.Block,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Callable[..., tuple[jax.Array, Any]],
+  ) -> tuple[jax.Array, tuple[Any, Any]]:
+    """One layer for states `[N, D]`; as a `Block`."""
+    q, k, v = self._tokenwise(block.project, x, cos, sin)
+    out, aux = attend(q, k, v)
+    finish = functools.partial(block.finish, feed=self._feed)
+    x, chosen = self._tokenwise(finish, x, out)
+    return x, (aux, chosen)
+
+  def _feed(
+    self, mlp: Any, x: jax.Array, routed: jax.Array | None = None
+  ) -> tuple[jax.Array, Any]:
+    """The MLP or the experts of states `[..., D]`; beside, the experts taken.
+
+    States `[N, D]`, of decode and the exact mode, are whole on each device.
+    """
+    if not self.config.num_experts:
+      return mlp(x, self.constrain), None
+    way = moe.select_implementation(x, self.kernels, self.platform)
+    mix = self.expert_fn if x.ndim == 3 else moe.apply_experts
+    return mlp(x, functools.partial(mix, way), routed)
+
+  def _last(self, params: Params, x: jax.Array) -> jax.Array:
+    """The last layer's output `[N, D]` → logits `[N, V]` float32."""
+    ends = layer_stack.embedding_and_head(self.config, params)
+    return self._tokenwise(lambda x: self.logits(params, ends.norm(x)), x)
+
+  def _head(self, params: Params) -> jax.Array:
+    if self.config.tie_embeddings:
+      return params['embedding']['table']
+    return lora.merged(self.config, params['lm_head'])['table']
+
+
+def _shift_right(x: jax.Array, *, segment_ids: jax.Array) -> jax.Array:
+  """Shifts next-token outputs `[B, T − 1, …]` right, so index t describes token t.
+
+  The result is 0 at the first token of a segment and at padding.
+  """
+  same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
+  has_output = same.reshape(same.shape + (1,) * (x.ndim - 2))
+  x = jnp.where(has_output, x, jnp.zeros((), x.dtype))
+  return jnp.pad(x, ((0, 0), (1, 0), *((0, 0),) * (x.ndim - 2)))

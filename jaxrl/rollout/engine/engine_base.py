@@ -1,0 +1,296 @@
+"""Engine base: validates, deduplicates and tracks generation requests.
+
+`JaxEngine` and `VllmEngine` derive from `EngineBase`. They only say how a request is
+queued (`_enqueue`) and how it is taken out of service (`_finish`).
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.types import Completion, SamplingParams
+
+# Tokens of context decoded beyond the longest stop string. They cover characters that
+# are split over several tokens and what a tokenizer does at the start of a text.
+STOP_CONTEXT_TOKENS = 8
+
+
+@dataclasses.dataclass(eq=False)
+class EngineRequest:
+  """One sequence that an engine is generating, with the tokens generated so far.
+
+  Attributes:
+    request_id: The caller's id.
+    prompt: `[P]` int32 prompt token ids.
+    sampling: How tokens are drawn.
+    max_new_tokens: Most tokens that may be generated, limited by the context length.
+    future: Resolves to the request's `Completion`.
+    tokens: Generated token ids.
+    logprobs: The log-probability of each generated token.
+    weights_versions: The weights version that drew each generated token.
+    routed_pieces: Experts taken by the prompt's and the generated tokens, as pieces
+      `[·, L, k]` in order; empty if the engine does not record them.
+    num_waiters: Number of callers that wait for the request.
+  """
+
+  request_id: str
+  prompt: np.ndarray
+  sampling: SamplingParams
+  max_new_tokens: int
+  future: asyncio.Future
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  weights_versions: list[int] = dataclasses.field(default_factory=list)
+  routed_pieces: list[np.ndarray] = dataclasses.field(default_factory=list)
+  num_waiters: int = 0
+
+  @property
+  def prompt_key(self) -> bytes:
+    """The prompt as a dictionary key."""
+    return self.prompt.tobytes()
+
+  @property
+  def generated_ids(self) -> list[int]:
+    """The whole completion, including what the prompt already contains of it."""
+    resumed = self.sampling.num_generated
+    return [*self.prompt[-resumed:].tolist(), *self.tokens] if resumed else self.tokens
+
+  def append_tokens(
+    self, tokens: list[int], logprobs: list[float], weights_version: int
+  ) -> None:
+    """Appends newly generated tokens.
+
+    Args:
+      tokens: New token ids.
+      logprobs: Their log-probabilities.
+      weights_version: The weights version that drew them.
+    """
+    self.tokens += tokens
+    self.logprobs += logprobs
+    self.weights_versions += [weights_version] * len(tokens)
+
+  def truncate(self, length: int) -> None:
+    """Drops every generated token after the first `length`."""
+    for per_token in (self.tokens, self.logprobs, self.weights_versions):
+      del per_token[length:]
+
+  def partial_output(self, finish_reason: str = 'abort') -> Completion:
+    """Returns the tokens generated so far as a completion.
+
+    Args:
+      finish_reason: The completion's `finish_reason`.
+    """
+    num_fed = len(self.prompt) + len(self.tokens) - 1  # the last token was not fed
+    routed = None
+    if self.routed_pieces:
+      routed = np.concatenate(self.routed_pieces)[:num_fed]
+    return Completion(
+      tokens=np.asarray(self.tokens, np.int32),
+      logprobs=np.asarray(self.logprobs, np.float32),
+      weights_versions=np.asarray(self.weights_versions, np.int32),
+      finish_reason=finish_reason,
+      routed_experts=routed,
+    )
+
+  def finish(self, finish_reason: str) -> None:
+    """Resolves the future with the completion, unless it is already resolved."""
+    if not self.future.done():
+      self.future.set_result(self.partial_output(finish_reason))
+
+  def fail(self, error: BaseException) -> None:
+    """Resolves the future with `error`, unless it is already resolved."""
+    if not self.future.done():
+      self.future.set_exception(error)
+
+
+class EngineBase:
+  """Base class of engines: validates, deduplicates and tracks requests by id."""
+
+  def __init__(self, tokenizer: Any, *, max_length: int, vocab_size: int):
+    """Initializes an engine without requests.
+
+    Args:
+      tokenizer: Only needed for stop strings; may be None.
+      max_length: Context length, in tokens of prompt and completion together.
+      vocab_size: The model's vocabulary size.
+    """
+    self._tokenizer = tokenizer
+    self._max_length = max_length
+    self._vocab_size = vocab_size
+    self._requests: dict[str, EngineRequest] = {}
+
+  @property
+  def version(self) -> int | None:
+    """The weights version being served; None before the first one is loaded."""
+    raise NotImplementedError
+
+  def _check_limits(self, prompt: np.ndarray, sampling: SamplingParams) -> str:
+    """Says which of the engine's own limits a request breaks; '' if none."""
+    return ''
+
+  def _enqueue(self, request: EngineRequest) -> None:
+    """Queues a new request."""
+    raise NotImplementedError
+
+  def _finish(self, request: EngineRequest, finish_reason: str) -> None:
+    """Ends a request that is queued or being served."""
+    raise NotImplementedError
+
+  async def generate(
+    self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+  ) -> Completion:
+    """Generates a completion of `token_ids`.
+
+    If a request with the same id, prompt and sampling parameters is being served, the
+    call joins it. If the last waiting caller is cancelled, the request is aborted.
+
+    Args:
+      request_id: Identifies the request until it has ended.
+      token_ids: The prompt.
+      sampling: How tokens are drawn.
+
+    Returns:
+      The completion.
+
+    Raises:
+      ValueError: If the request is invalid or breaks a limit of the engine.
+      RuntimeError: If the engine has no weights yet.
+      Exception: Whatever the device raised while it served the request.
+    """
+    prompt = np.array(token_ids, np.int32)
+    problem = self._validate(prompt, sampling) or self._check_limits(prompt, sampling)
+    if problem:
+      raise ValueError(f'request {request_id!r}: {problem}')
+    if self.version is None:
+      raise RuntimeError('the engine has no weights yet: call load(version, params)')
+    request = self._requests.get(request_id)
+    if request is None:
+      request = self._submit(request_id, prompt, sampling)
+    elif request.sampling != sampling or not np.array_equal(request.prompt, prompt):
+      raise ValueError(
+        f'request {request_id!r} is being served with another prompt or other '
+        'sampling parameters; use a different id for this request'
+      )
+    request.num_waiters += 1
+    try:
+      return await asyncio.shield(request.future)
+    finally:
+      request.num_waiters -= 1
+      if not request.num_waiters and not request.future.done():
+        self._finish(request, 'abort')
+
+  async def abort(self, request_id: str) -> None:
+    """Ends a request with the tokens it has so far; ignores unknown ids.
+
+    Args:
+      request_id: The id that was passed to `generate`.
+    """
+    request = self._requests.get(request_id)
+    if request is not None:
+      self._finish(request, 'abort')
+      await asyncio.wait({request.future})
+
+  async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
+    """Returns what requests have generated so far.
+
+    Args:
+      request_ids: The requests to look up.
+
+    Returns:
+      A partial completion for each of the requests that is being served.
+    """
+    return {
+      request_id: self._requests[request_id].partial_output()
+      for request_id in request_ids
+      if request_id in self._requests
+    }
+
+  def _submit(
+    self, request_id: str, prompt: np.ndarray, sampling: SamplingParams
+  ) -> EngineRequest:
+    """Registers and queues a request without awaiting, so no abort can come between."""
+    request = EngineRequest(
+      request_id,
+      prompt,
+      sampling,
+      max_new_tokens=min(sampling.max_tokens, self._max_length - len(prompt)),
+      future=asyncio.get_running_loop().create_future(),
+    )
+    self._requests[request_id] = request
+    self._enqueue(request)
+    return request
+
+  def _validate(self, prompt: np.ndarray, sampling: SamplingParams) -> str:
+    """Says what is wrong with a request; '' if nothing is."""
+    if prompt.ndim != 1 or not len(prompt):
+      return (
+        f'its prompt must be a non-empty row of token ids, not of shape {prompt.shape}'
+      )
+    if len(prompt) >= self._max_length:
+      return (
+        f'its prompt of {len(prompt)} tokens leaves no room in a window of '
+        f'{self._max_length}; shorten it or raise max_length'
+      )
+    if prompt.min() < 0 or prompt.max() >= self._vocab_size:
+      return f'its prompt has token ids outside 0 … {self._vocab_size - 1}'
+    if not 0 <= sampling.num_generated < len(prompt):
+      return (
+        f'num_generated={sampling.num_generated} must lie in 0 … {len(prompt) - 1} '
+        'for its prompt'
+      )
+    if sampling.stop and self._tokenizer is None:
+      return 'stop strings need an engine with a tokenizer'
+    return _validate_sampling(sampling)
+
+
+def _validate_sampling(sampling: SamplingParams) -> str:
+  """Says what is wrong with sampling parameters; '' if nothing is."""
+  if sampling.max_tokens < 1:
+    return f'max_tokens={sampling.max_tokens} must be at least 1'
+  if sampling.temperature < 0:
+    return f'temperature={sampling.temperature} must be 0 or more'
+  if not 0 < sampling.top_p <= 1:
+    return f'top_p={sampling.top_p} must lie in (0, 1]'
+  if sampling.top_k < 0:
+    return f'top_k={sampling.top_k} must be 0 or more'
+  if not 0 <= sampling.seed < 2**64:
+    return f'seed={sampling.seed} must lie in 0 … 2**64 − 1'
+  if '' in sampling.stop:
+    return 'an empty stop string would stop before the first token'
+  return ''
+
+
+def find_stop_string(
+  tokenizer: Any, tokens: Sequence[int], num_new: int, stop_strings: Sequence[str]
+) -> int | None:
+  """Finds the first new token that completes a stop string.
+
+  A token is at least one byte of text, so the number of bytes in the longest stop
+  string limits how far back it can begin.
+
+  Args:
+    tokenizer: Decodes tokens.
+    tokens: All generated tokens.
+    num_new: Only the last `num_new` tokens can complete a stop string.
+    stop_strings: The strings to look for.
+
+  Returns:
+    How many of `tokens` to keep, up to and including the token that completes a stop
+    string; None if there is none.
+  """
+  if not stop_strings or not num_new:
+    return None
+  max_lookback = max(len(stop.encode()) for stop in stop_strings) + STOP_CONTEXT_TOKENS
+  start = max(0, len(tokens) - num_new - max_lookback)
+
+  def has_stopped(end: int) -> bool:
+    text = tokenizer.decode(tokens[start:end], skip_special_tokens=False)
+    return any(stop in text for stop in stop_strings)
+
+  if not has_stopped(len(tokens)):
+    return None
+  first_new = len(tokens) - num_new
+  return next(end for end in range(first_new + 1, len(tokens) + 1) if has_stopped(end))

@@ -1,0 +1,396 @@
+"""JAX engine: continuous batching in JAX, behind the `RolloutEngine` protocol.
+
+The path of a request:
+
+1. `generate` validates and submits it (`EngineBase`), which queues it (`_enqueue`).
+2. `_step` runs once per dispatch, in one asyncio task that lives only while there is
+   work. `Scheduler.schedule` assigns queued requests to free slots of the cache.
+3. `_dispatch_decode` prefills new prompts and starts decoding all slots together.
+4. `_collect_decode` waits for the tokens. If no request is queued, it runs after the
+   next dispatch has started, so that host and device work overlap.
+5. `_process_results` appends the tokens to their requests and calls `_finish` for those
+   that have ended. Their slots are free in the next dispatch.
+
+All device work runs on the `DeviceThread`, so the event loop is never blocked.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.exact import Exact
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.engine_base import (
+  EngineBase,
+  EngineRequest,
+  find_stop_string,
+)
+from jaxrl.rollout.engine.engine_stats import EngineStats
+from jaxrl.rollout.engine.model_runner import default_buckets, slot_update
+from jaxrl.rollout.engine.scheduler import Scheduler, SchedulerOutput
+from jaxrl.rollout.engine.threaded_decode import make_model_runner
+from jaxrl.types import Params, SamplingParams
+
+
+@dataclasses.dataclass
+class DecodeResult:
+  """A decode dispatch that is in flight or, after `_collect_decode`, on the host.
+
+  Attributes:
+    owners: The request in each slot.
+    weights_version: The version that drew the tokens.
+    tokens: `[D, S]` int32, −1 where a slot was idle.
+    logprobs: `[D, S]` float32.
+    routed_experts: `[D, S, L, k]` int16; None if they are not recorded.
+    prompt_experts: Requests that started with the dispatch, with the experts taken by
+      the tokens in their slots, `[C, L, k]`.
+    dispatch_time: When it started, on `time.perf_counter`.
+  """
+
+  owners: list[EngineRequest | None]
+  weights_version: int
+  tokens: Any
+  logprobs: Any
+  routed_experts: Any
+  prompt_experts: list[tuple[EngineRequest, Any]]
+  dispatch_time: float
+
+
+class JaxEngine(EngineBase):
+  """Generates tokens for many requests at once.
+
+  A request's tokens and log-probs depend only on its prompt, its sampling parameters
+  and the weights, bit for bit. They do not depend on its slot, on the other requests or
+  on when it arrived. Weights that are loaded while it runs take effect at the next
+  dispatch. The keys and values it already has stay as the old weights computed them,
+  and `Completion.weights_versions` says which version drew each token.
+
+  Args:
+    model: The model.
+    tokenizer: Only needed for stop strings.
+    device_thread: Runs the engine's device work.
+    num_slots: Most requests that are decoded at the same time.
+    decode_threads: Threads that decode num_slots / decode_threads slots each; 0
+      chooses a number that suits the device and its cores. Bits depend on it: set it
+      if runs on different machines must be equal.
+    max_length: Context length, in tokens of prompt and completion together.
+    decode_steps: Most tokens drawn per dispatch and slot. New weights, aborts and new
+      requests wait for at most one dispatch (two if no request is queued).
+    prompt_buckets: Padded prompt lengths; by default powers of two from 32 to the
+      context length.
+    prefill_tokens: Prompt tokens, with padding, that one prefill program computes.
+    max_stop_ids: Most stop token ids of a request.
+    exact: Makes the log-probs of untruncated draws equal those of a learner in exact
+      mode, bit for bit, at the price of speed.
+    router_replay: Returns the experts that every token took, so that the learner can
+      take them too (https://arxiv.org/abs/2510.11370).
+    sharding: Where weights and cache lie; by default the first device.
+
+  Raises:
+    ValueError: If the options contradict each other.
+  """
+
+  def __init__(
+    self,
+    model: TransformerLM,
+    tokenizer: Any = None,
+    *,
+    device_thread: DeviceThread,
+    num_slots: int = 64,
+    decode_threads: int = 0,
+    max_length: int = 1024,
+    decode_steps: int = 8,
+    prompt_buckets: Sequence[int] | None = None,
+    prefill_tokens: int = 256,
+    max_stop_ids: int = 8,
+    exact: bool = False,
+    router_replay: bool = False,
+    sharding: jax.sharding.Sharding | None = None,
+  ):
+    super().__init__(
+      tokenizer, max_length=max_length, vocab_size=model.config.vocab_size
+    )
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    platform = next(iter(sharding.device_set)).platform
+    model = dataclasses.replace(model, platform=platform)
+    if exact:
+      model = dataclasses.replace(model, exact=Exact.for_slots(num_slots))
+    if router_replay:
+      model = dataclasses.replace(model, router_replay=True)
+    self._model_runner: Any = make_model_runner(  # has the methods of a ModelRunner
+      model,
+      decode_threads=decode_threads,
+      num_slots=num_slots,
+      max_length=max_length,
+      decode_steps=decode_steps,
+      prompt_buckets=prompt_buckets or default_buckets(max_length),
+      prefill_tokens=prefill_tokens,
+      max_stop_ids=max_stop_ids,
+      sharding=sharding,
+    )
+    self._device_thread = device_thread
+    self._scheduler = Scheduler(num_slots, self._model_runner.num_partitions)
+    self._stats = EngineStats(num_slots)
+    self._weights: tuple[int, Params] | None = None
+    self._is_paused = False
+    self._admits_requests = True
+    self._dispatch_start = 0.0  # on time.monotonic; 0 while no dispatch is awaited
+    self._task: asyncio.Task | None = None
+    self._reset()
+
+  def _reset(self) -> None:
+    """Drops slots and device state, so the next dispatch starts with an empty cache."""
+    self._scheduler.reset_slots()
+    self._state: tuple[Any, Any] | None = None  # cache and slot state, on the device
+    self._in_flight: DecodeResult | None = None
+
+  @property
+  def version(self) -> int | None:
+    """The version that the next dispatch serves; None before the first `load`."""
+    return self._weights and self._weights[0]
+
+  @property
+  def compile_count(self) -> int:
+    """Number of programs compiled so far; constant after `warmup`."""
+    return self._model_runner.compile_count
+
+  @property
+  def seconds_since_progress(self) -> float:
+    """Seconds that the current dispatch has taken so far; 0 without one."""
+    return time.monotonic() - self._dispatch_start if self._dispatch_start else 0.0
+
+  def metrics(self) -> dict[str, float]:
+    """Returns token counts, times and slot use since the last call, by name."""
+    return self._stats.report()
+
+  # ---- control
+
+  async def warmup(self) -> None:
+    """Compiles every program, so that no later request waits for a compiler.
+
+    Raises:
+      RuntimeError: If no weights are loaded.
+    """
+    params = self._loaded_weights()[1]
+    await self._device_thread.run(self._model_runner.warmup, params)
+
+  async def load(self, version: int, params: Params) -> None:
+    """Serves `params` as `version` from the next dispatch on.
+
+    Arrays that already lie where the engine wants them are used as they are. The caller
+    must not donate them afterwards (`WeightStore` hands out copies).
+
+    Args:
+      version: The weights version.
+      params: The model's parameters.
+    """
+    prepare_params = self._model_runner.prepare_params
+    self._weights = version, await self._device_thread.run(prepare_params, params)
+
+  async def pause(self) -> None:
+    """Stops decoding and keeps every request; returns when the device is idle."""
+    self._is_paused = True
+    if self._task is not None and not self._task.done():
+      await asyncio.wait({self._task})
+
+  async def drain(self) -> None:
+    """Admits no more requests to slots, and pauses once those in slots have ended.
+
+    Queued requests wait until `resume`.
+    """
+    self._admits_requests = False
+    while running := {request.future for request in self._scheduler.running}:
+      await asyncio.wait(running)
+    if not self._admits_requests:  # otherwise `resume` was called meanwhile
+      await self.pause()
+
+  async def sleep(self) -> None:
+    """Drains, and frees the cache's memory until `resume`."""
+    await self.drain()
+    if not self._admits_requests:  # otherwise `resume` was called meanwhile
+      self._reset()
+
+  async def resume(self) -> None:
+    """Ends a pause, a drain or a sleep."""
+    self._is_paused = False
+    self._admits_requests = True
+    self._start_if_idle()
+
+  def _loaded_weights(self) -> tuple[int, Params]:
+    if self._weights is None:
+      raise RuntimeError('the engine has no weights yet: call load(version, params)')
+    return self._weights
+
+  # ---- requests: submitted by `EngineBase`
+
+  def _check_limits(self, prompt: np.ndarray, sampling: SamplingParams) -> str:
+    max_prefill = max(self._model_runner.prompt_buckets)
+    max_stop_ids = self._model_runner.max_stop_ids
+    if len(prompt) - 1 > max_prefill:
+      return (
+        f'its prompt of {len(prompt)} tokens exceeds the largest prompt bucket, '
+        f'{max_prefill}'
+      )
+    if len(sampling.stop_token_ids) > max_stop_ids:
+      return (
+        f'{len(sampling.stop_token_ids)} stop token ids are more than the '
+        f'max_stop_ids={max_stop_ids} the engine was built with'
+      )
+    return ''
+
+  def _enqueue(self, request: EngineRequest) -> None:
+    self._scheduler.add(request)
+    self._start_if_idle()
+
+  def _finish(self, request: EngineRequest, finish_reason: str) -> None:
+    self._requests.pop(request.request_id, None)
+    self._scheduler.remove(request)
+    request.finish(finish_reason)
+
+  # ---- the decode loop
+
+  def _start_if_idle(self) -> None:
+    is_idle = self._task is None or self._task.done()
+    if self._requests and is_idle and not self._is_paused:
+      self._task = asyncio.get_running_loop().create_task(self._run())
+
+  async def _run(self) -> None:
+    """Steps until there is nothing to do; an error fails every request."""
+    try:
+      while self._requests and not (self._is_paused and self._in_flight is None):
+        if self._is_paused:
+          result, self._in_flight = self._in_flight, None
+          collected = await self._device_thread.run(self._collect_decode, result)
+          self._process_results([collected])
+        else:
+          await self._step()
+      self._in_flight = None  # nobody waits for it
+    except BaseException as error:
+      stranded = list(self._requests.values())
+      self._requests.clear()
+      self._scheduler.waiting.clear()
+      self._reset()
+      for request in stranded:
+        request.fail(error)
+      if not isinstance(error, Exception):
+        raise
+
+  async def _step(self) -> None:
+    """Schedules one dispatch and processes the results that it brings."""
+    version, params = self._loaded_weights()
+    scheduled = self._scheduler.schedule(version, admit_waiting=self._admits_requests)
+    self._stats.num_prefilled += scheduled.num_prefilled_tokens
+    self._stats.num_reused += scheduled.num_reused_tokens
+    self._dispatch_start = time.monotonic()
+    try:
+      self._in_flight, results = await self._device_thread.run(
+        self._dispatch, params, scheduled, self._in_flight
+      )
+    finally:
+      self._dispatch_start = 0.0
+    self._process_results(results)
+
+  def _dispatch(
+    self, params: Params, scheduled: SchedulerOutput, previous: DecodeResult | None
+  ) -> tuple[DecodeResult | None, list[DecodeResult]]:
+    """Starts a dispatch, then collects what has arrived. Device thread only.
+
+    Returns the dispatch if it is still in flight, and the collected results.
+    """
+    result = self._dispatch_decode(params, scheduled)
+    collected = [self._collect_decode(previous)] if previous is not None else []
+    if scheduled.requests_waiting:
+      return None, [*collected, self._collect_decode(result)]
+    return result, collected
+
+  def _dispatch_decode(
+    self, params: Params, scheduled: SchedulerOutput
+  ) -> DecodeResult:
+    """Starts the scheduled requests and a decode dispatch. Device thread only."""
+    runner = self._model_runner
+    cache, slots = self._state if self._state is not None else runner.init_state()
+    if scheduled.prefill or scheduled.copies:
+      jax.block_until_ready(cache)
+      start = time.perf_counter()
+      cache = runner.prefill(params, cache, scheduled.prefill)
+      cache = runner.copy_prompts(cache, scheduled.copies)
+      jax.block_until_ready(cache)
+      self._stats.prefill_seconds += time.perf_counter() - start
+    if update := slot_update(scheduled, runner.num_slots, runner.max_stop_ids):
+      slots = runner.update_slots(slots, *update)
+    prompt_experts = [
+      (request, runner.routed_experts(cache, slot))
+      for slot, request in scheduled.assignments
+    ]
+    dispatch_time = time.perf_counter()
+    cache, slots, tokens, logprobs, routed = runner.decode(params, cache, slots)
+    self._state = cache, slots
+    runner.log_recompiles(f'version {scheduled.weights_version}')
+    return DecodeResult(
+      owners=scheduled.owners,
+      weights_version=scheduled.weights_version,
+      tokens=tokens,
+      logprobs=logprobs,
+      routed_experts=routed,
+      prompt_experts=prompt_experts,
+      dispatch_time=dispatch_time,
+    )
+
+  def _collect_decode(self, result: DecodeResult) -> DecodeResult:
+    """Waits for a dispatch and copies its results to the host. Device thread only."""
+    result.tokens = _to_host(result.tokens)
+    result.logprobs = _to_host(result.logprobs)
+    result.routed_experts = _to_host(result.routed_experts)
+    if result.routed_experts is not None:
+      for request, experts in result.prompt_experts:
+        request.routed_pieces = [np.asarray(experts)[: len(request.prompt) - 1]]
+    self._stats.record_decode(result.tokens, result.dispatch_time)
+    return result
+
+  def _process_results(self, results: list[DecodeResult]) -> None:
+    """Appends new tokens to their requests and finishes those that have ended."""
+    for result in results:
+      for slot, request in enumerate(result.owners):
+        if request is not None and not request.future.done():
+          self._append_tokens(request, slot, result)
+
+  def _append_tokens(
+    self, request: EngineRequest, slot: int, result: DecodeResult
+  ) -> None:
+    """Appends a slot's new tokens to `request`, and finishes it where it must end."""
+    drawn = result.tokens[:, slot]
+    num_new = int(np.sum(drawn >= 0))
+    logprobs = result.logprobs[:num_new, slot]
+    if not np.isfinite(logprobs).all():
+      # The cache may hold NaN as well, so the error resets the whole engine.
+      raise FloatingPointError(
+        f'request {request.request_id!r}: logits are not finite at token '
+        f'{len(request.tokens)}, weights version {result.weights_version}'
+      )
+    tokens = drawn[:num_new].tolist()
+    request.append_tokens(tokens, logprobs.tolist(), result.weights_version)
+    if result.routed_experts is not None:
+      request.routed_pieces.append(result.routed_experts[:num_new, slot])
+    sampling = request.sampling
+    stop_length = find_stop_string(
+      self._tokenizer, request.generated_ids, num_new, sampling.stop
+    )
+    if stop_length is not None:
+      request.truncate(stop_length - sampling.num_generated)
+      self._finish(request, 'stop')
+    elif tokens and tokens[-1] in sampling.stop_token_ids:
+      self._finish(request, 'stop')
+    elif len(request.tokens) >= request.max_new_tokens:
+      self._finish(request, 'length')
+
+
+def _to_host(array: Any) -> np.ndarray | None:
+  """Copies `[D, S, …]` results to the host; slots may come in several arrays."""
+  pieces = jax.tree.leaves(array)
+  return np.concatenate(pieces, axis=1) if pieces else None

@@ -1,0 +1,439 @@
+"""Model runner: compiled prefill and decode programs of fixed shape, and slot state.
+
+The device state consists of the cache and one `SlotState`. Every program takes what it
+changes as a donated argument and updates it in place.
+
+A prompt of n tokens is prefilled without its last token, which is the first token that
+decode feeds. Prefill therefore computes no logits, every sampled token comes from the
+one decode program, and the cache behind a shared prompt is the same for all requests
+that share it.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.models import kv_cache as caches
+from jaxrl.models.kv_cache import Cache
+from jaxrl.models.lora_transfer import is_transfer, merge_transfer
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine import token_sampling
+from jaxrl.rollout.engine.engine_base import EngineRequest
+from jaxrl.rollout.engine.scheduler import SchedulerOutput
+from jaxrl.types import Array, Params
+
+log = logging.getLogger(__name__)
+
+MIN_PROMPT_BUCKET = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class SlotState:
+  """Holds what each of S cache slots is doing, as numpy or device arrays.
+
+  Attributes:
+    tokens: `[S]` int32, the next token to feed.
+    positions: `[S]` int32, where that token goes in the sequence.
+    remaining: `[S]` int32, tokens still to draw; 0 when idle.
+    token_indices: `[S]` int32, the index of the next token in its completion.
+    temperature: `[S]` float32.
+    top_p: `[S]` float32.
+    top_k: `[S]` int32.
+    keys: `[S, 2]` uint32, the data of each request's random key.
+    stop_ids: `[S, K]` int32 stop token ids, padded with −1.
+  """
+
+  tokens: Any
+  positions: Any
+  remaining: Any
+  token_indices: Any
+  temperature: Any
+  top_p: Any
+  top_k: Any
+  keys: Any
+  stop_ids: Any
+
+  @classmethod
+  def idle(cls, num_slots: int, num_stop_ids: int) -> 'SlotState':
+    """Makes a numpy state in which every slot is idle.
+
+    Args:
+      num_slots: The number of slots S.
+      num_stop_ids: Most stop token ids of a request, K.
+    """
+    return cls(
+      tokens=np.zeros(num_slots, np.int32),
+      positions=np.zeros(num_slots, np.int32),
+      remaining=np.zeros(num_slots, np.int32),
+      token_indices=np.zeros(num_slots, np.int32),
+      temperature=np.ones(num_slots, np.float32),
+      top_p=np.ones(num_slots, np.float32),
+      top_k=np.zeros(num_slots, np.int32),
+      keys=np.zeros((num_slots, 2), np.uint32),
+      stop_ids=np.full((num_slots, num_stop_ids), token_sampling.NO_TOKEN, np.int32),
+    )
+
+  def select(self, slots: slice) -> 'SlotState':
+    """Returns the state of a range of slots."""
+    return jax.tree.map(lambda x: x[slots], self)
+
+  def assign(self, slot: int, request: EngineRequest) -> None:
+    """Writes the start of `request` into a slot of a numpy state.
+
+    Args:
+      slot: The slot's number.
+      request: A request without generated tokens.
+    """
+    sampling = request.sampling
+    self.tokens[slot] = request.prompt[-1]
+    self.positions[slot] = len(request.prompt) - 1
+    self.remaining[slot] = request.max_new_tokens
+    self.token_indices[slot] = sampling.num_generated
+    self.temperature[slot] = sampling.temperature
+    self.top_p[slot] = sampling.top_p
+    self.top_k[slot] = sampling.top_k
+    self.keys[slot] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
+    self.stop_ids[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+
+
+def slot_update(
+  scheduled: SchedulerOutput, num_slots: int, num_stop_ids: int
+) -> tuple[np.ndarray, SlotState] | None:
+  """Collects which slots a dispatch overwrites: those assigned and those freed.
+
+  Args:
+    scheduled: The dispatch.
+    num_slots: The number of slots S.
+    num_stop_ids: Most stop token ids of a request, K.
+
+  Returns:
+    `[S]` bool, True for the slots to overwrite, and their new state; None if there are
+    no such slots.
+  """
+  if not scheduled.assignments and not scheduled.freed_slots:
+    return None
+  is_updated = np.zeros(num_slots, bool)
+  is_updated[list(scheduled.freed_slots)] = True
+  new_state = SlotState.idle(num_slots, num_stop_ids)
+  for slot, request in scheduled.assignments:
+    is_updated[slot] = True
+    new_state.assign(slot, request)
+  return is_updated, new_state
+
+
+class ModelRunner:
+  """Runs prefill, copy, update and decode for one model and one set of shapes.
+
+  Attributes:
+    model: The model.
+    num_slots: Number of cache slots S.
+    max_stop_ids: Most stop token ids of a request.
+    prompt_buckets: Prefill batch size by padded prompt length, in ascending order.
+    num_partitions: Ranges of slots between which prompts are not copied: 1.
+  """
+
+  num_partitions = 1
+
+  def __init__(
+    self,
+    model: TransformerLM,
+    *,
+    num_slots: int,
+    max_length: int,
+    decode_steps: int,
+    prompt_buckets: Sequence[int],
+    prefill_tokens: int,
+    max_stop_ids: int,
+    sharding: jax.sharding.Sharding,
+  ):
+    """Creates the programs; they are compiled when they are first used.
+
+    Args:
+      model: The model.
+      num_slots: Number of cache slots.
+      max_length: Context length C, in tokens.
+      decode_steps: Most tokens D that one dispatch draws for a slot.
+      prompt_buckets: Padded prompt lengths.
+      prefill_tokens: A bucket of length n is prefilled in batches of
+        ⌈prefill_tokens / n⌉ rows. The batch size never varies, so that the bits of a
+        prompt's cache depend on its own length alone.
+      max_stop_ids: Most stop token ids of a request.
+      sharding: Where weights and cache lie.
+
+    Raises:
+      ValueError: If a bucket is longer than the context.
+    """
+    if max(prompt_buckets) > max_length:
+      raise ValueError(
+        f'prompt bucket {max(prompt_buckets)} exceeds the window, '
+        f'max_length={max_length}'
+      )
+    self.model = model
+    self.num_slots = num_slots
+    self.max_stop_ids = max_stop_ids
+    self._max_length = max_length
+    self._sharding = sharding
+    self.prompt_buckets = {
+      bucket: min(num_slots, -(-prefill_tokens // bucket))
+      for bucket in sorted(prompt_buckets)
+    }
+    # Each partial is a function of its own, so that every runner has a compilation
+    # cache of its own and counts only its own compilations.
+    partial = functools.partial
+    self._decode = jax.jit(partial(_decode, model, decode_steps), donate_argnums=(1, 2))
+    self._prefill = jax.jit(partial(_prefill, model), donate_argnums=1)
+    self._copy = jax.jit(partial(model.copy), donate_argnums=0)
+    self._update = jax.jit(partial(_update_slots), donate_argnums=0)
+    self._experts = jax.jit(partial(caches.experts_of))
+    self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
+    self._unstack = jax.jit(partial(model.unstack))
+    self._num_warm_programs: int | None = None  # None before the warm-up
+
+  @property
+  def compile_count(self) -> int:
+    """Number of programs compiled so far."""
+    jitted = (self._decode, self._prefill, self._copy, self._update, self._experts)
+    return sum(program._cache_size() for program in jitted)  # pyright: ignore
+
+  def init_state(self) -> tuple[Cache, SlotState]:
+    """Returns an empty cache and idle slots, on the device."""
+    slots = SlotState.idle(self.num_slots, self.max_stop_ids)
+    cache = self.model.init_cache(self.num_slots, self._max_length)
+    return jax.device_put((cache, slots), self._sharding)
+
+  def prepare_params(self, params: Params) -> Params:
+    """Moves weights to the engine's device, in the layout that decode reads fastest.
+
+    Args:
+      params: The model's parameters. Adapters beside them are merged.
+
+    Returns:
+      Parameters for `prefill` and `decode`.
+    """
+    params = jax.device_put(params, self._sharding)
+    return self._unstack(self._merge(params) if is_transfer(params) else params)
+
+  def warmup(self, params: Params) -> None:
+    """Compiles every program, on a state that is then dropped.
+
+    Args:
+      params: What `prepare_params` returned.
+    """
+    cache, slots = self.init_state()
+    for bucket in self.prompt_buckets:
+      cache = self.prefill(params, cache, [(0, np.zeros(bucket + 1, np.int32))])
+    cache = self.copy_prompts(cache, [(0, 0, 2)])
+    self.routed_experts(cache, 0)
+    none_updated = np.zeros(self.num_slots, bool)
+    idle = SlotState.idle(self.num_slots, self.max_stop_ids)
+    slots = self.update_slots(slots, none_updated, idle)
+    jax.block_until_ready(self.decode(params, cache, slots))
+    self._num_warm_programs = self.compile_count
+
+  def log_recompiles(self, description: str) -> int:
+    """Logs a warning if programs were compiled since the warm-up or the last call.
+
+    All shapes are fixed when the engine is created, so the cause is weights whose
+    dtype, layout or shape differs from those of the warm-up.
+
+    Args:
+      description: What the programs were compiled for.
+
+    Returns:
+      The number of programs.
+    """
+    if self._num_warm_programs is None:
+      return 0
+    num_recompiled = self.compile_count - self._num_warm_programs
+    self._num_warm_programs += num_recompiled
+    if num_recompiled:
+      log.warning(
+        'the engine compiled %d programs after warm-up, for %s: weights of another '
+        'dtype, shape or layout than it was warmed up with',
+        num_recompiled,
+        description,
+      )
+    return num_recompiled
+
+  def prefill(
+    self, params: Params, cache: Cache, prompts: Sequence[tuple[int, np.ndarray]]
+  ) -> Cache:
+    """Computes keys and values of prompts, except for their last tokens.
+
+    Args:
+      params: What `prepare_params` returned.
+      cache: The cache; it is donated.
+      prompts: (slot, prompt) pairs.
+
+    Returns:
+      The updated cache.
+    """
+    prompts_by_bucket: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for slot, prompt in prompts:
+      bucket = next(size for size in self.prompt_buckets if size >= len(prompt) - 1)
+      prompts_by_bucket.setdefault(bucket, []).append((slot, prompt))
+    for bucket, in_bucket in prompts_by_bucket.items():
+      batch_size = self.prompt_buckets[bucket]
+      for start in range(0, len(in_bucket), batch_size):
+        tokens = np.zeros((batch_size, bucket), np.int32)
+        lengths = np.ones(batch_size, np.int32)
+        slots = np.full(batch_size, self.num_slots, np.int32)  # out of range: dropped
+        for row, (slot, prompt) in enumerate(in_bucket[start : start + batch_size]):
+          tokens[row, : len(prompt) - 1] = prompt[:-1]
+          lengths[row], slots[row] = len(prompt) - 1, slot
+        cache = self._prefill(params, cache, tokens, lengths, slots)
+    return cache
+
+  def copy_prompts(self, cache: Cache, copies: Sequence[tuple[int, int, int]]) -> Cache:
+    """Copies cached prompts from slot to slot.
+
+    Args:
+      cache: The cache; it is donated.
+      copies: (source slot, target slot, prompt length), copied in order.
+
+    Returns:
+      The updated cache.
+    """
+    if not copies:
+      return cache
+    table = np.zeros((self.num_slots, 3), np.int32)
+    table[: len(copies)] = copies
+    return self._copy(cache, table, np.int32(len(copies)))
+
+  def update_slots(
+    self, slots: SlotState, is_updated: np.ndarray, new_state: SlotState
+  ) -> SlotState:
+    """Overwrites the state of some slots.
+
+    Args:
+      slots: The device state; it is donated.
+      is_updated: `[S]` bool, True for the slots to overwrite.
+      new_state: Their new state.
+
+    Returns:
+      The updated device state.
+    """
+    return self._update(slots, is_updated, new_state)
+
+  def routed_experts(self, cache: Cache, slot: int) -> Array | None:
+    """Returns the experts that the tokens in a slot took.
+
+    Args:
+      cache: The cache.
+      slot: The slot's number.
+
+    Returns:
+      `[C, L, k]` int16 by position; None if the cache does not record them.
+    """
+    return self._experts(cache, np.int32(slot)) if 'e' in cache else None
+
+  def decode(
+    self, params: Params, cache: Cache, slots: SlotState
+  ) -> tuple[Cache, SlotState, Array, Array, Array | None]:
+    """Starts drawing up to D tokens for every busy slot; does not wait for them.
+
+    Args:
+      params: What `prepare_params` returned.
+      cache: The cache; it is donated.
+      slots: The device state of the slots; it is donated.
+
+    Returns:
+      The updated cache and slots, tokens `[D, S]` int32 (−1 where a slot was idle),
+      logprobs `[D, S]` float32, and the experts that the tokens fed took,
+      `[D, S, L, k]` int16, or None if the cache does not record them.
+    """
+    return self._decode(params, cache, slots)
+
+
+def default_buckets(max_length: int) -> list[int]:
+  """Returns prompt buckets: powers of two from 32, and the context length itself.
+
+  Args:
+    max_length: The context length, in tokens.
+  """
+  powers = [MIN_PROMPT_BUCKET << i for i in range(max_length.bit_length())]
+  return [*(size for size in powers if size < max_length), max_length]
+
+
+def _prefill(model, params, cache, tokens, lengths, slots):
+  _, keys_and_values = model.prefill(params, tokens, lengths)
+  return model.insert(cache, keys_and_values, jnp.arange(tokens.shape[0]), slots)
+
+
+def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
+  def choose(old, new):
+    mask = is_updated.reshape(is_updated.shape + (1,) * (old.ndim - 1))
+    return jnp.where(mask, new, old)
+
+  return jax.tree.map(choose, slots, new_state)
+
+
+def _decode(model, num_steps: int, params, cache: Cache, slots: SlotState):
+  """Decodes until `num_steps` steps are done or no slot is busy."""
+  num_slots, start_positions = slots.tokens.shape[0], slots.positions
+  # No request reaches the last position, so idle slots write there.
+  scratch_position = caches.length(cache) - 1
+  tokens = jnp.full((num_steps, num_slots), token_sampling.NO_TOKEN, jnp.int32)
+  logprobs = jnp.zeros((num_steps, num_slots), jnp.float32)
+  # Inside the loop, XLA would compute the sines again for each head of each layer.
+  rotations = model.rotation(start_positions + jnp.arange(num_steps)[:, None])
+
+  def is_unfinished(carry):
+    step, _, slots, _, _ = carry
+    return (step < num_steps) & jnp.any(slots.remaining > 0)
+
+  def advance(carry):
+    step, cache, slots, tokens, logprobs = carry
+    is_busy = slots.remaining > 0
+    limit = jnp.max(jnp.where(is_busy, slots.positions, 0)) + 1
+    positions = jnp.where(is_busy, slots.positions, scratch_position)
+    rotation = jax.tree.map(lambda x: x[step], rotations)
+    logits, cache = model.decode(
+      params, cache, slots.tokens, positions, limit, rotation
+    )
+    drawn, drawn_logprobs = _draw_tokens(model, logits, slots)
+    has_stopped = jnp.any(drawn[:, None] == slots.stop_ids, axis=-1)
+    remaining = jnp.where(has_stopped, 0, slots.remaining - 1)
+    slots = dataclasses.replace(
+      slots,
+      tokens=jnp.where(is_busy, drawn, slots.tokens),
+      positions=slots.positions + is_busy,
+      remaining=jnp.where(is_busy, remaining, 0),
+      token_indices=slots.token_indices + is_busy,
+    )
+    drawn = jnp.where(is_busy, drawn, token_sampling.NO_TOKEN)
+    tokens = tokens.at[step].set(drawn)
+    logprobs = logprobs.at[step].set(jnp.where(is_busy, drawn_logprobs, 0.0))
+    return step + 1, cache, slots, tokens, logprobs
+
+  carry = (jnp.int32(0), cache, slots, tokens, logprobs)
+  carry = jax.lax.while_loop(is_unfinished, advance, carry)
+  _, cache, slots, tokens, logprobs = carry
+  routed = (
+    caches.experts_from(cache, start_positions, num_steps) if 'e' in cache else None
+  )
+  return cache, slots, tokens, logprobs, routed
+
+
+def _draw_tokens(model: TransformerLM, logits: Array, slots: SlotState):
+  """Draws a token for each slot; in exact mode with the learner's log-probs."""
+  drawn, logprobs = token_sampling.sample_tokens(
+    logits,
+    slots.keys,
+    slots.token_indices,
+    slots.temperature,
+    slots.top_p,
+    slots.top_k,
+  )
+  if model.exact is not None:
+    is_untruncated = (slots.top_p >= 1) & (slots.top_k <= 0)
+    exact_logprobs = model.exact.logprobs(logits, drawn, slots.temperature)
+    logprobs = jnp.where(is_untruncated, exact_logprobs, logprobs)
+  return drawn, logprobs

@@ -1,0 +1,202 @@
+"""Scheduler: assigns waiting requests to cache slots and reuses cached prompts.
+
+A slot keeps the keys and values of its prompt until another prompt overwrites them,
+even after its request has ended, because decoding only writes behind the prompt. A
+prompt that is cached in any slot, for the same weights version, is therefore copied
+instead of computed.
+"""
+
+import collections
+import dataclasses
+import itertools
+
+import numpy as np
+
+from jaxrl.rollout.engine.engine_base import EngineRequest
+
+CacheKey = tuple[int, bytes]  # weights version and prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerOutput:
+  """The work of one decode dispatch.
+
+  Attributes:
+    weights_version: The version that the dispatch serves.
+    prefill: (slot, prompt) pairs to compute.
+    copies: (source slot, target slot, prompt length) to copy after the prefill.
+    assignments: (slot, request) pairs that start with this dispatch.
+    freed_slots: Slots whose requests have ended since the last dispatch.
+    owners: The request in each slot; None for an idle slot.
+    requests_waiting: True if requests are left in the queue, so that the results of
+      the dispatch are needed before the next one.
+  """
+
+  weights_version: int
+  prefill: list[tuple[int, np.ndarray]]
+  copies: list[tuple[int, int, int]]
+  assignments: list[tuple[int, EngineRequest]]
+  freed_slots: set[int]
+  owners: list[EngineRequest | None]
+  requests_waiting: bool
+
+  @property
+  def num_prefilled_tokens(self) -> int:
+    """Prompt tokens that the dispatch computes."""
+    return sum(len(prompt) for _, prompt in self.prefill)
+
+  @property
+  def num_reused_tokens(self) -> int:
+    """Prompt tokens that are already cached."""
+    total = sum(len(request.prompt) for _, request in self.assignments)
+    return total - self.num_prefilled_tokens
+
+
+class Scheduler:
+  """Queues requests and decides which slot each one is decoded in.
+
+  Attributes:
+    num_slots: Number of cache slots.
+    waiting: Requests without a slot, in the order of their arrival.
+  """
+
+  def __init__(self, num_slots: int, num_partitions: int = 1):
+    """Initializes a scheduler with an empty queue and empty slots.
+
+    Args:
+      num_slots: Number of cache slots.
+      num_partitions: Number of equal ranges of slots. A prompt is only copied within
+        its range.
+    """
+    self.num_slots = num_slots
+    self.waiting: collections.deque[EngineRequest] = collections.deque()
+    self._num_partitions = num_partitions
+    self._partition_size = num_slots // num_partitions
+    self.reset_slots()
+
+  def reset_slots(self) -> None:
+    """Empties all slots and forgets the cached prompts; the queue remains."""
+    self._owners: list[EngineRequest | None] = [None] * self.num_slots
+    self._cached: list[CacheKey | None] = [None] * self.num_slots
+    self._prefix_index: dict[CacheKey, set[int]] = {}  # slots by what they have cached
+    self._freed_slots: set[int] = set()
+    self._last_used = [0] * self.num_slots
+    self._clock = itertools.count(1)
+
+  @property
+  def running(self) -> list[EngineRequest]:
+    """The requests that have a slot."""
+    return [request for request in self._owners if request is not None]
+
+  @property
+  def num_busy(self) -> int:
+    """Number of slots that are in use."""
+    return len(self.running)
+
+  def add(self, request: EngineRequest) -> None:
+    """Appends a request to the queue."""
+    self.waiting.append(request)
+
+  def remove(self, request: EngineRequest) -> None:
+    """Takes a request out of its slot or out of the queue.
+
+    Args:
+      request: A request that was added and not removed yet.
+    """
+    if request in self._owners:
+      slot = self._owners.index(request)
+      self._owners[slot] = None
+      self._freed_slots.add(slot)
+    else:
+      self.waiting.remove(request)
+
+  def schedule(
+    self, weights_version: int, *, admit_waiting: bool = True
+  ) -> SchedulerOutput:
+    """Assigns waiting requests to the free slots, first come first served.
+
+    Args:
+      weights_version: The version of the next dispatch. Prompts that were cached for
+        another version are computed again.
+      admit_waiting: If False, the queue is left alone.
+
+    Returns:
+      What the next dispatch has to do.
+    """
+    vacant = {slot for slot, owner in enumerate(self._owners) if owner is None}
+    num_admitted = min(len(vacant), len(self.waiting)) if admit_waiting else 0
+    prefill: list[tuple[int, np.ndarray]] = []
+    copies: list[tuple[int, int, int]] = []
+    assignments: list[tuple[int, EngineRequest]] = []
+    for _ in range(num_admitted):
+      request = self.waiting.popleft()
+      key = (weights_version, request.prompt_key)
+      slot = self._choose_slot(key, vacant)
+      source = self._find_copy_source(key, vacant, slot)
+      vacant.discard(slot)
+      if self._cached[slot] != key:
+        length = len(request.prompt)
+        if length > 1 and source is None:
+          prefill.append((slot, request.prompt))
+        elif length > 1 and source is not None:
+          copies.append((source, slot, length))
+        self._set_cached(slot, key)
+      self._last_used[slot] = next(self._clock)
+      self._owners[slot] = request
+      assignments.append((slot, request))
+    freed_slots, self._freed_slots = self._freed_slots, set()
+    return SchedulerOutput(
+      weights_version=weights_version,
+      prefill=prefill,
+      copies=copies,
+      assignments=assignments,
+      freed_slots=freed_slots,
+      owners=list(self._owners),
+      requests_waiting=bool(self.waiting),
+    )
+
+  def _find_copy_source(
+    self, key: CacheKey, vacant: set[int], target: int
+  ) -> int | None:
+    """Finds a slot in use that has cached `key`, in the partition of `target`.
+
+    A slot in use is not overwritten by any prefill of the same dispatch.
+    """
+    partition = self._partition(target)
+    in_use = self._prefix_index.get(key, set()) - vacant
+    return min(
+      (slot for slot in in_use if self._partition(slot) == partition), default=None
+    )
+
+  def _choose_slot(self, key: CacheKey, vacant: set[int]) -> int:
+    """Chooses a vacant slot that has cached `key`, or else the least recently used."""
+    candidates = self._prefix_index.get(key, set()) & vacant
+    if not candidates and self._num_partitions > 1:
+      partition = self._choose_partition(key, vacant)
+      candidates = {slot for slot in vacant if self._partition(slot) == partition}
+    return min(candidates or vacant, key=lambda slot: (self._last_used[slot], slot))
+
+  def _choose_partition(self, key: CacheKey, vacant: set[int]) -> int:
+    """Chooses the partition with the most vacant slots.
+
+    One where `key` is cached may have fewer of them, by half a partition: groups up to
+    that size stay together, and the partitions are about equally busy.
+    """
+    num_vacant = collections.Counter(self._partition(slot) for slot in vacant)
+    holding = {self._partition(slot) for slot in self._prefix_index.get(key, ())}
+    for partition in holding & num_vacant.keys():
+      num_vacant[partition] += self._partition_size // 2
+    return min(num_vacant, key=lambda partition: (-num_vacant[partition], partition))
+
+  def _partition(self, slot: int) -> int:
+    return slot // self._partition_size
+
+  def _set_cached(self, slot: int, key: CacheKey) -> None:
+    """Records that `slot` now has the keys and values of `key`."""
+    old_key = self._cached[slot]
+    if old_key is not None:
+      self._prefix_index[old_key].discard(slot)
+      if not self._prefix_index[old_key]:
+        del self._prefix_index[old_key]
+    self._cached[slot] = key
+    self._prefix_index.setdefault(key, set()).add(slot)

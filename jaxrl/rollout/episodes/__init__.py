@@ -1,0 +1,1 @@
+"""Episodes are recorded token by token and turned into training rows."""

@@ -1,0 +1,117 @@
+"""RolloutCache records what an episode produces, token by token.
+
+Tokens in, tokens out: the ids that the engine returned are the ids trained on, and
+only new observations are tokenized.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxrl.rollout.engine.resumable_generation import concat_routed_experts
+from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY
+from jaxrl.types import FAILURES, Completion, Message, Task
+
+
+@dataclasses.dataclass
+class Turn:
+  """Marks one response within the tokens of an episode.
+
+  Attributes:
+    start: Index of the response's first token.
+    stop: Index after the response's last token.
+    state_hash: Hash of what the model was shown before it responded.
+    reward: What the environment gave for the response.
+  """
+
+  start: int
+  stop: int
+  state_hash: int
+  reward: float = 0.0
+
+
+@dataclasses.dataclass
+class RolloutCache:
+  """Holds the state of one episode while it is played.
+
+  Attributes:
+    lease: Which sample of which group is played.
+    seed: The episode seed.
+    task: The item of the data set; None for games, whose task is the seed.
+    env: The environment that plays the episode.
+    chat: The chat tokenizer, with the tools that the environment offers.
+    tokens: Token ids of the whole history.
+    mask: For each token, whether the model wrote it.
+    logprobs: For each token, its log-probability; 0 where the model did not write it.
+    versions: For each token, the weights version that wrote it, else −1.
+    turns: The responses so far.
+    messages: The conversation as text.
+    metrics: Numbers to average.
+    columns: Values for trajectory dumps.
+    extras: Anything else, by name.
+    state_hash: Hash of the latest observation.
+    terminated: Whether the environment ended the episode, as in Gymnasium.
+    truncated: Whether the episode was cut short, as in Gymnasium.
+    stop_reason: One of `STOP_REASONS`.
+  """
+
+  lease: EpisodeLease
+  seed: int
+  task: Task | None = None
+  env: Any = None
+  chat: Any = None
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  mask: list[bool] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)
+  turns: list[Turn] = dataclasses.field(default_factory=list)
+  messages: list[Message] = dataclasses.field(default_factory=list)
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+  columns: dict[str, Any] = dataclasses.field(default_factory=dict)
+  extras: dict[str, Any] = dataclasses.field(default_factory=dict)
+  state_hash: int = 0
+  terminated: bool = False
+  truncated: bool = False
+  stop_reason: str = 'finish'
+
+  @property
+  def done(self) -> bool:
+    """Whether the episode has ended."""
+    return self.terminated or self.truncated
+
+  @property
+  def failed(self) -> bool:
+    """Whether the episode failed and must not be trained on."""
+    return self.stop_reason in FAILURES
+
+  def append_observation(self, tokens: list[int]) -> None:
+    """Appends the ids of what the model is shown."""
+    self.tokens += tokens
+    self.mask += [False] * len(tokens)
+    self.logprobs += [0.0] * len(tokens)
+    self.versions += [-1] * len(tokens)
+
+  def append_response(self, completion: Completion) -> None:
+    """Appends what the model wrote, as the engine returned it, as a new turn."""
+    start = len(self.tokens)
+    self.tokens += completion.tokens.tolist()
+    self.mask += [True] * len(completion.tokens)
+    self.logprobs += completion.logprobs.tolist()
+    self.versions += completion.weights_versions.tolist()
+    if completion.routed_experts is not None:
+      self.extras[ROUTED_EXPERTS_KEY] = concat_routed_experts(
+        self.extras.get(ROUTED_EXPERTS_KEY), completion.routed_experts
+      )
+    self.turns.append(Turn(start, len(self.tokens), self.state_hash))
+
+  def truncate(self, reason: str, error: BaseException | str = '') -> None:
+    """Cuts the episode short.
+
+    Args:
+      reason: One of `STOP_REASONS`.
+      error: What went wrong; kept as text in `extras['error']`.
+    """
+    self.truncated, self.stop_reason = True, reason
+    if error:
+      text = error if isinstance(error, str) else f'{type(error).__name__}: {error}'
+      self.extras['error'] = text[:500]

@@ -1,0 +1,292 @@
+"""GatewayServer serves a gateway over HTTP: OpenAI's paths, and /feedback.
+
+Every request needs a key, `Authorization: Bearer KEY`. The session's name is the header
+`x-session-id`; or what follows the key and a slash, `KEY/NAME`, for agents that accept
+nothing but a key; or else the key itself names it. Sessions of different keys are
+separate.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from aiohttp import web
+
+from jaxrl.rollout.gateway import openai_requests
+from jaxrl.rollout.gateway.choice_runner import (
+  ChoiceResult,
+  ChoiceRunner,
+  stream_chunks,
+)
+from jaxrl.rollout.gateway.gateway import Gateway
+from jaxrl.rollout.gateway.openai_requests import ApiError, invalid_field
+from jaxrl.rollout.gateway.request_cache import RequestCache
+from jaxrl.rollout.gateway.response_formatter import ResponseFormatter
+
+log = logging.getLogger(__name__)
+_SESSION = web.RequestKey('session', str)
+_SESSION_NAME = re.compile(r'[\w.:/@-]{1,128}', re.ASCII)
+LOOPBACK_HOSTS = ('127.0.0.1', '::1', 'localhost')
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class GatewayServer:
+  """Answers HTTP requests with a gateway.
+
+  Attributes:
+    app: The aiohttp application.
+  """
+
+  def __init__(
+    self,
+    gateway: Gateway,
+    keys: Sequence[str] | Callable[[str], str | None],
+    *,
+    max_body: int = 4 << 20,
+    max_requests: int = 256,
+    body_timeout: float = 30.0,
+    interval: float = 0.02,
+  ):
+    """Creates a server; `serve_gateway` runs it.
+
+    Args:
+      gateway: Generates the replies.
+      keys: The valid keys; or a function from a key to its session's name, None for a
+        key that is not valid.
+      max_body: Bytes a request may have.
+      max_requests: Requests served at the same time; further ones are refused.
+      body_timeout: Seconds a client may take to send the body.
+      interval: Seconds between the chunks of a stream.
+
+    Raises:
+      ValueError: If there is no key, or one is empty.
+    """
+    self._gateway = gateway
+    self._find_session = keys if callable(keys) else None
+    self._keys = [] if callable(keys) else [key.encode() for key in keys]
+    if self._find_session is None and not (self._keys and all(self._keys)):
+      raise ValueError('the endpoint needs a key, and none may be empty')
+    self._max_requests = max_requests
+    self._num_running = 0
+    self._body_timeout = body_timeout
+    self._interval = interval
+    self._created = int(time.time())
+    self.app = web.Application(
+      client_max_size=max_body, middlewares=[self._auth_middleware]
+    )
+    self.app.add_routes(
+      [
+        web.post('/v1/chat/completions', self._handle_chat),
+        web.post('/v1/completions', self._handle_completion),
+        web.get('/v1/models', self._list_models),
+        web.get('/v1/models/{name}', self._get_model),
+        web.post('/feedback', self._handle_feedback),
+        web.post('/v1/feedback', self._handle_feedback),
+      ]
+    )
+
+  # ---- admission
+
+  @web.middleware
+  async def _auth_middleware(
+    self, request: web.Request, handler: _Handler
+  ) -> web.StreamResponse:
+    """Admits requests that have a key, up to a limit; returns errors as JSON."""
+    headers = {}
+    try:
+      request[_SESSION] = self._session_name(request)
+      if self._num_running >= self._max_requests:
+        count = self._num_running
+        raise ApiError(429, f'{count} requests are being served; try again later')
+      self._num_running += 1
+      try:
+        return await handler(request)
+      finally:
+        self._num_running -= 1
+    except ApiError as error:
+      api_error = error
+    except web.HTTPException as error:
+      api_error = ApiError(error.status, error.reason or error.text or 'refused')
+      headers = {'Allow': error.headers['Allow']} if 'Allow' in error.headers else {}
+    except Exception:
+      log.exception('a request failed')
+      api_error = ApiError(500, 'the endpoint failed; its log says how')
+    if api_error.status == 429:
+      headers['Retry-After'] = '1'
+    return web.json_response(api_error.body, status=api_error.status, headers=headers)
+
+  def _session_name(self, request: web.Request) -> str:
+    """Returns the session's name, after the key's number; needs a valid key."""
+    scheme, _, value = request.headers.get('Authorization', '').partition(' ')
+    if self._find_session is not None and scheme.lower() == 'bearer':
+      if name := self._find_session(value.strip()):
+        return name
+      raise ApiError(401, 'this key opens no session', code='invalid_api_key')
+    credential = value.strip().encode('utf-8', 'surrogateescape')
+    key_number, name_in_key = None, ''
+    # Compares with every key, so that the time says nothing about them.
+    for i, key in enumerate(self._keys):
+      if hmac.compare_digest(credential, key):
+        key_number = i
+      elif hmac.compare_digest(credential[: len(key) + 1], key + b'/'):
+        key_number = i
+        name_in_key = credential[len(key) + 1 :].decode('ascii', 'replace')
+    if key_number is None or scheme.lower() != 'bearer':
+      raise ApiError(
+        401, 'a key is needed: Authorization: Bearer KEY', code='invalid_api_key'
+      )
+    name = request.headers.get('x-session-id', name_in_key)
+    if name and not _SESSION_NAME.fullmatch(name):
+      raise ApiError(
+        400,
+        "a session's name is at most 128 letters, digits and ._:/@-",
+        param='x-session-id',
+      )
+    return f'{key_number}/{name}'
+
+  async def _read_body(self, request: web.Request) -> bytes:
+    try:
+      return await asyncio.wait_for(request.read(), self._body_timeout)
+    except TimeoutError as error:
+      raise ApiError(408, f'no body within {self._body_timeout:g} s') from error
+
+  # ---- handlers
+
+  async def _handle_chat(self, request: web.Request) -> web.StreamResponse:
+    data = await self._read_body(request)
+    cache = self._gateway.request_cache(request[_SESSION])
+    chat_request = openai_requests.parse_cached_chat(data, cache)
+    return await self._respond(request, chat_request, cache)
+
+  async def _handle_completion(self, request: web.Request) -> web.StreamResponse:
+    body = openai_requests.parse_body(await self._read_body(request))
+    return await self._respond(request, openai_requests.parse_completion(body))
+
+  async def _respond(
+    self,
+    request: web.Request,
+    generation: openai_requests.GenerationRequest,
+    cache: RequestCache | None = None,
+  ) -> web.StreamResponse:
+    choices = await self._gateway.start_choices(request[_SESSION], generation, cache)
+    formatter = ResponseFormatter(
+      generation, self._gateway.decode, self._gateway.model, int(time.time())
+    )
+    if generation.stream:
+      return await self._stream(request, generation, choices, formatter)
+    results = {}
+    async with contextlib.aclosing(stream_chunks(choices, None)) as chunks:
+      async for index, chunk in chunks:
+        if isinstance(chunk, ChoiceResult):
+          results[index] = chunk
+    ordered = [results[i] for i in range(generation.n)]
+    return web.json_response(formatter.full_response(ordered))
+
+  async def _stream(
+    self,
+    request: web.Request,
+    generation: openai_requests.GenerationRequest,
+    choices: list[ChoiceRunner],
+    formatter: ResponseFormatter,
+  ) -> web.StreamResponse:
+    """Sends server-sent events; an error after the first event is itself an event."""
+    response = web.StreamResponse()
+    response.content_type = 'text/event-stream'
+    response.headers['Cache-Control'] = 'no-cache'
+    await response.prepare(request)
+
+    async def send(event: dict | None) -> None:
+      if event is not None:
+        await response.write(b'data: ' + json.dumps(event).encode() + b'\n\n')
+
+    results = {}
+    try:
+      for i, choice in enumerate(choices):
+        await send(formatter.first_chunk(choice.name, i))
+      stream = stream_chunks(choices, self._interval)
+      async with contextlib.aclosing(stream) as chunks:
+        async for index, chunk in chunks:
+          if isinstance(chunk, ChoiceResult):
+            results[index] = chunk
+            await send(formatter.last_chunk(chunk, index))
+          else:
+            await send(formatter.text_chunk(choices[index].name, index, chunk))
+      if generation.include_usage:
+        ordered = [results[i] for i in range(generation.n)]
+        await send(formatter.usage_chunk(ordered))
+      await response.write(b'data: [DONE]\n\n')
+    except ApiError as error:
+      await send(error.body)
+    except ConnectionError:
+      log.info('a client left in the middle of a stream')
+      return response
+    await response.write_eof()
+    return response
+
+  async def _list_models(self, request: web.Request) -> web.Response:
+    return web.json_response({'object': 'list', 'data': [self._model_info()]})
+
+  async def _get_model(self, request: web.Request) -> web.Response:
+    if request.match_info['name'] != self._gateway.model:
+      raise ApiError(404, f'there is one model, {self._gateway.model!r}', param='model')
+    return web.json_response(self._model_info())
+
+  def _model_info(self) -> dict:
+    return {
+      'id': self._gateway.model,
+      'object': 'model',
+      'created': self._created,
+      'owned_by': 'jaxrl',
+    }
+
+  async def _handle_feedback(self, request: web.Request) -> web.Response:
+    """Takes {'reward': number, 'completion_id': of one reply, 'done': bool = true}."""
+    body = openai_requests.parse_body(await self._read_body(request))
+    if unknown_fields := body.keys() - {'reward', 'completion_id', 'done'}:
+      raise invalid_field(
+        sorted(unknown_fields)[0], 'unknown; use reward, completion_id and done'
+      )
+    reward, reply_name = body.get('reward'), body.get('completion_id') or ''
+    done = body.get('done', True)
+    if reward is not None and not openai_requests.is_number(reward, float, -1e30, 1e30):
+      raise invalid_field('reward', 'a number is needed')
+    if not isinstance(reply_name, str) or not isinstance(done, bool):
+      raise invalid_field(
+        'completion_id', 'a text is needed, and done must be true or false'
+      )
+    rows = await self._gateway.feedback(
+      request[_SESSION], reward, reply_name, done=done
+    )
+    return web.json_response({'done': done, 'trajectories': len(rows)})
+
+
+@contextlib.asynccontextmanager
+async def serve_gateway(
+  server: GatewayServer, *, host: str = '127.0.0.1', port: int = 0
+) -> AsyncIterator[str]:
+  """Serves while the context lasts.
+
+  Args:
+    server: The server.
+    host: The address to listen to; by default only this machine can connect.
+    port: The port; 0 takes any that is free.
+
+  Yields:
+    The base URL, without /v1.
+  """
+  # A request is cancelled when its client leaves.
+  runner = web.AppRunner(
+    server.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0
+  )
+  await runner.setup()
+  try:
+    await web.TCPSite(runner, host, port).start()
+    bound_port = runner.addresses[0][1]
+    yield f'http://{f"[{host}]" if ":" in host else host}:{bound_port}'
+  finally:
+    await runner.cleanup()

@@ -1,0 +1,360 @@
+"""OpenAI requests are JSON bodies that are checked field by field.
+
+`GenerationRequest` is a parsed request. `ApiError` is an error in the form that clients
+of OpenAI's API expect.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.data import chat_messages
+from jaxrl.data.row_sources import DataError
+from jaxrl.rollout.gateway.request_cache import CachedPrefix, RequestCache
+from jaxrl.types import Message
+
+# Fields that would change the reply and are not supported, each with the values that
+# leave the reply as it is.
+NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
+  'audio': (),
+  'best_of': (1,),
+  'echo': (False,),
+  'frequency_penalty': (0,),
+  'function_call': ('none',),
+  'functions': ([],),
+  'logit_bias': ({},),
+  'min_p': (0,),
+  'modalities': (['text'],),
+  'presence_penalty': (0,),
+  'repetition_penalty': (1,),
+  'response_format': ({'type': 'text'},),
+  'suffix': ('',),
+  'top_logprobs': (0,),
+}
+_ERROR_TYPES = {
+  401: 'authentication_error',
+  404: 'not_found_error',
+  429: 'rate_limit_error',
+}
+
+
+class ApiError(Exception):
+  """Refuses a request, in the form that clients of OpenAI's API expect.
+
+  Attributes:
+    status: The HTTP status.
+    param: The field that is at fault, if any.
+    code: A code for programs, if any.
+  """
+
+  def __init__(
+    self,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+  ):
+    """Creates an error.
+
+    Args:
+      status: The HTTP status.
+      message: What is wrong, for people.
+      param: The field that is at fault.
+      code: A code for programs.
+    """
+    super().__init__(message)
+    self.status = status
+    self.param = param
+    self.code = code
+
+  @property
+  def body(self) -> dict[str, Any]:
+    """The response as JSON: {'error': {'message', 'type', 'param', 'code'}}."""
+    default = 'server_error' if self.status >= 500 else 'invalid_request_error'
+    error = {
+      'message': str(self),
+      'type': _ERROR_TYPES.get(self.status, default),
+      'param': self.param,
+      'code': self.code,
+    }
+    return {'error': error}
+
+
+def invalid_field(param: str, message: str, code: str = 'invalid_value') -> ApiError:
+  """Creates the error for a field whose value is not accepted.
+
+  Args:
+    param: The field.
+    message: What is wrong with it.
+    code: A code for programs.
+
+  Returns:
+    The error, with status 400.
+  """
+  return ApiError(400, f'{param}: {message}', param=param, code=code)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRequest:
+  """Holds one request for completions; None means that the client did not say.
+
+  Attributes:
+    messages: The conversation of a chat request.
+    prompt: The text, or the ids, of a plain completion request.
+    tools: The tools that the client offers.
+    n: How many replies are wanted.
+    stream: Whether the reply is streamed.
+    include_usage: Whether a stream ends with a count of tokens.
+    logprobs: Whether log-probabilities are wanted.
+    return_token_ids: Whether token ids are wanted too.
+    max_tokens: Tokens a reply may have.
+    temperature: Sampling temperature.
+    top_p: Nucleus sampling.
+    top_k: Keeps the k likeliest tokens.
+    stop: Strings that end a reply.
+    seed: Seed of the replies.
+  """
+
+  messages: list[Message] | None = None
+  prompt: str | list[int] | None = None
+  tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  n: int = 1
+  stream: bool = False
+  include_usage: bool = False
+  logprobs: bool = False
+  return_token_ids: bool = False
+  max_tokens: int | None = None
+  temperature: float | None = None
+  top_p: float | None = None
+  top_k: int | None = None
+  stop: tuple[str, ...] = ()
+  seed: int | None = None
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+  """Parses a request's body.
+
+  Args:
+    data: The body.
+
+  Returns:
+    The JSON object that it holds.
+
+  Raises:
+    ApiError: If it is not a JSON object.
+  """
+  _, body, _ = _parse_object(data)
+  return body
+
+
+def _parse_object(
+  data: bytes, cache: RequestCache | None = None
+) -> tuple[str, dict[str, Any], CachedPrefix | None]:
+  """Returns the body's text, its object, and its cached beginning."""
+  try:
+    text = data.decode('utf-8-sig')
+    body, prefix = (cache or RequestCache()).read(text)
+  except ValueError as error:
+    raise ApiError(
+      400, f'the body is not JSON: {error}', code='invalid_json'
+    ) from error
+  if not isinstance(body, dict):
+    raise ApiError(400, 'the body must be a JSON object', code='invalid_json')
+  return text, body, prefix
+
+
+def parse_cached_chat(data: bytes, cache: RequestCache) -> GenerationRequest:
+  """Parses a chat request, of which only what is not cached is looked at.
+
+  Args:
+    data: The body.
+    cache: The session's earlier requests; the request is added.
+
+  Returns:
+    The request.
+
+  Raises:
+    ApiError: Names the field at fault.
+  """
+  text, body, prefix = _parse_object(data, cache)
+  try:
+    request = parse_chat(body, prefix.messages if prefix else ())
+  except ApiError:
+    if prefix is None:
+      raise
+    # Parses all of it, so that the error counts messages from the first one on.
+    return parse_chat(parse_body(data))
+  assert request.messages is not None
+  cache.store(text, prefix, request.messages)
+  return request
+
+
+def parse_chat(
+  body: Mapping[str, Any], previous: Sequence[Message] = ()
+) -> GenerationRequest:
+  """Parses a request to /v1/chat/completions.
+
+  Args:
+    body: The JSON object.
+    previous: Parsed messages that come before those of the body.
+
+  Returns:
+    The request.
+
+  Raises:
+    ApiError: Names the field at fault.
+  """
+  if not isinstance(body.get('messages'), list):
+    raise invalid_field(
+      'messages', 'a list of messages is needed', 'missing_required_parameter'
+    )
+  tool_choice = body.get('tool_choice')
+  if tool_choice not in (None, 'auto', 'none'):
+    raise invalid_field(
+      'tool_choice', "only 'auto' and 'none' are supported", 'unsupported_value'
+    )
+  tools = [] if tool_choice == 'none' else body.get('tools') or []
+  if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+    raise invalid_field(
+      'tools', "a list of {'type': 'function', 'function': {'name': …}}"
+    )
+  logprobs = _parse_flag(body, 'logprobs')
+  new_messages = body['messages']
+  messages = list(previous)
+  if new_messages or not previous:
+    messages += parse_client_messages(new_messages)
+  return GenerationRequest(
+    messages=messages, tools=tools, logprobs=logprobs, **_parse_common_fields(body)
+  )
+
+
+def parse_completion(body: Mapping[str, Any]) -> GenerationRequest:
+  """Parses a request to /v1/completions.
+
+  Args:
+    body: The JSON object.
+
+  Returns:
+    The request.
+
+  Raises:
+    ApiError: Names the field at fault.
+  """
+  prompt = body.get('prompt')
+  if isinstance(prompt, list) and len(prompt) == 1 and not _are_token_ids(prompt):
+    (prompt,) = prompt
+  if not _are_token_ids(prompt) and not (isinstance(prompt, str) and prompt):
+    raise invalid_field('prompt', 'one text or one list of token ids is needed')
+  logprobs = body.get('logprobs')
+  if logprobs not in (None, 0, 1):
+    raise invalid_field(
+      'logprobs', 'only that of the sampled token is supported', 'unsupported_value'
+    )
+  return GenerationRequest(
+    prompt=prompt, logprobs=logprobs is not None, **_parse_common_fields(body)
+  )
+
+
+def parse_client_messages(value: list[Any]) -> list[Message]:
+  """Brings messages into one form, whoever wrote them.
+
+  Args:
+    value: The messages as the client sent them.
+
+  Returns:
+    The messages in the form of `data.chat_messages`.
+
+  Raises:
+    ApiError: If they are not messages.
+  """
+  try:
+    messages = chat_messages.normalize_messages(value)
+  except (DataError, TypeError, AttributeError) as error:
+    raise invalid_field('messages', str(error)) from error
+  return [_normalize(message) for message in messages]
+
+
+def _normalize(message: Message) -> Message:
+  """Drops empty fields and renames the role 'developer', which clients write freely."""
+  fields = {k: v for k, v in message.items() if v or k == 'content'}
+  return {**fields, 'role': 'system'} if fields['role'] == 'developer' else fields
+
+
+def _parse_common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+  for name, neutral_values in NEUTRAL_FIELDS.items():
+    if body.get(name) is not None and body[name] not in neutral_values:
+      message = f'{body[name]!r} is not supported here'[:200]
+      raise invalid_field(name, message, 'unsupported_value')
+  has_new_limit = body.get('max_completion_tokens') is not None
+  limit_field = 'max_completion_tokens' if has_new_limit else 'max_tokens'
+  stop = body.get('stop') or ()
+  stop = (stop,) if isinstance(stop, str) else stop
+  if not isinstance(stop, list | tuple) or not all(
+    isinstance(s, str) and s for s in stop
+  ):
+    raise invalid_field('stop', 'one text, or a list of texts, none of them empty')
+  if len(stop) > 16 or any(len(s) > 256 for s in stop):
+    raise invalid_field('stop', 'at most 16 texts of at most 256 letters')
+  stream_options = body.get('stream_options') or {}
+  if not isinstance(stream_options, dict):
+    raise invalid_field('stream_options', 'an object is needed')
+  return {
+    'n': _parse_number(body, 'n', int, 1, 128) or 1,
+    'stream': _parse_flag(body, 'stream'),
+    'include_usage': _parse_flag(stream_options, 'include_usage'),
+    'return_token_ids': _parse_flag(body, 'return_token_ids'),
+    'max_tokens': _parse_number(body, limit_field, int, 1, 2**31),
+    'temperature': _parse_number(body, 'temperature', float, 0, 100),
+    'top_p': _parse_number(body, 'top_p', float, 1e-6, 1),
+    'top_k': _parse_number(body, 'top_k', int, -1, 2**31),
+    'stop': tuple(stop),
+    'seed': _parse_number(body, 'seed', int, -(2**63), 2**64),
+  }
+
+
+def is_number(value: Any, kind: type, low: float, high: float) -> bool:
+  """Tells whether a value is a number within bounds.
+
+  Args:
+    value: Any JSON value.
+    kind: int for whole numbers, float for any finite number.
+    low: Lower bound.
+    high: Upper bound.
+
+  Returns:
+    True if it is one.
+  """
+  if isinstance(value, bool) or not isinstance(value, (int, kind)):
+    return False
+  return math.isfinite(value) and low <= value <= high
+
+
+def _parse_number(
+  body: Mapping[str, Any], name: str, kind: type, low: float, high: float
+) -> Any:
+  value = body.get(name)
+  if value is not None and not is_number(value, kind, low, high):
+    noun = 'a whole number' if kind is int else 'a number'
+    raise invalid_field(name, f'{noun} from {low:g} to {high:g} is needed')
+  return value
+
+
+def _parse_flag(body: Mapping[str, Any], name: str) -> bool:
+  value = body.get(name)
+  if value not in (None, True, False):
+    raise invalid_field(name, 'true or false is needed')
+  return bool(value)
+
+
+def _are_token_ids(value: Any) -> bool:
+  """Tells whether a value is a list of token ids, without a Python loop over them."""
+  if not isinstance(value, list) or set(map(type, value)) != {int}:
+    return False
+  return min(value) >= 0 and max(value) < 2**31
+
+
+def _is_tool(tool: Any) -> bool:
+  function = tool.get('function') if isinstance(tool, dict) else None
+  return isinstance(function, dict) and isinstance(function.get('name'), str)

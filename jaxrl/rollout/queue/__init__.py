@@ -1,0 +1,1 @@
+"""The group queue leases episodes and hands finished groups to the trainer."""

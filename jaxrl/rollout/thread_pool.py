@@ -1,0 +1,193 @@
+"""Thread pool: runs environment code with time limits, off the event loop.
+
+Environment code never runs on the event loop. A thread whose call does not return in
+time is abandoned and replaced, so the pool keeps its size. Threads are daemons, so a
+call that hangs does not keep the process from ending.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxrl.call_strings import call
+
+DEFAULT_NUM_THREADS = 8
+
+
+class Timeouts(NamedTuple):
+  """Time limits of an environment tag, in seconds; None for no limit.
+
+  Attributes:
+    reset: For an environment's `reset`.
+    step: For an environment's `step`.
+    generate: For one reply of the engine.
+  """
+
+  reset: float | None
+  step: float | None
+  generate: float | None
+
+
+def _timeouts(
+  *, reset: float = 60.0, step: float = 60.0, generate: float = 0.0
+) -> Timeouts:
+  return Timeouts(reset or None, step or None, generate or None)
+
+
+def parse_timeouts(text: str) -> Timeouts:
+  """Parses time limits such as `'reset=300, step=900'`.
+
+  Args:
+    text: Options of the limits in seconds; 0 is no limit. Limits that are not named
+      have their defaults.
+
+  Returns:
+    The limits.
+
+  Raises:
+    ConfigError: If the text cannot be parsed or has unknown options.
+  """
+  functions = {'timeouts': _timeouts}
+  return call(f'timeouts({text})', functions, 'timeouts', 'env.<tag>.timeouts')
+
+
+class CallTimeoutError(Exception):
+  """A call ran longer than its time limit."""
+
+
+class _PooledCall:
+  """A call that is queued or running."""
+
+  __slots__ = ('fn', 'future', 'is_abandoned', 'is_finished', 'loop', 'start')
+
+  def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop):
+    self.fn = fn
+    self.loop = loop
+    self.future = loop.create_future()
+    self.start: float | None = None  # when a thread began it
+    self.is_finished = False  # its thread is free again
+    self.is_abandoned = False  # timed out: its thread has been replaced
+
+
+class ThreadPool:
+  """Runs plain functions on a fixed number of threads, each with a time limit.
+
+  Attributes:
+    num_replaced: Threads that have been abandoned so far because of a timeout.
+  """
+
+  def __init__(self, num_threads: int = DEFAULT_NUM_THREADS):
+    """Starts the threads.
+
+    Args:
+      num_threads: Most calls that run at the same time.
+
+    Raises:
+      ValueError: If `num_threads` is less than 1.
+    """
+    if num_threads < 1:
+      raise ValueError(f'a pool needs at least one thread, not {num_threads}')
+    self._calls: queue.SimpleQueue[_PooledCall | None] = queue.SimpleQueue()
+    self._num_threads = num_threads
+    self._lock = threading.Lock()
+    self._is_closed = False
+    self.num_replaced = 0
+    for _ in range(num_threads):
+      self._start_thread()
+
+  def _start_thread(self) -> None:
+    threading.Thread(target=self._work, name='env-call', daemon=True).start()
+
+  async def run(
+    self, fn: Callable[..., Any], *args: Any, timeout: float | None = None
+  ) -> Any:
+    """Runs `fn(*args)` on a thread of the pool and waits for its result.
+
+    Args:
+      fn: The function to run.
+      *args: Its arguments.
+      timeout: Time limit in seconds, counted from when a thread begins the call; None
+        or 0 for no limit.
+
+    Returns:
+      What `fn` returns.
+
+    Raises:
+      CallTimeoutError: If the call runs too long.
+      RuntimeError: If the pool is closed, or if `fn` raises something that asyncio
+        cannot pass on.
+      Exception: Whatever else `fn` raises.
+    """
+    if self._is_closed:
+      raise RuntimeError('the pool of environment threads is closed')
+    loop = asyncio.get_running_loop()
+    pooled_call = _PooledCall(lambda: fn(*args), loop)
+    timer = None
+    if timeout:
+      timer = loop.call_later(timeout, self._check_timeout, pooled_call, timeout)
+    self._calls.put(pooled_call)
+    try:
+      return await pooled_call.future
+    finally:  # the timer of a cancelled call still watches its thread
+      if timer is not None and not pooled_call.future.cancelled():
+        timer.cancel()
+
+  def _check_timeout(self, pooled_call: _PooledCall, timeout: float) -> None:
+    """Abandons a call that has run too long; looks again later at any other."""
+    seconds_left = timeout  # of a call that no thread has begun
+    if pooled_call.start is not None:
+      seconds_left = pooled_call.start + timeout - time.monotonic()
+    with self._lock:
+      if pooled_call.is_finished:
+        return
+      if seconds_left > 0:
+        pooled_call.loop.call_later(
+          seconds_left, self._check_timeout, pooled_call, timeout
+        )
+        return
+      pooled_call.is_abandoned = True
+      self.num_replaced += 1
+    self._start_thread()
+    error = CallTimeoutError(f'no answer within {timeout:g} s')
+    _resolve(pooled_call.future, None, error)
+
+  def _work(self) -> None:
+    """Runs calls until the pool is closed or this thread is abandoned."""
+    while (pooled_call := self._calls.get()) is not None:
+      if pooled_call.future.cancelled():
+        pooled_call.is_finished = True
+        continue
+      pooled_call.start = time.monotonic()
+      try:
+        result, error = pooled_call.fn(), None
+      except BaseException as raised:  # even SystemExit only ends this call
+        result, error = None, raised
+      with self._lock:
+        pooled_call.is_finished = True
+        if pooled_call.is_abandoned:
+          return  # another thread has taken this one's place
+      with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits
+        future = pooled_call.future
+        pooled_call.loop.call_soon_threadsafe(_resolve, future, result, error)
+      pooled_call = result = error = future = None  # keep nothing alive while idle
+
+  def close(self) -> None:
+    """Ends the threads, without waiting for calls that are running."""
+    self._is_closed = True
+    for _ in range(self._num_threads):
+      self._calls.put(None)
+
+
+def _resolve(future: asyncio.Future, result: Any, error: BaseException | None) -> None:
+  if future.done():
+    return
+  if error is None:
+    future.set_result(result)
+  elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+    future.set_exception(error)
+  else:  # asyncio cannot carry it, or it would end the event loop
+    future.set_exception(RuntimeError(f'environment code raised {error!r}'))

@@ -1,0 +1,119 @@
+"""vLLM options: checks the options of vLLM's engine without importing vLLM."""
+
+import ast
+import functools
+import importlib.util
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl.call_strings import ConfigError, unknown_name_error
+from jaxrl.models import huggingface
+from jaxrl.models.model_config import ModelConfig
+
+# Memory for keys and values, relative to what the slots hold at their longest.
+CACHE_MARGIN = 1.5
+
+# Options that other config keys set, with these keys; '' if the engine sets them.
+RESERVED_OPTIONS = {
+  'model': 'model.checkpoint',
+  'tokenizer': 'model.checkpoint',
+  'max_model_len': 'batch.max_length',
+  'max_num_seqs': 'rollout.num_slots',
+  'data_parallel_size': 'cluster.num_engines',  # digests of replicas are not compared
+  'disable_log_stats': '',
+  'folder': 'model.checkpoint',
+  'logprobs_mode': '',
+  'parts': 'cluster.placement',
+  'skip_tokenizer_init': '',
+  'transfer': 'cluster.weights',
+  'weight_transfer_config': 'cluster.weights',
+  'worker_extension_cls': '',
+}
+
+
+def check_vllm_options(
+  options: Mapping[str, Any], where: str, known: frozenset[str] | None = None
+) -> None:
+  """Checks options for vLLM's engine by name.
+
+  Args:
+    options: Options by name.
+    where: Where they were set, for error messages.
+    known: The options that vLLM has; by default those of the vLLM that is installed
+      here. If it is empty, unknown options are left for vLLM's actor to find.
+
+  Raises:
+    ConfigError: If an option is unknown, or is set by the framework itself.
+  """
+  for name in options:
+    if name in RESERVED_OPTIONS:
+      key = RESERVED_OPTIONS[name]
+      hint = f'set --config.{key} instead' if key else 'the engine needs its own'
+      raise ConfigError(f"{where}: option '{name}' is not to be set: {hint}")
+  known = vllm_option_names() if known is None else known
+  for name in options:
+    if known and name not in known:
+      raise unknown_name_error(name, known - RESERVED_OPTIONS.keys(), 'option', where)
+
+
+def gpu_transfer_problem() -> str:
+  """Says why this environment cannot send weights from GPU to GPU; '' if it can.
+
+  Neither torch nor vLLM is imported: torch has a file that says whether it was built
+  for CUDA.
+  """
+  for name in ('torch', 'vllm'):
+    if importlib.util.find_spec(name) is None:
+      return f'{name} is not installed'
+  torch_spec = importlib.util.find_spec('torch')
+  assert torch_spec is not None and torch_spec.submodule_search_locations
+  torch_folder = torch_spec.submodule_search_locations[0]
+  version_text = pathlib.Path(torch_folder, 'version.py').read_text()
+  cuda_version = re.search(r'^cuda\b.*= *(.*)$', version_text, re.MULTILINE)
+  if cuda_version is None or cuda_version[1].strip() == 'None':
+    return 'torch was built without CUDA'
+  return ''
+
+
+@functools.cache
+def vllm_option_names() -> frozenset[str]:
+  """Reads the fields of vLLM's `AsyncEngineArgs` off its source.
+
+  Returns:
+    The names; none if vLLM is not installed.
+  """
+  spec = importlib.util.find_spec('vllm')
+  if spec is None or not spec.submodule_search_locations:
+    return frozenset()
+  source = pathlib.Path(spec.submodule_search_locations[0], 'engine', 'arg_utils.py')
+  classes = {
+    node.name: node
+    for node in ast.parse(source.read_text()).body
+    if isinstance(node, ast.ClassDef)
+  }
+  return frozenset(
+    line.target.id
+    for name in ('EngineArgs', 'AsyncEngineArgs')
+    for line in classes[name].body
+    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+  )
+
+
+def kv_cache_bytes(config: ModelConfig, num_tokens: int, dtype: str) -> int:
+  """Computes the memory to give to vLLM's cache of keys and values.
+
+  Args:
+    config: The model's config.
+    num_tokens: Tokens that all slots hold at their longest.
+    dtype: Name of the cache's dtype.
+
+  Returns:
+    Bytes, with some margin.
+  """
+  itemsize = np.dtype(huggingface.DTYPES.get(dtype, np.float32)).itemsize
+  num_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+  return int(CACHE_MARGIN * num_values * itemsize * num_tokens) + (64 << 20)

@@ -1,0 +1,137 @@
+"""A weight store hands new weights from the learner to the engines.
+
+Within one process a version is a copy on the devices: the learner may donate its own
+arrays to the next train step at once, and engines use the copy without copying again.
+"""
+
+import asyncio
+import functools
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.device_thread import DeviceThread
+from jaxrl.types import Params, RolloutEngine
+
+
+class WeightStore(Protocol):
+  """A series of numbered weights, of which only the newest version is kept."""
+
+  async def publish(self, version: int, params: Params) -> None:
+    """Makes `params` the newest version.
+
+    Args:
+      version: the number of the version; it must be greater than the one before.
+      params: the parameters, which may be donated when this returns.
+
+    Raises:
+      ValueError: `version` is not greater than the newest one.
+    """
+    ...
+
+  async def fetch(self, newer_than: int = -1) -> tuple[int, Params]:
+    """Returns the newest (version, params), waiting for one after `newer_than`."""
+    ...
+
+  def metrics(self) -> dict[str, float]:
+    """Returns what it took to bring the newest version to the engines, `weights/…`."""
+    ...
+
+
+class InProcessWeightStore:
+  """A `WeightStore` for a learner and engines that share a process.
+
+  Args:
+    *engines: every engine is given each version before `publish` returns.
+    device_thread: the thread on which copies are made.
+    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
+    sharding: where copies are placed, one sharding or a tree of them; None keeps the
+      sharding of each array.
+  """
+
+  def __init__(
+    self,
+    *engines: RolloutEngine,
+    device_thread: DeviceThread,
+    dtype: str | None = None,
+    sharding: jax.sharding.Sharding | Params | None = None,
+  ):
+    self._engines = engines
+    self._device_thread = device_thread
+    self._dtype = dtype
+    self._sharding = sharding
+    self._newest: tuple[int, Params] | None = None
+    self._published = asyncio.Event()
+
+  @property
+  def version(self) -> int | None:
+    """The newest version; None before the first."""
+    return self._newest and self._newest[0]
+
+  async def publish(self, version: int, params: Params) -> None:
+    """Copies `params` and hands the copy to every engine.
+
+    When this returns, the caller may donate `params`, and every engine serves
+    `version` from its next dispatch on.
+
+    Args:
+      version: the number of the version; it must be greater than the one before.
+      params: the parameters to copy.
+
+    Raises:
+      ValueError: `version` is not greater than the newest one.
+    """
+    check_version_rises(version, self.version)
+    copy = await self._device_thread.run(self._copy, params)
+    self._newest = version, copy
+    self._published.set()
+    self._published = asyncio.Event()
+    await asyncio.gather(*(engine.load(version, copy) for engine in self._engines))
+
+  def metrics(self) -> dict[str, float]:
+    """Returns {}, as nothing is sent."""
+    return {}
+
+  async def fetch(self, newer_than: int = -1) -> tuple[int, Params]:
+    """Waits for a version after `newer_than`; its arrays must not be donated."""
+    while self._newest is None or self._newest[0] <= newer_than:
+      await self._published.wait()
+    return self._newest
+
+  def _copy(self, params: Params) -> Params:
+    copy = cast_copy(params, self._dtype)
+    if self._sharding is not None:
+      copy = jax.block_until_ready(jax.device_put(copy, self._sharding))
+    return copy
+
+
+def check_version_rises(version: int, newest: int | None) -> None:
+  """Raises ValueError unless `version` is greater than the newest one, if any."""
+  if newest is not None and version <= newest:
+    raise ValueError(
+      f'weights version {version} was published after version {newest}; '
+      'versions must rise'
+    )
+
+
+def cast_copy(params: Params, dtype: str | None = None) -> Params:
+  """Copies arrays on their devices. Call it on the device thread.
+
+  Args:
+    params: a tree of JAX arrays. The copies keep their shardings.
+    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
+
+  Returns:
+    The copies. They are ready, so a donation of `params` cannot overtake them.
+  """
+  return jax.block_until_ready(_cast_copy(params, dtype))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast_copy(params: Params, dtype: str | None) -> Params:
+  def copy(x: jax.Array) -> jax.Array:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.array(x, dtype=dtype if is_float else None, copy=True)
+
+  return jax.tree.map(copy, params)

@@ -1,0 +1,1 @@
+"""Batching: from groups of trajectories to batches, minibatches and packed rows."""

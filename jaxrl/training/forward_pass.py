@@ -1,0 +1,284 @@
+"""Forward passes run the model on a batch micro-batch by micro-batch.
+
+The batch is a rectangle `[B, T]`; with a packing plan the model runs on packed rows and
+its outputs are scattered back to the rectangle. Gradients of a plan's micro-batches are
+accumulated here too.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.models import unpacked_attention
+from jaxrl.models.transformer_lm import AttendWith, TransformerLM
+from jaxrl.training.batch_fields import DENSE_IDS, BatchFields
+from jaxrl.training.batching.packing_plan import PackingPlan
+from jaxrl.training.parallelism import sharding
+from jaxrl.training.train_state import StepSpec
+from jaxrl.types import Array, PackedRows, Params, PolicyOutputs
+from kernels.dispatch import platform_of
+
+# Maps a micro-batch's fields and weights to gradients and sums of metrics.
+MicroBatchGradFn = Callable[[BatchFields, Any], tuple[Params, Any]]
+
+
+def compute_outputs(
+  model: TransformerLM,
+  params: Params,
+  tokens: Array,
+  segment_ids: Array,
+  routed_experts: Array | None = None,
+  packed_rows: PackedRows | None = None,
+  *,
+  topk_ids: Array | None = None,
+  **options: Any,
+) -> PolicyOutputs:
+  """Runs the model on a rectangle of tokens, on packed rows if there are any.
+
+  Args:
+    model: The model.
+    params: Its parameters.
+    tokens: `[B, T]` int32.
+    segment_ids: `[B, T]` int32.
+    routed_experts: `[B, T, L, k]` int16, experts to replay.
+    packed_rows: Where the tokens lie in packed rows.
+    topk_ids: `[B, T, K]` int32, tokens to score in the place of each token.
+    **options: Further options of `model.policy_outputs`.
+
+  Returns:
+    Outputs `[B, T]`. They are 0 for padding and for prompt tokens shared with another
+    row.
+  """
+  if packed_rows is None:
+    if topk_ids is not None:
+      options['topk_ids'] = topk_ids
+    if routed_experts is not None:
+      options['routed_experts'] = routed_experts
+    return model.policy_outputs(params, tokens, segment_ids, **options)
+  return _compute_packed_outputs(
+    model, params, tokens, segment_ids, routed_experts, packed_rows, topk_ids, options
+  )
+
+
+def _compute_packed_outputs(
+  model: TransformerLM,
+  params: Params,
+  tokens: Array,
+  segment_ids: Array,
+  routed_experts: Array | None,
+  packed_rows: PackedRows,
+  topk_ids: Array | None,
+  options: dict[str, Any],
+) -> PolicyOutputs:
+  """Gathers tokens into packed rows, runs the model, and scatters its outputs back."""
+  is_slot_used = packed_rows.origin >= 0
+  origin = jnp.maximum(packed_rows.origin, 0)
+
+  def pack(x: Array, fill: int = 0) -> Array:
+    slots = x.reshape(-1, *x.shape[2:])[origin]
+    used = is_slot_used.reshape(is_slot_used.shape + (1,) * (x.ndim - 2))
+    slots = jnp.where(used, slots, fill)
+    return model.constrain(slots, 'batch', 'length', *(None,) * (x.ndim - 2))
+
+  packed_tokens = pack(tokens)
+  options |= _unpacked_attention(model, packed_rows, segment_ids)
+  if topk_ids is not None:
+    options['topk_ids'] = pack(topk_ids)
+  if routed_experts is not None:
+    options['routed_experts'] = pack(routed_experts, -1)
+  packed = model.policy_outputs(
+    params,
+    packed_tokens,
+    packed_rows.segment_ids,
+    prefix_ids=packed_rows.prefix_ids,
+    positions=packed_rows.positions,
+    **options,
+  )
+  has_output, place = packed_rows.place >= 0, jnp.maximum(packed_rows.place, 0)
+
+  def unpack(x: Array) -> Array:
+    tokens = x.reshape(-1, *x.shape[2:])[place]
+    has = has_output.reshape(has_output.shape + (1,) * (x.ndim - 2))
+    return jnp.where(has, tokens, 0)
+
+  return jax.tree.map(unpack, packed)
+
+
+def _unpacked_attention(
+  model: TransformerLM, packed_rows: PackedRows, segment_ids: Array
+) -> dict[str, AttendWith]:
+  """Returns the model's option to attend on unpacked rows, where that is cheaper.
+
+  It is empty unless one device has all rows: on several devices, what an unpacked row
+  needs would lie on others.
+  """
+  mesh = getattr(model.constrain, 'mesh', None)
+  has_all_rows = mesh is None or sharding.num_row_shards(mesh) == 1
+  platform = platform_of(getattr(model, 'platform', None))
+  if not has_all_rows or not unpacked_attention.is_cheaper(packed_rows, platform):
+    return {}
+  unpacked = unpacked_attention.unpack_rows(packed_rows, segment_ids)
+  return {'attend_with': functools.partial(unpacked_attention.attend, unpacked)}
+
+
+def constrain_rows(spec: StepSpec, x: Array) -> Array:
+  """Pins an array `[R, …]` to the mesh, with its rows split."""
+  return spec.model.constrain(x, 'rows', *(None,) * (x.ndim - 1))
+
+
+def map_micro_batches(
+  spec: StepSpec,
+  chunks: int | PackingPlan,
+  function: Callable[..., Any],
+  tokens: Array,
+  *arrays: Array | None,
+) -> Any:
+  """Applies a function to one micro-batch after the other and joins the results.
+
+  Args:
+    spec: The spec of the step.
+    chunks: The number of micro-batches, with as many rows each, or a plan of them.
+    function: Maps `(tokens, *arrays, packed_rows)` of a micro-batch to arrays `[B, T,
+      …]`; without a plan `packed_rows` is None.
+    tokens: `[N, T]` int32.
+    *arrays: Further arrays `[N, …]`.
+
+  Returns:
+    The results of all rows, `[N, T, …]`.
+  """
+  inputs = tokens, *arrays
+  if not isinstance(chunks, PackingPlan):
+    return _map_chunks(spec, chunks, lambda *x: function(*x, None), *inputs)
+  plan = chunks
+  num_rows, length = tokens.shape
+
+  def run(i: Any) -> Any:
+    rows = jnp.maximum(plan.micro_batch_rows[i], 0)
+    selected = jax.tree.map(lambda x: x[rows], inputs)
+    return function(*selected, plan.packed_rows(i, length))
+
+  def body(i: Any, results: Any) -> Any:
+    rows = plan.micro_batch_rows[i]
+    target = jnp.where(rows < 0, num_rows, rows)  # beyond the end: dropped
+    put = lambda y, x: y.at[target].set(x, mode='drop')  # noqa: E731
+    return jax.tree.map(put, results, run(i))
+
+  start = jax.tree.map(
+    lambda x: constrain_rows(spec, jnp.zeros((num_rows, *x.shape[1:]), x.dtype)),
+    jax.eval_shape(run, 0),
+  )
+  return jax.lax.fori_loop(0, plan.num_micro_batches, body, start)
+
+
+def _map_chunks(
+  spec: StepSpec, num_chunks: int, function: Callable[..., Any], *arrays: Array | None
+) -> Any:
+  """Applies a function to one chunk of the rows `[N, …]` after the other."""
+
+  def body(_: None, inputs: Any) -> Any:
+    return None, function(*jax.tree.map(lambda x: constrain_rows(spec, x), inputs))
+
+  split = jax.tree.map(lambda x: x.reshape(num_chunks, -1, *x.shape[1:]), arrays)
+  results = jax.lax.scan(body, None, split)[1]
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+
+
+def accumulate_micro_batches(
+  spec: StepSpec,
+  plan: PackingPlan,
+  grad_fn: MicroBatchGradFn,
+  params: Params,
+  fields: BatchFields,
+  weights: Any,
+) -> tuple[Params, Any]:
+  """Sums gradients and metrics over a plan's micro-batches.
+
+  The number of micro-batches is known only at run time: one program serves any number.
+
+  Args:
+    spec: The spec of the step.
+    plan: The micro-batches.
+    grad_fn: Computes gradients and metrics of one.
+    params: The trained parameters.
+    fields: Fields of the minibatch's rows `[N, …]`.
+    weights: Weights of the minibatch's rows `[N, …]`.
+
+  Returns:
+    `(gradients, sums)`.
+  """
+  start = zero_grads(spec, plan, grad_fn, params, fields, weights)
+
+  def add(i: Any, total: Any) -> Any:
+    grads = micro_batch_grads(spec, plan, grad_fn, fields, weights, i)
+    return jax.tree.map(jnp.add, total, grads)
+
+  return jax.lax.fori_loop(0, plan.num_micro_batches, add, start)
+
+
+def micro_batch_grads(
+  spec: StepSpec,
+  plan: PackingPlan,
+  grad_fn: MicroBatchGradFn,
+  fields: BatchFields,
+  weights: Any,
+  i: Any,
+) -> tuple[Params, Any]:
+  """Computes gradients and metrics of micro-batch `i` of a plan.
+
+  The other arguments are those of `accumulate_micro_batches`.
+  """
+  index = plan.micro_batch_rows[i]
+  selected, selected_weights = select_rows(spec, fields, weights, index)
+  selected |= {
+    'packed_rows': plan.packed_rows(i, fields['tokens'].shape[1]),
+    'num_micro_batches': plan.num_micro_batches.astype(jnp.float32),
+  }
+  return grad_fn(selected, selected_weights)
+
+
+def zero_grads(
+  spec: StepSpec,
+  plan: PackingPlan,
+  grad_fn: MicroBatchGradFn,
+  params: Params,
+  fields: BatchFields,
+  weights: Any,
+) -> tuple[Params, Any]:
+  """Returns the sums over no micro-batches; see `accumulate_micro_batches`."""
+  sum_shapes = jax.eval_shape(
+    lambda: micro_batch_grads(spec, plan, grad_fn, fields, weights, 0)
+  )[1]
+  sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sum_shapes)
+  return jax.tree.map(jnp.zeros_like, params), sums
+
+
+def select_rows(
+  spec: StepSpec, fields: BatchFields, weights: Any, index: Array
+) -> tuple[BatchFields, Any]:
+  """Selects rows of a minibatch's fields and weights.
+
+  Args:
+    spec: The spec of the step.
+    fields: Fields `[N, …]`.
+    weights: Weights `[N, …]`.
+    index: `[B]` int32; −1 makes a padding row, with ids −1, no action and weight 0.
+
+  Returns:
+    Fields and weights `[B, …]`.
+  """
+  is_row = index >= 0
+  selected, selected_weights = jax.tree.map(
+    lambda x: constrain_rows(spec, x[jnp.maximum(index, 0)]), (fields, weights)
+  )
+  for name in (*DENSE_IDS, 'turn_ids'):
+    if selected.get(name) is not None:
+      selected[name] = jnp.where(is_row, selected[name], -1)
+  selected['mask'] &= is_row[:, None]
+
+  def zero_padding(x: Array) -> Array:
+    return jnp.where(is_row.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+  return selected, jax.tree.map(zero_padding, selected_weights)

@@ -1,0 +1,1 @@
+"""Parallelism: the mesh, sharding, and programs that span devices and processes."""

@@ -1,0 +1,71 @@
+"""Model sharding binds a model to a mesh, so that its programs run on all devices."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training.parallelism.expert_parallel import ExpertParallel
+from jaxrl.training.parallelism.sharding import LOGICAL_AXIS_RULES, ShardingConstraint
+
+
+@dataclasses.dataclass(frozen=True)
+class PerDevice:
+  """Runs a function on each device, with whole parameters and its share of rows.
+
+  The program is the same on all devices; devices that share rows compute the same.
+  Hashable.
+
+  Attributes:
+    mesh: The devices.
+  """
+
+  mesh: Mesh
+
+  def __call__(
+    self, function: Callable[..., Any], params: Any, *arrays: jax.Array
+  ) -> Any:
+    """Returns `function(params, *arrays)`.
+
+    Args:
+      function: Maps parameters and arrays to arrays, row by row.
+      params: The parameters.
+      *arrays: Arrays `[B, …]`.
+    """
+    if self.mesh.size == 1:
+      return function(params, *arrays)
+    rows = P(LOGICAL_AXIS_RULES['rows'])
+    return jax.shard_map(
+      function,
+      mesh=self.mesh,
+      in_specs=(P(), *(rows for _ in arrays)),
+      out_specs=rows,
+      check_vma=False,
+    )(params, *arrays)
+
+
+def on_mesh(model: TransformerLM, mesh: Mesh) -> TransformerLM:
+  """Returns the model with its activations pinned to a mesh.
+
+  Args:
+    model: The model.
+    mesh: The devices that it will run on.
+  """
+  changes: dict[str, Any] = {'constrain': ShardingConstraint(mesh)}
+  if hasattr(model, 'platform'):
+    changes['platform'] = mesh.devices.flat[0].platform
+  if mesh.shape['context'] > 1:
+    # Imported here because only meshes with a context axis need it.
+    from jaxrl.training.parallelism.context_parallel import ContextParallel
+
+    changes['context'] = ContextParallel(mesh)
+  if hasattr(model, 'expert_fn'):
+    changes['expert_fn'] = ExpertParallel(mesh)
+  exact = getattr(model, 'exact', None)
+  if exact is not None:
+    changes['exact'] = dataclasses.replace(exact, per_device=PerDevice(mesh))
+  return dataclasses.replace(model, **changes)

@@ -1,0 +1,353 @@
+"""Teacher scoring adds what teacher models say about a batch's rows.
+
+A teacher is another policy whose log-probabilities the student learns from. Its fields
+come from a model on the learner's mesh, or from the rows themselves.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training import batch_fields, train_state
+from jaxrl.training.parallelism import sharding
+from jaxrl.training.parallelism.model_sharding import on_mesh
+from jaxrl.training.train_state import StepSpec
+from jaxrl.types import Algorithm, Array, Batch, Group, Params, Trajectory
+
+_FieldShapes = tuple[tuple[str, jax.ShapeDtypeStruct], ...]  # by field name
+
+
+class TeacherModel(Protocol):
+  """A model with its parameters, such as a `jaxrl.model_loading.LoadedModel`."""
+
+  @property
+  def model(self) -> TransformerLM:
+    """The model."""
+    ...
+
+  @property
+  def params(self) -> Params:
+    """Its parameters."""
+    ...
+
+  @property
+  def folder(self) -> pathlib.Path:
+    """Where it was loaded from, for error messages."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedTeacher:
+  """A teacher on the mesh.
+
+  Attributes:
+    spec: What its programs depend on.
+    params: Its parameters, on the devices.
+  """
+
+  spec: StepSpec
+  params: Params
+
+
+class Teachers:
+  """Scores the teacher fields of a batch, each row with its tag's teacher.
+
+  If all rows have the fields in their `extras`, by name, these are used; if there is no
+  teacher at all, all rows must have them.
+
+  Args:
+    algorithm: Which fields it reads, and how many tokens of top-k fields.
+    default: The teacher of every tag that `by_tag` does not name.
+    by_tag: Teachers by tag.
+    mesh: The learner's mesh; parameters are split over it.
+    chunk_rows: Rows scored at once, rounded up to a multiple that the mesh divides.
+    temperature: The temperature that rollouts are sampled at.
+    tags: The tags that rows will have, if known.
+
+  Attributes:
+    fields: Names of the teacher fields.
+    top_k: Tokens of top-k fields.
+    chunk_rows: Rows scored at once.
+
+  Raises:
+    ConfigError: A tag has no teacher, or a teacher's vocabulary is smaller than top-k.
+  """
+
+  def __init__(
+    self,
+    algorithm: Algorithm,
+    default: TeacherModel | None = None,
+    by_tag: Mapping[str, TeacherModel] | None = None,
+    *,
+    mesh: Mesh,
+    chunk_rows: int,
+    temperature: float = 1.0,
+    tags: Iterable[str] = (),
+  ):
+    self.fields = batch_fields.teacher_fields(algorithm)
+    self.top_k = batch_fields.teacher_top_k(algorithm)
+    multiple = sharding.num_row_shards(mesh)
+    self.chunk_rows = -(-chunk_rows // multiple) * multiple
+    self._mesh = mesh
+    self._temperature = float(temperature)
+    by_tag = by_tag or {}
+    static_algorithm = requirements.split_hparams(algorithm)[0]
+    sharded = {
+      id(teacher): self._shard(teacher, static_algorithm)
+      for teacher in (default, *by_tag.values())
+      if teacher
+    }
+    self._default = sharded[id(default)] if default else None
+    self._by_tag = {tag: sharded[id(teacher)] for tag, teacher in by_tag.items()}
+    self._teachers = list(sharded.values())
+    for tag in tags if self._teachers else ():
+      self._teacher_of(tag)
+
+  def _shard(self, teacher: TeacherModel, algorithm: Algorithm) -> ShardedTeacher:
+    vocab_size = teacher.model.config.vocab_size
+    if self.top_k > vocab_size:
+      raise ConfigError(
+        f'top_k={self.top_k}: the teacher in {teacher.folder} knows {vocab_size} tokens'
+      )
+    spec = StepSpec(on_mesh(teacher.model, self._mesh), algorithm)
+    shapes = train_state.params_shapes(spec, self._mesh)
+    return ShardedTeacher(spec, train_state.place_params(teacher.params, shapes))
+
+  @property
+  def params(self) -> list[Params]:
+    """The parameters of each teacher, on the devices."""
+    return [teacher.params for teacher in self._teachers]
+
+  def field_shapes(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of what `score` returns for a batch.
+
+    Args:
+      rows: Rows of the batch.
+      length: Tokens of a row.
+    """
+    layout = sharding.rows_sharding(self._mesh)
+
+    def field_shape(name: str) -> jax.ShapeDtypeStruct:
+      top_k = (self.top_k,) if name in batch_fields.TOPK_FIELDS else ()
+      dtype = jnp.int32 if name == 'teacher_topk_ids' else jnp.float32
+      return jax.ShapeDtypeStruct((rows, length, *top_k), dtype, sharding=layout)
+
+    return {name: field_shape(name) for name in self.fields}
+
+  def warmup(self, rows: int, lengths: Iterable[int]) -> None:
+    """Compiles the programs for batches of so many rows, at each of these lengths."""
+    for length in lengths if self._teachers and self.fields else ():
+      for teacher in self._teachers:
+        self._compiled(teacher, rows, length)
+
+  def trace(self, rows: int, length: int) -> dict[str, Any]:
+    """Traces each teacher's program that scores `chunk_rows` rows of a batch.
+
+    Args:
+      rows: Rows of the batch.
+      length: Tokens of a row.
+
+    Returns:
+      The traced programs by name, to be lowered and compiled on any machine.
+    """
+    shapes = tuple(self.field_shapes(rows, length).items())
+    has_several = len(self._teachers) > 1
+    return {
+      f'teacher {i}' if has_several else 'teacher': _trace_score(
+        teacher.spec, self._mesh, self.chunk_rows, self._temperature, shapes
+      )
+      for i, teacher in enumerate(self._teachers if self.fields else (), 1)
+    }
+
+  def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
+    """Computes the teacher fields of a batch.
+
+    Args:
+      batch: The batch on the devices.
+      groups: The groups that it was built from, in order; further rows are padding.
+
+    Returns:
+      Arrays by field name, on the devices.
+
+    Raises:
+      ValueError: Only some rows have the fields in their extras.
+      ConfigError: A row's tag has no teacher.
+    """
+    rows = [row for group in groups for row in group]
+    num_rows, length = batch.tokens.shape
+    if has_teacher_fields(rows, self.fields, required=not self._teachers):
+      arrays = teacher_fields_from_data(rows, self.field_shapes(num_rows, length))
+      layout = sharding.rows_sharding(self._mesh)
+      return jax.tree.map(lambda x: sharding.put_array(x, layout), arrays)
+    rows_of_teacher: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+      teacher = self._teacher_of(row.tag, f' of row {row.trajectory_id}')
+      rows_of_teacher.setdefault(self._teachers.index(teacher), []).append(i)
+    fields = None
+    for which, indices in rows_of_teacher.items():
+      teacher = self._teachers[which]
+      make_zeros, score = self._compiled(teacher, num_rows, length)
+      fields = make_zeros() if fields is None else fields
+      for first in range(0, len(indices), self.chunk_rows):
+        index = np.full(self.chunk_rows, -1, np.int32)
+        chunk = indices[first : first + self.chunk_rows]
+        index[: len(chunk)] = chunk
+        fields = score(teacher.params, batch.tokens, batch.segment_ids, index, fields)
+    assert fields is not None  # a batch has rows
+    return fields
+
+  def _teacher_of(self, tag: str, of_row: str = '') -> ShardedTeacher:
+    teacher = self._by_tag.get(tag, self._default)
+    if teacher is None:
+      raise ConfigError(
+        f'tag {tag!r}{of_row} has no teacher; those of {", ".join(self._by_tag)} have: '
+        'name one in --config.teacher.by_tag, or one for the rest in '
+        '--config.teacher.checkpoint'
+      )
+    return teacher
+
+  def _compiled(
+    self, teacher: ShardedTeacher, rows: int, length: int
+  ) -> tuple[Any, Any]:
+    """The compiled (zeros, score) for a teacher and a batch."""
+    shapes = tuple(self.field_shapes(rows, length).items())
+    score = _compile_score(
+      teacher.spec, self._mesh, self.chunk_rows, self._temperature, shapes
+    )
+    return _compile_zeros(shapes), score
+
+
+def has_teacher_fields(
+  rows: Sequence[Trajectory], names: Sequence[str], *, required: bool
+) -> bool:
+  """Returns whether rows have fields in their extras.
+
+  Args:
+    rows: The rows of a batch.
+    names: Names of the fields.
+    required: Whether nobody else can compute the fields.
+
+  Raises:
+    ValueError: Only some rows have the fields, or none although they are required.
+  """
+  has_fields = [all(name in row.extras for name in names) for row in rows]
+  if all(has_fields) or not (required or any(has_fields)):
+    return all(has_fields)
+  row = rows[has_fields.index(False)]
+  missing = [name for name in names if name not in row.extras]
+  reason = (
+    'other rows bring theirs' if any(has_fields) else 'there is no teacher to ask'
+  )
+  raise ValueError(
+    f'row {row.trajectory_id}: its extras lack {", ".join(missing)}, but {reason}; '
+    'either all rows of a batch bring what their teacher said, or none'
+  )
+
+
+def teacher_fields_from_data(
+  rows: Sequence[Trajectory], shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, np.ndarray]:
+  """Builds teacher fields from the rows' extras.
+
+  Args:
+    rows: The rows; an extra is `[T]`, or `[T, K]` with the likeliest tokens first, of
+      which there may be more than needed.
+    shapes: Shapes of the fields, `[B, T]` or `[B, T, K]`.
+
+  Returns:
+    numpy arrays of these shapes; rows after the last are 0.
+
+  Raises:
+    ValueError: An extra has another shape.
+  """
+  fields = {name: np.zeros(x.shape, x.dtype) for name, x in shapes.items()}
+  for name, field in fields.items():
+    top_k = field.shape[2:]
+    for i, row in enumerate(rows):
+      value = np.asarray(row.extras[name])
+      expected_shape = (len(row.tokens), *top_k)
+      cut = value[:, : top_k[0]] if top_k and value.ndim == 2 else value
+      if cut.shape != expected_shape:
+        raise ValueError(
+          f'row {row.trajectory_id}: {name} in its extras has shape '
+          f'{list(value.shape)}, but its tokens ask for {list(expected_shape)}'
+        )
+      field[i, : len(cut)] = cut
+  return fields
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_zeros(shapes: _FieldShapes) -> Any:
+  """() → fields of zeros."""
+  zeros = lambda: {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes}  # noqa: E731
+  layouts = {name: x.sharding for name, x in shapes}
+  return jax.jit(zeros, out_shardings=layouts).lower().compile()
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_score(
+  spec: StepSpec, mesh: Mesh, chunk_rows: int, temperature: float, shapes: _FieldShapes
+) -> Any:
+  return _trace_score(spec, mesh, chunk_rows, temperature, shapes).lower().compile()
+
+
+def _trace_score(
+  spec: StepSpec, mesh: Mesh, chunk_rows: int, temperature: float, shapes: _FieldShapes
+) -> Any:
+  """(params, tokens, segment_ids, index, fields) → fields with rows `index` set."""
+  fields = dict(shapes)
+  first = next(iter(fields.values()))
+  tokens = jax.ShapeDtypeStruct(first.shape[:2], jnp.int32, sharding=first.sharding)
+  index = jax.ShapeDtypeStruct(
+    (chunk_rows,), jnp.int32, sharding=sharding.replicated(mesh)
+  )
+  topk = fields.get('teacher_topk_ids')
+  function = functools.partial(
+    _score, spec.model, 0 if topk is None else topk.shape[2], temperature
+  )
+  layouts = {name: x.sharding for name, x in shapes}
+  jitted = jax.jit(function, donate_argnums=4, out_shardings=layouts)
+  params = train_state.params_shapes(spec, mesh)
+  return jitted.trace(params, tokens, tokens, index, fields)
+
+
+def _score(
+  model: TransformerLM,
+  top_k: int,
+  temperature: float,
+  params: Params,
+  tokens: Array,
+  segment_ids: Array,
+  index: Array,
+  fields: dict[str, Array],
+) -> dict[str, Array]:
+  """Scores rows `index` `[R]` of tokens and segment_ids `[B, T]`; −1 is no row."""
+  is_row = index >= 0
+  rows = jnp.maximum(index, 0)
+  outputs = model.policy_outputs(
+    params,
+    model.constrain(tokens[rows], 'rows', None),
+    model.constrain(jnp.where(is_row[:, None], segment_ids[rows], 0), 'rows', None),
+    temperature=temperature,
+    top_k=top_k,
+  )
+  scored = {
+    'teacher_logprobs': outputs.logprobs,
+    'teacher_topk_ids': outputs.topk_ids,
+    'teacher_topk_logprobs': outputs.topk_logprobs,
+  }
+  target = jnp.where(is_row, index, len(tokens))  # beyond the end: dropped
+  return {
+    name: field.at[target].set(scored[name], mode='drop')
+    for name, field in fields.items()
+  }

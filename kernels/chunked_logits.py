@@ -1,0 +1,323 @@
+"""Chunked logits: scores of logits that are computed for some positions at a time.
+
+The backward pass computes a chunk's logits anew and adds to the gradients in place,
+those of a table that is not sharded some entries at a time: what JAX would make of a
+scan holds a chunk's whole share of the table's gradient, and the states in chunks
+beside. Entries of a table of another type than the states are cast some at a time,
+because the cast table is as large as the logits of some thousand positions.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+T = TypeVar('T')
+
+
+class AxisBlock(NamedTuple):
+  """A block of `size` elements of an axis, from `start` on.
+
+  Elements before `first` belong to the block before, too: the last block ends where the
+  axis does. Axes are 0 or positive. Nothing here is to be differentiated.
+  """
+
+  start: jax.Array
+  first: jax.Array
+  size: int
+
+  def take(self, x: jax.Array, axis: int) -> jax.Array:
+    """Returns the block of an array.
+
+    Args:
+      x: The array.
+      axis: The axis.
+    """
+    cut = jax.lax.dynamic_slice_in_dim
+    return _moved(lambda x: cut(x, self.start, self.size, axis), x)
+
+  def put(self, into: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """Writes a block into an array.
+
+    Args:
+      into: The array.
+      x: The block.
+      axis: The axis.
+
+    Returns:
+      The array.
+    """
+    put = jax.lax.dynamic_update_slice_in_dim
+    return _moved(lambda into, x: put(into, x, self.start, axis), into, x)
+
+  def add(self, into: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """Adds a block to an array, except for what the block before added.
+
+    Args:
+      into: The array.
+      x: The block.
+      axis: The axis.
+
+    Returns:
+      The array.
+    """
+    return self.put(into, self.take(into, axis) + self.new(x, axis), axis)
+
+  def new(self, x: jax.Array, axis: int) -> jax.Array:
+    """Sets to zero what belongs to the block before, too.
+
+    Args:
+      x: The block.
+      axis: The axis.
+    """
+    new = self.start + jnp.arange(self.size) >= self.first
+    return jnp.where(new.reshape(-1, *(1,) * (x.ndim - axis - 1)), x, 0)
+
+
+def _moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+  """move(*arrays), of one type, whose elements it leaves as they are.
+
+  XLA for CPU has no narrow floats, and would widen all of an array to cut from it or to
+  put into it.
+  """
+  dtype, as_type = arrays[0].dtype, jax.lax.bitcast_convert_type
+  if dtype not in (jnp.bfloat16, jnp.float16):
+    return move(*arrays)
+
+  def by_bits(*arrays: jax.Array) -> jax.Array:
+    return as_type(move(*(as_type(x, jnp.uint16) for x in arrays)), dtype)
+
+  return jax.lax.platform_dependent(*arrays, cpu=by_bits, default=move)
+
+
+def scan_blocks(
+  step: Callable[[T, AxisBlock], T], carry: T, length: int, size: int, multiple: int = 1
+) -> T:
+  """Runs a step over all blocks of an axis.
+
+  Blocks are as even as can be, of at most `size` elements, rounded up to a multiple of
+  `multiple` where there are several, so that little is done twice.
+
+  Args:
+    step: `(carry, block) -> carry`.
+    carry: The first carry.
+    length: The length of the axis, at least 1.
+    size: The largest block.
+    multiple: Of what blocks are multiples.
+
+  Returns:
+    The last carry.
+  """
+  count = -(-length // min(length, size))
+  if count == 1:
+    return step(carry, AxisBlock(jnp.int32(0), jnp.int32(0), length))
+  even = -(-length // count)
+  size = min(length, -(-even // multiple) * multiple)
+
+  def body(carry, index):
+    first = index * size
+    return step(carry, AxisBlock(jnp.minimum(first, length - size), first, size)), None
+
+  return jax.lax.scan(body, carry, jnp.arange(-(-length // size)))[0]
+
+
+VOCAB_BLOCK = 8192  # of a table, that are cast and whose gradients are made at a time
+
+
+class ChunkScoring(NamedTuple):
+  """How a chunk is scored.
+
+  Attributes:
+    score: `(logits, inputs, shared) -> arrays [B, S, …]` for S positions of each row:
+      logits are one `[B, S, V]` float32 for each pair of states and table, inputs as
+      given but S long.
+    size: S.
+    entries: As in `score_in_chunks`.
+  """
+
+  score: Callable[..., Any]
+  size: int
+  entries: int | None
+
+
+def score_in_chunks(
+  score: Callable[..., Any],
+  pairs: tuple[tuple[jax.Array, jax.Array], ...],
+  inputs: Any = (),
+  shared: Any = (),
+  *,
+  max_rows: int,
+  entries: int | None = VOCAB_BLOCK,
+) -> Any:
+  """Scores all positions, at most max_rows at a time.
+
+  At least one position of every row is scored at a time. It is differentiable in pairs
+  and shared, backwards: where there are several chunks `jax.jvp` raises TypeError.
+
+  Args:
+    score: See `ChunkScoring`.
+    pairs: Of states `[B, T, D]` and a table `[V, D]`, whose products are the logits.
+    inputs: Arrays `[B, T, …]` without gradients.
+    shared: Floating-point arrays for every position.
+    max_rows: The most positions at a time.
+    entries: How many of a table's entries are cast, and have their gradients computed,
+      at a time; None: all, as is best where it is sharded.
+
+  Returns:
+    What `score` returns, for all positions.
+  """
+  batch, length = pairs[0][0].shape[:2]
+  size = max(1, max_rows // max(1, batch))
+  if size >= length:
+    return score(tuple(_logits(*pair, None) for pair in pairs), inputs, shared)
+  size = -(-length // -(-length // size))  # as many chunks, as even as can be
+  return _chunked(ChunkScoring(score, size, entries), pairs, inputs, shared)
+
+
+def _logits(states: jax.Array, table: jax.Array, entries: int | None) -> jax.Array:
+  """States `[B, S, D]` and table `[V, D]` → `[B, S, V]` float32."""
+  rows, vocab = states.reshape(-1, states.shape[-1]), len(table)
+
+  def add(logits, block):
+    part = _part(table, block, states.dtype)
+    new = jnp.dot(rows, part.T, preferred_element_type=jnp.float32)
+    return new if logits is None else block.put(logits, new, 1)
+
+  size = _at_once(states, table, entries)
+  start: Any = None if size == vocab else jnp.zeros((len(rows), vocab), jnp.float32)
+  return scan_blocks(add, start, vocab, size).reshape(*states.shape[:2], -1)
+
+
+def _at_once(states: jax.Array, table: jax.Array, entries: int | None) -> int:
+  """How many entries of the table are taken at a time as the states' type."""
+  vocab = len(table)
+  return vocab if states.dtype == table.dtype else min(entries or vocab, vocab)
+
+
+def _part(table: jax.Array, block: AxisBlock, dtype: jnp.dtype) -> jax.Array:
+  """The block's entries `[S, D]` in `dtype`."""
+  if block.size == len(table):
+    return table.astype(dtype)
+  # No start is negative, but a compiler that does not know cannot cast all of the table
+  # ahead of the loop.
+  one = jnp.where(block.start < 0, 0, 1).astype(table.dtype)
+  return (block.take(table, 0) * one).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(of: ChunkScoring, pairs: Any, inputs: Any, shared: Any) -> Any:
+  length = pairs[0][0].shape[1]
+
+  def score(chunk):
+    logits = tuple(
+      _logits(chunk.take(states, 1), table, of.entries) for states, table in pairs
+    )
+    return of.score(logits, jax.tree.map(lambda x: chunk.take(x, 1), inputs), shared)
+
+  def step(out, chunk):
+    return jax.tree.map(lambda into, x: chunk.put(into, x, 1), out, score(chunk))
+
+  shapes = jax.eval_shape(lambda: score(AxisBlock(jnp.int32(0), jnp.int32(0), of.size)))
+  whole = lambda x: jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)  # noqa: E731
+  return scan_blocks(step, jax.tree.map(whole, shapes), length, of.size)
+
+
+def _forward(of: ChunkScoring, *given: Any) -> Any:
+  values = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
+  learns = jax.tree.map(lambda x: x.perturbed, given[0], is_leaf=_is_primal)
+  # Python's own truth would be traced: in the structure of a tree it stays.
+  needs_gradient = jax.tree.map(lambda x: () if x else None, learns)
+  return _chunked(of, *values), (values, needs_gradient)
+
+
+def _is_primal(x: Any) -> bool:
+  return hasattr(x, 'perturbed')
+
+
+def _backward(of: ChunkScoring, rest: Any, by: Any) -> Any:
+  """Of what has no gradients, or gives none, nothing is computed."""
+  (pairs, inputs, shared), learns = rest
+  by = jax.tree.leaves(by, is_leaf=_is_zero)
+  live = [i for i, x in enumerate(by) if not _is_zero(x)]
+
+  def step(sums, chunk):
+    of_pairs, of_shared = sums
+    parts = [chunk.take(states, 1) for states, _ in pairs]
+    own_inputs = jax.tree.map(lambda x: chunk.take(x, 1), inputs)
+
+    def score(logits, shared):
+      scores = jax.tree.leaves(of.score(logits, own_inputs, shared))
+      return [scores[i] for i in live]
+
+    logits = tuple(
+      _logits(x, table, of.entries) for x, (_, table) in zip(parts, pairs, strict=True)
+    )
+    slopes = [chunk.new(chunk.take(by[i], 1), 1) for i in live]
+    of_logits, new_shared = jax.vjp(score, logits, shared)[1](slopes)
+    new_pairs = []
+    for before, d, x, (_, table) in zip(of_pairs, of_logits, parts, pairs, strict=True):
+      of_states, of_table = before
+      if of_states is not None:
+        of_states = chunk.add(of_states, _of_states(d, x, table, of.entries), 1)
+      if of_table is not None:
+        of_table = _add_of_table(of_table, d, x, of.entries)
+      new_pairs.append((of_states, of_table))
+    return tuple(new_pairs), jax.tree.map(jnp.add, of_shared, new_shared)
+
+  nothing = tuple(
+    (
+      None if of_states is None else jnp.zeros_like(states),
+      None if of_table is None else jnp.zeros(table.shape, jnp.float32),
+    )
+    for (states, table), (of_states, of_table) in zip(pairs, learns, strict=True)
+  )
+  start = nothing, jax.tree.map(jnp.zeros_like, shared)
+  of_pairs, of_shared = scan_blocks(step, start, pairs[0][0].shape[1], of.size)
+  of_pairs = tuple(
+    (of_states, None if of_table is None else of_table.astype(table.dtype))
+    for (of_states, of_table), (_, table) in zip(of_pairs, pairs, strict=True)
+  )
+  return of_pairs, None, of_shared
+
+
+def _is_zero(x: Any) -> bool:
+  return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+_chunked.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _of_states(
+  d: jax.Array, states: jax.Array, table: jax.Array, entries: int | None
+) -> jax.Array:
+  """The states' gradient, for that of their logits, d `[B, S, V]`."""
+  vocab, width = table.shape
+  d = d.reshape(-1, vocab).astype(states.dtype)
+
+  def add(total, block):
+    new = block.new(block.take(d, 1), 1) if block.size < vocab else d
+    part = _part(table, block, states.dtype)
+    new = jnp.dot(new, part, preferred_element_type=jnp.float32)
+    return new if total is None else total + new
+
+  size = _at_once(states, table, entries)
+  start: Any = None if size == vocab else jnp.zeros((len(d), width), jnp.float32)
+  grad = scan_blocks(add, start, vocab, size)
+  return grad.reshape(states.shape).astype(states.dtype)
+
+
+def _add_of_table(
+  of_table: jax.Array, d: jax.Array, states: jax.Array, entries: int | None
+) -> jax.Array:
+  """of_table `[V, D]` float32 and what d `[B, S, V]` adds, some entries at a time."""
+  vocab, width = of_table.shape
+  rows, d = states.reshape(-1, width), d.reshape(-1, vocab).astype(states.dtype)
+
+  def add(of_table, block):
+    part = block.take(d, 1).T
+    new = jnp.dot(part, rows, preferred_element_type=jnp.float32)
+    return block.add(of_table, new, 0)
+
+  return scan_blocks(add, of_table, vocab, entries or vocab)

@@ -1,0 +1,331 @@
+"""Flash attention by kernels of JAX's own libraries, adapted to `kernels.attention`.
+
+Each takes what `attention` takes (Triton's no prefix_ids), and pads lengths to what it
+supports: what comes after a sequence's end is seen by no token of it. Pallas is
+imported where it is used, because programs on the CPU need none of it.
+
+Splash attention's kernels see keys of one segment only, so a token that sees its own
+segment and a shared prompt is attended for twice, and the two results are combined by
+their logsumexp, as blocks of keys are within such a kernel. Its backward pass takes the
+logsumexp and the result of all keys, from which either half's share of the gradient
+follows (section 3.1 of FlashAttention-2, arXiv 2307.08691): nothing is approximated.
+"""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+MIN_LENGTH = 128  # of multiples of it lengths are; shorter ones are not worth a kernel
+
+
+def padded_length(length: int) -> int:
+  """Returns a length that blocks of some size divide; larger ones for longer sequences.
+
+  Args:
+    length: Tokens.
+  """
+  block = MIN_LENGTH if length <= 8 * MIN_LENGTH else 4 * MIN_LENGTH
+  return -(-length // block) * block
+
+
+def pad_to_length(arrays: tuple[jax.Array, ...], length: int) -> list[jax.Array]:
+  """Appends zeros after the last position, axis 1.
+
+  Args:
+    arrays: `[B, T, …]`.
+    length: The new length.
+  """
+
+  def wide(x):
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+
+  return [wide(x) for x in arrays]
+
+
+NO_SEGMENT = -1  # a segment that no key has
+# What is taken of the library beyond what it promises, the backward pass: what it is
+# given, and of how many parts its residuals are.
+_BACKWARD = (
+  'save_residuals mask_value is_mqa block_sizes residual_checkpoint_name mask_function '
+  'attn_logits_soft_cap interpret res do'
+).split()
+_RESIDUALS = 9
+
+
+def splash(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  prefix_ids: jax.Array | None = None,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Computes splash attention, for TPU.
+
+  It skips blocks of keys that lie wholly after its queries.
+
+  Args:
+    q: `[B, T, H, d]`.
+    k: `[B, T, K, d]`.
+    v: `[B, T, K, d]`.
+    segment_ids: `[B, T]` int32; 0 is padding.
+    prefix_ids: `[B, T]` int32, another segment that a token sees, or None.
+    interpret: Whether to interpret the kernel, without an accelerator.
+
+  Returns:
+    `[B, T, H, d]`.
+  """
+  length, heads, dim = q.shape[1:]
+  q, k, v, ids = pad_to_length(
+    (q * dim**-0.5, k, v, segment_ids), padded_length(length)
+  )
+  run = _kernel(q.shape[1], heads, interpret, merged=prefix_ids is not None)
+  q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+  if prefix_ids is None:
+    out: Any = jax.vmap(run)(q, k, v, _library().SegmentIds(ids, ids))
+  else:
+    (prefix,) = pad_to_length((prefix_ids,), padded_length(length))
+    out = _attend_twice(run, q, k, v, ids, jnp.where(prefix > 0, prefix, NO_SEGMENT))
+  return out.swapaxes(1, 2)[:, :length]
+
+
+@functools.cache
+def prefix_obstacle() -> str:
+  """Returns why this jax cannot attend to shared prompts; '' if it can."""
+  backward = getattr(_library(), '_splash_attention_bwd', None)
+  parameters = [] if backward is None else [*inspect.signature(backward).parameters]
+  parts = len(typing.get_args(getattr(_library(), 'SplashResidualsType', None)))
+  known = parameters == _BACKWARD and parts == _RESIDUALS
+  return '' if known else 'does not take prefix_ids with this jax'
+
+
+def _library() -> Any:
+  """Imported where it is used: programs on the CPU need no Pallas."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+  return splash_attention_kernel
+
+
+def _kernel(length: int, heads: int, interpret: bool, *, merged: bool) -> Any:
+  """A row's. merged: it tells the logsumexp too, `[H, T]` float32."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as masks,
+  )
+
+  size = next(size for size in (512, 256, MIN_LENGTH) if length % size == 0)
+  sizes = _library().BlockSizes(
+    block_q=size,
+    block_kv=size,
+    block_kv_compute=size,
+    block_q_dkv=size,
+    block_kv_dkv=size,
+    block_kv_dkv_compute=size,
+    block_q_dq=size,
+    block_kv_dq=size,
+  )
+  return _library().make_splash_mha(
+    masks.MultiHeadMask([masks.CausalMask((length, length))] * heads),
+    block_sizes=sizes,
+    head_shards=1,
+    q_seq_shards=1,
+    save_residuals=merged,
+    interpret=interpret,
+  )
+
+
+@jax.custom_vjp
+def _attend_twice(
+  run: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, prefix: jax.Array
+) -> jax.Array:
+  """q: `[B, H, T, d]`. k, v: `[B, K, T, d]`. ids, prefix: `[B, T]`, segments seen."""
+  return _forward(run, q, k, v, ids, prefix)[0]
+
+
+def _forward(
+  run: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, prefix: jax.Array
+) -> tuple[jax.Array, tuple]:
+  def half(seen):
+    out, (norm,) = jax.vmap(run)(q, k, v, _library().SegmentIds(seen, ids))
+    return out.astype(jnp.float32), norm
+
+  (own, own_norm), (shared, shared_norm) = half(ids), half(prefix)
+  # One that sees no key has a logsumexp near the least number there is: it weighs 0.
+  norm = jnp.logaddexp(own_norm, shared_norm)
+  out = own * jnp.exp(own_norm - norm)[..., None]
+  out += shared * jnp.exp(shared_norm - norm)[..., None]
+  out = out.astype(q.dtype)
+  return out, (run, q, k, v, ids, prefix, out, norm)
+
+
+def _backward(kept: tuple, slope: jax.Array) -> tuple:
+  run, q, k, v, ids, prefix, out, norm = kept
+
+  def half(seen):
+    def row(q, k, v, seen, ids, out, norm, slope):
+      segments = _library().SegmentIds(seen, ids)
+      masks = run.dq_mask_info, run.dkv_mask_info
+      known = q, k, v, segments, None, out, norm, *masks
+      grads = _library()._splash_attention_bwd(**run.kwargs, res=known, do=slope)
+      return grads[3:6]
+
+    return jax.vmap(row)(q, k, v, seen, ids, out, norm, slope)
+
+  own_grads, shared = half(ids), half(prefix)
+  summed = (
+    (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(x.dtype)
+    for a, b, x in zip(own_grads, shared, (q, k, v), strict=True)
+  )
+  return None, *summed, None, None
+
+
+_attend_twice.defvjp(_forward, _backward)
+
+
+LONGEST_MASK = 8192  # a sequence whose [T, T] mask is still held
+
+
+def triton(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Computes flash attention through Triton (`pallas.ops.gpu` of JAX), for GPU.
+
+  Args:
+    q: `[B, T, H, d]`.
+    k: `[B, T, K, d]`, repeated for every query head.
+    v: `[B, T, K, d]`, likewise.
+    segment_ids: `[B, T]` int32; 0 is padding.
+    interpret: Whether to interpret the kernel, without an accelerator.
+
+  Returns:
+    `[B, T, H, d]`.
+  """
+  from jax.experimental.pallas.ops.gpu import attention as library
+
+  length, heads, dim = q.shape[1:]
+  k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
+  q, k, v, segment_ids = pad_to_length((q, k, v, segment_ids), padded_length(length))
+  # The backward pass holds sums of [64, d] in registers, which larger blocks exceed.
+  sizes = library.BlockSizes(
+    block_q=128,
+    block_k=64,
+    block_q_dkv=32,
+    block_kv_dkv=64,
+    block_q_dq=64,
+    block_kv_dq=32,
+  )
+  out: Any = library.mha(
+    q,
+    k,
+    v,
+    segment_ids,
+    sm_scale=dim**-0.5,
+    causal=True,
+    block_sizes=sizes,
+    interpret=interpret,
+  )
+  return out[:, :length]
+
+
+def cudnn(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  prefix_ids: jax.Array | None = None,
+  *,
+  implementation: Literal['cudnn', 'xla'] = 'cudnn',
+) -> jax.Array:
+  """Computes cuDNN's attention (`jax.nn.dot_product_attention`), for GPU.
+
+  The ids become one mask for all heads, in memory.
+
+  Args:
+    q: `[B, T, H, d]`.
+    k: `[B, T, K, d]`.
+    v: `[B, T, K, d]`.
+    segment_ids: `[B, T]` int32; 0 is padding.
+    prefix_ids: `[B, T]` int32, another segment that a token sees, or None.
+    implementation: 'cudnn', or 'xla' for tests.
+
+  Returns:
+    `[B, T, H, d]`.
+  """
+  length = q.shape[1]
+  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
+  arrays = pad_to_length((q, k, v, segment_ids, prefix_ids), padded_length(length))
+  q, k, v, segment_ids, prefix_ids = arrays
+  keys = segment_ids[:, None]
+  seen = segment_ids[..., None] == keys
+  seen |= (prefix_ids[..., None] == keys) & (prefix_ids[..., None] > 0)
+  out = jax.nn.dot_product_attention(
+    q, k, v, mask=seen[:, None], is_causal=True, implementation=implementation
+  )
+  return out[:, :length]
+
+
+def candidates(
+  q: jax.Array, k: jax.Array, prefix_ids: jax.Array | None, *, platform: str
+) -> dict[str, Callable[..., jax.Array] | str]:
+  """Returns the kernels for a platform.
+
+  Args:
+    q: `[B, T, H, d]`.
+    k: `[B, T, K, d]`.
+    prefix_ids: `[B, T]` int32, another segment that a token sees, or None.
+    platform: 'cpu', 'gpu' or 'tpu'; None is what this process runs on.
+
+  Returns:
+    By name, the best first; a text says why one cannot be used.
+  """
+  if platform == 'tpu':
+    why = _shape_obstacle(q) or ('' if prefix_ids is None else prefix_obstacle())
+    return {'splash': why or splash}
+  if platform == 'gpu':
+    return {
+      'cudnn': _shape_obstacle(q) or _cudnn_obstacle(q, k) or cudnn,
+      'triton': _shape_obstacle(q, prefix_ids) or triton,
+    }
+  return {}
+
+
+def _shape_obstacle(q: jax.Array, prefix_ids: jax.Array | None = None) -> str:
+  """Why no kernel takes these arrays; '' if one does."""
+  length, dim = q.shape[1], q.shape[-1]
+  if prefix_ids is not None:
+    return 'does not take prefix_ids'
+  if q.dtype not in (jnp.bfloat16, jnp.float32):
+    return f'does not take {q.dtype.name}'
+  if length < MIN_LENGTH:
+    return f'is for sequences from {MIN_LENGTH} tokens on, not of {length}'
+  return 'needs a head_dim from 16 on' if dim < 16 else ''
+
+
+def _cudnn_obstacle(q: jax.Array, k: jax.Array) -> str:
+  """Why cuDNN cannot be used on this machine with these arrays; '' if it can."""
+  if q.shape[1] > LONGEST_MASK:
+    return f'would hold a mask for every two of {q.shape[1]} tokens'
+  if q.dtype != jnp.bfloat16:
+    return f'does not take {q.dtype.name}'
+  return _cudnn_trace_error(q.shape, k.shape)
+
+
+@functools.cache
+def _cudnn_trace_error(queries: tuple[int, ...], keys: tuple[int, ...]) -> str:
+  q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (queries, keys))
+  ids = jax.ShapeDtypeStruct(queries[:2], jnp.int32)
+  try:  # JAX asks the library for its version, and the device, while it traces
+    jax.eval_shape(cudnn, q, k, k, ids)
+  except Exception as error:  # each check raises a class of its own
+    return f'cannot be used: {error}'.splitlines()[0]
+  return ''

@@ -1,0 +1,192 @@
+"""Paged attention of one query per slot over a cache that consists of pages.
+
+Keys and values are `[K, S, T, d]` for S slots of T positions, so that a page, some
+positions of one slot and head, is one contiguous piece of memory, as JAX's own kernels
+for TPU and GPU read it. T is a multiple of `PAGE`.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from kernels.dispatch import REFERENCE, choose, platform_of
+
+PAGE = 128
+
+
+def reference(
+  q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array
+) -> jax.Array:
+  """Computes what the kernels compute, in plain jnp.
+
+  Args:
+    q: `[S, H, d]`.
+    keys: `[K, S, T, d]`.
+    values: `[K, S, T, d]`.
+    lengths: `[S]` int32, at least 1: slot s sees its first lengths[s] positions.
+
+  Returns:
+    `[S, H, d]` float32.
+  """
+  slots, heads, dim = q.shape
+  q = q.reshape(slots, keys.shape[0], -1, dim).astype(jnp.float32) * dim**-0.5
+  scores = jnp.einsum('skgd,kstd->skgt', q, keys.astype(jnp.float32))
+  seen = jnp.arange(keys.shape[2]) < lengths[:, None, None, None]
+  weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+  out = jnp.einsum('skgt,kstd->skgd', weights, values.astype(jnp.float32))
+  return out.reshape(slots, heads, dim)
+
+
+def mosaic(
+  q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array
+) -> jax.Array:
+  """Computes paged attention with `jax.experimental.pallas.ops.tpu`.
+
+  It keeps sums in the queries' type, hence float32 ones. Scores and sums of its softmax
+  are float32, products bfloat16.
+
+  Args:
+    q: `[S, H, d]`.
+    keys: `[K, S, T, d]`.
+    values: `[K, S, T, d]`.
+    lengths: `[S]` int32, at least 1: slot s sees its first lengths[s] positions.
+
+  Returns:
+    `[S, H, d]` float32.
+  """
+  from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+  size = next(size for size in (512, 256, PAGE) if keys.shape[2] % size == 0)
+  q = q.astype(jnp.float32) * q.shape[-1] ** -0.5
+  k, v, table = _in_pages(keys, values, size)
+  return paged_attention(
+    q, k, v, lengths, table, pages_per_compute_block=1, inline_seq_dim=True
+  )
+
+
+def triton(
+  q: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  lengths: jax.Array,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Computes paged attention with `jax.experimental.pallas.ops.gpu`.
+
+  Up to 16 programs share a slot and head, because one would leave most of a GPU idle.
+  Their parts are rounded to the cache's type before they are summed.
+
+  Args:
+    q: `[S, H, d]`.
+    keys: `[K, S, T, d]`.
+    values: `[K, S, T, d]`.
+    lengths: `[S]` int32, at least 1: slot s sees its first lengths[s] positions.
+    interpret: Whether to interpret the kernel, without an accelerator.
+
+  Returns:
+    `[S, H, d]` float32.
+  """
+  from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+  size = PAGE // 2
+  k, v, table = _in_pages(keys, values, size)
+  splits = math.gcd(table.shape[1], 16)
+  q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(keys.dtype)
+  return paged_attention(
+    q,
+    k,
+    v,
+    table,
+    lengths,
+    k_splits=splits,
+    pages_per_compute_block=1,
+    num_warps=4,
+    interpret=interpret,
+  ).astype(jnp.float32)
+
+
+def choose_kernel(
+  head_dim: int, dtype: str, *, kernels: str = 'auto', platform: str | None = None
+) -> str:
+  """Chooses the kernel of paged attention.
+
+  Args:
+    head_dim: d.
+    dtype: The cache's type.
+    kernels: As in `kernels.dispatch`.
+    platform: As in `kernels.dispatch`.
+
+  Returns:
+    'mosaic', 'triton', or 'reference' where no kernel is used.
+  """
+  platform = platform_of(platform)
+  candidates = _candidates(head_dim, dtype, platform) | {REFERENCE: reference}
+  return choose('decode attention', candidates, platform=platform, asked=kernels)
+
+
+def paged_attention(
+  q: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  lengths: jax.Array,
+  *,
+  kernels: str = 'auto',
+  platform: str | None = None,
+  shard: Callable[..., Callable[..., jax.Array]] | None = None,
+) -> jax.Array:
+  """Attends from one query per slot to the first positions of its own cache.
+
+  A slot's result depends neither on other slots nor on what lies behind its length.
+
+  Args:
+    q: `[S, H, d]`.
+    keys: `[K, S, T, d]`.
+    values: `[K, S, T, d]`.
+    lengths: `[S]` int32, at least 1: slot s sees its first lengths[s] positions.
+    kernels: As in `kernels.dispatch`.
+    platform: As in `kernels.dispatch`.
+    shard: `(function, inputs, output) -> function`, runs a function of arrays on every
+      device's own part of them; inputs and output name the axes, None is whole. None
+      where all is on one device.
+
+  Returns:
+    `[S, H, d]` float32.
+  """
+  options = {'kernels': kernels, 'platform': platform}
+  name = choose_kernel(q.shape[-1], keys.dtype.name, **options)
+  run = {'mosaic': mosaic, 'triton': triton}.get(name, reference)
+  if shard is not None and name != REFERENCE:
+    pages = ('kv_heads', 'batch', None, None)
+    heads = ('batch', 'heads', None)
+    run = shard(run, (heads, pages, pages, ('batch',)), heads)
+  return run(q, keys, values, lengths)
+
+
+def _candidates(
+  head_dim: int, dtype: str, platform: str
+) -> dict[str, Callable[..., jax.Array] | str]:
+  if platform == 'tpu':
+    why = ''
+    if dtype != 'bfloat16':
+      why = f'computes in bfloat16, and the cache is {dtype}'
+    elif head_dim % 128:
+      why = f'needs a head_dim that 128 divides, not {head_dim}'
+    return {'mosaic': why or mosaic}
+  if platform == 'gpu':
+    fit = head_dim >= 16 and head_dim & (head_dim - 1) == 0
+    why = f'needs a head_dim that is a power of two from 16 on, not {head_dim}'
+    return {'triton': triton if fit else why}
+  return {}
+
+
+def _in_pages(
+  keys: jax.Array, values: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Keys and values `[K, pages, size, d]`, and where each slot's pages are `[S, n]`."""
+  heads, slots, length, dim = keys.shape
+  table = jnp.arange(slots * length // size, dtype=jnp.int32).reshape(slots, -1)
+  keys, values = (x.reshape(heads, -1, size, dim) for x in (keys, values))
+  return keys, values, table

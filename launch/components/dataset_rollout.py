@@ -1,0 +1,211 @@
+"""Play a data set to its end, or so many tasks, and keep the trajectories."""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl import group_stats
+from jaxrl.data.seeds import base_seed
+from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
+from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
+from jaxrl.device_thread import DeviceThread
+from jaxrl.model_loading import LoadedModel
+from jaxrl.rollout.engine.actor_proxy import maybe_await
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.types import Group
+from launch.components.env_datasets import Datasets
+from launch.components.rollout_scheduler import RolloutScheduler
+from launch.runtime.runtime_interface import Runtime
+from launch.settings.run_settings import RunSettings
+
+GroupCallback = Callable[[Group], None]
+
+
+class DatasetRollout(RolloutScheduler):
+  """Plays each task once; groups stay complete, and none is filtered or shaped.
+
+  Attributes:
+    mode: 'train' or 'val', which tasks it plays.
+  """
+
+  def __init__(
+    self,
+    settings: RunSettings,
+    policy: LoadedModel,
+    runtime: Runtime,
+    device_thread: DeviceThread,
+    datasets: Datasets,
+    *,
+    mode: str,
+  ):
+    """Makes the engines.
+
+    Args:
+      settings: settings of the run, whose `eval` says what is played.
+      policy: the model that plays, with its tokenizer.
+      runtime: where engines, queues and workers are to live.
+      device_thread: the thread of this process's devices.
+      datasets: data sets in traversal, by tag.
+      mode: 'train' or 'val'.
+    """
+    self.mode = mode
+    self._num_tasks = max(settings.eval.num_tasks, 0)
+    algorithm = dataclasses.replace(
+      settings.algorithm, group_size=settings.eval.group_size
+    )
+    settings = dataclasses.replace(settings, algorithm=algorithm)
+    super().__init__(settings, policy, runtime, device_thread, (datasets, datasets))
+
+  def _first_task(self, tag: str) -> int:
+    return 0 if self.datasets[tag] is not None else self._base_seed(tag)
+
+  def _base_seed(self, tag: str) -> int:
+    return base_seed(self._settings.seed, self.mode, tag)
+
+  def _num_parallel_groups(self, tag: str) -> int:
+    return max(
+      1, math.ceil(self._num_busy_episodes() / (len(self.tags) * self._group_size))
+    )
+
+  def _queue(self, tag: str) -> Any:
+    return self._runtime.spawn(GroupQueue, None, None, **self._queue_options(tag))
+
+  def _queue_options(self, tag: str) -> dict[str, Any]:
+    return {
+      'num_groups': -1,
+      'group_size': self._group_size,
+      'num_env_groups': self._num_parallel_groups(tag),
+      'retries': self._settings.rollout.retries,
+      'keep_failed': True,
+      'lease_timeout': self._settings.rollout.lease_timeout,
+      'total': self._num_tasks,
+      'in_order': False,
+    }
+
+  async def sizes(self) -> dict[str, int]:
+    """Counts the tasks of each tag."""
+    sizes = {}
+    for tag in self.tags:
+      data = self.datasets[tag]
+      size = self._num_tasks if data is None else await maybe_await(data.get_size())
+      sizes[tag] = min(size, self._num_tasks or size)
+    return sizes
+
+  async def play(
+    self,
+    ledger: DumpJournal,
+    columns: DumpColumns,
+    *,
+    model_name: str,
+    on_group: GroupCallback,
+    stop: Callable[[], bool],
+  ) -> bool:
+    """Plays every task that the ledger does not hold yet.
+
+    Args:
+      ledger: keeps what was played.
+      columns: turns groups into rows.
+      model_name: name of the model in these rows.
+      on_group: called with each group once it is kept.
+      stop: returns True once the user asked to end.
+
+    Returns:
+      False if it was stopped before the end.
+    """
+    lock = asyncio.Lock()  # of the ledger
+
+    async def collect(tag: str, queue: Any) -> None:
+      base = self._base_seed(tag)
+      while groups := await maybe_await(queue.get_batch(1)):
+        for group in groups:
+          number = complete_group(group, tag, base)
+          facts = {'model_name': model_name, 'mode': self.mode}
+          rows = columns.rows(group, number, **facts)
+          async with lock:
+            ledger.add(tag, number, rows)
+            await asyncio.to_thread(ledger.flush)
+          on_group(group)
+
+    jobs = []
+    for tag in self.tags:
+      queue = self.queues[tag] = self._queue(tag)
+      played, ahead = ledger.played_items(tag), self._num_parallel_groups(tag)
+      await maybe_await(
+        queue.load_state_dict(remaining_tasks_state(played, ahead, self._num_tasks))
+      )
+      data = {'seed': self._base_seed(tag)}
+      jobs += [
+        self._runtime.run_worker(work, data) for work in self._workers(tag, queue)
+      ]
+      jobs.append(collect(tag, queue))
+    finished = await _until(stop, jobs)
+    if finished:
+      await asyncio.to_thread(ledger.flush, all_played=True)
+    return finished
+
+
+async def _until(stop: Callable[[], bool], jobs: list[Any]) -> bool:
+  """Awaits all jobs; cancels them and returns False if `stop()` before their end."""
+  work = asyncio.gather(*jobs)
+  try:
+    while not work.done():
+      await asyncio.wait([work], timeout=0.2)
+      if stop() and not work.done():
+        return False
+    work.result()
+    return True
+  finally:
+    work.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+      await work
+
+
+def remaining_tasks_state(
+  played: Collection[int], ahead: int, total: int
+) -> Mapping[str, Any]:
+  """Returns the state of a queue that has all tasks but those `played` to come.
+
+  Args:
+    played: numbers of the tasks that were played before.
+    ahead: groups that play at once.
+    total: number of tasks; 0 where the data set says it.
+  """
+  top = max(played, default=-1) + 1
+  next_numbers = [
+    next(n for n in itertools.count(top) if n % ahead == g) for g in range(ahead)
+  ]
+  return {
+    'step': 0,
+    'pending': [n for n in range(min(top, total or top)) if n not in played],
+    'numbers': {'next': next_numbers, 'end': total or None},
+    'results': [],
+  }
+
+
+def complete_group(group: Group, tag: str, base: int) -> int:
+  """Completes a group for dumping.
+
+  Names the rows that stand for samples that never came back, and gives failed samples
+  the score 0.
+
+  Args:
+    group: the group.
+    tag: its environment tag.
+    base: seed of the first task.
+
+  Returns:
+    The task's number.
+  """
+  number = group[0].group_id + group[0].episode_id
+  for rows in group_stats.rows_by_sample(group).values():
+    for row in rows:
+      row.tag, row.episode_seed = tag, base + number
+      if any(r.failed for r in rows):
+        row.rewards = np.zeros_like(row.rewards)
+  return number

@@ -1,0 +1,259 @@
+"""Train from an experience store (`data.source`), and open one for writer_options."""
+
+import hashlib
+import json
+import logging
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.store.experience_reader import ExperienceReader
+from jaxrl.data.store.experience_writer import (
+  ExperienceWriter,
+  GroupSerializer,
+  writer_run_id,
+)
+from jaxrl.data.store.reader_lease import ReaderLease
+from jaxrl.data.store.store_database import StoreDatabase
+from jaxrl.model_loading import LoadedModel
+from jaxrl.rollout.queue.group_filters import make_group_filter
+from jaxrl.rollout.queue.group_pipeline import GroupPipeline
+from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
+from jaxrl.rollout.queue.store_source import StoreGroupSource
+from jaxrl.training.checkpointing import Checkpointer
+from jaxrl.types import Group
+from launch.components.group_samplers import make_group_sampler
+from launch.settings.off_policy import max_staleness
+from launch.settings.run_settings import RunSettings
+
+log = logging.getLogger(__name__)
+
+KEY = 'data.source'
+
+
+def compatibility_facts(settings: RunSettings, tokenizer: Any) -> dict[str, Any]:
+  """Returns what an explorer and the trainer must agree on, by name."""
+  vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+  auto = requirements.row_format(settings.algorithm)
+  return {
+    'tokenizer': hashlib.sha256(vocabulary).hexdigest()[:16],
+    'temperature': float(settings.rollout.temperature),
+  } | {
+    f'formulation of {tag}': env.formulation if env.formulation != 'auto' else auto
+    for tag, env in settings.env.items()
+  }
+
+
+def _config_key(fact: str) -> str:
+  if fact.startswith('formulation of '):
+    return f'env.{fact.removeprefix("formulation of ")}.formulation'
+  return {'tokenizer': 'model.checkpoint'}.get(fact, f'rollout.{fact}')
+
+
+def make_stored_sampler(
+  settings: RunSettings,
+  policy: LoadedModel,
+  *,
+  workdir: pathlib.Path,
+  stop: Callable[[], bool],
+) -> 'StoredGroupSampler':
+  """Returns the sampler over the run's experience store.
+
+  Args:
+    settings: settings of the run.
+    policy: the model that trains, with its tokenizer.
+    workdir: folder of the run.
+    stop: returns True once the user asked to end.
+
+  Raises:
+    ConfigError: if another process trains, or trained, under this reader's name.
+  """
+  checkpointer = Checkpointer(workdir / 'checkpoints' / 'train')
+  fresh = checkpointer.latest_step is None
+  checkpointer.close()
+  return StoredGroupSampler(settings, policy, fresh=fresh, stop=stop)
+
+
+class StoredGroupSampler:
+  """Samples groups from an experience store, for a run that plays none itself.
+
+  Its position in the store is part of the run's checkpoints.
+  """
+
+  def __init__(
+    self,
+    settings: RunSettings,
+    policy: LoadedModel,
+    *,
+    fresh: bool,
+    stop: Callable[[], bool],
+  ):
+    """Opens the store.
+
+    Args:
+      settings: settings of the run.
+      policy: the model that trains, with its tokenizer.
+      fresh: whether the run has no checkpoint yet.
+      stop: returns True once the user asked to end.
+
+    Raises:
+      ConfigError: if another process trains, or trained, under this reader's name.
+    """
+    store = settings.experience_store
+    assert store is not None
+    self._database = StoreDatabase(store.url, KEY)
+    self._lease = ReaderLease(self._database, store.reader, say=log.info)
+    try:
+      tags = list(settings.env)
+      self._reader = ExperienceReader(
+        self._database, self._lease, uses=store.uses, tags=tags
+      )
+      if fresh:
+        self._reader.check_fresh()
+      self._groups = self._make_source(settings, policy, store.wait, stop)
+      self._sampler = make_group_sampler(settings, policy, self._groups)
+      self._groups.num_groups = self._sampler.groups_from_queue
+      for facts in self._reader.writer_facts().values():
+        self._groups.check_facts(facts)
+    except BaseException:
+      self.close()
+      raise
+    rows = requirements.rows_per_group(settings.algorithm)
+    self.num_rows = settings.batch.num_groups * rows
+    self._uses = store.uses
+
+  def _make_source(
+    self,
+    settings: RunSettings,
+    policy: LoadedModel,
+    timeout: float,
+    stop: Callable[[], bool],
+  ) -> StoreGroupSource:
+    group_size = settings.algorithm.group_size
+    min_samples = settings.rollout.min_members or group_size
+    facts = compatibility_facts(settings, policy.tokenizer)
+    pipelines = {}
+    for tag in settings.env:
+      group_filter = make_group_filter(
+        settings.group_filters, settings.config, settings.env_manager_config(tag)
+      )
+      limits = {'max_length': settings.response_limit(tag)}
+      shaper = make_reward_shaper(settings.reward_shapers, limits)
+      pipelines[tag] = GroupPipeline(
+        group_filter, shaper, min_samples=min_samples, needs_greedy=False
+      )
+    return StoreGroupSource(
+      self._reader,
+      pipelines,
+      name=self._database.name,
+      num_groups=settings.batch.num_groups,
+      group_size=group_size,
+      min_samples=min_samples,
+      max_length=settings.batch.max_length,
+      vocab_size=policy.model.config.vocab_size,
+      required_facts={
+        name: (value, _config_key(name)) for name, value in facts.items()
+      },
+      timeout=timeout,
+      max_lost=settings.rollout.max_lost,
+      stop_requested=stop,
+      max_staleness=max_staleness(settings),
+    )
+
+  def describe(self) -> str:
+    """Describes the data of the run in one line."""
+    often = f'each used {self._uses} times' if self._uses > 1 else 'each used once'
+    return (
+      f'{self._database.name}: {self._reader.num_groups():,} groups, {often} by reader '
+      f'{self._lease.name!r}, {self._reader.num_left():,} not used up'
+    )
+
+  # ---- as a sampler
+
+  async def next(self, step: int) -> list[Group]:
+    """Waits for the groups of a step."""
+    return await self._sampler.next(step)
+
+  def metrics(self) -> dict[str, float]:
+    """Returns the sampler's own metrics."""
+    return self._sampler.metrics()
+
+  async def counts(self) -> dict[str, float]:
+    """Returns what was counted since the process began."""
+    return await self._groups.counts()
+
+  # ---- with checkpoints
+
+  def start(self, step: int, state: Mapping[str, Any] | None) -> None:
+    """Starts to read at `step`.
+
+    Args:
+      step: the step to go on with.
+      state: what the checkpoint holds of `state_dict`; None without a checkpoint.
+
+    Raises:
+      ConfigError: for a checkpoint of a run that played, or of another store.
+    """
+    if state is None:
+      self._reader.begin()
+      return
+    if 'store' not in state:
+      raise ConfigError(
+        f'--config.{KEY}: this run has played what it learned from: name another '
+        '--workdir'
+      )
+    self._reader.resume(step, state['store'])
+    self._sampler.load_state_dict(state['sampler'])
+
+  def state_dict(self) -> dict[str, Any]:
+    """Returns the position in the store and the sampler's state."""
+    return {'store': self._reader.state_dict(), 'sampler': self._sampler.state_dict()}
+
+  def saved(self, step: int) -> None:
+    """Notes that the checkpoint of `step` is on disk."""
+    self._reader.mark_saved(step)
+
+  def close(self) -> None:
+    """Gives up the reader's lease and closes the database."""
+    self._lease.close()
+    self._database.close()
+
+
+class StoreTarget(NamedTuple):
+  """Keeps the groups that a run plays in an experience store.
+
+  Attributes:
+    columns: turns groups into rows of the store.
+    ledger: writes them.
+    name: the store's name, for people.
+  """
+
+  columns: GroupSerializer
+  ledger: ExperienceWriter
+  name: str
+
+
+def open_store_target(
+  settings: RunSettings, folder: pathlib.Path, tokenizer: Any
+) -> StoreTarget:
+  """Opens the store that `dump.path` names, to write groups to it.
+
+  Args:
+    settings: settings of the run.
+    folder: folder of the run.
+    tokenizer: tokenizer of the model that plays.
+
+  Raises:
+    ConfigError: for `dump.columns`, which a store does not have, and for a store that
+      cannot be opened.
+  """
+  dump = settings.dump
+  assert dump is not None and dump.store is not None
+  if dump.columns:
+    raise ConfigError('--config.dump.columns: an experience store keeps groups whole')
+  database = StoreDatabase(dump.store.url, 'dump.path')
+  facts = compatibility_facts(settings, tokenizer)
+  ledger = ExperienceWriter(database, writer_run_id(folder), facts)
+  return StoreTarget(GroupSerializer(dump.store.version), ledger, database.name)

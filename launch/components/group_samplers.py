@@ -1,0 +1,106 @@
+"""Build the sampler that gives training its groups, for algorithms that play.
+
+`algorithm.sampler` names it, see `jaxrl.data.samplers`. Some samplers mix rollouts with
+rows that an expert wrote, see `launch.components.offline_data`.
+"""
+
+from typing import Any, Protocol
+
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.data import samplers
+from jaxrl.data.file_sampler import FileSampler
+from jaxrl.data.seeds import fold_seed
+from jaxrl.functional import components
+from jaxrl.model_loading import LoadedModel
+from jaxrl.types import Algorithm, Group
+from launch.components import offline_data
+from launch.settings.run_settings import RunSettings
+
+
+class GroupProvider(Protocol):
+  """Gives the groups of a step: a `RolloutScheduler` or an experience store."""
+
+  async def take(self, step: int, min_version: int | None = None) -> list[Group]:
+    """Returns the groups of a step, none with weights older than `min_version`."""
+    ...
+
+  async def counts(self) -> dict[str, float]:
+    """Returns metrics of the groups by name."""
+    ...
+
+
+class RunSource:
+  """Shows a run to its sampler: the groups it plays, and the rows experts wrote.
+
+  Attributes:
+    num_groups: groups of a step.
+    group_size: rows of a group.
+    seed: seed of the sampler's own draws.
+    max_staleness: steps that a group may be old; None if no rule drops it for its age.
+  """
+
+  def __init__(self, settings: RunSettings, groups: GroupProvider, tokenizer: Any):
+    self._settings = settings
+    self._groups = groups
+    self._tokenizer = tokenizer
+    self.num_groups = settings.batch.num_groups
+    self.group_size = requirements.rows_per_group(settings.algorithm)
+    self.seed = fold_seed(settings.seed, 'sampler')
+    limit = settings.rollout.staleness
+    self.max_staleness: int | None = None
+    if limit is not None and limit.action == 'drop':
+      self.max_staleness = limit.max_age
+
+  async def take(self, step: int, min_version: int | None = None) -> list[Group]:
+    """Waits for the groups of a step."""
+    return await self._groups.take(step, min_version)
+
+  async def num_stale(self) -> int:
+    """Counts the groups that were dropped for their age."""
+    return int((await self._groups.counts()).get('queue/stale', 0))
+
+  def experts(self, batch_size: int) -> FileSampler:
+    """Returns a sampler of expert rows."""
+    return offline_data.make_expert_sampler(self._settings, self._tokenizer, batch_size)
+
+
+def make_group_sampler(
+  settings: RunSettings, policy: LoadedModel, groups: GroupProvider
+) -> samplers.Sampler:
+  """Returns the sampler of a run that plays.
+
+  Raises:
+    ConfigError: if the sampler does not fit the algorithm or the environment tags.
+  """
+  algorithm, tags = settings.algorithm, list(settings.env)
+  source = RunSource(settings, groups, policy.tokenizer)
+  sampler = samplers.make_sampler(algorithm.sampler, source)
+  where = f'--config.algorithm.sampler={algorithm.sampler}'
+  if sampler.groups_from_queue < len(tags):
+    raise ConfigError(
+      f'{where} has {sampler.groups_from_queue} of {settings.batch.num_groups} groups '
+      f'played for each step, and each of the {len(tags)} environment tags '
+      f'({", ".join(tags)}) needs one: raise --config.batch.num_groups'
+    )
+  if sampler.expert_rows:
+    _check_experts(algorithm, where)
+  return sampler
+
+
+def _check_experts(algorithm: Algorithm, where: str) -> None:
+  """Expert rows come without the log-probs of the policy that wrote them."""
+  if requirements.old_logprobs_source(algorithm) == 'decoupled':
+    return
+  for slot in ('policy_loss', 'kl_loss'):
+    part = getattr(algorithm, slot)
+    if part is None:
+      continue
+    read = components.fields_of(part)
+    if 'old_logprobs' in read and 'expert_mask' not in read:
+      raise ConfigError(
+        f'{where} brings rows from files, which have no rollout_logprobs, and the '
+        f'{slot} {components.function_of(part).__name__} compares with them. Set '
+        '--config.algorithm.behaviour=decoupled, which scores those rows too, or take '
+        'an algorithm that tells expert rows apart, as mix does'
+      )

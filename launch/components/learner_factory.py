@@ -1,0 +1,294 @@
+"""Build the learner of each phase of a run, wherever it is to live."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.seeds import fold_seed
+from jaxrl.device_thread import DeviceThread
+from jaxrl.model_loading import LoadedModel
+from jaxrl.models import huggingface, lora
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.weights.weight_store import cast_copy
+from jaxrl.training.checkpointing import Checkpointer
+from jaxrl.training.learner import Learner
+from jaxrl.training.optimizers import Optimizer, make_optimizer
+from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.types import Group, Params
+from launch.settings.engine_settings import check_model
+from launch.settings.run_settings import RunSettings, as_options
+
+if TYPE_CHECKING:
+  from launch.components.teacher_set import TeacherSet
+
+Metrics = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseSpec:
+  """Says what distinguishes a phase's learner from another's.
+
+  Attributes:
+    name: the phase: 'sft' is the warm start, 'train' the algorithm's own steps.
+    num_rows: rows of a usual batch.
+    num_steps: steps of the phase.
+  """
+
+  name: Literal['sft', 'train']
+  num_rows: int
+  num_steps: int
+
+
+class LearnerHandle(Protocol):
+  """Stands for a `Learner`, here or in several other processes.
+
+  Attributes:
+    step: optimizer steps taken, which is also the version of the weights.
+  """
+
+  step: int
+
+  @property
+  def params(self) -> Any:
+    """The parameters, or a handle of them."""
+    ...
+
+  @property
+  def advantages(self) -> Any:
+    """The advantages of the last batch, for trajectory logs."""
+    ...
+
+  async def inference_params(self) -> Any:
+    """Returns the parameters for engines, with adapters merged."""
+    ...
+
+  async def warmup(self) -> Metrics:
+    """Compiles the steps, as far as their shapes are known."""
+    ...
+
+  async def update(self, groups: Sequence[Group]) -> Metrics:
+    """Trains on the groups of a step."""
+    ...
+
+  async def save(
+    self, checkpointer: Checkpointer, data: Mapping[str, Any], *, wait: bool = False
+  ) -> None:
+    """Saves a checkpoint with further data."""
+    ...
+
+  async def restore(self, checkpointer: Checkpointer) -> dict[str, Any]:
+    """Restores the newest checkpoint; returns its further data."""
+    ...
+
+  async def offload(self) -> None:
+    """Moves the state to host memory, while engines use the devices."""
+    ...
+
+  async def reload(self) -> None:
+    """Moves the state back to the devices."""
+    ...
+
+
+class LearnerFactory(Protocol):
+  """Makes the learners of a run where they are to live."""
+
+  def describe(self) -> str:
+    """Names the devices in one line."""
+    ...
+
+  async def make(
+    self, stage: PhaseSpec, *, continue_params: bool = False
+  ) -> LearnerHandle:
+    """Makes the learner of a phase.
+
+    Args:
+      stage: the phase.
+      continue_params: whether it continues with the parameters of the learner before,
+        which is then released, instead of the policy's.
+    """
+    ...
+
+  async def export(self, folder: pathlib.Path) -> None:
+    """Saves the newest learner's parameters as a Hugging Face folder.
+
+    Adapters are merged there, and saved by themselves in `adapter_folder`.
+    """
+    ...
+
+  async def close(self) -> None:
+    """Ends the learners."""
+    ...
+
+
+def adapter_folder(folder: pathlib.Path) -> pathlib.Path:
+  """Returns the folder of the adapters of a model that is exported to `folder`."""
+  return folder.with_name('adapter')
+
+
+async def copy_params(device_thread: DeviceThread, params: Any) -> Any:
+  """Copies a learner's parameters, wherever they live; no update donates the copy."""
+  snapshot = getattr(params, 'snapshot', None)
+  return await (snapshot() if snapshot else device_thread.run(cast_copy, params))
+
+
+def make_run_mesh(settings: RunSettings, devices: Sequence[Any] | None = None) -> Mesh:
+  """Returns the run's mesh.
+
+  Args:
+    settings: settings of the run.
+    devices: the devices of the mesh; None takes all devices of the process.
+
+  Raises:
+    ConfigError: for axis sizes that do not make up the devices.
+  """
+  try:
+    return make_mesh(**as_options(settings.mesh), devices=devices)
+  except ValueError as error:
+    raise ConfigError(f'--config.mesh: {error}') from error
+
+
+class LocalLearnerFactory:
+  """Makes learners in this process: the whole of them, or this process's share.
+
+  Attributes:
+    mesh: devices of the learner.
+  """
+
+  def __init__(
+    self,
+    settings: RunSettings,
+    policy: LoadedModel,
+    mesh: Mesh,
+    device_thread: DeviceThread,
+    teachers: 'TeacherSet | None',
+  ):
+    self.mesh = mesh
+    self._settings = settings
+    self._policy = policy
+    self._device_thread = device_thread
+    self._teachers = teachers
+    self._learner: Learner | None = None
+
+  @property
+  def shape(self) -> ModelConfig:
+    """The model's shape."""
+    return self._policy.model.config
+
+  def describe(self) -> str:
+    """Names the devices in one line."""
+    kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
+    sizes = self.mesh.shape.items()
+    axes = ' × '.join(f'{name} {size}' for name, size in sizes if size > 1)
+    return f'{self.mesh.size} × {", ".join(kinds)} ({axes or "one device"})'
+
+  async def make(self, stage: PhaseSpec, *, continue_params: bool = False) -> Learner:
+    """Makes the learner of a phase, see `LearnerFactory.make`."""
+    params = (
+      self._learner.params if continue_params and self._learner else self._policy.params
+    )
+    self._learner = await self._device_thread.run(self.build_learner, stage, params)
+    return self._learner
+
+  def build_learner(self, stage: PhaseSpec, params: Params) -> Learner:
+    """Builds a learner on the calling thread.
+
+    Args:
+      stage: the phase that it trains.
+      params: the model's parameters, or their shapes alone.
+
+    Raises:
+      ConfigError: for adapters that this model cannot have.
+    """
+    settings, main = self._settings, stage.name == 'train'
+    algorithm = settings.algorithm
+    if not main:
+      from jaxrl.algorithms.presets.sft import sft  # only a warm start needs it
+
+      algorithm = sft()
+    rollout, batch = settings.rollout, settings.batch
+    model = self._policy.model
+    if main and settings.plays:
+      check_model(settings, model.config)
+      model = dataclasses.replace(
+        model, exact=rollout.engine.exact, router_replay=rollout.engine.router_replay
+      )
+    if settings.model.lora:
+      try:
+        shape = model.config.replace(lora=settings.model.lora)
+      except ValueError as error:
+        raise ConfigError(f'--config.model.{error}') from error
+      model = dataclasses.replace(model, config=shape)
+      params = lora.add_adapters(
+        model, params, jax.random.key(fold_seed(settings.seed, 'lora'))
+      )
+    teachers = None
+    if main and self._teachers is not None:
+      teachers = self._teachers.place(settings, self.mesh, stage.num_rows)
+    return Learner(
+      model,
+      params,
+      algorithm,
+      num_rows=stage.num_rows,
+      buckets=batch.buckets,
+      mesh=self.mesh,
+      optimizer=_make_optimizer(settings, stage),
+      device_thread=self._device_thread,
+      teachers=teachers,
+      minibatches=batch.minibatches,
+      micro_batches=batch.micro_batches,
+      packing=batch.packing or '',
+      epochs=batch.epochs,
+      temperature=rollout.temperature,
+      seed=fold_seed(settings.seed, 'learner'),
+      entropy=batch.entropy,
+      mismatch_alarm=rollout.mismatch_alarm,
+      staleness_limit=rollout.staleness if main else None,
+    )
+
+  async def export(self, folder: pathlib.Path) -> None:
+    """Saves the newest learner's parameters, see `LearnerFactory.export`."""
+    # Imported here because a model is exported after training.
+    from jaxrl.models import lora_transfer
+    from jaxrl.training.parallelism import distributed
+
+    assert self._learner is not None
+    newest = self._learner
+
+    def run() -> None:
+      config = newest.model.config
+      params = distributed.gather_to_host(newest.merged_params())
+      adapters = {}
+      if config.lora is not None:
+        adapters = distributed.gather_to_host(
+          lora.trainable_params(config, newest.params)
+        )
+      if jax.process_index() == 0:
+        model, tokenizer = self._policy.model, self._policy.tokenizer
+        huggingface.save(folder, model.config, params, tokenizer)
+        if adapters:
+          base = str(self._policy.folder)
+          lora_transfer.save_peft(adapter_folder(folder), config, adapters, base)
+
+    await self._device_thread.run(run)
+
+  async def close(self) -> None:
+    """Does nothing: the learner lives as long as this process."""
+
+
+def _make_optimizer(settings: RunSettings, stage: PhaseSpec) -> Optimizer:
+  if stage.name == 'train':
+    return make_optimizer(**as_options(settings.optimizer), num_steps=stage.num_steps)
+  optimizer = make_optimizer(
+    learning_rate=settings.sft.learning_rate,
+    warmup_steps=settings.sft.warmup_steps,
+    schedule='cosine(final_fraction=.1)',
+    kind=settings.optimizer.kind,
+    num_steps=settings.sft.num_steps,
+  )
+  # Its state must fit the main phase's, but its hyperparameters are the defaults.
+  return dataclasses.replace(optimizer, spec=optimizer.spec.with_default_hparams())

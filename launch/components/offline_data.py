@@ -1,0 +1,137 @@
+"""Build the samplers of rows from files: offline algorithms, warm starts, experts."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.file_sampler import FileSampler
+from jaxrl.data.row_formats import RowFormat
+from jaxrl.data.row_sources import load_rows
+from jaxrl.data.seeds import fold_seed
+from launch.settings.run_settings import RunSettings, as_options
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_ROWS = 2000  # rows of a source that a fresh tokenizer is trained on
+ROLES = ('system', 'user', 'assistant', 'tool')
+
+
+def make_offline_sampler(settings: RunSettings, tokenizer: Any) -> FileSampler:
+  """Returns the sampler of `dataset.path` for an algorithm that learns from files."""
+  data, algorithm = settings.dataset, settings.algorithm
+  rated = 'rewards' in requirements.fields_read(algorithm)
+  sampler = _make_sampler(
+    settings,
+    tokenizer,
+    path=data.path,
+    split=data.split,
+    limit=data.limit,
+    data_format=algorithm.data_format,
+    rated=rated and algorithm.data_format == 'messages',
+    batch_size=settings.batch.num_groups,
+  )
+  if sampler.skipped:
+    log.warning(
+      '%s: %d rows are longer than batch.max_length=%d tokens and left out',
+      data.path,
+      sampler.skipped,
+      settings.batch.max_length,
+    )
+  return sampler
+
+
+def make_warm_start_sampler(settings: RunSettings, tokenizer: Any) -> FileSampler:
+  """Returns the sampler of the conversations of `sft.path`, for the warm start."""
+  return _make_sampler(
+    settings,
+    tokenizer,
+    path=settings.sft.path or settings.dataset.path,
+    limit=settings.sft.limit,
+    batch_size=settings.sft.batch_size,
+  )
+
+
+def make_expert_sampler(
+  settings: RunSettings, tokenizer: Any, batch_size: int
+) -> FileSampler:
+  """Returns the sampler of expert rows, which some samplers mix with rollouts.
+
+  They come from `expert.path`, or else from `sft.path` or `dataset.path`.
+
+  Raises:
+    ConfigError: if none of these is set.
+  """
+  path = settings.expert_path or settings.sft.path or settings.dataset.path
+  if not path:
+    raise ConfigError('it takes rows that an expert wrote: set --config.expert.path=…')
+  limit = settings.sft.limit
+  return _make_sampler(
+    settings, tokenizer, 'experts', path=path, limit=limit, batch_size=batch_size
+  )
+
+
+def _make_sampler(
+  settings: RunSettings, tokenizer: Any, seed_name: str = 'files', **options: Any
+) -> FileSampler:
+  return FileSampler(
+    ChatTokenizer(tokenizer),
+    **options,
+    **_row_options(settings),
+    max_length=settings.batch.max_length,
+    seed=fold_seed(settings.seed, seed_name),
+  )
+
+
+def _row_options(settings: RunSettings) -> dict[str, Any]:
+  """Says where rows hold what, as options of the row format and of `FileSampler`."""
+  return {
+    **as_options(settings.files),
+    'question_key': settings.dataset.question_key,
+    'solution_key': settings.sft.solution_key,
+  }
+
+
+def count_steps(settings: RunSettings, sampler: FileSampler | None) -> int:
+  """Returns the steps of a run: of `num_epochs` passes over the files, if that is set.
+
+  Args:
+    settings: settings of the run.
+    sampler: the sampler of the files; None for a run that plays.
+  """
+  if sampler is None or not settings.num_epochs:
+    return settings.num_steps
+  return sampler.num_steps(settings.num_epochs)
+
+
+def describe(settings: RunSettings, sampler: FileSampler) -> str:
+  """Describes the data of a run in one line."""
+  batch, steps = settings.batch.num_groups, count_steps(settings, sampler)
+  epochs = steps * batch / sampler.size
+  return (
+    f'{settings.dataset.path}: {sampler.size:,} {sampler.group_noun}, {batch} a step, '
+    f'{epochs:.3g} epochs'
+  )
+
+
+def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
+  """Yields the texts that a fresh tokenizer is trained on: those the model will see.
+
+  Raises:
+    ConfigError: if the run names no data.
+  """
+  data, row_format = settings.dataset, RowFormat(**_row_options(settings))
+  paths = {settings.sft.path or data.path, data.path} - {''}
+  if not paths:
+    raise ConfigError(
+      'a random model needs texts to train its tokenizer on: set '
+      '--config.dataset.path or --config.sft.path, or --config.model.checkpoint'
+    )
+  keys = (data.question_key, data.answer_key, settings.sft.solution_key)
+  for path in sorted(paths):
+    for row in load_rows(path, data.split, TOKENIZER_ROWS):
+      fields = [str(row[key]) for key in keys if key in row]
+      yield from dict.fromkeys([*fields, *row_format.strings(row)])
+      yield '\n'.join(ROLES)  # as often as messages: a role is then one token

@@ -1,0 +1,268 @@
+"""Build the terms of `rollout.rewards`, which are added to an episode's reward.
+
+The terms are `judge(…)` and `reward_model(…)`, served once for the whole run by an
+engine with weights of their own or by a server; any grader of the environments
+(`jaxrl.envs.graders`); and `env(weight=…)`, the environment's own reward. Each takes a
+`weight`; all but `env` also `otherwise`, the score in place of a missing one.
+"""
+
+import asyncio
+import importlib.util
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from jaxrl.call_strings import ConfigError, check_options, defaults, unknown_name_error
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.device_thread import DeviceThread
+from jaxrl.envs.graders import composite
+from jaxrl.models import huggingface
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.rewards.judge_clients import (
+  LocalJudgeClient,
+  OpenAIJudgeClient,
+  read_api_key,
+  validate_judge_limits,
+  validate_judge_url,
+)
+from jaxrl.rollout.rewards.llm_judge import LLMJudge
+from jaxrl.rollout.rewards.reward_model import RewardModel, RewardModelTerm
+from jaxrl.rollout.rewards.reward_pipeline import (
+  GraderReward,
+  RewardPipeline,
+  RewardTerm,
+)
+from jaxrl.types import Message, Params
+from launch.runtime.runtime_interface import Runtime
+from launch.settings.run_settings import RewardTermSettings, RunSettings
+
+KEY = '--config.rollout.rewards'
+SERVED = ('env', 'judge', 'reward_model')
+Dtype = Literal['float32', 'bfloat16']
+Spawn = Callable[..., Any]  # makes an object of a class, or a handle of one elsewhere
+
+
+class JudgeEngine(LocalJudgeClient):
+  """A judge from a checkpoint, on an engine of its own.
+
+  max_length: tokens of prompt and answer together. concurrency: answers at once.
+  timeout: seconds of one. device_thread: of the devices it shares; None for its own.
+  kernels: as `TransformerLM` has it.
+  """
+
+  def __init__(
+    self,
+    folder: str,
+    device_thread: DeviceThread | None,
+    kernels: str = 'auto',
+    *,
+    dtype: Dtype = 'float32',
+    max_length: int = 4096,
+    concurrency: int = 8,
+    timeout: float = 120.0,
+  ):
+    config, params = huggingface.load(folder, value_head=False)
+    self._params = _cast(params, dtype)
+    tokenizer = load_tokenizer(folder)
+    engine = self._own = JaxEngine(
+      TransformerLM(config, dtype=dtype, kernels=kernels),
+      tokenizer,
+      device_thread=device_thread or DeviceThread('judge'),
+      num_slots=concurrency,
+      max_length=min(max_length, config.max_position),
+    )
+    super().__init__(
+      engine, ChatTokenizer(tokenizer), timeout=timeout, concurrency=concurrency
+    )
+    self._lock = asyncio.Lock()
+
+  async def ask(self, name: str, messages: Sequence[Message], **sampling: Any) -> str:
+    """As `LocalJudgeClient.ask`; the first to ask has the weights put on the device."""
+    async with self._lock:
+      if self._own.version is None:
+        await self._own.load(0, self._params)
+        self._params = None
+    return await super().ask(name, messages, **sampling)
+
+
+class RewardModelEngine(RewardModel):
+  """A reward model from a checkpoint; see `huggingface.load_scorer` for which."""
+
+  def __init__(
+    self,
+    folder: str,
+    device_thread: DeviceThread | None,
+    kernels: str = 'auto',
+    *,
+    dtype: Dtype = 'float32',
+    max_length: int = 4096,
+    batch_size: int = 8,
+    timeout: float = 600.0,
+  ):
+    config, params = huggingface.load_scorer(folder)
+    super().__init__(
+      TransformerLM(config, dtype=dtype, kernels=kernels),
+      _cast(params, dtype),
+      ChatTokenizer(load_tokenizer(folder)),
+      device_thread=device_thread or DeviceThread('rewards'),
+      pad_id=huggingface.pad_id(folder),
+      max_length=min(max_length, config.max_position),
+      batch_size=batch_size,
+      timeout=timeout,
+    )
+
+
+def _cast(params: Params, dtype: str) -> Params:
+  """The weights as they are computed with, but for a head, whose sum is of float32."""
+  kind = huggingface.DTYPES[dtype]
+  cast = {name: jax.tree.map(lambda x: x.astype(kind), params[name]) for name in params}
+  return cast | {name: params[name] for name in params if name == 'value_head'}
+
+
+def validate_rewards(settings: RunSettings) -> None:
+  """Checks the terms without loading any weights.
+
+  Raises:
+    ConfigError: for a term that cannot be, or rewards of a run that plays nothing.
+  """
+  terms, text = settings.rollout.rewards, settings.text('rollout.rewards')
+  if not terms:
+    return
+  if not settings.plays and not settings.evaluates:
+    raise ConfigError(f'{KEY}={text}: has no effect here: nothing is played')
+  _make_pipeline(terms, text, lambda *args, **options: None)
+
+
+def make_reward_pipeline(
+  settings: RunSettings, runtime: Runtime, device_thread: DeviceThread
+) -> RewardPipeline:
+  """Returns what the run adds to its episodes' rewards.
+
+  In one process the engines of judges and reward models share the devices with the
+  run's own, in turn; of Ray actors each has a process to itself.
+
+  Args:
+    settings: settings of the run.
+    runtime: where those engines are to live.
+    device_thread: the thread of the shared devices.
+
+  Raises:
+    ConfigError: for a model or server that cannot be used.
+  """
+  shared_thread = None if settings.cluster.ray else device_thread
+
+  def spawn(cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    if cls is not OpenAIJudgeClient:
+      args = (*args, shared_thread, settings.model.kernels)
+    try:
+      return runtime.spawn(cls, *args, **options)
+    except (OSError, ValueError) as error:
+      raise ConfigError(f'{KEY}: {args[0]}: {error}') from error
+
+  text = settings.text('rollout.rewards')
+  return _make_pipeline(settings.rollout.rewards, text, spawn)
+
+
+def _make_pipeline(
+  term_settings: Sequence[RewardTermSettings], text: str, spawn: Spawn
+) -> RewardPipeline:
+  terms: dict[str, RewardTerm] = {}
+  env_weights: list[float] = []
+  try:
+    for term in term_settings:
+      options = dict(term.options)
+      if term.target == 'env':
+        check_options(_env, options, 'env')
+        env_weights.append(term.weight)
+        continue
+      fallback = {key: options.pop(key) for key in ('otherwise',) if key in options}
+      check_options(_any, fallback, term.target)
+      scorer = _make_scorer(term.target, options, spawn)
+      terms[term.name] = RewardTerm(
+        scorer, term.weight, fallback=fallback.get('otherwise')
+      )
+    if len(env_weights) > 1:
+      raise ConfigError('env stands there twice')
+  except ConfigError as error:
+    raise ConfigError(f'{KEY}={text}: {error}') from error
+  return RewardPipeline(terms, *env_weights)
+
+
+def _env() -> None:
+  """Takes no option beside the weight."""
+
+
+def _any(*, otherwise: float | None = None) -> None:
+  """Takes the options that every other term has beside its weight."""
+
+
+def _served(
+  *, checkpoint: str = '', url: str = '', model: str = '', key_env: str = ''
+) -> None:
+  """Where a judge is served: from a folder, or by the `model` of a server."""
+
+
+def _make_scorer(target: str, options: dict[str, Any], spawn: Spawn) -> Any:
+  if target == 'judge':
+    return _judge(options, spawn)
+  if target == 'reward_model':
+    where, served, own = _split(target, options, RewardModelEngine, RewardModelTerm)
+    if set(where) != {'checkpoint'}:
+      raise ConfigError("reward_model: name its folder, checkpoint='…', and no server")
+    folder = _folder(target, where['checkpoint'])
+    RewardModelTerm(None, **own)
+    return RewardModelTerm(spawn(RewardModelEngine, folder, **served), **own)
+  return GraderReward(composite.make_grader_part(target, options, SERVED))
+
+
+def _judge(options: dict[str, Any], spawn: Spawn) -> LLMJudge:
+  made = OpenAIJudgeClient if 'url' in options else JudgeEngine
+  where, served, own = _split('judge', options, made, LLMJudge)
+  LLMJudge(None, **own)  # what is wrong is said before anything is served
+  validate_judge_limits(**served)
+  if made is JudgeEngine:
+    if set(where) != {'checkpoint'}:
+      raise ConfigError("judge: give a checkpoint='…', or a url='…' and a model='…'")
+    folder = _folder('judge', where['checkpoint'])
+    return LLMJudge(spawn(JudgeEngine, folder, **served), **own)
+  if 'checkpoint' in where or not where.get('model'):
+    raise ConfigError("judge: a url needs a model='…', and no checkpoint")
+  if importlib.util.find_spec('aiohttp') is None:
+    raise ConfigError("judge: a url needs aiohttp: pip install 'jaxrl[serve]'")
+  server = (
+    validate_judge_url(where['url']),
+    where['model'],
+    read_api_key(where.get('key_env', '')),
+  )
+  return LLMJudge(spawn(OpenAIJudgeClient, *server, **served), **own)
+
+
+def _split(
+  target: str, options: dict[str, Any], *makers: Callable[..., Any]
+) -> list[dict[str, Any]]:
+  """The options that say where a part is served, and those of each of its makers."""
+  found = []
+  for maker in (_served, *makers):
+    mine = {key: options.pop(key) for key in defaults(maker) if key in options}
+    check_options(maker, mine, target)
+    found.append(mine)
+  for key in options:
+    known = {name for maker in (_served, *makers, _any) for name in defaults(maker)}
+    raise unknown_name_error(key, known | {'weight'}, 'option', target)
+  return found
+
+
+def _folder(target: str, folder: str) -> str:
+  """The folder's absolute path. ConfigError unless it holds such a model."""
+  try:
+    huggingface.load_config(folder)
+    if target == 'reward_model':
+      huggingface.check_scorer(folder)
+    ChatTokenizer(load_tokenizer(folder))
+  except (OSError, ValueError) as error:
+    raise ConfigError(f'{target}: checkpoint={folder!r}: {error}') from error
+  return str(pathlib.Path(folder).absolute())

@@ -1,0 +1,384 @@
+"""Schedule rollouts: engines, data sets, group queues, workers and evaluation."""
+
+import asyncio
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.curricula import GroupResult
+from jaxrl.data.seeds import base_seed
+from jaxrl.device_thread import DeviceThread
+from jaxrl.envs.env_registry import options_for_split
+from jaxrl.group_stats import SampleRows
+from jaxrl.model_loading import LoadedModel
+from jaxrl.rollout.engine.actor_proxy import maybe_await
+from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.rollout.env_worker import make_env_manager, partition_envs
+from jaxrl.rollout.queue.group_allocation import allocate_groups
+from jaxrl.rollout.queue.group_filters import make_group_filter
+from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
+from jaxrl.rollout.weights.weight_sync import WeightSyncer
+from jaxrl.training import staleness
+from jaxrl.types import Group
+from launch.components.env_datasets import Datasets
+from launch.components.learner_factory import copy_params
+from launch.runtime.rollout_worker import RolloutWorker, make_env_context
+from launch.runtime.runtime_interface import Runtime, make_engines
+from launch.settings.off_policy import max_staleness
+from launch.settings.run_settings import RunSettings
+
+NUM_TRIAL_TASKS = 8  # tasks that are begun before the run is
+
+
+class RolloutScheduler:
+  """Plays the episodes of a run, for training and for evaluation.
+
+  Attributes:
+    engines: the engines themselves.
+    engine: the router to all of them.
+    weights: brings the engines their weights.
+    weight_syncer: decides when they get them.
+    tags: environment tags.
+    datasets: data sets for training by tag; None for tags whose tasks are seeds.
+    queues: group queues by tag, once training has started.
+  """
+
+  def __init__(
+    self,
+    settings: RunSettings,
+    policy: LoadedModel,
+    runtime: Runtime,
+    device_thread: DeviceThread,
+    datasets: tuple[Datasets, Datasets],
+  ):
+    """Makes the engines, and checks the environments' options.
+
+    Args:
+      settings: settings of the run.
+      policy: the model that plays, with its tokenizer.
+      runtime: where engines, queues and workers are to live.
+      device_thread: the thread of this process's devices.
+      datasets: data sets for training and for evaluation, see `load_datasets`.
+
+    Raises:
+      ConfigError: for options that an environment or a queue refuses.
+    """
+    self._settings = settings
+    self._policy = policy
+    self._runtime = runtime
+    self._group_size = settings.algorithm.group_size
+    self._greedy = 'greedy_mask' in requirements.needs(settings.algorithm)
+    self._formulation = requirements.row_format(settings.algorithm)
+    self.engines, self.engine, self.weights = make_engines(
+      settings, policy, runtime, device_thread
+    )
+    self.weight_syncer = WeightSyncer(
+      settings.rollout.sync,
+      self.weights,
+      self.engine,
+      copy=functools.partial(copy_params, device_thread),
+      finished_groups=self._played,
+      num_groups=settings.batch.num_groups,
+    )
+    self.tags = list(settings.env)
+    self._num_groups = settings.batch.num_groups  # of a step, all tags together
+    self.datasets, self._tests = datasets
+    self._rewards = None
+    if settings.rollout.rewards:
+      # Imported here because most rewards are the environments' own.
+      from launch.components.reward_terms import make_reward_pipeline
+
+      self._rewards = make_reward_pipeline(settings, runtime, device_thread)
+    self._check_options()
+    self.queues: dict[str, Any] = {}
+
+  def _num_busy_episodes(self) -> int:
+    """How many episodes keep all engines at work while some wait for environments."""
+    return 2 * self._settings.rollout.num_slots * len(self.engines)
+
+  # ---- checks
+
+  def _check_options(self) -> None:
+    """Raises ConfigError for options that a manager or a queue refuses."""
+    for tag in self.tags:
+      try:
+        self.manager(tag, 'sample').context.pool.close()
+        GroupQueue(**self._queue_options(tag))
+      except ValueError as error:
+        raise ConfigError(f'env.{tag} or rollout: {error}') from error
+
+  async def check_prompts(self) -> None:
+    """Begins a few tasks of each tag, before any work is done.
+
+    Single tasks that fail, or do not fit, only cost an episode each later on.
+
+    Raises:
+      ConfigError: if none of a tag's tasks can be begun.
+    """
+    for tag in self.tags:
+      manager = self.manager(tag, 'sample')
+      first = self._first_task(tag)
+      reasons = []
+      for number in range(NUM_TRIAL_TASKS):
+        cache = await manager.reset(EpisodeLease(0, first + number, 0, 0, 0))
+        if cache is not None and not cache.done:
+          break
+        error = cache.extras.get('error', cache.stop_reason) if cache else 'no task'
+        reasons.append(error)
+      manager.context.pool.close()
+      if len(reasons) == NUM_TRIAL_TASKS:
+        raise ConfigError(
+          f'env.{tag}: none of {NUM_TRIAL_TASKS} tasks can be begun; the last because: '
+          f'{reasons[-1]}'
+        )
+
+  def _first_task(self, tag: str) -> int:
+    """The first of the tasks that `check_prompts` begins."""
+    return base_seed(self._settings.seed, 'train', tag)
+
+  # ---- training
+
+  def _groups_per_step(self, tag: str) -> int:
+    shares = {name: env.share for name, env in self._settings.env.items()}
+    return allocate_groups(self._num_groups, shares)[tag]
+
+  def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
+    settings, env = self._settings, self._settings.env[tag]
+    automatic = env.formulation == 'auto'
+    return {
+      **env.manager_options,
+      'max_steps': env.max_steps,
+      'max_tokens_per_step': env.max_tokens_per_step,
+      'formulation': self._formulation if automatic else env.formulation,
+      **settings.rollout.sampling,
+      'tag': tag,
+      'max_length': settings.batch.max_length,
+      **changes,
+    }
+
+  async def start(
+    self, states: Mapping[str, Any], num_groups: int
+  ) -> list[asyncio.Task]:
+    """Starts playing for training.
+
+    Args:
+      states: what `state_dict` gave, from a checkpoint; empty without one.
+      num_groups: groups of each step.
+
+    Returns:
+      The tasks of the workers.
+    """
+    self._num_groups = self.weight_syncer.num_groups = num_groups
+    tasks = []
+    for tag in self.tags:
+      queue = self.queues[tag] = self._queue(tag)
+      if tag in states:
+        await self._restore(tag, states[tag])
+      data = {'seed': base_seed(self._settings.seed, 'train', tag)}
+      for worker in self._workers(tag, queue):
+        tasks.append(asyncio.ensure_future(self._runtime.run_worker(worker, data)))
+    return tasks
+
+  def _num_parallel_groups(self, tag: str) -> int:
+    """How many groups of a tag play at once."""
+    return math.ceil(
+      (1 + self._settings.rollout.async_ratio) * self._groups_per_step(tag)
+    )
+
+  def _queue(self, tag: str) -> Any:
+    settings = self._settings
+    group_filter = make_group_filter(
+      settings.group_filters, settings.config, settings.env_manager_config(tag)
+    )
+    limits = {'max_length': settings.response_limit(tag)}
+    shaper = make_reward_shaper(settings.reward_shapers, limits)
+    return self._runtime.spawn(
+      GroupQueue, group_filter, shaper, **self._queue_options(tag)
+    )
+
+  def _queue_options(self, tag: str) -> dict[str, Any]:
+    rollout = self._settings.rollout
+    return {
+      'num_groups': self._groups_per_step(tag),
+      'group_size': self._group_size,
+      'num_env_groups': self._num_parallel_groups(tag),
+      'async_ratio': rollout.async_ratio,
+      'redundancy': rollout.redundancy,
+      'retries': rollout.retries,
+      'min_members': rollout.min_members,
+      'lease_timeout': rollout.lease_timeout,
+      'in_order': rollout.async_ratio == 0,
+      'expires': rollout.staleness is None,
+      'max_lost': rollout.max_lost,
+      'greedy': self._greedy,
+    }
+
+  def _workers(self, tag: str, queue: Any) -> list[functools.partial[RolloutWorker]]:
+    """Returns functions that make the workers of a tag where they are to live."""
+    settings, env = self._settings, self._settings.env[tag]
+    num_workers = self._runtime.num_workers(settings.cluster.num_workers)
+    group_size = self._group_size + settings.rollout.redundancy + self._greedy
+    parts = partition_envs(self._num_parallel_groups(tag), group_size, num_workers)
+    return [
+      functools.partial(
+        RolloutWorker,
+        env.env_type,
+        env.env_config,
+        pathlib.Path(self._policy.folder).absolute(),
+        part,
+        self._manager_options(tag),
+        engine=self.engine,
+        queue=queue,
+        dataset=self.datasets[tag],
+        concurrency=env.concurrency,
+        rewards=self._rewards,
+      )
+      for part in parts
+      if part
+    ]
+
+  async def advance(self, step: int) -> None:
+    """Reports the last results to curricula, then lets the groups of `step` begin."""
+    reports: dict[int, tuple[Any, list[GroupResult]]] = {}  # tags may share a data set
+    for tag, queue in self.queues.items():
+      results, data = await maybe_await(queue.results()), self.datasets[tag]
+      if data is not None:
+        reports.setdefault(id(data), (data, []))[1].extend(results)
+    for data, results in reports.values():
+      await maybe_await(data.report(results))
+    for queue in self.queues.values():
+      await maybe_await(queue.advance_step(step))
+
+  async def take(self, step: int, min_version: int | None = None) -> list[Group]:
+    """Waits for the groups of a step.
+
+    Args:
+      step: the step.
+      min_version: groups with a token of older weights are dropped and replaced, as
+        are those past the run's own limit on staleness.
+
+    Returns:
+      The groups, tag after tag; of each tag those that were finished first come first.
+    """
+    limit = max_staleness(self._settings)
+    if limit is not None:
+      min_version = max(step - limit, -1 if min_version is None else min_version)
+    batches = await asyncio.gather(
+      *(
+        maybe_await(queue.get_batch(self._groups_per_step(tag), step, min_version))
+        for tag, queue in self.queues.items()
+      )
+    )
+    groups = [group for batch in batches for group in batch]
+    if limit is not None:
+      staleness.check_groups(groups, step, limit)
+    return groups
+
+  async def _played(self) -> float:
+    """Counts the complete groups since the process began, taken or not."""
+    return (await self.counts()).get('queue/whole', 0.0)
+
+  async def metrics(self) -> dict[str, float]:
+    """Returns what the engines and the queues count."""
+    return await self.engine.metrics() | await self.counts()
+
+  async def counts(self) -> dict[str, float]:
+    """Returns what the queues counted since they began, all tags together."""
+    total: dict[str, float] = {}
+    for queue in self.queues.values():
+      for name, value in (await maybe_await(queue.metrics())).items():
+        total[name] = total.get(name, 0.0) + value
+    return total
+
+  async def state_dict(self) -> dict[str, Any]:
+    """Returns the state of the queues and of the data sets, by tag."""
+    state = {}
+    for tag, queue in self.queues.items():
+      data = self.datasets[tag]
+      state[tag] = {
+        'queue': await maybe_await(queue.state_dict()),
+        'dataset': data and await maybe_await(data.state_dict()),
+      }
+    return state
+
+  async def _restore(self, tag: str, state: Mapping[str, Any]) -> None:
+    await maybe_await(self.queues[tag].load_state_dict(state['queue']))
+    if self.datasets[tag] is not None:
+      await maybe_await(self.datasets[tag].load_state_dict(state['dataset']))
+
+  async def close(self) -> None:
+    """Stops handing over weights, and shuts the queues."""
+    await self.weight_syncer.close()
+    for queue in self.queues.values():
+      await maybe_await(queue.shutdown())
+
+  # ---- evaluation
+
+  def manager(self, tag: str, mode: str, **changes: Any) -> EnvManager:
+    """Makes a manager outside any queue.
+
+    Args:
+      tag: the environment tag.
+      mode: 'sample' plays training tasks, 'traversal' those of evaluations.
+      **changes: options of the manager that differ from the config's.
+    """
+    env, tests = self._settings.env[tag], mode == 'traversal'
+    env_config = dict(env.env_config)
+    if tests:
+      env_config = options_for_split(
+        env.env_type, env_config, self._settings.eval.split
+      )
+    context = make_env_context(
+      env.env_type,
+      env_config,
+      self._policy.folder,
+      self.engine,
+      queue=None,
+      dataset=(self._tests if tests else self.datasets)[tag],
+      concurrency=env.concurrency,
+      rewards=self._rewards,
+    )
+    return make_env_manager(context, **self._manager_options(tag, **changes))
+
+  async def evaluate(
+    self, progress: Callable[[str, SampleRows, int], None] | None = None
+  ) -> tuple[dict[str, float], list[Group]]:
+    """Scores every tag on the weights that the engines serve.
+
+    Args:
+      progress: called with the tag, a sample's rows, and how many samples it plays.
+
+    Returns:
+      The metrics and the groups of all tags.
+    """
+    # Imported here because only runs that evaluate need it.
+    from jaxrl.rollout.evaluation import evaluate
+
+    metrics, groups = {}, []
+    settings = self._settings.eval
+    for tag in self.tags:
+      if self._tests[tag] is not None:
+        await maybe_await(self._tests[tag].reset())
+      first = self.manager(tag, 'traversal', temperature=settings.temperature)
+      options = self._manager_options(tag, temperature=settings.temperature)
+      tag_metrics, tag_groups = await evaluate(
+        lambda i, context=first.context, options=options: make_env_manager(
+          context, **options
+        ),
+        base_seed(self._settings.seed, 'val', tag),
+        tag=tag,
+        num_tasks=settings.num_tasks,
+        group_size=settings.group_size,
+        concurrency=self._num_busy_episodes(),
+        progress=progress and functools.partial(progress, tag),
+      )
+      await first.context.close()
+      metrics |= tag_metrics
+      groups += tag_groups
+    return metrics, groups

@@ -1,0 +1,116 @@
+"""Load the teachers of a run, for algorithms that distil.
+
+`teacher.checkpoint` is the Hugging Face folder of the teacher, or 'data' where the rows
+bring its outputs. `teacher.by_tag` names others for single environment tags, as in
+'gsm8k=FOLDER, lake=FOLDER'.
+"""
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl import model_loading as policies
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.model_loading import LoadedModel
+from jaxrl.models import huggingface
+from jaxrl.training.teacher_scoring import Teachers
+from launch.settings.run_settings import (
+  TEACHER_BY_TAG,
+  TEACHER_CHECKPOINT,
+  RunSettings,
+)
+
+
+def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
+  """Loads the vocabulary that a student trained from scratch shares with its teacher.
+
+  Args:
+    settings: settings of a run with a teacher.
+
+  Returns:
+    The first teacher's tokenizer and the rows of its embedding table.
+
+  Raises:
+    ConfigError: for a folder that holds no such thing.
+  """
+  tag, folder = next(iter(settings.teacher.folders.items()))
+  try:
+    return load_tokenizer(folder), huggingface.load_config(folder).vocab_size
+  except (OSError, ValueError) as error:
+    key = TEACHER_BY_TAG if tag else TEACHER_CHECKPOINT
+    raise ConfigError(f'{key}={folder}: {error}') from error
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherSet:
+  """Holds the teachers of a run, not yet on the devices.
+
+  Attributes:
+    policies: teachers by environment tag; '' stands for all other tags.
+  """
+
+  policies: dict[str, LoadedModel]
+
+  def describe(self) -> str:
+    """Names the teachers in one line."""
+    names = (
+      f'{policy.folder}{tag and f" for {tag}"}' for tag, policy in self.policies.items()
+    )
+    return ', '.join(names) or 'what comes with the data'
+
+  def place(self, settings: RunSettings, mesh: Mesh, num_rows: int) -> Teachers:
+    """Puts the teachers on a mesh.
+
+    Args:
+      settings: settings of the run.
+      mesh: devices of the learner.
+      num_rows: rows of a usual batch.
+    """
+    by_tag = dict(self.policies)
+    default = by_tag.pop('', None)
+    return Teachers(
+      settings.algorithm,
+      default,
+      by_tag,
+      mesh=mesh,
+      chunk_rows=_chunk_rows(settings, num_rows),
+      temperature=settings.rollout.temperature,
+      tags=tuple(settings.env) if settings.plays else (),
+    )
+
+
+def _chunk_rows(settings: RunSettings, num_rows: int) -> int:
+  """Returns the rows a teacher scores at a time: about a micro-batch of the learner."""
+  batch = settings.batch
+  if batch.packing is not None:
+    return max(1, batch.packing.tokens // max(batch.buckets))
+  return -(-num_rows // (batch.minibatches * batch.micro_batches))
+
+
+def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
+  """Loads the teachers that the algorithm asks.
+
+  Args:
+    settings: settings of the run.
+    student: the model that trains, whose vocabulary the teachers must have.
+
+  Raises:
+    ConfigError: for a folder that holds no model, or one of another vocabulary.
+  """
+  loaded: dict[str, LoadedModel] = {}
+  folders = settings.teacher.folders
+  for tag, folder in folders.items():
+    if folder not in loaded:
+      key = TEACHER_BY_TAG if tag else TEACHER_CHECKPOINT
+      policy = policies.load_model(
+        folder,
+        value_head=False,
+        dtype=settings.model.dtype,
+        remat='none',
+        kernels=settings.model.kernels,
+        key=key,
+      )
+      loaded[folder] = policies.match_vocabulary(policy, student, key)
+  return TeacherSet({tag: loaded[folder] for tag, folder in folders.items()})

@@ -1,0 +1,142 @@
+"""Run what only plays: engines with a model's weights, and no learner."""
+
+import pathlib
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.seeds import base_seed
+from jaxrl.device_thread import DeviceThread
+from jaxrl.model_loading import LoadedModel
+from launch import build
+from launch.components.env_datasets import load_datasets
+from launch.components.rollout_scheduler import RolloutScheduler
+from launch.runtime.local_runtime import LocalRuntime
+from launch.runtime.runtime_interface import Runtime, supervise_run
+from launch.settings.engine_settings import check_model
+from launch.settings.resolve import override_settings
+from launch.settings.run_settings import RunSettings
+
+MakeParts = Callable[[Runtime, DeviceThread], tuple[LoadedModel, Any]]
+
+
+class InferenceJob:
+  """Holds a runtime, a policy, and what plays with it.
+
+  Attributes:
+    policy: the model that plays, with its tokenizer.
+    plays: what plays; its `weights` bring the engines their weights.
+    told: who has which devices, for people.
+  """
+
+  def __init__(
+    self, settings: RunSettings, make_parts: MakeParts, runtime: Runtime | None = None
+  ):
+    """Makes the parts.
+
+    Args:
+      settings: settings of the run.
+      make_parts: returns the policy and what plays, for a runtime and a device thread.
+      runtime: where the parts are to live; None takes the one that the settings name.
+
+    Raises:
+      ConfigError: for settings that cannot be.
+    """
+    if settings.model.lora:
+      raise ConfigError(
+        f'--config.model.lora={settings.text("model.lora")}: no adapters are made '
+        'where nothing trains: name the model with its adapters merged, '
+        '--config.model.checkpoint=WORKDIR/export, and leave model.lora out '
+        '(--config.model.lora=)'
+      )
+    self._runtime = runtime or build.make_runtime(settings, learns=False)
+    self._device_thread = DeviceThread()
+    try:
+      self.policy, self.plays = make_parts(self._runtime, self._device_thread)
+    except Exception as error:
+      self._device_thread.close()
+      build.close_and_reraise(self._runtime, error)
+      raise
+    self.description = self._runtime.description
+
+  async def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+    """Gives every engine the weights, then does some work; closes everything.
+
+    Engines that die meanwhile are replaced. Raises the root cause of an error.
+
+    Args:
+      work: makes the work to be awaited.
+
+    Returns:
+      What the work returns.
+    """
+
+    async def publish_and_work() -> Any:
+      await self.plays.weights.publish(0, self.policy.params)
+      return await work()
+
+    try:
+      return await supervise_run(self._runtime, publish_and_work())
+    finally:
+      await self.close()
+
+  async def close(self) -> None:
+    """Closes the runtime and the device thread."""
+    await self._runtime.close()
+    self._device_thread.close()
+
+
+def make_evaluator(
+  settings: RunSettings, workdir: pathlib.Path, runtime: Runtime | None = None
+) -> InferenceJob:
+  """Returns a job that evaluates as training does; it `plays` by `RolloutScheduler`.
+
+  Args:
+    settings: settings of the run.
+    workdir: where a random model is saved, if no checkpoint is named.
+    runtime: where the parts are to live; None takes the one that the settings name.
+
+  Raises:
+    ConfigError: for settings that cannot be.
+  """
+  build.validate_run(settings)
+
+  def make_parts(
+    runtime: Runtime, device_thread: DeviceThread
+  ) -> tuple[LoadedModel, RolloutScheduler]:
+    datasets = load_datasets(settings, runtime)  # first: they are cheap to load
+    policy = build.load_policy(settings, workdir, critic=False)
+    check_model(settings, policy.model.config)
+    return policy, RolloutScheduler(settings, policy, runtime, device_thread, datasets)
+
+  return InferenceJob(settings, make_parts, runtime)
+
+
+class Player:
+  """Holds one manager outside any queue, in this process, for `launch.play`.
+
+  Attributes:
+    run: awaits work once the engine has its weights, see `InferenceJob.run`.
+    decode: token ids → text.
+    manager: plays episodes of the first environment tag.
+    base_seed: seed of its episode 0.
+  """
+
+  def __init__(self, settings: RunSettings, workdir: pathlib.Path):
+    """Makes the manager and its engine; one episode needs no other engine than ours."""
+    if settings.rollout.engine.external:
+      settings = override_settings(settings, {'rollout.engine': 'jax'})
+    evaluator = make_evaluator(settings, workdir, LocalRuntime())
+    rollouts: RolloutScheduler = evaluator.plays
+    tag = rollouts.tags[0]
+    self.run = evaluator.run
+    self.decode: Callable[..., str] = evaluator.policy.tokenizer.decode
+    self.manager = rollouts.manager(tag, 'sample')
+    self.base_seed = base_seed(settings.seed, 'train', tag)
+
+
+def make_player(settings: RunSettings) -> Player:
+  """Returns what plays one episode of the first tag, as training would."""
+  with tempfile.TemporaryDirectory() as folder:
+    return Player(settings, pathlib.Path(folder))

@@ -1,0 +1,1 @@
+"""Records a run: metrics, console output, trajectories and its working directory."""

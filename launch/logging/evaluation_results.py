@@ -1,0 +1,99 @@
+"""Summarize an evaluation: scores with their intervals, as JSON and as lines."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.call_strings import defaults
+from jaxrl.data.seeds import fold_seed
+from jaxrl.group_stats import rows_by_sample, sample_score
+from jaxrl.rollout import pass_at_k
+from jaxrl.rollout.evaluation import ANSWER_COLUMN, metrics_by_task
+from jaxrl.types import Group
+
+LEVEL = defaults(pass_at_k.bootstrap_interval)['level']
+
+
+def summarize_tags(
+  metrics: Mapping[str, float], groups: Sequence[Group], ks: Sequence[int], seed: int
+) -> dict[str, dict[str, Any]]:
+  """Summarizes the evaluation of each tag.
+
+  Args:
+    metrics: metrics of `RolloutScheduler.evaluate`.
+    groups: its groups.
+    ks: the ks of pass@k and majority@k; () takes 1, 2, 4 … up to the samples of a task.
+    seed: seed of the run, from which the bootstrap samples of the intervals follow.
+
+  Returns:
+    By tag: num_tasks, num_attempts (of a task), scores {name: {value, low, high}},
+    other (the mean of every other metric), error (of the first failed sample, or None)
+    and tasks, each with its seed, scores, answers and stop reasons.
+  """
+  return {
+    tag: _tag(metrics, [group for group in groups if group[0].tag == tag], ks, seed)
+    for tag in dict.fromkeys(group[0].tag for group in groups)
+  }
+
+
+def _tag(
+  metrics: Mapping[str, float], groups: list[Group], ks: Sequence[int], seed: int
+) -> dict[str, Any]:
+  tag, size = groups[0][0].tag, min(len(rows_by_sample(group)) for group in groups)
+  found = metrics_by_task(groups, ks or pass_at_k.powers_of_two(size))
+  found = {f'mean@{size}' if k == 'mean' else k: v for k, v in found.items()}
+  rng = np.random.default_rng(fold_seed(seed, 'bootstrap', tag))
+  table = np.stack(list(found.values()), axis=1)
+  columns = zip(
+    found, table.mean(0), *pass_at_k.bootstrap_interval(table, rng), strict=True
+  )
+  own = {
+    name.removeprefix(f'eval/{tag}/'): value
+    for name, value in metrics.items()
+    if name.startswith(f'eval/{tag}/')
+  }
+  skip = ('tasks', 'mean', *(k for k in own if k.startswith(('pass@', 'majority@'))))
+  errors = [row.extras.get('error') for group in groups for row in group if row.failed]
+  return {
+    'num_tasks': len(groups),
+    'num_attempts': size,
+    'scores': {
+      name: {'value': float(value), 'low': float(low), 'high': float(high)}
+      for name, value, low, high in columns
+    },
+    'other': {name: value for name, value in own.items() if name not in skip},
+    'error': str(errors[0]) if errors else None,
+    'tasks': [_task(group) for group in groups],
+  }
+
+
+def _task(group: Group) -> dict[str, Any]:
+  attempts = list(rows_by_sample(group).values())
+  given = [rows[-1].columns.get(ANSWER_COLUMN) for rows in attempts]
+  return {
+    'number': group[0].episode_id,
+    'seed': group[0].episode_seed,
+    'scores': [sample_score(rows) for rows in attempts],
+    'answers': [None if answer is None else str(answer) for answer in given],
+    'stop_reasons': [rows[-1].stop_reason for rows in attempts],
+  }
+
+
+def format_results(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+  """Yields (text, style) of each line for people."""
+  for tag, own in found.items():
+    many = own['num_attempts'] > 1
+    attempts = f', {own["num_attempts"]} attempts each' if many else ''
+    yield '', ''
+    yield f'{tag}: {own["num_tasks"]} tasks{attempts}', 'bold'
+    yield f'  {"":<14} {"score":>8}   {LEVEL:.0%} interval', 'dim'
+    for name, row in own['scores'].items():
+      span = f'{row["low"]:.3f} – {row["high"]:.3f}'
+      yield f'  {name:<14} {row["value"]:>8.3f}   {span}', ''
+    for name, value in own['other'].items():
+      if name.startswith('stop/') and name != 'stop/finish':
+        yield f'  {name:<14} {value:>8.1%}   of attempts', ''
+    if own['other']['failed']:
+      failed = f'{own["other"]["failed"]:.1%} of attempts failed and score 0'
+      yield f'  {failed}; the first: {own["error"]}', 'yellow'

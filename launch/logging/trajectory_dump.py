@@ -1,0 +1,93 @@
+"""Dump what is played during training, to `--config.dump.path`."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.trajectory_writers.writer import merge_columns, open_dump
+from jaxrl.envs.env_registry import unwrapped
+from jaxrl.types import Group
+from launch.logging.metric_loggers import MetricLogger, read_metrics
+from launch.settings.run_settings import RunSettings
+
+MARK = '.dumped'  # in a run's folder: it has begun to write
+
+
+def env_columns(settings: RunSettings) -> dict[str, str]:
+  """Returns the types of the environments' own columns, by name."""
+  envs = [unwrapped(env.env_type, env.env_config) for env in settings.env.values()]
+  return merge_columns(getattr(env, 'columns', {}) for env in envs)
+
+
+def has_begun(folder: pathlib.Path) -> bool:
+  """Returns whether the run in `folder` may have written trajectories.
+
+  An evaluation's are written before its numbers, which are those of a whole step.
+  """
+  return (folder / MARK).exists() or bool(read_metrics(folder / 'metrics.jsonl'))
+
+
+class TrajectoryDump(MetricLogger):
+  """Writes each step's trajectories, a part for each tag and mode.
+
+  A step that is done again after a crash replaces its part. Parts are written before
+  the step's checkpoint, so that none is missing after one.
+  """
+
+  def __init__(self, settings: RunSettings, folder: pathlib.Path, *, fresh: bool):
+    """Opens the dump.
+
+    Args:
+      settings: settings of the run, whose `dump` says where to write.
+      folder: folder of the run.
+      fresh: whether the run has written nothing yet.
+
+    Raises:
+      ConfigError: if nothing can be written there.
+    """
+    dump = settings.dump
+    assert dump is not None
+    if dump.store is not None:
+      raise ConfigError(
+        f'--config.dump.path={dump.path}: training keeps what it played in '
+        'files or a table; launch.rollout writes experience stores'
+      )
+    columns = env_columns(settings)
+    self._sinks = {}
+    self._mark = folder / MARK
+    for mode in ('train', 'val'):
+      self._columns, sink = open_dump(
+        mode, folder.absolute(), columns, path=dump.path, columns=dump.columns
+      )
+      sink.check(fresh=fresh)
+      self._sinks[mode] = sink
+    self._model = settings.model.name
+
+  def trajectories(
+    self,
+    step: int,
+    groups: Sequence[Group],
+    advantages: Any = None,
+    kind: str = 'train',
+  ) -> None:
+    """Writes the played trajectories of a step, one file per environment tag."""
+    mode = 'val' if kind == 'eval' else 'train'
+    self._mark.touch()
+    for tag, played in _by_tag(groups).items():
+      rows = [
+        row
+        for group in played
+        for row in self._columns.rows(group, model_name=self._model, mode=mode)
+      ]
+      self._sinks[mode].write(f'{tag}-step{step:06d}', rows)
+
+
+def _by_tag(groups: Sequence[Group]) -> Mapping[str, list[Group]]:
+  """The groups that were played, by tag; what experts wrote is left out."""
+  found: dict[str, list[Group]] = {}
+  for group in groups:
+    played = [row for row in group if not row.is_expert]
+    if played:
+      found.setdefault(played[0].tag, []).append(played)
+  return found

@@ -1,0 +1,194 @@
+"""Manage a run's folder: who may use it, its config, and how it was launched."""
+
+import fcntl
+import fnmatch
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+
+# Keys that may differ when a run resumes; all others decide what the run is.
+FREE = (
+  'num_steps',
+  'num_epochs',
+  'checkpoint.*',
+  'eval.*',
+  'logging.*',
+  'mesh.*',
+  'cluster.*',
+  'data.source',
+  'rollout.num_slots',
+  'rollout.lease_timeout',
+  'rollout.mismatch_alarm',
+)
+PACKAGES = (
+  'jaxrl jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy ray'
+).split()
+
+
+class _Absent:
+  def __repr__(self) -> str:
+    return '(absent)'
+
+
+ABSENT = _Absent()
+
+
+class Workdir:
+  """The open folder of one run; `close` lets others have it.
+
+  path: the folder. resumed: True when it held this run already. changes: lines on
+  what differs from its last launch.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any]):
+    """Makes or opens the folder and checks it. Raises ConfigError, touching nothing.
+
+    A folder that another process holds, or that holds a run of another config, is
+    refused.
+    """
+    self.path = pathlib.Path(path)
+    self.file = self.path / 'config.json'
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = open(self.path / '.lock', 'w')  # noqa: SIM115 held while open
+    except OSError as error:
+      reason = error.strerror or error
+      raise ConfigError(f'--workdir={path}: cannot write there: {reason}') from error
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      self._lock.close()
+      raise ConfigError(
+        f'--workdir={path}: another process is running there; '
+        'wait for it, or name another folder'
+      ) from None
+    self.config = json_data(config)
+    try:
+      self._record = self._read()
+      self.changes = self._compare()
+    except ConfigError:
+      self.close()
+      raise
+    self.resumed = bool(self._record['launches'])
+
+  def _read(self) -> dict[str, Any]:
+    if not self.file.exists():
+      return {'config': self.config, 'launches': []}
+    try:
+      record = json.loads(self.file.read_text())
+      return {'config': dict(record['config']), 'launches': list(record['launches'])}
+    except (ValueError, KeyError, TypeError) as error:
+      raise ConfigError(
+        f'{self.file}: not a record of a run ({error}); name another --workdir'
+      ) from error
+
+  def _compare(self) -> list[str]:
+    old, new = flatten_keys(self._record['config']), flatten_keys(self.config)
+    differ = [
+      key
+      for key in sorted({*old, *new})
+      if old.get(key, ABSENT) != new.get(key, ABSENT)
+    ]
+    lines = [f'{k} {old.get(k, ABSENT)!r} → {new.get(k, ABSENT)!r}' for k in differ]
+    fixed = [
+      line
+      for key, line in zip(differ, lines, strict=True)
+      if not any(fnmatch.fnmatch(key, pattern) for pattern in FREE)
+    ]
+    if fixed:
+      raise ConfigError(
+        f'--workdir={self.path} holds a run with another config: {"; ".join(fixed)}. '
+        'Set these back to resume it, or name another --workdir.'
+      )
+    return lines
+
+  def record(self, **facts: Any) -> None:
+    """Writes config.json: the config, and this launch with `facts` added."""
+    launch = {**launch_record(), **facts}
+    self._record['config'] = self.config
+    self._record['launches'].append(launch)
+    write_atomically(self.file, json.dumps(self._record, indent=2, default=str) + '\n')
+
+  def close(self) -> None:
+    """Releases the lock of the folder."""
+    self._lock.close()
+
+
+def json_data(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a config as it is read back from JSON."""
+  return json.loads(json.dumps(config, default=str))
+
+
+def flatten_keys(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Flattens nested sections into dotted keys."""
+  leaves: dict[str, Any] = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      leaves.update(flatten_keys(value, f'{prefix}{key}.'))
+    else:
+      leaves[f'{prefix}{key}'] = value
+  return leaves
+
+
+def default_path(config_file: str, algorithm: str | None) -> pathlib.Path:
+  """Returns runs/NAME[-ALGORITHM]: the same command finds the same folder."""
+  name = pathlib.Path(config_file).stem
+  if algorithm:
+    name += '-' + pathlib.Path(algorithm.replace(':', '/')).name
+  return pathlib.Path('runs') / name
+
+
+def launch_record() -> dict[str, Any]:
+  """Returns how this process was launched, as far as that is known without JAX."""
+  return {
+    'command': shlex.join(['python', *sys.orig_argv[1:]]),
+    'time': time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
+    'commit': git_commit(),
+    'python': platform.python_version(),
+    'system': f'{platform.system()} {platform.machine()}, {os.cpu_count()} cores',
+    'versions': package_versions(),
+  }
+
+
+def package_versions() -> dict[str, str]:
+  """Returns the versions of the installed packages that matter for a run."""
+  found = {}
+  for package in PACKAGES:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found
+
+
+def git_commit() -> str | None:
+  """Returns the code's git commit, with '+' if files differ; None outside git."""
+  root = pathlib.Path(__file__).resolve().parent.parent
+  if not (root / '.git').exists():
+    return None
+  try:
+    options = {'cwd': root, 'capture_output': True, 'text': True, 'timeout': 5}
+    head = subprocess.run(['git', 'rev-parse', 'HEAD'], **options)
+    state = subprocess.run(['git', 'status', '--porcelain', '-uno'], **options)
+  except (OSError, subprocess.SubprocessError):
+    return None
+  if head.returncode:
+    return None
+  return head.stdout.strip() + ('+' if state.stdout.strip() else '')
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+  """Replaces a file at once: a reader sees the old text or the new, never a part."""
+  part = path.with_name(f'.{path.name}.part')
+  part.write_text(text, encoding='utf-8')
+  os.replace(part, path)

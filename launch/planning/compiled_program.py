@@ -1,0 +1,201 @@
+"""Compiles one program of a run for a machine that is not here, and reads its costs."""
+
+import dataclasses
+import math
+import pathlib
+import re
+import tempfile
+import time
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+
+from launch.planning import flops, traffic
+from launch.planning.targets import GPUS_PER_NODE, Target
+from launch.planning.traffic import Collective
+
+UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+  """Describes what one run of a program needs and does, per device except for FLOPs.
+
+  Attributes:
+    name: name of the program.
+    flops: floating-point operations of all devices together.
+    arguments: bytes of the arguments.
+    outputs: bytes of the outputs that do not reuse an argument's memory.
+    temporaries: bytes of temporary memory.
+    bytes_accessed: bytes that are read from and written to memory.
+    collectives: what a device sends to others, by kind of collective.
+    compile_seconds: time the compilation took.
+    too_large: whether the compiler rejected the program for lack of memory; then only
+      `flops` and `temporaries` are known.
+  """
+
+  name: str
+  flops: float
+  arguments: float
+  outputs: float
+  temporaries: float
+  bytes_accessed: float
+  collectives: dict[str, Collective]
+  compile_seconds: float
+  too_large: bool = False
+
+  @property
+  def memory(self) -> float:
+    """Bytes of a device that the program needs in all."""
+    return self.arguments + self.outputs + self.temporaries
+
+
+def compile_program(
+  name: str, traced: Any, target: Target, loop_rounds: int = 1
+) -> CompiledProgram:
+  """Lowers and compiles a traced program.
+
+  Args:
+    name: name of the program in reports.
+    traced: result of `jax.jit(f).trace(...)`.
+    target: machine to compile for.
+    loop_rounds: iterations of loops whose trip count is not fixed in the program.
+
+  Returns:
+    The program with its costs; `too_large` if the compiler had not enough memory.
+  """
+  start = time.perf_counter()
+  flop_count = flops.count_flops(_live_jaxpr(traced.jaxpr), loop_rounds)
+  try:
+    executable, hlo_text = _compile(traced.lower(), target)
+  except jax.errors.JaxRuntimeError as error:
+    temporaries = _requested_bytes(str(error))
+    if temporaries is None:
+      raise
+    compile_seconds = time.perf_counter() - start
+    return CompiledProgram(
+      name, flop_count, 0, 0, temporaries, 0, {}, compile_seconds, True
+    )
+  sizes = executable.memory_analysis()
+  node_size = (
+    GPUS_PER_NODE
+    if target.chip.platform == 'cuda' and target.size > GPUS_PER_NODE
+    else 0
+  )
+  program_traffic = traffic.measure_traffic(hlo_text, node_size, loop_rounds)
+  return CompiledProgram(
+    name=name,
+    flops=flop_count,
+    arguments=sizes.argument_size_in_bytes,
+    outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+    temporaries=sizes.temp_size_in_bytes,
+    bytes_accessed=program_traffic.memory,
+    collectives=program_traffic.collectives,
+    compile_seconds=time.perf_counter() - start,
+  )
+
+
+def _live_jaxpr(closed_jaxpr: Any) -> Any:
+  """Removes operations that no result depends on, as compilers do."""
+  jaxpr = closed_jaxpr.jaxpr
+  return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def _compile(lowered: Any, target: Target) -> tuple[Any, str]:
+  """Returns the executable and the text of its optimized HLO.
+
+  JAX cannot read back everything that libtpu emits (grouped products, several
+  collectives in one: an async-update of "1 operands but sees 4", in jax 0.10), and
+  prints a stack trace where it cannot. For TPUs the compiler therefore dumps the text.
+  """
+  if target.chip.platform != 'tpu':
+    executable = lowered.compile()
+    return executable, executable.as_text()
+  with tempfile.TemporaryDirectory() as folder:
+    options = {'xla_dump_to': folder, 'xla_dump_hlo_as_text': True}
+    executable = lowered.compile(compiler_options=options)
+    (path,) = pathlib.Path(folder).rglob('*.after_optimizations.txt')
+    return executable, path.read_text()
+
+
+def _requested_bytes(error: str) -> float | None:
+  """Reads the bytes a rejected program needed from the compiler's message."""
+  if 'RESOURCE_EXHAUSTED' not in error:
+    return None
+  match = re.search(r'\(([\d.]+)([KMGT])\) exceeds', error)
+  match = match or re.search(r'[Uu]sed ([\d.]+)([KMGT])', error)
+  return float(match[1]) * UNITS[match[2]] if match else math.inf
+
+
+def bytes_per_device(shapes: Any) -> float:
+  """Computes the bytes that arrays take on each device.
+
+  Args:
+    shapes: pytree of arrays or `ShapeDtypeStruct`s, with or without shardings.
+
+  Returns:
+    Bytes of one device's shards, summed over all leaves.
+  """
+  total = 0.0
+  for leaf in jax.tree.leaves(shapes):
+    layout = getattr(leaf, 'sharding', None)
+    shape = layout.shard_shape(leaf.shape) if layout is not None else leaf.shape
+    total += math.prod(shape) * leaf.dtype.itemsize
+  return total
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeEstimate:
+  """Holds the seconds of a program at the target's stated rates.
+
+  Attributes:
+    compute: seconds of matrix products.
+    memory: seconds of memory traffic.
+    links: seconds of communication between devices.
+  """
+
+  compute: float
+  memory: float
+  links: float
+
+  @property
+  def least(self) -> float:
+    """Seconds if all three overlap completely."""
+    return max(self.compute, self.memory, self.links)
+
+  @property
+  def most(self) -> float:
+    """Seconds if all three run one after the other."""
+    return self.compute + self.memory + self.links
+
+  def __mul__(self, times: float) -> 'TimeEstimate':
+    return TimeEstimate(self.compute * times, self.memory * times, self.links * times)
+
+
+def estimate_time(
+  program: CompiledProgram, target: Target, devices: int, dtype: str
+) -> TimeEstimate:
+  """Estimates the duration of one run of a program.
+
+  Args:
+    program: the compiled program.
+    target: machine whose rates apply.
+    devices: number of devices that the program runs on.
+    dtype: dtype of the matrix products.
+
+  Returns:
+    Seconds of compute, memory and links.
+  """
+  chip, collectives = target.chip, program.collectives.values()
+  # Float32 products are TF32 on these GPUs, at half of bf16's rate.
+  slowdown = 2.0 if chip.platform == 'cuda' and dtype == 'float32' else 1.0
+  inter_node, intra_node = (
+    sum(x.inter_node_bytes for x in collectives),
+    sum(x.bytes - x.inter_node_bytes for x in collectives),
+  )
+  links = intra_node / chip.link + (
+    inter_node / chip.inter_node_link if inter_node else 0.0
+  )
+  compute = slowdown * program.flops / devices / chip.flops
+  return TimeEstimate(compute, program.bytes_accessed / chip.memory_rate, links)

@@ -1,0 +1,64 @@
+"""Computes the learner's share of a device's memory, as the run will divide it."""
+
+import dataclasses
+
+from jaxrl.call_strings import defaults
+from launch.planning.targets import GPUS_PER_NODE, Target
+from launch.runtime import placement
+from launch.settings.cluster_settings import split
+from launch.settings.run_settings import RunSettings
+
+PREALLOCATED_FRACTION = 0.75  # of a GPU's memory, what JAX takes unless it is told
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryBudget:
+  """Holds how a device's memory is shared between learner and engine.
+
+  Attributes:
+    limit: bytes of each device that the learner's process may take.
+    engine: bytes of the same device that an engine in another process has; 0 if the
+      engine has devices of its own or lives in the learner's process.
+    description: the reason, for people; '' where the learner has all the memory.
+  """
+
+  limit: float
+  engine: float = 0.0
+  description: str = ''
+
+
+def memory_budget(settings: RunSettings, target: Target) -> MemoryBudget:
+  """Computes the memory budget of a target whose devices all belong to the learner.
+
+  Where a run would split its devices, the engines have additional ones.
+
+  Args:
+    settings: settings of the run.
+    target: machine to plan for.
+
+  Returns:
+    The learner's and the engine's share of each device.
+
+  Raises:
+    ConfigError: for a placement that is not possible on the target.
+  """
+  memory = target.chip.memory
+  if target.chip.platform != 'cuda':
+    return MemoryBudget(memory)
+  name = settings.cluster.placement.name
+  options = settings.cluster.placement.options
+  if not settings.cluster.ray:
+    share = options['memory'] if name == 'colocated' else PREALLOCATED_FRACTION
+    description = (
+      "JAX's own share, unless --config.cluster.placement='colocated(memory=.9)'"
+    )
+    return MemoryBudget(memory * share, 0.0, '' if name == 'colocated' else description)
+  if name == 'split' or (name == 'auto' and target.size > 1):
+    share = options.get('memory', defaults(split)['memory'])
+    return MemoryBudget(memory * share, 0.0, 'engines have devices of their own')
+  count = min(target.size, GPUS_PER_NODE)
+  plan = placement.plan_placement(
+    settings, [placement.ClusterNode(count)] * (target.size // count)
+  )
+  learner, engine = plan.learners[0].memory, plan.engines[0].memory
+  return MemoryBudget(memory * learner, memory * engine, plan.description)

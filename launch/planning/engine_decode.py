@@ -1,0 +1,213 @@
+"""Compiles the decode step of a config's engine from shapes alone.
+
+The layers of the decode step are not scanned, and compilers for accelerators take many
+minutes for a deep model. All layers are alike. A model of more than
+`MAX_COMPILED_LAYERS` layers is therefore compiled with one layer and with two, and the
+difference stands for each of the others.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.models import kv_cache as caches
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine import model_runner
+from jaxrl.training.parallelism import sharding
+from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.model_sharding import on_mesh
+from launch.planning import compiled_program
+from launch.planning.compiled_program import CompiledProgram
+from launch.planning.planned_run import PlannedRun, served_params
+from launch.planning.targets import Target
+from launch.planning.traffic import Collective
+
+MAX_COMPILED_LAYERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedEngine:
+  """Describes the rollout engine that a config names.
+
+  Attributes:
+    kind: 'jax' or 'vllm'.
+    num_devices: devices of one engine.
+    num_slots: sequences that it decodes at the same time.
+    max_length: tokens of prompt and response.
+    weights_dtype: dtype of its weights; None leaves each as it is published.
+    dtype: dtype of products and cache.
+    own_process: whether it runs in a process of its own, not in the learner's.
+    buckets: prompt lengths that `JaxEngine` compiles for.
+  """
+
+  kind: str
+  num_devices: int
+  num_slots: int
+  max_length: int
+  weights_dtype: str | None
+  dtype: str
+  own_process: bool
+  buckets: tuple[int, ...] = ()
+
+
+def plan_engine(run: PlannedRun) -> PlannedEngine:
+  """Returns the engine that the config names, whether or not it is installed here."""
+  settings = run.settings
+  kind, options = settings.rollout.engine.kind, settings.rollout.engine.own_options
+  length = options.get('max_length', settings.batch.max_length)
+  dtype = settings.model.dtype
+  weights_dtype = settings.cluster.weights.options.get('dtype')
+  devices = 1
+  if kind == 'vllm':
+    dtype = options.get('dtype', dtype)
+    weights_dtype, devices = dtype, settings.rollout.engine.num_devices
+  slots = settings.rollout.num_slots
+  own_process = settings.cluster.ray
+  buckets = tuple(options.get('prompt_buckets') or model_runner.default_buckets(length))
+  return PlannedEngine(
+    kind, devices, slots, length, weights_dtype, dtype, own_process, buckets
+  )
+
+
+def engine_model(run: PlannedRun, engine: PlannedEngine) -> TransformerLM:
+  """Returns the model as the engine has it: without adapters and value head."""
+  engine_settings = run.settings.rollout.engine
+  return TransformerLM(
+    run.shape.replace(value_head=False),
+    dtype=engine.dtype,
+    kernels=run.settings.model.kernels,
+    exact=engine_settings.exact,
+    router_replay=engine_settings.router_replay,
+  )
+
+
+def compile_decode(
+  run: PlannedRun, engine: PlannedEngine, target: Target, devices: Sequence[Any]
+) -> CompiledProgram:
+  """Compiles the decode step, or extrapolates it for a deep model.
+
+  Args:
+    run: the run.
+    engine: its rollout engine.
+    target: machine to compile for.
+    devices: devices of the target.
+
+  Returns:
+    The decode step with its costs.
+
+  Raises:
+    ConfigError: if the target has fewer devices than the engine needs.
+  """
+  num_layers = run.shape.num_layers
+  if num_layers <= MAX_COMPILED_LAYERS:
+    return compiled_program.compile_program(
+      'decode', trace_decode(run, engine, devices), target
+    )
+  one_layer, two_layers = (
+    compiled_program.compile_program(
+      f'decode of {n}', trace_decode(with_num_layers(run, n), engine, devices), target
+    )
+    for n in (1, 2)
+  )
+  return extrapolate_layers(one_layer, two_layers, num_layers)
+
+
+def with_num_layers(run: PlannedRun, num_layers: int) -> PlannedRun:
+  """Returns the run with another number of layers."""
+  return dataclasses.replace(run, shape=run.shape.replace(num_layers=num_layers))
+
+
+def extrapolate_layers(
+  one_layer: CompiledProgram, two_layers: CompiledProgram, num_layers: int
+) -> CompiledProgram:
+  """Extrapolates the costs of a deep model linearly.
+
+  Args:
+    one_layer: the program compiled with one layer.
+    two_layers: the program compiled with two layers.
+    num_layers: layers of the model.
+
+  Returns:
+    The estimated program of the deep model.
+  """
+
+  def extrapolate(a: float, b: float) -> float:
+    return a + (num_layers - 1) * (b - a)
+
+  names = 'flops', 'arguments', 'outputs', 'bytes_accessed'
+  numbers = {
+    name: extrapolate(getattr(one_layer, name), getattr(two_layers, name))
+    for name in names
+  }
+  none, collectives = Collective(), {}
+  for kind in {*one_layer.collectives, *two_layers.collectives}:
+    a, b = one_layer.collectives.get(kind, none), two_layers.collectives.get(kind, none)
+    collectives[kind] = Collective(
+      int(extrapolate(a.count, b.count)),
+      extrapolate(a.bytes, b.bytes),
+      extrapolate(a.inter_node_bytes, b.inter_node_bytes),
+    )
+  return dataclasses.replace(
+    two_layers,
+    name='decode',
+    collectives=collectives,
+    compile_seconds=one_layer.compile_seconds + two_layers.compile_seconds,
+    **numbers,
+  )
+
+
+def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any]) -> Any:
+  """Traces `TransformerLM.decode` for every slot of the engine, with a full cache.
+
+  Weights and cache are split over the engine's devices by heads.
+
+  Args:
+    run: the run.
+    engine: its rollout engine.
+    devices: devices of the target.
+
+  Returns:
+    The traced decode step.
+
+  Raises:
+    ConfigError: if there are fewer devices than the engine needs.
+  """
+  if engine.num_devices > len(devices):
+    raise ConfigError(
+      f'--config.rollout.engine={run.settings.text("rollout.engine")}: needs '
+      f'{engine.num_devices} devices; the topology has {len(devices)}'
+    )
+  mesh = make_mesh(
+    data=1, tensor=engine.num_devices, devices=devices[: engine.num_devices]
+  )
+  model = on_mesh(engine_model(run, engine), mesh)
+  shape = model.config
+  params = served_params(dataclasses.replace(run, shape=shape), engine.weights_dtype)
+  layouts = sharding.params_sharding(mesh, model.logical_axes(), params)
+  layer_layouts = jax.tree.map(
+    lambda s: NamedSharding(mesh, P(*s.spec[1:])), layouts['layers']
+  )
+  layouts |= {'layers': (layer_layouts,) * shape.num_layers}
+  params = _with_layouts(jax.eval_shape(model.unstack, params), layouts)
+  cache = jax.eval_shape(lambda: model.init_cache(engine.num_slots, engine.max_length))
+  split = 'tensor' if engine.num_devices > 1 else None
+  names = caches.axes(cache)
+  heads = NamedSharding(mesh, P(*(split if n == 'kv_heads' else None for n in names)))
+  cache = _with_layouts(cache, jax.tree.map(lambda _: heads, cache))
+  replicated = sharding.replicated(mesh)
+  slots = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32, sharding=replicated)
+  limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+  step = jax.jit(model.decode, donate_argnums=1)
+  return step.trace(params, cache, slots, slots, limit)
+
+
+def _with_layouts(shapes: Any, layouts: Any) -> Any:
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layouts
+  )

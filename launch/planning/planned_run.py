@@ -1,0 +1,221 @@
+"""Builds the learner of a config from shapes alone, allocating nothing."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.device_thread import DeviceThread
+from jaxrl.model_loading import LoadedModel
+from jaxrl.models import huggingface, lora
+from jaxrl.models.families import known_configs
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training import batch_fields
+from jaxrl.training.learner import Learner
+from jaxrl.types import Algorithm, Params
+from launch.components import learner_factory, teacher_set
+from launch.components.learner_factory import make_run_mesh
+from launch.settings.engine_settings import check_model
+from launch.settings.run_settings import RunSettings
+from launch.settings.validation import validate_consistency, validate_teachers
+
+RANDOM = 'config.model.random'
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+  """Describes the part of a run that does not depend on the machine.
+
+  Attributes:
+    settings: settings of the run.
+    shape: the model's shape.
+    source: where that shape comes from, for people.
+  """
+
+  settings: RunSettings
+  shape: ModelConfig
+  source: str
+
+  @property
+  def algorithm(self) -> Algorithm:
+    """The algorithm of the run."""
+    return self.settings.algorithm
+
+  @property
+  def num_rows(self) -> int:
+    """Number of rows of a usual batch.
+
+    Rows from files are not counted; a group is assumed to have one row, or two where
+    the run learns from pairs.
+    """
+    groups = self.settings.batch.num_groups
+    if self.algorithm.data_format == 'rollout':
+      return groups * requirements.rows_per_group(self.algorithm)
+    return groups * (2 if self.algorithm.batch_unit == 'pair' else 1)
+
+  @property
+  def buckets(self) -> tuple[int, ...]:
+    """The lengths that batches are padded to, the shortest first."""
+    return tuple(sorted(self.settings.batch.buckets))
+
+  @property
+  def trained_shape(self) -> ModelConfig:
+    """The shape that the learner trains, with its adapters if it has any."""
+    try:
+      return self.shape.replace(lora=self.settings.model.lora)
+    except ValueError as error:
+      raise ConfigError(f'--config.model.{error}') from error
+
+  @property
+  def publishes_weights(self) -> bool:
+    """Whether every step may publish a version of the weights to the engines."""
+    return self.algorithm.data_format == 'rollout'
+
+  def policy(self, shape: ModelConfig | None = None) -> LoadedModel:
+    """Returns the policy made of shapes alone, without a tokenizer."""
+    model = TransformerLM(shape or self.shape, **self.settings.model.compute_options)
+    return LoadedModel(model, param_shapes(model), None, pathlib.Path(self.source))
+
+
+def read_run(settings: RunSettings) -> PlannedRun:
+  """Returns the run of these settings, with its model's shape.
+
+  Args:
+    settings: settings of the run.
+
+  Raises:
+    ConfigError: for settings that contradict each other.
+  """
+  validate_consistency(settings)
+  validate_teachers(settings)
+  shape, source = model_shape(settings.model.checkpoint, 'model.checkpoint')
+  if shape is None:
+    shape = settings.model.random
+    assert shape is not None
+    for teacher_shape in teacher_shapes(settings).values():  # whose vocabulary it takes
+      shape = shape.replace(vocab_size=teacher_shape.vocab_size)
+      break
+  shape = shape.replace(value_head=settings.algorithm.value_loss is not None)
+  run = PlannedRun(settings, shape, source)
+  _ = run.trained_shape  # raises for adapters that cannot be
+  if run.publishes_weights:
+    check_model(settings, shape)
+  return run
+
+
+def model_shape(folder: str, key: str) -> tuple[ModelConfig | None, str]:
+  """Reads the shape of a checkpoint.
+
+  Args:
+    folder: folder of the checkpoint, whose config.json is read; if there is no such
+      folder, the name of a published model; '' for none.
+    key: config key that names the folder, for error messages.
+
+  Returns:
+    The shape, None where no checkpoint is named, and its origin for people.
+
+  Raises:
+    ConfigError: if the shape is neither readable nor known.
+  """
+  if not folder:
+    return None, RANDOM
+  if pathlib.Path(folder).exists():
+    try:
+      return huggingface.load_config(folder), f'{folder}/config.json'
+    except (OSError, ValueError) as error:
+      raise ConfigError(f'--config.{key}={folder}: {error}') from error
+  data = known_configs.find_known_config(folder)
+  if data is None:
+    names = ', '.join(known_configs.KNOWN_CONFIGS)
+    raise ConfigError(
+      f'--config.{key}={folder}: there is no such folder, and no published shape of '
+      f'that name (there are {names}). Its config.json alone, in a folder, is enough'
+    )
+  return huggingface.config_from_hf(data), f'{pathlib.Path(folder).name} as published'
+
+
+def param_shapes(model: TransformerLM) -> Params:
+  """Returns the shapes of a model's parameters."""
+  return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def served_params(run: PlannedRun, dtype: str | None) -> Params:
+  """Returns the shapes that engines receive: parameters with merged adapters.
+
+  Args:
+    run: the run.
+    dtype: dtype of floating-point arrays; None keeps the dtype of each.
+  """
+  policy = run.policy(run.trained_shape)
+  model = policy.model
+  merge = functools.partial(lora.merged, model.config, dtype=model.dtype)
+  return cast_shapes(jax.eval_shape(merge, policy.params), dtype)
+
+
+def cast_shapes(shapes: Params, dtype: str | None) -> Params:
+  """Replaces the dtype of floating-point arrays and keeps their shardings.
+
+  Args:
+    shapes: pytree of `ShapeDtypeStruct`s.
+    dtype: the new dtype; None keeps the dtype of each.
+  """
+
+  def cast_one(x: Any) -> jax.ShapeDtypeStruct:
+    real = jnp.issubdtype(x.dtype, jnp.floating)
+    kind = dtype if real and dtype else x.dtype
+    return jax.ShapeDtypeStruct(x.shape, kind, sharding=x.sharding)
+
+  return jax.tree.map(cast_one, shapes)
+
+
+def teacher_shapes(settings: RunSettings) -> dict[str, ModelConfig]:
+  """Returns the shapes of the teachers by folder; several tags may share one."""
+  shapes = {}
+  for folder in settings.teacher.folders.values():
+    shape, _ = model_shape(folder, 'teacher.checkpoint')
+    assert shape is not None  # each is named
+    shapes[folder] = shape
+  return shapes
+
+
+def _teachers(run: PlannedRun) -> teacher_set.TeacherSet | None:
+  """Returns the teachers; their vocabularies are cut to the student's."""
+  if not batch_fields.teacher_fields(run.algorithm):
+    return None
+  policies, size = {}, run.shape.vocab_size
+  for folder, shape in teacher_shapes(run.settings).items():
+    if shape.vocab_size < size:
+      raise ConfigError(
+        f'teacher {folder}: its table has {shape.vocab_size} rows; {size} are needed'
+      )
+    policies[folder] = run.policy(shape.replace(vocab_size=size))
+  folders = run.settings.teacher.folders
+  return teacher_set.TeacherSet(
+    {tag: policies[folder] for tag, folder in folders.items()}
+  )
+
+
+def make_learner(run: PlannedRun, mesh: Mesh) -> Learner:
+  """Builds the main phase's learner as `launch.train` does, on a mesh of any devices.
+
+  Raises:
+    ConfigError: for a mesh that does not divide the model or the batch.
+  """
+  stage = learner_factory.PhaseSpec('train', run.num_rows, run.settings.num_steps)
+  factory = learner_factory.LocalLearnerFactory(
+    run.settings, run.policy(), mesh, DeviceThread('plan'), _teachers(run)
+  )
+  return factory.build_learner(stage, run.policy().params)
+
+
+def planned_mesh(run: PlannedRun, devices: Sequence[Any]) -> Mesh:
+  """Returns the mesh of the run on these devices, see `make_run_mesh`."""
+  return make_run_mesh(run.settings, devices)

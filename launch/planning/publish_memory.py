@@ -1,0 +1,124 @@
+"""Computes the learner's device memory that publishing the weights takes."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+
+from jaxrl.models import hf_names, lora
+from jaxrl.rollout.weights.direct_transfer import TransferOptions
+from jaxrl.rollout.weights.snapshots import is_compared_on_device
+from jaxrl.training.learner import Learner
+from jaxrl.types import Params
+from launch.planning import planned_run
+from launch.planning.compiled_program import CompiledProgram, bytes_per_device
+from launch.planning.planned_run import PlannedRun
+
+# Copies on their way while the learner learns, by what it waits for; where that is
+# never, the newest may wait beside the one that is sent. See `WeightSyncer`.
+PENDING_COPIES = {'current': 0, 'previous': 1, 'none': 2}
+
+
+def trace_merge(run: PlannedRun, learner: Learner) -> dict[str, Any]:
+  """Traces the program that merges adapters for the engines.
+
+  Args:
+    run: the run.
+    learner: its learner, built from shapes.
+
+  Returns:
+    The traced program under the name 'merge'; empty if nothing is merged.
+  """
+  adapters = learner.model.config.lora
+  if not run.publishes_weights or adapters is None or adapters.transfer == 'adapters':
+    return {}
+  return {'merge': learner._inference_params.merge.trace(learner.params)}
+
+
+def pending_memory(run: PlannedRun, learner: Learner) -> dict[str, float]:
+  """Computes the memory of versions that are pending or kept in every phase.
+
+  Args:
+    run: the run.
+    learner: its learner, built from shapes.
+
+  Returns:
+    Bytes of each device, by part.
+  """
+  style, transport = run.settings.rollout.sync, run.settings.cluster.weights
+  published, memory = _published_shapes(learner), {}
+  if count := PENDING_COPIES[style.wait_for]:
+    memory['versions on their way'] = count * bytes_per_device(published)
+  if transport.options.get('on_device'):
+    cast = planned_run.cast_shapes(published, transport.options.get('dtype'))
+    compared = (
+      x for x in jax.tree.leaves(cast) if is_compared_on_device(_shard_size(x), x.dtype)
+    )
+    memory['version before'] = bytes_per_device(list(compared))
+  return memory
+
+
+def publishing_memory(
+  run: PlannedRun, learner: Learner, merge: CompiledProgram | None
+) -> dict[str, float]:
+  """Computes the additional memory in use while a version is published.
+
+  Args:
+    run: the run.
+    learner: its learner, built from shapes.
+    merge: the compiled program that merges adapters, None if there is none.
+
+  Returns:
+    Bytes of the fullest device, by part.
+  """
+  copy_bytes, merge_bytes = (
+    _copied_bytes(run, learner),
+    merge.temporaries if merge else 0.0,
+  )
+  memory = (
+    {'merged weights': bytes_per_device(_published_shapes(learner))} if merge else {}
+  )
+  return {**memory, 'gradients': 0.0, 'temporaries': max(copy_bytes, merge_bytes)}
+
+
+def _published_shapes(learner: Learner) -> Params:
+  """Returns the shapes of the published weights, sharded as on the learner."""
+  config, params = learner.model.config, learner.params
+  if config.lora and config.lora.transfer == 'adapters':
+    return params
+  merge = functools.partial(lora.merged, config, dtype=learner.model.dtype)
+  return jax.tree.map(
+    lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.sharding),
+    jax.eval_shape(merge, params),
+    lora.without(params),
+  )
+
+
+def _shard_size(x: jax.ShapeDtypeStruct) -> int:
+  """Returns the number of elements of one device's shard."""
+  assert x.sharding is not None
+  return math.prod(x.sharding.shard_shape(x.shape))
+
+
+def _copied_bytes(run: PlannedRun, learner: Learner) -> float:
+  """Returns the bytes that a transport copies on a device before it sends anything."""
+  transport = run.settings.cluster.weights
+  dtype = transport.options.get('dtype')
+  published = planned_run.cast_shapes(_published_shapes(learner), dtype)
+  if (
+    transport.name == 'inprocess'
+  ):  # anew for the engine, whole, beside what it serves yet
+    return bytes_per_device(planned_run.served_params(run, dtype))
+  if transport.direct:
+    width = jax.numpy.dtype(dtype or 'float32').itemsize
+    largest = max(
+      math.prod(tensor.shape) for tensor in hf_names.checkpoint_tensors(run.shape)
+    )
+    return max(
+      transport.options.get('buffer_bytes', TransferOptions.buffer_bytes),
+      largest * width,
+    )
+  if transport.options.get('on_device'):  # a parameter at a time
+    return max(bytes_per_device(x) for x in jax.tree.leaves(published))
+  return bytes_per_device(published)

@@ -1,0 +1,201 @@
+"""Finds the nearest change of a config that fits a machine, by compiling candidates."""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.training.batching import batch_builder, packing_plan
+from launch.planning import cost as costs
+from launch.planning.cost import RunCost
+from launch.planning.engine_decode import PlannedEngine
+from launch.planning.planned_run import PlannedRun
+from launch.planning.targets import Target
+from launch.settings.call_text import with_options
+from launch.settings.resolve import override_settings
+
+MAX_TRIES = 4  # compilations, at most
+FACTORS = (2, 4, 8, 16, 32, 64)  # by which micro-batches may shrink
+Override = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+  """Holds a change of the config.
+
+  Attributes:
+    overrides: config keys and their new values; empty where nothing fits.
+    total: bytes of the fullest device after the change.
+    num_tried: number of changes that were compiled.
+    reason: explanation for people.
+  """
+
+  overrides: Override
+  total: float
+  num_tried: int
+  reason: str
+
+  def __str__(self) -> str:
+    return ' '.join(
+      f'--config.{key}={shlex.quote(str(value))}'
+      for key, value in self.overrides.items()
+    )
+
+
+def with_overrides(run: PlannedRun, overrides: Override) -> PlannedRun:
+  """Returns the run with some keys of its config changed."""
+  settings = override_settings(run.settings, overrides)
+  return dataclasses.replace(run, settings=settings)
+
+
+def nearest_fitting_change(
+  run: PlannedRun,
+  target: Target,
+  devices: Sequence[Any],
+  *,
+  engine: PlannedEngine,
+  cost: RunCost,
+) -> Suggestion:
+  """Tries changes, those that cost the least time first, until one fits.
+
+  Args:
+    run: the run.
+    target: machine to plan for.
+    devices: devices of the target.
+    engine: the run's rollout engine.
+    cost: cost of the unchanged run.
+
+  Returns:
+    The first change that fits, or one without overrides.
+  """
+  num_tried, smallest_total = 0, math.inf
+  for overrides in candidate_changes(run, target, cost):
+    if num_tried == MAX_TRIES:
+      break
+    try:
+      changed_cost = cost_with_overrides(run, overrides, target, devices, engine)
+    except ConfigError:  # a mesh that does not divide this model
+      continue
+    num_tried, smallest_total = num_tried + 1, min(smallest_total, changed_cost.total)
+    if changed_cost.fits:
+      return Suggestion(overrides, changed_cost.total, num_tried, 'compiled, and fits')
+  return Suggestion({}, smallest_total, num_tried, _hint(target, cost))
+
+
+def cost_with_overrides(
+  run: PlannedRun,
+  overrides: Override,
+  target: Target,
+  devices: Sequence[Any],
+  engine: PlannedEngine,
+) -> RunCost:
+  """Estimates the cost of a run with some keys of its config changed."""
+  return costs.estimate_cost(
+    with_overrides(run, overrides), target, devices, engine=engine
+  )
+
+
+def candidate_changes(
+  run: PlannedRun, target: Target, run_cost: RunCost
+) -> Iterator[Override]:
+  """Yields changes that may fit, the cheapest in time first.
+
+  Smaller micro-batches and recomputation shrink temporaries only. Where the resident
+  memory alone exceeds the limit, only more shards help.
+
+  Args:
+    run: the run.
+    target: machine to plan for.
+    run_cost: cost of the unchanged run.
+
+  Yields:
+    Config keys and their new values.
+  """
+  transient_bytes = run_cost.memory['temporaries'] + run_cost.memory['gradients']
+  resident_bytes = (
+    run_cost.total - transient_bytes if transient_bytes < math.inf else 0.0
+  )
+  one_cpu = target.chip.platform == 'cpu' and math.prod(run_cost.mesh.values()) == 1
+  micro = smaller_micro_batches(run, run_cost, one_cpu=one_cpu)
+  full = run.settings.model.remat == 'full'
+  remat: list[Override] = [] if full else [{'model.remat': 'full'}]
+  sharded = meshes_with_more_shards(run_cost.mesh)
+  if resident_bytes < run_cost.limit:
+    if run_cost.num_parallel > 1:
+      yield without_parallel_microbatches(run)
+    yield from remat
+    yield from micro[:1]
+    yield from [r | m for r in remat for m in micro[-1:]] or micro[-1:]
+  yield from sharded
+  for mesh_change in sharded[:1]:
+    yield from [mesh_change | r | m for r in remat or [{}] for m in micro[-1:] or [{}]]
+
+
+def without_parallel_microbatches(run: PlannedRun) -> Override:
+  """Returns the override that runs packed micro-batches one after the other."""
+  text = run.settings.text('batch.packing')
+  return {'batch.packing': with_options(text, abreast=1)}
+
+
+def smaller_micro_batches(
+  run: PlannedRun, run_cost: RunCost, *, one_cpu: bool = False
+) -> list[Override]:
+  """Lists overrides that make micro-batches smaller, the largest micro-batch first.
+
+  Args:
+    run: the run.
+    run_cost: cost of the unchanged run.
+    one_cpu: whether the run is on one CPU device, where packed micro-batches then run
+      one at a time: two small ones at once may need more memory than a large one.
+
+  Returns:
+    Overrides for micro-batches of a half, a quarter and so on of the rows (of the
+    tokens if they are packed), as far as the mesh can divide them.
+  """
+  shares = math.prod(run_cost.mesh.get(axis, 1) for axis in ('data', 'fsdp', 'expert'))
+  batch, overrides = run.settings.batch, []
+  packed = batch.packing
+  for factor in FACTORS:
+    if packed is None:
+      if run_cost.micro_rows % factor or run_cost.micro_rows // factor < shares:
+        break
+      overrides.append({'batch.micro_batches': batch.micro_batches * factor})
+      continue
+    unit_size = batch_builder.batch_unit_size(run.algorithm)
+    max_sequences = packed.sequences and max(unit_size, packed.sequences // factor)
+    smaller = dataclasses.replace(
+      packed, tokens=packed.tokens // factor, sequences=max_sequences
+    )
+    try:
+      packing_plan.usual_packed_rows(smaller, run.buckets[-1], unit_size, shares)
+    except ConfigError:
+      break
+    options = {'tokens': smaller.tokens} | (
+      {'sequences': max_sequences} if max_sequences else {}
+    )
+    options |= {'abreast': 1} if one_cpu else {}
+    text = run.settings.text('batch.packing')
+    overrides.append({'batch.packing': with_options(text, **options)})
+  return overrides
+
+
+def meshes_with_more_shards(mesh: dict[str, int]) -> list[Override]:
+  """Returns the override that shards over fsdp what is replicated over data."""
+  if mesh.get('data', 1) == 1:
+    return []
+  override = {'mesh.data': 1, 'mesh.fsdp': mesh['fsdp'] * mesh['data']}
+  return [override]
+
+
+def _hint(target: Target, run_cost: RunCost) -> str:
+  state_bytes = sum(
+    run_cost.memory[name] for name in ('parameters', 'optimizer state', 'reference')
+  )
+  if state_bytes * math.prod(run_cost.mesh.values()) > run_cost.limit * target.size:
+    return (
+      'parameters, optimizer state and reference are more than all devices together '
+      'hold: take more of them'
+    )
+  return 'nothing that was tried fits: take more devices, or shorter rows'

@@ -1,0 +1,249 @@
+"""The engine pool keeps a number of engine actors running and replaces lost ones."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.rollout.engine.actor_proxy import EngineDeadError
+from launch.runtime.supervision import (
+  CREATION_FAILED,
+  ActorError,
+  await_ref,
+  error_summary,
+)
+
+log = logging.getLogger(__name__)
+CLOSE_TIMEOUT_S = 5.0  # that engines have to release what would outlive them
+
+
+class EngineHandle:
+  """A handle of an engine actor, like an `ActorProxy`, which may be replaced.
+
+  Calls raise `EngineDeadError` if the engine is lost.
+  """
+
+  def __init__(self, actor: Any):
+    self._actor = actor
+
+  def __reduce__(self):
+    return EngineHandle, (self._actor,)
+
+  def rebind(self, actor: Any) -> None:
+    """Makes this a handle of another actor; None for none."""
+    self._actor = actor
+
+  def key(self) -> str:
+    """Returns an id of the actor, which another one in its place does not have."""
+    return self._actor._actor_id.hex()
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('_'):
+      raise AttributeError(name)
+
+    async def call(*args: Any, **options: Any) -> Any:
+      from ray.exceptions import ActorUnavailableError, RayActorError
+
+      if self._actor is None:
+        raise EngineDeadError('it is being started anew')
+      try:
+        return await getattr(self._actor, name).remote(*args, **options)
+      except RayActorError as error:
+        if name == 'pull' and isinstance(error, ActorUnavailableError):
+          _kill(self._actor)  # it may come back, but with which weights?
+        raise EngineDeadError(error_summary(error)) from error
+
+    return call
+
+
+def _kill(actor: Any) -> None:
+  import ray
+
+  ray.kill(actor)
+
+
+class EnginePool:
+  """A number of engine actors, each of which is replaced when it is lost.
+
+  Args:
+    start: makes the actor of a `MonitoredEngine`, given the engine's number.
+    count: number of engines.
+    restarts: how often in a row an engine may be lost; then it is given up, and with
+      the last of them the run.
+    steady: seconds after which an engine counts as running well: losses start over.
+    hang: seconds without an answer, or in one dispatch, after which it counts as lost.
+    begin: the same for its start.
+    interval: seconds between two health checks.
+    backoff: seconds by which the pause before each start grows.
+
+  Attributes:
+    handles: of the engines, which remain valid when an engine is replaced.
+  """
+
+  def __init__(
+    self,
+    start: Callable[[int], Any],
+    count: int,
+    *,
+    restarts: int = 3,
+    steady: float = 300.0,
+    hang: float = 600.0,
+    begin: float = 3600.0,
+    interval: float = 1.0,
+    backoff: float = 2.0,
+  ):
+    self._start = start
+    self._max_restarts = restarts
+    self._steady_s = steady
+    self._hang_s = hang
+    self._begin_s = begin
+    self._interval_s = interval
+    self._backoff_s = backoff
+    self._actors = [start(number) for number in range(count)]
+    self.handles = [EngineHandle(actor) for actor in self._actors]
+    self._given_up: dict[int, str] = {}  # reasons by number
+    self._failed_creation: set[int] = set()
+    self._rejoin: Callable[[int, Any], Awaitable[None]] | None = None
+    self._catch_up: Callable[[Any, str], Awaitable[None]] | None = None
+
+  def set_callbacks(
+    self,
+    *,
+    rejoin: Callable[[int, Any], Awaitable[None]] | None = None,
+    catch_up: Callable[[Any, str], Awaitable[None]] | None = None,
+  ) -> None:
+    """Sets what is called when an engine has been replaced; None changes nothing.
+
+    Args:
+      rejoin: tells the router of the new engine, given its number and a handle.
+      catch_up: has the new engine load the newest weights, given a handle and its name.
+    """
+    self._rejoin = rejoin or self._rejoin
+    self._catch_up = catch_up or self._catch_up
+
+  async def supervise(self, work: Awaitable[Any]) -> Any:
+    """Returns the result of `work`. Engines that are lost meanwhile are replaced.
+
+    Raises:
+      ActorError: no engine can be kept alive.
+      ConfigError: no engine can be made.
+    """
+    work_task = asyncio.ensure_future(work)
+    watch_task = asyncio.ensure_future(self._watch())
+    try:
+      await asyncio.wait({work_task, watch_task}, return_when='FIRST_COMPLETED')
+      return (work_task if work_task.done() else watch_task).result()
+    finally:
+      for task in (watch_task, work_task):
+        task.cancel()
+        with contextlib.suppress(BaseException):
+          await task
+
+  async def _watch(self) -> None:
+    try:
+      async with asyncio.TaskGroup() as group:
+        for number in range(len(self._actors)):
+          group.create_task(self._keep_running(number))
+    except ExceptionGroup as errors:
+      raise errors.exceptions[0] from None
+
+  def failure(self) -> ActorError | ConfigError | None:
+    """Returns the error that ends the run, if all engines have been given up."""
+    if len(self._given_up) < len(self._actors):
+      return None
+    number, reason = list(self._given_up.items())[-1]
+    if len(self._failed_creation) == len(self._actors):
+      return ConfigError(f'no engine can be made: {reason}')
+    return ActorError(
+      'every engine is lost, and none can be started anew; the same command resumes '
+      f'from the last checkpoint ({self._name(number)}: {reason})'
+    )
+
+  def _name(self, number: int) -> str:
+    return f'engine {number + 1} of {len(self._actors)}'
+
+  async def _keep_running(self, number: int) -> None:
+    """Watches one engine, and starts another each time it is lost."""
+    losses = 0
+    while True:
+      start_time = time.monotonic()
+      reason = await self._wait_until_lost(number)
+      if time.monotonic() - start_time > self._steady_s:
+        losses = 0
+      while reason:
+        losses += 1
+        self._end(number)
+        if losses > self._max_restarts or number in self._failed_creation:
+          return self._give_up(number, losses, reason)
+        log.warning(
+          '%s was lost: another one is being started, and its requests go on from '
+          'what it had written (%s)',
+          self._name(number),
+          reason,
+        )
+        await asyncio.sleep(self._backoff_s * (losses - 1))
+        try:
+          await self._replace(number)
+          reason = ''
+        except Exception as error:
+          reason = error_summary(error)
+
+  async def _wait_until_lost(self, number: int) -> str:
+    """Returns when the engine is lost, and why."""
+    actor, timeout = self._actors[number], self._begin_s
+    while True:
+      try:
+        health = await_ref(actor.health.remote(self._hang_s))
+        if reason := await asyncio.wait_for(health, timeout):
+          return reason
+      except TimeoutError:
+        return f'it has not answered for {timeout:g} s'
+      except Exception as error:
+        if timeout == self._begin_s and CREATION_FAILED in str(error):
+          self._failed_creation.add(number)  # it would fail again
+        return error_summary(error)
+      timeout = self._hang_s
+      await asyncio.sleep(self._interval_s)
+
+  async def _replace(self, number: int) -> None:
+    """Starts a new engine; it gets the newest weights, and then requests."""
+    start_time = time.monotonic()
+    actor = self._actors[number] = self._start(number)
+    health = await_ref(actor.health.remote(self._hang_s))
+    await asyncio.wait_for(health, self._begin_s)
+    handle = self.handles[number]
+    handle.rebind(actor)  # whoever publishes from here on reaches it
+    if self._catch_up is not None:
+      catch_up = self._catch_up(handle, self._name(number))
+      await asyncio.wait_for(catch_up, self._begin_s)
+    if self._rejoin is not None:
+      await self._rejoin(number, EngineHandle(actor))
+    seconds = time.monotonic() - start_time
+    log.warning('%s is back, after %.1f s', self._name(number), seconds)
+
+  def _give_up(self, number: int, losses: int, reason: str) -> None:
+    self._given_up[number] = reason
+    if (failure := self.failure()) is not None:
+      raise failure
+    log.warning(
+      '%s was lost, %d times in a row: the run goes on without it (%s)',
+      self._name(number),
+      losses,
+      reason,
+    )
+
+  def _end(self, number: int) -> None:
+    self.handles[number].rebind(None)
+    _kill(self._actors[number])
+
+  def close(self) -> None:
+    """Ends the engines, after they have released what would outlive them."""
+    import ray
+
+    closing = [actor.close.remote() for actor in self._actors]
+    ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+    for number in range(len(self._actors)):
+      self._end(number)

@@ -1,0 +1,141 @@
+"""A placement group reserves a run's devices and puts actors where they belong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+from launch.runtime.placement import (
+  ActorResources,
+  ClusterNode,
+  Placement,
+  visible_devices_env,
+)
+from launch.settings.cluster_settings import PLACEMENT as KEY
+
+
+class InsufficientResources(ConfigError):
+  """The cluster does not have the devices that a run asks for, or not now."""
+
+
+def list_nodes(ray: Any) -> list[ClusterNode]:
+  """Returns the machines that are up."""
+  resources = [node['Resources'] for node in ray.nodes() if node['Alive']]
+  return [ClusterNode(int(r.get('GPU', 0)), int(r.get('TPU', 0))) for r in resources]
+
+
+class PlacementGroup:
+  """Reserves the devices of a run together.
+
+  Args:
+    placement: which devices each part has.
+    env: environment variables that every actor is started with.
+    patience: seconds to wait until the devices are free.
+
+  Raises:
+    InsufficientResources: they are not free in time.
+
+  Attributes:
+    placement: which devices each part has.
+  """
+
+  def __init__(
+    self,
+    placement: Placement,
+    env: Mapping[str, str] | None = None,
+    *,
+    patience: float = 60.0,
+  ):
+    from ray import get_runtime_context
+    from ray.util import placement_group
+
+    self._own_node = get_runtime_context().get_node_id()
+    self.placement = placement
+    self._env = dict(env or {})
+    self._group: Any = None
+    self._device_names: dict[int | None, list[str]] = {}  # of bundles that are shared
+    if placement.bundles:
+      # Apart as far as machines go: one that is lost takes as little as can be.
+      bundles = [dict(bundle) for bundle in placement.bundles]
+      self._group = placement_group(bundles, strategy='SPREAD')
+      if not self._group.wait(patience):
+        self.close()
+        raise InsufficientResources(
+          f'{KEY}: the cluster has no room for {bundles} within {patience:g} s: other '
+          'runs may hold its devices'
+        )
+      try:
+        self._device_names = self._find_device_names(patience)
+      except Exception:
+        self.close()
+        raise
+
+  def _find_device_names(self, patience: float) -> dict[int | None, list[str]]:
+    """Returns the names of the devices of each bundle that actors share."""
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    actors = (*self.placement.learners, *self.placement.engines)
+    shared = {resources.bundle for resources in actors if resources.devices}
+    bundles = {i: b for i, b in enumerate(self.placement.bundles) if i in shared}
+    probe = ray.remote(_gpu_names)
+    names = []
+    for bundle, claims in bundles.items():
+      options = self.actor_options(ActorResources(bundle=bundle, claims=claims))
+      names.append(probe.options(**options).remote())
+    try:
+      return dict(zip(bundles, ray.get(names, timeout=patience), strict=True))
+    except GetTimeoutError as error:
+      raise InsufficientResources(
+        f'{KEY}: no process said within {patience:g} s which devices it was given'
+      ) from error
+
+  def actor_options(self, resources: ActorResources | None) -> dict[str, Any]:
+    """Returns the options of a Ray actor.
+
+    Args:
+      resources: of the actor; None for what has no devices and cannot be replaced. It
+        stays on the machine of the run's own process, without which there is no run.
+    """
+    from ray.util.scheduling_strategies import (
+      NodeAffinitySchedulingStrategy,
+      PlacementGroupSchedulingStrategy,
+    )
+
+    stays_here = resources is None
+    resources = resources or self.placement.others
+    claims = dict(resources.claims)
+    options: dict[str, Any] = {'num_cpus': 0, 'num_gpus': claims.pop('GPU', 0)}
+    if claims:
+      options['resources'] = claims
+    device_names = self._device_names.get(resources.bundle, ())
+    visible = visible_devices_env(resources, device_names)
+    env = {**self._env, **resources.env, **visible}
+    if env:
+      options['runtime_env'] = {'env_vars': env}
+    if stays_here:
+      options['scheduling_strategy'] = NodeAffinitySchedulingStrategy(
+        self._own_node, soft=False
+      )
+    elif resources.bundle is None:
+      options['scheduling_strategy'] = 'SPREAD'
+    else:
+      options['scheduling_strategy'] = PlacementGroupSchedulingStrategy(
+        self._group, placement_group_bundle_index=resources.bundle
+      )
+    return options
+
+  def close(self) -> None:
+    """Releases the devices."""
+    from ray.util import remove_placement_group
+
+    if self._group is not None:
+      remove_placement_group(self._group)
+      self._group = None
+
+
+def _gpu_names() -> list[str]:
+  """Returns the GPUs of the bundle it runs in, as `CUDA_VISIBLE_DEVICES` has them."""
+  from ray import get_runtime_context
+
+  ids = get_runtime_context().get_accelerator_ids()['GPU']
+  return sorted(map(str, ids), key=lambda name: (len(name), name))

@@ -1,0 +1,219 @@
+"""Ray engines are actors that run an engine: the JAX engine or vLLM.
+
+vLLM's actor may have a Python interpreter of its own; the others need no vLLM.
+"""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.weights.transport import FolderTransport, Transport
+from jaxrl.rollout.weights.verified_store import EngineWeightClient
+from jaxrl.types import Completion, SamplingParams
+
+# Nothing is fetched or reported, and vLLM's own sockets stay on this machine. JAX is
+# only used for its arrays on the host. Variables that are set already take precedence.
+VLLM_ENVIRONMENT = {
+  'GLOO_SOCKET_IFNAME': 'lo',
+  'HF_HUB_OFFLINE': '1',
+  'JAX_PLATFORMS': 'cpu',
+  'VLLM_HOST_IP': '127.0.0.1',
+  'VLLM_LOGGING_LEVEL': 'WARNING',
+  'VLLM_NO_USAGE_STATS': '1',
+}
+
+
+class MonitoredEngine:
+  """A mixin, before an engine's class, that lets an `EnginePool` check its health."""
+
+  _problem = ''
+
+  async def generate(
+    self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+  ) -> Completion:
+    """Generates as the engine does, and remembers errors that are the engine's own."""
+    try:
+      return await super().generate(request_id, token_ids, sampling)  # pyright: ignore
+    except (ValueError, FloatingPointError):  # of the request, or of the weights
+      raise
+    except Exception as error:
+      self._problem = f'{type(error).__name__}: {error}'
+      raise
+
+  async def health(self, limit: float) -> str:
+    """Returns what is wrong with the engine, '' for nothing.
+
+    Args:
+      limit: seconds that a dispatch may take.
+    """
+    if self.seconds_since_progress > limit:  # pyright: ignore
+      return f'a dispatch has taken more than {limit:g} s'
+    return self._problem
+
+  async def close(self) -> None:
+    """Releases what would outlive the engine's process."""
+
+
+class EngineActor(MonitoredEngine, JaxEngine):
+  """A `JaxEngine` in a process of its own.
+
+  Args:
+    model: the model.
+    folder: where its tokenizer is.
+    transport: makes the engine's end of the transport that weights come through.
+    parts: number of the learner's processes.
+    **options: options of `JaxEngine`.
+  """
+
+  def __init__(
+    self,
+    model: TransformerLM,
+    folder: pathlib.Path,
+    transport: Callable[[], Transport],
+    *,
+    parts: int = 1,
+    **options: Any,
+  ):
+    tokenizer = load_tokenizer(folder)
+    super().__init__(model, tokenizer, device_thread=DeviceThread('engine'), **options)
+    self._weight_client = EngineWeightClient(transport(), self.load, parts=parts)
+
+  async def pull(self, version: int, *, full: bool = False) -> str:
+    """Loads `version` or a later one; returns the digest of what it has loaded."""
+    return await self._weight_client.pull(version, full=full)
+
+
+class _Vllm:
+  """The methods of a `VllmEngine`, which is made, and vLLM imported, in the actor.
+
+  transport: makes its end of the transport; None if the learner sends weights.
+  """
+
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    transport: Callable[[], Transport] | None,
+    *,
+    parts: int = 1,
+    **options: Any,
+  ):
+    for name, value in VLLM_ENVIRONMENT.items():
+      os.environ.setdefault(name, value)
+    from jaxrl.rollout.vllm.vllm_engine import VllmEngine
+
+    self._engine = VllmEngine(folder, load_tokenizer(folder), **options)
+    self._transport = None if transport is None else transport()
+    self._parts = parts
+    self._weight_client: EngineWeightClient | None = None
+
+  @property
+  def seconds_since_progress(self) -> float:
+    return self._engine.seconds_since_progress
+
+  async def pull(self, version: int, *, full: bool = False) -> str:
+    """Loads `version` or a later one; returns the digest of what it has loaded.
+
+    vLLM's processes read folders and shared memory themselves. What goes through Ray
+    comes to this process, and from here through shared memory.
+    """
+    transport, self._transport = self._transport, None
+    if isinstance(transport, FolderTransport):
+      await self._engine.connect(str(transport.path), self._parts)
+    elif transport is not None:
+      self._weight_client = EngineWeightClient(
+        transport, self._engine.load, place=None, parts=self._parts
+      )
+    client = self._weight_client
+    pull = self._engine.pull if client is None else client.pull
+    with self._translate_errors():
+      return await pull(version, full=full)
+
+  # The learner calls these four if it sends from its GPUs.
+
+  async def init_transfer(self, info: Mapping[str, Any]) -> None:
+    with self._translate_errors():
+      await self._engine.init_transfer(info)
+
+  async def begin_update(self) -> None:
+    with self._translate_errors():
+      await self._engine.begin_update()
+
+  async def update(self, info: Any) -> None:
+    with self._translate_errors():
+      await self._engine.update(info)
+
+  async def end_update(self, version: int, digest: str) -> str:
+    with self._translate_errors():
+      return await self._engine.end_update(version, digest)
+
+  async def generate(
+    self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+  ) -> Completion:
+    with self._translate_errors():
+      return await self._engine.generate(request_id, token_ids, sampling)
+
+  @contextlib.contextmanager
+  def _translate_errors(self) -> Iterator[None]:
+    """Turns vLLM's errors into ones that can be unpickled where there is no vLLM.
+
+    An actor whose vLLM has died ends with it: callers find the engine lost, and go on
+    with its requests on another one.
+    """
+    try:
+      yield
+    except Exception as error:
+      self._exit_if_dead()
+      if type(error).__module__.split('.')[0] in ('vllm', 'torch'):
+        message = f'vLLM: {type(error).__name__}: {error}'
+        raise RuntimeError(message) from None
+      raise
+
+  def _exit_if_dead(self) -> None:
+    if self._engine.is_dead:
+      os._exit(1)
+
+  async def abort(self, request_id: str) -> None:
+    await self._engine.abort(request_id)
+
+  async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
+    return await self._engine.progress(request_ids)
+
+  async def pause(self) -> None:
+    await self._engine.pause()
+
+  async def drain(self) -> None:
+    await self._engine.drain()
+
+  async def resume(self) -> None:
+    await self._engine.resume()
+
+  async def sleep(self) -> None:
+    with self._translate_errors():
+      await self._engine.sleep()
+
+  async def warmup(self) -> None:
+    await self._engine.warmup()
+
+  async def metrics(self) -> dict[str, float]:
+    return self._engine.metrics()
+
+
+class VllmActor(MonitoredEngine, _Vllm):
+  """A `VllmEngine` in a process of its own."""
+
+  async def health(self, limit: float) -> str:
+    """Returns what is wrong with the engine, '' for nothing."""
+    self._exit_if_dead()
+    return await super().health(limit)
+
+  async def close(self) -> None:
+    """Releases what would outlive the engine's process."""
+    if self._weight_client is not None:
+      self._weight_client.close()
+    self._engine.close()

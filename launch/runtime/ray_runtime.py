@@ -1,0 +1,323 @@
+"""The Ray runtime runs the parts of a run as Ray actors, here or on a cluster."""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import os
+import pathlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine.actor_proxy import ActorProxy
+from jaxrl.rollout.engine.router import EngineRouter
+from jaxrl.rollout.weights.direct_transfer import (
+  DirectWeightStore,
+  TransferOptions,
+  TransferTarget,
+)
+from jaxrl.rollout.weights.transport import Transport
+from jaxrl.rollout.weights.verified_store import LoadCoordinator, VerifiedWeightStore
+from launch.runtime import supervision, weight_transport
+from launch.runtime.engine_pool import EnginePool
+from launch.runtime.learner_actor import LearnerActor
+from launch.runtime.object_store import ObjectDirectory, ObjectStoreTransport
+from launch.runtime.placement import ActorResources, Placement, plan_placement
+from launch.runtime.placement_group import PlacementGroup, list_nodes
+from launch.runtime.ray_engines import EngineActor, VllmActor
+from launch.runtime.remote_learner import (
+  RemoteLearnerFactory,
+  RemotePublisher,
+  connect_learner,
+)
+from launch.runtime.supervision import ActorError, run_worker_with_restart
+from launch.settings.run_settings import RunSettings, WeightTransport
+
+# What actors must see of this process's environment, to compute the same numbers.
+FORWARDED_PREFIXES = ('JAX_', 'XLA_', 'HF_', 'MALLOC_', 'PYTHONPATH')
+MAX_ASYNC_CALLS = 10_000  # at a time, to an actor whose methods are coroutines
+MAX_THREADED_CALLS = 8  # to an actor whose methods are not
+
+
+class RayRuntime:
+  """Starts Ray on this machine, for this run alone, or joins a cluster.
+
+  Args:
+    address: of a cluster; '' starts one.
+    transport: how weights reach the engines.
+  """
+
+  def __init__(self, address: str = '', transport: WeightTransport | None = None):
+    self._transport = transport or WeightTransport('object_store')
+    self._channel: Transport | None = None
+    self._store: VerifiedWeightStore | DirectWeightStore | None = None
+    self._ray = ray = _import_ray(address)
+    self._options: dict[str, Any] = {'num_cpus': 0}
+    self._actors: list[tuple[str, Any]] = []
+    self._pool: EnginePool | None = None
+    self._group: PlacementGroup | None = None
+    self._uses_sleep = False
+    self._started = not ray.is_initialized()
+    if self._started and address:
+      env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_PREFIXES)}
+      self._options['runtime_env'] = {'env_vars': env}
+      ray.init(address=address, log_to_driver=False)
+    elif self._started:  # the actors inherit this process's environment
+      # Without 'local' Ray joins what RAY_ADDRESS or a file of its own names, and waits
+      # minutes for a cluster that died.
+      quiet = {'log_to_driver': False, 'logging_level': 'warning'}
+      ray.init(address='local', include_dashboard=False, **quiet)
+
+  def reserve(self, settings: RunSettings, *, has_learner: bool = True) -> Placement:
+    """Reserves the devices that the run asks for.
+
+    Args:
+      settings: the run's.
+      has_learner: whether there is a learner, or engines only.
+
+    Returns:
+      Who has which devices.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    env = self._options.get('runtime_env', {}).get('env_vars', {})
+    placement = plan_placement(settings, list_nodes(self._ray), has_learner=has_learner)
+    weight_transport.check_placement(self._transport, placement)
+    uses_gpus = any('GPU' in bundle for bundle in placement.bundles)
+    if not settings.cluster.address and uses_gpus:
+      env = {'NCCL_SOCKET_IFNAME': os.environ.get('NCCL_SOCKET_IFNAME', 'lo'), **env}
+    self._group = PlacementGroup(placement, env)
+    self._uses_sleep = has_learner and settings.cluster.placement.sleeps
+    return placement
+
+  def _start(
+    self,
+    resources: ActorResources | None,
+    cls: Callable[..., Any],
+    *args: Any,
+    python: str = '',
+    **options: Any,
+  ) -> Any:
+    """Starts an actor. python: the interpreter, if not this process's."""
+    methods = (getattr(cls, name) for name in dir(cls))
+    is_async = any(map(inspect.iscoroutinefunction, methods))
+    max_calls = MAX_ASYNC_CALLS if is_async else MAX_THREADED_CALLS
+    if self._group is None:
+      actor_options = self._options
+    else:
+      actor_options = self._group.actor_options(resources)
+    if python:
+      runtime_env = {**actor_options.get('runtime_env', {}), 'py_executable': python}
+      actor_options = {**actor_options, 'runtime_env': runtime_env}
+    remote = self._ray.remote(cls).options(max_concurrency=max_calls, **actor_options)
+    return remote.remote(*args, **options)
+
+  def spawn(self, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Starts an actor of class `cls` and returns a handle."""
+    return self._register(cls, self._start(None, cls, *args, **options))
+
+  def _register(self, cls: Callable[..., Any], actor: Any) -> ActorProxy:
+    self._actors.append((getattr(cls, '__name__', str(cls)), actor))
+    return ActorProxy(actor)
+
+  @property
+  def description(self) -> str:
+    """Who has which devices, to be shown to the user."""
+    return self._group.placement.description if self._group else ''
+
+  @property
+  def hosts_learner(self) -> bool:
+    """True if the learner lives in actors; otherwise the caller makes its own."""
+    return bool(self._group and self._group.placement.learners)
+
+  def start_learners(
+    self, settings: RunSettings, folder: pathlib.Path
+  ) -> RemoteLearnerFactory:
+    """Starts the learner's processes.
+
+    Args:
+      settings: the run's.
+      folder: where the policy is.
+    """
+    assert self._group is not None
+    if self._uses_sleep and self._pool is not None:
+      asyncio.run(self._put_to_sleep(self._pool.handles))
+    folder = folder.absolute()
+    started = [
+      self._start(resources, LearnerActor, settings, folder)
+      for resources in self._group.placement.learners
+    ]
+    actors = [self._register(LearnerActor, actor) for actor in started]
+    devices = asyncio.run(self._connect_learner(actors))
+    return RemoteLearnerFactory(actors, devices, self._ray.put)
+
+  async def _put_to_sleep(self, engines: list[Any]) -> None:
+    """Makes engines release the memory that they took when they started."""
+    try:
+      await asyncio.gather(*(engine.sleep() for engine in engines))
+    except Exception as error:
+      raise await self.root_cause(error) from error
+
+  async def _connect_learner(self, actors: list[Any]) -> str:
+    try:
+      return await connect_learner(actors)
+    except Exception as error:
+      raise await self.root_cause(error) from error
+
+  def start_engines(
+    self,
+    model: TransformerLM,
+    folder: pathlib.Path,
+    device_thread: DeviceThread,
+    count: int,
+    options: Mapping[str, Any],
+    kind: str = 'jax',
+  ) -> list[Any]:
+    """Starts a pool of engine actors; for the arguments see `Runtime`.
+
+    `device_thread` is not used: every engine has a process of its own.
+    """
+    options = dict(options)
+    connect = None
+    if self._transport.direct:
+      options['transfer'] = self._transport.name
+    else:
+      connect = weight_transport.make_connector(self.channel())
+    cls: type = VllmActor
+    args: tuple[Any, ...] = folder.absolute(), connect
+    if kind == 'jax':
+      cls, args = EngineActor, (model, *args)
+    python = options.pop('python', '')
+    engines: tuple[ActorResources, ...] = (ActorResources(),) * count
+    if self._group is not None:
+      engines = self._group.placement.engines
+      options['parts'] = self._num_parts
+
+    def start(number: int) -> Any:
+      own_options = {**options, **engines[number].options}
+      return self._start(engines[number], cls, *args, python=python, **own_options)
+
+    self._pool = EnginePool(start, len(engines))
+    return self._pool.handles
+
+  @property
+  def _num_parts(self) -> int:
+    """The number of processes that publish weights."""
+    return max(1, len(self._group.placement.learners if self._group else ()))
+
+  def make_router(self, engines: list[Any], **options: Any) -> Any:
+    """Starts one router for all workers, so that it knows the load of the engines."""
+    router = self.spawn(EngineRouter, engines, **options)
+    if self._pool is not None:
+      self._pool.set_callbacks(rejoin=router.replace)
+    return router
+
+  def channel(self) -> Transport:
+    """Returns the transport that weights go through, opened by the first call."""
+    if self._channel is None:
+      self._channel = weight_transport.open_transport(
+        self._transport, lambda: ObjectStoreTransport(self.spawn(ObjectDirectory))
+      )
+    return self._channel
+
+  def make_weight_store(
+    self, engines: list[Any], device_thread: DeviceThread
+  ) -> VerifiedWeightStore | DirectWeightStore:
+    """Returns what brings weights to the engines."""
+    if self._transport.direct:
+      self._store = self._make_direct_store(engines)
+    elif self.hosts_learner:
+      connect = weight_transport.make_connector(self.channel())
+      publisher = RemotePublisher(self._transport, connect, parts=self._num_parts)
+      coordinator = LoadCoordinator(engines)
+      self._store = VerifiedWeightStore(publisher, coordinator)  # pyright: ignore
+    else:
+      self._store = weight_transport.make_store(
+        self._transport, self.channel(), engines, device_thread
+      )
+    if self._pool is not None:
+      self._pool.set_callbacks(catch_up=self._store.catch_up)
+    return self._store
+
+  def _make_direct_store(self, engines: list[Any]) -> DirectWeightStore:
+    """Returns a store whose weights the learner sends from its own GPUs."""
+    assert self._group is not None
+    targets = [
+      TransferTarget(
+        engine,
+        int(resources.claims.get('GPU', len(resources.devices))),
+        resources.devices,
+      )
+      for engine, resources in zip(engines, self._group.placement.engines, strict=True)
+    ]
+    options = dict(self._transport.options)
+    store_options = {k: options.pop(k) for k in ('patience',) if k in options}
+    return DirectWeightStore(
+      targets,
+      self._transport.name,
+      TransferOptions(**options),
+      engine_lost_error=ActorError,
+      **store_options,
+    )
+
+  def num_workers(self, count: int) -> int:
+    """Returns `count`."""
+    return count
+
+  async def run_worker(
+    self, worker: functools.partial[Any], data: Mapping[str, Any]
+  ) -> int:
+    """Runs a worker to its end, as `run_worker_with_restart`; returns its episodes."""
+    env = self._group.placement.others.env if self._group else {}
+    name = worker.func.__name__
+
+    def start() -> tuple[Any, Any]:
+      resources = ActorResources(env)
+      actor = self._start(resources, worker.func, *worker.args, **worker.keywords)
+      self._actors.append((name, actor))
+      return actor, actor.run.remote(data)
+
+    def forget(actor: Any) -> None:
+      self._ray.kill(actor)  # it may only have been out of reach
+      self._actors[:] = [(n, known) for n, known in self._actors if known is not actor]
+
+    return await run_worker_with_restart(start, forget, name)
+
+  async def supervise(self, work: Awaitable[Any]) -> Any:
+    """Returns the result of `work`; engines that are lost meanwhile are replaced."""
+    return await (work if self._pool is None else self._pool.supervise(work))
+
+  async def root_cause(self, error: Exception) -> Exception:
+    """Returns the error behind one that an actor raised; ActorError if one is gone."""
+    if self._pool is not None and (failure := self._pool.failure()) is not None:
+      return failure
+    return await supervision.root_cause(
+      error, lambda: self._actors, several_learners=self._num_parts > 1
+    )
+
+  async def close(self) -> None:
+    """Ends everything that this runtime has started, whatever of it is lost already."""
+    async with contextlib.AsyncExitStack() as stack:
+      if self._started:
+        stack.callback(self._ray.shutdown)
+      for part in (self._channel, self._group, self._pool):
+        if part is not None:
+          stack.callback(part.close)
+      for _, actor in self._actors:
+        stack.callback(self._ray.kill, actor)
+      if self._store is not None:
+        stack.push_async_callback(self._store.close)
+    self._actors.clear()
+
+
+def _import_ray(address: str) -> Any:
+  """Imports Ray, which reads on import whether other machines may see it."""
+  if not address:
+    os.environ.setdefault('RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER', '0')
+    os.environ.setdefault('RAY_worker_niceness', '0')  # they do the run's main work
+  import ray
+
+  return ray

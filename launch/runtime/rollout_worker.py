@@ -1,0 +1,101 @@
+"""A rollout worker is an `EnvWorker` that makes its own environment context.
+
+It is made from arguments that can be sent to another process.
+"""
+
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.envs.env_registry import ISOLATED_PREFIX, env_factory, find_env
+from jaxrl.rollout.env_manager import EnvContext
+from jaxrl.rollout.env_worker import EnvWorker
+from jaxrl.rollout.thread_pool import DEFAULT_NUM_THREADS, ThreadPool
+
+if TYPE_CHECKING:
+  from jaxrl.rollout.rewards.reward_pipeline import RewardPipeline
+
+
+class RolloutWorker(EnvWorker):
+  """Runs the environments of a tag.
+
+  Args:
+    env_type: kind of the environments.
+    env_config: their options.
+    folder: where the tokenizer is.
+    env_ids: (group, sample) of each environment.
+    options: options of the env managers.
+    engine: the engine or router, or a handle.
+    queue: the group queue, or a handle.
+    dataset: the dataset, or a handle.
+    concurrency: number of environments that step at once.
+    rewards: the reward pipeline, if rewards are not the environments' own.
+  """
+
+  def __init__(
+    self,
+    env_type: str,
+    env_config: Mapping[str, Any],
+    folder: pathlib.Path,
+    env_ids: list[tuple[int, int]],
+    options: Mapping[str, Any],
+    *,
+    engine: Any,
+    queue: Any,
+    dataset: Any,
+    concurrency: int = DEFAULT_NUM_THREADS,
+    rewards: 'RewardPipeline | None' = None,
+  ):
+    context = make_env_context(
+      env_type,
+      env_config,
+      folder,
+      engine,
+      queue,
+      dataset,
+      concurrency=concurrency,
+      rewards=rewards,
+    )
+    super().__init__(context, env_ids, options)
+
+
+def make_env_context(
+  env_type: str,
+  env_config: Mapping[str, Any],
+  folder: pathlib.Path,
+  engine: Any,
+  queue: Any,
+  dataset: Any,
+  *,
+  concurrency: int = DEFAULT_NUM_THREADS,
+  rewards: 'RewardPipeline | None' = None,
+) -> EnvContext:
+  """Returns what the environments of a tag share.
+
+  For the arguments see `RolloutWorker`.
+
+  Raises:
+    ConfigError: an isolated environment type is driven by an agent.
+  """
+  chat = ChatTokenizer(load_tokenizer(folder))
+  endpoint = None
+  if getattr(find_env(env_type), 'played_by_agent', False):
+    if env_type.startswith(ISOLATED_PREFIX):
+      raise ConfigError(f'{env_type}: an agent is isolated by being a command')
+    # Imported here because only agents need a server.
+    from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
+
+    endpoint = AgentEndpoint(engine, chat)
+  return EnvContext(
+    make_env=env_factory(env_type, env_config),
+    engine=engine,
+    chat=chat,
+    pool=ThreadPool(concurrency),
+    queue=queue,
+    dataset=dataset,
+    rewards=rewards,
+    endpoint=endpoint,
+  )

@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM: the first asks the run to stop, the second ends it at once."""
+
+import os
+import signal
+from collections.abc import Callable
+
+NAMES = {signal.SIGINT: 'Ctrl-C', signal.SIGTERM: 'SIGTERM'}
+
+
+class SignalHandler:
+  """While entered, signals set a flag; calling the object reads it.
+
+  tell: takes one line for the user. last: called before a second signal ends the
+  process, to leave the terminal in order. how: the run stops, for the user.
+  """
+
+  def __init__(
+    self,
+    tell: Callable[[str], None],
+    last: Callable[[], None],
+    *,
+    how: str = 'after this step, with a checkpoint',
+  ):
+    self._tell, self._last, self._how = tell, last, how
+    self.signal: int | None = None
+    self._old: dict[int, object] = {}
+
+  def __call__(self) -> bool:
+    """Returns whether a signal asked the run to stop."""
+    return self.signal is not None
+
+  @property
+  def status(self) -> int:
+    """The exit status by the shell's custom: 130 after Ctrl-C, 143 after SIGTERM."""
+    return 128 + self.signal if self.signal else 0
+
+  def __enter__(self) -> 'SignalHandler':
+    for number in NAMES:
+      self._old[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    for number, handler in self._old.items():
+      signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+  def _handle(self, number: int, frame: object) -> None:
+    if self.signal is not None:
+      self._last()
+      os._exit(128 + number)
+    self.signal = number
+    self._tell(
+      f'{NAMES[signal.Signals(number)]}: stopping {self._how}. '
+      'Once more ends it at once.'
+    )

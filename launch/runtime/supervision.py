@@ -1,0 +1,157 @@
+"""Supervision handles lost processes: why an actor died, and what is started again."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+CREATION_FAILED = 'creation task'  # in Ray's message if an actor's `__init__` raised
+# In errors of the devices that concern the process itself, not another one.
+OWN_DEVICE_ERRORS = ('RESOURCE_EXHAUSTED', 'INVALID_ARGUMENT')
+RESUME_HINT = 'the same command resumes from the last checkpoint'
+
+
+class ActorError(OSError):
+  """A part of the run that lived in a process of its own is gone."""
+
+
+async def await_ref(reference: Any) -> Any:
+  """Returns the value of one of Ray's object references."""
+  return await reference
+
+
+def error_summary(error: BaseException) -> str:
+  """Returns what an actor's error says, in one line."""
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  if CREATION_FAILED in lines[0]:  # it ends in the error that was raised
+    return lines[-1]
+  text = ' '.join(line for line in lines if not line.startswith('\t'))  # no numbers
+  return text.partition(' Some common causes')[0][:300]
+
+
+async def run_worker_with_restart(
+  start: Callable[[], Any],
+  forget: Callable[[Any], None],
+  name: str,
+  *,
+  max_deaths: int = 2,
+  max_failed_starts: int = 30,
+  pause: float = 2.0,
+) -> Any:
+  """Runs a worker; one that dies is replaced.
+
+  While Ray does not know yet that a machine is lost, it may send a new actor there,
+  which dies without having run. The queue gives what a dead worker ran to whoever takes
+  its place.
+
+  Args:
+    start: makes an actor, and returns it with the reference that its `run` returns.
+    forget: is called with actors that have died.
+    name: of the worker, for log messages.
+    max_deaths: how often a worker that has run is replaced.
+    max_failed_starts: how often in a row an actor may die without having run.
+    pause: seconds before another one is started.
+
+  Returns:
+    What the worker's `run` returns.
+  """
+  from ray.exceptions import RayActorError, RayTaskError
+
+  deaths = failed_starts = 0
+  while True:
+    actor, result = start()
+    try:
+      return await result
+    except RayActorError as error:
+      if isinstance(error, RayTaskError):
+        raise  # of another actor, which this one needs
+      if 'never ran' in str(error):
+        if failed_starts == max_failed_starts:
+          raise
+        failed_starts += 1
+        log.warning(
+          '%s could not be started (%d of at most %d times): another one is being '
+          'started (%s)',
+          name,
+          failed_starts,
+          max_failed_starts,
+          error_summary(error),
+        )
+      else:
+        if deaths == max_deaths:
+          raise
+        failed_starts = 0
+        deaths += 1
+        log.warning(
+          '%s was lost: another one is being started, and plays its episodes again '
+          '(%s)',
+          name,
+          error_summary(error),
+        )
+      forget(actor)
+      await asyncio.sleep(pause)
+
+
+async def death_reason(actor: Any, timeout: float) -> Exception | None:
+  """Returns why an actor is dead; None if it lives, or is too busy to answer."""
+  try:
+    await asyncio.wait_for(await_ref(actor.__ray_ready__.remote()), timeout)
+  except TimeoutError:
+    return None
+  except Exception as error:
+    return error
+  return None
+
+
+async def root_cause(
+  error: Exception,
+  actors: Callable[[], Sequence[tuple[str, Any]]],
+  *,
+  timeout: float = 2.0,
+  several_learners: bool = True,
+  max_checks: int = 20,
+  few_checks: int = 2,
+) -> Exception:
+  """Returns the error that caused one that an actor raised.
+
+  A process that loses another one during a collective operation fails before Ray knows
+  of the death, so after an error of the devices the actors are checked several times.
+
+  Args:
+    error: the error.
+    actors: returns (name, actor) of all actors of the run.
+    timeout: seconds that an actor has to answer, and between two checks.
+    several_learners: whether the learner has other processes to lose.
+    max_checks: number of checks after an error of the devices.
+    few_checks: number of checks if there are no other processes, or if the error is the
+      process's own, such as a lack of memory.
+
+  Returns:
+    The cause; an `ActorError` if an actor has died.
+  """
+  from ray import exceptions
+
+  while isinstance(error, exceptions.RayTaskError) and error.cause is not None:
+    error = error.cause
+  num_checks = 1
+  if type(error).__name__ in ('JaxRuntimeError', 'XlaRuntimeError'):
+    is_own = any(word in str(error) for word in OWN_DEVICE_ERRORS)
+    num_checks = few_checks if is_own or not several_learners else max_checks
+  for check in range(num_checks):
+    if check:
+      await asyncio.sleep(timeout)
+    known = list(actors())
+    reasons = await asyncio.gather(*(death_reason(a, timeout) for _, a in known))
+    for (name, _), reason in zip(known, reasons, strict=True):
+      if reason is not None:
+        return ActorError(
+          f'the Ray actor {name} has died, and the run with it; {RESUME_HINT} '
+          f'({error_summary(reason)})'
+        )
+  if isinstance(error, exceptions.RayActorError):
+    return ActorError(
+      f'a Ray actor cannot be reached; {RESUME_HINT} ({error_summary(error)})'
+    )
+  return error

@@ -1,0 +1,132 @@
+"""The weight transport connects learner and engines, as `cluster.weights` says.
+
+Each process of the learner has a `WeightPublisher`, and each engine an
+`EngineWeightClient`. The run tells the engines to load a version by a
+`LoadCoordinator`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrl.call_strings import ConfigError
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.rollout.weights.transport import (
+  FolderTransport,
+  SharedMemoryTransport,
+  Transport,
+)
+from jaxrl.rollout.weights.verified_store import LoadCoordinator, VerifiedWeightStore
+from launch.runtime.placement import Placement
+from launch.settings.cluster_settings import WEIGHTS as KEY
+from launch.settings.run_settings import WeightTransport
+
+
+def check_placement(transport: WeightTransport, placement: Placement) -> None:
+  """Raises ConfigError if learner and engines are not placed as a transport needs."""
+  where = f'{KEY}={transport.name}'
+  if transport.name == 'shared_memory' and len(placement.bundles) > 1:
+    raise ConfigError(
+      f'{where}: the {len(placement.bundles)} machines of this run share no memory: '
+      'take object_store'
+    )
+  if not transport.direct:
+    return
+  if not placement.learners and placement.bundles:
+    raise ConfigError(f'{where}: there is no learner to send: take object_store')
+  if not any('GPU' in bundle for bundle in placement.bundles):
+    raise ConfigError(
+      f'{where}: there is no GPU here to send from: take shared_memory or object_store'
+    )
+  shared = placement.name == 'colocated'
+  if transport.name == 'nccl' and shared:
+    raise ConfigError(
+      f'{where}: learner and engines have the same GPUs (colocated), and NCCL knows no '
+      'two processes on one: take ipc'
+    )
+  if transport.name == 'ipc' and not shared:
+    raise ConfigError(
+      f'{where}: learner and engines have GPUs of their own ({placement.name}), and '
+      'vLLM opens memory of its own GPU alone: take nccl'
+    )
+  if transport.name == 'ipc' and len(placement.bundles) > 1:
+    raise ConfigError(
+      f'{where}: memory cannot be opened across the {len(placement.bundles)} machines '
+      'of this run: take object_store'
+    )
+
+
+def open_transport(
+  settings: WeightTransport, object_store: Callable[[], Transport] | None = None
+) -> Transport:
+  """Opens the learner's end of a transport.
+
+  Args:
+    settings: the transport.
+    object_store: makes a transport of Ray's object store, under Ray.
+  """
+  if settings.name == 'object_store':
+    assert object_store is not None
+    return object_store()
+  if settings.name == 'shared_memory':
+    return SharedMemoryTransport()
+  return FolderTransport(settings.folder, durable=settings.durable)
+
+
+def make_connector(transport: Transport) -> Callable[[], Transport]:
+  """Returns a function that can be sent to another process and makes its end there."""
+  if isinstance(transport, SharedMemoryTransport):
+    return functools.partial(SharedMemoryTransport, transport.address)
+  if isinstance(transport, FolderTransport):
+    return functools.partial(
+      FolderTransport, transport.path, durable=transport.durable, make=False
+    )
+  return functools.partial(_identity, transport)
+
+
+def _identity(transport: Transport) -> Transport:
+  return transport
+
+
+def make_publisher(
+  settings: WeightTransport,
+  transport: Transport,
+  device_thread: DeviceThread,
+  *,
+  part: int = 0,
+  parts: int = 1,
+) -> WeightPublisher:
+  """Returns what a process of the learner publishes its shards with.
+
+  All processes publish every version. Whoever drives the run then has the engines load
+  it, once for all processes.
+
+  Args:
+    settings: how weights are published.
+    transport: this process's end.
+    device_thread: the thread on which snapshots are taken.
+    part: number of the process.
+    parts: number of the learner's processes.
+  """
+  return WeightPublisher(
+    transport, device_thread=device_thread, part=part, parts=parts, **settings.options
+  )
+
+
+def make_store(
+  settings: WeightTransport,
+  transport: Transport,
+  engines: Sequence[Any],
+  device_thread: DeviceThread,
+) -> VerifiedWeightStore:
+  """Returns the weight store of a learner with one process.
+
+  Args:
+    settings: how weights are published.
+    transport: the learner's end.
+    engines: handles with a method `pull`, as `EngineWeightClient` has it.
+    device_thread: the thread on which snapshots are taken.
+  """
+  publisher = make_publisher(settings, transport, device_thread)
+  return VerifiedWeightStore(publisher, LoadCoordinator(engines))

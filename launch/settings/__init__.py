@@ -1,0 +1,1 @@
+"""Parses config files and flags into typed, validated settings."""

@@ -1,0 +1,296 @@
+"""Parse `cluster.*`: how weights reach the engines, and who has which devices."""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl.call_strings import (
+  ConfigError,
+  check_options,
+  defaults,
+  parse_call,
+  unknown_name_error,
+)
+from jaxrl.models.lora import Lora
+from jaxrl.rollout.weights.weight_store import InProcessWeightStore
+from launch.settings.run_settings import (
+  ClusterSettings,
+  EngineSettings,
+  PlacementSettings,
+  WeightTransport,
+)
+
+WEIGHTS = '--config.cluster.weights'
+PLACEMENT = '--config.cluster.placement'
+
+TRANSPORTS = (
+  'auto',
+  'inprocess',
+  'object_store',
+  'shared_memory',
+  'checkpoint',
+  'nccl',
+  'ipc',
+)
+_GPU_TO_GPU = ('nccl', 'ipc')
+_NEEDS_RAY = ('object_store', 'shared_memory')
+
+
+def parse_cluster(
+  *,
+  ray: bool,
+  address: str,
+  num_engines: int,
+  num_workers: int,
+  weights: str,
+  placement: str,
+  engine: EngineSettings,
+  adapters: Lora | None,
+  adapters_text: str,
+  check_machine: bool = True,
+) -> ClusterSettings:
+  """Parses the section `cluster`.
+
+  Args:
+    ray: whether the run uses Ray.
+    address: address of the Ray cluster; '' leaves the choice to Ray.
+    num_engines: number of rollout engines.
+    num_workers: number of rollout workers.
+    weights: call string of the weight transport.
+    placement: call string of the placement.
+    engine: settings of the engine that receives the weights.
+    adapters: the adapters that the run trains, None for all parameters.
+    adapters_text: the adapters' call string.
+    check_machine: whether this machine must have what the run needs.
+
+  Raises:
+    ConfigError: for invalid settings, and for settings that need Ray without it.
+  """
+  given = {'num_engines': num_engines, 'num_workers': num_workers, 'address': address}
+  for key, alone in (('num_engines', 1), ('num_workers', 1), ('address', '')):
+    if not ray and given[key] != alone:
+      raise ConfigError(
+        f'--config.cluster.{key}={given[key]}: needs --config.cluster.ray=true; '
+        'one process has one engine and one worker'
+      )
+  transport = parse_transport(
+    weights,
+    ray=ray,
+    engine=engine,
+    adapters=adapters,
+    adapters_text=adapters_text,
+    check_machine=check_machine,
+  )
+  return ClusterSettings(
+    ray=ray,
+    address=address,
+    num_engines=num_engines,
+    num_workers=num_workers,
+    weights=transport,
+    placement=parse_placement(placement, ray=ray),
+  )
+
+
+def parse_transport(
+  text: str,
+  *,
+  ray: bool,
+  engine: EngineSettings,
+  adapters: Lora | None = None,
+  adapters_text: str = '',
+  check_machine: bool = True,
+) -> WeightTransport:
+  """Parses `cluster.weights`, a call string such as `checkpoint(folder='/shared')`.
+
+  Raises:
+    ConfigError: for an unknown transport or option, and for a transport that this
+      engine, these adapters or a run of one process cannot use.
+  """
+  where = f'{WEIGHTS}={text}'
+  name, options = parse_call(text)
+  if name not in TRANSPORTS:
+    raise unknown_name_error(name, TRANSPORTS, 'transport', WEIGHTS)
+  folder = str(options.pop('folder', '')) if name == 'checkpoint' else ''
+  check_options(_taking(_option_sources(name)), options, where)
+  _check_dtype(options.get('dtype'), where)
+  for option in ('keep', 'full_every', 'chunk_bytes', 'blob_bytes', 'buffer_bytes'):
+    if options.get(option, 1) < 1:
+      raise ConfigError(f'{where}: {option} must be at least 1')
+  problem = _process_problem(name, ray, folder)
+  if not problem and name in _GPU_TO_GPU:
+    problem = _gpu_problem(engine, check_machine)
+  problem = problem or _adapter_problem(name, options, adapters, adapters_text)
+  if problem:
+    raise ConfigError(f'{where}: {problem}')
+  if name == 'auto':
+    name = 'object_store' if ray else 'inprocess'
+  if name == 'shared_memory':
+    options['full_every'] = 1  # nothing travels, and what is whole is loaded as it lies
+  durable = options.pop('durable', True)
+  return WeightTransport(name, options, folder and os.path.abspath(folder), durable)
+
+
+def _option_sources(name: str) -> Mapping[Callable[..., Any], Sequence[str]]:
+  """Returns a transport's options, and whose signatures give their types."""
+  if name in ('auto', 'inprocess'):
+    return {InProcessWeightStore: ('dtype',)}
+  if name in _GPU_TO_GPU:
+    # Imported here, as below, because weights within a process need none of it.
+    from jaxrl.rollout.weights.direct_transfer import DirectWeightStore, TransferOptions
+
+    return {
+      DirectWeightStore: ('patience',),
+      TransferOptions: ('dtype', 'buffer_bytes'),
+    }
+  from jaxrl.rollout.weights.publisher import VersionWriter, WeightPublisher
+  from jaxrl.rollout.weights.transport import FolderTransport
+
+  writer_options = ('keep', 'chunk_bytes', 'blob_bytes', 'patience')
+  if name != 'shared_memory':
+    writer_options = (*writer_options, 'full_every')
+  sources: dict[Callable[..., Any], Sequence[str]] = {
+    WeightPublisher: ('dtype', 'on_device', 'tend'),
+    VersionWriter: writer_options,
+  }
+  if name == 'checkpoint':
+    sources[FolderTransport] = ('durable',)
+  return sources
+
+
+def _check_dtype(dtype: str | None, where: str) -> None:
+  """Raises ConfigError for a data type that weights cannot be sent in."""
+  if dtype is None:
+    return
+  # Imported here because most runs leave the data type as it is.
+  from jaxrl.rollout.weights.shards import SAFETENSORS_DTYPES
+
+  float_dtypes = [name for name in SAFETENSORS_DTYPES if 'float' in name]
+  if dtype not in float_dtypes:
+    raise unknown_name_error(dtype, float_dtypes, 'dtype', where)
+
+
+def _process_problem(name: str, ray: bool, folder: str) -> str:
+  """Says why these processes cannot use a transport; '' if they can."""
+  if name == 'inprocess' and ray:
+    return "Ray's engines are processes of their own: take auto or object_store"
+  if name in _NEEDS_RAY and not ray:
+    return (
+      'needs --config.cluster.ray=true; one process hands its weights over within '
+      'itself: take auto'
+    )
+  if name == 'checkpoint' and not folder:
+    return 'needs a folder: checkpoint(folder="/path/that/all/engines/see")'
+  if name in _GPU_TO_GPU and not ray:
+    return 'needs --config.cluster.ray=true, whose engines it sends to: take auto'
+  return ''
+
+
+def _gpu_problem(engine: EngineSettings, check_machine: bool) -> str:
+  """Says why learner or engine cannot send from GPU to GPU; '' if they can."""
+  if not engine.external:
+    return (
+      f'--config.rollout.engine={engine.kind} takes no weights from GPU to GPU, vllm '
+      'alone does: take object_store'
+    )
+  if not check_machine:
+    return ''
+  from jaxrl.rollout.vllm import vllm_options  # only vLLM's engines need it
+
+  if missing := vllm_options.gpu_transfer_problem():
+    return (
+      f"{missing} in the learner's own environment, which sends by vLLM's own means: "
+      'install the extra vllm there, with CUDA, or take shared_memory or object_store'
+    )
+  return ''
+
+
+def _adapter_problem(
+  name: str, options: Mapping[str, Any], adapters: Lora | None, adapters_text: str
+) -> str:
+  """Says why a transport cannot send adapters by themselves; '' if it need not."""
+  if adapters is None or adapters.transfer == 'merged':
+    return ''
+  asked = f"--config.model.lora={adapters_text}: send='{adapters.transfer}'"
+  if name in ('shared_memory', *_GPU_TO_GPU):
+    return (
+      f'writes every version whole, and {asked}: take object_store, or leave send out'
+    )
+  if options.get('dtype'):
+    return (
+      f'dtype would round the adapters too ({asked}): keep the base in bfloat16 by '
+      "lora(base='bfloat16'), or leave send out"
+    )
+  return ''
+
+
+def _taking(sources: Mapping[Callable[..., Any], Sequence[str]]) -> Callable[..., None]:
+  """Returns a function that takes the named options of several signatures."""
+
+  def taking(**_: Any) -> None:
+    pass
+
+  parameters = [
+    inspect.signature(source).parameters[name]
+    for source, names in sources.items()
+    for name in names
+  ]
+  taking.__signature__ = inspect.Signature(parameters)  # pyright: ignore
+  return taking
+
+
+def split(*, learners: int = 1, devices: int = 0, memory: float = 0.9) -> None:
+  """Gives learner and engines devices of their own.
+
+  Args:
+    learners: processes of the learner, one a machine.
+    devices: devices of each of them; 0 leaves the engines theirs and takes the rest,
+      or half if the number of engines is open.
+    memory: share of each device that whoever has it may take.
+  """
+
+
+def colocated(
+  *, memory: float = 0.9, learner: float = 0.0, sleep: bool = False
+) -> None:
+  """Has learner and engines share the same devices.
+
+  Args:
+    memory: share of each device that all of them may take together.
+    learner: the learner's part of that share; 0 takes what the engine leaves, or half.
+    sleep: they have all of it in turns: an engine has no cache while the learner
+      trains. In processes of their own it keeps no weights there either, nor the
+      learner its state while the engine generates.
+  """
+
+
+def auto() -> None:
+  """Takes 'split' from two devices on, and 'colocated' on one.
+
+  Where the learner's share is more than a machine has, it gets whole machines, with a
+  process on each.
+  """
+
+
+PLACEMENTS = {'auto': auto, 'split': split, 'colocated': colocated}
+
+
+def parse_placement(text: str, *, ray: bool) -> PlacementSettings:
+  """Parses `cluster.placement`, a call string such as `split(learners=2)`.
+
+  Raises:
+    ConfigError: for an unknown placement or option, or a number out of range.
+  """
+  name, options = parse_call(text)
+  if name not in PLACEMENTS:
+    raise unknown_name_error(name, PLACEMENTS, 'placement', PLACEMENT)
+  where = f'{PLACEMENT}={text}'
+  check_options(PLACEMENTS[name], options, where)
+  options = defaults(PLACEMENTS[name]) | options
+  if name == 'split' and not ray:
+    raise ConfigError(f'{where}: needs --config.cluster.ray=true')
+  if options.get('learners', 1) < 1 or options.get('devices', 0) < 0:
+    raise ConfigError(f'{where}: learners must be at least 1, devices at least 0')
+  if not 0 < options.get('memory', 1) <= 1:
+    raise ConfigError(f'{where}: memory is a share of a device, above 0 up to 1')
+  return PlacementSettings(name, options)

@@ -1,0 +1,406 @@
+"""Read the command line and the config file, and apply overrides.
+
+`--config=configs/X.py[:ALGORITHM]` names a file with `get_config(algorithm=…)` that
+returns a ConfigDict; `--config.a.b=value` sets one of its keys, by the type it has.
+Every mistake raises ConfigError, whose text is one line for the user.
+"""
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import pathlib
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.call_strings import ConfigError, closest_match
+from jaxrl.config import (
+  OptionalField,
+  describe_keys,
+  describe_options,
+  descriptions_of,
+  make_section,
+)
+
+TRUE = ('true', '1', 'yes', 'on')
+FALSE = ('false', '0', 'no', 'off')
+NOUNS = {bool: 'true or false', int: 'a whole number', float: 'a number'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """Holds a parsed command line.
+
+  Attributes:
+    config: path of the config file.
+    algorithm: what followed its colon, or None.
+    overrides: (dotted key, text) in order; text is None for a bare `--config.flag`.
+    flags: the command's own flags, by name.
+  """
+
+  config: str
+  algorithm: str | None
+  overrides: tuple[tuple[str, str | None], ...]
+  flags: dict[str, str]
+
+
+def parse(argv: Sequence[str], flags: Mapping[str, str] | None = None) -> Command:
+  """Splits a command line.
+
+  Args:
+    argv: the command line, without the program.
+    flags: the command's own flags with their defaults; each takes a value.
+
+  Raises:
+    ConfigError: for an unknown option or a missing value.
+  """
+  values = dict(flags or {})
+  spec, overrides = '', []
+  items = list(argv)
+  while items:
+    item = items.pop(0)
+    if not item.startswith('--'):
+      raise ConfigError(f'cannot read {item!r}: options look like --name=value')
+    name, equals, text = item[2:].partition('=')
+    value = text if equals else None
+    if value is None and items and not items[0].startswith('--'):
+      value = items.pop(0)
+    if name.startswith('config.'):
+      overrides.append((name.removeprefix('config.'), value))
+    elif name != 'config' and name not in values:
+      _refuse_flag(name, [*values, 'config', 'help'])
+    elif not value:
+      raise ConfigError(f'--{name} needs a value: --{name}=…')
+    elif name == 'config':
+      spec = value
+    else:
+      values[name] = value
+  if not spec:
+    raise ConfigError('which config? Name one: --config=configs/quickstart.py')
+  path, algorithm = split_spec(spec)
+  return Command(path, algorithm, tuple(overrides), values)
+
+
+def _refuse_flag(name: str, known: Sequence[str]) -> None:
+  near = closest_match(name, known)
+  hint = f'; did you mean --{near}?' if near else ''
+  more = f' A key of the config is set by --config.{name}=…' if '.' in name else ''
+  raise ConfigError(f'unknown option --{name}{hint}{more}')
+
+
+def split_spec(spec: str) -> tuple[str, str | None]:
+  """Splits 'configs/x.py:lab.mod:fn' into ('configs/x.py', 'lab.mod:fn')."""
+  head, dot_py, rest = spec.partition('.py')
+  while dot_py and rest and not rest.startswith(':'):
+    more, dot_py, rest = rest.partition('.py')
+    head = f'{head}.py{more}'
+  if not dot_py:
+    raise ConfigError(f'--config={spec}: a config is a Python file: configs/NAME.py')
+  if rest == ':':
+    raise ConfigError(f'--config={spec}: name an algorithm after the colon')
+  return f'{head}.py', rest[1:] or None
+
+
+def load(
+  command: Command, sections: Mapping[str, Callable[..., Any]] | None = None
+) -> ConfigDict:
+  """Runs get_config, applies the overrides and locks the result.
+
+  sections: the launcher's own, name → function whose options they are; added where
+    the config does not have them.
+  """
+  get_config = getattr(module(command.config), 'get_config', None)
+  if not callable(get_config):
+    raise ConfigError(f'{command.config}: defines no get_config()')
+  takes = len(inspect.signature(get_config).parameters)
+  if command.algorithm and not takes:
+    raise ConfigError(
+      f'{command.config}: takes no algorithm, but {command.algorithm!r} was named'
+    )
+  folder, algorithm = dict(command.overrides).get('plugins'), command.algorithm
+  if folder and algorithm:
+    algorithm = _plugins(folder).algorithm(algorithm)
+  with _told(command.config, algorithm):
+    config = get_config(algorithm) if algorithm else get_config()
+  if not isinstance(config, ConfigDict):
+    raise ConfigError(
+      f'{command.config}: get_config() gave {type(config).__name__}, not a ConfigDict'
+    )
+  for name, source in (sections or {}).items():
+    if name not in config:
+      config[name] = make_section(source)
+    section: Any = config[name]
+    describe_keys(section, describe_options(source))
+  if 'plugins' not in config:
+    config.plugins = ''
+    describe_keys(config, {'plugins': 'Folder whose files define components by name.'})
+  config.lock()
+  for key, text in command.overrides:
+    override(config, key, text)
+  if config.plugins:
+    _plugins(str(config.plugins)).name_parts(config.get('algorithm', {}))
+  return config
+
+
+def _plugins(folder: str) -> Any:
+  from jaxrl.algorithms import plugins  # imports JAX
+
+  return plugins.read(folder)
+
+
+class _told:
+  """Turns a config file's own exception into a line that says where it arose.
+
+  What the user's algorithm raises while it is imported keeps its traceback.
+  """
+
+  def __init__(self, path: str, algorithm: str | None = None):
+    self.path = path
+    self._own = (algorithm or '').rpartition(':')[0]
+
+  def __enter__(self) -> None:
+    pass
+
+  def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    if error is None or isinstance(error, ConfigError):
+      return
+    if not isinstance(error, Exception):
+      return
+    if self._own and self._in_own(error, trace):
+      return
+    file = str(pathlib.Path(self.path).resolve())
+    lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == file]
+    place = f'{self.path}, line {lines[-1]}' if lines else self.path
+    raise ConfigError(f'{place}: {type(error).__name__}: {error}') from error
+
+  def _in_own(self, error: Exception, trace: Any) -> bool:
+    """Whether `error` arose in the user's algorithm."""
+    places = [(str(getattr(error, 'filename', '')), '')]
+    for frame, _ in traceback.walk_tb(trace):
+      places.append((frame.f_code.co_filename, frame.f_globals.get('__name__', '')))
+    path = (
+      self._own if self._own.endswith('.py') else self._own.replace('.', '/') + '.py'
+    )
+    return any(file.endswith(path) or name == self._own for file, name in places)
+
+
+def module(path: str) -> Any:
+  """Runs a config file and returns its module.
+
+  Raises:
+    ConfigError: for a file that is missing or cannot be run.
+  """
+  file = pathlib.Path(path)
+  if not file.is_file():
+    near = closest_match(file.name, [p.name for p in file.parent.glob('*.py')])
+    hint = f'; did you mean {file.parent / near}?' if near else ''
+    raise ConfigError(f'--config={path}: no such file{hint}')
+  name = f'_config_{file.stem}'
+  spec = importlib.util.spec_from_file_location(name, file.resolve())
+  if spec is None or spec.loader is None:
+    raise ConfigError(f'--config={path}: cannot be read as Python')
+  made = importlib.util.module_from_spec(spec)
+  sys.modules[name] = made
+  with _told(path):
+    try:
+      spec.loader.exec_module(made)
+    except SyntaxError as error:
+      raise ConfigError(
+        f'{error.filename}, line {error.lineno}: {error.msg}'
+      ) from error
+  return made
+
+
+def override(config: ConfigDict, key: str, text: str | None) -> None:
+  """Sets a key of the config.
+
+  Args:
+    config: the config, changed in place.
+    key: the dotted key.
+    text: the value as text, which is read as the type that the key has.
+
+  Raises:
+    ConfigError: for an unknown key, or text that is no such value.
+  """
+  if key == 'algorithm.name':
+    raise ConfigError(
+      '--config.algorithm.name: an algorithm brings its own keys; choose it by '
+      f'--config=FILE.py:{text or "NAME"}'
+    )
+  *parents, last = key.split('.')
+  node: Any = config
+  for part in [*parents, last]:
+    if not isinstance(node, ConfigDict) or part not in node:
+      raise ConfigError(_unknown_key(list(dotted_keys(config)), key))
+    holder, node = node, node[part]
+  if isinstance(node, ConfigDict):
+    raise ConfigError(
+      f'--config.{key} is a section: set one of its keys, '
+      f'{", ".join(f"--config.{key}.{k}" for k in sorted(node))}'
+    )
+  optional = node is None or isinstance(holder.get_ref(last), OptionalField)
+  try:
+    value = parse_value(text, holder.get_type(last), node, optional)
+    holder[last] = value
+  except (ValueError, TypeError) as error:
+    raise ConfigError(f'--config.{key}={text}: {error}') from error
+
+
+def _unknown_key(known: Sequence[str], key: str) -> str:
+  leaf = key.rsplit('.', 1)[-1]
+  near = closest_match(key, known)
+  if near is None:  # the right name in another section
+    near = next((k for k in known if k.rsplit('.', 1)[-1] == leaf), None)
+  hint = f'; did you mean --config.{near}?' if near else ' (--help lists them all)'
+  return f'unknown key --config.{key}{hint}'
+
+
+def dotted_keys(config: ConfigDict, prefix: str = '') -> Iterator[str]:
+  """Yields all dotted keys of values; sections are left out."""
+  for key in config:
+    value = config[key]
+    if isinstance(value, ConfigDict):
+      yield from dotted_keys(value, f'{prefix}{key}.')
+    else:
+      yield f'{prefix}{key}'
+
+
+def parse_value(text: str | None, kind: type, current: Any, optional: bool) -> Any:
+  """Reads text as a value.
+
+  Args:
+    text: the text; None for a bare flag.
+    kind: type of the value.
+    current: the present value, whose entries give the type of a sequence's entries.
+    optional: whether the value may be None.
+
+  Raises:
+    ValueError: if it is no such value; the message says what is wanted.
+  """
+  if text is None:
+    if kind is bool:
+      return True
+    raise ValueError('a value is missing')
+  low = text.strip().lower()
+  if optional and low in ('none', 'null'):
+    return None
+  if kind is str:
+    return text
+  if kind is bool:
+    if low in TRUE + FALSE:
+      return low in TRUE
+  elif kind in (int, float):
+    number = _number(low)
+    if number is not None and (kind is float or number == int(number)):
+      return kind(number)
+  elif kind in (tuple, list):
+    return _sequence(text, kind, current)
+  else:
+    return _literal(text)
+  noun = NOUNS[kind] + (' or none' if optional else '')
+  raise ValueError(f'wants {noun}, not {text!r}')
+
+
+def _number(text: str) -> int | float | None:
+  try:
+    return int(text)
+  except ValueError:
+    pass
+  try:
+    number = float(text)
+  except ValueError:
+    return None
+  return number if number - number == 0 else None  # no inf, no nan
+
+
+def _literal(text: str) -> Any:
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
+
+
+def _sequence(text: str, kind: type, current: Any) -> Any:
+  """Reads '(1, 2)', '1,2' or 'a,b'; entries take the type of the default's entries."""
+  value = _literal(text)
+  if isinstance(value, str):
+    value = [part.strip() for part in text.strip('()[]').split(',') if part.strip()]
+  elif not isinstance(value, (tuple, list)):
+    value = [value]
+  types = {type(entry) for entry in current or ()}
+  if len(types) == 1 and types <= {int, float, str, bool}:
+    entry_kind = types.pop()
+    value = [
+      entry
+      if type(entry) is entry_kind
+      else parse_value(str(entry), entry_kind, None, False)
+      for entry in value
+    ]
+  return kind(value)
+
+
+def check_algorithm(config: Any) -> None:
+  """Checks the algorithm's options and call strings, which have no types.
+
+  Raises:
+    ConfigError: for an option that cannot be.
+  """
+  if not config.get('algorithm', {}).get('name'):
+    return
+  from jaxrl.algorithms import registry  # imports JAX: after the cheap checks
+
+  options = config.algorithm.to_dict()
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # the run itself tells what is doubtful
+    registry.make(options.pop('name'), options)
+
+
+def split_help(argv: Sequence[str]) -> tuple[list[str], str | None]:
+  """Takes `--help`, `-h` or `--help=WORD` out of a command line.
+
+  Args:
+    argv: The command line.
+
+  Returns:
+    The rest, and the word to filter keys by: '' for all keys, None without --help.
+  """
+  rest, word = [], None
+  for item in argv:
+    if item in ('--help', '-h'):
+      word = word or ''
+    elif item.startswith('--help='):
+      word = item.partition('=')[2]
+    else:
+      rest.append(item)
+  return rest, word
+
+
+def list_keys(config: ConfigDict, word: str = '') -> str:
+  """Lists keys with their type, value and description.
+
+  Args:
+    config: The config.
+    word: Lists only keys whose name or description contains it, whatever the case.
+
+  Returns:
+    Two lines for each key: how it is set, and what it does.
+  """
+  lines = []
+  for key in dotted_keys(config):
+    section: Any = config
+    *parents, leaf = key.split('.')
+    for part in parents:
+      section = section[part]
+    description = descriptions_of(section).get(leaf, '')
+    if word.lower() not in f'{key} {description}'.lower():
+      continue
+    kind = section.get_type(leaf).__name__.replace('NoneType', 'any')
+    lines.append(f'  --config.{key}={section[leaf]}  ({kind})')
+    if description:
+      lines.append(f'      {description}')
+  return '\n'.join(lines) or f'  No key and no description contains {word!r}.'

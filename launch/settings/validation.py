@@ -1,0 +1,370 @@
+"""Validate the settings of a run as a whole, before any work.
+
+`resolve_settings` has already parsed every call string; here numbers are checked
+against their ranges and settings against each other.
+"""
+
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError, defaults, unknown_name_error
+from jaxrl.data import samplers
+from jaxrl.data.dataset import GlobalDataset
+from jaxrl.envs.env_registry import env_factory, unwrapped
+from jaxrl.functional import components
+from jaxrl.models import huggingface
+from jaxrl.rollout.queue.group_allocation import allocate_groups
+from jaxrl.rollout.queue.group_filters import make_group_filter
+from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
+from jaxrl.training import batch_fields
+from jaxrl.training.batching import packing_plan
+from jaxrl.types import Algorithm
+from kernels.dispatch import check_kernels_option
+from launch.settings.engine_settings import check_engine
+from launch.settings.off_policy import validate_off_policy
+from launch.settings.run_settings import (
+  TEACHER_BY_TAG,
+  TEACHER_CHECKPOINT,
+  RunSettings,
+)
+
+DTYPES = ('float32', 'bfloat16', 'float16')
+# Whole numbers, and the least that each may be.
+MINIMUM = {
+  'num_steps': 0,
+  'num_epochs': 0,
+  'batch.num_groups': 1,
+  'batch.max_length': 2,
+  'batch.minibatches': 1,
+  'batch.micro_batches': 1,
+  'batch.epochs': 1,
+  'checkpoint.every': 0,
+  'checkpoint.keep': 1,
+  'cluster.num_engines': 0,  # as many as there are devices for
+  'cluster.num_workers': 1,
+  'eval.every': 0,
+  'eval.group_size': 1,
+  'eval.num_tasks': -1,  # all
+  'rollout.num_slots': 1,
+  'rollout.max_lost': 1,
+  'sft.num_steps': 0,
+  'sft.batch_size': 1,
+}
+# Columns that only rollouts can fill, and what they are.
+ROLLOUT_COLUMNS = {
+  'rollout_logprobs': 'the log-probs of whoever wrote the rows',
+  'weights_version': 'how old the policy was that wrote the rows',
+  'greedy_mask': 'a greedy attempt at each task',
+  'state_hash': 'what the environment showed at each turn',
+}
+
+
+def validate(settings: RunSettings) -> None:
+  """Checks everything that can be told before data and models are loaded.
+
+  Raises:
+    ConfigError: for a setting that cannot be, with its key.
+  """
+  validate_consistency(settings)
+  _validate_checkpoint(settings)
+  _validate_curriculum(settings)
+  _validate_offline(settings)
+  if settings.plays or settings.evaluates:
+    _validate_rollouts(settings)
+    check_engine(settings)
+
+
+def validate_training(settings: RunSettings) -> None:
+  """Checks what only a run that trains needs: sampler, teachers, experience store.
+
+  Raises:
+    ConfigError: for a setting that cannot be, with its key.
+  """
+  _validate_sampler(settings)
+  validate_teachers(settings)
+  _validate_store(settings)
+
+
+def validate_consistency(settings: RunSettings) -> None:
+  """Checks the settings against each other; needs neither files nor packages.
+
+  Raises:
+    ConfigError: for settings that exclude each other.
+  """
+  validate_ranges(settings)
+  algorithm = settings.algorithm
+  if not (settings.num_steps or settings.num_epochs or settings.sft.num_steps):
+    raise ConfigError('--config.num_steps=0: there is nothing to do')
+  if algorithm.group_size < 1:
+    raise ConfigError(
+      f'--config.algorithm.group_size={algorithm.group_size}: must be at least 1'
+    )
+  if 'values' in requirements.needs(algorithm) and algorithm.value_loss is None:
+    raise ConfigError(
+      f'algorithm {settings.algorithm_name} reads the values of a critic, and nothing '
+      'trains one: set --config.algorithm.value_loss=value_loss'
+    )
+  _validate_batch(settings)
+  validate_off_policy(settings)
+  if settings.plays:
+    check_engine(settings, installed=False)
+
+
+def validate_ranges(settings: RunSettings) -> None:
+  """Checks numbers against their least values, and names of dtypes and kernels.
+
+  Raises:
+    ConfigError: for a number that is too low, or a name that does not exist.
+  """
+  for key, minimum in MINIMUM.items():
+    value = settings.text(key)
+    if value < minimum:
+      raise ConfigError(f'--config.{key}={value}: must be at least {minimum}')
+  if settings.model.dtype not in DTYPES:
+    raise unknown_name_error(
+      settings.model.dtype, DTYPES, 'dtype', '--config.model.dtype'
+    )
+  try:
+    check_kernels_option(settings.model.kernels)
+  except ValueError as error:
+    raise ConfigError(f'--config.{error}') from error
+
+
+def _validate_batch(settings: RunSettings) -> None:
+  batch, exact = settings.batch, settings.rollout.engine.exact
+  if max(batch.buckets) < batch.max_length:
+    raise ConfigError(
+      f'--config.batch.buckets={batch.buckets}: the largest must hold '
+      f'batch.max_length={batch.max_length} tokens'
+    )
+  too_long = [size for size in batch.buckets if size > batch.max_length]
+  if too_long:
+    raise ConfigError(
+      f'--config.batch.buckets: {too_long[0]} is longer than any row may be, '
+      f'batch.max_length={batch.max_length}'
+    )
+  if settings.model.lora and exact:
+    raise ConfigError(
+      f'--config.model.lora={settings.text("model.lora")}: exact engines serve the '
+      'very weights that are trained, and adapters are merged for them: take one or '
+      'the other'
+    )
+  if batch.packing:
+    packing_plan.check_packing(
+      batch.packing,
+      exact=settings.plays and exact is not None,
+      context=settings.mesh.context,
+      micro_batches=batch.micro_batches,
+    )
+
+
+def _validate_checkpoint(settings: RunSettings) -> None:
+  folder = settings.model.checkpoint
+  try:
+    if folder:
+      huggingface.load_config(folder)
+  except (OSError, ValueError) as error:
+    raise ConfigError(f'--config.model.checkpoint={folder}: {error}') from error
+
+
+def _validate_rollouts(settings: RunSettings) -> None:
+  if not settings.env:
+    raise ConfigError('config.env names no environment: give it at least one tag')
+  if settings.plays:
+    shares = {tag: env.share for tag, env in settings.env.items()}
+    allocate_groups(settings.batch.num_groups, shares)
+  for tag, env in settings.env.items():
+    if env.concurrency < 1:
+      raise ConfigError(
+        f'--config.env.{tag}.concurrency={env.concurrency}: must be at least 1'
+      )
+    try:
+      env_factory(env.env_type, env.env_config)
+    except ConfigError as error:
+      raise ConfigError(f'env.{tag}: {error}') from error
+    _validate_evaluation_end(settings, tag)
+    _validate_formulation(settings, tag)
+  _validate_group_pipeline(settings)
+
+
+def _validate_evaluation_end(settings: RunSettings, tag: str) -> None:
+  """An evaluation of a tag whose tasks are seeds needs a number of tasks."""
+  env, count = settings.env[tag], settings.eval.num_tasks
+  env_class = unwrapped(env.env_type, env.env_config)
+  endless = not getattr(env_class, 'uses_dataset', True)
+  if settings.eval.every and count < 1 and endless:
+    raise ConfigError(
+      f'--config.eval.num_tasks={count}: env.{tag} has no data set to come to the end '
+      'of: say how many tasks an evaluation plays'
+    )
+
+
+def _validate_formulation(settings: RunSettings, tag: str) -> None:
+  """Turns that share a row can neither be told apart nor be scored exactly."""
+  if settings.env[tag].formulation != 'concatenated':
+    return
+  where = f'--config.env.{tag}.formulation=concatenated'
+  if requirements.row_format(settings.algorithm) == 'step':
+    raise ConfigError(
+      f'{where}: algorithm {settings.algorithm_name} tells the steps of an episode '
+      "apart: set 'step'"
+    )
+  if settings.rollout.engine.exact is not None:
+    raise ConfigError(f"{where}: an exact engine's learner has one sequence a row")
+
+
+def _validate_group_pipeline(settings: RunSettings) -> None:
+  """Checks what happens to groups between being played and being trained on."""
+  rollout, algorithm = settings.rollout, settings.algorithm
+  group_size = algorithm.group_size if settings.plays else None
+  for key, text in (
+    ('rollout.group_filter', rollout.group_filter),
+    ('algorithm.filters', algorithm.filters),
+  ):
+    try:
+      make_group_filter(text, settings.config, {}, group_size=group_size)
+    except ConfigError as error:
+      raise ConfigError(f'--config.{key}: {error}') from error
+  for key, text in (
+    ('rollout.shapers', rollout.shapers),
+    ('algorithm.shapers', algorithm.shapers),
+  ):
+    try:
+      make_reward_shaper(text, {'max_length': settings.batch.max_length})
+    except ConfigError as error:
+      raise ConfigError(f'--config.{key}: {error}') from error
+  for key, value, all_tokens in (
+    ('top_p', rollout.top_p, 1),
+    ('top_k', rollout.top_k, 0),
+  ):
+    if settings.plays and value != all_tokens:
+      raise ConfigError(
+        f'--config.rollout.{key}={value}: which tokens this leaves is not '
+        'kept, so the learner cannot give the log-probs they were sampled with. '
+        f'Train with {key}={all_tokens}, and lower rollout.temperature instead'
+      )
+
+
+def _validate_curriculum(settings: RunSettings) -> None:
+  """A curriculum chooses among the rows that are played."""
+  curriculum = settings.dataset.curriculum
+  if curriculum == defaults(GlobalDataset)['curriculum']:
+    return
+  classes = [unwrapped(env.env_type, env.env_config) for env in settings.env.values()]
+  plays = settings.plays and settings.experience_store is None
+  if not plays or not any(getattr(cls, 'uses_dataset', True) for cls in classes):
+    raise ConfigError(
+      f'--config.dataset.curriculum={curriculum}: has no effect here: no environment '
+      'of this run takes its tasks from the data set'
+    )
+
+
+def _validate_offline(settings: RunSettings) -> None:
+  """Checks that files can give the algorithm what it learns from."""
+  name, algorithm = settings.algorithm_name, settings.algorithm
+  if settings.plays:
+    if settings.num_epochs:
+      raise ConfigError(
+        f'--config.num_epochs={settings.num_epochs}: {name} plays, and passes are '
+        'counted over files; set --config.num_steps, or for rows from files '
+        '--config.algorithm.schema=messages'
+      )
+    return
+  data_format = algorithm.data_format
+  where = f'--config.algorithm.schema={data_format}: {name}'
+  if not settings.dataset.path:
+    raise ConfigError(f'{where} learns from files: set --config.dataset.path=…')
+  if algorithm.batch_unit == 'pair' and data_format != 'preference':
+    raise ConfigError(f'{where} compares pairs: only schema=preference has them')
+  for column in sorted(ROLLOUT_COLUMNS.keys() & _required_columns(algorithm)):
+    raise ConfigError(
+      f'{where} needs {ROLLOUT_COLUMNS[column]}, which files do not hold'
+    )
+  reads_old = 'old_logprobs' in requirements.fields_read(algorithm)
+  if reads_old and algorithm.old_logprobs_source == 'rollout':
+    raise ConfigError(
+      f'{where} compares with the log-probs of whoever wrote the rows, which files do '
+      'not hold; --config.algorithm.behaviour=decoupled takes those of the learner '
+      'before the update in their place'
+    )
+  for key in ('filters', 'shapers'):
+    if getattr(algorithm, key):
+      raise ConfigError(
+        f'{where}: {key} choose among what is played; set --config.algorithm.{key}=none'
+      )
+  for key in ('group_filter', 'shapers'):
+    if text := getattr(settings.rollout, key):
+      raise ConfigError(
+        f'--config.rollout.{key}={text}: has no effect here: {name} '
+        f'learns from files, schema={data_format}, and plays nothing'
+      )
+
+
+def _required_columns(algorithm: Algorithm) -> set[str]:
+  """Returns the columns without which some component of the algorithm cannot do."""
+  parts = requirements.components_of(algorithm).values()
+  read = {name for part in parts for name in components.fields_of(part, required=True)}
+  ranks = any(components.options_of(part).get('rank_penalty') for part in parts)
+  return read | ({'rollout_logprobs'} if ranks else set())
+
+
+def _validate_sampler(settings: RunSettings) -> None:
+  if settings.plays:
+    samplers.find_sampler(settings.algorithm.sampler)
+  elif sampler := settings.algorithm_options['sampler']:
+    raise ConfigError(
+      f'--config.algorithm.sampler={sampler}: algorithm '
+      f'{settings.algorithm_name} takes all of its rows from files, in their own order'
+    )
+
+
+def validate_teachers(settings: RunSettings) -> None:
+  """Checks that the algorithm and the config agree about teachers.
+
+  Raises:
+    ConfigError: for a teacher too many, one too few, or an unknown tag.
+  """
+  name, teacher = settings.algorithm_name, settings.teacher
+  if not batch_fields.teacher_fields(settings.algorithm):
+    if teacher.named:
+      raise ConfigError(
+        f'{TEACHER_CHECKPOINT} or {TEACHER_BY_TAG}: algorithm {name} asks no teacher'
+      )
+    return
+  batch_fields.teacher_top_k(settings.algorithm)
+  if not teacher.named:
+    raise ConfigError(
+      f'algorithm {name} asks a teacher: name its folder, {TEACHER_CHECKPOINT}=FOLDER'
+    )
+  if settings.plays:
+    for tag in filter(None, teacher.folders):
+      if tag not in settings.env:
+        raise unknown_name_error(tag, settings.env, 'environment tag', TEACHER_BY_TAG)
+
+
+def _validate_store(settings: RunSettings) -> None:
+  """Checks what a store cannot give, and what has no effect with one."""
+  store, algorithm = settings.experience_store, settings.algorithm
+  if store is None:
+    return
+  where = f'--config.data.source={settings.text("data.source")}'
+  name = settings.algorithm_name
+  if not settings.plays:
+    raise ConfigError(
+      f'{where}: {name} learns from files, schema={algorithm.data_format}'
+    )
+  if 'greedy_mask' in requirements.needs(algorithm):
+    raise ConfigError(
+      f'{where}: {name} needs a greedy attempt at each task, which explorers do not '
+      'play'
+    )
+  if samplers.find_sampler(algorithm.sampler)[0].reuses and store.uses > 1:
+    raise ConfigError(
+      f'{where}: --config.algorithm.sampler={algorithm.sampler} says how often a group '
+      'is used: leave uses=1'
+    )
+  for key in ('sync', 'async_ratio'):
+    value = settings.text(f'rollout.{key}')
+    if value not in ('fixed', 0):
+      raise ConfigError(
+        f'--config.rollout.{key}={value}: has no effect here: nothing is played, see '
+        f'{where}; rollout.staleness bounds the age of what is learned from'
+      )

@@ -1,0 +1,132 @@
+"""Kernels of attention against the plain one, interpreted, in value and gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import attention as attentions
+from kernels import flash_attention
+
+KERNELS = {
+  'splash': functools.partial(flash_attention.splash, interpret=True),
+  'triton': functools.partial(flash_attention.triton, interpret=True),
+  'cudnn': functools.partial(flash_attention.cudnn, implementation='xla'),
+}
+# Of odd lengths; in each a segment of one token, padding, and a row of nothing else.
+SHAPES = [(200, 8, 2, 16), (131, 2, 2, 32)]
+
+
+def slow(shape):
+  return pytest.param(shape, marks=pytest.mark.slow)
+
+
+def inputs(length, heads, kv_heads, dim, dtype):
+  keys = jax.random.split(jax.random.key(0), 4)
+  shapes = [(2, length, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
+  arrays = [
+    jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)
+  ]
+  row = np.repeat([1, 2, 3, 0], [60, 1, 59, length - 120])
+  return arrays, jnp.asarray(np.stack([row, np.zeros(length, np.int32)]))
+
+
+def prefixed(length):
+  """Two prompts with responses, a segment without, padding; a row of one segment."""
+  spans = [50, 1, 40, 20, 30, 25, length - 166]
+  ids = np.repeat([1, 2, 3, 4, 5, 6, 0], spans)
+  prefix = np.repeat([0, 1, 1, 0, 4, 0, 0], spans)
+  rows = np.stack([ids, np.ones_like(ids)]), np.stack([prefix, np.zeros_like(ids)])
+  return [jnp.asarray(x, jnp.int32) for x in rows]
+
+
+def value_and_gradient(function, arrays, *ids):
+  *args, weights = arrays
+
+  def total(q, k, v):
+    out = function(q, k, v, *ids)
+    return (out.astype(jnp.float32) * weights).sum(), out
+
+  (_, out), grads = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*args)
+  return out, *grads
+
+
+@pytest.mark.parametrize('shape', [SHAPES[0], *map(slow, SHAPES[1:])])
+@pytest.mark.parametrize('name', KERNELS)
+def test_value_and_gradient_equal_the_plain_ones(name, shape):
+  arrays, ids = inputs(*shape, jnp.float32)
+  found = value_and_gradient(KERNELS[name], arrays, ids)
+  expected = value_and_gradient(attentions.reference_attention, arrays, ids)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize('shape', [SHAPES[0], slow((600, 4, 4, 32))])
+@pytest.mark.parametrize('name', ['splash', 'cudnn'])
+def test_shared_prompts_are_seen(name, shape):
+  arrays, _ = inputs(*shape, jnp.float32)
+  ids = prefixed(shape[0])
+  found = value_and_gradient(KERNELS[name], arrays, *ids)
+  expected = value_and_gradient(attentions.reference_attention, arrays, *ids)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shares', [False, True])
+@pytest.mark.parametrize('name', KERNELS)
+def test_bfloat16_is_as_near_to_the_truth_as_the_plain_one(name, shares):
+  arrays, ids = inputs(*SHAPES[0], jnp.bfloat16)
+  if shares and name == 'triton':
+    pytest.skip('sees no shared prompts')
+  ids = prefixed(SHAPES[0][0]) if shares else [ids]
+  plain = attentions.reference_attention
+  truth = value_and_gradient(plain, [x.astype(jnp.float32) for x in arrays], *ids)
+  bounds = value_and_gradient(plain, arrays, *ids)
+  found = value_and_gradient(KERNELS[name], arrays, *ids)
+  for a, bound, true in zip(found, bounds, truth, strict=True):
+    assert a.dtype == jnp.bfloat16
+    error, allowed = (
+      np.sqrt(np.mean((np.asarray(x, np.float32) - true) ** 2)) for x in (a, bound)
+    )
+    assert error < 1.5 * allowed
+
+
+def test_what_cannot_be_used_says_why():
+  def found(platform, length=256, dim=64, dtype='bfloat16', prefix=None):
+    q, k = (jax.ShapeDtypeStruct((1, length, n, dim), dtype) for n in (4, 2))
+    return flash_attention.candidates(q, k, prefix, platform=platform)
+
+  assert found('cpu') == {}
+  assert found('tpu') == {'splash': flash_attention.splash}
+  assert 'not of 100' in found('tpu', length=100)['splash']
+  assert 'float16' in found('tpu', dtype='float16')['splash']
+  ones = jnp.ones((1, 256))
+  assert found('tpu', prefix=ones) == {'splash': flash_attention.splash}
+  gpu = found('gpu', length=16384, prefix=jnp.ones((1, 16384)))
+  assert 'mask' in gpu['cudnn'] and 'prefix_ids' in gpu['triton']
+  assert found('gpu', dtype='float32')['triton'] is flash_attention.triton
+  assert 'head_dim' in found('gpu', dim=8)['triton']
+
+
+@pytest.mark.parametrize(
+  'name, value',
+  [
+    ('_splash_attention_bwd', None),
+    ('_splash_attention_bwd', lambda res, do: None),
+    ('SplashResidualsType', tuple[jax.Array, jax.Array]),
+  ],
+)
+def test_another_backward_pass_than_is_known_is_not_used(monkeypatch, name, value):
+  q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), 'bfloat16') for n in (4, 2))
+  monkeypatch.setattr(flash_attention._library(), name, value)
+  flash_attention.prefix_obstacle.cache_clear()
+  try:
+    found = flash_attention.candidates(q, k, jnp.ones((1, 256)), platform='tpu')[
+      'splash'
+    ]
+  finally:
+    flash_attention.prefix_obstacle.cache_clear()
+  assert 'prefix_ids with this jax' in found

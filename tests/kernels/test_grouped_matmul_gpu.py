@@ -1,0 +1,73 @@
+"""Grouped products for GPU, interpreted, against `jax.lax.ragged_dot` and float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import grouped_matmul_gpu
+
+# Rows, depth, width, and the sizes of groups: none, one row, more than a tile.
+SHAPES = {
+  'odd': (301, 37, 139, [0, 1, 150, 0, 97, 53]),
+  'rows of nobody': (260, 33, 20, [129, 0, 100]),
+  'whole tiles': (256, 32, 128, [128, 128]),
+  'nothing': (5, 16, 16, [0, 0]),
+}
+
+
+def arrays(shape, dtype='float32'):
+  rows, depth, width, sizes = SHAPES[shape]
+  draw = np.random.default_rng(0)
+  x = draw.standard_normal((rows, depth))
+  w = draw.standard_normal((len(sizes), depth, width))
+  return jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(sizes, jnp.int32)
+
+
+def by_hand(x, w, sizes, toward):
+  """Product, and the gradients of its sum weighed by `toward`, in float64."""
+  x, w = np.float64(x), np.float64(w)
+  y, dx, dw, start = np.zeros(toward.shape), np.zeros_like(x), np.zeros_like(w), 0
+  for g, size in enumerate(np.asarray(sizes)):
+    own = slice(start, start + size)
+    y[own], dx[own] = x[own] @ w[g], toward[own] @ w[g].T
+    dw[g], start = x[own].T @ toward[own], start + size
+  return y, dx, dw
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize(('dtype', 'rtol'), [('float32', 1e-6), ('bfloat16', 8e-3)])
+def test_value_and_gradient_equal_float64(shape, dtype, rtol):
+  x, w, sizes = arrays(shape, dtype)
+  toward = np.random.default_rng(1).standard_normal((len(x), w.shape[2]))
+  toward = jnp.asarray(toward, dtype)
+  y, pull = jax.vjp(
+    lambda x, w: grouped_matmul_gpu.grouped_dot(x, w, sizes, True), x, w
+  )
+  for found, expected in zip(
+    (y, *pull(toward)), by_hand(x, w, sizes, np.float64(toward)), strict=True
+  ):
+    assert found.dtype == dtype
+    scale = np.abs(expected).max() + 1e-9
+    np.testing.assert_allclose(np.float64(found), expected, atol=rtol * scale)
+
+
+def test_it_is_the_ragged_product():
+  x, w, sizes = arrays('odd')
+  expected = jax.lax.ragged_dot(x, w, sizes)
+  found = grouped_matmul_gpu.grouped_dot(x, w, sizes, True)
+  np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_every_row_is_in_one_tile_of_its_group():
+  sizes = np.array([0, 1, 300, 128, 0, 27])
+  most = sizes.sum() // grouped_matmul_gpu.ROWS + len(sizes)
+  group, start, end = np.asarray(
+    grouped_matmul_gpu._tiles(jnp.asarray(sizes), int(most))
+  )
+  seen = [
+    (row, g)
+    for g, first, last in zip(group, start, end, strict=True)
+    for row in range(first, min(first + grouped_matmul_gpu.ROWS, last))
+  ]
+  assert seen == list(enumerate(np.repeat(np.arange(len(sizes)), sizes)))

@@ -1,0 +1,142 @@
+"""A learner of two processes is the learner of one."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.weights.subscriber import VersionReader
+from jaxrl.rollout.weights.transport import SharedMemoryTransport
+from jaxrl.training.checkpointing import Checkpointer, flatten_by_name
+from launch import build
+from launch.components.learner_factory import (
+  LocalLearnerFactory,
+  PhaseSpec,
+  make_run_mesh,
+)
+from launch.runtime import placement, weight_transport
+from launch.settings import command_line as configs
+from launch.settings.logging_settings import read_logging
+from launch.settings.resolve import resolve_settings
+from launch.settings.run_settings import WeightTransport
+from tests.launch import runs
+from tests.launch.runtime import sockets
+from tests.training import toy
+
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
+STAGE = PhaseSpec('train', 8, 4)
+OPTIONS = (
+  '--config.mesh.fsdp=4',
+  '--config.batch.max_length=16',
+  '--config.optimizer.learning_rate=0.001',
+  '--config.optimizer.warmup_steps=0',
+  '--config.algorithm.kl_coef=0.1',  # so that there is a reference
+  '--config.model.random.num_layers=1',
+)
+
+
+def parsed(*options):
+  command = configs.parse(runs.argv('none', *OPTIONS, *options), {'workdir': ''})
+  return configs.load(command, {'logging': read_logging})
+
+
+async def learn(made, folder):
+  """Two updates, a checkpoint, one more update, back to it, and that update again."""
+  learner = await made.make(STAGE)
+  checkpointer = Checkpointer(folder)
+  metrics = [await learner.update(toy.groups(i)) for i in range(2)]
+  await learner.save(checkpointer, {'so': 'far'}, wait=True)
+  metrics.append(await learner.update(toy.groups(2)))
+  after = learner.advantages
+  checkpointer.close()
+  checkpointer = Checkpointer(folder)
+  assert await learner.restore(checkpointer) == {'so': 'far'}
+  assert learner.step == 2
+  again = await learner.update(toy.groups(2))
+  for name in ('loss/total', 'optimizer/grad_norm'):
+    assert again[name] == metrics[-1][name]
+  np.testing.assert_array_equal(after, learner.advantages)
+  checkpointer.close()
+  return learner, metrics
+
+
+def close(one, two):
+  np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(ray, tmp_path):
+  from launch.runtime import learner_actor, remote_learner
+  from launch.runtime.placement_group import PlacementGroup
+  from launch.runtime.ray_runtime import ActorProxy
+
+  config = parsed()
+  settings = resolve_settings(config)
+  policy = build.load_policy(settings, tmp_path, critic=False)
+  device_thread = DeviceThread()
+  local = LocalLearnerFactory(
+    settings, policy, make_run_mesh(settings), device_thread, None
+  )
+  learner, metrics = asyncio.run(learn(local, tmp_path / 'one'))
+
+  asked = parsed(
+    '--config.cluster.ray=true',
+    '--config.cluster.placement=split(learners=2, devices=4)',
+  )
+  seats = PlacementGroup(
+    placement.plan_placement(resolve_settings(asked), [placement.ClusterNode()])
+  )
+  made = [
+    ray.remote(learner_actor.LearnerActor)
+    .options(max_concurrency=100, **seats.actor_options(seat))
+    .remote(settings, policy.folder)
+    for seat in seats.placement.learners
+  ]
+  actors = [ActorProxy(actor) for actor in made]
+  memory = SharedMemoryTransport()
+  try:
+    said = asyncio.run(remote_learner.connect_learner(actors))
+    both = remote_learner.RemoteLearnerFactory(actors, said, ray.put)
+    assert both.describe() == '8 × cpu (data 2 × fsdp 4), in 2 processes'
+    theirs, metrics_ = asyncio.run(learn(both, tmp_path / 'two'))
+    for one, two in zip(metrics, metrics_, strict=True):
+      names = [name for name in one if name.startswith(('loss/', 'optimizer/'))]
+      assert names and one['optimizer/grad_norm'] > 0
+      close([one[n] for n in names], [two[n] for n in names])
+    close(learner.advantages, theirs.advantages)
+
+    places = sockets.listening('"ray::LearnerA')
+    assert len(places) > 2 and all(sockets.loopback(place) for place in places), places
+
+    plan = WeightTransport('shared_memory', {'dtype': None})
+    store = remote_learner.RemotePublisher(
+      plan, weight_transport.make_connector(memory), parts=2
+    )
+    held = asyncio.run(theirs.params.snapshot())
+    asyncio.run(theirs.update(toy.groups(3)))  # of which what is held knows nothing
+    asyncio.run(store.publish(3, held))
+    receiver = VersionReader(memory, parts=2)
+    assert receiver.poll() == 3
+    version, params = receiver.take(lambda tree: jax.tree.map(np.array, tree))[1:]
+    assert version == 3
+    found, wanted = (
+      flatten_by_name(params),
+      flatten_by_name(jax.device_get(learner.params)),
+    )
+    start = flatten_by_name(policy.params)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+      # Adam makes much of rounding where a gradient is nearly nothing: there a step,
+      # of 1e-3, may differ by a share of itself.
+      difference = np.abs(found[name] - array)
+      assert difference.max() < 5e-5 and difference.mean() < 1e-6, name
+    assert any(np.abs(wanted[n] - start[n]).max() > 0.001 for n in wanted)
+    assert asyncio.run(store.combined_digest()) == '-'.join(receiver.digests)
+  finally:
+    for actor in made:
+      ray.kill(actor)
+    seats.close()
+    memory.close()
+    device_thread.close()

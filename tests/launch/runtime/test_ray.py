@@ -1,0 +1,131 @@
+"""Under Ray a run is the same run; what dies there is told, and nothing is left."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from tests.launch import runs
+from tests.launch.runtime import sockets
+
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
+OPTIONS = (
+  '--config.sft.num_steps=0',
+  '--config.eval.num_tasks=4',
+  '--config.rollout.engine=jax(decode_steps=4)',
+)
+RAY = ('--config.cluster.ray=true', '--config.cluster.num_workers=2')
+
+
+def actors(ray):
+  """The names of the actors that are alive."""
+  from ray.util import state
+
+  alive = state.list_actors(filters=[('state', '=', 'ALIVE')])
+  return [actor.class_name for actor in alive]
+
+
+def same(one, two):
+  assert len(one.played) == len(two.played) > 0
+  for (step, kind, groups, _), (step_, kind_, groups_, _) in zip(
+    one.played, two.played, strict=True
+  ):
+    assert (step, kind, len(groups)) == (step_, kind_, len(groups_))
+    rows = [row for group in groups for row in group]
+    rows_ = [row for group in groups_ for row in group]
+    assert [row.trajectory_id for row in rows] == [row.trajectory_id for row in rows_]
+    for row, row_ in zip(rows, rows_, strict=True):
+      for name in 'tokens action_mask rollout_logprobs rewards weights_version'.split():
+        np.testing.assert_array_equal(getattr(row, name), getattr(row_, name))
+
+
+ONE = pytest.param(1, 'object_store', marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(('engines', 'weights'), [(2, 'auto'), ONE])
+def test_trajectories_and_parameters_are_those_of_one_process(
+  ray, local, tmp_path, engines, weights
+):
+  folder, told = local
+  count = f'--config.cluster.num_engines={engines}'
+  options = (*RAY, count, f'--config.cluster.weights={weights}')
+  under_ray = runs.record(tmp_path, *OPTIONS, *options)
+  same(told, under_ray)
+  assert runs.weights(folder) == runs.weights(tmp_path)
+  assert any(row['optimizer/grad_norm'] > 0 for _, row in told.metrics[:-1])
+  assert all(row['weights/pull_s'] > 0 for _, row in under_ray.metrics)
+
+
+def test_it_listens_on_loopback_alone(ray):
+  mine = sockets.listening('gcs_server', 'raylet', '"ray::')
+  assert mine and all(sockets.loopback(place) for place in mine), mine
+
+
+DIES = """
+import os
+class Dies:
+  uses_dataset = False
+  def reset(self, *, seed, options=None):
+    self.seed = seed
+    return 'go', {}
+  def step(self, action):
+    if os.path.exists(MARK):
+      os.kill(os.getpid(), 9)
+    return None, 1.0, True, False, {}
+"""
+
+
+def test_an_actor_that_dies_ends_the_run_with_one_line(ray, tmp_path, capsys):
+  mark = tmp_path / 'die'
+  (tmp_path / 'dies.py').write_text(DIES.replace('MARK', repr(str(mark))))
+  config = tmp_path / 'config.py'
+  config.write_text(
+    'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
+    '  del c.env.arithmetic\n  c.eval.every = 0\n'
+    f'  c.env.x = base.env_section("{tmp_path}/dies.py:Dies", max_tokens_per_step=4)\n'
+    '  return c\n'
+  )
+  mark.touch()
+  options = ('--config.sft.num_steps=0', *RAY[:1])
+  assert runs.main(tmp_path / 'run', *options, config=str(config)) == 1
+  err = capsys.readouterr().err.strip().splitlines()
+  told = [line for line in err if line.startswith('error: ')]
+  assert len(told) == 1 and 'the Ray actor RolloutWorker has died' in told[0]
+  assert 'resumes' in told[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
+def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(tmp_path, number):
+  steps = (*OPTIONS, '--config.num_steps=4')
+  runs.run(tmp_path / 'whole', *steps)
+  process = runs.spawn(tmp_path / 'ray', *steps, *RAY)
+  for line in process.stdout:
+    if line.startswith('train 2/4'):
+      break
+  os.kill(process.pid, number)
+  process.communicate(timeout=120)
+  runs.run(tmp_path / 'ray', *steps, *RAY)
+  assert runs.weights(tmp_path / 'whole') == runs.weights(tmp_path / 'ray')
+  assert runs.numbers(tmp_path / 'whole') == runs.numbers(tmp_path / 'ray')
+
+
+def test_groups_are_filtered_shaped_and_drawn_as_in_one_process(ray, tmp_path):
+  """DAPO with greedy baselines and a curriculum that learns, in actors."""
+  options = (
+    '--config.sft.num_steps=0',
+    '--config.eval.every=0',
+    '--config.algorithm.group_size=6',
+    '--config.algorithm.advantage=remax',
+    '--config.dataset.limit=12',
+    '--config.dataset.curriculum=bandit(target=0.3)',
+    '--config.rollout.shapers=difficulty_weights',
+  )
+  config = f'{runs.VARIED}:dapo'
+  told = runs.record(tmp_path / 'local', *options, config=config)
+  under_ray = runs.record(tmp_path / 'ray', *options, *RAY, config=config)
+  same(told, under_ray)
+  assert runs.weights(tmp_path / 'local') == runs.weights(tmp_path / 'ray')
+  rows = [row for *_, groups, _ in told.played for group in groups for row in group]
+  assert any(row.is_greedy for row in rows) and len({row.weight for row in rows}) > 1

@@ -1,0 +1,103 @@
+"""Generates README.md's tables of algorithms, models and environments from the code.
+
+`python -m tests.structure.readme_tables` rewrites what stands between the markers
+`<!-- begin NAME -->` and `<!-- end NAME -->`; a test compares it.
+"""
+
+import importlib
+import re
+from collections.abc import Iterable
+
+from jaxrl.algorithms import describe, registry
+from jaxrl.envs.env_registry import ENVS
+from jaxrl.models import families
+from jaxrl.models.families.known_configs import KNOWN_CONFIGS
+from tests.structure.imports import ROOT
+
+README = ROOT / 'README.md'
+
+
+def table(header: str, rows: Iterable[Iterable[str]]) -> str:
+  """Returns a Markdown table; `header` has its cells between bars."""
+  lines = [f'| {header} |', '|---' * (header.count('|') + 1) + '|']
+  return '\n'.join([*lines, *(f'| {" | ".join(row)} |' for row in rows)])
+
+
+def paper_link(text: str) -> str:
+  """Returns a link to the paper that a docstring cites, or the citation."""
+  source = describe.source(text)
+  number = re.search(r'\d{4}\.\d{5}', source)
+  return f'[{number[0]}](https://arxiv.org/abs/{number[0]})' if number else source
+
+
+def sentence(text: str) -> str:
+  """Returns the first paragraph of a docstring, with a capital and without a period."""
+  text = ' '.join(text.split('\n\n')[0].split()).removesuffix('.')
+  return text[:1].upper() + text[1:]
+
+
+def algorithms() -> str:
+  """Returns the table of algorithms, in the order of `describe.FAMILIES`."""
+  order = list(describe.FAMILIES)
+  rows = []
+  for name in registry.names():
+    family, summary = describe.family(registry.make(name)), describe.summary(name)
+    text = describe.SOURCE.sub('', summary)
+    text = text.partition(': ')[2] or text
+    row = f'`{name}`', sentence(text), paper_link(summary)
+    rows.append((order.index(family), describe.FAMILIES[family], row))
+  rows.sort(key=lambda entry: entry[0])  # names are sorted already
+  seen: set[str] = set()
+  cells = []
+  for _, title, row in rows:
+    cells.append((title if title not in seen else '', *row))
+    seen.add(title)
+  return table('learns from | name | what it does | paper', cells)
+
+
+def models() -> str:
+  """Returns the table of model families."""
+  rows = []
+  for name, location in families.BUILT_IN.items():
+    doc = importlib.import_module(location.partition(':')[0]).__doc__ or ''
+    published = [
+      model for model, config in KNOWN_CONFIGS.items() if config['model_type'] == name
+    ]
+    spec = families.find_family(name)
+    text = describe.SOURCE.sub('', sentence(doc))
+    rows.append((f'`{name}`', f'`{spec.architecture}`', text, ', '.join(published)))
+  header = '`model_type` | class in transformers | what it is | shapes known to `plan`'
+  return table(header, rows)
+
+
+def environments() -> str:
+  """Returns the table of environments."""
+  rows = []
+  for name, location in ENVS.items():
+    module_name, _, class_name = location.partition(':')
+    module = importlib.import_module(module_name)
+    env = getattr(module, class_name)
+    tasks = 'a data set' if getattr(env, 'uses_dataset', True) else 'a seed'
+    if hasattr(env, 'wraps'):
+      tasks = 'the wrapped environment'
+    rows.append((f'`{name}`', sentence(module.__doc__ or ''), tasks))
+  return table('`env_type` | what it is | tasks come from', rows)
+
+
+TABLES = {'algorithms': algorithms, 'models': models, 'environments': environments}
+
+
+def generated(text: str) -> str:
+  """Returns `text` with every table between markers generated anew."""
+  for name, make in TABLES.items():
+    begin, end = f'<!-- begin {name} -->', f'<!-- end {name} -->'
+    head, _, rest = text.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+      raise ValueError(f'README.md has no {begin} … {end}')
+    text = f'{head}{begin}\n{make()}\n{end}{tail}'
+  return text
+
+
+if __name__ == '__main__':
+  README.write_text(generated(README.read_text()))

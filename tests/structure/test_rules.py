@@ -1,0 +1,238 @@
+"""Tests of the design's rules, read off the source."""
+
+import ast
+import collections
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.structure.imports import HOUSES, ROOT, first_party, imported, modules, tree
+
+SOURCE = {name: f for name, f in modules().items() if not name.startswith('tests')}
+
+# A package may import from its own level and from the levels above it in this list.
+LEVELS = [
+  {'kernels'},
+  {
+    'jaxrl',
+    'jaxrl.call_strings',
+    'jaxrl.config',
+    'jaxrl.device_thread',
+    'jaxrl.group_stats',
+    'jaxrl.types',
+  },
+  {'jaxrl.functional'},
+  {'jaxrl.algorithms'},
+  {'jaxrl.models'},
+  {'jaxrl.training'},
+  {'jaxrl.data'},
+  {'jaxrl.envs'},
+  {'jaxrl.rollout'},
+  {'jaxrl.loop', 'jaxrl.model_loading'},
+  {'configs'},
+  {'launch'},
+  {'examples'},
+]
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60  # of the body, without its docstring
+MAX_ENTRIES = 18  # files and folders of a directory, besides BUILD and __init__.py
+CATALOGUES = {'configs', 'jaxrl/algorithms/presets'}  # one file for each entry
+MAX_MODULES_BEFORE_STEP_1 = 180
+MAX_RAW_CONFIG_FUNCTIONS = 10
+
+GLOBAL_DRAWS = frozenset(
+  'seed rand randn randint random choice shuffle permutation normal uniform'.split()
+)
+
+
+def package_of(name: str) -> str:
+  parts = name.split('.')
+  return '.'.join(parts[:2]) if parts[0] == 'jaxrl' else parts[0]
+
+
+def level_of(name: str) -> int:
+  for level, packages in enumerate(LEVELS):
+    if package_of(name) in packages:
+      return level
+  raise AssertionError(f'{name}: give it a level in LEVELS')
+
+
+def functions():
+  for name, file in SOURCE.items():
+    for node in ast.walk(tree(file)):
+      if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield name, node
+
+
+def test_imports_point_downward():
+  upward = [
+    f'{name} imports {other}'
+    for name, file in SOURCE.items()
+    for other in first_party(file)
+    if other.startswith('tests') or level_of(other) > level_of(name)
+  ]
+  assert not upward, upward
+
+
+def test_there_are_no_import_cycles():
+  graph = {name: first_party(file, runtime=True) for name, file in SOURCE.items()}
+  done: set[str] = set()
+
+  def visit(name: str, path: tuple[str, ...]) -> None:
+    assert name not in path, f'cycle: {" → ".join([*path, name])}'
+    if name in done:
+      return
+    for other in sorted(graph[name]):
+      visit(other, (*path, name))
+    done.add(name)
+
+  for name in graph:
+    visit(name, ())
+
+
+@pytest.mark.parametrize(
+  ('package', 'home'),
+  [
+    ('ray', 'launch/runtime/'),
+    ('vllm', 'jaxrl/rollout/vllm/'),
+    ('torch', 'jaxrl/rollout/vllm/'),
+  ],
+)
+def test_heavy_packages_are_imported_in_one_place(package, home):
+  for name, file in SOURCE.items():
+    heads = {other.split('.')[0] for other in imported(file)}
+    place = file.relative_to(ROOT).as_posix()
+    assert package not in heads or place.startswith(home), f'{name} imports {package}'
+
+
+def test_the_library_imports_without_heavy_packages():
+  code = (
+    'import sys, jaxrl, jaxrl.loop, jaxrl.functional\n'
+    "print([m for m in ('ray', 'vllm', 'torch') if m in sys.modules])"
+  )
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+  assert done.stdout.strip() == '[]', done.stdout + done.stderr
+
+
+def test_files_have_readable_sizes():
+  lines = {name: file.read_text().count('\n') for name, file in SOURCE.items()}
+  assert {n: c for n, c in lines.items() if c > MAX_FILE_LINES} == {}
+
+
+def test_functions_have_readable_sizes():
+  long = []
+  for name, node in functions():
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    count = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+    if count > MAX_FUNCTION_LINES:
+      long.append(f'{name}.{node.name}: {count} lines')
+  assert not long, long
+
+
+def test_directories_have_few_entries():
+  entries = collections.defaultdict(set)
+  for file in SOURCE.values():
+    parts = file.relative_to(ROOT).parts
+    for depth in range(1, len(parts)):
+      if parts[depth] != '__init__.py':
+        entries['/'.join(parts[:depth])].add(parts[depth])
+  crowded = {
+    folder: len(names)
+    for folder, names in entries.items()
+    if len(names) > MAX_ENTRIES and folder not in CATALOGUES
+  }
+  assert not crowded, crowded
+
+
+def test_module_names_are_unique():
+  stems = collections.defaultdict(list)
+  for file in SOURCE.values():
+    place = file.relative_to(ROOT).as_posix()
+    if file.stem != '__init__' and not place.startswith(tuple(CATALOGUES)):
+      stems[file.stem].append(place)
+  assert {k: v for k, v in stems.items() if len(v) > 1} == {}
+
+
+def test_class_names_are_unique():
+  places = collections.defaultdict(list)
+  for name, file in SOURCE.items():
+    for node in tree(file).body:
+      if isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
+        places[node.name].append(name)
+  assert {k: v for k, v in places.items() if len(v) > 1} == {}
+
+
+def test_few_functions_take_a_raw_config():
+  found = []
+  for name, node in functions():
+    arguments = [*node.args.args, *node.args.kwonlyargs]
+    kinds = [ast.unparse(a.annotation) for a in arguments if a.annotation is not None]
+    raw = {'Config', 'ConfigDict'} & set(kinds)
+    untyped = [a for a in arguments if a.arg == 'config' and a.annotation is not None]
+    raw |= {a.arg for a in untyped if ast.unparse(a.annotation) == 'Any'}
+    if raw and name.startswith('launch'):
+      found.append(f'{name}.{node.name}')
+  assert len(found) <= MAX_RAW_CONFIG_FUNCTIONS, found
+
+
+def test_no_global_random_numbers():
+  """Nothing draws from numpy's or Python's process-wide generators."""
+  bad = []
+  for name, file in SOURCE.items():
+    for node in ast.walk(tree(file)):
+      if isinstance(node, ast.Call):
+        call = ast.unparse(node.func)
+        numpys = call.startswith(('np.random.', 'numpy.random.'))
+        if numpys and call.split('.')[2] in GLOBAL_DRAWS:
+          bad.append(f'{name}:{node.lineno} {call}')
+        if call.startswith('random.') and call != 'random.Random':
+          bad.append(f'{name}:{node.lineno} {call}')
+  assert not bad, bad
+
+
+def test_only_listed_houses_hold_code():
+  strays = [
+    file.relative_to(ROOT)
+    for file in ROOT.glob('*/*.py')
+    if file.parent.name not in (*HOUSES, 'build')
+  ]
+  assert not strays, strays
+
+
+COUNT_MODULES = """
+import sys
+from jaxrl import loop
+from launch import train
+
+def count(*arguments, **options):
+  names = ('jaxrl', 'kernels', 'launch', 'configs')
+  print('modules', sum(name.split('.')[0] in names for name in sys.modules))
+  raise SystemExit
+
+loop.train = count
+train.main(sys.argv[1:])
+"""
+
+
+def test_few_modules_are_imported_before_the_first_step(tmp_path: pathlib.Path):
+  """What one process imports for GRPO, up to the first step of the loop."""
+  done = subprocess.run(
+    [
+      sys.executable,
+      '-c',
+      COUNT_MODULES,
+      '--config=configs/debug.py',
+      '--config.sft.num_steps=0',
+      f'--workdir={tmp_path / "run"}',
+    ],
+    cwd=ROOT,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  lines = [line for line in done.stdout.splitlines() if line.startswith('modules ')]
+  assert lines, done.stdout + done.stderr
+  assert int(lines[0].split()[1]) <= MAX_MODULES_BEFORE_STEP_1
