@@ -12,7 +12,6 @@ from jaxrl.rollout.engine.actor_proxy import EngineDeadError
 from launch.runtime.supervision import (
   CREATION_FAILED,
   ActorError,
-  await_ref,
   error_summary,
 )
 
@@ -196,8 +195,9 @@ class EnginePool:
     actor, timeout = self._actors[number], self._begin_s
     while True:
       try:
-        health = await_ref(actor.health.remote(self._hang_s))
-        if reason := await asyncio.wait_for(health, timeout):
+        async with asyncio.timeout(timeout):
+          reason = await actor.health.remote(self._hang_s)
+        if reason:
           return reason
       except TimeoutError:
         return f'it has not answered for {timeout:g} s'
@@ -212,13 +212,13 @@ class EnginePool:
     """Starts a new engine; it gets the newest weights, and then requests."""
     start_time = time.monotonic()
     actor = self._actors[number] = self._start(number)
-    health = await_ref(actor.health.remote(self._hang_s))
-    await asyncio.wait_for(health, self._begin_s)
+    async with asyncio.timeout(self._begin_s):
+      await actor.health.remote(self._hang_s)
     handle = self.handles[number]
     handle.rebind(actor)  # whoever publishes from here on reaches it
     if self._catch_up is not None:
-      catch_up = self._catch_up(handle, self._name(number))
-      await asyncio.wait_for(catch_up, self._begin_s)
+      async with asyncio.timeout(self._begin_s):
+        await self._catch_up(handle, self._name(number))
     if self._rejoin is not None:
       await self._rejoin(number, EngineHandle(actor))
     seconds = time.monotonic() - start_time

@@ -52,7 +52,8 @@ class ObjectDirectory:
         fetching[node] = now
         break
       with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(self._changed.wait(), FETCH_TIMEOUT_S)
+        async with asyncio.timeout(FETCH_TIMEOUT_S):
+          await self._changed.wait()
     return self._entries.get(name)
 
   async def fetched(self, name: str, node: str) -> None:

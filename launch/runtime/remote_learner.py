@@ -271,7 +271,8 @@ class RemoteLearnerFactory:
   async def close(self) -> None:
     """Lets the processes finish the checkpoints being written, if they live."""
     with contextlib.suppress(Exception):
-      await asyncio.wait_for(call_all(self._actors, 'close'), CLOSE_TIMEOUT_S)
+      async with asyncio.timeout(CLOSE_TIMEOUT_S):
+        await call_all(self._actors, 'close')
 
 
 async def connect_learner(actors: Sequence[Any]) -> str:

@@ -17,11 +17,6 @@ class ActorError(OSError):
   """A part of the run that lived in a process of its own is gone."""
 
 
-async def await_ref(reference: Any) -> Any:
-  """Returns the value of one of Ray's object references."""
-  return await reference
-
-
 def error_summary(error: BaseException) -> str:
   """Returns what an actor's error says, in one line."""
   lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -97,7 +92,8 @@ async def run_worker_with_restart(
 async def death_reason(actor: Any, timeout: float) -> Exception | None:
   """Returns why an actor is dead; None if it lives, or is too busy to answer."""
   try:
-    await asyncio.wait_for(await_ref(actor.__ray_ready__.remote()), timeout)
+    async with asyncio.timeout(timeout):
+      await actor.__ray_ready__.remote()
   except TimeoutError:
     return None
   except Exception as error:

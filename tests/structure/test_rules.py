@@ -193,6 +193,18 @@ def test_no_global_random_numbers():
   assert not bad, bad
 
 
+def test_cancellation_is_never_lost():
+  """Timeouts are `asyncio.timeout`: `wait_for` of Python 3.11 swallows cancellations."""
+  bad = [
+    f'{name}:{node.lineno}'
+    for name, file in SOURCE.items()
+    for node in ast.walk(tree(file))
+    if isinstance(node, ast.Attribute) and node.attr == 'wait_for'
+    if ast.unparse(node.value) == 'asyncio'
+  ]
+  assert not bad, bad
+
+
 def test_only_listed_houses_hold_code():
   strays = [
     file.relative_to(ROOT)

@@ -74,7 +74,8 @@ async def generate_or_abort(
   """
   completion = maybe_await(engine.generate(request_id, prompt, sampling))
   try:
-    return await asyncio.wait_for(completion, timeout)
+    async with asyncio.timeout(timeout):
+      return await completion
   except (TimeoutError, asyncio.CancelledError):
     await maybe_await(engine.abort(request_id))
     raise

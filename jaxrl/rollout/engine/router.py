@@ -233,7 +233,8 @@ class EngineRouter:
     }
     try:
       answer = maybe_await(self._engines[engine].progress(list(polled)))
-      partials = await asyncio.wait_for(answer, POLL_TIMEOUT_S)
+      async with asyncio.timeout(POLL_TIMEOUT_S):
+        partials = await answer
     except Exception:
       return  # the requests that wait for the engine will get the error
     finally:
@@ -315,7 +316,8 @@ class EngineRouter:
   async def _wait_change(self, timeout: float) -> None:
     """Waits until something changes, `timeout` seconds at most."""
     with contextlib.suppress(TimeoutError):
-      await asyncio.wait_for(self._changed.wait(), timeout)
+      async with asyncio.timeout(timeout):
+        await self._changed.wait()
 
   def _background(self, work: Awaitable[Any]) -> None:
     """Runs `work` in the background and ignores its errors."""

@@ -151,7 +151,8 @@ class GatewayServer:
 
   async def _read_body(self, request: web.Request) -> bytes:
     try:
-      return await asyncio.wait_for(request.read(), self._body_timeout)
+      async with asyncio.timeout(self._body_timeout):
+        return await request.read()
     except TimeoutError as error:
       raise ApiError(408, f'no body within {self._body_timeout:g} s') from error
 

@@ -334,7 +334,8 @@ class GroupQueue:
         return self._take_groups(numbers)
       timeout = min(1.0, self._lease_timeout)  # then check the deadlines again
       with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(self._changed.wait(), timeout)
+        async with asyncio.timeout(timeout):
+          await self._changed.wait()
 
   def _takeable(self, size: int) -> list[int] | None:
     """Returns the numbers of the groups to hand out, or None to wait for more."""

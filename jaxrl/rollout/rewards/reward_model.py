@@ -115,7 +115,8 @@ class RewardModel:
     if self._task is None or self._task.done():
       self._task = asyncio.create_task(self._score_queue())
     try:
-      return await asyncio.wait_for(future, self._timeout)
+      async with asyncio.timeout(self._timeout):
+        return await future
     except TimeoutError:
       raise ScoringError(
         f'the reward model took more than {self._timeout:g} s'

@@ -184,7 +184,8 @@ class DirectWeightStore:
   ) -> TransferReport:
     push = self._newest.push(version, targets, self._backend, self._options)
     try:
-      return await asyncio.wait_for(push, self._patience)
+      async with asyncio.timeout(self._patience):
+        return await push
     except TimeoutError:
       reason = f'not all engines had it within {self._patience:g} s'
     except EngineDeadError as error:

@@ -1,0 +1,47 @@
+"""The engine pool without Ray: how its watch ends."""
+
+import asyncio
+import types
+
+import pytest
+
+from launch.runtime.engine_pool import EnginePool
+
+
+class Answers:
+  """An actor whose health checks are answered when the test says so."""
+
+  def __init__(self):
+    self.pending = []
+    self.health = types.SimpleNamespace(remote=self._ask)
+
+  def _ask(self, limit):
+    self.pending.append(asyncio.get_running_loop().create_future())
+    return self.pending[-1]
+
+
+@pytest.mark.parametrize('ticks', range(6))
+async def test_the_pool_ends_with_its_work_whenever_an_answer_comes(ticks):
+  """A cancelled watch ends, even if its engine answers at that very moment.
+
+  `asyncio.wait_for` of Python 3.11 loses such a cancellation, and the run never ends.
+  """
+  actor = Answers()
+  pool = EnginePool(lambda number: actor, 1, interval=0.001)
+
+  def answer_in(ticks):
+    if ticks:
+      asyncio.get_running_loop().call_soon(answer_in, ticks - 1)
+    else:
+      actor.pending[-1].set_result('')
+
+  async def work():
+    while not actor.pending:
+      await asyncio.sleep(0)
+    answer_in(ticks)
+    return 'done'
+
+  task = asyncio.create_task(pool.supervise(work()))
+  done, _ = await asyncio.wait({task}, timeout=5)
+  assert done, 'the pool still watches its engine'
+  assert task.result() == 'done'
