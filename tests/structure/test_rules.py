@@ -194,7 +194,7 @@ def test_no_global_random_numbers():
 
 
 def test_cancellation_is_never_lost():
-  """Timeouts are `asyncio.timeout`: `wait_for` of Python 3.11 swallows cancellations."""
+  """Timeouts use `asyncio.timeout`: 3.11's `wait_for` swallows cancellations."""
   bad = [
     f'{name}:{node.lineno}'
     for name, file in SOURCE.items()
