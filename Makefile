@@ -20,8 +20,9 @@ OVERRIDES ?=
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env env-vllm env-envs env-targets quickstart test test-all test-vllm test-envs \
-  test-targets bench bench-peers bench-gpu lint format bazel clean
+.PHONY: env env-vllm env-envs env-targets quickstart test test-ray test-without-ray \
+  test-all test-core test-vllm test-envs test-targets bench bench-peers bench-gpu lint \
+  format bazel clean
 
 env: $(VENV)/.ready
 
@@ -49,13 +50,21 @@ env-envs:
 env-targets:
 	$(MAKE) env VENV=.venv-targets EXTRAS=dev,targets
 
-# The tests that need seconds, one process a core; Ray is started once, by its own tests.
-# In the order that tests/conftest.py gives the files: the longest come first.
+# The fast suite in two parts at once: one process per core runs the tests without Ray,
+# and those with Ray, which mostly wait for its processes, run beside them. The others
+# yield the processor to them, so that nothing times out, and what they say is printed
+# at their end. Files run in the order of tests/conftest.py: the longest come first.
 XDIST = -n 2 --dist loadgroup --no-loadscope-reorder
 FAST = -m 'not slow and not ray' $(XDIST)
 test: env
-	$(BIN)/python -m pytest $(FAST)
-	$(BIN)/python -m pytest -m 'ray and not slow' tests/launch/runtime
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-ray test-without-ray
+
+test-without-ray: env
+	nice $(BIN)/python -m pytest $(FAST)
+
+test-ray: env
+	@log=$$(mktemp); trap 'cat $$log; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
+	  $(BIN)/python -m pytest -m 'ray and not slow' tests/launch/runtime > $$log 2>&1
 
 # Tests compile without optimizations (tests/conftest.py). Those that compare bits are
 # all run once more, on programs compiled as they are for users.

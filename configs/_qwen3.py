@@ -18,15 +18,15 @@ def gsm8k(checkpoint: str, algorithm: str) -> Config:
   config = base.get_config(algorithm)
   config.num_steps = 200
   config.model.update(checkpoint=checkpoint, dtype='bfloat16', remat='full')
-  config.batch.update(num_groups=32, max_length=1024, buckets=(512, 1024))
+  config.batch.update(num_groups=32, max_length=1024, length_buckets=(512, 1024))
   config.optimizer.update(learning_rate=1e-6, warmup_steps=10)
-  config.rollout.update(engine='vllm', num_slots=256, async_ratio=1.0)
+  config.rollout.update(engine='vllm', max_num_seqs=256, async_ratio=1.0)
   config.env.gsm8k = base.env_section(
     'math', turn_template=PROMPT, max_tokens_per_step=768
   )
-  config.eval.update(every=20, num_tasks=256)
-  config.checkpoint.update(every=20, export=True)
+  config.eval.update(interval=20, num_tasks=256)
+  config.checkpoint.update(save_interval=20, export=True)
   config.cluster.update(ray=True, num_engines=0, num_workers=8)
   # As vLLM holds them: of bf16 weights about one in a hundred changes in a step.
-  config.cluster.weights = 'auto(dtype="bfloat16")'
+  config.weight_sync.transport = 'auto(dtype="bfloat16")'
   return config

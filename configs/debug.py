@@ -3,18 +3,22 @@
 from configs import base, quickstart
 from jaxrl.config import Config
 
+MODEL = (
+  'qwen3(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, '
+  'intermediate_size=64)'
+)
+
 
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the smallest config that exercises every part."""
   config = quickstart.get_config(algorithm)
   config.algorithm = base.get_config(algorithm).algorithm  # as its paper has it
   config.num_steps = 3
-  config.model.random.update(hidden_size=32, num_layers=2, num_heads=2, head_dim=16)
-  config.model.random.update(num_kv_heads=1, intermediate_size=64)
+  config.model.random = MODEL
   config.dataset.limit = 100
   config.batch.num_groups = 2
-  config.rollout.num_slots = 16
-  config.eval.update(every=2, num_tasks=8)
+  config.rollout.max_num_seqs = 16
+  config.eval.update(interval=2, num_tasks=8)
   config.sft.update(num_steps=min(3, config.sft.num_steps), batch_size=8, limit=100)
-  config.checkpoint.every = 1
+  config.checkpoint.save_interval = 1
   return config

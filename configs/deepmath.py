@@ -17,18 +17,18 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for DeepMath."""
   config = base.get_config(algorithm)
   config.num_steps = 3
-  config.model.random.update(vocab_size=2048)
-  config.dataset.update(question_key='prompt', answer_key='ground_truth')
+  config.model.random = 'qwen3(vocab_size=2048)'
+  config.dataset.keys = 'question=prompt, answer=ground_truth'
   config.algorithm.group_size = 8
   config.batch.update(num_groups=16, max_length=512)
   config.optimizer.learning_rate = 1e-6
-  config.rollout.num_slots = 64
+  config.rollout.max_num_seqs = 64
   config.env.deep_math = base.env_section(
     'math',
     turn_template='{observation}\n' + END,
     max_tokens_per_step=128,
     env_config={'grader': 'math'},
   )
-  config.eval.update(every=10, num_tasks=-1)
-  config.checkpoint.update(every=10, export=True)
+  config.eval.update(interval=10, num_tasks=-1)
+  config.checkpoint.update(save_interval=10, export=True)
   return config

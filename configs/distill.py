@@ -12,7 +12,7 @@ graded, but for the evaluations: what it gets better at, it has from the teacher
 `configs/distill.py:jsd` weighs likely and unlikely tokens otherwise. `:distill` matches
 the teacher's likeliest tokens on written conversations, and on the student's own with
 --config.algorithm.schema=rollout. Several teachers, one for each environment tag:
---config.teacher.by_tag='arithmetic=FOLDER, lake=FOLDER'.
+--config.teacher.checkpoint='arithmetic=FOLDER, lake=FOLDER'.
 """
 
 from configs import quickstart
@@ -22,5 +22,5 @@ from jaxrl.config import Config
 def get_config(algorithm: str = 'on_policy_distill') -> Config:
   """Returns the config of a student that is half as wide as its teacher."""
   config = quickstart.get_config(algorithm)
-  config.model.random.update(hidden_size=64, num_layers=2, intermediate_size=192)
+  config.model.random = 'qwen3(hidden_size=64, num_layers=2, intermediate_size=192)'
   return config

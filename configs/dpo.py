@@ -18,6 +18,6 @@ def get_config(algorithm: str = 'dpo') -> Config:
   config = base.get_config(algorithm)
   config.num_epochs = 1.0
   config.batch.update(num_groups=32, max_length=1024)  # 32 pairs, 64 rows
-  config.optimizer.update(learning_rate=5e-7, warmup_steps=10, schedule='linear')
-  config.checkpoint.update(every=200, export=True)
+  config.optimizer.update(learning_rate=5e-7, warmup_steps=10, lr_schedule='linear')
+  config.checkpoint.update(save_interval=200, export=True)
   return config

@@ -18,13 +18,13 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for GSM8K."""
   config = base.get_config(algorithm)
   config.num_steps = 3
-  config.model.random.update(vocab_size=2048)
+  config.model.random = 'qwen3(vocab_size=2048)'
   config.batch.update(num_groups=8, max_length=512)
   config.optimizer.learning_rate = 1e-6
   config.env.gsm8k = base.env_section(
     'math', turn_template=PROMPT, max_tokens_per_step=128
   )
-  config.eval.update(every=50, num_tasks=64)
-  config.sft.solution_key = 'answer'
-  config.checkpoint.update(every=50, export=True)
+  config.eval.update(interval=50, num_tasks=64)
+  config.dataset.keys = 'solution=answer'
+  config.checkpoint.update(save_interval=50, export=True)
   return config

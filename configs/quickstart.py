@@ -19,7 +19,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config of the quickstart, for any algorithm."""
   config = base.get_config(algorithm)
   config.num_steps = 60
-  config.model.random.update(hidden_size=128, num_layers=3, head_dim=32)
+  config.model.random = 'qwen3(num_layers=3)'
   problems = f'kinds={KINDS}, max_number=15'
   schema = registry.make(algorithm).data_format
   form = FORMS.get(schema, 'worked')
@@ -29,16 +29,16 @@ def get_config(algorithm: str = 'grpo') -> Config:
   if algorithm == 'grpo':  # others run as their papers have them
     config.algorithm.kl_coef = 0.0  # no reference to stay near: it starts from nothing
   config.batch.update(num_groups=16, max_length=64)
-  config.optimizer.update(learning_rate=1e-4, warmup_steps=5, kind='adamw(b2=.98)')
-  config.rollout.update(num_slots=64)
+  config.optimizer.update(learning_rate=1e-4, warmup_steps=5, name='adamw(b2=.98)')
+  config.rollout.update(max_num_seqs=64)
   config.env.arithmetic = base.env_section('math', max_tokens_per_step=32)
-  config.eval.update(every=20, num_tasks=500)
+  config.eval.update(interval=20, num_tasks=500)
   config.sft.update(num_steps=600, batch_size=64, learning_rate=2e-3, warmup_steps=30)
   if schema in ('messages', 'text'):  # supervised as a whole: no start is needed
     config.num_steps, config.sft.num_steps = 600, 0
     config.batch.num_groups = 64
-    config.optimizer.update(learning_rate=2e-3, warmup_steps=30, schedule='cosine')
+    config.optimizer.update(learning_rate=2e-3, warmup_steps=30, lr_schedule='cosine')
   elif schema == 'preference' and 'beta' in config.algorithm:
     config.algorithm.beta = 0.5  # at .1 so small a model is soon far from its start
-  config.checkpoint.update(every=20, export=True)
+  config.checkpoint.update(save_interval=20, export=True)
   return config

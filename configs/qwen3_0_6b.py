@@ -18,6 +18,6 @@ TOPOLOGY = 'h200:1'  # of the learner, which `launch.plan` plans for
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for Qwen3-0.6B."""
   config = _qwen3.gsm8k('Qwen3-0.6B', algorithm)
-  config.batch.micro_batches = 16
-  config.cluster.weights = 'shared_memory(dtype="bfloat16")'  # on one machine
+  config.batch.num_micro_batches = 16
+  config.weight_sync.transport = 'shared_memory(dtype="bfloat16")'  # on one machine
   return config

@@ -16,6 +16,6 @@ TOPOLOGY = 'v5e:4x4'  # of the learner, which `launch.plan` plans for
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for Qwen3-1.7B."""
   config = _qwen3.gsm8k('Qwen3-1.7B', algorithm)
-  config.batch.micro_batches = 8
-  config.mesh.update(data=1, fsdp=16)
+  config.batch.num_micro_batches = 8
+  config.mesh = 'data=1, fsdp=16'
   return config

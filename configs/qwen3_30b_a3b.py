@@ -17,7 +17,7 @@ TOPOLOGY = 'v5p:4x4x4'  # of the learner, which `launch.plan` plans for
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for Qwen3-30B-A3B."""
   config = _qwen3.gsm8k('Qwen3-30B-A3B', algorithm)
-  config.batch.micro_batches = 4
-  config.mesh.update(data=1, fsdp=8, expert=8)
+  config.batch.num_micro_batches = 4
+  config.mesh = 'data=1, fsdp=8, expert=8'
   config.rollout.engine = 'vllm(tensor_parallel_size=4)'
   return config

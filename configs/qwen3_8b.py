@@ -16,6 +16,6 @@ TOPOLOGY = 'h200:8'  # of the learner, which `launch.plan` plans for
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for Qwen3-8B."""
   config = _qwen3.gsm8k('Qwen3-8B', algorithm)
-  config.batch.micro_batches = 16
-  config.mesh.update(data=1, fsdp=8)
+  config.batch.num_micro_batches = 16
+  config.mesh = 'data=1, fsdp=8'
   return config

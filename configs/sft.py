@@ -4,8 +4,8 @@ r"""Fine-tuning on conversations of your own, no environment needed.
       --config.model.checkpoint=FOLDER
 
 Rows are conversations (`messages`, `conversations`) or a prompt and a response; other
-names go by --config.files.keys='prompt=ask, response=reply'. For plain texts, name the
-algorithm cpt: --config=configs/sft.py:cpt. Rehearse without a checkpoint: a small
+names go by --config.dataset.keys='prompt=ask, response=reply'. For plain texts, name
+the algorithm cpt: --config=configs/sft.py:cpt. Rehearse without a checkpoint: a small
 random model is trained, with a tokenizer of your texts.
 """
 
@@ -19,6 +19,6 @@ def get_config(algorithm: str = 'sft') -> Config:
   config.num_epochs = 2.0
   config.batch.update(num_groups=64, max_length=1024)
   config.optimizer.update(learning_rate=1e-5, warmup_steps=10)
-  config.optimizer.schedule = 'cosine(final_fraction=.1)'
-  config.checkpoint.update(every=200, export=True)
+  config.optimizer.lr_schedule = 'cosine(final_fraction=.1)'
+  config.checkpoint.update(save_interval=200, export=True)
   return config

@@ -3,7 +3,8 @@ r"""Generates trajectories of an agent that repairs repositories, every task onc
     python -m launch.rollout --config=configs/swe_rollout.py \
       --config.dataset.path=verified.jsonl \
       --config.env.swe.env_config.repos=FOLDER \
-      --config.model.checkpoint=FOLDER --config.dump.path=runs/swe/trajectories
+      --config.model.checkpoint=FOLDER \
+      --config.trajectory_dump.path=runs/swe/trajectories
 
 verified.jsonl holds rows in SWE-bench Verified's format, and the folder of `repos`
 holds clones of their repositories. `--group_size=4` plays each task four times. By
@@ -28,12 +29,12 @@ COLUMNS = (
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for generating trajectories of repository repairs."""
   config = base.get_config(algorithm)
-  config.model.random.update(vocab_size=2048)
-  config.dataset.update(question_key='problem_statement', answer_key='')
+  config.model.random = 'qwen3(vocab_size=2048)'
+  config.dataset.keys = 'question=problem_statement, answer='
   config.batch.update(num_groups=32, max_length=2048)
-  config.rollout.num_slots = 32
+  config.rollout.max_num_seqs = 32
   config.env.swe = base.env_section(
-    'swe', max_steps=30, max_tokens_per_step=128, concurrency=16
+    'swe', max_steps=30, max_tokens_per_step=128, max_concurrency=16
   )
-  config.dump = ConfigDict({'path': '', 'columns': COLUMNS})
+  config.trajectory_dump = ConfigDict({'path': '', 'columns': COLUMNS})
   return config

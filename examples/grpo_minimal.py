@@ -108,7 +108,7 @@ async def train(num_steps: int = NUM_STEPS, seed: int = SEED) -> list[float]:
     params,
     grpo(group_size=GROUP_SIZE, kl_coef=0.0),
     num_rows=NUM_GROUPS * GROUP_SIZE,
-    buckets=[MAX_LENGTH],
+    length_buckets=[MAX_LENGTH],
     optimizer=make_optimizer(learning_rate=3e-3),
     device_thread=device_thread,
     seed=seed,

@@ -1,27 +1,210 @@
-"""Call strings such as `name(a=1)`: parsing, and checking options against signatures.
+"""Component calls name a component and its options; options fit a signature.
 
 A default is written once, as a keyword-only parameter. Configs, call strings and
 command lines are all checked against that one place.
 """
 
-import ast
+import dataclasses
 import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
 import pathlib
-import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-
-_CALL = re.compile(r'\s*([\w.:/\-~]+)\s*(\(.*\))?\s*', re.DOTALL)
 
 
 class ConfigError(ValueError):
   """A setting is wrong; the message says which, where, and what would be right."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ComponentCall:
+  """Names a component and the options it is to be called with.
+
+  `ComponentCall('reward_std', {'threshold': 0.1})` is what a config writes as
+  `reward_std(threshold=0.1)`; `launch.settings` reads such texts, and everything below
+  it receives these objects. They are hashable, and equal if name and options are.
+
+  Attributes:
+    name: A built-in component's name, or `package.module:name` or `path/file.py:name`.
+    options: The options by name.
+    text: How messages show the call; as Python would write it, unless given.
+
+  Raises:
+    ConfigError: If the name contains options.
+  """
+
+  name: str
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  text: str = dataclasses.field(default='', compare=False)
+
+  def __post_init__(self) -> None:
+    if '(' in self.name:
+      raise ConfigError(
+        f'{self.name!r} is a call string, which only configs contain: in Python write '
+        "ComponentCall('name', {'option': value})"
+      )
+    if not self.text:
+      listing = ', '.join(f'{key}={value!r}' for key, value in self.options.items())
+      text = f'{self.name}({listing})' if listing else self.name
+      object.__setattr__(self, 'text', text)
+
+  def __hash__(self) -> int:
+    return hash((self.name, *sorted(self.options)))  # options need not be hashable
+
+  def __str__(self) -> str:
+    return self.text
+
+  __repr__ = __str__
+
+  def with_options(self, **options: Any) -> 'ComponentCall':
+    """Returns the call with some options added or replaced.
+
+    Args:
+      **options: The options.
+    """
+    return ComponentCall(self.name, {**self.options, **options})
+
+
+# What names a component: a call; the function or class itself, also as a
+# `functools.partial` with options; or the name of a component without options.
+Component = ComponentCall | Callable[..., Any] | str
+
+
+def as_call(component: ComponentCall | str) -> ComponentCall:
+  """Returns a call; a text is the name of a component without options.
+
+  Args:
+    component: The call or the name.
+  """
+  return ComponentCall(component) if isinstance(component, str) else component
+
+
+def as_calls(
+  components: Sequence[Component] | Component,
+) -> tuple[Component, ...]:
+  """Returns components as a tuple; a single one need not be in a sequence, '' is none.
+
+  Args:
+    components: The components.
+  """
+  if isinstance(components, str) and not components.strip():
+    return ()
+  if isinstance(components, str | ComponentCall) or callable(components):
+    components = (components,)
+  return tuple(as_call(c) if isinstance(c, str) else c for c in components)
+
+
+def join_calls(components: Iterable[Component]) -> str:
+  """Returns how messages show several components: joined by ' + '.
+
+  Args:
+    components: The components.
+  """
+  return ' + '.join(component_name(c, whole=True) for c in components)
+
+
+def component_name(component: Component, *, whole: bool = False) -> str:
+  """Returns the name of a component.
+
+  Args:
+    component: The component.
+    whole: Whether to show its options too.
+  """
+  if isinstance(component, str):
+    return component
+  if isinstance(component, ComponentCall):
+    return str(component) if whole else component.name
+  name = getattr(unwrap(component), '__name__', repr(component))
+  options = component.keywords if isinstance(component, functools.partial) else {}
+  return str(ComponentCall(name, options)) if whole else name
+
+
+def find_component(
+  component: Component,
+  known: Mapping[str, Callable[..., Any] | str],
+  what: str,
+  key: str,
+  *,
+  where: str = '',
+  base: type | None = None,
+) -> tuple[str, Callable[..., Any], dict[str, Any]]:
+  """Finds the function or class of a component, and checks its options.
+
+  Args:
+    component: The component.
+    known: The built-in ones by name, or where each is, as for `resolve`. A user's own
+      is named by where it is.
+    what: What these are called in errors.
+    key: What the error for an unknown name begins with, such as the config key.
+    where: What errors about options begin with; by default `what` and the name.
+    base: A class or protocol whose public methods a class must have.
+
+  Returns:
+    The name, the function or class, and a copy of the options.
+
+  Raises:
+    ConfigError: If there is no such component, it does not take these options, or it
+      is a class that lacks methods.
+  """
+  name = component_name(component)
+  if not isinstance(component, str | ComponentCall):
+    options = {}
+    if isinstance(component, functools.partial):
+      options = dict(component.keywords)
+    function = unwrap(component)
+  else:
+    options = dict(as_call(component).options)
+    if name not in known and ':' not in name:
+      raise unknown_name_error(name, known, what, key)
+    target = known.get(name, name)
+    function = resolve(target) if isinstance(target, str) else target
+  where = where or f'{what} {name!r}'
+  if not callable(function):
+    raise ConfigError(
+      f'{where}: {name} is a {type(function).__name__}, not a class or function'
+    )
+  if base is not None and isinstance(function, type):
+    required = [key for key in vars(base) if not key.startswith('_')]
+    if missing := [key for key in required if not hasattr(function, key)]:
+      raise ConfigError(
+        f'{where}: {name} has no {", ".join(missing)}; derive it from '
+        f'{base.__module__}.{base.__qualname__}'
+      )
+  check_options(function, options, where)
+  return name, function, options
+
+
+def build_component(
+  component: ComponentCall | str,
+  known: Mapping[str, Callable[..., Any]],
+  what: str,
+  key: str,
+) -> Any:
+  """Calls one of some functions with its options.
+
+  Args:
+    component: The call, or the name of a function that needs no options.
+    known: Functions by name.
+    what: What these are called in errors.
+    key: The config key of the call.
+
+  Returns:
+    What the function returns.
+
+  Raises:
+    ConfigError: If a name or an option does not exist.
+  """
+  call = as_call(component)
+  where = f'--config.{key}={call}'
+  if call.name not in known:
+    raise unknown_name_error(call.name, known, what, where)
+  check_options(known[call.name], call.options, where)
+  return known[call.name](**call.options)
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,121 +361,6 @@ def _fits(value: Any, wanted: type) -> bool:
   if wanted is int:
     return isinstance(value, int) and not isinstance(value, bool)
   return isinstance(value, wanted)
-
-
-def parse_call(text: str) -> tuple[str, dict[str, Any]]:
-  """Reads `name` or `name(a=1, b='x')`: keyword arguments, Python literals only.
-
-  Args:
-    text: The call string.
-
-  Returns:
-    The name and the options.
-
-  Raises:
-    ConfigError: If it cannot be read.
-  """
-  match = _CALL.fullmatch(text)
-  if match is None:
-    raise ConfigError(f'cannot read {text!r}: write name or name(option=value, …)')
-  name, arguments = match.group(1), match.group(2)
-  if arguments is None:
-    return name, {}
-  try:
-    call = ast.parse(f'f{arguments}', mode='eval').body
-  except SyntaxError as error:
-    raise ConfigError(f'cannot read {text!r}: {error.msg}') from error
-  if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-    raise ConfigError(f'cannot read {text!r}: write name(option=value, …)')
-  if call.args or any(keyword.arg is None for keyword in call.keywords):
-    raise ConfigError(f'{text!r}: options go by name, as in {name}(option=value)')
-  options: dict[str, Any] = {}
-  for keyword in call.keywords:
-    if keyword.arg in options:
-      raise ConfigError(f'cannot read {text!r}: {keyword.arg!r} is given twice')
-    try:
-      options[str(keyword.arg)] = ast.literal_eval(keyword.value)
-    except ValueError as error:
-      raise ConfigError(
-        f'{text!r}: option {keyword.arg!r} must be a literal such as 1, .5, '
-        "'text', True or None"
-      ) from error
-  return name, options
-
-
-def call(
-  text: str, known: Mapping[str, Callable[..., Any]], what: str, key: str
-) -> Any:
-  """Calls the function that a call string names, with its options.
-
-  Args:
-    text: The call string.
-    known: Functions by name.
-    what: What these are called in errors.
-    key: The config key of the string.
-
-  Returns:
-    What the function returns.
-
-  Raises:
-    ConfigError: If a name or an option does not exist.
-  """
-  where = f'--config.{key}={text}'
-  name, options = parse_call(text)
-  if name not in known:
-    raise unknown_name_error(name, known, what, where)
-  check_options(known[name], options, where)
-  return known[name](**options)
-
-
-def split(text: str, separator: str = '+') -> list[str]:
-  """Splits a text at separators outside brackets and quotes.
-
-  Args:
-    text: The text; an empty one has no terms.
-    separator: The separator.
-
-  Returns:
-    The terms.
-
-  Raises:
-    ConfigError: If a term is empty.
-  """
-  if not text.strip():
-    return []
-  terms, start, depth, quote, i = [], 0, 0, '', 0
-  while i < len(text):
-    mark = text[i]
-    if quote:
-      i += mark == '\\'
-      quote = '' if mark == quote else quote
-    elif depth and mark in '\'"':
-      quote = mark
-    elif mark in '([{':
-      depth += 1
-    elif mark in ')]}':
-      depth -= 1
-    elif depth == 0 and text.startswith(separator, i):
-      terms.append(text[start:i].strip())
-      i = start = i + len(separator)
-      continue
-    i += 1
-  terms.append(text[start:].strip())
-  if '' in terms:
-    raise ConfigError(f'cannot read {text!r}: nothing stands beside a {separator!r}')
-  return terms
-
-
-def parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-  """Reads `a(x=1) + b`: call strings joined by +; '' contains none.
-
-  Args:
-    text: The text.
-
-  Returns:
-    A name and options for each, as `parse_call` returns them.
-  """
-  return [parse_call(term) for term in split(text)]
 
 
 def resolve(target: str) -> Any:

@@ -5,11 +5,18 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import ConfigDict, FieldReference
 
-from jaxrl.call_strings import ConfigError, defaults, unknown_name_error, unwrap
+from jaxrl.call_strings import (
+  ComponentCall,
+  ConfigError,
+  defaults,
+  join_calls,
+  unknown_name_error,
+  unwrap,
+)
 
 # A ConfigDict for the type checker: its attributes exist at run time alone.
 Config = Any
@@ -55,7 +62,7 @@ def pick_options(fn: Callable[..., Any], *names: str) -> Options:
         name, all_options, 'option', f'pick_options({getattr(fn, "__name__", fn)})'
       )
   chosen = {name: all_options[name] for name in names}
-  return Options(chosen, _hints(fn), describe_options(fn))
+  return Options(chosen, option_types(fn), describe_options(fn))
 
 
 def omit_options(fn: Callable[..., Any], *names: str) -> Options:
@@ -71,7 +78,7 @@ def omit_options(fn: Callable[..., Any], *names: str) -> Options:
   pick_options(fn, *names)
   all_options = defaults(fn)
   chosen = {k: v for k, v in all_options.items() if k not in names}
-  return Options(chosen, _hints(fn), describe_options(fn))
+  return Options(chosen, option_types(fn), describe_options(fn))
 
 
 def make_section(
@@ -102,7 +109,7 @@ def make_section(
       descriptions |= getattr(source, 'descriptions', {})
       names.append('mapping')
     else:
-      options, hints = defaults(source), _hints(source)
+      options, hints = defaults(source), option_types(source)
       descriptions |= describe_options(source)
       names.append(getattr(unwrap(source), '__name__', repr(source)))
     for key, value in options.items():
@@ -116,7 +123,7 @@ def make_section(
       config[key] = value
     except (TypeError, ValueError) as error:
       raise ConfigError(f'{where}: option {key!r}: {error}') from error
-  describe_keys(config, descriptions)
+  describe_keys(config, {k: v for k, v in descriptions.items() if k in config})
   return config
 
 
@@ -187,7 +194,15 @@ def _first_sentence(text: str) -> str:
 
 
 def _field(value: Any, hint: Any) -> Any:
-  """The value to store: a mapping as a section, a typed reference where None may be."""
+  """The value to store: a mapping as a section, a typed reference where None may be.
+
+  Calls are stored as texts, which `launch.settings` parses.
+  """
+  arity = call_arity(hint)
+  if isinstance(value, ComponentCall) or (arity == 'many' and value):
+    return join_calls([value] if isinstance(value, ComponentCall) else value)
+  if arity != 'none' and not value:
+    return ''
   if isinstance(value, Mapping) and not isinstance(value, ConfigDict):
     return ConfigDict(dict(value))
   kind, optional = _kind(hint)
@@ -211,11 +226,28 @@ def _kind(hint: Any) -> tuple[type | None, bool]:
   return kind, len(plain) < len(members)
 
 
-def _hints(source: Callable[..., Any]) -> dict[str, Any]:
-  """Annotations by parameter name; none where they cannot be evaluated."""
+def call_arity(hint: Any) -> Literal['none', 'one', 'many']:
+  """Returns whether an annotation is of one `ComponentCall`, or of a tuple of them."""
+  if typing.get_origin(hint) is typing.Annotated:
+    hint = typing.get_args(hint)[0]
+  union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+  for member in typing.get_args(hint) if union else (hint,):
+    if member is ComponentCall:
+      return 'one'
+    if typing.get_origin(member) is tuple and ComponentCall in typing.get_args(member):
+      return 'many'
+  return 'none'
+
+
+def option_types(source: Callable[..., Any]) -> dict[str, Any]:
+  """Returns annotations by parameter name; none where they cannot be evaluated.
+
+  Args:
+    source: A function or class.
+  """
   function = unwrap(source)
   target = function.__init__ if isinstance(function, type) else function
   try:
-    return typing.get_type_hints(target)
+    return typing.get_type_hints(target, include_extras=True)
   except (NameError, TypeError, AttributeError):
     return {}

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from jaxrl.call_strings import (
+  ComponentCall,
   ConfigError,
+  as_call,
   check_options,
-  parse_call,
   unknown_name_error,
 )
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
@@ -46,7 +47,7 @@ class LoadedModel:
 
 def random_config(
   *,
-  family: str = 'qwen3',
+  family: ComponentCall | str = ComponentCall('qwen3'),
   vocab_size: int = 512,
   hidden_size: int = 128,
   num_layers: int = 4,
@@ -58,7 +59,7 @@ def random_config(
   """Returns the config of a model that starts from random parameters.
 
   Args:
-    family: A call string with rarely used options: 'qwen3(tie_embeddings=False)',
+    family: The model family, with rarely used options: 'qwen3(tie_embeddings=False)',
       'qwen3_moe(num_experts=…, num_experts_per_token=…, moe_intermediate_size=…)'. A
       family of your own is named by where its `FamilySpec` is, 'path/file.py:NAME'.
     vocab_size: The largest vocabulary; a tokenizer trained on few texts may be smaller.
@@ -96,15 +97,15 @@ def random_config(
     raise ConfigError(f'--config.model.random: {error}') from error
 
 
-def _family(text: str) -> tuple[str, dict[str, Any]]:
-  """The family that a call string names, and the fields it gives it."""
-  name, options = parse_call(text)
-  where = f'model.random.family={text}'
+def _family(family: ComponentCall | str) -> tuple[str, dict[str, Any]]:
+  """The name of a family, and the fields that its options give it."""
+  call = as_call(family)
+  name, where = call.name, f'model.random={call}'
   if ':' not in name and name not in families.family_names():
     raise unknown_name_error(name, families.family_names(), 'family', where)
   random_options = families.find_family(name).random_options
-  check_options(random_options, options, where)
-  return name, random_options(**options)
+  check_options(random_options, call.options, where)
+  return name, random_options(**call.options)
 
 
 def load_model(
@@ -112,7 +113,7 @@ def load_model(
   *,
   value_head: bool,
   dtype: str,
-  remat: str,
+  remat: ComponentCall | str,
   kernels: str = 'auto',
   key: str = 'model.checkpoint',
 ) -> LoadedModel:
@@ -149,7 +150,7 @@ def create_model(
   *,
   value_head: bool,
   dtype: str,
-  remat: str,
+  remat: ComponentCall | str,
   kernels: str = 'auto',
   tokenizer: Any = None,
 ) -> LoadedModel:

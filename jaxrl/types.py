@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxrl.call_strings import Component, ComponentCall, as_call, as_calls
+
 Array = jax.Array
 Params = Any  # a pytree of arrays: nested dicts keyed by name
 Message = dict[str, Any]  # {'role': …, 'content': …}, as chat templates take it
@@ -382,14 +384,15 @@ class Algorithm:
     correction: Weights for the mismatch between rollout and learner; it implies
       'decoupled'.
     kl_controller: Steers the coefficient of kl_loss and kl_penalty; None keeps it.
-    aggregation: A mode of `functional.aggregation`.
+    aggregation: A mode of `functional.aggregation`, with the length it may take.
     old_logprobs_source: 'rollout' gives components the engine's log-probs as
       `old_logprobs`; 'decoupled' gives them the learner's own, recomputed before the
       first update.
     group_size: Samples per task.
-    sampler: A call string: where a step's groups come from.
-    filters: Call strings joined by ' + ': which groups are dropped.
-    shapers: Call strings joined by ' + ': what is done to the rewards of the others.
+    sampler: Where a step's groups come from: a call, or a class like
+      `jaxrl.data.samplers.Sampler`.
+    filters: Which groups are dropped: calls, or classes.
+    shapers: What is done to the rewards of the others: calls, or functions.
     data_format: 'rollout', 'messages', 'preference' or 'text'.
     batch_unit: Rows that are never separated or shuffled apart: 'row', 'pair' or
       'group'.
@@ -406,14 +409,22 @@ class Algorithm:
   value_loss: Callable[..., Any] | None = None
   correction: Callable[..., Any] | None = None
   kl_controller: Callable[..., Any] | None = None
-  aggregation: str = 'token_mean'
+  aggregation: ComponentCall = ComponentCall('token_mean')
   old_logprobs_source: str = 'rollout'
   group_size: int = 1
-  sampler: str = 'fifo'
-  filters: str = ''
-  shapers: str = ''
+  sampler: Component = ComponentCall('fifo')
+  filters: tuple[Component, ...] = ()
+  shapers: tuple[Component, ...] = ()
   data_format: str = 'rollout'
   batch_unit: str = 'row'
   critic_warmup: int = 0
   prepare: Callable[..., Any] | None = None
   init_state: Callable[[], Any] | None = None
+
+  def __post_init__(self) -> None:
+    # A component without options may be given by its name alone.
+    object.__setattr__(self, 'aggregation', as_call(self.aggregation))
+    if isinstance(self.sampler, str):
+      object.__setattr__(self, 'sampler', as_call(self.sampler))
+    object.__setattr__(self, 'filters', as_calls(self.filters))
+    object.__setattr__(self, 'shapers', as_calls(self.shapers))

@@ -1,10 +1,11 @@
-"""Chunked logits: scores of logits that are computed for some positions at a time.
+"""Chunked logits: compute token scores chunk by chunk, without the full logits.
 
-The backward pass computes a chunk's logits anew and adds to the gradients in place,
-those of a table that is not sharded some entries at a time: what JAX would make of a
-scan holds a chunk's whole share of the table's gradient, and the states in chunks
-beside. Entries of a table of another type than the states are cast some at a time,
-because the cast table is as large as the logits of some thousand positions.
+The table is the matrix of the language-model head. The backward pass recomputes the
+logits of a chunk and adds to the gradients in place; an unsharded table gets its
+gradient a block of entries at a time. A plain `jax.lax.scan` would hold a chunk's whole
+gradient of the table, and a second copy of the states. If the table has another dtype
+than the states, its entries are cast block by block, because a cast copy of the table
+is as large as the logits of several thousand positions.
 """
 
 import functools

@@ -1,14 +1,14 @@
 """Flash attention by kernels of JAX's own libraries, adapted to `kernels.attention`.
 
-Each takes what `attention` takes (Triton's no prefix_ids), and pads lengths to what it
-supports: what comes after a sequence's end is seen by no token of it. Pallas is
-imported where it is used, because programs on the CPU need none of it.
+Each kernel takes the arguments of `attention`, except that Triton's has no prefix_ids,
+and pads sequences to a length that it supports; no token attends to the padding. Pallas
+is imported where it is used, because programs on the CPU do not need it.
 
 Splash attention's kernels see keys of one segment only, so a token that sees its own
 segment and a shared prompt is attended for twice, and the two results are combined by
 their logsumexp, as blocks of keys are within such a kernel. Its backward pass takes the
-logsumexp and the result of all keys, from which either half's share of the gradient
-follows (section 3.1 of FlashAttention-2, arXiv 2307.08691): nothing is approximated.
+logsumexp and the result over all keys, from which the gradient of each of the two calls
+follows exactly (section 3.1 of FlashAttention-2, arXiv 2307.08691).
 """
 
 import functools

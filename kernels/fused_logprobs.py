@@ -1,4 +1,8 @@
-"""Fused log-probs keep logits on the chip: gradients, and shards of the table."""
+"""Fused log-probs compute token log-probs inside the matmul of the LM head.
+
+Logits never leave the chip. The function has its own gradient, and supports a table
+that is sharded over the vocabulary.
+"""
 
 import dataclasses
 import functools

@@ -13,8 +13,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxrl.algorithms import describe, plugins
+from jaxrl.algorithms import describe
 from jaxrl.call_strings import ConfigError
+from launch.settings import plugins
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 
 from jaxrl import model_loading as policies
-from jaxrl.algorithms import describe, requirements
-from jaxrl.call_strings import ConfigError
+from jaxrl.algorithms import requirements
+from jaxrl.call_strings import ConfigError, join_calls
+from jaxrl.data.row_sources import describe_sources
 from jaxrl.data.seeds import fold_seed
 from jaxrl.device_thread import DeviceThread
+from jaxrl.functional.components import call_string
 from jaxrl.model_loading import LoadedModel
 from jaxrl.training import batch_fields
 from launch.components import offline_data
@@ -170,10 +172,10 @@ def make_runtime(settings: RunSettings, *, learns: bool = True) -> Runtime:
   cluster = settings.cluster
   if not cluster.ray:
     os.environ.update(placement.single_process_env(settings))
-    return LocalRuntime(cluster.weights)
+    return LocalRuntime(settings.weight_sync.transport)
   from launch.runtime.ray_runtime import RayRuntime  # Ray: seconds
 
-  runtime = RayRuntime(cluster.address, cluster.weights)
+  runtime = RayRuntime(cluster.address, settings.weight_sync.transport)
   try:
     hides = runtime.reserve(settings, has_learner=learns).others.env
   except Exception:
@@ -228,12 +230,13 @@ def _describe_run(
   shape, algorithm = policy.model.config, settings.algorithm
   count = sum(x.size for x in jax.tree.leaves(policy.params))
   components = {
-    slot: describe.call_string(component)
+    slot: call_string(component)
     for slot, component in requirements.components_of(algorithm).items()
   }
-  for key in ('aggregation', 'filters', 'shapers'):
-    if text := getattr(algorithm, key):
-      components[key] = text
+  components['aggregation'] = str(algorithm.aggregation)
+  for key in ('filters', 'shapers'):
+    if calls := getattr(algorithm, key):
+      components[key] = join_calls(calls)
   if algorithm.batch_unit == 'pair':  # its loss is a mean over pairs, whatever is set
     components['aggregation'] = 'mean over pairs'
   listing = ', '.join(f'{slot}={text}' for slot, text in components.items())
@@ -241,6 +244,6 @@ def _describe_run(
     'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
     f'vocabulary {shape.vocab_size}, from {settings.model.checkpoint or "scratch"}',
     'devices': learners.describe(),
-    'data': settings.dataset.path or 'seeds',
+    'data': describe_sources(settings.dataset.path) or 'seeds',
     'algorithm': f'{settings.algorithm_name}: {listing}',
   }

@@ -76,7 +76,9 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
   folder = pathlib.Path(flags['json']).parent
   if not folder.is_dir():
     raise ConfigError(f'--json={flags["json"]}: there is no folder {folder}')
-  config.eval.every = max(config.eval.every, 1)  # which is what loads the test set
+  config.eval.interval = max(
+    config.eval.interval, 1
+  )  # which is what loads the test set
   ks, size = read_ks(flags['k']), config.eval.group_size
   if ks and ks[-1] > size:
     raise ConfigError(
@@ -144,7 +146,7 @@ def evaluate(
   for text, style in evaluation_results.format_results(tags):
     console.say(text, style=style)
   eval_options = {
-    key: value for key, value in settings.text('eval').items() if key != 'every'
+    key: value for key, value in settings.text('eval').items() if key != 'interval'
   }
   return {
     'checkpoint': settings.model.checkpoint,

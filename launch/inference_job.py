@@ -1,4 +1,4 @@
-"""Run what only plays: engines with a model's weights, and no learner."""
+"""Run jobs that only generate: engines with a model's weights, and no learner."""
 
 import pathlib
 import tempfile
@@ -125,7 +125,7 @@ class Player:
 
   def __init__(self, settings: RunSettings, workdir: pathlib.Path):
     """Makes the manager and its engine; one episode needs no other engine than ours."""
-    if settings.rollout.engine.external:
+    if settings.rollout.engine.traits.needs_ray:
       settings = override_settings(settings, {'rollout.engine': 'jax'})
     evaluator = make_evaluator(settings, workdir, LocalRuntime())
     rollouts: RolloutScheduler = evaluator.plays

@@ -66,7 +66,9 @@ def _plan(command: configs.Command, target: targets.Target) -> int:
   from jaxrl.data.trajectory_writers.writer import open_dump
   from launch.settings.logging_settings import read_logging
 
-  config = configs.load(command, {'logging': read_logging, 'dump': open_dump})
+  config = configs.load(
+    command, {'logging': read_logging, 'trajectory_dump': open_dump}
+  )
   devices = targets.target_devices(target.name)  # imports JAX: seconds
   from rich.console import Console
 

@@ -2,8 +2,9 @@
 
 Plays a data set to its end, or a number of tasks, with the weights of
 `--config.model.checkpoint`, and trains nothing. Trajectories go to
-`--config.dump.path` with the columns of `--config.dump.columns`. If the command is
-killed, running it again resumes the work, and every task is written once.
+`--config.trajectory_dump.path` with the columns of `--config.trajectory_dump.columns`.
+If the command is killed, running it again resumes the work, and every task is written
+once.
 """
 
 import asyncio
@@ -38,11 +39,13 @@ USAGE = """\
 python -m launch.rollout --config=FILE.py [--config.KEY=VALUE] [--workdir=DIR]
 
   --config.model.checkpoint=DIR   whose weights play
-  --config.dump.path=PATH         a folder or URL (s3://, gs://, memory://) for JSON
+  --config.trajectory_dump.path=PATH
+                                  a folder or URL (s3://, gs://, memory://) for JSON
                                   lines; NAME.jsonl; NAME.parquet;
                                   odps://PROJECT/tables/TABLE/ds=NAME; or a store to
                                   train from, experience+sqlite:////ABS/PATH.db
-  --config.dump.columns=PAIRS     [['task_idx','bigint'],['save_content','string']]; all
+  --config.trajectory_dump.columns=PAIRS
+                                  [['task_idx','bigint'],['save_content','string']]; all
   --mode=train                    the rows of dataset.path, as training samples; val: as
                                   evaluations do
   --num_tasks=-1                  so many tasks; -1 all
@@ -78,8 +81,11 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     raise ConfigError(f'--num_tasks={num_tasks}: must be positive, or -1 for all')
   if group_size < 1:
     raise ConfigError(f'--group_size={group_size}: must be at least 1')
-  if config.data.source:
-    raise ConfigError('--config.data.source: is where training reads; set dump.path')
+  if config.dataset.experience_store:
+    raise ConfigError(
+      '--config.dataset.experience_store: is where training reads; set '
+      'trajectory_dump.path'
+    )
   if not config.get('env', {}):
     raise ConfigError('this config has no environment: there is nothing to play')
   tests, data = config.eval, config.dataset
@@ -87,13 +93,13 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     if mode == 'train':
       tests.update(path=data.path, split=data.split, num_tasks=data.limit or -1)
       tests.temperature = config.rollout.temperature
-    config.rollout.update(temperature=tests.temperature, redundancy=0)
+    config.rollout.update(temperature=tests.temperature, extra_samples=0)
     for env in config.env.values():
       if mode == 'val':
         env_config = env.env_config.to_dict()
         env.env_config.update(options_for_split(env.env_type, env_config, tests.split))
     limits = [n for n in (tests.num_tasks, num_tasks) if n > 0]
-    tests.update(every=1, num_tasks=min(limits, default=-1), group_size=group_size)
+    tests.update(interval=1, num_tasks=min(limits, default=-1), group_size=group_size)
     config.synthesis = {'mode': mode, **tests.to_dict()}
   for tag, env in config.env.items():
     env_class = unwrapped(env.env_type, env.env_config)
@@ -110,7 +116,9 @@ def main(argv: Sequence[str]) -> int:
     command = configs.parse(argv, FLAGS)
     from jaxrl.data.trajectory_writers.writer import open_dump
 
-    config = configs.load(command, {'logging': read_logging, 'dump': open_dump})
+    config = configs.load(
+      command, {'logging': read_logging, 'trajectory_dump': open_dump}
+    )
     configs.check_algorithm(config)
 
     numbers = {
@@ -183,6 +191,7 @@ class DatasetRolloutJob:
     Raises:
       ConfigError: for invalid settings, before any episode is played.
     """
+    from jaxrl.data.row_sources import describe_sources
     from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
     from jaxrl.data.trajectory_writers.writer import open_dump
     from launch import build
@@ -192,7 +201,7 @@ class DatasetRolloutJob:
     from launch.inference_job import InferenceJob
     from launch.logging.trajectory_dump import env_columns
 
-    dump = settings.dump
+    dump = settings.trajectory_dump
     assert dump is not None
     self._columns: Any
     self._ledger: Any
@@ -201,6 +210,7 @@ class DatasetRolloutJob:
         mode,
         folder.absolute(),
         env_columns(settings),
+        dump.writer,
         path=dump.path,
         columns=dump.columns,
       )
@@ -225,7 +235,7 @@ class DatasetRolloutJob:
     self._rollouts = self._job.plays
     self._group_size = settings.eval.group_size
     self._model = settings.model.name
-    data = settings.eval.path or settings.dataset.path or 'seeds'
+    data = describe_sources(settings.eval.path or settings.dataset.path) or 'seeds'
     self.facts = {
       'model': self._model,
       'data': f'{data}, mode {mode}',

@@ -34,8 +34,10 @@ python -m launch.serve --config=FILE.py --checkpoint=FOLDER [--config.KEY=VALUE]
   --host=127.0.0.1                whom it listens to; others than this machine need
                                   a key of yours in ${API_KEY_ENV}
   --port=8000                     0 takes any that is free
-  --config.rollout.temperature=…  for those who ask for none; also top_p, top_k
-  --config.batch.max_length=…     tokens of prompt and reply; rollout.num_slots at once
+  --config.rollout.temperature=…  for those who ask for none; also
+  --config.rollout.sampling=…     top_p and top_k: 'top_p=0.95, top_k=20'
+  --config.batch.max_length=…     tokens of prompt and reply
+  --config.rollout.max_num_seqs=… requests that are answered at once
 """
 
 

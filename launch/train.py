@@ -44,9 +44,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     command = configs.parse(argv, {'workdir': ''})
-    config = configs.load(command, {'logging': read_logging, 'dump': open_dump})
+    config = configs.load(
+      command, {'logging': read_logging, 'trajectory_dump': open_dump}
+    )
     if help_word is not None:
-      print(f'{USAGE}\n{configs.list_keys(config, help_word)}')
+      from launch.settings.key_listing import list_keys  # a run needs none of it
+
+      print(f'{USAGE}\n{list_keys(config, help_word)}')
       return 0
     configs.check_algorithm(config)
     place = command.flags['workdir']
@@ -101,8 +105,8 @@ def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
       return failed(error, console, workdir)
     title = 'Finished.' if finished else 'Stopped; the same command resumes.'
     lines = {**outputs(workdir, logging), **trainer.closing}
-    if config.dump.path:
-      lines['trajectories'] = config.dump.path
+    if config.trajectory_dump.path:
+      lines['trajectories'] = config.trajectory_dump.path
     steps = next_steps(command, config, workdir) if finished else {}
     console.closing(title, {**lines, **steps})
     return 0 if finished else stop.status
@@ -119,7 +123,7 @@ def _train(
   from launch.build import build
   from launch.trainer import run_with_restarts
 
-  if settings.dump is not None and settings.dump.path:
+  if settings.trajectory_dump is not None and settings.trajectory_dump.path:
     from launch.logging.trajectory_dump import TrajectoryDump, has_begun
 
     fresh = not has_begun(workdir.path)

@@ -188,8 +188,8 @@ class Trainer:
     return None
 
   def _checkpointer(self, name: str) -> Checkpointer:
-    keep = self._settings.checkpoint.keep
-    return Checkpointer(self._workdir / 'checkpoints' / name, keep=keep)
+    max_to_keep = self._settings.checkpoint.max_to_keep
+    return Checkpointer(self._workdir / 'checkpoints' / name, max_to_keep=max_to_keep)
 
 
 class TrainPhase:
@@ -301,7 +301,7 @@ class TrainPhase:
     return self._plays and self._sampler.plays(step)
 
   def _evaluation_due(self, step: int) -> bool:
-    every = self._settings.eval.every
+    every = self._settings.eval.interval
     ends = step in (0, self._num_steps)
     return every > 0 and (ends or step % every == 0)
 
@@ -341,7 +341,7 @@ class TrainPhase:
     self._writers.trajectories(step, groups, self._learner.advantages)
 
   async def _save(self, step: int, last: bool) -> None:
-    every = self._settings.checkpoint.every
+    every = self._settings.checkpoint.save_interval
     last = last or step == self._num_steps
     if not last and not (every and step % every == 0):
       return
@@ -360,8 +360,8 @@ def _check_rollout_state(state: Mapping[str, Any]) -> None:
   """Raises ConfigError for a sampler's state of a run that learned from a store."""
   if 'store' in state:
     raise ConfigError(
-      "--config.data.source='': this run has learned from a store: name it, or another "
-      '--workdir'
+      "--config.dataset.experience_store='': this run has learned from a store: name "
+      'it, or another --workdir'
     )
 
 

@@ -53,6 +53,8 @@ def known(flag: str) -> bool:
   return flag != '--xla_cpu_use_fusion_emitters' or (major, minor) < (0, 11)
 
 
+# Tracing makes many objects but few cycles, so collections may be rarer.
+gc.set_threshold(20_000, 20, 50)
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''))
 os.environ['HF_HUB_OFFLINE'] = '1'

@@ -1,12 +1,13 @@
-"""Options read off signatures: defaults, checks, call strings, dotted names."""
+"""Options read off signatures: defaults, checks, calls of components, dotted names."""
 
+import pickle
 from functools import partial
 from typing import Literal
 
 import pytest
 
 from jaxrl import call_strings
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 
 
 def loss(
@@ -69,39 +70,6 @@ def test_wrong_options_say_what_is_wrong_and_what_exists(options, words):
     assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
-  'text, wanted',
-  [
-    ('cispo', ('cispo', {})),
-    ('cispo()', ('cispo', {})),
-    ("cispo(clip_high=.3, mode='x')", ('cispo', {'clip_high': 0.3, 'mode': 'x'})),
-    (' my.mod:fn(a=-1, b=None) ', ('my.mod:fn', {'a': -1, 'b': None})),
-    ('dir/file.py:fn(a=True)', ('dir/file.py:fn', {'a': True})),
-  ],
-)
-def test_call_strings(text, wanted):
-  assert call_strings.parse_call(text) == wanted
-
-
-@pytest.mark.parametrize(
-  'text, words',
-  [
-    ('f(1)', 'by name'),
-    ('f(**{})', 'by name'),
-    ('f(a=open)', 'literal'),
-    ("f(a=__import__('os'))", 'literal'),
-    ('f(a=', 'cannot read'),
-    ('f(a=1, a=2)', 'cannot read'),
-    ('f()(a=1)', 'cannot read'),
-    ('', 'cannot read'),
-    ('a b', 'cannot read'),
-  ],
-)
-def test_bad_call_strings_are_errors(text, words):
-  with pytest.raises(ConfigError, match=words):
-    call_strings.parse_call(text)
-
-
 def test_private_parameters_are_not_options():
   def made(*, size=1, _ray_trace_ctx=None):
     return size
@@ -144,28 +112,37 @@ def test_a_plugin_that_fails_to_import_keeps_its_own_error(tmp_path):
     call_strings.resolve(f'{file}:fn')
 
 
-@pytest.mark.parametrize(
-  ('text', 'calls'),
-  [
-    ('', []),
-    ('  ', []),
-    ('a', [('a', {})]),
-    ('a(x=1) + b', [('a', {'x': 1}), ('b', {})]),
-    ('a+b+c', [('a', {}), ('b', {}), ('c', {})]),
-    ('a(x=1e+5, y=(1, 2)) + m.n:C(z="p + q")', None),
-  ],
-)
-def test_joined_calls(text, calls):
-  found = [('a', {'x': 1e5, 'y': (1, 2)}), ('m.n:C', {'z': 'p + q'})]
-  assert call_strings.parse_calls(text) == (found if calls is None else calls)
+def test_a_call_is_hashable_and_shows_as_python_writes_it():
+  call = ComponentCall('clip', {'low': 0.5, 'names': ['a']})
+  assert str(call) == repr(call) == "clip(low=0.5, names=['a'])"
+  same = ComponentCall('clip', {'names': ['a'], 'low': 0.5}, 'clip(low=.5, …)')
+  assert (call, hash(call)) == (same, hash(same))
+  assert call != ComponentCall('clip') and str(ComponentCall('clip')) == 'clip'
+  copy = pickle.loads(pickle.dumps(same))
+  assert copy == same and str(copy) == 'clip(low=.5, …)'
+  assert str(call.with_options(low=1)) == "clip(low=1, names=['a'])"
 
 
-def test_quotes_within_quotes_and_other_separators():
-  assert call_strings.parse_calls(r"a(x='\'+') + b") == [('a', {'x': "'+"}), ('b', {})]
-  assert call_strings.split('a+b.json + c', ' + ') == ['a+b.json', 'c']
+def test_a_text_with_options_is_no_call():
+  with pytest.raises(ConfigError, match='only configs contain'):
+    call_strings.as_call('clip(low=1)')
+  assert call_strings.as_calls('clip') == (ComponentCall('clip'),)
+  assert call_strings.as_calls('') == call_strings.as_calls(()) == ()
 
 
-@pytest.mark.parametrize('text', ['a +', '+ a', 'a + + b'])
-def test_a_missing_term_is_an_error(text):
-  with pytest.raises(ConfigError, match='nothing stands beside'):
-    call_strings.parse_calls(text)
+def test_a_component_is_a_call_a_name_or_a_function():
+  known = {'mine': partial(loss, clip=0.1), 'there': 'jaxrl.call_strings:resolve'}
+
+  def find(component):
+    return call_strings.find_component(component, known, 'loss', 'algorithm.loss')
+
+  assert find('there') == ('there', call_strings.resolve, {})
+  assert find(ComponentCall('mine', {'on': False}))[2] == {'on': False}
+  assert find(partial(loss, clip=0.3)) == ('loss', loss, {'clip': 0.3})
+  assert call_strings.join_calls(['mine', partial(loss, clip=0.3)]) == (
+    'mine + loss(clip=0.3)'
+  )
+  with pytest.raises(ConfigError, match=r"algorithm\.loss: no loss 'min'.*'mine'"):
+    find('min')
+  with pytest.raises(ConfigError, match="loss 'mine': no option 'clap'"):
+    find(ComponentCall('mine', {'clap': 1}))

@@ -24,6 +24,7 @@ from jaxrl.rollout.vllm import vllm_options
 from jaxrl.rollout.weights import weight_sync
 from jaxrl.rollout.weights.publisher import WeightPublisher
 from jaxrl.training import staleness
+from launch.settings.call_syntax import parse_calls
 from launch.settings.cluster_settings import PLACEMENTS
 from tests.launch import runs
 from tests.structure import readme_tables
@@ -107,7 +108,7 @@ def listed_calls(heading):
   section = README.partition(f'## {heading}')[2]
   table = section.partition('| key |')[2].partition('\n\n')[0]
   calls = re.findall(r"`'(.*?)'`", table)
-  return [call for text in calls for call in call_strings.parse_calls(text)]
+  return [call for text in calls for call in parse_calls(text)]
 
 
 def test_the_call_strings_of_algorithms_name_what_there_is():
@@ -117,7 +118,8 @@ def test_the_call_strings_of_algorithms_name_what_there_is():
   }
   known |= {**SAMPLERS, **GROUP_FILTERS, **REWARD_SHAPERS, **CURRICULA}
   calls = listed_calls('Algorithms')
-  for name, options in calls:
+  for call in calls:
+    name, options = call.name, call.options
     part = known[name]
     if isinstance(part, str):  # where it is, so that only its file is imported
       part = call_strings.resolve(part)
@@ -129,7 +131,8 @@ def test_the_call_strings_of_processes_name_what_there_is():
   known = {**PLACEMENTS, **weight_sync.SYNC_POLICIES, **staleness.STALENESS_POLICIES}
   known |= {'jax': JaxEngine, 'object_store': WeightPublisher}
   calls = listed_calls('Scaling')
-  for name, options in calls:
+  for call in calls:
+    name, options = call.name, call.options
     if name == 'vllm':  # which need not be installed here
       vllm_options.check_vllm_options(options, name)
     else:

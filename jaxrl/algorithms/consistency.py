@@ -1,4 +1,4 @@
-"""Validation refuses algorithms whose components and settings do not fit together."""
+"""Consistency checks refuse algorithms whose components do not fit together."""
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -73,8 +73,8 @@ def _problems(algorithm: Algorithm, chosen: Collection[str]) -> Iterator[str]:
     for field in ON_SAMPLES_FIELDS:
       if getattr(algorithm, field) is not None:
         yield (
-          f'{field} judges what the policy sampled, and with schema='
-          f'{algorithm.data_format!r} it samples nothing: leave it out'
+          f'{field} judges what the policy sampled, and an algorithm that learns from '
+          f'files ({algorithm.data_format}) samples nothing: leave it out'
         )
   yield from _state_problems(algorithm)
 
@@ -88,7 +88,7 @@ def _pair_problems(algorithm: Algorithm, chosen: Collection[str]) -> Iterator[st
     )
   if 'aggregation' in chosen:
     yield (
-      f'{name} is a mean over pairs: aggregation={algorithm.aggregation!r} has nothing '
+      f'{name} is a mean over pairs: aggregation={algorithm.aggregation} has nothing '
       'to weight; leave it out'
     )
   if algorithm.correction is not None:
@@ -99,7 +99,7 @@ def _unknown_fields(algorithm: Algorithm) -> Iterator[str]:
   """Yields an error for each required batch field that nothing provides."""
   for field in (field.name for field in dataclasses.fields(algorithm)):
     part = getattr(algorithm, field)
-    if not callable(part) or field in ('prepare', 'init_state'):
+    if not callable(part) or field in ('prepare', 'init_state', 'sampler'):
       continue
     if algorithm.prepare or component_info(part).precompute:
       continue

@@ -260,13 +260,17 @@ def algorithm(spec: str) -> str:
   shown = [
     f'{name} {getattr(made, registry.algorithm_field(name))}' for name in settings
   ]
-  extra = ('filters', 'shapers', 'critic_warmup')
-  shown += [f'{name} {getattr(made, name)}' for name in extra if getattr(made, name)]
+  extra = {
+    'filters': call_strings.join_calls(made.filters),
+    'shapers': call_strings.join_calls(made.shapers),
+    'critic_warmup': made.critic_warmup,
+  }
+  shown += [f'{name} {value}' for name, value in extra.items() if value]
   lines += ['', *_fold('runs with', ' · '.join(shown))]
   lines += _fold('needs', ' · '.join(needs) or 'nothing more')
   lines += ['', *SYMBOLS.splitlines()]
   for slot, piece in requirements.components_of(made).items():
-    lines += ['', *_fold(f'{slot} =', call_string(piece))]
+    lines += ['', *_fold(f'{slot} =', components.call_string(piece))]
     lines += _fold('  reads', ', '.join(components.fields_of(piece)))
     text = inspect.getdoc(components.function_of(piece)) or ''
     lines.append(textwrap.indent(text, '  '))
@@ -276,15 +280,3 @@ def algorithm(spec: str) -> str:
 def _fold(title: str, text: str) -> list[str]:
   indent = ' ' * (len(title) + 1)
   return textwrap.wrap(f'{title} {text}', WIDTH, subsequent_indent=indent)
-
-
-def call_string(part: Callable[..., Any]) -> str:
-  """Returns a component as a call string, with every option it runs with.
-
-  Args:
-    part: The component, bound or not.
-  """
-  function = components.function_of(part)
-  options = call_strings.defaults(function) | components.options_of(part)
-  arguments = ', '.join(f'{name}={value!r}' for name, value in options.items())
-  return f'{function.__name__}({arguments})'

@@ -17,7 +17,14 @@ from typing import Any
 
 from jaxrl import call_strings
 from jaxrl.algorithms import consistency, requirements
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import (
+  Component,
+  ComponentCall,
+  ConfigError,
+  as_call,
+  as_calls,
+  component_name,
+)
 from jaxrl.functional import (
   advantages,
   aggregation,
@@ -41,8 +48,8 @@ COMPONENT_MODULES: dict[str, ModuleType] = {
   'correction': corrections,
   'kl_controller': kl_controllers,
 }
-# Other settings of an algorithm that a config may override, by config key, with the
-# value that leaves the builder's choice.
+# Other settings of an algorithm that `make` may override, with the value that leaves
+# the builder's choice.
 SETTINGS: dict[str, Any] = {
   'aggregation': '',
   'behaviour': '',
@@ -52,7 +59,10 @@ SETTINGS: dict[str, Any] = {
   'schema': '',
   'critic_warmup': 0,
 }
-# Settings whose config key differs from the field of `Algorithm`.
+# Those that a config offers for every algorithm. The others are the builder's
+# decisions: a config has a key for one if the builder has such an option.
+CONFIG_SETTINGS = ('aggregation', 'sampler')
+# Settings whose name differs from the field of `Algorithm`.
 FIELD_OF_SETTING = {'behaviour': 'old_logprobs_source', 'schema': 'data_format'}
 SETTING_CHOICES = {
   'behaviour': ('rollout', 'decoupled'),
@@ -84,7 +94,7 @@ def builder(spec: str) -> Callable[..., Algorithm]:
 
 
 def builder_options(spec: str) -> dict[str, Any]:
-  """Returns every option of an algorithm with its default.
+  """Returns every option of an algorithm that a config has a key for.
 
   Args:
     spec: As for `builder`.
@@ -94,7 +104,8 @@ def builder_options(spec: str) -> dict[str, Any]:
     override the builder's choice, with the value that leaves that choice.
   """
   own_options = call_strings.defaults(builder(spec))
-  return dict.fromkeys(COMPONENT_MODULES, '') | SETTINGS | own_options
+  settings = {name: SETTINGS[name] for name in CONFIG_SETTINGS}
+  return dict.fromkeys(COMPONENT_MODULES, '') | settings | own_options
 
 
 def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
@@ -102,9 +113,9 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
 
   Args:
     spec: As for `builder`.
-    options: The builder's own options; call strings for components, such as
-      `policy_loss='cispo(clip_high=.3)'`; and settings. '' leaves the builder's choice,
-      'none' removes a component.
+    options: The builder's own options; components, each a name, a function, or a call
+      such as `policy_loss=ComponentCall('cispo', {'clip_high': 0.3})`; and settings. ''
+      leaves the builder's choice, 'none' removes a component.
 
   Returns:
     The algorithm, validated.
@@ -169,13 +180,13 @@ def algorithm_field(setting: str) -> str:
   return FIELD_OF_SETTING.get(setting, setting)
 
 
-def make_component(field: str, text: str) -> Callable[..., Any] | None:
-  """Makes the component that a call string describes.
+def make_component(field: str, component: Component) -> Callable[..., Any] | None:
+  """Makes a component.
 
   Args:
     field: The field of `Algorithm`, one of `COMPONENT_MODULES`.
-    text: A call string whose name is looked up in the field's module or, where it has a
-      colon, imported; 'none' for no component.
+    component: A call or name, which is looked up in the field's module or, where it has
+      a colon, imported; the function itself; 'none' for no component.
 
   Returns:
     The function with its options fixed; None for 'none'.
@@ -183,7 +194,10 @@ def make_component(field: str, text: str) -> Callable[..., Any] | None:
   Raises:
     ConfigError: If there is no such function, or it does not take these options.
   """
-  name, options = call_strings.parse_call(text)
+  if not isinstance(component, str | ComponentCall):
+    return component
+  call = as_call(component)
+  name, options = call.name, call.options
   if name == 'none':
     if field == 'policy_loss':
       raise ConfigError(
@@ -197,7 +211,7 @@ def make_component(field: str, text: str) -> Callable[..., Any] | None:
     if name not in offered:
       raise call_strings.unknown_name_error(name, offered, field, f'algorithm.{field}')
     function = offered[name]
-  call_strings.check_options(function, options, f'algorithm.{field}={text!r}')
+  call_strings.check_options(function, options, f'algorithm.{field}={str(call)!r}')
   return functools.partial(function, **options) if options else function
 
 
@@ -210,24 +224,30 @@ def components_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def _setting(name: str, value: Any) -> Any:
-  """Checks the value of a setting; 'none' empties a list of calls."""
+  """Checks the value of a setting; 'none' empties a tuple of calls."""
+  if name in ('filters', 'shapers'):
+    chosen = as_calls(value)
+    return () if [component_name(c) for c in chosen] == ['none'] else chosen
+  if name in ('sampler', 'aggregation'):
+    return _call_setting(name, value)
   expected_type = type(SETTINGS[name])
   if not isinstance(value, expected_type) or isinstance(value, bool):
     raise ConfigError(f'algorithm.{name}={value!r} must be a {expected_type.__name__}')
-  if name in ('filters', 'shapers'):
-    call_strings.parse_calls(value)
-    return '' if value == 'none' else value
-  if name == 'critic_warmup':
-    if value < 0:
-      raise ConfigError(f'algorithm.critic_warmup={value}: must be at least 0')
-  elif name == 'aggregation':
-    # The run supplies the length where the mode leaves it out.
-    aggregation.parse_mode(value, length=1)
-  else:
-    head, options = call_strings.parse_call(value)
-    choices = SETTING_CHOICES.get(name)
-    if choices and head not in choices:
-      raise call_strings.unknown_name_error(head, choices, name, 'algorithm')
-    if choices and options:
-      raise ConfigError(f'algorithm.{name}={value!r} takes no options')
+  if name == 'critic_warmup' and value < 0:
+    raise ConfigError(f'algorithm.critic_warmup={value}: must be at least 0')
+  choices = SETTING_CHOICES.get(name)
+  if choices and value not in choices:
+    raise call_strings.unknown_name_error(value, choices, name, 'algorithm')
+  return value
+
+
+def _call_setting(name: str, value: Any) -> Any:
+  """Checks `sampler` or `aggregation`; the run itself looks for the sampler."""
+  if isinstance(value, str | ComponentCall):
+    value = as_call(value)
+    if name == 'aggregation':
+      # The run supplies the length where the call leaves it out.
+      aggregation.check_aggregation(value, length=1)
+  elif name == 'aggregation' or not callable(value):
+    raise ConfigError(f'algorithm.{name}={value!r} must be a name or a ComponentCall')
   return value

@@ -148,10 +148,12 @@ def with_length(algorithm: Algorithm, length: float) -> Algorithm:
       returned as it is.
     length: Tokens.
   """
-  name, options = call_strings.parse_call(algorithm.aggregation)
-  if name != 'sequence_mean_token_sum_norm' or 'length' in options:
+  aggregation = algorithm.aggregation
+  takes_length = aggregation.name == 'sequence_mean_token_sum_norm'
+  if not takes_length or 'length' in aggregation.options:
     return algorithm
-  return dataclasses.replace(algorithm, aggregation=f'{name}(length={length})')
+  aggregation = aggregation.with_options(length=length)
+  return dataclasses.replace(algorithm, aggregation=aggregation)
 
 
 def init_state(algorithm: Algorithm) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl import call_strings
+from jaxrl.call_strings import Component, find_component
 from jaxrl.data.row_sources import SOURCE_KEY, DataError, Row
 
 GroupResult = tuple[int, float, int]  # a group's seed, mean accuracy, number of samples
@@ -284,11 +284,14 @@ CURRICULA: dict[str, Callable[..., Curriculum]] = {
 }
 
 
-def make_curriculum(spec: str, rows: Sequence[Row], seed: int) -> Curriculum:
-  """Builds the curriculum that a call string or dotted path names.
+def make_curriculum(
+  curriculum: Component, rows: Sequence[Row], seed: int
+) -> Curriculum:
+  """Builds a curriculum.
 
   Args:
-    spec: A call string, such as `bandit(target=0.4)` or `my_lab.rows:Newest`.
+    curriculum: A call such as `ComponentCall('bandit', {'target': 0.4})`, a name such
+      as `my_lab.rows:Newest`, or the class itself.
     rows: The rows of the dataset.
     seed: The seed of everything that is drawn at random.
 
@@ -298,11 +301,7 @@ def make_curriculum(spec: str, rows: Sequence[Row], seed: int) -> Curriculum:
   Raises:
     ConfigError: If there is no such curriculum or it has no such option.
   """
-  name, options = call_strings.parse_call(spec)
-  if name not in CURRICULA and ':' not in name:
-    raise call_strings.unknown_name_error(
-      name, CURRICULA, 'curriculum', 'dataset.curriculum'
-    )
-  curriculum_class = CURRICULA.get(name) or call_strings.resolve(name)
-  call_strings.check_options(curriculum_class, options, f'curriculum {name!r}')
+  _, curriculum_class, options = find_component(
+    curriculum, CURRICULA, 'curriculum', 'dataset.curriculum'
+  )
   return curriculum_class(rows, seed, **options)

@@ -4,13 +4,20 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from jaxrl.call_strings import Component, ComponentCall
 from jaxrl.data.curricula import (
   Curriculum,
   GroupResult,
   SequentialCurriculum,
   make_curriculum,
 )
-from jaxrl.data.row_sources import DataError, Row, load_rows
+from jaxrl.data.row_sources import (
+  DataError,
+  Row,
+  RowSources,
+  describe_sources,
+  load_rows,
+)
 from jaxrl.types import Task
 
 DATASET_MODES = ('sample', 'traversal')
@@ -33,8 +40,9 @@ class GlobalDataset:
     answer_key: The key of a row that holds the answer, served as 'answer' too. An empty
       key means that rows have none.
     limit: Use only the first `limit` rows.
-    curriculum: A call string; see `curricula`. 'shuffle' draws row permutation[seed //
-      size][seed % size], so consecutive seeds meet every row once before any twice.
+    curriculum: Which rows are drawn; see `curricula`. 'shuffle' draws row
+      permutation[seed // size][seed % size], so consecutive seeds meet every row once
+      before any twice.
     seed: The seed of everything that the curriculum draws at random.
 
   Raises:
@@ -45,25 +53,25 @@ class GlobalDataset:
     self,
     rows: list[Row] | None = None,
     *,
-    path: str = '',
+    path: RowSources = '',
     split: str = 'train',
     mode: str = 'sample',
     question_key: str = 'question',
     answer_key: str = 'answer',
     limit: int | None = None,
-    curriculum: str = 'shuffle',
+    curriculum: Component = ComponentCall('shuffle'),
     seed: int = 0,
   ):
     if mode not in DATASET_MODES:
       raise ValueError(f'mode must be one of {", ".join(DATASET_MODES)}, not {mode!r}')
-    self.path = path
+    self.path = describe_sources(path)
     self.split = split
     self.mode = mode
     self.seed = seed
     self._lock = threading.RLock()
     self._rows = load_rows(path, split, limit) if rows is None else list(rows)[:limit]
     if not self._rows:
-      raise DataError(f'dataset {path!r} is empty: it holds no rows')
+      raise DataError(f'dataset {self.path!r} is empty: it holds no rows')
     self._keys = {'question': question_key, 'answer': answer_key}
     self._check_keys()
     self._filters: list[str] = []
@@ -78,7 +86,8 @@ class GlobalDataset:
         if key not in row:
           raise DataError(
             f'row {i} of dataset {self.path!r} has no key {key!r}; its keys are '
-            f'{", ".join(map(str, row))}: set question_key and answer_key'
+            f'{", ".join(map(str, row))}: set '
+            "dataset.keys='question=KEY, answer=KEY'"
           )
 
   @property
@@ -142,7 +151,7 @@ class GlobalDataset:
       self._rows_by_seed[seed] = row
     return row
 
-  def _make_curriculum(self, spec: str) -> Curriculum:
+  def _make_curriculum(self, spec: Component) -> Curriculum:
     if self.mode == 'traversal':
       return SequentialCurriculum(self._rows, self.seed)  # it goes by its own cursor
     return make_curriculum(spec, self._rows, self.seed)
@@ -225,7 +234,7 @@ class GlobalDatasetManager:
   def __init__(self):
     self._datasets: dict[Hashable, Any] = {}
 
-  def register(self, name: str, dataset: Any, **options: Any) -> Any:
+  def register(self, name: Hashable, dataset: Any, **options: Any) -> Any:
     """Registers a dataset unless its key is already taken.
 
     Args:
@@ -238,11 +247,11 @@ class GlobalDatasetManager:
     """
     return self._datasets.setdefault(self._key(name, options), dataset)
 
-  def get(self, name: str, make: Callable[..., Any], **options: Any) -> Any:
+  def get(self, name: Hashable, make: Callable[..., Any], **options: Any) -> Any:
     """Returns the dataset with this name and these options, creating it if needed.
 
     Args:
-      name: The name of the dataset.
+      name: The name of the dataset, such as its path.
       make: Called as `make(name, **options)` when there is no such dataset.
       **options: Everything else that identifies the dataset.
 
@@ -263,5 +272,5 @@ class GlobalDatasetManager:
     return [dataset.reset() for dataset in self._datasets.values()]
 
   @staticmethod
-  def _key(name: str, options: Mapping[str, Any]) -> Hashable:
+  def _key(name: Hashable, options: Mapping[str, Any]) -> Hashable:
     return name, tuple(sorted((key, repr(value)) for key, value in options.items()))

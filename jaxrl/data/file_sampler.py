@@ -9,7 +9,13 @@ import numpy as np
 from jaxrl.call_strings import unknown_name_error
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.row_formats import DATA_FORMATS, RowFormat
-from jaxrl.data.row_sources import DataError, Row, load_rows
+from jaxrl.data.row_sources import (
+  DataError,
+  Row,
+  RowSources,
+  describe_sources,
+  load_rows,
+)
 from jaxrl.types import Group, Message, Trajectory
 
 GROUP_NOUNS = {
@@ -39,7 +45,7 @@ class FileSampler:
     rated: For 'messages': rows have rewards, and the rows of one prompt form a group.
     batch_size: The number of groups per step.
     max_length: The maximum number of tokens of a trajectory.
-    system: The system message of conversations that have none.
+    system_prompt: The system message of conversations that have none.
     keys: Where rows hold what; see `RowFormat`.
     question_key: A further name of the prompt.
     solution_key: A further name of the response.
@@ -58,14 +64,14 @@ class FileSampler:
     chat: ChatTokenizer,
     rows: Sequence[Mapping[str, Any]] | None = None,
     *,
-    path: str = '',
+    path: RowSources = '',
     split: str = 'train',
     limit: int | None = None,
     data_format: str = 'messages',
     rated: bool = False,
     batch_size: int = 64,
     max_length: int = 1024,
-    system: str = '',
+    system_prompt: str = '',
     keys: str = '',
     question_key: str = 'question',
     solution_key: str = 'solution',
@@ -74,17 +80,20 @@ class FileSampler:
     if data_format not in DATA_FORMATS:
       raise unknown_name_error(data_format, DATA_FORMATS, 'schema', 'files')
     row_format = RowFormat(
-      keys=keys, question_key=question_key, solution_key=solution_key, system=system
+      keys=keys,
+      question_key=question_key,
+      solution_key=solution_key,
+      system_prompt=system_prompt,
     )
     rows = load_rows(path, split, limit) if rows is None else rows[:limit]
     parser = RowParser(chat, row_format, max_length, rated)
-    parsed = parser.rows(rows, data_format, path or 'rows')
+    name = describe_sources(path) or 'rows'
+    parsed = parser.rows(rows, data_format, name)
     self.skipped = sum(not groups for groups in parsed)
     self._groups = [group for groups in parsed for group in groups]
     if not self._groups:
       raise DataError(
-        f'{path or "rows"}: nothing fits in {max_length} tokens ({self.skipped} rows '
-        'are longer)'
+        f'{name}: nothing fits in {max_length} tokens ({self.skipped} rows are longer)'
       )
     self.group_noun = 'prompts' if rated else GROUP_NOUNS[data_format]
     if rated:

@@ -33,7 +33,7 @@ class RowFormat:
     keys: Unusual keys of the rows, such as 'prompt=ask, response=reply'.
     question_key: A further name of the prompt.
     solution_key: A further name of the response.
-    system: The system message of conversations that have none.
+    system_prompt: The system message of conversations that have none.
 
   Raises:
     ConfigError: If `keys` is malformed.
@@ -45,7 +45,7 @@ class RowFormat:
     keys: str = '',
     question_key: str = 'question',
     solution_key: str = 'solution',
-    system: str = '',
+    system_prompt: str = '',
   ):
     self._names: dict[str, tuple[str, ...]] = {
       'messages': ('messages', 'conversations'),
@@ -62,7 +62,7 @@ class RowFormat:
     }
     self._custom_keys = _read_keys(keys, self._names)
     self._names |= {name: (key,) for name, key in self._custom_keys.items()}
-    self._system = system
+    self._system_prompt = system_prompt
 
   def find(self, row: Row, name: str) -> Any:
     """Returns what the row holds under one of the keys for `name`.
@@ -257,7 +257,7 @@ class RowFormat:
 
   def _opened(self, row: Row, messages: list[Message]) -> list[Message]:
     """Prepends the row's system message, or the default one, if there is none yet."""
-    system = self.find(row, 'system') or self._system
+    system = self.find(row, 'system') or self._system_prompt
     if not system or messages[0]['role'] in ('system', 'developer'):
       return messages
     return [{'role': 'system', 'content': str(system)}, *messages]
@@ -268,7 +268,7 @@ class RowFormat:
     return DataError(
       f'it does not hold what is needed ({wanted}). Its keys are '
       f'{", ".join(map(str, row)) or "none"}; name others by '
-      f"--config.files.keys='{names[-1]}=KEY'"
+      f"--config.dataset.keys='{names[-1]}=KEY'"
     )
 
 

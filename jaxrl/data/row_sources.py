@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import call_strings
+from jaxrl.call_strings import ComponentCall
 
 Row = dict[str, Any]
+# A file or folder; a call of a generator, see GENERATORS; or several of both.
+RowSource = str | ComponentCall
+RowSources = RowSource | tuple[RowSource, ...]
+GENERATE_PREFIX = 'generate:'  # of a generator in a config
 SOURCE_KEY = (
   'source_path'  # the key that holds the source of a row if there are several
 )
@@ -24,18 +29,20 @@ class DataError(call_strings.ConfigError):
   """Reports which file is wrong, where in it, and what to do."""
 
 
-def load_rows(path: str, split: str = 'train', limit: int | None = None) -> list[Row]:
+def load_rows(
+  path: RowSources, split: str = 'train', limit: int | None = None
+) -> list[Row]:
   """Loads all rows of a source, or its first `limit` without reading more.
 
-  Several sources are joined by ` + `, and `limit` is divided evenly among them; each
-  row then holds under SOURCE_KEY the term of `path` that it came from.
+  `limit` is divided evenly among several sources; each row then holds under SOURCE_KEY
+  the text of the source that it came from.
 
   Args:
     path: A .jsonl, .json, .csv or .parquet file; a folder of such files, read in the
       order of their names (only those whose name contains the split, if there are any);
-      a folder written by Hugging Face's `save_to_disk`; or
-      `generate:name(option=value)`, where name is one of GENERATORS or
-      `package.module:function` and `limit` is the number of rows to generate.
+      a folder written by Hugging Face's `save_to_disk`; the call of a generator, one of
+      GENERATORS or `package.module:function`, of which `limit` is the number of rows;
+      or a tuple of such sources.
     split: The split to load.
     limit: The maximum number of rows.
 
@@ -47,15 +54,18 @@ def load_rows(path: str, split: str = 'train', limit: int | None = None) -> list
       line.
   """
   if limit is not None and limit < 1:
-    raise DataError(f'limit={limit} of dataset {path!r} must be at least 1, or none')
-  terms = call_strings.split(path, ' + ')
-  if len(terms) > 1:
-    return _load_all(terms, split, limit)
-  if path.startswith('generate:'):
+    where = f'limit={limit} of dataset {describe_sources(path)!r}'
+    raise DataError(f'{where} must be at least 1, or none')
+  if isinstance(path, tuple):
+    return _load_all(path, split, limit)
+  if isinstance(path, ComponentCall):
     return _generate(path, split, limit)
   location = Path(path).expanduser()
   if not location.exists():
-    raise DataError(f'dataset {path!r} does not exist (looked in {Path.cwd()})')
+    hint = ''
+    if path.startswith(GENERATE_PREFIX) or ' + ' in path:
+      hint = '. In Python, several sources are a tuple, and a generator a ComponentCall'
+    raise DataError(f'dataset {path!r} does not exist (looked in {Path.cwd()}){hint}')
   rows_iterator = (
     _read_folder(location, split) if location.is_dir() else _read_file(location)
   )
@@ -65,20 +75,27 @@ def load_rows(path: str, split: str = 'train', limit: int | None = None) -> list
   return rows
 
 
-def _load_all(terms: list[str], split: str, limit: int | None) -> list[Row]:
-  if len(set(terms)) < len(terms):
-    raise DataError(f'dataset {" + ".join(terms)!r} names a source twice')
-  rows = []
-  for i, term in enumerate(terms):
-    share = None if limit is None else (limit + len(terms) - 1 - i) // len(terms)
+def describe_sources(path: RowSources) -> str:
+  """Returns how messages name a source: as a config writes it."""
+  return ' + '.join(map(str, path)) if isinstance(path, tuple) else str(path)
+
+
+def _load_all(
+  sources: tuple[RowSource, ...], split: str, limit: int | None
+) -> list[Row]:
+  if len(set(sources)) < len(sources):
+    raise DataError(f'dataset {describe_sources(sources)!r} names a source twice')
+  rows, count = [], len(sources)
+  for i, source in enumerate(sources):
+    share = None if limit is None else (limit + count - 1 - i) // count
     if share != 0:
-      rows += [{**row, SOURCE_KEY: term} for row in load_rows(term, split, share)]
+      loaded = load_rows(source, split, share)
+      rows += [{**row, SOURCE_KEY: str(source)} for row in loaded]
   return rows
 
 
-def _generate(path: str, split: str, limit: int | None) -> list[Row]:
-  name, options = call_strings.parse_call(path.removeprefix('generate:'))
-  where = f'dataset {path!r}'
+def _generate(call: ComponentCall, split: str, limit: int | None) -> list[Row]:
+  name, options, where = call.name, dict(call.options), f'dataset {str(call)!r}'
   if name not in GENERATORS and ':' not in name:
     raise call_strings.unknown_name_error(name, GENERATORS, 'generator', where)
   generate = call_strings.resolve(GENERATORS.get(name, name))

@@ -9,7 +9,7 @@ from jaxrl.envs.graders.answer_matching import (
   final_answer,
   marked_answer,
 )
-from jaxrl.envs.graders.composite import make_grader
+from jaxrl.envs.graders.composite import GraderCalls, make_grader
 
 
 class MathEnv:
@@ -21,13 +21,13 @@ class MathEnv:
       x` or `\boxed{x}`).
     strict: Whether only marked answers count; otherwise the last number of the reply
       counts.
-    grader: '' compares answers as numbers, else as plain text. Otherwise a call string
-      of graders (see `composite.make_grader`): `math` decides by algebra what that
-      leaves open, and `math(strict=True) + format(tags='think, answer', weight=.1)`
-      gives `reward` times the weighted sum. The score of each part is a metric,
-      `reward/<part>`; the first part says what is correct. A reply whose grader hangs
-      scores 0 there, counts in `grader/timeouts`, and the column `grader_fault` says
-      why.
+    grader: Without one, answers are compared as numbers, else as plain text. Otherwise
+      the sum of graders (see `composite.make_grader`): `math` decides by algebra what
+      that leaves open; `math(strict=True) + format(tags='think, answer', weight=.1)` in
+      a config gives `reward` times the weighted sum. The score of each part is a
+      metric, `reward/<part>`; the first part says what is correct. A reply whose grader
+      hangs scores 0 there, counts in `grader/timeouts`, and the column `grader_fault`
+      says why.
   """
 
   columns: ClassVar = {
@@ -42,7 +42,7 @@ class MathEnv:
     reward: float = 1.0,
     format_reward: float = 0.0,
     strict: bool = False,
-    grader: str = '',
+    grader: GraderCalls = (),
   ):
     if grader and (format_reward or strict):
       raise ConfigError(

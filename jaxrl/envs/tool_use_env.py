@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.data import tool_calls
 from jaxrl.envs import env_registry
 from jaxrl.envs.tools.toolbox import INVALID_CALL_KINDS, Toolbox, make_tools
@@ -20,8 +20,8 @@ class ToolUseEnv:
   Args:
     env_type: The name of the environment inside.
     env_config: The options of the environment inside.
-    tools: A call string, such as 'python(timeout=5) + search(corpus="wiki.jsonl")'; see
-      `toolbox.make_tools`.
+    tools: The tools, such as 'python(timeout=5) + search(corpus="wiki.jsonl")' in a
+      config; see `toolbox.make_tools`.
     max_calls: The maximum number of calls of an episode.
     max_calls_per_turn: The maximum number of calls of a reply.
     max_chars: The maximum number of characters of a result.
@@ -36,7 +36,7 @@ class ToolUseEnv:
     *,
     env_type: str = '',
     env_config: Mapping[str, Any] | None = None,
-    tools: str = '',
+    tools: tuple[ComponentCall, ...] = (),
     max_calls: int = 16,
     max_calls_per_turn: int = 4,
     max_chars: int = 4000,
@@ -57,7 +57,11 @@ class ToolUseEnv:
 
   @staticmethod
   def check(
-    *, env_type: str = '', env_config: Any = None, tools: str = '', **limits: Any
+    *,
+    env_type: str = '',
+    env_config: Any = None,
+    tools: tuple[ComponentCall, ...] = (),
+    **limits: Any,
   ) -> None:
     """Checks the options before a run starts.
 

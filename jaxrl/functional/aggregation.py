@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl.call_strings import ConfigError, parse_call, unknown_name_error
+from jaxrl.call_strings import ComponentCall, ConfigError, unknown_name_error
 from jaxrl.types import Array
 
 MODES = (
@@ -39,25 +39,24 @@ def token_weights(
 
   Args:
     mask: `[B, T]` action tokens of the whole optimizer batch.
-    mode: The mode. L may be written into it,
-      `'sequence_mean_token_sum_norm(length=1024)'`.
+    mode: The mode.
     length: L, a constant: never the padded width.
     row_valid: `[B]` bool; rows to leave out, counts included, are False.
 
   Returns:
     `[B, T]`; 0 wherever the mask is 0.
   """
-  name, constant = parse_mode(mode, length)
+  constant = check_mode(mode, length)
   m = jnp.asarray(mask, jnp.float32)
   if row_valid is not None:
     m = m * row_valid[:, None]
-  if name == 'token_mean':
+  if mode == 'token_mean':
     return m / jnp.maximum(jnp.sum(m), 1)
   tokens = jnp.sum(m, axis=-1, keepdims=True)
   rows = jnp.maximum(jnp.sum(tokens > 0), 1)
-  if name == 'sequence_mean_token_sum':
+  if mode == 'sequence_mean_token_sum':
     return m / rows
-  if name == 'sequence_mean_token_mean':
+  if mode == 'sequence_mean_token_mean':
     return m / (rows * jnp.maximum(tokens, 1))
   return m / (rows * constant)
 
@@ -77,9 +76,9 @@ def term_scale(mask: Array, expert_mask: Array, *, mode: str = 'token_mean') -> 
   Returns:
     `[B]`.
   """
-  name, _ = parse_mode(mode, length=1)
+  check_mode(mode, length=1)
   tokens = jnp.sum(jnp.asarray(mask, jnp.float32), axis=-1)
-  count = tokens if name == 'token_mean' else 1.0 * (tokens > 0)
+  count = tokens if mode == 'token_mean' else 1.0 * (tokens > 0)
   experts = jnp.sum(jnp.where(expert_mask, count, 0))
   others = jnp.sum(jnp.where(expert_mask, 0, count))
   own_count = jnp.where(expert_mask, experts, others)
@@ -102,34 +101,48 @@ def term_scale_field(
   return {'term_scale': term_scale(mask, expert_mask, mode=aggregation)}
 
 
-def parse_mode(mode: str, length: float | None = None) -> tuple[str, float]:
-  """Reads a mode and checks it.
+def check_mode(mode: str, length: float | None = None) -> float:
+  """Checks a mode.
 
   Args:
     mode: As for `token_weights`.
-    length: L, where the mode does not contain it.
+    length: L.
 
   Returns:
-    The mode's name and its length, 0 if it has none.
+    The length, 0 if there is none.
+
+  Raises:
+    ConfigError: If there is no such mode, or it takes a length that is not positive.
+  """
+  if mode not in MODES:
+    raise unknown_name_error(mode, MODES, 'mode', 'aggregation')
+  wrong = length is None or isinstance(length, str | bool)
+  if mode == 'sequence_mean_token_sum_norm' and (
+    wrong or (isinstance(length, int | float) and length <= 0)
+  ):
+    raise ConfigError(
+      'sequence_mean_token_sum_norm divides by a constant, positive length: '
+      f'length={length!r}. Write sequence_mean_token_sum_norm(length=1024) in a '
+      "config, or ComponentCall('sequence_mean_token_sum_norm', {'length': 1024})"
+    )
+  return length or 0
+
+
+def check_aggregation(aggregation: ComponentCall, length: float | None = None) -> None:
+  """Checks the aggregation of an algorithm: a mode, with the length it may take.
+
+  Args:
+    aggregation: The call.
+    length: L, where the call does not contain it.
 
   Raises:
     ConfigError: If there is no such mode, or its length is not positive.
   """
-  name, options = parse_call(mode)
-  if name not in MODES:
-    raise unknown_name_error(name, MODES, 'mode', 'aggregation')
-  takes = ('length',) if name == 'sequence_mean_token_sum_norm' else ()
-  for option in options:
+  takes = ('length',) if aggregation.name == 'sequence_mean_token_sum_norm' else ()
+  for option in aggregation.options if aggregation.name in MODES else ():
     if option not in takes:
-      raise unknown_name_error(option, takes, 'option', f'aggregation={mode!r}')
-  length = options.get('length', length)
-  wrong = length is None or isinstance(length, str | bool)
-  if takes and (wrong or (isinstance(length, int | float) and length <= 0)):
-    raise ConfigError(
-      'sequence_mean_token_sum_norm divides by a constant, positive length: write '
-      "aggregation='sequence_mean_token_sum_norm(length=1024)'"
-    )
-  return name, length or 0
+      raise unknown_name_error(option, takes, 'option', f'aggregation={aggregation}')
+  check_mode(aggregation.name, aggregation.options.get('length', length))
 
 
 def row_weights(mask: Array) -> Array:

@@ -195,3 +195,15 @@ def call_component(
         f'batch does not have. It has: {", ".join(present)}.'
       )
   return part(**arguments, **(hparams or {}))
+
+
+def call_string(part: Callable[..., Any]) -> str:
+  """Returns a component as a call string, with every option it runs with.
+
+  Args:
+    part: The component, bound or not.
+  """
+  function = function_of(part)
+  options = call_strings.defaults(function) | options_of(part)
+  arguments = ', '.join(f'{name}={value!r}' for name, value in options.items())
+  return f'{function.__name__}({arguments})'

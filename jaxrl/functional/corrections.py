@@ -1,8 +1,8 @@
-"""Corrections weight tokens for the gap between the engine and the learner's policy.
+"""Corrections weight tokens by the train-inference mismatch (TIS, MIS, IcePop).
 
 w = π_train_old/π_rollout. A correction returns weights `[B, T]` that multiply a loss
-whose own ratio starts from `old_logprobs` (source "decoupled"). No gradient flows
-through a weight. Each returns (weights, metrics): 'weight', 'masked' and those of
+whose own ratio is relative to recomputed `old_logprobs` ("decoupled"). No gradient
+flows through a weight. Each returns (weights, metrics): 'weight', 'masked' and those of
 `mismatch`, all `[B, T]`.
 """
 

@@ -1,4 +1,4 @@
-"""Entropy terms: the entropy bonus, and what entropy-guided clipping reads."""
+"""Entropy terms: bonuses that a loss adds, and `nec` for entropy-guided clipping."""
 
 import jax
 import jax.numpy as jnp

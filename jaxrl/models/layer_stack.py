@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.models import layers, lora, remat
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params
@@ -118,7 +119,7 @@ def run_layers(
   params: Params,
   x: jax.Array,
   body: Callable[[layers.Block, jax.Array, Any], tuple[jax.Array, Any]],
-  rematerialise: str = 'none',
+  rematerialise: ComponentCall | str = 'none',
   unroll: int = 1,
   each: Any = None,
 ) -> tuple[jax.Array, Any]:

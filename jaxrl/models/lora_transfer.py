@@ -1,8 +1,8 @@
-"""LoRA transfer: adapters on their way to engines, or into a folder for PEFT.
+"""LoRA transfer sends adapters to engines, and exports them to a folder for PEFT.
 
-Engines that merge adapters themselves get the learner's parameters, base and adapters,
-and the scale of their product. A weight service that knows what changed since the
-version before then sends the base once and only adapters from there on.
+Engines that merge adapters themselves get the base parameters, the adapters and the
+scale of their product. The weight store only sends what has changed since the previous
+version, so it sends the base once and only the adapters afterwards.
 
 A folder has the format of Hugging Face's PEFT, which vLLM serves too. Adapters of
 experts and routers are named as layers of their own, as vLLM and checkpoints name them;
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxrl.models import hf_names, lora
 from jaxrl.models.model_config import Lora, ModelConfig
@@ -115,6 +114,8 @@ def save_peft(
     params: The parameters.
     base: The name of the model that they belong to.
   """
+  from safetensors.numpy import save_file  # benchmarks on a GPU have none
+
   adapters, arrays, modules = config.lora, {}, set()
   assert adapters is not None  # there is nothing to write
   for tensor in hf_names.checkpoint_tensors(lora.base_config(config)):

@@ -1,10 +1,10 @@
 """Rematerialization policies: what the backward pass keeps of the forward pass.
 
-A policy is named by a call string, `model.remat`. Within a layer these activations have
-names: 'qkv' (queries, keys and values, rotated), 'attention' (its output, before the
-projection), 'residual' (the stream between attention and MLP) and 'mlp' (the inner
-activations of a dense MLP). The input of a layer is kept by every policy; everything
-else is computed again.
+`model.remat` names a policy, such as `names(save='attention')`. Within a layer these
+activations have names: 'qkv' (queries, keys and values, rotated), 'attention' (its
+output, before the projection), 'residual' (the stream between attention and MLP) and
+'mlp' (the inner activations of a dense MLP). The input of a layer is kept by every
+policy; everything else is computed again.
 """
 
 import functools
@@ -13,7 +13,12 @@ from typing import Any
 
 import jax
 
-from jaxrl.call_strings import ConfigError, call, unknown_name_error
+from jaxrl.call_strings import (
+  ComponentCall,
+  ConfigError,
+  build_component,
+  unknown_name_error,
+)
 
 NAMES = ('qkv', 'attention', 'residual', 'mlp')
 HOST = {'offload_src': 'device', 'offload_dst': 'pinned_host'}
@@ -68,13 +73,13 @@ KNOWN = {
 
 
 @functools.cache
-def policy(text: str) -> Policy:
-  """Returns the policy that a call string names, None for 'none'.
+def policy(call: ComponentCall | str) -> Policy:
+  """Returns the policy that a call names, None for 'none'.
 
   Args:
-    text: The call string.
+    call: The call, or the name alone.
 
   Raises:
-    ConfigError: If there is no such policy.
+    ConfigError: If there is no such policy or option.
   """
-  return call(text, KNOWN, 'remat policy', 'model.remat')
+  return build_component(call, KNOWN, 'remat policy', 'model.remat')

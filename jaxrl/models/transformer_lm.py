@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.models import exact as exactly
 from jaxrl.models import kv_cache as caches
 from jaxrl.models import layer_stack, layers, lora, moe, paged_cache, remat, rope
@@ -38,7 +39,7 @@ class TransformerLM:
   Attributes:
     config: The shape.
     dtype: The type of activations and matrix products; parameters are cast at use.
-    remat: What the backward pass keeps, a call string; see `remat`.
+    remat: What the backward pass keeps: the name of a policy of `remat`, or a call.
     unroll: Layers per step of the scan; more run a little faster and compile slower; 0
       as `scan_unroll` says.
     constrain: `(x, *axis names) -> x`, places activations on a mesh.
@@ -57,7 +58,7 @@ class TransformerLM:
 
   config: ModelConfig
   dtype: str = 'float32'
-  remat: str = 'none'
+  remat: ComponentCall | str = 'none'
   unroll: int = 0
   constrain: Callable[..., jax.Array] = unconstrained
   expert_fn: Callable[..., jax.Array] = moe.apply_experts
@@ -95,7 +96,7 @@ class TransformerLM:
     )
     mesh = getattr(self.constrain, 'mesh', None)
     alone = mesh is None or mesh.size == 1
-    return few and alone and self.remat == 'none' and self.exact is None
+    return few and alone and remat.policy(self.remat) is None and self.exact is None
 
   def init(self, key: jax.Array) -> Params:
     """Makes random float32 parameters; 'layers' has every layer's on axis 0.

@@ -26,7 +26,12 @@ from jaxrl.rollout.episodes.prompt_templates import PromptTemplates
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
 from jaxrl.rollout.queue.group_state import EpisodeLease
-from jaxrl.rollout.thread_pool import CallTimeoutError, ThreadPool, parse_timeouts
+from jaxrl.rollout.thread_pool import (
+  CallTimeoutError,
+  ThreadPool,
+  Timeouts,
+  make_timeouts,
+)
 from jaxrl.types import Completion, Message, RolloutEngine, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -94,8 +99,8 @@ class EnvManager:
     system_template: str = '',
     first_template: str = '',
     turn_template: str = '{observation}',
-    formulation: str = 'trajectory',
-    timeouts: str = '',
+    row_format: str = 'trajectory',
+    timeouts: Timeouts = make_timeouts(),
   ):
     """Creates a manager; its environment is created at the first episode.
 
@@ -114,17 +119,16 @@ class EnvManager:
       system_template: The system message; empty for none.
       first_template: The first user message; empty for `turn_template`.
       turn_template: The user message of each turn, with the field {observation}.
-      formulation: How an episode becomes training rows: 'trajectory', 'step' or
+      row_format: How an episode becomes training rows: 'trajectory', 'step' or
         'concatenated'.
-      timeouts: Seconds before a call is cancelled, 0 for no limit, as in
-        'reset=60, step=60, generate=0'.
+      timeouts: Seconds before a call is cancelled.
 
     Raises:
       ValueError: If an option is out of range, or a template has unknown fields.
     """
-    if formulation not in ROW_FORMATS:
+    if row_format not in ROW_FORMATS:
       raise ValueError(
-        f'no formulation {formulation!r}; there are {", ".join(ROW_FORMATS)}'
+        f'no row format {row_format!r}; there are {", ".join(ROW_FORMATS)}'
       )
     if min(max_steps, max_length, max_tokens_per_step) < 1:
       raise ValueError(
@@ -138,8 +142,8 @@ class EnvManager:
     self.max_length = max_length
     self.max_tokens_per_step = max_tokens_per_step
     self._templates = PromptTemplates(system_template, first_template, turn_template)
-    self._make_rows = functools.partial(ROW_FORMATS[formulation], max_tokens=max_length)
-    self._timeouts = parse_timeouts(timeouts)
+    self._make_rows = functools.partial(ROW_FORMATS[row_format], max_tokens=max_length)
+    self._timeouts = timeouts
     self._sampling = SamplingParams(
       max_tokens=max_tokens_per_step,
       temperature=temperature,
@@ -336,7 +340,7 @@ class EnvManager:
       cache: The finished episode.
 
     Returns:
-      The rows, as the option `formulation` says.
+      The rows, as the option `row_format` says.
     """
     response_length = sum(turn.stop - turn.start for turn in cache.turns)
     cache.metrics.setdefault('turns', float(len(cache.turns)))

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxrl.call_strings import call
-
 DEFAULT_NUM_THREADS = 8
 
 
@@ -32,27 +30,17 @@ class Timeouts(NamedTuple):
   generate: float | None
 
 
-def _timeouts(
+def make_timeouts(
   *, reset: float = 60.0, step: float = 60.0, generate: float = 0.0
 ) -> Timeouts:
-  return Timeouts(reset or None, step or None, generate or None)
-
-
-def parse_timeouts(text: str) -> Timeouts:
-  """Parses time limits such as `'reset=300, step=900'`.
+  """Returns time limits in seconds, of which 0 means that there is none.
 
   Args:
-    text: Options of the limits in seconds; 0 is no limit. Limits that are not named
-      have their defaults.
-
-  Returns:
-    The limits.
-
-  Raises:
-    ConfigError: If the text cannot be parsed or has unknown options.
+    reset: For an environment's `reset`.
+    step: For an environment's `step`.
+    generate: For one reply of the engine.
   """
-  functions = {'timeouts': _timeouts}
-  return call(f'timeouts({text})', functions, 'timeouts', 'env.<tag>.timeouts')
+  return Timeouts(reset or None, step or None, generate or None)
 
 
 class CallTimeoutError(Exception):

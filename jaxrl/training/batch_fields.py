@@ -209,7 +209,7 @@ def precompute_fields(
     The new fields by name, without gradient.
   """
   precomputed = {}
-  fields = fields | {'aggregation': algorithm.aggregation}
+  fields = fields | {'aggregation': algorithm.aggregation.name}
   functions = precompute_fns(algorithm, reads_logprobs=reads_logprobs)
   for component, function in functions.items():
     part = getattr(algorithm, component)

@@ -27,18 +27,20 @@ class Checkpointer:
 
   Args:
     directory: The folder.
-    keep: How many of the newest checkpoints are kept.
+    max_to_keep: How many of the newest checkpoints are kept.
 
   Attributes:
     directory: The absolute path of the folder.
-    keep: How many of the newest checkpoints are kept.
+    max_to_keep: How many of the newest checkpoints are kept.
   """
 
-  def __init__(self, directory: str | pathlib.Path, *, keep: int = 2):
-    if keep < 1:
-      raise ValueError(f'checkpoint keep={keep}: keep at least 1 checkpoint')
+  def __init__(self, directory: str | pathlib.Path, *, max_to_keep: int = 2):
+    if max_to_keep < 1:
+      raise ValueError(
+        f'checkpoint max_to_keep={max_to_keep}: keep at least 1 checkpoint'
+      )
     self.directory = pathlib.Path(directory).absolute()
-    self.keep = keep
+    self.max_to_keep = max_to_keep
     registry = ocp.handlers.local_registry(include_global_registry=True)
     registry.add(ocp.handlers.JsonHandler, checkpointable_name='data')
     context = ocp.Context()
@@ -48,7 +50,7 @@ class Checkpointer:
     self._orbax = ocp.training.Checkpointer(
       str(self.directory),
       context=context,
-      preservation_policy=policies.LatestN(keep),  # pyright: ignore
+      preservation_policy=policies.LatestN(max_to_keep),  # pyright: ignore
       cleanup_tmp_directories=True,
     )
     self._pending: tuple[int, int, Any] | None = None  # step, bytes, response

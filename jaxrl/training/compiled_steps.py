@@ -1,4 +1,4 @@
-"""Compiled steps hold the programs of a training step, cached by what they depend on.
+"""Compiled steps hold the programs of a training step, cached by spec and shape.
 
 A step has two programs: the advantage step, once per batch, and the train step, once
 per minibatch. Each is compiled ahead of time for a `BatchShape`; two learners with
@@ -184,7 +184,7 @@ def _train_step_arguments(
   if shape.pack is not None:
     index = plan_shapes(mesh, shape.pack, shape.micro_rows)
   else:
-    size = spec.micro_batches, shape.micro_rows
+    size = spec.num_micro_batches, shape.micro_rows
     replicated = sharding.replicated(mesh)
     index = jax.ShapeDtypeStruct(size, jnp.int32, sharding=replicated)
   hparams = jax.tree.unflatten(hparams_key[1], hparams_key[0])

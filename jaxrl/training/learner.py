@@ -48,22 +48,23 @@ class Learner:
       `ShapeDtypeStruct`s; the learner can then only be traced.
     algorithm: The algorithm.
     num_rows: Rows of a usual batch.
-    buckets: Lengths that rows are padded to.
+    length_buckets: Lengths that rows are padded to.
     mesh: The devices; default, the first device.
     optimizer: The optimizer; default, that of `make_optimizer`.
     device_thread: Runs the device work; default, a new one.
     ref_params: The reference policy, if a component reads it; default, `params`. With
       LoRA only its adapters are used, on the same base model.
     teachers: Score the teacher fields, if a component reads any.
-    minibatches: Optimizer updates in one pass over a batch.
-    micro_batches: Parts of a minibatch whose gradients are summed, to save memory.
+    num_minibatches: Optimizer updates in one pass over a batch.
+    num_micro_batches: Parts of a minibatch whose gradients are summed, to save memory.
     packing: Runs the model on packed rows, whose tokens fill micro-batches; '' for one
       sequence per row.
-    epochs: Passes over a batch.
+    ppo_epochs: Passes over a batch.
     temperature: The temperature that rollouts are sampled at.
     seed: Seed of the order of minibatches and of stochastic rounding.
-    entropy: Report the exact entropy even if no component reads it.
-    mismatch_alarm: Mean |Δlog-prob| between rollout and learner above which it warns.
+    log_entropy: Report the exact entropy even if no component reads it.
+    logprob_mismatch_warn: Mean |Δlog-prob| between rollout and learner above which it
+      warns.
     staleness_limit: What happens to tokens that were sampled by old weights.
 
   Attributes:
@@ -82,23 +83,25 @@ class Learner:
     algorithm: Algorithm,
     *,
     num_rows: int,
-    buckets: Sequence[int],
+    length_buckets: Sequence[int],
     mesh: Mesh | None = None,
     optimizer: Optimizer | None = None,
     device_thread: DeviceThread | None = None,
     ref_params: Params | None = None,
     teachers: 'Teachers | None' = None,
-    minibatches: int = 1,
-    micro_batches: int = 1,
+    num_minibatches: int = 1,
+    num_micro_batches: int = 1,
     packing: Packing | Literal[''] = '',
-    epochs: int = 1,
+    ppo_epochs: int = 1,
     temperature: float = 1.0,
     seed: int = 0,
-    entropy: bool = True,
-    mismatch_alarm: float = 0.1,
+    log_entropy: bool = True,
+    logprob_mismatch_warn: float = 0.1,
     staleness_limit: StalenessLimit | None = None,
   ):
-    _check_positive(minibatches=minibatches, micro_batches=micro_batches)
+    _check_positive(
+      num_minibatches=num_minibatches, num_micro_batches=num_micro_batches
+    )
     consistency.validate(algorithm)
     staleness.check_limit(staleness_limit, algorithm)
     self.mesh = mesh or single_device_mesh()
@@ -108,15 +111,15 @@ class Learner:
     self.step = 0
     self.teachers = teachers
     self._device_thread = device_thread or DeviceThread('learner')
-    self._monitor = UpdateMonitor(mismatch_alarm)
+    self._monitor = UpdateMonitor(logprob_mismatch_warn)
     self._staleness_limit = staleness_limit
     model = on_mesh(model, self.mesh)
     static_algorithm, self._component_hparams = requirements.split_hparams(algorithm)
     self._spec = StepSpec(
       model,
       static_algorithm,
-      micro_batches=micro_batches,
-      entropy=entropy,
+      num_micro_batches=num_micro_batches,
+      entropy=log_entropy,
       top_k=batch_fields.teacher_top_k(algorithm),
       optimizer_state=self.optimizer.spec.state_spec,
       packed=bool(packing),
@@ -128,10 +131,10 @@ class Learner:
       algorithm=algorithm,
       num_rows=num_rows,
       row_multiple=sharding.num_row_shards(self.mesh),
-      buckets=tuple(sorted(buckets)),
-      num_minibatches=minibatches,
-      num_micro_batches=micro_batches,
-      num_epochs=epochs,
+      buckets=tuple(sorted(length_buckets)),
+      num_minibatches=num_minibatches,
+      num_micro_batches=num_micro_batches,
+      num_epochs=ppo_epochs,
       seed=seed,
     )
     self._compiled_shapes: set[BatchShape] = set()
@@ -436,7 +439,7 @@ class Learner:
     metrics |= {
       'optimizer/learning_rate': float(hparams['optimizer']['learning_rate']),
       'compile/programs': float(counter.count),
-      'compile/late_shapes': float(is_recompile),
+      'compile/recompiles': float(is_recompile),
       'time/pack': packed - start,
       'time/prepare': prepared - packed,
       'time/train': end - prepared,

@@ -44,13 +44,13 @@ def minibatch_weights(algorithm: Algorithm, fields: BatchFields) -> LossWeights:
     'token' `[N, T]` for losses per token, 'row' `[N]` for losses per row, 'mean'
     `[N, T]` for metrics, and 'rollout' `[N, T]` for metrics of sampled rows alone.
   """
-  mask = fields['mask']
+  mask, aggregation = fields['mask'], algorithm.aggregation
   if algorithm.batch_unit == 'pair':
     row = pair_weights(fields['pair_ids'])
   else:
     row = row_weights(mask)
   return {
-    'token': token_weights(mask, mode=algorithm.aggregation),
+    'token': token_weights(mask, mode=aggregation.name, **aggregation.options),
     'row': row,
     'mean': token_weights(mask),
     'rollout': token_weights(mask & ~fields['expert_mask'][:, None]),
@@ -104,7 +104,7 @@ def micro_batch_loss(
     token = weights['rollout' if 'expert_mask' in fields_of(part) else 'mean']
     for name, metric in metrics.items():
       metric = jax.lax.stop_gradient(metric).astype(jnp.float32)
-      num_micro_batches = fields.get('num_micro_batches', spec.micro_batches)
+      num_micro_batches = fields.get('num_micro_batches', spec.num_micro_batches)
       share = 1.0 if metric.ndim else 1.0 / num_micro_batches
       metric = _weighted_sum(metric, token, weights['row'], fields['mask'])
       sums[f'{prefix}/{name}'] = share * metric

@@ -162,7 +162,7 @@ class UpdateMonitor:
         raise FloatingPointError(
           f'{name} is {metrics[name]} at step {step}: the parameters are '
           'spoilt. Resume from the last checkpoint, with a lower learning rate or '
-          'clip_norm set'
+          'max_grad_norm set'
         )
     if batch.expert_mask.sum() == (batch.group_ids >= 0).sum():
       for name in [name for name in metrics if name.startswith('mismatch/')]:
@@ -174,7 +174,7 @@ class UpdateMonitor:
     if is_too_large and not self._has_warned:
       log.warning(
         'step %d: the rollout engine and the learner disagree on the log-probs of '
-        'the sampled tokens by %.3g on average (rollout.mismatch_alarm=%.3g): '
+        'the sampled tokens by %.3g on average (rollout.logprob_mismatch_warn=%.3g): '
         'docs/mismatch.md lists the causes and how to tell them apart',
         step,
         difference,

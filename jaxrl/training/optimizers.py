@@ -1,7 +1,7 @@
 """Optimizers update parameters: they clip, transform and schedule gradients.
 
-An optimizer is named by a call string such as `adamw(b2=.98, moments='bfloat16')`. Its
-hyperparameters are traced, so that a run may change them without recompiling; what
+An optimizer is named by a call such as `ComponentCall('adamw', {'b2': 0.98})`.
+Its hyperparameters are traced, so that a run may change them without recompiling; what
 fixes the structure of its state is static (`OptimizerStateSpec`).
 """
 
@@ -18,7 +18,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ConfigError, call, defaults
+from jaxrl.call_strings import ComponentCall, ConfigError, build_component, defaults
 from jaxrl.types import Array, Params
 
 StateDtype = Literal['float32', 'bfloat16']
@@ -65,7 +65,7 @@ def _optimizer_spec(
     if value < 0 or (is_decay_rate and value >= 1):
       bounds = 'in [0, 1)' if is_decay_rate else 'at least 0'
       raise ConfigError(
-        f'--config.optimizer.kind: {option}={value} of {name} must be {bounds}'
+        f'--config.optimizer.name: {option}={value} of {name} must be {bounds}'
       )
   hparams = {option: float(value) for option, value in hparams.items()}
   state_spec = OptimizerStateSpec(name, tuple(sorted(static.items())))
@@ -78,7 +78,7 @@ def adamw(
   b2: float = 0.999,
   eps: float = 1e-8,
   weight_decay: float = 0.0,
-  moments: StateDtype = 'float32',
+  state_dtype: StateDtype = 'float32',
 ) -> OptimizerSpec:
   """AdamW (arXiv 1711.05101), with weight decay on matrices only.
 
@@ -87,15 +87,15 @@ def adamw(
     b2: Decay rate of the second moment.
     eps: Added to the root of the second moment.
     weight_decay: Decay of matrices per update, times the learning rate.
-    moments: The dtype of the state. 'bfloat16' halves it and rounds stochastically, so
-      that it is right on average: at b2=.999 an update changes the second moment by
+    state_dtype: The dtype of the state. 'bfloat16' halves it and rounds stochastically,
+      so that it is right on average: at b2=.999 an update changes the second moment by
       less than bfloat16 can represent, and rounding to nearest would never change it.
 
   Returns:
     The spec.
   """
   hparams = {'b1': b1, 'b2': b2, 'eps': eps, 'weight_decay': weight_decay}
-  return _optimizer_spec('adamw', hparams, moments=moments)
+  return _optimizer_spec('adamw', hparams, state_dtype=state_dtype)
 
 
 ADAMW_STATE = adamw().state_spec
@@ -139,7 +139,7 @@ def lion(
   b1: float = 0.9,
   b2: float = 0.99,
   weight_decay: float = 0.0,
-  moments: StateDtype = 'float32',
+  state_dtype: StateDtype = 'float32',
 ) -> OptimizerSpec:
   """Lion (arXiv 2302.06675): the sign of a moment.
 
@@ -149,13 +149,13 @@ def lion(
     b1: Decay rate of the moment that gives the update.
     b2: Decay rate of the moment that is kept.
     weight_decay: Decay of matrices per update, times the learning rate.
-    moments: The dtype of the state, as for `adamw`.
+    state_dtype: The dtype of the state, as for `adamw`.
 
   Returns:
     The spec.
   """
   hparams = {'b1': b1, 'b2': b2, 'weight_decay': weight_decay}
-  return _optimizer_spec('lion', hparams, moments=moments)
+  return _optimizer_spec('lion', hparams, state_dtype=state_dtype)
 
 
 def sgd(*, weight_decay: float = 0.0) -> OptimizerSpec:
@@ -178,13 +178,13 @@ OPTIMIZERS: dict[str, Callable[..., OptimizerSpec]] = {
 }
 
 
-def parse_optimizer(text: str) -> OptimizerSpec:
-  """Parses a call string of one of `OPTIMIZERS`.
+def make_optimizer_spec(name: ComponentCall | str) -> OptimizerSpec:
+  """Creates the spec that a call of one of `OPTIMIZERS` describes.
 
   Raises:
-    ConfigError: The call is malformed, or an option is out of range.
+    ConfigError: There is no such optimizer or option, or it is out of range.
   """
-  return call(text, OPTIMIZERS, 'kind of optimizer', 'optimizer.kind')
+  return build_component(name, OPTIMIZERS, 'kind of optimizer', 'optimizer.name')
 
 
 class LrDecay(NamedTuple):
@@ -225,14 +225,14 @@ class Optimizer:
     schedule: How it decays.
     warmup_steps: Learner steps over which it rises.
     spec: What is done to gradients.
-    clip_norm: The largest global norm of a gradient; None for no limit.
+    max_grad_norm: The largest global norm of a gradient; None for no limit.
   """
 
   learning_rate: float
   schedule: LrDecay
   warmup_steps: int
   spec: OptimizerSpec
-  clip_norm: float | None
+  max_grad_norm: float | None
 
   def learning_rate_at(self, step: int) -> float:
     """Returns the learning rate of a learner step.
@@ -261,28 +261,28 @@ class Optimizer:
     return {
       'learning_rate': self.learning_rate_at(step),
       **self.spec.hparams,
-      'clip_norm': math.inf if self.clip_norm is None else self.clip_norm,
+      'max_grad_norm': math.inf if self.max_grad_norm is None else self.max_grad_norm,
     }
 
 
 def make_optimizer(
   *,
   learning_rate: float = 1e-6,
-  schedule: str = 'constant',
+  lr_schedule: ComponentCall | str = ComponentCall('constant'),
   warmup_steps: int = 0,
-  kind: str = 'adamw',
-  clip_norm: float | None = 1.0,
+  name: ComponentCall | str = ComponentCall('adamw'),
+  max_grad_norm: float | None = 1.0,
   num_steps: int | None = None,
 ) -> Optimizer:
   """Creates an optimizer.
 
   Args:
     learning_rate: The highest learning rate.
-    schedule: A call string. After the warm-up the rate stays (`constant`) or decays
-      along a line or a cosine: `cosine(decay_steps=200, final_fraction=.1)`.
+    lr_schedule: How the rate goes on after the warm-up: it stays (`constant`) or decays
+      along a line or a cosine, as by `cosine(decay_steps=200, final_fraction=.1)`.
     warmup_steps: Learner steps of a linear warm-up.
-    kind: A call string of one of `OPTIMIZERS`.
-    clip_norm: The largest global norm of a gradient; None for no limit.
+    name: The optimizer, one of `OPTIMIZERS`, with its options.
+    max_grad_norm: The largest global norm of a gradient; None for no limit.
     num_steps: Learner steps of the run. A decay without `decay_steps` ends with it,
       after a warm-up of at most half the steps.
 
@@ -290,21 +290,27 @@ def make_optimizer(
     The settings.
 
   Raises:
-    ConfigError: A call string is malformed.
-    ValueError: A decay ends before the warm-up does, or `clip_norm` is not positive.
+    ConfigError: There is no such schedule, optimizer or option.
+    ValueError: A decay ends before the warm-up does, or `max_grad_norm` is not
+      positive.
   """
-  decay = call(schedule, SCHEDULES, 'schedule', 'optimizer.schedule')
+  key = 'optimizer.lr_schedule'
+  decay = build_component(lr_schedule, SCHEDULES, 'schedule', key)
   if decay.shape != 'constant' and not decay.decay_steps and num_steps is not None:
     decay = decay._replace(decay_steps=max(num_steps, 1))
     warmup_steps = min(warmup_steps, num_steps // 2)
   if decay.shape != 'constant' and decay.decay_steps <= warmup_steps:
     raise ValueError(
-      f'schedule {schedule!r} needs decay_steps, the step at which it ends, above '
-      f'warmup_steps={warmup_steps}; it is {decay.decay_steps}'
+      f'lr_schedule {str(lr_schedule)!r} needs decay_steps, the step at which it ends, '
+      f'above warmup_steps={warmup_steps}; it is {decay.decay_steps}'
     )
-  if clip_norm is not None and clip_norm <= 0:
-    raise ValueError(f'clip_norm={clip_norm} must be positive, or None for no limit')
-  return Optimizer(learning_rate, decay, warmup_steps, parse_optimizer(kind), clip_norm)
+  if max_grad_norm is not None and max_grad_norm <= 0:
+    raise ValueError(
+      f'max_grad_norm={max_grad_norm} must be positive, or None for no limit'
+    )
+  return Optimizer(
+    learning_rate, decay, warmup_steps, make_optimizer_spec(name), max_grad_norm
+  )
 
 
 def init_optimizer_state(
@@ -394,7 +400,7 @@ def apply_gradients(
     New parameters, new state, and the norms of gradients and parameters before it.
   """
   norm = optax.tree.norm(grads)
-  limit = hparams['clip_norm']
+  limit = hparams['max_grad_norm']
   scale = jnp.where(norm > limit, limit / norm, 1.0)
   grads = jax.tree.map(lambda g: g * scale, grads)
   updates, state = make_transformation(state_spec, hparams).update(grads, state, params)
@@ -429,7 +435,7 @@ def make_transformation(
     )
   else:
     scale = optax.identity()
-  if options.get('moments') == 'bfloat16':
+  if options.get('state_dtype') == 'bfloat16':
     scale = _keep_in_bfloat16(scale, hparams.get('seed', 0))
   return optax.chain(
     scale, optax.add_decayed_weights(hparams['weight_decay'], mask=_decay_mask)

@@ -4,9 +4,9 @@ Staleness = step − the version of the oldest action token, where a version is 
 at which the weights were published. A row has that of its oldest token, a group that of
 its oldest row; rows from files have none.
 
-`rollout.staleness` is a call string of one of `STALENESS_POLICIES`, which say what
-happens to older tokens. 'drop' is applied when groups are taken from the queue, 'mask'
-and 'recompute' by the learner, once a batch is scored (`apply_limit`).
+`rollout.staleness_policy` is a call string of one of `STALENESS_POLICIES`, which say
+what happens to older tokens. 'drop' is applied when groups are taken from the queue,
+'mask' and 'recompute' by the learner, once a batch is scored (`apply_limit`).
 """
 
 import functools
@@ -96,8 +96,8 @@ def check_limit(limit: StalenessLimit | None, algorithm: Algorithm) -> None:
     return
   if 'old_logprobs' not in requirements.needs(algorithm):
     raise ConfigError(
-      "rollout.staleness='recompute' needs old_logprobs of the learner's: an "
-      "algorithm that reads them, with behaviour='decoupled'"
+      "rollout.staleness_policy='recompute' needs old_logprobs of the learner's: an "
+      "algorithm that reads them, with old_logprobs_source='decoupled'"
     )
 
 

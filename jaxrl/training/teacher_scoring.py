@@ -1,4 +1,4 @@
-"""Teacher scoring adds what teacher models say about a batch's rows.
+"""Teacher scoring adds the log-probs of teacher models to a batch.
 
 A teacher is another policy whose log-probabilities the student learns from. Its fields
 come from a model on the learner's mesh, or from the rows themselves.

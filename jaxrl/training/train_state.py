@@ -60,7 +60,7 @@ class StepSpec:
   Attributes:
     model: The model, with its activations pinned to the mesh.
     algorithm: The algorithm without its numeric options, which are traced.
-    micro_batches: The number of micro-batches of a minibatch.
+    num_micro_batches: The number of micro-batches of a minibatch.
     entropy: Whether the exact entropy is computed even if no component reads it.
     top_k: The number of tokens in a teacher's top-k fields.
     optimizer_state: What fixes the structure of the optimizer's state.
@@ -70,7 +70,7 @@ class StepSpec:
 
   model: TransformerLM
   algorithm: Algorithm
-  micro_batches: int = 1
+  num_micro_batches: int = 1
   entropy: bool = False
   top_k: int = 0
   optimizer_state: OptimizerStateSpec = ADAMW_STATE
@@ -79,7 +79,7 @@ class StepSpec:
   @property
   def is_split(self) -> bool:
     """Whether a minibatch is, or may be, more than one micro-batch."""
-    return self.packed or self.micro_batches > 1
+    return self.packed or self.num_micro_batches > 1
 
   @property
   def scored_fields(self) -> frozenset[str]:

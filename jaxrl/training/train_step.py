@@ -57,8 +57,8 @@ def train_step(
     spec: Everything static.
     state: The state before the update.
     batch: The scored batch, with advantages.
-    index: `[micro_batches, R]` int32 rows of the batch, −1 at padding; or the plan of
-      the minibatch's packed rows.
+    index: `[num_micro_batches, R]` int32 rows of the batch, −1 at padding; or the plan
+      of the minibatch's packed rows.
     hparams: The traced options: 'parts' (options by component), 'optimizer',
       'temperature', 'step' and 'seed'.
 
@@ -229,14 +229,14 @@ def _accumulate(
   fields: BatchFields,
   weights: LossWeights,
 ) -> tuple[Params, MetricSums]:
-  """Sums gradients and metrics over `shape` [micro_batches, R] of the rows."""
+  """Sums gradients and metrics over `shape` [num_micro_batches, R] of the rows."""
   split = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (fields, weights))
 
   def run(micro_batch: Any) -> tuple[Params, MetricSums]:
     constrain = lambda x: forward_pass.constrain_rows(spec, x)  # noqa: E731
     return grad_fn(*jax.tree.map(constrain, micro_batch))
 
-  if spec.micro_batches == 1:
+  if spec.num_micro_batches == 1:
     return run(jax.tree.map(lambda x: x[0], split))
 
   def add(total: Params, micro_batch: Any) -> tuple[Params, MetricSums]:
@@ -262,6 +262,6 @@ def _rescore(
       spec.model, params, *inputs, temperature=hparams['temperature']
     ).logprobs
 
-  chunks = index if isinstance(index, PackingPlan) else spec.micro_batches
+  chunks = index if isinstance(index, PackingPlan) else spec.num_micro_batches
   inputs = (fields[name] for name in ('tokens', 'segment_ids', 'routed_experts'))
   return forward_pass.map_micro_batches(spec, chunks, score, *inputs)

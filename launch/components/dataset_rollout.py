@@ -81,9 +81,9 @@ class DatasetRollout(RolloutScheduler):
       'num_groups': -1,
       'group_size': self._group_size,
       'num_env_groups': self._num_parallel_groups(tag),
-      'retries': self._settings.rollout.retries,
+      'max_retries': self._settings.rollout.max_retries,
       'keep_failed': True,
-      'lease_timeout': self._settings.rollout.lease_timeout,
+      'episode_timeout': self._settings.rollout.episode_timeout,
       'total': self._num_tasks,
       'in_order': False,
     }

@@ -4,14 +4,13 @@ import functools
 import pathlib
 from typing import Any
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
-from jaxrl.data.row_sources import load_rows
+from jaxrl.data.row_sources import RowSource, RowSources, load_rows
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import unwrapped
 from launch.runtime.runtime_interface import Runtime
-from launch.settings.run_settings import RunSettings, as_options
+from launch.settings.run_settings import RunSettings
 
 Datasets = dict[str, Any]  # by tag
 
@@ -35,7 +34,7 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
     tag: _load_tag(settings, runtime, manager, tag, 'sample') for tag in settings.env
   }
   tests: Datasets = dict.fromkeys(settings.env)
-  if settings.eval.every:
+  if settings.eval.interval:
     tests = {
       tag: _load_tag(settings, runtime, manager, tag, 'traversal')
       for tag in settings.env
@@ -54,8 +53,7 @@ def _load_tag(
   env = settings.env[tag]
   if not getattr(unwrapped(env.env_type, env.env_config), 'uses_dataset', True):
     return None
-  options = as_options(settings.dataset)
-  path = options.pop('path')
+  options, path = settings.dataset.task_options, settings.dataset.path
   if mode == 'traversal':
     num_tasks = settings.eval.num_tasks
     options['limit'] = None if num_tasks < 0 else num_tasks
@@ -69,27 +67,33 @@ def _load_tag(
   return manager.get(path, functools.partial(_load, runtime), **options)
 
 
-def _load(runtime: Runtime, path: str, **options: Any) -> Any:
+def _load(runtime: Runtime, path: RowSources, **options: Any) -> Any:
   # Read here, so that an error in it is raised at once, wherever it will live.
   rows = load_rows(path, options['split'], options['limit'])
   GlobalDataset(rows, path=path, **options)
   return runtime.spawn(GlobalDataset, rows, path=path, **options)
 
 
-def sibling_split_path(path: str, split: str) -> str:
+def sibling_split_path(path: RowSources, split: str) -> RowSources:
   """Returns the file of another split next to `path`: test.jsonl for train.jsonl.
 
   Args:
-    path: a data set's path, or several joined by ` + `.
+    path: a data set's source, or several.
     split: name of the other split.
 
   Returns:
-    The other paths; a path itself where there is no such file.
+    The other sources; a source itself where there is no such file.
   """
-  terms = call_strings.split(path, ' + ')
-  if len(terms) > 1:
-    others = (sibling_split_path(term, split) for term in terms)
-    return ' + '.join(dict.fromkeys(others))  # which two may share
+  if isinstance(path, tuple):
+    others = [_sibling_split(source, split) for source in path]
+    sources = tuple(dict.fromkeys(others))  # which two may share
+    return sources if len(sources) > 1 else others[0]
+  return _sibling_split(path, split)
+
+
+def _sibling_split(path: RowSource, split: str) -> RowSource:
+  if isinstance(path, ComponentCall):
+    return path
   file = pathlib.Path(path)
   other = file.with_name(file.name.replace('train', split))
   return str(other) if file.is_file() and other.is_file() else path

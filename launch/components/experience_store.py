@@ -1,4 +1,4 @@
-"""Train from an experience store (`data.source`), and open one for writer_options."""
+"""Train from an experience store, `dataset.experience_store`, and open one to write."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from launch.settings.run_settings import RunSettings
 
 log = logging.getLogger(__name__)
 
-KEY = 'data.source'
+KEY = 'dataset.experience_store'
 
 
 def compatibility_facts(settings: RunSettings, tokenizer: Any) -> dict[str, Any]:
@@ -41,14 +41,14 @@ def compatibility_facts(settings: RunSettings, tokenizer: Any) -> dict[str, Any]
     'tokenizer': hashlib.sha256(vocabulary).hexdigest()[:16],
     'temperature': float(settings.rollout.temperature),
   } | {
-    f'formulation of {tag}': env.formulation if env.formulation != 'auto' else auto
+    f'formulation of {tag}': env.row_format if env.row_format != 'auto' else auto
     for tag, env in settings.env.items()
   }
 
 
 def _config_key(fact: str) -> str:
   if fact.startswith('formulation of '):
-    return f'env.{fact.removeprefix("formulation of ")}.formulation'
+    return f'env.{fact.removeprefix("formulation of ")}.row_format'
   return {'tokenizer': 'model.checkpoint'}.get(fact, f'rollout.{fact}')
 
 
@@ -132,7 +132,7 @@ class StoredGroupSampler:
     stop: Callable[[], bool],
   ) -> StoreGroupSource:
     group_size = settings.algorithm.group_size
-    min_samples = settings.rollout.min_members or group_size
+    min_samples = settings.rollout.min_group_size or group_size
     facts = compatibility_facts(settings, policy.tokenizer)
     pipelines = {}
     for tag in settings.env:
@@ -157,7 +157,7 @@ class StoredGroupSampler:
         name: (value, _config_key(name)) for name, value in facts.items()
       },
       timeout=timeout,
-      max_lost=settings.rollout.max_lost,
+      max_consecutive_drops=settings.rollout.max_consecutive_drops,
       stop_requested=stop,
       max_staleness=max_staleness(settings),
     )
@@ -238,7 +238,7 @@ class StoreTarget(NamedTuple):
 def open_store_target(
   settings: RunSettings, folder: pathlib.Path, tokenizer: Any
 ) -> StoreTarget:
-  """Opens the store that `dump.path` names, to write groups to it.
+  """Opens the store that `trajectory_dump.path` names, to write groups to it.
 
   Args:
     settings: settings of the run.
@@ -246,14 +246,16 @@ def open_store_target(
     tokenizer: tokenizer of the model that plays.
 
   Raises:
-    ConfigError: for `dump.columns`, which a store does not have, and for a store that
-      cannot be opened.
+    ConfigError: for `trajectory_dump.columns`, which a store does not have, and for a
+      store that cannot be opened.
   """
-  dump = settings.dump
+  dump = settings.trajectory_dump
   assert dump is not None and dump.store is not None
   if dump.columns:
-    raise ConfigError('--config.dump.columns: an experience store keeps groups whole')
-  database = StoreDatabase(dump.store.url, 'dump.path')
+    raise ConfigError(
+      '--config.trajectory_dump.columns: an experience store keeps groups whole'
+    )
+  database = StoreDatabase(dump.store.url, 'trajectory_dump.path')
   facts = compatibility_facts(settings, tokenizer)
   ledger = ExperienceWriter(database, writer_run_id(folder), facts)
   return StoreTarget(GroupSerializer(dump.store.version), ledger, database.name)

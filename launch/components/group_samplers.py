@@ -1,4 +1,4 @@
-"""Build the sampler that gives training its groups, for algorithms that play.
+"""Build the sampler that gives training its groups, for algorithms with rollouts.
 
 `algorithm.sampler` names it, see `jaxrl.data.samplers`. Some samplers mix rollouts with
 rows that an expert wrote, see `launch.components.offline_data`.
@@ -47,7 +47,7 @@ class RunSource:
     self.num_groups = settings.batch.num_groups
     self.group_size = requirements.rows_per_group(settings.algorithm)
     self.seed = fold_seed(settings.seed, 'sampler')
-    limit = settings.rollout.staleness
+    limit = settings.rollout.staleness_policy
     self.max_staleness: int | None = None
     if limit is not None and limit.action == 'drop':
       self.max_staleness = limit.max_age
@@ -100,7 +100,7 @@ def _check_experts(algorithm: Algorithm, where: str) -> None:
     if 'old_logprobs' in read and 'expert_mask' not in read:
       raise ConfigError(
         f'{where} brings rows from files, which have no rollout_logprobs, and the '
-        f'{slot} {components.function_of(part).__name__} compares with them. Set '
-        '--config.algorithm.behaviour=decoupled, which scores those rows too, or take '
-        'an algorithm that tells expert rows apart, as mix does'
+        f'{slot} {components.function_of(part).__name__} compares with them. Take '
+        "an algorithm with old_logprobs_source='decoupled', which scores those rows "
+        'too, or one that tells expert rows apart, as mix does'
       )

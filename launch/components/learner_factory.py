@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.data.seeds import fold_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
@@ -234,20 +234,20 @@ class LocalLearnerFactory:
       params,
       algorithm,
       num_rows=stage.num_rows,
-      buckets=batch.buckets,
+      length_buckets=batch.length_buckets,
       mesh=self.mesh,
       optimizer=_make_optimizer(settings, stage),
       device_thread=self._device_thread,
       teachers=teachers,
-      minibatches=batch.minibatches,
-      micro_batches=batch.micro_batches,
+      num_minibatches=batch.num_minibatches,
+      num_micro_batches=batch.num_micro_batches,
       packing=batch.packing or '',
-      epochs=batch.epochs,
+      ppo_epochs=batch.ppo_epochs,
       temperature=rollout.temperature,
       seed=fold_seed(settings.seed, 'learner'),
-      entropy=batch.entropy,
-      mismatch_alarm=rollout.mismatch_alarm,
-      staleness_limit=rollout.staleness if main else None,
+      log_entropy=batch.log_entropy,
+      logprob_mismatch_warn=rollout.logprob_mismatch_warn,
+      staleness_limit=rollout.staleness_policy if main else None,
     )
 
   async def export(self, folder: pathlib.Path) -> None:
@@ -286,8 +286,8 @@ def _make_optimizer(settings: RunSettings, stage: PhaseSpec) -> Optimizer:
   optimizer = make_optimizer(
     learning_rate=settings.sft.learning_rate,
     warmup_steps=settings.sft.warmup_steps,
-    schedule='cosine(final_fraction=.1)',
-    kind=settings.optimizer.kind,
+    lr_schedule=ComponentCall('cosine', {'final_fraction': 0.1}),
+    name=settings.optimizer.name,
     num_steps=settings.sft.num_steps,
   )
   # Its state must fit the main phase's, but its hyperparameters are the defaults.

@@ -9,9 +9,9 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.file_sampler import FileSampler
 from jaxrl.data.row_formats import RowFormat
-from jaxrl.data.row_sources import load_rows
+from jaxrl.data.row_sources import describe_sources, load_rows
 from jaxrl.data.seeds import fold_seed
-from launch.settings.run_settings import RunSettings, as_options
+from launch.settings.run_settings import RunSettings
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def make_offline_sampler(settings: RunSettings, tokenizer: Any) -> FileSampler:
   if sampler.skipped:
     log.warning(
       '%s: %d rows are longer than batch.max_length=%d tokens and left out',
-      data.path,
+      describe_sources(data.path),
       sampler.skipped,
       settings.batch.max_length,
     )
@@ -59,14 +59,16 @@ def make_expert_sampler(
 ) -> FileSampler:
   """Returns the sampler of expert rows, which some samplers mix with rollouts.
 
-  They come from `expert.path`, or else from `sft.path` or `dataset.path`.
+  They come from `dataset.expert_path`, or else from `sft.path` or `dataset.path`.
 
   Raises:
     ConfigError: if none of these is set.
   """
-  path = settings.expert_path or settings.sft.path or settings.dataset.path
+  path = settings.dataset.expert_path or settings.sft.path or settings.dataset.path
   if not path:
-    raise ConfigError('it takes rows that an expert wrote: set --config.expert.path=…')
+    raise ConfigError(
+      'it takes rows that an expert wrote: set --config.dataset.expert_path=…'
+    )
   limit = settings.sft.limit
   return _make_sampler(
     settings, tokenizer, 'experts', path=path, limit=limit, batch_size=batch_size
@@ -88,9 +90,10 @@ def _make_sampler(
 def _row_options(settings: RunSettings) -> dict[str, Any]:
   """Says where rows hold what, as options of the row format and of `FileSampler`."""
   return {
-    **as_options(settings.files),
+    'keys': settings.dataset.keys,
+    'system_prompt': settings.dataset.system_prompt,
     'question_key': settings.dataset.question_key,
-    'solution_key': settings.sft.solution_key,
+    'solution_key': settings.dataset.solution_key,
   }
 
 
@@ -110,8 +113,9 @@ def describe(settings: RunSettings, sampler: FileSampler) -> str:
   """Describes the data of a run in one line."""
   batch, steps = settings.batch.num_groups, count_steps(settings, sampler)
   epochs = steps * batch / sampler.size
+  data = describe_sources(settings.dataset.path)
   return (
-    f'{settings.dataset.path}: {sampler.size:,} {sampler.group_noun}, {batch} a step, '
+    f'{data}: {sampler.size:,} {sampler.group_noun}, {batch} a step, '
     f'{epochs:.3g} epochs'
   )
 
@@ -129,8 +133,8 @@ def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
       'a random model needs texts to train its tokenizer on: set '
       '--config.dataset.path or --config.sft.path, or --config.model.checkpoint'
     )
-  keys = (data.question_key, data.answer_key, settings.sft.solution_key)
-  for path in sorted(paths):
+  keys = (data.question_key, data.answer_key, data.solution_key)
+  for path in sorted(paths, key=describe_sources):
     for row in load_rows(path, data.split, TOKENIZER_ROWS):
       fields = [str(row[key]) for key in keys if key in row]
       yield from dict.fromkeys([*fields, *row_format.strings(row)])

@@ -72,7 +72,7 @@ class JudgeEngine(LocalJudgeClient):
       TransformerLM(config, dtype=dtype, kernels=kernels),
       tokenizer,
       device_thread=device_thread or DeviceThread('judge'),
-      num_slots=concurrency,
+      max_num_seqs=concurrency,
       max_length=min(max_length, config.max_position),
     )
     super().__init__(

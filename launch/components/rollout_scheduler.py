@@ -74,12 +74,12 @@ class RolloutScheduler:
     self._runtime = runtime
     self._group_size = settings.algorithm.group_size
     self._greedy = 'greedy_mask' in requirements.needs(settings.algorithm)
-    self._formulation = requirements.row_format(settings.algorithm)
+    self._row_format = requirements.row_format(settings.algorithm)
     self.engines, self.engine, self.weights = make_engines(
       settings, policy, runtime, device_thread
     )
     self.weight_syncer = WeightSyncer(
-      settings.rollout.sync,
+      settings.weight_sync.policy,
       self.weights,
       self.engine,
       copy=functools.partial(copy_params, device_thread),
@@ -100,7 +100,7 @@ class RolloutScheduler:
 
   def _num_busy_episodes(self) -> int:
     """How many episodes keep all engines at work while some wait for environments."""
-    return 2 * self._settings.rollout.num_slots * len(self.engines)
+    return 2 * self._settings.rollout.max_num_seqs * len(self.engines)
 
   # ---- checks
 
@@ -145,17 +145,17 @@ class RolloutScheduler:
   # ---- training
 
   def _groups_per_step(self, tag: str) -> int:
-    shares = {name: env.share for name, env in self._settings.env.items()}
+    shares = {name: env.weight for name, env in self._settings.env.items()}
     return allocate_groups(self._num_groups, shares)[tag]
 
   def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
     settings, env = self._settings, self._settings.env[tag]
-    automatic = env.formulation == 'auto'
+    automatic = env.row_format == 'auto'
     return {
       **env.manager_options,
       'max_steps': env.max_steps,
       'max_tokens_per_step': env.max_tokens_per_step,
-      'formulation': self._formulation if automatic else env.formulation,
+      'row_format': self._row_format if automatic else env.row_format,
       **settings.rollout.sampling,
       'tag': tag,
       'max_length': settings.batch.max_length,
@@ -209,13 +209,13 @@ class RolloutScheduler:
       'group_size': self._group_size,
       'num_env_groups': self._num_parallel_groups(tag),
       'async_ratio': rollout.async_ratio,
-      'redundancy': rollout.redundancy,
-      'retries': rollout.retries,
-      'min_members': rollout.min_members,
-      'lease_timeout': rollout.lease_timeout,
+      'extra_samples': rollout.extra_samples,
+      'max_retries': rollout.max_retries,
+      'min_group_size': rollout.min_group_size,
+      'episode_timeout': rollout.episode_timeout,
       'in_order': rollout.async_ratio == 0,
-      'expires': rollout.staleness is None,
-      'max_lost': rollout.max_lost,
+      'expires': rollout.staleness_policy is None,
+      'max_consecutive_drops': rollout.max_consecutive_drops,
       'greedy': self._greedy,
     }
 
@@ -223,7 +223,7 @@ class RolloutScheduler:
     """Returns functions that make the workers of a tag where they are to live."""
     settings, env = self._settings, self._settings.env[tag]
     num_workers = self._runtime.num_workers(settings.cluster.num_workers)
-    group_size = self._group_size + settings.rollout.redundancy + self._greedy
+    group_size = self._group_size + settings.rollout.extra_samples + self._greedy
     parts = partition_envs(self._num_parallel_groups(tag), group_size, num_workers)
     return [
       functools.partial(
@@ -236,7 +236,7 @@ class RolloutScheduler:
         engine=self.engine,
         queue=queue,
         dataset=self.datasets[tag],
-        concurrency=env.concurrency,
+        concurrency=env.max_concurrency,
         rewards=self._rewards,
       )
       for part in parts
@@ -341,7 +341,7 @@ class RolloutScheduler:
       self.engine,
       queue=None,
       dataset=(self._tests if tests else self.datasets)[tag],
-      concurrency=env.concurrency,
+      concurrency=env.max_concurrency,
       rewards=self._rewards,
     )
     return make_env_manager(context, **self._manager_options(tag, **changes))

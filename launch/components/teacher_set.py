@@ -1,8 +1,7 @@
 """Load the teachers of a run, for algorithms that distil.
 
 `teacher.checkpoint` is the Hugging Face folder of the teacher, or 'data' where the rows
-bring its outputs. `teacher.by_tag` names others for single environment tags, as in
-'gsm8k=FOLDER, lake=FOLDER'.
+bring its outputs. 'gsm8k=FOLDER, lake=FOLDER' names one for each environment tag.
 """
 
 import dataclasses
@@ -17,7 +16,6 @@ from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface
 from jaxrl.training.teacher_scoring import Teachers
 from launch.settings.run_settings import (
-  TEACHER_BY_TAG,
   TEACHER_CHECKPOINT,
   RunSettings,
 )
@@ -35,12 +33,11 @@ def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
   Raises:
     ConfigError: for a folder that holds no such thing.
   """
-  tag, folder = next(iter(settings.teacher.folders.items()))
+  folder = next(iter(settings.teacher.folders.values()))
   try:
     return load_tokenizer(folder), huggingface.load_config(folder).vocab_size
   except (OSError, ValueError) as error:
-    key = TEACHER_BY_TAG if tag else TEACHER_CHECKPOINT
-    raise ConfigError(f'{key}={folder}: {error}') from error
+    raise ConfigError(f'{TEACHER_CHECKPOINT}={folder}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +82,8 @@ def _chunk_rows(settings: RunSettings, num_rows: int) -> int:
   """Returns the rows a teacher scores at a time: about a micro-batch of the learner."""
   batch = settings.batch
   if batch.packing is not None:
-    return max(1, batch.packing.tokens // max(batch.buckets))
-  return -(-num_rows // (batch.minibatches * batch.micro_batches))
+    return max(1, batch.packing.tokens // max(batch.length_buckets))
+  return -(-num_rows // (batch.num_minibatches * batch.num_micro_batches))
 
 
 def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
@@ -101,16 +98,15 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
   """
   loaded: dict[str, LoadedModel] = {}
   folders = settings.teacher.folders
-  for tag, folder in folders.items():
+  for folder in folders.values():
     if folder not in loaded:
-      key = TEACHER_BY_TAG if tag else TEACHER_CHECKPOINT
       policy = policies.load_model(
         folder,
         value_head=False,
         dtype=settings.model.dtype,
         remat='none',
         kernels=settings.model.kernels,
-        key=key,
+        key=TEACHER_CHECKPOINT,
       )
-      loaded[folder] = policies.match_vocabulary(policy, student, key)
+      loaded[folder] = policies.match_vocabulary(policy, student, TEACHER_CHECKPOINT)
   return TeacherSet({tag: loaded[folder] for tag, folder in folders.items()})

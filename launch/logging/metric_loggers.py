@@ -27,6 +27,9 @@ Decode = Callable[[list[int]], str]
 class MetricLogger:
   """Takes what a run reports; a subclass overrides the methods it needs.
 
+  `--config.logging.sinks='path/file.py:Name(option=1)'` names a user's own subclass,
+  which is made by `Name(folder, config, **options)`.
+
   Attributes:
     required: whether a failure of this logger ends the run.
   """

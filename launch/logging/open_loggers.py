@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from jaxrl.call_strings import check_options, unknown_name_error
+from jaxrl.call_strings import find_component
 from launch.logging.console import Console
 from launch.logging.metric_loggers import (
   JsonLines,
@@ -22,6 +22,9 @@ def open_loggers(
 ) -> MultiLogger:
   """Opens metrics.jsonl, the console, and the loggers that the settings name.
 
+  A user's own, a subclass of `MetricLogger`, is made by
+  `Name(folder, config, **options)` with the run's folder and its config as plain data.
+
   Args:
     workdir: the run's folder.
     console: the terminal.
@@ -38,11 +41,13 @@ def open_loggers(
   for service in ('wandb', 'trackio'):
     known[service] = functools.partial(Tracker, service, folder, workdir.config)
   loggers: list[MetricLogger] = []
-  for name, options in settings.sinks:
-    if name not in known:
-      raise unknown_name_error(name, known, 'sink', '--config.logging.sinks')
-    check_options(known[name], options, f'--config.logging.sinks: {name}')
-    loggers.append(known[name](**options))
+  key = '--config.logging.sinks'
+  for call in settings.sinks:
+    name, logger_class, options = find_component(
+      call, known, 'sink', key, where=f'{key}: {call.name}', base=MetricLogger
+    )
+    own_args = () if name in known else (folder, workdir.config)
+    loggers.append(logger_class(*own_args, **options))
   return MultiLogger(
     [JsonLines(folder / 'metrics.jsonl'), console, *loggers], warn=console.warn
   )

@@ -1,4 +1,4 @@
-"""Dump what is played during training, to `--config.dump.path`."""
+"""Dump what is played during training, to `--config.trajectory_dump.path`."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -46,11 +46,11 @@ class TrajectoryDump(MetricLogger):
     Raises:
       ConfigError: if nothing can be written there.
     """
-    dump = settings.dump
+    dump = settings.trajectory_dump
     assert dump is not None
     if dump.store is not None:
       raise ConfigError(
-        f'--config.dump.path={dump.path}: training keeps what it played in '
+        f'--config.trajectory_dump.path={dump.path}: training keeps what it played in '
         'files or a table; launch.rollout writes experience stores'
       )
     columns = env_columns(settings)
@@ -58,7 +58,12 @@ class TrajectoryDump(MetricLogger):
     self._mark = folder / MARK
     for mode in ('train', 'val'):
       self._columns, sink = open_dump(
-        mode, folder.absolute(), columns, path=dump.path, columns=dump.columns
+        mode,
+        folder.absolute(),
+        columns,
+        dump.writer,
+        path=dump.path,
+        columns=dump.columns,
       )
       sink.check(fresh=fresh)
       self._sinks[mode] = sink

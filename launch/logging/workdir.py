@@ -23,13 +23,14 @@ FREE = (
   'checkpoint.*',
   'eval.*',
   'logging.*',
-  'mesh.*',
+  'mesh',
   'cluster.*',
-  'data.source',
-  'rollout.num_slots',
-  'rollout.lease_timeout',
-  'rollout.mismatch_alarm',
+  'dataset.experience_store',
+  'rollout.max_num_seqs',
+  'rollout.episode_timeout',
+  'rollout.logprob_mismatch_warn',
 )
+RECORD_TYPES = {'config': dict, 'launches': list}
 PACKAGES = (
   'jaxrl jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy ray'
 ).split()
@@ -84,13 +85,24 @@ class Workdir:
   def _read(self) -> dict[str, Any]:
     if not self.file.exists():
       return {'config': self.config, 'launches': []}
+    from launch.settings.renamed_keys import find_renamed_keys
+
     try:
       record = json.loads(self.file.read_text())
-      return {'config': dict(record['config']), 'launches': list(record['launches'])}
+      record = {key: type_(record[key]) for key, type_ in RECORD_TYPES.items()}
     except (ValueError, KeyError, TypeError) as error:
       raise ConfigError(
         f'{self.file}: not a record of a run ({error}); name another --workdir'
       ) from error
+    old_keys = find_renamed_keys(
+      flatten_keys(record['config']), flatten_keys(self.config)
+    )
+    if old_keys:
+      raise ConfigError(
+        f'{self.file}: an earlier version wrote keys that have new names now: '
+        f'{"; ".join(old_keys)}. Name another --workdir, or change them in this file'
+      )
+    return record
 
   def _compare(self) -> list[str]:
     old, new = flatten_keys(self._record['config']), flatten_keys(self.config)

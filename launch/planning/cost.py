@@ -209,13 +209,15 @@ def engine_memory(
   Returns:
     Bytes of each of the engine's devices, by part.
   """
-  in_process = run.settings.cluster.weights.name == 'inprocess'
+  in_process = run.settings.weight_sync.transport.name == 'inprocess'
   copies = 2 if in_process else 1  # as published, and as decode reads them
   params = planned_run.served_params(run, engine.weights_dtype)
   model = dataclasses.replace(
     engine_decode.engine_model(run, engine), platform=platform
   )
-  cache = jax.eval_shape(lambda: model.init_cache(engine.num_slots, engine.max_length))
+  cache = jax.eval_shape(
+    lambda: model.init_cache(engine.max_num_seqs, engine.max_length)
+  )
   num_devices = engine.num_devices
   return {
     "engine's weights": copies * bytes_per_device(params) / num_devices,
@@ -296,7 +298,7 @@ def estimate_step(
   """
   batch, dtype = run.settings.batch, run.settings.model.dtype
   runs = dict.fromkeys(cost.programs, 1)
-  runs['train'] = batch.minibatches * batch.epochs
+  runs['train'] = batch.num_minibatches * batch.ppo_epochs
   runs |= {
     name: cost.scorings_per_teacher for name in runs if name.startswith('teacher')
   }
@@ -308,7 +310,7 @@ def estimate_step(
   rollout = None
   if decode is not None:
     decode_steps = -(
-      -run.num_rows // (engine.num_slots * num_engines(run))
+      -run.num_rows // (engine.max_num_seqs * num_engines(run))
     ) * max_response_tokens(run)
     rollout = (
       compiled_program.estimate_time(decode, target, engine.num_devices, engine.dtype)
@@ -364,7 +366,7 @@ def estimate_publish(
   Returns:
     Bytes and seconds of one version.
   """
-  transport, chip = run.settings.cluster.weights, target.chip
+  transport, chip = run.settings.weight_sync.transport, target.chip
   shapes, prefix = planned_run.served_params(run, transport.options.get('dtype')), ''
   adapters = run.trained_shape.lora
   if (

@@ -36,9 +36,9 @@ class PlannedEngine:
   """Describes the rollout engine that a config names.
 
   Attributes:
-    kind: 'jax' or 'vllm'.
+    kind: 'jax', 'vllm', or where a user's own class is.
     num_devices: devices of one engine.
-    num_slots: sequences that it decodes at the same time.
+    max_num_seqs: sequences that it decodes at the same time.
     max_length: tokens of prompt and response.
     weights_dtype: dtype of its weights; None leaves each as it is published.
     dtype: dtype of products and cache.
@@ -48,7 +48,7 @@ class PlannedEngine:
 
   kind: str
   num_devices: int
-  num_slots: int
+  max_num_seqs: int
   max_length: int
   weights_dtype: str | None
   dtype: str
@@ -62,12 +62,12 @@ def plan_engine(run: PlannedRun) -> PlannedEngine:
   kind, options = settings.rollout.engine.kind, settings.rollout.engine.own_options
   length = options.get('max_length', settings.batch.max_length)
   dtype = settings.model.dtype
-  weights_dtype = settings.cluster.weights.options.get('dtype')
+  weights_dtype = settings.weight_sync.transport.options.get('dtype')
   devices = 1
   if kind == 'vllm':
     dtype = options.get('dtype', dtype)
     weights_dtype, devices = dtype, settings.rollout.engine.num_devices
-  slots = settings.rollout.num_slots
+  slots = settings.rollout.max_num_seqs
   own_process = settings.cluster.ray
   buckets = tuple(options.get('prompt_buckets') or model_runner.default_buckets(length))
   return PlannedEngine(
@@ -195,13 +195,15 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
   )
   layouts |= {'layers': (layer_layouts,) * shape.num_layers}
   params = _with_layouts(jax.eval_shape(model.unstack, params), layouts)
-  cache = jax.eval_shape(lambda: model.init_cache(engine.num_slots, engine.max_length))
+  cache = jax.eval_shape(
+    lambda: model.init_cache(engine.max_num_seqs, engine.max_length)
+  )
   split = 'tensor' if engine.num_devices > 1 else None
   names = caches.axes(cache)
   heads = NamedSharding(mesh, P(*(split if n == 'kv_heads' else None for n in names)))
   cache = _with_layouts(cache, jax.tree.map(lambda _: heads, cache))
   replicated = sharding.replicated(mesh)
-  slots = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32, sharding=replicated)
+  slots = jax.ShapeDtypeStruct((engine.max_num_seqs,), jnp.int32, sharding=replicated)
   limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
   step = jax.jit(model.decode, donate_argnums=1)
   return step.trace(params, cache, slots, slots, limit)

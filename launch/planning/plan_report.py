@@ -180,15 +180,16 @@ def list_assumptions(report: PlanReport) -> list[str]:
   if report.decode is not None:
     count = cost.num_engines(run)
     lines.append(
-      f'{count} engine{"s" if count > 1 else ""} of {report.engine.num_slots} slots, '
-      f'all busy, each response {cost.max_response_tokens(run)} tokens, no prefill; '
-      'attention over a full cache'
+      f'{count} engine{"s" if count > 1 else ""} of {report.engine.max_num_seqs} '
+      f'slots, all busy, each response {cost.max_response_tokens(run)} tokens, no '
+      'prefill; attention over a full cache'
     )
     if run.shape.num_layers > engine_decode.MAX_COMPILED_LAYERS:
       lines.append('decode: compiled with one layer and with two, and extended')
     if report.engine.kind != 'jax':
+      name = 'vLLM' if report.engine.kind == 'vllm' else report.engine.kind
       lines.append(
-        "decode is JaxEngine's own step, in the place of vLLM's, all of an engine's "
+        f"decode is JaxEngine's own step, in the place of {name}'s, all of an engine's "
         'devices sharing its heads'
       )
   if run.source == planned_run.RANDOM and not run.settings.teacher.folders:

@@ -64,7 +64,7 @@ class PlannedRun:
   @property
   def buckets(self) -> tuple[int, ...]:
     """The lengths that batches are padded to, the shortest first."""
-    return tuple(sorted(self.settings.batch.buckets))
+    return tuple(sorted(self.settings.batch.length_buckets))
 
   @property
   def trained_shape(self) -> ModelConfig:

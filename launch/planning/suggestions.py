@@ -13,7 +13,8 @@ from launch.planning.cost import RunCost
 from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
 from launch.planning.targets import Target
-from launch.settings.call_text import with_options
+from launch.settings.call_syntax import with_options
+from launch.settings.component_calls import format_mesh
 from launch.settings.resolve import override_settings
 
 MAX_TRIES = 4  # compilations, at most
@@ -119,7 +120,7 @@ def candidate_changes(
   )
   one_cpu = target.chip.platform == 'cpu' and math.prod(run_cost.mesh.values()) == 1
   micro = smaller_micro_batches(run, run_cost, one_cpu=one_cpu)
-  full = run.settings.model.remat == 'full'
+  full = run.settings.model.remat.name == 'full'
   remat: list[Override] = [] if full else [{'model.remat': 'full'}]
   sharded = meshes_with_more_shards(run_cost.mesh)
   if resident_bytes < run_cost.limit:
@@ -136,7 +137,7 @@ def candidate_changes(
 def without_parallel_microbatches(run: PlannedRun) -> Override:
   """Returns the override that runs packed micro-batches one after the other."""
   text = run.settings.text('batch.packing')
-  return {'batch.packing': with_options(text, abreast=1)}
+  return {'batch.packing': with_options(text, num_parallel=1)}
 
 
 def smaller_micro_batches(
@@ -161,7 +162,7 @@ def smaller_micro_batches(
     if packed is None:
       if run_cost.micro_rows % factor or run_cost.micro_rows // factor < shares:
         break
-      overrides.append({'batch.micro_batches': batch.micro_batches * factor})
+      overrides.append({'batch.num_micro_batches': batch.num_micro_batches * factor})
       continue
     unit_size = batch_builder.batch_unit_size(run.algorithm)
     max_sequences = packed.sequences and max(unit_size, packed.sequences // factor)
@@ -175,7 +176,7 @@ def smaller_micro_batches(
     options = {'tokens': smaller.tokens} | (
       {'sequences': max_sequences} if max_sequences else {}
     )
-    options |= {'abreast': 1} if one_cpu else {}
+    options |= {'num_parallel': 1} if one_cpu else {}
     text = run.settings.text('batch.packing')
     overrides.append({'batch.packing': with_options(text, **options)})
   return overrides
@@ -185,8 +186,8 @@ def meshes_with_more_shards(mesh: dict[str, int]) -> list[Override]:
   """Returns the override that shards over fsdp what is replicated over data."""
   if mesh.get('data', 1) == 1:
     return []
-  override = {'mesh.data': 1, 'mesh.fsdp': mesh['fsdp'] * mesh['data']}
-  return [override]
+  sizes = mesh | {'data': 1, 'fsdp': mesh['fsdp'] * mesh['data']}
+  return [{'mesh': format_mesh(sizes)}]
 
 
 def _hint(target: Target, run_cost: RunCost) -> str:

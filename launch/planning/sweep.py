@@ -22,6 +22,7 @@ from launch.planning.cost import RunCost
 from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
 from launch.planning.targets import GPUS_PER_NODE, Chip, Target
+from launch.settings.component_calls import format_mesh
 from launch.settings.run_settings import as_options
 
 DEFAULT_MAX_COMPILES = 6  # meshes compiled, unless told
@@ -119,7 +120,7 @@ def sweep_meshes(
     waiting.remove(candidate)
     heuristic, mesh = candidate
     changed_run = suggestions.with_overrides(
-      run, {f'mesh.{axis}': size for axis, size in mesh.items()}
+      run, {'mesh': format_mesh(as_options(run.settings.mesh) | mesh)}
     )
     try:
       run_cost = cost.estimate_cost(changed_run, target, devices, engine=engine)
@@ -173,7 +174,7 @@ def candidate_meshes(run: PlannedRun, target: Target) -> Iterator[MeshSizes]:
   for axis, size in fixed.items():
     if size < 1:
       raise ConfigError(
-        f'--config.mesh.{axis}={size}: a sweep chooses {", ".join(axes)}: give {axis} '
+        f'--config.mesh: {axis}={size}: a sweep chooses {", ".join(axes)}: give {axis} '
         'a number'
       )
   size, num_devices = math.prod(fixed.values()), target.size
@@ -207,7 +208,7 @@ def estimate_mesh(run: PlannedRun, target: Target, mesh: MeshSizes) -> MeshHeuri
   data, fsdp, tensor, expert = (sizes[axis] for axis in AXES)
   shape, chip, batch = run.shape, target.chip, run.settings.batch
   shares = data * fsdp * expert
-  micro = batch.minibatches * batch.micro_batches
+  micro = batch.num_minibatches * batch.num_micro_batches
   rows = math.ceil(run.num_rows / micro / shares) * shares * micro
   tokens = rows * run.buckets[-1]
   params = run.policy(run.trained_shape).params
@@ -266,7 +267,7 @@ def state_memory(run: PlannedRun, mesh: MeshSizes) -> float:
   trained = planned_run.cast_shapes(
     lora.trainable_params(run.trained_shape, sharded), 'float32'
   )
-  state_spec = optimizers.parse_optimizer(run.settings.optimizer.kind).state_spec
+  state_spec = optimizers.make_optimizer_spec(run.settings.optimizer.name).state_spec
   init = functools.partial(optimizers.init_optimizer_state, state_spec=state_spec)
   copies = 1 + bytes_per_device(jax.eval_shape(init, trained)) / (
     4 * sum(_counts(trained))

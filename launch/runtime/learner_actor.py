@@ -174,8 +174,10 @@ class LearnerActor:
   async def _open_checkpointer(self, place: CheckpointPlace) -> Checkpointer:
     if self._checkpointer is None or self._checkpointer[0] != place:
       await self._close_checkpointer()
-      folder, keep = place
-      checkpointer = await self._device_thread.run(Checkpointer, folder, keep=keep)
+      folder, max_to_keep = place
+      checkpointer = await self._device_thread.run(
+        Checkpointer, folder, max_to_keep=max_to_keep
+      )
       self._checkpointer = place, checkpointer
     return self._checkpointer[1]
 

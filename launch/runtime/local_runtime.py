@@ -5,11 +5,12 @@ import pathlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.call_strings import resolve
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.actor_proxy import maybe_await
-from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.router import EngineRouter
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore, WeightStore
 from launch.components.learner_factory import LearnerFactory
@@ -49,7 +50,8 @@ class LocalRuntime:
   ) -> list[Any]:
     """Returns one engine whatever the count: more would share the same devices."""
     tokenizer = load_tokenizer(folder)
-    return [JaxEngine(model, tokenizer, device_thread=device_thread, **options)]
+    engine_class = resolve(ENGINES.get(kind, kind))
+    return [engine_class(model, tokenizer, device_thread=device_thread, **options)]
 
   def start_learners(
     self, settings: RunSettings, folder: pathlib.Path

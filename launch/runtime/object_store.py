@@ -1,10 +1,10 @@
 """The object store transport keeps weights in Ray's object store, on all machines.
 
 Blobs are arrays of bytes, written once; readers on a node map the one copy that is
-there. A directory, which is an actor, knows them by name. It lets no more nodes fetch a
-blob at once than there are nodes that have it, times FAN_OUT, so that those who come
-later fetch from nodes that have it by then: a tree, in which the learner's node is not
-every branch. Readers begin at different blobs, which keeps all nodes busy.
+there. A directory, which is an actor, knows them by name. Blobs spread as in a
+broadcast tree: at most FAN_OUT nodes at a time fetch from each node that has a blob,
+and the others wait until more nodes have it. Readers begin at different blobs, which
+keeps all nodes busy.
 """
 
 import asyncio

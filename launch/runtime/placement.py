@@ -424,8 +424,8 @@ def _check_sleep(where: str, settings: RunSettings, kind: str) -> None:
 
   kind: of the devices.
   """
-  engine = settings.rollout.engine.kind
-  if engine != 'vllm':
+  if not settings.rollout.engine.traits.can_sleep:
+    engine = settings.rollout.engine.kind
     raise ConfigError(
       f'{where}: in processes of their own (cluster.ray=true) vLLM alone gives its '
       f'memory back, engine {engine} does not. Set --config.rollout.engine=vllm, or '
@@ -435,8 +435,9 @@ def _check_sleep(where: str, settings: RunSettings, kind: str) -> None:
     raise ConfigError(
       f'{where}: what sleeps gives up the memory of a GPU, and there is none ({kind})'
     )
-  if settings.rollout.sync.wait_for != 'current':
+  if settings.weight_sync.policy.wait_for != 'current':
     raise ConfigError(
-      f'{where}: rollout.sync={settings.text("rollout.sync")} sends weights while the '
-      'learner learns, when the engine has no memory. Take fixed or explorer'
+      f'{where}: weight_sync.policy={settings.text("weight_sync.policy")} sends '
+      'weights while the learner learns, when the engine has no memory. Take fixed or '
+      'explorer'
     )

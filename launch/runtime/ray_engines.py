@@ -1,4 +1,4 @@
-"""Ray engines are actors that run an engine: the JAX engine or vLLM.
+"""Ray engines are actors that run an engine: the JAX engine, vLLM or a user's own.
 
 vLLM's actor may have a Python interpreter of its own; the others need no vLLM.
 """
@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl.call_strings import resolve
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.transformer_lm import TransformerLM
@@ -89,7 +90,87 @@ class EngineActor(MonitoredEngine, JaxEngine):
     return await self._weight_client.pull(version, full=full)
 
 
-class _Vllm:
+class _HostedEngine:
+  """Passes an actor's calls on to `_engine`, which the actor itself makes."""
+
+  _engine: Any
+
+  @contextlib.contextmanager
+  def _translate_errors(self) -> Iterator[None]:
+    """Turns errors into ones that other processes can read."""
+    yield
+
+  @property
+  def seconds_since_progress(self) -> float:
+    return self._engine.seconds_since_progress
+
+  async def generate(
+    self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+  ) -> Completion:
+    with self._translate_errors():
+      return await self._engine.generate(request_id, token_ids, sampling)
+
+  async def abort(self, request_id: str) -> None:
+    await self._engine.abort(request_id)
+
+  async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
+    return await self._engine.progress(request_ids)
+
+  async def pause(self) -> None:
+    await self._engine.pause()
+
+  async def drain(self) -> None:
+    await self._engine.drain()
+
+  async def resume(self) -> None:
+    await self._engine.resume()
+
+  async def sleep(self) -> None:
+    with self._translate_errors():
+      await self._engine.sleep()
+
+  async def warmup(self) -> None:
+    await self._engine.warmup()
+
+  async def metrics(self) -> dict[str, float]:
+    return self._engine.metrics()
+
+
+class OwnEngineActor(MonitoredEngine, _HostedEngine):
+  """An engine of a user's own class, in a process of its own.
+
+  Args:
+    location: where the class is.
+    model: the model.
+    folder: where its tokenizer is.
+    transport: makes the engine's end of the transport that weights come through.
+    parts: number of the learner's processes.
+    **options: options of the engine.
+  """
+
+  def __init__(
+    self,
+    location: str,
+    model: TransformerLM,
+    folder: pathlib.Path,
+    transport: Callable[[], Transport],
+    *,
+    parts: int = 1,
+    **options: Any,
+  ):
+    self._engine = resolve(location)(
+      model, load_tokenizer(folder), device_thread=DeviceThread('engine'), **options
+    )
+    self._weight_client = EngineWeightClient(
+      transport(), self._engine.load, parts=parts
+    )
+
+  async def pull(self, version: int, *, full: bool = False) -> str:
+    """Loads `version` or a later one; returns the digest of what it has loaded."""
+    return await self._weight_client.pull(version, full=full)
+
+
+class _Vllm(_HostedEngine):
   """The methods of a `VllmEngine`, which is made, and vLLM imported, in the actor.
 
   transport: makes its end of the transport; None if the learner sends weights.
@@ -111,10 +192,6 @@ class _Vllm:
     self._transport = None if transport is None else transport()
     self._parts = parts
     self._weight_client: EngineWeightClient | None = None
-
-  @property
-  def seconds_since_progress(self) -> float:
-    return self._engine.seconds_since_progress
 
   async def pull(self, version: int, *, full: bool = False) -> str:
     """Loads `version` or a later one; returns the digest of what it has loaded.
@@ -152,12 +229,6 @@ class _Vllm:
     with self._translate_errors():
       return await self._engine.end_update(version, digest)
 
-  async def generate(
-    self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
-  ) -> Completion:
-    with self._translate_errors():
-      return await self._engine.generate(request_id, token_ids, sampling)
-
   @contextlib.contextmanager
   def _translate_errors(self) -> Iterator[None]:
     """Turns vLLM's errors into ones that can be unpickled where there is no vLLM.
@@ -177,31 +248,6 @@ class _Vllm:
   def _exit_if_dead(self) -> None:
     if self._engine.is_dead:
       os._exit(1)
-
-  async def abort(self, request_id: str) -> None:
-    await self._engine.abort(request_id)
-
-  async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
-    return await self._engine.progress(request_ids)
-
-  async def pause(self) -> None:
-    await self._engine.pause()
-
-  async def drain(self) -> None:
-    await self._engine.drain()
-
-  async def resume(self) -> None:
-    await self._engine.resume()
-
-  async def sleep(self) -> None:
-    with self._translate_errors():
-      await self._engine.sleep()
-
-  async def warmup(self) -> None:
-    await self._engine.warmup()
-
-  async def metrics(self) -> dict[str, float]:
-    return self._engine.metrics()
 
 
 class VllmActor(MonitoredEngine, _Vllm):

@@ -26,7 +26,7 @@ from launch.runtime.learner_actor import LearnerActor
 from launch.runtime.object_store import ObjectDirectory, ObjectStoreTransport
 from launch.runtime.placement import ActorResources, Placement, plan_placement
 from launch.runtime.placement_group import PlacementGroup, list_nodes
-from launch.runtime.ray_engines import EngineActor, VllmActor
+from launch.runtime.ray_engines import EngineActor, OwnEngineActor, VllmActor
 from launch.runtime.remote_learner import (
   RemoteLearnerFactory,
   RemotePublisher,
@@ -190,6 +190,8 @@ class RayRuntime:
     args: tuple[Any, ...] = folder.absolute(), connect
     if kind == 'jax':
       cls, args = EngineActor, (model, *args)
+    elif kind != 'vllm':
+      cls, args = OwnEngineActor, (kind, model, *args)
     python = options.pop('python', '')
     engines: tuple[ActorResources, ...] = (ActorResources(),) * count
     if self._group is not None:

@@ -235,7 +235,7 @@ def _log_lines(lines: LogLines) -> None:
 
 
 def _checkpoint_place(checkpointer: Checkpointer) -> CheckpointPlace:
-  return checkpointer.directory, checkpointer.keep
+  return checkpointer.directory, checkpointer.max_to_keep
 
 
 class RemoteLearnerFactory:

@@ -129,7 +129,7 @@ def make_engines(
     engine.kind,
   )
   router = runtime.make_router(
-    engines, affinity_slack=max(settings.rollout.num_slots // 4, 1)
+    engines, affinity_slack=max(settings.rollout.max_num_seqs // 4, 1)
   )
   return engines, router, runtime.make_weight_store(engines, device_thread)
 

@@ -1,4 +1,4 @@
-"""The weight transport connects learner and engines, as `cluster.weights` says.
+"""The weight transport connects learner and engines, as `weight_sync.transport` says.
 
 Each process of the learner has a `WeightPublisher`, and each engine an
 `EngineWeightClient`. The run tells the engines to load a version by a

@@ -1,4 +1,4 @@
-"""Parse `cluster.*`: how weights reach the engines, and who has which devices."""
+"""Parse `cluster.*` and `weight_sync.transport`: devices, and how weights travel."""
 
 import inspect
 import os
@@ -9,11 +9,11 @@ from jaxrl.call_strings import (
   ConfigError,
   check_options,
   defaults,
-  parse_call,
   unknown_name_error,
 )
 from jaxrl.models.lora import Lora
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
+from launch.settings.call_syntax import parse_call
 from launch.settings.run_settings import (
   ClusterSettings,
   EngineSettings,
@@ -21,7 +21,7 @@ from launch.settings.run_settings import (
   WeightTransport,
 )
 
-WEIGHTS = '--config.cluster.weights'
+WEIGHTS = '--config.weight_sync.transport'
 PLACEMENT = '--config.cluster.placement'
 
 TRANSPORTS = (
@@ -43,12 +43,7 @@ def parse_cluster(
   address: str,
   num_engines: int,
   num_workers: int,
-  weights: str,
   placement: str,
-  engine: EngineSettings,
-  adapters: Lora | None,
-  adapters_text: str,
-  check_machine: bool = True,
 ) -> ClusterSettings:
   """Parses the section `cluster`.
 
@@ -57,12 +52,7 @@ def parse_cluster(
     address: address of the Ray cluster; '' leaves the choice to Ray.
     num_engines: number of rollout engines.
     num_workers: number of rollout workers.
-    weights: call string of the weight transport.
     placement: call string of the placement.
-    engine: settings of the engine that receives the weights.
-    adapters: the adapters that the run trains, None for all parameters.
-    adapters_text: the adapters' call string.
-    check_machine: whether this machine must have what the run needs.
 
   Raises:
     ConfigError: for invalid settings, and for settings that need Ray without it.
@@ -74,20 +64,11 @@ def parse_cluster(
         f'--config.cluster.{key}={given[key]}: needs --config.cluster.ray=true; '
         'one process has one engine and one worker'
       )
-  transport = parse_transport(
-    weights,
-    ray=ray,
-    engine=engine,
-    adapters=adapters,
-    adapters_text=adapters_text,
-    check_machine=check_machine,
-  )
   return ClusterSettings(
     ray=ray,
     address=address,
     num_engines=num_engines,
     num_workers=num_workers,
-    weights=transport,
     placement=parse_placement(placement, ray=ray),
   )
 
@@ -101,14 +82,15 @@ def parse_transport(
   adapters_text: str = '',
   check_machine: bool = True,
 ) -> WeightTransport:
-  """Parses `cluster.weights`, a call string such as `checkpoint(folder='/shared')`.
+  """Parses `weight_sync.transport`, such as `checkpoint(folder='/shared')`.
 
   Raises:
     ConfigError: for an unknown transport or option, and for a transport that this
       engine, these adapters or a run of one process cannot use.
   """
   where = f'{WEIGHTS}={text}'
-  name, options = parse_call(text)
+  call = parse_call(text)
+  name, options = call.name, dict(call.options)
   if name not in TRANSPORTS:
     raise unknown_name_error(name, TRANSPORTS, 'transport', WEIGHTS)
   folder = str(options.pop('folder', '')) if name == 'checkpoint' else ''
@@ -188,7 +170,7 @@ def _process_problem(name: str, ray: bool, folder: str) -> str:
 
 def _gpu_problem(engine: EngineSettings, check_machine: bool) -> str:
   """Says why learner or engine cannot send from GPU to GPU; '' if they can."""
-  if not engine.external:
+  if not engine.traits.receives_from_gpu:
     return (
       f'--config.rollout.engine={engine.kind} takes no weights from GPU to GPU, vllm '
       'alone does: take object_store'
@@ -281,12 +263,13 @@ def parse_placement(text: str, *, ray: bool) -> PlacementSettings:
   Raises:
     ConfigError: for an unknown placement or option, or a number out of range.
   """
-  name, options = parse_call(text)
+  call = parse_call(text)
+  name, options = call.name, call.options
   if name not in PLACEMENTS:
     raise unknown_name_error(name, PLACEMENTS, 'placement', PLACEMENT)
   where = f'{PLACEMENT}={text}'
   check_options(PLACEMENTS[name], options, where)
-  options = defaults(PLACEMENTS[name]) | options
+  options = {**defaults(PLACEMENTS[name]), **options}
   if name == 'split' and not ray:
     raise ConfigError(f'{where}: needs --config.cluster.ray=true')
   if options.get('learners', 1) < 1 or options.get('devices', 0) < 0:

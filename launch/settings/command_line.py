@@ -9,11 +9,13 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import linecache
 import pathlib
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -29,6 +31,9 @@ from jaxrl.config import (
 
 TRUE = ('true', '1', 'yes', 'on')
 FALSE = ('false', '0', 'no', 'off')
+# Words of call strings of earlier versions; `renamed_keys`, which most runs need not
+# import, says where they stood.
+RENAMED_IN_CALLS = re.compile(r'\b(abreast|best|lanes|moments)\b')
 NOUNS = {bool: 'true or false', int: 'a whole number', float: 'a number'}
 
 
@@ -131,6 +136,9 @@ def load(
     raise ConfigError(
       f'{command.config}: get_config() gave {type(config).__name__}, not a ConfigDict'
     )
+  if unknown := {key for key in dotted_keys(config) if not _description(config, key)}:
+    algorithm_section: Any = config.get('algorithm', {})
+    _refuse_renamed(unknown, algorithm_section.get('name', ''), command.config)
   for name, source in (sections or {}).items():
     if name not in config:
       config[name] = make_section(source)
@@ -144,11 +152,37 @@ def load(
     override(config, key, text)
   if config.plugins:
     _plugins(str(config.plugins)).name_parts(config.get('algorithm', {}))
+  if RENAMED_IN_CALLS.search(str(config)):
+    from launch.settings.renamed_keys import check_renamed_calls
+
+    check_renamed_calls(config.to_dict())
   return config
 
 
+def _description(section: Any, key: str) -> str:
+  """Returns what is said about a dotted key; nothing about keys that a file added."""
+  *parents, leaf = key.split('.')
+  for part in parents:
+    section = section[part]
+  return descriptions_of(section).get(leaf, '')
+
+
+def _refuse_renamed(keys: Set[str], algorithm: str, path: str) -> None:
+  """Raises ConfigError if a config file has set keys of earlier versions."""
+  from launch.settings.renamed_keys import REMOVED_KEYS, find_renamed_keys
+
+  known = set()
+  if keys & REMOVED_KEYS.keys():
+    from jaxrl.algorithms import registry  # imports JAX
+
+    # Builders have options of these names.
+    known = {f'algorithm.{key}' for key in registry.builder_options(algorithm)}
+  if told := find_renamed_keys(sorted(keys), known):
+    raise ConfigError(f'{path}: {"; ".join(told)}')
+
+
 def _plugins(folder: str) -> Any:
-  from jaxrl.algorithms import plugins  # imports JAX
+  from launch.settings import plugins  # imports JAX
 
   return plugins.read(folder)
 
@@ -167,15 +201,19 @@ class _told:
     pass
 
   def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-    if error is None or isinstance(error, ConfigError):
-      return
     if not isinstance(error, Exception):
       return
-    if self._own and self._in_own(error, trace):
-      return
+    from launch.settings.renamed_keys import find_renamed_in_line
+
     file = str(pathlib.Path(self.path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == file]
     place = f'{self.path}, line {lines[-1]}' if lines else self.path
+    if lines and (told := find_renamed_in_line(_statement(file, lines[-1] or 1))):
+      raise ConfigError(f'{place}: {told}') from error
+    if isinstance(error, ConfigError):
+      return
+    if self._own and self._in_own(error, trace):
+      return
     raise ConfigError(f'{place}: {type(error).__name__}: {error}') from error
 
   def _in_own(self, error: Exception, trace: Any) -> bool:
@@ -187,6 +225,16 @@ class _told:
       self._own if self._own.endswith('.py') else self._own.replace('.', '/') + '.py'
     )
     return any(file.endswith(path) or name == self._own for file, name in places)
+
+
+def _statement(file: str, line: int) -> str:
+  """Returns the text of the statement that begins in a line of a file."""
+  text = ''
+  for part in linecache.getlines(file)[line - 1 : line + 20]:
+    text += part.strip() + ' '
+    if text.count('(') <= text.count(')'):
+      break
+  return text
 
 
 def module(path: str) -> Any:
@@ -236,7 +284,10 @@ def override(config: ConfigDict, key: str, text: str | None) -> None:
   node: Any = config
   for part in [*parents, last]:
     if not isinstance(node, ConfigDict) or part not in node:
-      raise ConfigError(_unknown_key(list(dotted_keys(config)), key))
+      from launch.settings.renamed_keys import describe_renamed_key
+
+      told = describe_renamed_key(key, text)
+      raise ConfigError(told or _unknown_key(list(dotted_keys(config)), key))
     holder, node = node, node[part]
   if isinstance(node, ConfigDict):
     raise ConfigError(
@@ -344,20 +395,23 @@ def _sequence(text: str, kind: type, current: Any) -> Any:
   return kind(value)
 
 
-def check_algorithm(config: Any) -> None:
+def check_algorithm(config: Any) -> Any:
   """Checks the algorithm's options and call strings, which have no types.
+
+  Returns:
+    The `Algorithm`; None if the config names none.
 
   Raises:
     ConfigError: for an option that cannot be.
   """
   if not config.get('algorithm', {}).get('name'):
-    return
-  from jaxrl.algorithms import registry  # imports JAX: after the cheap checks
+    return None
+  from launch.settings.algorithm_options import build_algorithm  # imports JAX: now
 
   options = config.algorithm.to_dict()
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')  # the run itself tells what is doubtful
-    registry.make(options.pop('name'), options)
+    return build_algorithm(options.pop('name'), options)
 
 
 def split_help(argv: Sequence[str]) -> tuple[list[str], str | None]:
@@ -378,29 +432,3 @@ def split_help(argv: Sequence[str]) -> tuple[list[str], str | None]:
     else:
       rest.append(item)
   return rest, word
-
-
-def list_keys(config: ConfigDict, word: str = '') -> str:
-  """Lists keys with their type, value and description.
-
-  Args:
-    config: The config.
-    word: Lists only keys whose name or description contains it, whatever the case.
-
-  Returns:
-    Two lines for each key: how it is set, and what it does.
-  """
-  lines = []
-  for key in dotted_keys(config):
-    section: Any = config
-    *parents, leaf = key.split('.')
-    for part in parents:
-      section = section[part]
-    description = descriptions_of(section).get(leaf, '')
-    if word.lower() not in f'{key} {description}'.lower():
-      continue
-    kind = section.get_type(leaf).__name__.replace('NoneType', 'any')
-    lines.append(f'  --config.{key}={section[leaf]}  ({kind})')
-    if description:
-      lines.append(f'      {description}')
-  return '\n'.join(lines) or f'  No key and no description contains {word!r}.'

@@ -1,27 +1,26 @@
 """Parse and check `rollout.engine`, the engine that generates responses."""
 
+import inspect
 import os
 import pathlib
 import shutil
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.call_strings import (
-  ConfigError,
-  check_options,
-  parse_call,
-  unknown_name_error,
-)
+from jaxrl.call_strings import ComponentCall, ConfigError, find_component
 from jaxrl.models.exact import Exact
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.engine import ENGINES
+from jaxrl.rollout.engine.engine_base import EngineBase, EngineTraits
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.threaded_decode import decode_threads_error
+from launch.settings.call_syntax import parse_call
 from launch.settings.run_settings import EngineSettings, RunSettings
 
 KEY = '--config.rollout.engine'
-KINDS = ('jax', 'vllm')
-# Options of `JaxEngine` that other config keys set, or the run itself ('').
+# Options of engines that other config keys set, or the run itself ('').
 SET_ELSEWHERE = {
-  'num_slots': 'rollout.num_slots',
+  'max_num_seqs': 'rollout.max_num_seqs',
   'max_length': 'batch.max_length',
   'device_thread': '',
   'sharding': '',
@@ -29,15 +28,16 @@ SET_ELSEWHERE = {
 
 
 def parse_engine(
-  text: str, *, num_slots: int, max_length: int, dtype: str
+  text: str, *, max_num_seqs: int, max_length: int, dtype: str
 ) -> EngineSettings:
   """Parses a call string such as `jax(decode_steps=4)` or `vllm(python='…')`.
 
+  A user's own engine is named by where its class is, `path/file.py:Name(option=1)`.
   A vLLM engine's `python` is the interpreter that hosts it, not an option of vLLM.
 
   Args:
     text: value of `rollout.engine`.
-    num_slots: sequences that one engine generates at once.
+    max_num_seqs: sequences that one engine generates at once.
     max_length: most tokens of a sequence.
     dtype: floating-point type of the model.
 
@@ -45,10 +45,9 @@ def parse_engine(
     ConfigError: for an unknown engine or option, or options that exclude each other.
   """
   where = f'{KEY}={text}'
-  kind, own_options = parse_call(text)
-  if kind not in KINDS:
-    raise unknown_name_error(kind, KINDS, 'engine', KEY)
-  shared = {'num_slots': num_slots, 'max_length': max_length}
+  call = parse_call(text)
+  kind, own_options = call.name, dict(call.options)
+  shared = {'max_num_seqs': max_num_seqs, 'max_length': max_length}
   if kind == 'vllm':
     from jaxrl.rollout.vllm import vllm_options  # only vLLM's engines need it
 
@@ -60,24 +59,46 @@ def parse_engine(
     if python:
       options['python'] = _absolute_path(str(python))
     all_options = {**shared, 'dtype': dtype, **options}
-    return EngineSettings('vllm', own_options, all_options, None, False)
-  _check_jax(own_options, where, num_slots=num_slots, dtype=dtype)
+    traits = vllm_options.VLLM_TRAITS
+    return EngineSettings('vllm', own_options, all_options, None, False, traits)
+  engine_class = _find_engine(call, where)
+  is_jax = isinstance(engine_class, type) and issubclass(engine_class, JaxEngine)
+  if is_jax:
+    _check_jax(own_options, where, max_num_seqs=max_num_seqs, dtype=dtype)
+  exact = is_jax and own_options.get('exact')
   return EngineSettings(
-    kind='jax',
+    kind=kind,
     own_options=own_options,
     options={**shared, **own_options},
-    exact=Exact.for_slots(num_slots) if own_options.get('exact') else None,
-    router_replay=bool(own_options.get('router_replay')),
+    exact=Exact.for_slots(max_num_seqs) if exact else None,
+    router_replay=is_jax and bool(own_options.get('router_replay')),
+    traits=getattr(engine_class, 'traits', EngineTraits()),
   )
 
 
-def _check_jax(
-  options: dict[str, Any], where: str, *, num_slots: int, dtype: str
-) -> None:
-  for name in options.keys() & SET_ELSEWHERE.keys():
+def _find_engine(call: ComponentCall, where: str) -> Callable[..., Any]:
+  """Returns the class of an engine; raises ConfigError if it cannot be made."""
+  for name in call.options.keys() & SET_ELSEWHERE.keys():
     hint = f': set --config.{SET_ELSEWHERE[name]}' if SET_ELSEWHERE[name] else ''
     raise ConfigError(f'{where}: {name!r} is not set here{hint}')
-  check_options(JaxEngine.__init__, options, where)
+  kind, engine_class, _ = find_component(
+    call, ENGINES, 'engine', KEY, where=where, base=EngineBase
+  )
+  parameters = inspect.signature(engine_class).parameters
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  always_given = ('device_thread', 'max_num_seqs', 'max_length')
+  missing = [name for name in always_given if name not in parameters]
+  if missing and not takes_any:
+    raise ConfigError(
+      f'{where}: {kind} must take {", ".join(missing)}, since engines are made by '
+      'NAME(model, tokenizer, *, device_thread, max_num_seqs, max_length, …)'
+    )
+  return engine_class
+
+
+def _check_jax(
+  options: Mapping[str, Any], where: str, *, max_num_seqs: int, dtype: str
+) -> None:
   exact = bool(options.get('exact'))
   if exact and dtype != 'float32':
     raise ConfigError(f'{where}: exact needs --config.model.dtype=float32, not {dtype}')
@@ -90,7 +111,7 @@ def _check_jax(
     if options.get(name, 1) < 1:
       raise ConfigError(f'{where}: {name} must be at least 1')
   decode_threads = options.get('decode_threads') or 1  # 0 lets the engine choose
-  if reason := decode_threads_error(decode_threads, num_slots, exact=exact):
+  if reason := decode_threads_error(decode_threads, max_num_seqs, exact=exact):
     raise ConfigError(f'{where}: {reason}')
 
 
@@ -106,13 +127,12 @@ def check_engine(settings: RunSettings, *, installed: bool = True) -> None:
   """
   engine = settings.rollout.engine
   where = f'{KEY}={settings.text("rollout.engine")}'
-  if engine.kind != 'vllm':
-    return
-  if not settings.cluster.ray:
+  if engine.traits.needs_ray and not settings.cluster.ray:
+    name = 'vLLM' if engine.kind == 'vllm' else engine.kind
     raise ConfigError(
-      f'{where}: vLLM is hosted by Ray actors: set --config.cluster.ray=true'
+      f'{where}: {name} is hosted by Ray actors: set --config.cluster.ray=true'
     )
-  if not installed:
+  if engine.kind != 'vllm' or not installed:
     return
   python = engine.own_options.get('python', '')
   if python and shutil.which(str(python)) is None:

@@ -1,10 +1,9 @@
 """Parse `logging.sinks`: where the metrics of a run go."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from jaxrl.call_strings import parse_calls
+from jaxrl.call_strings import ComponentCall
+from launch.settings.call_syntax import parse_calls, parse_setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,15 +11,15 @@ class LoggingSettings:
   """Where metrics go, beside metrics.jsonl and the console.
 
   Attributes:
-    sinks: name and options of each sink.
+    sinks: a call of each sink.
   """
 
-  sinks: tuple[tuple[str, Mapping[str, Any]], ...]
+  sinks: tuple[ComponentCall, ...]
 
   @property
   def names(self) -> set[str]:
     """The names of the sinks."""
-    return {name for name, _ in self.sinks}
+    return {call.name for call in self.sinks}
 
 
 def read_logging(*, sinks: str = 'report + tensorboard') -> LoggingSettings:
@@ -28,9 +27,10 @@ def read_logging(*, sinks: str = 'report + tensorboard') -> LoggingSettings:
 
   Args:
     sinks: call strings joined by +, beside metrics.jsonl and the console: `report`,
-      `tensorboard`, `wandb(project='mine')`, `trackio(project='mine')`; '' for none.
+      `tensorboard`, `wandb(project='mine')`, `trackio(project='mine')`, or your
+      own, `path/file.py:Name(option=1)`; '' for none.
 
   Raises:
     ConfigError: if the call strings cannot be read.
   """
-  return LoggingSettings(tuple(parse_calls(sinks)))
+  return LoggingSettings(parse_setting('logging.sinks', sinks, parse_calls))

@@ -1,7 +1,8 @@
-"""Decide what a run does about rollouts of older weights than those it trains.
+"""Decide how a run treats rollouts that older weights have generated.
 
-`rollout.sync` says when engines get new weights, see `jaxrl.rollout.sync`;
-`rollout.staleness` says what becomes of rollouts that are too old, see
+`weight_sync.policy` says when engines get new weights, see
+`jaxrl.rollout.weights.weight_sync`;
+`rollout.staleness_policy` says what becomes of rollouts that are too old, see
 `jaxrl.training.staleness`. Where rollouts may be stale, or another program than the
 learner's model samples them, algorithms that can take a correction get one by default:
 truncated importance sampling.
@@ -29,12 +30,12 @@ def max_staleness(settings: RunSettings) -> int | None:
     A number of steps; None where nothing is dropped for its age.
   """
   rollout = settings.rollout
-  if rollout.staleness is not None:
-    limit = rollout.staleness
+  if rollout.staleness_policy is not None:
+    limit = rollout.staleness_policy
     return limit.max_age if limit.action == 'drop' else None
   if settings.experience_store is not None:
     return None
-  lag = rollout.sync.max_lag(rollout.async_ratio)
+  lag = settings.weight_sync.policy.max_lag(rollout.async_ratio)
   return None if lag is None else math.ceil(rollout.async_ratio) + lag
 
 
@@ -44,33 +45,37 @@ def validate_off_policy(settings: RunSettings) -> None:
   Raises:
     ConfigError: if they cannot be, or have no effect.
   """
-  sync, limit = settings.rollout.sync, settings.rollout.staleness
-  sync_text = settings.text('rollout.sync')
+  sync, limit = settings.weight_sync.policy, settings.rollout.staleness_policy
+  sync_text = settings.text('weight_sync.policy')
   if not settings.plays:
-    for key, changed in (('sync', sync != fixed()), ('staleness', limit is not None)):
+    for key, changed in (
+      ('weight_sync.policy', sync != fixed()),
+      ('rollout.staleness_policy', limit is not None),
+    ):
       if changed:
         raise ConfigError(
-          f'--config.rollout.{key}={settings.text(f"rollout.{key}")}: has no effect '
-          f'here: {settings.algorithm_name} learns from files, '
-          f'schema={settings.algorithm.data_format}, and plays nothing to learn from'
+          f'--config.{key}={settings.text(key)}: has no effect here: '
+          f'{settings.algorithm_name} learns from files and plays nothing'
         )
     return
   if limit is None:
     if sync.wait_for == 'none':
       raise ConfigError(
-        f'--config.rollout.sync={sync_text}: nothing bounds how old the '
-        "engines' weights may be: set --config.rollout.staleness='drop(max=2)', or "
-        'mask, or recompute'
+        f'--config.weight_sync.policy={sync_text}: nothing bounds how old the '
+        "engines' weights may be: set --config.rollout.staleness_policy='drop(max=2)', "
+        'or mask, or recompute'
       )
     return
-  where = f'--config.rollout.staleness={settings.text("rollout.staleness")}'
+  where = (
+    f'--config.rollout.staleness_policy={settings.text("rollout.staleness_policy")}'
+  )
   if (
     limit.action == 'drop'
     and not sync.rollout_driven
     and sync.interval - 1 > limit.max_age
   ):
     raise ConfigError(
-      f'{where}: with --config.rollout.sync={sync_text} tokens are up to '
+      f'{where}: with --config.weight_sync.policy={sync_text} tokens are up to '
       f'{sync.interval - 1} steps old when they are written, so whole steps would be '
       'lost: raise max, or lower the interval'
     )
@@ -81,17 +86,12 @@ def validate_off_policy(settings: RunSettings) -> None:
       f'{where}: the loss of {settings.algorithm_name} reads no old_logprobs, so there '
       'is nothing to recompute: take drop or mask'
     )
-  if settings.algorithm_options.get('behaviour') == 'rollout':
-    raise ConfigError(
-      f'{where} has the learner score old_logprobs, and '
-      '--config.algorithm.behaviour=rollout forbids that: leave one out'
-    )
 
 
 def may_be_stale(settings: RunSettings) -> bool:
   """Returns whether tokens may be older than the step that learns from them."""
   rollout = settings.rollout
-  ahead = rollout.async_ratio > 0 or rollout.sync.max_lag(0) != 0
+  ahead = rollout.async_ratio > 0 or settings.weight_sync.policy.max_lag(0) != 0
   stored = settings.experience_store is not None
   return ahead or stored or _reuses_groups(settings.algorithm)
 
@@ -101,7 +101,7 @@ def _reuses_groups(algorithm: Algorithm) -> bool:
 
 
 def _off_policy(settings: RunSettings) -> bool:
-  return may_be_stale(settings) or settings.rollout.engine.external
+  return may_be_stale(settings) or settings.rollout.engine.traits.external
 
 
 def apply_defaults(settings: RunSettings) -> Algorithm:
@@ -116,7 +116,7 @@ def apply_defaults(settings: RunSettings) -> Algorithm:
   changes = {}
   if _takes_default_correction(settings):
     changes = {'correction': corrections.tis, 'old_logprobs_source': 'decoupled'}
-  limit = settings.rollout.staleness
+  limit = settings.rollout.staleness_policy
   if (
     limit is not None
     and limit.action == 'recompute'
@@ -131,7 +131,6 @@ def _takes_default_correction(settings: RunSettings) -> bool:
   return (
     settings.algorithm.correction is None
     and options.get('correction', '') == ''
-    and options.get('behaviour', '') == ''
     and consistency.supports_correction(settings.algorithm)
     and _off_policy(settings)
   )
@@ -142,14 +141,14 @@ def describe(settings: RunSettings) -> str | None:
   if not settings.plays or not _off_policy(settings):
     return None
   algorithm = settings.algorithm
-  rule, limit = settings.text('rollout.staleness'), max_staleness(settings)
+  rule, limit = settings.text('rollout.staleness_policy'), max_staleness(settings)
   stored = settings.experience_store is not None
   age = f'at most {limit} steps old' if limit is not None else f'by {rule}'
   if stored and not rule:
     age = 'of any age'
   if _reuses_groups(algorithm) and not rule:
     age += ' when first learned from, then as old as the sampler keeps them'
-  how = 'from the store' if stored else f'sync {settings.text("rollout.sync")}'
+  how = 'from the store' if stored else f'sync {settings.text("weight_sync.policy")}'
   line = f'{age}, {how}, '
   asked = settings.algorithm_options.get('correction', '')
   if algorithm.correction is None:

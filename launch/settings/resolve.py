@@ -9,28 +9,44 @@ import copyreg
 import dataclasses
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl import model_loading as policies
-from jaxrl.algorithms import registry, requirements
+from jaxrl.algorithms import requirements
 from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.config import Config
 from jaxrl.data.store import store_options
 from jaxrl.envs.graders import composite
 from jaxrl.types import Algorithm
 from launch.settings import off_policy
-from launch.settings.cluster_settings import parse_cluster
+from launch.settings.algorithm_options import build_algorithm
+from launch.settings.call_syntax import (
+  parse_call,
+  parse_calls,
+  parse_row_sources,
+  parse_setting,
+)
+from launch.settings.cluster_settings import parse_cluster, parse_transport
 from launch.settings.component_calls import (
   parse_lora,
+  parse_mesh,
+  parse_own_writer,
   parse_packing,
+  parse_random_model,
+  parse_row_keys,
+  parse_sampling,
   parse_staleness_limit,
   parse_store_options,
   parse_sync_policy,
+  parse_teachers,
 )
 from launch.settings.engine_settings import parse_engine
+from launch.settings.env_options import (
+  parse_env_config,
+  parse_grader_calls,
+  parse_timeouts,
+)
 from launch.settings.run_settings import (
-  TEACHER_BY_TAG,
   TEACHER_CHECKPOINT,
   BatchSettings,
   CheckpointSettings,
@@ -38,8 +54,6 @@ from launch.settings.run_settings import (
   DumpSettings,
   EnvSettings,
   EvalSettings,
-  FileSettings,
-  MeshSettings,
   ModelSettings,
   OptimizerSettings,
   RewardTermSettings,
@@ -47,6 +61,7 @@ from launch.settings.run_settings import (
   RunSettings,
   TeacherSettings,
   WarmStartSettings,
+  WeightSyncSettings,
 )
 
 log = logging.getLogger(__name__)
@@ -84,27 +99,28 @@ def resolve_settings(
     algorithm_name=name,
     algorithm_options=options,
     model=model,
-    dataset=_section(DatasetSettings, data, 'dataset'),
-    experience_store=_experience_store(data['data']['source']),
+    dataset=_dataset(**data['dataset']),
     batch=_batch(**data['batch']),
-    optimizer=_section(OptimizerSettings, data, 'optimizer'),
+    optimizer=_optimizer(**data['optimizer']),
     rollout=rollout,
-    env={tag: _env(**section) for tag, section in data['env'].items()},
-    mesh=_section(MeshSettings, data, 'mesh'),
-    checkpoint=_section(CheckpointSettings, data, 'checkpoint'),
-    eval=_section(EvalSettings, data, 'eval'),
-    files=_section(FileSettings, data, 'files'),
-    sft=_section(WarmStartSettings, data, 'sft'),
-    expert_path=data['expert']['path'],
-    teacher=_teacher(**data['teacher']),
-    cluster=parse_cluster(
-      **data['cluster'],
+    weight_sync=_weight_sync(
+      **data['weight_sync'],
+      ray=data['cluster']['ray'],
       engine=rollout.engine,
       adapters=model.lora,
       adapters_text=data['model']['lora'],
       check_machine=check_machine,
     ),
-    dump=_dump(**data['dump']) if 'dump' in data else None,
+    env={tag: _env(tag, **section) for tag, section in data['env'].items()},
+    mesh=parse_mesh(data['mesh']),
+    checkpoint=_section(CheckpointSettings, data, 'checkpoint'),
+    eval=_section(EvalSettings, data, 'eval', path=parse_row_sources),
+    sft=_section(WarmStartSettings, data, 'sft', path=parse_row_sources),
+    teacher=_teacher(**data['teacher']),
+    cluster=parse_cluster(**data['cluster']),
+    trajectory_dump=(
+      _dump(**data['trajectory_dump']) if 'trajectory_dump' in data else None
+    ),
     config=data,
   )
   return dataclasses.replace(settings, algorithm=_fit_algorithm(settings))
@@ -149,7 +165,7 @@ def _build_algorithm(name: str, options: Mapping[str, Any], *, warn: bool) -> Al
   """Returns the algorithm as its options say; logs what is doubtful about it."""
   with warnings.catch_warnings(record=True) as doubts:
     warnings.simplefilter('always')
-    algorithm = registry.make(name, dict(options))
+    algorithm = build_algorithm(name, options)
   for doubt in doubts if warn else ():
     log.warning('%s', doubt.message)
   return algorithm
@@ -163,21 +179,53 @@ def _fit_algorithm(settings: RunSettings) -> Algorithm:
   return requirements.with_length(algorithm, max(limits or [settings.batch.max_length]))
 
 
-def _experience_store(text: str) -> store_options.ReaderOptions | None:
-  if not text:
-    return None
-  return parse_store_options(text, store_options.reader_options, 'data.source')
+def _dataset(
+  *,
+  path: str,
+  curriculum: str,
+  experience_store: str,
+  expert_path: str,
+  keys: str,
+  **fields: Any,
+) -> DatasetSettings:
+  store = None
+  if experience_store:
+    store = parse_store_options(
+      experience_store, store_options.reader_options, 'dataset.experience_store'
+    )
+  key = 'dataset.expert_path'
+  return DatasetSettings(
+    path=parse_setting('dataset.path', path, parse_row_sources),
+    curriculum=parse_setting('dataset.curriculum', curriculum, parse_call),
+    expert_path=parse_setting(key, expert_path, parse_row_sources),
+    experience_store=store,
+    **parse_row_keys(keys),
+    **fields,
+  )
+
+
+def _weight_sync(*, policy: str, transport: str, **options: Any) -> WeightSyncSettings:
+  return WeightSyncSettings(
+    policy=parse_sync_policy(policy), transport=parse_transport(transport, **options)
+  )
 
 
 def _dump(*, path: str, columns: Any) -> DumpSettings:
   store = None
   if store_options.is_store_path(path):
-    store = parse_store_options(path, store_options.writer_options, 'dump.path')
-  return DumpSettings(path, tuple(columns), store)
+    store = parse_store_options(
+      path, store_options.writer_options, 'trajectory_dump.path'
+    )
+  return DumpSettings(path, tuple(columns), store, parse_own_writer(path))
 
 
-def _section(cls: Any, data: Mapping[str, Any], name: str) -> Any:
-  """Returns a section of the config as a dataclass that has the same fields."""
+def _section(
+  cls: Any, data: Mapping[str, Any], name: str, **parsers: Callable[[str], Any]
+) -> Any:
+  """Returns a section of the config as a dataclass that has the same fields.
+
+  `parsers` read the texts of some of them.
+  """
   fields = {field.name for field in dataclasses.fields(cls)}
   for key in data[name]:
     if key not in fields:
@@ -185,7 +233,11 @@ def _section(cls: Any, data: Mapping[str, Any], name: str) -> Any:
   missing = fields - set(data[name])
   if missing:
     raise ConfigError(f'config.{name} has no {", ".join(sorted(missing))}')
-  return cls(**data[name])
+  parsed = {
+    key: parse_setting(f'{name}.{key}', data[name][key], parse)
+    for key, parse in parsers.items()
+  }
+  return cls(**{**data[name], **parsed})
 
 
 def _model(
@@ -195,22 +247,30 @@ def _model(
   dtype: str,
   remat: str,
   lora: str,
-  random: Mapping[str, Any],
+  random: str,
 ) -> ModelSettings:
   return ModelSettings(
     checkpoint=checkpoint,
-    random=None if checkpoint else policies.random_config(**random),
+    random=None if checkpoint else parse_random_model(random),
     dtype=dtype,
-    remat=remat,
+    remat=parse_setting('model.remat', remat, parse_call),
     lora=parse_lora(lora),
     kernels=kernels,
   )
 
 
-def _batch(*, buckets: Any, max_length: int, packing: str, **fields: Any) -> Any:
+def _optimizer(*, name: str, lr_schedule: str, **fields: Any) -> OptimizerSettings:
+  return OptimizerSettings(
+    name=parse_setting('optimizer.name', name, parse_call),
+    lr_schedule=parse_setting('optimizer.lr_schedule', lr_schedule, parse_call),
+    **fields,
+  )
+
+
+def _batch(*, length_buckets: Any, max_length: int, packing: str, **fields: Any) -> Any:
   return BatchSettings(
     max_length=max_length,
-    buckets=tuple(buckets) or (max_length,),
+    length_buckets=tuple(length_buckets) or (max_length,),
     packing=parse_packing(packing),
     **fields,
   )
@@ -222,20 +282,24 @@ def _rollout(
   *,
   engine: str,
   rewards: str,
-  sync: str,
-  staleness: str,
+  group_filter: str,
+  reward_shaping: str,
+  staleness_policy: str,
+  sampling: str,
   **fields: Any,
 ) -> RolloutSettings:
   return RolloutSettings(
     engine=parse_engine(
       engine,
-      num_slots=fields['num_slots'],
+      max_num_seqs=fields['max_num_seqs'],
       max_length=batch['max_length'],
       dtype=model['dtype'],
     ),
     rewards=parse_rewards(rewards),
-    sync=parse_sync_policy(sync),
-    staleness=parse_staleness_limit(staleness),
+    group_filter=parse_setting('rollout.group_filter', group_filter, parse_calls),
+    reward_shaping=parse_setting('rollout.reward_shaping', reward_shaping, parse_calls),
+    staleness_policy=parse_staleness_limit(staleness_policy),
+    **parse_sampling(sampling),
     **fields,
   )
 
@@ -247,49 +311,48 @@ def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
     ConfigError: if the text is no such sum.
   """
   try:
-    return tuple(RewardTermSettings(*term) for term in composite.grader_terms(text))
+    terms = composite.grader_terms(parse_grader_calls(text))
+    return tuple(RewardTermSettings(*term) for term in terms)
   except ConfigError as error:
     raise ConfigError(f'--config.rollout.rewards={text}: {error}') from error
 
 
 def _env(
+  tag: str,
   *,
   env_type: str,
   env_config: Mapping[str, Any],
-  share: float,
-  concurrency: int,
-  formulation: str,
+  weight: float,
+  max_concurrency: int,
+  row_format: str,
   max_steps: int,
   max_tokens_per_step: int,
+  timeouts: str,
   **manager_options: Any,
 ) -> EnvSettings:
+  try:
+    env_options = parse_env_config(env_type, env_config, f'env.{tag}.env_config')
+  except ConfigError as error:
+    if f'env.{tag}' in str(error):
+      raise
+    raise ConfigError(f'env.{tag}: {error}') from error
   return EnvSettings(
     env_type,
-    env_config,
-    share,
-    concurrency,
-    formulation,
+    env_options,
+    weight,
+    max_concurrency,
+    row_format,
     max_steps,
     max_tokens_per_step,
-    manager_options,
+    {**manager_options, 'timeouts': parse_timeouts(timeouts, tag)},
   )
 
 
-def _teacher(*, checkpoint: str, by_tag: str) -> TeacherSettings:
-  """Reads `teacher.by_tag`, as in 'gsm8k=FOLDER, lake=FOLDER', and the default."""
-  folders: dict[str, str] = {}
-  for item in filter(str.strip, by_tag.split(',')):
-    tag, _, folder = (part.strip() for part in item.partition('='))
-    if not (tag and folder) or tag in folders:
-      raise ConfigError(
-        f'{TEACHER_BY_TAG}={by_tag}: write tag=FOLDER, tag=FOLDER, each tag once'
-      )
-    folders[tag] = folder
-  from_data = checkpoint == FROM_DATA
-  if from_data and folders:
+def _teacher(*, checkpoint: str) -> TeacherSettings:
+  folders = parse_teachers(checkpoint)
+  from_data = folders.get('') == FROM_DATA
+  if from_data and len(folders) > 1:
     raise ConfigError(
-      f'{TEACHER_CHECKPOINT}=data: then there is no teacher, {TEACHER_BY_TAG}={by_tag}'
+      f'{TEACHER_CHECKPOINT}={checkpoint}: with data there is no teacher; name either'
     )
-  if checkpoint and not from_data:
-    folders[''] = checkpoint
-  return TeacherSettings(folders, from_data, bool(checkpoint or by_tag))
+  return TeacherSettings({} if from_data else folders, from_data, bool(checkpoint))

@@ -7,21 +7,23 @@ the config is derived from.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.call_strings import Component, ComponentCall
+from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions, WriterOptions
 from jaxrl.models.exact import Exact
 from jaxrl.models.lora import Lora
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.weights.weight_sync import SyncPolicy
 from jaxrl.training.batching.packing_plan import Packing
 from jaxrl.training.staleness import StalenessLimit
 from jaxrl.types import Algorithm
 
 TEACHER_CHECKPOINT = '--config.teacher.checkpoint'
-TEACHER_BY_TAG = '--config.teacher.by_tag'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ModelSettings:
   checkpoint: str
   random: ModelConfig | None
   dtype: str
-  remat: str
+  remat: ComponentCall
   lora: Lora | None
   kernels: str
 
@@ -57,14 +59,40 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSettings:
-  """The tasks of the run; the fields are options of `GlobalDataset`."""
+  """The tasks of the run, and what its rows hold.
 
-  path: str
+  Attributes:
+    question_key: key of a row's question; '' if rows have none.
+    answer_key: key of a row's answer; '' if rows have none.
+    solution_key: a further key of a written response.
+    keys: other unusual keys, as `RowFormat` takes them.
+    experience_store: the store whose groups the run trains on; None if it plays them.
+    expert_path: rows that samplers mix with rollouts; '' takes those of `sft` or
+      `path`.
+  """
+
+  path: RowSources
   split: str
   limit: int | None
   question_key: str
   answer_key: str
-  curriculum: str
+  solution_key: str
+  curriculum: ComponentCall
+  keys: str
+  system_prompt: str
+  experience_store: ReaderOptions | None
+  expert_path: RowSources
+
+  @property
+  def task_options(self) -> dict[str, Any]:
+    """Options of `GlobalDataset`, beside the path."""
+    return {
+      'split': self.split,
+      'limit': self.limit,
+      'question_key': self.question_key,
+      'answer_key': self.answer_key,
+      'curriculum': self.curriculum,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +102,18 @@ class BatchSettings:
   Attributes:
     num_groups: groups of a step, all tags together.
     max_length: most tokens of a row, prompt and response together.
-    buckets: lengths that batches are padded to; never empty.
+    length_buckets: lengths that batches are padded to; never empty.
     packing: how sequences share rows; None gives each sequence its own row.
   """
 
   num_groups: int
   max_length: int
-  buckets: tuple[int, ...]
-  minibatches: int
-  micro_batches: int
+  length_buckets: tuple[int, ...]
+  num_minibatches: int
+  num_micro_batches: int
   packing: Packing | None
-  epochs: int
-  entropy: bool
+  ppo_epochs: int
+  log_entropy: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +122,9 @@ class OptimizerSettings:
 
   learning_rate: float
   warmup_steps: int
-  schedule: str
-  clip_norm: float
-  kind: str
+  lr_schedule: ComponentCall
+  max_grad_norm: float
+  name: ComponentCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,24 +132,21 @@ class EngineSettings:
   """The engine that generates responses.
 
   Attributes:
-    kind: 'jax' or 'vllm'.
+    kind: 'jax', 'vllm', or where a user's own class is.
     own_options: the options that the call string itself gives.
     options: all options of the engine, with those that other config keys give.
     exact: how the learner computes log-probs so that they equal the engine's bit by
       bit; None where that is not asked for.
     router_replay: the learner routes tokens to the experts that the engine chose.
+    traits: what the run must know about the engine's class.
   """
 
-  kind: Literal['jax', 'vllm']
+  kind: str
   own_options: Mapping[str, Any]
   options: Mapping[str, Any]
   exact: Exact | None
   router_replay: bool
-
-  @property
-  def external(self) -> bool:
-    """Whether the engine is another program than the learner's model."""
-    return self.kind != 'jax'
+  traits: EngineTraits
 
   @property
   def num_devices(self) -> int:
@@ -151,30 +176,29 @@ class RolloutSettings:
   """How episodes are played and collected.
 
   Attributes:
-    sync: when the engines get new weights.
-    staleness: what becomes of rollouts that are too old; None leaves it to the queue.
+    staleness_policy: what becomes of rollouts that are too old; None leaves it to the
+      queue.
     rewards: terms added to the environment's reward; empty for none.
-    group_filter: the config's own filters, beside those of the algorithm.
-    shapers: the config's own reward shapers, beside those of the algorithm.
+    group_filter: filters in place of the algorithm's; () leaves those, 'none' is none.
+    reward_shaping: the same of the algorithm's reward shapers.
   """
 
   engine: EngineSettings
   rewards: tuple[RewardTermSettings, ...]
-  group_filter: str
-  shapers: str
-  sync: SyncPolicy
-  staleness: StalenessLimit | None
+  group_filter: tuple[ComponentCall, ...]
+  reward_shaping: tuple[ComponentCall, ...]
+  staleness_policy: StalenessLimit | None
   temperature: float
   top_p: float
   top_k: int
-  num_slots: int
+  max_num_seqs: int
   async_ratio: float
-  retries: int
-  min_members: int
-  redundancy: int
-  lease_timeout: float
-  max_lost: int
-  mismatch_alarm: float
+  max_retries: int
+  min_group_size: int
+  extra_samples: int
+  episode_timeout: float
+  max_consecutive_drops: int
+  logprob_mismatch_warn: float
 
   @property
   def sampling(self) -> dict[str, Any]:
@@ -193,17 +217,17 @@ class EnvSettings:
   Attributes:
     env_type: name or path of the environment class.
     env_config: options of that class.
-    share: this tag's part of each step's groups, relative to the other tags.
-    concurrency: environments that act at once in one worker.
-    formulation: 'auto', 'step' or 'concatenated'.
+    weight: this tag's part of each step's groups, relative to the other tags.
+    max_concurrency: environments that act at once in one worker.
+    row_format: 'auto', 'step' or 'concatenated'.
     manager_options: further options of `EnvManager`.
   """
 
   env_type: str
   env_config: Mapping[str, Any]
-  share: float
-  concurrency: int
-  formulation: str
+  weight: float
+  max_concurrency: int
+  row_format: str
   max_steps: int
   max_tokens_per_step: int
   manager_options: Mapping[str, Any]
@@ -224,17 +248,17 @@ class MeshSettings:
 class CheckpointSettings:
   """When checkpoints are written, how many stay, and whether a model is exported."""
 
-  every: int
+  save_interval: int
   export: bool
-  keep: int
+  max_to_keep: int
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
-  """Evaluations during training; `every` = 0 means there are none."""
+  """Evaluations during training; `interval` = 0 means there are none."""
 
-  every: int
-  path: str
+  interval: int
+  path: RowSources
   split: str
   num_tasks: int
   group_size: int
@@ -242,22 +266,13 @@ class EvalSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class FileSettings:
-  """Where rows of files hold what; options of `FileSampler` and `Format`."""
-
-  keys: str
-  system: str
-
-
-@dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
   """Supervised steps before the algorithm's own; `num_steps` = 0 for none."""
 
   num_steps: int
-  path: str
+  path: RowSources
   limit: int
   batch_size: int
-  solution_key: str
   learning_rate: float
   warmup_steps: int
 
@@ -325,8 +340,15 @@ class ClusterSettings:
   address: str
   num_engines: int
   num_workers: int
-  weights: WeightTransport
   placement: PlacementSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSyncSettings:
+  """When engines get new weights, and how these reach them."""
+
+  policy: SyncPolicy
+  transport: WeightTransport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,11 +359,13 @@ class DumpSettings:
     path: folder, file, table or store; '' takes a folder of the run's own.
     columns: pairs of name and type; empty for all columns.
     store: the experience store that `path` names; None for anything else.
+    writer: the user's own trajectory writer that `path` names; None for anything else.
   """
 
   path: str
   columns: tuple[Any, ...]
   store: WriterOptions | None
+  writer: ComponentCall | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,10 +378,7 @@ class RunSettings:
     algorithm_name: the name that the config gives it.
     algorithm_options: the config's own options of it; '' leaves one to the algorithm.
     env: settings by environment tag.
-    experience_store: the store whose groups the run trains on; None if it plays them.
-    expert_path: rows that samplers mix with rollouts; '' takes those of `sft` or
-      `dataset`.
-    dump: where trajectories are written; None for commands that never write any.
+    trajectory_dump: where trajectories are written; None for commands that write none.
     config: the config as plain data, for records and for group filters.
   """
 
@@ -369,21 +390,24 @@ class RunSettings:
   algorithm_options: Mapping[str, Any]
   model: ModelSettings
   dataset: DatasetSettings
-  experience_store: ReaderOptions | None
   batch: BatchSettings
   optimizer: OptimizerSettings
   rollout: RolloutSettings
+  weight_sync: WeightSyncSettings
   env: Mapping[str, EnvSettings]
   mesh: MeshSettings
   checkpoint: CheckpointSettings
   eval: EvalSettings
-  files: FileSettings
   sft: WarmStartSettings
-  expert_path: str
   teacher: TeacherSettings
   cluster: ClusterSettings
-  dump: DumpSettings | None
+  trajectory_dump: DumpSettings | None
   config: Mapping[str, Any]
+
+  @property
+  def experience_store(self) -> ReaderOptions | None:
+    """The store whose groups the run trains on; None if it plays them."""
+    return self.dataset.experience_store
 
   @property
   def plays(self) -> bool:
@@ -393,7 +417,7 @@ class RunSettings:
   @property
   def evaluates(self) -> bool:
     """Whether the run plays evaluations."""
-    return bool(self.eval.every and self.env)
+    return bool(self.eval.interval and self.env)
 
   def text(self, key: str) -> Any:
     """Returns what the config says under a dotted key, to quote it in a message."""
@@ -407,14 +431,14 @@ class RunSettings:
     return ConfigDict(dict(self.config['env'][tag]))
 
   @property
-  def group_filters(self) -> str:
-    """The filters of the algorithm and of the config, as one call string."""
-    return _join_terms(self.algorithm.filters, self.rollout.group_filter)
+  def group_filters(self) -> tuple[Component, ...]:
+    """The config's filters, or else the algorithm's."""
+    return _override(self.algorithm.filters, self.rollout.group_filter)
 
   @property
-  def reward_shapers(self) -> str:
-    """The reward shapers of the algorithm and of the config, as one call string."""
-    return _join_terms(self.algorithm.shapers, self.rollout.shapers)
+  def reward_shapers(self) -> tuple[Component, ...]:
+    """The config's reward shapers, or else the algorithm's."""
+    return _override(self.algorithm.shapers, self.rollout.reward_shaping)
 
   def response_limit(self, tag: str) -> int:
     """Returns the most tokens of one episode of a tag, all of its turns together."""
@@ -422,8 +446,12 @@ class RunSettings:
     return min(self.batch.max_length, env.max_steps * env.max_tokens_per_step)
 
 
-def _join_terms(*texts: str) -> str:
-  return ' + '.join(text for text in texts if text.strip())
+def _override(
+  own: tuple[Component, ...], chosen: tuple[ComponentCall, ...]
+) -> tuple[Component, ...]:
+  """Returns `chosen`, or the algorithm's `own` if it is empty; 'none' empties both."""
+  is_none = [call.name for call in chosen] == ['none']
+  return () if is_none else chosen or own
 
 
 def as_options(settings: Any) -> dict[str, Any]:

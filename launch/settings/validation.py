@@ -5,7 +5,7 @@ against their ranges and settings against each other.
 """
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError, defaults, unknown_name_error
+from jaxrl.call_strings import ConfigError, defaults, join_calls, unknown_name_error
 from jaxrl.data import samplers
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.env_registry import env_factory, unwrapped
@@ -21,7 +21,6 @@ from kernels.dispatch import check_kernels_option
 from launch.settings.engine_settings import check_engine
 from launch.settings.off_policy import validate_off_policy
 from launch.settings.run_settings import (
-  TEACHER_BY_TAG,
   TEACHER_CHECKPOINT,
   RunSettings,
 )
@@ -33,18 +32,18 @@ MINIMUM = {
   'num_epochs': 0,
   'batch.num_groups': 1,
   'batch.max_length': 2,
-  'batch.minibatches': 1,
-  'batch.micro_batches': 1,
-  'batch.epochs': 1,
-  'checkpoint.every': 0,
-  'checkpoint.keep': 1,
+  'batch.num_minibatches': 1,
+  'batch.num_micro_batches': 1,
+  'batch.ppo_epochs': 1,
+  'checkpoint.save_interval': 0,
+  'checkpoint.max_to_keep': 1,
   'cluster.num_engines': 0,  # as many as there are devices for
   'cluster.num_workers': 1,
-  'eval.every': 0,
+  'eval.interval': 0,
   'eval.group_size': 1,
   'eval.num_tasks': -1,  # all
-  'rollout.num_slots': 1,
-  'rollout.max_lost': 1,
+  'rollout.max_num_seqs': 1,
+  'rollout.max_consecutive_drops': 1,
   'sft.num_steps': 0,
   'sft.batch_size': 1,
 }
@@ -130,15 +129,15 @@ def validate_ranges(settings: RunSettings) -> None:
 
 def _validate_batch(settings: RunSettings) -> None:
   batch, exact = settings.batch, settings.rollout.engine.exact
-  if max(batch.buckets) < batch.max_length:
+  if max(batch.length_buckets) < batch.max_length:
     raise ConfigError(
-      f'--config.batch.buckets={batch.buckets}: the largest must hold '
+      f'--config.batch.length_buckets={batch.length_buckets}: the largest must hold '
       f'batch.max_length={batch.max_length} tokens'
     )
-  too_long = [size for size in batch.buckets if size > batch.max_length]
+  too_long = [size for size in batch.length_buckets if size > batch.max_length]
   if too_long:
     raise ConfigError(
-      f'--config.batch.buckets: {too_long[0]} is longer than any row may be, '
+      f'--config.batch.length_buckets: {too_long[0]} is longer than any row may be, '
       f'batch.max_length={batch.max_length}'
     )
   if settings.model.lora and exact:
@@ -152,7 +151,7 @@ def _validate_batch(settings: RunSettings) -> None:
       batch.packing,
       exact=settings.plays and exact is not None,
       context=settings.mesh.context,
-      micro_batches=batch.micro_batches,
+      num_micro_batches=batch.num_micro_batches,
     )
 
 
@@ -169,12 +168,12 @@ def _validate_rollouts(settings: RunSettings) -> None:
   if not settings.env:
     raise ConfigError('config.env names no environment: give it at least one tag')
   if settings.plays:
-    shares = {tag: env.share for tag, env in settings.env.items()}
+    shares = {tag: env.weight for tag, env in settings.env.items()}
     allocate_groups(settings.batch.num_groups, shares)
   for tag, env in settings.env.items():
-    if env.concurrency < 1:
+    if env.max_concurrency < 1:
       raise ConfigError(
-        f'--config.env.{tag}.concurrency={env.concurrency}: must be at least 1'
+        f'--config.env.{tag}.max_concurrency={env.max_concurrency}: must be at least 1'
       )
     try:
       env_factory(env.env_type, env.env_config)
@@ -190,7 +189,7 @@ def _validate_evaluation_end(settings: RunSettings, tag: str) -> None:
   env, count = settings.env[tag], settings.eval.num_tasks
   env_class = unwrapped(env.env_type, env.env_config)
   endless = not getattr(env_class, 'uses_dataset', True)
-  if settings.eval.every and count < 1 and endless:
+  if settings.eval.interval and count < 1 and endless:
     raise ConfigError(
       f'--config.eval.num_tasks={count}: env.{tag} has no data set to come to the end '
       'of: say how many tasks an evaluation plays'
@@ -199,9 +198,9 @@ def _validate_evaluation_end(settings: RunSettings, tag: str) -> None:
 
 def _validate_formulation(settings: RunSettings, tag: str) -> None:
   """Turns that share a row can neither be told apart nor be scored exactly."""
-  if settings.env[tag].formulation != 'concatenated':
+  if settings.env[tag].row_format != 'concatenated':
     return
-  where = f'--config.env.{tag}.formulation=concatenated'
+  where = f'--config.env.{tag}.row_format=concatenated'
   if requirements.row_format(settings.algorithm) == 'step':
     raise ConfigError(
       f'{where}: algorithm {settings.algorithm_name} tells the steps of an episode '
@@ -215,29 +214,26 @@ def _validate_group_pipeline(settings: RunSettings) -> None:
   """Checks what happens to groups between being played and being trained on."""
   rollout, algorithm = settings.rollout, settings.algorithm
   group_size = algorithm.group_size if settings.plays else None
-  for key, text in (
-    ('rollout.group_filter', rollout.group_filter),
-    ('algorithm.filters', algorithm.filters),
-  ):
-    try:
-      make_group_filter(text, settings.config, {}, group_size=group_size)
-    except ConfigError as error:
-      raise ConfigError(f'--config.{key}: {error}') from error
-  for key, text in (
-    ('rollout.shapers', rollout.shapers),
-    ('algorithm.shapers', algorithm.shapers),
-  ):
-    try:
-      make_reward_shaper(text, {'max_length': settings.batch.max_length})
-    except ConfigError as error:
-      raise ConfigError(f'--config.{key}: {error}') from error
+  try:
+    text = join_calls(settings.group_filters)
+    make_group_filter(
+      settings.group_filters, settings.config, {}, group_size=group_size
+    )
+  except ConfigError as error:
+    raise ConfigError(f'--config.rollout.group_filter={text}: {error}') from error
+  try:
+    text = join_calls(settings.reward_shapers)
+    limits = {'max_length': settings.batch.max_length}
+    make_reward_shaper(settings.reward_shapers, limits)
+  except ConfigError as error:
+    raise ConfigError(f'--config.rollout.reward_shaping={text}: {error}') from error
   for key, value, all_tokens in (
     ('top_p', rollout.top_p, 1),
     ('top_k', rollout.top_k, 0),
   ):
     if settings.plays and value != all_tokens:
       raise ConfigError(
-        f'--config.rollout.{key}={value}: which tokens this leaves is not '
+        f'--config.rollout.sampling: {key}={value}: which tokens this leaves is not '
         'kept, so the learner cannot give the log-probs they were sampled with. '
         f'Train with {key}={all_tokens}, and lower rollout.temperature instead'
       )
@@ -264,16 +260,19 @@ def _validate_offline(settings: RunSettings) -> None:
     if settings.num_epochs:
       raise ConfigError(
         f'--config.num_epochs={settings.num_epochs}: {name} plays, and passes are '
-        'counted over files; set --config.num_steps, or for rows from files '
-        '--config.algorithm.schema=messages'
+        'counted over files; set --config.num_steps, or name an algorithm that learns '
+        'from files'
       )
     return
   data_format = algorithm.data_format
-  where = f'--config.algorithm.schema={data_format}: {name}'
+  where = f'algorithm {name}'
   if not settings.dataset.path:
     raise ConfigError(f'{where} learns from files: set --config.dataset.path=…')
   if algorithm.batch_unit == 'pair' and data_format != 'preference':
-    raise ConfigError(f'{where} compares pairs: only schema=preference has them')
+    raise ConfigError(
+      f"{where} compares pairs: only data_format='preference' has them, not "
+      f'{data_format!r}'
+    )
   for column in sorted(ROLLOUT_COLUMNS.keys() & _required_columns(algorithm)):
     raise ConfigError(
       f'{where} needs {ROLLOUT_COLUMNS[column]}, which files do not hold'
@@ -282,19 +281,18 @@ def _validate_offline(settings: RunSettings) -> None:
   if reads_old and algorithm.old_logprobs_source == 'rollout':
     raise ConfigError(
       f'{where} compares with the log-probs of whoever wrote the rows, which files do '
-      'not hold; --config.algorithm.behaviour=decoupled takes those of the learner '
-      'before the update in their place'
+      "not hold; old_logprobs_source='decoupled' in its Algorithm takes those of the "
+      'learner before the update in their place'
     )
-  for key in ('filters', 'shapers'):
-    if getattr(algorithm, key):
+  for key, calls in (
+    ('group_filter', settings.group_filters),
+    ('reward_shaping', settings.reward_shapers),
+  ):
+    if calls:
       raise ConfigError(
-        f'{where}: {key} choose among what is played; set --config.algorithm.{key}=none'
-      )
-  for key in ('group_filter', 'shapers'):
-    if text := getattr(settings.rollout, key):
-      raise ConfigError(
-        f'--config.rollout.{key}={text}: has no effect here: {name} '
-        f'learns from files, schema={data_format}, and plays nothing'
+        f'--config.rollout.{key}={join_calls(calls)}: has no effect here: {name} '
+        "learns from files and plays nothing; 'none' removes what the algorithm itself "
+        'brings'
       )
 
 
@@ -326,7 +324,8 @@ def validate_teachers(settings: RunSettings) -> None:
   if not batch_fields.teacher_fields(settings.algorithm):
     if teacher.named:
       raise ConfigError(
-        f'{TEACHER_CHECKPOINT} or {TEACHER_BY_TAG}: algorithm {name} asks no teacher'
+        f'{TEACHER_CHECKPOINT}={settings.text("teacher.checkpoint")}: algorithm '
+        f'{name} asks no teacher'
       )
     return
   batch_fields.teacher_top_k(settings.algorithm)
@@ -337,7 +336,9 @@ def validate_teachers(settings: RunSettings) -> None:
   if settings.plays:
     for tag in filter(None, teacher.folders):
       if tag not in settings.env:
-        raise unknown_name_error(tag, settings.env, 'environment tag', TEACHER_BY_TAG)
+        raise unknown_name_error(
+          tag, settings.env, 'environment tag', TEACHER_CHECKPOINT
+        )
 
 
 def _validate_store(settings: RunSettings) -> None:
@@ -345,12 +346,12 @@ def _validate_store(settings: RunSettings) -> None:
   store, algorithm = settings.experience_store, settings.algorithm
   if store is None:
     return
-  where = f'--config.data.source={settings.text("data.source")}'
+  where = (
+    f'--config.dataset.experience_store={settings.text("dataset.experience_store")}'
+  )
   name = settings.algorithm_name
   if not settings.plays:
-    raise ConfigError(
-      f'{where}: {name} learns from files, schema={algorithm.data_format}'
-    )
+    raise ConfigError(f'{where}: {name} learns from files of {algorithm.data_format}')
   if 'greedy_mask' in requirements.needs(algorithm):
     raise ConfigError(
       f'{where}: {name} needs a greedy attempt at each task, which explorers do not '
@@ -361,10 +362,10 @@ def _validate_store(settings: RunSettings) -> None:
       f'{where}: --config.algorithm.sampler={algorithm.sampler} says how often a group '
       'is used: leave uses=1'
     )
-  for key in ('sync', 'async_ratio'):
-    value = settings.text(f'rollout.{key}')
+  for key in ('weight_sync.policy', 'rollout.async_ratio'):
+    value = settings.text(key)
     if value not in ('fixed', 0):
       raise ConfigError(
-        f'--config.rollout.{key}={value}: has no effect here: nothing is played, see '
-        f'{where}; rollout.staleness bounds the age of what is learned from'
+        f'--config.{key}={value}: has no effect here: nothing is played, see '
+        f'{where}; rollout.staleness_policy bounds the age of what is learned from'
       )

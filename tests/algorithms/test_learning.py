@@ -59,7 +59,7 @@ async def test_it_learns(name):
     algorithm,
     changes=changes,
     num_rows=TASKS * (MEMBERS + greedy),
-    buckets=(LENGTH,),
+    length_buckets=(LENGTH,),
     optimizer=make_optimizer(learning_rate=0.5),
     teachers=Teachers(algorithm, mesh=single_device_mesh(), chunk_rows=8),
   )

@@ -3,9 +3,10 @@
 import pytest
 
 from jaxrl import call_strings
-from jaxrl.algorithms import plugins, registry
 from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages
+from launch.settings import plugins
+from tests.calls import make_algorithm
 
 LOSSES = """
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ def test_bare_names_stand_for_their_files(folder):
   found.name_parts(options)
   assert options['policy_loss'] == f'{folder}/my_losses.py:steep(slope=3.0)'
   assert options['advantage'] == 'opmd(tau=.5)' and options['kl_loss'] == 'none'
-  algorithm = registry.make(found.algorithm('whole'), {**options, 'share': 0.25})
+  algorithm = make_algorithm(found.algorithm('whole'), {**options, 'share': 0.25})
   assert algorithm.policy_loss.keywords == {'slope': 3.0}
   assert call_strings.unwrap(algorithm.advantage) is advantages.opmd
   assert algorithm.group_size == 3
@@ -148,12 +149,12 @@ def test_an_error_in_a_plugin_is_its_own(folder):
 )
 def test_a_part_by_dotted_path_and_its_options(folder, slot, name, option):
   file = folder / ('my_losses.py' if name == 'steep' else 'whole.py')
-  made = registry.make('grpo', {slot: f'{file}:{name}({option}=1.5)'})
+  made = make_algorithm('grpo', {slot: f'{file}:{name}({option}=1.5)'})
   assert getattr(made, slot).keywords == {option: 1.5}
   with pytest.raises(ConfigError, match=f"no option 'size'.*There are: {option}"):
-    registry.make('grpo', {slot: f'{file}:{name}(size=1)'})
+    make_algorithm('grpo', {slot: f'{file}:{name}(size=1)'})
   with pytest.raises(ConfigError, match='must be a float'):
-    registry.make('grpo', {slot: f"{file}:{name}({option}='x')"})
+    make_algorithm('grpo', {slot: f"{file}:{name}({option}='x')"})
 
 
 def test_a_folder_that_no_call_string_can_name(tmp_path):

@@ -9,8 +9,10 @@ import pytest
 
 from jaxrl import call_strings
 from jaxrl.algorithms import registry, requirements
+from jaxrl.call_strings import ComponentCall, join_calls
 from jaxrl.functional import components, entropy
 from jaxrl.functional.aggregation import token_weights
+from tests.calls import make_algorithm
 
 # name: advantage, policy loss, aggregation, group size, KL as (use, estimator, coef)
 K2 = ('loss', 'k2', 1e-3)
@@ -70,7 +72,7 @@ def read(algorithm):
   return (
     advantage and call_strings.unwrap(advantage).__name__,
     call_strings.unwrap(algorithm.policy_loss).__name__,
-    algorithm.aggregation,
+    algorithm.aggregation.name,
     algorithm.group_size,
     terms[0] if terms else None,
   )
@@ -82,7 +84,7 @@ def test_every_algorithm_has_a_row():
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_preset(name):
-  algorithm = registry.make(name)
+  algorithm = make_algorithm(name)
   assert read(algorithm) == PRESETS[name]
   assert algorithm.entropy_loss is None
   assert algorithm.old_logprobs_source == 'rollout'
@@ -114,19 +116,21 @@ def test_preset(name):
   ],
 )
 def test_parts_have_the_papers_numbers(name, slot, options):
-  part = getattr(registry.make(name), slot)
+  part = getattr(make_algorithm(name), slot)
   assert options.items() <= part.keywords.items()
 
 
 def test_what_is_done_to_groups():
   """DAPO's dynamic sampling and overlong penalty; nothing elsewhere."""
-  made = {name: registry.make(name) for name in PRESETS}
-  asked = {name: (a.filters, a.shapers) for name, a in made.items()}
+  made = {name: make_algorithm(name) for name in PRESETS}
+  asked = {
+    name: (join_calls(a.filters), join_calls(a.shapers)) for name, a in made.items()
+  }
   assert asked.pop('dapo') == ('accuracy', 'overlong(cache=0.2)')
   assert set(asked.values()) == {('', '')}
-  own = registry.make('dapo', {'overlong_length': 20480, 'overlong_cache': 4096.0})
-  assert own.shapers == 'overlong(max_length=20480, cache=4096.0)'
-  assert registry.make('dapo', {'shapers': 'none', 'filters': 'none'}).filters == ''
+  own = make_algorithm('dapo', {'overlong_length': 20480, 'overlong_cache': 4096.0})
+  assert join_calls(own.shapers) == 'overlong(max_length=20480, cache=4096.0)'
+  assert make_algorithm('dapo', {'shapers': 'none', 'filters': 'none'}).filters == ()
 
 
 FILES = {
@@ -142,7 +146,7 @@ RL = sorted(set(PRESETS) - set(FILES))
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_what_is_read_from_files(name):
-  algorithm = registry.make(name)
+  algorithm = make_algorithm(name)
   expected = FILES.get(name, ('rollout', algorithm.batch_unit))
   assert (algorithm.data_format, algorithm.batch_unit) == expected
   pairs = {'ref_logprobs'} if algorithm.batch_unit == 'pair' else set()
@@ -153,15 +157,15 @@ def test_what_is_read_from_files(name):
 
 @pytest.mark.parametrize('name', ['on_policy_distill', 'jsd'])
 def test_a_teacher_is_asked_for_the_students_tokens(name):
-  swapped = registry.make(name, {'policy_loss': 'importance_sampling'})
-  for algorithm in (registry.make(name), swapped):
+  swapped = make_algorithm(name, {'policy_loss': 'importance_sampling'})
+  for algorithm in (make_algorithm(name), swapped):
     assert requirements.needs(algorithm) == {'teacher_logprobs'}
 
 
 @pytest.mark.parametrize('name', RL)
 def test_parts_fit_together_and_push_the_right_way(name):
   """From its name alone: a finite loss whose gradient raises the better answer."""
-  algorithm = requirements.with_length(registry.make(name), 2)
+  algorithm = requirements.with_length(make_algorithm(name), 2)
   static, numbers = requirements.split_hparams(algorithm)
   ids = jnp.arange(4)
   columns = {
@@ -192,7 +196,8 @@ def test_parts_fit_together_and_push_the_right_way(name):
       loss, _ = components.call_component(
         algorithm.policy_loss, given | {'logprobs': p}, numbers['policy_loss']
       )
-      weights = token_weights(mask, mode=algorithm.aggregation)
+      mode = algorithm.aggregation
+      weights = token_weights(mask, mode=mode.name, **mode.options)
       return jnp.sum(weights * loss)
 
     return jax.value_and_grad(total)(columns['logprobs'])
@@ -205,11 +210,11 @@ def test_parts_fit_together_and_push_the_right_way(name):
 
 @pytest.mark.parametrize('name', ['mix', 'mix_chord'])
 def test_mixtures_draw_on_experts_and_may_have_an_entropy_bonus(name):
-  assert registry.make(name).sampler == 'mixed'
-  bonus = registry.make(name, {'entropy_coef': 0.1}).entropy_loss
+  assert make_algorithm(name).sampler == ComponentCall('mixed')
+  bonus = make_algorithm(name, {'entropy_coef': 0.1}).entropy_loss
   assert bonus.func is entropy.mix and bonus.keywords == {'coef': 0.1}
 
 
 def test_the_critic_may_start_before_the_policy():
-  assert registry.make('ppo').critic_warmup == 0
-  assert registry.make('ppo', {'critic_warmup': 5}).critic_warmup == 5
+  assert make_algorithm('ppo').critic_warmup == 0
+  assert make_algorithm('ppo', {'critic_warmup': 5}).critic_warmup == 5

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms import registry, requirements
+from jaxrl.algorithms import requirements
 from jaxrl.functional import components
 from jaxrl.functional.aggregation import row_weights, token_weights
 from jaxrl.types import Algorithm
 from tests.benchmarks import machine
+from tests.calls import make_algorithm
 
 ROWS, LENGTH, GROUP = 512, 4096, 8
 # label → algorithm, its options, and ms of Trinity-RFT's loss with gradient in PyTorch
@@ -92,7 +93,8 @@ def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
       found = components.call_component(algorithm.advantage, batch)
       batch |= {'advantages': found.advantages}
     mask, total, metrics = batch['mask'], 0.0, {}
-    token = token_weights(mask, mode=algorithm.aggregation)
+    mode = algorithm.aggregation
+    token = token_weights(mask, mode=mode.name, **mode.options)
     mean = token_weights(mask)
     for part in (algorithm.policy_loss, algorithm.kl_loss):
       if part is None:
@@ -130,7 +132,7 @@ def measure(*, repeats: int = 9) -> dict[str, dict[str, float]]:
   batch = columns()
   logprobs, table = batch.pop('logprobs'), {}
   for label, (name, options, torch_ms) in CASES.items():
-    algorithm = registry.make(name, options)
+    algorithm = make_algorithm(name, options)
     rate = machine.memory_rate()
     slots = (algorithm.advantage, algorithm.policy_loss, algorithm.kl_loss)
     named = {c for part in slots if part for c in components.fields_of(part)} | {'mask'}

@@ -23,7 +23,17 @@ CASES = {
   'deep': (24, 512, 2048, 4096, 4, 128, 2, 'full', ''),
   'long rows': (10, 768, 3072, 16384, 2, 512, 4, 'full', ''),
   'small': (2, 256, 1024, 2048, 4, 256, 1, 'none', ''),
-  'abreast': (6, 1024, 4096, 8192, 4, 64, 1, 'none', 'first_fit(tokens=256,abreast=2)'),
+  'abreast': (
+    6,
+    1024,
+    4096,
+    8192,
+    4,
+    64,
+    1,
+    'none',
+    'first_fit(tokens=256,num_parallel=2)',
+  ),
 }
 TABLE = ('wide', 'deep', 'long rows', 'abreast')
 
@@ -102,11 +112,11 @@ def _config(
 
   config = quickstart.get_config()
   config.model.remat = remat
-  config.model.random.update(
-    num_layers=layers, hidden_size=width, intermediate_size=inner, vocab_size=vocab
+  config.model.random = (
+    f'qwen3(num_layers={layers}, hidden_size={width}, intermediate_size={inner}, '
+    f'vocab_size={vocab}, num_heads=8, num_kv_heads=4, head_dim=64)'
   )
-  config.model.random.update(num_heads=8, num_kv_heads=4, head_dim=64)
-  config.batch.update(num_groups=groups, max_length=length, micro_batches=micro)
+  config.batch.update(num_groups=groups, max_length=length, num_micro_batches=micro)
   config.batch.packing = packing
   config.algorithm.group_size = 4
   return config

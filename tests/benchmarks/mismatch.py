@@ -68,7 +68,7 @@ def draw(model: TransformerLM, params: Params, count: int, temperature: float) -
     engine = JaxEngine(
       model,
       device_thread=DeviceThread(),
-      num_slots=SLOTS,
+      max_num_seqs=SLOTS,
       max_length=WINDOW,
       exact=exact,
     )

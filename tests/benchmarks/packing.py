@@ -22,7 +22,7 @@ WIDE = {
   'intermediate_size': 768,
 }
 ASKED = {
-  'rectangle': {'micro_batches': 4},
+  'rectangle': {'num_micro_batches': 4},
   'packed': {'share_prefix': False},
   'shared': {'share_prefix': True},
 }
@@ -95,9 +95,9 @@ async def _measure(repeats: int) -> dict[str, dict[str, float]]:
         params,
         algorithm,
         num_rows=rows,
-        buckets=(320,),
-        entropy=False,
-        mismatch_alarm=1.0,  # nobody has sampled these rows
+        length_buckets=(320,),
+        log_entropy=False,
+        logprob_mismatch_warn=1.0,  # nobody has sampled these rows
         **options,
       )
       learners[way] = learner, [await learner.update(groups)]

@@ -14,7 +14,7 @@ from launch.runtime import process_env
 COMMAND = (
   '--config=configs/debug.py',
   '--config.sft.num_steps=0',
-  '--config.eval.every=0',
+  '--config.eval.interval=0',
 )
 LIMIT = 120.0
 

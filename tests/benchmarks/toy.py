@@ -61,7 +61,7 @@ class Toy:
     self.engine = JaxEngine(
       model,
       device_thread=self.device_thread,
-      num_slots=PROMPTS * SAMPLES,
+      max_num_seqs=PROMPTS * SAMPLES,
       max_length=PROMPT + NEW,
       decode_steps=decode_steps,
     )
@@ -76,10 +76,10 @@ class Toy:
       model.init(jax.random.key(0)),
       registry.make('grpo', {'kl_coef': 0.0}),
       num_rows=PROMPTS * SAMPLES,
-      buckets=(PROMPT + NEW,),
+      length_buckets=(PROMPT + NEW,),
       optimizer=make_optimizer(learning_rate=shape.LEARNING_RATE),
       device_thread=self.device_thread,
-      entropy=entropy,
+      log_entropy=entropy,
       packing=shared if share else '',
     )
 

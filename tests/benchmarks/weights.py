@@ -160,9 +160,9 @@ def real(config: Config, steps: int, lessons: int) -> dict[str, float]:
   before, of the full bytes; moved: weights that changed, of all.
   """
   config.num_steps = steps + 1  # the version before the first step has no delta
-  config.optimizer.update(learning_rate=RATE, warmup_steps=0, schedule='constant')
-  config.sft.num_steps, config.eval.every = lessons, 0
-  config.checkpoint.update(every=0, export=False)
+  config.optimizer.update(learning_rate=RATE, warmup_steps=0, lr_schedule='constant')
+  config.sft.num_steps, config.eval.interval = lessons, 0
+  config.checkpoint.update(save_interval=0, export=False)
   watched: list[_Watched] = []
 
   def weights(_, engines: list[Any], device_thread: DeviceThread) -> _Watched:

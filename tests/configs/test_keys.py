@@ -25,7 +25,7 @@ def known():
   config = base.get_config()
   config.env.TAG = base.env_section('math')
   found = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.dotted_keys(config)}
-  found |= {f'dump.{name}' for name in defaults(open_dump)}
+  found |= {f'trajectory_dump.{name}' for name in defaults(open_dump)}
   found |= {f'logging.{name}' for name in defaults(read_logging)}
   for name in registry.names():
     found |= {f'algorithm.{option}' for option in registry.builder_options(name)}

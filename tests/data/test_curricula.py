@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.data.curricula import CURRICULA, Curriculum, make_curriculum
+from jaxrl.data.curricula import CURRICULA, Curriculum
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.data.row_sources import SOURCE_KEY, DataError, load_rows
+from jaxrl.data.row_sources import SOURCE_KEY, DataError
+from tests.calls import load_rows, make_curriculum, parse_call, parse_row_sources
 
 ROWS = [
   {
@@ -152,7 +153,7 @@ def test_a_bandit_goes_on_from_its_state_to_the_bit():
 
 
 def test_a_dataset_draws_by_its_curriculum_and_keeps_its_state():
-  options = {'curriculum': 'bandit(decay=0.5)', 'mode': 'sample', 'seed': 2}
+  options = {'curriculum': parse_call('bandit(decay=0.5)'), 'mode': 'sample', 'seed': 2}
   one, other = (GlobalDataset(ROWS, **options) for _ in range(2))
   rows = [one.get_task(70 + i, i).index for i in range(5)]
   one.report([(70, 1.0, 4), (71, 0.0, 4)])
@@ -164,7 +165,10 @@ def test_a_dataset_draws_by_its_curriculum_and_keeps_its_state():
 
 
 def test_traversal_knows_no_curriculum():
-  options = {'curriculum': 'easy_to_hard(key="absent")', 'mode': 'traversal'}
+  options = {
+    'curriculum': parse_call('easy_to_hard(key="absent")'),
+    'mode': 'traversal',
+  }
   data = GlobalDataset(ROWS, **options)
   assert [data.get_task(i, i).index for i in range(10)] == list(range(10))
 
@@ -190,7 +194,9 @@ def test_sources_are_joined_and_rows_know_theirs(tmp_path):
   with pytest.raises(ConfigError, match='nothing stands beside'):
     load_rows(f'{file} + ')
   data = GlobalDataset(
-    path=f'{file} + {made}', answer_key='', curriculum='mixture(weights=(1, 1))'
+    path=parse_row_sources(f'{file} + {made}'),
+    answer_key='',
+    curriculum=parse_call('mixture(weights=(1, 1))'),
   )
   sources = Counter(data.get_data_item(i, i)[SOURCE_KEY] for i in range(1000))
   assert set(sources.values()) == {500}
@@ -210,7 +216,7 @@ class Backwards(Curriculum):
 def test_one_of_ones_own_plugs_in_by_its_path():
   own = f'{__name__}:Backwards'
   assert draws(own, range(4)) == [9, 8, 7, 6]
-  data = GlobalDataset(ROWS, curriculum=f'{own}(stride=3)')
+  data = GlobalDataset(ROWS, curriculum=parse_call(f'{own}(stride=3)'))
   assert [data.get_task(50 + i, i).index for i in range(4)] == [9, 6, 3, 0]
   with pytest.raises(ConfigError, match='stride'):
     draws(f'{own}(strid=3)', [0])

@@ -75,7 +75,9 @@ async def test_messages_and_system(chat):
     {'role': 'user', 'content': 'c'},
     {'role': 'assistant', 'content': 'd'},
   ]
-  sampler = FileSampler(chat, [{'messages': messages}], batch_size=1, system='be kind')
+  sampler = FileSampler(
+    chat, [{'messages': messages}], batch_size=1, system_prompt='be kind'
+  )
   ((row,),) = await sampler.next(0)
   assert row.messages[0] == {'role': 'system', 'content': 'be kind'}
   assert chat.tokenizer.decode(row.tokens[row.action_mask]) == (
@@ -106,7 +108,7 @@ def test_rows_with_nothing_to_learn_are_errors(chat, tmp_path):
     FileSampler(chat, [{'messages': [USER, REPLY, REPLY]}])
   with pytest.raises(DataError, match='row 0: it begins with an assistant message'):
     FileSampler(chat, [{'messages': [REPLY, USER, REPLY]}])
-  with pytest.raises(DataError, match=r"by --config\.files\.keys='response=KEY'"):
+  with pytest.raises(DataError, match=r"by --config\.dataset\.keys='response=KEY'"):
     FileSampler(chat, [{'question': 'x', 'answer': 'y'}])
   with pytest.raises(DataError, match='row 1: its text is empty'):
     FileSampler(chat, [{'text': 'x'}, {'text': ''}], data_format='text')

@@ -93,7 +93,7 @@ def test_turns_may_be_left_out():
 
 
 def test_system_messages():
-  form, row = RowFormat(system='Be kind.'), {'prompt': 'Hi', 'response': 'Ho'}
+  form, row = RowFormat(system_prompt='Be kind.'), {'prompt': 'Hi', 'response': 'Ho'}
   assert form.conversation(row)[0] == {'role': 'system', 'content': 'Be kind.'}
   assert form.conversation(row | {'system': 'Be terse.'})[0]['content'] == 'Be terse.'
   own = {'messages': [{'role': 'system', 'content': 'Own.'}, USER, REPLY]}
@@ -146,7 +146,7 @@ def test_what_pairs_have_in_common_is_not_learned():
     'chosen': [*common, *full('Yes')[1:], USER, REPLY],
     'rejected': [*common, *full('No')[1:]],
   }
-  chosen, rejected = RowFormat(system='Be kind.').pair(row)
+  chosen, rejected = RowFormat(system_prompt='Be kind.').pair(row)
   assert [m['role'] for m in chosen[:2]] == ['system', 'user']
   assert [m.get('train', True) for m in chosen[1:]] == [*[False] * 3, *[True] * 3]
   assert [m.get('train', True) for m in rejected[1:]] == [*[False] * 3, True]

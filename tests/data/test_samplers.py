@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.data import samplers
 from jaxrl.types import Trajectory
+from tests.calls import make_sampler
 
 SIZE = 2
 
@@ -73,7 +73,7 @@ class Source:
 
 def make(text, **options):
   source = Source(**options)
-  sampler = samplers.make_sampler(text, source)
+  sampler = make_sampler(text, source)
   source.count = sampler.groups_from_queue
   return sampler, source
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.data.row_sources import DataError, load_rows
+from jaxrl.data.row_sources import DataError
+from tests.calls import load_rows
 
 ROWS = [{'question': f'q{i}, "ü"\n?', 'answer': f'{i}'} for i in range(4)]
 SHARED = Path(__file__).parents[3] / 'shared' / 'data'

@@ -11,7 +11,7 @@ from jaxrl.envs.env_registry import env_factory, find_env
 from jaxrl.envs.games.frozen_lake_env import FrozenLakeEnv
 from jaxrl.envs.isolated_env import EnvProcessError, IsolatedEnv
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.thread_pool import ThreadPool
+from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
 from tests.rollout.fakes import FakeEngine, lease, world
 
 MINE = 'tests.envs.faulty:Faulty'
@@ -74,7 +74,7 @@ async def test_a_hung_environment_is_killed_and_replaced():
   replies = iter(['hang', 'go'])
   pool = ThreadPool(1)
   shared = world(lambda: IsolatedEnv(MINE, {}), FakeEngine(lambda *_: next(replies)))
-  manager = EnvManager(shared, timeouts='step=0.2')
+  manager = EnvManager(shared, timeouts=make_timeouts(step=0.2))
   (hung,) = await manager.play_episode(lease(), base_seed=0)
   assert hung.stop_reason == 'env_timeout'
   wait_for_death(int(hung.messages[0]['content']))

@@ -10,12 +10,12 @@ import pytest
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs import env_registry
 from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.terminal import swe_tasks
 from jaxrl.envs.terminal.shell_session import SHELL_HELP, extract_command
 from jaxrl.types import Task
+from tests.calls import env_factory
 from tests.envs import swe_repos
 from tests.envs.sandbox.test_local import named
 from tests.rollout.fakes import FakeEngine, play, world
@@ -37,9 +37,7 @@ def made(tmp_path, monkeypatch):
 
 
 def begin(repos, row, **options):
-  env = env_registry.env_factory(
-    'swe', {'repos': str(repos), 'sandbox': SMALL, **options}
-  )()
+  env = env_factory('swe', {'repos': str(repos), 'sandbox': SMALL, **options})()
   return env, env.reset(seed=0, options={'task': Task(seed=0, index=0, item=row)})
 
 
@@ -210,7 +208,7 @@ async def test_an_episode_of_an_env_manager(made):
   engine = FakeEngine(lambda prompt, sampling: next(replies))
   options = {'repos': str(repos), 'sandbox': SMALL}
   rows = GlobalDataset([row], question_key='problem_statement', answer_key='')
-  made_world = world(env_registry.env_factory('swe', options), engine)
+  made_world = world(env_factory('swe', options), engine)
   made_world = dataclasses.replace(made_world, dataset=rows)
   (rollout,) = await play(
     made_world,
@@ -234,7 +232,7 @@ def test_wrong_options_and_rows_are_told(tmp_path):
     ({'repos': str(tmp_path), 'shell': 'shell(turns=0)'}, 'at least one turn'),
   ):
     with pytest.raises(ConfigError, match=words):
-      env_registry.env_factory('swe', options)
+      env_factory('swe', options)
   with pytest.raises(ValueError, match="no 'repo'"):
     swe_tasks.read_swe_task({'instance_id': 'a'})
   row = {

@@ -6,12 +6,12 @@ import tempfile
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.envs import env_registry
 from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.terminal import dockerfile, terminal_bench_tasks
 from jaxrl.envs.terminal.shell_session import SHELL_HELP
 from jaxrl.types import Task
+from tests.calls import env_factory
 from tests.envs import terminal_folders
 from tests.envs.sandbox.test_local import named
 from tests.envs.swe_repos import write
@@ -36,7 +36,7 @@ def made(tmp_path, monkeypatch):
 
 def begin(tasks, name, **options):
   options = {'tasks': str(tasks), 'sandbox': SMALL, **options}
-  env = env_registry.env_factory('terminal_bench', options)()
+  env = env_factory('terminal_bench', options)()
   task = Task(seed=0, index=0, item={'question': name})
   return env, env.reset(seed=0, options={'task': task})
 
@@ -280,4 +280,4 @@ def test_tasks_are_read_and_wrong_ones_told(tmp_path):
     with pytest.raises(ValueError, match=words):
       terminal_bench_tasks.read_terminal_task(tmp_path / next(iter(files))[0])
   with pytest.raises(ConfigError, match='folder of tasks'):
-    env_registry.env_factory('terminal_bench', {'tasks': str(tmp_path / 'absent')})
+    env_factory('terminal_bench', {'tasks': str(tmp_path / 'absent')})

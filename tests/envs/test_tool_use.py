@@ -16,6 +16,7 @@ from jaxrl.envs.games.countdown_env import CountdownEnv
 from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.thread_pool import ThreadPool
+from tests.calls import env_factory
 from tests.rollout.fakes import completion, lease
 
 HERE = pathlib.Path(__file__).parent / 'tools'
@@ -58,7 +59,7 @@ def chat():
 async def play(chat, replies, options, *, dataset=None, **limits):
   """The row of one episode, the engine that played it, and its environments."""
   engine, made = Scripted(chat, *replies), []
-  factory = env_registry.env_factory('tool_use', options)
+  factory = env_factory('tool_use', options)
   world = EnvContext(
     lambda: made.append(factory()) or made[-1],
     engine,
@@ -171,9 +172,7 @@ async def test_calls_take_turns(chat):
 
 async def test_a_call_that_is_cut_off_is_told(chat):
   engine = Scripted(chat, written('count')[:-5], 'no')
-  world = EnvContext(
-    env_registry.env_factory('tool_use', PLAIN), engine, chat, ThreadPool(1)
-  )
+  world = EnvContext(env_factory('tool_use', PLAIN), engine, chat, ThreadPool(1))
   limits = {'max_steps': 2, 'max_length': 10**4, 'max_tokens_per_step': 999}
   (row,) = await EnvManager(world, **limits).play_episode(lease(), base_seed=3)
   world.pool.close()
@@ -197,7 +196,7 @@ async def test_what_fails_to_start_fails_the_reset(chat):
 
 
 def test_kill_reaches_tools_and_environment():
-  env = env_registry.env_factory('tool_use', PLAIN)()
+  env = env_factory('tool_use', PLAIN)()
   env.reset(seed=0)
   ended = []
   env._env.kill = lambda: ended.append('env')
@@ -214,7 +213,7 @@ def test_the_end_of_a_data_set_starts_nothing():
     def reset(self, *, seed, options=None):
       return None, {}
 
-  env = env_registry.env_factory('tool_use', PLAIN)()
+  env = env_factory('tool_use', PLAIN)()
   env._env = Over()
   assert env.reset(seed=0) == (None, {})
   assert not env._toolbox._providers[0].open
@@ -248,4 +247,4 @@ def test_who_sets_the_tasks():
 )
 def test_wrong_options_are_told_before_a_run(options, words):
   with pytest.raises(ConfigError, match=words):
-    env_registry.env_factory('tool_use', options)
+    env_factory('tool_use', options)

@@ -202,10 +202,8 @@ RATIOS = [
   small(corrections, 'effective_sample_size'),
 ]
 AGGREGATION = [
-  *(
-    small(aggregation, 'token_weights', mode=mode)
-    for mode in (*aggregation.MODES[:3], 'sequence_mean_token_sum_norm(length=9)')
-  ),
+  *(small(aggregation, 'token_weights', mode=mode) for mode in aggregation.MODES[:3]),
+  small(aggregation, 'token_weights', mode=aggregation.MODES[3], length=9),
   small(aggregation, 'token_weights', mode=aggregation.MODES[3], length=5.0),
   *(small(aggregation, 'term_scale', mode=mode) for mode in aggregation.MODES[:3]),
   small(aggregation, 'row_weights'),
@@ -228,7 +226,8 @@ ALL = [
 # What has no formula to restate, and where it is tested.
 OTHERS = {
   'check_pairs': 'test_preference',
-  'parse_mode': 'test_aggregation',
+  'check_aggregation': 'test_aggregation',
+  'check_mode': 'test_aggregation',
   'term': 'test_small_parts',
   'init_moments': 'test_advantage_rules',
   'second_moment_keep': 'test_losses',

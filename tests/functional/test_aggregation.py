@@ -1,10 +1,12 @@
 """Weights by hand, their sums, and the errors of a wrong mode."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.functional import aggregation
 from tests.functional import harness
 from tests.functional.cases import AGGREGATION
@@ -20,15 +22,17 @@ LOSS = jnp.array([[1.0, 2, 100, 3], [100, 8, 100, 100], [100, 100, 100, 100]])
     ('token_mean', 14 / 4),
     ('sequence_mean_token_sum', (6 + 8) / 2),
     ('sequence_mean_token_mean', (2 + 8) / 2),
-    ('sequence_mean_token_sum_norm(length=10)', 14 / 20),
+    ('sequence_mean_token_sum_norm', 14 / 20),
   ],
 )
 def test_modes_by_hand(mode, wanted):
-  weights = aggregation.token_weights(MASK, mode=mode)
+  weights = aggregation.token_weights(MASK, mode=mode, length=10)
   assert weights.shape == MASK.shape
   np.testing.assert_allclose(np.sum(weights * LOSS), wanted, rtol=1e-6)
   assert np.all(np.asarray(weights)[~np.asarray(MASK)] == 0)
-  wider = aggregation.token_weights(jnp.pad(MASK, ((0, 3), (0, 5))), mode=mode)
+  wider = aggregation.token_weights(
+    jnp.pad(MASK, ((0, 3), (0, 5))), mode=mode, length=10
+  )
   np.testing.assert_array_equal(wider[:3, :4], weights)
 
 
@@ -62,11 +66,16 @@ def test_an_empty_batch_weighs_nothing():
 def test_wrong_modes_are_errors():
   with pytest.raises(ConfigError, match="Did you mean 'token_mean'"):
     aggregation.token_weights(MASK, mode='token_men')
-  for length in ('', '(length=0)', "(length='9')", '(length=True)'):
+  bad: Any
+  for bad in (None, 0, '9', True):
     with pytest.raises(ConfigError, match='length=1024'):
-      aggregation.token_weights(MASK, mode=f'sequence_mean_token_sum_norm{length}')
-  with pytest.raises(ConfigError, match='length'):
-    aggregation.token_weights(MASK, mode='token_mean(length=3)')
+      aggregation.token_weights(MASK, mode=aggregation.MODES[3], length=bad)
+    with pytest.raises(ConfigError, match='length=1024'):
+      call = ComponentCall(aggregation.MODES[3], {'length': bad})
+      aggregation.check_aggregation(call, length=1)
+  with pytest.raises(ConfigError, match="no option 'length'"):
+    aggregation.check_aggregation(ComponentCall('token_mean', {'length': 3}))
+  aggregation.check_aggregation(ComponentCall(aggregation.MODES[3]), length=1)
 
 
 def test_row_and_pair_weights():

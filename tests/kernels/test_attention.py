@@ -1,5 +1,7 @@
 """Attention against a loop over queries in numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,9 +30,8 @@ def test_attention_within_segments(heads, block, stretches):
   k, v = random(2, batch, length, kv_heads, dim, seed=1)
   segments = np.array([[1] * 4 + [2] * 3 + [0] * 2, [1] * 9])
   args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-  out = reference_attention(
-    *args, jnp.asarray(segments), block=block, stretches=stretches
-  )
+  run = functools.partial(reference_attention, block=block, stretches=stretches)
+  out = jax.jit(run)(*args, jnp.asarray(segments))
   for b, t, h in np.ndindex(batch, length, heads):
     seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
     kv = h // (heads // kv_heads)
@@ -46,9 +47,8 @@ def test_a_prefix_is_seen_beside_the_own_segment(block, stretches):
   prefixes = np.array([[0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0]])
   args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
   ids = jnp.asarray(segments), jnp.asarray(prefixes)
-  out = reference_attention(
-    *args, ids[0], prefix_ids=ids[1], block=block, stretches=stretches
-  )
+  run = functools.partial(reference_attention, block=block, stretches=stretches)
+  out = jax.jit(run)(*args, ids[0], prefix_ids=ids[1])
   for t, h in np.ndindex(12, 4):
     sees = {segments[0, t], prefixes[0, t] or segments[0, t]}
     seen = [s for s in range(t + 1) if segments[0, s] in sees]
@@ -65,7 +65,7 @@ def test_queries_in_blocks_have_the_same_gradient(block, stretches):
     def total(q, k, v):
       return (reference_attention(q, k, v, segments, **sizes) ** 2).sum()
 
-    return jax.grad(total, argnums=(0, 1, 2))(*args)
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*args)
 
   whole, parts = gradient(block=9), gradient(block=block, stretches=stretches)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, parts)
@@ -80,7 +80,7 @@ def test_short_sequences_see_no_keys_beyond_a_run_of_queries():
     def total(q, k, v):
       return (reference_attention(q, k, v, jnp.asarray(ids), **sizes) ** 2).sum()
 
-    return jax.value_and_grad(total, argnums=(0, 1, 2))
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))
 
   run = gradient()  # of 32, 32 and 6 queries
   for a, b in zip(
@@ -100,7 +100,7 @@ def test_decode_attention_up_to_each_position(limit):
   narrow = [jnp.asarray(x, jnp.float32) for x in (q, k.swapaxes(2, 3), v)]
   k_chunks = jnp.split(narrow[1], [16, 48], axis=3)
   v_chunks = jnp.split(narrow[2], [16, 48], axis=2)
-  out = decode_attention(
+  out = jax.jit(decode_attention)(
     narrow[0], k_chunks, v_chunks, jnp.asarray(positions), jnp.int32(limit)
   )
   for s, h in np.ndindex(slots, heads):

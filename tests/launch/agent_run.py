@@ -14,8 +14,8 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.algorithm.group_size = 4
   config.batch.num_groups = 1
   config.optimizer.update(learning_rate=1e-3, warmup_steps=0)
-  config.eval.update(every=2, num_tasks=2)
-  config.checkpoint.update(every=0, export=True)
+  config.eval.update(interval=2, num_tasks=2)
+  config.checkpoint.update(save_interval=0, export=True)
   del config.env.arithmetic
   config.env.bot = base.env_section(
     'agent',

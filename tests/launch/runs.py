@@ -6,10 +6,12 @@ import pathlib
 import subprocess
 import sys
 
+from configs import debug
 from launch import build, train
 from launch.logging.console import Console
 from launch.logging.metric_loggers import MetricLogger, MultiLogger, read_metrics
 from launch.settings import command_line as configs
+from launch.settings.call_syntax import parse_call
 from launch.settings.logging_settings import read_logging
 from launch.settings.resolve import resolve_settings
 
@@ -17,6 +19,16 @@ ROOT = pathlib.Path(__file__).parents[2]
 DEBUG = str(ROOT / 'configs' / 'debug.py')
 VARIED = str(ROOT / 'tests' / 'launch' / 'varied.py')
 BARE = ('--config.logging.sinks=',)
+
+
+def model(family='qwen3', **sizes):
+  """The option for a random model of the debug config's sizes, with these changed."""
+  options = parse_call(debug.MODEL).options | sizes
+  arguments = ', '.join(f'{name}={value!r}' for name, value in options.items())
+  return f'--config.model.random={family}({arguments})'
+
+
+ONE_LAYER = model(num_layers=1)
 
 
 def argv(workdir, *options, config=DEBUG):

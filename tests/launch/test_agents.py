@@ -66,7 +66,7 @@ def test_an_agent_of_one_file_raises_its_reward(tmp_path):
     'algorithm.group_size': 8,
     'optimizer.learning_rate': 1e-2,
     'env.bot.env_config.agent': agent,
-    'eval.every': 0,
+    'eval.interval': 0,
   }
   told = [f'--config.{key}={value}' for key, value in options.items()]
   assert main(tmp_path, *told, config=CONFIG) == 0

@@ -14,12 +14,11 @@ SMALL = tuple(
     'num_steps': 1,
     'sft.num_steps': 0,
     'batch.num_groups': 1,
-    'rollout.num_slots': 16,
-    'model.random.hidden_size': 32,
-    'model.random.num_layers': 1,
-    'eval.every': 0,
+    'rollout.max_num_seqs': 16,
+    'model.random': 'qwen3(hidden_size=32, num_layers=1)',
+    'eval.interval': 0,
     'eval.num_tasks': 2,
-    'checkpoint.every': 0,
+    'checkpoint.save_interval': 0,
   }.items()
 )
 

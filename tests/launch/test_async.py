@@ -8,9 +8,9 @@ from tests.launch import runs
 OPTIONS = (
   '--config.sft.num_steps=0',
   '--config.num_steps=6',
-  '--config.eval.every=2',
+  '--config.eval.interval=2',
   '--config.eval.num_tasks=4',
-  '--config.checkpoint.every=0',
+  '--config.checkpoint.save_interval=0',
   '--config.checkpoint.export=false',
   '--config.rollout.async_ratio=1',
 )
@@ -31,7 +31,9 @@ def versions(groups):
 
 def test_fully_asynchronous_it_keeps_the_bound_and_evaluates_one_version(tmp_path):
   told, trained = record(
-    tmp_path, '--config.rollout.sync=asynchronous', '--config.rollout.staleness=drop'
+    tmp_path,
+    '--config.weight_sync.policy=asynchronous',
+    '--config.rollout.staleness_policy=drop',
   )
   assert 0 < max(row['staleness/max'] for row in trained) <= 2
   stale = [row for row in trained if row['staleness/share']]
@@ -50,7 +52,9 @@ def test_fully_asynchronous_it_keeps_the_bound_and_evaluates_one_version(tmp_pat
 )
 def test_every_style_with_old_tokens_masked(tmp_path, style):
   told, trained = record(
-    tmp_path, f'--config.rollout.sync={style}', '--config.rollout.staleness=mask(max=0)'
+    tmp_path,
+    f'--config.weight_sync.policy={style}',
+    '--config.rollout.staleness_policy=mask(max=0)',
   )
   assert max(row['staleness/masked'] for row in trained) > 0
   for step, kind, groups, _ in told.played:

@@ -27,17 +27,17 @@ def refused(folder, capsys, *options, config=runs.DEBUG):
 
 
 SETTINGS = {
-  '--config.rollout.num_slot=3': 'did you mean --config.rollout.num_slots?',
+  '--config.rollout.num_slot=3': 'did you mean --config.rollout.max_num_seqs?',
   '--config.num_steps=many': 'wants a whole number',
   '--config.batch.max_length=1.5': 'wants a whole number',
   '--config.sft.num_steps=0 --config.num_steps=0': 'nothing to do',
   '--config.num_steps=-1': 'num_steps=-1: must be at least 0',
   '--config.batch.num_groups=0': 'batch.num_groups=0: must be at least 1',
-  '--config.batch.minibatches=0': 'batch.minibatches=0',
-  '--config.batch.buckets=(16,32)': 'the largest must hold batch.max_length=64',
-  '--config.batch.buckets=(64,128)': '128 is longer than any row',
+  '--config.batch.num_minibatches=0': 'batch.num_minibatches=0',
+  '--config.batch.length_buckets=(16,32)': 'the largest must hold batch.max_length=64',
+  '--config.batch.length_buckets=(64,128)': '128 is longer than any row',
   '--config.algorithm.group_size=0': 'group_size=0',
-  '--config.rollout.min_members=9': 'min_members must lie within [0, 8]',
+  '--config.rollout.min_group_size=9': 'min_group_size must lie within [0, 8]',
   '--config.cluster.num_engines=2': 'num_engines=2: needs --config.cluster.ray=true',
   '--config.cluster.num_workers=3': 'num_workers=3: needs --config.cluster.ray=true',
   '--config.cluster.address=10': 'address=10: needs --config.cluster.ray=true',
@@ -51,15 +51,17 @@ SETTINGS = {
   '--config.batch.packing=first_fit() --config.rollout.engine=jax(exact=True)': (
     'packing or exact mode'
   ),
-  '--config.batch.packing=first_fit() --config.batch.micro_batches=2': 'leave it at 1',
+  (
+    '--config.batch.packing=first_fit() --config.batch.num_micro_batches=2'
+  ): 'leave it at 1',
   '--config.kernels=fast': "--config.kernels='fast' is not one of auto, reference",
-  '--config.mesh.data=3': 'the number of devices, 8',
-  '--config.mesh.tensor=3': 'does not divide the number of devices, 8',
+  '--config.mesh=data=3': 'the number of devices, 8',
+  '--config.mesh=tensor=3': 'does not divide the number of devices, 8',
   '--config.dataset.path=generate:arithmetik()': "Did you mean 'arithmetic'",
   '--config.dataset.path=generate:arithmetic(max_nmber=3)': "no option 'max_nmber'",
   "--config.dataset.path=generate:arithmetic(kinds=['ad'])": 'ad',
   '--config.env.arithmetic.env_type=mth': "Did you mean 'math'",
-  '--config.env.arithmetic.formulation=steps': "no formulation 'steps'",
+  '--config.env.arithmetic.row_format=steps': "no row format 'steps'",
   '--config.env.arithmetic.max_steps=0': 'must be at least 1',
   '--config.model.checkpoint=/nowhere': 'model.checkpoint=/nowhere',
 }
@@ -153,7 +155,7 @@ def test_after_a_failed_start_the_right_one_is_as_if_there_had_been_none(
   options = (
     '--config.sft.num_steps=0',
     '--config.num_steps=1',
-    '--config.eval.every=0',
+    '--config.eval.interval=0',
   )
   assert runs.main(tmp_path / 'run', *options) == 0
   assert runs.main(tmp_path / 'other', *options) == 0
@@ -169,7 +171,7 @@ def test_prompts_that_do_not_fit_cost_an_episode_each(tmp_path):
     f'--config.dataset.path={path}',
     '--config.sft.num_steps=0',
     '--config.batch.num_groups=4',
-    '--config.rollout.num_slots=32',
+    '--config.rollout.max_num_seqs=32',
     config=runs.DEBUG,
   )
   rows = [
@@ -188,4 +190,5 @@ def test_the_test_file_of_two_sources_is_read_once(tmp_path):
   train, test = (
     jsonl(tmp_path / f'{name}.jsonl', [GOOD]) for name in ('train', 'test')
   )
-  assert env_datasets.sibling_split_path(f'{train} + {test}', 'test') == str(test)
+  sources = str(train), str(test)
+  assert env_datasets.sibling_split_path(sources, 'test') == str(test)

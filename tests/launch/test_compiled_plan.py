@@ -13,8 +13,8 @@ from launch.planning import (
 )
 from launch.settings import command_line as configs
 from launch.settings.resolve import resolve_settings
-from tests.launch.test_handover import EXPERTS
-from tests.launch.test_planning import small
+from tests.launch.test_handover import SPARSE
+from tests.launch.test_planning import model, small
 from tests.launch.test_published_plans import SIZES, path, read
 from tests.targets import TARGETS
 
@@ -64,22 +64,25 @@ def test_a_step_of_decoding_moves_weights_and_cache_once(text):
 
 OPTIONS = {
   'narrow moments, offload': (
-    "--config.optimizer.kind=adamw(moments='bfloat16')",
+    "--config.optimizer.name=adamw(state_dtype='bfloat16')",
     "--config.model.remat=names(save='', offload='attention')",
   ),
   'factored moments, adapters': (
-    '--config.optimizer.kind=adafactor()',
+    '--config.optimizer.name=adafactor()',
     '--config.model.lora=lora(rank=4)',
   ),
-  'packed experts': (EXPERTS, '--config.batch.packing=first_fit(tokens=1024)'),
+  'packed experts': (
+    model('qwen3_moe', head_dim=64, **SPARSE),
+    '--config.batch.packing=first_fit(tokens=1024)',
+  ),
 }
 
 
 @pytest.mark.parametrize('text', ['v5e:2x2', 'h200:8'])
 @pytest.mark.parametrize('name', OPTIONS)
 def test_an_update_compiles_with_what_saves_memory(text, name):
-  sizes = ('--config.batch.max_length=256', '--config.model.random.head_dim=64')
-  mesh = ('--config.mesh.fsdp=4', '--config.mesh.data=1')
+  sizes = ('--config.batch.max_length=256', model(head_dim=64))
+  mesh = ('--config.mesh=fsdp=4, data=1',)
   run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *OPTIONS[name])
   target = targets.parse_target(text)
   devices = targets.target_devices(text)[:4]
@@ -100,9 +103,10 @@ def test_an_update_compiles_with_what_saves_memory(text, name):
   ],
 )
 def test_an_update_compiles_where_experts_or_lengths_are_split(text, axis):
-  sizes = ('--config.batch.max_length=256', '--config.model.random.head_dim=64')
-  mesh = (f'--config.mesh.{axis}=2', '--config.mesh.fsdp=2', '--config.mesh.data=1')
-  more = (EXPERTS,) if axis == 'expert' else ()
+  sizes = ('--config.batch.max_length=256', model(head_dim=64))
+  mesh = (f'--config.mesh={axis}=2, fsdp=2, data=1',)
+  experts = model('qwen3_moe', head_dim=64, **SPARSE)
+  more = (experts,) if axis == 'expert' else ()
   run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *more)
   target = targets.parse_target(text)
   devices = targets.target_devices(text)[:4]

@@ -12,7 +12,7 @@ def get_config(algorithm='grpo'):
   c = debug.get_config(algorithm)
   del c.env.arithmetic
   c.env.lake = base.env_section(
-    'frozen_lake', max_steps=3, max_tokens_per_step=4, formulation='concatenated')
+    'frozen_lake', max_steps=3, max_tokens_per_step=4, row_format='concatenated')
   c.batch.max_length = 256
   return c
 """

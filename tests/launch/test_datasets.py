@@ -32,7 +32,7 @@ def test_tags_share_their_rows_and_modes_do_not():
   assert [options['mode'] for _, options in host.spawned] == ['sample', 'traversal']
   assert train['more'].size == 20
   assert [options['limit'] for _, options in host.spawned] == [20, None]  # -1: all
-  config.eval.every = 0
+  config.eval.interval = 0
   assert set(load_datasets(resolve_settings(config), host)[1].values()) == {None}
 
 

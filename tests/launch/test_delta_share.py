@@ -14,7 +14,7 @@ import json
 from configs import quickstart
 from tests.benchmarks import weights
 config = quickstart.get_config()
-config.model.random.update(hidden_size=64, num_layers=2)
+config.model.random = 'qwen3(hidden_size=64, num_layers=2)'
 config.batch.num_groups, config.sft.batch_size = 6, 32
 print(json.dumps(weights.real(config, steps=50, lessons=60)))
 """

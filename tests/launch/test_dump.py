@@ -16,7 +16,7 @@ def config(path, columns=()):
   """The settings of a run that dumps to `path`."""
   made = base.get_config()
   with made.unlocked():
-    made.dump = {'path': str(path), 'columns': columns}
+    made.trajectory_dump = {'path': str(path), 'columns': columns}
     for tag in ('sums', 'lake'):
       made.env[tag] = base.env_section('math')
   return resolve_settings(made)

@@ -40,7 +40,7 @@ def test_the_jax_engine_takes_its_own_options():
   ).rollout.engine
   kind, options = engine.kind, engine.options
   assert kind == 'jax' and options['prefill_tokens'] == 64
-  assert options['num_slots'] == 16 and options['max_length'] == 64
+  assert options['max_num_seqs'] == 16 and options['max_length'] == 64
   assert options['decode_steps'] == 2
 
 
@@ -49,7 +49,7 @@ def test_vllm_takes_its_options_by_name(installed):
   engine = resolve_settings(made).rollout.engine
   kind, options = engine.kind, engine.options
   assert kind == 'vllm' and options == {
-    'num_slots': 16,
+    'max_num_seqs': 16,
     'max_length': 64,
     'dtype': 'float32',
     'tensor_parallel_size': 2,
@@ -65,16 +65,16 @@ def test_vllm_takes_its_options_by_name(installed):
     (
       'jax(decode_threads=3)',
       False,
-      'num_slots=16 is not divisible by decode_threads=3',
+      'max_num_seqs=16 is not divisible by decode_threads=3',
     ),
     ('jax(decode_threads=2, exact=True)', False, 'not with decode_threads=2'),
-    ('jax(num_slots=4)', False, 'rollout.num_slots'),
+    ('jax(max_num_seqs=4)', False, 'rollout.max_num_seqs'),
     ('vllm', False, 'set --config.cluster.ray=true'),
     ('vllm(tensor_paralel_size=2)', True, "Did you mean 'tensor_parallel_size'"),
-    ('vllm(max_num_seqs=2)', True, 'set --config.rollout.num_slots'),
+    ('vllm(max_num_seqs=2)', True, 'set --config.rollout.max_num_seqs'),
     ('vllm(data_parallel_size=2)', True, 'set --config.cluster.num_engines'),
     ('vllm(logprobs_mode="raw")', True, 'needs its own'),
-    (f'vllm(python={sys.executable!r}, transfer="ipc")', True, 'cluster.weights'),
+    (f'vllm(python={sys.executable!r}, transfer="ipc")', True, 'weight_sync.transport'),
     ('vllm(python="/no/such/python")', True, "no program '/no/such/python'"),
   ],
 )
@@ -136,7 +136,11 @@ def test_the_qwen3_config_passes_all_checks(installed, tmp_path):
   validate(settings)
   engine = settings.rollout.engine
   assert engine.kind == 'vllm'
-  assert engine.options == {'num_slots': 256, 'max_length': 1024, 'dtype': 'bfloat16'}
+  assert engine.options == {
+    'max_num_seqs': 256,
+    'max_length': 1024,
+    'dtype': 'bfloat16',
+  }
   assert (
     settings.algorithm.correction is not None
   )  # vLLM is another program than the learner
@@ -147,6 +151,9 @@ def test_a_run_on_vllm_is_watched_with_the_engine_at_hand(capsys):
   from launch import play
 
   options = ("--config.rollout.engine=vllm(python='/usr/bin/env')",)
-  options += ('--config.cluster.ray=true', '--config.cluster.weights=shared_memory')
+  options += (
+    '--config.cluster.ray=true',
+    '--config.weight_sync.transport=shared_memory',
+  )
   assert play.main([f'--config={debug.__file__}', *options]) == 0
   assert 'reward' in capsys.readouterr().out

@@ -117,7 +117,7 @@ def test_a_model_must_be_named(capsys):
 
 
 def test_games_without_an_end_are_refused_at_the_start(tmp_path, capsys):
-  options = ('--config.eval.every=1', '--config.eval.num_tasks=-1')
+  options = ('--config.eval.interval=1', '--config.eval.num_tasks=-1')
   lake = f'--config={runs.ROOT}/configs/frozen_lake.py'
   assert train.main([lake, f'--workdir={tmp_path}', *runs.BARE, *options]) == 2
   assert 'say how many tasks' in capsys.readouterr().err

@@ -11,17 +11,19 @@ import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
-from jaxrl.algorithms import describe, registry, requirements
+from jaxrl.algorithms import registry, requirements
+from jaxrl.functional import components
 from launch.settings import command_line as configs
+from tests.calls import make_algorithm
 from tests.launch import runs
 
 STEPS = 3
 BASIC = ('loss/total', 'loss/policy', 'optimizer/grad_norm', 'optimizer/learning_rate')
 TINY = (
   '--config.sft.num_steps=0',
-  '--config.eval.every=0',
-  '--config.checkpoint.every=0',
-  '--config.model.random.num_layers=1',
+  '--config.eval.interval=0',
+  '--config.checkpoint.save_interval=0',
+  runs.ONE_LAYER,
   '--config.optimizer.warmup_steps=0',
   '--config.optimizer.learning_rate=1e-3',
   f'--config.num_steps={STEPS}',
@@ -66,7 +68,7 @@ def teacher(tmp_path_factory):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_it_trains(name, tmp_path, request):
-  algorithm = registry.make(name)
+  algorithm = make_algorithm(name)
   options = [*TINY, '--config.checkpoint.export=true']
   if asks_a_teacher(algorithm):
     folder = request.getfixturevalue('teacher')
@@ -106,23 +108,23 @@ def test_its_config_survives_json(name):
   again = ConfigDict(json.loads(config.to_json_best_effort()))
   options = again.algorithm.to_dict()
   assert options.pop('name') == name
-  made = registry.make(name, options)
+  made = make_algorithm(name, options)
   assert requirements.split_hparams(made) == requirements.split_hparams(
-    registry.make(name)
+    make_algorithm(name)
   )
 
 
 @pytest.mark.parametrize('name', registry.names())
 def test_its_parts_can_be_written_as_call_strings(name):
   """What the listing shows is what a user may type to get the same algorithm."""
-  algorithm = registry.make(name)
+  algorithm = make_algorithm(name)
   swaps = {
-    slot: describe.call_string(part)
+    slot: components.call_string(part)
     for slot, part in requirements.components_of(algorithm).items()
   }
   swaps = {slot: text for slot, text in swaps.items() if text}
-  static, numbers = requirements.split_hparams(registry.make(name, swaps))
+  static, numbers = requirements.split_hparams(make_algorithm(name, swaps))
   for slot, text in swaps.items():
-    assert describe.call_string(getattr(registry.make(name, swaps), slot)) == text
+    assert components.call_string(getattr(make_algorithm(name, swaps), slot)) == text
   assert numbers.keys() == requirements.split_hparams(algorithm)[1].keys()
   assert requirements.needs(static) == requirements.needs(algorithm)

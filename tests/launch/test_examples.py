@@ -16,9 +16,8 @@ QUESTIONS = [
   {'prompt': f'What is {n} + {n}?', 'ground_truth': f'${2 * n}$'} for n in range(5)
 ]
 SMALL = (
-  '--config.model.random.vocab_size=320',
-  '--config.model.random.num_layers=1',
-  '--config.rollout.num_slots=4',
+  '--config.model.random=qwen3(vocab_size=320, num_layers=1)',
+  '--config.rollout.max_num_seqs=4',
 )
 
 
@@ -35,7 +34,7 @@ def test_a_validation_that_traverses_its_data(tmp_path):
     '--config.num_steps=1', '--config.batch.num_groups=2',
     '--config.algorithm.group_size=2',
     '--config.batch.max_length=192', '--config.env.deep_math.max_tokens_per_step=8',
-    f'--config.dump.path={tmp_path}/dump',
+    f'--config.trajectory_dump.path={tmp_path}/dump',
   ]  # fmt: skip
   assert train.main(options) == 0
   evaluated = [
@@ -62,7 +61,7 @@ def test_questions_into_a_table(tmp_path, monkeypatch):
       f'--config={runs.ROOT}/configs/odps_rollout.py', f'--workdir={tmp_path}/run',
       written(tmp_path / 'deepmath.jsonl', QUESTIONS), *SMALL,
       '--config.env.deep_math.max_tokens_per_step=4',
-      '--config.dump.path=odps://lab/tables/played/ds=one',
+      '--config.trajectory_dump.path=odps://lab/tables/played/ds=one',
     ]  # fmt: skip
     assert rollout.main(options) == 0
     rows = service.rows()
@@ -82,7 +81,7 @@ def test_an_agent_in_repositories(tmp_path):
     written(tmp_path / 'verified.jsonl', tasks), *SMALL,
     f'--config.env.swe.env_config.repos={repos}',
     '--config.env.swe.max_steps=2', '--config.env.swe.max_tokens_per_step=4',
-    f'--config.dump.path={tmp_path}/dump',
+    f'--config.trajectory_dump.path={tmp_path}/dump',
   ]  # fmt: skip
   assert rollout.main(options) == 0
   (part,) = (tmp_path / 'dump').iterdir()

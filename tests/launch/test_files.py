@@ -11,7 +11,7 @@ from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate
 from tests.launch import runs
 
-SHORT = ('--config.eval.every=0', '--config.optimizer.schedule=constant')
+SHORT = ('--config.eval.interval=0', '--config.optimizer.lr_schedule=constant')
 
 
 def load(algorithm, *overrides, config=runs.DEBUG):
@@ -24,40 +24,59 @@ def load(algorithm, *overrides, config=runs.DEBUG):
   [
     ('sft', ['dataset.path='], ['sft learns from files', '--config.dataset.path']),
     ('grpo', ['num_epochs=2'], ['--config.num_epochs=2.0', 'set --config.num_steps']),
-    ('raft', ['num_epochs=2'], ['rows from files', 'algorithm.schema=messages']),
+    ('raft', ['num_epochs=2'], ['name an algorithm that learns from files']),
     ('sft', ['rollout.group_filter=accuracy'], ['group_filter=accuracy', 'no effect']),
-    ('sft', ['rollout.shapers=clip'], ['rollout.shapers=clip', 'plays nothing']),
-    ('dpo', ['eval.every=0', 'rollout.staleness=nonsense'], ["no rule 'nonsense'"]),
-    ('dpo', ['eval.every=0', 'rollout.sync=nonsense'], ["no style 'nonsense'"]),
-    ('dpo', ['rollout.staleness=drop'], ['staleness=drop: has no effect', 'dpo']),
-    ('sft', ['rollout.sync=trainer'], ['sync=trainer: has no effect', 'sft']),
-    ('sft', ['num_epochs=-1'], ['num_epochs=-1', 'at least 0']),
     (
-      'grpo',
-      ['algorithm.schema=messages'],
-      ['schema=messages: grpo', '--config.algorithm.behaviour=decoupled'],
+      'sft',
+      ['rollout.reward_shaping=clip'],
+      ['rollout.reward_shaping=clip', 'plays nothing'],
     ),
     (
-      'grpo',
+      'dpo',
+      ['eval.interval=0', 'rollout.staleness_policy=nonsense'],
+      ["no rule 'nonsense'"],
+    ),
+    (
+      'dpo',
+      ['eval.interval=0', 'weight_sync.policy=nonsense'],
+      ["no style 'nonsense'"],
+    ),
+    (
+      'dpo',
+      ['rollout.staleness_policy=drop'],
+      ['staleness_policy=drop: has no effect', 'dpo'],
+    ),
+    ('sft', ['weight_sync.policy=trainer'], ['policy=trainer: has no effect', 'sft']),
+    ('sft', ['num_epochs=-1'], ['num_epochs=-1', 'at least 0']),
+    (
+      'raft',
+      ['algorithm.schema=messages', 'algorithm.policy_loss=ppo_clip'],
+      ['algorithm raft compares', "old_logprobs_source='decoupled'"],
+    ),
+    (
+      'raft',
       ['algorithm.schema=messages', 'algorithm.advantage=grpo(rank_penalty=.1)'],
       ['log-probs of whoever wrote the rows', 'do not hold'],
     ),
-    ('dpo', ['algorithm.schema=messages'], ['pairs', 'schema=preference']),
     (
-      'remax',
-      ['algorithm.schema=messages', 'algorithm.kl_penalty=none'],
+      'raft',
+      ['algorithm.schema=messages', 'algorithm.advantage=remax'],
       ['greedy attempt'],
     ),
-    ('gigpo', ['algorithm.schema=messages'], ['what the environment showed']),
     (
-      'reinforce',
+      'raft',
+      ['algorithm.schema=messages', 'algorithm.advantage=gigpo'],
+      ['what the environment showed'],
+    ),
+    (
+      'raft',
       ['algorithm.schema=messages', 'algorithm.correction=tis'],
       ['correction judges what the policy sampled', 'leave it out'],
     ),
     (
-      'reinforce',
-      ['algorithm.schema=messages', 'algorithm.filters=reward_std'],
-      ['filters choose among what is played', 'filters=none'],
+      'raft',
+      ['algorithm.schema=messages', 'rollout.group_filter=reward_std'],
+      ['group_filter=reward_std', 'plays nothing', "'none' removes"],
     ),
   ],
 )
@@ -118,7 +137,7 @@ def test_rated_rows_of_the_users_own_names(tmp_path):
     *SHORT,
     '--config.sft.num_steps=0',
     f'--config.dataset.path={file}',
-    f'--config.files.keys={keys}',
+    f'--config.dataset.keys={keys}',
     '--config.algorithm.schema=messages',
     '--config.num_epochs=2',
     config=f'{runs.DEBUG}:raft',

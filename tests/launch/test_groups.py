@@ -12,9 +12,9 @@ from tests.launch import runs
 
 QUICK = (
   '--config.sft.num_steps=0',
-  '--config.eval.every=0',
-  '--config.checkpoint.every=0',
-  '--config.model.random.num_layers=1',
+  '--config.eval.interval=0',
+  '--config.checkpoint.save_interval=0',
+  runs.ONE_LAYER,
 )
 BANDIT = "--config.dataset.curriculum=bandit(target=0.3, decay=0.9, sampling='mean')"
 
@@ -91,14 +91,14 @@ def test_a_greedy_member_leaves_the_sampled_ones_as_they_were(tmp_path):
       assert a.rollout_logprobs.tolist() == b.rollout_logprobs.tolist()
 
 
-def test_filters_and_shapers_of_config_and_algorithm_both_apply(tmp_path):
+def test_filters_and_shapers_of_the_config_replace_the_algorithms(tmp_path):
   told = runs.record(
     tmp_path,
     *QUICK,
     '--config.num_steps=1',
     '--config.algorithm.group_size=6',
-    '--config.algorithm.shapers=clip(high=0.75)',
-    '--config.rollout.shapers=reward(multiply=2) + difficulty_weights',
+    '--config.rollout.reward_shaping=clip(high=0.75) + reward(multiply=2) '
+    '+ difficulty_weights',
     "--config.rollout.group_filter=score_range(low=0.25, of='max')",
     config=f'{runs.VARIED}:dapo',
   )
@@ -112,8 +112,11 @@ def test_filters_and_shapers_of_config_and_algorithm_both_apply(tmp_path):
 
 
 def test_a_batch_that_cannot_be_filled_says_what_to_change(tmp_path, capsys):
-  options = ('--config.rollout.max_lost=7', '--config.algorithm.group_size=2')
-  spec = '--config.algorithm.filters=accuracy(right=9.0)'
+  options = (
+    '--config.rollout.max_consecutive_drops=7',
+    '--config.algorithm.group_size=2',
+  )
+  spec = '--config.rollout.group_filter=accuracy(right=9.0)'
   status = runs.main(tmp_path, *QUICK, *options, spec, config=f'{runs.VARIED}:dapo')
   said = ''.join(capsys.readouterr())
   assert status == 1, said
@@ -127,7 +130,7 @@ def test_a_batch_that_cannot_be_filled_says_what_to_change(tmp_path, capsys):
 def test_a_killed_run_with_a_bandit_ends_at_the_same_bits(tmp_path):
   options = (
     '--config.sft.num_steps=0',
-    '--config.eval.every=0',
+    '--config.eval.interval=0',
     '--config.num_steps=4',
     '--config.checkpoint.export=true',
     '--config.algorithm.group_size=6',
@@ -154,13 +157,19 @@ def test_a_killed_run_with_a_bandit_ends_at_the_same_bits(tmp_path):
 @pytest.mark.parametrize(
   ('options', 'words'),
   [
-    (['--config.rollout.top_p=0.9'], 'rollout.top_p=0.9.*temperature'),
-    (['--config.rollout.top_k=5'], 'rollout.top_k=5.*temperature'),
-    (['--config.rollout.shapers=overlng'], "rollout.shapers.*mean 'overlong'"),
+    (['--config.rollout.sampling=top_p=0.9'], 'top_p=0.9.*temperature'),
+    (['--config.rollout.sampling=top_k=5'], 'top_k=5.*temperature'),
+    (
+      ['--config.rollout.reward_shaping=overlng'],
+      "rollout.reward_shaping.*mean 'overlong'",
+    ),
     (['--config.rollout.group_filter=acuracy'], "group_filter.*mean 'accuracy'"),
-    (['--config.algorithm.filters=accuracy(rite=1)'], 'algorithm.filters.*right'),
+    (['--config.rollout.group_filter=accuracy(rite=1)'], 'group_filter.*right'),
     (['--config.algorithm.group_size=1'], 'drops every group of 1'),
-    (['--config.rollout.max_lost=0'], 'max_lost=0: must be at least 1'),
+    (
+      ['--config.rollout.max_consecutive_drops=0'],
+      'max_consecutive_drops=0: must be at least 1',
+    ),
     (['--config.dataset.curriculum=bandit()', 'sft'], 'curriculum.*has no effect'),
   ],
 )
@@ -172,8 +181,8 @@ def test_wrong_settings(options, words):
 
 def test_dr_grpo_divides_by_the_runs_limit():
   made = algorithm(name='drgrpo')
-  assert made.aggregation == 'sequence_mean_token_sum_norm(length=16)'
+  assert str(made.aggregation) == 'sequence_mean_token_sum_norm(length=16)'
   made = algorithm('--config.algorithm.length=77', name='drgrpo')
-  assert made.aggregation == 'sequence_mean_token_sum_norm(length=77.0)'
+  assert str(made.aggregation) == 'sequence_mean_token_sum_norm(length=77.0)'
   made = algorithm('--config.batch.max_length=12', name='drgrpo')
-  assert made.aggregation == 'sequence_mean_token_sum_norm(length=12)'
+  assert str(made.aggregation) == 'sequence_mean_token_sum_norm(length=12)'

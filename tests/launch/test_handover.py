@@ -33,17 +33,15 @@ from launch.planning.compiled_program import CompiledProgram
 from launch.settings import command_line as configs
 from launch.settings.resolve import resolve_settings
 from launch.settings.run_settings import WeightTransport
-from tests.launch.test_planning import SMALL, small
+from tests.launch.test_planning import SMALL, model, small
 
 LORA = "--config.model.lora=lora(rank=4, base='bfloat16')"
-EXPERTS = (
-  '--config.model.random.family=qwen3_moe(num_experts=4, num_experts_per_token=2, '
-  'moe_intermediate_size=16)'
-)
+SPARSE = {'num_experts': 4, 'num_experts_per_token': 2, 'moe_intermediate_size': 16}
+EXPERTS = model('qwen3_moe', **SPARSE)
 REPLAY = '--config.rollout.engine=jax(router_replay=True)'
 ON_DEVICE = (
   '--config.cluster.ray=true',
-  "--config.cluster.weights=object_store(on_device=True, dtype='bfloat16')",
+  "--config.weight_sync.transport=object_store(on_device=True, dtype='bfloat16')",
 )
 
 
@@ -169,7 +167,8 @@ def test_adapters_that_are_sent_are_not_merged_first(monkeypatch):
 def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
   monkeypatch.setattr(cost.compiled_program, 'compile_program', built)
   run = small(
-    '--config.batch.packing=first_fit(tokens=256)', '--config.batch.buckets=(8,16)'
+    '--config.batch.packing=first_fit(tokens=256)',
+    '--config.batch.length_buckets=(8,16)',
   )
   target, engine = targets.parse_target('cpu:1'), engine_decode.plan_engine(run)
   found = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
@@ -193,11 +192,11 @@ def test_what_a_transport_copies_first(name, options, copied, monkeypatch):
   run = small()
   learner = learner_of(run, data=1, fsdp=2)
   sizes = [publish_memory._shard_size(x) for x in jax.tree.leaves(learner.params)]
-  cluster = dataclasses.replace(
-    run.settings.cluster, weights=WeightTransport(name, options)
+  weight_sync = dataclasses.replace(
+    run.settings.weight_sync, transport=WeightTransport(name, options)
   )
   run = dataclasses.replace(
-    run, settings=dataclasses.replace(run.settings, cluster=cluster)
+    run, settings=dataclasses.replace(run.settings, weight_sync=weight_sync)
   )
   found = publish_memory.publishing_memory(run, learner, None)
   assert found == {'gradients': 0.0, 'temporaries': copied(sizes)}
@@ -222,7 +221,7 @@ def test_only_what_learns_has_gradients(monkeypatch):
 
 @pytest.mark.parametrize('sync, copies', [('fixed', 0), ('trainer', 1)])
 def test_a_version_on_its_way_is_a_copy(sync, copies):
-  run = small(f'--config.rollout.sync={sync}')
+  run = small(f'--config.weight_sync.policy={sync}')
   kept = resident(run)
   assert kept.get('versions on their way', 0) == copies * kept['parameters']
 
@@ -232,7 +231,7 @@ def test_the_cache_holds_the_experts_that_the_engine_keeps():
   engine = JaxEngine(
     run.policy().model,
     device_thread=DeviceThread('test'),
-    num_slots=run.settings.rollout.num_slots,
+    max_num_seqs=run.settings.rollout.max_num_seqs,
     max_length=run.settings.batch.max_length,
     router_replay=True,
   )
@@ -292,7 +291,7 @@ def test_teachers_are_counted_once_each_with_the_students_vocabulary(tmp_path):
   size = folder(tmp_path / 'cut', hidden_size=48)
   wide = tmp_path / 'wide'
   named = f'--config.teacher.checkpoint={wide}'
-  tagged = f'--config.teacher.by_tag=arithmetic={wide}'
+  tagged = f'--config.teacher.checkpoint=arithmetic={wide}'
   student = f'--config.model.checkpoint={tmp_path / "student"}'
   kept = resident(taught(student, named))
   assert kept['teachers'] == size
@@ -361,13 +360,13 @@ def test_candidates_of_packed_rows_hold_fewer_tokens():
   tokens = [one.get('batch.packing') for one in offered]
   assert tokens == [
     None,
-    *(f'first_fit(tokens={n}, share_prefix=False, abreast=1)' for n in (256, 16)),
+    *(f'first_fit(tokens={n}, share_prefix=False, num_parallel=1)' for n in (256, 16)),
   ]
   found = dataclasses.replace(found, num_parallel=2)
   first = next(suggestions.candidate_changes(run, targets.parse_target('cpu:1'), found))
   assert first == {
-    'batch.packing': 'first_fit(tokens=512, share_prefix=False, abreast=1)'
+    'batch.packing': 'first_fit(tokens=512, share_prefix=False, num_parallel=1)'
   }
   found = dataclasses.replace(found, num_parallel=1)
   for one in suggestions.candidate_changes(run, targets.parse_target('v5e:1x1'), found):
-    assert 'abreast' not in one.get('batch.packing', '')
+    assert 'num_parallel' not in one.get('batch.packing', '')

@@ -1,6 +1,7 @@
 """Tests of `--help`: every key has a description, and a word filters them."""
 
 import pathlib
+import re
 
 import pytest
 
@@ -8,8 +9,10 @@ from jaxrl.config import describe_options
 from jaxrl.data.trajectory_writers.writer import open_dump
 from launch import train
 from launch.settings import command_line
+from launch.settings.key_listing import OPTIONAL_SECTIONS, list_keys
 from launch.settings.logging_settings import read_logging
 
+SETS_A_KEY = re.compile(r'  --config\.[\w.]+=')
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / 'configs'
 NAMES = sorted(
   path.name
@@ -18,25 +21,55 @@ NAMES = sorted(
 )
 
 
-def listed(name, word=''):
-  command = command_line.parse([f'--config={CONFIGS / name}'])
-  config = command_line.load(command, {'logging': read_logging, 'dump': open_dump})
-  return command_line.list_keys(config, word).splitlines()
+def listed(name, word='', *options):
+  command = command_line.parse([f'--config={CONFIGS / name}', *options])
+  config = command_line.load(
+    command, {'logging': read_logging, 'trajectory_dump': open_dump}
+  )
+  return list_keys(config, word).splitlines()
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_every_key_has_a_description(name):
   lines = listed(name)
-  keys = [i for i, line in enumerate(lines) if line.startswith('  --config.')]
+  keys = [i for i, line in enumerate(lines) if SETS_A_KEY.match(line)]
   bare = [lines[i] for i in keys if not lines[i + 1 : i + 2] or i + 1 in keys]
-  assert not bare and len(keys) > 80
+  assert not bare and 60 < len(keys) <= 100
+  assert all(re.search(r'  \(\w+\)$', lines[i]) for i in keys)  # its type
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_word_searches_the_keys_that_are_not_listed_too(name):
+  shown, everything = listed(name), listed(name, '.')
+  hidden = [line for line in shown if '.*  (' in line]
+  assert len(everything) > len(shown)
+  for line in hidden:
+    section = line.strip().removeprefix('--config.').partition('.*')[0]
+    count = int(line.partition('(')[2].split()[0])
+    keys = [one for one in everything if one.startswith(f'  --config.{section}.')]
+    still = [one for one in shown if one.startswith(f'  --config.{section}.')]
+    assert len(keys) == count + len(still) - 1
+    assert f'--help={section} lists them' in line
+
+
+def test_a_section_is_listed_where_it_is_used():
+  def short(*options):
+    lines = listed('debug.py:on_policy_distill', '', *options)
+    return {line.split('.')[1] for line in lines if '.*  (' in line}
+
+  assert short() == {'cluster', 'trajectory_dump'}
+  used = '--config.cluster.ray=true', '--config.trajectory_dump.path=x'
+  assert short(*used) == set()
+  unused = ('--config.sft.num_steps=0', '--config.eval.interval=0')
+  names = {section.name for section in OPTIONAL_SECTIONS}
+  assert short(*unused, '--config.dataset.path=') == names - {'teacher'}
 
 
 def test_a_word_filters_names_and_descriptions(capsys):
   lines = listed('debug.py', 'LEARNING_RATE')
   keys = [line.split('=')[0].strip() for line in lines if '--config.' in line]
   assert keys == ['--config.optimizer.learning_rate', '--config.sft.learning_rate']
-  assert any('num_slots' in line for line in listed('debug.py', 'slots'))
+  assert any('max_num_seqs' in line for line in listed('debug.py', 'num_seqs'))
   assert listed('debug.py', 'nonsense') == [
     "  No key and no description contains 'nonsense'."
   ]

@@ -15,16 +15,16 @@ def configured(
   algorithm='grpo',
   *,
   correction='',
-  behaviour='',
   kl_penalty='',
   sampler='',
+  sync='fixed',
   **rollout,
 ):
   config = debug.get_config(algorithm)
+  config.weight_sync.policy = sync
   config.rollout.update(rollout)
   config.algorithm.update(
     correction=correction,
-    behaviour=behaviour,
     kl_penalty=kl_penalty,
     sampler=sampler,
   )
@@ -62,7 +62,6 @@ def test_stale_and_foreign_rollouts_are_corrected_unless_it_is_switched_off(roll
   assert 'corrected by tis' in said and 'forward pass' in said
   assert correction(correction='none', **rollout) is None
   assert correction(correction='mis(low=.2)', **rollout) is corrections.mis
-  assert correction(behaviour='rollout', **rollout) is None
 
 
 def test_synchronous_runs_are_as_they_were():
@@ -76,10 +75,10 @@ def test_what_is_learned_from_again_is_not_said_to_be_young():
   config, _ = made(sampler='replay(decay=1)')
   said = off_policy.describe(config)
   assert said.startswith('at most 0 steps old when first learned from, then as old as')
-  config, _ = made(sampler='replay', staleness='drop(max=3)')
+  config, _ = made(sampler='replay', staleness_policy='drop(max=3)')
   assert off_policy.describe(config).startswith('at most 3 steps old, sync')
   for rule, most in (('drop(max=3)', 3), ('mask(max=3)', None), ('', None)):
-    config, _ = made(sampler='replay', staleness=rule)
+    config, _ = made(sampler='replay', staleness_policy=rule)
     source = group_samplers.RunSource(config, groups=None, tokenizer=None)
     assert source.max_staleness == most
 
@@ -103,7 +102,7 @@ def test_every_loss_of_rollouts_that_a_correction_is_put_on_is_one_a_token():
 
 
 def test_recompute_has_the_learner_score_old_log_probs():
-  config, algorithm = made(staleness='recompute(max=1)', correction='none')
+  config, algorithm = made(staleness_policy='recompute(max=1)', correction='none')
   assert algorithm.old_logprobs_source == 'decoupled' and algorithm.correction is None
   off_policy.validate_off_policy(config)
 
@@ -115,8 +114,8 @@ def test_recompute_has_the_learner_score_old_log_probs():
     ({'async_ratio': 1.5, 'sync': 'fixed(interval=3)'}, 4),
     ({'async_ratio': 1.0, 'sync': 'trainer'}, 2),
     ({'async_ratio': 1.0, 'sync': 'explorer'}, 3),
-    ({'async_ratio': 1.0, 'staleness': 'drop(max=4)'}, 4),
-    ({'async_ratio': 1.0, 'staleness': 'mask(max=4)'}, None),
+    ({'async_ratio': 1.0, 'staleness_policy': 'drop(max=4)'}, 4),
+    ({'async_ratio': 1.0, 'staleness_policy': 'mask(max=4)'}, None),
   ],
   ids=str,
 )
@@ -127,16 +126,12 @@ def test_the_bound_without_a_rule_follows_from_ratio_and_style(rollout, most):
 @pytest.mark.parametrize(
   'options, said',
   [
-    ({'sync': 'asynchronous'}, "set --config.rollout.staleness='drop"),
+    ({'sync': 'asynchronous'}, "set --config.rollout.staleness_policy='drop"),
     (
-      {'sync': 'fixed(interval=4)', 'staleness': 'drop(max=2)'},
+      {'sync': 'fixed(interval=4)', 'staleness_policy': 'drop(max=2)'},
       'tokens are up to 3 steps old.*raise max, or lower the interval',
     ),
-    (
-      {'staleness': 'recompute', 'behaviour': 'rollout'},
-      'behaviour=rollout forbids that',
-    ),
-    ({'algorithm': 'rloo', 'staleness': 'recompute'}, 'nothing to recompute'),
+    ({'algorithm': 'rloo', 'staleness_policy': 'recompute'}, 'nothing to recompute'),
   ],
   ids=str,
 )

@@ -21,7 +21,7 @@ def config(asked='auto', engine='jax', engines=1, ray=True):
 
 def qwen(asked, engine='vllm', sync='fixed'):
   made = qwen3_0_6b.get_config()
-  made.rollout.sync = sync
+  made.weight_sync.policy = sync
   made.cluster.placement, made.rollout.engine = asked, engine
   return resolve_settings(made)
 
@@ -230,7 +230,7 @@ def test_in_turns_each_has_the_whole_budget():
   (seat,) = placement.plan_placement(asks, [ClusterNode(gpus=1)]).engines
   assert seat.options == {'enable_sleep_mode': True} and seat.memory == 0.8
   pushing = qwen('colocated(sleep=True)', sync='trainer')
-  with pytest.raises(ConfigError, match='sync=trainer sends weights while'):
+  with pytest.raises(ConfigError, match='policy=trainer sends weights while'):
     placement.plan_placement(pushing, [ClusterNode(gpus=1)])
   # Where nobody learns there is no turn to take.
   (seat,) = placement.plan_placement(
@@ -279,8 +279,8 @@ def test_in_one_process_the_engine_sleeps_while_the_learner_learns(
   options = (
     '--config.sft.num_steps=0',
     '--config.num_steps=2',
-    '--config.eval.every=0',
-    '--config.checkpoint.every=0',
+    '--config.eval.interval=0',
+    '--config.checkpoint.save_interval=0',
   )
   placed = '--config.cluster.placement=colocated(sleep=True)'
   told = runs.record(tmp_path, *options, placed)

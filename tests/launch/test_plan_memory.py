@@ -51,7 +51,7 @@ def uncompiled(monkeypatch):
 
 
 def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
-  ways = [planned(f'first_fit(tokens=64, abreast={n})')[-1] for n in (1, 2, 100)]
+  ways = [planned(f'first_fit(tokens=64, num_parallel={n})')[-1] for n in (1, 2, 100)]
   assert [one.num_parallel for one in ways] == [1, 2, 4]  # all four
   for part in ('gradients', 'temporaries'):
     two, four = (found.memory[part] for found in ways[1:])
@@ -59,7 +59,7 @@ def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
 
 
 def test_a_plan_tells_of_micro_batches_abreast(uncompiled):
-  run, _, _ = planned('first_fit(tokens=64, abreast=2)')
+  run, _, _ = planned('first_fit(tokens=64, num_parallel=2)')
   made = plan_report.make_report(
     'small.py', run, targets.parse_target('cpu:1'), jax.devices()[:1]
   )
@@ -98,16 +98,16 @@ async def compiled_by(run):
   ],
 )
 async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):
-  run, engine, found = planned(f'{packing}, abreast={ways})')
+  run, engine, found = planned(f'{packing}, num_parallel={ways})')
   counted = cost.count_programs(run, found, engine, plays=False)['learner']
   assert counted == await compiled_by(run)
 
 
 STALE = (
-  '--config.algorithm.behaviour=decoupled',
+  '--config.algorithm.correction=tis',
   '--config.rollout.async_ratio=1',
-  '--config.rollout.staleness=mask(max=2)',
-  '--config.batch.buckets=(8,16)',
+  '--config.rollout.staleness_policy=mask(max=2)',
+  '--config.batch.length_buckets=(8,16)',
 )
 
 

@@ -38,13 +38,18 @@ from launch.settings.resolve import resolve_settings
 
 SMALL = (
   '--config=configs/quickstart.py',
-  '--config.model.random.num_layers=2',
-  '--config.model.random.hidden_size=32',
-  '--config.model.random.vocab_size=64',
+  '--config.model.random=qwen3(num_layers=2, hidden_size=32, vocab_size=64)',
   '--config.batch.max_length=16',
   '--config.batch.num_groups=2',
-  '--config.rollout.num_slots=4',
+  '--config.rollout.max_num_seqs=4',
 )
+
+
+def model(family: str = 'qwen3', **sizes: int) -> str:
+  """The option for the model of `SMALL` with other sizes."""
+  options = {'num_layers': 2, 'hidden_size': 32, 'vocab_size': 64} | sizes
+  arguments = ', '.join(f'{name}={value}' for name, value in options.items())
+  return f'--config.model.random={family}({arguments})'
 
 
 def small(*more: str):
@@ -202,7 +207,7 @@ def test_the_programs_are_the_learners():
 
 
 def test_one_and_two_layers_tell_of_more():
-  run = small('--config.model.random.num_layers=4')
+  run = small(model(num_layers=4))
   engine, target = engine_decode.plan_engine(run), targets.parse_target('cpu:1')
   devices = jax.devices()[:1]
   parts = [
@@ -226,7 +231,7 @@ def test_the_nearest_change_is_compiled_and_fits():
   engine, devices = engine_decode.plan_engine(run), jax.devices()[:1]
   whole = cost.estimate_cost(run, target, devices, engine=engine)
   less = cost.estimate_cost(
-    suggestions.with_overrides(run, {'batch.micro_batches': 2}),
+    suggestions.with_overrides(run, {'batch.num_micro_batches': 2}),
     target,
     devices,
     engine=engine,
@@ -267,20 +272,26 @@ def test_the_command_line(tmp_path, capsys):
     (['--topology=cpu:0'], 'cpu:1'),
     (['--topology=cpu:1', '--sweep=batch'], 'mesh alone'),
     (['--topology=cpu:1', '--config.model.checkpoint=Qwen9'], 'published'),
-    (['--topology=cpu:1', '--config.mesh.data=3'], 'mesh'),
+    (['--topology=cpu:1', '--config.mesh=data=3'], 'mesh'),
     ([], 'TOPOLOGY'),
     (['--topology=cpu:1', '--json=nowhere/plan.json'], 'no such folder'),
     (['--topology=cpu:1', '--config.kernels=fast'], 'is not one of auto, reference'),
     (['--topology=cpu:1', '--config.model.dtype=float8'], 'There are: bfloat16'),
-    (['--topology=cpu:1', '--config.model.random.num_heads=3'], 'must be a multiple'),
+    (
+      ['--topology=cpu:1', '--config.model.random=qwen3(num_heads=3)'],
+      'must be a multiple',
+    ),
     (['--topology=cpu:1', '--config.batch.num_groups=0'], 'must be at least 1'),
-    (['--topology=cpu:1', '--config.rollout.num_slots=0'], 'must be at least 1'),
-    (['--topology=cpu:1', '--config.batch.buckets=(16,)'], 'the largest must hold'),
+    (['--topology=cpu:1', '--config.rollout.max_num_seqs=0'], 'must be at least 1'),
+    (
+      ['--topology=cpu:1', '--config.batch.length_buckets=(16,)'],
+      'the largest must hold',
+    ),
     (['--topology=cpu:1', '--config.rollout.engine=sglang'], 'There are: jax, vllm'),
     (['--topology=cpu:1', '--config.rollout.engine=jax(exacct=True)'], "'exact'"),
     (['--topology=cpu:1', '--config.cluster.placement=nonsense'], 'colocated'),
     (
-      ['--topology=cpu:3', '--sweep=mesh', '--config.mesh.context=2'],
+      ['--topology=cpu:3', '--sweep=mesh', '--config.mesh=context=2'],
       'does not divide',
     ),
   ],

@@ -117,7 +117,11 @@ def test_a_fresh_model_and_an_exported_one_play(name, tmp_path, capsys):
   config = f'--config={runs.ROOT}/configs/{name}.py'
   assert main([config]) == 0
   assert 'Ended by' in capsys.readouterr().out
-  short = ('--config.sft.num_steps=0', '--config.num_steps=1', '--config.eval.every=0')
+  short = (
+    '--config.sft.num_steps=0',
+    '--config.num_steps=1',
+    '--config.eval.interval=0',
+  )
   runs.record(tmp_path, *short, config=f'{runs.ROOT}/configs/{name}.py')
   capsys.readouterr()
   assert main([config, f'--config.model.checkpoint={tmp_path}/export']) == 0

@@ -25,7 +25,7 @@ def test_a_run_with_ones_own_algorithm_and_loss(folder, tmp_path):
     f'--config.algorithm.advantage={folder}/whole.py:halved(share=.25)',
     '--config.num_steps=1',
     '--config.sft.num_steps=0',
-    '--config.eval.every=0',
+    '--config.eval.interval=0',
   )
   workdir = tmp_path / 'run'
   assert runs.main(workdir, *options, config=f'{runs.DEBUG}:whole') == 0

@@ -9,7 +9,9 @@ from launch import plan
 from launch.planning import engine_decode, planned_run, suggestions, targets
 from launch.planning.cost import resident_memory
 from launch.settings import command_line as configs
+from launch.settings.component_calls import format_mesh
 from launch.settings.resolve import resolve_settings
+from launch.settings.run_settings import as_options
 
 # The parameters that each model's page on huggingface.co/Qwen tells, in billions.
 SIZES = {'0_6b': 0.6, '1_7b': 1.7, '8b': 8.2, '32b': 32.8, '30b_a3b': 30.5}
@@ -44,8 +46,10 @@ def test_parameters_are_as_many_as_published(name):
 def test_every_size_lowers_on_its_mesh(name):
   """On eight devices in the place of its own: fewer shares along fsdp."""
   run = read(name)
-  fixed = run.settings.mesh.tensor * run.settings.mesh.expert
-  run = suggestions.with_overrides(run, {'mesh.data': 1, 'mesh.fsdp': 8 // fixed})
+  mesh = run.settings.mesh
+  fixed = mesh.tensor * mesh.expert
+  sizes = as_options(mesh) | {'data': 1, 'fsdp': 8 // fixed}
+  run = suggestions.with_overrides(run, {'mesh': format_mesh(sizes)})
   mesh = planned_run.planned_mesh(run, jax.devices()[:8])
   learner = planned_run.make_learner(run, mesh)
   _, traced = learner.trace(run.buckets[-1])

@@ -105,7 +105,7 @@ MOMENTS = {  # none of them passes: once true, it stays so
   ],
 )
 def test_any_moment(whole, tmp_path, moment, number, every):
-  options = (*STEPS, f'--config.checkpoint.every={every}')
+  options = (*STEPS, f'--config.checkpoint.save_interval={every}')
   process = runs.spawn(tmp_path, *options)
   reached = when(process, lambda: MOMENTS[moment](tmp_path))
   process.send_signal(number)

@@ -56,17 +56,26 @@ def test_a_data_set_to_its_end_and_again(tmp_path, capsys):
 @pytest.mark.parametrize(
   'options, said',
   [
-    (['--config.dump.columns=[["task_id","bigint"]]'], "Did you mean 'task_idx'"),
-    (['--config.dump.columns=[["task_idx","bigit"]]'], "Did you mean 'bigint'"),
-    (['--config.dump.path=memry://x'], "Did you mean 'memory'"),
-    (['--config.dump.pth=x'], 'did you mean --config.dump.path'),
+    (
+      ['--config.trajectory_dump.columns=[["task_id","bigint"]]'],
+      "Did you mean 'task_idx'",
+    ),
+    (
+      ['--config.trajectory_dump.columns=[["task_idx","bigit"]]'],
+      "Did you mean 'bigint'",
+    ),
+    (['--config.trajectory_dump.path=memry://x'], "Did you mean 'memory'"),
+    (['--config.trajectory_dump.pth=x'], 'did you mean --config.trajectory_dump.path'),
     (['--mode=test'], 'must be one of train, val'),
     (['--num_tasks=0'], 'must be positive'),
     (['--num_task=1'], 'did you mean --num_tasks'),
     (['--group_size=0'], 'at least 1'),
     (['--config.cluster.num_engines=2'], 'needs --config.cluster.ray=true'),
     (['--config.rollout.engine=vllm'], 'set --config.cluster.ray=true'),
-    (['--config.cluster.ray', '--config.cluster.weights=inprocess'], 'object_store'),
+    (
+      ['--config.cluster.ray', '--config.weight_sync.transport=inprocess'],
+      'object_store',
+    ),
   ],
 )
 def test_what_is_wrong_is_told_before_any_episode(options, said, tmp_path, capsys):
@@ -137,7 +146,9 @@ def test_attempts_that_failed_score_nothing_and_all_have_a_name():
 def test_killed_at_any_moment_every_item_is_there_once(tmp_path):
   """Three real kills: in a part, after parts, and on the way; then it ends."""
   size, env = 60, runs.environment()
-  options = argv(tmp_path, '--part_size=4', '--config.rollout.num_slots=4', limit=size)
+  options = argv(
+    tmp_path, '--part_size=4', '--config.rollout.max_num_seqs=4', limit=size
+  )
   command = [sys.executable, '-u', '-m', 'launch.rollout', *options]
 
   def start():

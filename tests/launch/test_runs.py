@@ -9,8 +9,8 @@ from tests.launch import runs
 
 QUICK = (
   '--config.sft.num_steps=0',
-  '--config.eval.every=0',
-  '--config.checkpoint.every=0',
+  '--config.eval.interval=0',
+  '--config.checkpoint.save_interval=0',
   '--config.checkpoint.export=false',
 )
 LAKE = """
@@ -18,7 +18,7 @@ from configs import base, debug
 def get_config(algorithm='grpo'):
   c = debug.get_config(algorithm)
   c.env.lake = base.env_section(
-    'frozen_lake', max_steps=3, max_tokens_per_step=4, formulation='step')
+    'frozen_lake', max_steps=3, max_tokens_per_step=4, row_format='step')
   c.env.arithmetic.max_tokens_per_step = 8
   c.batch.max_length = 256
   return c
@@ -53,8 +53,8 @@ def test_a_run_from_start_to_end(tmp_path, capsys):
     tmp_path,
     '--config.num_steps=4',
     '--config.logging.sinks=report',
-    '--config.eval.every=3',
-    f'--config.dump.path={tmp_path}/dump',
+    '--config.eval.interval=3',
+    f'--config.trajectory_dump.path={tmp_path}/dump',
   )
   parts = sorted(path.name for path in (tmp_path / 'dump').iterdir())
   assert parts == [
@@ -103,9 +103,9 @@ def test_a_critic_two_environments_and_all_that_is_in_parts(tmp_path, lake):
     *QUICK,
     '--config.algorithm.group_size=4',
     '--config.algorithm.kl_penalty=k3(coef=0.01)',
-    '--config.batch.minibatches=2',
-    '--config.batch.micro_batches=2',
-    '--config.batch.epochs=2',
+    '--config.batch.num_minibatches=2',
+    '--config.batch.num_micro_batches=2',
+    '--config.batch.ppo_epochs=2',
     config=f'{lake}:ppo',
   )
   for _, row in sound(told):
@@ -116,10 +116,13 @@ def test_a_critic_two_environments_and_all_that_is_in_parts(tmp_path, lake):
 
 
 CASES = {
-  'decoupled': ('grpo', ('--config.algorithm.behaviour=decoupled',)),
+  'decoupled': ('grpo', ('--config.algorithm.correction=tis',)),
   'penalty': ('grpo', ('--config.algorithm.kl_penalty=k1(coef=0.01)',)),
-  'minibatches': ('grpo', ('--config.batch.minibatches=2', '--config.batch.epochs=2')),
-  'micro': ('grpo', ('--config.batch.micro_batches=2',)),
+  'minibatches': (
+    'grpo',
+    ('--config.batch.num_minibatches=2', '--config.batch.ppo_epochs=2'),
+  ),
+  'micro': ('grpo', ('--config.batch.num_micro_batches=2',)),
   'bfloat16': ('grpo', ('--config.model.dtype=bfloat16', '--config.model.remat=full')),
 }
 

@@ -15,12 +15,23 @@ from tests.launch import runs
 
 TINY = (
   '--config.sft.num_steps=0',
-  '--config.eval.every=0',
-  '--config.model.random.num_layers=1',
+  '--config.eval.interval=0',
+  runs.ONE_LAYER,
   '--config.optimizer.warmup_steps=0',
   '--config.num_steps=4',
 )
 ROWS = 16  # of a step: two groups of eight
+DECOUPLED = """
+import dataclasses
+
+from jaxrl.algorithms.presets.grpo import grpo
+
+
+def decoupled(*, group_size: int = 8):
+  return dataclasses.replace(
+    grpo(group_size=group_size), old_logprobs_source='decoupled'
+  )
+"""
 TWO_TAGS = str(pathlib.Path(__file__).with_name('two_tags.py'))
 
 
@@ -88,8 +99,9 @@ def test_opmd_warms_up_on_experts(tmp_path):
   'sampler', ['mixed', pytest.param('warmup(steps=1)', marks=pytest.mark.slow)]
 )
 def test_a_loss_with_a_ratio_scores_experts_too(tmp_path, sampler):
-  decoupled = '--config.algorithm.behaviour=decoupled'
-  rows, _ = record(tmp_path, 'grpo', sampler, decoupled)
+  file = tmp_path / 'decoupled.py'
+  file.write_text(DECOUPLED)
+  rows, _ = record(tmp_path / 'run', f'{file}:decoupled', sampler)
   assert rows[0]['sampler/expert_rows'] > 0
   assert rows[0]['policy/ratio'] == pytest.approx(1, rel=1e-4)
 
@@ -117,7 +129,7 @@ def test_one_sampler_serves_all_tags(tmp_path):
 @pytest.mark.parametrize(
   'spec, options, message',
   [
-    ('grpo', ['sampler=mixed'], 'Set --config.algorithm.behaviour=decoupled'),
+    ('grpo', ['sampler=mixed'], "an algorithm with old_logprobs_source='decoupled'"),
     ('grpo', ['sampler=replai'], "Did you mean 'replay'"),
     ('grpo', ['sampler=replay(decai=1)'], "no option 'decai'"),
     ('sft', ['sampler=replay'], 'all of its rows from files'),
@@ -139,7 +151,7 @@ def test_every_tag_needs_a_group(tmp_path):
 RESUMED = (
   *TINY,
   '--config.num_steps=8',
-  '--config.checkpoint.every=1',
+  '--config.checkpoint.save_interval=1',
   '--config.checkpoint.export=true',
 )
 

@@ -17,7 +17,7 @@ from launch.components import experience_store
 from launch.components.rollout_scheduler import RolloutScheduler
 from tests.launch import runs
 
-ALONE = ('--config.eval.every=0', '--config.sft.num_steps=0')
+ALONE = ('--config.eval.interval=0', '--config.sft.num_steps=0')
 FOUR = '--config.algorithm.group_size=4'
 FAIR = '--config.algorithm.correction=none'  # by default a store's groups have one
 
@@ -28,12 +28,12 @@ def url(folder):
 
 def source(folder, **options):
   told = ''.join(f', {name}={value!r}' for name, value in options.items())
-  return f"--config.data.source=store(url='{url(folder)}'{told})"
+  return f"--config.dataset.experience_store=store(url='{url(folder)}'{told})"
 
 
 def explore(folder, name, *options, limit=6):
   """The command line of an explorer that plays `limit` groups of four."""
-  place = f'--config.dump.path=experience+{url(folder)}'
+  place = f'--config.trajectory_dump.path=experience+{url(folder)}'
   size = f'--config.dataset.limit={limit}', '--group_size=4'
   return runs.argv(folder / name, place, *size, *options, config=runs.VARIED)
 
@@ -105,7 +105,7 @@ def test_stored_groups_teach_what_played_ones_do(tmp_path, monkeypatch):
 def test_explorers_then_trainers_until_nothing_is_left(tmp_path, capsys):
   assert rollout.main(explore(tmp_path, 'a', limit=3)) == 0
   options = (*ALONE, FOUR, source(tmp_path, uses=2, wait=0.0))
-  train = [*options, '--config.num_steps=9', '--config.checkpoint.every=2']
+  train = [*options, '--config.num_steps=9', '--config.checkpoint.save_interval=2']
   assert runs.main(tmp_path / 't', *train, config=runs.VARIED) == 1
   said = capsys.readouterr()
   assert 'of any age, from the store, corrected by tis' in said.out
@@ -130,10 +130,16 @@ def test_explorers_then_trainers_until_nothing_is_left(tmp_path, capsys):
   'options, said',
   [
     (['--config.rollout.async_ratio=1'], 'rollout.async_ratio=1.0: has no effect'),
-    (['--config.rollout.sync=trainer'], 'rollout.sync=trainer: has no effect'),
+    (
+      ['--config.weight_sync.policy=trainer'],
+      'weight_sync.policy=trainer: has no effect',
+    ),
     (['--config.algorithm.sampler=replay'], 'says how often a group is used'),
-    (['--config.data.source=store(url="x", use=1)'], "Did you mean 'uses'"),
-    (['--config.data.source=experience'], "no source 'experience'"),
+    (
+      ['--config.dataset.experience_store=store(url="x", use=1)'],
+      "Did you mean 'uses'",
+    ),
+    (['--config.dataset.experience_store=experience'], "no source 'experience'"),
     (['--config.dataset.curriculum=random'], 'curriculum=random: has no effect'),
   ],
 )
@@ -147,9 +153,12 @@ def test_what_has_no_effect_is_refused(options, said, tmp_path, capsys):
 @pytest.mark.parametrize(
   'options, said',
   [
-    (['--config.dump.columns=[["task_idx","bigint"]]'], 'keeps groups whole'),
-    (['--config.data.source=sqlite:////x.db'], 'is where training reads'),
-    (['--config.dump.path=store(url="sqlite://")'], 'names no file'),
+    (
+      ['--config.trajectory_dump.columns=[["task_idx","bigint"]]'],
+      'keeps groups whole',
+    ),
+    (['--config.dataset.experience_store=sqlite:////x.db'], 'is where training reads'),
+    (['--config.trajectory_dump.path=store(url="sqlite://")'], 'names no file'),
   ],
 )
 def test_what_explorers_refuse(options, said, tmp_path, capsys):
@@ -181,7 +190,7 @@ def test_every_group_is_used_as_often_as_asked_whatever_is_killed(tmp_path):
     tmp_path / 't',
     *options,
     '--config.num_steps=40',
-    '--config.checkpoint.every=4',
+    '--config.checkpoint.save_interval=4',
     config=runs.VARIED,
   )
   trainer = _spawn('launch.train', train)

@@ -12,8 +12,15 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
 from launch.planning import cost, engine_decode, plan_table, sweep, targets
 from launch.planning.compiled_program import bytes_per_device
-from tests.launch.test_handover import EXPERTS, LORA, learner_of, resident, whole
-from tests.launch.test_planning import small
+from tests.launch.test_handover import (
+  EXPERTS,
+  LORA,
+  SPARSE,
+  learner_of,
+  resident,
+  whole,
+)
+from tests.launch.test_planning import model, small
 
 
 def swept(run, target, most):
@@ -49,13 +56,13 @@ def test_what_was_left_out_is_told():
 
 @pytest.mark.parametrize('axis', ['context', 'expert'])
 def test_what_it_keeps_is_a_number(axis):
-  run = small(f'--config.mesh.{axis}=-1', '--config.mesh.data=1')
+  run = small(f'--config.mesh={axis}=-1, data=1')
   with pytest.raises(ConfigError, match=f'give {axis} a number'):
     swept(run, targets.parse_target('cpu:2'), 1)
 
 
 def test_what_it_keeps_divides_the_devices():
-  run = small('--config.mesh.context=3')
+  run = small('--config.mesh=context=3')
   with pytest.raises(ConfigError, match='context × expert, 3, does not divide the 4'):
     swept(run, targets.parse_target('cpu:4'), 1)
 
@@ -80,8 +87,8 @@ def test_experts_are_shared_out_where_there_are_some():
     (),
     (LORA,),
     ('--config.algorithm.kl_coef=0.1',),
-    ('--config.optimizer.kind=sgd()',),
-    ("--config.optimizer.kind=adamw(moments='bfloat16')",),
+    ('--config.optimizer.name=sgd()',),
+    ("--config.optimizer.name=adamw(state_dtype='bfloat16')",),
   ],
 )
 def test_what_is_held_by_hand_is_what_is_held(mesh, more):
@@ -130,7 +137,7 @@ def test_the_state_of_adapters_is_not_thought_too_much():
 
 def test_what_holds_less_than_what_does_not_fit_is_next(monkeypatch):
   """And where nothing does, what seemed best of the others."""
-  run = small(EXPERTS, '--config.model.random.num_kv_heads=4')
+  run = small(model('qwen3_moe', num_kv_heads=4, **SPARSE))
   target = targets.parse_target('cpu:4')
   holds = sorted(
     sweep.state_memory(run, one) for one in sweep.candidate_meshes(run, target)
@@ -159,7 +166,7 @@ def test_what_holds_less_than_what_does_not_fit_is_next(monkeypatch):
 
 
 def test_the_configs_own_mesh_is_compared(monkeypatch):
-  run = small(*(f'--config.mesh.{axis}=2' for axis in ('data', 'fsdp', 'tensor')))
+  run = small('--config.mesh=data=2, fsdp=2, tensor=2')
   monkeypatch.setattr(
     sweep.cost,
     'estimate_cost',
@@ -186,7 +193,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_not_compiled(monkeypatch):
     lambda run, *_, **__: compiled(run, {'data': 8}, math.inf),
   )
   run, target = (
-    small('--config.model.random.num_heads=2'),
+    small(model(num_heads=2)),
     targets.parse_target('cpu:8'),
   )
   found = swept(run, target, 99)

@@ -17,7 +17,7 @@ from tests.launch.test_bad_input import refused
 DISTILL = str(runs.ROOT / 'configs' / 'distill.py')
 TINY = (
   '--config.sft.num_steps=0',
-  '--config.eval.every=0',
+  '--config.eval.interval=0',
   '--config.num_steps=2',
   '--config.optimizer.warmup_steps=0',
   '--config.optimizer.learning_rate=1e-3',
@@ -29,7 +29,7 @@ ASKS = f'{runs.VARIED}:on_policy_distill'
 def folder(tmp_path_factory):
   """A model of another seed, wider than the student."""
   workdir = tmp_path_factory.mktemp('teacher')
-  wide = ('--config.model.random.hidden_size=48', '--config.seed=5')
+  wide = (runs.model(hidden_size=48), '--config.seed=5')
   runs.record(workdir, *TINY, *wide, config=f'{runs.VARIED}:sft')
   return workdir / 'export'
 
@@ -130,7 +130,7 @@ def test_a_tag_goes_to_its_own_teacher(folder, tmp_path):
     tmp_path / 'a', *TINY, f'--config.teacher.checkpoint={folder}', config=ASKS
   )
   student = tmp_path / 'a' / 'model'
-  by_tag = f'--config.teacher.by_tag=arithmetic={folder}'
+  by_tag = f'--config.teacher.checkpoint=arithmetic={folder}'
   model = f'--config.model.checkpoint={student}'
   told = runs.record(tmp_path / 'b', *TINY, model, by_tag, config=ASKS)
   same = runs.record(
@@ -140,8 +140,7 @@ def test_a_tag_goes_to_its_own_teacher(folder, tmp_path):
     tmp_path / 'd',
     *TINY,
     model,
-    by_tag.replace(str(folder), str(student)),
-    f'--config.teacher.checkpoint={folder}',
+    f'--config.teacher.checkpoint={folder}, arithmetic={student}',
     config=ASKS,
   )
   spread = [learned(x)[0]['advantage/std'] for x in (told, same, nothing)]
@@ -152,10 +151,10 @@ REFUSED = {
   '': 'algorithm on_policy_distill asks a teacher: name its folder, '
   '--config.teacher.checkpoint=FOLDER',
   '--config.teacher.checkpoint=/nowhere': 'teacher.checkpoint=/nowhere: no folder',
-  '--config.teacher.by_tag=arithmetic': 'write tag=FOLDER, tag=FOLDER',
-  '--config.teacher.by_tag=arithmetic=a,arithmetic=b': 'each tag once',
-  '--config.teacher.by_tag=arithmetik=a': "Did you mean 'arithmetic'?",
-  '--config.teacher.checkpoint=data --config.teacher.by_tag=arithmetic=a': 'no teacher',
+  '--config.teacher.checkpoint=arithmetic=': 'write FOLDER, or tag=FOLDER, tag=FOLDER',
+  '--config.teacher.checkpoint=arithmetic=a,arithmetic=b': 'each tag once',
+  '--config.teacher.checkpoint=arithmetik=a': "Did you mean 'arithmetic'?",
+  '--config.teacher.checkpoint=data,arithmetic=a': 'no teacher',
 }
 
 
@@ -184,7 +183,8 @@ def test_the_distill_config(name):
   quick = configs.load(
     configs.parse([f'--config={runs.ROOT}/configs/quickstart.py'], {})
   )
-  assert config.model.random.hidden_size < quick.model.random.hidden_size
+  student, teacher = (resolve_settings(one).model.random for one in (config, quick))
+  assert student.hidden_size < teacher.hidden_size
   assert resolve_settings(config).teacher.folders == {}
 
 

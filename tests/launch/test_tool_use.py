@@ -11,9 +11,9 @@ from tests.launch import runs
 EAGER = str(pathlib.Path(__file__).with_name('eager.py'))
 QUICK = (
   '--config.num_steps=2',
-  '--config.checkpoint.every=0',
+  '--config.checkpoint.save_interval=0',
   '--config.eval.num_tasks=2',
-  '--config.model.random.num_layers=1',
+  runs.ONE_LAYER,
   '--config.algorithm.group_size=4',
   '--config.batch.max_length=768',
 )

@@ -91,7 +91,7 @@ def phase(told, every):
   config = base.get_config()
   config.cluster.update(ray=True, placement='colocated(sleep=True)')
   config.rollout.engine = 'vllm'
-  config.checkpoint.every, config.eval.every = 1, every
+  config.checkpoint.save_interval, config.eval.interval = 1, every
   none = types.SimpleNamespace(metrics=dict)
 
   async def nothing():

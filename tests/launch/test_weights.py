@@ -1,4 +1,4 @@
-"""`cluster.weights`: what it may say, and a run whose weights go through a folder."""
+"""`weight_sync.transport`, and a run whose weights go through a folder."""
 
 import contextlib
 import importlib.util
@@ -27,9 +27,9 @@ OF_THE_RUN = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
 
 def plan(text, ray=True, lora=''):
   config = base.get_config()
-  config.cluster.update(weights=text, ray=ray)
+  config.cluster.ray, config.weight_sync.transport = ray, text
   config.model.lora = lora
-  return resolve_settings(config).cluster.weights
+  return resolve_settings(config).weight_sync.transport
 
 
 def test_auto_is_what_fits():
@@ -78,15 +78,15 @@ def test_what_cannot_be_is_refused_with_what_to_take(text):
   with pytest.raises(ConfigError) as caught:
     plan(text)
   assert REFUSED[text] in str(caught.value)
-  assert str(caught.value).startswith('--config.cluster.weights')
+  assert str(caught.value).startswith('--config.weight_sync.transport')
 
 
 @pytest.mark.parametrize('text', ['ipc', 'nccl'])
 def test_from_gpu_to_gpu_the_learner_needs_what_vllm_has(text, monkeypatch, tmp_path):
   config = base.get_config()
-  config.cluster.update(weights=text, ray=True)
+  config.cluster.ray, config.weight_sync.transport = True, text
   config.rollout.engine = 'vllm'
-  said = f'^--config.cluster.weights={text}: '
+  said = f'^--config.weight_sync.transport={text}: '
   looked = importlib.util.find_spec
 
   def without(name):
@@ -105,7 +105,7 @@ def test_from_gpu_to_gpu_the_learner_needs_what_vllm_has(text, monkeypatch, tmp_
   with pytest.raises(ConfigError, match=f'{said}torch was built without CUDA'):
     resolve_settings(config)
   version.write_text("cuda: Optional[str] = '12.8'\n")
-  assert resolve_settings(config).cluster.weights.direct
+  assert resolve_settings(config).weight_sync.transport.direct
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,10 @@ def test_not_every_way_takes_adapters(text, words):
 
 
 def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
-  options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.every=0'
-  through = f'--config.cluster.weights=checkpoint(folder="{tmp_path}/w",durable=False)'
+  options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.interval=0'
+  through = (
+    f'--config.weight_sync.transport=checkpoint(folder="{tmp_path}/w",durable=False)'
+  )
   more = f'--config.model.lora={ADAPTERS}', '--config.optimizer.learning_rate=0.1'
   told = runs.record(tmp_path / 'run', *options.split(), through, *more)
   first, second = (row for _, row in told.metrics[:2])
@@ -206,7 +208,9 @@ def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
 def test_a_run_through_a_folder(tmp_path):
   """Who comes later finds there what the learner ended with."""
   options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.num_tasks=2'
-  through = f'--config.cluster.weights=checkpoint(folder="{tmp_path}/w",durable=False)'
+  through = (
+    f'--config.weight_sync.transport=checkpoint(folder="{tmp_path}/w",durable=False)'
+  )
   told = runs.record(tmp_path / 'run', *options.split(), through)
   first, second = (row for _, row in told.metrics[:2])
   assert first['weights/share'] == 1 > second['weights/share'] > 0

@@ -17,7 +17,7 @@ from launch.logging.workdir import (
 
 def config(**changes):
   base = {'seed': 0, 'num_steps': 10, 'model': {'layers': 2}, 'shape': (1, 2)}
-  return {**base, 'checkpoint': {'every': 5}, **changes}
+  return {**base, 'checkpoint': {'save_interval': 5}, **changes}
 
 
 def record(path, made):
@@ -49,8 +49,8 @@ def test_the_same_config_resumes_and_adds_a_launch(tmp_path):
 
 def test_some_keys_may_change(tmp_path):
   record(tmp_path, config())
-  again = record(tmp_path, config(num_steps=20, checkpoint={'every': 7}))
-  assert again.changes == ['checkpoint.every 5 → 7', 'num_steps 10 → 20']
+  again = record(tmp_path, config(num_steps=20, checkpoint={'save_interval': 7}))
+  assert again.changes == ['checkpoint.save_interval 5 → 7', 'num_steps 10 → 20']
   found = json.loads((tmp_path / 'config.json').read_text())
   assert found['config']['num_steps'] == 20
 

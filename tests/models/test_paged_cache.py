@@ -87,7 +87,7 @@ async def test_the_engine_decodes_from_pages():
     engine = JaxEngine(
       TransformerLM(model.config, kernels=kernels),
       device_thread=device_thread,
-      num_slots=2,
+      max_num_seqs=2,
       max_length=64,
       decode_steps=4,
       prompt_buckets=[32],

@@ -12,6 +12,7 @@ import pytest
 from jaxrl.call_strings import ConfigError
 from jaxrl.models import remat
 from jaxrl.models.transformer_lm import TransformerLM
+from tests.calls import parse_call
 from tests.models import small
 
 # From what keeps most to what keeps least.
@@ -33,7 +34,10 @@ def made():
 
 
 def score_of(model, policy):
-  this, ones = dataclasses.replace(model, remat=policy), jnp.ones_like(TOKENS)
+  this, ones = (
+    dataclasses.replace(model, remat=parse_call(policy)),
+    jnp.ones_like(TOKENS),
+  )
   return lambda params: this.policy_outputs(params, TOKENS, ones).logprobs.sum()
 
 
@@ -81,7 +85,7 @@ def test_what_is_offloaded_lies_in_the_host(made):
 )
 def test_wrong_names_say_the_nearest(text, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
-    TransformerLM(small.config(), remat=text)
+    TransformerLM(small.config(), remat=parse_call(text))
 
 
 def test_a_policy_is_made_once():

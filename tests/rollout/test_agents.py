@@ -12,7 +12,6 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.agents.command_agent import CommandAgent, CommandAgentError
-from jaxrl.envs.env_registry import env_factory
 from jaxrl.rollout.agent_env_manager import AgentEnvManager
 from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker, make_env_manager
@@ -24,7 +23,8 @@ from jaxrl.rollout.rewards.reward_pipeline import (
   RewardPipeline,
   RewardTerm,
 )
-from jaxrl.rollout.thread_pool import ThreadPool
+from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from tests.calls import env_factory
 from tests.data.letters import END
 from tests.rollout import agent_cases
 from tests.rollout.gateway.agents import Engine, Tokens
@@ -103,7 +103,7 @@ async def test_branches_are_rows_of_one_episode_with_one_return():
   assert [row.score for row in rows] == [0, 0, 2.5]  # agent and feedback, once
   assert rows[0].metrics['reward/agent'] == 2 and rows[0].metrics['reward/exact'] == 0
   assert rows[0].metrics['reward/feedback'] == 0.5
-  steps = await play(Engine(), None, {'formulation': 'step'}, agent=f'{CASES}:branches')
+  steps = await play(Engine(), None, {'row_format': 'step'}, agent=f'{CASES}:branches')
   assert len(steps) == 4 and sum(row.score for row in steps) == 2.5
   assert len({row.extras['state_hash'] for row in steps}) == 4
 
@@ -140,7 +140,7 @@ async def test_a_grader_reads_the_last_reply():
   ],
 )
 async def test_a_bad_agent_costs_an_episode(agent, reason, words):
-  options = {'timeouts': f'step={0.5 if "hangs" in agent else 20.0}'}
+  options = {'timeouts': make_timeouts(step=0.5 if 'hangs' in agent else 20.0)}
   rows = await play(says('ab' + END), None, options, agent=f'{CASES}:{agent}')
   assert {row.stop_reason for row in rows} == {reason}
   assert words in rows[-1].extras.get('error', '')
@@ -185,7 +185,7 @@ async def test_a_program_plays(tmp_path):
 async def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
   note = tmp_path / 'pid'
   for seconds in (2.0, 8.0, 30.0):  # however long it takes to start here
-    options = {'timeouts': f'step={seconds}'}
+    options = {'timeouts': make_timeouts(step=seconds)}
     rows = await play(says('a' + END), None, options, command=f'{PROGRAM} hang {note}')
     assert rows[-1].stop_reason == 'env_timeout'
     if note.exists():
@@ -297,9 +297,9 @@ async def test_an_attempt_given_up_ends_its_program(tmp_path):
         await asyncio.sleep(0.02)
     return int(note.read_text())
 
-  queue = GroupQueue(num_groups=1, group_size=1, num_env_groups=1, lease_timeout=0.01)
+  queue = GroupQueue(num_groups=1, group_size=1, num_env_groups=1, episode_timeout=0.01)
   made = world(says('a' + END), queue, command=f'{PROGRAM} hang {note}')
-  worker = EnvWorker(made, [(0, 0)], {**OPTIONS, 'timeouts': 'step=0'})
+  worker = EnvWorker(made, [(0, 0)], {**OPTIONS, 'timeouts': make_timeouts(step=0)})
   task = asyncio.create_task(worker.run({'seed': 5}))
   await queue.advance_step(0)
   first = await started()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.group_stats import is_truncated
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.thread_pool import ThreadPool
+from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
 from tests.rollout.fakes import (
   END,
   BadEnv,
@@ -135,7 +135,7 @@ async def test_a_broken_environment_costs_one_episode(fault, reason):
   made = [BadEnv(fault=fault, seconds=0.5), EchoEnv()]
   pool = ThreadPool(1)
   manager = EnvManager(
-    world(lambda: made.pop(0), pool=pool), timeouts='reset=0.1, step=0.1'
+    world(lambda: made.pop(0), pool=pool), timeouts=make_timeouts(reset=0.1, step=0.1)
   )
   (bad,) = await manager.play_episode(lease(), base_seed=7)
   assert (bad.stop_reason, bad.failed) == (reason, True)
@@ -156,7 +156,7 @@ async def test_an_engine_that_fails_costs_one_episode(reply):
 
 async def test_an_engine_that_hangs_is_told_to_abort():
   engine = FakeEngine(delay=30)
-  (row,) = await play(world(engine=engine), timeouts='generate=0.05')
+  (row,) = await play(world(engine=engine), timeouts=make_timeouts(generate=0.05))
   assert row.stop_reason == 'generate_failed'
   assert engine.aborted == [engine.requests[0][0]]
 
@@ -252,7 +252,7 @@ async def test_a_cancelled_attempt_tells_the_engine_and_gets_a_new_environment()
 def test_options_are_checked_when_it_is_made():
   made = world()
   for options in (
-    {'formulation': 'steps'},
+    {'row_format': 'steps'},
     {'turn_template': '{observaton}'},
     {'max_steps': 0},
   ):
@@ -263,7 +263,7 @@ def test_options_are_checked_when_it_is_made():
 async def test_steps_formulation_is_one_row_a_turn():
   engine = FakeEngine(lambda prompt, sampling: 'ab')
   rows = await play(
-    world(lambda: EchoEnv(turns=3), engine), max_steps=3, formulation='step'
+    world(lambda: EchoEnv(turns=3), engine), max_steps=3, row_format='step'
   )
   assert [row.turn for row in rows] == [0, 1, 2]
   assert [row.score for row in rows] == [1, 2, 3]
@@ -328,7 +328,7 @@ async def test_an_environment_made_too_late_is_nobodys():
   manager = EnvManager(
     world(make, FakeEngine(reply), pool=ThreadPool(1)),
     max_steps=2,
-    timeouts='reset=0.05',
+    timeouts=make_timeouts(reset=0.05),
   )
   (failed,) = await manager.play_episode(lease(), base_seed=7)
   assert failed.stop_reason == 'env_reset_failed'

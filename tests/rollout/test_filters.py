@@ -5,8 +5,8 @@ import pytest
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.group_stats import sample_scores
-from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_pipeline import DropReason, GroupPipeline
+from tests.calls import make_group_filter
 from tests.rollout.fakes import row
 
 

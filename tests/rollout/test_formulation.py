@@ -10,15 +10,15 @@ from jaxrl.algorithms import registry
 from jaxrl.data.trajectory_codec import from_json, to_json
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.batching.batch_builder import collate
-from jaxrl.training.optimizers import make_optimizer
+from tests.calls import make_optimizer
 from tests.rollout.fakes import EchoEnv, FakeEngine, play, world
 from tests.training import toy
 
 
-async def rows(formulation, turns=3, **options):
+async def rows(row_format, turns=3, **options):
   engine = FakeEngine(lambda prompt, sampling: 'ab')
   made = world(lambda: EchoEnv(turns=turns), engine)
-  return await play(made, max_steps=turns, formulation=formulation, **options)
+  return await play(made, max_steps=turns, row_format=row_format, **options)
 
 
 async def test_steps_are_laid_end_to_end():
@@ -83,11 +83,11 @@ def played(joined, seed=0):
 
 async def learn(joined):
   algorithm = registry.make('grpo', {'kl_coef': 0.0})
-  shape = {'num_rows': 4, 'buckets': (32,)} if joined else {'num_rows': 12}
+  shape = {'num_rows': 4, 'length_buckets': (32,)} if joined else {'num_rows': 12}
   learner = toy.learner(
     algorithm,
     kind=TransformerLM,
-    optimizer=make_optimizer(learning_rate=1e-2, kind='adamw(eps=1e-2)'),
+    optimizer=make_optimizer(learning_rate=1e-2, name='adamw(eps=1e-2)'),
     **shape,
   )
   metrics = await learner.update(played(joined))

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_queue import GroupQueue
+from tests.calls import make_group_filter
 from tests.rollout.fakes import row
 
 
@@ -80,11 +80,13 @@ async def test_asking_again_gives_the_old_lease_up():
   assert queue.counts['abandoned'] == 1
 
 
-@pytest.mark.parametrize('retries', [0, 1])
-async def test_lost_workers_cost_no_retries_but_not_for_ever(retries):
-  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, retries=retries)
+@pytest.mark.parametrize('max_retries', [0, 1])
+async def test_lost_workers_cost_no_retries_but_not_for_ever(max_retries):
+  queue = GroupQueue(
+    num_groups=1, group_size=2, num_env_groups=1, max_retries=max_retries
+  )
   await queue.advance_step(0)
-  for attempt in range(4 + retries):
+  for attempt in range(4 + max_retries):
     lease = await soon(queue.get_episode_id(0, 0))
     assert (lease.episode_id, lease.sample_index, lease.attempt) == (0, 0, attempt)
   assert queue.counts['failed'] == 0
@@ -93,7 +95,7 @@ async def test_lost_workers_cost_no_retries_but_not_for_ever(retries):
 
 
 async def test_a_failure_after_a_lost_worker_is_the_first():
-  queue = GroupQueue(num_groups=1, num_env_groups=1, retries=1)
+  queue = GroupQueue(num_groups=1, num_env_groups=1, max_retries=1)
   await queue.advance_step(0)
   await soon(queue.get_episode_id(0, 0))
   await put(queue, await soon(queue.get_episode_id(0, 0)), stop_reason='env_error')
@@ -138,7 +140,9 @@ async def test_a_filtered_group_is_replaced_and_everyone_is_woken():
 
 
 async def test_a_filter_that_drops_all_is_an_error_not_a_hang():
-  queue = GroupQueue(lambda *_: True, num_groups=1, num_env_groups=1, max_lost=5)
+  queue = GroupQueue(
+    lambda *_: True, num_groups=1, num_env_groups=1, max_consecutive_drops=5
+  )
   await queue.advance_step(0)
 
   async def environment():
@@ -164,7 +168,7 @@ async def test_an_error_in_the_filter_reaches_the_trainer():
 
 
 async def test_a_failed_member_is_retried_with_its_seed_then_the_group_replaced():
-  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, retries=1)
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, max_retries=1)
   await queue.advance_step(0)
   await put(queue, await soon(queue.get_episode_id(0, 0)), 0)
   for attempt in (0, 1):
@@ -181,12 +185,14 @@ async def test_a_failed_member_is_retried_with_its_seed_then_the_group_replaced(
 @pytest.mark.parametrize(
   ('options', 'size'),
   [
-    ({'min_members': 1}, 1),
+    ({'min_group_size': 1}, 1),
     ({'keep_failed': True}, 2),
   ],
 )
 async def test_groups_with_a_failed_member_by_policy(options, size):
-  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, retries=0, **options)
+  queue = GroupQueue(
+    num_groups=1, group_size=2, num_env_groups=1, max_retries=0, **options
+  )
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(2)]
   await put(queue, leases[0], 0, stop_reason='env_timeout')
@@ -197,7 +203,9 @@ async def test_groups_with_a_failed_member_by_policy(options, size):
 
 
 async def test_when_all_fail_the_error_says_why():
-  queue = GroupQueue(num_groups=1, num_env_groups=1, retries=0, max_lost=3)
+  queue = GroupQueue(
+    num_groups=1, num_env_groups=1, max_retries=0, max_consecutive_drops=3
+  )
   await queue.advance_step(0)
   for _ in range(3):
     lease = await soon(queue.get_episode_id(0, 0))
@@ -210,7 +218,7 @@ async def test_when_all_fail_the_error_says_why():
 async def test_a_lease_past_its_deadline_is_played_by_another():
   now = [0.0]
   queue = GroupQueue(
-    clock=lambda: now[0], num_groups=1, num_env_groups=1, lease_timeout=10
+    clock=lambda: now[0], num_groups=1, num_env_groups=1, episode_timeout=10
   )
   await queue.advance_step(0)
   hung = await soon(queue.get_episode_id(0, 0))
@@ -228,7 +236,11 @@ async def test_a_lease_past_its_deadline_is_played_by_another():
 
 async def test_get_batch_looks_at_deadlines_by_itself():
   queue = GroupQueue(
-    num_groups=1, num_env_groups=1, lease_timeout=0.05, retries=0, max_lost=1
+    num_groups=1,
+    num_env_groups=1,
+    episode_timeout=0.05,
+    max_retries=0,
+    max_consecutive_drops=1,
   )
   await queue.advance_step(0)
   await soon(queue.get_episode_id(0, 0))
@@ -237,7 +249,7 @@ async def test_get_batch_looks_at_deadlines_by_itself():
 
 
 async def test_surplus_members_are_given_up():
-  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, redundancy=1)
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, extra_samples=1)
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
   await put(queue, leases[2], 2)
@@ -361,8 +373,8 @@ def test_options_are_checked():
     {'num_groups': 0},
     {'group_size': 0},
     {'async_ratio': -0.5},
-    {'min_members': 9},
-    {'retries': -1},
+    {'min_group_size': 9},
+    {'max_retries': -1},
   ):
     with pytest.raises(ValueError):
       GroupQueue(**options)
@@ -425,7 +437,7 @@ async def test_stale_groups_are_lost_and_replaced():
 
 
 async def test_a_group_of_mixed_versions_is_as_old_as_its_oldest_token():
-  queue = GroupQueue(num_groups=1, num_env_groups=1, max_lost=2)
+  queue = GroupQueue(num_groups=1, num_env_groups=1, max_consecutive_drops=2)
   await queue.advance_step(5)
   old, new = of_version(4)[0], of_version(5)[0]
   new.turn = 1
@@ -477,7 +489,7 @@ async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
     num_groups=2,
     group_size=2,
     num_env_groups=2,
-    max_lost=3,
+    max_consecutive_drops=3,
   )
   await queue.advance_step(0)
   kept = 0
@@ -494,7 +506,10 @@ async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
   with pytest.raises(RuntimeError) as caught:
     await soon(queue.get_batch(2, 0))
   said = str(caught.value)
-  assert '3 groups in a row were dropped' in said and 'rollout.max_lost=3' in said
+  assert (
+    '3 groups in a row were dropped' in said
+    and 'rollout.max_consecutive_drops=3' in said
+  )
   assert '6 groups; dropped: reward_std 5' in said
   assert 'What may help' in said
 
@@ -505,7 +520,7 @@ async def test_refilled_batches_are_full():
     num_groups=2,
     group_size=2,
     num_env_groups=2,
-    max_lost=3,
+    max_consecutive_drops=3,
   )
   await queue.advance_step(0)
   scores = iter([(0, 0), (1, 1), (0, 1), (0, 0), (0, 0), (1, 0)])
@@ -556,7 +571,7 @@ async def test_the_greedy_member_comes_last_and_makes_the_group_whole():
 
 async def test_no_surplus_member_stands_in_for_the_greedy_one():
   queue = GroupQueue(
-    num_groups=1, group_size=1, num_env_groups=1, redundancy=1, greedy=True
+    num_groups=1, group_size=1, num_env_groups=1, extra_samples=1, greedy=True
   )
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
@@ -570,7 +585,12 @@ async def test_no_surplus_member_stands_in_for_the_greedy_one():
 
 async def test_a_group_without_its_greedy_member_is_replaced():
   queue = GroupQueue(
-    num_groups=1, group_size=2, num_env_groups=1, retries=0, min_members=1, greedy=True
+    num_groups=1,
+    group_size=2,
+    num_env_groups=1,
+    max_retries=0,
+    min_group_size=1,
+    greedy=True,
   )
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
@@ -583,7 +603,7 @@ async def test_a_group_without_its_greedy_member_is_replaced():
   await put(queue, leases[1], 1, stop_reason='env_error')
   await put(queue, leases[0], 0)
   await put(queue, leases[2], 2, rows=[row(9, 2, is_greedy=True)])
-  (group,) = await soon(queue.get_batch(1, 0))  # min_members is of the sampled ones
+  (group,) = await soon(queue.get_batch(1, 0))  # min_group_size is of the sampled ones
   assert [r.sample_index for r in group] == [0, 2]
   with pytest.raises(ValueError, match='keep_failed'):
     GroupQueue(greedy=True, keep_failed=True)
@@ -639,7 +659,7 @@ async def test_who_takes_a_place_is_heeded_and_not_who_waited_there_before():
 
 async def test_what_the_dead_still_put_takes_nobodys_place():
   """A worker that was thought dead ends its episode; its place is another's now."""
-  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, retries=0)
+  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, max_retries=0)
   await queue.advance_step(0)
   dead = [await soon(queue.get_episode_id(0, env_id)) for env_id in (0, 1)]
   for env_id in (0, 1):  # given up one after the other, and taken in another order

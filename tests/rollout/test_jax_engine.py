@@ -44,7 +44,7 @@ def shared():
     MODEL,
     Letters(),
     device_thread=device_thread,
-    num_slots=4,
+    max_num_seqs=4,
     max_length=64,
     decode_steps=4,
     prompt_buckets=[16, 64],
@@ -247,7 +247,7 @@ def test_buckets_beyond_the_window_are_refused():
 
 async def test_an_engine_without_weights_says_so():
   device_thread = DeviceThread()
-  empty = JaxEngine(MODEL, device_thread=device_thread, num_slots=2, max_length=32)
+  empty = JaxEngine(MODEL, device_thread=device_thread, max_num_seqs=2, max_length=32)
   with pytest.raises(RuntimeError, match='load'):
     await empty.generate('a', [1], SamplingParams(1))
   await empty.load(0, WEIGHTS[0])

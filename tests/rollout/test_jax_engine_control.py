@@ -21,7 +21,7 @@ def shared(request):
   yield JaxEngine(
     MODEL,
     device_thread=device_thread,
-    num_slots=2,
+    max_num_seqs=2,
     decode_threads=request.param,
     max_length=64,
     decode_steps=2,
@@ -265,7 +265,11 @@ async def test_the_event_loop_is_not_held(engine):
 async def test_weights_that_compile_after_warmup_are_told_of(caplog):
   device_thread = DeviceThread()
   engine = JaxEngine(
-    MODEL, device_thread=device_thread, num_slots=2, max_length=16, prompt_buckets=[16]
+    MODEL,
+    device_thread=device_thread,
+    max_num_seqs=2,
+    max_length=16,
+    prompt_buckets=[16],
   )
   await engine.load(0, WEIGHTS[0])
   await engine.warmup()
@@ -286,7 +290,7 @@ async def test_nothing_compiles_after_warmup():
   engine = JaxEngine(
     MODEL,
     device_thread=device_thread,
-    num_slots=3,
+    max_num_seqs=3,
     max_length=48,
     prompt_buckets=[16, 48],
   )

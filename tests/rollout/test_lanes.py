@@ -46,7 +46,7 @@ def engine(device_thread: DeviceThread, slots: int, count: int) -> JaxEngine:
   return JaxEngine(
     MODEL,
     device_thread=device_thread,
-    num_slots=slots,
+    max_num_seqs=slots,
     decode_threads=count,
     max_length=32,
     decode_steps=3,
@@ -111,14 +111,14 @@ async def test_lanes_go_on_after_an_error_and_after_sleep(device_thread, monkeyp
 
 @pytest.mark.parametrize('count', [-2, 3])
 def test_slots_divide_into_lanes(device_thread, count):
-  with pytest.raises(ValueError, match=f'num_slots=4 .* decode_threads={count}'):
+  with pytest.raises(ValueError, match=f'max_num_seqs=4 .* decode_threads={count}'):
     engine(device_thread, 4, count)
 
 
 def test_exact_mode_has_one_lane(device_thread):
   with pytest.raises(ValueError, match='in one program, not with decode_threads=2'):
     JaxEngine(
-      MODEL, device_thread=device_thread, num_slots=4, decode_threads=2, exact=True
+      MODEL, device_thread=device_thread, max_num_seqs=4, decode_threads=2, exact=True
     )
   assert '2 devices' in threaded_decode.decode_threads_error(
     2, 4, exact=False, devices=2

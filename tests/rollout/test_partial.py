@@ -21,8 +21,8 @@ def engines():
   """Two of other shapes: whoever takes a request up is not who began it."""
   device_threads = DeviceThread(), DeviceThread()
   shapes: list[dict[str, Any]] = [
-    {'num_slots': 4, 'decode_steps': 4},
-    {'num_slots': 3, 'decode_steps': 1},
+    {'max_num_seqs': 4, 'decode_steps': 4},
+    {'max_num_seqs': 3, 'decode_steps': 1},
   ]
   yield [
     JaxEngine(

@@ -5,8 +5,8 @@ import pytest
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.group_stats import RAW_SCORE, sample_accuracies, sample_scores
-from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.types import Trajectory
+from tests.calls import make_reward_shaper
 from tests.rollout.fakes import row
 
 

@@ -55,7 +55,7 @@ def stored(database, clock=None, drops=None, **changes):
     'vocab_size': 10,
     'required_facts': {},
     'timeout': 60.0,
-    'max_lost': 4,
+    'max_consecutive_drops': 4,
     'clock': clock,
     'sleep': clock.sleep,
   } | changes

@@ -230,7 +230,7 @@ async def test_an_evaluations_tokens_carry_one_version(style):
   """On the real engine, with requests of training in flight and pushes on their way."""
   device_thread = DeviceThread()
   engine = JaxEngine(
-    MODEL, device_thread=device_thread, num_slots=4, max_length=64, decode_steps=2,
+    MODEL, device_thread=device_thread, max_num_seqs=4, max_length=64, decode_steps=2,
     prompt_buckets=[64], prefill_tokens=64,
   )  # fmt: skip
   store = InProcessWeightStore(engine, device_thread=device_thread)

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.rollout.engine.actor_proxy import ActorProxy, maybe_await
 from jaxrl.rollout.env_worker import EnvWorker, partition_envs
 from jaxrl.rollout.queue.group_queue import GroupQueue
-from jaxrl.rollout.thread_pool import ThreadPool
+from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
 from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, world
 
 
@@ -107,8 +107,8 @@ async def test_environments_that_break_now_and_then(fault):
   def make_env():
     return BadEnv(fault=fault if next(made) % 3 == 0 else '', seconds=0.2)
 
-  queue = GroupQueue(num_groups=4, group_size=3, num_env_groups=4, retries=9)
-  pool, options = ThreadPool(12), {'max_steps': 2, 'timeouts': 'step=0.05'}
+  queue = GroupQueue(num_groups=4, group_size=3, num_env_groups=4, max_retries=9)
+  pool, options = ThreadPool(12), {'max_steps': 2, 'timeouts': make_timeouts(step=0.05)}
   shared = world(make_env, queue=queue, pool=pool)
   places = partition_envs(4, 3, 1)[0]
   worker = EnvWorker(shared, places, options)
@@ -136,7 +136,7 @@ async def test_two_thousand_at_once_on_real_threads():
     number = next(made)
     return BadEnv(fault=faults[number // 10 % 5] if number % 10 == 0 else '')
 
-  queue = GroupQueue(num_groups=250, group_size=8, num_env_groups=250, retries=20)
+  queue = GroupQueue(num_groups=250, group_size=8, num_env_groups=250, max_retries=20)
   pool = ThreadPool(16)
   shared = world(make_env, queue=queue, pool=pool)
   worker = EnvWorker(shared, partition_envs(250, 8, 1)[0], {'max_steps': 2})
@@ -158,7 +158,7 @@ async def test_surplus_episodes_are_ended_at_once():
       self.delay = 60 if request_id.split('/')[4] == '1' else 0
       return await super().generate(request_id, token_ids, sampling)
 
-  queue = GroupQueue(num_groups=2, group_size=2, num_env_groups=2, redundancy=1)
+  queue = GroupQueue(num_groups=2, group_size=2, num_env_groups=2, extra_samples=1)
   engine, pool = Slow(), ThreadPool(2)
   shared = world(queue=queue, engine=engine, pool=pool)
   worker = EnvWorker(shared, partition_envs(2, 3, 1)[0])

@@ -3,6 +3,7 @@
 import asyncio
 
 from jaxrl.data.dataset import GlobalDataset
+from jaxrl.rollout.thread_pool import make_timeouts
 from tests.simulation import clock, load
 
 CHAOS = {'hang': 0.01, 'crash': 0.02, 'garbage': 0.01, 'nan': 0.01, 'leak': 0.01}
@@ -15,10 +16,15 @@ def run(faults=None, engine_faults=None, *, drop=None, make_env=None, **options)
 
   async def main():
     draws = load.Draws(0, faults or {})
-    settings = {'num_groups': 250, 'group_size': 8, 'retries': 3, 'max_lost': 1000}
+    settings = {
+      'num_groups': 250,
+      'group_size': 8,
+      'max_retries': 3,
+      'max_consecutive_drops': 1000,
+    }
     settings |= options.pop('queue', {})
     settings.setdefault('num_env_groups', settings['num_groups'])
-    members = settings['group_size'] + settings.get('redundancy', 0)
+    members = settings['group_size'] + settings.get('extra_samples', 0)
     book = load.Book(drop, clock=asyncio.get_running_loop().time, **settings)
     return await load.play(
       book,
@@ -32,7 +38,7 @@ def run(faults=None, engine_faults=None, *, drop=None, make_env=None, **options)
   return clock.run(main())
 
 
-SMALL = {'num_groups': 16, 'group_size': 4, 'max_lost': 100}
+SMALL = {'num_groups': 16, 'group_size': 4, 'max_consecutive_drops': 100}
 
 
 def test_two_thousand_at_once_of_lognormal_times():
@@ -57,8 +63,8 @@ def test_two_thousand_of_which_many_hang_crash_or_return_garbage():
 def test_hung_episodes_without_any_timeout_but_their_leases():
   made, draws = run(
     {'hang': 0.02},
-    queue={**SMALL, 'lease_timeout': 300.0},
-    timeouts='reset=0, step=0, generate=60',
+    queue={**SMALL, 'episode_timeout': 300.0},
+    timeouts=make_timeouts(reset=0, step=0, generate=60),
   )
   made.check(4)
   assert made.queue.counts['timed_out'] == draws.seen['hang'] > 5
@@ -68,7 +74,7 @@ def test_hung_episodes_without_any_timeout_but_their_leases():
 def test_surplus_members_groups_that_expire_and_a_slow_trainer():
   made, _ = run(
     CHAOS,
-    queue={**SMALL, 'redundancy': 1, 'async_ratio': 0.5, 'in_order': False},
+    queue={**SMALL, 'extra_samples': 1, 'async_ratio': 0.5, 'in_order': False},
     steps=(0, 1, 2, 4, 7, 8),
     pause=5.0,
   )
@@ -78,8 +84,8 @@ def test_surplus_members_groups_that_expire_and_a_slow_trainer():
 
 
 def test_episodes_that_fail_for_good_leave_their_group_or_drop_it():
-  for options, fewest in (({'min_members': 2}, 2), ({}, 4)):
-    made, _ = run({'crash': 0.1}, queue={**SMALL, 'retries': 0, **options})
+  for options, fewest in (({'min_group_size': 2}, 2), ({}, 4)):
+    made, _ = run({'crash': 0.1}, queue={**SMALL, 'max_retries': 0, **options})
     made.check(4, fewest)
     assert made.queue.counts['failed'] > 20 and made.queue.counts['dropped']
     sizes = {len(group) for batch in made.batches for group in batch}
@@ -90,7 +96,7 @@ def test_a_filter_that_drops_all_ends_in_an_error_that_says_so():
   made, _ = run(CHAOS, drop=lambda *_: True, queue=SMALL)
   made.check(4)
   assert not made.batches
-  assert 'rollout.max_lost=100' in str(made.error)
+  assert 'rollout.max_consecutive_drops=100' in str(made.error)
   assert 'What may help: loosen the filter' in str(made.error)
   assert 100 <= made.queue.counts['filtered'] < 120
 
@@ -109,7 +115,7 @@ def test_a_data_set_that_ends_mid_batch_gives_each_item_once():
     made, _ = run(
       CHAOS,
       dataset=GlobalDataset(items, mode='traversal'),
-      queue={**SMALL, 'num_groups': groups, 'num_env_groups': 16, 'retries': 30},
+      queue={**SMALL, 'num_groups': groups, 'num_env_groups': 16, 'max_retries': 30},
       steps=range(4) if groups > 0 else range(1),
     )
     made.check(4)

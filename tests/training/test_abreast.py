@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import registry
 from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.batching import packing_plan
 from jaxrl.training.parallelism import parallel_microbatches
 from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
+from tests.calls import make_algorithm
 from tests.training import toy
 from tests.training.bag import Bag
 from tests.training.test_packing import LENGTH, assert_same, prompted, train
@@ -25,7 +25,7 @@ USUAL = {'num_rows': 16}  # of more, micro-batches are one after the other
 
 
 def asked(ways, tokens=48):
-  return packing_plan.first_fit(tokens=tokens, length=tokens, abreast=ways)
+  return packing_plan.first_fit(tokens=tokens, length=tokens, num_parallel=ways)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def seen(monkeypatch):
 
 
 async def test_more_rows_than_usual_are_done_one_after_the_other(seen):
-  algorithm = registry.make('grpo')
+  algorithm = make_algorithm('grpo')
   groups = prompted(algorithm, SIZES)
   few = {'num_rows': 8}
   one, two = [
@@ -56,7 +56,7 @@ async def test_more_rows_than_usual_are_done_one_after_the_other(seen):
   'name', ['ppo', *(pytest.param(n, marks=pytest.mark.slow) for n in ('grpo', 'cispo'))]
 )
 async def test_the_step_is_the_same(name, seen):
-  algorithm = registry.make(name)
+  algorithm = make_algorithm(name)
   groups = prompted(algorithm, SIZES)
   one, two, three = [
     await train(algorithm, groups, packing=asked(ways), **USUAL) for ways in (1, 2, 3)
@@ -68,7 +68,7 @@ async def test_the_step_is_the_same(name, seen):
   assert_same(one, three)
 
 
-WHOLE = {'minibatches': 2, 'epochs': 2}
+WHOLE = {'num_minibatches': 2, 'ppo_epochs': 2}
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ WHOLE = {'minibatches': 2, 'epochs': 2}
 )
 async def test_a_transformer_s_step_is_the_same(parts, changes, options, seen):
   parts = dict(parts)
-  algorithm = registry.make(parts.pop('name', 'grpo'), parts)
+  algorithm = make_algorithm(parts.pop('name', 'grpo'), parts)
   groups, kind = prompted(algorithm, SIZES), made(**changes)
   one, two = [
     await train(algorithm, groups, kind, packing=asked(ways), **USUAL, **options)
@@ -104,7 +104,7 @@ def _changed(changes, config):
 
 
 async def test_a_run_repeats_its_bits():
-  algorithm = registry.make('grpo')
+  algorithm = make_algorithm('grpo')
   groups = prompted(algorithm, SIZES)
   runs = [
     await train(algorithm, groups, TransformerLM, packing=asked(2), steps=3, **USUAL)
@@ -141,7 +141,7 @@ async def test_micro_batches_run_at_the_same_time(monkeypatch):
 
     return told
 
-  algorithm = registry.make('grpo')
+  algorithm = make_algorithm('grpo')
   groups = prompted(algorithm, SIZES)
   with around(monkeypatch, wrap):
     await train(algorithm, groups, packing=asked(2), steps=1, **USUAL)
@@ -150,8 +150,8 @@ async def test_micro_batches_run_at_the_same_time(monkeypatch):
 
 async def test_an_error_in_one_thread_leaves_the_state_as_it_was(monkeypatch):
   """What a step is given is donated by its last program alone."""
-  algorithm = registry.make('grpo')
-  options = {'kind': Bag, 'buckets': (LENGTH,), 'packing': asked(2), **USUAL}
+  algorithm = make_algorithm('grpo')
+  options = {'kind': Bag, 'length_buckets': (LENGTH,), 'packing': asked(2), **USUAL}
   one, two = (toy.learner(algorithm, **options) for _ in range(2))
   groups = prompted(algorithm, SIZES)
 
@@ -204,9 +204,9 @@ def test_how_many_are_chosen(monkeypatch):
 
 def test_one_micro_batch_has_nobody_beside_it():
   def ways(asked, **options):
-    made = packing_plan.first_fit(**options, abreast=asked)
+    made = packing_plan.first_fit(**options, num_parallel=asked)
     learner = toy.learner(
-      registry.make('grpo'), num_rows=4, buckets=(LENGTH,), packing=made
+      make_algorithm('grpo'), num_rows=4, length_buckets=(LENGTH,), packing=made
     )
     return {shape.pack.num_parallel for shape in learner.warmup_shapes}
 
@@ -217,7 +217,10 @@ def test_one_micro_batch_has_nobody_beside_it():
 
 
 def test_fewer_than_none_are_refused_before_any_learner():
-  with pytest.raises(ConfigError, match=r'abreast=-1\) must be at least 1, or 0'):
+  with pytest.raises(ConfigError, match=r'num_parallel=-1\) must be at least 1, or 0'):
     packing_plan.check_packing(
-      packing_plan.first_fit(abreast=-1), exact=False, context=1, micro_batches=1
+      packing_plan.first_fit(num_parallel=-1),
+      exact=False,
+      context=1,
+      num_micro_batches=1,
     )

@@ -43,7 +43,7 @@ def train_step(model, packed=''):
     params,
     grpo(),
     num_rows=4,
-    buckets=[256],
+    length_buckets=[256],
     mesh=slice_of_tpu(),
     packing=packed,
   )

@@ -24,7 +24,7 @@ def arrays(value: float, size: int = 8):
 
 
 def test_the_newest_are_kept_and_come_back(tmp_path):
-  checkpointer = Checkpointer(tmp_path / 'a', keep=2)
+  checkpointer = Checkpointer(tmp_path / 'a', max_to_keep=2)
   assert checkpointer.latest_step is None
   data = {'list': [1, 2.5, None], 'big': 2**70, 'text': 'é', 'nested': {'a': True}}
   for step in range(1, 5):
@@ -75,7 +75,7 @@ def test_no_checkpoint_is_a_clear_error(tmp_path):
 
 async def run(tmp_path, steps, stop=None, **options):
   """Trains to `steps`, or to `stop`, from the newest checkpoint; the final arrays."""
-  learner = toy.learner(registry.make('grpo'), minibatches=2, **options)
+  learner = toy.learner(registry.make('grpo'), num_minibatches=2, **options)
   checkpointer = Checkpointer(tmp_path)
   if checkpointer.latest_step is not None:
     assert await learner.restore(checkpointer) == {'seen': learner.step}
@@ -113,7 +113,7 @@ CHILD = """
 import sys
 import jax, jax.numpy as jnp
 from jaxrl.training.checkpointing import Checkpointer
-checkpointer = Checkpointer(sys.argv[1], keep=2)
+checkpointer = Checkpointer(sys.argv[1], max_to_keep=2)
 start = checkpointer.latest_step or 0
 make = jax.jit(lambda s: {f'w{i}': jnp.full((400, 1000), s) for i in range(4)})
 for step in range(start + 1, 1000):

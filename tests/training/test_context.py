@@ -29,7 +29,9 @@ MESHES = {
   ],
 )
 async def test_cutting_rows_changes_nothing(name, mesh):
-  await assert_same(name, TransformerLM, {}, {'mesh': MESHES[mesh], 'buckets': (18,)})
+  await assert_same(
+    name, TransformerLM, {}, {'mesh': MESHES[mesh], 'length_buckets': (18,)}
+  )
 
 
 def packed(length, kv_heads):

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.algorithms import registry
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.training.optimizers import make_optimizer
+from tests.calls import make_optimizer
 from tests.training import toy
 
 RATE = 0.01
@@ -36,20 +36,20 @@ def equal(a, b, *, head):
 
 
 @pytest.mark.parametrize(
-  ('kind', 'minibatches'),
+  ('kind', 'num_minibatches'),
   [
     (toy.Bigram, 1),
     (TransformerLM, 2),
     pytest.param(TransformerLM, 1, marks=pytest.mark.slow),
   ],
 )
-async def test_only_the_value_head_moves_until_it_is_over(kind, minibatches):
+async def test_only_the_value_head_moves_until_it_is_over(kind, num_minibatches):
   learner = toy.learner(
     registry.make('ppo', {'critic_warmup': 2}),
     kind=kind,
     changes={'value_head': True},
-    optimizer=make_optimizer(learning_rate=RATE, kind='adamw(weight_decay=.1)'),
-    minibatches=minibatches,
+    optimizer=make_optimizer(learning_rate=RATE, name='adamw(weight_decay=.1)'),
+    num_minibatches=num_minibatches,
   )
   seen, metrics = [trees(learner)], []
   for step in range(4):
@@ -69,7 +69,7 @@ async def test_the_policys_first_step_is_as_if_the_run_began_there():
   """Adam's first step is one of ±rate; moments corrected for steps not taken: ×3."""
   options = {
     'changes': {'value_head': True},
-    'optimizer': make_optimizer(learning_rate=RATE, clip_norm=None),
+    'optimizer': make_optimizer(learning_rate=RATE, max_grad_norm=None),
   }
   late = toy.learner(
     registry.make('ppo', {'critic_warmup': 3, 'kl_coef': 0.0}), **options

@@ -82,7 +82,7 @@ def learner_of(algorithm, default=None, by_tag=None, **options):
     toy.params(),
     algorithm,
     num_rows=ROWS,
-    buckets=(LENGTH,),
+    length_buckets=(LENGTH,),
     optimizer=make_optimizer(learning_rate=0.015),
     teachers=teachers,
     **options,
@@ -159,9 +159,11 @@ async def test_rows_follow_the_teacher_of_their_tag():
 async def test_splits_change_no_update():
   """Minibatches of one batch, whole or in parts, and teachers asked in parts."""
   params = []
-  for micro_batches in (1, 4):
+  for num_micro_batches in (1, 4):
     learner = learner_of(
-      registry.make('distill', {'top_k': 8}), teacher(1), micro_batches=micro_batches
+      registry.make('distill', {'top_k': 8}),
+      teacher(1),
+      num_micro_batches=num_micro_batches,
     )
     await taught(learner, 2, plays=False)
     params.append(jax.device_get(learner.params))

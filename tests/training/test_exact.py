@@ -95,12 +95,12 @@ def test_a_run_reports_no_mismatch(tmp_path):
   options = (
     '--config.rollout.engine=jax(exact=True)',
     '--config.rollout.temperature=0.7',
-    '--config.batch.micro_batches=2',
+    '--config.batch.num_micro_batches=2',
     '--config.num_steps=2',
     '--config.sft.num_steps=0',
-    '--config.eval.every=0',
-    '--config.checkpoint.every=0',
-    '--config.model.random.num_layers=1',
+    '--config.eval.interval=0',
+    '--config.checkpoint.save_interval=0',
+    runs.ONE_LAYER,
   )
   assert runs.main(tmp_path, *options, config=f'{runs.DEBUG}:ppo') == 0
   rows = runs.rows(tmp_path)
@@ -114,10 +114,10 @@ def test_a_run_reports_no_mismatch(tmp_path):
 def test_engine_and_learner_get_their_shapes_from_one_config():
   config = debug.get_config()
   config.rollout.engine = 'jax(exact=True)'
-  config.rollout.num_slots = 20
+  config.rollout.max_num_seqs = 20
   engine = resolve_settings(config).rollout.engine
   assert engine.kind == 'jax' and engine.options['exact']
-  assert engine.options['num_slots'] == 20
+  assert engine.options['max_num_seqs'] == 20
   assert engine.exact == Exact.for_slots(20) == Exact(rows=24)
   config.rollout.engine = 'jax'
   assert resolve_settings(config).rollout.engine.exact is None

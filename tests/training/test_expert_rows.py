@@ -1,23 +1,27 @@
 """Expert rows among rollouts: no statistic of the rollouts feels them."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import describe, registry, requirements
+from jaxrl.algorithms import registry, requirements
 from jaxrl.functional import components, losses
 from jaxrl.training import advantage_step, monitoring
 from jaxrl.training.batching.batch_builder import collate
 from jaxrl.types import Advantages, Algorithm
+from tests.calls import make_algorithm
 from tests.training import toy
 
 PLAYED, EXPERTS, TOKENS = 8, 3, 6
 # An algorithm for each advantage, with its options, that is made from rollouts.
 NAMES = list(
   {
-    describe.call_string(made.advantage): name
+    components.call_string(made.advantage): name
     for name in reversed(registry.names())
-    if (made := registry.make(name)).advantage is not None
+    if (made := make_algorithm(name)).advantage is not None
     and made.data_format == 'rollout'
   }.values()
 )
@@ -55,7 +59,8 @@ def columns(seed=0, played=PLAYED):
 def advantage(algorithm, given):
   given = given | {'key': jnp.array([0, 7], jnp.uint32), 'step': jnp.int32(0)}
   given['state'] = requirements.init_state(algorithm).get('advantage')
-  return components.call_component(algorithm.advantage, given)
+  run = functools.partial(components.call_component, algorithm.advantage)
+  return jax.jit(run)(given)
 
 
 def whole(algorithm, given):
@@ -66,7 +71,7 @@ def whole(algorithm, given):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_rollouts_have_the_advantages_they_have_without_experts(name):
-  algorithm, given = registry.make(name), columns()
+  algorithm, given = make_algorithm(name), columns()
   found = whole(algorithm, given)
   without = {k: x[:PLAYED] for k, x in given.items()}
   wanted = advantage(algorithm, without)
@@ -86,7 +91,7 @@ def test_rollouts_have_the_advantages_they_have_without_experts(name):
 @pytest.mark.parametrize('name', NAMES)
 def test_a_batch_of_experts_alone_is_finite(name):
   given = columns(played=0)
-  found = whole(registry.make(name), given)
+  found = whole(make_algorithm(name), given)
   own = np.where(given['mask'], given['rewards'][:, -1:], 0)
   close(found.advantages, own)
   for value in found.metrics.values():
@@ -95,7 +100,7 @@ def test_a_batch_of_experts_alone_is_finite(name):
 
 def test_the_statistics_of_a_batch_would_feel_them():
   """The whole matter: whitening over the batch, with an expert of reward 100."""
-  algorithm, given = registry.make('reinforce_plus_plus'), columns()
+  algorithm, given = make_algorithm('reinforce_plus_plus'), columns()
   given['rewards'] = given['rewards'].at[-1, -1].set(100.0)
   felt = advantage(algorithm, given).advantages[:PLAYED]
   unfelt = whole(algorithm, given).advantages[:PLAYED]
@@ -105,7 +110,7 @@ def test_the_statistics_of_a_batch_would_feel_them():
 def test_rated_rows_of_one_prompt_and_runs_of_files_stay_in():
   given = columns()
   given['group_ids'] = given['group_ids'].at[-1].set(given['group_ids'][-2])
-  lone = advantage_step.singleton_rows(registry.make('grpo'), given)
+  lone = advantage_step.singleton_rows(make_algorithm('grpo'), given)
   np.testing.assert_array_equal(np.flatnonzero(lone), [PLAYED])
   of_files = Algorithm(policy_loss=losses.sft, data_format='messages')
   assert not advantage_step.singleton_rows(of_files, given).any()
@@ -113,7 +118,7 @@ def test_rated_rows_of_one_prompt_and_runs_of_files_stay_in():
 
 def test_what_an_advantage_leaves_open_stays_open():
   given = columns()
-  lone = advantage_step.singleton_rows(registry.make('grpo'), given)
+  lone = advantage_step.singleton_rows(make_algorithm('grpo'), given)
   zeros = jnp.zeros_like(given['rewards'])
   made = advantage_step.restore_rows(
     Advantages(zeros, state=3), lone, given['rewards'], given['mask']
@@ -142,7 +147,7 @@ async def test_the_learner_reports_rollouts_alone():
   options = {'behaviour': 'decoupled'}
   told = []
   for groups in (played, played + written):
-    made = toy.learner(registry.make('grpo', options), num_rows=10)
+    made = toy.learner(make_algorithm('grpo', options), num_rows=10)
     told.append(await made.update(groups))
   alone, both = told
   names = [n for n in alone if n.split('/')[0] in ('reward', 'mismatch', 'advantage')]
@@ -163,20 +168,22 @@ async def test_the_advantages_of_experts_do_not_enter_mix():
     played, written = with_experts()
     for (row,) in written:
       row.rewards[-1] = reward
-    algorithm = registry.make('grpo', {'policy_loss': 'mix(mu=.3)'})
+    algorithm = make_algorithm('grpo', {'policy_loss': 'mix(mu=.3)'})
     made = toy.learner(algorithm, num_rows=10)
     told = await made.update(played + written)
     losses.append((told['loss/policy'], told['optimizer/grad_norm']))
   assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.parametrize('micro_batches', [1, 2])
+@pytest.mark.parametrize('num_micro_batches', [1, 2])
 @pytest.mark.parametrize('name', ['mix', 'mix_chord'])
-async def test_what_mix_says_of_ratios_is_of_rollouts_alone(name, micro_batches):
+async def test_what_mix_says_of_ratios_is_of_rollouts_alone(name, num_micro_batches):
   played, written = with_experts()
   told = []
   for groups in (played, played + written, written):
-    made = toy.learner(registry.make(name), num_rows=10, micro_batches=micro_batches)
+    made = toy.learner(
+      make_algorithm(name), num_rows=10, num_micro_batches=num_micro_batches
+    )
     told.append(await made.update(groups))
   alone, both, experts_only = told
   for metric in ('ratio', 'clip_fraction', 'approx_kl'):
@@ -192,7 +199,7 @@ async def test_rows_that_nobody_sampled_steer_no_coefficient():
   """As in the first steps of the sampler `warmup`."""
   options = {'kl_controller': 'adaptive(target=1e-9, horizon=100.)', 'kl_coef': 0.1}
   reference = toy.params(toy.Bigram, seed=1)
-  made = toy.learner(registry.make('opmd', options), num_rows=10, ref_params=reference)
+  made = toy.learner(make_algorithm('opmd', options), num_rows=10, ref_params=reference)
   played, written = with_experts()
   steps = (written, played + written, played)
   told = [(await made.update(groups))['kl/coef'] for groups in steps]

@@ -7,18 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import registry
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.parallelism.mesh import make_mesh
+from tests.calls import make_algorithm, make_optimizer
 from tests.training import toy
 from tests.training.test_pairs import pairs
 from tests.training.test_whole_batch import mixed
 
 # A large eps makes the update a smooth function of the gradient, so that rounding
 # stays rounding; Adam's own would turn a sign of 1e-9 into a whole step.
-SMOOTH = {'learning_rate': 1e-2, 'kind': 'adamw(eps=1e-2)'}
+SMOOTH = {'learning_rate': 1e-2, 'name': 'adamw(eps=1e-2)'}
 RAGGED = (4, 3)  # padding rows, unequal groups
 ADAPTIVE = {'kl_controller': 'adaptive(target=.01, horizon=70.)', 'kl_coef': 0.1}
 ALGORITHMS = {
@@ -36,12 +35,20 @@ ALGORITHMS = {
 # name: options of the learner, of one that must do the same, and what happens to rows
 SPLITS = {
   'rows': ({}, {}, 'shuffled'),
-  'padding': ({}, {'num_rows': 16, 'buckets': (32,)}, ''),
-  'halves': ({}, {'micro_batches': 2}, ''),
-  'quarters': ({}, {'micro_batches': 4}, 'shuffled'),
+  'padding': ({}, {'num_rows': 16, 'length_buckets': (32,)}, ''),
+  'halves': ({}, {'num_micro_batches': 2}, ''),
+  'quarters': ({}, {'num_micro_batches': 4}, 'shuffled'),
   'devices': ({}, {'mesh': {'fsdp': 4, 'tensor': 2}}, ''),
-  'all': ({}, {'mesh': {'data': 8}, 'micro_batches': 2, 'num_rows': 16}, 'shuffled'),
-  'order': ({'minibatches': 2}, {'minibatches': 2, 'micro_batches': 2}, 'dealt'),
+  'all': (
+    {},
+    {'mesh': {'data': 8}, 'num_micro_batches': 2, 'num_rows': 16},
+    'shuffled',
+  ),
+  'order': (
+    {'num_minibatches': 2},
+    {'num_minibatches': 2, 'num_micro_batches': 2},
+    'dealt',
+  ),
 }
 # What must not be all or nothing, lest the test say little.
 MASKS = {'m2po': ('policy/clip_fraction',), 'corrected': ('correction/masked',)}
@@ -79,7 +86,7 @@ async def train(name, kind, options, what=''):
   if 'mesh' in options:
     options['mesh'] = make_mesh(**options['mesh'])
   learner = toy.learner(
-    registry.make(spec, own),
+    make_algorithm(spec, own),
     kind=kind,
     changes={'value_head': True} if name == 'ppo' else {},
     optimizer=make_optimizer(**SMOOTH),
@@ -180,8 +187,8 @@ async def test_splitting_a_transformers_batch_changes_nothing(name, split):
 
 @pytest.mark.xdist_group('invariance-grpo')
 async def test_bfloat16_compute_keeps_float32_state():
-  model, sft = dataclasses.replace(toy.model(), dtype='bfloat16'), registry.make('sft')
-  learner = Learner(model, toy.params(), sft, num_rows=8, buckets=(16,))
+  model, sft = dataclasses.replace(toy.model(), dtype='bfloat16'), make_algorithm('sft')
+  learner = Learner(model, toy.params(), sft, num_rows=8, length_buckets=(16,))
   low = await learner.update(toy.groups(sizes=RAGGED))
   full = (await plain('grpo'))[1][0]
   assert {x.dtype.name for x in jax.tree.leaves(learner.params)} == {'float32'}

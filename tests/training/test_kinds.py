@@ -8,21 +8,21 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.algorithms import registry, requirements
 from jaxrl.training import optimizers, train_state
 from jaxrl.training.checkpointing import Checkpointer, CheckpointError
-from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
 from jaxrl.training.train_state import StepSpec
+from tests.calls import make_optimizer, make_optimizer_spec
 from tests.training import toy
 
 KINDS = (
-  "adamw(moments='bfloat16')",
+  "adamw(state_dtype='bfloat16')",
   'adafactor(min_size=8)',
-  "lion(moments='bfloat16')",
+  "lion(state_dtype='bfloat16')",
   'sgd',
 )
 
 
 def made(kind):
-  optimizer = make_optimizer(learning_rate=1e-2, kind=kind)
+  optimizer = make_optimizer(learning_rate=1e-2, name=kind)
   return toy.learner(registry.make('sft'), optimizer=optimizer)
 
 
@@ -58,9 +58,9 @@ async def test_a_run_resumes_to_the_bit(kind, tmp_path):
 async def test_numbers_change_without_compiling_and_the_kind_cannot():
   learner = made(KINDS[1])
   await learner.update(groups())
-  learner.optimizer = make_optimizer(kind='adafactor(min_size=8, decay_rate=.7)')
+  learner.optimizer = make_optimizer(name='adafactor(min_size=8, decay_rate=.7)')
   assert (await learner.update(groups()))['compile/programs'] == 0
-  learner.optimizer = make_optimizer(kind='adamw')
+  learner.optimizer = make_optimizer(name='adamw')
   with pytest.raises(ValueError, match='only the numbers of an optimizer'):
     await learner.update(groups())
 
@@ -70,7 +70,7 @@ async def test_a_critic_warms_up_with_any_kind(kind):
   learner = toy.learner(
     registry.make('ppo', {'critic_warmup': 1}),
     changes={'value_head': True},
-    optimizer=make_optimizer(learning_rate=1e-2, kind=kind),
+    optimizer=make_optimizer(learning_rate=1e-2, name=kind),
   )
   seen = [jax.tree.map(np.array, learner.params)]
   for step in range(2):
@@ -84,7 +84,7 @@ async def test_a_critic_warms_up_with_any_kind(kind):
 def test_factored_moments_lie_along_the_axes_that_are_left():
   static = requirements.split_hparams(registry.make('grpo'))[0]
   spec = StepSpec(
-    toy.model(), static, optimizer_state=optimizers.parse_optimizer(KINDS[1]).state_spec
+    toy.model(), static, optimizer_state=make_optimizer_spec(KINDS[1]).state_spec
   )
   mesh = make_mesh(fsdp=2, tensor=2)
   shapes = train_state.state_shapes(spec, mesh).opt_state[0][0]
@@ -103,9 +103,9 @@ def test_factored_moments_lie_along_the_axes_that_are_left():
 
 @pytest.mark.parametrize('kind', KINDS[:2])
 def test_a_mesh_changes_nothing_but_rounding(kind):
-  memory = optimizers.parse_optimizer(kind).state_spec
+  memory = make_optimizer_spec(kind).state_spec
   # Unclipped: a norm's last bit, of the order of sums, could turn a rounding around.
-  made = make_optimizer(learning_rate=1.0, kind=kind, clip_norm=None)
+  made = make_optimizer(learning_rate=1.0, name=kind, max_grad_norm=None)
   numbers = made.hparams(0) | {'seed': 3}
   params, found = toy.params(toy.Bigram), []
   step = jax.jit(

@@ -10,10 +10,10 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages, losses
 from jaxrl.training.learner import Learner
 from jaxrl.training.monitoring import CompileCounter
-from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Algorithm
+from tests.calls import make_optimizer
 from tests.training import toy
 
 
@@ -21,7 +21,7 @@ async def test_nothing_compiles_after_warm_up():
   grpo = registry.make('grpo')
   # These lengths are used nowhere else: programs are shared within a process.
   learner = toy.learner(
-    grpo, buckets=(18, 26), optimizer=make_optimizer(warmup_steps=2)
+    grpo, length_buckets=(18, 26), optimizer=make_optimizer(warmup_steps=2)
   )
   warm = await learner.warmup()
   assert warm['compile/programs'] == 4  # prepare and train, two lengths
@@ -31,7 +31,7 @@ async def test_nothing_compiles_after_warm_up():
       sizes = [(4, 4), (3, 2), (1, 4), (4, 3)][seed]
       await learner.update(toy.groups(seed, sizes=sizes, lengths=lengths))
     learner.optimizer = make_optimizer(
-      learning_rate=1e-3, kind='adamw(weight_decay=.1)', clip_norm=None
+      learning_rate=1e-3, name='adamw(weight_decay=.1)', max_grad_norm=None
     )
     learner.temperature = 0.7
     learner.set_algorithm(registry.make('grpo', {'clip_high': 0.28, 'kl_coef': 0.1}))
@@ -71,7 +71,7 @@ async def test_the_counter_is_deaf_once_closed():
 async def test_the_state_is_donated_and_the_callers_parameters_are_not():
   params = jax.tree.map(jax.numpy.asarray, toy.params(toy.Bigram))
   grpo = registry.make('grpo')
-  learner = Learner(toy.Bigram(), params, grpo, num_rows=8, buckets=(16,))
+  learner = Learner(toy.Bigram(), params, grpo, num_rows=8, length_buckets=(16,))
   before = learner.params
   await learner.update(toy.groups())
   assert all(x.is_deleted() for x in jax.tree.leaves(before))
@@ -82,14 +82,14 @@ async def test_the_state_is_donated_and_the_callers_parameters_are_not():
 
 async def test_minibatches_are_updates_of_their_own():
   sft, groups = registry.make('sft'), toy.groups(is_expert=True)
-  learner = toy.learner(sft, minibatches=4, epochs=2)
+  learner = toy.learner(sft, num_minibatches=4, ppo_epochs=2)
   await learner.update(groups)
   assert int(learner._state.opt_state[0].count) == 8
   assert learner.step == 1
 
 
 async def test_an_empty_minibatch_is_no_update():
-  learner = toy.learner(registry.make('sft'), minibatches=4)
+  learner = toy.learner(registry.make('sft'), num_minibatches=4)
   await learner.update(toy.groups(sizes=(3,), is_expert=True))
   assert int(learner._state.opt_state[0].count) == 3
 
@@ -97,7 +97,7 @@ async def test_an_empty_minibatch_is_no_update():
 async def test_two_runs_are_equal_bit_for_bit_and_seeds_differ():
   results = []
   for seed in (0, 0, 1):
-    learner = toy.learner(registry.make('grpo'), minibatches=2, seed=seed)
+    learner = toy.learner(registry.make('grpo'), num_minibatches=2, seed=seed)
     for step in range(3):
       await learner.update(toy.groups(step))
     results.append(np.asarray(learner.params['bigram']['table']))
@@ -120,7 +120,7 @@ async def test_groups_stay_whole_where_the_algorithm_says_so():
     return -logprobs, {'members': members}
 
   made = Algorithm(policy_loss=loss, batch_unit='group', group_size=4)
-  learner = toy.learner(made, num_rows=16, minibatches=2, micro_batches=2)
+  learner = toy.learner(made, num_rows=16, num_minibatches=2, num_micro_batches=2)
   metrics = await learner.update(toy.groups(sizes=(4,) * 4))
   assert metrics['policy/members'] == pytest.approx(4)
 
@@ -133,7 +133,7 @@ async def test_expert_rows_have_no_mismatch_and_no_reward():
 
 
 async def test_mismatch_is_measured_and_warned_of_once(caplog):
-  learner = toy.learner(registry.make('grpo'), mismatch_alarm=0.05)
+  learner = toy.learner(registry.make('grpo'), logprob_mismatch_warn=0.05)
   with caplog.at_level(logging.WARNING, 'jaxrl'):
     metrics = [await learner.update(toy.groups()) for _ in range(2)]
   assert len([r for r in caplog.records if 'disagree' in r.message]) == 1
@@ -187,7 +187,7 @@ def test_parameters_of_another_shape_are_named():
   params = {'bigram': {'table': np.zeros((3, 64), np.float32)}}
   algorithm = registry.make('grpo')
   with pytest.raises(ValueError, match=r'bigram.table: .* given is \(3, 64\)'):
-    Learner(toy.Bigram(), params, algorithm, num_rows=8, buckets=(16,))
+    Learner(toy.Bigram(), params, algorithm, num_rows=8, length_buckets=(16,))
 
 
 @pytest.mark.parametrize('loss', [losses.distill, losses.sft])
@@ -229,8 +229,8 @@ async def test_policy_gradient_raises_the_log_prob_of_what_paid():
 
 
 def test_wrong_counts_are_refused():
-  with pytest.raises(ValueError, match='micro_batches=0'):
-    toy.learner(dataclasses.replace(registry.make('grpo')), micro_batches=0)
+  with pytest.raises(ValueError, match='num_micro_batches=0'):
+    toy.learner(dataclasses.replace(registry.make('grpo')), num_micro_batches=0)
 
 
 async def test_greedy_attempts_are_in_no_statistic_of_advantages():

@@ -14,8 +14,8 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import train_state
 from jaxrl.training.checkpointing import Checkpointer, CheckpointError, flatten_by_name
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.parallelism.mesh import make_mesh
+from tests.calls import make_optimizer
 from tests.models.small import EXPERTS
 from tests.training import toy
 from tests.training.test_pairs import pairs
@@ -33,13 +33,13 @@ def made(algorithm='grpo', *, own: Lora | None = OWN, seed=0, changes=None, **op
   this = model(own, **changes)
   params = toy.params(TransformerLM, seed, num_layers=1, **changes)
   params = lora.add_adapters(this, params, jax.random.key(1))
-  options = {'num_rows': 8, 'buckets': (16,)} | options
+  options = {'num_rows': 8, 'length_buckets': (16,)} | options
   algorithm = registry.make(algorithm) if isinstance(algorithm, str) else algorithm
   return Learner(
     this,
     params,
     algorithm,
-    optimizer=make_optimizer(learning_rate=1e-2, kind='adamw(weight_decay=.1)'),
+    optimizer=make_optimizer(learning_rate=1e-2, name='adamw(weight_decay=.1)'),
     **options,
   )
 

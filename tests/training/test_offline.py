@@ -36,9 +36,9 @@ def pairs(count, seed=0):
 
 
 def learner(name, rows, rate=0.1, **options):
-  optimizer = make_optimizer(learning_rate=rate, clip_norm=None)
+  optimizer = make_optimizer(learning_rate=rate, max_grad_norm=None)
   made = registry.make(name, options)
-  return toy.learner(made, num_rows=rows, buckets=(16,), optimizer=optimizer)
+  return toy.learner(made, num_rows=rows, length_buckets=(16,), optimizer=optimizer)
 
 
 async def learn(made, groups, steps):

@@ -5,6 +5,7 @@ import optax
 import pytest
 
 from jaxrl.training import optimizers
+from tests import calls
 
 
 def numpy_adamw(params, gradients, steps, *, lr, b1, b2, eps, decay, clip):
@@ -28,8 +29,8 @@ def test_adamw_is_the_papers():
   rng = np.random.default_rng(0)
   params = {'kernel': rng.normal(size=(3, 4)), 'bias': rng.normal(size=4)}
   gradients = {'kernel': 3 * rng.normal(size=(3, 4)), 'bias': rng.normal(size=4)}
-  made = optimizers.make_optimizer(
-    learning_rate=0.1, kind='adamw(weight_decay=.3)', clip_norm=2.0
+  made = calls.make_optimizer(
+    learning_rate=0.1, name='adamw(weight_decay=.3)', max_grad_norm=2.0
   )
   tree = jax.tree.map(jnp.float32, params)
   grads, state = (
@@ -51,7 +52,7 @@ def test_adamw_is_the_papers():
 
 def test_a_small_gradient_and_a_zero_one_are_not_clipped():
   params = {'bias': jnp.ones(2)}
-  numbers = optimizers.make_optimizer(learning_rate=1.0).hparams(0)
+  numbers = calls.make_optimizer(learning_rate=1.0).hparams(0)
   for gradient in (jnp.array([0.3, 0.0]), jnp.zeros(2)):
     grads, state = {'bias': gradient}, optimizers.init_optimizer_state(params)
     _, state, _ = optimizers.apply_gradients(params, state, grads, numbers)
@@ -63,22 +64,22 @@ def test_a_small_gradient_and_a_zero_one_are_not_clipped():
   [
     ({}, [2, 2, 2, 2]),
     ({'warmup_steps': 2}, [1, 2, 2, 2]),
-    ({'schedule': 'linear(decay_steps=4)'}, [2, 1.5, 1, 0.5]),
-    ({'schedule': 'linear(decay_steps=2, final_fraction=.5)'}, [2, 1.5, 1, 1]),
-    ({'schedule': 'cosine(decay_steps=2)'}, [2, 1, 0, 0]),
-    ({'schedule': 'cosine(decay_steps=3)', 'warmup_steps': 1}, [2, 2, 1, 0]),
+    ({'lr_schedule': 'linear(decay_steps=4)'}, [2, 1.5, 1, 0.5]),
+    ({'lr_schedule': 'linear(decay_steps=2, final_fraction=.5)'}, [2, 1.5, 1, 1]),
+    ({'lr_schedule': 'cosine(decay_steps=2)'}, [2, 1, 0, 0]),
+    ({'lr_schedule': 'cosine(decay_steps=3)', 'warmup_steps': 1}, [2, 2, 1, 0]),
   ],
 )
 def test_schedules(options, want):
-  made = optimizers.make_optimizer(learning_rate=2.0, **options)
+  made = calls.make_optimizer(learning_rate=2.0, **options)
   rates = [made.learning_rate_at(step) for step in range(4)]
   np.testing.assert_allclose(rates, want, atol=1e-6)
 
 
 def test_schedules_are_those_of_optax():
-  cosine = optimizers.make_optimizer(
+  cosine = calls.make_optimizer(
     learning_rate=3.0,
-    schedule='cosine(decay_steps=20, final_fraction=.1)',
+    lr_schedule='cosine(decay_steps=20, final_fraction=.1)',
     warmup_steps=5,
   )
   want = optax.join_schedules(
@@ -92,20 +93,20 @@ def test_schedules_are_those_of_optax():
 @pytest.mark.parametrize(
   'options, message',
   [
-    ({'schedule': 'cosin'}, "no schedule 'cosin'. Did you mean 'cosine'"),
-    ({'schedule': 'cosine(final=1.0)'}, "no option 'final'"),
-    ({'schedule': 'cosine'}, 'needs decay_steps'),
-    ({'clip_norm': 0.0}, 'clip_norm=0.0 must be positive'),
-    ({'kind': 'adam'}, "no kind of optimizer 'adam'. Did you mean 'adamw'"),
-    ({'kind': 'adamw(beta1=.9)'}, "no option 'beta1'"),
-    ({'kind': "adamw(moments='float16')"}, "one of 'float32', 'bfloat16'"),
-    ({'kind': 'lion(b2=1.0)'}, r'b2=1.0 of lion must be in \[0, 1\)'),
-    ({'kind': 'sgd(weight_decay=-1)'}, 'must be at least 0'),
+    ({'lr_schedule': 'cosin'}, "no schedule 'cosin'. Did you mean 'cosine'"),
+    ({'lr_schedule': 'cosine(final=1.0)'}, "no option 'final'"),
+    ({'lr_schedule': 'cosine'}, 'needs decay_steps'),
+    ({'max_grad_norm': 0.0}, 'max_grad_norm=0.0 must be positive'),
+    ({'name': 'adam'}, "no kind of optimizer 'adam'. Did you mean 'adamw'"),
+    ({'name': 'adamw(beta1=.9)'}, "no option 'beta1'"),
+    ({'name': "adamw(state_dtype='float16')"}, "one of 'float32', 'bfloat16'"),
+    ({'name': 'lion(b2=1.0)'}, r'b2=1.0 of lion must be in \[0, 1\)'),
+    ({'name': 'sgd(weight_decay=-1)'}, 'must be at least 0'),
   ],
 )
 def test_wrong_options_say_what_to_do(options, message):
   with pytest.raises(ValueError, match=message):
-    optimizers.make_optimizer(**options)
+    calls.make_optimizer(**options)
 
 
 def numpy_adafactor(gradient, *, steps, clip):
@@ -125,11 +126,11 @@ def numpy_adafactor(gradient, *, steps, clip):
 def test_adafactor_is_the_papers_layer_by_layer():
   rng = np.random.default_rng(0)
   gradients = rng.normal(size=(2, 5, 6)) ** 3
-  kind = optimizers.parse_optimizer('adafactor(clip_threshold=.7, min_size=4)')
+  kind = calls.make_optimizer_spec('adafactor(clip_threshold=.7, min_size=4)')
   wanted = [numpy_adafactor(g, steps=3, clip=0.7) for g in gradients]
   params = {'layers': {'kernel': jnp.zeros((2, 5, 6))}}
   state = optimizers.init_optimizer_state(params, kind.state_spec)
-  numbers = kind.hparams | {'learning_rate': 1.0, 'clip_norm': np.inf}
+  numbers = kind.hparams | {'learning_rate': 1.0, 'max_grad_norm': np.inf}
   for step in range(3):
     now = {'layers': {'kernel': jnp.float32((step + 1) * gradients)}}
     after, state, _ = optimizers.apply_gradients(
@@ -143,7 +144,7 @@ def test_adafactor_is_the_papers_layer_by_layer():
 def test_lion_and_sgd_step_as_defined():
   gradient = {'bias': jnp.array([0.5, -3.0])}
   for kind, want in (('lion', [1.0, -1.0]), ('sgd', [0.5, -3.0])):
-    made = optimizers.make_optimizer(learning_rate=1.0, kind=kind, clip_norm=None)
+    made = calls.make_optimizer(learning_rate=1.0, name=kind, max_grad_norm=None)
     memory, params = made.spec.state_spec, {'bias': jnp.zeros(2)}
     state = optimizers.init_optimizer_state(params, memory)
     params, _, _ = optimizers.apply_gradients(
@@ -166,7 +167,7 @@ def test_rounding_by_chance_is_right_on_average_and_seeded():
 
 def test_a_second_moment_in_bfloat16_still_forgets():
   """A step of b2=.999 moves it by less than bfloat16 resolves, yet it falls by half."""
-  made = optimizers.make_optimizer(kind="adamw(moments='bfloat16')", clip_norm=None)
+  made = calls.make_optimizer(name="adamw(state_dtype='bfloat16')", max_grad_norm=None)
   memory, params = made.spec.state_spec, {'kernel': jnp.zeros((32, 32))}
   _, start, _ = optimizers.apply_gradients(
     params,
@@ -200,23 +201,25 @@ def test_what_each_kind_keeps():
   def kept(text):
     return num_bytes(
       optimizers.init_optimizer_state(
-        params, optimizers.parse_optimizer(text).state_spec
+        params, calls.make_optimizer_spec(text).state_spec
       )
     )
 
   assert kept('adamw') == 2 * size + 4
-  assert kept("adamw(moments='bfloat16')") == size + 4
+  assert kept("adamw(state_dtype='bfloat16')") == size + 4
   assert kept('lion') == size + 4
-  assert kept("lion(moments='bfloat16')") == size // 2 + 4
+  assert kept("lion(state_dtype='bfloat16')") == size // 2 + 4
   assert kept('sgd') == 0
   rows = 3 * (128 + 256) + 3 * 256 + 512 + 128  # and a placeholder for what is not kept
   assert kept('adafactor') == 4 * (rows + 1 + 4)
 
 
 def test_a_kind_of_the_same_state_has_its_own_numbers():
-  kind = optimizers.parse_optimizer("adamw(b2=.98, weight_decay=1, moments='bfloat16')")
+  kind = calls.make_optimizer_spec(
+    "adamw(b2=.98, weight_decay=1, state_dtype='bfloat16')"
+  )
   assert kind.hparams['weight_decay'] == 1.0
   assert isinstance(kind.hparams['weight_decay'], float)
-  assert kind.with_default_hparams() == optimizers.parse_optimizer(
-    "adamw(moments='bfloat16')"
+  assert kind.with_default_hparams() == calls.make_optimizer_spec(
+    "adamw(state_dtype='bfloat16')"
   )

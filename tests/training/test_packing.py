@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry, requirements
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.models import unpacked_attention
 from jaxrl.models.exact import Exact
 from jaxrl.models.transformer_lm import TransformerLM
@@ -27,15 +27,15 @@ from jaxrl.training.batching import (
   packed_batch_builder,
   packing_plan,
 )
-from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from launch.settings.component_calls import parse_packing
+from tests.calls import make_optimizer
 from tests.training import toy
 from tests.training.bag import Bag
 
-SMOOTH = {'learning_rate': 1e-2, 'kind': 'adamw(eps=1e-2)'}
+SMOOTH = {'learning_rate': 1e-2, 'name': 'adamw(eps=1e-2)'}
 LENGTH, TOP_K = 24, 4
 SAME = ('time/', 'tokens/', 'compile/')  # what may differ begins with these
 
@@ -87,7 +87,7 @@ def algorithm_mixes(algorithm):
 
 async def train(algorithm, groups, kind=Bag, steps=2, **options):
   value_head = {'value_head': True} if algorithm.value_loss else {}
-  options = {'mesh': single_device_mesh(), 'entropy': False} | options
+  options = {'mesh': single_device_mesh(), 'log_entropy': False} | options
   if batch_fields.teacher_fields(algorithm):
     options['teachers'] = Teachers(algorithm, mesh=options['mesh'], chunk_rows=8)
   learner = toy.learner(
@@ -95,7 +95,7 @@ async def train(algorithm, groups, kind=Bag, steps=2, **options):
     kind=kind,
     changes=value_head,
     optimizer=make_optimizer(**SMOOTH),
-    buckets=(LENGTH,),
+    length_buckets=(LENGTH,),
     **options,
   )
   metrics = [await learner.update(groups) for _ in range(steps)]
@@ -158,7 +158,7 @@ def eagerly(monkeypatch, name):
 
 @pytest.mark.parametrize('name', NAMES)
 async def test_packed_is_unpacked(name, eagerly):
-  own = {'aggregation': 'sequence_mean_token_sum_norm(length=16)'}
+  own = {'aggregation': ComponentCall('sequence_mean_token_sum_norm', {'length': 16})}
   algorithm = registry.make(name, own if name == 'drgrpo' else {})
   groups = prompted(algorithm)
   value_head = {'value_head': True} if algorithm.value_loss else {}
@@ -176,7 +176,7 @@ async def test_packed_is_unpacked(name, eagerly):
 @pytest.mark.parametrize('name', ['grpo', 'gspo', 'ppo', 'dpo', 'on_policy_distill'])
 async def test_a_transformer_on_packed_rows(name):
   """One of each: by token, by sequence, with a critic, of pairs, with a teacher."""
-  algorithm, options = registry.make(name), {'minibatches': 2, 'epochs': 2}
+  algorithm, options = registry.make(name), {'num_minibatches': 2, 'ppo_epochs': 2}
   groups = prompted(algorithm, segments=algorithm.data_format == 'rollout')
   plain = await train(algorithm, groups, TransformerLM, **options)
   found = await train(algorithm, groups, TransformerLM, packing=packed(96), **options)
@@ -282,7 +282,7 @@ def layout(num_rows, longest, asked, algorithm='grpo', **options):
   learner = toy.learner(
     registry.make(algorithm),
     num_rows=num_rows,
-    buckets=(longest,),
+    length_buckets=(longest,),
     packing=asked,
     **options,
   )
@@ -319,16 +319,16 @@ async def varied(steps, ways=1):
   """Programs that so many steps compile, of batches that are all different."""
   rng = np.random.default_rng(0)
   with monitoring.CompileCounter() as counter:
-    own = packed(192, abreast=ways)
-    options = {'num_rows': 16, 'packing': own, 'entropy': False}
-    learner = toy.learner(LIGHT, kind=Bag, buckets=(LENGTH,), **options)
+    own = packed(192, num_parallel=ways)
+    options = {'num_rows': 16, 'packing': own, 'log_entropy': False}
+    learner = toy.learner(LIGHT, kind=Bag, length_buckets=(LENGTH,), **options)
     told = await learner.warmup()
     start = counter.count
     late = []
     for step in range(steps):
       sizes = rng.integers(1, 6, rng.integers(2, 7))
       metrics = await learner.update(prompted(LIGHT, sizes, seed=step))
-      late.append(metrics['compile/late_shapes'])
+      late.append(metrics['compile/recompiles'])
   return told['compile/programs'] + counter.count - start, late
 
 
@@ -347,13 +347,13 @@ async def test_two_hundred_varied_steps_compile_at_most_eight_programs(ways):
 
 
 async def test_a_late_compilation_says_why(caplog):
-  options = {'num_rows': 4, 'entropy': False}
-  learner = toy.learner(LIGHT, buckets=(16,), **options)
+  options = {'num_rows': 4, 'log_entropy': False}
+  learner = toy.learner(LIGHT, length_buckets=(16,), **options)
   await learner.warmup()
   await learner.update(toy.groups(sizes=(4,)))
   assert 'after warm-up' not in caplog.text
   metrics = await learner.update(toy.groups(sizes=(4, 4)))
-  assert metrics['compile/late_shapes'] == 1 and metrics['compile/programs'] > 0
+  assert metrics['compile/recompiles'] == 1 and metrics['compile/programs'] > 0
   assert 'compiling the train step for 8 rows of 16 tokens, 8 a micro' in caplog.text
   assert 'after warm-up: a batch of 8 rows, more than the usual 4' in caplog.text
 
@@ -376,7 +376,7 @@ def test_why_packed_rows_compile_late():
     ({'tokens': 16}, {}, 'ask for at least tokens=24'),
     ({'tokens': 48, 'length': 20}, {}, 'length=24'),
     ({'tokens': 48, 'length': 64}, {}, 'ask for at least tokens=64'),
-    ({'tokens': 48}, {'micro_batches': 2}, 'leave it at 1'),
+    ({'tokens': 48}, {'num_micro_batches': 2}, 'leave it at 1'),
     ({'tokens': 48, 'sequences': -1}, {}, 'at least 1'),
   ],
 )
@@ -384,7 +384,7 @@ def test_what_cannot_be_is_refused(asked, options, words):
   own = packing_plan.first_fit(**asked)
   with pytest.raises(ConfigError, match=words):
     toy.learner(
-      registry.make('grpo'), kind=Bag, buckets=(LENGTH,), packing=own, **options
+      registry.make('grpo'), kind=Bag, length_buckets=(LENGTH,), packing=own, **options
     )._batch_builder.warmup_shapes()
 
 
@@ -401,7 +401,7 @@ def test_exact_mode_is_refused():
 
 def test_rows_that_are_cut_are_refused():
   mesh = make_mesh(data=1, context=2, devices=jax.devices()[:2])
-  with pytest.raises(ConfigError, match=r'set mesh\.context=1'):
+  with pytest.raises(ConfigError, match=r'take context out of --config\.mesh'):
     packed_batch_builder.make_batch_builder(
       packed(), toy.model(), mesh, num_micro_batches=1
     )
@@ -443,7 +443,7 @@ def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
 
 async def test_few_sequences_a_micro_batch_teach_the_same():
   groups = prompted(LIGHT)
-  asked = packed(96, abreast=1), packed(96, sequences=3, abreast=1)
+  asked = packed(96, num_parallel=1), packed(96, sequences=3, num_parallel=1)
   found = [await train(LIGHT, groups, TransformerLM, packing=own) for own in asked]
   assert_same(*found)
   assert found[1][1][0]['tokens/micro_batches'] >= 3  # of 8 sequences

@@ -26,18 +26,18 @@ def pairs(count, seed=0):
   return groups
 
 
-@pytest.mark.parametrize('minibatches', [1, 4])
-@pytest.mark.parametrize('micro_batches', [1, 2])
-async def test_the_chosen_answer_gains_on_the_other(minibatches, micro_batches):
+@pytest.mark.parametrize('num_minibatches', [1, 4])
+@pytest.mark.parametrize('num_micro_batches', [1, 2])
+async def test_the_chosen_answer_gains_on_the_other(num_minibatches, num_micro_batches):
   learner = toy.learner(
     DPO,
     num_rows=16,
-    minibatches=minibatches,
-    micro_batches=micro_batches,
+    num_minibatches=num_minibatches,
+    num_micro_batches=num_micro_batches,
     optimizer=make_optimizer(learning_rate=0.02),
   )
   metrics = [await learner.update(pairs(8)) for _ in range(8)]
-  if minibatches == 1:  # the policy is still its reference
+  if num_minibatches == 1:  # the policy is still its reference
     assert metrics[0]['loss/policy'] == pytest.approx(np.log(2), rel=1e-5)
   assert metrics[-1]['policy/accuracy'] == 1
   assert metrics[-1]['policy/margin'] > metrics[1]['policy/margin'] > 0

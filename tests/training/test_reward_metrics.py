@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.training.monitoring import reward_metrics
+from tests.calls import make_reward_shaper
 from tests.rollout.fakes import row
 
 

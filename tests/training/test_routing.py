@@ -10,7 +10,7 @@ import pytest
 from configs import debug
 from jaxrl import model_loading
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.device_thread import DeviceThread
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.resumable_generation import (
@@ -26,6 +26,7 @@ from jaxrl.training.learner import Learner
 from jaxrl.types import Completion, SamplingParams, Trajectory
 from launch.settings.engine_settings import check_model
 from launch.settings.resolve import resolve_settings
+from tests.calls import parse_call
 from tests.launch import runs
 from tests.models import small
 from tests.models.test_moe import MOE
@@ -44,7 +45,7 @@ async def _generate(model, params):
   engine = JaxEngine(
     model,
     device_thread=device_thread,
-    num_slots=3,
+    max_num_seqs=3,
     max_length=48,
     decode_steps=4,
     prompt_buckets=[32],
@@ -153,7 +154,7 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
   forced, rollout = np.asarray(forced)[mask], batch.rollout_logprobs[mask]
   assert np.abs(forced - rollout).mean() > 0.1
   keeping = dataclasses.replace(model, router_replay=True)
-  options = {'num_rows': 4, 'buckets': (32,), 'entropy': False}
+  options = {'num_rows': 4, 'length_buckets': (32,), 'log_entropy': False}
   learner = Learner(keeping, params, registry.make('reinforce'), **options)
   metrics = asyncio.run(learner.update([rows]))
   wanted = np.abs(forced - rollout).mean()
@@ -210,19 +211,19 @@ def test_rows_of_other_shapes_are_named(sampled):
     collate([rows], (32,))
 
 
-FAMILY = 'qwen3_moe(num_experts=4, num_experts_per_token=2, moe_intermediate_size=16)'
+EXPERTS = {'num_experts': 4, 'num_experts_per_token': 2, 'moe_intermediate_size': 16}
+FAMILY = ComponentCall('qwen3_moe', EXPERTS)
 
 
 @pytest.mark.slow
 def test_a_run_with_experts_learns_and_replays(tmp_path):
   options = (
-    f'--config.model.random.family={FAMILY}',
+    runs.model('qwen3_moe', num_layers=1, **EXPERTS),
     '--config.rollout.engine=jax(router_replay=True)',
     '--config.num_steps=1',
     '--config.sft.num_steps=0',
-    '--config.eval.every=0',
-    '--config.checkpoint.every=0',
-    '--config.model.random.num_layers=1',
+    '--config.eval.interval=0',
+    '--config.checkpoint.save_interval=0',
   )
   assert runs.main(tmp_path, *options) == 0
   (step,) = runs.rows(tmp_path)
@@ -234,9 +235,9 @@ def test_families_by_call_string():
   shape = model_loading.random_config(family=FAMILY)
   assert (shape.num_experts, shape.moe_intermediate_size) == (4, 16)
   with pytest.raises(ConfigError, match="no option 'num_expert'"):
-    model_loading.random_config(family='qwen3_moe(num_expert=4)')
+    model_loading.random_config(family=parse_call('qwen3_moe(num_expert=4)'))
   with pytest.raises(ConfigError, match="no option 'num_experts'"):
-    model_loading.random_config(family='qwen3(num_experts=4)')
+    model_loading.random_config(family=parse_call('qwen3(num_experts=4)'))
   with pytest.raises(ConfigError, match="no family 'qwen4'"):
     model_loading.random_config(family='qwen4')
 

@@ -73,7 +73,7 @@ def test_the_step_is_partitioned_without_rebuilding_activations(capfd):
     'temperature': 1.0,
     'step': 0,
     'optimizer': dict.fromkeys(
-      'learning_rate b1 b2 eps weight_decay clip_norm'.split(), 1e-3
+      'learning_rate b1 b2 eps weight_decay max_grad_norm'.split(), 1e-3
     ),
   }
   numbers = jax.tree.map(jnp.float32, numbers) | {'seed': jnp.uint32(0)}

@@ -44,9 +44,9 @@ def logprobs(tokens):
 async def update(algorithm, bound, groups=None):
   learner = toy.learner(
     algorithm,
-    optimizer=make_optimizer(clip_norm=None),
+    optimizer=make_optimizer(max_grad_norm=None),
     staleness_limit=bound,
-    entropy=False,
+    log_entropy=False,
   )
   learner.step = 5
   await learner.warmup()
@@ -125,5 +125,5 @@ async def test_mismatch_is_told_apart_by_age():
 
 
 def test_there_must_be_something_to_recompute():
-  with pytest.raises(ConfigError, match="behaviour='decoupled'"):
+  with pytest.raises(ConfigError, match="old_logprobs_source='decoupled'"):
     toy.learner(registry.make('grpo'), staleness_limit=recompute())

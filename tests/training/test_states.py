@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import registry
 from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages, kl, kl_controllers, losses
 from jaxrl.functional.components import component
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Advantages, Algorithm
+from tests.calls import make_algorithm
 from tests.training import toy
 
 STILL = make_optimizer(learning_rate=0.0)
@@ -30,12 +30,12 @@ async def train(algorithm, batches, **options):
 async def test_the_coefficient_follows_the_kl_a_fifth_at_most(target, sign):
   """Unmoved parameters: the term grows by its scale alone, 7 rows a batch."""
   controller = f'adaptive(target={target}, horizon=70.)'
-  made = registry.make('grpo', {'kl_controller': controller, 'kl_coef': 0.1})
+  made = make_algorithm('grpo', {'kl_controller': controller, 'kl_coef': 0.1})
   options = {'optimizer': STILL, **OTHER}
   batches = [toy.groups(sizes=(4, 3))] * 3
   metrics, learner = await train(made, batches, **options)
   (fixed,), _ = await train(
-    registry.make('grpo', {'kl_coef': 0.1}), batches[:1], **options
+    make_algorithm('grpo', {'kl_coef': 0.1}), batches[:1], **options
   )
   growth = 1 + sign * 0.2 * 7 / 70
   for step, row in enumerate(metrics):
@@ -92,7 +92,7 @@ async def test_a_state_may_stay_as_it_is():
     return Advantages(jnp.where(mask, state['n'][0], 0), state=state)
 
   made = Algorithm(policy_loss=losses.vanilla, advantage=same)
-  metrics, learner = await train(made, [toy.groups()] * 3, minibatches=2)
+  metrics, learner = await train(made, [toy.groups()] * 3, num_minibatches=2)
   assert [m['advantage/mean'] for m in metrics] == [pytest.approx(2)] * 3
   assert learner.algorithm_state['advantage']['n'].tolist() == [2, 2, 2]
 
@@ -113,7 +113,7 @@ async def test_step_and_key_are_columns_that_change_without_compiling():
 
   made = Algorithm(policy_loss=loss)
   runs = [
-    (await train(made, [toy.groups()] * 3, seed=seed, micro_batches=2))[0]
+    (await train(made, [toy.groups()] * 3, seed=seed, num_micro_batches=2))[0]
     for seed in (5, 5, 2**40 + 6)
   ]
   draws = [[row['policy/draw'] for row in run] for run in runs]
@@ -123,7 +123,7 @@ async def test_step_and_key_are_columns_that_change_without_compiling():
 
 
 async def test_rec_drops_another_surplus_each_step():
-  made = registry.make('rec', {'advantage': "rec(drop='balance')"})
+  made = make_algorithm('rec', {'advantage': "rec(drop='balance')"})
   groups = toy.groups(sizes=(8,))
   for row in groups[0]:
     row.rewards[-1] = float(row is groups[0][0])
@@ -150,11 +150,11 @@ RUNNING = Algorithm(
 )
 ALGORITHMS = {
   'running': RUNNING,
-  'critic': registry.make(
+  'critic': make_algorithm(
     'ppo', {'critic_warmup': 4, 'kl_controller': 'adaptive(target=1., horizon=50.)'}
   ),
-  'drawn': registry.make('rec', {'advantage': "rec(drop='balance')"}),
-  'corrected': registry.make('m2po', {'correction': 'tis'}),
+  'drawn': make_algorithm('rec', {'advantage': "rec(drop='balance')"}),
+  'corrected': make_algorithm('m2po', {'correction': 'tis'}),
 }
 
 
@@ -164,7 +164,7 @@ async def run(folder, name, steps):
   learner = toy.learner(
     ALGORITHMS[name],
     changes=changes,
-    minibatches=2,
+    num_minibatches=2,
     optimizer=make_optimizer(learning_rate=0.1),
   )
   checkpointer = Checkpointer(folder)

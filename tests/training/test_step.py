@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import registry
 from jaxrl.call_strings import ConfigError
 from jaxrl.functional import kl, losses
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Advantages, Algorithm
+from tests.calls import make_algorithm
 from tests.training import toy
 
 
@@ -34,7 +34,7 @@ async def test_a_step_is_the_gradient_of_the_loss_written_out():
   """−Σ A·p / Σ m by hand, one SGD-like step: Adam's first moment is 0.1·gradient."""
   groups = toy.groups()
   algorithm = Algorithm(policy_loss=losses.vanilla, advantage=rewards_everywhere)
-  learner = toy.learner(algorithm, optimizer=make_optimizer(clip_norm=None))
+  learner = toy.learner(algorithm, optimizer=make_optimizer(max_grad_norm=None))
   metrics = await learner.update(groups)
   tokens, mask = stacked(groups, 'tokens'), stacked(groups, 'action_mask')
   score = stacked(groups, 'rewards').sum(-1, keepdims=True)
@@ -62,7 +62,7 @@ def exact(metrics, name):
 
 
 async def test_behaviour_decides_whose_log_probs_are_old():
-  grpo = registry.make('grpo', {'kl_coef': 0.0})
+  grpo = make_algorithm('grpo', {'kl_coef': 0.0})
   decoupled = dataclasses.replace(grpo, old_logprobs_source='decoupled')
   (own,) = await train(decoupled)
   assert own['policy/ratio'] == pytest.approx(1, abs=1e-6)
@@ -92,18 +92,18 @@ async def test_the_kl_penalty_comes_off_the_rewards_of_any_advantage():
 
 
 async def test_what_no_part_reads_is_not_scored():
-  opmd = registry.make('opmd', {'kl_coef': 0.0})
+  opmd = make_algorithm('opmd', {'kl_coef': 0.0})
   assert toy.learner(opmd)._ref_params is None
-  assert not toy.learner(registry.make('sft'))._spec.has_advantage_step
-  (metrics,) = await train(opmd, entropy=False)
+  assert not toy.learner(make_algorithm('sft'))._spec.has_advantage_step
+  (metrics,) = await train(opmd, log_entropy=False)
   assert 'policy/entropy' not in metrics and 'kl/reference' not in metrics
 
 
 async def test_an_entropy_part_gets_the_entropy():
-  made = registry.make(
+  made = make_algorithm(
     'opmd', {'kl_coef': 0.0, 'entropy_loss': 'entropy_loss(coef=2.)'}
   )
-  (metrics,) = await train(made, entropy=False)
+  (metrics,) = await train(made, log_entropy=False)
   assert metrics['loss/entropy'] == pytest.approx(-2 * metrics['policy/entropy'])
   assert metrics['policy/entropy'] == pytest.approx(np.log(64), rel=0.01)
 
@@ -129,14 +129,14 @@ async def test_a_state_is_carried_from_update_to_update():
     return -state * logprobs, {'state': state}
 
   made = Algorithm(policy_loss=loss, prepare=prepare, init_state=lambda: jnp.zeros(()))
-  metrics = await train(made, steps=3, minibatches=2)
+  metrics = await train(made, steps=3, num_minibatches=2)
   assert [m['policy/state'] for m in metrics] == [1.5, 3.5, 5.5]
 
 
 async def test_padding_changes_nothing():
-  grpo = registry.make('grpo')
+  grpo = make_algorithm('grpo')
   (plain,) = await train(grpo)
-  (padded,) = await train(grpo, num_rows=12, buckets=(32,))
+  (padded,) = await train(grpo, num_rows=12, length_buckets=(32,))
   for name, value in plain.items():
     if not name.startswith(('time/', 'tokens/', 'compile/')):
       assert padded[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -147,8 +147,8 @@ async def test_row_losses_are_averaged_over_rows():
     return jnp.where(mask, -logprobs, 0).sum(-1), {}
 
   made = Algorithm(policy_loss=loss)
-  (metrics,) = await train(made, micro_batches=2)
-  want = registry.make('sft', {'aggregation': 'sequence_mean_token_sum'})
+  (metrics,) = await train(made, num_micro_batches=2)
+  want = make_algorithm('sft', {'aggregation': 'sequence_mean_token_sum'})
   (other,) = await train(want)
   assert metrics['loss/total'] == exact(other, 'loss/total')
 

@@ -1,5 +1,6 @@
 """Teachers score their own rows, as a plain forward pass would, and only those."""
 
+import functools
 import pathlib
 
 import jax
@@ -22,7 +23,7 @@ from tests.training import toy
 LENGTH, ROWS = 16, 12
 BOTH = Algorithm(
   advantage=advantages.on_policy_distill,
-  policy_loss=registry.make_component('policy_loss', 'distill(top_k=3)'),
+  policy_loss=functools.partial(losses.distill, top_k=3),
 )
 ON_POLICY = Algorithm(
   advantage=advantages.on_policy_distill, policy_loss=losses.ppo_clip

@@ -59,7 +59,7 @@ async def test_a_ratio_starts_from_the_learners_own_log_probs():
     policy_loss=losses.ppo_clip, advantage=rewards_everywhere, correction=part
   )
   groups = toy.groups()
-  (metrics,) = await train(made, groups=groups, micro_batches=2)
+  (metrics,) = await train(made, groups=groups, num_micro_batches=2)
   mask, _, w, a = by_hand(groups)
   inside = (w >= 0.9) & (w <= 1.1)
   want = -(mask * a * w * inside).sum() / mask.sum()
@@ -98,7 +98,7 @@ def weighed(groups):
 async def test_rows_count_by_their_weight():
   groups = weighed(toy.groups())
   made = Algorithm(policy_loss=losses.vanilla, advantage=rewards_everywhere)
-  (metrics,) = await train(made, groups=groups, micro_batches=2)
+  (metrics,) = await train(made, groups=groups, num_micro_batches=2)
   mask, p, _, a = by_hand(groups)
   rows = np.array([row.weight for group in groups for row in group])[:, None]
   assert len(set(rows.ravel())) > 2

@@ -26,12 +26,12 @@ async def update(algorithm, groups, **options):
   return await learner.update(groups)
 
 
-@pytest.mark.parametrize('micro_batches', SPLITS)
-async def test_m2po_drops_what_the_whole_minibatch_says(micro_batches):
+@pytest.mark.parametrize('num_micro_batches', SPLITS)
+async def test_m2po_drops_what_the_whole_minibatch_says(num_micro_batches):
   groups = toy.groups()
   part = functools.partial(losses.m2po, threshold=0.01)
   made = Algorithm(policy_loss=part, advantage=rewards_everywhere)
-  metrics = await update(made, groups, micro_batches=micro_batches)
+  metrics = await update(made, groups, num_micro_batches=num_micro_batches)
   mask, p = stacked(groups, 'action_mask'), logprobs(groups)
   o = stacked(groups, 'rollout_logprobs')
   a = np.where(mask, stacked(groups, 'rewards').sum(-1, keepdims=True), 0)
@@ -54,14 +54,14 @@ def mixed(seed=0):
   ]
 
 
-@pytest.mark.parametrize('micro_batches', SPLITS)
+@pytest.mark.parametrize('num_micro_batches', SPLITS)
 @pytest.mark.parametrize('mode', ['token_mean', 'sequence_mean_token_mean'])
-async def test_each_kind_of_row_has_a_mean_of_its_own(micro_batches, mode):
+async def test_each_kind_of_row_has_a_mean_of_its_own(num_micro_batches, mode):
   """(1−μ)·⟨ppo_clip⟩ over rollouts + μ·⟨−p⟩ over expert rows."""
   groups = mixed()
   part = functools.partial(losses.mix, mu=0.3)
   made = Algorithm(policy_loss=part, advantage=rewards_everywhere, aggregation=mode)
-  metrics = await update(made, groups, micro_batches=micro_batches)
+  metrics = await update(made, groups, num_micro_batches=num_micro_batches)
   mask, p = stacked(groups, 'action_mask'), logprobs(groups)
   o = stacked(groups, 'rollout_logprobs')
   a = stacked(groups, 'rewards').sum(-1, keepdims=True) * np.ones(mask.shape)
@@ -75,11 +75,11 @@ async def test_each_kind_of_row_has_a_mean_of_its_own(micro_batches, mode):
   assert metrics['loss/policy'] == pytest.approx(want, rel=1e-4)
 
 
-@pytest.mark.parametrize('micro_batches', SPLITS)
-async def test_the_entropy_of_mix_is_a_mean_over_rollouts(micro_batches):
+@pytest.mark.parametrize('num_micro_batches', SPLITS)
+async def test_the_entropy_of_mix_is_a_mean_over_rollouts(num_micro_batches):
   groups, coef = mixed(), 0.1
   made = registry.make('mix', {'entropy_coef': coef})
-  metrics = await update(made, groups, micro_batches=micro_batches)
+  metrics = await update(made, groups, num_micro_batches=num_micro_batches)
   played = Algorithm(policy_loss=losses.sft)
   alone = await update(played, groups[:2], num_rows=8)
   want = -coef * alone['policy/entropy']
@@ -88,7 +88,7 @@ async def test_the_entropy_of_mix_is_a_mean_over_rollouts(micro_batches):
 
 async def test_chords_share_follows_the_steps_without_compiling():
   options = {'warmup_steps': 2, 'decay_steps': 2, 'peak': 0.8, 'valley': 0.2}
-  learner = toy.learner(registry.make('mix_chord', options), micro_batches=2)
+  learner = toy.learner(registry.make('mix_chord', options), num_micro_batches=2)
   rows = [await learner.update(mixed()) for _ in range(5)]
   shares = [row['policy/mu'] for row in rows]
   assert shares == pytest.approx([0, 0.4, 0.8, 0.5, 0.2], abs=1e-5)
@@ -107,16 +107,18 @@ async def test_the_options_are_the_parts_own_and_scalars_are_shared():
   actions = sum(row.action_mask.sum() for group in groups for row in group)
   for level, part in ((2, loss), (5, functools.partial(loss, level=5.0))):
     made = Algorithm(policy_loss=part)
-    metrics = await update(made, groups, micro_batches=4)
+    metrics = await update(made, groups, num_micro_batches=4)
     assert metrics['policy/count'] == pytest.approx(level * actions)
     assert metrics['policy/mode'] == 1
 
 
 @pytest.mark.parametrize(
-  'name, micro_batches, passes',
+  'name, num_micro_batches, passes',
   [('grpo', 4, 0), ('mix', 4, 0), ('m2po', 1, 0), ('m2po', 4, 1)],
 )
-async def test_only_m2po_scores_a_split_minibatch_twice(name, micro_batches, passes):
+async def test_only_m2po_scores_a_split_minibatch_twice(
+  name, num_micro_batches, passes
+):
   calls = []
 
   class Counted(toy.Bigram):
@@ -126,7 +128,7 @@ async def test_only_m2po_scores_a_split_minibatch_twice(name, micro_batches, pas
 
   options = {'kl_coef': 0.0} if name == 'grpo' else {}
   learner = toy.learner(
-    registry.make(name, options), kind=Counted, micro_batches=micro_batches
+    registry.make(name, options), kind=Counted, num_micro_batches=num_micro_batches
   )
   await learner.update(mixed())
   assert len(calls) == 1 + passes

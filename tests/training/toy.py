@@ -115,6 +115,6 @@ def groups(seed=0, sizes=(4, 4), lengths=(5, 15), **fields):
 
 def learner(algorithm, *, kind=Bigram, changes=None, **options) -> Learner:
   changes = changes or {}
-  options = {'num_rows': 8, 'buckets': (16,)} | options
+  options = {'num_rows': 8, 'length_buckets': (16,)} | options
   made, weights = kind(CONFIG.replace(**changes)), params(kind, **changes)
   return Learner(made, weights, algorithm, **options)

@@ -1,4 +1,8 @@
-"""Episodes in a row: each judged by those it prepares (cf. arXiv 1611.02779)."""
+"""Cross-episode returns: a task is played several times (cf. arXiv 1611.02779).
+
+Each episode is credited with the rewards of the later ones that it prepares, as in
+RL².
+"""
 
 from functools import partial
 from typing import Literal

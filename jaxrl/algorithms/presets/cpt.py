@@ -1,5 +1,6 @@
 """Continued pretraining on plain texts (arXiv 2004.10964)."""
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm
 
@@ -10,4 +11,6 @@ def cpt() -> Algorithm:
   Returns:
     The algorithm.
   """
-  return Algorithm(policy_loss=losses.sft, data_format='text', sampler='file')
+  return Algorithm(
+    policy_loss=losses.sft, data_format='text', sampler=ComponentCall('file')
+  )

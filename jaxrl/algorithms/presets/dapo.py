@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import advantages, losses
 from jaxrl.types import Algorithm
 
@@ -31,11 +32,11 @@ def dapo(
   Returns:
     The algorithm.
   """
-  length = '' if overlong_length is None else f'max_length={overlong_length}, '
+  limit = {} if overlong_length is None else {'max_length': overlong_length}
   return Algorithm(
     advantage=advantages.grpo,
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
-    filters='accuracy',
-    shapers=f'overlong({length}cache={overlong_cache})',
+    filters=(ComponentCall('accuracy'),),
+    shapers=(ComponentCall('overlong', {**limit, 'cache': overlong_cache}),),
     group_size=group_size,
   )

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Literal
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.functional.losses.distillation import Kind
 from jaxrl.types import Algorithm
@@ -33,6 +34,6 @@ def distill(
   return Algorithm(
     policy_loss=partial(losses.distill, kind=kind, top_k=top_k, skew=skew, head=head),
     data_format=schema,
-    sampler='fifo' if schema == 'rollout' else 'file',
+    sampler=ComponentCall('fifo' if schema == 'rollout' else 'file'),
     group_size=group_size,
   )

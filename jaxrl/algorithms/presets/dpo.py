@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm
 
@@ -21,6 +22,6 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Algorithm:
   return Algorithm(
     policy_loss=partial(losses.dpo, beta=beta, label_smoothing=label_smoothing),
     data_format='preference',
-    sampler='file',
+    sampler=ComponentCall('file'),
     batch_unit='pair',
   )

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import advantages, losses
 from jaxrl.types import Algorithm
 
@@ -24,10 +25,10 @@ def drgrpo(
   Returns:
     The algorithm.
   """
-  constant = '' if length is None else f'(length={length})'
+  constant = {} if length is None else {'length': length}
   return Algorithm(
     advantage=partial(advantages.grpo, scale_by_std=False),
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
-    aggregation=f'sequence_mean_token_sum_norm{constant}',
+    aggregation=ComponentCall('sequence_mean_token_sum_norm', constant),
     group_size=group_size,
   )

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Literal
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import advantages, kl, losses
 from jaxrl.types import Algorithm
 
@@ -33,6 +34,6 @@ def gspo(
       losses.gspo, clip_low=clip_low, clip_high=clip_high, level=level
     ),
     kl_loss=kl.term(kl.k2, kl_coef),
-    aggregation='sequence_mean_token_mean',
+    aggregation=ComponentCall('sequence_mean_token_mean'),
     group_size=group_size,
   )

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm
 
@@ -18,6 +19,6 @@ def ipo(*, beta: float = 0.1) -> Algorithm:
   return Algorithm(
     policy_loss=partial(losses.ipo, beta=beta),
     data_format='preference',
-    sampler='file',
+    sampler=ComponentCall('file'),
     batch_unit='pair',
   )

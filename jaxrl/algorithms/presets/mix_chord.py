@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import advantages, entropy, losses
 from jaxrl.types import Algorithm
 
@@ -47,5 +48,5 @@ def mix_chord(
     ),
     entropy_loss=partial(entropy.mix, coef=entropy_coef) if entropy_coef else None,
     group_size=group_size,
-    sampler='mixed',
+    sampler=ComponentCall('mixed'),
   )

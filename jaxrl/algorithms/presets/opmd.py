@@ -1,4 +1,4 @@
-"""OPMD: a group baseline and a policy gradient tempered by tau (arXiv 2505.17826)."""
+"""OPMD: online policy mirror descent with a group baseline (arXiv 2505.17826)."""
 
 from functools import partial
 from typing import Literal

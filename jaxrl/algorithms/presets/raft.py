@@ -1,6 +1,7 @@
 """RAFT: fine-tuning on the best answers found (arXiv 2304.06767)."""
 
 from functools import partial
+from typing import Literal
 
 from jaxrl.functional import advantages, losses
 from jaxrl.types import Algorithm
@@ -9,12 +10,15 @@ from jaxrl.types import Algorithm
 def raft(
   *,
   threshold: float = 0.0,
+  schema: Literal['rollout', 'messages'] = 'rollout',
   group_size: int = 8,
 ) -> Algorithm:
   """Maximises the likelihood of each task's best samples above `threshold`.
 
   Args:
     threshold: Episodes with at most this reward are left out.
+    schema: Where samples come from: 'rollout' plays them, 'messages' reads rated ones
+      from files.
     group_size: Samples per task.
 
   Returns:
@@ -23,5 +27,6 @@ def raft(
   return Algorithm(
     advantage=partial(advantages.best_of_group, threshold=threshold),
     policy_loss=losses.sft,
+    data_format=schema,
     group_size=group_size,
   )

@@ -1,4 +1,4 @@
-"""ReMax: REINFORCE against the reward of a greedy answer (arXiv 2310.10505)."""
+"""ReMax: REINFORCE with a greedy-decoding baseline (arXiv 2310.10505)."""
 
 from functools import partial
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import advantages, kl, losses
 from jaxrl.types import Algorithm
 
@@ -30,6 +31,6 @@ def sapo(
       losses.sapo, tau_positive=tau_positive, tau_negative=tau_negative
     ),
     kl_loss=kl.term(kl.k2, kl_coef),
-    aggregation='sequence_mean_token_mean',
+    aggregation=ComponentCall('sequence_mean_token_mean'),
     group_size=group_size,
   )

@@ -1,5 +1,6 @@
 """Supervised fine-tuning on the assistant's turns (arXiv 2203.02155)."""
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm
 
@@ -10,4 +11,6 @@ def sft() -> Algorithm:
   Returns:
     The algorithm.
   """
-  return Algorithm(policy_loss=losses.sft, data_format='messages', sampler='file')
+  return Algorithm(
+    policy_loss=losses.sft, data_format='messages', sampler=ComponentCall('file')
+  )

@@ -1,4 +1,7 @@
-"""sPPO: a log-ratio surrogate inside a band (arXiv 2108.05828)."""
+"""sPPO: a log-ratio surrogate inside a trust region (arXiv 2108.05828).
+
+This is Trinity-RFT's sPPO, not self-play preference optimization.
+"""
 
 from functools import partial
 

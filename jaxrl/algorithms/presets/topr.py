@@ -1,4 +1,4 @@
-"""TOPR: failures tapered by how likely they still are (arXiv 2503.14286)."""
+"""TOPR: truncated importance weights on negative samples (arXiv 2503.14286)."""
 
 from functools import partial
 from typing import Literal

@@ -1,13 +1,18 @@
 """Samplers decide which groups a training step learns from.
 
-A sampler is chosen by a call string, `--config.algorithm.sampler='replay(decay=1)'`. A
-user's own sampler is a subclass of `Sampler`, given by dotted path:
-`my_lab.pick:Newest`.
+A config chooses a sampler by `--config.algorithm.sampler='replay(decay=1)'`, an
+algorithm by `sampler=ComponentCall('replay', {'decay': 1})`. A user's own sampler is a
+subclass of `Sampler`, given as it is or by dotted path: `my_lab.pick:Newest`.
 """
 
-from typing import Any
+from typing import Any, cast
 
-from jaxrl import call_strings
+from jaxrl.call_strings import (
+  Component,
+  ConfigError,
+  component_name,
+  find_component,
+)
 from jaxrl.data.samplers.sampler import GroupSource, Sampler
 
 __all__ = ['SAMPLERS', 'GroupSource', 'Sampler', 'find_sampler', 'make_sampler']
@@ -22,11 +27,11 @@ SAMPLERS = {
 }
 
 
-def find_sampler(text: str) -> tuple[type[Sampler], dict[str, Any]]:
-  """Returns the class that a call string names and its options, both checked.
+def find_sampler(sampler: Component) -> tuple[type[Sampler], dict[str, Any]]:
+  """Returns the class of a sampler and its options, both checked.
 
   Args:
-    text: The call string.
+    sampler: A call, a name, or the class itself.
 
   Returns:
     A tuple of the sampler class and its options.
@@ -35,41 +40,29 @@ def find_sampler(text: str) -> tuple[type[Sampler], dict[str, Any]]:
     ConfigError: If the sampler or an option is unknown, or if a user's own class lacks
       methods.
   """
-  where = f'--config.algorithm.sampler={text}'
-  name, options = call_strings.parse_call(text)
-  if ':' in name:
-    sampler_class = call_strings.resolve(name)
-    required = [key for key in vars(Sampler) if not key.startswith('_')]
-    missing = [key for key in required if not hasattr(sampler_class, key)]
-    if missing:
-      raise call_strings.ConfigError(
-        f'{where}: {name} has no {", ".join(missing)}; derive it from '
-        'jaxrl.data.samplers.Sampler'
-      )
-  elif name in SAMPLERS:
-    sampler_class = call_strings.resolve(SAMPLERS[name])
-  else:
-    raise call_strings.unknown_name_error(name, SAMPLERS, 'sampler', where)
-  call_strings.check_options(sampler_class, options, where)
-  return sampler_class, options
+  where = f'--config.algorithm.sampler={component_name(sampler, whole=True)}'
+  _, sampler_class, options = find_component(
+    sampler, SAMPLERS, 'sampler', where, where=where, base=Sampler
+  )
+  return cast(type[Sampler], sampler_class), options
 
 
-def make_sampler(text: str, source: GroupSource) -> Sampler:
-  """Builds the sampler that a call string describes.
+def make_sampler(sampler: Component, source: GroupSource) -> Sampler:
+  """Builds a sampler.
 
   Args:
-    text: The call string.
+    sampler: A call, a name, or the class itself.
     source: What the sampler draws from.
 
   Returns:
     The sampler.
 
   Raises:
-    ConfigError: If the call string or an option is wrong.
+    ConfigError: If the name or an option is wrong.
   """
-  sampler_class, options = find_sampler(text)
+  sampler_class, options = find_sampler(sampler)
   try:
     return sampler_class(source, **options)
-  except call_strings.ConfigError as error:
-    where = f'--config.algorithm.sampler={text}'
-    raise call_strings.ConfigError(f'{where}: {error}') from error
+  except ConfigError as error:
+    where = f'--config.algorithm.sampler={component_name(sampler, whole=True)}'
+    raise ConfigError(f'{where}: {error}') from error

@@ -1,4 +1,4 @@
-"""ReplaySampler learns from groups several times, the newest first."""
+"""ReplaySampler is a replay buffer: groups are used several times, newest first."""
 
 import dataclasses
 import math
@@ -96,8 +96,9 @@ class ReplaySampler(Sampler):
     max_staleness = source.max_staleness
     if max_staleness is not None and max_staleness < cooldown:
       raise ConfigError(
-        f'cooldown={cooldown}: --config.rollout.staleness drops what is older than '
-        f'{max_staleness} steps, so no group would be learned from again: raise its max'
+        f'cooldown={cooldown}: --config.rollout.staleness_policy drops what is older '
+        f'than {max_staleness} steps, so no group would be learned from again: raise '
+        'its max'
       )
     super().__init__(source)
     self.groups_from_queue = math.ceil(round(fresh * source.num_groups, 6))

@@ -119,7 +119,7 @@ class StoreDatabase:
       written with another schema.
   """
 
-  def __init__(self, url: str, key: str = 'data.source'):
+  def __init__(self, url: str, key: str = 'dataset.experience_store'):
     sa = import_sqlalchemy()
     self.tables = store_tables()
     try:

@@ -57,7 +57,7 @@ class DumpColumns:
     self,
     columns: Iterable[Any] = (),
     env_columns: Mapping[str, str] | None = None,
-    where: str = '--config.dump.columns',
+    where: str = '--config.trajectory_dump.columns',
   ):
     env_columns = dict(env_columns or {})
     for name in sorted(env_columns.keys() & STANDARD_COLUMNS.keys()):

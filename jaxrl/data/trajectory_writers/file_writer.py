@@ -63,7 +63,7 @@ class FileWriter:
       self._folder, start = folder or '.', f'{stem}-'
     elif dot and stem and kind in ('csv', 'json', 'txt', 'pq', 'arrow', 'orc'):
       raise unknown_name_error(
-        kind, FILE_FORMATS, 'format', f'--config.dump.path={path}'
+        kind, FILE_FORMATS, 'format', f'--config.trajectory_dump.path={path}'
       )
     else:
       self._folder, start, kind = root.rstrip('/') or '/', '', 'jsonl'
@@ -83,7 +83,7 @@ class FileWriter:
 
   def check(self, *, fresh: bool) -> None:
     """Checks that the folder can be written and holds no other run's parts."""
-    where = f'--config.dump.path={self.path}'
+    where = f'--config.trajectory_dump.path={self.path}'
     probe = f'{self._start}probe.tmp'
     try:
       self._files.makedirs(self._folder, exist_ok=True)
@@ -122,9 +122,11 @@ def _open(path: str) -> tuple[Any, str]:
   """Returns the file system and the path on it. Raises ConfigError."""
   import fsspec
 
-  where = f'--config.dump.path={path}'
+  where = f'--config.trajectory_dump.path={path}'
   if not path.strip():
-    raise ConfigError('--config.dump.path is empty: set it to a folder or a URL')
+    raise ConfigError(
+      '--config.trajectory_dump.path is empty: set it to a folder or a URL'
+    )
   scheme, colon, _ = path.partition('://')
   known = set(fsspec.available_protocols())
   if colon and scheme.split('::')[0] not in known:

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError, find_component
 
 if TYPE_CHECKING:
   from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
@@ -15,20 +15,24 @@ def open_dump(
   mode: str,
   folder: pathlib.Path,
   env_columns: Mapping[str, str] | None = None,
+  writer: ComponentCall | None = None,
   *,
   path: str = '',
   columns: tuple[Any, ...] = (),
 ) -> 'tuple[DumpColumns, TrajectoryWriter]':
   """Builds the columns of a dump and its writer.
 
-  The keyword options are those of `config.dump`.
+  The keyword options are those of `config.trajectory_dump`.
 
   Args:
     mode: The mode of the rollout, which is part of the file names.
     folder: The run's own folder, where trajectories go if there is no `path`.
     env_columns: The environments' columns, as a mapping of name to type.
+    writer: A user's own `TrajectoryWriter`, which is made by
+      `Name(mode, types, folder, **options)` with the type of each column.
     path: A folder or fsspec URL for JSON lines, or one that ends in `.jsonl` or
-      `.parquet`; or `odps://project/tables/table/ds=name` for MaxCompute.
+      `.parquet`; or `odps://project/tables/table/ds=name` for MaxCompute; or a
+      class of your own, `path/file.py:Name(option=1)`.
     columns: Pairs of name and type, such as `[['task_idx', 'bigint'], …]`; empty
       selects all columns.
 
@@ -40,9 +44,15 @@ def open_dump(
   """
   # Imported here because few runs keep their trajectories.
   from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
-  from jaxrl.data.trajectory_writers.file_writer import FileWriter
+  from jaxrl.data.trajectory_writers.file_writer import FileWriter, TrajectoryWriter
 
   dump_columns = DumpColumns(columns, env_columns)
+  if writer is not None:
+    where = f'--config.trajectory_dump.path={writer}'
+    _, writer_class, options = find_component(
+      writer, {}, 'trajectory writer', where, where=where, base=TrajectoryWriter
+    )
+    return dump_columns, writer_class(mode, dump_columns.types, folder, **options)
   path = path or str(folder / 'trajectories')
   if path.startswith('odps:'):
     from jaxrl.data.trajectory_writers.maxcompute_writer import MaxComputeWriter

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 from jaxrl import call_strings
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
 from jaxrl.envs.agents.function_agent import FunctionAgent
 from jaxrl.envs.graders.answer_matching import final_answer
-from jaxrl.envs.graders.composite import make_grader
+from jaxrl.envs.graders.composite import GraderCalls, make_grader
 
 
 class AgentRunner(Protocol):
@@ -36,7 +36,7 @@ class AgentEnv:
   The reward is what the agent returns (a number, or {'reward', 'metrics', 'given'}; for
   a command its last line if that is such an object), plus what it sent to /feedback,
   plus the grade of the last reply if there is a `grader`. Each running agent takes one
-  of `env.<tag>.concurrency` threads.
+  of `env.<tag>.max_concurrency` threads.
 
   Args:
     agent: A function, 'package.module:run' or 'file.py:run', with its own options as in
@@ -46,7 +46,7 @@ class AgentEnv:
     command: A program instead, started once per episode, with OPENAI_BASE_URL and
       OPENAI_API_KEY in its environment and the task as JSON on its standard input. It
       is not run by a shell.
-    grader: A call string; see `composite.make_grader`.
+    grader: Graders; see `composite.make_grader`.
     memory_gib: The address space of each of the command's processes; 0 means unlimited.
 
   Raises:
@@ -59,9 +59,9 @@ class AgentEnv:
   def __init__(
     self,
     *,
-    agent: str = '',
+    agent: ComponentCall | None = None,
     command: str = '',
-    grader: str = '',
+    grader: GraderCalls = (),
     memory_gib: float = 0.0,
   ):
     if bool(agent) == bool(command):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl import call_strings
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError, as_call
 
 AGENT_ARGUMENTS = ('task', 'base_url', 'api_key', 'client')
 
@@ -15,18 +15,20 @@ class FunctionAgent:
   """Calls a function with the arguments that it names.
 
   Args:
-    spec: The function, 'package.module:run' or 'file.py:run(option=value)'.
+    call: The function, by where it is ('package.module:run' or 'file.py:run'), and its
+      options.
 
   Raises:
     ConfigError: If the function does not exist or names an argument that agents do not
       get.
   """
 
-  def __init__(self, spec: str):
-    target, self._options = call_strings.parse_call(spec)
+  def __init__(self, call: ComponentCall | str):
+    call = as_call(call)
+    target, self._options = call.name, call.options
     self._function = call_strings.resolve(target)
     if not callable(self._function):
-      raise ConfigError(f'env_config.agent={spec!r}: {target} is not a function')
+      raise ConfigError(f'env_config.agent={str(call)!r}: {target} is not a function')
     call_strings.check_options(self._function, self._options, f'agent {target!r}')
     parameters = inspect.signature(self._function).parameters.values()
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
 
 from jaxrl import call_strings
+from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.graders.grader_processes import (
   GraderError,
   GraderFailure,
@@ -22,6 +23,8 @@ GRADERS = {
   'math': 'jaxrl.envs.graders.math_grader:make_math_grader',
   'multiple_choice': 'jaxrl.envs.graders.rule_graders:make_multiple_choice_grader',
 }
+# Of an option that holds graders; the names say whose options may be calls themselves.
+GraderCalls = Annotated[tuple[ComponentCall, ...], GRADERS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,38 +94,42 @@ class Grader:
     return Grade(total, scores, errors)
 
 
-def make_grader(spec: str) -> Grader:
-  """Builds a grader from a call string such as `math + format(tags='think')`.
+def make_grader(calls: Sequence[ComponentCall] | ComponentCall | str) -> Grader:
+  """Builds a grader, the sum of its parts.
 
-  Parts are names of GRADERS, each with its own options, or a user's own function,
-  'package.module:function' or 'file.py:function'. Such a function takes (reply, item)
-  and its options by keyword and returns a number. It runs in a process of at most 4 GiB
-  that is killed after `timeout` seconds, so it sees of the item only what JSON can
+  A config writes the parts as `math + format(tags='think')`. They are names of GRADERS,
+  each with its own options, or a user's own function, 'package.module:function' or
+  'file.py:function'. Such a function takes (reply, item)
+  and its options by keyword and returns a number. A class takes its options by keyword,
+  and its objects are called with (reply, item). Both run in a process of at most 4 GiB
+  that is killed after `timeout` seconds, so they see of the item only what JSON can
   hold. Each part takes a `weight` (1 by default; with 0 it is only logged). A repeated
   name becomes name_2, name_3 and so on.
 
   Args:
-    spec: The call string.
+    calls: The parts; the name of one is enough.
 
   Returns:
     The grader.
 
   Raises:
-    ConfigError: If the call string is empty or a name, option or value is wrong.
+    ConfigError: If there is no part or a name, option or value is wrong.
   """
   parts: dict[str, tuple[float, GraderPart]] = {}
-  for name, weight, target, options in grader_terms(spec):
+  for name, weight, target, options in grader_terms(calls):
     parts[name] = weight, make_grader_part(target, options)
   if not parts:
     raise call_strings.ConfigError("grader: name at least one, as in 'math'")
   return Grader(parts)
 
 
-def grader_terms(spec: str) -> list[tuple[str, float, str, dict[str, Any]]]:
-  """Parses the parts of a sum of graders; repeated names are numbered.
+def grader_terms(
+  calls: Sequence[ComponentCall] | ComponentCall | str,
+) -> list[tuple[str, float, str, dict[str, Any]]]:
+  """Separates the weights of a sum of graders; repeated names are numbered.
 
   Args:
-    spec: The call string.
+    calls: The parts; the name of one is enough.
 
   Returns:
     A tuple (name, weight, target, options) for each part.
@@ -131,7 +138,13 @@ def grader_terms(spec: str) -> list[tuple[str, float, str, dict[str, Any]]]:
     ConfigError: If a weight is not a number.
   """
   parts: dict[str, tuple[str, float, str, dict[str, Any]]] = {}
-  for target, options in call_strings.parse_calls(spec):
+  for call in call_strings.as_calls(calls):
+    if not isinstance(call, ComponentCall):
+      raise call_strings.ConfigError(
+        f'grader {call!r}: name a function of your own by where it is, '
+        "ComponentCall('path/file.py:name')"
+      )
+    target, options = call.name, dict(call.options)
     weight = options.pop('weight', 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
       raise call_strings.ConfigError(
@@ -147,7 +160,7 @@ def grader_terms(spec: str) -> list[tuple[str, float, str, dict[str, Any]]]:
 
 
 def make_grader_part(
-  target: str, options: dict[str, Any], known: Iterable[str] = ()
+  target: str, options: Mapping[str, Any], known: Iterable[str] = ()
 ) -> GraderPart:
   """Builds one part by its name, or from a user's own function.
 
@@ -171,6 +184,7 @@ def make_grader_part(
     raise call_strings.unknown_name_error(
       target, [*GRADERS, *known], 'grader', 'grader'
     )
+  options = dict(options)
   timeout_option = {'timeout': options.pop('timeout')} if 'timeout' in options else {}
   call_strings.check_options(_make_function_part, timeout_option, where)
   call_strings.check_options(call_strings.resolve(target), options, where)

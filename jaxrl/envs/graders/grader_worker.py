@@ -21,6 +21,7 @@ from jaxrl import call_strings
 
 MAX_MEMORY_BYTES = 4 << 30  # bytes of address space
 _ORPHAN_GRACE_S = 2.0  # seconds beyond its limit after which an orphan ends itself
+_instances: dict[tuple[str, str], Any] = {}  # by target and options
 
 
 def serve(pipe: Connection) -> None:
@@ -39,7 +40,11 @@ def serve(pipe: Connection) -> None:
       pipe.send_bytes(b'ready')
       # The parent kills a call that is too long; if it is gone, the kernel does.
       signal.setitimer(signal.ITIMER_REAL, request['limit'] + _ORPHAN_GRACE_S)
-      answer = {'value': fn(*request['args'], **request['options'])}
+      options = request['options']
+      if isinstance(fn, type):
+        answer = {'value': _instance(request['target'], options)(*request['args'])}
+      else:
+        answer = {'value': fn(*request['args'], **options)}
       answer = json.dumps(answer)
     except MemoryError:
       os._exit(137)  # the process is in an unknown state
@@ -54,6 +59,14 @@ def _load(request: dict[str, Any]) -> Callable[..., Any]:
     importlib.import_module(name)
     logging.getLogger(name).setLevel(logging.ERROR)
   return call_strings.resolve(request['target'])
+
+
+def _instance(target: str, options: dict[str, Any]) -> Any:
+  """Returns an object of a class of graders, which is made once in this process."""
+  key = target, json.dumps(options, sort_keys=True)
+  if key not in _instances:
+    _instances[key] = call_strings.resolve(target)(**options)
+  return _instances[key]
 
 
 def main() -> None:

@@ -6,20 +6,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxrl import call_strings
+from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
 
 ConstraintCheck = Callable[[str], bool]
 
 
-def make_instructions_grader(*, rules: str = '', strict: bool = False) -> GraderPart:
+def make_instructions_grader(
+  *, rules: tuple[ComponentCall, ...] = (), strict: bool = False
+) -> GraderPart:
   """Builds a grader that scores the share of instructions that a reply follows.
 
   An empty reply follows none.
 
   Args:
-    rules: A call string of constraints (see `ifeval_constraints`), the same for every
-      task, such as `number_words(num_words=50, relation='less than') + no_comma`.
+    rules: Calls of constraints (see `ifeval_constraints`), the same for every task,
+      which a config writes as `number_words(num_words=50, relation='less than') +
+      no_comma`.
       Without it the item names them as IFEval's files do: `instruction_id_list`, such
       as ['punctuation:no_comma'], and `kwargs`, a list of their options, of which those
       that are None are ignored.
@@ -33,7 +37,7 @@ def make_instructions_grader(*, rules: str = '', strict: bool = False) -> Grader
     ConfigError: If a name or option in `rules` is unknown.
   """
   fixed_checks = [
-    _make_check(name, options) for name, options in call_strings.parse_calls(rules)
+    _make_check(call.name, call.options) for call in map(call_strings.as_call, rules)
   ]
 
   def grade(reply: str, item: TaskItem) -> float:

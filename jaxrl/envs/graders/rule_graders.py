@@ -35,7 +35,7 @@ def expected_answer(item: TaskItem, grader: str) -> str:
   """
   if item.get('answer') is None:
     raise ValueError(
-      f'grader {grader!r}: the task has no answer: set dataset.answer_key'
+      f'grader {grader!r}: the task has no answer: set dataset.keys=answer=KEY'
     )
   return str(item['answer']).strip()
 

@@ -1,4 +1,4 @@
-"""Sandbox backends by call string: local, docker and podman, with their limits."""
+"""Sandbox backends by name: local, docker and podman, with their limits."""
 
 import functools
 import os
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl import call_strings
+from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.sandbox import local_sandbox as local_module
 from jaxrl.envs.sandbox.container_sandbox import ContainerSandbox
 from jaxrl.envs.sandbox.local_sandbox import LocalSandbox
@@ -143,19 +144,19 @@ SANDBOX_BACKENDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def sandbox_factory(text: str) -> MakeSandbox:
+def sandbox_factory(call: ComponentCall | str) -> MakeSandbox:
   """Returns the function that builds the sandboxes of the option `sandbox`.
 
   Args:
-    text: The call string.
+    call: A call of one of SANDBOX_BACKENDS, or its name.
 
   Returns:
     A function make(folders=…, workdir=…, task=…, environment=…) that builds a sandbox,
     which is not started yet.
 
   Raises:
-    ConfigError: If the call string is wrong.
+    ConfigError: If there is no such sandbox or option.
   """
-  return call_strings.call(
-    text, SANDBOX_BACKENDS, 'sandbox', 'env.<tag>.env_config.sandbox'
+  return call_strings.build_component(
+    call, SANDBOX_BACKENDS, 'sandbox', 'env.<tag>.env_config.sandbox'
   )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl import call_strings
+from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.reply_parsing import last_code_block
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox
 
@@ -109,20 +110,20 @@ class ShellSession:
     }
 
 
-def make_shell_session(text: str) -> ShellSession:
+def make_shell_session(call: ComponentCall | str) -> ShellSession:
   """Builds the shell session that the option `shell` describes.
 
   Args:
-    text: The call string.
+    call: A call of `shell`, with the options of `ShellSession`.
 
   Returns:
     The session.
 
   Raises:
-    ConfigError: If the call string is wrong.
+    ConfigError: If there is no such option, or it is out of range.
   """
-  return call_strings.call(
-    text, {'shell': ShellSession}, 'shell', 'env.<tag>.env_config.shell'
+  return call_strings.build_component(
+    call, {'shell': ShellSession}, 'shell', 'env.<tag>.env_config.shell'
   )
 
 

@@ -6,6 +6,8 @@ that neither the tests nor later history are there. Grading takes place in a sec
 sandbox, which the agent never saw.
 """
 
+import ast
+import contextlib
 import os
 import secrets
 import shlex
@@ -14,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import MIB, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -26,7 +28,10 @@ from jaxrl.envs.terminal import (
   test_results,
 )
 
-_PYTEST = 'pytest -q --rootdir=. -p no:cacheprovider -o junit_family=xunit1'
+PYTEST_COMMAND = (
+  'pytest -q --rootdir=. -p no:cacheprovider -o junit_family=xunit1 '
+  '--junitxml={report} {files}'
+)
 
 
 class SweEnv:
@@ -43,8 +48,9 @@ class SweEnv:
     test_command: The command that runs tests. `{files}` stands for the tests' files
       (those of the test patch if the ids name none), `{modules}` for the same as Django
       modules, `{tests}` for the ids, `{report}` for the JUnit XML file to write;
-      without it the output is parsed by `test_results.parse_test_log`.
-    test_commands: Test commands by `repo`, in place of `test_command`.
+      without it the output is parsed by `test_results.parse_test_log`. The text
+      of a dict, "{'owner/name': 'COMMAND', '': 'COMMAND'}", gives a command by `repo`,
+      with '' for all others.
     protect: Names of files whose changes do not count.
     episode_seconds: The time limit of the agent's commands together.
     setup_seconds: The time limit of the setup.
@@ -61,12 +67,11 @@ class SweEnv:
     self,
     *,
     repos: str = '',
-    sandbox: str = 'local',
-    shell: str = 'shell',
+    sandbox: ComponentCall = ComponentCall('local'),
+    shell: ComponentCall = ComponentCall('shell'),
     workdir: str = '/testbed',
     setup: str = '',
-    test_command: str = f'{_PYTEST} --junitxml={{report}} {{files}}',
-    test_commands: Mapping[str, str] | None = None,
+    test_command: str = PYTEST_COMMAND,
     protect: Sequence[str] = submission.PROTECTED_FILES,
     episode_seconds: float = 1800.0,
     setup_seconds: float = 600.0,
@@ -79,8 +84,7 @@ class SweEnv:
     self._shell = shell_session.make_shell_session(shell)
     self._workdir = workdir
     self._setup = setup
-    self._test_command = test_command
-    self._test_commands = dict(test_commands or {})
+    self._test_commands = _commands_by_repo(test_command)
     self._protect = tuple(protect)
     self._max_tree_bytes = tree_mb * MIB
     self._episode_seconds = episode_seconds
@@ -93,8 +97,8 @@ class SweEnv:
   def check(
     *,
     repos: str = '',
-    sandbox: str = 'local',
-    shell: str = 'shell',
+    sandbox: ComponentCall = ComponentCall('local'),
+    shell: ComponentCall = ComponentCall('shell'),
     **other_options: Any,
   ) -> None:
     """Checks the options.
@@ -213,7 +217,7 @@ class SweEnv:
     # The setup worked before the agent began, so a failure now is the agent's fault.
     sandbox = self._open(tree, submission.SubmissionError)
     report = f'.report-{secrets.token_hex(8)}.xml'
-    command = self._test_commands.get(instance.repo, self._test_command)
+    command = self._test_commands.get(instance.repo, self._test_commands[''])
     writes_report = '{report}' in command
     for name, words in (
       ('files', files),
@@ -267,3 +271,19 @@ def _django_module(file: str) -> str:
 def _share(tests: Sequence[str], failed: Sequence[str]) -> float:
   """Returns the share of tests that did not fail; 1 if there are none."""
   return 1 - len(set(tests) & set(failed)) / max(len(set(tests)), 1)
+
+
+def _commands_by_repo(text: str) -> dict[str, str]:
+  """Returns test commands by repository; '' stands for all that are not named."""
+  commands = {'': text}
+  if text.lstrip().startswith('{'):
+    # A command of the shell may begin with a brace too.
+    with contextlib.suppress(SyntaxError, ValueError):
+      commands = ast.literal_eval(text.strip())
+  if not isinstance(commands, dict) or not all(
+    isinstance(part, str) for item in commands.items() for part in item
+  ):
+    raise ConfigError(
+      f"test_command={text}: write one command, or {{'owner/name': 'COMMAND', …}}"
+    )
+  return {'': PYTEST_COMMAND} | commands

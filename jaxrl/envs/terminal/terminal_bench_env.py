@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError, as_call
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -59,8 +59,8 @@ class TerminalBenchEnv:
     self,
     *,
     tasks: str = '',
-    sandbox: str = 'local',
-    shell: str = 'shell',
+    sandbox: ComponentCall = ComponentCall('local'),
+    shell: ComponentCall = ComponentCall('shell'),
     build: Literal['run', 'copy'] = 'run',
     test_command: str = '',
     time_factor: float = 1.0,
@@ -69,7 +69,7 @@ class TerminalBenchEnv:
     self.check(tasks=tasks, sandbox=sandbox, shell=shell)
     self._tasks = Path(tasks).expanduser()
     self._make_sandbox = sandbox_factory(sandbox)
-    self._local = sandbox.startswith('local')
+    self._local = as_call(sandbox).name == 'local'
     self._shell = shell_session.make_shell_session(shell)
     self._build = build
     self._test_command = test_command
@@ -82,8 +82,8 @@ class TerminalBenchEnv:
   def check(
     *,
     tasks: str = '',
-    sandbox: str = 'local',
-    shell: str = 'shell',
+    sandbox: ComponentCall = ComponentCall('local'),
+    shell: ComponentCall = ComponentCall('shell'),
     **other_options: Any,
   ) -> None:
     """Checks the options.

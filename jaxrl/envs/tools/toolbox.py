@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from jaxrl import call_strings
+from jaxrl.call_strings import ComponentCall
 from jaxrl.data.tool_calls import InvalidToolCall, ToolCall
 from jaxrl.envs.tools.function_tool import FunctionTool
 from jaxrl.envs.tools.tool_api import ToolError, ToolErrorKind, ToolProvider, ToolSchema
@@ -23,23 +24,31 @@ INVALID_CALL_KINDS: frozenset[ToolErrorKind] = frozenset(
 )
 
 
-def make_tools(spec: str) -> list[ToolProvider]:
-  """Builds the tools that a call string such as `python + search(…)` names.
+def make_tools(
+  calls: Sequence[ComponentCall] | ComponentCall | str,
+) -> list[ToolProvider]:
+  """Builds tools.
 
   Each is one of TOOLS, or a user's own, 'package.module:name' or 'file.py:name': a
   class like `tool_api.ToolProvider`, or a function, see `FunctionTool`.
 
   Args:
-    spec: The call string.
+    calls: The tools; the name of one is enough.
 
   Returns:
     The tools.
 
   Raises:
-    ConfigError: If the call string, a name or an option is wrong.
+    ConfigError: If there is no tool, or a name or an option is wrong.
   """
   providers: list[ToolProvider] = []
-  for name, options in call_strings.parse_calls(spec):
+  for call in call_strings.as_calls(calls):
+    if not isinstance(call, ComponentCall):
+      raise call_strings.ConfigError(
+        f'tool {call!r}: name a tool of your own by where it is, '
+        "ComponentCall('path/file.py:name')"
+      )
+    name, options = call.name, dict(call.options)
     where = f'tool {name!r}'
     if name not in TOOLS and ':' not in name:
       raise call_strings.unknown_name_error(name, TOOLS, 'tool', 'tools')

@@ -1,8 +1,8 @@
 """Token-level advantages differ from token to token within a row.
 
-Those towards a teacher are of the student's own samples: teacher_logprobs are the
-teacher's log-probs of the tokens that the student wrote. With several teachers, each
-row holds those of the teacher that its tag is routed to.
+Distillation advantages score the student's own samples: `teacher_logprobs` are the
+teacher's log-probs of the tokens that the student generated. With several teachers,
+each row has the log-probs of the teacher that its tag is routed to.
 """
 
 from typing import Literal

@@ -1,7 +1,9 @@
 """Engine base: validates, deduplicates and tracks generation requests.
 
-`JaxEngine` and `VllmEngine` derive from `EngineBase`. They only say how a request is
-queued (`_enqueue`) and how it is taken out of service (`_finish`).
+`JaxEngine` and `VllmEngine` derive from `EngineBase`, and so can an engine in a file of
+your own. An engine says which weights it serves (`version`, `load`), how a request is
+queued (`_enqueue`) and how it is taken out of service (`_finish`). It may replace
+everything else.
 """
 
 import asyncio
@@ -11,11 +13,29 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.types import Completion, SamplingParams
+from jaxrl.types import Completion, Params, SamplingParams
 
 # Tokens of context decoded beyond the longest stop string. They cover characters that
 # are split over several tokens and what a tokenizer does at the start of a text.
 STOP_CONTEXT_TOKENS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTraits:
+  """What a run must know about a class of engines; its class attribute `traits`.
+
+  Attributes:
+    external: Whether it computes log-probs with another program than the learner's
+      model, so that the two differ a little and training corrects for it.
+    needs_ray: Whether it must be hosted by Ray actors.
+    can_sleep: Whether `sleep` gives a GPU's memory back to other processes.
+    receives_from_gpu: Whether the learner can send weights straight into its GPUs.
+  """
+
+  external: bool = True
+  needs_ray: bool = False
+  can_sleep: bool = False
+  receives_from_gpu: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,7 +127,13 @@ class EngineRequest:
 
 
 class EngineBase:
-  """Base class of engines: validates, deduplicates and tracks requests by id."""
+  """Base class of engines: validates, deduplicates and tracks requests by id.
+
+  Attributes:
+    traits: What a run must know about the class.
+  """
+
+  traits = EngineTraits()
 
   def __init__(self, tokenizer: Any, *, max_length: int, vocab_size: int):
     """Initializes an engine without requests.
@@ -121,11 +147,58 @@ class EngineBase:
     self._max_length = max_length
     self._vocab_size = vocab_size
     self._requests: dict[str, EngineRequest] = {}
+    self._held: dict[str, EngineRequest] | None = None  # waiting for `resume`
 
   @property
   def version(self) -> int | None:
     """The weights version being served; None before the first one is loaded."""
     raise NotImplementedError
+
+  async def load(self, version: int, params: Params) -> None:
+    """Serves `params` as `version` from now on.
+
+    Args:
+      version: The weights version.
+      params: The model's parameters, which must not be donated or changed.
+    """
+    raise NotImplementedError
+
+  @property
+  def seconds_since_progress(self) -> float:
+    """Seconds without a sign of life while there is work; 0 if that is not measured."""
+    return 0.0
+
+  def metrics(self) -> dict[str, float]:
+    """Returns metrics since the last call, by name; none unless an engine has some."""
+    return {}
+
+  async def warmup(self) -> None:
+    """Prepares for requests, once weights are loaded; does nothing here."""
+
+  async def drain(self) -> None:
+    """Holds new requests back until `resume`; returns when the others have ended."""
+    if self._held is None:
+      self._held = {}
+    while self._held is not None and (served := self._served_futures()):
+      await asyncio.wait(served)
+
+  async def pause(self) -> None:
+    """Stops serving until `resume`; here like `drain`, which ends requests first."""
+    await self.drain()
+
+  async def sleep(self) -> None:
+    """Stops serving until `resume` and frees what memory it can; here like `drain`."""
+    await self.drain()
+
+  async def resume(self) -> None:
+    """Serves again after `pause`, `drain` or `sleep`."""
+    held, self._held = self._held or {}, None
+    for request in held.values():
+      self._enqueue(request)
+
+  def _served_futures(self) -> set[asyncio.Future]:
+    held = self._held or {}
+    return {r.future for r in self._requests.values() if r.request_id not in held}
 
   def _check_limits(self, prompt: np.ndarray, sampling: SamplingParams) -> str:
     """Says which of the engine's own limits a request breaks; '' if none."""
@@ -136,8 +209,19 @@ class EngineBase:
     raise NotImplementedError
 
   def _finish(self, request: EngineRequest, finish_reason: str) -> None:
-    """Ends a request that is queued or being served."""
+    """Ends a request that is queued or being served.
+
+    Removes it from `_requests`, and calls its `finish`.
+    """
     raise NotImplementedError
+
+  def _abort(self, request: EngineRequest) -> None:
+    """Ends a request, whether it is held back or was handed to `_enqueue`."""
+    if self._held and self._held.pop(request.request_id, None) is not None:
+      self._requests.pop(request.request_id, None)
+      request.finish('abort')
+    else:
+      self._finish(request, 'abort')
 
   async def generate(
     self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
@@ -180,7 +264,7 @@ class EngineBase:
     finally:
       request.num_waiters -= 1
       if not request.num_waiters and not request.future.done():
-        self._finish(request, 'abort')
+        self._abort(request)
 
   async def abort(self, request_id: str) -> None:
     """Ends a request with the tokens it has so far; ignores unknown ids.
@@ -190,7 +274,7 @@ class EngineBase:
     """
     request = self._requests.get(request_id)
     if request is not None:
-      self._finish(request, 'abort')
+      self._abort(request)
       await asyncio.wait({request.future})
 
   async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
@@ -220,7 +304,10 @@ class EngineBase:
       future=asyncio.get_running_loop().create_future(),
     )
     self._requests[request_id] = request
-    self._enqueue(request)
+    if self._held is None:
+      self._enqueue(request)
+    else:
+      self._held[request_id] = request
     return request
 
   def _validate(self, prompt: np.ndarray, sampling: SamplingParams) -> str:

@@ -29,6 +29,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.engine_base import (
   EngineBase,
   EngineRequest,
+  EngineTraits,
   find_stop_string,
 )
 from jaxrl.rollout.engine.engine_stats import EngineStats
@@ -75,8 +76,8 @@ class JaxEngine(EngineBase):
     model: The model.
     tokenizer: Only needed for stop strings.
     device_thread: Runs the engine's device work.
-    num_slots: Most requests that are decoded at the same time.
-    decode_threads: Threads that decode num_slots / decode_threads slots each; 0
+    max_num_seqs: Most requests that are decoded at the same time.
+    decode_threads: Threads that decode max_num_seqs / decode_threads slots each; 0
       chooses a number that suits the device and its cores. Bits depend on it: set it
       if runs on different machines must be equal.
     max_length: Context length, in tokens of prompt and completion together.
@@ -96,13 +97,15 @@ class JaxEngine(EngineBase):
     ValueError: If the options contradict each other.
   """
 
+  traits = EngineTraits(external=False)
+
   def __init__(
     self,
     model: TransformerLM,
     tokenizer: Any = None,
     *,
     device_thread: DeviceThread,
-    num_slots: int = 64,
+    max_num_seqs: int = 64,
     decode_threads: int = 0,
     max_length: int = 1024,
     decode_steps: int = 8,
@@ -120,13 +123,13 @@ class JaxEngine(EngineBase):
     platform = next(iter(sharding.device_set)).platform
     model = dataclasses.replace(model, platform=platform)
     if exact:
-      model = dataclasses.replace(model, exact=Exact.for_slots(num_slots))
+      model = dataclasses.replace(model, exact=Exact.for_slots(max_num_seqs))
     if router_replay:
       model = dataclasses.replace(model, router_replay=True)
     self._model_runner: Any = make_model_runner(  # has the methods of a ModelRunner
       model,
       decode_threads=decode_threads,
-      num_slots=num_slots,
+      num_slots=max_num_seqs,
       max_length=max_length,
       decode_steps=decode_steps,
       prompt_buckets=prompt_buckets or default_buckets(max_length),
@@ -135,8 +138,8 @@ class JaxEngine(EngineBase):
       sharding=sharding,
     )
     self._device_thread = device_thread
-    self._scheduler = Scheduler(num_slots, self._model_runner.num_partitions)
-    self._stats = EngineStats(num_slots)
+    self._scheduler = Scheduler(max_num_seqs, self._model_runner.num_partitions)
+    self._stats = EngineStats(max_num_seqs)
     self._weights: tuple[int, Params] | None = None
     self._is_paused = False
     self._admits_requests = True

@@ -113,7 +113,9 @@ def decode_threads_error(
     The problem; '' if there is none.
   """
   if decode_threads < 1 or num_slots % decode_threads:
-    return f'num_slots={num_slots} is not divisible by decode_threads={decode_threads}'
+    return (
+      f'max_num_seqs={num_slots} is not divisible by decode_threads={decode_threads}'
+    )
   if exact and decode_threads > 1:
     return (
       'exact mode decodes all slots in one program, not with '

@@ -51,7 +51,7 @@ class Gateway:
     max_replies: int = 1024,
     evict_idle: bool = False,
     allow_new_sessions: bool = True,
-    formulation: str = 'trajectory',
+    row_format: str = 'trajectory',
     tag: str = '',
   ):
     """Creates a gateway without sessions.
@@ -78,15 +78,15 @@ class Gateway:
         refused.
       allow_new_sessions: Whether a request under a new name begins a session. Otherwise
         only `open_session` does.
-      formulation: How sessions become rows; one of `ROW_FORMATS`.
+      row_format: How sessions become rows; one of `ROW_FORMATS`.
       tag: The tag of the rows.
 
     Raises:
-      ValueError: If there is no such formulation.
+      ValueError: If there is no such row format.
     """
-    if formulation not in ROW_FORMATS:
+    if row_format not in ROW_FORMATS:
       raise ValueError(
-        f'no formulation {formulation!r}; there are {", ".join(ROW_FORMATS)}'
+        f'no row format {row_format!r}; there are {", ".join(ROW_FORMATS)}'
       )
     self._engine = engine
     self._chat = chat
@@ -97,7 +97,7 @@ class Gateway:
     self._evict_idle = evict_idle
     self._max_sessions = max_sessions
     self._allow_new_sessions = allow_new_sessions
-    self._formulation = formulation
+    self._row_format = row_format
     self._tag = tag
     sampling = SamplingParams(
       max_tokens=max_tokens,
@@ -364,7 +364,7 @@ class Gateway:
       return []
     if not done:
       return []
-    rows = state.session.trajectories(formulation=self._formulation, tag=self._tag)
+    rows = state.session.trajectories(row_format=self._row_format, tag=self._tag)
     del self._sessions[name]
     if self._deliver is not None:
       await maybe_await(self._deliver(name, rows))

@@ -279,18 +279,18 @@ class AgentSession:
     return caches
 
   def trajectories(
-    self, *, formulation: str = 'trajectory', tag: str = ''
+    self, *, row_format: str = 'trajectory', tag: str = ''
   ) -> list[Trajectory]:
     """Makes the rows of all conversations, one after the other.
 
     Args:
-      formulation: One of `ROW_FORMATS`.
+      row_format: One of `ROW_FORMATS`.
       tag: The tag of the rows.
 
     Returns:
       The rows, numbered by their `turn`.
     """
-    make_rows = ROW_FORMATS[formulation]
+    make_rows = ROW_FORMATS[row_format]
     rows = [row for cache in self.rollout_caches() for row in make_rows(cache, tag)]
     for i, row in enumerate(rows):
       row.turn = i

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrl import call_strings
+from jaxrl.call_strings import Component, ConfigError, as_calls, find_component
 from jaxrl.group_stats import (
   SampleRows,
   rows_by_sample,
@@ -294,18 +294,18 @@ class GroupFilterChain:
 
 
 def make_group_filter(
-  spec: str,
+  filters: Sequence[Component] | Component,
   config: Any = None,
   env_manager_config: Any = None,
   mode: str = 'train',
   *,
   group_size: int | None = None,
 ) -> GroupFilterChain | None:
-  """Creates the filters that a call string names.
+  """Creates the filters of a run.
 
   Args:
-    spec: Empty for none; a call string such as `reward_std(threshold=.1)`, or
-      `package.module:Class` with or without options; several are joined by ` + `.
+    filters: Calls such as `ComponentCall('reward_std', {'threshold': 0.1})`, whose name
+      may be `package.module:Class`; names; or classes. Empty for none.
     config: The run's config, passed to each filter.
     env_manager_config: The tag's section of the config, passed to each filter.
     mode: 'train' or 'val'; passed to each filter. There are no filters except in
@@ -319,20 +319,17 @@ def make_group_filter(
     ConfigError: For an unknown name or option, and for a filter that would drop every
       group of this size.
   """
-  calls = call_strings.parse_calls(spec)
-  if not calls or mode != 'train':
+  components = as_calls(filters)
+  if not components or mode != 'train':
     return None
   named_filters = []
-  for name, options in calls:
-    if name not in GROUP_FILTERS and ':' not in name:
-      raise call_strings.unknown_name_error(
-        name, GROUP_FILTERS, 'group filter', 'group_filter'
-      )
-    filter_class = GROUP_FILTERS.get(name) or call_strings.resolve(name)
-    call_strings.check_options(filter_class, options, f'group filter {name!r}')
+  for component in components:
+    name, filter_class, options = find_component(
+      component, GROUP_FILTERS, 'group filter', 'group_filter'
+    )
     min_samples = getattr(filter_class, 'min_samples', 1)
     if group_size is not None and group_size < min_samples:
-      raise call_strings.ConfigError(
+      raise ConfigError(
         f'group filter {name!r} drops every group of {group_size}: set '
         f'--config.algorithm.group_size to at least {min_samples}, or remove the filter'
       )

@@ -14,8 +14,8 @@ from jaxrl.types import Group
 # What helps when groups are dropped for a reason that no filter explains.
 HINTS = {
   'dropped': 'see why episodes fail: python -m launch.play, with this config',
-  'stale': 'raise the bound (rollout.staleness, or max_staleness of the sampler), '
-  'lower rollout.async_ratio, or play faster',
+  'stale': 'raise the bound (rollout.staleness_policy, or max_staleness of the '
+  'sampler), lower rollout.async_ratio, or play faster',
 }
 
 
@@ -133,7 +133,7 @@ class DropTracker:
       ValueError: If `max_drops` is less than 1.
     """
     if max_drops < 1:
-      raise ValueError(f'max_lost must be at least 1, not {max_drops}')
+      raise ValueError(f'max_consecutive_drops must be at least 1, not {max_drops}')
     self._max_drops = max_drops
     self._num_in_a_row = 0
     self._num_stale = 0
@@ -177,7 +177,7 @@ class DropTracker:
     hint = drop.hint or HINTS.get(drop.name, 'loosen the filter')
     return InsufficientGroupsError(
       f'{num_dropped} groups in a row were dropped and none was kept, so the batch '
-      f'cannot be filled (rollout.max_lost={self._max_drops}). Tried since the last '
-      f'batch: {num_tried} groups; dropped: {reasons}. The last because: '
-      f'{drop.reason}. What may help: {hint}'
+      f'cannot be filled (rollout.max_consecutive_drops={self._max_drops}). Tried '
+      f'since the last batch: {num_tried} groups; dropped: {reasons}. The last '
+      f'because: {drop.reason}. What may help: {hint}'
     )

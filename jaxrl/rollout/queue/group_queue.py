@@ -64,14 +64,14 @@ class GroupQueue:
     group_size: int = 1,
     num_env_groups: int = 8,
     async_ratio: float = 0.0,
-    redundancy: int = 0,
-    retries: int = 1,
-    min_members: int = 0,
+    extra_samples: int = 0,
+    max_retries: int = 1,
+    min_group_size: int = 0,
     keep_failed: bool = False,
-    lease_timeout: float = 0.0,
+    episode_timeout: float = 0.0,
     total: int = 0,
     in_order: bool = True,
-    max_lost: int = 256,
+    max_consecutive_drops: int = 256,
     greedy: bool = False,
     expires: bool = True,
   ):
@@ -87,18 +87,20 @@ class GroupQueue:
       num_env_groups: Env groups that play at the same time.
       async_ratio: How many steps rollouts may run ahead of the trainer; may be a
         fraction, and 0 is synchronous.
-      redundancy: Extra samples started per group, of which the slowest are cancelled.
-      retries: How often a failed sample is played again. Attempts whose worker was
+      extra_samples: Extra samples started per group, of which the slowest are
+        cancelled.
+      max_retries: How often a failed sample is played again. Attempts whose worker was
         lost are not counted at first.
-      min_members: A group with fewer valid samples is dropped and replaced; 0 requires
-        all samples.
+      min_group_size: A group with fewer valid samples is dropped and replaced; 0
+        requires all samples.
       keep_failed: Whether failed samples stay in the group.
-      lease_timeout: Seconds an episode may take; 0 for no limit.
+      episode_timeout: Seconds an episode may take; 0 for no limit.
       total: Number of groups there are in all, for games without a data set; 0 for no
         limit.
       in_order: Whether groups are taken by number. Otherwise the first finished groups
         are taken.
-      max_lost: How many groups may be dropped in a row before it is an error.
+      max_consecutive_drops: How many groups may be dropped in a row before it is an
+        error.
       greedy: Whether each group needs one more sample, played at temperature 0.
       expires: Whether groups admitted more than ⌈async_ratio⌉ steps ago are cancelled.
         Otherwise groups of any age are kept, and `get_batch` is told which tokens are
@@ -107,10 +109,11 @@ class GroupQueue:
     Raises:
       ValueError: If an option is out of range.
     """
-    _validate_sizes(num_groups, group_size, num_env_groups, min_members)
-    if min(redundancy, retries, async_ratio, lease_timeout, total) < 0:
+    _validate_sizes(num_groups, group_size, num_env_groups, min_group_size)
+    if min(extra_samples, max_retries, async_ratio, episode_timeout, total) < 0:
       raise ValueError(
-        'redundancy, retries, async_ratio, lease_timeout and total must not be negative'
+        'extra_samples, max_retries, async_ratio, episode_timeout and total must not '
+        'be negative'
       )
     if greedy and keep_failed:
       raise ValueError('keep_failed would make a failed greedy sample the baseline')
@@ -118,11 +121,11 @@ class GroupQueue:
     self.group_size = group_size
     self.num_env_groups = num_env_groups
     self.async_ratio = async_ratio
-    self._num_started = group_size + redundancy
-    self._max_retries = retries
-    self._min_valid = min_members or group_size
+    self._num_started = group_size + extra_samples
+    self._max_retries = max_retries
+    self._min_valid = min_group_size or group_size
     self._keep_failed = keep_failed
-    self._lease_timeout = lease_timeout or math.inf
+    self._episode_timeout = episode_timeout or math.inf
     self._in_order = in_order
     self._greedy = greedy
     self._expires = expires
@@ -130,7 +133,7 @@ class GroupQueue:
     self._pipeline = GroupPipeline(
       group_filter, shaper, min_samples=self._min_valid, needs_greedy=greedy
     )
-    self._drops = DropTracker(max_lost)
+    self._drops = DropTracker(max_consecutive_drops)
     self._numbers = GroupIdAllocator(
       num_env_groups, total or None, endless=num_groups < 0
     )
@@ -196,7 +199,7 @@ class GroupQueue:
     for group in groups:
       sample_index = group.next_unplayed()
       if sample_index is not None:
-        deadline = self._clock() + self._lease_timeout
+        deadline = self._clock() + self._episode_timeout
         group.leases[env_id] = (sample_index, deadline)
         self._leases[group_id, env_id] = group.number
         self.counts['leased'] += 1
@@ -332,7 +335,7 @@ class GroupQueue:
       numbers = self._takeable(size)
       if numbers is not None:
         return self._take_groups(numbers)
-      timeout = min(1.0, self._lease_timeout)  # then check the deadlines again
+      timeout = min(1.0, self._episode_timeout)  # then check the deadlines again
       with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
           await self._changed.wait()
@@ -542,11 +545,11 @@ class GroupQueue:
 
 
 def _validate_sizes(
-  num_groups: int, group_size: int, num_env_groups: int, min_members: int
+  num_groups: int, group_size: int, num_env_groups: int, min_group_size: int
 ) -> None:
   if num_groups == 0 or num_groups < -1:
     raise ValueError(f'num_groups must be positive or -1, not {num_groups}')
   if min(group_size, num_env_groups) < 1:
     raise ValueError('group_size and num_env_groups must be at least 1')
-  if not 0 <= min_members <= group_size:
-    raise ValueError(f'min_members must lie within [0, {group_size}]')
+  if not 0 <= min_group_size <= group_size:
+    raise ValueError(f'min_group_size must lie within [0, {group_size}]')

@@ -1,4 +1,6 @@
-"""Group state tracks the samples of every group from their leases to the trainer.
+"""Group state tracks the samples of every group until the trainer takes it.
+
+A lease is the right of a worker to play one sample before a deadline.
 
 `GroupState` is a group whose samples are being played, `ReadyGroups` holds the finished
 groups that wait for the trainer, `CancellationLog` announces leases that the queue took

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl import call_strings
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import Component, ConfigError, as_calls, find_component
 from jaxrl.functional import shaping
 from jaxrl.group_stats import (
   RAW_SCORE,
@@ -246,12 +246,13 @@ class RewardShaper:
 
 
 def make_reward_shaper(
-  spec: str, limits: Mapping[str, Any] | None = None
+  shapers: Sequence[Component] | Component, limits: Mapping[str, Any] | None = None
 ) -> RewardShaper | None:
-  """Creates the shapers that a call string names.
+  """Creates the shapers of a run.
 
   Args:
-    spec: Call strings or `package.module:function`, joined by ` + `.
+    shapers: Calls, whose names may be `package.module:function`; names; or functions.
+      Empty for none.
     limits: The run's own limits, such as `max_length`. A limit is passed to every
       shaper with an option of that name that is None.
 
@@ -261,18 +262,17 @@ def make_reward_shaper(
   Raises:
     ConfigError: For an unknown name or option.
   """
-  shapers = []
-  for name, options in call_strings.parse_calls(spec):
-    if name not in REWARD_SHAPERS and ':' not in name:
-      raise call_strings.unknown_name_error(name, REWARD_SHAPERS, 'shaper', 'shapers')
-    function = REWARD_SHAPERS.get(name) or call_strings.resolve(name)
-    call_strings.check_options(function, options, f'shaper {name!r}')
+  bound = []
+  for component in as_calls(shapers):
+    _, function, options = find_component(
+      component, REWARD_SHAPERS, 'shaper', 'reward_shaping'
+    )
     defaults = call_strings.defaults(function)
     for option, limit in (limits or {}).items():
       if option in defaults and options.get(option, defaults[option]) is None:
         options[option] = limit
-    shapers.append(functools.partial(function, **options))
-  return RewardShaper(shapers) if shapers else None
+    bound.append(functools.partial(function, **options))
+  return RewardShaper(bound) if bound else None
 
 
 def _operand(value: float | str, scores: np.ndarray, rows: SampleRows) -> float:

@@ -50,7 +50,7 @@ class StoreGroupSource:
     vocab_size: int,
     required_facts: Mapping[str, tuple[Any, str]],
     timeout: float,
-    max_lost: int,
+    max_consecutive_drops: int,
     max_staleness: int | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
@@ -70,7 +70,8 @@ class StoreGroupSource:
       required_facts: For each fact that explorers must share with this run, its value
         and the config key that sets it.
       timeout: Seconds without a new group until training stops.
-      max_lost: How many groups may be dropped in a row before it is an error.
+      max_consecutive_drops: How many groups may be dropped in a row before it is an
+        error.
       max_staleness: How many steps old a token may be; None for any age.
       stop_requested: Returns True once the user asked to stop.
       clock: Returns the time in seconds.
@@ -86,7 +87,7 @@ class StoreGroupSource:
     self._vocab_size = vocab_size
     self._required_facts = required_facts
     self._timeout = timeout
-    self._drops = DropTracker(max_lost)
+    self._drops = DropTracker(max_consecutive_drops)
     self._max_staleness = max_staleness
     self._stop_requested = stop_requested
     self._clock = clock
@@ -236,7 +237,7 @@ class StoreGroupSource:
       f'{size} groups, all of them used up or dropped{self._drop_summary()}. Start an '
       'explorer (python -m launch.rollout), then repeat this command, which continues '
       'from here. To wait longer, set wait=… in the call string of '
-      '--config.data.source'
+      '--config.dataset.experience_store'
     )
 
   def _drop_summary(self) -> str:
@@ -261,5 +262,5 @@ def _staleness(rows: Group, min_version: int | None) -> DropReason | None:
     f'it has tokens written by the weights of step {oldest}, but step {min_version} or '
     'later is required'
   )
-  hint = 'raise the bound (rollout.staleness), or explore with newer weights'
+  hint = 'raise the bound (rollout.staleness_policy), or explore with newer weights'
   return DropReason('stale', reason, hint)

@@ -148,8 +148,8 @@ class _IpcTransferEngine(WeightTransferEngine[IpcInitInfo, IpcUpdateInfo]):
       if gpu_name not in handles:
         raise WeightsError(
           f'GPU {gpu_name} is none of those on which the learner has its weights, '
-          f"{', '.join(handles)}: cluster.weights='ipc' needs engines on the learner's "
-          'GPUs'
+          f"{', '.join(handles)}: weight_sync.transport='ipc' needs engines on the "
+          "learner's GPUs"
         )
       dtype = getattr(torch, dtype_name)
       num_bytes = dtype.itemsize * torch.Size(shape).numel()

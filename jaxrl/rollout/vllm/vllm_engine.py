@@ -69,7 +69,7 @@ class VllmEngine(EngineBase):
     folder: A Hugging Face model. Its weights are not read unless `load_format` says
       so, because the learner's weights replace them.
     tokenizer: Only needed for stop strings.
-    num_slots: Most requests that are decoded at the same time.
+    max_num_seqs: Most requests that are decoded at the same time.
     max_length: Context length, in tokens of prompt and completion together.
     dtype: Of weights and cache: 'float32', 'bfloat16' …
     transfer: How weights arrive: by default they are pulled from where they are
@@ -80,12 +80,14 @@ class VllmEngine(EngineBase):
     ConfigError: If vLLM does not have an option, or refuses it.
   """
 
+  traits = vllm_options.VLLM_TRAITS
+
   def __init__(
     self,
     folder: str | pathlib.Path,
     tokenizer: Any = None,
     *,
-    num_slots: int = 64,
+    max_num_seqs: int = 64,
     max_length: int = 1024,
     dtype: str = 'float32',
     transfer: str = PULL_BACKEND,
@@ -94,7 +96,7 @@ class VllmEngine(EngineBase):
     vllm_options.check_vllm_options(options, 'vllm')
     config = huggingface.load_config(folder)
     super().__init__(tokenizer, max_length=max_length, vocab_size=config.vocab_size)
-    self._stats = VllmStats(num_slots)
+    self._stats = VllmStats(max_num_seqs)
     self._version: int | None = None
     self._is_paused = False
     self._is_updating = False
@@ -107,7 +109,9 @@ class VllmEngine(EngineBase):
     self._address = ''
     self._local_channel: tuple[SharedMemoryTransport, VersionWriter] | None = None
     if current_platform.is_cpu():
-      cache_bytes = vllm_options.kv_cache_bytes(config, num_slots * max_length, dtype)
+      cache_bytes = vllm_options.kv_cache_bytes(
+        config, max_num_seqs * max_length, dtype
+      )
       options = {'enforce_eager': True, 'kv_cache_memory_bytes': cache_bytes} | options
       if options['enforce_eager']:  # compiling vLLM's helpers takes half a minute
         os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
@@ -117,7 +121,7 @@ class VllmEngine(EngineBase):
         AsyncEngineArgs(
           model=str(folder),
           max_model_len=max_length,
-          max_num_seqs=num_slots,
+          max_num_seqs=max_num_seqs,
           skip_tokenizer_init=True,
           logprobs_mode='processed_logprobs',
           weight_transfer_config={'backend': TRANSFER_BACKENDS[transfer]},

@@ -13,7 +13,9 @@ import numpy as np
 from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.models import huggingface
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.engine.engine_base import EngineTraits
 
+VLLM_TRAITS = EngineTraits(needs_ray=True, can_sleep=True, receives_from_gpu=True)
 # Memory for keys and values, relative to what the slots hold at their longest.
 CACHE_MARGIN = 1.5
 
@@ -22,15 +24,15 @@ RESERVED_OPTIONS = {
   'model': 'model.checkpoint',
   'tokenizer': 'model.checkpoint',
   'max_model_len': 'batch.max_length',
-  'max_num_seqs': 'rollout.num_slots',
+  'max_num_seqs': 'rollout.max_num_seqs',
   'data_parallel_size': 'cluster.num_engines',  # digests of replicas are not compared
   'disable_log_stats': '',
   'folder': 'model.checkpoint',
   'logprobs_mode': '',
   'parts': 'cluster.placement',
   'skip_tokenizer_init': '',
-  'transfer': 'cluster.weights',
-  'weight_transfer_config': 'cluster.weights',
+  'transfer': 'weight_sync.transport',
+  'weight_transfer_config': 'weight_sync.transport',
   'worker_extension_cls': '',
 }
 

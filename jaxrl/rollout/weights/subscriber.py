@@ -493,7 +493,7 @@ class WeightSubscriber:
           raise WeightsError(
             f'no version after {newer_than} was found for {self._patience:g} s, though '
             'one was published: learner and engine may not see the same place '
-            f'(cluster.weights; {socket.gethostname()} found {version})'
+            f'(weight_sync.transport; {socket.gethostname()} found {version})'
           )
         await asyncio.sleep(POLL_INTERVAL_S)
         continue

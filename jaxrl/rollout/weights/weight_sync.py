@@ -1,4 +1,4 @@
-"""Weight synchronization decides when engines get new weights: `rollout.sync`.
+"""Weight synchronization decides when engines get new weights: `weight_sync.policy`.
 
 Every policy hands over weights at the start of a step at the earliest, on the one loop.
 Without `drain`, requests keep running and go on with the new weights, so a sequence may
@@ -78,7 +78,7 @@ def trainer(*, interval: int = 1) -> SyncPolicy:
 def asynchronous(*, interval: int = 1) -> SyncPolicy:
   """Pushes like `trainer`, but never waits: the newest is pushed, others are skipped.
 
-  Nothing bounds how far engines fall behind, so `rollout.staleness` must.
+  Nothing bounds how far engines fall behind, so `rollout.staleness_policy` must.
   """
   return SyncPolicy(interval, rollout_driven=False, wait_for='none', drain=False)
 

@@ -119,7 +119,7 @@ class BatchBuilder:
 
     Returns:
       The batch as numpy arrays, its shape, and the row indices of each update,
-      `[micro_batches, R]` int32, −1 at padding.
+      `[num_micro_batches, R]` int32, −1 at padding.
 
     Raises:
       ValueError: A row is longer than every bucket, or a group is not a pair although
@@ -178,7 +178,7 @@ class BatchBuilder:
   def _assign_minibatches(
     self, batch: Batch, capacity: int, step: int
   ) -> list[np.ndarray] | None:
-    """`[micro_batches, capacity]` row indices of each update, or None."""
+    """`[num_micro_batches, capacity]` row indices of each update, or None."""
     units = batch_units(self.algorithm, batch)
     indices = []
     for epoch in range(self.num_epochs):

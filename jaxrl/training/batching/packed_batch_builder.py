@@ -334,7 +334,7 @@ def make_batch_builder(
     packing,
     exact=getattr(model, 'exact', None) is not None,
     context=mesh.shape.get('context', 1),
-    micro_batches=num_micro_batches,
+    num_micro_batches=num_micro_batches,
   )
   num_parallel = parallel_microbatches.choose_num_parallel(
     packing.num_parallel, model, mesh

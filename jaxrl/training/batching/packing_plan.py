@@ -51,7 +51,7 @@ def first_fit(
   length: int = 0,
   share_prefix: bool = True,
   sequences: int = 0,
-  abreast: int = 0,
+  num_parallel: int = 0,
 ) -> Packing:
   """Places each sequence, the longest first, in the first packed row that has room.
 
@@ -64,13 +64,14 @@ def first_fit(
     sequences: The most sequences of a micro-batch of `tokens`, which then closes even
       if slots are left. 0: 16 times as many as fill it. A small number allows attention
       on an unpacked rectangle, which is cheaper for short sequences.
-    abreast: How many micro-batches run in parallel on one CPU device, each in a thread.
-      0: two for a shallow model without remat, if there are processors for them.
+    num_parallel: How many micro-batches run in parallel on one CPU device, each in a
+      thread. 0: two for a shallow model without remat, if there are processors for
+      them.
 
   Returns:
     The options.
   """
-  return Packing(tokens, length, share_prefix, sequences, abreast)
+  return Packing(tokens, length, share_prefix, sequences, num_parallel)
 
 
 class PackShape(NamedTuple):
@@ -185,7 +186,7 @@ def put_plan(mesh: Mesh, pack: PackShape, plan: PackingPlan) -> PackingPlan:
 
 
 def check_packing(
-  packing: Packing, *, exact: bool, context: int, micro_batches: int
+  packing: Packing, *, exact: bool, context: int, num_micro_batches: int
 ) -> None:
   """Raises ConfigError for settings that packing cannot be combined with.
 
@@ -193,18 +194,18 @@ def check_packing(
     packing: The options.
     exact: Whether the model scores bit for bit as engines do.
     context: The size of the mesh's context axis.
-    micro_batches: The setting `batch.micro_batches`.
+    num_micro_batches: The setting `batch.num_micro_batches`.
   """
   key = 'batch.packing'
   if packing.num_parallel < 0:
     raise ConfigError(
-      f'{key}=first_fit(abreast={packing.num_parallel}) must be at least 1, or 0, '
+      f'{key}=first_fit(num_parallel={packing.num_parallel}) must be at least 1, or 0, '
       'which chooses'
     )
-  if micro_batches != 1:
+  if num_micro_batches != 1:
     raise ConfigError(
-      f'{key} fills micro-batches by tokens, so batch.micro_batches='
-      f'{micro_batches} has no meaning: leave it at 1 and set tokens=…'
+      f'{key} fills micro-batches by tokens, so batch.num_micro_batches='
+      f'{num_micro_batches} has no meaning: leave it at 1 and set tokens=…'
     )
   if exact:
     raise ConfigError(
@@ -214,7 +215,7 @@ def check_packing(
   if context > 1:
     raise ConfigError(
       f'{key}: a mesh with context={context} splits rows by length, '
-      'and packed rows are not split; set mesh.context=1'
+      'and packed rows are not split; take context out of --config.mesh'
     )
 
 
@@ -293,8 +294,8 @@ def packed_row_length(packing: Packing, longest: int, row_shards: int) -> int:
   if length < longest:
     raise ConfigError(
       f'{setting}: a packed row has {length} slots, and a sequence may have {longest} '
-      'tokens (batch.max_length, or the largest of batch.buckets); a trajectory is '
-      f'never split: ask for at least tokens={longest * row_shards} and, if you set '
+      'tokens (batch.max_length, or the largest of batch.length_buckets); a trajectory '
+      f'is never split: ask for at least tokens={longest * row_shards} and, if you set '
       f'it, length={longest}'
     )
   if packing.tokens < length * row_shards:

@@ -39,7 +39,7 @@ def choose_num_parallel(requested: int, model: TransformerLM, mesh: Mesh) -> int
   """Returns how many micro-batches may run in parallel.
 
   Args:
-    requested: The option `abreast` of `first_fit`; 0 to choose.
+    requested: The option `num_parallel` of `first_fit`; 0 to choose.
     model: Only a shallow one gets more than one by default.
     mesh: Only one CPU device can have more than one.
 
@@ -49,8 +49,8 @@ def choose_num_parallel(requested: int, model: TransformerLM, mesh: Mesh) -> int
   is_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == 'cpu'
   if requested > 1 and not is_cpu:
     raise ConfigError(
-      f'batch.packing=first_fit(abreast={requested}): several micro-batches are done '
-      f'at once on one CPU device, and the mesh has {mesh.size} of '
+      f'batch.packing=first_fit(num_parallel={requested}): several micro-batches are '
+      f'done at once on one CPU device, and the mesh has {mesh.size} of '
       f'{mesh.devices.flat[0].platform}: leave it at 0'
     )
   if requested:

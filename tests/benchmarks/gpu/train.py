@@ -48,11 +48,11 @@ def one(config: ModelConfig, sizes: tuple[int, ...], flops: float, **options: An
     model.init(jax.random.key(0)),
     registry.make('grpo', {'kl_coef': 0.0}),
     num_rows=rows,
-    buckets=(length,),
-    micro_batches=micro,
+    length_buckets=(length,),
+    num_micro_batches=micro,
     optimizer=make_optimizer(learning_rate=1e-6),
-    entropy=False,
-    mismatch_alarm=float('inf'),
+    log_entropy=False,
+    logprob_mismatch_warn=float('inf'),
   )
   asyncio.run(learner.warmup())
   times = []

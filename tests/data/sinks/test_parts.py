@@ -54,7 +54,7 @@ def test_parts_of_another_run_are_not_written_over(tmp_path):
 @pytest.mark.parametrize(
   'path, said',
   [
-    ('', 'dump.path is empty: set it'),
+    ('', 'trajectory_dump.path is empty: set it'),
     ('memry://x', "no scheme 'memry'. Did you mean 'memory'"),
     ('x/y.csv', "no format 'csv'.*jsonl, parquet"),
   ],

@@ -188,8 +188,9 @@ def test_several_explorers_write_at_once(tmp_path):
   ],
 )
 def test_wrong_call_strings_are_told(text, said):
-  with pytest.raises(ConfigError, match=r'--config\.data\.source=') as error:
-    parse_store_options(text, store_options.reader_options, 'data.source')
+  where = r'--config\.dataset\.experience_store='
+  with pytest.raises(ConfigError, match=where) as error:
+    parse_store_options(text, store_options.reader_options, 'dataset.experience_store')
   assert said in str(error.value)
 
 
@@ -197,11 +198,13 @@ def test_what_names_a_store():
   for text in ('experience+sqlite:////x.db', "store(url='sqlite:////x.db')"):
     assert store_options.is_store_path(text)
     assert (
-      parse_store_options(text, store_options.writer_options, 'dump.path').url
+      parse_store_options(
+        text, store_options.writer_options, 'trajectory_dump.path'
+      ).url
       == 'sqlite:////x.db'
     )
   plain = parse_store_options(
-    'postgresql://h/n', store_options.reader_options, 'data.source'
+    'postgresql://h/n', store_options.reader_options, 'dataset.experience_store'
   )
   assert plain == ('postgresql://h/n', 1, 'trainer', 600.0)
   for text in ('', 's3://bucket/x.parquet', 'runs/store', 'odps://p/tables/t/ds=x'):

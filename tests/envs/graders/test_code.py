@@ -3,8 +3,8 @@
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.envs.graders.composite import make_grader
 from jaxrl.envs.sandbox import local_sandbox
+from tests.calls import make_grader
 
 TESTS = [{'input': f'{n}\n{n}\n', 'output': str(2 * n)} for n in range(4)]
 ADD = '```python\nprint(int(input()) + int(input()))\n```'

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.envs.graders.composite import make_grader
 from jaxrl.envs.graders.grader_processes import GraderError
+from tests.calls import make_grader
 
 SLOW = 'tests.envs.graders.slow'
 ITEM = {'question': 'How many?', 'answer': '18'}

@@ -5,9 +5,9 @@ import time
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.envs.graders.composite import make_grader
 from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
 from jaxrl.envs.graders.ifeval_grader import make_instructions_grader
+from tests.calls import make_grader, parse_calls
 
 CASES = [
   ("existence(keywords=['Sun', 'moon'])", 'sun and Moonlight', 'sun'),
@@ -64,7 +64,7 @@ def test_every_constraint_has_a_case():
 
 @pytest.mark.parametrize(('rule', 'kept', 'broken'), CASES)
 def test_constraints(rule, kept, broken):
-  grade = make_instructions_grader(rules=rule)
+  grade = make_instructions_grader(rules=parse_calls(rule))
   assert grade(kept, {}) == 1
   assert grade(broken, {}) == 0
   assert grade(' ', {}) == 0  # silence keeps to nothing
@@ -72,9 +72,11 @@ def test_constraints(rule, kept, broken):
 
 def test_the_share_that_is_kept_or_all():
   rules = "no_comma + english_capital + number_words(num_words=1, relation='exactly')"
-  assert make_instructions_grader(rules=rules)('A B', {}) == pytest.approx(2 / 3)
-  assert make_instructions_grader(rules=rules, strict=True)('A B', {}) == 0
-  assert make_instructions_grader(rules=rules, strict=True)('A', {}) == 1
+  assert make_instructions_grader(rules=parse_calls(rules))('A B', {}) == pytest.approx(
+    2 / 3
+  )
+  assert make_instructions_grader(rules=parse_calls(rules), strict=True)('A B', {}) == 0
+  assert make_instructions_grader(rules=parse_calls(rules), strict=True)('A', {}) == 1
   grade = make_grader(f'instructions(rules="{rules}", weight=3)')
   assert grade('A B', {}).score == pytest.approx(2)
 
@@ -108,14 +110,14 @@ def test_a_task_of_ifevals_own_files():
 )
 def test_wrong_rules_are_refused_at_once(rules, message):
   with pytest.raises(ConfigError, match=message):
-    make_instructions_grader(rules=rules)
+    make_instructions_grader(rules=parse_calls(rules))
 
 
 def test_long_replies_take_no_time():
   texts = [mark * 100_000 for mark in ('[', '*', '<<', '\n', 'a. ', '"', '{"a":', ' ')]
   begun = time.process_time()
   for rule, _, _ in CASES:
-    grade = make_instructions_grader(rules=rule)
+    grade = make_instructions_grader(rules=parse_calls(rule))
     for text in texts:
       grade(text, {})
   assert time.process_time() - begun < 10

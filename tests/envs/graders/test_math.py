@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.envs.env_registry import env_factory
 from jaxrl.envs.graders.answer_matching import compare_answers
-from jaxrl.envs.graders.composite import make_grader
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.graders.math_grader import make_math_grader
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.types import Task
+from tests.calls import env_factory, make_grader
 
 SHARED = Path(__file__).parents[4] / 'shared' / 'data'
 needs_math_verify = pytest.mark.skipif(
@@ -85,7 +84,7 @@ def test_without_the_package_it_says_so(monkeypatch):
 
 
 def play(reply, answer, **options):
-  env = MathEnv(**options)
+  env = env_factory('math', options)()
   item = {'question': '?', 'answer': answer}
   env.reset(seed=0, options={'task': Task(seed=0, index=0, item=item)})
   return env.step(reply)
@@ -107,7 +106,7 @@ def test_the_environment_with_a_grader():
 
 
 def test_a_grader_may_do_without_answers():
-  env = MathEnv(grader="instructions(rules='no_comma')")
+  env = env_factory('math', {'grader': "instructions(rules='no_comma')"})()
   task = Task(seed=0, index=0, item={'question': '?'})
   env.reset(seed=0, options={'task': task})
   assert env.step('a, b')[1] == 0

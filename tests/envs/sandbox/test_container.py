@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from jaxrl.envs import env_registry
+from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.sandbox.container_sandbox import ContainerSandbox
 from jaxrl.envs.sandbox.sandbox_api import MIB, SandboxError, SandboxLimits
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
 from jaxrl.types import Task
+from tests.calls import env_factory
 from tests.envs import swe_repos
 
 STAND_IN = f"""#!{sys.executable}
@@ -59,9 +60,8 @@ def test_what_a_session_asks_for(stand_in, tmp_path, program):
   inside = f'{tmp_path}/inside'
   (tmp_path / 'given').mkdir()
   (tmp_path / 'given' / 'a').write_text('first')
-  make = sandbox_factory(
-    f"{program}(image='lab/{{task}}:1', memory_mb=64, processes=9)"
-  )
+  options = {'image': 'lab/{task}:1', 'memory_mb': 64, 'processes': 9}
+  make = sandbox_factory(ComponentCall(program, options))
   sandbox = make(
     folders={inside: f'{tmp_path}/given'},
     workdir=inside,
@@ -160,7 +160,7 @@ def test_an_episode_in_a_repository(stand_in, tmp_path, monkeypatch):
     'sandbox': "docker(image='lab/{task}')",
     'workdir': f'{tmp_path}/inside',
   }
-  env = env_registry.env_factory('swe', options)()
+  env = env_factory('swe', options)()
   env.reset(seed=0, options={'task': Task(seed=0, index=0, item=row)})
   env.step(f"```\ngit apply - <<'EOF'\n{row['patch']}EOF\n```")
   assert env.step('```\nsubmit\n```')[1] == 1

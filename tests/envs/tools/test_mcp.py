@@ -121,8 +121,8 @@ def test_a_server_dies_with_who_started_it(tmp_path):
   count = tmp_path / 'count'
   program = textwrap.dedent(f"""
     import os, signal
-    from jaxrl.envs.tools.mcp_tools import Mcp
-    tool = Mcp(command={COMMAND!r}, env={{'COUNT': {str(count)!r}}})
+    from jaxrl.envs.tools.mcp_tools import McpTools
+    tool = McpTools(command={COMMAND!r}, env={{'COUNT': {str(count)!r}}})
     tool.start()
     os.kill(os.getpid(), signal.SIGKILL)
   """)

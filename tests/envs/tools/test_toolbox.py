@@ -11,7 +11,8 @@ import pytest
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.tool_calls import parse_tool_calls
 from jaxrl.envs.tools.tool_api import ToolError, tool_schema
-from jaxrl.envs.tools.toolbox import Toolbox, make_tools
+from jaxrl.envs.tools.toolbox import Toolbox
+from tests.calls import make_tools
 
 FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))
 

@@ -11,7 +11,7 @@ AGENT = 'tests.rollout.agent_cases:good'
 OPTIONS = (
   '--config.num_steps=1',
   '--config.batch.num_groups=2',
-  '--config.eval.every=0',
+  '--config.eval.interval=0',
   '--config.rollout.engine=jax(decode_steps=4)',
   f'--config.env.bot.env_config.agent={AGENT}',
 )

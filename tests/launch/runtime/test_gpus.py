@@ -27,11 +27,11 @@ def test_a_run_learns_from_what_vllm_plays(tmp_path, weights, placement, gpus):
   options = (
     *OPTIONS,
     '--config.num_steps=2',
-    '--config.model.random.family=qwen3(tie_embeddings=False)',
-    '--config.model.random.vocab_size=288',  # vLLM fills it up to 320
+    # vLLM fills the vocabulary up to 320.
+    runs.model(tie_embeddings=False, vocab_size=288, head_dim=32),
     '--config.rollout.engine=vllm(block_size=32)',
     f'--config.cluster.placement={placement}',
-    f'--config.cluster.weights={weights}',
+    f'--config.weight_sync.transport={weights}',
   )
   path = os.pathsep.join([str(STAND_INS), str(runs.ROOT)])
   done = subprocess.run(

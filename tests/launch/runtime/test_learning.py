@@ -17,8 +17,8 @@ OPTIONS = (
   '--config.cluster.ray=true',
   '--config.cluster.num_engines=2',
   '--config.rollout.async_ratio=1',
-  '--config.eval.every=20',
-  '--config.checkpoint.every=0',
+  '--config.eval.interval=20',
+  '--config.checkpoint.save_interval=0',
 )
 
 

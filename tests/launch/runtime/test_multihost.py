@@ -28,12 +28,12 @@ from tests.training import toy
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
 STAGE = PhaseSpec('train', 8, 4)
 OPTIONS = (
-  '--config.mesh.fsdp=4',
+  '--config.mesh=fsdp=4',
   '--config.batch.max_length=16',
   '--config.optimizer.learning_rate=0.001',
   '--config.optimizer.warmup_steps=0',
   '--config.algorithm.kl_coef=0.1',  # so that there is a reference
-  '--config.model.random.num_layers=1',
+  runs.ONE_LAYER,
 )
 
 

@@ -10,7 +10,7 @@ from tests.launch import runs
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.xdist_group('ray')]
 OPTIONS = (
   '--config.sft.num_steps=0',
-  '--config.eval.every=0',
+  '--config.eval.interval=0',
   '--config.num_steps=8',
   '--config.rollout.engine=jax(decode_steps=4)',
 )

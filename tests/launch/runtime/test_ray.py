@@ -49,7 +49,7 @@ def test_trajectories_and_parameters_are_those_of_one_process(
 ):
   folder, told = local
   count = f'--config.cluster.num_engines={engines}'
-  options = (*RAY, count, f'--config.cluster.weights={weights}')
+  options = (*RAY, count, f'--config.weight_sync.transport={weights}')
   under_ray = runs.record(tmp_path, *OPTIONS, *options)
   same(told, under_ray)
   assert runs.weights(folder) == runs.weights(tmp_path)
@@ -82,7 +82,7 @@ def test_an_actor_that_dies_ends_the_run_with_one_line(ray, tmp_path, capsys):
   config = tmp_path / 'config.py'
   config.write_text(
     'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
-    '  del c.env.arithmetic\n  c.eval.every = 0\n'
+    '  del c.env.arithmetic\n  c.eval.interval = 0\n'
     f'  c.env.x = base.env_section("{tmp_path}/dies.py:Dies", max_tokens_per_step=4)\n'
     '  return c\n'
   )
@@ -115,12 +115,12 @@ def test_groups_are_filtered_shaped_and_drawn_as_in_one_process(ray, tmp_path):
   """DAPO with greedy baselines and a curriculum that learns, in actors."""
   options = (
     '--config.sft.num_steps=0',
-    '--config.eval.every=0',
+    '--config.eval.interval=0',
     '--config.algorithm.group_size=6',
     '--config.algorithm.advantage=remax',
     '--config.dataset.limit=12',
     '--config.dataset.curriculum=bandit(target=0.3)',
-    '--config.rollout.shapers=difficulty_weights',
+    '--config.rollout.reward_shaping=difficulty_weights',
   )
   config = f'{runs.VARIED}:dapo'
   told = runs.record(tmp_path / 'local', *options, config=config)

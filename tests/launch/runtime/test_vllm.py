@@ -23,9 +23,9 @@ OPTIONS = (
   '--config.cluster.ray=true',
   '--config.num_steps=4',
   '--config.sft.num_steps=0',
-  '--config.eval.every=0',
-  '--config.checkpoint.every=0',
-  '--config.model.random.head_dim=32',
+  '--config.eval.interval=0',
+  '--config.checkpoint.save_interval=0',
+  runs.model(head_dim=32),
   '--config.optimizer.learning_rate=0.01',
 )
 
@@ -38,7 +38,7 @@ def test_a_run_learns_from_what_vllm_plays(ray, tmp_path, transport):
     tmp_path,
     *OPTIONS,
     '--config.rollout.engine=vllm(block_size=32)',
-    f'--config.cluster.weights={transport}',
+    f'--config.weight_sync.transport={transport}',
   )
   assert [step for step, _ in told.metrics] == [0, 1, 2, 3]
   rows = [metrics for _, metrics in told.metrics]
@@ -114,7 +114,7 @@ def test_an_actor_ends_when_its_vllm_dies(ray, tmp_path):
   publisher.publish(1, snapshot(policy.params))
   connect = weight_transport.make_connector(memory)
   made = ray.remote(VllmActor).options(max_concurrency=100, num_cpus=0)
-  actor = made.remote(policy.folder, connect, num_slots=2, max_length=64)
+  actor = made.remote(policy.folder, connect, max_num_seqs=2, max_length=64)
   assert ray.get(actor.pull.remote(1), timeout=300) == publisher.digest
   assert ray.get(actor.health.remote(60.0)) == ''
   rules = SamplingParams(max_tokens=5)

@@ -90,7 +90,7 @@ def test_a_fork_is_a_trajectory_and_every_reply_an_action_once():
   assert (one.score, two.score) == (1.25, 1.0)
   assert one.rewards[one.tokens == ord('>')].tolist()[1] == 0.25
   assert one.trajectory_id != two.trajectory_id
-  assert [len(r.tokens) for r in session.trajectories(formulation='step')] == [
+  assert [len(r.tokens) for r in session.trajectories(row_format='step')] == [
     21,
     len(one.tokens),
     len(two.tokens),

@@ -73,7 +73,7 @@ async def world(tmp_path_factory):
   )
   folder = tmp_path_factory.mktemp('vllm') / 'model'
   huggingface.save(folder, shape, old, tokenizer)
-  engine = VllmEngine(folder, tokenizer, num_slots=16, max_length=256)
+  engine = VllmEngine(folder, tokenizer, max_num_seqs=16, max_length=256)
   try:
     with pytest.raises(RuntimeError, match='no weights yet'):
       await engine.generate('early', [1], needs_params())

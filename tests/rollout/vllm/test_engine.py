@@ -36,7 +36,7 @@ async def jax_engine(world):
     world.model,
     world.tokenizer,
     device_thread=device_thread,
-    num_slots=8,
+    max_num_seqs=8,
     max_length=256,
   )
   await engine.load(0, world.old)

@@ -8,6 +8,7 @@ from jaxrl.model_loading import random_config
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.types import SamplingParams
+from tests.calls import parse_call
 from tests.rollout.vllm import needs
 from tests.rollout.vllm.conftest import World, sharpened
 
@@ -26,7 +27,7 @@ async def test_an_untied_model_scores_as_the_learner_does(family, own, tmp_path)
 
   options = ', '.join(f'{k}={v}' for k, v in {'tie_embeddings': False, **own}.items())
   shape = random_config(
-    family=f'{family}({options})',
+    family=parse_call(f'{family}({options})'),
     vocab_size=320,
     hidden_size=128,
     num_layers=2,
@@ -39,7 +40,7 @@ async def test_an_untied_model_scores_as_the_learner_does(family, own, tmp_path)
       bias = draw.standard_normal(part['bias'].shape, np.float32)
       params['layers']['attention'][name] = {**part, 'bias': bias}
   huggingface.save(tmp_path / 'model', shape, params)
-  engine = VllmEngine(tmp_path / 'model', num_slots=4, max_length=256)
+  engine = VllmEngine(tmp_path / 'model', max_num_seqs=4, max_length=256)
   try:
     await engine.load(0, jax.tree.map(np.zeros_like, params))
     await engine.load(1, params)

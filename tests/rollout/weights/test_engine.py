@@ -33,7 +33,7 @@ async def test_versions_arrive_through_shared_memory(dtype):
   engine = JaxEngine(
     MODEL,
     device_thread=device_thread,
-    num_slots=2,
+    max_num_seqs=2,
     max_length=16,
     decode_steps=4,
     prompt_buckets=[16],

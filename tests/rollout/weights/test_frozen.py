@@ -94,7 +94,7 @@ def test_after_the_first_version_adapters_travel_alone():
 async def test_an_engine_merges_what_it_is_sent(on_device):
   device_thread = DeviceThread()
   model = TransformerLM(lora.base_config(small.config(lora=OWN)))
-  engine = JaxEngine(model, device_thread=device_thread, num_slots=2, max_length=32)
+  engine = JaxEngine(model, device_thread=device_thread, max_num_seqs=2, max_length=32)
   memory = MemoryTransport()
   service = WeightPublisher(
     memory, device_thread=device_thread, on_device=on_device, **SMALL

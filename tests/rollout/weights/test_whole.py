@@ -10,6 +10,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.weights.direct_transfer import gather_hf_tensors, hf_tensors_bytes
 from jaxrl.training.parallelism.mesh import make_mesh
+from tests.calls import parse_call
 
 
 @pytest.fixture(
@@ -17,7 +18,7 @@ from jaxrl.training.parallelism.mesh import make_mesh
 )
 def policy(request):
   shape = random_config(
-    family=request.param,
+    family=parse_call(request.param),
     vocab_size=64,
     hidden_size=32,
     num_layers=2,

@@ -19,6 +19,7 @@ from jaxrl.algorithms import registry
 from jaxrl.call_strings import ConfigError
 from jaxrl.functional import components
 from jaxrl.types import Algorithm
+from launch.settings.call_syntax import parse_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Plugins:
     Raises:
       ConfigError: If there is no such component.
     """
-    name = call_strings.parse_call(text)[0] if text else ''
+    name = parse_call(text).name if text else ''
     if name in self.parts:
       return text.replace(name, self.parts[name], 1)
     if name not in ('', 'none') and ':' not in name:
@@ -103,7 +104,7 @@ def read(folder: str) -> Plugins:
   if not place.is_dir():
     raise ConfigError(f'--config.plugins={folder}: there is no such folder')
   try:
-    call_strings.parse_call(f'{place}/file.py:name')
+    parse_call(f'{place}/file.py:name')
   except ConfigError as error:
     raise ConfigError(
       f'--config.plugins={folder}: a call string names a part by its path, which may '

@@ -1,0 +1,135 @@
+"""Parse the options of an environment by the types that its signature declares.
+
+A parameter that is annotated as `ComponentCall` is a call string in a config, one that
+is annotated as `tuple[ComponentCall, ...]` several, joined by +. An environment of a
+user's own has such options without registering anything.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.call_strings import ComponentCall, ConfigError, check_options, resolve
+from jaxrl.config import call_arity, option_types
+from jaxrl.envs.env_registry import find_env
+from jaxrl.rollout.thread_pool import Timeouts, make_timeouts
+from launch.settings.call_syntax import parse_call, parse_calls, parse_component
+
+
+def parse_env_config(
+  env_type: str, env_config: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+  """Parses `env.<tag>.env_config`, and that of an environment inside.
+
+  Args:
+    env_type: The environment's name or location.
+    env_config: Its options, as the config has them.
+    where: Key of the section, such as 'env.math.env_config'.
+
+  Returns:
+    The options as the environment's class takes them.
+
+  Raises:
+    ConfigError: If there is no such environment, or a text cannot be read.
+  """
+  env = find_env(env_type)
+  options = parse_typed_options(env, env_config, where)
+  wraps = getattr(env, 'wraps', None)
+  if wraps is not None:
+    check_options(env, options, f'environment {env_type!r}')
+    inner_type, inner_config = wraps(**options)
+    if inner_type:
+      key = f'{where}.env_config'
+      options['env_config'] = parse_env_config(inner_type, inner_config, key)
+  return options
+
+
+def parse_typed_options(
+  function: Callable[..., Any], options: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+  """Parses those options whose declared types are not plain values.
+
+  Args:
+    function: The function or class that takes them.
+    options: Values by name; unknown names are left as they are.
+    where: Key of the section, such as 'env.math.env_config'.
+
+  Returns:
+    The options, with calls in place of their texts.
+
+  Raises:
+    ConfigError: If a text cannot be read.
+  """
+  hints = option_types(function)
+  parsed = dict(options)
+  for name, value in options.items():
+    if not isinstance(value, str):
+      continue
+    try:
+      parsed[name] = _parse_value(value, hints.get(name))
+    except ConfigError as error:
+      raise ConfigError(f'--config.{where}.{name}={value}: {error}') from error
+  return parsed
+
+
+def _parse_value(text: str, hint: Any) -> Any:
+  arity = call_arity(hint)
+  if arity == 'none':
+    return text
+  known: Mapping[str, Any] = next(iter(getattr(hint, '__metadata__', ())), {})
+  if arity == 'many':
+    return tuple(_parse_nested(call, known) for call in parse_calls(text))
+  is_optional = type(None) in typing.get_args(hint)
+  return None if is_optional and not text.strip() else parse_call(text)
+
+
+def _parse_nested(call: ComponentCall, known: Mapping[str, Any]) -> ComponentCall:
+  """Parses the options of a built-in component, which may be call strings too."""
+  if call.name not in known or not any(
+    isinstance(x, str) for x in call.options.values()
+  ):
+    return call
+  target = known[call.name]
+  function = resolve(target) if isinstance(target, str) else target
+  hints = option_types(function)
+  options = {
+    name: _parse_value(value, hints.get(name)) if isinstance(value, str) else value
+    for name, value in call.options.items()
+  }
+  return dataclasses.replace(call, options=options)
+
+
+def parse_grader_calls(text: str) -> tuple[ComponentCall, ...]:
+  """Parses a sum of graders, whose own options may be call strings too.
+
+  Args:
+    text: Call strings joined by +.
+
+  Raises:
+    ConfigError: If the text cannot be read.
+  """
+  # Imported here because only runs with graders need it.
+  from jaxrl.envs.graders.composite import GraderCalls
+
+  return _parse_value(text, GraderCalls)
+
+
+def parse_timeouts(text: str, tag: str) -> Timeouts:
+  """Parses time limits such as 'reset=300, step=900'.
+
+  Args:
+    text: Options of `make_timeouts`. Those that are not named have their defaults.
+    tag: Environment tag.
+
+  Raises:
+    ConfigError: If the text cannot be read or has unknown options.
+  """
+  functions = {'timeouts': make_timeouts}
+  key = f'env.{tag}.timeouts'
+  try:
+    return parse_component(f'timeouts({text})', functions, 'timeouts', key)
+  except ConfigError as error:
+    if key in str(error):
+      raise
+    raise ConfigError(f'--config.{key}={text}: {error}') from error

@@ -1,0 +1,116 @@
+"""List the keys of a config for `--help`, with sections that are off in one line."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.config import descriptions_of
+from launch.settings.command_line import check_algorithm, dotted_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalSection:
+  """A section whose keys have an effect only in some configs.
+
+  Attributes:
+    name: the section.
+    is_off: returns whether this config makes no use of it.
+    used: says when it is used, for people.
+    listed: keys that are listed even if it is off, such as the one that switches it on.
+  """
+
+  name: str
+  is_off: Callable[[Any], bool]
+  used: str
+  listed: tuple[str, ...] = ()
+
+
+def _asks_teacher(algorithm: Any) -> bool:
+  from jaxrl.training import batch_fields  # imports JAX
+
+  return algorithm is None or bool(batch_fields.teacher_fields(algorithm))
+
+
+OPTIONAL_SECTIONS = (
+  OptionalSection(
+    'cluster', lambda c: not c.cluster.ray, 'used when cluster.ray=true', ('ray',)
+  ),
+  OptionalSection(
+    'dataset',
+    lambda c: not c.dataset.path,
+    'used when dataset.path is set',
+    ('path', 'keys', 'system_prompt', 'experience_store', 'expert_path'),
+  ),
+  OptionalSection(
+    'eval', lambda c: not c.eval.interval, 'used when eval.interval > 0', ('interval',)
+  ),
+  OptionalSection(
+    'sft', lambda c: not c.sft.num_steps, 'used when sft.num_steps > 0', ('num_steps',)
+  ),
+  OptionalSection(
+    'teacher',
+    lambda c: not _asks_teacher(check_algorithm(c)),
+    'used by algorithms that distill',
+  ),
+  OptionalSection(
+    'trajectory_dump',
+    lambda c: not c.trajectory_dump.path,
+    'used when trajectory_dump.path is set',
+    ('path',),
+  ),
+)
+
+
+def list_keys(config: ConfigDict, word: str = '') -> str:
+  """Lists keys with their type, value and description.
+
+  Args:
+    config: The config.
+    word: Lists only keys whose name or description contains it, whatever the case.
+      '' lists all, but keys that have no effect in this config only as a number.
+
+  Returns:
+    Two lines for each key: how it is set, and what it does.
+  """
+  root: Any = config
+  off = [] if word else [s for s in OPTIONAL_SECTIONS if s.name in config]
+  hidden = {
+    f'{section.name}.{key}': section
+    for section in off
+    if section.is_off(config)
+    for key in root[section.name]
+    if key not in section.listed
+  }
+  lines: list[str] = []
+  if not word and 'algorithm' in config:
+    lines.append(f'  algorithm {root.algorithm.name}; another: --config=FILE.py:NAME')
+  told = set()
+  for key in dotted_keys(config):
+    if section := hidden.get(key):
+      if section.name not in told:
+        told.add(section.name)
+        count = sum(other is section for other in hidden.values())
+        lines.append(
+          f'  --config.{section.name}.*  ({count} more key{"s"[: count > 1]}, '
+          f'{section.used}; --help={section.name} lists them)'
+        )
+    elif word or key != 'algorithm.name':
+      node = root
+      *parents, leaf = key.split('.')
+      for part in parents:
+        node = node[part]
+      lines += _describe_key(key, node, leaf, word)
+  return '\n'.join(lines) or f'  No key and no description contains {word!r}.'
+
+
+def _describe_key(key: str, section: Any, leaf: str, word: str) -> list[str]:
+  """Returns the lines about one key of a section; none if they lack the word."""
+  description = descriptions_of(section).get(leaf, '')
+  if word.lower() not in f'{key} {description}'.lower():
+    return []
+  kind = section.get_type(leaf).__name__.replace('NoneType', 'any')
+  value = str(section[leaf]).replace('\n', '\\n')
+  lines = [f'  --config.{key}={value}  ({kind})']
+  return [*lines, f'      {description}'] if description else lines

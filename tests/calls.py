@@ -1,0 +1,62 @@
+"""Functions that take calls, for tests that write calls as a config does."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.data import curricula, row_sources, samplers
+from jaxrl.envs import env_registry
+from jaxrl.envs.graders import composite
+from jaxrl.envs.tools import toolbox
+from jaxrl.rollout.queue import group_filters, reward_shaping
+from jaxrl.training import optimizers
+from launch.settings import env_options
+from launch.settings.algorithm_options import build_algorithm as make_algorithm
+from launch.settings.call_syntax import parse_call, parse_calls, parse_row_sources
+
+__all__ = ['make_algorithm', 'parse_call', 'parse_calls', 'parse_row_sources']
+
+
+def make_curriculum(text, *arguments):
+  return curricula.make_curriculum(parse_call(text), *arguments)
+
+
+def make_sampler(text, source):
+  return samplers.make_sampler(parse_call(text), source)
+
+
+def make_group_filter(text, *arguments, **options):
+  calls = parse_calls(text)
+  return group_filters.make_group_filter(calls, *arguments, **options)
+
+
+def make_reward_shaper(text, limits=None):
+  return reward_shaping.make_reward_shaper(parse_calls(text), limits)
+
+
+def make_grader(text):
+  return composite.make_grader(env_options.parse_grader_calls(text))
+
+
+def make_tools(text):
+  return toolbox.make_tools(parse_calls(text))
+
+
+def load_rows(text, *arguments, **options):
+  return row_sources.load_rows(parse_row_sources(str(text)), *arguments, **options)
+
+
+def make_optimizer(**options):
+  calls = {k: parse_call(options[k]) for k in ('name', 'lr_schedule') if k in options}
+  return optimizers.make_optimizer(**{**options, **calls})
+
+
+def make_optimizer_spec(text):
+  return optimizers.make_optimizer_spec(parse_call(text))
+
+
+def env_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+  return env_options.parse_env_config(name, options, 'env.test.env_config')
+
+
+def env_factory(name: str, options: Mapping[str, Any] | None = None) -> Any:
+  return env_registry.env_factory(name, env_config(name, options or {}))
