@@ -81,7 +81,7 @@ test-vllm: env-vllm
 	.venv-vllm/bin/python -m pytest -m vllm --timeout 900
 
 # What is skipped without those packages: the rest of tests/envs is in make test.
-ENVS = gem gymnasium reasoning_gym textarena
+ENVS = gem_env gymnasium_env reasoning_gym_env textarena_env
 test-envs: env-envs
 	.venv-envs/bin/python -m pytest -m 'not slow and not ray' \
 	  $(ENVS:%=tests/envs/test_%.py)
@@ -92,7 +92,7 @@ test-targets: env-targets
 
 # What must hold on every Python and jax that we support: of the learner, what asks most
 # of jax.
-CORE = checkpoint context expert_parallel learner mesh optimizer packing sharding step
+CORE = checkpointing context_parallel expert_parallel learner mesh optimizers packing sharding train_step
 test-core: env
 	$(BIN)/python -m pytest $(FAST) \
 	  tests/functional tests/algorithms tests/models tests/data \

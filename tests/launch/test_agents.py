@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from jaxrl.rollout.engine.router import EngineRouter
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from tests.launch.runs import ROOT, main, rows
-from tests.rollout.gateway.test_fuzz import check
+from tests.rollout.gateway.test_concurrent_agents import check
 
 CONFIG = str(ROOT / 'tests' / 'launch' / 'agent_run.py')
 

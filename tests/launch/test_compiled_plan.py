@@ -13,7 +13,7 @@ from launch.planning import (
 )
 from launch.settings import command_line as configs
 from launch.settings.resolve import resolve_settings
-from tests.launch.test_handover import SPARSE
+from tests.launch.test_planned_memory import SPARSE
 from tests.launch.test_planning import model, small
 from tests.launch.test_published_plans import SIZES, path, read
 from tests.targets import TARGETS

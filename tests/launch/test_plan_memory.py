@@ -11,7 +11,7 @@ from jaxrl.training.monitoring import CompileCounter
 from jaxrl.training.parallelism import parallel_microbatches
 from launch.planning import cost, engine_decode, plan_report, targets
 from tests.benchmarks import memory
-from tests.launch.test_handover import built, folder, learner_of, taught
+from tests.launch.test_planned_memory import built, folder, learner_of, taught
 from tests.launch.test_planning import small
 
 LINUX = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from launch import rollout
 from launch.components import dataset_rollout
 from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
-from tests.data.sinks.dumps import row
+from tests.data.trajectory_writers.dumps import row
 from tests.launch import runs
 
 

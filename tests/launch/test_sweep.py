@@ -12,7 +12,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
 from launch.planning import cost, engine_decode, plan_table, sweep, targets
 from launch.planning.compiled_program import bytes_per_device
-from tests.launch.test_handover import (
+from tests.launch.test_planned_memory import (
   EXPERTS,
   LORA,
   SPARSE,

@@ -47,22 +47,22 @@ FUNCTIONAL = _faults(
   (
     'return coef * 0.5 * jnp.square(logprobs - ref_logprobs)',
     'return coef * jnp.square(logprobs - ref_logprobs)',
-    'test_small_parts',
+    'test_shaping_and_entropy',
   ),
   (
     'return coef * _excess(ref_logprobs - logprobs)',
     'return coef * _excess(logprobs - ref_logprobs)',
-    'test_small_parts',
+    'test_shaping_and_entropy',
   ),
   (
     'ratio = jnp.clip(clipped_exp(logprobs - old_logprobs), 0, 2)',
     'ratio = jnp.clip(clipped_exp(old_logprobs - logprobs), 0, 2)',
-    'test_small_parts',
+    'test_shaping_and_entropy',
   ),
   (
     'return -coef * entropy\n',
     'return coef * entropy\n',
-    'test_small_parts',
+    'test_shaping_and_entropy',
   ),
   (
     'clipped = -a * jnp.clip(r, 1 - clip_low, 1 + clip_high)',
@@ -141,77 +141,77 @@ TRAINING = _faults(
   (
     'return [rows[ids == ids[i]] for i in np.sort(first)]',
     'return [rows[ids == ids[i]] for i in first]',
-    'test_minibatches test_layout',
+    'test_minibatches test_batch_shapes',
   ),
   (
     'order = np.random.default_rng([seed, step, epoch]).permutation(len(',
     'order = np.random.default_rng([seed, epoch]).permutation(len(',
-    'test_minibatches test_layout',
+    'test_minibatches test_batch_shapes',
   ),
   (
     'micro = int(num_assigned[mini].argmin())',
     'micro = int(num_assigned[mini].argmax())',
-    'test_minibatches test_layout',
+    'test_minibatches test_batch_shapes',
   ),
   (
     'scale = jnp.where(norm > limit, limit / norm, 1.0)',
     'scale = jnp.where(norm > limit, 1.0 / norm, 1.0)',
-    'test_optimizer',
+    'test_optimizers',
   ),
   (
     'return self.learning_rate * (step + 1) / self.warmup_steps',
     'return self.learning_rate * step / self.warmup_steps',
-    'test_optimizer',
+    'test_optimizers',
   ),
   (
     'return self.learning_rate * (final + (1 - final) * remaining)',
     'return self.learning_rate * (1 - final) * remaining',
-    'test_optimizer',
+    'test_optimizers',
   ),
   (
     'scale, optax.add_decayed_weights(',
     'optax.add_decayed_weights(',
-    'test_optimizer test_states',
+    'test_optimizers test_component_states',
   ),
   (
     'high = ((bits + noise) >> 16).astype(jnp.uint16)',
     'high = (bits >> 16).astype(jnp.uint16)',
-    'test_optimizer test_states',
+    'test_optimizers test_component_states',
   ),
   (
     'sampled = mask & ~batch.expert_mask[:, None]',
     'sampled = mask',
-    'test_step test_kl_penalty test_expert_rows',
+    'test_train_step test_kl_penalty test_offline_rows',
   ),
   (
     "changed['action_mask'] = mask & result.keep",
     "changed['action_mask'] = mask",
-    'test_step test_learner',
+    'test_train_step test_learner',
   ),
   (
     'return jnp.where(sampled, penalty, 0)',
     'return penalty',
-    'test_kl_penalty test_step',
+    'test_kl_penalty test_train_step',
   ),
   (
     "token = weights['rollout' if 'expert_mask' in",
     "token = weights['mean' if 'expert_mask' in",
-    'test_step test_expert_rows test_learner',
+    'test_train_step test_offline_rows test_learner',
   ),
   (
     'share = 1.0 if metric.ndim else 1.0 / num_micro_batches',
     'share = 1.0',
-    'test_step test_invariance test_whole_batch',
+    'test_train_step test_invariance test_whole_batch',
   ),
   (
     'too_old = sampled & (host_batch.weights_version < limit.oldest_allowed(step))',
     'too_old = sampled & (host_batch.weights_version <= limit.oldest_allowed(step))',
-    'test_stale',
+    'test_staleness',
   ),
   (
     'target = jnp.where(rows < 0, num_rows, rows)  # beyond',
     'target = jnp.maximum(rows, 0)  # beyond',
-    'test_packing test_invariance test_layout',
+    'test_packing test_invariance test_batch_shapes',
   ),
   (
     "selected['mask'] &= is_row[:, None]",
@@ -221,22 +221,22 @@ TRAINING = _faults(
   (
     'is_missing = is_sampled & ~(routed >= 0).any(axis=(1, 2, 3))',
     'is_missing = is_sampled & (routed >= 0).any(axis=(1, 2, 3))',
-    'test_routing',
+    'test_router_replay',
   ),
   (
     'if any(checkpoint.step == step for checkpoint in self._orbax.checkpoints):',
     'if False:',
-    'test_checkpoint',
+    'test_checkpointing',
   ),
   (
     'values[is_token] = np.concatenate([getattr(row, name) for row in rows])',
     'values[is_token] = np.concatenate([getattr(row, name) for row in rows[::-1]])',
-    'test_collate',
+    'test_batch_builder',
   ),
   (
     'ids[i, : len(row.tokens)] = np.repeat(np.arange(1, len(sizes) + 1), sizes)',
     'ids[i, : len(row.tokens)] = np.repeat(np.arange(len(sizes)), sizes)',
-    'test_collate',
+    'test_batch_builder',
   ),
 )
 
@@ -245,12 +245,12 @@ ROLLOUT = _faults(
   (
     'rewards[turn.stop - 1] += turn.reward',
     'rewards[turn.start] += turn.reward',
-    'test_formulation test_env_manager',
+    'test_packed_turns_loss test_env_manager',
   ),
   (
     'mask[turn.start : turn.stop] = True',
     'mask[turn.start : turn.stop - 1] = True',
-    'test_formulation test_env_manager',
+    'test_packed_turns_loss test_env_manager',
   ),
   (
     'temperature=0.0 if lease.greedy else self._sampling.temperature',
@@ -295,42 +295,42 @@ ROLLOUT = _faults(
   (
     'std = 0.0 if scores.max() == scores.min() else float(scores.std())',
     'std = float(scores.std()) + self._threshold',
-    'test_filters',
+    'test_group_filters',
   ),
   (
     'return 0 < rate < 1',
     'return 0 <= rate < 1',
-    'test_filters',
+    'test_group_filters',
   ),
   (
     'return 1.0 - math.comb(n - passed, k) / math.comb(n, k)',
     'return 1.0 - math.comb(n - passed, k) / math.comb(n, k - 1)',
-    'test_scores',
+    'test_pass_at_k',
   ),
   (
     'rewards[action_positions[-1] if len(action_positions) else -1] += amount',
     'rewards[action_positions[0] if len(action_positions) else -1] += amount',
-    'test_shapers',
+    'test_reward_shaping',
   ),
   (
     'is_past = is_positive & (sums > (uniform * sums[:, -1])[:, None])',
     'is_past = is_positive & (sums >= (uniform * sums[:, -1])[:, None])',
-    'test_sampling',
+    'test_token_sampling',
   ),
   (
     'return 2 * self.interval - 1',
     'return self.interval',
-    'test_sync',
+    'test_weight_sync',
   ),
   (
     'return step // interval > self._last_synced_step // interval',
     'return step % interval == 0',
-    'test_sync',
+    'test_weight_sync',
   ),
   (
     'max_tokens=self.sampling.max_tokens - len(generated_ids),',
     'max_tokens=self.sampling.max_tokens,',
-    'test_router test_partial',
+    'test_router test_resumable_generation',
   ),
   (
     'picked = min(loads, key=lambda i: (loads[i], i))',
@@ -340,7 +340,7 @@ ROLLOUT = _faults(
   (
     'allocated, key=lambda tag: allocated[tag] - round(exact[tag], 9)',
     'allocated',
-    'test_shares',
+    'test_group_allocation',
   ),
 )
 
@@ -349,52 +349,52 @@ WEIGHTS = _faults(
   (
     'target[indices] += _unpack_values(planes, target.dtype)',
     'target[indices] = _unpack_values(planes, target.dtype)',
-    'test_delta',
+    'test_delta_encoding',
   ),
   (
     'gaps = np.diff(indices, prepend=-1) - 1',
     'gaps = np.diff(indices, prepend=0) - 1',
-    'test_delta',
+    'test_delta_encoding',
   ),
   (
     'return indices[low:high] - start',
     'return indices[low:high]',
-    'test_changes test_broadcast test_delta',
+    'test_device_deltas test_publish_and_subscribe test_delta_encoding',
   ),
   (
     "header += b' ' * (-len(header) % 8)",
     "header += b' ' * (len(header) % 8)",
-    'test_wire test_broadcast',
+    'test_manifest test_publish_and_subscribe',
   ),
   (
     "if manifest.digest != body['digest']:",
     'if False:',
-    'test_wire test_broken',
+    'test_manifest test_repairs',
   ),
   (
     'return hashlib.sha256(data).hexdigest()[:32]',
     'return hashlib.sha256(data).hexdigest()[:8]',
-    'test_wire test_broken',
+    'test_manifest test_repairs',
   ),
   (
     'low, high = max(wanted.start, start), min(wanted.stop, start + size)',
     'low, high = max(wanted.start, start), min(wanted.stop, size)',
-    'test_layout test_broadcast',
+    'test_shards test_publish_and_subscribe',
   ),
   (
     'return [s for s in array.addressable_shards if s.replica_id == 0]',
     'return list(array.addressable_shards)',
-    'test_layout test_broadcast',
+    'test_shards test_publish_and_subscribe',
   ),
   (
     'if now - since > self._patience:',
     'if now - since < self._patience:',
-    'test_versions test_broken',
+    'test_versions test_repairs',
   ),
   (
     'return all(chunk.full for chunk in self.chunks())',
     'return any(chunk.full for chunk in self.chunks())',
-    'test_wire test_versions test_broadcast',
+    'test_manifest test_versions test_publish_and_subscribe',
   ),
 )
 
@@ -438,22 +438,22 @@ DATA = _faults(
   (
     'tail = text.partition(_REPLY_MARK)[2]',
     'tail = text.rpartition(_REPLY_MARK)[2]',
-    'test_chat',
+    'test_chat_tokenizer',
   ),
   (
     "mask += [bool(rest[0].get('train', True))] * len(reply)",
     'mask += [True] * len(reply)',
-    'test_chat',
+    'test_chat_tokenizer',
   ),
   (
     'elif not tail.startswith(end):',
     'elif tail.startswith(end):',
-    'test_chat',
+    'test_chat_tokenizer',
   ),
   (
     'return int(versions.min()) if versions.size else None',
     'return int(versions.max()) if versions.size else None',
-    'test_trajectories test_samplers',
+    'test_trajectory_codec test_samplers',
   ),
   (
     'epoch, index = divmod(block * int(self._quota[source]) + draws_before, len(rows))',

@@ -28,7 +28,7 @@ from tests.calls import env_factory
 from tests.data.letters import END
 from tests.rollout import agent_cases
 from tests.rollout.gateway.agents import Engine, Tokens
-from tests.rollout.gateway.test_fuzz import check
+from tests.rollout.gateway.test_concurrent_agents import check
 
 CASES = 'tests.rollout.agent_cases'
 OPTIONS = {'max_steps': 5, 'max_length': 400, 'max_tokens_per_step': 40, 'tag': 'bot'}

@@ -12,7 +12,7 @@ from jaxrl.training.learner import Learner
 from jaxrl.training.parallelism.mesh import make_mesh
 from tests.calls import make_algorithm, make_optimizer
 from tests.training import toy
-from tests.training.test_pairs import pairs
+from tests.training.test_preference_pairs import pairs
 from tests.training.test_whole_batch import mixed
 
 # A large eps makes the update a smooth function of the gradient, so that rounding

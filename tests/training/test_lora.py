@@ -18,7 +18,7 @@ from jaxrl.training.parallelism.mesh import make_mesh
 from tests.calls import make_optimizer
 from tests.models.small import EXPERTS
 from tests.training import toy
-from tests.training.test_pairs import pairs
+from tests.training.test_preference_pairs import pairs
 
 OWN = lora.lora_adapters(rank=2, targets='q,o,up')
 LAYERS = ('attention.q', 'attention.o', 'mlp.up')

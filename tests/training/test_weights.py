@@ -11,7 +11,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.functional import corrections, losses
 from jaxrl.types import Algorithm
 from tests.training import toy
-from tests.training.test_step import rewards_everywhere, stacked, train
+from tests.training.test_train_step import rewards_everywhere, stacked, train
 
 
 def logprobs(groups):

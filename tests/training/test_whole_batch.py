@@ -13,7 +13,7 @@ from jaxrl.functional.components import component
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
 from tests.training import toy
-from tests.training.test_step import rewards_everywhere, stacked
+from tests.training.test_train_step import rewards_everywhere, stacked
 from tests.training.test_weights import logprobs
 
 SPLITS = [1, 2, 4]

@@ -7,7 +7,7 @@ from jaxrl.data.store.experience_writer import ExperienceWriter, GroupSerializer
 from jaxrl.data.store.reader_lease import ReaderLease
 from jaxrl.data.store.store_database import StoreDatabase
 from jaxrl.types import Trajectory
-from tests.data.sinks.dumps import row
+from tests.data.trajectory_writers.dumps import row
 
 
 def url(folder):

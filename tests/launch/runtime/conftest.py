@@ -17,7 +17,7 @@ def ray():
 def local(tmp_path_factory):
   """A run in this process, which those under Ray are to equal: folder, what it told."""
   from tests.launch import runs
-  from tests.launch.runtime.test_ray import OPTIONS
+  from tests.launch.runtime.test_ray_runtime import OPTIONS
 
   folder = tmp_path_factory.mktemp('local')
   return folder, runs.record(folder, *OPTIONS)

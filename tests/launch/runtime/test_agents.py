@@ -3,7 +3,7 @@
 import pytest
 
 from tests.launch import runs
-from tests.launch.runtime.test_ray import RAY, same
+from tests.launch.runtime.test_ray_runtime import RAY, same
 from tests.launch.test_agents import CONFIG
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray'), pytest.mark.slow]

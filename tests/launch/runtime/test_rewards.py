@@ -3,7 +3,7 @@
 import pytest
 
 from tests.launch import runs
-from tests.launch.runtime.test_ray import OPTIONS, RAY, same
+from tests.launch.runtime.test_ray_runtime import OPTIONS, RAY, same
 from tests.launch.test_rewards import TINY, folders, learned, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group('ray')]

@@ -15,7 +15,7 @@ from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
-from tests.launch.runtime.test_alone import same
+from tests.launch.runtime.test_inference_job import same
 from tests.rollout.vllm import needs
 
 pytestmark = [*needs.VLLM, pytest.mark.ray, pytest.mark.xdist_group('ray')]

@@ -1,7 +1,7 @@
 """Eighteen faults that agentic training has had elsewhere, and the tests against them.
 
 A map for readers: to see how a fault is prevented, read its tests. Faults are numbered
-from 1 on, in this order; those of losses are in tests/functional/test_faults.py.
+from 1 on, in this order; those of losses are in tests/functional/test_known_faults.py.
 """
 
 import ast
@@ -33,8 +33,8 @@ FAULTS = {
   'one environment that never returns stalls training': [
     f'{QUEUE}::test_a_lease_past_its_deadline_is_played_by_another',
     f'{LOAD}::test_hung_episodes_without_any_timeout_but_their_leases',
-    'tests/envs/test_process.py::test_a_hung_environment_is_killed_and_replaced',
-    'tests/rollout/test_killed.py'
+    'tests/envs/test_isolated_env.py::test_a_hung_environment_is_killed_and_replaced',
+    'tests/rollout/test_killed_processes.py'
     '::test_environments_in_processes_that_die_hang_raise_or_leak',
   ],
   'each evaluation sees other seeds': [
@@ -46,12 +46,12 @@ FAULTS = {
     f'{QUEUE}::test_async_ratio_says_how_many_groups_are_ahead',
   ],
   'environments seed the process-global generators': [
-    'tests/envs/test_sokoban.py::test_sixteen_threads_draw_the_rooms_that_one_draws',
-    'tests/envs/test_sokoban.py::test_the_global_generators_are_left_alone',
+    'tests/envs/test_sokoban_env.py::test_sixteen_threads_draw_the_rooms_that_one_draws',
+    'tests/envs/test_sokoban_env.py::test_the_global_generators_are_left_alone',
     'tests/envs/test_frozen_lake.py::test_threads_draw_the_maps_that_one_thread_draws',
-    'tests/envs/test_sudoku.py::test_threads_draw_the_puzzles_that_one_draws',
-    'tests/envs/test_web_shop.py::test_errands_follow_from_the_seed_under_threads',
-    'tests/envs/test_reasoning_gym.py::test_sixteen_threads_ask_what_one_asks',
+    'tests/envs/test_sudoku_env.py::test_threads_draw_the_puzzles_that_one_draws',
+    'tests/envs/test_web_shop_env.py::test_errands_follow_from_the_seed_under_threads',
+    'tests/envs/test_reasoning_gym_env.py::test_sixteen_threads_ask_what_one_asks',
   ],
   'run seeds are not recorded, so no run repeats': [
     'tests/launch/test_workdir.py::test_other_keys_may_not',
@@ -68,30 +68,30 @@ FAULTS = {
     'tests/data/test_dataset.py::test_manager_keys_by_all_options',
   ],
   'a sink is accepted and nothing written, or one mode overwrites another': [
-    'tests/data/sinks/test_parts.py::test_a_wrong_path',
-    'tests/data/sinks/test_columns.py'
+    'tests/data/trajectory_writers/test_file_writer.py::test_a_wrong_path',
+    'tests/data/trajectory_writers/test_dump_columns.py'
     '::test_what_is_wrong_is_told_with_the_nearest_name',
-    'tests/data/sinks/test_maxcompute.py::test_rows_come_to_the_table_typed',
-    'tests/data/sinks/test_parts.py::test_parts_of_another_run_are_not_written_over',
+    'tests/data/trajectory_writers/test_maxcompute_writer.py::test_rows_come_to_the_table_typed',
+    'tests/data/trajectory_writers/test_file_writer.py::test_parts_of_another_run_are_not_written_over',
   ],
   'a first prompt as long as a sequence kills training': [
     f'{MANAGER}::test_a_first_prompt_that_is_too_long_is_an_episode',
     f'{MANAGER}::test_a_prompt_beyond_the_engines_window_is_an_episode',
   ],
   'a stuck grader blocks later ones, which then score 0': [
-    'tests/envs/graders/test_processes.py'
+    'tests/envs/graders/test_grader_processes.py'
     '::test_stuck_calls_do_not_block_or_fail_those_behind_them',
-    'tests/envs/graders/test_math.py'
+    'tests/envs/graders/test_math_grader.py'
     '::test_algebra_without_end_is_a_timeout_and_the_next_reply_is_graded',
   ],
   'an exception in one environment ends the run': [
-    'tests/rollout/test_worker.py::test_environments_that_break_now_and_then',
+    'tests/rollout/test_env_worker.py::test_environments_that_break_now_and_then',
     f'{LOAD}::test_two_thousand_of_which_many_hang_crash_or_return_garbage',
   ],
   'padding rows or copies are trained on at full weight': [
-    'tests/training/test_step.py::test_padding_changes_nothing',
-    'tests/data/test_collate.py::test_rows_survive_and_padding_is_empty',
-    'tests/functional/test_faults.py::test_padding_ids_enter_no_statistic',
+    'tests/training/test_train_step.py::test_padding_changes_nothing',
+    'tests/training/test_batch_builder.py::test_rows_survive_and_padding_is_empty',
+    'tests/functional/test_known_faults.py::test_padding_ids_enter_no_statistic',
   ],
   'unknown config keys are ignored': [
     'tests/launch/test_config.py::test_a_wrong_override_gets_one_clear_line',
@@ -106,7 +106,7 @@ FAULTS = {
     f'{MANAGER}::test_an_interrupted_reply_goes_on_from_what_was_written',
     'tests/rollout/test_router.py'
     '::test_a_request_goes_on_elsewhere_from_what_was_emitted',
-    'tests/rollout/test_partial.py'
+    'tests/rollout/test_resumable_generation.py'
     '::test_cut_anywhere_it_goes_on_elsewhere_as_it_would_have',
   ],
 }

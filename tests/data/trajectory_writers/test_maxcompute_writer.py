@@ -5,7 +5,7 @@ import pytest
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers import maxcompute_writer
 from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
-from tests.data.sinks.service import serve
+from tests.data.trajectory_writers.service import serve
 
 PATH = 'odps://lab/tables/played/ds=one'
 TYPES = {

@@ -18,7 +18,7 @@ from launch.runtime.engine_pool import EnginePool
 from launch.runtime.ray_engines import EngineActor
 from launch.runtime.supervision import ActorError
 from tests.launch import runs
-from tests.launch.runtime.test_ray import OPTIONS, RAY
+from tests.launch.runtime.test_ray_runtime import OPTIONS, RAY
 from tests.launch.runtime.tiny import Tiny
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]

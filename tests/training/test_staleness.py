@@ -15,7 +15,7 @@ from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.staleness import drop, mask, recompute
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
-from tests.training.test_step import stacked
+from tests.training.test_train_step import stacked
 
 
 def rewards_everywhere(rewards, mask) -> Advantages:

@@ -9,7 +9,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
 from launch.logging.trajectory_dump import TrajectoryDump, has_begun
 from launch.settings.resolve import resolve_settings
-from tests.data.sinks.dumps import row
+from tests.data.trajectory_writers.dumps import row
 
 
 def config(path, columns=()):

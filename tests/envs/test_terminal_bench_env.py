@@ -13,7 +13,7 @@ from jaxrl.envs.terminal.shell_session import SHELL_HELP
 from jaxrl.types import Task
 from tests.calls import env_factory
 from tests.envs import terminal_folders
-from tests.envs.sandbox.test_local import named
+from tests.envs.sandbox.test_local_sandbox import named
 from tests.envs.swe_repos import write
 
 sandboxed = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
 from jaxrl.data.trajectory_writers.dump_columns import STANDARD_COLUMNS, DumpColumns
-from tests.data.sinks.dumps import row
+from tests.data.trajectory_writers.dumps import row
 
 FACTS = {'model_name': 'm', 'mode': 'train'}
 

@@ -140,9 +140,11 @@ def test_invalid_attempts_are_gone_before_others_are_asked():
 
 
 def test_a_users_class():
-  spec = 'tests.rollout.test_filters:Odd(modulus=3)'
+  spec = 'tests.rollout.test_group_filters:Odd(modulus=3)'
   drops = make_group_filter(spec, {'a': 1}, {'b': 2})
-  from tests.rollout.test_filters import Odd as made  # the class that was resolved
+  from tests.rollout.test_group_filters import (
+    Odd as made,
+  )  # the class that was resolved
 
   assert made.seen == ({'a': 1}, {'b': 2}, 'train', 3)
   assert [bool(drops(g, 0, [])) for g in range(3)] == [False, True, False]

@@ -14,8 +14,8 @@ from jaxrl.rollout.queue.group_pipeline import (
   StoreTimeoutError,
 )
 from jaxrl.rollout.queue.store_source import StoreGroupSource
-from tests.data.sinks.dumps import row
 from tests.data.store.stores import opened, reader
+from tests.data.trajectory_writers.dumps import row
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from jaxrl.data import trajectory_codec
 from launch import rollout
 from tests.launch import runs
-from tests.launch.runtime.test_engines import mortal
+from tests.launch.runtime.test_engine_failures import mortal
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
 TASKS, SIZE = 10, 2

@@ -5,7 +5,7 @@ import re
 
 from launch.logging.console import Console
 from launch.logging.progress import RolloutProgress
-from tests.data.sinks.dumps import row
+from tests.data.trajectory_writers.dumps import row
 
 
 def test_lines_in_a_pipe_tell_count_rate_score_and_time_left():

@@ -179,7 +179,7 @@ def test_an_attempt_that_wrote_nothing_can_be_shaped():
 
 
 def test_a_users_function():
-  out = shaped('tests.rollout.test_shapers:double(times=3)', group(1, 2))
+  out = shaped('tests.rollout.test_reward_shaping:double(times=3)', group(1, 2))
   assert [r.weight for r in out] == [3, 3]
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
-from tests.data.sinks.dumps import Memory
+from tests.data.trajectory_writers.dumps import Memory
 
 
 def items(sink):

@@ -17,7 +17,7 @@ from jaxrl.envs.terminal.shell_session import SHELL_HELP, extract_command
 from jaxrl.types import Task
 from tests.calls import env_factory
 from tests.envs import swe_repos
-from tests.envs.sandbox.test_local import named
+from tests.envs.sandbox.test_local_sandbox import named
 from tests.rollout.fakes import FakeEngine, play, world
 
 sandboxed = pytest.mark.skipif(
