@@ -26,6 +26,9 @@ from jaxrl.training.learner import Learner
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
 
+# Options of EnvManager that a run sets for all environment tags at once.
+SHARED_OPTIONS = ('tag', 'max_length', 'temperature', 'top_p', 'top_k', 'timeouts')
+
 
 def env_section(env_type: str, **overrides: Any) -> Config:
   """Returns an environment tag's section: EnvManager's options and the class's own.
@@ -36,8 +39,9 @@ def env_section(env_type: str, **overrides: Any) -> Config:
       environment class's own.
   """
   env_config = overrides.pop('env_config', {})
-  shared = ('tag', 'max_length', 'temperature', 'top_p', 'top_k', 'timeouts')
-  config = make_section(omit_options(EnvManager, *shared), env_tag_options, **overrides)
+  config = make_section(
+    omit_options(EnvManager, *SHARED_OPTIONS), env_tag_options, **overrides
+  )
   config.env_type = env_type
   describe_keys(config, {'env_type': 'The environment: its short name or location.'})
   config.env_config = make_section(find_env(env_type), **env_config)

@@ -211,8 +211,8 @@ class Teachers:
     if teacher is None:
       raise ConfigError(
         f'tag {tag!r}{of_row} has no teacher; those of {", ".join(self._by_tag)} have: '
-        'name one in --config.teacher.by_tag, or one for the rest in '
-        '--config.teacher.checkpoint'
+        f"name one, --config.teacher.checkpoint='{tag}=FOLDER, …', or one folder for "
+        'all tags'
       )
     return teacher
 

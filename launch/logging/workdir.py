@@ -26,6 +26,7 @@ FREE = (
   'mesh',
   'cluster.*',
   'dataset.experience_store',
+  'weight_sync.transport',
   'rollout.max_num_seqs',
   'rollout.episode_timeout',
   'rollout.logprob_mismatch_warn',
@@ -185,7 +186,7 @@ def package_versions() -> dict[str, str]:
 
 def git_commit() -> str | None:
   """Returns the code's git commit, with '+' if files differ; None outside git."""
-  root = pathlib.Path(__file__).resolve().parent.parent
+  root = pathlib.Path(__file__).resolve().parents[2]
   if not (root / '.git').exists():
     return None
   try:

@@ -192,7 +192,7 @@ class RayRuntime:
       cls, args = EngineActor, (model, *args)
     elif kind != 'vllm':
       cls, args = OwnEngineActor, (kind, model, *args)
-    python = options.pop('python', '')
+    python = options.pop('python', '') if kind == 'vllm' else ''
     engines: tuple[ActorResources, ...] = (ActorResources(),) * count
     if self._group is not None:
       engines = self._group.placement.engines

@@ -51,10 +51,15 @@ def parse_algorithm_options(spec: str, options: Mapping[str, Any]) -> dict[str, 
       for name, hint in option_types(registry.builder(spec)).items()
     },
   }
+  own_names = option_types(registry.builder(spec)).keys()
   parsers = {'one': parse_call, 'many': parse_calls}
   parsed = dict(options)
   for name, value in options.items():
-    parse = parsers.get(arities.get(name, 'none'))
-    if parse and isinstance(value, str) and value:
-      parsed[name] = parse_setting(f'algorithm.{name}', value, parse)
+    arity = arities.get(name, 'none')
+    if arity not in parsers or not isinstance(value, str):
+      continue
+    if value:
+      parsed[name] = parse_setting(f'algorithm.{name}', value, parsers[arity])
+    elif name in own_names:  # elsewhere '' leaves the builder's choice
+      parsed[name] = () if arity == 'many' else None
   return parsed

@@ -145,7 +145,7 @@ def parse_component(
   Raises:
     ConfigError: If the text cannot be read, or a name or an option does not exist.
   """
-  return build_component(parse_call(text), known, what, key)
+  return build_component(parse_setting(key, text, parse_call), known, what, key)
 
 
 def parse_row_sources(text: str) -> RowSources:

@@ -13,7 +13,7 @@ from jaxrl.call_strings import (
 )
 from jaxrl.models.lora import Lora
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
-from launch.settings.call_syntax import parse_call
+from launch.settings.call_syntax import parse_call, parse_setting
 from launch.settings.run_settings import (
   ClusterSettings,
   EngineSettings,
@@ -89,7 +89,7 @@ def parse_transport(
       engine, these adapters or a run of one process cannot use.
   """
   where = f'{WEIGHTS}={text}'
-  call = parse_call(text)
+  call = parse_setting('weight_sync.transport', text, parse_call)
   name, options = call.name, dict(call.options)
   if name not in TRANSPORTS:
     raise unknown_name_error(name, TRANSPORTS, 'transport', WEIGHTS)
@@ -170,7 +170,7 @@ def _process_problem(name: str, ray: bool, folder: str) -> str:
 
 def _gpu_problem(engine: EngineSettings, check_machine: bool) -> str:
   """Says why learner or engine cannot send from GPU to GPU; '' if they can."""
-  if not engine.traits.receives_from_gpu:
+  if engine.kind != 'vllm' or not engine.traits.receives_from_gpu:
     return (
       f'--config.rollout.engine={engine.kind} takes no weights from GPU to GPU, vllm '
       'alone does: take object_store'
@@ -263,7 +263,7 @@ def parse_placement(text: str, *, ray: bool) -> PlacementSettings:
   Raises:
     ConfigError: for an unknown placement or option, or a number out of range.
   """
-  call = parse_call(text)
+  call = parse_setting('cluster.placement', text, parse_call)
   name, options = call.name, call.options
   if name not in PLACEMENTS:
     raise unknown_name_error(name, PLACEMENTS, 'placement', PLACEMENT)

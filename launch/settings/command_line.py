@@ -208,8 +208,13 @@ class _told:
     file = str(pathlib.Path(self.path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == file]
     place = f'{self.path}, line {lines[-1]}' if lines else self.path
-    if lines and (told := find_renamed_in_line(_statement(file, lines[-1] or 1))):
-      raise ConfigError(f'{place}: {told}') from error
+    is_missing_key = isinstance(
+      error, AttributeError | KeyError | TypeError | ConfigError
+    )
+    if lines and is_missing_key:
+      statement = _statement(file, lines[-1] or 1)
+      if told := find_renamed_in_line(statement):
+        raise ConfigError(f'{place}: {told}') from error
     if isinstance(error, ConfigError):
       return
     if self._own and self._in_own(error, trace):
@@ -286,7 +291,7 @@ def override(config: ConfigDict, key: str, text: str | None) -> None:
     if not isinstance(node, ConfigDict) or part not in node:
       from launch.settings.renamed_keys import describe_renamed_key
 
-      told = describe_renamed_key(key, text)
+      told = describe_renamed_key(key, text, config.to_dict())
       raise ConfigError(told or _unknown_key(list(dotted_keys(config)), key))
     holder, node = node, node[part]
   if isinstance(node, ConfigDict):

@@ -150,11 +150,14 @@ def parse_row_keys(text: str) -> dict[str, str]:
     'answer': defaults(GlobalDataset)['answer_key'],
     'solution': defaults(RowFormat)['solution_key'],
   }
-  others = []
+  others, seen = [], set()
   for term in filter(str.strip, text.split(',')):
     name, equals, key = (part.strip() for part in term.partition('='))
     if not equals:
       raise ConfigError(f'--config.dataset.keys={text}: write name=KEY, name=KEY')
+    if name in seen:
+      raise ConfigError(f'--config.dataset.keys={text}: {name!r} is given twice')
+    seen.add(name)
     if name in keys:
       keys[name] = key
     else:
@@ -177,7 +180,7 @@ def parse_random_model(text: str) -> ModelConfig:
     ConfigError: if the text or an option is wrong.
   """
   where = f'--config.model.random={text}'
-  call = parse_call(text)
+  call = parse_setting('model.random', text, parse_call)
   family, options = call.name, call.options
   if ':' not in family and family not in families.family_names():
     raise unknown_name_error(family, families.family_names(), 'family', where)
@@ -211,6 +214,8 @@ def parse_teachers(text: str) -> dict[str, str]:
         'each tag once'
       )
     folders[tag] = folder.strip()
+  if text.strip() and not folders:
+    raise ConfigError(f'--config.teacher.checkpoint={text}: names no folder')
   return folders
 
 
@@ -245,11 +250,28 @@ def parse_options(text: str, known: Mapping[str, Any], key: str) -> dict[str, An
 def parse_mesh(text: str) -> MeshSettings:
   """Parses `mesh`, such as 'fsdp=8, tensor=2'.
 
+  `data` takes the devices that are left, unless the text gives them to another axis.
+
   Raises:
     ConfigError: if the text cannot be read, or names no axis.
   """
   axes = {name: size for name, size in defaults(make_mesh).items() if name != 'devices'}
-  return MeshSettings(**parse_options(text, axes, 'mesh'))
+  sizes = parse_options(text, axes, 'mesh')
+  others_take_all = any(sizes[axis] == -1 for axis in sizes if axis != 'data')
+  if others_take_all and not re.search(r'\bdata\s*=', text):
+    sizes['data'] = 1
+  for axis, size in sizes.items():
+    if size < 1 and size != -1:
+      raise ConfigError(
+        f'--config.mesh={text}: {axis}={size} must be at least 1, or -1 for all '
+        'devices that are left'
+      )
+  if sum(size == -1 for size in sizes.values()) > 1:
+    free = ' and '.join(axis for axis, size in sizes.items() if size == -1)
+    raise ConfigError(
+      f'--config.mesh={text}: {free} are -1, which only one axis may be'
+    )
+  return MeshSettings(**sizes)
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

@@ -14,7 +14,7 @@ from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.engine_base import EngineBase, EngineTraits
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.threaded_decode import decode_threads_error
-from launch.settings.call_syntax import parse_call
+from launch.settings.call_syntax import parse_call, parse_setting
 from launch.settings.run_settings import EngineSettings, RunSettings
 
 KEY = '--config.rollout.engine'
@@ -45,7 +45,7 @@ def parse_engine(
     ConfigError: for an unknown engine or option, or options that exclude each other.
   """
   where = f'{KEY}={text}'
-  call = parse_call(text)
+  call = parse_setting('rollout.engine', text, parse_call)
   kind, own_options = call.name, dict(call.options)
   shared = {'max_num_seqs': max_num_seqs, 'max_length': max_length}
   if kind == 'vllm':

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl.call_strings import ConfigError
+from launch.settings.call_syntax import split_terms
 
 # Old key → what is written today. {value} stands for the value, * for a part of the key
 # that stays; without {value} the new key takes the value as it is.
@@ -59,6 +60,8 @@ RENAMED_KEYS: dict[str, str] = {
   'env.*.formulation': 'env.*.row_format',
   'env.*.env_config.test_commands': 'env.*.env_config.test_command',
 }
+# Old keys whose value came on top of the algorithm's own, which today's key replaces.
+ADDING_KEYS = ('rollout.shapers',)
 # Old keys that no key replaces, and what to do instead.
 REMOVED_KEYS: dict[str, str] = {
   'algorithm.behaviour': "algorithm.correction implies 'decoupled', and so does "
@@ -79,13 +82,18 @@ RENAMED_OPTIONS: dict[str, dict[str, str]] = {
   'rollout.engine': {'lanes': 'decode_threads'},
 }
 
+_QUOTED = re.compile('"[^"\\n]*"|\'[^\'\\n]*\'')
 
-def describe_renamed_key(key: str, value: Any = None) -> str:
+
+def describe_renamed_key(
+  key: str, value: Any = None, config: Mapping[str, Any] | None = None
+) -> str:
   """Returns what an old key is called today and how to write it.
 
   Args:
     key: a dotted key.
     value: the value it was given, as text; None if there is none.
+    config: the config as nested mappings; what it sets of a merged key is kept.
 
   Returns:
     A sentence; '' for a key that was never renamed.
@@ -99,9 +107,34 @@ def describe_renamed_key(key: str, value: Any = None) -> str:
     new = new.replace('*', match[1] if match.groups() else '')
     name, equals, _ = new.partition('=')
     shown = 'VALUE' if value is None else str(value)
-    how = new.replace('{value}', shown) if equals else f'{new}={shlex.quote(shown)}'
-    return f'{key} is now {name}: write --config.{how}'
+    how = f'{new}={shlex.quote(shown)}'
+    if equals:
+      how = new.replace('{value}', shown)
+      if current := _value(config or {}, name):
+        merged = _merge_terms(current, how.partition('=')[2][1:-1])
+        how = f'{name}={shlex.quote(merged)}'
+    advice = f'{key} is now {name}: write --config.{how}'
+    if key in ADDING_KEYS:
+      advice += ", which replaces the algorithm's own"
+    return advice
   return ''
+
+
+def _merge_terms(current: str, term: str) -> str:
+  """Returns a value of a merged key with one more option.
+
+  Args:
+    current: the value, such as 'qwen3(num_layers=2)' or 'fsdp=8'.
+    term: the option in the same form, such as 'qwen3(head_dim=8)' or 'tensor=2'.
+  """
+  is_call = '(' in term
+  name, _, options = current.partition('(') if is_call else ('', '', current)
+  added = term.partition('(')[2].removesuffix(')') if is_call else term
+  option = added.partition('=')[0]
+  terms = split_terms(options.strip().removesuffix(')') if is_call else options, ',')
+  kept = [t for t in terms if t.partition('=')[0].strip() != option]
+  merged = ', '.join([*kept, added])
+  return f'{name.strip()}({merged})' if is_call else merged
 
 
 def find_renamed_keys(keys: Iterable[str], known: Iterable[str] = ()) -> list[str]:
@@ -118,6 +151,7 @@ def find_renamed_keys(keys: Iterable[str], known: Iterable[str] = ()) -> list[st
 
 def find_renamed_in_line(line: str) -> str:
   """Returns a sentence about an old key that a line of a config file sets, or ''."""
+  line = _QUOTED.sub("''", line)
   for old in (*RENAMED_KEYS, *REMOVED_KEYS):
     section, _, leaf = old.rpartition('.')
     if leaf == '*':
@@ -147,6 +181,8 @@ def check_renamed_calls(config: Mapping[str, Any]) -> None:
   ):
     for key, names in table.items():
       text = _value(config, key)
+      if ':' in text.partition('(')[0]:
+        continue  # a user's own component, with options of its own
       for old, new in names.items():
         written = re.sub(pattern.format(old), new, text)
         if written != text:

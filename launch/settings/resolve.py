@@ -12,11 +12,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from configs import base
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError, unknown_name_error
+from jaxrl.call_strings import ConfigError, defaults, unknown_name_error
 from jaxrl.config import Config
 from jaxrl.data.store import store_options
 from jaxrl.envs.graders import composite
+from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.types import Algorithm
 from launch.settings import off_policy
 from launch.settings.algorithm_options import build_algorithm
@@ -66,6 +68,8 @@ from launch.settings.run_settings import (
 
 log = logging.getLogger(__name__)
 
+# Sections that commands add to a config.
+COMMAND_SECTIONS = ('plugins', 'logging', 'trajectory_dump', 'synthesis')
 FROM_DATA = 'data'  # as a teacher's checkpoint: its outputs come with the rows
 
 
@@ -86,6 +90,7 @@ def resolve_settings(
     ConfigError: if a value cannot be read, with the key and what would be right.
   """
   data: dict[str, Any] = config.to_dict() if hasattr(config, 'to_dict') else config
+  _check_keys(data)
   options = dict(data['algorithm'])
   name = options.pop('name')
   algorithm = _build_algorithm(name, options, warn=warn)
@@ -124,6 +129,33 @@ def resolve_settings(
     config=data,
   )
   return dataclasses.replace(settings, algorithm=_fit_algorithm(settings))
+
+
+def _check_keys(data: Mapping[str, Any]) -> None:
+  """Refuses keys that no part of a run reads, which a config file may add.
+
+  The options of algorithms and environments are checked where they are built.
+  """
+  known = base.get_config().to_dict()
+  own_checks = {'algorithm', 'env', *COMMAND_SECTIONS}
+  for name, section in data.items():
+    if name not in known and name not in own_checks:
+      raise unknown_name_error(name, known, 'key', 'config')
+    if name in own_checks:
+      continue
+    if isinstance(known[name], dict) != isinstance(section, Mapping):
+      what = 'a section' if isinstance(known[name], dict) else 'a value'
+      raise ConfigError(f'config.{name}={section!r} must be {what}')
+    for key in section if isinstance(section, Mapping) else ():
+      if key not in known[name]:
+        raise unknown_name_error(key, known[name], 'key', f'config.{name}')
+  manager_options = defaults(EnvManager).keys() - set(base.SHARED_OPTIONS)
+  tag_keys = manager_options | defaults(base.env_tag_options).keys()
+  tag_keys |= {'env_type', 'env_config'}
+  for tag, section in data['env'].items():
+    for key in section:
+      if key not in tag_keys:
+        raise unknown_name_error(key, tag_keys, 'key', f'config.env.{tag}')
 
 
 def _pickle_as_config(settings: RunSettings) -> Any:

@@ -35,7 +35,6 @@ TINY = (
 # test_offline with those of preferences.
 FAST = (
   'grpo',
-  'gspo',
   'ppo',
   'dpo',
   'sft',
@@ -43,7 +42,6 @@ FAST = (
   'distill',
   'on_policy_distill',
   'mix_chord',
-  'rloo',
   'gigpo',
 )
 NAMES = [

@@ -57,6 +57,7 @@ def kill(process):
   process.communicate()
 
 
+@pytest.mark.slow
 def test_killed_in_rl_it_ends_at_the_same_bits(whole, tmp_path):
   process = runs.spawn(tmp_path, *STEPS)
   assert when(process, lambda: has(tmp_path, 'train', 1)), process.communicate()[0]
@@ -132,6 +133,7 @@ def test_killed_again_and_again(whole, tmp_path, seed):
   same(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(whole, capsys):
   before = (pathlib.Path(whole) / 'metrics.jsonl').read_text()
   assert runs.main(whole, *STEPS, config=runs.VARIED) == 0

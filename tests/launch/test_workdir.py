@@ -1,12 +1,15 @@
 """A run's folder: its record, who may use it, what may change in it."""
 
 import json
+import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
 from jaxrl.call_strings import ConfigError
+from launch.logging import workdir as workdir_module
 from launch.logging.workdir import (
   Workdir,
   default_path,
@@ -125,3 +128,15 @@ def test_outside_git_there_is_no_commit(monkeypatch, tmp_path):
     'launch.logging.workdir.__file__', str(tmp_path / 'launch' / 'w.py')
   )
   assert launch_record()['commit'] is None
+
+
+def test_the_commit_of_the_code_is_recorded():
+  root = pathlib.Path(workdir_module.__file__).parents[2]
+  if not (root / '.git').exists():
+    pytest.skip('the code is not in a git checkout')
+  assert re.fullmatch(r'[0-9a-f]{40}\+?', workdir_module.git_commit() or '')
+
+
+def test_the_transport_of_weights_may_change_when_a_run_resumes():
+  assert 'weight_sync.transport' in workdir_module.FREE
+  assert 'weight_sync.policy' not in workdir_module.FREE

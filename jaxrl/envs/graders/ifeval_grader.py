@@ -36,6 +36,8 @@ def make_instructions_grader(
   Raises:
     ConfigError: If a name or option in `rules` is unknown.
   """
+  if isinstance(rules, str | ComponentCall):
+    rules = (call_strings.as_call(rules),)
   fixed_checks = [
     _make_check(call.name, call.options) for call in map(call_strings.as_call, rules)
   ]

@@ -36,7 +36,7 @@ def one(
   model = TransformerLM(config, dtype='bfloat16', **options)
   programs = ModelRunner(
     model,
-    max_num_seqs=slots,
+    num_slots=slots,
     max_length=prompt + new + 1,
     decode_steps=steps,
     prompt_buckets=[prompt],

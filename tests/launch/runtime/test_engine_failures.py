@@ -259,6 +259,7 @@ def mortal(mark, since=1):
   return Mortal
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_no_engine_had_died(
   ray, local, tmp_path, monkeypatch, capsys
 ):

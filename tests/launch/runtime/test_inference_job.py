@@ -36,6 +36,7 @@ def played(folder, *options):
   ]
 
 
+@pytest.mark.slow
 def test_no_item_is_lost_with_an_engine(ray, tmp_path, monkeypatch, capsys):
   from launch.runtime import ray_runtime
 

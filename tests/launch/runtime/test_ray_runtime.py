@@ -111,6 +111,7 @@ def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(tmp_path, number):
   assert runs.numbers(tmp_path / 'whole') == runs.numbers(tmp_path / 'ray')
 
 
+@pytest.mark.slow
 def test_groups_are_filtered_shaped_and_drawn_as_in_one_process(ray, tmp_path):
   """DAPO with greedy baselines and a curriculum that learns, in actors."""
   options = (

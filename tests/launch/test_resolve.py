@@ -1,0 +1,103 @@
+"""Resolving a config: unknown keys are refused, and texts mean what they say."""
+
+import pytest
+
+from configs import debug
+from jaxrl.call_strings import ConfigError
+from launch.settings.component_calls import parse_mesh, parse_row_keys
+from launch.settings.renamed_keys import describe_renamed_key, find_renamed_in_line
+from launch.settings.resolve import resolve_settings
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (lambda c: c.update(foo=1), "config: no key 'foo'"),
+    (lambda c: c['dataset'].update(pth=1), r"config\.dataset: no key 'pth'.*'path'"),
+    (lambda c: c['optimizer'].update(foo=1), r"config\.optimizer: no key 'foo'"),
+    (lambda c: c['weight_sync'].update(foo=1), r"config\.weight_sync: no key 'foo'"),
+    (lambda c: c['env']['arithmetic'].update(foo=1), r"env\.arithmetic: no key 'foo'"),
+    (lambda c: c.update(batch=1), r'config\.batch=1 must be a section'),
+  ],
+)
+def test_a_key_that_nothing_reads_is_refused(change, message):
+  data = debug.get_config().to_dict()
+  change(data)
+  with pytest.raises(ConfigError, match=message):
+    resolve_settings(data)
+
+
+def test_an_axis_that_takes_all_devices_leaves_one_replica():
+  assert (parse_mesh('fsdp=-1').data, parse_mesh('fsdp=-1').fsdp) == (1, -1)
+  assert (parse_mesh('fsdp=2').data, parse_mesh('').data) == (-1, -1)
+  with pytest.raises(ConfigError, match='fsdp=0 must be at least 1'):
+    parse_mesh('fsdp=0')
+  with pytest.raises(ConfigError, match='data and fsdp are -1'):
+    parse_mesh('data=-1, fsdp=-1')
+
+
+def test_a_name_of_a_key_that_is_given_twice_is_refused():
+  with pytest.raises(ConfigError, match="'question' is given twice"):
+    parse_row_keys('question=a, question=b')
+
+
+@pytest.mark.parametrize(
+  'key',
+  [
+    'model.random',
+    'model.lora',
+    'batch.packing',
+    'rollout.engine',
+    'rollout.staleness_policy',
+    'weight_sync.policy',
+    'weight_sync.transport',
+    'cluster.placement',
+    'optimizer.name',
+    'dataset.curriculum',
+  ],
+)
+def test_a_text_that_cannot_be_read_is_answered_with_its_key(key):
+  config = debug.get_config()
+  config.update_from_flattened_dict({key: 'name(2)'})
+  with pytest.raises(ConfigError, match=f'config.{key}=.*options go by name'):
+    resolve_settings(config)
+
+
+def test_builders_get_none_for_a_call_that_is_not_set(tmp_path):
+  file = tmp_path / 'own.py'
+  file.write_text("""
+from jaxrl.algorithms.presets.grpo import grpo
+from jaxrl.call_strings import ComponentCall
+
+def mine(*, extra: ComponentCall | None = None, more: tuple[ComponentCall, ...] = ()):
+  assert extra is None and more == (), (extra, more)
+  return grpo()
+""")
+  resolve_settings(debug.get_config(f'{file}:mine'))
+
+
+def test_only_a_key_that_is_set_counts_as_an_old_one():
+  assert 'weight_sync.policy' in find_renamed_in_line("c.rollout.sync = 'fixed'")
+  assert not find_renamed_in_line("c.rollout.update(rewards='format(sync=3)')")
+  assert "replaces the algorithm's own" in describe_renamed_key('rollout.shapers', 'a')
+
+
+@pytest.mark.parametrize(
+  ('key', 'current', 'wanted'),
+  [
+    ('mesh.tensor', {'mesh': 'data=1, fsdp=16'}, "'data=1, fsdp=16, tensor=8'"),
+    ('mesh.tensor', {'mesh': 'tensor=2'}, 'mesh=tensor=8'),
+    (
+      'model.random.num_layers',
+      {'model': {'random': 'llama(num_layers=2, hidden_size=32)'}},
+      "'llama(hidden_size=32, num_layers=8)'",
+    ),
+    (
+      'dataset.question_key',
+      {'dataset': {'keys': 'answer=ground_truth'}},
+      "'answer=ground_truth, question=8'",
+    ),
+  ],
+)
+def test_advice_on_a_merged_key_keeps_what_the_config_sets(key, current, wanted):
+  assert describe_renamed_key(key, '8', current).endswith(wanted)
