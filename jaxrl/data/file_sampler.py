@@ -35,7 +35,8 @@ class FileSampler:
   Args:
     chat: Tokenizes conversations.
     rows: Rows in one of the formats of `row_formats`.
-    path: A source of such rows, instead of `rows`.
+    path: Where rows come from: a file, a folder, or `generate:NAME(…)`; instead of
+      `rows`.
     split: The split of the source.
     limit: Read only the first `limit` rows.
     schema: What a group is. 'messages': one conversation, whose assistant turns are

@@ -48,7 +48,7 @@ async def evaluate(
       which its mode must be 'traversal'.
     group_size: Samples per task, for pass@k.
     concurrency: Number of samples played at the same time.
-    retries: How often a failed sample is played again before it scores 0.
+    retries: How often a failed sample is retried before it scores 0.
     pass_score: A sample passes if its accuracy is at least this.
     progress: Called with each sample's rows and the total number of samples.
 

@@ -89,7 +89,7 @@ class GroupQueue:
         fraction, and 0 is synchronous.
       extra_samples: Extra samples started per group, of which the slowest are
         cancelled.
-      max_retries: How often a failed sample is played again. Attempts whose worker was
+      max_retries: How often a failed sample is retried. Attempts whose worker was
         lost are not counted at first.
       min_group_size: A group with fewer valid samples is dropped and replaced; 0
         requires all samples.
