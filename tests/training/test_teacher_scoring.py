@@ -142,7 +142,7 @@ def test_nothing_compiles_after_warmup():
 
 
 def test_a_tag_without_a_teacher_is_told():
-  with pytest.raises(ConfigError, match=r"tag 'c' has no teacher.*by_tag"):
+  with pytest.raises(ConfigError, match=r"tag 'c' has no teacher.*'c=FOLDER"):
     teachers(by_tag={'b': policy(1)}, tags=['b', 'c'])
   asked = teachers(by_tag={'b': policy(1)}, tags=['b'])
   made = groups()
