@@ -61,7 +61,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 # Modules too are compiled once, whatever the shell says: two seconds a process.
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 sys.dont_write_bytecode = False
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 if CACHE not in os.environ:  # xdist's workers inherit their parent's
   os.environ[CACHE] = tempfile.mkdtemp(prefix='xla-cache-')

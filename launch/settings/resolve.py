@@ -281,9 +281,10 @@ def _model(
   lora: str,
   random: str,
 ) -> ModelSettings:
+  random_model = parse_random_model(random)  # a wrong one is an error in any case
   return ModelSettings(
     checkpoint=checkpoint,
-    random=None if checkpoint else parse_random_model(random),
+    random=None if checkpoint else random_model,
     dtype=dtype,
     remat=parse_setting('model.remat', remat, parse_call),
     lora=parse_lora(lora),

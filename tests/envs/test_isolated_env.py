@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 
 import pytest
 
@@ -12,25 +11,10 @@ from jaxrl.envs.games.frozen_lake_env import FrozenLakeEnv
 from jaxrl.envs.isolated_env import EnvProcessError, IsolatedEnv
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from tests.processes import wait_for_end
 from tests.rollout.fakes import FakeEngine, lease, world
 
 MINE = 'tests.envs.faulty:Faulty'
-
-
-def alive(pid):
-  with open(f'/proc/{pid}/stat') as stat:
-    return stat.read().split()[2] != 'Z'
-
-
-def wait_for_death(pid):
-  for _ in range(200):
-    try:
-      if not alive(pid):
-        return
-    except OSError:
-      return
-    time.sleep(0.02)
-  raise AssertionError(f'process {pid} still lives')
 
 
 @pytest.fixture
@@ -67,7 +51,7 @@ def test_kill_ends_a_call_under_way(env):
   timer.start()
   with pytest.raises(EnvProcessError):
     env.step('hang')
-  wait_for_death(pid)
+  wait_for_end(pid)
 
 
 async def test_a_hung_environment_is_killed_and_replaced():
@@ -77,7 +61,7 @@ async def test_a_hung_environment_is_killed_and_replaced():
   manager = EnvManager(shared, timeouts=make_timeouts(step=0.2))
   (hung,) = await manager.play_episode(lease(), base_seed=0)
   assert hung.stop_reason == 'env_timeout'
-  wait_for_death(int(hung.messages[0]['content']))
+  wait_for_end(int(hung.messages[0]['content']))
   (good,) = await manager.play_episode(lease(), base_seed=0)
   assert good.stop_reason == 'finish'
   assert good.messages[0] != hung.messages[0]

@@ -63,6 +63,13 @@ def test_a_text_that_cannot_be_read_is_answered_with_its_key(key):
     resolve_settings(config)
 
 
+def test_a_wrong_random_model_is_refused_beside_a_checkpoint():
+  config = debug.get_config()
+  config.model.update(checkpoint='folder', random='qwen3(num_layer=2)')
+  with pytest.raises(ConfigError, match="no option 'num_layer'"):
+    resolve_settings(config)
+
+
 def test_builders_get_none_for_a_call_that_is_not_set(tmp_path):
   file = tmp_path / 'own.py'
   file.write_text("""

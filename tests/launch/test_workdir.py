@@ -137,6 +137,10 @@ def test_the_commit_of_the_code_is_recorded():
   assert re.fullmatch(r'[0-9a-f]{40}\+?', workdir_module.git_commit() or '')
 
 
-def test_the_transport_of_weights_may_change_when_a_run_resumes():
-  assert 'weight_sync.transport' in workdir_module.FREE
-  assert 'weight_sync.policy' not in workdir_module.FREE
+def test_the_transport_of_weights_may_change_and_their_policy_may_not(tmp_path):
+  weight_sync = {'policy': 'fixed', 'transport': 'auto'}
+  record(tmp_path, config(weight_sync=weight_sync))
+  changed = record(tmp_path, config(weight_sync={**weight_sync, 'transport': 'folder'}))
+  assert changed.changes == ["weight_sync.transport 'auto' → 'folder'"]
+  with pytest.raises(ConfigError, match=r'weight_sync\.policy'):
+    Workdir(tmp_path, config(weight_sync={**weight_sync, 'policy': 'trainer'}))

@@ -26,6 +26,7 @@ from jaxrl.rollout.rewards.reward_pipeline import (
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
 from tests.calls import env_factory
 from tests.data.letters import END
+from tests.processes import wait_for_end
 from tests.rollout import agent_cases
 from tests.rollout.gateway.agents import Engine, Tokens
 from tests.rollout.gateway.test_concurrent_agents import check
@@ -190,22 +191,7 @@ async def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     assert rows[-1].stop_reason == 'env_timeout'
     if note.exists():
       break
-  await _gone(int(note.read_text()))
-
-
-async def _gone(pid):
-  """Waits until a process is no more."""
-  async with asyncio.timeout(60):
-    while _alive(pid):
-      await asyncio.sleep(0.02)
-
-
-def _alive(pid):
-  try:
-    with open(f'/proc/{pid}/stat') as file:
-      return file.read().rpartition(')')[2].split()[0] != 'Z'
-  except FileNotFoundError:
-    return False
+  await asyncio.to_thread(wait_for_end, int(note.read_text()))
 
 
 def test_a_program_given_up_before_it_began_does_not_begin(tmp_path):
@@ -305,11 +291,11 @@ async def test_an_attempt_given_up_ends_its_program(tmp_path):
   first = await started()
   note.unlink()
   assert queue.expire_leases() == 1
-  await _gone(first)
+  await asyncio.to_thread(wait_for_end, first)
   second = await started()  # it is played again
   task.cancel()
   await asyncio.gather(task, return_exceptions=True)
-  await _gone(second)
+  await asyncio.to_thread(wait_for_end, second)
   made.pool.close()
 
 

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.envs.tools import mcp_tools
 from jaxrl.envs.tools.mcp_tools import McpStartError, McpTools
 from jaxrl.envs.tools.tool_api import ToolError
+from tests.processes import wait_for_end
 
 pytest.importorskip('mcp')
 SERVER = pathlib.Path(__file__).with_name('server.py')
@@ -37,22 +37,6 @@ def fault(tool, name, seconds=60, **arguments):
   with pytest.raises(ToolError) as caught:
     call(tool, name, seconds, **arguments)
   return caught.value.kind, str(caught.value)
-
-
-def gone(pid):
-  """Waits for the end of a process; False when it lives on."""
-  end = time.monotonic() + 30
-  while time.monotonic() < end:
-    try:
-      state = (
-        pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
-      )
-    except FileNotFoundError:
-      return True
-    if state == 'Z':
-      return True
-    time.sleep(0.02)
-  return False
 
 
 def test_its_tools_and_their_results(shared):
@@ -112,7 +96,9 @@ def test_servers_of_environments_and_of_episodes(tmp_path, monkeypatch):
   assert fault(mine, 'add', x=1, y=2)[0] == 'failed'
   del other  # as an environment that is dropped
   pids = count.read_text().split()
-  assert len(pids) == 4 and all(gone(pid) for pid in pids)
+  assert len(pids) == 4
+  for pid in pids:
+    wait_for_end(pid)
 
 
 @pytest.mark.slow
@@ -129,7 +115,7 @@ def test_a_server_dies_with_who_started_it(tmp_path):
   root = SERVER.parents[3]
   subprocess.run([sys.executable, '-c', program], cwd=root, timeout=120)
   (pid,) = count.read_text().split()
-  assert gone(pid)
+  wait_for_end(pid)
 
 
 def test_a_server_that_does_not_start():
