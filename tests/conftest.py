@@ -2,12 +2,11 @@
 
 Compiling is most of what the tests cost. LLVM's optimizations and XLA's fusion
 emitters are therefore left out unless XLA_FLAGS says otherwise: a program then compiles
-about six times as fast and computes the same. Each program is compiled once for all
-processes of a session, those that tests start included: they share JAX's compilation
-cache.
+about six times as fast and computes the same. Programs are not cached on disk: with
+compilation this quick, writing them takes longer than compiling the few that occur
+again.
 """
 
-import atexit
 import ctypes
 import gc
 import importlib.metadata
@@ -15,9 +14,7 @@ import importlib.util
 import os
 import pathlib
 import platform
-import shutil
 import sys
-import tempfile
 
 import pytest
 
@@ -27,8 +24,7 @@ QUICK = {
   '--xla_cpu_use_fusion_emitters': 'false',
   '--xla_cpu_parallel_codegen_split_count': '1',
 }
-CACHE = 'JAX_COMPILATION_CACHE_DIR'
-ENOUGH = 5 << 29  # bytes of memory, past which a process lets its programs go
+ENOUGH = 5 << 30  # bytes of memory, past which a process lets its programs go
 # Where the long tests are: they are begun first, so that the last ones are short.
 LONG = ['launch', 'training', 'models', 'rollout', 'kernels', 'algorithms']
 
@@ -61,11 +57,8 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 # Modules too are compiled once, whatever the shell says: two seconds a process.
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 sys.dont_write_bytecode = False
-os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
-os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
-if CACHE not in os.environ:  # xdist's workers inherit their parent's
-  os.environ[CACHE] = tempfile.mkdtemp(prefix='xla-cache-')
-  atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
+# Source locations in programs serve profiles only, and cost a twentieth of the time.
+os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'
 
 
 @pytest.hookimpl(tryfirst=True)

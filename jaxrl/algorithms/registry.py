@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -70,10 +70,11 @@ SETTING_CHOICES = {
 }
 
 
-def names() -> list[str]:
+@functools.cache
+def names() -> Sequence[str]:
   """Returns the names of the algorithms that come with the package, sorted."""
   folder = pathlib.Path(__file__).parent / 'presets'
-  return sorted(path.stem for path in folder.glob('[a-z]*.py'))
+  return tuple(sorted(path.stem for path in folder.glob('[a-z]*.py')))
 
 
 def builder(spec: str) -> Callable[..., Algorithm]:

@@ -27,6 +27,23 @@ from jaxrl.types import Algorithm, Array, Batch, Group, Params, Trajectory
 _FieldShapes = tuple[tuple[str, jax.ShapeDtypeStruct], ...]  # by field name
 
 
+def missing_teacher_error(
+  what: str, tag: str, tags_with_teacher: Iterable[str]
+) -> ConfigError:
+  """Returns the error for a tag that no teacher is named for.
+
+  Args:
+    what: the tag, or the row with the tag, for the message.
+    tag: the tag.
+    tags_with_teacher: the tags that have one.
+  """
+  return ConfigError(
+    f'tag {what} has no teacher; those of {", ".join(tags_with_teacher)} have: '
+    f"name one, --config.teacher.checkpoint='{tag}=FOLDER, …', or one folder for "
+    'all tags'
+  )
+
+
 class TeacherModel(Protocol):
   """A model with its parameters, such as a `jaxrl.model_loading.LoadedModel`."""
 
@@ -209,11 +226,7 @@ class Teachers:
   def _teacher_of(self, tag: str, of_row: str = '') -> ShardedTeacher:
     teacher = self._by_tag.get(tag, self._default)
     if teacher is None:
-      raise ConfigError(
-        f'tag {tag!r}{of_row} has no teacher; those of {", ".join(self._by_tag)} have: '
-        f"name one, --config.teacher.checkpoint='{tag}=FOLDER, …', or one folder for "
-        'all tags'
-      )
+      raise missing_teacher_error(f'{tag!r}{of_row}', tag, self._by_tag)
     return teacher
 
   def _compiled(

@@ -35,7 +35,10 @@ def _asks_teacher(algorithm: Any) -> bool:
 
 OPTIONAL_SECTIONS = (
   OptionalSection(
-    'cluster', lambda c: not c.cluster.ray, 'used when cluster.ray=true', ('ray',)
+    'cluster',
+    lambda c: not c.cluster.ray,
+    'used when cluster.ray=true',
+    ('ray', 'placement'),
   ),
   OptionalSection(
     'dataset',

@@ -58,7 +58,6 @@ RENAMED_KEYS: dict[str, str] = {
   'env.*.share': 'env.*.weight',
   'env.*.concurrency': 'env.*.max_concurrency',
   'env.*.formulation': 'env.*.row_format',
-  'env.*.env_config.test_commands': 'env.*.env_config.test_command',
 }
 # Old keys whose value came on top of the algorithm's own, which today's key replaces.
 ADDING_KEYS = ('rollout.shapers',)

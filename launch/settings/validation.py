@@ -5,25 +5,30 @@ against their ranges and settings against each other.
 """
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError, defaults, join_calls, unknown_name_error
+from jaxrl.call_strings import (
+  ConfigError,
+  defaults,
+  find_component,
+  join_calls,
+  unknown_name_error,
+)
 from jaxrl.data import samplers
+from jaxrl.data.curricula import CURRICULA
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.env_registry import env_factory, unwrapped
 from jaxrl.functional import components
-from jaxrl.models import huggingface
+from jaxrl.models import huggingface, remat
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.training import batch_fields
 from jaxrl.training.batching import packing_plan
+from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
 from kernels.dispatch import check_kernels_option
 from launch.settings.engine_settings import check_engine
 from launch.settings.off_policy import validate_off_policy
-from launch.settings.run_settings import (
-  TEACHER_CHECKPOINT,
-  RunSettings,
-)
+from launch.settings.run_settings import TEACHER_CHECKPOINT, RunSettings, as_options
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 # Whole numbers, and the least that each may be.
@@ -65,6 +70,7 @@ def validate(settings: RunSettings) -> None:
   validate_consistency(settings)
   _validate_checkpoint(settings)
   _validate_curriculum(settings)
+  _validate_row_options(settings)
   _validate_offline(settings)
   if settings.plays or settings.evaluates:
     _validate_rollouts(settings)
@@ -101,6 +107,7 @@ def validate_consistency(settings: RunSettings) -> None:
       f'algorithm {settings.algorithm_name} reads the values of a critic, and nothing '
       'trains one: set --config.algorithm.value_loss=value_loss'
     )
+  _validate_learner_components(settings)
   _validate_batch(settings)
   validate_off_policy(settings)
   if settings.plays:
@@ -125,6 +132,18 @@ def validate_ranges(settings: RunSettings) -> None:
     check_kernels_option(settings.model.kernels)
   except ValueError as error:
     raise ConfigError(f'--config.{error}') from error
+
+
+def _validate_learner_components(settings: RunSettings) -> None:
+  """Builds what a learner will build, for the errors."""
+  remat.policy(settings.model.remat)
+  try:
+    # A decay without `decay_steps` ends with the run, however many steps that has.
+    make_optimizer(**as_options(settings.optimizer), num_steps=1)
+  except ConfigError:
+    raise
+  except ValueError as error:
+    raise ConfigError(f'--config.optimizer: {error}') from error
 
 
 def _validate_batch(settings: RunSettings) -> None:
@@ -242,6 +261,7 @@ def _validate_group_pipeline(settings: RunSettings) -> None:
 def _validate_curriculum(settings: RunSettings) -> None:
   """A curriculum chooses among the rows that are played."""
   curriculum = settings.dataset.curriculum
+  find_component(curriculum, CURRICULA, 'curriculum', 'dataset.curriculum')
   if curriculum == defaults(GlobalDataset)['curriculum']:
     return
   classes = [unwrapped(env.env_type, env.env_config) for env in settings.env.values()]
@@ -250,6 +270,25 @@ def _validate_curriculum(settings: RunSettings) -> None:
     raise ConfigError(
       f'--config.dataset.curriculum={curriculum}: has no effect here: no environment '
       'of this run takes its tasks from the data set'
+    )
+
+
+def _validate_row_options(settings: RunSettings) -> None:
+  """Options of rows need something that reads rows.
+
+  Whether the sampler of a run that plays reads expert rows is checked where it is made.
+  """
+  data = settings.dataset
+  if data.expert_path and not (settings.plays and settings.experience_store is None):
+    raise ConfigError(
+      f'--config.dataset.expert_path={settings.text("dataset.expert_path")}: has no '
+      'effect here: only samplers that mix expert rows with rollouts read it'
+    )
+  paths = (data.path, data.expert_path, settings.sft.path, settings.eval.path)
+  if settings.text('dataset.keys') and not any(paths):
+    raise ConfigError(
+      f'--config.dataset.keys={settings.text("dataset.keys")}: has no effect here: '
+      'this run reads no rows'
     )
 
 
@@ -318,7 +357,8 @@ def validate_teachers(settings: RunSettings) -> None:
   """Checks that the algorithm and the config agree about teachers.
 
   Raises:
-    ConfigError: for a teacher too many, one too few, or an unknown tag.
+    ConfigError: for a teacher that is not asked for, one that is missing, or an unknown
+      tag.
   """
   name, teacher = settings.algorithm_name, settings.teacher
   if not batch_fields.teacher_fields(settings.algorithm):
@@ -339,6 +379,12 @@ def validate_teachers(settings: RunSettings) -> None:
         raise unknown_name_error(
           tag, settings.env, 'environment tag', TEACHER_CHECKPOINT
         )
+    for tag in settings.env:
+      if not teacher.from_data and not {'', tag} & teacher.folders.keys():
+        # Imported here because only algorithms that distill have teachers.
+        from jaxrl.training.teacher_scoring import missing_teacher_error
+
+        raise missing_teacher_error(repr(tag), tag, teacher.folders)
 
 
 def _validate_store(settings: RunSettings) -> None:

@@ -28,7 +28,7 @@ def said(capsys, *argv):
 def test_lists_every_algorithm_in_a_line_with_its_paper(capsys):
   lines = said(capsys).splitlines()
   rows = [line.split() for line in lines if re.match(r'  \w', line)]
-  assert sorted(row[0] for row in rows) == registry.names()
+  assert sorted(row[0] for row in rows) == list(registry.names())
   for row in rows:
     assert re.fullmatch(r'\d{4}\.\d{5}|(19|20)\d\d', row[-1]), row
 

@@ -64,6 +64,13 @@ SETTINGS = {
   '--config.env.arithmetic.row_format=steps': "no row format 'steps'",
   '--config.env.arithmetic.max_steps=0': 'must be at least 1',
   '--config.model.checkpoint=/nowhere': 'model.checkpoint=/nowhere',
+  '--config.model.remat=dot': "Did you mean 'dots'",
+  '--config.optimizer.name=adam': "Did you mean 'adamw'",
+  '--config.optimizer.lr_schedule=cosin': "Did you mean 'cosine'",
+  '--config.optimizer.max_grad_norm=0': '--config.optimizer: max_grad_norm=0',
+  '--config.dataset.curriculum=bandid': "Did you mean 'bandit'",
+  '--config.dataset.system_prompt=Hi --config.sft.num_steps=0': 'mixes no expert rows',
+  '--config.dataset.expert_path=a.jsonl': 'mixes no expert rows',
 }
 
 
@@ -144,6 +151,7 @@ def test_ones_own_file_that_python_cannot_read_shows_where(tmp_path, capsys):
   assert 'mine.py' in err and 'line 2' in err and 'return (a' in err
 
 
+@pytest.mark.slow
 def test_after_a_failed_start_the_right_one_is_as_if_there_had_been_none(
   tmp_path, capsys
 ):

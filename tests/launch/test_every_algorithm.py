@@ -30,20 +30,11 @@ TINY = (
 )
 
 
-# One of each path through the launcher: by what is read, asked for and added to the
-# loss. test_learning takes eight real steps with every other one for rollouts, and
-# test_offline with those of preferences.
-FAST = (
-  'grpo',
-  'ppo',
-  'dpo',
-  'sft',
-  'cpt',
-  'distill',
-  'on_policy_distill',
-  'mix_chord',
-  'gigpo',
-)
+# These take paths through the launcher that no other fast run takes. Whole runs of a
+# critic and of rows for single steps are in test_runs, of sft in test_files, and of
+# distill in test_teachers. test_learning takes eight real steps with every other
+# algorithm that plays, and test_offline with those of preferences.
+FAST = ('grpo', 'dpo', 'on_policy_distill', 'mix_chord')
 NAMES = [
   pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
   for name in registry.names()

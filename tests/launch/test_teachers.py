@@ -164,6 +164,13 @@ def test_what_cannot_be_is_told_in_one_line(tmp_path, capsys, options):
   assert REFUSED[options] in said
 
 
+def test_a_tag_without_a_teacher_is_refused_before_models_are_loaded(tmp_path, capsys):
+  options = (*TINY, '--config.teacher.checkpoint=arithmetic=/nowhere')
+  config = f'{runs.ROOT}/tests/launch/two_tags.py:on_policy_distill'
+  said = refused(tmp_path, capsys, *options, config=config)
+  assert "tag 'more' has no teacher; those of arithmetic have" in said
+
+
 def test_a_teacher_that_nobody_asks_is_refused(tmp_path, capsys):
   said = refused(tmp_path, capsys, '--config.teacher.checkpoint=/nowhere')
   assert 'algorithm grpo asks no teacher' in said

@@ -107,6 +107,7 @@ def main() -> int:
   with tempfile.TemporaryDirectory(prefix='mutation-') as folder:
     cache = os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', f'{folder}/xla')
     pathlib.Path(cache).mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
     copies: queue.Queue[pathlib.Path] = queue.Queue()
     for i in range(options.jobs):
       copy = pathlib.Path(folder) / str(i)

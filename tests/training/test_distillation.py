@@ -106,7 +106,11 @@ async def taught(learner, steps, *, plays, tags='ab'):
   [
     ('on_policy_distill', {}),
     pytest.param('jsd', {}, marks=pytest.mark.slow),
-    ('jsd', {'beta': 0.9, 'policy_loss': 'importance_sampling'}),
+    pytest.param(
+      'jsd',
+      {'beta': 0.9, 'policy_loss': 'importance_sampling'},
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       'grpo',
       {'advantage': 'grpo_distill', 'kl_loss': 'none'},

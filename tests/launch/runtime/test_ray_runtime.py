@@ -76,6 +76,7 @@ class Dies:
 """
 
 
+@pytest.mark.slow
 def test_an_actor_that_dies_ends_the_run_with_one_line(ray, tmp_path, capsys):
   mark = tmp_path / 'die'
   (tmp_path / 'dies.py').write_text(DIES.replace('MARK', repr(str(mark))))
