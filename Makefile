@@ -53,7 +53,7 @@ env-targets:
 # The fast suite in two parts at once: one process per core runs the tests without Ray,
 # and those with Ray, which mostly wait for its processes, run beside them. The others
 # yield the processor to them, so that nothing times out, and what they say is printed
-# at their end. Files run in the order of tests/conftest.py: the longest come first.
+# at their end. Files run in the order of tests/conftest.py.
 XDIST = -n 2 --dist loadgroup --no-loadscope-reorder
 FAST = -m 'not slow and not ray' $(XDIST)
 test: env

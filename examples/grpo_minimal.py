@@ -36,7 +36,7 @@ from jaxrl.training.learner import Learner
 from jaxrl.training.optimizers import make_optimizer
 
 SEED = 0
-NUM_STEPS = 80
+NUM_STEPS = 60
 NUM_GROUPS = 8  # tasks per step
 GROUP_SIZE = 8  # samples of each task
 REPLY_TOKENS = 8

@@ -141,11 +141,11 @@ def test_hanging_and_forking_commands_are_ended(made):
   env, _ = begin(
     repos,
     swe_repos.ledger(repos),
-    shell='shell(seconds=4.0, output=60)',
+    shell='shell(seconds=2.0, output=60)',
     episode_seconds=50.0,
   )
   hang = f'setsid sleep {mark} & echo begun; exec sleep {mark}'
-  assert do(env, hang)[0] == 'killed: it took more than 4 seconds\nbegun\n'
+  assert do(env, hang)[0] == 'killed: it took more than 2 seconds\nbegun\n'
   bomb = f': {mark}; f() {{ f | f & }}; f; sleep {mark}'
   assert do(env, bomb)[0].startswith('killed: ')
   shown = do(env, 'seq 1000')[0]

@@ -124,6 +124,7 @@ def test_a_larger_table_is_cut_to_the_students(folder, tmp_path):
   assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
 def test_a_tag_goes_to_its_own_teacher(folder, tmp_path):
   """Named alone it is the default; beside a default it goes before it."""
   runs.record(

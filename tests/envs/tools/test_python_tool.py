@@ -75,7 +75,7 @@ def test_variables_are_kept_by_option_and_within_an_episode():
 
 
 @sandboxed
-@pytest.mark.parametrize('keep', [False, True])
+@pytest.mark.parametrize('keep', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_limits(interpreter, keep):
   run = interpreter(keep=keep, memory_mb=128, timeout=60)
   lost = '; all variables are lost' * keep
