@@ -109,6 +109,8 @@ def low_var(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array
 def abs(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
   """Computes coef·|p − q| (Schulman, 2020).
 
+  The gradient is coef·sign(p − q), and 0 where the two are equal.
+
   Args:
     logprobs: `[B, T]` the policy's log-probs p, with gradient.
     ref_logprobs: `[B, T]` the reference's log-probs q.
@@ -117,7 +119,9 @@ def abs(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
   Returns:
     `[B, T]`.
   """
-  return coef * jnp.abs(logprobs - ref_logprobs)
+  difference = logprobs - ref_logprobs
+  # JAX differentiates |x| at 0 to 1, so a policy equal to its reference would move.
+  return coef * jnp.sign(difference) * difference
 
 
 @component()

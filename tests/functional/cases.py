@@ -87,7 +87,7 @@ ADVANTAGES = [
   advantage('grpo_distill', coef=0.1),
   advantage('grpo_distill', scale_by_std=False),
   advantage('grpo_distill', std_over='batch'),
-  *(advantage('jsd', beta=beta) for beta in (0.0, 0.25, 0.5, 0.999, 1.0)),
+  *(advantage('jsd', beta=beta) for beta in (0.0, 0.001, 0.5, 0.75, 1.0)),
   *(
     advantage('normalise', mean=mean, std=std, steps=mean == std)
     for mean, std in itertools.product(OVER, OVER)

@@ -80,6 +80,12 @@ def each(fn: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]
   return jax.jit(lambda columns: jax.lax.map(fn, columns))
 
 
+def with_one_policy(columns: Mapping[str, Any]) -> dict[str, Any]:
+  """The same columns, with every other policy's log-probs exactly the policy's own."""
+  names = ('old_logprobs', 'rollout_logprobs', 'ref_logprobs', 'teacher_logprobs')
+  return dict(columns) | dict.fromkeys(names, columns['logprobs'])
+
+
 def end_to_end(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
   """Stacked batches as one long one: for functions whose rows do not meet."""
   return {

@@ -250,13 +250,16 @@ def step_wise_grpo(c, o):
   return by_run(c, advantage)
 
 
-def _compare(values, keys, norm):
+def _compare(values, keys, norm, keep_alone=False):
   """Per entry: its value less the mean of those with its key; None is no key."""
   out = np.zeros(len(values))
   for i, key in enumerate(keys):
     if key is None:
       continue
     peers = np.array([v for v, k in zip(values, keys, strict=True) if k == key])
+    if len(peers) == 1 and keep_alone:
+      out[i] = values[i] / (1 + 1e-6 if norm == 'std' else 1)
+      continue
     out[i] = 0 if _equal(peers) else values[i] - peers.mean()
     if norm == 'std':
       out[i] /= (np.std(peers, ddof=1) if len(peers) > 1 else 0) + 1e-6
@@ -267,7 +270,7 @@ def gigpo(c, o):
   norm = o.get('norm', 'none')
   episode = np.zeros(c['mask'].shape)
   for task, members in returns_by_task(c).items():
-    a = _compare(list(members.values()), [task] * len(members), norm)
+    a = _compare(list(members.values()), [task] * len(members), norm, True)
     episode += by_run(
       c, dict.fromkeys(c['episode_ids'], 0.0) | dict(zip(members, a, strict=True))
     )
@@ -310,7 +313,7 @@ def cod(c, o):
     (t, k) if t >= 0 else None
     for t, k in zip(c['group_ids'], c['turn_ids'], strict=True)
   ]
-  return _row_values(c, _compare(_ahead(c, o), keys, 'none'))
+  return _row_values(c, _compare(_ahead(c, o), keys, 'none', True))
 
 
 def on_policy_distill(c, o):
@@ -325,10 +328,9 @@ def grpo_distill(c, o):
 def jsd(c, o):
   beta = o.get('beta', 0.5)
   d = np.clip(c['teacher_logprobs'] - c['old_logprobs'], -20, 20)
-  if beta == 1:
-    value = np.exp(d) - 1
-  else:
-    value = np.log(beta + (1 - beta) * np.exp(d)) / (1 - beta)
+  value = np.exp(d) - 1
+  if beta:
+    value = np.log(1 + beta * value) / beta
   return np.where(c['mask'], o.get('coef', 1.0) * value, 0)
 
 
@@ -353,6 +355,8 @@ def normalise(c, o):
       a = value
       if o['mean'] == 'running':
         a = value - seen['mean']
+      elif o['mean'] == 'group' and len(members) == 1:
+        a = value
       elif o['mean'] != 'none':
         a = 0.0 if _equal(pools[o['mean']]) else value - pools[o['mean']].mean()
       if o['std'] == 'running':
@@ -404,10 +408,8 @@ def _spread_groups(c, tasks, threshold):
   kept = []
   for members in tasks.values():
     values = list(members.values())
-    std = np.std(values, ddof=1) if len(values) > 1 else 1.0
-    if len(values) > 1 and _equal(values):
-      std = 0.0
-    kept += members if std > threshold else []
+    std = 0.0 if _equal(values) else np.std(values, ddof=1)  # of one value too
+    kept += members if len(values) > 1 and std > threshold else []
   return _rows_of(c, kept)
 
 

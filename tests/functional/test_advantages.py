@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl import call_strings
-from jaxrl.functional import advantages
+from jaxrl.functional import advantages, components
 from tests.functional import harness
 from tests.functional import restated_advantages as restated
 from tests.functional.cases import ADVANTAGES, MOMENTS
@@ -158,10 +158,41 @@ def test_a_run_counts_once_however_many_rows_it_has():
   np.testing.assert_allclose(out.advantages[:, 0], [0.5, 0.5, 0.5, -0.5])
 
 
-def test_std_threshold_drops_groups():
-  columns = columns_of([1, 1, 0, 1], [0, 0, 1, 1])
+def test_std_threshold_drops_groups_without_contrast():
+  """Of equal rewards, and of one sample alone."""
+  columns = columns_of([1, 1, 0, 1, 1], [0, 0, 1, 1, 2])
   out = advantages.grpo(*columns, std_threshold=0.0)
-  np.testing.assert_array_equal(out.keep[:, 0], [False, False, True, True])
+  np.testing.assert_array_equal(out.keep[:, 0], [False, False, True, True, False])
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'grpo',
+    'opmd',
+    'asymre',
+    'rloo',
+    'rec',
+    'gigpo',
+    'step_wise_grpo',
+    'cod',
+    'normalise',
+  ],
+)
+def test_a_sample_without_others_keeps_its_return(name):
+  """One rule for all: baseline 0, scale 1. Its group is the task 1."""
+  rewards, mask, tasks, runs = columns_of([1, 0, 5], [0, 0, 1])
+  columns = {
+    'rewards': rewards,
+    'mask': mask,
+    'group_ids': tasks,
+    'episode_ids': runs,
+    'turn_ids': jnp.zeros(3, jnp.int32),
+    'state_hash': jnp.array([7, 7, 8]),
+  }
+  options = {'mean': 'group', 'std': 'group'} if name == 'normalise' else {}
+  out = components.call_component(getattr(advantages, name), columns, options)
+  np.testing.assert_allclose(out.advantages[2, 0], 5, rtol=1e-5)
 
 
 def test_opmd_logavgexp_by_hand():

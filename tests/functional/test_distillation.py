@@ -11,7 +11,7 @@ from jaxrl.functional import advantages, losses
 
 TEACHER = jax.nn.log_softmax(jnp.array([0.3, -1.0, 2.0, 0.1, -2.0]))
 START = jnp.array([1.0, 1.5, -0.7, 0.2, 0.4])
-BETAS = (0.0, 0.3, 0.5, 0.9, 1.0)
+BETAS = (0.0, 0.1, 0.5, 0.7, 1.0)
 
 
 def ours(d, beta):

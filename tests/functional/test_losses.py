@@ -29,9 +29,16 @@ def compare(case, argument='logprobs', jit=True, scale=0.0):
   scale: what either is at least measured against, beside its own size.
   """
   columns = harness.end_to_end(harness.stacked())
-  weights, wide = harness.random_weights(columns), harness.wide(columns)
+  weights = harness.random_weights(columns)
   run = harness.loss_and_gradient(case, argument, jit)
+  check_restated(case, run, columns, weights, argument, scale)
+  return run, columns, weights
+
+
+def check_restated(case, run, columns, weights, argument='logprobs', scale=0.0):
+  """Compares what `run` gives for some columns with the restatement."""
   out, gradient = run(columns, weights)
+  wide = harness.wide(columns)
   wanted = np.real(case.restated(wide, case.options))
   harness.assert_close(first(out), wanted, scale, str(case))
   slope = harness.restated_gradient(case, wide, weights, argument)
@@ -39,7 +46,6 @@ def compare(case, argument='logprobs', jit=True, scale=0.0):
   harness.assert_close(gradient, slope, rows, f'gradient of {case}')
   assert np.all(gradient[~columns['mask']] == 0)
   check_metrics(out)
-  return run, columns, weights
 
 
 def check_metrics(out):
@@ -56,6 +62,8 @@ def test_equals_the_restatement_in_value_and_gradient(case):
     plain, rubbish = run(columns, weights), run(poisoned, weights)
     np.testing.assert_array_equal(first(rubbish[0]), first(plain[0]))
     np.testing.assert_array_equal(rubbish[1], plain[1])
+  # Where a step begins: the policy is the one that sampled, and the reference.
+  check_restated(case, run, harness.with_one_policy(columns), weights)
 
 
 @pytest.mark.parametrize('case', RECS, ids=str)

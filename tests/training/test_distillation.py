@@ -108,7 +108,7 @@ async def taught(learner, steps, *, plays, tags='ab'):
     pytest.param('jsd', {}, marks=pytest.mark.slow),
     pytest.param(
       'jsd',
-      {'beta': 0.9, 'policy_loss': 'importance_sampling'},
+      {'beta': 0.1, 'policy_loss': 'importance_sampling'},
       marks=pytest.mark.slow,
     ),
     pytest.param(

@@ -21,8 +21,8 @@ def grpo(
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.
     scale_by_std: Whether to divide advantages by the standard deviation of the group.
-    std_threshold: Groups whose rewards have at most this standard deviation are
-      dropped; None drops none.
+    std_threshold: Groups of one, and groups whose rewards have at most this standard
+      deviation, are dropped; None drops none.
     kl_coef: The coefficient of the KL term; 0 needs no reference model.
     group_size: Samples per task.
 

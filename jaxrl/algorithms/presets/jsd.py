@@ -14,10 +14,11 @@ def jsd(
   clip_high: float = 0.2,
   group_size: int = 8,
 ) -> Algorithm:
-  """Builds the policy gradient of JSD/(β(1−β)) to a teacher, on the student's samples.
+  """Builds the policy gradient of GKD's divergence, on the student's samples.
 
   Args:
-    beta: The student's share of the mixture.
+    beta: The teacher's share of the mixture, β of the paper: towards 0 the divergence
+      becomes the forward KL, towards 1 the reverse KL.
     coef: The factor on the advantage.
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.

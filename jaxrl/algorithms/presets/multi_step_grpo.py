@@ -19,8 +19,8 @@ def multi_step_grpo(
 
   Args:
     divide_by_steps: Whether to divide the advantage by the episode's number of turns.
-    std_threshold: Groups whose rewards have at most this standard deviation are
-      dropped; None drops none.
+    std_threshold: Groups of one, and groups whose rewards have at most this standard
+      deviation, are dropped; None drops none.
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.
     kl_coef: The coefficient of the KL term; 0 needs no reference model.

@@ -1,4 +1,9 @@
-"""Group-relative advantages compare the samples of a group with each other."""
+"""Group-relative advantages compare the samples of a group with each other.
+
+One rule holds for a group of a single sample in every advantage of this package: it has
+nothing to be compared with, so its baseline is 0 and its scale 1, and the advantage is
+the sample's own return. `std_threshold` drops such groups, as they carry no contrast.
+"""
 
 from typing import Literal
 
@@ -37,7 +42,8 @@ def grpo(
       needs them.
     scale_by_std: Whether to divide by s; False is Dr. GRPO (arXiv 2503.20783).
     std_over: 'batch' divides by s over all episodes of the batch (Lite PPO).
-    std_threshold: Groups with s ≤ threshold are dropped from the loss; None drops none.
+    std_threshold: Groups of one and groups with s ≤ threshold are dropped from the
+      loss; None drops none.
     rank_penalty: ρ; R becomes R·(1 − ρ·rank/n) before everything else, where rank is
       the number of episodes of the group with a smaller sum of rollout_logprobs.
 
@@ -61,7 +67,7 @@ def grpo(
   advantage, std = normalise_in_group(
     returns, tasks, scale_by_std=scale_by_std, std_over=std_over
   )
-  keep = keep_varied_groups(std, episode_ids, mask, std_threshold)
+  keep = keep_varied_groups(std, tasks, episode_ids, mask, std_threshold)
   metrics = {'group_std': reductions.masked_mean(std, tasks >= 0)}
   return Advantages(
     reductions.episode_to_tokens(advantage, episode_ids, mask), None, keep, metrics
@@ -99,12 +105,15 @@ def normalise_in_group(
 
 
 def keep_varied_groups(
-  std: Array, episode_ids: Array, mask: Array, threshold: float | None
+  std: Array, tasks: Array, episode_ids: Array, mask: Array, threshold: float | None
 ) -> Array | None:
-  """Returns which tokens to keep when groups with equal rewards are dropped.
+  """Returns which tokens to keep when groups without contrast are dropped.
+
+  A group of one has no contrast, whatever its standard deviation is taken to be.
 
   Args:
     std: `[B]` standard deviation of the group of each episode.
+    tasks: `[B]` the group of each episode; −1 where there is none.
     episode_ids: `[B]` int32, the episode of each row; −1 at padding rows.
     mask: `[B, T]` bool, True at action tokens.
     threshold: Groups with std ≤ threshold are dropped; None drops none.
@@ -114,7 +123,8 @@ def keep_varied_groups(
   """
   if threshold is None:
     return None
-  kept = reductions.gather(std > threshold, episode_ids).astype(bool)
+  compared = reductions.group_stats(std, tasks).count > 1
+  kept = reductions.gather(compared & (std > threshold), episode_ids).astype(bool)
   return jnp.broadcast_to(kept[:, None], mask.shape)
 
 

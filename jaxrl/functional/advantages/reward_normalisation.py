@@ -66,8 +66,9 @@ def normalise(
 
   In order: R is clipped to ±reward_clip; mean and sample standard deviation are taken;
   the result is whitened over the batch's action tokens if asked for, and clipped to
-  ±advantage_clip. A single episode has standard deviation 1. Where the rewards that a
-  deviation is taken of are all equal, A = 0.
+  ±advantage_clip. A group of one has mean 0 and standard deviation 1. A batch of one
+  episode has standard deviation 1. Where the rewards that a deviation is taken of are
+  all equal, A = 0.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.
@@ -112,7 +113,8 @@ def _mean(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Arra
     return _running(state)['mean']
   if kind not in over:
     raise ValueError(f'mean is {kind!r}; it must be one of {Over.__args__}')
-  return reductions.group_stats(returns, over[kind]).mean
+  stats = reductions.group_stats(returns, over[kind])
+  return jnp.where((kind == 'group') & (stats.count == 1), 0, stats.mean)
 
 
 def _std(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Array:

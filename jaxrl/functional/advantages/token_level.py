@@ -286,16 +286,17 @@ def jsd(
   beta: float = 0.5,
   coef: float = 1.0,
 ) -> Advantages:
-  """Computes A_t = c·log(β + (1−β)e^d)/(1−β), d = teacher − student (arXiv 2306.13649).
+  """Computes A_t = c·log(1−β + βe^d)/β, d = teacher − student (arXiv 2306.13649).
 
-  It is the score-function gradient of JSD/(β(1−β)) with the mixture (1−β)·teacher +
-  β·student. β = 0 gives d, β → 1 gives e^d − 1.
+  It is the score-function gradient of GKD's divergence JSD(β)/(β(1−β)), whose mixture
+  is β·teacher + (1−β)·student. β = 1 gives d, the reverse KL; β → 0 gives e^d − 1, the
+  forward KL.
 
   Args:
     teacher_logprobs: `[B, T]` the teacher's log-probs of the tokens.
     old_logprobs: `[B, T]` log-probs by the student that sampled.
     mask: `[B, T]` bool, True at action tokens.
-    beta: The student's share β of the mixture, in [0, 1].
+    beta: The teacher's share β of the mixture, in [0, 1].
     coef: The factor c.
 
   Returns:
@@ -303,7 +304,7 @@ def jsd(
   """
   d = jnp.where(mask, teacher_logprobs - old_logprobs, 0)
   d = jnp.clip(d, -MAX_EXPONENT, MAX_EXPONENT)
-  share = jnp.asarray(1 - beta, jnp.float32)  # of the teacher
+  share = jnp.asarray(beta, jnp.float32)
   rise = share * jnp.expm1(d)
   # log1p keeps the digits when the sum is near 1; when it is near 0, expm1 lost them.
   small = rise > -0.5

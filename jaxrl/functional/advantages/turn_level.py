@@ -58,6 +58,8 @@ def step_wise_grpo(
 ) -> Advantages:
   """Computes (R_last − μ)/(s + 1e-6) of the last turn, for all (arXiv 2505.17826).
 
+  A group of one has μ = 0 and s = 1.
+
   Args:
     rewards: `[B, T]` float, the reward at each token.
     mask: `[B, T]` bool, True at action tokens.
@@ -65,7 +67,8 @@ def step_wise_grpo(
     episode_ids: `[B]` int32, the episode of each row; −1 at padding rows.
     turn_ids: `[B]` int32, the turn of each row within its episode.
     divide_by_steps: Whether to divide the advantage by the episode's number of turns.
-    std_threshold: Groups with s ≤ threshold are dropped from the loss; None drops none.
+    std_threshold: Groups of one and groups with s ≤ threshold are dropped from the
+      loss; None drops none.
 
   Returns:
     Advantages `[B, T]`.
@@ -76,13 +79,12 @@ def step_wise_grpo(
   scores = reductions.segment_sum(
     jnp.where(last, jnp.sum(rewards, axis=-1), 0), episode_ids
   )
-  advantage, std = normalise_in_group(
-    scores, reductions.group_of_episode(group_ids, episode_ids)
-  )
+  tasks = reductions.group_of_episode(group_ids, episode_ids)
+  advantage, std = normalise_in_group(scores, tasks)
   if divide_by_steps:
     steps = reductions.segment_sum(jnp.ones_like(scores), episode_ids)
     advantage = advantage / jnp.maximum(steps, 1)
-  keep = keep_varied_groups(std, episode_ids, mask, std_threshold)
+  keep = keep_varied_groups(std, tasks, episode_ids, mask, std_threshold)
   return Advantages(
     reductions.episode_to_tokens(advantage, episode_ids, mask), None, keep
   )
@@ -103,9 +105,9 @@ def gigpo(
 ) -> Advantages:
   """Computes A = A_episode + ω·A_turn, groups within groups (GiGPO, arXiv 2505.10978).
 
-  A_episode compares ΣR with the other episodes of the group. A_turn compares discounted
-  returns with those of turns that started from the same state *in the same group*; a
-  state met once has A_turn = 0.
+  A_episode compares ΣR with the mean of the group's episodes; a group of one has mean 0
+  and standard deviation 1. A_turn compares discounted returns with those of turns that
+  started from the same state *in the same group*; a state met once has A_turn = 0.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.
@@ -124,7 +126,8 @@ def gigpo(
   if norm not in ('none', 'std'):
     raise ValueError(f"norm is {norm!r}; it must be 'none' or 'std'")
   scores = reductions.episode_returns(rewards, episode_ids)
-  episode = _compare(scores, reductions.group_of_episode(group_ids, episode_ids), norm)
+  tasks = reductions.group_of_episode(group_ids, episode_ids)
+  episode = _compare(scores, tasks, norm, keep_alone=True)
   returns = discounted_turn_returns(
     jnp.sum(rewards, axis=-1), episode_ids, turn_ids, gamma
   )
@@ -132,14 +135,15 @@ def gigpo(
   return Advantages(_rows(reductions.gather(episode, episode_ids) + omega * step, mask))
 
 
-def _compare(x: Array, ids: Array, norm: str) -> Array:
+def _compare(x: Array, ids: Array, norm: str, *, keep_alone: bool = False) -> Array:
+  """`[B]` x less the mean of its group; what is alone in a group stays or becomes 0."""
   stats = reductions.group_stats(x, ids)
-  centred = jnp.where(ids < 0, 0, x - stats.mean)
+  alone = (stats.count == 1) & keep_alone
+  centred = jnp.where(ids < 0, 0, x - jnp.where(alone, 0, stats.mean))
   if norm == 'none':
     return centred
-  return centred / (
-    reductions.group_std(centred, ids, stats.count) + reductions.EPSILON
-  )
+  std = jnp.where(alone, 1, reductions.group_std(centred, ids, stats.count))
+  return centred / (std + reductions.EPSILON)
 
 
 @component(group_relative=lambda options: options['over'] == 'group')
@@ -197,7 +201,7 @@ def cod(
   """Computes A = G_k − mean of G_k for episodes in a row (cf. arXiv 1611.02779).
 
   An episode plays one task several times, one row each. The mean of G_k is over the
-  group.
+  group; in a group of one it is 0.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.
@@ -221,7 +225,8 @@ def cod(
     returns = _mean_ahead(scores, episode_ids, turn_ids, reach)
   else:
     raise ValueError(f'future is {future!r}; it must be mean, sliding or discounted')
-  centred = _compare(returns, reductions.unique_pair_ids(group_ids, turn_ids), 'none')
+  plays = reductions.unique_pair_ids(group_ids, turn_ids)
+  centred = _compare(returns, plays, 'none', keep_alone=True)
   return Advantages(_rows(centred, mask), _rows(returns, mask))
 
 
