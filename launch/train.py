@@ -6,7 +6,6 @@ resumes.
 """
 
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,11 +19,12 @@ from launch.logging.workdir import Workdir, default_path
 from launch.runtime import process_env
 from launch.runtime.signal_handler import SignalHandler
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import LoggingSettings, read_logging
+from launch.settings.logging_settings import read_logging
 
 if TYPE_CHECKING:
   from launch.settings.run_settings import RunSettings
 
+ERROR_FILE = 'error.txt'  # in the workdir: the traceback that ended the run
 USAGE = """\
 python -m launch.train --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--workdir=DIR]
 
@@ -103,11 +103,15 @@ def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
       if writers:
         writers.close('failed')
       return failed(error, console, workdir)
+    if finished:
+      (workdir.path / ERROR_FILE).unlink(missing_ok=True)  # of an earlier attempt
     title = 'Finished.' if finished else 'Stopped; the same command resumes.'
-    lines = {**outputs(workdir, logging), **trainer.closing}
+    from launch.logging.next_steps import next_steps, outputs
+
+    lines = {**outputs(workdir.path, logging.names), **trainer.closing}
     if config.trajectory_dump.path:
       lines['trajectories'] = config.trajectory_dump.path
-    steps = next_steps(command, config, workdir) if finished else {}
+    steps = next_steps(command, config, workdir.path) if finished else {}
     console.closing(title, {**lines, **steps})
     return 0 if finished else stop.status
 
@@ -139,55 +143,12 @@ def _train(
   return run_with_restarts(make_trainer, console.warn)
 
 
-def outputs(workdir: Workdir, logging: LoggingSettings) -> dict[str, str]:
-  """Returns where to look, by what was written."""
-  paths = {'metrics': str(workdir.path / 'metrics.jsonl')}
-  if 'report' in logging.names:
-    paths = {'report': str(workdir.path / 'report.html'), **paths}
-  if 'tensorboard' in logging.names:
-    folder = shlex.quote(str(workdir.path / 'tensorboard'))
-    paths['curves'] = f'tensorboard --logdir {folder}'
-  return paths
-
-
-def next_steps(
-  command: configs.Command, config: Any, workdir: Workdir
-) -> dict[str, str]:
-  """Returns commands worth trying after a finished run, by label."""
-  lasts = 'num_epochs' if config.get('num_epochs') else 'num_steps'
-  own = {key: text for key, text in command.overrides if key != lasts}
-  options = [
-    f'--config.{key}' + ('' if own[key] is None else f'={own[key]}') for key in own
-  ]
-
-  def line(module: str, algorithm: str | None, *more: str) -> str:
-    spec = command.config + (f':{algorithm}' if algorithm else '')
-    return shlex.join(['python', '-m', module, f'--config={spec}', *options, *more])
-
-  used, place = command.algorithm, workdir.path
-  other = 'grpo' if used == 'opmd' else 'opmd'
-  if any(config.get('teacher', {}).values()):  # which only some algorithms ask
-    other = 'on_policy_distill' if used == 'jsd' else 'jsd'
-  longer = f'--config.{lasts}={2 * max(config[lasts], 1)}'
-  steps = {'train on': line('launch.train', used, longer, f'--workdir={place}')}
-  if not config.get('env', True):  # nothing to play
-    return steps
-  steps[f'try {other}'] = line('launch.train', other, f'--workdir={place}-{other}')
-  if config.get('checkpoint', {}).get('export'):
-    model = [f'--config.model.checkpoint={place / "export"}']
-    if config.get('model', {}).get('lora'):  # merged in what was exported
-      options = [text for text in options if not text.startswith('--config.model.lora')]
-      model.append('--config.model.lora=')
-    steps = {'watch it play': line('launch.play', used, *model), **steps}
-  return steps
-
-
 def failed(error: Exception, console: Console, workdir: Workdir) -> int:
   """Reports an error: in one line if the user can mend it, else with its traceback."""
   from jaxrl.rollout.queue.group_pipeline import InsufficientGroupsError
 
   text = ''.join(traceback.format_exception(error))
-  log = workdir.path / 'error.txt'
+  log = workdir.path / ERROR_FILE
   try:
     log.write_text(text)
   except OSError:

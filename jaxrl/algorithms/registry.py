@@ -33,6 +33,7 @@ from jaxrl.functional import (
   kl,
   kl_controllers,
   losses,
+  option_ranges,
 )
 from jaxrl.functional.components import is_component, options_of
 from jaxrl.types import Algorithm
@@ -145,9 +146,10 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
   fields = {algorithm_field(name): value for name, value in changes.items()}
   algorithm = dataclasses.replace(algorithm, **fields)
   for field, part in requirements.components_of(algorithm).items():
-    call_strings.check_options(
-      call_strings.unwrap(part), options_of(part), f'algorithm {spec}, {field}'
-    )
+    function, chosen = call_strings.unwrap(part), options_of(part)
+    call_strings.check_options(function, chosen, f'algorithm {spec}, {field}')
+    if function.__module__.startswith('jaxrl.functional'):
+      _check_ranges(function.__name__, chosen, f'{field}={function.__name__}')
   for name in SETTINGS:
     _setting(name, getattr(algorithm, algorithm_field(name)))
   consistency.validate(algorithm, f'algorithm {spec}', chosen=changes)
@@ -161,6 +163,8 @@ def _build(
   spec: str, build: Callable[..., Algorithm], options: Mapping[str, Any]
 ) -> Algorithm:
   call_strings.check_options(build, options, f'algorithm {spec}')
+  if ':' not in spec:
+    _check_ranges(spec, options)
   try:
     inspect.signature(build).bind(**options)
   except TypeError as error:
@@ -174,6 +178,14 @@ def _build(
       f'{spec} returns a {type(algorithm).__name__}; a builder returns an Algorithm'
     )
   return algorithm
+
+
+def _check_ranges(name: str, options: Mapping[str, Any], component: str = '') -> None:
+  if found := option_ranges.find_out_of_range(name, options):
+    option, allowed = found
+    value = f'{option}={options[option]}'
+    where = f'{component}: {value}' if component else f'{value}:'
+    raise ConfigError(f'--config.algorithm.{where} {allowed}')
 
 
 def algorithm_field(setting: str) -> str:

@@ -229,6 +229,7 @@ class Learner:
 
     Raises:
       ValueError: A row fits no bucket or no micro-batch.
+      EmptyBatchError: No row has an action token.
       FloatingPointError: The loss or the gradient is not finite.
     """
     return await self._device_thread.run(self._update, groups)
@@ -407,6 +408,7 @@ class Learner:
   def _update(self, groups: Sequence[Group]) -> Metrics:
     """Builds the batch, scores it, and updates the state from each minibatch."""
     start = time.perf_counter()
+    monitoring.check_action_tokens(groups, self.step)
     host_batch, shape, indices = self._batch_builder.build_batch(groups, self.step)
     host_batch = router_replay.add_to_batch(self._spec.model, host_batch)
     is_recompile = self._is_warm and shape not in self._compiled_shapes

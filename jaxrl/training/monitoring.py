@@ -20,6 +20,30 @@ from jaxrl.types import Batch, Group
 log = logging.getLogger(__name__)
 
 
+class EmptyBatchError(ArithmeticError):
+  """No row of a step has an action token, so no mean over them is defined."""
+
+
+def check_action_tokens(groups: Sequence[Group], step: int) -> None:
+  """Checks that there is something to learn from.
+
+  Args:
+    groups: The groups of a step.
+    step: The learner's step.
+
+  Raises:
+    EmptyBatchError: No row has an action token.
+  """
+  rows = [row for group in groups for row in group]
+  if not any(np.any(row.action_mask) for row in rows):
+    raise EmptyBatchError(
+      f'step {step}: none of the {len(rows)} rows has an action token, so there is '
+      'nothing to learn from. Are the prompts so long that no reply fits into '
+      'batch.max_length, or do all replies come back empty? '
+      'trajectory_dump.path=FOLDER keeps the trajectories to look at'
+    )
+
+
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
   """Computes metrics of the rewards of sampled episodes.
 

@@ -188,10 +188,12 @@ class JsonLines(MetricLogger):
     self._last = row
 
   def close(self, status: str) -> None:
-    """Closes the file."""
+    """Closes the file; removes it if the run failed before it had anything to write."""
     if self._fd >= 0:
       os.close(self._fd)
       self._fd = -1
+    if status == 'failed' and not self._last:
+      self.path.unlink(missing_ok=True)
 
   def _rewrite(self, rows: list[dict[str, Any]]) -> None:
     lines = [json.dumps(row, allow_nan=False) + '\n' for row in rows]

@@ -85,9 +85,14 @@ class ReportLogger(MetricLogger):
       self._job = self._pool.submit(write_report, self.folder, 'running')
 
   def close(self, status: str) -> None:
-    """Renders the page a last time with the final status."""
+    """Renders the page a last time with the final status.
+
+    A run that failed before its first step has nothing to show, and gets no page.
+    """
     self._take_snapshots()
     self._pool.shutdown(wait=True)
+    if status == 'failed' and not read_metrics(self.folder / 'metrics.jsonl'):
+      return
     write_report(self.folder, status)
 
   def _take_snapshots(self, *kinds: str) -> None:

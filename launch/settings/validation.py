@@ -31,8 +31,9 @@ from launch.settings.off_policy import validate_off_policy
 from launch.settings.run_settings import TEACHER_CHECKPOINT, RunSettings, as_options
 
 DTYPES = ('float32', 'bfloat16', 'float16')
-# Whole numbers, and the least that each may be.
+# Numbers, and the least that each may be.
 MINIMUM = {
+  'seed': 0,
   'num_steps': 0,
   'num_epochs': 0,
   'batch.num_groups': 1,
@@ -44,13 +45,26 @@ MINIMUM = {
   'checkpoint.max_to_keep': 1,
   'cluster.num_engines': 0,  # as many as there are devices for
   'cluster.num_workers': 1,
+  'dataset.limit': 1,
   'eval.interval': 0,
   'eval.group_size': 1,
   'eval.num_tasks': -1,  # all
+  'eval.temperature': 0,
+  'optimizer.learning_rate': 0,
+  'optimizer.warmup_steps': 0,
+  'rollout.async_ratio': 0,
+  'rollout.episode_timeout': 0,
+  'rollout.extra_samples': 0,
+  'rollout.logprob_mismatch_warn': 0,
   'rollout.max_num_seqs': 1,
   'rollout.max_consecutive_drops': 1,
+  'rollout.max_retries': 0,
+  'rollout.temperature': 0,
   'sft.num_steps': 0,
   'sft.batch_size': 1,
+  'sft.learning_rate': 0,
+  'sft.limit': 1,
+  'sft.warmup_steps': 0,
 }
 # Columns that only rollouts can fill, and what they are.
 ROLLOUT_COLUMNS = {
@@ -83,6 +97,11 @@ def validate_training(settings: RunSettings) -> None:
   Raises:
     ConfigError: for a setting that cannot be, with its key.
   """
+  if settings.plays and not settings.rollout.temperature:
+    raise ConfigError(
+      f'--config.rollout.temperature={settings.rollout.temperature}: must be above 0, '
+      'as the policy is trained on what it samples'
+    )
   _validate_sampler(settings)
   validate_teachers(settings)
   _validate_store(settings)
@@ -122,7 +141,7 @@ def validate_ranges(settings: RunSettings) -> None:
   """
   for key, minimum in MINIMUM.items():
     value = settings.text(key)
-    if value < minimum:
+    if value is not None and value < minimum:
       raise ConfigError(f'--config.{key}={value}: must be at least {minimum}')
   if settings.model.dtype not in DTYPES:
     raise unknown_name_error(

@@ -22,7 +22,7 @@ def refused(folder, capsys, *options, config=runs.DEBUG):
   assert status == 2, err
   assert err.startswith('error: ') and err.count('\n') == 1, err
   left = {path.name for path in (folder / 'run').glob('*')}
-  assert left <= {'.lock', 'metrics.jsonl', 'error.txt', 'model'}, left
+  assert left <= {'.lock', 'error.txt', 'model'}, left
   return err
 
 
@@ -64,6 +64,17 @@ SETTINGS = {
   '--config.env.arithmetic.row_format=steps': "no row format 'steps'",
   '--config.env.arithmetic.max_steps=0': 'must be at least 1',
   '--config.model.checkpoint=/nowhere': 'model.checkpoint=/nowhere',
+  '--config.seed=-1': '--config.seed=-1: must be at least 0',
+  '--config.rollout.temperature=-1': 'rollout.temperature=-1.0: must be at least 0',
+  '--config.rollout.temperature=0': 'rollout.temperature=0.0: must be above 0',
+  '--config.optimizer.learning_rate=-1': 'learning_rate=-1.0: must be at least 0',
+  '--config.rollout.async_ratio=-1': 'rollout.async_ratio=-1.0: must be at least 0',
+  '--config.algorithm.clip_high=-.5': 'algorithm.clip_high=-0.5: must be at least 0',
+  '--config.algorithm.policy_loss=ppo_clip(clip_high=-.5)': (
+    'algorithm.policy_loss=ppo_clip: clip_high=-0.5 must be at least 0'
+  ),
+  '--config.algorithm.correction=tis(cap=0)': 'cap=0 must be above 0',
+  '--config.algorithm.policy_loss=mix(mu=2)': 'mu=2 must be in [0, 1]',
   '--config.model.remat=dot': "Did you mean 'dots'",
   '--config.optimizer.name=adam': "Did you mean 'adamw'",
   '--config.optimizer.lr_schedule=cosin': "Did you mean 'cosine'",

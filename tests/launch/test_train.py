@@ -10,8 +10,6 @@ import types
 import pytest
 
 from launch import train
-from launch.settings import command_line as configs
-from tests.launch import runs
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -111,6 +109,9 @@ def test_a_full_disk_is_one_line_and_a_bug_a_traceback(folder, built, capsys):
   assert 'Traceback' in (folder / 'run' / 'error.txt').read_text()
   assert main(folder, '--config.seed=14') == 1
   assert 'Traceback' in capsys.readouterr().err
+  assert not (folder / 'run' / 'report.html').exists()  # there is nothing to show
+  assert main(folder) == 0
+  assert not (folder / 'run' / 'error.txt').exists()  # what it told of is over
 
 
 def test_help_lists_the_keys(folder, capsys):
@@ -128,16 +129,6 @@ def test_a_mistake_is_told_before_jax_is_imported(folder):
   )
   ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
   assert ran.returncode == 2, ran.stderr
-
-
-def test_what_plays_is_told_of_no_adapters(tmp_path):
-  argv = [f'--config={runs.DEBUG}', '--config.model.lora=lora()']
-  command = configs.parse([*argv, '--config.checkpoint.export=True'])
-  workdir = types.SimpleNamespace(path=tmp_path)
-  steps = train.next_steps(command, configs.load(command), workdir)
-  assert 'lora()' in steps['train on']
-  played = steps['watch it play'].split()
-  assert [x for x in played if 'lora' in x] == ['--config.model.lora=']
 
 
 def start(folder, *argv):

@@ -9,7 +9,7 @@ from jaxrl.algorithms import registry
 from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages, losses
 from jaxrl.training.learner import Learner
-from jaxrl.training.monitoring import CompileCounter
+from jaxrl.training.monitoring import CompileCounter, EmptyBatchError
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Algorithm
@@ -130,6 +130,19 @@ async def test_expert_rows_have_no_mismatch_and_no_reward():
   metrics = await learner.update(toy.groups(is_expert=True))
   assert not any(name.startswith(('mismatch/', 'reward/')) for name in metrics)
   assert metrics['loss/policy'] == pytest.approx(np.log(64), rel=0.05)
+
+
+async def test_a_step_without_action_tokens_stops_before_anything_is_updated():
+  learner = toy.learner(registry.make('grpo'))
+  before = jax.device_get(learner.params)
+  empty = [
+    [dataclasses.replace(row, action_mask=row.action_mask & False) for row in group]
+    for group in toy.groups()
+  ]
+  with pytest.raises(EmptyBatchError, match='none of the 16 rows has an action'):
+    await learner.update(empty)
+  assert learner.step == 0
+  jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(learner.params))
 
 
 async def test_mismatch_is_measured_and_warned_of_once(caplog):
