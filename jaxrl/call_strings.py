@@ -1,7 +1,8 @@
 """Component calls name a component and its options; options fit a signature.
 
 A default is written once, as a keyword-only parameter. Configs, call strings and
-command lines are all checked against that one place.
+command lines are all checked against that one place. Components in a user's own files
+are imported here, and their errors described.
 """
 
 import dataclasses
@@ -10,7 +11,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import pathlib
+import sysconfig
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -366,8 +370,8 @@ def _fits(value: Any, wanted: type) -> bool:
 def resolve(target: str) -> Any:
   """Imports an attribute.
 
-  An error raised while the module is imported is not caught: its traceback is the
-  answer.
+  An error raised while the module is imported is not caught, as its traceback is the
+  answer, but for one of syntax, which one line tells whole.
 
   Args:
     target: `'pkg.mod:attr'` or `'path/file.py:attr'`.
@@ -376,7 +380,8 @@ def resolve(target: str) -> Any:
     The attribute.
 
   Raises:
-    ConfigError: If there is no such module, file or attribute.
+    ConfigError: If there is no such module, file or attribute, or if a file is not
+      valid Python.
   """
   location, _, attribute = target.rpartition(':')
   if not location or not attribute:
@@ -428,5 +433,38 @@ def _load_file(path: str) -> Any:
   if spec is None or spec.loader is None:
     raise ConfigError(f'{path!r} is not a Python file')
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
+  try:
+    spec.loader.exec_module(module)
+  except SyntaxError as error:  # of this file, or of one that it imports
+    line = (error.text or '').strip()
+    raise ConfigError(
+      f'{error.filename}, line {error.lineno}: {error.msg}: {line}'
+    ) from error
   return module
+
+
+_LIBRARIES = tuple(
+  os.path.join(folder, '')
+  for folder in (
+    str(pathlib.Path(__file__).parent),
+    *(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')),
+  )
+)
+
+
+def describe_error(error: BaseException) -> str:
+  """Describes an error, with the file and line of the user's code that raised it.
+
+  Args:
+    error: The error. One that arose within this package or a library alone has no
+      place that a user could mend.
+
+  Returns:
+    Its type, its message and the place.
+  """
+  text = f'{type(error).__name__}: {error}'
+  for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    path = os.path.abspath(frame.filename)
+    if not path.startswith(_LIBRARIES) and os.path.exists(path):
+      return f'{text} ({frame.filename}, line {frame.lineno})'
+  return text

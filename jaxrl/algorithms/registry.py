@@ -33,9 +33,8 @@ from jaxrl.functional import (
   kl,
   kl_controllers,
   losses,
-  option_ranges,
 )
-from jaxrl.functional.components import is_component, options_of
+from jaxrl.functional.components import find_out_of_range, is_component, options_of
 from jaxrl.types import Algorithm
 
 # The fields of `Algorithm` that hold components, and where a name is looked up.
@@ -181,7 +180,7 @@ def _build(
 
 
 def _check_ranges(name: str, options: Mapping[str, Any], component: str = '') -> None:
-  if found := option_ranges.find_out_of_range(name, options):
+  if found := find_out_of_range(name, options):
     option, allowed = found
     value = f'{option}={options[option]}'
     where = f'{component}: {value}' if component else f'{value}:'

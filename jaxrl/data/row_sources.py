@@ -153,9 +153,11 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
 
 def _parse(text: str, where: str) -> Row:
   try:
-    row = json.loads(text)
+    row = json.loads(text.rstrip())
   except json.JSONDecodeError as error:
-    raise DataError(f'{where}: not valid JSON: {error}') from error
+    raise DataError(
+      f'{where}, column {error.colno}: not valid JSON: {error.msg}'
+    ) from error
   if not isinstance(row, dict):
     raise DataError(f'{where}: a row must be an object, not {type(row).__name__}')
   return row
@@ -166,7 +168,9 @@ def _read_json(file: Path) -> Iterator[Row]:
   try:
     rows = json.loads(text)
   except json.JSONDecodeError as error:
-    raise DataError(f'{file}, line {error.lineno}: not valid JSON: {error}') from error
+    raise DataError(
+      f'{file}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}'
+    ) from error
   if isinstance(rows, dict):  # {'data': [...]} or one of its like
     lists = [value for value in rows.values() if isinstance(value, list)]
     rows = lists[0] if len(lists) == 1 else [rows]

@@ -19,12 +19,14 @@ An environment that offers tools returns their schemas as `tools` in the `info` 
 reset; the chat template then announces them to the model.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jaxrl import call_strings
 
 Observation = str | list[dict[str, Any]] | None
+STEP_RESULT = '(observation, reward, terminated, truncated, info)'
 
 ISOLATED_PREFIX = 'isolated:'
 ENVS = {
@@ -181,3 +183,73 @@ def options_for_split(
   elif 'split' in call_strings.defaults(env):
     changed['split'] = split
   return changed
+
+
+class EnvResultError(TypeError):
+  """A method of an environment returned something of another shape."""
+
+
+def check_reset_result(env: Any, result: Any) -> tuple[Any, Mapping[str, Any]]:
+  """Returns the observation and the info of a `reset`.
+
+  Args:
+    env: The environment.
+    result: What its `reset` returned.
+
+  Raises:
+    EnvResultError: If that is no pair of an observation and a mapping.
+  """
+  if not isinstance(result, tuple) or len(result) != 2:
+    raise EnvResultError(
+      f'{_method(env, "reset")} returned {_shape(result)}; it must return '
+      '(observation, info)'
+    )
+  _check_info(env, 'reset', result[1])
+  return result
+
+
+def check_step_result(
+  env: Any, result: Any
+) -> tuple[Any, float, bool, bool, Mapping[str, Any]]:
+  """Returns the five parts of what a `step` returned.
+
+  Args:
+    env: The environment.
+    result: What its `step` returned.
+
+  Raises:
+    EnvResultError: If it has another shape.
+    ValueError: If the reward is not finite.
+  """
+  if not isinstance(result, tuple) or len(result) != 5:
+    raise EnvResultError(
+      f'{_method(env, "step")} returned {_shape(result)}; it must return {STEP_RESULT}'
+    )
+  try:
+    reward = float(result[1])
+  except (TypeError, ValueError) as error:
+    raise EnvResultError(
+      f'{_method(env, "step")} returned the reward {result[1]!r}; it must be a number'
+    ) from error
+  if not math.isfinite(reward):
+    raise ValueError(f'the environment gave a reward of {reward}')
+  _check_info(env, 'step', result[4])
+  observation, _, terminated, truncated, info = result
+  return observation, reward, bool(terminated), bool(truncated), info
+
+
+def _check_info(env: Any, method: str, info: Any) -> None:
+  if not isinstance(info, Mapping):
+    raise EnvResultError(
+      f'{_method(env, method)} returned {_shape(info)} as info; it must be a dict'
+    )
+
+
+def _method(env: Any, name: str) -> str:
+  return f'{type(env).__name__}.{name}'
+
+
+def _shape(value: Any) -> str:
+  if isinstance(value, tuple):
+    return f'a tuple of {len(value)}'
+  return f'a {type(value).__name__}'

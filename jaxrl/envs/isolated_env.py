@@ -9,6 +9,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from jaxrl import call_strings
+from jaxrl.call_strings import describe_error
 
 _SPAWN = multiprocessing.get_context('spawn')  # a fork of a process with JAX may hang
 
@@ -102,4 +103,4 @@ def _serve(pipe: Connection, target: str, options: dict[str, Any], memory: int) 
         answer = env.reset(**arguments)
       pipe.send((True, answer))
     except Exception as error:  # told to the parent, which knows what to do with it
-      pipe.send((False, f'{type(error).__name__}: {error}'))
+      pipe.send((False, describe_error(error)))

@@ -7,7 +7,6 @@ be local or remote. A failure costs one episode, which is put with its stop reas
 import asyncio
 import dataclasses
 import functools
-import math
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.seeds import fold_seed
-from jaxrl.envs.env_registry import Env
+from jaxrl.envs.env_registry import Env, check_reset_result, check_step_result
 from jaxrl.group_stats import RESPONSE_TRUNCATED
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.resumable_generation import (
@@ -333,6 +332,19 @@ class EnvManager:
         num_tokens_left = self.max_length - len(cache.tokens)
         cache.append_observation(observation_ids[:num_tokens_left])
 
+  async def try_step(self, cache: RolloutCache) -> None:
+    """Passes an empty reply to the environment, for the errors that this shows.
+
+    Args:
+      cache: An episode that has begun; it cannot go on afterwards.
+
+    Raises:
+      EnvResultError: If `step` returns something of another shape.
+      Exception: Whatever `step` itself raises.
+    """
+    result = await self._run_on_thread(cache.env.step, '', timeout=self._timeouts.step)
+    check_step_result(cache.env, result)
+
   def formulate_rollouts(self, cache: RolloutCache) -> list[Trajectory]:
     """Turns a finished episode into training rows.
 
@@ -366,7 +378,8 @@ class EnvManager:
     """Resets the environment; returns the ids of the first prompt."""
     self._assign_env(cache)
     options = {'task': cache.task} if cache.task is not None else {}
-    observation, info = cache.env.reset(seed=cache.seed, options=options)
+    result = cache.env.reset(seed=cache.seed, options=options)
+    observation, info = check_reset_result(cache.env, result)
     if observation is None:
       return None
     self._record_info(cache, info)
@@ -380,11 +393,12 @@ class EnvManager:
   ) -> list[int]:
     """Steps the environment; returns the ids of the next observation."""
     text = self.context.chat.decode(completion.tokens)
-    observation, reward, terminated, truncated, info = cache.env.step(text)
+    result = cache.env.step(text)
+    observation, reward, terminated, truncated, info = check_step_result(
+      cache.env, result
+    )
     cache.messages.append({'role': 'assistant', 'content': text})
-    if not math.isfinite(reward):
-      raise ValueError(f'the environment gave a reward of {reward}')
-    cache.turns[-1].reward = float(reward)
+    cache.turns[-1].reward = reward
     self._record_info(cache, info)
     if terminated:
       cache.terminated = True

@@ -2,22 +2,24 @@
 
 import asyncio
 import functools
+import logging
 import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ConfigError, describe_error
 from jaxrl.data.curricula import GroupResult
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
-from jaxrl.envs.env_registry import options_for_split
+from jaxrl.envs.env_registry import EnvResultError, options_for_split
 from jaxrl.group_stats import SampleRows
 from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.env_worker import make_env_manager, partition_envs
+from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_queue import GroupQueue
@@ -32,6 +34,8 @@ from launch.runtime.rollout_worker import RolloutWorker, make_env_context
 from launch.runtime.runtime_interface import Runtime, make_engines
 from launch.settings.off_policy import max_staleness
 from launch.settings.run_settings import RunSettings
+
+log = logging.getLogger(__name__)
 
 NUM_TRIAL_TASKS = 8  # tasks that are begun before the run is
 
@@ -116,10 +120,12 @@ class RolloutScheduler:
   async def check_prompts(self) -> None:
     """Begins a few tasks of each tag, before any work is done.
 
-    Single tasks that fail, or do not fit, only cost an episode each later on.
+    Single tasks that fail, or do not fit, only cost an episode each later on. A user's
+    own environment also makes a step.
 
     Raises:
-      ConfigError: if none of a tag's tasks can be begun.
+      ConfigError: if none of a tag's tasks can be begun, or a step returns something of
+        another shape.
     """
     for tag in self.tags:
       manager = self.manager(tag, 'sample')
@@ -128,6 +134,7 @@ class RolloutScheduler:
       for number in range(NUM_TRIAL_TASKS):
         cache = await manager.reset(EpisodeLease(0, first + number, 0, 0, 0))
         if cache is not None and not cache.done:
+          await self._try_step(tag, manager, cache)
           break
         error = cache.extras.get('error', cache.stop_reason) if cache else 'no task'
         reasons.append(error)
@@ -137,6 +144,18 @@ class RolloutScheduler:
           f'env.{tag}: none of {NUM_TRIAL_TASKS} tasks can be begun; the last because: '
           f'{reasons[-1]}'
         )
+
+  async def _try_step(self, tag: str, manager: EnvManager, cache: RolloutCache) -> None:
+    """Lets a user's own environment make a step with an empty reply."""
+    is_own = ':' in self._settings.env[tag].env_type
+    if not is_own or not hasattr(cache.env, 'step'):  # agents are not stepped
+      return
+    try:
+      await manager.try_step(cache)
+    except EnvResultError as error:
+      raise ConfigError(f'env.{tag}: {error}') from error
+    except Exception as error:  # it may have good reasons not to take such a reply
+      log.warning("env.%s: a step with '' raises %s", tag, describe_error(error))
 
   def _first_task(self, tag: str) -> int:
     """The first of the tasks that `check_prompts` begins."""

@@ -75,9 +75,13 @@ def test_a_hugging_face_dataset_without_the_library(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ('name', 'text', 'message'),
   [
-    ('x.jsonl', '{"a": 1}\n\n{"a": \n', r'x\.jsonl, line 3: not valid JSON'),
+    (
+      'x.jsonl',
+      '{"a": 1}\n\n{"a": \n',
+      r'x\.jsonl, line 3, column 6: not valid JSON: E',
+    ),
     ('x.jsonl', '{"a": 1}\n[1]\n', r'x\.jsonl, line 2: .* not list'),
-    ('x.json', '[\n{"a": 1},\n{]', r'x\.json, line 3: not valid JSON'),
+    ('x.json', '[\n{"a": 1},\n{]', r'x\.json, line 3, column 2: not valid JSON: E'),
     ('x.json', '[{"a": 1}, 2]', r'x\.json, row 1: .* not int'),
     ('x.csv', 'a,b\n1,2\n3\n', r'x\.csv, line 3: .* 2 columns'),
     ('x.csv', 'a,b\n1,2,3\n', r'x\.csv, line 2: .* 2 columns'),

@@ -98,7 +98,10 @@ def test_an_algorithm_that_does_not_exist(tmp_path, capsys):
   'text, words',
   [
     ('', 'empty: it holds no rows'),
-    (json.dumps(GOOD) + '\n{"question": \n', 'rows.jsonl, line 2: not valid JSON'),
+    (
+      json.dumps(GOOD) + '\n{"question": \n',
+      'rows.jsonl, line 2, column 13: not valid JSON: Expecting value',
+    ),
     ('[1]\n', 'line 1: a row must be an object, not list'),
     ('{"prompt": "2 + 3"}\n', "no key 'question'; its keys are prompt"),
   ],
@@ -135,6 +138,57 @@ def test_an_environment_that_cannot_begin(tmp_path, capsys):
   assert 'no game server' in said
 
 
+RETURNS = {
+  "def reset(self, *, seed, options=None):\n    return 'go'\n": (
+    'Own.reset returned a str; it must return (observation, info)'
+  ),
+  "def reset(self, *, seed, options=None):\n    return 'go', None\n": (
+    'Own.reset returned a NoneType as info; it must be a dict'
+  ),
+  "def step(self, action):\n    return '', 1.0, True\n": (
+    'Own.step returned a tuple of 3; it must return (observation, reward, terminated, '
+    'truncated, info)'
+  ),
+  "def step(self, action):\n    return '', 'good', True, False, {}\n": (
+    "Own.step returned the reward 'good'; it must be a number"
+  ),
+}
+OWN = """
+class Base:
+  def reset(self, *, seed, options=None):
+    return 'go', {{}}
+  def step(self, action):
+    return '', 1 / len(action), True, False, {{}}
+class Own(Base):
+  {}
+"""
+
+
+def own_env(folder, method='pass'):
+  (folder / 'own.py').write_text(OWN.format(method))
+  config = folder / 'config.py'
+  config.write_text(
+    'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
+    f'  c.env.x = base.env_section("{folder}/own.py:Own")\n  return c\n'
+  )
+  return str(config)
+
+
+@pytest.mark.parametrize('method', RETURNS, ids=range(len(RETURNS)))
+def test_an_environment_that_returns_something_else(tmp_path, capsys, method):
+  said = refused(tmp_path, capsys, config=own_env(tmp_path, method))
+  assert said.startswith('error: env.x: ') and RETURNS[method] in said
+
+
+def test_an_environment_that_refuses_an_empty_reply_is_warned_of_with_its_line(
+  tmp_path, caplog
+):
+  options = ('--config.num_steps=1', '--config.sft.num_steps=0')
+  runs.record(tmp_path / 'run', *options, config=own_env(tmp_path))
+  (line,) = [text for text in caplog.messages if "a step with ''" in text]
+  assert line.endswith(f'division by zero ({tmp_path}/own.py, line 6)')
+
+
 def test_no_environment_and_too_many(tmp_path, capsys):
   text = (
     'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
@@ -158,8 +212,8 @@ def test_ones_own_file_that_python_cannot_read_shows_where(tmp_path, capsys):
   (tmp_path / 'mine.py').write_text('def mine(*, a=1):\n  return (a\n')
   status = runs.main(tmp_path / 'run', config=f'{runs.DEBUG}:{tmp_path}/mine.py:mine')
   err = capsys.readouterr().err
-  assert status == 2
-  assert 'mine.py' in err and 'line 2' in err and 'return (a' in err
+  assert status == 2 and err.count('\n') == 1
+  assert f'{tmp_path}/mine.py, line 2: ' in err and err.endswith(': return (a\n')
 
 
 @pytest.mark.slow

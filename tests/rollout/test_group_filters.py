@@ -5,6 +5,7 @@ import pytest
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.group_stats import sample_scores
+from jaxrl.rollout.queue import group_filters
 from jaxrl.rollout.queue.group_pipeline import DropReason, GroupPipeline
 from tests.calls import make_group_filter
 from tests.rollout.fakes import row
@@ -149,6 +150,18 @@ def test_a_users_class():
   assert made.seen == ({'a': 1}, {'b': 2}, 'train', 3)
   assert [bool(drops(g, 0, [])) for g in range(3)] == [False, True, False]
   assert spec.partition('(')[0] in drops(1, 0, []).reason
+
+
+def drop_long(group, *, limit=2):
+  return len(group) > limit
+
+
+def test_a_users_function():
+  spec = 'tests.rollout.test_group_filters:drop_long'
+  drops = make_group_filter(f'{spec}(limit=3)')
+  assert drops(0, 0, group(1, 1, 1)) is None
+  assert spec in drops(0, 0, group(1, 1, 1, 1)).reason
+  assert group_filters.make_group_filter(drop_long)(0, 0, group(1, 1, 1))
 
 
 def test_none_and_never_in_validation():

@@ -7,6 +7,7 @@ only new observations are tokenized.
 import dataclasses
 from typing import Any
 
+from jaxrl.call_strings import describe_error
 from jaxrl.rollout.engine.resumable_generation import concat_routed_experts
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY
@@ -113,5 +114,5 @@ class RolloutCache:
     """
     self.truncated, self.stop_reason = True, reason
     if error:
-      text = error if isinstance(error, str) else f'{type(error).__name__}: {error}'
+      text = error if isinstance(error, str) else describe_error(error)
       self.extras['error'] = text[:500]

@@ -4,13 +4,15 @@ A filter is created as `Filter(config, env_manager_config, mode, **options)` and
 `filter(group_id, episode_id, group)`. True or a `DropReason` drops the group, and
 another group is played in its place. A filter with a method `invalid(rows)` is asked
 about each sample first: a sample for which it returns a reason leaves the group, and
-the group is dropped if too few samples are left.
+the group is dropped if too few samples are left. A plain function
+`drop(group, **options)` is a filter too.
 
 Validation never filters. Filters do not see greedy samples, and the rewards they see
 are those of the environment, before any reward shaping.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -293,6 +295,18 @@ class GroupFilterChain:
     return None
 
 
+class _FunctionFilter:
+  """Makes a filter of a function that decides whether a group is dropped."""
+
+  def __init__(self, function: Callable[[Group], bool | DropReason]):
+    self._function = function
+
+  def filter(self, group_id: int, episode_id: int, group: Group) -> bool | DropReason:
+    """Asks the function, see `GroupFilter.filter`."""
+    del group_id, episode_id
+    return self._function(group)
+
+
 def make_group_filter(
   filters: Sequence[Component] | Component,
   config: Any = None,
@@ -305,7 +319,7 @@ def make_group_filter(
 
   Args:
     filters: Calls such as `ComponentCall('reward_std', {'threshold': 0.1})`, whose name
-      may be `package.module:Class`; names; or classes. Empty for none.
+      may be `package.module:Name`; names; classes; or functions. Empty for none.
     config: The run's config, passed to each filter.
     env_manager_config: The tag's section of the config, passed to each filter.
     mode: 'train' or 'val'; passed to each filter. There are no filters except in
@@ -333,6 +347,9 @@ def make_group_filter(
         f'group filter {name!r} drops every group of {group_size}: set '
         f'--config.algorithm.group_size to at least {min_samples}, or remove the filter'
       )
-    group_filter = filter_class(config, env_manager_config, mode, **options)
+    if isinstance(filter_class, type):
+      group_filter = filter_class(config, env_manager_config, mode, **options)
+    else:
+      group_filter = _FunctionFilter(functools.partial(filter_class, **options))
     named_filters.append((name, group_filter))
   return GroupFilterChain(named_filters)
