@@ -399,6 +399,8 @@ class Algorithm:
     critic_warmup: First steps that train the value head alone.
     prepare: Computes batch fields once per optimizer batch.
     init_state: Makes the state that `prepare` carries.
+    provenance: Whose values a builder's defaults are, for the catalogue: 'paper',
+      'trinity' (Trinity-RFT) or 'ours'; '' if it does not say.
   """
 
   policy_loss: Callable[..., Any]
@@ -420,6 +422,7 @@ class Algorithm:
   critic_warmup: int = 0
   prepare: Callable[..., Any] | None = None
   init_state: Callable[[], Any] | None = None
+  provenance: str = dataclasses.field(default='', compare=False)
 
   def __post_init__(self) -> None:
     # A component without options may be given by its name alone.

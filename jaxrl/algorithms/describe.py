@@ -18,6 +18,11 @@ SYMBOLS = f"""\
 p, o, q: log-probs by the policy, the one that sampled, the reference. r = e^(p−o).
 A: advantage. R: a run's return. μ, s: mean and sample standard deviation of its group.
 sg: no gradient. Exponents are clipped to ±{MAX_EXPONENT:g}."""
+PROVENANCE = {
+  'paper': 'the values of the paper',
+  'trinity': 'the values of Trinity-RFT',
+  'ours': 'values of our own choice: the paper gives others, or none',
+}
 NEEDS = {
   'old_logprobs': "the learner's own log-probs of what was sampled",
   'ref_logprobs': 'a reference model, the initial weights',
@@ -248,6 +253,8 @@ def algorithm(spec: str) -> str:
   width = max([len(name) for name in options], default=0)
   lines += ['options' if options else 'options  none']
   lines += [f'  {name:{width}} = {value!r}' for name, value in options.items()]
+  if made.provenance:
+    lines += ['', f'defaults  {PROVENANCE[made.provenance]}']
   needs = [NEEDS.get(need, need) for need in sorted(requirements.needs(made))]
   settings = (
     'schema',

@@ -1,4 +1,4 @@
-"""With nothing but a name, each algorithm runs with the values of its paper's table."""
+"""With nothing but a name, each algorithm runs with the values of this table."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl import call_strings
-from jaxrl.algorithms import registry, requirements
+from jaxrl.algorithms import describe, registry, requirements
 from jaxrl.call_strings import ComponentCall, join_calls
 from jaxrl.functional import components, entropy
 from jaxrl.functional.aggregation import token_weights
@@ -18,9 +18,11 @@ from tests.calls import make_algorithm
 K2 = ('loss', 'k2', 1e-3)
 K3 = ('loss', 'k3', 1e-3)
 K1 = ('penalty', 'k1', 1e-3)
+PAPER_K3 = ('loss', 'k3', 0.04)
 PRESETS = {
   'ppo': ('gae', 'ppo_clip', 'token_mean', 1, K1),
   'grpo': ('grpo', 'ppo_clip', 'token_mean', 8, K2),
+  'grpo_paper': ('grpo', 'ppo_clip', 'sequence_mean_token_mean', 64, PAPER_K3),
   'opmd': ('opmd', 'opmd', 'token_mean', 2, K2),
   'sft': (None, 'sft', 'token_mean', 1, None),
   'cpt': (None, 'sft', 'token_mean', 1, None),
@@ -87,6 +89,7 @@ def test_preset(name):
   algorithm = make_algorithm(name)
   assert read(algorithm) == PRESETS[name]
   assert algorithm.entropy_loss is None
+  assert algorithm.provenance in describe.PROVENANCE
   assert algorithm.old_logprobs_source == 'rollout'
 
 

@@ -44,7 +44,8 @@ def algorithms() -> str:
     family, summary = describe.family(registry.make(name)), describe.summary(name)
     text = describe.SOURCE.sub('', summary)
     text = text.partition(': ')[2] or text
-    row = f'`{name}`', sentence(text), paper_link(summary)
+    values = registry.make(name).provenance
+    row = f'`{name}`', sentence(text), paper_link(summary), values
     rows.append((order.index(family), describe.FAMILIES[family], row))
   rows.sort(key=lambda entry: entry[0])  # names are sorted already
   seen: set[str] = set()
@@ -52,7 +53,7 @@ def algorithms() -> str:
   for _, title, row in rows:
     cells.append((title if title not in seen else '', *row))
     seen.add(title)
-  return table('learns from | name | what it does | paper', cells)
+  return table('learns from | name | what it does | paper | defaults', cells)
 
 
 def models() -> str:

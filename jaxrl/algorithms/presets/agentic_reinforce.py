@@ -24,4 +24,5 @@ def agentic_reinforce(
     advantage=partial(advantages.agentic_reinforce, gamma=gamma),
     policy_loss=losses.vanilla,
     group_size=group_size,
+    provenance='ours',
   )

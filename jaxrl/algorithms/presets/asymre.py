@@ -26,4 +26,5 @@ def asymre(
     advantage=partial(advantages.asymre, shift=shift),
     policy_loss=partial(losses.opmd, tau=tau),
     group_size=group_size,
+    provenance='trinity',
   )

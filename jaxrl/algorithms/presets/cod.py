@@ -37,4 +37,5 @@ def cod(
     advantage=partial(advantages.cod, future=future, window=window, gamma=gamma),
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
     group_size=group_size,
+    provenance='ours',
   )

@@ -12,5 +12,8 @@ def cpt() -> Algorithm:
     The algorithm.
   """
   return Algorithm(
-    policy_loss=losses.sft, data_format='text', sampler=ComponentCall('file')
+    policy_loss=losses.sft,
+    data_format='text',
+    sampler=ComponentCall('file'),
+    provenance='ours',
   )

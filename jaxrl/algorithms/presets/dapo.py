@@ -39,4 +39,5 @@ def dapo(
     filters=(ComponentCall('accuracy'),),
     shapers=(ComponentCall('overlong', {**limit, 'cache': overlong_cache}),),
     group_size=group_size,
+    provenance='paper',
   )

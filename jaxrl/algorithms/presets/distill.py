@@ -36,4 +36,5 @@ def distill(
     data_format=schema,
     sampler=ComponentCall('fifo' if schema == 'rollout' else 'file'),
     group_size=group_size,
+    provenance='ours',
   )

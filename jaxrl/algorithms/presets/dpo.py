@@ -24,4 +24,5 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Algorithm:
     data_format='preference',
     sampler=ComponentCall('file'),
     batch_unit='pair',
+    provenance='paper',
   )

@@ -31,4 +31,5 @@ def drgrpo(
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
     aggregation=ComponentCall('sequence_mean_token_sum_norm', constant),
     group_size=group_size,
+    provenance='paper',
   )

@@ -36,4 +36,5 @@ def gigpo(
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
     kl_loss=kl.term(kl.k2, kl_coef),
     group_size=group_size,
+    provenance='ours',
   )

@@ -36,4 +36,5 @@ def gspo(
     kl_loss=kl.term(kl.k2, kl_coef),
     aggregation=ComponentCall('sequence_mean_token_mean'),
     group_size=group_size,
+    provenance='trinity',
   )

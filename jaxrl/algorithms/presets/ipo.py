@@ -21,4 +21,5 @@ def ipo(*, beta: float = 0.1) -> Algorithm:
     data_format='preference',
     sampler=ComponentCall('file'),
     batch_unit='pair',
+    provenance='paper',
   )

@@ -31,4 +31,5 @@ def jsd(
     advantage=partial(advantages.jsd, beta=beta, coef=coef),
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
     group_size=group_size,
+    provenance='ours',
   )

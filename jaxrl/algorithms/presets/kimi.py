@@ -27,4 +27,5 @@ def kimi(
     advantage=advantages.opmd,
     policy_loss=partial(losses.kimi, tau=tau, level=level),
     group_size=group_size,
+    provenance='ours',
   )

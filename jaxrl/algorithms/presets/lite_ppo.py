@@ -26,4 +26,5 @@ def lite_ppo(
     advantage=partial(advantages.grpo, std_over='batch'),
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
     group_size=group_size,
+    provenance='ours',
   )

@@ -24,4 +24,5 @@ def m2po(
     advantage=advantages.grpo,
     policy_loss=partial(losses.m2po, threshold=threshold),
     group_size=group_size,
+    provenance='paper',
   )

@@ -33,4 +33,5 @@ def mix(
     entropy_loss=partial(entropy.mix, coef=entropy_coef) if entropy_coef else None,
     group_size=group_size,
     sampler=ComponentCall('mixed'),
+    provenance='trinity',
   )

@@ -28,4 +28,5 @@ def on_policy_distill(
     advantage=partial(advantages.on_policy_distill, coef=coef),
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
     group_size=group_size,
+    provenance='ours',
   )

@@ -30,4 +30,5 @@ def opmd(
     policy_loss=partial(losses.opmd, tau=tau),
     kl_loss=kl.term(kl.k2, kl_coef),
     group_size=group_size,
+    provenance='trinity',
   )

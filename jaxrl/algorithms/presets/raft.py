@@ -29,4 +29,5 @@ def raft(
     policy_loss=losses.sft,
     data_format=schema,
     group_size=group_size,
+    provenance='ours',
   )

@@ -28,4 +28,5 @@ def raft_plus_plus(
     advantage=partial(advantages.best_of_group, threshold=threshold),
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
     group_size=group_size,
+    provenance='ours',
   )

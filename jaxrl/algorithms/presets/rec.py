@@ -38,4 +38,5 @@ def rec(
     ),
     kl_loss=kl.term(kl.k2, kl_coef),
     group_size=group_size,
+    provenance='trinity',
   )

@@ -12,5 +12,8 @@ def sft() -> Algorithm:
     The algorithm.
   """
   return Algorithm(
-    policy_loss=losses.sft, data_format='messages', sampler=ComponentCall('file')
+    policy_loss=losses.sft,
+    data_format='messages',
+    sampler=ComponentCall('file'),
+    provenance='ours',
   )

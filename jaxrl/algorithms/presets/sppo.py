@@ -27,4 +27,5 @@ def sppo(
     advantage=advantages.opmd,
     policy_loss=partial(losses.sppo, epsilon=epsilon),
     group_size=group_size,
+    provenance='trinity',
   )

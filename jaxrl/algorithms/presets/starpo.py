@@ -29,4 +29,5 @@ def starpo(
     policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
     kl_loss=kl.term(kl.k3, kl_coef),
     group_size=group_size,
+    provenance='ours',
   )

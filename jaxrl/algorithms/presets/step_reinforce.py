@@ -27,4 +27,5 @@ def step_reinforce(
     advantage=partial(advantages.step_reinforce, gamma=gamma, over=over),
     policy_loss=losses.vanilla,
     group_size=group_size,
+    provenance='ours',
   )
