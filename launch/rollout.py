@@ -213,6 +213,7 @@ class DatasetRolloutJob:
         dump.writer,
         path=dump.path,
         columns=dump.columns,
+        save_arrays=dump.save_arrays,
       )
     build.validate_run(settings)
     self._where = dump.path or str(folder / 'trajectories')

@@ -50,23 +50,23 @@ PER_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
 MAX_BYTES = 2**32  # of groups that are unpacked
 
 
-def to_json(row: Trajectory) -> dict[str, Any]:
-  """Converts every field of a trajectory to JSON, by name.
+def to_json(row: Trajectory, *, arrays: bool = True) -> dict[str, Any]:
+  """Converts every field of a trajectory to JSON, by name, the messages first.
 
   Args:
     row: The trajectory. Its metrics, columns and extras may hold arrays of numbers,
       bytes and tuples.
+    arrays: Whether to convert the fields with one entry per token, which come last.
 
   Returns:
-    The fields as JSON; `from_json` restores the same bits.
+    The fields as JSON; with the arrays, `from_json` restores the same bits.
 
   Raises:
     TypeError: If a value cannot be represented; the error names it.
   """
-  return {
-    key: json_codec.encode_value(getattr(row, field), key)
-    for key, field in FIELDS.items()
-  }
+  others = [key for key in PER_ROW_FIELDS if key != 'messages']
+  keys = ['messages', *others, *(PER_TOKEN_FIELDS if arrays else ())]
+  return {key: json_codec.encode_value(getattr(row, FIELDS[key]), key) for key in keys}
 
 
 def from_json(data: Mapping[str, Any]) -> Trajectory:

@@ -125,8 +125,7 @@ class DatasetRollout(RolloutScheduler):
       while groups := await maybe_await(queue.get_batch(1)):
         for group in groups:
           number = complete_group(group, tag, base)
-          facts = {'model_name': model_name, 'mode': self.mode}
-          rows = columns.rows(group, number, **facts)
+          rows = columns.rows(group, number, model_name=model_name, mode=self.mode)
           async with lock:
             ledger.add(tag, number, rows)
             await asyncio.to_thread(ledger.flush)

@@ -64,6 +64,7 @@ class TrajectoryDump(MetricLogger):
         dump.writer,
         path=dump.path,
         columns=dump.columns,
+        save_arrays=dump.save_arrays,
       )
       sink.check(fresh=fresh)
       self._sinks[mode] = sink
@@ -83,7 +84,9 @@ class TrajectoryDump(MetricLogger):
       rows = [
         row
         for group in played
-        for row in self._columns.rows(group, model_name=self._model, mode=mode)
+        for row in self._columns.rows(
+          group, step=step, model_name=self._model, mode=mode
+        )
       ]
       self._sinks[mode].write(f'{tag}-step{step:06d}', rows)
 

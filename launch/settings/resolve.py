@@ -242,13 +242,14 @@ def _weight_sync(*, policy: str, transport: str, **options: Any) -> WeightSyncSe
   )
 
 
-def _dump(*, path: str, columns: Any) -> DumpSettings:
+def _dump(*, path: str, columns: Any, save_arrays: bool = True) -> DumpSettings:
   store = None
   if store_options.is_store_path(path):
     store = parse_store_options(
       path, store_options.writer_options, 'trajectory_dump.path'
     )
-  return DumpSettings(path, tuple(columns), store, parse_own_writer(path))
+  writer = parse_own_writer(path)
+  return DumpSettings(path, tuple(columns), save_arrays, store, writer)
 
 
 def _section(

@@ -358,12 +358,14 @@ class DumpSettings:
   Attributes:
     path: folder, file, table or store; '' takes a folder of the run's own.
     columns: pairs of name and type; empty for all columns.
+    save_arrays: whether the column save_content has the arrays of tokens.
     store: the experience store that `path` names; None for anything else.
     writer: the user's own trajectory writer that `path` names; None for anything else.
   """
 
   path: str
   columns: tuple[Any, ...]
+  save_arrays: bool
   store: WriterOptions | None
   writer: ComponentCall | None
 

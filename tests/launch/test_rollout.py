@@ -43,7 +43,7 @@ def test_a_data_set_to_its_end_and_again(tmp_path, capsys):
     content = trajectory_codec.from_json(json.loads(r['save_content']))
     assert content.score == r['episode_score']
     assert content.trajectory_id == r['trajectory_id'] and content.action_mask.any()
-    assert (r['mode'], r['model_name'], r['step']) == ('train', 'random', 0)
+    assert (r['mode'], r['model_name'], r['turn']) == ('train', 'random', 0)
   assert len({r['save_content'] for r in rows}) == 24
   assert rollout.main(options) == 0
   said = capsys.readouterr().out

@@ -14,15 +14,17 @@ if TYPE_CHECKING:  # so that a wrong command line fails before JAX is imported
 
 log = logging.getLogger(__name__)
 
-# What every dump can hold. save_content is the whole trajectory as JSON, which
-# `trajectory_codec.from_json` reads. step is the turn, for environments with one row
-# per turn. episode_score is the return of the whole episode.
+# What every dump can hold. save_content is the whole trajectory as JSON, messages
+# first, which `trajectory_codec.from_json` reads. step is the training step, turn the
+# turn for environments with one row per turn. episode_score is the return of the whole
+# episode.
 STANDARD_COLUMNS = {
   'trajectory_id': 'string',
   'task_idx': 'bigint',
   'model_name': 'string',
   'save_content': 'string',
   'step': 'bigint',
+  'turn': 'bigint',
   'stop_reason': 'string',
   'mode': 'string',
   'episode_score': 'double',
@@ -44,6 +46,8 @@ class DumpColumns:
     own: The environments' columns, as a mapping of name to type; '' leaves the type to
       `asked`, or string.
     where: The config key of `asked`, for error messages.
+    save_arrays: Whether save_content has the arrays of tokens. Without them, no
+      trajectory can be restored from it.
 
   Attributes:
     types: The type of each column, by name.
@@ -58,6 +62,8 @@ class DumpColumns:
     columns: Iterable[Any] = (),
     env_columns: Mapping[str, str] | None = None,
     where: str = '--config.trajectory_dump.columns',
+    *,
+    save_arrays: bool = True,
   ):
     env_columns = dict(env_columns or {})
     for name in sorted(env_columns.keys() & STANDARD_COLUMNS.keys()):
@@ -79,10 +85,16 @@ class DumpColumns:
       self.types = {n: kind or 'string' for n, kind in known.items()}
       for name, kind in self.types.items():
         _pair((name, kind), f'column {name!r}')
+    self._save_arrays = save_arrays
     self._warned: set[str] = set()
 
   def rows(
-    self, group: 'Group', task_idx: int | None = None, **facts: str
+    self,
+    group: 'Group',
+    task_idx: int | None = None,
+    *,
+    step: int | None = None,
+    **facts: str,
   ) -> list[DumpRow]:
     """Builds one row for each trajectory of a group.
 
@@ -90,6 +102,8 @@ class DumpColumns:
       group: The trajectories of a task.
       task_idx: The task's number. By default the dataset row that it was, or its number
         within its tag.
+      step: The training step in which the group was played; None outside training. An
+        evaluation plays the same tasks at several steps, so ids begin with it.
       **facts: Columns that trajectories do not know: model_name and mode.
 
     Returns:
@@ -98,23 +112,28 @@ class DumpColumns:
     scores: dict[int, float] = {}
     for row in group:
       scores[row.sample_index] = scores.get(row.sample_index, 0.0) + row.score
-    return [self._row(row, task_idx, scores[row.sample_index], facts) for row in group]
+    return [
+      self._row(row, task_idx, step, scores[row.sample_index], facts) for row in group
+    ]
 
   def _row(
     self,
     row: 'Trajectory',
     task_idx: int | None,
+    step: int | None,
     score: float,
     facts: Mapping[str, str],
   ) -> DumpRow:
     if task_idx is None:
       task_idx = row.columns.get('task_idx', row.group_id + row.episode_id)
+    played = [facts['mode'], str(step)] if step is not None else []
     values = {
       **row.columns,
       **facts,
-      'trajectory_id': row.trajectory_id,
+      'trajectory_id': '_'.join([*played, row.trajectory_id]),
       'task_idx': task_idx,
-      'step': row.turn,
+      'step': step,
+      'turn': row.turn,
       'stop_reason': row.stop_reason,
       'episode_score': score,
     }
@@ -127,13 +146,13 @@ class DumpColumns:
 
     data = {}
     try:
-      data = trajectory_codec.to_json(row)
+      data = trajectory_codec.to_json(row, arrays=self._save_arrays)
     except TypeError as error:  # drop only the environment's values, not the row
       self._warn('save_content', f'{error}; such values are left out')
       without_values = dataclasses.replace(
         row, columns={}, extras={'error': str(error)}
       )
-      data = trajectory_codec.to_json(without_values)
+      data = trajectory_codec.to_json(without_values, arrays=self._save_arrays)
     return json.dumps(data, allow_nan=False, separators=(',', ':'))
 
   def _fit(self, name: str, value: Any) -> Any:

@@ -19,6 +19,7 @@ def open_dump(
   *,
   path: str = '',
   columns: tuple[Any, ...] = (),
+  save_arrays: bool = True,
 ) -> 'tuple[DumpColumns, TrajectoryWriter]':
   """Builds the columns of a dump and its writer.
 
@@ -35,6 +36,8 @@ def open_dump(
       class of your own, `path/file.py:Name(option=1)`.
     columns: Pairs of name and type, such as `[['task_idx', 'bigint'], …]`; empty
       selects all columns.
+    save_arrays: Whether save_content has the arrays of tokens, after the messages.
+      Without them, no trajectory can be restored from it.
 
   Returns:
     A tuple of the columns and the writer.
@@ -46,7 +49,7 @@ def open_dump(
   from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
   from jaxrl.data.trajectory_writers.file_writer import FileWriter, TrajectoryWriter
 
-  dump_columns = DumpColumns(columns, env_columns)
+  dump_columns = DumpColumns(columns, env_columns, save_arrays=save_arrays)
   if writer is not None:
     where = f'--config.trajectory_dump.path={writer}'
     _, writer_class, options = find_component(

@@ -23,21 +23,45 @@ def test_all_columns_when_none_are_asked_for():
   assert content.columns == played.columns
   np.testing.assert_array_equal(content.rollout_logprobs, played.rollout_logprobs)
   assert found == {
-    'trajectory_id': 't_7_0_107_0_0', 'task_idx': 7, 'model_name': 'm', 'step': 0,
-    'stop_reason': 'finish', 'mode': 'train', 'episode_score': 0.5, 'given': 'x',
-    'level': 3,
+    'trajectory_id': 't_7_0_107_0_0', 'task_idx': 7, 'model_name': 'm', 'step': None,
+    'turn': 0, 'stop_reason': 'finish', 'mode': 'train', 'episode_score': 0.5,
+    'given': 'x', 'level': 3,
   }  # fmt: skip
 
 
 def test_asked_columns_in_their_order_and_the_score_of_the_episode():
-  columns = DumpColumns([['episode_score', 'float'], ('step', 'BIGINT')])
+  columns = DumpColumns([['episode_score', 'float'], ('turn', 'BIGINT')])
   group = [row(turn=0), row(turn=1), row(sample_index=1, rewards=(0, 2))]
   found = columns.rows(group, 0, **FACTS)
   assert [list(r.items()) for r in found] == [
-    [('episode_score', 1.0), ('step', 0)],
-    [('episode_score', 1.0), ('step', 1)],
-    [('episode_score', 2.0), ('step', 0)],
+    [('episode_score', 1.0), ('turn', 0)],
+    [('episode_score', 1.0), ('turn', 1)],
+    [('episode_score', 2.0), ('turn', 0)],
   ]
+
+
+def test_what_is_played_again_at_another_step_or_in_another_mode_has_another_id():
+  columns = DumpColumns([('trajectory_id', 'string'), ('step', 'bigint')])
+  group = [row(turn=0), row(turn=1), row(sample_index=1)]
+  found = [
+    each
+    for step, mode in [(0, 'train'), (0, 'val'), (2, 'val'), (20, 'val')]
+    for each in columns.rows(group, step=step, model_name='m', mode=mode)
+  ]
+  assert [each['step'] for each in found] == [0] * 6 + [2] * 3 + [20] * 3
+  assert len({each['trajectory_id'] for each in found}) == len(found)
+
+
+def test_the_content_begins_with_the_messages_and_may_lack_the_arrays():
+  played = row(messages=[{'role': 'user', 'content': 'Go'}])
+  [whole] = DumpColumns().rows([played], 0, **FACTS)
+  assert whole['save_content'].startswith(
+    '{"messages":[{"role":"user","content":"Go"}]'
+  )
+  keys = list(json.loads(whole['save_content']))
+  assert keys[-5:] == list(trajectory_codec.PER_TOKEN_FIELDS)
+  [short] = DumpColumns(save_arrays=False).rows([played], 0, **FACTS)
+  assert list(json.loads(short['save_content'])) == keys[:-5]
 
 
 @pytest.mark.parametrize(
