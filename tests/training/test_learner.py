@@ -139,7 +139,7 @@ async def test_a_step_without_action_tokens_stops_before_anything_is_updated():
     [dataclasses.replace(row, action_mask=row.action_mask & False) for row in group]
     for group in toy.groups()
   ]
-  with pytest.raises(EmptyBatchError, match='none of the 16 rows has an action'):
+  with pytest.raises(EmptyBatchError, match='none of the 8 rows has an action'):
     await learner.update(empty)
   assert learner.step == 0
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(learner.params))

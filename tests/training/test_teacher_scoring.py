@@ -154,7 +154,7 @@ def test_more_tokens_than_there_are_is_an_error():
   algorithm = registry.make('distill', {'top_k': 65})
   with pytest.raises(ConfigError, match=r'top_k=65.*knows 64 tokens'):
     teachers(algorithm, policy(1))
-  with pytest.raises(ConfigError, match='is 0 and must be at least 1'):
+  with pytest.raises(ConfigError, match='top_k=0: must be at least 1'):
     teachers(registry.make('distill', {'top_k': 0}), policy(1))
 
 
