@@ -370,8 +370,8 @@ def _fits(value: Any, wanted: type) -> bool:
 def resolve(target: str) -> Any:
   """Imports an attribute.
 
-  An error raised while the module is imported is not caught, as its traceback is the
-  answer, but for one of syntax, which one line tells whole.
+  Errors raised while the module is imported keep their traceback, except syntax errors
+  in a file, which become a ConfigError with the file and the line.
 
   Args:
     target: `'pkg.mod:attr'` or `'path/file.py:attr'`.

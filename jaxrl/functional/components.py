@@ -237,7 +237,7 @@ class Range(NamedTuple):
 SHARE = Range(0, 1)
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, excludes_low=True)
-COUNT = Range(1)
+AT_LEAST_ONE = Range(1)
 
 # An option means the same wherever it occurs in this package, so its range is written
 # once, by name. The range of an option that means something else in one component
@@ -252,7 +252,7 @@ OPTION_RANGES: dict[str, Range] = {
   'clip_low': NOT_NEGATIVE,
   'critic_warmup': NOT_NEGATIVE,
   'decay_steps': NOT_NEGATIVE,
-  'dual_clip': COUNT,
+  'dual_clip': AT_LEAST_ONE,
   'epsilon': NOT_NEGATIVE,
   'gamma': SHARE,
   'head': SHARE,
@@ -265,7 +265,7 @@ OPTION_RANGES: dict[str, Range] = {
   'max_frac': SHARE,
   'mix.mu': SHARE,
   'overlong_cache': NOT_NEGATIVE,
-  'overlong_length': COUNT,
+  'overlong_length': AT_LEAST_ONE,
   'peak': SHARE,
   'rank_penalty': SHARE,
   'ratio_high': NOT_NEGATIVE,
@@ -282,11 +282,11 @@ OPTION_RANGES: dict[str, Range] = {
   'tau_positive': POSITIVE,
   'temperature': POSITIVE,
   'm2po.threshold': POSITIVE,
-  'top_k': COUNT,
+  'top_k': AT_LEAST_ONE,
   'valley': SHARE,
   'value_clip': NOT_NEGATIVE,
   'warmup_steps': NOT_NEGATIVE,
-  'window': COUNT,
+  'window': AT_LEAST_ONE,
 }
 
 

@@ -251,10 +251,14 @@ def open_store_target(
   """
   dump = settings.trajectory_dump
   assert dump is not None and dump.store is not None
-  if dump.columns:
-    raise ConfigError(
-      '--config.trajectory_dump.columns: an experience store keeps groups whole'
-    )
+  for key, is_set in (
+    ('columns', bool(dump.columns)),
+    ('save_arrays', not dump.save_arrays),
+  ):
+    if is_set:
+      raise ConfigError(
+        f'--config.trajectory_dump.{key}: an experience store keeps groups whole'
+      )
   database = StoreDatabase(dump.store.url, 'trajectory_dump.path')
   facts = compatibility_facts(settings, tokenizer)
   ledger = ExperienceWriter(database, writer_run_id(folder), facts)

@@ -53,11 +53,11 @@ def next_steps(command: Command, config: Any, workdir: pathlib.Path) -> dict[str
   lasts = 'num_epochs' if config.get('num_epochs') else 'num_steps'
   own = {key: text for key, text in command.overrides if key != lasts}
 
-  def line(module: str, algorithm: str | None, *more: str, without: str = '\0') -> str:
+  def line(module: str, algorithm: str | None, *more: str, without: str = '') -> str:
     options = [
       f'--config.{key}' + ('' if text is None else f'={text}')
       for key, text in own.items()
-      if not key.startswith(without)
+      if not (without and key.startswith(without))
     ]
     spec = command.config + (f':{algorithm}' if algorithm else '')
     arguments = shlex.join(['-m', module, f'--config={spec}', *options, *more])

@@ -157,6 +157,10 @@ def test_what_has_no_effect_is_refused(options, said, tmp_path, capsys):
       ['--config.trajectory_dump.columns=[["task_idx","bigint"]]'],
       'keeps groups whole',
     ),
+    (
+      ['--config.trajectory_dump.save_arrays=false'],
+      'trajectory_dump.save_arrays: an experience store keeps groups whole',
+    ),
     (['--config.dataset.experience_store=sqlite:////x.db'], 'is where training reads'),
     (['--config.trajectory_dump.path=store(url="sqlite://")'], 'names no file'),
   ],
