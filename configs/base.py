@@ -5,6 +5,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.algorithms import registry
+from jaxrl.call_strings import ConfigError
 from jaxrl.config import (
   Config,
   Options,
@@ -36,16 +37,42 @@ def env_section(env_type: str, **overrides: Any) -> Config:
   Args:
     env_type: The environment's short name, or its location.
     **overrides: Values for EnvManager's options; `env_config`, a dict, for the
-      environment class's own.
+      environment class's own; `dataset`, a dict, for rows of this tag's own.
   """
-  env_config = overrides.pop('env_config', {})
+  env_config, dataset = overrides.pop('env_config', {}), overrides.pop('dataset', {})
   config = make_section(
     omit_options(EnvManager, *SHARED_OPTIONS), env_tag_options, **overrides
   )
   config.env_type = env_type
   describe_keys(config, {'env_type': 'The environment: its short name or location.'})
-  config.env_config = make_section(find_env(env_type), **env_config)
+  env = find_env(env_type)
+  config.env_config = make_section(env, **env_config)
+  if getattr(env, 'uses_dataset', True):
+    config.dataset = make_section(tag_dataset_options, **dataset)
+  elif dataset:
+    raise ConfigError(
+      f'env_section({env_type!r}): takes no dataset: its tasks come from seeds'
+    )
   return config
+
+
+def tag_dataset_options(
+  *,
+  path: str = '',
+  split: str = '',
+  limit: int | None = None,
+  keys: str = '',
+  curriculum: str = '',
+) -> None:
+  """Options of the section `dataset` of an environment tag.
+
+  Args:
+    path: This tag's rows; '' for those of the run's dataset, as for the other keys.
+    split: Split of the source.
+    limit: Rows to use at most.
+    keys: Keys of rows that differ from the usual ones, such as 'question=problem'.
+    curriculum: Which rows are drawn.
+  """
 
 
 def env_tag_options(
@@ -58,7 +85,7 @@ def env_tag_options(
   """Options of an environment tag beside EnvManager's.
 
   Args:
-    weight: Share of each step's groups, relative to other tags.
+    weight: Share of each step's groups, relative to other tags; 0 only evaluates.
     max_concurrency: Environments that act at the same time in a worker.
     row_format: Training rows of an episode: 'trajectory', 'step', 'concatenated' or
       'auto', which the algorithm decides.
@@ -188,6 +215,40 @@ def eval_options(
   """
 
 
+def eval_set(**overrides: Any) -> Config:
+  """Returns the section of a named evaluation set, for `config.eval.sets`.
+
+  Args:
+    **overrides: Values for the options of `eval_set_options`.
+  """
+  return make_section(eval_set_options, **overrides)
+
+
+def eval_set_options(
+  *,
+  tag: str = '',
+  path: str = '',
+  split: str = '',
+  keys: str = '',
+  num_tasks: int | None = None,
+  group_size: int | None = None,
+  temperature: float | None = None,
+  interval: int | None = None,
+) -> None:
+  """Options of an evaluation set; those that are left open are the ones of `eval`.
+
+  Args:
+    tag: Environment tag that plays it; '' if there is only one.
+    path: File with the tasks; '' for that of `eval`, or of `split` beside the tag's.
+    split: Split of the dataset to evaluate on.
+    keys: Keys of rows that differ from the usual ones; '' for those of the tag.
+    num_tasks: Tasks of an evaluation; -1 for each row of the dataset once.
+    group_size: Samples per task.
+    temperature: Sampling temperature; 0 is greedy.
+    interval: Steps between evaluations; 0 for none.
+  """
+
+
 def warm_start_options(
   *, num_steps: int = 0, path: str = '', limit: int = 10_000
 ) -> None:
@@ -269,6 +330,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.env = ConfigDict()
   config.checkpoint = make_section(checkpoint_options, Checkpointer)
   config.eval = make_section(eval_options)
+  config.eval.sets = ConfigDict()
   config.sft = make_section(
     warm_start_options,
     pick_options(FileSampler, 'batch_size'),

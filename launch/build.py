@@ -12,14 +12,13 @@ import jax
 from jaxrl import model_loading as policies
 from jaxrl.algorithms import requirements
 from jaxrl.call_strings import ConfigError, join_calls
-from jaxrl.data.row_sources import describe_sources
 from jaxrl.data.seeds import fold_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.functional.components import call_string
 from jaxrl.model_loading import LoadedModel
 from jaxrl.training import batch_fields
 from launch.components import offline_data
-from launch.components.env_datasets import load_datasets
+from launch.components.env_datasets import describe_tasks, load_datasets
 from launch.components.group_samplers import make_group_sampler
 from launch.components.learner_factory import (
   LearnerFactory,
@@ -244,6 +243,6 @@ def _describe_run(
     'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
     f'vocabulary {shape.vocab_size}, from {settings.model.checkpoint or "scratch"}',
     'devices': learners.describe(),
-    'data': describe_sources(settings.dataset.path) or 'seeds',
+    'data': describe_tasks(settings),
     'algorithm': f'{settings.algorithm_name}: {listing}',
   }

@@ -18,6 +18,7 @@ from launch.runtime import process_env
 from launch.settings import command_line as configs
 from launch.settings.command_line import ConfigError
 from launch.settings.logging_settings import read_logging
+from launch.settings.task_settings import eval_sets
 
 if TYPE_CHECKING:
   from launch.settings.run_settings import RunSettings
@@ -76,15 +77,17 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
   folder = pathlib.Path(flags['json']).parent
   if not folder.is_dir():
     raise ConfigError(f'--json={flags["json"]}: there is no folder {folder}')
-  config.eval.interval = max(
-    config.eval.interval, 1
-  )  # which is what loads the test set
-  ks, size = read_ks(flags['k']), config.eval.group_size
-  if ks and ks[-1] > size:
-    raise ConfigError(
-      f'--k={flags["k"]}: takes {ks[-1]} attempts at each task, not {size}: set '
-      f'--config.eval.group_size={ks[-1]}'
-    )
+  for section in (config.eval, *config.eval.sets.values()):
+    if section.interval is not None:
+      section.interval = max(section.interval, 1)  # which is what loads the tasks
+  ks = read_ks(flags['k'])
+  for name, evaluation in eval_sets(config.to_dict()).items():
+    if ks and ks[-1] > evaluation['group_size']:
+      own = f'sets.{name}.' if name in config.eval.sets else ''
+      raise ConfigError(
+        f'--k={flags["k"]}: takes {ks[-1]} attempts at each task, not '
+        f'{evaluation["group_size"]}: set --config.eval.{own}group_size={ks[-1]}'
+      )
   return ks
 
 
@@ -113,14 +116,20 @@ def build_evaluation(run_settings: 'RunSettings', console: Console) -> Any:
   """Creates the parts that play, and shows what will be played."""
   from launch.inference_job import make_evaluator
 
-  folder, settings = run_settings.model.checkpoint, run_settings.eval
+  folder = run_settings.model.checkpoint
   job = make_evaluator(run_settings, pathlib.Path(folder))
   console.fact('model', folder)
   if job.description:
     console.fact('placement', job.description)
-  attempts = f'{settings.group_size} a task, at temperature {settings.temperature:g}'
-  console.fact('attempts', attempts)
-  if settings.group_size > 1 and not settings.temperature:
+  sets = run_settings.eval.active
+  attempts = {
+    name: f'{s.group_size} a task, at temperature {s.temperature:g}'
+    for name, s in sets.items()
+  }
+  if len(set(attempts.values())) > 1:
+    attempts = {name: f'{name}: {text}' for name, text in attempts.items()}
+  console.fact('attempts', '; '.join(dict.fromkeys(attempts.values())))
+  if any(s.group_size > 1 and not s.temperature for s in sets.values()):
     console.warn('at temperature 0 all attempts are alike: set eval.temperature')
   return job
 
@@ -146,7 +155,9 @@ def evaluate(
   for text, style in evaluation_results.format_results(tags):
     console.say(text, style=style)
   eval_options = {
-    key: value for key, value in settings.text('eval').items() if key != 'interval'
+    key: value
+    for key, value in settings.text('eval').items()
+    if key != 'interval' and value != {}
   }
   return {
     'checkpoint': settings.model.checkpoint,

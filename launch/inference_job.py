@@ -132,7 +132,7 @@ class Player:
     tag = rollouts.tags[0]
     self.run = evaluator.run
     self.decode: Callable[..., str] = evaluator.policy.tokenizer.decode
-    self.manager = rollouts.manager(tag, 'sample')
+    self.manager = rollouts.manager(tag)
     self.base_seed = base_seed(settings.seed, 'train', tag)
 
 

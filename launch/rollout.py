@@ -12,7 +12,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from launch.logging.console import Console
@@ -46,8 +46,8 @@ python -m launch.rollout --config=FILE.py [--config.KEY=VALUE] [--workdir=DIR]
                                   train from, experience+sqlite:////ABS/PATH.db
   --config.trajectory_dump.columns=PAIRS
                                   [['task_idx','bigint'],['save_content','string']]; all
-  --mode=train                    the rows of dataset.path, as training samples; val: as
-                                  evaluations do
+  --mode=train                    the rows that training plays; val: each evaluation
+                                  set, at its temperature
   --num_tasks=-1                  so many tasks; -1 all
   --group_size=1                  attempts at each task
   --part_size=256                 tasks of a file
@@ -65,14 +65,17 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
 
   Args:
     config: the config, changed in place.
-    mode: 'train' plays the rows of dataset.path as training samples; 'val' plays what
-      evaluations play, at their temperature.
+    mode: 'train' plays the rows that training plays, as training samples; 'val' plays
+      every evaluation set, at its temperature.
     num_tasks: tasks to play; −1 plays all of them.
     group_size: samples of each task.
 
   Raises:
     ConfigError: for invalid flags, or a config without anything to play.
   """
+  from ml_collections import ConfigDict
+
+  from jaxrl.data.store import store_options
   from jaxrl.envs.env_registry import options_for_split, unwrapped
 
   if mode not in MODES:
@@ -88,23 +91,51 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     )
   if not config.get('env', {}):
     raise ConfigError('this config has no environment: there is nothing to play')
-  tests, data = config.eval, config.dataset
+  sets = _sets_to_play(config.to_dict(), mode)
+  envs = {name: config.env[section['tag']].to_dict() for name, section in sets.items()}
+  for name, section in sets.items():
+    env = envs[name]
+    if mode == 'val':
+      split = section['split']
+      env['env_config'] = options_for_split(env['env_type'], env['env_config'], split)
+    limits = [n for n in (section['num_tasks'], num_tasks) if n > 0]
+    section |= {'tag': name, 'interval': 1, 'group_size': group_size}
+    section['num_tasks'] = min(limits, default=-1)
+    env_class = unwrapped(env['env_type'], env['env_config'])
+    if section['num_tasks'] < 0 and not getattr(env_class, 'uses_dataset', True):
+      raise ConfigError(f'env.{name} plays seeds, which have no end: set --num_tasks=…')
+    env['weight'] = env['weight'] or 1.0  # a tag that is only evaluated is played too
+  temperatures = {section['temperature'] for section in sets.values()}
+  if len(temperatures) > 1 and store_options.is_store_path(config.trajectory_dump.path):
+    raise ConfigError(
+      f'--config.trajectory_dump.path={config.trajectory_dump.path}: an experience '
+      'store has samples of one temperature, and the sets of eval.sets have several'
+    )
   with config.unlocked():
-    if mode == 'train':
-      tests.update(path=data.path, split=data.split, num_tasks=data.limit or -1)
-      tests.temperature = config.rollout.temperature
-    config.rollout.update(temperature=tests.temperature, extra_samples=0)
-    for env in config.env.values():
-      if mode == 'val':
-        env_config = env.env_config.to_dict()
-        env.env_config.update(options_for_split(env.env_type, env_config, tests.split))
-    limits = [n for n in (tests.num_tasks, num_tasks) if n > 0]
-    tests.update(interval=1, num_tasks=min(limits, default=-1), group_size=group_size)
-    config.synthesis = {'mode': mode, **tests.to_dict()}
-  for tag, env in config.env.items():
-    env_class = unwrapped(env.env_type, env.env_config)
-    if tests.num_tasks < 0 and not getattr(env_class, 'uses_dataset', True):
-      raise ConfigError(f'env.{tag} plays seeds, which have no end: set --num_tasks=…')
+    config.rollout.update(temperature=max(temperatures), extra_samples=0)
+    config.eval.sets, config.env = ConfigDict(sets), ConfigDict(envs)
+    config.synthesis = {'mode': mode, 'sets': sets}
+
+
+def _sets_to_play(data: Mapping[str, Any], mode: str) -> dict[str, dict[str, Any]]:
+  """Returns what is to be played, each part as an evaluation set with all its keys."""
+  from launch.settings.task_settings import eval_sets, tag_dataset
+
+  if mode == 'val':
+    return eval_sets(data)
+  sets = {}
+  for tag, env in data['env'].items():
+    if env['weight']:
+      rows = tag_dataset(data, tag)
+      sets[tag] = {
+        'tag': tag,
+        'path': rows['path'],
+        'split': rows['split'],
+        'keys': rows['keys'],
+        'num_tasks': rows['limit'] or -1,
+        'temperature': data['rollout']['temperature'],
+      }
+  return sets
 
 
 def main(argv: Sequence[str]) -> int:
@@ -234,9 +265,11 @@ class DatasetRolloutJob:
 
     self._job = InferenceJob(settings, make_parts)
     self._rollouts = self._job.plays
-    self._group_size = settings.eval.group_size
+    sets = settings.eval.sets.values()
+    self._group_size = next(evaluation.group_size for evaluation in sets)
     self._model = settings.model.name
-    data = describe_sources(settings.eval.path or settings.dataset.path) or 'seeds'
+    paths = [e.path or settings.env[e.tag].dataset.path for e in sets]
+    data = '; '.join(dict.fromkeys(describe_sources(path) for path in paths)) or 'seeds'
     self.facts = {
       'model': self._model,
       'data': f'{data}, mode {mode}',

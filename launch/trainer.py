@@ -277,7 +277,7 @@ class TrainPhase:
 
   async def _publish(self, step: int) -> None:
     self._step_start = time.perf_counter()
-    evaluates = self._evaluation_due(step)
+    evaluates = bool(self._evaluations_due(step))
     if self._rollouts is None or not (self._plays_at(step) or evaluates):
       return
     syncer = self._rollouts.weight_syncer
@@ -300,10 +300,11 @@ class TrainPhase:
   def _plays_at(self, step: int) -> bool:
     return self._plays and self._sampler.plays(step)
 
-  def _evaluation_due(self, step: int) -> bool:
-    every = self._settings.eval.interval
+  def _evaluations_due(self, step: int) -> list[str]:
+    """Returns the names of the evaluation sets that are played at a step."""
     ends = step in (0, self._num_steps)
-    return every > 0 and (ends or step % every == 0)
+    active = self._settings.eval.active.items()
+    return [name for name, s in active if ends or step % s.interval == 0]
 
   def complete(self, metrics: pathlib.Path) -> bool:
     """Returns whether not even an evaluation is left to do after the last step.
@@ -320,13 +321,14 @@ class TrainPhase:
     )
 
   def _evaluates_at(self, step: int) -> bool:
-    return self._rollouts is not None and self._evaluation_due(step)
+    return self._rollouts is not None and bool(self._evaluations_due(step))
 
   async def _evaluate(self, step: int, last: bool) -> loop.Metrics:
     if self._rollouts is None or not self._evaluates_at(step):
       return {}
     start = time.perf_counter()
-    metrics, groups = await self._rollouts.evaluate()
+    names = self._evaluations_due(step)
+    metrics, groups = await self._rollouts.evaluate(names=names)
     await self._rollouts.metrics()  # the engines' counts start anew
     self._writers.trajectories(step, groups, kind='eval')
     self._step_start += time.perf_counter() - start

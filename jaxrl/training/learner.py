@@ -17,7 +17,6 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import batch_fields, monitoring, staleness, train_state
-from jaxrl.training.batching import router_replay
 from jaxrl.training.batching.batch_builder import BatchShape
 from jaxrl.training.batching.packed_batch_builder import make_batch_builder
 from jaxrl.training.batching.packing_plan import Packing
@@ -410,7 +409,12 @@ class Learner:
     start = time.perf_counter()
     monitoring.check_action_tokens(groups, self.step)
     host_batch, shape, indices = self._batch_builder.build_batch(groups, self.step)
-    host_batch = router_replay.add_to_batch(self._spec.model, host_batch)
+    replay = None
+    if getattr(self._spec.model, 'router_replay', False):
+      # Imported here because only mixtures of experts have routers.
+      from jaxrl.training.batching import router_replay as replay
+
+      host_batch = replay.add_to_batch(self._spec.model, host_batch)
     is_recompile = self._is_warm and shape not in self._compiled_shapes
     with CompileCounter() as counter:
       advantage_step, train_step = self._compiled_steps(shape)
@@ -437,7 +441,8 @@ class Learner:
     metrics |= monitoring.batch_metrics(host_batch, self.step)
     metrics |= staleness_metrics
     metrics |= self._batch_builder.packing_metrics(host_batch, shape, indices)
-    metrics |= router_replay.replay_metrics(self._spec.model, host_batch)
+    if replay is not None:
+      metrics |= replay.replay_metrics(self._spec.model, host_batch)
     metrics |= {
       'optimizer/learning_rate': float(hparams['optimizer']['learning_rate']),
       'compile/programs': float(counter.count),

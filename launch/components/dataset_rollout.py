@@ -47,7 +47,8 @@ class DatasetRollout(RolloutScheduler):
     """Makes the engines.
 
     Args:
-      settings: settings of the run, whose `eval` says what is played.
+      settings: settings of the run, with an evaluation set for each tag, of its name,
+        that says what is played.
       policy: the model that plays, with its tokenizer.
       runtime: where engines, queues and workers are to live.
       device_thread: the thread of this process's devices.
@@ -55,12 +56,19 @@ class DatasetRollout(RolloutScheduler):
       mode: 'train' or 'val'.
     """
     self.mode = mode
-    self._num_tasks = max(settings.eval.num_tasks, 0)
-    algorithm = dataclasses.replace(
-      settings.algorithm, group_size=settings.eval.group_size
-    )
+    self._sets = settings.eval.sets
+    (group_size,) = {evaluation.group_size for evaluation in self._sets.values()}
+    algorithm = dataclasses.replace(settings.algorithm, group_size=group_size)
     settings = dataclasses.replace(settings, algorithm=algorithm)
     super().__init__(settings, policy, runtime, device_thread, (datasets, datasets))
+
+  def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
+    temperature = self._sets[tag].temperature
+    return super()._manager_options(tag, temperature=temperature, **changes)
+
+  def _num_tasks(self, tag: str) -> int:
+    """Returns the most tasks to play; 0 for all rows of the data set."""
+    return max(self._sets[tag].num_tasks, 0)
 
   def _first_task(self, tag: str) -> int:
     return 0 if self.datasets[tag] is not None else self._base_seed(tag)
@@ -84,7 +92,7 @@ class DatasetRollout(RolloutScheduler):
       'max_retries': self._settings.rollout.max_retries,
       'keep_failed': True,
       'episode_timeout': self._settings.rollout.episode_timeout,
-      'total': self._num_tasks,
+      'total': self._num_tasks(tag),
       'in_order': False,
     }
 
@@ -92,9 +100,9 @@ class DatasetRollout(RolloutScheduler):
     """Counts the tasks of each tag."""
     sizes = {}
     for tag in self.tags:
-      data = self.datasets[tag]
-      size = self._num_tasks if data is None else await maybe_await(data.get_size())
-      sizes[tag] = min(size, self._num_tasks or size)
+      data, limit = self.datasets[tag], self._num_tasks(tag)
+      size = limit if data is None else await maybe_await(data.get_size())
+      sizes[tag] = min(size, limit or size)
     return sizes
 
   async def play(
@@ -136,7 +144,9 @@ class DatasetRollout(RolloutScheduler):
       queue = self.queues[tag] = self._queue(tag)
       played, ahead = ledger.played_items(tag), self._num_parallel_groups(tag)
       await maybe_await(
-        queue.load_state_dict(remaining_tasks_state(played, ahead, self._num_tasks))
+        queue.load_state_dict(
+          remaining_tasks_state(played, ahead, self._num_tasks(tag))
+        )
       )
       data = {'seed': self._base_seed(tag)}
       jobs += [

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
-from jaxrl.data.row_sources import RowSource, RowSources, load_rows
+from jaxrl.data.row_sources import RowSource, RowSources, describe_sources, load_rows
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import unwrapped
 from launch.runtime.runtime_interface import Runtime
@@ -16,55 +16,73 @@ Datasets = dict[str, Any]  # by tag
 
 
 def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Datasets]:
-  """Loads each tag's rows. Tags that ask for the same rows share them.
+  """Loads the rows of tags and of evaluation sets. Those that are the same are shared.
 
   Args:
     settings: settings of the run.
     runtime: where the data sets are to live.
 
   Returns:
-    Handles for training and for evaluation, by tag; None for environments whose tasks
-    are seeds.
+    Handles for training by tag, and for evaluation by set; None for environments whose
+    tasks are seeds.
 
   Raises:
     ConfigError: if an environment needs rows and no path is set.
   """
   manager = GlobalDatasetManager()
-  train = {
-    tag: _load_tag(settings, runtime, manager, tag, 'sample') for tag in settings.env
-  }
-  tests: Datasets = dict.fromkeys(settings.env)
-  if settings.eval.interval:
-    tests = {
-      tag: _load_tag(settings, runtime, manager, tag, 'traversal')
-      for tag in settings.env
-    }
+
+  def get(path: RowSources, mode: str, options: dict[str, Any]) -> Any:
+    options |= {'mode': mode, 'seed': fold_seed(settings.seed, 'dataset', mode)}
+    return manager.get(path, functools.partial(_load, runtime), **options)
+
+  train: Datasets = dict.fromkeys(settings.training_tags)
+  for tag in train:
+    if _uses_dataset(settings, tag):
+      tasks = settings.env[tag].dataset
+      if not tasks.path:
+        raise _missing_path(f'env.{tag}', tag)
+      train[tag] = get(tasks.path, 'sample', tasks.options)
+  tests: Datasets = dict.fromkeys(settings.eval.active)
+  for name, evaluation in settings.eval.active.items():
+    tag = evaluation.tag
+    if _uses_dataset(settings, tag):
+      tasks = settings.env[tag].dataset
+      path = evaluation.path or sibling_split_path(tasks.path, evaluation.split)
+      if not path:
+        raise _missing_path(f'the evaluation of env.{tag}', tag)
+      num_tasks = evaluation.num_tasks
+      options = {
+        **tasks.options,
+        'split': evaluation.split,
+        'limit': None if num_tasks < 0 else num_tasks,
+        'question_key': evaluation.question_key,
+        'answer_key': evaluation.answer_key,
+      }
+      tests[name] = get(path, 'traversal', options)
   return train, tests
 
 
-def _load_tag(
-  settings: RunSettings,
-  runtime: Runtime,
-  manager: GlobalDatasetManager,
-  tag: str,
-  mode: str,
-) -> Any:
-  """Returns the tag's data set, None if its tasks are seeds."""
+def _uses_dataset(settings: RunSettings, tag: str) -> bool:
   env = settings.env[tag]
-  if not getattr(unwrapped(env.env_type, env.env_config), 'uses_dataset', True):
-    return None
-  options, path = settings.dataset.task_options, settings.dataset.path
-  if mode == 'traversal':
-    num_tasks = settings.eval.num_tasks
-    options['limit'] = None if num_tasks < 0 else num_tasks
-    options['split'] = settings.eval.split
-    path = settings.eval.path or sibling_split_path(path, settings.eval.split)
-  if not path:
-    raise ConfigError(
-      f'env.{tag} takes its tasks from a data set: set --config.dataset.path=…'
-    )
-  options.update(mode=mode, seed=fold_seed(settings.seed, 'dataset', mode))
-  return manager.get(path, functools.partial(_load, runtime), **options)
+  return getattr(unwrapped(env.env_type, env.env_config), 'uses_dataset', True)
+
+
+def describe_tasks(settings: RunSettings) -> str:
+  """Names where the tasks of the run come from, in one line."""
+  shared = describe_sources(settings.dataset.path)
+  own = [
+    f'{tag} {describe_sources(env.dataset.path)}'
+    for tag, env in settings.env.items()
+    if env.dataset.path != settings.dataset.path
+  ]
+  return '; '.join(filter(None, [shared, *own])) or 'seeds'
+
+
+def _missing_path(what: str, tag: str) -> ConfigError:
+  return ConfigError(
+    f'{what} takes its tasks from a data set: set --config.dataset.path=…, or '
+    f'--config.env.{tag}.dataset.path=… for this tag alone'
+  )
 
 
 def _load(runtime: Runtime, path: RowSources, **options: Any) -> Any:

@@ -41,8 +41,10 @@ def compatibility_facts(settings: RunSettings, tokenizer: Any) -> dict[str, Any]
     'tokenizer': hashlib.sha256(vocabulary).hexdigest()[:16],
     'temperature': float(settings.rollout.temperature),
   } | {
-    f'formulation of {tag}': env.row_format if env.row_format != 'auto' else auto
-    for tag, env in settings.env.items()
+    f'formulation of {tag}': auto
+    if settings.env[tag].row_format == 'auto'
+    else settings.env[tag].row_format
+    for tag in settings.training_tags
   }
 
 
@@ -106,7 +108,7 @@ class StoredGroupSampler:
     self._database = StoreDatabase(store.url, KEY)
     self._lease = ReaderLease(self._database, store.reader, say=log.info)
     try:
-      tags = list(settings.env)
+      tags = settings.training_tags
       self._reader = ExperienceReader(
         self._database, self._lease, uses=store.uses, tags=tags
       )
@@ -135,7 +137,7 @@ class StoredGroupSampler:
     min_samples = settings.rollout.min_group_size or group_size
     facts = compatibility_facts(settings, policy.tokenizer)
     pipelines = {}
-    for tag in settings.env:
+    for tag in settings.training_tags:
       group_filter = make_group_filter(
         settings.group_filters, settings.config, settings.env_manager_config(tag)
       )

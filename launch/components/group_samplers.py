@@ -73,7 +73,7 @@ def make_group_sampler(
   Raises:
     ConfigError: if the sampler does not fit the algorithm or the environment tags.
   """
-  algorithm, tags = settings.algorithm, list(settings.env)
+  algorithm, tags = settings.algorithm, settings.training_tags
   source = RunSource(settings, groups, policy.tokenizer)
   sampler = samplers.make_sampler(algorithm.sampler, source)
   where = f'--config.algorithm.sampler={algorithm.sampler}'

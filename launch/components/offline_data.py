@@ -128,14 +128,22 @@ def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
   """
   data, row_format = settings.dataset, RowFormat(**_row_options(settings))
   paths = {settings.sft.path or data.path, data.path} - {''}
-  if not paths:
+  run_keys = [data.question_key, data.answer_key, data.solution_key]
+  sources = [
+    (path, data.split, run_keys) for path in sorted(paths, key=describe_sources)
+  ]
+  for env in settings.env.values():
+    tasks = env.dataset
+    source = (tasks.path, tasks.split, [tasks.question_key, tasks.answer_key])
+    if tasks.path and tasks.path not in paths and source not in sources:
+      sources.append(source)
+  if not sources:
     raise ConfigError(
       'a random model needs texts to train its tokenizer on: set '
       '--config.dataset.path or --config.sft.path, or --config.model.checkpoint'
     )
-  keys = (data.question_key, data.answer_key, data.solution_key)
-  for path in sorted(paths, key=describe_sources):
-    for row in load_rows(path, data.split, TOKENIZER_ROWS):
+  for path, split, keys in sources:
+    for row in load_rows(path, split, TOKENIZER_ROWS):
       fields = [str(row[key]) for key in keys if key in row]
       yield from dict.fromkeys([*fields, *row_format.strings(row)])
       yield '\n'.join(ROLES)  # as often as messages: a role is then one token

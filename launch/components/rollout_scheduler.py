@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.algorithms import requirements
@@ -48,7 +48,7 @@ class RolloutScheduler:
     engine: the router to all of them.
     weights: brings the engines their weights.
     weight_syncer: decides when they get them.
-    tags: environment tags.
+    tags: environment tags that training plays.
     datasets: data sets for training by tag; None for tags whose tasks are seeds.
     queues: group queues by tag, once training has started.
   """
@@ -68,7 +68,8 @@ class RolloutScheduler:
       policy: the model that plays, with its tokenizer.
       runtime: where engines, queues and workers are to live.
       device_thread: the thread of this process's devices.
-      datasets: data sets for training and for evaluation, see `load_datasets`.
+      datasets: data sets for training by tag, and for evaluation by set, see
+        `load_datasets`.
 
     Raises:
       ConfigError: for options that an environment or a queue refuses.
@@ -90,7 +91,7 @@ class RolloutScheduler:
       finished_groups=self._played,
       num_groups=settings.batch.num_groups,
     )
-    self.tags = list(settings.env)
+    self.tags = settings.training_tags
     self._num_groups = settings.batch.num_groups  # of a step, all tags together
     self.datasets, self._tests = datasets
     self._rewards = None
@@ -110,12 +111,27 @@ class RolloutScheduler:
 
   def _check_options(self) -> None:
     """Raises ConfigError for options that a manager or a queue refuses."""
-    for tag in self.tags:
+    for tag, make in self._example_managers().items():
       try:
-        self.manager(tag, 'sample').context.pool.close()
-        GroupQueue(**self._queue_options(tag))
+        make().context.pool.close()
+        if tag in self.tags:
+          GroupQueue(**self._queue_options(tag))
       except ValueError as error:
         raise ConfigError(f'env.{tag} or rollout: {error}') from error
+
+  def _example_managers(self) -> dict[str, Callable[[], EnvManager]]:
+    """Returns a function for each tag that makes one of its managers.
+
+    A manager plays training tasks; if its tag is only evaluated, those of its first
+    evaluation set.
+    """
+    makers: dict[str, Callable[[], EnvManager]] = {
+      tag: functools.partial(self.manager, tag) for tag in self.tags
+    }
+    for name, evaluation in self._settings.eval.active.items():
+      make = functools.partial(self._evaluation_manager, name)
+      makers.setdefault(evaluation.tag, make)
+    return makers
 
   async def check_prompts(self) -> None:
     """Begins a few tasks of each tag, before any work is done.
@@ -127,8 +143,8 @@ class RolloutScheduler:
       ConfigError: if none of a tag's tasks can be begun, or a step returns something of
         another shape.
     """
-    for tag in self.tags:
-      manager = self.manager(tag, 'sample')
+    for tag, make in self._example_managers().items():
+      manager = make()
       first = self._first_task(tag)
       reasons = []
       for number in range(NUM_TRIAL_TASKS):
@@ -159,12 +175,12 @@ class RolloutScheduler:
 
   def _first_task(self, tag: str) -> int:
     """The first of the tasks that `check_prompts` begins."""
-    return base_seed(self._settings.seed, 'train', tag)
+    return base_seed(self._settings.seed, 'train', tag) if tag in self.tags else 0
 
   # ---- training
 
   def _groups_per_step(self, tag: str) -> int:
-    shares = {name: env.weight for name, env in self._settings.env.items()}
+    shares = {name: self._settings.env[name].weight for name in self.tags}
     return allocate_groups(self._num_groups, shares)[tag]
 
   def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
@@ -339,65 +355,86 @@ class RolloutScheduler:
 
   # ---- evaluation
 
-  def manager(self, tag: str, mode: str, **changes: Any) -> EnvManager:
-    """Makes a manager outside any queue.
+  def manager(self, tag: str) -> EnvManager:
+    """Makes a manager of training tasks outside any queue.
 
     Args:
       tag: the environment tag.
-      mode: 'sample' plays training tasks, 'traversal' those of evaluations.
-      **changes: options of the manager that differ from the config's.
     """
-    env, tests = self._settings.env[tag], mode == 'traversal'
-    env_config = dict(env.env_config)
-    if tests:
-      env_config = options_for_split(
-        env.env_type, env_config, self._settings.eval.split
-      )
+    env_config = self._settings.env[tag].env_config
+    options, dataset = self._manager_options(tag), self.datasets[tag]
+    return self._make_manager(tag, env_config, options, dataset)
+
+  def _evaluation_manager(self, name: str) -> EnvManager:
+    """Makes a manager of the tasks of an evaluation set."""
+    evaluation = self._settings.eval.sets[name]
+    env = self._settings.env[evaluation.tag]
+    env_config = options_for_split(env.env_type, env.env_config, evaluation.split)
+    options, dataset = self._evaluation_options(name), self._tests[name]
+    return self._make_manager(evaluation.tag, env_config, options, dataset)
+
+  def _evaluation_options(self, name: str) -> dict[str, Any]:
+    evaluation = self._settings.eval.sets[name]
+    options = self._manager_options(evaluation.tag, temperature=evaluation.temperature)
+    return {**options, 'tag': name}
+
+  def _make_manager(
+    self,
+    tag: str,
+    env_config: Mapping[str, Any],
+    options: Mapping[str, Any],
+    dataset: Any,
+  ) -> EnvManager:
+    env = self._settings.env[tag]
     context = make_env_context(
       env.env_type,
       env_config,
       self._policy.folder,
       self.engine,
       queue=None,
-      dataset=(self._tests if tests else self.datasets)[tag],
+      dataset=dataset,
       concurrency=env.max_concurrency,
       rewards=self._rewards,
     )
-    return make_env_manager(context, **self._manager_options(tag, **changes))
+    return make_env_manager(context, **options)
 
   async def evaluate(
-    self, progress: Callable[[str, SampleRows, int], None] | None = None
+    self,
+    progress: Callable[[str, SampleRows, int], None] | None = None,
+    names: Sequence[str] | None = None,
   ) -> tuple[dict[str, float], list[Group]]:
-    """Scores every tag on the weights that the engines serve.
+    """Scores evaluation sets on the weights that the engines serve.
 
     Args:
-      progress: called with the tag, a sample's rows, and how many samples it plays.
+      progress: called with the set's name, a sample's rows, and how many samples the
+        set plays.
+      names: the sets; None for all that are evaluated.
 
     Returns:
-      The metrics and the groups of all tags.
+      The metrics and the groups of all sets. Rows have the set's name as their tag.
     """
     # Imported here because only runs that evaluate need it.
     from jaxrl.rollout.evaluation import evaluate
 
     metrics, groups = {}, []
-    settings = self._settings.eval
-    for tag in self.tags:
-      if self._tests[tag] is not None:
-        await maybe_await(self._tests[tag].reset())
-      first = self.manager(tag, 'traversal', temperature=settings.temperature)
-      options = self._manager_options(tag, temperature=settings.temperature)
-      tag_metrics, tag_groups = await evaluate(
+    for name in self._settings.eval.active if names is None else names:
+      evaluation = self._settings.eval.sets[name]
+      if self._tests[name] is not None:
+        await maybe_await(self._tests[name].reset())
+      first = self._evaluation_manager(name)
+      options = self._evaluation_options(name)
+      set_metrics, set_groups = await evaluate(
         lambda i, context=first.context, options=options: make_env_manager(
           context, **options
         ),
-        base_seed(self._settings.seed, 'val', tag),
-        tag=tag,
-        num_tasks=settings.num_tasks,
-        group_size=settings.group_size,
+        base_seed(self._settings.seed, 'val', name),
+        tag=name,
+        num_tasks=evaluation.num_tasks,
+        group_size=evaluation.group_size,
         concurrency=self._num_busy_episodes(),
-        progress=progress and functools.partial(progress, tag),
+        progress=progress and functools.partial(progress, name),
       )
       await first.context.close()
-      metrics |= tag_metrics
-      groups += tag_groups
+      metrics |= set_metrics
+      groups += set_groups
     return metrics, groups

@@ -74,7 +74,7 @@ class TeacherSet:
       mesh=mesh,
       chunk_rows=_chunk_rows(settings, num_rows),
       temperature=settings.rollout.temperature,
-      tags=tuple(settings.env) if settings.plays else (),
+      tags=tuple(settings.training_tags) if settings.plays else (),
     )
 
 

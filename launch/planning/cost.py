@@ -332,7 +332,7 @@ def num_engines(run: PlannedRun) -> int:
 def max_response_tokens(run: PlannedRun) -> int:
   """Returns the largest number of tokens that a response may have."""
   settings = run.settings
-  limits = [settings.response_limit(tag) for tag in settings.env]
+  limits = [settings.response_limit(tag) for tag in settings.training_tags]
   return min([settings.batch.max_length - 1, *limits])
 
 

@@ -129,7 +129,7 @@ def parse_own_writer(path: str) -> ComponentCall | None:
   return parse_setting('trajectory_dump.path', path, parse_call)
 
 
-def parse_row_keys(text: str) -> dict[str, str]:
+def parse_row_keys(text: str, key: str = 'dataset.keys') -> dict[str, str]:
   """Parses `dataset.keys`, such as 'question=problem, answer=solution'.
 
   `question`, `answer` and `solution` are the keys of a task's question, of its answer
@@ -138,6 +138,7 @@ def parse_row_keys(text: str) -> dict[str, str]:
 
   Args:
     text: the value of the key.
+    key: the dotted key, for messages.
 
   Returns:
     'question_key', 'answer_key', 'solution_key', and the other terms as 'keys'.
@@ -152,22 +153,22 @@ def parse_row_keys(text: str) -> dict[str, str]:
   }
   others, seen = [], set()
   for term in filter(str.strip, text.split(',')):
-    name, equals, key = (part.strip() for part in term.partition('='))
+    name, equals, row_key = (part.strip() for part in term.partition('='))
     if not equals:
-      raise ConfigError(f'--config.dataset.keys={text}: write name=KEY, name=KEY')
+      raise ConfigError(f'--config.{key}={text}: write name=KEY, name=KEY')
     if name in seen:
-      raise ConfigError(f'--config.dataset.keys={text}: {name!r} is given twice')
+      raise ConfigError(f'--config.{key}={text}: {name!r} is given twice')
     seen.add(name)
     if name in keys:
-      keys[name] = key
+      keys[name] = row_key
     else:
       others.append(term.strip())
   try:
     rest = ', '.join(others)
     RowFormat(keys=rest)
   except ConfigError as error:
-    raise ConfigError(f'--config.dataset.keys={text}: {error}') from error
-  return {f'{name}_key': key for name, key in keys.items()} | {'keys': rest}
+    raise ConfigError(f'--config.{key}={text}: {error}') from error
+  return {f'{name}_key': row_key for name, row_key in keys.items()} | {'keys': rest}
 
 
 def parse_random_model(text: str) -> ModelConfig:

@@ -15,7 +15,7 @@ class OptionalSection:
   """A section whose keys have an effect only in some configs.
 
   Attributes:
-    name: the section.
+    name: dotted key of the section.
     is_off: returns whether this config makes no use of it.
     used: says when it is used, for people.
     listed: keys that are listed even if it is off, such as the one that switches it on.
@@ -47,7 +47,10 @@ OPTIONAL_SECTIONS = (
     ('path', 'keys', 'system_prompt', 'experience_store', 'expert_path'),
   ),
   OptionalSection(
-    'eval', lambda c: not c.eval.interval, 'used when eval.interval > 0', ('interval',)
+    'eval',
+    lambda c: not c.eval.interval and not c.eval.sets,
+    'used when eval.interval > 0',
+    ('interval', 'sets'),
   ),
   OptionalSection(
     'sft', lambda c: not c.sft.num_steps, 'used when sft.num_steps > 0', ('num_steps',)
@@ -66,6 +69,26 @@ OPTIONAL_SECTIONS = (
 )
 
 
+def _tag_datasets(tags: Any) -> list[OptionalSection]:
+  """Returns the sections of the tags' own rows, which most tags leave to the run."""
+  return [
+    OptionalSection(
+      f'env.{tag}.dataset',
+      lambda c, tag=tag: all(v in ('', None) for v in c.env[tag].dataset.values()),
+      "used in place of the run's dataset if set",
+    )
+    for tag, section in tags.items()
+    if 'dataset' in section
+  ]
+
+
+def _section(root: Any, name: str) -> Any:
+  """Returns the section under a dotted key; empty if there is none."""
+  for part in name.split('.'):
+    root = root.get(part, {})
+  return root
+
+
 def list_keys(config: ConfigDict, word: str = '') -> str:
   """Lists keys with their type, value and description.
 
@@ -78,12 +101,12 @@ def list_keys(config: ConfigDict, word: str = '') -> str:
     Two lines for each key: how it is set, and what it does.
   """
   root: Any = config
-  off = [] if word else [s for s in OPTIONAL_SECTIONS if s.name in config]
+  sections = [] if word else [*OPTIONAL_SECTIONS, *_tag_datasets(root.get('env', {}))]
   hidden = {
     f'{section.name}.{key}': section
-    for section in off
-    if section.is_off(config)
-    for key in root[section.name]
+    for section in sections
+    if _section(root, section.name) and section.is_off(config)
+    for key in _section(root, section.name)
     if key not in section.listed
   }
   lines: list[str] = []

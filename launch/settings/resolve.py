@@ -55,16 +55,17 @@ from launch.settings.run_settings import (
   DatasetSettings,
   DumpSettings,
   EnvSettings,
-  EvalSettings,
   ModelSettings,
   OptimizerSettings,
   RewardTermSettings,
   RolloutSettings,
   RunSettings,
+  TaskSettings,
   TeacherSettings,
   WarmStartSettings,
   WeightSyncSettings,
 )
+from launch.settings.task_settings import parse_eval, parse_tag_dataset
 
 log = logging.getLogger(__name__)
 
@@ -116,10 +117,13 @@ def resolve_settings(
       adapters_text=data['model']['lora'],
       check_machine=check_machine,
     ),
-    env={tag: _env(tag, **section) for tag, section in data['env'].items()},
+    env={
+      tag: _env(tag, parse_tag_dataset(data, tag), **section)
+      for tag, section in data['env'].items()
+    },
     mesh=parse_mesh(data['mesh']),
     checkpoint=_section(CheckpointSettings, data, 'checkpoint'),
-    eval=_section(EvalSettings, data, 'eval', path=parse_row_sources),
+    eval=parse_eval(data),
     sft=_section(WarmStartSettings, data, 'sft', path=parse_row_sources),
     teacher=_teacher(**data['teacher']),
     cluster=parse_cluster(**data['cluster']),
@@ -151,7 +155,7 @@ def _check_keys(data: Mapping[str, Any]) -> None:
         raise unknown_name_error(key, known[name], 'key', f'config.{name}')
   manager_options = defaults(EnvManager).keys() - set(base.SHARED_OPTIONS)
   tag_keys = manager_options | defaults(base.env_tag_options).keys()
-  tag_keys |= {'env_type', 'env_config'}
+  tag_keys |= {'env_type', 'env_config', 'dataset'}
   for tag, section in data['env'].items():
     for key in section:
       if key not in tag_keys:
@@ -206,7 +210,7 @@ def _build_algorithm(name: str, options: Mapping[str, Any], *, warn: bool) -> Al
 def _fit_algorithm(settings: RunSettings) -> Algorithm:
   """Returns the algorithm with what it leaves to the run: a correction, a length."""
   algorithm = off_policy.apply_defaults(settings)
-  tags = settings.env if settings.plays else ()
+  tags = settings.training_tags if settings.plays else ()
   limits = [settings.response_limit(tag) for tag in tags]
   return requirements.with_length(algorithm, max(limits or [settings.batch.max_length]))
 
@@ -353,6 +357,7 @@ def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
 
 def _env(
   tag: str,
+  tasks: TaskSettings,
   *,
   env_type: str,
   env_config: Mapping[str, Any],
@@ -362,6 +367,7 @@ def _env(
   max_steps: int,
   max_tokens_per_step: int,
   timeouts: str,
+  dataset: Any = None,  # parsed as `tasks`
   **manager_options: Any,
 ) -> EnvSettings:
   try:
@@ -373,6 +379,7 @@ def _env(
   return EnvSettings(
     env_type,
     env_options,
+    tasks,
     weight,
     max_concurrency,
     row_format,

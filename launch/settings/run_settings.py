@@ -58,8 +58,34 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class TaskSettings:
+  """Rows that hold tasks.
+
+  Attributes:
+    limit: most rows; None for all.
+    question_key: key of a row's question; '' if rows have none.
+    answer_key: key of a row's answer; '' if rows have none.
+    curriculum: which rows are drawn.
+  """
+
+  path: RowSources
+  split: str
+  limit: int | None
+  question_key: str
+  answer_key: str
+  curriculum: ComponentCall
+
+  @property
+  def options(self) -> dict[str, Any]:
+    """Options of `GlobalDataset`, beside the path."""
+    options = as_options(self)
+    del options['path']
+    return options
+
+
+@dataclasses.dataclass(frozen=True)
 class DatasetSettings:
-  """The tasks of the run, and what its rows hold.
+  """The rows of the run, and what they hold.
 
   Attributes:
     question_key: key of a row's question; '' if rows have none.
@@ -82,17 +108,6 @@ class DatasetSettings:
   system_prompt: str
   experience_store: ReaderOptions | None
   expert_path: RowSources
-
-  @property
-  def task_options(self) -> dict[str, Any]:
-    """Options of `GlobalDataset`, beside the path."""
-    return {
-      'split': self.split,
-      'limit': self.limit,
-      'question_key': self.question_key,
-      'answer_key': self.answer_key,
-      'curriculum': self.curriculum,
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +232,9 @@ class EnvSettings:
   Attributes:
     env_type: name or path of the environment class.
     env_config: options of that class.
-    weight: this tag's part of each step's groups, relative to the other tags.
+    dataset: where its tasks come from, if they come from rows.
+    weight: this tag's part of each step's groups, relative to the other tags; 0 for a
+      tag that is only evaluated.
     max_concurrency: environments that act at once in one worker.
     row_format: 'auto', 'step' or 'concatenated'.
     manager_options: further options of `EnvManager`.
@@ -225,6 +242,7 @@ class EnvSettings:
 
   env_type: str
   env_config: Mapping[str, Any]
+  dataset: TaskSettings
   weight: float
   max_concurrency: int
   row_format: str
@@ -254,15 +272,40 @@ class CheckpointSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalSettings:
-  """Evaluations during training; `interval` = 0 means there are none."""
+class EvalSetSettings:
+  """One evaluation set.
 
-  interval: int
+  Attributes:
+    tag: the environment tag that plays it.
+    path: where its rows come from; '' for the file of `split` beside the tag's.
+    question_key: key of a row's question; '' if rows have none.
+    answer_key: key of a row's answer; '' if rows have none.
+    num_tasks: most tasks; -1 for each row once.
+    group_size: samples per task.
+    interval: steps between evaluations; 0 for none.
+  """
+
+  tag: str
   path: RowSources
   split: str
+  question_key: str
+  answer_key: str
   num_tasks: int
   group_size: int
   temperature: float
+  interval: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+  """Evaluations during training, by the name that their metrics have."""
+
+  sets: Mapping[str, EvalSetSettings]
+
+  @property
+  def active(self) -> dict[str, EvalSetSettings]:
+    """The sets that are evaluated."""
+    return {name: s for name, s in self.sets.items() if s.interval}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +462,12 @@ class RunSettings:
   @property
   def evaluates(self) -> bool:
     """Whether the run plays evaluations."""
-    return bool(self.eval.interval and self.env)
+    return bool(self.eval.active)
+
+  @property
+  def training_tags(self) -> list[str]:
+    """The environment tags that training plays."""
+    return [tag for tag, env in self.env.items() if env.weight]
 
   def text(self, key: str) -> Any:
     """Returns what the config says under a dotted key, to quote it in a message."""

@@ -139,10 +139,18 @@ def validate_ranges(settings: RunSettings) -> None:
   Raises:
     ConfigError: for a number that is too low, or a name that does not exist.
   """
-  for key, minimum in MINIMUM.items():
+  minimum = dict(MINIMUM)
+  for name, own in settings.text('eval').get('sets', {}).items():
+    keys = own.keys() & {key.removeprefix('eval.') for key in MINIMUM}
+    minimum |= {f'eval.sets.{name}.{key}': MINIMUM[f'eval.{key}'] for key in keys}
+  for tag in settings.env:
+    minimum[f'env.{tag}.weight'] = 0
+    if 'dataset' in settings.text(f'env.{tag}'):
+      minimum[f'env.{tag}.dataset.limit'] = MINIMUM['dataset.limit']
+  for key, least in minimum.items():
     value = settings.text(key)
-    if value is not None and value < minimum:
-      raise ConfigError(f'--config.{key}={value}: must be at least {minimum}')
+    if value is not None and value < least:
+      raise ConfigError(f'--config.{key}={value}: must be at least {least}')
   if settings.model.dtype not in DTYPES:
     raise unknown_name_error(
       settings.model.dtype, DTYPES, 'dtype', '--config.model.dtype'
@@ -206,7 +214,12 @@ def _validate_rollouts(settings: RunSettings) -> None:
   if not settings.env:
     raise ConfigError('config.env names no environment: give it at least one tag')
   if settings.plays:
-    shares = {tag: env.weight for tag, env in settings.env.items()}
+    shares = {tag: settings.env[tag].weight for tag in settings.training_tags}
+    if not shares:
+      raise ConfigError(
+        f'--config.env.{next(iter(settings.env))}.weight=0: no tag is left to train '
+        'on: give one a weight above 0'
+      )
     allocate_groups(settings.batch.num_groups, shares)
   for tag, env in settings.env.items():
     if env.max_concurrency < 1:
@@ -217,19 +230,46 @@ def _validate_rollouts(settings: RunSettings) -> None:
       env_factory(env.env_type, env.env_config)
     except ConfigError as error:
       raise ConfigError(f'env.{tag}: {error}') from error
-    _validate_evaluation_end(settings, tag)
+    _validate_tag_dataset(settings, tag)
     _validate_formulation(settings, tag)
+  for name in settings.eval.active:
+    _validate_evaluation_end(settings, name)
   _validate_group_pipeline(settings)
 
 
-def _validate_evaluation_end(settings: RunSettings, tag: str) -> None:
-  """An evaluation of a tag whose tasks are seeds needs a number of tasks."""
-  env, count = settings.env[tag], settings.eval.num_tasks
-  env_class = unwrapped(env.env_type, env.env_config)
-  endless = not getattr(env_class, 'uses_dataset', True)
-  if settings.eval.interval and count < 1 and endless:
+def _uses_dataset(settings: RunSettings, tag: str) -> bool:
+  env = settings.env[tag]
+  return getattr(unwrapped(env.env_type, env.env_config), 'uses_dataset', True)
+
+
+def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
+  """Options of a tag's rows need a tag that plays rows."""
+  env, section = settings.env[tag], settings.text(f'env.{tag}').get('dataset', {})
+  evaluated = {evaluation.tag for evaluation in settings.eval.active.values()}
+  if settings.plays and not env.weight and tag not in evaluated:
     raise ConfigError(
-      f'--config.eval.num_tasks={count}: env.{tag} has no data set to come to the end '
+      f'--config.env.{tag}.weight=0: the tag is neither trained on nor evaluated: '
+      'give it a weight above 0, or an evaluation set'
+    )
+  if _uses_dataset(settings, tag):
+    return
+  for key, value in section.items():
+    if value not in ('', None):
+      raise ConfigError(
+        f'--config.env.{tag}.dataset.{key}={value}: has no effect here: environment '
+        f'{env.env_type} takes its tasks from seeds'
+      )
+
+
+def _validate_evaluation_end(settings: RunSettings, name: str) -> None:
+  """An evaluation of a tag whose tasks are seeds needs a number of tasks."""
+  evaluation = settings.eval.sets[name]
+  tag, count = evaluation.tag, evaluation.num_tasks
+  own = settings.text('eval').get('sets', {})
+  if count < 1 and not _uses_dataset(settings, tag):
+    key = f'eval.sets.{name}.num_tasks' if name in own else 'eval.num_tasks'
+    raise ConfigError(
+      f'--config.{key}={count}: env.{tag} has no data set to come to the end '
       'of: say how many tasks an evaluation plays'
     )
 
@@ -279,17 +319,23 @@ def _validate_group_pipeline(settings: RunSettings) -> None:
 
 def _validate_curriculum(settings: RunSettings) -> None:
   """A curriculum chooses among the rows that are played."""
-  curriculum = settings.dataset.curriculum
-  find_component(curriculum, CURRICULA, 'curriculum', 'dataset.curriculum')
-  if curriculum == defaults(GlobalDataset)['curriculum']:
-    return
-  classes = [unwrapped(env.env_type, env.env_config) for env in settings.env.values()]
   plays = settings.plays and settings.experience_store is None
-  if not plays or not any(getattr(cls, 'uses_dataset', True) for cls in classes):
-    raise ConfigError(
-      f'--config.dataset.curriculum={curriculum}: has no effect here: no environment '
-      'of this run takes its tasks from the data set'
-    )
+  tags = [tag for tag in settings.training_tags if plays]
+  users = [
+    settings.env[t].dataset.curriculum for t in tags if _uses_dataset(settings, t)
+  ]
+  chosen = {'dataset.curriculum': settings.dataset.curriculum}
+  for tag, env in settings.env.items():
+    if settings.text(f'env.{tag}').get('dataset', {}).get('curriculum'):
+      chosen[f'env.{tag}.dataset.curriculum'] = env.dataset.curriculum
+  for key, curriculum in chosen.items():
+    find_component(curriculum, CURRICULA, 'curriculum', key)
+    is_default = curriculum == defaults(GlobalDataset)['curriculum']
+    if not is_default and curriculum not in users:
+      raise ConfigError(
+        f'--config.{key}={curriculum}: has no effect here: no environment of this run '
+        'takes its tasks from the data set'
+      )
 
 
 def _validate_row_options(settings: RunSettings) -> None:
@@ -303,7 +349,9 @@ def _validate_row_options(settings: RunSettings) -> None:
       f'--config.dataset.expert_path={settings.text("dataset.expert_path")}: has no '
       'effect here: only samplers that mix expert rows with rollouts read it'
     )
-  paths = (data.path, data.expert_path, settings.sft.path, settings.eval.path)
+  paths = [data.path, data.expert_path, settings.sft.path]
+  paths += [env.dataset.path for env in settings.env.values()]
+  paths += [evaluation.path for evaluation in settings.eval.sets.values()]
   if settings.text('dataset.keys') and not any(paths):
     raise ConfigError(
       f'--config.dataset.keys={settings.text("dataset.keys")}: has no effect here: '
@@ -398,7 +446,7 @@ def validate_teachers(settings: RunSettings) -> None:
         raise unknown_name_error(
           tag, settings.env, 'environment tag', TEACHER_CHECKPOINT
         )
-    for tag in settings.env:
+    for tag in settings.training_tags:
       if not teacher.from_data and not {'', tag} & teacher.folders.keys():
         # Imported here because only algorithms that distill have teachers.
         from jaxrl.training.teacher_scoring import missing_teacher_error

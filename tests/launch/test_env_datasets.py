@@ -1,13 +1,20 @@
-"""A run's data sets: one for all tags that ask for the same rows."""
+"""A run's data sets: those of environment tags, and those of evaluation sets."""
 
+import json
+import re
 import types
 
+import pytest
+
+from configs import base
+from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
 from launch.components.env_datasets import load_datasets
 from launch.components.rollout_scheduler import RolloutScheduler
 from launch.runtime.local_runtime import LocalRuntime
 from launch.settings.resolve import resolve_settings
-from tests.launch import two_tags
+from launch.settings.validation import validate
+from tests.launch import runs, two_tags, varied
 
 
 class Counting(LocalRuntime):
@@ -33,7 +40,7 @@ def test_tags_share_their_rows_and_modes_do_not():
   assert train['more'].size == 20
   assert [options['limit'] for _, options in host.spawned] == [20, None]  # -1: all
   config.eval.interval = 0
-  assert set(load_datasets(resolve_settings(config), host)[1].values()) == {None}
+  assert load_datasets(resolve_settings(config), host)[1] == {}
 
 
 async def test_a_shared_curriculum_is_told_once_before_anyone_draws():
@@ -66,3 +73,201 @@ async def test_a_shared_curriculum_is_told_once_before_anyone_draws():
   await RolloutScheduler.advance(rollouts, 7)  # pyright: ignore[reportArgumentType]
   assert heard[:2] == [[(1, 0.5, 4), (2, 1.0, 4), (3, 0.0, 4)], [(9, 1.0, 4)]]
   assert heard[2:] == [7] * 4
+
+
+def write_rows(path, key, count):
+  rows = [{key: f'{i}+{i}=', 'answer': str(2 * i), 'level': i} for i in range(count)]
+  path.write_text('\n'.join(map(json.dumps, rows)) + '\n')
+  return str(path)
+
+
+def with_own_rows(tmp_path, **options):
+  """Two tags that play the same environment, one of them on rows of its own."""
+  config = varied.get_config()
+  path = write_rows(tmp_path / 'train.jsonl', 'problem', 12)
+  write_rows(tmp_path / 'test.jsonl', 'problem', 5)
+  config.env.own = base.env_section(
+    'math',
+    max_tokens_per_step=4,
+    dataset={'path': path, 'keys': 'question=problem', **options},
+  )
+  return config
+
+
+def test_a_tag_has_rows_and_keys_of_its_own(tmp_path):
+  config, host = with_own_rows(tmp_path, limit=8, curriculum='sequential'), Counting()
+  settings = resolve_settings(config)
+  train, tests = load_datasets(settings, host)
+  assert train['own'].size == 8 and train['arithmetic'].size != 8
+  assert train['own'].get_data_item(3)['question'] == '3+3='
+  # The file of the other split beside it, not the run's eval.path.
+  assert tests['own'].size == 5 and tests['own'].path.endswith('test.jsonl')
+  told = [options for _, options in host.spawned]
+  assert [str(o['curriculum']) for o in told if o['mode'] == 'sample'] == [
+    'shuffle',
+    'sequential',
+  ]
+
+
+def test_a_tag_takes_what_it_leaves_open_from_the_run(tmp_path):
+  config = with_own_rows(tmp_path, keys='')
+  config.dataset.keys = 'question=problem'
+  tasks = resolve_settings(config).env['own'].dataset
+  assert tasks.question_key == 'problem' and tasks.split == config.dataset.split
+  assert str(tasks.curriculum) == config.dataset.curriculum
+  assert resolve_settings(config).env['arithmetic'].dataset.path
+
+
+def test_tags_that_name_the_same_rows_share_them(tmp_path):
+  config, host = with_own_rows(tmp_path), Counting()
+  config.env.again = base.env_section(
+    'math', dataset={**config.env.own.dataset.to_dict(), 'limit': None}
+  )
+  train, tests = load_datasets(resolve_settings(config), host)
+  assert train['own'] is train['again'] and tests['own'] is tests['again']
+  assert train['arithmetic'] is not train['own']
+
+
+@pytest.mark.parametrize(
+  ('change', 'told'),
+  [
+    ({'keys': 'question=q, solution=s'}, 'env.own.dataset.keys=.*no solution'),
+    ({'keys': 'question'}, r'--config.env.own.dataset.keys=question: write name=KEY'),
+    ({'limit': 0}, 'env.own.dataset.limit=0: must be at least 1'),
+    ({'curriculum': 'shufle'}, "env.own.dataset.curriculum.*'shuffle'"),
+    ({'path': 'generate:arithmetic('}, '--config.env.own.dataset.path='),
+  ],
+)
+def test_what_is_wrong_in_a_tag_is_told_with_its_key(tmp_path, change, told):
+  config = with_own_rows(tmp_path, **change)
+  with pytest.raises(ConfigError, match=told):
+    validate(resolve_settings(config))
+
+
+def test_a_tag_whose_tasks_are_seeds_has_no_rows():
+  with pytest.raises(ConfigError, match='its tasks come from seeds'):
+    base.env_section('frozen_lake', dataset={'path': 'rows.jsonl'})
+  assert 'dataset' not in base.env_section('frozen_lake')
+
+
+def test_a_tag_of_weight_0_is_only_evaluated(tmp_path):
+  config, host = with_own_rows(tmp_path), Counting()
+  config.env.own.weight = 0.0
+  settings = resolve_settings(config)
+  validate(settings)
+  assert settings.training_tags == ['arithmetic']
+  train, tests = load_datasets(settings, host)
+  assert 'own' not in train and tests['own'].size == 5
+  config.eval.interval = 0
+  with pytest.raises(ConfigError, match=r'own.weight=0: the tag is neither trained'):
+    validate(resolve_settings(config))
+  config.env.arithmetic.weight = 0.0
+  with pytest.raises(ConfigError, match='no tag is left to train on'):
+    validate(resolve_settings(config))
+  config.env.own.weight = -1.0
+  with pytest.raises(ConfigError, match=r'env.own.weight=-1.0: must be at least 0'):
+    validate(resolve_settings(config))
+
+
+def with_sets(tmp_path, **options):
+  config = with_own_rows(tmp_path)
+  config.eval.update(interval=4, num_tasks=3)
+  config.eval.sets.easy = base.eval_set(tag='arithmetic')
+  path = write_rows(tmp_path / 'hard.jsonl', 'q', 7)
+  config.eval.sets.hard = base.eval_set(
+    tag='own', path=path, keys='question=q', num_tasks=-1, **options
+  )
+  return config
+
+
+def test_evaluation_sets_have_files_and_numbers_of_their_own(tmp_path):
+  config = with_sets(tmp_path, group_size=2, temperature=0.5, interval=2)
+  settings = resolve_settings(config)
+  validate(settings)
+  easy, hard = settings.eval.sets['easy'], settings.eval.sets['hard']
+  assert (easy.interval, easy.num_tasks, easy.group_size) == (4, 3, 1)
+  assert (hard.interval, hard.group_size, hard.temperature) == (2, 2, 0.5)
+  _, tests = load_datasets(settings, Counting())
+  assert list(tests) == ['easy', 'hard'] and tests['hard'].size == 7
+  assert tests['hard'].get_data_item(0, 6)['question'] == '6+6='
+
+
+@pytest.mark.parametrize(
+  ('change', 'told'),
+  [
+    ({'tag': 'other'}, "config.eval.sets.hard.tag.*'other'"),
+    ({'tag': ''}, 'config.eval.sets.hard.tag'),
+    ({'temperature': -1.0}, 'eval.sets.hard.temperature=-1.0: must be at least 0'),
+    ({'group_size': 0}, 'eval.sets.hard.group_size=0: must be at least 1'),
+  ],
+)
+def test_what_is_wrong_in_a_set_is_told_with_its_key(tmp_path, change, told):
+  config = with_sets(tmp_path)
+  config.eval.sets.hard.update(change)
+  with pytest.raises(ConfigError, match=told):
+    validate(resolve_settings(config))
+
+
+CONFIG = """
+from tests.launch.test_env_datasets import with_sets
+import pathlib
+
+def get_config():
+  config = with_sets(pathlib.Path({folder!r}), interval=1)
+  config.env.own.weight = 0.0
+  return config
+"""
+
+
+def test_sets_are_evaluated_each_at_its_interval(tmp_path):
+  """A whole run with a tag that is only evaluated, and its trajectories."""
+  file = tmp_path / 'config.py'
+  file.write_text(CONFIG.format(folder=str(tmp_path)))
+  options = (
+    '--config.sft.num_steps=0',
+    '--config.num_steps=3',
+    '--config.eval.sets.hard.interval=2',
+    f'--config.trajectory_dump.path={tmp_path / "dump"}',
+  )
+  assert runs.main(tmp_path / 'run', *options, config=str(file)) == 0
+  rows = {row['step']: row for row in runs.rows(tmp_path / 'run')}
+  evaluated = {
+    step: {name.split('/')[1] for name in row if name.startswith('eval/')}
+    for step, row in rows.items()
+  }
+  both = {'easy', 'hard'}
+  assert evaluated == {0: both, 1: set(), 2: {'hard'}, 3: both}
+  assert rows[0]['eval/hard/tasks'] == 7 and rows[0]['eval/easy/tasks'] == 3
+  dumped = [
+    json.loads(line)
+    for part in sorted((tmp_path / 'dump').rglob('*.jsonl'))
+    for line in part.read_text().splitlines()
+  ]
+  played = {tuple(row['trajectory_id'].split('_')[:3:2]) for row in dumped}
+  assert played == {('train', 'arithmetic'), ('val', 'easy'), ('val', 'hard')}
+  names = [row['trajectory_id'] for row in dumped]
+  assert len(set(names)) == len(names)
+
+
+@pytest.mark.slow
+def test_the_config_of_the_docs_trains_and_is_evaluated(tmp_path, monkeypatch):
+  docs = (runs.ROOT / 'docs' / 'environments.md').read_text()
+  (block,) = re.findall(r'```python\n# two_sources.py\n(.*?)```', docs, re.DOTALL)
+  (tmp_path / 'two_sources.py').write_text(block)
+  for name, question, answer in (
+    ('gsm8k', 'question', 'answer'),
+    ('deepmath', 'problem', 'final_answer'),
+    ('aime', 'question', 'answer'),
+  ):
+    rows = [{question: f'{i}+1=', answer: str(i + 1)} for i in range(9)]
+    (tmp_path / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  monkeypatch.chdir(tmp_path)
+  options = '--config.sft.num_steps=0', '--config.num_steps=2', runs.ONE_LAYER
+  dump = f'--config.trajectory_dump.path={tmp_path / "dump"}'
+  status = runs.main(tmp_path / 'run', *options, dump, config='two_sources.py')
+  assert status == 0
+  last = runs.rows(tmp_path / 'run')[-1]
+  assert last['eval/gsm8k/tasks'] == 3 and last['eval/aime/tasks'] == 8
+  assert 'eval/aime/pass@4' in last and 'eval/deepmath/tasks' not in last
+  played = {path.name.split('-')[1] for path in (tmp_path / 'dump').glob('train-*')}
+  assert played == {'gsm8k', 'deepmath'}

@@ -55,14 +55,17 @@ def test_a_word_searches_the_keys_that_are_not_listed_too(name):
 def test_a_section_is_listed_where_it_is_used():
   def short(*options):
     lines = listed('debug.py:on_policy_distill', '', *options)
-    return {line.split('.')[1] for line in lines if '.*  (' in line}
+    hidden = [line for line in lines if '.*  (' in line]
+    return {line.strip()[len('--config.') :].partition('.*')[0] for line in hidden}
 
-  assert short() == {'cluster', 'trajectory_dump'}
+  own_rows = {'env.arithmetic.dataset'}
+  assert short() == {'cluster', 'trajectory_dump'} | own_rows
   used = '--config.cluster.ray=true', '--config.trajectory_dump.path=x'
-  assert short(*used) == set()
+  assert short(*used) == own_rows
+  assert short(*used, '--config.env.arithmetic.dataset.limit=9') == set()
   unused = ('--config.sft.num_steps=0', '--config.eval.interval=0')
   names = {section.name for section in OPTIONAL_SECTIONS}
-  assert short(*unused, '--config.dataset.path=') == names - {'teacher'}
+  assert short(*unused, '--config.dataset.path=') == own_rows | names - {'teacher'}
 
 
 def test_a_word_filters_names_and_descriptions(capsys):

@@ -99,15 +99,41 @@ def prepared(tmp_path, *options, **more):
 
 def test_each_mode_has_its_own_rows_and_temperature(tmp_path):
   options = '--config.eval.path=tests.jsonl', '--config.rollout.temperature=0.7'
-  train = prepared(tmp_path, *options, mode='train', num_tasks=30).eval
+  config = prepared(tmp_path, *options, mode='train', num_tasks=30)
+  (train,) = config.eval.sets.values()
   assert train.path.startswith('generate:') and train.split == 'train'
   assert (train.temperature, train.num_tasks) == (0.7, 30)
   config = prepared(tmp_path, *options, mode='val', group_size=4)
-  assert config.eval.path == 'tests.jsonl' and config.eval.num_tasks == 8
-  assert config.rollout.temperature == config.eval.temperature == 0
-  assert config.synthesis.group_size == 4 and config.synthesis.mode == 'val'
+  (tests,) = config.eval.sets.values()
+  assert tests.path == 'tests.jsonl' and tests.num_tasks == 8
+  assert config.rollout.temperature == tests.temperature == 0
+  assert tests.group_size == 4 and config.synthesis.mode == 'val'
   with pytest.raises(ConfigError, match='train, val'):
     prepared(tmp_path, mode='tests')
+
+
+def test_each_evaluation_set_is_played(tmp_path):
+  """Sets of one tag, with their own numbers of tasks and temperatures."""
+  file = tmp_path / 'config.py'
+  file.write_text(
+    'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
+    "  c.eval.sets.few = base.eval_set(tag='arithmetic', num_tasks=2)\n"
+    "  c.eval.sets.warm = base.eval_set(tag='arithmetic', temperature=1.0)\n"
+    '  return c\n'
+  )
+  dump = tmp_path / 'dump'
+  command = [
+    f'--config={file}',
+    f'--workdir={tmp_path / "run"}',
+    f'--config.trajectory_dump.path={dump}',
+    '--mode=val',
+  ]
+  assert rollout.main(command) == 0
+  files = {path.name: path.read_text().splitlines() for path in dump.iterdir()}
+  assert {name: len(lines) for name, lines in files.items()} == {
+    'val-few-00000.jsonl': 2,
+    'val-warm-00000.jsonl': 8,
+  }
 
 
 @pytest.mark.parametrize('total', [0, 5, 40])

@@ -67,7 +67,7 @@ class Memory:
   async def advance(self, step):
     pass
 
-  async def evaluate(self):
+  async def evaluate(self, names):
     assert self.cache
     self.told.append('evaluate')
     return {}, []
@@ -89,6 +89,7 @@ class Memory:
 def phase(told, every):
   parts = Memory(told)
   config = base.get_config()
+  config.env.math = base.env_section('math')
   config.cluster.update(ray=True, placement='colocated(sleep=True)')
   config.rollout.engine = 'vllm'
   config.checkpoint.save_interval, config.eval.interval = 1, every

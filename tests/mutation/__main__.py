@@ -2,9 +2,10 @@
 
     python -m tests.mutation [--only=TEXT] [--whole] [--jobs=2] [--json=FILE]
 
-A fault is caught when a test fails. Its own tests run first; with `--whole`, a fault
-that they miss is shown to the rest of the fast suite as well. The last lines list the
-faults that survived. Takes about half an hour on two cores; it is not part of the gate.
+A fault is caught when a test fails. The test file that is named beside the fault runs
+first, then the fast tests of its area; with `--whole`, a fault that they miss is shown
+to the rest of the fast suite as well. The last lines list the faults that survived.
+Takes about half an hour on two cores; it is not part of the gate.
 """
 
 import argparse
@@ -24,6 +25,13 @@ from tests.mutation.faults import FAULTS, Fault
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COPIED = ('jaxrl', 'kernels', 'configs', 'launch', 'examples', 'tests', 'docs')
 FAST = ['-m', 'not slow and not ray and not targets and not vllm', '--timeout=300']
+AREA_TESTS = {
+  'functional': ['tests/functional', 'tests/algorithms'],
+  'training': ['tests/training'],
+  'rollout': ['tests/rollout'],
+  'weights': ['tests/rollout/weights', 'tests/launch/test_weights.py'],
+  'data': ['tests/data', 'tests/launch/test_samplers.py'],
+}
 LIMIT_S = 900  # seconds that one run of pytest may take
 
 
@@ -83,6 +91,8 @@ def check(root: pathlib.Path, fault: Fault, whole: bool) -> tuple[bool, str]:
   path.write_text(text.replace(fault.before, fault.after))
   try:
     caught, by = run_tests(root, tests) if tests else (False, '')
+    if not caught:
+      caught, by = run_tests(root, AREA_TESTS[fault.area])
     if not caught and whole:
       caught, by = run_tests(root, ['tests'])
     return caught, by
@@ -94,6 +104,7 @@ def main() -> int:
   """Runs the check; returns 1 when a fault survived."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--only', default='', help='faults whose area or text has this')
+  parser.add_argument('--again', default='', help='results: only what survived there')
   parser.add_argument(
     '--whole', action='store_true', help='show survivors to all tests'
   )
@@ -101,6 +112,10 @@ def main() -> int:
   parser.add_argument('--json', default='', help='file to write the results to')
   options = parser.parse_args()
   chosen = [f for f in FAULTS if options.only in f.area or options.only in f.before]
+  if options.again:
+    rows = json.loads(pathlib.Path(options.again).read_text())
+    survived = {row['before'] for row in rows if not row['caught']}
+    chosen = [fault for fault in chosen if fault.before in survived]
   for fault in chosen:
     find_line(ROOT, fault)
   results, begun = [], time.monotonic()

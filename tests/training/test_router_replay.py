@@ -179,7 +179,6 @@ def test_what_is_told_of_a_batch(made, sampled):
   taken = batch.routed_experts[(batch.routed_experts >= 0).all((2, 3))]
   loads = [(taken[:, layer] == e).sum() for layer in range(2) for e in range(5)]
   np.testing.assert_allclose(found['moe/max_load'], max(loads) * 5 / (2 * len(taken)))
-  assert router_replay.replay_metrics(made[0], batch) == {}
 
 
 def test_parts_of_a_reply_are_put_together():

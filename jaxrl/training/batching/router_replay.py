@@ -14,20 +14,18 @@ from jaxrl.types import Batch
 
 
 def add_to_batch(model: TransformerLM, batch: Batch) -> Batch:
-  """Adds `routed_experts` to a numpy batch if the model replays them.
+  """Adds `routed_experts` to the numpy batch of a model that replays them.
 
   Args:
-    model: The model; its `router_replay` says whether it reads the field.
+    model: The model.
     batch: The batch. Its router chooses for rows that the policy did not sample.
 
   Returns:
-    The batch, with `routed_experts` `[B, T, L, k]` if they are replayed.
+    The batch, with `routed_experts` `[B, T, L, k]`.
 
   Raises:
     ValueError: Sampled rows lack the experts, or these are of another model.
   """
-  if not getattr(model, 'router_replay', False):
-    return batch
   config, routed = model.config, batch.routed_experts
   shape = (*batch.tokens.shape, config.num_layers, config.num_experts_per_token)
   if routed is None:
@@ -48,7 +46,7 @@ def add_to_batch(model: TransformerLM, batch: Batch) -> Batch:
 
 
 def replay_metrics(model: TransformerLM, batch: Batch) -> dict[str, float]:
-  """Returns metrics of the replayed experts; none if the model does not replay.
+  """Returns metrics of the replayed experts.
 
   replay/share is the share of sampled tokens whose log-probability is computed with the
   rollout's experts for the token before. moe/max_load is the number of tokens of the
@@ -58,8 +56,6 @@ def replay_metrics(model: TransformerLM, batch: Batch) -> dict[str, float]:
     model: The model.
     batch: The numpy batch that `add_to_batch` returned.
   """
-  if not getattr(model, 'router_replay', False):
-    return {}
   is_known = (batch.routed_experts >= 0).all(axis=(2, 3))  # [B, T]
   sampled = (batch.action_mask & ~batch.expert_mask[:, None])[:, 1:]
   share = float(is_known[:, :-1][sampled].mean()) if sampled.any() else 0.0
