@@ -16,12 +16,9 @@ import numpy as np
 from jaxrl.data import json_codec
 from jaxrl.types import Group, Trajectory
 
-# JSON key → field. Two fields keep the keys that existing files use.
-JSON_KEYS = {'sample_index': 'member', 'turn': 'step'}
-FIELDS = {
-  JSON_KEYS.get(field.name, field.name): field.name
-  for field in dataclasses.fields(Trajectory)
-}
+FIELDS = {field.name for field in dataclasses.fields(Trajectory)}
+# Keys of files that were written by earlier versions, which are still read.
+RENAMED_FIELDS = {'member': 'sample_index', 'step': 'turn'}
 # Fields with one entry per token, and the dtype kinds that each may have.
 PER_TOKEN_FIELDS = {
   'tokens': 'iu',
@@ -34,8 +31,8 @@ PER_TOKEN_FIELDS = {
 PER_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
   'group_id': int,
   'episode_id': int,
-  'member': int,
-  'step': int,
+  'sample_index': int,
+  'turn': int,
   'tag': str,
   'episode_seed': int,
   'stop_reason': str,
@@ -66,7 +63,7 @@ def to_json(row: Trajectory, *, arrays: bool = True) -> dict[str, Any]:
   """
   others = [key for key in PER_ROW_FIELDS if key != 'messages']
   keys = ['messages', *others, *(PER_TOKEN_FIELDS if arrays else ())]
-  return {key: json_codec.encode_value(getattr(row, FIELDS[key]), key) for key in keys}
+  return {key: json_codec.encode_value(getattr(row, key), key) for key in keys}
 
 
 def from_json(data: Mapping[str, Any]) -> Trajectory:
@@ -83,9 +80,11 @@ def from_json(data: Mapping[str, Any]) -> Trajectory:
       its dtype and shape, or if per-token fields differ in length. The error names the
       field.
   """
-  if not isinstance(data, Mapping) or data.keys() != FIELDS.keys():
+  if isinstance(data, Mapping):
+    data = {RENAMED_FIELDS.get(key, key): value for key, value in data.items()}
+  if not isinstance(data, Mapping) or data.keys() != FIELDS:
     keys = set(data) if isinstance(data, Mapping) else set()
-    difference = sorted(map(str, keys ^ FIELDS.keys()))
+    difference = sorted(map(str, keys ^ FIELDS))
     raise ValueError(f'not a trajectory: absent or unknown are {", ".join(difference)}')
   values = {name: json_codec.decode_value(data[name], name) for name in FIELDS}
   for name, kinds in PER_TOKEN_FIELDS.items():
@@ -102,7 +101,7 @@ def from_json(data: Mapping[str, Any]) -> Trajectory:
     value = value.item() if isinstance(value, np.generic) else value
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
       raise ValueError(f'{name} cannot be a {type(value).__name__}')
-  return Trajectory(**{field: values[key] for key, field in FIELDS.items()})
+  return Trajectory(**values)
 
 
 def to_bytes(groups: Sequence[Group]) -> bytes:

@@ -189,6 +189,13 @@ def test_absent_and_unknown_fields_are_named():
     trajectory_codec.from_json(data | {'tags': ''})
 
 
+def test_files_with_the_names_of_earlier_versions_are_read():
+  data = trajectory_codec.to_json(a_row(sample_index=3, turn=2))
+  data['member'], data['step'] = data.pop('sample_index'), data.pop('turn')
+  row = trajectory_codec.from_json(data)
+  assert (row.sample_index, row.turn) == (3, 2)
+
+
 def test_packed_groups_have_a_limit():
   text = trajectory_codec.pack([[a_row(extras={'x': np.zeros(10**6)})]])
   assert len(text) < 10**5

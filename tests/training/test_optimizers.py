@@ -22,7 +22,7 @@ def numpy_adamw(params, gradients, steps, *, lr, b1, b2, eps, decay, clip):
       step = m[k] / (1 - b1**t) / (np.sqrt(v[k] / (1 - b2**t)) + eps)
       step = step + (decay * params[k] if k == 'kernel' else 0)
       params[k] = params[k] - lr * step
-  return params
+  return params, m
 
 
 def test_adamw_is_the_papers():
@@ -41,11 +41,13 @@ def test_adamw_is_the_papers():
     tree, state, metrics = optimizers.apply_gradients(
       tree, state, grads, made.hparams(step)
     )
-  want = numpy_adamw(
+  want, mean = numpy_adamw(
     params, gradients, 3, lr=0.1, b1=0.9, b2=0.999, eps=1e-8, decay=0.3, clip=2.0
   )
   for name in params:
     np.testing.assert_allclose(tree[name], want[name], atol=1e-5)
+    # The steps are the same whatever the gradient's scale; its mean is not.
+    np.testing.assert_allclose(state[0].mu[name], mean[name], rtol=1e-5)
   norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
   assert metrics['grad_norm'] == pytest.approx(norm, rel=1e-5)
 
