@@ -453,7 +453,7 @@ class Learner:
       'time/learn': end - start,
       'tokens/learned_per_second': metrics['tokens/total'] / (end - start),
     }
-    self._monitor.check(metrics, host_batch, self.step)
+    self._monitor.check(metrics, self.step)
     self.step += 1
     return metrics
 

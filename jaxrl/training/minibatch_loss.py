@@ -29,6 +29,8 @@ LOSS_COMPONENTS = {
   'entropy_loss': 'entropy',
   'value_loss': 'value',
 }
+# Whether there are tokens, and tokens that were sampled, to take the mean of.
+TOKENS, SAMPLED_TOKENS = 'any/tokens', 'any/sampled_tokens'
 LossWeights = dict[str, Array]
 MetricSums = dict[str, Array]
 
@@ -109,6 +111,8 @@ def micro_batch_loss(
       metric = _weighted_sum(metric, token, weights['row'], fields['mask'])
       sums[f'{prefix}/{name}'] = share * metric
   sums |= jax.lax.stop_gradient(_policy_metrics(fields, weights))
+  # 1 over the minibatch, or 0 if there is nothing to take a mean of.
+  sums |= {TOKENS: weights['mean'].sum(), SAMPLED_TOKENS: weights['rollout'].sum()}
   return total, sums | {'loss/total': total}
 
 

@@ -15,13 +15,20 @@ import numpy as np
 
 from jaxrl.group_stats import RAW_SCORE, SampleRows, rows_by_sample, sample_score
 from jaxrl.training.batching.batch_builder import BatchShape
+from jaxrl.training.minibatch_loss import SAMPLED_TOKENS, TOKENS
 from jaxrl.types import Batch, Group
 
 log = logging.getLogger(__name__)
 
+MAX_IDLE_STEPS = 3  # in a row without any token to learn from, before a run is stopped
+
 
 class EmptyBatchError(ArithmeticError):
   """No row of a step has an action token, so no mean over them is defined."""
+
+
+class NothingLearnedError(ArithmeticError):
+  """Step after step, no token has a gradient."""
 
 
 def check_action_tokens(groups: Sequence[Group], step: int) -> None:
@@ -141,20 +148,35 @@ def batch_metrics(batch: Batch, step: int) -> dict[str, float]:
 def average_updates(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
   """Averages metrics over the updates of a batch.
 
-  The mismatch is that of the first update, when the policy has not yet changed.
+  The mismatch is that of the first update, when the policy has not yet changed. Means
+  over the tokens of an update without tokens do not count.
 
   Args:
     updates: The metrics of each update.
 
   Returns:
-    Metrics by name.
+    Metrics by name; a mean over tokens is absent if no update has any.
   """
-  metrics = {}
-  for name in updates[0]:
-    values = [float(update[name]) for update in updates]
-    is_mismatch = name.startswith('mismatch/')
-    metrics[name] = values[0] if is_mismatch else float(np.mean(values))
-  return metrics
+  found: dict[str, list[float]] = {}
+  for update in updates:
+    for name, value in _defined(update).items():
+      found.setdefault(name, []).append(float(value))
+  return {
+    name: values[0] if name.startswith('mismatch/') else float(np.mean(values))
+    for name, values in found.items()
+  }
+
+
+def _defined(update: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns the metrics of an update that are not the mean of nothing."""
+  defined = dict(update)
+  if not defined.pop(TOKENS, 1):
+    always = ('loss/', 'optimizer/')
+    return {name: x for name, x in defined.items() if name.startswith(always)}
+  if not defined.pop(SAMPLED_TOKENS, 1):
+    sampled = ('mismatch/', 'correction/')
+    return {name: x for name, x in defined.items() if not name.startswith(sampled)}
+  return defined
 
 
 class UpdateMonitor:
@@ -168,18 +190,18 @@ class UpdateMonitor:
   def __init__(self, mismatch_limit: float):
     self._mismatch_limit = mismatch_limit
     self._has_warned = False
+    self._idle_steps = 0  # in a row
 
-  def check(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
+  def check(self, metrics: dict[str, float], step: int) -> None:
     """Checks the metrics of an update.
 
     Args:
-      metrics: The metrics, which get 'mismatch/alarm'; those that compare policies are
-        removed if nothing was sampled.
-      batch: The batch that was learned from, in numpy.
+      metrics: The metrics, which get 'mismatch/alarm' if anything was sampled.
       step: The learner's step.
 
     Raises:
       FloatingPointError: The loss or the norm of the gradient is not finite.
+      NothingLearnedError: The settings leave no token to learn from, for several steps.
     """
     for name in ('loss/total', 'optimizer/grad_norm'):
       if not np.isfinite(metrics[name]):
@@ -188,11 +210,10 @@ class UpdateMonitor:
           'spoilt. Resume from the last checkpoint, with a lower learning rate or '
           'max_grad_norm set'
         )
-    if batch.expert_mask.sum() == (batch.group_ids >= 0).sum():
-      for name in [name for name in metrics if name.startswith('mismatch/')]:
-        del metrics[name]
+    self._check_gradient(metrics, step)
+    difference = metrics.get('mismatch/logprob_difference')
+    if difference is None:  # nothing was sampled
       return
-    difference = metrics['mismatch/logprob_difference']
     is_too_large = difference > self._mismatch_limit
     metrics['mismatch/alarm'] = float(is_too_large)
     if is_too_large and not self._has_warned:
@@ -205,6 +226,42 @@ class UpdateMonitor:
         self._mismatch_limit,
       )
     self._has_warned = is_too_large
+
+  def _check_gradient(self, metrics: Mapping[str, float], step: int) -> None:
+    """Says why the gradient is 0, at once; raises if no later step could change it."""
+    if metrics['optimizer/grad_norm']:
+      self._idle_steps = 0
+      return
+    self._idle_steps += 1
+    reason = _zero_gradient_reason(metrics)
+    if self._idle_steps == 1:
+      advice = reason or (
+        'in every group all samples have the same reward, or nothing else tells them '
+        'apart. If this goes on, take easier or harder tasks, or larger groups'
+      )
+      log.warning('step %d learns nothing, its gradient is 0: %s', step, advice)
+    if reason and self._idle_steps >= MAX_IDLE_STEPS:
+      raise NothingLearnedError(
+        f'steps {step - MAX_IDLE_STEPS + 1} to {step} learn nothing, their gradient is '
+        f'0: {reason}'
+      )
+
+
+def _zero_gradient_reason(metrics: Mapping[str, float]) -> str:
+  """Names the setting that leaves no token to learn from; '' if there is none."""
+  if metrics.get('staleness/masked') == 1:
+    return (
+      'every sampled token is older than rollout.staleness_policy allows. Raise its '
+      'max, lower rollout.async_ratio, or publish weights more often '
+      '(weight_sync.policy)'
+    )
+  # Sums of weights that add up to 1 may miss it by rounding.
+  if metrics.get('correction/masked', 0) > 1 - 1e-5:
+    return (
+      'algorithm.correction leaves no token: engine and learner disagree on all of '
+      'them, see docs/mismatch.md, or its bounds are too tight'
+    )
+  return ''
 
 
 class CompileCounter:

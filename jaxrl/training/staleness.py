@@ -158,6 +158,10 @@ def mismatch_by_age(
 ) -> dict[str, float]:
   """Computes the mean |log π_learner − log π_rollout| by the age of tokens.
 
+  An engine whose weights are replaced in the middle of a sequence goes on with the keys
+  and values of the old ones. Tokens after an older token of their sequence therefore
+  count as stale, even if this step's weights sampled them.
+
   Args:
     host_batch: The batch in numpy.
     batch: The scored batch on the devices.
@@ -165,13 +169,14 @@ def mismatch_by_age(
     mesh: The mesh that `batch` lies on.
 
   Returns:
-    'mismatch/fresh', of tokens that this step's weights sampled, which no update
-    explains, and 'mismatch/stale', of older tokens. Nothing if there are no older ones,
+    'mismatch/fresh', of tokens that this step's weights sampled alone, which no update
+    explains, and 'mismatch/stale', of the other tokens. Nothing if there are no others,
     or if the learner has not scored `old_logprobs`.
   """
   sampled = host_batch.action_mask & (host_batch.weights_version >= 0)
   sampled &= ~(host_batch.expert_mask | host_batch.greedy_mask)[:, None]
-  stale = sampled & (host_batch.weights_version < step)
+  older = sampled & (host_batch.weights_version < step)
+  stale = sampled & _after_any(older, host_batch.segment_ids)
   if batch.old_logprobs is None or not stale.any():
     return {}
   masks = {'mismatch/fresh': sampled & ~stale, 'mismatch/stale': stale}
@@ -184,6 +189,15 @@ def mismatch_by_age(
     for (name, mask), mean in zip(masks.items(), np.asarray(means), strict=True)
     if mask.any()
   }
+
+
+def _after_any(marked: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+  """Returns `[B, T]` bool: tokens at or after a marked one of their segment."""
+  found = np.zeros_like(marked)
+  for segment in range(1, segment_ids.max(initial=0) + 1):
+    inside = segment_ids == segment
+    found |= inside & np.logical_or.accumulate(marked & inside, axis=1)
+  return found
 
 
 def apply_limit(

@@ -316,7 +316,7 @@ class RolloutScheduler:
     return groups
 
   async def _played(self) -> float:
-    """Counts the complete groups since the process began, taken or not."""
+    """Counts the complete groups since the run began, taken or not."""
     return (await self.counts()).get('queue/whole', 0.0)
 
   async def metrics(self) -> dict[str, float]:

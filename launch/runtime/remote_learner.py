@@ -146,12 +146,26 @@ class RemotePublisher:
     return '-'.join(digest for digest, _ in self._published)
 
   def metrics(self) -> Metrics:
-    """Returns what the newest version took: the sum of bytes, the most of the rest."""
-    total: Metrics = {}
-    for _, metrics in self._published:
-      for name, value in metrics.items():
-        old = total.get(name, 0.0)
-        total[name] = old + value if name == 'weights/bytes' else max(old, value)
+    """Returns what the newest version took, all processes together.
+
+    Bytes are summed, shares are of all bytes, and times are the longest.
+    """
+    parts = [metrics for _, metrics in self._published]
+    if not parts:
+      return {}
+    total = {
+      name: max(part.get(name, 0.0) for part in parts)
+      for name in dict.fromkeys(name for part in parts for name in part)
+    }
+    for name in ('weights/bytes', 'weights/full_bytes'):
+      total[name] = sum(part.get(name, 0.0) for part in parts)
+    # A process that holds few bytes, or none, counts as little.
+    full = max(total['weights/full_bytes'], 1.0)
+    total['weights/share'] = total['weights/bytes'] / full
+    total['weights/changed'] = sum(
+      part.get('weights/changed', 0.0) * part.get('weights/full_bytes', 0.0) / full
+      for part in parts
+    )
     return total
 
   async def fetch(self, newer_than: int = -1) -> tuple[int, Params]:

@@ -99,6 +99,7 @@ async def test_episodes_that_are_cut(reason, options):
   assert not row.failed
   assert row.score > 0
   assert len(row.tokens) <= options.get('max_length', 99)
+  assert len(engine.requests) <= options.get('max_steps', 9)
 
 
 async def test_a_first_prompt_that_is_too_long_is_an_episode():

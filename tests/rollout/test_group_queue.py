@@ -70,6 +70,18 @@ async def test_members_come_in_order_whoever_is_first():
   assert [r.sample_index for r in group] == [0, 1, 2]
 
 
+@pytest.mark.parametrize('in_order', [True, False])
+async def test_a_group_that_is_finished_early_waits_for_its_turn(in_order):
+  options = {'num_groups': 2, 'num_env_groups': 2, 'in_order': in_order}
+  queue = GroupQueue(group_size=1, **options)
+  await queue.advance_step(0)
+  await fill(queue, 1, 1, score=11)
+  batch = asyncio.create_task(queue.get_batch(1, 0))
+  assert await is_waiting(batch) == in_order
+  await fill(queue, 0, 1, score=10)
+  assert [group[0].score for group in await soon(batch)] == [10 if in_order else 11]
+
+
 async def test_asking_again_gives_the_old_lease_up():
   queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1)
   await queue.advance_step(0)

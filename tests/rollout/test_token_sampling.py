@@ -144,6 +144,12 @@ def test_impossible_tokens_are_never_drawn():
   np.testing.assert_allclose(logprobs, np.log(0.5), atol=1e-6)
 
 
+def test_a_number_on_the_border_of_two_tokens_draws_the_second():
+  weights = jnp.array([[1.0, 0.0, 1.0, 2.0]] * 4)
+  drawn = token_sampling._inverse_cdf(weights, jnp.array([0.0, 0.25, 0.5, 0.75]))
+  assert drawn.tolist() == [0, 2, 3, 3]
+
+
 def test_logits_that_are_no_numbers_show_in_the_logprob():
   tokens, logprobs = draw(np.array([[np.nan, 1.0], [0.0, 1.0]]))
   assert 0 <= tokens[0] < 2 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])

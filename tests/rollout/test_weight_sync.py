@@ -212,6 +212,24 @@ async def test_what_a_push_raises_is_told_at_the_next_step(style):
 
 
 @pytest.mark.parametrize(
+  ('style', 'ahead', 'lag'),
+  [
+    ('fixed', 0, 0),
+    ('fixed(interval=3)', 0, 2),
+    (
+      'trainer(interval=3)',
+      0,
+      5,
+    ),  # two unsent steps, and the push before is on its way
+    ('explorer(interval=2)', 1.5, 4),
+    ('asynchronous', 0, None),
+  ],
+)
+def test_how_far_the_engines_weights_may_lag_behind(style, ahead, lag):
+  assert parse_sync_policy(style).max_lag(ahead) == lag
+
+
+@pytest.mark.parametrize(
   'text, said',
   [
     ('explore', "no style 'explore'.*Did you mean 'explorer'"),

@@ -11,6 +11,7 @@ import pytest
 from jaxrl.algorithms import registry
 from jaxrl.call_strings import ConfigError
 from jaxrl.functional import corrections, losses
+from jaxrl.training.monitoring import NothingLearnedError
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.staleness import drop, mask, recompute
 from jaxrl.types import Advantages, Algorithm
@@ -127,3 +128,51 @@ async def test_mismatch_is_told_apart_by_age():
 def test_there_must_be_something_to_recompute():
   with pytest.raises(ConfigError, match="old_logprobs_source='decoupled'"):
     toy.learner(registry.make('grpo'), staleness_limit=recompute())
+
+
+async def test_tokens_after_older_ones_count_as_stale():
+  """Weights are replaced in the middle of a reply, and the cache keeps its keys."""
+  groups = toy.groups()
+  for row in (row for group in groups for row in group):
+    row.weights_version[row.action_mask] = 5
+  first = groups[0][0]
+  actions = np.flatnonzero(first.action_mask)
+  first.weights_version[actions[0]] = 4
+  algorithm = registry.make('grpo', {'behaviour': 'decoupled'})
+  _, metrics = await update(algorithm, None, groups)
+  gap = logprobs(stacked(groups, 'tokens')) - stacked(groups, 'rollout_logprobs')
+  action = stacked(groups, 'action_mask')
+  stale = np.zeros_like(action)
+  stale[0] = action[0]
+  for name, which in (('fresh', action & ~stale), ('stale', stale)):
+    want = np.abs(gap[which]).mean()
+    assert metrics[f'mismatch/{name}'] == pytest.approx(want, rel=1e-4)
+
+
+async def test_a_limit_that_leaves_no_token_is_told_at_once_and_stops_the_run(caplog):
+  groups = toy.groups()
+  for row in (row for group in groups for row in group):
+    row.weights_version[row.action_mask] = 1
+  algorithm = registry.make('grpo', {'behaviour': 'decoupled'})
+  learner, metrics = await update(algorithm, mask(max=1), groups)
+  assert metrics['staleness/masked'] == 1 and metrics['optimizer/grad_norm'] == 0
+  # Nothing was compared, and nothing has an entropy: no healthy 0 is reported.
+  compared = [name for name in metrics if name.startswith(('mismatch/', 'policy/'))]
+  assert compared == ['mismatch/stale']  # measured before the limit is applied
+  (record,) = [r for r in caplog.records if 'learns nothing' in r.message]
+  assert 'step 5' in record.message and 'rollout.staleness_policy' in record.message
+  await learner.update(groups)
+  with pytest.raises(NothingLearnedError, match=r'steps 5 to 7 .*async_ratio'):
+    await learner.update(groups)
+
+
+async def test_groups_without_spread_are_told_and_do_not_stop_the_run(caplog):
+  groups = toy.groups()
+  for row in (row for group in groups for row in group):
+    row.rewards[:] = 0
+  learner, metrics = await update(registry.make('dapo'), None, groups)
+  for _ in range(4):
+    metrics = await learner.update(groups)
+  assert metrics['optimizer/grad_norm'] == 0
+  (record,) = [r for r in caplog.records if 'learns nothing' in r.message]
+  assert 'same reward' in record.message

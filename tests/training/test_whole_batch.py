@@ -10,6 +10,7 @@ import pytest
 from jaxrl.algorithms import registry
 from jaxrl.functional import aggregation, losses
 from jaxrl.functional.components import component
+from jaxrl.training import forward_pass
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
 from tests.training import toy
@@ -132,3 +133,20 @@ async def test_only_m2po_scores_a_split_minibatch_twice(
   )
   await learner.update(mixed())
   assert len(calls) == 1 + passes
+
+
+def test_rows_that_fill_up_a_minibatch_count_in_nothing():
+  """What reads a whole minibatch, as m2po's threshold does, must not see them."""
+  spec = toy.learner(registry.make('grpo'))._spec
+  fields = {
+    'mask': jnp.ones((3, 4), bool),
+    'group_ids': jnp.arange(3),
+    'episode_ids': jnp.arange(3),
+  }
+  weights = {'token': jnp.ones((3, 4))}
+  index = jnp.array([2, -1])
+  rows, weights = forward_pass.select_rows(spec, fields, weights, index)
+  assert rows['mask'].any(axis=1).tolist() == [True, False]
+  assert weights['token'].sum(axis=1).tolist() == [4, 0]
+  for name in ('group_ids', 'episode_ids'):
+    assert rows[name].tolist() == [2, -1]

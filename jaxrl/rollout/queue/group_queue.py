@@ -51,7 +51,7 @@ class GroupQueue:
     num_env_groups: Env groups that play at the same time.
     async_ratio: How many steps rollouts may run ahead of the trainer.
     step: The step that the trainer is collecting.
-    counts: Events since the start, by name; see `metrics`.
+    counts: Events since the run began, by name; see `metrics`.
   """
 
   def __init__(
@@ -389,7 +389,7 @@ class GroupQueue:
     self._wake(range(self.num_env_groups))
 
   def metrics(self) -> dict[str, float]:
-    """Returns the counts since the start, such as `queue/played` and `queue/failed`."""
+    """Returns counts since the run began, such as `queue/played` and `queue/failed`."""
     return {f'queue/{name}': float(count) for name, count in self.counts.items()}
 
   def state_dict(self) -> dict[str, Any]:
@@ -399,6 +399,7 @@ class GroupQueue:
       'pending': sorted([*self._active, *self._ready]),
       'numbers': self._numbers.state_dict(),
       'results': self._results.results,
+      'counts': dict(self.counts),
     }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -412,6 +413,7 @@ class GroupQueue:
     """
     self._numbers.load_state_dict(state['numbers'])
     self.step = state['step']
+    self.counts = Counter(state.get('counts', {}))  # checkpoints may lack them
     self._results.results = [
       (int(seed), float(accuracy), int(num_samples))
       for seed, accuracy, num_samples in state['results']

@@ -449,8 +449,8 @@ class WeightPublisher:
     """Returns what the newest version took, this process's part; {} before the first.
 
     Returns:
-      weights/bytes for a reader of the version before, weights/share of the full bytes,
-      weights/changed of all weights, and seconds.
+      weights/bytes for a reader of the version before, weights/full_bytes for any
+      other, weights/share, their ratio, weights/changed of all weights, and seconds.
     """
     report = self.report
     if report is None:
@@ -458,6 +458,7 @@ class WeightPublisher:
     sent = report.full_bytes if report.delta_bytes is None else report.delta_bytes
     return {
       'weights/bytes': float(sent),
+      'weights/full_bytes': float(report.full_bytes),
       'weights/share': sent / max(report.full_bytes, 1),
       'weights/changed': report.num_changed / max(report.num_elements, 1),
       'weights/encode_s': report.encode_s,
