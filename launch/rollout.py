@@ -76,7 +76,7 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
   from ml_collections import ConfigDict
 
   from jaxrl.data.store import store_options
-  from jaxrl.envs.env_registry import options_for_split, unwrapped
+  from jaxrl.envs.env_registry import options_for_split, uses_dataset
 
   if mode not in MODES:
     raise ConfigError(f'--mode={mode}: must be one of {", ".join(MODES)}')
@@ -101,8 +101,9 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     limits = [n for n in (section['num_tasks'], num_tasks) if n > 0]
     section |= {'tag': name, 'interval': 1, 'group_size': group_size}
     section['num_tasks'] = min(limits, default=-1)
-    env_class = unwrapped(env['env_type'], env['env_config'])
-    if section['num_tasks'] < 0 and not getattr(env_class, 'uses_dataset', True):
+    if section['num_tasks'] < 0 and not uses_dataset(
+      env['env_type'], env['env_config']
+    ):
       raise ConfigError(f'env.{name} plays seeds, which have no end: set --num_tasks=…')
     env['weight'] = env['weight'] or 1.0  # a tag that is only evaluated is played too
   temperatures = {section['temperature'] for section in sets.values()}
@@ -119,6 +120,7 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
 
 def _sets_to_play(data: Mapping[str, Any], mode: str) -> dict[str, dict[str, Any]]:
   """Returns what is to be played, each part as an evaluation set with all its keys."""
+  from jaxrl.envs.env_registry import uses_dataset
   from launch.settings.task_settings import eval_sets, tag_dataset
 
   if mode == 'val':
@@ -127,12 +129,15 @@ def _sets_to_play(data: Mapping[str, Any], mode: str) -> dict[str, dict[str, Any
   for tag, env in data['env'].items():
     if env['weight']:
       rows = tag_dataset(data, tag)
+      limit = (
+        rows['limit'] if uses_dataset(env['env_type'], env['env_config']) else None
+      )
       sets[tag] = {
         'tag': tag,
         'path': rows['path'],
         'split': rows['split'],
         'keys': rows['keys'],
-        'num_tasks': rows['limit'] or -1,
+        'num_tasks': limit or -1,
         'temperature': data['rollout']['temperature'],
       }
   return sets
@@ -231,6 +236,7 @@ class DatasetRolloutJob:
     from launch.components.experience_store import open_store_target
     from launch.inference_job import InferenceJob
     from launch.logging.trajectory_dump import env_columns
+    from launch.settings.validation import validate_sampling
 
     dump = settings.trajectory_dump
     assert dump is not None
@@ -247,6 +253,8 @@ class DatasetRolloutJob:
         save_arrays=dump.save_arrays,
       )
     build.validate_run(settings)
+    if dump.store is not None:  # which is trained on
+      validate_sampling(settings)
     self._where = dump.path or str(folder / 'trajectories')
 
     def make_parts(runtime: Any, device_thread: Any) -> tuple[Any, DatasetRollout]:

@@ -162,6 +162,16 @@ def unwrapped(
   return env if wraps is None else unwrapped(*wraps(**(options or {})))
 
 
+def uses_dataset(name: str, options: Mapping[str, Any]) -> bool:
+  """Returns whether an environment takes its tasks from rows, not from seeds.
+
+  Args:
+    name: The name of the environment.
+    options: The environment's options.
+  """
+  return getattr(unwrapped(name, options), 'uses_dataset', True)
+
+
 def options_for_split(
   name: str, options: Mapping[str, Any], split: str
 ) -> dict[str, Any]:

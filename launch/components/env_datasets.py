@@ -8,7 +8,7 @@ from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
 from jaxrl.data.row_sources import RowSource, RowSources, describe_sources, load_rows
 from jaxrl.data.seeds import fold_seed
-from jaxrl.envs.env_registry import unwrapped
+from jaxrl.envs.env_registry import uses_dataset
 from launch.runtime.runtime_interface import Runtime
 from launch.settings.run_settings import RunSettings
 
@@ -37,16 +37,18 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
 
   train: Datasets = dict.fromkeys(settings.training_tags)
   for tag in train:
-    if _uses_dataset(settings, tag):
-      tasks = settings.env[tag].dataset
+    env = settings.env[tag]
+    if uses_dataset(env.env_type, env.env_config):
+      tasks = env.dataset
       if not tasks.path:
         raise _missing_path(f'env.{tag}', tag)
       train[tag] = get(tasks.path, 'sample', tasks.options)
   tests: Datasets = dict.fromkeys(settings.eval.active)
   for name, evaluation in settings.eval.active.items():
     tag = evaluation.tag
-    if _uses_dataset(settings, tag):
-      tasks = settings.env[tag].dataset
+    env = settings.env[tag]
+    if uses_dataset(env.env_type, env.env_config):
+      tasks = env.dataset
       path = evaluation.path or sibling_split_path(tasks.path, evaluation.split)
       if not path:
         raise _missing_path(f'the evaluation of env.{tag}', tag)
@@ -60,11 +62,6 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
       }
       tests[name] = get(path, 'traversal', options)
   return train, tests
-
-
-def _uses_dataset(settings: RunSettings, tag: str) -> bool:
-  env = settings.env[tag]
-  return getattr(unwrapped(env.env_type, env.env_config), 'uses_dataset', True)
 
 
 def describe_tasks(settings: RunSettings) -> str:

@@ -15,7 +15,7 @@ from jaxrl.call_strings import (
 from jaxrl.data import samplers
 from jaxrl.data.curricula import CURRICULA
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs.env_registry import env_factory, unwrapped
+from jaxrl.envs.env_registry import env_factory, uses_dataset
 from jaxrl.functional import components
 from jaxrl.models import huggingface, remat
 from jaxrl.rollout.queue.group_allocation import allocate_groups
@@ -102,9 +102,29 @@ def validate_training(settings: RunSettings) -> None:
       f'--config.rollout.temperature={settings.rollout.temperature}: must be above 0, '
       'as the policy is trained on what it samples'
     )
+  if settings.plays:
+    validate_sampling(settings)
   _validate_sampler(settings)
   validate_teachers(settings)
   _validate_store(settings)
+
+
+def validate_sampling(settings: RunSettings) -> None:
+  """Checks that samples which are trained on are drawn from all tokens.
+
+  Raises:
+    ConfigError: for a sampling rule that leaves tokens out.
+  """
+  for key, value, all_tokens in (
+    ('top_p', settings.rollout.top_p, 1),
+    ('top_k', settings.rollout.top_k, 0),
+  ):
+    if value != all_tokens:
+      raise ConfigError(
+        f'--config.rollout.sampling: {key}={value}: which tokens this leaves is not '
+        'kept, so the learner cannot give the log-probs they were sampled with. '
+        f'Train with {key}={all_tokens}, and lower rollout.temperature instead'
+      )
 
 
 def validate_consistency(settings: RunSettings) -> None:
@@ -237,11 +257,6 @@ def _validate_rollouts(settings: RunSettings) -> None:
   _validate_group_pipeline(settings)
 
 
-def _uses_dataset(settings: RunSettings, tag: str) -> bool:
-  env = settings.env[tag]
-  return getattr(unwrapped(env.env_type, env.env_config), 'uses_dataset', True)
-
-
 def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
   """Options of a tag's rows need a tag that plays rows."""
   env, section = settings.env[tag], settings.text(f'env.{tag}').get('dataset', {})
@@ -251,7 +266,7 @@ def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
       f'--config.env.{tag}.weight=0: the tag is neither trained on nor evaluated: '
       'give it a weight above 0, or an evaluation set'
     )
-  if _uses_dataset(settings, tag):
+  if uses_dataset(env.env_type, env.env_config):
     return
   for key, value in section.items():
     if value not in ('', None):
@@ -265,8 +280,9 @@ def _validate_evaluation_end(settings: RunSettings, name: str) -> None:
   """An evaluation of a tag whose tasks are seeds needs a number of tasks."""
   evaluation = settings.eval.sets[name]
   tag, count = evaluation.tag, evaluation.num_tasks
+  env = settings.env[tag]
   own = settings.text('eval').get('sets', {})
-  if count < 1 and not _uses_dataset(settings, tag):
+  if count < 1 and not uses_dataset(env.env_type, env.env_config):
     key = f'eval.sets.{name}.num_tasks' if name in own else 'eval.num_tasks'
     raise ConfigError(
       f'--config.{key}={count}: env.{tag} has no data set to come to the end '
@@ -290,8 +306,7 @@ def _validate_formulation(settings: RunSettings, tag: str) -> None:
 
 def _validate_group_pipeline(settings: RunSettings) -> None:
   """Checks what happens to groups between being played and being trained on."""
-  rollout, algorithm = settings.rollout, settings.algorithm
-  group_size = algorithm.group_size if settings.plays else None
+  group_size = settings.algorithm.group_size if settings.plays else None
   try:
     text = join_calls(settings.group_filters)
     make_group_filter(
@@ -305,24 +320,14 @@ def _validate_group_pipeline(settings: RunSettings) -> None:
     make_reward_shaper(settings.reward_shapers, limits)
   except ConfigError as error:
     raise ConfigError(f'--config.rollout.reward_shaping={text}: {error}') from error
-  for key, value, all_tokens in (
-    ('top_p', rollout.top_p, 1),
-    ('top_k', rollout.top_k, 0),
-  ):
-    if settings.plays and value != all_tokens:
-      raise ConfigError(
-        f'--config.rollout.sampling: {key}={value}: which tokens this leaves is not '
-        'kept, so the learner cannot give the log-probs they were sampled with. '
-        f'Train with {key}={all_tokens}, and lower rollout.temperature instead'
-      )
 
 
 def _validate_curriculum(settings: RunSettings) -> None:
   """A curriculum chooses among the rows that are played."""
   plays = settings.plays and settings.experience_store is None
-  tags = [tag for tag in settings.training_tags if plays]
+  envs = [settings.env[tag] for tag in settings.training_tags if plays]
   users = [
-    settings.env[t].dataset.curriculum for t in tags if _uses_dataset(settings, t)
+    env.dataset.curriculum for env in envs if uses_dataset(env.env_type, env.env_config)
   ]
   chosen = {'dataset.curriculum': settings.dataset.curriculum}
   for tag, env in settings.env.items():

@@ -7,7 +7,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.group_stats import RAW_SCORE, sample_accuracies
 from launch.settings import command_line as configs
 from launch.settings.resolve import resolve_settings
-from launch.settings.validation import validate
+from launch.settings.validation import validate, validate_training
 from tests.launch import runs
 
 QUICK = (
@@ -29,6 +29,7 @@ def algorithm(*options, name='dapo'):
   )
   settings = resolve_settings(config)
   validate(settings)
+  validate_training(settings)
   return settings.algorithm
 
 

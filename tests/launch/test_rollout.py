@@ -112,6 +112,25 @@ def test_each_mode_has_its_own_rows_and_temperature(tmp_path):
     prepared(tmp_path, mode='tests')
 
 
+def test_a_limit_of_the_data_set_does_not_limit_games(tmp_path):
+  command = configs.parse([f'--config={runs.ROOT}/configs/frozen_lake.py'])
+  config = configs.load(command, {'logging': read_logging})
+  config.dataset.limit = 10
+  options = {'mode': 'train', 'group_size': 1}
+  rollout.prepare_rollout(config, num_tasks=25, **options)
+  assert config.eval.sets.lake.num_tasks == 25
+
+
+@pytest.mark.slow
+def test_tokens_may_be_left_out_where_nothing_trains_on_them(tmp_path, capsys):
+  options = argv(tmp_path / 'dump', '--config.rollout.sampling=top_p=0.5, top_k=3')
+  assert rollout.main(options) == 0
+  store = f'--config.trajectory_dump.path=experience+sqlite:///{tmp_path}/a.db'
+  argument = [*options, f'--workdir={tmp_path / "store"}', store]
+  assert rollout.main(argument) != 0
+  assert 'rollout.sampling: top_p=0.5' in capsys.readouterr().err
+
+
 def test_each_evaluation_set_is_played(tmp_path):
   """Sets of one tag, with their own numbers of tasks and temperatures."""
   file = tmp_path / 'config.py'
