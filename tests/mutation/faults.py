@@ -47,17 +47,17 @@ FUNCTIONAL = _faults(
   (
     'return coef * 0.5 * jnp.square(logprobs - ref_logprobs)',
     'return coef * jnp.square(logprobs - ref_logprobs)',
-    'test_shaping_and_entropy',
+    'test_losses',
   ),
   (
     'return coef * _excess(ref_logprobs - logprobs)',
     'return coef * _excess(logprobs - ref_logprobs)',
-    'test_shaping_and_entropy',
+    'test_losses',
   ),
   (
     'ratio = jnp.clip(clipped_exp(logprobs - old_logprobs), 0, 2)',
     'ratio = jnp.clip(clipped_exp(old_logprobs - logprobs), 0, 2)',
-    'test_shaping_and_entropy',
+    'test_losses',
   ),
   (
     'return -coef * entropy\n',
@@ -77,7 +77,7 @@ FUNCTIONAL = _faults(
   (
     'tau = jnp.where(a > 0, tau_positive, tau_negative)',
     'tau = jnp.where(a > 0, tau_negative, tau_positive)',
-    'test_losses',
+    'test_known_faults',
   ),
   (
     'mean = p - jax.lax.stop_gradient(p) + jax.lax.stop_gradient(mean)',
@@ -97,7 +97,7 @@ FUNCTIONAL = _faults(
   (
     'loss = 0.5 * (_kl(t, m) + _kl(s, m))',
     'loss = 0.5 * (_kl(m, t) + _kl(m, s))',
-    'test_distillation',
+    'test_losses',
   ),
   (
     'others = (returns - stats.mean) * n / jnp.maximum(n - 1, 1)',
@@ -216,7 +216,7 @@ TRAINING = _faults(
   (
     "selected['mask'] &= is_row[:, None]",
     "selected['mask'] &= True",
-    'test_packing test_invariance',
+    'test_whole_batch',
   ),
   (
     'is_missing = is_sampled & ~(routed >= 0).any(axis=(1, 2, 3))',
@@ -236,7 +236,7 @@ TRAINING = _faults(
   (
     'ids[i, : len(row.tokens)] = np.repeat(np.arange(1, len(sizes) + 1), sizes)',
     'ids[i, : len(row.tokens)] = np.repeat(np.arange(len(sizes)), sizes)',
-    'test_batch_builder',
+    'test_packing',
   ),
 )
 
@@ -364,7 +364,7 @@ WEIGHTS = _faults(
   (
     "header += b' ' * (-len(header) % 8)",
     "header += b' ' * (len(header) % 8)",
-    'test_manifest test_publish_and_subscribe',
+    'test_shared_memory',
   ),
   (
     "if manifest.digest != body['digest']:",
@@ -443,7 +443,7 @@ DATA = _faults(
   (
     "mask += [bool(rest[0].get('train', True))] * len(reply)",
     'mask += [True] * len(reply)',
-    'test_chat_tokenizer',
+    'test_file_sampler',
   ),
   (
     'elif not tail.startswith(end):',
