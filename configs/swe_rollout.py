@@ -9,6 +9,7 @@ r"""Generates trajectories of an agent that repairs repositories, every task onc
 verified.jsonl holds rows in SWE-bench Verified's format, and the folder of `repos`
 holds clones of their repositories. `--group_size=4` plays each task four times. By
 default a random tiny model plays, which shows that all parts work but repairs nothing.
+`--check` plays without a model: it finds tasks whose reference solution fails.
 """
 
 from ml_collections import ConfigDict

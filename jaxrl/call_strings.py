@@ -447,6 +447,7 @@ _LIBRARIES = tuple(
   os.path.join(folder, '')
   for folder in (
     str(pathlib.Path(__file__).parent),
+    *(str(pathlib.Path(__file__).parents[1] / name) for name in ('kernels', 'launch')),
     *(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')),
   )
 )

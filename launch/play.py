@@ -136,6 +136,7 @@ class EpisodeScreen:
       'score': f'{sum(row.score for row in rows):g}',
       'rows': f'{len(rows)}, of {tokens} tokens; {actions} written by the model',
       **{name: f'{value:g}' for name, value in last.metrics.items()},
+      **{name: str(value) for name, value in last.columns.items() if value != ''},
     }
     if last.failed:
       facts['dropped'] = 'a failed episode is not trained on'
@@ -179,9 +180,8 @@ def main(argv: Sequence[str]) -> int:
     command = configs.parse(argv, FLAGS)
     config = configs.load(command, {'logging': read_logging})
     configs.check_algorithm(config)
-    episode = configs.parse_value(command.flags['episode'], int, 0, False)
-    member = configs.parse_value(command.flags['member'], int, 0, False)
-    ids = configs.parse_value(command.flags['ids'], bool, True, False)
+    episode, member = command.flag('episode', int), command.flag('member', int)
+    ids = command.flag('ids', bool)
     from launch.inference_job import make_player  # imports JAX: seconds
     from launch.settings.resolve import resolve_settings
 

@@ -5,9 +5,15 @@ Plays a data set to its end, or a number of tasks, with the weights of
 `--config.trajectory_dump.path` with the columns of `--config.trajectory_dump.columns`.
 If the command is killed, running it again resumes the work, and every task is written
 once.
+
+With `--check` it plays without a model: it tests that each task's reference solution
+passes and that an empty one does not.
 """
 
 import asyncio
+import collections
+import dataclasses
+import json
 import os
 import pathlib
 import sys
@@ -34,6 +40,7 @@ FLAGS = {
   'num_tasks': '-1',
   'group_size': '1',
   'part_size': '256',
+  'check': 'false',
 }
 USAGE = """\
 python -m launch.rollout --config=FILE.py [--config.KEY=VALUE] [--workdir=DIR]
@@ -51,6 +58,9 @@ python -m launch.rollout --config=FILE.py [--config.KEY=VALUE] [--workdir=DIR]
   --num_tasks=-1                  so many tasks; -1 all
   --group_size=1                  attempts at each task
   --part_size=256                 tasks of a file
+  --check                         checks the tasks, without a model: the reference
+                                  solution must pass and an empty one fail; status 1 if
+                                  a task is broken
   --workdir=runs/mine             where the run lives; the same command resumes it
 """
 
@@ -157,13 +167,14 @@ def main(argv: Sequence[str]) -> int:
     )
     configs.check_algorithm(config)
 
-    numbers = {
-      name: configs.parse_value(command.flags[name], int, 0, False)
-      for name in ('num_tasks', 'group_size', 'part_size')
-    }
-    part_size, mode = numbers.pop('part_size'), command.flags['mode']
+    numbers = {name: command.flag(name, int) for name in ('num_tasks', 'group_size')}
+    part_size, mode = command.flag('part_size', int), command.flags['mode']
+    checks = command.flag('check', bool)
+    if checks:
+      _refuse_flags_of_episodes(command.flags)
     prepare_rollout(config, mode=mode, **numbers)
-    folder = command.flags['workdir'] or default_path(command.config, f'rollout-{mode}')
+    name = 'check' if checks else f'rollout-{mode}'
+    folder = command.flags['workdir'] or default_path(command.config, name)
     workdir = Workdir(folder, config.to_dict())
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
@@ -176,12 +187,58 @@ def main(argv: Sequence[str]) -> int:
     with console.listening():
       from launch.settings.resolve import resolve_settings
 
+      if checks:
+        settings = resolve_settings(config, warn=False, check_machine=False)
+        return _check_tasks(settings, workdir, console, mode)
       settings = resolve_settings(config)
       return _run(settings, workdir, console, mode, max(part_size, 1))
+  except KeyboardInterrupt:  # a check; a rollout stops by itself
+    return 130
   except Exception as error:
     return failed(error, console, workdir)
   finally:
     workdir.close()
+
+
+def _refuse_flags_of_episodes(flags: Mapping[str, str]) -> None:
+  for name in ('group_size', 'part_size'):
+    if flags[name] != FLAGS[name]:
+      raise ConfigError(
+        f'--{name}={flags[name]}: has no effect with --check, which plays each task '
+        'once with its reference solution and once with an empty one'
+      )
+
+
+def _check_tasks(
+  settings: 'RunSettings', workdir: Workdir, console: Console, mode: str
+) -> int:
+  """Checks all tasks, prints a line for each; returns 1 if any is broken."""
+  from launch.components.task_check import BROKEN, NO_SOLUTION, TaskChecker
+
+  checker = TaskChecker(settings, mode=mode)
+  total, file = sum(checker.num_tasks.values()), workdir.path / 'check.jsonl'
+  console.say(f'jaxrl: checking {total} tasks', style='bold')
+  counts = collections.Counter[str]()
+
+  async def check_all() -> None:
+    with file.open('w') as results:
+      async for task in checker.check():
+        counts[task.verdict] += 1
+        console.say(str(task), style='red' if task.is_broken else '')
+        results.write(json.dumps(dataclasses.asdict(task)) + '\n')
+
+  asyncio.run(check_all())
+  broken = {text: counts[verdict] for verdict, text in BROKEN.items()}
+  reasons = ', '.join(f'{text}: {count}' for text, count in broken.items())
+  num_broken = sum(broken.values())
+  lines = {
+    'ok': counts['ok'],
+    'broken': f'{num_broken} ({reasons})',
+    'unverified': f'{counts[NO_SOLUTION]} (no reference solution)',
+    'results': file,
+  }
+  console.closing(f'{num_broken} of {total} tasks broken.', lines)
+  return 1 if num_broken else 0
 
 
 def _run(

@@ -146,7 +146,7 @@ def _run(argv: Sequence[str]) -> int:
   command = configs.parse(argv, FLAGS)
   config: Any = configs.load(command, {'logging': read_logging})
   flags = command.flags
-  port = configs.parse_value(flags['port'], int, 0, False)
+  port = command.flag('port', int)
   if flags['checkpoint']:
     configs.override(config, 'model.checkpoint', flags['checkpoint'])
   if not config.model.checkpoint:

@@ -14,6 +14,8 @@ An environment class may define the following:
   that dumps can have them; see docs/synthesis.md.
 - `wraps(**options) -> (name, options)`, if it wraps another environment; see
   `unwrapped`.
+- `apply_solution() -> reply` and `empty_reply`, if its tasks can be checked; see
+  `CheckableEnv`.
 
 An environment that offers tools returns their schemas as `tools` in the `info` of
 reset; the chat template then announces them to the model.
@@ -73,6 +75,24 @@ class Env(Protocol):
 
     Returns:
       A tuple (observation, reward, terminated, truncated, info).
+    """
+    ...
+
+
+class CheckableEnv(Env, Protocol):
+  """Protocol of an environment whose tasks `launch.rollout --check` can check.
+
+  Attributes:
+    empty_reply: A reply that ends the episode with nothing done.
+  """
+
+  empty_reply: str
+
+  def apply_solution(self) -> str | None:
+    """Carries out the reference solution of the task that `reset` prepared.
+
+    Returns:
+      The reply that ends the episode with the solution; None if the task has none.
     """
     ...
 
@@ -157,9 +177,22 @@ def unwrapped(
   Returns:
     The class.
   """
-  env = find_env(name)
-  wraps = getattr(env, 'wraps', None)
-  return env if wraps is None else unwrapped(*wraps(**(options or {})))
+  return find_env(innermost(name, options)[0])
+
+
+def innermost(
+  name: str, options: Mapping[str, Any] | None = None
+) -> tuple[str, Mapping[str, Any]]:
+  """Returns the name and options of the innermost of wrapped environments.
+
+  Args:
+    name: The name of the environment.
+    options: The environment's options.
+  """
+  wraps = getattr(find_env(name), 'wraps', None)
+  if wraps is None:
+    return name, options or {}
+  return innermost(*wraps(**(options or {})))
 
 
 def uses_dataset(name: str, options: Mapping[str, Any]) -> bool:

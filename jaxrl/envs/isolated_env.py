@@ -46,6 +46,10 @@ class IsolatedEnv:
     """Steps the environment in the child process."""
     return self._request('step', {'action': action})
 
+  def apply_solution(self) -> str | None:
+    """Carries out the task's reference solution in the child process."""
+    return self._request('apply_solution', {})
+
   def _request(self, method: str, arguments: dict[str, Any]) -> Any:
     kills_before = self._num_kills
     process, pipe = self._child = self._child or self._start()
@@ -100,7 +104,7 @@ def _serve(pipe: Connection, target: str, options: dict[str, Any], memory: int) 
       if method == 'step':
         answer = env.step(arguments['action'])
       else:
-        answer = env.reset(**arguments)
+        answer = getattr(env, method)(**arguments)
       pipe.send((True, answer))
     except Exception as error:  # told to the parent, which knows what to do with it
       pipe.send((False, describe_error(error)))

@@ -53,13 +53,30 @@ class Command:
   overrides: tuple[tuple[str, str | None], ...]
   flags: dict[str, str]
 
+  def flag(self, name: str, kind: type) -> Any:
+    """Returns one of the command's own flags as a value.
+
+    Args:
+      name: the flag's name.
+      kind: bool, int or float.
+
+    Raises:
+      ConfigError: if it is no such value.
+    """
+    text = self.flags[name]
+    try:
+      return parse_value(text, kind, None, False)
+    except ValueError as error:
+      raise ConfigError(f'--{name}={text}: {error}') from error
+
 
 def parse(argv: Sequence[str], flags: Mapping[str, str] | None = None) -> Command:
   """Splits a command line.
 
   Args:
     argv: the command line, without the program.
-    flags: the command's own flags with their defaults; each takes a value.
+    flags: the command's own flags with their defaults; each takes a value, but one
+      whose default is 'true' or 'false' may stand alone, for 'true'.
 
   Raises:
     ConfigError: for an unknown option or a missing value.
@@ -79,6 +96,8 @@ def parse(argv: Sequence[str], flags: Mapping[str, str] | None = None) -> Comman
       overrides.append((name.removeprefix('config.'), value))
     elif name != 'config' and name not in values:
       _refuse_flag(name, [*values, 'config', 'help'])
+    elif value is None and values.get(name) in ('true', 'false'):
+      values[name] = 'true'
     elif not value:
       raise ConfigError(f'--{name} needs a value: --{name}=…')
     elif name == 'config':

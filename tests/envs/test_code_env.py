@@ -93,6 +93,32 @@ def test_calls():
 
 
 @sandboxed
+def test_the_first_test_that_failed_is_kept_for_the_trajectory():
+  def output(program, tests=SUMS):
+    env = CodeEnv()
+    item = {'question': '', 'answer': tests}
+    env.reset(seed=0, options={'task': Task(seed=0, index=0, item=item)})
+    columns = env.step(f'```\n{program}\n```')[4]['columns']
+    assert columns.keys() == CodeEnv.columns.keys()
+    return columns['test_output']
+
+  assert output(ADD) == ''
+  loud = 'import sys\nsys.stderr.write("x" * 300_000)\nprint(int(input()) // 0)'
+  head, *_, last = output(loud).splitlines()
+  assert head == 'test 0 of 4: error' and last.startswith('ZeroDivisionError')
+  assert len(output(loud)) < 1200
+  assert output('print(input())').splitlines() == [
+    *('test 1 of 4: wrong', 'input:', '1', '1', '', 'expected:', '2', 'output:', '1'),
+    *('', 'stderr:'),
+  ]
+  calls = output('def twice(x): return x', CALLS)
+  assert '"args": [[1, "a"]]' in calls and 'expected:\n[1, "a", 1, "a"]' in calls
+  # A process that it leaves behind and that floods stderr does not count as its time.
+  flood = 'import os\nif os.fork(): print(1)\nelse:\n  while True: os.write(2, b"x")'
+  assert output(flood, SUMS[:1]).startswith('test 0 of 1: wrong')
+
+
+@sandboxed
 def test_no_code_scores_nothing():
   env = CodeEnv()
   env.reset(

@@ -12,7 +12,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
-from jaxrl.envs.terminal import swe_tasks
+from jaxrl.envs.terminal import swe_tasks, test_results
 from jaxrl.envs.terminal.shell_session import SHELL_HELP, extract_command
 from jaxrl.types import Task
 from tests.calls import env_factory
@@ -94,6 +94,44 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(made):
     1,
   )
   assert (metrics['invalid_actions'], metrics['passed']) == (1, pytest.approx(1 / 3))
+  assert not list(scratch.iterdir())
+
+
+@sandboxed
+def test_the_reference_solution_and_the_output_of_its_tests(made):
+  repos, scratch = made
+  row = swe_repos.ledger(repos)
+  fixed = 'grep "self.balance(account) + amount" src/ledger.py >&2'
+  tests = f'{fixed} && for test in {{tests}}; do echo "PASSED $test"; done'
+  for patch, reward in ((row['patch'], 1), (row['test_patch'], 0)):
+    env, _ = begin(repos, row | {'patch': patch}, test_command=tests)
+    _, given, terminated, _, info = env.step(env.apply_solution())
+    assert (given, terminated) == (reward, True)
+    output = info['columns']['test_output']
+    assert output.startswith(f'exit code {1 - reward}\n')
+    assert ('test_one_posting\n' in output) is (reward == 1)
+  env, _ = begin(repos, row | {'patch': ''})
+  assert env.apply_solution() is None
+  env, _ = begin(repos, row | {'patch': 'nonsense'})
+  with pytest.raises(ValueError, match='git apply'):
+    env.apply_solution()
+  env.kill()
+  assert not list(scratch.iterdir())
+
+
+@sandboxed
+def test_long_outputs_of_tests_keep_their_end(made):
+  repos, scratch = made
+  row = swe_repos.ledger(repos)
+  noise = 'seq 100000; seq 100000 >&2; echo the end; echo the last words >&2; exit 3'
+  env, _ = begin(repos, row, test_command=noise)
+  output = do(env, 'submit')[4]['columns']['test_output']
+  assert output.startswith('exit code 3\n[')
+  assert '99999\n100000\nthe end\n[' in output and output.endswith('the last words\n')
+  assert len(output) < test_results.MAX_OUTPUT_CHARS + 100
+  env, _ = begin(repos, row, test_command='echo on; sleep 9', test_seconds=0.3)
+  output = do(env, 'submit')[4]['columns']['test_output']
+  assert output == 'killed: it took more than 0 seconds\non\n'
   assert not list(scratch.iterdir())
 
 
@@ -190,6 +228,7 @@ def test_who_breaks_the_setup_scores_nothing(made):
   row = swe_repos.ledger(repos)
   reward, info, _ = episode(repos, row, 'echo exit 3 > setup.sh', setup=setup)
   assert (reward, info['metrics']['passed']) == (0, 0)
+  assert info['columns']['test_output'].startswith('setup ended with 3')
   with pytest.raises(SandboxError, match='setup ended with 3'):
     begin(repos, row, setup='exit 3')
   assert not list(scratch.iterdir())

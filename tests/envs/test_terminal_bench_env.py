@@ -82,6 +82,35 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(made, task):
   assert not list(scratch.iterdir())
 
 
+@sandboxed
+@pytest.mark.parametrize('task', [FIRST[0], SECOND[0]])
+def test_the_reference_solution_and_the_output_of_its_tests(made, task):
+  tasks, scratch = made
+  name, _ = task(tasks)
+  passes = 'echo short test summary info; echo PASSED a; exit 0'
+  tests = (
+    f'cp /app/count.txt /logs/verifier/reward.txt; grep 2 /app/count.txt; {passes}'
+  )
+  env, _ = begin(tasks, name, test_command=tests)
+  _, reward, _, _, info = env.step(env.apply_solution())
+  assert reward == 1
+  output = info['columns']['test_output']
+  assert output.startswith('exit code 0\n2\nshort test summary info\nPASSED a\n')
+  file = 'solution.sh' if task is FIRST[0] else 'solution/solve.sh'
+  write(tasks / name, {file: 'echo too much; exit 5'})
+  env, _ = begin(tasks, name, test_command='echo FAIL; exit 1')
+  _, reward, _, _, info = env.step(env.apply_solution())
+  assert reward == 0
+  assert info['columns']['test_output'] == (
+    'the reference solution: exit code 5\ntoo much\n\nthe tests: exit code 1\nFAIL\n'
+  )
+  (tasks / name / file).unlink()
+  env, _ = begin(tasks, name)
+  assert env.apply_solution() is None
+  env.kill()
+  assert not list(scratch.iterdir())
+
+
 TAMPER = """
 cat > conftest.py <<'EOF'
 import pytest

@@ -3,8 +3,9 @@
 This is a program of its own, whose source is passed to `python -I -c`. It reads one
 JSON object from stdin: `program`, `cases` (each with `input`, or with `function` and
 `args`), `seconds` and `output` (bytes) of one case. It writes a JSON line per case to
-stdout: `said` (what the program printed, or its result as JSON), `code` (exit status)
-and `limit` ('time', 'output' or ''). The expected results are not known here.
+stdout: `said` (what the program printed, or its result as JSON), `stderr` (the end of
+it), `code` (exit status) and `limit` ('time', 'output' or ''). The expected results are
+not known here.
 """
 
 import contextlib
@@ -20,9 +21,11 @@ import time
 import types
 from typing import Any
 
+STDERR_BYTES = 1000  # kept of what a program writes to stderr, from its end
+
 
 def run_program(
-  job: dict[str, Any], case: dict[str, Any], pipe: int, input_file: int
+  job: dict[str, Any], case: dict[str, Any], pipe: int, stderr: int, input_file: int
 ) -> None:
   """Runs the program in this process; returns so that Python ends as the program does.
 
@@ -30,6 +33,7 @@ def run_program(
     job: The request that stdin held.
     case: The test.
     pipe: The file descriptor for the output or result.
+    stderr: The file descriptor for stderr.
     input_file: The file descriptor of the input.
   """
   cpu = min(math.ceil(job['seconds']), resource.getrlimit(resource.RLIMIT_CPU)[1])
@@ -37,7 +41,7 @@ def run_program(
   os.setsid()
   is_call = 'function' in case
   devnull = os.open(os.devnull, os.O_WRONLY)
-  for target, source in enumerate((input_file, devnull if is_call else pipe, devnull)):
+  for target, source in enumerate((input_file, devnull if is_call else pipe, stderr)):
     os.dup2(source, target)
   sys.stdin = os.fdopen(0, closefd=False)  # the old one has reached its end
   module = types.ModuleType('solution' if is_call else '__main__')
@@ -67,21 +71,23 @@ def find_function(module: types.ModuleType, name: str) -> Any:
 
 
 def read_output(
-  process: int, pipe: int, deadline: float, max_bytes: int
-) -> tuple[bytes, str]:
-  """Reads the pipe until the process ends or exceeds a limit.
+  process: int, pipe: int, stderr: int, deadline: float, max_bytes: int
+) -> tuple[bytes, bytes, str]:
+  """Reads the pipes until the process ends or exceeds a limit.
 
   Args:
     process: The process id.
-    pipe: The file descriptor to read.
+    pipe: The file descriptor of the output.
+    stderr: The file descriptor of stderr, of which any amount may come.
     deadline: When to stop, by time.monotonic().
-    max_bytes: The maximum number of bytes.
+    max_bytes: The maximum number of bytes of the output.
 
   Returns:
-    What was read, and the limit that was exceeded: 'time', 'output' or ''.
+    The output, the end of stderr, and the limit that was exceeded: 'time', 'output' or
+    ''.
   """
   handle = os.pidfd_open(process)
-  descriptors, output, limit = [pipe, handle], b'', ''
+  descriptors, output, errors, limit = [pipe, handle, stderr], b'', b'', ''
   while not limit:
     seconds_left = deadline - time.monotonic()
     ready = select.select(descriptors, [], [], max(0.0, seconds_left))[0]
@@ -90,14 +96,19 @@ def read_output(
       output += chunk
       if not chunk:
         descriptors.remove(pipe)
-    elif handle in ready:
-      break
+    elif stderr in ready:
+      chunk = os.read(stderr, 1 << 16)
+      errors = (errors + chunk)[-STDERR_BYTES:]
+      if not chunk:
+        descriptors.remove(stderr)
+    if handle in ready and pipe not in ready:
+      break  # what it leaves running may write to stderr for ever
     if len(output) > max_bytes:
       limit = 'output'
     elif seconds_left <= 0:
       limit = 'time'
   os.close(handle)
-  return output[:max_bytes], limit
+  return output[:max_bytes], errors, limit
 
 
 def write_line(line: dict[str, Any]) -> None:
@@ -117,24 +128,27 @@ def main() -> None:
     job = json.load(stdin)
   for case in job['cases']:
     pipe, pipe_in = os.pipe()
+    stderr, stderr_in = os.pipe()
     with tempfile.TemporaryFile() as input_file:
       input_file.write(case.get('input', '').encode())
       input_file.seek(0)
       process = os.fork()
       if process == 0:
         os.close(pipe)
-        return run_program(job, case, pipe_in, input_file.fileno())
+        os.close(stderr)
+        return run_program(job, case, pipe_in, stderr_in, input_file.fileno())
     os.close(pipe_in)
+    os.close(stderr_in)
     deadline = time.monotonic() + job['seconds']
-    output, limit = read_output(process, pipe, deadline, job['output'])
+    output, errors, limit = read_output(process, pipe, stderr, deadline, job['output'])
     os.close(pipe)
+    os.close(stderr)
     for kill in (os.killpg, os.kill):  # it may not be a process group yet
       with contextlib.suppress(ProcessLookupError):
         kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    write_line(
-      {'said': output.decode('utf-8', 'replace'), 'code': code, 'limit': limit}
-    )
+    said, told = (part.decode('utf-8', 'replace') for part in (output, errors))
+    write_line({'said': said, 'stderr': told, 'code': code, 'limit': limit})
 
 
 if __name__ == '__main__':

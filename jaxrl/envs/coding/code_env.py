@@ -1,11 +1,15 @@
 """CodeEnv asks for a Python program, which hidden tests judge in a sandbox."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxrl.envs.coding.code_runner import CodeRunner
+from jaxrl.envs.coding.code_runner import CaseResult, CodeRunner
 from jaxrl.envs.coding.hidden_tests import HiddenTest, read_hidden_tests
 from jaxrl.envs.reply_parsing import last_code_block
+from jaxrl.envs.sandbox.sandbox_api import keep_tail
+
+MAX_TEXT_CHARS = 1000  # kept of each text of a failed test
 
 
 class CodeEnv:
@@ -30,7 +34,12 @@ class CodeEnv:
     SandboxError: If there is no sandbox and `unsafe` is not set.
   """
 
-  columns: ClassVar = {'given': 'string', 'verdicts': 'string'}
+  columns: ClassVar = {
+    'given': 'string',
+    'verdicts': 'string',
+    'test_output': 'string',
+  }
+  empty_reply: ClassVar = '```python\npass\n```'
 
   def __init__(
     self,
@@ -55,6 +64,7 @@ class CodeEnv:
       unsafe=unsafe,
     )
     self._cases: list[HiddenTest] = []
+    self._solution: str | None = None
 
   def reset(
     self, *, seed: int, options: Mapping[str, Any] | None = None
@@ -64,14 +74,30 @@ class CodeEnv:
     if task is None or task.item is None:
       raise ValueError('the code environment needs a dataset: its tasks are problems')
     self._cases = read_hidden_tests(task.item['answer'])
+    self._solution = task.item.get('solution')
     return str(task.item['question']), {}
+
+  def apply_solution(self) -> str | None:
+    """Returns a reply with the program that the task holds as its `solution`.
+
+    Raises:
+      ValueError: If a reply cannot hold the program.
+    """
+    if self._solution is None:
+      return None
+    program = last_code_block(str(self._solution)) or f'{self._solution}\n'
+    reply = f'```python\n{program}```'
+    if last_code_block(reply) != program:
+      raise ValueError('the solution has a line ``` of its own, which ends its block')
+    return reply
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Tests the reply's program and ends the episode."""
     program = last_code_block(action)
-    verdicts = ['no code'] * len(self._cases)
+    results = [CaseResult('no code')] * len(self._cases)
     if program:
-      verdicts = self._runner.verdicts(program, self._cases)
+      results = self._runner.run(program, self._cases)
+    verdicts = [result.verdict for result in results]
     share = verdicts.count('passed') / len(verdicts)
     solved = float(share == 1)
     reward = self._reward * (solved if self._all_or_nothing else share)
@@ -79,4 +105,25 @@ class CodeEnv:
     metrics['marked'] = float(bool(program))
     metrics['timeout'] = verdicts.count('time') / len(verdicts)
     columns = {'given': program, 'verdicts': ', '.join(verdicts)}
+    columns['test_output'] = _describe_first_failure(self._cases, results)
     return '', reward, True, False, {'metrics': metrics, 'columns': columns}
+
+
+def _describe_first_failure(
+  cases: Sequence[HiddenTest], results: Sequence[CaseResult]
+) -> str:
+  """Describes the first test that failed; returns '' if none did."""
+  for number, (case, result) in enumerate(zip(cases, results, strict=True)):
+    if result.verdict != 'passed':
+      is_call = 'function' in case.request
+      texts = {
+        'input': json.dumps(case.request) if is_call else case.request['input'],
+        'expected': json.dumps(case.accepted[0]) if is_call else case.accepted[0],
+        'output': result.output,
+        'stderr': result.stderr,
+      }
+      lines = [f'test {number} of {len(cases)}: {result.verdict}']
+      for name, text in texts.items():
+        lines.append(f'{name}:\n{keep_tail(text, MAX_TEXT_CHARS)}')
+      return '\n'.join(lines)
+  return ''

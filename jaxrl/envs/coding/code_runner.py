@@ -3,6 +3,7 @@
 The program only sees the input of a test; its output is compared outside the sandbox.
 """
 
+import dataclasses
 import json
 import signal
 import time
@@ -13,6 +14,21 @@ from jaxrl.envs.coding import case_worker
 from jaxrl.envs.coding.hidden_tests import HiddenTest
 from jaxrl.envs.sandbox.local_sandbox import PYTHON_PATH, LocalSandbox
 from jaxrl.envs.sandbox.sandbox_api import MIB, SandboxLimits
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseResult:
+  """The result of one test of a program.
+
+  Attributes:
+    verdict: 'passed', 'wrong', 'error', or the limit that ended it.
+    output: What the program printed or returned; empty if that is unknown.
+    stderr: The end of what it wrote to stderr.
+  """
+
+  verdict: str
+  output: str = ''
+  stderr: str = ''
 
 
 class CodeRunner:
@@ -66,9 +82,21 @@ class CodeRunner:
       cases: The tests.
 
     Returns:
-      For each test 'passed', 'wrong', 'error', or the limit that ended it.
+      The verdict of each test; see `CaseResult`.
     """
-    results: list[str] = []
+    return [result.verdict for result in self.run(program, cases)]
+
+  def run(self, program: str, cases: list[HiddenTest]) -> list[CaseResult]:
+    """Runs all tests.
+
+    Args:
+      program: The source of the program.
+      cases: The tests.
+
+    Returns:
+      The result of each test.
+    """
+    results: list[CaseResult] = []
     deadline = time.monotonic() + self._total_seconds
     sandbox = self._sandbox()
     sandbox.start()
@@ -76,7 +104,7 @@ class CodeRunner:
       while len(results) < len(cases):
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0:
-          return results + ['time'] * (len(cases) - len(results))
+          return results + [CaseResult('time')] * (len(cases) - len(results))
         results += self._run_tests(
           sandbox, program, cases[len(results) :], seconds_left
         )
@@ -86,8 +114,8 @@ class CodeRunner:
 
   def _run_tests(
     self, sandbox: LocalSandbox, program: str, cases: list[HiddenTest], seconds: float
-  ) -> list[str]:
-    """Returns the verdicts of these tests, up to one that ended the worker."""
+  ) -> list[CaseResult]:
+    """Returns the results of these tests, up to one that ended the worker."""
     job = {
       'program': program,
       'cases': [case.request for case in cases],
@@ -97,16 +125,17 @@ class CodeRunner:
     command = [PYTHON_PATH, '-I', '-c', self._worker_source]
     stdin = json.dumps(job).encode()
     result = sandbox.exec(command, stdin=stdin, seconds=seconds)
-    results: list[str] = []
+    results: list[CaseResult] = []
     for case, line in zip(cases, result.stdout.splitlines(), strict=False):
       report = _parse_report(line)
       if report is None:
         break
-      results.append(_verdict(case, report))
+      verdict = _verdict(case, report)
+      results.append(CaseResult(verdict, report['said'], report['stderr']))
     # The limit is on all tests together, so the rest run again.
     output_exceeded = result.limit == 'output' and results
     if len(results) < len(cases) and not output_exceeded:
-      results.append(result.limit or 'error')
+      results.append(CaseResult(result.limit or 'error'))
     return results
 
 
@@ -116,7 +145,7 @@ def _parse_report(line: bytes) -> dict[str, Any] | None:
     report = json.loads(line)
   except (ValueError, RecursionError):
     return None
-  kinds = {'said': str, 'code': int, 'limit': str}
+  kinds = {'said': str, 'stderr': str, 'code': int, 'limit': str}
   if not isinstance(report, dict):
     return None
   valid = all(type(report.get(key)) is kind for key, kind in kinds.items())

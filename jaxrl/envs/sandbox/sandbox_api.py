@@ -171,3 +171,19 @@ def write_file(sandbox: Sandbox, path: str, data: bytes) -> None:
   result = sandbox.exec(['sh', '-c', script, path], stdin=data)
   if result.code:
     raise SandboxError(f'cannot write {path} in the sandbox: {result.text.strip()}')
+
+
+def keep_tail(text: str, max_chars: int) -> str:
+  """Shortens a text to its last characters.
+
+  Args:
+    text: The text.
+    max_chars: The maximum number of characters.
+
+  Returns:
+    The text, with a note in place of what was left out.
+  """
+  left_out = len(text) - max_chars
+  if left_out <= 0:
+    return text
+  return f'[{left_out} characters left out]\n{text[left_out:]}'

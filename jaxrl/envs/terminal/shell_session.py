@@ -10,6 +10,7 @@ from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.reply_parsing import last_code_block
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox
 
+SUBMIT_REPLY = '```\nsubmit\n```'
 SHELL_HELP = (
   'Write one shell command, or several lines of them, in a ``` block; each block runs '
   'in a new shell. When you are done, write a block that holds only: submit'
@@ -162,13 +163,25 @@ def format_result(result: ExecResult, max_chars: int, seconds: float) -> str:
   Returns:
     The text.
   """
+  return f'{describe_exit(result, seconds)}\n{truncate_middle(result.text, max_chars)}'
+
+
+def describe_exit(result: ExecResult, seconds: float) -> str:
+  """Describes in one line how a command ended.
+
+  Args:
+    result: The result.
+    seconds: The time limit that the command had.
+
+  Returns:
+    The exit code, or the limit that ended it.
+  """
   reasons: Mapping[str, str] = {
     'time': f'killed: it took more than {seconds:.0f} seconds',
     'memory': 'killed: it took too much memory',
     'output': 'killed: it wrote too much',
   }
-  head = reasons.get(result.limit, f'exit code {result.code}')
-  return f'{head}\n{truncate_middle(result.text, max_chars)}'
+  return reasons.get(result.limit, f'exit code {result.code}')
 
 
 def truncate_middle(text: str, max_chars: int) -> str:

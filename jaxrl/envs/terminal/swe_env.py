@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.envs.sandbox import workdirs
-from jaxrl.envs.sandbox.sandbox_api import MIB, Sandbox, SandboxError
+from jaxrl.envs.sandbox.sandbox_api import MIB, ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
 from jaxrl.envs.terminal import (
   git_repository,
@@ -61,7 +61,8 @@ class SweEnv:
     ConfigError: If an option cannot work.
   """
 
-  columns: ClassVar = {'failed': 'string'}
+  columns: ClassVar = {'failed': 'string', 'test_output': 'string'}
+  empty_reply: ClassVar = shell_session.SUBMIT_REPLY
 
   def __init__(
     self,
@@ -150,6 +151,28 @@ class SweEnv:
         raise error_type(f'setup ended with {result.code}: {result.text[-500:]}')
     return sandbox
 
+  def apply_solution(self) -> str | None:
+    """Applies the row's `patch`; returns the reply that submits it.
+
+    The repository is patched on this machine, as the sandbox may have no git.
+
+    Raises:
+      ValueError: If the patch does not apply.
+    """
+    instance = self._task
+    assert instance is not None, 'call reset before apply_solution'
+    if not instance.patch.strip():
+      return None
+    with workdirs.scratch_workdir() as scratch:
+      tree = scratch / 'tree'
+      tree.mkdir()
+      clone = git_repository.find_clone(self._repos, instance.repo)
+      git_repository.export_commit(clone, instance.base_commit, tree)
+      git_repository.apply_patch(instance.patch, tree)
+      git_repository.init_repository(tree)
+      self._sandboxes[0].put(self._workdir, str(tree))
+    return shell_session.SUBMIT_REPLY
+
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Runs the reply's command, or grades the repository when the agent is done."""
     return shell_session.shell_env_step(self._shell, action, self._grade, self.kill)
@@ -161,9 +184,11 @@ class SweEnv:
       tree = scratch / 'tree'
       try:
         patched = self._collect(scratch, tree)
-        passed, timed_out = self._run_tests(tree, instance.files or patched)
-      except submission.SubmissionError:
-        passed, timed_out = {}, False
+        passed, result = self._run_tests(tree, instance.files or patched)
+        timed_out = result.limit == 'time'
+        output = test_results.describe_run(result, self._test_seconds)
+      except submission.SubmissionError as error:
+        passed, timed_out, output = {}, False, str(error)
     failed = [test for test in instance.tests if not passed.get(test)]
     shares = {
       'fail_to_pass': _share(instance.fail_to_pass, failed),
@@ -171,7 +196,7 @@ class SweEnv:
       'passed': _share(instance.tests, failed),
       'test_timeout': float(timed_out),
     }
-    columns = {'failed': '\n'.join(failed)}
+    columns = {'failed': '\n'.join(failed), 'test_output': output}
     return float(not failed), {'metrics': shares, 'columns': columns}
 
   def _collect(self, scratch: Path, tree: Path) -> tuple[str, ...]:
@@ -210,8 +235,8 @@ class SweEnv:
 
   def _run_tests(
     self, tree: Path, files: Sequence[str]
-  ) -> tuple[dict[str, bool], bool]:
-    """Returns which tests passed, and whether their time ran out."""
+  ) -> tuple[dict[str, bool], ExecResult]:
+    """Returns which tests passed, and the result of the command that ran them."""
     instance = self._task
     assert instance is not None
     # The setup worked before the agent began, so a failure now is the agent's fault.
@@ -231,15 +256,13 @@ class SweEnv:
     argv = ['env', 'PYTHONDONTWRITEBYTECODE=1', 'sh', '-c', 'eval "$(cat)"']
     script, seconds = command.encode(), self._test_seconds
     result = sandbox.exec(argv, stdin=script, seconds=seconds)
-    timed_out = result.limit == 'time'
     if not writes_report:
-      return test_results.parse_test_log(result.text), timed_out
+      return test_results.parse_test_log(result.text), result
     report_result = sandbox.exec(['cat', '--', report], output=16 * MIB)
     if report_result.limit:
-      return {}, timed_out
-    return test_results.parse_junit_report(
-      report_result.stdout, instance.tests
-    ), timed_out
+      return {}, result
+    passed = test_results.parse_junit_report(report_result.stdout, instance.tests)
+    return passed, result
 
   def kill(self) -> None:
     """Ends everything that runs and removes its files, from any thread."""

@@ -53,7 +53,8 @@ class TerminalBenchEnv:
     ConfigError: If an option cannot work.
   """
 
-  columns: ClassVar = {'failed': 'string', 'task': 'string'}
+  columns: ClassVar = {'failed': 'string', 'task': 'string', 'test_output': 'string'}
+  empty_reply: ClassVar = shell_session.SUBMIT_REPLY
 
   def __init__(
     self,
@@ -77,6 +78,7 @@ class TerminalBenchEnv:
     self._setup_seconds = setup_seconds
     self._task: terminal_bench_tasks.TerminalTask | None = None
     self._sandbox: Sandbox | None = None
+    self._solution_output = ''  # of a reference solution that did not end with 0
 
   @staticmethod
   def check(
@@ -110,6 +112,7 @@ class TerminalBenchEnv:
       raise ValueError('terminal_bench needs a dataset: rows that name tasks')
     folder = self._tasks / str(task.item['question'])
     self._task = terminal_bench_tasks.read_terminal_task(folder)
+    self._solution_output = ''
     with workdirs.scratch_workdir() as scratch:
       files = scratch / 'files'
       files.mkdir()
@@ -147,6 +150,28 @@ class TerminalBenchEnv:
         )
     return sandbox
 
+  def apply_solution(self) -> str | None:
+    """Runs the task's solution.sh or solution/solve.sh, within the agent's time.
+
+    How it ended only matters for the tests' output: the tests judge it.
+
+    Returns:
+      The reply that submits it; None if the task has no such script.
+    """
+    task, sandbox = self._task, self._sandbox
+    assert task is not None and sandbox is not None, 'call reset before apply_solution'
+    folder = terminal_bench_tasks.SOLUTION_DIR
+    with workdirs.scratch_workdir() as scratch:
+      if not task.stage_solution(scratch / 'solution'):
+        return None
+      sandbox.put(folder, f'{scratch}/solution')
+    seconds = self._time_factor * task.agent_seconds
+    result = sandbox.exec(['bash', f'{folder}/{task.solution}'], seconds=seconds)
+    if result.code:
+      output = test_results.describe_run(result, seconds)
+      self._solution_output = f'the reference solution: {output}\nthe tests: '
+    return shell_session.SUBMIT_REPLY
+
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Runs the reply's command, or runs the tests when the agent is done."""
     return shell_session.shell_env_step(self._shell, action, self._grade, self.kill)
@@ -169,7 +194,8 @@ class TerminalBenchEnv:
       'PYTHONDONTWRITEBYTECODE=1',
     )
     argv = ['env', *variables, 'sh', '-c', command]
-    result = sandbox.exec(argv, seconds=self._time_factor * task.test_seconds)
+    seconds = self._time_factor * task.test_seconds
+    result = sandbox.exec(argv, seconds=seconds)
     timed_out = float(result.limit == 'time')
     # The agent cannot have removed this machine's own programs.
     if self._local and _lacks_program(result):
@@ -177,19 +203,19 @@ class TerminalBenchEnv:
         f'{task.name}: {command} calls a program that is not installed: '
         f'{result.text[-500:]} (another test_command may do without)'
       )
+    output = self._solution_output + test_results.describe_run(result, seconds)
+    columns = {'failed': '', 'task': task.name, 'test_output': output}
     if task.writes_reward:
       reward = 0.0 if result.limit else self._read_reward(sandbox)
       shares = {'passed': reward, 'test_timeout': timed_out}
-      return reward, {'metrics': shares, 'columns': {'failed': '', 'task': task.name}}
+      return reward, {'metrics': shares, 'columns': columns}
     passed = test_results.parse_pytest_summary(result.stdout.decode('utf-8', 'replace'))
     failed = [name for name, ok in passed.items() if not ok]
     solved = bool(passed) and not failed and result.code == 0
     share = (len(passed) - len(failed)) / len(passed) if passed else 0.0
-    columns = {'failed': '\n'.join(failed), 'task': task.name}
-    return float(solved), {
-      'metrics': {'passed': share, 'test_timeout': timed_out},
-      'columns': columns,
-    }
+    columns['failed'] = '\n'.join(failed)
+    metrics = {'passed': share, 'test_timeout': timed_out}
+    return float(solved), {'metrics': metrics, 'columns': columns}
 
   def _read_reward(self, sandbox: Sandbox) -> float:
     """Returns the reward that the tests wrote, as a number or JSON; else 0."""

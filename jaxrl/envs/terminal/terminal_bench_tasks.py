@@ -18,6 +18,7 @@ from jaxrl.call_strings import ConfigError
 
 TESTS_DIR = '/tests'  # where a task's tests lie when they run
 REWARDS_DIR = '/logs/verifier'  # where those of the second form write their reward
+SOLUTION_DIR = '/solution'  # where a task's reference solution lies when it runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,7 @@ class TerminalTask:
     test_seconds: Wall-clock seconds that the tests have.
     context: The folder of the Dockerfile.
     script: The name of the test script below `TESTS_DIR`.
+    solution: The name of the solution's script below `SOLUTION_DIR`; there may be none.
     writes_reward: Whether the tests write a reward to `REWARDS_DIR`; otherwise pytest's
       summary in their output counts.
   """
@@ -43,6 +45,7 @@ class TerminalTask:
   test_seconds: float
   context: Path
   script: str
+  solution: str
   writes_reward: bool
 
   def stage_tests(self, folder: Path) -> None:
@@ -58,6 +61,26 @@ class TerminalTask:
       folder.mkdir()
     if not self.writes_reward:
       shutil.copy(self.folder / self.script, folder / self.script)
+
+  def stage_solution(self, folder: Path) -> bool:
+    """Copies the reference solution.
+
+    Args:
+      folder: The folder to create.
+
+    Returns:
+      Whether the task has a solution; nothing is created if it has none.
+    """
+    source = self.folder / 'solution' if self.writes_reward else self.folder
+    script = source / self.solution
+    if not script.is_file():
+      return False
+    if self.writes_reward:
+      shutil.copytree(source, folder, symlinks=True)
+    else:
+      folder.mkdir()
+      shutil.copy(script, folder / self.solution)
+    return True
 
 
 def read_terminal_task(folder: Path) -> TerminalTask:
@@ -110,6 +133,7 @@ def _read_first_form(folder: Path) -> TerminalTask:
       test_seconds=float(settings.get('max_test_timeout_sec', 60)),
       context=folder,
       script='run-tests.sh',
+      solution='solution.sh',
       writes_reward=False,
     )
   )
@@ -128,6 +152,7 @@ def _read_second_form(folder: Path) -> TerminalTask:
       test_seconds=float(settings.get('verifier', {}).get('timeout_sec', 600)),
       context=folder / 'environment',
       script='test.sh',
+      solution='solve.sh',
       writes_reward=True,
     )
   )

@@ -1,8 +1,16 @@
-"""Test results are parsed here from a test run's JUnit report or its output."""
+"""Test results are parsed here from a test run's JUnit report or its output.
+
+What a test run printed is also shortened here, for the trajectory.
+"""
 
 import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
+
+from jaxrl.envs.sandbox.sandbox_api import ExecResult, keep_tail
+from jaxrl.envs.terminal.shell_session import describe_exit
+
+MAX_OUTPUT_CHARS = 4000  # kept of what a test run printed
 
 _PYTEST = re.compile(
   r'^(?:(PASSED) (\S.*)|(FAILED|ERROR|XFAIL|XPASS|SKIPPED) (\S.*?)(?: - .*)?)$'
@@ -113,3 +121,23 @@ def parse_pytest_summary(text: str) -> dict[str, bool]:
     Test ids and whether each passed.
   """
   return parse_test_log(text.partition('short test summary info')[2])
+
+
+def describe_run(result: ExecResult, seconds: float) -> str:
+  """Describes a test run for people: how it ended, and the end of what it printed.
+
+  Args:
+    result: The result of the test command.
+    seconds: The time limit that the command had.
+
+  Returns:
+    The exit code or the limit that ended it, then the last lines of stdout and of
+    stderr, about `MAX_OUTPUT_CHARS` in all.
+  """
+  stdout, stderr = (
+    stream.decode('utf-8', 'replace') for stream in (result.stdout, result.stderr)
+  )
+  # Programs that print much to stderr must not push the tests' summary out.
+  stderr = keep_tail(stderr, MAX_OUTPUT_CHARS // 4)
+  stdout = keep_tail(stdout, max(MAX_OUTPUT_CHARS - len(stderr), 0))
+  return f'{describe_exit(result, seconds)}\n{stdout}{stderr}'
