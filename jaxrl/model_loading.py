@@ -210,16 +210,21 @@ def match_vocabulary(other: LoadedModel, student: LoadedModel, key: str) -> Load
   for token, number in sorted(student_vocab.items(), key=lambda item: item[1]):
     if other_vocab.get(token) != number:
       actual = f'number {other_vocab[token]}' if token in other_vocab else 'absent'
-      raise ConfigError(f'{problem}: token {token!r} is {actual}, but {number} here')
+      raise ConfigError(
+        f'{problem}: token {token!r} is {actual} there, but number {number} in '
+        'the model that is trained'
+      )
   if other_vocab.keys() > student_vocab.keys():
     extra = min(other_vocab.keys() - student_vocab.keys(), key=other_vocab.__getitem__)
     raise ConfigError(
-      f'{problem}: token {extra!r}, number {other_vocab[extra]}, is absent here'
+      f'{problem}: token {extra!r}, number {other_vocab[extra]}, does not '
+      'exist in the model that is trained'
     )
   vocab_size, config = student.model.config.vocab_size, other.model.config
   if config.vocab_size < vocab_size:
     raise ConfigError(
-      f'{problem}: its table has {config.vocab_size} rows; {vocab_size} are needed'
+      f'{problem}: it has room for {config.vocab_size} tokens, but '
+      f'{vocab_size} are needed'
     )
   tables = {'embedding', 'lm_head'} & other.params.keys()
   cut = {name: {'table': other.params[name]['table'][:vocab_size]} for name in tables}

@@ -71,9 +71,11 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
   if flags['checkpoint']:
     configs.override(config, 'model.checkpoint', flags['checkpoint'])
   if not config.model.checkpoint:
-    raise ConfigError('which model? Name a Hugging Face folder: --checkpoint=FOLDER')
+    raise ConfigError(
+      'no model to evaluate: set --checkpoint=FOLDER, a Hugging Face folder'
+    )
   if not config.env:
-    raise ConfigError('config.env names no environment: there is nothing to play')
+    raise ConfigError('config.env has no environment: there is nothing to play')
   folder = pathlib.Path(flags['json']).parent
   if not folder.is_dir():
     raise ConfigError(f'--json={flags["json"]}: there is no folder {folder}')
@@ -85,8 +87,9 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
     if ks and ks[-1] > evaluation['group_size']:
       own = f'sets.{name}.' if name in config.eval.sets else ''
       raise ConfigError(
-        f'--k={flags["k"]}: takes {ks[-1]} attempts at each task, not '
-        f'{evaluation["group_size"]}: set --config.eval.{own}group_size={ks[-1]}'
+        f'--k={flags["k"]}: needs {ks[-1]} attempts at each task, but '
+        f'eval.{own}group_size is {evaluation["group_size"]}: set '
+        f'--config.eval.{own}group_size={ks[-1]}'
       )
   return ks
 
@@ -98,7 +101,9 @@ def read_ks(text: str) -> list[int]:
   except ValueError:
     ks = [0]
   if ks and ks[0] < 1:
-    raise ConfigError(f'--k={text}: wants whole numbers from 1, as in --k=1,4,16')
+    raise ConfigError(
+      f'--k={text}: must be whole numbers of at least 1, as in --k=1,4,16'
+    )
   return ks
 
 
@@ -130,7 +135,10 @@ def build_evaluation(run_settings: 'RunSettings', console: Console) -> Any:
     attempts = {name: f'{name}: {text}' for name, text in attempts.items()}
   console.fact('attempts', '; '.join(dict.fromkeys(attempts.values())))
   if any(s.group_size > 1 and not s.temperature for s in sets.values()):
-    console.warn('at temperature 0 all attempts are alike: set eval.temperature')
+    console.warn(
+      'all attempts at a task are the same at temperature 0: set '
+      '--config.eval.temperature'
+    )
   return job
 
 

@@ -45,10 +45,10 @@ class InferenceJob:
     """
     if settings.model.lora:
       raise ConfigError(
-        f'--config.model.lora={settings.text("model.lora")}: no adapters are made '
-        'where nothing trains: name the model with its adapters merged, '
-        '--config.model.checkpoint=WORKDIR/export, and leave model.lora out '
-        '(--config.model.lora=)'
+        f'--config.model.lora={settings.text("model.lora")}: has no effect '
+        'without training. To use trained adapters, set '
+        '--config.model.checkpoint=WORKDIR/export, where they are merged, and '
+        '--config.model.lora='
       )
     self._runtime = runtime or build.make_runtime(settings, learns=False)
     self._device_thread = DeviceThread()

@@ -41,9 +41,14 @@ def main(argv: Sequence[str]) -> int:
       command.flags['topology'] or _default_topology(command.config)
     )
     if command.flags['sweep'] not in ('', 'mesh'):
-      raise configs.ConfigError(f'--sweep={command.flags["sweep"]}: sweeps mesh alone')
+      raise configs.ConfigError(
+        f"--sweep={command.flags['sweep']}: must be 'mesh', which is all that "
+        'can be swept'
+      )
     if not command.flags['compiles'].isdigit() or command.flags['compiles'] == '0':
-      raise configs.ConfigError('--compiles: wants a whole number, at least 1')
+      raise configs.ConfigError(
+        f'--compiles={command.flags["compiles"]}: must be a whole number of at least 1'
+      )
     _check_json(command.flags['json'])
     targets.set_compiler_env(target)
     return _plan(command, target)
@@ -57,7 +62,8 @@ def _default_topology(path: str) -> str:
   topology = getattr(configs.module(path), 'TOPOLOGY', '')
   if not topology:
     raise configs.ConfigError(
-      f'which machine? {path} has no TOPOLOGY: name one, --topology=h200:8'
+      f'no machine to plan for: {path} has no TOPOLOGY, so name one, as in '
+      '--topology=h200:8'
     )
   return str(topology)
 
@@ -103,7 +109,9 @@ def _plan(command: configs.Command, target: targets.Target) -> int:
 def _check_json(path: str) -> None:
   """Raises ConfigError, before any work, if the file cannot be written."""
   if path and not pathlib.Path(path).absolute().parent.is_dir():
-    raise configs.ConfigError(f'--json={path}: there is no such folder')
+    raise configs.ConfigError(
+      f'--json={path}: there is no folder {pathlib.Path(path).parent}'
+    )
 
 
 def _write_json(path: str, data: dict[str, Any]) -> None:

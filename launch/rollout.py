@@ -96,11 +96,11 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     raise ConfigError(f'--group_size={group_size}: must be at least 1')
   if config.dataset.experience_store:
     raise ConfigError(
-      '--config.dataset.experience_store: is where training reads; set '
-      'trajectory_dump.path'
+      '--config.dataset.experience_store: launch.rollout does not read a '
+      'store. To write one, set --config.trajectory_dump.path'
     )
   if not config.get('env', {}):
-    raise ConfigError('this config has no environment: there is nothing to play')
+    raise ConfigError('config.env has no environment: there is nothing to play')
   sets = _sets_to_play(config.to_dict(), mode)
   envs = {name: config.env[section['tag']].to_dict() for name, section in sets.items()}
   for name, section in sets.items():
@@ -114,7 +114,9 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     if section['num_tasks'] < 0 and not uses_dataset(
       env['env_type'], env['env_config']
     ):
-      raise ConfigError(f'env.{name} plays seeds, which have no end: set --num_tasks=…')
+      raise ConfigError(
+        f'env.{name} makes its tasks from seeds, without end: set --num_tasks=…'
+      )
     env['weight'] = env['weight'] or 1.0  # a tag that is only evaluated is played too
   temperatures = {section['temperature'] for section in sets.values()}
   if len(temperatures) > 1 and store_options.is_store_path(config.trajectory_dump.path):

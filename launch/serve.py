@@ -150,7 +150,9 @@ def _run(argv: Sequence[str]) -> int:
   if flags['checkpoint']:
     configs.override(config, 'model.checkpoint', flags['checkpoint'])
   if not config.model.checkpoint:
-    raise ConfigError('which checkpoint? Name one: --checkpoint=runs/mine/export')
+    raise ConfigError(
+      'no model to serve: set --checkpoint=FOLDER, as in --checkpoint=runs/mine/export'
+    )
   if not 0 <= port < 2**16:
     raise ConfigError(f'--port={port}: a port is a number from 0 to 65535')
   _check_aiohttp()

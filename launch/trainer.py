@@ -362,8 +362,8 @@ def _check_rollout_state(state: Mapping[str, Any]) -> None:
   """Raises ConfigError for a sampler's state of a run that learned from a store."""
   if 'store' in state:
     raise ConfigError(
-      "--config.dataset.experience_store='': this run has learned from a store: name "
-      'it, or another --workdir'
+      "--config.dataset.experience_store='': the run in this --workdir "
+      'trains from a store: set the key again, or name another --workdir'
     )
 
 

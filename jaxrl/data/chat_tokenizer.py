@@ -32,7 +32,9 @@ class ChatTokenizer:
         'the tokenizer has no chat template; set tokenizer.chat_template'
       )
     if tokenizer.eos_token_id is None:
-      raise ValueError('the tokenizer has no eos token to end a reply with')
+      raise ValueError(
+        'the tokenizer has no eos token, which ends replies: set tokenizer.eos_token'
+      )
     self.tokenizer = tokenizer
     self.eos_id: int = tokenizer.eos_token_id
     self._options = dict(template_options or {})
@@ -68,8 +70,8 @@ class ChatTokenizer:
     with_tools, question = self.with_options(tools=list(tools)), self._prefix[:1]
     if with_tools._render(question, prompt=True) == self._render(question, prompt=True):
       raise ValueError(
-        "the tokenizer's chat template leaves tools out: use a model whose template "
-        'reads `tools`, or set tokenizer.chat_template'
+        "the tokenizer's chat template does not render tools: use a model "
+        'whose template reads `tools`, or set tokenizer.chat_template'
       )
     return with_tools
 
@@ -172,7 +174,10 @@ class ChatTokenizer:
     """
     opening, rest = _split(messages)
     if rest and not opening:
-      raise ValueError('it begins with an assistant message, and needs one before it')
+      raise ValueError(
+        'the conversation begins with an assistant message: put a user message '
+        'before it'
+      )
     tokens = self.encode_prompt(opening)
     mask = [False] * len(tokens)
     while rest:
@@ -185,7 +190,7 @@ class ChatTokenizer:
         tokens += new_ids
         mask += [False] * len(new_ids)
       elif rest:
-        raise ValueError('two assistant messages follow each other; join them')
+        raise ValueError('two assistant messages follow each other: join them')
     return np.asarray(tokens, np.int32), np.asarray(mask, bool)
 
   def _reply(self, message: Message) -> str:
@@ -196,7 +201,9 @@ class ChatTokenizer:
     header = self._render(question, prompt=True)
     rendered = self._render([*question, message], prompt=False)
     if not rendered.startswith(header):
-      raise ValueError('the chat template writes tool calls under another header')
+      raise ValueError(
+        'the chat template renders tool calls with another header than texts'
+      )
     return rendered.removeprefix(header).partition(self.tokenizer.eos_token)[0]
 
   def encode_document(self, text: str) -> np.ndarray:

@@ -256,8 +256,8 @@ class MixtureCurriculum(Curriculum):
     self._quota[largest_remainders[: _BLOCK_DRAWS - self._quota.sum()]] += 1
     if ((self._quota == 0) & (shares > 0)).any():
       raise DataError(
-        f'curriculum mixture: weights={tuple(weights)}: the smallest is below one in '
-        f'{_BLOCK_DRAWS} draws'
+        f'curriculum mixture: weights={tuple(weights)}: the smallest gets less '
+        f'than one of {_BLOCK_DRAWS} draws: raise it, or set it to 0'
       )
     self._block = np.repeat(np.arange(len(shares)), self._quota)
 

@@ -137,7 +137,7 @@ class GlobalDataset:
     with self._lock:
       if self.mode == 'sample':
         if seed is None:
-          raise ValueError("in mode 'sample' a row is drawn by its seed: give one")
+          raise ValueError("in mode 'sample' rows are drawn by seed: pass one")
         return self._curriculum.draw(seed, seed if index is None else index)
       row = self._next_row(seed) if index is None else index
       return row if row < self.size else None

@@ -94,7 +94,8 @@ class FileSampler:
     self._groups = [group for groups in parsed for group in groups]
     if not self._groups:
       raise DataError(
-        f'{name}: nothing fits in {max_length} tokens ({self.skipped} rows are longer)'
+        f'{name}: no row fits in {max_length} tokens ({self.skipped} rows are '
+        'longer): raise batch.max_length'
       )
     self.group_noun = 'prompts' if rated else GROUP_NOUNS[data_format]
     if rated:
@@ -269,7 +270,7 @@ class RowParser:
     """
     tokens = self._chat.encode_document(self._row_format.text(row))
     if len(tokens) < 2:
-      raise DataError('its text is empty')
+      raise DataError('the text is empty')
     starts = range(0, len(tokens) - 1, self._max_length - 1)
     windows = [tokens[start : start + self._max_length] for start in starts]
     return [[_trajectory(w, np.arange(len(w)) > 0, 0.0, [])] for w in windows]
@@ -283,7 +284,7 @@ class RowParser:
     chat = self._chat.with_options(tools=tools) if tools else self._chat
     tokens, mask = chat.encode_with_mask(messages)
     if not mask.any():
-      raise DataError('it has no assistant message to learn from')
+      raise DataError('there is no assistant message to learn from')
     return _trajectory(tokens, mask, reward, messages)
 
 

@@ -96,7 +96,7 @@ def decode_value(value: Any, where: str = 'value', depth: int = 0) -> Any:
   if marker is None:
     return {k: decode_value(x, f'{where}[{k!r}]', depth + 1) for k, x in value.items()}
   if len(value) != 1 or marker not in _DECODERS:
-    raise ValueError(f'{where}: cannot read an object with the keys {list(value)[:8]}')
+    raise ValueError(f'{where}: no type is encoded with the keys {list(value)[:8]}')
   return _DECODERS[marker](value[marker], where, depth)
 
 
@@ -115,7 +115,7 @@ def decode_array(value: Any, where: str, depth: int = 0) -> np.ndarray:
     ValueError: If the parts are missing, invalid or disagree.
   """
   if not isinstance(value, Mapping) or value.keys() != {'dtype', 'shape', 'data'}:
-    raise ValueError(f'{where}: an array has dtype, shape and data')
+    raise ValueError(f'{where}: an array needs exactly the keys dtype, shape and data')
   shape, dtype_name = value['shape'], value['dtype']
   try:
     dtype = np.dtype(dtype_name) if isinstance(dtype_name, str) else None
@@ -127,9 +127,7 @@ def decode_array(value: Any, where: str, depth: int = 0) -> np.ndarray:
     or dtype.str != dtype_name
     or dtype_name[0] == '>'
   ):
-    raise ValueError(
-      f'{where}: {dtype_name!r} is not the little-endian dtype of numbers'
-    )
+    raise ValueError(f'{where}: {dtype_name!r} is not a little-endian dtype of numbers')
   dimensions = shape if isinstance(shape, list) and len(shape) <= MAX_NDIM else [-1]
   if any(type(size) is not int or size < 0 for size in dimensions):
     raise ValueError(f'{where}: {shape!r} is not a shape')
@@ -145,7 +143,7 @@ def decode_array(value: Any, where: str, depth: int = 0) -> np.ndarray:
 def _scalar(value: Any, where: str, depth: int) -> Any:
   array = decode_array(value, where)
   if array.ndim:
-    raise ValueError(f'{where}: a scalar has no shape, not {array.shape}')
+    raise ValueError(f'{where}: a scalar must have the shape (), not {array.shape}')
   return array[()]
 
 
@@ -158,13 +156,13 @@ def _bytes(value: Any, where: str, depth: int = 0) -> bytes:
 
 def _float(value: Any, where: str, depth: int) -> float:
   if value not in ('nan', 'inf', '-inf'):
-    raise ValueError(f'{where}: {value!r} is not nan, inf or -inf')
+    raise ValueError(f'{where}: must be nan, inf or -inf, not {value!r}')
   return float(value)
 
 
 def _tuple(value: Any, where: str, depth: int) -> tuple[Any, ...]:
   if not isinstance(value, list):
-    raise ValueError(f'{where}: a tuple is a list of its items')
+    raise ValueError(f'{where}: a tuple must be encoded as a list')
   return tuple(decode_value(value, where, depth))
 
 

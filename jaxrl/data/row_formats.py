@@ -266,9 +266,9 @@ class RowFormat:
     keys = [' or '.join(map(repr, dict.fromkeys(self._names[name]))) for name in names]
     wanted = '; '.join(f'{n}: {k}' for n, k in zip(names, keys, strict=True))
     return DataError(
-      f'it does not hold what is needed ({wanted}). Its keys are '
-      f'{", ".join(map(str, row)) or "none"}; name others by '
-      f"--config.dataset.keys='{names[-1]}=KEY'"
+      f'the row lacks a key ({wanted}). Its keys are '
+      f'{", ".join(map(str, row)) or "none"}: set '
+      f"--config.dataset.keys='{names[-1]}=KEY' to use another key"
     )
 
 

@@ -85,12 +85,14 @@ def from_json(data: Mapping[str, Any]) -> Trajectory:
   if not isinstance(data, Mapping) or data.keys() != FIELDS:
     keys = set(data) if isinstance(data, Mapping) else set()
     difference = sorted(map(str, keys ^ FIELDS))
-    raise ValueError(f'not a trajectory: absent or unknown are {", ".join(difference)}')
+    raise ValueError(
+      f'not a trajectory: these keys are missing or unknown: {", ".join(difference)}'
+    )
   values = {name: json_codec.decode_value(data[name], name) for name in FIELDS}
   for name, kinds in PER_TOKEN_FIELDS.items():
     column = values[name]
     if not isinstance(column, np.ndarray) or column.dtype.kind not in kinds:
-      raise ValueError(f'{name}: not an array of its kind of number')
+      raise ValueError(f'{name}: must be an array of numbers of the right kind')
     if column.shape != (len(values['tokens']),):
       raise ValueError(
         f'{name} has shape {column.shape}, tokens {values["tokens"].shape}: both must '
@@ -140,7 +142,9 @@ def from_bytes(data: bytes, max_bytes: int = MAX_BYTES) -> list[Group]:
   except (zlib.error, TypeError) as error:
     raise ValueError(f'groups: not what pack writes: {error}') from error
   if not decompressor.eof:
-    raise ValueError(f'groups: torn, or larger than {max_bytes} bytes when unpacked')
+    raise ValueError(
+      f'groups: truncated, or larger than {max_bytes} bytes when unpacked'
+    )
   try:
     rows = json.loads(text)
   except RecursionError as error:

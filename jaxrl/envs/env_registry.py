@@ -275,7 +275,9 @@ def check_step_result(
       f'{_method(env, "step")} returned the reward {result[1]!r}; it must be a number'
     ) from error
   if not math.isfinite(reward):
-    raise ValueError(f'the environment gave a reward of {reward}')
+    raise ValueError(
+      f'{_method(env, "step")} returned the reward {reward}; it must be finite'
+    )
   _check_info(env, 'step', result[4])
   observation, _, terminated, truncated, info = result
   return observation, reward, bool(terminated), bool(truncated), info

@@ -72,7 +72,9 @@ class MathEnv:
     """Returns the task's question."""
     task = (options or {}).get('task')
     if task is None or task.item is None:
-      raise ValueError('the math environment needs a dataset: its tasks are questions')
+      raise ValueError(
+        'the math environment needs a data set of questions: set dataset.path'
+      )
     self._item = task.item
     # A grader says itself whether it needs an answer.
     answer = str(task.item.get('answer', '') if self._grader else task.item['answer'])

@@ -72,7 +72,7 @@ class ToolUseEnv:
     make_tools(tools)
     for name in ('max_calls', 'max_calls_per_turn', 'max_chars'):
       if limits.get(name, 1) < 1:
-        raise ConfigError(f'tool_use: {name} must start at 1, not at {limits[name]}')
+        raise ConfigError(f'tool_use: {name} must be at least 1, not {limits[name]}')
     if limits.get('seconds', 1) <= 0:
       raise ConfigError(f'tool_use: seconds must be above 0, not {limits["seconds"]}')
 
@@ -127,5 +127,8 @@ def _inner_factory(env_type: str, env_config: Mapping[str, Any] | None) -> Any:
   if env_type == 'tool_use':
     raise ConfigError('tool_use: it cannot wrap itself; name all tools in one string')
   if getattr(env_registry.find_env(env_type), 'played_by_agent', False):
-    raise ConfigError(f'tool_use: an agent plays {env_type!r}, with its own tools')
+    raise ConfigError(
+      f'tool_use: {env_type!r} is played by an agent, which has its own '
+      'tools, so it cannot be wrapped'
+    )
   return env_registry.env_factory(env_type, env_config)

@@ -171,8 +171,8 @@ def check_scorer(folder: str | Path) -> None:
   """
   if not _is_classifier(Path(folder)) and not (Path(folder) / VALUE_HEAD).is_file():
     raise ValueError(
-      f'{folder} scores nothing: config.json names no …{CLASSIFIER} among its '
-      f'architectures, and there is no {VALUE_HEAD}'
+      f'{folder} is not a reward model: config.json names no …{CLASSIFIER} '
+      f'among its architectures, and there is no {VALUE_HEAD}'
     )
 
 
@@ -212,7 +212,9 @@ def _load_tensors(
     elif name in more:
       others[name] = file, array
     elif not DERIVED.fullmatch(name):
-      raise ValueError(f'{file}: tensor {name} has no place in a {config.family} model')
+      raise ValueError(
+        f'{file}: tensor {name} does not belong to a {config.family} model'
+      )
   missing = [name for name in wanted if name not in seen]
   if missing:
     rest = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
@@ -252,7 +254,7 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
             raise ValueError(f'{path}: tensor {name} is {kind}, not floating-point')
           yield name, path, tensors.get_tensor(name)
     except SafetensorError as error:
-      raise ValueError(f'{path} is not a whole safetensors file: {error}') from error
+      raise ValueError(f'{path} is not a complete safetensors file: {error}') from error
 
 
 def _place(

@@ -97,11 +97,13 @@ class ModelConfig:
     families.find_family(self.family).check(self)
     targets = self.lora.targets if self.lora else ()
     if 'router' in targets and not self.num_experts:
-      raise ValueError("lora: targets='router', and this model has no experts")
+      raise ValueError(
+        "lora: targets='router' needs a model with experts, and this one has none"
+      )
     if 'lm_head' in targets and self.tie_embeddings:
       raise ValueError(
-        "lora: targets='lm_head', and this model scores by its table of embeddings, "
-        'which is no layer of its own'
+        "lora: targets='lm_head' has no effect: this model ties its output "
+        'layer to the embeddings (tie_embeddings)'
       )
 
   @property

@@ -86,7 +86,7 @@ async def _count_tasks(dataset: Any, num_tasks: int) -> int:
   """Returns how many tasks to play: never more than there are items."""
   if dataset is None:
     if num_tasks < 0:
-      raise ValueError('without a data set there is no end: set num_tasks')
+      raise ValueError('num_tasks must be set for an environment without a data set')
     return num_tasks
   size = await maybe_await(dataset.get_size())
   return size if num_tasks < 0 else min(num_tasks, size)

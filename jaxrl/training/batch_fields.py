@@ -249,8 +249,8 @@ def teacher_top_k(algorithm: Algorithm) -> int:
       top_k = (options | components.options_of(part)).get('top_k')
       if not isinstance(top_k, int) or top_k < 1:
         raise ConfigError(
-          f"algorithm.{component} reads a teacher's likeliest tokens: its option "
-          f'top_k, how many, is {top_k!r} and must be at least 1'
+          f'algorithm.{component}: top_k={top_k!r} must be at least 1: it is the '
+          "number of a teacher's likeliest tokens to read"
         )
       widths.append(top_k)
   return max(widths)

@@ -278,9 +278,9 @@ class Learner:
       learner = meta['learner']
       if learner.get('frozen') != self._frozen_fingerprint:
         raise CheckpointError(
-          f'the checkpoint in {checkpointer.directory} holds adapters of another model '
-          'than this: name the one that they were trained on, model.checkpoint, and '
-          'the base= that model.lora had'
+          f'the adapters of the checkpoint in {checkpointer.directory} were '
+          'trained on another model: set model.checkpoint, and base of '
+          'model.lora, as in that run'
         )
       state, config = arrays['state'], self._spec.model.config
       params = lora.merge_trainable(config, self.params, state.params)

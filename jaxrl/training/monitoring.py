@@ -206,9 +206,9 @@ class UpdateMonitor:
     for name in ('loss/total', 'optimizer/grad_norm'):
       if not np.isfinite(metrics[name]):
         raise FloatingPointError(
-          f'{name} is {metrics[name]} at step {step}: the parameters are '
-          'spoilt. Resume from the last checkpoint, with a lower learning rate or '
-          'max_grad_norm set'
+          f'{name} is {metrics[name]} at step {step}, so the parameters are no '
+          'longer usable. Resume from the last checkpoint, with a lower learning '
+          'rate or max_grad_norm set'
         )
     self._check_gradient(metrics, step)
     difference = metrics.get('mismatch/logprob_difference')

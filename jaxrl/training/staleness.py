@@ -96,8 +96,8 @@ def check_limit(limit: StalenessLimit | None, algorithm: Algorithm) -> None:
     return
   if 'old_logprobs' not in requirements.needs(algorithm):
     raise ConfigError(
-      "rollout.staleness_policy='recompute' needs old_logprobs of the learner's: an "
-      "algorithm that reads them, with old_logprobs_source='decoupled'"
+      "rollout.staleness_policy='recompute' needs an algorithm that reads "
+      "old_logprobs, with old_logprobs_source='decoupled'"
     )
 
 

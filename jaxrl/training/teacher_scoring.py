@@ -38,9 +38,9 @@ def missing_teacher_error(
     tags_with_teacher: the tags that have one.
   """
   return ConfigError(
-    f'tag {what} has no teacher; those of {", ".join(tags_with_teacher)} have: '
-    f"name one, --config.teacher.checkpoint='{tag}=FOLDER, …', or one folder for "
-    'all tags'
+    f'tag {what} has no teacher, only {", ".join(tags_with_teacher)}: set '
+    f"--config.teacher.checkpoint='{tag}=FOLDER, …', or one folder for all "
+    'tags'
   )
 
 
@@ -134,7 +134,8 @@ class Teachers:
     vocab_size = teacher.model.config.vocab_size
     if self.top_k > vocab_size:
       raise ConfigError(
-        f'top_k={self.top_k}: the teacher in {teacher.folder} knows {vocab_size} tokens'
+        f'top_k={self.top_k}: the teacher in {teacher.folder} only has '
+        f'{vocab_size} tokens'
       )
     spec = StepSpec(on_mesh(teacher.model, self._mesh), algorithm)
     shapes = train_state.params_shapes(spec, self._mesh)
@@ -262,8 +263,9 @@ def has_teacher_fields(
     'other rows bring theirs' if any(has_fields) else 'there is no teacher to ask'
   )
   raise ValueError(
-    f'row {row.trajectory_id}: its extras lack {", ".join(missing)}, but {reason}; '
-    'either all rows of a batch bring what their teacher said, or none'
+    f'row {row.trajectory_id}: its extras lack {", ".join(missing)}, but '
+    f"{reason}: either all rows of a batch must have their teacher's "
+    'outputs, or none'
   )
 
 

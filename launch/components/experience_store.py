@@ -203,8 +203,8 @@ class StoredGroupSampler:
       return
     if 'store' not in state:
       raise ConfigError(
-        f'--config.{KEY}: this run has played what it learned from: name another '
-        '--workdir'
+        f'--config.{KEY}: the run in this --workdir has played its own '
+        'episodes: name another --workdir to train from a store'
       )
     self._reader.resume(step, state['store'])
     self._sampler.load_state_dict(state['sampler'])
@@ -259,7 +259,8 @@ def open_store_target(
   ):
     if is_set:
       raise ConfigError(
-        f'--config.trajectory_dump.{key}: an experience store keeps groups whole'
+        f'--config.trajectory_dump.{key}: has no effect here: an experience '
+        'store keeps whole groups. Leave it out'
       )
   database = StoreDatabase(dump.store.url, 'trajectory_dump.path')
   facts = compatibility_facts(settings, tokenizer)

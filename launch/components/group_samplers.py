@@ -79,9 +79,10 @@ def make_group_sampler(
   where = f'--config.algorithm.sampler={algorithm.sampler}'
   if sampler.groups_from_queue < len(tags):
     raise ConfigError(
-      f'{where} has {sampler.groups_from_queue} of {settings.batch.num_groups} groups '
-      f'played for each step, and each of the {len(tags)} environment tags '
-      f'({", ".join(tags)}) needs one: raise --config.batch.num_groups'
+      f'{where} plays {sampler.groups_from_queue} of the '
+      f'{settings.batch.num_groups} groups of a step, but each of the '
+      f'{len(tags)} environment tags ({", ".join(tags)}) needs at least one: '
+      'raise --config.batch.num_groups'
     )
   if sampler.expert_rows:
     _check_experts(algorithm, where)
@@ -115,8 +116,8 @@ def _check_experts(algorithm: Algorithm, where: str) -> None:
     read = components.fields_of(part)
     if 'old_logprobs' in read and 'expert_mask' not in read:
       raise ConfigError(
-        f'{where} brings rows from files, which have no rollout_logprobs, and the '
-        f'{slot} {components.function_of(part).__name__} compares with them. Take '
-        "an algorithm with old_logprobs_source='decoupled', which scores those rows "
-        'too, or one that tells expert rows apart, as mix does'
+        f'{where} mixes in rows from files, which have no rollout_logprobs, but '
+        f'the {slot} {components.function_of(part).__name__} needs them. Use an '
+        "algorithm with old_logprobs_source='decoupled', which computes them "
+        'for those rows, or one that tells expert rows apart, such as mix'
       )

@@ -67,7 +67,7 @@ def make_expert_sampler(
   path = settings.dataset.expert_path or settings.sft.path or settings.dataset.path
   if not path:
     raise ConfigError(
-      'it takes rows that an expert wrote: set --config.dataset.expert_path=…'
+      'needs rows that an expert wrote: set --config.dataset.expert_path=…'
     )
   limit = settings.sft.limit
   return _make_sampler(

@@ -133,7 +133,7 @@ def validate_rewards(settings: RunSettings) -> None:
   if not terms:
     return
   if not settings.plays and not settings.evaluates:
-    raise ConfigError(f'{KEY}={text}: has no effect here: nothing is played')
+    raise ConfigError(f'{KEY}={text}: has no effect here: this run plays no episodes')
   _make_pipeline(terms, text, lambda *args, **options: None)
 
 
@@ -186,7 +186,7 @@ def _make_pipeline(
         scorer, term.weight, fallback=fallback.get('otherwise')
       )
     if len(env_weights) > 1:
-      raise ConfigError('env stands there twice')
+      raise ConfigError("'env' is listed twice")
   except ConfigError as error:
     raise ConfigError(f'{KEY}={text}: {error}') from error
   return RewardPipeline(terms, *env_weights)
@@ -212,7 +212,9 @@ def _make_scorer(target: str, options: dict[str, Any], spawn: Spawn) -> Any:
   if target == 'reward_model':
     where, served, own = _split(target, options, RewardModelEngine, RewardModelTerm)
     if set(where) != {'checkpoint'}:
-      raise ConfigError("reward_model: name its folder, checkpoint='…', and no server")
+      raise ConfigError(
+        "reward_model: set checkpoint='FOLDER', and neither url nor model"
+      )
     folder = _folder(target, where['checkpoint'])
     RewardModelTerm(None, **own)
     return RewardModelTerm(spawn(RewardModelEngine, folder, **served), **own)
@@ -226,11 +228,13 @@ def _judge(options: dict[str, Any], spawn: Spawn) -> LLMJudge:
   validate_judge_limits(**served)
   if made is JudgeEngine:
     if set(where) != {'checkpoint'}:
-      raise ConfigError("judge: give a checkpoint='…', or a url='…' and a model='…'")
+      raise ConfigError(
+        "judge: set either checkpoint='FOLDER', or url='…' and model='…'"
+      )
     folder = _folder('judge', where['checkpoint'])
     return LLMJudge(spawn(JudgeEngine, folder, **served), **own)
   if 'checkpoint' in where or not where.get('model'):
-    raise ConfigError("judge: a url needs a model='…', and no checkpoint")
+    raise ConfigError("judge: a url needs model='…', and excludes checkpoint")
   if importlib.util.find_spec('aiohttp') is None:
     raise ConfigError("judge: a url needs aiohttp: pip install 'jaxrl[serve]'")
   server = (

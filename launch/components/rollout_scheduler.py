@@ -157,8 +157,8 @@ class RolloutScheduler:
       manager.context.pool.close()
       if len(reasons) == NUM_TRIAL_TASKS:
         raise ConfigError(
-          f'env.{tag}: none of {NUM_TRIAL_TASKS} tasks can be begun; the last because: '
-          f'{reasons[-1]}'
+          f'env.{tag}: none of the first {NUM_TRIAL_TASKS} tasks can be started; '
+          f'the last one failed with: {reasons[-1]}'
         )
 
   async def _try_step(self, tag: str, manager: EnvManager, cache: RolloutCache) -> None:
@@ -171,7 +171,9 @@ class RolloutScheduler:
     except EnvResultError as error:
       raise ConfigError(f'env.{tag}: {error}') from error
     except Exception as error:  # it may have good reasons not to take such a reply
-      log.warning("env.%s: a step with '' raises %s", tag, describe_error(error))
+      log.warning(
+        'env.%s: a trial step with an empty reply raised %s', tag, describe_error(error)
+      )
 
   def _first_task(self, tag: str) -> int:
     """The first of the tasks that `check_prompts` begins."""

@@ -50,8 +50,8 @@ class TrajectoryDump(MetricLogger):
     assert dump is not None
     if dump.store is not None:
       raise ConfigError(
-        f'--config.trajectory_dump.path={dump.path}: training keeps what it played in '
-        'files or a table; launch.rollout writes experience stores'
+        f'--config.trajectory_dump.path={dump.path}: only launch.rollout writes '
+        'experience stores: name a folder, a file or a table'
       )
     columns = env_columns(settings)
     self._sinks = {}

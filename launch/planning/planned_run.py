@@ -136,8 +136,9 @@ def model_shape(folder: str, key: str) -> tuple[ModelConfig | None, str]:
   if data is None:
     names = ', '.join(known_configs.KNOWN_CONFIGS)
     raise ConfigError(
-      f'--config.{key}={folder}: there is no such folder, and no published shape of '
-      f'that name (there are {names}). Its config.json alone, in a folder, is enough'
+      f'--config.{key}={folder}: there is neither such a folder nor a known '
+      f'model of this name ({names} are known). A folder that holds only '
+      'config.json is enough'
     )
   return huggingface.config_from_hf(data), f'{pathlib.Path(folder).name} as published'
 

@@ -174,8 +174,8 @@ def candidate_meshes(run: PlannedRun, target: Target) -> Iterator[MeshSizes]:
   for axis, size in fixed.items():
     if size < 1:
       raise ConfigError(
-        f'--config.mesh: {axis}={size}: a sweep chooses {", ".join(axes)}: give {axis} '
-        'a number'
+        f'--config.mesh: {axis}={size}: --sweep only chooses {", ".join(axes)}: '
+        f'give {axis} a number'
       )
   size, num_devices = math.prod(fixed.values()), target.size
   if num_devices % size:

@@ -134,15 +134,15 @@ def parse_target(text: str) -> Target:
   chip, flag_text = _cpu_chip(1) if kind == 'cpu' else CHIPS[kind], f'--topology={text}'
   if not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)*', size_text):
     example = {'tpu': f'{kind}:2x2', 'cuda': f'{kind}:8', 'cpu': 'cpu:1'}
-    raise ConfigError(f'{flag_text}: say how many, as in {example[chip.platform]}')
+    raise ConfigError(f'{flag_text}: how many? Write it as in {example[chip.platform]}')
   shape = tuple(map(int, size_text.split('x')))
   axes = {'v5e': 2, 'v6e': 2, 'v5p': 3}.get(kind, 1)
   if len(shape) != axes:
     form = 'x'.join('ABC'[:axes]) if axes > 1 else 'N'
-    raise ConfigError(f'{flag_text}: its form is {kind}:{form}')
+    raise ConfigError(f'{flag_text}: must have the form {kind}:{form}')
   if chip.platform == 'cuda' and shape[0] > GPUS_PER_NODE and shape[0] % GPUS_PER_NODE:
     raise ConfigError(
-      f'{flag_text}: more than one node is a multiple of {GPUS_PER_NODE} GPUs'
+      f'{flag_text}: a number above one node must be a multiple of {GPUS_PER_NODE} GPUs'
     )
   return Target(text, _cpu_chip(shape[0]) if kind == 'cpu' else chip, shape)
 

@@ -47,7 +47,7 @@ class EngineHandle:
       from ray.exceptions import ActorUnavailableError, RayActorError
 
       if self._actor is None:
-        raise EngineDeadError('it is being started anew')
+        raise EngineDeadError('the engine is being restarted')
       try:
         return await getattr(self._actor, name).remote(*args, **options)
       except RayActorError as error:
@@ -157,8 +157,9 @@ class EnginePool:
     if len(self._failed_creation) == len(self._actors):
       return ConfigError(f'no engine can be made: {reason}')
     return ActorError(
-      'every engine is lost, and none can be started anew; the same command resumes '
-      f'from the last checkpoint ({self._name(number)}: {reason})'
+      'all engines are lost, and none could be restarted '
+      f'({self._name(number)}: {reason}); the same command resumes from the '
+      'last checkpoint'
     )
 
   def _name(self, number: int) -> str:
@@ -178,8 +179,8 @@ class EnginePool:
         if losses > self._max_restarts or number in self._failed_creation:
           return self._give_up(number, losses, reason)
         log.warning(
-          '%s was lost: another one is being started, and its requests go on from '
-          'what it had written (%s)',
+          '%s was lost and is being restarted; its requests continue from the '
+          'tokens that it had generated (%s)',
           self._name(number),
           reason,
         )

@@ -157,4 +157,6 @@ def _report_directory_death() -> Iterator[None]:
   try:
     yield
   except RayActorError as error:
-    raise WeightsError('the actor that knows where weights are has died') from error
+    raise WeightsError(
+      'the Ray actor that tracks the published weights has died'
+    ) from error

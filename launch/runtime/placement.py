@@ -93,8 +93,9 @@ def single_process_env(settings: RunSettings) -> dict[str, str]:
   options = placement.options
   if options.get('learner'):
     raise ConfigError(
-      f'{_where(settings)}: learner and engine are one process, '
-      'whose memory is one; leave learner out, or set --config.cluster.ray=true'
+      f'{_where(settings)}: learner and engine share the memory of one '
+      'process, so the option learner has no effect: leave it out, or set '
+      '--config.cluster.ray=true'
     )
   share = {'XLA_PYTHON_CLIENT_MEM_FRACTION': f'{options.get("memory", 1):g}'}
   return share if placement.name == 'colocated' else {}
@@ -124,7 +125,8 @@ def plan_placement(
     _check_sleep(_where(settings), settings, kind if counts else 'CPU')
     if options['learner']:
       raise ConfigError(
-        f'{_where(settings)}: each has all of memory in turns; leave learner out'
+        f'{_where(settings)}: with sleep, learner and engine take turns with '
+        'all of the memory, so the option learner has no effect: leave it out'
       )
   if not counts:
     return _plan_cpu(settings, name if has_learner else 'auto', options)
@@ -145,8 +147,9 @@ def plan_placement(
     return _plan_split(settings, kind, counts, engine, **options)
   if kind == 'TPU':
     raise ConfigError(
-      f'{_where(settings)}: a TPU serves one process. Take split, or '
-      '--config.cluster.ray=false, where learner and engine are one process'
+      f'{_where(settings)}: a TPU can only be used by one process at a time: '
+      'use split, or set --config.cluster.ray=false to have learner and '
+      'engine in one process'
     )
   return _plan_colocated(settings, counts, engine, sleep=sleep, **options)
 
@@ -263,18 +266,18 @@ def _plan_split(
   if devices < 1 or engines < 1 or needed > total:
     raise ConfigError(
       f'{where}: {learners} × {max(devices, 1)} {kind} for the learner and '
-      f'{max(engines, 1)} × {engine.size} for engines are more than the {total} that '
-      'there are; lower one of them, or take colocated'
+      f'{max(engines, 1)} × {engine.size} for engines exceed the {total} that '
+      'there are: lower one of them, or use colocated'
     )
   if engine.size > largest:
     raise ConfigError(
-      f'{where}: one engine would have {engine.size} {kind}, and no machine has more '
-      f'than {largest}; lower the parallel sizes in rollout.engine'
+      f'{where}: one engine would need {engine.size} {kind}, and no machine '
+      f'has more than {largest}: lower the parallel sizes in rollout.engine'
     )
   if devices > largest:
     raise ConfigError(
-      f'{where}: one process would have {devices} {kind}, and no machine has more than '
-      f'{largest}; raise learners'
+      f'{where}: one process would need {devices} {kind}, and no machine has '
+      f'more than {largest}: raise learners'
     )
   _check_budget(where, memory, engine.memory)
   env = {'XLA_PYTHON_CLIENT_MEM_FRACTION': f'{memory:g}'}
@@ -410,12 +413,14 @@ def _check_budget(where: str, memory: float, *shares: float) -> None:
   total = ' + '.join(f'{share:g}' for share in shares)
   if sum(shares) > memory + 1e-9:
     raise ConfigError(
-      f'{where}: on one device {total} of its memory would be taken; the budget is '
-      f'memory={memory:g}. Lower learner, or gpu_memory_utilization in rollout.engine'
+      f'{where}: the parts on one device would use {total} of its memory, more than '
+      f'the budget of memory={memory:g}: lower learner, or '
+      'gpu_memory_utilization in rollout.engine'
     )
   if len(shares) > 1 and min(shares) <= 0:
     raise ConfigError(
-      f'{where}: {total} of the memory: learner and engine each need a share'
+      f'{where}: shares of memory are {total}, but learner and engine must '
+      'each be above 0'
     )
 
 
@@ -427,17 +432,18 @@ def _check_sleep(where: str, settings: RunSettings, kind: str) -> None:
   if not settings.rollout.engine.traits.can_sleep:
     engine = settings.rollout.engine.kind
     raise ConfigError(
-      f'{where}: in processes of their own (cluster.ray=true) vLLM alone gives its '
-      f'memory back, engine {engine} does not. Set --config.rollout.engine=vllm, or '
+      f'{where}: with cluster.ray=true only vLLM can give its memory back, '
+      f'and engine {engine} cannot: set --config.rollout.engine=vllm, or '
       '--config.cluster.ray=false'
     )
   if kind != 'GPU':
     raise ConfigError(
-      f'{where}: what sleeps gives up the memory of a GPU, and there is none ({kind})'
+      f'{where}: sleep frees the memory of a GPU, and there is none here '
+      f'(devices: {kind})'
     )
   if settings.weight_sync.policy.wait_for != 'current':
     raise ConfigError(
-      f'{where}: weight_sync.policy={settings.text("weight_sync.policy")} sends '
-      'weights while the learner learns, when the engine has no memory. Take fixed or '
-      'explorer'
+      f'{where}: while the learner trains, the engine sleeps without memory, '
+      f'but weight_sync.policy={settings.text("weight_sync.policy")} sends it '
+      'weights then: use fixed or explorer'
     )

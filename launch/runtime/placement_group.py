@@ -60,8 +60,8 @@ class PlacementGroup:
       if not self._group.wait(patience):
         self.close()
         raise InsufficientResources(
-          f'{KEY}: the cluster has no room for {bundles} within {patience:g} s: other '
-          'runs may hold its devices'
+          f'{KEY}: the cluster had no room for {bundles} within {patience:g} s; '
+          'other runs may be using its devices'
         )
       try:
         self._device_names = self._find_device_names(patience)
@@ -86,7 +86,7 @@ class PlacementGroup:
       return dict(zip(bundles, ray.get(names, timeout=patience), strict=True))
     except GetTimeoutError as error:
       raise InsufficientResources(
-        f'{KEY}: no process said within {patience:g} s which devices it was given'
+        f'{KEY}: no process reported its devices within {patience:g} s'
       ) from error
 
   def actor_options(self, resources: ActorResources | None) -> dict[str, Any]:

@@ -84,7 +84,10 @@ def make_env_context(
   endpoint = None
   if getattr(find_env(env_type), 'played_by_agent', False):
     if env_type.startswith(ISOLATED_PREFIX):
-      raise ConfigError(f'{env_type}: an agent is isolated by being a command')
+      raise ConfigError(
+        f'{env_type}: leave isolated: out, as an agent with command=… already '
+        'runs in its own process'
+      )
     # Imported here because only agents need a server.
     from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
 

@@ -67,8 +67,8 @@ async def run_worker_with_restart(
           raise
         failed_starts += 1
         log.warning(
-          '%s could not be started (%d of at most %d times): another one is being '
-          'started (%s)',
+          '%s could not be started (%d of at most %d times) and is being '
+          'restarted (%s)',
           name,
           failed_starts,
           max_failed_starts,
@@ -80,8 +80,7 @@ async def run_worker_with_restart(
         failed_starts = 0
         deaths += 1
         log.warning(
-          '%s was lost: another one is being started, and plays its episodes again '
-          '(%s)',
+          '%s was lost and is being restarted; its episodes are played again (%s)',
           name,
           error_summary(error),
         )

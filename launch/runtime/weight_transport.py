@@ -28,32 +28,34 @@ def check_placement(transport: WeightTransport, placement: Placement) -> None:
   where = f'{KEY}={transport.name}'
   if transport.name == 'shared_memory' and len(placement.bundles) > 1:
     raise ConfigError(
-      f'{where}: the {len(placement.bundles)} machines of this run share no memory: '
-      'take object_store'
+      f'{where}: the {len(placement.bundles)} machines of this run share no '
+      'memory: use object_store'
     )
   if not transport.direct:
     return
   if not placement.learners and placement.bundles:
-    raise ConfigError(f'{where}: there is no learner to send: take object_store')
+    raise ConfigError(
+      f'{where}: this command has no learner that could send weights: use object_store'
+    )
   if not any('GPU' in bundle for bundle in placement.bundles):
     raise ConfigError(
-      f'{where}: there is no GPU here to send from: take shared_memory or object_store'
+      f'{where}: there is no GPU here to send from: use shared_memory or object_store'
     )
   shared = placement.name == 'colocated'
   if transport.name == 'nccl' and shared:
     raise ConfigError(
-      f'{where}: learner and engines have the same GPUs (colocated), and NCCL knows no '
-      'two processes on one: take ipc'
+      f'{where}: learner and engines are on the same GPUs (colocated), where '
+      'NCCL cannot connect two processes: use ipc'
     )
   if transport.name == 'ipc' and not shared:
     raise ConfigError(
-      f'{where}: learner and engines have GPUs of their own ({placement.name}), and '
-      'vLLM opens memory of its own GPU alone: take nccl'
+      f'{where}: learner and engines have separate GPUs ({placement.name}), '
+      'and vLLM can only open memory of its own GPU: use nccl'
     )
   if transport.name == 'ipc' and len(placement.bundles) > 1:
     raise ConfigError(
-      f'{where}: memory cannot be opened across the {len(placement.bundles)} machines '
-      'of this run: take object_store'
+      f'{where}: the {len(placement.bundles)} machines of this run cannot '
+      'open memory of each other: use object_store'
     )
 
 

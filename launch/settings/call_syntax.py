@@ -104,7 +104,9 @@ def split_terms(text: str, separator: str = '+') -> list[str]:
     i += 1
   terms.append(text[start:].strip())
   if '' in terms:
-    raise ConfigError(f'cannot read {text!r}: nothing stands beside a {separator!r}')
+    raise ConfigError(
+      f'cannot read {text!r}: there is nothing on one side of a {separator!r}'
+    )
   return terms
 
 

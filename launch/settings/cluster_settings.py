@@ -61,8 +61,8 @@ def parse_cluster(
   for key, alone in (('num_engines', 1), ('num_workers', 1), ('address', '')):
     if not ray and given[key] != alone:
       raise ConfigError(
-        f'--config.cluster.{key}={given[key]}: needs --config.cluster.ray=true; '
-        'one process has one engine and one worker'
+        f'--config.cluster.{key}={given[key]}: needs --config.cluster.ray=true, '
+        'as a single process has one engine and one worker'
       )
   return ClusterSettings(
     ray=ray,
@@ -155,16 +155,13 @@ def _check_dtype(dtype: str | None, where: str) -> None:
 def _process_problem(name: str, ray: bool, folder: str) -> str:
   """Says why these processes cannot use a transport; '' if they can."""
   if name == 'inprocess' and ray:
-    return "Ray's engines are processes of their own: take auto or object_store"
+    return "Ray's engines are separate processes: use auto or object_store"
   if name in _NEEDS_RAY and not ray:
-    return (
-      'needs --config.cluster.ray=true; one process hands its weights over within '
-      'itself: take auto'
-    )
+    return 'needs --config.cluster.ray=true; for a single process use auto'
   if name == 'checkpoint' and not folder:
     return 'needs a folder: checkpoint(folder="/path/that/all/engines/see")'
   if name in _GPU_TO_GPU and not ray:
-    return 'needs --config.cluster.ray=true, whose engines it sends to: take auto'
+    return 'needs --config.cluster.ray=true; for a single process use auto'
   return ''
 
 
@@ -172,8 +169,8 @@ def _gpu_problem(engine: EngineSettings, check_machine: bool) -> str:
   """Says why learner or engine cannot send from GPU to GPU; '' if they can."""
   if engine.kind != 'vllm' or not engine.traits.receives_from_gpu:
     return (
-      f'--config.rollout.engine={engine.kind} takes no weights from GPU to GPU, vllm '
-      'alone does: take object_store'
+      f'--config.rollout.engine={engine.kind} cannot receive weights from GPU '
+      'to GPU, which only vllm can: use object_store'
     )
   if not check_machine:
     return ''
@@ -181,8 +178,9 @@ def _gpu_problem(engine: EngineSettings, check_machine: bool) -> str:
 
   if missing := vllm_options.gpu_transfer_problem():
     return (
-      f"{missing} in the learner's own environment, which sends by vLLM's own means: "
-      'install the extra vllm there, with CUDA, or take shared_memory or object_store'
+      f"{missing} in the learner's own environment, where the learner uses "
+      "vLLM's code to send: install the extra vllm there, with CUDA, or use "
+      'shared_memory or object_store'
     )
   return ''
 
@@ -196,7 +194,8 @@ def _adapter_problem(
   asked = f"--config.model.lora={adapters_text}: send='{adapters.transfer}'"
   if name in ('shared_memory', *_GPU_TO_GPU):
     return (
-      f'writes every version whole, and {asked}: take object_store, or leave send out'
+      f'writes every version in full, which excludes {asked}: use '
+      'object_store, or leave send out'
     )
   if options.get('dtype'):
     return (

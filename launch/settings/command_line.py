@@ -87,7 +87,7 @@ def parse(argv: Sequence[str], flags: Mapping[str, str] | None = None) -> Comman
   while items:
     item = items.pop(0)
     if not item.startswith('--'):
-      raise ConfigError(f'cannot read {item!r}: options look like --name=value')
+      raise ConfigError(f'unexpected argument {item!r}: options look like --name=value')
     name, equals, text = item[2:].partition('=')
     value = text if equals else None
     if value is None and items and not items[0].startswith('--'):
@@ -105,7 +105,9 @@ def parse(argv: Sequence[str], flags: Mapping[str, str] | None = None) -> Comman
     else:
       values[name] = value
   if not spec:
-    raise ConfigError('which config? Name one: --config=configs/quickstart.py')
+    raise ConfigError(
+      'no config given: set --config=FILE.py, as in --config=configs/quickstart.py'
+    )
   path, algorithm = split_spec(spec)
   return Command(path, algorithm, tuple(overrides), values)
 
@@ -140,11 +142,12 @@ def load(
   """
   get_config = getattr(module(command.config), 'get_config', None)
   if not callable(get_config):
-    raise ConfigError(f'{command.config}: defines no get_config()')
+    raise ConfigError(f'{command.config}: does not define get_config()')
   takes = len(inspect.signature(get_config).parameters)
   if command.algorithm and not takes:
     raise ConfigError(
-      f'{command.config}: takes no algorithm, but {command.algorithm!r} was named'
+      f'{command.config}: its get_config() takes no algorithm, but --config '
+      f'names {command.algorithm!r}'
     )
   folder, algorithm = dict(command.overrides).get('plugins'), command.algorithm
   if folder and algorithm:
@@ -153,7 +156,8 @@ def load(
     config = get_config(algorithm) if algorithm else get_config()
   if not isinstance(config, ConfigDict):
     raise ConfigError(
-      f'{command.config}: get_config() gave {type(config).__name__}, not a ConfigDict'
+      f'{command.config}: get_config() returned a {type(config).__name__}, '
+      'not a ConfigDict'
     )
   if unknown := {key for key in dotted_keys(config) if not _description(config, key)}:
     algorithm_section: Any = config.get('algorithm', {})
@@ -301,8 +305,8 @@ def override(config: ConfigDict, key: str, text: str | None) -> None:
   """
   if key == 'algorithm.name':
     raise ConfigError(
-      '--config.algorithm.name: an algorithm brings its own keys; choose it by '
-      f'--config=FILE.py:{text or "NAME"}'
+      '--config.algorithm.name: each algorithm has its own keys, so choose '
+      f'it by --config=FILE.py:{text or "NAME"}'
     )
   *parents, last = key.split('.')
   node: Any = config
@@ -378,7 +382,7 @@ def parse_value(text: str | None, kind: type, current: Any, optional: bool) -> A
   else:
     return _literal(text)
   noun = NOUNS[kind] + (' or none' if optional else '')
-  raise ValueError(f'wants {noun}, not {text!r}')
+  raise ValueError(f'must be {noun}, not {text!r}')
 
 
 def _number(text: str) -> int | float | None:

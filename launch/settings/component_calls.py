@@ -216,7 +216,10 @@ def parse_teachers(text: str) -> dict[str, str]:
       )
     folders[tag] = folder.strip()
   if text.strip() and not folders:
-    raise ConfigError(f'--config.teacher.checkpoint={text}: names no folder')
+    raise ConfigError(
+      f'--config.teacher.checkpoint={text}: a folder is missing: write '
+      'FOLDER, or tag=FOLDER, tag=FOLDER'
+    )
   return folders
 
 
@@ -269,9 +272,7 @@ def parse_mesh(text: str) -> MeshSettings:
       )
   if sum(size == -1 for size in sizes.values()) > 1:
     free = ' and '.join(axis for axis, size in sizes.items() if size == -1)
-    raise ConfigError(
-      f'--config.mesh={text}: {free} are -1, which only one axis may be'
-    )
+    raise ConfigError(f'--config.mesh={text}: only one axis can be -1, and {free} are')
   return MeshSettings(**sizes)
 
 

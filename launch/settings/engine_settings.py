@@ -80,7 +80,7 @@ def _find_engine(call: ComponentCall, where: str) -> Callable[..., Any]:
   """Returns the class of an engine; raises ConfigError if it cannot be made."""
   for name in call.options.keys() & SET_ELSEWHERE.keys():
     hint = f': set --config.{SET_ELSEWHERE[name]}' if SET_ELSEWHERE[name] else ''
-    raise ConfigError(f'{where}: {name!r} is not set here{hint}')
+    raise ConfigError(f'{where}: option {name!r} cannot be set here{hint}')
   kind, engine_class, _ = find_component(
     call, ENGINES, 'engine', KEY, where=where, base=EngineBase
   )
@@ -104,8 +104,9 @@ def _check_jax(
     raise ConfigError(f'{where}: exact needs --config.model.dtype=float32, not {dtype}')
   if exact and options.get('router_replay'):
     raise ConfigError(
-      f'{where}: exact and router_replay exclude each other: in exact mode engine '
-      'and learner of the same weights choose the same experts'
+      f'{where}: exact and router_replay exclude each other. Leave '
+      'router_replay out: in exact mode, engine and learner choose the same '
+      'experts anyway'
     )
   for name in ('decode_steps', 'prefill_tokens'):
     if options.get(name, 1) < 1:
@@ -130,7 +131,7 @@ def check_engine(settings: RunSettings, *, installed: bool = True) -> None:
   if engine.traits.needs_ray and not settings.cluster.ray:
     name = 'vLLM' if engine.kind == 'vllm' else engine.kind
     raise ConfigError(
-      f'{where}: {name} is hosted by Ray actors: set --config.cluster.ray=true'
+      f'{where}: {name} runs in Ray actors: set --config.cluster.ray=true'
     )
   if engine.kind != 'vllm' or not installed:
     return
@@ -154,8 +155,8 @@ def check_model(settings: RunSettings, shape: ModelConfig) -> None:
   """
   if settings.rollout.engine.router_replay and not shape.num_experts:
     raise ConfigError(
-      f'{KEY}={settings.text("rollout.engine")}: router_replay is of models with '
-      f'experts, and this one, of family {shape.family}, has none'
+      f'{KEY}={settings.text("rollout.engine")}: router_replay needs a model '
+      f'with experts, and this one, of family {shape.family}, has none'
     )
 
 

@@ -61,9 +61,9 @@ def validate_off_policy(settings: RunSettings) -> None:
   if limit is None:
     if sync.wait_for == 'none':
       raise ConfigError(
-        f'--config.weight_sync.policy={sync_text}: nothing bounds how old the '
-        "engines' weights may be: set --config.rollout.staleness_policy='drop(max=2)', "
-        'or mask, or recompute'
+        f"--config.weight_sync.policy={sync_text}: the engines' weights may "
+        'become arbitrarily old: set a limit, such as '
+        "--config.rollout.staleness_policy='drop(max=2)', or mask, or recompute"
       )
     return
   where = (
@@ -75,16 +75,16 @@ def validate_off_policy(settings: RunSettings) -> None:
     and sync.interval - 1 > limit.max_age
   ):
     raise ConfigError(
-      f'{where}: with --config.weight_sync.policy={sync_text} tokens are up to '
-      f'{sync.interval - 1} steps old when they are written, so whole steps would be '
-      'lost: raise max, or lower the interval'
+      f'{where}: with --config.weight_sync.policy={sync_text} tokens are '
+      f'already up to {sync.interval - 1} steps old when they are sampled, so '
+      'whole steps would be lost: raise max, or lower the interval'
     )
   if limit.action != 'recompute':
     return
   if not requirements.has_ratio(settings.algorithm):
     raise ConfigError(
-      f'{where}: the loss of {settings.algorithm_name} reads no old_logprobs, so there '
-      'is nothing to recompute: take drop or mask'
+      f'{where}: the loss of {settings.algorithm_name} does not read '
+      'old_logprobs, so there is nothing to recompute: use drop or mask'
     )
 
 

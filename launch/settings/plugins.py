@@ -107,8 +107,9 @@ def read(folder: str) -> Plugins:
     parse_call(f'{place}/file.py:name')
   except ConfigError as error:
     raise ConfigError(
-      f'--config.plugins={folder}: a call string names a part by its path, which may '
-      'hold letters, digits and . _ - / ~ alone: rename the folder'
+      f'--config.plugins={folder}: the path of this folder may only contain '
+      'letters, digits and . _ - / ~, as it becomes part of call strings: '
+      'rename the folder'
     ) from error
   algorithms: dict[str, str] = {}
   parts: dict[str, str] = {}

@@ -394,6 +394,7 @@ def _teacher(*, checkpoint: str) -> TeacherSettings:
   from_data = folders.get('') == FROM_DATA
   if from_data and len(folders) > 1:
     raise ConfigError(
-      f'{TEACHER_CHECKPOINT}={checkpoint}: with data there is no teacher; name either'
+      f"{TEACHER_CHECKPOINT}={checkpoint}: 'data' means that the rows hold "
+      "the teacher's outputs, so it excludes folders: name either"
     )
   return TeacherSettings({} if from_data else folders, from_data, bool(checkpoint))

@@ -68,8 +68,8 @@ MINIMUM = {
 }
 # Columns that only rollouts can fill, and what they are.
 ROLLOUT_COLUMNS = {
-  'rollout_logprobs': 'the log-probs of whoever wrote the rows',
-  'weights_version': 'how old the policy was that wrote the rows',
+  'rollout_logprobs': 'the log-probs that tokens were sampled with',
+  'weights_version': 'the weights version of each token',
   'greedy_mask': 'a greedy attempt at each task',
   'state_hash': 'what the environment showed at each turn',
 }
@@ -121,9 +121,9 @@ def validate_sampling(settings: RunSettings) -> None:
   ):
     if value != all_tokens:
       raise ConfigError(
-        f'--config.rollout.sampling: {key}={value}: which tokens this leaves is not '
-        'kept, so the learner cannot give the log-probs they were sampled with. '
-        f'Train with {key}={all_tokens}, and lower rollout.temperature instead'
+        f'--config.rollout.sampling: {key}={value}: the learner cannot recompute the '
+        'log-probs of tokens that were sampled from a part of the vocabulary. Train '
+        f'with {key}={all_tokens}, and lower rollout.temperature instead'
       )
 
 
@@ -143,8 +143,8 @@ def validate_consistency(settings: RunSettings) -> None:
     )
   if 'values' in requirements.needs(algorithm) and algorithm.value_loss is None:
     raise ConfigError(
-      f'algorithm {settings.algorithm_name} reads the values of a critic, and nothing '
-      'trains one: set --config.algorithm.value_loss=value_loss'
+      f'algorithm {settings.algorithm_name} reads the values of a critic, but '
+      'has no loss to train one: set --config.algorithm.value_loss=value_loss'
     )
   _validate_learner_components(settings)
   _validate_batch(settings)
@@ -208,9 +208,10 @@ def _validate_batch(settings: RunSettings) -> None:
     )
   if settings.model.lora and exact:
     raise ConfigError(
-      f'--config.model.lora={settings.text("model.lora")}: exact engines serve the '
-      'very weights that are trained, and adapters are merged for them: take one or '
-      'the other'
+      f'--config.model.lora={settings.text("model.lora")}: adapters and exact '
+      'engines exclude each other: an exact engine serves the trained '
+      'weights themselves, but adapters are merged into new ones. Set one of '
+      'the two'
     )
   if batch.packing:
     packing_plan.check_packing(
@@ -232,7 +233,7 @@ def _validate_checkpoint(settings: RunSettings) -> None:
 
 def _validate_rollouts(settings: RunSettings) -> None:
   if not settings.env:
-    raise ConfigError('config.env names no environment: give it at least one tag')
+    raise ConfigError('config.env has no environment: give it at least one tag')
   if settings.plays:
     shares = {tag: settings.env[tag].weight for tag in settings.training_tags}
     if not shares:
@@ -285,8 +286,8 @@ def _validate_evaluation_end(settings: RunSettings, name: str) -> None:
   if count < 1 and not uses_dataset(env.env_type, env.env_config):
     key = f'eval.sets.{name}.num_tasks' if name in own else 'eval.num_tasks'
     raise ConfigError(
-      f'--config.{key}={count}: env.{tag} has no data set to come to the end '
-      'of: say how many tasks an evaluation plays'
+      f'--config.{key}={count}: env.{tag} makes its tasks from seeds, without end: '
+      'set the number of tasks of an evaluation'
     )
 
 
@@ -297,11 +298,14 @@ def _validate_formulation(settings: RunSettings, tag: str) -> None:
   where = f'--config.env.{tag}.row_format=concatenated'
   if requirements.row_format(settings.algorithm) == 'step':
     raise ConfigError(
-      f'{where}: algorithm {settings.algorithm_name} tells the steps of an episode '
-      "apart: set 'step'"
+      f'{where}: algorithm {settings.algorithm_name} needs each turn in its '
+      "own row: set 'step'"
     )
   if settings.rollout.engine.exact is not None:
-    raise ConfigError(f"{where}: an exact engine's learner has one sequence a row")
+    raise ConfigError(
+      f'{where}: an exact engine needs each sequence in its own row: set '
+      "'auto', or leave exact out of rollout.engine"
+    )
 
 
 def _validate_group_pipeline(settings: RunSettings) -> None:
@@ -370,9 +374,9 @@ def _validate_offline(settings: RunSettings) -> None:
   if settings.plays:
     if settings.num_epochs:
       raise ConfigError(
-        f'--config.num_epochs={settings.num_epochs}: {name} plays, and passes are '
-        'counted over files; set --config.num_steps, or name an algorithm that learns '
-        'from files'
+        f'--config.num_epochs={settings.num_epochs}: counts passes over files, '
+        f'and {name} learns from rollouts: set --config.num_steps, or use an '
+        'algorithm that learns from files'
       )
     return
   data_format = algorithm.data_format
@@ -381,19 +385,19 @@ def _validate_offline(settings: RunSettings) -> None:
     raise ConfigError(f'{where} learns from files: set --config.dataset.path=…')
   if algorithm.batch_unit == 'pair' and data_format != 'preference':
     raise ConfigError(
-      f"{where} compares pairs: only data_format='preference' has them, not "
+      f"{where} compares pairs, which only data_format='preference' has, not "
       f'{data_format!r}'
     )
   for column in sorted(ROLLOUT_COLUMNS.keys() & _required_columns(algorithm)):
     raise ConfigError(
-      f'{where} needs {ROLLOUT_COLUMNS[column]}, which files do not hold'
+      f'{where} needs {ROLLOUT_COLUMNS[column]}, which files do not have'
     )
   reads_old = 'old_logprobs' in requirements.fields_read(algorithm)
   if reads_old and algorithm.old_logprobs_source == 'rollout':
     raise ConfigError(
-      f'{where} compares with the log-probs of whoever wrote the rows, which files do '
-      "not hold; old_logprobs_source='decoupled' in its Algorithm takes those of the "
-      'learner before the update in their place'
+      f'{where} needs the log-probs that tokens were sampled with, which files do not '
+      "have; with old_logprobs_source='decoupled' in its Algorithm, the learner "
+      'computes them before the update'
     )
   for key, calls in (
     ('group_filter', settings.group_filters),
@@ -420,8 +424,9 @@ def _validate_sampler(settings: RunSettings) -> None:
     samplers.find_sampler(settings.algorithm.sampler)
   elif sampler := settings.algorithm_options['sampler']:
     raise ConfigError(
-      f'--config.algorithm.sampler={sampler}: algorithm '
-      f'{settings.algorithm_name} takes all of its rows from files, in their own order'
+      f'--config.algorithm.sampler={sampler}: has no effect here: algorithm '
+      f'{settings.algorithm_name} reads all of its rows from files, in their '
+      'own order'
     )
 
 
@@ -436,14 +441,14 @@ def validate_teachers(settings: RunSettings) -> None:
   if not batch_fields.teacher_fields(settings.algorithm):
     if teacher.named:
       raise ConfigError(
-        f'{TEACHER_CHECKPOINT}={settings.text("teacher.checkpoint")}: algorithm '
-        f'{name} asks no teacher'
+        f'{TEACHER_CHECKPOINT}={settings.text("teacher.checkpoint")}: has no '
+        f'effect here: algorithm {name} does not use a teacher'
       )
     return
   batch_fields.teacher_top_k(settings.algorithm)
   if not teacher.named:
     raise ConfigError(
-      f'algorithm {name} asks a teacher: name its folder, {TEACHER_CHECKPOINT}=FOLDER'
+      f'algorithm {name} needs a teacher: set {TEACHER_CHECKPOINT}=FOLDER'
     )
   if settings.plays:
     for tag in filter(None, teacher.folders):
@@ -469,21 +474,25 @@ def _validate_store(settings: RunSettings) -> None:
   )
   name = settings.algorithm_name
   if not settings.plays:
-    raise ConfigError(f'{where}: {name} learns from files of {algorithm.data_format}')
+    raise ConfigError(
+      f'{where}: has no effect here: {name} learns from files of '
+      f'{algorithm.data_format}'
+    )
   if 'greedy_mask' in requirements.needs(algorithm):
     raise ConfigError(
-      f'{where}: {name} needs a greedy attempt at each task, which explorers do not '
-      'play'
+      f'{where}: {name} needs a greedy attempt at each task, which a store '
+      'does not have'
     )
   if samplers.find_sampler(algorithm.sampler)[0].reuses and store.uses > 1:
     raise ConfigError(
-      f'{where}: --config.algorithm.sampler={algorithm.sampler} says how often a group '
-      'is used: leave uses=1'
+      f'{where}: --config.algorithm.sampler={algorithm.sampler} already '
+      'decides how often a group is used: leave uses=1'
     )
   for key in ('weight_sync.policy', 'rollout.async_ratio'):
     value = settings.text(key)
     if value not in ('fixed', 0):
       raise ConfigError(
-        f'--config.{key}={value}: has no effect here: nothing is played, see '
-        f'{where}; rollout.staleness_policy bounds the age of what is learned from'
+        f'--config.{key}={value}: has no effect here: this run plays nothing, '
+        f'but trains from {where}. To limit the age of groups, set '
+        'rollout.staleness_policy'
       )

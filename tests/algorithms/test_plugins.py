@@ -160,5 +160,7 @@ def test_a_part_by_dotted_path_and_its_options(folder, slot, name, option):
 def test_a_folder_that_no_call_string_can_name(tmp_path):
   folder = tmp_path / 'my parts'
   folder.mkdir()
-  with pytest.raises(ConfigError, match=r'may hold letters, .* rename the folder'):
+  with pytest.raises(
+    ConfigError, match=r'may only contain letters, .* rename the folder'
+  ):
     plugins.read(str(folder))

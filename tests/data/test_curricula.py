@@ -85,7 +85,7 @@ def test_mixture_without_weights_goes_by_size():
     ('(1,)', 'it has 2: a, b'),
     ('(1, -1)', 'none negative'),
     ('(0, 0)', 'not all 0'),
-    ('(1, 0.00001)', 'below one in 1000'),
+    ('(1, 0.00001)', 'less than one of 1000'),
   ],
 )
 def test_mixtures_that_cannot_be(weights, words):
@@ -191,7 +191,7 @@ def test_sources_are_joined_and_rows_know_theirs(tmp_path):
   assert Counter(row[SOURCE_KEY] for row in limited) == {str(file): 3, made: 2}
   with pytest.raises(DataError, match='twice'):
     load_rows(f'{file} + {file}')
-  with pytest.raises(ConfigError, match='nothing stands beside'):
+  with pytest.raises(ConfigError, match='nothing on one side of'):
     load_rows(f'{file} + ')
   data = GlobalDataset(
     path=parse_row_sources(f'{file} + {made}'),

@@ -38,7 +38,7 @@ def test_seed_zero_is_a_seed_and_seeds_differ():
   tasks = [make(seed=seed).get_task(0) for seed in range(20)]
   assert len({task.index for task in tasks}) > 3
   assert tasks[0].seed == 0
-  with pytest.raises(ValueError, match='give one'):
+  with pytest.raises(ValueError, match='pass one'):
     make().get_data_item()
 
 

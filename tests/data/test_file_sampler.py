@@ -91,7 +91,7 @@ async def test_rows_that_are_too_long_are_left_out_and_counted(chat):
   assert sampler.skipped == 1
   groups = await sampler.next(0)
   assert max(len(row.tokens) for group in groups for row in group) <= 100
-  with pytest.raises(DataError, match='nothing fits in 100 tokens'):
+  with pytest.raises(DataError, match='no row fits in 100 tokens'):
     FileSampler(chat, long, max_length=100)
 
 
@@ -106,11 +106,11 @@ def test_rows_with_nothing_to_learn_are_errors(chat, tmp_path):
       FileSampler(chat, [{'messages': bad}])
   with pytest.raises(DataError, match='row 0: two assistant messages follow'):
     FileSampler(chat, [{'messages': [USER, REPLY, REPLY]}])
-  with pytest.raises(DataError, match='row 0: it begins with an assistant message'):
+  with pytest.raises(DataError, match='row 0: the conversation begins with an'):
     FileSampler(chat, [{'messages': [REPLY, USER, REPLY]}])
-  with pytest.raises(DataError, match=r"by --config\.dataset\.keys='response=KEY'"):
+  with pytest.raises(DataError, match=r"set --config\.dataset\.keys='response=KEY'"):
     FileSampler(chat, [{'question': 'x', 'answer': 'y'}])
-  with pytest.raises(DataError, match='row 1: its text is empty'):
+  with pytest.raises(DataError, match='row 1: the text is empty'):
     FileSampler(chat, [{'text': 'x'}, {'text': ''}], data_format='text')
   with pytest.raises(ConfigError, match="no schema 'mesages'"):
     FileSampler(chat, ROWS, data_format='mesages')

@@ -213,7 +213,7 @@ async def test_what_is_past_the_bound_leaves_the_buffer():
   bound = make(text, max_staleness=1)[0]
   assert await run(bound, range(5)) == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
   assert bound.metrics()['sampler/buffer_size'] == 2
-  with pytest.raises(ConfigError, match=r'cooldown=2: .* 1 steps, so no group'):
+  with pytest.raises(ConfigError, match=r'cooldown=2: no group .* 1 steps'):
     make('replay(cooldown=2)', max_staleness=1)
 
 
@@ -272,10 +272,10 @@ def same(groups, others):
     ('lifo', 'There are: fifo, mixed, replay, staleness, warmup'),
     ('replay(decai=1)', "no option 'decai'. Did you mean 'decay'"),
     ('replay(decay=-1)', 'decay=-1: must be at least 0'),
-    ('replay(fresh=0)', r'fresh=0: must lie in \(0, 1\]'),
+    ('replay(fresh=0)', 'fresh=0: must be above 0'),
     ('replay(use_limit=0)', 'use_limit=0: must be at least 1'),
     ('replay(capacity=1.5)', 'must be a int'),
-    ('mixed(expert_share=1)', 'must lie between 0 and 1'),
+    ('mixed(expert_share=1)', 'must be between 0 and 1'),
     ('mixed(expert_share=.9)', 'leaves 0 of 8 rows for rollouts'),
     ('warmup(steps=0)', 'steps=0: must be at least 1'),
     ('staleness(max_staleness=-1)', 'must be at least 0'),

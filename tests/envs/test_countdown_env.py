@@ -134,7 +134,7 @@ def test_errors():
     CountdownEnv(count=1)
   with pytest.raises(ValueError, match='max_chars'):
     CountdownEnv(max_chars=5000)
-  with pytest.raises(ValueError, match='start at 1'):
+  with pytest.raises(ValueError, match='must be at least 1'):
     CountdownEnv(attempts=0)
   with pytest.raises(ValueError, match='raise largest_target'):
     draw_countdown(0, count=2, largest=1, largest_target=1)

@@ -127,7 +127,7 @@ def test_nested_braces():
 
 
 def test_without_a_task_it_says_so():
-  with pytest.raises(ValueError, match='needs a dataset'):
+  with pytest.raises(ValueError, match='needs a data set'):
     MathEnv().reset(seed=0)
 
 

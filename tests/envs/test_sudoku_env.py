@@ -129,9 +129,9 @@ def test_a_wrong_cell_may_be_filled_anew():
 
 
 def test_errors():
-  with pytest.raises(ValueError, match='box is 2 or 3'):
+  with pytest.raises(ValueError, match='box must be 2 or 3'):
     SudokuEnv(box=4)
-  with pytest.raises(ValueError, match='1 and 54'):
+  with pytest.raises(ValueError, match='from 1 to 54'):
     SudokuEnv(blanks=60)
   with pytest.raises(RuntimeError, match='reset'):
     env_factory('sudoku')().step('r1c1=1')

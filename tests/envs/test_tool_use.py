@@ -186,7 +186,7 @@ async def test_a_template_without_tools_is_refused(chat):
   )
   row, _ = await play(ChatTokenizer(tokenizer), [], PLAIN)
   assert row.stop_reason == 'env_reset_failed'
-  assert 'leaves tools out' in row.extras['error']
+  assert 'does not render tools' in row.extras['error']
 
 
 async def test_what_fails_to_start_fails_the_reset(chat):
@@ -242,7 +242,7 @@ def test_who_sets_the_tasks():
     ({**PLAIN, 'tools': ''}, 'name at least one'),
     ({**PLAIN, 'tools': 'pythn'}, "Did you mean 'python'"),
     ({**PLAIN, 'tool': 'python'}, "Did you mean 'tools'"),
-    ({**PLAIN, 'max_calls': 0}, 'start at 1'),
+    ({**PLAIN, 'max_calls': 0}, 'must be at least 1'),
   ],
 )
 def test_wrong_options_are_told_before_a_run(options, words):

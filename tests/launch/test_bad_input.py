@@ -28,8 +28,8 @@ def refused(folder, capsys, *options, config=runs.DEBUG):
 
 SETTINGS = {
   '--config.rollout.num_slot=3': 'did you mean --config.rollout.max_num_seqs?',
-  '--config.num_steps=many': 'wants a whole number',
-  '--config.batch.max_length=1.5': 'wants a whole number',
+  '--config.num_steps=many': 'must be a whole number',
+  '--config.batch.max_length=1.5': 'must be a whole number',
   '--config.sft.num_steps=0 --config.num_steps=0': 'nothing to do',
   '--config.num_steps=-1': 'num_steps=-1: must be at least 0',
   '--config.batch.num_groups=0': 'batch.num_groups=0: must be at least 1',
@@ -49,7 +49,7 @@ SETTINGS = {
   '--config.dataset.curriculum=mixture(weights=(3,1))': 'it has 1, joined by',
   '--config.algorithm.policy_loss=ppo_clip(cliplow=.1)': "no option 'cliplow'",
   '--config.batch.packing=first_fit() --config.rollout.engine=jax(exact=True)': (
-    'packing or exact mode'
+    'packing and exact mode'
   ),
   (
     '--config.batch.packing=first_fit() --config.batch.num_micro_batches=2'
@@ -122,7 +122,7 @@ def test_prompts_of_which_none_fits(tmp_path, capsys):
   question = ' '.join(str(i) for i in range(200))
   path = jsonl(tmp_path / 'rows.jsonl', [{**GOOD, 'question': question}] * 4)
   said = refused(tmp_path, capsys, f'--config.dataset.path={path}')
-  assert 'none of 8 tasks can be begun' in said and 'max_length=64' in said
+  assert 'none of the first 8 tasks can be started' in said and 'max_length=64' in said
 
 
 def test_an_environment_that_cannot_begin(tmp_path, capsys):
@@ -185,7 +185,7 @@ def test_an_environment_that_refuses_an_empty_reply_is_warned_of_with_its_line(
 ):
   options = ('--config.num_steps=1', '--config.sft.num_steps=0')
   runs.record(tmp_path / 'run', *options, config=own_env(tmp_path))
-  (line,) = [text for text in caplog.messages if "a step with ''" in text]
+  (line,) = [text for text in caplog.messages if 'a trial step' in text]
   assert line.endswith(f'division by zero ({tmp_path}/own.py, line 6)')
 
 
@@ -195,7 +195,7 @@ def test_no_environment_and_too_many(tmp_path, capsys):
   )
   none, many = tmp_path / 'none.py', tmp_path / 'many.py'
   none.write_text(text + '  del c.env.arithmetic\n  return c\n')
-  assert 'names no environment' in refused(tmp_path, capsys, config=str(none))
+  assert 'has no environment' in refused(tmp_path, capsys, config=str(none))
   more = "  for x in 'ab':\n    c.env[x] = base.env_section('math')\n  return c\n"
   many.write_text(text + more)
   said = refused(tmp_path, capsys, config=str(many))

@@ -79,5 +79,5 @@ def test_options_replaced_in_a_text():
 
 @pytest.mark.parametrize('text', ['a +', '+ a', 'a + + b'])
 def test_a_missing_term_is_an_error(text):
-  with pytest.raises(ConfigError, match='nothing stands beside'):
+  with pytest.raises(ConfigError, match='nothing on one side of'):
     call_syntax.parse_calls(text)

@@ -99,8 +99,8 @@ def test_values_may_follow_after_a_space_and_flags_may_stand_bare(file):
     ('num_steps=1.5', ['--config.num_steps=1.5', 'whole number']),
     ('num_steps=none', ['whole number']),
     ('num_steps=inf', ['whole number']),
-    ('rate=fast', ['wants a number']),
-    ('rate=nan', ['wants a number']),
+    ('rate=fast', ['must be a number']),
+    ('rate=nan', ['must be a number']),
     ('on=maybe', ['true or false']),
     ('shape=a,b', ['whole number']),
     ('num_steps', ['a value is missing']),
@@ -118,8 +118,8 @@ def test_a_wrong_override_gets_one_clear_line(file, override, words):
 @pytest.mark.parametrize(
   'argv, word',
   [
-    ([], 'which config'),
-    (['quickstart.py'], 'cannot read'),
+    ([], 'no config given'),
+    (['quickstart.py'], 'unexpected argument'),
     (['--confg=x.py'], 'did you mean --config'),
     (['--seed.x=1'], '--config.seed.x'),
     (['--config=x.py', '--workdir='], 'needs a value'),
@@ -143,11 +143,11 @@ def test_algorithm_reaches_get_config(file):
 @pytest.mark.parametrize(
   'text, word',
   [
-    ('x = 1', 'defines no get_config'),
+    ('x = 1', 'does not define get_config'),
     ('def get_config(: pass', 'line 1: '),
     ('\nraise RuntimeError("boom")', 'line 2: RuntimeError: boom'),
     ('def get_config():\n  return nothing', 'line 2: NameError'),
-    ('def get_config():\n  return {}', 'gave dict, not a ConfigDict'),
+    ('def get_config():\n  return {}', 'returned a dict, not a ConfigDict'),
   ],
 )
 def test_a_broken_config_file_says_where(file, text, word):

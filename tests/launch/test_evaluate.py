@@ -97,9 +97,9 @@ def test_a_tag_on_its_own_with_its_failures():
   [
     (['--checkpoint=nowhere'], 'model.checkpoint=nowhere'),
     (['--k=8', '--config.eval.group_size=4'], 'set --config.eval.group_size=8'),
-    (['--k=1,x'], 'wants whole numbers'),
+    (['--k=1,x'], 'must be whole numbers'),
     (['--json=no/such/folder/x.json'], 'there is no folder no/such/folder'),
-    (['--config.model.lora=lora()'], 'and leave model.lora out'),
+    (['--config.model.lora=lora()'], 'has no effect without training'),
     (['--config.dataset.path=none.jsonl'], 'none.jsonl'),
     (['--config.eval.num_tasks=-2'], 'num_tasks=-2: must be at least -1'),
     (['--chekpoint=x'], 'did you mean --checkpoint?'),
@@ -120,7 +120,7 @@ def test_games_without_an_end_are_refused_at_the_start(tmp_path, capsys):
   options = ('--config.eval.interval=1', '--config.eval.num_tasks=-1')
   lake = f'--config={runs.ROOT}/configs/frozen_lake.py'
   assert train.main([lake, f'--workdir={tmp_path}', *runs.BARE, *options]) == 2
-  assert 'say how many tasks' in capsys.readouterr().err
+  assert 'set the number of tasks' in capsys.readouterr().err
 
 
 def test_each_tag_has_its_gauge():

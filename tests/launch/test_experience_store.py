@@ -95,9 +95,9 @@ def test_stored_groups_teach_what_played_ones_do(tmp_path, monkeypatch):
   assert {'loss/total', 'optimizer/grad_norm'} <= learned(again)[0][1].keys()
   assert tokens(again) == tokens(direct) and len(tokens(again)) == 6
   monkeypatch.undo()
-  with pytest.raises(ConfigError, match='has learned from a store'):
+  with pytest.raises(ConfigError, match='trains from a store'):
     runs.record(tmp_path / 'again', *options, '--config.num_steps=4')
-  with pytest.raises(ConfigError, match='has played what it learned from'):
+  with pytest.raises(ConfigError, match='has played its own episodes'):
     place = source(tmp_path, reader='b')
     runs.record(tmp_path / 'direct', *options, '--config.num_steps=4', place)
 
@@ -134,7 +134,7 @@ def test_explorers_then_trainers_until_nothing_is_left(tmp_path, capsys):
       ['--config.weight_sync.policy=trainer'],
       'weight_sync.policy=trainer: has no effect',
     ),
-    (['--config.algorithm.sampler=replay'], 'says how often a group is used'),
+    (['--config.algorithm.sampler=replay'], 'already decides how often'),
     (
       ['--config.dataset.experience_store=store(url="x", use=1)'],
       "Did you mean 'uses'",
@@ -155,13 +155,13 @@ def test_what_has_no_effect_is_refused(options, said, tmp_path, capsys):
   [
     (
       ['--config.trajectory_dump.columns=[["task_idx","bigint"]]'],
-      'keeps groups whole',
+      'keeps whole groups',
     ),
     (
       ['--config.trajectory_dump.save_arrays=false'],
-      'trajectory_dump.save_arrays: an experience store keeps groups whole',
+      'trajectory_dump.save_arrays: has no effect here',
     ),
-    (['--config.dataset.experience_store=sqlite:////x.db'], 'is where training reads'),
+    (['--config.dataset.experience_store=sqlite:////x.db'], 'does not read a store'),
     (['--config.trajectory_dump.path=store(url="sqlite://")'], 'names no file'),
   ],
 )

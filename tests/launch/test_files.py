@@ -24,7 +24,7 @@ def load(algorithm, *overrides, config=runs.DEBUG):
   [
     ('sft', ['dataset.path='], ['sft learns from files', '--config.dataset.path']),
     ('grpo', ['num_epochs=2'], ['--config.num_epochs=2.0', 'set --config.num_steps']),
-    ('raft', ['num_epochs=2'], ['name an algorithm that learns from files']),
+    ('raft', ['num_epochs=2'], ['use an algorithm that learns from files']),
     ('sft', ['rollout.group_filter=accuracy'], ['group_filter=accuracy', 'no effect']),
     (
       'sft',
@@ -51,12 +51,12 @@ def load(algorithm, *overrides, config=runs.DEBUG):
     (
       'raft',
       ['algorithm.schema=messages', 'algorithm.policy_loss=ppo_clip'],
-      ['algorithm raft compares', "old_logprobs_source='decoupled'"],
+      ['algorithm raft needs the log-probs', "old_logprobs_source='decoupled'"],
     ),
     (
       'raft',
       ['algorithm.schema=messages', 'algorithm.advantage=grpo(rank_penalty=.1)'],
-      ['log-probs of whoever wrote the rows', 'do not hold'],
+      ['log-probs that tokens were sampled with', 'do not have'],
     ),
     (
       'raft',

@@ -126,10 +126,10 @@ def test_the_bound_without_a_rule_follows_from_ratio_and_style(rollout, most):
 @pytest.mark.parametrize(
   'options, said',
   [
-    ({'sync': 'asynchronous'}, "set --config.rollout.staleness_policy='drop"),
+    ({'sync': 'asynchronous'}, "such as --config.rollout.staleness_policy='drop"),
     (
       {'sync': 'fixed(interval=4)', 'staleness_policy': 'drop(max=2)'},
-      'tokens are up to 3 steps old.*raise max, or lower the interval',
+      'tokens are already up to 3 steps old.*raise max, or lower the interval',
     ),
     ({'algorithm': 'rloo', 'staleness_policy': 'recompute'}, 'nothing to recompute'),
   ],

@@ -41,10 +41,10 @@ def test_a_run_learns_from_joined_steps(lake, tmp_path):
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
-    ((), 'algorithm gigpo tells the steps of an episode apart'),
+    ((), 'algorithm gigpo needs each turn in its own row'),
     (
       ('--config.rollout.engine=jax(exact=True)',),
-      "an exact engine's learner has one sequence a row",
+      'an exact engine needs each sequence in its own row',
     ),
   ],
 )

@@ -157,7 +157,7 @@ def test_whole_machines_leave_room_for_the_engines():
   plan = placement.plan_placement(config('auto', large, 0), [ClusterNode(gpus=3)] * 4)
   assert [seat.claims for seat in plan.learners] == [{'GPU': 3.0}] * 2
   assert len(plan.engines) == 2  # on each machine that is left one device is over
-  with pytest.raises(ConfigError, match='one engine would have 2 GPU'):
+  with pytest.raises(ConfigError, match='one engine would need 2 GPU'):
     placement.plan_placement(config('auto', large, 0), [ClusterNode(gpus=1)] * 4)
 
 
@@ -167,7 +167,7 @@ def test_tpus_are_split_and_never_shared():
   )
   assert plan.learners[0].claims == {'TPU': 4.0}
   assert [seat.claims for seat in plan.engines] == [{'TPU': 1.0}] * 4
-  with pytest.raises(ConfigError, match='a TPU serves one process'):
+  with pytest.raises(ConfigError, match='a TPU can only be used by one process'):
     placement.plan_placement(config('colocated'), [ClusterNode(tpus=8)])
 
 
@@ -192,21 +192,21 @@ def test_hosts_without_accelerators_have_no_budget_and_say_so(monkeypatch):
   'asked, engine, engines, gpus, said',
   [
     ('colocated(learner=.6)', 'vllm(gpu_memory_utilization=.5)', 1, 1, '0.6 [+] 0.5'),
-    ('colocated(memory=.5, learner=.5)', 'jax', 1, 1, 'each need a share'),
-    ('split', 'vllm(gpu_memory_utilization=.95)', 1, 8, 'the budget is memory=0.9'),
-    ('split', 'jax', 1, 1, 'take colocated'),
-    ('split(devices=8)', 'jax', 0, 8, 'more than the 8'),
+    ('colocated(memory=.5, learner=.5)', 'jax', 1, 1, 'each be above 0'),
+    ('split', 'vllm(gpu_memory_utilization=.95)', 1, 8, 'budget of memory=0.9'),
+    ('split', 'jax', 1, 1, 'use colocated'),
+    ('split(devices=8)', 'jax', 0, 8, 'exceed the 8'),
     ('split(devices=4)', 'jax', 5, 8, '5 × 1 for engines'),
     ('colocated', 'jax', 9, 8, '9 engines'),
-    ('colocated(sleep=True)', 'jax', 1, 1, 'vLLM alone gives its memory back'),
-    ('colocated(sleep=True)', 'vllm', 1, 0, 'there is none .CPU.'),
-    ('colocated(sleep=True, learner=.3)', 'vllm', 1, 1, 'leave learner out'),
+    ('colocated(sleep=True)', 'jax', 1, 1, 'only vLLM can give its memory back'),
+    ('colocated(sleep=True)', 'vllm', 1, 0, 'there is none here .devices: CPU.'),
+    ('colocated(sleep=True, learner=.3)', 'vllm', 1, 1, 'leave it out'),
     (
       'colocated(sleep=True)',
       'vllm(gpu_memory_utilization=.95)',
       1,
       1,
-      'the budget is memory=0.9',
+      'budget of memory=0.9',
     ),
     ('split(memory=1.2)', 'jax', 1, 8, 'a share of a device'),
     ('split(learner=2)', 'jax', 1, 8, "Did you mean 'learners'"),
@@ -230,7 +230,7 @@ def test_in_turns_each_has_the_whole_budget():
   (seat,) = placement.plan_placement(asks, [ClusterNode(gpus=1)]).engines
   assert seat.options == {'enable_sleep_mode': True} and seat.memory == 0.8
   pushing = qwen('colocated(sleep=True)', sync='trainer')
-  with pytest.raises(ConfigError, match='policy=trainer sends weights while'):
+  with pytest.raises(ConfigError, match='policy=trainer sends it weights'):
     placement.plan_placement(pushing, [ClusterNode(gpus=1)])
   # Where nobody learns there is no turn to take.
   (seat,) = placement.plan_placement(
@@ -240,7 +240,7 @@ def test_in_turns_each_has_the_whole_budget():
 
 
 def test_a_process_has_the_devices_of_one_machine():
-  with pytest.raises(ConfigError, match='no machine has more than 4; raise learners'):
+  with pytest.raises(ConfigError, match='no machine has more than 4: raise learners'):
     placement.plan_placement(
       config('split(devices=6)', engines=2), [ClusterNode(gpus=4)] * 2
     )
@@ -255,7 +255,7 @@ def test_one_process_keeps_within_its_share():
   assert placement.single_process_env(config(ray=False)) == {}
   env = placement.single_process_env(config('colocated(memory=.7)', ray=False))
   assert env == {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.7'}
-  with pytest.raises(ConfigError, match='whose memory is one'):
+  with pytest.raises(ConfigError, match='share the memory of one process'):
     placement.single_process_env(config('colocated(learner=.4)', ray=False))
 
 

@@ -270,11 +270,11 @@ def test_the_command_line(tmp_path, capsys):
   'argv, word',
   [
     (['--topology=cpu:0'], 'cpu:1'),
-    (['--topology=cpu:1', '--sweep=batch'], 'mesh alone'),
-    (['--topology=cpu:1', '--config.model.checkpoint=Qwen9'], 'published'),
+    (['--topology=cpu:1', '--sweep=batch'], "must be 'mesh'"),
+    (['--topology=cpu:1', '--config.model.checkpoint=Qwen9'], 'neither such a folder'),
     (['--topology=cpu:1', '--config.mesh=data=3'], 'mesh'),
     ([], 'TOPOLOGY'),
-    (['--topology=cpu:1', '--json=nowhere/plan.json'], 'no such folder'),
+    (['--topology=cpu:1', '--json=nowhere/plan.json'], 'there is no folder nowhere'),
     (['--topology=cpu:1', '--config.kernels=fast'], 'is not one of auto, reference'),
     (['--topology=cpu:1', '--config.model.dtype=float8'], 'There are: bfloat16'),
     (

@@ -32,7 +32,9 @@ def test_an_axis_that_takes_all_devices_leaves_one_replica():
   assert (parse_mesh('fsdp=2').data, parse_mesh('').data) == (-1, -1)
   with pytest.raises(ConfigError, match='fsdp=0 must be at least 1'):
     parse_mesh('fsdp=0')
-  with pytest.raises(ConfigError, match='data and fsdp are -1'):
+  with pytest.raises(
+    ConfigError, match='only one axis can be -1, and data and fsdp are'
+  ):
     parse_mesh('data=-1, fsdp=-1')
 
 

@@ -141,18 +141,18 @@ def refused_while_playing(workdir, *options):
   ('spec', 'message'),
   [
     ('jugde(url="x")', "no grader 'jugde'. Did you mean 'judge'"),
-    ('judge', "judge: give a checkpoint='…', or a url='…' and a model='…'"),
-    ('judge(url="http://h/v1")', "judge: a url needs a model='…'"),
+    ('judge', "judge: set either checkpoint='FOLDER', or url='…' and model='…'"),
+    ('judge(url="http://h/v1")', "judge: a url needs model='…'"),
     ('judge(url="h", model="m")', 'write http://HOST:PORT/v1'),
-    ('judge(url="http://h/v1", model="m", key_env="NO_SUCH_KEY")', 'no such variable'),
+    ('judge(url="http://h/v1", model="m", key_env="NO_SUCH_KEY")', 'is not set'),
     ('judge(url="http://h/v1", model="m", concurrency=0)', 'concurrency=0 at least 1'),
     ('judge(url="http://h/v1", model="m", timeout=0)', 'timeout=0 must be above 0'),
     ('judge(checkpoint="/none")', "judge: checkpoint='/none': no model in /none"),
     ('judge(url="http://h/v1", model="m", vote=2)', "no option 'vote'"),
     ('judge(url="http://h/v1", model="m", votes=2.5)', 'it must be a int'),
     ('reward_model(checkpoint="x", dtype="int8")', "it must be one of 'float32'"),
-    ('reward_model', "reward_model: name its folder, checkpoint='…'"),
-    ('env + env', 'env stands there twice'),
+    ('reward_model', "reward_model: set checkpoint='FOLDER'"),
+    ('env + env', "'env' is listed twice"),
     ('env(half=1)', "no option 'half'"),
     ('exact(otherwise="no")', "option 'otherwise' is 'no'"),
     ('exact(weight=True)', 'weight is True; it must be a number'),
@@ -167,7 +167,7 @@ def test_runs_that_play_nothing_are_refused():
   config = base.get_config()
   config.rollout.rewards = 'exact'
   reward_terms.validate_rewards(resolve_settings(config))
-  with pytest.raises(ConfigError, match='nothing is played'):
+  with pytest.raises(ConfigError, match='plays no episodes'):
     config = base.get_config('sft')
     config.rollout.rewards = 'exact'
     reward_terms.validate_rewards(resolve_settings(config))

@@ -68,7 +68,7 @@ def test_a_data_set_to_its_end_and_again(tmp_path, capsys):
     (['--config.trajectory_dump.pth=x'], 'did you mean --config.trajectory_dump.path'),
     (['--mode=test'], 'must be one of train, val'),
     (['--num_tasks=0'], 'must be positive'),
-    (['--num_tasks=few'], '--num_tasks=few: wants a whole number'),
+    (['--num_tasks=few'], '--num_tasks=few: must be a whole number'),
     (['--num_task=1'], 'did you mean --num_tasks'),
     (['--group_size=0'], 'at least 1'),
     (['--config.cluster.num_engines=2'], 'needs --config.cluster.ray=true'),

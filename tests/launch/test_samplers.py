@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_told_before_work(tmp_path, spec, options, message)
 
 def test_every_tag_needs_a_group(tmp_path):
   options = ('--config.algorithm.sampler=replay', '--config.batch.num_groups=2')
-  with pytest.raises(ConfigError, match=r'1 of 2 groups .* raise'):
+  with pytest.raises(ConfigError, match=r'1 of the 2 groups .* raise'):
     runs.record(tmp_path, *TINY, *options, config=TWO_TAGS)
 
 

@@ -31,10 +31,10 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize(
   'options, said',
   [
-    ((), 'which checkpoint?'),
+    ((), 'no model to serve'),
     (('--checkpoint=nowhere',), 'nowhere'),
     (('--checkpoint=x', '--port=70000'), '--port=70000'),
-    (('--checkpoint=x', '--port=high'), 'wants a whole number'),
+    (('--checkpoint=x', '--port=high'), 'must be a whole number'),
     (('--checkpoint=x', '--host=0.0.0.0'), serve.API_KEY_ENV),
     (('--checkpoint=x', '--hots=a'), 'did you mean --host?'),
     (('--checkpoint=x', '--config.rollout.engine=vllm'), 'set --config.cluster.ray'),

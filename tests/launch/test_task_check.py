@@ -194,7 +194,7 @@ def test_the_command_of_the_docs_checks_repositories(tmp_path, capsys, monkeypat
     (runs.DEBUG, [], "the tasks of env.arithmetic cannot be checked, as 'math' has no"),
     (runs.DEBUG, ['--group_size=2'], '--group_size=2: has no effect with --check'),
     (runs.DEBUG, ['--part_size=2'], '--part_size=2: has no effect with --check'),
-    (runs.DEBUG, ['--check=maybe'], '--check=maybe: wants true or false'),
+    (runs.DEBUG, ['--check=maybe'], '--check=maybe: must be true or false'),
   ],
 )
 def test_what_cannot_be_checked(tmp_path, capsys, config, options, words):

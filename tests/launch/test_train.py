@@ -91,7 +91,7 @@ def test_sinks_can_be_left_out(folder, built):
   'argv, words',
   [
     (['--config.sed=1'], 'did you mean --config.seed'),
-    (['--config.num_steps=x'], 'wants a whole number'),
+    (['--config.num_steps=x'], 'must be a whole number'),
     (['--config.logging.sinks=mlflow'], "no sink 'mlflow'"),
     (['--worksdir=x'], 'did you mean --workdir'),
   ],

@@ -63,13 +63,13 @@ REFUSED = {
   "shared_memory(dtype='int8')": "no dtype 'int8'",
   'auto(keep=2)': "no option 'keep'",
   'object_store(part=1)': "no option 'part'",
-  'inprocess': 'take auto or object_store',
+  'inprocess': 'use auto or object_store',
   'checkpoint': 'needs a folder',
   'nccl(buffer_bytes=0)': 'buffer_bytes must be at least 1',
   'shared_memory(full_every=2)': "no option 'full_every'",
   'ipc(keep=2)': "no option 'keep'",
   'ipc(dtype="bfloat8")': "Did you mean 'bfloat16'",
-  'nccl': 'engine=jax takes no weights from GPU to GPU',
+  'nccl': 'engine=jax cannot receive weights from GPU to GPU',
 }
 
 
@@ -115,9 +115,9 @@ def test_from_gpu_to_gpu_the_learner_needs_what_vllm_has(text, monkeypatch, tmp_
     ('nccl', 'split', [8], ''),
     ('nccl', 'split(learners=2, devices=2)', [4, 4], ''),
     ('ipc', 'auto', [0], 'no GPU here'),
-    ('nccl', 'colocated', [1], 'take ipc'),
-    ('ipc', 'split', [2], 'take nccl'),
-    ('ipc', 'colocated', [2, 2], 'across the 2 machines'),
+    ('nccl', 'colocated', [1], 'use ipc'),
+    ('ipc', 'split', [2], 'use nccl'),
+    ('ipc', 'colocated', [2, 2], 'the 2 machines of this run cannot'),
   ],
 )
 def test_each_way_from_gpu_to_gpu_needs_its_placement(text, asked, gpus, said):
@@ -138,7 +138,7 @@ def test_without_a_learner_nobody_sends():
   alone = placement.plan_placement(
     resolve_settings(config), [placement.ClusterNode(gpus=2)], has_learner=False
   )
-  with pytest.raises(ConfigError, match='no learner to send'):
+  with pytest.raises(ConfigError, match='no learner that could send'):
     weight_transport.check_placement(WeightTransport('nccl'), alone)
 
 
@@ -169,7 +169,7 @@ ADAPTERS = "lora(rank=2,send='adapters')"
 @pytest.mark.parametrize(
   ('text', 'words'),
   [
-    ('shared_memory', 'take object_store, or leave send out'),
+    ('shared_memory', 'use object_store, or leave send out'),
     ('object_store(dtype="bfloat16")', "lora(base='bfloat16')"),
   ],
 )

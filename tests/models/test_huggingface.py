@@ -160,7 +160,9 @@ NAME = 'model.layers.1.mlp.up_proj.weight'
 def test_bad_tensors_are_named(folder):
   path = r'.*model\.safetensors'
   edit_weights(folder, lambda t: t.update(stray=np.zeros(3, np.float32)))
-  with pytest.raises(ValueError, match=f'{path}: tensor stray has no place in a qwen3'):
+  with pytest.raises(
+    ValueError, match=f'{path}: tensor stray does not belong to a qwen3'
+  ):
     huggingface.load(folder)
   edit_weights(folder, lambda t: (t.pop('stray'), t.update({NAME: t[NAME][:-1]})))
   with pytest.raises(
@@ -206,7 +208,7 @@ def test_index_must_agree(tmp_path):
 def test_torn_files_are_named(folder):
   path = folder / 'model.safetensors'
   path.write_bytes(path.read_bytes()[:-100])
-  with pytest.raises(ValueError, match=r'model\.safetensors is not a whole'):
+  with pytest.raises(ValueError, match=r'model\.safetensors is not a complete'):
     huggingface.load(folder)
   path.unlink()
   with pytest.raises(FileNotFoundError, match=r'model\.safetensors is not there'):

@@ -125,14 +125,14 @@ def test_replay_is_refused_where_there_is_nothing_to_replay(made):
   model, _ = made
   with pytest.raises(ValueError, match='router_replay and exact mode exclude'):
     dataclasses.replace(model, exact=Exact(rows=8))
-  with pytest.raises(ValueError, match='router_replay is of models with experts'):
+  with pytest.raises(ValueError, match='router_replay needs a model with experts'):
     dataclasses.replace(model, config=small.config())
 
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'num_experts_per_token': 6}, 'at most all experts'),
+    ({'num_experts_per_token': 6}, 'at most num_experts'),
     ({'moe_intermediate_size': 0}, 'moe_intermediate_size=0'),
     ({'family': 'qwen3'}, 'has no experts'),
   ],

@@ -73,7 +73,9 @@ def test_a_critics_head_scores_the_state_after_the_last_token(tmp_path):
 def test_what_scores_nothing_is_refused(tmp_path, classifier):
   model, params = small.model_and_params()
   huggingface.save(tmp_path / 'plain', model.config, params)
-  with pytest.raises(ValueError, match=r'plain scores nothing: config\.json names no'):
+  with pytest.raises(
+    ValueError, match=r'plain is not a reward model: config\.json names no'
+  ):
     huggingface.load_scorer(tmp_path / 'plain')
   folder = tmp_path / 'labels'
   folder.mkdir()

@@ -92,7 +92,7 @@ def test_an_expert_axis_that_does_not_divide_is_named(algorithm):
 def test_a_model_without_experts_is_refused(algorithm):
   model, _ = small.model_and_params(vocab_size=64)
   mesh = make_mesh(data=4, expert=2)
-  with pytest.raises(ConfigError, match=r'expert=2 shares out experts.*family qwen3,'):
+  with pytest.raises(ConfigError, match=r'expert=2 splits experts.*family qwen3,'):
     train_state.state_shapes(StepSpec(model, algorithm), mesh)
   # A dense teacher of a student with experts has this mesh.
   train_state.params_shapes(StepSpec(model, algorithm), mesh)

@@ -121,7 +121,7 @@ async def test_a_run_resumes_to_the_bit_and_writes_no_frozen_weight(tmp_path):
   await second.update(toy.groups(2))
   want, got = named(whole._state), named(second._state)
   assert not moved(want, got)
-  with pytest.raises(CheckpointError, match='adapters of another model'):
+  with pytest.raises(CheckpointError, match='trained on another model'):
     await made(seed=1).restore(checkpointer)
   checkpointer.close()
 

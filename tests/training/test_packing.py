@@ -373,9 +373,9 @@ def test_why_packed_rows_compile_late():
 @pytest.mark.parametrize(
   'asked, options, words',
   [
-    ({'tokens': 16}, {}, 'ask for at least tokens=24'),
+    ({'tokens': 16}, {}, 'set at least tokens=24'),
     ({'tokens': 48, 'length': 20}, {}, 'length=24'),
-    ({'tokens': 48, 'length': 64}, {}, 'ask for at least tokens=64'),
+    ({'tokens': 48, 'length': 64}, {}, 'set at least tokens=64'),
     ({'tokens': 48}, {'num_micro_batches': 2}, 'leave it at 1'),
     ({'tokens': 48, 'sequences': -1}, {}, 'at least 1'),
   ],
@@ -390,18 +390,18 @@ def test_what_cannot_be_is_refused(asked, options, words):
 
 def test_exact_mode_is_refused():
   model = dataclasses.replace(toy.model(), exact=Exact())
-  with pytest.raises(ConfigError, match='packing or exact mode'):
+  with pytest.raises(ConfigError, match='packing and exact mode'):
     packed_batch_builder.make_batch_builder(
       packed(), model, single_device_mesh(), num_micro_batches=1
     )
-  with pytest.raises(ValueError, match='no prefix_ids'):
+  with pytest.raises(ValueError, match='without prefix_ids'):
     ids = jnp.ones((1, 4), jnp.int32)
     model.policy_outputs(toy.params(), ids, ids, prefix_ids=ids)
 
 
 def test_rows_that_are_cut_are_refused():
   mesh = make_mesh(data=1, context=2, devices=jax.devices()[:2])
-  with pytest.raises(ConfigError, match=r'take context out of --config\.mesh'):
+  with pytest.raises(ConfigError, match=r'leave context out of --config\.mesh'):
     packed_batch_builder.make_batch_builder(
       packed(), toy.model(), mesh, num_micro_batches=1
     )
@@ -455,7 +455,9 @@ def test_pairs_for_which_there_is_no_room_are_refused_before_any_step():
   with pytest.raises(ConfigError, match='at least tokens=56'):
     pairs.warmup_shapes()
   assert layout(8, LENGTH, packed(48), 'dpo').warmup_shapes()
-  with pytest.raises(ConfigError, match=r'2 stay together .* at least sequences=2'):
+  with pytest.raises(
+    ConfigError, match=r'keeps 2 sequences together.* at least sequences=2'
+  ):
     layout(8, LENGTH, packed(48, sequences=1), 'dpo').warmup_shapes()
 
 

@@ -88,15 +88,16 @@ class MixedSampler(Sampler):
     self, source: GroupSource, *, expert_share: float = 0.5, reward: float | None = 1.0
   ):
     if not 0 < expert_share < 1:
-      raise ConfigError(f'expert_share={expert_share}: must lie between 0 and 1')
+      raise ConfigError(f'expert_share={expert_share}: must be between 0 and 1')
     super().__init__(source)
     rows, size = source.num_groups * source.group_size, source.group_size
     experts = math.ceil(round(expert_share * rows, 6))
     self.groups_from_queue = (rows - experts) // size
     if not self.groups_from_queue:
       raise ConfigError(
-        f'expert_share={expert_share} leaves {rows - experts} of {rows} rows for '
-        f'rollouts, and a group has {size}: lower it, or raise batch.num_groups'
+        f'expert_share={expert_share} leaves {rows - experts} of {rows} rows '
+        f'for rollouts, but a group needs {size}: lower it, or raise '
+        'batch.num_groups'
       )
     self._source = source
     self._reward = reward

@@ -85,7 +85,7 @@ class ReplaySampler(Sampler):
     capacity: int = 64,
   ):
     if not 0 < fresh <= 1:
-      raise ConfigError(f'fresh={fresh}: must lie in (0, 1]')
+      raise ConfigError(f'fresh={fresh}: must be above 0 and at most 1')
     for name, value in (('decay', decay), ('sigma', sigma)):
       if not 0 <= value < math.inf:
         raise ConfigError(f'{name}={value}: must be at least 0, and finite')
@@ -96,9 +96,9 @@ class ReplaySampler(Sampler):
     max_staleness = source.max_staleness
     if max_staleness is not None and max_staleness < cooldown:
       raise ConfigError(
-        f'cooldown={cooldown}: --config.rollout.staleness_policy drops what is older '
-        f'than {max_staleness} steps, so no group would be learned from again: raise '
-        'its max'
+        f'cooldown={cooldown}: no group could be used again, as '
+        '--config.rollout.staleness_policy drops those older than '
+        f'{max_staleness} steps: raise its max, or lower cooldown'
       )
     super().__init__(source)
     self.groups_from_queue = math.ceil(round(fresh * source.num_groups, 6))

@@ -121,9 +121,15 @@ class ExperienceReader:
     sa, uses = import_sqlalchemy(), self._database.tables.uses
     where = f'{self._database.name}, reader {self._lease.name!r}'
     if state['store'] != self._database.id:
-      raise ConfigError(f'{where}: not the store that this run has trained from')
+      raise ConfigError(
+        f'{where}: this run was trained from another store: name that one, or '
+        'another --workdir'
+      )
     if state['run'] != self._row().run:
-      raise ConfigError(f'{where}: another run has trained under this name since')
+      raise ConfigError(
+        f'{where}: another run has used this reader since. Start again with '
+        "another --workdir and store(url='…', reader='another')"
+      )
     self._run = state['run']
     later = (uses.c.reader == self._lease.name) & (uses.c.step >= step)
     with self._database.write() as connection:

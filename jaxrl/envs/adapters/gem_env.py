@@ -48,8 +48,8 @@ class GemEnv(IsolatedEnv):
       raise call_strings.ConfigError("gem: option 'id' must name an environment")
     if not unsafe and not id.startswith('game:'):
       raise call_strings.ConfigError(
-        f'gem: {id!r} is not a game: it fetches data, and may run what the model '
-        'writes; unsafe=True allows it'
+        f'gem: {id!r} is not a game: it downloads data and may run what the '
+        'model writes. Set unsafe=True to allow that'
       )
     options = {'id': id, 'arguments': dict(arguments or {}), 'max_chars': max_chars}
     super().__init__('jaxrl.envs.adapters.gem_env:GemGame', options)

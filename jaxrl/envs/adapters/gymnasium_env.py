@@ -58,7 +58,7 @@ class GymnasiumEnv:
     max_chars: int = 2000,
   ):
     if show not in ('auto', 'render', 'observation'):
-      raise ValueError(f'show is auto, render or observation, not {show!r}')
+      raise ValueError(f'show must be auto, render or observation, not {show!r}')
     self._env, self._renders = _make(id, dict(arguments or {}), show)
     self._action_names = _action_names(self._env.action_space, actions, id)
     self._rules = rules

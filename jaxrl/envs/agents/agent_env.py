@@ -72,7 +72,9 @@ class AgentEnv:
     if memory_gib < 0:
       raise ConfigError('the agent environment: memory_gib must not be negative')
     if memory_gib and agent:
-      raise ConfigError('the agent environment: memory_gib is for a command')
+      raise ConfigError(
+        'the agent environment: memory_gib only has an effect with command=…'
+      )
     self._runner: AgentRunner = (
       FunctionAgent(agent) if agent else CommandAgent(_split(command), memory_gib)
     )
@@ -98,7 +100,9 @@ class AgentEnv:
     """Stores the task's row; there is no observation."""
     task = (options or {}).get('task')
     if task is None or task.item is None:
-      raise ValueError('the agent environment needs a dataset: its tasks are rows')
+      raise ValueError(
+        'the agent environment needs a data set of tasks: set dataset.path'
+      )
     self._task = {**task.item, 'episode_seed': seed}
     return '', {}
 
@@ -157,7 +161,7 @@ def _split(command: str) -> list[str]:
   except ValueError as error:
     raise ConfigError(f'env_config.command={command!r}: {error}') from error
   if not parts:
-    raise ConfigError(f'env_config.command={command!r}: it names no program')
+    raise ConfigError(f'env_config.command={command!r}: must name a program')
   return parts
 
 
@@ -172,8 +176,8 @@ def _validate_result(value: Any) -> dict[str, Any]:
     )
   metrics = result.get('metrics') or {}
   if not isinstance(metrics, Mapping):
-    raise ValueError(f'the agent returned metrics {metrics!r}: no mapping'[:200])
+    raise ValueError(f'the agent returned metrics {metrics!r}: must be a mapping'[:200])
   for name, number in [('reward', result.get('reward') or 0.0), *metrics.items()]:
     if not isinstance(number, bool | int | float) or not math.isfinite(number):
-      raise ValueError(f'the agent returned {name} {number!r}: no number'[:200])
+      raise ValueError(f'the agent returned {name} {number!r}: must be a number'[:200])
   return result

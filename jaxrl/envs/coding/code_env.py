@@ -72,7 +72,9 @@ class CodeEnv:
     """Returns the task's question."""
     task = (options or {}).get('task')
     if task is None or task.item is None:
-      raise ValueError('the code environment needs a dataset: its tasks are problems')
+      raise ValueError(
+        'the code environment needs a data set of problems: set dataset.path'
+      )
     self._cases = read_hidden_tests(task.item['answer'])
     self._solution = task.item.get('solution')
     return str(task.item['question']), {}

@@ -67,11 +67,11 @@ class CountdownEnv:
     max_chars: int = 200,
   ):
     if not 2 <= count <= 10:
-      raise ValueError(f'count lies within 2 and 10, not {count}')
+      raise ValueError(f'count must be from 2 to 10, not {count}')
     if min(largest, largest_target, attempts) < 1:
-      raise ValueError('largest, largest_target and attempts start at 1')
+      raise ValueError('largest, largest_target and attempts must be at least 1')
     if not 1 <= max_chars <= 1000:
-      raise ValueError(f'max_chars lies within 1 and 1000, not {max_chars}')
+      raise ValueError(f'max_chars must be from 1 to 1000, not {max_chars}')
     self._draw_options = {
       'count': count,
       'largest': largest,

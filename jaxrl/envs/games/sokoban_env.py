@@ -131,14 +131,14 @@ class SokobanEnv:
 
 def _check(height: int, width: int, boxes: int, scramble: int) -> None:
   if min(height, width) < 5 or max(height, width) > 30:
-    raise ValueError(f'height and width lie within 5 and 30, not {height} × {width}')
+    raise ValueError(f'height and width must be from 5 to 30, not {height} × {width}')
   max_boxes = (height - 2) * (width - 2) // 4
   if not 1 <= boxes <= max_boxes:
     raise ValueError(
       f'a room of {height} × {width} takes 1 to {max_boxes} boxes, not {boxes}'
     )
   if not 1 <= scramble <= 10_000:
-    raise ValueError(f'scramble lies within 1 and 10000, not {scramble}')
+    raise ValueError(f'scramble must be from 1 to 10000, not {scramble}')
 
 
 def _num_placed(room: SokobanRoom) -> int:

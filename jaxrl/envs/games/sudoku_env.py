@@ -53,9 +53,9 @@ class SudokuEnv:
     max_chars: int = 2000,
   ):
     if box not in MAX_BLANKS:
-      raise ValueError(f'box is 2 or 3, not {box}')
+      raise ValueError(f'box must be 2 or 3, not {box}')
     if not 1 <= blanks <= MAX_BLANKS[box]:
-      raise ValueError(f'blanks lie within 1 and {MAX_BLANKS[box]}, not {blanks}')
+      raise ValueError(f'blanks must be from 1 to {MAX_BLANKS[box]}, not {blanks}')
     self._box = box
     self._blanks = blanks
     self._max_chars = max_chars

@@ -72,7 +72,7 @@ class WebShopEnv:
     max_chars: int = 200,
   ):
     if not 1 <= products <= 10_000:
-      raise ValueError(f'products lie within 1 and 10000, not {products}')
+      raise ValueError(f'products must be from 1 to 10000, not {products}')
     self._shop = shared_catalogue(catalogue_seed, products)
     self._invalid_reward = invalid_reward
     self._step_reward = step_reward

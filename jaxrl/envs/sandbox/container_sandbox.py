@@ -114,7 +114,7 @@ class ContainerSandbox:
     if not folder.is_absolute() or '..' in folder.parts or str(folder) == '/':
       raise SandboxError(f'folder {path!r} of the sandbox: give an absolute path')
     if source is not None and not os.path.isdir(source):
-      raise SandboxError(f'folder {path!r} of the sandbox: {source!r} is no folder')
+      raise SandboxError(f'folder {path!r} of the sandbox: {source!r} is not a folder')
     script = 'rm -rf -- "$0" && mkdir -p -- "$0"'
     self._call(
       'exec', '--user=0', self._started_name(), 'sh', '-c', script, str(folder)
@@ -194,7 +194,10 @@ class ContainerSandbox:
         argv, capture_output=True, timeout=_DOCKER_TIMEOUT_S, check=False
       )
     except FileNotFoundError as error:
-      raise SandboxError(f'there is no program {self._program!r} here') from error
+      raise SandboxError(
+        f'there is no program {self._program!r} on this machine: install it, or '
+        'use another sandbox'
+      ) from error
     except subprocess.TimeoutExpired as error:
       raise SandboxError(
         f'{self._program} {arguments[0]} took over {_DOCKER_TIMEOUT_S:.0f} s'

@@ -142,7 +142,7 @@ class LocalSandbox:
     elif os.path.isdir(source):
       shutil.copytree(source, folder, symlinks=True)
     else:
-      raise SandboxError(f'folder {path!r} of the sandbox: {source!r} is no folder')
+      raise SandboxError(f'folder {path!r} of the sandbox: {source!r} is not a folder')
     if self._namespaces and os.geteuid() == 0:
       workdirs.change_owner(folder, self._uid)
     previous = self._folders.get(path)
@@ -192,7 +192,9 @@ class LocalSandbox:
     if limit:
       return ExecResult(137, out, err, limit, elapsed)
     if not report_lines:
-      raise SandboxError(f'the sandbox of {command[0]!r} died without a report')
+      raise SandboxError(
+        f'the sandbox of {command[0]!r} ended without reporting a result'
+      )
     answer = json.loads(report_lines.splitlines()[0])
     if 'error' in answer:
       raise SandboxError(f'the sandbox could not run {command[0]!r}: {answer["error"]}')

@@ -72,7 +72,9 @@ def stage_dockerfile(context: Path, scratch: Path) -> StagedDockerfile:
     elif name == 'RUN':
       staged.commands.append((staged.workdir, _shell_form(arguments)))
     elif name not in _IGNORED:
-      raise ValueError(f'{file}: {name} can only be done in a container')
+      raise ValueError(
+        f'{file}: {name} needs a container: use the sandbox docker or podman'
+      )
   _host_path(scratch, staged.workdir).mkdir(parents=True, exist_ok=True)
   staged.folders = {f'/{top.name}': str(top) for top in sorted(scratch.iterdir())}
   return staged
@@ -90,12 +92,16 @@ def _instructions(text: str) -> list[tuple[str, str]]:
     name, _, arguments = (continued + line).strip().partition(' ')
     if '<<' in arguments and name.upper() in ('RUN', 'COPY'):
       raise ValueError(
-        f'a Dockerfile with a here-document needs a container: {arguments}'
+        'a Dockerfile with a here-document needs a container, so use the '
+        f'sandbox docker or podman: {arguments}'
       )
     instructions.append((name.upper(), arguments.strip()))
     continued = ''
   if sum(name == 'FROM' for name, _ in instructions) > 1:
-    raise ValueError('a Dockerfile of several stages needs a container')
+    raise ValueError(
+      'a Dockerfile of several stages needs a container: use the sandbox '
+      'docker or podman'
+    )
   return instructions
 
 
@@ -128,16 +134,20 @@ def _copy(
     flag, _, text = text.partition(' ')
     text = text.lstrip()
     if flag.startswith('--from'):
-      raise ValueError(f'COPY {arguments} needs a container')
+      raise ValueError(
+        f'COPY {arguments} needs a container: use the sandbox docker or podman'
+      )
   words = json.loads(text) if text.startswith('[') else shlex.split(text)
   if len(words) < 2:
-    raise ValueError(f'COPY {arguments}: give files and where they go')
+    raise ValueError(f'COPY {arguments}: must name files and a destination')
   *sources, target = words
   destination = _host_path(scratch, str(PurePosixPath(staged.workdir) / target))
   is_folder = target.endswith(('/', '/.')) or target == '.' or len(sources) > 1
   for source in sources:
     if '://' in source:
-      raise ValueError(f'ADD {source}: nothing is fetched')
+      raise ValueError(
+        f'ADD {source}: URLs are not downloaded here: use the sandbox docker or podman'
+      )
     pattern = PurePosixPath(source.strip('/'))
     paths = sorted(context.glob(str(pattern))) if pattern.parts else [context]
     if not paths:
@@ -170,5 +180,7 @@ def _host_path(scratch: Path, path: str) -> Path:
   """Returns where below `scratch` the path inside is stored."""
   parts = [part for part in PurePosixPath(path).parts if part != '/']
   if not parts or parts[0] in _SYSTEM_FOLDERS or '..' in parts:
-    raise ValueError(f'{path} can only be written to in a container')
+    raise ValueError(
+      f'{path} can only be written to in a container: use the sandbox docker or podman'
+    )
   return scratch.joinpath(*parts)

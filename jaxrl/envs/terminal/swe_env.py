@@ -122,7 +122,10 @@ class SweEnv:
     self.kill()
     task = (options or {}).get('task')
     if task is None or task.item is None:
-      raise ValueError('swe needs a dataset: rows as SWE-bench Verified has them')
+      raise ValueError(
+        'swe needs a data set of tasks in the format of SWE-bench Verified: '
+        'set dataset.path'
+      )
     self._task = instance = swe_tasks.read_swe_task(task.item)
     with workdirs.scratch_workdir() as scratch:
       tree = scratch / 'tree'

@@ -62,7 +62,8 @@ def read_swe_task(row: Mapping[str, Any]) -> SweTask:
   for key in (*keys, 'FAIL_TO_PASS', 'PASS_TO_PASS'):
     if key not in row:
       raise ValueError(
-        f'this row is no task of SWE-bench: it has no {key!r}, only {", ".join(row)}'
+        f'the row is not a task of SWE-bench: it lacks {key!r}; its keys are '
+        f'{", ".join(row)}'
       )
   texts = {key: str(row[key] or '') for key in keys}
   task = SweTask(
@@ -85,5 +86,5 @@ def _ids(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
     except ValueError as error:
       raise ValueError(f'{row["instance_id"]}: {key} is not JSON: {error}') from error
   if not isinstance(ids, list | tuple) or not all(isinstance(t, str) for t in ids):
-    raise ValueError(f'{row["instance_id"]}: {key} is no list of test names')
+    raise ValueError(f'{row["instance_id"]}: {key} must be a list of test names')
   return tuple(ids)

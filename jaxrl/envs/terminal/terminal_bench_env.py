@@ -109,7 +109,9 @@ class TerminalBenchEnv:
     self.kill()
     task = (options or {}).get('task')
     if task is None or task.item is None:
-      raise ValueError('terminal_bench needs a dataset: rows that name tasks')
+      raise ValueError(
+        'terminal_bench needs a data set whose rows name tasks: set dataset.path'
+      )
     folder = self._tasks / str(task.item['question'])
     self._task = terminal_bench_tasks.read_terminal_task(folder)
     self._solution_output = ''

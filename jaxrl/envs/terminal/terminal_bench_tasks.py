@@ -99,7 +99,9 @@ def read_terminal_task(folder: Path) -> TerminalTask:
     return _read_second_form(folder)
   if (folder / 'task.yaml').is_file():
     return _read_first_form(folder)
-  raise ValueError(f'{folder} is no task of Terminal-Bench: no task.yaml, no task.toml')
+  raise ValueError(
+    f'{folder} is not a task of Terminal-Bench: it has neither task.yaml nor task.toml'
+  )
 
 
 def check_requirements() -> None:
@@ -109,7 +111,9 @@ def check_requirements() -> None:
     ConfigError: If it is missing.
   """
   if importlib.util.find_spec('yaml') is None:
-    raise ConfigError('terminal_bench reads task.yaml by PyYAML: pip install pyyaml')
+    raise ConfigError(
+      'terminal_bench needs PyYAML to read task.yaml: pip install pyyaml'
+    )
 
 
 def _read_first_form(folder: Path) -> TerminalTask:
@@ -123,7 +127,7 @@ def _read_first_form(folder: Path) -> TerminalTask:
     raise ValueError(f'{folder}: parser_name {parser!r}; only pytest is supported')
   compose = folder / 'docker-compose.yaml'
   if compose.is_file() and len(_load_yaml(compose).get('services') or {}) > 1:
-    raise ValueError(f'{folder} asks for several containers; only one is known here')
+    raise ValueError(f'{folder} needs several containers, and only one is supported')
   return _validated(
     TerminalTask(
       name=folder.name,
@@ -171,5 +175,5 @@ def _load_yaml(file: Path) -> dict[str, Any]:
   check_requirements()
   settings = importlib.import_module('yaml').safe_load(file.read_text())
   if not isinstance(settings, dict):
-    raise ValueError(f'{file} holds no mapping')
+    raise ValueError(f'{file}: must hold a mapping')
   return settings

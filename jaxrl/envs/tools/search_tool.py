@@ -189,9 +189,11 @@ class SearchTool:
     if not corpus:
       raise ConfigError("tool 'search': option 'corpus' must name a file or folder")
     if not Path(corpus).expanduser().exists():
-      raise ConfigError(f"tool 'search': there is no corpus {corpus!r}")
+      raise ConfigError(
+        f"tool 'search': corpus={corpus!r}: there is no such file or folder"
+      )
     if min(top_k, snippet) < 1:
-      raise ConfigError("tool 'search': top_k and snippet start at 1")
+      raise ConfigError("tool 'search': top_k and snippet must be at least 1")
     self._source = (corpus, text_key, title_key, stopwords)
     self._top_k = top_k
     self._snippet = snippet

@@ -69,6 +69,6 @@ class FamilySpec:
         raise ValueError(f'{text}: family {config.family!r} has no experts')
     elif min(sizes.values()) < 1 or config.num_experts_per_token > config.num_experts:
       raise ValueError(
-        f'{text}: family {config.family!r} needs each, and at most all experts per '
-        'token'
+        f'{text}: family {config.family!r} needs all three, with '
+        'num_experts_per_token at most num_experts'
       )

@@ -153,8 +153,8 @@ class EngineRouter:
           is_timeout = now - engineless_since > self._no_engine_timeout
           if num_errors > self._max_retries or is_timeout:
             raise RuntimeError(
-              f'request {request.request_id!r} was given up after {request.attempt} '
-              f'attempts, the last of which: {error}'
+              f'request {request.request_id!r} failed {request.attempt} times; the '
+              f'last error: {error}'
             ) from error
       return request.completion(finish_reason)
     finally:

@@ -126,7 +126,7 @@ class GatewayServer:
     if self._find_session is not None and scheme.lower() == 'bearer':
       if name := self._find_session(value.strip()):
         return name
-      raise ApiError(401, 'this key opens no session', code='invalid_api_key')
+      raise ApiError(401, 'no session has this key', code='invalid_api_key')
     credential = value.strip().encode('utf-8', 'surrogateescape')
     key_number, name_in_key = None, ''
     # Compares with every key, so that the time says nothing about them.

@@ -116,7 +116,10 @@ class GroupQueue:
         'be negative'
       )
     if greedy and keep_failed:
-      raise ValueError('keep_failed would make a failed greedy sample the baseline')
+      raise ValueError(
+        'keep_failed and greedy exclude each other: a failed greedy sample '
+        'would become the baseline'
+      )
     self.num_groups = num_groups
     self.group_size = group_size
     self.num_env_groups = num_env_groups

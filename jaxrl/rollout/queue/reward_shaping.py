@@ -67,7 +67,7 @@ def overlong(
     ConfigError: If `max_length` is None.
   """
   if max_length is None:
-    raise ConfigError('shaper overlong: max_length is not known here: set it')
+    raise ConfigError('shaper overlong: set max_length, which is not known here')
   cache_tokens = cache * max_length if 0 < cache < 1 else cache
 
   def penalty(rows: SampleRows) -> float:

@@ -293,5 +293,7 @@ def read_api_key(name: str) -> str:
   if not name:
     return ''
   if not os.environ.get(name):
-    raise ConfigError(f'judge: key_env={name!r}: there is no such variable, or no key')
+    raise ConfigError(
+      f'judge: key_env={name!r}: this environment variable is not set, or empty'
+    )
   return os.environ[name]

@@ -133,7 +133,9 @@ class VllmEngine(EngineBase):
       )
     except (ValueError, TypeError) as error:
       message = ' '.join(str(error).split())[:300]
-      raise ConfigError(f'vllm refuses its options: {message}') from error
+      raise ConfigError(
+        f'vLLM refuses the options of rollout.engine: {message}'
+      ) from error
 
   @property
   def version(self) -> int | None:

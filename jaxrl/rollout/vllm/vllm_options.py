@@ -55,7 +55,7 @@ def check_vllm_options(
     if name in RESERVED_OPTIONS:
       key = RESERVED_OPTIONS[name]
       hint = f'set --config.{key} instead' if key else 'the engine needs its own'
-      raise ConfigError(f"{where}: option '{name}' is not to be set: {hint}")
+      raise ConfigError(f"{where}: option '{name}' cannot be set here: {hint}")
   known = vllm_option_names() if known is None else known
   for name in options:
     if known and name not in known:

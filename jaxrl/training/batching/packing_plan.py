@@ -199,23 +199,24 @@ def check_packing(
   key = 'batch.packing'
   if packing.num_parallel < 0:
     raise ConfigError(
-      f'{key}=first_fit(num_parallel={packing.num_parallel}) must be at least 1, or 0, '
-      'which chooses'
+      f'{key}=first_fit(num_parallel={packing.num_parallel}): must be at '
+      'least 1, or 0 to choose automatically'
     )
   if num_micro_batches != 1:
     raise ConfigError(
-      f'{key} fills micro-batches by tokens, so batch.num_micro_batches='
-      f'{num_micro_batches} has no meaning: leave it at 1 and set tokens=…'
+      f'{key} fills micro-batches by tokens, so '
+      f'batch.num_micro_batches={num_micro_batches} has no effect: leave it '
+      'at 1 and set tokens=…'
     )
   if exact:
     raise ConfigError(
-      f'{key}: exact mode scores a sequence a row, as it was sampled; take one of '
-      'them, packing or exact mode'
+      f'{key}: packing and exact mode exclude each other, as exact mode needs '
+      'each sequence in its own row: set one of the two'
     )
   if context > 1:
     raise ConfigError(
-      f'{key}: a mesh with context={context} splits rows by length, '
-      'and packed rows are not split; take context out of --config.mesh'
+      f'{key}: packed rows cannot be split over context={context}: leave '
+      'context out of --config.mesh'
     )
 
 
@@ -233,22 +234,23 @@ def check_batch_unit_fits(
   """
   if packing.sequences < 0:
     raise ConfigError(
-      f'batch.packing=first_fit(sequences={packing.sequences}) must be at least 1, or '
-      '0, which chooses'
+      f'batch.packing=first_fit(sequences={packing.sequences}): must be at '
+      'least 1, or 0 to choose automatically'
     )
   if 0 < packing.sequences < unit_size:
     raise ConfigError(
-      f'batch.packing=first_fit(sequences={packing.sequences}): {unit_size} stay '
-      f'together in this algorithm; ask for at least sequences={unit_size}, or for 0, '
-      'which chooses'
+      f'batch.packing=first_fit(sequences={packing.sequences}): this '
+      f'algorithm keeps {unit_size} sequences together: set at least '
+      f'sequences={unit_size}, or 0 to choose automatically'
     )
   per_row = length // longest
   if rows * per_row < unit_size:
     raise ConfigError(
-      f'batch.packing=first_fit(tokens={packing.tokens}, length={packing.length}): '
-      f'{unit_size} sequences stay together in this algorithm, of up to {longest} '
-      f'tokens each, and a micro-batch has room for {rows * per_row} of them: ask for '
-      f'at least tokens={-(-unit_size // per_row) * length}'
+      f'batch.packing=first_fit(tokens={packing.tokens}, '
+      f'length={packing.length}): this algorithm keeps {unit_size} sequences '
+      f'of up to {longest} tokens together, but a micro-batch has room for '
+      f'{rows * per_row}: set at least '
+      f'tokens={-(-unit_size // per_row) * length}'
     )
 
 
@@ -293,14 +295,14 @@ def packed_row_length(packing: Packing, longest: int, row_shards: int) -> int:
   )
   if length < longest:
     raise ConfigError(
-      f'{setting}: a packed row has {length} slots, and a sequence may have {longest} '
-      'tokens (batch.max_length, or the largest of batch.length_buckets); a trajectory '
-      f'is never split: ask for at least tokens={longest * row_shards} and, if you set '
-      f'it, length={longest}'
+      f'{setting}: a packed row has {length} slots, but a sequence may have '
+      f'{longest} tokens (batch.max_length, or the largest of '
+      f'batch.length_buckets): set at least tokens={longest * row_shards} '
+      f'and, if you set it, length={longest}'
     )
   if packing.tokens < length * row_shards:
     raise ConfigError(
-      f'{setting}: {row_shards} shares of the mesh take a packed row of {length} slots '
-      f'each: ask for at least tokens={length * row_shards}'
+      f'{setting}: each of the {row_shards} shards of the mesh needs a packed '
+      f'row of {length} slots: set at least tokens={length * row_shards}'
     )
   return length

@@ -26,8 +26,8 @@ def check_experts_mesh(config: ModelConfig, mesh: Mesh) -> None:
   (axis,) = LOGICAL_AXIS_RULES['experts']
   if mesh.shape[axis] > 1 and not config.num_experts:
     raise ConfigError(
-      f'--config.mesh: {axis}={mesh.shape[axis]} shares out experts, and this model, '
-      f'of family {config.family}, has none: give its devices to data, fsdp or tensor'
+      f'--config.mesh: {axis}={mesh.shape[axis]} splits experts, but this '
+      f'model, of family {config.family}, has none: use data, fsdp or tensor'
     )
 
 

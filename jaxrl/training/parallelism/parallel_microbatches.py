@@ -49,9 +49,9 @@ def choose_num_parallel(requested: int, model: TransformerLM, mesh: Mesh) -> int
   is_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == 'cpu'
   if requested > 1 and not is_cpu:
     raise ConfigError(
-      f'batch.packing=first_fit(num_parallel={requested}): several micro-batches are '
-      f'done at once on one CPU device, and the mesh has {mesh.size} of '
-      f'{mesh.devices.flat[0].platform}: leave it at 0'
+      f'batch.packing=first_fit(num_parallel={requested}): micro-batches can '
+      'only run in parallel on a single CPU device, but the mesh has '
+      f'{mesh.size} of {mesh.devices.flat[0].platform}: leave it at 0'
     )
   if requested:
     return requested

@@ -110,9 +110,9 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
   second.mark_saved(4)
   second.resume(2, state)  # the newest checkpoints are lost
   assert [drawn(second, step, 2) for step in (2, 3)] == [batches[2], [6, 7]]
-  with pytest.raises(ConfigError, match='another run has trained'):
+  with pytest.raises(ConfigError, match='another run has used'):
     second.resume(2, state | {'run': 'x'})
-  with pytest.raises(ConfigError, match='not the store'):
+  with pytest.raises(ConfigError, match='another store'):
     second.resume(2, state | {'store': 'x'})
 
 

@@ -139,7 +139,7 @@ def test_a_container_that_cannot_start_is_told_and_removed(stand_in, monkeypatch
     (stand_in / 'say-run').unlink()
     started(folders={'work': None})
   monkeypatch.setenv('PATH', str(stand_in.parent))
-  with pytest.raises(SandboxError, match="no program 'docker' here"):
+  with pytest.raises(SandboxError, match="no program 'docker' on this machine"):
     started()
 
 

@@ -248,7 +248,7 @@ def test_wrong_folders_are_told(tmp_path, monkeypatch):
   monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
   with pytest.raises(SandboxError, match='absolute'):
     LocalSandbox(folders={'work': None})
-  with pytest.raises(SandboxError, match='no folder'):
+  with pytest.raises(SandboxError, match='is not a folder'):
     LocalSandbox(folders={'/work': str(tmp_path / 'absent')}).start()
   assert not list(tmp_path.iterdir())
 
@@ -291,7 +291,7 @@ def test_folders_are_put_in_place_of_others(make, tmp_path):
   assert sandbox.exec(['touch', 'inner/x']).code == 0
   with pytest.raises(SandboxError, match='absolute'):
     sandbox.put('tests', None)
-  with pytest.raises(SandboxError, match='no folder'):
+  with pytest.raises(SandboxError, match='is not a folder'):
     sandbox.put('/more', str(tmp_path / 'absent'))
   assert sorted(p.name for p in sandbox._state.iterdir()) == [
     *('0', '2', '3', 'lock', 'root')

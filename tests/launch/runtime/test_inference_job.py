@@ -47,7 +47,7 @@ def test_no_item_is_lost_with_an_engine(ray, tmp_path, monkeypatch, capsys):
   assert mark.exists()
   said = ''.join(capsys.readouterr()).splitlines()
   # Where the last episodes end before the next look at the engines, nobody is told.
-  assert sum('of 2 was lost: another one' in line for line in said) <= 1
+  assert sum('of 2 was lost and is being restarted' in line for line in said) <= 1
   assert {row.trajectory_id for row in alone} == {r.trajectory_id for r in under_ray}
   same(alone, under_ray, atol=2e-5)  # what was taken up has its keys from prefill
 

@@ -43,7 +43,7 @@ def test_it_trains_on_without_workers_and_engines_that_are_lost(tmp_path):
   said = lose('RolloutWorker,EngineActor', tmp_path / 'lost')
   (killed,) = lines(said, 'killed: ')
   for kind, name in (('RolloutWorker', 'RolloutWorker'), ('EngineActor', 'engine ')):
-    told = lines(said, f'warning: {name}', 'was lost: another one is being started')
+    told = lines(said, f'warning: {name}', 'was lost and is being restarted')
     assert bool(told) == (kind in killed.split())
   assert not lines(said, 'goes on from its newest checkpoint')
   assert not lines(said, 'train: resumes')

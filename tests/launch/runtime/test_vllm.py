@@ -58,7 +58,7 @@ def test_options_that_vllm_refuses_end_the_run_with_its_words(ray, tmp_path, cap
   engine = '--config.rollout.engine=vllm(quantization="nonsense")'
   status = runs.main(tmp_path, *OPTIONS, engine, config=runs.VARIED)
   assert status != 0
-  assert 'vllm refuses its options' in capsys.readouterr().err
+  assert 'vLLM refuses the options' in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_scored_by_vllm_as_by_jax(ray, tmp_path):

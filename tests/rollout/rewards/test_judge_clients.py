@@ -113,7 +113,9 @@ def test_urls_and_keys(monkeypatch):
   monkeypatch.setenv('JUDGE_KEY', 'secret')
   assert (read_api_key('JUDGE_KEY'), read_api_key('')) == ('secret', '')
   monkeypatch.delenv('JUDGE_KEY')
-  with pytest.raises(ConfigError, match="key_env='JUDGE_KEY': there is no such"):
+  with pytest.raises(
+    ConfigError, match="key_env='JUDGE_KEY': this environment variable is not"
+  ):
     read_api_key('JUDGE_KEY')
 
 

@@ -52,5 +52,5 @@ async def test_those_who_run_end_before_it_sleeps(world):
 async def test_memory_cannot_be_given_up_where_vllm_cannot(world):
   from jaxrl.rollout.vllm.vllm_engine import VllmEngine
 
-  with pytest.raises(ConfigError, match=r'vllm refuses its options: .*[Ss]leep mode'):
+  with pytest.raises(ConfigError, match=r'vLLM refuses the options .*[Ss]leep mode'):
     VllmEngine(world.folder, max_num_seqs=2, max_length=32, enable_sleep_mode=True)
