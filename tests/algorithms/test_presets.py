@@ -93,11 +93,20 @@ def test_preset(name):
   assert algorithm.old_logprobs_source == 'rollout'
 
 
+def test_defaults_are_a_papers_only_where_the_paper_states_them():
+  """DeepSeekMath 4.2; Dr. GRPO, its scripts; DAPO 4.1; M2PO, its scripts; DPO, B."""
+  provenance = {name: make_algorithm(name).provenance for name in PRESETS}
+  found = {name for name, whose in provenance.items() if whose == 'paper'}
+  assert found == {'grpo_paper', 'drgrpo', 'dapo', 'm2po', 'dpo'}
+
+
 @pytest.mark.parametrize(
   'name, slot, options',
   [
     ('grpo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2}),
-    ('dapo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.28}),
+    ('dapo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.28, 'dual_clip': None}),
+    ('drgrpo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': None}),
+    ('grpo_paper', 'policy_loss', {'clip_high': 0.2, 'dual_clip': None}),
     ('drgrpo', 'advantage', {'scale_by_std': False}),
     ('lite_ppo', 'advantage', {'std_over': 'batch'}),
     ('gspo', 'policy_loss', {'clip_low': 3e-4, 'clip_high': 4e-4}),

@@ -17,6 +17,8 @@ def dapo(
 ) -> Algorithm:
   """Composes group-relative advantages and PPO's clip with .2/.28, without KL.
 
+  Like the paper's objective, it has no dual clip.
+
   Groups all right or all wrong, by accuracy, are replaced by others. Answers of more
   than `overlong_length` − `overlong_cache` tokens lose up to 1: the length is the run's
   own limit where it is None, a cache below 1 a share of it.
@@ -35,7 +37,9 @@ def dapo(
   limit = {} if overlong_length is None else {'max_length': overlong_length}
   return Algorithm(
     advantage=advantages.grpo,
-    policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
+    policy_loss=partial(
+      losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None
+    ),
     filters=(ComponentCall('accuracy'),),
     shapers=(ComponentCall('overlong', {**limit, 'cache': overlong_cache}),),
     group_size=group_size,

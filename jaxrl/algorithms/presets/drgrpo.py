@@ -16,6 +16,9 @@ def drgrpo(
 ) -> Algorithm:
   """Composes GRPO without division by the standard deviation and a constant length.
 
+  The objective has no KL term and no dual clip. The paper's runs sample 8 answers per
+  question and divide by the limit on a response.
+
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.
@@ -28,7 +31,9 @@ def drgrpo(
   constant = {} if length is None else {'length': length}
   return Algorithm(
     advantage=partial(advantages.grpo, scale_by_std=False),
-    policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
+    policy_loss=partial(
+      losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None
+    ),
     aggregation=ComponentCall('sequence_mean_token_sum_norm', constant),
     group_size=group_size,
     provenance='paper',

@@ -17,6 +17,7 @@ def grpo_paper(
   """Composes GRPO with a k3 term to a reference and equal weights of all replies.
 
   The paper gives the coefficient and the group size; its clip range is PPO's usual one.
+  Its objective has no dual clip.
 
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.
@@ -29,7 +30,9 @@ def grpo_paper(
   """
   return Algorithm(
     advantage=advantages.grpo,
-    policy_loss=partial(losses.ppo_clip, clip_low=clip_low, clip_high=clip_high),
+    policy_loss=partial(
+      losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None
+    ),
     kl_loss=kl.term(kl.k3, kl_coef),
     aggregation=ComponentCall('sequence_mean_token_mean'),
     group_size=group_size,

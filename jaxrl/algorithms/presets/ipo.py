@@ -10,6 +10,8 @@ from jaxrl.types import Algorithm
 def ipo(*, beta: float = 0.1) -> Algorithm:
   """Builds (Δ̄ − 1/(2β))² over files of pairs, Δ̄ against the initial policy.
 
+  The paper's experiments are bandits: it recommends no β for language models.
+
   Args:
     beta: The strength β.
 
@@ -21,5 +23,5 @@ def ipo(*, beta: float = 0.1) -> Algorithm:
     data_format='preference',
     sampler=ComponentCall('file'),
     batch_unit='pair',
-    provenance='paper',
+    provenance='ours',
   )

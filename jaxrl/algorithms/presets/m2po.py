@@ -13,6 +13,8 @@ def m2po(
 ) -> Algorithm:
   """Composes group-relative advantages and a loss without the most drifted tokens.
 
+  The paper uses the same threshold in all its runs, and its scripts sample 8 answers.
+
   Args:
     threshold: The largest mean second moment.
     group_size: Samples per task.

@@ -97,6 +97,9 @@ def ipo(
 ) -> tuple[Array, dict[str, Array]]:
   """Computes (Δ̄ − 1/(2β))², Δ̄ of means over tokens (IPO, arXiv 2310.12036).
 
+  Equation 17 of the paper has the log-probs of whole answers. Means over their tokens,
+  as in TRL, keep the target independent of the length of an answer.
+
   Args:
     logprobs: `[B, T]` the policy's log-probs p, with gradient.
     ref_logprobs: `[B, T]` the reference's log-probs q.
