@@ -1,5 +1,7 @@
 """What sets one advantage apart: dropped tokens, chosen runs, faults not repeated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,6 +138,67 @@ def test_agentic_reinforce_discounts_turns_not_tokens():
   rewards = jnp.array([[0, 0, 1.0, 0, 0, 0, 4.0]])
   out = advantages.agentic_reinforce(rewards, mask, gamma=0.5)
   np.testing.assert_allclose(out.advantages, [[0, 3, 3, 0, 4, 4, 4]])
+
+
+def test_step_reinforce_by_hand():
+  """ROLL's step_reinforce (arXiv 2506.06122): G whitened over turns, std by n − 1.
+
+  γ = ½. Run 0 earns 1, then 2: G = 2, 2. Runs 1 and 2 have a turn each, worth 0 and 4.
+  All four: mean 2, std √(8/3). The turns of runs 0 and 1: mean 4/3, std √(4/3). A turn
+  alone in its group keeps its return. Rows come in any order.
+  """
+  columns = rows(
+    [2, 4, 1, 0], [0, 1, 0, 0], [0, 2, 0, 1], turn_ids=np.array([1, 0, 0, 0], np.int32)
+  )
+
+  @functools.partial(jax.jit, static_argnames='over')
+  def run(over):
+    return advantages.step_reinforce(**columns, gamma=0.5, over=over)
+
+  out = run('batch')
+  np.testing.assert_allclose(out.returns[:, 0], [2, 4, 2, 0])
+  np.testing.assert_allclose(first(out), [0, 1.5**0.5, 0, -(1.5**0.5)], rtol=1e-5)
+  half = 1 / 3**0.5
+  np.testing.assert_allclose(first(run('group')), [half, 4, half, -2 * half], rtol=1e-5)
+
+
+def test_grpo_distill_by_hand():
+  """(R − ½)/√½ for rewards 1 and 0, and c = ½ times teacher less student, by token."""
+  columns = {
+    'rewards': np.array([[0.0, 0, 1], [0, 0, 0]], np.float32),
+    'mask': np.array([[0, 1, 1], [0, 1, 0]], bool),
+    'group_ids': np.zeros(2, np.int32),
+    'episode_ids': np.arange(2, dtype=np.int32),
+    'teacher_logprobs': np.array([[9, -1, -4], [9, -0.5, 9]], np.float32),
+    'old_logprobs': np.array([[9, -2, -1], [9, -3.5, -9]], np.float32),
+  }
+  out = jax.jit(functools.partial(advantages.grpo_distill, coef=0.5))(**columns)
+  root = 0.5**0.5
+  wanted = [[0, root + 0.5, root - 1.5], [0, -root + 1.5, 0]]
+  np.testing.assert_allclose(out.advantages, wanted, rtol=1e-5)
+
+
+def test_grpo_distill_climbs_the_reward_less_the_divergence_to_the_teacher():
+  """E[A·∇log s] is the gradient of E[R] − c·KL(s‖t), over five tokens, exactly."""
+  rng = np.random.default_rng(0)
+  logits, rewards, other = np.float32(rng.normal(size=(3, 5)))
+  coef = 0.3
+
+  def objective(logits):
+    s, t = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
+    return jnp.sum(jnp.exp(s) * (rewards - coef * (s - t)))
+
+  @jax.jit
+  def run(logits):
+    s, t = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
+    columns = rows(rewards, [0] * 5, teacher_logprobs=t[:, None])
+    out = advantages.grpo_distill(
+      **columns, old_logprobs=s[:, None], coef=coef, scale_by_std=False
+    )
+    score = jnp.eye(5) - jnp.exp(s)  # row y is ∇log s(y)
+    return (jnp.exp(s) * out.advantages[:, 0]) @ score, jax.grad(objective)(logits)
+
+  np.testing.assert_allclose(*run(logits), rtol=1e-4, atol=1e-6)
 
 
 def test_raft_keeps_the_best_and_only_if_right():

@@ -1,5 +1,7 @@
 """Weights for the mismatch between engine and learner, against numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,44 @@ def test_effective_sample_size_equals_the_restatement():
   got = harness.each(lambda c: harness.call(case, c))(columns)
   for seed, batch in enumerate(harness.unstacked(columns)):
     harness.assert_close(got[seed], case.restated(batch, {}), what=f'batch {seed}')
+
+
+def weights_of(part, ratios, mask, **options):
+  """A part's weights of one row, and what it calls masked, for π_train/π_rollout."""
+  rollout = jnp.full((1, len(ratios)), -2.0)
+  old = rollout + jnp.log(jnp.array([ratios]))
+  run = jax.jit(functools.partial(part, **options))
+  weights, metrics = run(old, rollout, jnp.array([mask], bool))
+  return weights[0], metrics['masked'][0]
+
+
+def test_icepop_by_hand():
+  """Ring-1T (arXiv 2510.18855): M(k) = k for α ≤ k ≤ β, else 0; α = ½ and β = 5."""
+  ratios, mask = [1.2, 0.49, 0.51, 7.0, 4.9, 5.1], [1, 1, 1, 0, 1, 1]
+  weights, masked = weights_of(corrections.icepop, ratios, mask)
+  np.testing.assert_allclose(weights, [1.2, 0, 0.51, 0, 4.9, 0], rtol=1e-6)
+  np.testing.assert_array_equal(masked, [0, 1, 0, 0, 0, 1])
+
+
+@pytest.mark.parametrize(
+  'level, wanted',
+  [
+    ('token', [1, 0, 0, 0]),  # 2, ½ and 3
+    ('segment', [1, 1, 0, 0]),  # √(2·½) and 3
+    ('geometric', [1, 1, 0, 1]),  # ∛3 = 1.44
+    ('sequence', [0, 0, 0, 0]),  # 3
+  ],
+)
+def test_mis_by_hand(level, wanted):
+  """Masked importance sampling (Liu et al., 2025) of a row with turns 2, ½ and 3.
+
+  The band is [0.6, 2.5]; what an observation's ratio is does not matter.
+  """
+  ratios, mask = [2.0, 0.5, 100.0, 3.0], [1, 1, 0, 1]
+  options = {'low': 0.6, 'high': 2.5, 'level': level}
+  weights, masked = weights_of(corrections.mis, ratios, mask, **options)
+  np.testing.assert_array_equal(weights, wanted)
+  np.testing.assert_array_equal(masked, (1 - np.array(wanted)) * mask)
 
 
 def test_no_gradient_flows_through_a_weight():

@@ -84,6 +84,53 @@ def columns(seed=0, size=12, k=5):
   return pick(student), pick(teacher), jnp.array([[1, 1, 1], [1, 0, 1]], bool)
 
 
+LN = np.log
+# The teacher has ½ and ¼ on its two likeliest tokens, the student ⅕ on each: the rest
+# is ¼ and ⅗. Slopes are by the student's two log-probs; as one rises the rest falls.
+FORWARD = 0.5 * LN(5 / 2) + 0.25 * LN(5 / 4) + 0.25 * LN(5 / 12)
+REVERSE = 0.2 * LN(2 / 5) + 0.2 * LN(4 / 5) + 0.6 * LN(12 / 5)
+FORWARD_SLOPE = [-0.5 + 0.2 * 5 / 12, -0.25 + 0.2 * 5 / 12]
+REVERSE_SLOPE = [0.2 * LN(2 / 5 * 5 / 12), 0.2 * LN(4 / 5 * 5 / 12)]
+MIXED = 0.5 * LN(0.5 / 0.23) + 0.25 * LN(0.25 / 0.205) + 0.25 * LN(0.25 / 0.565)
+MIXED_SLOPE = [0.18 * (0.25 / 0.565 - t / m) for t, m in ((0.5, 0.23), (0.25, 0.205))]
+TO_MIDDLE = 0.5 * LN(0.5 / 0.35) + 0.25 * LN(0.25 / 0.225) + 0.25 * LN(0.25 / 0.425)
+FROM_STUDENT = 0.2 * LN(0.2 / 0.35) + 0.2 * LN(0.2 / 0.225) + 0.6 * LN(0.6 / 0.425)
+JS_SLOPE = [0.1 * (LN(0.2 / m) - LN(0.6 / 0.425)) for m in (0.35, 0.225)]
+HEAD = 0.3 / 0.7  # of gaps .3, .05 and .35 the head, the first token, has the first
+
+
+@pytest.mark.parametrize(
+  'kind, value, slope',
+  [
+    ('forward', FORWARD, FORWARD_SLOPE),
+    ('reverse', REVERSE, REVERSE_SLOPE),
+    ('skewed', MIXED, MIXED_SLOPE),
+    ('js', (TO_MIDDLE + FROM_STUDENT) / 2, JS_SLOPE),
+    (
+      'adaptive',
+      HEAD * FORWARD + (1 - HEAD) * REVERSE,
+      HEAD * np.array(FORWARD_SLOPE) + (1 - HEAD) * np.array(REVERSE_SLOPE),
+    ),
+  ],
+)
+def test_top_k_by_hand(kind, value, slope):
+  """arXiv 1503.02531, 2306.08543, 2402.03898 (λ = .1), 2306.13649 and 2404.02657.
+
+  Of three tokens that are given only two count; the second place is masked.
+  """
+  student = jnp.log(jnp.array([[[0.2, 0.2, 0.01]] * 2]))
+  teacher = jnp.log(jnp.array([[[0.5, 0.25, 0.2]] * 2]))
+  mask = jnp.array([[True, False]])
+
+  def run(student):
+    loss, _ = losses.distill(student, teacher, mask, kind=kind, top_k=2)
+    return loss.sum(), loss
+
+  found, loss = jax.jit(jax.grad(run, has_aux=True))(student)
+  np.testing.assert_allclose(loss, [[value, 0]], rtol=1e-5)
+  np.testing.assert_allclose(found, [[[*slope, 0], [0, 0, 0]]], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize('kind', ['forward', 'reverse', 'adaptive', 'skewed', 'js'])
 def test_top_k_of_more_columns_is_as_if_only_they_were_there(kind):
   student, teacher, mask = columns(k=5)

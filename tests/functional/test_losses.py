@@ -181,5 +181,55 @@ def test_k3_by_hand():
   np.testing.assert_allclose(kl.k3(p, q), np.exp(-0.5) - 0.5, rtol=1e-6)
 
 
+def test_corrected_k3_by_hand():
+  """DeepSeek-V3.2 (arXiv 2512.02556), equation 7: ratio·(x − log x − 1), x = π_ref/π.
+
+  Ratio 1.5 and x = 2: the value is 1.5·(1 − log 2), and its slope by log π is the ratio
+  times (x − log x − 1) + (1 − x) = −log 2. Ratio 4 counts as 2, and its own slope is 0:
+  x = ½ leaves 2·(1 − ½).
+  """
+  p = np.float32([[-1, -1]])
+  q, o = np.float32(p + np.log([2, 0.5])), np.float32(p - np.log([1.5, 4]))
+
+  def run(p):
+    value = kl.corrected_k3(p, q, o)
+    return value.sum(), value
+
+  slope, value = jax.jit(jax.grad(run, has_aux=True))(p)
+  wanted = [[1.5 * (1 - np.log(2)), 2 * (np.log(2) - 0.5)]]
+  np.testing.assert_allclose(value, wanted, rtol=1e-5)
+  np.testing.assert_allclose(slope, [[-1.5 * np.log(2), 1]], rtol=1e-5)
+
+
+def test_corrected_k3_is_unbiased_for_samples_of_an_older_policy():
+  """Its mean over the older policy's tokens is KL(π‖π_ref), and so is its gradient's.
+
+  That is what DeepSeek-V3.2 corrects: k3 alone has another mean and another gradient.
+  """
+  rng = np.random.default_rng(0)
+  logits, ref, noise = np.float32(rng.normal(size=(3, 6)))
+
+  @jax.jit
+  def run(logits):
+    q, o = jax.nn.log_softmax(ref), jax.nn.log_softmax(logits + 0.2 * noise)
+    ratio = jnp.exp(jax.nn.log_softmax(logits) - o)
+
+    def exact(logits):
+      p = jax.nn.log_softmax(logits)
+      return jnp.sum(jnp.exp(p) * (p - q))
+
+    def mean(estimator, *others):
+      return lambda x: jnp.sum(jnp.exp(o) * estimator(jax.nn.log_softmax(x), *others))
+
+    means = exact, mean(kl.corrected_k3, q, o), mean(kl.k3, q)
+    return ratio, *(jax.value_and_grad(fn)(logits) for fn in means)
+
+  ratio, wanted, found, plain = run(logits)
+  assert ratio.max() < 2  # none is cut
+  for a, b, other in zip(found, wanted, plain, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert np.abs(other - b).max() > 0.01
+
+
 def test_a_coefficient_of_zero_needs_no_reference():
   assert kl.term(kl.k2, 0.0) is None
