@@ -1,13 +1,14 @@
 """Attention against a loop over queries in numpy."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.attention import decode_attention, reference_attention
+from kernels.attention import attention, decode_attention, reference_attention
 
 
 def one_query(q, keys, values):
@@ -89,6 +90,63 @@ def test_short_sequences_see_no_keys_beyond_a_run_of_queries():
     np.testing.assert_allclose(a, b, atol=1e-4)
   text = str(jax.make_jaxpr(run)(*args)).replace(' ', '')
   assert '[2,2,64,32]' in text and '[2,2,140,70]' not in text
+
+
+@pytest.mark.parametrize(
+  'length, differentiated',
+  [(8192, False), pytest.param(8300, True, marks=pytest.mark.slow)],
+)
+def test_over_8000_tokens_in_one_call(length, differentiated):
+  """Some queries of a row in float64, and gradients of a sum that weighs them alone.
+
+  They are at the edges of blocks, of runs of queries, of segments and of padding.
+  """
+  heads, kv_heads, dim = 2, 1, 16
+  ids = np.repeat([1, 2, 3, 4, 0], [5000, 1, 2500, 600, length - 8101])
+  q = random(length, heads, dim)
+  k, v = random(2, length, kv_heads, dim, seed=1)
+  asked = [
+    0,
+    127,
+    128,
+    2047,
+    2048,
+    2176,
+    4096,
+    4999,
+    5000,
+    5001,
+    7500,
+    8100,
+    length - 1,
+  ]
+  weights = np.zeros(q.shape)
+  weights[asked] = random(len(asked), heads, dim, seed=2)
+
+  def run(q, k, v):
+    out = attention(q[None], k[None], v[None], jnp.asarray(ids[None]))[0]
+    return jnp.sum(out * weights), out
+
+  inputs = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+  if differentiated:
+    run = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
+    (_, out), found = jax.jit(run)(*inputs)
+  else:
+    (_, out), found = jax.jit(run)(*inputs), ()
+  wanted = [np.zeros(x.shape) for x in (q, k, v)]
+  for t, h in itertools.product(asked, range(heads)):
+    seen = np.flatnonzero((ids == ids[t]) & (np.arange(length) <= t))
+    keys, values, w = k[seen, 0], v[seen, 0], weights[t, h]
+    scores = keys @ q[t, h] / np.sqrt(dim)
+    p = np.exp(scores - scores.max())
+    p /= p.sum()
+    np.testing.assert_allclose(out[t, h], p @ values, atol=1e-5)
+    slope = p * (values @ w - p @ values @ w) / np.sqrt(dim)  # by each product k·q
+    wanted[0][t, h] = slope @ keys
+    wanted[1][seen, 0] += slope[:, None] * q[t, h]
+    wanted[2][seen, 0] += p[:, None] * w
+  for gradient, right in zip(found, wanted, strict=False):
+    np.testing.assert_allclose(gradient, right, atol=1e-5)
 
 
 @pytest.mark.parametrize('limit', [40, 64])
