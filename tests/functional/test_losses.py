@@ -182,7 +182,7 @@ def test_k3_by_hand():
 
 
 def test_corrected_k3_by_hand():
-  """DeepSeek-V3.2 (arXiv 2512.02556), equation 7: ratio·(x − log x − 1), x = π_ref/π.
+  """DeepSeek-V3.2 (arXiv 2512.02556): ratio·(x − log x − 1) with x = π_ref/π.
 
   Ratio 1.5 and x = 2: the value is 1.5·(1 − log 2), and its slope by log π is the ratio
   times (x − log x − 1) + (1 − x) = −log 2. Ratio 4 counts as 2, and its own slope is 0:
