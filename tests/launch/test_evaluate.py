@@ -1,14 +1,21 @@
 """A checkpoint is scored: each item once, nothing filtered, each time the same."""
 
+import collections
+import fractions
 import io
 import itertools
 import json
+import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxrl import model_loading
+from jaxrl.call_strings import ComponentCall
 from launch import evaluate, train
 from launch.logging.console import Console
 from launch.logging.evaluation_results import format_results, summarize_tags
@@ -133,3 +140,132 @@ def test_each_tag_has_its_gauge():
   lines = stream.getvalue().splitlines()
   assert lines[0] == 'a: 3 episodes' and lines[2] == 'b: 2 episodes'
   assert 'a 3/3  score 0.333' in lines[1] and 'b 2/2  score 0.500' in lines[3]
+
+
+QUESTIONS = [f'How many are {i} and {i % 7}?' for i in range(24)]
+LAST_NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?(?:/\d+)?')
+
+
+@pytest.fixture(scope='module')
+def scribbler(tmp_path_factory):
+  """A random model whose replies are full of digits, and follow from the question."""
+  folder = tmp_path_factory.mktemp('scribbler') / 'model'
+  family = ComponentCall('qwen3', {'tie_embeddings': False})
+  shape = model_loading.random_config(
+    family=family, hidden_size=32, num_layers=2, head_dim=16
+  )
+  options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
+  made = model_loading.create_model(
+    folder, shape, QUESTIONS, jax.random.key(1), **options
+  )
+  digits = [made.tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)]
+  weights = load_file(folder / 'model.safetensors')
+  weights['lm_head.weight'][digits] *= 2
+  for name, weight in weights.items():
+    if '.layers.' in name and weight.ndim == 2:
+      weight *= 5  # else a greedy reply repeats itself, whatever it is asked
+  save_file(weights, folder / 'model.safetensors', {'format': 'pt'})
+  return folder
+
+
+def evaluate_as_users_do(tmp_path, model, answers, *options):
+  """What `python -m launch.evaluate` says and writes, of QUESTIONS in math's rules."""
+  rows = [
+    {'question': question, 'answer': answer}
+    for question, answer in zip(QUESTIONS, answers, strict=True)
+  ]
+  (tmp_path / 'test.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  command = [
+    *(sys.executable, '-m', 'launch.evaluate', f'--config={runs.DEBUG}'),
+    *(f'--checkpoint={model}', f'--json={tmp_path}/scores.json'),
+    f'--config.dataset.path={tmp_path}/test.jsonl',
+    *('--config.eval.num_tasks=-1', '--config.batch.max_length=128', *options),
+  ]
+  done = subprocess.run(
+    command, capture_output=True, text=True, cwd=runs.ROOT, env=runs.environment()
+  )
+  assert done.returncode == 0, done.stderr
+  found = json.loads((tmp_path / 'scores.json').read_text())
+  return done.stdout, found['tags']['arithmetic']
+
+
+@pytest.mark.slow
+def test_greedy_replies_are_those_of_transformers(scribbler, tmp_path):
+  """Torch plays each question; every second one has what it replies for an answer."""
+  torch = pytest.importorskip('torch')
+  import transformers
+
+  tokenizer = transformers.AutoTokenizer.from_pretrained(scribbler)
+  model = transformers.AutoModelForCausalLM.from_pretrained(scribbler).eval()
+  replies = []
+  for question in QUESTIONS:
+    chat = [{'role': 'user', 'content': question}]
+    text = tokenizer.apply_chat_template(
+      chat, tokenize=False, add_generation_prompt=True
+    )
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
+    with torch.no_grad():
+      out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=32,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+      )
+    replies.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+  last = [[None, *LAST_NUMBER.findall(reply)][-1] for reply in replies]
+  assert len(set(last)) > 4 and sum(number is not None for number in last) > 12
+  right = [i % 2 == 0 and number is not None for i, number in enumerate(last)]
+  answers = [n if ok else '123456' for n, ok in zip(last, right, strict=True)]
+  said, found = evaluate_as_users_do(tmp_path, scribbler, answers)
+  given = [task['answers'] for task in found['tasks']]
+  wanted = [n or reply.strip() for n, reply in zip(last, replies, strict=True)]
+  assert given == [[each] for each in wanted]
+  assert [task['scores'] for task in found['tasks']] == [[float(ok)] for ok in right]
+  assert found['scores']['pass@1']['value'] == pytest.approx(np.mean(right))
+  assert f'{np.mean(right):.3f}' in said
+
+
+@pytest.mark.slow
+def test_scores_of_sampled_replies_follow_from_their_answers(scribbler, tmp_path):
+  """pass@k and majority@k by going through every choice of k of six attempts."""
+  options = ('--config.eval.group_size=6', '--config.eval.temperature=.1', '--k=1,2,5')
+  _, found = evaluate_as_users_do(tmp_path, scribbler, ['8'] * 24, *options)
+  tasks = [[_value(answer) for answer in task['answers']] for task in found['tasks']]
+  passed = [[answer == 8 for answer in answers] for answers in tasks]
+  assert [task['scores'] for task in found['tasks']] == passed
+  by_task = {'mean@6': [np.mean(task) for task in passed]}
+  for k in (1, 2, 5):
+    choices = list(itertools.combinations(range(6), k))
+    by_task[f'pass@{k}'] = [
+      np.mean([any(task[i] for i in choice) for choice in choices]) for task in passed
+    ]
+    by_task[f'majority@{k}'] = [
+      np.mean([_vote([answers[i] for i in choice]) for choice in choices])
+      for answers in tasks
+    ]
+  assert 0 < np.mean(by_task['pass@1']) < np.mean(by_task['pass@5']) < 1
+  assert set(found['scores']) == set(by_task) - {'majority@1'}
+  rng = np.random.default_rng(5)
+  for name, score in found['scores'].items():
+    values = np.array(by_task[name])
+    assert score['value'] == pytest.approx(values.mean()), name
+    means = values[rng.integers(0, 24, (20_000, 24))].mean(axis=1)
+    ends = np.percentile(means, [2.5, 97.5])
+    np.testing.assert_allclose([score['low'], score['high']], ends, atol=0.03)
+
+
+def _value(answer):
+  """A number, or text without spaces."""
+  try:
+    return fractions.Fraction(answer.replace(',', ''))
+  except (ValueError, ZeroDivisionError):
+    return ''.join(answer.lower().split())
+
+
+def _vote(answers):
+  """The share of 8 among the most frequent answers; nobody votes for nothing."""
+  counts = collections.Counter(answer for answer in answers if answer != '')
+  top = [answer for answer, n in counts.items() if n == max(counts.values())]
+  return top.count(8) / len(top) if top else 0.0
