@@ -80,6 +80,7 @@ class AgentEndpoint:
       await self._resources.aclose()
 
   async def _start(self) -> None:
+    from jaxrl.rollout.gateway.connection_limits import ConnectionLimits
     from jaxrl.rollout.gateway.http_server import GatewayServer, serve_gateway
 
     gateway = Gateway(
@@ -90,8 +91,13 @@ class AgentEndpoint:
       allow_new_sessions=False,
     )
     self._resources.callback(gateway.close)
+    # All agents are of this machine, so there is one client.
+    limits = ConnectionLimits(max_connections=8192, max_per_client=8192)
     server = GatewayServer(
-      gateway, lambda key: self._session_names.get(_hash(key)), max_requests=4096
+      gateway,
+      lambda key: self._session_names.get(_hash(key)),
+      max_requests=4096,
+      connections=limits,
     )
     url = await self._resources.enter_async_context(serve_gateway(server))
     self._gateway, self.url = gateway, f'{url}/v1'

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -187,7 +188,8 @@ class ChoiceRunner:
       raise
     except ValueError as error:  # the prompt is longer than the engine's window
       state.limit_reached = 'max_length'
-      raise ApiError(400, f'the engine refuses: {error}') from error
+      reason = public_message(error)
+      raise ApiError(400, f'the engine refuses: {reason}') from error
     except Exception as error:
       log.exception('a reply failed')
       state.error = f'{type(error).__name__}: {error}'
@@ -267,6 +269,21 @@ class ChoiceRunner:
     return ChoiceResult(
       self.name, message, self._prompt.tokens, completion, finish_reason
     )
+
+
+def public_message(error: Exception) -> str:
+  """Returns what an error says, without a traceback or the paths of this machine.
+
+  Args:
+    error: The error; one that an actor raised has its `cause`.
+
+  Returns:
+    At most 300 characters of its first line.
+  """
+  cause = getattr(error, 'cause', None)
+  text = str(cause if isinstance(cause, Exception) else error).strip()
+  first_line = text.partition('\n')[0]
+  return re.sub(r'(?:/[^\s/:\'"]+){2,}', '…', first_line)[:300]
 
 
 def _overlap(text: str, marker: str) -> int:

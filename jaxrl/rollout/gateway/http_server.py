@@ -23,6 +23,11 @@ from jaxrl.rollout.gateway.choice_runner import (
   ChoiceRunner,
   stream_chunks,
 )
+from jaxrl.rollout.gateway.connection_limits import (
+  ConnectionLimits,
+  LimitedConnection,
+  limit_connections,
+)
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.openai_requests import ApiError, invalid_field
 from jaxrl.rollout.gateway.request_cache import RequestCache
@@ -32,6 +37,7 @@ log = logging.getLogger(__name__)
 _SESSION = web.RequestKey('session', str)
 _SESSION_NAME = re.compile(r'[\w.:/@-]{1,128}', re.ASCII)
 LOOPBACK_HOSTS = ('127.0.0.1', '::1', 'localhost')
+DEFAULT_CONNECTION_LIMITS = ConnectionLimits()
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -40,6 +46,7 @@ class GatewayServer:
 
   Attributes:
     app: The aiohttp application.
+    connections: The limits on connections.
   """
 
   def __init__(
@@ -51,6 +58,7 @@ class GatewayServer:
     max_requests: int = 256,
     body_timeout: float = 30.0,
     interval: float = 0.02,
+    connections: ConnectionLimits = DEFAULT_CONNECTION_LIMITS,
   ):
     """Creates a server; `serve_gateway` runs it.
 
@@ -62,6 +70,7 @@ class GatewayServer:
       max_requests: Requests served at the same time; further ones are refused.
       body_timeout: Seconds a client may take to send the body.
       interval: Seconds between the chunks of a stream.
+      connections: The limits on connections.
 
     Raises:
       ValueError: If there is no key, or one is empty.
@@ -75,6 +84,7 @@ class GatewayServer:
     self._num_running = 0
     self._body_timeout = body_timeout
     self._interval = interval
+    self.connections = connections
     self._created = int(time.time())
     self.app = web.Application(
       client_max_size=max_body, middlewares=[self._auth_middleware]
@@ -97,6 +107,13 @@ class GatewayServer:
     self, request: web.Request, handler: _Handler
   ) -> web.StreamResponse:
     """Admits requests that have a key, up to a limit; returns errors as JSON."""
+    connection = request.transport and request.transport.get_protocol()
+    if isinstance(connection, LimitedConnection):
+      with connection.request():
+        return await self._admit(request, handler)
+    return await self._admit(request, handler)
+
+  async def _admit(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
     headers = {}
     try:
       request[_SESSION] = self._session_name(request)
@@ -285,9 +302,15 @@ async def serve_gateway(
     server.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0
   )
   await runner.setup()
+  assert runner.server is not None
+  make_connection = limit_connections(runner.server, server.connections)
   try:
-    await web.TCPSite(runner, host, port).start()
-    bound_port = runner.addresses[0][1]
-    yield f'http://{f"[{host}]" if ":" in host else host}:{bound_port}'
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(make_connection, host, port)
+    try:
+      bound_port = listener.sockets[0].getsockname()[1]
+      yield f'http://{f"[{host}]" if ":" in host else host}:{bound_port}'
+    finally:
+      listener.close()
   finally:
     await runner.cleanup()

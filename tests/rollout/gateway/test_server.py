@@ -1,12 +1,14 @@
 """The endpoint over real HTTP: who gets in, what is answered, what is refused."""
 
 import asyncio
+import contextlib
 import json
 
 import aiohttp
 import pytest
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.rollout.gateway.connection_limits import ConnectionLimits
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.openai_requests import ApiError, GenerationRequest
 from tests.data.letters import END
@@ -310,6 +312,84 @@ async def test_an_engine_that_fails_leaves_nothing_behind(error, status):
       assert '"error"' in await response.text()
     await post(client, '/feedback', {})
   assert delivered == {'0/': []}
+
+
+class ErrorInAnActor(ValueError):
+  """Has the form in which Ray raises what an actor raised."""
+
+  def __init__(self, cause):
+    super().__init__('ray::Engine.generate() (pid=1)\n  File "/home/me/engine.py"')
+    self.cause = cause
+
+
+async def test_an_engines_message_is_told_without_traceback_and_paths():
+  cause = ValueError('the window of 9 tokens is too short, see /home/me/a.py:3\nFile')
+  async with endpoint(says(ErrorInAnActor(cause))) as (client, _):
+    status, found = await post(client, PATH, ASK)
+  assert status == 400
+  message = found['error']['message']
+  assert message == 'the engine refuses: the window of 9 tokens is too short, see …:3'
+
+
+async def silent(client, count):
+  """Connections that send nothing."""
+  host, port = client._base_url.host, client._base_url.port
+  return [await asyncio.open_connection(host, port) for _ in range(count)]
+
+
+async def ended(connection):
+  """Whether the other side has closed."""
+  reader, _ = connection
+  try:
+    return await asyncio.wait_for(reader.read(), 0.01) == b''
+  except TimeoutError:
+    return False
+  except ConnectionError:
+    return True
+
+
+async def test_silent_connections_make_room_for_others():
+  limits = ConnectionLimits(max_connections=8, max_per_client=4, min_silence=0)
+  async with endpoint(limits={'connections': limits}) as (client, _):
+    opened = await silent(client, 12)
+    assert (await post(client, PATH, ASK))[0] == 200
+    closed = [await ended(one) for one in opened]
+    assert closed == [True] * 9 + [False] * 3  # those that were silent for longest
+    for _, writer in opened:
+      writer.close()
+
+
+async def test_connections_with_requests_are_not_closed_for_others():
+  engine = Engine(lambda prompt, sampling: 'x' * 20 + END, delay=0.01)
+  limits = ConnectionLimits(max_connections=8, max_per_client=3, idle_timeout=0.05)
+  async with endpoint(engine, limits={'connections': limits}) as (client, _):
+    asked = [post(client, PATH, ASK, x_session_id=f's{i}') for i in range(5)]
+    found = await asyncio.gather(*asked)
+    assert sorted(status for status, _ in found) == [200, 200, 200, 503, 503]
+    messages = {body['error']['message'] for code, body in found if code == 503}
+    assert messages == {'too many connections; try again later'}
+    assert (await post(client, PATH, ASK))[0] == 200
+
+
+@pytest.mark.parametrize('sent', [b'', b'GET /v1/models HTTP/1.1\r\nHost: a\r\nX: '])
+async def test_headers_that_do_not_end_are_not_waited_for(sent):
+  limits = ConnectionLimits(header_timeout=0.1)
+  async with endpoint(limits={'connections': limits}) as (client, _):
+    ((reader, writer),) = await silent(client, 1)
+    writer.write(sent)
+    with contextlib.suppress(ConnectionError):
+      assert await asyncio.wait_for(reader.read(), 5) == b''
+
+
+async def test_an_idle_connection_is_closed():
+  limits = ConnectionLimits(header_timeout=9, idle_timeout=0.1)
+  async with endpoint(limits={'connections': limits}) as (client, _):
+    ((reader, writer),) = await silent(client, 1)
+    request = b'GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %b\r\n\r\n'
+    writer.write(request % KEY.encode())
+    assert (await reader.readline()).startswith(b'HTTP/1.1 200')
+    with contextlib.suppress(ConnectionError):
+      await asyncio.wait_for(reader.read(), 5)
 
 
 async def test_too_many_at_once_are_told_to_wait():
