@@ -73,9 +73,7 @@ class TransformerLM:
     if self.exact is not None and self.dtype != 'float32':
       raise ValueError(f"exact mode needs dtype='float32', not {self.dtype!r}")
     if self.router_replay and not self.config.num_experts:
-      raise ValueError(
-        'router_replay needs a model with experts, and this one has none'
-      )
+      raise ValueError('router_replay needs a model with experts; this one has none')
     if self.router_replay and self.exact:
       raise ValueError('router_replay and exact mode exclude each other')
     remat.policy(self.remat)  # raises for one that is not

@@ -106,7 +106,8 @@ def parse_eval(data: Data) -> EvalSettings:
     own = own_sets.get(name, {})
     key = f'eval.sets.{name}.path' if _is_set(own.get('path')) else 'eval.path'
     path = parse_setting(key, section.pop('path'), parse_row_sources)
-    key = f'eval.sets.{name}.keys' if _is_set(own.get('keys')) else 'dataset.keys'
+    is_own = own.get('keys') not in (None, '', data['dataset']['keys'])
+    key = f'eval.sets.{name}.keys' if is_own else 'dataset.keys'
     keys = _parse_task_keys(section.pop('keys'), key)
     sets[name] = EvalSetSettings(path=path, **keys, **section)
   return EvalSettings(sets)

@@ -172,6 +172,7 @@ def test_tampering_with_the_tests_scores_nothing(made):
   assert not list(scratch.iterdir())
 
 
+@pytest.mark.slow
 @sandboxed
 def test_hanging_and_forking_commands_are_ended(made):
   repos, scratch = made
@@ -272,7 +273,7 @@ def test_wrong_options_and_rows_are_told(tmp_path):
   ):
     with pytest.raises(ConfigError, match=words):
       env_factory('swe', options)
-  with pytest.raises(ValueError, match="no 'repo'"):
+  with pytest.raises(ValueError, match="lacks 'repo'"):
     swe_tasks.read_swe_task({'instance_id': 'a'})
   row = {
     **dict.fromkeys(('repo', 'base_commit', 'problem_statement', 'test_patch'), ''),

@@ -152,6 +152,7 @@ EOF"""
   assert not list(scratch.iterdir())
 
 
+@pytest.mark.slow
 @sandboxed
 def test_limits_on_time_and_turns(made):
   tasks, scratch = made

@@ -3,10 +3,12 @@
 import asyncio
 
 import numpy as np
+import pytest
 
 from examples import grpo_minimal
 
 
+@pytest.mark.slow
 def test_the_reward_rises(capsys):
   rewards = asyncio.run(grpo_minimal.train())
   assert np.mean(rewards[:5]) < 0.25

@@ -29,6 +29,7 @@ def versions(groups):
   return set(np.concatenate(written).tolist())
 
 
+@pytest.mark.slow
 def test_fully_asynchronous_it_keeps_the_bound_and_evaluates_one_version(tmp_path):
   told, trained = record(
     tmp_path,

@@ -57,6 +57,7 @@ def test_dapo_from_its_name(tmp_path):
   assert filtered > 0
 
 
+@pytest.mark.slow
 def test_remax_plays_one_greedy_attempt_a_task(tmp_path):
   options = ('--config.algorithm.group_size=2', '--config.rollout.temperature=0.9')
   told = runs.record(tmp_path, *QUICK, *options, config=f'{runs.VARIED}:remax')

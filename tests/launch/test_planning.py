@@ -226,6 +226,7 @@ def test_one_and_two_layers_tell_of_more():
   assert extended.bytes_accessed == pytest.approx(parts[2].bytes_accessed, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_nearest_change_is_compiled_and_fits():
   run, target = small(), targets.parse_target('cpu:1')
   engine, devices = engine_decode.plan_engine(run), jax.devices()[:1]

@@ -82,6 +82,7 @@ def learned(told):
   return [row for _, row in told.metrics if 'loss/total' in row]
 
 
+@pytest.mark.slow
 def test_a_run_with_judges_and_a_reward_model(folders, tmp_path):
   model, scorer = folders
   with served(lambda body: f'Score: {body["seed"] % 11}') as (url, seen):

@@ -180,6 +180,7 @@ def test_not_every_way_takes_adapters(text, words):
   assert plan(text, lora='lora()') == plan(text)  # which are merged
 
 
+@pytest.mark.slow
 def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
   options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.interval=0'
   through = (

@@ -160,6 +160,7 @@ async def test_rows_follow_the_teacher_of_their_tag():
     assert near < 0.75 * divergence(learner.params, teacher(other), tag)
 
 
+@pytest.mark.slow
 async def test_splits_change_no_update():
   """Minibatches of one batch, whole or in parts, and teachers asked in parts."""
   params = []

@@ -167,7 +167,7 @@ async def test_splitting_changes_nothing(name, split):
     assert 0 < metrics[0][key] < 1, key
 
 
-CASES = [('grpo', 'quarters'), ('ppo', 'halves'), ('grpo', 'devices')]
+CASES = [('grpo', 'quarters'), ('grpo', 'devices')]  # the others are slow
 # The full matrix for these; of the others, all at once. Each split's arithmetic is in
 # the matrix above, and their formulas are tested in tests/functional.
 FULL = ('grpo', 'gspo', 'ppo', 'dpo')
@@ -185,6 +185,7 @@ async def test_splitting_a_transformers_batch_changes_nothing(name, split):
   await assert_same(name, TransformerLM, *SPLITS[split])
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group('invariance-grpo')
 async def test_bfloat16_compute_keeps_float32_state():
   model, sft = dataclasses.replace(toy.model(), dtype='bfloat16'), make_algorithm('sft')

@@ -217,7 +217,7 @@ def test_one_micro_batch_has_nobody_beside_it():
 
 
 def test_fewer_than_none_are_refused_before_any_learner():
-  with pytest.raises(ConfigError, match=r'num_parallel=-1\) must be at least 1, or 0'):
+  with pytest.raises(ConfigError, match=r'num_parallel=-1\): must be at least 1, or 0'):
     packing_plan.check_packing(
       packing_plan.first_fit(num_parallel=-1),
       exact=False,

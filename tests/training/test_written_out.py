@@ -199,6 +199,8 @@ CASES = {
     formula('distill', kind='reverse'),
   ),
 }
+# The others run in the slow part; their formulas are also in tests/functional.
+FAST = ('drgrpo', 'reinforce++', 'tis', 'clip_b', 'dpo', 'mix', 'forward distillation')
 # Neither none nor all of them, lest the formula say little.
 SHARES = ('policy/clip_fraction', 'policy/accuracy', 'advantage/dropped')
 
@@ -238,7 +240,13 @@ def check_metrics(metrics, name, policy, reference, groups):
   return policy
 
 
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize(
+  'name',
+  [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    for name in CASES
+  ],
+)
 async def test_updates_equal_the_formula(name):
   start, reference = written_out.Bigram(table(0)), written_out.Bigram(table(1))
   groups = CASES[name][2](start)
@@ -253,10 +261,7 @@ async def test_updates_equal_the_formula(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'name',
-  ['drgrpo', 'reinforce++', 'tis', 'clip_b', 'dpo', 'mix', 'forward distillation'],
-)
+@pytest.mark.parametrize('name', FAST)
 async def test_updates_of_a_transformer_equal_those_of_torch(name, tmp_path):
   """The same formulas; torch and transformers run and differentiate the model."""
   pytest.importorskip('torch')
