@@ -463,9 +463,21 @@ def describe_error(error: BaseException) -> str:
   Returns:
     Its type, its message and the place.
   """
-  text = f'{type(error).__name__}: {error}'
+  text, place = f'{type(error).__name__}: {error}', user_place(error)
+  return f'{text} ({place})' if place else text
+
+
+def user_place(error: BaseException) -> str:
+  """Returns the file and line of the user's code that raised an error.
+
+  Args:
+    error: The error.
+
+  Returns:
+    The place; '' if the error arose within this package or a library alone.
+  """
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
     path = os.path.abspath(frame.filename)
     if not path.startswith(_LIBRARIES) and os.path.exists(path):
-      return f'{text} ({frame.filename}, line {frame.lineno})'
-  return text
+      return f'{frame.filename}, line {frame.lineno}'
+  return ''

@@ -144,7 +144,11 @@ def _train(
 
 
 def failed(error: Exception, console: Console, workdir: Workdir) -> int:
-  """Reports an error: in one line if the user can mend it, else with its traceback."""
+  """Reports an error: in one line if the user can mend it, else with its traceback.
+
+  What a user's own code raises is a line with its place in that code. ERROR_FILE has
+  the traceback of either.
+  """
   from jaxrl.rollout.queue.group_pipeline import InsufficientGroupsError
 
   text = ''.join(traceback.format_exception(error))
@@ -156,10 +160,23 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
   known = isinstance(
     error, configs.ConfigError | InsufficientGroupsError | OSError | ArithmeticError
   )
-  print(f'error: {error}' if known else text, file=sys.stderr)
-  if log and known:
+  line = '' if isinstance(error, configs.ConfigError) else _user_error(error)
+  line = line or (str(error) if known else '')
+  print(f'error: {line}' if line else text, file=sys.stderr)
+  if log and line:
     console.say(f'(traceback in {log})', style='dim')
   return 2 if isinstance(error, configs.ConfigError) else 1
+
+
+def _user_error(error: Exception) -> str:
+  """Describes an error of a user's own code with its place; '' for any other error."""
+  from jaxrl.call_strings import describe_error, user_place
+
+  # An error from another process has no traceback, but may have a note with the place.
+  notes = [note for note in getattr(error, '__notes__', ()) if ', line ' in note]
+  if notes:
+    return '; '.join((f'{type(error).__name__}: {error}', *notes))
+  return describe_error(error) if user_place(error) else ''
 
 
 if __name__ == '__main__':

@@ -73,7 +73,7 @@ class TransformerLM:
     if self.exact is not None and self.dtype != 'float32':
       raise ValueError(f"exact mode needs dtype='float32', not {self.dtype!r}")
     if self.router_replay and not self.config.num_experts:
-      raise ValueError('router_replay needs a model with experts; this one has none')
+      raise ValueError('router_replay needs a model with experts')
     if self.router_replay and self.exact:
       raise ValueError('router_replay and exact mode exclude each other')
     remat.policy(self.remat)  # raises for one that is not
@@ -189,9 +189,7 @@ class TransformerLM:
     across: rows are sharded as `context` does it.
     """
     if self.exact is not None and prefix_ids is not None:
-      raise ValueError(
-        'exact mode needs each sequence in its own row, without prefix_ids'
-      )
+      raise ValueError('exact mode needs a row for each sequence, without prefix_ids')
     if across and attend_with is not None:
       raise ValueError('rows sharded over devices attend among themselves only')
     ends = layer_stack.embedding_and_head(self.config, params)

@@ -19,7 +19,7 @@ from jaxrl.group_stats import (
 from jaxrl.rollout import pass_at_k
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.queue.group_state import EpisodeLease, FailureLog
 from jaxrl.types import Group
 
 # The column in which an environment puts the answer that it extracted.
@@ -37,6 +37,7 @@ async def evaluate(
   retries: int = 1,
   pass_score: float = 1.0,
   progress: Callable[[SampleRows, int], None] | None = None,
+  failures: FailureLog | None = None,
 ) -> tuple[dict[str, float], list[Group]]:
   """Plays tasks 0, 1, 2 … and scores them, without filters, queue or training.
 
@@ -51,6 +52,7 @@ async def evaluate(
     retries: How often a failed sample is retried before it scores 0.
     pass_score: A sample passes if its accuracy is at least this.
     progress: Called with each sample's rows and the total number of samples.
+    failures: Logs why episodes fail.
 
   Returns:
     The metrics `eval/<tag>/…` (see `summarize`), and the groups in order of tasks.
@@ -59,13 +61,15 @@ async def evaluate(
     ValueError: If there is no data set and `num_tasks` is −1, or nothing was played.
   """
   managers = [make_manager(i) for i in range(concurrency)]
+  failures = failures or FailureLog()
   count = await _count_tasks(managers[0].context.dataset, num_tasks)
   played: dict[int, dict[int, SampleRows]] = defaultdict(dict)
   remaining = itertools.product(range(count), range(group_size))
 
   async def play_remaining(manager: EnvManager) -> None:
     for task, sample_index in remaining:
-      rows = await _play_sample(manager, task, sample_index, base_seed, retries)
+      sample = task, sample_index
+      rows = await _play_sample(manager, *sample, base_seed, retries, failures)
       if rows is None:
         return  # the environment has no more tasks
       played[task][sample_index] = rows
@@ -93,7 +97,12 @@ async def _count_tasks(dataset: Any, num_tasks: int) -> int:
 
 
 async def _play_sample(
-  manager: EnvManager, task: int, sample_index: int, base_seed: int, retries: int
+  manager: EnvManager,
+  task: int,
+  sample_index: int,
+  base_seed: int,
+  retries: int,
+  failures: FailureLog,
 ) -> SampleRows | None:
   """Plays a sample, and again if it fails; a final failure scores 0."""
   rows: SampleRows | None = None
@@ -102,6 +111,7 @@ async def _play_sample(
     rows = await manager.play_episode(lease, base_seed=base_seed)
     if rows is None or not any(row.failed for row in rows):
       return rows
+    failures.record_episode(rows)
   for row in rows or []:
     row.rewards = np.zeros_like(row.rewards)
   return rows

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxrl.call_strings import describe_error
+
 DEFAULT_NUM_THREADS = 8
 
 
@@ -178,4 +180,6 @@ def _resolve(future: asyncio.Future, result: Any, error: BaseException | None) -
   elif isinstance(error, Exception) and not isinstance(error, StopIteration):
     future.set_exception(error)
   else:  # asyncio cannot carry it, or it would end the event loop
-    future.set_exception(RuntimeError(f'environment code raised {error!r}'))
+    future.set_exception(
+      RuntimeError(f'environment code raised {describe_error(error)}')
+    )

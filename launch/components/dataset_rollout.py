@@ -94,6 +94,7 @@ class DatasetRollout(RolloutScheduler):
       'episode_timeout': self._settings.rollout.episode_timeout,
       'total': self._num_tasks(tag),
       'in_order': False,
+      'failures': self._failures,
     }
 
   async def sizes(self) -> dict[str, int]:
@@ -131,6 +132,7 @@ class DatasetRollout(RolloutScheduler):
     async def collect(tag: str, queue: Any) -> None:
       base = self._base_seed(tag)
       while groups := await maybe_await(queue.get_batch(1)):
+        await self._log_failures(queue)
         for group in groups:
           number = complete_group(group, tag, base)
           rows = columns.rows(group, number, model_name=model_name, mode=self.mode)

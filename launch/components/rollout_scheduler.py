@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import logging
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_queue import GroupQueue
-from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.queue.group_state import EpisodeLease, FailureLog
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
 from jaxrl.training import staleness
@@ -34,8 +33,6 @@ from launch.runtime.rollout_worker import RolloutWorker, make_env_context
 from launch.runtime.runtime_interface import Runtime, make_engines
 from launch.settings.off_policy import max_staleness
 from launch.settings.run_settings import RunSettings
-
-log = logging.getLogger(__name__)
 
 NUM_TRIAL_TASKS = 8  # tasks that are begun before the run is
 
@@ -94,6 +91,7 @@ class RolloutScheduler:
     self.tags = settings.training_tags
     self._num_groups = settings.batch.num_groups  # of a step, all tags together
     self.datasets, self._tests = datasets
+    self._failures = FailureLog()  # what it logs in `check_prompts` is not repeated
     self._rewards = None
     if settings.rollout.rewards:
       # Imported here because most rewards are the environments' own.
@@ -171,9 +169,8 @@ class RolloutScheduler:
     except EnvResultError as error:
       raise ConfigError(f'env.{tag}: {error}') from error
     except Exception as error:  # it may have good reasons not to take such a reply
-      log.warning(
-        'env.%s: a trial step with an empty reply raised %s', tag, describe_error(error)
-      )
+      what = 'a trial step with an empty reply raised'
+      self._failures.record(tag, what, describe_error(error))
 
   def _first_task(self, tag: str) -> int:
     """The first of the tasks that `check_prompts` begins."""
@@ -254,6 +251,7 @@ class RolloutScheduler:
       'expires': rollout.staleness_policy is None,
       'max_consecutive_drops': rollout.max_consecutive_drops,
       'greedy': self._greedy,
+      'failures': self._failures,
     }
 
   def _workers(self, tag: str, queue: Any) -> list[functools.partial[RolloutWorker]]:
@@ -322,8 +320,15 @@ class RolloutScheduler:
     return (await self.counts()).get('queue/whole', 0.0)
 
   async def metrics(self) -> dict[str, float]:
-    """Returns what the engines and the queues count."""
+    """Returns what the engines and the queues count; logs new failures."""
+    for queue in self.queues.values():
+      await self._log_failures(queue)
     return await self.engine.metrics() | await self.counts()
+
+  async def _log_failures(self, queue: Any) -> None:
+    """Logs here what a queue in another process has logged."""
+    for failure in await maybe_await(queue.take_failures()):
+      self._failures.record(*failure)
 
   async def counts(self) -> dict[str, float]:
     """Returns what the queues counted since they began, all tags together."""
@@ -435,6 +440,7 @@ class RolloutScheduler:
         group_size=evaluation.group_size,
         concurrency=self._num_busy_episodes(),
         progress=progress and functools.partial(progress, name),
+        failures=self._failures,
       )
       await first.context.close()
       metrics |= set_metrics

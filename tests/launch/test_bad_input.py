@@ -156,9 +156,14 @@ RETURNS = {
 OWN = """
 class Base:
   def reset(self, *, seed, options=None):
+    self.seed = seed
     return 'go', {{}}
   def step(self, action):
-    return '', 1 / len(action), True, False, {{}}
+    score = 1 / len(action)
+    if self.seed % 2 and action == first.setdefault(self.seed, action):
+      raise KeyError('rare')
+    return '', score, True, False, {{}}
+first = {{}}
 class Own(Base):
   {}
 """
@@ -180,13 +185,19 @@ def test_an_environment_that_returns_something_else(tmp_path, capsys, method):
   assert said.startswith('error: env.x: ') and RETURNS[method] in said
 
 
-def test_an_environment_that_refuses_an_empty_reply_is_warned_of_with_its_line(
-  tmp_path, caplog
+def test_what_an_environment_raises_is_told_once_with_its_line(
+  tmp_path, caplog, capsys
 ):
   options = ('--config.num_steps=1', '--config.sft.num_steps=0')
-  runs.record(tmp_path / 'run', *options, config=own_env(tmp_path))
+  lenient = '--config.rollout.min_group_size=2'
+  runs.record(tmp_path / 'run', *options, lenient, config=own_env(tmp_path))
   (line,) = [text for text in caplog.messages if 'a trial step' in text]
-  assert line.endswith(f'division by zero ({tmp_path}/own.py, line 6)')
+  assert line.endswith(f'division by zero ({tmp_path}/own.py, line 7)')
+  lines = capsys.readouterr().out.splitlines()  # the console's, once the run has begun
+  assert [text for text in lines if 'warning: env.x: ' in text] == [
+    "warning: env.x: an episode failed with env_error (shown once): KeyError: 'rare' "
+    f'({tmp_path}/own.py, line 9)'
+  ]
 
 
 def test_no_environment_and_too_many(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.queue.group_state import EpisodeLease
-from jaxrl.types import Completion, Task
+from jaxrl.types import Completion, Task, Trajectory
 from launch.logging.console import Console
 from launch.play import EpisodeScreen, main, play_one_episode
 from tests.launch import runs
@@ -47,8 +47,6 @@ class Manager:
       cache.append_observation([7])
 
   def rows(self, cache):
-    from jaxrl.types import Trajectory
-
     mask = np.array(cache.mask)
     zeros = np.zeros(len(mask), np.float32)
     rewards = zeros.copy()
@@ -87,6 +85,20 @@ async def test_every_token_is_shown_once_in_order():
   assert text.count('reward        0.5') == 2
   assert 'Ended by finish.' in text and '4 written by the model' in text
   assert job.events == ['start', 'close']
+
+
+def test_an_ending_shows_what_the_environment_keeps_and_what_went_wrong():
+  stream, zeros = io.StringIO(), np.zeros(2, np.float32)
+  row = Trajectory(np.zeros(2, int), zeros > 0, zeros, zeros, zeros)
+  row.stop_reason, row.metrics = 'env_error', {'passed': 0.5}
+  row.columns = {'given': '', 'test_output': 'exit code 1\n1 failed'}
+  row.extras['error'] = "KeyError: 'x' (lab/env.py, line 3)"
+  EpisodeScreen(Console(stream), decode).show_ending([row])
+  lines = [line.split(maxsplit=1) for line in stream.getvalue().splitlines() if line]
+  facts = dict(line for line in lines if len(line) == 2)
+  assert facts['passed'] == '0.5' and facts['test_output'] == 'exit code 1'
+  assert 'given' not in facts and '1 failed' in stream.getvalue()
+  assert facts['error'] == "KeyError: 'x' (lab/env.py, line 3)"
 
 
 async def test_ids_can_be_left_out():

@@ -9,7 +9,11 @@ import types
 
 import pytest
 
+from jaxrl import call_strings
+from jaxrl.rollout.queue.group_pipeline import GroupPipeline
 from launch import train
+from launch.logging.console import Console
+from launch.logging.workdir import Workdir
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -177,3 +181,47 @@ def test_a_second_signal_ends_it_at_once(folder):
   said, _ = process.communicate(timeout=30)
   assert process.returncode in (130, 143)
   assert 'Stopped' not in said
+
+
+FILTERS = """
+def drop(group_id, episode_id, group):
+  return group.size > 3
+
+def divide(group_id, episode_id, group):
+  return 1 // 0
+
+def shape(group):
+  return group['reward']
+"""
+
+
+@pytest.mark.parametrize('elsewhere', [False, True])
+@pytest.mark.parametrize(
+  'name, line, said',
+  [
+    ('drop', 3, "AttributeError: 'list' object has no attribute 'size'; raised by a "),
+    ('divide', 6, 'ZeroDivisionError: integer division or modulo by zero; raised by '),
+    ('shape', 9, 'TypeError: list indices must be integers or slices, not str; rais'),
+  ],
+)
+def test_what_a_users_filter_raises_is_a_line_with_its_place(
+  tmp_path, capsys, name, line, said, elsewhere
+):
+  (tmp_path / 'mine.py').write_text(FILTERS)
+  function = call_strings.resolve(f'{tmp_path}/mine.py:{name}')
+  parts = (None, function) if name == 'shape' else (function, None)
+  pipeline = GroupPipeline(*parts, min_samples=1, needs_greedy=False)
+  with pytest.raises(Exception) as raised:
+    pipeline.process(0, 0, [])
+  error = raised.value
+  if elsewhere:  # in an actor: its traceback does not arrive
+    error = error.with_traceback(None)
+  workdir = Workdir(tmp_path / 'run', {})
+  assert train.failed(error, Console(), workdir) == 1
+  workdir.close()
+  err = capsys.readouterr().err
+  assert err.startswith(f'error: {said}') and err.count('\n') == 1
+  assert err.endswith(f' ({tmp_path}/mine.py, line {line})\n')
+  text = (tmp_path / 'run' / 'error.txt').read_text()
+  assert f'mine.py, line {line})' in text
+  assert ('Traceback' in text) is not elsewhere

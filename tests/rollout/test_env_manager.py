@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.group_stats import is_truncated
 from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
 from tests.rollout.fakes import (
   END,
@@ -140,7 +141,8 @@ async def test_a_broken_environment_costs_one_episode(fault, reason):
   )
   (bad,) = await manager.play_episode(lease(), base_seed=7)
   assert (bad.stop_reason, bad.failed) == (reason, True)
-  assert bad.extras['error']
+  is_raised = fault.endswith(('raises', 'exits'))
+  assert ('fakes.py, line ' in bad.extras['error']) is is_raised
   (good,) = await manager.play_episode(lease(), base_seed=7)
   assert good.stop_reason == 'finish'
   pool.close()
@@ -153,6 +155,14 @@ async def test_an_engine_that_fails_costs_one_episode(reply):
   (row,) = await play(world(engine=FakeEngine(lambda p, s: reply)), max_length=40)
   assert row.failed
   assert row.extras['error']
+
+
+def test_a_long_error_keeps_its_end_which_says_where():
+  cache = RolloutCache(lease(), 0)
+  cache.truncate('env_error', f'KeyError: {"x" * 5000} (lab/env.py, line 3)')
+  assert cache.extras['error'].startswith('KeyError: xxx')
+  assert cache.extras['error'].endswith('xxx (lab/env.py, line 3)')
+  assert len(cache.extras['error']) < 510
 
 
 async def test_an_engine_that_hangs_is_told_to_abort():

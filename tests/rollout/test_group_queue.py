@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import pickle
 
 import numpy as np
 import pytest
 
 from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_state import FailureLog
 from tests.calls import make_group_filter
 from tests.rollout.fakes import row
 
@@ -223,8 +225,43 @@ async def test_when_all_fail_the_error_says_why():
     lease = await soon(queue.get_episode_id(0, 0))
     bad = row(stop_reason='env_error', extras={'error': 'KeyError: broken'})
     await put(queue, lease, rows=[bad])
-  with pytest.raises(RuntimeError, match='1 × env_error KeyError: broken'):
+  with pytest.raises(RuntimeError, match='1 × env_error: KeyError: broken'):
     await soon(queue.get_batch(1, 0))
+
+
+async def test_failures_are_logged_once_for_each_place(caplog):
+  known = FailureLog()
+  known.record('b', 'a trial step raised', "KeyError: 'x' (lab/b.py, line 3)")
+  caplog.clear()
+  failures = pickle.loads(pickle.dumps(known))  # as a queue elsewhere gets it
+  queue = GroupQueue(num_groups=9, num_env_groups=1, max_retries=0, failures=failures)
+  await queue.advance_step(0)
+  for tag, reason, error in (
+    ('a', 'env_error', "KeyError: 'x' (lab/a.py, line 3)"),
+    ('a', 'env_error', "KeyError: 'y' (lab/a.py, line 3)"),
+    ('a', 'reward_failed', 'rule: GraderError: rule: E: e (lab/a.py, line 4)'),
+    ('b', 'env_error', "KeyError: 'y' (lab/b.py, line 3)"),
+    ('a', 'env_timeout', 'CallTimeoutError: no answer within 1 s'),
+    ('a', 'env_timeout', 'CallTimeoutError: no answer within 2 s'),
+    ('a', 'abort', 'the queue cancelled the lease'),
+  ):
+    lease = await soon(queue.get_episode_id(0, 0))
+    bad = row(stop_reason=reason, extras={'error': error}, episode_id=lease.episode_id)
+    bad.tag = tag
+    await put(queue, lease, rows=[bad])
+  assert caplog.messages == [
+    f'env.a: an episode failed with {reason} (shown once): {error}'
+    for reason, error in (
+      ('env_error', "KeyError: 'x' (lab/a.py, line 3)"),
+      ('reward_failed', 'rule: GraderError: rule: E: e (lab/a.py, line 4)'),
+      ('env_timeout', 'CallTimeoutError: no answer within 1 s'),
+    )
+  ]
+  caplog.clear()
+  for failure in queue.take_failures()[1:]:  # here, what a queue elsewhere has logged
+    known.record(*failure)
+  assert len(caplog.messages) == 3
+  assert queue.take_failures() == []
 
 
 async def test_a_lease_past_its_deadline_is_played_by_another():
@@ -256,7 +293,7 @@ async def test_get_batch_looks_at_deadlines_by_itself():
   )
   await queue.advance_step(0)
   await soon(queue.get_episode_id(0, 0))
-  with pytest.raises(RuntimeError, match='env_timeout its lease was timed out'):
+  with pytest.raises(RuntimeError, match='env_timeout: no result within rollout'):
     await soon(queue.get_batch(1, 0))
 
 
@@ -461,7 +498,9 @@ async def test_a_group_of_mixed_versions_is_as_old_as_its_oldest_token():
     await asyncio.sleep(0.02)
     if queue.counts['stale'] < 2:
       waiting.cancel()
-  with pytest.raises(RuntimeError, match=r'stale 2.*step 4, but step 5.*max_staleness'):
+  with pytest.raises(
+    RuntimeError, match=r'2 for staleness.*step 4, but step 5.*max_staleness'
+  ):
     await soon(waiting)
 
 
@@ -522,7 +561,7 @@ async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
     '3 groups in a row were dropped' in said
     and 'rollout.max_consecutive_drops=3' in said
   )
-  assert '6 groups; dropped: reward_std 5' in said
+  assert '6 groups were played; dropped: 5 for reward_std.' in said
   assert 'What may help' in said
 
 

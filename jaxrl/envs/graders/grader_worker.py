@@ -49,7 +49,7 @@ def serve(pipe: Connection) -> None:
     except MemoryError:
       os._exit(137)  # the process is in an unknown state
     except Exception as error:
-      answer = json.dumps({'error': f'{type(error).__name__}: {error}'})
+      answer = json.dumps({'error': call_strings.describe_error(error)})
     signal.setitimer(signal.ITIMER_REAL, 0)
     pipe.send_bytes(answer.encode())
 

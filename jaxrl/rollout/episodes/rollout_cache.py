@@ -13,6 +13,8 @@ from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY
 from jaxrl.types import FAILURES, Completion, Message, Task
 
+MAX_ERROR_CHARS = 500  # kept of what went wrong in an episode
+
 
 @dataclasses.dataclass
 class Turn:
@@ -115,4 +117,7 @@ class RolloutCache:
     self.truncated, self.stop_reason = True, reason
     if error:
       text = error if isinstance(error, str) else describe_error(error)
-      self.extras['error'] = text[:500]
+      if len(text) > MAX_ERROR_CHARS:  # its end says where in the code it arose
+        half = MAX_ERROR_CHARS // 2
+        text = f'{text[:half]} … {text[-half:]}'
+      self.extras['error'] = text

@@ -8,9 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxrl.call_strings import user_place
 from jaxrl.group_stats import sample_scores
 from jaxrl.types import Group
 
+# What groups are dropped for, if that is not the name of a filter.
+CAUSES = {'dropped': 'failed episodes', 'stale': 'staleness'}
 # What helps when groups are dropped for a reason that no filter explains.
 HINTS = {
   'dropped': 'see why episodes fail: python -m launch.play, with this config',
@@ -79,6 +82,7 @@ class GroupPipeline:
     Raises:
       Exception: Whatever the filter or the shaper raises, with a note that says so.
     """
+    part = 'a group filter'
     try:
       valid_rows, drop = self._drop_invalid(group)
       if drop is None and self._filter is not None:
@@ -89,10 +93,12 @@ class GroupPipeline:
           drop = DropReason('group_filter', 'the group filter drops it')
       if drop is not None:
         return group, drop
+      part = 'a reward shaper'
       shaped = self._shaper(valid_rows) if self._shaper is not None else valid_rows
       return shaped, None
     except Exception as error:
-      error.add_note('raised by a group filter or a reward shaper')
+      place = user_place(error)  # a traceback is lost on the way to another process
+      error.add_note(f'raised by {part}' + (f' ({place})' if place else ''))
       raise
 
   def _drop_invalid(self, group: Group) -> tuple[Group, DropReason | None]:
@@ -173,11 +179,13 @@ class DropTracker:
       return None
     num_not_stale = sum(self._num_by_name.values()) - self._num_by_name['stale']
     num_tried = self._num_kept + num_not_stale
-    reasons = ', '.join(f'{name} {n}' for name, n in self._num_by_name.most_common())
+    reasons = ', '.join(
+      f'{n} for {CAUSES.get(name, name)}' for name, n in self._num_by_name.most_common()
+    )
     hint = drop.hint or HINTS.get(drop.name, 'loosen the filter')
     return InsufficientGroupsError(
       f'{num_dropped} groups in a row were dropped and none was kept, so the batch '
-      f'cannot be filled (rollout.max_consecutive_drops={self._max_drops}). Tried '
-      f'since the last batch: {num_tried} groups; dropped: {reasons}. The last '
-      f'because: {drop.reason}. What may help: {hint}'
+      f'cannot be filled (rollout.max_consecutive_drops={self._max_drops}). Since the '
+      f'last batch, {num_tried} groups were played; dropped: {reasons}. The last was '
+      f'dropped because: {drop.reason}. What may help: {hint}'
     )

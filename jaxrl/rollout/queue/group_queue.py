@@ -33,6 +33,7 @@ from jaxrl.rollout.queue.group_state import (
   Cancellation,
   CancellationLog,
   EpisodeLease,
+  FailureLog,
   GroupResults,
   GroupState,
   ReadyGroups,
@@ -74,6 +75,7 @@ class GroupQueue:
     max_consecutive_drops: int = 256,
     greedy: bool = False,
     expires: bool = True,
+    failures: FailureLog | None = None,
   ):
     """Creates an empty queue.
 
@@ -105,10 +107,12 @@ class GroupQueue:
       expires: Whether groups admitted more than ⌈async_ratio⌉ steps ago are cancelled.
         Otherwise groups of any age are kept, and `get_batch` is told which tokens are
         too old.
+      failures: Logs why episodes fail; None for a log of the queue's own.
 
     Raises:
       ValueError: If an option is out of range.
     """
+    self._failures = FailureLog() if failures is None else failures
     _validate_sizes(num_groups, group_size, num_env_groups, min_group_size)
     if min(extra_samples, max_retries, async_ratio, episode_timeout, total) < 0:
       raise ValueError(
@@ -253,6 +257,10 @@ class GroupQueue:
       self.counts['played'] += 1
     self._finalize_if_done(group)
     return True
+
+  def take_failures(self) -> list[tuple[str, str, str]]:
+    """Returns the failures that were logged since the last call; see `FailureLog`."""
+    return self._failures.take()
 
   async def wait_cancelled(self, after: int) -> tuple[int, list[Cancellation]]:
     """Waits for leases that the queue took back, so that workers can stop playing them.
@@ -463,6 +471,7 @@ class GroupQueue:
   def _record_failure(
     self, group: GroupState, sample_index: int, rows: SampleRows
   ) -> None:
+    self._failures.record_episode(rows)
     retry = group.should_retry(sample_index, self._max_retries)
     self.counts['retried' if retry else 'failed'] += 1
     self.counts[f'stopped/{rows[-1].stop_reason}'] += 1

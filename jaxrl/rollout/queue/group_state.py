@@ -4,11 +4,14 @@ A lease is the right of a worker to play one sample before a deadline.
 
 `GroupState` is a group whose samples are being played, `ReadyGroups` holds the finished
 groups that wait for the trainer, `CancellationLog` announces leases that the queue took
-back, and `GroupResults` collects accuracies for curricula.
+back, `GroupResults` collects accuracies for curricula, and `FailureLog` logs why
+episodes fail.
 """
 
 import asyncio
 import dataclasses
+import logging
+import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -18,9 +21,14 @@ from jaxrl.data.curricula import GroupResult
 from jaxrl.group_stats import SampleRows, oldest_weights_version, sample_accuracies
 from jaxrl.types import Group, Trajectory
 
+log = logging.getLogger(__name__)
+
 # Attempts of one sample whose worker was lost that do not count as retries.
 MAX_FREE_RETRIES = 3
 _MAX_CANCELLATIONS = 4096  # the log forgets older entries
+
+# How `describe_error` ends if it knows the place in a user's code.
+_PLACE = re.compile(r'\(([^()]+, line \d+)\)')
 
 
 class EpisodeLease(NamedTuple):
@@ -211,7 +219,8 @@ class GroupState:
     reasons = ', '.join(
       f'{count} × {reason}' for reason, count in num_by_reason.items()
     )
-    return f'{reasons} {next(filter(None, errors), "")}'.strip()
+    error = next(filter(None, errors), '')
+    return f'{reasons}: {error}' if error else reasons
 
   def make_failed_row(self, sample_index: int, group_id: int, cause: str) -> SampleRows:
     """Creates the row that stands for an attempt whose lease was taken back.
@@ -236,7 +245,11 @@ class GroupState:
       sample_index=sample_index,
       stop_reason='env_timeout' if cause == 'timed_out' else 'abort',
     )
-    row.extras['error'] = f'its lease was {cause.replace("_", " ")}'
+    row.extras['error'] = (
+      'no result within rollout.episode_timeout'
+      if cause == 'timed_out'
+      else 'the worker that played it was lost'
+    )
     return [row]
 
 
@@ -318,3 +331,48 @@ class GroupResults:
     """Returns the results since the last call, sorted by seed, and forgets them."""
     results, self.results = sorted(self.results), []
     return results
+
+
+class FailureLog:
+  """Logs why episodes fail: once for each place in a user's code, or type of error.
+
+  Most failures cost an episode each, which is played again, so a log of all of them
+  would hide everything else. It can be pickled, and remembers what it has logged.
+  `take` passes on what a log in another process has logged.
+  """
+
+  def __init__(self):
+    """Creates a log that has logged nothing."""
+    self._logged: set[tuple[str, str]] = set()
+    self._new: list[tuple[str, str, str]] = []
+
+  def record(self, tag: str, what: str, error: str) -> None:
+    """Logs an error, unless one like it has been logged.
+
+    Args:
+      tag: The environment's tag.
+      what: What the error ended, to begin the message with.
+      error: The error, as `describe_error` describes it.
+    """
+    place = _PLACE.search(error)
+    key = tag, place[1] if place else f'{what} {error.partition(":")[0]}'
+    if key not in self._logged:
+      self._logged.add(key)
+      self._new.append((tag, what, error))
+      log.warning('env.%s: %s: %s', tag, what, error)
+
+  def record_episode(self, rows: SampleRows) -> None:
+    """Logs why an episode failed, if an error says so.
+
+    Args:
+      rows: The rows of the episode.
+    """
+    error = rows[-1].extras.get('error') if rows else ''
+    if error and rows[-1].failed and rows[-1].stop_reason != 'abort':
+      what = f'an episode failed with {rows[-1].stop_reason} (shown once)'
+      self.record(rows[-1].tag, what, str(error))
+
+  def take(self) -> list[tuple[str, str, str]]:
+    """Returns the arguments of `record` for what was logged since the last call."""
+    new, self._new = self._new, []
+    return new

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from jaxrl.call_strings import describe_error
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.graders import rule_graders
 from jaxrl.envs.graders.grader_processes import GraderFailure
@@ -212,7 +213,7 @@ async def _call_safely(function: RewardFunction, episode: RewardInput) -> Reward
   try:
     output = await function(episode)
   except Exception as error:
-    return RewardOutput(None, f'{type(error).__name__}: {error}')
+    return RewardOutput(None, describe_error(error))
   if output.score is not None and not math.isfinite(output.score):
     return dataclasses.replace(output, score=None, error=f'its score is {output.score}')
   return output

@@ -36,6 +36,8 @@ def test_faults_are_told_apart_and_cost_one_call(processes):
   assert processes.call(ACT, 'print', limit=5) == first  # the same process again
   with pytest.raises(GraderError, match="act: KeyError: 'broken'"):
     processes.call(ACT, 'raise', limit=5)
+  with pytest.raises(GraderError, match=r'\(.*slow\.py, line \d+\)$'):
+    processes.call(ACT, 'raise', limit=5)
   assert processes.call(ACT, 'go', limit=5) == first
   with pytest.raises(GraderCrashed, match='exit code 7'):
     processes.call(ACT, 'die', limit=5)

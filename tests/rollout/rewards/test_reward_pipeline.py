@@ -93,6 +93,8 @@ async def test_a_missing_score_fails_the_attempt_and_is_not_a_zero():
     (row,) = await play(stage(RewardPipeline(parts)))
     assert (row.stop_reason, row.failed) == ('reward_failed', True)
     assert row.extras['error'].startswith('judge: ')
+    from_code = isinstance(word, Exception)
+    assert ('test_reward_pipeline.py, line ' in row.extras['error']) is from_code
     assert 'reward/judge' not in row.metrics
     assert row.metrics['reward/judge/faults'] == 1
     assert row.metrics['reward/other'] == 1
