@@ -166,7 +166,7 @@ def find_component(
     if name not in known and ':' not in name:
       raise unknown_name_error(name, known, what, key)
     target = known.get(name, name)
-    function = resolve(target) if isinstance(target, str) else target
+    function = resolve(target, where) if isinstance(target, str) else target
   where = where or f'{what} {name!r}'
   if not callable(function):
     raise ConfigError(
@@ -367,7 +367,7 @@ def _fits(value: Any, wanted: type) -> bool:
   return isinstance(value, wanted)
 
 
-def resolve(target: str) -> Any:
+def resolve(target: str, where: str = '') -> Any:
   """Imports an attribute.
 
   Errors raised while the module is imported keep their traceback, except syntax errors
@@ -375,6 +375,7 @@ def resolve(target: str) -> Any:
 
   Args:
     target: `'pkg.mod:attr'` or `'path/file.py:attr'`.
+    where: What error messages begin with, such as the config key; '' for none.
 
   Returns:
     The attribute.
@@ -383,6 +384,11 @@ def resolve(target: str) -> Any:
     ConfigError: If there is no such module, file or attribute, or if a file is not
       valid Python.
   """
+  if where:
+    try:
+      return resolve(target)
+    except ConfigError as error:
+      raise ConfigError(f'{where}: {error}') from error
   location, _, attribute = target.rpartition(':')
   if not location or not attribute:
     raise ConfigError(
@@ -428,7 +434,8 @@ def functions(path: str) -> dict[str, Callable[..., Any]]:
 def _load_file(path: str) -> Any:
   file = pathlib.Path(path).expanduser()
   if not file.is_file():
-    raise ConfigError(f'there is no file {path!r}')
+    looked_in = '' if file.is_absolute() else f' (looked in {pathlib.Path.cwd()})'
+    raise ConfigError(f'there is no file {path!r}{looked_in}')
   spec = importlib.util.spec_from_file_location(f'jaxrl_user_{file.stem}', file)
   if spec is None or spec.loader is None:
     raise ConfigError(f'{path!r} is not a Python file')

@@ -115,7 +115,7 @@ def load_model(
   dtype: str,
   remat: ComponentCall | str,
   kernels: str = 'auto',
-  key: str = 'model.checkpoint',
+  key: str = '--config.model.checkpoint',
 ) -> LoadedModel:
   """Loads a model from a Hugging Face folder.
 

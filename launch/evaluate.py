@@ -191,7 +191,9 @@ def main(argv: Sequence[str]) -> int:
       from launch.settings.resolve import resolve_settings  # imports JAX: seconds
 
       settings = resolve_settings(config)
-      job = build_evaluation(settings, console)
+      named = 'checkpoint' if command.flags['checkpoint'] else 'config.model.checkpoint'
+      with configs.naming_flag(named, 'model.checkpoint'):
+        job = build_evaluation(settings, console)
     except (ValueError, OSError) as error:
       print(f'error: {error}', file=sys.stderr)
       return 2

@@ -162,7 +162,9 @@ def _run(argv: Sequence[str]) -> int:
   key, made_up = _api_key(flags['host'])
   console = Console()
   with tempfile.TemporaryDirectory() as folder:
-    served = ServedModel(resolve_settings(config), pathlib.Path(folder))
+    flag = 'checkpoint' if flags['checkpoint'] else 'config.model.checkpoint'
+    with configs.naming_flag(flag, 'model.checkpoint'):
+      served = ServedModel(resolve_settings(config), pathlib.Path(folder))
     if made_up:
       console.fact('key', key)
     if served.description:

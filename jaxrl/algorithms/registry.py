@@ -88,7 +88,7 @@ def builder(spec: str) -> Callable[..., Algorithm]:
     ConfigError: If there is no such algorithm.
   """
   if ':' in spec:
-    return call_strings.resolve(spec)
+    return call_strings.resolve(spec, f'algorithm {spec} (of --config=FILE.py:{spec})')
   if spec not in names():
     raise call_strings.unknown_name_error(spec, names(), 'algorithm', 'algorithm')
   return getattr(importlib.import_module(f'jaxrl.algorithms.presets.{spec}'), spec)
@@ -217,7 +217,7 @@ def make_component(field: str, component: Component) -> Callable[..., Any] | Non
       )
     return None
   if ':' in name:
-    function = call_strings.resolve(name)
+    function = call_strings.resolve(name, f'algorithm.{field}={str(call)!r}')
   else:
     offered = components_in(COMPONENT_MODULES[field])
     if name not in offered:

@@ -98,7 +98,7 @@ def _generate(call: ComponentCall, split: str, limit: int | None) -> list[Row]:
   name, options, where = call.name, dict(call.options), f'dataset {str(call)!r}'
   if name not in GENERATORS and ':' not in name:
     raise call_strings.unknown_name_error(name, GENERATORS, 'generator', where)
-  generate = call_strings.resolve(GENERATORS.get(name, name))
+  generate = call_strings.resolve(GENERATORS.get(name, name), where)
   call_strings.check_options(generate, options, where)
   if limit is not None:
     options['size'] = limit
@@ -142,6 +142,8 @@ def _read_file(file: Path) -> Iterator[Row]:
     yield from FILE_READERS[file.suffix](file)
   except UnicodeDecodeError as error:
     raise DataError(f'{file}: not UTF-8 text: {error}') from error
+  except OSError as error:
+    raise DataError(f'{file} cannot be read: {error.strerror or error}') from error
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:

@@ -113,7 +113,7 @@ def find_env(name: str) -> Callable[..., Env]:
   name = name.removeprefix(ISOLATED_PREFIX)
   if name not in ENVS and ':' not in name:
     raise call_strings.unknown_name_error(name, ENVS, 'environment', 'env_type')
-  return call_strings.resolve(ENVS.get(name, name))
+  return call_strings.resolve(ENVS.get(name, name), f'env_type={name!r}')
 
 
 def env_factory(

@@ -31,9 +31,10 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
   """
   manager = GlobalDatasetManager()
 
-  def get(path: RowSources, mode: str, options: dict[str, Any]) -> Any:
+  def get(path: RowSources, mode: str, options: dict[str, Any], key: str) -> Any:
     options |= {'mode': mode, 'seed': fold_seed(settings.seed, 'dataset', mode)}
-    return manager.get(path, functools.partial(_load, runtime), **options)
+    with settings.naming(key):
+      return manager.get(path, functools.partial(_load, runtime), **options)
 
   train: Datasets = dict.fromkeys(settings.training_tags)
   for tag in train:
@@ -42,7 +43,7 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
       tasks = env.dataset
       if not tasks.path:
         raise _missing_path(f'env.{tag}', tag)
-      train[tag] = get(tasks.path, 'sample', tasks.options)
+      train[tag] = get(tasks.path, 'sample', tasks.options, settings.path_key(tag))
   tests: Datasets = dict.fromkeys(settings.eval.active)
   for name, evaluation in settings.eval.active.items():
     tag = evaluation.tag
@@ -60,7 +61,7 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
         'question_key': evaluation.question_key,
         'answer_key': evaluation.answer_key,
       }
-      tests[name] = get(path, 'traversal', options)
+      tests[name] = get(path, 'traversal', options, settings.eval_path_key(name))
   return train, tests
 
 

@@ -26,6 +26,7 @@ def make_offline_sampler(settings: RunSettings, tokenizer: Any) -> FileSampler:
   sampler = _make_sampler(
     settings,
     tokenizer,
+    'dataset.path',
     path=data.path,
     split=data.split,
     limit=data.limit,
@@ -48,6 +49,7 @@ def make_warm_start_sampler(settings: RunSettings, tokenizer: Any) -> FileSample
   return _make_sampler(
     settings,
     tokenizer,
+    'sft.path' if settings.sft.path else 'dataset.path',
     path=settings.sft.path or settings.dataset.path,
     limit=settings.sft.limit,
     batch_size=settings.sft.batch_size,
@@ -64,27 +66,38 @@ def make_expert_sampler(
   Raises:
     ConfigError: if none of these is set.
   """
-  path = settings.dataset.expert_path or settings.sft.path or settings.dataset.path
+  paths = {
+    'dataset.expert_path': settings.dataset.expert_path,
+    'sft.path': settings.sft.path,
+    'dataset.path': settings.dataset.path,
+  }
+  key, path = next(((k, p) for k, p in paths.items() if p), ('', ''))
   if not path:
     raise ConfigError(
       'needs rows that an expert wrote: set --config.dataset.expert_path=…'
     )
   limit = settings.sft.limit
   return _make_sampler(
-    settings, tokenizer, 'experts', path=path, limit=limit, batch_size=batch_size
+    settings, tokenizer, key, 'experts', path=path, limit=limit, batch_size=batch_size
   )
 
 
 def _make_sampler(
-  settings: RunSettings, tokenizer: Any, seed_name: str = 'files', **options: Any
+  settings: RunSettings,
+  tokenizer: Any,
+  key: str,
+  seed_name: str = 'files',
+  **options: Any,
 ) -> FileSampler:
-  return FileSampler(
-    ChatTokenizer(tokenizer),
-    **options,
-    **_row_options(settings),
-    max_length=settings.batch.max_length,
-    seed=fold_seed(settings.seed, seed_name),
-  )
+  """Returns a sampler of the rows of a path, which `key` of the config names."""
+  with settings.naming(key):
+    return FileSampler(
+      ChatTokenizer(tokenizer),
+      **options,
+      **_row_options(settings),
+      max_length=settings.batch.max_length,
+      seed=fold_seed(settings.seed, seed_name),
+    )
 
 
 def _row_options(settings: RunSettings) -> dict[str, Any]:
@@ -127,23 +140,30 @@ def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
     ConfigError: if the run names no data.
   """
   data, row_format = settings.dataset, RowFormat(**_row_options(settings))
-  paths = {settings.sft.path or data.path, data.path} - {''}
+  keys_by_path = {data.path: 'dataset.path'}
+  keys_by_path.setdefault(settings.sft.path or data.path, 'sft.path')
+  keys_by_path.pop('', None)
   run_keys = [data.question_key, data.answer_key, data.solution_key]
   sources = [
-    (path, data.split, run_keys) for path in sorted(paths, key=describe_sources)
+    (path, data.split, run_keys, keys_by_path[path])
+    for path in sorted(keys_by_path, key=describe_sources)
   ]
-  for env in settings.env.values():
+  for tag, env in settings.env.items():
     tasks = env.dataset
-    source = (tasks.path, tasks.split, [tasks.question_key, tasks.answer_key])
-    if tasks.path and tasks.path not in paths and source not in sources:
+    own_keys = [tasks.question_key, tasks.answer_key]
+    source = (tasks.path, tasks.split, own_keys, settings.path_key(tag))
+    if tasks.path and tasks.path not in keys_by_path:
       sources.append(source)
+      keys_by_path[tasks.path] = settings.path_key(tag)
   if not sources:
     raise ConfigError(
       'a random model needs texts to train its tokenizer on: set '
       '--config.dataset.path or --config.sft.path, or --config.model.checkpoint'
     )
-  for path, split, keys in sources:
-    for row in load_rows(path, split, TOKENIZER_ROWS):
+  for path, split, keys, config_key in sources:
+    with settings.naming(config_key):
+      rows = load_rows(path, split, TOKENIZER_ROWS)
+    for row in rows:
       fields = [str(row[key]) for key in keys if key in row]
       yield from dict.fromkeys([*fields, *row_format.strings(row)])
       yield '\n'.join(ROLES)  # as often as messages: a role is then one token

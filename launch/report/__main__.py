@@ -6,6 +6,8 @@ import sys
 from launch.report.report_logger import write_report
 
 if __name__ == '__main__':
-  if len(sys.argv) != 2 or not (pathlib.Path(sys.argv[1]) / 'metrics.jsonl').exists():
-    sys.exit('usage: python -m launch.report WORKDIR (a folder with a metrics.jsonl)')
+  if len(sys.argv) != 2:
+    sys.exit('usage: python -m launch.report WORKDIR')
+  if not (pathlib.Path(sys.argv[1]) / 'metrics.jsonl').exists():
+    sys.exit(f'error: {sys.argv[1]} has no metrics.jsonl: name the folder of a run')
   print(write_report(pathlib.Path(sys.argv[1]), 'finished'))

@@ -6,6 +6,7 @@ Every mistake raises ConfigError, whose text is one line for the user.
 """
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -328,6 +329,24 @@ def override(config: ConfigDict, key: str, text: str | None) -> None:
     holder[last] = value
   except (ValueError, TypeError) as error:
     raise ConfigError(f'--config.{key}={text}: {error}') from error
+
+
+@contextlib.contextmanager
+def naming_flag(flag: str, key: str) -> Iterator[None]:
+  """Makes the errors of a block name a command-line flag in place of the key it sets.
+
+  Args:
+    flag: the flag, such as 'checkpoint'.
+    key: the dotted key.
+
+  Raises:
+    ConfigError: an error of the block, with the flag.
+  """
+  try:
+    yield
+  except ConfigError as error:
+    text = str(error).replace(f'--config.{key}=', f'--{flag}=')
+    raise ConfigError(text) from error
 
 
 def _unknown_key(known: Sequence[str], key: str) -> str:

@@ -186,7 +186,10 @@ def parse_random_model(text: str) -> ModelConfig:
   if ':' not in family and family not in families.family_names():
     raise unknown_name_error(family, families.family_names(), 'family', where)
   sizes = set(defaults(random_config)) - {'family'}
-  own = defaults(families.find_family(family).random_options)
+  try:
+    own = defaults(families.find_family(family).random_options)
+  except ConfigError as error:
+    raise ConfigError(f'{where}: {error}') from error
   for name in options:
     if name not in sizes and name not in own:
       raise unknown_name_error(name, sizes | set(own), 'option', where)

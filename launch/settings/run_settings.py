@@ -5,13 +5,14 @@ string. No field has a default here: defaults are written once, in the signature
 the config is derived from.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.call_strings import Component, ComponentCall
+from jaxrl.call_strings import Component, ComponentCall, ConfigError
 from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions, WriterOptions
 from jaxrl.models.exact import Exact
@@ -475,6 +476,33 @@ class RunSettings:
     for part in key.split('.'):
       value = value[part]
     return value
+
+  def path_key(self, tag: str) -> str:
+    """Returns the key that says where the tasks of a tag come from."""
+    own = self.text(f'env.{tag}').get('dataset', {}).get('path')
+    return f'env.{tag}.dataset.path' if own else 'dataset.path'
+
+  def eval_path_key(self, name: str) -> str:
+    """Returns the key that says where the tasks of an evaluation set come from."""
+    if self.text('eval').get('sets', {}).get(name, {}).get('path'):
+      return f'eval.sets.{name}.path'
+    evaluation = self.eval.sets[name]
+    return 'eval.path' if evaluation.path else self.path_key(evaluation.tag)
+
+  @contextlib.contextmanager
+  def naming(self, key: str) -> Iterator[None]:
+    """Makes the errors of a block begin with a config key and its value.
+
+    Args:
+      key: the dotted key.
+
+    Raises:
+      ConfigError: an error of the block, with the key.
+    """
+    try:
+      yield
+    except ConfigError as error:
+      raise ConfigError(f'--config.{key}={self.text(key)}: {error}') from error
 
   def env_manager_config(self, tag: str) -> ConfigDict:
     """Returns a tag's section as group filters are given it."""

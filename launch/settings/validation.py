@@ -338,12 +338,13 @@ def _validate_curriculum(settings: RunSettings) -> None:
     if settings.text(f'env.{tag}').get('dataset', {}).get('curriculum'):
       chosen[f'env.{tag}.dataset.curriculum'] = env.dataset.curriculum
   for key, curriculum in chosen.items():
-    find_component(curriculum, CURRICULA, 'curriculum', key)
+    where = f'--config.{key}={curriculum}'
+    find_component(curriculum, CURRICULA, 'curriculum', where, where=where)
     is_default = curriculum == defaults(GlobalDataset)['curriculum']
     if not is_default and curriculum not in users:
       raise ConfigError(
-        f'--config.{key}={curriculum}: has no effect here: no environment of this run '
-        'takes its tasks from the data set'
+        f'{where}: has no effect here: no environment of this run takes its tasks '
+        'from the data set'
       )
 
 

@@ -83,11 +83,46 @@ SETTINGS = {
   '--config.dataset.system_prompt=Hi --config.sft.num_steps=0': 'mixes no expert rows',
   '--config.dataset.expert_path=a.jsonl': 'mixes no expert rows',
 }
+# What names a file begins with the key that named it.
+NAMED = {
+  '--config.dataset.path=absent.jsonl': "dataset 'absent.jsonl' does not exist",
+  '--config.eval.path=absent.jsonl': "dataset 'absent.jsonl' does not exist",
+  '--config.sft.path=absent.jsonl': "dataset 'absent.jsonl' does not exist",
+  '--config.algorithm.sampler=absent.py:S': "there is no file 'absent.py' (looked in ",
+  '--config.dataset.curriculum=absent.py:C': "there is no file 'absent.py'",
+  '--config.rollout.engine=absent.py:E': "there is no file 'absent.py'",
+  '--config.rollout.group_filter=absent.py:f': "there is no file 'absent.py'",
+  '--config.rollout.reward_shaping=absent.py:f': "there is no file 'absent.py'",
+  '--config.rollout.rewards=absent.py:f': "there is no file 'absent.py'",
+  '--config.model.random=absent.py:F': "there is no file 'absent.py'",
+  '--config.trajectory_dump.path=absent.py:W': "there is no file 'absent.py'",
+  '--config.env.arithmetic.env_type=absent.py:X': "there is no file 'absent.py'",
+  '--config.algorithm.advantage=absent.py:a': "there is no file 'absent.py'",
+}
 
 
 @pytest.mark.parametrize('options', SETTINGS, ids=lambda text: text[9:45])
 def test_a_wrong_setting(tmp_path, capsys, options):
   assert SETTINGS[options] in refused(tmp_path, capsys, *options.split(' '))
+
+
+@pytest.mark.parametrize('option', NAMED, ids=lambda text: text[9:35])
+def test_what_names_a_file_that_is_not_there(tmp_path, capsys, option):
+  said = refused(tmp_path, capsys, option)
+  key, _, value = option.removeprefix('--config.').partition('=')
+  begin, _, end = said.partition(value)
+  assert begin.removeprefix('error: ').removeprefix('--config.') in (
+    f'{key}=',
+    f"{key}='",
+    "env.arithmetic: env_type='",
+  )
+  assert NAMED[option] in end
+
+
+def test_an_algorithm_whose_file_is_not_there(tmp_path, capsys):
+  said = refused(tmp_path, capsys, config=f'{runs.DEBUG}:absent.py:mine')
+  assert 'algorithm absent.py:mine (of --config=FILE.py:absent.py:mine): ' in said
+  assert "there is no file 'absent.py'" in said
 
 
 def test_an_algorithm_that_does_not_exist(tmp_path, capsys):

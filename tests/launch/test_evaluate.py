@@ -102,7 +102,7 @@ def test_a_tag_on_its_own_with_its_failures():
 @pytest.mark.parametrize(
   ('options', 'words'),
   [
-    (['--checkpoint=nowhere'], 'model.checkpoint=nowhere'),
+    (['--checkpoint=nowhere'], 'error: --checkpoint=nowhere: no model in nowhere'),
     (['--k=8', '--config.eval.group_size=4'], 'set --config.eval.group_size=8'),
     (['--k=1,x'], 'must be whole numbers'),
     (['--json=no/such/folder/x.json'], 'there is no folder no/such/folder'),

@@ -117,7 +117,7 @@ def test_a_judge_no_one_can_read_stops_the_run_with_its_reason(folders, tmp_path
   spec = f'judge(checkpoint="{folders[0]}", max_tokens=2, max_length=512)'
   options = ('--config.rollout.max_consecutive_drops=2', '--config.eval.interval=0')
   said = refused_while_playing(tmp_path, *options, f'--config.rollout.rewards={spec}')
-  assert 'reward_failed judge: 0 of 1 votes count; no verdict in' in said
+  assert 'reward_failed: judge: 0 of 1 votes count; no verdict in' in said
 
 
 async def test_half_precision_is_near(folders):

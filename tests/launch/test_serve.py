@@ -32,7 +32,7 @@ def checkpoint(tmp_path):
   'options, said',
   [
     ((), 'no model to serve'),
-    (('--checkpoint=nowhere',), 'nowhere'),
+    (('--checkpoint=nowhere',), 'error: --checkpoint=nowhere: no model in'),
     (('--checkpoint=x', '--port=70000'), '--port=70000'),
     (('--checkpoint=x', '--port=high'), 'must be a whole number'),
     (('--checkpoint=x', '--host=0.0.0.0'), serve.API_KEY_ENV),

@@ -26,9 +26,10 @@ class FunctionAgent:
   def __init__(self, call: ComponentCall | str):
     call = as_call(call)
     target, self._options = call.name, call.options
-    self._function = call_strings.resolve(target)
+    where = f'env_config.agent={str(call)!r}'
+    self._function = call_strings.resolve(target, where)
     if not callable(self._function):
-      raise ConfigError(f'env_config.agent={str(call)!r}: {target} is not a function')
+      raise ConfigError(f'{where}: {target} is not a function')
     call_strings.check_options(self._function, self._options, f'agent {target!r}')
     parameters = inspect.signature(self._function).parameters.values()
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]

@@ -187,7 +187,7 @@ def make_grader_part(
   options = dict(options)
   timeout_option = {'timeout': options.pop('timeout')} if 'timeout' in options else {}
   call_strings.check_options(_make_function_part, timeout_option, where)
-  call_strings.check_options(call_strings.resolve(target), options, where)
+  call_strings.check_options(call_strings.resolve(target, where), options, where)
   return _make_function_part(target, options, **timeout_option)
 
 

@@ -33,7 +33,15 @@ class GraderCrashed(GraderFailure):
 
 
 class GraderError(RuntimeError):
-  """Reports that a grader raised an error or did not start; not the reply's fault."""
+  """Reports that a grader raised an error or did not start; not the reply's fault.
+
+  Attributes:
+    raised: The type and message of the error that the grader raised; may be empty.
+  """
+
+  def __init__(self, message: str, raised: str = ''):
+    super().__init__(message)
+    self.raised = raised
 
 
 class _Worker:
@@ -144,7 +152,8 @@ class GraderProcessPool:
         raise
       self._idle.append(worker)
     if 'error' in answer:
-      raise GraderError(f'{target}: {answer["error"]}')
+      place = f' ({answer["place"]})' if answer['place'] else ''
+      raise GraderError(f'{target}: {answer["error"]}{place}', answer['error'])
     return answer['value']
 
   def _take(self) -> _Worker:

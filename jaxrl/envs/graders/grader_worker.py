@@ -2,7 +2,8 @@
 
 It reads requests from the socket whose descriptor is its first argument, each a JSON
 object {target, args, options, needs, limit}. It answers each with 'ready' (what it
-needs is imported, so the clock starts) and then with a JSON object {value} or {error}.
+needs is imported, so the clock starts) and then with a JSON object {value}, or
+{error, place} with the file and line of the user's code that raised the error.
 """
 
 import contextlib
@@ -49,7 +50,8 @@ def serve(pipe: Connection) -> None:
     except MemoryError:
       os._exit(137)  # the process is in an unknown state
     except Exception as error:
-      answer = json.dumps({'error': call_strings.describe_error(error)})
+      text, place = f'{type(error).__name__}: {error}', call_strings.user_place(error)
+      answer = json.dumps({'error': text, 'place': place})
     signal.setitimer(signal.ITIMER_REAL, 0)
     pipe.send_bytes(answer.encode())
 

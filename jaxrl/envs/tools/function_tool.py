@@ -81,8 +81,8 @@ class FunctionTool:
     except GraderFailure as error:
       raise ToolError('failed', f'{name} ended without a result') from error
     except GraderError as error:
-      message = str(error).removeprefix(f'{self._target}: ')
-      raise ToolError('failed', message) from error
+      # The model is not shown where on this machine the function lies.
+      raise ToolError('failed', error.raised or str(error)) from error
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
   def close(self) -> None:

@@ -52,7 +52,7 @@ def make_tools(
     where = f'tool {name!r}'
     if name not in TOOLS and ':' not in name:
       raise call_strings.unknown_name_error(name, TOOLS, 'tool', 'tools')
-    tool: Callable[..., Any] = call_strings.resolve(TOOLS.get(name, name))
+    tool: Callable[..., Any] = call_strings.resolve(TOOLS.get(name, name), where)
     if isinstance(tool, type):
       call_strings.check_options(tool, options, where)
       providers.append(tool(**options))

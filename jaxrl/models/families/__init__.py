@@ -37,7 +37,7 @@ def find_family(name: str) -> FamilySpec:
   location = name if ':' in name else {**BUILT_IN, **_registered}.get(name)
   if location is None:
     raise call_strings.unknown_name_error(name, family_names(), 'family', 'model')
-  spec = call_strings.resolve(location)
+  spec = call_strings.resolve(location, f'model family {name!r}')
   if not isinstance(spec, FamilySpec):
     raise call_strings.ConfigError(
       f'{location} is a {type(spec).__name__}; a model family is a FamilySpec'
