@@ -1,10 +1,13 @@
 """Log metrics: to metrics.jsonl, TensorBoard, wandb or trackio.
 
 A `MetricLogger` takes what a run reports. The run holds a `MultiLogger`, which hands
-every call to all loggers, turns NaN and infinity into nulls with a warning, and drops a
-remote tracker that fails rather than the run.
+every call to all loggers and turns NaN and infinity into nulls with a warning. A logger that
+fails is reported once and tried again later; it does not end the run.
 """
 
+import contextlib
+import dataclasses
+import errno
 import importlib
 import json
 import math
@@ -22,6 +25,8 @@ if TYPE_CHECKING:  # a wrong command line is answered before JAX is imported
 
 Metrics = Mapping[str, float | None]
 Decode = Callable[[list[int]], str]
+REPORT_INTERVAL_S = 600.0  # seconds between two reports that the same logger failed
+MAX_UNWRITTEN = 10_000  # rows of metrics.jsonl that wait for a disk that is full
 
 
 class MetricLogger:
@@ -32,9 +37,11 @@ class MetricLogger:
 
   Attributes:
     required: whether a failure of this logger ends the run.
+    retry_interval: seconds until it is tried again after a failure.
   """
 
-  required = True
+  required = False
+  retry_interval = 10.0
 
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
     """Notes that a phase begins or goes on, see `MultiLogger.phase`."""
@@ -81,6 +88,8 @@ class MultiLogger:
     self._warn = warn
     self._warned: set[str] = set()
     self._phase = ''
+    self._failures: dict[int, _Failure] = {}  # by position in `sinks`
+    self._reported: dict[int, float] = {}  # when a failure was reported
 
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
     """Begins a phase, or goes on with it.
@@ -129,23 +138,68 @@ class MultiLogger:
     self._each('decode_with', decode)
 
   def close(self, status: str = 'finished') -> None:
-    """Ends all loggers.
+    """Ends all loggers, also those after one that fails.
 
     Args:
-      status: how the run ended: 'finished', 'stopped' or 'failed'.
+      status: how the run ended: 'finished', 'stopped' or 'failed'. After 'failed' no
+        logger raises an error, which would hide the one that ended the run.
     """
-    self._each('close', status)
+    errors = []
+    for number, sink in enumerate(self.sinks):
+      try:
+        sink.close(status)
+      except Exception as error:
+        if sink.required and status != 'failed':
+          errors.append(error)
+        elif number not in self._failures:
+          self._report(f'{type(sink).__name__} could not be closed: {error}')
+    if errors:
+      raise errors[0]
 
   def _each(self, method: str, *args: Any) -> None:
-    for sink in list(self.sinks):
+    for number, sink in enumerate(self.sinks):
+      failure = self._failures.get(number)
+      waits = failure is not None and time.monotonic() < failure.retry_at
+      if waits and method in ('write', 'trajectories'):
+        continue
       try:
+        if method != 'phase' and failure and failure.phase:
+          sink.phase(*failure.phase)
+          failure.phase = ()
         getattr(sink, method)(*args)
       except Exception as error:
         if sink.required:
           raise
-        self.sinks.remove(sink)
-        name = type(sink).__name__
-        self._warn(f'{name} failed and is left out from now on: {error}')
+        if failure is None:
+          now = time.monotonic()
+          told = now - self._reported.get(number, -math.inf) > REPORT_INTERVAL_S
+          failure = self._failures[number] = _Failure(method, told)
+          if told:
+            self._reported[number] = now
+            name = type(sink).__name__
+            self._report(f'{name} failed and is tried again later: {error}')
+        failure.retry_at = time.monotonic() + sink.retry_interval
+        if method == 'phase':
+          failure.phase = args
+      else:
+        if failure and method == failure.method:
+          del self._failures[number]
+          if failure.told:
+            self._report(f'{type(sink).__name__} works again')
+
+  def _report(self, text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be a file on the full disk
+      self._warn(text)
+
+
+@dataclasses.dataclass
+class _Failure:
+  """Says which call failed, when to repeat it, and which phase has not begun yet."""
+
+  method: str
+  told: bool
+  retry_at: float = 0.0
+  phase: tuple[Any, ...] = ()
 
 
 class JsonLines(MetricLogger):
@@ -153,12 +207,17 @@ class JsonLines(MetricLogger):
 
   Each has `phase`, `step`, `time/wall` (seconds since 1970) and the step's metrics.
   A line is on disk when `write` returns, and is written by one system call, so a
-  killed run leaves whole lines.
+  killed run leaves whole lines. Rows that cannot be written, as on a full disk, are
+  kept in memory and written as soon as that is possible.
   """
+
+  retry_interval = 0.0
 
   def __init__(self, path: pathlib.Path):
     self.path = path
     self._phase = ''
+    self._fd = -1
+    self._unwritten: list[bytes] = []
     rows = read_metrics(path)
     self._rewrite(rows)  # mends a torn last line
     self._last: dict[str, Any] = rows[-1] if rows else {}
@@ -166,11 +225,14 @@ class JsonLines(MetricLogger):
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
     """Starts a phase and removes the rows of steps that will be repeated."""
     self._phase = name
+    with contextlib.suppress(OSError):
+      self._flush()
     rows = read_metrics(self.path)
     kept = rows_before(rows, name, start, over=start == total)
     if kept != rows:
       self._rewrite(kept)
-    self._last = kept[-1] if kept else {}
+    if not self._unwritten:
+      self._last = kept[-1] if kept else {}
 
   def write(self, step: int, metrics: Metrics) -> None:
     """Appends a row, or replaces the last one if it belongs to the same step."""
@@ -179,29 +241,47 @@ class JsonLines(MetricLogger):
     row = {**(self._last if same else row), 'time/wall': round(time.time(), 3)}
     row.update(metrics)
     line = (json.dumps(row, allow_nan=False) + '\n').encode()
-    if same:
-      os.pwrite(self._fd, line, self._start)
-      os.ftruncate(self._fd, self._start + len(line))
-    else:
-      self._start = os.lseek(self._fd, 0, os.SEEK_END)
-      os.write(self._fd, line)
+    if same and self._unwritten:
+      self._unwritten.pop()
+    elif same:
+      self._end = self._start
+    self._unwritten = [*self._unwritten, line][-MAX_UNWRITTEN:]
     self._last = row
+    self._flush()
 
   def close(self, status: str) -> None:
     """Closes the file; removes it if the run failed before it had anything to write."""
-    if self._fd >= 0:
-      os.close(self._fd)
-      self._fd = -1
+    try:
+      self._flush()
+    finally:
+      if self._fd >= 0:
+        os.close(self._fd)
+        self._fd = -1
     if status == 'failed' and not self._last:
       self.path.unlink(missing_ok=True)
+
+  def _flush(self) -> None:
+    """Writes the rows that wait; an error leaves whole lines in the file."""
+    while self._unwritten:
+      line = self._unwritten[0]
+      try:
+        if os.pwrite(self._fd, line, self._end) < len(line):
+          raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        os.ftruncate(self._fd, self._end + len(line))
+      except OSError:
+        os.ftruncate(self._fd, self._end)
+        raise
+      self._start, self._end = self._end, self._end + len(line)
+      del self._unwritten[0]
 
   def _rewrite(self, rows: list[dict[str, Any]]) -> None:
     lines = [json.dumps(row, allow_nan=False) + '\n' for row in rows]
     write_atomically(self.path, ''.join(lines))
-    if getattr(self, '_fd', -1) >= 0:
+    if self._fd >= 0:
       os.close(self._fd)
     self._fd = os.open(self.path, os.O_RDWR)
     self._start = sum(len(line.encode()) for line in lines[:-1])
+    self._end = os.fstat(self._fd).st_size
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -254,32 +334,71 @@ def rows_before(
 
 
 class TensorBoard(MetricLogger):
-  """Writes TensorBoard events below a folder, one TensorBoard run per phase."""
+  """Writes TensorBoard events below a folder, one TensorBoard run per phase.
+
+  Events are written by the caller: tensorboardX's own thread would end with the first
+  error, such as a full disk, and then block whoever adds to its queue.
+  """
 
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
-    self._writer: Any = None
+    self._writer: Any = None  # None until a write opens the phase's next file
+    self._phase, self._purge_step = '', None
+    self._num_files = 0
 
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
-    """Opens the TensorBoard run of a phase."""
-    from tensorboardX import SummaryWriter
-
-    if self._writer:
-      self._writer.close()
-    place = self.folder / name
-    resumed = place.exists()
-    self._writer = SummaryWriter(str(place), purge_step=start if resumed else None)
+    """Ends the events of the last phase; steps from `start` on replace older ones."""
+    self._close()
+    self._phase = name
+    self._purge_step = start if (self.folder / name).exists() else None
 
   def write(self, step: int, metrics: Metrics) -> None:
     """Writes the metrics of a step as scalars."""
-    for name, value in metrics.items():
-      if value is not None and self._writer:
-        self._writer.add_scalar(name, value, step)
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    values = [
+      Summary.Value(tag=name, simple_value=value)
+      for name, value in metrics.items()
+      if value is not None
+    ]
+    try:
+      if self._writer is None:
+        self._open()
+      self._add(step=step, summary=Summary(value=values))
+      self._writer.flush()
+    except OSError:  # a file with a torn event is not continued
+      with contextlib.suppress(OSError):
+        self._close()
+      self._writer = None
+      raise
 
   def close(self, status: str) -> None:
     """Closes the TensorBoard run."""
-    if self._writer:
-      self._writer.close()
+    self._close()
+
+  def _open(self) -> None:
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    place = self.folder / self._phase
+    place.mkdir(parents=True, exist_ok=True)
+    self._num_files += 1
+    suffix = f'.{os.getpid()}.{self._num_files}'  # two may begin in one second
+    self._writer = EventsWriter(str(place / 'events'), suffix)
+    if self._purge_step is not None:
+      log = SessionLog(status=SessionLog.START)
+      self._add(step=self._purge_step, file_version='brain.Event:2')
+      self._add(step=self._purge_step, session_log=log)
+
+  def _add(self, **fields: Any) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    self._writer.write_event(Event(wall_time=time.time(), **fields))
+
+  def _close(self) -> None:
+    writer, self._writer = self._writer, None
+    if writer:
+      writer.close()
 
 
 class Tracker(MetricLogger):
@@ -287,8 +406,6 @@ class Tracker(MetricLogger):
 
   The id of the tracked run is stored in the folder, so that a resumed run continues it.
   """
-
-  required = False
 
   def __init__(
     self,

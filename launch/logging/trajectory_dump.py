@@ -32,8 +32,11 @@ class TrajectoryDump(MetricLogger):
   """Writes each step's trajectories, a part for each tag and mode.
 
   A step that is done again after a crash replaces its part. Parts are written before
-  the step's checkpoint, so that none is missing after one.
+  the step's checkpoint, so that none is missing after one. A run whose trajectories
+  cannot be written therefore ends, and repeats the step when it is started again.
   """
+
+  required = True
 
   def __init__(self, settings: RunSettings, folder: pathlib.Path, *, fresh: bool):
     """Opens the dump.

@@ -1,5 +1,6 @@
 """Manage a run's folder: who may use it, its config, and how it was launched."""
 
+import contextlib
 import fcntl
 import fnmatch
 import importlib.metadata
@@ -203,5 +204,10 @@ def git_commit() -> str | None:
 def write_atomically(path: pathlib.Path, text: str) -> None:
   """Replaces a file at once: a reader sees the old text or the new, never a part."""
   part = path.with_name(f'.{path.name}.part')
-  part.write_text(text, encoding='utf-8')
-  os.replace(part, path)
+  try:
+    part.write_text(text, encoding='utf-8')
+    os.replace(part, path)
+  except OSError:
+    with contextlib.suppress(OSError):
+      part.unlink(missing_ok=True)  # a full disk needs its space
+    raise

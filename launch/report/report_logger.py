@@ -34,8 +34,6 @@ class ReportLogger(MetricLogger):
     folder: folder of the run.
   """
 
-  required = False
-
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
     self._decode: Decode | None = None

@@ -1,6 +1,9 @@
 """metrics.jsonl through resumes and kills, numbers that are none, sinks that fail."""
 
+import contextlib
 import json
+import resource
+import signal
 import sys
 import types
 
@@ -16,6 +19,7 @@ from launch.logging.metric_loggers import (
   Tracker,
   read_metrics,
 )
+from launch.report.report_logger import ReportLogger
 
 
 def rows(path):
@@ -126,25 +130,102 @@ def test_what_is_not_finite_becomes_null_with_one_warning_a_name(path):
 
 
 class Broken(MetricLogger):
-  required = False
-  calls = 0
+  def __init__(self):
+    self.calls, self.phases, self.broken = 0, [], True
+
+  def phase(self, name, total, start=0):
+    self.phases.append(name)
 
   def write(self, step, metrics):
     self.calls += 1
-    raise ConnectionError('no route')
+    if self.broken:
+      raise ConnectionError('no route')
+
+  def close(self, status):
+    if self.broken:
+      raise ConnectionError('still no route')
 
 
-def test_a_tracker_that_fails_is_dropped_and_a_file_that_fails_is_not(path):
+def test_a_logger_that_fails_is_reported_once_and_tried_again(path):
   warnings, broken = [], Broken()
   writers = MultiLogger([broken, JsonLines(path)], warnings.append)
   writers.phase('rl', 2)
-  writers.write(0, {'a': 1})
-  writers.write(1, {'a': 1})
-  assert broken.calls == 1 and len(rows(path)) == 2
-  assert warnings == ['Broken failed and is left out from now on: no route']
+  for step in range(3):
+    writers.write(step, {'a': 1})
+  assert broken.calls == 1 and len(rows(path)) == 3
+  assert warnings == ['Broken failed and is tried again later: no route']
+  broken.retry_interval = 0.0
+  writers._failures[0].retry_at = 0.0
+  writers.write(3, {'a': 1})
+  assert broken.calls == 2 and len(warnings) == 1
+  broken.broken = False
+  writers.write(4, {'a': 1})
+  assert broken.calls == 3 and warnings[1:] == ['Broken works again']
+
+
+def test_what_is_required_ends_the_run_and_closing_hides_no_error(path):
+  warnings, broken = [], Broken()
   broken.required = True
+  writers = MultiLogger([broken, JsonLines(path)], warnings.append)
+  writers.phase('rl', 2)
   with pytest.raises(ConnectionError):
-    MultiLogger([broken]).write(0, {'a': 1})
+    writers.write(0, {'a': 1})
+  writers.close('failed')
+  assert warnings == ['Broken could not be closed: still no route']
+  assert writers.sinks[1]._fd == -1  # the ones after it are closed too
+  with pytest.raises(ConnectionError):
+    writers.close('finished')
+
+
+@contextlib.contextmanager
+def full_disk(size):
+  """Makes writes beyond `size` bytes of any file fail, as a full disk does."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_stops_no_training_and_loses_no_metrics(tmp_path):
+  """Every file logger, at sizes at which each of them is cut within a line."""
+  pytest.importorskip('tensorboardX')
+  path, warnings = tmp_path / 'metrics.jsonl', []
+  sinks = [JsonLines(path), TensorBoard(tmp_path / 'tb'), ReportLogger(tmp_path)]
+  for sink in sinks:
+    sink.retry_interval = 0.0
+  writers = MultiLogger(sinks, warnings.append)
+  writers.phase('rl', 100)
+  writers.write(0, {'reward/mean': 0.0})
+  with full_disk(300):
+    for step in range(1, 50):
+      writers.write(step, {'reward/mean': step / 100})
+    whole = read_metrics(path)
+    assert 0 < len(whole) < 10 and path.read_bytes().endswith(b'}\n')
+  names = [line.split()[0] for line in warnings if 'failed' in line]
+  assert {'JsonLines', 'TensorBoard'} <= set(names) and len(set(names)) == len(names)
+  writers.write(50, {'reward/mean': 0.5})
+  writers.close()
+  assert [row['step'] for row in rows(path)] == list(range(51))
+  assert {f'{name} works again' for name in ('JsonLines', 'TensorBoard')} <= {*warnings}
+  assert (tmp_path / 'report.html').exists()
+  assert b'reward/mean' in max((tmp_path / 'tb' / 'rl').iterdir()).read_bytes()
+
+
+def test_closing_on_a_full_disk_reports_each_logger_once(tmp_path):
+  warnings = []
+  sinks = [JsonLines(tmp_path / 'metrics.jsonl'), ReportLogger(tmp_path)]
+  writers = MultiLogger(sinks, warnings.append)
+  writers.phase('rl', 3)
+  writers.write(0, {'reward/mean': 0.0})
+  with full_disk(1):
+    writers.write(1, {'reward/mean': 0.0})
+    writers.close('failed')
+  assert [line.split()[0] for line in warnings] == ['JsonLines', 'ReportLogger']
+  assert not list(tmp_path.glob('.*.part')) and len(rows(sinks[0].path)) == 1
 
 
 def test_tensorboard_events_by_phase(tmp_path):
