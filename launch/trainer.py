@@ -188,8 +188,12 @@ class Trainer:
     return None
 
   def _checkpointer(self, name: str) -> Checkpointer:
-    max_to_keep = self._settings.checkpoint.max_to_keep
-    return Checkpointer(self._workdir / 'checkpoints' / name, max_to_keep=max_to_keep)
+    settings = self._settings.checkpoint
+    return Checkpointer(
+      self._workdir / 'checkpoints' / name,
+      max_to_keep=settings.max_to_keep,
+      strict=settings.strict,
+    )
 
 
 class TrainPhase:

@@ -1,15 +1,24 @@
 """Checkpointing writes train states in the background and restores them on any mesh."""
 
+import concurrent.futures
+import contextlib
+import json
 import logging
 import math
+import os
 import pathlib
 import shutil
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
+from jax.experimental import multihost_utils
+
+CHECKSUMS = 'checksums.json'  # in a checkpoint's folder: size and CRC-32 by file
+READ_BYTES = 2**22
 
 log = logging.getLogger(__name__)
 
@@ -25,22 +34,37 @@ class Checkpointer:
   renamed when it is complete, and older ones are deleted only after that: whenever the
   process dies, the newest complete one can be loaded.
 
+  Size and CRC-32 of its files are written when a checkpoint is complete, by the first
+  process, and checked before it is loaded; of several processes each checks a share. A
+  damaged one is renamed to STEP.damaged, and the one before it is loaded.
+
   Args:
     directory: The folder.
     max_to_keep: How many of the newest checkpoints are kept.
+    strict: Whether a damaged checkpoint is an error, rather than to resume from the one
+      before it.
 
   Attributes:
     directory: The absolute path of the folder.
     max_to_keep: How many of the newest checkpoints are kept.
+    strict: Whether a damaged checkpoint is an error.
   """
 
-  def __init__(self, directory: str | pathlib.Path, *, max_to_keep: int = 2):
+  def __init__(
+    self,
+    directory: str | pathlib.Path,
+    *,
+    max_to_keep: int = 2,
+    strict: bool = False,
+  ):
     if max_to_keep < 1:
       raise ValueError(
         f'checkpoint max_to_keep={max_to_keep}: keep at least 1 checkpoint'
       )
     self.directory = pathlib.Path(directory).absolute()
     self.max_to_keep = max_to_keep
+    self.strict = strict
+    logging.getLogger('absl').addFilter(_is_not_raised_too)
     registry = ocp.handlers.local_registry(include_global_registry=True)
     registry.add(ocp.handlers.JsonHandler, checkpointable_name='data')
     context = ocp.Context()
@@ -53,13 +77,22 @@ class Checkpointer:
       preservation_policy=policies.LatestN(max_to_keep),  # pyright: ignore
       cleanup_tmp_directories=True,
     )
-    self._pending: tuple[int, int, Any] | None = None  # step, bytes, response
+    self._pending: tuple[int, int, Any] | None = None  # step, bytes, result()
+    self._failed = False
+    self._pool = concurrent.futures.ThreadPoolExecutor(
+      1, thread_name_prefix='checksums'
+    )
 
   @property
   def latest_step(self) -> int | None:
     """The step of the newest complete checkpoint, or None."""
-    newest = self._orbax.latest
-    return None if newest is None else newest.step
+    return max(self._steps(), default=None)
+
+  def _steps(self) -> list[int]:
+    """Returns the steps that have a folder, which may be damaged."""
+    if not self.directory.is_dir():
+      return []
+    return [int(path.name) for path in self.directory.iterdir() if path.name.isdigit()]
 
   def save(self, step: int, arrays: Any, data: Mapping[str, Any]) -> None:
     """Starts writing a checkpoint.
@@ -76,7 +109,7 @@ class Checkpointer:
       CheckpointError: This save, or the one before, failed.
     """
     self.wait()
-    if any(checkpoint.step == step for checkpoint in self._orbax.checkpoints):
+    if step in self._steps():
       return
     named = flatten_by_name(arrays)
     size = sum(x.size * x.dtype.itemsize for x in named.values())
@@ -86,6 +119,9 @@ class Checkpointer:
       )
     except Exception as error:
       raise self._failure(step, size, error) from error
+    # Several processes meet in a barrier, which belongs on the thread of the devices.
+    if jax.process_count() == 1:
+      response = self._pool.submit(self._finish, step, response)
     self._pending = (step, size, response)
 
   def wait(self) -> None:
@@ -94,10 +130,23 @@ class Checkpointer:
       return
     (step, size, response), self._pending = self._pending, None
     try:
-      if response is not None:
+      if isinstance(response, concurrent.futures.Future):
         response.result()
+      else:
+        self._finish(step, response)
     except Exception as error:
       raise self._failure(step, size, error) from error
+
+  def _finish(self, step: int, response: Any) -> None:
+    """Waits until a checkpoint is complete, then writes its checksums."""
+    if response is not None:
+      response.result()
+    if jax.process_index():
+      return
+    try:
+      write_checksums(self.directory / str(step))
+    except OSError as error:
+      log.warning('checkpoint %d has no checksums: %s', step, error)
 
   def restore(self, like: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Loads a checkpoint.
@@ -111,22 +160,96 @@ class Checkpointer:
       `(arrays, data)`.
 
     Raises:
-      CheckpointError: There is no such checkpoint, or names, shapes or dtypes differ.
+      CheckpointError: There is no such checkpoint, it is damaged and there is no intact
+        one before it, or names, shapes or dtypes differ.
     """
     self.wait()
-    step = self.latest_step if step is None else step
-    if step is None:
-      raise CheckpointError(f'there is no checkpoint in {self.directory}')
+    steps = sorted(self._steps(), reverse=True) if step is None else [step]
+    damaged: dict[int, str] = {}
+    for number in steps:
+      loaded, damage = self._try_load(like, number)
+      if loaded is not None:
+        self._set_aside(damaged, number)
+        return loaded
+      if self.strict or step is not None:
+        raise CheckpointError(
+          f'checkpoint {number} in {self.directory} is damaged: {damage}; repair or '
+          'delete it, or set checkpoint.strict=False to resume from the one before it'
+        )
+      damaged[number] = damage
+    if damaged:
+      found = '; '.join(f'{number}: {damage}' for number, damage in damaged.items())
+      raise CheckpointError(
+        f'no checkpoint in {self.directory} is intact ({found}); restore the folder '
+        'from a copy, or delete it to begin anew'
+      )
+    raise CheckpointError(f'there is no checkpoint in {self.directory}')
+
+  def _try_load(self, like: Any, step: int) -> tuple[Any, str]:
+    """Returns what a checkpoint holds, or None and what is wrong with its files."""
+    path = self.directory / str(step)
+    damage = self._find_damage(path)
+    if damage:
+      return None, damage
+    try:
+      return self._load(like, step), ''
+    except CheckpointError:
+      raise
+    except Exception as error:
+      reason = str(error).strip().splitlines() or [type(error).__name__]
+      damage = f'it cannot be read: {reason[0][:300]}'
+      # Its files are sound, or other processes may have been able to read it.
+      if (path / CHECKSUMS).exists() or jax.process_count() > 1:
+        raise CheckpointError(
+          f'checkpoint {step} in {self.directory}: {damage}'
+        ) from error
+      return None, damage
+
+  def _find_damage(self, path: pathlib.Path) -> str:
+    """Returns what is wrong with the files of a checkpoint, '' for nothing.
+
+    All processes return the same.
+    """
+    count = jax.process_count()
+    damage = find_damage(path, jax.process_index(), count)
+    if count == 1:
+      return damage
+    text = np.frombuffer(damage.encode()[:300].ljust(300), np.uint8)
+    found = [bytes(row).decode(errors='replace').strip() for row in _gather(text)]
+    return next(filter(None, found), '')
+
+  def _set_aside(self, damaged: Mapping[int, str], used: int) -> None:
+    """Renames damaged checkpoints, so that their steps can be saved again.
+
+    Args:
+      damaged: what is wrong, by step.
+      used: step of the checkpoint that was loaded instead.
+    """
+    if not damaged:
+      return
+    if not jax.process_index():
+      for older in self.directory.glob('*.damaged'):
+        shutil.rmtree(older, ignore_errors=True)
+      for step in damaged:
+        path = self.directory / str(step)
+        path.rename(path.with_name(f'{step}.damaged'))
+    if jax.process_count() > 1:
+      _gather(np.zeros(1, np.uint8))  # others see the folder as it is now
+    self._orbax.reload()
+    for step, damage in damaged.items():
+      log.warning(
+        'checkpoint %d in %s is damaged: %s; it is now called %d.damaged, and '
+        'checkpoint %d is used',
+        *(step, self.directory, damage, step, used),
+      )
+
+  def _load(self, like: Any, step: int) -> tuple[Any, dict[str, Any]]:
+    """Loads the checkpoint of a step whose files are not known to be damaged."""
     expected = {
       name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
       for name, x in flatten_by_name(like).items()
     }
-    try:
-      saved = self._orbax.checkpointables_metadata(step).metadata['state']
-    except Exception as error:
-      raise CheckpointError(
-        f'checkpoint {step} in {self.directory} cannot be read: {error}'
-      ) from error
+    saved = self._orbax.checkpointables_metadata(step).metadata['state']
     self._compare(step, expected, saved)
     loaded = self._orbax.load_checkpointables(step, {'state': expected, 'data': None})
     arrays = [loaded['state'][name] for name in expected]
@@ -137,7 +260,10 @@ class Checkpointer:
     try:
       self.wait()
     finally:
-      self._orbax.close()
+      self._pool.shutdown()
+      # After a failure orbax raises it again, which would hide what `_failure` says.
+      with contextlib.suppress(*((Exception,) if self._failed else ())):
+        self._orbax.close()
 
   def _compare(self, step: int, expected: Mapping, saved: Mapping) -> None:
     """Raises CheckpointError unless the saved arrays are those expected."""
@@ -170,6 +296,7 @@ class Checkpointer:
         raise CheckpointError(f'{where} has an unknown array {name}; {advice}')
 
   def _failure(self, step: int, size: int, error: Exception) -> CheckpointError:
+    self._failed = True
     self._remove_leftovers()
     free = shutil.disk_usage(self.directory).free
     fallback = 'there is no earlier one'
@@ -186,6 +313,78 @@ class Checkpointer:
     """Deletes what unfinished saves have left behind."""
     for path in self.directory.glob('*orbax-checkpoint-tmp*'):
       shutil.rmtree(path, ignore_errors=True)
+
+
+def write_checksums(path: pathlib.Path) -> None:
+  """Writes `CHECKSUMS` into the folder of a complete checkpoint."""
+  files = {name: _checksum(path / name) for name in _files(path)}
+  part = path / f'.{CHECKSUMS}.part'
+  try:
+    part.write_text(json.dumps({'algorithm': 'crc32', 'files': files}))
+    os.replace(part, path / CHECKSUMS)
+  except OSError:
+    part.unlink(missing_ok=True)
+    raise
+
+
+def find_damage(path: pathlib.Path, index: int = 0, count: int = 1) -> str:
+  """Compares the files of a checkpoint with its checksums.
+
+  Args:
+    path: folder of the checkpoint.
+    index: which share of the files to read.
+    count: number of shares.
+
+  Returns:
+    What is wrong with the first damaged file; '' if nothing is, or if the checkpoint
+    was written by a version without checksums.
+  """
+  try:
+    record = json.loads((path / CHECKSUMS).read_text())
+    files = {
+      str(k): (int(size), int(crc)) for k, (size, crc) in record['files'].items()
+    }
+  except FileNotFoundError:
+    return ''
+  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    return f'{CHECKSUMS} is not readable'
+  for name, (size, crc) in sorted(files.items())[index::count]:
+    try:
+      found = _checksum(path / name)
+    except FileNotFoundError:
+      return f'{name} is missing'
+    except OSError as error:
+      return f'{name}: {error.strerror}'
+    if found[0] != size:
+      return f'{name} has {found[0]:,} bytes instead of {size:,}'
+    if found[1] != crc:
+      return f'{name} has changed since it was written (CRC-32)'
+  return ''
+
+
+def _files(path: pathlib.Path) -> list[str]:
+  """Returns the files of a checkpoint that have a checksum, relative to its folder."""
+  found = (str(one.relative_to(path)) for one in path.rglob('*') if one.is_file())
+  return sorted(name for name in found if CHECKSUMS not in name)
+
+
+def _checksum(path: pathlib.Path) -> tuple[int, int]:
+  """Returns the size and the CRC-32 of a file."""
+  size, crc = 0, 0
+  with path.open('rb') as file:
+    while block := file.read(READ_BYTES):
+      size, crc = size + len(block), zlib.crc32(block, crc)
+  return size, crc
+
+
+def _gather(row: np.ndarray) -> np.ndarray:
+  """Returns the rows of all processes; waits for them."""
+  return np.asarray(multihost_utils.process_allgather(row)).reshape(-1, len(row))
+
+
+def _is_not_raised_too(record: logging.LogRecord) -> bool:
+  """Leaves out tracebacks of orbax, whose errors are raised by `Checkpointer` too."""
+  return record.levelno < logging.ERROR or 'orbax' not in record.pathname
 
 
 def _megabytes(size: int) -> str:

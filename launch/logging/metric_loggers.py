@@ -1,8 +1,8 @@
 """Log metrics: to metrics.jsonl, TensorBoard, wandb or trackio.
 
 A `MetricLogger` takes what a run reports. The run holds a `MultiLogger`, which hands
-every call to all loggers and turns NaN and infinity into nulls with a warning. A logger that
-fails is reported once and tried again later; it does not end the run.
+every call to all loggers and turns NaN and infinity into nulls with a warning. A logger
+that fails is reported once and tried again later; it does not end the run.
 """
 
 import contextlib

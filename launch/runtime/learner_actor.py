@@ -33,7 +33,7 @@ from launch.settings.run_settings import RunSettings, WeightTransport
 SENDER_MODULE = 'jaxrl.rollout.vllm.gpu_weight_sender'  # needs torch and vLLM
 
 LogLines = list[tuple[int, str]]  # level and text
-CheckpointPlace = tuple[pathlib.Path, int]  # a checkpointer's folder, how many it keeps
+CheckpointPlace = tuple[pathlib.Path, int, bool]  # folder, max_to_keep and strict
 
 
 class _LogCollector(logging.Handler):
@@ -174,9 +174,9 @@ class LearnerActor:
   async def _open_checkpointer(self, place: CheckpointPlace) -> Checkpointer:
     if self._checkpointer is None or self._checkpointer[0] != place:
       await self._close_checkpointer()
-      folder, max_to_keep = place
+      folder, max_to_keep, strict = place
       checkpointer = await self._device_thread.run(
-        Checkpointer, folder, max_to_keep=max_to_keep
+        Checkpointer, folder, max_to_keep=max_to_keep, strict=strict
       )
       self._checkpointer = place, checkpointer
     return self._checkpointer[1]

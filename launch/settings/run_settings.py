@@ -270,6 +270,7 @@ class CheckpointSettings:
   save_interval: int
   export: bool
   max_to_keep: int
+  strict: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import pathlib
 import random
+import shutil
 import signal
 import time
 
@@ -131,6 +132,24 @@ def test_killed_again_and_again(whole, tmp_path, seed):
     kill(process)
   runs.run(tmp_path, *STEPS)
   same(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_from_before_a_damaged_checkpoint_it_ends_at_the_same_bits(whole, tmp_path):
+  folder = tmp_path / 'copy'
+  shutil.copytree(whole, folder)
+  newest = folder / 'checkpoints' / 'train' / '4'
+  file = max(newest.glob('state/**/d/*'), key=lambda path: path.stat().st_size)
+  file.write_bytes(file.read_bytes()[:-1])
+  process = runs.spawn(folder, *STEPS, '--config.checkpoint.strict=True')
+  said, _ = process.communicate(timeout=120)
+  assert process.returncode == 1 and 'Traceback' not in said
+  assert 'error: checkpoint 4 in' in said and 'is damaged' in said
+  process = runs.spawn(folder, *STEPS)
+  said, _ = process.communicate(timeout=120)
+  assert process.returncode == 0, said
+  assert said.count('is damaged') == 1 and 'checkpoint 3 is used' in said
+  same(folder, whole)
 
 
 @pytest.mark.slow

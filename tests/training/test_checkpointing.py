@@ -1,7 +1,9 @@
 """Checkpoints survive death, full disks and other meshes."""
 
+import errno
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +12,10 @@ import time
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
 from jaxrl.algorithms import registry
-from jaxrl.training.checkpointing import Checkpointer, CheckpointError
+from jaxrl.training.checkpointing import CHECKSUMS, Checkpointer, CheckpointError
 from jaxrl.training.parallelism.mesh import make_mesh
 from tests.training import toy
 
@@ -189,3 +192,116 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
   assert sorted(p.name for p in tmp_path.iterdir()) == ['1', '4']
   found, _ = Checkpointer(tmp_path).restore({'w': jax.numpy.zeros(1000)}, step=1)
   assert np.abs(found['w']).max() > 0.9
+
+
+def corrupt(path, how):
+  """Damages a checkpoint; returns what is said about it."""
+  data = max(path.glob('state/**/d/*'), key=lambda file: file.stat().st_size)
+  content = data.read_bytes()
+  if how == 'flipped byte':
+    middle = len(content) // 2
+    flipped = bytes([content[middle] ^ 1])
+    data.write_bytes(content[:middle] + flipped + content[middle + 1 :])
+    return 'has changed since it was written'
+  if how == 'truncated':
+    data.write_bytes(content[:-1])
+    return f'has {len(content) - 1:,} bytes instead of {len(content):,}'
+  if how == 'empty':
+    (path / 'data' / 'data.json').write_bytes(b'')
+    return 'data/data.json has 0 bytes instead of'
+  if how == 'no metadata':
+    (path / '_CHECKPOINT_METADATA').unlink()
+    return '_CHECKPOINT_METADATA is missing'
+  if how == 'only the folder':
+    shutil.rmtree(path / 'state')
+    shutil.rmtree(path / 'data')
+    return 'is missing'
+  if how == 'garbled checksums':
+    (path / CHECKSUMS).write_text('[' * 100_000)
+    return f'{CHECKSUMS} is not readable'
+  data.unlink()
+  return f'{data.name} is missing'
+
+
+HOW = [
+  'flipped byte',
+  'truncated',
+  'empty',
+  'missing',
+  'no metadata',
+  'only the folder',
+  'garbled checksums',
+]
+
+
+@pytest.mark.parametrize('how', HOW)
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
+  tmp_path, how, caplog
+):
+  checkpointer = Checkpointer(tmp_path)
+  for step in (1, 2):
+    checkpointer.save(step, arrays(step), {'step': step})
+  checkpointer.close()
+  message = corrupt(tmp_path / '2', how)
+  strict = Checkpointer(tmp_path, strict=True)
+  assert strict.latest_step == 2
+  with pytest.raises(CheckpointError, match=r'checkpoint 2 .* is damaged') as error:
+    strict.restore(arrays(0))
+  assert message in str(error.value) and '\n' not in str(error.value)
+  strict.close()
+  again = Checkpointer(tmp_path)
+  found, data = again.restore(arrays(0))
+  assert int(found['n']) == 1 and data == {'step': 1}
+  (line,) = [r.getMessage() for r in caplog.records if 'is damaged' in r.msg]
+  assert message in line and '2.damaged' in line
+  assert again.latest_step == 1
+  again.save(2, arrays(7), {'step': 2})  # the step is repeated
+  again.close()
+  last = Checkpointer(tmp_path)
+  assert int(last.restore(arrays(0))[0]['n']) == 7
+  last.close()
+
+
+def test_without_an_intact_checkpoint_nothing_begins_anew(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, arrays(1), {})
+  checkpointer.wait()
+  corrupt(tmp_path / '1', 'flipped byte')
+  with pytest.raises(CheckpointError, match=r'no checkpoint in .* is intact'):
+    checkpointer.restore(arrays(0))
+  assert checkpointer.latest_step == 1  # so the next attempt does not begin anew either
+  checkpointer.close()
+
+
+def test_a_checkpoint_without_checksums_is_restored(tmp_path):
+  """Earlier versions wrote none. What cannot be read is passed over all the same."""
+  checkpointer = Checkpointer(tmp_path)
+  for step in (1, 2):
+    checkpointer.save(step, arrays(step), {})
+    checkpointer.wait()
+    (tmp_path / str(step) / CHECKSUMS).unlink()
+  assert int(checkpointer.restore(arrays(0))[0]['n']) == 2
+  corrupt(tmp_path / '2', 'truncated')
+  assert int(checkpointer.restore(arrays(0))[0]['n']) == 1
+  checkpointer.close()
+
+
+def test_a_save_that_fails_prints_no_traceback(tmp_path, capfd, caplog, monkeypatch):
+  """The error of the save is not replaced by one of closing."""
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, arrays(1), {})
+  checkpointer.wait()
+  write_text = pathlib.Path.write_text
+
+  def fail(path, text, *args, **options):
+    if '2.orbax' in str(path):
+      raise OSError(errno.ENOSPC, 'No space left on device')
+    return write_text(path, text, *args, **options)
+
+  for path_class in {type(tmp_path), type(epath.Path(tmp_path))}:
+    monkeypatch.setattr(path_class, 'write_text', fail)
+  with pytest.raises(CheckpointError, match='checkpoint 1 is intact'):
+    checkpointer.save(2, arrays(2), {})
+    checkpointer.wait()
+  checkpointer.close()
+  assert 'Traceback' not in ''.join(capfd.readouterr()) + caplog.text
