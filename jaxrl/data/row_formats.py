@@ -23,6 +23,7 @@ from jaxrl.data import chat_messages
 from jaxrl.data.row_sources import DataError, Row
 from jaxrl.types import Message
 
+_MAX_FLOAT32 = 3.4028234663852886e38
 DATA_FORMATS = ('messages', 'preference', 'text')
 
 
@@ -166,7 +167,8 @@ class RowFormat:
       The reward; 0 if the row has none.
 
     Raises:
-      DataError: If the reward is required and missing, or is not a finite number.
+      DataError: If the reward is required and missing, or is not a finite number in
+        float32.
     """
     reward = self.find(row, 'reward')
     if reward is None and not required:
@@ -175,10 +177,10 @@ class RowFormat:
       raise self._missing(row, 'reward')
     try:
       value = float(reward)
-    except (TypeError, ValueError) as error:
-      raise DataError(f'the reward is not a number: {reward!r}') from error
-    if value - value != 0:
-      raise DataError(f'the reward is not a finite number: {reward!r}')
+    except (TypeError, ValueError, OverflowError) as error:
+      raise DataError(f'the reward is not a number: {reward!r:.80}') from error
+    if not abs(value) <= _MAX_FLOAT32:
+      raise DataError(f'the reward is not a finite number in float32: {value}')
     return value
 
   def tools(self, row: Row) -> list[Any]:

@@ -21,7 +21,6 @@ An environment that offers tools returns their schemas as `tools` in the `info` 
 reset; the chat template then announces them to the model.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -29,6 +28,8 @@ from jaxrl import call_strings
 
 Observation = str | list[dict[str, Any]] | None
 STEP_RESULT = '(observation, reward, terminated, truncated, info)'
+# Advantages are computed in float32, in which the square of a larger reward overflows.
+MAX_REWARD = 1e18
 
 ISOLATED_PREFIX = 'isolated:'
 ENVS = {
@@ -228,6 +229,18 @@ def options_for_split(
   return changed
 
 
+def is_valid_reward(reward: float) -> bool:
+  """Returns whether a reward can be trained on.
+
+  Args:
+    reward: A number.
+
+  Returns:
+    False if it is NaN, or larger than `MAX_REWARD` in absolute value.
+  """
+  return bool(abs(reward) <= MAX_REWARD)
+
+
 class EnvResultError(TypeError):
   """A method of an environment returned something of another shape."""
 
@@ -262,7 +275,7 @@ def check_step_result(
 
   Raises:
     EnvResultError: If it has another shape.
-    ValueError: If the reward is not finite.
+    ValueError: If the reward is not finite, or too large to train on.
   """
   if not isinstance(result, tuple) or len(result) != 5:
     raise EnvResultError(
@@ -270,13 +283,15 @@ def check_step_result(
     )
   try:
     reward = float(result[1])
-  except (TypeError, ValueError) as error:
+  except (TypeError, ValueError, OverflowError) as error:
     raise EnvResultError(
-      f'{_method(env, "step")} returned the reward {result[1]!r}; it must be a number'
+      f'{_method(env, "step")} returned the reward {result[1]!r:.80}; it must be a '
+      'number'
     ) from error
-  if not math.isfinite(reward):
+  if not is_valid_reward(reward):
     raise ValueError(
-      f'{_method(env, "step")} returned the reward {reward}; it must be finite'
+      f'{_method(env, "step")} returned the reward {reward}; it must be a finite '
+      f'number of at most ±{MAX_REWARD:g}'
     )
   _check_info(env, 'step', result[4])
   observation, _, terminated, truncated, info = result

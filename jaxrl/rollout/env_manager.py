@@ -238,6 +238,7 @@ class EnvManager:
       seed = fold_seed(base_seed, cache.seed, lease.sample_index, 'rewards')
       name = f'{self._sample_name(cache)}/{lease.attempt}'
       await self.context.rewards.apply(cache, name, seed, self.context.pool)
+    cache.check_rewards()
     return self.formulate_rollouts(cache)
 
   async def reset(self, lease: EpisodeLease) -> RolloutCache | None:

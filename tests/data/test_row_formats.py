@@ -201,7 +201,7 @@ def test_texts_and_rewards_that_are_none():
     RowFormat().text({'body': 'x'})
   with pytest.raises(DataError, match='reward'):
     RowFormat().reward({'prompt': 'x'}, required=True)
-  for bad in ('high', float('nan')):
+  for bad in ('high', float('nan'), '-inf', 1e300, 10**400):
     with pytest.raises(DataError, match='number'):
       RowFormat().reward({'reward': bad})
   assert RowFormat().reward({}) == 0.0

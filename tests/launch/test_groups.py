@@ -124,7 +124,12 @@ def test_a_batch_that_cannot_be_filled_says_what_to_change(tmp_path, capsys):
   assert status == 1, said
   assert 'Traceback' not in said, said
   said = ' '.join(said.split())
-  for words in ('7 groups in a row were dropped', '7 for accuracy', '0 of 2', 'too hard'):
+  for words in (
+    '7 groups in a row were dropped',
+    '7 for accuracy',
+    '0 of 2',
+    'too hard',
+  ):
     assert words in said
 
 

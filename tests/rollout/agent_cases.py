@@ -68,6 +68,11 @@ def garbage(task, base_url, api_key):
   return {'reward': 'much'}
 
 
+def greedy(task, base_url, api_key):
+  say(base_url, api_key, 'hi')
+  return 1e300
+
+
 def endless(task, base_url, api_key):
   """Goes on until it is told that it may not."""
   messages = [{'role': 'user', 'content': task['question']}]

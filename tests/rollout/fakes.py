@@ -86,7 +86,7 @@ class EchoEnv:
 
 
 class BadEnv(EchoEnv):
-  """Breaks as told: 'reset' or 'step' raise, hang, or exit."""
+  """Breaks as told: 'reset' or 'step' raise, hang, exit, or give a bad reward."""
 
   def __init__(self, *, fault: str = 'step raises', seconds: float = 30.0):
     super().__init__(turns=2)
@@ -109,8 +109,10 @@ class BadEnv(EchoEnv):
   def step(self, action):
     if self._break('step'):
       return 'nonsense'
-    if self.fault == 'step nan':
-      return 'fine', float('nan'), False, False, {}
+    if self.fault.startswith('step gives '):
+      return 'fine', float(self.fault.split()[-1]), True, False, {}
+    if self.fault == 'step counts too far':
+      return 'fine', 10**400, True, False, {}
     return super().step(action)
 
 

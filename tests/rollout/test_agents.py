@@ -125,6 +125,12 @@ async def test_what_comes_after_the_episode_rewards_its_last_reply():
   await made.close()
 
 
+async def test_a_grade_that_is_too_large_costs_the_episode():
+  config = {'agent': f'{CASES}:good(turns=1)', 'grader': 'exact(weight=1e300)'}
+  (row,) = await play(says('a' + END), **config)
+  assert (row.stop_reason, row.score) == ('reward_failed', 0)
+
+
 async def test_a_grader_reads_the_last_reply():
   (row,) = await play(says('a' + END), agent=f'{CASES}:good(turns=1)', grader='exact')
   assert (row.score, row.metrics['accuracy']) == (2.0, 1.0)
@@ -137,6 +143,7 @@ async def test_a_grader_reads_the_last_reply():
     ('hangs(seconds=2.0)', 'env_timeout', 'no answer'),
     ('silent', 'env_error', 'requested no response'),
     ('garbage', 'env_error', 'much'),
+    ('greedy', 'env_error', 'at most ±1e+18'),
     ('endless', 'max_steps', ''),
   ],
 )

@@ -130,7 +130,11 @@ async def test_a_prompt_beyond_the_engines_window_is_an_episode():
     ('step hangs', 'env_timeout'),
     ('step exits', 'env_error'),
     ('step garbage', 'env_error'),
-    ('step nan', 'env_error'),
+    ('step gives nan', 'env_error'),
+    ('step gives inf', 'env_error'),
+    ('step gives 1e300', 'env_error'),
+    ('step gives -1e19', 'env_error'),
+    ('step counts too far', 'env_error'),
   ],
 )
 async def test_a_broken_environment_costs_one_episode(fault, reason):
@@ -143,9 +147,23 @@ async def test_a_broken_environment_costs_one_episode(fault, reason):
   assert (bad.stop_reason, bad.failed) == (reason, True)
   is_raised = fault.endswith(('raises', 'exits'))
   assert ('fakes.py, line ' in bad.extras['error']) is is_raised
+  assert bad.extras['error'] and not bad.rewards.any()
   (good,) = await manager.play_episode(lease(), base_seed=7)
   assert good.stop_reason == 'finish'
   pool.close()
+
+
+async def test_rewards_that_only_together_are_too_large_cost_the_episode():
+  class Rich(EchoEnv):
+    def step(self, action):
+      observation, _, *rest = super().step(action)
+      return observation, 6e17, *rest
+
+  (row,) = await play(world(lambda: Rich(turns=1)), max_steps=3)
+  assert (row.stop_reason, row.score) == ('finish', pytest.approx(6e17))
+  (row,) = await play(world(lambda: Rich(turns=2)), max_steps=3)
+  assert (row.stop_reason, row.failed) == ('reward_failed', True)
+  assert 'sum up to 1.2e+18' in row.extras['error'] and not row.rewards.any()
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,13 @@ async def test_environments_that_break_now_and_then(fault):
 async def test_two_thousand_at_once_on_real_threads():
   """Of the environments every tenth breaks, each in its own way."""
   made = iter(range(100_000))
-  faults = ['step raises', 'step garbage', 'step nan', 'reset raises', 'step exits']
+  faults = [
+    'step raises',
+    'step garbage',
+    'step gives nan',
+    'reset raises',
+    'step exits',
+  ]
 
   def make_env():
     number = next(made)

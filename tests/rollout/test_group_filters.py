@@ -135,6 +135,18 @@ def test_a_group_with_too_few_valid_attempts_is_dropped():
   assert drop is not None
 
 
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -1e30])
+def test_a_group_whose_shaped_rewards_cannot_be_trained_on_is_dropped(bad):
+  def shape(rows):
+    return [rows[0], row(bad, 1)]
+
+  pipeline = GroupPipeline(None, shape, min_samples=1, needs_greedy=False)
+  same, drop = pipeline.process(0, 0, group(0, 1))
+  assert drop is not None and drop.name == 'invalid_reward'
+  assert 'after reward shaping' in drop.reason
+  assert [r.score for r in same] == [0, 1]
+
+
 def test_invalid_attempts_are_gone_before_others_are_asked():
   _, drop = gate('invalid_reward + accuracy').process(0, 0, group(1, np.inf, 1))
   assert drop is not None and drop.name == 'accuracy'

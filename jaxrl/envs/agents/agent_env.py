@@ -14,6 +14,7 @@ from jaxrl import call_strings
 from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
 from jaxrl.envs.agents.function_agent import FunctionAgent
+from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
 from jaxrl.envs.graders.answer_matching import final_answer
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 
@@ -180,4 +181,8 @@ def _validate_result(value: Any) -> dict[str, Any]:
   for name, number in [('reward', result.get('reward') or 0.0), *metrics.items()]:
     if not isinstance(number, bool | int | float) or not math.isfinite(number):
       raise ValueError(f'the agent returned {name} {number!r}: must be a number'[:200])
+    if name == 'reward' and not is_valid_reward(number):
+      raise ValueError(
+        f'the agent returned the reward {number}: must be at most ±{MAX_REWARD:g}'[:200]
+      )
   return result

@@ -1,12 +1,12 @@
 """Composite graders: graders by name and weighted sums of them."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from jaxrl import call_strings
 from jaxrl.call_strings import ComponentCall
+from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
 from jaxrl.envs.graders.grader_processes import (
   GraderError,
   GraderFailure,
@@ -200,8 +200,11 @@ def _make_function_part(
     score = shared_grader_pool().call(
       target, reply, dict(item), options=options, limit=timeout
     )
-    if isinstance(score, bool | int | float) and math.isfinite(score):
+    if isinstance(score, bool | int | float) and is_valid_reward(score):
       return float(score)
-    raise GraderError(f'grader {target!r} returned {score!r}; it must return a number')
+    raise GraderError(
+      f'grader {target!r} returned {score!r:.80}; it must return a finite number of at '
+      f'most ±{MAX_REWARD:g}'
+    )
 
   return grade

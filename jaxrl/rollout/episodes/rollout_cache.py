@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl.call_strings import describe_error
+from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
 from jaxrl.rollout.engine.resumable_generation import concat_routed_experts
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY
@@ -106,6 +107,16 @@ class RolloutCache:
         self.extras.get(ROUTED_EXPERTS_KEY), completion.routed_experts
       )
     self.turns.append(Turn(start, len(self.tokens), self.state_hash))
+
+  def check_rewards(self) -> None:
+    """Makes the episode a failure if weights or sums made its rewards too large."""
+    size = sum(abs(turn.reward) for turn in self.turns)
+    if is_valid_reward(size):
+      return
+    for turn in self.turns:
+      turn.reward = 0.0
+    error = f'its rewards sum up to {size}; the largest allowed is {MAX_REWARD:g}'
+    self.truncate('reward_failed', error)
 
   def truncate(self, reason: str, error: BaseException | str = '') -> None:
     """Cuts the episode short.

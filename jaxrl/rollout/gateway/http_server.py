@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from aiohttp import web
 
+from jaxrl.envs.env_registry import MAX_REWARD
 from jaxrl.rollout.gateway import openai_requests
 from jaxrl.rollout.gateway.choice_runner import (
   ChoiceResult,
@@ -271,8 +272,9 @@ class GatewayServer:
       )
     reward, reply_name = body.get('reward'), body.get('completion_id') or ''
     done = body.get('done', True)
-    if reward is not None and not openai_requests.is_number(reward, float, -1e30, 1e30):
-      raise invalid_field('reward', 'a number is needed')
+    bounds = -MAX_REWARD, MAX_REWARD
+    if reward is not None and not openai_requests.is_number(reward, float, *bounds):
+      raise invalid_field('reward', f'a number of at most ±{MAX_REWARD:g} is needed')
     if not isinstance(reply_name, str) or not isinstance(done, bool):
       raise invalid_field(
         'completion_id', 'a text is needed, and done must be true or false'

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxrl.call_strings import user_place
+from jaxrl.envs.env_registry import is_valid_reward
 from jaxrl.group_stats import sample_scores
 from jaxrl.types import Group
 
@@ -95,7 +96,8 @@ class GroupPipeline:
         return group, drop
       part = 'a reward shaper'
       shaped = self._shaper(valid_rows) if self._shaper is not None else valid_rows
-      return shaped, None
+      drop = _find_invalid_reward(shaped)
+      return (group, drop) if drop is not None else (shaped, None)
     except Exception as error:
       place = user_place(error)  # a traceback is lost on the way to another process
       error.add_note(f'raised by {part}' + (f' ({place})' if place else ''))
@@ -112,6 +114,16 @@ class GroupPipeline:
     if drop and (too_few or (self._needs_greedy and not has_greedy)):
       return group, drop
     return valid_rows, None
+
+
+def _find_invalid_reward(group: Group) -> DropReason | None:
+  """Returns a reason to drop a group that has a reward which cannot be trained on."""
+  scores = (row.score for row in group)
+  invalid = next((score for score in scores if not is_valid_reward(score)), None)
+  if invalid is None:
+    return None
+  reason = f'a row has a score of {invalid:.3g} after reward shaping'
+  return DropReason('invalid_reward', reason, 'check the options of reward_shaping')
 
 
 class InsufficientGroupsError(RuntimeError):

@@ -8,12 +8,12 @@ made up.
 import asyncio
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jaxrl.call_strings import describe_error
 from jaxrl.data.seeds import fold_seed
+from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
 from jaxrl.envs.graders import rule_graders
 from jaxrl.envs.graders.grader_processes import GraderFailure
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
@@ -209,11 +209,13 @@ def _record_output(
 
 
 async def _call_safely(function: RewardFunction, episode: RewardInput) -> RewardOutput:
-  """Calls a reward function; what it raises and a score of NaN become errors."""
+  """Calls a reward function; what it raises and an invalid score become errors."""
   try:
     output = await function(episode)
+    is_valid = output.score is None or is_valid_reward(output.score)
   except Exception as error:
     return RewardOutput(None, describe_error(error))
-  if output.score is not None and not math.isfinite(output.score):
-    return dataclasses.replace(output, score=None, error=f'its score is {output.score}')
+  if not is_valid:
+    error = f'its score is {output.score}, not a number of at most ±{MAX_REWARD:g}'
+    return dataclasses.replace(output, score=None, error=error)
   return output

@@ -8,6 +8,10 @@ def length(reply, item, *, scale=1.0):
   return scale * len(reply)
 
 
+def number(reply, item):
+  return float(reply)
+
+
 def nothing(reply, item):
   return 'much'
 

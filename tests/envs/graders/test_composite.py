@@ -54,8 +54,11 @@ def test_graders_of_ones_own():
   assert (dead.metrics['grader/deaths'], dead.metrics['grader/timeouts']) == (1, 0)
   with pytest.raises(GraderError, match="KeyError: 'broken'"):
     grade('raise', ITEM)
-  with pytest.raises(GraderError, match='must return a number'):
+  with pytest.raises(GraderError, match='must return a finite number'):
     make_grader(f'{SLOW}:nothing')('18', ITEM)
+  for bad in ('nan', '-inf', '1e300'):
+    with pytest.raises(GraderError, match='must return a finite number'):
+      make_grader(f'{SLOW}:number')(bad, ITEM)
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,9 @@ async def test_what_is_not_json(body):
   assert status == 400 and found['error']['code'] == 'invalid_json'
 
 
-@pytest.mark.parametrize('body', [{'reward': 'much'}, {'reward': True}, {'rewrad': 1},
+@pytest.mark.parametrize('body', [{'reward': 'much'}, {'reward': True},
+                                  {'reward': float('nan')}, {'reward': 1e19},
+                                  {'rewrad': 1},
                                   {'done': 'yes'}, {'completion_id': 3}])  # fmt: skip
 async def test_feedback_is_checked(body):
   async with endpoint(says('x' + END)) as (client, delivered):

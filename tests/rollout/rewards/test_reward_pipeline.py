@@ -1,6 +1,7 @@
 """The stage after an episode: sums, weights, metrics, and what a missing score does."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -85,6 +86,10 @@ async def test_a_missing_score_fails_the_attempt_and_is_not_a_zero():
     RewardOutput(None, 'no verdict'),
     RuntimeError('gone'),
     RewardOutput(float('nan')),
+    RewardOutput(-math.inf),
+    RewardOutput(1e300),
+    RewardOutput(10**400),
+    RewardOutput('high'),  # type: ignore[arg-type]
   ):
     parts = {
       'judge': RewardTerm(Says(word)),
@@ -98,6 +103,17 @@ async def test_a_missing_score_fails_the_attempt_and_is_not_a_zero():
     assert 'reward/judge' not in row.metrics
     assert row.metrics['reward/judge/faults'] == 1
     assert row.metrics['reward/other'] == 1
+
+
+async def test_weights_that_make_rewards_too_large_fail_the_attempt():
+  for weights in ({'weight': 1e300}, {'weight': math.inf}, {'fallback': math.nan}):
+    score = None if 'fallback' in weights else 2.0
+    parts = {'judge': RewardTerm(Says(RewardOutput(score)), **weights)}
+    (row,) = await play(stage(RewardPipeline(parts)))
+    assert (row.stop_reason, row.score) == ('reward_failed', 0)
+    assert 'its rewards sum up to' in row.extras['error']
+  (row,) = await play(stage(RewardPipeline({}, env_weight=1e300)))
+  assert (row.stop_reason, row.score) == ('reward_failed', 0)
 
 
 async def test_a_score_of_the_users_may_stand_in_for_it_and_is_counted():
