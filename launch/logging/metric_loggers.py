@@ -354,7 +354,7 @@ class TensorBoard(MetricLogger):
 
   def write(self, step: int, metrics: Metrics) -> None:
     """Writes the metrics of a step as scalars."""
-    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
     values = [
       Summary.Value(tag=name, simple_value=value)
@@ -365,7 +365,7 @@ class TensorBoard(MetricLogger):
       if self._writer is None:
         self._open()
       self._add(step=step, summary=Summary(value=values))
-      self._writer.flush()
+      self._writer.flush()  # pyright: ignore
     except OSError:  # a file with a torn event is not continued
       with contextlib.suppress(OSError):
         self._close()
@@ -378,7 +378,7 @@ class TensorBoard(MetricLogger):
 
   def _open(self) -> None:
     from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import SessionLog
+    from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore
 
     place = self.folder / self._phase
     place.mkdir(parents=True, exist_ok=True)
@@ -391,7 +391,7 @@ class TensorBoard(MetricLogger):
       self._add(step=self._purge_step, session_log=log)
 
   def _add(self, **fields: Any) -> None:
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore
 
     self._writer.write_event(Event(wall_time=time.time(), **fields))
 
