@@ -86,23 +86,7 @@ def make_group_sampler(
     )
   if sampler.expert_rows:
     _check_experts(algorithm, where)
-  else:
-    _check_unused_row_options(settings, where)
   return sampler
-
-
-def _check_unused_row_options(settings: RunSettings, where: str) -> None:
-  """Refuses options of written conversations in a run that reads none."""
-  options = ['expert_path']
-  if not settings.sft.num_steps:
-    options.append('system_prompt')
-  for option in options:
-    if getattr(settings.dataset, option):
-      value = settings.text(f'dataset.{option}')
-      raise ConfigError(
-        f'--config.dataset.{option}={value}: has no effect here: {where} mixes no '
-        'expert rows with rollouts'
-      )
 
 
 def _check_experts(algorithm: Algorithm, where: str) -> None:

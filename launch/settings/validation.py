@@ -349,15 +349,18 @@ def _validate_curriculum(settings: RunSettings) -> None:
 
 
 def _validate_row_options(settings: RunSettings) -> None:
-  """Options of rows need something that reads rows.
-
-  Whether the sampler of a run that plays reads expert rows is checked where it is made.
-  """
+  """Options of rows need something that reads rows."""
   data = settings.dataset
-  if data.expert_path and not (settings.plays and settings.experience_store is None):
+  if data.expert_path and not _reads_experts(settings):
     raise ConfigError(
       f'--config.dataset.expert_path={settings.text("dataset.expert_path")}: has no '
       'effect here: only samplers that mix expert rows with rollouts read it'
+    )
+  if data.system_prompt and not _reads_conversations(settings):
+    raise ConfigError(
+      f'--config.dataset.system_prompt={data.system_prompt}: has no effect here: it is '
+      'the system message of conversations from files, and this run trains on none. '
+      'For episodes, set --config.env.TAG.system_template'
     )
   paths = [data.path, data.expert_path, settings.sft.path]
   paths += [env.dataset.path for env in settings.env.values()]
@@ -367,6 +370,21 @@ def _validate_row_options(settings: RunSettings) -> None:
       f'--config.dataset.keys={settings.text("dataset.keys")}: has no effect here: '
       'this run reads no rows'
     )
+
+
+def _reads_experts(settings: RunSettings) -> bool:
+  """Returns whether the sampler mixes rows that experts wrote with rollouts."""
+  sampler = settings.algorithm.sampler
+  return settings.plays and samplers.find_sampler(sampler)[0].reads_experts
+
+
+def _reads_conversations(settings: RunSettings) -> bool:
+  """Returns whether conversations or pairs from files are trained on."""
+  return bool(
+    settings.sft.num_steps
+    or settings.algorithm.data_format in ('messages', 'preference')
+    or _reads_experts(settings)
+  )
 
 
 def _validate_offline(settings: RunSettings) -> None:

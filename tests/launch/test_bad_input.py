@@ -80,8 +80,14 @@ SETTINGS = {
   '--config.optimizer.lr_schedule=cosin': "Did you mean 'cosine'",
   '--config.optimizer.max_grad_norm=0': '--config.optimizer: max_grad_norm=0',
   '--config.dataset.curriculum=bandid': "Did you mean 'bandit'",
-  '--config.dataset.system_prompt=Hi --config.sft.num_steps=0': 'mixes no expert rows',
-  '--config.dataset.expert_path=a.jsonl': 'mixes no expert rows',
+  '--config.dataset.system_prompt=Hi --config.sft.num_steps=0': (
+    'set --config.env.TAG.system_template'
+  ),
+  (
+    '--config.dataset.system_prompt=Hi --config.sft.num_steps=0 '
+    "--config.dataset.experience_store=store(url='sqlite:////nowhere/a.db')"
+  ): 'system_prompt=Hi: has no effect here',
+  '--config.dataset.expert_path=a.jsonl': 'only samplers that mix expert rows',
 }
 # What names a file begins with the key that named it.
 NAMED = {

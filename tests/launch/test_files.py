@@ -25,6 +25,7 @@ def load(algorithm, *overrides, config=runs.DEBUG):
     ('sft', ['dataset.path='], ['sft learns from files', '--config.dataset.path']),
     ('grpo', ['num_epochs=2'], ['--config.num_epochs=2.0', 'set --config.num_steps']),
     ('raft', ['num_epochs=2'], ['use an algorithm that learns from files']),
+    ('cpt', ['dataset.system_prompt=Hi'], ['system_prompt=Hi: has no effect here']),
     ('sft', ['rollout.group_filter=accuracy'], ['group_filter=accuracy', 'no effect']),
     (
       'sft',

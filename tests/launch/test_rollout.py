@@ -67,6 +67,10 @@ def test_a_data_set_to_its_end_and_again(tmp_path, capsys):
     (['--config.trajectory_dump.path=memry://x'], "Did you mean 'memory'"),
     (['--config.trajectory_dump.pth=x'], 'did you mean --config.trajectory_dump.path'),
     (['--mode=test'], 'must be one of train, val'),
+    (
+      ['--config.dataset.system_prompt=Hi', '--config.sft.num_steps=0'],
+      'system_prompt=Hi: has no effect here',
+    ),
     (['--num_tasks=0'], 'must be positive'),
     (['--num_tasks=few'], '--num_tasks=few: must be a whole number'),
     (['--num_task=1'], 'did you mean --num_tasks'),

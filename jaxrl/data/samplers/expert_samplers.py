@@ -29,6 +29,8 @@ class WarmupSampler(Sampler):
     ConfigError: If `steps` is less than 1.
   """
 
+  reads_experts = True
+
   def __init__(
     self, source: GroupSource, *, steps: int = 10, reward: float | None = 1.0
   ):
@@ -83,6 +85,8 @@ class MixedSampler(Sampler):
   Raises:
     ConfigError: If the share is out of range or leaves no room for a group.
   """
+
+  reads_experts = True
 
   def __init__(
     self, source: GroupSource, *, expert_share: float = 0.5, reward: float | None = 1.0

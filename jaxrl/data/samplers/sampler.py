@@ -81,12 +81,15 @@ class Sampler:
   Attributes:
     groups_from_queue: The number of groups that are played for each step.
     expert_rows: The maximum number of rows of a step that come from files.
+    reads_experts: Whether the sampler asks its source for rows that experts wrote; a
+      fact of the class, which is known before there is a source.
     reuses: Whether the sampler returns groups again at later steps, which makes them
       older than playing alone does.
   """
 
   groups_from_queue: int = 0
   expert_rows: int = 0
+  reads_experts: bool = False
   reuses: bool = False
 
   def __init__(self, source: GroupSource):
