@@ -24,6 +24,7 @@ python -m launch.plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--topol
   --sweep=mesh            ranks meshes; --compiles=6 of them are compiled at most
   --json=PATH             all of it as JSON too
 
+TPUs and GPUs need their compilers, the extra targets: pip install -e '.[targets]'.
 A checkpoint's config.json is enough; Qwen3's published shapes are known by name.
 """
 FLAGS = {'topology': '', 'sweep': '', 'compiles': '6', 'json': ''}
