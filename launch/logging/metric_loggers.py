@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -291,19 +292,54 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     The rows; none if there is no such file.
 
   Raises:
-    ValueError: for a line in the middle that is not JSON.
+    ConfigError: for a line in the middle that is not a row.
   """
   if not path.exists():
     return []
+  lines = path.read_bytes().split(b'\n')
+  while lines and not lines[-1]:
+    lines.pop()
   rows = []
-  lines = path.read_text(encoding='utf-8', errors='replace').splitlines()
   for number, line in enumerate(lines, 1):
     try:
-      rows.append(json.loads(line))
-    except ValueError as error:
+      rows.append(parse_row(line, path, number))
+    except ConfigError:
       if number < len(lines):
-        raise ValueError(f'{path}, line {number}: not JSON: {error}') from error
+        raise
   return rows
+
+
+def parse_row(line: bytes, path: pathlib.Path, number: int) -> dict[str, Any]:
+  """Parses a line of a metrics.jsonl.
+
+  Args:
+    line: the line.
+    path: the file, for the error.
+    number: number of the line, from 1.
+
+  Raises:
+    ConfigError: if the line is not JSON, or not the metrics of a step.
+  """
+  try:
+    row = json.loads(line, object_pairs_hook=_interned)
+  except (ValueError, RecursionError) as error:
+    problem = f'not JSON: {error}'
+  else:
+    if (
+      isinstance(row, dict)
+      and isinstance(row.get('phase'), str)
+      and isinstance(row.get('step'), int)
+    ):
+      return row
+    problem = 'not the metrics of a step, which have a phase and a step'
+  raise ConfigError(
+    f'{path}, line {number}: {problem}; delete this line, or restore the file'
+  )
+
+
+def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Makes the dict of a JSON object; rows share the text of their keys."""
+  return {sys.intern(name): value for name, value in pairs}
 
 
 def rows_before(

@@ -3,6 +3,7 @@
 import pathlib
 import sys
 
+from jaxrl.call_strings import ConfigError
 from launch.report.report_logger import write_report
 
 if __name__ == '__main__':
@@ -10,4 +11,7 @@ if __name__ == '__main__':
     sys.exit('usage: python -m launch.report WORKDIR')
   if not (pathlib.Path(sys.argv[1]) / 'metrics.jsonl').exists():
     sys.exit(f'error: {sys.argv[1]} has no metrics.jsonl: name the folder of a run')
-  print(write_report(pathlib.Path(sys.argv[1]), 'finished'))
+  try:
+    print(write_report(pathlib.Path(sys.argv[1]), 'finished'))
+  except (ConfigError, OSError) as error:
+    sys.exit(f'error: {error}')

@@ -8,7 +8,7 @@ import base64
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -46,6 +46,9 @@ class ReportData:
     snapshots: sample trajectories, see `launch.report.samples`.
     status: 'running', 'finished', 'stopped' or 'failed'.
     warnings: lines to show above the charts.
+    num_rows: rows of the whole file, if `rows` are some of them; 0 if they are all.
+    num_trained: training steps by phase, if `rows` are some of them.
+    varying: (phase, name) of metrics that vary, also if they do not in `rows`.
   """
 
   name: str
@@ -54,6 +57,9 @@ class ReportData:
   snapshots: Sequence[Mapping[str, Any]] = ()
   status: str = 'running'
   warnings: Sequence[str] = ()
+  num_rows: int = 0
+  num_trained: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  varying: Collection[tuple[str, str]] = ()
 
 
 def render_page(run: ReportData) -> str:
@@ -65,7 +71,7 @@ def render_page(run: ReportData) -> str:
   tables = evaluations.evaluation_table(run.rows)
   for number, phase in enumerate(reversed(phases)):
     rows = [row for row in run.rows if row['phase'] == phase]
-    parts.append(_phase(phase, rows, charts, '' if number else tables))
+    parts.append(_phase(run, phase, rows, charts, '' if number else tables))
     if number == 0:
       parts.append(samples)
   parts.append(_facts(run))
@@ -150,11 +156,12 @@ def _tiles(run: ReportData) -> str:
     )
   phase = run.rows[-1]['phase']
   rows = [row for row in run.rows if row['phase'] == phase]
-  rewards = [r['reward/mean'] for r in rows if r.get('reward/mean') is not None]
-  if rewards and len(tiles) < 4:
-    few = max(1, len(rewards) // 10)
-    mean = sum(rewards[-few:]) / few
-    label = f'mean of the last {few} steps' if few > 1 else 'at the last step'
+  rewarded = [row for row in rows if row.get('reward/mean') is not None]
+  if rewarded and len(tiles) < 4:
+    recent = rewarded[-max(1, len(rewarded) // 10) :]
+    mean = sum(row['reward/mean'] for row in recent) / len(recent)
+    steps = recent[-1]['step'] - recent[0]['step'] + 1
+    label = f'mean of the last {steps} steps' if steps > 1 else 'at the last step'
     tiles.append(_tile(format_number(mean), f'reward, {label}'))
   times = sorted(r['time/step'] for r in rows if r.get('time/step'))
   if times:
@@ -162,7 +169,10 @@ def _tiles(run: ReportData) -> str:
   walls = [row['time/wall'] for row in run.rows if row.get('time/wall')]
   if walls:
     tiles.append(
-      _tile(format_duration(walls[-1] - walls[0]), f'for {len(run.rows)} steps')
+      _tile(
+        format_duration(walls[-1] - walls[0]),
+        f'for {run.num_rows or len(run.rows)} steps',
+      )
     )
   return f'<div class="tiles">{"".join(tiles)}</div>'
 
@@ -176,7 +186,13 @@ def _rank(name: str) -> tuple[int, str]:
   return (ORDER.index(head) if head in ORDER else len(ORDER), name)
 
 
-def _phase(name: str, rows: Sequence[Row], charts: dict[str, Any], table: str) -> str:
+def _phase(
+  run: ReportData,
+  name: str,
+  rows: Sequence[Row],
+  charts: dict[str, Any],
+  table: str,
+) -> str:
   metrics = sorted({key for row in rows for key in row} - {'phase', 'step'}, key=_rank)
   curves = {
     metric: Series(metric, [(r['step'], r[metric]) for r in rows if metric in r])
@@ -185,7 +201,7 @@ def _phase(name: str, rows: Sequence[Row], charts: dict[str, Any], table: str) -
   }
   means = [n for n in curves if n.startswith('eval/') and n.endswith('/mean')]
   trained = [r for r in rows if any(k.startswith(('loss/', 'reward/')) for k in r)]
-  steps = len(trained)
+  steps = run.num_trained.get(name, len(trained))
   parts = [f'<h2>{escape(name)}<small>{steps} step{"s" * (steps != 1)}</small></h2>']
   # Rewards in training and scores held out belong in one picture.
   hero = [curves.pop('reward/mean')] if 'reward/mean' in curves else []
@@ -195,7 +211,11 @@ def _phase(name: str, rows: Sequence[Row], charts: dict[str, Any], table: str) -
     parts.append(_figure('hero card', name, hero, hero_chart, charts))
   parts.append(table)
   curves = {n: s for n, s in curves.items() if not n.startswith('eval/')}
-  flat_lines = {n: s.points[-1][1] for n, s in curves.items() if _constant(s)}
+  flat_lines = {
+    n: s.points[-1][1]
+    for n, s in curves.items()
+    if _constant(s) and (name, n) not in run.varying
+  }
   curves = {n: s for n, s in curves.items() if n not in flat_lines}
   first = [n for n in FIRST if n in curves][:9] or list(curves)[:9]
   rest = [n for n in curves if n not in first]

@@ -1,18 +1,22 @@
 """Keeps report.html up to date during a run."""
 
+import collections
 import concurrent.futures
 import functools
 import json
+import operator
+import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.call_strings import ConfigError
 from launch.logging.metric_loggers import (
   Decode,
   MetricLogger,
   Metrics,
-  read_metrics,
+  parse_row,
   rows_before,
 )
 from launch.logging.workdir import write_atomically
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
   from jaxrl.types import Group
 
 RENDER_INTERVAL_S = 10.0  # seconds between two renderings of a running run
+MAX_ROWS = 600  # of a phase that are kept, and as many with evaluations
 
 
 class ReportLogger(MetricLogger):
@@ -39,6 +44,7 @@ class ReportLogger(MetricLogger):
     self._decode: Decode | None = None
     self._path = folder / 'samples.json'
     self._snapshots = load_samples(self._path)
+    self._history = MetricHistory(folder / 'metrics.jsonl')
     self._pending: dict[str, Callable[[], dict[str, Any]]] = {}  # by kind
     self._phase, self._total = '', None
     self._rendered = 0.0
@@ -53,6 +59,7 @@ class ReportLogger(MetricLogger):
     """Starts a phase and drops snapshots of steps that will be repeated."""
     self._take_snapshots()
     self._phase, self._total = name, total
+    self._pool.submit(self._history.reset)  # its file may have been written anew
     self._snapshots = rows_before(self._snapshots, name, start, over=start == total)
 
   def trajectories(
@@ -80,18 +87,19 @@ class ReportLogger(MetricLogger):
     idle = self._job is None or self._job.done()
     if idle and time.monotonic() - self._rendered > RENDER_INTERVAL_S:
       self._rendered = time.monotonic()
-      self._job = self._pool.submit(write_report, self.folder, 'running')
+      self._job = self._pool.submit(write_report, self.folder, 'running', self._history)
 
   def close(self, status: str) -> None:
     """Renders the page a last time with the final status.
 
     A run that failed before its first step has nothing to show, and gets no page.
     """
-    self._take_snapshots()
     self._pool.shutdown(wait=True)
-    if status == 'failed' and not read_metrics(self.folder / 'metrics.jsonl'):
+    self._take_snapshots()
+    self._history.update()
+    if status == 'failed' and not self._history.num_rows():
       return
-    write_report(self.folder, status)
+    write_report(self.folder, status, self._history)
 
   def _take_snapshots(self, *kinds: str) -> None:
     """Takes the pending snapshots, so that the last rollout is always shown."""
@@ -109,12 +117,134 @@ def load_samples(path: pathlib.Path) -> list[dict[str, Any]]:
     return []
 
 
-def write_report(folder: pathlib.Path, status: str) -> pathlib.Path:
+class MetricHistory:
+  """Follows a metrics.jsonl that grows, and keeps a bounded number of its rows.
+
+  `update` reads only what is new. Of a long phase every second, fourth, … row is kept,
+  and the last one; rows with evaluations are thinned by themselves.
+
+  Attributes:
+    varying: (phase, name) of each metric that has had two values.
+    non_finite: names of metrics that were not finite at some step.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    self.reset()
+
+  def reset(self) -> None:
+    """Forgets what was read; the file may be another one."""
+    self._file: tuple[int, int] | None = None
+    self._last: dict[str, Any] | None = None  # a later write may still replace it
+    self._offset = 0  # of the last row
+    self._kept: dict[tuple[str, bool], _SpacedRows] = {}
+    self._first: dict[tuple[str, str], Any] = {}
+    self._num_rows = 0  # before the last
+    self._num_trained: collections.Counter[str] = collections.Counter()
+    self.varying: set[tuple[str, str]] = set()
+    self.non_finite: set[str] = set()
+
+  def update(self) -> None:
+    """Reads the rows that were written since the last call.
+
+    Raises:
+      ConfigError: for a line before the last that is not a row.
+    """
+    try:
+      file = self._path.open('rb')
+    except FileNotFoundError:
+      self.reset()
+      return
+    with file:
+      stat = os.fstat(file.fileno())
+      if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._offset:
+        self.reset()
+        self._file = stat.st_dev, stat.st_ino
+      file.seek(self._offset)
+      position = self._offset
+      for line in file:
+        new = self._last is None or position > self._offset
+        number = self._num_rows + 1 + (new and self._last is not None)
+        try:
+          row = parse_row(line, self._path, number)
+        except ConfigError:
+          if file.read(1):
+            raise
+          break  # the last line, which is being written
+        if new and self._last is not None:
+          self._keep(self._last)
+        self._last, self._offset = row, position
+        self._note(row)
+        position += len(line)
+
+  def rows(self) -> list[dict[str, Any]]:
+    """Returns the rows that are kept, in the order of the file."""
+    kept = [pair for spaced in self._kept.values() for pair in spaced.all()]
+    last = [] if self._last is None else [self._last]
+    return [row for _, row in sorted(kept, key=operator.itemgetter(0))] + last
+
+  def num_rows(self) -> int:
+    """Returns how many rows the file has."""
+    return self._num_rows + (self._last is not None)
+
+  def num_trained(self) -> dict[str, int]:
+    """Returns the number of training steps by phase."""
+    last = self._last or {}
+    own = {last['phase']: 1} if is_trained(last) else {}
+    return dict(self._num_trained + collections.Counter(own))
+
+  def _keep(self, row: dict[str, Any]) -> None:
+    """Counts a row that is complete, and keeps it for now."""
+    evaluates = any(name.startswith('eval/') for name in row)
+    spaced = self._kept.setdefault((row['phase'], evaluates), _SpacedRows())
+    spaced.add(self._num_rows, row)
+    self._num_rows += 1
+    self._num_trained[row['phase']] += is_trained(row)
+
+  def _note(self, row: Mapping[str, Any]) -> None:
+    for name, value in row.items():
+      if value is None:
+        self.non_finite.add(name)
+      key = row['phase'], name
+      if key not in self.varying and self._first.setdefault(key, value) != value:
+        self.varying.add(key)
+
+
+class _SpacedRows:
+  """Keeps at most MAX_ROWS rows, evenly spaced, and the last one."""
+
+  def __init__(self):
+    self._rows: list[tuple[int, dict[str, Any]]] = []
+    self._last: tuple[int, dict[str, Any]] | None = None
+    self._count, self._stride = 0, 1
+
+  def add(self, number: int, row: dict[str, Any]) -> None:
+    self._last = number, row
+    if self._count % self._stride == 0:
+      self._rows.append(self._last)
+    self._count += 1
+    if len(self._rows) > MAX_ROWS:
+      self._rows, self._stride = self._rows[::2], self._stride * 2
+
+  def all(self) -> list[tuple[int, dict[str, Any]]]:
+    tail = [] if self._last is None or self._last in self._rows[-1:] else [self._last]
+    return self._rows + tail
+
+
+def is_trained(row: Mapping[str, Any]) -> bool:
+  """Returns whether a row is of a training step, rather than an evaluation alone."""
+  return any(name.startswith(('loss/', 'reward/')) for name in row)
+
+
+def write_report(
+  folder: pathlib.Path, status: str, history: MetricHistory | None = None
+) -> pathlib.Path:
   """Renders report.html from metrics.jsonl, config.json and samples.json.
 
   Args:
     folder: folder of the run.
     status: 'running', 'finished', 'stopped' or 'failed'.
+    history: what earlier pages have read of metrics.jsonl; None reads it all.
 
   Returns:
     Path of the page.
@@ -122,16 +252,22 @@ def write_report(folder: pathlib.Path, status: str) -> pathlib.Path:
   # Imported here because the page is first laid out after step 1.
   from launch.report.page import ReportData, render_page
 
-  rows = read_metrics(folder / 'metrics.jsonl')
+  history = history or MetricHistory(folder / 'metrics.jsonl')
+  history.update()
   record = folder / 'config.json'
-  non_finite = sorted({k for row in rows for k, v in row.items() if v is None})
   run = ReportData(
     name=folder.resolve().name,
-    rows=rows,
+    rows=history.rows(),
     record=json.loads(record.read_text()) if record.exists() else {},
     snapshots=load_samples(folder / 'samples.json'),
     status=status,
-    warnings=[f'{name} was not a finite number at some steps' for name in non_finite],
+    warnings=[
+      f'{name} was not a finite number at some steps'
+      for name in sorted(history.non_finite)
+    ],
+    num_rows=history.num_rows(),
+    num_trained=history.num_trained(),
+    varying=history.varying,
   )
   path = folder / 'report.html'
   write_atomically(path, render_page(run))

@@ -35,10 +35,9 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes(small_disk):
   while not (workdir / 'checkpoints' / 'train' / '8').exists():
     assert process.poll() is None, process.communicate()[0]
     time.sleep(0.01)
-  with filler.open('wb', buffering=0) as file:
-    with contextlib.suppress(OSError):
-      while file.write(bytes(4096)):
-        pass
+  with filler.open('wb', buffering=0) as file, contextlib.suppress(OSError):
+    while file.write(bytes(4096)):
+      pass
   said, _ = process.communicate(timeout=120)
   assert process.returncode == 1 and 'Traceback' not in said, said
   errors = [line for line in said.splitlines() if line.startswith('error: ')]
