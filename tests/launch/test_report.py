@@ -10,11 +10,23 @@ import subprocess
 import numpy as np
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.types import Trajectory
-from launch.logging.metric_loggers import JsonLines, MultiLogger
-from launch.report import charts, evaluations, samples
+from launch.logging.metric_loggers import (
+  JsonLines,
+  MultiLogger,
+  parse_row,
+  read_metrics,
+)
+from launch.report import charts, evaluations, report_logger, samples
 from launch.report.page import ReportData, render_page
-from launch.report.report_logger import ReportLogger, load_samples, write_report
+from launch.report.report_logger import (
+  MAX_ROWS,
+  MetricHistory,
+  ReportLogger,
+  load_samples,
+  write_report,
+)
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)>&"\''
 
@@ -304,3 +316,77 @@ def test_evaluations_have_their_own_samples(tmp_path):
     *(('evaluation', step) for step in (0, 2, 4)),
     *(('training', step) for step in range(4)),
   ]
+
+
+def test_a_page_reads_only_what_is_new(tmp_path, monkeypatch):
+  path, parsed = tmp_path / 'metrics.jsonl', []
+  monkeypatch.setattr(
+    report_logger,
+    'parse_row',
+    lambda line, *where: parsed.append(line) or parse_row(line, *where),
+  )
+  log, history = JsonLines(path), MetricHistory(path)
+  log.phase('rl', 100)
+  for step in range(50):
+    log.write(step, {'loss/total': float(step)})
+  history.update()
+  assert len(parsed) == 50
+  log.write(49, {'eval/a/mean': 0.5})  # the last row is replaced
+  log.write(50, {'loss/total': None})
+  history.update()
+  assert len(parsed) == 52  # the replaced one and the new one
+  assert history.rows() == read_metrics(path)
+  assert history.num_rows() == 51 and history.num_trained() == {'rl': 51}
+  assert history.non_finite == {'loss/total'}
+  log.phase('rl', 100, 20)  # repeated steps: the file is written anew
+  log.write(20, {'loss/total': 0.0})
+  history.update()
+  assert history.rows() == read_metrics(path) and history.num_rows() == 21
+  with path.open('ab') as file:
+    file.write(b'{"phase": "rl", "st')  # being written
+  history.update()
+  assert history.num_rows() == 21
+  with path.open('ab') as file:
+    file.write(b'\n{}\n')
+  with pytest.raises(ConfigError, match='line 22: not JSON'):
+    history.update()
+
+
+def test_a_long_run_keeps_few_rows_and_counts_all(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  with path.open('w') as file:
+    for step in range(20_000):
+      row = {'phase': 'rl', 'step': step, 'loss/total': float(step == 777)}
+      row['time/wall'] = 1e9 + step
+      row |= {'eval/a/mean': step / 20_000} if step % 2 == 0 else {}
+      file.write(json.dumps(row) + '\n')
+  history = MetricHistory(path)
+  history.update()
+  found = [row['step'] for row in history.rows()]
+  assert found == sorted(set(found)) and len(found) <= 2 * (MAX_ROWS + 1) + 1
+  assert found[0] == 0 and found[-3:] == [19_997, 19_998, 19_999]
+  assert history.num_rows() == 20_000 and history.num_trained() == {'rl': 20_000}
+  page = write_report(tmp_path, 'running', history).read_text()
+  assert 'for 20000 steps' in page and '20000 steps</small>' in page
+  assert 'The same at every step' not in page  # step 777 may not be among them
+
+
+@pytest.mark.parametrize(
+  'line, problem',
+  [
+    (b'\xff\x00garbage', 'not JSON'),
+    (b'[' * 100_000, 'not JSON'),
+    (b'{"phase": "rl", "step": ' + b'9' * 5000 + b'}', 'not JSON'),
+    (b'[1, 2]', 'not the metrics of a step'),
+    (b'{"step": 1}', 'not the metrics of a step'),
+  ],
+  ids=['bytes', 'deep', 'digits', 'list', 'no phase'],
+)
+def test_garbage_in_the_metrics_is_one_line_with_its_position(tmp_path, line, problem):
+  path = tmp_path / 'metrics.jsonl'
+  good = b'{"phase": "rl", "step": 1, "loss/total": 0.5}\n'
+  path.write_bytes(good + line + b'\n' + good)
+  for read in (JsonLines, lambda _: write_report(tmp_path, 'running')):
+    with pytest.raises(ConfigError, match=f'line 2: {problem}') as error:
+      read(path)
+    assert '\n' not in str(error.value) and len(str(error.value)) < 400
