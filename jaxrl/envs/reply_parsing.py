@@ -4,7 +4,7 @@ import collections
 import re
 
 # Matches `Score: 7`, `**Score:** 7.5` and `score = 7`.
-SCORE_PATTERN = r'(?i)\bscore\b[\s:*=]{0,8}(-?\d{1,9}(?:\.\d{1,9})?)'
+SCORE_PATTERN = r'(?i)\bscore\b[\s:*=]{0,8}(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)'
 
 
 def tagged_answer(reply: str) -> str:

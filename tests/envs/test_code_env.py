@@ -260,6 +260,8 @@ def test_the_last_closed_block_counts():
     ('1', '1.0', True),
     ('1.0', '1', False),
     ('nan', '1.5', False),
+    ('1_0.5', '10.5', False),
+    ('４.2', '4.2', False),
     ('', '', True),
     ('', '0', False),
     ('YES', 'Yes', False),

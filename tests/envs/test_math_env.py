@@ -96,6 +96,14 @@ def test_strict_and_format_reward():
     ('Yes', 'yes'),
     (r'$\pi$', r'\pi'),
     ('50%', '50'),
+    ('12,34,567', '1234567'),
+    ('-1,000.50', '-1000.5'),
+    ('1 000 000', '1000000'),
+    ('1,000/3', '1000/3'),
+    ('18,', '18'),
+    ('−18', '-18'),
+    ('٤٢', '٤٢'),
+    ('1 1/2', '1  1/2'),
   ],
 )
 def test_same(one, other):
@@ -105,7 +113,31 @@ def test_same(one, other):
 
 @pytest.mark.parametrize(
   ('one', 'other'),
-  [('1/3', '0.33'), ('1/0', '2/0'), ('', ''), ('x', 'y'), ('1e9', '1'), ('nan', '1')],
+  [
+    ('1/3', '0.33'),
+    ('1/0', '2/0'),
+    ('', ''),
+    ('x', 'y'),
+    ('1e9', '1'),
+    ('1e3', '1000'),
+    ('nan', '1'),
+    ('inf', '1'),
+    ('infinity', 'inf'),
+    ('٤٢', '42'),  # Arabic-Indic
+    ('４２', '42'),  # full width
+    ('𝟒𝟐', '42'),  # bold
+    ('4²', '42'),
+    (r'\frac{٤}{٢}', '2'),
+    ('1_000', '1000'),
+    ('1_000', '1'),
+    ('0x2a', '42'),
+    ('4,2', '42'),
+    ('1,2', '12'),
+    ('1,0000', '10000'),
+    ('1 1/2', '11/2'),
+    ('4 2', '42'),
+    ('−18', '18'),
+  ],
 )
 def test_not_same(one, other):
   assert not answers_match(one, other)
@@ -113,7 +145,15 @@ def test_not_same(one, other):
 
 @pytest.mark.parametrize('length', [10_000, 1_000_000])
 def test_huge_replies_are_graded_at_once(length):
-  for text in ('9' * length, '{' * length, r'\boxed{' * (length // 7), '1,' * length):
+  for text in (
+    '9' * length,
+    '{' * length,
+    r'\boxed{' * (length // 7),
+    '1,' * length,
+    '12,' * length,
+    '1_' * length,
+    '1 ' * length,
+  ):
     assert grade(text) == 0
     assert grade(text + '\n#### 18') == 1
   assert not answers_match('1/' + '9' * length, '1')
@@ -124,6 +164,10 @@ def test_nested_braces():
   assert marked_answer('a 3 b') == ''
   assert final_answer('a 3 b') == '3'
   assert final_answer(' yes ') == 'yes'
+  assert final_answer('3 or ٤٢') == '٤٢'  # and not the 3
+  assert final_answer('3 or 1_000.') == '1_000'  # and not 000
+  assert final_answer('_18_') == '18'
+  assert final_answer('x = −18.') == '−18'
 
 
 def test_without_a_task_it_says_so():

@@ -133,6 +133,8 @@ def _same_word(word: str, expected: str) -> bool:
     return True
   if '.' not in expected or max(len(word), len(expected)) > 64:
     return False
+  if '_' in word or not word.isascii():  # float would take them: 1_0.5, ４.2
+    return False
   try:
     return _nearly_equal(float(word), float(expected))
   except ValueError:

@@ -15,8 +15,8 @@ from jaxrl.envs import reply_parsing
 
 MAX_BLANKS = {2: 11, 3: 54}  # by box; beyond these a unique solution gets rare
 _MAX_DRAWS = 50
-_CELL = re.compile(r'r\s*(\d)\s*c\s*(\d)\s*[=:]\s*(\d)', re.IGNORECASE)
-_GRID = re.compile(r'[\d\s|,+\-\[\]]*')
+_CELL = re.compile(r'r\s*([0-9])\s*c\s*([0-9])\s*[=:]\s*([0-9])', re.IGNORECASE)
+_GRID = re.compile(r'[0-9\s|,+\-\[\]]*')
 
 Grid = list[list[int]]  # [size][size], 0 a blank
 
@@ -152,7 +152,7 @@ def read_cells(text: str, size: int) -> list[tuple[int, int, int]]:
     Tuples (row, column, digit), with rows and columns counted from 0.
   """
   cells = [(int(r) - 1, int(c) - 1, int(d)) for r, c, d in _CELL.findall(text)]
-  digits = re.findall(r'\d', text)
+  digits = re.findall('[0-9]', text)
   if cells or len(digits) != size**2 or not _GRID.fullmatch(text):
     return cells
   return [(i // size, i % size, int(digit)) for i, digit in enumerate(digits)]

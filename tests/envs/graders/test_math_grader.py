@@ -30,6 +30,10 @@ needs_math_verify = pytest.mark.skipif(
     (r'\left(1, 2\right)', '(1,2)', True),
     ('', 'x', False),
     ('x', '18', None),
+    ('٤٢', '42', False),
+    ('٤٢, 42', '42', False),
+    ('1_000', '1', False),
+    ('1010_2', '1010_{2}', None),
     (r'\sqrt{4}', '2', None),
   ],
 )
@@ -55,6 +59,12 @@ def test_what_is_decided_without_algebra(given, answer, decided):
     (r'\boxed{x}' + 'x' * 10_000, 'x', 1),
     (rf'\boxed{{{"(" * 40}}}', 'x', 0),
     ('', 'x', 0),
+    (r'\boxed{1{,}000}', '1000', 1),
+    (r'\boxed{1010_2}', '1010_{2}', 1),
+    (r'\boxed{1 1/2}', '11/2', 0),
+    (r'\boxed{1,2}', '12', 0),
+    (r'\boxed{２x}', '2x', 0),
+    (r'\boxed{infinity}', r'\infty', 1),
   ],
 )
 def test_math(reply, answer, score):
