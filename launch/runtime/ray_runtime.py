@@ -6,6 +6,9 @@ import functools
 import inspect
 import os
 import pathlib
+import secrets
+import stat
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -32,6 +35,7 @@ from launch.runtime.remote_learner import (
   RemotePublisher,
   connect_learner,
 )
+from launch.runtime.signal_handler import preserve_handlers
 from launch.runtime.supervision import ActorError, run_worker_with_restart
 from launch.settings.run_settings import RunSettings, WeightTransport
 
@@ -63,12 +67,15 @@ class RayRuntime:
     if self._started and address:
       env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_PREFIXES)}
       self._options['runtime_env'] = {'env_vars': env}
-      ray.init(address=address, log_to_driver=False)
+      with preserve_handlers():
+        ray.init(address=address, log_to_driver=False)
     elif self._started:  # the actors inherit this process's environment
       # Without 'local' Ray joins what RAY_ADDRESS or a file of its own names, and waits
       # minutes for a cluster that died.
       quiet = {'log_to_driver': False, 'logging_level': 'warning'}
-      ray.init(address='local', include_dashboard=False, **quiet)
+      quiet['_temp_dir'] = str(_session_root() / 'ray')
+      with preserve_handlers():
+        ray.init(address='local', include_dashboard=False, **quiet)
 
   def reserve(self, settings: RunSettings, *, has_learner: bool = True) -> Placement:
     """Reserves the devices that the run asks for.
@@ -316,10 +323,46 @@ class RayRuntime:
 
 
 def _import_ray(address: str) -> Any:
-  """Imports Ray, which reads on import whether other machines may see it."""
+  """Imports Ray, which reads on import who may connect to it.
+
+  A Ray of the run's own asks for a random token, which only this process and those that
+  it starts know. A cluster that is joined has a token or none, as Ray's own variables
+  say. A Ray that has been imported before is told of the token.
+  """
   if not address:
     os.environ.setdefault('RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER', '0')
     os.environ.setdefault('RAY_worker_niceness', '0')  # they do the run's main work
+    if 'RAY_AUTH_MODE' not in os.environ:
+      os.environ['RAY_AUTH_MODE'] = 'token'
+      os.environ.setdefault('RAY_AUTH_TOKEN', secrets.token_hex(32))
   import ray
 
+  if not address and os.environ['RAY_AUTH_MODE'] == 'token' and not ray.is_initialized():
+    from ray import _raylet
+
+    if _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:
+      _raylet.Config.initialize('')  # reads the environment again
+      _raylet.AuthenticationTokenLoader.instance().reset_cache()
   return ray
+
+
+def _session_root() -> pathlib.Path:
+  """Returns a folder that only this user can enter, for the files of Ray's sessions.
+
+  Ray lets everybody write to the folders that it makes: logs, sockets and code.
+
+  Raises:
+    OSError: another user has put something in the folder's place.
+  """
+  parent = pathlib.Path(os.environ.get('RAY_TMPDIR') or tempfile.gettempdir())
+  path = parent / f'jaxrl-{os.getuid()}'
+  with contextlib.suppress(FileExistsError):
+    path.mkdir(mode=0o700, parents=True)
+  info = path.lstat()
+  is_private = stat.S_ISDIR(info.st_mode) and not stat.S_IMODE(info.st_mode) & 0o077
+  if not is_private or info.st_uid != os.getuid():
+    raise PermissionError(
+      f'{path}: other users can write or read there; remove it, or set RAY_TMPDIR to '
+      'a folder of your own'
+    )
+  return path

@@ -1,8 +1,10 @@
 """Ctrl-C and SIGTERM: the first asks the run to stop, the second ends it at once."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 NAMES = {signal.SIGINT: 'Ctrl-C', signal.SIGTERM: 'SIGTERM'}
 
@@ -52,3 +54,19 @@ class SignalHandler:
       f'{NAMES[signal.Signals(number)]}: stopping {self._how}. '
       'Once more ends it at once.'
     )
+
+
+@contextlib.contextmanager
+def preserve_handlers() -> Iterator[None]:
+  """Installs the handlers of both signals again on leaving.
+
+  Ray replaces them by its own, which end the process without a checkpoint.
+  """
+  handlers = {number: signal.getsignal(number) for number in NAMES}
+  try:
+    yield
+  finally:
+    if threading.current_thread() is threading.main_thread():
+      for number, handler in handlers.items():
+        if handler is not None:  # None: it was not installed by Python
+          signal.signal(number, handler)

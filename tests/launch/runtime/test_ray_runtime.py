@@ -95,8 +95,11 @@ def test_an_actor_that_dies_ends_the_run_with_one_line(ray, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
-def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(tmp_path, number):
+@pytest.mark.parametrize(
+  ('number', 'status'),
+  [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)],
+)
+def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(tmp_path, number, status):
   steps = (*OPTIONS, '--config.num_steps=4')
   runs.run(tmp_path / 'whole', *steps)
   process = runs.spawn(tmp_path / 'ray', *steps, *RAY)
@@ -104,7 +107,11 @@ def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(tmp_path, number):
     if line.startswith('train 2/4'):
       break
   os.kill(process.pid, number)
-  process.communicate(timeout=120)
+  said, _ = process.communicate(timeout=120)
+  assert process.returncode == status, said
+  assert 'Traceback' not in said
+  steps_saved = (tmp_path / 'ray' / 'checkpoints' / 'train').iterdir()
+  assert status < 0 or [p.name for p in steps_saved if p.name.isdigit()], said
   runs.run(tmp_path / 'ray', *steps, *RAY)
   assert runs.weights(tmp_path / 'whole') == runs.weights(tmp_path / 'ray')
   assert runs.numbers(tmp_path / 'whole') == runs.numbers(tmp_path / 'ray')
