@@ -6,7 +6,12 @@ resumes.
 """
 
 import os
+import signal
 import sys
+
+if __name__ == '__main__':  # until the run has its own handler: imports take seconds
+  signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'Stopped.\n'), os._exit(130)))
+
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

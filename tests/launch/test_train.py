@@ -225,3 +225,20 @@ def test_what_a_users_filter_raises_is_a_line_with_its_place(
   text = (tmp_path / 'run' / 'error.txt').read_text()
   assert f'mine.py, line {line})' in text
   assert ('Traceback' in text) is not elsewhere
+
+
+def test_ctrl_c_during_the_imports_is_one_line(folder):
+  command = [sys.executable, '-X', 'importtime', '-m', 'launch.train']
+  process = subprocess.Popen(
+    [*command, f'--config={folder}/toy.py', f'--workdir={folder}/run'],
+    stderr=subprocess.PIPE,
+    text=True,
+    env={**os.environ, 'JAXRL_TUNE': '0'},
+  )
+  for line in process.stderr:
+    if 'jaxrl.data.trajectory_writers' in line:  # the first of many
+      break
+  process.send_signal(signal.SIGINT)
+  _, said = process.communicate(timeout=30)
+  told = [line for line in said.splitlines() if not line.startswith('import time:')]
+  assert process.returncode == 130 and told == ['Stopped.'], told
