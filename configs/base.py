@@ -81,6 +81,7 @@ def env_tag_options(
   max_concurrency: int = DEFAULT_NUM_THREADS,
   row_format: str = 'auto',
   timeouts: str = '',
+  manager: str = '',
 ) -> None:
   """Options of an environment tag beside EnvManager's.
 
@@ -91,6 +92,8 @@ def env_tag_options(
       'auto', which the algorithm decides.
     timeouts: Seconds before a call is cancelled, 0 for no limit, as in
       'reset=60, step=60, generate=0'.
+    manager: A class of your own that plays the episodes in place of EnvManager, such
+      as 'file.py:Class(option=1)'; '' for ours.
   """
 
 

@@ -9,6 +9,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
+from jaxrl.rollout.env_manager import EnvManager
 from launch import build
 from launch.components.env_datasets import load_datasets
 from launch.components.rollout_scheduler import RolloutScheduler
@@ -133,6 +134,11 @@ class Player:
     self.run = evaluator.run
     self.decode: Callable[..., str] = evaluator.policy.tokenizer.decode
     self.manager = rollouts.manager(tag)
+    if not isinstance(self.manager, EnvManager):
+      raise ConfigError(
+        f'--config.env.{tag}.manager={settings.env[tag].manager}: launch.play shows '
+        'the turns of an EnvManager, and this class is not derived from it'
+      )
     self.base_seed = base_seed(settings.seed, 'train', tag)
 
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import Env, check_reset_result, check_step_result
@@ -201,7 +202,7 @@ class EnvManager:
         raise
       cache = RolloutCache(lease, self._episode_seed(lease))
       cache.truncate('abort', 'the queue cancelled the lease')
-      return self.formulate_rollouts(cache)
+      return self._make_rollout(cache)
     finally:
       self._running = None
 
@@ -239,7 +240,7 @@ class EnvManager:
       name = f'{self._sample_name(cache)}/{lease.attempt}'
       await self.context.rewards.apply(cache, name, seed, self.context.pool)
     cache.check_rewards()
-    return self.formulate_rollouts(cache)
+    return self._make_rollout(cache)
 
   async def reset(self, lease: EpisodeLease) -> RolloutCache | None:
     """Draws the task and starts the environment.
@@ -359,6 +360,19 @@ class EnvManager:
     cache.metrics.setdefault('turns', float(len(cache.turns)))
     cache.metrics.setdefault('response_length', float(response_length))
     return self._make_rows(cache, self.tag)
+
+  def _make_rollout(self, cache: RolloutCache) -> list[Trajectory]:
+    """Returns the rows of `formulate_rollouts`, which a user's class may override.
+
+    None would be taken for the end of the data.
+    """
+    rows = self.formulate_rollouts(cache)
+    if not isinstance(rows, list):
+      raise ConfigError(
+        f'{type(self).__name__}.formulate_rollouts returned a {type(rows).__name__}; '
+        'it must return a list of rows'
+      )
+    return rows
 
   # ---- on the threads of the pool
 

@@ -5,24 +5,40 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 
 
 def make_env_manager(
-  context: EnvContext, group_id: int = 0, env_id: int = 0, **options: Any
-) -> EnvManager:
+  context: EnvContext,
+  group_id: int = 0,
+  env_id: int = 0,
+  *,
+  manager: ComponentCall | None = None,
+  **options: Any,
+) -> Any:
   """Creates the manager for what is played: an environment or an agent.
 
   Args:
     context: What all environments of the tag share; has an endpoint for agents.
     group_id: The env group.
     env_id: The environment within the env group.
+    manager: A user's own manager; None for ours.
     **options: Options of `EnvManager`.
 
   Returns:
-    An `AgentEnvManager` if the context has an endpoint, else an `EnvManager`.
+    The user's own manager if there is one; an `AgentEnvManager` if the context has an
+    endpoint; else an `EnvManager`.
+
+  Raises:
+    ConfigError: If the user's own class cannot be used as a manager.
   """
+  if manager is not None:
+    # Imported here because few runs have one.
+    from jaxrl.rollout.custom_env_manager import make_custom_env_manager
+
+    return make_custom_env_manager(manager, context, group_id, env_id, options)
   if context.endpoint is None:
     return EnvManager(context, group_id, env_id, **options)
   # Imported here because only agents need it.
@@ -43,6 +59,7 @@ class EnvWorker:
     context: EnvContext,
     env_ids: Sequence[tuple[int, int]],
     options: Mapping[str, Any] | None = None,
+    manager: ComponentCall | None = None,
   ):
     """Creates a manager for each environment.
 
@@ -50,10 +67,13 @@ class EnvWorker:
       context: What all environments of the tag share.
       env_ids: The environments to play, as (group_id, env_id).
       options: Options of `EnvManager`.
+      manager: A user's own manager; None for ours.
     """
     self._context = context
     self.managers = {
-      (group_id, env_id): make_env_manager(context, group_id, env_id, **(options or {}))
+      (group_id, env_id): make_env_manager(
+        context, group_id, env_id, manager=manager, **(options or {})
+      )
       for group_id, env_id in env_ids
     }
 

@@ -76,9 +76,12 @@ async def evaluate(
       if progress is not None:
         progress(rows, count * group_size)
 
-  async with asyncio.TaskGroup() as tasks:
-    for manager in managers:
-      tasks.create_task(play_remaining(manager))
+  try:
+    async with asyncio.TaskGroup() as tasks:
+      for manager in managers:
+        tasks.create_task(play_remaining(manager))
+  except ExceptionGroup as errors:
+    raise errors.exceptions[0] from None  # the others follow from the first
   groups = [
     [row for sample_index in sorted(played[task]) for row in played[task][sample_index]]
     for task in sorted(played)

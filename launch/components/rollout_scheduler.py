@@ -135,7 +135,8 @@ class RolloutScheduler:
     """Begins a few tasks of each tag, before any work is done.
 
     Single tasks that fail, or do not fit, only cost an episode each later on. A user's
-    own environment also makes a step.
+    own environment also makes a step. A manager that is not derived from `EnvManager`
+    is left out, as it only has a loop.
 
     Raises:
       ConfigError: if none of a tag's tasks can be begun, or a step returns something of
@@ -143,6 +144,9 @@ class RolloutScheduler:
     """
     for tag, make in self._example_managers().items():
       manager = make()
+      if not isinstance(manager, EnvManager):
+        manager.context.pool.close()
+        continue
       first = self._first_task(tag)
       reasons = []
       for number in range(NUM_TRIAL_TASKS):
@@ -273,6 +277,7 @@ class RolloutScheduler:
         dataset=self.datasets[tag],
         concurrency=env.max_concurrency,
         rewards=self._rewards,
+        manager=env.manager,
       )
       for part in parts
       if part
@@ -403,7 +408,7 @@ class RolloutScheduler:
       concurrency=env.max_concurrency,
       rewards=self._rewards,
     )
-    return make_env_manager(context, **options)
+    return make_env_manager(context, manager=env.manager, **options)
 
   async def evaluate(
     self,
@@ -430,6 +435,7 @@ class RolloutScheduler:
         await maybe_await(self._tests[name].reset())
       first = self._evaluation_manager(name)
       options = self._evaluation_options(name)
+      options['manager'] = self._settings.env[evaluation.tag].manager
       set_metrics, set_groups = await evaluate(
         lambda i, context=first.context, options=options: make_env_manager(
           context, **options

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.envs.env_registry import ISOLATED_PREFIX, env_factory, find_env
@@ -33,6 +33,7 @@ class RolloutWorker(EnvWorker):
     dataset: the dataset, or a handle.
     concurrency: number of environments that step at once.
     rewards: the reward pipeline, if rewards are not the environments' own.
+    manager: the user's own env manager; None for ours.
   """
 
   def __init__(
@@ -48,6 +49,7 @@ class RolloutWorker(EnvWorker):
     dataset: Any,
     concurrency: int = DEFAULT_NUM_THREADS,
     rewards: 'RewardPipeline | None' = None,
+    manager: ComponentCall | None = None,
   ):
     context = make_env_context(
       env_type,
@@ -59,7 +61,7 @@ class RolloutWorker(EnvWorker):
       concurrency=concurrency,
       rewards=rewards,
     )
-    super().__init__(context, env_ids, options)
+    super().__init__(context, env_ids, options, manager)
 
 
 def make_env_context(

@@ -14,7 +14,12 @@ from jaxrl.call_strings import ComponentCall, ConfigError, check_options, resolv
 from jaxrl.config import call_arity, option_types
 from jaxrl.envs.env_registry import find_env
 from jaxrl.rollout.thread_pool import Timeouts, make_timeouts
-from launch.settings.call_syntax import parse_call, parse_calls, parse_component
+from launch.settings.call_syntax import (
+  parse_call,
+  parse_calls,
+  parse_component,
+  parse_setting,
+)
 
 
 def parse_env_config(
@@ -113,6 +118,38 @@ def parse_grader_calls(text: str) -> tuple[ComponentCall, ...]:
   from jaxrl.envs.graders.composite import GraderCalls
 
   return _parse_value(text, GraderCalls)
+
+
+def parse_env_manager(text: str, tag: str, env_type: str) -> ComponentCall | None:
+  """Parses `env.<tag>.manager`, and checks that its class can play episodes.
+
+  Args:
+    text: A call of the user's own class; '' for ours.
+    tag: Environment tag.
+    env_type: The environment's name or location.
+
+  Returns:
+    The call; None for ours.
+
+  Raises:
+    ConfigError: If the text cannot be read, or the class cannot be used as a manager.
+  """
+  if not text:
+    return None
+  # Imported here because few runs have a manager of their own.
+  from jaxrl.rollout.custom_env_manager import find_env_manager
+
+  key = f'env.{tag}.manager'
+  call = parse_setting(key, text, parse_call)
+  is_agent = getattr(find_env(env_type), 'played_by_agent', False)
+  where = f'--config.{key}={text}'
+  try:
+    find_env_manager(call, where, is_agent=is_agent)
+  except ConfigError as error:
+    if str(error).startswith(where):
+      raise
+    raise ConfigError(f'{where}: {error}') from error
+  return call
 
 
 def parse_timeouts(text: str, tag: str) -> Timeouts:

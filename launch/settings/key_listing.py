@@ -69,9 +69,19 @@ OPTIONAL_SECTIONS = (
 )
 
 
-def _tag_datasets(tags: Any) -> list[OptionalSection]:
-  """Returns the sections of the tags' own rows, which most tags leave to the run."""
-  return [
+def _tag_sections(tags: Any) -> list[OptionalSection]:
+  """Returns what most tags leave as it is: their own rows, and their own manager."""
+  managers = [
+    OptionalSection(
+      f'env.{tag}',
+      lambda c, tag=tag: not c.env[tag].manager,
+      'for a class of your own that plays the episodes',
+      tuple(key for key in section if key != 'manager'),
+    )
+    for tag, section in tags.items()
+    if 'manager' in section
+  ]
+  return managers + [
     OptionalSection(
       f'env.{tag}.dataset',
       lambda c, tag=tag: all(v in ('', None) for v in c.env[tag].dataset.values()),
@@ -101,7 +111,7 @@ def list_keys(config: ConfigDict, word: str = '') -> str:
     Two lines for each key: how it is set, and what it does.
   """
   root: Any = config
-  sections = [] if word else [*OPTIONAL_SECTIONS, *_tag_datasets(root.get('env', {}))]
+  sections = [] if word else [*OPTIONAL_SECTIONS, *_tag_sections(root.get('env', {}))]
   hidden = {
     f'{section.name}.{key}': section
     for section in sections

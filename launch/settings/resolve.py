@@ -45,6 +45,7 @@ from launch.settings.component_calls import (
 from launch.settings.engine_settings import parse_engine
 from launch.settings.env_options import (
   parse_env_config,
+  parse_env_manager,
   parse_grader_calls,
   parse_timeouts,
 )
@@ -367,6 +368,7 @@ def _env(
   max_steps: int,
   max_tokens_per_step: int,
   timeouts: str,
+  manager: str,
   dataset: Any = None,  # parsed as `tasks`
   **manager_options: Any,
 ) -> EnvSettings:
@@ -385,6 +387,7 @@ def _env(
     row_format,
     max_steps,
     max_tokens_per_step,
+    parse_env_manager(manager, tag, env_type),
     {**manager_options, 'timeouts': parse_timeouts(timeouts, tag)},
   )
 

@@ -238,6 +238,7 @@ class EnvSettings:
       tag that is only evaluated.
     max_concurrency: environments that act at once in one worker.
     row_format: 'auto', 'step' or 'concatenated'.
+    manager: the user's own env manager; None for ours.
     manager_options: further options of `EnvManager`.
   """
 
@@ -249,6 +250,7 @@ class EnvSettings:
   row_format: str
   max_steps: int
   max_tokens_per_step: int
+  manager: ComponentCall | None
   manager_options: Mapping[str, Any]
 
 
