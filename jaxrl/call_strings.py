@@ -20,6 +20,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+FILE_MODULE_PREFIX = 'jaxrl_user_'  # of the modules of users' files
+
 
 class ConfigError(ValueError):
   """A setting is wrong; the message says which, where, and what would be right."""
@@ -411,22 +413,27 @@ def _load(name: str) -> Any:
     raise
 
 
-def functions(path: str) -> dict[str, Callable[..., Any]]:
-  """Returns the public functions that a Python file itself defines, in order.
+def definitions(path: str) -> dict[str, Any]:
+  """Returns what a Python file itself defines under public names, in order.
 
   Args:
     path: The file.
 
   Returns:
-    Functions by name.
+    Functions, classes and other objects by name, without modules, and without functions
+    and classes that the file imports.
   """
   module = _load_file(path)
   return {
     name: value
     for name, value in vars(module).items()
-    if inspect.isfunction(value)
-    and value.__module__ == module.__name__
-    and not name.startswith('_')
+    if not name.startswith('_')
+    and not inspect.ismodule(value)
+    and (
+      value.__module__ == module.__name__
+      if isinstance(value, type) or inspect.isroutine(value)
+      else True
+    )
   }
 
 
@@ -436,7 +443,7 @@ def _load_file(path: str) -> Any:
   if not file.is_file():
     looked_in = '' if file.is_absolute() else f' (looked in {pathlib.Path.cwd()})'
     raise ConfigError(f'there is no file {path!r}{looked_in}')
-  spec = importlib.util.spec_from_file_location(f'jaxrl_user_{file.stem}', file)
+  spec = importlib.util.spec_from_file_location(FILE_MODULE_PREFIX + file.stem, file)
   if spec is None or spec.loader is None:
     raise ConfigError(f'{path!r} is not a Python file')
   module = importlib.util.module_from_spec(spec)

@@ -1,12 +1,13 @@
-"""Lists the algorithms and their parts, or describes one in detail.
+"""Lists every kind of component that a config names, or describes one in detail.
 
-python -m launch.algorithms                    every algorithm, a line each
+python -m launch.algorithms                    algorithms, and the other kinds
+python -m launch.algorithms KIND               the components of a kind, a line each
 python -m launch.algorithms --parts            every part that an algorithm may take
-python -m launch.algorithms NAME …             formula, defaults, needs, paper
+python -m launch.algorithms NAME …             what it is, its options, where it is from
 python -m launch.algorithms --plugins=FOLDER …  includes your own, from a folder
 
-NAME is the name of an algorithm or a part, or, for your own, package.module:function
-or file.py:function.
+KIND is such as samplers, envs or policy_losses. NAME is the name of a component, or,
+for your own, package.module:name or file.py:name.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 from jaxrl.algorithms import describe
 from jaxrl.call_strings import ConfigError
+from launch.components import catalogue
 from launch.settings import plugins
 
 
@@ -22,23 +24,29 @@ def main(argv: Sequence[str]) -> int:
   """Prints the requested descriptions and returns the exit status."""
   parser = argparse.ArgumentParser(
     prog='python -m launch.algorithms',
-    usage='%(prog)s [--parts] [--plugins=FOLDER] [NAME …]',
-    description='Lists the algorithms, or tells all there is to know of those named.',
+    usage='%(prog)s [--parts] [--plugins=FOLDER] [KIND or NAME …]',
+    description='Lists algorithms and all other components, or describes those named.',
   )
-  parser.add_argument('names', nargs='*', metavar='NAME', help='an algorithm or a part')
+  parser.add_argument(
+    'names', nargs='*', metavar='NAME', help='a component, or a kind of components'
+  )
   parser.add_argument('--parts', action='store_true', help='list the parts, by slot')
   parser.add_argument('--plugins', metavar='FOLDER', help='your own beside them')
   flags = parser.parse_args(argv)
   try:
     plugin_set = plugins.read(flags.plugins) if flags.plugins else plugins.Plugins()
     if flags.parts:
-      print(describe.parts(plugin_set.parts.values()))
-    for name in flags.names:
-      spec = plugin_set.algorithms.get(name) or plugin_set.parts.get(name) or name
-      print(describe.describe(spec), end='\n\n')
+      print(describe.parts(plugin_set.of('policy_loss').values()))
+    pages = [
+      p for name in flags.names for p in catalogue.component_pages(name, plugin_set)
+    ]
+    rule = '\n\n' + '─' * describe.WIDTH + '\n'
+    if pages:
+      print(rule.join(pages))
     if not flags.names and not flags.parts:
-      print(describe.algorithms(plugin_set.algorithms.values()))
-      print('\nMore of one: python -m launch.algorithms NAME. Its parts: --parts')
+      print(describe.algorithms(plugin_set.of('algorithm').values()))
+      print('', catalogue.index(plugin_set), sep='\n')
+      print('\nMore: python -m launch.algorithms KIND or NAME. All parts: --parts')
   except ConfigError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2

@@ -3,7 +3,7 @@
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxrl import call_strings
@@ -227,8 +227,8 @@ def part(name: str, function: Callable[..., Any], slots: str) -> str:
   lines = [f'{name}: {slots}', '', inspect.getdoc(function) or '', '']
   lines += _fold('reads', ', '.join(components.fields_of(function)))
   options = call_strings.defaults(function)
-  lines += ['options'] if options else ['options  none']
-  lines += [f'  {option} = {value!r}' for option, value in options.items()]
+  is_built_in = function.__module__.startswith('jaxrl.functional')
+  lines += _option_lines(function.__name__ if is_built_in else None, options)
   return '\n'.join(lines)
 
 
@@ -250,9 +250,7 @@ def algorithm(spec: str) -> str:
     '',
   ]
   options = call_strings.defaults(function)
-  width = max([len(name) for name in options], default=0)
-  lines += ['options' if options else 'options  none']
-  lines += [f'  {name:{width}} = {value!r}' for name, value in options.items()]
+  lines += _option_lines(None if ':' in spec else spec, options)
   if made.provenance:
     lines += ['', f'defaults  {PROVENANCE[made.provenance]}']
   needs = [NEEDS.get(need, need) for need in sorted(requirements.needs(made))]
@@ -282,6 +280,29 @@ def algorithm(spec: str) -> str:
     text = inspect.getdoc(components.function_of(piece)) or ''
     lines.append(textwrap.indent(text, '  '))
   return '\n'.join(lines)
+
+
+def _option_lines(component: str | None, options: Mapping[str, Any]) -> list[str]:
+  """Returns defaults, with their ranges if the component is a built-in one."""
+  if not options:
+    return ['options  none']
+  width = max(len(name) for name in options)
+  ranges = {
+    name: (component and components.allowed_range(component, name)) or ''
+    for name, value in options.items()
+    if (value is None or isinstance(value, int | float)) and not isinstance(value, bool)
+  }
+  values = (
+    max(len(repr(options[name])) for name in ranges) if any(ranges.values()) else 0
+  )
+  return [
+    'options',
+    *(
+      f'  {name:{width}} = {value!r:{values if ranges.get(name) else 0}}'
+      f'  {ranges.get(name, "")}'.rstrip()
+      for name, value in options.items()
+    ),
+  ]
 
 
 def _fold(title: str, text: str) -> list[str]:

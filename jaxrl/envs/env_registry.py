@@ -21,7 +21,10 @@ An environment that offers tools returns their schemas as `tools` in the `info` 
 reset; the chat template then announces them to the model.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import contextvars
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from jaxrl import call_strings
@@ -49,6 +52,9 @@ ENVS = {
   'terminal_bench': 'jaxrl.envs.terminal.terminal_bench_env:TerminalBenchEnv',
   'tool_use': 'jaxrl.envs.tool_use_env:ToolUseEnv',
 }
+_own_envs: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+  'own_envs', default=types.MappingProxyType({})
+)
 
 
 class Env(Protocol):
@@ -112,9 +118,24 @@ def find_env(name: str) -> Callable[..., Env]:
     ConfigError: If there is no such environment.
   """
   name = name.removeprefix(ISOLATED_PREFIX)
-  if name not in ENVS and ':' not in name:
-    raise call_strings.unknown_name_error(name, ENVS, 'environment', 'env_type')
-  return call_strings.resolve(ENVS.get(name, name), f'env_type={name!r}')
+  known = {**ENVS, **_own_envs.get()}
+  if name not in known and ':' not in name:
+    raise call_strings.unknown_name_error(name, known, 'environment', 'env_type')
+  return call_strings.resolve(known.get(name, name), f'env_type={name!r}')
+
+
+@contextlib.contextmanager
+def naming(locations: Mapping[str, str]) -> Iterator[None]:
+  """Lets `find_env` find further environments by name while a config is built.
+
+  Args:
+    locations: Where each is, by name.
+  """
+  token = _own_envs.set(locations)
+  try:
+    yield
+  finally:
+    _own_envs.reset(token)
 
 
 def env_factory(

@@ -290,6 +290,16 @@ OPTION_RANGES: dict[str, Range] = {
 }
 
 
+def allowed_range(component: str, option: str) -> Range | None:
+  """Returns the range of an option of this package's components; None for any value.
+
+  Args:
+    component: The name of the component or algorithm.
+    option: The name of the option.
+  """
+  return OPTION_RANGES.get(f'{component}.{option}') or OPTION_RANGES.get(option)
+
+
 def find_out_of_range(
   component: str, options: Mapping[str, Any]
 ) -> tuple[str, Range] | None:
@@ -300,7 +310,7 @@ def find_out_of_range(
     options: Its options; None and what is no number fits.
   """
   for name, value in options.items():
-    allowed = OPTION_RANGES.get(f'{component}.{name}') or OPTION_RANGES.get(name)
+    allowed = allowed_range(component, name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if allowed is not None and is_number and value not in allowed:
       return name, allowed

@@ -16,6 +16,13 @@ from launch.logging.workdir import Workdir
 from launch.report.report_logger import ReportLogger
 from launch.settings.logging_settings import LoggingSettings
 
+SINKS: dict[str, Callable[..., MetricLogger]] = {
+  'report': ReportLogger,
+  'tensorboard': TensorBoard,
+  'wandb': Tracker,
+  'trackio': Tracker,
+}
+
 
 def open_loggers(
   workdir: Workdir, console: Console, settings: LoggingSettings
@@ -34,12 +41,16 @@ def open_loggers(
     ConfigError: for a logger or an option that does not exist.
   """
   folder = workdir.path
-  known: dict[str, Callable[..., MetricLogger]] = {
-    'report': functools.partial(ReportLogger, folder),
-    'tensorboard': functools.partial(TensorBoard, folder / 'tensorboard'),
+  arguments = {
+    'report': (folder,),
+    'tensorboard': (folder / 'tensorboard',),
+    'wandb': ('wandb', folder, workdir.config),
+    'trackio': ('trackio', folder, workdir.config),
   }
-  for service in ('wandb', 'trackio'):
-    known[service] = functools.partial(Tracker, service, folder, workdir.config)
+  known = {
+    name: functools.partial(logger_class, *arguments[name])
+    for name, logger_class in SINKS.items()
+  }
   loggers: list[MetricLogger] = []
   key = '--config.logging.sinks'
   for call in settings.sinks:

@@ -151,9 +151,14 @@ def load(
       f'names {command.algorithm!r}'
     )
   folder, algorithm = dict(command.overrides).get('plugins'), command.algorithm
-  if folder and algorithm:
-    algorithm = _plugins(folder).algorithm(algorithm)
-  with _told(command.config, algorithm):
+  own_envs: Any = contextlib.nullcontext()
+  if folder:
+    from jaxrl.envs import env_registry
+
+    plugins = _plugins(folder)
+    algorithm = algorithm and plugins.algorithm(algorithm)
+    own_envs = env_registry.naming(plugins.of('env'))  # for `env_section`
+  with _told(command.config, algorithm), own_envs:
     config = get_config(algorithm) if algorithm else get_config()
   if not isinstance(config, ConfigDict):
     raise ConfigError(
@@ -175,7 +180,7 @@ def load(
   for key, text in command.overrides:
     override(config, key, text)
   if config.plugins:
-    _plugins(str(config.plugins)).name_parts(config.get('algorithm', {}))
+    _plugins(str(config.plugins)).name_components(config)
   if RENAMED_IN_CALLS.search(str(config)):
     from launch.settings.renamed_keys import check_renamed_calls
 

@@ -1,25 +1,25 @@
-"""Plugins are a folder of your own components and algorithms.
+"""Plugins are a folder of your own components, which configs name by their bare names.
 
-They are named as the built-in ones are.
-
-Every public function that a `.py` file of the folder defines may be named: a function
-that returns an `Algorithm` as an algorithm, any other as a component. A name stands for
-`FOLDER/file.py:name`, and that is what a config contains once it is loaded, so nothing
-needs to be registered in the processes that read it.
+Every component that a `.py` file of the folder defines may be named where a built-in
+one of its kind may; `launch.settings.component_kinds` says which kinds there are and
+how each is recognised. A name stands for `FOLDER/file.py:name`, and that is what a
+config contains once it is loaded, so nothing needs to be registered in the processes
+that read it.
 """
 
 import dataclasses
-import inspect
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from jaxrl import call_strings
-from jaxrl.algorithms import registry
 from jaxrl.call_strings import ConfigError
-from jaxrl.functional import components
-from jaxrl.types import Algorithm
-from launch.settings.call_syntax import parse_call
+from launch.settings.call_syntax import parse_call, split_terms
+from launch.settings.component_kinds import KINDS, ComponentKind, defined_at, find_kind
+
+# A bare name at the start of a term; a name with a dot, slash or colon is a location.
+_NAME = re.compile(r'\s*(isolated:)?(\w+)\s*(?=\(|$)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +27,18 @@ class Plugins:
   """What a folder offers.
 
   Attributes:
-    algorithms: Name → 'FOLDER/file.py:name'.
-    parts: Name of a component → 'FOLDER/file.py:name'.
+    names: By kind, each name and the 'FOLDER/file.py:name' that it stands for.
   """
 
-  algorithms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  names: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+
+  def of(self, kind: str) -> Mapping[str, str]:
+    """Returns the components of a kind, by name.
+
+    Args:
+      kind: The name of the kind.
+    """
+    return self.names.get(kind, {})
 
   def algorithm(self, spec: str) -> str:
     """Returns the full name of an algorithm.
@@ -43,46 +49,69 @@ class Plugins:
     Raises:
       ConfigError: If there is none.
     """
-    if spec in self.algorithms:
-      return self.algorithms[spec]
-    if ':' not in spec:
-      _check(spec, registry.names(), self.algorithms, 'algorithm', 'algorithm')
-    return spec
+    kind = find_kind('algorithm')
+    assert kind is not None
+    return self.full_text(kind, spec, 'algorithm') if ':' not in spec else spec
 
-  def part(self, slot: str, text: str) -> str:
-    """Returns a call string with its component's full name.
+  def full_text(self, kind: ComponentKind, text: str, where: str) -> str:
+    """Returns a text of call strings with its components' full names.
 
     Args:
-      slot: The field of `Algorithm`.
-      text: The call string.
+      kind: The kind of the components.
+      text: One or more call strings, joined by +.
+      where: What the error message begins with.
 
     Raises:
       ConfigError: If there is no such component.
     """
-    name = parse_call(text).name if text else ''
-    if name in self.parts:
-      return text.replace(name, self.parts[name], 1)
-    if name not in ('', 'none') and ':' not in name:
-      known = registry.components_in(registry.COMPONENT_MODULES[slot])
-      _check(name, known, self.parts, slot, f'algorithm.{slot}')
-    return text
+    own = self.of(kind.name)
+    try:
+      terms = split_terms(text)
+    except ConfigError:
+      return text  # whoever parses it says what is wrong, and where
+    full_terms = []
+    for term in terms:
+      match = _NAME.match(term)
+      name = match.group(2) if match else ''
+      if match and name in own:
+        term = term[: match.start(2)] + own[name] + term[match.end(2) :]
+      elif match and not kind.is_open:
+        known = kind.built_in()
+        if name not in known and name not in kind.other_names:
+          raise call_strings.unknown_name_error(name, {*known, *own}, kind.name, where)
+      full_terms.append(term)
+    return ' + '.join(full_terms) if full_terms != terms else text
 
-  def name_parts(self, options: MutableMapping[str, Any]) -> None:
-    """Gives the plugins among the call strings of some options their full names.
+  def name_components(self, config: MutableMapping[str, Any]) -> None:
+    """Gives the plugins among a config's call strings their full names.
 
     Args:
-      options: The options of an algorithm; changed in place.
+      config: The config; changed in place.
+
+    Raises:
+      ConfigError: If a key names a component that there is not.
     """
-    for slot in registry.COMPONENT_MODULES:
-      if isinstance(options.get(slot), str):
-        options[slot] = self.part(slot, options[slot])
+    for kind in KINDS:
+      for pattern in kind.keys:
+        for section, leaf, key in _find(config, pattern.split('.')):
+          if isinstance(section[leaf], str) and section[leaf].strip():
+            text = self.full_text(kind, section[leaf], key)
+            if text != section[leaf]:
+              section[leaf] = text
 
 
-def _check(
-  name: str, known: Iterable[str], own: Iterable[str], what: str, where: str
-) -> None:
-  if name not in known:
-    raise call_strings.unknown_name_error(name, {*known, *own}, what, where)
+def _find(
+  section: Any, parts: list[str], prefix: str = ''
+) -> Iterator[tuple[MutableMapping[str, Any], str, str]]:
+  """Yields the section, the last part and the dotted key of all keys of a pattern."""
+  head, *rest = parts
+  for name in list(section) if head == '*' else [head]:
+    if not hasattr(section, 'keys') or name not in section:
+      continue
+    if not rest:
+      yield section, name, f'{prefix}{name}'
+    elif hasattr(section[name], 'keys'):
+      yield from _find(section[name], rest, f'{prefix}{name}.')
 
 
 def read(folder: str) -> Plugins:
@@ -98,7 +127,7 @@ def read(folder: str) -> Plugins:
 
   Raises:
     ConfigError: If there is no such folder, or if a name is already taken by a built-in
-      component or algorithm, or by another file.
+      component of the same kind, or by another file.
   """
   place = pathlib.Path(folder).expanduser()
   if not place.is_dir():
@@ -111,37 +140,29 @@ def read(folder: str) -> Plugins:
       'letters, digits and . _ - / ~, as it becomes part of call strings: '
       'rename the folder'
     ) from error
-  algorithms: dict[str, str] = {}
-  parts: dict[str, str] = {}
+  names: dict[str, dict[str, str]] = {}
   for file in sorted(place.glob('[!_.]*.py')):
-    for name, function in call_strings.functions(str(file)).items():
-      makes = _makes_algorithm(function, file.stem)
-      taken, own = (_algorithms(), algorithms) if makes else (_parts(), parts)
-      known = taken | own
-      if name in known:
-        raise ConfigError(
-          f'{file}: {name!r} is already the name of {known[name]}; choose another, '
-          f'or begin it with an underscore if it is not meant to be named'
-        )
-      own[name] = f'{file}:{name}'
-  return Plugins(algorithms, parts)
+    for name, value in call_strings.definitions(str(file)).items():
+      for kind in KINDS:
+        if kind.accepts(value):
+          own = names.setdefault(kind.name, {})
+          _check_is_free(kind, name, file, own)
+          own[name] = f'{file}:{name}'
+  return Plugins(names)
 
 
-def _makes_algorithm(function: Callable[..., Any], stem: str) -> bool:
-  """By its annotation, or by bearing the file's name and reading no columns."""
-  returns = inspect.signature(function).return_annotation
-  if returns in (Algorithm, 'Algorithm'):
-    return True
-  return function.__name__ == stem and not components.fields_of(function)
-
-
-def _algorithms() -> dict[str, str]:
-  return dict.fromkeys(registry.names(), 'a built-in algorithm')
-
-
-def _parts() -> dict[str, str]:
-  return {
-    name: f'a part of {module.__name__}'
-    for module in registry.COMPONENT_MODULES.values()
-    for name in registry.components_in(module)
-  }
+def _check_is_free(
+  kind: ComponentKind, name: str, file: pathlib.Path, own: Mapping[str, str]
+) -> None:
+  if name in own:
+    owner = own[name]
+  elif name in (known := kind.built_in()):
+    owner = f'a built-in {kind.name} ({defined_at(known[name])})'
+  elif name in kind.other_names:
+    owner = f'a term of {kind.keys[0]}'
+  else:
+    return
+  raise ConfigError(
+    f'{file}: {name!r} is already the name of {owner}; choose another, or begin it '
+    'with an underscore if it is not meant to be named'
+  )

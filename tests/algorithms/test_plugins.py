@@ -3,6 +3,7 @@
 import pytest
 
 from jaxrl import call_strings
+from jaxrl.algorithms import registry
 from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages
 from launch.settings import plugins
@@ -70,11 +71,13 @@ def folder(tmp_path):
 
 def test_what_a_folder_offers(folder):
   found = plugins.read(str(folder))
-  assert found.algorithms == {
+  assert found.of('algorithm') == {
     'whole': f'{folder}/whole.py:whole',
     'other': f'{folder}/whole.py:other',
   }
-  assert set(found.parts) == {'steep', 'halved', 'straight', 'cubic'}
+  for slot in registry.COMPONENT_MODULES:
+    assert set(found.of(slot)) == {'steep', 'halved', 'straight', 'cubic'}
+  assert found.names.keys() == {'algorithm', *registry.COMPONENT_MODULES}
 
 
 def test_bare_names_stand_for_their_files(folder):
@@ -86,7 +89,7 @@ def test_bare_names_stand_for_their_files(folder):
     'kl_loss': 'none',
     'aggregation': '',
   }
-  found.name_parts(options)
+  found.name_components({'algorithm': options})
   assert options['policy_loss'] == f'{folder}/my_losses.py:steep(slope=3.0)'
   assert options['advantage'] == 'opmd(tau=.5)' and options['kl_loss'] == 'none'
   algorithm = make_algorithm(found.algorithm('whole'), {**options, 'share': 0.25})
@@ -98,7 +101,7 @@ def test_bare_names_stand_for_their_files(folder):
 def test_an_unknown_name_is_answered_with_the_nearest_of_both(folder):
   found = plugins.read(str(folder))
   with pytest.raises(ConfigError, match=r"Did you mean 'steep'.*ppo_clip"):
-    found.part('policy_loss', 'stepe')
+    found.name_components({'algorithm': {'policy_loss': 'stepe'}})
   with pytest.raises(ConfigError, match=r"Did you mean 'whole'.*grpo"):
     found.algorithm('whoel')
 
@@ -108,15 +111,15 @@ def test_an_unknown_name_is_answered_with_the_nearest_of_both(folder):
   [
     (
       'def cispo(logprobs, mask):\n  pass',
-      "'cispo' is already the name of a part of jaxrl.functional.losses",
+      r"'cispo' is already .* built-in policy_loss \(jaxrl/functional/.*\.py:\d+\)",
     ),
     (
       'from jaxrl.types import Algorithm\ndef opmd(*, a=1) -> Algorithm:\n  pass',
-      "'opmd' is already the name of a built-in algorithm",
+      r"'opmd' is already the name of a built-in algorithm \(.*/presets/opmd.py:\d+\)",
     ),
     (
       'def steep(mask):\n  pass',
-      r"'steep' is already the name of .*my_losses.py:steep",
+      r"taken.py: 'steep' is already the name of .*my_losses.py:steep",
     ),
   ],
 )

@@ -5,10 +5,14 @@ import re
 
 import pytest
 
+from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry, requirements
 from jaxrl.functional import components
 from launch import algorithms
+from launch.settings import component_kinds
 from tests.algorithms.test_plugins import LOSSES, WHOLE
+from tests.launch.runs import ROOT
+from tests.launch.test_extensions import FILES
 
 SOURCE = re.compile(r'arXiv \d{4}\.\d{5}|, (19|20)\d\d\)')
 PARTS = {
@@ -26,7 +30,8 @@ def said(capsys, *argv):
 
 
 def test_lists_every_algorithm_in_a_line_with_its_paper(capsys):
-  lines = said(capsys).splitlines()
+  listing, _, _ = said(capsys).partition('Kinds of components')
+  lines = listing.splitlines()
   rows = [line.split() for line in lines if re.match(r'  \w', line)]
   assert sorted(row[0] for row in rows) == list(registry.names())
   for row in rows:
@@ -81,6 +86,72 @@ def test_knows_plugins_by_their_names(tmp_path, capsys):
   assert 'steep' in algorithms_of(capsys, option, '--parts')
   assert re.search('share += 0.5', algorithms_of(capsys, option, 'whole'))
   assert 'slope = 2.0' in algorithms_of(capsys, option, 'steep')
+
+
+KIND_NAMES = {kind.plural: kind for kind in component_kinds.KINDS}
+OTHERS = [
+  (kind.name, name)
+  for kind in component_kinds.KINDS
+  for name in kind.built_in()
+  if kind.name not in ('algorithm', *registry.COMPONENT_MODULES)
+]
+
+
+def test_the_index_counts_every_kind(capsys):
+  _, _, text = said(capsys).partition('Kinds of components')
+  for name, kind in KIND_NAMES.items():
+    assert re.search(
+      rf'^  {name} +{len(kind.built_in())}  {kind.what[:20]}', text, re.M
+    )
+
+
+@pytest.mark.parametrize('plural', KIND_NAMES)
+def test_a_kind_lists_its_components(plural, capsys):
+  kind, text = KIND_NAMES[plural], said(capsys, plural)
+  for name in kind.built_in():
+    assert re.search(rf'^  {name} +\w', text, re.M), name
+  if kind.name != 'algorithm':
+    assert all(f'--config.{key}' in text for key in kind.keys)
+
+
+@pytest.mark.parametrize(('kind', 'name'), OTHERS)
+def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys):
+  """Each option has its default and, from the docstring, a description."""
+  text = said(capsys, name)
+  component = component_kinds.find_kind(kind).built_in()[name]
+  pages = re.split('─{20,}', text)
+  (page,) = [page for page in pages if page.strip().startswith(f'{name}: {kind}')]
+  place = page.rpartition('defined in  ')[2].strip()
+  if name == 'vllm':
+    assert place.startswith('jaxrl/rollout/vllm/vllm_engine.py')
+    return
+  value = component_kinds.load_component(component)
+  options = call_strings.defaults(value) if callable(value) else {}
+  words = ' '.join(page.split())
+  for option, default in options.items():
+    assert f' {option} = {" ".join(repr(default).split())} ' in f'{words} ', option
+  file, _, line = place.partition(':')
+  source = (ROOT / file).read_text().splitlines()
+  if callable(value):
+    here = ' '.join(source[int(line) - 1 : int(line) + 3])
+    assert call_strings.unwrap(value).__name__ in here
+
+
+def test_ranges_are_those_that_are_enforced(capsys):
+  assert re.search(r'clip_high += .* must be at least 0', said(capsys, 'cispo'))
+  assert 'must be' not in said(capsys, 'warmup').partition('options')[2]
+
+
+def test_the_catalogue_includes_plugins_of_every_kind(tmp_path, capsys):
+  (tmp_path / 'reversed_sampler.py').write_text(FILES['reversed_sampler.py'])
+  option = f'--plugins={tmp_path}'
+  assert re.search(r'samplers +5 \+ 1 of your own', algorithms_of(capsys, option))
+  listing = algorithms_of(capsys, option, 'samplers')
+  assert re.search(r'Your own\n  Reversed +Learns from the groups', listing)
+  page = algorithms_of(capsys, option, 'Reversed')
+  assert 'note = 0' in page and f'defined in  {tmp_path}/reversed_sampler.py:4' in page
+  location = f'{tmp_path}/reversed_sampler.py:Reversed'
+  assert 'Reversed: sampler' in algorithms_of(capsys, location)
 
 
 def algorithms_of(capsys, *argv):

@@ -3,9 +3,16 @@
 import numpy as np
 import pytest
 
+from jaxrl.call_strings import ConfigError
+from launch.logging.open_loggers import SINKS
 from launch.settings import command_line as configs
+from launch.settings import plugins
+from launch.settings.component_kinds import KINDS, load_component
+from launch.settings.logging_settings import read_logging
+from launch.settings.resolve import resolve_settings
 from tests.algorithms.test_plugins import LOSSES, WHOLE
 from tests.launch import runs
+from tests.launch.test_extensions import FILES
 
 
 @pytest.fixture
@@ -69,3 +76,153 @@ def test_a_config_file_may_name_the_folder(folder, tmp_path):
   )
   config = configs.load(configs.parse([f'--config={tmp_path}/mine.py']))
   assert config.algorithm.policy_loss == f'{folder}/my_losses.py:steep'
+
+
+CONFIG = """
+from configs import base, debug
+
+def get_config(algorithm='grpo'):
+  config = debug.get_config(algorithm)
+  config.env = {}
+  config.env.echo = base.env_section(
+    'EchoEnv', max_tokens_per_step=4, env_config={'word': 'no'}
+  )
+  config.num_steps = 2
+  config.sft.num_steps = 0
+  config.eval.interval = 0
+  return config
+"""
+OTHERS = """
+import dataclasses
+
+from jaxrl.data.curricula import SequentialCurriculum
+from jaxrl.models.families.qwen3 import QWEN3
+
+
+def soften(group, *, factor: float = 0.5) -> list:
+  for row in group:
+    row.rewards = row.rewards * factor
+  return group
+
+
+def never(group) -> bool:
+  return False
+
+
+class Backwards(SequentialCurriculum):
+  pass
+
+
+QWEN4 = dataclasses.replace(QWEN3, model_type='qwen4')
+_hidden = QWEN4
+"""
+
+
+@pytest.fixture(scope='module')
+def lab(tmp_path_factory):
+  place = tmp_path_factory.mktemp('lab')
+  for name, text in FILES.items():
+    (place / name).write_text(text)
+  (place / 'others.py').write_text(OTHERS)
+  return place
+
+
+def test_every_kind_is_recognised(lab):
+  found = plugins.read(str(lab)).names
+  assert {kind: set(names) for kind, names in found.items()} == {
+    'engine': {'DiceEngine'},
+    'env': {'EchoEnv'},
+    'grader': {'short', 'Even'},
+    'group_filter': {'DropFirst', 'never'},
+    'sampler': {'Reversed'},
+    'metric_sink': {'TextSink'},
+    'trajectory_writer': {'CountingWriter'},
+    'env_manager': {'LastTurnManager', 'SingleTurnManager'},
+    'reward_shaper': {'soften'},
+    'curriculum': {'Backwards'},
+    'model_family': {'QWEN4'},
+  }
+  assert found['engine'] == {'DiceEngine': f'{lab}/dice_engine.py:DiceEngine'}
+
+
+@pytest.mark.parametrize('kind', KINDS, ids=lambda kind: kind.name)
+def test_the_built_in_ones_of_a_kind_can_be_loaded(kind):
+  """A user's own file would be recognised by what the built-in ones have."""
+  for name, component in kind.built_in().items():
+    if name != 'vllm':  # needs vLLM
+      assert load_component(component) is not None
+
+
+def test_one_run_with_plugins_of_every_kind(lab, tmp_path):
+  (tmp_path / 'config.py').write_text(CONFIG)
+  workdir = tmp_path / 'run'
+  status = runs.main(
+    workdir,
+    f'--config.plugins={lab}',
+    '--config.rollout.engine=DiceEngine(sides=4)',
+    '--config.rollout.rewards=env(weight=0) + short(limit=1000) + Even(weight=0)',
+    '--config.rollout.group_filter=DropFirst(count=2)',
+    '--config.rollout.reward_shaping=soften(factor=.5)',
+    '--config.algorithm.sampler=Reversed(note=7)',
+    '--config.env.echo.manager=LastTurnManager(scale=2.0)',
+    '--config.logging.sinks=TextSink(file="mine.txt")',
+    '--config.trajectory_dump.path=CountingWriter(suffix=".n")',
+    '--config.model.random=QWEN4(hidden_size=32, num_layers=1, head_dim=16)',
+    config=str(tmp_path / 'config.py'),
+  )
+  assert status == 0
+  first, last = runs.rows(workdir)
+  assert first['dice/tokens'] > 0 and first['reward/short'] == 1.0
+  assert first['queue/filtered'] == 2 and last['sampler/note'] == 7
+  assert first['reward/mean'] == 2.0  # the manager doubles it
+  assert (workdir / 'mine.txt').read_text() and list(workdir.glob('train-echo-*.n'))
+
+
+def test_the_config_holds_the_full_names(lab, tmp_path):
+  (tmp_path / 'config.py').write_text(CONFIG)
+  command = configs.parse(
+    [
+      f'--config={tmp_path}/config.py',
+      f'--config.plugins={lab}',
+      '--config.dataset.curriculum=Backwards',
+      '--config.rollout.group_filter=reward_std + never',
+    ]
+  )
+  config = configs.load(command, {'logging': read_logging})
+  assert config.env.echo.env_type == f'{lab}/echo_env.py:EchoEnv'
+  assert config.dataset.curriculum == f'{lab}/others.py:Backwards'
+  assert config.rollout.group_filter == f'reward_std + {lab}/others.py:never'
+  assert config.logging.sinks == 'report + tensorboard' and len(SINKS) == 4
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_of_both_kinds(lab):
+  option = '--config.algorithm.sampler=Reversd'
+  command = configs.parse([f'--config={runs.DEBUG}', f'--config.plugins={lab}', option])
+  with pytest.raises(ConfigError, match=r"no sampler 'Reversd'. Did you.*fifo, mixed"):
+    configs.load(command)
+
+
+@pytest.mark.parametrize(
+  ('text', 'words'),
+  [
+    ('class EchoEnv:\n  reset = step = print', r'EchoEnv.*echo_env.py:EchoEnv'),
+    ('class fifo(Sampler):\n  pass', r'built-in sampler \(jaxrl/data/samplers/\w+.py'),
+    ('def judge(reply, item):\n  pass', "'judge' is already the name of a term of"),
+  ],
+)
+def test_a_name_that_is_taken_names_both_files(lab, tmp_path, text, words):
+  for file in lab.glob('*.py'):
+    (tmp_path / file.name).write_text(file.read_text())
+  (tmp_path / 'taken.py').write_text(f'from jaxrl.data.samplers import Sampler\n{text}')
+  with pytest.raises(ConfigError, match=f'taken.py: .*{words}'):
+    plugins.read(str(tmp_path))
+
+
+def test_a_built_in_name_stays_itself_beside_plugins(lab):
+  command = configs.parse([f'--config={runs.VARIED}', f'--config.plugins={lab}'])
+  plain = configs.load(configs.parse([f'--config={runs.VARIED}']))
+  config = configs.load(command)
+  config.unlock()
+  config.plugins = ''
+  assert config.to_dict() == plain.to_dict()
+  resolve_settings(config)

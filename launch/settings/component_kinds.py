@@ -1,0 +1,327 @@
+"""Component kinds: what a config may name, where, and how a user's own is recognised.
+
+`KINDS` lists every kind once. Plugins and the catalogue of `launch.algorithms` are made
+from it.
+"""
+
+import dataclasses
+import functools
+import inspect
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl import call_strings
+from jaxrl.algorithms import describe, registry
+from jaxrl.functional import components
+from jaxrl.types import Algorithm
+
+Components = Mapping[str, Callable[..., Any] | str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ComponentKind:
+  """A kind of component that configs name.
+
+  Attributes:
+    name: The kind, as error messages and the catalogue call it.
+    keys: The dotted config keys that name one; `*` stands for any one part of a key.
+    what: What such a component does, in one line.
+    built_in: Returns the built-in ones by name, as objects or as locations.
+    accepts: Returns whether an object of a user's file is of this kind.
+    other_names: Names that the keys take beside those of components.
+    is_open: Whether the keys also take texts that name no component, such as paths.
+  """
+
+  name: str
+  keys: tuple[str, ...]
+  what: str
+  built_in: Callable[[], Components]
+  accepts: Callable[[Any], bool]
+  other_names: tuple[str, ...] = ()
+  is_open: bool = False
+
+  @property
+  def plural(self) -> str:
+    """The name in the plural."""
+    if self.name.endswith('um'):
+      return f'{self.name[:-2]}a'
+    if self.name.endswith('y'):
+      return f'{self.name[:-1]}ies'
+    return f'{self.name}es' if self.name.endswith('ss') else f'{self.name}s'
+
+
+def _table(location: str) -> Callable[[], Components]:
+  """Returns a function that imports a table of built-in components."""
+  return lambda: call_strings.resolve(location)
+
+
+def _none() -> Components:
+  return {}
+
+
+def _derives(location: str) -> Callable[[Any], bool]:
+  """Returns a check for classes derived from a base class, which is imported late."""
+
+  def accepts(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, call_strings.resolve(location))
+
+  return accepts
+
+
+def _has_methods(*names: str) -> Callable[[Any], bool]:
+  """Returns a check for classes that define some methods."""
+  return lambda value: (
+    isinstance(value, type) and all(callable(getattr(value, n, None)) for n in names)
+  )
+
+
+def _arguments(function: Any) -> list[str]:
+  """Returns the names of the positional parameters."""
+  try:
+    parameters = inspect.signature(function).parameters.values()
+  except (TypeError, ValueError):
+    return []
+  positional = (
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.POSITIONAL_ONLY,
+  )
+  return [p.name for p in parameters if p.kind in positional]
+
+
+def _returns(function: Any) -> Any:
+  annotation = inspect.signature(function).return_annotation
+  return None if annotation is inspect.Signature.empty else annotation
+
+
+def builds_algorithm(function: Any) -> bool:
+  """Returns whether a function builds an algorithm.
+
+  It does if it is annotated so, or bears its file's name and reads no batch fields.
+
+  Args:
+    function: The function.
+  """
+  if not inspect.isfunction(function):
+    return False
+  if _returns(function) in (Algorithm, 'Algorithm'):
+    return True
+  stem = function.__module__.removeprefix(call_strings.FILE_MODULE_PREFIX)
+  return function.__name__ == stem and not components.fields_of(function)
+
+
+def _is_group_filter(value: Any) -> bool:
+  if inspect.isfunction(value):
+    return _arguments(value) == ['group'] and _returns(value) in (None, bool, 'bool')
+  return _has_methods('filter')(value)
+
+
+def _is_reward_shaper(value: Any) -> bool:
+  if not inspect.isfunction(value) or _arguments(value) != ['group']:
+    return False
+  return _returns(value) not in (bool, 'bool')
+
+
+def _is_grader(value: Any) -> bool:
+  if inspect.isfunction(value):
+    return _arguments(value)[:2] == ['reply', 'item']
+  call = vars(value).get('__call__') if isinstance(value, type) else None
+  return call is not None and _arguments(call)[1:3] == ['reply', 'item']
+
+
+def _is_env(value: Any) -> bool:
+  return _has_methods('reset', 'step')(value) and not _is_manager(value)
+
+
+_is_manager = _has_methods('run_rollout_loop')
+_is_metric_sink = _derives('launch.logging.metric_loggers:MetricLogger')
+
+
+def _is_writer(value: Any) -> bool:
+  return _has_methods('check', 'write')(value) and not _is_metric_sink(value)
+
+
+def _is_family(value: Any) -> bool:
+  from jaxrl.models.families.family_spec import FamilySpec
+
+  if not isinstance(value, FamilySpec):
+    return False
+  return not any(value is call_strings.resolve(x) for x in _families().values())
+
+
+def _families() -> Mapping[str, str]:
+  from jaxrl.models import families
+
+  return families.BUILT_IN
+
+
+def _is_part(value: Any) -> bool:
+  """Any other function is a component of algorithms."""
+  others = (builds_algorithm, _is_group_filter, _is_reward_shaper, _is_grader)
+  return inspect.isfunction(value) and not any(is_other(value) for is_other in others)
+
+
+def _presets() -> Components:
+  return {name: f'jaxrl.algorithms.presets.{name}:{name}' for name in registry.names()}
+
+
+PARTS = {
+  'advantage': 'turns rewards into the advantage of each token',
+  'policy_loss': 'the loss of the policy, from log-probs and advantages',
+  'kl_loss': 'a divergence from the reference model, added to the loss',
+  'kl_penalty': 'a divergence from the reference model, taken off the reward',
+  'entropy_loss': 'what is added to the loss to keep the entropy up',
+  'value_loss': "the critic's loss",
+  'correction': 'weights for the mismatch of engine and learner',
+  'kl_controller': 'changes the coefficient of the KL term during a run',
+}
+KINDS: tuple[ComponentKind, ...] = (
+  ComponentKind(
+    'algorithm',
+    ('algorithm.name',),
+    'how rollouts or rows become an update; --config=FILE.py:NAME chooses it',
+    _presets,
+    builds_algorithm,
+  ),
+  *(
+    ComponentKind(
+      slot,
+      (f'algorithm.{slot}',),
+      what,
+      functools.partial(describe.parts_for, slot),
+      _is_part,
+      other_names=('none',),
+    )
+    for slot, what in PARTS.items()
+  ),
+  ComponentKind(
+    'sampler',
+    ('algorithm.sampler',),
+    'chooses the groups that each step trains on',
+    _table('jaxrl.data.samplers:SAMPLERS'),
+    _derives('jaxrl.data.samplers:Sampler'),
+  ),
+  ComponentKind(
+    'group_filter',
+    ('rollout.group_filter', 'algorithm.filters'),
+    'drops groups that are not worth training on',
+    _table('jaxrl.rollout.queue.group_filters:GROUP_FILTERS'),
+    _is_group_filter,
+    other_names=('none',),
+  ),
+  ComponentKind(
+    'reward_shaper',
+    ('rollout.reward_shaping', 'algorithm.shapers'),
+    "changes a group's rewards or weights",
+    _table('jaxrl.rollout.queue.reward_shaping:REWARD_SHAPERS'),
+    _is_reward_shaper,
+    other_names=('none',),
+  ),
+  ComponentKind(
+    'env',
+    ('env.*.env_type', 'env.*.env_config.env_type'),
+    'the environment that the model plays',
+    _table('jaxrl.envs.env_registry:ENVS'),
+    _is_env,
+    other_names=('',),
+  ),
+  ComponentKind(
+    'env_manager',
+    ('env.*.manager',),
+    'plays episodes and turns them into rows, in place of EnvManager',
+    _none,
+    _is_manager,
+  ),
+  ComponentKind(
+    'grader',
+    (
+      'rollout.rewards',
+      'env.*.env_config.grader',
+      'env.*.env_config.env_config.grader',
+    ),
+    'scores a reply',
+    _table('jaxrl.envs.graders.composite:GRADERS'),
+    _is_grader,
+    other_names=('env', 'judge', 'reward_model'),
+  ),
+  ComponentKind(
+    'curriculum',
+    ('dataset.curriculum', 'env.*.dataset.curriculum'),
+    'chooses the rows that are drawn',
+    _table('jaxrl.data.curricula:CURRICULA'),
+    _derives('jaxrl.data.curricula:Curriculum'),
+  ),
+  ComponentKind(
+    'metric_sink',
+    ('logging.sinks',),
+    'receives the metrics of every step',
+    _table('launch.logging.open_loggers:SINKS'),
+    _is_metric_sink,
+  ),
+  ComponentKind(
+    'trajectory_writer',
+    ('trajectory_dump.path',),
+    'stores trajectories; built-in ones are chosen by the form of the path',
+    _none,
+    _is_writer,
+    is_open=True,
+  ),
+  ComponentKind(
+    'model_family',
+    ('model.random',),
+    'the architecture of a model',
+    _families,
+    _is_family,
+  ),
+  ComponentKind(
+    'engine',
+    ('rollout.engine',),
+    'generates the responses',
+    _table('jaxrl.rollout.engine:ENGINES'),
+    _derives('jaxrl.rollout.engine.engine_base:EngineBase'),
+  ),
+)
+
+
+def find_kind(name: str) -> ComponentKind | None:
+  """Returns the kind of this name; None if there is none.
+
+  Args:
+    name: The name, in the singular or plural, with '_', '-' or a space between words.
+  """
+  wanted = name.replace('-', '_').replace(' ', '_').lower()
+  return next((kind for kind in KINDS if wanted in (kind.name, kind.plural)), None)
+
+
+def load_component(component: Callable[..., Any] | str) -> Any:
+  """Returns a component of a table, which may be a location.
+
+  Args:
+    component: The component or its location.
+  """
+  return call_strings.resolve(component) if isinstance(component, str) else component
+
+
+def defined_at(component: Callable[..., Any] | str) -> str:
+  """Returns the file and the line of a component's definition.
+
+  Args:
+    component: The component or its location.
+
+  Returns:
+    'path/file.py:line'; without the line where the component cannot be imported here.
+  """
+  if isinstance(component, str):
+    location, _, name = component.rpartition(':')
+    if location.endswith('.py'):  # a class of such a file is in no module of Python's
+      definition = re.compile(rf'(?:class|(?:async )?def) {name}\b|{name}\b.*=')
+      lines = pathlib.Path(location).expanduser().read_text().splitlines()
+      found = [i for i, line in enumerate(lines, 1) if definition.match(line)]
+      return f'{location}:{found[-1]}' if found else location
+  try:
+    value = call_strings.unwrap(load_component(component))
+    module, line = value.__module__, f':{inspect.getsourcelines(value)[1]}'
+  except (ImportError, OSError, TypeError, AttributeError):  # not installed, or no code
+    module, line = str(component).rpartition(':')[0], ''
+  return f'{module.replace(".", "/")}.py{line}'
