@@ -158,3 +158,8 @@ def algorithms_of(capsys, *argv):
   """What is said where a folder's own long path may be in it."""
   assert algorithms.main(argv) == 0
   return capsys.readouterr().out
+
+
+def test_opmd_says_why_its_sampler_is_not_that_of_trinity(capsys):
+  text = said(capsys, 'opmd')
+  assert 'sampler fifo' in text and "algorithm.sampler='warmup(steps=10)'" in text
