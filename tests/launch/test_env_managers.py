@@ -188,9 +188,9 @@ def test_a_manager_that_breaks_the_protocol_stops_the_run(
   assert f'broken.py:{name}' in str(caught.value) or name == 'Forgetful'
 
 
-def test_a_broken_manager_ends_an_evaluation_with_one_line(folder, capsys):
+def test_a_broken_manager_ends_an_evaluation_with_one_line(folder, tmp_path, capsys):
   option = f'{KEY}={folder}/broken.py:Silent'
-  argv = (f'--config={runs.VARIED}', '--mode=val', option, runs.ONE_LAYER)
+  argv = runs.argv(tmp_path, '--mode=val', option, runs.ONE_LAYER, config=runs.VARIED)
   assert rollout.main(argv) != 0
   (line,) = [x for x in capsys.readouterr().err.splitlines() if 'error' in x]
   assert 'returned from run_rollout_loop before' in line

@@ -16,9 +16,9 @@ def opmd(
 ) -> Algorithm:
   """Composes A = R − b, the loss −A·p/(1+τ) and a k2 term to a reference.
 
-  Trinity-RFT's own sampler for OPMD is `warmup`, which first trains on an expert's rows.
-  The default here is `fifo`, because `warmup` needs a file of such rows, without which a
-  run could not start. With one, set `dataset.expert_path` and
+  Trinity-RFT's own sampler for OPMD is `warmup`, which first trains on an expert's
+  rows. The default here is `fifo`, because `warmup` needs a file of such rows, without
+  which a run could not start. With one, set `dataset.expert_path` and
   `algorithm.sampler='warmup(steps=10)'`.
 
   Args:
