@@ -337,8 +337,12 @@ def _import_ray(address: str) -> Any:
       os.environ.setdefault('RAY_AUTH_TOKEN', secrets.token_hex(32))
   import ray
 
-  if not address and os.environ['RAY_AUTH_MODE'] == 'token' and not ray.is_initialized():
-    from ray import _raylet
+  if (
+    not address and os.environ['RAY_AUTH_MODE'] == 'token' and not ray.is_initialized()
+  ):
+    from ray import _raylet as raylet_module
+
+    _raylet: Any = raylet_module  # compiled: without types
 
     if _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:
       _raylet.Config.initialize('')  # reads the environment again
