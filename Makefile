@@ -101,6 +101,10 @@ test-core: env
 quickstart: env
 	$(BIN)/python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
+# Kills, faults and attacks; at most half an hour.
+chaos: env
+	$(BIN)/python -m tests.chaos --table=docs/reliability.md
+
 bench: env
 	$(BIN)/python -m tests.benchmarks
 

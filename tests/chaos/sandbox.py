@@ -22,7 +22,8 @@ PROGRAMS = {
     '  except OSError: pass'
   ),
   'lists the home folders': (
-    f'import os\nif os.listdir("/root") or os.listdir("/home"): {SAY}'
+    'from glob import glob\n'
+    f'if glob("/root/.bash*") + glob("/root/.ssh") + glob("/home/*"): {SAY}'
   ),
   'reads the folder of the tests': f'open({__file__!r}).read(); {SAY}',
   'connects to this machine': (
