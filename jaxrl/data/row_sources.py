@@ -160,6 +160,8 @@ def _parse(text: str, where: str) -> Row:
     raise DataError(
       f'{where}, column {error.colno}: not valid JSON: {error.msg}'
     ) from error
+  except (ValueError, RecursionError) as error:  # a number or a nesting too large
+    raise DataError(f'{where}: JSON that cannot be read: {error}') from error
   if not isinstance(row, dict):
     raise DataError(f'{where}: a row must be an object, not {type(row).__name__}')
   return row
@@ -173,6 +175,8 @@ def _read_json(file: Path) -> Iterator[Row]:
     raise DataError(
       f'{file}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}'
     ) from error
+  except (ValueError, RecursionError) as error:
+    raise DataError(f'{file}: JSON that cannot be read: {error}') from error
   if isinstance(rows, dict):  # {'data': [...]} or one of its like
     lists = [value for value in rows.values() if isinstance(value, list)]
     rows = lists[0] if len(lists) == 1 else [rows]
@@ -202,10 +206,27 @@ def _read_parquet(file: Path) -> Iterator[Row]:
   except ImportError as error:
     raise DataError(f'{file}: install `pyarrow` to read Parquet files') from error
   try:
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-      yield from batch.to_pylist()
-  except pyarrow.ArrowInvalid as error:
-    raise DataError(f'{file}: not a Parquet file: {error}') from error
+    reader = pyarrow.parquet.ParquetFile(file)
+  except (pyarrow.ArrowException, OSError) as error:
+    raise DataError(f'{file}: not a Parquet file: {first_line(error)}') from error
+  count = 0
+  batches = reader.iter_batches()
+  while True:
+    try:
+      rows = next(batches).to_pylist()
+    except StopIteration:
+      return
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+      raise DataError(
+        f'{file}, after row {count}: damaged Parquet file: {first_line(error)}'
+      ) from error
+    yield from rows
+    count += len(rows)
+
+
+def first_line(error: Exception) -> str:
+  """Returns the first line of an error's message."""
+  return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -225,7 +225,7 @@ def _load_tensors(
 def _read_json(path: Path) -> dict[str, Any]:
   try:
     data = json.loads(path.read_text())
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{path} is not JSON: {error}') from error
   if not isinstance(data, dict):
     raise ValueError(f'{path} must hold a JSON object')

@@ -8,6 +8,18 @@ from jaxrl.models import families
 LORA_TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down', 'router', 'lm_head')
 
 
+MAX_PARAMETERS = 5 * 10**12  # more are a mistake, and would fail when memory runs out
+SIZES = (
+  'vocab_size',
+  'hidden_size',
+  'num_layers',
+  'num_heads',
+  'num_kv_heads',
+  'head_dim',
+  'intermediate_size',
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Lora:
   """Low-rank adapters; see `jaxrl.models.lora.lora_adapters`, which checks them.
@@ -87,6 +99,7 @@ class ModelConfig:
   lora: Lora | None = None
 
   def __post_init__(self) -> None:
+    self._check_sizes()
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f'num_heads={self.num_heads} must be a multiple of '
@@ -104,6 +117,29 @@ class ModelConfig:
       raise ValueError(
         "lora: targets='lm_head' has no effect: this model ties its output "
         'layer to the embeddings (tie_embeddings)'
+      )
+
+  def _check_sizes(self) -> None:
+    """Raises ValueError for sizes that make up no model, or one too large."""
+    for name in SIZES:
+      size = getattr(self, name)
+      if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f'{name}={str(size)[:40]} must be a whole number from 1 on')
+    for name in ('num_experts', 'num_experts_per_token', 'moe_intermediate_size'):
+      if getattr(self, name) < 0:
+        raise ValueError(f'{name}={getattr(self, name)} must not be negative')
+    width, heads = self.hidden_size, self.num_heads + self.num_kv_heads
+    wide = self.intermediate_size
+    if self.num_experts:
+      wide = self.num_experts * self.moe_intermediate_size
+    layer = width * (2 * heads * self.head_dim + 3 * wide)
+    count = self.num_layers * layer + self.vocab_size * width
+    if count > MAX_PARAMETERS:
+      raise ValueError(
+        f'a model of these sizes has about {count:.2g} parameters, which need '
+        f'{4 * count / 2**40:,.0f} TiB in float32; at most {MAX_PARAMETERS:.0g} are '
+        'accepted: '
+        + ', '.join(f'{name}={str(getattr(self, name))[:40]}' for name in SIZES)
       )
 
   @property

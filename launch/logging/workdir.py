@@ -92,7 +92,7 @@ class Workdir:
     try:
       record = json.loads(self.file.read_text())
       record = {key: type_(record[key]) for key, type_ in RECORD_TYPES.items()}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
       raise ConfigError(
         f'{self.file}: not a record of a run ({error}); name another --workdir'
       ) from error

@@ -113,7 +113,7 @@ def load_samples(path: pathlib.Path) -> list[dict[str, Any]]:
   """Returns the saved snapshots, none if the file is absent or incomplete."""
   try:
     return json.loads(path.read_text(encoding='utf-8'))
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return []
 
 

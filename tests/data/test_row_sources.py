@@ -86,6 +86,9 @@ def test_a_hugging_face_dataset_without_the_library(tmp_path, monkeypatch):
     ('x.csv', 'a,b\n1,2\n3\n', r'x\.csv, line 3: .* 2 columns'),
     ('x.csv', 'a,b\n1,2,3\n', r'x\.csv, line 2: .* 2 columns'),
     ('x.parquet', 'PAR0', r'x\.parquet: not a Parquet file'),
+    ('x.jsonl', '{"a": 1}\n' + '[' * 100_000, r'x\.jsonl, line 2: .*recursion'),
+    ('x.jsonl', '{"a": ' + '9' * 5000 + '}', r'x\.jsonl, line 1: .*digits'),
+    ('x.json', '[' * 100_000, r'x\.json: .*recursion'),
     ('x.txt', 'hello', r'x\.txt: unknown kind of file; known are \.jsonl'),
     ('x.jsonl', '\n\n', r'empty'),
     ('x.json', '[]', r'empty'),
@@ -140,3 +143,26 @@ def test_gsm8k_and_deepmath_as_given():
   assert len(load_rows(str(SHARED / 'gsm8k' / 'test.jsonl'))) == 1319
   assert len(load_rows(str(SHARED / 'gsm8k'), 'test')) == 1319
   assert 'ground_truth' in load_rows(str(SHARED / 'deepmath'))[0]
+
+
+def test_a_damaged_parquet_file_is_one_line(tmp_path):
+  """Bytes are flipped all over the file; whatever fails says which file it is."""
+  parquet = pytest.importorskip('pyarrow.parquet')
+  import pyarrow
+
+  path = tmp_path / 'x.parquet'
+  rows = [{'a': f'text {i}', 'b': i} for i in range(1000)]
+  parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  whole, failures = path.read_bytes(), 0
+  for damaged in (
+    whole[:-20],
+    b'',
+    *(whole[:i] + b'\xff' * 40 + whole[i + 40 :] for i in range(0, len(whole), 500)),
+  ):
+    path.write_bytes(damaged)
+    try:
+      load_rows(str(path))
+    except DataError as error:
+      failures += 1
+      assert 'x.parquet' in str(error) and '\n' not in str(error)
+  assert failures > 3

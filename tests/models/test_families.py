@@ -101,3 +101,20 @@ def test_every_built_in_family_is_named_after_its_model_type():
     assert families.find_family(name).model_type == name
   with pytest.raises(ConfigError, match=r"no family 'qwen4'\. Did you mean 'qwen3'"):
     families.find_family('qwen4')
+
+
+@pytest.mark.parametrize(
+  'sizes, message',
+  [
+    ({'hidden_size': -1}, 'hidden_size=-1 must be a whole number from 1 on'),
+    ({'num_layers': 0}, 'num_layers=0 must be'),
+    ({'num_heads': 0, 'num_kv_heads': 0}, 'num_heads=0 must be'),
+    ({'vocab_size': 1.5}, r'vocab_size=1\.5 must be'),
+    ({'hidden_size': 10**10}, r'about [\d.e+]+ parameters, which need [\d,]+ TiB'),
+    ({'num_layers': 10**9}, 'TiB in float32'),
+  ],
+)
+def test_sizes_that_make_up_no_model_are_refused_in_one_line(sizes, message):
+  with pytest.raises(ConfigError, match=message) as error:
+    model_loading.random_config(**sizes)
+  assert '\n' not in str(error.value) and len(str(error.value)) < 400

@@ -270,8 +270,14 @@ class ExperienceReader:
       self._facts = self.writer_facts()
     try:
       (group,) = trajectory_codec.from_bytes(bytes(data), MAX_UNPACKED_BYTES)
-    except ValueError as error:
-      log.warning('%s, group %d: %s', self._database.name, group_id, error)
+      if not group:
+        raise ValueError('a group without rows')
+    except (ValueError, TypeError, RecursionError) as error:
+      log.warning(
+        '%s, group %d of run %s cannot be read and is left out: %s; to have it back, '
+        'restore its row of the table %s from a copy of the store',
+        *(self._database.name, group_id, run, error, payloads.name),
+      )
       return GroupDecision([], 'unreadable')
     return decide(group, self._facts[run])
 

@@ -18,6 +18,7 @@ from typing import Any
 from jaxrl.call_strings import ConfigError
 
 SCHEMA_VERSION = 1
+BROKEN_FILE = ('malformed', 'not a database', 'disk I/O', 'disk is full', 'readonly')
 LOCK_TIMEOUT_S = 60  # seconds that a writer waits for others to write
 MAX_BLOB_BYTES = 2**32 - 1
 
@@ -144,7 +145,7 @@ class StoreDatabase:
       if self._is_sqlite:
         _configure_sqlite(sa, self._engine)
       self.id = self._open()
-    except (sa.exc.SQLAlchemyError, ModuleNotFoundError) as error:
+    except (sa.exc.SQLAlchemyError, ModuleNotFoundError, OSError) as error:
       reason = str(getattr(error, 'orig', None) or error).splitlines()[0]
       raise ConfigError(f'{self._where}: cannot be opened: {reason}') from error
 
@@ -187,7 +188,7 @@ class StoreDatabase:
     Yields:
       The connection.
     """
-    with self._engine.begin() as connection:
+    with self._plain_errors(), self._engine.begin() as connection:
       yield connection
 
   @contextlib.contextmanager
@@ -197,8 +198,23 @@ class StoreDatabase:
     Yields:
       The connection.
     """
-    with self._engine.execution_options(reads=True).begin() as connection:
+    engine = self._engine.execution_options(reads=True)
+    with self._plain_errors(), engine.begin() as connection:
       yield connection
+
+  @contextlib.contextmanager
+  def _plain_errors(self) -> Iterator[None]:
+    """Turns errors of a damaged file or a full or read-only disk into one line."""
+    errors = import_sqlalchemy().exc
+    try:
+      yield
+    except errors.DatabaseError as error:
+      reason = str(error.orig).splitlines()[0]
+      if not any(word in reason for word in BROKEN_FILE):
+        raise
+      raise OSError(
+        f'{self._where}: {reason}; check its disk, or restore it from a copy'
+      ) from error
 
   def close(self) -> None:
     """Closes all connections."""

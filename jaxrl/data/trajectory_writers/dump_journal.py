@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import TrajectoryWriter
 
@@ -86,10 +87,16 @@ class DumpJournal:
     end = data.rfind(b'\n') + 1
     if end < len(data):
       os.truncate(path, end)
-    try:
-      return [json.loads(line) for line in data[:end].splitlines()]
-    except ValueError as error:
-      raise ValueError(f'{path}: not a journal that this program wrote') from error
+    lines = []
+    for number, line in enumerate(data[:end].splitlines(), 1):
+      try:
+        lines.append(json.loads(line))
+      except (ValueError, RecursionError) as error:
+        raise ConfigError(
+          f'{path}, line {number}: not a journal that this program wrote: {error}; '
+          'restore the file, or name another folder'
+        ) from error
+    return lines
 
   def played_items(self, tag: str) -> set[int]:
     """Returns the items of a tag that need not be played again.

@@ -156,7 +156,7 @@ def test_what_cannot_be_read_is_lost_and_told(tmp_path, caplog):
   source = reader(database)
   source.begin()
   assert drawn(source, 0, 2) == [0, 2]
-  assert 'group 2: groups: not what pack writes' in caplog.text
+  assert 'group 2 of run one cannot be read and is left out' in caplog.text
 
 
 def _write(folder, run):
@@ -238,3 +238,18 @@ def test_other_files_and_other_schemas_are_refused(tmp_path):
   (tmp_path / 'store.db').write_text('no database at all' * 100)
   with pytest.raises(ConfigError, match='not a database'):
     opened(tmp_path)
+
+
+def test_a_damaged_store_is_one_line(tmp_path):
+  """SQLite finds a damaged page when it reads it, perhaps in the middle of a run."""
+  address = f'sqlite:///{tmp_path / "broken.db"}'
+  database = StoreDatabase(address)
+  database.close()
+  content = bytearray((tmp_path / 'broken.db').read_bytes())
+  content[100:] = b'\xff' * (len(content) - 100)
+  (tmp_path / 'broken.db').write_bytes(bytes(content))
+  for suffix in ('-wal', '-shm'):
+    (tmp_path / f'broken.db{suffix}').unlink(missing_ok=True)
+  with pytest.raises(ConfigError, match='broken.db') as error:
+    StoreDatabase(address)
+  assert '\n' not in str(error.value) and 'restore it from a copy' in str(error.value)
