@@ -250,6 +250,6 @@ def test_a_damaged_store_is_one_line(tmp_path):
   (tmp_path / 'broken.db').write_bytes(bytes(content))
   for suffix in ('-wal', '-shm'):
     (tmp_path / f'broken.db{suffix}').unlink(missing_ok=True)
-  with pytest.raises(ConfigError, match='broken.db') as error:
+  with pytest.raises(ConfigError, match=r'broken\.db') as error:
     StoreDatabase(address)
   assert '\n' not in str(error.value) and 'restore it from a copy' in str(error.value)
