@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import pathlib
@@ -63,7 +64,10 @@ class RayRuntime:
     self._pool: EnginePool | None = None
     self._group: PlacementGroup | None = None
     self._uses_sleep = False
+    self._watch: supervision.ClusterWatch | None = None
     self._started = not ray.is_initialized()
+    if self._started:
+      supervision.shorten_ray_messages()
     if self._started and address:
       env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_PREFIXES)}
       self._options['runtime_env'] = {'env_vars': env}
@@ -90,6 +94,8 @@ class RayRuntime:
     Raises:
       ConfigError: it cannot.
     """
+    if self._started and not settings.cluster.address:
+      self._watch = supervision.watch_cluster()
     env = self._options.get('runtime_env', {}).get('env_vars', {})
     placement = plan_placement(settings, list_nodes(self._ray), has_learner=has_learner)
     weight_transport.check_placement(self._transport, placement)
@@ -312,6 +318,8 @@ class RayRuntime:
     async with contextlib.AsyncExitStack() as stack:
       if self._started:
         stack.callback(self._ray.shutdown)
+      if self._watch is not None:
+        stack.callback(self._watch.close)
       for part in (self._channel, self._group, self._pool):
         if part is not None:
           stack.callback(part.close)
@@ -337,16 +345,12 @@ def _import_ray(address: str) -> Any:
       os.environ.setdefault('RAY_AUTH_TOKEN', secrets.token_hex(32))
   import ray
 
-  if (
-    not address and os.environ['RAY_AUTH_MODE'] == 'token' and not ray.is_initialized()
-  ):
-    from ray import _raylet as raylet_module
-
-    _raylet: Any = raylet_module  # compiled: without types
-
-    if _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:
-      _raylet.Config.initialize('')  # reads the environment again
-      _raylet.AuthenticationTokenLoader.instance().reset_cache()
+  own_token = not address and os.environ['RAY_AUTH_MODE'] == 'token'
+  if own_token and not ray.is_initialized():
+    core: Any = importlib.import_module('ray._raylet')
+    if core.get_authentication_mode() != core.AuthenticationMode.TOKEN:
+      core.Config.initialize('')  # reads the environment again
+      core.AuthenticationTokenLoader.instance().reset_cache()
   return ray
 
 

@@ -1,8 +1,12 @@
 """Supervision handles lost processes: why an actor died, and what is started again."""
 
 import asyncio
+import atexit
 import logging
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -11,6 +15,39 @@ CREATION_FAILED = 'creation task'  # in Ray's message if an actor's `__init__` r
 # In errors of the devices that concern the process itself, not another one.
 OWN_DEVICE_ERRORS = ('RESOURCE_EXHAUSTED', 'INVALID_ARGUMENT')
 RESUME_HINT = 'the same command resumes from the last checkpoint'
+
+# Runs in a process of its own: Ray's core ends the run's process within milliseconds
+# when the raylet is gone, without a word, and waits a minute when the GCS is.
+_WATCH = """
+import os, select, signal, sys
+
+run, *parts = sys.argv[1:]
+
+def is_dead(pid):
+  try:
+    with open(f'/proc/{pid}/stat') as file:
+      return file.read().rpartition(')')[2].split()[0] in 'ZX'
+  except OSError:
+    pass
+  try:
+    os.kill(int(pid), 0)
+  except ProcessLookupError:
+    return True
+  return False
+
+while True:
+  told = bool(select.select([0], [], [], 0.5)[0])
+  if told and os.read(0, 1):
+    break  # the run ends Ray itself
+  dead = [name for name, _, pid in (p.partition('=') for p in parts) if is_dead(pid)]
+  if dead:
+    line = f"error: Ray's {dead[0]} has died, and the run with it; HINT"
+    print(line, file=sys.stderr, flush=True)
+    if not told:
+      os.kill(int(run), signal.SIGKILL)
+  if dead or told:
+    break
+"""
 
 
 class ActorError(OSError):
@@ -150,3 +187,51 @@ async def root_cause(
       f'a Ray actor cannot be reached; {RESUME_HINT} ({error_summary(error)})'
     )
   return error
+
+
+class ClusterWatch:
+  """Watches the processes of a Ray that this process has started.
+
+  When one dies, the run ends with one line: this process cannot go on without them.
+
+  Args:
+    pids: the process ids to watch, by the names that are told to the user.
+  """
+
+  def __init__(self, pids: Mapping[str, int]):
+    code = _WATCH.replace('HINT', RESUME_HINT)
+    parts = [f'{name}={pid}' for name, pid in pids.items()]
+    self._process = subprocess.Popen(
+      [sys.executable, '-I', '-S', '-c', code, str(os.getpid()), *parts],
+      stdin=subprocess.PIPE,
+      start_new_session=True,  # Ctrl-C is for the run
+    )
+    atexit.register(self.close)  # before Ray's own, which ends what is watched
+
+  def close(self) -> None:
+    """Ends the watch; call it before Ray is shut down."""
+    atexit.unregister(self.close)
+    if self._process.poll() is None:
+      self._process.communicate(b'.')
+
+
+def watch_cluster() -> ClusterWatch:
+  """Watches the raylet and the GCS of the Ray that this process has started."""
+  from ray._private import worker
+
+  started = worker._global_node.all_processes  # pyright: ignore
+  names = {'raylet': 'raylet', 'gcs_server': 'GCS'}
+  pids = {names[k]: v[0].process.pid for k, v in started.items() if k in names and v}
+  return ClusterWatch(pids)
+
+
+def shorten_ray_messages() -> None:
+  """Makes Ray report a lost process in one line, not with a page of its logs."""
+  from ray._private import worker
+
+  def tell(data: Mapping[str, list[str]], **_: object) -> None:
+    for message in data['lines']:
+      first = message.strip().partition('\n')[0].partition(' Possible reasons')[0]
+      log.warning('Ray: %s', first[:300])
+
+  worker.print_to_stdstream = tell

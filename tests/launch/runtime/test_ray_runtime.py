@@ -1,6 +1,7 @@
 """Under Ray a run is the same run; what dies there is told, and nothing is left."""
 
 import os
+import pathlib
 import signal
 
 import numpy as np
@@ -136,3 +137,43 @@ def test_groups_are_filtered_shaped_and_drawn_as_in_one_process(ray, tmp_path):
   assert runs.weights(tmp_path / 'local') == runs.weights(tmp_path / 'ray')
   rows = [row for *_, groups, _ in told.played for group in groups for row in group]
   assert any(row.is_greedy for row in rows) and len({row.weight for row in rows}) > 1
+
+
+def children(pid):
+  """The programs of a process's children, by process id."""
+  found = {}
+  for folder in pathlib.Path('/proc').glob('[0-9]*'):
+    try:
+      parent = (folder / 'stat').read_text().rpartition(')')[2].split()[1]
+      program = (folder / 'cmdline').read_bytes().partition(b'\0')[0]
+    except OSError:
+      continue
+    if int(parent) == pid:
+      found[int(folder.name)] = program.decode().rpartition('/')[2]
+  return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('program', 'name'), [('raylet', 'raylet'), ('gcs_server', 'GCS')]
+)
+def test_a_run_that_loses_its_ray_ends_with_one_line_and_resumes(
+  tmp_path, program, name
+):
+  steps = (*OPTIONS, '--config.num_steps=4')
+  process = runs.spawn(tmp_path, *steps, *RAY)
+  for line in process.stdout:
+    if line.startswith('train 2/4'):
+      break
+  (victim,) = [p for p, known in children(process.pid).items() if known == program]
+  os.kill(victim, signal.SIGKILL)
+  said, _ = process.communicate(timeout=60)
+  assert process.returncode != 0
+  errors = [line for line in said.splitlines() if line.startswith('error: ')]
+  assert errors == [
+    f"error: Ray's {name} has died, and the run with it; "
+    'the same command resumes from the last checkpoint'
+  ]
+  assert 'Traceback' not in said and len(said.splitlines()) < 12, said
+  runs.run(tmp_path, *steps, *RAY)
+  assert [row['step'] for row in runs.rows(tmp_path)] == list(range(4))
