@@ -16,6 +16,7 @@ from jaxrl.rollout.weights.transport import (
   FolderTransport,
   SharedMemoryTransport,
   Transport,
+  remove_abandoned,
 )
 from jaxrl.rollout.weights.verified_store import LoadCoordinator, VerifiedWeightStore
 from launch.runtime.placement import Placement
@@ -62,12 +63,13 @@ def check_placement(transport: WeightTransport, placement: Placement) -> None:
 def open_transport(
   settings: WeightTransport, object_store: Callable[[], Transport] | None = None
 ) -> Transport:
-  """Opens the learner's end of a transport.
+  """Opens the learner's end of a transport; frees what killed runs left in memory.
 
   Args:
     settings: the transport.
     object_store: makes a transport of Ray's object store, under Ray.
   """
+  remove_abandoned()  # whichever transport this run uses
   if settings.name == 'object_store':
     assert object_store is not None
     return object_store()

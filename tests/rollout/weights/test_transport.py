@@ -20,6 +20,8 @@ from jaxrl.rollout.weights.transport import (
   WeightsError,
   remove_abandoned,
 )
+from launch.runtime.weight_transport import open_transport
+from launch.settings.run_settings import WeightTransport
 from tests.rollout.weights.helpers import SMALL, make, same, step
 
 # Follows what is published at argv[1] and prints version and digest of what it holds.
@@ -126,14 +128,15 @@ def test_engines_in_processes_of_their_own_and_one_that_is_killed(shared):
   assert versions <= {'29', '30'} and len(shared.names('')) < 20
 
 
-def test_what_a_killed_learner_leaves_is_freed_by_the_next():
+@pytest.mark.parametrize('transport', ['shared_memory', 'checkpoint'])
+def test_what_a_killed_learner_leaves_is_freed_by_the_next(transport, tmp_path):
   killed = start(PUBLISH, 'wait')
   path = pathlib.Path(killed.stdout.readline().strip())
   assert path.is_dir() and path not in remove_abandoned()  # it lives
   killed.kill()
   killed.wait()
   assert path.is_dir()
-  SharedMemoryTransport().close()
+  open_transport(WeightTransport(transport, folder=str(tmp_path))).close()
   assert not path.exists()
 
 
