@@ -1,6 +1,7 @@
 """What is printed at the end of a run: where to look, and commands worth trying next.
 
-Each command works when it is pasted into the shell that started the run.
+Each command works when it is pasted into the shell that started the run: what another
+algorithm or command would refuse is left out.
 """
 
 import importlib.util
@@ -9,9 +10,11 @@ import pathlib
 import shlex
 import shutil
 import sys
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from launch.settings import command_line as configs
 from launch.settings.command_line import Command
 
 
@@ -35,9 +38,14 @@ def outputs(workdir: pathlib.Path, sinks: Collection[str]) -> dict[str, str]:
   if 'report' in sinks:
     paths = {'report': str(workdir / 'report.html'), **paths}
   if 'tensorboard' in sinks:
-    show = f'tensorboard --logdir {shlex.quote(str(workdir / "tensorboard"))}'
+    # As a module: its program is on the PATH only where the environment is active.
+    show = f'{python_command()} -m tensorboard.main --logdir '
+    show += shlex.quote(str(workdir / 'tensorboard'))
     if importlib.util.find_spec('tensorboard') is None:  # the run writes without it
-      show = f'{python_command()} -m pip install tensorboard && {show}'
+      install = f'{python_command()} -m pip install tensorboard'
+      if importlib.util.find_spec('pip') is None:  # as in an environment made by uv
+        install = f'uv pip install --python {python_command()} tensorboard'
+      show = f'{install} && {show}'
     paths['curves'] = show
   return paths
 
@@ -53,31 +61,67 @@ def next_steps(command: Command, config: Any, workdir: pathlib.Path) -> dict[str
   lasts = 'num_epochs' if config.get('num_epochs') else 'num_steps'
   own = {key: text for key, text in command.overrides if key != lasts}
 
-  def line(module: str, algorithm: str | None, *more: str, without: str = '') -> str:
+  def arguments(
+    algorithm: str | None, *more: str, without: tuple[str, ...] = ()
+  ) -> list[str]:
     options = [
       f'--config.{key}' + ('' if text is None else f'={text}')
       for key, text in own.items()
-      if not (without and key.startswith(without))
+      if not key.startswith(without)
     ]
     spec = command.config + (f':{algorithm}' if algorithm else '')
-    arguments = shlex.join(['-m', module, f'--config={spec}', *options, *more])
-    return f'{python_command()} {arguments}'
+    return [f'--config={spec}', *options, *more]
 
   used = command.algorithm
   other = 'grpo' if used == 'opmd' else 'opmd'
   if any(config.get('teacher', {}).values()):  # which only some algorithms ask
     other = 'on_policy_distill' if used == 'jsd' else 'jsd'
   longer = f'--config.{lasts}={2 * max(config[lasts], 1)}'
-  steps = {'train on': line('launch.train', used, longer, f'--workdir={workdir}')}
+  resumed = arguments(used, longer, f'--workdir={workdir}')
+  steps = {'train on': _line('launch.train', resumed)}
   if not config.get('env', True):  # nothing to play
     return steps
-  # The keys of one algorithm are not another's.
-  elsewhere = f'--workdir={workdir}-{other}'
-  steps[f'try {other}'] = line('launch.train', other, elsewhere, without='algorithm.')
+  # One algorithm has not another's keys; a dump or a store's reader is one run's.
+  elsewhere = [f'--workdir={workdir}-{other}']
+  if config.get('trajectory_dump', {}).get('path'):
+    elsewhere.append('--config.trajectory_dump.path=')
+  attempt = arguments(other, *elsewhere, without=('algorithm.', 'trajectory_dump.'))
+  store = config.get('dataset', {}).get('experience_store')
+  if not store and _is_accepted(attempt, trains=True):
+    steps[f'try {other}'] = _line('launch.train', attempt)
   if config.get('checkpoint', {}).get('export'):
     model = [f'--config.model.checkpoint={workdir / "export"}']
     if config.get('model', {}).get('lora'):  # merged in what was exported
       model.append('--config.model.lora=')
-    watch = line('launch.play', used, *model, without='model.lora')
-    steps = {'watch it play': watch, **steps}
+    watch = arguments(used, without=('model.lora', 'trajectory_dump.'))
+    if _is_accepted(watch, trains=False):
+      steps = {'watch it play': _line('launch.play', [*watch, *model]), **steps}
   return steps
+
+
+def _line(module: str, arguments: Sequence[str]) -> str:
+  return f'{python_command()} {shlex.join(["-m", module, *arguments])}'
+
+
+def _is_accepted(arguments: Sequence[str], *, trains: bool) -> bool:
+  """Returns whether a command would accept its command line."""
+  from jaxrl.data.trajectory_writers.writer import open_dump
+  from launch.settings.logging_settings import read_logging
+  from launch.settings.resolve import resolve_settings
+  from launch.settings.validation import validate, validate_training
+
+  sections: dict[str, Any] = {'logging': read_logging}
+  if trains:
+    sections['trajectory_dump'] = open_dump
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')  # the command itself tells what is doubtful
+      command = configs.parse(arguments, {'workdir': ''})
+      config = configs.load(command, sections)
+      settings = resolve_settings(config, warn=False)
+      validate(settings)
+      if trains:
+        validate_training(settings)
+  except Exception:  # a config file of the user's may raise anything
+    return False
+  return True

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
+from jaxrl.data.trajectory_writers.writer import open_dump
 from launch.logging import next_steps
 from launch.settings import command_line
 from launch.settings.algorithm_options import build_algorithm
+from launch.settings.logging_settings import read_logging
 from tests.launch import runs
 
 WORKDIR = pathlib.Path('runs/mine')
@@ -28,15 +30,21 @@ def path(monkeypatch):
 def steps_of(algorithm, *overrides):
   argv = [f'--config={runs.DEBUG}:{algorithm}', *overrides]
   command = command_line.parse(argv, {'workdir': ''})
-  config = command_line.load(command)
+  config = command_line.load(
+    command, {'logging': read_logging, 'trajectory_dump': open_dump}
+  )
   return next_steps.next_steps(command, config, WORKDIR)
 
 
 def load(line):
   """The config of a printed command, as the command itself would read it."""
   _, _, module, *argv = shlex.split(line)
-  assert module in ('launch.train', 'launch.play')
-  return command_line.load(command_line.parse(argv, {'workdir': ''}))
+  sections = {'logging': read_logging}
+  if module == 'launch.train':
+    sections['trajectory_dump'] = open_dump
+  else:
+    assert module == 'launch.play'
+  return command_line.load(command_line.parse(argv, {'workdir': ''}), sections)
 
 
 def test_another_algorithm_does_not_get_the_keys_of_this_one():
@@ -56,6 +64,27 @@ def test_adapters_are_merged_in_what_is_played():
   assert load(steps['train on']).model.lora == 'lora(rank=2)'
 
 
+def test_a_dump_is_of_one_run_and_not_of_what_is_shown():
+  steps = steps_of('grpo', '--config.trajectory_dump.path=runs/kept')
+  assert load(steps['train on']).trajectory_dump.path == 'runs/kept'
+  assert load(steps['try opmd']).trajectory_dump.path == ''
+  assert 'trajectory_dump' not in steps['watch it play']
+  load(steps['watch it play'])
+
+
+@pytest.mark.parametrize(
+  'algorithm, options',
+  [
+    ('mix', ['dataset.expert_path=rows.jsonl']),
+    ('ppo', ['rollout.staleness_policy=recompute', 'rollout.async_ratio=1']),
+    ('grpo', ["dataset.experience_store=store(url='sqlite:////a.db')"]),
+  ],
+)
+def test_what_another_algorithm_would_refuse_is_not_printed(algorithm, options):
+  steps = steps_of(algorithm, *(f'--config.{option}' for option in options))
+  assert list(steps) == ['watch it play', 'train on']
+
+
 def test_python_is_named_so_that_it_is_found(path, tmp_path, monkeypatch):
   folder = pathlib.Path(sys.executable).parent
   path(folder, tmp_path)
@@ -67,13 +96,24 @@ def test_python_is_named_so_that_it_is_found(path, tmp_path, monkeypatch):
   assert next_steps.python_command() == shlex.quote(sys.executable)
 
 
-@pytest.mark.parametrize('there', [True, False])
-def test_curves_are_shown_by_a_program_that_is_there_or_installed(there, monkeypatch):
-  found = object() if there else None
-  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: found)
+@pytest.mark.parametrize(
+  'there, install',
+  [
+    ({'tensorboard', 'pip'}, ''),
+    ({'pip'}, '{python} -m pip install tensorboard && '),
+    (set(), 'uv pip install --python {python} tensorboard && '),
+  ],
+)
+def test_curves_are_shown_by_a_program_that_is_there_or_installed(
+  there, install, monkeypatch
+):
+  monkeypatch.setattr(
+    importlib.util, 'find_spec', lambda name: object() if name in there else None
+  )
   line = next_steps.outputs(WORKDIR, ('tensorboard',))['curves']
-  assert line.endswith('tensorboard --logdir runs/mine/tensorboard')
-  assert ('pip install tensorboard && ' in line) is not there
+  python = next_steps.python_command()
+  show = f'{python} -m tensorboard.main --logdir runs/mine/tensorboard'
+  assert line == install.format(python=python) + show
 
 
 @pytest.mark.parametrize('module', ['launch.train', 'launch.algorithms', 'launch.plan'])
