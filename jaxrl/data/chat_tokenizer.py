@@ -11,6 +11,11 @@ import numpy as np
 
 from jaxrl.types import Message
 
+# Characters for each token that is needed; an English word has four or five. Encoding
+# takes some 400 bytes of memory per character, so that a text is not encoded far beyond
+# what is needed.
+CHARS_PER_TOKEN = 8
+_SPARE_TOKENS = 64  # at the end of a cut text, where the cut may change the tokens
 _REPLY_MARK = '\x02reply\x03'  # stands for the reply whose ids already exist
 
 
@@ -86,15 +91,25 @@ class ChatTokenizer:
         f'the chat template refuses messages of the roles {roles}: {error}'
       ) from error
 
-  def encode(self, text: str) -> list[int]:
+  def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
     """Returns the ids of `text` without adding special tokens.
 
     Args:
       text: The text to encode.
+      max_tokens: How many ids are needed. A text that is much longer is not encoded to
+        its end, and has exactly this many; any other has all of its ids.
 
     Returns:
       The token ids.
     """
+    if max_tokens is not None:
+      num_needed = max_tokens + _SPARE_TOKENS
+      size = CHARS_PER_TOKEN * num_needed
+      while size < len(text):
+        tokens = self.tokenizer.encode(text[:size], add_special_tokens=False)
+        if len(tokens) >= num_needed:
+          return tokens[:max_tokens]
+        size *= 4  # tokens of many characters, such as spaces
     return self.tokenizer.encode(text, add_special_tokens=False)
 
   def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
@@ -109,16 +124,19 @@ class ChatTokenizer:
     ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
     return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-  def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+  def encode_prompt(
+    self, messages: Sequence[Message], *, max_tokens: int | None = None
+  ) -> list[int]:
     """Encodes the opening messages and the header that asks for a reply.
 
     Args:
       messages: The messages before the first reply.
+      max_tokens: How many ids are needed; see `encode`.
 
     Returns:
       The token ids.
     """
-    return self.encode(self._render(messages, prompt=True))
+    return self.encode(self._render(messages, prompt=True), max_tokens=max_tokens)
 
   def encode_conversation(self, messages: Sequence[Message]) -> list[int]:
     """Encodes a complete conversation as the template renders it.
@@ -132,7 +150,12 @@ class ChatTokenizer:
     return self.encode(self._render(messages, prompt=False))
 
   def encode_next_prompt(
-    self, messages: Sequence[Message], *, ended: bool, prompt: bool = True
+    self,
+    messages: Sequence[Message],
+    *,
+    ended: bool,
+    prompt: bool = True,
+    max_tokens: int | None = None,
   ) -> list[int]:
     """Encodes only `messages`, to be appended to a history that ends in a reply.
 
@@ -141,6 +164,7 @@ class ChatTokenizer:
       ended: Whether the reply's ids include its end-of-turn token. If the reply was cut
         short, that token comes first.
       prompt: Whether to append the header that asks for another reply.
+      max_tokens: How many ids are needed; see `encode`.
 
     Returns:
       The token ids to append.
@@ -152,7 +176,7 @@ class ChatTokenizer:
       tail = tail.removeprefix(end)
     elif not tail.startswith(end):
       tail = end + tail
-    return self.encode(tail)
+    return self.encode(tail, max_tokens=max_tokens)
 
   def encode_with_mask(
     self, messages: Sequence[Message]

@@ -262,6 +262,37 @@ def is_valid_reward(reward: float) -> bool:
   return bool(abs(reward) <= MAX_REWARD)
 
 
+def cut_observation(observation: Any, max_chars: int) -> Any:
+  """Leaves out what a text or chat messages hold beyond so many characters.
+
+  Args:
+    observation: An observation; anything but texts and messages is left as it is.
+    max_chars: The characters that are kept, of all messages together.
+
+  Returns:
+    The observation itself if nothing was left out.
+  """
+  if isinstance(observation, str):
+    return observation[:max_chars]  # the same object if it is not longer
+  if not isinstance(observation, list):
+    return observation
+  parts, num_left, is_cut = [], max_chars, False
+  for part in observation:
+    key = 'content' if isinstance(part, dict) and 'content' in part else 'text'
+    value = part.get(key) if isinstance(part, dict) else None
+    kept = cut_observation(value, num_left)
+    is_cut = is_cut or kept is not value
+    parts.append({**part, key: kept} if kept is not value else part)
+    num_left -= _num_chars(kept)
+  return parts if is_cut else observation
+
+
+def _num_chars(content: Any) -> int:
+  if isinstance(content, list):
+    return sum(_num_chars(p.get('text')) for p in content if isinstance(p, dict))
+  return len(content) if isinstance(content, str) else 0
+
+
 class EnvResultError(TypeError):
   """A method of an environment returned something of another shape."""
 

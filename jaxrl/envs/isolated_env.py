@@ -1,17 +1,20 @@
 """IsolatedEnv runs an environment in a process that can be killed if it hangs."""
 
-import multiprocessing
-import resource
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from jaxrl import call_strings
-from jaxrl.call_strings import describe_error
+from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES, worker_environment
 
-_SPAWN = multiprocessing.get_context('spawn')  # a fork of a process with JAX may hang
+_ended: list[subprocess.Popen] = []  # that nobody has waited for yet
+_ended_lock = threading.Lock()
 
 
 class EnvProcessError(RuntimeError):
@@ -22,7 +25,13 @@ class IsolatedEnv:
   """Plays an environment in a child process, which starts at first use.
 
   It blocks like any environment. `kill` may be called from another thread and ends a
-  running call with EnvProcessError; the next reset starts a new process.
+  running call with EnvProcessError; the next reset starts a new process. The child and
+  all that it starts end with this process, however this process ends.
+
+  An observation is cut after `isolated_worker.MAX_OBSERVATION_CHARS`, and an answer of
+  more than `MAX_ANSWER_BYTES` is an error. A hung or broken environment is kept away
+  from this process, but not a hostile one: it has the same user and files, and its
+  answers are unpickled.
 
   Args:
     target: The class, 'package.module:Class' or 'file.py:Class'.
@@ -35,7 +44,7 @@ class IsolatedEnv:
     self._target = target
     self._options = dict(options)
     self._memory = memory
-    self._child: tuple[SpawnProcess, Connection] | None = None
+    self._child: tuple[subprocess.Popen, Connection] | None = None
     self._num_kills = 0
 
   def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Any:
@@ -57,54 +66,57 @@ class IsolatedEnv:
       self.kill()
     try:
       pipe.send((method, arguments))
-      ok, answer = pipe.recv()
+      ok, answer = pickle.loads(pipe.recv_bytes(MAX_ANSWER_BYTES))
     except (EOFError, OSError) as error:
-      process.join(timeout=1)
+      if not pipe.closed and not pipe.readable:  # what remains of a longer answer
+        self.kill()
+        raise EnvProcessError(
+          f'environment {self._target!r}, {method}: its process sent more than '
+          f'{MAX_ANSWER_BYTES} bytes'
+        ) from error
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
       self.kill()
       raise EnvProcessError(
         f'the process of environment {self._target!r} ended in {method} with exit '
-        f'code {process.exitcode}'
+        f'code {process.returncode}'
       ) from error
     if not ok:
       raise EnvProcessError(f'environment {self._target!r}, {method}: {answer}')
     return answer
 
-  def _start(self) -> tuple[SpawnProcess, Connection]:
-    parent_pipe, child_pipe = _SPAWN.Pipe()
-    arguments = (child_pipe, self._target, self._options, self._memory)
-    process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
-    process.start()
-    child_pipe.close()
-    return process, parent_pipe
+  def _start(self) -> tuple[subprocess.Popen, Connection]:
+    # Not by multiprocessing: its children import the parent's main module, and those
+    # of a process that hangs outlive it.
+    _reap_ended()
+    parent_socket, child_socket = socket.socketpair()
+    with child_socket:
+      descriptor = child_socket.fileno()
+      module = 'jaxrl.envs.isolated_worker'
+      process = subprocess.Popen(
+        [sys.executable, '-m', module, str(descriptor), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        env=worker_environment(),
+        pass_fds=[descriptor],
+        start_new_session=True,  # this process decides what Ctrl-C ends
+      )
+    pipe = Connection(parent_socket.detach())
+    with contextlib.suppress(OSError):  # it has ended: the request will find out
+      pipe.send((self._target, self._options, self._memory))
+    return process, pipe
 
   def kill(self) -> None:
-    """Kills the process at once, without waiting for its end."""
+    """Kills the process and all that it started, without waiting for their end."""
     self._num_kills += 1
     child, self._child = self._child, None
     if child is not None:
-      child[0].kill()  # a call under way sees the end of its pipe
+      child[0].terminate()  # the supervisor; a call under way sees the end of its pipe
+      with _ended_lock:
+        _ended.append(child[0])
 
   close = kill
 
 
-def _serve(pipe: Connection, target: str, options: dict[str, Any], memory: int) -> None:
-  """Runs in the child: builds the environment and answers until the pipe closes."""
-  if sys.platform == 'linux':  # elsewhere the kernel does not heed it
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = memory if hard_limit == resource.RLIM_INFINITY else min(memory, hard_limit)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
-  env: Any = None
-  while True:
-    try:
-      method, arguments = pipe.recv()
-    except (EOFError, KeyboardInterrupt):
-      return
-    try:
-      env = env or call_strings.resolve(target)(**options)
-      if method == 'step':
-        answer = env.step(arguments['action'])
-      else:
-        answer = getattr(env, method)(**arguments)
-      pipe.send((True, answer))
-    except Exception as error:  # told to the parent, which knows what to do with it
-      pipe.send((False, describe_error(error)))
+def _reap_ended() -> None:
+  with _ended_lock:
+    _ended[:] = [process for process in _ended if process.poll() is None]

@@ -13,9 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.chat_tokenizer import CHARS_PER_TOKEN, ChatTokenizer
 from jaxrl.data.seeds import fold_seed
-from jaxrl.envs.env_registry import Env, check_reset_result, check_step_result
+from jaxrl.envs.env_registry import (
+  Env,
+  check_reset_result,
+  check_step_result,
+  cut_observation,
+)
 from jaxrl.group_stats import RESPONSE_TRUNCATED
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.resumable_generation import (
@@ -32,10 +37,14 @@ from jaxrl.rollout.thread_pool import (
   Timeouts,
   make_timeouts,
 )
-from jaxrl.types import Completion, Message, RolloutEngine, SamplingParams, Trajectory
+from jaxrl.types import Completion, RolloutEngine, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
   from jaxrl.rollout.rewards.reward_pipeline import RewardPipeline
+
+# Tokens of an observation that are encoded beyond the window, so that the last ones
+# within it are not those that the chat template writes at the end of a message.
+_SPARE_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +280,7 @@ class EnvManager:
       return None
     cache.append_observation(prompt[: self.max_length])
     if len(prompt) >= self.max_length:
-      size = f'{len(prompt)} tokens of max_length={self.max_length}'
+      size = f'at least {len(prompt)} tokens of max_length={self.max_length}'
       cache.truncate('max_length', f'the first prompt takes {size}')
     return cache
 
@@ -400,8 +409,8 @@ class EnvManager:
     self._record_info(cache, info)
     chat, tools = self.context.chat, info.get('tools')
     cache.chat = chat.with_tools(tools) if tools else chat
-    messages = self._render_observation(cache, observation, info)
-    return cache.chat.encode_prompt(messages)
+    encode = cache.chat.encode_prompt
+    return self._encode_observation(cache, observation, info, encode)
 
   def _step_env(
     self, cache: RolloutCache, completion: Completion, ended: bool
@@ -423,12 +432,21 @@ class EnvManager:
       cache.truncate('max_length')
     if cache.done:
       return []
-    messages = self._render_observation(cache, observation, info)
-    return cache.chat.encode_next_prompt(messages, ended=ended)
+    encode = functools.partial(cache.chat.encode_next_prompt, ended=ended)
+    return self._encode_observation(cache, observation, info, encode)
 
-  def _render_observation(
-    self, cache: RolloutCache, observation: Any, info: Mapping[str, Any]
-  ) -> list[Message]:
+  def _encode_observation(
+    self,
+    cache: RolloutCache,
+    observation: Any,
+    info: Mapping[str, Any],
+    encode: Callable[..., list[int]],
+  ) -> list[int]:
+    """Records an observation and returns its ids, at least those within the window.
+
+    Text far beyond the window is neither encoded nor kept: encoding 50 MB takes 20 GB
+    of memory.
+    """
     messages = self._templates.render(
       observation,
       info,
@@ -436,10 +454,16 @@ class EnvManager:
       actions_left=self.max_steps - len(cache.turns),
       max_response_length=self.max_tokens_per_step,
     )
-    text = '\n'.join(str(message['content']) for message in messages)
+    num_needed = self.max_length - len(cache.tokens) + _SPARE_TOKENS
+    kept = cut_observation(messages, 2 * CHARS_PER_TOKEN * num_needed)
+    tokens = encode(kept, max_tokens=num_needed)
+    if kept is not messages and len(tokens) < num_needed:
+      kept = messages  # it has tokens of many characters
+      tokens = encode(kept, max_tokens=num_needed)
+    text = '\n'.join(str(message['content']) for message in kept)
     cache.state_hash = zlib.crc32(text.encode()) >> 1
-    cache.messages += messages
-    return messages
+    cache.messages += kept
+    return tokens
 
   @staticmethod
   def _record_info(cache: RolloutCache, info: Mapping[str, Any]) -> None:

@@ -122,3 +122,34 @@ def test_errors():
     make_chat().encode_with_mask([QUESTION, REPLY, REPLY])
   with pytest.raises(ValueError, match='chat template'):
     make_chat(None)
+
+
+@pytest.mark.parametrize(
+  'unit',
+  ['Tom has 3 pens ', 'x', ' ', '7', '٤', '🙂', '\n\n', 'user assistant', '<|im_end|>'],
+)
+def test_a_text_far_beyond_what_is_needed_is_not_encoded_to_its_end(unit, monkeypatch):
+  chat = make_chat()
+  text, encoded = unit * (20_000 // len(unit)), []
+  encode = chat.tokenizer.encode
+  whole = encode(text, add_special_tokens=False)
+  monkeypatch.setattr(
+    chat.tokenizer, 'encode', lambda t, **kw: encoded.append(len(t)) or encode(t, **kw)
+  )
+  for needed in (1, 100, 500):
+    assert chat.encode(text, max_tokens=needed)[:needed] == whole[:needed]
+    tokens_per_char = len(whole) / len(text)
+    assert sum(encoded) <= max(8, 6 / tokens_per_char) * (needed + 64)
+    encoded.clear()
+  assert chat.encode(text, max_tokens=len(whole)) == whole
+  assert chat.encode(text[:1000], max_tokens=10**6) == encode(
+    text[:1000], add_special_tokens=False
+  )
+
+
+def test_prompts_are_cut_at_the_same_ids():
+  chat = make_chat()
+  long = [{'role': 'user', 'content': 'Tom has 7 pens ' * 1000}]
+  assert chat.encode_prompt(long, max_tokens=50) == chat.encode_prompt(long)[:50]
+  whole = chat.encode_next_prompt(long, ended=False)
+  assert chat.encode_next_prompt(long, ended=False, max_tokens=50) == whole[:50]

@@ -1,14 +1,21 @@
 """Environments in processes: same play, and a hang or a death costs one episode."""
 
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from jaxrl.call_strings import ConfigError
+from jaxrl.envs import isolated_env
 from jaxrl.envs.env_registry import env_factory, find_env
 from jaxrl.envs.games.frozen_lake_env import FrozenLakeEnv
+from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES
 from jaxrl.envs.isolated_env import EnvProcessError, IsolatedEnv
+from jaxrl.envs.isolated_worker import MAX_OBSERVATION_CHARS
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
 from tests.processes import wait_for_end
@@ -94,8 +101,76 @@ def test_one_killed_while_its_process_starts_leaves_none(env, monkeypatch):
   with pytest.raises(EnvProcessError):
     env.reset(seed=0)
   ((process, _),) = started
-  process.join(timeout=10)
-  assert process.exitcode == -9
+  assert process.wait(timeout=10) != 0
+
+
+def test_a_long_observation_is_cut_before_it_is_sent(env):
+  env.reset(seed=0)
+  observation, *rest = env.step(f'say {MAX_OBSERVATION_CHARS + 100}')
+  assert (len(observation), rest) == (MAX_OBSERVATION_CHARS, [0.0, False, False, {}])
+
+
+def test_an_answer_that_is_too_large_is_an_error_on_either_side(env, monkeypatch):
+  env.reset(seed=0)
+  with pytest.raises(EnvProcessError, match='bytes besides a long observation'):
+    env.step(f'note {MAX_ANSWER_BYTES}')
+  assert env.step('go')[1] == 1  # the process is none the worse
+  monkeypatch.setattr(isolated_env, 'MAX_ANSWER_BYTES', 1000)
+  with pytest.raises(EnvProcessError, match='sent more than 1000 bytes'):
+    env.step('say 5000')  # as if the other side did not cut
+  assert env.reset(seed=0)
+
+
+def _read_pids(file):
+  until = time.monotonic() + 60
+  while not (file.exists() and file.read_text().endswith('\n')):
+    assert time.monotonic() < until
+    time.sleep(0.02)
+  return [int(pid) for pid in file.read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='only Linux has subreapers')
+def test_all_that_a_hung_one_has_started_ends_with_it(env, tmp_path):
+  file = tmp_path / 'pids'
+  env.reset(seed=0)
+
+  def hang():
+    with pytest.raises(EnvProcessError):
+      env.step(f'start children and hang {file}')
+
+  thread = threading.Thread(target=hang)
+  thread.start()
+  pids = _read_pids(file)
+  env.kill()
+  for pid in pids:
+    wait_for_end(pid, 10)
+  thread.join()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='only Linux has subreapers')
+def test_all_ends_when_the_process_that_steps_it_is_killed(tmp_path):
+  file = tmp_path / 'pids'
+  code = f"""
+from jaxrl.envs.isolated_env import IsolatedEnv
+env = IsolatedEnv({MINE!r}, {{}})
+env.reset(seed=0)
+env.step('start children and hang {file}')
+"""
+  parent = subprocess.Popen([sys.executable, '-c', code])
+  pids = _read_pids(file)
+  os.kill(parent.pid, signal.SIGKILL)
+  assert parent.wait() == -9
+  for pid in pids:
+    wait_for_end(pid, 10)
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='only Linux has this signal')
+def test_it_ends_when_its_supervisor_is_killed(env, tmp_path):
+  pid = int(env.reset(seed=0)[0])
+  os.kill(env._child[0].pid, signal.SIGKILL)
+  wait_for_end(pid, 10)
+  with pytest.raises(EnvProcessError, match='exit code -9'):
+    env.step('go')
 
 
 def test_no_process_within_a_process(monkeypatch):

@@ -30,10 +30,10 @@ class FakeChat:
       t for m in messages for t in [*self.encode(m['role'][0] + m['content']), END]
     ]
 
-  def encode_prompt(self, messages):
+  def encode_prompt(self, messages, *, max_tokens=None):
     return [*self._write(messages), ord('>')]
 
-  def encode_next_prompt(self, messages, *, ended, prompt=True):
+  def encode_next_prompt(self, messages, *, ended, prompt=True, max_tokens=None):
     return ([] if ended else [END]) + [*self._write(messages), ord('>')]
 
 

@@ -2,15 +2,22 @@
 
 import asyncio
 import dataclasses
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
 
+from jaxrl.data import chat_tokenizer
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.group_stats import is_truncated
+from jaxrl.rollout import env_manager
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from tests.data.test_chat_tokenizer import make_chat
 from tests.rollout.fakes import (
   END,
   BadEnv,
@@ -110,6 +117,82 @@ async def test_a_first_prompt_that_is_too_long_is_an_episode():
   assert 'first prompt' in row.extras['error']
   assert not row.action_mask.any()
   assert engine.requests == []
+
+
+class LongEnv(EchoEnv):
+  """Has one observation of `unit` repeated, at the reset or after the first step."""
+
+  def __init__(self, unit, repeats, where):
+    super().__init__(turns=3)
+    self.text, self.where = unit * repeats, where
+
+  def reset(self, *, seed, options=None):
+    return self.text if self.where == 'reset' else super().reset(seed=seed)[0], {}
+
+  def step(self, action):
+    observation, *rest = super().step(action)
+    observation = [
+      {'role': 'user', 'content': self.text},
+      {'role': 'user', 'content': observation},
+    ]
+    return observation if self.where == 'step' else 'more', *rest
+
+
+@pytest.mark.parametrize('where', ['reset', 'step'])
+@pytest.mark.parametrize(
+  ('unit', 'repeats'), [('Tom has 3 pens ', 4000), (' ', 60_000)]
+)
+async def test_a_huge_observation_ends_the_episode_as_a_long_one_does(
+  where, unit, repeats, monkeypatch
+):
+  chat = make_chat()
+  reply = [*chat.encode('7'), chat.eos_id]
+  engine = FakeEngine(lambda p, s: completion(reply))
+
+  async def played(make_env=lambda: LongEnv(unit, repeats, where)):
+    made = dataclasses.replace(world(make_env, engine), chat=chat)
+    (row,) = await play(made, max_steps=3, max_length=200)
+    return row
+
+  cut = await played()
+  assert (cut.stop_reason, len(cut.tokens)) == ('max_length', 200)
+  assert sum(len(message['content']) for message in cut.messages) < 8000
+  monkeypatch.setattr(env_manager, 'CHARS_PER_TOKEN', 10**6)
+  monkeypatch.setattr(chat_tokenizer, 'CHARS_PER_TOKEN', 10**6)
+  whole = await played()
+  assert (cut.stop_reason, cut.score) == (whole.stop_reason, whole.score)
+  assert cut.tokens.tolist() == whole.tokens.tolist()
+  assert cut.action_mask.tolist() == whole.action_mask.tolist()
+  assert sum(len(message['content']) for message in whole.messages) > 50_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('where', ['reset', 'step', 'isolated'])
+def test_an_observation_of_50_mb_takes_little_memory(where):
+  """Encoding all of it would take 20 GB."""
+  command = [sys.executable, '-m', 'tests.rollout.huge_observations', where]
+  done = subprocess.run(
+    command, capture_output=True, text=True, check=True, timeout=120
+  )
+  reason, num_tokens, megabytes = done.stdout.split()
+  assert (reason, num_tokens) == ('max_length', '8192')
+  assert int(megabytes) < 500
+
+
+async def test_a_long_observation_that_fits_is_whole():
+  """Of spaces, a token has so many that a first cut would be short of tokens."""
+  chat = make_chat()
+  tokenizer = train_tokenizer([' ' * 100] * 9, 340)
+  tokenizer.chat_template = chat.tokenizer.chat_template
+  chat = ChatTokenizer(tokenizer)
+  observation = ' ' * 30_000
+  expected = chat.encode_prompt([{'role': 'user', 'content': observation}])
+  assert len(expected) < 900 < 30_000 / 16
+  engine = FakeEngine(lambda p, s: completion([chat.eos_id]))
+  made = world(lambda: LongEnv(' ', 30_000, 'reset'), engine)
+  (row,) = await play(dataclasses.replace(made, chat=chat), max_length=1000)
+  assert row.tokens[~row.action_mask].tolist() == expected
+  assert row.messages[0]['content'] == observation
 
 
 async def test_a_prompt_beyond_the_engines_window_is_an_episode():

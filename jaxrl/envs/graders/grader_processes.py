@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 START_TIMEOUT_S = 120.0  # for a process to start and to import what a call needs
+MAX_ANSWER_BYTES = 64 << 20  # of one answer; longer ones are errors
 
 
 class GraderFailure(RuntimeError):
@@ -44,12 +45,21 @@ class GraderError(RuntimeError):
     self.raised = raised
 
 
+def worker_environment() -> dict[str, str]:
+  """Returns environment variables with which a child finds what this process imports.
+
+  Returns:
+    The variables.
+  """
+  path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+  return {**os.environ, 'PYTHONPATH': path}
+
+
 class _Worker:
   """One child process, which serves one call at a time."""
 
   def __init__(self):
     parent_socket, child_socket = socket.socketpair()
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with child_socket:
       self._process = subprocess.Popen(
         [
@@ -60,7 +70,7 @@ class _Worker:
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # answers come through the socket only
-        env={**os.environ, 'PYTHONPATH': path},
+        env=worker_environment(),
         pass_fds=[child_socket.fileno()],
       )
     self._pipe = Connection(parent_socket.detach())
@@ -77,12 +87,12 @@ class _Worker:
         raise GraderError(
           f'the process of {target} did not start in {START_TIMEOUT_S:g} s'
         )
-      answer = self._pipe.recv_bytes()
+      answer = self._pipe.recv_bytes(MAX_ANSWER_BYTES)
       if answer == b'ready':
         started = True
         if not self._pipe.poll(limit):
           raise GraderTimeout(f'no answer within {limit:g} s')
-        answer = self._pipe.recv_bytes()
+        answer = self._pipe.recv_bytes(MAX_ANSWER_BYTES)
       return json.loads(answer)
     except (EOFError, OSError) as error:
       with contextlib.suppress(subprocess.TimeoutExpired):

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrl import call_strings
+from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES
 
 MAX_MEMORY_BYTES = 4 << 30  # bytes of address space
 _ORPHAN_GRACE_S = 2.0  # seconds beyond its limit after which an orphan ends itself
@@ -47,6 +48,8 @@ def serve(pipe: Connection) -> None:
       else:
         answer = {'value': fn(*request['args'], **options)}
       answer = json.dumps(answer)
+      if len(answer) > MAX_ANSWER_BYTES:  # json.dumps writes ASCII
+        raise ValueError(f'it returned more than {MAX_ANSWER_BYTES} bytes')
     except MemoryError:
       os._exit(137)  # the process is in an unknown state
     except Exception as error:

@@ -173,13 +173,12 @@ class Toolbox:
 
   def _cut(self, text: str) -> str:
     """Shortens a result to max_chars and removes what is not valid text."""
-    text = _valid_text(text)
     if len(text) <= self._max_chars:
-      return text
+      return _valid_text(text)
     self._counts['cut'] += 1
     half = self._max_chars // 2
     left_out = f'\n[… {len(text) - 2 * half} characters left out …]\n'
-    return text[:half] + left_out + text[len(text) - half :]
+    return _valid_text(text[:half] + left_out + text[len(text) - half :])
 
   @property
   def metrics(self) -> dict[str, float]:

@@ -25,6 +25,8 @@ def act(reply, item=None):
     os._exit(7)
   if reply == 'eat':
     return len(bytearray(1 << 40))
+  if reply == 'fill':
+    return 'x' * (65 << 20)
   if reply == 'raise':
     raise KeyError('broken')
   if reply == 'print':

@@ -38,6 +38,8 @@ def test_faults_are_told_apart_and_cost_one_call(processes):
     processes.call(ACT, 'raise', limit=5)
   with pytest.raises(GraderError, match=r'\(.*slow\.py, line \d+\)$'):
     processes.call(ACT, 'raise', limit=5)
+  with pytest.raises(GraderError, match='returned more than 67108864 bytes'):
+    processes.call(ACT, 'fill', limit=20)
   assert processes.call(ACT, 'go', limit=5) == first
   with pytest.raises(GraderCrashed, match='exit code 7'):
     processes.call(ACT, 'die', limit=5)
