@@ -23,12 +23,12 @@ if TYPE_CHECKING:
   from jaxrl.rollout.episodes.rollout_cache import RolloutCache
   from jaxrl.types import Trajectory
 
-FLAGS = {'episode': '0', 'member': '0', 'ids': 'true'}
+FLAGS = {'episode': '0', 'sample': '0', 'ids': 'true'}
 USAGE = """\
 python -m launch.play --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE]
 
   --episode=0    which episode; it draws the task
-  --member=0     which of the group's attempts; it draws the replies
+  --sample=0     which of the group's attempts; it draws the replies
   --ids=true     token ids below each piece of text
 """
 # Neighbouring tokens differ in shade, so that their bounds are seen.
@@ -146,7 +146,7 @@ class EpisodeScreen:
 
 
 async def play_one_episode(
-  job: Any, screen: EpisodeScreen, episode: int, member: int
+  job: Any, screen: EpisodeScreen, episode: int, sample: int
 ) -> int:
   """Plays one episode.
 
@@ -154,7 +154,7 @@ async def play_one_episode(
     job: parts that play, as `make_player` returns them.
     screen: shows the episode.
     episode: index of the episode.
-    member: index of the sample in its group.
+    sample: index of the sample in its group.
 
   Returns:
     The exit status: 0, 1 for a failed episode, 2 if there is no such episode.
@@ -162,7 +162,7 @@ async def play_one_episode(
   from jaxrl.rollout.queue.group_state import EpisodeLease
 
   screen.watch(job.manager)
-  lease = EpisodeLease(0, episode, member, 0, 0)
+  lease = EpisodeLease(0, episode, sample, 0, 0)
   rows = await job.run(lambda: job.manager.play_episode(lease, base_seed=job.base_seed))
   if rows is None:
     print(f'error: --episode={episode}: the data set ends before it', file=sys.stderr)
@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
     command = configs.parse(argv, FLAGS)
     config = configs.load(command, {'logging': read_logging})
     configs.check_algorithm(config)
-    episode, member = command.flag('episode', int), command.flag('member', int)
+    episode, sample = command.flag('episode', int), command.flag('sample', int)
     ids = command.flag('ids', bool)
     from launch.inference_job import make_player  # imports JAX: seconds
     from launch.settings.resolve import resolve_settings
@@ -191,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
     print(f'error: {error}', file=sys.stderr)
     return 2
   screen = EpisodeScreen(console, job.decode, ids=ids)
-  return asyncio.run(play_one_episode(job, screen, episode, member))
+  return asyncio.run(play_one_episode(job, screen, episode, sample))
 
 
 if __name__ == '__main__':
