@@ -24,6 +24,7 @@ FREE = (
   'checkpoint.*',
   'eval.*',
   'logging.*',
+  'trajectory_dump.save_arrays',
   'mesh',
   'cluster.*',
   'dataset.experience_store',
@@ -108,6 +109,8 @@ class Workdir:
 
   def _compare(self) -> list[str]:
     old, new = flatten_keys(self._record['config']), flatten_keys(self.config)
+    # An earlier version did not have all keys of this one, which are off unless set.
+    old = {key: value for key, value in new.items() if not value} | old
     differ = [
       key
       for key in sorted({*old, *new})

@@ -76,6 +76,15 @@ def test_other_keys_may_not(tmp_path, change, words):
   Workdir(tmp_path, config()).close()  # the lock was given back
 
 
+def test_a_run_of_an_earlier_version_goes_on_without_the_keys_it_lacks(tmp_path):
+  record(tmp_path, config())
+  new = {'path': '', 'limit': None, 'on': False}
+  assert record(tmp_path, config(dataset=new)).resumed
+  record(tmp_path / 'other', config())
+  with pytest.raises(ConfigError, match=r'dataset.path \(absent\) → '):
+    Workdir(tmp_path / 'other', config(dataset={'path': 'rows.jsonl'}))
+
+
 def test_one_process_at_a_time(tmp_path):
   first = Workdir(tmp_path, config())
   with pytest.raises(ConfigError, match='another process is running there'):
