@@ -162,9 +162,23 @@ def _parse(text: str, where: str) -> Row:
     ) from error
   except (ValueError, RecursionError) as error:  # a number or a nesting too large
     raise DataError(f'{where}: JSON that cannot be read: {error}') from error
+  _check_surrogates(text, row, where)
   if not isinstance(row, dict):
     raise DataError(f'{where}: a row must be an object, not {type(row).__name__}')
   return row
+
+
+def _check_surrogates(text: str, value: Any, where: str) -> None:
+  r"""Raises DataError for half a surrogate pair, such as \ud800, which is no text."""
+  if r'\ud' not in text and r'\uD' not in text:
+    return
+  try:
+    json.dumps(value, ensure_ascii=False).encode()
+  except UnicodeEncodeError as error:
+    letter = error.object[error.start]
+    raise DataError(
+      f'{where}: {letter!a} is half of a surrogate pair, which is no text'
+    ) from error
 
 
 def _read_json(file: Path) -> Iterator[Row]:
@@ -177,6 +191,7 @@ def _read_json(file: Path) -> Iterator[Row]:
     ) from error
   except (ValueError, RecursionError) as error:
     raise DataError(f'{file}: JSON that cannot be read: {error}') from error
+  _check_surrogates(text, rows, str(file))
   if isinstance(rows, dict):  # {'data': [...]} or one of its like
     lists = [value for value in rows.values() if isinstance(value, list)]
     rows = lists[0] if len(lists) == 1 else [rows]

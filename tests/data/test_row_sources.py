@@ -87,6 +87,12 @@ def test_a_hugging_face_dataset_without_the_library(tmp_path, monkeypatch):
     ('x.csv', 'a,b\n1,2,3\n', r'x\.csv, line 2: .* 2 columns'),
     ('x.parquet', 'PAR0', r'x\.parquet: not a Parquet file'),
     ('x.jsonl', '{"a": 1}\n' + '[' * 100_000, r'x\.jsonl, line 2: .*recursion'),
+    (
+      'x.jsonl',
+      r'{"a": "\ud83d\ude00 \uD83D"}',
+      r'x\.jsonl, line 1: .* surrogate pair',
+    ),
+    ('x.json', r'[{"a": "\ud800"}]', r'x\.json: .* surrogate pair'),
     ('x.jsonl', '{"a": ' + '9' * 5000 + '}', r'x\.jsonl, line 1: .*digits'),
     ('x.json', '[' * 100_000, r'x\.json: .*recursion'),
     ('x.txt', 'hello', r'x\.txt: unknown kind of file; known are \.jsonl'),
