@@ -257,11 +257,16 @@ def test_scores_of_sampled_replies_follow_from_their_answers(scribbler, tmp_path
 
 
 def _value(answer):
-  """A number, or text without spaces."""
+  """A number, or text without spaces but those between digits."""
+  text = ' '.join(answer.lower().split())
+  text = re.sub('(?<![0-9]) | (?![0-9])', '', text)
+  number = text.rstrip('.,%')
+  if re.fullmatch(r'[+-]?[0-9]{1,3}(,[0-9]{3})+([.][0-9]+)?', number):
+    number = number.replace(',', '')
   try:
-    return fractions.Fraction(answer.replace(',', ''))
+    return fractions.Fraction(number) if number.isascii() else text
   except (ValueError, ZeroDivisionError):
-    return ''.join(answer.lower().split())
+    return text
 
 
 def _vote(answers):
