@@ -1,7 +1,9 @@
 """Hostile programs in the sandbox: none reaches the host, and all end."""
 
+import ctypes
 import os
 import pathlib
+import platform
 
 from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.local_sandbox import PYTHON_PATH, LocalSandbox
@@ -10,7 +12,26 @@ from tests.chaos.trials import Trials
 
 ESCAPED = 'ESC' + 'APED'  # so that no program holds the word itself
 SECRET = 'CHAOS_SECRET_OF_THE_HOST'
+KEY = b'chaos-secret'  # the name of a key in the caller's session keyring
+ADD_KEY, REQUEST_KEY, KEYCTL = {
+  'x86_64': (248, 249, 250),
+  'aarch64': (217, 218, 219),
+}[platform.machine()]
 SAY = 'print("ESC" + "APED")'
+# `call` makes a system call of i386, by machine code; only on x86-64.
+I386 = """
+import ctypes, mmap, platform, struct, sys
+if platform.machine() != 'x86_64': sys.exit()
+page = mmap.mmap(-1, 4096, flags=0x62, prot=7)  # private, anonymous, below 2 GiB
+address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+page[:12] = struct.pack('III', 40, 1, 0)
+def call(number, one, two, three):
+  code = b'\\x53\\xb8%b\\xbb%b\\xb9%b\\xba%b\\xcd\\x80\\x5b\\xc3'
+  numbers = (struct.pack('I', n) for n in (number, one, two, three))
+  code %= tuple(numbers)
+  page[64 : 64 + len(code)] = code
+  return ctypes.CFUNCTYPE(ctypes.c_int)(address + 64)()
+"""
 PROGRAMS = {
   'reads the shadow file': f'open("/etc/shadow").read(); {SAY}',
   'reads the secret in the environment': (
@@ -21,9 +42,10 @@ PROGRAMS = {
     f'  try:\n    if {SECRET!r}.encode() in open(p, "rb").read(): {SAY}\n'
     '  except OSError: pass'
   ),
-  'lists the home folders': (
-    'from glob import glob\n'
-    f'if glob("/root/.bash*") + glob("/root/.ssh") + glob("/home/*"): {SAY}'
+  'lists the home folders': (  # Python itself, which may be read, may be in one
+    'import os, sys\nfor folder in ("/root", "/home"):\n'
+    '  for name in os.listdir(folder) if os.path.exists(folder) else ():\n'
+    f'    if not sys.base_prefix.startswith(f"{{folder}}/{{name}}"): {SAY}'
   ),
   'reads the folder of the tests': f'open({__file__!r}).read(); {SAY}',
   'connects to this machine': (
@@ -35,11 +57,32 @@ PROGRAMS = {
     f'import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW); {SAY}'
   ),
   'opens a vsock': f'import socket; socket.socket(40, socket.SOCK_STREAM); {SAY}',
-  'reads the keyring of the user': (
-    'import ctypes; c = ctypes.CDLL(None, use_errno=True)\n'
-    'key = c.syscall(249, b"user", b"chaos", None, 0)\n'
-    f'if key > 0: {SAY}'
+  'opens a socket of any other family': (
+    'import socket\nfor family in range(64):\n  for kind in (1, 2, 3):\n    try:\n'
+    '      socket.socket(family, kind)\n    except OSError: continue\n'
+    f'    if family not in (1, 2, 10, 16): {SAY}'
   ),
+  'opens a vsock by a call of i386': f'{I386}\nif call(359, 40, 1, 0) >= 0: {SAY}',
+  'opens a vsock by socketcall of i386': (
+    f'{I386}\nif call(102, 1, address, 0) >= 0: {SAY}'
+  ),
+  'opens a vsock by a call of x32': (
+    f'import ctypes\nif ctypes.CDLL(None).syscall(0x40000029, 40, 1, 0) >= 0: {SAY}'
+  ),
+  'sets up an io_uring': (
+    f'import ctypes\nif ctypes.CDLL(None).syscall(425, 4, bytes(120)) >= 0: {SAY}'
+  ),
+  'asks for a key of the user': (
+    'import ctypes\n'
+    f'if ctypes.CDLL(None).syscall({REQUEST_KEY}, b"user", {KEY}, None, 0) > 0: {SAY}'
+  ),
+  'reads every key': (
+    'import ctypes\nc, b = ctypes.CDLL(None), ctypes.create_string_buffer(99)\n'
+    'keys = [int(line.split()[0], 16) for line in open("/proc/keys")]\n'
+    'for key in [*keys, -1, -2, -3, -4, -5]:\n'
+    f'  if c.syscall({KEYCTL}, 11, key, b, 99) > 0: {SAY}'
+  ),
+  'lists the names of keys': f'if {KEY} in open("/proc/keys", "rb").read(): {SAY}',
   'kills everybody': f'import os\nos.kill(-1, 9); {SAY}',
   'kills its parents': (
     'import os\nfor p in range(1, 400):\n  try:\n    os.kill(p, 9) if p != os.getpid() '
@@ -84,24 +127,49 @@ PROGRAMS = {
 
 
 def programs(rng, folder) -> Trials:
-  """Yields every hostile program, in random order."""
-  if reason := local_sandbox.unsupported_reason():
-    print(f'  no sandbox here: {reason}')
-    return
+  """Yields every hostile program in every kind of sandbox, in random order."""
   mark = folder / 'mark'
   mark.write_text('whole')
+  plant_secrets()
+  for isolation in ('bwrap', 'namespaces'):
+    if reason := local_sandbox.unsupported_reason(isolation):
+      print(f'  no sandbox of {isolation} here: {reason}')
+      continue
+    for name in rng.permutation(list(PROGRAMS)).tolist():
+      yield (
+        f'{name} ({isolation})',
+        lambda name=name, isolation=isolation: attempt(PROGRAMS[name], mark, isolation),
+      )
+
+
+def plant_secrets() -> None:
+  """Puts a secret into the environment and one into the session's keyring."""
   os.environ[SECRET] = SECRET
-  for name in rng.permutation(list(PROGRAMS)).tolist():
-    yield name, lambda name=name: _attempt(PROGRAMS[name], mark)
+  session = -3
+  ctypes.CDLL(None).syscall(ADD_KEY, b'user', KEY, b'secret', 6, session)
 
 
-def _attempt(code: str, mark: pathlib.Path) -> str:
-  sandbox = LocalSandbox(limits=SandboxLimits())
+def attempt(
+  code: str,
+  mark: pathlib.Path,
+  isolation: local_sandbox.Isolation,
+  seconds: float = 5.0,
+) -> str:
+  """Runs a program in a sandbox; returns '' if it did not get out.
+
+  Args:
+    code: The program.
+    mark: A file of the host, which must stay as it is.
+    isolation: What creates the sandbox.
+    seconds: The program's time limit.
+  """
+  sandbox = LocalSandbox(limits=SandboxLimits(), isolation=isolation)
   sandbox.start()
   try:
-    result = sandbox.exec([PYTHON_PATH, '-I', '-c', code], seconds=5)
+    result = sandbox.exec([PYTHON_PATH, '-I', '-c', code], seconds=seconds)
     if ESCAPED.encode() in result.stdout:
-      return f'it got out: {result.stdout[-100:]!r}'
+      before = result.stdout.partition(ESCAPED.encode())[0]
+      return f'it got out: {before[-100:]!r}'
     again = sandbox.exec(['sh', '-c', 'echo ok'], seconds=5)
     if b'ok' not in again.stdout and again.code == 0:
       return 'the sandbox is of no use afterwards'

@@ -234,7 +234,7 @@ for fd in ('1', '5', '4', '6'):
 
 def test_it_refuses_without_a_sandbox(monkeypatch):
   monkeypatch.setattr(
-    local_sandbox, 'unsupported_reason', lambda: 'unshare is not permitted'
+    local_sandbox, 'unsupported_reason', lambda *_: 'unshare is not permitted'
   )
   with pytest.raises(SandboxError, match=r'unshare is not permitted.*unsafe=True'):
     CodeEnv()

@@ -3,7 +3,11 @@
 An exec has no network but an empty loopback, no processes but its own, and no files but
 what it is given: the system's programs and Python, to read; its folders, which are
 copies, and an empty /tmp, to write. It runs without privileges; started by root, as a
-user id that nothing else has.
+user id that nothing else has. A filter refuses system calls that lead out of the
+namespaces.
+
+bubblewrap (bwrap) creates the namespaces and the view of files if it is on the PATH and
+works here, else `namespaces.py` does.
 
 Not limited are the CPU time of all processes together (each one's is, and the wall
 clock), the sum of what is written to the folders (each file is), and memory files that
@@ -14,8 +18,10 @@ first.
 import contextlib
 import functools
 import json
+import logging
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -24,9 +30,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal, get_args
 
-from jaxrl.envs.sandbox import namespaces, process_io, workdirs
+from jaxrl.envs.sandbox import namespaces, process_io, seccomp_filter, workdirs
 from jaxrl.envs.sandbox.sandbox_api import (
   ExecResult,
   SandboxError,
@@ -35,6 +41,9 @@ from jaxrl.envs.sandbox.sandbox_api import (
   write_file,
 )
 
+log = logging.getLogger(__name__)
+
+Isolation = Literal['auto', 'bwrap', 'namespaces']
 PYTHON_PATH = os.path.realpath(sys.executable)
 SYSTEM_PATHS = (
   '/usr',
@@ -70,6 +79,8 @@ class LocalSandbox:
       path.
     environment: Additional environment variables.
     limits: The resource limits.
+    isolation: What creates the namespaces: 'bwrap', 'namespaces' (this project's own
+      program), or 'auto' for bwrap if it is on the PATH and works, else the other.
     unsafe: Where the kernel allows no namespaces, run without them. Then only the
       limits apply (as root not the one on processes, and none on memory in total), and
       the command can read this machine's files, use its network and kill its processes.
@@ -83,8 +94,13 @@ class LocalSandbox:
     readonly: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     limits: SandboxLimits | None = None,
+    isolation: Isolation = 'auto',
     unsafe: bool = False,
   ):
+    if isolation not in get_args(Isolation):
+      raise SandboxError(
+        f'isolation={isolation!r}; there are {", ".join(get_args(Isolation))}'
+      )
     self._initial_folders = {
       _normalize(path): source for path, source in (folders or {}).items()
     }
@@ -93,11 +109,12 @@ class LocalSandbox:
     self._environment = dict(environment or {})
     self._limits = limits or SandboxLimits()
     self._unsafe = unsafe
+    self._isolation: Isolation = isolation
+    self._active_isolation = 'none'  # since `start`: without namespaces
     self._state: Path | None = None
     self._folders: dict[str, int] = {}  # path inside → its number in the state
     self._num_puts = 0
     self._life_files: set[FileIO] = set()  # closing one kills its exec
-    self._namespaces = True
 
   def start(self) -> None:
     """Creates the sandbox.
@@ -106,21 +123,21 @@ class LocalSandbox:
       SandboxError: If there are no namespaces and `unsafe` is not set.
     """
     self.stop()
-    reason = unsupported_reason()
+    reason = unsupported_reason(self._isolation)
     if reason and not self._unsafe:
       raise SandboxError(
         f'this machine allows no sandbox: {reason}. Allow user namespaces (sysctl '
         'kernel.unprivileged_userns_clone, user.max_user_namespaces), or set '
         'unsafe=True to run without: then what runs can do everything that you can.'
       )
-    self._namespaces = not reason
     try:
-      self._create()
+      self._create('none' if reason else choose_isolation(self._isolation))
     except BaseException:
       self.stop()
       raise
 
-  def _create(self) -> None:
+  def _create(self, isolation: str) -> None:
+    self._active_isolation = isolation
     state, lock = workdirs.make_workdir()
     self._finalizer = weakref.finalize(self, workdirs.remove_workdir, state, lock)
     self._state = state
@@ -143,7 +160,7 @@ class LocalSandbox:
       shutil.copytree(source, folder, symlinks=True)
     else:
       raise SandboxError(f'folder {path!r} of the sandbox: {source!r} is not a folder')
-    if self._namespaces and os.geteuid() == 0:
+    if self._active_isolation != 'none' and os.geteuid() == 0:
       workdirs.change_owner(folder, self._uid)
     previous = self._folders.get(path)
     self._folders[path] = int(folder.name)
@@ -192,8 +209,9 @@ class LocalSandbox:
     if limit:
       return ExecResult(137, out, err, limit, elapsed)
     if not report_lines:
+      message = err.decode('utf-8', 'replace').strip()[-300:]
       raise SandboxError(
-        f'the sandbox of {command[0]!r} ended without reporting a result'
+        f'the sandbox of {command[0]!r} ended without reporting a result: {message}'
       )
     answer = json.loads(report_lines.splitlines()[0])
     if 'error' in answer:
@@ -202,7 +220,8 @@ class LocalSandbox:
 
   def _build_spec(self, command: Sequence[str], seconds: float) -> dict[str, Any]:
     """Returns what `namespaces.py` needs to know."""
-    state, limits, use_namespaces = self._state, self._limits, self._namespaces
+    state, limits, isolation = self._state, self._limits, self._active_isolation
+    use_namespaces = isolation != 'none'
     cpu = math.ceil(seconds)
     rlimits = {
       'RLIMIT_CPU': cpu,
@@ -224,7 +243,10 @@ class LocalSandbox:
       'command': list(command),
       'env': env | {'OPENBLAS_NUM_THREADS': '1'} | self._environment,
       'cwd': self._workdir if use_namespaces else str(self._on_host(self._workdir)),
-      'namespaces': use_namespaces,
+      'isolation': isolation,
+      'bwrap': shutil.which('bwrap') if isolation == 'bwrap' else '',
+      'seccomp': seccomp_filter.seccomp_program().hex(),
+      'keyctl': seccomp_filter.KEYCTL.get(platform.machine(), -1),
       'root': f'{state}/root',
       'uid': self._uid,
       'binds': self._bind_mounts(),
@@ -242,6 +264,8 @@ class LocalSandbox:
       if os.path.lexists(path) and not is_covered:
         binds.append((path, path, False))
     binds += [(path, path, False) for path in DEVICES]
+    if self._active_isolation == 'bwrap':
+      binds.append((namespaces.__file__, namespaces.PROGRAM, False))
     own_folders = [(f'{self._state}/{n}', p, True) for p, n in self._folders.items()]
     return binds + sorted(own_folders, key=lambda mount: mount[1])
 
@@ -263,7 +287,8 @@ class LocalSandbox:
 
   def _path(self, path: str) -> str:
     path = str(PurePosixPath(self._workdir) / path)
-    return path if self._namespaces else str(self._on_host(path))
+    is_inside = self._active_isolation != 'none'
+    return path if is_inside else str(self._on_host(path))
 
   def stop(self) -> None:
     """Ends running execs and removes the sandbox."""
@@ -274,17 +299,47 @@ class LocalSandbox:
       self._finalizer()
 
 
+def choose_isolation(isolation: Isolation) -> Isolation:
+  """Returns what creates the namespaces of a sandbox.
+
+  Args:
+    isolation: The option of `LocalSandbox`.
+
+  Returns:
+    'bwrap' or 'namespaces'.
+  """
+  return _default_isolation() if isolation == 'auto' else isolation
+
+
 @functools.cache
-def unsupported_reason() -> str:
+def _default_isolation() -> Isolation:
+  reason = unsupported_reason('bwrap')
+  if not reason:
+    return 'bwrap'
+  log.info("sandboxes are made by this project's own program: %s", reason)
+  return 'namespaces'
+
+
+@functools.cache
+def unsupported_reason(isolation: Isolation = 'auto') -> str:
   """Returns why this machine allows no sandbox, by trying to create one.
+
+  Args:
+    isolation: The option of `LocalSandbox`.
 
   Returns:
     The reason, or '' if it does.
   """
   if sys.platform != 'linux':
     return f'namespaces exist only on Linux, and this is {sys.platform}'
-  sandbox = LocalSandbox()
-  sandbox._create()
+  if not seccomp_filter.seccomp_program():
+    return f'no filter of system calls is known for a machine of {platform.machine()}'
+  if isolation == 'auto':
+    return unsupported_reason(_default_isolation())
+  if isolation == 'bwrap' and shutil.which('bwrap') is None:
+    return 'bubblewrap is not installed: there is no bwrap on the PATH'
+  sandbox = LocalSandbox(isolation=isolation)
+  sandbox._create(isolation)
   try:
     result = sandbox.exec(['true'])
   except (SandboxError, OSError) as error:

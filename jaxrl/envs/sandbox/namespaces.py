@@ -5,11 +5,12 @@ JSON line from LIFE says what to run; its end means that the caller is gone, and
 everything. The outcome is written to REPORT as one JSON object: `error`, or `code` and
 `limit`.
 
-The first process creates the namespaces; its child is process 1 in them. That one
-builds the view of files, drops all privileges and starts the command. When process 1
-ends, the kernel kills all others in the namespaces.
+The first process creates the namespaces and the view of files, or becomes bubblewrap
+(bwrap), which does. Its child is process 1 in them, which drops all privileges and
+starts the command. When process 1 ends, the kernel kills all others in the namespaces.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -25,10 +26,20 @@ from typing import Any
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 ALL = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWPID | NEWNET
-NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
+NOSUID, NODEV, NOEXEC, REMOUNT, BIND = 2, 4, 8, 0x20, 0x1000
+REC, PRIVATE = 0x4000, 0x40000
 MOUNT_SETATTR, RDONLY, RECURSIVE = 442, 1, 0x8000  # 442 on every architecture
 DETACH = 2
-PDEATHSIG, DUMPABLE, SUBREAPER, NO_NEW_PRIVS = 1, 4, 36, 38
+PDEATHSIG, DUMPABLE, SECCOMP, SUBREAPER, NO_NEW_PRIVS = 1, 4, 22, 36, 38
+SECCOMP_FILTER, JOIN_SESSION_KEYRING = 2, 1
+PROGRAM = '/run/namespaces.py'  # where this file is inside bwrap
+DEVICE_LINKS = {
+  '/dev/fd': '/proc/self/fd',
+  '/dev/stdin': '/proc/self/fd/0',
+  '/dev/stdout': '/proc/self/fd/1',
+  '/dev/stderr': '/proc/self/fd/2',
+  '/dev/shm': '/tmp',
+}
 USER = 1000  # the user id of the command, inside
 TICK = 0.02  # seconds between checks of the memory
 
@@ -115,6 +126,15 @@ def clear_path(root: str, path: str) -> None:
       os.unlink(root)
 
 
+def tmp_options(spec: dict[str, Any]) -> str:
+  """Returns the mount options of /tmp.
+
+  Args:
+    spec: What to run.
+  """
+  return f'mode=1777,size={spec["tmp"]},nr_inodes=16384'
+
+
 def build_root(spec: dict[str, Any]) -> None:
   """Builds the view of files and enters it: nothing of the host but what is named.
 
@@ -127,8 +147,7 @@ def build_root(spec: dict[str, Any]) -> None:
   for name in ('proc', 'tmp', 'dev', 'etc'):
     os.mkdir(f'{root}/{name}')
   mount('proc', f'{root}/proc', 'proc', NOSUID | NODEV | NOEXEC)
-  size = f'mode=1777,size={spec["tmp"]},nr_inodes=16384'
-  mount('tmpfs', f'{root}/tmp', 'tmpfs', NOSUID | NODEV, size)
+  mount('tmpfs', f'{root}/tmp', 'tmpfs', NOSUID | NODEV, tmp_options(spec))
   for name, text in spec['files'].items():
     with open(root + name, 'w') as file:
       file.write(text)
@@ -136,13 +155,12 @@ def build_root(spec: dict[str, Any]) -> None:
     if writable:
       clear_path(root, target)
     bind(source, root + target, writable)
-  for name in ('fd', 'stdin', 'stdout', 'stderr'):
-    number = {'stdin': '/0', 'stdout': '/1', 'stderr': '/2'}.get(name, '')
-    os.symlink(f'/proc/self/fd{number}', f'{root}/dev/{name}')
-  os.symlink('/tmp', f'{root}/dev/shm')
+  for path, target in DEVICE_LINKS.items():
+    os.symlink(target, root + path)
   os.chdir(root)
   call_libc('pivot_root', '.', '.')
   call_libc('umount2', '.', DETACH)  # the host's files, below the new root
+  hide_keys()
   restrict('/', RDONLY | NOSUID | NODEV, 0)
   call_libc('sethostname', 'sandbox', 7)
   with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -167,13 +185,37 @@ def map_user(process: str, uid: int, gid: int) -> None:
       file.write(f'{USER} {number} 1')
 
 
-def drop_privileges() -> None:
-  """Drops all privileges for good."""
+def hide_keys() -> None:
+  """Hides the names of the keys that the user has outside."""
+  if os.path.exists('/proc/keys'):
+    mount('/dev/null', '/proc/keys', '', BIND)
+
+
+def drop_privileges(seccomp: str) -> None:
+  """Drops all privileges for good, and filters system calls.
+
+  Args:
+    seccomp: The filter, as `seccomp_filter.seccomp_program` returns it, in hexadecimal.
+  """
   with open('/proc/sys/user/max_user_namespaces', 'w') as file:
     file.write('0')  # of this namespace: the command makes none within it
   call_libc('prctl', NO_NEW_PRIVS, 1, 0, 0, 0)
   call_libc('capset', struct.pack('Ii', 0x20080522, 0), bytes(24))
   call_libc('prctl', DUMPABLE, 0, 0, 0, 0)  # the command cannot trace process 1
+  program = bytes.fromhex(seccomp)
+  buffer = ctypes.create_string_buffer(program, len(program))
+  header = struct.pack('HP', len(program) // 8, ctypes.addressof(buffer))
+  call_libc('prctl', SECCOMP, SECCOMP_FILTER, header, 0, 0)
+
+
+def leave_session_keyring(keyctl: int) -> None:
+  """Joins a new session keyring, as the caller's may hold secrets.
+
+  Args:
+    keyctl: The number of the system call of this name.
+  """
+  with contextlib.suppress(OSError):  # the kernel has no keyrings, or refuses them
+    call_libc('syscall', keyctl, JOIN_SESSION_KEYRING, None)
 
 
 def run_in_namespaces(spec: dict[str, Any], life: int, report: int) -> int:
@@ -228,7 +270,121 @@ def _first(
     os.setgroups([])
     os.setresgid(USER, USER, USER)
     os.setresuid(USER, USER, USER)
-  drop_privileges()
+  drop_privileges(spec['seccomp'])
+  call_libc('prctl', PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+  return supervise(spec, life, report)
+
+
+def run_in_bwrap(spec: dict[str, Any], life: int, report: int) -> int:
+  """Becomes bwrap, in which this program is process 1; see `run_as_process_1`.
+
+  Root becomes the unused user first, so that bwrap has no privileges outside.
+
+  Args:
+    spec: What to run.
+    life: The descriptor whose end means that the caller is gone.
+    report: The descriptor for the outcome.
+  """
+  for source, outer, writable in spec['binds']:
+    for _, inner, _ in spec['binds'] if writable else ():
+      if inner.startswith(f'{outer}/'):
+        clear_path(source, inner.removeprefix(outer))
+  sources = [source for source, _, _ in spec['binds']]
+  if os.geteuid() == 0:
+    call_libc('unshare', NEWNS)
+    sources = stage_sources(spec)
+    os.setgroups([])
+    os.setresgid(spec['uid'], spec['uid'], spec['uid'])
+    os.setresuid(spec['uid'], spec['uid'], spec['uid'])
+  for descriptor in (life, report):
+    os.set_inheritable(descriptor, True)
+  arguments = bwrap_arguments(spec, sources)
+  arguments += [sys.executable, '-I', '-S', PROGRAM, str(life), str(report)]
+  os.execve(spec['bwrap'], [*arguments, str(memory_file(json.dumps(spec)))], {})
+
+
+def stage_sources(spec: dict[str, Any]) -> list[str]:
+  """Makes what is bound reachable for a user who may not enter the folders above it.
+
+  Args:
+    spec: What to run.
+
+  Returns:
+    Paths of the sources that anyone can reach, in this mount namespace.
+  """
+  mount('', '/', '', REC | PRIVATE)
+  root, sources = spec['root'], []
+  stage = next(path for path in ('/mnt', '/srv', '/tmp') if os.path.isdir(path))
+  mount('tmpfs', root, 'tmpfs', NOSUID | NODEV, 'mode=755,size=1m')
+  for number, (source, _, writable) in enumerate(spec['binds']):
+    bind(source, f'{root}/{number}', writable)
+    sources.append(f'{stage}/{number}')
+  mount(root, stage, '', BIND | REC)
+  return sources
+
+
+def bwrap_arguments(spec: dict[str, Any], sources: list[str]) -> list[str]:
+  """Returns the options with which bwrap builds what `build_root` builds.
+
+  Args:
+    spec: What to run.
+    sources: The paths of what is bound.
+
+  Returns:
+    The beginning of bwrap's command line.
+  """
+  arguments = ['bwrap', '--unshare-user', '--unshare-ipc', '--unshare-pid']
+  arguments += ['--unshare-net', '--unshare-uts', '--unshare-cgroup-try', '--as-pid-1']
+  arguments += ['--uid', str(USER), '--gid', str(USER), '--hostname', 'sandbox']
+  arguments += ['--cap-add', 'ALL', '--proc', '/proc']  # process 1 drops them
+  arguments += ['--tmpfs', '/tmp']  # which process 1 bounds
+  for path in ('/dev', '/etc', '/run'):
+    arguments += ['--dir', path]
+  for name, text in spec['files'].items():
+    arguments += ['--file', str(memory_file(text)), name]
+  for source, (_, target, writable) in zip(sources, spec['binds'], strict=True):
+    if os.path.islink(source):
+      arguments += ['--symlink', os.readlink(source), target]
+    elif target.startswith('/dev/'):
+      arguments += ['--dev-bind', source, target]
+    else:
+      arguments += ['--bind' if writable else '--ro-bind', source, target]
+  for path, target in DEVICE_LINKS.items():
+    arguments += ['--symlink', target, path]
+  return [*arguments, '--remount-ro', '/', '--chdir', '/', '--']
+
+
+def memory_file(text: str) -> int:
+  """Returns the inheritable descriptor of a file in memory.
+
+  Args:
+    text: What the file holds.
+
+  Returns:
+    The descriptor, at the file's beginning.
+  """
+  descriptor = os.memfd_create('sandbox', 0)
+  with open(descriptor, 'w', closefd=False) as file:
+    file.write(text)
+  os.lseek(descriptor, 0, os.SEEK_SET)
+  return descriptor
+
+
+def run_as_process_1(spec: dict[str, Any], life: int, report: int) -> int:
+  """Runs the command in the namespaces that bwrap has created.
+
+  Args:
+    spec: What to run.
+    life: The descriptor whose end means that the caller is gone.
+    report: The descriptor for the outcome.
+
+  Returns:
+    The exit code.
+  """
+  mount('', '/tmp', '', REMOUNT | NOSUID | NODEV, tmp_options(spec))
+  os.chmod('/tmp', 0o1777)
+  hide_keys()
+  drop_privileges(spec['seccomp'])
   call_libc('prctl', PDEATHSIG, signal.SIGKILL, 0, 0, 0)
   return supervise(spec, life, report)
 
@@ -258,7 +414,7 @@ def supervise(spec: dict[str, Any], life: int, report: int) -> int:
       return 0
     if life in ready:
       return 0
-    if spec['namespaces'] and memory_used() > spec['memory']:
+    if spec['isolation'] != 'none' and memory_used() > spec['memory']:
       report_outcome(report, {'code': 137, 'limit': 'memory'})
       return 0
     reap_orphans(command)
@@ -304,6 +460,7 @@ def exec_command(spec: dict[str, Any]) -> None:
   """
   try:
     os.setsid()
+    os.closerange(3, 1 << 16)
     os.chdir(spec['cwd'])
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
       signal.signal(number, signal.SIG_DFL)
@@ -384,6 +541,9 @@ def main() -> int:
   life, report = int(sys.argv[1]), int(sys.argv[2])
   for descriptor in (life, report):
     os.set_inheritable(descriptor, False)
+  if len(sys.argv) > 3:  # inside bwrap
+    with open(int(sys.argv[3])) as file:
+      return run_as_process_1(json.load(file), life, report)
   os.umask(0o022)
   with open('/proc/self/oom_score_adj', 'w') as file:
     file.write('1000')  # when the machine runs out of memory, this goes first
@@ -394,9 +554,13 @@ def main() -> int:
       return 0
     line += piece
   spec = json.loads(line)
-  return (run_in_namespaces if spec['namespaces'] else run_without_namespaces)(
-    spec, life, report
-  )
+  leave_session_keyring(spec['keyctl'])
+  run = {
+    'none': run_without_namespaces,
+    'namespaces': run_in_namespaces,
+    'bwrap': run_in_bwrap,
+  }[spec['isolation']]
+  return run(spec, life, report)
 
 
 if __name__ == '__main__':

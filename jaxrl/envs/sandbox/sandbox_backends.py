@@ -11,7 +11,7 @@ from jaxrl import call_strings
 from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.sandbox import local_sandbox as local_module
 from jaxrl.envs.sandbox.container_sandbox import ContainerSandbox
-from jaxrl.envs.sandbox.local_sandbox import LocalSandbox
+from jaxrl.envs.sandbox.local_sandbox import Isolation, LocalSandbox
 from jaxrl.envs.sandbox.sandbox_api import MIB, Sandbox, SandboxLimits
 
 MakeSandbox = Callable[..., Sandbox]
@@ -28,6 +28,7 @@ def local_factory(
   output_mb: int = 4,
   readonly: Sequence[str] = (sys.prefix,),
   environment: Mapping[str, str] | None = None,
+  isolation: Isolation = 'auto',
   unsafe: bool = False,
 ) -> MakeSandbox:
   """Builds sandboxes on this machine, in namespaces; see `LocalSandbox`.
@@ -42,6 +43,7 @@ def local_factory(
     readonly: Folders of this machine that may be read, by default this Python's own.
       The `bin` of each comes first on the PATH.
     environment: Additional environment variables.
+    isolation: What creates the namespaces; see `LocalSandbox`.
     unsafe: Also run where the kernel allows no sandbox.
 
   Returns:
@@ -74,8 +76,15 @@ def local_factory(
   ) -> LocalSandbox:
     del task  # every task uses this machine's programs
     merged = _add_task_variables(variables, environment)
-    options = {'readonly': readonly, 'limits': limits, 'unsafe': unsafe}
-    return LocalSandbox(folders=folders, workdir=workdir, environment=merged, **options)
+    return LocalSandbox(
+      folders=folders,
+      workdir=workdir,
+      readonly=readonly,
+      environment=merged,
+      limits=limits,
+      isolation=isolation,
+      unsafe=unsafe,
+    )
 
   return make
 

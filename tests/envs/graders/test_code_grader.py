@@ -35,6 +35,6 @@ def test_all_or_nothing_and_another_field():
 
 
 def test_without_a_sandbox_it_is_refused(monkeypatch):
-  monkeypatch.setattr(local_sandbox, 'unsupported_reason', lambda: 'no namespaces')
+  monkeypatch.setattr(local_sandbox, 'unsupported_reason', lambda *_: 'no namespaces')
   with pytest.raises(ConfigError, match="grader 'code'"):
     make_grader('code')

@@ -1,4 +1,8 @@
-"""The local sandbox: what it gives, and that what runs in it does not get out."""
+"""The local sandbox: what it gives, and that what runs in it does not get out.
+
+Every test runs with bubblewrap, where it is installed, and with this project's own
+program.
+"""
 
 import os
 import socket
@@ -15,19 +19,27 @@ from jaxrl.envs.sandbox.local_sandbox import PYTHON_PATH, LocalSandbox
 from jaxrl.envs.sandbox.sandbox_api import MIB, SandboxError, SandboxLimits
 
 ROOT = str(Path(__file__).parents[3])
-needs_namespaces = pytest.mark.skipif(
-  bool(local_sandbox.unsupported_reason()),
-  reason=f'no namespaces here: {local_sandbox.unsupported_reason()}',
-)
-pytestmark = needs_namespaces
+
+
+def isolations():
+  """What can create a sandbox, for a fixture; what cannot here is skipped."""
+  for name in ('bwrap', 'namespaces'):
+    reason = local_sandbox.unsupported_reason(name)
+    marks = pytest.mark.skipif(bool(reason), reason=f'{name}: {reason}')
+    yield pytest.param(name, marks=marks)
+
+
+@pytest.fixture(params=isolations())
+def isolation(request):
+  return request.param
 
 
 @pytest.fixture
-def make():
+def make(isolation):
   made = []
 
   def start(**options):
-    sandbox = LocalSandbox(**options)
+    sandbox = LocalSandbox(isolation=isolation, **options)
     made.append(sandbox)
     sandbox.start()
     return sandbox
@@ -221,10 +233,12 @@ import os
 from jaxrl.envs.sandbox.local_sandbox import LocalSandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 try:
-  LocalSandbox().start()
+  LocalSandbox(isolation='namespaces').start()
 except SandboxError as error:
   print(error)
-sandbox = LocalSandbox(unsafe=True, folders={'/work': None})
+sandbox = LocalSandbox(
+  isolation='namespaces', unsafe=True, folders={'/work': None}
+)
 sandbox.start()
 sandbox.write('/work/a', b'written')
 print(sandbox.read('a'))
@@ -253,11 +267,11 @@ def test_wrong_folders_are_told(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
-def test_its_starter_dies_and_so_does_all(tmp_path):
+def test_its_starter_dies_and_so_does_all(tmp_path, isolation):
   code = f"""
 import os, signal, threading, time
 from jaxrl.envs.sandbox.local_sandbox import LocalSandbox
-sandbox = LocalSandbox(); sandbox.start()
+sandbox = LocalSandbox(isolation={isolation!r}); sandbox.start()
 threading.Timer(.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 sandbox.exec(['sleep', '96.{os.getpid()}'])
 """
@@ -315,8 +329,8 @@ def test_output_of_one_command_may_be_more(make):
   assert len(sandbox.exec(many, output=9000).stdout) == 5000
 
 
-def test_a_sandbox_nobody_holds_any_more_is_removed(make):
-  sandbox = LocalSandbox(folders={'/work': None})
+def test_a_sandbox_nobody_holds_any_more_is_removed(isolation):
+  sandbox = LocalSandbox(folders={'/work': None}, isolation=isolation)
   sandbox.start()
   state = sandbox._state
   assert state.exists()
@@ -324,12 +338,12 @@ def test_a_sandbox_nobody_holds_any_more_is_removed(make):
   assert not state.exists()
 
 
-def test_where_the_callers_own_limits_are_lower_they_hold():
-  code = """
+def test_where_the_callers_own_limits_are_lower_they_hold(isolation):
+  code = f"""
 import resource
 from jaxrl.envs.sandbox.local_sandbox import LocalSandbox
 resource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))
-sandbox = LocalSandbox(); sandbox.start()
+sandbox = LocalSandbox(isolation={isolation!r}); sandbox.start()
 print(sandbox.exec(['sh', '-c', 'ulimit -n']).text)
 sandbox.stop()
 """
@@ -337,3 +351,54 @@ sandbox.stop()
     [sys.executable, '-c', code], cwd=ROOT, capture_output=True, check=True
   )
   assert done.stdout.split() == [b'99']
+
+
+@pytest.fixture
+def forgotten():
+  """What this machine can do is found out anew, in the test and after it."""
+  local_sandbox.unsupported_reason.cache_clear()
+  local_sandbox._default_isolation.cache_clear()
+  yield
+  local_sandbox.unsupported_reason.cache_clear()
+  local_sandbox._default_isolation.cache_clear()
+
+
+@pytest.mark.parametrize(
+  ('program', 'words'), [('', 'not installed'), ('echo no way >&2; exit 1', 'no way')]
+)
+def test_without_bubblewrap_its_own_program_stands_in_and_says_so_once(
+  program, words, monkeypatch, caplog, forgotten
+):
+  with tempfile.TemporaryDirectory() as folder:
+    os.chmod(folder, 0o755)  # the sandbox's user runs it
+    if program:
+      (Path(folder) / 'bwrap').write_text(f'#!/bin/sh\n{program}\n')
+      (Path(folder) / 'bwrap').chmod(0o755)
+    monkeypatch.setenv('PATH', folder)
+    caplog.set_level('INFO')
+    for _ in range(2):
+      assert local_sandbox.choose_isolation('auto') == 'namespaces'
+      sandbox = LocalSandbox()
+      sandbox.start()
+      assert sandbox.exec(['/bin/echo', 'ok']).stdout == b'ok\n'
+      sandbox.stop()
+    (record,) = [r for r in caplog.records if r.name == local_sandbox.__name__]
+    assert "this project's own program" in record.message and words in record.message
+    with pytest.raises(SandboxError, match=f'allows no sandbox: .*{words}'):
+      LocalSandbox(isolation='bwrap').start()
+
+
+def test_bubblewrap_is_the_default_where_it_works():
+  reason = local_sandbox.unsupported_reason('bwrap')
+  if reason:
+    pytest.skip(reason)
+  assert local_sandbox.choose_isolation('auto') == 'bwrap'
+  sandbox = LocalSandbox()
+  sandbox.start()
+  assert b'/run/namespaces.py' in sandbox.exec(['cat', '/proc/1/cmdline']).stdout
+  sandbox.stop()
+
+
+def test_an_isolation_that_there_is_not_is_told():
+  with pytest.raises(SandboxError, match='auto, bwrap, namespaces'):
+    LocalSandbox(isolation='docker')  # type: ignore[arg-type]

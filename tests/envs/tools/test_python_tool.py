@@ -134,7 +134,7 @@ def test_close_ends_a_call_and_all_it_started():
 
 
 def test_it_refuses_where_there_is_no_sandbox(monkeypatch):
-  monkeypatch.setattr(local_sandbox, 'unsupported_reason', lambda: 'no namespaces')
+  monkeypatch.setattr(local_sandbox, 'unsupported_reason', lambda *_: 'no namespaces')
   with pytest.raises(SandboxError, match='no namespaces'):
     PythonTool().start()
   tool = PythonTool(unsafe=True)
