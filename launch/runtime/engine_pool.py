@@ -46,13 +46,14 @@ class EngineHandle:
     async def call(*args: Any, **options: Any) -> Any:
       from ray.exceptions import ActorUnavailableError, RayActorError
 
-      if self._actor is None:
+      actor = self._actor  # while this waits, another may take its place
+      if actor is None:
         raise EngineDeadError('the engine is being restarted')
       try:
-        return await getattr(self._actor, name).remote(*args, **options)
+        return await getattr(actor, name).remote(*args, **options)
       except RayActorError as error:
         if name == 'pull' and isinstance(error, ActorUnavailableError):
-          _kill(self._actor)  # it may come back, but with which weights?
+          _kill(actor)  # it may come back, but with which weights?
         raise EngineDeadError(error_summary(error)) from error
 
     return call

@@ -5,6 +5,8 @@ import types
 
 import pytest
 
+from jaxrl.rollout.engine.actor_proxy import EngineDeadError
+from launch.runtime import engine_pool
 from launch.runtime.engine_pool import EnginePool
 
 
@@ -45,3 +47,27 @@ async def test_the_pool_ends_with_its_work_whenever_an_answer_comes(ticks):
   done, _ = await asyncio.wait({task}, timeout=5)
   assert done, 'the pool still watches its engine'
   assert task.result() == 'done'
+
+
+async def test_a_handle_that_is_rebound_while_it_waits_ends_the_actor_it_asked(
+  monkeypatch,
+):
+  """The watch may find the loss first; there is then no actor in the handle."""
+  from ray.exceptions import ActorUnavailableError
+
+  handle, killed = None, []
+
+  class Lost:
+    def __init__(self):
+      self.pull = types.SimpleNamespace(remote=self._pull)
+
+    async def _pull(self):
+      handle.rebind(None)
+      raise ActorUnavailableError('it cannot be reached', None)
+
+  actor = Lost()
+  handle = engine_pool.EngineHandle(actor)
+  monkeypatch.setattr(engine_pool, '_kill', killed.append)
+  with pytest.raises(EngineDeadError):
+    await handle.pull()
+  assert killed == [actor]
