@@ -18,7 +18,6 @@ from launch.runtime import process_env
 from launch.settings import command_line as configs
 from launch.settings.command_line import ConfigError
 from launch.settings.logging_settings import read_logging
-from launch.settings.task_settings import eval_sets
 
 if TYPE_CHECKING:
   from launch.settings.run_settings import RunSettings
@@ -82,6 +81,8 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
   for section in (config.eval, *config.eval.sets.values()):
     if section.interval is not None:
       section.interval = max(section.interval, 1)  # which is what loads the tasks
+  from launch.settings.task_settings import eval_sets  # imports JAX: seconds
+
   ks = read_ks(flags['k'])
   for name, evaluation in eval_sets(config.to_dict()).items():
     if ks and ks[-1] > evaluation['group_size']:

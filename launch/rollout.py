@@ -102,6 +102,11 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
   if not config.get('env', {}):
     raise ConfigError('config.env has no environment: there is nothing to play')
   sets = _sets_to_play(config.to_dict(), mode)
+  if not sets:
+    raise ConfigError(
+      'config.env: every tag has weight 0, so training plays nothing: give one a '
+      'weight above 0, or set --mode=val'
+    )
   envs = {name: config.env[section['tag']].to_dict() for name, section in sets.items()}
   for name, section in sets.items():
     env = envs[name]

@@ -230,6 +230,7 @@ class Learner:
       ValueError: A row fits no bucket or no micro-batch.
       EmptyBatchError: No row has an action token.
       FloatingPointError: The loss or the gradient is not finite.
+      NothingLearnedError: For several steps, settings have left no token to learn from.
     """
     return await self._device_thread.run(self._update, groups)
 

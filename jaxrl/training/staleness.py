@@ -176,9 +176,9 @@ def mismatch_by_age(
   sampled = host_batch.action_mask & (host_batch.weights_version >= 0)
   sampled &= ~(host_batch.expert_mask | host_batch.greedy_mask)[:, None]
   older = sampled & (host_batch.weights_version < step)
-  stale = sampled & _after_any(older, host_batch.segment_ids)
-  if batch.old_logprobs is None or not stale.any():
+  if batch.old_logprobs is None or not older.any():
     return {}
+  stale = sampled & _after_any(older, host_batch.segment_ids)
   masks = {'mismatch/fresh': sampled & ~stale, 'mismatch/stale': stale}
   put = functools.partial(sharding.put_array, layout=sharding.rows_sharding(mesh))
   means = _compiled(_mean_differences, mesh, stale.shape)(

@@ -5,8 +5,9 @@ what the components are called to make.
 """
 
 import ast
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxrl.call_strings import ComponentCall, ConfigError, build_component
@@ -110,6 +111,23 @@ def split_terms(text: str, separator: str = '+') -> list[str]:
   return terms
 
 
+@contextlib.contextmanager
+def naming_key(key: str, text: Any) -> Iterator[None]:
+  """Makes the errors of a block begin with a config key and its value.
+
+  Args:
+    key: The dotted key.
+    text: Its value.
+
+  Raises:
+    ConfigError: An error of the block, with the key.
+  """
+  try:
+    yield
+  except ConfigError as error:
+    raise ConfigError(f'--config.{key}={text}: {error}') from error
+
+
 def parse_setting(key: str, text: str, parse: Callable[[str], Any]) -> Any:
   """Parses the text of a config key.
 
@@ -124,10 +142,8 @@ def parse_setting(key: str, text: str, parse: Callable[[str], Any]) -> Any:
   Raises:
     ConfigError: If the text cannot be read; the message begins with the key.
   """
-  try:
+  with naming_key(key, text):
     return parse(text)
-  except ConfigError as error:
-    raise ConfigError(f'--config.{key}={text}: {error}') from error
 
 
 def parse_component(

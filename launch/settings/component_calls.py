@@ -27,7 +27,12 @@ from jaxrl.rollout.weights.weight_sync import SYNC_POLICIES, SyncPolicy
 from jaxrl.training.batching.packing_plan import Packing, first_fit
 from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.staleness import STALENESS_POLICIES, StalenessLimit
-from launch.settings.call_syntax import parse_call, parse_component, parse_setting
+from launch.settings.call_syntax import (
+  naming_key,
+  parse_call,
+  parse_component,
+  parse_setting,
+)
 from launch.settings.run_settings import MeshSettings
 
 
@@ -163,11 +168,9 @@ def parse_row_keys(text: str, key: str = 'dataset.keys') -> dict[str, str]:
       keys[name] = row_key
     else:
       others.append(term.strip())
-  try:
-    rest = ', '.join(others)
+  rest = ', '.join(others)
+  with naming_key(key, text):
     RowFormat(keys=rest)
-  except ConfigError as error:
-    raise ConfigError(f'--config.{key}={text}: {error}') from error
   return {f'{name}_key': row_key for name, row_key in keys.items()} | {'keys': rest}
 
 

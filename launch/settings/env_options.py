@@ -15,6 +15,7 @@ from jaxrl.config import call_arity, option_types
 from jaxrl.envs.env_registry import find_env
 from jaxrl.rollout.thread_pool import Timeouts, make_timeouts
 from launch.settings.call_syntax import (
+  naming_key,
   parse_call,
   parse_calls,
   parse_component,
@@ -71,10 +72,8 @@ def parse_typed_options(
   for name, value in options.items():
     if not isinstance(value, str):
       continue
-    try:
+    with naming_key(f'{where}.{name}', value):
       parsed[name] = _parse_value(value, hints.get(name))
-    except ConfigError as error:
-      raise ConfigError(f'--config.{where}.{name}={value}: {error}') from error
   return parsed
 
 

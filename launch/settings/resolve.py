@@ -23,6 +23,7 @@ from jaxrl.types import Algorithm
 from launch.settings import off_policy
 from launch.settings.algorithm_options import build_algorithm
 from launch.settings.call_syntax import (
+  naming_key,
   parse_call,
   parse_calls,
   parse_row_sources,
@@ -349,11 +350,9 @@ def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
   Raises:
     ConfigError: if the text is no such sum.
   """
-  try:
+  with naming_key('rollout.rewards', text):
     terms = composite.grader_terms(parse_grader_calls(text))
     return tuple(RewardTermSettings(*term) for term in terms)
-  except ConfigError as error:
-    raise ConfigError(f'--config.rollout.rewards={text}: {error}') from error
 
 
 def _env(

@@ -7,12 +7,12 @@ the config is derived from.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.call_strings import Component, ComponentCall, ConfigError
+from jaxrl.call_strings import Component, ComponentCall
 from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions, WriterOptions
 from jaxrl.models.exact import Exact
@@ -23,6 +23,7 @@ from jaxrl.rollout.weights.weight_sync import SyncPolicy
 from jaxrl.training.batching.packing_plan import Packing
 from jaxrl.training.staleness import StalenessLimit
 from jaxrl.types import Algorithm
+from launch.settings.call_syntax import naming_key
 
 TEACHER_CHECKPOINT = '--config.teacher.checkpoint'
 
@@ -492,20 +493,13 @@ class RunSettings:
     evaluation = self.eval.sets[name]
     return 'eval.path' if evaluation.path else self.path_key(evaluation.tag)
 
-  @contextlib.contextmanager
-  def naming(self, key: str) -> Iterator[None]:
+  def naming(self, key: str) -> contextlib.AbstractContextManager[None]:
     """Makes the errors of a block begin with a config key and its value.
 
     Args:
       key: the dotted key.
-
-    Raises:
-      ConfigError: an error of the block, with the key.
     """
-    try:
-      yield
-    except ConfigError as error:
-      raise ConfigError(f'--config.{key}={self.text(key)}: {error}') from error
+    return naming_key(key, self.text(key))
 
   def env_manager_config(self, tag: str) -> ConfigDict:
     """Returns a tag's section as group filters are given it."""

@@ -1,6 +1,7 @@
 """Kills of runs and of parts of runs; afterwards the same command must finish them."""
 
 import signal
+import subprocess
 import time
 
 import psutil
@@ -26,7 +27,7 @@ def finish(folder, *options) -> str:
     process = runs.spawn(folder, *options)
     try:
       said, _ = process.communicate(timeout=240)
-    except Exception:
+    except subprocess.TimeoutExpired:
       process.kill()
       process.communicate()
       return 'the same command hung'
@@ -84,7 +85,7 @@ def ray_parts(rng, folder) -> Trials:
         found[draw % len(found)].send_signal(signal.SIGKILL)
       try:
         process.communicate(timeout=300)
-      except Exception:
+      except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         return f'hung after the loss of {part}'

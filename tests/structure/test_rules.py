@@ -123,6 +123,19 @@ def test_the_library_imports_without_heavy_packages():
   assert done.stdout.strip() == '[]', done.stdout + done.stderr
 
 
+def test_commands_are_imported_without_jax():
+  """So that errors in a command line are told at once, and the tuning comes first."""
+  commands = ('train', 'rollout', 'evaluate', 'play', 'serve', 'plan')
+  code = (
+    'import importlib, sys\n'
+    f'for name in {commands}:\n'
+    "  importlib.import_module(f'launch.{name}')\n"
+    "  assert 'jax' not in sys.modules, name\n"
+  )
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+
+
 def test_files_have_readable_sizes():
   lines = {name: file.read_text().count('\n') for name, file in SOURCE.items()}
   assert {n: c for n, c in lines.items() if c > MAX_FILE_LINES} == {}
