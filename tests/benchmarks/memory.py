@@ -9,8 +9,9 @@ has risen, from before there was any array, at its highest during the second upd
 
 A soak trains configs/debug.py for some minutes, 15 unless told otherwise, with a
 checkpoint at each step and then without any. After its first minute, the resident set
-of a run may grow by at most 10 MiB. It falls whenever Python collects its garbage, so
-that the medians of minutes are compared.
+of a run may grow by at most 10 MiB. It rises and falls by some MiB as Python collects
+its garbage and checkpoints are written, so that medians are compared: of the second
+minute, and of the last three.
 """
 
 import asyncio
@@ -189,7 +190,7 @@ def soak_all(minutes: float) -> None:
     steps, sizes = soak(option, 60 * minutes)
     whole_minutes = range(60, len(sizes) - 30, 60)
     medians = [statistics.median(sizes[i : i + 60]) / 2**20 for i in whole_minutes]
-    grown.append(max(medians) - medians[0])
+    grown.append(statistics.median(medians[-3:]) - medians[0])
     told = ', '.join(f'{size:.0f}' for size in medians)
     print(f'{name}: {steps} steps; MiB in each minute from the second on: {told}')
     print(f'  grown by {grown[-1]:.1f} MiB', flush=True)
