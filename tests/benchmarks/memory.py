@@ -8,10 +8,10 @@ alone; then the learner is made and updates twice. Measured is how far the resid
 has risen, from before there was any array, at its highest during the second update.
 
 A soak trains configs/debug.py for some minutes, 15 unless told otherwise, with a
-checkpoint at each step and then without any. After its first minute, the resident set
-of a run may grow by at most 10 MiB. It rises and falls by some MiB as Python collects
-its garbage and checkpoints are written, so that medians are compared: of the second
-minute, and of the last three.
+checkpoint at each step and then without any. After its first minute of training, the
+resident set of a run may grow by at most 10 MiB. It rises and falls by some MiB as
+Python collects its garbage and checkpoints are written, so that medians are compared:
+of the second minute, and of the last three.
 """
 
 import asyncio
@@ -170,6 +170,9 @@ def soak(option: str, seconds: float) -> tuple[int, list[int]]:
     options = [f'--workdir={folder}', '--config.num_steps=1000000000', option]
     process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
     try:
+      metrics = pathlib.Path(folder, 'metrics.jsonl')
+      while not metrics.exists() and process.poll() is None:
+        time.sleep(1)
       end = time.monotonic() + seconds
       while time.monotonic() < end:
         time.sleep(1)
@@ -179,7 +182,7 @@ def soak(option: str, seconds: float) -> tuple[int, list[int]]:
     finally:
       process.terminate()
       process.wait()
-    lines = pathlib.Path(folder, 'metrics.jsonl').read_text().splitlines()
+    lines = metrics.read_text().splitlines()
   return len(lines), sizes
 
 
