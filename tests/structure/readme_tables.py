@@ -63,6 +63,7 @@ def models() -> str:
   """Returns the table of model families."""
   rows = []
   sampled = set(map(family_cases.model_type, family_cases.CASES))
+  sampled |= set(family_cases.WITH_IMAGES)
   for name, location in families.BUILT_IN.items():
     doc = importlib.import_module(location.partition(':')[0]).__doc__ or ''
     published = [

@@ -100,15 +100,13 @@ class VllmEngine(EngineBase):
     super().__init__(tokenizer, max_length=max_length, vocab_size=config.vocab_size)
     self._processor: Any = None  # of images
     if config.vision is not None:
-      if current_platform.is_cpu():
-        raise ConfigError(
-          'rollout.engine=vllm: on a CPU, vLLM computes other features of images than '
-          'the learner does: use rollout.engine=jax'
-        )
       from jaxrl.models.vision.patch_processor import PatchProcessor  # few models do
 
       self._processor = PatchProcessor(config.vision)
       options = {'limit_mm_per_prompt': {'video': 0}} | options
+      # The layer that would normalise pixels in the model has its constants among the
+      # weights. 'dummy' fills them with noise, and no update brings them back.
+      options['mm_device_do_normalize'] = False
     self._stats = VllmStats(max_num_seqs)
     self._version: int | None = None
     self._is_paused = False
@@ -324,6 +322,8 @@ class VllmEngine(EngineBase):
       await self._llm.reset_prefix_cache(
         reset_running_requests=True, reset_connector=True
       )
+      if self._processor is not None:  # the tower may have changed, too
+        await self._llm.reset_encoder_cache()
     self._version = version
     self._is_updating = False
     if not self._is_paused:

@@ -31,6 +31,7 @@ RESERVED_OPTIONS = {
   'tokenizer': 'model.checkpoint',
   'max_model_len': 'batch.max_length',
   'max_num_seqs': 'rollout.max_num_seqs',
+  'mm_device_do_normalize': '',
   'data_parallel_size': 'cluster.num_engines',  # digests of replicas are not compared
   'disable_log_stats': '',
   'folder': 'model.checkpoint',

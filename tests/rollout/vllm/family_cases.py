@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
   'glm4-moe': WIDE,
   'deepseek-v3': {**LATENTS, 'attention_bias': False},
 }
+WITH_IMAGES = ('qwen3_vl',)  # compared in `test_vllm_sees_images`
 DELTA_NETS = 'qwen3_next', 'qwen3_5_text', 'qwen3_5_moe_text', 'qwen3_5', 'qwen3_5_moe'
 # Family → why vLLM's CPU build cannot run it, or not as it is used here.
 OBSTACLES = {
