@@ -5,31 +5,48 @@ import sys
 
 # By the start of a config key, or by a flag of a command.
 PAGES = {
+  'algorithm': 'docs/extending.md',
   'algorithm.correction': 'docs/mismatch.md',
+  'batch': 'docs/memory.md',
+  'batch.length_buckets': 'docs/packing.md',
   'batch.packing': 'docs/packing.md',
+  'checkpoint': 'docs/reliability.md',
+  'checkpoint.export': 'docs/models.md',
   'cluster': 'docs/cluster.md',
+  'dataset': 'docs/datasets.md',
   'dataset.experience_store': 'docs/store.md',
   'env': 'docs/environments.md',
-  'eval.sets': 'docs/environments.md',
+  'eval': 'docs/environments.md',
   'kernels': 'docs/kernels.md',
+  'logging.sinks': 'docs/extending.md',
+  'logging.trace_steps': 'docs/performance.md',
   'mesh': 'docs/mesh.md',
+  'model': 'docs/models.md',
   'model.lora': 'docs/lora.md',
+  'model.remat': 'docs/lora.md',
+  'optimizer.name': 'docs/lora.md',
   'plugins': 'docs/extending.md',
   'rollout.async_ratio': 'docs/mismatch.md',
   'rollout.engine': 'docs/vllm.md',
+  'rollout.group_filter': 'docs/extending.md',
   'rollout.logprob_mismatch_warn': 'docs/mismatch.md',
+  'rollout.max_num_seqs': 'docs/memory.md',
+  'rollout.reward_shaping': 'docs/extending.md',
   'rollout.rewards': 'docs/graders.md',
   'rollout.staleness_policy': 'docs/mismatch.md',
+  'sft': 'docs/datasets.md',
   'trajectory_dump': 'docs/store.md',
   'weight_sync': 'docs/weights.md',
   '--benchmark': 'docs/benchmarks.md',
+  '--checkpoint': 'docs/models.md',
   '--mode': 'docs/synthesis.md',
   '--topology': 'docs/plan.md',
 }
-# A flag, or a key with its section: a bare `mesh` in a sentence is only a word.
+# A flag, or a key with its section: a bare `mesh` in a sentence is only a word, and
+# `eval.jsonl` is a file.
 _NAME = re.compile(
   r'--config\.([a-z_][\w.]*)|(--[a-z]+)|'
-  r'(?<![\w./-])(?:config\.)?([a-z_]+\.(?!py\b)[a-z_][\w.]*)'
+  r'(?<![\w./-])(?:config\.)?([a-z_]+\.(?!(?:py|jsonl?|csv|parquet)\b)[a-z_][\w.]*)'
 )
 
 

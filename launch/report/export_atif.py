@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers.atif_writer import write_documents
 from jaxrl.data.trajectory_writers.file_writer import IMAGES
+from launch.logging.error_pages import print_error
 from launch.report.dump_rows import dump_patterns, read_part
 
 USAGE = """\
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     count = export(pathlib.Path(argv[0]), pathlib.Path(argv[1]))
   except (ConfigError, OSError, ValueError) as error:
-    print(f'error: {error}', file=sys.stderr)
+    print_error(error)
     return 2
   print(f'{argv[1]}: {count} trajectories')
   return 0

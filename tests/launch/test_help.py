@@ -151,6 +151,10 @@ def test_every_command_has_help(name):
     ('raise rollout.async_ratio or batch.max_length', 'docs/mismatch.md'),
     ('config.env.lake.env_config.size: too large', 'docs/environments.md'),
     ('--benchmark=gsm8k: name the file', 'docs/benchmarks.md'),
+    ("algorithm.policy_loss: no policy_loss 'cispp'", 'docs/extending.md'),
+    ('--config.model.checkpoint=x: no model in x', 'docs/models.md'),
+    ('--config.dataset.curriculum=x: no curriculum', 'docs/datasets.md'),
+    ('eval.jsonl: line 3 is not JSON', ''),
     ('the mesh of the cluster is too small for its env', ''),
     ('--config.num_steps=x: must be a whole number', ''),
     ('no file configs/mesh.py', ''),
@@ -167,11 +171,31 @@ def test_an_error_that_names_a_page_itself_keeps_it(capsys):
   assert capsys.readouterr().err == 'error: mesh.data is wrong, see docs/plan.md\n'
 
 
-def test_every_page_of_an_error_exists_and_speaks_of_its_key():
+def known_keys():
   command = command_line.parse([f'--config={CONFIGS / "debug.py"}'])
   sections = {'logging': read_logging, 'trajectory_dump': open_dump}
-  config = command_line.load(command, sections)
-  keys = {'eval.sets', *command_line.dotted_keys(config)}
+  return {'eval.sets', *command_line.dotted_keys(command_line.load(command, sections))}
+
+
+def test_a_mistake_in_any_section_has_a_page():
+  sections = {key.partition('.')[0] for key in known_keys() if '.' in key}
+  pages = {
+    section: {
+      find_page(f'--config.{key}=x: is wrong')
+      for key in known_keys()
+      if key.startswith(f'{section}.')
+    }
+    for section in sections
+  }
+  assert len(pages) > 10
+  # Of these, no key or not every key is explained by a page.
+  assert {name for name, found in pages.items() if not any(found)} == {'teacher'}
+  partly = {'rollout', 'optimizer', 'teacher'}
+  assert {name for name, found in pages.items() if '' in found} == partly
+
+
+def test_every_page_of_an_error_exists_and_speaks_of_its_key():
+  keys = known_keys()
   flags = evaluate.FLAGS.keys() | rollout.FLAGS.keys() | plan.FLAGS.keys()
   for key, page in PAGES.items():
     assert (runs.ROOT / page).is_file(), page
