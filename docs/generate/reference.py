@@ -16,7 +16,7 @@ from jaxrl.data.trajectory_writers.writer import open_dump
 from jaxrl.functional import components
 from jaxrl.functional.formulas import AGGREGATIONS, FORMULAS
 from launch.__main__ import COMMANDS
-from launch.logging.metric_descriptions import METRIC_DESCRIPTIONS
+from launch.logging.metric_descriptions import HEALTHY_RANGES, METRIC_DESCRIPTIONS
 from launch.settings.component_kinds import (
   KINDS,
   ComponentKind,
@@ -135,7 +135,7 @@ def _overview() -> str:
   rows = [
     ('[Commands](commands.md)', 'every `python -m launch.…` with its flags'),
     ('[Config keys](config.md)', 'type, default and meaning of every key'),
-    ('[Metrics](metrics.md)', 'what every name in `metrics.jsonl` means'),
+    ('[Metrics](metrics.md)', 'meaning and healthy range of every metric'),
     ('[Algorithms](algorithms/index.md)', 'formula, options and paper of each'),
     *(
       (f'[{_title(kind)}](components/{kind.plural}.md)', _escape(kind.what))
@@ -257,18 +257,21 @@ def _type_name(kind: str) -> str:
 
 
 def _metrics() -> str:
-  families: dict[str, list[tuple[str, str]]] = {}
+  families: dict[str, list[tuple[str, ...]]] = {}
   for name, meaning in METRIC_DESCRIPTIONS.items():
-    row = f'`{name}`', _escape(meaning)
+    row = f'`{name}`', _escape(meaning), _escape(HEALTHY_RANGES.get(name, '–'))
     families.setdefault(name.partition('/')[0], []).append(row)
   text = (
     '# Metrics\n\nEach step writes one line of JSON to `metrics.jsonl` in the workdir, '
     'with the metrics that it has, beside `step` and `phase` (`sft` or `train`). The '
     'console, the report, TensorBoard and the other sinks show the same names. A part '
     'in angle brackets stands for any name.\n\n'
+    'The last column says what a metric looks like in a run that goes well; – means '
+    'that this depends on the task or on the machine. See also [a run that does not '
+    'learn](../debugging.md) and [mismatch](../mismatch.md).\n\n'
   )
   for family, rows in families.items():
-    text += f'## {family}\n\n{_table("metric | meaning", rows)}\n\n'
+    text += f'## {family}\n\n{_table("metric | meaning | healthy", rows)}\n\n'
   return text
 
 

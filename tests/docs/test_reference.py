@@ -9,14 +9,20 @@ from jaxrl import call_strings
 from jaxrl.algorithms import registry, requirements
 from jaxrl.functional import aggregation
 from jaxrl.functional.formulas import AGGREGATIONS, FORMULAS
+from jaxrl.training.diagnosis import RULES
 from launch.__main__ import COMMANDS
-from launch.logging.metric_descriptions import METRIC_DESCRIPTIONS, describe_metric
+from launch.logging.metric_descriptions import (
+  HEALTHY_RANGES,
+  METRIC_DESCRIPTIONS,
+  describe_metric,
+)
 from launch.settings.component_kinds import KINDS
 from tests.configs import test_keys
 from tests.docs.blocks import ROOT
 from tests.launch import runs
 
 FAMILIES = {name.partition('/')[0] for name in METRIC_DESCRIPTIONS}
+METRICS = 'reference/metrics.md'
 NAME = re.compile(rf"'((?:{'|'.join(FAMILIES)})/[a-z][a-z_@/]*)'")
 
 
@@ -144,6 +150,31 @@ def test_every_description_is_of_a_metric_that_the_code_names():
   for name in METRIC_DESCRIPTIONS:
     leaf = re.sub(r'<\w+>', '', name.rpartition('/')[2] or name)
     assert re.search(rf'\b{re.escape(leaf)}', code), name
+
+
+def test_healthy_ranges_are_those_that_runs_are_judged_by(pages):
+  assert set(HEALTHY_RANGES) <= set(METRIC_DESCRIPTIONS) and len(HEALTHY_RANGES) > 75
+  listed = dict(re.findall(r'^\| `(.*?)` \| .* \| (.*?) \|$', pages[METRICS], re.M))
+  assert listed['policy/clip_fraction'] == 'below 0.2'
+  assert listed['tokens/total'] == '–' and len(listed) == len(METRIC_DESCRIPTIONS)
+
+  def limit(name):
+    return float(re.search(r'(?:below|above) ([\d.]+)', HEALTHY_RANGES[name])[1])
+
+  for rule, name in (
+    ('updates clipped', 'policy/clip_fraction'),
+    ('replies cut short', 'rollout/truncated'),
+  ):
+    seen = [RULES[rule].applies([{name: limit(name) + d}]) for d in (-0.01, 0.01)]
+    assert seen == [False, True], name
+  entropy = limit('policy/entropy')
+  for d in (-0.01, 0.01):
+    rows = [{'policy/entropy': x} for x in (2.0, *[entropy + d] * 9)]
+    assert RULES['entropy collapsed'].applies(rows) == (d < 0)
+  text = (ROOT / 'docs' / 'mismatch.md').read_text()
+  for name in ('mismatch/logprob_difference', 'mismatch/kl'):
+    told = re.search(rf'^\| `{name}` .* > (\S+) \|$', text, re.M)
+    assert told and limit(name) == float(told[1]), name
 
 
 @pytest.mark.slow
