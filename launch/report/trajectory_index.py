@@ -63,7 +63,8 @@ class TrajectoryQuery:
     mode: 'train' or 'val'; '' for any.
     tag: the environment's tag; '' for any.
     stop: the stop reason; '' for any.
-    group: name of the group; '' for any.
+    group: name of the group, or the last words of it, which are those of the same
+      task at all steps; '' for any.
     score: the range of scores, None where it is open.
     length: the range of tokens, None where it is open.
     text: what the conversation contains, in any case; '' for anything.
@@ -98,11 +99,13 @@ class TrajectoryQuery:
       ('mode', self.mode),
       ('tag', self.tag),
       ('stop', self.stop),
-      ('grp', self.group),
     ):
       if value:
         tests.append(f'r.{column} = ?')
         values.append(value)
+    if self.group:
+      tests.append("substr('_' || r.grp, -length(?)) = ?")
+      values += [f'_{self.group}'] * 2
     for column, bounds in (
       ('step', self.step),
       ('score', self.score),

@@ -194,7 +194,7 @@ class ViewServer:
         'id': run.name,
         'launches': record.get('launches') or [],
         'error': _read_error(run.folder),
-        'has_samples': bool(load_samples(run.folder / 'samples.json')),
+        'samples': _version(run.folder / 'samples.json'),
       }
 
     return await asyncio.to_thread(describe)
@@ -276,6 +276,14 @@ def _json(answer: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
 
 def _error(status: int, text: str) -> web.Response:
   return web.json_response({'error': text}, status=status)
+
+
+def _version(path: pathlib.Path) -> str:
+  """Returns a text that changes when a file does; '' if there is none."""
+  try:
+    return str(path.stat().st_mtime_ns)
+  except OSError:
+    return ''
 
 
 def _read_error(folder: pathlib.Path) -> str:

@@ -120,6 +120,9 @@ def test_trajectories_are_filtered_and_sorted(tmp_path):
   assert ids(index, step=(5, None)) == [d] and ids(index, mode='val') == [d]
   assert ids(index, score=(0.25, 0.75)) == [d] and ids(index, length=(7, None)) == [b]
   assert ids(index, group='train_0_math_0_0_0') == [a, b]
+  assert ids(index, group='math_0_0_0') == [a, b, d]  # the task at all steps
+  assert ids(index, group='ath_0_0_0') == [] == ids(index, group='%')
+  assert ids(index, sort='grp') == [c, a, b, d]
   (row,) = index.select(TrajectoryQuery(text='nine'), 0, 5)['rows']
   assert (row['length'], row['actions'], row['version']) == (9, 3, 3)
   assert row['preview'] == 'Eight or NINE' and row['sample'] == 1
@@ -332,6 +335,19 @@ def test_a_run_without_a_note_of_its_end_is_judged_by_its_last_step(tmp_path):
     assert run.status(record) == 'running'  # it has just written
     os.utime(tmp_path / 'metrics.jsonl', (0, 0))
     assert run.status(record) == status
+
+
+def test_the_page_of_a_run_that_did_not_learn_says_why_once_it_is_over(tmp_path):
+  log = JsonLines(tmp_path / 'metrics.jsonl')
+  log.phase('train', 6)
+  for step in range(6):
+    log.write(step, {'reward/mean': 0.0, 'reward/std': 0.0})
+  run = RunCatalogue(tmp_path).run('.')
+  assert run.report().warnings == []
+  os.utime(tmp_path / 'metrics.jsonl', (0, 0))
+  (warning,) = run.report().warnings
+  assert warning.startswith('Every reward of the run was 0. Read the samples')
+  assert warning.endswith('(docs/debugging.md)')
 
 
 def test_metrics_are_followed_from_where_a_reader_is(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launch.logging.metric_loggers import JsonLines
-from launch.logging.workdir import Workdir
+from launch.logging.workdir import Workdir, write_atomically
 from launch.report import samples
 from launch.report.view_server import serve_view
 from tests.browser import CHROMIUM, open_browser
@@ -80,7 +80,20 @@ async def test_runs_curves_and_following(tmp_path):
     assert (
       await page.value('document.querySelectorAll(".plot .c1 path.line").length') > 1
     )
-    # A search over metrics, logarithmic axes, the mean over seeds.
+    # Smoothing, logarithmic axes, a search over metrics, the mean over seeds.
+    curve = 'document.querySelector(".plot path.line").getAttribute("d")'
+    drawn = {await page.value(curve)}
+    for change in (
+      """const box = document.querySelector('[type=range]');
+         box.value = 2; box.dispatchEvent(new Event('input'));""",
+      """[...document.querySelectorAll('.check')].find(
+         (label) => label.textContent === 'log y').click();""",
+      """[...document.querySelectorAll('.check')].find(
+         (label) => label.textContent === 'log x').click();""",
+    ):
+      await page.value(f'(() => {{ {change} }})()')
+      drawn.add(await page.value(curve))
+    assert len(drawn) == 4  # each draws the curve anew
     await page.value('document.querySelector("section [data-search]").focus()')
     for letter in 'reward':
       await page.press(letter)
@@ -109,6 +122,16 @@ async def test_runs_curves_and_following(tmp_path):
     assert 'engines replaced: 1' in system and 'memory/worker_gb' in system
     await page.open(f'{url}#/run/one')
     assert not await page.value(ATTACKED)
+    # Samples come while the run goes on.
+    snapshots = [
+      samples.make_snapshot('train', step, [[play()]], None, lambda ids: 'x')
+      for step in (3, 4)
+    ]
+    steps = 'document.querySelector("#samples [aria-label=step]")?.textContent'
+    for count in (1, 2):
+      text = json.dumps(snapshots[:count])
+      write_atomically(root / 'one' / 'samples.json', text)
+      await page.until(f'{steps} === {json.dumps("34"[:count])}')
     assert page.problems == []
 
 
@@ -125,6 +148,10 @@ async def test_trajectories_by_mouse_and_keyboard(tmp_path):
     await page.until(f'{note}.includes("51–100 of 132")')
     await page.press('p')
     await page.until(f'{note}.includes("1–50 of 132")')
+    await page.value('document.querySelector("[data-sort=grp]").click()')
+    await page.until('location.hash.includes("sort=grp")')
+    group = 'a[aria-label="samples of group train_3_lake_1_0_0"]'
+    await page.until(f"document.querySelectorAll('.list {group}').length === 2")
     await page.value('document.querySelector("[data-sort=score]").click()')
     await page.value('document.querySelector("[data-sort=score]").click()')
     await page.until(
@@ -148,6 +175,18 @@ async def test_trajectories_by_mouse_and_keyboard(tmp_path):
     await page.until('document.querySelector("h1").innerText.endsWith("_0_1")')
     await page.press('t')
     await page.until('document.querySelectorAll(".t.a").length === 3')
+    # The address leads to the same again, and the colours go along to the next one.
+    await page.value("""[...document.querySelectorAll('.seg button')].find(
+      (button) => button.innerText === 'log-prob').click()""")
+    address = await page.value('location.hash')
+    assert 'view=tokens' in address and 'colour=log-prob' in address
+    await page.press('k')
+    await page.until('document.querySelector("h1").innerText.endsWith("_0_0")')
+    await page.open(f'{url}#/')
+    await page.open(url + address)
+    shown = 'document.querySelector("[aria-label=\\"colour by\\"] [aria-pressed=true]")'
+    assert await page.value(f'{shown}.innerText') == 'log-prob'
+    assert await page.value('document.querySelector("h1").innerText.endsWith("_0_1")')
     await page.value('document.querySelector(".tokens").focus()')
     await page.press('ArrowRight')
     await page.until('document.querySelector(".tip:not([hidden])")')
@@ -201,6 +240,7 @@ def places():
   run = '#/run/one'
   name = 'train_3_math_0_0_0_1_0'
   return ('#/', run, f'{run}/trajectories', f'{run}/t/{name}', f'{run}/system',
+          f'{run}/t/{name}?view=tokens&colour=log-prob', '#/compare?a=one&b=one',
           f'{run}/group/train_3_math_0_0_0', f'{run}/config')  # fmt: skip
 
 

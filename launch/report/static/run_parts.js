@@ -103,7 +103,7 @@ export class Samples {
   constructor(snapshots) {
     this.snapshots = snapshots;
     this.series = snapshots.at(-1)?.series ?? '';
-    this.at = Infinity;
+    this.step = null;  // the newest
     this.mode = 'mask';
     this.node = make('div', {id: 'samples'});
     this.draw();
@@ -115,9 +115,21 @@ export class Samples {
       make('small', '', 'the exact tokens; point at one for its numbers')), this.node];
   }
 
+  // Takes the snapshots that a run has by now; a step that was chosen stays.
+  update(snapshots) {
+    this.snapshots = snapshots;
+    this.draw();
+  }
+
   draw() {
     const steps = this.snapshots.filter((s) => s.series === this.series);
-    const at = Math.min(this.at, steps.length - 1);
+    if (!steps.length) {  // the run began anew
+      this.series = this.snapshots.at(-1).series;
+      this.draw();
+      return;
+    }
+    const chosen = steps.findIndex((s) => s.step === this.step);
+    const at = chosen < 0 ? steps.length - 1 : chosen;
     const {groups} = steps[at];
     const ranges = summarize(groups.flatMap((g) => g.members.flatMap((m) => m.tokens)));
     if (!ranges.usable[MODES.indexOf(this.mode)]) this.mode = 'mask';
@@ -135,14 +147,18 @@ export class Samples {
       }));
     const modes = MODES.filter((_, i) => i < 3 || ranges.usable[i]);
     const parts = [
-      set('step', steps.map((s) => s.step), at, () => true, (i) => { this.at = i; }),
+      set('step', steps.map((s) => s.step), at, () => true,
+        (i) => { this.step = i < steps.length - 1 ? steps[i].step : null; }),
       set('colour by', modes, modes.indexOf(this.mode),
         (i) => ranges.usable[MODES.indexOf(modes[i])], (i) => { this.mode = modes[i]; }),
       legend(this.mode),
     ];
     if (all.length > 1) {
       parts.unshift(set('played in', all, all.indexOf(this.series), () => true,
-        (i) => { this.series = all[i]; }));
+        (i) => {
+          this.series = all[i];
+          this.step = null;
+        }));
     }
     return make('div', 'bars card', ...parts);
   }

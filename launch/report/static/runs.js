@@ -154,7 +154,7 @@ export class RunPage {
     this.top = make('div');
     this.bottom = make('div');
     this.node = make('div', '', this.top, this.bottom);
-    this.shown = '';
+    this.shown = this.newest = '';
   }
 
   async refresh() {
@@ -170,8 +170,8 @@ export class RunPage {
       this.shown = state;
       this.top.replaceChildren(runHead(run), runTabs(this.name, ''), tiles(run),
         ...warnings(run), ...this.#error(run), ...evaluationTable(run));
-      if (run.has_samples && !this.samples) this.#showSamples();
     }
+    if (run.samples !== this.newest) await this.#showSamples(run.samples);
     await this.store.update();
     this.curves.show([{label: this.name, tone: 0, repeats: '', store: this.store}]);
   }
@@ -182,10 +182,18 @@ export class RunPage {
       : [];
   }
 
-  async #showSamples() {
-    this.samples = true;
+  // Shows the samples of a version of their file; later, if they are being read.
+  async #showSamples(version) {
+    if (this.samples?.node.contains(document.activeElement)) return;
     const snapshots = await ask('samples', {run: this.name});
-    if (snapshots.length) this.bottom.append(...new Samples(snapshots).section());
+    this.newest = version;
+    if (!snapshots.length) return;
+    if (this.samples) {
+      this.samples.update(snapshots);
+    } else {
+      this.samples = new Samples(snapshots);
+      this.bottom.append(...this.samples.section());
+    }
   }
 }
 

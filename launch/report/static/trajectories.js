@@ -6,6 +6,11 @@ import {runTabs} from './runs.js';
 
 const PAGE = 50;
 const WAIT_MS = 200;  // after a letter, before the filter is asked
+// Returns the name of a row's group without what other columns say.
+const shortGroup = ({grp, mode, step, tag}) => {
+  const start = `${mode}_${step}_${tag}_`;
+  return grp?.startsWith(start) ? grp.slice(start.length) : grp ?? '–';
+};
 // Columns: the name by which the server sorts, the title, and the text of a row.
 const COLUMNS = [
   ['step', 'step', (r) => r.step ?? '–', 'num'],
@@ -16,6 +21,7 @@ const COLUMNS = [
   ['length', 'tokens', (r) => r.length ?? '–', 'num'],
   ['actions', 'written', (r) => r.actions ?? '–', 'num optional'],
   ['tools', 'tool calls', (r) => r.tools ?? '–', 'num optional'],
+  ['grp', 'group', (r) => shortGroup(r), 'optional'],
   ['sample', 'sample', (r) => r.sample ?? '–', 'num optional'],
   ['version', 'weights', (r) => r.version ?? '–', 'num optional'],
 ];
@@ -80,7 +86,7 @@ export class TrajectoriesPage {
       make('label', '', 'Mode', this.choices.mode),
       make('label', '', 'Ended by', this.choices.stop),
       range('Step', 'step'), range('Score', 'score'), range('Tokens', 'length'),
-      make('label', '', 'Group', input('group', 'search', {placeholder: 'its name'})),
+      make('label', '', 'Group', input('group', 'search', {placeholder: 'its name, or the end'})),
       make('button', {type: 'button', class: 'plain', click: () => this.#clear()},
         'Clear'));
   }
@@ -181,9 +187,15 @@ export class TrajectoriesPage {
   }
 
   #row(row, i) {
-    const cells = COLUMNS.map(([name, , text, kind]) => make('td', kind,
-      name === 'step' ? make('a', {href: this.#address(row),
-        'aria-label': `open ${row.id}`}, String(text(row))) : String(text(row))));
+    const links = {
+      step: [this.#address(row), `open ${row.id}`],
+      grp: [link(['run', this.run, 'group', row.grp]), `samples of group ${row.grp}`],
+    };
+    const cells = COLUMNS.map(([name, , text, kind]) => {
+      const [href, label] = links[name] ?? [];
+      return make('td', kind, href && row[name] !== null
+        ? make('a', {href, 'aria-label': label}, String(text(row))) : String(text(row)));
+    });
     return make('tr', {click: (event) => {
       this.at = i;
       this.#mark();

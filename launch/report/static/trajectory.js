@@ -1,6 +1,6 @@
 // One trajectory as a conversation and token by token, and the samples of a group.
 
-import {ask, link} from './api.js';
+import {ask, link, setAddress} from './api.js';
 import {definitions, formatNumber, make, pictures, segment} from './dom.js';
 import {conversation} from './messages.js';
 import {legend, MODES, repaint, summarize, tokenBox} from './tokens.js';
@@ -39,7 +39,7 @@ export class TrajectoryPage {
     this.title = id;
     this.trail = [[run, link(['run', run])],
       ['trajectories', link(['run', run, 'trajectories'], this.filters)], [id, null]];
-    this.view = parameters.view ?? '';
+    this.view = this.chosen = parameters.view ?? '';
     this.mode = parameters.colour ?? 'mask';
     this.node = make('div');
   }
@@ -47,19 +47,21 @@ export class TrajectoryPage {
   async refresh() {
     if (this.shown) return;
     this.shown = await ask('trajectory', {run: this.run, id: this.id, ...this.filters});
-    this.view ||= this.shown.messages.length ? 'conversation' : 'tokens';
+    const {messages, tokens} = this.shown;
+    const usable = {conversation: messages.length > 0, tokens: tokens.length > 0};
+    if (!usable[this.view]) this.view = usable.conversation ? 'conversation' : 'tokens';
     this.#draw();
   }
 
   #draw() {
     const {shown} = this;
-    const address = (id) => link(['run', this.run, 't', id], this.filters);
-    const step = (label, id) => id ? make('a', {class: 'button', href: address(id)}, label)
+    this.links = [];
+    const step = (label, id) => id ? this.#link(id, label, 'button')
       : make('button', {class: 'plain', type: 'button', disabled: true}, label);
     const views = ['conversation', 'tokens'];
     const usable = [shown.messages.length > 0, shown.tokens.length > 0];
     const set = segment('view', views, views.indexOf(this.view), (i) => usable[i],
-      (i) => { this.view = views[i]; this.#draw(); });
+      (i) => this.#show(views[i]));
     this.copied = make('span', {class: 'note', role: 'status'});
     this.node.replaceChildren(
       make('div', 'bar-row', make('h1', '', shown.id)),
@@ -75,6 +77,34 @@ export class TrajectoryPage {
           ' back to the table')),
       this.#branches(), this.view === 'tokens' ? this.#tokens() : this.#messages(),
       this.#images(), this.#more());
+  }
+
+  // Returns the address of a trajectory, shown as this one is.
+  #address(id) {
+    return link(['run', this.run, 't', id], this.#parameters());
+  }
+
+  #parameters() {
+    const colour = this.mode === MODES[0] ? '' : this.mode;
+    return {...this.filters, view: this.chosen, colour};
+  }
+
+  #link(id, label, kind = '') {
+    const node = make('a', {class: kind, href: this.#address(id)}, label);
+    this.links.push([node, id]);
+    return node;
+  }
+
+  // Keeps what is shown in the address, so that a link leads to the same.
+  #keepAddress() {
+    setAddress(['run', this.run, 't', this.id], this.#parameters());
+    for (const [node, id] of this.links) node.href = this.#address(id);
+  }
+
+  #show(view) {
+    this.view = this.chosen = view;
+    this.#keepAddress();
+    this.#draw();
   }
 
   async #copy() {
@@ -93,8 +123,7 @@ export class TrajectoryPage {
       make('div', 'role', `${branches.length} rows of one episode`),
       make('div', 'shares', ...branches.map((row) => row.id === id
         ? make('b', {'aria-current': 'true'}, `row ${row.turn}, this one`)
-        : make('span', '', make('a', {
-          href: link(['run', this.run, 't', row.id], this.filters)}, `row ${row.turn}`),
+        : make('span', '', this.#link(row.id, `row ${row.turn}`),
         row.parts_at === null ? '' : ` parts at token ${row.parts_at}`))));
   }
 
@@ -113,6 +142,7 @@ export class TrajectoryPage {
       make('span', 'set', 'colour by', segment('colour by', MODES,
         MODES.indexOf(this.mode), (i) => ranges.usable[i], (i) => {
           this.mode = MODES[i];
+          this.#keepAddress();
           repaint(box, this.mode, ranges);
           drawBars();
           bars.querySelector('[aria-pressed=true]').focus();
@@ -151,12 +181,11 @@ export class TrajectoryPage {
   key(key) {
     const {shown} = this;
     const next = {j: shown?.after, k: shown?.before}[key];
-    if (next) location.hash = link(['run', this.run, 't', next], this.filters);
+    if (next) location.hash = this.#address(next);
     else if (key === 'u') {
       location.hash = link(['run', this.run, 'trajectories'], this.filters);
     } else if (key === 't' && shown?.tokens.length && shown.messages.length) {
-      this.view = this.view === 'tokens' ? 'conversation' : 'tokens';
-      this.#draw();
+      this.#show(this.view === 'tokens' ? 'conversation' : 'tokens');
     } else return false;
     return true;
   }
