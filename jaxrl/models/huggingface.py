@@ -34,6 +34,14 @@ IMAGES = 'preprocessor_config.json'  # of models that see images
 FAMILY_KEY = 'jaxrl_family'  # in config.json, of families from outside the package
 SCORE_HEAD, CLASSIFIER = 'score.weight', 'ForSequenceClassification'
 FUSED_EXPERTS = re.compile(r'(.*\.experts\.)(gate_up_proj|down_proj)')
+# In folders of `families.TEXT_MODELS`: what the text model's names begin with, and what
+# the others belong to.
+TEXT_PREFIX = re.compile(
+  r'(model\.language_model\.|language_model\.(?=lm_head\.|model\.))'
+)
+OTHER_PARTS = re.compile(
+  r'(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\..*'
+)
 # Buffers that old checkpoints carry though they follow from the config.
 DERIVED = re.compile(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
@@ -51,11 +59,13 @@ def config_from_hf(
     ValueError: If the family or a setting is not supported.
   """
   model_type = data.get('model_type')
+  if model_type in families.TEXT_MODELS:
+    return config_from_hf(_text_settings(data, where), where=f'{where}: text_config')
   family = data.get(FAMILY_KEY) or families.family_name(str(model_type))
   if family is None:
     raise ValueError(
       f'{where}: model_type {model_type!r} is not supported; these are: '
-      f'{", ".join(families.family_names())}. A family of your own can be registered: '
+      f'{", ".join(families.model_types())}. A family of your own can be registered: '
       "jaxrl.models.families.register('path/file.py:NAME') (docs/extending.md)"
     )
   fields = families.find_family(family).read_config(data, where)
@@ -63,6 +73,28 @@ def config_from_hf(
     return ModelConfig(family=family, **fields)
   except ValueError as error:
     raise ValueError(f'{where}: {error}') from error
+
+
+def _text_settings(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """The settings of the text model, of which `data` says more than its text_config."""
+  own = data.get('text_config')
+  if not isinstance(own, Mapping):
+    raise ValueError(f'{where}: model_type {data["model_type"]!r} needs a text_config')
+  outer = {name: data[name] for name in ('tie_word_embeddings',) if name in data}
+  found = {**families.TEXT_MODELS[data['model_type']], **outer, **own}
+  quantized = data.get('quantization_config') or own.get('quantization_config')
+  return found | {'quantization_config': quantized}
+
+
+def is_text_part(folder: str | Path) -> bool:
+  """Returns whether a folder's model is one of which only the text model is computed.
+
+  Args:
+    folder: The folder.
+  """
+  return _read_json(Path(folder) / 'config.json').get('model_type') in (
+    families.TEXT_MODELS
+  )
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -217,7 +249,10 @@ def _load_tensors(
   others: dict[str, tuple[Path, np.ndarray]] = {}
   seen: dict[str, Path] = {}
   skipped: dict[str, list[str]] = {}
-  tensors = _unpacked(_read_tensors(folder), wanted)
+  tensors, is_part = _read_tensors(folder), is_text_part(folder)
+  if is_part:
+    tensors = ((_text_name(name), *rest) for name, *rest in tensors)
+  tensors = _unpacked(tensors, wanted)
   for name, file, array in _single_experts(tensors, wanted):
     if name in seen:
       raise ValueError(f'tensor {name} is in {seen[name]} and again in {file}')
@@ -226,6 +261,8 @@ def _load_tensors(
       _place(params, wanted[name], array, file)
     elif name in more:
       others[name] = file, array
+    elif is_part and OTHER_PARTS.fullmatch(name):
+      skipped.setdefault('what sees or hears', []).append(name)
     elif what := _skipped(config, name):
       skipped.setdefault(what, []).append(name)
     elif not DERIVED.fullmatch(name):
@@ -242,6 +279,14 @@ def _load_tensors(
     rest = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
     raise ValueError(f'{folder}: missing tensor {", ".join(missing[:3])}{rest}')
   return params, others
+
+
+def _text_name(name: str) -> str:
+  """A tensor's name in a folder of the text model alone."""
+  found = TEXT_PREFIX.match(name)
+  if found is None:
+    return name
+  return ('model.' if found[0].startswith('model.') else '') + name[found.end() :]
 
 
 def _skipped(config: ModelConfig, name: str) -> str:

@@ -42,6 +42,16 @@ def test_families_that_vllm_cannot_serve_are_refused():
   assert '\n' not in str(error.value) and "engine 'jax'" in str(error.value)
 
 
+def test_vllm_gets_no_folder_of_which_only_the_text_is_trained(tmp_path):
+  file = tmp_path / 'config.json'
+  file.write_text('{"model_type": "gemma4_text"}')
+  vllm_options.check_folder(tmp_path)
+  file.write_text('{"model_type": "gemma4"}')
+  with pytest.raises(ConfigError, match='Save that in a folder of its own') as error:
+    vllm_options.check_folder(tmp_path)
+  assert '\n' not in str(error.value)
+
+
 def test_sequences_beyond_longrope_are_refused():
   pairs = {
     'rope_type': 'longrope',

@@ -77,11 +77,19 @@ def models() -> str:
     known = ', '.join(published)
     why = family_cases.OBSTACLES.get(name)
     vllm = 'compared' if name in sampled else f'no: {why}' if why else 'no'
-    rows.append((f'`{name}`', f'`{spec.architecture}`', text, compared, vllm, known))
+    types = ', '.join(f'`{kind}`' for kind in [name, *read_as(name)])
+    rows.append((types, f'`{spec.architecture}`', text, compared, vllm, known))
   header = (
     '`model_type` | class in transformers | what it is | compared, beside sizes, for | '
   )
   return table(f"{header}with vLLM's CPU build | shapes known to `plan`", rows)
+
+
+def read_as(name: str) -> list[str]:
+  """Returns what else a folder's `model_type` may be that is read as a family."""
+  pairs = [*families.ALIASES.items(), ('mistral3', 'ministral3')]
+  pairs += [(kind, own['model_type']) for kind, own in families.TEXT_MODELS.items()]
+  return [kind for kind, own in pairs if own == name]
 
 
 def compared_settings(architecture: str) -> list[str]:

@@ -6,6 +6,8 @@ asked for, as `path/file.py:NAME` or `package.module:NAME`, or `register` that n
 that folders with its `model_type` can be loaded.
 """
 
+from typing import Any
+
 from jaxrl import call_strings
 from jaxrl.models.families.family_spec import FamilySpec
 
@@ -37,12 +39,31 @@ BUILT_IN = {
 }
 # Other names of an architecture, in config.json; folders are written with the first.
 ALIASES = {'kimi_k2': 'deepseek_v3'}
+# Models that see or hear, of which only the text model is computed: `model_type` → what
+# `transformers` assumes where their text_config is silent.
+TEXT_MODELS: dict[str, dict[str, Any]] = {
+  'gemma3': {
+    'model_type': 'gemma3_text',
+    'vocab_size': 262208,
+    'hidden_size': 2304,
+    'intermediate_size': 9216,
+    'num_hidden_layers': 26,
+    'num_attention_heads': 8,
+  },
+  'gemma4': {'model_type': 'gemma4_text'},
+  'mistral3': {'model_type': 'mistral'},
+}
 _registered: dict[str, str] = {}  # `model_type` of a family from outside → its location
 
 
 def family_names() -> list[str]:
   """Returns the names of the built-in families and of those registered."""
   return [*BUILT_IN, *_registered]
+
+
+def model_types() -> list[str]:
+  """Returns each `model_type` of a config.json that can be read."""
+  return [*family_names(), *ALIASES, *TEXT_MODELS]
 
 
 def find_family(name: str) -> FamilySpec:

@@ -71,6 +71,8 @@ def _read_full(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   full = {'head_dim': data.get('global_head_dim', 512)}
   if _keys_are_values(data) and data.get('num_global_key_value_heads') is not None:
     full['num_key_value_heads'] = data['num_global_key_value_heads']
+  if data.get('per_layer_config') is not None:  # which says all that differs
+    full = {}
   found = list((data.get('per_layer_config') or {}).values()) or [full]
   names = {'head_dim': 'head_dim', 'num_key_value_heads': 'num_kv_heads'}
   if any(one != found[0] or set(one) - set(names) for one in found):
@@ -174,5 +176,10 @@ GEMMA4 = FamilySpec(
   scales_embeddings=True,
   scales_layers=True,
   activation='gelu_tanh',
+  skipped_tensors={
+    r'model\.layers\.\d+\.self_attn\.([kv]_proj|k_norm)\.weight': (
+      'layers that read the keys and values of another'
+    ),
+  },
   random_options=_random_options,
 )

@@ -97,6 +97,7 @@ class VllmEngine(EngineBase):
     vllm_options.check_vllm_options(options, 'vllm')
     config = huggingface.load_config(folder)
     vllm_options.check_family(config)
+    vllm_options.check_folder(folder)
     super().__init__(tokenizer, max_length=max_length, vocab_size=config.vocab_size)
     self._processor: Any = None  # of images
     if config.vision is not None:

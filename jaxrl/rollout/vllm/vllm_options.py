@@ -150,6 +150,23 @@ def check_family(config: ModelConfig) -> None:
     )
 
 
+def check_folder(folder: str | pathlib.Path) -> None:
+  """Checks that vLLM names the tensors of a folder's model as the learner does.
+
+  Args:
+    folder: A Hugging Face model.
+
+  Raises:
+    ConfigError: If it would serve the parts that see or hear, too.
+  """
+  if huggingface.is_text_part(folder):
+    raise ConfigError(
+      f'--config.model.checkpoint={folder}: vLLM would serve the whole model, of which '
+      'only the text model is trained. Save that in a folder of its own '
+      "(docs/models.md), or use the engine 'jax'"
+    )
+
+
 def hf_overrides(config: ModelConfig) -> dict[str, Any]:
   """Returns settings of a config.json under other names, by which vLLM reads them.
 

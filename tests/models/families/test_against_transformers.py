@@ -383,7 +383,7 @@ def test_an_unknown_family_says_which_there_are_and_how_to_add_one():
   ) as error:
     huggingface.config_from_hf({'model_type': 'gpt2'})
   text = str(error.value)
-  assert all(name in text for name in families.BUILT_IN)
+  assert all(name in text for name in [*families.BUILT_IN, 'kimi_k2', 'gemma4'])
   assert 'register' in text and 'docs/extending.md' in text and '\n' not in text
 
 
@@ -399,3 +399,84 @@ def test_the_config_says_which_kinds_of_layers_there_are():
   ):
     with pytest.raises(ValueError, match=message):
       dataclasses.replace(config, **changes)
+
+
+SMALL_TOWER = {
+  'hidden_size': 24,
+  'num_hidden_layers': 1,
+  'num_attention_heads': 2,
+  'intermediate_size': 40,
+  'patch_size': 4,
+}
+# Case → what makes up the model that has it as its text model.
+AROUND = {
+  'gemma3': ('Gemma3', {'image_size': 16}, {'mm_tokens_per_image': 4}),
+  'ministral3': (
+    'Mistral3',
+    {'model_type': 'pixtral', 'image_size': 16, 'head_dim': 12},
+    {'tie_word_embeddings': False},
+  ),
+  'gemma4': (
+    'Gemma4',
+    {'num_key_value_heads': 2, 'head_dim': 12, 'position_embedding_size': 16},
+    {},
+  ),
+}
+
+
+@pytest.mark.parametrize('name', AROUND)
+def test_the_text_model_of_a_model_that_sees_is_read(name, tmp_path, caplog):
+  import transformers
+  from safetensors.numpy import save_file
+
+  kind, tower, options = AROUND[name]
+  text = cases.theirs(name)
+  config = getattr(transformers, f'{kind}Config')(
+    text_config=text.config.to_dict(), vision_config=SMALL_TOWER | tower, **options
+  )
+  with contextlib.redirect_stderr(io.StringIO()):
+    whole = getattr(transformers, f'{kind}ForConditionalGeneration')(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+  file = tmp_path / huggingface.SINGLE
+  tensors = load_file(file)
+  if name == 'gemma4':  # published folders have these of layers that do not use them
+    own = 'model.language_model.layers.6.self_attn.k_proj.weight'
+    tensors[own] = np.ones((32, 32), np.float32)
+    save_file(tensors, file)
+  found, params = huggingface.load(tmp_path)
+  assert found == cases.ours(name)[0]
+  jax.tree.map(np.testing.assert_array_equal, params, cases.ours(name)[1])
+  lines = '\n'.join(record.getMessage() for record in caplog.records)
+  assert 'tensors of what sees or hears, such as ' in lines
+  assert ('1 tensors of layers that read the keys' in lines) == (name == 'gemma4')
+  data = json.loads((tmp_path / 'config.json').read_text())
+  for changes, message in (
+    ({'text_config': None}, f'model_type {config.model_type!r} needs a text_config'),
+    ({'quantization_config': {'quant_method': 'fp8'}}, "quantization_config='fp8' is"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      huggingface.config_from_hf(data | changes)
+  save_file(tensors | {'other.weight': tensors[next(iter(tensors))]}, file)
+  with pytest.raises(ValueError, match=r'tensor other\.weight does not belong'):
+    huggingface.load(tmp_path)
+
+
+def test_gemma3_says_little_of_its_text_model():
+  """As published: what `transformers` assumes is left out."""
+  own = {'hidden_size': 2560, 'intermediate_size': 10240, 'num_hidden_layers': 34}
+  own |= {'model_type': 'gemma3_text', 'sliding_window': 1024}
+  own |= {'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'}}
+  config = huggingface.config_from_hf({'model_type': 'gemma3', 'text_config': own})
+  assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
+  assert dict(config.layer(5).rope_scaling) == {'factor': 8.0, 'rope_type': 'linear'}
+  assert config.layer(0).rope_scaling is None and config.layer(0).window == 1024
+
+
+def test_gemma4_may_have_heads_of_one_size():
+  data = json.loads((cases.folder('gemma4') / 'config.json').read_text())
+  del data['per_layer_config']
+  for given, size in (({'global_head_dim': 16}, 16), ({'per_layer_config': {}}, 16)):
+    config = huggingface.config_from_hf(data | given)
+    assert {layer.head_dim for layer in config.layer_configs} == {size}
