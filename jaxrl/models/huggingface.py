@@ -31,14 +31,13 @@ SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 VALUE_HEAD = 'value_head/model.safetensors'  # in a folder that other loaders skip
 LM_HEAD = 'lm_head.weight'
 IMAGES = 'preprocessor_config.json'  # of models that see images
+PROCESSOR = 'processor_config.json'  # where `transformers` 5 writes these settings
 FAMILY_KEY = 'jaxrl_family'  # in config.json, of families from outside the package
 SCORE_HEAD, CLASSIFIER = 'score.weight', 'ForSequenceClassification'
 FUSED_EXPERTS = re.compile(r'(.*\.experts\.)(gate_up_proj|down_proj)')
 # In folders of `families.TEXT_MODELS`: what the text model's names begin with, and what
 # the others belong to.
-TEXT_PREFIX = re.compile(
-  r'(model\.language_model\.|language_model\.(?=lm_head\.|model\.))'
-)
+TEXT_PREFIX = re.compile(r'^(?:(model\.)language_model\.|language_model\.(?=lm_|mod))')
 OTHER_PARTS = re.compile(
   r'(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\..*'
 )
@@ -80,10 +79,11 @@ def _text_settings(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   own = data.get('text_config')
   if not isinstance(own, Mapping):
     raise ValueError(f'{where}: model_type {data["model_type"]!r} needs a text_config')
-  outer = {name: data[name] for name in ('tie_word_embeddings',) if name in data}
-  found = {**families.TEXT_MODELS[data['model_type']], **outer, **own}
-  quantized = data.get('quantization_config') or own.get('quantization_config')
-  return found | {'quantization_config': quantized}
+  tied = {key: data[key] for key in data.keys() & {'tie_word_embeddings'}}
+  found = {**families.TEXT_MODELS[data['model_type']], **tied, **own}
+  if quantized := data.get('quantization_config'):
+    found['quantization_config'] = quantized
+  return found
 
 
 def is_text_part(folder: str | Path) -> bool:
@@ -92,9 +92,8 @@ def is_text_part(folder: str | Path) -> bool:
   Args:
     folder: The folder.
   """
-  return _read_json(Path(folder) / 'config.json').get('model_type') in (
-    families.TEXT_MODELS
-  )
+  model_type = _read_json(Path(folder) / 'config.json').get('model_type')
+  return model_type in families.TEXT_MODELS
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -129,14 +128,17 @@ def load_config(folder: str | Path) -> ModelConfig:
   if not path.is_file():
     raise FileNotFoundError(f'no model in {folder}: it has no config.json')
   config = config_from_hf(_read_json(path), where=str(path))
-  images = path.with_name(IMAGES)
-  if config.vision is None or not images.is_file():
+  if config.vision is None:
     return config
-  from jaxrl.models.vision import patch_processor  # few models see images
+  for name, key in ((PROCESSOR, 'image_processor'), (IMAGES, '')):
+    file = path.with_name(name)
+    data = _read_json(file) if file.is_file() else {}
+    if settings := data.get(key) if key else data:
+      from jaxrl.models.vision import patch_processor  # few models see images
 
-  settings = _read_json(images), str(images)
-  vision = patch_processor.read_settings(config.vision, *settings)
-  return config.replace(vision=vision)
+      vision = patch_processor.read_settings(config.vision, settings, str(file))
+      return config.replace(vision=vision)
+  return config
 
 
 def load(
@@ -251,7 +253,7 @@ def _load_tensors(
   skipped: dict[str, list[str]] = {}
   tensors, is_part = _read_tensors(folder), is_text_part(folder)
   if is_part:
-    tensors = ((_text_name(name), *rest) for name, *rest in tensors)
+    tensors = ((_text_name(name), file, x) for name, file, x in tensors)
   tensors = _unpacked(tensors, wanted)
   for name, file, array in _single_experts(tensors, wanted):
     if name in seen:
@@ -283,10 +285,7 @@ def _load_tensors(
 
 def _text_name(name: str) -> str:
   """A tensor's name in a folder of the text model alone."""
-  found = TEXT_PREFIX.match(name)
-  if found is None:
-    return name
-  return ('model.' if found[0].startswith('model.') else '') + name[found.end() :]
+  return TEXT_PREFIX.sub(lambda found: found[1] or '', name, count=1)
 
 
 def _skipped(config: ModelConfig, name: str) -> str:

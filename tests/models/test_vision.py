@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import numpy as np
@@ -131,6 +132,32 @@ def test_settings_come_from_the_folder_and_return_there(tmp_path):
   ):
     with pytest.raises(ValueError, match=message):
       patch_processor.read_settings(vision, settings | changes, 'folder')
+
+
+def test_settings_may_be_those_of_a_whole_processor(tmp_path):
+  """As `transformers` 5 writes them, which prefers them to the older file."""
+  from transformers import Qwen2VLImageProcessor
+
+  config, params, *_ = setting()
+  huggingface.save(tmp_path / 'model', config, params)
+  written = patch_processor.write_settings(config.vision)
+  theirs = Qwen2VLImageProcessor(
+    **{k: v for k, v in written.items() if k not in NAMES}
+    | {'size': {'shortest_edge': 64, 'longest_edge': 128}, 'image_mean': [0.4] * 3}
+  )
+  settings = {
+    'image_processor': theirs.to_dict(),
+    'processor_class': 'Qwen3VLProcessor',
+  }
+  for older_file in ('there', 'gone'):
+    file = tmp_path / 'model' / huggingface.PROCESSOR
+    file.write_text(json.dumps(settings))
+    vision = huggingface.load_config(tmp_path / 'model').vision
+    assert (vision.min_pixels, vision.max_pixels) == (64, 128), older_file
+    assert vision.mean == (0.4,) * 3
+    (tmp_path / 'model' / huggingface.IMAGES).unlink(missing_ok=True)
+  file.write_text('{}')
+  assert huggingface.load_config(tmp_path / 'model').vision.mean == (0.5,) * 3
 
 
 def test_a_thin_image_is_refused():
