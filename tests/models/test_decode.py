@@ -66,8 +66,14 @@ def plain(decoder, tokens):
   'changes',
   [
     {},
-    {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True},
-    {'family': 'llama', 'qk_norm': False, 'rope_scaling': small.LLAMA3},
+    pytest.param(
+      {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True},
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      {'family': 'llama', 'qk_norm': False, 'rope_scaling': small.LLAMA3},
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_decode_equals_the_full_forward(changes, tokens):

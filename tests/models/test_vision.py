@@ -51,7 +51,12 @@ def logprobs_of(model, params, places, patches, tokens, segment_ids):
 
 
 @pytest.mark.parametrize(
-  'name', ['qwen3-vl', 'qwen3_5-vl', pytest.param('qwen3_5-moe-vl', marks=SLOW)]
+  'name',
+  [
+    'qwen3-vl',
+    pytest.param('qwen3_5-vl', marks=SLOW),
+    pytest.param('qwen3_5-moe-vl', marks=SLOW),
+  ],
 )
 def test_logits_and_gradients_are_those_of_transformers(name):
   """Images of three sizes and text alone, in one batch; both trained."""

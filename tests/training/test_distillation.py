@@ -104,7 +104,7 @@ async def taught(learner, steps, *, plays, tags='ab'):
 @pytest.mark.parametrize(
   ('name', 'options'),
   [
-    ('on_policy_distill', {}),
+    pytest.param('on_policy_distill', {}, marks=pytest.mark.slow),
     pytest.param('jsd', {}, marks=pytest.mark.slow),
     pytest.param(
       'jsd',

@@ -43,9 +43,8 @@ def test_rescoring_finds_the_bits_of_the_sampler(exact, drawn):
   _same(mismatch.compare(mismatch.rescore(model, TEMPERATURE), params, drawn, 40))
 
 
-@pytest.mark.parametrize(
-  'remat', ['none', pytest.param('full', marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('remat', ['none', 'full'])
 def test_the_forward_of_a_gradient_finds_them_on_a_mesh(exact, drawn, remat):
   """Rows over four shares of the devices, and matrices over all of them."""
   model, params = exact

@@ -136,7 +136,7 @@ async def test_a_step_is_the_same_however_it_is_split(options):
   assert metrics[1]['kl/reference'] > 1e-6
 
 
-@pytest.mark.parametrize('train_tower', ['frozen', 'lora'])
+@pytest.mark.parametrize('train_tower', [pytest.param('frozen', marks=SLOW), 'lora'])
 async def test_the_tower_is_frozen_or_has_adapters(train_tower, tmp_path):
   """What moves, and what a checkpoint keeps and refuses."""
   adapters = ADAPTERS if train_tower == 'lora' else None

@@ -103,6 +103,7 @@ def _changed(changes, config):
   return TransformerLM(config.replace(**changes))
 
 
+@pytest.mark.slow
 async def test_a_run_repeats_its_bits():
   algorithm = make_algorithm('grpo')
   groups = prompted(algorithm, SIZES)

@@ -52,7 +52,7 @@ CASES = {
 BARE = [
   ('shared', True),
   pytest.param('two prompts', True, marks=pytest.mark.slow),
-  ('none shared', True),
+  pytest.param('none shared', True, marks=pytest.mark.slow),
   ('none shared', False),
 ]
 
