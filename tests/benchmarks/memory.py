@@ -30,15 +30,15 @@ from typing import Any
 # remat, packing): each of 'TABLE' has more than 1 GB of parameters and moments.
 CASES = {
   'wide': (6, 1024, 4096, 8192, 2, 64, 1, 'none', ''),
-  'deep': (24, 512, 2048, 4096, 4, 128, 2, 'full', ''),
-  'long rows': (10, 768, 3072, 16384, 2, 512, 4, 'full', ''),
+  'deep': (24, 512, 2048, 4096, 2, 128, 2, 'full', ''),
+  'long rows': (10, 768, 3072, 16384, 1, 512, 2, 'full', ''),
   'small': (2, 256, 1024, 2048, 4, 256, 1, 'none', ''),
   'abreast': (
     6,
     1024,
     4096,
     8192,
-    4,
+    2,
     64,
     1,
     'none',
