@@ -1,4 +1,4 @@
-"""The quickstart learns, and a control without the tie to rewards does not."""
+"""The quickstart and the vision game learn; a control of shuffled rewards does not."""
 
 import json
 import os
@@ -10,26 +10,45 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONTROL = 'tests.controls.shuffled:grpo_of_the_neighbour'
+RED_ALONE = (  # a few steps of one of the game's questions
+  '--config.env.dots.weight=0',
+  "--config.sft.path=generate:picture_quiz(questions='red')",
+  '--config.sft.num_steps=60',
+  '--config.num_steps=25',
+  '--config.eval.interval=25',
+  '--config.batch.num_groups=32',
+  '--config.optimizer.lr_schedule=constant',
+)
 
 
-def accuracies(folder: pathlib.Path, *overrides: str) -> list[float]:
-  """Runs the quickstart; held-out accuracy at each evaluation, before RL first."""
-  command = [sys.executable, '-m', 'launch.train', '--config=configs/quickstart.py']
+def accuracies(
+  folder: pathlib.Path, *overrides: str, name: str = 'quickstart', tag: str
+) -> list[float]:
+  """Runs a config; held-out accuracy at each evaluation, before RL first."""
+  command = [sys.executable, '-m', 'launch.train', f'--config=configs/{name}.py']
   env = {**os.environ, 'XLA_FLAGS': ''}
   subprocess.run(
     [*command, f'--workdir={folder}', *overrides], cwd=ROOT, env=env, check=True
   )
   lines = (folder / 'metrics.jsonl').read_text().splitlines()
   rows = [json.loads(line) for line in lines]
-  name = 'eval/arithmetic/mean'
-  return [row[name] for row in rows if row['phase'] == 'train' and name in row]
+  mean = f'eval/{tag}/mean'
+  return [row[mean] for row in rows if row['phase'] == 'train' and mean in row]
 
 
 @pytest.mark.slow
 def test_quickstart_learns_from_its_rewards_alone(tmp_path):
-  learnt = accuracies(tmp_path / 'grpo')
+  learnt = accuracies(tmp_path / 'grpo', tag='arithmetic')
   assert 0.2 <= learnt[0] <= 0.6
   assert learnt[-1] - learnt[0] >= 0.25
-  control = accuracies(tmp_path / 'control', f'--config.algorithm.advantage={CONTROL}')
+  shuffled = f'--config.algorithm.advantage={CONTROL}'
+  control = accuracies(tmp_path / 'control', shuffled, tag='arithmetic')
   assert control[0] == learnt[0]
   assert control[-1] - control[0] <= 0.05
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_look_at_pictures_it_has_not_seen(tmp_path):
+  learnt = accuracies(tmp_path / 'red', *RED_ALONE, name='vision_game', tag='red')
+  assert learnt[0] < 0.65  # of four squares
+  assert learnt[-1] - learnt[0] >= 0.1
