@@ -15,6 +15,7 @@ have `extras`, which maps names to lists with one value per token, such as a tea
 logprobs. A message's `"train": false` (or `"weight": 0`) leaves a turn out of training.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -239,6 +240,8 @@ class RowFormat:
     Yields:
       The texts.
     """
+    if tools := self.find(row, 'tools'):
+      yield _as_text(tools)
     for name in ('messages', 'prompt', 'response', 'chosen', 'rejected', 'text'):
       value = self.find(row, name)
       if isinstance(value, str):
@@ -250,6 +253,8 @@ class RowFormat:
               yield from (str(part.get('text', '')) for part in message['content'])
             else:
               yield str(message.get('content') or message.get('value') or '')
+            if calls := message.get('tool_calls'):
+              yield _as_text(calls)
 
   def _prompt(self, row: Row) -> list[Message]:
     prompt = self.find(row, 'prompt')
@@ -309,3 +314,12 @@ def _answer(side: Any, prompt: list[Message]) -> list[Message]:
       f'{prompt[-1]["content"]!r}'[:200]
     )
   return turns
+
+
+def _as_text(value: Any) -> str:
+  """Returns a cell as a chat template may write it."""
+  return (
+    value
+    if isinstance(value, str)
+    else json.dumps(value, ensure_ascii=False, default=str)
+  )

@@ -216,3 +216,16 @@ def test_every_text_of_a_row_is_found():
     'note': 'e',
   }
   assert list(RowFormat().strings(row)) == ['a', 'b', 'c', 'd']
+
+
+def test_tools_and_their_calls_are_texts_of_a_row():
+  call = {'function': {'name': 'add', 'arguments': {'a': 1}}}
+  reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+  row = {'messages': [USER, reply], 'tools': [{'name': 'add'}]}
+  assert list(RowFormat().strings(row)) == [
+    '[{"name": "add"}]',
+    USER['content'],
+    '',
+    '[{"function": {"name": "add", "arguments": {"a": 1}}}]',
+  ]
+  assert list(RowFormat().strings({'tools': '[]'})) == ['[]']
