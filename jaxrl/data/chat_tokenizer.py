@@ -57,6 +57,7 @@ class ChatTokenizer:
     if self._images is not None:
       ids = [self._images.image_token_id]
       self._placeholder = tokenizer.convert_ids_to_tokens(ids)[0]
+    self._broken_placeholder = _broken(self._placeholder)
     self._prefix = [
       {'role': 'user', 'content': 'x'},
       {'role': 'assistant', 'content': _REPLY_MARK},
@@ -99,11 +100,13 @@ class ChatTokenizer:
     return with_tools
 
   def _render(self, messages: Sequence[Message], prompt: bool) -> str:
+    options = self._options
     if self._placeholder:
-      messages = [self._without_placeholders(message) for message in messages]
+      messages = self._without_placeholders(list(messages))
+      options = self._without_placeholders(options)
     try:
       return self.tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=prompt, **self._options
+        list(messages), tokenize=False, add_generation_prompt=prompt, **options
       )
     except Exception as error:  # a template is a program of its own
       roles = ', '.join(str(message.get('role')) for message in messages)
@@ -111,20 +114,21 @@ class ChatTokenizer:
         f'the chat template refuses messages of the roles {roles}: {error}'
       ) from error
 
-  def _without_placeholders(self, message: Message) -> Message:
-    """Writes the placeholder in a text without its bars, so that it is no token."""
-    plain = self._placeholder.replace('|', '')
+  def _without_placeholders(self, value: Any) -> Any:
+    """Breaks up the placeholder in every text of a value, so that it is no token.
 
-    def cleaned(value: Any) -> Any:
-      if isinstance(value, str):
-        return value.replace(self._placeholder, plain)
-      if isinstance(value, list):
-        return [cleaned(part) for part in value]
-      if isinstance(value, Mapping) and isinstance(value.get('text'), str):
-        return {**value, 'text': cleaned(value['text'])}
-      return value
-
-    return {**message, 'content': cleaned(message.get('content'))}
+    `<|image_pad|>` loses its bars, `<image>` gets a space after its first character.
+    """
+    if isinstance(value, str):
+      return value.replace(self._placeholder, self._broken_placeholder)
+    if isinstance(value, list | tuple):
+      return [self._without_placeholders(item) for item in value]
+    if isinstance(value, Mapping):  # images are none
+      return {
+        self._without_placeholders(key): self._without_placeholders(item)
+        for key, item in value.items()
+      }
+    return value
 
   def _expand(self, text: str, messages: Sequence[Message]) -> str:
     """Writes the placeholder once for each token of the images in a rendered text."""
@@ -320,6 +324,15 @@ class ChatTokenizer:
     return np.asarray(
       [*ids, self.eos_id] if ids[-1:] != [self.eos_id] else ids, np.int32
     )
+
+
+def _broken(placeholder: str) -> str:
+  """Returns a text that reads like a placeholder and does not contain it."""
+  without_bars = placeholder.replace('|', '')
+  if without_bars != placeholder:
+    return without_bars
+  first, rest = placeholder[:1], placeholder[1:]
+  return f'{first} {rest}' if rest else ''
 
 
 def has_images(messages: Sequence[Message]) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import numpy as np
 import pytest
@@ -163,6 +164,19 @@ def test_texts_with_placeholders_are_no_images():
   blind.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
   with pytest.raises(ValueError, match='renders 0 of 1 images'):
     ChatTokenizer(blind, image_processor=seen._images).encode_prompt([message])
+
+
+@pytest.mark.parametrize('text', ['<image>', '<<image>>', 'a <image><image> b'])
+def test_a_placeholder_without_bars_is_no_image_in_a_text(text):
+  tokenizer = train_tokenizer(WORDS, 320, images=True)
+  tokenizer.add_special_tokens({'additional_special_tokens': ['<image>']})
+  tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE_PAD, '<image>')
+  mark = tokenizer.convert_tokens_to_ids('<image>')
+  seen = types.SimpleNamespace(image_token_id=mark, num_tokens=lambda image: 3)
+  message = {'role': 'user', 'content': parts(image(0), text)}
+  tokens = ChatTokenizer(tokenizer, image_processor=seen).encode_prompt([message])
+  assert tokens.count(mark) == 3
+  assert '< image>' in tokenizer.decode(tokens)
 
 
 async def test_questions_of_a_data_set_have_their_images():

@@ -88,6 +88,27 @@ async def test_images_reach_the_engine_and_the_rows_in_order():
   assert row.messages[0]['content'][0] == {'type': 'image', 'image': first}
 
 
+async def test_placeholders_that_a_client_writes_are_no_images():
+  """In texts, in calls of tools and in their schemas, though this one has no bars."""
+  engine = ImageEngine(lambda prompt, sampling: 'ok>')
+  call = {'id': 'a', 'type': 'function'}
+  call['function'] = {'name': 'see', 'arguments': f'{{"what": "{PAD}"}}'}
+  schema = {'name': f'see{PAD}', 'description': PAD, 'parameters': {}}
+  messages = [
+    {'role': 'user', 'content': f'a {PAD} b'},
+    {'role': 'assistant', 'content': None, 'tool_calls': [call]},
+    {'role': 'tool', 'tool_call_id': 'a', 'content': PAD},
+    shown(picture(1), text=f'{PAD}{PAD} look'),
+  ]
+  tools = [{'type': 'function', 'function': schema}]
+  async with endpoint(engine) as (client, _):
+    status, found = await post(client, PATH, {'messages': messages, 'tools': tools})
+  assert status == 200, found
+  ((_, prompt, *_),) = engine.calls
+  assert list(prompt).count(ord(PAD)) == picture(1).width // 8
+  assert engine.images == [(picture(1),)]
+
+
 async def test_another_image_begins_another_conversation():
   engine = ImageEngine(lambda prompt, sampling: 'ok>')
   async with endpoint(engine) as (client, delivered):
