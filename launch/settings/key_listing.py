@@ -6,6 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.config import descriptions_of
 from launch.settings.command_line import check_algorithm, dotted_keys
 
@@ -31,6 +32,18 @@ def _asks_teacher(algorithm: Any) -> bool:
   from jaxrl.training import batch_fields  # imports JAX
 
   return algorithm is None or bool(batch_fields.teacher_fields(algorithm))
+
+
+def _may_see_images(model: Any) -> bool:
+  """Returns whether the model has a vision tower, or a checkpoint that may have one."""
+  from launch.settings.component_calls import parse_random_model  # imports JAX
+
+  if model.checkpoint:
+    return True
+  try:
+    return parse_random_model(model.random).vision is not None
+  except ConfigError:  # a run says what is wrong with it
+    return False
 
 
 OPTIONAL_SECTIONS = (
@@ -60,7 +73,7 @@ OPTIONAL_SECTIONS = (
   ),
   OptionalSection(
     'model',
-    lambda c: not c.model.checkpoint and '_vl' not in c.model.random,
+    lambda c: not _may_see_images(c.model),
     'for models that see images',
     ('checkpoint', 'random', 'dtype', 'remat', 'lora'),
   ),

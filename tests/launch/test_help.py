@@ -81,6 +81,22 @@ def test_a_section_is_listed_where_it_is_used():
   assert short(*unused, '--config.dataset.path=') == own_rows | names - {'teacher'}
 
 
+@pytest.mark.parametrize(
+  'model, is_listed',
+  [
+    ('random=qwen3_5', True),
+    ('random=qwen3_5_moe(num_layers=2)', True),
+    ('random=qwen3_5_text', False),
+    ('random=qwen3', False),
+    ('random=typo', False),
+    ('checkpoint=folder', True),
+  ],
+)
+def test_training_a_tower_is_listed_for_models_that_have_one(model, is_listed):
+  keys = '\n'.join(listed('debug.py', '', f'--config.model.{model}'))
+  assert ('--config.model.vision=' in keys) == is_listed
+
+
 def test_a_word_filters_names_and_descriptions(capsys):
   lines = listed('debug.py', 'LEARNING_RATE')
   keys = [line.split('=')[0].strip() for line in lines if '--config.' in line]
