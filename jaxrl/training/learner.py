@@ -358,7 +358,12 @@ class Learner:
 
   @property
   def warmup_shapes(self) -> list[BatchShape]:
-    """The shapes of usual batches, which warm-up compiles for."""
+    """The shapes of usual batches, which warm-up compiles for.
+
+    There are none if the model sees images: their sizes are not known before.
+    """
+    if train_state.sees_images(self._spec.model):
+      return []
     return self._batch_builder.warmup_shapes()
 
   def trace(self, length: int) -> tuple[BatchShape, dict[str, Any]]:
@@ -413,8 +418,7 @@ class Learner:
   def _warm_up(self) -> Metrics:
     start = time.perf_counter()
     scored = 'old_logprobs' in self._spec.scored_fields
-    # How large the images of a batch are is not known before.
-    shapes = [] if train_state.sees_images(self._spec.model) else self.warmup_shapes
+    shapes = self.warmup_shapes
     with CompileCounter() as counter:
       for shape in shapes:
         self._compiled_steps(shape)

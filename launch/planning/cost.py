@@ -37,7 +37,8 @@ class RunCost:
     rows: rows of the batch that the programs take.
     length: tokens of each row of that batch.
     micro_rows: rows of a micro-batch.
-    num_shapes: number of batch shapes that are compiled ahead.
+    num_shapes: number of batch shapes that are compiled ahead; 0 for a model that sees
+      images, whose programs are compiled with the batches.
     programs: compiled programs by name.
     memory: bytes of the fullest device, by part.
     limit: bytes of each device that the learner may use.
@@ -64,6 +65,11 @@ class RunCost:
   def total(self) -> float:
     """Bytes of the fullest device in the phase with the highest peak."""
     return sum(self.memory.values())
+
+  @property
+  def programs_per_shape(self) -> int:
+    """Number of the learner's programs for each shape of batches."""
+    return len(self.programs.keys() - {'merge'})
 
   @property
   def fits(self) -> bool:
@@ -410,14 +416,14 @@ def count_programs(
   Returns:
     The number of programs by part, 'learner' and 'engine'.
   """
-  shape_programs = cost.programs.keys() - {'merge'}  # to a shape of batches
   num_learner_programs = (
-    cost.num_shapes * len(shape_programs)
+    cost.num_shapes * cost.programs_per_shape
     + cost.num_small_programs
     + ('merge' in cost.programs)
   )
   counts = {'learner': num_learner_programs}
-  if cost.num_parallel > 1:  # the update is three programs, two of them of all shapes
+  if cost.num_shapes and cost.num_parallel > 1:
+    # The update is three programs, two of them of all shapes.
     counts['learner'] += 2
   if plays and engine.kind == 'jax':
     # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.

@@ -111,7 +111,13 @@ def _header(report: PlanReport) -> Any:
 
 def _program_counts(report: PlanReport) -> str:
   parts = ', '.join(f'{count} of the {who}' for who, count in report.programs.items())
-  return f'{sum(report.programs.values())} to compile before the first step ({parts})'
+  text = f'{sum(report.programs.values())} to compile before the first step ({parts})'
+  if not report.cost.num_shapes:
+    text += (
+      f', and {report.cost.programs_per_shape} of the learner in the steps, for each '
+      'new shape of a batch and its images'
+    )
+  return text
 
 
 def _memory_table(report: PlanReport) -> Table:

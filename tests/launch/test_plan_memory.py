@@ -1,19 +1,26 @@
 """The memory that a plan foretells is the memory that a learner takes, on the CPU."""
 
 import functools
+import io
 import pathlib
 
 import jax
 import pytest
+from rich.console import Console
 
 from jaxrl.training import compiled_steps, staleness, teacher_scoring
 from jaxrl.training.monitoring import CompileCounter
 from jaxrl.training.parallelism import parallel_microbatches
-from launch.planning import cost, engine_decode, plan_report, targets
+from launch.planning import cost, engine_decode, plan_report, plan_table, targets
 from tests.benchmarks import memory
 from tests.launch.test_planned_memory import built, folder, learner_of, taught
 from tests.launch.test_planning import small
 
+SEES = (
+  '--config.model.random=qwen3_vl(num_layers=2, hidden_size=32, num_heads=2, '
+  'head_dim=16, intermediate_size=32, tower_layers=1, tower_width=16, tower_heads=2, '
+  'tower_mlp=16, deepstack_layers=(0,), rope_sections=(4, 2, 2))'
+)
 LINUX = pytest.mark.skipif(
   not pathlib.Path('/proc/self/clear_refs').exists(), reason='needs Linux'
 )
@@ -101,6 +108,19 @@ async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):
   run, engine, found = planned(f'{packing}, num_parallel={ways})')
   counted = cost.count_programs(run, found, engine, plays=False)['learner']
   assert counted == await compiled_by(run)
+
+
+async def test_programs_of_models_that_see_images_are_compiled_in_the_steps(
+  uncompiled,
+):
+  run, target = small(SEES), targets.parse_target('cpu:1')
+  made = plan_report.make_report('small.py', run, target, jax.devices()[:1])
+  assert made.programs['learner'] == await compiled_by(run) == 0
+  out = io.StringIO()
+  plan_table.print_report(made, Console(file=out, width=300))
+  num_later = made.cost.programs_per_shape
+  assert num_later > 0
+  assert f' (0 of the learner, 5 of the engine), and {num_later} of' in out.getvalue()
 
 
 STALE = (
