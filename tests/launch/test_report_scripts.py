@@ -138,6 +138,12 @@ def test_runs_of_several_seeds_have_a_mean_and_a_spread():
   (found,) = values('metric_store.js', f'meanAndSpread([{curves}])')
   assert found['points'] == [[0, 3], [1, 3], [3, 9]]
   assert found['band'][0] == [0, 1, 5] and len(found['band']) == 2
+  # Over time, a step is where the runs are on average when they take it.
+  minutes = '[[[0, 1], [1, 3], [2, 5]], [[0, 2], [1, 8]], [[0, 3], [3, 4]]]'
+  mean = f'meanAndSpread([{curves}])'
+  (moved,) = values('metric_store.js', f'byMeanTime({mean}, {minutes})')
+  assert moved['points'] == [[2, 3], [5.5, 3], [5.5, 9]]
+  assert moved['band'][0] == [2, 1, 5]
 
 
 def test_metrics_that_come_bit_by_bit_are_put_together():

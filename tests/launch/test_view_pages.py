@@ -101,6 +101,9 @@ async def test_runs_curves_and_following(tmp_path):
     await page.value("""[...document.querySelectorAll('.check')].find(
       (label) => label.textContent.startsWith('mean')).click()""")
     await page.until('document.querySelector(".plot path.spread")')
+    await page.value("""[...document.querySelectorAll('.check')].find(
+      (label) => label.textContent === 'by time').click()""")
+    assert await page.value('!!document.querySelector(".plot path.spread")')
     assert await page.value('document.querySelectorAll(".plot path.line").length') == 1
     # What the run writes appears by itself.
     before = await page.value('document.querySelector(".runs tbody").innerText')

@@ -2,7 +2,7 @@
 
 import {ChartGroup} from './chart.js';
 import {formatNumber, make, segment} from './dom.js';
-import {meanAndSpread} from './metric_store.js';
+import {byMeanTime, meanAndSpread} from './metric_store.js';
 
 const HIDDEN = /^time\/wall$/;
 const MAX_CHARTS = 120;
@@ -114,9 +114,12 @@ export class Curves {
     }
     const groups = Map.groupBy(this.runs, (run) => run.repeats);
     return [...groups.values()].map((runs) => {
-      const curves = runs.map((run) => one(run).points);
+      const mean = meanAndSpread(runs.map(
+        (run) => run.store.points(name, this.phase)));
+      const shown = this.byTime ? byMeanTime(mean, runs.map(
+        (run) => run.store.minutes(this.phase))) : mean;
       return {name: `${name}, mean of ${runs.length}`, tone: runs[0].tone,
-        kind: runs.length > 1 ? 'line' : kind, ...meanAndSpread(curves)};
+        kind: runs.length > 1 ? 'line' : kind, ...shown};
     }).filter((s) => s.points.length);
   }
 }

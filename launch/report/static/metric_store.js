@@ -69,10 +69,20 @@ export class MetricStore {
     const points = [];
     values.forEach((value, i) => {
       if (this.phase[i] !== phase) return;
-      const x = byTime ? (this.wall[i] - this.wall[0]) / 60 : this.step[i];
+      const x = byTime ? this.#minutes(i) : this.step[i];
       points.push([x, value === 'nan' ? null : value]);
     });
     return points;
+  }
+
+  // Returns the minutes since the start at each step of a phase.
+  minutes(phase) {
+    return this.step.map((step, i) => [step, this.#minutes(i)]).filter(
+      (_, i) => this.phase[i] === phase);
+  }
+
+  #minutes(i) {
+    return (this.wall[i] - this.wall[0]) / 60;
   }
 
   // Returns names of metrics that a phase has.
@@ -105,4 +115,16 @@ export const meanAndSpread = (curves) => {
     }
   }
   return {points, band};
+};
+
+// Moves an average over steps to the time at which runs reach each step on average.
+export const byMeanTime = ({points, band}, minutes) => {
+  const time = new Map();
+  let latest = 0;  // a slow run that ends early must not take the others back
+  for (const [step, mean] of meanAndSpread(minutes).points) {
+    latest = Math.max(latest, mean);
+    time.set(step, latest);
+  }
+  const moved = (rows) => rows.map(([step, ...values]) => [time.get(step), ...values]);
+  return {points: moved(points), band: moved(band)};
 };
