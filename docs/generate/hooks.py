@@ -136,8 +136,10 @@ def _index(nav: Any, depth: int = 2, title: str = '') -> list[str]:
 
 def _first_sentence(markdown: str) -> tuple[str, str]:
   """Returns the title of a page, and the sentence that its text begins with."""
-  title, _, text = markdown.partition('\n')
-  paragraphs = [p for p in text.split('\n\n') if re.match(r'\s*[A-Z`*\[]', p)]
+  title, _, text = FENCE.sub('', markdown).partition('\n')
+  if module := re.match(r'\s*::: ([\w.]+)', text):  # what is there is its docstring
+    text = f'\n\n{reference.module_summary(module[1])}'
+  paragraphs = [p for p in text.split('\n\n') if re.match(r'\s*[A-Za-z`*\[]', p)]
   plain = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', ' '.join(paragraphs[:1]))
   plain = ' '.join(plain.replace('**', '').split())
   sentence = re.match(r'.*?[.:](?= [A-Z]|$)', plain)

@@ -1,5 +1,6 @@
 """Writes the reference pages of the site from the code, as Markdown by page address."""
 
+import ast
 import importlib
 import inspect
 import pathlib
@@ -105,6 +106,14 @@ def library_modules() -> list[str]:
 def api_page(module: str) -> str:
   """Returns the address of a module's page."""
   return f'reference/api/{module.replace(".", "/")}.md'
+
+
+def module_summary(module: str) -> str:
+  """Returns the sentence that a module's docstring begins with; '' if it has none."""
+  path = ROOT / module.replace('.', '/')
+  file = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
+  text = ast.get_docstring(ast.parse(file.read_text())) or ''
+  return text.partition('\n')[0]
 
 
 def link_papers(html: str) -> str:
