@@ -179,3 +179,31 @@ def test_what_is_not_run_names_what_there_is(page):
         continue
       checked += 1
   assert checked or page == 'docs/cluster.md'
+
+
+def module_exists(name):
+  path = ROOT / name.replace('.', '/')
+  return path.with_suffix('.py').exists() or (path / '__main__.py').exists()
+
+
+def test_commands_in_sentences_name_what_there_is():
+  extras = (ROOT / 'setup.py').read_text()
+  pages = [*ROOT.glob('*.md'), *(ROOT / 'docs').rglob('*.md')]
+  found = set()
+  for page in pages:
+    text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
+    found |= {
+      (span, page.name) for span in re.findall(r'`((?:make|\S*python|pip) .+?)`', text)
+    }
+  assert len(found) > 40
+  for span, page in found:
+    words = span.split()
+    if words[0] == 'make':
+      assert words[1] in TARGETS, (page, span)
+    elif words[0] == 'pip':
+      for extra in re.findall(r'[a-z-]+', span.partition('[')[2]):
+        assert f"'{extra}'" in extras, (page, span)
+    elif words[1] == '-m' and words[2] != 'pytest':
+      assert module_exists(words[2]), (page, span)
+      for part in re.findall(r'tests\.benchmarks --only=(\w+)', span):
+        assert module_exists(f'tests.benchmarks.{part}'), (page, span)
