@@ -67,9 +67,14 @@ def _gate_clamped(gate: Array, up: Array) -> Array:
   return (up + 1) * (gate * jax.nn.sigmoid(1.702 * gate))
 
 
+def _gate_gelu(gate: Array, up: Array) -> Array:
+  return jax.nn.gelu(gate) * up
+
+
 GATINGS: dict[str, Callable[[Array, Array], Array]] = {
   'silu': _gate_silu,
   'clamped': _gate_clamped,
+  'gelu_tanh': _gate_gelu,
 }
 Matrix = Array | Adapted | Biased
 Dot = Callable[[Array, Array], Array]

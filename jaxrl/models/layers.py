@@ -5,6 +5,7 @@ rules derive a sharding; None is an axis that is never sharded. Activations are 
 `constrain(x, *names)` with the names batch, length, heads, kv_heads, mlp and vocab.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -363,7 +364,8 @@ class Block(nnx.Module):
 
   `feed(mlp, x [..., D]) -> (y [..., D], aux)` computes the MLP, or the mixture of
   experts in its place, as the caller decides. The family says whether a norm stands
-  before each of the two, after it, or both.
+  before each of the two, after it, or both; experts beside an MLP have norms of their
+  own before them.
 
   Attributes:
     config: The layer's config, with the fields of its kind.
@@ -381,13 +383,19 @@ class Block(nnx.Module):
     else:
       kind = LatentAttention if config.kv_latent else Attention
       self.attention: Any = kind(config, rngs)
-    if config.num_experts:
+    beside = bool(config.num_experts) and config.spec.experts_beside_mlp
+    if beside:
+      norm = functools.partial(RMSNorm, config, width)
+      self.mlp = moe.ExpertsBesideMLP(config, rngs, MLP(config, rngs), norm)
+    elif config.num_experts:
       size = config.shared_expert_size
       self.mlp = moe.MoE(config, rngs, MLP(config, rngs, size) if size else None)
     else:
       self.mlp = MLP(config, rngs)
+    self.has_mlp_norm = norms != 'after' and not beside
     if norms != 'after':
       self.attention_norm = RMSNorm(config, width)
+    if self.has_mlp_norm:
       self.mlp_norm = RMSNorm(config, width)
     if norms != 'before':
       self.attention_post_norm = RMSNorm(config, width)
@@ -503,7 +511,7 @@ class Block(nnx.Module):
     if self.norms != 'before':
       out = self.attention_post_norm(out)
     x = checkpoint_name(x + out, 'residual')
-    y, more = feed(self.mlp, self.mlp_norm(x) if self.norms != 'after' else x)
+    y, more = feed(self.mlp, self.mlp_norm(x) if self.has_mlp_norm else x)
     if self.norms != 'before':
       y = self.mlp_post_norm(y)
     x = x + y

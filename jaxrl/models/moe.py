@@ -183,7 +183,7 @@ class MoE(nnx.Module):
     chosen, weights = self.route(x, routed)
     gate, up, down = self.experts.gate, self.experts.up, self.experts.down
     kernels = gate.of(x.dtype), up.of(x.dtype), down.without_bias(x.dtype)
-    y = mix(x, chosen, weights, *kernels)
+    y = mix(self.inputs(x), chosen, weights, *kernels)
     if down.has_bias:  # here, where no device has a part of the sum only
       picked = chosen[..., None] == jnp.arange(down.bias.shape[0])
       share = jnp.where(picked, weights[..., None], 0).sum(-2)
@@ -191,6 +191,10 @@ class MoE(nnx.Module):
     if self.shared is not None:
       y = y + self._shared_output(self.shared(x, constrain), x)
     return y, chosen
+
+  def inputs(self, x: jax.Array) -> jax.Array:
+    """Returns what the experts read, for states `[…, D]`."""
+    return x
 
   def _shared_output(self, y: jax.Array, x: jax.Array) -> jax.Array:
     """The shared expert's output y for states x, gated if the family says so."""
@@ -233,6 +237,55 @@ class MoE(nnx.Module):
       # A sum of σ may be 0, one of the largest p of a softmax may not.
       weights = weights / (total if self.scores == 'softmax' else total + 1e-20)
     return chosen, weights if self.scaling == 1.0 else weights * self.scaling
+
+
+class ExpertsBesideMLP(MoE):
+  """A mixture of experts and a dense MLP on the same states, as in Gemma 4.
+
+  For states x, not normalized, y = post₁(mlp(pre₁(x))) + post₂(experts(pre₂(x))).
+  The router scores x / rms(x) · s · D^−½ with a vector s, and the weights of a token's
+  experts, made to sum to 1, are multiplied by a number that each expert has.
+  """
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    rngs: nnx.Rngs,
+    dense: Callable[..., Any],
+    norm: Callable[[], nnx.Module],
+  ):
+    super().__init__(config, rngs)
+    self.dense: Any = dense
+    self.dense_norm: Any = norm()
+    self.dense_post_norm: Any = norm()
+    self.router_norm: Any = norm()
+    self.norm: Any = norm()
+    self.post_norm: Any = norm()
+    self.expert_scale = nnx.Param(jnp.ones(config.num_experts), axes=(None,))
+
+  def __call__(
+    self,
+    x: jax.Array,
+    mix: ExpertFn,
+    routed: jax.Array | None = None,
+    constrain: Callable[..., jax.Array] = lambda x, *names: x,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Computes both, for states that are not normalized; see `MoE`."""
+    dense = self.dense_post_norm(self.dense(self.dense_norm(x), constrain))
+    mixed, chosen = super().__call__(x, mix, routed, constrain)
+    return dense + self.post_norm(mixed), chosen
+
+  def inputs(self, x: jax.Array) -> jax.Array:
+    """Returns what the experts read, for states `[…, D]`."""
+    return self.norm(x)
+
+  def route(
+    self, x: jax.Array, routed: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts; see `MoE`."""
+    scaled = self.router_norm(x) * x.shape[-1] ** -0.5
+    chosen, weights = super().route(scaled, routed)
+    return chosen, weights * self.expert_scale[...][chosen]
 
 
 def within_groups(ranking: jax.Array, groups: int, top: int) -> jax.Array:

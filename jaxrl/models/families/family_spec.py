@@ -71,7 +71,9 @@ class FamilySpec:
     activation: The function of the MLP's gate: 'silu', or 'gelu_tanh'.
     attention_bias: Whether query, key and value have biases; None if config.json says.
     output_bias: Whether the attention's output has a bias where the others have one.
-    has_experts: Whether feed-forward layers are mixtures of experts.
+    has_experts: Whether feed-forward layers are mixtures of experts; None if
+      config.json says.
+    experts_beside_mlp: Whether experts stand beside a dense MLP, each with own norms.
     expert_biases: Whether router and experts have biases.
     router_scores: What makes scores of experts of a router's outputs. Those of
       'sigmoid' get a bias when experts are chosen, which is not trained.
@@ -105,7 +107,8 @@ class FamilySpec:
   activation: Literal['silu', 'gelu_tanh'] = 'silu'
   attention_bias: bool | None = None
   output_bias: bool = True
-  has_experts: bool = False
+  has_experts: bool | None = False
+  experts_beside_mlp: bool = False
   expert_biases: bool = False
   router_scores: Literal['softmax', 'sigmoid'] = 'softmax'
   gating: str = 'silu'
@@ -131,7 +134,9 @@ class FamilySpec:
       for name in ('num_experts', 'num_experts_per_token', 'moe_intermediate_size')
     }
     text = ', '.join(f'{name}={size}' for name, size in sizes.items())
-    if not self.has_experts:
+    if self.has_experts is None and not any(sizes.values()):
+      return
+    if self.has_experts is False:
       if config.shared_expert_size:
         text = f'shared_expert_size={config.shared_expert_size}, {text}'
       if any(sizes.values()) or config.shared_expert_size:

@@ -1,4 +1,4 @@
-"""Gemma 4 (text): inputs of each layer's own; some layers share keys and values."""
+"""Gemma 4 (text): inputs of each layer's own, shared keys, experts beside an MLP."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,12 @@ if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
 
 _LAYER = 'model.layers.{layer}.'
+# Field of ModelConfig → key in config.json.
+_EXPERTS = {
+  'num_experts': 'num_experts',
+  'num_experts_per_token': 'top_k_experts',
+  'moe_intermediate_size': 'moe_intermediate_size',
+}
 _ROPE = {  # what `transformers` assumes where config.json has no rotary settings
   'sliding_attention': {'rope_type': 'default', 'rope_theta': 10000.0},
   'full_attention': {
@@ -21,9 +27,11 @@ _ROPE = {  # what `transformers` assumes where config.json has no rotary setting
 
 
 def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-  for name in ('use_bidirectional_attention', 'enable_moe_block'):
-    if data.get(name) and data[name] != 'vision':  # which text alone does not show
-      raise ValueError(f'{where}: {name}={data[name]!r} is not supported')
+  attention = data.get('use_bidirectional_attention')
+  if attention and attention != 'vision':  # which text alone does not show
+    raise ValueError(
+      f'{where}: use_bidirectional_attention={attention!r} is not supported'
+    )
   settings, local_rope = llama_style.split_rope(
     {'rope_parameters': _ROPE, **data}, where, theta=1e6, local=('', 10000.0)
   )
@@ -53,6 +61,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   wide = bool(data.get('use_double_wide_mlp')) * fields['intermediate_size']
   return {
     **fields,
+    **_read_experts(data, where),
     **_read_kinds(data, where, own, wide + fields['intermediate_size']),
     'attention_bias': bool(data.get('attention_bias', False)),
     'qk_norm': True,
@@ -60,6 +69,18 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     'logits_softcap': float(data.get('final_logit_softcapping') or 0.0),
     'per_layer_width': width,
   }
+
+
+def _read_experts(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """The sizes of the experts, if there are any."""
+  if not data.get('enable_moe_block'):
+    return {}
+  missing = [key for key in _EXPERTS.values() if not isinstance(data.get(key), int)]
+  if missing:
+    raise ValueError(
+      f'{where}: enable_moe_block=True needs {", ".join(missing)} as whole numbers'
+    )
+  return {ours: data[theirs] for ours, theirs in _EXPERTS.items()}
 
 
 def _keys_are_values(data: Mapping[str, Any]) -> bool:
@@ -140,7 +161,8 @@ def _write(config: 'ModelConfig') -> dict[str, Any]:
     'final_logit_softcapping': config.logits_softcap or None,
     'hidden_size_per_layer_input': config.per_layer_width,
     'vocab_size_per_layer_input': config.vocab_size,
-    'enable_moe_block': False,
+    'enable_moe_block': bool(config.num_experts),
+    **{theirs: getattr(config, ours) or None for ours, theirs in _EXPERTS.items()},
   }
 
 
@@ -169,6 +191,21 @@ GEMMA4 = FamilySpec(
     'per_layer_out.kernel': f'{_LAYER}per_layer_projection.weight',
     'per_layer_norm.scale': f'{_LAYER}post_per_layer_input_norm.weight',
     'output_scale': f'{_LAYER}layer_scalar',
+  }
+  | {
+    'mlp.dense_norm.scale': f'{_LAYER}pre_feedforward_layernorm.weight',
+    'mlp.dense.gate.kernel': f'{_LAYER}mlp.gate_proj.weight',
+    'mlp.dense.up.kernel': f'{_LAYER}mlp.up_proj.weight',
+    'mlp.dense.down.kernel': f'{_LAYER}mlp.down_proj.weight',
+    'mlp.dense_post_norm.scale': f'{_LAYER}post_feedforward_layernorm_1.weight',
+    'mlp.norm.scale': f'{_LAYER}pre_feedforward_layernorm_2.weight',
+    'mlp.post_norm.scale': f'{_LAYER}post_feedforward_layernorm_2.weight',
+    'mlp.router_norm.scale': f'{_LAYER}router.scale',
+    'mlp.expert_scale': f'{_LAYER}router.per_expert_scale',
+    'mlp.router.kernel': f'{_LAYER}router.proj.weight',
+    'mlp.experts.gate.kernel': f'{_LAYER}experts.gate_up_proj',
+    'mlp.experts.up.kernel': f'{_LAYER}experts.gate_up_proj',
+    'mlp.experts.down.kernel': f'{_LAYER}experts.down_proj',
   },
   qk_norm=True,
   v_norm=True,
@@ -176,6 +213,9 @@ GEMMA4 = FamilySpec(
   scales_embeddings=True,
   scales_layers=True,
   activation='gelu_tanh',
+  gating='gelu_tanh',
+  has_experts=None,
+  experts_beside_mlp=True,
   skipped_tensors={
     r'model\.layers\.\d+\.self_attn\.([kv]_proj|k_norm)\.weight': (
       'layers that read the keys and values of another'

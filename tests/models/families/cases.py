@@ -49,7 +49,7 @@ WINDOW = 8
 
 # Other configs of a family, whose modes are those of the family's own case.
 VARIANTS = (
-  *('qwen3-moe-some', 'mistral-full', 'gemma4-values', 'phi3-longrope'),
+  *('qwen3-moe-some', 'mistral-full', 'gemma4-moe', 'phi3-longrope'),
   *('qwen3_5-vl', 'qwen3_5-moe-vl'),
 )
 # One for each way in which layers differ: what compares the others is slow.
@@ -333,9 +333,13 @@ CASES = {
     config='Text',
     query_norm=0.25,
   ),
-  'gemma4-values': Case(
+  'gemma4-moe': Case(
     'Gemma4',
     {
+      'enable_moe_block': True,
+      'num_experts': 4,
+      'top_k_experts': 2,
+      'moe_intermediate_size': 16,
       'head_dim': 16,
       'global_head_dim': 24,
       'sliding_window': WINDOW,
@@ -347,6 +351,7 @@ CASES = {
       'tie_word_embeddings': True,
     },
     'scale',
+    has_experts=True,
     config='Text',
     query_norm=0.25,
   ),

@@ -219,7 +219,8 @@ REFUSED = {
     ({'attn_logit_softcapping': 3.0}, r'attn_logit_softcapping=3\.0 is not'),
   ],
   'gemma4': [
-    ({'enable_moe_block': True}, 'enable_moe_block=True is not supported'),
+    ({'enable_moe_block': True}, 'enable_moe_block=True needs num_experts, top_k_exp'),
+    ({'use_bidirectional_attention': 'all'}, "use_bidirectional_attention='all' is no"),
     ({'vocab_size_per_layer_input': 9}, 'vocab_size_per_layer_input=9 is not'),
     ({'per_layer_config': {'1': {'sliding_window': 3}}}, 'per_layer_config may only'),
     ({'num_kv_shared_layers': 8}, 'leaves no sliding_attention layer'),

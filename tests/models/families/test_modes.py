@@ -22,9 +22,8 @@ from tests.training.test_unpacked_attention import lying
 pytestmark = pytest.mark.slow
 NAMES = [name for name in cases.CASES if name not in cases.VARIANTS]
 every_case = pytest.mark.parametrize('name', NAMES)
-with_experts = pytest.mark.parametrize(
-  'name', [name for name in NAMES if cases.CASES[name].has_experts]
-)
+MIXTURES = [name for name in NAMES if cases.CASES[name].has_experts] + ['gemma4-moe']
+with_experts = pytest.mark.parametrize('name', MIXTURES)
 
 
 def close(found, wanted):

@@ -30,6 +30,7 @@ SIZES = {
   'gemma-2-2b': 2.6,
   'gemma-3-1b-it': 1.0,
   'gemma-4-E4B-it': 7.5,
+  'gemma-4-26B-A4B-it': 25.2,
   'gpt-oss-20b': 20.9,
   'DeepSeek-V3': 671.0,
   'Kimi-K2-Instruct': 1026.4,
@@ -40,6 +41,7 @@ SIZES = {
 KEPT = {
   'gemma-3-1b-it': {512: 512},
   'gemma-4-E4B-it': {512: 512},
+  'gemma-4-26B-A4B-it': {1024: 1024},
   'gpt-oss-20b': {128: 128},
 }
 # Of a latent and of the rotated part of a key, as published.

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
   'gemma2': {**WIDE, 'tie_word_embeddings': True},
   'gemma3': WIDE,
   'gemma4': {**WIDE, 'global_head_dim': 64},
+  'gemma4-moe': {**WIDE, 'global_head_dim': 64},
   'glm4-moe': WIDE,
   'deepseek-v3': {**LATENTS, 'attention_bias': False},
 }
