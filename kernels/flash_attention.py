@@ -241,14 +241,16 @@ def triton(
   length, heads, dim = q.shape[1:]
   k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
   q, k, v, segment_ids = pad_to_length((q, k, v, segment_ids), padded_length(length))
-  # The backward pass holds sums of [64, d] in registers, which larger blocks exceed.
+  # The backward pass holds sums of [64, d] in registers, which larger blocks exceed; and
+  # of wide heads shared memory holds none larger.
+  share = 1 if _padded_head_bytes(q) <= 512 else 2
   sizes = library.BlockSizes(
-    block_q=128,
-    block_k=64,
-    block_q_dkv=32,
-    block_kv_dkv=64,
-    block_q_dq=64,
-    block_kv_dq=32,
+    block_q=128 // share,
+    block_k=64 // share,
+    block_q_dkv=32 // share,
+    block_kv_dkv=64 // share,
+    block_q_dq=64 // share,
+    block_kv_dq=32 // share,
   )
   out: Any = library.mha(
     q,
@@ -355,7 +357,9 @@ def candidates(
     lacks = _lacks(window=window, sinks=sinks, softcap=softcap)
     return {
       'cudnn': why or _cudnn_obstacle(q, k) or cudnn,
-      'triton': _shape_obstacle(q, prefix_ids) or lacks or triton,
+      'triton': (
+        _shape_obstacle(q, prefix_ids) or lacks or _triton_obstacle(q) or triton
+      ),
     }
   return {}
 
@@ -376,6 +380,18 @@ def _shape_obstacle(q: jax.Array, prefix_ids: jax.Array | None = None) -> str:
   if length < MIN_LENGTH:
     return f'is for sequences from {MIN_LENGTH} tokens on, not of {length}'
   return 'needs a head_dim from 16 on' if dim < 16 else ''
+
+
+def _padded_head_bytes(q: jax.Array) -> int:
+  """What a head takes in the blocks of Triton's kernel, whose sides are powers of 2."""
+  return (1 << (q.shape[-1] - 1).bit_length()) * q.dtype.itemsize
+
+
+def _triton_obstacle(q: jax.Array) -> str:
+  """Why no block of wide heads fits a GPU's shared memory; '' if one does."""
+  if _padded_head_bytes(q) <= 1024:
+    return ''
+  return f'has no room for a head_dim of {q.shape[-1]} in {q.dtype.name}'
 
 
 def _cudnn_obstacle(q: jax.Array, k: jax.Array) -> str:

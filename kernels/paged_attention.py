@@ -187,6 +187,8 @@ def _candidates(
   if platform == 'gpu':
     fit = head_dim >= 16 and head_dim & (head_dim - 1) == 0
     why = f'needs a head_dim that is a power of two from 16 on, not {head_dim}'
+    if fit and head_dim * jnp.dtype(dtype).itemsize > 1024:
+      fit, why = False, f'has no room for a head_dim of {head_dim} in {dtype}'
     return {'triton': triton if fit else why}
   return {}
 

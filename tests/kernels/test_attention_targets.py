@@ -45,6 +45,16 @@ def compiled(machine, function, *arrays):
   'dtype, dim, length', [('bfloat16', 128, 1500), ('float32', 64, 300)]
 )
 def test_forward_and_backward(machine, dtype, dim, length):
+  check_both_passes(machine, dtype, dim, length)
+
+
+@pytest.mark.parametrize(('dtype', 'dim'), [('bfloat16', 512), ('float32', 192)])
+def test_wide_heads_fit_a_gpu(dtype, dim):
+  """Those of full attention in Gemma 4, and of latent attention."""
+  check_both_passes('h200:4', dtype, dim, length=256)
+
+
+def check_both_passes(machine, dtype, dim, length):
   def gradient(q, k, v, ids, **options):
     def total(q, k, v):
       return (attention(q, k, v, ids, **options).astype(jnp.float32) ** 2).sum()

@@ -17,6 +17,7 @@ KERNELS = {
 }
 # Of odd lengths; in each a segment of one token, padding, and a row of nothing else.
 SHAPES = [(200, 8, 2, 16), (131, 2, 2, 32)]
+WIDE = (131, 2, 1, 192)  # heads of which Triton's kernel takes smaller blocks
 
 
 def slow(shape):
@@ -53,7 +54,7 @@ def value_and_gradient(function, arrays, *ids):
   return out, *grads
 
 
-@pytest.mark.parametrize('shape', [SHAPES[0], *map(slow, SHAPES[1:])])
+@pytest.mark.parametrize('shape', [SHAPES[0], *map(slow, [*SHAPES[1:], WIDE])])
 @pytest.mark.parametrize('name', KERNELS)
 def test_value_and_gradient_equal_the_plain_ones(name, shape):
   arrays, ids = inputs(*shape, jnp.float32)
@@ -155,6 +156,9 @@ def test_what_cannot_be_used_says_why():
   assert 'mask' in gpu['cudnn'] and 'prefix_ids' in gpu['triton']
   assert found('gpu', dtype='float32')['triton'] is flash_attention.triton
   assert 'head_dim' in found('gpu', dim=8)['triton']
+  assert found('gpu', dim=512)['triton'] is flash_attention.triton
+  wide = found('gpu', dim=264, dtype='float32')['triton']
+  assert wide == 'has no room for a head_dim of 264 in float32'
   rules = {'window': 8, 'sinks': True, 'softcap': 3.0}
   assert found('tpu', **rules) == {'splash': flash_attention.splash}
   refused = 'does not take window and sinks beside shared prompts'

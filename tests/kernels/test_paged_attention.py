@@ -80,5 +80,7 @@ def test_a_kernel_is_chosen_where_it_fits():
   assert choose(128, 'float32', platform='tpu') == 'reference'
   assert choose(64, 'float32', platform='cuda') == 'triton'
   assert choose(96, 'bfloat16', platform='gpu') == 'reference'
+  assert choose(512, 'bfloat16', platform='gpu') == 'triton'
+  assert choose(512, 'float32', platform='gpu') == 'reference'
   assert choose(128, 'bfloat16', platform='cpu') == 'reference'
   assert choose(128, 'bfloat16', platform='tpu', kernels='reference') == 'reference'
