@@ -11,6 +11,7 @@ from launch.planning import engine_decode, planned_run
 from launch.planning.flops import count_flops
 from launch.settings import command_line as configs
 from launch.settings.resolve import resolve_settings
+from tests.launch import compiled_families
 
 # Parameters as published, in billions.
 SIZES = {
@@ -115,6 +116,12 @@ def test_every_family_has_a_size():
   known = {config['model_type'] for config in KNOWN_CONFIGS.values()}
   # Of Qwen3.5, the text models are known.
   assert set(families.BUILT_IN) - known == {'qwen2', 'llama', 'qwen3_5', 'qwen3_5_moe'}
+  # What `compiled_families` compiles for accelerators has a layer of each kind.
+  names = compiled_families.first_of_each_family()
+  assert len(names) == len(set(map(families.family_name, known)))
+  shape = compiled_families.cut_run('gemma-4-E4B-it').shape
+  whole = huggingface.config_from_hf(KNOWN_CONFIGS['gemma-4-E4B-it'])
+  assert set(shape.layer_types) == set(whole.layer_types)
 
 
 @pytest.mark.slow
