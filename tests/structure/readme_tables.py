@@ -78,11 +78,14 @@ def models() -> str:
     why = family_cases.OBSTACLES.get(name)
     vllm = 'compared' if name in sampled else f'no: {why}' if why else 'no'
     types = ', '.join(f'`{kind}`' for kind in [name, *read_as(name)])
-    rows.append((types, f'`{spec.architecture}`', text, compared, vllm, known))
+    refused = ', '.join(refused_modes(spec.architecture)) or 'nothing'
+    row = types, f'`{spec.architecture}`', text, compared, refused, vllm, known
+    rows.append(row)
   header = (
     '`model_type` | class in transformers | what it is | compared, beside sizes, for | '
   )
-  return table(f"{header}with vLLM's CPU build | shapes known to `plan`", rows)
+  header += "refused | with vLLM's CPU build | shapes known to `plan`"
+  return table(header, rows)
 
 
 def read_as(name: str) -> list[str]:
@@ -90,6 +93,16 @@ def read_as(name: str) -> list[str]:
   pairs = [*families.ALIASES.items(), ('mistral3', 'ministral3')]
   pairs += [(kind, own['model_type']) for kind, own in families.TEXT_MODELS.items()]
   return [kind for kind, own in pairs if own == name]
+
+
+def refused_modes(architecture: str) -> list[str]:
+  """Returns the options with which tests expect that a class is refused."""
+  found: dict[str, None] = {}
+  for case in cases.CASES.values():
+    if f'{case.name}{case.head}' == architecture:
+      found |= dict.fromkeys(["`mesh='context=…'`"] if case.context_obstacle else [])
+      found |= dict.fromkeys(['`exact`'] if case.vision else [])
+  return list(found)
 
 
 def compared_settings(architecture: str) -> list[str]:
