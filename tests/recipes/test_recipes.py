@@ -1,5 +1,6 @@
 """Recipes: their configs load, and figures and pages show what the data holds."""
 
+import json
 import os
 import shlex
 import statistics
@@ -18,6 +19,7 @@ from recipes.recipe import (
   recipe_names,
   run_arguments,
 )
+from recipes.tasks import boxes
 from tests.docs.blocks import blocks, check_make
 
 NAMES = recipe_names()
@@ -122,6 +124,22 @@ def test_a_digest_tells_the_last_bit_but_not_the_time():
   same = experiment.digest_of([row | {'time/step': 2.0, 'memory/process_gb': 1.0}])
   assert experiment.digest_of([row]) == same
   assert experiment.digest_of([row | {'loss/policy': 0.1 + 2e-17}]) != same
+
+
+def test_a_look_shows_what_is_in_the_box():
+  call = json.dumps(boxes.CALL)
+  look = f'<tool_call>{call}</tool_call>'
+  env = boxes.BoxEnv(call_reward=-0.2)
+  asked, _ = env.reset(seed=3)
+  (shown,), reward, ended, _, info = env.step(look)
+  assert 'closed' in asked and shown['content'] in boxes.THINGS
+  assert (reward, ended, info['metrics']['calls']) == (-0.2, False, 1.0)
+  assert env.step(f'{shown["content"]}\n')[1:3] == (1.0, True)
+  assert env.reset(seed=3)[0] == asked and env.step('box')[1:3] == (0.0, True)
+  blind = boxes.BoxEnv(is_open=True, has_tool=False)
+  assert f'open: {shown["content"]}.' in blind.reset(seed=3)[0]
+  (refused,), *_, info = blind.step(look)
+  assert (refused['content'], info['metrics']['calls']) == ('Error', 0.0)
 
 
 @pytest.mark.slow
