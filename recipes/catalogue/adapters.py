@@ -5,7 +5,13 @@ from recipes.recipe import Arm, Panel, Recipe
 from recipes.tasks import sums
 
 
-def _lora(rank: int, learning_rate: float) -> Arm:
+def lora_arm(rank: int, learning_rate: float) -> Arm:
+  """Returns an arm that trains adapters.
+
+  Args:
+    rank: The adapters' rank; alpha is twice as much.
+    learning_rate: The learning rate.
+  """
   changes = {
     'model.lora': f'lora(rank={rank}, alpha={2 * rank})',
     'optimizer.learning_rate': learning_rate,
@@ -19,8 +25,8 @@ RECIPE = Recipe(
   question='Does LoRA reach what full fine-tuning reaches, and at which learning rate?',
   arms={
     'all weights, 3e-4': Arm(),
-    'LoRA, rank 8, 3e-4': _lora(8, 3e-4),
-    'LoRA, rank 8, 3e-3': _lora(8, 3e-3),
+    'LoRA, rank 8, 3e-4': lora_arm(8, 3e-4),
+    'LoRA, rank 8, 3e-3': lora_arm(8, 3e-3),
   },
   panels=(
     Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
