@@ -95,31 +95,39 @@ OPTIONAL_SECTIONS = (
 
 
 def _tag_sections(tags: Any) -> list[OptionalSection]:
-  """Returns what most tags leave as it is: their own rows, and their own manager."""
-  managers = [
-    OptionalSection(
-      f'env.{tag}',
-      lambda c, tag=tag: not c.env[tag].manager,
-      'for a class of your own that plays the episodes',
-      tuple(key for key in section if key != 'manager'),
-    )
-    for tag, section in tags.items()
-    if 'manager' in section
-  ]
-  return managers + [
-    OptionalSection(
-      f'env.{tag}.dataset',
-      lambda c, tag=tag: all(v in ('', None) for v in c.env[tag].dataset.values()),
-      "used in place of the run's dataset if set",
-    )
-    for tag, section in tags.items()
-    if 'dataset' in section
-  ]
+  """Returns what most tags leave as it is, and what later tags share with the first."""
+  made = []
+  for number, (tag, section) in enumerate(tags.items()):
+    first, values = next(iter(tags.items()))
+    if number:
+      for name in ('', '.env_config'):
+        own, others = _section(section, name[1:]), _section(values, name[1:])
+        listed = tuple(k for k, v in own.items() if k not in others or v != others[k])
+        used = f'as those of env.{first}{name}'
+        made.append(OptionalSection(f'env.{tag}{name}', lambda _: True, used, listed))
+    elif 'manager' in section:
+      made.append(
+        OptionalSection(
+          f'env.{tag}',
+          lambda c, tag=tag: not c.env[tag].manager,
+          'for a class of your own that plays the episodes',
+          tuple(key for key in section if key != 'manager'),
+        )
+      )
+    if 'dataset' in section:
+      made.append(
+        OptionalSection(
+          f'env.{tag}.dataset',
+          lambda c, tag=tag: all(v in ('', None) for v in c.env[tag].dataset.values()),
+          "used in place of the run's dataset if set",
+        )
+      )
+  return made
 
 
 def _section(root: Any, name: str) -> Any:
-  """Returns the section under a dotted key; empty if there is none."""
-  for part in name.split('.'):
+  """Returns the section under a dotted key, '' for the root; empty if there is none."""
+  for part in name.split('.') if name else ():
     root = root.get(part, {})
   return root
 
