@@ -1,7 +1,7 @@
 """Trains a model that sees: which square is red, and how many dots are there?
 
 Pictures are drawn by seed. A short supervised start shows a small random model, vision
-tower included, right answers, and ends while about half of its own are wrong. GRPO then
+tower included, right answers, and ends while many of its own are wrong. GRPO then
 rewards right answers. Each question is an environment tag, so that evaluation tells
 them apart. The model is scored on pictures that training never shows.
 """
@@ -21,7 +21,7 @@ MODEL = (
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for the picture quiz."""
   config = base.get_config(algorithm)
-  config.num_steps = 160
+  config.num_steps = 200
   config.model.update(random=MODEL, vision='full')
   if 'kl_coef' in config.algorithm:
     config.algorithm.kl_coef = 0.0  # no reference to stay near: it starts from nothing
@@ -41,7 +41,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.sft.path = f'generate:picture_quiz({guide})'
   if registry.make(algorithm).data_format != 'rollout':  # games need no rows
     config.dataset.path = config.sft.path
-  config.sft.update(num_steps=100, batch_size=32, limit=4000, warmup_steps=20)
+  config.sft.update(num_steps=120, batch_size=32, limit=4000, warmup_steps=20)
   config.sft.learning_rate = 1e-3
   config.checkpoint.update(save_interval=20, export=True)
   return config
