@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import copy
+import errno
 import functools
 import json
 import logging
@@ -119,6 +120,9 @@ class Checkpointer:
     named = flatten_by_name(arrays)
     size = sum(x.size * x.dtype.itemsize for x in named.values())
     try:
+      # Threads of orbax would find out, too, and some print what they find.
+      if self.directory.is_dir() and not os.access(self.directory, os.W_OK):
+        raise PermissionError(errno.EACCES, 'Permission denied', str(self.directory))
       response = self._orbax.save_checkpointables_async(
         step, {'state': named, 'data': dict(data)}, force=True
       )

@@ -94,28 +94,33 @@ MOMENTS = {  # none of them passes: once true, it stays so
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'moment, number, every',
+  'every, blows',
   [
-    ('model', signal.SIGKILL, 1),
-    ('sft', signal.SIGKILL, 2),
-    ('sft-end', signal.SIGKILL, 1),
-    ('train-begin', signal.SIGKILL, 1),
-    ('rl', signal.SIGKILL, 2),
-    ('rl', signal.SIGINT, 1),
-    ('rl-end', signal.SIGKILL, 1),
-    ('last', signal.SIGINT, 2),
+    (
+      1,
+      {
+        'model': signal.SIGKILL,
+        'sft-end': signal.SIGKILL,
+        'train-begin': signal.SIGKILL,
+        'rl': signal.SIGINT,
+        'rl-end': signal.SIGKILL,
+      },
+    ),
+    (2, {'sft': signal.SIGKILL, 'rl': signal.SIGKILL, 'last': signal.SIGINT}),
   ],
 )
-def test_any_moment(whole, tmp_path, moment, number, every):
+def test_any_moment(whole, tmp_path, every, blows):
+  """One run is killed or interrupted at each of these moments, one after another."""
   options = (*STEPS, f'--config.checkpoint.save_interval={every}')
-  process = runs.spawn(tmp_path, *options)
-  reached = when(process, lambda: MOMENTS[moment](tmp_path))
-  process.send_signal(number)
-  said, _ = process.communicate(timeout=120)
-  assert reached, said
-  if number == signal.SIGINT:
-    assert process.returncode in (0, 130), said
-    assert 'Traceback' not in said
+  for moment, number in blows.items():
+    process = runs.spawn(tmp_path, *options)
+    reached = when(process, lambda moment=moment: MOMENTS[moment](tmp_path))
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=120)
+    assert reached, (moment, said)
+    if number == signal.SIGINT:
+      assert process.returncode in (0, 130), said
+      assert 'Traceback' not in said
   runs.run(tmp_path, *options)
   same(tmp_path, whole)
 

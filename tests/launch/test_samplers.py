@@ -49,6 +49,7 @@ def column(rows, name):
   return [row.get(name) for row in rows]
 
 
+@pytest.mark.slow
 def test_staleness_plays_again_what_is_too_old(tmp_path):
   ahead = '--config.rollout.async_ratio=1'
   rows, _ = record(tmp_path, 'grpo', 'staleness(max_staleness=0)', ahead)

@@ -96,6 +96,7 @@ def test_another_vocabulary_is_refused_and_the_token_named(folder, tmp_path, cap
   assert f'token {other!r} is number {vocabulary[other]} there, but number ' in said
 
 
+@pytest.mark.slow
 def test_a_larger_table_is_cut_to_the_students(folder, tmp_path):
   """Rows beyond the tokenizer: a larger model of one family often has more of them."""
   config, params = huggingface.load(folder)

@@ -59,6 +59,7 @@ def location(tmp_path, monkeypatch):
   return f'{file}:TOY'
 
 
+@pytest.mark.slow  # the family that the docs show is one, too
 def test_a_family_outside_the_repository(location, tmp_path):
   config = model_loading.random_config(
     family=location, hidden_size=16, head_dim=8, num_layers=2, vocab_size=32

@@ -81,6 +81,7 @@ def test_a_slot_is_copied_as_far_as_it_reaches():
     np.testing.assert_array_equal(filled, [0, 256, 128, 384])
 
 
+@pytest.mark.slow
 async def test_the_engine_decodes_from_pages():
   model, params = small.model_and_params()
   prompt = small.tokens(20).tolist()

@@ -136,15 +136,27 @@ def test_an_actor_that_dies_ends_the_run_with_one_line(ray, tmp_path, capsys):
   assert 'resumes' in told[0]
 
 
+FOUR = (*OPTIONS, '--config.num_steps=4')
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  """A run in one process that nobody disturbs."""
+  folder = tmp_path_factory.mktemp('whole')
+  runs.run(folder, *FOUR)
+  return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ('number', 'status'),
-  [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)],
+  ('number', 'status', 'resumed'),
+  [(signal.SIGKILL, -9, RAY), (signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ())],
 )
-def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(tmp_path, number, status):
-  steps = (*OPTIONS, '--config.num_steps=4')
-  runs.run(tmp_path / 'whole', *steps)
-  process = runs.spawn(tmp_path / 'ray', *steps, *RAY)
+def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(
+  whole, tmp_path, number, status, resumed
+):
+  """Also if it goes on in one process, which starts sooner."""
+  process = runs.spawn(tmp_path, *FOUR, *RAY)
   for line in process.stdout:
     if line.startswith('train 2/4'):
       break
@@ -152,11 +164,11 @@ def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(tmp_path, number, 
   said, _ = process.communicate(timeout=120)
   assert process.returncode == status, said
   assert 'Traceback' not in said
-  steps_saved = (tmp_path / 'ray' / 'checkpoints' / 'train').iterdir()
+  steps_saved = (tmp_path / 'checkpoints' / 'train').iterdir()
   assert status < 0 or [p.name for p in steps_saved if p.name.isdigit()], said
-  runs.run(tmp_path / 'ray', *steps, *RAY)
-  assert runs.weights(tmp_path / 'whole') == runs.weights(tmp_path / 'ray')
-  assert runs.numbers(tmp_path / 'whole') == runs.numbers(tmp_path / 'ray')
+  runs.run(tmp_path, *FOUR, *resumed)
+  assert runs.weights(whole) == runs.weights(tmp_path)
+  assert runs.numbers(whole) == runs.numbers(tmp_path)
 
 
 @pytest.mark.slow
@@ -201,8 +213,7 @@ def children(pid):
 def test_a_run_that_loses_its_ray_ends_with_one_line_and_resumes(
   tmp_path, program, name
 ):
-  steps = (*OPTIONS, '--config.num_steps=4')
-  process = runs.spawn(tmp_path, *steps, *RAY)
+  process = runs.spawn(tmp_path, *FOUR, *RAY)
   for line in process.stdout:
     if line.startswith('train 2/4'):
       break
@@ -216,7 +227,7 @@ def test_a_run_that_loses_its_ray_ends_with_one_line_and_resumes(
     'the same command resumes from the last checkpoint'
   ]
   assert 'Traceback' not in said and len(said.splitlines()) < 12, said
-  runs.run(tmp_path, *steps, *RAY)
+  runs.run(tmp_path, *FOUR)
   # The last row is of the evaluation after the last step.
   assert [row['step'] for row in runs.rows(tmp_path)] == list(range(5))
 
@@ -268,7 +279,7 @@ def test_sigterm_to_all_processes_under_ray_is_one_line_and_the_run_resumes(tmp_
   ]
   for one in others:
     wait_for_end(one.pid, 120)
-  runs.run(tmp_path, *OPTIONS, *RAY, steps)
+  runs.run(tmp_path, *OPTIONS, steps)
   assert [row['step'] for row in runs.rows(tmp_path)] == list(range(13))
 
 
