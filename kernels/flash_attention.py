@@ -241,8 +241,8 @@ def triton(
   length, heads, dim = q.shape[1:]
   k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
   q, k, v, segment_ids = pad_to_length((q, k, v, segment_ids), padded_length(length))
-  # The backward pass holds sums of [64, d] in registers, which larger blocks exceed;
-  # and of wide heads, shared memory holds none larger.
+  # Larger blocks do not fit: sums of [64, d] are in registers in the backward pass, and
+  # blocks of wide heads are in shared memory.
   share = 1 if _padded_head_bytes(q) <= 512 else 2
   sizes = library.BlockSizes(
     block_q=128 // share,

@@ -318,8 +318,6 @@ def _answer(side: Any, prompt: list[Message]) -> list[Message]:
 
 def _as_text(value: Any) -> str:
   """Returns a cell as a chat template may write it."""
-  return (
-    value
-    if isinstance(value, str)
-    else json.dumps(value, ensure_ascii=False, default=str)
-  )
+  if isinstance(value, str):
+    return value
+  return json.dumps(value, ensure_ascii=False, default=str)

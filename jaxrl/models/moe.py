@@ -188,19 +188,32 @@ class MoE(nnx.Module):
       picked = chosen[..., None] == jnp.arange(down.bias.shape[0])
       share = jnp.where(picked, weights[..., None], 0).sum(-2)
       y = y + (share @ down.bias[...].astype(jnp.float32)).astype(y.dtype)
-    if self.shared is not None:
-      y = y + self._shared_output(self.shared(x, constrain), x)
-    return y, chosen
+    return self.combine(y, x, constrain), chosen
 
   def inputs(self, x: jax.Array) -> jax.Array:
     """Returns what the experts read, for states `[…, D]`."""
     return x
 
-  def _shared_output(self, y: jax.Array, x: jax.Array) -> jax.Array:
-    """The shared expert's output y for states x, gated if the family says so."""
-    if not self.gates_shared:
+  def combine(
+    self, y: jax.Array, x: jax.Array, constrain: Callable[..., jax.Array]
+  ) -> jax.Array:
+    """Adds what every token gets, here the shared expert, to the experts' mixture.
+
+    Args:
+      y: The mixture `[…, D]`.
+      x: The states `[…, D]`.
+      constrain: As above.
+
+    Returns:
+      `[…, D]`.
+    """
+    if self.shared is None:
       return y
-    return jax.nn.sigmoid(x @ self.shared_gate.kernel[...].astype(x.dtype)) * y
+    shared = self.shared(x, constrain)
+    if self.gates_shared:
+      gate = x @ self.shared_gate.kernel[...].astype(x.dtype)
+      shared = jax.nn.sigmoid(gate) * shared
+    return y + shared
 
   def gated(self, way: ExpertFn) -> ExpertFn:
     """Returns an implementation of `kernels.experts` with this model's gating."""
@@ -263,17 +276,12 @@ class ExpertsBesideMLP(MoE):
     self.post_norm: Any = norm()
     self.expert_scale = nnx.Param(jnp.ones(config.num_experts), axes=(None,))
 
-  def __call__(
-    self,
-    x: jax.Array,
-    mix: ExpertFn,
-    routed: jax.Array | None = None,
-    constrain: Callable[..., jax.Array] = lambda x, *names: x,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Computes both, for states that are not normalized; see `MoE`."""
+  def combine(
+    self, y: jax.Array, x: jax.Array, constrain: Callable[..., jax.Array]
+  ) -> jax.Array:
+    """Adds the dense MLP to the experts' mixture, each normalized; see `MoE`."""
     dense = self.dense_post_norm(self.dense(self.dense_norm(x), constrain))
-    mixed, chosen = super().__call__(x, mix, routed, constrain)
-    return dense + self.post_norm(mixed), chosen
+    return dense + self.post_norm(y)
 
   def inputs(self, x: jax.Array) -> jax.Array:
     """Returns what the experts read, for states `[…, D]`."""

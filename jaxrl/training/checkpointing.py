@@ -120,7 +120,7 @@ class Checkpointer:
     named = flatten_by_name(arrays)
     size = sum(x.size * x.dtype.itemsize for x in named.values())
     try:
-      # Threads of orbax would find out, too, and some print what they find.
+      # Otherwise threads of orbax print tracebacks of their own.
       if self.directory.is_dir() and not os.access(self.directory, os.W_OK):
         raise PermissionError(errno.EACCES, 'Permission denied', str(self.directory))
       response = self._orbax.save_checkpointables_async(

@@ -97,9 +97,9 @@ OPTIONAL_SECTIONS = (
 def _tag_sections(tags: Any) -> list[OptionalSection]:
   """Returns what most tags leave as it is, and what later tags share with the first."""
   made = []
-  for number, (tag, section) in enumerate(tags.items()):
-    first, values = next(iter(tags.items()))
-    if number:
+  first, values = next(iter(tags.items()), ('', {}))
+  for tag, section in tags.items():
+    if tag != first:
       for name in ('', '.env_config'):
         own, others = _section(section, name[1:]), _section(values, name[1:])
         listed = tuple(k for k, v in own.items() if k not in others or v != others[k])

@@ -1,7 +1,7 @@
 """Compares LoRA adapters with training all weights."""
 
 from jaxrl.config import Config
-from recipes.recipe import Arm, Panel, Recipe
+from recipes.recipe import Arm, Recipe
 from recipes.tasks import sums
 
 
@@ -28,11 +28,8 @@ RECIPE = Recipe(
     'LoRA, rank 8, 3e-4': lora_arm(8, 3e-4),
     'LoRA, rank 8, 3e-3': lora_arm(8, 3e-3),
   },
-  panels=(
-    Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
-    Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
-  ),
-  columns={'reward': 'reward/mean', 'entropy': 'policy/entropy'},
+  panels=sums.PANELS,
+  columns=sums.COLUMNS,
 )
 
 

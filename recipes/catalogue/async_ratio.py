@@ -1,7 +1,7 @@
 """Compares how far rollouts run ahead, with and without a correction for it."""
 
 from jaxrl.config import Config
-from recipes.recipe import Arm, Panel, Recipe
+from recipes.recipe import Arm, Recipe
 from recipes.tasks import sums
 
 
@@ -20,11 +20,8 @@ RECIPE = Recipe(
     **{f'{n} ahead, TIS': _arm(n, 'tis') for n in (1, 2, 4)},
     **{f'{n} ahead, no correction': _arm(n, 'none') for n in (2, 4)},
   },
-  panels=(
-    Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
-    Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
-  ),
-  columns={'reward': 'reward/mean', 'entropy': 'policy/entropy'},
+  panels=sums.PANELS,
+  columns=sums.COLUMNS,
 )
 
 

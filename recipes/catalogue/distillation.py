@@ -1,7 +1,7 @@
 """Compares learning from rewards with learning from a teacher that had rewards."""
 
 from jaxrl.config import Config
-from recipes.recipe import Arm, Panel, Recipe, base_folder
+from recipes.recipe import Arm, Recipe, base_folder
 from recipes.tasks import sums
 
 TEACHER = {'teacher.checkpoint': base_folder('teacher')}
@@ -16,11 +16,8 @@ RECIPE = Recipe(
     'on-policy distillation': Arm('on_policy_distill', TEACHER),
     'JSD, on-policy': Arm('jsd', TEACHER),
   },
-  panels=(
-    Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
-    Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
-  ),
-  columns={'reward': 'reward/mean', 'entropy': 'policy/entropy'},
+  panels=sums.PANELS,
+  columns=sums.COLUMNS,
   bases=('sums', 'teacher'),
 )
 

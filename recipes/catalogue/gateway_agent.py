@@ -8,7 +8,7 @@ from typing import Any
 from configs import base
 from jaxrl.config import Config
 from jaxrl.envs.graders.answer_matching import answers_match, final_answer
-from recipes.recipe import Arm, Panel, Recipe
+from recipes.recipe import Arm, Recipe
 from recipes.tasks import sums
 
 ORDER = 10
@@ -22,11 +22,8 @@ RECIPE = Recipe(
       changes={'env.sums.weight': 0.0, 'env.agent.weight': 1.0}
     ),
   },
-  panels=(
-    Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
-    Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
-  ),
-  columns={'reward': 'reward/mean', 'entropy': 'policy/entropy'},
+  panels=sums.PANELS,
+  columns=sums.COLUMNS,
 )
 
 

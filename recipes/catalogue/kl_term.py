@@ -1,7 +1,7 @@
 """Compares GRPO without a KL term to GRPO that stays near the model it began with."""
 
 from jaxrl.config import Config
-from recipes.recipe import Arm, Panel, Recipe
+from recipes.recipe import Arm, Recipe
 from recipes.tasks import sums
 
 ORDER = 7
@@ -12,10 +12,7 @@ RECIPE = Recipe(
     'off': Arm(),
     **{f'{c:g}': Arm(changes={'algorithm.kl_coef': c}) for c in (0.1, 1.0)},
   },
-  panels=(
-    Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
-    Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
-  ),
+  panels=sums.PANELS,
   columns={
     'reward': 'reward/mean',
     'entropy': 'policy/entropy',

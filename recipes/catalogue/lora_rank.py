@@ -2,7 +2,7 @@
 
 from jaxrl.config import Config
 from recipes.catalogue.adapters import lora_arm
-from recipes.recipe import Panel, Recipe
+from recipes.recipe import Recipe
 from recipes.tasks import sums
 
 ORDER = 8
@@ -16,11 +16,8 @@ RECIPE = Recipe(
     'rank 32, 3e-3': lora_arm(32, 3e-3),
     'rank 32, 1e-3': lora_arm(32, 1e-3),
   },
-  panels=(
-    Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
-    Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
-  ),
-  columns={'reward': 'reward/mean', 'entropy': 'policy/entropy'},
+  panels=sums.PANELS,
+  columns=sums.COLUMNS,
 )
 
 

@@ -1,7 +1,7 @@
 """Compares values of tau, which scales the step that OPMD takes."""
 
 from jaxrl.config import Config
-from recipes.recipe import Arm, Panel, Recipe
+from recipes.recipe import Arm, Recipe
 from recipes.tasks import sums
 
 ORDER = 5
@@ -11,11 +11,8 @@ RECIPE = Recipe(
   arms={
     f'τ = {tau:g}': Arm('opmd', {'algorithm.tau': tau}) for tau in (0.1, 1.0, 16.0)
   },
-  panels=(
-    Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
-    Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
-  ),
-  columns={'reward': 'reward/mean', 'entropy': 'policy/entropy'},
+  panels=sums.PANELS,
+  columns=sums.COLUMNS,
 )
 
 

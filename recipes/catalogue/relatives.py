@@ -1,7 +1,7 @@
 """Compares GRPO with six of its relatives on one task and budget."""
 
 from jaxrl.config import Config
-from recipes.recipe import Arm, Panel, Recipe
+from recipes.recipe import Arm, Recipe
 from recipes.tasks import sums
 
 ORDER = 1
@@ -18,11 +18,8 @@ RECIPE = Recipe(
     'RLOO': Arm('rloo'),
     'REINFORCE++': Arm('reinforce_plus_plus'),
   },
-  panels=(
-    Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
-    Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
-  ),
-  columns={'reward': 'reward/mean', 'entropy': 'policy/entropy'},
+  panels=sums.PANELS,
+  columns=sums.COLUMNS,
 )
 
 

@@ -16,7 +16,6 @@ from configs import base
 from jaxrl.algorithms import registry
 from jaxrl.config import Config
 from jaxrl.data.tool_calls import parse_tool_calls
-from recipes.recipe import base_folder
 from recipes.tasks import sums
 
 THINGS = ('cup', 'hat', 'key', 'pen')
@@ -130,13 +129,6 @@ def get_config(algorithm: str = 'grpo') -> Config:
     config.dataset.limit = 2000
     sums.set_up_base(config, num_steps=350)
     return config
-  config.model.checkpoint = base_folder('boxes')
-  config.num_steps = 40
-  if 'kl_coef' in config.algorithm:
-    config.algorithm.kl_coef = 0.0
-  config.algorithm.group_size = 8
-  config.batch.num_groups = 8
-  config.optimizer.update(learning_rate=6e-4, warmup_steps=2, name='adamw(b2=.98)')
-  config.rollout.max_num_seqs = 64
+  sums.set_up_run(config, 'boxes', num_steps=40, learning_rate=6e-4)
   config.eval.update(interval=10, num_tasks=64, temperature=1.0)
   return config

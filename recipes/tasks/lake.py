@@ -10,7 +10,6 @@ that training never shows.
 from configs import base
 from jaxrl.algorithms import registry
 from jaxrl.config import Config
-from recipes.recipe import base_folder
 from recipes.tasks import sums
 
 LAKE = {'map_size': 4, 'frozen': 0.65, 'view': 'around'}
@@ -32,13 +31,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
     config.dataset.limit = 2000
     sums.set_up_base(config, num_steps=100)
     return config
-  config.model.checkpoint = base_folder('lake')
-  config.num_steps = 24
-  if 'kl_coef' in config.algorithm:
-    config.algorithm.kl_coef = 0.0
-  config.algorithm.group_size = 8
-  config.batch.num_groups = 8
-  config.optimizer.update(learning_rate=3e-4, warmup_steps=2, name='adamw(b2=.98)')
-  config.rollout.update(max_num_seqs=64, engine='jax(decode_steps=2)')
+  sums.set_up_run(config, 'lake', num_steps=24, learning_rate=3e-4)
+  config.rollout.engine = 'jax(decode_steps=2)'
   config.eval.update(interval=8, num_tasks=64)
   return config

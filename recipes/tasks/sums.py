@@ -11,7 +11,7 @@ model makes of new problems.
 from configs import base
 from jaxrl.algorithms import registry
 from jaxrl.config import Config
-from recipes.recipe import base_folder
+from recipes.recipe import Panel, base_folder
 
 MODEL = (
   'qwen3(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, '
@@ -20,6 +20,11 @@ MODEL = (
 PROBLEMS = "kinds=('add', 'sub'), max_number=6"
 LESSONS = "misread_share={'sub': 0.7}"
 SAMPLES = 64  # of a training step, in groups of any size
+PANELS = (
+  Panel('reward/mean', 'Reward in training, mean of 5 steps', window=5),
+  Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
+)
+COLUMNS = {'reward': 'reward/mean', 'entropy': 'policy/entropy'}
 
 
 def set_up_base(config: Config, num_steps: int) -> None:
@@ -38,6 +43,30 @@ def set_up_base(config: Config, num_steps: int) -> None:
   config.checkpoint.export = True
 
 
+def set_up_run(
+  config: Config, task: str, *, num_steps: int, learning_rate: float
+) -> None:
+  """Sets up a run of GRPO's size that starts from a task's base.
+
+  Args:
+    config: The config to change.
+    task: The task whose base it starts from.
+    num_steps: Steps of `SAMPLES` samples.
+    learning_rate: The learning rate.
+  """
+  config.model.checkpoint = base_folder(task)
+  config.num_steps = num_steps
+  if 'kl_coef' in config.algorithm:
+    config.algorithm.kl_coef = 0.0  # as most recent work does; a recipe compares
+  if 'group_size' in config.algorithm:
+    config.algorithm.group_size = 8
+  config.batch.num_groups = SAMPLES // 8
+  config.optimizer.update(
+    learning_rate=learning_rate, warmup_steps=2, name='adamw(b2=.98)'
+  )
+  config.rollout.max_num_seqs = SAMPLES
+
+
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config of a run, or of the base for `sft`."""
   config = base.get_config(algorithm)
@@ -49,13 +78,5 @@ def get_config(algorithm: str = 'grpo') -> Config:
     config.dataset.path = f'generate:arithmetic({PROBLEMS}, {LESSONS})'
     set_up_base(config, num_steps=350)
     return config
-  config.model.checkpoint = base_folder('sums')
-  config.num_steps = 50
-  if 'kl_coef' in config.algorithm:
-    config.algorithm.kl_coef = 0.0  # as most recent work does; a recipe compares
-  if 'group_size' in config.algorithm:
-    config.algorithm.group_size = 8
-  config.batch.num_groups = SAMPLES // 8
-  config.optimizer.update(learning_rate=3e-4, warmup_steps=2, name='adamw(b2=.98)')
-  config.rollout.max_num_seqs = SAMPLES
+  set_up_run(config, 'sums', num_steps=50, learning_rate=3e-4)
   return config
