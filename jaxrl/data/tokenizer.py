@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -50,6 +53,36 @@ IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
   f"{{{{ '{VISION_START}{IMAGE_PAD}{VISION_END}' }}}}"
   "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}",
 )
+
+GGUF_MODULE = 'transformers.modeling_gguf_pytorch_utils'
+
+
+def postpone_torch() -> None:
+  """Keeps the tokenizers of transformers from importing torch before they need it.
+
+  They import it where it is installed, for GGUF files alone, which takes a second of
+  each process. The module that does so is loaded when it is first used instead.
+  """
+  if GGUF_MODULE in sys.modules:
+    return
+  postponed = ModuleType(GGUF_MODULE)
+
+  def load(name: str) -> Any:
+    if name.startswith('__'):
+      raise AttributeError(name)
+    if sys.modules.get(GGUF_MODULE) is postponed:
+      del sys.modules[GGUF_MODULE]
+    return getattr(importlib.import_module(GGUF_MODULE), name)
+
+  def load_gguf_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    return load('load_gguf_checkpoint')(*args, **kwargs)
+
+  # The name that transformers takes from the module; others load it.
+  vars(postponed).update(load_gguf_checkpoint=load_gguf_checkpoint, __getattr__=load)
+  sys.modules[GGUF_MODULE] = postponed
+
+
+postpone_torch()
 
 # Time to train grows with the square of the longest word.
 LONG_RUN = re.compile(r'(\S{1000}|\s{1000})(?:(?<=\S)\S+|(?<=\s)\s+)')

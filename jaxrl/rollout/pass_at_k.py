@@ -121,8 +121,11 @@ def bootstrap_interval(
   """Computes bootstrap confidence intervals of means over tasks.
 
   The intervals are percentiles of the means of `draws` samples of N tasks, drawn with
-  replacement and shared by all M columns. If all values of a column are equal, the
-  interval is that value: tasks that few or that easy say nothing of their spread.
+  replacement and shared by all M columns. Where every task has the value 0, or every
+  task the value 1, such samples have no spread, so the interval is the exact one for
+  values between 0 and 1 (Clopper and Pearson 1934): with 8 tasks of which none passed,
+  it is 0 to 0.37. If all values of a column are equal to another number, the interval
+  is that number.
 
   Args:
     values: `[N, M]` values of N tasks.
@@ -137,6 +140,10 @@ def bootstrap_interval(
   means = [values[rng.integers(count, size=count)].mean(0) for _ in range(draws)]
   edge = 50 * (1 - level)
   low, high = np.percentile(means, [edge, 100 - edge], axis=0)
+  # A mean of p leaves each task the value 0 with a probability of at most 1 − p.
+  margin = 1 - ((1 - level) / 2) ** (1 / count)
+  high = np.where((values == 0).all(0), margin, high)
+  low = np.where((values == 1).all(0), 1 - margin, low)
   return low, high
 
 

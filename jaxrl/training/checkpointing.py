@@ -24,6 +24,9 @@ from jax.experimental import multihost_utils
 
 CHECKSUMS = 'checksums.json'  # in a checkpoint's folder: size and CRC-32 by file
 READ_BYTES = 2**22
+# Replicas divide the writing of an array among them if each writes this much. Dividing
+# a smaller one saves less time than it takes to compile the program that slices it.
+MIN_SLICE_BYTES = 2**20
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ class Checkpointer:
     registry.add(ocp.handlers.JsonHandler, checkpointable_name='data')
     context = ocp.Context()
     context.checkpointables.registry = registry  # pyright: ignore
+    saving = context.array_options.saving
+    saving.min_slice_bytes_for_replica_parallel = MIN_SLICE_BYTES
     policies = ocp.training.preservation_policies
     self._remove_leftovers()
     self._orbax = ocp.training.Checkpointer(

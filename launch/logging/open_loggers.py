@@ -1,6 +1,8 @@
 """Open the metric loggers of a run."""
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable
 
 from jaxrl.call_strings import find_component
@@ -60,8 +62,25 @@ def open_loggers(
     name, logger_class, options = find_component(
       call, known, 'sink', key, where=f'{key}: {call.name}', base=MetricLogger
     )
+    if name == 'tensorboard':
+      _import_without_torch('tensorboardX')
     own_args = () if name in known else (folder, workdir.config)
     loggers.append(logger_class(*own_args, **options))
   return MultiLogger(
     [JsonLines(folder / 'metrics.jsonl'), console, *loggers], warn=console.warn
   )
+
+
+def _import_without_torch(name: str) -> None:
+  """Imports a package that can do without torch as if torch were not installed.
+
+  Importing torch takes a second.
+  """
+  if 'torch' in sys.modules:
+    importlib.import_module(name)
+    return
+  sys.modules['torch'] = None  # pyright: ignore[reportArgumentType]
+  try:
+    importlib.import_module(name)
+  finally:
+    del sys.modules['torch']

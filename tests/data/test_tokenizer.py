@@ -1,9 +1,12 @@
 """The trained tokenizer: exact round trips, ChatML, a true Hugging Face folder."""
 
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.tokenizer import END, PAD, START, load_tokenizer, train_tokenizer
 
 TEXTS = [f'Tom has {i} apples and buys {i * 7} more. #### {i * 8}' for i in range(99)]
@@ -82,3 +85,17 @@ def test_a_word_of_megabytes_does_not_hold_up_training():
   cut = ['1+1=2 ' * 50, 'x' * 1000, ' ' * 1000, 'a b']
   found, wanted = train_tokenizer(texts, 300), train_tokenizer(cut, 300)
   assert found.get_vocab() == wanted.get_vocab()
+
+
+def test_what_reads_gguf_files_is_loaded_when_it_is_used(monkeypatch):
+  """With torch, which takes a second to import, and which tokenizers do not need."""
+  monkeypatch.delitem(sys.modules, tokenizers.GGUF_MODULE, raising=False)
+  tokenizers.postpone_torch()
+  postponed = sys.modules[tokenizers.GGUF_MODULE]
+  monkeypatch.setitem(sys.modules, tokenizers.GGUF_MODULE, postponed)
+  assert not hasattr(postponed, '__path__')
+  with pytest.raises(Exception, match='GGUF'):
+    postponed.load_gguf_checkpoint('absent.gguf')
+  real = sys.modules[tokenizers.GGUF_MODULE]
+  assert real is not postponed
+  assert postponed.GGUF_TO_TRANSFORMERS_MAPPING is real.GGUF_TO_TRANSFORMERS_MAPPING

@@ -95,6 +95,14 @@ def test_intervals_repeat_and_share_their_samples():
   assert high[0] - low[0] == pytest.approx(2 * 1.96 * error, rel=0.1)
 
 
+def test_no_interval_is_empty_where_all_tasks_pass_or_none_does():
+  values = np.array([[0.0, 1.0, 0.5]] * 8)
+  low, high = pass_at_k.bootstrap_interval(values, np.random.default_rng(5), draws=20)
+  assert low[0] == 0 and high[0] == pytest.approx(0.36942, abs=1e-5)  # R's binom.test
+  assert high[1] == 1 and low[1] == pytest.approx(1 - 0.36942, abs=1e-5)
+  assert low[2] == high[2] == 0.5
+
+
 def test_wrong_k_is_said():
   passed = [np.array([True, False]), np.array([True])]
   with pytest.raises(ValueError, match='k=2: every task has 1 samples'):

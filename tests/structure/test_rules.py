@@ -283,6 +283,7 @@ from launch import train
 def count(*arguments, **options):
   names = ('jaxrl', 'kernels', 'launch', 'configs')
   print('modules', sum(name.split('.')[0] in names for name in sys.modules))
+  print('torch', 'torch' in sys.modules)
   raise SystemExit
 
 loop.train = count
@@ -309,3 +310,4 @@ def test_few_modules_are_imported_before_the_first_step(tmp_path: pathlib.Path):
   lines = [line for line in done.stdout.splitlines() if line.startswith('modules ')]
   assert lines, done.stdout + done.stderr
   assert int(lines[0].split()[1]) <= MAX_MODULES_BEFORE_STEP_1
+  assert 'torch False' in done.stdout.splitlines()
