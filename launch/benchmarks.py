@@ -311,14 +311,14 @@ def part_scores(
   Returns:
     `[tasks]` float64 of each of `Benchmark.parts`, whose mean is the score.
   """
-  found = {}
+  scores = {}
   for label, (part, field) in BENCHMARKS[name].parts.items():
     values = [_mean_metric(group, f'reward/{part}') for group in groups]
     weights = [
       len(rows[group[0].episode_id][field]) if field else 1 for group in groups
     ]
-    found[label] = np.array(values) * weights / np.mean(weights)
-  return found
+    scores[label] = np.array(values) * weights / np.mean(weights)
+  return scores
 
 
 def _mean_metric(group: Group, metric: str) -> float:

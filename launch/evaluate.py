@@ -106,11 +106,11 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
   ks = read_ks(flags['k'])
   for name, evaluation in eval_sets(config.to_dict()).items():
     if ks and ks[-1] > evaluation['group_size']:
-      own = f'sets.{name}.' if name in config.eval.sets else ''
+      set_prefix = f'sets.{name}.' if name in config.eval.sets else ''
       raise ConfigError(
         f'--k={flags["k"]}: needs {ks[-1]} attempts at each task, but '
-        f'eval.{own}group_size is {evaluation["group_size"]}: set '
-        f'--config.eval.{own}group_size={ks[-1]}'
+        f'eval.{set_prefix}group_size is {evaluation["group_size"]}: set '
+        f'--config.eval.{set_prefix}group_size={ks[-1]}'
       )
   return ks
 

@@ -112,7 +112,7 @@ class Trainer:
       return await supervise_run(self._runtime, self._run_phases())
     finally:
       if self._rollouts is not None:
-        with contextlib.suppress(Exception):  # whoever is dead cannot be told to end
+        with contextlib.suppress(Exception):  # a dead actor cannot be told to stop
           await self._rollouts.close()
       if self._store is not None:
         self._store.close()

@@ -65,10 +65,10 @@ def verify(name: str) -> int:
   """
   from recipes import experiment
 
-  found, kept = experiment.repeat_run(name, print)
+  repeated, kept = experiment.repeat_run(name, print)
   print(f'recorded {kept["digest"]} on {kept["machine"]}')
-  print(f'now      {found["digest"]} on {found["machine"]}')
-  return int(found['digest'] != kept['digest'])
+  print(f'now      {repeated["digest"]} on {repeated["machine"]}')
+  return int(repeated['digest'] != kept['digest'])
 
 
 if __name__ == '__main__':

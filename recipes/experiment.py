@@ -92,8 +92,8 @@ def make_runs(name: str, seeds: Sequence[int], tell: Callable[[str], None]) -> N
       if run is None:
         run = make_run(name, arm, seed, start)
         final = [f'{h} {run["final"].get(m)}' for h, m in recipe.columns.items()]
-        told = f'{", ".join(final)} ({run["seconds"]} s)'
-        tell(f'{name}: {label}, seed {seed}: {told}')
+        summary = f'{", ".join(final)} ({run["seconds"]} s)'
+        tell(f'{name}: {label}, seed {seed}: {summary}')
       keep_run(name, label, run)
 
 
@@ -113,8 +113,8 @@ def run_key(arguments: Sequence[str], start: Mapping[str, str]) -> str:
     usual.env[tag] = base.env_section(env.env_type)
   defaults = flatten_keys(json_data(usual.to_dict()))
   options = flatten_keys(json_data(config.to_dict())).items()
-  own = {key: value for key, value in options if defaults.get(key) != value}
-  facts = [config.algorithm.name, own, sorted(start.items())]
+  changed = {key: value for key, value in options if defaults.get(key) != value}
+  facts = [config.algorithm.name, changed, sorted(start.items())]
   text = json.dumps(facts, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -261,13 +261,13 @@ def series_of(
   Args:
     rows: Rows of metrics.jsonl.
   """
-  found: dict[str, tuple[list[int], list[float]]] = {}
+  series: dict[str, tuple[list[int], list[float]]] = {}
   for row in rows:
     for metric, value in _numbers(row):
-      steps, values = found.setdefault(metric, ([], []))
+      steps, values = series.setdefault(metric, ([], []))
       steps.append(row['step'])
       values.append(float(f'{value:.{DIGITS}g}'))
-  return found
+  return series
 
 
 def digest_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -279,11 +279,11 @@ def digest_of(rows: Sequence[Mapping[str, Any]]) -> str:
   Args:
     rows: Rows of metrics.jsonl.
   """
-  told = [
+  numbers = [
     [row['step'], sorted((m, v) for m, v in _numbers(row) if m.startswith(DIGESTED))]
     for row in rows
   ]
-  return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+  return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
 
 
 def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -136,12 +136,14 @@ def seed_curves(
   Returns:
     The steps, and values `[seeds, steps]`; no steps if the runs lack the metric.
   """
-  found = [run['series'][panel.metric] for run in runs if panel.metric in run['series']]
-  if not found:
+  series = [
+    run['series'][panel.metric] for run in runs if panel.metric in run['series']
+  ]
+  if not series:
     return [], np.zeros((0, 0))
-  common = sorted(set.intersection(*(set(steps) for steps, _ in found)))
+  common = sorted(set.intersection(*(set(steps) for steps, _ in series)))
   curves = []
-  for steps, values in found:
+  for steps, values in series:
     at = dict(zip(steps, values, strict=True))
     curves.append(_smooth([at[step] for step in common], panel.window))
   return common, np.array(curves)

@@ -109,8 +109,8 @@ def base_folder(name: str) -> str:
 
 def recipe_names() -> list[str]:
   """Returns the names of all recipes, in the order of the index."""
-  found = [module.name for module in pkgutil.iter_modules(catalogue.__path__)]
-  return sorted(found, key=lambda name: (_load(name).ORDER, name))
+  names = [module.name for module in pkgutil.iter_modules(catalogue.__path__)]
+  return sorted(names, key=lambda name: (_load(name).ORDER, name))
 
 
 def find_recipe(name: str) -> Recipe:

@@ -186,10 +186,10 @@ def index_block() -> str:
     if not runs or not page.exists():
       continue
     answer = ANSWER.search(page.read_text())
-    told = ' '.join(answer[1].split()) if answer else ''
+    answer_text = ' '.join(answer[1].split()) if answer else ''
     seconds = statistics.median(run['seconds'] for run in runs)
     lines.append(
-      f'| [{recipe.title}](recipes/{name}.md) | {recipe.question} | {told} | '
+      f'| [{recipe.title}](recipes/{name}.md) | {recipe.question} | {answer_text} | '
       f'{seconds:.0f} s, {len(recipe.arms)} arms |'
     )
   return '\n'.join(lines)

@@ -53,29 +53,29 @@ class Page:
     message = {'id': self._number, 'method': method, 'params': parameters}
     await self._socket.send_str(json.dumps(message))
     async with asyncio.timeout(LIMIT_S):
-      found = await answer
-    assert 'error' not in found, (method, found)
-    return found['result']
+      reply = await answer
+    assert 'error' not in reply, (method, reply)
+    return reply['result']
 
   async def value(self, script: str) -> Any:
     """What an expression is, as JSON."""
-    found = await self.call(
+    reply = await self.call(
       'Runtime.evaluate', expression=script, returnByValue=True, awaitPromise=True
     )
-    assert 'exceptionDetails' not in found, (script, found)
-    return found['result'].get('value')
+    assert 'exceptionDetails' not in reply, (script, reply)
+    return reply['result'].get('value')
 
   async def until(self, script: str) -> Any:
     """Waits until an expression is true, and returns it; true for a node."""
     script = f'(() => {{ const v = {script}; return v instanceof Node || v; }})()'
     try:
       async with asyncio.timeout(LIMIT_S):
-        while not (found := await self.value(script)):
+        while not (value := await self.value(script)):
           await asyncio.sleep(0.05)
     except TimeoutError:
       text = await self.value('document.body.innerText.slice(0, 2000)')
       raise AssertionError(f'never true: {script}\n{text}\n{self.problems}') from None
-    return found
+    return value
 
   async def open(self, url: str) -> None:
     """Shows a page of the view, and waits until it has been drawn."""

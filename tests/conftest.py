@@ -39,12 +39,12 @@ ORDER = [
 ]
 
 
-def add_flags(given: str) -> str:
+def add_flags(flags: str) -> str:
   """Adds to XLA_FLAGS the devices, and what compiles quickly unless a part is given."""
-  added = {k: v for k, v in DEVICES.items() if k not in given}
-  if not any(flag in given for flag in QUICK):  # xdist's workers inherit them
+  added = {k: v for k, v in DEVICES.items() if k not in flags}
+  if not any(flag in flags for flag in QUICK):  # xdist's workers inherit them
     added |= {flag: value for flag, value in QUICK.items() if known(flag)}
-  return ' '.join([*given.split(), *(f'{k}={v}' for k, v in added.items())])
+  return ' '.join([*flags.split(), *(f'{k}={v}' for k, v in added.items())])
 
 
 def known(flag: str) -> bool:

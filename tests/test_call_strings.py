@@ -71,12 +71,12 @@ def test_wrong_options_say_what_is_wrong_and_what_exists(options, words):
 
 
 def test_private_parameters_are_not_options():
-  def made(*, size=1, _ray_trace_ctx=None):
+  def component(*, size=1, _ray_trace_ctx=None):
     return size
 
-  assert call_strings.defaults(made) == {'size': 1}
+  assert call_strings.defaults(component) == {'size': 1}
   with pytest.raises(ConfigError, match='There are: size'):
-    call_strings.check_options(made, {'_ray_trace_ctx': None}, 'here')
+    call_strings.check_options(component, {'_ray_trace_ctx': None}, 'here')
 
 
 def test_closest_match():

@@ -41,7 +41,7 @@ def place(tmp_path_factory):
 
 
 def lines(kind: str) -> list[str]:
-  texts = [text for found, text in BLOCKS if found == kind]
+  texts = [text for block_kind, text in BLOCKS if block_kind == kind]
   return [line for text in texts for line in text.strip().splitlines()]
 
 

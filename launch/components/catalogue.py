@@ -35,8 +35,10 @@ def index(plugins: Plugins) -> str:
   """
   rows = []
   for kind in KINDS:
-    own = len(plugins.of(kind.name))
-    count = f'{len(kind.built_in())}' + (f' + {own} of your own' if own else '')
+    num_plugins = len(plugins.of(kind.name))
+    count = f'{len(kind.built_in())}' + (
+      f' + {num_plugins} of your own' if num_plugins else ''
+    )
     rows.append((kind.plural, count, kind.what))
   widths = [max(len(row[i]) for row in rows) for i in range(2)]
   lines = ['Kinds of components']
@@ -56,21 +58,21 @@ def kind_page(kind: ComponentKind, plugins: Plugins) -> str:
   Returns:
     The text.
   """
-  own = plugins.of(kind.name)
+  plugin_components = plugins.of(kind.name)
   if kind.name == 'algorithm':
-    return describe.algorithms(own.values())
+    return describe.algorithms(plugin_components.values())
   lines = textwrap.wrap(f'{kind.plural}: {kind.what}', describe.WIDTH)
   lines += _fold('named by', ', '.join(f'--config.{key}' for key in kind.keys))
   built_in = kind.built_in()
-  width = max([len(name) for name in {**built_in, **own}], default=0)
-  for title, components in (('', built_in), ('Your own', own)):
+  width = max([len(name) for name in {**built_in, **plugin_components}], default=0)
+  for title, components in (('', built_in), ('Your own', plugin_components)):
     if components:
       lines += ['', title] if title else ['']
       lines += [
         _columns(f'  {name:{width}}  ', _first_line(component))
         for name, component in components.items()
       ]
-  if not built_in and not own:
+  if not built_in and not plugin_components:
     lines += ['', '  none has a name: yours is named by where it is, file.py:Name']
   return '\n'.join(lines)
 

@@ -68,12 +68,12 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
 def describe_tasks(settings: RunSettings) -> str:
   """Names where the tasks of the run come from, in one line."""
   shared = describe_sources(settings.dataset.path)
-  own = [
+  tag_sources = [
     f'{tag} {describe_sources(env.dataset.path)}'
     for tag, env in settings.env.items()
     if env.dataset.path != settings.dataset.path
   ]
-  return '; '.join(filter(None, [shared, *own])) or 'seeds'
+  return '; '.join(filter(None, [shared, *tag_sources])) or 'seeds'
 
 
 def _missing_path(what: str, tag: str) -> ConfigError:

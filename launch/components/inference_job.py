@@ -28,7 +28,7 @@ class InferenceJob:
   Attributes:
     policy: the model that plays, with its tokenizer.
     plays: what plays; its `weights` bring the engines their weights.
-    told: who has which devices, for people.
+    description: who has which devices, for people.
   """
 
   def __init__(

@@ -210,29 +210,31 @@ def _make_scorer(target: str, options: dict[str, Any], spawn: Spawn) -> Any:
   if target == 'judge':
     return _judge(options, spawn)
   if target == 'reward_model':
-    where, served, own = _split(target, options, RewardModelEngine, RewardModelTerm)
+    where, served, term_options = _split(
+      target, options, RewardModelEngine, RewardModelTerm
+    )
     if set(where) != {'checkpoint'}:
       raise ConfigError(
         "reward_model: set checkpoint='FOLDER', and neither url nor model"
       )
     folder = _folder(target, where['checkpoint'])
-    RewardModelTerm(None, **own)
-    return RewardModelTerm(spawn(RewardModelEngine, folder, **served), **own)
+    RewardModelTerm(None, **term_options)
+    return RewardModelTerm(spawn(RewardModelEngine, folder, **served), **term_options)
   return GraderReward(composite.make_grader_part(target, options, SERVED))
 
 
 def _judge(options: dict[str, Any], spawn: Spawn) -> LLMJudge:
-  made = OpenAIJudgeClient if 'url' in options else JudgeEngine
-  where, served, own = _split('judge', options, made, LLMJudge)
-  LLMJudge(None, **own)  # what is wrong is said before anything is served
+  backend = OpenAIJudgeClient if 'url' in options else JudgeEngine
+  where, served, judge_options = _split('judge', options, backend, LLMJudge)
+  LLMJudge(None, **judge_options)  # what is wrong is said before anything is served
   validate_judge_limits(**served)
-  if made is JudgeEngine:
+  if backend is JudgeEngine:
     if set(where) != {'checkpoint'}:
       raise ConfigError(
         "judge: set either checkpoint='FOLDER', or url='…' and model='…'"
       )
     folder = _folder('judge', where['checkpoint'])
-    return LLMJudge(spawn(JudgeEngine, folder, **served), **own)
+    return LLMJudge(spawn(JudgeEngine, folder, **served), **judge_options)
   if 'checkpoint' in where or not where.get('model'):
     raise ConfigError("judge: a url needs model='…', and excludes checkpoint")
   if importlib.util.find_spec('aiohttp') is None:
@@ -242,22 +244,22 @@ def _judge(options: dict[str, Any], spawn: Spawn) -> LLMJudge:
     where['model'],
     read_api_key(where.get('key_env', '')),
   )
-  return LLMJudge(spawn(OpenAIJudgeClient, *server, **served), **own)
+  return LLMJudge(spawn(OpenAIJudgeClient, *server, **served), **judge_options)
 
 
 def _split(
   target: str, options: dict[str, Any], *makers: Callable[..., Any]
 ) -> list[dict[str, Any]]:
   """The options that say where a part is served, and those of each of its makers."""
-  found = []
+  option_groups = []
   for maker in (_served, *makers):
     mine = {key: options.pop(key) for key in defaults(maker) if key in options}
     check_options(maker, mine, target)
-    found.append(mine)
+    option_groups.append(mine)
   for key in options:
     known = {name for maker in (_served, *makers, _any) for name in defaults(maker)}
     raise unknown_name_error(key, known | {'weight'}, 'option', target)
-  return found
+  return option_groups
 
 
 def _folder(target: str, folder: str) -> str:

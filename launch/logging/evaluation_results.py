@@ -41,32 +41,36 @@ def _tag(
   metrics: Mapping[str, float], groups: list[Group], ks: Sequence[int], seed: int
 ) -> dict[str, Any]:
   tag, size = groups[0][0].tag, min(len(rows_by_sample(group)) for group in groups)
-  found = metrics_by_task(groups, ks or pass_at_k.powers_of_two(size))
-  found = {f'mean@{size}' if k == 'mean' else k: v for k, v in found.items()}
-  own = {
+  scores = metrics_by_task(groups, ks or pass_at_k.powers_of_two(size))
+  scores = {f'mean@{size}' if k == 'mean' else k: v for k, v in scores.items()}
+  tag_metrics = {
     name.removeprefix(f'eval/{tag}/'): value
     for name, value in metrics.items()
     if name.startswith(f'eval/{tag}/')
   }
-  skip = ('tasks', 'mean', *(k for k in own if k.startswith(('pass@', 'majority@'))))
+  skip = (
+    'tasks',
+    'mean',
+    *(k for k in tag_metrics if k.startswith(('pass@', 'majority@'))),
+  )
   errors = [row.extras.get('error') for group in groups for row in group if row.failed]
   return {
     'num_tasks': len(groups),
     'num_attempts': size,
-    'scores': with_intervals(found, tag, seed),
-    'other': {name: value for name, value in own.items() if name not in skip},
+    'scores': with_intervals(scores, tag, seed),
+    'other': {name: value for name, value in tag_metrics.items() if name not in skip},
     'error': str(errors[0]) if errors else None,
     'tasks': [_task(group) for group in groups],
   }
 
 
 def with_intervals(
-  found: Mapping[str, np.ndarray], tag: str, seed: int
+  scores: Mapping[str, np.ndarray], tag: str, seed: int
 ) -> dict[str, dict[str, float]]:
   """Returns the mean of each score and its confidence interval.
 
   Args:
-    found: `[tasks]` of each score.
+    scores: `[tasks]` of each score.
     tag: the environment's tag.
     seed: seed of the run; with the tag, it decides the bootstrap samples.
 
@@ -74,41 +78,43 @@ def with_intervals(
     By score: value, low and high.
   """
   rng = np.random.default_rng(fold_seed(seed, 'bootstrap', tag))
-  table = np.stack(list(found.values()), axis=1)
+  table = np.stack(list(scores.values()), axis=1)
   ends = pass_at_k.bootstrap_interval(table, rng)
   return {
     name: {'value': float(value), 'low': float(low), 'high': float(high)}
-    for name, value, low, high in zip(found, table.mean(0), *ends, strict=True)
+    for name, value, low, high in zip(scores, table.mean(0), *ends, strict=True)
   }
 
 
 def _task(group: Group) -> dict[str, Any]:
   attempts = list(rows_by_sample(group).values())
-  given = [rows[-1].columns.get(ANSWER_COLUMN) for rows in attempts]
+  answers = [rows[-1].columns.get(ANSWER_COLUMN) for rows in attempts]
   return {
     'number': group[0].episode_id,
     'seed': group[0].episode_seed,
     'scores': [sample_score(rows) for rows in attempts],
-    'answers': [None if answer is None else str(answer) for answer in given],
+    'answers': [None if answer is None else str(answer) for answer in answers],
     'stop_reasons': [rows[-1].stop_reason for rows in attempts],
   }
 
 
-def format_results(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def format_results(
+  results: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[str, str]]:
   """Yields (text, style) of each line for people."""
-  for tag, own in found.items():
-    many = own['num_attempts'] > 1
-    attempts = f', {own["num_attempts"]} attempts each' if many else ''
+  for tag, result in results.items():
+    many = result['num_attempts'] > 1
+    attempts = f', {result["num_attempts"]} attempts each' if many else ''
     yield '', ''
-    yield f'{tag}: {own["num_tasks"]} tasks{attempts}', 'bold'
-    width = max(14, *map(len, own['scores']))
+    yield f'{tag}: {result["num_tasks"]} tasks{attempts}', 'bold'
+    width = max(14, *map(len, result['scores']))
     yield f'  {"":<{width}} {"score":>8}   {LEVEL:.0%} interval', 'dim'
-    for name, row in own['scores'].items():
+    for name, row in result['scores'].items():
       span = f'{row["low"]:.3f} – {row["high"]:.3f}'
       yield f'  {name:<{width}} {row["value"]:>8.3f}   {span}', ''
-    for name, value in own['other'].items():
+    for name, value in result['other'].items():
       if name.startswith('stop/') and name != 'stop/finish':
         yield f'  {name:<{width}} {value:>8.1%}   of attempts', ''
-    if own['other']['failed']:
-      failed = f'{own["other"]["failed"]:.1%} of attempts failed and score 0'
-      yield f'  {failed}; the first: {own["error"]}', 'yellow'
+    if result['other']['failed']:
+      failed = f'{result["other"]["failed"]:.1%} of attempts failed and score 0'
+      yield f'  {failed}; the first: {result["error"]}', 'yellow'

@@ -191,9 +191,9 @@ class MultiLogger:
           raise
         if failure is None:
           now = time.monotonic()
-          told = now - self._reported.get(number, -math.inf) > REPORT_INTERVAL_S
-          failure = self._failures[number] = _Failure(method, told)
-          if told:
+          is_due = now - self._reported.get(number, -math.inf) > REPORT_INTERVAL_S
+          failure = self._failures[number] = _Failure(method, reported=is_due)
+          if is_due:
             self._reported[number] = now
             name = type(sink).__name__
             self._report(f'{name} failed and is tried again later: {error}')
@@ -203,7 +203,7 @@ class MultiLogger:
       else:
         if failure and method == failure.method:
           del self._failures[number]
-          if failure.told:
+          if failure.reported:
             self._report(f'{type(sink).__name__} works again')
 
   def _report(self, text: str) -> None:
@@ -216,7 +216,7 @@ class _Failure:
   """Says which call failed, when to repeat it, and which phase has not begun yet."""
 
   method: str
-  told: bool
+  reported: bool
   retry_at: float = 0.0
   phase: tuple[Any, ...] = ()
 

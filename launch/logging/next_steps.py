@@ -20,8 +20,8 @@ from launch.settings.command_line import Command
 
 def python_command() -> str:
   """Returns how to call this Python: 'python' where its environment is active."""
-  found = shutil.which('python')
-  if found and os.path.abspath(found) == os.path.abspath(sys.executable):
+  python_path = shutil.which('python')
+  if python_path and os.path.abspath(python_path) == os.path.abspath(sys.executable):
     return 'python'
   here = os.path.relpath(sys.executable)
   return shlex.quote(sys.executable if here.startswith(os.pardir) else here)
@@ -59,14 +59,14 @@ def next_steps(command: Command, config: Any, workdir: pathlib.Path) -> dict[str
     workdir: its folder.
   """
   lasts = 'num_epochs' if config.get('num_epochs') else 'num_steps'
-  own = {key: text for key, text in command.overrides if key != lasts}
+  overrides = {key: text for key, text in command.overrides if key != lasts}
 
   def arguments(
     algorithm: str | None, *more: str, without: tuple[str, ...] = ()
   ) -> list[str]:
     options = [
       f'--config.{key}' + ('' if text is None else f'={text}')
-      for key, text in own.items()
+      for key, text in overrides.items()
       if not key.startswith(without)
     ]
     spec = command.config + (f':{algorithm}' if algorithm else '')

@@ -350,24 +350,26 @@ class StepTrace:
 
     Spans that are counted in no step are shown if they lie in the window.
     """
-    found = [span for span in process.spans if span.part == part]
+    part_spans = [span for span in process.spans if span.part == part]
     if part == 'engine':
-      found = self._assign_steps(process, found)
-    for span in sorted(found, key=lambda span: (span.start, -span.end)):
+      part_spans = self._assign_steps(process, part_spans)
+    for span in sorted(part_spans, key=lambda span: (span.start, -span.end)):
       if span.step is None:
         if self._local_time(process, span.end) >= self.window[0]:
           yield span
       elif span.step in self.steps:
         yield span
 
-  def _assign_steps(self, process: ProcessTrace, found: list[Span]) -> list[Span]:
+  def _assign_steps(
+    self, process: ProcessTrace, engine_spans: list[Span]
+  ) -> list[Span]:
     """Returns an engine's spans with the step whose metrics count them.
 
     An engine counts until it reports, and does not know in which step that is.
     """
-    ends = sorted(span.start for span in found if span.name == 'report')
+    ends = sorted(span.start for span in engine_spans if span.name == 'report')
     assigned = []
-    for span in found:
+    for span in engine_spans:
       report = next((end for end in ends if span.end <= end), None)
       if span.name == 'report':
         continue

@@ -121,26 +121,26 @@ def _with_rows(groups: Sequence[Group], rows: Mapping[str, Any]) -> list[Group]:
   """
   known = {
     # What is an array has been on a device until now.
-    name: iter(np.asarray(found) if hasattr(found, '__array__') else found)
-    for name, found in rows.items()
-    if found is not None
+    name: iter(np.asarray(values) if hasattr(values, '__array__') else values)
+    for name, values in rows.items()
+    if values is not None
   }
 
   def add(one: Trajectory) -> Trajectory:
-    own = {
+    token_values = {
       name: np.asarray(next(row), np.float32)[: len(one.tokens)]
       for name, row in known.items()
     }
-    return dataclasses.replace(one, extras={**one.extras, **own})
+    return dataclasses.replace(one, extras={**one.extras, **token_values})
 
   return [[add(one) for one in group] for group in groups] if known else list(groups)
 
 
 def _by_tag(groups: Sequence[Group]) -> Mapping[str, list[Group]]:
   """The groups that were played, by tag; what experts wrote is left out."""
-  found: dict[str, list[Group]] = {}
+  groups_by_tag: dict[str, list[Group]] = {}
   for group in groups:
     played = [row for row in group if not row.is_expert]
     if played:
-      found.setdefault(played[0].tag, []).append(played)
-  return found
+      groups_by_tag.setdefault(played[0].tag, []).append(played)
+  return groups_by_tag

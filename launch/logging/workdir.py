@@ -198,13 +198,13 @@ def launch_record() -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
   """Returns the versions of the installed packages that matter for a run."""
-  found = {}
+  versions = {}
   for package in PACKAGES:
     try:
-      found[package] = importlib.metadata.version(package)
+      versions[package] = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
       continue
-  return found
+  return versions
 
 
 def git_commit() -> str | None:

@@ -8,7 +8,7 @@ from launch.runtime import placement
 from launch.settings.cluster_settings import split
 from launch.settings.run_settings import RunSettings
 
-PREALLOCATED_FRACTION = 0.75  # of a GPU's memory, what JAX takes unless it is told
+PREALLOCATED_FRACTION = 0.75  # of a GPU's memory, what JAX takes by default
 
 
 @dataclasses.dataclass(frozen=True)

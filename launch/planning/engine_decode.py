@@ -137,10 +137,12 @@ def with_layers(run: PlannedRun, layers: Sequence[int]) -> PlannedRun:
   types = tuple(shape.layer_types[i] for i in layers) if shape.layer_types else ()
   kinds = []
   for kind, fields in shape.layer_kinds:
-    own = dict(fields)
-    if 'kv_layer' in own:
-      own['kv_layer'] = list(layers).index(own['kv_layer']) if kind in types else -1
-    kinds += [(kind, tuple(own.items()))] if kind in types else []
+    kind_fields = dict(fields)
+    if 'kv_layer' in kind_fields:
+      kind_fields['kv_layer'] = (
+        list(layers).index(kind_fields['kv_layer']) if kind in types else -1
+      )
+    kinds += [(kind, tuple(kind_fields.items()))] if kind in types else []
   changes = {'num_layers': len(layers), 'layer_types': types}
   changes |= {'layer_kinds': tuple(kinds)}
   return dataclasses.replace(run, shape=shape.replace(**changes))
@@ -228,8 +230,8 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
   stacks = jax.tree.map(
     lambda s: NamedSharding(mesh, P(*s.spec[1:])), layouts['layers']
   )
-  own = (stacks[name] if name else stacks for name in layer_stack.stacks(shape))
-  layouts |= {'layers': tuple(own)}
+  per_layer = (stacks[name] if name else stacks for name in layer_stack.stacks(shape))
+  layouts |= {'layers': tuple(per_layer)}
   params = _with_layouts(jax.eval_shape(model.unstack, params), layouts)
   cache = jax.eval_shape(
     lambda: model.init_cache(engine.max_num_seqs, engine.max_length)

@@ -39,7 +39,7 @@ def _equation_flops(eqn: Any, loop_rounds: int, expert_shards: int) -> float:
     return 2.0 * eqn.outvars[0].aval.size * math.prod(lhs[i] for i in contracted)
   if name.startswith('ragged_dot'):
     return _grouped_flops(eqn) / expert_shards
-  if name.startswith('dot_product_attention'):  # cuDNN's, whose insides are not told
+  if name.startswith('dot_product_attention'):  # cuDNN's, which is opaque
     return _attention_flops(eqn, backward='bwd' in name)
   if name == 'pallas_call':
     kernel_name = str(params['name'])
@@ -55,7 +55,7 @@ def _equation_flops(eqn: Any, loop_rounds: int, expert_shards: int) -> float:
   if name == 'shard_map':
     expert_shards = dict(params['mesh'].shape).get('expert', 1)
   inner = sum(
-    count_flops(found, loop_rounds, expert_shards) for found in _inner_jaxprs(params)
+    count_flops(jaxpr, loop_rounds, expert_shards) for jaxpr in _inner_jaxprs(params)
   )
   if name == 'while':
     return loop_rounds * inner

@@ -89,7 +89,7 @@ def _published_shapes(learner: Learner) -> Params:
     return params
   merge = functools.partial(lora.merged, config, dtype=learner.model.dtype)
   return jax.tree.map(
-    lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.sharding),
+    lambda x, param: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding),
     jax.eval_shape(merge, params),
     lora.without(params),
   )

@@ -25,7 +25,7 @@ from launch.planning.targets import GPUS_PER_NODE, Chip, Target
 from launch.settings.component_calls import format_mesh
 from launch.settings.run_settings import as_options
 
-DEFAULT_MAX_COMPILES = 6  # meshes compiled, unless told
+DEFAULT_MAX_COMPILES = 6  # meshes compiled by default
 AXES = ('data', 'fsdp', 'tensor', 'expert')
 
 MeshSizes = dict[str, int]  # the size of each axis

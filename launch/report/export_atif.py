@@ -78,13 +78,13 @@ def _parts(source: pathlib.Path) -> list[pathlib.Path]:
   if not config.exists():
     raise ConfigError(f'{source} is no file and no folder of a run: name one')
   patterns = dump_patterns(json.loads(config.read_text('utf-8')), source)
-  found = {path for pattern in patterns for path in glob.glob(pattern)}
-  if not found:
+  paths = {path for pattern in patterns for path in glob.glob(pattern)}
+  if not paths:
     raise ConfigError(
       f'{source} has no dump on this machine: a run writes one with '
       '--config.trajectory_dump.path=FOLDER'
     )
-  return sorted(map(pathlib.Path, found))
+  return sorted(map(pathlib.Path, paths))
 
 
 if __name__ == '__main__':

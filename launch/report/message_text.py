@@ -38,13 +38,13 @@ def message_texts(messages: Sequence[Any]) -> list[tuple[str, str]]:
   Args:
     messages: the messages, as chat templates take them.
   """
-  found = []
+  texts = []
   for message in messages:
     if isinstance(message, Mapping):
       parts = [_text(message.get('content'))]
       parts += [' '.join(_tool_call(call)) for call in message.get('tool_calls') or ()]
-      found.append((str(message.get('role', '')), '\n'.join(filter(None, parts))))
-  return found
+      texts.append((str(message.get('role', '')), '\n'.join(filter(None, parts))))
+  return texts
 
 
 def count_tool_calls(messages: Sequence[Any]) -> int:
@@ -260,4 +260,4 @@ def find_images(value: Any, name: str = '') -> list[tuple[str, str]]:
     items = [(f'{name}.{key}' if name else str(key), v) for key, v in value.items()]
   else:
     return []
-  return [found for label, item in items for found in find_images(item, label)]
+  return [image for label, item in items for image in find_images(item, label)]

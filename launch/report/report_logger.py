@@ -204,8 +204,8 @@ class MetricHistory:
   def num_trained(self) -> dict[str, int]:
     """Returns the number of training steps by phase."""
     last = self.last or {}
-    own = {last['phase']: 1} if is_trained(last) else {}
-    return dict(self._num_trained + collections.Counter(own))
+    last_count = {last['phase']: 1} if is_trained(last) else {}
+    return dict(self._num_trained + collections.Counter(last_count))
 
   def _keep(self, row: dict[str, Any]) -> None:
     """Counts a row that is complete, and keeps it for now."""

@@ -308,7 +308,7 @@ def find_runs(root: pathlib.Path) -> list[pathlib.Path]:
   Args:
     root: the folder. It may be a run itself.
   """
-  found, waiting, visited = [], [(root, 0)], 0
+  runs, waiting, visited = [], [(root, 0)], 0
   while waiting and visited < MAX_FOLDERS:
     folder, depth = waiting.pop()
     visited += 1
@@ -318,11 +318,11 @@ def find_runs(root: pathlib.Path) -> list[pathlib.Path]:
     except OSError:
       continue
     if 'metrics.jsonl' in names or {'config.json', '.lock'} <= names.keys():
-      found.append(folder)
+      runs.append(folder)
     elif depth < MAX_DEPTH:
       waiting += [
         (folder / name, depth + 1)
         for name, is_folder in names.items()
         if is_folder and not name.startswith('.')
       ]
-  return found
+  return runs

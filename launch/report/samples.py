@@ -57,7 +57,7 @@ def make_snapshot(
     half = MAX_SAMPLES // 2
     picked = order if len(order) <= MAX_SAMPLES else order[:half] + order[-half:]
     rows = [
-      [None if found is None else found[starts[index] + m] for found in per_token]
+      [None if array is None else array[starts[index] + m] for array in per_token]
       for m in picked
     ]
     group_records.append(

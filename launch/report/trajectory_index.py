@@ -198,8 +198,8 @@ class TrajectoryIndex:
       version = connection.execute('PRAGMA user_version').fetchone()[0]
       if version != VERSION:
         _create_tables(connection)
-      found = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'grams'")
-      self._has_grams = found.fetchone() is not None
+      cursor = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'grams'")
+      self._has_grams = cursor.fetchone() is not None
       connection.execute('SELECT count(*) FROM parts').fetchone()
     except sqlite3.Error:
       connection.close()
@@ -249,13 +249,13 @@ class TrajectoryIndex:
         _remove_sampled_twins(write)
 
   def _files(self) -> list[pathlib.Path]:
-    found = []
+    files = []
     for pattern in self._patterns:
       path = pathlib.Path(pattern)
       with contextlib.suppress(OSError):
-        found += [p for p in path.parent.glob(path.name) if p.is_file()]
+        files += [p for p in path.parent.glob(path.name) if p.is_file()]
     samples = self.folder / SAMPLES
-    return sorted(set(found)) + ([samples] if samples.is_file() else [])
+    return sorted(set(files)) + ([samples] if samples.is_file() else [])
 
   def _index_part(
     self, write: sqlite3.Connection, path: pathlib.Path, size: int, mtime: int
@@ -308,10 +308,10 @@ class TrajectoryIndex:
     rows = self._matching(query)
     page = [int(row) for row in rows[offset : offset + min(limit, MAX_PAGE)]]
     marks = ','.join('?' * len(page))
-    found = self._query(
+    records = self._query(
       f'SELECT row, {", ".join(SHOWN)} FROM rows WHERE row IN ({marks})', page
     )
-    by_row = {row[0]: dict(zip(SHOWN, row[1:], strict=True)) for row in found}
+    by_row = {row[0]: dict(zip(SHOWN, row[1:], strict=True)) for row in records}
     return {'total': len(rows), 'rows': [by_row[row] for row in page if row in by_row]}
 
   def neighbours(
@@ -332,10 +332,10 @@ class TrajectoryIndex:
     ids = []
     for other in (position - 1, position + 1):
       inside = 0 <= other < len(rows)
-      found = inside and self._query(
+      id_rows = inside and self._query(
         'SELECT id FROM rows WHERE row = ?', [int(rows[other])]
       )
-      ids.append(found[0][0] if found else None)
+      ids.append(id_rows[0][0] if id_rows else None)
     return position, ids[0], ids[1]
 
   def _matching(self, query: TrajectoryQuery) -> np.ndarray:
@@ -345,8 +345,8 @@ class TrajectoryIndex:
     if known is not None and known[0] == generation:
       return known[1]
     text, values = query.sql(self._has_grams)
-    found = self._query(text, values)
-    rows = np.fromiter((row[0] for row in found), np.int64, len(found))
+    matches = self._query(text, values)
+    rows = np.fromiter((row[0] for row in matches), np.int64, len(matches))
     while len(self._results) >= MAX_QUERIES:
       self._results.pop(next(iter(self._results)), None)
     self._results[query] = generation, rows
@@ -384,14 +384,14 @@ class TrajectoryIndex:
       name: id of a trajectory.
     """
     columns = ', '.join(SHOWN)
-    found = self._query(
+    matches = self._query(
       f'SELECT path, place, rows.size, {columns} FROM rows JOIN parts USING (part) '
       'WHERE id = ? ORDER BY row LIMIT 1',
       [name],
     )
-    if not found:
+    if not matches:
       return None
-    path, place, size, *values = found[0]
+    path, place, size, *values = matches[0]
     return dict(zip(SHOWN, values, strict=True)), pathlib.Path(path), place, size
 
   def group(self, name: str) -> list[dict[str, Any]]:
@@ -400,12 +400,12 @@ class TrajectoryIndex:
     Args:
       name: name of the group.
     """
-    found = self._query(
+    members = self._query(
       f'SELECT {", ".join(SHOWN)} FROM rows WHERE grp = ? '
       f'ORDER BY sample, turn LIMIT {MAX_PAGE}',
       [name],
     )
-    return [dict(zip(SHOWN, row, strict=True)) for row in found]
+    return [dict(zip(SHOWN, row, strict=True)) for row in members]
 
   def _query(self, text: str, values: Sequence[Any]) -> list[tuple]:
     with self._lock:
@@ -470,7 +470,7 @@ def _remove_rows(write: sqlite3.Connection, test: str, values: Sequence[Any]) ->
     "SELECT 1 FROM sqlite_master WHERE name = 'grams'"
   ).fetchone()
   rows = f'SELECT row FROM rows WHERE {test}'
-  if has_grams:  # an index without content is told what it forgets
+  if has_grams:  # an index without content must be given what it deletes
     write.execute(
       "INSERT INTO grams(grams, rowid, text) SELECT 'delete', row, text FROM texts "
       f'WHERE row IN ({rows})',

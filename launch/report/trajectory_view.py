@@ -70,10 +70,10 @@ def show_trajectory(
     KeyError: if there is no such trajectory.
     ValueError: if the dump has changed, or has something else in its place.
   """
-  found = index.find(name)
-  if found is None:
+  entry = index.find(name)
+  if entry is None:
     raise KeyError(name)
-  row, path, place, size = found
+  row, path, place, size = entry
   columns = dict(read_row(path, place, size))
   member = columns.pop('sample', None)
   if isinstance(member, Mapping):
@@ -127,14 +127,14 @@ def show_group(index: TrajectoryIndex, name: str) -> list[dict[str, Any]]:
   members = []
   for row in index.group(name)[:MAX_MEMBERS]:
     content, messages = {}, []
-    found = index.find(row['id'])
-    if found is not None:
-      columns = read_row(*found[1:])
+    entry = index.find(row['id'])
+    if entry is not None:
+      columns = read_row(*entry[1:])
       member = columns.get('sample')
       if isinstance(member, Mapping):
         messages = _sampled_messages(member)
       else:
-        content = _content(columns.get('save_content'), found[1])
+        content = _content(columns.get('save_content'), entry[1])
         messages = _messages(content)
     members.append({**row, 'messages': _shorten(messages)})
   return members
@@ -205,13 +205,13 @@ def _tokens(
   ids = columns['tokens'][start : start + MAX_TOKENS].tolist()
   texts = token_texts(ids, decode)
   advantages, learner = columns.get('advantages'), columns.get('old_logprobs')
-  found = []
+  token_rows = []
   for at, (text, token) in enumerate(zip(texts, ids, strict=True), start):
     acts = bool(columns['action_mask'][at])
     logprob = float(columns['rollout_logprobs'][at])
     advantage = None if advantages is None or not acts else advantages[at]
     mismatch = None if learner is None or not acts else float(learner[at]) - logprob
-    found.append(
+    token_rows.append(
       [
         text,
         token,
@@ -223,7 +223,7 @@ def _tokens(
         None if mismatch is None else round_finite(mismatch),
       ]
     )
-  return found
+  return token_rows
 
 
 def _branches(
@@ -238,9 +238,9 @@ def _branches(
   branches = []
   for other in rows[:MAX_BRANCHES] if len(rows) > 1 else ():
     parts_at = None
-    found = index.find(other['id'])
-    if found is not None and columns and other['id'] != row['id']:
-      theirs = _token_columns(_content(read_row(*found[1:]).get('save_content')))
+    entry = index.find(other['id'])
+    if entry is not None and columns and other['id'] != row['id']:
+      theirs = _token_columns(_content(read_row(*entry[1:]).get('save_content')))
       if theirs:
         parts_at = _common_length(columns['tokens'], theirs['tokens'])
     branches.append({**other, 'parts_at': parts_at})

@@ -141,8 +141,8 @@ class ViewServer:
     # A page of another site may make a name of its own point to this machine.
     if urlsplit(f'//{request.host}').hostname not in LOOPBACK_HOSTS:
       return _error(403, 'only 127.0.0.1 and localhost are served')
-    given = request.path.split('/')[1].encode('utf-8', 'surrogateescape')
-    if not hmac.compare_digest(given, self._token):
+    token = request.path.split('/')[1].encode('utf-8', 'surrogateescape')
+    if not hmac.compare_digest(token, self._token):
       return _error(403, 'open the URL that launch.view printed: it has the token')
     try:
       return await handler(request)
@@ -313,22 +313,22 @@ def _number(request: web.Request, name: str) -> float | None:
 
 def _read_query(request: web.Request) -> TrajectoryQuery:
   """Reads which trajectories are asked for."""
-  given = request.query
+  query = request.query
 
   def bounds(name: str) -> tuple[float | None, float | None]:
     return _number(request, f'{name}_min'), _number(request, f'{name}_max')
 
   return TrajectoryQuery(
     step=bounds('step'),
-    mode=given.get('mode', ''),
-    tag=given.get('tag', ''),
-    stop=given.get('stop', ''),
-    group=given.get('group', ''),
+    mode=query.get('mode', ''),
+    tag=query.get('tag', ''),
+    stop=query.get('stop', ''),
+    group=query.get('group', ''),
     score=bounds('score'),
     length=bounds('length'),
-    text=given.get('text', ''),
-    sort=given.get('sort', 'step'),
-    descending=given.get('order') == 'desc',
+    text=query.get('text', ''),
+    sort=query.get('sort', 'step'),
+    descending=query.get('order') == 'desc',
   )
 
 

@@ -45,8 +45,8 @@ class MonitoredEngine:
   ) -> Completion:
     """Generates as the engine does, and remembers errors that are the engine's own."""
     try:
-      given = request_id, token_ids, sampling, *images
-      return await super().generate(*given)  # pyright: ignore
+      arguments = request_id, token_ids, sampling, *images
+      return await super().generate(*arguments)  # pyright: ignore
     except (ValueError, FloatingPointError):  # of the request, or of the weights
       raise
     except Exception as error:

@@ -411,7 +411,7 @@ def _import_ray(address: str) -> Any:
 
   A Ray of the run's own asks for a random token, which only this process and those that
   it starts know. A cluster that is joined has a token or none, as Ray's own variables
-  say. A Ray that has been imported before is told of the token.
+  say. A Ray that has been imported before is given the token.
   """
   if not address:
     os.environ.setdefault('RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER', '0')

@@ -204,7 +204,7 @@ class ClusterWatch:
   When one dies, the run ends with one line: this process cannot go on without them.
 
   Args:
-    pids: the process ids to watch, by the names that are told to the user.
+    pids: the process ids to watch, by the names that the user sees.
   """
 
   def __init__(self, pids: Mapping[str, int]):

@@ -57,11 +57,11 @@ def parse_cluster(
   Raises:
     ConfigError: for invalid settings, and for settings that need Ray without it.
   """
-  given = {'num_engines': num_engines, 'num_workers': num_workers, 'address': address}
+  values = {'num_engines': num_engines, 'num_workers': num_workers, 'address': address}
   for key, alone in (('num_engines', 1), ('num_workers', 1), ('address', '')):
-    if not ray and given[key] != alone:
+    if not ray and values[key] != alone:
       raise ConfigError(
-        f'--config.cluster.{key}={given[key]}: needs --config.cluster.ray=true, '
+        f'--config.cluster.{key}={values[key]}: needs --config.cluster.ray=true, '
         'as a single process has one engine and one worker'
       )
   return ClusterSettings(
@@ -191,15 +191,15 @@ def _adapter_problem(
   """Says why a transport cannot send adapters by themselves; '' if it need not."""
   if adapters is None or adapters.transfer == 'merged':
     return ''
-  asked = f"--config.model.lora={adapters_text}: send='{adapters.transfer}'"
+  lora_flag = f"--config.model.lora={adapters_text}: send='{adapters.transfer}'"
   if name in ('shared_memory', *_GPU_TO_GPU):
     return (
-      f'writes every version in full, which excludes {asked}: use '
+      f'writes every version in full, which excludes {lora_flag}: use '
       'object_store, or leave send out'
     )
   if options.get('dtype'):
     return (
-      f'dtype would round the adapters too ({asked}): keep the base in bfloat16 by '
+      f'dtype would round the adapters too ({lora_flag}): keep the base in bfloat16 by '
       "lora(base='bfloat16'), or leave send out"
     )
   return ''

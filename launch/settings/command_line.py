@@ -227,8 +227,8 @@ def _refuse_renamed(keys: Set[str], algorithm: str, path: str) -> None:
 
     # Builders have options of these names.
     known = {f'algorithm.{key}' for key in registry.builder_options(algorithm)}
-  if told := find_renamed_keys(sorted(keys), known):
-    raise ConfigError(f'{path}: {"; ".join(told)}')
+  if sentences := find_renamed_keys(sorted(keys), known):
+    raise ConfigError(f'{path}: {"; ".join(sentences)}')
 
 
 def _plugins(folder: str) -> Any:
@@ -263,8 +263,8 @@ class _told:
     )
     if lines and is_missing_key:
       statement = _statement(file, lines[-1] or 1)
-      if told := find_renamed_in_line(statement):
-        raise ConfigError(f'{place}: {told}') from error
+      if hint := find_renamed_in_line(statement):
+        raise ConfigError(f'{place}: {hint}') from error
     if isinstance(error, ConfigError):
       return
     if self._own and self._in_own(error, trace):
@@ -307,16 +307,16 @@ def module(path: str) -> Any:
   spec = importlib.util.spec_from_file_location(name, file.resolve())
   if spec is None or spec.loader is None:
     raise ConfigError(f'--config={path}: cannot be read as Python')
-  made = importlib.util.module_from_spec(spec)
-  sys.modules[name] = made
+  config_module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = config_module
   with _told(path):
     try:
-      spec.loader.exec_module(made)
+      spec.loader.exec_module(config_module)
     except SyntaxError as error:
       raise ConfigError(
         f'{error.filename}, line {error.lineno}: {error.msg}'
       ) from error
-  return made
+  return config_module
 
 
 def override(config: ConfigDict, key: str, text: str | None) -> None:
@@ -341,8 +341,8 @@ def override(config: ConfigDict, key: str, text: str | None) -> None:
     if not isinstance(node, ConfigDict) or part not in node:
       from launch.settings.renamed_keys import describe_renamed_key
 
-      told = describe_renamed_key(key, text, config.to_dict())
-      raise ConfigError(told or _unknown_key(list(dotted_keys(config)), key))
+      hint = describe_renamed_key(key, text, config.to_dict())
+      raise ConfigError(hint or _unknown_key(list(dotted_keys(config)), key))
     holder, node = node, node[part]
   if isinstance(node, ConfigDict):
     raise ConfigError(

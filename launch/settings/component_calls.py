@@ -190,12 +190,12 @@ def parse_random_model(text: str) -> ModelConfig:
     raise unknown_name_error(family, families.family_names(), 'family', where)
   sizes = set(defaults(random_config)) - {'family'}
   try:
-    own = defaults(families.find_family(family).random_options)
+    family_defaults = defaults(families.find_family(family).random_options)
   except ConfigError as error:
     raise ConfigError(f'{where}: {error}') from error
   for name in options:
-    if name not in sizes and name not in own:
-      raise unknown_name_error(name, sizes | set(own), 'option', where)
+    if name not in sizes and name not in family_defaults:
+      raise unknown_name_error(name, sizes | set(family_defaults), 'option', where)
   family_options = {k: v for k, v in options.items() if k not in sizes}
   chosen = {name: value for name, value in options.items() if name in sizes}
   check_options(random_config, chosen, where)

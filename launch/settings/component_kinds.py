@@ -317,8 +317,8 @@ def defined_at(component: Callable[..., Any] | str) -> str:
     if location.endswith('.py'):  # a class of such a file is in no module of Python's
       definition = re.compile(rf'(?:class|(?:async )?def) {name}\b|{name}\b.*=')
       lines = pathlib.Path(location).expanduser().read_text().splitlines()
-      found = [i for i, line in enumerate(lines, 1) if definition.match(line)]
-      return f'{location}:{found[-1]}' if found else location
+      line_numbers = [i for i, line in enumerate(lines, 1) if definition.match(line)]
+      return f'{location}:{line_numbers[-1]}' if line_numbers else location
   try:
     value = call_strings.unwrap(load_component(component))
     module, line = value.__module__, f':{inspect.getsourcelines(value)[1]}'

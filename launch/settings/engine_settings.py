@@ -175,5 +175,5 @@ def check_model(settings: RunSettings, shape: ModelConfig) -> None:
 
 def _absolute_path(python: str) -> str:
   """Returns the interpreter's path; as it was named if there is no such program."""
-  found = shutil.which(python)
-  return str(pathlib.Path(os.path.abspath(found))) if found else python
+  executable = shutil.which(python)
+  return str(pathlib.Path(os.path.abspath(executable))) if executable else python

@@ -96,17 +96,21 @@ OPTIONAL_SECTIONS = (
 
 def _tag_sections(tags: Any) -> list[OptionalSection]:
   """Returns what most tags leave as it is, and what later tags share with the first."""
-  made = []
+  sections = []
   first, values = next(iter(tags.items()), ('', {}))
   for tag, section in tags.items():
     if tag != first:
       for name in ('', '.env_config'):
-        own, others = _section(section, name[1:]), _section(values, name[1:])
-        listed = tuple(k for k, v in own.items() if k not in others or v != others[k])
+        tag_values, others = _section(section, name[1:]), _section(values, name[1:])
+        listed = tuple(
+          k for k, v in tag_values.items() if k not in others or v != others[k]
+        )
         used = f'as those of env.{first}{name}'
-        made.append(OptionalSection(f'env.{tag}{name}', lambda _: True, used, listed))
+        sections.append(
+          OptionalSection(f'env.{tag}{name}', lambda _: True, used, listed)
+        )
     elif 'manager' in section:
-      made.append(
+      sections.append(
         OptionalSection(
           f'env.{tag}',
           lambda c, tag=tag: not c.env[tag].manager,
@@ -115,14 +119,14 @@ def _tag_sections(tags: Any) -> list[OptionalSection]:
         )
       )
     if 'dataset' in section:
-      made.append(
+      sections.append(
         OptionalSection(
           f'env.{tag}.dataset',
           lambda c, tag=tag: all(v in ('', None) for v in c.env[tag].dataset.values()),
           "used in place of the run's dataset if set",
         )
       )
-  return made
+  return sections
 
 
 def _section(root: Any, name: str) -> Any:
@@ -155,11 +159,11 @@ def list_keys(config: ConfigDict, word: str = '') -> str:
   lines: list[str] = []
   if not word and 'algorithm' in config:
     lines.append(f'  algorithm {root.algorithm.name}; another: --config=FILE.py:NAME')
-  told = set()
+  summarized = set()
   for key in dotted_keys(config):
     if section := hidden.get(key):
-      if section.name not in told:
-        told.add(section.name)
+      if section.name not in summarized:
+        summarized.add(section.name)
         count = sum(other is section for other in hidden.values())
         lines.append(
           f'  --config.{section.name}.*  ({count} more key{"s"[: count > 1]}, '

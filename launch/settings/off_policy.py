@@ -150,14 +150,16 @@ def describe(settings: RunSettings) -> str | None:
     age += ' when first learned from, then as old as the sampler keeps them'
   how = 'from the store' if stored else f'sync {settings.text("weight_sync.policy")}'
   line = f'{age}, {how}, '
-  asked = settings.algorithm_options.get('correction', '')
+  correction = settings.algorithm_options.get('correction', '')
   if algorithm.correction is None:
-    why = 'as asked' if asked == 'none' else "set algorithm.correction='tis' for one"
+    why = (
+      'as asked' if correction == 'none' else "set algorithm.correction='tis' for one"
+    )
     return f'{line}no correction ({why})'
   name = components.function_of(algorithm.correction).__name__
   line += f'corrected by {name}'
   if 'old_logprobs' in requirements.needs(algorithm):
     line += ', which takes a forward pass more a step'
-  if asked == '':
+  if correction == '':
     line += "; algorithm.correction='none' leaves it out"
   return line

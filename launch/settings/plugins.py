@@ -64,7 +64,7 @@ class Plugins:
     Raises:
       ConfigError: If there is no such component.
     """
-    own = self.of(kind.name)
+    plugin_components = self.of(kind.name)
     try:
       terms = split_terms(text)
     except ConfigError:
@@ -73,12 +73,14 @@ class Plugins:
     for term in terms:
       match = _NAME.match(term)
       name = match.group(2) if match else ''
-      if match and name in own:
-        term = term[: match.start(2)] + own[name] + term[match.end(2) :]
+      if match and name in plugin_components:
+        term = term[: match.start(2)] + plugin_components[name] + term[match.end(2) :]
       elif match and not kind.is_open:
         known = kind.built_in()
         if name not in known and name not in kind.other_names:
-          raise call_strings.unknown_name_error(name, {*known, *own}, kind.name, where)
+          raise call_strings.unknown_name_error(
+            name, {*known, *plugin_components}, kind.name, where
+          )
       full_terms.append(term)
     return ' + '.join(full_terms) if full_terms != terms else text
 
@@ -145,17 +147,17 @@ def read(folder: str) -> Plugins:
     for name, value in call_strings.definitions(str(file)).items():
       for kind in KINDS:
         if kind.accepts(value):
-          own = names.setdefault(kind.name, {})
-          _check_is_free(kind, name, file, own)
-          own[name] = f'{file}:{name}'
+          taken = names.setdefault(kind.name, {})
+          _check_is_free(kind, name, file, taken)
+          taken[name] = f'{file}:{name}'
   return Plugins(names)
 
 
 def _check_is_free(
-  kind: ComponentKind, name: str, file: pathlib.Path, own: Mapping[str, str]
+  kind: ComponentKind, name: str, file: pathlib.Path, taken: Mapping[str, str]
 ) -> None:
-  if name in own:
-    owner = own[name]
+  if name in taken:
+    owner = taken[name]
   elif name in (known := kind.built_in()):
     owner = f'a built-in {kind.name} ({defined_at(known[name])})'
   elif name in kind.other_names:

@@ -144,8 +144,8 @@ def find_renamed_keys(keys: Iterable[str], known: Iterable[str] = ()) -> list[st
     known: keys that exist today.
   """
   exists = set(known)
-  told = (describe_renamed_key(key) for key in keys if key not in exists)
-  return [sentence for sentence in told if sentence]
+  sentences = (describe_renamed_key(key) for key in keys if key not in exists)
+  return [sentence for sentence in sentences if sentence]
 
 
 def find_renamed_in_line(line: str) -> str:

@@ -507,8 +507,8 @@ class RunSettings:
 
   def path_key(self, tag: str) -> str:
     """Returns the key that says where the tasks of a tag come from."""
-    own = self.text(f'env.{tag}').get('dataset', {}).get('path')
-    return f'env.{tag}.dataset.path' if own else 'dataset.path'
+    tag_path = self.text(f'env.{tag}').get('dataset', {}).get('path')
+    return f'env.{tag}.dataset.path' if tag_path else 'dataset.path'
 
   def eval_path_key(self, name: str) -> str:
     """Returns the key that says where the tasks of an evaluation set come from."""
@@ -546,11 +546,11 @@ class RunSettings:
 
 
 def _override(
-  own: tuple[Component, ...], chosen: tuple[ComponentCall, ...]
+  default: tuple[Component, ...], chosen: tuple[ComponentCall, ...]
 ) -> tuple[Component, ...]:
-  """Returns `chosen`, or the algorithm's `own` if it is empty; 'none' empties both."""
+  """Returns `chosen`, or the algorithm's `default` if empty; 'none' empties both."""
   is_none = [call.name for call in chosen] == ['none']
-  return () if is_none else chosen or own
+  return () if is_none else chosen or default
 
 
 def as_options(settings: Any) -> dict[str, Any]:

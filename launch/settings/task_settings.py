@@ -28,9 +28,9 @@ def tag_dataset(data: Data, tag: str) -> dict[str, Any]:
     ConfigError: If the section has an unknown key.
   """
   known = defaults(base.tag_dataset_options)
-  own = data['env'][tag].get('dataset', {})
-  _check_keys(own, known, f'config.env.{tag}.dataset')
-  return _inherit(own, {key: data['dataset'][key] for key in known})
+  section = data['env'][tag].get('dataset', {})
+  _check_keys(section, known, f'config.env.{tag}.dataset')
+  return _inherit(section, {key: data['dataset'][key] for key in known})
 
 
 def parse_tag_dataset(data: Data, tag: str) -> TaskSettings:
@@ -43,10 +43,12 @@ def parse_tag_dataset(data: Data, tag: str) -> TaskSettings:
   Raises:
     ConfigError: If a text cannot be read.
   """
-  section, own = tag_dataset(data, tag), data['env'][tag].get('dataset', {})
+  section, tag_section = tag_dataset(data, tag), data['env'][tag].get('dataset', {})
 
   def where(key: str) -> str:
-    return f'env.{tag}.dataset.{key}' if _is_set(own.get(key)) else f'dataset.{key}'
+    return (
+      f'env.{tag}.dataset.{key}' if _is_set(tag_section.get(key)) else f'dataset.{key}'
+    )
 
   return TaskSettings(
     path=parse_setting(where('path'), section['path'], parse_row_sources),
@@ -103,10 +105,10 @@ def parse_eval(data: Data) -> EvalSettings:
   own_sets = data['eval'].get('sets', {})
   sets = {}
   for name, section in eval_sets(data).items():
-    own = own_sets.get(name, {})
-    key = f'eval.sets.{name}.path' if _is_set(own.get('path')) else 'eval.path'
+    set_section = own_sets.get(name, {})
+    key = f'eval.sets.{name}.path' if _is_set(set_section.get('path')) else 'eval.path'
     path = parse_setting(key, section.pop('path'), parse_row_sources)
-    is_own = own.get('keys') not in (None, '', data['dataset']['keys'])
+    is_own = set_section.get('keys') not in (None, '', data['dataset']['keys'])
     key = f'eval.sets.{name}.keys' if is_own else 'dataset.keys'
     keys = _parse_task_keys(section.pop('keys'), key)
     sets[name] = EvalSetSettings(path=path, **keys, **section)
@@ -131,9 +133,12 @@ def _check_keys(section: Data, known: Data, where: str) -> None:
       raise unknown_name_error(key, known, 'key', where)
 
 
-def _inherit(own: Data, inherited: Data) -> dict[str, Any]:
-  """Returns `inherited`, with the values that `own` sets in their place."""
-  return {**inherited, **{key: value for key, value in own.items() if _is_set(value)}}
+def _inherit(section: Data, inherited: Data) -> dict[str, Any]:
+  """Returns `inherited`, with the values that `section` sets in their place."""
+  return {
+    **inherited,
+    **{key: value for key, value in section.items() if _is_set(value)},
+  }
 
 
 def _is_set(value: Any) -> bool:

@@ -76,7 +76,7 @@ ROLLOUT_COLUMNS = {
 
 
 def validate(settings: RunSettings) -> None:
-  """Checks everything that can be told before data and models are loaded.
+  """Runs every check that is possible before data and models are loaded.
 
   Raises:
     ConfigError: for a setting that cannot be, with its key.
@@ -160,8 +160,8 @@ def validate_ranges(settings: RunSettings) -> None:
     ConfigError: for a number that is too low, or a name that does not exist.
   """
   minimum = dict(MINIMUM)
-  for name, own in settings.text('eval').get('sets', {}).items():
-    keys = own.keys() & {key.removeprefix('eval.') for key in MINIMUM}
+  for name, section in settings.text('eval').get('sets', {}).items():
+    keys = section.keys() & {key.removeprefix('eval.') for key in MINIMUM}
     minimum |= {f'eval.sets.{name}.{key}': MINIMUM[f'eval.{key}'] for key in keys}
   for tag in settings.env:
     minimum[f'env.{tag}.weight'] = 0
@@ -282,9 +282,9 @@ def _validate_evaluation_end(settings: RunSettings, name: str) -> None:
   evaluation = settings.eval.sets[name]
   tag, count = evaluation.tag, evaluation.num_tasks
   env = settings.env[tag]
-  own = settings.text('eval').get('sets', {})
+  set_sections = settings.text('eval').get('sets', {})
   if count < 1 and not uses_dataset(env.env_type, env.env_config):
-    key = f'eval.sets.{name}.num_tasks' if name in own else 'eval.num_tasks'
+    key = f'eval.sets.{name}.num_tasks' if name in set_sections else 'eval.num_tasks'
     raise ConfigError(
       f'--config.{key}={count}: env.{tag} makes its tasks from seeds, without end: '
       'set the number of tasks of an evaluation'

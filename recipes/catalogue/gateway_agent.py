@@ -48,8 +48,8 @@ def solve(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     {'Authorization': f'Bearer {api_key}', 'Content-Type': 'application/json'},
   )
   opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-  with opener.open(request) as told:
-    reply = json.load(told)['choices'][0]['message']['content'] or ''
+  with opener.open(request) as response:
+    reply = json.load(response)['choices'][0]['message']['content'] or ''
   return float(answers_match(final_answer(reply), task['answer']))
 
 

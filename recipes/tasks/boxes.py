@@ -73,7 +73,7 @@ def question(thing: str, is_open: bool, has_tool: bool) -> str:
 
   Args:
     thing: What is in the box.
-    is_open: Whether the thing is told.
+    is_open: Whether the question says what is in the box.
     has_tool: Whether the model may look.
   """
   state = f'open: {thing}' if is_open else 'closed'

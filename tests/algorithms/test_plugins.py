@@ -70,40 +70,40 @@ def folder(tmp_path):
 
 
 def test_what_a_folder_offers(folder):
-  found = plugins.read(str(folder))
-  assert found.of('algorithm') == {
+  loaded = plugins.read(str(folder))
+  assert loaded.of('algorithm') == {
     'whole': f'{folder}/whole.py:whole',
     'other': f'{folder}/whole.py:other',
   }
   for slot in registry.COMPONENT_MODULES:
-    assert set(found.of(slot)) == {'steep', 'halved', 'straight', 'cubic'}
-  assert found.names.keys() == {'algorithm', *registry.COMPONENT_MODULES}
+    assert set(loaded.of(slot)) == {'steep', 'halved', 'straight', 'cubic'}
+  assert loaded.names.keys() == {'algorithm', *registry.COMPONENT_MODULES}
 
 
 def test_bare_names_stand_for_their_files(folder):
-  found = plugins.read(str(folder))
-  assert found.algorithm('grpo') == 'grpo'
+  loaded = plugins.read(str(folder))
+  assert loaded.algorithm('grpo') == 'grpo'
   options = {
     'policy_loss': 'steep(slope=3.0)',
     'advantage': 'opmd(tau=.5)',
     'kl_loss': 'none',
     'aggregation': '',
   }
-  found.name_components({'algorithm': options})
+  loaded.name_components({'algorithm': options})
   assert options['policy_loss'] == f'{folder}/my_losses.py:steep(slope=3.0)'
   assert options['advantage'] == 'opmd(tau=.5)' and options['kl_loss'] == 'none'
-  algorithm = make_algorithm(found.algorithm('whole'), {**options, 'share': 0.25})
+  algorithm = make_algorithm(loaded.algorithm('whole'), {**options, 'share': 0.25})
   assert algorithm.policy_loss.keywords == {'slope': 3.0}
   assert call_strings.unwrap(algorithm.advantage) is advantages.opmd
   assert algorithm.group_size == 3
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_of_both(folder):
-  found = plugins.read(str(folder))
+  loaded = plugins.read(str(folder))
   with pytest.raises(ConfigError, match=r"Did you mean 'steep'.*ppo_clip"):
-    found.name_components({'algorithm': {'policy_loss': 'stepe'}})
+    loaded.name_components({'algorithm': {'policy_loss': 'stepe'}})
   with pytest.raises(ConfigError, match=r"Did you mean 'whole'.*grpo"):
-    found.algorithm('whoel')
+    loaded.algorithm('whoel')
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_an_error_in_a_plugin_is_its_own(folder):
 )
 def test_a_part_by_dotted_path_and_its_options(folder, slot, name, option):
   file = folder / ('my_losses.py' if name == 'steep' else 'whole.py')
-  made = make_algorithm('grpo', {slot: f'{file}:{name}({option}=1.5)'})
-  assert getattr(made, slot).keywords == {option: 1.5}
+  algorithm = make_algorithm('grpo', {slot: f'{file}:{name}({option}=1.5)'})
+  assert getattr(algorithm, slot).keywords == {option: 1.5}
   with pytest.raises(ConfigError, match=f"no option 'size'.*There are: {option}"):
     make_algorithm('grpo', {slot: f'{file}:{name}(size=1)'})
   with pytest.raises(ConfigError, match='must be a float'):

@@ -96,15 +96,15 @@ def test_preset(name):
 def test_defaults_are_a_papers_only_where_the_paper_states_them():
   """DeepSeekMath 4.2; Dr. GRPO, its scripts; DAPO 4.1; M2PO, its scripts; DPO, B."""
   provenance = {name: make_algorithm(name).provenance for name in PRESETS}
-  found = {name for name, whose in provenance.items() if whose == 'paper'}
-  assert found == {'grpo_paper', 'drgrpo', 'dapo', 'm2po', 'dpo'}
+  names = {name for name, whose in provenance.items() if whose == 'paper'}
+  assert names == {'grpo_paper', 'drgrpo', 'dapo', 'm2po', 'dpo'}
 
 
 def test_defaults_are_trinitys_only_where_its_registry_has_them():
   """Its AlgorithmType of the name, with the default arguments of the parts it names."""
   provenance = {name: make_algorithm(name).provenance for name in PRESETS}
-  found = {name for name, whose in provenance.items() if whose == 'trinity'}
-  assert found == {
+  names = {name for name, whose in provenance.items() if whose == 'trinity'}
+  assert names == {
     *('grpo', 'gspo', 'opmd', 'asymre', 'mix', 'multi_step_grpo', 'rec', 'sppo')
   }
 
@@ -143,14 +143,15 @@ def test_parts_have_the_papers_numbers(name, slot, options):
 
 def test_what_is_done_to_groups():
   """DAPO's dynamic sampling and overlong penalty; nothing elsewhere."""
-  made = {name: make_algorithm(name) for name in PRESETS}
-  asked = {
-    name: (join_calls(a.filters), join_calls(a.shapers)) for name, a in made.items()
+  algorithms = {name: make_algorithm(name) for name in PRESETS}
+  group_parts = {
+    name: (join_calls(a.filters), join_calls(a.shapers))
+    for name, a in algorithms.items()
   }
-  assert asked.pop('dapo') == ('accuracy', 'overlong(cache=0.2)')
-  assert set(asked.values()) == {('', '')}
-  own = make_algorithm('dapo', {'overlong_length': 20480, 'overlong_cache': 4096.0})
-  assert join_calls(own.shapers) == 'overlong(max_length=20480, cache=4096.0)'
+  assert group_parts.pop('dapo') == ('accuracy', 'overlong(cache=0.2)')
+  assert set(group_parts.values()) == {('', '')}
+  dapo = make_algorithm('dapo', {'overlong_length': 20480, 'overlong_cache': 4096.0})
+  assert join_calls(dapo.shapers) == 'overlong(max_length=20480, cache=4096.0)'
   assert make_algorithm('dapo', {'shapers': 'none', 'filters': 'none'}).filters == ()
 
 
@@ -211,11 +212,11 @@ def test_parts_fit_together_and_push_the_right_way(name):
   def slope(algorithm, numbers, columns):
     out = components.call_component(algorithm.advantage, columns, numbers['advantage'])
     mask = columns['mask'] if out.keep is None else columns['mask'] & out.keep
-    given = columns | {'advantages': out.advantages, 'mask': mask}
+    inputs = columns | {'advantages': out.advantages, 'mask': mask}
 
     def total(p):
       loss, _ = components.call_component(
-        algorithm.policy_loss, given | {'logprobs': p}, numbers['policy_loss']
+        algorithm.policy_loss, inputs | {'logprobs': p}, numbers['policy_loss']
       )
       mode = algorithm.aggregation
       weights = token_weights(mask, mode=mode.name, **mode.options)

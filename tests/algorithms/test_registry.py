@@ -264,11 +264,11 @@ def test_a_controller_that_carries_nothing_is_refused():
   def still(kl, num_rows):
     return {'scale': jnp.ones(())}
 
-  made = Algorithm(policy_loss=losses.vanilla, kl_loss=kl.k2, kl_controller=still)
+  algorithm = Algorithm(policy_loss=losses.vanilla, kl_loss=kl.k2, kl_controller=still)
   with pytest.raises(
     ConfigError, match='kl_controller=still has no initial state: decorate'
   ):
-    consistency.validate(made)
+    consistency.validate(algorithm)
 
 
 @pytest.mark.parametrize('spec', ['grpo', 'rloo', 'opmd', 'gigpo', 'dapo'])
@@ -285,7 +285,7 @@ def test_a_lone_attempt_is_fine_where_nothing_is_compared(spec):
 
 
 def test_settings_are_set_and_left():
-  made = make_algorithm(
+  algorithm = make_algorithm(
     'dapo',
     {
       'sampler': 'fifo(a=1)',
@@ -294,21 +294,21 @@ def test_settings_are_set_and_left():
       'schema': 'text',
     },
   )
-  assert (str(made.sampler), made.filters) == ('fifo(a=1)', ())
-  assert (str(made.shapers), made.data_format) == ('(a(x=1), b)', 'text')
+  assert (str(algorithm.sampler), algorithm.filters) == ('fifo(a=1)', ())
+  assert (str(algorithm.shapers), algorithm.data_format) == ('(a(x=1), b)', 'text')
   options = registry.builder_options('sft')
   assert options['sampler'] == '' and 'critic_warmup' not in options
   assert make_algorithm('sft', options) == make_algorithm('sft')
 
 
 def test_parts_say_what_they_carry_and_what_must_be_played():
-  made = Algorithm(
+  algorithm = Algorithm(
     policy_loss=losses.vanilla,
     advantage=functools.partial(advantages.normalise, mean='running'),
     kl_controller=kl_controllers.adaptive,
     init_state=lambda: 3,
   )
-  state = requirements.init_state(made)
+  state = requirements.init_state(algorithm)
   assert state.keys() == {'advantage', 'kl_controller', 'prepare'}
   assert state['kl_controller'] == {'scale': 1} and state['prepare'] == 3
   remax = Algorithm(policy_loss=losses.vanilla, advantage=advantages.remax)
@@ -320,12 +320,12 @@ def test_parts_say_what_they_carry_and_what_must_be_played():
 
 
 def test_a_length_left_open_is_the_runs():
-  made = make_algorithm('drgrpo')
-  assert made.aggregation.name == 'sequence_mean_token_sum_norm'
-  filled = requirements.with_length(made, 96)
+  algorithm = make_algorithm('drgrpo')
+  assert algorithm.aggregation.name == 'sequence_mean_token_sum_norm'
+  filled = requirements.with_length(algorithm, 96)
   assert str(filled.aggregation) == 'sequence_mean_token_sum_norm(length=96)'
-  own = make_algorithm('drgrpo', {'length': 32.0})
-  assert requirements.with_length(own, 96).aggregation.options == {'length': 32.0}
+  custom = make_algorithm('drgrpo', {'length': 32.0})
+  assert requirements.with_length(custom, 96).aggregation.options == {'length': 32.0}
   grpo = requirements.with_length(make_algorithm('grpo'), 96)
   assert str(grpo.aggregation) == 'token_mean'
 

@@ -48,8 +48,8 @@ def _rows(title: str, rows: list[tuple[str, ...]]) -> None:
     print('  ' + '  '.join([f'{first:<{widths[0]}}', *cells]).rstrip())
 
 
-def _toy(found: dict[str, float]) -> None:
-  f = found
+def _toy(figures: dict[str, float]) -> None:
+  f = figures
   _rows(
     'One step: 3.28 M parameters, 8 prompts × 8 samples, 32 + 64 tokens, float32',
     [
@@ -86,7 +86,7 @@ def _phase(name: str, seconds: float, floor: float, share: float) -> tuple[str, 
   return name, f'{seconds:.3f}', f'{floor:.3f}', f'{share:.0%}'
 
 
-def _losses(found: dict[str, dict[str, float]]) -> None:
+def _losses(figures: dict[str, dict[str, float]]) -> None:
   head = ('', 'ms', 'loss alone', 'floor', 'share', 'MiB', 'least', 'torch, ms*')
   body = [
     (
@@ -99,7 +99,7 @@ def _losses(found: dict[str, dict[str, float]]) -> None:
       f'{row["least_mib"]:.0f}',
       f'{row["torch_ms"]:g}' if 'torch_ms' in row else '–',
     )
-    for label, row in found.items()
+    for label, row in figures.items()
   ]
   title = 'Advantages, weights, loss, metrics and gradient of [512, 4096], in one call'
   _rows(title, [head, *body])
@@ -110,20 +110,20 @@ def _losses(found: dict[str, dict[str, float]]) -> None:
   print("    another machine's run, tuned; not measured here")
 
 
-def _startup(found: dict[str, float]) -> None:
+def _startup(figures: dict[str, float]) -> None:
   _rows(
     'From the command line to the first finished step (configs/debug.py, no SFT)',
     [
       ('', 'seconds'),
-      ('nothing compiled before', f'{found["cold_s"]:.1f}'),
-      ('again', f'{found["second_s"]:.1f}'),
-      ('once more', f'{found["third_s"]:.1f}'),
+      ('nothing compiled before', f'{figures["cold_s"]:.1f}'),
+      ('again', f'{figures["second_s"]:.1f}'),
+      ('once more', f'{figures["third_s"]:.1f}'),
     ],
   )
 
 
-def _weights(found: dict[str, float]) -> None:
-  f = found
+def _weights(figures: dict[str, float]) -> None:
+  f = figures
   body = [
     (
       label,
@@ -152,9 +152,9 @@ def _weights(found: dict[str, float]) -> None:
   )
 
 
-def _mismatch(found: dict[str, dict[str, float]]) -> None:
+def _mismatch(figures: dict[str, dict[str, float]]) -> None:
   lines = {'rescored': 'a rescoring', 'trained': "a gradient's forward"}
-  tokens = found['exact_rescored']['tokens']
+  tokens = figures['exact_rescored']['tokens']
   body = [
     (
       f'{mode}, {label}',
@@ -165,11 +165,11 @@ def _mismatch(found: dict[str, dict[str, float]]) -> None:
     )
     for mode in ('plain', 'exact')
     for name, label in lines.items()
-    for f in [found[f'{mode}_{name}']]
+    for f in [figures[f'{mode}_{name}']]
   ]
   head = ('', 'bytes that differ', 'of tokens', 'mean |Δ|', 'max |Δ|')
   _rows(f'Log-probs of {tokens:,.0f} sampled tokens: the engine against', [head, *body])
-  plain, exact = found['plain_cost'], found['exact_cost']
+  plain, exact = figures['plain_cost'], figures['exact_cost']
   body = [
     (
       name,
@@ -183,8 +183,8 @@ def _mismatch(found: dict[str, dict[str, float]]) -> None:
   _rows('The cost of exactness: one step of the toy', [head, *body])
 
 
-def _gateway(found: dict[str, float]) -> None:
-  f = found
+def _gateway(figures: dict[str, float]) -> None:
+  f = figures
   body = [
     (
       f'the last {f["last"]:.0f} of {turns} turns, {f[f"tokens_{turns}"]:,.0f} tokens',
@@ -200,8 +200,8 @@ def _gateway(found: dict[str, float]) -> None:
   )
 
 
-def _rollouts(found: dict[str, dict[str, Any]]) -> None:
-  f, data = found['scheduler'], found['data']
+def _rollouts(figures: dict[str, dict[str, Any]]) -> None:
+  f, data = figures['scheduler'], figures['data']
   floor = f['hand_overs_s']
   body = [
     (f'{size} at once', *(f'{1e3 * s:.3f}' for s in both), f'{floor / both[0]:.0%}')
@@ -211,7 +211,7 @@ def _rollouts(found: dict[str, dict[str, Any]]) -> None:
   body += [('  two calls of a thread', f'{1e3 * floor:.3f}', '', '100%')]
   head = ('', 'ms', 'of a processor', 'of which calls')
   _rows('The scheduler, an episode; engine and environment cost nothing', [head, *body])
-  none = found['environments']['none']['step_s']
+  none = figures['environments']['none']['step_s']
   body = [
     (
       name,
@@ -220,12 +220,12 @@ def _rollouts(found: dict[str, dict[str, Any]]) -> None:
       f'{1e6 * e["reset_s"]:,.0f}',
       f'{e["step_s"] / none:,.0f}',
     )
-    for name, e in found['environments'].items()
+    for name, e in figures['environments'].items()
     if 'missing' not in e
   ]
   head = ('', 'steps /s', 'step, µs', 'reset, µs', 'times none')
   _rows('Environments, one thread', [head, *body])
-  for e in found['environments'].values():
+  for e in figures['environments'].values():
     if 'missing' in e:
       print(f'  not played: {e["missing"]}')
   bare = data['empty_actor_per_s']
@@ -240,29 +240,29 @@ def _rollouts(found: dict[str, dict[str, Any]]) -> None:
   )
 
 
-def _kernels(found: dict[str, Any]) -> None:
+def _kernels(figures: dict[str, Any]) -> None:
   body = [
     (
-      asked,
+      option,
       f'{f["step_s"]:.3f}',
       f'{f["generate_s"]:.3f}',
       f'{f["train_s"]:.3f}',
       f'{f["scores_ms"]:.0f}',
       f'{f["scores_mib"]:.0f}',
     )
-    for asked in ('auto', 'reference')
-    for f in [found[asked]]
+    for option in ('auto', 'reference')
+    for f in [figures[option]]
   ]
   head = ('', 'step, s', 'generate', 'train', 'large vocabulary, ms', 'MiB')
   _rows('Kernels on and off: a step of the toy; log-probs, gradient', [head, *body])
-  for line in found['chosen'] or ['the reference is all there is here']:
+  for line in figures['chosen'] or ['the reference is all there is here']:
     print(f'  {line}')
 
 
-def _packing(found: dict[str, dict[str, float]]) -> None:
+def _packing(figures: dict[str, dict[str, float]]) -> None:
   body = []
-  for name, f in found.items():
-    base = found[name.rpartition(': ')[0] + ': rectangle']
+  for name, f in figures.items():
+    base = figures[name.rpartition(': ')[0] + ': rectangle']
     body.append(
       (
         name,
@@ -276,13 +276,15 @@ def _packing(found: dict[str, dict[str, float]]) -> None:
   head = ('', 'seconds', 'median', 'times faster', 'empty', 'prompts spared')
   _rows('A train step: 5 M parameters, float32', [head, *body])
   case = 'prompt:response 4:1, n 16'
-  times = found[f'{case}: rectangle']['seconds'] / found[f'{case}: shared']['seconds']
+  times = (
+    figures[f'{case}: rectangle']['seconds'] / figures[f'{case}: shared']['seconds']
+  )
   verdict = 'reached' if times >= SHARED else 'missed'
   print(f'  {case}: {times:.2f} times, aim {SHARED:g}: {verdict}')
 
 
-def _view(found: dict[str, Any]) -> None:
-  f = found
+def _view(figures: dict[str, Any]) -> None:
+  f = figures
   if 'missing' in f:
     print(f'\nThe view: not measured: {f["missing"]} is not installed')
     return
@@ -308,8 +310,8 @@ def _view(found: dict[str, Any]) -> None:
   print(f'  a filter in {FILTER_MS} ms and a page in {PAGE_MS} ms: {verdict}')
 
 
-def _tracing(found: dict[str, float]) -> None:
-  f = found
+def _tracing(figures: dict[str, float]) -> None:
+  f = figures
   _rows(
     'Steps that are not traced',
     [
@@ -350,16 +352,16 @@ def main() -> None:
     'view': _view,
     'tracing': _tracing,
   }
-  found: dict[str, Any] = {'load_before': os.getloadavg()[0]}
+  results: dict[str, Any] = {'load_before': os.getloadavg()[0]}
   env = {**os.environ, **process_env.missing_variables(os.environ)}
   print(f'tuning: {process_env.describe(env)}')
-  print(f'{os.cpu_count()} cores, load {found["load_before"]:.1f} before the run')
+  print(f'{os.cpu_count()} cores, load {results["load_before"]:.1f} before the run')
   for name in flags.only.split(','):
-    found[name] = _part(name, {'steps': flags.steps} if name == 'toy' else {})
-    show[name](found[name])
+    results[name] = _part(name, {'steps': flags.steps} if name == 'toy' else {})
+    show[name](results[name])
   if flags.json:
     with open(flags.json, 'w') as file:
-      json.dump(found, file, indent=2)
+      json.dump(results, file, indent=2)
 
 
 if __name__ == '__main__':

@@ -28,11 +28,11 @@ SESSIONS = 3
 class _Engine:
   """Says the same at once, so that what is left is what others take."""
 
-  def __init__(self, said: list[int]):
-    n = len(said)
+  def __init__(self, tokens: list[int]):
+    n = len(tokens)
     zeros = np.zeros(n, np.float32)
     versions = np.zeros(n, np.int32)
-    self._said = Completion(np.array(said, np.int32), zeros, versions, 'stop')
+    self._said = Completion(np.array(tokens, np.int32), zeros, versions, 'stop')
     self.prompt: list[int] = []
 
   async def generate(self, request_id, token_ids, sampling) -> Completion:
@@ -51,8 +51,8 @@ async def _session(client: aiohttp.ClientSession, name: str, turns: int) -> list
     start = time.perf_counter()
     async with client.post(
       '/v1/chat/completions', data=body, headers={'x-session-id': name}
-    ) as found:
-      text = await found.read()
+    ) as response:
+      text = await response.read()
     times.append(time.perf_counter() - start)
     messages.append(json.loads(text)['choices'][0]['message'])
   return times
@@ -73,7 +73,7 @@ async def _measure() -> dict[str, float]:
   engine: Any = _Engine([*chat.encode(SAID), chat.eos_id])
   gateway = Gateway(engine, chat, max_length=1 << 20)
   headers = {'Authorization': f'Bearer {KEY}'}
-  found: dict[str, float] = {'last': LAST}
+  figures: dict[str, float] = {'last': LAST}
   try:
     async with (
       serve_gateway(GatewayServer(gateway, [KEY])) as url,
@@ -82,14 +82,14 @@ async def _measure() -> dict[str, float]:
       for turns in TURNS:
         runs = [await _session(client, f'{turns}/{i}', turns) for i in range(SESSIONS)]
         late = [seconds for times in runs for seconds in times[-LAST:]]
-        found[f'turn_{turns}_ms'] = 1e3 * statistics.median(late)
-        found[f'tokens_{turns}'] = len(engine.prompt)
+        figures[f'turn_{turns}_ms'] = 1e3 * statistics.median(late)
+        figures[f'tokens_{turns}'] = len(engine.prompt)
         direct = 1e3 * await _direct(engine)
-        found[f'direct_{turns}_ms'] = direct
-        found[f'added_{turns}_ms'] = found[f'turn_{turns}_ms'] - direct
+        figures[f'direct_{turns}_ms'] = direct
+        figures[f'added_{turns}_ms'] = figures[f'turn_{turns}_ms'] - direct
   finally:
     gateway.close()
-  return found
+  return figures
 
 
 def measure() -> dict[str, float]:

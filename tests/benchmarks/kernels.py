@@ -32,20 +32,20 @@ class _Chosen(logging.Handler):
 
 
 async def _steps(steps: int) -> dict[str, dict[str, float]]:
-  runs = {asked: toy.Toy(decode_steps=8, kernels=asked) for asked in KERNEL_OPTIONS}
-  times: dict[str, list[dict[str, float]]] = {asked: [] for asked in KERNEL_OPTIONS}
+  runs = {option: toy.Toy(decode_steps=8, kernels=option) for option in KERNEL_OPTIONS}
+  times: dict[str, list[dict[str, float]]] = {option: [] for option in KERNEL_OPTIONS}
   for run in runs.values():
     await run.start()
   for step in range(steps + 1):
-    for asked, run in runs.items():
-      times[asked].append(await run.step(step))
+    for option, run in runs.items():
+      times[option].append(await run.step(step))
   for run in runs.values():
     run.device_thread.close()
   return {
-    asked: {
-      f'{name}_s': statistics.median(t[name] for t in found[1:]) for name in found[0]
+    option: {
+      f'{name}_s': statistics.median(t[name] for t in phases[1:]) for name in phases[0]
     }
-    for asked, found in times.items()
+    for option, phases in times.items()
   }
 
 
@@ -55,30 +55,30 @@ def _scores(repeats: int) -> dict[str, dict[str, float]]:
   params = TransformerLM(config).init(jax.random.key(0))
   tokens = jax.random.randint(jax.random.key(1), (1, TOKENS), 1, VOCAB)
   ids = tokens * 0 + 1
-  programs, found = {}, {}
-  for asked in KERNEL_OPTIONS:
-    model = TransformerLM(config, kernels=asked)
+  programs, costs = {}, {}
+  for option in KERNEL_OPTIONS:
+    model = TransformerLM(config, kernels=option)
 
     def loss(params, tokens, ids, model=model):
       return model.policy_outputs(params, tokens, ids).logprobs.sum()
 
-    programs[asked] = (
+    programs[option] = (
       jax.jit(jax.value_and_grad(loss)).lower(params, tokens, ids).compile()
     )
-    jax.block_until_ready(programs[asked](params, tokens, ids))
-  times: dict[str, list[float]] = {asked: [] for asked in KERNEL_OPTIONS}
+    jax.block_until_ready(programs[option](params, tokens, ids))
+  times: dict[str, list[float]] = {option: [] for option in KERNEL_OPTIONS}
   for _ in range(repeats):
-    for asked, program in programs.items():
+    for option, program in programs.items():
       start = time.perf_counter()
       jax.block_until_ready(program(params, tokens, ids))
-      times[asked].append(time.perf_counter() - start)
-  for asked, program in programs.items():
+      times[option].append(time.perf_counter() - start)
+  for option, program in programs.items():
     memory = program.memory_analysis()
-    found[asked] = {
-      'scores_ms': 1e3 * statistics.median(times[asked]),
+    costs[option] = {
+      'scores_ms': 1e3 * statistics.median(times[option]),
       'scores_mib': memory.temp_size_in_bytes / 2**20,
     }
-  return found
+  return costs
 
 
 def measure(*, steps: int = 5, repeats: int = 5) -> dict[str, Any]:
@@ -90,6 +90,6 @@ def measure(*, steps: int = 5, repeats: int = 5) -> dict[str, Any]:
     whole, scores = asyncio.run(_steps(steps)), _scores(repeats)
   finally:
     log.removeHandler(chosen)
-  return {asked: whole[asked] | scores[asked] for asked in KERNEL_OPTIONS} | {
+  return {option: whole[option] | scores[option] for option in KERNEL_OPTIONS} | {
     'chosen': chosen.lines
   }

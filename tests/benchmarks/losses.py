@@ -77,10 +77,10 @@ def columns(rows: int = ROWS, length: int = LENGTH) -> dict[str, Any]:
   runs = np.arange(rows, dtype=np.int32)
   ids = {'group_ids': runs // GROUP, 'episode_ids': runs, 'turn_ids': 0 * runs}
   ids |= {'state_hash': runs % 3, 'pair_ids': runs // 2}
-  found = {name: x.astype(np.float32) for name, x in reals.items()}
-  found |= {**ids, 'mask': mask, 'expert_mask': runs % GROUP == 0}
-  found['step'] = np.float32(50)
-  return jax.tree.map(jnp.asarray, found)
+  batch = {name: x.astype(np.float32) for name, x in reals.items()}
+  batch |= {**ids, 'mask': mask, 'expert_mask': runs % GROUP == 0}
+  batch['step'] = np.float32(50)
+  return jax.tree.map(jnp.asarray, batch)
 
 
 def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
@@ -90,8 +90,8 @@ def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
   def value(logprobs, batch):
     batch = batch | {'logprobs': logprobs}
     if with_advantage and algorithm.advantage is not None:
-      found = components.call_component(algorithm.advantage, batch)
-      batch |= {'advantages': found.advantages}
+      estimate = components.call_component(algorithm.advantage, batch)
+      batch |= {'advantages': estimate.advantages}
     mask, total, metrics = batch['mask'], 0.0, {}
     mode = algorithm.aggregation
     token = token_weights(mask, mode=mode.name, **mode.options)
@@ -100,10 +100,10 @@ def program(algorithm: Algorithm, with_advantage: bool) -> Callable[..., Any]:
       if part is None:
         continue
       result = components.call_component(part, batch)
-      loss, told = result if isinstance(result, tuple) else (result, {})
+      loss, part_metrics = result if isinstance(result, tuple) else (result, {})
       weights = token if loss.ndim == 2 else row_weights(mask)
       total += jnp.sum(weights * loss)
-      for name, metric in told.items():
+      for name, metric in part_metrics.items():
         of = mean if metric.ndim == 2 else row_weights(mask)
         metrics[name] = jnp.sum(of * metric) if metric.ndim else metric
     return total, metrics

@@ -1,4 +1,4 @@
-"""Is the memory that `launch.plan` foretells the one that a learner takes? On the CPU.
+"""Compares the memory that `launch.plan` predicts with a learner's, on the CPU.
 
     python -m tests.benchmarks.memory [CASE …]
     python -m tests.benchmarks.memory --soak[=MINUTES]
@@ -7,8 +7,8 @@ Each case runs in a process of its own: its programs are compiled first, for sha
 alone; then the learner is made and updates twice. Measured is how far the resident set
 has risen, from before there was any array, at its highest during the second update.
 
-A soak trains configs/debug.py for some minutes, 15 unless told otherwise, with a
-checkpoint at each step and then without any. After its first minute of training, the
+A soak trains configs/debug.py for some minutes, 15 by default, with a checkpoint at
+each step and then without any. After its first minute of training, the
 resident set of a run may grow by at most 10 MiB. It rises and falls by some MiB as
 Python collects its garbage and checkpoints are written, so that medians are compared:
 of the second minute, and of the last three.
@@ -49,7 +49,7 @@ TABLE = ('wide', 'deep', 'long rows', 'abreast')
 
 
 def measure(name: str) -> dict[str, float]:
-  """Foretold and measured bytes of a case, in a process of its own."""
+  """Returns the predicted and measured bytes of a case, in a process of its own."""
   command = [sys.executable, '-m', 'tests.benchmarks.memory', '--child', name]
   # malloc gives freed pages back at once, so that the resident set is what is in use.
   env = {k: v for k, v in os.environ.items() if not k.startswith('MALLOC_')}
@@ -59,7 +59,7 @@ def measure(name: str) -> dict[str, float]:
     'JAX_PLATFORMS': 'cpu',
   }
   env['XLA_FLAGS'] = ''
-  with tempfile.TemporaryDirectory() as cache:  # what is foretold is not compiled twice
+  with tempfile.TemporaryDirectory() as cache:  # so that each program compiles once
     env |= {'JAX_COMPILATION_CACHE_DIR': cache}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
   return json.loads(done.stdout.splitlines()[-1])
@@ -83,9 +83,9 @@ def child(name: str) -> dict[str, float]:
   target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
   engine = engine_decode.plan_engine(run)
   mesh = planned_run.planned_mesh(run, devices)
-  foretold = cost.estimate_cost(run, target, devices, engine=engine)
-  learner_alone = foretold.total - sum(
-    foretold.memory.get(part, 0.0) for part in ("engine's weights", 'cache')
+  predicted = cost.estimate_cost(run, target, devices, engine=engine)
+  learner_alone = predicted.total - sum(
+    predicted.memory.get(part, 0.0) for part in ("engine's weights", 'cache')
   )
   shapes = planned_run.make_learner(run, mesh)
   asyncio.run(shapes.warmup())
@@ -103,8 +103,8 @@ def child(name: str) -> dict[str, float]:
     return resident('VmHWM')
 
   peak = asyncio.run(updates())
-  state = foretold.memory['parameters'] + foretold.memory['optimizer state']
-  return {'foretold': learner_alone, 'measured': peak - before, 'state': state}
+  state = predicted.memory['parameters'] + predicted.memory['optimizer state']
+  return {'predicted': learner_alone, 'measured': peak - before, 'state': state}
 
 
 def _config(
@@ -142,9 +142,11 @@ def _learner(run: Any, mesh: Any) -> Any:
   shapes = run.policy().params
   params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), shapes)
   policy = run.policy()
-  own = run.settings, policy, mesh, DeviceThread('memory'), None
+  factory = learner_factory.LocalLearnerFactory(
+    run.settings, policy, mesh, DeviceThread('memory'), None
+  )
   stage = learner_factory.PhaseSpec('train', run.num_rows, run.settings.num_steps)
-  return learner_factory.LocalLearnerFactory(*own).build_learner(stage, params)
+  return factory.build_learner(stage, params)
 
 
 def _groups(run: Any) -> list[Any]:
@@ -188,28 +190,28 @@ def soak(option: str, seconds: float) -> tuple[int, list[int]]:
 
 def soak_all(minutes: float) -> None:
   """Prints how far resident sets grow after a minute; exits with 1 if too far."""
-  grown = []
+  growths = []
   for name, option in SOAKS.items():
     steps, sizes = soak(option, 60 * minutes)
     whole_minutes = range(60, len(sizes) - 30, 60)
     medians = [statistics.median(sizes[i : i + 60]) / 2**20 for i in whole_minutes]
-    grown.append(statistics.median(medians[-3:]) - medians[0])
-    told = ', '.join(f'{size:.0f}' for size in medians)
-    print(f'{name}: {steps} steps; MiB in each minute from the second on: {told}')
-    print(f'  grown by {grown[-1]:.1f} MiB', flush=True)
-  sys.exit(max(grown) > MAX_GROWTH_MIB)
+    growths.append(statistics.median(medians[-3:]) - medians[0])
+    listed = ', '.join(f'{size:.0f}' for size in medians)
+    print(f'{name}: {steps} steps; MiB in each minute from the second on: {listed}')
+    print(f'  grown by {growths[-1]:.1f} MiB', flush=True)
+  sys.exit(max(growths) > MAX_GROWTH_MIB)
 
 
 def main() -> None:
   from rich.console import Console
   from rich.table import Table
 
-  made = Table('case', 'state', 'foretold', 'measured', 'ratio')
+  table = Table('case', 'state', 'predicted', 'measured', 'ratio')
   for name in sys.argv[1:] or TABLE:
-    found = measure(name)
-    sizes = [f'{found[k] / 1e9:.2f} GB' for k in ('state', 'foretold', 'measured')]
-    made.add_row(name, *sizes, f'{found["foretold"] / found["measured"]:.3f}')
-  Console().print(made)
+    result = measure(name)
+    sizes = [f'{result[k] / 1e9:.2f} GB' for k in ('state', 'predicted', 'measured')]
+    table.add_row(name, *sizes, f'{result["predicted"] / result["measured"]:.3f}')
+  Console().print(table)
 
 
 if __name__ == '__main__':

@@ -144,11 +144,11 @@ def compare(
 ) -> dict[str, float]:
   """Differing bytes, and |Δ|, of `rows` rows at a time in a random order."""
   drawn = drawn.reordered(np.random.default_rng(rows).permutation(len(drawn.mask)))
-  found = []
+  parts = []
   for start in range(0, len(drawn.mask), rows):
     part = drawn.reordered(np.arange(start, start + rows) % len(drawn.mask))
-    found.append(np.asarray(function(params, part.tokens, part.segment_ids)))
-  there = np.concatenate(found)[: len(drawn.mask)][drawn.mask]
+    parts.append(np.asarray(function(params, part.tokens, part.segment_ids)))
+  there = np.concatenate(parts)[: len(drawn.mask)][drawn.mask]
   ours = drawn.logprobs[drawn.mask]
   apart = np.abs(there - ours)
   return {
@@ -163,7 +163,7 @@ def compare(
 def figures(exact: bool, tokens: int) -> dict[str, dict[str, float]]:
   """The engine against a rescoring, and against the forward of a gradient."""
   model, params = model_and_params(exact)
-  found: dict[str, list[dict[str, float]]] = {'rescored': [], 'trained': []}
+  comparisons: dict[str, list[dict[str, float]]] = {'rescored': [], 'trained': []}
   for temperature in TEMPERATURES:
     drawn = draw(model, params, tokens // len(TEMPERATURES), temperature)
     for stop in (PAD, *STOPS):
@@ -172,8 +172,8 @@ def figures(exact: bool, tokens: int) -> dict[str, dict[str, float]]:
       ('rescored', rescore, 64),
       ('trained', first_forward, 40),
     ):
-      found[name].append(compare(make(model, temperature), params, drawn, rows))
-  return {name: _together(parts) for name, parts in found.items()}
+      comparisons[name].append(compare(make(model, temperature), params, drawn, rows))
+  return {name: _together(parts) for name, parts in comparisons.items()}
 
 
 def _together(parts: list[dict[str, float]]) -> dict[str, float]:
@@ -191,11 +191,11 @@ def _together(parts: list[dict[str, float]]) -> dict[str, float]:
 
 def measure(tokens: int = 100_000, steps: int = 3) -> dict[str, dict[str, float]]:
   """Both modes' figures, and the seconds of a step of the toy in both."""
-  found = {}
+  results = {}
   for mode in ('plain', 'exact'):
     for name, values in figures(mode == 'exact', tokens).items():
-      found[f'{mode}_{name}'] = values
-  return found | asyncio.run(_cost(steps))
+      results[f'{mode}_{name}'] = values
+  return results | asyncio.run(_cost(steps))
 
 
 async def _cost(steps: int) -> dict[str, dict[str, float]]:
@@ -203,17 +203,17 @@ async def _cost(steps: int) -> dict[str, dict[str, float]]:
   toys = {
     mode: toy.Toy(decode_steps=16, exact=mode == 'exact') for mode in ('plain', 'exact')
   }
-  found: dict[str, list[dict[str, float]]] = {mode: [] for mode in toys}
+  timings: dict[str, list[dict[str, float]]] = {mode: [] for mode in toys}
   for one in toys.values():
     await one.start()
   for step in range(1 + steps):
     for mode, one in toys.items():
       seconds = await one.step(step)
       if step:
-        found[mode].append(seconds)
+        timings[mode].append(seconds)
   return {
     f'{mode}_cost': {
       name: float(np.median([row[name] for row in rows])) for name in rows[0]
     }
-    for mode, rows in found.items()
+    for mode, rows in timings.items()
   }

@@ -81,15 +81,15 @@ async def _measure(repeats: int) -> dict[str, dict[str, float]]:
   model = TransformerLM(random_config(**WIDE))
   params = model.init(jax.random.key(0))
   algorithm = registry.make('grpo', {'kl_coef': 0.0})
-  found = {}
+  figures = {}
   for case, (make, sizes) in DATA.items():
     groups = make(np.random.default_rng(0))
     rows = sum(len(group) for group in groups)
     learners = {}
-    for way, asked in ASKED.items():
-      options = dict(asked)
-      if 'share_prefix' in asked:
-        options = {'packing': first_fit(**sizes, **asked)}
+    for way, overrides in ASKED.items():
+      options = dict(overrides)
+      if 'share_prefix' in overrides:
+        options = {'packing': first_fit(**sizes, **overrides)}
       learner = Learner(
         model,
         params,
@@ -102,16 +102,16 @@ async def _measure(repeats: int) -> dict[str, dict[str, float]]:
       )
       learners[way] = learner, [await learner.update(groups)]
     for _ in range(repeats):  # in turns, for the machine's speed wanders
-      for learner, told in learners.values():
-        told.append(await learner.update(groups))
-    for way, (_, told) in learners.items():
-      seconds = [one['time/learn'] for one in told[1:]]
-      found[f'{case}: {way}'] = {
+      for learner, metrics in learners.values():
+        metrics.append(await learner.update(groups))
+    for way, (_, metrics) in learners.items():
+      seconds = [one['time/learn'] for one in metrics[1:]]
+      figures[f'{case}: {way}'] = {
         'seconds': min(seconds),
         'median_s': statistics.median(seconds),
-        'padding_share': told[0]['tokens/padding_share'],
-        'shared_share': told[0].get('tokens/shared_share', 0.0),
-        'loss': told[0]['loss/total'],
-        'gradient': told[0]['optimizer/grad_norm'],
+        'padding_share': metrics[0]['tokens/padding_share'],
+        'shared_share': metrics[0].get('tokens/shared_share', 0.0),
+        'loss': metrics[0]['loss/total'],
+        'gradient': metrics[0]['optimizer/grad_norm'],
       }
-  return found
+  return figures

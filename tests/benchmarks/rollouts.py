@@ -91,13 +91,13 @@ async def _hand_overs(count: int = EPISODES) -> float:
 
 
 def _scheduler(repeats: int = 3) -> dict[str, float]:
-  found = {'hand_overs_s': min(asyncio.run(_hand_overs()) for _ in range(repeats))}
+  figures = {'hand_overs_s': min(asyncio.run(_hand_overs()) for _ in range(repeats))}
   for name, (groups, size) in SIZES.items():
     both = [asyncio.run(_episodes(groups, size)) for _ in range(repeats)]
     wall, cpu = zip(*both, strict=True)
-    found[f'episode_{name}_s'] = statistics.median(wall)
-    found[f'episode_{name}_cpu_s'] = statistics.median(cpu)
-  return found
+    figures[f'episode_{name}_s'] = statistics.median(wall)
+    figures[f'episode_{name}_cpu_s'] = statistics.median(cpu)
+  return figures
 
 
 def _play(env: Env, replies: list[str], task: Task | None) -> dict[str, float]:
@@ -122,19 +122,19 @@ def _play(env: Env, replies: list[str], task: Task | None) -> dict[str, float]:
 
 def _environments() -> dict[str, dict[str, Any]]:
   """By name its seconds, or as 'missing' the reason why there are none."""
-  found: dict[str, dict[str, Any]] = {'none': _play(EchoEnv(turns=20), ['a'], None)}
+  figures: dict[str, dict[str, Any]] = {'none': _play(EchoEnv(turns=20), ['a'], None)}
   for name, (options, replies, item) in PLAYED.items():
     if name.startswith('code') and local_sandbox.unsupported_reason():
       continue
     task = None if item is None else Task(seed=0, index=0, item=item)
     if name in OPTIONAL and importlib.util.find_spec(name) is None:
-      found[name] = {'missing': f'{name}, which is of the extra envs'}
+      figures[name] = {'missing': f'{name}, which is of the extra envs'}
       continue
     env: Any = env_factory(name.split(',')[0], options)()
-    found[name] = _play(env, replies, task)
+    figures[name] = _play(env, replies, task)
     if hasattr(env, 'kill'):
       env.kill()
-  return found
+  return figures
 
 
 class _Nothing:
@@ -163,16 +163,16 @@ def _data() -> dict[str, float]:
   start = time.perf_counter()
   for seed in range(ITEMS):
     alone.get_task(seed)
-  found = {'local_per_s': ITEMS / (time.perf_counter() - start)}
+  figures = {'local_per_s': ITEMS / (time.perf_counter() - start)}
   host = RayRuntime()
   try:
-    made = (host.spawn(GlobalDataset, rows).get_task, host.spawn(_Nothing).ask)
-    for name, ask in zip(('actor', 'empty_actor'), made, strict=True):
+    calls = (host.spawn(GlobalDataset, rows).get_task, host.spawn(_Nothing).ask)
+    for name, ask in zip(('actor', 'empty_actor'), calls, strict=True):
       asyncio.run(_ask(ask, 256))
-      found[f'{name}_per_s'] = asyncio.run(_ask(ask, 4096))
+      figures[f'{name}_per_s'] = asyncio.run(_ask(ask, 4096))
   finally:
     asyncio.run(host.close())
-  return found
+  return figures
 
 
 def measure() -> Mapping[str, Any]:

@@ -55,24 +55,26 @@ def test_aims_are_told_by_what_was_measured(capsys):
     'Qwen3-0.6B, 1 slots, kernels auto': {'share': 0.9},
     'Qwen3-1.7B, 32 slots, kernels auto': {'failed': 'no memory'},
   }
-  own = {'forward': {'ms': 3.0}, 'both': {'ms': 9.0}}
+  kernel_costs = {'forward': {'ms': 3.0}, 'both': {'ms': 9.0}}
   naive = {'forward': {'ms': 4.0}, 'both': {'failed': 'no memory'}}
-  whole = {'kernels': own, 'naive XLA': {'failed': 'all of it'}}
-  found = {
+  whole = {'kernels': kernel_costs, 'naive XLA': {'failed': 'all of it'}}
+  results = {
     'date': 'today',
     'train': {'cases': train, 'device': card},
     'decode': {'cases': decode, 'device': card},
-    'logprobs': {'shapes': {'a': {'kernels': own, 'naive XLA': naive}, 'b': whole}},
+    'logprobs': {
+      'shapes': {'a': {'kernels': kernel_costs, 'naive XLA': naive}, 'b': whole}
+    },
     'attention': {'failed': 'took more than 1 s'},
   }
-  gpu.close(found)
-  told = capsys.readouterr().out
-  assert 'dots, kernels auto: share of the products: 55%, aim 50%: reached' in told
-  assert '32 slots, kernels auto: share of the memory: 50%, aim 60%: missed' in told
-  assert told.count('share of the memory') == 1
-  assert 'a, forward: of the time of naive: 0.75, aim 1: reached' in told
-  assert told.count('naive does not fit') == 3
-  assert 'today, H200, jax 1, flax 2, optax 3' in told
+  gpu.close(results)
+  output = capsys.readouterr().out
+  assert 'dots, kernels auto: share of the products: 55%, aim 50%: reached' in output
+  assert '32 slots, kernels auto: share of the memory: 50%, aim 60%: missed' in output
+  assert output.count('share of the memory') == 1
+  assert 'a, forward: of the time of naive: 0.75, aim 1: reached' in output
+  assert output.count('naive does not fit') == 3
+  assert 'today, H200, jax 1, flax 2, optax 3' in output
   gpu.close({'date': 'today', 'train': {'failed': 'no card'}})
   assert not capsys.readouterr().out
 
@@ -95,10 +97,12 @@ printf '{{"cases": {{"c"'
 """)
   part.chmod(0o700)
   monkeypatch.setattr(sys, 'executable', str(part))
-  found = gpu._part('train', True, 2.0)
-  assert found['cases'] == {'a': {'ms': 1}, 'b': {'ms': 2}} and why in found['stopped']
-  gpu.show('train', found | {'device': {'card': 'none'}})
-  assert f'not measured: the rest: {found["stopped"]}' in capsys.readouterr().out
+  figures = gpu._part('train', True, 2.0)
+  assert (
+    figures['cases'] == {'a': {'ms': 1}, 'b': {'ms': 2}} and why in figures['stopped']
+  )
+  gpu.show('train', figures | {'device': {'card': 'none'}})
+  assert f'not measured: the rest: {figures["stopped"]}' in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -106,15 +110,15 @@ def test_every_part_runs_at_toy_sizes(tmp_path):
   file = tmp_path / 'gpu.json'
   command = [sys.executable, '-m', 'tests.benchmarks.gpu', '--tiny', f'--json={file}']
   subprocess.run(command, check=True)
-  found = json.loads(file.read_text())
+  results = json.loads(file.read_text())
   for name in gpu.PARTS:
-    part = found[name]
+    part = results[name]
     assert 'failed' not in part and part['flops'] > 0 and part['bytes'] > 0
     for case in part.get('cases', {}).values():
       assert 'failed' not in case, case
     for table in part.get('shapes', {}).values():
-      own = table['kernels']
-      assert own['forward']['ms'] > 0 and own['both']['ms'] > 0
+      kernel_costs = table['kernels']
+      assert kernel_costs['forward']['ms'] > 0 and kernel_costs['both']['ms'] > 0
 
 
 @pytest.mark.slow

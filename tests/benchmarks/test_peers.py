@@ -9,23 +9,23 @@ from tests.benchmarks.peers import shape
 
 
 def figures(step: float, decode: float) -> dict[str, list[float]]:
-  found = {'step_s': [step, 2 * step], 'generate_s': [step / 4, step / 2]}
-  found |= {'train_s': [3 * step / 4, 3 * step / 2], 'decode_s': [decode] * 2}
-  return found | {'mib': [100.0, 200.0]}
+  medians = {'step_s': [step, 2 * step], 'generate_s': [step / 4, step / 2]}
+  medians |= {'train_s': [3 * step / 4, 3 * step / 2], 'decode_s': [decode] * 2}
+  return medians | {'mib': [100.0, 200.0]}
 
 
 def test_ratios_are_taken_by_round_and_held_against_the_aims():
-  own = figures(0.5, 0.4)
+  ours = figures(0.5, 0.4)
   theirs = {'trl': figures(1.0, 0.5), 'tunix': figures(0.8, 0.8)}
   vllm = {**figures(1.0, 1.6), 'step_s': []}
-  found = {'peers': {'ours': own, **theirs, 'vllm': vllm}, 'flops': [300e9] * 2}
-  lines = peers.judge(found)
+  results = {'peers': {'ours': ours, **theirs, 'vllm': vllm}, 'flops': [300e9] * 2}
+  lines = peers.judge(results)
   assert lines == [
     'step, of TRL, Hugging Face: 0.50, aim 0.75: reached',
     'step, of Tunix: 0.62, aim 0.5: missed',
     'decode, of the best, TRL, Hugging Face: 0.80, aim 0.7: missed',
   ]
-  head, first, *_, last = peers.table(found)
+  head, first, *_, last = peers.table(results)
   assert head[5] == 'ours/its'
   assert first[:6] == ['jaxrl', '0.750', '0.188', '0.562', '73%', '1.00']
   assert last[1:6] == ['–'] * 5 and last[8] == '0.25'
@@ -36,10 +36,10 @@ def test_a_peer_that_is_lacking_or_dies_is_left_out_with_its_reason(tmp_path):
   broken.write_text('#!/bin/sh\necho no such module >&2\n')
   broken.chmod(0o755)
   names = {'trl': str(tmp_path / 'none'), 'tunix': str(broken)}
-  found = peers.measure(list(names), names, 1)
-  assert found['peers'] == {}
-  assert 'make bench-peers' in found['failed']['trl']
-  assert found['failed']['tunix'].endswith("'step': no such module")
+  results = peers.measure(list(names), names, 1)
+  assert results['peers'] == {}
+  assert 'make bench-peers' in results['failed']['trl']
+  assert results['failed']['tunix'].endswith("'step': no such module")
 
 
 def test_prompts_are_those_of_their_seed():
@@ -51,8 +51,8 @@ def test_prompts_are_those_of_their_seed():
 
 @pytest.mark.slow
 def test_this_package_runs_as_a_peer():
-  found = peers.measure(['ours'], {'ours': sys.executable}, 1)
-  assert not found['failed']
-  own = found['peers']['ours']
-  assert 0 < own['generate_s'][0] < own['step_s'][0]
-  assert own['decode_s'][0] > 0 and found['flops'][0] > 1e9
+  results = peers.measure(['ours'], {'ours': sys.executable}, 1)
+  assert not results['failed']
+  ours = results['peers']['ours']
+  assert 0 < ours['generate_s'][0] < ours['step_s'][0]
+  assert ours['decode_s'][0] > 0 and results['flops'][0] > 1e9

@@ -165,18 +165,18 @@ async def _measure(steps: int, decodes: int, options: dict) -> dict[str, float]:
       rates.append(PROMPTS * SAMPLES * NEW / (time.perf_counter() - start))
   toy.device_thread.close()
   times, peaks = times[WARM_STEPS:], peaks[WARM_STEPS:]
-  found = {name: statistics.median(t[name] for t in times) for name in times[0]}
+  medians = {name: statistics.median(t[name] for t in times) for name in times[0]}
   peak = statistics.median(peaks)
   whole = GENERATE_FLOPS + TRAIN_FLOPS
   return {
-    **{f'{name}_s': seconds for name, seconds in found.items()},
+    **{f'{name}_s': seconds for name, seconds in medians.items()},
     'fastest_step_s': min(t['step'] for t in times),
     'floor_s': whole / peak,
     'peak_gflops': peak / 1e9,
-    'share': whole / peak / found['step'],
-    'train_share': TRAIN_FLOPS / peak / found['train'],
-    'generate_share': GENERATE_FLOPS / peak / found['generate'],
-    'tokens_per_s': PROMPTS * SAMPLES * NEW / found['generate'],
+    'share': whole / peak / medians['step'],
+    'train_share': TRAIN_FLOPS / peak / medians['train'],
+    'generate_share': GENERATE_FLOPS / peak / medians['generate'],
+    'tokens_per_s': PROMPTS * SAMPLES * NEW / medians['generate'],
     'decode_tokens_per_s': statistics.median(rates) if rates else 0.0,
     'programs': counter.count,
     'programs_after_warmup': late,

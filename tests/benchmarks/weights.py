@@ -79,7 +79,7 @@ def _made_up(make: Callable[[], Transport], versions: int) -> dict[str, float]:
   """Medians of full and of delta versions, through transports that `make` makes."""
   draw = np.random.default_rng(0)
   params, channel = _model(draw), make()
-  found: dict[str, float] = {}
+  figures: dict[str, float] = {}
   full, delta = [], []
   publisher, receiver = VersionWriter(channel, full_every=1000), VersionReader(channel)
   for number in range(versions + 1):
@@ -92,8 +92,8 @@ def _made_up(make: Callable[[], Transport], versions: int) -> dict[str, float]:
     params = _moved(params, draw)
   receiver.close(), publisher.close(), channel.close()
   for name, kind in (('full', full), ('delta', delta)):
-    found |= _medians(name, kind)
-  return {**found, 'mb': full[0][0].full_bytes / 1e6}
+    figures |= _medians(name, kind)
+  return {**figures, 'mb': full[0][0].full_bytes / 1e6}
 
 
 def _first(params: Params, channel: Transport) -> tuple[Any, Any]:
@@ -120,10 +120,10 @@ def _under_ray(versions: int) -> dict[str, float]:
   """The same through Ray's object store, on one node."""
   host = RayRuntime()
   try:
-    found = _made_up(lambda: _object_store(host), versions)
+    figures = _made_up(lambda: _object_store(host), versions)
   finally:
     asyncio.run(host.close())
-  return {f'ray_{name}': value for name, value in found.items()}
+  return {f'ray_{name}': value for name, value in figures.items()}
 
 
 def _object_store(host: RayRuntime) -> ObjectStoreTransport:
@@ -197,7 +197,7 @@ def measure(
   memory and, as `ray_…`, the object store, medians; and the share of the full bytes in
   `steps` real steps.
   """
-  memcpy, found = _memcpy_rate(), _made_up(SharedMemoryTransport, versions)
-  found |= {'memcpy_gb_s': memcpy / 1e9, 'memcpy_s': 1e6 * found['mb'] / memcpy}
-  found |= {'moved': MOVED, **_under_ray(versions)}
-  return {**found, **real(quickstart.get_config(), steps, lessons)}
+  memcpy, figures = _memcpy_rate(), _made_up(SharedMemoryTransport, versions)
+  figures |= {'memcpy_gb_s': memcpy / 1e9, 'memcpy_s': 1e6 * figures['mb'] / memcpy}
+  figures |= {'moved': MOVED, **_under_ray(versions)}
+  return {**figures, **real(quickstart.get_config(), steps, lessons)}

@@ -168,11 +168,11 @@ def checkpoints(rng, folder) -> Trials:
       )
       files = sorted(path for path in newest.rglob('*') if path.is_file())
       damage(files[draw % len(files)], kind, draw)
-      said = io.StringIO()
-      with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+      output = io.StringIO()
+      with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         status = runs.main(place, *options, '--config.num_steps=4', config=runs.VARIED)
       if status:
-        return judge(status, said.getvalue())
+        return judge(status, output.getvalue())
       return compare(whole, place)
 
     yield f'{kind} file', attempt
@@ -202,8 +202,8 @@ def _write(path, data: bytes | None) -> None:
 
 def _start(folder, *options: str) -> str:
   """Runs one step in this process."""
-  said = io.StringIO()
+  output = io.StringIO()
   options = (*options, '--config.num_steps=1', '--config.sft.num_steps=0')
-  with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+  with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
     status = runs.main(folder, *options, '--config.eval.interval=0')
-  return judge(status, said.getvalue())
+  return judge(status, output.getvalue())

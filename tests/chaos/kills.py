@@ -26,14 +26,14 @@ def finish(folder, *options) -> str:
   for _ in range(TRIES):
     process = runs.spawn(folder, *options)
     try:
-      said, _ = process.communicate(timeout=240)
+      output, _ = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
       process.kill()
       process.communicate()
       return 'the same command hung'
     if process.returncode == 0:
       return ''
-  return f'the same command failed {TRIES} times: {said[-200:]!r}'
+  return f'the same command failed {TRIES} times: {output[-200:]!r}'
 
 
 def compare(whole, folder) -> str:
@@ -80,9 +80,9 @@ def ray_parts(rng, folder) -> Trials:
         if line.startswith(f'train {step}/'):
           break
       family = psutil.Process(process.pid).children(recursive=True)
-      found = [p for p in family if part in ' '.join(_command(p))]
-      if found:
-        found[draw % len(found)].send_signal(signal.SIGKILL)
+      matches = [p for p in family if part in ' '.join(_command(p))]
+      if matches:
+        matches[draw % len(matches)].send_signal(signal.SIGKILL)
       try:
         process.communicate(timeout=300)
       except subprocess.TimeoutExpired:

@@ -97,23 +97,23 @@ def launch(*arguments: str, timeout: float = 180, **options) -> tuple[int | None
     **options,
   )
   try:
-    said, _ = process.communicate(timeout=timeout)
+    output, _ = process.communicate(timeout=timeout)
   except subprocess.TimeoutExpired:
     process.kill()
     process.communicate()
     return None, ''
-  return process.returncode, said
+  return process.returncode, output
 
 
-def judge(status: int | None, said: str) -> str:
+def judge(status: int | None, output: str) -> str:
   """Returns '' for a run that ended well or said in one line why not."""
   if status is None:
     return 'it hung'
-  if TRACEBACK in said:
-    return f'status {status} with a traceback: {said.strip().splitlines()[-1][:200]}'
+  if TRACEBACK in output:
+    return f'status {status} with a traceback: {output.strip().splitlines()[-1][:200]}'
   if status == 0:
     return ''
-  errors = re.findall(r'^error: .*', said, re.MULTILINE)
+  errors = re.findall(r'^error: .*', output, re.MULTILINE)
   if status in (1, 2) and len(errors) == 1:
     return ''
-  return f'status {status} with {len(errors)} error lines: {said[-200:]!r}'
+  return f'status {status} with {len(errors)} error lines: {output[-200:]!r}'

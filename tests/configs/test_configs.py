@@ -55,13 +55,13 @@ def test_every_config_loads_and_is_sound(path):
 def test_at_most_a_hundred_public_keys(path):
   config = load(path)
   tags = max(len(config.env), 1)
-  own = [
+  public_keys = [
     key
     for key in configs.dotted_keys(config)
     if not key.startswith('algorithm.') and '.env_config.' not in key
   ]
-  shared = [key for key in own if not key.startswith('env.')]
-  assert len(shared) + (len(own) - len(shared)) / tags <= 100
+  shared = [key for key in public_keys if not key.startswith('env.')]
+  assert len(shared) + (len(public_keys) - len(shared)) / tags <= 100
 
 
 def test_a_default_is_the_signatures_own():
@@ -75,11 +75,15 @@ def test_a_default_is_the_signatures_own():
     for part in section.split('.'):
       node = node[part]
     for key, value in node.items():
-      found = [defaults(source)[key] for source in sources if key in defaults(source)]
-      if found and key != 'timeouts':  # which the launcher has as a text
+      signature_defaults = [
+        defaults(source)[key] for source in sources if key in defaults(source)
+      ]
+      if signature_defaults and key != 'timeouts':  # which the launcher has as a text
         compared += 1
         # Calls are shown as texts.
-        assert value in found or value in map(str, found), f'{section}.{key}'
+        assert value in signature_defaults or value in map(str, signature_defaults), (
+          f'{section}.{key}'
+        )
   assert compared > 25
   assert config.sft.batch_size == defaults(FileSampler)['batch_size']
   assert config.sft.warmup_steps == defaults(make_optimizer)['warmup_steps']

@@ -24,22 +24,22 @@ def right_hand_sides():
 def known():
   config = base.get_config()
   config.env.TAG = base.env_section('math')
-  found = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.dotted_keys(config)}
-  found |= {f'trajectory_dump.{name}' for name in defaults(open_dump)}
-  found |= {f'logging.{name}' for name in defaults(read_logging)}
+  keys = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.dotted_keys(config)}
+  keys |= {f'trajectory_dump.{name}' for name in defaults(open_dump)}
+  keys |= {f'logging.{name}' for name in defaults(read_logging)}
   for name in registry.names():
-    found |= {f'algorithm.{option}' for option in registry.builder_options(name)}
-  return found
+    keys |= {f'algorithm.{option}' for option in registry.builder_options(name)}
+  return keys
 
 
 def test_every_key_exists():
   keys, sections = known(), '|'.join(sorted({key.split('.')[0] for key in known()}))
   pattern = re.compile(rf'`((?:{sections})\.[a-z_.<>*]+)')
-  told = [key for side in right_hand_sides() for key in pattern.findall(side)]
-  assert len(told) > 80
+  mentions = [key for side in right_hand_sides() for key in pattern.findall(side)]
+  assert len(mentions) > 80
   missing = {
     key
-    for key in told
+    for key in mentions
     if key not in keys and not key.startswith(('env.<tag>.env_config', 'env.<tag>.*'))
   }
   assert not missing

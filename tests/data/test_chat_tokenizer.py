@@ -77,9 +77,9 @@ def test_a_reply_cut_short_gets_its_end(template):
 @pytest.mark.parametrize('template', [CHAT_TEMPLATE, THINKING, HEADERS])
 def test_what_is_shown_may_have_the_replys_own_mark_in_it(template):
   chat = make_chat(template)
-  said = [{'role': 'user', 'content': '\x02reply\x03 and more'}]
+  marked = [{'role': 'user', 'content': '\x02reply\x03 and more'}]
   plain = [{'role': 'user', 'content': ' and more'}]
-  with_mark, without = (chat.encode_next_prompt(m, ended=True) for m in (said, plain))
+  with_mark, without = (chat.encode_next_prompt(m, ended=True) for m in (marked, plain))
   assert 'user' in shown(chat, with_mark) and 'user' in shown(chat, without)
   assert len(with_mark) > len(without)
 

@@ -25,8 +25,8 @@ SPECS = ['easy_to_hard(key="difficulty")', *CURRICULA]
 
 
 def draws(spec, numbers, rows=ROWS, seed=3, base=1000):
-  made = make_curriculum(spec, rows, seed)
-  return [made.draw(base + i, i) for i in numbers]
+  curriculum = make_curriculum(spec, rows, seed)
+  return [curriculum.draw(base + i, i) for i in numbers]
 
 
 @pytest.mark.parametrize('spec', SPECS)
@@ -63,20 +63,20 @@ def test_easy_to_hard():
 
 
 def test_mixture_has_its_weights_and_passes_through_each_source():
-  found = draws('mixture(weights=(1, 3))', range(4000))
-  second = [row for row in found if row > 6]
+  drawn = draws('mixture(weights=(1, 3))', range(4000))
+  second = [row for row in drawn if row > 6]
   assert len(second) == 3000
-  assert abs(sum(row > 6 for row in found[:200]) - 150) < 30
+  assert abs(sum(row > 6 for row in drawn[:200]) - 150) < 30
   for start in range(0, 300, 3):
     assert sorted(second[start : start + 3]) == [7, 8, 9]
-  first = [row for row in found if row <= 6]
+  first = [row for row in drawn if row <= 6]
   assert sorted(first[:7]) == list(range(7))
   assert first[:7] != first[7:14]
 
 
 def test_mixture_without_weights_goes_by_size():
-  found = draws('mixture', range(1000))
-  assert sum(row > 6 for row in found) == 300
+  drawn = draws('mixture', range(1000))
+  assert sum(row > 6 for row in drawn) == 300
 
 
 @pytest.mark.parametrize(
@@ -98,48 +98,53 @@ def test_mixtures_that_cannot_be(weights, words):
 def test_bandit_comes_to_prefer_rows_near_its_target(sampling):
   rates = np.linspace(0, 1, 21)
   rows = [{} for _ in rates]
-  made = make_curriculum(f"bandit(sampling='{sampling}', candidates=0)", rows, 0)
+  curriculum = make_curriculum(f"bandit(sampling='{sampling}', candidates=0)", rows, 0)
   last = []
   for step in range(60):
     seeds = range(8 * step, 8 * step + 8)
-    drawn = [made.draw(seed, seed) for seed in seeds]
-    made.report([(s, rates[row], 16) for s, row in zip(seeds, drawn, strict=True)])
+    drawn = [curriculum.draw(seed, seed) for seed in seeds]
+    curriculum.report(
+      [(s, rates[row], 16) for s, row in zip(seeds, drawn, strict=True)]
+    )
     last += drawn if step >= 40 else []
   assert np.abs(rates[last] - 0.5).mean() < 0.15
   assert np.abs(rates - 0.5).mean() > 0.25  # by chance
 
 
 def test_bandit_follows_the_posterior_by_hand():
-  made = make_curriculum('bandit(sampling="mean", decay=0.5, candidates=0)', ROWS, 0)
-  row = made.draw(5, 0)
-  made.report([(5, 0.25, 8)])
-  assert made.state_dict() == {'seen': {str(row): [2, 6]}, 'given': {}}
-  made.report([])
-  assert made.state_dict()['seen'] == {str(row): [1, 3]}
-  assert all(made.draw(seed, 0) != row for seed in range(50))  # 2/6 is off the target
+  curriculum = make_curriculum(
+    'bandit(sampling="mean", decay=0.5, candidates=0)', ROWS, 0
+  )
+  row = curriculum.draw(5, 0)
+  curriculum.report([(5, 0.25, 8)])
+  assert curriculum.state_dict() == {'seen': {str(row): [2, 6]}, 'given': {}}
+  curriculum.report([])
+  assert curriculum.state_dict()['seen'] == {str(row): [1, 3]}
+  # 2/6 is off the target.
+  assert all(curriculum.draw(seed, 0) != row for seed in range(50))
 
 
 def test_what_is_in_flight_stays_with_its_seed():
-  made = make_curriculum('bandit', ROWS, 0)
-  before = [made.draw(seed, seed) for seed in range(30)]
-  made.report([(seed, 0.0, 8) for seed in range(15)])
-  assert [made.draw(seed, seed) for seed in range(15, 30)] == before[15:]
-  again = [made.draw(seed, seed) for seed in range(15)]
+  curriculum = make_curriculum('bandit', ROWS, 0)
+  before = [curriculum.draw(seed, seed) for seed in range(30)]
+  curriculum.report([(seed, 0.0, 8) for seed in range(15)])
+  assert [curriculum.draw(seed, seed) for seed in range(15, 30)] == before[15:]
+  again = [curriculum.draw(seed, seed) for seed in range(15)]
   assert again != before[:15]
 
 
 def test_results_of_unknown_seeds_are_ignored():
-  made = make_curriculum('bandit', ROWS, 0)
-  made.report([(99, 1.0, 4)])
-  assert made.state_dict()['seen'] == {}
+  curriculum = make_curriculum('bandit', ROWS, 0)
+  curriculum.report([(99, 1.0, 4)])
+  assert curriculum.state_dict()['seen'] == {}
 
 
 def test_a_bandit_goes_on_from_its_state_to_the_bit():
-  def play(made, steps):
+  def play(curriculum, steps):
     for step in steps:
-      drawn = [made.draw(seed, seed) for seed in range(10 * step, 10 * step + 10)]
-      found = [(10 * step + i, (row % 4) / 3, 3) for i, row in enumerate(drawn)]
-      made.report(found[:7])  # three stay in flight
+      drawn = [curriculum.draw(seed, seed) for seed in range(10 * step, 10 * step + 10)]
+      results = [(10 * step + i, (row % 4) / 3, 3) for i, row in enumerate(drawn)]
+      curriculum.report(results[:7])  # three stay in flight
       yield drawn
 
   whole = make_curriculum('bandit(decay=0.9)', ROWS, 1)
@@ -176,25 +181,25 @@ def test_traversal_knows_no_curriculum():
 def test_filters_of_a_dataset_come_before_its_curriculum():
   data = GlobalDataset(ROWS, curriculum='easy_to_hard')
   data.filter('hard', lambda row: row['difficulty'] > 5)
-  found = [data.get_data_item(i, i)['difficulty'] for i in range(4)]
-  assert found == [6, 7, 8, 9]
+  difficulties = [data.get_data_item(i, i)['difficulty'] for i in range(4)]
+  assert difficulties == [6, 7, 8, 9]
 
 
 def test_sources_are_joined_and_rows_know_theirs(tmp_path):
   file = tmp_path / 'a+b.jsonl'
   file.write_text('\n'.join(json.dumps({'question': str(i)}) for i in range(8)))
-  made = 'generate:arithmetic(size=4, max_number=50)'
-  rows = load_rows(f'{file} + {made}')
-  assert Counter(row[SOURCE_KEY] for row in rows) == {str(file): 8, made: 4}
+  generated = 'generate:arithmetic(size=4, max_number=50)'
+  rows = load_rows(f'{file} + {generated}')
+  assert Counter(row[SOURCE_KEY] for row in rows) == {str(file): 8, generated: 4}
   assert SOURCE_KEY not in load_rows(str(file))[0]
-  limited = load_rows(f'{file} + {made}', limit=5)
-  assert Counter(row[SOURCE_KEY] for row in limited) == {str(file): 3, made: 2}
+  limited = load_rows(f'{file} + {generated}', limit=5)
+  assert Counter(row[SOURCE_KEY] for row in limited) == {str(file): 3, generated: 2}
   with pytest.raises(DataError, match='twice'):
     load_rows(f'{file} + {file}')
   with pytest.raises(ConfigError, match='nothing on one side of'):
     load_rows(f'{file} + ')
   data = GlobalDataset(
-    path=parse_row_sources(f'{file} + {made}'),
+    path=parse_row_sources(f'{file} + {generated}'),
     answer_key='',
     curriculum=parse_call('mixture(weights=(1, 1))'),
   )
@@ -214,12 +219,12 @@ class Backwards(Curriculum):
 
 
 def test_one_of_ones_own_plugs_in_by_its_path():
-  own = f'{__name__}:Backwards'
-  assert draws(own, range(4)) == [9, 8, 7, 6]
-  data = GlobalDataset(ROWS, curriculum=parse_call(f'{own}(stride=3)'))
+  path = f'{__name__}:Backwards'
+  assert draws(path, range(4)) == [9, 8, 7, 6]
+  data = GlobalDataset(ROWS, curriculum=parse_call(f'{path}(stride=3)'))
   assert [data.get_task(50 + i, i).index for i in range(4)] == [9, 6, 3, 0]
   with pytest.raises(ConfigError, match='stride'):
-    draws(f'{own}(strid=3)', [0])
+    draws(f'{path}(strid=3)', [0])
 
 
 def test_wrong_names_and_options():

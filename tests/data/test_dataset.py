@@ -70,11 +70,11 @@ def test_traversal_without_seeds():
 @pytest.mark.parametrize('mode', ['sample', 'traversal'])
 def test_many_threads_equal_one(mode):
   rows = [{'question': f'q{i}', 'answer': ''} for i in range(3200)]
-  data, found = make(mode, rows), {}
+  data, indices = make(mode, rows), {}
 
   def ask(part):
     for index in range(part, 3200, 16):
-      found[index] = data.get_task(77 + index, index).index
+      indices[index] = data.get_task(77 + index, index).index
 
   threads = [threading.Thread(target=ask, args=(part,)) for part in range(16)]
   for thread in threads:
@@ -82,25 +82,25 @@ def test_many_threads_equal_one(mode):
   for thread in threads:
     thread.join()
   alone = make(mode, rows)
-  assert found == {i: alone.get_task(77 + i, i).index for i in range(3200)}
+  assert indices == {i: alone.get_task(77 + i, i).index for i in range(3200)}
   if mode == 'traversal':
-    assert sorted(found.values()) == list(range(3200))
+    assert sorted(indices.values()) == list(range(3200))
 
 
 def test_many_threads_without_index_share_a_pass():
   rows = [{'question': f'q{i}', 'answer': ''} for i in range(800)]
-  data, found = make('traversal', rows), []
+  data, questions = make('traversal', rows), []
 
   def ask():
     while (item := data.get_data_item()) is not None:
-      found.append(item['question'])
+      questions.append(item['question'])
 
   threads = [threading.Thread(target=ask) for _ in range(8)]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert sorted(found) == sorted(row['question'] for row in rows)
+  assert sorted(questions) == sorted(row['question'] for row in rows)
 
 
 def test_keys_are_given_out_under_one_name():
@@ -124,14 +124,14 @@ def test_what_is_given_out_is_a_copy():
 
 
 def test_filter_once_per_name():
-  data, asked = make(), []
+  data, tested = make(), []
 
   def hard(item):
-    asked.append(item)
+    tested.append(item)
     return item['hard']
 
   assert data.filter('hard', hard) == data.filter('hard', hard) == data.size == 5
-  assert len(asked) == 10
+  assert len(tested) == 10
   assert all(data.get_data_item(seed)['hard'] for seed in range(9))
   with pytest.raises(DataError, match="filter 'none' leaves no row"):
     data.filter('none', lambda item: False)
@@ -157,10 +157,10 @@ def test_state_goes_through_json():
 
 
 def test_manager_keys_by_all_options():
-  manager, made = GlobalDatasetManager(), []
+  manager, created = GlobalDatasetManager(), []
 
   def create(name, **options):
-    made.append((name, options))
+    created.append((name, options))
     return make(**options)
 
   one = manager.get('a', create, mode='traversal')
@@ -168,7 +168,7 @@ def test_manager_keys_by_all_options():
   other = manager.get('a', create, mode='sample')
   assert other is not one
   assert manager.register('a', object(), mode='sample') is other
-  assert len(made) == 2
+  assert len(created) == 2
   one.get_data_item()
   manager.reset()
   assert one.get_data_item()['question'] == 'q0'

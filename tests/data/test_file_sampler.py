@@ -24,7 +24,7 @@ def chat():
   return ChatTokenizer(train_tokenizer(['user assistant 1+1? #### 2'], 300))
 
 
-def asked(groups):
+def prompts_of(groups):
   return [row.messages[0]['content'] for group in groups for row in group]
 
 
@@ -41,18 +41,20 @@ async def test_rows_become_expert_trajectories(chat):
 
 async def test_epochs_are_shuffled_by_seed_and_complete(chat):
   sampler = FileSampler(chat, ROWS, batch_size=5)
-  epochs = [asked(await sampler.next(0)) + asked(await sampler.next(1)) for _ in 'ab']
+  epochs = [
+    prompts_of(await sampler.next(0)) + prompts_of(await sampler.next(1)) for _ in 'ab'
+  ]
   for epoch in epochs:
     assert sorted(epoch) == sorted(row['question'] for row in ROWS)
   assert epochs[0] != epochs[1]
   again, other = (FileSampler(chat, ROWS, batch_size=10, seed=s) for s in (0, 1))
-  assert asked(await again.next(0)) == epochs[0]
-  assert asked(await other.next(0)) != epochs[0]
+  assert prompts_of(await again.next(0)) == epochs[0]
+  assert prompts_of(await other.next(0)) != epochs[0]
 
 
 async def test_a_batch_may_span_epochs(chat):
   sampler = FileSampler(chat, ROWS[:3], batch_size=7)
-  questions = asked(await sampler.next(0))
+  questions = prompts_of(await sampler.next(0))
   assert len(questions) == 7
   assert len(set(questions[:3])) == len(set(questions[3:6])) == 3
 
@@ -63,7 +65,7 @@ async def test_it_resumes_where_it_was(chat):
   resumed = FileSampler(chat, ROWS, batch_size=4)
   resumed.load_state_dict(sampler.state_dict())
   for step in range(1, 5):
-    assert asked(await sampler.next(step)) == asked(await resumed.next(step))
+    assert prompts_of(await sampler.next(step)) == prompts_of(await resumed.next(step))
   with pytest.raises(DataError, match='9 conversations'):
     FileSampler(chat, ROWS[:9]).load_state_dict(sampler.state_dict())
 
@@ -127,9 +129,9 @@ def marked(row):
 
 async def rows_of(rows, **options):
   sampler = FileSampler(letters(), rows, batch_size=99, **options)
-  found = [await sampler.next(step) for step in range(3)]
-  assert {len(groups) for groups in found} == {99}
-  unique = {id(row): (i, row) for g in found[0] for i, row in enumerate(g)}
+  batches = [await sampler.next(step) for step in range(3)]
+  assert {len(groups) for groups in batches} == {99}
+  unique = {id(row): (i, row) for g in batches[0] for i, row in enumerate(g)}
   return sorted(unique.values(), key=lambda pair: (pair[1].group_id, pair[0]))
 
 
@@ -174,14 +176,14 @@ async def test_a_pair_is_left_out_if_either_answer_is_too_long():
 @pytest.mark.parametrize('length', range(1, 15))
 async def test_of_a_text_every_token_but_the_first_is_learned_once(length):
   text = 'abcdefghijklmn'[:length]
-  found = [
+  text_rows = [
     row for _, row in await rows_of([{'text': text}], data_format='text', max_length=5)
   ]
-  assert sum(len(row.tokens) - 1 for row in found) == length
-  assert max(len(row.tokens) for row in found) <= 5
-  learned = [chr(t) for row in found for t in row.tokens[row.action_mask]]
+  assert sum(len(row.tokens) - 1 for row in text_rows) == length
+  assert max(len(row.tokens) for row in text_rows) <= 5
+  learned = [chr(t) for row in text_rows for t in row.tokens[row.action_mask]]
   assert ''.join(sorted(learned)) == ''.join(sorted([*text[1:], '>']))
-  for row in found:
+  for row in text_rows:
     assert not row.action_mask[0] and row.action_mask[1:].all()
     assert ''.join(map(chr, row.tokens)) in text + '>'
 

@@ -13,7 +13,7 @@ REPLY = {'role': 'assistant', 'content': 'Ho'}
 UNTRAINED = USER | {'train': False}
 
 
-def said(messages):
+def turns(messages):
   return [(m['role'], m['content'], m.get('train', True)) for m in messages]
 
 
@@ -34,7 +34,7 @@ def said(messages):
 )
 def test_conversations(row):
   expected = [('user', 'Hi', True), ('assistant', 'Ho', True)]
-  assert said(RowFormat().conversation(row)) == expected
+  assert turns(RowFormat().conversation(row)) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_conversations(row):
 def test_prompts_and_responses(row):
   """Whoever speaks in a prompt, only the response is to be learned."""
   expected = [('user', 'Hi', False), ('assistant', 'Ho', True)]
-  assert said(RowFormat().conversation(row)) == expected
+  assert turns(RowFormat().conversation(row)) == expected
 
 
 def test_earlier_replies_in_a_prompt_are_not_learned():
   row = {'prompt': [USER, REPLY, USER], 'response': 'Ha'}
-  trained = [m[2] for m in said(RowFormat().conversation(row))]
+  trained = [m[2] for m in turns(RowFormat().conversation(row))]
   assert trained == [False, False, False, True]
 
 
@@ -72,9 +72,9 @@ def test_an_instruction_takes_its_input_along():
 def test_arguments_of_tool_calls_may_be_text():
   call = {'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
   row = {'messages': [USER, {'role': 'assistant', 'tool_calls': [call]}]}
-  made = RowFormat().conversation(row)[1]
-  assert made['content'] == ''
-  assert made['tool_calls'][0]['function'] == {'name': 'add', 'arguments': {'a': 1}}
+  message = RowFormat().conversation(row)[1]
+  assert message['content'] == ''
+  assert message['tool_calls'][0]['function'] == {'name': 'add', 'arguments': {'a': 1}}
   call['function']['arguments'] = '{"a": '
   with pytest.raises(DataError, match='arguments must be'):
     RowFormat().conversation(row)
@@ -82,22 +82,22 @@ def test_arguments_of_tool_calls_may_be_text():
 
 def test_turns_may_be_left_out():
   row = {'messages': [USER, REPLY | {'train': False}, USER, REPLY | {'weight': 1}]}
-  assert [m[2] for m in said(RowFormat().conversation(row))] == [
+  assert [m[2] for m in turns(RowFormat().conversation(row))] == [
     True,
     False,
     True,
     True,
   ]
   row = {'messages': [USER, REPLY | {'weight': 0}]}
-  assert not said(RowFormat().conversation(row))[1][2]
+  assert not turns(RowFormat().conversation(row))[1][2]
 
 
 def test_system_messages():
   form, row = RowFormat(system_prompt='Be kind.'), {'prompt': 'Hi', 'response': 'Ho'}
   assert form.conversation(row)[0] == {'role': 'system', 'content': 'Be kind.'}
   assert form.conversation(row | {'system': 'Be terse.'})[0]['content'] == 'Be terse.'
-  own = {'messages': [{'role': 'system', 'content': 'Own.'}, USER, REPLY]}
-  assert [m['content'] for m in form.conversation(own)] == ['Own.', 'Hi', 'Ho']
+  with_system = {'messages': [{'role': 'system', 'content': 'Own.'}, USER, REPLY]}
+  assert [m['content'] for m in form.conversation(with_system)] == ['Own.', 'Hi', 'Ho']
 
 
 def test_keys_that_a_row_does_not_have_leave_its_messages():
@@ -136,8 +136,8 @@ def full(*answers):
 )
 def test_pairs(row):
   chosen, rejected = RowFormat().pair(row)
-  assert said(chosen) == [('user', 'Hi', False), ('assistant', 'Yes', True)]
-  assert said(rejected) == [('user', 'Hi', False), ('assistant', 'No', True)]
+  assert turns(chosen) == [('user', 'Hi', False), ('assistant', 'Yes', True)]
+  assert turns(rejected) == [('user', 'Hi', False), ('assistant', 'No', True)]
 
 
 def test_what_pairs_have_in_common_is_not_learned():

@@ -56,9 +56,9 @@ def test_a_folder_in_the_order_of_names_and_by_split(tmp_path):
 
 def test_a_hugging_face_dataset_on_disk(tmp_path):
   datasets = pytest.importorskip('datasets')
-  made = datasets.Dataset.from_list(ROWS)
-  made.save_to_disk(tmp_path / 'plain')
-  datasets.DatasetDict({'train': made}).save_to_disk(tmp_path / 'splits')
+  dataset = datasets.Dataset.from_list(ROWS)
+  dataset.save_to_disk(tmp_path / 'plain')
+  datasets.DatasetDict({'train': dataset}).save_to_disk(tmp_path / 'splits')
   assert load_rows(str(tmp_path / 'plain')) == ROWS
   assert load_rows(str(tmp_path / 'splits'), 'train') == ROWS
   with pytest.raises(DataError, match="no split 'test'; it has train"):

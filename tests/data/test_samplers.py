@@ -153,10 +153,10 @@ async def test_a_step_without_rollouts_is_none_for_the_mixed_sampler_either():
 async def test_replay_draws_by_version_less_decay_times_uses():
   """Two fresh groups a step; priorities by hand, decay 1.5, at most 3 uses."""
   sampler, _ = make('replay(decay=1.5, use_limit=3)')
-  found = []
+  drawn = []
   for step in range(5):
-    found.append(numbers(await sampler.next(step)))
-  assert found == [
+    drawn.append(numbers(await sampler.next(step)))
+  assert drawn == [
     [0, 1],  # the buffer holds no more
     [0, 1, 2, 3],  # 0 and 1 have priority −1.5
     [2, 3, 4, 5],  # 0, 1: −3; 2, 3: −.5
@@ -196,8 +196,8 @@ async def test_noise_lets_what_decayed_come_again_and_is_a_function_of_the_seed(
   noisy = {s: await run(make(text, seed=s)[0], range(8)) for s in (0, 1)}
   assert await run(make(text, seed=0)[0], range(8)) == noisy[0]
   assert noisy[0] != noisy[1] and usual not in noisy.values()
-  for found in noisy.values():
-    assert [len(step) for step in found] == [2, 4, 4, 4, 4, 4, 4, 4]
+  for drawn in noisy.values():
+    assert [len(step) for step in drawn] == [2, 4, 4, 4, 4, 4, 4, 4]
 
 
 async def test_what_is_past_the_bound_leaves_the_buffer():
@@ -246,8 +246,8 @@ async def test_it_goes_on_from_its_state_as_if_it_never_stopped(text, stop):
   after, second = make(text)
   after.load_state_dict(state)
   second.played = source.played
-  found = [(await after.next(step), after.metrics()) for step in range(stop, 8)]
-  for (groups, metrics), (others, more) in zip(wanted[stop:], found, strict=True):
+  resumed = [(await after.next(step), after.metrics()) for step in range(stop, 8)]
+  for (groups, metrics), (others, more) in zip(wanted[stop:], resumed, strict=True):
     same(groups, others)
     assert metrics == more
   assert json.dumps(after.state_dict()) == json.dumps(whole.state_dict())

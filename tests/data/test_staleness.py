@@ -10,10 +10,10 @@ from tests.rollout.fakes import row
 
 
 def of_versions(*versions):
-  made = row()
-  made.weights_version = np.array([-1, *versions], np.int32)
-  made.action_mask = made.weights_version >= 0
-  return made
+  trajectory = row()
+  trajectory.weights_version = np.array([-1, *versions], np.int32)
+  trajectory.action_mask = trajectory.weights_version >= 0
+  return trajectory
 
 
 def test_it_is_that_of_the_oldest_action_token():
@@ -41,7 +41,7 @@ def test_bounds_are_calls_with_a_default():
 
 
 @pytest.mark.parametrize(
-  'text, said',
+  'text, message',
   [
     ('dorp(max=2)', "no rule 'dorp'.*Did you mean 'drop'"),
     ('drop(maxx=2)', "no option 'maxx'.*Did you mean 'max'"),
@@ -49,6 +49,6 @@ def test_bounds_are_calls_with_a_default():
     ('mask(max=1.5)', 'must be a int'),
   ],
 )
-def test_what_is_no_bound_is_refused(text, said):
-  with pytest.raises(ConfigError, match=said):
+def test_what_is_no_bound_is_refused(text, message):
+  with pytest.raises(ConfigError, match=message):
     parse_staleness_limit(text)

@@ -83,8 +83,8 @@ def test_a_word_of_megabytes_does_not_hold_up_training():
   """A tokenizer of such texts took hours: time grew with the square of a word."""
   texts = ['1+1=2 ' * 50, 'x' * 3_000_000, ' ' * 3_000_000, 'a b']
   cut = ['1+1=2 ' * 50, 'x' * 1000, ' ' * 1000, 'a b']
-  found, wanted = train_tokenizer(texts, 300), train_tokenizer(cut, 300)
-  assert found.get_vocab() == wanted.get_vocab()
+  trained, wanted = train_tokenizer(texts, 300), train_tokenizer(cut, 300)
+  assert trained.get_vocab() == wanted.get_vocab()
 
 
 def test_what_reads_gguf_files_is_loaded_when_it_is_used(monkeypatch):

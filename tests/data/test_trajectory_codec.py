@@ -108,9 +108,9 @@ def test_a_round_trip_keeps_every_bit_of_every_field(row):
 @hypothesis.given(st.lists(st.lists(rows(), max_size=2), max_size=3))
 @hypothesis.settings(max_examples=30, deadline=None)
 def test_groups_survive_packing(groups):
-  found = trajectory_codec.unpack(trajectory_codec.pack(groups))
-  assert [len(group) for group in found] == [len(group) for group in groups]
-  for one, other in zip(groups, found, strict=True):
+  restored = trajectory_codec.unpack(trajectory_codec.pack(groups))
+  assert [len(group) for group in restored] == [len(group) for group in groups]
+  for one, other in zip(groups, restored, strict=True):
     for a, b in zip(one, other, strict=True):
       same_row(a, b)
 
@@ -226,19 +226,19 @@ def image(seed):
 
 def seeing(*seeds, **changes):
   """A row with images, which its first message shows."""
-  own = [image(seed) for seed in seeds]
-  parts = [{'type': 'image', 'image': one} for one in own]
+  pictures = [image(seed) for seed in seeds]
+  parts = [{'type': 'image', 'image': one} for one in pictures]
   parts.append({'type': 'text', 'text': 'What is it?'})
   messages = [{'role': 'user', 'content': parts}]
-  return a_row(messages=messages, images=own, **changes)
+  return a_row(messages=messages, images=pictures, **changes)
 
 
 def test_images_are_stored_once_and_come_back():
   groups = [[seeing(0, 1), seeing(0, 0)], [a_row(), seeing(1)]]
   data = trajectory_codec.to_bytes(groups)
-  found = trajectory_codec.from_bytes(data)
-  assert found[0][0].images == [image(0), image(1)] and not found[1][0].images
-  assert found[0][1].messages == groups[0][1].messages
+  restored = trajectory_codec.from_bytes(data)
+  assert restored[0][0].images == [image(0), image(1)] and not restored[1][0].images
+  assert restored[0][1].messages == groups[0][1].messages
   text = json.loads(zlib.decompress(data))
   assert set(text['images']) == {image(0).mark, image(1).mark}
   assert b'$bytes' not in json.dumps(text['groups']).encode()

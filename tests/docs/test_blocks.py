@@ -189,14 +189,14 @@ def module_exists(name):
 def test_commands_in_sentences_name_what_there_is():
   extras = (ROOT / 'setup.py').read_text()
   pages = [*ROOT.glob('*.md'), *(ROOT / 'docs').rglob('*.md')]
-  found = set()
+  spans = set()
   for page in pages:
     text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
-    found |= {
+    spans |= {
       (span, page.name) for span in re.findall(r'`((?:make|\S*python|pip) .+?)`', text)
     }
-  assert len(found) > 40
-  for span, page in found:
+  assert len(spans) > 40
+  for span, page in spans:
     words = span.split()
     if words[0] == 'make':
       assert words[1] in TARGETS, (page, span)

@@ -24,10 +24,10 @@ def keys_of(page):
 
 @pytest.mark.parametrize(('page', 'least'), [('migrate.md', 90), ('memory.md', 15)])
 def test_every_key_exists(page, least):
-  keys, told = keys_of(page)
+  keys, mentions = keys_of(page)
   tops = {key for key in keys if '.' not in key}
-  assert len(told) > least
-  named = {key for key, _ in told if '.' in key or key in tops}
+  assert len(mentions) > least
+  named = {key for key, _ in mentions if '.' in key or key in tops}
   assert not {key for key in named if key not in keys}
 
 

@@ -78,12 +78,12 @@ def test_the_tutorial_can_be_followed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['index', 'datasets', 'memory'])
 def test_the_commands_of_a_page_run(name, tmp_path):
-  found = blocks(ROOT / 'docs' / f'{name}.md')
-  lay_out(tmp_path, found)
-  for kind, text in found:
+  page_blocks = blocks(ROOT / 'docs' / f'{name}.md')
+  lay_out(tmp_path, page_blocks)
+  for kind, text in page_blocks:
     if kind == 'json':
       (tmp_path / 'sums.jsonl').write_text(text)
-  for kind, text in found:
+  for kind, text in page_blocks:
     if kind in ('sh', 'python'):
       follow(kind, text, tmp_path)
 

@@ -72,10 +72,12 @@ def test_every_config_key_has_a_type_a_default_and_a_meaning(pages):
     r'^\| `(.*?)` \| (.*?) \| (.*?) \| (.*?) \|$', pages['reference/config.md'], re.M
   )
   listed = {key: cells for key, *cells in rows}
-  own = {key for key in test_keys.known() if '.env_config.' not in key}
-  shared = set(listed) & own
+  config_keys = {key for key in test_keys.known() if '.env_config.' not in key}
+  shared = set(listed) & config_keys
   # What is not here is an option of one algorithm, which its own page has.
-  assert {key for key in own - shared if not key.startswith('algorithm.')} == set()
+  assert {
+    key for key in config_keys - shared if not key.startswith('algorithm.')
+  } == set()
   for key, cells in listed.items():
     assert all(cell.strip() for cell in cells), key
 
@@ -173,8 +175,8 @@ def test_healthy_ranges_are_those_that_runs_are_judged_by(pages):
     assert RULES['entropy collapsed'].applies(rows) == (d < 0)
   text = (ROOT / 'docs' / 'mismatch.md').read_text()
   for name in ('mismatch/logprob_difference', 'mismatch/kl'):
-    told = re.search(rf'^\| `{name}` .* > (\S+) \|$', text, re.M)
-    assert told and limit(name) == float(told[1]), name
+    match = re.search(rf'^\| `{name}` .* > (\S+) \|$', text, re.M)
+    assert match and limit(name) == float(match[1]), name
 
 
 @pytest.mark.slow
@@ -202,5 +204,7 @@ def test_every_metric_of_a_run_is_described(algorithm, options, tmp_path):
   assert len(names) > 15
   assert not {name for name in names if not describe_metric(name)}
   # Not only by a rule for many, but for what an environment or a grader names.
-  own = {name for name in names if not name.startswith(('eval/', 'queue/', 'reward/'))}
-  assert not own - set(METRIC_DESCRIPTIONS)
+  metric_names = {
+    name for name in names if not name.startswith(('eval/', 'queue/', 'reward/'))
+  }
+  assert not metric_names - set(METRIC_DESCRIPTIONS)

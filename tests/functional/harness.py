@@ -39,8 +39,8 @@ class Case:
   steps: bool = False  # runs own several rows
 
   def __str__(self) -> str:
-    given = ','.join(f'{k}={v}' for k, v in self.options.items())
-    return f'{self.name}({given})'
+    options = ','.join(f'{k}={v}' for k, v in self.options.items())
+    return f'{self.name}({options})'
 
 
 def sg(x):
@@ -112,8 +112,8 @@ class Compiled:
 def _compiled(fn, tree, arrays, constants):
   """A program of the arrays among a call's arguments."""
 
-  def call(given):
-    rest = iter(given)
+  def call(inputs):
+    rest = iter(inputs)
     pairs = zip(constants, arrays, strict=True)
     args, kwargs = tree.unflatten([next(rest) if a else x for x, a in pairs])
     return fn(*args, **kwargs)
@@ -185,8 +185,8 @@ def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   columns = {k: v[order] for k, v in columns.items()}
   columns = {k: _cast(k, _grow(k, v, rng)) for k, v in columns.items()}
   expert, tokens = columns['expert_mask'], columns['mask'].sum(axis=1)
-  own = np.where(expert, tokens[expert].sum(), tokens[~expert].sum())
-  columns['term_scale'] = (tokens.sum() / np.maximum(own, 1)).astype(np.float32)
+  kind_tokens = np.where(expert, tokens[expert].sum(), tokens[~expert].sum())
+  columns['term_scale'] = (tokens.sum() / np.maximum(kind_tokens, 1)).astype(np.float32)
   columns['step'] = np.full(ROWS, rng.integers(0, 300), np.int32)
   return columns | _further(rng)
 

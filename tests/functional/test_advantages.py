@@ -130,8 +130,8 @@ def test_a_number_is_traced(case):
   numeric = {
     k: v for k, v in call_strings.defaults(case.fn).items() if type(v) in NUMBERS
   }
-  given = {k: v for k, v in case.options.items() if type(v) in NUMBERS}
-  fixed = {k: v for k, v in case.options.items() if k not in given}
+  traced = {k: v for k, v in case.options.items() if type(v) in NUMBERS}
+  fixed = {k: v for k, v in case.options.items() if k not in traced}
 
   def run(numbers, columns):
     again = Case(case.name, case.fn, case.restated, fixed | numbers)
@@ -139,7 +139,7 @@ def test_a_number_is_traced(case):
 
   columns = harness.batch(1, case.steps)
   for mask in (columns['mask'], columns['mask'].astype(np.float32)):
-    out = jax.eval_shape(run, numeric | given, columns | {'mask': mask})
+    out = jax.eval_shape(run, numeric | traced, columns | {'mask': mask})
     assert out.shape == mask.shape and out.dtype == jnp.float32
 
 

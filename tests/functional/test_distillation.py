@@ -126,9 +126,9 @@ def test_top_k_by_hand(kind, value, slope):
     loss, _ = losses.distill(student, teacher, mask, kind=kind, top_k=2)
     return loss.sum(), loss
 
-  found, loss = jax.jit(jax.grad(run, has_aux=True))(student)
+  gradient, loss = jax.jit(jax.grad(run, has_aux=True))(student)
   np.testing.assert_allclose(loss, [[value, 0]], rtol=1e-5)
-  np.testing.assert_allclose(found, [[[*slope, 0], [0, 0, 0]]], rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(gradient, [[[*slope, 0], [0, 0, 0]]], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -224,9 +224,9 @@ def test_corrected_k3_is_unbiased_for_samples_of_an_older_policy():
     means = exact, mean(kl.corrected_k3, q, o), mean(kl.k3, q)
     return ratio, *(jax.value_and_grad(fn)(logits) for fn in means)
 
-  ratio, wanted, found, plain = run(logits)
+  ratio, wanted, corrected, plain = run(logits)
   assert ratio.max() < 2  # none is cut
-  for a, b, other in zip(found, wanted, plain, strict=True):
+  for a, b, other in zip(corrected, wanted, plain, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     assert np.abs(other - b).max() > 0.01
 

@@ -65,7 +65,7 @@ def squares(fn, *args):
   'case', ADVANTAGES + LOSSES + M2PO + KLS + CORRECTIONS + PAIRS, ids=str
 )
 def test_no_square_of_rows_or_tokens(case):
-  given = columns()
+  inputs = columns()
   name = next(n for n in NAMES if n in case.fn.__code__.co_varnames)
 
   def total(x, others):
@@ -73,7 +73,7 @@ def test_no_square_of_rows_or_tokens(case):
     leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(jnp.sum(leaf) for leaf in leaves)
 
-  assert not squares(jax.value_and_grad(total), given.pop(name), given)
+  assert not squares(jax.value_and_grad(total), inputs.pop(name), inputs)
 
 
 def test_a_square_is_found():

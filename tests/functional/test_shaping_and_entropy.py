@@ -16,10 +16,10 @@ def test_schedules_and_controllers_equal_the_restatement(case):
   for seed, batch in enumerate(harness.unstacked(harness.wide(harness.stacked()))):
     wanted = case.restated(batch, case.options)
     got_of = jax.tree.map(lambda x, seed=seed: x[seed], got)
-    for found, right in zip(
+    for actual, right in zip(
       jax.tree.leaves(got_of), jax.tree.leaves(wanted), strict=True
     ):
-      harness.assert_close(found, right, what=f'{case} on batch {seed}')
+      harness.assert_close(actual, right, what=f'{case} on batch {seed}')
 
 
 def test_overlong_penalty_by_hand():

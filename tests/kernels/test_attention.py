@@ -80,13 +80,16 @@ def test_windows_sinks_caps_and_scales(block, stretches, shares):
   places = np.concatenate(
     [np.arange(n) + a for n, a in zip(counts, starts, strict=True)]
   )
-  given = {'positions': jnp.asarray(places[None]), 'prefix_ids': jnp.asarray(prefixes)}
+  prompt_options = {
+    'positions': jnp.asarray(places[None]),
+    'prefix_ids': jnp.asarray(prefixes),
+  }
   args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
   run = functools.partial(reference_attention, block=block, stretches=stretches)
   out = jax.jit(functools.partial(run, **RULES))(
     *args,
     jnp.asarray(segments),
-    **(given if shares else {}),
+    **(prompt_options if shares else {}),
     sinks=jnp.asarray(sinks, jnp.float32),
   )
   for t, h in np.ndindex(12, 4):
@@ -177,7 +180,7 @@ def test_over_8000_tokens_in_one_call(length, differentiated):
   ids = np.repeat([1, 2, 3, 4, 0], [5000, 1, 2500, 600, length - 8101])
   q = random(length, heads, dim)
   k, v = random(2, length, kv_heads, dim, seed=1)
-  asked = [
+  positions = [
     0,
     127,
     128,
@@ -193,7 +196,7 @@ def test_over_8000_tokens_in_one_call(length, differentiated):
     length - 1,
   ]
   weights = np.zeros(q.shape)
-  weights[asked] = random(len(asked), heads, dim, seed=2)
+  weights[positions] = random(len(positions), heads, dim, seed=2)
 
   def run(q, k, v):
     out = attention(q[None], k[None], v[None], jnp.asarray(ids[None]))[0]
@@ -202,11 +205,11 @@ def test_over_8000_tokens_in_one_call(length, differentiated):
   inputs = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
   if differentiated:
     run = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
-    (_, out), found = jax.jit(run)(*inputs)
+    (_, out), gradients = jax.jit(run)(*inputs)
   else:
-    (_, out), found = jax.jit(run)(*inputs), ()
+    (_, out), gradients = jax.jit(run)(*inputs), ()
   wanted = [np.zeros(x.shape) for x in (q, k, v)]
-  for t, h in itertools.product(asked, range(heads)):
+  for t, h in itertools.product(positions, range(heads)):
     seen = np.flatnonzero((ids == ids[t]) & (np.arange(length) <= t))
     keys, values, w = k[seen, 0], v[seen, 0], weights[t, h]
     scores = keys @ q[t, h] / np.sqrt(dim)
@@ -217,7 +220,7 @@ def test_over_8000_tokens_in_one_call(length, differentiated):
     wanted[0][t, h] = slope @ keys
     wanted[1][seen, 0] += slope[:, None] * q[t, h]
     wanted[2][seen, 0] += p[:, None] * w
-  for gradient, right in zip(found, wanted, strict=False):
+  for gradient, right in zip(gradients, wanted, strict=False):
     np.testing.assert_allclose(gradient, right, atol=1e-5)
 
 

@@ -137,10 +137,10 @@ def test_several_tokens_a_position(machine):
   )
 
   def likeliest(hidden, table, tokens):
-    found = token_logprobs(
+    scores = token_logprobs(
       hidden, table, tokens, top_k=8, platform=platform, shards=shards, max_rows=64
     )
-    return found.topk_logprobs.sum()
+    return scores.topk_logprobs.sum()
 
   compiled(
     jax.grad(likeliest, argnums=(0, 1)),

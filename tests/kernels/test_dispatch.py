@@ -23,7 +23,7 @@ def candidates(platform):
 
 
 @pytest.mark.parametrize(
-  'platform, asked, name',
+  'platform, requested, name',
   [
     ('tpu', 'auto', 'mosaic'),
     ('gpu', 'auto', 'triton'),
@@ -32,8 +32,8 @@ def candidates(platform):
     ('cpu', 'reference', 'reference'),
   ],
 )
-def test_the_first_that_fits_is_taken(platform, asked, name):
-  assert choose('k', candidates(platform), platform=platform, asked=asked) == name
+def test_the_first_that_fits_is_taken(platform, requested, name):
+  assert choose('k', candidates(platform), platform=platform, asked=requested) == name
 
 
 def test_each_choice_is_logged_once_with_its_reason(caplog):

@@ -51,11 +51,11 @@ GROUPED = functools.partial(
 RANK = 2
 
 
-def adapted(given, seed=5):
-  """`given` with low-rank matrices beside each, and with these merged."""
-  draw, merged, apart = np.random.default_rng(seed), dict(given), dict(given)
+def adapted(inputs, seed=5):
+  """`inputs` with low-rank matrices beside each, and with these merged."""
+  draw, merged, apart = np.random.default_rng(seed), dict(inputs), dict(inputs)
   for name in ('gate', 'up', 'down'):
-    kernel = given[name]
+    kernel = inputs[name]
     a = draw.standard_normal((*kernel.shape[:2], RANK))
     b = draw.standard_normal((EXPERTS, RANK, kernel.shape[2]))
     apart[name] = experts.Adapted(kernel, a, b)
@@ -63,19 +63,19 @@ def adapted(given, seed=5):
   return apart, merged
 
 
-def of(way, chosen, given, dtype='float32'):
-  cast = jax.tree.map(lambda x: jnp.asarray(x, dtype), given)
-  cast['weights'] = jnp.asarray(given['weights'], jnp.float32)
+def of(way, chosen, inputs, dtype='float32'):
+  cast = jax.tree.map(lambda x: jnp.asarray(x, dtype), inputs)
+  cast['weights'] = jnp.asarray(inputs['weights'], jnp.float32)
   return way(cast.pop('x'), jnp.asarray(chosen, jnp.int32), **cast)
 
 
 @pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])
 @pytest.mark.parametrize(('dtype', 'atol'), [('float32', 2e-5), ('bfloat16', 0.4)])
 def test_values(way, dtype, atol):
-  chosen, given = arrays()
-  y = of(way, chosen, given, dtype)
+  chosen, inputs = arrays()
+  y = of(way, chosen, inputs, dtype)
   assert y.dtype == dtype
-  np.testing.assert_allclose(y.astype(float), by_hand(chosen, **given), atol=atol)
+  np.testing.assert_allclose(y.astype(float), by_hand(chosen, **inputs), atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -87,45 +87,45 @@ def test_values(way, dtype, atol):
   ],
 )
 def test_adapted_matrices_are_as_merged_ones(way):
-  chosen, given = arrays()
-  apart, merged = adapted(given)
+  chosen, inputs = arrays()
+  apart, merged = adapted(inputs)
   toward = np.random.default_rng(2).standard_normal((TOKENS, WIDTH))
 
-  def loss(given):
-    y = of(way, chosen, given)
+  def loss(inputs):
+    y = of(way, chosen, inputs)
     return (y * toward).sum(), y
 
   slope = jax.jit(jax.grad(loss, has_aux=True))
-  found, y = slope(jax.tree.map(np.float32, apart))
+  grads, y = slope(jax.tree.map(np.float32, apart))
   want, _ = slope(jax.tree.map(np.float32, merged))
   np.testing.assert_allclose(y, by_hand(chosen, **merged), rtol=1e-4, atol=1e-4)
   for name in ('gate', 'up', 'down'):
     whole, (_, a, b) = want[name], apart[name]
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-3)
-    close(found[name].kernel, whole)
-    close(found[name].a, whole @ b.swapaxes(1, 2))
-    close(found[name].b, a.swapaxes(1, 2) @ whole)
+    close(grads[name].kernel, whole)
+    close(grads[name].a, whole @ b.swapaxes(1, 2))
+    close(grads[name].b, a.swapaxes(1, 2) @ whole)
 
 
 @pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])
 def test_gradients_against_differences(way):
-  chosen, given = arrays(1)
+  chosen, inputs = arrays(1)
   toward = np.random.default_rng(2).standard_normal((TOKENS, WIDTH))
-  loss = jax.jit(jax.grad(lambda given: (of(way, chosen, given) * toward).sum()))
-  found = loss({k: jnp.float32(v) for k, v in given.items()})
+  loss = jax.jit(jax.grad(lambda inputs: (of(way, chosen, inputs) * toward).sum()))
+  grads = loss({k: jnp.float32(v) for k, v in inputs.items()})
   draw, step = np.random.default_rng(3), 1e-6
   for name in NAMES:
-    direction = draw.standard_normal(given[name].shape)
-    up = by_hand(chosen, **given | {name: given[name] + step * direction})
-    down = by_hand(chosen, **given | {name: given[name] - step * direction})
+    direction = draw.standard_normal(inputs[name].shape)
+    up = by_hand(chosen, **inputs | {name: inputs[name] + step * direction})
+    down = by_hand(chosen, **inputs | {name: inputs[name] - step * direction})
     expected = ((up - down) * toward).sum() / (2 * step)
-    np.testing.assert_allclose((found[name] * direction).sum(), expected, rtol=2e-4)
+    np.testing.assert_allclose((grads[name] * direction).sum(), expected, rtol=2e-4)
 
 
 def test_a_token_of_the_dense_way_has_the_same_bits_in_any_company():
-  chosen, given = arrays()
-  whole = of(experts.dense, chosen, given)
-  other = given | {'x': np.where(np.arange(TOKENS)[:, None] == 5, given['x'], 9.0)}
+  chosen, inputs = arrays()
+  whole = of(experts.dense, chosen, inputs)
+  other = inputs | {'x': np.where(np.arange(TOKENS)[:, None] == 5, inputs['x'], 9.0)}
   np.testing.assert_array_equal(of(experts.dense, chosen, other)[5], whole[5])
 
 
@@ -161,8 +161,8 @@ def test_on_a_tpu_a_grouped_product_does_the_chosen_work():
 def test_on_a_gpu_xla_multiplies_every_row_by_every_expert():
   """Why GPUs have a kernel; once this fails, `moe.way` can give them XLA's way."""
   text = compiled('h200:1', experts.ragged).as_text()
-  made = re.findall(r'= \w+\[([\d,]+)\]\S* dot\(', text)
-  sizes = [math.prod(map(int, shape.split(','))) for shape in made]
+  product_shapes = re.findall(r'= \w+\[([\d,]+)\]\S* dot\(', text)
+  sizes = [math.prod(map(int, shape.split(','))) for shape in product_shapes]
   assert sum(sizes) >= EXPERTS * 1024 * (128 + 128 + 256)
 
 

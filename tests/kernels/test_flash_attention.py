@@ -58,9 +58,9 @@ def value_and_gradient(function, arrays, *ids):
 @pytest.mark.parametrize('name', KERNELS)
 def test_value_and_gradient_equal_the_plain_ones(name, shape):
   arrays, ids = inputs(*shape, jnp.float32)
-  found = value_and_gradient(KERNELS[name], arrays, ids)
+  actual = value_and_gradient(KERNELS[name], arrays, ids)
   expected = value_and_gradient(attentions.reference_attention, arrays, ids)
-  for a, b in zip(found, expected, strict=True):
+  for a, b in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
@@ -69,9 +69,9 @@ def test_value_and_gradient_equal_the_plain_ones(name, shape):
 def test_shared_prompts_are_seen(name, shape):
   arrays, _ = inputs(*shape, jnp.float32)
   ids = prefixed(shape[0])
-  found = value_and_gradient(KERNELS[name], arrays, *ids)
+  actual = value_and_gradient(KERNELS[name], arrays, *ids)
   expected = value_and_gradient(attentions.reference_attention, arrays, *ids)
-  for a, b in zip(found, expected, strict=True):
+  for a, b in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
@@ -98,13 +98,13 @@ def test_what_else_a_kernel_takes(name, rules, has_sinks, shares):
   sinks = jnp.linspace(-1.0, 2.0, SHAPES[0][1])
 
   def run(function, q, k, v, *ids):
-    given = more | rules | ({'sinks': sinks} if has_sinks else {})
-    return function(q, k, v, *ids, **given)
+    options = more | rules | ({'sinks': sinks} if has_sinks else {})
+    return function(q, k, v, *ids, **options)
 
   plain = functools.partial(run, attentions.reference_attention)
   expected = value_and_gradient(plain, arrays, *ids)
-  found = value_and_gradient(functools.partial(run, KERNELS[name]), arrays, *ids)
-  for a, b in zip(found, expected, strict=True):
+  actual = value_and_gradient(functools.partial(run, KERNELS[name]), arrays, *ids)
+  for a, b in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
   if not has_sinks:
     return
@@ -132,8 +132,8 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_plain_one(name, shares):
   plain = attentions.reference_attention
   truth = value_and_gradient(plain, [x.astype(jnp.float32) for x in arrays], *ids)
   bounds = value_and_gradient(plain, arrays, *ids)
-  found = value_and_gradient(KERNELS[name], arrays, *ids)
-  for a, bound, true in zip(found, bounds, truth, strict=True):
+  actual = value_and_gradient(KERNELS[name], arrays, *ids)
+  for a, bound, true in zip(actual, bounds, truth, strict=True):
     assert a.dtype == jnp.bfloat16
     error, allowed = (
       np.sqrt(np.mean((np.asarray(x, np.float32) - true) ** 2)) for x in (a, bound)
@@ -142,28 +142,30 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_plain_one(name, shares):
 
 
 def test_what_cannot_be_used_says_why():
-  def found(platform, length=256, dim=64, dtype='bfloat16', prefix=None, **rules):
+  def candidates_of(
+    platform, length=256, dim=64, dtype='bfloat16', prefix=None, **rules
+  ):
     q, k = (jax.ShapeDtypeStruct((1, length, n, dim), dtype) for n in (4, 2))
     return flash_attention.candidates(q, k, prefix, platform=platform, **rules)
 
-  assert found('cpu') == {}
-  assert found('tpu') == {'splash': flash_attention.splash}
-  assert 'not of 100' in found('tpu', length=100)['splash']
-  assert 'float16' in found('tpu', dtype='float16')['splash']
+  assert candidates_of('cpu') == {}
+  assert candidates_of('tpu') == {'splash': flash_attention.splash}
+  assert 'not of 100' in candidates_of('tpu', length=100)['splash']
+  assert 'float16' in candidates_of('tpu', dtype='float16')['splash']
   ones = jnp.ones((1, 256))
-  assert found('tpu', prefix=ones) == {'splash': flash_attention.splash}
-  gpu = found('gpu', length=16384, prefix=jnp.ones((1, 16384)))
+  assert candidates_of('tpu', prefix=ones) == {'splash': flash_attention.splash}
+  gpu = candidates_of('gpu', length=16384, prefix=jnp.ones((1, 16384)))
   assert 'mask' in gpu['cudnn'] and 'prefix_ids' in gpu['triton']
-  assert found('gpu', dtype='float32')['triton'] is flash_attention.triton
-  assert 'head_dim' in found('gpu', dim=8)['triton']
-  assert found('gpu', dim=512)['triton'] is flash_attention.triton
-  wide = found('gpu', dim=264, dtype='float32')['triton']
+  assert candidates_of('gpu', dtype='float32')['triton'] is flash_attention.triton
+  assert 'head_dim' in candidates_of('gpu', dim=8)['triton']
+  assert candidates_of('gpu', dim=512)['triton'] is flash_attention.triton
+  wide = candidates_of('gpu', dim=264, dtype='float32')['triton']
   assert wide == 'has no room for a head_dim of 264 in float32'
   rules = {'window': 8, 'sinks': True, 'softcap': 3.0}
-  assert found('tpu', **rules) == {'splash': flash_attention.splash}
+  assert candidates_of('tpu', **rules) == {'splash': flash_attention.splash}
   refused = 'does not take window and sinks beside shared prompts'
-  assert found('tpu', prefix=ones, **rules) == {'splash': refused}
-  gpu = found('gpu', **rules)
+  assert candidates_of('tpu', prefix=ones, **rules) == {'splash': refused}
+  gpu = candidates_of('gpu', **rules)
   assert gpu['cudnn'] == 'does not take sinks and softcap'
   assert gpu['triton'] == 'does not take window and sinks and softcap'
 
@@ -181,9 +183,9 @@ def test_another_backward_pass_than_is_known_is_not_used(monkeypatch, name, valu
   monkeypatch.setattr(flash_attention._library(), name, value)
   flash_attention.prefix_obstacle.cache_clear()
   try:
-    found = flash_attention.candidates(q, k, jnp.ones((1, 256)), platform='tpu')[
+    reason = flash_attention.candidates(q, k, jnp.ones((1, 256)), platform='tpu')[
       'splash'
     ]
   finally:
     flash_attention.prefix_obstacle.cache_clear()
-  assert 'prefix_ids with this jax' in found
+  assert 'prefix_ids with this jax' in reason

@@ -29,9 +29,9 @@ def weights(targets):
   return drawn * np.array([1.0, 0.5, 30.0])[:, None, None]
 
 
-def kernel(name, given, temperature=0.8, **options):
+def kernel(name, arrays, temperature=0.8, **options):
   """Values and gradients, by states, table and temperature, of a weighted sum."""
-  hidden, table, targets = given
+  hidden, table, targets = arrays
 
   def total(hidden, table, temperature):
     scores = token_logprobs(
@@ -45,20 +45,20 @@ def kernel(name, given, temperature=0.8, **options):
       interpret=True,
       **options,
     )
-    found = scores.logprobs, scores.entropy, scores.nec
-    pairs = zip(weights(targets), found, strict=True)
-    return sum((jnp.float32(w) * x).sum() for w, x in pairs), found
+    values = scores.logprobs, scores.entropy, scores.nec
+    pairs = zip(weights(targets), values, strict=True)
+    return sum((jnp.float32(w) * x).sum() for w, x in pairs), values
 
   run = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
-  (_, found), gradient = run(hidden, table, temperature)
-  return (*found, *gradient)
+  (_, outputs), gradient = run(hidden, table, temperature)
+  return (*outputs, *gradient)
 
 
-def exactly(given, temperature=0.8):
+def exactly(arrays, temperature=0.8):
   """The same in float64 numpy, by the formulas of softmax."""
-  hidden, table, targets = (np.asarray(x, np.float64) for x in given)
+  hidden, table, targets = (np.asarray(x, np.float64) for x in arrays)
   targets = targets.astype(int)
-  table = np.asarray(given[1].astype(given[0].dtype), np.float64)
+  table = np.asarray(arrays[1].astype(arrays[0].dtype), np.float64)
   z = hidden @ table.T
   hit = np.eye(len(table))[targets]
 
@@ -81,8 +81,8 @@ def exactly(given, temperature=0.8):
   return logprobs, entropy, nec, of_hidden, of_table, tau
 
 
-def assert_close(found, wanted, rtol):
-  for x, y in zip(found, wanted, strict=True):
+def assert_close(actual, wanted, rtol):
+  for x, y in zip(actual, wanted, strict=True):
     x = np.asarray(x, np.float64)
     np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max())
 
@@ -91,9 +91,9 @@ def assert_close(found, wanted, rtol):
 @pytest.mark.parametrize('shape', [(1, 1, 3, 5), (3, 23, 40, 300), (2, 8, 33, 1030)])
 @pytest.mark.parametrize('name', EVERYWHERE)
 def test_value_and_gradient_equal_float64(name, shape):
-  given = inputs(shape)
+  arrays = inputs(shape)
   options = {'max_rows': 6} if name == 'reference' else {}
-  assert_close(kernel(name, given, **options), exactly(given), 1e-5)
+  assert_close(kernel(name, arrays, **options), exactly(arrays), 1e-5)
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
@@ -106,36 +106,36 @@ def test_blocks_that_are_taken_in_turn(name, dtype, monkeypatch):
   monkeypatch.setattr(fused_logprobs_gpu, 'ROWS', 32)
   monkeypatch.setattr(fused_logprobs_gpu, 'ADDED', 32 * 40)
   monkeypatch.setattr(fused_logprobs_tpu, 'block_sizes', lambda *_: (16, 128))
-  given = inputs((3, 23, 40, 300), dtype)
+  arrays = inputs((3, 23, 40, 300), dtype)
   options = {'max_rows': 15} if name == 'reference' else {}
-  found, wanted = kernel(name, given, **options), exactly(given)
-  assert_close(found[:3], wanted[:3], 1e-5)
-  assert_close(found[3:], wanted[3:], 1e-5 if dtype == jnp.float32 else 1e-2)
+  actual, wanted = kernel(name, arrays, **options), exactly(arrays)
+  assert_close(actual[:3], wanted[:3], 1e-5)
+  assert_close(actual[3:], wanted[3:], 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
 @pytest.mark.parametrize('name', EVERYWHERE)
 def test_narrow_states_are_summed_wide(name):
-  given = inputs((3, 23, 40, 300), jnp.bfloat16)
-  found, wanted = kernel(name, given), exactly(given)
-  assert_close(found[:3], wanted[:3], 1e-5)  # the logits are of the narrow inputs
-  assert_close(found[3:], wanted[3:], 1e-2)
-  assert found[3].dtype == jnp.bfloat16
+  arrays = inputs((3, 23, 40, 300), jnp.bfloat16)
+  actual, wanted = kernel(name, arrays), exactly(arrays)
+  assert_close(actual[:3], wanted[:3], 1e-5)  # the logits are of the narrow inputs
+  assert_close(actual[3:], wanted[3:], 1e-2)
+  assert actual[3].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize('name', HOMES)
 def test_huge_logits_stay_finite(name):
-  given = inputs((2, 9, 40, 300), scale=1e5)
-  assert all(np.isfinite(x).all() for x in kernel(name, given))
-  given = inputs((2, 9, 40, 300), scale=30.0)
-  assert_close(kernel(name, given)[:3], exactly(given)[:3], 2e-5)
+  arrays = inputs((2, 9, 40, 300), scale=1e5)
+  assert all(np.isfinite(x).all() for x in kernel(name, arrays))
+  arrays = inputs((2, 9, 40, 300), scale=30.0)
+  assert_close(kernel(name, arrays)[:3], exactly(arrays)[:3], 2e-5)
 
 
 @pytest.mark.parametrize('name', HOMES)
 def test_shards_of_rows_and_table_change_nothing(name):
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('fsdp', 'tensor'))
   shards = LogprobShards(mesh, ('fsdp',), (), ('tensor',))
-  given = inputs((2, 9, 40, 300))
-  assert_close(kernel(name, given, shards=shards), exactly(given), 1e-5)
+  arrays = inputs((2, 9, 40, 300))
+  assert_close(kernel(name, arrays, shards=shards), exactly(arrays), 1e-5)
 
 
 def test_shards_of_the_table_exchange_eight_numbers_a_token():
@@ -148,8 +148,8 @@ def test_shards_of_the_table_exchange_eight_numbers_a_token():
     return token_logprobs(hidden, table, targets, shards=shards, **options)
 
   text = jax.jit(score).lower(hidden, table).compile().as_text()
-  found = re.findall(r'= (\S+)\{\S+ (all-\S+|reduce-\w+|collective-\S+)\(', text)
-  assert found == [('f32[4,8,18,1]', 'all-gather')]
+  collectives = re.findall(r'= (\S+)\{\S+ (all-\S+|reduce-\w+|collective-\S+)\(', text)
+  assert collectives == [('f32[4,8,18,1]', 'all-gather')]
 
 
 def test_what_shards_do_not_divide_is_told():

@@ -20,7 +20,7 @@ ROWS = [
 LENGTH = 37
 
 
-def made(slow=True):
+def make_inputs(slow=True):
   """Inputs that forget slowly, so that a leak from another sequence shows."""
   draw = np.random.default_rng(0)
   shape, values = (len(ROWS), LENGTH, KEY_HEADS, DIM), (len(ROWS), LENGTH, HEADS)
@@ -48,9 +48,11 @@ def sequences(with_prompts):
   for row, segments in enumerate(ROWS):
     starts = np.cumsum([0, *(count for count, _ in segments)])
     slots = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
-    for own, (count, prefix) in zip(slots, segments, strict=True):
-      whole = np.concatenate([slots[prefix - 1], own]) if prefix else own
-      yield row, whole if with_prompts else own, count
+    for segment_slots, (count, prefix) in zip(slots, segments, strict=True):
+      whole = (
+        np.concatenate([slots[prefix - 1], segment_slots]) if prefix else segment_slots
+      )
+      yield row, whole if with_prompts else segment_slots, count
 
 
 def loop(q, k, v, log_decay, beta):
@@ -81,11 +83,11 @@ def tree_of(with_prompts):
   ],
 )
 def test_packed_rows_equal_loops_over_their_sequences(form, with_prompts):
-  arrays = made()
+  arrays = make_inputs()
   out, states = map(np.asarray, jax.jit(form)(*arrays, tree_of(with_prompts)))
-  for row, slots, own in sequences(with_prompts):
+  for row, slots, count in sequences(with_prompts):
     wanted, state = loop(*(x[row, slots] for x in arrays))
-    np.testing.assert_allclose(out[row, slots[-own:]], wanted[-own:], atol=2e-5)
+    np.testing.assert_allclose(out[row, slots[-count:]], wanted[-count:], atol=2e-5)
   for row in range(len(ROWS)):  # that of the last segment, unchanged by padding
     last = [slots for other, slots, _ in sequences(with_prompts) if other == row][-1]
     _, state = loop(*(x[row, last] for x in arrays))
@@ -93,7 +95,7 @@ def test_packed_rows_equal_loops_over_their_sequences(form, with_prompts):
 
 
 def test_these_inputs_show_leaks():
-  arrays = made()
+  arrays = make_inputs()
   out, _ = rule.recurrent_gated_delta_rule(*arrays, tree_of(False))
   one = rule.segment_tree(jnp.ones((len(ROWS), LENGTH), jnp.int32))
   leaky, _ = rule.recurrent_gated_delta_rule(*arrays, one)
@@ -104,7 +106,7 @@ def test_these_inputs_show_leaks():
 @pytest.mark.parametrize('slow', [True, False])
 @pytest.mark.parametrize('with_prompts', [False, True])
 def test_gradients_of_both_forms_are_equal(with_prompts, slow):
-  arrays, tree = made(slow), tree_of(with_prompts)
+  arrays, tree = make_inputs(slow), tree_of(with_prompts)
   weights = np.random.default_rng(1).standard_normal((len(ROWS), LENGTH, HEADS, WIDE))
 
   def slopes(form):
@@ -115,11 +117,11 @@ def test_gradients_of_both_forms_are_equal(with_prompts, slow):
     return jax.jit(jax.grad(total, argnums=range(5)))(*arrays)
 
   chunked = functools.partial(rule.chunked_gated_delta_rule, chunk=8)
-  for found, wanted in zip(
+  for actual, wanted in zip(
     slopes(chunked), slopes(rule.recurrent_gated_delta_rule), strict=True
   ):
     size = max(1.0, np.abs(wanted).max())
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * size)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5 * size)
 
 
 def test_a_chunk_of_equal_keys_is_solved_precisely():
@@ -140,14 +142,17 @@ def test_convolutions_see_their_own_sequence_alone(with_prompts):
   x = draw.integers(1, 9, (len(ROWS), LENGTH, 2, 3)).astype(np.float32)
   kernel = draw.integers(1, 9, (4, 2, 3)).astype(np.float32)
   out = np.asarray(rule.causal_convolution(x, kernel, tree_of(with_prompts)))
-  for row, slots, own in sequences(with_prompts):
+  for row, slots, count in sequences(with_prompts):
     padded = np.concatenate([np.zeros((3, 2, 3)), x[row, slots]])
     wanted = [(padded[t : t + 4] * kernel).sum(0) for t in range(len(slots))]
-    np.testing.assert_array_equal(out[row, slots[-own:]], wanted[-own:])
+    np.testing.assert_array_equal(out[row, slots[-count:]], wanted[-count:])
 
 
 def test_steps_equal_the_recurrence():
-  arrays, tree = made(), rule.segment_tree(jnp.ones((len(ROWS), LENGTH), jnp.int32))
+  arrays, tree = (
+    make_inputs(),
+    rule.segment_tree(jnp.ones((len(ROWS), LENGTH), jnp.int32)),
+  )
   wanted, last = rule.recurrent_gated_delta_rule(*arrays, tree)
   state, step = jnp.zeros(last.shape), jax.jit(rule.gated_delta_step)
   for t in range(LENGTH):
@@ -157,7 +162,7 @@ def test_steps_equal_the_recurrence():
 
 
 def test_the_best_form_is_chosen():
-  arrays, tree = made(), tree_of(False)
+  arrays, tree = make_inputs(), tree_of(False)
   out, _ = rule.gated_delta_rule(*arrays, tree)
   plain, _ = rule.gated_delta_rule(*arrays, tree, kernels='reference')
   np.testing.assert_array_equal(out, rule.chunked_gated_delta_rule(*arrays, tree)[0])

@@ -29,9 +29,9 @@ def by_hand(x, w, sizes, toward):
   x, w = np.float64(x), np.float64(w)
   y, dx, dw, start = np.zeros(toward.shape), np.zeros_like(x), np.zeros_like(w), 0
   for g, size in enumerate(np.asarray(sizes)):
-    own = slice(start, start + size)
-    y[own], dx[own] = x[own] @ w[g], toward[own] @ w[g].T
-    dw[g], start = x[own].T @ toward[own], start + size
+    group = slice(start, start + size)
+    y[group], dx[group] = x[group] @ w[g], toward[group] @ w[g].T
+    dw[g], start = x[group].T @ toward[group], start + size
   return y, dx, dw
 
 
@@ -47,19 +47,19 @@ def test_value_and_gradient_equal_float64(shape, dtype, rtol):
   y, pull = jax.vjp(
     lambda x, w: grouped_matmul_gpu.grouped_dot(x, w, sizes, True), x, w
   )
-  for found, expected in zip(
+  for actual, expected in zip(
     (y, *pull(toward)), by_hand(x, w, sizes, np.float64(toward)), strict=True
   ):
-    assert found.dtype == dtype
+    assert actual.dtype == dtype
     scale = np.abs(expected).max() + 1e-9
-    np.testing.assert_allclose(np.float64(found), expected, atol=rtol * scale)
+    np.testing.assert_allclose(np.float64(actual), expected, atol=rtol * scale)
 
 
 def test_it_is_the_ragged_product():
   x, w, sizes = arrays('odd')
   expected = jax.lax.ragged_dot(x, w, sizes)
-  found = grouped_matmul_gpu.grouped_dot(x, w, sizes, True)
-  np.testing.assert_allclose(found, expected, atol=1e-4)
+  product = grouped_matmul_gpu.grouped_dot(x, w, sizes, True)
+  np.testing.assert_allclose(product, expected, atol=1e-4)
 
 
 def test_every_row_is_in_one_tile_of_its_group():

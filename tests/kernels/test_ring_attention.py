@@ -70,11 +70,11 @@ def test_values_and_gradients(devices, heads, kv_heads, length, prefix, dtype):
   wide = jax.tree.map(lambda x: x.astype(jnp.float32), (q, k, v))
   there = (ids != 0)[..., None, None]
   slope = slope * there
-  found = results(lambda *a: ring(devices, 4, *a, ids, prefix_ids))
+  actual = results(lambda *a: ring(devices, 4, *a, ids, prefix_ids))
   q, k, v = wide
   wanted = results(lambda *a: attention(*a, ids, prefix_ids=prefix_ids))
   bound = 2e-6 if dtype == jnp.float32 else 4e-2
-  for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+  for one, two in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
     assert one.dtype == dtype
     error = jnp.abs(one.astype(jnp.float32) - two).max()
     assert error <= bound * max(1.0, float(jnp.abs(two).max()))

@@ -54,12 +54,12 @@ def test_value_and_gradient_equal_the_plain_ones(name, max_rows):
     def run(hidden, table, temperature):
       scores = function(hidden, table, temperature)
       keys = jax.random.split(jax.random.key(1), len(WANTED))
-      found = {n: getattr(scores, n) for n in names}
+      values = {n: getattr(scores, n) for n in names}
       weighted = (
-        (jax.random.normal(key, found[n].shape) * found[n]).sum()
+        (jax.random.normal(key, values[n].shape) * values[n]).sum()
         for key, n in zip(keys, names, strict=False)
       )
-      return sum(weighted), found
+      return sum(weighted), values
 
     run = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
     return jax.jit(run)(hidden, table, 0.8)
@@ -72,8 +72,10 @@ def test_value_and_gradient_equal_the_plain_ones(name, max_rows):
   def plain(hidden, table, temperature):
     return plainly(hidden, table, targets, temperature, topk_ids)
 
-  asked = {n for n, x in chunked(hidden, table, 0.8)._asdict().items() if x is not None}
-  assert asked == {'logprobs', *names}
+  returned = {
+    n for n, x in chunked(hidden, table, 0.8)._asdict().items() if x is not None
+  }
+  assert returned == {'logprobs', *names}
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
     total(chunked),
@@ -96,15 +98,17 @@ def test_the_likeliest_are_found_and_scored(max_rows):
   np.testing.assert_array_equal(scores.topk_ids, order)
   best = np.take_along_axis(logprobs, order, -1)
   np.testing.assert_allclose(scores.topk_logprobs, best, rtol=1e-5, atol=1e-5)
-  given = score(hidden, topk_ids=scores.topk_ids)
-  np.testing.assert_allclose(given.topk_logprobs, scores.topk_logprobs, rtol=1e-6)
+  rescored = score(hidden, topk_ids=scores.topk_ids)
+  np.testing.assert_allclose(rescored.topk_logprobs, scores.topk_logprobs, rtol=1e-6)
 
   def total(hidden, **options):
     return jnp.sin(score(hidden, **options).topk_logprobs).sum()
 
-  found = jax.grad(total)(hidden, top_k=4)
-  np.testing.assert_allclose(found, jax.grad(total)(hidden, topk_ids=order), rtol=1e-5)
-  assert np.abs(found).max() > 0.1
+  gradient = jax.grad(total)(hidden, top_k=4)
+  np.testing.assert_allclose(
+    gradient, jax.grad(total)(hidden, topk_ids=order), rtol=1e-5
+  )
+  assert np.abs(gradient).max() > 0.1
 
 
 def test_top_k_that_cannot_be_is_refused():

@@ -27,10 +27,10 @@ OPTIONS = (
 
 def first_of_each_family() -> list[str]:
   """Returns the name of a published model of each family that has one."""
-  found: dict[str | None, str] = {}
+  names: dict[str | None, str] = {}
   for name, data in KNOWN_CONFIGS.items():
-    found.setdefault(families.family_name(data['model_type']), name)
-  return list(found.values())
+    names.setdefault(families.family_name(data['model_type']), name)
+  return list(names.values())
 
 
 def cut_run(name: str) -> planned_run.PlannedRun:

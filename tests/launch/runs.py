@@ -66,15 +66,15 @@ def spawn(workdir, *options, config=VARIED, obeys_modes=False, **popen):
 def run(workdir, *options, status=0, **more):
   """Runs it to its end; what it said."""
   process = spawn(workdir, *options, **more)
-  said, _ = process.communicate(timeout=240)
-  assert process.returncode == status, said
-  return said
+  output, _ = process.communicate(timeout=240)
+  assert process.returncode == status, output
+  return output
 
 
 def rows(workdir, phase='train'):
   """The metrics of a phase's steps."""
-  found = read_metrics(pathlib.Path(workdir) / 'metrics.jsonl')
-  return [row for row in found if row['phase'] == phase]
+  metrics = read_metrics(pathlib.Path(workdir) / 'metrics.jsonl')
+  return [row for row in metrics if row['phase'] == phase]
 
 
 def numbers(workdir):
@@ -108,12 +108,12 @@ class Recorder(MetricLogger):
 def record(workdir, *options, config=VARIED):
   """Runs a job here without a command line's surroundings; what it told."""
   command = configs.parse(argv(workdir, *options, config=config), {'workdir': ''})
-  made = configs.load(command, {'logging': read_logging})
+  config_dict = configs.load(command, {'logging': read_logging})
   sink = Recorder()
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   job = build.build(
-    resolve_settings(made),
+    resolve_settings(config_dict),
     workdir=workdir,
     writers=MultiLogger([sink]),
     stop=lambda: False,

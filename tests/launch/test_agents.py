@@ -21,9 +21,9 @@ def seen(monkeypatch):
   generate, keep = EngineRouter.generate, GroupQueue.put
 
   async def spied(self, name, tokens, sampling):
-    said = await generate(self, name, tokens, sampling)
-    calls.append((name, list(tokens), said, sampling))
-    return said
+    completion = await generate(self, name, tokens, sampling)
+    calls.append((name, list(tokens), completion, sampling))
+    return completion
 
   async def kept(self, group_id, episode_id, start_step, rollout, env_id):
     put.extend(rollout or [])
@@ -69,7 +69,7 @@ def test_an_agent_of_one_file_raises_its_reward(tmp_path):
     'env.bot.env_config.agent': agent,
     'eval.interval': 0,
   }
-  told = [f'--config.{key}={value}' for key, value in options.items()]
-  assert main(tmp_path, *told, config=CONFIG) == 0
+  flags = [f'--config.{key}={value}' for key, value in options.items()]
+  assert main(tmp_path, *flags, config=CONFIG) == 0
   rewards = [row['reward/mean'] for row in rows(tmp_path) if 'reward/mean' in row]
   assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3

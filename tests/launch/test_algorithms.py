@@ -22,7 +22,7 @@ PARTS = {
 }
 
 
-def said(capsys, *argv):
+def output_of(capsys, *argv):
   assert algorithms.main(argv) == 0
   text = capsys.readouterr().out
   assert max(len(line) for line in text.splitlines()) <= describe.WIDTH
@@ -30,7 +30,7 @@ def said(capsys, *argv):
 
 
 def test_lists_every_algorithm_in_a_line_with_its_paper(capsys):
-  listing, _, _ = said(capsys).partition('Kinds of components')
+  listing, _, _ = output_of(capsys).partition('Kinds of components')
   lines = listing.splitlines()
   rows = [line.split() for line in lines if re.match(r'  \w', line)]
   assert sorted(row[0] for row in rows) == list(registry.names())
@@ -39,7 +39,7 @@ def test_lists_every_algorithm_in_a_line_with_its_paper(capsys):
 
 
 def test_lists_every_part_by_its_slot(capsys):
-  text = said(capsys, '--parts')
+  text = output_of(capsys, '--parts')
   for (slot, name), _ in PARTS.items():
     assert re.search(rf'(^|, ){slot}(,|$)', text, re.MULTILINE), slot
     assert re.search(rf'^  {name} ', text, re.MULTILINE), name
@@ -48,7 +48,7 @@ def test_lists_every_part_by_its_slot(capsys):
 @pytest.mark.parametrize('name', registry.names())
 def test_explains_each(name, capsys):
   """Its paper, its options, and the formula and paper of each of its parts."""
-  text = said(capsys, name)
+  text = output_of(capsys, name)
   assert SOURCE.search(describe.summary(name)), 'say where it comes from'
   for option in registry.builder_options(name):
     assert option in text or option in (*registry.COMPONENT_MODULES, *registry.SETTINGS)
@@ -64,13 +64,13 @@ def test_a_part_says_its_formula_and_where_it_comes_from(slot, name, capsys):
   assert SOURCE.search(text), f'{name}: name the paper'
   if slot != 'kl_controller':
     assert re.search(r'[=·−|\]]', text.split('(arXiv')[0]), f'{name}: give the formula'
-  assert text in said(capsys, name)
+  assert text in output_of(capsys, name)
 
 
 def test_a_name_of_two_things_is_explained_twice(capsys):
-  text = said(capsys, 'cispo')
+  text = output_of(capsys, 'cispo')
   assert 'cispo: an algorithm' in text and 'cispo: policy_loss' in text
-  assert 'kl_loss or kl_penalty' in said(capsys, 'k3')
+  assert 'kl_loss or kl_penalty' in output_of(capsys, 'k3')
 
 
 def test_answers_an_unknown_name_with_the_nearest(capsys):
@@ -82,7 +82,9 @@ def test_knows_plugins_by_their_names(tmp_path, capsys):
   (tmp_path / 'my_losses.py').write_text(LOSSES)
   (tmp_path / 'whole.py').write_text(WHOLE)
   option = f'--plugins={tmp_path}'
-  assert re.search(r'Your own\n  whole +All that.*\n  other ', said(capsys, option))
+  assert re.search(
+    r'Your own\n  whole +All that.*\n  other ', output_of(capsys, option)
+  )
   assert 'steep' in algorithms_of(capsys, option, '--parts')
   assert re.search('share += 0.5', algorithms_of(capsys, option, 'whole'))
   assert 'slope = 2.0' in algorithms_of(capsys, option, 'steep')
@@ -98,7 +100,7 @@ OTHERS = [
 
 
 def test_the_index_counts_every_kind(capsys):
-  _, _, text = said(capsys).partition('Kinds of components')
+  _, _, text = output_of(capsys).partition('Kinds of components')
   for name, kind in KIND_NAMES.items():
     assert re.search(
       rf'^  {name} +{len(kind.built_in())}  {kind.what[:20]}', text, re.M
@@ -107,7 +109,7 @@ def test_the_index_counts_every_kind(capsys):
 
 @pytest.mark.parametrize('plural', KIND_NAMES)
 def test_a_kind_lists_its_components(plural, capsys):
-  kind, text = KIND_NAMES[plural], said(capsys, plural)
+  kind, text = KIND_NAMES[plural], output_of(capsys, plural)
   for name in kind.built_in():
     assert re.search(rf'^  {name} +\w', text, re.M), name
   if kind.name != 'algorithm':
@@ -117,7 +119,7 @@ def test_a_kind_lists_its_components(plural, capsys):
 @pytest.mark.parametrize(('kind', 'name'), OTHERS)
 def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys):
   """Each option has its default and, from the docstring, a description."""
-  text = said(capsys, name)
+  text = output_of(capsys, name)
   component = component_kinds.find_kind(kind).built_in()[name]
   pages = re.split('─{20,}', text)
   (page,) = [page for page in pages if page.strip().startswith(f'{name}: {kind}')]
@@ -138,8 +140,8 @@ def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys
 
 
 def test_ranges_are_those_that_are_enforced(capsys):
-  assert re.search(r'clip_high += .* must be at least 0', said(capsys, 'cispo'))
-  assert 'must be' not in said(capsys, 'warmup').partition('options')[2]
+  assert re.search(r'clip_high += .* must be at least 0', output_of(capsys, 'cispo'))
+  assert 'must be' not in output_of(capsys, 'warmup').partition('options')[2]
 
 
 def test_the_catalogue_includes_plugins_of_every_kind(tmp_path, capsys):
@@ -161,5 +163,5 @@ def algorithms_of(capsys, *argv):
 
 
 def test_opmd_says_why_its_sampler_is_not_that_of_trinity(capsys):
-  text = said(capsys, 'opmd')
+  text = output_of(capsys, 'opmd')
   assert 'sampler fifo' in text and "algorithm.sampler='warmup(steps=10)'" in text

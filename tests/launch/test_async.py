@@ -18,10 +18,10 @@ OPTIONS = (
 
 
 def record(folder, *options):
-  told = runs.record(folder, *OPTIONS, *options)
-  trained = [row for _, row in told.metrics if 'loss/total' in row]
+  recorder = runs.record(folder, *OPTIONS, *options)
+  trained = [row for _, row in recorder.metrics if 'loss/total' in row]
   assert len(trained) == 4
-  return told, trained
+  return recorder, trained
 
 
 def versions(groups):
@@ -32,7 +32,7 @@ def versions(groups):
 
 @pytest.mark.slow
 def test_fully_asynchronous_it_keeps_the_bound_and_evaluates_one_version(tmp_path):
-  told, trained = record(
+  recorder, trained = record(
     tmp_path,
     '--config.weight_sync.policy=asynchronous',
     '--config.rollout.staleness_policy=drop',
@@ -42,7 +42,7 @@ def test_fully_asynchronous_it_keeps_the_bound_and_evaluates_one_version(tmp_pat
   assert all(row['mismatch/stale'] > 0 for row in stale)
   assert all(0 <= row['correction/ess'] <= 1 + 1e-6 for row in trained)
   assert any(row['correction/ess'] > 0 for row in trained)  # 0 where all was dropped
-  evaluated = [(s, groups) for s, kind, groups, _ in told.played if kind == 'eval']
+  evaluated = [(s, groups) for s, kind, groups, _ in recorder.played if kind == 'eval']
   assert [step for step, _ in evaluated] == [0, 2, 4]
   for step, groups in evaluated:
     assert versions(groups) == {step}
@@ -55,11 +55,11 @@ def test_fully_asynchronous_it_keeps_the_bound_and_evaluates_one_version(tmp_pat
 def test_every_style_with_old_tokens_masked(tmp_path, style, monkeypatch):
   # So low a limit leaves some styles nothing to learn from, which ends a run.
   monkeypatch.setattr(monitoring, 'MAX_IDLE_STEPS', 99)
-  told, trained = record(
+  recorder, trained = record(
     tmp_path,
     f'--config.weight_sync.policy={style}',
     '--config.rollout.staleness_policy=mask(max=0)',
   )
   assert max(row['staleness/masked'] for row in trained) > 0
-  for step, kind, groups, _ in told.played:
+  for step, kind, groups, _ in recorder.played:
     assert kind != 'eval' or versions(groups) == {step}

@@ -114,9 +114,9 @@ def test_a_wrong_setting(tmp_path, capsys, options):
 
 @pytest.mark.parametrize('option', NAMED, ids=lambda text: text[9:35])
 def test_what_names_a_file_that_is_not_there(tmp_path, capsys, option):
-  said = refused(tmp_path, capsys, option)
+  error = refused(tmp_path, capsys, option)
   key, _, value = option.removeprefix('--config.').partition('=')
-  begin, _, end = said.partition(value)
+  begin, _, end = error.partition(value)
   assert begin.removeprefix('error: ').removeprefix('--config.') in (
     f'{key}=',
     f"{key}='",
@@ -126,9 +126,9 @@ def test_what_names_a_file_that_is_not_there(tmp_path, capsys, option):
 
 
 def test_an_algorithm_whose_file_is_not_there(tmp_path, capsys):
-  said = refused(tmp_path, capsys, config=f'{runs.DEBUG}:absent.py:mine')
-  assert 'algorithm absent.py:mine (of --config=FILE.py:absent.py:mine): ' in said
-  assert "there is no file 'absent.py'" in said
+  error = refused(tmp_path, capsys, config=f'{runs.DEBUG}:absent.py:mine')
+  assert 'algorithm absent.py:mine (of --config=FILE.py:absent.py:mine): ' in error
+  assert "there is no file 'absent.py'" in error
 
 
 def test_an_algorithm_that_does_not_exist(tmp_path, capsys):
@@ -150,20 +150,22 @@ def test_an_algorithm_that_does_not_exist(tmp_path, capsys):
 def test_a_data_set_that_cannot_be(tmp_path, capsys, text, words):
   path = tmp_path / 'rows.jsonl'
   path.write_text(text)
-  said = refused(tmp_path, capsys, f'--config.dataset.path={path}')
-  assert words in said and 'rows.jsonl' in said
+  error = refused(tmp_path, capsys, f'--config.dataset.path={path}')
+  assert words in error and 'rows.jsonl' in error
 
 
 def test_a_missing_file(tmp_path, capsys):
-  said = refused(tmp_path, capsys, '--config.dataset.path=absent.jsonl')
-  assert "'absent.jsonl' does not exist" in said
+  error = refused(tmp_path, capsys, '--config.dataset.path=absent.jsonl')
+  assert "'absent.jsonl' does not exist" in error
 
 
 def test_prompts_of_which_none_fits(tmp_path, capsys):
   question = ' '.join(str(i) for i in range(200))
   path = jsonl(tmp_path / 'rows.jsonl', [{**GOOD, 'question': question}] * 4)
-  said = refused(tmp_path, capsys, f'--config.dataset.path={path}')
-  assert 'none of the first 8 tasks can be started' in said and 'max_length=64' in said
+  error = refused(tmp_path, capsys, f'--config.dataset.path={path}')
+  assert (
+    'none of the first 8 tasks can be started' in error and 'max_length=64' in error
+  )
 
 
 def test_an_environment_that_cannot_begin(tmp_path, capsys):
@@ -175,8 +177,8 @@ def test_an_environment_that_cannot_begin(tmp_path, capsys):
     'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
     f'  c.env.x = base.env_section("{tmp_path}/broken.py:Broken")\n  return c\n'
   )
-  said = refused(tmp_path, capsys, config=str(config))
-  assert 'no game server' in said
+  error = refused(tmp_path, capsys, config=str(config))
+  assert 'no game server' in error
 
 
 RETURNS = {
@@ -222,8 +224,8 @@ def own_env(folder, method='pass'):
 
 @pytest.mark.parametrize('method', RETURNS, ids=range(len(RETURNS)))
 def test_an_environment_that_returns_something_else(tmp_path, capsys, method):
-  said = refused(tmp_path, capsys, config=own_env(tmp_path, method))
-  assert said.startswith('error: env.x: ') and RETURNS[method] in said
+  error = refused(tmp_path, capsys, config=own_env(tmp_path, method))
+  assert error.startswith('error: env.x: ') and RETURNS[method] in error
 
 
 def test_what_an_environment_raises_is_told_once_with_its_line(
@@ -250,14 +252,14 @@ def test_no_environment_and_too_many(tmp_path, capsys):
   assert 'has no environment' in refused(tmp_path, capsys, config=str(none))
   more = "  for x in 'ab':\n    c.env[x] = base.env_section('math')\n  return c\n"
   many.write_text(text + more)
-  said = refused(tmp_path, capsys, config=str(many))
-  assert 'batch.num_groups=2: each of the 3 environment tags' in said
+  error = refused(tmp_path, capsys, config=str(many))
+  assert 'batch.num_groups=2: each of the 3 environment tags' in error
 
 
 def test_a_folder_that_is_no_model(tmp_path, capsys):
   (tmp_path / 'folder').mkdir()
-  said = refused(tmp_path, capsys, f'--config.model.checkpoint={tmp_path}/folder')
-  assert 'config.json' in said
+  error = refused(tmp_path, capsys, f'--config.model.checkpoint={tmp_path}/folder')
+  assert 'config.json' in error
 
 
 def test_ones_own_file_that_python_cannot_read_shows_where(tmp_path, capsys):
@@ -292,7 +294,7 @@ def test_prompts_that_do_not_fit_cost_an_episode_each(tmp_path):
   """And a data set smaller than a batch is gone through again."""
   question = ' '.join(str(i) for i in range(200))
   path = jsonl(tmp_path / 'rows.jsonl', [{**GOOD, 'question': question}, GOOD, GOOD])
-  told = runs.record(
+  recorder = runs.record(
     tmp_path / 'run',
     f'--config.dataset.path={path}',
     '--config.sft.num_steps=0',
@@ -302,7 +304,7 @@ def test_prompts_that_do_not_fit_cost_an_episode_each(tmp_path):
   )
   rows = [
     row
-    for _, kind, groups, _ in told.played
+    for _, kind, groups, _ in recorder.played
     for group in groups
     for row in group
     if kind == 'train'

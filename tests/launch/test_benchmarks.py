@@ -213,15 +213,15 @@ def test_prompts_show_solved_examples(tmp_path):
 
 
 def test_prompts_without_examples(tmp_path):
-  asked = {}
+  questions = {}
   for name in ('math500', 'aime', 'ifeval', 'humaneval'):
     (row,) = benchmark_rows('test', name=name, path=write(tmp_path, name), size=1)
-    asked[name] = row['question']
+    questions[name] = row['question']
   boxed = 'Please reason step by step, and put your final answer within \\boxed{}.'
-  assert asked['math500'] == f'What is it?\n\n{boxed}'
-  assert asked['aime'] == f'Find it.\n\n{boxed}'
-  assert asked['ifeval'] == ROWS['ifeval'][0]['prompt']
-  assert asked['humaneval'].endswith(f'```python\n{TWICE["prompt"]}\n```')
+  assert questions['math500'] == f'What is it?\n\n{boxed}'
+  assert questions['aime'] == f'Find it.\n\n{boxed}'
+  assert questions['ifeval'] == ROWS['ifeval'][0]['prompt']
+  assert questions['humaneval'].endswith(f'```python\n{TWICE["prompt"]}\n```')
 
 
 def test_a_file_of_another_form_is_refused(tmp_path):
@@ -250,8 +250,8 @@ def test_the_instruction_level_score_weighs_prompts_by_their_instructions():
     for values in scores
   ]
   groups = [[played(0, 0, episode_id=i, metrics=metrics[i])] for i in range(2)]
-  found = {k: v.mean() for k, v in part_scores('ifeval', groups, rows).items()}
-  assert found == {
+  part_means = {k: v.mean() for k, v in part_scores('ifeval', groups, rows).items()}
+  assert part_means == {
     'prompt-level strict': 0.5,
     'inst-level strict': pytest.approx(3 / 5),
     'prompt-level loose': 1,
@@ -287,18 +287,18 @@ def run(name, model, folder, *options):
 def test_a_benchmark_from_the_command_line(model, tmp_path, capsys):
   options = ('--config.eval.group_size=3', '--config.eval.temperature=1')
   assert run('ifeval', model, tmp_path, *options) == 0
-  said = capsys.readouterr().out
-  found = json.loads((tmp_path / 'results' / 'ifeval.json').read_text())
-  scores = found['tags']['ifeval']['scores']
+  output = capsys.readouterr().out
+  results = json.loads((tmp_path / 'results' / 'ifeval.json').read_text())
+  scores = results['tags']['ifeval']['scores']
   parts = list(BENCHMARKS['ifeval'].parts)
   assert list(scores) == ['mean@3', 'pass@1', 'pass@2', *parts]
   assert scores['prompt-level strict'] == scores['mean@3']
   for label in parts:
-    assert re.search(rf'  {label} +{scores[label]["value"]:.3f}   \d', said)
-  assert found['benchmark']['metric'] == 'prompt-level strict'
-  assert found['benchmark']['value'] == scores['mean@3']['value']
-  assert found['benchmark']['source'] == 'arXiv 2311.07911'
-  assert f'{tmp_path}/results/ifeval.json' in said
+    assert re.search(rf'  {label} +{scores[label]["value"]:.3f}   \d', output)
+  assert results['benchmark']['metric'] == 'prompt-level strict'
+  assert results['benchmark']['value'] == scores['mean@3']['value']
+  assert results['benchmark']['source'] == 'arXiv 2311.07911'
+  assert f'{tmp_path}/results/ifeval.json' in output
 
 
 @pytest.mark.slow
@@ -308,13 +308,13 @@ def test_every_benchmark_from_the_command_line(name, model, tmp_path, capsys):
     pytest.skip(local_sandbox.unsupported_reason())
   attempts = '--config.eval.group_size=2'
   assert run(name, model, tmp_path, attempts, '--config.eval.temperature=1') == 0
-  found = json.loads((tmp_path / 'results' / f'{name}.json').read_text())
-  assert found['tags'][name]['num_tasks'] == len(ROWS[name])
-  assert found['tags'][name]['other']['failed'] == 0, found['tags'][name]['error']
+  results = json.loads((tmp_path / 'results' / f'{name}.json').read_text())
+  assert results['tags'][name]['num_tasks'] == len(ROWS[name])
+  assert results['tags'][name]['other']['failed'] == 0, results['tags'][name]['error']
   wanted = 'mean@2' if BENCHMARKS[name].metric == 'mean' else BENCHMARKS[name].metric
-  assert found['benchmark']['metric'] == wanted
+  assert results['benchmark']['metric'] == wanted
   assert np.isfinite(
-    [found['benchmark'][key] for key in ('low', 'value', 'high')]
+    [results['benchmark'][key] for key in ('low', 'value', 'high')]
   ).all()
   assert wanted in capsys.readouterr().out
 

@@ -51,9 +51,9 @@ def test_bad_call_strings_are_errors(text, words):
   ],
 )
 def test_joined_calls(text, calls):
-  found = [('a', {'x': 1e5, 'y': (1, 2)}), ('m.n:C', {'z': 'p + q'})]
+  quoted_calls = [('a', {'x': 1e5, 'y': (1, 2)}), ('m.n:C', {'z': 'p + q'})]
   assert call_syntax.parse_calls(text) == tuple(
-    ComponentCall(*call) for call in (found if calls is None else calls)
+    ComponentCall(*call) for call in (quoted_calls if calls is None else calls)
   )
 
 

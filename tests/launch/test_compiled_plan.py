@@ -56,10 +56,10 @@ def test_a_step_of_decoding_moves_weights_and_cache_once(text):
   )
   target, devices = on(text)
   run = engine_decode.with_layers(run, [0])
-  made = engine_decode.compile_decode(
+  compiled = engine_decode.compile_decode(
     run, engine_decode.plan_engine(run), target, devices
   )
-  assert made.arguments <= made.bytes_accessed <= 1.5 * made.arguments
+  assert compiled.arguments <= compiled.bytes_accessed <= 1.5 * compiled.arguments
 
 
 OPTIONS = {
@@ -86,10 +86,10 @@ def test_an_update_compiles_with_what_saves_memory(text, name):
   run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *OPTIONS[name])
   target = targets.parse_target(text)
   devices = targets.target_devices(text)[:4]
-  found = cost.estimate_cost(
+  run_cost = cost.estimate_cost(
     run, target, devices, engine=engine_decode.plan_engine(run)
   )
-  assert found.fits and found.programs['train'].flops > 0
+  assert run_cost.fits and run_cost.programs['train'].flops > 0
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_an_update_compiles_where_experts_or_lengths_are_split(text, axis):
   devices = targets.target_devices(text)[:4]
   learner = planned_run.make_learner(run, planned_run.planned_mesh(run, devices))
   _, traced = learner.trace(run.buckets[-1])
-  made = compiled_program.compile_program('train', traced['train'], target)
+  compiled = compiled_program.compile_program('train', traced['train'], target)
   kinds = {'expert': {'all-gather', 'all-to-all'}, 'context': {'collective-permute'}}
-  assert kinds[axis] & made.collectives.keys()
+  assert kinds[axis] & compiled.collectives.keys()
 
 
 def test_a_plan_for_h200_says_which_attention_is_compiled_and_why(capsys):
@@ -122,6 +122,8 @@ def test_a_plan_for_h200_says_which_attention_is_compiled_and_why(capsys):
   run = small('--config.model.dtype=bfloat16', '--config.batch.max_length=256')
   target, devices = on('h200:1')
   for _ in range(2):  # as often as it is asked for
-    made = plan_report.make_report('small.py', run, target, devices)
-    (told,) = (line for line in made.kernels if line.startswith('attention on gpu'))
-    assert 'triton (cudnn' in told
+    report = plan_report.make_report('small.py', run, target, devices)
+    (kernel_line,) = (
+      line for line in report.kernels if line.startswith('attention on gpu')
+    )
+    assert 'triton (cudnn' in kernel_line

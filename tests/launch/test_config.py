@@ -170,10 +170,10 @@ def test_the_loaded_config_is_locked(file):
 
 
 def test_section_reads_a_signature():
-  made = make_section(maker, k=5)
-  assert made.to_dict() == {'tau': 1.0, 'clip': 0.2, 'n': None, 'k': 5}
-  assert type(made.tau) is float
-  config = ConfigDict({'algorithm': made})
+  section = make_section(maker, k=5)
+  assert section.to_dict() == {'tau': 1.0, 'clip': 0.2, 'n': None, 'k': 5}
+  assert type(section.tau) is float
+  config = ConfigDict({'algorithm': section})
   for key, text, expected in [
     ('tau', '2', 2.0),
     ('clip', 'none', None),
@@ -203,11 +203,11 @@ def test_the_algorithm_is_chosen_after_the_colon():
 
 
 def test_take_and_leave_keep_the_annotations():
-  made = make_section(
+  section = make_section(
     {'name': 'x'}, pick_options(maker, 'tau'), omit_options(maker, 'tau', 'k')
   )
-  assert made.to_dict() == {'name': 'x', 'tau': 1.0, 'clip': 0.2, 'n': None}
-  config = ConfigDict({'a': made})
+  assert section.to_dict() == {'name': 'x', 'tau': 1.0, 'clip': 0.2, 'n': None}
+  config = ConfigDict({'a': section})
   launch_config.override(config, 'a.clip', 'none')
   launch_config.override(config, 'a.tau', '0.5')
   assert (config.a.clip, config.a.tau) == (None, 0.5)

@@ -24,11 +24,11 @@ print(json.dumps(weights.real(config, steps=20, lessons=60)))
 def test_a_step_takes_three_percent_of_the_full_bytes_at_most():
   env = runs.environment()
   command = [sys.executable, '-c', RUN]
-  made = subprocess.run(
+  result = subprocess.run(
     command, cwd=runs.ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True
   )
-  found = json.loads(made.stdout.splitlines()[-1])
-  assert found['real_steps'] == 20
-  assert found['real_share'] <= 0.03
+  figures = json.loads(result.stdout.splitlines()[-1])
+  assert figures['real_steps'] == 20
+  assert figures['real_share'] <= 0.03
   # It is little that changes, and something does: the run learns.
-  assert 0.002 <= found['real_moved'] <= 0.03
+  assert 0.002 <= figures['real_moved'] <= 0.03

@@ -20,9 +20,9 @@ from tests.launch.test_bad_input import refused
 
 
 def config(engine, ray=False):
-  made = debug.get_config()
-  made.rollout.engine, made.cluster.ray = engine, ray
-  return made
+  config_dict = debug.get_config()
+  config_dict.rollout.engine, config_dict.cluster.ray = engine, ray
+  return config_dict
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def test_sequences_beyond_longrope_are_refused():
   shape = random_config(family='phi3').replace(
     rope_scaling=tuple(sorted(pairs.items()))
   )
-  made = debug.get_config()
-  made.batch.max_length = 64
-  check_model(resolve_settings(made), shape.replace(max_position=64))
+  config_dict = debug.get_config()
+  config_dict.batch.max_length = 64
+  check_model(resolve_settings(config_dict), shape.replace(max_position=64))
   message = r'max_length=64: LongRoPE is computed for at most 63 tokens'
   with pytest.raises(ConfigError, match=message):
-    check_model(resolve_settings(made), shape.replace(max_position=63))
+    check_model(resolve_settings(config_dict), shape.replace(max_position=63))
 
 
 def test_the_jax_engine_takes_its_own_options():
@@ -82,8 +82,8 @@ def test_the_jax_engine_takes_its_own_options():
 
 
 def test_vllm_takes_its_options_by_name(installed):
-  made = config('vllm(tensor_parallel_size=2)', ray=True)
-  engine = resolve_settings(made).rollout.engine
+  config_dict = config('vllm(tensor_parallel_size=2)', ray=True)
+  engine = resolve_settings(config_dict).rollout.engine
   kind, options = engine.kind, engine.options
   assert kind == 'vllm' and options == {
     'max_num_seqs': 16,
@@ -94,7 +94,7 @@ def test_vllm_takes_its_options_by_name(installed):
 
 
 @pytest.mark.parametrize(
-  'engine, ray, said',
+  'engine, ray, message',
   [
     ('vlm', True, "Did you mean 'vllm'"),
     ('jax(prefil_tokens=1)', False, "Did you mean 'prefill_tokens'"),
@@ -115,8 +115,8 @@ def test_vllm_takes_its_options_by_name(installed):
     ('vllm(python="/no/such/python")', True, "no program '/no/such/python'"),
   ],
 )
-def test_what_it_may_not_say(installed, engine, ray, said):
-  with pytest.raises(ConfigError, match=said):
+def test_what_it_may_not_say(installed, engine, ray, message):
+  with pytest.raises(ConfigError, match=message):
     check_engine(resolve_settings(config(engine, ray)))
 
 
@@ -147,17 +147,20 @@ def test_the_options_of_another_environment_are_read_off_its_source(tmp_path):
     bad = f'vllm(python="{python}", {name}=8)'
     with pytest.raises(ConfigError) as caught:
       resolve_settings(config(bad, ray=True))
-    said = str(caught.value)
-    assert f"no option '{name}'" in said and guess in said and len(said) < 500
-    assert 'There are 201, of which these are closest: ' in said
+    error = str(caught.value)
+    assert f"no option '{name}'" in error and guess in error and len(error) < 500
+    assert 'There are 201, of which these are closest: ' in error
 
 
 @pytest.mark.vllm
 def test_options_are_read_off_vllms_source():
   if not vllm_options.vllm_option_names():
     pytest.skip('vllm is not installed here')
-  own = {'folder', 'parts', 'transfer'}  # of the engine, not of vLLM
-  assert vllm_options.vllm_option_names() > vllm_options.RESERVED_OPTIONS.keys() - own
+  engine_options = {'folder', 'parts', 'transfer'}  # of the engine, not of vLLM
+  assert (
+    vllm_options.vllm_option_names()
+    > vllm_options.RESERVED_OPTIONS.keys() - engine_options
+  )
   few = {
     'tensor_parallel_size',
     'enable_lora',
@@ -169,8 +172,10 @@ def test_options_are_read_off_vllms_source():
 
 @pytest.mark.parametrize('gpus, engines, learners', [(1, 1, 1), (8, 4, 4)])
 def test_the_qwen3_config_fits_one_gpu_and_eight(gpus, engines, learners):
-  made = qwen3_0_6b.get_config()
-  plan = placement.plan_placement(resolve_settings(made), [ClusterNode(gpus=gpus)])
+  config_dict = qwen3_0_6b.get_config()
+  plan = placement.plan_placement(
+    resolve_settings(config_dict), [ClusterNode(gpus=gpus)]
+  )
   assert len(plan.engines) == engines and len(plan.learners) == 1
   share = sum(seat.memory for seat in (plan.engines[0], plan.learners[0]))
   if gpus == 1:
@@ -181,17 +186,17 @@ def test_the_qwen3_config_fits_one_gpu_and_eight(gpus, engines, learners):
 
 def test_the_qwen3_config_says_that_it_needs_a_checkpoint(tmp_path, capsys):
   path = qwen3_0_6b.__file__
-  said = refused(tmp_path, capsys, '--config.dataset.path=x.jsonl', config=path)
-  assert 'model.checkpoint=Qwen3-0.6B: no model in Qwen3-0.6B' in said
+  error = refused(tmp_path, capsys, '--config.dataset.path=x.jsonl', config=path)
+  assert 'model.checkpoint=Qwen3-0.6B: no model in Qwen3-0.6B' in error
 
 
 def test_the_qwen3_config_passes_all_checks(installed, tmp_path):
   shape = huggingface.config_to_hf(random_config(), 'float32')
   (tmp_path / 'config.json').write_text(json.dumps(shape))
-  made = qwen3_0_6b.get_config()
-  made.model.checkpoint = str(tmp_path)
-  made.dataset.path = 'generate:arithmetic()'
-  settings = resolve_settings(made)
+  config_dict = qwen3_0_6b.get_config()
+  config_dict.model.checkpoint = str(tmp_path)
+  config_dict.dataset.path = 'generate:arithmetic()'
+  settings = resolve_settings(config_dict)
   validate(settings)
   engine = settings.rollout.engine
   assert engine.kind == 'vllm'

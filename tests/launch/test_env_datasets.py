@@ -24,9 +24,9 @@ class Counting(LocalRuntime):
     super().__init__()
     self.spawned = []
 
-  def spawn(self, made, *args, **options):
-    self.spawned.append((made, options))
-    return super().spawn(made, *args, **options)
+  def spawn(self, actor_class, *args, **options):
+    self.spawned.append((actor_class, options))
+    return super().spawn(actor_class, *args, **options)
 
 
 def test_tags_share_their_rows_and_modes_do_not():
@@ -35,7 +35,7 @@ def test_tags_share_their_rows_and_modes_do_not():
   config.eval.num_tasks = -1
   train, tests = load_datasets(resolve_settings(config), host)
   assert train['arithmetic'] is train['more'] and tests['arithmetic'] is tests['more']
-  assert [made for made, _ in host.spawned] == [GlobalDataset] * 2
+  assert [actor_class for actor_class, _ in host.spawned] == [GlobalDataset] * 2
   assert [options['mode'] for _, options in host.spawned] == ['sample', 'traversal']
   assert train['more'].size == 20
   assert [options['limit'] for _, options in host.spawned] == [20, None]  # -1: all
@@ -102,8 +102,8 @@ def test_a_tag_has_rows_and_keys_of_its_own(tmp_path):
   assert train['own'].get_data_item(3)['question'] == '3+3='
   # The file of the other split beside it, not the run's eval.path.
   assert tests['own'].size == 5 and tests['own'].path.endswith('test.jsonl')
-  told = [options for _, options in host.spawned]
-  assert [str(o['curriculum']) for o in told if o['mode'] == 'sample'] == [
+  spawn_options = [options for _, options in host.spawned]
+  assert [str(o['curriculum']) for o in spawn_options if o['mode'] == 'sample'] == [
     'shuffle',
     'sequential',
   ]
@@ -129,7 +129,7 @@ def test_tags_that_name_the_same_rows_share_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('change', 'told'),
+  ('change', 'message'),
   [
     ({'keys': 'question=q, solution=s'}, 'env.own.dataset.keys=.*no solution'),
     ({'keys': 'question'}, r'--config.env.own.dataset.keys=question: write name=KEY'),
@@ -138,9 +138,9 @@ def test_tags_that_name_the_same_rows_share_them(tmp_path):
     ({'path': 'generate:arithmetic('}, '--config.env.own.dataset.path='),
   ],
 )
-def test_what_is_wrong_in_a_tag_is_told_with_its_key(tmp_path, change, told):
+def test_what_is_wrong_in_a_tag_is_told_with_its_key(tmp_path, change, message):
   config = with_own_rows(tmp_path, **change)
-  with pytest.raises(ConfigError, match=told):
+  with pytest.raises(ConfigError, match=message):
     validate(resolve_settings(config))
 
 
@@ -193,7 +193,7 @@ def test_evaluation_sets_have_files_and_numbers_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('change', 'told'),
+  ('change', 'message'),
   [
     ({'tag': 'other'}, "config.eval.sets.hard.tag.*'other'"),
     ({'tag': ''}, 'config.eval.sets.hard.tag'),
@@ -201,10 +201,10 @@ def test_evaluation_sets_have_files_and_numbers_of_their_own(tmp_path):
     ({'group_size': 0}, 'eval.sets.hard.group_size=0: must be at least 1'),
   ],
 )
-def test_what_is_wrong_in_a_set_is_told_with_its_key(tmp_path, change, told):
+def test_what_is_wrong_in_a_set_is_told_with_its_key(tmp_path, change, message):
   config = with_sets(tmp_path)
   config.eval.sets.hard.update(change)
-  with pytest.raises(ConfigError, match=told):
+  with pytest.raises(ConfigError, match=message):
     validate(resolve_settings(config))
 
 

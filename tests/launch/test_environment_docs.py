@@ -47,10 +47,14 @@ def test_its_rows_are_played_and_dumped_with_its_columns(commands, tmp_path, cap
 @pytest.mark.slow
 def test_it_trains_and_is_evaluated_and_shown(commands, tmp_path, capsys):
   assert train.main([*commands['launch.train'], *BARE]) == 0
-  told = [row for row in rows(tmp_path / 'runs' / 'quiz') if 'eval/quiz/tries' in row]
-  assert told and all(1 <= row['eval/quiz/tries'] <= 2 for row in told)
-  assert all(0 <= row['eval/quiz/accuracy'] <= 1 for row in told)
+  eval_rows = [
+    row for row in rows(tmp_path / 'runs' / 'quiz') if 'eval/quiz/tries' in row
+  ]
+  assert eval_rows and all(1 <= row['eval/quiz/tries'] <= 2 for row in eval_rows)
+  assert all(0 <= row['eval/quiz/accuracy'] <= 1 for row in eval_rows)
   capsys.readouterr()
   assert play.main([*commands['launch.play'], *BARE]) == 0
-  said = capsys.readouterr().out
-  assert "'topic': '" in said and re.search(r'^ +topic +(places|animals)$', said, re.M)
+  output = capsys.readouterr().out
+  assert "'topic': '" in output and re.search(
+    r'^ +topic +(places|animals)$', output, re.M
+  )

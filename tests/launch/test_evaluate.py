@@ -57,29 +57,31 @@ def main(place, *options, name='scores.json'):
 
 def test_a_checkpoint_is_scored(place, capsys):
   options = ('--config.eval.group_size=4', '--config.eval.temperature=1', '--k=1,3,4')
-  status, found = main(place, *options)
-  said = capsys.readouterr().out
-  assert status == 0, said
-  own = found['tags']['arithmetic']
-  assert own['num_tasks'] == NUM_ITEMS and own['num_attempts'] == 4
+  status, results = main(place, *options)
+  output = capsys.readouterr().out
+  assert status == 0, output
+  tag_results = results['tags']['arithmetic']
+  assert tag_results['num_tasks'] == NUM_ITEMS and tag_results['num_attempts'] == 4
   # Every item once, in order; the filter, which would drop them all, never ran.
-  assert [task['number'] for task in own['tasks']] == list(range(NUM_ITEMS))
-  assert len({task['seed'] for task in own['tasks']}) == NUM_ITEMS
-  scores = np.array([task['scores'] for task in own['tasks']])
-  assert 0 < scores.mean() < 1 and own['scores']['mean@4']['value'] == scores.mean()
+  assert [task['number'] for task in tag_results['tasks']] == list(range(NUM_ITEMS))
+  assert len({task['seed'] for task in tag_results['tasks']}) == NUM_ITEMS
+  scores = np.array([task['scores'] for task in tag_results['tasks']])
+  assert (
+    0 < scores.mean() < 1 and tag_results['scores']['mean@4']['value'] == scores.mean()
+  )
   choices = itertools.combinations(range(4), 3)
   wanted = np.mean([(scores[:, list(c)] >= 1).any(1).mean() for c in choices])
-  assert own['scores']['pass@3']['value'] == pytest.approx(wanted)
+  assert tag_results['scores']['pass@3']['value'] == pytest.approx(wanted)
   names = ['mean@4', 'pass@1', 'pass@3', 'pass@4', 'majority@3', 'majority@4']
-  assert list(own['scores']) == names
-  for name, at in own['scores'].items():
+  assert list(tag_results['scores']) == names
+  for name, at in tag_results['scores'].items():
     assert at['low'] <= at['value'] <= at['high']
     assert (
-      f'{name:<14} {at["value"]:>8.3f}   {at["low"]:.3f} – {at["high"]:.3f}' in said
+      f'{name:<14} {at["value"]:>8.3f}   {at["low"]:.3f} – {at["high"]:.3f}' in output
     )
-  assert f'arithmetic: {NUM_ITEMS} tasks, 4 attempts each' in said
+  assert f'arithmetic: {NUM_ITEMS} tasks, 4 attempts each' in output
   again = main(place, *options, name='again.json')[1]
-  assert again == found
+  assert again == results
 
 
 def test_a_tag_on_its_own_with_its_failures():
@@ -89,16 +91,16 @@ def test_a_tag_on_its_own_with_its_failures():
     [row(1, m, tag='b') for m in range(2)],
   ]
   metrics = {'eval/a/failed': 0.5, 'eval/a/stop/env_error': 0.5, 'eval/a/mean': 0.25}
-  found = summarize_tags({**metrics, 'eval/b/failed': 0.0}, groups, [], seed=0)
-  assert found['a']['scores']['mean@2']['value'] == 0.25
-  assert found['a']['scores']['pass@2'] == {'value': 0.5, 'low': 0, 'high': 1}
-  assert found['a']['error'] == 'broken' and found['b']['error'] is None
-  b_score = found['b']['scores']['pass@1']
+  results = summarize_tags({**metrics, 'eval/b/failed': 0.0}, groups, [], seed=0)
+  assert results['a']['scores']['mean@2']['value'] == 0.25
+  assert results['a']['scores']['pass@2'] == {'value': 0.5, 'low': 0, 'high': 1}
+  assert results['a']['error'] == 'broken' and results['b']['error'] is None
+  b_score = results['b']['scores']['pass@1']
   assert (b_score['value'], b_score['high']) == (1, 1)
   assert b_score['low'] == pytest.approx(0.025)  # One task says little.
-  assert found['a']['other'] == {'failed': 0.5, 'stop/env_error': 0.5}
-  said = '\n'.join(text for text, _ in format_results(found))
-  assert '50.0% of attempts failed and score 0; the first: broken' in said
+  assert results['a']['other'] == {'failed': 0.5, 'stop/env_error': 0.5}
+  output = '\n'.join(text for text, _ in format_results(results))
+  assert '50.0% of attempts failed and score 0; the first: broken' in output
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,8 @@ def test_a_tag_on_its_own_with_its_failures():
 )
 def test_what_is_wrong_is_said_before_any_work(place, options, words, capsys):
   assert main(place, *options)[0] == 2
-  said = capsys.readouterr().err
-  assert words in said and said.count('\n') == 1
+  error = capsys.readouterr().err
+  assert words in error and error.count('\n') == 1
 
 
 def test_a_model_must_be_named(capsys):
@@ -157,10 +159,10 @@ def scribbler(tmp_path_factory):
     family=family, hidden_size=32, num_layers=2, head_dim=16
   )
   options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
-  made = model_loading.create_model(
+  model = model_loading.create_model(
     folder, shape, QUESTIONS, jax.random.key(1), **options
   )
-  digits = [made.tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)]
+  digits = [model.tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)]
   weights = load_file(folder / 'model.safetensors')
   weights['lm_head.weight'][digits] *= 2
   for name, weight in weights.items():
@@ -187,8 +189,8 @@ def evaluate_as_users_do(tmp_path, model, answers, *options):
     command, capture_output=True, text=True, cwd=runs.ROOT, env=runs.environment()
   )
   assert done.returncode == 0, done.stderr
-  found = json.loads((tmp_path / 'scores.json').read_text())
-  return done.stdout, found['tags']['arithmetic']
+  results = json.loads((tmp_path / 'scores.json').read_text())
+  return done.stdout, results['tags']['arithmetic']
 
 
 @pytest.mark.slow
@@ -220,23 +222,27 @@ def test_greedy_replies_are_those_of_transformers(scribbler, tmp_path):
   assert len(set(last)) > 4 and sum(number is not None for number in last) > 12
   right = [i % 2 == 0 and number is not None for i, number in enumerate(last)]
   answers = [n if ok else '123456' for n, ok in zip(last, right, strict=True)]
-  said, found = evaluate_as_users_do(tmp_path, scribbler, answers)
-  given = [task['answers'] for task in found['tasks']]
+  output, tag_results = evaluate_as_users_do(tmp_path, scribbler, answers)
+  task_answers = [task['answers'] for task in tag_results['tasks']]
   wanted = [n or reply.strip() for n, reply in zip(last, replies, strict=True)]
-  assert given == [[each] for each in wanted]
-  assert [task['scores'] for task in found['tasks']] == [[float(ok)] for ok in right]
-  assert found['scores']['pass@1']['value'] == pytest.approx(np.mean(right))
-  assert f'{np.mean(right):.3f}' in said
+  assert task_answers == [[each] for each in wanted]
+  assert [task['scores'] for task in tag_results['tasks']] == [
+    [float(ok)] for ok in right
+  ]
+  assert tag_results['scores']['pass@1']['value'] == pytest.approx(np.mean(right))
+  assert f'{np.mean(right):.3f}' in output
 
 
 @pytest.mark.slow
 def test_scores_of_sampled_replies_follow_from_their_answers(scribbler, tmp_path):
   """pass@k and majority@k by going through every choice of k of six attempts."""
   options = ('--config.eval.group_size=6', '--config.eval.temperature=.1', '--k=1,2,5')
-  _, found = evaluate_as_users_do(tmp_path, scribbler, ['8'] * 24, *options)
-  tasks = [[_value(answer) for answer in task['answers']] for task in found['tasks']]
+  _, tag_results = evaluate_as_users_do(tmp_path, scribbler, ['8'] * 24, *options)
+  tasks = [
+    [_value(answer) for answer in task['answers']] for task in tag_results['tasks']
+  ]
   passed = [[answer == 8 for answer in answers] for answers in tasks]
-  assert [task['scores'] for task in found['tasks']] == passed
+  assert [task['scores'] for task in tag_results['tasks']] == passed
   by_task = {'mean@6': [np.mean(task) for task in passed]}
   for k in (1, 2, 5):
     choices = list(itertools.combinations(range(6), k))
@@ -248,9 +254,9 @@ def test_scores_of_sampled_replies_follow_from_their_answers(scribbler, tmp_path
       for answers in tasks
     ]
   assert 0 < np.mean(by_task['pass@1']) < np.mean(by_task['pass@5']) < 1
-  assert set(found['scores']) == set(by_task) - {'majority@1'}
+  assert set(tag_results['scores']) == set(by_task) - {'majority@1'}
   rng = np.random.default_rng(5)
-  for name, score in found['scores'].items():
+  for name, score in tag_results['scores'].items():
     values = np.array(by_task[name])
     assert score['value'] == pytest.approx(values.mean()), name
     means = values[rng.integers(0, 24, (20_000, 24))].mean(axis=1)

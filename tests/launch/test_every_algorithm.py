@@ -50,8 +50,10 @@ def teacher(tmp_path_factory):
   """A policy other than the student, with the student's tokenizer."""
   workdir = tmp_path_factory.mktemp('teacher')
   options = ('--config.sft.num_steps=20', '--config.num_steps=0')
-  told = runs.record(workdir, *TINY, *options, '--config.optimizer.learning_rate=1e-2')
-  assert told.metrics
+  recorder = runs.record(
+    workdir, *TINY, *options, '--config.optimizer.learning_rate=1e-2'
+  )
+  assert recorder.metrics
   return workdir / 'export'
 
 
@@ -62,8 +64,8 @@ def test_it_trains(name, tmp_path, request):
   if asks_a_teacher(algorithm):
     folder = request.getfixturevalue('teacher')
     options += [f'--config.teacher.checkpoint={folder}']
-  told = runs.record(tmp_path, *options, config=f'{runs.VARIED}:{name}')
-  rows = [row for _, row in told.metrics if 'loss/total' in row]
+  recorder = runs.record(tmp_path, *options, config=f'{runs.VARIED}:{name}')
+  rows = [row for _, row in recorder.metrics if 'loss/total' in row]
   assert len(rows) == STEPS
   for row in rows:
     assert set(BASIC) <= row.keys()
@@ -97,8 +99,8 @@ def test_its_config_survives_json(name):
   again = ConfigDict(json.loads(config.to_json_best_effort()))
   options = again.algorithm.to_dict()
   assert options.pop('name') == name
-  made = make_algorithm(name, options)
-  assert requirements.split_hparams(made) == requirements.split_hparams(
+  algorithm = make_algorithm(name, options)
+  assert requirements.split_hparams(algorithm) == requirements.split_hparams(
     make_algorithm(name)
   )
 

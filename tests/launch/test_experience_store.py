@@ -27,8 +27,8 @@ def url(folder):
 
 
 def source(folder, **options):
-  told = ''.join(f', {name}={value!r}' for name, value in options.items())
-  return f"--config.dataset.experience_store=store(url='{url(folder)}'{told})"
+  arguments = ''.join(f', {name}={value!r}' for name, value in options.items())
+  return f"--config.dataset.experience_store=store(url='{url(folder)}'{arguments})"
 
 
 def explore(folder, name, *options, limit=6):
@@ -70,15 +70,15 @@ def tokens(sink):
 @pytest.mark.slow
 def test_stored_groups_teach_what_played_ones_do(tmp_path, monkeypatch):
   database = StoreDatabase(url(tmp_path))
-  take, made = RolloutScheduler.take, []
+  take, facts = RolloutScheduler.take, []
 
   async def taken(self, *args, **options):
     groups = await take(self, *args, **options)
-    if not made:
-      made.append(
+    if not facts:
+      facts.append(
         experience_store.compatibility_facts(self._settings, self._policy.tokenizer)
       )
-    explorer = ExperienceWriter(database, 'direct', made[0])
+    explorer = ExperienceWriter(database, 'direct', facts[0])
     for group in groups:
       number = group[0].group_id + group[0].episode_id
       explorer.add(group[0].tag, number, GroupSerializer().rows(group, number))
@@ -108,27 +108,31 @@ def test_explorers_then_trainers_until_nothing_is_left(tmp_path, capsys):
   options = (*ALONE, FOUR, source(tmp_path, uses=2, wait=0.0))
   train = [*options, '--config.num_steps=9', '--config.checkpoint.save_interval=2']
   assert runs.main(tmp_path / 't', *train, config=runs.VARIED) == 1
-  said = capsys.readouterr()
-  assert 'of any age, from the store, corrected by tis' in said.out
-  assert 'step 3: no new group in' in said.err and 'Start an explorer' in said.err
+  captured = capsys.readouterr()
+  assert 'of any age, from the store, corrected by tis' in captured.out
+  assert (
+    'step 3: no new group in' in captured.err and 'Start an explorer' in captured.err
+  )
   assert uses(tmp_path) == {1: 2, 2: 2, 3: 2}
   assert rollout.main(explore(tmp_path, 'a', limit=3)) == 0  # as it was: nothing new
   assert 'dump          sqlite:///' in capsys.readouterr().out
   assert rollout.main(explore(tmp_path, 'b', limit=1)) == 0
   assert runs.main(tmp_path / 't', *train, config=runs.VARIED) == 1
-  said = capsys.readouterr()
-  assert 'resumes at step 3 of 9' in said.out and 'step 5: no new group' in said.err
+  captured = capsys.readouterr()
+  assert (
+    'resumes at step 3 of 9' in captured.out and 'step 5: no new group' in captured.err
+  )
   assert uses(tmp_path) == {1: 2, 2: 2, 3: 2, 4: 2}
   assert runs.main(tmp_path / 'other', *train, config=runs.VARIED) == 2
-  said = capsys.readouterr().err
-  assert 'up to the checkpoint of step 5 in another --workdir' in said
+  error = capsys.readouterr().err
+  assert 'up to the checkpoint of step 5 in another --workdir' in error
   hot = (*ALONE, source(tmp_path, reader='hot'), '--config.rollout.temperature=0.5')
   assert runs.main(tmp_path / 'hot', *hot, config=runs.VARIED) == 2
   assert 'set --config.rollout.temperature to the same value' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-  'options, said',
+  'options, message',
   [
     (['--config.rollout.async_ratio=1'], 'rollout.async_ratio=1.0: has no effect'),
     (
@@ -144,15 +148,15 @@ def test_explorers_then_trainers_until_nothing_is_left(tmp_path, capsys):
     (['--config.dataset.curriculum=random'], 'curriculum=random: has no effect'),
   ],
 )
-def test_what_has_no_effect_is_refused(options, said, tmp_path, capsys):
+def test_what_has_no_effect_is_refused(options, message, tmp_path, capsys):
   options = [*ALONE, source(tmp_path, uses=2), *options]
   assert runs.main(tmp_path / 't', *options) == 2
-  assert said in capsys.readouterr().err
+  assert message in capsys.readouterr().err
   assert not (tmp_path / 'store.db').exists()
 
 
 @pytest.mark.parametrize(
-  'options, said',
+  'options, message',
   [
     (
       ['--config.trajectory_dump.columns=[["task_idx","bigint"]]'],
@@ -166,9 +170,9 @@ def test_what_has_no_effect_is_refused(options, said, tmp_path, capsys):
     (['--config.trajectory_dump.path=store(url="sqlite://")'], 'names no file'),
   ],
 )
-def test_what_explorers_refuse(options, said, tmp_path, capsys):
+def test_what_explorers_refuse(options, message, tmp_path, capsys):
   assert rollout.main(explore(tmp_path, 'a', *options)) == 2
-  assert said in capsys.readouterr().err
+  assert message in capsys.readouterr().err
 
 
 def _spawn(module, argv):
@@ -179,12 +183,12 @@ def _spawn(module, argv):
 
 
 def _read_until(process, mark):
-  said = []
+  lines = []
   for line in process.stdout:
-    said.append(line)
+    lines.append(line)
     if mark in line:
-      return said
-  raise AssertionError(''.join(said))
+      return lines
+  raise AssertionError(''.join(lines))
 
 
 @pytest.mark.slow
@@ -216,14 +220,14 @@ def test_every_group_is_used_as_often_as_asked_whatever_is_killed(tmp_path):
   trainer.kill()
   trainer.communicate()
   for process in others:
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
   trainer = _spawn('launch.train', train)
-  said, _ = trainer.communicate(timeout=300)
-  assert re.search(r'resumes at step [1-9]', said), said
-  assert trainer.returncode == 0, said
+  output, _ = trainer.communicate(timeout=300)
+  assert re.search(r'resumes at step [1-9]', output), output
+  assert trainer.returncode == 0, output
   assert uses(tmp_path) == dict.fromkeys(range(1, 41), 2)
   with sqlite3.connect(tmp_path / 'store.db') as raw:
-    found = raw.execute('select run, number from jaxrl_groups')
-    counts = collections.Counter(run for run, _ in set(found))
+    group_keys = raw.execute('select run, number from jaxrl_groups')
+    counts = collections.Counter(run for run, _ in set(group_keys))
   assert sorted(counts.values()) == [20, 20]

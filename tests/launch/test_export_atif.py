@@ -26,9 +26,9 @@ def test_a_dump_becomes_documents(tmp_path, capsys):
   writer.write('t-step000001', columns.rows(trajectories, step=1, mode='train'))
   assert export_atif.main([str(run), str(out)]) == 0
   paths = sorted((out / 'train-t-step000001').iterdir())
-  made = [atif.Trajectory.model_validate_json(path.read_text()) for path in paths]
-  assert [one.steps[0].message for one in made] == ['Yes.'] * 3
-  assert [one.steps[0].metrics.completion_token_ids for one in made] == [[4]] * 3
+  documents = [atif.Trajectory.model_validate_json(path.read_text()) for path in paths]
+  assert [one.steps[0].message for one in documents] == ['Yes.'] * 3
+  assert [one.steps[0].metrics.completion_token_ids for one in documents] == [[4]] * 3
   (file,) = (run / 'trajectories').iterdir()
   assert export_atif.main([str(file), str(tmp_path / 'again')]) == 0
   again = sorted((tmp_path / 'again' / file.stem).iterdir())
@@ -52,8 +52,8 @@ def test_images_are_files_beside_the_documents(tmp_path):
   assert export_atif.main([str(run), str(out)]) == 0
   for folder in (live, out):
     (file,) = (folder / 'train-t-step000001').iterdir()
-    made = atif.Trajectory.model_validate_json(file.read_text())
-    text, picture = made.steps[0].message
+    document = atif.Trajectory.model_validate_json(file.read_text())
+    text, picture = document.steps[0].message
     assert text.text == 'See' and picture.source.media_type == 'image/png'
     assert (file.parent / picture.source.path).read_bytes() == image.png
 

@@ -134,11 +134,11 @@ def test_an_engine_of_ones_own_holds_requests_while_it_is_drained(lab):
 
 @pytest.mark.ray
 def test_an_engine_of_ones_own_can_be_a_ray_actor(lab, tmp_path):
-  said = runs.run(
+  output = runs.run(
     tmp_path / 'run',
     f'--config.rollout.engine={lab}/dice_engine.py:DiceEngine(sides=4)',
     '--config.cluster.ray=true',
     config=str(lab / 'config.py'),
   )
-  assert 'Finished.' in said
+  assert 'Finished.' in output
   assert runs.rows(tmp_path / 'run')[0]['dice/tokens'] > 0

@@ -97,9 +97,9 @@ def test_epochs_make_the_steps(tmp_path):
   options = ['--config.num_epochs=1.5', '--config.dataset.limit=9']
   assert runs.main(tmp_path, *SHORT, *options, config=f'{runs.DEBUG}:sft') == 0
   batch = load('sft').batch.num_groups
-  told = rows(tmp_path)
-  assert len(told) == -(-1.5 * 9 // batch)
-  assert told[-1]['data/epoch'] >= 1.5 > told[-2]['data/epoch']
+  metrics = rows(tmp_path)
+  assert len(metrics) == -(-1.5 * 9 // batch)
+  assert metrics[-1]['data/epoch'] >= 1.5 > metrics[-2]['data/epoch']
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_rated_rows_of_the_users_own_names(tmp_path):
   ]
   file.write_text('\n'.join(map(json.dumps, lines)))
   keys = 'prompt=ask, response=reply, reward=score'
-  told = runs.record(
+  recorder = runs.record(
     tmp_path / 'run',
     *SHORT,
     '--config.sft.num_steps=0',
@@ -143,7 +143,7 @@ def test_rated_rows_of_the_users_own_names(tmp_path):
     '--config.num_epochs=2',
     config=f'{runs.DEBUG}:raft',
   )
-  metrics = [row for _, row in told.metrics if 'loss/total' in row]
+  metrics = [row for _, row in recorder.metrics if 'loss/total' in row]
   assert len(metrics) == 3  # of two prompts each
   assert {row['tokens/rows'] for row in metrics} == {4}
   assert {row['advantage/kept'] for row in metrics} == {0.5}
@@ -156,6 +156,6 @@ def test_a_broken_row_is_named_before_any_work(tmp_path, capsys):
   file.write_text(f'{json.dumps(good)}\n{json.dumps(good | {"chosen": None})}\n')
   options = [*SHORT, f'--config.dataset.path={file}']
   assert runs.main(tmp_path / 'run', *options, config=f'{runs.DEBUG}:dpo') == 2
-  said = ''.join(capsys.readouterr())
-  assert 'pairs.jsonl, row 1' in said.replace('\n', '')
+  output = ''.join(capsys.readouterr())
+  assert 'pairs.jsonl, row 1' in output.replace('\n', '')
   assert not runs.rows(tmp_path / 'run', 'sft')

@@ -39,16 +39,16 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes(small_disk):
   with filler.open('wb', buffering=0) as file, contextlib.suppress(OSError):
     while file.write(bytes(4096)):
       pass
-  said, _ = process.communicate(timeout=120)
-  assert process.returncode == 1 and 'Traceback' not in said, said
-  errors = [line for line in said.splitlines() if line.startswith('error: ')]
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 1 and 'Traceback' not in output, output
+  errors = [line for line in output.splitlines() if line.startswith('error: ')]
   assert len(errors) == 1 and 'could not be written' in errors[0]
   assert 'checkpoint 8 is intact' in errors[0] or 'checkpoint 16 is intact' in errors[0]
-  assert said.count('failed and is tried again later') <= 3  # once for each logger
+  assert output.count('failed and is tried again later') <= 3  # once for each logger
   filler.unlink()
   process = runs.spawn(workdir, *OPTIONS, '--config.num_steps=40')
-  said, _ = process.communicate(timeout=120)
-  assert process.returncode == 0, said
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 0, output
   assert [row['step'] for row in runs.rows(workdir)] == list(range(40))
 
 
@@ -68,23 +68,25 @@ def test_a_folder_that_becomes_read_only_ends_in_one_line_without_a_hang(tmp_pat
     assert process.poll() is None, process.communicate()[0]
     time.sleep(0.01)
   change_modes(0o555)
-  said = []
+  lines = []
   for line in process.stdout:
-    said.append(line)
+    lines.append(line)
     if line.startswith('error: '):
       error_time = time.monotonic()
   assert process.wait() == 1 and time.monotonic() - error_time < 20
-  text = ''.join(said)
+  text = ''.join(lines)
   assert 'Traceback' not in text and 'still run' not in text, text
-  (error,) = [line for line in said if line.startswith('error: ')]
+  (error,) = [line for line in lines if line.startswith('error: ')]
   assert 'which is read-only; checkpoint 8 is intact' in error
   assert text.count('failed and is tried again later') == 1  # the report's
   steps = [row['step'] for row in runs.rows(workdir)]
   assert steps == list(range(len(steps))) and len(steps) >= 15
   process = spawn()
-  said, _ = process.communicate(timeout=60)
+  output, _ = process.communicate(timeout=60)
   assert process.returncode == 2
-  assert said == f'error: --workdir={workdir}: cannot write there: Permission denied\n'
+  assert (
+    output == f'error: --workdir={workdir}: cannot write there: Permission denied\n'
+  )
   change_modes(0o755)
   runs.run(workdir, *OPTIONS, '--config.num_steps=40')
   assert [row['step'] for row in runs.rows(workdir)] == list(range(40))

@@ -19,8 +19,8 @@ QUICK = (
 BANDIT = "--config.dataset.curriculum=bandit(target=0.3, decay=0.9, sampling='mean')"
 
 
-def trained_on(told):
-  return [groups for _, kind, groups, _ in told.played if kind == 'train']
+def trained_on(recorder):
+  return [groups for _, kind, groups, _ in recorder.played if kind == 'train']
 
 
 def algorithm(*options, name='dapo'):
@@ -34,13 +34,13 @@ def algorithm(*options, name='dapo'):
 
 
 def test_dapo_from_its_name(tmp_path):
-  told = runs.record(
+  recorder = runs.record(
     tmp_path, *QUICK, '--config.algorithm.group_size=6', config=f'{runs.VARIED}:dapo'
   )
-  rows = [row for _, row in told.metrics if 'loss/total' in row]
+  rows = [row for _, row in recorder.metrics if 'loss/total' in row]
   assert len(rows) == 3
   filtered = 0
-  for row, groups in zip(rows, trained_on(told), strict=True):
+  for row, groups in zip(rows, trained_on(recorder), strict=True):
     assert len(groups) == 2
     for group in groups:
       right = sample_accuracies(group) >= 1
@@ -60,16 +60,16 @@ def test_dapo_from_its_name(tmp_path):
 @pytest.mark.slow
 def test_remax_plays_one_greedy_attempt_a_task(tmp_path):
   options = ('--config.algorithm.group_size=2', '--config.rollout.temperature=0.9')
-  told = runs.record(tmp_path, *QUICK, *options, config=f'{runs.VARIED}:remax')
-  rows = [row for _, row in told.metrics if 'loss/total' in row]
+  recorder = runs.record(tmp_path, *QUICK, *options, config=f'{runs.VARIED}:remax')
+  rows = [row for _, row in recorder.metrics if 'loss/total' in row]
   assert len(rows) == 3
-  for (_, _, groups, advantages), row in zip(told.played, rows, strict=True):
-    found = iter(np.asarray(advantages))
+  for (_, _, groups, advantages), row in zip(recorder.played, rows, strict=True):
+    rows_of_advantages = iter(np.asarray(advantages))
     greedy = []
     for group in groups:
       assert [a.is_greedy for a in group] == [False, False, True]
       greedy.append(group[-1].score)
-      for attempt, values in zip(group, found, strict=False):
+      for attempt, values in zip(group, rows_of_advantages, strict=False):
         values = values[: len(attempt.tokens)][attempt.action_mask]
         if attempt.is_greedy:
           assert not values.any()
@@ -95,7 +95,7 @@ def test_a_greedy_member_leaves_the_sampled_ones_as_they_were(tmp_path):
 
 
 def test_filters_and_shapers_of_the_config_replace_the_algorithms(tmp_path):
-  told = runs.record(
+  recorder = runs.record(
     tmp_path,
     *QUICK,
     '--config.num_steps=1',
@@ -105,7 +105,7 @@ def test_filters_and_shapers_of_the_config_replace_the_algorithms(tmp_path):
     "--config.rollout.group_filter=score_range(low=0.25, of='max')",
     config=f'{runs.VARIED}:dapo',
   )
-  (groups,) = trained_on(told)
+  (groups,) = trained_on(recorder)
   for group in groups:
     right = (sample_accuracies(group) >= 1).mean()
     for attempt in group:
@@ -121,17 +121,17 @@ def test_a_batch_that_cannot_be_filled_says_what_to_change(tmp_path, capsys):
   )
   spec = '--config.rollout.group_filter=accuracy(right=9.0)'
   status = runs.main(tmp_path, *QUICK, *options, spec, config=f'{runs.VARIED}:dapo')
-  said = ''.join(capsys.readouterr())
-  assert status == 1, said
-  assert 'Traceback' not in said, said
-  said = ' '.join(said.split())
+  output = ''.join(capsys.readouterr())
+  assert status == 1, output
+  assert 'Traceback' not in output, output
+  output = ' '.join(output.split())
   for words in (
     '7 groups in a row were dropped',
     '7 for accuracy',
     '0 of 2',
     'too hard',
   ):
-    assert words in said
+    assert words in output
 
 
 @pytest.mark.slow
@@ -188,9 +188,9 @@ def test_wrong_settings(options, words):
 
 
 def test_dr_grpo_divides_by_the_runs_limit():
-  made = algorithm(name='drgrpo')
-  assert str(made.aggregation) == 'sequence_mean_token_sum_norm(length=16)'
-  made = algorithm('--config.algorithm.length=77', name='drgrpo')
-  assert str(made.aggregation) == 'sequence_mean_token_sum_norm(length=77.0)'
-  made = algorithm('--config.batch.max_length=12', name='drgrpo')
-  assert str(made.aggregation) == 'sequence_mean_token_sum_norm(length=12)'
+  drgrpo = algorithm(name='drgrpo')
+  assert str(drgrpo.aggregation) == 'sequence_mean_token_sum_norm(length=16)'
+  drgrpo = algorithm('--config.algorithm.length=77', name='drgrpo')
+  assert str(drgrpo.aggregation) == 'sequence_mean_token_sum_norm(length=77.0)'
+  drgrpo = algorithm('--config.batch.max_length=12', name='drgrpo')
+  assert str(drgrpo.aggregation) == 'sequence_mean_token_sum_norm(length=12)'

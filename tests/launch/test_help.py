@@ -73,9 +73,12 @@ def test_a_section_is_listed_where_it_is_used():
   used = '--config.cluster.ray=true', '--config.trajectory_dump.path=x'
   used += ('--config.logging.trace_steps=1',)
   assert short(*used) == own_rows
-  own = '--config.env.arithmetic.dataset.limit=9', '--config.env.arithmetic.manager=x'
+  env_options = (
+    '--config.env.arithmetic.dataset.limit=9',
+    '--config.env.arithmetic.manager=x',
+  )
   sees = ('--config.model.random=qwen3_vl',)
-  assert short(*used, *own, *sees) == set()
+  assert short(*used, *env_options, *sees) == set()
   unused = ('--config.sft.num_steps=0', '--config.eval.interval=0')
   names = {section.name for section in OPTIONAL_SECTIONS}
   assert short(*unused, '--config.dataset.path=') == own_rows | names - {'teacher'}
@@ -205,9 +208,13 @@ def test_a_mistake_in_any_section_has_a_page():
   }
   assert len(pages) > 10
   # Of these, no key or not every key is explained by a page.
-  assert {name for name, found in pages.items() if not any(found)} == {'teacher'}
+  assert {name for name, pages_of_keys in pages.items() if not any(pages_of_keys)} == {
+    'teacher'
+  }
   partly = {'rollout', 'optimizer', 'teacher'}
-  assert {name for name, found in pages.items() if '' in found} == partly
+  assert {
+    name for name, pages_of_keys in pages.items() if '' in pages_of_keys
+  } == partly
 
 
 def test_every_page_of_an_error_exists_and_speaks_of_its_key():

@@ -66,8 +66,8 @@ def test_resume_writes_every_step_exactly_once(path):
   run(path, [0, 1], name='sft')
   run(path, range(5)).close()
   run(path, range(3, 7), start=3)
-  found = [(row['phase'], row['step']) for row in rows(path)]
-  assert found == [('sft', 0), ('sft', 1)] + [('rl', step) for step in range(7)]
+  steps = [(row['phase'], row['step']) for row in rows(path)]
+  assert steps == [('sft', 0), ('sft', 1)] + [('rl', step) for step in range(7)]
 
 
 def test_a_phase_that_is_over_leaves_the_later_one(path):
@@ -75,8 +75,8 @@ def test_a_phase_that_is_over_leaves_the_later_one(path):
   run(path, [0, 1])
   run(path, [], start=10, name='sft')
   run(path, [2], start=2)
-  found = [row['step'] for row in rows(path) if row['phase'] == 'rl']
-  assert found == [0, 1, 2] and len(rows(path)) == 13
+  steps = [row['step'] for row in rows(path) if row['phase'] == 'rl']
+  assert steps == [0, 1, 2] and len(rows(path)) == 13
 
 
 def test_resume_in_an_earlier_phase_drops_the_later_one(path):

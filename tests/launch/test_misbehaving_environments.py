@@ -38,16 +38,16 @@ def test_a_run_keeps_its_streams_and_its_exit(tmp_path):
   (tmp_path / 'config.py').write_text(
     config.replace('max_retries = 1', 'max_retries = 9')
   )
-  status, said = launch(
+  status, output = launch(
     f'--config={tmp_path / "config.py"}',
     f'--workdir={tmp_path / "run"}',
     '--config.logging.sinks=',
     timeout=300,
   )
-  assert status == 0 and TRACEBACK not in said, said
-  assert 'Finished.' in said and 'train 2/2' in said
-  assert "put 'isolated:' before its env_type" in said
-  assert said.splitlines()[-1].startswith('warning: ended, though threads'), said
+  assert status == 0 and TRACEBACK not in output, output
+  assert 'Finished.' in output and 'train 2/2' in output
+  assert "put 'isolated:' before its env_type" in output
+  assert output.splitlines()[-1].startswith('warning: ended, though threads'), output
 
 
 LEFT = """

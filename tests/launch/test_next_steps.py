@@ -48,8 +48,8 @@ def load(line):
 
 
 def test_another_algorithm_does_not_get_the_keys_of_this_one():
-  own = '--config.algorithm.std_threshold=0.1'  # opmd has no such option
-  steps = steps_of('grpo', own, '--config.batch.num_groups=3')
+  grpo_option = '--config.algorithm.std_threshold=0.1'  # opmd has no such option
+  steps = steps_of('grpo', grpo_option, '--config.batch.num_groups=3')
   other = load(steps['try opmd'])
   assert other.algorithm.name == 'opmd' and other.batch.num_groups == 3
   options = other.algorithm.to_dict()

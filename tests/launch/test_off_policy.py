@@ -31,14 +31,14 @@ def configured(
   return config
 
 
-def made(*args, **options):
+def resolve_config(*args, **options):
   config = configured(*args, **options)
   settings = resolve_settings(config)
   return settings, settings.algorithm
 
 
 def correction(*args, **options):
-  part = made(*args, **options)[1].correction
+  part = resolve_config(*args, **options)[1].correction
   return part and components.function_of(part)
 
 
@@ -54,42 +54,44 @@ STALE = [
 
 @pytest.mark.parametrize('rollout', STALE, ids=str)
 def test_stale_and_foreign_rollouts_are_corrected_unless_it_is_switched_off(rollout):
-  config, algorithm = made(**rollout)
+  config, algorithm = resolve_config(**rollout)
   assert components.function_of(algorithm.correction) is corrections.tis
   assert algorithm.old_logprobs_source == 'decoupled'
   assert 'old_logprobs' in requirements.needs(algorithm)
-  said = off_policy.describe(config)
-  assert 'corrected by tis' in said and 'forward pass' in said
+  description = off_policy.describe(config)
+  assert 'corrected by tis' in description and 'forward pass' in description
   assert correction(correction='none', **rollout) is None
   assert correction(correction='mis(low=.2)', **rollout) is corrections.mis
 
 
 def test_synchronous_runs_are_as_they_were():
-  config, algorithm = made()
+  config, algorithm = resolve_config()
   assert algorithm.correction is None and algorithm.old_logprobs_source == 'rollout'
   assert off_policy.describe(config) is None
   assert not off_policy.may_be_stale(config) and off_policy.max_staleness(config) == 0
 
 
 def test_what_is_learned_from_again_is_not_said_to_be_young():
-  config, _ = made(sampler='replay(decay=1)')
-  said = off_policy.describe(config)
-  assert said.startswith('at most 0 steps old when first learned from, then as old as')
-  config, _ = made(sampler='replay', staleness_policy='drop(max=3)')
+  config, _ = resolve_config(sampler='replay(decay=1)')
+  description = off_policy.describe(config)
+  assert description.startswith(
+    'at most 0 steps old when first learned from, then as old as'
+  )
+  config, _ = resolve_config(sampler='replay', staleness_policy='drop(max=3)')
   assert off_policy.describe(config).startswith('at most 3 steps old, sync')
   for rule, most in (('drop(max=3)', 3), ('mask(max=3)', None), ('', None)):
-    config, _ = made(sampler='replay', staleness_policy=rule)
+    config, _ = resolve_config(sampler='replay', staleness_policy=rule)
     source = group_samplers.RunSource(config, groups=None, tokenizer=None)
     assert source.max_staleness == most
 
 
 def test_losses_that_are_off_policy_by_themselves_are_left_alone():
   rollout = {'async_ratio': 1.0}
-  config, plain = made('rloo', kl_penalty='none', **rollout)
+  config, plain = resolve_config('rloo', kl_penalty='none', **rollout)
   assert components.function_of(plain.correction) is corrections.tis
   assert 'forward pass' not in off_policy.describe(config)  # it has no ratio
   for name in ('topr', 'opmd', 'asymre', 'rec', 'kimi', 'sppo', 'm2po', 'raft'):
-    config, algorithm = made(name, **rollout)
+    config, algorithm = resolve_config(name, **rollout)
     assert algorithm.correction is None, name
     assert "algorithm.correction='tis' for one" in off_policy.describe(config)
 
@@ -102,7 +104,9 @@ def test_every_loss_of_rollouts_that_a_correction_is_put_on_is_one_a_token():
 
 
 def test_recompute_has_the_learner_score_old_log_probs():
-  config, algorithm = made(staleness_policy='recompute(max=1)', correction='none')
+  config, algorithm = resolve_config(
+    staleness_policy='recompute(max=1)', correction='none'
+  )
   assert algorithm.old_logprobs_source == 'decoupled' and algorithm.correction is None
   off_policy.validate_off_policy(config)
 
@@ -124,7 +128,7 @@ def test_the_bound_without_a_rule_follows_from_ratio_and_style(rollout, most):
 
 
 @pytest.mark.parametrize(
-  'options, said',
+  'options, message',
   [
     ({'sync': 'asynchronous'}, "such as --config.rollout.staleness_policy='drop"),
     (
@@ -135,9 +139,9 @@ def test_the_bound_without_a_rule_follows_from_ratio_and_style(rollout, most):
   ],
   ids=str,
 )
-def test_what_cannot_be_together_is_refused(options, said):
-  config, _ = made(**options)
-  with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_together_is_refused(options, message):
+  config, _ = resolve_config(**options)
+  with pytest.raises(ConfigError, match=message):
     off_policy.validate_off_policy(config)
 
 

@@ -27,9 +27,9 @@ def lake(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_learns_from_joined_steps(lake, tmp_path):
-  told = runs.record(tmp_path / 'run', *QUICK, '--config.num_steps=2', config=lake)
-  sound(told, steps=2)
-  rows = [row for groups in trained_on(told) for group in groups for row in group]
+  recorder = runs.record(tmp_path / 'run', *QUICK, '--config.num_steps=2', config=lake)
+  sound(recorder, steps=2)
+  rows = [row for groups in trained_on(recorder) for group in groups for row in group]
   joined = [row for row in rows if 'segments' in row.extras]
   assert joined and all(len(row.tokens) <= 256 for row in rows)
   for row in joined:

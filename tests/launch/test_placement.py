@@ -12,18 +12,18 @@ from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 
 
-def config(asked='auto', engine='jax', engines=1, ray=True):
-  made = debug.get_config()
-  made.rollout.engine = engine
-  made.cluster.update(ray=ray, placement=asked, num_engines=engines)
-  return resolve_settings(made)
+def config(layout='auto', engine='jax', engines=1, ray=True):
+  config_dict = debug.get_config()
+  config_dict.rollout.engine = engine
+  config_dict.cluster.update(ray=ray, placement=layout, num_engines=engines)
+  return resolve_settings(config_dict)
 
 
-def qwen(asked, engine='vllm', sync='fixed'):
-  made = qwen3_0_6b.get_config()
-  made.weight_sync.policy = sync
-  made.cluster.placement, made.rollout.engine = asked, engine
-  return resolve_settings(made)
+def qwen(layout, engine='vllm', sync='fixed'):
+  config_dict = qwen3_0_6b.get_config()
+  config_dict.weight_sync.policy = sync
+  config_dict.cluster.placement, config_dict.rollout.engine = layout, engine
+  return resolve_settings(config_dict)
 
 
 def fraction(seat):
@@ -34,9 +34,9 @@ def visible(seat):
   return list(seat.devices)
 
 
-@pytest.mark.parametrize('asked', ['auto', 'colocated'])
-def test_one_gpu_is_shared_within_one_budget(asked):
-  plan = placement.plan_placement(qwen(asked), [ClusterNode(gpus=1)])
+@pytest.mark.parametrize('layout', ['auto', 'colocated'])
+def test_one_gpu_is_shared_within_one_budget(layout):
+  plan = placement.plan_placement(qwen(layout), [ClusterNode(gpus=1)])
   (learner,), (engine,) = plan.learners, plan.engines
   assert plan.name == 'colocated' and plan.bundles == ({'GPU': 1.0},)
   assert learner.bundle == engine.bundle == 0
@@ -46,9 +46,9 @@ def test_one_gpu_is_shared_within_one_budget(asked):
   assert plan.others == ActorResources(NO_DEVICES_ENV)
 
 
-@pytest.mark.parametrize('asked', ['auto', 'split'])
-def test_eight_gpus_are_split_by_the_same_config(asked):
-  plan = placement.plan_placement(qwen(asked), [ClusterNode(gpus=8)])
+@pytest.mark.parametrize('layout', ['auto', 'split'])
+def test_eight_gpus_are_split_by_the_same_config(layout):
+  plan = placement.plan_placement(qwen(layout), [ClusterNode(gpus=8)])
   (learner,) = plan.learners
   assert plan.name == 'split' and learner.claims == {'GPU': 4.0}
   assert [seat.claims for seat in plan.engines] == [{'GPU': 1.0}] * 4
@@ -72,10 +72,10 @@ def test_eight_gpus_are_shared_where_that_is_asked_for():
   assert not any(seat.claims for seat in plan.engines)
 
 
-@pytest.mark.parametrize('asked', ['auto', 'split(learners=2)', 'colocated'])
-def test_without_a_learner_engines_may_have_every_device(asked):
+@pytest.mark.parametrize('layout', ['auto', 'split(learners=2)', 'colocated'])
+def test_without_a_learner_engines_may_have_every_device(layout):
   nodes = [ClusterNode(gpus=2), ClusterNode(gpus=4)]
-  plan = placement.plan_placement(qwen(asked), nodes, has_learner=False)
+  plan = placement.plan_placement(qwen(layout), nodes, has_learner=False)
   assert not plan.learners and len(plan.engines) == 6
   assert [plan.bundles[s.bundle] for s in plan.engines] == [{'GPU': 1.0}] * 6
   assert {s.options['gpu_memory_utilization'] for s in plan.engines} == {0.9}
@@ -83,7 +83,7 @@ def test_without_a_learner_engines_may_have_every_device(asked):
     plan.others == ActorResources(NO_DEVICES_ENV)
     and 'engines alone: 6 × 1 GPU' in plan.description
   )
-  asks = config(asked, 'vllm(tensor_parallel_size=4)', engines=2)
+  asks = config(layout, 'vllm(tensor_parallel_size=4)', engines=2)
   with pytest.raises(ConfigError, match='2 engines of 4 GPU each do not fit on 2'):
     placement.plan_placement(asks, nodes, has_learner=False)
   assert not placement.plan_placement(
@@ -189,7 +189,7 @@ def test_hosts_without_accelerators_have_no_budget_and_say_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'asked, engine, engines, gpus, said',
+  'layout, engine, engines, gpus, message',
   [
     ('colocated(learner=.6)', 'vllm(gpu_memory_utilization=.5)', 1, 1, '0.6 [+] 0.5'),
     ('colocated(memory=.5, learner=.5)', 'jax', 1, 1, 'each be above 0'),
@@ -213,9 +213,11 @@ def test_hosts_without_accelerators_have_no_budget_and_say_so(monkeypatch):
     ('colocate', 'jax', 1, 8, "Did you mean 'colocated'"),
   ],
 )
-def test_what_does_not_fit_is_told_with_its_numbers(asked, engine, engines, gpus, said):
-  with pytest.raises(ConfigError, match=said):
-    placement.plan_placement(config(asked, engine, engines), [ClusterNode(gpus=gpus)])
+def test_what_does_not_fit_is_told_with_its_numbers(
+  layout, engine, engines, gpus, message
+):
+  with pytest.raises(ConfigError, match=message):
+    placement.plan_placement(config(layout, engine, engines), [ClusterNode(gpus=gpus)])
 
 
 def test_in_turns_each_has_the_whole_budget():
@@ -283,7 +285,7 @@ def test_in_one_process_the_engine_sleeps_while_the_learner_learns(
     '--config.checkpoint.save_interval=0',
   )
   placed = '--config.cluster.placement=colocated(sleep=True)'
-  told = runs.record(tmp_path, *options, placed)
+  recorder = runs.record(tmp_path, *options, placed)
   assert caches == [None, None]
-  trained = [row for _, row in told.metrics if 'loss/total' in row]
+  trained = [row for _, row in recorder.metrics if 'loss/total' in row]
   assert len(trained) == 2 and all(row['reward/mean'] > 0 for row in trained)

@@ -1,4 +1,4 @@
-"""The memory that a plan foretells is the memory that a learner takes, on the CPU."""
+"""The memory that a plan predicts is the memory that a learner takes, on the CPU."""
 
 import functools
 import io
@@ -28,20 +28,19 @@ LINUX = pytest.mark.skipif(
 
 @pytest.mark.slow
 @LINUX
-def test_the_peak_is_foretold():
-  found = memory.measure('small')
-  assert found['foretold'] == pytest.approx(
-    found['measured'], rel=0.2
-  )  # small: threads' own memory counts
+def test_the_peak_of_a_small_learner_is_predicted_within_a_fifth():
+  result = memory.measure('small')  # the memory of threads counts here
+  assert result['predicted'] == pytest.approx(result['measured'], rel=0.2)
 
 
 @pytest.mark.slow
 @LINUX
-@pytest.mark.parametrize('case', memory.TABLE)
-def test_the_peak_of_a_gigabyte_of_state_is_foretold_within_a_tenth(case):
-  found = memory.measure(case)
-  assert found['state'] > 1e9
-  assert found['foretold'] == pytest.approx(found['measured'], rel=0.1)
+@pytest.mark.parametrize('case', [name for name in memory.TABLE if name != 'wide'])
+def test_the_peak_of_a_gigabyte_of_state_is_predicted_within_a_tenth(case):
+  """'abreast' measures the model of 'wide', two micro-batches of it at once."""
+  result = memory.measure(case)
+  assert result['state'] > 1e9
+  assert result['predicted'] == pytest.approx(result['measured'], rel=0.1)
 
 
 def planned(packing):
@@ -53,24 +52,24 @@ def planned(packing):
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-  told = functools.partial(built, temporaries=1e6)
-  monkeypatch.setattr(cost.compiled_program, 'compile_program', told)
+  stand_in = functools.partial(built, temporaries=1e6)
+  monkeypatch.setattr(cost.compiled_program, 'compile_program', stand_in)
 
 
 def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
-  ways = [planned(f'first_fit(tokens=64, num_parallel={n})')[-1] for n in (1, 2, 100)]
-  assert [one.num_parallel for one in ways] == [1, 2, 4]  # all four
+  costs = [planned(f'first_fit(tokens=64, num_parallel={n})')[-1] for n in (1, 2, 100)]
+  assert [one.num_parallel for one in costs] == [1, 2, 4]  # all four
   for part in ('gradients', 'temporaries'):
-    two, four = (found.memory[part] for found in ways[1:])
+    two, four = (one.memory[part] for one in costs[1:])
     assert four == 2 * two > 0
 
 
 def test_a_plan_tells_of_micro_batches_abreast(uncompiled):
   run, _, _ = planned('first_fit(tokens=64, num_parallel=2)')
-  made = plan_report.make_report(
+  report = plan_report.make_report(
     'small.py', run, targets.parse_target('cpu:1'), jax.devices()[:1]
   )
-  assert any('2 micro-batches' in line for line in plan_report.list_assumptions(made))
+  assert any('2 micro-batches' in line for line in plan_report.list_assumptions(report))
 
 
 async def compiled_by(run):
@@ -105,8 +104,8 @@ async def compiled_by(run):
   ],
 )
 async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):
-  run, engine, found = planned(f'{packing}, num_parallel={ways})')
-  counted = cost.count_programs(run, found, engine, plays=False)['learner']
+  run, engine, planned_cost = planned(f'{packing}, num_parallel={ways})')
+  counted = cost.count_programs(run, planned_cost, engine, plays=False)['learner']
   assert counted == await compiled_by(run)
 
 
@@ -114,11 +113,11 @@ async def test_programs_of_models_that_see_images_are_compiled_in_the_steps(
   uncompiled,
 ):
   run, target = small(SEES), targets.parse_target('cpu:1')
-  made = plan_report.make_report('small.py', run, target, jax.devices()[:1])
-  assert made.programs['learner'] == await compiled_by(run) == 0
+  report = plan_report.make_report('small.py', run, target, jax.devices()[:1])
+  assert report.programs['learner'] == await compiled_by(run) == 0
   out = io.StringIO()
-  plan_table.print_report(made, Console(file=out, width=300))
-  num_later = made.cost.programs_per_shape
+  plan_table.print_report(report, Console(file=out, width=300))
+  num_later = report.cost.programs_per_shape
   assert num_later > 0
   assert f' (0 of the learner, 5 of the engine), and {num_later} of' in out.getvalue()
 
@@ -135,11 +134,10 @@ STALE = (
 async def test_programs_for_stale_tokens_are_counted(uncompiled):
   run, target = small(*STALE), targets.parse_target('cpu:1')
   engine = engine_decode.plan_engine(run)
-  found = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
-  counted = cost.count_programs(run, found, engine, plays=False)['learner']
-  assert (
-    found.num_small_programs == 4
-  )  # of each length, the mismatch by age and the mask
+  planned_cost = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
+  counted = cost.count_programs(run, planned_cost, engine, plays=False)['learner']
+  # Of each length, the mismatch by age and the mask.
+  assert planned_cost.num_small_programs == 4
   assert counted == await compiled_by(run)
 
 
@@ -147,11 +145,12 @@ async def test_a_teachers_work_is_counted(uncompiled, tmp_path):
   folder(tmp_path / 'teacher', hidden_size=48)
   run = taught(f'--config.teacher.checkpoint={tmp_path / "teacher"}')
   engine, target = engine_decode.plan_engine(run), targets.parse_target('cpu:1')
-  found = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
-  assert found.programs['teacher'].flops > 0
-  counted = cost.count_programs(run, found, engine, plays=False)['learner']
+  planned_cost = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
+  assert planned_cost.programs['teacher'].flops > 0
+  counted = cost.count_programs(run, planned_cost, engine, plays=False)['learner']
   assert counted == await compiled_by(run)
-  step = cost.estimate_step(run, found, target, engine, None)
-  rows = step.runs['teacher'] * learner_of(run).teachers.chunk_rows
-  assert found.rows <= rows < found.rows + learner_of(run).teachers.chunk_rows
+  step = cost.estimate_step(run, planned_cost, target, engine, None)
+  chunk = learner_of(run).teachers.chunk_rows
+  rows = step.runs['teacher'] * chunk
+  assert planned_cost.rows <= rows < planned_cost.rows + chunk
   assert step.times['teacher'].compute > 0

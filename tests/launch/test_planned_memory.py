@@ -70,11 +70,11 @@ def merged():
 
   run, mesh = small(LORA), make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
   policy = run.policy()
-  own = run.settings, policy, mesh, DeviceThread('test'), None
+  arguments = run.settings, policy, mesh, DeviceThread('test'), None
   stage = learner_factory.PhaseSpec('train', run.num_rows, 1)
   params = jax.tree.map(filled, policy.params)
   return (
-    learner_factory.LocalLearnerFactory(*own)
+    learner_factory.LocalLearnerFactory(*arguments)
     .build_learner(stage, params)
     .merged_params()
   )
@@ -96,9 +96,9 @@ def test_engines_have_merged_weights_and_no_adapters(merged):
   run = small(LORA)
   engine = engine_decode.plan_engine(run)
   assert resident(run)["engine's weights"] == 2 * whole(merged)
-  told = cost.estimate_publish(run, targets.parse_target('cpu:1'), engine)
-  assert told.bytes == whole(merged)
-  assert told.description == 'inprocess, bfloat16 and float32'
+  estimate = cost.estimate_publish(run, targets.parse_target('cpu:1'), engine)
+  assert estimate.bytes == whole(merged)
+  assert estimate.description == 'inprocess, bfloat16 and float32'
   params = engine_decode.trace_decode(run, engine, jax.devices()[:1]).in_avals[0][0]
   assert whole(params) == whole(merged)
 
@@ -120,29 +120,32 @@ def test_publishing_may_be_what_takes_most(monkeypatch):
   monkeypatch.setattr(cost.compiled_program, 'compile_program', built)
   target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
   run = small(LORA)
-  found = cost.estimate_cost(
+  run_cost = cost.estimate_cost(
     run, target, devices, engine=engine_decode.plan_engine(run)
   )
-  assert found.phase == 'publish' and 'merge' in found.programs
+  assert run_cost.phase == 'publish' and 'merge' in run_cost.programs
   served = whole(planned_run.served_params(run, None))
-  assert found.memory['merged weights'] == served
-  assert found.memory['temporaries'] == served  # as the engine reads it, beside its own
-  count = cost.count_programs(run, found, engine_decode.plan_engine(run), plays=False)
+  assert run_cost.memory['merged weights'] == served
+  # As the engine reads it, beside its own.
+  assert run_cost.memory['temporaries'] == served
+  count = cost.count_programs(
+    run, run_cost, engine_decode.plan_engine(run), plays=False
+  )
   assert count == {'learner': 3}
-  told = plan_report.make_report('small.py', run, target, devices)
+  report = plan_report.make_report('small.py', run, target, devices)
   out = io.StringIO()
-  tables.print_report(told, Console(file=out, width=100))
+  tables.print_report(report, Console(file=out, width=100))
   assert 'in publishing' in ' '.join(out.getvalue().split())
   monkeypatch.setattr(
     cost.compiled_program, 'compile_program', functools.partial(built, temporaries=1e9)
   )
   for options in ((), (LORA,)):
     run = small(*options)
-    found = cost.estimate_cost(
+    run_cost = cost.estimate_cost(
       run, target, devices, engine=engine_decode.plan_engine(run)
     )
-    assert (found.phase == 'publish') == bool(options)
-    assert ('merge' in found.programs) == bool(options)
+    assert (run_cost.phase == 'publish') == bool(options)
+    assert ('merge' in run_cost.programs) == bool(options)
 
 
 def test_adapters_that_are_sent_are_not_merged_first(monkeypatch):
@@ -151,17 +154,19 @@ def test_adapters_that_are_sent_are_not_merged_first(monkeypatch):
   sent = LORA.replace(')', ", send='adapters')")
   run = small(sent, '--config.cluster.ray=true')
   engine = engine_decode.plan_engine(run)
-  found, learner = (
+  run_cost, learner = (
     cost.estimate_cost(run, target, devices, engine=engine),
     learner_of(run),
   )
-  assert 'merge' not in found.programs
+  assert 'merge' not in run_cost.programs
   assert publish_memory.publishing_memory(run, learner, None)['temporaries'] == whole(
     learner.params
   )
-  told = cost.estimate_publish(run, target, engine)
-  assert told.bytes == whole(lora.trainable_params(run.trained_shape, learner.params))
-  assert told.description == 'object_store, adapters in float32'
+  estimate = cost.estimate_publish(run, target, engine)
+  assert estimate.bytes == whole(
+    lora.trainable_params(run.trained_shape, learner.params)
+  )
+  assert estimate.description == 'object_store, adapters in float32'
 
 
 def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
@@ -171,11 +176,11 @@ def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
     '--config.batch.length_buckets=(8,16)',
   )
   target, engine = targets.parse_target('cpu:1'), engine_decode.plan_engine(run)
-  found = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
-  count = cost.count_programs(run, found, engine, plays=False)
-  assert found.num_parallel == 1 and count == {'learner': 2 * len(found.programs)}
-  assert len(made := learner_of(run).warmup_shapes) == 2
-  assert {shape.pack.num_parallel for shape in made} == {1}
+  run_cost = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
+  count = cost.count_programs(run, run_cost, engine, plays=False)
+  assert run_cost.num_parallel == 1 and count == {'learner': 2 * len(run_cost.programs)}
+  assert len(shapes := learner_of(run).warmup_shapes) == 2
+  assert {shape.pack.num_parallel for shape in shapes} == {1}
 
 
 @pytest.mark.parametrize(
@@ -198,8 +203,8 @@ def test_what_a_transport_copies_first(name, options, copied, monkeypatch):
   run = dataclasses.replace(
     run, settings=dataclasses.replace(run.settings, weight_sync=weight_sync)
   )
-  found = publish_memory.publishing_memory(run, learner, None)
-  assert found == {'gradients': 0.0, 'temporaries': copied(sizes)}
+  memory = publish_memory.publishing_memory(run, learner, None)
+  assert memory == {'gradients': 0.0, 'temporaries': copied(sizes)}
 
 
 def test_only_what_learns_has_gradients(monkeypatch):
@@ -209,14 +214,14 @@ def test_only_what_learns_has_gradients(monkeypatch):
   monkeypatch.setattr(cost.compiled_program, 'compile_program', build)
   run, target = small(LORA), targets.parse_target('cpu:1')
   engine, devices = engine_decode.plan_engine(run), jax.devices()[:1]
-  found = cost.estimate_cost(run, target, devices, engine=engine)
+  run_cost = cost.estimate_cost(run, target, devices, engine=engine)
   learner = learner_of(run)
   trained = whole(lora.trainable_params(learner.model.config, learner.params))
   assert 0 < trained < whole(learner.params) / 4
-  assert found.phase == 'train'
-  assert found.memory['optimizer state'] == 2 * trained + 4
-  assert found.memory['gradients'] == trained
-  assert found.memory['temporaries'] == 1e9 - trained
+  assert run_cost.phase == 'train'
+  assert run_cost.memory['optimizer state'] == 2 * trained + 4
+  assert run_cost.memory['gradients'] == trained
+  assert run_cost.memory['temporaries'] == 1e9 - trained
 
 
 @pytest.mark.parametrize('sync, copies', [('fixed', 0), ('trainer', 1)])
@@ -310,21 +315,21 @@ PACKED = 'first_fit(tokens=512, share_prefix=False)'
 
 def smaller(packing, **mesh):
   run = small(f'--config.batch.packing={packing}')
-  found = cost.RunCost(mesh, 16, 16, 16, 1, {}, {}, 1.0, 'train')
-  return run, suggestions.smaller_micro_batches(run, found)
+  run_cost = cost.RunCost(mesh, 16, 16, 16, 1, {}, {}, 1.0, 'train')
+  return run, suggestions.smaller_micro_batches(run, run_cost)
 
 
 def test_packed_micro_batches_shrink_by_tokens():
-  run, found = smaller(PACKED)
-  texts = [one['batch.packing'] for one in found]
+  run, changes = smaller(PACKED)
+  texts = [one['batch.packing'] for one in changes]
   sizes = [256, 128, 64, 32, 16]  # one of the longest sequences has 16
   assert texts == [f'first_fit(tokens={n}, share_prefix=False)' for n in sizes]
-  for overrides in (found[0], found[-1]):
+  for overrides in (changes[0], changes[-1]):
     shape = learner_of(
       suggestions.with_overrides(run, overrides)
     )._batch_builder.batch_shape(16)
     assert shape.pack is not None
-    assert shape.pack.rows * shape.pack.length == sizes[found.index(overrides)]
+    assert shape.pack.rows * shape.pack.length == sizes[changes.index(overrides)]
   assert len(smaller(PACKED, data=2, fsdp=2)[1]) == len(sizes) - 2
   assert smaller('first_fit(tokens=16)')[1] == []
   assert smaller('first_fit(tokens=128, length=64)')[1] == [
@@ -351,20 +356,24 @@ def test_a_change_can_be_given_to_a_shell():
 def test_candidates_of_packed_rows_hold_fewer_tokens():
   run, _ = smaller(PACKED)
   memory = {'parameters': 1.0, 'temporaries': 9.0, 'gradients': 1.0}
-  found = cost.RunCost({'data': 1}, 16, 16, 16, 1, {}, memory, 5.0, 'train')
+  run_cost = cost.RunCost({'data': 1}, 16, 16, 16, 1, {}, memory, 5.0, 'train')
   offered = list(
-    suggestions.candidate_changes(run, targets.parse_target('cpu:1'), found)
+    suggestions.candidate_changes(run, targets.parse_target('cpu:1'), run_cost)
   )
   tokens = [one.get('batch.packing') for one in offered]
   assert tokens == [
     None,
     *(f'first_fit(tokens={n}, share_prefix=False, num_parallel=1)' for n in (256, 16)),
   ]
-  found = dataclasses.replace(found, num_parallel=2)
-  first = next(suggestions.candidate_changes(run, targets.parse_target('cpu:1'), found))
+  run_cost = dataclasses.replace(run_cost, num_parallel=2)
+  first = next(
+    suggestions.candidate_changes(run, targets.parse_target('cpu:1'), run_cost)
+  )
   assert first == {
     'batch.packing': 'first_fit(tokens=512, share_prefix=False, num_parallel=1)'
   }
-  found = dataclasses.replace(found, num_parallel=1)
-  for one in suggestions.candidate_changes(run, targets.parse_target('v5e:1x1'), found):
+  run_cost = dataclasses.replace(run_cost, num_parallel=1)
+  for one in suggestions.candidate_changes(
+    run, targets.parse_target('v5e:1x1'), run_cost
+  ):
     assert 'num_parallel' not in one.get('batch.packing', '')

@@ -145,11 +145,11 @@ def test_collectives_count_a_loop_as_often_as_it_runs():
   x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=split)
   w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
   step = jax.jit(loop, out_shardings=split)
-  found = traffic.measure_traffic(step.trace(x, w).lower().compile().as_text())
-  sent = sum(one.bytes for one in found.collectives.values())
+  measured = traffic.measure_traffic(step.trace(x, w).lower().compile().as_text())
+  sent = sum(one.bytes for one in measured.collectives.values())
   once = 8 * 64 * 4 * 7 / 8
   assert 6 * once <= sent <= 2.1 * 6 * once
-  assert {one.count % 3 for one in found.collectives.values()} == {0}
+  assert {one.count % 3 for one in measured.collectives.values()} == {0}
 
 
 def test_memory_traffic_of_a_stack_is_its_slices():
@@ -160,11 +160,11 @@ def test_memory_traffic_of_a_stack_is_its_slices():
 
   x = jax.ShapeDtypeStruct((4, 256), jnp.float32)
   stack = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32)
-  found = traffic.measure_traffic(
+  measured = traffic.measure_traffic(
     jax.jit(run).trace(x, stack).lower().compile().as_text()
   )
   whole = 16 * 256 * 256 * 4
-  assert whole <= found.memory <= 4 * whole
+  assert whole <= measured.memory <= 4 * whole
 
 
 @pytest.mark.parametrize(
@@ -254,14 +254,14 @@ def test_the_nearest_change_is_compiled_and_fits():
   limit = (less.total + whole.total) / 2
   chip = targets.dataclasses.replace(target.chip, memory=limit)
   tight = targets.dataclasses.replace(target, chip=chip)
-  told = plan_report.make_report('small.py', run, tight, devices)
-  assert not told.cost.fits
-  assert told.suggestion is not None and told.suggestion.overrides
-  assert told.suggestion.total <= limit
+  report = plan_report.make_report('small.py', run, tight, devices)
+  assert not report.cost.fits
+  assert report.suggestion is not None and report.suggestion.overrides
+  assert report.suggestion.total <= limit
   out = io.StringIO()
-  plan_table.print_report(told, Console(file=out, width=100))
+  plan_table.print_report(report, Console(file=out, width=100))
   assert 'does not fit' in out.getvalue()
-  assert str(told.suggestion) in out.getvalue()
+  assert str(report.suggestion) in out.getvalue()
 
 
 def test_the_command_line(tmp_path, capsys):
@@ -345,19 +345,21 @@ def test_the_learner_has_the_share_that_the_run_will_give_it(
   machine, options, learner, engine
 ):
   target = targets.parse_target(machine)
-  found = device_budget.memory_budget(small(*options).settings, target)
-  assert found.limit == pytest.approx(learner * target.chip.memory)
-  assert found.engine == pytest.approx(engine * target.chip.memory)
+  budget = device_budget.memory_budget(small(*options).settings, target)
+  assert budget.limit == pytest.approx(learner * target.chip.memory)
+  assert budget.engine == pytest.approx(engine * target.chip.memory)
 
 
 def test_engines_on_the_learners_devices_take_turns_with_it():
   ahead = (RAY, '--config.rollout.async_ratio=1')
   for machine, together in (('h200:1', False), ('h200:8', True)):
     run, target = small(*ahead), targets.parse_target(machine)
-    found = cost.RunCost(
+    run_cost = cost.RunCost(
       {}, 16, 16, 16, 1, {'train': plain_program()}, {}, 1.0, 'train'
     )
-    step = cost.estimate_step(run, found, target, engine_decode.plan_engine(run), None)
+    step = cost.estimate_step(
+      run, run_cost, target, engine_decode.plan_engine(run), None
+    )
     assert step.overlapped == together
 
 

@@ -36,9 +36,9 @@ class Manager:
 
   async def make_decision(self, cache):
     tokens = np.array([4 + len(cache.turns), 6], np.int32)
-    said = Completion(tokens, np.float32([-1, -2]), np.int32([7, 7]), 'stop')
-    cache.append_response(said)
-    return said
+    completion = Completion(tokens, np.float32([-1, -2]), np.int32([7, 7]), 'stop')
+    cache.append_response(completion)
+    return completion
 
   async def step(self, cache, completion):
     cache.turns[-1].reward = 0.5
@@ -152,5 +152,5 @@ def test_a_fresh_model_and_an_exported_one_play(name, tmp_path, capsys):
   runs.record(tmp_path, *short, config=f'{runs.ROOT}/configs/{name}.py')
   capsys.readouterr()
   assert main([config, f'--config.model.checkpoint={tmp_path}/export']) == 0
-  said = capsys.readouterr().out
-  assert 'Ended by' in said and 'mask 1' in said
+  output = capsys.readouterr().out
+  assert 'Ended by' in output and 'mask 1' in output

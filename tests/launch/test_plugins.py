@@ -59,9 +59,9 @@ def test_a_plugin_that_fails_to_import_stops_the_run(folder, tmp_path):
   (folder / 'broken.py').write_text('import math\nlimit = math.sqrt(-1)\n')
   workdir = tmp_path / 'run'
   option = f'--config.plugins={folder}'
-  said = runs.run(workdir, option, config=runs.DEBUG, status=2)
-  assert f'File "{folder}/broken.py", line 2' in said
-  assert 'ValueError' in said and 'Traceback' in said
+  output = runs.run(workdir, option, config=runs.DEBUG, status=2)
+  assert f'File "{folder}/broken.py", line 2' in output
+  assert 'ValueError' in output and 'Traceback' in output
   assert not workdir.exists()
 
 
@@ -128,8 +128,8 @@ def lab(tmp_path_factory):
 
 
 def test_every_kind_is_recognised(lab):
-  found = plugins.read(str(lab)).names
-  assert {kind: set(names) for kind, names in found.items()} == {
+  names_by_kind = plugins.read(str(lab)).names
+  assert {kind: set(names) for kind, names in names_by_kind.items()} == {
     'engine': {'DiceEngine'},
     'env': {'EchoEnv'},
     'grader': {'short', 'Even'},
@@ -142,7 +142,7 @@ def test_every_kind_is_recognised(lab):
     'curriculum': {'Backwards'},
     'model_family': {'QWEN4', 'WINDOWED'},
   }
-  assert found['engine'] == {'DiceEngine': f'{lab}/dice_engine.py:DiceEngine'}
+  assert names_by_kind['engine'] == {'DiceEngine': f'{lab}/dice_engine.py:DiceEngine'}
 
 
 @pytest.mark.parametrize('kind', KINDS, ids=lambda kind: kind.name)

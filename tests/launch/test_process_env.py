@@ -116,7 +116,7 @@ def test_a_full_disk_is_told_once_and_leaves_no_entry(cached, caplog):
   process_env.guard_compilation_cache()
   with warnings.catch_warnings(), full_disk(100):
     warnings.simplefilter('error')
-    found = [float(jax.jit(lambda x, n=n: x * 3 + n)(2.0)) for n in range(3)]
-  assert found == [6, 7, 8] and not list(cached.glob('*-cache'))
+    outputs = [float(jax.jit(lambda x, n=n: x * 3 + n)(2.0)) for n in range(3)]
+  assert outputs == [6, 7, 8] and not list(cached.glob('*-cache'))
   (line,) = caplog.messages
   assert line.startswith('compiled programs are not cached: ') and 'too large' in line

@@ -34,12 +34,12 @@ def test_an_old_key_on_the_command_line(pattern):
   key = an_old_key(pattern)
   with pytest.raises(ConfigError) as caught:
     load(f'--config.{key}=1')
-  told = re.fullmatch(
+  match = re.fullmatch(
     rf'{re.escape(key)} is now ([\w.]+): write --config\.\1=.*1.*', str(caught.value)
   )
-  assert told, str(caught.value)
+  assert match, str(caught.value)
   if '.env_config.' not in key:
-    assert told[1] in set(command_line.dotted_keys(load()))
+    assert match[1] in set(command_line.dotted_keys(load()))
 
 
 @pytest.mark.parametrize('key', renamed_keys.REMOVED_KEYS)
@@ -102,9 +102,9 @@ def test_an_old_key_in_a_config_file(tmp_path, line, wanted):
   )
   with pytest.raises(ConfigError) as caught:
     load(config=file)
-  said = str(caught.value)
-  assert f' is now {wanted}: write --config.{wanted}=' in said
-  assert said.startswith(str(file)) and '\n' not in said
+  error = str(caught.value)
+  assert f' is now {wanted}: write --config.{wanted}=' in error
+  assert error.startswith(str(file)) and '\n' not in error
 
 
 def test_an_option_of_a_builder_is_no_old_key(tmp_path):
@@ -132,15 +132,15 @@ def test_old_keys_in_the_folder_of_a_run(tmp_path):
   (tmp_path / 'config.json').write_text(record)
   with pytest.raises(ConfigError) as caught:
     Workdir(tmp_path, load().to_dict())
-  said = str(caught.value)
+  error = str(caught.value)
   for words in (
     'rollout.num_slots is now rollout.max_num_seqs',
     'model.random.num_layers is now model.random',
     'mesh.fsdp is now mesh',
     'Name another --workdir',
   ):
-    assert words in said
-  assert 'temperature' not in said
+    assert words in error
+  assert 'temperature' not in error
   assert (tmp_path / 'config.json').read_text() == record
 
 

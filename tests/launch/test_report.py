@@ -250,14 +250,14 @@ def test_a_reason_that_ended_nothing_counts_as_none():
     {'phase': 'rl', 'step': 1, 'loss/total': 0.1},
     {'phase': 'rl', 'step': 9, 'eval/a/mean': 0.5, 'eval/a/stop/max_steps': 1.0},
   ]
-  found = {
+  curves = {
     reason: [
       (s.step, s.value) for s in evaluations.evaluation_scores(rows, f'eval/a/{reason}')
     ]
     for reason in ('stop/finish', 'stop/max_steps')
   }
-  assert found['stop/finish'] == [(0, 1.0), (9, 0.0)]
-  assert found['stop/max_steps'] == [(0, 0.0), (9, 1.0)]
+  assert curves['stop/finish'] == [(0, 1.0), (9, 0.0)]
+  assert curves['stop/max_steps'] == [(0, 0.0), (9, 1.0)]
 
 
 def test_size_stays_bounded():
@@ -324,8 +324,8 @@ def test_evaluations_have_their_own_samples(tmp_path):
     writers.write(step, {'reward/mean': 0.5})
   writers.close()
   shown = island((tmp_path / 'report.html').read_text())['snapshots']
-  found = [(s['series'], s['step']) for s in shown]
-  assert sorted(found) == [
+  labels = [(s['series'], s['step']) for s in shown]
+  assert sorted(labels) == [
     *(('evaluation', step) for step in (0, 2, 4)),
     *(('training', step) for step in range(4)),
   ]
@@ -375,9 +375,9 @@ def test_a_long_run_keeps_few_rows_and_counts_all(tmp_path):
       file.write(json.dumps(row) + '\n')
   history = MetricHistory(path)
   history.update()
-  found = [row['step'] for row in history.rows()]
-  assert found == sorted(set(found)) and len(found) <= 2 * (MAX_ROWS + 1) + 1
-  assert found[0] == 0 and found[-3:] == [19_997, 19_998, 19_999]
+  steps = [row['step'] for row in history.rows()]
+  assert steps == sorted(set(steps)) and len(steps) <= 2 * (MAX_ROWS + 1) + 1
+  assert steps[0] == 0 and steps[-3:] == [19_997, 19_998, 19_999]
   assert history.num_rows() == 20_000 and history.num_trained() == {'rl': 20_000}
   page = island(write_report(tmp_path, 'running', history).read_text())
   assert page['tiles'][-1]['label'] == 'for 20000 steps'

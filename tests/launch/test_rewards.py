@@ -57,8 +57,8 @@ def served(answer):
     def do_POST(self):
       body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
       seen.append((self.path, body))
-      said = {'choices': [{'message': {'content': answer(body)}}]}
-      text = json.dumps(said).encode()
+      reply = {'choices': [{'message': {'content': answer(body)}}]}
+      text = json.dumps(reply).encode()
       self.send_response(200)
       self.send_header('Content-Length', str(len(text)))
       self.end_headers()
@@ -78,8 +78,8 @@ def served(answer):
     server.server_close()
 
 
-def learned(told):
-  return [row for _, row in told.metrics if 'loss/total' in row]
+def learned(recorder):
+  return [row for _, row in recorder.metrics if 'loss/total' in row]
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def test_a_run_with_judges_and_a_reward_model(folders, tmp_path):
       ' template="{reply}", otherwise=.25, weight=.1, max_length=256)'
       f' + reward_model(checkpoint="{scorer}", sigmoid=True, weight=.1)'
     )
-    told = runs.record(tmp_path, *TINY, f'--config.rollout.rewards={spec}')
-  rows = learned(told)
+    recorder = runs.record(tmp_path, *TINY, f'--config.rollout.rewards={spec}')
+  rows = learned(recorder)
   assert len(rows) == 2
   for row in rows:
     assert 0 < row['reward/judge'] < 1 and row['reward/judge/faults'] == 0
@@ -107,7 +107,7 @@ def test_a_run_with_judges_and_a_reward_model(folders, tmp_path):
   assert {path for path, _ in seen} == {'/v1/chat/completions'}
   seeds = {body['seed'] for _, body in seen}
   assert len(seeds) == len(seen) - 2  # two tasks are evaluated twice, and alike
-  evals = [m for _, m in told.metrics if any('eval/' in name for name in m)]
+  evals = [m for _, m in recorder.metrics if any('eval/' in name for name in m)]
   names = {name for m in evals for name in m}
   assert any(name.endswith('/reward/judge') for name in names)
   assert any(name.endswith('/reward/reward_model') for name in names)
@@ -116,20 +116,20 @@ def test_a_run_with_judges_and_a_reward_model(folders, tmp_path):
 def test_a_judge_no_one_can_read_stops_the_run_with_its_reason(folders, tmp_path):
   spec = f'judge(checkpoint="{folders[0]}", max_tokens=2, max_length=512)'
   options = ('--config.rollout.max_consecutive_drops=2', '--config.eval.interval=0')
-  said = refused_while_playing(tmp_path, *options, f'--config.rollout.rewards={spec}')
-  assert 'reward_failed: judge: 0 of 1 votes count; no verdict in' in said
+  error = refused_while_playing(tmp_path, *options, f'--config.rollout.rewards={spec}')
+  assert 'reward_failed: judge: 0 of 1 votes count; no verdict in' in error
 
 
 async def test_half_precision_is_near(folders):
-  said = [{'role': 'user', 'content': 'What is 1 + 2?'}]
-  found = {}
+  messages = [{'role': 'user', 'content': 'What is 1 + 2?'}]
+  scores = {}
   for dtype in ('float32', 'bfloat16'):
     device_thread = DeviceThread()
-    made = reward_terms.RewardModelEngine(str(folders[1]), device_thread, dtype=dtype)
-    found[dtype] = await made.score(said)
+    engine = reward_terms.RewardModelEngine(str(folders[1]), device_thread, dtype=dtype)
+    scores[dtype] = await engine.score(messages)
     device_thread.close()
-  assert found['bfloat16'] != found['float32']
-  assert found['bfloat16'] == pytest.approx(found['float32'], rel=0.05)
+  assert scores['bfloat16'] != scores['float32']
+  assert scores['bfloat16'] == pytest.approx(scores['float32'], rel=0.05)
 
 
 def refused_while_playing(workdir, *options):
@@ -160,8 +160,8 @@ def refused_while_playing(workdir, *options):
   ],
 )
 def test_what_cannot_be_is_said_before_any_work(spec, message, tmp_path, capsys):
-  said = refused(tmp_path, capsys, f'--config.rollout.rewards={spec}')
-  assert message in said
+  error = refused(tmp_path, capsys, f'--config.rollout.rewards={spec}')
+  assert message in error
 
 
 def test_runs_that_play_nothing_are_refused():

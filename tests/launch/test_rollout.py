@@ -32,8 +32,8 @@ def dumped(folder):
 def test_a_data_set_to_its_end_and_again(tmp_path, capsys):
   options = argv(tmp_path, '--group_size=2', '--part_size=8')
   assert rollout.main(options) == 0
-  said = capsys.readouterr().out
-  assert 'rollout 24/24  score 0.' in said and 'Finished.' in said
+  output = capsys.readouterr().out
+  assert 'rollout 24/24  score 0.' in output and 'Finished.' in output
   files = sorted(path.name for path in (tmp_path / 'trajectories').iterdir())
   assert files == [f'train-arithmetic-0000{i}.jsonl' for i in (0, 1)]
   rows = dumped(tmp_path)
@@ -46,15 +46,15 @@ def test_a_data_set_to_its_end_and_again(tmp_path, capsys):
     assert (r['mode'], r['model_name'], r['turn']) == ('train', 'random', 0)
   assert len({r['save_content'] for r in rows}) == 24
   assert rollout.main(options) == 0
-  said = capsys.readouterr().out
-  assert '24 of them played before' in said and '0 of them just now' in said
+  output = capsys.readouterr().out
+  assert '24 of them played before' in output and '0 of them just now' in output
   assert dumped(tmp_path) == rows
   assert rollout.main([*options[:-2], '--group_size=3']) == 2
   assert 'holds a run with another config' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-  'options, said',
+  'options, message',
   [
     (
       ['--config.trajectory_dump.columns=[["task_id","bigint"]]'],
@@ -83,9 +83,9 @@ def test_a_data_set_to_its_end_and_again(tmp_path, capsys):
     ),
   ],
 )
-def test_what_is_wrong_is_told_before_any_episode(options, said, tmp_path, capsys):
+def test_what_is_wrong_is_told_before_any_episode(options, message, tmp_path, capsys):
   assert rollout.main(argv(tmp_path, *options)) == 2
-  assert said in capsys.readouterr().err
+  assert message in capsys.readouterr().err
   assert not (tmp_path / 'model').exists()
 
 
@@ -168,18 +168,18 @@ async def test_a_queue_goes_on_with_what_is_left(played, total):
   size = total or 20
   queue = GroupQueue(num_groups=-1, num_env_groups=3, total=total, in_order=False)
   queue.load_state_dict(dataset_rollout.remaining_tasks_state(played, 3, total))
-  found = []
+  leased = []
   for group_id in range(3):
     while lease := await queue.get_episode_id(group_id, 0):
       number = group_id + lease.episode_id
       rows = [row(number)] if number < size else None
-      found += [number] if rows else []
+      leased += [number] if rows else []
       await queue.put(group_id, lease.episode_id, 0, rows, 0)
-  assert sorted(found) == [i for i in range(size) if i not in played]
+  assert sorted(leased) == [i for i in range(size) if i not in played]
   taken = []
   while groups := await queue.get_batch(1):
     taken += [group[0].group_id for group in groups]
-  assert sorted(taken) == sorted(found)
+  assert sorted(taken) == sorted(leased)
 
 
 def test_attempts_that_failed_score_nothing_and_all_have_a_name():
@@ -225,9 +225,9 @@ def test_killed_at_any_moment_every_item_is_there_once(tmp_path):
     process.communicate()
     assert kept()[1] < size / 4
   process = start()
-  said, _ = process.communicate(timeout=240)
-  assert process.returncode == 0, said
-  assert 'of them played before' in said
+  output, _ = process.communicate(timeout=240)
+  assert process.returncode == 0, output
+  assert 'of them played before' in output
   counts = collections.Counter(r['task_idx'] for r in dumped(tmp_path))
   assert counts == dict.fromkeys(range(size), 1)
   assert len({r['trajectory_id'] for r in dumped(tmp_path)}) == size

@@ -33,9 +33,9 @@ def lake(tmp_path_factory):
   return str(path)
 
 
-def sound(told, steps=3, warm=2):
+def sound(recorder, steps=3, warm=2):
   """Every step has finite numbers, and nothing compiles after the second."""
-  trained = [(step, row) for step, row in told.metrics if 'loss/total' in row]
+  trained = [(step, row) for step, row in recorder.metrics if 'loss/total' in row]
   assert [step for step, _ in trained] == list(range(steps))
   for step, row in trained:
     assert all(value is not None for value in row.values()), row
@@ -44,12 +44,12 @@ def sound(told, steps=3, warm=2):
   return trained
 
 
-def trained_on(told):
-  return [groups for _, kind, groups, _ in told.played if kind == 'train']
+def trained_on(recorder):
+  return [groups for _, kind, groups, _ in recorder.played if kind == 'train']
 
 
 def test_a_run_from_start_to_end(tmp_path, capsys):
-  said = runs.run(
+  output = runs.run(
     tmp_path,
     '--config.num_steps=4',
     '--config.logging.sinks=report',
@@ -61,9 +61,9 @@ def test_a_run_from_start_to_end(tmp_path, capsys):
     *(f'train-arithmetic-step{step:06d}.jsonl' for step in range(4)),
     *(f'val-arithmetic-step{step:06d}.jsonl' for step in (0, 3, 4)),
   ]
-  assert 'train 4/4' in said and 'train 5/4' not in said
+  assert 'train 4/4' in output and 'train 5/4' not in output
   for words in ('Finished.', 'report.html', 'watch it play', 'train on', 'launch.play'):
-    assert words in said
+    assert words in output
   rows = runs.rows(tmp_path)
   assert [row['step'] for row in rows] == [0, 1, 2, 3, 4]
   scored = [row['step'] for row in rows if 'eval/arithmetic/mean' in row]
@@ -83,23 +83,23 @@ def test_a_run_from_start_to_end(tmp_path, capsys):
 
 
 def test_advantages_belong_to_their_trajectories(tmp_path):
-  told = runs.record(tmp_path, *QUICK, '--config.num_steps=2')
+  recorder = runs.record(tmp_path, *QUICK, '--config.num_steps=2')
   seen = 0.0
-  for _, _, groups, advantages in told.played:
-    found = iter(np.asarray(advantages))
+  for _, _, groups, advantages in recorder.played:
+    rows_of_advantages = iter(np.asarray(advantages))
     for group in groups:
       mean = np.mean([row.score for row in group])
-      for row, values in zip(group, found, strict=False):
+      for row, values in zip(group, rows_of_advantages, strict=False):
         assert not values[len(row.tokens) :].any()
-        given = values[: len(row.tokens)][row.action_mask]
-        assert (np.sign(given) == np.sign(row.score - mean)).all()
-        seen += abs(given).sum()
+        action_advantages = values[: len(row.tokens)][row.action_mask]
+        assert (np.sign(action_advantages) == np.sign(row.score - mean)).all()
+        seen += abs(action_advantages).sum()
   assert seen > 0
 
 
 @pytest.mark.slow
 def test_a_critic_two_environments_and_all_that_is_in_parts(tmp_path, lake):
-  told = runs.record(
+  recorder = runs.record(
     tmp_path,
     *QUICK,
     '--config.algorithm.group_size=4',
@@ -109,9 +109,9 @@ def test_a_critic_two_environments_and_all_that_is_in_parts(tmp_path, lake):
     '--config.batch.ppo_epochs=2',
     config=f'{lake}:ppo',
   )
-  for _, row in sound(told):
+  for _, row in sound(recorder):
     assert row['loss/value'] > 0 and 'kl/penalty' in row
-  for groups in trained_on(told):
+  for groups in trained_on(recorder):
     assert [group[0].tag for group in groups] == ['arithmetic', 'lake']
     assert any(row.turn > 0 for row in groups[1])  # single steps of an episode
 
@@ -132,30 +132,34 @@ CASES = {
 @pytest.mark.parametrize('case', CASES)
 def test_algorithms_and_parts(tmp_path, case):
   algorithm, options = CASES[case]
-  told = runs.record(tmp_path, *QUICK, *options, config=f'{runs.VARIED}:{algorithm}')
-  sound(told)
+  recorder = runs.record(
+    tmp_path, *QUICK, *options, config=f'{runs.VARIED}:{algorithm}'
+  )
+  sound(recorder)
 
 
 def test_a_reference_and_a_filter(tmp_path):
   """Groups of one score are replaced by others."""
-  told = runs.record(
+  recorder = runs.record(
     tmp_path,
     *QUICK,
     '--config.algorithm.kl_coef=0.1',
     '--config.rollout.group_filter=reward_std()',
   )
-  for step, row in sound(told):
+  for step, row in sound(recorder):
     assert row['kl/reference'] > 0 or step == 0
-  for groups in trained_on(told):
+  for groups in trained_on(recorder):
     assert all(np.std([row.score for row in group]) > 0 for group in groups)
 
 
 @pytest.mark.slow
 def test_supervised_learning_as_the_main_thing(tmp_path):
-  told = runs.record(tmp_path, '--config.sft.num_steps=0', config=f'{runs.VARIED}:sft')
-  rows = sound(told)
+  recorder = runs.record(
+    tmp_path, '--config.sft.num_steps=0', config=f'{runs.VARIED}:sft'
+  )
+  rows = sound(recorder)
   assert rows[-1][1]['loss/total'] < rows[0][1]['loss/total']
-  assert [step for step, row in told.metrics if 'eval/arithmetic/mean' in row] == [
+  assert [step for step, row in recorder.metrics if 'eval/arithmetic/mean' in row] == [
     0,
     2,
     3,
@@ -165,8 +169,8 @@ def test_supervised_learning_as_the_main_thing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('ratio', [1.0, 0.5])
 def test_rollouts_may_run_ahead(tmp_path, ratio):
-  told = runs.record(
+  recorder = runs.record(
     tmp_path, *QUICK, f'--config.rollout.async_ratio={ratio}', '--config.num_steps=6'
   )
-  stale = [row['staleness/max'] for _, row in sound(told, 6)]
+  stale = [row['staleness/max'] for _, row in sound(recorder, 6)]
   assert 0 < max(stale) <= 1

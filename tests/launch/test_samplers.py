@@ -37,12 +37,12 @@ TWO_TAGS = str(pathlib.Path(__file__).with_name('two_tags.py'))
 
 def record(workdir, algorithm, sampler, *options, config=runs.VARIED):
   options = (*TINY, f'--config.algorithm.sampler={sampler}', *options)
-  told = runs.record(workdir, *options, config=f'{config}:{algorithm}')
-  rows = [row for _, row in told.metrics]
+  recorder = runs.record(workdir, *options, config=f'{config}:{algorithm}')
+  rows = [row for _, row in recorder.metrics]
   assert len(rows) == 4
   assert all(np.isfinite(row['loss/total']) for row in rows)
   assert sum(row['compile/programs'] for row in rows[1:]) == 0
-  return rows, [groups for _, _, groups, _ in told.played]
+  return rows, [groups for _, _, groups, _ in recorder.played]
 
 
 def column(rows, name):
@@ -68,10 +68,10 @@ def test_mixed_has_experts_in_every_step(tmp_path):
   for groups in played:
     assert [len(group) for group in groups] == [8] + [1] * 8
     assert all(row.is_expert for (row,) in groups[1:])
-  asked = [
+  questions = [
     group[0].messages[-2]['content'] for groups in played for group in groups[1:]
   ]
-  assert len(set(asked)) > 16
+  assert len(set(questions)) > 16
   assert rows[-1]['queue/taken'] == rows[-1]['queue/leased'] / 8 == 4
 
 
@@ -139,9 +139,9 @@ def test_one_sampler_serves_all_tags(tmp_path):
   ],
 )
 def test_what_does_not_fit_is_told_before_work(tmp_path, spec, options, message):
-  given = [f'--config.algorithm.{option}' for option in options]
+  flags = [f'--config.algorithm.{option}' for option in options]
   with pytest.raises(ConfigError, match=message):
-    runs.record(tmp_path, *TINY, *given, config=f'{runs.VARIED}:{spec}')
+    runs.record(tmp_path, *TINY, *flags, config=f'{runs.VARIED}:{spec}')
 
 
 def test_every_tag_needs_a_group(tmp_path):

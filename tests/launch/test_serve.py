@@ -29,7 +29,7 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'options, said',
+  'options, message',
   [
     ((), 'no model to serve'),
     (('--checkpoint=nowhere',), 'error: --checkpoint=nowhere: no model in'),
@@ -41,12 +41,12 @@ def checkpoint(tmp_path):
     (('--checkpoint=x', '--config.cluster.num_engines=2'), 'cluster.num_engines=2'),
   ],
 )
-def test_what_cannot_be_served(options, said, capsys, monkeypatch):
+def test_what_cannot_be_served(options, message, capsys, monkeypatch):
   pytest.importorskip('aiohttp')
   monkeypatch.delenv(serve.API_KEY_ENV, raising=False)
   assert serve.main([*SMALL, *options]) == 2
   error = capsys.readouterr().err
-  assert error.startswith('error: ') and error.count('\n') == 1 and said in error
+  assert error.startswith('error: ') and error.count('\n') == 1 and message in error
 
 
 def ask(url, key, body):
@@ -54,8 +54,8 @@ def ask(url, key, body):
   request = urllib.request.Request(
     f'{url}/chat/completions', json.dumps(body).encode(), headers
   )
-  with urllib.request.urlopen(request, timeout=120) as found:
-    return json.load(found)
+  with urllib.request.urlopen(request, timeout=120) as response:
+    return json.load(response)
 
 
 RAY = ('--config.cluster.ray=true', '--config.cluster.num_engines=2')

@@ -15,8 +15,8 @@ from launch.trainer import TrainPhase
 class Memory:
   """The parts of a run, each of which fails when another holds what it needs."""
 
-  def __init__(self, told):
-    self.told, self.cache, self.resting, self.step = told, False, False, 0
+  def __init__(self, events):
+    self.told, self.cache, self.resting, self.step = events, False, False, 0
     self.params, self.advantages, self.version = 'params', None, None
     self.old_logprobs = None
 
@@ -87,8 +87,8 @@ class Memory:
     return {}
 
 
-def phase(told, every):
-  parts = Memory(told)
+def phase(events, every):
+  parts = Memory(events)
   config = base.get_config()
   config.env.math = base.env_section('math')
   config.cluster.update(ray=True, placement='colocated(sleep=True)')
@@ -131,13 +131,13 @@ def phase(told, every):
 @pytest.mark.asyncio
 @pytest.mark.parametrize('every', [0, 3])
 async def test_nobody_has_memory_that_another_needs(every):
-  told = []
-  parts, made = phase(told, every)
-  assert await loop.train(parts, made, made.hooks(), num_steps=3)
+  events = []
+  parts, train_phase = phase(events, every)
+  assert await loop.train(parts, train_phase, train_phase.hooks(), num_steps=3)
   look = ['evaluate'] if every else []
   round_ = lambda n: [f'play {n}', 'sleep', 'wake', f'update {n}', 'save']  # noqa: E731
   hand_over = lambda n: [f'publish {n}', 'rest', 'resume']  # noqa: E731
   wanted = [*hand_over(0), 'warmup', *look]
   for step in range(3):
     wanted += round_(step) + hand_over(step + 1)
-  assert told == [*wanted, *look, 'save']
+  assert events == [*wanted, *look, 'save']

@@ -39,13 +39,13 @@ def test_spans_are_kept_only_while_they_are_collected():
   spans.record('learner', 'a', 'first', 0.0, 1.0, step=3)
   with spans.span('engine', 'b', 'second', detail='more'):
     pass
-  found = spans.stop()
+  collected = spans.stop()
   spans.record('learner', 'a', 'lost', 0.0, 1.0)
-  assert [(s.part, s.name, s.step, s.detail) for s in found] == [
+  assert [(s.part, s.name, s.step, s.detail) for s in collected] == [
     ('learner', 'first', 3, ''),
     ('engine', 'second', None, 'more'),
   ]
-  assert found[1].end >= found[1].start and spans.stop() == []
+  assert collected[1].end >= collected[1].start and spans.stop() == []
 
 
 def process(*recorded, actor='', host='a', offset=0.0, profile=None):
@@ -81,8 +81,8 @@ def test_an_engines_spans_count_in_the_step_whose_report_follows(tmp_path):
     ],
   )
   path = tmp_path / 'x.json.gz'
-  found = events_of(trace, path)
-  assert found == [
+  events = events_of(trace, path)
+  assert events == [
     ('trainer', 'step', 0.4e6, {'step': 5}),
     ('engine 1', 'decode', 0.0, {'step': 5}),  # nothing is before 0
     ('engine 1', 'decode', 11.4e6, {'step': 6}),
@@ -101,13 +101,13 @@ def test_a_profile_is_moved_to_the_time_of_the_trace(tmp_path):
     {},
   ]
   data = gzip.compress(json.dumps({'traceEvents': events}).encode())
-  found = events_of(
+  profile_events = events_of(
     StepTrace(
       range(1), (10.0, 20.0), [], {}, [process(profile=Profile(data, clock_time=11.0))]
     ),
     tmp_path / 'x.json.gz',
   )
-  assert found == [('JAX: /host:CPU', 'dot', 1e6 + 200, {})]
+  assert profile_events == [('JAX: /host:CPU', 'dot', 1e6 + 200, {})]
 
 
 async def test_steps_are_traced_from_first_to_last(tmp_path):
@@ -174,8 +174,8 @@ def check_trace(workdir, steps):
   names -= {'time/wall'}
   assert {'time/step', 'time/learn', 'time/decode', 'time/publish'} <= names
   for name in names:
-    told = sum(row.get(name, 0.0) for row in rows)
-    assert sums[name] == pytest.approx(told, rel=0.02), name
+    total = sum(row.get(name, 0.0) for row in rows)
+    assert sums[name] == pytest.approx(total, rel=0.02), name
   events = trace['traceEvents']
   tracks = [e['args']['name'] for e in events if e['name'] == 'process_name']
   lanes = {e['args']['name'] for e in events if e['name'] == 'thread_name'}

@@ -30,9 +30,9 @@ def swept(run, target, most):
   )
 
 
-def shown(found):
+def shown(mesh_sweep):
   out = io.StringIO()
-  plan_table.print_sweep(found, Console(file=out, width=100))
+  plan_table.print_sweep(mesh_sweep, Console(file=out, width=100))
   return ' '.join(out.getvalue().split())
 
 
@@ -44,14 +44,14 @@ def compiled(run, mesh, limit):
 
 def test_what_was_left_out_is_told():
   run, target = small(), targets.parse_target('cpu:2')
-  found = swept(run, target, 1)
-  assert len(found.entries) == 1
-  assert len(found.entries) + len(found.skipped) == len(
+  mesh_sweep = swept(run, target, 1)
+  assert len(mesh_sweep.entries) == 1
+  assert len(mesh_sweep.entries) + len(mesh_sweep.skipped) == len(
     list(sweep.candidate_meshes(run, target))
   )
-  (told,) = found.to_json()['entries']
-  assert told['fits'] and told['total'] == found.entries[0].cost.total
-  assert 'not compiled' in shown(found)
+  (entry,) = mesh_sweep.to_json()['entries']
+  assert entry['fits'] and entry['total'] == mesh_sweep.entries[0].cost.total
+  assert 'not compiled' in shown(mesh_sweep)
 
 
 @pytest.mark.parametrize('axis', ['context', 'expert'])
@@ -74,8 +74,8 @@ def test_experts_are_shared_out_where_there_are_some():
   )
   assert {tuple(mesh) for mesh in dense} == {('data', 'fsdp', 'tensor')}
   assert {mesh['expert'] for mesh in sparse} == {1, 2, 4}
-  for found, count in ((dense, 6), (sparse, 10)):
-    assert len(found) == count and all(math.prod(x.values()) == 4 for x in found)
+  for meshes, count in ((dense, 6), (sparse, 10)):
+    assert len(meshes) == count and all(math.prod(x.values()) == 4 for x in meshes)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_what_holds_less_than_what_does_not_fit_is_next(monkeypatch):
   distinct = sorted(set(holds), reverse=True)
   assert len(distinct) < len(holds)
   limit = distinct[2]
-  found = swept(run, target, 4)
-  assert tried[:3] == distinct[:3] and found.entries[0].cost.fits
+  mesh_sweep = swept(run, target, 4)
+  assert tried[:3] == distinct[:3] and mesh_sweep.entries[0].cost.fits
   tried, limit = [], 0.0
   swept(run, target, len(holds))
   assert tried[: len(distinct)] == distinct and sorted(tried) == holds
@@ -172,18 +172,18 @@ def test_the_configs_own_mesh_is_compared(monkeypatch):
     'estimate_cost',
     lambda run, *_, **__: compiled(run, {'data': 8}, math.inf),
   )
-  (found,) = swept(run, targets.parse_target('cpu:8'), 1).entries
-  assert found.mesh == {'data': 2, 'fsdp': 2, 'tensor': 2}
-  found = swept(
+  (entry,) = swept(run, targets.parse_target('cpu:8'), 1).entries
+  assert entry.mesh == {'data': 2, 'fsdp': 2, 'tensor': 2}
+  mesh_sweep = swept(
     run, targets.parse_target('cpu:4'), 1
   )  # whose devices it does not make up
-  assert len(found.entries) == 1
+  assert len(mesh_sweep.entries) == 1
 
 
 def test_of_many_that_were_left_out_the_first_are_named():
   names = {f'data {i}': 'too slow' for i in range(plan_table.MAX_NAMED_MESHES + 3)}
-  told = shown(sweep.MeshSweep((), names | {'tensor 64': 'heads'}))
-  assert 'data 7; and 3 more: too slow' in told and 'tensor 64: heads' in told
+  output = shown(sweep.MeshSweep((), names | {'tensor 64': 'heads'}))
+  assert 'data 7; and 3 more: too slow' in output and 'tensor 64: heads' in output
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_not_compiled(monkeypatch):
@@ -196,6 +196,6 @@ def test_a_mesh_that_does_not_divide_the_model_is_not_compiled(monkeypatch):
     small(model(num_heads=2)),
     targets.parse_target('cpu:8'),
   )
-  found = swept(run, target, 99)
-  told = found.skipped['tensor 8']
-  assert 'mesh axis tensor=8 does not divide' in told
+  mesh_sweep = swept(run, target, 99)
+  reason = mesh_sweep.skipped['tensor 8']
+  assert 'mesh axis tensor=8 does not divide' in reason

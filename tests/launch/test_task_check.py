@@ -98,8 +98,8 @@ def test_every_way_in_which_a_task_can_be_broken(tmp_path, capsys):
   ]
   section = {'max_concurrency': 2, 'timeouts': 'reset=20, step=0.5'}
   assert check(tmp_path, rows, f'{tmp_path}/own.py:Own', **section) == 1
-  said = capsys.readouterr().out
-  lines = [line for line in said.splitlines() if line.startswith('own row')]
+  output = capsys.readouterr().out
+  lines = [line for line in output.splitlines() if line.startswith('own row')]
   assert len(lines) == 8
   for number, (line, words) in enumerate(
     zip(
@@ -121,7 +121,7 @@ def test_every_way_in_which_a_task_can_be_broken(tmp_path, capsys):
     assert line.startswith(f'own row {number} {words}'), line
   assert 'OSError: no such image' in lines[1] and 'own.py, line 18' in lines[1]
   assert 'ValueError: it does not apply' in lines[3]
-  assert '5 of 8 tasks broken.' in said and 'ok            2' in said
+  assert '5 of 8 tasks broken.' in output and 'ok            2' in output
   assert [result['verdict'] for result in results(tmp_path)] == [
     *('ok', 'setup_fails', 'no_solution', 'solution_fails', 'solution_fails'),
     *('empty_passes', 'setup_fails', 'ok'),
@@ -134,8 +134,8 @@ def test_an_environment_in_a_process_of_its_own(tmp_path, capsys):
   (tmp_path / 'own.py').write_text(OWN)
   env_type = f'isolated:{tmp_path}/own.py:Own'
   assert check(tmp_path, [row('unfit')], env_type) == 1
-  said = capsys.readouterr().out
-  assert 'the reference solution fails: ' in said and 'it does not apply' in said
+  output = capsys.readouterr().out
+  assert 'the reference solution fails: ' in output and 'it does not apply' in output
 
 
 def test_tasks_that_are_all_fine(tmp_path, capsys):
@@ -200,5 +200,5 @@ def test_the_command_of_the_docs_checks_repositories(tmp_path, capsys, monkeypat
 def test_what_cannot_be_checked(tmp_path, capsys, config, options, words):
   argv = [f'--config={config}', f'--workdir={tmp_path}', '--check', *options]
   assert rollout.main(argv) == 2
-  said = capsys.readouterr().err
-  assert words in said and said.count('\n') == 1
+  error = capsys.readouterr().err
+  assert words in error and error.count('\n') == 1

@@ -34,8 +34,8 @@ def folder(tmp_path_factory):
   return workdir / 'export'
 
 
-def learned(told):
-  return [row for _, row in told.metrics if 'loss/total' in row]
+def learned(recorder):
+  return [row for _, row in recorder.metrics if 'loss/total' in row]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def learned(told):
 )
 def test_a_fresh_student_takes_its_teachers_vocabulary(folder, tmp_path, name):
   options = (*TINY, f'--config.teacher.checkpoint={folder}')
-  told = runs.record(tmp_path, *options, config=f'{runs.VARIED}:{name}')
-  rows = learned(told)
+  recorder = runs.record(tmp_path, *options, config=f'{runs.VARIED}:{name}')
+  rows = learned(recorder)
   assert len(rows) == 2 and rows[1]['compile/programs'] == 0
   assert all(np.isfinite(value) for row in rows for value in row.values())
   config = huggingface.load_config(tmp_path / 'model')
@@ -65,9 +65,9 @@ def test_the_student_itself_has_nothing_to_teach(tmp_path):
     f'--config.model.checkpoint={folder}',
     f'--config.teacher.checkpoint={folder}',
   )
-  told = runs.record(tmp_path / 'b', *TINY, *same, config=ASKS)
-  assert abs(learned(told)[0]['advantage/mean']) < 1e-5
-  assert learned(told)[0]['advantage/std'] < 1e-4
+  recorder = runs.record(tmp_path / 'b', *TINY, *same, config=ASKS)
+  assert abs(learned(recorder)[0]['advantage/mean']) < 1e-5
+  assert learned(recorder)[0]['advantage/std'] < 1e-4
 
 
 def changed_vocabulary(folder, to):
@@ -78,22 +78,22 @@ def changed_vocabulary(folder, to):
   tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
   huggingface.save(to, config, params, tokenizer)
   path = to / 'tokenizer.json'
-  made = json.loads(path.read_text())
-  vocabulary = made['model']['vocab']
+  tokenizer_json = json.loads(path.read_text())
+  vocabulary = tokenizer_json['model']['vocab']
   vocabulary['A'], vocabulary['B'] = vocabulary['B'], vocabulary['A']
-  path.write_text(json.dumps(made))
+  path.write_text(json.dumps(tokenizer_json))
   return vocabulary
 
 
 def test_another_vocabulary_is_refused_and_the_token_named(folder, tmp_path, capsys):
   vocabulary = changed_vocabulary(folder, tmp_path / 'other')
   model = f'--config.model.checkpoint={folder}'
-  asked = f'--config.teacher.checkpoint={tmp_path / "other"}'
-  said = refused(tmp_path, capsys, *TINY, model, asked, config=ASKS)
+  teacher_option = f'--config.teacher.checkpoint={tmp_path / "other"}'
+  error = refused(tmp_path, capsys, *TINY, model, teacher_option, config=ASKS)
   first = min('AB', key=vocabulary.__getitem__)
   other = 'B' if first == 'A' else 'A'
-  assert f'teacher.checkpoint={tmp_path / "other"}: its vocabulary is not that' in said
-  assert f'token {other!r} is number {vocabulary[other]} there, but number ' in said
+  assert f'teacher.checkpoint={tmp_path / "other"}: its vocabulary is not that' in error
+  assert f'token {other!r} is number {vocabulary[other]} there, but number ' in error
 
 
 @pytest.mark.slow
@@ -116,10 +116,10 @@ def test_a_larger_table_is_cut_to_the_students(folder, tmp_path):
       f'--config.model.checkpoint={folder}',
       f'--config.teacher.checkpoint={name}',
     )
-    told = runs.record(
+    recorder = runs.record(
       tmp_path / name.name, *TINY, *options, config=f'{runs.VARIED}:distill'
     )
-    rows.append([row['loss/total'] for row in learned(told)])
+    rows.append([row['loss/total'] for row in learned(recorder)])
   assert rows[0] == rows[1]
 
 
@@ -132,7 +132,7 @@ def test_a_tag_goes_to_its_own_teacher(folder, tmp_path):
   student = tmp_path / 'a' / 'model'
   by_tag = f'--config.teacher.checkpoint=arithmetic={folder}'
   model = f'--config.model.checkpoint={student}'
-  told = runs.record(tmp_path / 'b', *TINY, model, by_tag, config=ASKS)
+  recorder = runs.record(tmp_path / 'b', *TINY, model, by_tag, config=ASKS)
   same = runs.record(
     tmp_path / 'c', *TINY, model, f'--config.teacher.checkpoint={folder}', config=ASKS
   )
@@ -143,7 +143,7 @@ def test_a_tag_goes_to_its_own_teacher(folder, tmp_path):
     f'--config.teacher.checkpoint={folder}, arithmetic={student}',
     config=ASKS,
   )
-  spread = [learned(x)[0]['advantage/std'] for x in (told, same, nothing)]
+  spread = [learned(x)[0]['advantage/std'] for x in (recorder, same, nothing)]
   assert spread[0] == spread[1] > 0.01 > 1e-4 > spread[2]
 
 
@@ -160,20 +160,20 @@ REFUSED = {
 
 @pytest.mark.parametrize('options', REFUSED, ids=lambda text: text[17:50])
 def test_what_cannot_be_is_told_in_one_line(tmp_path, capsys, options):
-  said = refused(tmp_path, capsys, *TINY, *options.split(), config=ASKS)
-  assert REFUSED[options] in said
+  error = refused(tmp_path, capsys, *TINY, *options.split(), config=ASKS)
+  assert REFUSED[options] in error
 
 
 def test_a_tag_without_a_teacher_is_refused_before_models_are_loaded(tmp_path, capsys):
   options = (*TINY, '--config.teacher.checkpoint=arithmetic=/nowhere')
   config = f'{runs.ROOT}/tests/launch/two_tags.py:on_policy_distill'
-  said = refused(tmp_path, capsys, *options, config=config)
-  assert "tag 'more' has no teacher, only arithmetic" in said
+  error = refused(tmp_path, capsys, *options, config=config)
+  assert "tag 'more' has no teacher, only arithmetic" in error
 
 
 def test_a_teacher_that_nobody_asks_is_refused(tmp_path, capsys):
-  said = refused(tmp_path, capsys, '--config.teacher.checkpoint=/nowhere')
-  assert 'algorithm grpo does not use a teacher' in said
+  error = refused(tmp_path, capsys, '--config.teacher.checkpoint=/nowhere')
+  assert 'algorithm grpo does not use a teacher' in error
 
 
 def test_rows_that_must_bring_their_teachers_words_are_named(tmp_path, capsys):
@@ -203,17 +203,17 @@ def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
   rows, chat = [], ChatTokenizer(policy.tokenizer)
   run = jax.jit(policy.model.policy_outputs, static_argnames='top_k')
   for i in range(8):
-    said = {'role': 'assistant', 'content': f'It is {2 * i}'}
-    messages = [{'role': 'user', 'content': f'What is {i} + {i}?'}, said]
+    reply = {'role': 'assistant', 'content': f'It is {2 * i}'}
+    messages = [{'role': 'user', 'content': f'What is {i} + {i}?'}, reply]
     tokens, _ = chat.encode_with_mask(messages)
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(tokens)] = tokens
     segments = (np.arange(64) < len(tokens)).astype(np.int32)[None]
     out = run(policy.params, padded, segments, top_k=8)
-    own = slice(0, len(tokens))
+    real_tokens = slice(0, len(tokens))
     extras = {
-      'teacher_topk_ids': np.asarray(out.topk_ids)[0, own].tolist(),
-      'teacher_topk_logprobs': np.asarray(out.topk_logprobs)[0, own].tolist(),
+      'teacher_topk_ids': np.asarray(out.topk_ids)[0, real_tokens].tolist(),
+      'teacher_topk_logprobs': np.asarray(out.topk_logprobs)[0, real_tokens].tolist(),
     }
     rows.append({'messages': messages, 'extras': extras})
   weak = jax.tree.map(lambda x: x / 2, policy.params)
@@ -227,7 +227,7 @@ def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
     options = (f'--config.teacher.checkpoint={source}', f'--config.dataset.path={path}')
     run_dir = tmp_path / path.stem
     options += (student, '--config.algorithm.top_k=8')
-    told = runs.record(run_dir, *TINY, *options, config=f'{runs.VARIED}:distill')
-    losses.append([row['loss/policy'] for row in learned(told)])
+    recorder = runs.record(run_dir, *TINY, *options, config=f'{runs.VARIED}:distill')
+    losses.append([row['loss/policy'] for row in learned(recorder)])
   assert min(losses[0]) > 1e-3
   np.testing.assert_allclose(*losses, rtol=1e-3)

@@ -24,10 +24,10 @@ QUICK = (
   bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
 )
 def test_two_steps_with_tool_turns(tmp_path):
-  told = runs.record(tmp_path, *QUICK, config=EAGER)
-  steps = [row for _, row in told.metrics if 'loss/total' in row]
+  recorder = runs.record(tmp_path, *QUICK, config=EAGER)
+  steps = [row for _, row in recorder.metrics if 'loss/total' in row]
   assert len(steps) == 2 and all(np.isfinite(row['loss/total']) for row in steps)
-  played = [groups for _, kind, groups, _ in told.played if kind == 'train']
+  played = [groups for _, kind, groups, _ in recorder.played if kind == 'train']
   rows = [row for groups in played for group in groups for row in group]
   assert len(rows) >= 8 and not any(row.failed for row in rows)
   for row in rows:
@@ -37,5 +37,5 @@ def test_two_steps_with_tool_turns(tmp_path):
     turns = np.flatnonzero(np.diff(row.action_mask.astype(int)) > 0)
     assert len(turns) == 2  # what the tool said lies between, and is not learned
     assert row.metrics['tools/python/calls'] == 1
-  scores = [row for _, row in told.metrics if 'eval/problems/tools/calls' in row]
+  scores = [row for _, row in recorder.metrics if 'eval/problems/tools/calls' in row]
   assert scores and scores[0]['eval/problems/tools/python/calls'] == 1

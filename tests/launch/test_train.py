@@ -72,7 +72,7 @@ def main(folder, *argv):
 
 def test_a_run_leaves_its_files_and_says_where(folder, built, capsys):
   assert main(folder) == 0
-  said = capsys.readouterr().out
+  output = capsys.readouterr().out
   for words in (
     'toy',
     '1 x cpu',
@@ -82,7 +82,7 @@ def test_a_run_leaves_its_files_and_says_where(folder, built, capsys):
     'report.html',
     'next',
   ):
-    assert words in said
+    assert words in output
   run = folder / 'run'
   lines = (run / 'metrics.jsonl').read_text().splitlines()
   assert [json.loads(line)['step'] for line in lines] == [0, 1, 2]
@@ -127,8 +127,8 @@ def test_a_full_disk_is_one_line_and_a_bug_a_traceback(folder, built, capsys):
 def test_help_lists_the_keys(folder, capsys):
   assert train.main(['--help']) == 0
   assert train.main(['--help', f'--config={folder}/toy.py']) == 0
-  said = capsys.readouterr().out
-  assert '--config.num_steps=3' in said and '--config.logging.sinks=report' in said
+  output = capsys.readouterr().out
+  assert '--config.num_steps=3' in output and '--config.logging.sinks=report' in output
 
 
 def test_a_mistake_is_told_before_jax_is_imported(folder):
@@ -169,10 +169,11 @@ def start(folder, *argv):
 def test_a_signal_stops_after_the_step(folder, number, status):
   process = start(folder)
   process.send_signal(number)
-  said, _ = process.communicate(timeout=30)
+  output, _ = process.communicate(timeout=30)
   assert process.returncode == status
   assert (
-    'stopping after this step' in said and 'Stopped; the same command resumes.' in said
+    'stopping after this step' in output
+    and 'Stopped; the same command resumes.' in output
   )
   assert 'stopped' in (folder / 'run' / 'report.html').read_text()
 
@@ -184,23 +185,23 @@ def test_a_second_signal_ends_it_at_once(folder):
   process.send_signal(signal.SIGINT)
   process.send_signal(signal.SIGTERM)
   process.send_signal(signal.SIGCONT)
-  said, _ = process.communicate(timeout=30)
+  output, _ = process.communicate(timeout=30)
   assert process.returncode in (130, 143)
-  assert 'Stopped' not in said
+  assert 'Stopped' not in output
 
 
 def test_a_signal_that_interrupts_a_line_is_told_after_it():
-  said = queue.Queue()
+  messages = queue.Queue()
 
   def tell(text):
     if threading.current_thread() is threading.main_thread():
       raise RuntimeError('reentrant call inside <_io.BufferedWriter>')
-    said.put(text)
+    messages.put(text)
 
   with SignalHandler(tell, lambda: None) as stop:
     signal.raise_signal(signal.SIGTERM)
   assert stop() and stop.status == 143
-  assert said.get(timeout=10).startswith('SIGTERM: stopping after this step')
+  assert messages.get(timeout=10).startswith('SIGTERM: stopping after this step')
 
 
 FILTERS = """
@@ -217,7 +218,7 @@ def shape(group):
 
 @pytest.mark.parametrize('elsewhere', [False, True])
 @pytest.mark.parametrize(
-  'name, line, said',
+  'name, line, message',
   [
     ('drop', 3, "AttributeError: 'list' object has no attribute 'size'; raised by a "),
     ('divide', 6, 'ZeroDivisionError: integer division or modulo by zero; raised by '),
@@ -225,7 +226,7 @@ def shape(group):
   ],
 )
 def test_what_a_users_filter_raises_is_a_line_with_its_place(
-  tmp_path, capsys, name, line, said, elsewhere
+  tmp_path, capsys, name, line, message, elsewhere
 ):
   (tmp_path / 'mine.py').write_text(FILTERS)
   function = call_strings.resolve(f'{tmp_path}/mine.py:{name}')
@@ -240,7 +241,7 @@ def test_what_a_users_filter_raises_is_a_line_with_its_place(
   assert train.failed(error, Console(), workdir) == 1
   workdir.close()
   err = capsys.readouterr().err
-  assert err.startswith(f'error: {said}') and err.count('\n') == 1
+  assert err.startswith(f'error: {message}') and err.count('\n') == 1
   assert err.endswith(f' ({tmp_path}/mine.py, line {line})\n')
   text = (tmp_path / 'run' / 'error.txt').read_text()
   assert f'mine.py, line {line})' in text
@@ -259,9 +260,9 @@ def test_ctrl_c_during_the_imports_is_one_line(folder):
     if 'jaxrl.data.trajectory_writers' in line:  # the first of many
       break
   process.send_signal(signal.SIGINT)
-  _, said = process.communicate(timeout=30)
-  told = [line for line in said.splitlines() if not line.startswith('import time:')]
-  assert process.returncode == 130 and told == ['Stopped.'], told
+  _, output = process.communicate(timeout=30)
+  lines = [line for line in output.splitlines() if not line.startswith('import time:')]
+  assert process.returncode == 130 and lines == ['Stopped.'], lines
 
 
 @pytest.mark.slow

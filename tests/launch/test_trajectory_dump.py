@@ -15,12 +15,12 @@ from tests.data.trajectory_writers.dumps import row
 
 def config(path, columns=()):
   """The settings of a run that dumps to `path`."""
-  made = base.get_config()
-  with made.unlocked():
-    made.trajectory_dump = {'path': str(path), 'columns': columns}
+  config_dict = base.get_config()
+  with config_dict.unlocked():
+    config_dict.trajectory_dump = {'path': str(path), 'columns': columns}
     for tag in ('sums', 'lake'):
-      made.env[tag] = base.env_section('math')
-  return resolve_settings(made)
+      config_dict.env[tag] = base.env_section('math')
+  return resolve_settings(config_dict)
 
 
 def attempt(tag='sums', **more):

@@ -81,9 +81,9 @@ def open_index(folder, record=None):
 
 
 def ids(index, **query):
-  found = index.select(TrajectoryQuery(**query), 0, 100)
-  assert found['total'] == len(found['rows'])
-  return [row['id'] for row in found['rows']]
+  page = index.select(TrajectoryQuery(**query), 0, 100)
+  assert page['total'] == len(page['rows'])
+  return [row['id'] for row in page['rows']]
 
 
 def look_again(index):
@@ -283,8 +283,8 @@ def test_rows_of_an_episode_are_branches_that_part_somewhere(tmp_path):
   write_dump(tmp_path, [[play(turn=0), play(turn=1), play(sample=1)]])
   index = open_index(tmp_path)
   shown = show_trajectory(index, 'train_0_math_0_0_0_0_1', None)
-  found = [(row['id'], row['parts_at']) for row in shown['branches']]
-  assert found == [('train_0_math_0_0_0_0_0', 4), ('train_0_math_0_0_0_0_1', None)]
+  branches = [(row['id'], row['parts_at']) for row in shown['branches']]
+  assert branches == [('train_0_math_0_0_0_0_0', 4), ('train_0_math_0_0_0_0_1', None)]
   assert show_trajectory(index, 'train_0_math_0_0_0_1_0', None)['branches'] == []
   assert [row['sample'] for row in show_group(index, 'train_0_math_0_0_0')] == [0, 0, 1]
 
@@ -440,9 +440,9 @@ async def test_the_answers_on_runs_and_trajectories(tmp_path):
     assert metrics['metrics'][f'loss/{EVIL}'] == [1]
     difference = await get(session, f'{api}diff', a='one', b='two')
     assert difference['keys'] == [['seed', 1, 2]]
-    found = await get(session, f'{api}trajectories', run='one', text=EVIL[:20])
-    assert found['total'] == 1 and not found['indexing']
-    name = found['rows'][0]['id']
+    answer = await get(session, f'{api}trajectories', run='one', text=EVIL[:20])
+    assert answer['total'] == 1 and not answer['indexing']
+    name = answer['rows'][0]['id']
     shown = await get(session, f'{api}trajectory', run='one', id=name, sort='score')
     assert shown['messages'][1]['parts'] == [{'kind': 'text', 'text': EVIL}]
     assert shown['after'] == 'train_0_math_0_0_0_1_0'

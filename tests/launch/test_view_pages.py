@@ -260,6 +260,6 @@ async def test_everything_has_a_name_and_enough_contrast(tmp_path, scheme):
     for place in places():
       await page.open(url + place)
       await page.value(f'{axe}\n;0')
-      found = await page.value('axe.run(document).then((r) => r.violations)')
-      bad = [(v['id'], [n['html'][:160] for n in v['nodes'][:3]]) for v in found]
+      violations = await page.value('axe.run(document).then((r) => r.violations)')
+      bad = [(v['id'], [n['html'][:160] for n in v['nodes'][:3]]) for v in violations]
       assert bad == [], place

@@ -49,9 +49,11 @@ def test_options_are_those_of_whoever_takes_them(tmp_path, monkeypatch):
   wanted = {'dtype': 'bfloat16', 'full_every': 8, 'patience': 3, 'keep': 1}
   assert plan(text).options == wanted
   monkeypatch.chdir(tmp_path)
-  found = plan("checkpoint(folder='w', durable=False, dtype='float16')", ray=False)
-  assert found.options == {'dtype': 'float16'} and not found.durable
-  assert found.folder == str(tmp_path / 'w')
+  transport_plan = plan(
+    "checkpoint(folder='w', durable=False, dtype='float16')", ray=False
+  )
+  assert transport_plan.options == {'dtype': 'float16'} and not transport_plan.durable
+  assert transport_plan.folder == str(tmp_path / 'w')
 
 
 REFUSED = {
@@ -86,30 +88,32 @@ def test_from_gpu_to_gpu_the_learner_needs_what_vllm_has(text, monkeypatch, tmp_
   config = base.get_config()
   config.cluster.ray, config.weight_sync.transport = True, text
   config.rollout.engine = 'vllm'
-  said = f'^--config.weight_sync.transport={text}: '
+  prefix = f'^--config.weight_sync.transport={text}: '
   looked = importlib.util.find_spec
 
   def without(name):
-    return lambda asked: None if asked == name else here.get(asked, looked(asked))
+    return lambda module: None if module == name else here.get(module, looked(module))
 
   torch = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
   here = {'torch': torch, 'vllm': torch}
   monkeypatch.setattr(vllm_options, 'vllm_option_names', frozenset)
   for name in ('torch', 'vllm'):
     monkeypatch.setattr(importlib.util, 'find_spec', without(name))
-    with pytest.raises(ConfigError, match=f"{said}{name} is not .* learner's own env"):
+    with pytest.raises(
+      ConfigError, match=f"{prefix}{name} is not .* learner's own env"
+    ):
       resolve_settings(config)
   monkeypatch.setattr(importlib.util, 'find_spec', without(''))
   version = tmp_path / 'version.py'
   version.write_text("__version__ = '2'\ncuda: Optional[str] = None\nhip = None\n")
-  with pytest.raises(ConfigError, match=f'{said}torch was built without CUDA'):
+  with pytest.raises(ConfigError, match=f'{prefix}torch was built without CUDA'):
     resolve_settings(config)
   version.write_text("cuda: Optional[str] = '12.8'\n")
   assert resolve_settings(config).weight_sync.transport.direct
 
 
 @pytest.mark.parametrize(
-  'text, asked, gpus, said',
+  'text, layout, gpus, message',
   [
     ('ipc', 'colocated', [2], ''),
     ('nccl', 'split', [8], ''),
@@ -120,14 +124,16 @@ def test_from_gpu_to_gpu_the_learner_needs_what_vllm_has(text, monkeypatch, tmp_
     ('ipc', 'colocated', [2, 2], 'the 2 machines of this run cannot'),
   ],
 )
-def test_each_way_from_gpu_to_gpu_needs_its_placement(text, asked, gpus, said):
+def test_each_way_from_gpu_to_gpu_needs_its_placement(text, layout, gpus, message):
   config = base.get_config()
-  config.cluster.update(placement=asked, ray=True, num_engines=0)
+  config.cluster.update(placement=layout, ray=True, num_engines=0)
   config.rollout.engine = 'vllm'
   placed = placement.plan_placement(
     resolve_settings(config), [placement.ClusterNode(gpus=n) for n in gpus]
   )
-  with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+  with (
+    pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
+  ):
     weight_transport.check_placement(WeightTransport(text), placed)
   weight_transport.check_placement(WeightTransport('object_store'), placed)
 
@@ -153,8 +159,8 @@ def test_a_transport_and_its_end_elsewhere(tmp_path):
   end = weight_transport.make_connector(shared)()
   assert isinstance(end, SharedMemoryTransport) and end.path == shared.path
   shared.close()
-  found = plan(f"checkpoint(folder='{tmp_path}', durable=False)")
-  folder = weight_transport.open_transport(found)
+  transport_plan = plan(f"checkpoint(folder='{tmp_path}', durable=False)")
+  folder = weight_transport.open_transport(transport_plan)
   end = weight_transport.make_connector(folder)()
   assert isinstance(end, FolderTransport) and end.path == folder.path == tmp_path
   assert not folder.durable and not end.durable
@@ -187,8 +193,8 @@ def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
     f'--config.weight_sync.transport=checkpoint(folder="{tmp_path}/w",durable=False)'
   )
   more = f'--config.model.lora={ADAPTERS}', '--config.optimizer.learning_rate=0.1'
-  told = runs.record(tmp_path / 'run', *options.split(), through, *more)
-  first, second = (row for _, row in told.metrics[:2])
+  recorder = runs.record(tmp_path / 'run', *options.split(), through, *more)
+  first, second = (row for _, row in recorder.metrics[:2])
   assert first['weights/share'] == 1 and second['weights/share'] < 0.5
   # The engine plays what was learned, else its log-probs were others.
   assert second['optimizer/grad_norm'] > 0 and second['weights/changed'] > 0
@@ -212,8 +218,8 @@ def test_a_run_through_a_folder(tmp_path):
   through = (
     f'--config.weight_sync.transport=checkpoint(folder="{tmp_path}/w",durable=False)'
   )
-  told = runs.record(tmp_path / 'run', *options.split(), through)
-  first, second = (row for _, row in told.metrics[:2])
+  recorder = runs.record(tmp_path / 'run', *options.split(), through)
+  first, second = (row for _, row in recorder.metrics[:2])
   assert first['weights/share'] == 1 > second['weights/share'] > 0
   assert second['weights/pull_s'] > 0 and 0 < second['weights/changed'] <= 1
   late = VersionReader(FolderTransport(tmp_path / 'w'))

@@ -23,8 +23,8 @@ def config(**changes):
   return {**base, 'checkpoint': {'save_interval': 5}, **changes}
 
 
-def record(path, made):
-  with_facts = Workdir(path, made)
+def record(path, config_dict):
+  with_facts = Workdir(path, config_dict)
   with_facts.record(devices='1 × cpu')
   with_facts.close()
   return with_facts
@@ -33,12 +33,12 @@ def record(path, made):
 def test_the_record_says_what_ran_and_how(tmp_path):
   first = record(tmp_path / 'a' / 'b', config())
   assert not first.resumed
-  found = json.loads((tmp_path / 'a' / 'b' / 'config.json').read_text())
-  assert found['config']['model'] == {'layers': 2} and found['config']['shape'] == [
+  facts = json.loads((tmp_path / 'a' / 'b' / 'config.json').read_text())
+  assert facts['config']['model'] == {'layers': 2} and facts['config']['shape'] == [
     1,
     2,
   ]
-  (launch,) = found['launches']
+  (launch,) = facts['launches']
   assert launch['devices'] == '1 × cpu' and launch['versions']['jax']
   assert launch['command'].startswith('python ')
 
@@ -54,8 +54,8 @@ def test_some_keys_may_change(tmp_path):
   record(tmp_path, config())
   again = record(tmp_path, config(num_steps=20, checkpoint={'save_interval': 7}))
   assert again.changes == ['checkpoint.save_interval 5 → 7', 'num_steps 10 → 20']
-  found = json.loads((tmp_path / 'config.json').read_text())
-  assert found['config']['num_steps'] == 20
+  facts = json.loads((tmp_path / 'config.json').read_text())
+  assert facts['config']['num_steps'] == 20
 
 
 @pytest.mark.parametrize(

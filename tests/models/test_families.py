@@ -131,12 +131,12 @@ def test_every_built_in_family_is_named_after_its_model_type():
 def test_a_random_model_of_every_family_is_what_its_folder_says(name, tmp_path):
   config = model_loading.random_config(family=name, num_layers=5, intermediate_size=128)
   data = huggingface.config_to_hf(config, 'float32')
-  found = huggingface.config_from_hf(json.loads(json.dumps(data)))
+  restored = huggingface.config_from_hf(json.loads(json.dumps(data)))
   if config.vision is not None:  # which has a second file
     settings = patch_processor.write_settings(config.vision)
-    vision = patch_processor.read_settings(found.vision, settings, 'folder')
-    found = found.replace(vision=vision)
-  assert found == config
+    vision = patch_processor.read_settings(restored.vision, settings, 'folder')
+    restored = restored.replace(vision=vision)
+  assert restored == config
   assert {t.name for t in hf_names.checkpoint_tensors(config)}
 
 

@@ -11,11 +11,11 @@ from jaxrl.model_loading import random_config
 from jaxrl.models import layers, lora, rope
 
 
-def made(targets):
+def make_attention(targets):
   family = ComponentCall('deepseek_v3')
   config = random_config(family=family, hidden_size=32, num_layers=1, vocab_size=8)
-  own = lora.lora_adapters(rank=2, alpha=3.0, targets=targets) if targets else None
-  config = config.replace(lora=own)
+  adapters = lora.lora_adapters(rank=2, alpha=3.0, targets=targets) if targets else None
+  config = config.replace(lora=adapters)
   draw = np.random.default_rng(0)
   module = layers.LatentAttention(config, nnx.Rngs(params=jax.random.key(0)))
   graph, state = nnx.split(module)
@@ -25,15 +25,15 @@ def made(targets):
 
 @pytest.mark.parametrize('targets', ['', 'q,k,v,o', 'q_a,kv_b'])
 def test_queries_of_latents_give_the_same_scores_and_outputs(targets):
-  attention, config = made(targets)
+  attention, config = make_attention(targets)
   x = np.random.default_rng(1).standard_normal((5, 32)).astype(np.float32)
   rotation = rope.rotation(config, jnp.arange(5))
   (q, kept, none), _ = attention.project(x, *rotation)
   assert none is None and kept.shape == (5, 1, 32 + 16)
   k, v = attention.expand(kept)
   wanted = np.einsum('thd,shd->hts', q, k)
-  found = np.einsum('thr,sr->hts', attention.absorb(q), kept[:, 0])
-  np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+  scores = np.einsum('thr,sr->hts', attention.absorb(q), kept[:, 0])
+  np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-4)
   weights = np.random.default_rng(2).random((4, 5, 5)).astype(np.float32)
   wanted = np.einsum('hts,shd->thd', weights, v)
   mixed = np.einsum('hts,sr->thr', weights, kept[:, 0])
@@ -50,11 +50,13 @@ def test_neighbours_are_rotated_as_halves_are():
   angles = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
   apart = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
   wanted = rope.rotate(jnp.asarray(apart), np.cos(angles), np.sin(angles))
-  found = rope.rotate(jnp.asarray(x), np.cos(angles), np.sin(angles), interleaved=True)
-  np.testing.assert_array_equal(found, wanted)
+  rotated = rope.rotate(
+    jnp.asarray(x), np.cos(angles), np.sin(angles), interleaved=True
+  )
+  np.testing.assert_array_equal(rotated, wanted)
 
 
 def test_adapters_of_latents_need_latents():
-  own = lora.lora_adapters(targets='q,kv_a')
+  adapters = lora.lora_adapters(targets='q,kv_a')
   with pytest.raises(ValueError, match="targets='kv_a' needs a model with latent"):
-    random_config(family=ComponentCall('qwen3')).replace(lora=own)
+    random_config(family=ComponentCall('qwen3')).replace(lora=adapters)

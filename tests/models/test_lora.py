@@ -55,8 +55,10 @@ def test_merged_weights_say_the_same(adapted):
   bare, model, _, moved = adapted
   merged = lora.merged(model.config, moved)
   assert jax.tree.structure(merged) == jax.tree.structure(lora.without(moved))
-  found = logprobs(bare, merged)
-  np.testing.assert_allclose(logprobs(model, moved), found, rtol=1e-5, atol=1e-5)
+  merged_logprobs = logprobs(bare, merged)
+  np.testing.assert_allclose(
+    logprobs(model, moved), merged_logprobs, rtol=1e-5, atol=1e-5
+  )
   o = moved['layers']['attention']['o']  # whose inputs are two axes
   want = o['kernel'] + 2 * np.einsum('lhdr,lre->lhde', o['lora_a'], o['lora_b'])
   got = merged['layers']['attention']['o']['kernel']
@@ -64,8 +66,8 @@ def test_merged_weights_say_the_same(adapted):
 
 
 def test_what_learns_comes_apart_and_together():
-  own = lora.lora_adapters(rank=2, targets='q, down')
-  model, params = small.model_and_params(lora=own, value_head=True)
+  adapters = lora.lora_adapters(rank=2, targets='q, down')
+  model, params = small.model_and_params(lora=adapters, value_head=True)
   part = lora.trainable_params(model.config, params)
   assert set(part) == {'layers', 'value_head'}
   assert set(part['layers']) == {'attention', 'mlp'}
@@ -93,8 +95,8 @@ def test_a_base_in_bfloat16_is_merged_in_float32():
   assert shapes['embedding']['table'].dtype == 'bfloat16'
   assert shapes['norm']['scale'].dtype == 'float32'
   for dtype in ('float32', 'bfloat16'):
-    found = jax.eval_shape(lambda x, d=dtype: lora.merged(config, x, d), shapes)
-    assert found['layers']['attention']['q']['kernel'].dtype == dtype
+    merged = jax.eval_shape(lambda x, d=dtype: lora.merged(config, x, d), shapes)
+    assert merged['layers']['attention']['q']['kernel'].dtype == dtype
 
 
 def test_a_merged_router_stays_in_the_type_that_it_scores_in():
@@ -102,9 +104,9 @@ def test_a_merged_router_stays_in_the_type_that_it_scores_in():
   chosen = lora.lora_adapters(rank=2, base='bfloat16', targets='q,router')
   model = TransformerLM(small.config(**small.EXPERTS, lora=chosen), dtype='bfloat16')
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  found = jax.eval_shape(lambda x: lora.merged(model.config, x, 'bfloat16'), shapes)
-  assert found['layers']['attention']['q']['kernel'].dtype == 'bfloat16'
-  assert found['layers']['mlp']['router']['kernel'].dtype == 'float32'
+  merged = jax.eval_shape(lambda x: lora.merged(model.config, x, 'bfloat16'), shapes)
+  assert merged['layers']['attention']['q']['kernel'].dtype == 'bfloat16'
+  assert merged['layers']['mlp']['router']['kernel'].dtype == 'float32'
 
 
 def test_the_folder_is_pefts(adapted, tmp_path):

@@ -24,7 +24,7 @@ LENGTHS = np.array([20, 5, 24], np.int32)
 
 
 @pytest.fixture(scope='module')
-def made():
+def model_and_params():
   model, params = small.model_and_params(**MOE)
   return dataclasses.replace(model, router_replay=True), params
 
@@ -44,16 +44,16 @@ def decoded(model, params, tokens, steps=6):
   return np.stack(out), cache, slots
 
 
-def test_decode_equals_the_forward_pass_and_keeps_the_routes(made):
-  model, params = made
+def test_decode_equals_the_forward_pass_and_keeps_the_routes(model_and_params):
+  model, params = model_and_params
   tokens = small.tokens(3, 32)
-  found, cache, slots = decoded(model, params, tokens)
+  decoded_logits, cache, slots = decoded(model, params, tokens)
   hidden = jax.jit(model.hidden)(params, tokens, np.ones_like(tokens))
   full = np.asarray(model.logits(params, hidden))
   rows = [np.asarray(model_cache_rows(cache, slot)) for slot in slots]
   for row, length in enumerate(LENGTHS):
     expected = full[row, length - 1 : length + 6]
-    np.testing.assert_allclose(found[:, row], expected, atol=2e-4)
+    np.testing.assert_allclose(decoded_logits[:, row], expected, atol=2e-4)
   routed = np.stack(rows)[:, : tokens.shape[1]]
   known = np.arange(tokens.shape[1]) < LENGTHS[:, None] + 6
   routed = np.where(known[:, :, None, None], routed, -1)
@@ -70,8 +70,8 @@ def model_cache_rows(cache, slot):
   return caches.experts_of(cache, slot)
 
 
-def test_a_replayed_route_is_taken_and_the_router_still_learns(made):
-  model, params = made
+def test_a_replayed_route_is_taken_and_the_router_still_learns(model_and_params):
+  model, params = model_and_params
   tokens = small.tokens(2, 12)
   ones, draw = np.ones_like(tokens), np.random.default_rng(0)
   pairs = np.stack([draw.permutation(5)[:2] for _ in range(2 * 12 * 2)])
@@ -96,8 +96,8 @@ def test_a_replayed_route_is_taken_and_the_router_still_learns(made):
   np.testing.assert_allclose(turned, forced, atol=1e-5)
 
 
-def test_what_stands_at_padding_touches_no_other_token(made):
-  model, params = made
+def test_what_stands_at_padding_touches_no_other_token(model_and_params):
+  model, params = model_and_params
   tokens = small.tokens(2, 16)
   there = np.arange(16) < np.array([[9], [16]])
   segments = there.astype(np.int32)
@@ -108,21 +108,21 @@ def test_what_stands_at_padding_touches_no_other_token(made):
 
 
 @pytest.mark.slow
-def test_exact_mode_gives_the_same_bits(made):
-  model, params = made
+def test_exact_mode_gives_the_same_bits(model_and_params):
+  model, params = model_and_params
   model = dataclasses.replace(model, router_replay=False, exact=Exact(rows=8))
   tokens = small.tokens(3, 32)
-  found, _, _ = decoded(model, params, tokens)
+  decoded_logits, _, _ = decoded(model, params, tokens)
   outputs = jax.jit(model.policy_outputs)(params, tokens, np.ones_like(tokens))
   for row, length in enumerate(LENGTHS):
     following = jnp.asarray(tokens[row, length : length + 7])
-    logits = jnp.asarray(found[:, row])
+    logits = jnp.asarray(decoded_logits[:, row])
     exact = model.exact.logprobs(logits, following, jnp.ones(7))
     np.testing.assert_array_equal(exact, outputs.logprobs[row, length : length + 7])
 
 
-def test_replay_is_refused_where_there_is_nothing_to_replay(made):
-  model, _ = made
+def test_replay_is_refused_where_there_is_nothing_to_replay(model_and_params):
+  model, _ = model_and_params
   with pytest.raises(ValueError, match='router_replay and exact mode exclude'):
     dataclasses.replace(model, exact=Exact(rows=8))
   with pytest.raises(ValueError, match='router_replay needs a model with experts'):
@@ -143,7 +143,7 @@ def test_sizes_must_agree(changes, message):
 
 
 @pytest.mark.parametrize(
-  ('shape', 'asked', 'platform', 'wanted'),
+  ('shape', 'requested', 'platform', 'wanted'),
   [
     ((2, 5, 8), 'auto', 'tpu', experts.ragged),
     ((2, 5, 8), 'auto', 'cuda', experts.grouped),
@@ -153,6 +153,6 @@ def test_sizes_must_agree(changes, message):
   ],
 )
 def test_the_way_is_the_platforms_unless_the_reference_is_asked_for(
-  shape, asked, platform, wanted
+  shape, requested, platform, wanted
 ):
-  assert moe.select_implementation(jnp.zeros(shape), asked, platform) is wanted
+  assert moe.select_implementation(jnp.zeros(shape), requested, platform) is wanted

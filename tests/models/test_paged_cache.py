@@ -51,9 +51,9 @@ def run(model, params, tokens, slots, steps=10, limit=None, others=0):
 def test_decode_equals_the_full_forward(dtype, bound):
   model, params = small.model_and_params()
   tokens = small.tokens(3, 160)
-  own = TransformerLM(model.config, dtype=dtype)
-  assert set(own.init_cache(1, 8)) == {'k_pages', 'v_pages'}
-  out = run(own, params, tokens, np.array([3, 0, 2]))
+  typed_model = TransformerLM(model.config, dtype=dtype)
+  assert set(typed_model.init_cache(1, 8)) == {'k_pages', 'v_pages'}
+  out = run(typed_model, params, tokens, np.array([3, 0, 2]))
   plain = TransformerLM(model.config, kernels='reference')
   hidden = jax.jit(plain.hidden)(params, tokens, np.ones_like(tokens))
   full = np.asarray(plain.logits(params, hidden))
@@ -85,7 +85,7 @@ def test_a_slot_is_copied_as_far_as_it_reaches():
 async def test_the_engine_decodes_from_pages():
   model, params = small.model_and_params()
   prompt = small.tokens(20).tolist()
-  found = []
+  replies = []
   for kernels in ('auto', 'reference'):
     device_thread = DeviceThread()
     engine = JaxEngine(
@@ -98,13 +98,13 @@ async def test_the_engine_decodes_from_pages():
     )
     await engine.load(0, params)
     sampling = SamplingParams(max_tokens=6, temperature=0.0)
-    found.append(await engine.generate('one', prompt, sampling))
+    replies.append(await engine.generate('one', prompt, sampling))
     assert engine._state is not None
     cache = engine._state[0]
     assert set(cache) == (
       {'k', 'v'} if kernels == 'reference' else {'k_pages', 'v_pages'}
     )
     device_thread.close()
-  paged_one, plain = found
+  paged_one, plain = replies
   np.testing.assert_array_equal(paged_one.tokens, plain.tokens)
   np.testing.assert_allclose(paged_one.logprobs, plain.logprobs, atol=1e-4)

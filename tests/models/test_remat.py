@@ -29,7 +29,7 @@ TOKENS = small.tokens(2, 8)
 
 
 @pytest.fixture(scope='module')
-def made():
+def model_and_params():
   return small.model_and_params(num_layers=2)
 
 
@@ -41,16 +41,16 @@ def score_of(model, policy):
   return lambda params: this.policy_outputs(params, TOKENS, ones).logprobs.sum()
 
 
-def kept(made, policy):
+def kept(model_and_params, policy):
   """Bytes that the forward pass leaves to the backward one; nothing is compiled."""
-  model, params = made
+  model, params = model_and_params
   left = jax.eval_shape(lambda p: jax.vjp(score_of(model, policy), p)[1], params)
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(left))
 
 
 @pytest.mark.slow
-def test_no_policy_changes_a_gradient(made):
-  model, params = made
+def test_no_policy_changes_a_gradient(model_and_params):
+  model, params = model_and_params
   plain, *others = (
     jax.jit(jax.grad(score_of(model, policy)))(params)
     for policy in (*POLICIES, "names(save='mlp', offload='attention, qkv')")
@@ -61,18 +61,19 @@ def test_no_policy_changes_a_gradient(made):
     )
 
 
-def test_each_keeps_less_than_the_one_before(made):
-  sizes = {policy: kept(made, policy) for policy in POLICIES}
-  found = list(sizes.values())
-  assert found == sorted(set(found), reverse=True), sizes
+def test_each_keeps_less_than_the_one_before(model_and_params):
+  sizes = {policy: kept(model_and_params, policy) for policy in POLICIES}
+  byte_counts = list(sizes.values())
+  assert byte_counts == sorted(set(byte_counts), reverse=True), sizes
 
 
-def test_what_is_offloaded_lies_in_the_host(made):
+def test_what_is_offloaded_lies_in_the_host(model_and_params):
   """The CPU's two memories are one, so the trace is asked where things go."""
-  model, params = made
+  model, params = model_and_params
   trace = str(jax.make_jaxpr(jax.grad(score_of(model, HOST)))(params))
-  found = re.findall(r'f32<host>\[[\d,]*\]', trace)
-  assert 'f32<host>[2,2,8,4,16]' in found, set(found)  # [layers, B, T, heads, dim]
+  offloaded = re.findall(r'f32<host>\[[\d,]*\]', trace)
+  # [layers, B, T, heads, dim]
+  assert 'f32<host>[2,2,8,4,16]' in offloaded, set(offloaded)
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def test_scores_equal_transformers(classifier):
   with torch.no_grad():
     mask = torch.tensor(tokens != 0)
     wanted = theirs(torch.tensor(tokens, dtype=torch.long), attention_mask=mask).logits
-  found = jax.jit(TransformerLM(config).score)(params, tokens, lengths)
-  assert np.ptp(found) > 0.05  # they differ at all
-  np.testing.assert_allclose(found, wanted[:, 0].numpy(), atol=2e-5, rtol=2e-5)
+  scores = jax.jit(TransformerLM(config).score)(params, tokens, lengths)
+  assert np.ptp(scores) > 0.05  # they differ at all
+  np.testing.assert_allclose(scores, wanted[:, 0].numpy(), atol=2e-5, rtol=2e-5)
   assert huggingface.pad_id(folder) == 0
 
 
@@ -62,11 +62,11 @@ def test_a_critics_head_scores_the_state_after_the_last_token(tmp_path):
   huggingface.save(tmp_path / 'critic', model.config, params)
   config, loaded = huggingface.load_scorer(tmp_path / 'critic')
   tokens, lengths = small.tokens(2, 8), np.array([8, 5])
-  found = TransformerLM(config).score(loaded, tokens, lengths)
+  scores = TransformerLM(config).score(loaded, tokens, lengths)
   # A token more, and the critic's own column speaks of the state before it.
   longer = np.pad(tokens, ((0, 0), (0, 1)))
   values = model.policy_outputs(params, longer, jnp.ones_like(longer)).values
-  np.testing.assert_allclose(found, values[np.arange(2), lengths], atol=1e-5)
+  np.testing.assert_allclose(scores, values[np.arange(2), lengths], atol=1e-5)
   assert huggingface.pad_id(tmp_path / 'critic') is None
 
 

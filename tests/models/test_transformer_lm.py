@@ -70,10 +70,10 @@ def test_alternatives_stand_in_the_place_of_token_t(qwen3):
   model, params = qwen3
   tokens = small.tokens(2, 9)
   segments = np.array([[1] * 9, [1] * 4 + [2] * 3 + [0] * 2])
-  given = small.tokens(2, 9, 3, seed=5)
-  given[..., 1] = tokens
+  alternatives = small.tokens(2, 9, 3, seed=5)
+  alternatives[..., 1] = tokens
   out = outputs(
-    model, params, tokens, segments, temperature=0.7, nec=True, topk_ids=given
+    model, params, tokens, segments, temperature=0.7, nec=True, topk_ids=alternatives
   )
   assert out.topk_logprobs.shape == (2, 9, 3) and out.topk_ids is None
   np.testing.assert_allclose(out.topk_logprobs[..., 1], out.logprobs, atol=1e-5)
@@ -83,7 +83,7 @@ def test_alternatives_stand_in_the_place_of_token_t(qwen3):
 
   # Another token in the place of t leaves the states before t as they are.
   changed = tokens.copy()
-  changed[0, 5] = given[0, 5, 0]
+  changed[0, 5] = alternatives[0, 5, 0]
   other = outputs(model, params, changed, segments, temperature=0.7)
   np.testing.assert_allclose(
     out.topk_logprobs[0, 5, 0], other.logprobs[0, 5], atol=1e-5
@@ -107,19 +107,19 @@ def test_alternatives_stand_in_the_place_of_token_t(qwen3):
 
 def test_alternatives_give_the_gradient_of_a_plain_softmax(qwen3):
   model, params = qwen3
-  tokens, given = small.tokens(2, 7), small.tokens(2, 7, 3, seed=5)
+  tokens, alternatives = small.tokens(2, 7), small.tokens(2, 7, 3, seed=5)
   segments = np.ones_like(tokens)
 
   def ours(params):
     out = model.policy_outputs(
-      params, tokens, segments, temperature=0.7, nec=True, topk_ids=given
+      params, tokens, segments, temperature=0.7, nec=True, topk_ids=alternatives
     )
     return jnp.sin(out.topk_logprobs[:, 1:]).sum() + jnp.sin(9 * out.nec[:, 1:]).sum()
 
   def plain(params):
     logits = model.logits(params, model.hidden(params, tokens, segments))[:, :-1]
     logprobs = jax.nn.log_softmax(logits / 0.7)
-    chosen = jnp.take_along_axis(logprobs, given[:, 1:], -1)
+    chosen = jnp.take_along_axis(logprobs, alternatives[:, 1:], -1)
     return jnp.sin(chosen).sum() + jnp.sin(9 * entropy.nec(logits)).sum()
 
   jax.tree.map(
@@ -322,6 +322,6 @@ def test_responses_may_share_their_prompt(qwen3):
   )
   for name in ('logprobs', 'values'):
     one, two = (getattr(x, name)[0] for x in alone)
-    found = getattr(shared, name)[0]
+    values = getattr(shared, name)[0]
     expected = [0, one[1], 0, one[3], one[4], 0, two[3]]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(values, expected, atol=1e-5)

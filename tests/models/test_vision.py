@@ -35,7 +35,7 @@ def their_inputs(cut, rows):
   """What the model of `transformers` takes."""
   torch = pytest.importorskip('torch')
   tokens, mask = images.padded(rows, LENGTH)
-  pairs = [cut.patches(image) for _, own in rows for image in own]
+  pairs = [cut.patches(image) for _, pictures in rows for image in pictures]
   return {
     'input_ids': torch.tensor(tokens, dtype=torch.long),
     'attention_mask': torch.tensor(mask, dtype=torch.long),
@@ -69,8 +69,8 @@ def test_logits_and_gradients_are_those_of_transformers(name):
   weights[:, 1:] *= segment_ids[:, 1:]
 
   def total(params):
-    found = logprobs_of(model, params, places, patches, tokens, segment_ids)
-    return (found * weights).sum(), found
+    row_logprobs = logprobs_of(model, params, places, patches, tokens, segment_ids)
+    return (row_logprobs * weights).sum(), row_logprobs
 
   slopes, logprobs = jax.jit(jax.grad(total, has_aux=True))(params)
   theirs = cases.theirs(name)
@@ -207,10 +207,10 @@ def test_a_random_model_has_the_tokens_of_its_tokenizer(tmp_path):
     family='qwen3_vl', vocab_size=300, hidden_size=32, num_layers=1
   )
   options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
-  made = model_loading.create_model(
+  created = model_loading.create_model(
     tmp_path / 'model', config, ['some text'], jax.random.key(0), **options
   )
-  vision, tokenizer = made.model.config.vision, made.tokenizer
+  vision, tokenizer = created.model.config.vision, created.tokenizer
   assert vision.max_pixels == config.vision.max_pixels
   parts = [{'type': 'image'}, {'type': 'text', 'text': 'ab'}]
   messages = [{'role': 'user', 'content': content} for content in (parts, 'ab', '')]

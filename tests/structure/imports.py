@@ -11,13 +11,13 @@ HOUSES = ('jaxrl', 'kernels', 'configs', 'launch', 'examples', 'recipes', 'tests
 @functools.cache
 def modules() -> dict[str, pathlib.Path]:
   """Dotted name → file, of every module of the project."""
-  found = {}
+  files = {}
   for house in HOUSES:
     for file in sorted((ROOT / house).rglob('*.py')):
       parts = file.relative_to(ROOT).with_suffix('').parts
       name = '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
-      found[name] = file
-  return found
+      files[name] = file
+  return files
 
 
 @functools.cache

@@ -91,28 +91,31 @@ def models() -> str:
 def read_as(name: str) -> list[str]:
   """Returns what else a folder's `model_type` may be that is read as a family."""
   pairs = [*families.ALIASES.items(), ('mistral3', 'ministral3')]
-  pairs += [(kind, own['model_type']) for kind, own in families.TEXT_MODELS.items()]
-  return [kind for kind, own in pairs if own == name]
+  pairs += [
+    (kind, text_model['model_type'])
+    for kind, text_model in families.TEXT_MODELS.items()
+  ]
+  return [kind for kind, parent in pairs if parent == name]
 
 
 def refused_modes(architecture: str) -> list[str]:
   """Returns the options with which tests expect that a class is refused."""
-  found: dict[str, None] = {}
+  modes: dict[str, None] = {}
   for case in cases.CASES.values():
     if f'{case.name}{case.head}' == architecture:
-      found |= dict.fromkeys(["`mesh='context=…'`"] if case.context_obstacle else [])
-      found |= dict.fromkeys(['`exact`'] if case.vision else [])
-  return list(found)
+      modes |= dict.fromkeys(["`mesh='context=…'`"] if case.context_obstacle else [])
+      modes |= dict.fromkeys(['`exact`'] if case.vision else [])
+  return list(modes)
 
 
 def compared_settings(architecture: str) -> list[str]:
   """Returns the settings in which tests compare a class with `transformers`."""
   name = architecture.partition('For')[0]
-  own = [case.settings for case in cases.CASES.values() if case.name == name]
+  case_settings = [case.settings for case in cases.CASES.values() if case.name == name]
   older = [
     settings for kind, settings in test_huggingface.CASES.values() if kind == name
   ]
-  keys = {key for settings in own + older for key in settings}
+  keys = {key for settings in case_settings + older for key in settings}
   keys = {'rope_parameters' if key == 'rope' else key for key in keys}
   return sorted(key for key in keys if not key.startswith(('num_', 'moe_', 'head_dim')))
 
@@ -139,8 +142,8 @@ def generated(text: str) -> str:
   for name, make in TABLES.items():
     begin, end = f'<!-- begin {name} -->', f'<!-- end {name} -->'
     head, _, rest = text.partition(begin)
-    _, found, tail = rest.partition(end)
-    if not found:
+    _, end_marker, tail = rest.partition(end)
+    if not end_marker:
       raise ValueError(f'README.md has no {begin} … {end}')
     text = f'{head}{begin}\n{make()}\n{end}{tail}'
   return text

@@ -199,7 +199,7 @@ def test_class_names_are_unique():
 
 
 def test_few_functions_take_a_raw_config():
-  found = []
+  config_functions = []
   for name, node in functions():
     arguments = [*node.args.args, *node.args.kwonlyargs]
     kinds = [ast.unparse(a.annotation) for a in arguments if a.annotation is not None]
@@ -207,8 +207,8 @@ def test_few_functions_take_a_raw_config():
     untyped = [a for a in arguments if a.arg == 'config' and a.annotation is not None]
     raw |= {a.arg for a in untyped if ast.unparse(a.annotation) == 'Any'}
     if raw and name.startswith('launch'):
-      found.append(f'{name}.{node.name}')
-  assert len(found) <= MAX_RAW_CONFIG_FUNCTIONS, found
+      config_functions.append(f'{name}.{node.name}')
+  assert len(config_functions) <= MAX_RAW_CONFIG_FUNCTIONS, config_functions
 
 
 def test_call_strings_are_parsed_in_one_package():

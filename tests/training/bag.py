@@ -15,7 +15,7 @@ class Bag(toy.Bigram):
   """The next token by the last one, its position and the mean of those before it."""
 
   def policy_outputs(
-    self, params, tokens, segment_ids, *, prefix_ids=None, positions=None, **asked
+    self, params, tokens, segment_ids, *, prefix_ids=None, positions=None, **options
   ):
     table = params['bigram']['table']
     if positions is None:
@@ -31,7 +31,7 @@ class Bag(toy.Bigram):
     seen = seen / jnp.maximum(seen.sum(-1, keepdims=True), 1)
     place = jnp.cos(positions[..., None] * jnp.arange(1.0, 65.0))
     logits = table[tokens] + place + 3 * seen @ table[tokens]
-    return self._told(params, tokens, segment_ids, logits[:, :-1], **asked)
+    return self._told(params, tokens, segment_ids, logits[:, :-1], **options)
 
   def _told(
     self,

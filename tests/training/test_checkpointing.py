@@ -41,10 +41,10 @@ def test_the_newest_are_kept_and_come_back(tmp_path):
   again = Checkpointer(tmp_path / 'a')
   assert again.latest_step == 4
   assert sorted(p.name for p in (tmp_path / 'a').iterdir()) == ['3', '4']
-  found, meta = again.restore(arrays(0))
-  assert float(found['w'][0, 0]) == 4 and meta == data | {'step': 4}
-  found, meta = again.restore(arrays(0), step=3)
-  assert int(found['n']) == 3 and meta['step'] == 3
+  restored, meta = again.restore(arrays(0))
+  assert float(restored['w'][0, 0]) == 4 and meta == data | {'step': 4}
+  restored, meta = again.restore(arrays(0), step=3)
+  assert int(restored['n']) == 3 and meta['step'] == 3
   again.save(4, arrays(9), {})  # there already: left as it is
   assert int(again.restore(arrays(0))[0]['n']) == 4
   again.close()
@@ -68,8 +68,8 @@ def test_what_tensorstore_leaks_is_not_asked_for(tmp_path, monkeypatch):
   checkpointer.save(1, tree, {})
   checkpointer.wait()
   assert 0 < len(calls) < 15  # not one for every array
-  found, _ = checkpointer.restore(tree)
-  assert all(int(found[f'w{i}'][0]) == i for i in range(30))
+  restored, _ = checkpointer.restore(tree)
+  assert all(int(restored[f'w{i}'][0]) == i for i in range(30))
   checkpointer.close()
   leaks = [one for one in gc.get_objects() if type(one) is dict and 'name' in one]
   assert not [one for one in leaks if str(one['name']).startswith('/tensorstore/')]
@@ -84,8 +84,8 @@ def test_what_is_saved_may_change_at_once(tmp_path):
     checkpointer.save(number, tree, {})
     for _ in range(10):
       tree = step(tree)
-  found, _ = checkpointer.restore(arrays(0, size=1000))
-  assert set(np.unique(found['w'])) == {30}
+  restored, _ = checkpointer.restore(arrays(0, size=1000))
+  assert set(np.unique(restored['w'])) == {30}
   checkpointer.close()
 
 
@@ -176,9 +176,9 @@ def test_killed_at_any_moment_the_newest_whole_one_loads(tmp_path):
     # A save starts when the one before is complete.
     assert checkpointer.latest_step >= max(started[-1] - 1, newest)
     newest = checkpointer.latest_step
-    found, data = checkpointer.restore(like)
+    restored, data = checkpointer.restore(like)
     assert data == {'step': newest}
-    assert {float(x) for w in found.values() for x in np.unique(w)} == {newest}
+    assert {float(x) for w in restored.values() for x in np.unique(w)} == {newest}
     checkpointer.close()
     assert not list(tmp_path.glob('*tmp*'))
 
@@ -220,8 +220,8 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
   assert 'checkpoint 1 is intact' in lines[0] and '4 MiB needed' in lines[0]
   assert done.returncode == 0, done.stderr
   assert sorted(p.name for p in tmp_path.iterdir()) == ['1', '4']
-  found, _ = Checkpointer(tmp_path).restore({'w': jax.numpy.zeros(1000)}, step=1)
-  assert np.abs(found['w']).max() > 0.9
+  restored, _ = Checkpointer(tmp_path).restore({'w': jax.numpy.zeros(1000)}, step=1)
+  assert np.abs(restored['w']).max() > 0.9
 
 
 READ_ONLY = """
@@ -313,8 +313,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
   assert message in str(error.value) and '\n' not in str(error.value)
   strict.close()
   again = Checkpointer(tmp_path)
-  found, data = again.restore(arrays(0))
-  assert int(found['n']) == 1 and data == {'step': 1}
+  restored, data = again.restore(arrays(0))
+  assert int(restored['n']) == 1 and data == {'step': 1}
   (line,) = [r.getMessage() for r in caplog.records if 'is damaged' in r.msg]
   assert message in line and '2.damaged' in line
   assert again.latest_step == 1

@@ -30,10 +30,10 @@ async def train(algorithm, batches, **options):
 async def test_the_coefficient_follows_the_kl_a_fifth_at_most(target, sign):
   """Unmoved parameters: the term grows by its scale alone, 7 rows a batch."""
   controller = f'adaptive(target={target}, horizon=70.)'
-  made = make_algorithm('grpo', {'kl_controller': controller, 'kl_coef': 0.1})
+  algorithm = make_algorithm('grpo', {'kl_controller': controller, 'kl_coef': 0.1})
   options = {'optimizer': STILL, **OTHER}
   batches = [toy.groups(sizes=(4, 3))] * 3
-  metrics, learner = await train(made, batches, **options)
+  metrics, learner = await train(algorithm, batches, **options)
   (fixed,), _ = await train(
     make_algorithm('grpo', {'kl_coef': 0.1}), batches[:1], **options
   )
@@ -59,8 +59,8 @@ async def test_the_controller_steers_the_penalty_by_the_kl_at_coefficient_one():
   )
   for coef in (0.5, 0.01):
     penalty = functools.partial(kl.k2, coef=coef)
-    made = dataclasses.replace(plain, kl_penalty=penalty, kl_controller=controller)
-    rows, _ = await train(made, [toy.groups()] * 2, **options)
+    algorithm = dataclasses.replace(plain, kl_penalty=penalty, kl_controller=controller)
+    rows, _ = await train(algorithm, [toy.groups()] * 2, **options)
     assert rows[0]['kl/behaviour'] == pytest.approx(measured, rel=1e-5)
     assert rows[0]['kl/penalty'] == pytest.approx(coef * measured, rel=1e-5)
     for name in ('kl/coef', 'kl/penalty'):
@@ -70,9 +70,9 @@ async def test_the_controller_steers_the_penalty_by_the_kl_at_coefficient_one():
 
 async def test_running_moments_are_those_of_all_batches():
   part = functools.partial(advantages.normalise, mean='running', std='running')
-  made = Algorithm(policy_loss=losses.vanilla, advantage=part)
+  algorithm = Algorithm(policy_loss=losses.vanilla, advantage=part)
   batches = [toy.groups(seed) for seed in range(3)]
-  metrics, learner = await train(made, batches)
+  metrics, learner = await train(algorithm, batches)
   scores = [[row.score for group in groups for row in group] for groups in batches]
   seen = np.concatenate(scores)
   state = learner.algorithm_state['advantage']
@@ -91,8 +91,8 @@ async def test_a_state_may_stay_as_it_is():
   def same(rewards, mask, state):
     return Advantages(jnp.where(mask, state['n'][0], 0), state=state)
 
-  made = Algorithm(policy_loss=losses.vanilla, advantage=same)
-  metrics, learner = await train(made, [toy.groups()] * 3, num_minibatches=2)
+  algorithm = Algorithm(policy_loss=losses.vanilla, advantage=same)
+  metrics, learner = await train(algorithm, [toy.groups()] * 3, num_minibatches=2)
   assert [m['advantage/mean'] for m in metrics] == [pytest.approx(2)] * 3
   assert learner.algorithm_state['advantage']['n'].tolist() == [2, 2, 2]
 
@@ -111,9 +111,9 @@ async def test_step_and_key_are_columns_that_change_without_compiling():
   def loss(logprobs, mask, step, key):
     return -logprobs, {'step': step, 'draw': jax.random.uniform(key)}
 
-  made = Algorithm(policy_loss=loss)
+  algorithm = Algorithm(policy_loss=loss)
   runs = [
-    (await train(made, [toy.groups()] * 3, seed=seed, num_micro_batches=2))[0]
+    (await train(algorithm, [toy.groups()] * 3, seed=seed, num_micro_batches=2))[0]
     for seed in (5, 5, 2**40 + 6)
   ]
   draws = [[row['policy/draw'] for row in run] for run in runs]
@@ -123,11 +123,11 @@ async def test_step_and_key_are_columns_that_change_without_compiling():
 
 
 async def test_rec_drops_another_surplus_each_step():
-  made = make_algorithm('rec', {'advantage': "rec(drop='balance')"})
+  algorithm = make_algorithm('rec', {'advantage': "rec(drop='balance')"})
   groups = toy.groups(sizes=(8,))
   for row in groups[0]:
     row.rewards[-1] = float(row is groups[0][0])
-  learner = toy.learner(made)
+  learner = toy.learner(algorithm)
   kept = []
   for _ in range(4):
     await learner.update(groups)

@@ -66,13 +66,13 @@ def test_a_run_with_the_problem_is_told_so(name, tmp_path, capsys):
   options = [*RUNS[name], '--config.logging.sinks=report']
   assert runs.main(tmp_path / 'run', *options, config=CONFIG) == 0
   rows = [r for r in read_metrics(tmp_path / 'run' / 'metrics.jsonl') if is_trained(r)]
-  found = {finding.name: str(finding) for finding in diagnose(rows)}
-  assert {name} <= set(found) <= {name} | SEEN_WITH | FOLLOWS.get(name, set())
-  said = capsys.readouterr().out.rpartition('This run did not learn:')[2]
+  findings = {finding.name: str(finding) for finding in diagnose(rows)}
+  assert {name} <= set(findings) <= {name} | SEEN_WITH | FOLLOWS.get(name, set())
+  summary = capsys.readouterr().out.rpartition('This run did not learn:')[2]
   page = (tmp_path / 'run' / 'report.html').read_text()
   page = page.replace(r'\u003c', '<').replace(r'\u003e', '>')
-  for line in found.values():
-    assert line in said and line in page
+  for line in findings.values():
+    assert line in summary and line in page
 
 
 @pytest.mark.slow
@@ -80,9 +80,9 @@ def test_a_correction_that_leaves_no_token_ends_the_run(tmp_path, capsys):
   bounds = '--config.algorithm.correction=mis(low=1.5, high=2)'  # w is near 1
   assert runs.main(tmp_path, *rewards('noise', bounds), config=CONFIG) == 1
   rule = RULES['all tokens corrected away']
-  said = capsys.readouterr().err
-  assert said.startswith('error: steps 0 to 2 learn nothing, their gradient is 0: ')
-  assert f'{rule.sentence}. {rule.advice} ({rule.page})' in said
+  stderr = capsys.readouterr().err
+  assert stderr.startswith('error: steps 0 to 2 learn nothing, their gradient is 0: ')
+  assert f'{rule.sentence}. {rule.advice} ({rule.page})' in stderr
 
 
 @pytest.mark.slow

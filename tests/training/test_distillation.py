@@ -183,15 +183,15 @@ async def test_splits_change_no_update():
 
 async def test_words_that_come_with_the_data_teach_as_the_teacher_would():
   params = []
-  for asked in (teacher(1), None):
-    learner = learner_of(registry.make('on_policy_distill'), asked)
+  for policy in (teacher(1), None):
+    learner = learner_of(registry.make('on_policy_distill'), policy)
     groups = draw(np.random.default_rng(0), 'ab', learner.params)
-    if asked is None:
+    if policy is None:
       tokens = np.stack([group[0].tokens for group in groups])
       whole = np.asarray(distributions(teacher(1).params, tokens))
       chosen = np.take_along_axis(whole, tokens[..., None], -1)[..., 0]
-      for group, said in zip(groups, chosen, strict=True):
-        group[0].extras['teacher_logprobs'] = said
+      for group, teacher_logprobs in zip(groups, chosen, strict=True):
+        group[0].extras['teacher_logprobs'] = teacher_logprobs
     await learner.update(groups)
     params.append(jax.device_get(learner.params))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), *params)

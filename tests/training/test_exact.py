@@ -31,9 +31,9 @@ def drawn(exact):
   return mismatch.draw(*exact, 2000, TEMPERATURE)
 
 
-def _same(found):
-  assert found['tokens'] >= 2000
-  assert (found['bytes'], found['max']) == (0, 0), found
+def _same(comparison):
+  assert comparison['tokens'] >= 2000
+  assert (comparison['bytes'], comparison['max']) == (0, 0), comparison
 
 
 def test_rescoring_finds_the_bits_of_the_sampler(exact, drawn):
@@ -57,9 +57,9 @@ def test_the_forward_of_a_gradient_finds_them_on_a_mesh(exact, drawn, remat):
 def test_the_fast_mode_does_not(exact, drawn):
   model, params = exact
   forward = mismatch.rescore(dataclasses.replace(model, exact=None), TEMPERATURE)
-  found = mismatch.compare(forward, params, drawn, 40)
-  assert found['differ'] > 0.01
-  assert found['max'] < 1e-4
+  comparison = mismatch.compare(forward, params, drawn, 40)
+  assert comparison['differ'] > 0.01
+  assert comparison['max'] < 1e-4
 
 
 def test_the_gradient_is_the_fast_modes():
@@ -75,9 +75,11 @@ def test_the_gradient_is_the_fast_modes():
 
     return jax.jit(jax.grad(loss))(toy.params(num_layers=1))
 
-  found, wanted = slope(Exact(rows=8)), slope(None)
+  exact_grads, wanted = slope(Exact(rows=8)), slope(None)
   jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, wanted
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+    exact_grads,
+    wanted,
   )
 
 
@@ -136,6 +138,6 @@ def test_other_precisions_are_refused():
 
 @pytest.mark.slow
 def test_a_hundred_thousand_tokens():
-  for found in mismatch.figures(True, 100_000).values():
-    assert found['tokens'] >= 100_000
-    assert (found['bytes'], found['max']) == (0, 0), found
+  for comparison in mismatch.figures(True, 100_000).values():
+    assert comparison['tokens'] >= 100_000
+    assert (comparison['bytes'], comparison['max']) == (0, 0), comparison

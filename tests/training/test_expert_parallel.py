@@ -41,7 +41,7 @@ def sums(model, params, tokens, segments, routed):
 
 
 @pytest.mark.parametrize(
-  ('sizes', 'rows', 'replay', 'way', 'own'),
+  ('sizes', 'rows', 'replay', 'way', 'adapters'),
   [
     ({'fsdp': 2, 'tensor': 2, 'expert': 2}, 4, True, 'ragged', None),
     pytest.param(
@@ -54,10 +54,12 @@ def sums(model, params, tokens, segments, routed):
     pytest.param(*({'expert': 4, 'data': 2}, 3, False, 'ragged', None), marks=SLOW),
   ],
 )
-def test_equal_to_one_device(sizes, rows, replay, way, own, monkeypatch):
+def test_equal_to_one_device(sizes, rows, replay, way, adapters, monkeypatch):
   # Which of the two is taken depends on the platform.
   monkeypatch.setattr(experts, 'dense', getattr(experts, way))
-  model, params = small.model_and_params(**SIZES, lora=own, tie_embeddings=not own)
+  model, params = small.model_and_params(
+    **SIZES, lora=adapters, tie_embeddings=not adapters
+  )
   model = dataclasses.replace(model, remat='full')
   tokens = small.tokens(rows, 10) % 64
   segments = (np.arange(10) < np.r_[6, [10] * (rows - 1)][:, None]).astype(np.int32)
@@ -72,8 +74,8 @@ def test_equal_to_one_device(sizes, rows, replay, way, own, monkeypatch):
   kernel = layout['layers']['mlp']['experts']['gate']['kernel']
   assert kernel.spec[1] == 'expert'
   there = jax.tree.map(jax.device_put, params, layout)
-  found, split = sums(on_mesh(model, mesh), there, tokens, segments, routed)
-  np.testing.assert_allclose(found, logprobs, atol=1e-5)
+  sharded_logprobs, split = sums(on_mesh(model, mesh), there, tokens, segments, routed)
+  np.testing.assert_allclose(sharded_logprobs, logprobs, atol=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), split, slope
   )

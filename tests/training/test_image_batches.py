@@ -31,11 +31,11 @@ ADAPTERS = lora.lora_adapters(rank=2, targets='q,up')
 def config(train='frozen', **changes):
   sizes = {'vocab_size': 64, 'hidden_size': 16, 'num_layers': 2, 'head_dim': 8}
   sizes |= {'num_heads': 2, 'num_kv_heads': 2, 'intermediate_size': 24}
-  found = model_loading.random_config(family=FAMILY, **sizes)
-  assert found.vision is not None
+  base = model_loading.random_config(family=FAMILY, **sizes)
+  assert base.vision is not None
   ids = {f'{k}_token': images.cases.IMAGE_TOKENS[v] for k, v in IDS.items()}
-  vision = dataclasses.replace(found.vision, train=train, **ids)
-  return found.replace(vision=vision, **changes)
+  vision = dataclasses.replace(base.vision, train=train, **ids)
+  return base.replace(vision=vision, **changes)
 
 
 IDS = {
@@ -64,17 +64,17 @@ def groups():
   draw, cut = np.random.default_rng(0), images.PatchProcessor(config().vision)
   one, other, wide = images.SMALL, images.Picture(9, 9, 7), images.WIDE
   members = [[[one]] * 3, [[one], [other], [wide, one]], [[wide], []]]
-  made = []
+  image_groups = []
   for number, group in enumerate(members):
-    prompts = [images.sequence(cut, 3, *own, 2) for own in group]
-    made.append([])
-    for sample, (own, prompt) in enumerate(zip(group, prompts, strict=True)):
+    prompts = [images.sequence(cut, 3, *pictures, 2) for pictures in group]
+    image_groups.append([])
+    for sample, (pictures, prompt) in enumerate(zip(group, prompts, strict=True)):
       row = toy.trajectory(draw, len(prompt) + 5, group_id=number, sample_index=sample)
       row.tokens = np.minimum(row.tokens, images.IMAGE - 1)
       row.tokens[: len(prompt)] = prompt
       row.action_mask = np.arange(len(row.tokens)) >= len(prompt)
-      made[-1].append(dataclasses.replace(row, images=own))
-  return made
+      image_groups[-1].append(dataclasses.replace(row, images=pictures))
+  return image_groups
 
 
 def learner(train='frozen', *, adapters=None, remat='none', weights=None, **options):
@@ -97,9 +97,9 @@ def results():
 
 
 async def train(train='full', **options):
-  made = learner(train, **options)
-  metrics = [await made.update(groups()) for _ in range(2)]
-  return flatten_by_name(jax.tree.map(np.array, made.params)), metrics
+  trainer = learner(train, **options)
+  metrics = [await trainer.update(groups()) for _ in range(2)]
+  return flatten_by_name(jax.tree.map(np.array, trainer.params)), metrics
 
 
 async def plain():
@@ -125,14 +125,16 @@ PACKED = {'packing': Packing(tokens=80, length=0, share_prefix=True)}
 async def test_a_step_is_the_same_however_it_is_split(options):
   """Also where rows of a group have equal tokens and different images."""
   wanted, metrics = await plain()
-  found, others = await train(**options)
+  split_params, others = await train(**options)
   start = flatten_by_name(params(config('full')))
   for name, x in wanted.items():
     assert np.abs(x - start[name]).max() > 1e-5 or name.endswith('qkv.bias'), name
-    np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
-  for own, other in zip(metrics, others, strict=True):
-    assert own['kl/reference'] == pytest.approx(other['kl/reference'], abs=1e-5)
-    assert own['loss/total'] == pytest.approx(other['loss/total'], abs=1e-5)
+    np.testing.assert_allclose(split_params[name], x, atol=2e-5, err_msg=name)
+  for step_metrics, other in zip(metrics, others, strict=True):
+    assert step_metrics['kl/reference'] == pytest.approx(
+      other['kl/reference'], abs=1e-5
+    )
+    assert step_metrics['loss/total'] == pytest.approx(other['loss/total'], abs=1e-5)
   assert metrics[1]['kl/reference'] > 1e-6
 
 
@@ -140,10 +142,10 @@ async def test_a_step_is_the_same_however_it_is_split(options):
 async def test_the_tower_is_frozen_or_has_adapters(train_tower, tmp_path):
   """What moves, and what a checkpoint keeps and refuses."""
   adapters = ADAPTERS if train_tower == 'lora' else None
-  made = learner(train_tower, adapters=adapters)
-  before = flatten_by_name(jax.tree.map(np.array, made.params))
-  await made.update(groups())
-  after = flatten_by_name(jax.tree.map(np.array, made.params))
+  trainer = learner(train_tower, adapters=adapters)
+  before = flatten_by_name(jax.tree.map(np.array, trainer.params))
+  await trainer.update(groups())
+  after = flatten_by_name(jax.tree.map(np.array, trainer.params))
   moved = {name for name, x in after.items() if (x != before[name]).any()}
   tower = {name for name in moved if name.startswith('vision.')}
   if train_tower == 'frozen':
@@ -153,10 +155,10 @@ async def test_the_tower_is_frozen_or_has_adapters(train_tower, tmp_path):
   else:
     assert all('lora_' in name for name in moved)
     assert {'vision.layers.qkv.lora_b', 'vision.merger.mlp.up.lora_b'} <= tower
-    assert made.merged_params().keys() == params(config()).keys()
+    assert trainer.merged_params().keys() == params(config()).keys()
     other = None
   checkpointer = Checkpointer(tmp_path)
-  await made.save(checkpointer, {}, wait=True)
+  await trainer.save(checkpointer, {}, wait=True)
   again = learner(train_tower, adapters=adapters)
   await again.restore(checkpointer)
   for name, x in flatten_by_name(jax.tree.map(np.array, again.params)).items():
@@ -168,12 +170,12 @@ async def test_the_tower_is_frozen_or_has_adapters(train_tower, tmp_path):
 
 
 async def test_what_cannot_be_learned_is_refused_in_one_line():
-  made = learner()
+  trainer = learner()
   bad = groups()
   bad[1][1].images.pop()
   bad[1][1] = dataclasses.replace(bad[1][1], images=[images.WIDE])
   with pytest.raises(ValueError, match=r'row .*_1_0: image 1 of 1 needs a run of'):
-    await made.update(bad)
+    await trainer.update(bad)
   blind = toy.learner(
     make_algorithm('grpo', {}), kind=TransformerLM, length_buckets=(40,)
   )

@@ -81,12 +81,12 @@ class Dealt:
 
 async def train(name, kind, options, what=''):
   """Parameters and metrics of three updates; nothing compiles in any."""
-  spec, own = ALGORITHMS[name]
+  spec, overrides = ALGORITHMS[name]
   options = dict(options)
   if 'mesh' in options:
     options['mesh'] = make_mesh(**options['mesh'])
   learner = toy.learner(
-    make_algorithm(spec, own),
+    make_algorithm(spec, overrides),
     kind=kind,
     changes={'value_head': True} if name == 'ppo' else {},
     optimizer=make_optimizer(**SMOOTH),

@@ -47,8 +47,8 @@ def test_kernels_are_turned_off(platform, caplog):
     train, decode = programs('reference', platform)
   assert 'pallas_call' not in train + decode
   assert 'cudnn' not in train + decode
-  told = sorted(record.message for record in caplog.records)
-  assert told == [
+  messages = sorted(record.message for record in caplog.records)
+  assert messages == [
     f'{what} on {platform}: reference (asked for)'
     for what in ('attention', 'decode attention', 'token_logprobs')
   ]

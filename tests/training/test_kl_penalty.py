@@ -55,21 +55,23 @@ def batch():
 def test_it_comes_off_the_rewards_of_every_advantage(name):
   """As if the rewards had been R_t − coef·(o − q)_t, but for greedy rows."""
   penalty = functools.partial(kl.k1, coef=COEF)
-  found, wanted, plain = (
+  penalised, wanted, plain = (
     outcome(name, kl_penalty, by_hand=by_hand)
     for kl_penalty, by_hand in ((penalty, False), (None, True), (None, False))
   )
-  np.testing.assert_allclose(found, wanted, atol=2e-5)
-  assert np.abs(found - plain).max() > 1e-3
+  np.testing.assert_allclose(penalised, wanted, atol=2e-5)
+  assert np.abs(penalised - plain).max() > 1e-3
 
 
 def outcome(name, kl_penalty, *, by_hand):
   part = getattr(advantages, name)
-  made = Algorithm(policy_loss=losses.vanilla, advantage=part, kl_penalty=kl_penalty)
+  algorithm = Algorithm(
+    policy_loss=losses.vanilla, advantage=part, kl_penalty=kl_penalty
+  )
   model = toy.Bigram(toy.CONFIG.replace(value_head=True))
   params = toy.params(toy.Bigram, value_head=True)
   reference = toy.params(toy.Bigram, seed=1, value_head=True)
-  static, numbers = requirements.split_hparams(made)
+  static, numbers = requirements.split_hparams(algorithm)
   spec, host = StepSpec(model, static), batch()
   off = 0
   if by_hand:

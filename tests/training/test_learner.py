@@ -119,8 +119,8 @@ async def test_groups_stay_whole_where_the_algorithm_says_so():
     members = same.sum(-1)[:, None] * jax.numpy.ones_like(logprobs)
     return -logprobs, {'members': members}
 
-  made = Algorithm(policy_loss=loss, batch_unit='group', group_size=4)
-  learner = toy.learner(made, num_rows=16, num_minibatches=2, num_micro_batches=2)
+  algorithm = Algorithm(policy_loss=loss, batch_unit='group', group_size=4)
+  learner = toy.learner(algorithm, num_rows=16, num_minibatches=2, num_micro_batches=2)
   metrics = await learner.update(toy.groups(sizes=(4,) * 4))
   assert metrics['policy/members'] == pytest.approx(4)
 
@@ -205,15 +205,15 @@ def test_parameters_of_another_shape_are_named():
 
 @pytest.mark.parametrize('loss', [losses.distill, losses.sft])
 def test_what_speaks_for_a_teacher_needs_one(loss):
-  made = Algorithm(policy_loss=loss, advantage=advantages.on_policy_distill)
+  algorithm = Algorithm(policy_loss=loss, advantage=advantages.on_policy_distill)
   with pytest.raises(ConfigError, match=r'reads teacher_.*--config.teacher.checkpoint'):
-    toy.learner(made)
+    toy.learner(algorithm)
 
 
 async def test_the_width_of_a_teachers_columns_stays():
-  made = registry.make('distill')
-  teachers = Teachers(made, mesh=single_device_mesh(), chunk_rows=8)
-  learner = toy.learner(made, teachers=teachers)
+  algorithm = registry.make('distill')
+  teachers = Teachers(algorithm, mesh=single_device_mesh(), chunk_rows=8)
+  learner = toy.learner(algorithm, teachers=teachers)
   learner.set_algorithm(registry.make('distill', {'skew': 0.2}))
   with pytest.raises(ValueError, match='only the numeric options'):
     learner.set_algorithm(registry.make('distill', {'top_k': 3}))
@@ -225,17 +225,19 @@ def test_a_critic_needs_a_value_head():
 
 
 async def test_a_learned_value_lowers_the_value_error():
-  made = registry.make('ppo', {'kl_coef': 0.0, 'value_clip': None})
+  algorithm = registry.make('ppo', {'kl_coef': 0.0, 'value_clip': None})
   learner = toy.learner(
-    made, changes={'value_head': True}, optimizer=make_optimizer(learning_rate=0.05)
+    algorithm,
+    changes={'value_head': True},
+    optimizer=make_optimizer(learning_rate=0.05),
   )
   metrics = [await learner.update(toy.groups()) for _ in range(20)]
   assert metrics[-1]['value/value_error'] < 0.8 * metrics[0]['value/value_error']
 
 
 async def test_policy_gradient_raises_the_log_prob_of_what_paid():
-  made = Algorithm(policy_loss=losses.sft)
-  learner = toy.learner(made, optimizer=make_optimizer(learning_rate=0.05))
+  algorithm = Algorithm(policy_loss=losses.sft)
+  learner = toy.learner(algorithm, optimizer=make_optimizer(learning_rate=0.05))
   first = await learner.update(toy.groups())
   last = [await learner.update(toy.groups()) for _ in range(10)][-1]
   assert last['policy/logprob'] > first['policy/logprob'] + 0.1

@@ -24,13 +24,15 @@ OWN = lora.lora_adapters(rank=2, targets='q,o,up')
 LAYERS = ('attention.q', 'attention.o', 'mlp.up')
 
 
-def model(own: Lora | None = OWN, **changes):
-  return TransformerLM(toy.CONFIG.replace(num_layers=1, lora=own, **changes))
+def model(adapters: Lora | None = OWN, **changes):
+  return TransformerLM(toy.CONFIG.replace(num_layers=1, lora=adapters, **changes))
 
 
-def made(algorithm='grpo', *, own: Lora | None = OWN, seed=0, changes=None, **options):
+def make_learner(
+  algorithm='grpo', *, adapters: Lora | None = OWN, seed=0, changes=None, **options
+):
   changes = changes or {}
-  this = model(own, **changes)
+  this = model(adapters, **changes)
   params = toy.params(TransformerLM, seed, num_layers=1, **changes)
   params = lora.add_adapters(this, params, jax.random.key(1))
   options = {'num_rows': 8, 'length_buckets': (16,)} | options
@@ -61,7 +63,7 @@ SLOW = pytest.mark.slow
 )
 async def test_only_adapters_and_a_value_head_move(algorithm):
   changes = {'value_head': True} if algorithm == 'ppo' else {}
-  learner = made(algorithm, changes=changes)
+  learner = make_learner(algorithm, changes=changes)
   groups = toy.groups()
   if algorithm == 'sft':
     groups = toy.groups(is_expert=True)
@@ -80,8 +82,8 @@ async def test_only_adapters_and_a_value_head_move(algorithm):
 
 
 async def test_experts_their_router_and_the_head_learn_by_adapters():
-  own = lora.lora_adapters(rank=2, targets='gate,up,down,router,lm_head')
-  learner = made('sft', own=own, changes=EXPERTS)
+  adapters = lora.lora_adapters(rank=2, targets='gate,up,down,router,lm_head')
+  learner = make_learner('sft', adapters=adapters, changes=EXPERTS)
   before = named(learner.params)
   for _ in range(2):
     metrics = await learner.update(toy.groups(is_expert=True))
@@ -94,7 +96,7 @@ async def test_experts_their_router_and_the_head_learn_by_adapters():
 
 
 async def test_the_reference_is_the_start_and_costs_no_copy():
-  learner = made()
+  learner = make_learner()
   assert set(flatten_by_name(learner._ref_params)) == set(
     flatten_by_name(lora.trainable_params(learner.model.config, learner.params))
   )
@@ -104,7 +106,7 @@ async def test_the_reference_is_the_start_and_costs_no_copy():
 
 
 async def test_a_run_resumes_to_the_bit_and_writes_no_frozen_weight(tmp_path):
-  whole, first = made(), made()
+  whole, first = make_learner(), make_learner()
   for step in range(3):
     await whole.update(toy.groups(step))
   for step in range(2):
@@ -116,19 +118,19 @@ async def test_a_run_resumes_to_the_bit_and_writes_no_frozen_weight(tmp_path):
   assert not any(
     'kernel' in name for name in flatten_by_name(first._checkpoint_arrays())
   )
-  second = made()
+  second = make_learner()
   await second.restore(checkpointer)
   await second.update(toy.groups(2))
   want, got = named(whole._state), named(second._state)
   assert not moved(want, got)
   with pytest.raises(CheckpointError, match='trained on another model'):
-    await made(seed=1).restore(checkpointer)
+    await make_learner(seed=1).restore(checkpointer)
   checkpointer.close()
 
 
 async def test_a_mesh_gives_the_same_and_adapters_lie_as_their_layers_do():
   mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
-  one, many = made('sft'), made('sft', mesh=mesh)
+  one, many = make_learner('sft'), make_learner('sft', mesh=mesh)
   for learner in (one, many):
     await learner.update(toy.groups(is_expert=True))
   for name, x in named(one.params).items():
@@ -151,23 +153,25 @@ async def test_a_mesh_gives_the_same_and_adapters_lie_as_their_layers_do():
 
 
 async def test_adapters_to_be_sent_are_given_with_their_base():
-  learner = made(
-    own=lora.lora_adapters(rank=2, alpha=3.0, targets='q', send='adapters')
+  learner = make_learner(
+    adapters=lora.lora_adapters(rank=2, alpha=3.0, targets='q', send='adapters')
   )
-  given = await learner.inference_params()
-  assert lora_transfer.is_transfer(given) and given[lora_transfer.SCALE_KEY] == 1.5
+  transfer = await learner.inference_params()
+  assert (
+    lora_transfer.is_transfer(transfer) and transfer[lora_transfer.SCALE_KEY] == 1.5
+  )
   q = learner.params['layers']['attention']['q']
-  assert given['layers']['attention']['q']['lora_a'] is q['lora_a']  # no copy
+  assert transfer['layers']['attention']['q']['lora_a'] is q['lora_a']  # no copy
   await learner.offload()
   again = await learner.inference_params()
-  jax.tree.map(np.testing.assert_array_equal, given, again)
+  jax.tree.map(np.testing.assert_array_equal, transfer, again)
   kinds = {x.sharding.memory_kind for x in jax.tree.leaves(again['layers'])}
   assert kinds == {'device'}
 
 
 @SLOW
 async def test_a_base_in_bfloat16_learns():
-  learner = made('sft', own=lora.lora_adapters(rank=2, base='bfloat16'))
+  learner = make_learner('sft', adapters=lora.lora_adapters(rank=2, base='bfloat16'))
   before = named(learner.params)
   assert before['embedding.table'].dtype == 'bfloat16'
   metrics = await learner.update(toy.groups(is_expert=True))
@@ -178,9 +182,9 @@ async def test_a_base_in_bfloat16_learns():
 
 def test_no_gradient_is_computed_of_what_is_frozen():
   """Of the products in the program, none has the shape of a frozen kernel."""
-  found = []
-  for own in (None, OWN):
-    learner = made('sft', own=own, changes={'intermediate_size': 80})
+  products = []
+  for adapters in (None, OWN):
+    learner = make_learner('sft', adapters=adapters, changes={'intermediate_size': 80})
     text = learner.trace(16)[1]['train'].lower().as_text()
-    found.append(re.findall(r'dot_general.*-> tensor<(?:32x80|80x32)xf32>', text))
-  assert len(found[0]) == 3 and not found[1]  # gate, up and down
+    products.append(re.findall(r'dot_general.*-> tensor<(?:32x80|80x32)xf32>', text))
+  assert len(products[0]) == 3 and not products[1]  # gate, up and down

@@ -19,10 +19,10 @@ PLAYED, EXPERTS, TOKENS = 8, 3, 6
 # An algorithm for each advantage, with its options, that is made from rollouts.
 NAMES = list(
   {
-    components.call_string(made.advantage): name
+    components.call_string(preset.advantage): name
     for name in reversed(registry.names())
-    if (made := make_algorithm(name)).advantage is not None
-    and made.data_format == 'rollout'
+    if (preset := make_algorithm(name)).advantage is not None
+    and preset.data_format == 'rollout'
   }.values()
 )
 
@@ -33,7 +33,7 @@ def columns(seed=0, played=PLAYED):
   rows = played + EXPERTS
   shape = (rows, TOKENS)
   mask = np.arange(TOKENS) >= rng.integers(1, TOKENS, rows)[:, None]
-  made = {
+  arrays = {
     name: rng.normal(size=shape).astype(np.float32)
     for name in (
       *('logprobs', 'old_logprobs', 'rollout_logprobs', 'ref_logprobs'),
@@ -42,88 +42,88 @@ def columns(seed=0, played=PLAYED):
   }
   rewards = np.zeros(shape, np.float32)
   rewards[:, -1] = rng.normal(size=rows)
-  own = np.arange(EXPERTS) + 2 * (played > 0)
-  made |= {
+  expert_groups = np.arange(EXPERTS) + 2 * (played > 0)
+  arrays |= {
     'mask': mask,
     'rewards': rewards,
-    'group_ids': np.concatenate([np.arange(played) % 2, own]),
+    'group_ids': np.concatenate([np.arange(played) % 2, expert_groups]),
     'episode_ids': np.arange(rows),
     'turn_ids': np.zeros(rows, int),
     'state_hash': rng.integers(0, 3, rows),
     'expert_mask': np.arange(rows) >= played,
     'greedy_mask': (np.arange(rows) < 2) & (played > 2),
   }
-  return {name: jnp.asarray(x) for name, x in made.items()}
+  return {name: jnp.asarray(x) for name, x in arrays.items()}
 
 
-def advantage(algorithm, given):
-  given = given | {'key': jnp.array([0, 7], jnp.uint32), 'step': jnp.int32(0)}
-  given['state'] = requirements.init_state(algorithm).get('advantage')
+def advantage(algorithm, inputs):
+  inputs = inputs | {'key': jnp.array([0, 7], jnp.uint32), 'step': jnp.int32(0)}
+  inputs['state'] = requirements.init_state(algorithm).get('advantage')
   run = functools.partial(components.call_component, algorithm.advantage)
-  return jax.jit(run)(given)
+  return jax.jit(run)(inputs)
 
 
-def whole(algorithm, given):
-  lone = advantage_step.singleton_rows(algorithm, given)
-  made = advantage(algorithm, advantage_step.mask_out_rows(given, lone))
-  return advantage_step.restore_rows(made, lone, given['rewards'], given['mask'])
+def whole(algorithm, inputs):
+  lone = advantage_step.singleton_rows(algorithm, inputs)
+  result = advantage(algorithm, advantage_step.mask_out_rows(inputs, lone))
+  return advantage_step.restore_rows(result, lone, inputs['rewards'], inputs['mask'])
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_rollouts_have_the_advantages_they_have_without_experts(name):
-  algorithm, given = make_algorithm(name), columns()
-  found = whole(algorithm, given)
-  without = {k: x[:PLAYED] for k, x in given.items()}
+  algorithm, inputs = make_algorithm(name), columns()
+  result = whole(algorithm, inputs)
+  without = {k: x[:PLAYED] for k, x in inputs.items()}
   wanted = advantage(algorithm, without)
-  close(found.advantages[:PLAYED], wanted.advantages)
+  close(result.advantages[:PLAYED], wanted.advantages)
   if wanted.returns is not None:
-    close(found.returns[:PLAYED], wanted.returns)
+    close(result.returns[:PLAYED], wanted.returns)
   if wanted.keep is not None:
-    np.testing.assert_array_equal(found.keep[:PLAYED], wanted.keep)
-    assert found.keep[PLAYED:].all()
-  own = np.where(given['mask'], given['rewards'][:, -1:], 0)[PLAYED:]
-  close(found.advantages[PLAYED:], own)
+    np.testing.assert_array_equal(result.keep[:PLAYED], wanted.keep)
+    assert result.keep[PLAYED:].all()
+  expert_rewards = np.where(inputs['mask'], inputs['rewards'][:, -1:], 0)[PLAYED:]
+  close(result.advantages[PLAYED:], expert_rewards)
   for key, value in wanted.metrics.items():
     if jnp.ndim(value) == 0:
-      close(found.metrics[key], value)
+      close(result.metrics[key], value)
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_a_batch_of_experts_alone_is_finite(name):
-  given = columns(played=0)
-  found = whole(make_algorithm(name), given)
-  own = np.where(given['mask'], given['rewards'][:, -1:], 0)
-  close(found.advantages, own)
-  for value in found.metrics.values():
+  inputs = columns(played=0)
+  result = whole(make_algorithm(name), inputs)
+  expert_rewards = np.where(inputs['mask'], inputs['rewards'][:, -1:], 0)
+  close(result.advantages, expert_rewards)
+  for value in result.metrics.values():
     assert np.isfinite(value).all()
 
 
 def test_the_statistics_of_a_batch_would_feel_them():
   """The whole matter: whitening over the batch, with an expert of reward 100."""
-  algorithm, given = make_algorithm('reinforce_plus_plus'), columns()
-  given['rewards'] = given['rewards'].at[-1, -1].set(100.0)
-  felt = advantage(algorithm, given).advantages[:PLAYED]
-  unfelt = whole(algorithm, given).advantages[:PLAYED]
+  algorithm, inputs = make_algorithm('reinforce_plus_plus'), columns()
+  inputs['rewards'] = inputs['rewards'].at[-1, -1].set(100.0)
+  felt = advantage(algorithm, inputs).advantages[:PLAYED]
+  unfelt = whole(algorithm, inputs).advantages[:PLAYED]
   assert np.abs(np.asarray(felt - unfelt)).max() > 0.1
 
 
 def test_rated_rows_of_one_prompt_and_runs_of_files_stay_in():
-  given = columns()
-  given['group_ids'] = given['group_ids'].at[-1].set(given['group_ids'][-2])
-  lone = advantage_step.singleton_rows(make_algorithm('grpo'), given)
+  inputs = columns()
+  inputs['group_ids'] = inputs['group_ids'].at[-1].set(inputs['group_ids'][-2])
+  lone = advantage_step.singleton_rows(make_algorithm('grpo'), inputs)
   np.testing.assert_array_equal(np.flatnonzero(lone), [PLAYED])
   of_files = Algorithm(policy_loss=losses.sft, data_format='messages')
-  assert not advantage_step.singleton_rows(of_files, given).any()
+  assert not advantage_step.singleton_rows(of_files, inputs).any()
 
 
 def test_what_an_advantage_leaves_open_stays_open():
-  given = columns()
-  lone = advantage_step.singleton_rows(make_algorithm('grpo'), given)
-  zeros = jnp.zeros_like(given['rewards'])
-  made = advantage_step.restore_rows(
-    Advantages(zeros, state=3), lone, given['rewards'], given['mask']
+  inputs = columns()
+  lone = advantage_step.singleton_rows(make_algorithm('grpo'), inputs)
+  zeros = jnp.zeros_like(inputs['rewards'])
+  restored = advantage_step.restore_rows(
+    Advantages(zeros, state=3), lone, inputs['rewards'], inputs['mask']
   )
-  assert (made.returns, made.keep, made.state) == (None, None, 3)
+  assert (restored.returns, restored.keep, restored.state) == (None, None, 3)
 
 
 def with_experts(seed=0):
@@ -145,20 +145,22 @@ async def test_the_learner_reports_rollouts_alone():
   """Policy off by nothing, so all that is told of the mismatch is of rollouts."""
   played, written = with_experts()
   options = {'behaviour': 'decoupled'}
-  told = []
+  history = []
   for groups in (played, played + written):
-    made = toy.learner(make_algorithm('grpo', options), num_rows=10)
-    told.append(await made.update(groups))
-  alone, both = told
+    learner = toy.learner(make_algorithm('grpo', options), num_rows=10)
+    history.append(await learner.update(groups))
+  alone, both = history
   names = [n for n in alone if n.split('/')[0] in ('reward', 'mismatch', 'advantage')]
   assert len(names) > 8
   for name in names:
     assert both[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
   assert both['tokens/rows'] == alone['tokens/rows'] + 2
-  made = np.asarray(made.advantages)
+  advantages = np.asarray(learner.advantages)
   rows = [row for (row,) in written]
   for i, row in enumerate(rows, start=8):
-    np.testing.assert_allclose(made[i, : len(row.tokens)], row.action_mask, atol=1e-6)
+    np.testing.assert_allclose(
+      advantages[i, : len(row.tokens)], row.action_mask, atol=1e-6
+    )
 
 
 async def test_the_advantages_of_experts_do_not_enter_mix():
@@ -169,9 +171,9 @@ async def test_the_advantages_of_experts_do_not_enter_mix():
     for (row,) in written:
       row.rewards[-1] = reward
     algorithm = make_algorithm('grpo', {'policy_loss': 'mix(mu=.3)'})
-    made = toy.learner(algorithm, num_rows=10)
-    told = await made.update(played + written)
-    losses.append((told['loss/policy'], told['optimizer/grad_norm']))
+    learner = toy.learner(algorithm, num_rows=10)
+    metrics = await learner.update(played + written)
+    losses.append((metrics['loss/policy'], metrics['optimizer/grad_norm']))
   assert losses[0] == losses[1] == losses[2]
 
 
@@ -179,19 +181,19 @@ async def test_the_advantages_of_experts_do_not_enter_mix():
 @pytest.mark.parametrize('name', ['mix', 'mix_chord'])
 async def test_what_mix_says_of_ratios_is_of_rollouts_alone(name, num_micro_batches):
   played, written = with_experts()
-  told = []
+  history = []
   for groups in (played, played + written, written):
-    made = toy.learner(
+    learner = toy.learner(
       make_algorithm(name), num_rows=10, num_micro_batches=num_micro_batches
     )
-    told.append(await made.update(groups))
-  alone, both, experts_only = told
+    history.append(await learner.update(groups))
+  alone, both, experts_only = history
   for metric in ('ratio', 'clip_fraction', 'approx_kl'):
     assert both[f'policy/{metric}'] == pytest.approx(
       alone[f'policy/{metric}'], rel=1e-5
     )
   if name == 'mix_chord':  # μ is of all rows
-    assert [row['policy/mu'] for row in told] == pytest.approx([0.9] * 3)
+    assert [row['policy/mu'] for row in history] == pytest.approx([0.9] * 3)
   assert experts_only['policy/ratio'] == 0
 
 
@@ -199,24 +201,26 @@ async def test_rows_that_nobody_sampled_steer_no_coefficient():
   """As in the first steps of the sampler `warmup`."""
   options = {'kl_controller': 'adaptive(target=1e-9, horizon=100.)', 'kl_coef': 0.1}
   reference = toy.params(toy.Bigram, seed=1)
-  made = toy.learner(make_algorithm('opmd', options), num_rows=10, ref_params=reference)
+  learner = toy.learner(
+    make_algorithm('opmd', options), num_rows=10, ref_params=reference
+  )
   played, written = with_experts()
   steps = (written, played + written, played)
-  told = [(await made.update(groups))['kl/coef'] for groups in steps]
-  told.append(0.1 * float(made.algorithm_state['kl_controller']['scale']))
+  coefs = [(await learner.update(groups))['kl/coef'] for groups in steps]
+  coefs.append(0.1 * float(learner.algorithm_state['kl_controller']['scale']))
   grown = [0.1, 0.1, 0.1 * (1 + 0.2 * 8 / 100), 0.1 * (1 + 0.2 * 8 / 100) ** 2]
-  assert told == pytest.approx(grown, rel=1e-5)
+  assert coefs == pytest.approx(grown, rel=1e-5)
 
 
 def test_rows_from_files_have_no_staleness():
   played, written = with_experts()
   batch = collate(played + written, (64,))
-  found = monitoring.batch_metrics(batch, step=5)
-  assert (found['staleness/mean'], found['staleness/max']) == (2, 2)
+  metrics = monitoring.batch_metrics(batch, step=5)
+  assert (metrics['staleness/mean'], metrics['staleness/max']) == (2, 2)
   assert 'staleness/mean' not in monitoring.batch_metrics(
     collate(written, (64,)), step=5
   )
 
 
-def close(found, wanted):
-  np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+def close(actual, wanted):
+  np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)

@@ -21,7 +21,7 @@ KINDS = (
 )
 
 
-def made(kind):
+def make_learner(kind):
   optimizer = make_optimizer(learning_rate=1e-2, name=kind)
   return toy.learner(registry.make('sft'), optimizer=optimizer)
 
@@ -36,7 +36,7 @@ def bits(learner):
 
 @pytest.mark.parametrize('kind', KINDS)
 async def test_a_run_resumes_to_the_bit(kind, tmp_path):
-  whole, first = made(kind), made(kind)
+  whole, first = make_learner(kind), make_learner(kind)
   before = bits(whole)
   for step in range(3):
     metrics = await whole.update(groups(step))
@@ -45,18 +45,18 @@ async def test_a_run_resumes_to_the_bit(kind, tmp_path):
     await first.update(groups(step))
   checkpointer = Checkpointer(tmp_path)
   await first.save(checkpointer, {}, wait=True)
-  second = made(kind)
+  second = make_learner(kind)
   await second.restore(checkpointer)
   await second.update(groups(2))
   assert bits(second) == bits(whole)
   if 'adamw' in kind:
     with pytest.raises(CheckpointError, match='is bfloat16, this run needs float32'):
-      await made('adamw').restore(checkpointer)
+      await make_learner('adamw').restore(checkpointer)
   checkpointer.close()
 
 
 async def test_numbers_change_without_compiling_and_the_kind_cannot():
-  learner = made(KINDS[1])
+  learner = make_learner(KINDS[1])
   await learner.update(groups())
   learner.optimizer = make_optimizer(name='adafactor(min_size=8, decay_rate=.7)')
   assert (await learner.update(groups()))['compile/programs'] == 0
@@ -105,9 +105,9 @@ def test_factored_moments_lie_along_the_axes_that_are_left():
 def test_a_mesh_changes_nothing_but_rounding(kind):
   memory = make_optimizer_spec(kind).state_spec
   # Unclipped: a norm's last bit, of the order of sums, could turn a rounding around.
-  made = make_optimizer(learning_rate=1.0, name=kind, max_grad_norm=None)
-  numbers = made.hparams(0) | {'seed': 3}
-  params, found = toy.params(toy.Bigram), []
+  optimizer = make_optimizer(learning_rate=1.0, name=kind, max_grad_norm=None)
+  numbers = optimizer.hparams(0) | {'seed': 3}
+  params, results = toy.params(toy.Bigram), []
   step = jax.jit(
     lambda p, s, g: optimizers.apply_gradients(p, s, g, numbers, memory)[:2]
   )
@@ -118,5 +118,5 @@ def test_a_mesh_changes_nothing_but_rounding(kind):
     gradients = train_state.place_params(params, train_state.params_shapes(spec, mesh))
     now = step(state.params, state.opt_state, gradients)
     now = step(*now, gradients)
-    found.append(jax.tree.map(lambda x: np.asarray(x, np.float32), now))
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), *found)
+    results.append(jax.tree.map(lambda x: np.asarray(x, np.float32), now))
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), *results)

@@ -29,7 +29,7 @@ def test_adamw_is_the_papers():
   rng = np.random.default_rng(0)
   params = {'kernel': rng.normal(size=(3, 4)), 'bias': rng.normal(size=4)}
   gradients = {'kernel': 3 * rng.normal(size=(3, 4)), 'bias': rng.normal(size=4)}
-  made = calls.make_optimizer(
+  optimizer = calls.make_optimizer(
     learning_rate=0.1, name='adamw(weight_decay=.3)', max_grad_norm=2.0
   )
   tree = jax.tree.map(jnp.float32, params)
@@ -39,7 +39,7 @@ def test_adamw_is_the_papers():
   )
   for step in range(3):
     tree, state, metrics = optimizers.apply_gradients(
-      tree, state, grads, made.hparams(step)
+      tree, state, grads, optimizer.hparams(step)
     )
   want, mean = numpy_adamw(
     params, gradients, 3, lr=0.1, b1=0.9, b2=0.999, eps=1e-8, decay=0.3, clip=2.0
@@ -73,8 +73,8 @@ def test_a_small_gradient_and_a_zero_one_are_not_clipped():
   ],
 )
 def test_schedules(options, want):
-  made = calls.make_optimizer(learning_rate=2.0, **options)
-  rates = [made.learning_rate_at(step) for step in range(4)]
+  optimizer = calls.make_optimizer(learning_rate=2.0, **options)
+  rates = [optimizer.learning_rate_at(step) for step in range(4)]
   np.testing.assert_allclose(rates, want, atol=1e-6)
 
 
@@ -114,15 +114,15 @@ def test_wrong_options_say_what_to_do(options, message):
 def numpy_adafactor(gradient, *, steps, clip):
   """Algorithms 4 and 5 of the paper on one matrix, decay rate 1 − t^−.8; updates."""
   rows, columns = (np.zeros(size) for size in gradient.shape)
-  found = []
+  updates = []
   for t in range(1, steps + 1):
     decay = 1 - t**-0.8
     square = (t * gradient.astype(np.float64)) ** 2 + 1e-30
     rows = decay * rows + (1 - decay) * square.mean(1)
     columns = decay * columns + (1 - decay) * square.mean(0)
     u = t * gradient / np.sqrt(np.outer(rows, columns) / rows.mean())
-    found.append(u / max(1, np.sqrt((u**2).mean()) / clip))
-  return found
+    updates.append(u / max(1, np.sqrt((u**2).mean()) / clip))
+  return updates
 
 
 def test_adafactor_is_the_papers_layer_by_layer():
@@ -146,11 +146,11 @@ def test_adafactor_is_the_papers_layer_by_layer():
 def test_lion_and_sgd_step_as_defined():
   gradient = {'bias': jnp.array([0.5, -3.0])}
   for kind, want in (('lion', [1.0, -1.0]), ('sgd', [0.5, -3.0])):
-    made = calls.make_optimizer(learning_rate=1.0, name=kind, max_grad_norm=None)
-    memory, params = made.spec.state_spec, {'bias': jnp.zeros(2)}
+    optimizer = calls.make_optimizer(learning_rate=1.0, name=kind, max_grad_norm=None)
+    memory, params = optimizer.spec.state_spec, {'bias': jnp.zeros(2)}
     state = optimizers.init_optimizer_state(params, memory)
     params, _, _ = optimizers.apply_gradients(
-      params, state, gradient, made.hparams(0), memory
+      params, state, gradient, optimizer.hparams(0), memory
     )
     np.testing.assert_allclose(-params['bias'], want)
 
@@ -158,31 +158,33 @@ def test_lion_and_sgd_step_as_defined():
 def test_rounding_by_chance_is_right_on_average_and_seeded():
   x = jnp.float32([1.001, -0.3, 1e-12, 0.0, 2.0])
   keys = jax.random.split(jax.random.key(0), 4000)
-  found = jax.vmap(optimizers._round_stochastically, (None, 0))(x, keys)
-  assert found.dtype == jnp.bfloat16
-  mean = np.mean(np.float64(found), 0)
+  rounded = jax.vmap(optimizers._round_stochastically, (None, 0))(x, keys)
+  assert rounded.dtype == jnp.bfloat16
+  mean = np.mean(np.float64(rounded), 0)
   np.testing.assert_allclose(mean, x, rtol=3e-4)
-  assert (np.float32(found[:, 3:]) == [0, 2]).all()  # what bfloat16 holds, stays
+  assert (np.float32(rounded[:, 3:]) == [0, 2]).all()  # what bfloat16 holds, stays
   again = jax.vmap(optimizers._round_stochastically, (None, 0))(x, keys)
-  assert (found == again).all()
+  assert (rounded == again).all()
 
 
 def test_a_second_moment_in_bfloat16_still_forgets():
   """A step of b2=.999 moves it by less than bfloat16 resolves, yet it falls by half."""
-  made = calls.make_optimizer(name="adamw(state_dtype='bfloat16')", max_grad_norm=None)
-  memory, params = made.spec.state_spec, {'kernel': jnp.zeros((32, 32))}
+  optimizer = calls.make_optimizer(
+    name="adamw(state_dtype='bfloat16')", max_grad_norm=None
+  )
+  memory, params = optimizer.spec.state_spec, {'kernel': jnp.zeros((32, 32))}
   _, start, _ = optimizers.apply_gradients(
     params,
     optimizers.init_optimizer_state(params, memory),
     {'kernel': jnp.ones((32, 32))},
-    made.hparams(0), memory,
+    optimizer.hparams(0), memory,
   )  # fmt: skip
 
   def step(state, _):
     gradient = {'kernel': jnp.zeros((32, 32))}
-    return optimizers.apply_gradients(params, state, gradient, made.hparams(0), memory)[
-      1
-    ], None
+    return optimizers.apply_gradients(
+      params, state, gradient, optimizer.hparams(0), memory
+    )[1], None
 
   state, _ = jax.lax.scan(step, start, length=693)
   left = np.float32(state[0].nu['kernel']).mean() / 0.001

@@ -158,18 +158,20 @@ def eagerly(monkeypatch, name):
 
 @pytest.mark.parametrize('name', NAMES)
 async def test_packed_is_unpacked(name, eagerly):
-  own = {'aggregation': ComponentCall('sequence_mean_token_sum_norm', {'length': 16})}
-  algorithm = registry.make(name, own if name == 'drgrpo' else {})
+  overrides = {
+    'aggregation': ComponentCall('sequence_mean_token_sum_norm', {'length': 16})
+  }
+  algorithm = registry.make(name, overrides if name == 'drgrpo' else {})
   groups = prompted(algorithm)
   value_head = {'value_head': True} if algorithm.value_loss else {}
   options = {'steps': 1, 'ref_params': toy.params(Bag, seed=1, **value_head)}
   plain = await train(algorithm, groups, **options)
-  found = await train(algorithm, groups, packing=packed(), **options)
-  assert_same(plain, found)
+  packed_run = await train(algorithm, groups, packing=packed(), **options)
+  assert_same(plain, packed_run)
   # No two rows of a group begin alike, or are there at all.
   single = algorithm.data_format in ('messages', 'text') or name == 'ppo'
-  assert (found[1][0]['tokens/shared_share'] > 0) == (not single)
-  assert found[1][0]['tokens/micro_batches'] > 1
+  assert (packed_run[1][0]['tokens/shared_share'] > 0) == (not single)
+  assert packed_run[1][0]['tokens/micro_batches'] > 1
 
 
 @pytest.mark.slow
@@ -179,8 +181,10 @@ async def test_a_transformer_on_packed_rows(name):
   algorithm, options = registry.make(name), {'num_minibatches': 2, 'ppo_epochs': 2}
   groups = prompted(algorithm, segments=algorithm.data_format == 'rollout')
   plain = await train(algorithm, groups, TransformerLM, **options)
-  found = await train(algorithm, groups, TransformerLM, packing=packed(96), **options)
-  assert_same(plain, found)
+  packed_run = await train(
+    algorithm, groups, TransformerLM, packing=packed(96), **options
+  )
+  assert_same(plain, packed_run)
 
 
 @pytest.mark.slow
@@ -188,8 +192,8 @@ async def test_packed_rows_on_four_devices():
   groups = prompted(LIGHT)
   plain = await train(LIGHT, groups, TransformerLM)
   mesh = make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
-  found = await train(LIGHT, groups, TransformerLM, packing=packed(96), mesh=mesh)
-  assert_same(plain, found)
+  packed_run = await train(LIGHT, groups, TransformerLM, packing=packed(96), mesh=mesh)
+  assert_same(plain, packed_run)
 
 
 def scored(layout, groups):
@@ -203,22 +207,22 @@ def scored(layout, groups):
   plans = isinstance(plan, packing_plan.PackingPlan)
 
   def total(params):
-    found = 0.0
+    weighted_sum = 0.0
     for i in range(int(plan.num_micro_batches) if plans else 1):
       members = plan.micro_batch_rows[i] if plans else plan[0]
-      own = [jnp.asarray(x[members]) for x in (batch.tokens, batch.segment_ids)]
+      columns = [jnp.asarray(x[members]) for x in (batch.tokens, batch.segment_ids)]
       rows = plan.packed_rows(i, LENGTH) if plans else None
-      told = forward_pass.compute_outputs(
-        toy.model(), params, *own, packed_rows=rows
+      logprobs = forward_pass.compute_outputs(
+        toy.model(), params, *columns, packed_rows=rows
       ).logprobs
-      found += (np.where(members >= 0, weights[members].T, 0).T * told).sum()
-    return found
+      weighted_sum += (np.where(members >= 0, weights[members].T, 0).T * logprobs).sum()
+    return weighted_sum
 
   slots = (plan.origin >= 0).sum() if plans else batch.tokens.size
   return *jax.jit(jax.value_and_grad(total))(toy.params()), slots
 
 
-def given(layout, groups, model):
+def attention_inputs(layout, groups, model):
   """What the model is given beside the packed rows of the first micro-batch."""
   batch, _, (plan,) = layout.build_batch(groups, 0)
   ids = jnp.asarray(batch.segment_ids[plan.micro_batch_rows[0]])
@@ -227,16 +231,18 @@ def given(layout, groups, model):
 
 def test_rows_attend_on_a_rectangle_where_that_is_less_and_on_one_device():
   groups = prompted(registry.make('grpo'), sizes=(4, 3), segments=True)
-  own = layout(8, LENGTH, packed(120, length=120))
-  assert list(given(own, groups, toy.model())) == ['attend_with']
-  assert not given(layout(8, LENGTH, packed(192, length=40)), groups, toy.model())
+  builder = layout(8, LENGTH, packed(120, length=120))
+  assert list(attention_inputs(builder, groups, toy.model())) == ['attend_with']
+  assert not attention_inputs(
+    layout(8, LENGTH, packed(192, length=40)), groups, toy.model()
+  )
   for axis, taken in (('tensor', True), ('fsdp', False)):
     sizes = {'data': 1, 'fsdp': 1, 'tensor': 1} | {axis: 2}
     mesh = make_mesh(**sizes, devices=jax.devices()[:2])
     model = dataclasses.replace(
       toy.model(), constrain=sharding.ShardingConstraint(mesh)
     )
-    assert bool(given(own, groups, model)) == taken
+    assert bool(attention_inputs(builder, groups, model)) == taken
 
 
 @pytest.mark.parametrize(
@@ -249,11 +255,13 @@ def test_rows_attend_on_a_rectangle_where_that_is_less_and_on_one_device():
 def test_the_gradient_through_packed_rows_is_exact(share, length):
   groups = prompted(registry.make('grpo'), sizes=(4, 3), segments=True)
   value, expected, _ = scored(layout(8, LENGTH, ''), groups)
-  own = layout(8, LENGTH, packed(max(length, 80), length=length, share_prefix=share))
-  found, gradient, slots = scored(own, groups)
+  builder = layout(
+    8, LENGTH, packed(max(length, 80), length=length, share_prefix=share)
+  )
+  packed_value, gradient, slots = scored(builder, groups)
   tokens = sum(len(row.tokens) for group in groups for row in group)
   assert slots < tokens if share else slots == tokens
-  assert found == pytest.approx(float(value), rel=1e-5)
+  assert packed_value == pytest.approx(float(value), rel=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()),
     gradient,
@@ -263,7 +271,7 @@ def test_the_gradient_through_packed_rows_is_exact(share, length):
 
 def drawn(rng, groups, size, longest):
   """Groups of lengths as GSM8K's: log-normal, questions shorter than answers."""
-  made = []
+  drawn_groups = []
   for g in range(groups):
     prompt = int(np.clip(rng.lognormal(4.5, 0.35), 30, 250))
     prefix = rng.integers(0, 64, prompt).astype(np.int32)
@@ -274,16 +282,16 @@ def drawn(rng, groups, size, longest):
       row.tokens[:prompt] = prefix
       mask = np.arange(length) >= prompt
       rows.append(dataclasses.replace(row, action_mask=mask))
-    made.append(rows)
-  return made
+    drawn_groups.append(rows)
+  return drawn_groups
 
 
-def layout(num_rows, longest, asked, algorithm='grpo', **options):
+def layout(num_rows, longest, packing, algorithm='grpo', **options):
   learner = toy.learner(
     registry.make(algorithm),
     num_rows=num_rows,
     length_buckets=(longest,),
-    packing=asked,
+    packing=packing,
     **options,
   )
   return learner._batch_builder
@@ -291,14 +299,14 @@ def layout(num_rows, longest, asked, algorithm='grpo', **options):
 
 @pytest.mark.parametrize('share', [False, True])
 def test_little_is_padding(share):
-  own = layout(512, 1024, packing_plan.first_fit(share_prefix=share))
+  builder = layout(512, 1024, packing_plan.first_fit(share_prefix=share))
   rng, empty = np.random.default_rng(0), []
   for i in range(3):
     groups = drawn(rng, 64, 8, 1024)
-    batch, shape, plans = own.build_batch(groups, i)
-    told = own.packing_metrics(batch, shape, plans)
-    empty.append(told['tokens/padding_share'])
-    assert (told['tokens/shared_share'] > 0.2) == share
+    batch, shape, plans = builder.build_batch(groups, i)
+    metrics = builder.packing_metrics(batch, shape, plans)
+    empty.append(metrics['tokens/padding_share'])
+    assert (metrics['tokens/shared_share'] > 0.2) == share
     # Every action is told of once.
     (plan,) = plans
     targets = plan.origin if plan.output_origin is None else plan.output_origin
@@ -319,17 +327,17 @@ async def varied(steps, ways=1):
   """Programs that so many steps compile, of batches that are all different."""
   rng = np.random.default_rng(0)
   with monitoring.CompileCounter() as counter:
-    own = packed(192, num_parallel=ways)
-    options = {'num_rows': 16, 'packing': own, 'log_entropy': False}
+    packing = packed(192, num_parallel=ways)
+    options = {'num_rows': 16, 'packing': packing, 'log_entropy': False}
     learner = toy.learner(LIGHT, kind=Bag, length_buckets=(LENGTH,), **options)
-    told = await learner.warmup()
+    warmup_metrics = await learner.warmup()
     start = counter.count
     late = []
     for step in range(steps):
       sizes = rng.integers(1, 6, rng.integers(2, 7))
       metrics = await learner.update(prompted(LIGHT, sizes, seed=step))
       late.append(metrics['compile/recompiles'])
-  return told['compile/programs'] + counter.count - start, late
+  return warmup_metrics['compile/programs'] + counter.count - start, late
 
 
 @pytest.mark.parametrize('ways', [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -364,14 +372,14 @@ def test_why_packed_rows_compile_late():
   more = batch_builder.BatchShape(
     32, 24, 32, pack._replace(max_micro_batches=8, rows=1)
   )
-  said = monitoring.recompile_reason(more, warm)
-  assert 'a batch of 32 rows, more than the usual 16' in said
-  assert 'room for 8 micro-batches an update, more than 4' in said
-  assert 'micro-batches of 1 packed rows' in said
+  reason = monitoring.recompile_reason(more, warm)
+  assert 'a batch of 32 rows, more than the usual 16' in reason
+  assert 'room for 8 micro-batches an update, more than 4' in reason
+  assert 'micro-batches of 1 packed rows' in reason
 
 
 @pytest.mark.parametrize(
-  'asked, options, words',
+  'plan_options, options, words',
   [
     ({'tokens': 16}, {}, 'set at least tokens=24'),
     ({'tokens': 48, 'length': 20}, {}, 'length=24'),
@@ -380,11 +388,15 @@ def test_why_packed_rows_compile_late():
     ({'tokens': 48, 'sequences': -1}, {}, 'at least 1'),
   ],
 )
-def test_what_cannot_be_is_refused(asked, options, words):
-  own = packing_plan.first_fit(**asked)
+def test_what_cannot_be_is_refused(plan_options, options, words):
+  packing = packing_plan.first_fit(**plan_options)
   with pytest.raises(ConfigError, match=words):
     toy.learner(
-      registry.make('grpo'), kind=Bag, length_buckets=(LENGTH,), packing=own, **options
+      registry.make('grpo'),
+      kind=Bag,
+      length_buckets=(LENGTH,),
+      packing=packing,
+      **options,
     )._batch_builder.warmup_shapes()
 
 
@@ -408,8 +420,8 @@ def test_rows_that_are_cut_are_refused():
 
 
 def test_an_atom_larger_than_a_micro_batch_is_told():
-  own = layout(2, LENGTH, packed(48))
-  batch, shape, _ = own.build_batch(prompted(registry.make('grpo'), (2,)), 0)
+  builder = layout(2, LENGTH, packed(48))
+  batch, shape, _ = builder.build_batch(prompted(registry.make('grpo'), (2,)), 0)
   sizes = first_fit_placement.measure_rows(batch, share=False)
   large = dataclasses.replace(sizes, tokens=sizes.tokens + 40)
   with pytest.raises(ValueError, match='ask for more tokens in'):
@@ -422,8 +434,8 @@ def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
   roomy = packing_plan.first_fit(tokens=4096, length=2048, share_prefix=share)
   tight = dataclasses.replace(roomy, sequences=16)
   of = {}
-  for name, asked in (('roomy', roomy), ('tight', tight)):
-    _, shape, (plan,) = layout(64, 512, asked).build_batch(rows, 0)
+  for name, packing in (('roomy', roomy), ('tight', tight)):
+    _, shape, (plan,) = layout(64, 512, packing).build_batch(rows, 0)
     of[name] = shape.pack.sequences
     inside = plan.micro_batch_rows[: int(plan.num_micro_batches)]
     assert ((inside >= 0).sum(axis=1) <= shape.pack.sequences).all()
@@ -443,11 +455,13 @@ def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
 
 async def test_few_sequences_a_micro_batch_teach_the_same():
   groups = prompted(LIGHT)
-  asked = packed(96, num_parallel=1), packed(96, sequences=3, num_parallel=1)
-  found = [await train(LIGHT, groups, TransformerLM, packing=own) for own in asked]
-  assert_same(*found)
-  assert found[1][1][0]['tokens/micro_batches'] >= 3  # of 8 sequences
-  assert found[0][1][0]['tokens/micro_batches'] < 3
+  packings = packed(96, num_parallel=1), packed(96, sequences=3, num_parallel=1)
+  results = [
+    await train(LIGHT, groups, TransformerLM, packing=packing) for packing in packings
+  ]
+  assert_same(*results)
+  assert results[1][1][0]['tokens/micro_batches'] >= 3  # of 8 sequences
+  assert results[0][1][0]['tokens/micro_batches'] < 3
 
 
 def test_pairs_for_which_there_is_no_room_are_refused_before_any_step():
@@ -470,17 +484,17 @@ def test_what_has_a_row_a_group_shares_no_prompts():
 
 
 def test_prompts_are_shared_as_far_as_they_take_the_same_experts():
-  own = layout(2, LENGTH, packed(48))
-  batch, _, _ = own.build_batch(prompted(registry.make('grpo'), (2,)), 0)
+  builder = layout(2, LENGTH, packed(48))
+  batch, _, _ = builder.build_batch(prompted(registry.make('grpo'), (2,)), 0)
   most = int(first_fit_placement.measure_rows(batch, share=True).shared[0])
   routed = np.zeros((*batch.tokens.shape, 2, 2), np.int16)
   assert most > 1
   for place, shared in ((LENGTH - 1, most), (1, 0)):
     routed[1, place:] = 1
-    found = first_fit_placement.measure_rows(
+    measured = first_fit_placement.measure_rows(
       batch.replace(routed_experts=routed), share=True
     )
-    assert found.shared.tolist() == [shared] * 2
+    assert measured.shared.tolist() == [shared] * 2
 
 
 def test_the_call_string():

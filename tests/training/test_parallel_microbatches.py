@@ -24,21 +24,21 @@ SIZES = (4, 3, 4, 2, 1)
 USUAL = {'num_rows': 16}  # of more, micro-batches are one after the other
 
 
-def asked(ways, tokens=48):
+def parallel_packing(ways, tokens=48):
   return packing_plan.first_fit(tokens=tokens, length=tokens, num_parallel=ways)
 
 
 @pytest.fixture
 def seen(monkeypatch):
   """How many micro-batches at once, of every step that has several."""
-  told, real = [], parallel_microbatches.ParallelTrainStep.__call__
+  counts, real = [], parallel_microbatches.ParallelTrainStep.__call__
 
   def call(self, *arguments):
-    told.append(self._num_parallel)
+    counts.append(self._num_parallel)
     return real(self, *arguments)
 
   monkeypatch.setattr(parallel_microbatches.ParallelTrainStep, '__call__', call)
-  return told
+  return counts
 
 
 async def test_more_rows_than_usual_are_done_one_after_the_other(seen):
@@ -46,7 +46,8 @@ async def test_more_rows_than_usual_are_done_one_after_the_other(seen):
   groups = prompted(algorithm, SIZES)
   few = {'num_rows': 8}
   one, two = [
-    await train(algorithm, groups, packing=asked(ways), **few) for ways in (1, 2)
+    await train(algorithm, groups, packing=parallel_packing(ways), **few)
+    for ways in (1, 2)
   ]
   assert not seen
   assert_same(one, two)
@@ -59,7 +60,8 @@ async def test_the_step_is_the_same(name, seen):
   algorithm = make_algorithm(name)
   groups = prompted(algorithm, SIZES)
   one, two, three = [
-    await train(algorithm, groups, packing=asked(ways), **USUAL) for ways in (1, 2, 3)
+    await train(algorithm, groups, packing=parallel_packing(ways), **USUAL)
+    for ways in (1, 2, 3)
   ]
   assert seen == [2, 2, 3, 3]
   count = one[1][0]['tokens/micro_batches']
@@ -84,9 +86,11 @@ WHOLE = {'num_minibatches': 2, 'ppo_epochs': 2}
 async def test_a_transformer_s_step_is_the_same(parts, changes, options, seen):
   parts = dict(parts)
   algorithm = make_algorithm(parts.pop('name', 'grpo'), parts)
-  groups, kind = prompted(algorithm, SIZES), made(**changes)
+  groups, kind = prompted(algorithm, SIZES), model_kind(**changes)
   one, two = [
-    await train(algorithm, groups, kind, packing=asked(ways), **USUAL, **options)
+    await train(
+      algorithm, groups, kind, packing=parallel_packing(ways), **USUAL, **options
+    )
     for ways in (1, 2)
   ]
   assert len(seen) >= 2 and set(seen) == {2}
@@ -94,7 +98,7 @@ async def test_a_transformer_s_step_is_the_same(parts, changes, options, seen):
   assert_same(one, two)
 
 
-def made(**changes):
+def model_kind(**changes):
   """Model, or one with changes that `toy.learner` does not know of."""
   return functools.partial(_changed, changes)
 
@@ -108,7 +112,9 @@ async def test_a_run_repeats_its_bits():
   algorithm = make_algorithm('grpo')
   groups = prompted(algorithm, SIZES)
   runs = [
-    await train(algorithm, groups, TransformerLM, packing=asked(2), steps=3, **USUAL)
+    await train(
+      algorithm, groups, TransformerLM, packing=parallel_packing(2), steps=3, **USUAL
+    )
     for _ in range(2)
   ]
   first, second = (run[0] for run in runs)
@@ -131,28 +137,33 @@ def around(monkeypatch, wrap):
 
 
 async def test_micro_batches_run_at_the_same_time(monkeypatch):
-  found, both = set(), threading.Barrier(2)
+  threads, both = set(), threading.Barrier(2)
 
   def wrap(inner):
-    def told(*rest):
-      if threading.get_ident() not in found:
-        found.add(threading.get_ident())
+    def wait_for_other(*rest):
+      if threading.get_ident() not in threads:
+        threads.add(threading.get_ident())
         both.wait(60)  # breaks unless another comes meanwhile
       return inner(*rest)
 
-    return told
+    return wait_for_other
 
   algorithm = make_algorithm('grpo')
   groups = prompted(algorithm, SIZES)
   with around(monkeypatch, wrap):
-    await train(algorithm, groups, packing=asked(2), steps=1, **USUAL)
-  assert len(found) == 2 and threading.get_ident() not in found
+    await train(algorithm, groups, packing=parallel_packing(2), steps=1, **USUAL)
+  assert len(threads) == 2 and threading.get_ident() not in threads
 
 
 async def test_an_error_in_one_thread_leaves_the_state_as_it_was(monkeypatch):
   """What a step is given is donated by its last program alone."""
   algorithm = make_algorithm('grpo')
-  options = {'kind': Bag, 'length_buckets': (LENGTH,), 'packing': asked(2), **USUAL}
+  options = {
+    'kind': Bag,
+    'length_buckets': (LENGTH,),
+    'packing': parallel_packing(2),
+    **USUAL,
+  }
   one, two = (toy.learner(algorithm, **options) for _ in range(2))
   groups = prompted(algorithm, SIZES)
 
@@ -204,10 +215,10 @@ def test_how_many_are_chosen(monkeypatch):
 
 
 def test_one_micro_batch_has_nobody_beside_it():
-  def ways(asked, **options):
-    made = packing_plan.first_fit(**options, num_parallel=asked)
+  def ways(num_parallel, **options):
+    packing = packing_plan.first_fit(**options, num_parallel=num_parallel)
     learner = toy.learner(
-      make_algorithm('grpo'), num_rows=4, length_buckets=(LENGTH,), packing=made
+      make_algorithm('grpo'), num_rows=4, length_buckets=(LENGTH,), packing=packing
     )
     return {shape.pack.num_parallel for shape in learner.warmup_shapes}
 

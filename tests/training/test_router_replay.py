@@ -36,7 +36,7 @@ PROMPTS = [[3, 4, 5, 6], [9], [3, 4, 5, 6], [7] * 20]
 
 
 @pytest.fixture(scope='module')
-def made():
+def model_and_params():
   return small.model_and_params(**MOE)
 
 
@@ -53,22 +53,22 @@ async def _generate(model, params):
   )
   await engine.load(0, params)
   rules = [SamplingParams(max_tokens=6, seed=i) for i in range(len(PROMPTS))]
-  asked = zip(map(str, range(len(PROMPTS))), PROMPTS, rules, strict=True)
-  found = await asyncio.gather(*(engine.generate(*one) for one in asked))
+  requests = zip(map(str, range(len(PROMPTS))), PROMPTS, rules, strict=True)
+  replies = await asyncio.gather(*(engine.generate(*one) for one in requests))
   device_thread.close()
-  return found
+  return replies
 
 
 @pytest.fixture(scope='module')
-def sampled(made):
-  return asyncio.run(_generate(*made))
+def sampled(model_and_params):
+  return asyncio.run(_generate(*model_and_params))
 
 
-def row(prompt, said):
-  tokens = np.r_[prompt, said.tokens].astype(np.int32)
+def row(prompt, reply):
+  tokens = np.r_[prompt, reply.tokens].astype(np.int32)
   action = np.arange(len(tokens)) >= len(prompt)
   logprobs = np.zeros(len(tokens), np.float32)
-  logprobs[action] = said.logprobs
+  logprobs[action] = reply.logprobs
   rewards = np.where(np.arange(len(tokens)) == len(tokens) - 1, tokens % 3, 0)
   return Trajectory(
     tokens,
@@ -76,20 +76,20 @@ def row(prompt, said):
     logprobs,
     rewards.astype(np.float32),
     np.where(action, 0, -1).astype(np.int32),
-    extras={ROUTED_EXPERTS_KEY: pad_or_trim_experts(said.routed_experts, len(tokens))},
+    extras={ROUTED_EXPERTS_KEY: pad_or_trim_experts(reply.routed_experts, len(tokens))},
   )
 
 
-def test_the_engine_tells_what_every_token_took(made, sampled):
-  model, params = made
-  for prompt, said in zip(PROMPTS, sampled, strict=True):
-    tokens = np.r_[prompt, said.tokens].astype(np.int32)
-    assert said.routed_experts.shape == (len(tokens) - 1, 2, 2)
+def test_the_engine_tells_what_every_token_took(model_and_params, sampled):
+  model, params = model_and_params
+  for prompt, reply in zip(PROMPTS, sampled, strict=True):
+    tokens = np.r_[prompt, reply.tokens].astype(np.int32)
+    assert reply.routed_experts.shape == (len(tokens) - 1, 2, 2)
     keeping = dataclasses.replace(model, router_replay=True)
     lengths = np.int32([len(tokens) - 1])
     _, kept = jax.jit(keeping.prefill)(params, tokens[None, :-1], lengths)
     mine = np.moveaxis(np.asarray(kept['e'])[:, 0, 0], 0, 1)
-    np.testing.assert_array_equal(said.routed_experts, mine)
+    np.testing.assert_array_equal(reply.routed_experts, mine)
 
 
 def test_an_episode_of_several_replies_keeps_all_routes(sampled):
@@ -116,15 +116,17 @@ def test_an_episode_of_several_replies_keeps_all_routes(sampled):
   )
 
 
-def test_replay_changes_nothing_at_the_same_weights_and_all_at_others(made, sampled):
-  model, params = made
+def test_replay_changes_nothing_at_the_same_weights_and_all_at_others(
+  model_and_params, sampled
+):
+  model, params = model_and_params
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
   batch = collate([rows], (32,))
   assert batch.routed_experts.shape == (4, 32, 2, 2)
   score = jax.jit(model.policy_outputs)
-  given = batch.tokens, batch.segment_ids
-  free = score(params, *given).logprobs
-  bound = score(params, *given, routed_experts=batch.routed_experts).logprobs
+  inputs = batch.tokens, batch.segment_ids
+  free = score(params, *inputs).logprobs
+  bound = score(params, *inputs, routed_experts=batch.routed_experts).logprobs
   np.testing.assert_allclose(bound, free, atol=1e-5)
   np.testing.assert_allclose(
     np.asarray(bound)[batch.action_mask],
@@ -133,14 +135,16 @@ def test_replay_changes_nothing_at_the_same_weights_and_all_at_others(made, samp
   )
   draw = np.random.default_rng(0)
   other = jax.tree.map(lambda x: x + 0.05 * draw.normal(size=x.shape), params)
-  free = np.asarray(score(other, *given).logprobs)
-  bound = score(other, *given, routed_experts=batch.routed_experts).logprobs
+  free = np.asarray(score(other, *inputs).logprobs)
+  bound = score(other, *inputs, routed_experts=batch.routed_experts).logprobs
   assert np.abs(bound - free).max() > 1e-2
 
 
-def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
+def test_a_learner_takes_the_recorded_experts_whichever_they_are(
+  model_and_params, sampled
+):
   """Rows whose routes no router would choose: the learner's numbers are theirs."""
-  model, params = made
+  model, params = model_and_params
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
   for one in rows:
     known = one.extras[ROUTED_EXPERTS_KEY] >= 0
@@ -149,8 +153,8 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
     )
   batch = collate([rows], (32,))
   score, mask = jax.jit(model.policy_outputs), batch.action_mask
-  given = {'routed_experts': batch.routed_experts}
-  forced = score(params, batch.tokens, batch.segment_ids, **given).logprobs
+  routing = {'routed_experts': batch.routed_experts}
+  forced = score(params, batch.tokens, batch.segment_ids, **routing).logprobs
   forced, rollout = np.asarray(forced)[mask], batch.rollout_logprobs[mask]
   assert np.abs(forced - rollout).mean() > 0.1
   keeping = dataclasses.replace(model, router_replay=True)
@@ -169,16 +173,16 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(made, sampled):
     asyncio.run(learner.update([rows]))
 
 
-def test_what_is_told_of_a_batch(made, sampled):
-  model = dataclasses.replace(made[0], router_replay=True)
+def test_what_is_told_of_a_batch(model_and_params, sampled):
+  model = dataclasses.replace(model_and_params[0], router_replay=True)
   rows = [row(*one) for one in zip(PROMPTS, sampled, strict=True)]
   batch = collate([rows], (32,)).replace(expert_mask=np.zeros(4, bool))
   batch.routed_experts[0, 6:] = -1  # of four tokens before the six that are sampled
-  found = router_replay.replay_metrics(model, batch)
-  np.testing.assert_allclose(found['replay/share'], 1 - 3 / batch.action_mask.sum())
+  metrics = router_replay.replay_metrics(model, batch)
+  np.testing.assert_allclose(metrics['replay/share'], 1 - 3 / batch.action_mask.sum())
   taken = batch.routed_experts[(batch.routed_experts >= 0).all((2, 3))]
   loads = [(taken[:, layer] == e).sum() for layer in range(2) for e in range(5)]
-  np.testing.assert_allclose(found['moe/max_load'], max(loads) * 5 / (2 * len(taken)))
+  np.testing.assert_allclose(metrics['moe/max_load'], max(loads) * 5 / (2 * len(taken)))
 
 
 def test_parts_of_a_reply_are_put_together():

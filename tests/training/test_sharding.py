@@ -94,5 +94,9 @@ def test_a_copy_shares_no_memory_with_its_source(spec):
     for x in (source, again):
       copy = sharding.put_array(x, layout, copy=True)
       taken = {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
-      own = {shard.data.unsafe_buffer_pointer() for shard in copy.addressable_shards}
-      assert not taken & own and (np.asarray(copy) == np.asarray(source)).all()
+      copy_pointers = {
+        shard.data.unsafe_buffer_pointer() for shard in copy.addressable_shards
+      }
+      assert (
+        not taken & copy_pointers and (np.asarray(copy) == np.asarray(source)).all()
+      )

@@ -47,11 +47,11 @@ def teachers(algorithm=BOTH, default=None, by_tag=None, **options):
 
 
 def groups(tags=('a', 'b', 'a')):
-  made = toy.groups(sizes=(4, 2, 3)[: len(tags)])
-  for group, tag in zip(made, tags, strict=True):
+  batch_groups = toy.groups(sizes=(4, 2, 3)[: len(tags)])
+  for group, tag in zip(batch_groups, tags, strict=True):
     for row in group:
       row.tag = tag
-  return made
+  return batch_groups
 
 
 def packed(groups, mesh=None):
@@ -89,65 +89,67 @@ def check(columns, batch, row_policies):
 
 def test_rows_go_to_the_teacher_of_their_tag():
   one, other = policy(1), policy(2, num_layers=1)
-  made = groups()
-  batch = packed(made)
-  columns = teachers(default=one, by_tag={'b': other}).score(batch, made)
+  batch_groups = groups()
+  batch = packed(batch_groups)
+  columns = teachers(default=one, by_tag={'b': other}).score(batch, batch_groups)
   check(columns, batch, [one] * 4 + [other] * 2 + [one] * 3)
   assert columns['teacher_topk_ids'].dtype == jnp.int32
-  swapped = teachers(default=other, by_tag={'b': one}).score(batch, made)
+  swapped = teachers(default=other, by_tag={'b': one}).score(batch, batch_groups)
   gap = np.abs(columns['teacher_logprobs'] - swapped['teacher_logprobs'])
   assert (gap[:9].max(axis=1) > 0.1).all()
 
 
 def test_only_what_is_read_is_given():
-  made = groups()
-  batch = packed(made)
-  both = teachers(default=policy(1)).score(batch, made)
-  asked = teachers(ON_POLICY, policy(1))
-  assert asked.top_k == 0 and asked.fields == ('teacher_logprobs',)
-  columns = asked.score(batch, made)
+  batch_groups = groups()
+  batch = packed(batch_groups)
+  both = teachers(default=policy(1)).score(batch, batch_groups)
+  scorer = teachers(ON_POLICY, policy(1))
+  assert scorer.top_k == 0 and scorer.fields == ('teacher_logprobs',)
+  columns = scorer.score(batch, batch_groups)
   assert columns.keys() == {'teacher_logprobs'}
   np.testing.assert_allclose(
     columns['teacher_logprobs'], both['teacher_logprobs'], atol=1e-5
   )
-  assert teachers(registry.make('grpo')).score(batch, made) == {}
+  assert teachers(registry.make('grpo')).score(batch, batch_groups) == {}
 
 
 @pytest.mark.parametrize('axes', [{'data': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}])
 def test_a_mesh_changes_nothing_but_the_layout(axes):
   one, other, mesh = policy(1), policy(2), make_mesh(**axes)
-  made = groups()
-  made += groups()  # 18 rows
-  batch = jax.device_put(collate(made, (LENGTH,), 24), sharding.rows_sharding(mesh))
-  asked = teachers(default=one, by_tag={'b': other}, mesh=mesh)
-  columns = asked.score(batch, made)
-  alone = teachers(default=one, by_tag={'b': other}).score(
-    jax.device_put(collate(made, (LENGTH,), 24), jax.devices()[0]), made
+  batch_groups = groups()
+  batch_groups += groups()  # 18 rows
+  batch = jax.device_put(
+    collate(batch_groups, (LENGTH,), 24), sharding.rows_sharding(mesh)
   )
-  for name, shape in asked.field_shapes(24, LENGTH).items():
+  scorer = teachers(default=one, by_tag={'b': other}, mesh=mesh)
+  columns = scorer.score(batch, batch_groups)
+  alone = teachers(default=one, by_tag={'b': other}).score(
+    jax.device_put(collate(batch_groups, (LENGTH,), 24), jax.devices()[0]), batch_groups
+  )
+  for name, shape in scorer.field_shapes(24, LENGTH).items():
     assert columns[name].shape == shape.shape and columns[name].dtype == shape.dtype
     assert columns[name].sharding.is_equivalent_to(shape.sharding, len(shape.shape))
     np.testing.assert_allclose(columns[name], alone[name], atol=1e-4)
 
 
 def test_nothing_compiles_after_warmup():
-  asked = teachers(default=policy(3, num_layers=1), by_tag={'b': policy(4)})
-  asked.warmup(ROWS, [LENGTH])
+  scorer = teachers(default=policy(3, num_layers=1), by_tag={'b': policy(4)})
+  scorer.warmup(ROWS, [LENGTH])
   for tags in (('a', 'b', 'a'), ('b', 'b', 'b'), ('a',)):
-    made = groups(tags)
-    batch = packed(made)
+    batch_groups = groups(tags)
+    batch = packed(batch_groups)
     with monitoring.CompileCounter() as counter:
-      jax.block_until_ready(asked.score(batch, made))
+      jax.block_until_ready(scorer.score(batch, batch_groups))
     assert counter.count == 0
 
 
 def test_a_tag_without_a_teacher_is_told():
   with pytest.raises(ConfigError, match=r"tag 'c' has no teacher.*'c=FOLDER"):
     teachers(by_tag={'b': policy(1)}, tags=['b', 'c'])
-  asked = teachers(by_tag={'b': policy(1)}, tags=['b'])
-  made = groups()
+  scorer = teachers(by_tag={'b': policy(1)}, tags=['b'])
+  batch_groups = groups()
   with pytest.raises(ConfigError, match=r"tag 'a' of row a_0_0_0_0_0 has no teacher"):
-    asked.score(packed(made), made)
+    scorer.score(packed(batch_groups), batch_groups)
 
 
 def test_more_tokens_than_there_are_is_an_error():
@@ -161,55 +163,55 @@ def test_more_tokens_than_there_are_is_an_error():
 # ---- what comes with the data
 
 
-def bring(made, width=3):
+def bring(batch_groups, width=3):
   """Puts made-up teachers' words beside every row."""
   rng = np.random.default_rng(0)
-  for row in (row for group in made for row in group):
+  for row in (row for group in batch_groups for row in group):
     shape = (len(row.tokens), width)
     row.extras['teacher_logprobs'] = rng.normal(size=shape[0])
     row.extras['teacher_topk_ids'] = rng.integers(0, 64, shape).tolist()
     row.extras['teacher_topk_logprobs'] = rng.normal(size=shape)
-  return made
+  return batch_groups
 
 
 @pytest.mark.parametrize('default', [None, policy(1)])
 def test_the_datas_own_are_used_as_they_are(default):
-  made = bring(groups(), width=5)
-  asked = teachers(default=default)
-  columns = asked.score(packed(made), made)
-  for name, shape in asked.field_shapes(ROWS, LENGTH).items():
+  batch_groups = bring(groups(), width=5)
+  scorer = teachers(default=default)
+  columns = scorer.score(packed(batch_groups), batch_groups)
+  for name, shape in scorer.field_shapes(ROWS, LENGTH).items():
     assert columns[name].sharding == shape.sharding
     assert columns[name].dtype == shape.dtype
-    for i, row in enumerate(row for group in made for row in group):
-      given, size = np.asarray(row.extras[name]), len(row.tokens)
-      given = given[:, :3] if given.ndim == 2 else given
-      np.testing.assert_array_equal(columns[name][i, :size], given.astype(shape.dtype))
+    for i, row in enumerate(row for group in batch_groups for row in group):
+      column, size = np.asarray(row.extras[name]), len(row.tokens)
+      column = column[:, :3] if column.ndim == 2 else column
+      np.testing.assert_array_equal(columns[name][i, :size], column.astype(shape.dtype))
       assert not np.asarray(columns[name][i, size:]).any()
     assert not np.asarray(columns[name][9:]).any()
 
 
 def test_rows_that_lack_them_are_named():
-  made = bring(groups())
-  del made[1][1].extras['teacher_topk_ids']
-  asked = teachers(default=policy(1))
+  batch_groups = bring(groups())
+  del batch_groups[1][1].extras['teacher_topk_ids']
+  scorer = teachers(default=policy(1))
   with pytest.raises(
     ValueError, match=r'row b_1_0_0_1_0.*lack teacher_topk_ids.*other'
   ):
-    asked.score(packed(made), made)
-  made = groups()
+    scorer.score(packed(batch_groups), batch_groups)
+  batch_groups = groups()
   with pytest.raises(ValueError, match=r'row a_0_0_0_0_0.*there is no teacher to ask'):
-    teachers().score(packed(made), made)
+    teachers().score(packed(batch_groups), batch_groups)
 
 
 @pytest.mark.parametrize('name', ['teacher_logprobs', 'teacher_topk_logprobs'])
 def test_brought_columns_of_another_length_are_told(name):
-  made = bring(groups())
-  made[0][2].extras[name] = made[0][2].extras[name][:-1]
+  batch_groups = bring(groups())
+  batch_groups[0][2].extras[name] = batch_groups[0][2].extras[name][:-1]
   with pytest.raises(ValueError, match=rf'row a_0_0_0_2_0: {name}.*tokens ask for'):
-    teachers().score(packed(made), made)
+    teachers().score(packed(batch_groups), batch_groups)
 
 
 def test_fewer_brought_tokens_than_top_k_are_told():
-  made = bring(groups(), width=2)
+  batch_groups = bring(groups(), width=2)
   with pytest.raises(ValueError, match='row a_0_0_0_0_0: teacher_topk_ids'):
-    teachers().score(packed(made), made)
+    teachers().score(packed(batch_groups), batch_groups)

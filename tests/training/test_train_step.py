@@ -64,9 +64,9 @@ def exact(metrics, name):
 async def test_behaviour_decides_whose_log_probs_are_old():
   grpo = make_algorithm('grpo', {'kl_coef': 0.0})
   decoupled = dataclasses.replace(grpo, old_logprobs_source='decoupled')
-  (own,) = await train(decoupled)
-  assert own['policy/ratio'] == pytest.approx(1, abs=1e-6)
-  assert own['mismatch/logprob_difference'] > 0.01
+  (metrics,) = await train(decoupled)
+  assert metrics['policy/ratio'] == pytest.approx(1, abs=1e-6)
+  assert metrics['mismatch/logprob_difference'] > 0.01
   (rollouts,) = await train(grpo)
   assert abs(rollouts['policy/ratio'] - 1) > 0.01
 
@@ -81,9 +81,9 @@ async def test_the_kl_penalty_comes_off_the_rewards_of_any_advantage():
 
   other = toy.params(toy.Bigram, seed=1)
   penalty = functools.partial(kl.k1, coef=0.5)
-  made = Algorithm(policy_loss=losses.vanilla, advantage=spy, kl_penalty=penalty)
+  algorithm = Algorithm(policy_loss=losses.vanilla, advantage=spy, kl_penalty=penalty)
   groups = toy.groups()
-  await train(made, groups=groups, ref_params=other)
+  await train(algorithm, groups=groups, ref_params=other)
   tokens, mask = stacked(groups, 'tokens'), stacked(groups, 'action_mask')
   q = toy.Bigram().policy_outputs(other, tokens, np.ones_like(tokens)).logprobs
   o = stacked(groups, 'rollout_logprobs')
@@ -100,10 +100,10 @@ async def test_what_no_part_reads_is_not_scored():
 
 
 async def test_an_entropy_part_gets_the_entropy():
-  made = make_algorithm(
+  algorithm = make_algorithm(
     'opmd', {'kl_coef': 0.0, 'entropy_loss': 'entropy_loss(coef=2.)'}
   )
-  (metrics,) = await train(made, log_entropy=False)
+  (metrics,) = await train(algorithm, log_entropy=False)
   assert metrics['loss/entropy'] == pytest.approx(-2 * metrics['policy/entropy'])
   assert metrics['policy/entropy'] == pytest.approx(np.log(64), rel=0.01)
 
@@ -113,11 +113,11 @@ async def test_kept_out_tokens_count_nowhere():
     keep = jnp.arange(mask.shape[0])[:, None] % 2 == 0
     return Advantages(jnp.where(mask, 1.0, 0), keep=keep & mask)
 
-  made = Algorithm(policy_loss=losses.vanilla, advantage=half)
+  algorithm = Algorithm(policy_loss=losses.vanilla, advantage=half)
   groups = toy.groups()
-  (metrics,) = await train(made, groups=groups)
+  (metrics,) = await train(algorithm, groups=groups)
   kept = [group[::2] for group in groups]
-  (other,) = await train(made, groups=[[r, r] for g in kept for r in g])
+  (other,) = await train(algorithm, groups=[[r, r] for g in kept for r in g])
   assert metrics['policy/logprob'] == exact(other, 'policy/logprob')
 
 
@@ -128,8 +128,10 @@ async def test_a_state_is_carried_from_update_to_update():
   def loss(logprobs, mask, state):
     return -state * logprobs, {'state': state}
 
-  made = Algorithm(policy_loss=loss, prepare=prepare, init_state=lambda: jnp.zeros(()))
-  metrics = await train(made, steps=3, num_minibatches=2)
+  algorithm = Algorithm(
+    policy_loss=loss, prepare=prepare, init_state=lambda: jnp.zeros(())
+  )
+  metrics = await train(algorithm, steps=3, num_minibatches=2)
   assert [m['policy/state'] for m in metrics] == [1.5, 3.5, 5.5]
 
 
@@ -146,8 +148,8 @@ async def test_row_losses_are_averaged_over_rows():
   def loss(logprobs, mask):
     return jnp.where(mask, -logprobs, 0).sum(-1), {}
 
-  made = Algorithm(policy_loss=loss)
-  (metrics,) = await train(made, num_micro_batches=2)
+  algorithm = Algorithm(policy_loss=loss)
+  (metrics,) = await train(algorithm, num_micro_batches=2)
   want = make_algorithm('sft', {'aggregation': 'sequence_mean_token_sum'})
   (other,) = await train(want)
   assert metrics['loss/total'] == exact(other, 'loss/total')
@@ -160,9 +162,9 @@ async def test_a_loss_that_has_reduced_is_refused(slot):
   def reduced(logprobs, mask):
     return -(logprobs * mask).sum() / mask.sum()
 
-  made = Algorithm(**{'policy_loss': losses.sft, slot: reduced})
+  algorithm = Algorithm(**{'policy_loss': losses.sft, slot: reduced})
   with pytest.raises(ConfigError, match=rf'{slot}=reduced .* shape \[\] for .*\[8, 16'):
-    await train(made)
+    await train(algorithm)
 
 
 async def test_what_a_loss_says_of_rows_without_actions_is_not_read():

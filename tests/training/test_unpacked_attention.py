@@ -40,8 +40,8 @@ def lying(sequences, length, count):
     place[b, times] = put(b, row, times, prompts[row] if shared else 0)
   tokens = np.array([tokens for _, tokens, _ in sequences])
   ids = (np.arange(LONGEST) < tokens[:, None]).astype(np.int32)
-  own = (slots[name] for name in ('origin', 'ids', 'prefix', 'positions'))
-  return PackedRows(*own, place), ids
+  columns = (slots[name] for name in ('origin', 'ids', 'prefix', 'positions'))
+  return PackedRows(*columns, place), ids
 
 
 CASES = {
@@ -65,24 +65,27 @@ def test_value_and_gradient_are_those_of_packed_rows(case, prefixes):
   tokens = rng.integers(1, model.config.vocab_size, rows.origin.shape)
   tokens = jnp.asarray(np.where(rows.origin < 0, 0, tokens), jnp.int32)
   weights = jnp.asarray(np.where(rows.origin < 0, 0, rng.normal(size=tokens.shape)))
-  own = unpacked_attention.unpack_rows(rows, ids)
+  unpacked = unpacked_attention.unpack_rows(rows, ids)
   if not prefixes:
     bare = PackedRows(rows.origin, rows.segment_ids, None, rows.positions, rows.place)
-    own = unpacked_attention.unpack_rows(bare, ids)
+    unpacked = unpacked_attention.unpack_rows(bare, ids)
 
-  def total(params, own):
-    told = model.policy_outputs(
+  def total(params, unpacked):
+    outputs = model.policy_outputs(
       params,
       tokens,
       rows.segment_ids,
       prefix_ids=rows.prefix_ids,
       positions=rows.positions,
-      attend_with=own and functools.partial(unpacked_attention.attend, own),
+      attend_with=unpacked and functools.partial(unpacked_attention.attend, unpacked),
     )
-    return (told.logprobs * weights).sum()
+    return (outputs.logprobs * weights).sum()
 
   compute = jax.jit(jax.value_and_grad(total))
-  (value, gradient), (expected, wanted) = compute(params, own), compute(params, None)
+  (value, gradient), (expected, wanted) = (
+    compute(params, unpacked),
+    compute(params, None),
+  )
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-7),
@@ -94,7 +97,7 @@ def test_value_and_gradient_are_those_of_packed_rows(case, prefixes):
 @pytest.mark.parametrize('case', CASES)
 def test_the_transposes_are_the_transposes(case):
   rows, ids = lying(CASES[case], length=28, count=2)
-  own = unpacked_attention.unpack_rows(rows, ids)
+  unpacked = unpacked_attention.unpack_rows(rows, ids)
   rng = np.random.default_rng(0)
   slots = jnp.asarray(rng.normal(size=(*rows.origin.shape, 3)), jnp.float32)
   cells = jnp.asarray(rng.normal(size=(*ids.shape, 3)), jnp.float32)
@@ -103,17 +106,17 @@ def test_the_transposes_are_the_transposes(case):
     (unpacked_attention._collect, unpacked_attention._return, cells, slots),
   )
   for function, transposed, x, y in pairs:
-    (expected,) = jax.linear_transpose(lambda x, f=function: f(own, x), x)(y)
-    np.testing.assert_allclose(transposed(own, y), expected, atol=1e-6)
+    (expected,) = jax.linear_transpose(lambda x, f=function: f(unpacked, x), x)(y)
+    np.testing.assert_allclose(transposed(unpacked, y), expected, atol=1e-6)
 
 
 def test_no_prompt_is_spread_to_rows_that_are_not_there():
   rows, ids = lying(CASES['shared'], length=28, count=2)
-  own = unpacked_attention.unpack_rows(rows, np.ones_like(ids))
-  assert (np.asarray(own.source)[5] == -1).all()
-  assert (np.asarray(own.segment_ids)[5] == 0).all()
-  assert np.asarray(own.shared).tolist() == [4, 4, 4, 0, 0, 0]
-  assert np.asarray(own.first).tolist() == [0, 0, 0, 3, 4, 5]
+  unpacked = unpacked_attention.unpack_rows(rows, np.ones_like(ids))
+  assert (np.asarray(unpacked.source)[5] == -1).all()
+  assert (np.asarray(unpacked.segment_ids)[5] == 0).all()
+  assert np.asarray(unpacked.shared).tolist() == [4, 4, 4, 0, 0, 0]
+  assert np.asarray(unpacked.first).tolist() == [0, 0, 0, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

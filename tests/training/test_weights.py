@@ -34,14 +34,14 @@ def by_hand(groups):
 
 async def test_a_loss_without_a_ratio_starts_from_the_policy_as_it_is():
   """Σ −A·p·min(e^{p−rollout}, C) / Σ m, and no pass to score old log-probs."""
-  made = Algorithm(
+  algorithm = Algorithm(
     policy_loss=losses.vanilla,
     advantage=rewards_everywhere,
     correction=functools.partial(corrections.tis, cap=0.9),
   )
-  assert 'old_logprobs' not in toy.learner(made)._spec.scored_fields
+  assert 'old_logprobs' not in toy.learner(algorithm)._spec.scored_fields
   groups = toy.groups()
-  (metrics,) = await train(made, groups=groups)
+  (metrics,) = await train(algorithm, groups=groups)
   mask, p, w, a = by_hand(groups)
   w = np.minimum(w, np.float32(0.9))
   assert 0.05 < np.mean(w[mask] == np.float32(0.9)) < 0.95
@@ -55,11 +55,11 @@ async def test_a_loss_without_a_ratio_starts_from_the_policy_as_it_is():
 async def test_a_ratio_starts_from_the_learners_own_log_probs():
   """Before the first update r is 1: Σ −A·w / Σ m, w inside the band."""
   part = functools.partial(corrections.icepop, low=0.9, high=1.1)
-  made = Algorithm(
+  algorithm = Algorithm(
     policy_loss=losses.ppo_clip, advantage=rewards_everywhere, correction=part
   )
   groups = toy.groups()
-  (metrics,) = await train(made, groups=groups, num_micro_batches=2)
+  (metrics,) = await train(algorithm, groups=groups, num_micro_batches=2)
   mask, _, w, a = by_hand(groups)
   inside = (w >= 0.9) & (w <= 1.1)
   want = -(mask * a * w * inside).sum() / mask.sum()
@@ -97,8 +97,8 @@ def weighed(groups):
 
 async def test_rows_count_by_their_weight():
   groups = weighed(toy.groups())
-  made = Algorithm(policy_loss=losses.vanilla, advantage=rewards_everywhere)
-  (metrics,) = await train(made, groups=groups, num_micro_batches=2)
+  algorithm = Algorithm(policy_loss=losses.vanilla, advantage=rewards_everywhere)
+  (metrics,) = await train(algorithm, groups=groups, num_micro_batches=2)
   mask, p, _, a = by_hand(groups)
   rows = np.array([row.weight for group in groups for row in group])[:, None]
   assert len(set(rows.ravel())) > 2

@@ -31,8 +31,8 @@ async def update(algorithm, groups, **options):
 async def test_m2po_drops_what_the_whole_minibatch_says(num_micro_batches):
   groups = toy.groups()
   part = functools.partial(losses.m2po, threshold=0.01)
-  made = Algorithm(policy_loss=part, advantage=rewards_everywhere)
-  metrics = await update(made, groups, num_micro_batches=num_micro_batches)
+  algorithm = Algorithm(policy_loss=part, advantage=rewards_everywhere)
+  metrics = await update(algorithm, groups, num_micro_batches=num_micro_batches)
   mask, p = stacked(groups, 'action_mask'), logprobs(groups)
   o = stacked(groups, 'rollout_logprobs')
   a = np.where(mask, stacked(groups, 'rewards').sum(-1, keepdims=True), 0)
@@ -61,8 +61,10 @@ async def test_each_kind_of_row_has_a_mean_of_its_own(num_micro_batches, mode):
   """(1−μ)·⟨ppo_clip⟩ over rollouts + μ·⟨−p⟩ over expert rows."""
   groups = mixed()
   part = functools.partial(losses.mix, mu=0.3)
-  made = Algorithm(policy_loss=part, advantage=rewards_everywhere, aggregation=mode)
-  metrics = await update(made, groups, num_micro_batches=num_micro_batches)
+  algorithm = Algorithm(
+    policy_loss=part, advantage=rewards_everywhere, aggregation=mode
+  )
+  metrics = await update(algorithm, groups, num_micro_batches=num_micro_batches)
   mask, p = stacked(groups, 'action_mask'), logprobs(groups)
   o = stacked(groups, 'rollout_logprobs')
   a = stacked(groups, 'rewards').sum(-1, keepdims=True) * np.ones(mask.shape)
@@ -79,8 +81,8 @@ async def test_each_kind_of_row_has_a_mean_of_its_own(num_micro_batches, mode):
 @pytest.mark.parametrize('num_micro_batches', SPLITS)
 async def test_the_entropy_of_mix_is_a_mean_over_rollouts(num_micro_batches):
   groups, coef = mixed(), 0.1
-  made = registry.make('mix', {'entropy_coef': coef})
-  metrics = await update(made, groups, num_micro_batches=num_micro_batches)
+  algorithm = registry.make('mix', {'entropy_coef': coef})
+  metrics = await update(algorithm, groups, num_micro_batches=num_micro_batches)
   played = Algorithm(policy_loss=losses.sft)
   alone = await update(played, groups[:2], num_rows=8)
   want = -coef * alone['policy/entropy']
@@ -107,8 +109,8 @@ async def test_the_options_are_the_parts_own_and_scalars_are_shared():
   groups = toy.groups()
   actions = sum(row.action_mask.sum() for group in groups for row in group)
   for level, part in ((2, loss), (5, functools.partial(loss, level=5.0))):
-    made = Algorithm(policy_loss=part)
-    metrics = await update(made, groups, num_micro_batches=4)
+    algorithm = Algorithm(policy_loss=part)
+    metrics = await update(algorithm, groups, num_micro_batches=4)
     assert metrics['policy/count'] == pytest.approx(level * actions)
     assert metrics['policy/mode'] == 1
 

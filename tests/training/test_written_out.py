@@ -36,8 +36,8 @@ def make_row(rng, policy, length, **fields):
   if length > 8:
     mask[rng.integers(5, length - 2)] = False  # an observation
   tokens = rng.integers(0, VOCABULARY, length).astype(np.int32)
-  own = policy.logprobs(tokens)[np.arange(length), tokens]
-  rollout = np.where(mask, own + rng.uniform(-1.5, 1.5, length), 0)
+  policy_logprobs = policy.logprobs(tokens)[np.arange(length), tokens]
+  rollout = np.where(mask, policy_logprobs + rng.uniform(-1.5, 1.5, length), 0)
   rewards = np.zeros(length, np.float32)
   rewards[np.flatnonzero(mask)[[0, -1]]] = rng.normal(size=2)
   version = np.where(mask, 0, -1).astype(np.int32)
@@ -253,11 +253,15 @@ async def test_updates_equal_the_formula(name):
   params = [{'bigram': {'table': table(seed)}} for seed in (0, 1)]
   learner, metrics = await learn(name, toy.Bigram(), *params, groups)
   wanted = check_metrics(metrics, name, start, reference, groups)
-  found = learner.params['bigram']['table']
-  assert {shard.data.shape for shard in found.addressable_shards} == {(16, VOCABULARY)}
+  learned_table = learner.params['bigram']['table']
+  assert {shard.data.shape for shard in learned_table.addressable_shards} == {
+    (16, VOCABULARY)
+  }
   moved = np.abs(wanted.table - start.table).max()
   assert moved > 0.02
-  np.testing.assert_allclose(found, wanted.table, rtol=0, atol=3e-5 * moved + 1e-6)
+  np.testing.assert_allclose(
+    learned_table, wanted.table, rtol=0, atol=3e-5 * moved + 1e-6
+  )
 
 
 @pytest.mark.slow
@@ -281,11 +285,11 @@ async def test_updates_of_a_transformer_equal_those_of_torch(name, tmp_path):
   )
   wanted = check_metrics(metrics, name, start, reference, groups).model.state_dict()
   huggingface.save(tmp_path / 'after', toy.CONFIG, learner.params)
-  before, found = (
+  before, after = (
     load_file(tmp_path / each / 'model.safetensors') for each in ('0', 'after')
   )
-  assert len(found) > 20
-  for key, value in found.items():
+  assert len(after) > 20
+  for key, value in after.items():
     moved = np.abs(wanted[key].numpy() - before[key]).max()
     np.testing.assert_allclose(
       value, wanted[key], rtol=0, atol=1e-4 * moved + 1e-6, err_msg=key

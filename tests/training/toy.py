@@ -82,13 +82,13 @@ def model(**changes) -> TransformerLM:
 @functools.cache
 def params(kind=TransformerLM, seed=0, **changes):
   """Random numpy arrays, so that no test can donate another's and none compiles."""
-  made, rng = kind(CONFIG.replace(**changes)), np.random.default_rng(seed)
+  toy_model, rng = kind(CONFIG.replace(**changes)), np.random.default_rng(seed)
 
   def fill(path, x):
     noise = 0.02 * rng.normal(size=x.shape)
     return (noise + (path[-1].key == 'scale')).astype(np.float32)
 
-  shapes = jax.eval_shape(made.init, jax.random.key(0))
+  shapes = jax.eval_shape(toy_model.init, jax.random.key(0))
   return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
@@ -116,5 +116,5 @@ def groups(seed=0, sizes=(4, 4), lengths=(5, 15), **fields):
 def learner(algorithm, *, kind=Bigram, changes=None, **options) -> Learner:
   changes = changes or {}
   options = {'num_rows': 8, 'length_buckets': (16,)} | options
-  made, weights = kind(CONFIG.replace(**changes)), params(kind, **changes)
-  return Learner(made, weights, algorithm, **options)
+  toy_model, weights = kind(CONFIG.replace(**changes)), params(kind, **changes)
+  return Learner(toy_model, weights, algorithm, **options)

@@ -341,13 +341,15 @@ def mix(policy, groups, start, reference, *, mu):
   """
   rows = flat(groups)
   played = [group for group in groups if not group[0].is_expert]
-  own, experts = flat(played), [row for row in rows if row.is_expert]
-  advantage = everywhere(own, group_advantages(played))
-  part = ppo(policy, own, advantage, rollout_logprobs(own), token_mean(own))
+  rollouts, experts = flat(played), [row for row in rows if row.is_expert]
+  advantage = everywhere(rollouts, group_advantages(played))
+  part = ppo(
+    policy, rollouts, advantage, rollout_logprobs(rollouts), token_mean(rollouts)
+  )
   copied = policy_gradient(policy, experts, everywhere(experts, [1.0] * len(experts)))
   slopes = [
     (i + shift, t, token, share * slope)
-    for shift, share, each in ((0, 1 - mu, part), (len(own), mu, copied))
+    for shift, share, each in ((0, 1 - mu, part), (len(rollouts), mu, copied))
     for i, t, token, slope in each.slopes
   ]
   return Outcome((1 - mu) * part.loss + mu * copied.loss, slopes, part.metrics)

@@ -39,10 +39,10 @@ def _child(name: str, tiny: bool) -> None:
     logging.getLogger(noisy).setLevel(logging.WARNING)
   from tests.benchmarks.gpu import device
 
-  found = {'device': device.describe()}
+  figures = {'device': device.describe()}
   part = importlib.import_module(f'tests.benchmarks.gpu.{name}')
   for measured in part.measure(tiny=tiny):
-    print(json.dumps(found | measured), flush=True)
+    print(json.dumps(figures | measured), flush=True)
 
 
 def _part(name: str, tiny: bool, limit: float) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def _part(name: str, tiny: bool, limit: float) -> dict[str, Any]:
     printed, why = error.stdout, f'took more than {limit:.0f} s'
   except subprocess.CalledProcessError as error:
     printed, why = error.stdout, f'{error}; its own words are above'
-  found = _last(printed or b'')
-  return {'failed': why} if 'failed' in found else found | {'stopped': why}
+  figures = _last(printed or b'')
+  return {'failed': why} if 'failed' in figures else figures | {'stopped': why}
 
 
 def _last(printed: bytes) -> dict[str, Any]:
@@ -76,11 +76,11 @@ def _cells(cost: dict[str, Any]) -> list[str]:
   return [f'{cost["ms"]:.2f}', f'{cost["mib"]:,.0f}', share]
 
 
-def kernel_rows(found: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
+def kernel_rows(figures: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
   """Rows of a table of kernels, the head first, and what could not be measured."""
   rows = [['', 'forward, ms', 'MiB', 'share', 'with gradient, ms', 'MiB', 'share']]
   failures = []
-  for shape, table in found['shapes'].items():
+  for shape, table in figures['shapes'].items():
     for name, costs in table.items():
       parts = [costs] if 'failed' in costs else [costs['forward'], costs['both']]
       failures += [f'{shape}, {name}: {c["failed"]}' for c in parts if 'failed' in c]
@@ -89,14 +89,14 @@ def kernel_rows(found: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
   return rows, failures
 
 
-def case_rows(found: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
+def case_rows(figures: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
   """Rows of a table of cases, the head first, and what could not be measured."""
   names: dict[str, None] = {}
-  for case in found['cases'].values():
+  for case in figures['cases'].values():
     names |= dict.fromkeys(name for name in case if name != 'failed')
   rows = [['', *(name.replace('_', ' ') for name in names)]]
   failures = []
-  for label, case in found['cases'].items():
+  for label, case in figures['cases'].items():
     if 'failed' in case:
       failures.append(f'{label}: {case["failed"]}')
       continue
@@ -107,39 +107,39 @@ def case_rows(found: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
   return rows, failures
 
 
-def show(name: str, found: dict[str, Any]) -> None:
+def show(name: str, figures: dict[str, Any]) -> None:
   print(f'\n{TITLES[name]}')
-  if 'failed' in found:
-    print(f'  not measured: {found["failed"]}', flush=True)
+  if 'failed' in figures:
+    print(f'  not measured: {figures["failed"]}', flush=True)
     return
-  rows, failures = (kernel_rows if 'shapes' in found else case_rows)(found)
+  rows, failures = (kernel_rows if 'shapes' in figures else case_rows)(figures)
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   for first, *rest in rows:
     cells = [f'{cell:>{w}}' for cell, w in zip(rest, widths[1:], strict=True)]
     print('  ' + '  '.join([f'{first:<{widths[0]}}', *cells]))
-  if 'stopped' in found:
-    failures.append(f'the rest: {found["stopped"]}')
+  if 'stopped' in figures:
+    failures.append(f'the rest: {figures["stopped"]}')
   for line in dict.fromkeys(failures):
     print(f'  not measured: {line}')
-  card = found['device']
+  card = figures['device']
   print(
-    f'  {card["card"]}: {found["flops"] / 1e12:.4g} TFLOP/s of bfloat16 products, '
-    f'{found["bytes"] / 1e9:.4g} GB/s, measured beside it',
+    f'  {card["card"]}: {figures["flops"] / 1e12:.4g} TFLOP/s of bfloat16 products, '
+    f'{figures["bytes"] / 1e9:.4g} GB/s, measured beside it',
     flush=True,
   )
 
 
-def close(found: dict[str, Any]) -> None:
+def close(results: dict[str, Any]) -> None:
   """Prints whether aims were reached, and what the figures are of."""
-  lines = aims.told(found)
+  lines = aims.verdicts(results)
   if lines:
     print('\nAims on one H200')
     print('\n'.join(f'  {line}' for line in lines))
-  parts = [found[name] for name in PARTS if name in found]
+  parts = [results[name] for name in PARTS if name in results]
   cards = [part['device'] for part in parts if 'device' in part]
   if cards:
     versions = ', '.join(f'{name} {cards[0][name]}' for name in VERSIONS)
-    print(f'\n{found["date"]}, {cards[0]["card"]}, {versions}', flush=True)
+    print(f'\n{results["date"]}, {cards[0]["card"]}, {versions}', flush=True)
 
 
 def main() -> None:
@@ -157,16 +157,16 @@ def main() -> None:
   if unknown := [name for name in names if name not in PARTS]:
     parser.error(f'no part {", ".join(unknown)}; there are {", ".join(PARTS)}')
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
-  found: dict[str, Any] = {'date': time.strftime('%Y-%m-%d'), 'tiny': flags.tiny}
+  results: dict[str, Any] = {'date': time.strftime('%Y-%m-%d'), 'tiny': flags.tiny}
   for name in names:
-    found[name] = _part(name, flags.tiny, flags.limit)
-    show(name, found[name])
-  close(found)
+    results[name] = _part(name, flags.tiny, flags.limit)
+    show(name, results[name])
+  close(results)
   if flags.json:
     file = pathlib.Path(flags.json)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=2))
-  if all('failed' in found[name] for name in names):
+    file.write_text(json.dumps(results, indent=2))
+  if all('failed' in results[name] for name in names):
     sys.exit(1)
 
 

@@ -6,10 +6,10 @@ MFU = 0.5  # of a train step at 1.7B, with the best of the remat policies
 DECODE = 0.6  # of the memory's rate, at 32 slots
 
 
-def told(found: dict[str, Any]) -> list[str]:
-  """A line an aim. found: by part, what was measured; parts may lack."""
+def verdicts(results: dict[str, Any]) -> list[str]:
+  """A line an aim. results: by part, what was measured; parts may lack."""
   shares = {
-    name: cases(found, name, *words)
+    name: cases(results, name, *words)
     for name, *words in (
       ('train', 'Qwen3-1.7B', 'kernels auto'),
       ('decode', '32 slots', 'kernels auto'),
@@ -22,17 +22,17 @@ def told(found: dict[str, Any]) -> list[str]:
   for label, case in shares['decode'].items():
     what = f'decode, {label}: share of the memory'
     lines.append(_least(what, case['share'], DECODE))
-  for shape, table in found.get('logprobs', {}).get('shapes', {}).items():
+  for shape, table in results.get('logprobs', {}).get('shapes', {}).items():
     if {'kernels', 'naive XLA'} <= table.keys():
       lines += [_beside(shape, pass_, table) for pass_ in ('forward', 'both')]
   return lines
 
 
-def cases(found: dict[str, Any], part: str, *words: str) -> dict[str, Any]:
+def cases(results: dict[str, Any], part: str, *words: str) -> dict[str, Any]:
   """Of a part, those whose label has all the words, and that could be measured."""
   return {
     label: case
-    for label, case in found.get(part, {}).get('cases', {}).items()
+    for label, case in results.get(part, {}).get('cases', {}).items()
     if 'failed' not in case and all(word in label for word in words)
   }
 

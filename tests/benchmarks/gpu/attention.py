@@ -28,7 +28,7 @@ def implementations(
   off = device.reference(attention)
   plain = off if isinstance(off, str) else lambda q, k, v: off(q, k, v, whole)
   library = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-  found: dict[str, Callable[..., Any] | str] = {
+  functions: dict[str, Callable[..., Any] | str] = {
     'kernels': lambda q, k, v: attention(q, k, v, whole),
     f'kernels, {SEGMENTS} segments': lambda q, k, v: attention(q, k, v, segment_ids),
     'reference': plain,
@@ -39,8 +39,8 @@ def implementations(
     tokamax: Any = importlib.import_module('tokamax')
     other = functools.partial(tokamax.dot_product_attention, is_causal=True)
   except (ImportError, AttributeError) as error:
-    return found | {'tokamax': f'{type(error).__name__}: {error}'}
-  return found | {'tokamax': other}
+    return functions | {'tokamax': f'{type(error).__name__}: {error}'}
+  return functions | {'tokamax': other}
 
 
 def flops(shape: tuple[int, ...]) -> float:
@@ -51,7 +51,7 @@ def flops(shape: tuple[int, ...]) -> float:
 
 def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
   """shape → implementation → 'forward' and 'both': 'ms', 'mib', 'share'; so far."""
-  rates, found = device.rates(tiny), {}
+  rates, tables = device.rates(tiny), {}
   for label, shape in (TINY if tiny else SHAPES).items():
     rows, length, heads, kv_heads, dim = shape
     keys = jax.random.split(jax.random.key(0), 3)
@@ -62,7 +62,7 @@ def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
     )
     ids = jnp.arange(length) * SEGMENTS // length + 1
     ids = jnp.broadcast_to(ids.astype(jnp.int32), (rows, length))
-    table = found[label] = {}
+    table = tables[label] = {}
     for name, function in implementations(ids).items():
       if isinstance(function, str):
         table[name] = {'failed': function}
@@ -73,4 +73,4 @@ def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
         if 'ms' in costs[key]:
           least = 1e3 * times * flops(shape) / parts / rates['flops']
           costs[key]['share'] = least / costs[key]['ms']
-      yield {'shapes': found, **rates}
+      yield {'shapes': tables, **rates}

@@ -75,7 +75,7 @@ def one(
 
 def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
   """(model, slots, kernels) → figures, so far; a case that fails says why."""
-  rates, found = device.rates(tiny), {}
+  rates, figures = device.rates(tiny), {}
   slots, *rest = TINY if tiny else (SLOTS, PROMPT, NEW, STEPS)
   for kernels in ('auto',) if tiny else ('auto', 'reference'):
     for label, config in (shapes.TINY if tiny else shapes.MODELS).items():
@@ -83,7 +83,7 @@ def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
         name = f'{label}, {count} slots, kernels {kernels}'
         try:
           sizes = (count, *rest)
-          found[name] = one(config, sizes, rates['bytes'], kernels=kernels)
+          figures[name] = one(config, sizes, rates['bytes'], kernels=kernels)
         except Exception as error:  # memory, mostly; the next case may fit
-          found[name] = {'failed': f'{type(error).__name__}: {str(error)[:160]}'}
-        yield {'cases': found, **rates}
+          figures[name] = {'failed': f'{type(error).__name__}: {str(error)[:160]}'}
+        yield {'cases': figures, **rates}

@@ -69,8 +69,8 @@ def cost(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
   try:
     program = jax.jit(function).lower(*arguments).compile()
     memory = program.memory_analysis()
-    own = memory.temp_size_in_bytes / 2**20 if memory else float('nan')
-    return {'ms': 1e3 * seconds(lambda: program(*arguments)), 'mib': own}
+    mebibytes = memory.temp_size_in_bytes / 2**20 if memory else float('nan')
+    return {'ms': 1e3 * seconds(lambda: program(*arguments)), 'mib': mebibytes}
   except Exception as error:  # whatever one library raises, the others are measured
     return {'failed': f'{type(error).__name__}: {str(error).strip()[:160]}'}
 

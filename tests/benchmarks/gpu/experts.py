@@ -29,7 +29,7 @@ def implementations(x: jax.Array, chosen: jax.Array) -> dict[str, Callable[..., 
 
 def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
   """shape → implementation → 'forward' and 'both': 'ms', 'mib', 'share'; so far."""
-  rates, found = device.rates(tiny), {}
+  rates, tables = device.rates(tiny), {}
   for label, (tokens, width, inner, number, picks) in (
     TINY if tiny else SHAPES
   ).items():
@@ -42,7 +42,7 @@ def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
       0.02 * jax.random.normal(key, shape, jnp.bfloat16)
       for key, shape in zip(keys[2:], shapes, strict=True)
     ]
-    table = found[label] = {}
+    table = tables[label] = {}
     for name, function in implementations(x, chosen).items():
       arrays = x, weights, *matrices
       table[name] = costs = device.both(function, tuple(range(5)), *arrays)
@@ -50,4 +50,4 @@ def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
         if 'ms' in costs[key]:  # of what is chosen
           flops = times * 6 * tokens * picks * width * inner
           costs[key]['share'] = 1e3 * flops / rates['flops'] / costs[key]['ms']
-      yield {'shapes': found, **rates}
+      yield {'shapes': tables, **rates}

@@ -42,7 +42,7 @@ def implementations() -> dict[str, Callable[..., Any] | str]:
   plain = device.reference(token_logprobs)
   if not isinstance(plain, str):
     plain = functools.partial(ours, function=plain)
-  found: dict[str, Callable[..., Any] | str] = {
+  functions: dict[str, Callable[..., Any] | str] = {
     'kernels': ours,
     'reference': plain,
     'naive XLA': naive,
@@ -52,28 +52,28 @@ def implementations() -> dict[str, Callable[..., Any] | str]:
     tokamax: Any = importlib.import_module('tokamax')
     loss = tokamax.linear_softmax_cross_entropy_loss
   except (ImportError, AttributeError) as error:
-    return found | {'tokamax': f'{type(error).__name__}: {error}'}
+    return functions | {'tokamax': f'{type(error).__name__}: {error}'}
 
   def fused(hidden, table, targets):
     width = hidden.shape[-1]
     flat = hidden.reshape(-1, width), targets.reshape(-1), table.T
     return -loss(*flat, reduction='sum')
 
-  return found | {'tokamax, one sum': fused}
+  return functions | {'tokamax, one sum': fused}
 
 
 def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
   """shape → implementation → 'forward' and 'both', each 'ms' and 'mib'; so far."""
-  rates, found = device.rates(tiny), {}
+  rates, tables = device.rates(tiny), {}
   for label, (tokens, width, vocab) in (TINY if tiny else SHAPES).items():
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (1, tokens, width), jnp.bfloat16)
     table = 0.02 * jax.random.normal(keys[1], (vocab, width), jnp.bfloat16)
     targets = jax.random.randint(keys[2], (1, tokens), 0, vocab)
-    rows = found[label] = {}
+    rows = tables[label] = {}
     for name, function in implementations().items():
       if isinstance(function, str):
         rows[name] = {'failed': function}
       else:
         rows[name] = device.both(function, (0, 1), hidden, table, targets)
-      yield {'shapes': found, **rates}
+      yield {'shapes': tables, **rates}

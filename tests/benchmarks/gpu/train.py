@@ -25,7 +25,7 @@ def groups(vocab: int, rows: int, length: int, size: int, seed: int) -> list[Gro
   """Rows of random tokens, all full: nothing is lost to padding."""
   draw = np.random.default_rng(seed)
   half = np.arange(length) >= length // 4
-  found: list[Group] = [[] for _ in range(rows // size)]
+  groups_of_rows: list[Group] = [[] for _ in range(rows // size)]
   for i in range(rows):
     reward = np.zeros(length, np.float32)
     reward[-1] = draw.random()
@@ -33,10 +33,10 @@ def groups(vocab: int, rows: int, length: int, size: int, seed: int) -> list[Gro
     versions = np.where(half, 0, -1).astype(np.int32)
     tokens = draw.integers(1, vocab, length).astype(np.int32)
     columns = tokens, half, logprobs, reward, versions
-    found[i // size].append(
+    groups_of_rows[i // size].append(
       Trajectory(*columns, group_id=i // size, sample_index=i % size)
     )
-  return found
+  return groups_of_rows
 
 
 def one(config: ModelConfig, sizes: tuple[int, ...], flops: float, **options: Any):
@@ -71,7 +71,7 @@ def one(config: ModelConfig, sizes: tuple[int, ...], flops: float, **options: An
 
 def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
   """(model, remat, kernels) → figures, so far; a case that fails says why."""
-  rates, found = device.rates(tiny), {}
+  rates, figures = device.rates(tiny), {}
   models = shapes.TINY if tiny else shapes.MODELS
   cases = [('full', 'auto'), ('dots', 'auto'), ('full', 'reference')]
   for remat, kernels in cases[: 1 if tiny else None]:
@@ -79,7 +79,7 @@ def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
       name = f'{label}, remat {remat}, kernels {kernels}'
       try:
         sizes = TINY if tiny else (ROWS, LENGTH, ROWS // MICRO, GROUP)
-        found[name] = one(config, sizes, rates['flops'], remat=remat, kernels=kernels)
+        figures[name] = one(config, sizes, rates['flops'], remat=remat, kernels=kernels)
       except Exception as error:  # memory, mostly; the next case may fit
-        found[name] = {'failed': f'{type(error).__name__}: {str(error)[:160]}'}
-      yield {'cases': found, **rates}
+        figures[name] = {'failed': f'{type(error).__name__}: {str(error)[:160]}'}
+      yield {'cases': figures, **rates}

@@ -162,8 +162,8 @@ def measure(names: list[str], pythons: dict[str, str], steps: int) -> dict[str, 
     finally:
       for peer in peers.values():
         peer.close()
-  found = {name: peer.found for name, peer in peers.items()}
-  return {'peers': found, 'failed': failed, 'flops': rates}
+  figures = {name: peer.found for name, peer in peers.items()}
+  return {'peers': figures, 'failed': failed, 'flops': rates}
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
@@ -171,35 +171,35 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
   return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def table(found: dict[str, Any]) -> list[list[str]]:
+def table(results: dict[str, Any]) -> list[list[str]]:
   """Rows of the table, the head first."""
-  peak = statistics.median(found['flops']) if found['flops'] else 0.0
-  ours = found['peers'].get('ours')
+  peak = statistics.median(results['flops']) if results['flops'] else 0.0
+  ours = results['peers'].get('ours')
   head = ['', 'step, s', 'generate', 'train', 'share', 'ours/its']
   rows = [[*head, 'decode, s', 'tokens/s', 'ours/its', 'MiB']]
-  for name, own in found['peers'].items():
+  for name, figures in results['peers'].items():
     row = [LABELS[name]]
-    if own['step_s']:
+    if figures['step_s']:
       step, generate, train = (
-        statistics.median(own[key]) for key in ('step_s', 'generate_s', 'train_s')
+        statistics.median(figures[key]) for key in ('step_s', 'generate_s', 'train_s')
       )
       work = shape.GENERATE_FLOPS + shape.TRAIN_FLOPS
       share = f'{work / step / peak:.0%}' if peak else '–'
-      times = f'{ratio(ours["step_s"], own["step_s"]):.2f}' if ours else '–'
+      times = f'{ratio(ours["step_s"], figures["step_s"]):.2f}' if ours else '–'
       row += [f'{step:.3f}', f'{generate:.3f}', f'{train:.3f}', share, times]
     else:
       row += ['–'] * 5
-    decode = statistics.median(own['decode_s'])
+    decode = statistics.median(figures['decode_s'])
     rate = shape.PROMPTS * shape.SAMPLES * shape.NEW / decode
-    times = f'{ratio(ours["decode_s"], own["decode_s"]):.2f}' if ours else '–'
-    row += [f'{decode:.3f}', f'{rate:,.0f}', times, f'{max(own["mib"]):,.0f}']
+    times = f'{ratio(ours["decode_s"], figures["decode_s"]):.2f}' if ours else '–'
+    row += [f'{decode:.3f}', f'{rate:,.0f}', times, f'{max(figures["mib"]):,.0f}']
     rows.append(row)
   return rows
 
 
-def judge(found: dict[str, Any]) -> list[str]:
+def judge(results: dict[str, Any]) -> list[str]:
   """A line an aim: reached or not."""
-  peers, lines = found['peers'], []
+  peers, lines = results['peers'], []
   ours = peers.get('ours')
   if not ours:
     return lines
@@ -221,23 +221,23 @@ def _line(what: str, value: float, aim: float) -> str:
   return f'{what}: {value:.2f}, aim {aim:g}: {"reached" if value <= aim else "missed"}'
 
 
-def show(found: dict[str, Any]) -> None:
+def show(results: dict[str, Any]) -> None:
   print('\nOne step of the toy (3.28 M parameters, 8 prompts × 8, 32 + 64 tokens,')
   print('float32) and 64 × 64 tokens decoded with log-probs: medians; ratios by round')
-  rows = table(found)
+  rows = table(results)
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   for first, *rest in rows:
     cells = [f'{cell:>{w}}' for cell, w in zip(rest, widths[1:], strict=True)]
     print('  ' + '  '.join([f'{first:<{widths[0]}}', *cells]))
-  if found['flops']:
-    rates = [rate / 1e9 for rate in found['flops']]
+  if results['flops']:
+    rates = [rate / 1e9 for rate in results['flops']]
     spread = f'{min(rates):.0f}–{max(rates):.0f}'
     print(
       f'  peak: {statistics.median(rates):.0f} [{spread}] GFLOP/s, measured between'
     )
-  for line in judge(found):
+  for line in judge(results):
     print(f'  {line}')
-  for name, why in found['failed'].items():
+  for name, why in results['failed'].items():
     print(f'  not measured: {LABELS[name]}: {why}')
 
 
@@ -251,15 +251,17 @@ def main() -> None:
   pythons = PYTHON | dict(pair.split('=', 1) for pair in flags.python)
   print(f'{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the run')
   start = time.time()
-  found = measure(flags.only.split(','), pythons, flags.steps)
-  found |= {'load_after': os.getloadavg(), 'seconds': time.time() - start}
-  found |= {'python': platform.python_version(), 'cores': os.cpu_count()}
-  show(found)
-  print(f'  {found["seconds"]:.0f} s; load {found["load_after"][0]:.1f} after the run')
+  results = measure(flags.only.split(','), pythons, flags.steps)
+  results |= {'load_after': os.getloadavg(), 'seconds': time.time() - start}
+  results |= {'python': platform.python_version(), 'cores': os.cpu_count()}
+  show(results)
+  print(
+    f'  {results["seconds"]:.0f} s; load {results["load_after"][0]:.1f} after the run'
+  )
   if flags.json:
     file = pathlib.Path(flags.json)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=2))
+    file.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == '__main__':

@@ -91,6 +91,6 @@ class Turns:
 
     return timed
 
-  def _tell(self, **found: float) -> None:
+  def _tell(self, **figures: float) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps(found | {'mib': peak / 1024}), file=self._out, flush=True)
+    print(json.dumps(figures | {'mib': peak / 1024}), file=self._out, flush=True)

@@ -49,7 +49,7 @@ def test_one_elsewhere_is_watched(tmp_path, monkeypatch):
   far = ReaderLease(database, 'trainer')
   far._stopped.set()  # it beats only when it is told to, however slow this machine is
   monkeypatch.undo()
-  slept, told = [], []
+  slept, messages = [], []
 
   def beat(seconds):
     slept.append(seconds)
@@ -58,9 +58,9 @@ def test_one_elsewhere_is_watched(tmp_path, monkeypatch):
         far.check(connection)
 
   with pytest.raises(ConfigError, match='on far trains from it'):
-    ReaderLease(database, 'trainer', sleep=beat, say=told.append)
-  assert len(slept) == 3 and 'waiting 30 s' in told[0]
-  silent = ReaderLease(database, 'trainer', sleep=slept.append, say=told.append)
+    ReaderLease(database, 'trainer', sleep=beat, say=messages.append)
+  assert len(slept) == 3 and 'waiting 30 s' in messages[0]
+  silent = ReaderLease(database, 'trainer', sleep=slept.append, say=messages.append)
   assert sum(slept[3:]) == reader_lease.LEASE_TIMEOUT_S
   with database.write() as connection:
     silent.check(connection)

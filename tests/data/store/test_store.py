@@ -44,17 +44,17 @@ def test_groups_come_back_to_the_last_bit(tmp_path):
   assert heard == [{'temperature': 0.5}] * 2
   for place, group in zip(places, written, strict=True):
     assert len(place.group) == len(group)
-    for found, row in zip(place.group, group, strict=True):
-      same(found, row)
+    for restored, row in zip(place.group, group, strict=True):
+      same(restored, row)
 
 
 def test_versions_are_counted_from_those_that_play():
   from jaxrl.data import trajectory_codec
 
   (data,) = GroupSerializer(version=40).rows([rich()], 0)
-  ((found,),) = trajectory_codec.from_bytes(data)
-  assert found.weights_version.tolist() == [-1, 47, 47, -1, 48]
-  assert found.weights_version.dtype == np.int32
+  ((restored,),) = trajectory_codec.from_bytes(data)
+  assert restored.weights_version.tolist() == [-1, 47, 47, -1, 48]
+  assert restored.weights_version.dtype == np.int32
 
 
 def test_a_group_is_written_once(tmp_path, monkeypatch):
@@ -208,7 +208,7 @@ def test_several_explorers_write_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'text, said',
+  'text, message',
   [
     ('store(url="sqlite:////x.db", uses=0)', 'uses=0: must be at least 1'),
     ('store(url="sqlite:////x.db", use=1)', "Did you mean 'uses'"),
@@ -218,11 +218,11 @@ def test_several_explorers_write_at_once(tmp_path):
     ('store(url="x", reader="")', 'reader'),
   ],
 )
-def test_wrong_call_strings_are_told(text, said):
+def test_wrong_call_strings_are_told(text, message):
   where = r'--config\.dataset\.experience_store='
   with pytest.raises(ConfigError, match=where) as error:
     parse_store_options(text, store_options.reader_options, 'dataset.experience_store')
-  assert said in str(error.value)
+  assert message in str(error.value)
 
 
 def test_what_names_a_store():
@@ -243,7 +243,7 @@ def test_what_names_a_store():
 
 
 @pytest.mark.parametrize(
-  'name, said',
+  'name, message',
   [
     ('sqlite://', 'names no file'),
     ('sqlite:////nowhere/at/all/x.db', 'unable to open'),
@@ -252,8 +252,8 @@ def test_what_names_a_store():
     ('postgresql+nodriver://user:secret@h/n', 'cannot be opened'),
   ],
 )
-def test_what_cannot_be_opened_is_told(name, said):
-  with pytest.raises(ConfigError, match=said) as error:
+def test_what_cannot_be_opened_is_told(name, message):
+  with pytest.raises(ConfigError, match=message) as error:
     StoreDatabase(name)
   assert 'secret' not in str(error.value)
 

@@ -27,14 +27,14 @@ class Service:
     from odps.tunnel.io.reader import TunnelRecordReader
 
     schema = TableSchema.from_lists(list(self.columns), list(self.columns.values()))
-    found = []
+    records = []
     for upload_id in self.committed:
       for data in self.sessions[upload_id]['blocks'].values():
         reader = TunnelRecordReader(
           schema, lambda *_, data=data, **__: io.BytesIO(data)
         )
-        found += [dict(record) for record in reader]
-    return found
+        records += [dict(record) for record in reader]
+    return records
 
   def answer(self, method, query, body):
     """(status, JSON) of a request."""

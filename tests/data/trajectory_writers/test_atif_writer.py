@@ -40,18 +40,18 @@ def played(mask, messages=MESSAGES, **more):
 
 
 def document(trajectory, **columns):
-  (found,) = DumpColumns(**columns).rows(
+  (record,) = DumpColumns(**columns).rows(
     [trajectory], step=3, model_name='m', mode='train'
   )
-  made = to_atif(found)
-  valid = atif.Trajectory.model_validate(made)
-  assert valid.to_json_dict() == json.loads(json.dumps(made))  # nothing is left over
-  return made
+  data = to_atif(record)
+  valid = atif.Trajectory.model_validate(data)
+  assert valid.to_json_dict() == json.loads(json.dumps(data))  # nothing is left over
+  return data
 
 
 def test_each_message_becomes_a_step():
-  made = document(played('..xxx..xx', stop_reason='max_steps'))
-  system, user, first, last = made['steps']
+  data = document(played('..xxx..xx', stop_reason='max_steps'))
+  system, user, first, last = data['steps']
   assert system == {'step_id': 1, 'source': 'system', 'message': 'Be brief.'}
   assert user == {'step_id': 2, 'source': 'user', 'message': '1 + 1?'}
   assert first['message'] == 'Adding.' and first['reasoning_content'] == 'I add.'
@@ -74,12 +74,12 @@ def test_each_message_becomes_a_step():
   assert last['metrics']['prompt_token_ids'] == list(range(7))
   assert last['metrics']['logprobs'] == [-3.5, -4.0]
   assert last['extra'] == {'reward': 1.5, 'weights_versions': [7]}
-  assert made['agent']['model_name'] == 'm' and made['schema_version'] == 'ATIF-v1.7'
-  assert made['trajectory_id'] == 'train_3_t_0_0_0_0_0'
+  assert data['agent']['model_name'] == 'm' and data['schema_version'] == 'ATIF-v1.7'
+  assert data['trajectory_id'] == 'train_3_t_0_0_0_0_0'
   assert (
-    made['extra']['stop_reason'] == 'max_steps' and made['extra']['train_step'] == 3
+    data['extra']['stop_reason'] == 'max_steps' and data['extra']['train_step'] == 3
   )
-  assert made['final_metrics'] == {
+  assert data['final_metrics'] == {
     'total_steps': 4,
     'total_prompt_tokens': 9,
     'total_completion_tokens': 5,
@@ -109,9 +109,9 @@ def test_calls_of_messages_keep_their_ids():
 
 
 def test_a_row_of_one_turn_ends_with_it():
-  made = document(played('..xxx', turn=0))
-  assert [step['source'] for step in made['steps']] == ['system', 'user', 'agent']
-  assert 'metrics' in made['steps'][2] and 'observation' not in made['steps'][2]
+  data = document(played('..xxx', turn=0))
+  assert [step['source'] for step in data['steps']] == ['system', 'user', 'agent']
+  assert 'metrics' in data['steps'][2] and 'observation' not in data['steps'][2]
   steps = document(played('.......xx', turn=1))['steps']
   assert steps[2]['is_copied_context'] and 'metrics' not in steps[2]
   assert 'is_copied_context' not in steps[3] and 'metrics' in steps[3]
@@ -127,12 +127,12 @@ def test_packed_turns_have_prompts_of_their_own():
 def test_images_stay_in_the_document():
   url = 'data:image/png;base64,AAAA'
   content = [{'type': 'text', 'text': 'See'}, {'image_url': {'url': url}}]
-  made = document(played('x', [{'role': 'user', 'content': content}]))
-  assert made['steps'][0]['message'] == [
+  data = document(played('x', [{'role': 'user', 'content': content}]))
+  assert data['steps'][0]['message'] == [
     {'type': 'text', 'text': 'See'},
     {'type': 'image', 'source': {'media_type': 'image/png', 'path': url}},
   ]
-  assert 'cannot be matched' in made['notes']  # something was sampled without a message
+  assert 'cannot be matched' in data['notes']  # something was sampled without a message
 
 
 def test_what_is_not_there_is_left_out():
@@ -153,9 +153,11 @@ def test_a_part_is_a_folder_with_a_document_for_each_trajectory(tmp_path):
     trajectories = [row(sample_index=i, rewards=rewards, tag='a/b') for i in range(2)]
     writer.write('a/b-step000001', columns.rows(trajectories, mode='train'))
   (folder,) = (tmp_path / 'out').iterdir()
-  made = [atif.Trajectory.model_validate_json(p.read_text()) for p in folder.iterdir()]
-  assert len(made) == 2
-  assert {one.final_metrics.extra['score'] for one in made} == {2.0}
+  documents = [
+    atif.Trajectory.model_validate_json(p.read_text()) for p in folder.iterdir()
+  ]
+  assert len(documents) == 2
+  assert {one.final_metrics.extra['score'] for one in documents} == {2.0}
   with pytest.raises(ConfigError, match='parts of another run'):
     open_dump('train', tmp_path, path=path)[1].check(fresh=True)
   with pytest.raises(ConfigError, match='save_content'):

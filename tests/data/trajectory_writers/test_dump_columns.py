@@ -18,11 +18,11 @@ def test_all_columns_when_none_are_asked_for():
   columns = DumpColumns(env_columns={'given': 'string', 'level': 'int'})
   assert list(columns.types) == [*STANDARD_COLUMNS, 'given', 'level']
   played = row(7, columns={'given': 'x', 'level': np.int64(3), 'other': 1})
-  [found] = columns.rows([played], 7, **FACTS)
-  content = trajectory_codec.from_json(json.loads(found.pop('save_content')))
+  [record] = columns.rows([played], 7, **FACTS)
+  content = trajectory_codec.from_json(json.loads(record.pop('save_content')))
   assert content.columns == played.columns
   np.testing.assert_array_equal(content.rollout_logprobs, played.rollout_logprobs)
-  assert found == {
+  assert record == {
     'trajectory_id': 't_7_0_107_0_0', 'task_idx': 7, 'model_name': 'm', 'step': None,
     'turn': 0, 'stop_reason': 'finish', 'mode': 'train', 'episode_score': 0.5,
     'given': 'x', 'level': 3,
@@ -32,8 +32,8 @@ def test_all_columns_when_none_are_asked_for():
 def test_asked_columns_in_their_order_and_the_score_of_the_episode():
   columns = DumpColumns([['episode_score', 'float'], ('turn', 'BIGINT')])
   group = [row(turn=0), row(turn=1), row(sample_index=1, rewards=(0, 2))]
-  found = columns.rows(group, 0, **FACTS)
-  assert [list(r.items()) for r in found] == [
+  records = columns.rows(group, 0, **FACTS)
+  assert [list(r.items()) for r in records] == [
     [('episode_score', 1.0), ('turn', 0)],
     [('episode_score', 1.0), ('turn', 1)],
     [('episode_score', 2.0), ('turn', 0)],
@@ -43,13 +43,13 @@ def test_asked_columns_in_their_order_and_the_score_of_the_episode():
 def test_what_is_played_again_at_another_step_or_in_another_mode_has_another_id():
   columns = DumpColumns([('trajectory_id', 'string'), ('step', 'bigint')])
   group = [row(turn=0), row(turn=1), row(sample_index=1)]
-  found = [
+  records = [
     each
     for step, mode in [(0, 'train'), (0, 'val'), (2, 'val'), (20, 'val')]
     for each in columns.rows(group, step=step, model_name='m', mode=mode)
   ]
-  assert [each['step'] for each in found] == [0] * 6 + [2] * 3 + [20] * 3
-  assert len({each['trajectory_id'] for each in found}) == len(found)
+  assert [each['step'] for each in records] == [0] * 6 + [2] * 3 + [20] * 3
+  assert len({each['trajectory_id'] for each in records}) == len(records)
 
 
 def test_the_content_begins_with_the_messages_and_may_lack_the_arrays():
@@ -65,7 +65,7 @@ def test_the_content_begins_with_the_messages_and_may_lack_the_arrays():
 
 
 @pytest.mark.parametrize(
-  'asked, said',
+  'names, message',
   [
     ([['task_id', 'bigint']], "no column 'task_id'. Did you mean 'task_idx'"),
     ([['task_idx', 'bigimt']], "column 'task_idx': no type 'bigimt'. Did you mean 'b"),
@@ -77,9 +77,9 @@ def test_the_content_begins_with_the_messages_and_may_lack_the_arrays():
     ([['mode', 'string', 1]], 'not a pair'),
   ],
 )
-def test_what_is_wrong_is_told_with_the_nearest_name(asked, said):
-  with pytest.raises(ConfigError, match=said):
-    DumpColumns(asked, {'given': 'string'})
+def test_what_is_wrong_is_told_with_the_nearest_name(names, message):
+  with pytest.raises(ConfigError, match=message):
+    DumpColumns(names, {'given': 'string'})
 
 
 def test_an_environment_cannot_take_a_standard_name_nor_an_unknown_type():
@@ -105,14 +105,14 @@ def test_a_value_that_does_not_fit_is_null_and_warned_of_once(kind, good, bad, c
   columns = DumpColumns([['x', kind]], {'x': ''})
   with caplog.at_level(logging.WARNING):
     group = [row(i, columns={'x': v}) for i, v in enumerate([good, None, bad, bad])]
-    found = [r['x'] for r in columns.rows(group, 0, **FACTS)]
-  assert found == [good, None, None, None]
+    values = [r['x'] for r in columns.rows(group, 0, **FACTS)]
+  assert values == [good, None, None, None]
   assert len(caplog.records) == 1 and 'column x' in caplog.text
 
 
 def test_values_that_json_cannot_hold_cost_only_themselves(caplog):
-  [found] = DumpColumns().rows([row(extras={'odd': object()})], 0, **FACTS)
-  content = trajectory_codec.from_json(json.loads(found['save_content']))
+  [record] = DumpColumns().rows([row(extras={'odd': object()})], 0, **FACTS)
+  content = trajectory_codec.from_json(json.loads(record['save_content']))
   assert 'odd' in content.extras['error'] and content.score == 0.5
   assert 'save_content' in caplog.text
 
@@ -130,9 +130,11 @@ def test_images_are_stored_once_beside_the_dump_that_names_them(tmp_path, caplog
   stored = sorted(path.name for path in folder.iterdir())
   assert stored == sorted(f'{image(i).digest}.png' for i in range(2))
   known = ImageFolder(folder)
-  for played, found in zip(group, rows, strict=True):
-    assert image(0).mark in found['save_content'] and 'PNG' not in found['save_content']
-    content = trajectory_codec.from_json(json.loads(found['save_content']), known)
+  for played, record in zip(group, rows, strict=True):
+    assert (
+      image(0).mark in record['save_content'] and 'PNG' not in record['save_content']
+    )
+    content = trajectory_codec.from_json(json.loads(record['save_content']), known)
     assert content.images == played.images and content.messages == played.messages
   with caplog.at_level(logging.WARNING):  # a table of a user has no place for them
     DumpColumns().rows(group, 0, **FACTS)

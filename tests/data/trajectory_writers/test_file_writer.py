@@ -52,15 +52,15 @@ def test_parts_of_another_run_are_not_written_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'path, said',
+  'path, message',
   [
     ('', 'trajectory_dump.path is empty: set it'),
     ('memry://x', "no scheme 'memry'. Did you mean 'memory'"),
     ('x/y.csv', "no format 'csv'.*jsonl, parquet"),
   ],
 )
-def test_a_wrong_path(path, said):
-  with pytest.raises(ConfigError, match=said):
+def test_a_wrong_path(path, message):
+  with pytest.raises(ConfigError, match=message):
     FileWriter(path, 'train', TYPES)
 
 

@@ -66,8 +66,11 @@ def main():
   killer.start()
   from tests.launch import runs
 
-  own = ('--config.cluster.ray=true', f'--config.cluster.address={cluster.address}')
-  status = runs.main(workdir, *own, *options, config=runs.VARIED)
+  cluster_options = (
+    '--config.cluster.ray=true',
+    f'--config.cluster.address={cluster.address}',
+  )
+  status = runs.main(workdir, *cluster_options, *options, config=runs.VARIED)
   print('status', status, flush=True)
   cluster.shutdown()
   sys.exit(status)

@@ -14,8 +14,8 @@ VERSIONS, MIB = 4, 48
 
 def sent(raylet):
   """Bytes that the process has sent through the TCP connections it has."""
-  said = subprocess.run(['ss', '-tinpOH'], capture_output=True, text=True, check=True)
-  mine = [line for line in said.stdout.splitlines() if f'pid={raylet},' in line]
+  result = subprocess.run(['ss', '-tinpOH'], capture_output=True, text=True, check=True)
+  mine = [line for line in result.stdout.splitlines() if f'pid={raylet},' in line]
   return sum(int(n) for line in mine for n in re.findall(r'bytes_sent:(\d+)', line))
 
 
@@ -66,9 +66,9 @@ def main():
   for version in range(VERSIONS):
     params = {f'w{i}': draw.integers(0, 255, MIB << 16, np.uint8) for i in range(16)}
     publisher.publish(version, snapshot(params))
-    for found in ray.get([reader.read.remote() for reader in readers]):
-      assert found[:2] == (version, publisher.digest)
-      read += found[2]
+    for reading in ray.get([reader.read.remote() for reader in readers]):
+      assert reading[:2] == (version, publisher.digest)
+      read += reading[2]
   figures = {'read': read, 'sent': sent(processes[0].process.pid) - before}
   print(json.dumps(figures), flush=True)
   ray.shutdown()

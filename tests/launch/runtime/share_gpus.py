@@ -23,11 +23,11 @@ def main():
   vllm_options.gpu_transfer_problem = lambda: (
     ''
   )  # it is built for CPU, and nobody asks CUDA
-  told = runs.record(pathlib.Path(workdir), *options)
-  for step, metrics in told.metrics:
+  recorder = runs.record(pathlib.Path(workdir), *options)
+  for step, metrics in recorder.metrics:
     numbers = {name: float(value) for name, value in metrics.items()}
     print(json.dumps({'step': step, **numbers}), flush=True)
-  for _, kind, groups, _ in told.played:
+  for _, kind, groups, _ in recorder.played:
     rows = [row for group in groups for row in group]
     versions = {int(v) for row in rows for v in row.weights_version[row.action_mask]}
     print(json.dumps({'kind': kind, 'versions': sorted(versions)}), flush=True)

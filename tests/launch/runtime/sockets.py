@@ -7,10 +7,10 @@ import pytest
 
 def listening(*names):
   """The addresses where processes whose name begins so wait for connections."""
-  said = subprocess.run(['ss', '-ltnpH'], capture_output=True, text=True)
-  if said.returncode:
+  result = subprocess.run(['ss', '-ltnpH'], capture_output=True, text=True)
+  if result.returncode:
     pytest.skip('there is no ss here')
-  lines = said.stdout.splitlines()
+  lines = result.stdout.splitlines()
   return [line.split()[3] for line in lines if any(name in line for name in names)]
 
 

@@ -28,9 +28,9 @@ class Reader:
         rows[seed] = task.index
       return rows
 
-    found = await asyncio.gather(*(play(i, data) for i, data in enumerate(handles)))
+    results = await asyncio.gather(*(play(i, data) for i, data in enumerate(handles)))
     seconds = time.perf_counter() - start
-    rows = {seed: row for one in found for seed, row in one.items()}
+    rows = {seed: row for one in results for seed, row in one.items()}
     return rows, private() - before, seconds
 
 
@@ -61,13 +61,13 @@ def test_64_environments_share_100_000_items_without_a_copy_each(ray):
 
   try:
     asyncio.run(play())  # what is loaded at first use is loaded
-    found = asyncio.run(play())
+    results = asyncio.run(play())
   finally:
     asyncio.run(host.close())
-  drawn = {seed: row for rows, _, _ in found for seed, row in rows.items()}
+  drawn = {seed: row for rows, _, _ in results for seed, row in rows.items()}
   count = READERS * ENVS * DRAWS
   assert drawn == {seed: alone.get_task(seed).index for seed in range(count)}
-  grown = max(size for _, size, _ in found)
-  seconds = max(seconds for *_, seconds in found)
+  grown = max(size for _, size, _ in results)
+  seconds = max(seconds for *_, seconds in results)
   print(f'{count / seconds:,.0f} tasks a second; {grown / 2**20:.1f} MiB a reader')
   assert grown < 16 << 20  # the rows are 60 MB

@@ -37,7 +37,7 @@ print('seen', *ray.get(told))
 @pytest.mark.xdist_group('ray')
 def test_shared_devices_are_those_that_ray_may_use():
   env = {**os.environ, 'CUDA_VISIBLE_DEVICES': '4,6', 'JAX_PLATFORMS': 'cpu'}
-  said = subprocess.run(
+  result = subprocess.run(
     [sys.executable, '-c', PROGRAM],
     capture_output=True,
     text=True,
@@ -45,4 +45,4 @@ def test_shared_devices_are_those_that_ray_may_use():
     env=env,
     timeout=120,
   )
-  assert 'seen 4,6 6' in said.stdout, said.stderr
+  assert 'seen 4,6 6' in result.stdout, result.stderr

@@ -30,7 +30,7 @@ GROUPS = itertools.count()
 @pytest.fixture
 def make(ray, tmp_path):
   """Makes fleets of tiny engines; ends them."""
-  made = []
+  pools = []
 
   def fleet(count=2, restarts=3, **options):
     actor = ray.remote(Tiny).options(max_concurrency=100, num_cpus=0)
@@ -39,11 +39,11 @@ def make(ray, tmp_path):
       return actor.remote(tmp_path, **options)
 
     limits = {'hang': 5.0, 'interval': 0.1, 'backoff': 0.01}
-    made.append(EnginePool(start, count, restarts=restarts, **limits))
-    return made[-1]
+    pools.append(EnginePool(start, count, restarts=restarts, **limits))
+    return pools[-1]
 
   yield fleet
-  for one in made:
+  for one in pools:
     one.close()
 
 
@@ -51,8 +51,8 @@ def requests(router, count=4):
   """Of as many groups that nobody has served, NEW tokens each."""
   rules = [SamplingParams(NEW, seed=seed) for seed in range(count)]
   names = [f'math/{next(GROUPS)}/0/0' for _ in range(count)]
-  given = zip(names, rules, strict=True)
-  return [asyncio.create_task(router.generate(name, [7], rule)) for name, rule in given]
+  pairs = zip(names, rules, strict=True)
+  return [asyncio.create_task(router.generate(name, [7], rule)) for name, rule in pairs]
 
 
 async def held(fleet, router, count=4):
@@ -195,10 +195,10 @@ async def _version(handle, version):
 
 async def test_one_that_dies_at_each_start_is_given_up(make, tmp_path):
   fleet = make(1, restarts=2, deaths=99)
-  with pytest.raises(ActorError, match='all engines are lost') as told:
+  with pytest.raises(ActorError, match='all engines are lost') as error:
     await asyncio.wait_for(fleet.supervise(asyncio.Event().wait()), 60)
   assert len(list(tmp_path.iterdir())) == 3
-  assert '\n' not in str(told.value) and 'resumes' in str(told.value)
+  assert '\n' not in str(error.value) and 'resumes' in str(error.value)
   assert fleet.failure() is not None
 
 
@@ -284,13 +284,15 @@ def test_training_goes_on_as_if_no_engine_had_died(
     ),
   )
   engines = '--config.cluster.num_engines=2'
-  told = runs.record(tmp_path, *OPTIONS, *RAY, engines)
+  recorder = runs.record(tmp_path, *OPTIONS, *RAY, engines)
   assert mark.exists()
-  assert [step for step, _ in told.metrics] == [step for step, _ in undisturbed.metrics]
-  assert sum(row.get('rollout/requests_moved', 0) for _, row in told.metrics) > 0
-  assert sum(row.get('rollout/tokens_kept', 0) for _, row in told.metrics) > 0
+  assert [step for step, _ in recorder.metrics] == [
+    step for step, _ in undisturbed.metrics
+  ]
+  assert sum(row.get('rollout/requests_moved', 0) for _, row in recorder.metrics) > 0
+  assert sum(row.get('rollout/tokens_kept', 0) for _, row in recorder.metrics) > 0
   for (step, kind, groups, _), (step_, kind_, groups_, _) in zip(
-    undisturbed.played, told.played, strict=True
+    undisturbed.played, recorder.played, strict=True
   ):
     assert (step, kind) == (step_, kind_)
     rows, rows_ = ([r for group in g for r in group] for g in (groups, groups_))
@@ -300,6 +302,6 @@ def test_training_goes_on_as_if_no_engine_had_died(
         np.testing.assert_array_equal(getattr(row, name), getattr(row_, name))
       # What was taken up has keys and values from prefill: the same but for rounding.
       np.testing.assert_allclose(row.rollout_logprobs, row_.rollout_logprobs, atol=2e-5)
-  said = ''.join(capsys.readouterr()).splitlines()
-  lost = [line for line in said if 'was lost' in line]
+  lines = ''.join(capsys.readouterr()).splitlines()
+  lost = [line for line in lines if 'was lost' in line]
   assert len(lost) == 1 and ' of 2 was lost and is being restarted' in lost[0]

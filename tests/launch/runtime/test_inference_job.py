@@ -17,14 +17,14 @@ RAY = ('--config.cluster.ray=true', '--config.cluster.num_engines=2')
 
 def played(folder, *options):
   """Plays the same tasks into `folder`; the trajectories that were kept."""
-  own = [
+  job_options = [
     f'--config={runs.VARIED}',
     f'--workdir={folder}',
     f'--config.dataset.limit={TASKS}',
     f'--group_size={SIZE}',
     '--config.rollout.engine=jax(decode_steps=4)',
   ]
-  assert rollout.main([*own, *options]) == 0
+  assert rollout.main([*job_options, *options]) == 0
   lines = [
     json.loads(line)
     for file in sorted((folder / 'trajectories').iterdir())
@@ -45,9 +45,9 @@ def test_no_item_is_lost_with_an_engine(ray, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(ray_runtime, 'EngineActor', mortal(str(mark), since=0))
   under_ray = played(tmp_path / 'ray', *RAY, '--config.cluster.num_workers=2')
   assert mark.exists()
-  said = ''.join(capsys.readouterr()).splitlines()
+  lines = ''.join(capsys.readouterr()).splitlines()
   # Where the last episodes end before the next look at the engines, nobody is told.
-  assert sum('of 2 was lost and is being restarted' in line for line in said) <= 1
+  assert sum('of 2 was lost and is being restarted' in line for line in lines) <= 1
   assert {row.trajectory_id for row in alone} == {r.trajectory_id for r in under_ray}
   same(alone, under_ray, atol=2e-5)  # what was taken up has its keys from prefill
 

@@ -25,8 +25,8 @@ OPTIONS = (
 def evaluations(folder):
   """Accuracies so far, that before the first step first."""
   path = folder / 'metrics.jsonl'
-  found = runs.rows(folder) if path.exists() else []
-  return [row[NAME] for row in found if NAME in row]
+  metrics = runs.rows(folder) if path.exists() else []
+  return [row[NAME] for row in metrics if NAME in row]
 
 
 @pytest.mark.timeout(LIMIT + 120)
@@ -36,9 +36,9 @@ def test_the_quickstart_reaches_the_accuracy_of_one_in_step(tmp_path):
   stop = threading.Timer(LIMIT, process.send_signal, [signal.SIGINT])
   stop.start()
   try:
-    said, reached = [], False
+    lines, reached = [], False
     for line in process.stdout:
-      said.append(line)
+      lines.append(line)
       if not reached and max(evaluations(tmp_path), default=0.0) >= REACHED:
         reached = True
         process.send_signal(signal.SIGINT)  # which ends it in order
@@ -47,7 +47,7 @@ def test_the_quickstart_reaches_the_accuracy_of_one_in_step(tmp_path):
     stop.cancel()
     process.kill()
     process.wait()
-  assert process.returncode in (0, 128 + signal.SIGINT), ''.join(said)
+  assert process.returncode in (0, 128 + signal.SIGINT), ''.join(lines)
   scores = evaluations(tmp_path)
   assert 0.2 <= scores[0] <= 0.6
   assert max(scores) >= REACHED, scores

@@ -32,9 +32,9 @@ class Job:
     return self._newest
 
 
-def resumed(*made, **options):
+def resumed(*outcomes, **options):
   """What comes of jobs that are made in turn, and what is said meanwhile."""
-  turns, said = iter(made), []
+  turns, messages = iter(outcomes), []
 
   def make():
     turn = next(turns)
@@ -42,17 +42,17 @@ def resumed(*made, **options):
       raise turn
     return turn
 
-  return trainer.run_with_restarts(make, said.append, pause=0, **options), said
+  return trainer.run_with_restarts(make, messages.append, pause=0, **options), messages
 
 
 def test_a_loss_while_a_run_is_made_again_is_one_of_its_losses():
   lost = Job(ActorError('the learner, gone'))
   no_room = InsufficientResources('no room within 60 s, or elsewhere')
   unmet = RuntimeError('the learners did not meet')
-  (last, finished), said = resumed(lost, no_room, unmet, Job())
-  assert finished and len(said) == 3 and last.restarts == 3
-  assert 'no room within 60 s, or elsewhere' in said[1] and 'train 3' in said[1]
-  assert 'did not meet' in said[2] and '(resume 3 of 3)' in said[2]
+  (last, finished), messages = resumed(lost, no_room, unmet, Job())
+  assert finished and len(messages) == 3 and last.restarts == 3
+  assert 'no room within 60 s, or elsewhere' in messages[1] and 'train 3' in messages[1]
+  assert 'did not meet' in messages[2] and '(resume 3 of 3)' in messages[2]
 
 
 def test_it_gives_up_but_does_not_blame_the_config():
@@ -92,8 +92,8 @@ def never_ran():
 
 def test_a_worker_that_never_runs_is_told_of_and_not_started_for_ever(caplog):
   with caplog.at_level(logging.WARNING):
-    found, forgotten = play([never_ran() for _ in range(3)], max_failed_starts=3)
-  assert found == 7 and len(forgotten) == 3
+    result, forgotten = play([never_ran() for _ in range(3)], max_failed_starts=3)
+  assert result == 7 and len(forgotten) == 3
   lines = [line for line in caplog.messages if 'could not be started' in line]
   assert len(lines) == 3 and '3 of at most 3 times' in lines[2]
   with pytest.raises(gone()):
@@ -117,7 +117,7 @@ class JaxRuntimeError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-  'said, several, rounds',
+  'message, several, rounds',
   [
     ('INTERNAL: a peer closed the connection', True, 5),
     ('INTERNAL: a peer closed the connection', False, 2),
@@ -125,11 +125,11 @@ class JaxRuntimeError(RuntimeError):
     ('INVALID_ARGUMENT: shapes differ', True, 2),
   ],
 )
-async def test_an_error_of_its_own_is_told_soon(said, several, rounds):
-  asked, error = [], JaxRuntimeError(said)
+async def test_an_error_of_its_own_is_told_soon(message, several, rounds):
+  checks, error = [], JaxRuntimeError(message)
 
   def actors():
-    asked.append(0)
+    checks.append(0)
     return []
 
   options = {
@@ -139,4 +139,4 @@ async def test_an_error_of_its_own_is_told_soon(said, several, rounds):
     'timeout': 0,
   }
   assert await supervision.root_cause(error, actors, **options) is error
-  assert len(asked) == rounds
+  assert len(checks) == rounds

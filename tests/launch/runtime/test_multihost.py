@@ -42,12 +42,12 @@ def parsed(*options):
   return configs.load(command, {'logging': read_logging})
 
 
-async def learn(made, folder):
+async def learn(factory, folder):
   """Two updates, a checkpoint, one more update, back to it, and that update again.
 
   A checkpoint after the third update is damaged, so that all processes must pass it by.
   """
-  learner = await made.make(STAGE)
+  learner = await factory.make(STAGE)
   checkpointer = Checkpointer(folder)
   metrics = [await learner.update(toy.groups(i)) for i in range(2)]
   await learner.save(checkpointer, {'so': 'far'}, wait=True)
@@ -89,24 +89,24 @@ def test_two_processes_learn_what_one_does(ray, tmp_path):
   )
   learner, metrics = asyncio.run(learn(local, tmp_path / 'one'))
 
-  asked = parsed(
+  split_config = parsed(
     '--config.cluster.ray=true',
     '--config.cluster.placement=split(learners=2, devices=4)',
   )
   seats = PlacementGroup(
-    placement.plan_placement(resolve_settings(asked), [placement.ClusterNode()])
+    placement.plan_placement(resolve_settings(split_config), [placement.ClusterNode()])
   )
-  made = [
+  handles = [
     ray.remote(learner_actor.LearnerActor)
     .options(max_concurrency=100, **seats.actor_options(seat))
     .remote(settings, policy.folder)
     for seat in seats.placement.learners
   ]
-  actors = [ActorProxy(actor) for actor in made]
+  actors = [ActorProxy(actor) for actor in handles]
   memory = SharedMemoryTransport()
   try:
-    said = asyncio.run(remote_learner.connect_learner(actors))
-    both = remote_learner.RemoteLearnerFactory(actors, said, ray.put)
+    connection = asyncio.run(remote_learner.connect_learner(actors))
+    both = remote_learner.RemoteLearnerFactory(actors, connection, ray.put)
     assert both.describe() == '8 × cpu (data 2 × fsdp 4), in 2 processes'
     theirs, metrics_ = asyncio.run(learn(both, tmp_path / 'two'))
     for one, two in zip(metrics, metrics_, strict=True):
@@ -129,21 +129,21 @@ def test_two_processes_learn_what_one_does(ray, tmp_path):
     assert receiver.poll() == 3
     version, params = receiver.take(lambda tree: jax.tree.map(np.array, tree))[1:]
     assert version == 3
-    found, wanted = (
+    arrays, wanted = (
       flatten_by_name(params),
       flatten_by_name(jax.device_get(learner.params)),
     )
     start = flatten_by_name(policy.params)
-    assert found.keys() == wanted.keys()
+    assert arrays.keys() == wanted.keys()
     for name, array in wanted.items():
       # Adam makes much of rounding where a gradient is nearly nothing: there a step,
       # of 1e-3, may differ by a share of itself.
-      difference = np.abs(found[name] - array)
+      difference = np.abs(arrays[name] - array)
       assert difference.max() < 5e-5 and difference.mean() < 1e-6, name
     assert any(np.abs(wanted[n] - start[n]).max() > 0.001 for n in wanted)
     assert asyncio.run(store.combined_digest()) == '-'.join(receiver.digests)
   finally:
-    for actor in made:
+    for actor in handles:
       ray.kill(actor)
     seats.close()
     memory.close()

@@ -67,15 +67,15 @@ def channel(ray):
 
 @pytest.fixture
 def engines(ray, channel):
-  made = []
+  actors = []
 
   def start():
     options = {'num_cpus': 0, 'max_concurrency': 100}
-    made.append(ray.remote(Engine).options(**options).remote(channel))
-    return made[-1]
+    actors.append(ray.remote(Engine).options(**options).remote(channel))
+    return actors[-1]
 
   yield start
-  for actor in made:
+  for actor in actors:
     ray.kill(actor)
 
 
@@ -173,12 +173,12 @@ async def test_no_more_nodes_fetch_at_once_than_there_are_to_fetch_from():
   await directory.put('blob', ['a reference'], 'source')
   await directory.put('word', b'bytes', 'source')
   nodes = [str(number) for number in range(2 * FAN_OUT + 2)]
-  asked = {n: asyncio.create_task(directory.get('blob', n)) for n in nodes}
+  requests = {n: asyncio.create_task(directory.get('blob', n)) for n in nodes}
 
   async def served():
     for _ in range(10):
       await asyncio.sleep(0)
-    return [n for n, task in asked.items() if task.done()]
+    return [n for n, task in requests.items() if task.done()]
 
   assert await served() == nodes[:FAN_OUT]
   assert await directory.get('blob', nodes[0])  # for another reader there
@@ -186,11 +186,11 @@ async def test_no_more_nodes_fetch_at_once_than_there_are_to_fetch_from():
   assert await directory.get('word', nodes[-1]) == b'bytes'
   await directory.fetched('blob', nodes[0])  # two have it now, and one is fetching
   assert await served() == nodes[: 2 * FAN_OUT + 1]
-  assert not asked[nodes[-1]].done()
+  assert not requests[nodes[-1]].done()
   await directory.delete('blob')
   await directory.fetched('blob', nodes[1])
   assert await directory.get('blob', 'source') is None
-  asked[nodes[-1]].cancel()
+  requests[nodes[-1]].cancel()
 
 
 @with_ray
@@ -204,10 +204,10 @@ def test_nodes_have_a_version_from_one_another():
   command = [sys.executable, '-m', 'tests.launch.runtime.share_a_version']
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
   root = pathlib.Path(__file__).parents[3]
-  said = subprocess.run(
+  result = subprocess.run(
     command, capture_output=True, text=True, timeout=300, cwd=root, env=env
   )
-  assert said.returncode == 0, said.stderr
-  figures = json.loads(said.stdout.splitlines()[-1])
+  assert result.returncode == 0, result.stderr
+  figures = json.loads(result.stdout.splitlines()[-1])
   assert figures['read'] > 2 * 4 * 48 << 20
   assert 0.45 < figures['sent'] / figures['read'] < 0.9, figures

@@ -24,10 +24,10 @@ host._ray.shutdown()
 def test_another_cluster_is_neither_joined_nor_waited_for():
   """Not even one that Ray's own variable names, and that died."""
   env = {**os.environ, 'RAY_ADDRESS': '127.0.0.1:1', 'JAX_PLATFORMS': 'cpu'}
-  said = subprocess.run(
+  result = subprocess.run(
     [sys.executable, '-c', PROGRAM], env=env, stdout=subprocess.PIPE, timeout=120
   )
-  assert said.returncode == 0 and b'nodes 1' in said.stdout
+  assert result.returncode == 0 and b'nodes 1' in result.stdout
 
 
 NOBODY = 65534
@@ -68,7 +68,7 @@ def test_other_users_neither_reach_it_nor_read_its_files(ray):
   env = {k: v for k, v in os.environ.items() if not k.startswith(('RAY_', 'HOME'))}
   folder = worker._global_node.get_session_dir_path()
   address = ray.get_runtime_context().gcs_address
-  said = subprocess.run(
+  result = subprocess.run(
     [sys.executable, '-c', INTRUDER, folder, address, str(NOBODY)],
     env={**env, 'HOME': '/nonexistent'},
     input=os.environ['RAY_AUTH_TOKEN'],
@@ -76,7 +76,7 @@ def test_other_users_neither_reach_it_nor_read_its_files(ray):
     text=True,
     timeout=120,
   )
-  assert said.stdout.splitlines() == [
+  assert result.stdout.splitlines() == [
     'folder refused',
     'keys refused: AuthenticationError',
     'with token True',
@@ -85,13 +85,16 @@ def test_other_users_neither_reach_it_nor_read_its_files(ray):
 
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
   monkeypatch.setenv('RAY_TMPDIR', str(tmp_path))
-  made = ray_runtime._session_root()
-  assert made.parent == tmp_path and stat.S_IMODE(made.stat().st_mode) == 0o700
-  assert ray_runtime._session_root() == made
-  made.chmod(0o755)
+  session_root = ray_runtime._session_root()
+  assert (
+    session_root.parent == tmp_path
+    and stat.S_IMODE(session_root.stat().st_mode) == 0o700
+  )
+  assert ray_runtime._session_root() == session_root
+  session_root.chmod(0o755)
   with pytest.raises(PermissionError, match='RAY_TMPDIR'):
     ray_runtime._session_root()
-  made.rmdir()
-  made.symlink_to(pathlib.Path.home())
+  session_root.rmdir()
+  session_root.symlink_to(pathlib.Path.home())
   with pytest.raises(PermissionError, match='RAY_TMPDIR'):
     ray_runtime._session_root()

@@ -54,13 +54,13 @@ ONE = pytest.param(1, 'object_store', marks=pytest.mark.slow)
 def test_trajectories_and_parameters_are_those_of_one_process(
   ray, local, tmp_path, engines, weights
 ):
-  folder, told = local
+  folder, recorder = local
   count = f'--config.cluster.num_engines={engines}'
   options = (*RAY, count, f'--config.weight_sync.transport={weights}')
   under_ray = runs.record(tmp_path, *OPTIONS, *options)
-  same(told, under_ray)
+  same(recorder, under_ray)
   assert runs.weights(folder) == runs.weights(tmp_path)
-  assert any(row['optimizer/grad_norm'] > 0 for _, row in told.metrics[:-1])
+  assert any(row['optimizer/grad_norm'] > 0 for _, row in recorder.metrics[:-1])
   assert all(row['weights/pull_s'] > 0 for _, row in under_ray.metrics)
 
 
@@ -131,9 +131,9 @@ def test_an_actor_that_dies_ends_the_run_with_one_line(ray, tmp_path, capsys):
   options = ('--config.sft.num_steps=0', *RAY[:1])
   assert runs.main(tmp_path / 'run', *options, config=str(config)) == 1
   err = capsys.readouterr().err.strip().splitlines()
-  told = [line for line in err if line.startswith('error: ')]
-  assert len(told) == 1 and 'the Ray actor RolloutWorker has died' in told[0]
-  assert 'resumes' in told[0]
+  errors = [line for line in err if line.startswith('error: ')]
+  assert len(errors) == 1 and 'the Ray actor RolloutWorker has died' in errors[0]
+  assert 'resumes' in errors[0]
 
 
 FOUR = (*OPTIONS, '--config.num_steps=4')
@@ -161,11 +161,11 @@ def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(
     if line.startswith('train 2/4'):
       break
   os.kill(process.pid, number)
-  said, _ = process.communicate(timeout=120)
-  assert process.returncode == status, said
-  assert 'Traceback' not in said
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == status, output
+  assert 'Traceback' not in output
   steps_saved = (tmp_path / 'checkpoints' / 'train').iterdir()
-  assert status < 0 or [p.name for p in steps_saved if p.name.isdigit()], said
+  assert status < 0 or [p.name for p in steps_saved if p.name.isdigit()], output
   runs.run(tmp_path, *FOUR, *resumed)
   assert runs.weights(whole) == runs.weights(tmp_path)
   assert runs.numbers(whole) == runs.numbers(tmp_path)
@@ -184,17 +184,17 @@ def test_groups_are_filtered_shaped_and_drawn_as_in_one_process(ray, tmp_path):
     '--config.rollout.reward_shaping=difficulty_weights',
   )
   config = f'{runs.VARIED}:dapo'
-  told = runs.record(tmp_path / 'local', *options, config=config)
+  recorder = runs.record(tmp_path / 'local', *options, config=config)
   under_ray = runs.record(tmp_path / 'ray', *options, *RAY, config=config)
-  same(told, under_ray)
+  same(recorder, under_ray)
   assert runs.weights(tmp_path / 'local') == runs.weights(tmp_path / 'ray')
-  rows = [row for *_, groups, _ in told.played for group in groups for row in group]
+  rows = [row for *_, groups, _ in recorder.played for group in groups for row in group]
   assert any(row.is_greedy for row in rows) and len({row.weight for row in rows}) > 1
 
 
 def children(pid):
   """The programs of a process's children, by process id."""
-  found = {}
+  programs = {}
   for folder in pathlib.Path('/proc').glob('[0-9]*'):
     try:
       parent = (folder / 'stat').read_text().rpartition(')')[2].split()[1]
@@ -202,8 +202,8 @@ def children(pid):
     except OSError:
       continue
     if int(parent) == pid:
-      found[int(folder.name)] = program.decode().rpartition('/')[2]
-  return found
+      programs[int(folder.name)] = program.decode().rpartition('/')[2]
+  return programs
 
 
 @pytest.mark.slow
@@ -219,14 +219,14 @@ def test_a_run_that_loses_its_ray_ends_with_one_line_and_resumes(
       break
   (victim,) = [p for p, known in children(process.pid).items() if known == program]
   os.kill(victim, signal.SIGKILL)
-  said, _ = process.communicate(timeout=60)
+  output, _ = process.communicate(timeout=60)
   assert process.returncode != 0
-  errors = [line for line in said.splitlines() if line.startswith('error: ')]
+  errors = [line for line in output.splitlines() if line.startswith('error: ')]
   assert errors == [
     f"error: Ray's {name} has died, and the run with it; "
     'the same command resumes from the last checkpoint'
   ]
-  assert 'Traceback' not in said and len(said.splitlines()) < 12, said
+  assert 'Traceback' not in output and len(output.splitlines()) < 12, output
   runs.run(tmp_path, *FOUR)
   # The last row is of the evaluation after the last step.
   assert [row['step'] for row in runs.rows(tmp_path)] == list(range(5))
@@ -243,8 +243,8 @@ def begin(folder, *options):
 
 def family(process):
   """The processes of a run, but for the one that watches Ray."""
-  found = psutil.Process(process.pid).children(recursive=True)
-  return [one for one in found if '-c' not in one.cmdline()]
+  processes = psutil.Process(process.pid).children(recursive=True)
+  return [one for one in processes if '-c' not in one.cmdline()]
 
 
 @pytest.mark.slow
@@ -256,9 +256,9 @@ def test_a_second_sigterm_under_ray_ends_it_at_once(tmp_path):
   process.send_signal(signal.SIGINT)
   process.send_signal(signal.SIGTERM)
   process.send_signal(signal.SIGCONT)
-  said, _ = process.communicate(timeout=20)
+  output, _ = process.communicate(timeout=20)
   assert process.returncode in (130, 143)
-  assert 'Stopped' not in said and 'error' not in said and 'Traceback' not in said
+  assert 'Stopped' not in output and 'error' not in output and 'Traceback' not in output
   for one in others:
     wait_for_end(one.pid, 120)
 
@@ -270,10 +270,10 @@ def test_sigterm_to_all_processes_under_ray_is_one_line_and_the_run_resumes(tmp_
   process = begin(tmp_path, steps)
   others = family(process)
   os.killpg(process.pid, signal.SIGTERM)
-  said, _ = process.communicate(timeout=120)
-  assert 'Traceback' not in said and 'failed' not in said
-  errors = [line for line in said.splitlines() if line.startswith('error: ')]
-  stopped = 'Stopped; the same command resumes.' in said
+  output, _ = process.communicate(timeout=120)
+  assert 'Traceback' not in output and 'failed' not in output
+  errors = [line for line in output.splitlines() if line.startswith('error: ')]
+  stopped = 'Stopped; the same command resumes.' in output
   assert stopped or [line.rpartition('; ')[2] for line in errors] == [
     'the same command resumes from the last checkpoint'
   ]
@@ -292,8 +292,8 @@ def test_ctrl_c_while_engines_start_ends_the_run_and_all_of_ray(tmp_path):
     time.sleep(0.05)
   others = family(process)
   process.send_signal(signal.SIGINT)
-  said, _ = process.communicate(timeout=240)
-  assert process.returncode == 130 and 'Traceback' not in said, said
+  output, _ = process.communicate(timeout=240)
+  assert process.returncode == 130 and 'Traceback' not in output, output
   for one in others:
     wait_for_end(one.pid, 120)
 
@@ -306,8 +306,8 @@ def test_a_run_that_loses_all_engines_at_once_goes_on(tmp_path):
   assert len(engines) == 2
   for one in engines:
     one.kill()
-  said, _ = process.communicate(timeout=240)
-  assert process.returncode == 0 and 'Traceback' not in said, said
+  output, _ = process.communicate(timeout=240)
+  assert process.returncode == 0 and 'Traceback' not in output, output
   assert [row['step'] for row in runs.rows(tmp_path)] == list(range(13))
-  lost = [line for line in said.splitlines() if ' of 2 was lost' in line]
-  assert len(lost) == 2, said
+  lost = [line for line in output.splitlines() if ' of 2 was lost' in line]
+  assert len(lost) == 2, output

@@ -36,11 +36,11 @@ class Learner:
 
 @pytest.fixture
 def actor():
-  made = LearnerActor(None, None)  # pyright: ignore
-  made._learner = Learner()  # pyright: ignore
-  made._publisher = Weights()  # pyright: ignore
-  yield made
-  made._device_thread.close()
+  learner_actor = LearnerActor(None, None)  # pyright: ignore
+  learner_actor._learner = Learner()  # pyright: ignore
+  learner_actor._publisher = Weights()  # pyright: ignore
+  yield learner_actor
+  learner_actor._device_thread.close()
 
 
 def learn(actor, value):
@@ -76,7 +76,7 @@ class Store:
 
 async def test_while_a_push_is_slow_one_more_copy_waits_and_no_others(actor):
   store, newest = Store(), RemoteParams([actor], asyncio.Lock())
-  made = weight_sync.WeightSyncer(
+  syncer = weight_sync.WeightSyncer(
     parse_sync_policy('asynchronous'),
     store,  # pyright: ignore
     store,  # pyright: ignore
@@ -91,14 +91,14 @@ async def test_while_a_push_is_slow_one_more_copy_waits_and_no_others(actor):
   kept = []
   for step in range(6):
     learn(actor, step)
-    await made.maybe_sync(step, weights)
+    await syncer.maybe_sync(step, weights)
     await asyncio.sleep(0)
     kept.append(len(actor._snapshots))
   assert kept == [0, 1, 2, 2, 2, 2]
   store.gate.set()
   await asyncio.sleep(0.01)
   assert actor._snapshots == {} and actor._publisher.had == [(0, 0), (1, 1), (5, 5)]
-  await made.close()
+  await syncer.close()
 
 
 async def test_the_newest_makes_all_copies_old(actor):

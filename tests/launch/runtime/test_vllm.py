@@ -34,18 +34,18 @@ OPTIONS = (
   'transport', ['auto', pytest.param('object_store', marks=pytest.mark.slow)]
 )
 def test_a_run_learns_from_what_vllm_plays(ray, tmp_path, transport):
-  told = runs.record(
+  recorder = runs.record(
     tmp_path,
     *OPTIONS,
     '--config.rollout.engine=vllm(block_size=32)',
     f'--config.weight_sync.transport={transport}',
   )
-  assert [step for step, _ in told.metrics] == [0, 1, 2, 3]
-  rows = [metrics for _, metrics in told.metrics]
+  assert [step for step, _ in recorder.metrics] == [0, 1, 2, 3]
+  rows = [metrics for _, metrics in recorder.metrics]
   # Each step is played with that step's weights, which differ from those before.
   assert all(row['optimizer/grad_norm'] > 0 for row in rows)
   assert all(row['weights/changed'] > 0.9 for row in rows[1:])
-  for step, kind, groups, _ in told.played:
+  for step, kind, groups, _ in recorder.played:
     for row in (row for group in groups for row in group):
       assert kind == 'train' and row.action_mask.any()
       assert set(row.weights_version[row.action_mask]) == {step}
@@ -113,8 +113,8 @@ def test_an_actor_ends_when_its_vllm_dies(ray, tmp_path):
   publisher = VersionWriter(memory)
   publisher.publish(1, snapshot(policy.params))
   connect = weight_transport.make_connector(memory)
-  made = ray.remote(VllmActor).options(max_concurrency=100, num_cpus=0)
-  actor = made.remote(policy.folder, connect, max_num_seqs=2, max_length=64)
+  actor_class = ray.remote(VllmActor).options(max_concurrency=100, num_cpus=0)
+  actor = actor_class.remote(policy.folder, connect, max_num_seqs=2, max_length=64)
   assert ray.get(actor.pull.remote(1), timeout=300) == publisher.digest
   assert ray.get(actor.health.remote(60.0)) == ''
   rules = SamplingParams(max_tokens=5)

@@ -424,8 +424,8 @@ def settings_of(case: Case) -> dict[str, Any]:
   if case.vision is None:
     return settings
   tied = {'tie_word_embeddings': settings['tie_word_embeddings']}
-  own = {'text_config': settings, 'vision_config': case.vision}
-  return own | tied | IMAGE_TOKENS
+  nested = {'text_config': settings, 'vision_config': case.vision}
+  return nested | tied | IMAGE_TOKENS
 
 
 @functools.cache

@@ -43,9 +43,9 @@ def test_logits_and_cached_decode(name):
   model = TransformerLM(config, unroll=1)
   tokens = cases.tokens(3, WIDTH + STEPS)
   wanted = cases.their_logits(cases.theirs(name), tokens)
-  found = np.asarray(jax.jit(logits_of, static_argnums=0)(model, params, tokens))
-  print(name, 'logits differ by', np.abs(found - wanted).max())
-  np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-3)
+  logits = np.asarray(jax.jit(logits_of, static_argnums=0)(model, params, tokens))
+  print(name, 'logits differ by', np.abs(logits - wanted).max())
+  np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=1e-3)
   slots = np.array([3, 0, 2])
   last, kept = jax.jit(model.prefill)(params, tokens[:, :WIDTH], LENGTHS)
   cache = jax.tree.map(lambda x: x + 7.0, model.init_cache(4, 64))  # stale
@@ -161,8 +161,8 @@ def test_bfloat16_is_as_close_as_theirs(name):
     copy.deepcopy(cases.theirs(name)).to(torch.bfloat16), tokens
   )
   model = TransformerLM(config, dtype='bfloat16')
-  found = np.asarray(jax.jit(logits_of, static_argnums=0)(model, params, tokens))
-  each = [np.mean((x - truth) ** 2, axis=-1) for x in (found, narrow)]
+  logits = np.asarray(jax.jit(logits_of, static_argnums=0)(model, params, tokens))
+  each = [np.mean((x - truth) ** 2, axis=-1) for x in (logits, narrow)]
   # Of a mixture's tokens the median: one that takes another expert is far off.
   typical = np.median if cases.CASES[name].has_experts else np.mean
   ours, theirs = (np.sqrt(typical(x)) for x in each)
@@ -343,9 +343,9 @@ def test_experts_in_mxfp4_are_read(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(data))
   config, params = huggingface.load(tmp_path)
   assert config == cases.ours('gpt-oss')[0]
-  found = dict(huggingface.export(config, params))
+  exported = dict(huggingface.export(config, params))
   for name, value in wanted.items():
-    np.testing.assert_array_equal(found[name], value)
+    np.testing.assert_array_equal(exported[name], value)
   name = next(iter(wanted))
   tensors[f'{name}_scales'] = tensors[f'{name}_scales'][:, :-1]
   save_file(tensors, tmp_path / 'model.safetensors')
@@ -443,11 +443,11 @@ def test_the_text_model_of_a_model_that_sees_is_read(name, tmp_path, caplog):
   file = tmp_path / huggingface.SINGLE
   tensors = load_file(file)
   if name == 'gemma4':  # published folders have these of layers that do not use them
-    own = 'model.language_model.layers.6.self_attn.k_proj.weight'
-    tensors[own] = np.ones((32, 32), np.float32)
+    unused = 'model.language_model.layers.6.self_attn.k_proj.weight'
+    tensors[unused] = np.ones((32, 32), np.float32)
     save_file(tensors, file)
-  found, params = huggingface.load(tmp_path)
-  assert found == cases.ours(name)[0]
+  loaded, params = huggingface.load(tmp_path)
+  assert loaded == cases.ours(name)[0]
   jax.tree.map(np.testing.assert_array_equal, params, cases.ours(name)[1])
   lines = '\n'.join(record.getMessage() for record in caplog.records)
   assert 'tensors of what sees or hears, such as ' in lines
@@ -466,10 +466,16 @@ def test_the_text_model_of_a_model_that_sees_is_read(name, tmp_path, caplog):
 
 def test_gemma3_says_little_of_its_text_model():
   """As published: what `transformers` assumes is left out."""
-  own = {'hidden_size': 2560, 'intermediate_size': 10240, 'num_hidden_layers': 34}
-  own |= {'model_type': 'gemma3_text', 'sliding_window': 1024}
-  own |= {'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'}}
-  config = huggingface.config_from_hf({'model_type': 'gemma3', 'text_config': own})
+  text_config = {
+    'hidden_size': 2560,
+    'intermediate_size': 10240,
+    'num_hidden_layers': 34,
+  }
+  text_config |= {'model_type': 'gemma3_text', 'sliding_window': 1024}
+  text_config |= {'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'}}
+  config = huggingface.config_from_hf(
+    {'model_type': 'gemma3', 'text_config': text_config}
+  )
   assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
   assert dict(config.layer(5).rope_scaling) == {'factor': 8.0, 'rope_type': 'linear'}
   assert config.layer(0).rope_scaling is None and config.layer(0).window == 1024
@@ -478,6 +484,9 @@ def test_gemma3_says_little_of_its_text_model():
 def test_gemma4_may_have_heads_of_one_size():
   data = json.loads((cases.folder('gemma4') / 'config.json').read_text())
   del data['per_layer_config']
-  for given, size in (({'global_head_dim': 16}, 16), ({'per_layer_config': {}}, 16)):
-    config = huggingface.config_from_hf(data | given)
+  for overrides, size in (
+    ({'global_head_dim': 16}, 16),
+    ({'per_layer_config': {}}, 16),
+  ):
+    config = huggingface.config_from_hf(data | overrides)
     assert {layer.head_dim for layer in config.layer_configs} == {size}

@@ -26,9 +26,9 @@ MIXTURES = [name for name in NAMES if cases.CASES[name].has_experts] + ['gemma4-
 with_experts = pytest.mark.parametrize('name', MIXTURES)
 
 
-def close(found, wanted):
+def close(actual, wanted):
   size = max(1.0, np.abs(wanted).max(initial=0))
-  np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=2e-5 * size)
+  np.testing.assert_allclose(actual, wanted, rtol=1e-3, atol=2e-5 * size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -64,10 +64,10 @@ def test_packed_rows_equal_separate_ones(name):
   segment_ids = np.ones((4, 30), np.int32)
   segment_ids[0, 18:] = 2
   segment_ids[1, 18:] = segment_ids[2, 12:] = 0
-  found = logprobs_of(TransformerLM(config), params, tokens, segment_ids)
-  close(found[0, :18], found[1, :18])
-  close(found[0, 18:], found[2, :12])
-  assert np.abs(found[3] - found[0])[19:22].max() > 1e-3  # or no leak would show
+  logprobs = logprobs_of(TransformerLM(config), params, tokens, segment_ids)
+  close(logprobs[0, :18], logprobs[1, :18])
+  close(logprobs[0, 18:], logprobs[2, :12])
+  assert np.abs(logprobs[3] - logprobs[0])[19:22].max() > 1e-3  # or no leak would show
 
 
 @every_case
@@ -81,18 +81,20 @@ def test_a_shared_prompt_is_seen_by_all_its_responses(name, unpacked):
   whole = cases.tokens(3, 12)
   whole[:, :7] = whole[0, :7]
   packed = np.where(rows.origin < 0, 0, whole.reshape(-1)[rows.origin])
-  own = unpacked_attention.unpack_rows(rows, segment_ids)
+  unpacked_rows = unpacked_attention.unpack_rows(rows, segment_ids)
   score = functools.partial(
     model.policy_outputs,
     prefix_ids=rows.prefix_ids,
     positions=rows.positions,
-    attend_with=functools.partial(unpacked_attention.attend, own) if unpacked else None,
+    attend_with=functools.partial(unpacked_attention.attend, unpacked_rows)
+    if unpacked
+    else None,
   )
-  found = jax.jit(score)(params, packed, rows.segment_ids).logprobs
+  logprobs = jax.jit(score)(params, packed, rows.segment_ids).logprobs
   wanted = logprobs_of(model, params, whole, segment_ids)
   for row, length in enumerate(lengths):
     at = rows.place[row, 8:length]
-    close(np.asarray(found).reshape(-1)[at], wanted[row, 8:length])
+    close(np.asarray(logprobs).reshape(-1)[at], wanted[row, 8:length])
 
 
 @every_case
@@ -101,8 +103,8 @@ def test_rematerialization_changes_nothing(name, remat):
   config, params = cases.ours(name)
   model, tokens = TransformerLM(config, unroll=1), cases.tokens(4, 20)
   wanted = plain(model, params, tokens)
-  found = plain(dataclasses.replace(model, remat=remat), params, tokens)
-  jax.tree.map(close, found, wanted)
+  result = plain(dataclasses.replace(model, remat=remat), params, tokens)
+  jax.tree.map(close, result, wanted)
 
 
 def on_devices(name, sizes, tokens, **options):
@@ -119,8 +121,8 @@ def test_eight_devices_equal_one(name):
   config, params = cases.ours(name)
   tokens = cases.tokens(4, 20)
   wanted = plain(TransformerLM(config, unroll=1), params, tokens)
-  found = on_devices(name, {'data': 2, 'fsdp': 2, 'tensor': 2}, tokens)
-  jax.tree.map(close, found, wanted)
+  result = on_devices(name, {'data': 2, 'fsdp': 2, 'tensor': 2}, tokens)
+  jax.tree.map(close, result, wanted)
 
 
 @every_case
@@ -142,8 +144,8 @@ def test_experts_are_split_over_devices(name):
   config, params = cases.ours(name)
   tokens = cases.tokens(4, 20)
   wanted = plain(TransformerLM(config, unroll=1), params, tokens)
-  found = on_devices(name, {'expert': 2, 'fsdp': 2, 'tensor': 2}, tokens)
-  jax.tree.map(close, found, wanted)
+  result = on_devices(name, {'expert': 2, 'fsdp': 2, 'tensor': 2}, tokens)
+  jax.tree.map(close, result, wanted)
 
 
 def decoded(model, params, tokens, lengths, width, steps):
@@ -171,12 +173,12 @@ def test_exact_mode_gives_the_same_bits(name):
     return
   model = TransformerLM(config, exact=Exact(rows=8))
   tokens = cases.tokens(3, 30)
-  found, _ = decoded(model, params, tokens, LENGTHS, width=24, steps=5)
+  logits, _ = decoded(model, params, tokens, LENGTHS, width=24, steps=5)
   ones = np.ones_like(tokens)
   outputs = jax.jit(model.policy_outputs)(params, tokens, ones)
   for row, length in enumerate(LENGTHS):
     following = jnp.asarray(tokens[row, length : length + 6])
-    exact = model.exact.logprobs(jnp.asarray(found[:, row]), following, jnp.ones(6))
+    exact = model.exact.logprobs(jnp.asarray(logits[:, row]), following, jnp.ones(6))
     np.testing.assert_array_equal(exact, outputs.logprobs[row, length : length + 6])
   close(outputs.logprobs, logprobs_of(TransformerLM(config), params, tokens))
 
@@ -211,8 +213,8 @@ def test_adapters_of_every_linear_layer(name):
   targets += [] if config.tie_embeddings else ['lm_head']
   if config.has_linear_attention:
     targets += ['output_gate', 'beta', 'decay']
-  own = lora.lora_adapters(rank=2, alpha=3.0, targets=','.join(targets))
-  model = TransformerLM(config.replace(lora=own), unroll=1)
+  adapters = lora.lora_adapters(rank=2, alpha=3.0, targets=','.join(targets))
+  model = TransformerLM(config.replace(lora=adapters), unroll=1)
   adapted = lora.add_adapters(model, params, jax.random.key(0))
   draw = np.random.default_rng(0)
 
@@ -222,10 +224,10 @@ def test_adapters_of_every_linear_layer(name):
 
   adapted = jax.tree_util.tree_map_with_path(moved, adapted)
   tokens = cases.tokens(4, 20)
-  found = logprobs_of(model, adapted, tokens)
+  logprobs = logprobs_of(model, adapted, tokens)
   without = TransformerLM(config, unroll=1)
-  close(found, logprobs_of(without, lora.merged(model.config, adapted), tokens))
-  assert np.abs(found - logprobs_of(without, params, tokens)).max() > 0.01
+  close(logprobs, logprobs_of(without, lora.merged(model.config, adapted), tokens))
+  assert np.abs(logprobs - logprobs_of(without, params, tokens)).max() > 0.01
 
   def total(part):
     whole = lora.merge_trainable(model.config, adapted, part)

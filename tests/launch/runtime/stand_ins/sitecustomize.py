@@ -55,9 +55,9 @@ def replace():
   lent = []
 
   def lend(tensor):
-    own = tensor.clone().share_memory_()
-    lent.append(own)  # lives as long as this process
-    manager, name, size = own.untyped_storage()._share_filename_cpu_()
+    shared_copy = tensor.clone().share_memory_()
+    lent.append(shared_copy)  # lives as long as this process
+    manager, name, size = shared_copy.untyped_storage()._share_filename_cpu_()
     return cuda_ipc.IpcHandle(f'{manager.decode()} {name.decode()} {size}', 0)
 
   def view(self, loan, size, place):
