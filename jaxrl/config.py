@@ -160,12 +160,12 @@ def describe_options(fn: Callable[..., Any]) -> dict[str, str]:
   function = unwrap(fn)
   if not isinstance(function, type):
     return _read_entries((inspect.getdoc(function) or '').splitlines())
-  found: dict[str, str] = {}
+  descriptions: dict[str, str] = {}
   for cls in reversed(function.__mro__[:-1]):
     for holder in (cls, vars(cls).get('__init__')):
       text = getattr(holder, '__doc__', None)
-      found |= _read_entries(inspect.cleandoc(text).splitlines() if text else ())
-  return found
+      descriptions |= _read_entries(inspect.cleandoc(text).splitlines() if text else ())
+  return descriptions
 
 
 def _read_entries(lines: Iterable[str]) -> dict[str, str]:

@@ -88,8 +88,8 @@ def random_config(
   try:
     if (types := fields.get('layer_types')) and num_layers > 0:  # a pattern
       types = (types * (num_layers // len(types) + 1))[-num_layers:]
-      own = dict(fields['layer_kinds'])
-      kinds = tuple((kind, own[kind]) for kind in dict.fromkeys(types))
+      layer_kinds = dict(fields['layer_kinds'])
+      kinds = tuple((kind, layer_kinds[kind]) for kind in dict.fromkeys(types))
       fields = fields | {'layer_types': types, 'layer_kinds': kinds}
     return ModelConfig(
       vocab_size=vocab_size,

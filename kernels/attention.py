@@ -80,8 +80,8 @@ def attention(
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - width)))
 
   def run(q, k, v, segment_ids, *arrays):
-    given = dict(zip(extra, arrays, strict=True))
-    return chosen(q, k, v, segment_ids, **given, **rules)
+    extra_arrays = dict(zip(extra, arrays, strict=True))
+    return chosen(q, k, v, segment_ids, **extra_arrays, **rules)
 
   if shard is not None and name != REFERENCE:
     queries, keys = ('batch', None, 'heads', None), ('batch', None, 'kv_heads', None)

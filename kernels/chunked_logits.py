@@ -225,9 +225,9 @@ def _chunked(of: ChunkScoring, pairs: Any, inputs: Any, shared: Any) -> Any:
   return scan_blocks(step, jax.tree.map(whole, shapes), length, of.size)
 
 
-def _forward(of: ChunkScoring, *given: Any) -> Any:
-  values = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
-  learns = jax.tree.map(lambda x: x.perturbed, given[0], is_leaf=_is_primal)
+def _forward(of: ChunkScoring, *primals: Any) -> Any:
+  values = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+  learns = jax.tree.map(lambda x: x.perturbed, primals[0], is_leaf=_is_primal)
   # Python's own truth would be traced: in the structure of a tree it stays.
   needs_gradient = jax.tree.map(lambda x: () if x else None, learns)
   return _chunked(of, *values), (values, needs_gradient)

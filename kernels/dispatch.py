@@ -30,18 +30,18 @@ def platform_of(platform: str | None) -> str:
   return 'gpu' if name in ('cuda', 'rocm') else name
 
 
-def check_kernels_option(asked: str) -> None:
+def check_kernels_option(option: str) -> None:
   """Checks the option `kernels`.
 
   Args:
-    asked: 'auto' or 'reference'.
+    option: 'auto' or 'reference'.
 
   Raises:
     ValueError: If it is something else.
   """
-  if asked not in KERNEL_OPTIONS:
+  if option not in KERNEL_OPTIONS:
     raise ValueError(
-      f'kernels={asked!r} is not one of {", ".join(KERNEL_OPTIONS)}: auto takes the '
+      f'kernels={option!r} is not one of {", ".join(KERNEL_OPTIONS)}: auto takes the '
       'best for the platform, reference plain jnp'
     )
 

@@ -182,9 +182,11 @@ def ragged(
 
   spread = jnp.broadcast_to(x[:, None], (tokens, picks, x.shape[1]))
   rows = jnp.where(has_expert, pick(spread.reshape(tokens * picks, -1), order), 0)
-  own = jnp.minimum(ids[order], experts - 1)
+  row_experts = jnp.minimum(ids[order], experts - 1)
   product = functools.partial(
-    times, lambda rows, matrix: dot(rows, matrix, sizes), spread=lambda bias: bias[own]
+    times,
+    lambda rows, matrix: dot(rows, matrix, sizes),
+    spread=lambda bias: bias[row_experts],
   )
   out = product(GATINGS[gating](product(rows, gate), product(rows, up)), down)
   # What a grouped product leaves behind its last group is not said to be 0.

@@ -97,9 +97,10 @@ def splash(
   run = _kernel(q.shape[1], heads, interpret, **rules)
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
   if prefix_ids is None:
-    segments, own = _library().SegmentIds(ids, ids), () if sinks is None else (sinks,)
-    axes = (0, 0, 0, 0, *(None for _ in own))
-    out: Any = jax.vmap(run, axes)(q, k, v, segments, *own)
+    segments = _library().SegmentIds(ids, ids)
+    sink_args = () if sinks is None else (sinks,)
+    axes = (0, 0, 0, 0, *(None for _ in sink_args))
+    out: Any = jax.vmap(run, axes)(q, k, v, segments, *sink_args)
   else:
     (prefix,) = pad_to_length((prefix_ids,), padded_length(length))
     out = _attend_twice(run, q, k, v, ids, jnp.where(prefix > 0, prefix, NO_SEGMENT))
@@ -178,11 +179,11 @@ def _forward(
     out, (norm,) = jax.vmap(run)(q, k, v, _library().SegmentIds(seen, ids))
     return out.astype(jnp.float32), norm
 
-  (own, own_norm), (shared, shared_norm) = half(ids), half(prefix)
+  (own_out, own_norm), (shared_out, shared_norm) = half(ids), half(prefix)
   # One that sees no key has a logsumexp near the least number there is: it weighs 0.
   norm = jnp.logaddexp(own_norm, shared_norm)
-  out = own * jnp.exp(own_norm - norm)[..., None]
-  out += shared * jnp.exp(shared_norm - norm)[..., None]
+  out = own_out * jnp.exp(own_norm - norm)[..., None]
+  out += shared_out * jnp.exp(shared_norm - norm)[..., None]
   out = out.astype(q.dtype)
   return out, (run, q, k, v, ids, prefix, out, norm)
 
@@ -364,9 +365,9 @@ def candidates(
   return {}
 
 
-def _lacks(where: str = '', **asked: Any) -> str:
+def _lacks(where: str = '', **features: Any) -> str:
   """Why a kernel without what is asked cannot be used; '' if nothing is asked."""
-  names = [name for name, value in asked.items() if value]
+  names = [name for name, value in features.items() if value]
   return f'does not take {" and ".join(names)} {where}'.rstrip() if names else ''
 
 

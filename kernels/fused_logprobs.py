@@ -175,18 +175,18 @@ def _run(
   return out[:3], out[3:]
 
 
-def _forward(plan: FusedLogprobsPlan, *given: jax.Array) -> Any:
-  out, found = _run(plan, *given)
-  return out, (given, found)
+def _forward(plan: FusedLogprobsPlan, *arrays: jax.Array) -> Any:
+  out, stats = _run(plan, *arrays)
+  return out, (arrays, stats)
 
 
 def _backward(plan: FusedLogprobsPlan, kept: Any, by: Any) -> Any:
-  (hidden, table, targets, inverse), found = kept
+  (hidden, table, targets, inverse), stats = kept
 
   def run(hidden, table, targets, inverse, *rest):
     rows = hidden.reshape(-1, hidden.shape[-1])
-    by, found = rest[:3], SoftmaxStats(*(x.reshape(-1, 1) for x in rest[3:]))
-    of, tau = backward_stats(found, inverse, tuple(x.reshape(-1) for x in by))
+    by, local_stats = rest[:3], SoftmaxStats(*(x.reshape(-1, 1) for x in rest[3:]))
+    of, tau = backward_stats(local_stats, inverse, tuple(x.reshape(-1) for x in by))
     shards = plan.shards
     split = shards is not None and shards.size(shards.vocab) > 1
     apart = shards is not None and shards.size(shards.batch + shards.length) > 1
@@ -211,7 +211,7 @@ def _backward(plan: FusedLogprobsPlan, kept: Any, by: Any) -> Any:
     of_hidden = of_hidden.astype(hidden.dtype).reshape(hidden.shape)
     return of_hidden, of_table.astype(table.dtype), tau
 
-  arrays = (hidden, table, targets, inverse, *by, *found)
+  arrays = (hidden, table, targets, inverse, *by, *stats)
   run = plan.shard_map(run, 'hvrs' + 'r' * 11, 'hvs')
   of_hidden, of_table, tau = run(*arrays)
   # τ = 1 / inverse, and tau is the slope of τ: d/d inverse = −tau / inverse².

@@ -79,7 +79,7 @@ def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
 
 
 def _forward(*refs: Any, sizes: tuple[int, int], kind: StatsKind) -> None:
-  *given, out = refs
+  *inputs, out = refs
   row, entry = pl.program_id(0), pl.program_id(1)
 
   @pl.when(entry == 0)
@@ -87,7 +87,7 @@ def _forward(*refs: Any, sizes: tuple[int, int], kind: StatsKind) -> None:
     for i, column in enumerate(empty_stats(out.shape[0])):
       out[:, i : i + 1] = column
 
-  block = LogitsBlock(given, row, entry, sizes)
+  block = LogitsBlock(inputs, row, entry, sizes)
   new = block_stats(block.logits, block.hit, block.inverse, kind)
   before = SoftmaxStats(*(out[:, i : i + 1] for i in range(len(new))))
   for i, column in enumerate(merge_stats(before, new, block.inverse)):
@@ -97,7 +97,7 @@ def _forward(*refs: Any, sizes: tuple[int, int], kind: StatsKind) -> None:
 def _backward(
   *refs: Any, sizes: tuple[int, int], kind: StatsKind, of_table: bool, last: int
 ) -> None:
-  *given, of, out, total = refs
+  *inputs, of, out, total = refs
   outer, inner = pl.program_id(0), pl.program_id(1)
 
   @pl.when(inner == 0)
@@ -105,7 +105,7 @@ def _backward(
     total[...] = jnp.zeros_like(total)
 
   row, entry = (inner, outer) if of_table else (outer, inner)
-  block = LogitsBlock(given, row, entry, sizes)
+  block = LogitsBlock(inputs, row, entry, sizes)
   row_stats = BackwardStats(*(of[:, i : i + 1] for i in range(of.shape[1])))
   if sizes[0] % block.hidden.shape[0]:
     rows = block.hidden.shape[0]

@@ -198,13 +198,13 @@ def recurrent_gated_delta_rule(
   prompts = tree.is_prompt if tree.is_prompt is not None else jnp.zeros_like(before)
   rows = arrays, tree.index != before, parents > 0, prompts > 0
 
-  def run(carry, given):
+  def run(carry, inputs):
     state, saved = carry
     token, is_start, has_parent, is_prompt = jax.tree.map(
       lambda x: (
         x.reshape(len(x), *x.shape[1:], *(1,) * (4 - x.ndim)) if x.dtype == bool else x
       ),
-      given,
+      inputs,
     )
     state = jnp.where(is_start, jnp.where(has_parent, saved, 0), state)
     out, state = gated_delta_step(state, *token)
@@ -262,9 +262,9 @@ def chunked_gated_delta_rule(
     _einsum, 'nbkhij,nbkhj...->nbkhi...', _unit_lower_inverse(scores)
   )
   keys, queries = k[:, :, :, None], q[:, :, :, None]
-  own = solve(beta[..., None] * v)
-  given = {
-    'own': own,
+  writes = solve(beta[..., None] * v)
+  chunk_terms = {
+    'own': writes,
     'weights': _einsum('nbkid,nbkjd->nbkij', q, k)[:, :, :, None] * decay,
     # What each state that is carried in adds to what tokens correct and read.
     'reads': [solve((beta * c)[..., None] * keys) for c in carried],
@@ -272,24 +272,26 @@ def chunked_gated_delta_rule(
     'ends': _ends(decay, carried, keys, edges),
   }
 
-  def run(states, given):
-    new, out = given['own'], 0
+  def run(states, terms):
+    new, out = terms['own'], 0
     for state, read, query in zip(
-      states, given['reads'], given['queries'], strict=True
+      states, terms['reads'], terms['queries'], strict=True
     ):
       new = new - _einsum('bkhid,bkhdv->bkhiv', read, state)
       out = out + _einsum('bkhid,bkhdv->bkhiv', query, state)
-    out = out + _einsum('bkhij,bkhjv->bkhiv', given['weights'], new)
-    found = []
-    for i, (keys, factors, is_new) in enumerate(given['ends']):
+    out = out + _einsum('bkhij,bkhjv->bkhiv', terms['weights'], new)
+    new_states = []
+    for i, (keys, factors, is_new) in enumerate(terms['ends']):
       state = _einsum('bkhjd,bkhjv->bkhdv', keys, new)
       for factor, before in zip(factors, states, strict=True):
         state = state + factor[..., None, None] * before
-      found.append(state if is_new is None else jnp.where(is_new, state, states[i]))
-    return found, out
+      new_states.append(
+        state if is_new is None else jnp.where(is_new, state, states[i])
+      )
+    return new_states, out
 
   state = jnp.zeros((batch, kv_heads, heads // kv_heads, dim, wide), jnp.float32)
-  states, out = jax.lax.scan(run, [state for _ in carried], given)
+  states, out = jax.lax.scan(run, [state for _ in carried], chunk_terms)
   # [N, B, K, H / K, C, dv] → [B, T, H, dv]
   out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * size, heads, wide)
   return out[:, :length], states[0].reshape(batch, heads, dim, wide)

@@ -111,11 +111,11 @@ def _tile(tiles, rows, matrices, out, *, transposed):
       rows.at[row[:, None], d[None]], mask=is_row & (d < depth)[None], other=0.0
     )
     if transposed:
-      own = matrices.at[group, column[:, None], d[None]]
-      b = plgpu.load(own, mask=inside[:, None] & (d < depth)[None], other=0.0).T
+      block = matrices.at[group, column[:, None], d[None]]
+      b = plgpu.load(block, mask=inside[:, None] & (d < depth)[None], other=0.0).T
     else:
-      own = matrices.at[group, d[:, None], column[None]]
-      b = plgpu.load(own, mask=(d < depth)[:, None] & inside[None], other=0.0)
+      block = matrices.at[group, d[:, None], column[None]]
+      b = plgpu.load(block, mask=(d < depth)[:, None] & inside[None], other=0.0)
     return total + _dot(a, b)
 
   steps = jnp.minimum(end - start, 1) * pl.cdiv(depth, DEPTH)  # 0 where not needed

@@ -178,9 +178,9 @@ def _backward(axis: str, size: int, kept: tuple, gradient: jax.Array) -> tuple:
     before = step <= jax.lax.axis_index(axis)
     early, late = _halves(keys)
     change, of_early = slope(second, early)
-    found, of_one = slope(_pick(before, first, second), _pick(before, early, late))
-    one = one + jnp.where(before, found, 0)
-    two = two + change + jnp.where(before, 0, found)
+    q_grad, of_one = slope(_pick(before, first, second), _pick(before, early, late))
+    one = one + jnp.where(before, q_grad, 0)
+    two = two + change + jnp.where(before, 0, q_grad)
     owed = _add(owed, (of_early, None))
     nothing = jax.tree.map(jnp.zeros_like, of_one)
     owed = _add(owed, (_pick(before, of_one, nothing), _pick(before, nothing, of_one)))
@@ -221,8 +221,8 @@ def _attend(queries: Queries, keys: Keys, *, size: int, causal: bool = False) ->
     )
     return None, (out / total[..., None], top[..., 0] + jnp.log(total))
 
-  _, found = jax.lax.scan(body, None, _cut(queries, size))
-  return _whole(found[0]), _whole(found[1])
+  _, results = jax.lax.scan(body, None, _cut(queries, size))
+  return _whole(results[0]), _whole(results[1])
 
 
 def _slope(

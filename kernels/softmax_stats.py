@@ -132,27 +132,27 @@ def merge_stats(a: SoftmaxStats, b: SoftmaxStats, inverse: jax.Array) -> Softmax
 
 
 def scores_from_stats(
-  found: SoftmaxStats, inverse: jax.Array
+  stats: SoftmaxStats, inverse: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Computes log p of the target at τ, and entropy and nec at temperature 1.
 
   Args:
-    found: The statistics over the whole vocabulary.
+    stats: The statistics over the whole vocabulary.
     inverse: 1/τ, a float32 scalar.
 
   Returns:
     Three arrays `[n]`; nec is Σ p²(H + log p).
   """
-  logprobs = (found.chosen - found.top) * inverse - jnp.log(found.total)
-  total = jnp.where(found.plain_total > 0, found.plain_total, 1.0)
-  mean = found.plain_mean / total
+  logprobs = (stats.chosen - stats.top) * inverse - jnp.log(stats.total)
+  total = jnp.where(stats.plain_total > 0, stats.plain_total, 1.0)
+  mean = stats.plain_mean / total
   entropy = jnp.log(total) - mean
-  nec = (found.square_mean - mean * found.square_total) / (total * total)
+  nec = (stats.square_mean - mean * stats.square_total) / (total * total)
   return logprobs[:, 0], entropy[:, 0], nec[:, 0]
 
 
 def backward_stats(
-  found: SoftmaxStats, inverse: jax.Array, by: tuple[jax.Array, jax.Array, jax.Array]
+  stats: SoftmaxStats, inverse: jax.Array, by: tuple[jax.Array, jax.Array, jax.Array]
 ) -> tuple[BackwardStats, jax.Array]:
   """Computes what a row's gradient needs, and the gradient of τ.
 
@@ -160,7 +160,7 @@ def backward_stats(
   and ∂N/∂z = p²(1 + 2δ) − p(2N + q) − q·p·δ.
 
   Args:
-    found: The statistics over the whole vocabulary.
+    stats: The statistics over the whole vocabulary.
     inverse: 1/τ, a float32 scalar.
     by: Gradients `[n]` of what `scores_from_stats` returns.
 
@@ -168,13 +168,13 @@ def backward_stats(
     The backward statistics, and a scalar.
   """
   log, entropy, nec = (x[:, None] for x in by)
-  total = jnp.where(found.plain_total > 0, found.plain_total, 1.0)
-  mean = found.plain_mean / total
-  square = found.square_total / (total * total)
-  value = (found.square_mean - mean * found.square_total) / (total * total)
+  total = jnp.where(stats.plain_total > 0, stats.plain_total, 1.0)
+  mean = stats.plain_mean / total
+  square = stats.square_total / (total * total)
+  value = (stats.square_mean - mean * stats.square_total) / (total * total)
   of = BackwardStats(
-    found.top,
-    jnp.log(found.total),
+    stats.top,
+    jnp.log(stats.total),
     jnp.log(total),
     mean,
     log * inverse,
@@ -182,8 +182,8 @@ def backward_stats(
     -entropy - nec * square,
     nec,
   )
-  expected = found.top + found.mean / found.total
-  return of, (log * (expected - found.chosen)).sum() * inverse * inverse
+  expected = stats.top + stats.mean / stats.total
+  return of, (log * (expected - stats.chosen)).sum() * inverse * inverse
 
 
 def logits_grad(

@@ -11,7 +11,7 @@ from kernels.dispatch import choose, only_on, platform_of
 from kernels.fused_logprobs import FusedLogprobsPlan, LogprobShards, fused_logprobs
 from kernels.softmax_stats import StatsKind
 
-# Positions scored at once, unless told: as many as make this many logits, but enough
+# Positions scored at once, unless given: as many as make this many logits, but enough
 # for the table's matrix product to run at speed, if not more than is worth its memory.
 MAX_LOGITS, MIN_ROWS, MOST_LOGITS = 2**22, 512, 21 * 2**20
 
@@ -134,8 +134,8 @@ def _fused(
   tempered = not (isinstance(temperature, (int, float)) and temperature == 1)
   plan = FusedLogprobsPlan(name, StatsKind(tempered, entropy or nec), shards, interpret)
   inverse = 1 / jnp.float32(temperature)
-  found: Any = fused_logprobs(plan, hidden, table, targets, inverse)
-  logprobs, mean, square = found
+  scores: Any = fused_logprobs(plan, hidden, table, targets, inverse)
+  logprobs, mean, square = scores
   return TokenScores(logprobs, mean if entropy else None, square if nec else None)
 
 

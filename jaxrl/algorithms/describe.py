@@ -79,11 +79,11 @@ def _row(name: str, text: str, width: int) -> str:
   return '\n'.join([line, *(' ' * (width + 3) + more for more in rest)])
 
 
-def algorithms(own: Iterable[str] = ()) -> str:
+def algorithms(locations: Iterable[str] = ()) -> str:
   """Lists every algorithm in a line of its own, by family.
 
   Args:
-    own: Locations of algorithms from plugins.
+    locations: Locations of algorithms from plugins.
 
   Returns:
     The text.
@@ -91,7 +91,7 @@ def algorithms(own: Iterable[str] = ()) -> str:
   families: dict[str, list[str]] = {title: [] for title in FAMILIES.values()}
   for name in registry.names():
     families[FAMILIES[family(registry.make(name))]].append(name)
-  families['Your own'] = list(own)
+  families['Your own'] = list(locations)
   width = max(len(n.split(':')[-1]) for names in families.values() for n in names)
   lines = [f'{"":{width + 3}}{"arXiv":>{WIDTH - width - 4}}']
   for title, names in families.items():
@@ -149,11 +149,11 @@ def parts_for(slot: str) -> dict[str, Callable[..., Any]]:
   }
 
 
-def parts(own: Iterable[str] = ()) -> str:
+def parts(locations: Iterable[str] = ()) -> str:
   """Lists every component in a line of its own, by the field that takes it.
 
   Args:
-    own: Locations of components from plugins.
+    locations: Locations of components from plugins.
 
   Returns:
     The text.
@@ -167,7 +167,8 @@ def parts(own: Iterable[str] = ()) -> str:
     lines += ['', 'kl_loss, kl_penalty' if slot == 'kl_loss' else slot]
     lines += [_row(name, _first_line(fn), width) for name, fn in there.items()]
   yours = [
-    _row(s.split(':')[-1], _first_line(call_strings.resolve(s)), width) for s in own
+    _row(s.split(':')[-1], _first_line(call_strings.resolve(s)), width)
+    for s in locations
   ]
   lines += ['', 'Your own', *yours] if yours else []
   return '\n'.join(lines)
@@ -241,7 +242,7 @@ def algorithm(spec: str) -> str:
   Returns:
     The text.
   """
-  function, made = registry.builder(spec), registry.make(spec)
+  function, instance = registry.builder(spec), registry.make(spec)
   lines = [
     f'{spec}: an algorithm',
     '',
@@ -251,9 +252,9 @@ def algorithm(spec: str) -> str:
   ]
   options = call_strings.defaults(function)
   lines += _option_lines(None if ':' in spec else spec, options)
-  if made.provenance:
-    lines += ['', f'defaults  {PROVENANCE[made.provenance]}']
-  needs = [NEEDS.get(need, need) for need in sorted(requirements.needs(made))]
+  if instance.provenance:
+    lines += ['', f'defaults  {PROVENANCE[instance.provenance]}']
+  needs = [NEEDS.get(need, need) for need in sorted(requirements.needs(instance))]
   settings = (
     'schema',
     'group_size',
@@ -263,18 +264,18 @@ def algorithm(spec: str) -> str:
     'batch_unit',
   )
   shown = [
-    f'{name} {getattr(made, registry.algorithm_field(name))}' for name in settings
+    f'{name} {getattr(instance, registry.algorithm_field(name))}' for name in settings
   ]
   extra = {
-    'filters': call_strings.join_calls(made.filters),
-    'shapers': call_strings.join_calls(made.shapers),
-    'critic_warmup': made.critic_warmup,
+    'filters': call_strings.join_calls(instance.filters),
+    'shapers': call_strings.join_calls(instance.shapers),
+    'critic_warmup': instance.critic_warmup,
   }
   shown += [f'{name} {value}' for name, value in extra.items() if value]
   lines += ['', *_fold('runs with', ' · '.join(shown))]
   lines += _fold('needs', ' · '.join(needs) or 'nothing more')
   lines += ['', *SYMBOLS.splitlines()]
-  for slot, piece in requirements.components_of(made).items():
+  for slot, piece in requirements.components_of(instance).items():
     lines += ['', *_fold(f'{slot} =', components.call_string(piece))]
     lines += _fold('  reads', ', '.join(components.fields_of(piece)))
     text = inspect.getdoc(components.function_of(piece)) or ''

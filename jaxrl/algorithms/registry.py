@@ -180,8 +180,8 @@ def _build(
 
 
 def _check_ranges(name: str, options: Mapping[str, Any], component: str = '') -> None:
-  if found := find_out_of_range(name, options):
-    option, allowed = found
+  if violation := find_out_of_range(name, options):
+    option, allowed = violation
     value = f'{option}={options[option]}'
     where = f'{component}: {value}' if component else f'{value}:'
     raise ConfigError(f'--config.algorithm.{where} {allowed}')

@@ -174,9 +174,9 @@ def place_images(messages: list[Message], images: Any) -> list[Message]:
     return messages
   from jaxrl.data.images import as_image
 
-  given = images if isinstance(images, list | tuple) else [images] if images else []
+  values = images if isinstance(images, list | tuple) else [images] if images else []
   try:
-    left = [as_image(value) for value in given]
+    left = [as_image(value) for value in values]
   except ValueError as error:
     raise DataError(f'images: {error}') from error
   count, placed = len(left), []

@@ -109,8 +109,8 @@ def train_tokenizer(
   Raises:
     ValueError: If `vocab_size` cannot hold the bytes and the special tokens.
   """
-  own = [VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD] if images else []
-  specials = [PAD, START, END, *own]
+  image_tokens = [VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD] if images else []
+  specials = [PAD, START, END, *image_tokens]
   if vocab_size < NUM_BYTES + len(specials):
     raise ValueError(
       f'vocab_size={vocab_size} is too small: {NUM_BYTES} bytes and {len(specials)} '
@@ -137,7 +137,7 @@ def train_tokenizer(
     tokenizer_object=tokenizer,
     eos_token=END,
     pad_token=PAD,
-    additional_special_tokens=[START, *own],
+    additional_special_tokens=[START, *image_tokens],
     chat_template=IMAGE_CHAT_TEMPLATE if images else CHAT_TEMPLATE,
     clean_up_tokenization_spaces=False,
   )

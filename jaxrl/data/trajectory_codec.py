@@ -74,8 +74,8 @@ def to_json(row: Trajectory, *, arrays: bool = True) -> dict[str, Any]:
     row = dataclasses.replace(row, messages=_replaced(row.messages, _mark_of))
     marks = {'images': [images.MARK + image.digest for image in row.images]}
     marks = marks if row.images else {}
-  own = {key: json_codec.encode_value(getattr(row, key), key) for key in keys}
-  return own | marks
+  fields = {key: json_codec.encode_value(getattr(row, key), key) for key in keys}
+  return fields | marks
 
 
 def images_of(rows: Iterable[Trajectory]) -> dict[str, 'Image']:
@@ -87,14 +87,14 @@ def images_of(rows: Iterable[Trajectory]) -> dict[str, 'Image']:
   Returns:
     The images by what stands for them in JSON.
   """
-  found: dict[str, Image] = {}
+  by_mark: dict[str, Image] = {}
   for row in rows:
     if _may_have_images(row):
       from jaxrl.data import images
 
-      own = [*row.images, *images.find_images(row.messages)]
-      found |= {images.MARK + image.digest: image for image in own}
-  return found
+      row_images = [*row.images, *images.find_images(row.messages)]
+      by_mark |= {images.MARK + image.digest: image for image in row_images}
+  return by_mark
 
 
 def _may_have_images(row: Trajectory) -> bool:
@@ -249,13 +249,13 @@ def _read_images(files: Any) -> dict[str, 'Image']:
   """Reads the images that `to_bytes` wrote beside the groups. Raises ValueError."""
   from jaxrl.data.images import from_png
 
-  found = {}
+  by_mark = {}
   for mark, file in files.items() if isinstance(files, dict) else ():
     data = json_codec.decode_value(file, mark)
     if not isinstance(data, bytes) or (image := from_png(data)).mark != mark:
       raise ValueError(f'images: the contents of {mark} are not those of its name')
-    found[mark] = image
-  return found
+    by_mark[mark] = image
+  return by_mark
 
 
 def pack(groups: Sequence[Group]) -> str:

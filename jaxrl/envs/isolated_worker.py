@@ -2,8 +2,8 @@
 
 It is started with a socket's descriptor and the id of the process that starts it. The
 first process forks the one that runs the environment and then only supervises. When
-the environment's process ends, when the supervisor is told to end (SIGTERM), or when
-the process that started it is gone, the supervisor kills all that the environment has
+the environment's process ends, when the supervisor receives SIGTERM, or when the
+process that started it is gone, the supervisor kills all that the environment has
 started, even if it hangs.
 """
 
@@ -48,7 +48,7 @@ def serve(pipe: Connection) -> None:
       else:
         answer = getattr(env, method)(**arguments)
       message = encode_answer(answer)
-    except Exception as error:  # told to the parent, which knows what to do with it
+    except Exception as error:  # reported to the parent, which knows what to do with it
       message = ForkingPickler.dumps((False, call_strings.describe_error(error)))
     pipe.send_bytes(message)
 
@@ -82,7 +82,7 @@ def encode_answer(answer: Any) -> Any:
 def _limit_memory(memory: int) -> None:
   import resource
 
-  if _IS_LINUX:  # elsewhere the kernel does not heed it
+  if _IS_LINUX:  # elsewhere the kernel ignores it
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     limit = memory if hard_limit == resource.RLIM_INFINITY else min(memory, hard_limit)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))

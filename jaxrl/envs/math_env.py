@@ -85,8 +85,8 @@ class MathEnv:
       return question, {}
     from jaxrl.data.chat_messages import place_images  # few questions have images
 
-    asked = [{'role': 'user', 'content': question}]
-    return place_images(asked, task.item['images'])[0]['content'], {}
+    messages = [{'role': 'user', 'content': question}]
+    return place_images(messages, task.item['images'])[0]['content'], {}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Grades the reply and ends the episode."""

@@ -188,8 +188,9 @@ def run_rows(
     states = block.delta.empty_states(batch, inputs[0].dtype)
     rows = (*inputs[:3], *gates), states, positions
     out, states = scan_tokens(block.delta.step, *rows)
-    own, taps = (states['state'], tuple(inputs[:3]), lengths), config.conv_width - 1
-    kept = caches.keep_states(*own, taps) if keep_cache else None
+    state_inputs = states['state'], tuple(inputs[:3]), lengths
+    taps = config.conv_width - 1
+    kept = caches.keep_states(*state_inputs, taps) if keep_cache else None
     return out.reshape(-1, *out.shape[2:]), (kept, None)
 
   def attend_rows(block, q, own_k, own_v, *gates):

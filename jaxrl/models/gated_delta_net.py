@@ -32,8 +32,8 @@ class GatedDeltaNet(nnx.Module):
     k_axes, v_axes = ('kv_heads', None), ('heads', None)
 
     def linear(name, outputs, axes):
-      own = config.adapters(name)
-      return layers.Linear((width,), outputs, ('embed', *axes), rngs, lora=own)
+      adapters = config.adapters(name)
+      return layers.Linear((width,), outputs, ('embed', *axes), rngs, lora=adapters)
 
     def convolution(size, axes):
       return initializers.normal_param(rngs, (taps, *size), (None, *axes))
@@ -66,8 +66,8 @@ class GatedDeltaNet(nnx.Module):
     beta = jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
     step = jax.nn.softplus(self.decay(x).astype(jnp.float32) + self.dt_bias[...])
     log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * step
-    found = checkpoint_name((q, k, v, log_decay, beta), 'qkv')
-    return found, self.output_gate(x)
+    projected = checkpoint_name((q, k, v, log_decay, beta), 'qkv')
+    return projected, self.output_gate(x)
 
   def mix(
     self,
@@ -88,13 +88,13 @@ class GatedDeltaNet(nnx.Module):
       Out `[B, T, H, dv]`, and the state after each row's last token `[B, H, dk, dv]`.
     """
     *qkv, log_decay, beta = inputs
-    found = []
+    convolved = []
     for name, x in zip('qkv', qkv, strict=True):
       heads = 'heads' if name == 'v' else 'kv_heads'
       kernel = getattr(self, f'{name}_conv')[...]
       y = jax.nn.silu(rule.causal_convolution(x, kernel, tree)).astype(x.dtype)
-      found.append(constrain(y, 'batch', 'length', heads, None))
-    q, k, v = self._unit_length(*found)
+      convolved.append(constrain(y, 'batch', 'length', heads, None))
+    q, k, v = self._unit_length(*convolved)
     out, state = rule.gated_delta_rule(q, k, v, log_decay, beta, tree, **options)
     return out.astype(qkv[0].dtype), state
 

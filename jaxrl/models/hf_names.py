@@ -179,12 +179,12 @@ class FusedTensor:
     Args:
       arrays: Numpy or JAX arrays.
     """
-    found = [part.to_hf(x) for part, x in zip(self.parts, arrays, strict=True)]
-    library = np if isinstance(found[0], np.ndarray) else jnp
+    converted = [part.to_hf(x) for part, x in zip(self.parts, arrays, strict=True)]
+    library = np if isinstance(converted[0], np.ndarray) else jnp
     if self.turns == 1:
-      return library.concatenate(found, axis=self._axis)
-    found = [_in_turns(x, self._axis, self.turns) for x in found]
-    return library.concatenate(found, axis=self._axis).reshape(self.shape)
+      return library.concatenate(converted, axis=self._axis)
+    converted = [_in_turns(x, self._axis, self.turns) for x in converted]
+    return library.concatenate(converted, axis=self._axis).reshape(self.shape)
 
 
 def _in_turns(array: Any, axis: int, turns: int) -> Any:
@@ -213,15 +213,15 @@ def checkpoint_tensors(config: ModelConfig) -> list[CheckpointTensor | FusedTens
       tensors.append(CheckpointTensor(name, path, (), leaf.shape, inputs))
   tensors += _tower_tensors(spec, tower)
   for layer, (stack, place) in enumerate(layer_stack.places(config)):
-    own = stacked[stack] if stack else stacked
+    stack_params = stacked[stack] if stack else stacked
     where = ('layers', stack) if stack else ('layers',)
-    tensors += _layer_tensors(config, layer, own, where, place)
+    tensors += _layer_tensors(config, layer, stack_params, where, place)
   return tensors
 
 
 def _tower_tensors(spec: families.FamilySpec, tree: Any) -> list[CheckpointTensor]:
   """The tensors of a vision tower."""
-  found = []
+  tensors = []
   for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
     path = tuple(key.key for key in keys)
     name = spec.tower_tensors['.'.join(path)]
@@ -231,10 +231,10 @@ def _tower_tensors(spec: families.FamilySpec, tree: Any) -> list[CheckpointTenso
     kind = ConvolutionTensor if inputs > 2 else CheckpointTensor
     lead = int('{layer}' in name)
     for index in np.ndindex(leaf.shape[:lead]):
-      own = name.format(layer=index[0]) if index else name
+      tensor_name = name.format(layer=index[0]) if index else name
       shapes = leaf.shape[lead:], inputs, leaf.shape[:lead]
-      found.append(kind(own, ('vision', *path), index, *shapes))
-  return found
+      tensors.append(kind(tensor_name, ('vision', *path), index, *shapes))
+  return tensors
 
 
 def _layer_tensors(
@@ -271,9 +271,9 @@ def _layer_tensors(
       )
       by_name.setdefault(tensor.name, []).append(tensor)
       turns[tensor.name] = getattr(config, stored.turns) if stored.turns else 1
-  found = []
+  tensors = []
   for name, parts in by_name.items():
     parts.sort(key=lambda part: order['.'.join(part.path[len(where) :])])
     fused = FusedTensor(name, tuple(parts), turns[name])
-    found.append(parts[0] if len(parts) == 1 else fused)
-  return found
+    tensors.append(parts[0] if len(parts) == 1 else fused)
+  return tensors

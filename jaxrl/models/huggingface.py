@@ -76,14 +76,14 @@ def config_from_hf(
 
 def _text_settings(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   """The settings of the text model, of which `data` says more than its text_config."""
-  own = data.get('text_config')
-  if not isinstance(own, Mapping):
+  text_config = data.get('text_config')
+  if not isinstance(text_config, Mapping):
     raise ValueError(f'{where}: model_type {data["model_type"]!r} needs a text_config')
   tied = {key: data[key] for key in data.keys() & {'tie_word_embeddings'}}
-  found = {**families.TEXT_MODELS[data['model_type']], **tied, **own}
+  settings = {**families.TEXT_MODELS[data['model_type']], **tied, **text_config}
   if quantized := data.get('quantization_config'):
-    found['quantization_config'] = quantized
-  return found
+    settings['quantization_config'] = quantized
+  return settings
 
 
 def is_text_part(folder: str | Path) -> bool:
@@ -285,7 +285,7 @@ def _load_tensors(
 
 def _text_name(name: str) -> str:
   """A tensor's name in a folder of the text model alone."""
-  return TEXT_PREFIX.sub(lambda found: found[1] or '', name, count=1)
+  return TEXT_PREFIX.sub(lambda match: match[1] or '', name, count=1)
 
 
 def _skipped(config: ModelConfig, name: str) -> str:
@@ -301,11 +301,11 @@ def _single_experts(
 ) -> Iterator[tuple[str, Path, np.ndarray]]:
   """Yields tensors, those that hold all experts of a layer as one for each expert."""
   for name, file, array in tensors:
-    found = None if name in wanted else FUSED_EXPERTS.fullmatch(name)
-    if found is None or array.ndim != 3:
+    match = None if name in wanted else FUSED_EXPERTS.fullmatch(name)
+    if match is None or array.ndim != 3:
       yield name, file, array
       continue
-    where, names = found[1], found[2].removesuffix('_proj').split('_')
+    where, names = match[1], match[2].removesuffix('_proj').split('_')
     for expert, matrix in enumerate(array):  # `[outputs, inputs]`
       for part, piece in zip(names, np.split(matrix, len(names)), strict=True):
         yield f'{where}{expert}.{part}_proj.weight', file, piece
@@ -313,8 +313,8 @@ def _single_experts(
 
 def _layer_of(name: str) -> int:
   """The number of the layer that a tensor belongs to; −1 for none."""
-  found = re.match(r'model\.layers\.(\d+)\.', name)
-  return int(found[1]) if found else -1
+  match = re.match(r'model\.layers\.(\d+)\.', name)
+  return int(match[1]) if match else -1
 
 
 def _unpacked(
@@ -333,9 +333,9 @@ def _unpacked(
         raise ValueError(f'{file}: tensor {name} is U8, not floating-point')
       yield name, file, array
       continue
-    own = halves.setdefault(whole, {})
-    own[half] = array
-    if len(own) == len(mxfp4.SUFFIXES):
+    tensor_halves = halves.setdefault(whole, {})
+    tensor_halves[half] = array
+    if len(tensor_halves) == len(mxfp4.SUFFIXES):
       blocks, scales = (halves[whole].pop(half) for half in mxfp4.SUFFIXES)
       if blocks.shape != (*scales.shape, 16):
         raise ValueError(
@@ -487,10 +487,10 @@ def _as_os_errors(folder: Path) -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    found = re.search(r'\(os error (\d+)\)', str(error))
-    if not found:
+    match = re.search(r'\(os error (\d+)\)', str(error))
+    if not match:
       raise
-    number = int(found[1])
+    number = int(match[1])
     raise OSError(number, os.strerror(number), str(folder)) from error
 
 
@@ -551,7 +551,7 @@ def _write_tensors(
 def _dtype_of(
   tensor: hf_names.CheckpointTensor | hf_names.FusedTensor, usual: np.dtype
 ) -> np.dtype:
-  return DTYPES[own] if (own := tensor.parts[0].dtype) else usual
+  return DTYPES[dtype_name] if (dtype_name := tensor.parts[0].dtype) else usual
 
 
 def _save_file(arrays: dict[str, np.ndarray], path: Path) -> None:

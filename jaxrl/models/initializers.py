@@ -24,7 +24,7 @@ def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple) -> nnx.Par
 
 
 def adapter_params(
-  own: Lora,
+  lora: Lora,
   shapes: tuple[tuple[int, ...], tuple[int, ...]],
   axes: tuple[tuple, tuple],
   rngs: nnx.Rngs,
@@ -33,7 +33,7 @@ def adapter_params(
   """Makes A, random, and B, zero, beside a kernel `[*each, *inputs, *outputs]`.
 
   Args:
-    own: Which adapters.
+    lora: Which adapters.
     shapes: Of the inputs and of the outputs.
     axes: Names of the axes of the inputs and of the outputs.
     rngs: Random streams.
@@ -45,8 +45,8 @@ def adapter_params(
   """
   (inputs, outputs), (lead, names) = shapes, each
   bound = 1 / math.sqrt(math.prod(inputs))
-  whole = (*lead, *inputs, own.rank)
+  whole = (*lead, *inputs, lora.rank)
   start = jax.random.uniform(rngs.params(), whole, minval=-bound, maxval=bound)
   a = nnx.Param(start, axes=(*names, *axes[0], None))
-  b = nnx.Param(jnp.zeros((*lead, own.rank, *outputs)), axes=(*names, None, *axes[1]))
+  b = nnx.Param(jnp.zeros((*lead, lora.rank, *outputs)), axes=(*names, None, *axes[1]))
   return a, b

@@ -75,21 +75,21 @@ def empty(
 
   cache: dict[str, list] = {'k': [], 'v': []}
   for layer in config.layer_configs:
-    heads, dim, own = layer.num_kv_heads, layer.head_dim, layer_sizes(layer)
+    heads, dim, lengths = layer.num_kv_heads, layer.head_dim, layer_sizes(layer)
     if layer.kv_layer >= 0 or layer.linear_attention:
-      own = []  # it reads another's keys, or keeps a state
+      lengths = []  # it reads another's keys, or keeps a state
     if layer.kv_latent:
-      cache['k'].append(tuple(zeros(1, layer.cached_width, size) for size in own))
+      cache['k'].append(tuple(zeros(1, layer.cached_width, size) for size in lengths))
       cache['v'].append(())
       continue
-    cache['k'].append(tuple(zeros(heads, dim, size) for size in own))
-    cache['v'].append(tuple(zeros(heads, size, dim) for size in own))
+    cache['k'].append(tuple(zeros(heads, dim, size) for size in lengths))
+    cache['v'].append(tuple(zeros(heads, size, dim) for size in lengths))
   if config.has_linear_attention:
     cache |= _empty_states(config, num_slots, dtype)
   if experts:
-    picks, own = config.num_experts_per_token, sizes or chunk_sizes(max_length)
+    picks, lengths = config.num_experts_per_token, sizes or chunk_sizes(max_length)
     cache['e'] = [
-      tuple(zeros(1, size, picks, dtype=EXPERT_DTYPE) for size in own)
+      tuple(zeros(1, size, picks, dtype=EXPERT_DTYPE) for size in lengths)
       for _ in range(config.num_layers)
     ]
   return {name: tuple(rows) for name, rows in cache.items()}
@@ -102,12 +102,12 @@ def _empty_states(config: ModelConfig, num_slots: int, dtype: str) -> dict[str, 
     heads, keys = layer.linear_value_heads, layer.linear_key_dim
     shape = (num_slots, heads, keys, layer.linear_value_dim)
     channels = 2 * layer.linear_key_heads * keys + heads * layer.linear_value_dim
-    own = {
+    states = {
       'state': (jnp.zeros(shape, jnp.float32),),
       'conv': (jnp.zeros((num_slots, layer.conv_width - 1, channels), dtype),),
     }
     for name, layers in cache.items():
-      layers.append(own[name] if layer.linear_attention else ())
+      layers.append(states[name] if layer.linear_attention else ())
   return cache
 
 
@@ -177,16 +177,16 @@ def keep(
   none = jnp.zeros((q.shape[0], 1, 0, 0), q.dtype)
   if k is None or v is None:
     return {'k': none if k is None else k.transpose(0, 2, 3, 1), 'v': none}
-  found = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
+  kv = {'k': k.transpose(0, 2, 3, 1), 'v': v.swapaxes(1, 2)}
   ring = sum(chunk_sizes(window)) if window else 0
   if not ring or k.shape[1] <= ring:
-    return found
+    return kv
   assert lengths is not None  # or there would be no telling what is last
   last = lengths[:, None] - 1
   at = jnp.maximum(last - jnp.mod(last - jnp.arange(ring), ring), 0)  # [P, t]
   return {
-    'k': jnp.take_along_axis(found['k'], at[:, None, None, :], axis=3),
-    'v': jnp.take_along_axis(found['v'], at[:, None, :, None], axis=2),
+    'k': jnp.take_along_axis(kv['k'], at[:, None, None, :], axis=3),
+    'v': jnp.take_along_axis(kv['v'], at[:, None, :, None], axis=2),
   }
 
 
@@ -228,10 +228,12 @@ def paging_obstacle(config: ModelConfig) -> str:
     config: The model's shape.
   """
   names = 'window', 'attention_softcap', 'query_scale', 'kv_latent'
-  asked = {n for n in names for layer in config.layer_configs if getattr(layer, n)}
-  asked |= {'sinks'} if config.spec.sinks else set()
-  asked |= {'gated DeltaNet layers'} if config.has_linear_attention else set()
-  return f'does not take {" and ".join(sorted(asked))}' if asked else ''
+  unsupported = {
+    n for n in names for layer in config.layer_configs if getattr(layer, n)
+  }
+  unsupported |= {'sinks'} if config.spec.sinks else set()
+  unsupported |= {'gated DeltaNet layers'} if config.has_linear_attention else set()
+  return f'does not take {" and ".join(sorted(unsupported))}' if unsupported else ''
 
 
 def length(cache: Cache) -> int:
@@ -381,14 +383,14 @@ def experts_from(cache: Cache, start: jax.Array, count: int) -> jax.Array:
   slots = jnp.arange(start.shape[0])
 
   def layer(chunks):
-    begin, found = 0, 0
+    begin, chosen = 0, 0
     for chunk in chunks:
       size = chunk.shape[POSITION_AXIS['e']]
       here = (at >= begin) & (at < begin + size)
       rows = chunk[slots, 0, jnp.clip(at - begin, 0, size - 1)]
-      found += jnp.where(here[:, :, None], rows, 0)
+      chosen += jnp.where(here[:, :, None], rows, 0)
       begin += size
-    return found
+    return chosen
 
   return jnp.stack([layer(chunks) for chunks in cache['e']], axis=2)
 

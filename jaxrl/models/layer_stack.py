@@ -52,11 +52,11 @@ class EmbeddingAndHead(nnx.Module):
     width = self.config.per_layer_width
     if not width:
       return None
-    own = self.per_layer_embedding.table[...][tokens].astype(x.dtype)
-    own = own * jnp.asarray(width**0.5, x.dtype)
+    embedded = self.per_layer_embedding.table[...][tokens].astype(x.dtype)
+    embedded = embedded * jnp.asarray(width**0.5, x.dtype)
     projected = self.per_layer_projection(x) * self.config.hidden_size**-0.5
     projected = self.per_layer_norm(projected)
-    return (projected + own.reshape(projected.shape)) * 2**-0.5
+    return (projected + embedded.reshape(projected.shape)) * 2**-0.5
 
 
 def _layer(config: ModelConfig, rngs: nnx.Rngs) -> layers.Block:
@@ -108,11 +108,11 @@ def places(config: ModelConfig) -> list[tuple[str, int]]:
     config: The model's shape.
   """
   counts: dict[str, int] = {}
-  found = []
+  layer_places = []
   for name in stacks(config):
-    found.append((name, counts.setdefault(name, 0)))
+    layer_places.append((name, counts.setdefault(name, 0)))
     counts[name] += 1
-  return found
+  return layer_places
 
 
 def _stack(params: Params, name: str) -> Params:
@@ -177,10 +177,10 @@ def logical_axes(config: ModelConfig) -> Params:
     )
     return nnx.to_pure_dict(axes)
 
-  own = stacks(config)
+  stack_names = stacks(config)
   stacked = {
-    name: names(_layer, config.layer(own.index(name)), ('layers',))
-    for name in dict.fromkeys(own)
+    name: names(_layer, config.layer(stack_names.index(name)), ('layers',))
+    for name in dict.fromkeys(stack_names)
   }
   tower = {}
   if config.vision is not None:
@@ -198,8 +198,8 @@ def embedding_and_head(config: ModelConfig, params: Params) -> EmbeddingAndHead:
     config: The model's shape.
     params: The parameters.
   """
-  own = params.keys() - {'layers', 'vision'}
-  outer_params = {name: value for name, value in params.items() if name in own}
+  outer_names = params.keys() - {'layers', 'vision'}
+  outer_params = {name: value for name, value in params.items() if name in outer_names}
   return nnx.merge(_definition(EmbeddingAndHead, config)[0], outer_params)
 
 
@@ -244,15 +244,15 @@ def periods(kinds: tuple[Any, ...]) -> tuple[tuple[int, int, int], ...]:
   # From each element on: elements to compile, runs, and the first run's shape.
   best = [(0, 0, 0, 0)] * (length + 1)
   for start in reversed(range(length)):
-    found = []
+    candidates = []
     for period in range(1, min(MAX_PERIOD, length - start) + 1):
       end = start + period
       while end < length and kinds[end] == kinds[end - period]:
         end += 1
       for repeats in {1, (end - start) // period}:
         cost, runs, *_ = best[start + period * repeats]
-        found.append((cost + period, runs + 1, period, repeats))
-    best[start] = min(found)
+        candidates.append((cost + period, runs + 1, period, repeats))
+    best[start] = min(candidates)
   runs, start = [], 0
   while start < length:
     _, _, period, repeats = best[start]
@@ -274,7 +274,7 @@ def run_layers(
   each: Any = None,
   after: Callable[[int, Any], Any] = lambda i, y: y,
 ) -> tuple[jax.Array, Any]:
-  """Runs `body(block, x, own) -> (x, y)` over the layers.
+  """Runs `body(block, x, inputs) -> (x, y)` over the layers.
 
   Args:
     config: The model's shape.
@@ -293,9 +293,9 @@ def run_layers(
   policy = remat.policy(rematerialise)
 
   def step_of(layer, *, scanned):
-    def step(x, given):
-      weights, own = given
-      return body(block(layer, weights), x, own)
+    def step(x, layer_slice):
+      weights, inputs = layer_slice
+      return body(block(layer, weights), x, inputs)
 
     if policy is None:
       return step
@@ -309,8 +309,8 @@ def run_layers(
   if is_cut or unroll >= config.num_layers:
     ys: list[Any] = []
     for i, weights in enumerate(unstack(config, params)['layers']):
-      own = jax.tree.map(lambda x, i=i: x[i], each)
-      x, y = step_of(kinds[i], scanned=is_cut)(x, (weights, own))
+      layer_inputs = jax.tree.map(lambda x, i=i: x[i], each)
+      x, y = step_of(kinds[i], scanned=is_cut)(x, (weights, layer_inputs))
       ys.append(y if are_alike else after(i, y))
   else:
     x, ys = _run_periods(config, params, x, step_of, each, after)
@@ -328,7 +328,7 @@ def _run_periods(
 ) -> tuple[jax.Array, list[Any]]:
   """Runs layers of several kinds, scanning repeated patterns of them.
 
-  step_of: `(the layer's config, scanned=…) -> step(x, (weights, own)) -> (x, y)`.
+  step_of: `(the layer's config, scanned=…) -> step(x, (weights, inputs)) -> (x, y)`.
   Returns x and the y of each layer.
   """
   kinds, at, ys = config.layer_configs, places(config), []
@@ -343,26 +343,26 @@ def _run_periods(
       part = jax.tree.map(lambda x, a=first, n=size: x[a : a + n], _stack(params, name))
       weights[name] = _fold(part, repeats)
 
-    def pattern(x, given, start=start, names=names, scanned=repeats > 1):
-      weights, own = given
-      found = []
+    def pattern(x, period_slice, start=start, names=names, scanned=repeats > 1):
+      weights, inputs = period_slice
+      outputs = []
       for i, name in enumerate(names):
         at = names[:i].count(name)
         step = step_of(kinds[start + i], scanned=scanned)
         one = jax.tree.map(lambda x, at=at: x[at], weights[name])
-        x, y = step(x, (one, jax.tree.map(lambda x, i=i: x[i], own)))
-        found.append(y if scanned else after(start + i, y))
-      return x, found
+        x, y = step(x, (one, jax.tree.map(lambda x, i=i: x[i], inputs)))
+        outputs.append(y if scanned else after(start + i, y))
+      return x, outputs
 
-    own = jax.tree.map(lambda x, s=start, e=end: x[s:e], each)
-    given = weights, _fold(own, repeats)
+    period_inputs = jax.tree.map(lambda x, s=start, e=end: x[s:e], each)
+    xs = weights, _fold(period_inputs, repeats)
     if repeats == 1:
-      x, found = pattern(x, jax.tree.map(lambda x: x[0], given))
-      ys.extend(found)
+      x, period_outputs = pattern(x, jax.tree.map(lambda x: x[0], xs))
+      ys.extend(period_outputs)
       continue
-    x, found = jax.lax.scan(pattern, x, given)
+    x, period_outputs = jax.lax.scan(pattern, x, xs)
     for r in range(repeats):
-      ys.extend(jax.tree.map(lambda y, r=r: y[r], found))
+      ys.extend(jax.tree.map(lambda y, r=r: y[r], period_outputs))
   return x, ys
 
 

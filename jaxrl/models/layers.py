@@ -310,20 +310,20 @@ class LatentAttention(nnx.Module):
     """
     out = out[..., : self.latent]
     kernel, a, b = self._up(slice(self.plain, None), out.dtype)
-    found = jnp.einsum('...hr,rhd->...hd', out, kernel)
+    values = jnp.einsum('...hr,rhd->...hd', out, kernel)
     if a is not None:
       narrow = jnp.einsum('...hr,rk->...hk', out, a)
-      found = found + jnp.einsum('...hk,khd->...hd', narrow, b)
-    return found
+      values = values + jnp.einsum('...hk,khd->...hd', narrow, b)
+    return values
 
   def _up(self, part: slice, dtype: Any) -> tuple[jax.Array, Any, Any]:
     """Of kv_b's outputs of each head a part: the kernel, and A and the scaled B."""
-    own = self.kv_b
-    kernel = own.kernel[...][..., part].astype(dtype)
-    if not own.lora:
+    kv_b = self.kv_b
+    kernel = kv_b.kernel[...][..., part].astype(dtype)
+    if not kv_b.lora:
       return kernel, None, None
-    b = own.lora.scale * own.lora_b[...][..., part]
-    return kernel, own.lora_a[...].astype(dtype), b.astype(dtype)
+    b = kv_b.lora.scale * kv_b.lora_b[...][..., part]
+    return kernel, kv_b.lora_a[...].astype(dtype), b.astype(dtype)
 
 
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': jax.nn.gelu}
@@ -424,8 +424,8 @@ class Block(nnx.Module):
       'softcap': config.attention_softcap,
       'scale': config.query_scale,
     }
-    own = {'sinks': self.attention.sinks[...]} if config.spec.sinks else {}
-    return own | {name: value for name, value in rules.items() if value}
+    sinks = {'sinks': self.attention.sinks[...]} if config.spec.sinks else {}
+    return sinks | {name: value for name, value in rules.items() if value}
 
   @property
   def cache_rules(self) -> dict[str, Any]:

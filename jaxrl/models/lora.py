@@ -104,14 +104,14 @@ def trainable_params(config: ModelConfig, params: Params) -> Params:
 
 def _part(params: Params, is_chosen: Callable[[Any], bool]) -> Params:
   """The parameters whose paths are chosen, a tree with fewer branches."""
-  found: Params = {}
+  selected: Params = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     if is_chosen(path):
-      branch = found
+      branch = selected
       for key in path[:-1]:
         branch = branch.setdefault(key.key, {})
       branch[path[-1].key] = leaf
-  return found
+  return selected
 
 
 def merge_trainable(config: ModelConfig, params: Params, part: Params) -> Params:

@@ -153,13 +153,13 @@ def _branch(params: Params, path: tuple[str, ...]) -> Params:
   return params
 
 
-def _peft_settings(own: Lora, modules: list[str], base: str) -> dict[str, Any]:
-  alpha = int(own.alpha) if own.alpha.is_integer() else own.alpha
+def _peft_settings(adapters: Lora, modules: list[str], base: str) -> dict[str, Any]:
+  alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
   return {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
     'base_model_name_or_path': base,
-    'r': own.rank,
+    'r': adapters.rank,
     'lora_alpha': alpha,
     'lora_dropout': 0.0,
     'target_modules': modules,

@@ -319,10 +319,10 @@ class ModelConfig:
 
   def _check_gated_targets(self, targets: tuple[str, ...]) -> None:
     """Raises ValueError for adapters of gates that no layer has."""
-    found = {'output_gate'} if self.spec.gates_attention else set()
+    available = {'output_gate'} if self.spec.gates_attention else set()
     if self.has_linear_attention:
-      found = {'output_gate', 'beta', 'decay'}
-    if missing := ({'output_gate', 'beta', 'decay'} & set(targets)) - found:
+      available = {'output_gate', 'beta', 'decay'}
+    if missing := ({'output_gate', 'beta', 'decay'} & set(targets)) - available:
       raise ValueError(
         f'lora: targets={min(missing)!r} needs layers with that gate, and family '
         f'{self.family!r} has none'
@@ -354,8 +354,8 @@ class ModelConfig:
         'one of them only'
       )
     names = {field.name for field in dataclasses.fields(self)}
-    for kind, own in kinds.items():
-      for name, _ in own:
+    for kind, kind_fields in kinds.items():
+      for name, _ in kind_fields:
         if name not in names:
           raise ValueError(f'layer_kinds: {kind!r} sets {name!r}, which is no field')
 
@@ -488,10 +488,10 @@ def kind_config(config: ModelConfig, kind: str) -> ModelConfig:
     config: The model's config.
     kind: One of its `layer_types`; '' where it has none.
   """
-  own = dict(config.layer_kinds).get(kind, ())
-  found = copy.copy(config)
-  for name, value in (*own, ('layer_types', ()), ('layer_kinds', ())):
+  kind_fields = dict(config.layer_kinds).get(kind, ())
+  layer_config = copy.copy(config)
+  for name, value in (*kind_fields, ('layer_types', ()), ('layer_kinds', ())):
     object.__setattr__(
-      found, name, value
+      layer_config, name, value
     )  # what holds for a model need not for a layer
-  return found
+  return layer_config

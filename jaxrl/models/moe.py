@@ -44,7 +44,7 @@ def apply_experts(
   return way(*flat, *rest[1:]).reshape(x.shape)
 
 
-def select_implementation(x: jax.Array, asked: str, platform: str | None) -> ExpertFn:
+def select_implementation(x: jax.Array, kernels: str, platform: str | None) -> ExpertFn:
   """Selects how experts are computed; see `kernels.experts`.
 
   States `[N, D]` are those of decode, which waits for the experts' weights, nearly all
@@ -52,7 +52,7 @@ def select_implementation(x: jax.Array, asked: str, platform: str | None) -> Exp
 
   Args:
     x: States `[…, D]`.
-    asked: 'auto' or 'reference'.
+    kernels: 'auto' or 'reference'.
     platform: As in `kernels.dispatch`.
   """
   platform, what = dispatch.platform_of(platform), 'experts'
@@ -67,7 +67,7 @@ def select_implementation(x: jax.Array, asked: str, platform: str | None) -> Exp
   elif platform != 'tpu':
     why = f"multiplies each of a token's k rows by every expert on {platform}"
     candidates['ragged'] = why
-  name = dispatch.choose(what, candidates, platform=platform, asked=asked)
+  name = dispatch.choose(what, candidates, platform=platform, asked=kernels)
   run = candidates[name]
   assert callable(run)  # `choose` gives no other
   return run
@@ -144,8 +144,8 @@ class MoE(nnx.Module):
     self, config: ModelConfig, rngs: nnx.Rngs, shared: Callable[..., Any] | None = None
   ):
     shape, bias = (config.hidden_size, config.num_experts), config.spec.expert_biases
-    own = config.adapters('router'), bias
-    self.router = ExpertKernel(shape, (None, None), rngs, *own)
+    router_options = config.adapters('router'), bias
+    self.router = ExpertKernel(shape, (None, None), rngs, *router_options)
     self.experts = Experts(config, rngs)
     self.picks = config.num_experts_per_token
     self.sums_to_one = config.norm_topk_prob

@@ -213,12 +213,12 @@ def rotation(
   chosen = axis_of_frequencies(config) if by_axis else None
   positions = positions[..., chosen]
   angles = positions.astype(jnp.float32) * inverse
-  found = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+  cos_sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
   if not config.query_growth:
-    return found
+    return cos_sin
   size = dict(config.rope_scaling or ()).get('original_max_position_embeddings')
   turns = jnp.floor(positions[..., :1] / (size or config.max_position))
-  return *found, 1 + config.query_growth * jnp.log(1 + turns)
+  return *cos_sin, 1 + config.query_growth * jnp.log(1 + turns)
 
 
 def rotation_key(config: ModelConfig) -> str:

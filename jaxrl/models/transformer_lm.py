@@ -238,8 +238,8 @@ class TransformerLM:
       ids = {'prefix_ids': prefix_ids, 'positions': positions}
       return run(q, k, v, segment_ids, **ids), aux
 
-    def body(block, x, own):
-      routed, extra, layer = own
+    def body(block, x, inputs):
+      routed, extra, layer = inputs
       feed = functools.partial(self._feed, routed=routed)
       rotation = rotations[rope.rotation_key(block.config)]
       own_attend = functools.partial(attend, block)
@@ -475,8 +475,8 @@ class TransformerLM:
     new: dict[str, list] = {name: [()] * len(rows) for name, rows in cache.items()}
     # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
     weights = layer_stack.unstack(self.config, params)['layers']
-    for i, own in enumerate(weights):
-      block = layer_stack.block(self.config.layer(i), own)
+    for i, layer_params in enumerate(weights):
+      block = layer_stack.block(self.config.layer(i), layer_params)
 
       def attend(q, k, v, *gates, i=i, block=block):
         rules = block.cache_rules
@@ -490,14 +490,16 @@ class TransformerLM:
           return out, None
         if paged_cache.is_paged(cache):
           options = self._kernels()
-          out, own = paged_cache.step(cache, i, (q, k, v), positions, limit, **options)
-          for name in own:
-            new[name][i] = own[name]
+          out, layer_pages = paged_cache.step(
+            cache, i, (q, k, v), positions, limit, **options
+          )
+          for name in layer_pages:
+            new[name][i] = layer_pages[name]
           return out.astype(q.dtype), None
         for name, value in (('k', k), ('v', v)):
           if value is not None:
-            own = cache[name][i], name, value, positions
-            new[name][i] = caches.write(*own, 'window' in rules)
+            write_args = cache[name][i], name, value, positions
+            new[name][i] = caches.write(*write_args, 'window' in rules)
         at = i if k is not None else self.config.layer(i).kv_layer
         chunks = new['k'][at], new['v'][at]
         if self.exact is None:

@@ -126,19 +126,22 @@ class _ProcessGuard:
     A stream that is merely another may be how a call that still runs reads what it
     prints, so it is replaced only once no call runs.
     """
-    present, own = getattr(sys, name), self._streams[name]
-    if own is None or (present is own and not _is_closed(own)):
+    present, original = getattr(sys, name), self._streams[name]
+    if original is None or (present is original and not _is_closed(original)):
       return
     if self._num_calls and present is not None and not _is_closed(present):
       return
-    if _is_closed(own) and number in self._copies:
-      encoding, errors = getattr(own, 'encoding', None), getattr(own, 'errors', None)
+    if _is_closed(original) and number in self._copies:
+      encoding, errors = (
+        getattr(original, 'encoding', None),
+        getattr(original, 'errors', None),
+      )
       file = io.FileIO(number, 'w', closefd=False)
-      own = io.TextIOWrapper(
+      original = io.TextIOWrapper(
         io.BufferedWriter(file), encoding, errors, line_buffering=True
       )
-      self._streams[name] = own
-    setattr(sys, name, own)
+      self._streams[name] = original
+    setattr(sys, name, original)
 
 
 def _is_closed(stream: Any) -> bool:

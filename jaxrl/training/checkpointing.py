@@ -192,9 +192,9 @@ class Checkpointer:
         )
       damaged[number] = damage
     if damaged:
-      found = '; '.join(f'{number}: {damage}' for number, damage in damaged.items())
+      problems = '; '.join(f'{number}: {damage}' for number, damage in damaged.items())
       raise CheckpointError(
-        f'no checkpoint in {self.directory} is intact ({found}); restore the folder '
+        f'no checkpoint in {self.directory} is intact ({problems}); restore the folder '
         'from a copy, or delete it to begin anew'
       )
     raise CheckpointError(f'there is no checkpoint in {self.directory}')
@@ -229,8 +229,8 @@ class Checkpointer:
     if count == 1:
       return damage
     text = np.frombuffer(damage.encode()[:300].ljust(300), np.uint8)
-    found = [bytes(row).decode(errors='replace').strip() for row in _gather(text)]
-    return next(filter(None, found), '')
+    reports = [bytes(row).decode(errors='replace').strip() for row in _gather(text)]
+    return next(filter(None, reports), '')
 
   def _set_aside(self, damaged: Mapping[int, str], used: int) -> None:
     """Renames damaged checkpoints, so that their steps can be saved again.
@@ -368,22 +368,22 @@ def find_damage(path: pathlib.Path, index: int = 0, count: int = 1) -> str:
     return f'{CHECKSUMS} is not readable'
   for name, (size, crc) in sorted(files.items())[index::count]:
     try:
-      found = _checksum(path / name)
+      actual = _checksum(path / name)
     except FileNotFoundError:
       return f'{name} is missing'
     except OSError as error:
       return f'{name}: {error.strerror}'
-    if found[0] != size:
-      return f'{name} has {found[0]:,} bytes instead of {size:,}'
-    if found[1] != crc:
+    if actual[0] != size:
+      return f'{name} has {actual[0]:,} bytes instead of {size:,}'
+    if actual[1] != crc:
       return f'{name} has changed since it was written (CRC-32)'
   return ''
 
 
 def _files(path: pathlib.Path) -> list[str]:
   """Returns the files of a checkpoint that have a checksum, relative to its folder."""
-  found = (str(one.relative_to(path)) for one in path.rglob('*') if one.is_file())
-  return sorted(name for name in found if CHECKSUMS not in name)
+  names = (str(one.relative_to(path)) for one in path.rglob('*') if one.is_file())
+  return sorted(name for name in names if CHECKSUMS not in name)
 
 
 def _checksum(path: pathlib.Path) -> tuple[int, int]:

@@ -60,8 +60,8 @@ class Finding:
 
 def _values(rows: Rows, name: str) -> np.ndarray:
   """Returns a metric's values at the steps that have it."""
-  found = [row.get(name) for row in rows]
-  return np.array([value for value in found if value is not None], np.float64)
+  values = [row.get(name) for row in rows]
+  return np.array([value for value in values if value is not None], np.float64)
 
 
 def _later(rows: Rows, name: str) -> float:

@@ -168,9 +168,9 @@ def memory_metrics(devices: Sequence[Any] = ()) -> dict[str, float]:
   import psutil  # here, so that the library needs it only to train
 
   metrics = {'memory/process_gb': psutil.Process().memory_info().rss / 1e9}
-  stats = [found for device in devices if (found := device.memory_stats())]
+  stats = [usage for device in devices if (usage := device.memory_stats())]
   for name, key in (('device', 'bytes_in_use'), ('device_peak', 'peak_bytes_in_use')):
-    if sizes := [found[key] for found in stats if key in found]:
+    if sizes := [usage[key] for usage in stats if key in usage]:
       metrics[f'memory/{name}_gb'] = max(sizes) / 1e9
   return metrics
 
@@ -187,13 +187,13 @@ def average_updates(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, fl
   Returns:
     Metrics by name; a mean over tokens is absent if no update has any.
   """
-  found: dict[str, list[float]] = {}
+  values_by_name: dict[str, list[float]] = {}
   for update in updates:
     for name, value in _defined(update).items():
-      found.setdefault(name, []).append(float(value))
+      values_by_name.setdefault(name, []).append(float(value))
   return {
     name: values[0] if name.startswith('mismatch/') else float(np.mean(values))
-    for name, values in found.items()
+    for name, values in values_by_name.items()
   }
 
 

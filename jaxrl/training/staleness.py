@@ -193,11 +193,11 @@ def mismatch_by_age(
 
 def _after_any(marked: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
   """Returns `[B, T]` bool: tokens at or after a marked one of their segment."""
-  found = np.zeros_like(marked)
+  after = np.zeros_like(marked)
   for segment in range(1, segment_ids.max(initial=0) + 1):
     inside = segment_ids == segment
-    found |= inside & np.logical_or.accumulate(marked & inside, axis=1)
-  return found
+    after |= inside & np.logical_or.accumulate(marked & inside, axis=1)
+  return after
 
 
 def apply_limit(

@@ -222,16 +222,16 @@ def _add_replies(
       f'{len(replies)} replies were sampled, and {len(places)} messages are the '
       "agent's: they cannot be matched, so that steps have no tokens"
     )
-  own = places[first : first + len(replies)]
-  for place, (metrics, extra) in zip(own, replies, strict=True):
+  sampled_places = places[first : first + len(replies)]
+  for place, (metrics, extra) in zip(sampled_places, replies, strict=True):
     steps[place]['metrics'] = metrics
     steps[place]['extra'] = extra
   for place in places:
-    if place not in own:
+    if place not in sampled_places:
       steps[place]['is_copied_context'] = True
-  if own[-1] != places[-1]:
-    steps[own[-1]].pop('observation', None)
-    del steps[own[-1] + 1 :]
+  if sampled_places[-1] != places[-1]:
+    steps[sampled_places[-1]].pop('observation', None)
+    del steps[sampled_places[-1] + 1 :]
   return ''
 
 
@@ -303,8 +303,8 @@ def _agent_fields(step_id: int, message: Mapping[str, Any]) -> Document:
     if thought is None and (match := _THOUGHT.match(content)):
       thought, content = match[1].strip('\n'), content[match.end() :]
     if not calls:
-      content, found = extract_tool_calls(content)
-      calls = [(call['name'], call['arguments'], None) for call in found]
+      content, parsed_calls = extract_tool_calls(content)
+      calls = [(call['name'], call['arguments'], None) for call in parsed_calls]
   fields: Document = {'message': content}
   if thought:
     fields['reasoning_content'] = str(thought)

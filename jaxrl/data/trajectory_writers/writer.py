@@ -57,9 +57,9 @@ def open_dump(
     _, writer_class, options = find_component(
       writer, {}, 'trajectory writer', where, where=where, base=TrajectoryWriter
     )
-    own = writer_class(mode, dump_columns.types, folder, **options)
-    dump_columns.write_images = getattr(own, 'write_images', None)
-    return dump_columns, own
+    custom_writer = writer_class(mode, dump_columns.types, folder, **options)
+    dump_columns.write_images = getattr(custom_writer, 'write_images', None)
+    return dump_columns, custom_writer
   path = path or str(folder / 'trajectories')
   if path.startswith('atif://'):
     from jaxrl.data.trajectory_writers.atif_writer import AtifWriter

@@ -147,8 +147,12 @@ def main() -> None:
       with contextlib.suppress(ProcessLookupError):
         kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    said, told = (part.decode('utf-8', 'replace') for part in (output, errors))
-    write_line({'said': said, 'stderr': told, 'code': code, 'limit': limit})
+    output_text, error_text = (
+      part.decode('utf-8', 'replace') for part in (output, errors)
+    )
+    write_line(
+      {'said': output_text, 'stderr': error_text, 'code': code, 'limit': limit}
+    )
 
 
 if __name__ == '__main__':

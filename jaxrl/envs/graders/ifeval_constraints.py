@@ -418,7 +418,7 @@ def no_comma(reply: str) -> bool:
 def response_language(reply: str, *, language: str) -> bool:
   """Checks that the reply is in a language.
 
-  As in IFEval, a reply whose language cannot be told, such as digits, fulfils it.
+  As in IFEval, a reply whose language cannot be detected, such as digits, fulfils it.
 
   Args:
     reply: The reply.

@@ -54,7 +54,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   window = llama_style.read_window(data, where, 512)
   full = {**_read_full(data, where), 'keys_are_values': _keys_are_values(data)}
   usual = fields | {'keys_are_values': False}
-  own = {
+  kind_fields = {
     'full': llama_style.differing(full, usual),
     'sliding': {'window': window, **llama_style.differing(local_rope, fields)},
   }
@@ -62,7 +62,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   return {
     **fields,
     **_read_experts(data, where),
-    **_read_kinds(data, where, own, wide + fields['intermediate_size']),
+    **_read_kinds(data, where, kind_fields, wide + fields['intermediate_size']),
     'attention_bias': bool(data.get('attention_bias', False)),
     'qk_norm': True,
     'query_scale': 1.0,
@@ -94,18 +94,18 @@ def _read_full(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     full['num_key_value_heads'] = data['num_global_key_value_heads']
   if data.get('per_layer_config') is not None:  # which says all that differs
     full = {}
-  found = list((data.get('per_layer_config') or {}).values()) or [full]
+  overrides = list((data.get('per_layer_config') or {}).values()) or [full]
   names = {'head_dim': 'head_dim', 'num_key_value_heads': 'num_kv_heads'}
-  if any(one != found[0] or set(one) - set(names) for one in found):
+  if any(one != overrides[0] or set(one) - set(names) for one in overrides):
     raise ValueError(
       f'{where}: per_layer_config may only say one head_dim and num_key_value_heads '
       'for all layers with full attention'
     )
-  return {names[name]: value for name, value in found[0].items()}
+  return {names[name]: value for name, value in overrides[0].items()}
 
 
 def _read_kinds(
-  data: Mapping[str, Any], where: str, own: dict[str, dict[str, Any]], wide: int
+  data: Mapping[str, Any], where: str, kind_fields: dict[str, dict[str, Any]], wide: int
 ) -> dict[str, Any]:
   """Kinds of layers: a layer whose keys others read is a 'source', those 'shared'."""
   fifth = lambda i: llama_style.LAYER_TYPES[(i + 1) % 6 != 0]  # noqa: E731
@@ -114,7 +114,7 @@ def _read_kinds(
   ]
   types[-1] = 'full'  # as `transformers` has it
   first = len(types) - data.get('num_kv_shared_layers', 0)
-  kinds = {f'{name}_attention': fields for name, fields in own.items()}
+  kinds = {f'{name}_attention': fields for name, fields in kind_fields.items()}
   names = [f'{name}_attention' for name in types]
   for i in range(first, len(types)):
     name = types[i]
@@ -124,8 +124,8 @@ def _read_kinds(
       )
     source = first - 1 - types[:first][::-1].index(name)
     names[source], names[i] = f'{name}_source', f'{name}_shared'
-    kinds[f'{name}_source'] = own[name] | {'kv_is_read': True}
-    kinds[f'{name}_shared'] = own[name] | {'kv_layer': source}
+    kinds[f'{name}_source'] = kind_fields[name] | {'kv_is_read': True}
+    kinds[f'{name}_shared'] = kind_fields[name] | {'kv_layer': source}
     if wide:
       kinds[f'{name}_shared'] |= {'intermediate_size': wide}
   return llama_style.layer_kinds(tuple(names), **kinds)

@@ -50,7 +50,7 @@ _HYBRID = {
 
 
 def _qwen3_vl(text: dict[str, Any], **tower: Any) -> dict[str, Any]:
-  own = {'max_position_embeddings': 262144, 'rope_theta': 5000000}
+  text_settings = {'max_position_embeddings': 262144, 'rope_theta': 5000000}
   sections = {
     'mrope_interleaved': True,
     'mrope_section': [24, 20, 20],
@@ -69,7 +69,7 @@ def _qwen3_vl(text: dict[str, Any], **tower: Any) -> dict[str, Any]:
     'model_type': 'qwen3_vl',
     'text_config': {
       **text,
-      **own,
+      **text_settings,
       'model_type': 'qwen3_vl_text',
       'rope_scaling': sections,
     },

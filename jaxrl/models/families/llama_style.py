@@ -235,8 +235,8 @@ def layer_kinds(
     **kinds: The fields that each kind has of its own; kinds that no layer is of are
       left out.
   """
-  own = ((kind, tuple(kinds[kind].items())) for kind in dict.fromkeys(types))
-  return {'layer_types': types, 'layer_kinds': tuple(own)}
+  kind_fields = ((kind, tuple(kinds[kind].items())) for kind in dict.fromkeys(types))
+  return {'layer_types': types, 'layer_kinds': tuple(kind_fields)}
 
 
 def write_windows(config: 'ModelConfig') -> dict[str, Any]:
@@ -280,36 +280,38 @@ def split_rope(
   Raises:
     ValueError: If a scaling is not supported.
   """
-  given, (key, local_theta) = data.get('rope_parameters'), local
-  if given is None:
+  rope_parameters, (key, local_theta) = data.get('rope_parameters'), local
+  if rope_parameters is None:
     full = dict(data.get('rope_scaling') or {})
     full['rope_theta'] = data.get('rope_theta') or theta
-    own = {'rope_theta': data.get(key) or local_theta or full['rope_theta']}
-  elif set(given) <= set(LAYER_TYPES):
-    full, own = (dict(given.get(name) or {}) for name in LAYER_TYPES)
-    own.setdefault('rope_theta', local_theta or full.get('rope_theta') or theta)
+    windowed = {'rope_theta': data.get(key) or local_theta or full['rope_theta']}
+  elif set(rope_parameters) <= set(LAYER_TYPES):
+    full, windowed = (dict(rope_parameters.get(name) or {}) for name in LAYER_TYPES)
+    windowed.setdefault('rope_theta', local_theta or full.get('rope_theta') or theta)
   else:
     raise ValueError(
       f'{where}: rope_parameters must have {" and ".join(LAYER_TYPES)}, not '
-      f'{", ".join(sorted(given))}'
+      f'{", ".join(sorted(rope_parameters))}'
     )
   rest = {name: value for name, value in data.items() if name != 'rope_scaling'}
   settings = {**rest, 'rope_parameters': {'rope_theta': theta, **full}}
-  return settings, read_rope({'rope_parameters': own}, where)
+  return settings, read_rope({'rope_parameters': windowed}, where)
 
 
 def write_split_rope(config: 'ModelConfig') -> dict[str, Any]:
   """Returns the rotary settings in config.json of each type of layer."""
-  found = {}
+  rope_parameters = {}
   for name, layer in zip(config.layer_types, config.layer_configs, strict=True):
     scaling = dict(layer.rope_scaling or {'rope_type': 'default'})
-    found[name] = {**scaling, 'rope_theta': layer.rope_theta}
-  return {'rope_parameters': found}
+    rope_parameters[name] = {**scaling, 'rope_theta': layer.rope_theta}
+  return {'rope_parameters': rope_parameters}
 
 
-def differing(own: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def differing(
+  kind_fields: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
   """Returns those of a kind's own fields that are not the whole model's anyway."""
-  return {name: value for name, value in own.items() if fields[name] != value}
+  return {name: value for name, value in kind_fields.items() if fields[name] != value}
 
 
 def read_rope(

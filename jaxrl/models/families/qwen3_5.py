@@ -44,11 +44,11 @@ def _with_tower(text: FamilySpec, model_type: str, architecture: str) -> FamilyS
   """The family of a text model with a tower."""
 
   def read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    own = data.get('text_config')
-    if not isinstance(own, Mapping):
+    text_config = data.get('text_config')
+    if not isinstance(text_config, Mapping):
       raise ValueError(f'{where}: model_type {model_type!r} needs a text_config')
-    own, sections = qwen3_vl.split_sections(own, where, (11, 11, 10))
-    fields = text.read_config(own, f'{where}: text_config')
+    text_config, sections = qwen3_vl.split_sections(text_config, where, (11, 11, 10))
+    fields = text.read_config(text_config, f'{where}: text_config')
     tied = data.get('tie_word_embeddings', fields['tie_embeddings'])
     vision = qwen3_vl.read_vision(data, where, fields['hidden_size'], deepstack=())
     return fields | {
@@ -58,18 +58,18 @@ def _with_tower(text: FamilySpec, model_type: str, architecture: str) -> FamilyS
     }
 
   def write(config: 'ModelConfig') -> dict[str, Any]:
-    own = text.write_config(config)
-    scaling = own.get('rope_scaling') or {'rope_type': 'default'}
-    found = qwen3_vl.write_vision(config)
-    del found['vision_config']['deepstack_visual_indexes']
-    found['vision_config']['model_type'] = model_type
+    text_config = text.write_config(config)
+    scaling = text_config.get('rope_scaling') or {'rope_type': 'default'}
+    vision_settings = qwen3_vl.write_vision(config)
+    del vision_settings['vision_config']['deepstack_visual_indexes']
+    vision_settings['vision_config']['model_type'] = model_type
     return {
       'text_config': {
-        **own,
+        **text_config,
         'model_type': text.model_type,
         'rope_scaling': scaling | qwen3_vl.write_sections(config),
       },
-      **found,
+      **vision_settings,
       'tie_word_embeddings': config.tie_embeddings,
     }
 

@@ -101,21 +101,21 @@ def _read_next(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _write(config: 'ModelConfig') -> dict[str, Any]:
-  found = llama_style.write_settings(config) | {
+  settings = llama_style.write_settings(config) | {
     'partial_rotary_factor': config.rope_fraction,
     'attention_bias': config.attention_bias,
     'layer_types': [name.removesuffix(DENSE) for name in config.layer_types],
   }
   for field, (key, _) in _LINEAR_SIZES.items():
-    found[key] = getattr(config, field)
+    settings[key] = getattr(config, field)
   if config.num_experts:
-    found |= {
+    settings |= {
       'num_experts': config.num_experts,
       'num_experts_per_tok': config.num_experts_per_token,
       'moe_intermediate_size': config.moe_intermediate_size,
       'shared_expert_intermediate_size': config.shared_expert_size,
     }
-  return found
+  return settings
 
 
 def _write_next(config: 'ModelConfig') -> dict[str, Any]:
@@ -128,9 +128,9 @@ def _write_next(config: 'ModelConfig') -> dict[str, Any]:
 
 
 def _write_moe(config: 'ModelConfig') -> dict[str, Any]:
-  found = _write(config)
-  del found['intermediate_size']  # no layer is dense
-  return found
+  settings = _write(config)
+  del settings['intermediate_size']  # no layer is dense
+  return settings
 
 
 def _read_moe(data: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -50,25 +50,28 @@ def read_vision(
   """
   from jaxrl.models.model_config import VisionConfig
 
-  own = data.get('vision_config')
-  if not isinstance(own, Mapping):
+  vision_config = data.get('vision_config')
+  if not isinstance(vision_config, Mapping):
     raise ValueError(f'{where}: vision_config must be given')
-  fields = {ours: own.get(*theirs) for ours, theirs in _TOWER.items()}
+  fields = {ours: vision_config.get(*theirs) for ours, theirs in _TOWER.items()}
   fields |= {ours: data.get(*theirs) for ours, theirs in _TOKENS.items()}
   for name, value in fields.items():
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
       key = (_TOWER | _TOKENS)[name][0]
       raise ValueError(f'{where}: {key}={value!r} must be a whole number')
   fixed = {'hidden_act': _ACTIVATION, 'out_hidden_size': hidden_size}
-  rope = own.get('rope_parameters') or {}
-  given = {**own, **{f'rope_{k.removeprefix("rope_")}': v for k, v in rope.items()}}
+  rope = vision_config.get('rope_parameters') or {}
+  settings = {
+    **vision_config,
+    **{f'rope_{k.removeprefix("rope_")}': v for k, v in rope.items()},
+  }
   for name, value in (fixed | {'rope_type': 'axial', 'rope_theta': 10000.0}).items():
-    if given.get(name, value) != value:
+    if settings.get(name, value) != value:
       raise ValueError(
-        f'{where}: vision_config: {name}={given[name]!r} is not supported, only '
+        f'{where}: vision_config: {name}={settings[name]!r} is not supported, only '
         f'{value!r}'
       )
-  deep = tuple(own.get('deepstack_visual_indexes', deepstack))
+  deep = tuple(vision_config.get('deepstack_visual_indexes', deepstack))
   try:
     return VisionConfig(deepstack_layers=deep, **fields)
   except ValueError as error:
@@ -77,17 +80,17 @@ def read_vision(
 
 def write_vision(config: 'ModelConfig') -> dict[str, Any]:
   """Returns the tower's settings as config.json has them."""
-  own = config.vision
-  assert own is not None  # every model of such a family has one
+  vision = config.vision
+  assert vision is not None  # every model of such a family has one
   return {
     'vision_config': {
       'model_type': 'qwen3_vl',
-      **{theirs: getattr(own, ours) for ours, (theirs, _) in _TOWER.items()},
-      'deepstack_visual_indexes': list(own.deepstack_layers),
+      **{theirs: getattr(vision, ours) for ours, (theirs, _) in _TOWER.items()},
+      'deepstack_visual_indexes': list(vision.deepstack_layers),
       'hidden_act': _ACTIVATION,
       'out_hidden_size': config.hidden_size,
     },
-    **{theirs: getattr(own, ours) for ours, (theirs, _) in _TOKENS.items()},
+    **{theirs: getattr(vision, ours) for ours, (theirs, _) in _TOKENS.items()},
   }
 
 

@@ -52,8 +52,8 @@ class ImagePlaces:
     Returns:
       `[B, T, D]`.
     """
-    found = params['vision']['features'][jnp.maximum(self.features - 1, 0)]
-    return jnp.where(self.features[..., None] > 0, found.astype(x.dtype), x)
+    features = params['vision']['features'][jnp.maximum(self.features - 1, 0)]
+    return jnp.where(self.features[..., None] > 0, features.astype(x.dtype), x)
 
   def deepen(self, params: Params, x: jax.Array, layer: jax.Array) -> jax.Array:
     """Adds the features taken between the tower's layers.
@@ -72,8 +72,8 @@ class ImagePlaces:
       return x
 
     def add(x: jax.Array) -> jax.Array:
-      own = deep[jnp.minimum(layer, count - 1), jnp.maximum(self.features - 1, 0)]
-      return x + jnp.where(self.features[..., None] > 0, own, 0).astype(x.dtype)
+      features = deep[jnp.minimum(layer, count - 1), jnp.maximum(self.features - 1, 0)]
+      return x + jnp.where(self.features[..., None] > 0, features, 0).astype(x.dtype)
 
     return jax.lax.cond(layer < count, add, lambda x: x, x)
 
@@ -240,9 +240,9 @@ def pack_patches(
     rows.patches[row, span], _ = processor.patches(image)
     numbers[row] += 1
     rows.image_ids[row, span] = numbers[row]
-    own = patch_places(vision, grid)
+    patch_arrays = patch_places(vision, grid)
     for array, values in zip(
-      (rows.places, rows.grid_index, rows.grid_weights), own, strict=True
+      (rows.places, rows.grid_index, rows.grid_weights), patch_arrays, strict=True
     ):
       array[row, span] = values
   return rows, [(row * length + start) // vision.merged for row, start in at]

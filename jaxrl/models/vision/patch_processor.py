@@ -78,13 +78,13 @@ class PatchProcessor:
     Raises:
       ValueError: If it is too long and thin.
     """
-    own = self.vision
+    vision = self.vision
     height, width = resized(
-      *(image.height, image.width, own.patch_size * own.merge_size),
-      least=own.min_pixels,
-      most=own.max_pixels,
+      *(image.height, image.width, vision.patch_size * vision.merge_size),
+      least=vision.min_pixels,
+      most=vision.max_pixels,
     )
-    return 1, height // own.patch_size, width // own.patch_size
+    return 1, height // vision.patch_size, width // vision.patch_size
 
   def num_tokens(self, image: Pixels) -> int:
     """Returns how many placeholder tokens stand for an image.
@@ -130,18 +130,18 @@ class PatchProcessor:
     Raises:
       ValueError: As `grid`.
     """
-    own, grid = self.vision, self.grid(image)
+    vision, grid = self.vision, self.grid(image)
     _, rows, columns = grid
-    size, merge = own.patch_size, own.merge_size
+    size, merge = vision.patch_size, vision.merge_size
     pixels = self.resize(image)
-    mean, std = (np.array(x, np.float32) for x in (own.mean, own.std))
+    mean, std = (np.array(x, np.float32) for x in (vision.mean, vision.std))
     scaled = np.asarray(pixels).astype(np.float64) * (1 / 255)
     scaled = (scaled.astype(np.float32) - mean) / std
     cut = scaled.reshape(
-      rows // merge, merge, size, columns // merge, merge, size, own.channels
+      rows // merge, merge, size, columns // merge, merge, size, vision.channels
     )
     cut = cut.transpose(0, 3, 1, 4, 6, 2, 5)  # blocks, in them patches, in them pixels
-    shape = (*cut.shape[:5], own.frames_per_patch, *cut.shape[5:])
+    shape = (*cut.shape[:5], vision.frames_per_patch, *cut.shape[5:])
     cut = np.broadcast_to(cut[:, :, :, :, :, None], shape)
     return cut.reshape(rows * columns, -1), grid
 
@@ -203,9 +203,9 @@ def read_settings(
     'merge_size': vision.merge_size,
   }
   for name, value in fixed.items():
-    given = data.get(name, value)
-    if given is not None and not np.isclose(given, value, rtol=1e-6):
-      raise ValueError(f'{where}: {name}={given!r} is not supported, only {value!r}')
+    setting = data.get(name, value)
+    if setting is not None and not np.isclose(setting, value, rtol=1e-6):
+      raise ValueError(f'{where}: {name}={setting!r} is not supported, only {value!r}')
   size = data.get('size') or {}
   least = data.get('min_pixels') or size.get('shortest_edge') or vision.min_pixels
   most = data.get('max_pixels') or size.get('longest_edge') or vision.max_pixels

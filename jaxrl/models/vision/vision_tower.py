@@ -65,14 +65,14 @@ class TowerLayer(nnx.Module):
   """Attention within images, and an MLP."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    own, adapters = _vision(config), tower_adapters(config)
-    width, heads = own.hidden_size, own.num_heads
+    vision, adapters = _vision(config), tower_adapters(config)
+    width, heads = vision.hidden_size, vision.num_heads
     each = heads, width // heads
     axes = ('embed', None, 'heads', None)
     self.attention_norm, self.mlp_norm = LayerNorm(width), LayerNorm(width)
     self.qkv = Linear((width,), (3, *each), axes, rngs, True, adapters)
     self.out = Linear(each, (width,), ('heads', None, 'embed'), rngs, True, adapters)
-    sizes = width, own.intermediate_size, width
+    sizes = width, vision.intermediate_size, width
     gelu = functools.partial(jax.nn.gelu, approximate=True)
     self.mlp = TwoLayers(sizes, gelu, rngs, adapters)
 
@@ -99,10 +99,10 @@ class PatchMerger(nnx.Module):
   """Makes one feature of several patches, normed before or after they are joined."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs, norm_joined: bool):
-    own = _vision(config)
-    width = own.hidden_size * own.merged
+    vision = _vision(config)
+    width = vision.hidden_size * vision.merged
     gelu = functools.partial(jax.nn.gelu, approximate=False)
-    self.norm = LayerNorm(width if norm_joined else own.hidden_size)
+    self.norm = LayerNorm(width if norm_joined else vision.hidden_size)
     sizes = width, width, config.hidden_size
     self.mlp = TwoLayers(sizes, gelu, rngs, tower_adapters(config))
     self.norm_joined, self.width = norm_joined, width
@@ -118,10 +118,10 @@ class TowerEnds(nnx.Module):
   """What comes before and after the tower's layers."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    own, width = _vision(config), (_vision(config).hidden_size,)
+    vision, width = _vision(config), (_vision(config).hidden_size,)
     axes = (None, None, None, None, 'embed')
-    self.patch_embedding = Linear(own.patch_shape, width, axes, rngs, bias=True)
-    shape = own.num_positions, own.hidden_size
+    self.patch_embedding = Linear(vision.patch_shape, width, axes, rngs, bias=True)
+    shape = vision.num_positions, vision.hidden_size
     self.positions = initializers.normal_param(rngs, shape, (None, None))
     self.merger = PatchMerger(config, rngs, norm_joined=False)
 
@@ -142,11 +142,11 @@ def tower_adapters(config: ModelConfig) -> Lora | None:
 
 def _kinds(config: ModelConfig) -> dict[str, tuple[Callable[..., nnx.Module], int]]:
   """What is stacked: how one is made, and how many there are."""
-  own = _vision(config)
+  vision = _vision(config)
   deep = functools.partial(PatchMerger, norm_joined=True)
   return {
-    'layers': (TowerLayer, own.num_layers),
-    'deepstack': (deep, len(own.deepstack_layers)),
+    'layers': (TowerLayer, vision.num_layers),
+    'deepstack': (deep, len(vision.deepstack_layers)),
   }
 
 
@@ -211,8 +211,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, image_ids: jax.Array) -> ja
   """
   scale = q.shape[-1] ** -0.5
 
-  def block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
-    queries, ids = given
+  def block(query_block: tuple[jax.Array, jax.Array]) -> jax.Array:
+    queries, ids = query_block
     scores = jnp.einsum('rqhd,rkhd->rhqk', queries, k).astype(jnp.float32) * scale
     is_own = ids[:, None, :, None] == image_ids[:, None, None, :]
     shares = jax.nn.softmax(jnp.where(is_own, scores, NEGATIVE), axis=-1)
@@ -253,12 +253,12 @@ def features(
     'features' `[M, D]`, M the patches of all rows over those that are merged, and
     'deep' `[n, M, D]`, for the states after the first n layers of the language model.
   """
-  own = _vision(config)
+  vision = _vision(config)
   stacked = {name: params[name] for name in _kinds(config) if name in params}
   outer = {name: x for name, x in params.items() if name not in stacked}
   ends = nnx.merge(_definition(TowerEnds, config)[0], outer)
   shape = rows.image_ids.shape
-  patches = rows.patches.astype(dtype).reshape(*shape, *own.patch_shape)
+  patches = rows.patches.astype(dtype).reshape(*shape, *vision.patch_shape)
   x = ends.patch_embedding(patches)
   learned = ends.positions[...][rows.grid_index]  # [R, L, 4, W]
   x = x + (learned * rows.grid_weights[..., None]).sum(2).astype(x.dtype)
@@ -273,16 +273,16 @@ def features(
   if policy is not None:
     step = jax.checkpoint(step, policy=policy, prevent_cse=False)
   deep, start = [], 0
-  for number, layer in enumerate(own.deepstack_layers):
+  for number, layer in enumerate(vision.deepstack_layers):
     x = _run(step, x, stacked['layers'], start, layer + 1)
     one = jax.tree.map(lambda y, i=number: y[i], stacked['deepstack'])
     kind = _kinds(config)['deepstack'][0]
     deep.append(nnx.merge(_definition(kind, config)[0], one)(x))
     start = layer + 1
-  x = _run(step, x, stacked['layers'], start, own.num_layers)
-  found = ends.merger(x)
-  none = jnp.zeros((0, *found.shape), found.dtype)
-  whole = {'features': found, 'deep': jnp.stack(deep) if deep else none}
+  x = _run(step, x, stacked['layers'], start, vision.num_layers)
+  merged = ends.merger(x)
+  none = jnp.zeros((0, *merged.shape), merged.dtype)
+  whole = {'features': merged, 'deep': jnp.stack(deep) if deep else none}
   return jax.tree.map(lambda y: constrain(y, *(None,) * y.ndim), whole)
 
 
@@ -295,8 +295,8 @@ def _run(step: Any, x: jax.Array, layers: Params, start: int, end: int) -> jax.A
 
 def _rotation(config: ModelConfig, places: jax.Array) -> rope.Rotation:
   """The rotation of patches: half of the frequencies by row, half by column."""
-  own = _vision(config)
-  size = own.hidden_size // own.num_heads // 2
+  vision = _vision(config)
+  size = vision.hidden_size // vision.num_heads // 2
   inverse = 1.0 / ROPE_THETA ** (jnp.arange(0, size, 2, dtype=jnp.float32) / size)
   angles = places[..., None].astype(jnp.float32) * inverse  # [R, L, 2, size / 2]
   angles = angles.reshape(*places.shape[:-1], size)
@@ -322,7 +322,7 @@ def encode(model: Any, params: Params, rows: PatchRows | None) -> Params:
     rematerialise=model.remat,
     constrain=model.constrain,
   )
-  found = run(params['vision'], rows)
+  encoded = run(params['vision'], rows)
   if model.config.vision.train == 'frozen':
-    found = jax.lax.stop_gradient(found)
-  return params | {'vision': found}
+    encoded = jax.lax.stop_gradient(encoded)
+  return params | {'vision': encoded}

@@ -98,22 +98,24 @@ class ImageFeatures:
       The updated cache.
     """
     tokens, lengths, _ = prompts
-    unique = {image.digest: image for own in images for image in own}
+    unique = {
+      image.digest: image for prompt_images in images for image in prompt_images
+    }
     self._hold(params, version, list(unique.values()))
     assert self._table is not None
     features = np.zeros(tokens.shape, np.int32)
     places = np.arange(tokens.shape[1], dtype=np.int32)[None, :, None]
     places = np.broadcast_to(places, (*tokens.shape, 3)).copy()
-    for row, own in enumerate(images):
-      if not own:
+    for row, prompt_images in enumerate(images):
+      if not prompt_images:
         continue
-      grids = [self.processor.grid(image) for image in own]
+      grids = [self.processor.grid(image) for image in prompt_images]
       length = lengths[row]
-      found = image_places.place_images(
+      placement = image_places.place_images(
         self.processor.vision, tokens[row, :length], grids
       )
-      places[row, :length] = found[1]
-      for image, start in zip(own, found[0], strict=True):
+      places[row, :length] = placement[1]
+      for image, start in zip(prompt_images, placement[0], strict=True):
         size = self.processor.num_tokens(image)
         first = self._first[image.digest] + 1
         features[row, start : start + size] = np.arange(first, first + size)
@@ -164,14 +166,14 @@ def _write(
   model: TransformerLM, table: Params, tower: Params, rows: PatchRows, first: Array
 ) -> Params:
   """Writes the features of an image into the table, from row `first` on."""
-  found = vision_tower.features(model.config, tower, rows, dtype=model.dtype)
+  outputs = vision_tower.features(model.config, tower, rows, dtype=model.dtype)
   zero = jnp.int32(0)
   return {
     'features': jax.lax.dynamic_update_slice(
-      table['features'], found['features'], (first, zero)
+      table['features'], outputs['features'], (first, zero)
     ),
     'deep': jax.lax.dynamic_update_slice(
-      table['deep'], found['deep'], (zero, first, zero)
+      table['deep'], outputs['deep'], (zero, first, zero)
     ),
   }
 

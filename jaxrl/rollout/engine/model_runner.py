@@ -322,9 +322,9 @@ class ModelRunner:
           lengths[row], slots[row] = len(prompt) - 1, slot
         inputs = tokens, lengths, slots
         if has_images:
-          own = [images.get(int(slot), ()) for slot in slots]
+          row_images = [images.get(int(slot), ()) for slot in slots]
           run = self._image_features.prefill
-          cache = run(params, version, cache, inputs, own)
+          cache = run(params, version, cache, inputs, row_images)
         else:
           cache = self._prefill(params, cache, *inputs)
     return cache
@@ -435,8 +435,10 @@ def _decode(model, num_steps: int, params, cache: Cache, slots: SlotState):
     is_busy = slots.remaining > 0
     limit = jnp.max(jnp.where(is_busy, slots.positions, 0)) + 1
     positions = jnp.where(is_busy, slots.positions, scratch_position)
-    own = jax.tree.map(lambda x: x[step], rotations)
-    logits, cache = model.decode(params, cache, slots.tokens, positions, limit, own)
+    step_rotations = jax.tree.map(lambda x: x[step], rotations)
+    logits, cache = model.decode(
+      params, cache, slots.tokens, positions, limit, step_rotations
+    )
     drawn, drawn_logprobs = _draw_tokens(model, logits, slots)
     has_stopped = jnp.any(drawn[:, None] == slots.stop_ids, axis=-1)
     remaining = jnp.where(has_stopped, 0, slots.remaining - 1)

@@ -75,8 +75,8 @@ async def generate_or_abort(
     TimeoutError: If the completion takes longer than `timeout`. The request is aborted
       then, and also if the caller is cancelled.
   """
-  given = [images] if images else []  # engines of text alone need not know of them
-  completion = maybe_await(engine.generate(request_id, prompt, sampling, *given))
+  image_args = [images] if images else []  # engines of text alone need not know of them
+  completion = maybe_await(engine.generate(request_id, prompt, sampling, *image_args))
   try:
     async with asyncio.timeout(timeout):
       return await completion

@@ -101,12 +101,12 @@ class EngineRouter:
     """
     prompt = list(token_ids)
     request = self._requests.get(request_id)
-    asked = prompt, sampling, [image.digest for image in images]
+    arguments = prompt, sampling, [image.digest for image in images]
     if request is None:
       request = RoutedRequest(request_id, prompt, sampling, tuple(images))
       self._requests[request_id] = request
       request.task = asyncio.create_task(self._serve(request))
-    elif (request.prompt, request.sampling, request.digests) != asked:
+    elif (request.prompt, request.sampling, request.digests) != arguments:
       raise ValueError(
         f'request {request_id!r} is being served with another prompt or other '
         'sampling parameters; use a different id for this request'

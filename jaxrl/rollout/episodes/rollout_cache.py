@@ -108,8 +108,8 @@ class RolloutCache:
     from jaxrl.data.images import find_images  # text alone needs none
 
     ends, start = chat.image_ends(tokens, messages), len(self.tokens)
-    found = zip(ends, find_images(messages), strict=False)  # some may be cut off
-    self.images += [(start + end, image) for end, image in found]
+    pairs = zip(ends, find_images(messages), strict=False)  # some may be cut off
+    self.images += [(start + end, image) for end, image in pairs]
 
   def append_response(self, completion: Completion) -> None:
     """Appends what the model wrote, as the engine returned it, as a new turn."""

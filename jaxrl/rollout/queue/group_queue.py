@@ -105,8 +105,8 @@ class GroupQueue:
         error.
       greedy: Whether each group needs one more sample, played at temperature 0.
       expires: Whether groups admitted more than ⌈async_ratio⌉ steps ago are cancelled.
-        Otherwise groups of any age are kept, and `get_batch` is told which tokens are
-        too old.
+        Otherwise groups of any age are kept, and `get_batch` drops those with tokens
+        of weights older than `min_version`.
       failures: Logs why episodes fail; None for a log of the queue's own.
 
     Raises:

@@ -288,13 +288,13 @@ def cast_dtype(leaf: jax.Array, dtype: str | None) -> str:
 
 
 def _leaves(params: Params, tensor: CheckpointTensor | FusedTensor) -> list[jax.Array]:
-  found = []
+  leaves = []
   for part in tensor.parts:
     leaf = params
     for key in part.path:
       leaf = leaf[key]
-    found.append(leaf)
-  return found
+    leaves.append(leaf)
+  return leaves
 
 
 def _without_place(

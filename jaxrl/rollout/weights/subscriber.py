@@ -135,7 +135,7 @@ class VersionReader:
 
     Returns:
       Its number. None if there is no other version, or it could not be read completely:
-      then `problem` says why, the publisher has been told, and nothing has changed.
+      then `problem` says why, the publisher has been notified, and nothing has changed.
     """
     with self._lock:
       return self._poll()

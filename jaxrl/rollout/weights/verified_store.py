@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineWeightClient:
-  """An engine's end: loads versions when it is told to.
+  """An engine's end: loads versions on request.
 
   Args:
     transport: where versions are written.
