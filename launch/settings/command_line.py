@@ -166,7 +166,7 @@ def load(
     plugins = _plugins(folder)
     algorithm = algorithm and plugins.algorithm(algorithm)
     own_envs = env_registry.naming(plugins.of('env'))  # for `env_section`
-  with _told(command.config, algorithm), own_envs:
+  with _ConfigErrorContext(command.config, algorithm), own_envs:
     config = get_config(algorithm) if algorithm else get_config()
   if not isinstance(config, ConfigDict):
     raise ConfigError(
@@ -237,7 +237,7 @@ def _plugins(folder: str) -> Any:
   return plugins.read(folder)
 
 
-class _told:
+class _ConfigErrorContext:
   """Turns a config file's own exception into a line that says where it arose.
 
   What the user's algorithm raises while it is imported keeps its traceback.
@@ -309,7 +309,7 @@ def module(path: str) -> Any:
     raise ConfigError(f'--config={path}: cannot be read as Python')
   config_module = importlib.util.module_from_spec(spec)
   sys.modules[name] = config_module
-  with _told(path):
+  with _ConfigErrorContext(path):
     try:
       spec.loader.exec_module(config_module)
     except SyntaxError as error:

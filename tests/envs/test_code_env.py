@@ -251,7 +251,7 @@ def test_the_last_closed_block_counts():
 
 
 @pytest.mark.parametrize(
-  ('said', 'right', 'same'),
+  ('output', 'right', 'same'),
   [
     ('1 2\n3\n\n', '1  2 \n3', True),
     ('1 2 3', '1 2\n3', False),
@@ -267,8 +267,8 @@ def test_the_last_closed_block_counts():
     ('YES', 'Yes', False),
   ],
 )
-def test_outputs(said, right, same):
-  assert outputs_match(said, right) is same
+def test_outputs(output, right, same):
+  assert outputs_match(output, right) is same
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ def replay(messages, seed):
   env = FrozenLakeEnv(split='train')
   shown, _ = env.reset(seed=seed)
   answer = (shown, 0.0, False, False, {})
-  for said, reply in zip(messages[::2], messages[1::2], strict=True):
+  for prompt, reply in zip(messages[::2], messages[1::2], strict=True):
     assert not answer[2]
-    assert said['content'] == answer[0]
+    assert prompt['content'] == answer[0]
     answer = env.step(reply['content'])
   return answer
 
@@ -71,19 +71,21 @@ def test_rougher_ice_gives_200_different_test_maps():
 
 def test_threads_draw_the_maps_that_one_thread_draws():
   alone = [draw_map(seed, **OPTIONS) for seed in range(320)]
-  found = {}
+  observations = {}
 
   def draw(part):
     for seed in range(part, 320, 16):
       env = FrozenLakeEnv()
-      found[seed] = env.reset(seed=seed)[0]
+      observations[seed] = env.reset(seed=seed)[0]
 
   threads = [threading.Thread(target=draw, args=(part,)) for part in range(16)]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert [found[seed] for seed in range(320)] == [render_map(rows, 0) for rows in alone]
+  assert [observations[seed] for seed in range(320)] == [
+    render_map(rows, 0) for rows in alone
+  ]
 
 
 def test_the_global_generators_are_left_alone():
@@ -189,8 +191,8 @@ def test_a_hasty_guide_heads_right_and_down():
 
 
 def test_a_guide_is_seen_with_the_eyes_of_the_environment():
-  for said in demonstrate(3, view='around')[::2]:
-    assert said['content'].startswith('left ')
+  for prompt in demonstrate(3, view='around')[::2]:
+    assert prompt['content'].startswith('left ')
 
 
 def test_demonstrations_are_a_function_of_the_seed():

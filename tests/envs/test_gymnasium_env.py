@@ -59,8 +59,8 @@ def test_a_lake_is_played_by_names_and_shown_by_its_rendering():
   shown, info = env.reset(seed=0)
   assert shown == 'Reach G.\n[red S]FFF\nFHFH\nFFFH\nHFFG'
   assert info == {'suffix': 'Answer with one of: left, down, right, up.'}
-  for said in ('down', 'I go Down!', '<answer>right</answer>', 'right, no, down'):
-    shown, reward, terminated, *_ = env.step(said)
+  for reply in ('down', 'I go Down!', '<answer>right</answer>', 'right, no, down'):
+    shown, reward, terminated, *_ = env.step(reply)
     assert (reward, terminated) == (0, False)
   assert shown == '  (Down)\nSFFF\nFHFH\nFFFH\nH[red F]FG'
   assert env.step('right')[1:3] == (0, False)

@@ -177,8 +177,8 @@ def test_no_process_within_a_process(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: True)
   game = {'id': 'game:Wordle-v0-easy'}
   assert type(env_factory('isolated:gem', game)()).__name__ == 'GemEnv'
-  for name, own in (('gem', game), ('isolated:frozen_lake', {})):
-    options = {'env_type': name, 'env_config': own, 'tools': 'python'}
+  for name, config in (('gem', game), ('isolated:frozen_lake', {})):
+    options = {'env_type': name, 'env_config': config, 'tools': 'python'}
     assert env_factory('tool_use', options)
     with pytest.raises(ConfigError, match=f'{name!r} inside already runs'):
       env_factory('isolated:tool_use', options)

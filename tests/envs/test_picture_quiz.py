@@ -50,10 +50,10 @@ def test_exchanged_pictures_tell_nothing_of_the_answer():
 
 def test_a_hasty_guide_often_says_one():
   rows = demonstrations(size=200, haste=0.5)
-  said = [row['messages'][1]['content'] for row in rows]
-  assert 0.5 < np.mean([word == '1' for word in said]) < 0.75
+  answers = [row['messages'][1]['content'] for row in rows]
+  assert 0.5 < np.mean([word == '1' for word in answers]) < 0.75
   assert rows == demonstrations(size=200, haste=0.5)
-  assert len(set(said)) == 4
+  assert len(set(answers)) == 4
 
 
 @pytest.mark.parametrize(

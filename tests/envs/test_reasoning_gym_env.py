@@ -49,9 +49,9 @@ def test_the_generators_own_answer_scores_one(name):
 def test_scores_in_between_are_the_scorers():
   """Its default scorer divides by the length of an answer that holds the right one."""
   env, _, expected, _ = play('leg_counting', 3, threshold=0.5)
-  given = f'{expected} legs'
-  _, reward, _, _, info = env.step(f'<answer>{given}</answer>')
-  assert reward == pytest.approx(env._generator.score_answer(given, env._entry))
+  answer = f'{expected} legs'
+  _, reward, _, _, info = env.step(f'<answer>{answer}</answer>')
+  assert reward == pytest.approx(env._generator.score_answer(answer, env._entry))
   assert 0 < reward < 1
   assert info['metrics']['success'] == float(reward >= 0.5)
 
@@ -82,15 +82,15 @@ def test_sixteen_threads_ask_what_one_asks():
   def questions():
     return [play(name, seed)[1] for name in NAMES[:2] for seed in range(5)]
 
-  alone, found = questions(), []
+  alone, per_thread = questions(), []
   threads = [
-    threading.Thread(target=lambda: found.append(questions())) for _ in '1' * 16
+    threading.Thread(target=lambda: per_thread.append(questions())) for _ in '1' * 16
   ]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert found == [alone] * 16
+  assert per_thread == [alone] * 16
   assert len(set(alone)) == 10
 
 
@@ -127,12 +127,12 @@ def test_scorers_that_evaluate_an_answer_want_consent():
   evaluates = re.compile(
     r'eval\(answer\)|(?:sympy|sp)\.parse_expr|int\(parse_expr|float\(parse'
   )
-  found = {
+  names = {
     name
     for name, (generator, _) in package.DATASETS.items()
     if evaluates.search(inspect.getsource(generator.score_answer))
   }
-  assert found == EVAL_SCORERS
+  assert names == EVAL_SCORERS
   for name in EVAL_SCORERS:
     with pytest.raises(ConfigError, match='unsafe=True'):
       play(name, 0)

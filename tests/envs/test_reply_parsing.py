@@ -6,7 +6,7 @@ from jaxrl.envs.reply_parsing import tagged_answer
 
 
 @pytest.mark.parametrize(
-  'reply, said',
+  'reply, answer',
   [
     ('so\n<answer> 7 </answer> I say', '7'),
     ('<answer>1</answer> no, <answer>2\n3</answer>', '2\n3'),
@@ -17,8 +17,8 @@ from jaxrl.envs.reply_parsing import tagged_answer
     ('', ''),
   ],
 )
-def test_answer(reply, said):
-  assert tagged_answer(reply) == said
+def test_answer(reply, answer):
+  assert tagged_answer(reply) == answer
 
 
 def test_a_reply_of_open_tags_takes_no_time():

@@ -60,19 +60,19 @@ def test_rooms_follow_from_the_seed_and_differ():
 
 def test_sixteen_threads_draw_the_rooms_that_one_draws():
   alone = [SokobanEnv(**OPTIONS).reset(seed=seed)[0] for seed in range(64)]
-  found = [{} for _ in range(16)]
+  per_thread = [{} for _ in range(16)]
 
   def draw(part):
     env = SokobanEnv(**OPTIONS)
     for seed in range(64):
-      found[part][seed] = env.reset(seed=seed)[0]
+      per_thread[part][seed] = env.reset(seed=seed)[0]
 
   threads = [threading.Thread(target=draw, args=(part,)) for part in range(16)]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert all([part[seed] for seed in range(64)] == alone for part in found)
+  assert all([part[seed] for seed in range(64)] == alone for part in per_thread)
 
 
 def test_the_global_generators_are_left_alone():

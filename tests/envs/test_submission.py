@@ -14,8 +14,8 @@ from tests.envs.swe_repos import git, write
 
 def archive(*members):
   """(name, content or link) each, or a TarInfo."""
-  made = io.BytesIO()
-  with tarfile.open(fileobj=made, mode='w') as tar:
+  buffer = io.BytesIO()
+  with tarfile.open(fileobj=buffer, mode='w') as tar:
     for member in members:
       if isinstance(member, tarfile.TarInfo):
         tar.addfile(member)
@@ -27,7 +27,7 @@ def archive(*members):
       else:
         info.type, info.linkname = tarfile.SYMTYPE, content
       tar.addfile(info, io.BytesIO(content if isinstance(content, bytes) else b''))
-  return made.getvalue()
+  return buffer.getvalue()
 
 
 def files(folder):
@@ -197,8 +197,8 @@ def test_reports():
   }
   inherited = REPORT.replace(b'file="tests/test_a.py"', b'file="tests/base.py"')
   ids = ['tests/test_a.py::test_one', 'tests/test_a.py::TestB::TestC::test[a::b]']
-  found = test_results.parse_junit_report(inherited, ids)
-  assert all(found[test] for test in ids) and len(found) == 5
+  results = test_results.parse_junit_report(inherited, ids)
+  assert all(results[test] for test in ids) and len(results) == 5
   assert test_results.parse_junit_report(REPORT[:-1]) == {}
   assert test_results.parse_junit_report(b'') == {}
   bomb = b'<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><testsuites/>'

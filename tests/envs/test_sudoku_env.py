@@ -50,15 +50,15 @@ def test_threads_draw_the_puzzles_that_one_draws():
   def puzzles():
     return [draw_puzzle(seed, box=2, blanks=8) for seed in range(20)]
 
-  alone, found = puzzles(), []
+  alone, per_thread = puzzles(), []
   threads = [
-    threading.Thread(target=lambda: found.append(puzzles())) for _ in range(16)
+    threading.Thread(target=lambda: per_thread.append(puzzles())) for _ in range(16)
   ]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert found == [alone] * 16
+  assert per_thread == [alone] * 16
 
 
 def test_cells_one_by_one():

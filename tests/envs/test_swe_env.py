@@ -28,7 +28,7 @@ SMALL = f'local(memory_mb=512, processes=24, environment={LEAN})'
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
+def folders(tmp_path, monkeypatch):
   """The folder of repositories, and that of whatever an episode writes."""
   scratch = tmp_path / 'scratch'
   scratch.mkdir()
@@ -55,8 +55,8 @@ def episode(repos, row, command, **options):
 
 @sandboxed
 @pytest.mark.parametrize('repository', [swe_repos.ledger, swe_repos.spans])
-def test_the_solution_scores_one_and_leaves_nothing_behind(made, repository):
-  repos, scratch = made
+def test_the_solution_scores_one_and_leaves_nothing_behind(folders, repository):
+  repos, scratch = folders
   row = repository(repos)
   fix = f"git apply - <<'EOF'\n{row['patch']}EOF"
   reward, info, shown = episode(repos, row, fix)
@@ -69,8 +69,8 @@ def test_the_solution_scores_one_and_leaves_nothing_behind(made, repository):
 
 
 @sandboxed
-def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(made):
-  repos, scratch = made
+def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders):
+  repos, scratch = folders
   row = swe_repos.spans(repos)
   env, (question, _) = begin(repos, row)
   assert question == f'acme/spans is wrong.\n\n{SHELL_HELP}'
@@ -98,15 +98,15 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(made):
 
 
 @sandboxed
-def test_the_reference_solution_and_the_output_of_its_tests(made):
-  repos, scratch = made
+def test_the_reference_solution_and_the_output_of_its_tests(folders):
+  repos, scratch = folders
   row = swe_repos.ledger(repos)
   fixed = 'grep "self.balance(account) + amount" src/ledger.py >&2'
   tests = f'{fixed} && for test in {{tests}}; do echo "PASSED $test"; done'
   for patch, reward in ((row['patch'], 1), (row['test_patch'], 0)):
     env, _ = begin(repos, row | {'patch': patch}, test_command=tests)
-    _, given, terminated, _, info = env.step(env.apply_solution())
-    assert (given, terminated) == (reward, True)
+    _, actual_reward, terminated, _, info = env.step(env.apply_solution())
+    assert (actual_reward, terminated) == (reward, True)
     output = info['columns']['test_output']
     assert output.startswith(f'exit code {1 - reward}\n')
     assert ('test_one_posting\n' in output) is (reward == 1)
@@ -120,8 +120,8 @@ def test_the_reference_solution_and_the_output_of_its_tests(made):
 
 
 @sandboxed
-def test_long_outputs_of_tests_keep_their_end(made):
-  repos, scratch = made
+def test_long_outputs_of_tests_keep_their_end(folders):
+  repos, scratch = folders
   row = swe_repos.ledger(repos)
   noise = 'seq 100000; seq 100000 >&2; echo the end; echo the last words >&2; exit 3'
   env, _ = begin(repos, row, test_command=noise)
@@ -162,8 +162,8 @@ ln -s /etc/passwd outside; mkfifo pipe; chmod 0 pipe
 
 
 @sandboxed
-def test_tampering_with_the_tests_scores_nothing(made):
-  repos, scratch = made
+def test_tampering_with_the_tests_scores_nothing(folders):
+  repos, scratch = folders
   row = swe_repos.ledger(repos)
   reward, info, _ = episode(repos, row, HOOK + TAMPER)
   assert reward == 0
@@ -174,8 +174,8 @@ def test_tampering_with_the_tests_scores_nothing(made):
 
 @pytest.mark.slow
 @sandboxed
-def test_hanging_and_forking_commands_are_ended(made):
-  repos, scratch = made
+def test_hanging_and_forking_commands_are_ended(folders):
+  repos, scratch = folders
   mark = f'94.{os.getpid()}'
   env, _ = begin(
     repos,
@@ -200,8 +200,8 @@ def test_hanging_and_forking_commands_are_ended(made):
 
 
 @sandboxed
-def test_a_missing_test_program_is_no_fault_of_the_agents(made):
-  repos, scratch = made
+def test_a_missing_test_program_is_no_fault_of_the_agents(folders):
+  repos, scratch = folders
   env, _ = begin(repos, swe_repos.ledger(repos), test_command='A=b nosetests {files}')
   with pytest.raises(SandboxError, match="no 'nosetests' to run the tests with"):
     do(env, 'submit')
@@ -209,8 +209,8 @@ def test_a_missing_test_program_is_no_fault_of_the_agents(made):
 
 
 @sandboxed
-def test_the_ids_of_very_many_tests_are_given(made):
-  repos, scratch = made
+def test_the_ids_of_very_many_tests_are_given(folders):
+  repos, scratch = folders
   row = swe_repos.ledger(repos)
   ids = [f'tests/test_ledger.py::test_{"x" * 90}{i}' for i in range(2000)]
   env, _ = begin(
@@ -223,8 +223,8 @@ def test_the_ids_of_very_many_tests_are_given(made):
 
 
 @sandboxed
-def test_who_breaks_the_setup_scores_nothing(made):
-  repos, scratch = made
+def test_who_breaks_the_setup_scores_nothing(folders):
+  repos, scratch = folders
   setup = 'test ! -e setup.sh || sh setup.sh'
   row = swe_repos.ledger(repos)
   reward, info, _ = episode(repos, row, 'echo exit 3 > setup.sh', setup=setup)
@@ -236,15 +236,15 @@ def test_who_breaks_the_setup_scores_nothing(made):
 
 
 @sandboxed
-async def test_an_episode_of_an_env_manager(made):
-  repos, scratch = made
+async def test_an_episode_of_an_env_manager(folders):
+  repos, scratch = folders
   row = swe_repos.ledger(repos)
-  said = [
+  turns = [
     'Let me look.\n```\ncat src/ledger.py\n```',
     f"```bash\ngit apply - <<'EOF'\n{row['patch']}EOF\n```",
     '<tool_call>{"name": "submit", "arguments": {}}</tool_call>',
   ]
-  replies = iter(said)
+  replies = iter(turns)
   engine = FakeEngine(lambda prompt, sampling: next(replies))
   options = {'repos': str(repos), 'sandbox': SMALL}
   rows = GlobalDataset([row], question_key='problem_statement', answer_key='')

@@ -26,7 +26,7 @@ SMALL = f'local(memory_mb=512, processes=24, environment={LEAN})'
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
+def folders(tmp_path, monkeypatch):
   """The folder of tasks, and that of whatever an episode writes."""
   scratch = tmp_path / 'scratch'
   scratch.mkdir()
@@ -55,8 +55,8 @@ def episode(tasks, name, command, **options):
 
 @sandboxed
 @pytest.mark.parametrize('task', [*FIRST, *SECOND])
-def test_the_solution_scores_one(made, task):
-  tasks, scratch = made
+def test_the_solution_scores_one(folders, task):
+  tasks, scratch = folders
   name, solution = task(tasks)
   reward, metrics, shown = episode(tasks, name, solution)
   assert (reward, metrics['accuracy'], metrics['passed']) == (1, 1, 1)
@@ -66,8 +66,8 @@ def test_the_solution_scores_one(made, task):
 
 @sandboxed
 @pytest.mark.parametrize('task', [FIRST[0], SECOND[0]])
-def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(made, task):
-  tasks, scratch = made
+def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders, task):
+  tasks, scratch = folders
   name, _ = task(tasks)
   env, (instruction, _) = begin(tasks, name)
   assert instruction == f'{terminal_folders.COUNT}\n\n{SHELL_HELP}'
@@ -84,8 +84,8 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(made, task):
 
 @sandboxed
 @pytest.mark.parametrize('task', [FIRST[0], SECOND[0]])
-def test_the_reference_solution_and_the_output_of_its_tests(made, task):
-  tasks, scratch = made
+def test_the_reference_solution_and_the_output_of_its_tests(folders, task):
+  tasks, scratch = folders
   name, _ = task(tasks)
   passes = 'echo short test summary info; echo PASSED a; exit 0'
   tests = (
@@ -132,8 +132,8 @@ echo '=== short test summary info ==='; echo PASSED a
 
 @sandboxed
 @pytest.mark.parametrize('task', [FIRST[0], SECOND[0]])
-def test_tampering_with_the_tests_scores_nothing(made, task):
-  tasks, scratch = made
+def test_tampering_with_the_tests_scores_nothing(folders, task):
+  tasks, scratch = folders
   name, _ = task(tasks)
   reward, metrics, _ = episode(tasks, name, TAMPER)
   assert (reward, metrics['passed']) == (0, 0)
@@ -141,8 +141,8 @@ def test_tampering_with_the_tests_scores_nothing(made, task):
 
 
 @sandboxed
-def test_words_of_a_tested_program_are_no_verdict(made):
-  tasks, scratch = made
+def test_words_of_a_tested_program_are_no_verdict(folders):
+  tasks, scratch = folders
   name, _ = terminal_folders.script(tasks)
   forge = """cat > bin/by_size.sh <<'EOF'
 printf '\\n== short test summary info ==\\nPASSED a::b\\n' | tee /proc/$PPID/fd/1
@@ -154,8 +154,8 @@ EOF"""
 
 @pytest.mark.slow
 @sandboxed
-def test_limits_on_time_and_turns(made):
-  tasks, scratch = made
+def test_limits_on_time_and_turns(folders):
+  tasks, scratch = folders
   name, _ = terminal_folders.count(tasks)
   mark = f'92.{os.getpid()}'
   env, _ = begin(tasks, name, time_factor=0.01)  # of 300 seconds
@@ -175,8 +175,8 @@ def test_limits_on_time_and_turns(made):
 
 
 @sandboxed
-def test_a_dockerfile_may_add_to_the_path(made):
-  tasks, scratch = made
+def test_a_dockerfile_may_add_to_the_path(folders):
+  tasks, scratch = folders
   name, _ = terminal_folders.count(tasks)
   text = 'FROM a\nENV PATH="/app/bin:${PATH}"\nWORKDIR /app\nCOPY words.txt bin/'
   write(tasks / name, {'Dockerfile': text})
@@ -188,8 +188,8 @@ def test_a_dockerfile_may_add_to_the_path(made):
 
 
 @sandboxed
-def test_what_cannot_be_built_here_is_told(made):
-  tasks, scratch = made
+def test_what_cannot_be_built_here_is_told(folders):
+  tasks, scratch = folders
   name, _ = terminal_folders.count(tasks)
   write(tasks / name, {'Dockerfile': 'FROM a\nRUN false'})
   with pytest.raises(
@@ -204,8 +204,8 @@ def test_what_cannot_be_built_here_is_told(made):
 
 @sandboxed
 @pytest.mark.parametrize('script', ['/app/answer', 'cd /app && sh -c ./answer'])
-def test_a_program_that_the_agent_owed_is_missing(made, script):
-  tasks, scratch = made
+def test_a_program_that_the_agent_owed_is_missing(folders, script):
+  tasks, scratch = folders
   name, _ = terminal_folders.count(tasks)
   env, _ = begin(tasks, name, test_command=script)
   assert do(env, 'submit')[1] == 0

@@ -58,10 +58,10 @@ def chat():
 
 async def play(chat, replies, options, *, dataset=None, **limits):
   """The row of one episode, the engine that played it, and its environments."""
-  engine, made = Scripted(chat, *replies), []
+  engine, envs = Scripted(chat, *replies), []
   factory = env_factory('tool_use', options)
   world = EnvContext(
-    lambda: made.append(factory()) or made[-1],
+    lambda: envs.append(factory()) or envs[-1],
     engine,
     chat,
     ThreadPool(1),
@@ -71,7 +71,7 @@ async def play(chat, replies, options, *, dataset=None, **limits):
   limits = {'max_steps': 9, 'max_length': 10**5, 'max_tokens_per_step': 10**4, **limits}
   (row,) = await EnvManager(world, **limits).play_episode(lease(), base_seed=3)
   world.pool.close()
-  for env in made:
+  for env in envs:
     env.close()
   return row, engine
 
@@ -101,10 +101,10 @@ async def test_an_episode_is_trained_on_what_the_model_wrote_alone(chat, tmp_pat
   # Every token that was sampled, as it was sampled, and no other.
   assert row.tokens[row.action_mask].tolist() == [i for s in engine.said for i in s]
   history = []
-  for prompt, said in zip(engine.prompts, engine.said, strict=True):
+  for prompt, sampled in zip(engine.prompts, engine.said, strict=True):
     assert prompt[: len(history)] == history
     assert not row.action_mask[len(history) : len(prompt)].any()
-    history = prompt + said
+    history = prompt + sampled
   assert row.tokens.tolist() == history
   assert np.flatnonzero(row.rewards).tolist() == [
     len(engine.prompts[i]) + len(engine.said[i]) - 1 for i in range(4)
@@ -121,8 +121,8 @@ async def test_an_episode_is_trained_on_what_the_model_wrote_alone(chat, tmp_pat
   ]
   result = '<|im_start|>tool\n{}<|im_end|>\n'.format
   ask = '<|im_start|>assistant\n'
-  found = '[1] facts\nThe answer to all is 42.'
-  assert heard[0] == f'\n{result("42")}{result(found)}{ask}'
+  passage = '[1] facts\nThe answer to all is 42.'
+  assert heard[0] == f'\n{result("42")}{result(passage)}{ask}'
   assert heard[1] == f'\n{result("43")}{result("3")}{ask}'
   assert "Error: no tool 'pyhton'; there are python, search, add" in heard[2]
   assert 'Error: the call cannot be read: it is not JSON' in heard[2]
@@ -131,8 +131,8 @@ async def test_an_episode_is_trained_on_what_the_model_wrote_alone(chat, tmp_pat
     'system user assistant tool tool assistant tool tool assistant tool tool assistant'
   ).split()
   assert [m['content'] for m in row.messages if m['role'] == 'assistant'] == replies
-  told = {k: v for k, v in row.metrics.items() if k.startswith('tools/') and v}
-  assert told == {
+  tool_metrics = {k: v for k, v in row.metrics.items() if k.startswith('tools/') and v}
+  assert tool_metrics == {
     'tools/calls': 6,
     'tools/errors': 2,
     'tools/unknown': 1,
@@ -158,8 +158,12 @@ async def test_a_game_of_several_turns_with_calls_between(chat):
   assert row.score == -2
   roles = [m['role'] for m in row.messages]
   assert roles[2:] == 'user assistant tool tool assistant tool assistant'.split()
-  said = [m['content'] for m in row.messages if m['role'] == 'tool']
-  assert said[0] == '1' and 'at most 1' in said[1] and 'no calls are left' in said[2]
+  results = [m['content'] for m in row.messages if m['role'] == 'tool']
+  assert (
+    results[0] == '1'
+    and 'at most 1' in results[1]
+    and 'no calls are left' in results[2]
+  )
   assert row.metrics['tools/refused'] == 2
   assert row.metrics['invalid_actions'] == 2
 

@@ -44,13 +44,13 @@ def test_the_catalogue_follows_from_its_seed():
 
 
 def test_search_puts_the_most_and_rarest_words_first():
-  found = SHOP.search('waterproof BACKPACK, with hip belt')
-  best = found[0]
+  products = SHOP.search('waterproof BACKPACK, with hip belt')
+  best = products[0]
   assert best.kind == 'backpack'
   assert {'waterproof', 'hip belt'} <= set(best.features)
   assert SHOP.search('zzz') == SHOP.search('') == []
   words = {'waterproof', 'backpack', 'with', 'hip', 'belt'}
-  assert all(words & set(product.words) for product in found)
+  assert all(words & set(product.words) for product in products)
 
 
 def test_every_errand_is_fulfilled_by_shopping():
@@ -81,17 +81,17 @@ def test_every_errand_is_fulfilled_by_shopping():
 
 def test_errands_follow_from_the_seed_under_threads():
   alone = [WebShopEnv().reset(seed=seed)[0] for seed in range(50)]
-  found = []
+  per_thread = []
 
   def draw():
-    found.append([WebShopEnv().reset(seed=seed)[0] for seed in range(50)])
+    per_thread.append([WebShopEnv().reset(seed=seed)[0] for seed in range(50)])
 
   threads = [threading.Thread(target=draw) for _ in range(16)]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert found == [alone] * 16
+  assert per_thread == [alone] * 16
   assert len(set(alone)) > 40
 
 

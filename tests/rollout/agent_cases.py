@@ -19,8 +19,8 @@ def ask(base_url, api_key, messages, path='/chat/completions', **more):
   )
   with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
     request, timeout=30
-  ) as found:
-    return json.load(found)
+  ) as response:
+    return json.load(response)
 
 
 def say(base_url, api_key, text, **more):
@@ -32,8 +32,8 @@ def good(task, base_url, api_key, *, turns=2):
   """Asks so often in one conversation; the reward is how many letters came back."""
   messages = [{'role': 'user', 'content': task['question']}]
   for _ in range(turns):
-    found = ask(base_url, api_key, messages, temperature=0.1, seed=7)
-    reply = found['choices'][0]['message']
+    completion = ask(base_url, api_key, messages, temperature=0.1, seed=7)
+    reply = completion['choices'][0]['message']
     messages += [reply, {'role': 'user', 'content': 'more'}]
   return {'reward': len(reply['content']), 'metrics': {'asked': turns}, 'given': 'x'}
 
@@ -95,19 +95,19 @@ async def with_client(task, client):
   tools = [{'type': 'function', 'function': {'name': 'add', 'parameters': {}}}]
   create, messages = client.chat.completions.create, []
   messages.append({'role': 'user', 'content': task['question'][:20]})
-  asked = {'model': 'any', 'tools': tools, 'temperature': 0.3}
-  first = (await create(messages=messages, **asked)).choices[0].message
+  options = {'model': 'any', 'tools': tools, 'temperature': 0.3}
+  first = (await create(messages=messages, **options)).choices[0].message
   heard = [{'role': 'user', 'content': 'on'}]
   if first.tool_calls:
     heard = [
       {'role': 'tool', 'tool_call_id': call.id, 'content': '2'}
       for call in first.tool_calls
     ]
-  second = (await create(messages=[*messages, first, *heard], **asked)).choices[0]
+  second = (await create(messages=[*messages, first, *heard], **options)).choices[0]
   branch = {'role': 'user', 'content': 'again'}
-  third = await create(messages=[*messages, first, branch], **asked)
-  said = [first, second.message, third.choices[0].message]
-  return len(set(''.join(message.content or '' for message in said)))
+  third = await create(messages=[*messages, first, branch], **options)
+  replies = [first, second.message, third.choices[0].message]
+  return len(set(''.join(message.content or '' for message in replies)))
 
 
 def main():

@@ -39,9 +39,9 @@ def main(where):
     isolated = IsolatedEnv('tests.envs.faulty:Faulty', {})
     return isolated if where == 'isolated' else HugeEnv(where)
 
-  made = dataclasses.replace(world(make_env, engine), chat=chat)
+  context = dataclasses.replace(world(make_env, engine), chat=chat)
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  (row,) = asyncio.run(play(made, max_steps=3, max_length=8192))
+  (row,) = asyncio.run(play(context, max_steps=3, max_length=8192))
   after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   print(row.stop_reason, len(row.tokens), (after - before) >> 10)
 

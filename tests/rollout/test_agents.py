@@ -53,14 +53,14 @@ def world(engine=None, queue=None, *, mode='sample', **config):
 
 async def play(engine=None, lease=None, options=None, **config):
   """One episode's rows."""
-  made = world(engine, **config)
-  manager = make_env_manager(made, **{**OPTIONS, **(options or {})})
+  context = world(engine, **config)
+  manager = make_env_manager(context, **{**OPTIONS, **(options or {})})
   assert isinstance(manager, AgentEnvManager)
   try:
     lease = lease or EpisodeLease(0, 2, 0, 0, 0)
     return await asyncio.wait_for(manager.play_episode(lease, base_seed=10), 30)
   finally:
-    await made.close()
+    await context.close()
 
 
 def says(text):
@@ -75,8 +75,8 @@ async def test_an_agent_plays_and_is_rewarded():
   assert (row.episode_id, row.episode_seed, row.columns['given']) == (2, 12, 'x')
   assert row.metrics['asked'] == row.metrics['turns'] == 3
   assert row.messages[0] == {'role': 'user', 'content': 'Q2'}
-  for _, prompt, said, _ in engine.calls:
-    whole = [*prompt, *said.tokens.tolist()]
+  for _, prompt, output, _ in engine.calls:
+    whole = [*prompt, *output.tokens.tolist()]
     assert row.tokens[: len(whole)].tolist() == whole
 
 
@@ -115,15 +115,15 @@ async def test_what_comes_after_the_episode_rewards_its_last_reply():
     assert played.reply == 'ab' and played.messages[-2]['content'] == 'other'
     return RewardOutput(3.0)
 
-  made = world(says('ab' + END), agent=f'{CASES}:branches')
+  context = world(says('ab' + END), agent=f'{CASES}:branches')
   rewards = RewardPipeline({'word': RewardTerm(word, 2.0)}, env_weight=0.5)
-  made = dataclasses.replace(made, rewards=rewards)
-  rows = await make_env_manager(made, **OPTIONS).play_episode(
+  context = dataclasses.replace(context, rewards=rewards)
+  rows = await make_env_manager(context, **OPTIONS).play_episode(
     EpisodeLease(0, 2, 0, 0, 0), base_seed=10
   )
   assert [row.score for row in rows] == [0, 0, 0.5 * 2.5 + 6]
   assert rows[0].metrics['reward/word'] == 3
-  await made.close()
+  await context.close()
 
 
 async def test_a_grade_that_is_too_large_costs_the_episode():
@@ -153,9 +153,9 @@ async def test_a_bad_agent_costs_an_episode(agent, reason, words):
   rows = await play(says('ab' + END), None, options, agent=f'{CASES}:{agent}')
   assert {row.stop_reason for row in rows} == {reason}
   assert words in rows[-1].extras.get('error', '')
-  said = {'silent': 0, 'endless': 15}.get(agent, 3)
+  num_tokens = {'silent': 0, 'endless': 15}.get(agent, 3)
   if 'hangs' not in agent:  # which may not even have come to speak
-    assert sum(row.action_mask.sum() for row in rows) == said
+    assert sum(row.action_mask.sum() for row in rows) == num_tokens
 
 
 async def test_limits_and_faults_of_the_engine_have_their_own_reasons():
@@ -211,40 +211,40 @@ def test_a_program_given_up_before_it_began_does_not_begin(tmp_path):
 
 
 async def test_a_key_opens_one_session_and_only_while_it_lasts():
-  made = world(agent=f'{CASES}:silent')
-  manager = make_env_manager(made, **OPTIONS)
+  context = world(agent=f'{CASES}:silent')
+  manager = make_env_manager(context, **OPTIONS)
   cache = await manager.reset(EpisodeLease(0, 0, 0, 0, 0))
   terms = manager._session_limits(cache)
   keys = [
-    await made.endpoint.open_session(n, cache.lease, 0, terms) for n in ('a', 'b')
+    await context.endpoint.open_session(n, cache.lease, 0, terms) for n in ('a', 'b')
   ]
   assert len(set(keys)) == 2 and min(map(len, keys)) >= 43
-  assert made.endpoint.url.startswith('http://127.0.0.1:')
+  assert context.endpoint.url.startswith('http://127.0.0.1:')
   from tests.rollout.agent_cases import say
 
-  await asyncio.to_thread(say, made.endpoint.url, keys[0], 'hi')
-  seats = [made.endpoint.close_session(key) for key in keys]
+  await asyncio.to_thread(say, context.endpoint.url, keys[0], 'hi')
+  seats = [context.endpoint.close_session(key) for key in keys]
   assert [len(seat.session.replies) for seat in seats] == [1, 0]
   with pytest.raises(OSError, match='401'):
-    await asyncio.to_thread(say, made.endpoint.url, keys[0], 'hi')
-  await made.close()
+    await asyncio.to_thread(say, context.endpoint.url, keys[0], 'hi')
+  await context.close()
 
 
 async def test_a_key_neither_reaches_nor_rewards_another_session():
-  made = world(says('ab' + END), agent=f'{CASES}:silent')
-  manager = make_env_manager(made, **OPTIONS)
+  context = world(says('ab' + END), agent=f'{CASES}:silent')
+  manager = make_env_manager(context, **OPTIONS)
   cache = await manager.reset(EpisodeLease(0, 0, 0, 0, 0))
   terms = manager._session_limits(cache)
   keys = [
-    await made.endpoint.open_session(n, cache.lease, 0, terms) for n in ('a', 'b')
+    await context.endpoint.open_session(n, cache.lease, 0, terms) for n in ('a', 'b')
   ]
   body = {'messages': [{'role': 'user', 'content': 'hi'}]}
 
   async def status(key, path, content):
     headers = {'Authorization': f'Bearer {key}', 'x-session-id': 'b'}
-    url = made.endpoint.url + path
-    async with client.post(url, json=content, headers=headers) as found:
-      return found.status
+    url = context.endpoint.url + path
+    async with client.post(url, json=content, headers=headers) as response:
+      return response.status
 
   async with aiohttp.ClientSession() as client:
     for wrong in (f'{keys[0]}/b', keys[0][:-1], keys[0] + 'x', 'a', 'b', '', '*'):
@@ -252,22 +252,22 @@ async def test_a_key_neither_reaches_nor_rewards_another_session():
       assert await status(wrong, '/feedback', {'reward': 1.0}) == 401
     assert await status(keys[0], '/chat/completions', body) == 200
     assert await status(keys[0], '/feedback', {'reward': 1.0, 'done': False}) == 200
-  first, second = (made.endpoint.close_session(key) for key in keys)
+  first, second = (context.endpoint.close_session(key) for key in keys)
   assert len(first.session.replies) == 1 and first.reward == 1.0
   assert not second.session.replies and second.reward == 0.0
-  await made.close()
+  await context.close()
 
 
 async def test_a_request_that_outlives_its_session_begins_no_other():
   engine = says('ab' + END)
-  made = world(engine, agent=f'{CASES}:silent')
-  manager = make_env_manager(made, **OPTIONS)
+  context = world(engine, agent=f'{CASES}:silent')
+  manager = make_env_manager(context, **OPTIONS)
   cache = await manager.reset(EpisodeLease(0, 0, 0, 0, 0))
-  key = await made.endpoint.open_session(
+  key = await context.endpoint.open_session(
     'a', cache.lease, 0, manager._session_limits(cache)
   )
   body = b'{"messages": [{"role": "user", "content": "hi"}]}'
-  port = int(made.endpoint.url.rpartition(':')[2].partition('/')[0])
+  port = int(context.endpoint.url.rpartition(':')[2].partition('/')[0])
   reader, writer = await asyncio.open_connection('127.0.0.1', port)
   head = [
     'POST /v1/chat/completions HTTP/1.1',
@@ -277,27 +277,27 @@ async def test_a_request_that_outlives_its_session_begins_no_other():
   async with asyncio.timeout(60):
     writer.write('\r\n'.join([*head, '', '']).encode())
     assert b' 100 ' in await reader.readline()  # let in; its body is waited for
-    made.endpoint.close_session(key)
+    context.endpoint.close_session(key)
     writer.write(body)
     assert b'session_over' in await reader.read()
   writer.close()
-  await made.close()
+  await context.close()
   assert not engine.calls
 
 
 async def test_a_worker_puts_groups_that_repeat():
   async def run():
     queue = GroupQueue(num_groups=2, group_size=2, num_env_groups=2)
-    made = world(Engine(), queue, agent=f'{CASES}:branches')
+    context = world(Engine(), queue, agent=f'{CASES}:branches')
     places = [(g, e) for g in range(2) for e in range(2)]
-    task = asyncio.create_task(EnvWorker(made, places, OPTIONS).run({'seed': 5}))
+    task = asyncio.create_task(EnvWorker(context, places, OPTIONS).run({'seed': 5}))
     batches = []
     for step in range(2):
       await queue.advance_step(step)
       batches += await asyncio.wait_for(queue.get_batch(2, step), 20)
     await queue.shutdown()
     count = await asyncio.wait_for(task, 20)
-    await made.close()
+    await context.close()
     assert count == queue.counts['played'] == 8
     return batches
 
@@ -320,8 +320,8 @@ async def test_an_attempt_given_up_ends_its_program(tmp_path):
     return int(note.read_text())
 
   queue = GroupQueue(num_groups=1, group_size=1, num_env_groups=1, episode_timeout=0.01)
-  made = world(says('a' + END), queue, command=f'{PROGRAM} hang {note}')
-  worker = EnvWorker(made, [(0, 0)], {**OPTIONS, 'timeouts': make_timeouts(step=0)})
+  context = world(says('a' + END), queue, command=f'{PROGRAM} hang {note}')
+  worker = EnvWorker(context, [(0, 0)], {**OPTIONS, 'timeouts': make_timeouts(step=0)})
   task = asyncio.create_task(worker.run({'seed': 5}))
   await queue.advance_step(0)
   first = await started()
@@ -332,7 +332,7 @@ async def test_an_attempt_given_up_ends_its_program(tmp_path):
   task.cancel()
   await asyncio.gather(task, return_exceptions=True)
   await asyncio.to_thread(wait_for_end, second)
-  made.pool.close()
+  context.pool.close()
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ async def test_a_reply_cut_short_is_ended_before_the_next_message():
 async def test_members_and_turns_have_seeds_of_their_own_and_repeat():
   async def seeds(member, base_seed=7):
     engine = FakeEngine()
-    made = world(lambda: EchoEnv(turns=3), engine)
-    await play(made, max_steps=3, member=member, base_seed=base_seed)
+    context = world(lambda: EchoEnv(turns=3), engine)
+    await play(context, max_steps=3, member=member, base_seed=base_seed)
     return [sampling.seed for _, _, sampling in engine.requests]
 
   first, second = await seeds(0), await seeds(1)
@@ -101,8 +101,8 @@ async def test_members_and_turns_have_seeds_of_their_own_and_repeat():
 )
 async def test_episodes_that_are_cut(reason, options):
   engine = FakeEngine(lambda prompt, sampling: 'a')
-  made = world(lambda: EchoEnv(turns=9), engine)
-  (row,) = await play(made, **{'max_steps': 9, **options})
+  context = world(lambda: EchoEnv(turns=9), engine)
+  (row,) = await play(context, **{'max_steps': 9, **options})
   assert row.stop_reason == reason
   assert not row.failed
   assert row.score > 0
@@ -150,8 +150,8 @@ async def test_a_huge_observation_ends_the_episode_as_a_long_one_does(
   engine = FakeEngine(lambda p, s: completion(reply))
 
   async def played(make_env=lambda: LongEnv(unit, repeats, where)):
-    made = dataclasses.replace(world(make_env, engine), chat=chat)
-    (row,) = await play(made, max_steps=3, max_length=200)
+    context = dataclasses.replace(world(make_env, engine), chat=chat)
+    (row,) = await play(context, max_steps=3, max_length=200)
     return row
 
   cut = await played()
@@ -189,8 +189,8 @@ async def test_a_long_observation_that_fits_is_whole():
   expected = chat.encode_prompt([{'role': 'user', 'content': observation}])
   assert len(expected) < 900 < 30_000 / 16
   engine = FakeEngine(lambda p, s: completion([chat.eos_id]))
-  made = world(lambda: LongEnv(' ', 30_000, 'reset'), engine)
-  (row,) = await play(dataclasses.replace(made, chat=chat), max_length=1000)
+  context = world(lambda: LongEnv(' ', 30_000, 'reset'), engine)
+  (row,) = await play(dataclasses.replace(context, chat=chat), max_length=1000)
   assert row.tokens[~row.action_mask].tolist() == expected
   assert row.messages[0]['content'] == observation
 
@@ -221,10 +221,10 @@ async def test_a_prompt_beyond_the_engines_window_is_an_episode():
   ],
 )
 async def test_a_broken_environment_costs_one_episode(fault, reason):
-  made = [BadEnv(fault=fault, seconds=0.5), EchoEnv()]
+  envs = [BadEnv(fault=fault, seconds=0.5), EchoEnv()]
   pool = ThreadPool(1)
   manager = EnvManager(
-    world(lambda: made.pop(0), pool=pool), timeouts=make_timeouts(reset=0.1, step=0.1)
+    world(lambda: envs.pop(0), pool=pool), timeouts=make_timeouts(reset=0.1, step=0.1)
   )
   (bad,) = await manager.play_episode(lease(), base_seed=7)
   assert (bad.stop_reason, bad.failed) == (reason, True)
@@ -295,8 +295,8 @@ async def test_an_interrupted_reply_goes_on_from_what_was_written():
 
 
 async def test_tasks_come_from_the_data_set_until_it_is_traversed():
-  made = world(rows=2, mode='traversal')
-  manager = EnvManager(made)
+  context = world(rows=2, mode='traversal')
+  manager = EnvManager(context)
   for episode_id in range(2):
     (row,) = await manager.play_episode(lease(episode_id=episode_id), base_seed=7)
     assert f'q{episode_id}' in text(row.tokens)
@@ -329,11 +329,11 @@ async def test_environment_code_never_runs_on_the_event_loop():
 
 
 async def test_a_cancelled_attempt_tells_the_engine_and_gets_a_new_environment():
-  made, engine = [], FakeEngine(delay=30)
+  envs, engine = [], FakeEngine(delay=30)
 
   def make():
-    made.append(EchoEnv())
-    return made[-1]
+    envs.append(EchoEnv())
+    return envs[-1]
 
   class Queue:
     leases = [lease(), None]  # noqa: RUF012
@@ -362,14 +362,14 @@ async def test_a_cancelled_attempt_tells_the_engine_and_gets_a_new_environment()
 
 
 def test_options_are_checked_when_it_is_made():
-  made = world()
+  context = world()
   for options in (
     {'row_format': 'steps'},
     {'turn_template': '{observaton}'},
     {'max_steps': 0},
   ):
     with pytest.raises(ValueError):
-      EnvManager(made, **options)
+      EnvManager(context, **options)
 
 
 async def test_steps_formulation_is_one_row_a_turn():
@@ -400,10 +400,10 @@ def test_fake_chat_is_a_fair_stand_in():
 
 async def test_a_greedy_lease_is_played_at_temperature_zero():
   engine = FakeEngine(lambda prompt, sampling: 'ab')
-  made = world(lambda: EchoEnv(turns=2), engine)
-  manager = EnvManager(made, temperature=0.7, max_steps=2)
-  own = lease(member=3)._replace(greedy=True)
-  (greedy,) = await manager.play_episode(own, base_seed=7)
+  context = world(lambda: EchoEnv(turns=2), engine)
+  manager = EnvManager(context, temperature=0.7, max_steps=2)
+  greedy_lease = lease(member=3)._replace(greedy=True)
+  (greedy,) = await manager.play_episode(greedy_lease, base_seed=7)
   (sampled,) = await manager.play_episode(lease(member=1), base_seed=7)
   assert [s.temperature for _, _, s in engine.requests] == [0, 0, 0.7, 0.7]
   assert (greedy.is_greedy, greedy.sample_index) == (True, 3)
@@ -420,17 +420,17 @@ async def test_a_reply_that_runs_into_its_limit_is_known_as_cut_off():
 
 async def test_an_environment_made_too_late_is_nobodys():
   """It hangs while it is made, and comes when another is at play in its place."""
-  late, killed, made = threading.Event(), threading.Event(), []
+  late, killed, envs = threading.Event(), threading.Event(), []
 
   class Late(EchoEnv):
     kill = killed.set
 
   def make():
-    mine = len(made)
-    made.append(EchoEnv(turns=2) if mine else Late())
+    mine = len(envs)
+    envs.append(EchoEnv(turns=2) if mine else Late())
     if not mine:
       late.wait(30)
-    return made[mine]
+    return envs[mine]
 
   def reply(prompt, sampling):
     late.set()
@@ -445,4 +445,4 @@ async def test_an_environment_made_too_late_is_nobodys():
   (failed,) = await manager.play_episode(lease(), base_seed=7)
   assert failed.stop_reason == 'env_reset_failed'
   (good,) = await manager.play_episode(lease(attempt=1), base_seed=7)
-  assert good.score == 3 and manager._env is made[1]
+  assert good.score == 3 and manager._env is envs[1]

@@ -19,9 +19,9 @@ async def collect(steps=3, groups=4, size=3, env_groups=4, workers=2, **options)
   queue = GroupQueue(num_groups=groups, group_size=size, num_env_groups=env_groups)
   queue = options.pop('queue', queue)
   handle = options.pop('handle', lambda q: q)(queue)
-  made = world(queue=handle, rows=options.pop('rows', 7), **options)
+  context = world(queue=handle, rows=options.pop('rows', 7), **options)
   tasks = [
-    asyncio.create_task(EnvWorker(made, places, {'max_steps': 2}).run({'seed': 5}))
+    asyncio.create_task(EnvWorker(context, places, {'max_steps': 2}).run({'seed': 5}))
     for places in partition_envs(env_groups, size, workers)
   ]
   batches = []
@@ -30,7 +30,7 @@ async def collect(steps=3, groups=4, size=3, env_groups=4, workers=2, **options)
     batches.append(await asyncio.wait_for(queue.get_batch(groups, step), 20))
   await queue.shutdown()
   counts = await asyncio.wait_for(asyncio.gather(*tasks), 20)
-  made.pool.close()
+  context.pool.close()
   return batches, queue, sum(counts)
 
 
@@ -102,10 +102,10 @@ async def test_actors_and_objects_give_the_same():
 
 @pytest.mark.parametrize('fault', ['reset raises', 'step raises', 'step hangs'])
 async def test_environments_that_break_now_and_then(fault):
-  made = iter(range(10_000))
+  counter = iter(range(10_000))
 
   def make_env():
-    return BadEnv(fault=fault if next(made) % 3 == 0 else '', seconds=0.2)
+    return BadEnv(fault=fault if next(counter) % 3 == 0 else '', seconds=0.2)
 
   queue = GroupQueue(num_groups=4, group_size=3, num_env_groups=4, max_retries=9)
   pool, options = ThreadPool(12), {'max_steps': 2, 'timeouts': make_timeouts(step=0.05)}
@@ -129,7 +129,7 @@ async def test_environments_that_break_now_and_then(fault):
 
 async def test_two_thousand_at_once_on_real_threads():
   """Of the environments every tenth breaks, each in its own way."""
-  made = iter(range(100_000))
+  counter = iter(range(100_000))
   faults = [
     'step raises',
     'step garbage',
@@ -139,7 +139,7 @@ async def test_two_thousand_at_once_on_real_threads():
   ]
 
   def make_env():
-    number = next(made)
+    number = next(counter)
     return BadEnv(fault=faults[number // 10 % 5] if number % 10 == 0 else '')
 
   queue = GroupQueue(num_groups=250, group_size=8, num_env_groups=250, max_retries=20)
@@ -198,8 +198,8 @@ async def test_traversal_through_the_queue_plays_each_item_once():
   worker = EnvWorker(shared, partition_envs(3, 2, 1)[0])
   task = asyncio.create_task(worker.run({'seed': 3}))
   groups = await asyncio.wait_for(queue.get_batch(-1, 0), 10)
-  asked = [group[0].messages[0]['content'] for group in groups]
-  assert asked == [f'q{i}' for i in range(8)]
+  questions = [group[0].messages[0]['content'] for group in groups]
+  assert questions == [f'q{i}' for i in range(8)]
   await asyncio.wait_for(task, 10)
 
 

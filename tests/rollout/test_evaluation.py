@@ -41,15 +41,15 @@ async def run(shared, max_length=1024, **options):
 
 
 async def test_a_data_set_is_played_once_in_order():
-  asked = []
+  reports = []
   metrics, groups = await run(
     world(rows=23, mode='traversal'),
     concurrency=5,
-    progress=lambda rows, total: asked.append((rows[0].episode_id, total)),
+    progress=lambda rows, total: reports.append((rows[0].episode_id, total)),
   )
   assert [g[0].messages[0]['content'] for g in groups] == [f'q{i}' for i in range(23)]
   assert metrics['eval/t/tasks'] == 23
-  assert sorted(asked) == [(task, 23) for task in range(23)]
+  assert sorted(reports) == [(task, 23) for task in range(23)]
 
 
 @pytest.mark.parametrize(('num_tasks', 'wanted'), [(-1, 9), (4, 4), (100, 9)])
@@ -57,8 +57,8 @@ async def test_never_more_tasks_than_items_and_each_item_once(num_tasks, wanted)
   shared = world(rows=9, mode='traversal')
   for _ in range(2):
     metrics, groups = await run(shared, num_tasks=num_tasks, concurrency=20)
-    said = [g[0].messages[0]['content'] for g in groups]
-    assert said == [f'q{i}' for i in range(wanted)]
+    questions = [g[0].messages[0]['content'] for g in groups]
+    assert questions == [f'q{i}' for i in range(wanted)]
     assert metrics['eval/t/tasks'] == wanted
 
 
@@ -70,8 +70,8 @@ async def test_gsm8k_whole():
   metrics, groups = await run(shared, max_length=4096)
   assert metrics['eval/t/tasks'] == len(groups) == 1319
   wanted = [data.get_data_item(index=i) for i in range(1319)]
-  asked = [group[0].messages[0]['content'] for group in groups]
-  assert asked == [item['question'] for item in wanted]
+  questions = [group[0].messages[0]['content'] for group in groups]
+  assert questions == [item['question'] for item in wanted]
   right = sum(item['answer'].endswith('#### 18') for item in wanted)
   assert right and metrics['eval/t/mean'] == pytest.approx(right / 1319)
   assert (await run(shared, max_length=4096))[0] == metrics
@@ -110,11 +110,11 @@ async def test_games_have_a_fixed_list_of_seeds():
 
 async def test_a_failed_attempt_is_retried_then_scores_zero_with_its_reason():
   count = itertools.count()
-  made = world(lambda: BadEnv(fault='step raises' if next(count) == 0 else ''))
-  metrics, _ = await run(made, num_tasks=4, concurrency=1)
+  context = world(lambda: BadEnv(fault='step raises' if next(count) == 0 else ''))
+  metrics, _ = await run(context, num_tasks=4, concurrency=1)
   assert metrics['eval/t/failed'] == 0
-  made = world(lambda: BadEnv(fault='step raises'), pool=ThreadPool(2))
-  metrics, groups = await run(made, num_tasks=4, concurrency=2)
+  context = world(lambda: BadEnv(fault='step raises'), pool=ThreadPool(2))
+  metrics, groups = await run(context, num_tasks=4, concurrency=2)
   assert metrics['eval/t/mean'] == 0
   assert metrics['eval/t/stop/env_error'] == metrics['eval/t/failed'] == 1
   assert 'broken' in groups[0][0].extras['error']
@@ -141,8 +141,8 @@ def test_summary_by_hand():
   assert metrics['eval/x/stop/env_error'] == 1 / 8
 
 
-def voted(score, member, given, **fields):
-  return row(score, member, columns={'given': given}, **fields)
+def voted(score, member, answer, **fields):
+  return row(score, member, columns={'given': answer}, **fields)
 
 
 def test_the_majority_by_hand():

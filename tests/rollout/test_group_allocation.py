@@ -17,8 +17,8 @@ from jaxrl.rollout.queue.group_allocation import allocate_groups
   ],
 )
 def test_in_proportion_and_none_left_over(count, shares, want):
-  found = allocate_groups(count, shares)
-  assert list(found.values()) == want and sum(want) == count
+  allocation = allocate_groups(count, shares)
+  assert list(allocation.values()) == want and sum(want) == count
 
 
 def test_what_cannot_be_shared():

@@ -156,10 +156,10 @@ def test_a_users_class():
   spec = 'tests.rollout.test_group_filters:Odd(modulus=3)'
   drops = make_group_filter(spec, {'a': 1}, {'b': 2})
   from tests.rollout.test_group_filters import (
-    Odd as made,
+    Odd as ResolvedOdd,
   )  # the class that was resolved
 
-  assert made.seen == ({'a': 1}, {'b': 2}, 'train', 3)
+  assert ResolvedOdd.seen == ({'a': 1}, {'b': 2}, 'train', 3)
   assert [bool(drops(g, 0, [])) for g in range(3)] == [False, True, False]
   assert spec.partition('(')[0] in drops(1, 0, []).reason
 

@@ -556,13 +556,13 @@ async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
     kept += second == 30
   with pytest.raises(RuntimeError) as caught:
     await soon(queue.get_batch(2, 0))
-  said = str(caught.value)
+  message = str(caught.value)
   assert (
-    '3 groups in a row were dropped' in said
-    and 'rollout.max_consecutive_drops=3' in said
+    '3 groups in a row were dropped' in message
+    and 'rollout.max_consecutive_drops=3' in message
   )
-  assert '6 groups were played; dropped: 5 for reward_std.' in said
-  assert 'What may help' in said
+  assert '6 groups were played; dropped: 5 for reward_std.' in message
+  assert 'What may help' in message
 
 
 async def test_refilled_batches_are_full():
@@ -587,9 +587,9 @@ async def test_refilled_batches_are_full():
   groups = await soon(queue.get_batch(2, 0))
   assert [[r.score for r in g] for g in groups] == [[0, 1], [1, 0]]
   assert queue.counts['filtered'] == 4
-  found = queue.results()
-  assert sorted(mean for _, mean, _ in found) == [0, 0, 0, 0.5, 0.5, 1]
-  assert {count for *_, count in found} == {2} and queue.results() == []
+  results = queue.results()
+  assert sorted(mean for _, mean, _ in results) == [0, 0, 0, 0.5, 0.5, 1]
+  assert {count for *_, count in results} == {2} and queue.results() == []
 
 
 async def test_results_not_yet_asked_for_are_in_the_state():

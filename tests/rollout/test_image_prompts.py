@@ -35,20 +35,20 @@ def engine(**options):
   return JaxEngine(model, device_thread=DeviceThread('engine'), **options)
 
 
-def scored(prompt, own, completion):
+def scored(prompt, pictures, completion):
   """The log-probs that the model gives a completion, by one forward pass."""
   row = np.concatenate([prompt, completion.tokens])
-  places, patches = image_places.lay_out(cut(), [(row, own)], (1, len(row)))
+  places, patches = image_places.lay_out(cut(), [(row, pictures)], (1, len(row)))
   model = TransformerLM(config())
   known = vision_tower.encode(model, weights(), patches)
-  given = {'images': places} if own else {}
+  kwargs = {'images': places} if pictures else {}
   segment_ids = np.ones((1, len(row)), np.int32)
-  outputs = model.policy_outputs(known, row[None], segment_ids, **given)
+  outputs = model.policy_outputs(known, row[None], segment_ids, **kwargs)
   return np.asarray(outputs.logprobs)[0, len(prompt) :]
 
 
-def close(found, wanted):
-  np.testing.assert_allclose(found, wanted, atol=1e-4)
+def close(actual, wanted):
+  np.testing.assert_allclose(actual, wanted, atol=1e-4)
 
 
 async def test_completions_are_those_of_the_whole_forward_pass():
@@ -64,11 +64,14 @@ async def test_completions_are_those_of_the_whole_forward_pass():
     (make(2, images.WIDE, 3), (OTHER,)),
   ]
   together = await asyncio.gather(
-    *(served.generate(str(i), p, sampling, own) for i, (p, own) in enumerate(rows))
+    *(
+      served.generate(str(i), p, sampling, pictures)
+      for i, (p, pictures) in enumerate(rows)
+    )
   )
-  for (prompt, own), completion in zip(rows, together, strict=True):
+  for (prompt, pictures), completion in zip(rows, together, strict=True):
     assert len(completion.tokens) == 6
-    close(completion.logprobs, scored(prompt, list(own), completion))
+    close(completion.logprobs, scored(prompt, list(pictures), completion))
   # Equal tokens, and other images: no prompt is taken for the other.
   assert not np.array_equal(together[2].logprobs, together[3].logprobs)
   served.metrics()  # counts from here on
@@ -77,8 +80,8 @@ async def test_completions_are_those_of_the_whole_forward_pass():
   np.testing.assert_array_equal(again.logprobs, together[2].logprobs)
   alone = engine()
   await alone.load(0, weights())
-  for i, (prompt, own) in enumerate(rows):
-    one = await alone.generate(str(i), prompt, sampling, own)
+  for i, (prompt, pictures) in enumerate(rows):
+    one = await alone.generate(str(i), prompt, sampling, pictures)
     np.testing.assert_array_equal(one.logprobs, together[i].logprobs)
 
 
@@ -106,17 +109,17 @@ async def test_an_aborted_request_resumes_with_its_images():
 async def test_new_weights_give_images_other_features():
   served = engine()
   await served.load(0, weights())
-  prompt, own = images.sequence(cut(), 2, images.TALL, 3), [images.TALL]
-  before = await served.generate('a', prompt, GREEDY, own)
+  prompt, pictures = images.sequence(cut(), 2, images.TALL, 3), [images.TALL]
+  before = await served.generate('a', prompt, GREEDY, pictures)
   other = weights() | {'vision': {**weights()['vision']}}
   other['vision']['positions'] = 9.0 * other['vision']['positions']
   await served.load(1, other)
-  after = await served.generate('b', prompt, GREEDY, own)
+  after = await served.generate('b', prompt, GREEDY, pictures)
   assert not np.allclose(before.logprobs, after.logprobs)
 
 
 @pytest.mark.parametrize(
-  'parts, own, words',
+  'parts, pictures, words',
   [
     ((2, images.TALL, 3), [images.SMALL], 'image 1 of 1 needs a run of 1 placeholder'),
     ((2, images.TALL, 3), [images.TALL] * 2, 'image 2 of 2 needs a run'),
@@ -124,11 +127,11 @@ async def test_new_weights_give_images_other_features():
     ((2,), [images.Picture(900, 4)], 'too long and thin'),
   ],
 )
-async def test_images_that_do_not_fit_their_prompt_are_refused(parts, own, words):
+async def test_images_that_do_not_fit_their_prompt_are_refused(parts, pictures, words):
   served = engine()
   await served.load(0, weights())
   with pytest.raises(ImageError, match=words) as error:
-    await served.generate('a', images.sequence(cut(), *parts), GREEDY, own)
+    await served.generate('a', images.sequence(cut(), *parts), GREEDY, pictures)
   assert '\n' not in str(error.value)
 
 

@@ -46,14 +46,16 @@ async def test_workers_killed_at_work_lose_no_episode_and_double_none():
   numbers = [group[0].group_id + group[0].episode_id for group in groups]
   assert sorted(numbers) == list(range(48))
   assert queue.counts['abandoned'] >= 10 and queue.counts['failed'] == 0
-  ends = collections.Counter(end for own in queue.ends.values() for end in own)
+  ends = collections.Counter(
+    end for lease_ends in queue.ends.values() for end in lease_ends
+  )
   assert len(set(queue.begun)) == len(queue.begun) == queue.counts['leased']
   assert all(len(queue.ends[lease]) == 1 for lease in queue.begun)
   assert ends == {'put': 48 * 3, 'given up': queue.counts['abandoned']}
 
 
 async def test_environments_in_processes_that_die_hang_raise_or_leak():
-  told = itertools.cycle(
+  commands = itertools.cycle(
     ['go', 'die', 'go', 'go', f'leak {1 << 30}', 'go', 'go', 'hang', 'go', 'raise']
   )
   queue = GroupQueue(num_groups=3, group_size=2, num_env_groups=3, max_retries=9)
@@ -63,7 +65,7 @@ async def test_environments_in_processes_that_die_hang_raise_or_leak():
     envs.append(IsolatedEnv('tests.envs.faulty:Faulty', {}, memory=512 << 20))
     return envs[-1]
 
-  shared = world(make, FakeEngine(lambda *_: next(told)), queue, pool=pool)
+  shared = world(make, FakeEngine(lambda *_: next(commands)), queue, pool=pool)
   worker = EnvWorker(
     shared, partition_envs(3, 2, 1)[0], {'timeouts': make_timeouts(step=1.0)}
   )

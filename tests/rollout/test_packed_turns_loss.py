@@ -17,8 +17,8 @@ from tests.training import toy
 
 async def rows(row_format, turns=3, **options):
   engine = FakeEngine(lambda prompt, sampling: 'ab')
-  made = world(lambda: EchoEnv(turns=turns), engine)
-  return await play(made, max_steps=turns, row_format=row_format, **options)
+  context = world(lambda: EchoEnv(turns=turns), engine)
+  return await play(context, max_steps=turns, row_format=row_format, **options)
 
 
 async def test_steps_are_laid_end_to_end():
@@ -43,11 +43,11 @@ async def test_steps_are_laid_end_to_end():
 
 async def test_a_row_has_no_more_tokens_than_an_episode_may():
   apart = [len(row.tokens) for row in await rows('step', turns=4)]
-  found = await rows('concatenated', turns=4, max_length=apart[0] + apart[1] + 70)
-  assert [row.extras.get('segments') for row in found] == [apart[:3], None]
-  assert [row.turn for row in found] == [0, 3]
-  assert not any('state_hash' in row.extras for row in found)
-  assert len({row.trajectory_id for row in found}) == 2
+  packed = await rows('concatenated', turns=4, max_length=apart[0] + apart[1] + 70)
+  assert [row.extras.get('segments') for row in packed] == [apart[:3], None]
+  assert [row.turn for row in packed] == [0, 3]
+  assert not any('state_hash' in row.extras for row in packed)
+  assert len({row.trajectory_id for row in packed}) == 2
 
 
 def test_segments_that_are_not_the_row_are_refused():
@@ -100,10 +100,10 @@ async def test_loss_and_gradient_are_those_of_rows_of_their_own():
     if name in metrics:
       assert metrics[name] == pytest.approx(other_metrics[name], rel=1e-5, abs=1e-7)
   assert metrics['optimizer/grad_norm'] > 1e-2
-  found, wanted, start = map(
+  leaves, wanted, start = map(
     jax.tree.leaves, (params, others, toy.params(TransformerLM))
   )
-  for one, other in zip(found, wanted, strict=True):
+  for one, other in zip(leaves, wanted, strict=True):
     np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
-  moved = [np.abs(one - first).max() for one, first in zip(found, start, strict=True)]
+  moved = [np.abs(one - first).max() for one, first in zip(leaves, start, strict=True)]
   assert max(moved) > 1e-3  # else equality says nothing

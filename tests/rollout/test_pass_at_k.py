@@ -61,16 +61,16 @@ def test_majority_is_the_mean_over_all_choices():
       np.mean([vote(answers, passed, c) for c in itertools.combinations(range(n), k)])
       for k in ks
     ]
-    found = pass_at_k.majority_at_k(answers, passed, ks)
-    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    estimates = pass_at_k.majority_at_k(answers, passed, ks)
+    np.testing.assert_allclose(estimates, wanted, atol=1e-12)
 
 
 def test_majority_of_many():
   answers = ['right'] * 24 + [f'wrong {i % 9}' for i in range(36)]
   passed = [a == 'right' for a in answers]
-  found = pass_at_k.majority_at_k(answers, passed, [1, 8, 60])
-  assert found[0] == pytest.approx(0.4) and found[2] == 1
-  assert 0.4 < found[1] < 1 and math.isfinite(found[1])
+  estimates = pass_at_k.majority_at_k(answers, passed, [1, 8, 60])
+  assert estimates[0] == pytest.approx(0.4) and estimates[2] == 1
+  assert 0.4 < estimates[1] < 1 and math.isfinite(estimates[1])
 
 
 def test_intervals_cover_the_mean_as_often_as_they_say():

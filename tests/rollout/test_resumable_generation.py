@@ -79,8 +79,10 @@ async def test_cut_anywhere_it_goes_on_elsewhere_as_it_would_have(engines, rules
   await two.load(4, weights_of(0))
   whole = await one.generate('whole', ids, rules)
   cuts = range(1, len(whole.tokens))
-  found = await asyncio.gather(*(resumed(two, ids, whole, rules, c) for c in cuts))
-  for done in found:
+  completions = await asyncio.gather(
+    *(resumed(two, ids, whole, rules, c) for c in cuts)
+  )
+  for done in completions:
     close(done, whole)
 
 

@@ -79,9 +79,9 @@ async def settled():
     await asyncio.sleep(0)
 
 
-def begin(made, name, seed=1, max_tokens=4, prompt=(7, 8)):
+def begin(engine_router, name, seed=1, max_tokens=4, prompt=(7, 8)):
   rules = SamplingParams(max_tokens, seed=seed)
-  return asyncio.create_task(made.generate(name, list(prompt), rules))
+  return asyncio.create_task(engine_router.generate(name, list(prompt), rules))
 
 
 def loads(engines):
@@ -98,9 +98,11 @@ async def end(engines, jobs):
 
 async def test_groups_go_to_the_least_loaded_and_stay_together():
   engines = [Scripted() for _ in range(3)]
-  made = EngineRouter(engines, affinity_slack=4)
+  engine_router = EngineRouter(engines, affinity_slack=4)
   jobs = [
-    begin(made, f'math/{group}/0/{member}') for group in range(6) for member in range(4)
+    begin(engine_router, f'math/{group}/0/{member}')
+    for group in range(6)
+    for member in range(4)
   ]
   await settled()
   assert loads(engines) == [8, 8, 8]
@@ -110,7 +112,7 @@ async def test_groups_go_to_the_least_loaded_and_stay_together():
   # Later turns of a group: where its prefix is, though all are idle now.
   for group in range(6):
     (home,) = [e for e in engines if any(f'math/{group}/' in n for n, *_ in e.asked)]
-    job = begin(made, f'math/{group}/0/0/1')
+    job = begin(engine_router, f'math/{group}/0/0/1')
     await settled()
     assert loads([home]) == [1]
     await end(engines, [job])
@@ -118,8 +120,8 @@ async def test_groups_go_to_the_least_loaded_and_stay_together():
 
 async def test_a_group_leaves_an_engine_that_is_clearly_busier():
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines, affinity_slack=3)
-  jobs = [begin(made, f'math/0/0/{member}') for member in range(8)]
+  engine_router = EngineRouter(engines, affinity_slack=3)
+  jobs = [begin(engine_router, f'math/0/0/{member}') for member in range(8)]
   await settled()
   # Four more than the other is one too many; then the other is the group's.
   assert [name for name, *_ in engines[1].asked] == [
@@ -131,8 +133,8 @@ async def test_a_group_leaves_an_engine_that_is_clearly_busier():
 
 async def test_a_request_goes_on_elsewhere_from_what_was_emitted():
   first, second = Scripted(version=4), Scripted(version=5)
-  made = EngineRouter([first, second], poll_interval=0.01)
-  job = begin(made, 'math/0/0/0', seed=3, max_tokens=5)
+  engine_router = EngineRouter([first, second], poll_interval=0.01)
+  job = begin(engine_router, 'math/0/0/0', seed=3, max_tokens=5)
   await settled()
   first.step()
   first.step()
@@ -148,17 +150,17 @@ async def test_a_request_goes_on_elsewhere_from_what_was_emitted():
   assert done.weights_versions.tolist() == [4, 4, 5, 5, 5]
   np.testing.assert_array_equal(done.logprobs, -done.tokens / 7)
   assert done.finish_reason == 'length'
-  figures = await made.metrics()
+  figures = await engine_router.metrics()
   assert figures['rollout/requests_moved'] == 1
   assert figures['rollout/tokens_kept'] == 2
   assert figures['tokens/generated'] == 10  # of the one that lives
-  assert 'rollout/requests_moved' not in await made.metrics()
+  assert 'rollout/requests_moved' not in await engine_router.metrics()
 
 
 async def test_it_survives_several_engines_one_after_another():
   engines = [Scripted(version=i) for i in range(4)]
-  made = EngineRouter(engines, poll_interval=0.01)
-  job = begin(made, 'math/0/0/0', max_tokens=9)
+  engine_router = EngineRouter(engines, poll_interval=0.01)
+  job = begin(engine_router, 'math/0/0/0', max_tokens=9)
   for dying in engines[:3]:
     await settled()
     dying.step()
@@ -173,8 +175,8 @@ async def test_it_survives_several_engines_one_after_another():
 
 async def test_without_any_engine_requests_wait_for_a_new_one():
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines, poll_interval=0.01)
-  jobs = [begin(made, f'math/{i}/0/0', seed=i) for i in range(3)]
+  engine_router = EngineRouter(engines, poll_interval=0.01)
+  jobs = [begin(engine_router, f'math/{i}/0/0', seed=i) for i in range(3)]
   await settled()
   for engine in engines:
     engine.step()
@@ -184,7 +186,7 @@ async def test_without_any_engine_requests_wait_for_a_new_one():
   await asyncio.sleep(0.02)
   assert not any(job.done() for job in jobs)
   fresh = Scripted(version=9)
-  await made.replace(1, fresh)
+  await engine_router.replace(1, fresh)
   await settled()
   assert loads([fresh]) == [3]
   results = await end([fresh], jobs)
@@ -195,19 +197,19 @@ async def test_without_any_engine_requests_wait_for_a_new_one():
 
 async def test_a_lost_engine_gets_nothing_until_it_is_replaced(monkeypatch):
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines)
+  engine_router = EngineRouter(engines)
   engines[0].die()
-  jobs = [begin(made, f'math/{i}/0/0') for i in range(6)]
+  jobs = [begin(engine_router, f'math/{i}/0/0') for i in range(6)]
   await settled()
   assert len(engines[0].asked) < 6 and loads(engines) == [0, 6]
-  asked = len(engines[0].asked)
-  jobs += [begin(made, f'math/{i}/0/0') for i in range(6, 12)]
+  num_requests = len(engines[0].asked)
+  jobs += [begin(engine_router, f'math/{i}/0/0') for i in range(6, 12)]
   await settled()
-  assert len(engines[0].asked) == asked
+  assert len(engines[0].asked) == num_requests
   fresh = Scripted()
-  await made.replace(0, fresh)
-  assert (await made.metrics())['rollout/engines_replaced'] == 1
-  jobs += [begin(made, f'math/{i}/0/0') for i in range(12, 16)]
+  await engine_router.replace(0, fresh)
+  assert (await engine_router.metrics())['rollout/engines_replaced'] == 1
+  jobs += [begin(engine_router, f'math/{i}/0/0') for i in range(12, 16)]
   await settled()
   assert loads([fresh]) == [4]
   await end([fresh, engines[1]], jobs)
@@ -216,18 +218,18 @@ async def test_a_lost_engine_gets_nothing_until_it_is_replaced(monkeypatch):
 async def test_it_gives_up_in_the_end_and_says_why(monkeypatch):
   monkeypatch.setattr(router, 'COOLDOWN_S', 0.005)
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines, no_engine_timeout=0.05)
+  engine_router = EngineRouter(engines, no_engine_timeout=0.05)
   for engine in engines:
     engine.die(EngineDeadError('no route to it'))
   with pytest.raises(RuntimeError, match=r'math/0/0/0.* failed .*no route to it'):
-    await begin(made, 'math/0/0/0')
-  made = EngineRouter(engines, max_retries=2)
+    await begin(engine_router, 'math/0/0/0')
+  engine_router = EngineRouter(engines, max_retries=2)
   for engine in engines:
     engine.die(OSError('device on fire'))
     engine.asked.clear()
-  with pytest.raises(RuntimeError, match=r'failed 3 times.*on fire') as told:
-    await begin(made, 'math/0/0/0')
-  assert isinstance(told.value.__cause__, OSError)
+  with pytest.raises(RuntimeError, match=r'failed 3 times.*on fire') as error:
+    await begin(engine_router, 'math/0/0/0')
+  assert isinstance(error.value.__cause__, OSError)
   assert sum(len(engine.asked) for engine in engines) == 3
 
 
@@ -242,12 +244,12 @@ async def test_what_no_engine_can_serve_is_told_at_once(error):
 
 async def test_one_id_is_one_request():
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines)
-  jobs = [begin(made, 'math/0/0/0') for _ in range(2)]
+  engine_router = EngineRouter(engines)
+  jobs = [begin(engine_router, 'math/0/0/0') for _ in range(2)]
   await settled()
   assert loads(engines) == [1, 0]
   with pytest.raises(ValueError, match='served with another prompt'):
-    await begin(made, 'math/0/0/0', seed=2)
+    await begin(engine_router, 'math/0/0/0', seed=2)
   jobs[0].cancel()
   await settled()
   (done,) = await end(engines, jobs[1:])
@@ -256,68 +258,70 @@ async def test_one_id_is_one_request():
 
 async def test_whoever_is_not_waited_for_is_aborted():
   engine = Scripted()
-  made = EngineRouter([engine])
-  job = begin(made, 'math/0/0/0')
+  engine_router = EngineRouter([engine])
+  job = begin(engine_router, 'math/0/0/0')
   await settled()
   job.cancel()
   await settled()
   assert engine.aborted == ['math/0/0/0'] and not engine.requests
-  again = begin(made, 'math/0/0/0')
+  again = begin(engine_router, 'math/0/0/0')
   await settled()
   await end([engine], [again])
 
 
 async def test_an_abort_keeps_what_was_emitted_with_or_without_an_engine():
   engine = Scripted()
-  made = EngineRouter([engine], poll_interval=0.01)
-  jobs = [begin(made, f'math/0/0/{i}') for i in range(2)]
+  engine_router = EngineRouter([engine], poll_interval=0.01)
+  jobs = [begin(engine_router, f'math/0/0/{i}') for i in range(2)]
   await settled()
   engine.step()
-  await made.abort('math/0/0/0')
-  await made.abort('unknown')
+  await engine_router.abort('math/0/0/0')
+  await engine_router.abort('unknown')
   served = await jobs[0]
   assert served.tokens.tolist() == [100] and served.finish_reason == 'abort'
   await asyncio.sleep(0.05)
   engine.die()
   await settled()
   assert not jobs[1].done()
-  assert (await made.progress(['math/0/0/1']))['math/0/0/1'].tokens.tolist() == [100]
-  await made.abort('math/0/0/1')
+  assert (await engine_router.progress(['math/0/0/1']))[
+    'math/0/0/1'
+  ].tokens.tolist() == [100]
+  await engine_router.abort('math/0/0/1')
   stranded = await asyncio.wait_for(jobs[1], 1)
   assert stranded.tokens.tolist() == [100] and stranded.finish_reason == 'abort'
-  early = begin(made, 'math/0/0/2')
+  early = begin(engine_router, 'math/0/0/2')
   await asyncio.sleep(0)
-  await made.abort('math/0/0/2')
+  await engine_router.abort('math/0/0/2')
   assert len((await early).tokens) == 0
 
 
 async def test_all_engines_pause_and_a_new_one_with_them():
   engines = [Scripted(), Scripted()]
-  made = EngineRouter(engines)
-  await made.pause()
+  engine_router = EngineRouter(engines)
+  await engine_router.pause()
   assert all(engine.paused for engine in engines)
   fresh = Scripted()
-  await made.replace(0, fresh)
+  await engine_router.replace(0, fresh)
   assert fresh.paused
-  await made.resume()
+  await engine_router.resume()
   assert not fresh.paused and not engines[1].paused
-  await made.drain()
+  await engine_router.drain()
   assert fresh.paused and engines[1].paused
 
 
 async def test_an_old_answer_is_not_taken_for_a_new_one():
   """An engine asked before it was lost, and heard after, speaks of another attempt."""
   slow, other = Scripted(), Scripted()
-  made = EngineRouter([slow, other], poll_interval=0.01)
+  engine_router = EngineRouter([slow, other], poll_interval=0.01)
   gate, answers = asyncio.Event(), slow.progress
 
   async def late(names):
-    found = await answers(names)
+    progress = await answers(names)
     await gate.wait()
-    return found
+    return progress
 
   slow.progress = late
-  job = begin(made, 'math/0/0/0')
+  job = begin(engine_router, 'math/0/0/0')
   await settled()
   slow.step()
   await asyncio.sleep(0.05)
@@ -326,7 +330,9 @@ async def test_an_old_answer_is_not_taken_for_a_new_one():
   await settled()
   gate.set()
   await settled()
-  assert (await made.progress(['math/0/0/0']))['math/0/0/0'].tokens.tolist() == []
+  assert (await engine_router.progress(['math/0/0/0']))[
+    'math/0/0/0'
+  ].tokens.tolist() == []
   (done,) = await end([other], [job])
   assert done.tokens.tolist() == [100, 101, 102, 103]
 
@@ -343,12 +349,12 @@ async def test_images_go_with_their_request_to_every_engine():
       return await super().generate(name, prompt, sampling)
 
   picture, engines = Picture(9, 9), [Seeing(), Seeing()]
-  made = EngineRouter(engines)
-  given = 'math/0/0/0', [7, 8], SamplingParams(max_tokens=4)
-  job = asyncio.create_task(made.generate(*given, [picture]))
+  engine_router = EngineRouter(engines)
+  args = 'math/0/0/0', [7, 8], SamplingParams(max_tokens=4)
+  job = asyncio.create_task(engine_router.generate(*args, [picture]))
   await settled()
   with pytest.raises(ValueError, match='is being served with another prompt'):
-    await made.generate(*given, [Picture(9, 9, seed=1)])
+    await engine_router.generate(*args, [Picture(9, 9, seed=1)])
   (lost,) = [engine for engine in engines if engine.requests]
   lost.die()
   await settled()

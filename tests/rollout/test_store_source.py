@@ -77,16 +77,16 @@ def test_unsound_attempts_stay_out(tmp_path):
     2: attempts(2, ok, ok),
   }
   write(database, groups)
-  made = stored(database)
-  found = take(made)
-  assert [[r.sample_index for r in group] for group in found] == [[1, 2], [0, 1]]
-  assert [group[0].group_id for group in found] == [0, 2]
-  counts = asyncio.run(made.counts())
+  source = stored(database)
+  taken = take(source)
+  assert [[r.sample_index for r in group] for group in taken] == [[1, 2], [0, 1]]
+  assert [group[0].group_id for group in taken] == [0, 2]
+  counts = asyncio.run(source.counts())
   assert counts == {'queue/taken': 2.0, 'queue/dropped': 1.0, 'queue/reused': 0.0}
 
 
 @pytest.mark.parametrize(
-  'changes, said',
+  'changes, message',
   [
     ({'max_length': 1}, 'a row has 2 tokens, but batch.max_length=1'),
     ({'vocab_size': 4}, "a token id is outside the model's 4 ids"),
@@ -98,7 +98,7 @@ def test_unsound_attempts_stay_out(tmp_path):
   ],
 )
 def test_what_does_not_fit_ends_the_run_when_nothing_else_comes(
-  tmp_path, changes, said
+  tmp_path, changes, message
 ):
   database = opened(tmp_path)
   write(database, {i: attempts(i, 'finish', 'finish') for i in range(9)})
@@ -106,19 +106,19 @@ def test_what_does_not_fit_ends_the_run_when_nothing_else_comes(
     InsufficientGroupsError, match='4 groups in a row were dropped'
   ) as error:
     take(stored(database, **changes), step=9)
-  assert said in str(error.value)
+  assert message in str(error.value)
 
 
 def test_filters_and_the_samplers_bound(tmp_path):
   database = opened(tmp_path)
   write(database, {i: attempts(i, 'finish', 'finish') for i in range(5)})
-  made = stored(database, drops=lambda g, e, rows: rows[0].group_id == 1)
-  assert [g[0].group_id for g in take(made)] == [0, 2]
+  source = stored(database, drops=lambda g, e, rows: rows[0].group_id == 1)
+  assert [g[0].group_id for g in take(source)] == [0, 2]
   with pytest.raises(
     StoreTimeoutError, match='stale 2; the last because it has tokens written by'
   ):
-    take(made, step=1, min_version=1)
-  counts = asyncio.run(made.counts())
+    take(source, step=1, min_version=1)
+  counts = asyncio.run(source.counts())
   assert (counts['queue/filtered/group_filter'], counts['queue/stale']) == (1, 2)
 
 
@@ -156,12 +156,12 @@ def test_it_says_why_it_waits_although_there_are_groups(tmp_path, caplog):
 def test_after_the_longest_wait_what_is_left_is_learned_from(tmp_path):
   database, clock = opened(tmp_path), Clock()
   write(database, {0: attempts(0, 'finish', 'finish')})
-  made = stored(database, clock)
-  assert len(take(made)) == 1 and 60 <= clock.now < 62
+  source = stored(database, clock)
+  assert len(take(source)) == 1 and 60 <= clock.now < 62
   with pytest.raises(
     StoreTimeoutError, match='step 1: no new group in the store for 60 s'
   ):
-    take(made, step=1)
+    take(source, step=1)
   assert clock.now < 124
 
 

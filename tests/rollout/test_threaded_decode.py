@@ -42,9 +42,9 @@ def first_weights():
 
 @pytest.fixture
 def device_thread():
-  found = DeviceThread()
-  yield found
-  found.close()
+  thread = DeviceThread()
+  yield thread
+  thread.close()
 
 
 def engine(device_thread: DeviceThread, slots: int, count: int) -> JaxEngine:
@@ -75,15 +75,15 @@ async def play(engine: JaxEngine, groups: int, samples: int):
 
 
 async def test_lanes_answer_as_an_engine_of_one_lanes_slots(device_thread):
-  found = []
+  runs = []
   for slots, count in ((6, 3), (2, 1)):
-    made = engine(device_thread, slots, count)
-    await made.load(7, first_weights())
-    await made.warmup()
-    compiled = made.compile_count
-    found.append(await play(made, groups=4, samples=3))
-    assert made.compile_count == compiled  # all lanes run the same programs
-  for one, other in zip(*found, strict=True):
+    jax_engine = engine(device_thread, slots, count)
+    await jax_engine.load(7, first_weights())
+    await jax_engine.warmup()
+    compiled = jax_engine.compile_count
+    runs.append(await play(jax_engine, groups=4, samples=3))
+    assert jax_engine.compile_count == compiled  # all lanes run the same programs
+  for one, other in zip(*runs, strict=True):
     np.testing.assert_array_equal(one.tokens, other.tokens)
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
     np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
@@ -91,23 +91,23 @@ async def test_lanes_answer_as_an_engine_of_one_lanes_slots(device_thread):
 
 
 async def test_lanes_go_on_after_an_error_and_after_sleep(device_thread, monkeypatch):
-  made = engine(device_thread, 4, 2)
-  await made.load(0, first_weights())
-  before = await play(made, groups=2, samples=2)
-  decode, calls = made._model_runner.partition_runner.decode, itertools.count()
+  jax_engine = engine(device_thread, 4, 2)
+  await jax_engine.load(0, first_weights())
+  before = await play(jax_engine, groups=2, samples=2)
+  decode, calls = jax_engine._model_runner.partition_runner.decode, itertools.count()
 
   def failing(*args):
     if next(calls) == 0:
       raise RuntimeError('a lane broke')
     return decode(*args)
 
-  monkeypatch.setattr(made._model_runner.partition_runner, 'decode', failing)
+  monkeypatch.setattr(jax_engine._model_runner.partition_runner, 'decode', failing)
   with pytest.raises(RuntimeError, match='a lane broke'):
-    await play(made, groups=2, samples=2)
-  again = await play(made, groups=2, samples=2)
-  await made.sleep()
-  await made.resume()
-  slept = await play(made, groups=2, samples=2)
+    await play(jax_engine, groups=2, samples=2)
+  again = await play(jax_engine, groups=2, samples=2)
+  await jax_engine.sleep()
+  await jax_engine.resume()
+  slept = await play(jax_engine, groups=2, samples=2)
   for runs in zip(before, again, slept, strict=True):
     for other in runs[1:]:
       np.testing.assert_array_equal(runs[0].tokens, other.tokens)
@@ -186,6 +186,6 @@ def test_a_prompt_finds_the_slot_that_it_left():
 
 
 def test_no_lane_is_copied_from_another(device_thread):
-  made: ThreadedDecoder = engine(device_thread, 4, 2)._model_runner
+  decoder: ThreadedDecoder = engine(device_thread, 4, 2)._model_runner
   with pytest.raises(ValueError, match='from partition 0 to partition 1'):
-    made.copy_prompts(made.init_state()[0], [(0, 2, 3)])
+    decoder.copy_prompts(decoder.init_state()[0], [(0, 2, 3)])

@@ -71,12 +71,12 @@ def swaps(style, store, rollouts=None):
 
 async def versions(style, steps, rollouts=None, begin=0, rate=4):
   store = Store()
-  made = swaps(style, store, rollouts)
+  syncer = swaps(style, store, rollouts)
   for step in range(begin, begin + steps):
-    await made.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, given(f'p{step}'))
     if rollouts:
       rollouts.whole += rate
-  await made.close()
+  await syncer.close()
   return [version for version, _ in store.had], store
 
 
@@ -87,19 +87,19 @@ async def test_a_fixed_interval_goes_by_the_step_also_after_a_resume():
 
 
 @pytest.mark.parametrize(
-  'style, asked',
+  'style, expected',
   [('fixed(interval=3)', [0, 3, 6]), ('trainer(interval=2)', [0, 2, 4, 6])],
 )
-async def test_weights_are_made_only_when_they_are_handed_over(style, asked):
-  made, told = swaps(style, Store()), []
+async def test_weights_are_made_only_when_they_are_handed_over(style, expected):
+  syncer, synced = swaps(style, Store()), []
   for step in range(7):
 
     async def weights(step=step):
-      told.append(step)
+      synced.append(step)
       return 'params'
 
-    await made.maybe_sync(step, weights)
-  assert told == asked
+    await syncer.maybe_sync(step, weights)
+  assert synced == expected
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ async def test_weights_are_made_only_when_they_are_handed_over(style, asked):
 async def test_after_steps_that_did_not_play_no_weights_are_too_old(style, ahead):
   """As a warm-up on files has them: an evaluation at 0, then play from step 10 on."""
   rollouts, store = Rollouts(), Store()
-  made = swaps(style, store, rollouts)
-  await made.sync_now(0, given('p0'))
+  syncer = swaps(style, store, rollouts)
+  await syncer.sync_now(0, given('p0'))
   for step in range(10, 20):
-    await made.maybe_sync(step, given(f'p{step}'))
-    assert step - made.version <= parse_sync_policy(style).max_lag(ahead)
+    await syncer.maybe_sync(step, given(f'p{step}'))
+    assert step - syncer.version <= parse_sync_policy(style).max_lag(ahead)
     rollouts.whole += 4
     await asyncio.sleep(0)  # a push that nobody waits for arrives
   assert [version for version, _ in store.had][:2] == [0, 10]
@@ -121,23 +121,23 @@ async def test_after_steps_that_did_not_play_no_weights_are_too_old(style, ahead
 
 async def test_fixed_steps_that_do_not_play_are_made_up_for_at_the_next_that_does():
   store = Store()
-  made = swaps('fixed(interval=4)', store)
+  syncer = swaps('fixed(interval=4)', store)
   for step in (0, 2, 3, 5, 6, 7, 9, 11, 13):
-    await made.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, given(f'p{step}'))
   assert [version for version, _ in store.had] == [0, 5, 9, 13]
 
 
 @pytest.mark.parametrize('style', ['trainer', 'asynchronous'])
 async def test_the_first_step_that_plays_waits_for_its_weights(style):
   store = Store(slow=True)
-  made = swaps(style, store)
-  await made.sync_now(0, given('p0'))
-  first = asyncio.create_task(made.maybe_sync(10, given('p10')))
+  syncer = swaps(style, store)
+  await syncer.sync_now(0, given('p0'))
+  first = asyncio.create_task(syncer.maybe_sync(10, given('p10')))
   await asyncio.sleep(0.01)
   assert not first.done()
   store.gate.set()
   await first
-  assert made.version == 10
+  assert syncer.version == 10
 
 
 async def test_an_explorer_asks_when_it_has_played_its_share():
@@ -149,37 +149,37 @@ async def test_an_explorer_asks_when_it_has_played_its_share():
 async def test_drained_engines_are_let_go_on_though_publishing_fails():
   _, store = await versions('fixed(drain=True)', 3)
   assert store.calls == ['drain', 'resume'] * 2  # nothing runs before the first
-  made = swaps('fixed(drain=True)', store)
-  await made.maybe_sync(5, given('p5'))
+  syncer = swaps('fixed(drain=True)', store)
+  await syncer.maybe_sync(5, given('p5'))
   with pytest.raises(OSError, match='cable'):
-    await made.maybe_sync(6, given('broken'))
-  assert store.calls[-1] == 'resume' and made.version == 5
+    await syncer.maybe_sync(6, given('broken'))
+  assert store.calls[-1] == 'resume' and syncer.version == 5
 
 
 async def test_a_trainer_goes_on_but_waits_for_the_push_before():
   store = Store(slow=True)
-  made = swaps('trainer', store)
-  await made.maybe_sync(0, given('p0'))
-  await made.maybe_sync(1, given('p1'))
+  syncer = swaps('trainer', store)
+  await syncer.maybe_sync(0, given('p0'))
+  await syncer.maybe_sync(1, given('p1'))
   await asyncio.sleep(0)
-  assert store.begun == [0, 1] and made.metrics(1) == {'sync/lag': 1}
-  third = asyncio.create_task(made.maybe_sync(2, given('p2')))
+  assert store.begun == [0, 1] and syncer.metrics(1) == {'sync/lag': 1}
+  third = asyncio.create_task(syncer.maybe_sync(2, given('p2')))
   await asyncio.sleep(0.01)
   assert not third.done() and store.begun == [0, 1]
   store.gate.set()
   await third
-  await made.sync_now(2, given('p2'))
+  await syncer.sync_now(2, given('p2'))
   # What goes out on the side is a copy, for the learner donates its own.
   assert store.had == [(0, 'p0'), (1, 'copy of p1'), (2, 'copy of p2')]
 
 
 async def test_asynchronous_skips_what_is_no_longer_newest():
   store = Store(slow=True)
-  made = swaps('asynchronous', store)
+  syncer = swaps('asynchronous', store)
   for step in range(5):
-    await made.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, given(f'p{step}'))
     await asyncio.sleep(0)
-  assert store.begun == [0, 1] and made.metrics(4) == {'sync/lag': 4}
+  assert store.begun == [0, 1] and syncer.metrics(4) == {'sync/lag': 4}
   store.gate.set()
   await asyncio.sleep(0.01)
   assert [version for version, _ in store.had] == [0, 1, 4]
@@ -187,28 +187,28 @@ async def test_asynchronous_skips_what_is_no_longer_newest():
 
 async def test_an_evaluation_waits_for_its_own_version_and_no_other_follows():
   store = Store(slow=True)
-  made = swaps('asynchronous', store)
+  syncer = swaps('asynchronous', store)
   for step in range(3):
-    await made.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, given(f'p{step}'))
     await asyncio.sleep(0)
-  evaluation = asyncio.create_task(made.sync_now(3, given('p3')))
+  evaluation = asyncio.create_task(syncer.sync_now(3, given('p3')))
   await asyncio.sleep(0.01)
   assert not evaluation.done()
   store.gate.set()
   await evaluation
   assert store.had == [(0, 'p0'), (1, 'copy of p1'), (3, 'p3')]
   await asyncio.sleep(0.01)
-  assert store.had[-1][0] == made.version == 3
+  assert store.had[-1][0] == syncer.version == 3
 
 
 @pytest.mark.parametrize('style', ['trainer', 'asynchronous'])
 async def test_what_a_push_raises_is_told_at_the_next_step(style):
-  made = swaps(style, Store())
-  await made.maybe_sync(0, given('p0'))
-  await made.maybe_sync(1, given('broken'))
+  syncer = swaps(style, Store())
+  await syncer.maybe_sync(0, given('p0'))
+  await syncer.maybe_sync(1, given('broken'))
   await asyncio.sleep(0.01)
   with pytest.raises(OSError, match='cable'):
-    await made.maybe_sync(2, given('p2'))
+    await syncer.maybe_sync(2, given('p2'))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_how_far_the_engines_weights_may_lag_behind(style, ahead, lag):
 
 
 @pytest.mark.parametrize(
-  'text, said',
+  'text, message',
   [
     ('explore', "no style 'explore'.*Did you mean 'explorer'"),
     ('fixed(intervall=2)', "no option 'intervall'.*Did you mean 'interval'"),
@@ -238,8 +238,8 @@ def test_how_far_the_engines_weights_may_lag_behind(style, ahead, lag):
     ('trainer(drain=True)', "no option 'drain'"),
   ],
 )
-def test_what_is_no_style_is_refused(text, said):
-  with pytest.raises(ConfigError, match=said):
+def test_what_is_no_style_is_refused(text, message):
+  with pytest.raises(ConfigError, match=message):
     parse_sync_policy(text)
 
 
@@ -256,7 +256,7 @@ async def test_an_evaluations_tokens_carry_one_version(style):
   async def clone(params):
     return await device_thread.run(cast_copy, params)
 
-  made = weight_sync.WeightSyncer(
+  syncer = weight_sync.WeightSyncer(
     parse_sync_policy(style),
     store,
     engine,
@@ -265,20 +265,20 @@ async def test_an_evaluations_tokens_carry_one_version(style):
     num_groups=4,
   )
   ask = SamplingParams(max_tokens=48, seed=1)
-  await made.maybe_sync(0, given(weights_of(0)))
+  await syncer.maybe_sync(0, given(weights_of(0)))
   training = asyncio.create_task(engine.generate('train', prompt(0, 5), ask))
   await asyncio.sleep(0.02)
   for step in (1, 2, 3):
-    await made.maybe_sync(step, given(weights_of(step % 2)))
-  await made.sync_now(4, given(weights_of(0)))
+    await syncer.maybe_sync(step, given(weights_of(step % 2)))
+  await syncer.sync_now(4, given(weights_of(0)))
   names = [f'eval{i}' for i in range(6)]
-  found = await asyncio.gather(
+  completions = await asyncio.gather(
     *(engine.generate(name, prompt(i, 5), ask) for i, name in enumerate(names))
   )
   await training
-  await made.close()
+  await syncer.close()
   device_thread.close()
-  assert all(set(one.weights_versions.tolist()) == {4} for one in found)
+  assert all(set(one.weights_versions.tolist()) == {4} for one in completions)
 
 
 async def test_a_copy_outlives_what_it_was_made_of():

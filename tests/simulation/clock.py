@@ -35,11 +35,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
   """What `main` returns, in no more real time than its computing takes."""
-  found = []
+  results = []
 
   async def kept() -> None:  # for the runner writes a task's result out, to no end
-    found.append(await main)
+    results.append(await main)
 
   with asyncio.Runner(loop_factory=VirtualLoop) as runner:
     runner.run(kept())
-  return found[0]
+  return results[0]

@@ -16,8 +16,8 @@ def run(**options):
   return clock.run(world.train(**options))
 
 
-def numbers(made):
-  return [group[0].group_id + group[0].episode_id for group in made.groups]
+def numbers(result):
+  return [group[0].group_id + group[0].episode_id for group in result.groups]
 
 
 @pytest.mark.slow
@@ -42,24 +42,24 @@ def test_twice_the_synchronous_throughput_within_the_bound():
 
 
 def test_without_a_rule_the_ratio_itself_is_the_bound():
-  made = run(ratio=1.0, num_steps=8)
-  assert max(made.ages) == 1 and made.queue.counts['expired']
+  result = run(ratio=1.0, num_steps=8)
+  assert max(result.ages) == 1 and result.queue.counts['expired']
 
 
 @pytest.mark.parametrize('style', ['explorer', 'trainer', 'asynchronous'])
 def test_every_style_keeps_the_bound_and_plays_each_group_once(style):
-  made = run(ratio=1.5, most=2, style=style, num_steps=6)
-  assert 0 < max(made.ages) <= 2
-  played = numbers(made)
+  result = run(ratio=1.5, most=2, style=style, num_steps=6)
+  assert 0 < max(result.ages) <= 2
+  played = numbers(result)
   assert len(set(played)) == len(played) == 6 * 64
-  assert max(made.engine.waits) <= world.DISPATCH * (1 + 1e-6)
+  assert max(result.engine.waits) <= world.DISPATCH * (1 + 1e-6)
 
 
 def test_drained_no_sequence_has_two_versions_and_the_line_is_no_deadlock():
-  made = run(ratio=2.0, most=3, style='fixed(drain=True)', num_steps=4)
-  assert max(made.engine.lines) > 128
-  assert all(len(set(r.weights_version)) == 1 for group in made.groups for r in group)
-  assert max(made.ages) > 0
+  result = run(ratio=2.0, most=3, style='fixed(drain=True)', num_steps=4)
+  assert max(result.engine.lines) > 128
+  assert all(len(set(r.weights_version)) == 1 for group in result.groups for r in group)
+  assert max(result.ages) > 0
 
 
 def test_a_resumed_run_repeats_no_group_and_loses_none():

@@ -18,9 +18,9 @@ sandboxed = pytest.mark.skipif(
 def test_a_sum_of_tests_and_a_form():
   item = {'answer': TESTS}
   grade = make_grader("code + format(pattern='.*```', weight=.5)")
-  found = grade(ADD, item)
-  assert (found.score, found.parts) == (1.5, {'code': 1, 'format': 1})
-  assert found.metrics['reward/code'] == 1
+  result = grade(ADD, item)
+  assert (result.score, result.parts) == (1.5, {'code': 1, 'format': 1})
+  assert result.metrics['reward/code'] == 1
   assert grade(HALF, item).parts['code'] == 0.5
   assert grade('no program', item).parts['code'] == 0
 

@@ -15,17 +15,17 @@ ITEM = {'question': 'How many?', 'answer': '18'}
 def test_weights_and_parts():
   spec = r"exact(marked=True) + format(tags='answer', weight=.25) + exact(weight=0)"
   grade = make_grader(spec)
-  found = grade(r'<answer>\boxed{18}</answer>', ITEM)
-  assert found.score == 1.25
-  assert found.parts == {'exact': 1, 'format': 1, 'exact_2': 0}
-  assert found.metrics == {
+  result = grade(r'<answer>\boxed{18}</answer>', ITEM)
+  assert result.score == 1.25
+  assert result.parts == {'exact': 1, 'format': 1, 'exact_2': 0}
+  assert result.metrics == {
     'reward/exact': 1,
     'reward/format': 1,
     'reward/exact_2': 0,
     'grader/timeouts': 0,
     'grader/deaths': 0,
   }
-  assert found.error == ''
+  assert result.error == ''
   assert grade('<answer>17</answer>', ITEM).score == 0.25
   assert make_grader('exact + exact(weight=-.5, case=False)')('18', ITEM).score == 0.5
 
@@ -33,20 +33,20 @@ def test_weights_and_parts():
 def test_a_pattern_without_end_is_a_timeout_not_a_hang():
   grade = make_grader("exact + format(pattern='(a|a)*b', timeout=.2, weight=.5)")
   begun = time.monotonic()
-  found = grade('a' * 60, {'answer': 'a' * 60})
+  result = grade('a' * 60, {'answer': 'a' * 60})
   assert time.monotonic() - begun < 30
-  assert found.score == 1
-  assert found.metrics['grader/timeouts'] == 1
-  assert found.metrics['reward/format'] == 0
-  assert found.error == 'format: no answer within 0.2 s'
+  assert result.score == 1
+  assert result.metrics['grader/timeouts'] == 1
+  assert result.metrics['reward/format'] == 0
+  assert result.error == 'format: no answer within 0.2 s'
   assert grade('aab', {'answer': 'aab'}).score == 1.5  # and the next is none the worse
 
 
 def test_graders_of_ones_own():
-  found = make_grader(f'exact + {SLOW}:length(scale=.5, weight=2)')('18', ITEM)
-  assert found.parts == {'exact': 1, 'length': 1}
-  assert found.score == 3
-  assert found.metrics['reward/length'] == 1
+  result = make_grader(f'exact + {SLOW}:length(scale=.5, weight=2)')('18', ITEM)
+  assert result.parts == {'exact': 1, 'length': 1}
+  assert result.score == 3
+  assert result.metrics['reward/length'] == 1
   grade = make_grader(f'{SLOW}:act(timeout=.2)')
   assert 'no answer within 0.2 s' in grade('hang', {'answer': object()}).error
   dead = grade('die', ITEM)

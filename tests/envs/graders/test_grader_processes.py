@@ -25,9 +25,9 @@ ACT = 'tests.envs.graders.slow:act'
 
 @pytest.fixture
 def processes():
-  made = GraderProcessPool(2)
-  yield made
-  made.close()
+  pool = GraderProcessPool(2)
+  yield pool
+  pool.close()
 
 
 def test_faults_are_told_apart_and_cost_one_call(processes):
@@ -70,13 +70,13 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_reply(processes, monke
 
 
 def test_stuck_calls_do_not_block_or_fail_those_behind_them(processes):
-  begun, found = time.monotonic(), []
+  begun, outcomes = time.monotonic(), []
 
   def ask(reply):
     try:
-      found.append(processes.call(ACT, reply, limit=0.5))
+      outcomes.append(processes.call(ACT, reply, limit=0.5))
     except GraderTimeout:
-      found.append('timeout')
+      outcomes.append('timeout')
 
   # Two places, four calls that hang: the others wait for longer than their limit.
   threads = [
@@ -88,8 +88,8 @@ def test_stuck_calls_do_not_block_or_fail_those_behind_them(processes):
   for thread in threads:
     thread.join(timeout=60)
   assert time.monotonic() - begun > 1  # two rounds of two
-  assert found.count('timeout') == 4
-  assert len([x for x in found if isinstance(x, float)]) == 2
+  assert outcomes.count('timeout') == 4
+  assert len([x for x in outcomes if isinstance(x, float)]) == 2
 
 
 def test_a_process_whose_parent_is_gone_ends_itself():

@@ -22,7 +22,7 @@ needs_math_verify = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-  ('given', 'answer', 'decided'),
+  ('candidate', 'answer', 'decided'),
   [
     ('18.0', '18', True),
     ('17', '18', False),
@@ -37,8 +37,8 @@ needs_math_verify = pytest.mark.skipif(
     (r'\sqrt{4}', '2', None),
   ],
 )
-def test_what_is_decided_without_algebra(given, answer, decided):
-  assert compare_answers(given, answer) is decided
+def test_what_is_decided_without_algebra(candidate, answer, decided):
+  assert compare_answers(candidate, answer) is decided
 
 
 @needs_math_verify
@@ -80,10 +80,10 @@ def test_strict_takes_marked_answers_alone():
 @needs_math_verify
 def test_algebra_without_end_is_a_timeout_and_the_next_reply_is_graded():
   grade = make_grader('math(timeout=1.0)')
-  found = grade(r'\boxed{9^{9^{9^{9}}}x}', {'answer': '2x'})
-  assert found.score == 0
-  assert found.metrics['grader/timeouts'] + found.metrics['grader/deaths'] == 1
-  assert found.error.startswith('math: ')
+  result = grade(r'\boxed{9^{9^{9^{9}}}x}', {'answer': '2x'})
+  assert result.score == 0
+  assert result.metrics['grader/timeouts'] + result.metrics['grader/deaths'] == 1
+  assert result.error.startswith('math: ')
   assert make_grader('math(timeout=30)')(r'\boxed{2x}', {'answer': 'x+x'}).score == 1
 
 
@@ -140,11 +140,11 @@ def test_algebra_finds_deepmaths_answers_equal_to_themselves_alone():
   lines = (SHARED / 'deepmath' / 'math_deepmath_deal.jsonl').read_text().splitlines()
   answers = [json.loads(line)['ground_truth'] for line in lines[::20]]
 
-  def verified(given, answer):
+  def verified(candidate, answer):
     ask, needs = shared_grader_pool().call, ['math_verify']
     return ask(
       f'{make_math_grader.__module__}:verify_answers',
-      given,
+      candidate,
       answer,
       limit=30,
       needs=needs,

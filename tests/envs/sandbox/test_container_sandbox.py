@@ -97,10 +97,10 @@ def test_what_a_session_asks_for(stand_in, tmp_path, program):
   assert os.listdir(inside) == []
   sandbox.stop()
   sandbox.stop()
-  said = asked(stand_in)
-  assert said[-1] == ['rm', '--force', '--volumes', name]
-  assert sum(arguments[0] == 'rm' for arguments in said) == 1
-  assert not any('--privileged' in ' '.join(arguments) for arguments in said)
+  calls = asked(stand_in)
+  assert calls[-1] == ['rm', '--force', '--volumes', name]
+  assert sum(arguments[0] == 'rm' for arguments in calls) == 1
+  assert not any('--privileged' in ' '.join(arguments) for arguments in calls)
   with pytest.raises(SandboxError, match='not started'):
     sandbox.exec(['true'])
 
@@ -152,8 +152,8 @@ def test_a_container_nobody_holds_any_more_is_removed(stand_in):
 
 def test_an_episode_in_a_repository(stand_in, tmp_path, monkeypatch):
   monkeypatch.setenv('PYTEST_DISABLE_PLUGIN_AUTOLOAD', '1')
-  own = os.path.dirname(sys.executable)  # where pytest is
-  monkeypatch.setenv('PATH', f'{stand_in}:{own}:{os.environ["PATH"]}')
+  python_folder = os.path.dirname(sys.executable)  # where pytest is
+  monkeypatch.setenv('PATH', f'{stand_in}:{python_folder}:{os.environ["PATH"]}')
   row = swe_repos.ledger(tmp_path / 'repos')
   options = {
     'repos': f'{tmp_path}/repos',
@@ -164,9 +164,9 @@ def test_an_episode_in_a_repository(stand_in, tmp_path, monkeypatch):
   env.reset(seed=0, options={'task': Task(seed=0, index=0, item=row)})
   env.step(f"```\ngit apply - <<'EOF'\n{row['patch']}EOF\n```")
   assert env.step('```\nsubmit\n```')[1] == 1
-  said = asked(stand_in)
-  runs = [arguments for arguments in said if arguments[0] == 'run']
+  calls = asked(stand_in)
+  runs = [arguments for arguments in calls if arguments[0] == 'run']
   assert [arguments[-2] for arguments in runs] == ['lab/acme__ledger-1'] * 2
   names = {arguments[4] for arguments in runs}
-  removed = {f'--name={arguments[-1]}' for arguments in said if arguments[0] == 'rm'}
+  removed = {f'--name={arguments[-1]}' for arguments in calls if arguments[0] == 'rm'}
   assert names == removed

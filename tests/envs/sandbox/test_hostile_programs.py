@@ -51,12 +51,12 @@ for name, code in {programs!r}.items():
   os.wait()
 print('all ran')
 """
-  made = LocalSandbox(isolation=isolation)
-  made.start()
-  said = made.exec([PYTHON_PATH, '-I', '-c', code]).text
-  made.stop()
-  assert len(QUICK) == 10 and said.endswith('all ran\n')
-  assert sandbox.ESCAPED not in said
+  box = LocalSandbox(isolation=isolation)
+  box.start()
+  output = box.exec([PYTHON_PATH, '-I', '-c', code]).text
+  box.stop()
+  assert len(QUICK) == 10 and output.endswith('all ran\n')
+  assert sandbox.ESCAPED not in output
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_the_machine_code_of_i386_works():
   """Else the programs that use it would show nothing."""
   if platform.machine() != 'x86_64':
     pytest.skip('only x86-64 runs calls of i386')
-  said = outside(f'{sandbox.I386}\nprint(call(359, 1, 1, 0), call(20, 0, 0, 0))')
-  assert not said or int(said.split()[0]) >= 0  # else the kernel has no such calls
+  output = outside(f'{sandbox.I386}\nprint(call(359, 1, 1, 0), call(20, 0, 0, 0))')
+  assert not output or int(output.split()[0]) >= 0  # else the kernel has no such calls
 
 
 @pytest.mark.slow

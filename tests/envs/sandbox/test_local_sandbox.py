@@ -36,16 +36,16 @@ def isolation(request):
 
 @pytest.fixture
 def make(isolation):
-  made = []
+  sandboxes = []
 
   def start(**options):
     sandbox = LocalSandbox(isolation=isolation, **options)
-    made.append(sandbox)
+    sandboxes.append(sandbox)
     sandbox.start()
     return sandbox
 
   yield start
-  for sandbox in made:
+  for sandbox in sandboxes:
     sandbox.stop()
 
 
@@ -55,15 +55,15 @@ def python(sandbox, code, **options):
 
 def named(mark):
   """Live processes of this machine whose command line holds `mark`."""
-  found = []
+  pids = []
   for folder in Path('/proc').iterdir():
     if folder.name.isdigit():
       try:
         if mark.encode() in (folder / 'cmdline').read_bytes():
-          found.append(int(folder.name))
+          pids.append(int(folder.name))
       except OSError:
         continue
-  return [pid for pid in found if pid != os.getpid()]
+  return [pid for pid in pids if pid != os.getpid()]
 
 
 def test_a_command_speaks_and_ends(make):
@@ -249,13 +249,13 @@ print([name for name in names if open(name).read() == 'sleep\\x0098\\x00'])
 """
   sandbox = make(readonly=(ROOT,), environment={'PYTHONPATH': ROOT})
   inner = sandbox.exec([PYTHON_PATH, '-S', '-c', code])
-  said = inner.text
-  assert 'this machine allows no sandbox: ' in said
-  assert 'unshare' in said
-  assert 'unsafe=True' in said
-  assert "b'written'" in said
-  assert 'started' in said
-  assert said.split()[-2:] == ['time', '[]']
+  output = inner.text
+  assert 'this machine allows no sandbox: ' in output
+  assert 'unshare' in output
+  assert 'unsafe=True' in output
+  assert "b'written'" in output
+  assert 'started' in output
+  assert output.split()[-2:] == ['time', '[]']
 
 
 def test_wrong_folders_are_told(tmp_path, monkeypatch):

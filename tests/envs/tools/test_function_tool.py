@@ -13,7 +13,7 @@ FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))
 
 def own(name, timeout=60.0, **options):
   tool = FunctionTool(f'{FILE}:{name}', options, timeout=timeout)
-  return lambda **given: tool.call(name, given, seconds=60.0)
+  return lambda **arguments: tool.call(name, arguments, seconds=60.0)
 
 
 def test_signature_and_docstring_are_the_schema():
@@ -41,7 +41,7 @@ def test_results():
 
 
 @pytest.mark.parametrize(
-  'given, words',
+  'arguments, words',
   [
     ({}, "'text' is missing: shout takes text, times"),
     ({'text': 3}, "'text' of shout must be of type string"),
@@ -50,9 +50,9 @@ def test_results():
     ({'text': 'a', 'mark': '.'}, "no argument 'mark'"),
   ],
 )
-def test_wrong_arguments(given, words):
+def test_wrong_arguments(arguments, words):
   with pytest.raises(ToolError, match=words) as caught:
-    own('shout')(**given)
+    own('shout')(**arguments)
   assert caught.value.kind == 'arguments'
 
 

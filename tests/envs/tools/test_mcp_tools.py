@@ -52,14 +52,14 @@ def test_its_tools_and_their_results(shared):
 
 def test_errors_are_told(shared):
   tool, _ = shared
-  why, told = fault(tool, 'add', x='one')
-  assert why == 'failed' and 'x' in told and 'valid integer' in told
+  why, message = fault(tool, 'add', x='one')
+  assert why == 'failed' and 'x' in message and 'valid integer' in message
   assert fault(tool, 'fail')[0] == 'failed'
   assert fault(tool, 'nothing')[0] == 'failed'
-  why, told = 'timeout', 'sleep gave no answer in 0.2 s'
+  why, message = 'timeout', 'sleep gave no answer in 0.2 s'
   with pytest.raises(ToolError) as caught:
     tool.call('sleep', {'seconds': 60}, seconds=0.2)
-  assert (caught.value.kind, str(caught.value)) == (why, told)
+  assert (caught.value.kind, str(caught.value)) == (why, message)
   assert call(tool, 'add', x=1, y=2) == '3'
 
 

@@ -19,16 +19,16 @@ sandboxed = pytest.mark.skipif(
 
 @pytest.fixture
 def interpreter():
-  made = []
+  tools = []
 
   def make(**options):
     tool = PythonTool(**options)
-    made.append(tool)
+    tools.append(tool)
     tool.start()
     return lambda code, seconds=60: tool.call('python', {'code': code}, seconds=seconds)
 
   yield make
-  for tool in made:
+  for tool in tools:
     tool.close()
 
 
@@ -81,14 +81,14 @@ def test_limits(interpreter, keep):
   lost = '; all variables are lost' * keep
   # The time is for a machine that has other things to do, too; sleep costs it none.
   endless = 'print("so far", flush=True)\nimport time\nwhile True: time.sleep(9)'
-  why, told = fault(run, endless, seconds=3)
-  assert (why, told) == ('timeout', f'so far\n[it was stopped after 3 s{lost}]')
-  why, told = fault(run, 'a = b"x" * (200 << 20)\nimport time; time.sleep(60)')
-  assert why == 'failed' and 'too much memory' in told
-  why, told = fault(run, 'print("x" * 10**7)')
-  assert why == 'failed' and 'printed too much' in told
-  why, told = fault(run, 'import os; os._exit(3)')
-  assert why == 'failed' and 'the interpreter ended' in told
+  why, message = fault(run, endless, seconds=3)
+  assert (why, message) == ('timeout', f'so far\n[it was stopped after 3 s{lost}]')
+  why, message = fault(run, 'a = b"x" * (200 << 20)\nimport time; time.sleep(60)')
+  assert why == 'failed' and 'too much memory' in message
+  why, message = fault(run, 'print("x" * 10**7)')
+  assert why == 'failed' and 'printed too much' in message
+  why, message = fault(run, 'import os; os._exit(3)')
+  assert why == 'failed' and 'the interpreter ended' in message
   assert run('1 + 1') == '2'
 
 

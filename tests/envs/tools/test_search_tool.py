@@ -33,10 +33,10 @@ def ask(tool, query):
 
 def test_the_best_come_first_and_only_what_matches(corpus):
   tool = SearchTool(corpus=corpus, top_k=3, snippet=60)
-  said = ask(tool, 'Danube in Vienna')
-  assert said.startswith('[1] Rivers\nThe Danube flows')
-  assert '[2] Hills\n' in said and 'Storks' not in said
-  assert len(said.splitlines()[4]) <= 62  # the snippet and its marks
+  output = ask(tool, 'Danube in Vienna')
+  assert output.startswith('[1] Rivers\nThe Danube flows')
+  assert '[2] Hills\n' in output and 'Storks' not in output
+  assert len(output.splitlines()[4]) <= 62  # the snippet and its marks
   assert ask(tool, 'quokka') == 'Nothing was found.'
   assert 'Storks' in ask(SearchTool(corpus=corpus, top_k=1), 'storks chimneys Vienna')
   with pytest.raises(ToolError) as caught:
@@ -48,8 +48,8 @@ def test_the_best_come_first_and_only_what_matches(corpus):
 def test_a_snippet_holds_the_word(tmp_path):
   file = tmp_path / 'long.md'
   file.write_text('filler ' * 300 + 'needle ' + 'filler ' * 300)
-  said = ask(SearchTool(corpus=str(file), snippet=100), 'needle')
-  assert 'needle' in said and len(said) < 130 and said.count('…') == 2
+  output = ask(SearchTool(corpus=str(file), snippet=100), 'needle')
+  assert 'needle' in output and len(output) < 130 and output.count('…') == 2
 
 
 def test_a_folder_of_texts(tmp_path):
@@ -63,12 +63,12 @@ def test_a_folder_of_texts(tmp_path):
 
 
 def test_one_index_for_all(corpus, monkeypatch):
-  made = []
+  builds = []
   plain = search_tool.SearchIndex.__init__
   monkeypatch.setattr(
     search_tool.SearchIndex,
     '__init__',
-    lambda self, *args: (made.append(1), plain(self, *args))[1],
+    lambda self, *args: (builds.append(1), plain(self, *args))[1],
   )
   search_tool._index.cache_clear()
   threads = [
@@ -79,7 +79,7 @@ def test_one_index_for_all(corpus, monkeypatch):
     thread.start()
   for thread in threads:
     thread.join()
-  assert made == [1]
+  assert builds == [1]
 
 
 def test_wrong_options(corpus, tmp_path):

@@ -39,15 +39,15 @@ class Echo:
 
 
 def toolbox(*tools, max_calls=16, max_calls_per_turn=4, max_chars=100, seconds=60.0):
-  made = Toolbox(
+  box = Toolbox(
     tools or [Echo()],
     max_calls=max_calls,
     max_calls_per_turn=max_calls_per_turn,
     max_chars=max_chars,
     seconds=seconds,
   )
-  made.start()
-  return made
+  box.start()
+  return box
 
 
 def written(name='echo', **arguments):
@@ -77,19 +77,19 @@ def test_several_calls_are_answered_in_order():
 
 
 def test_an_unknown_tool():
-  told, faults = run(toolbox(Echo(), Echo('other')), written('ecco'))
-  assert told == ["Error: no tool 'ecco'; there are echo, other"]
+  contents, faults = run(toolbox(Echo(), Echo('other')), written('ecco'))
+  assert contents == ["Error: no tool 'ecco'; there are echo, other"]
   assert faults == ['unknown']
 
 
 def test_calls_of_a_reply_and_of_an_episode_are_limited():
   echo = Echo()
   box = toolbox(echo, max_calls=5, max_calls_per_turn=3)
-  told, faults = run(box, written() * 4)
-  assert told[:3] == ['{}'] * 3 and faults == ['refused']
-  assert told[3] == 'Error: too many calls: at most 3 in one reply'
-  told, _ = run(box, written() * 2)
-  assert told[0] == '{}' and 'no calls are left' in told[1]
+  contents, faults = run(box, written() * 4)
+  assert contents[:3] == ['{}'] * 3 and faults == ['refused']
+  assert contents[3] == 'Error: too many calls: at most 3 in one reply'
+  contents, _ = run(box, written() * 2)
+  assert contents[0] == '{}' and 'no calls are left' in contents[1]
   assert len(echo.heard) == 4
   assert box.metrics['tools/refused'] == 2
   box.start()
@@ -99,16 +99,18 @@ def test_calls_of_a_reply_and_of_an_episode_are_limited():
 
 def test_results_are_cut_in_the_middle():
   box = toolbox(max_chars=40)
-  (told,), faults = run(box, written(x='a' * 50 + 'b' * 50))
-  assert told.startswith('{"x": "aaa') and told.endswith('bbb"}') and not faults
-  assert '[… 69 characters left out …]' in told and len(told) < 75
+  (content,), faults = run(box, written(x='a' * 50 + 'b' * 50))
+  assert content.startswith('{"x": "aaa') and content.endswith('bbb"}') and not faults
+  assert '[… 69 characters left out …]' in content and len(content) < 75
   assert box.metrics['tools/cut'] == 1 and box.metrics['tools/errors'] == 0
 
 
 def test_the_time_of_a_reply_is_shared_by_its_calls():
   slow = Echo(delay=0.15)
-  told, faults = run(toolbox(slow, seconds=0.2, max_calls_per_turn=9), written() * 4)
-  assert told[0] == '{}' and 'must end within 0.2 s' in told[-1]
+  contents, faults = run(
+    toolbox(slow, seconds=0.2, max_calls_per_turn=9), written() * 4
+  )
+  assert contents[0] == '{}' and 'must end within 0.2 s' in contents[-1]
   assert set(faults) == {'timeout'}
   lefts = [seconds for _, seconds in slow.heard]
   assert lefts == sorted(lefts, reverse=True) and max(lefts) <= 0.2
@@ -128,10 +130,10 @@ def test_any_other_error_is_the_environments():
 
 
 def test_half_a_letter_is_replaced_before_it_is_sent():
-  (told,), _ = run(
+  (content,), _ = run(
     toolbox(), r'<tool_call>{"name": "echo", "arguments": {"x": "\ud800"}}</tool_call>'
   )
-  assert told == '{"x": "?"}'
+  assert content == '{"x": "?"}'
 
 
 def test_half_a_letter_in_a_name_is_replaced_too():
@@ -150,12 +152,12 @@ def test_fuzz():
   for _ in range(5000):
     text = ''.join(rng.choice(pieces) for _ in range(rng.randrange(1, 14)))
     before = box.metrics['tools/calls']
-    told, _ = run(box, text)
-    assert len(told) == text.count('<tool_call>')
-    assert box.metrics['tools/calls'] - before == len(told)
-    for content in told:
+    contents, _ = run(box, text)
+    assert len(contents) == text.count('<tool_call>')
+    assert box.metrics['tools/calls'] - before == len(contents)
+    for content in contents:
       assert content.encode() and len(content) < 200
-    faults += sum(content.startswith('Error: ') for content in told)
+    faults += sum(content.startswith('Error: ') for content in contents)
   metrics = box.metrics
   assert metrics['tools/errors'] == faults > 1000
   assert metrics['tools/echo/calls'] > 500

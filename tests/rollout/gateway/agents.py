@@ -67,9 +67,9 @@ class Engine:
       self.now[request_id] = completion(rest[:n], 'length', begun)
       await asyncio.sleep(self.delay)
     self.now.pop(request_id, None)
-    said = completion(rest, finish, prompt)
-    self.calls.append((request_id, prompt, said, sampling))
-    return said
+    output = completion(rest, finish, prompt)
+    self.calls.append((request_id, prompt, output, sampling))
+    return output
 
   async def progress(self, names):
     return {name: self.now[name] for name in names if name in self.now}
@@ -129,9 +129,11 @@ async def post(client, path, body, **headers):
 async def events(client, path, body, **headers):
   """The chunks of a stream."""
   headers = {name.replace('_', '-'): value for name, value in headers.items()}
-  async with client.post(path, json={**body, 'stream': True}, headers=headers) as found:
-    assert found.status == 200, await found.text()
-    assert found.content_type == 'text/event-stream'
-    lines = (await found.text()).split('\n\n')
+  async with client.post(
+    path, json={**body, 'stream': True}, headers=headers
+  ) as response:
+    assert response.status == 200, await response.text()
+    assert response.content_type == 'text/event-stream'
+    lines = (await response.text()).split('\n\n')
   assert lines[-2:] == ['data: [DONE]', ''], lines
   return [json.loads(line.removeprefix('data: ')) for line in lines[:-2]]

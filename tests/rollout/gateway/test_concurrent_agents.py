@@ -13,18 +13,18 @@ PATH = '/v1/chat/completions'
 async def told(client, body, name, rng):
   """The messages of the choices, whole or put together from a stream."""
   if rng.random() < 0.7:
-    status, found = await post(client, PATH, body, x_session_id=name)
-    assert status == 200, found
-    return [choice['message'] for choice in found['choices']]
-  made = [{'role': 'assistant', 'content': ''} for _ in range(body['n'])]
+    status, response = await post(client, PATH, body, x_session_id=name)
+    assert status == 200, response
+    return [choice['message'] for choice in response['choices']]
+  messages = [{'role': 'assistant', 'content': ''} for _ in range(body['n'])]
   for chunk in await events(client, PATH, body, x_session_id=name):
     for choice in chunk['choices']:
-      message, delta = made[choice['index']], choice['delta']
+      message, delta = messages[choice['index']], choice['delta']
       message['content'] += delta.get('content') or ''
       for call in delta.get('tool_calls', ()):
         call.pop('index')
         message.setdefault('tool_calls', []).append(call)
-  return made
+  return messages
 
 
 async def agent(client, number, seed):
@@ -48,24 +48,26 @@ async def agent(client, number, seed):
         for call in calls
       ] or [{'role': 'user', 'content': [{'type': 'text', 'text': f'on {turn}'}]}]
       known.append([*messages, message, *heard])
-  status, found = await post(client, '/feedback', {'reward': 1}, x_session_id=name)
-  assert status == 200, found
+  status, response = await post(client, '/feedback', {'reward': 1}, x_session_id=name)
+  assert status == 200, response
 
 
 def check(engine, delivered):
   """Every request was a beginning of a row; every reply is in one row, as an action."""
-  said = {}
+  requests = {}
   for request, prompt, completion, sampling in engine.calls:
     begun = prompt[: len(prompt) - sampling.num_generated]
-    said.setdefault(request.rpartition('/')[0], []).append((begun, prompt, completion))
+    requests.setdefault(request.rpartition('/')[0], []).append(
+      (begun, prompt, completion)
+    )
   rows = [row for rows in delivered.values() for row in rows]
-  found = {}
+  rows_by_prefix = {}
   for row in rows:
     for at in range(len(row.tokens)):
       if row.action_mask[at] and (at == 0 or row.weights_version[at - 1] < 0):
-        found.setdefault(tuple(row.tokens[:at].tolist()), []).append((row, at))
+        rows_by_prefix.setdefault(tuple(row.tokens[:at].tolist()), []).append((row, at))
   mismatches = 0
-  for parts in said.values():
+  for parts in requests.values():
     begun = parts[0][0]
     ids = [t for _, _, part in parts for t in part.tokens.tolist()]
     values = [v for _, _, part in parts for v in part.logprobs.tolist()]
@@ -73,7 +75,7 @@ def check(engine, delivered):
     mine = slice(len(begun), len(begun) + len(ids))
     held = [
       row
-      for row, at in found.get(tuple(begun), [])
+      for row, at in rows_by_prefix.get(tuple(begun), [])
       if row.tokens[mine].tolist() == ids
       and row.rollout_logprobs[mine].tolist() == values
       and row.weights_version[mine].tolist() == versions
@@ -83,7 +85,7 @@ def check(engine, delivered):
   actions = sum(int(row.action_mask.sum()) for row in rows)
   emitted = sum(len(c.tokens) for _, _, c, _ in engine.calls)
   assert (mismatches, actions) == (0, emitted)
-  return len(said), len(rows)
+  return len(requests), len(rows)
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,9 @@ async def test_images_reach_the_engine_and_the_rows_in_order():
   first, second = picture(1), picture(2, width=24)
   async with endpoint(engine) as (client, delivered):
     messages = [shown(first)]
-    status, found = await post(client, PATH, {'messages': messages})
-    assert status == 200, found
-    messages += [found['choices'][0]['message'], shown(second)]
+    status, response = await post(client, PATH, {'messages': messages})
+    assert status == 200, response
+    messages += [response['choices'][0]['message'], shown(second)]
     status, _ = await post(client, PATH, {'messages': messages})
     assert status == 200
     await post(client, '/feedback', {'reward': 1.0})
@@ -102,8 +102,8 @@ async def test_placeholders_that_a_client_writes_are_no_images():
   ]
   tools = [{'type': 'function', 'function': schema}]
   async with endpoint(engine) as (client, _):
-    status, found = await post(client, PATH, {'messages': messages, 'tools': tools})
-  assert status == 200, found
+    status, response = await post(client, PATH, {'messages': messages, 'tools': tools})
+  assert status == 200, response
   ((_, prompt, *_),) = engine.calls
   assert list(prompt).count(ord(PAD)) == picture(1).width // 8
   assert engine.images == [(picture(1),)]
@@ -154,17 +154,17 @@ def bomb():
 async def test_a_wrong_image_is_refused_with_the_reason(messages, reason):
   engine = ImageEngine()
   async with endpoint(engine) as (client, _):
-    status, found = await post(client, PATH, {'messages': messages})
-  assert status == 400 and found['error']['param'] == 'messages', found
-  assert re.search(reason, found['error']['message']), found
+    status, response = await post(client, PATH, {'messages': messages})
+  assert status == 400 and response['error']['param'] == 'messages', response
+  assert re.search(reason, response['error']['message']), response
   assert engine.calls == []
 
 
 async def test_a_model_without_a_tower_refuses_images(monkeypatch):
   monkeypatch.setattr(agents, 'ChatTokenizer', lambda _: ChatTokenizer(ImageTokens()))
   async with endpoint(ImageEngine()) as (client, _):
-    status, found = await post(client, PATH, {'messages': [shown(picture(1))]})
-  assert status == 400 and 'model sees none' in found['error']['message']
+    status, response = await post(client, PATH, {'messages': [shown(picture(1))]})
+  assert status == 400 and 'model sees none' in response['error']['message']
 
 
 async def test_images_are_decoded_on_the_tokenizers_thread(monkeypatch):

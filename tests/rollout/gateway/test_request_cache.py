@@ -47,8 +47,8 @@ def test_a_conversation_is_read_alike_however_it_is_sent():
       if rng.random() < 0.2:
         messages[0] = user(f'other {turn}')
       if rng.random() < 0.8:
-        said = rng.choice(['"messages": [', 'é\ud83d\ude00', '],[', f'{turn}', '\\'])
-        messages.append({'role': 'assistant', 'content': said})
+        content = rng.choice(['"messages": [', 'é\ud83d\ude00', '],[', f'{turn}', '\\'])
+        messages.append({'role': 'assistant', 'content': content})
         messages.append(user(rng.choice(['1', 'x"y', '[0, '])))
       known.append(messages)
       more = rng.choice([{}, {'n': 2}, {'metadata': {'messages': [user('m')]}}])

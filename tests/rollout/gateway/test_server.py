@@ -44,19 +44,19 @@ def written(row):
 async def test_a_chat_completion():
   engine = says('yes' + END)
   async with endpoint(engine) as (client, _):
-    asked = {**ASK, 'logprobs': True, 'return_token_ids': True, 'temperature': 0.5}
-    status, found = await post(client, PATH, asked)
-  _, prompt, said, sampling = engine.calls[0]
-  (choice,) = found['choices']
-  assert status == 200 and found['object'] == 'chat.completion'
+    body = {**ASK, 'logprobs': True, 'return_token_ids': True, 'temperature': 0.5}
+    status, response = await post(client, PATH, body)
+  _, prompt, output, sampling = engine.calls[0]
+  (choice,) = response['choices']
+  assert status == 200 and response['object'] == 'chat.completion'
   assert choice['message'] == {'role': 'assistant', 'content': 'yes', 'refusal': None}
   assert choice['finish_reason'] == 'stop'
-  assert choice['token_ids'] == said.tokens.tolist()
-  assert found['prompt_token_ids'] == prompt
+  assert choice['token_ids'] == output.tokens.tolist()
+  assert response['prompt_token_ids'] == prompt
   drawn = [entry['logprob'] for entry in choice['logprobs']['content']]
-  assert drawn == said.logprobs.tolist()
+  assert drawn == output.logprobs.tolist()
   usage = {'prompt_tokens': len(prompt), 'completion_tokens': 4}
-  assert found['usage'] == {**usage, 'total_tokens': len(prompt) + 4}
+  assert response['usage'] == {**usage, 'total_tokens': len(prompt) + 4}
   assert (sampling.temperature, sampling.stop_token_ids) == (0.5, (ord(END),))
 
 
@@ -83,15 +83,17 @@ async def test_seeds_differ_by_turn_and_repeat_by_session():
 
 async def test_tool_calls():
   async with endpoint(says(f'I add.\n{CALL}{CALL}{END}')) as (client, _):
-    _, found = await post(client, PATH, {**ASK, 'tools': TOOLS})
-    (choice,) = found['choices']
+    _, response = await post(client, PATH, {**ASK, 'tools': TOOLS})
+    (choice,) = response['choices']
     assert choice['finish_reason'] == 'tool_calls'
     assert choice['message']['content'] == 'I add.'
     calls = choice['message']['tool_calls']
     assert json.loads(calls[1]['function']['arguments']) == {'x': 1, 'y': 'é'}
     assert calls[0]['id'] != calls[1]['id']
-    _, found = await post(client, PATH, {**ASK, 'tools': TOOLS, 'tool_choice': 'none'})
-    assert '<tool_call>' in found['choices'][0]['message']['content']
+    _, response = await post(
+      client, PATH, {**ASK, 'tools': TOOLS, 'tool_choice': 'none'}
+    )
+    assert '<tool_call>' in response['choices'][0]['message']['content']
 
 
 @pytest.mark.parametrize(
@@ -103,17 +105,17 @@ async def test_a_call_that_cannot_be_read_is_text(broken):
   engine = says(text + END)
   options = {'max_length': 10**6, 'max_tokens': 10**6}
   async with endpoint(engine, **options) as (client, _):
-    _, found = await post(client, PATH, {**ASK, 'tools': TOOLS})
-  assert found['choices'][0]['message']['content'] == text
-  assert found['choices'][0]['finish_reason'] == 'stop'
+    _, response = await post(client, PATH, {**ASK, 'tools': TOOLS})
+  assert response['choices'][0]['message']['content'] == text
+  assert response['choices'][0]['finish_reason'] == 'stop'
 
 
 async def test_a_stream_comes_in_pieces_and_says_the_same():
   text = f'Let me <see> it.{CALL}'
   engine = Engine(lambda prompt, sampling: text + END, delay=0.002)
   async with endpoint(engine) as (client, _):
-    asked = {**ASK, 'tools': TOOLS, 'stream_options': {'include_usage': True}}
-    chunks = await events(client, PATH, asked)
+    body = {**ASK, 'tools': TOOLS, 'stream_options': {'include_usage': True}}
+    chunks = await events(client, PATH, body)
   *chunks, last = chunks
   assert last['choices'] == [] and last['usage']['completion_tokens'] == len(text) + 1
   deltas = [chunk['choices'][0]['delta'] for chunk in chunks]
@@ -131,8 +133,8 @@ async def test_what_may_be_a_call_is_not_streamed_as_text(ends):
   async with endpoint(engine) as (client, _):
     chunks = await events(client, PATH, {**ASK, 'tools': TOOLS})
   deltas = [chunk['choices'][0]['delta'] for chunk in chunks]
-  said = [d['content'] for d in deltas if d.get('content')]
-  assert said == ([] if ends else [text])
+  contents = [d['content'] for d in deltas if d.get('content')]
+  assert contents == ([] if ends else [text])
   assert any(d.get('tool_calls') for d in deltas) == bool(ends)
 
 
@@ -175,11 +177,13 @@ async def test_a_stream_goes_on_when_its_engine_is_lost():
 
 async def test_bare_completions_go_on_from_their_ids():
   async with endpoint(says('ab')) as (client, delivered):
-    asked = {'prompt': 'x', 'max_tokens': 2, 'return_token_ids': True, 'logprobs': 1}
-    _, found = await post(client, '/v1/completions', asked)
-    assert found['object'] == 'text_completion' and found['choices'][0]['text'] == 'ab'
-    assert len(found['choices'][0]['logprobs']['token_logprobs']) == 2
-    ids = found['prompt_token_ids'] + found['choices'][0]['token_ids'] + [5]
+    body = {'prompt': 'x', 'max_tokens': 2, 'return_token_ids': True, 'logprobs': 1}
+    _, response = await post(client, '/v1/completions', body)
+    assert (
+      response['object'] == 'text_completion' and response['choices'][0]['text'] == 'ab'
+    )
+    assert len(response['choices'][0]['logprobs']['token_logprobs']) == 2
+    ids = response['prompt_token_ids'] + response['choices'][0]['token_ids'] + [5]
     chunks = await events(client, '/v1/completions', {'prompt': ids, 'max_tokens': 2})
     assert ''.join(c['choices'][0]['text'] for c in chunks) == 'ab'
     await post(client, '/feedback', {'reward': 2})
@@ -189,8 +193,11 @@ async def test_bare_completions_go_on_from_their_ids():
 
 
 async def test_models():
-  async with endpoint(model='tiny') as (client, _), client.get('/v1/models') as found:
-    assert [card['id'] for card in (await found.json())['data']] == ['tiny']
+  async with (
+    endpoint(model='tiny') as (client, _),
+    client.get('/v1/models') as response,
+  ):
+    assert [card['id'] for card in (await response.json())['data']] == ['tiny']
     async with client.get('/v1/models/big') as other:
       assert other.status == 404
 
@@ -223,8 +230,8 @@ async def test_sessions_by_header_and_by_key():
 
 async def test_one_reply_can_be_rewarded_before_the_end():
   async with endpoint(says('x' + END)) as (client, delivered):
-    _, found = await post(client, PATH, {**ASK, 'n': 2})
-    second = found['choices'][1]['completion_id']
+    _, response = await post(client, PATH, {**ASK, 'n': 2})
+    second = response['choices'][1]['completion_id']
     more = {'reward': 0.5, 'completion_id': second, 'done': False}
     assert await post(client, '/feedback', more) == (
       200,
@@ -252,13 +259,13 @@ async def test_full_houses_refuse_or_forget():
 # ---- what is refused
 
 
-@pytest.mark.parametrize('given', ['', 'Bearer', 'Bearer wrong', f'Basic {KEY}', KEY,
-                                   f'Bearer {KEY}x', 'Bearer é'])  # fmt: skip
-async def test_nobody_without_a_key(given):
+@pytest.mark.parametrize('auth', ['', 'Bearer', 'Bearer wrong', f'Basic {KEY}', KEY,
+                                  f'Bearer {KEY}x', 'Bearer é'])  # fmt: skip
+async def test_nobody_without_a_key(auth):
   async with endpoint() as (client, _):
     for path in (PATH, '/feedback', '/v1/completions', '/nowhere'):
-      status, found = await post(client, path, ASK, Authorization=given)
-      assert status == 401 and found['error']['code'] == 'invalid_api_key'
+      status, response = await post(client, path, ASK, Authorization=auth)
+      assert status == 401 and response['error']['code'] == 'invalid_api_key'
 
 
 @pytest.mark.parametrize(
@@ -287,9 +294,9 @@ async def test_nobody_without_a_key(given):
 async def test_a_field_at_fault_is_named(change, param):
   engine = Engine()
   async with endpoint(engine) as (client, _):
-    status, found = await post(client, PATH, {**ASK, **change})
-  assert status == 400 and found['error']['param'] == param, found
-  assert found['error']['type'] == 'invalid_request_error'
+    status, response = await post(client, PATH, {**ASK, **change})
+  assert status == 400 and response['error']['param'] == param, response
+  assert response['error']['type'] == 'invalid_request_error'
   assert engine.calls == []
 
 
@@ -320,10 +327,10 @@ async def test_a_prompt_far_beyond_the_window_is_not_tokenised(path, body, monke
     assert (await post(client, PATH, ASK))[0] == 200
     errors = []
     for size in (2000, 3_900_000):
-      status, found = await post(client, path, body('y' * size))
+      status, payload = await post(client, path, body('y' * size))
       assert status == 400
-      found['error']['message'] = found['error']['message'].partition(' tokens ')[2]
-      errors.append(found['error'])
+      payload['error']['message'] = payload['error']['message'].partition(' tokens ')[2]
+      errors.append(payload['error'])
     assert errors[0] == errors[1]
     assert errors[0]['message'] == 'leaves no room in the window of 2000'
     assert errors[0]['code'] == 'context_length_exceeded'
@@ -345,8 +352,8 @@ async def test_a_prompt_far_beyond_the_window_is_not_tokenised(path, body, monke
 )
 async def test_what_is_not_json(body):
   async with endpoint() as (client, _):
-    status, found = await post(client, PATH, body)
-  assert status == 400 and found['error']['code'] == 'invalid_json'
+    status, response = await post(client, PATH, body)
+  assert status == 400 and response['error']['code'] == 'invalid_json'
 
 
 @pytest.mark.parametrize('body', [{'reward': 'much'}, {'reward': True},
@@ -362,11 +369,11 @@ async def test_feedback_is_checked(body):
 
 async def test_errors_of_the_path_and_of_the_size_are_json_too():
   async with endpoint(limits={'max_body': 1000}) as (client, _):
-    status, found = await post(client, PATH, {**ASK, 'user': 'x' * 2000})
-    assert status == 413 and 'error' in found
+    status, payload = await post(client, PATH, {**ASK, 'user': 'x' * 2000})
+    assert status == 413 and 'error' in payload
     assert (await post(client, '/nowhere', {}))[0] == 404
-    async with client.get(PATH) as found:
-      assert found.status == 405 and 'error' in await found.json()
+    async with client.get(PATH) as response:
+      assert response.status == 405 and 'error' in await response.json()
     assert (await post(client, PATH, ASK, x_session_id='a b'))[0] == 400
 
 
@@ -376,8 +383,8 @@ async def test_errors_of_the_path_and_of_the_size_are_json_too():
 async def test_an_engine_that_fails_leaves_nothing_behind(error, status):
   engine = says(error)
   async with endpoint(engine) as (client, delivered):
-    got, found = await post(client, PATH, ASK)
-    assert got == status and 'secret' not in found['error']['message']
+    got, payload = await post(client, PATH, ASK)
+    assert got == status and 'secret' not in payload['error']['message']
     async with client.post(PATH, json={**ASK, 'stream': True}) as response:
       assert '"error"' in await response.text()
     await post(client, '/feedback', {})
@@ -395,9 +402,9 @@ class ErrorInAnActor(ValueError):
 async def test_an_engines_message_is_told_without_traceback_and_paths():
   cause = ValueError('the window of 9 tokens is too short, see /home/me/a.py:3\nFile')
   async with endpoint(says(ErrorInAnActor(cause))) as (client, _):
-    status, found = await post(client, PATH, ASK)
+    status, response = await post(client, PATH, ASK)
   assert status == 400
-  message = found['error']['message']
+  message = response['error']['message']
   assert message == 'the engine refuses: the window of 9 tokens is too short, see …:3'
 
 
@@ -433,10 +440,10 @@ async def test_connections_with_requests_are_not_closed_for_others():
   engine = Engine(lambda prompt, sampling: 'x' * 20 + END, delay=0.01)
   limits = ConnectionLimits(max_connections=8, max_per_client=3, idle_timeout=0.05)
   async with endpoint(engine, limits={'connections': limits}) as (client, _):
-    asked = [post(client, PATH, ASK, x_session_id=f's{i}') for i in range(5)]
-    found = await asyncio.gather(*asked)
-    assert sorted(status for status, _ in found) == [200, 200, 200, 503, 503]
-    messages = {body['error']['message'] for code, body in found if code == 503}
+    requests = [post(client, PATH, ASK, x_session_id=f's{i}') for i in range(5)]
+    responses = await asyncio.gather(*requests)
+    assert sorted(status for status, _ in responses) == [200, 200, 200, 503, 503]
+    messages = {body['error']['message'] for code, body in responses if code == 503}
     assert messages == {'too many connections; try again later'}
     assert (await post(client, PATH, ASK))[0] == 200
 
@@ -465,9 +472,9 @@ async def test_an_idle_connection_is_closed():
 async def test_too_many_at_once_are_told_to_wait():
   engine = Engine(lambda prompt, sampling: 'x' * 20 + END, delay=0.01)
   async with endpoint(engine, limits={'max_requests': 2}) as (client, _):
-    asked = [post(client, PATH, ASK, x_session_id=f's{i}') for i in range(5)]
-    found = await asyncio.gather(*asked)
-    assert sorted(status for status, _ in found) == [200, 200, 429, 429, 429]
+    requests = [post(client, PATH, ASK, x_session_id=f's{i}') for i in range(5)]
+    responses = await asyncio.gather(*requests)
+    assert sorted(status for status, _ in responses) == [200, 200, 429, 429, 429]
     assert (await post(client, PATH, ASK))[0] == 200
 
 
@@ -506,6 +513,6 @@ async def test_requests_at_once_do_not_overfill_a_session():
   gateway = Gateway(Engine(), ChatTokenizer(Tokens()), max_replies=4)
   ask = GenerationRequest(messages=[{'role': 'user', 'content': 'hi'}], n=2)
   begun = [gateway.start_choices('a', ask) for _ in range(4)]
-  found = await asyncio.gather(*begun, return_exceptions=True)
+  results = await asyncio.gather(*begun, return_exceptions=True)
   gateway.close()
-  assert [isinstance(one, ApiError) for one in found] == [False, False, True, True]
+  assert [isinstance(one, ApiError) for one in results] == [False, False, True, True]

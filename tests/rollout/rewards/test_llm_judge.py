@@ -61,8 +61,8 @@ async def test_templates_of_ones_own(played, tmp_path):
   for template in (text, str(tmp_path / 'prompt.txt')):
     judge = LLMJudge(oracle, template=template, pattern='<([0-9]+)>', scale=(1, 5))
     assert (await judge(played)).score == 0.75
-    asked = oracle.asked[-1][1][-1]['content']
-    assert asked.startswith('2|2|1-5|system: Be brief.\n\nuser: What is it?\n\n')
+    prompt = oracle.asked[-1][1][-1]['content']
+    assert prompt.startswith('2|2|1-5|system: Be brief.\n\nuser: What is it?\n\n')
 
 
 async def test_votes_are_averaged_and_those_lost_are_counted(played):

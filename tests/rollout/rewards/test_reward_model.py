@@ -49,8 +49,8 @@ async def test_a_score_does_not_depend_on_what_it_is_scored_with(scorer):
   assert len(set(alone)) == len(rows)
   for order in (range(9), reversed(range(9))):
     order = list(order)
-    found = await asyncio.gather(*(scorer.score(says(*rows[i])) for i in order))
-    assert found == [alone[i] for i in order]
+    scores = await asyncio.gather(*(scorer.score(says(*rows[i])) for i in order))
+    assert scores == [alone[i] for i in order]
   model, params = small.model_and_params(value_head=True)
   plain = jax.jit(TransformerLM(model.config).score)(
     params, np.array(rows[:1], np.int32), np.array([3])
@@ -83,11 +83,11 @@ async def test_a_device_that_fails_is_told_to_all_who_wait():
   model, params = small.model_and_params()  # no head
   device_thread = DeviceThread()
   scorer = RewardModel(model, params, Chat(), device_thread=device_thread)
-  found = await asyncio.gather(
+  errors = await asyncio.gather(
     *(scorer.score(says(n)) for n in (1, 2)), return_exceptions=True
   )
   device_thread.close()
-  assert all(isinstance(error, AttributeError) for error in found)
+  assert all(isinstance(error, AttributeError) for error in errors)
 
 
 async def test_who_waits_too_long_has_no_score():
@@ -109,12 +109,12 @@ async def test_as_a_part():
       return {'low': -800.0, 'mid': 0.0, 'high': 3.0}[messages[0]['content']]
 
   pool = ThreadPool(1)
-  said = {
+  inputs = {
     text: RewardInput([{'role': 'user', 'content': text}], {}, 0, '', pool)
     for text in ('low', 'mid', 'high')
   }
   plain, squashed = RewardModelTerm(Told()), RewardModelTerm(Told(), sigmoid=True)
-  assert [(await plain(one)).score for one in said.values()] == [-800, 0, 3]
-  found = [(await squashed(one)).score for one in said.values()]
-  assert found == pytest.approx([0, 0.5, 0.9525741])
+  assert [(await plain(one)).score for one in inputs.values()] == [-800, 0, 3]
+  scores = [(await squashed(one)).score for one in inputs.values()]
+  assert scores == pytest.approx([0, 0.5, 0.9525741])
   pool.close()

@@ -47,8 +47,8 @@ async def test_parts_are_weighted_and_added_to_the_last_turn():
   (row,) = await play(stage(rewards, lambda: EchoEnv(turns=2)), max_steps=3)
   (where,) = np.nonzero(row.rewards)
   assert row.rewards[where].tolist() == [0.5 * 1, 0.5 * 2 + 2 * 0.5]
-  found = {k: v for k, v in row.metrics.items() if k.startswith('reward/')}
-  assert found == {
+  metrics = {k: v for k, v in row.metrics.items() if k.startswith('reward/')}
+  assert metrics == {
     'reward/env': 3,
     'reward/judge': 0.5,
     'reward/judge/unparsable': 1,
@@ -65,8 +65,8 @@ async def test_what_a_part_is_shown():
     'one': RewardTerm(Says(RewardOutput(1.0))),
     'two': RewardTerm(Says(RewardOutput(1.0))),
   }
-  made = stage(RewardPipeline(parts), rows=9)
-  rows = [(await play(made, member=member))[0] for member in (0, 1)]
+  context = stage(RewardPipeline(parts), rows=9)
+  rows = [(await play(context, member=member))[0] for member in (0, 1)]
   seen = [term.function.seen for term in parts.values()]
   seeds = {played.seed for one in seen for played in one}
   assert len(seeds) == 4  # members and parts differ
@@ -78,7 +78,7 @@ async def test_what_a_part_is_shown():
   assert (played.reply, played.item['answer']) == ('ab', played.question[1:])
   assert played.conversation == f'user: {played.question}\n\nassistant: ab'
   called = {'role': 'assistant', 'content': None, 'tool_calls': [{'name': 'f'}]}
-  assert RewardInput([called], {}, 0, '', made.pool).reply == '[{"name": "f"}]'
+  assert RewardInput([called], {}, 0, '', context.pool).reply == '[{"name": "f"}]'
 
 
 async def test_a_missing_score_fails_the_attempt_and_is_not_a_zero():
@@ -130,10 +130,10 @@ async def test_a_score_of_the_users_may_stand_in_for_it_and_is_counted():
 
 async def test_failed_episodes_are_not_rewarded():
   part = Says(RewardOutput(1.0))
-  made = stage(
+  context = stage(
     RewardPipeline({'judge': RewardTerm(part)}), lambda: BadEnv(fault='step raises')
   )
-  (row,) = await play(made)
+  (row,) = await play(context)
   assert (row.stop_reason, row.score, part.seen) == ('env_error', 0, [])
 
 

@@ -41,8 +41,8 @@ class World:
     row = np.zeros((1, 256), np.int32)
     row[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
     there = np.arange(256)[None] < len(prompt) + len(tokens)
-    found = _score(self.model, params, row, there.astype(np.int32), temperature)
-    return np.asarray(found)[0, len(prompt) : len(prompt) + len(tokens)]
+    logprobs = _score(self.model, params, row, there.astype(np.int32), temperature)
+    return np.asarray(logprobs)[0, len(prompt) : len(prompt) + len(tokens)]
 
 
 @jax.jit(static_argnums=0)

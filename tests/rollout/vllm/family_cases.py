@@ -55,8 +55,8 @@ def model_type(name: str) -> str:
 
 def settings_of(name: str) -> dict[str, Any]:
   """The contents of a case's config.json, as far as a family reads them."""
-  own = cases.CASES[name].settings | CASES[name]
-  return cases.COMMON | own | {'model_type': model_type(name)}
+  settings = cases.CASES[name].settings | CASES[name]
+  return cases.COMMON | settings | {'model_type': model_type(name)}
 
 
 def made(name: str) -> tuple[ModelConfig, Params, Params]:

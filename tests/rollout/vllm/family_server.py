@@ -77,15 +77,15 @@ def serve(
   rules.detokenize = False
 
   def sample() -> list[list[list[float]]]:
-    given: Any = [{'prompt_token_ids': prompt} for prompt in prompts]
-    found = []
-    for request in llm.generate(given, rules, use_tqdm=False):
+    inputs: Any = [{'prompt_token_ids': prompt} for prompt in prompts]
+    samples = []
+    for request in llm.generate(inputs, rules, use_tqdm=False):
       output = request.outputs[0]
       tokens, each = list(output.token_ids), output.logprobs
       assert each is not None
       logprobs = [step[token].logprob for step, token in zip(each, tokens, strict=True)]
-      found.append([tokens, logprobs])
-    return found
+      samples.append([tokens, logprobs])
+    return samples
 
   try:
     answer = {'before': sample()}

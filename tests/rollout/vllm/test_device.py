@@ -55,18 +55,18 @@ class Worker:
   rank: among the workers of its engine, of which there are `size`.
   """
 
-  def __init__(self, made, rank, size):
-    own = made.__new__(made)
-    own.model, own.model_config, own.device = (
+  def __init__(self, engine_class, rank, size):
+    engine = engine_class.__new__(engine_class)
+    engine.model, engine.model_config, engine.device = (
       Kept(),
       None,
       types.SimpleNamespace(index=rank),
     )
-    own.parallel_config = types.SimpleNamespace(
+    engine.parallel_config = types.SimpleNamespace(
       data_parallel_index=0, world_size=size, rank=rank
     )
-    own.model_update_group, own._packed_importer = None, None
-    self.own = own
+    engine.model_update_group, engine._packed_importer = None, None
+    self.own = engine
 
   def init(self, info):
     self.own.init_transfer_engine(self.own.parse_init_info(dict(info)))
@@ -84,9 +84,9 @@ class Engine:
   def key(self):
     return self.name
 
-  async def _all(self, name, *own):
+  async def _all(self, name, *args):
     self.calls.append(name)
-    work = (asyncio.to_thread(getattr(w, name), *own) for w in self.workers)
+    work = (asyncio.to_thread(getattr(w, name), *args) for w in self.workers)
     await asyncio.gather(*work)
 
   async def init_transfer(self, info):
@@ -110,10 +110,10 @@ class Engine:
 def same(engine, params, dtype=np.float32):
   wanted = dict(huggingface.export(SHAPE, jax.tree.map(np.asarray, params)))
   for worker in engine.workers:
-    found = worker.own.model.found
-    assert list(found) == list(wanted)
+    tensors = worker.own.model.found
+    assert list(tensors) == list(wanted)
     for name, array in wanted.items():
-      np.testing.assert_array_equal(found[name].float(), array.astype(dtype))
+      np.testing.assert_array_equal(tensors[name].float(), array.astype(dtype))
 
 
 @pytest.fixture
@@ -149,9 +149,9 @@ def nccl(monkeypatch, reload):
 
 
 def address():
-  with socket.socket() as found:
-    found.bind(('127.0.0.1', 0))
-    return found.getsockname()
+  with socket.socket() as sock:
+    sock.bind(('127.0.0.1', 0))
+    return sock.getsockname()
 
 
 @pytest.mark.asyncio
@@ -160,10 +160,10 @@ async def test_by_nccl_every_worker_of_every_engine_gets_every_tensor(params, nc
   from jaxrl.rollout.vllm.gpu_weight_sender import GpuWeightSender
 
   def engine(name):
-    made = Engine(name, [Worker(NcclTransferEngine, rank, 2) for rank in range(2)])
-    for worker in made.workers:
+    fake = Engine(name, [Worker(NcclTransferEngine, rank, 2) for rank in range(2)])
+    for worker in fake.workers:
       worker.own.device = 'cpu'
-    return made
+    return fake
 
   one, two = engine('one'), engine('two')
   ask = make_engine_caller(asyncio.get_running_loop())
@@ -220,9 +220,9 @@ def ipc(monkeypatch, reload):
 
   def view(self, loan, size, place):
     opened.append((int(loan.handle), place))
-    found = lent[int(loan.handle)].reshape(-1).view(torch.uint8)
-    assert len(found) == size
-    return found
+    buffer = lent[int(loan.handle)].reshape(-1).view(torch.uint8)
+    assert len(buffer) == size
+    return buffer
 
   monkeypatch.setattr(torch.cuda, 'get_device_properties', name)
   monkeypatch.setattr(cuda_ipc, 'export_ipc', lend)
@@ -238,10 +238,10 @@ async def test_by_ipc_every_worker_opens_the_memory_of_its_own_gpu(params, ipc, 
   from jaxrl.rollout.vllm.gpu_weight_sender import GpuWeightSender
 
   def engine(*places):
-    made = Engine(
+    fake = Engine(
       f'of {places}', [Worker(IpcTransferEngine, place, 1) for place in places]
     )
-    return made, TransferTarget(made, len(places), places)
+    return fake, TransferTarget(fake, len(places), places)
 
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), 'x')
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -352,21 +352,21 @@ def test_what_is_lent_must_not_be_held_when_it_goes_back(monkeypatch):
 
   from jaxrl.rollout.vllm import cuda_ipc
 
-  made = cuda_ipc.ImportedMemory()
+  memory = cuda_ipc.ImportedMemory()
   monkeypatch.setattr(cuda_ipc, '_open_handle', lambda handle: ctypes.c_uint64(1 << 20))
   monkeypatch.setattr(cuda_ipc, '_current_device', contextlib.nullcontext)
   closed = []
   monkeypatch.setattr(cuda_ipc, '_call_driver', lambda name, *_: closed.append(name))
   monkeypatch.setattr(torch, 'as_tensor', lambda held, device: (held, device))
-  views = [made.view(cuda_ipc.IpcHandle(h, 5), 3, 1) for h in ('aa', 'aa', 'bb')]
+  views = [memory.view(cuda_ipc.IpcHandle(h, 5), 3, 1) for h in ('aa', 'aa', 'bb')]
   (held, device), *_ = views
   assert device == 'cuda:1'
   assert held.__cuda_array_interface__['data'] == ((1 << 20) + 5, False)
   with pytest.raises(cuda_ipc.GpuMemoryError, match=r'3 tensors .* still held'):
-    made.release()
+    memory.release()
   del held, views, _
-  made.release()
-  made.close()
+  memory.release()
+  memory.close()
   assert closed == ['cuIpcCloseMemHandle'] * 2
 
 
@@ -377,7 +377,7 @@ def test_what_is_called_of_vllm_is_there():
   from vllm.v1.engine.async_llm import AsyncLLM
   from vllm.v1.worker.gpu_worker import Worker as Gpu
 
-  asked = {
+  signatures = {
     'init_weight_transfer_engine': ['request'],
     'start_weight_update': [],
     'update_weights': ['request'],
@@ -388,7 +388,7 @@ def test_what_is_called_of_vllm_is_there():
     'resume_generation': [],
     'collective_rpc': ['method', 'args'],
   }
-  for name, taken in asked.items():
+  for name, taken in signatures.items():
     known = inspect.signature(getattr(AsyncLLM, name)).parameters
     assert set(taken) <= set(known), (name, known)
   for name in ('init_weight_transfer_engine', 'start_weight_update', 'update_weights'):

@@ -56,9 +56,9 @@ def ascii_pair(tokenizer, tokens):
 async def until(engine, name, count):
   """Waits until a request has emitted so many tokens."""
   while True:
-    found = (await engine.progress([name])).get(name)
-    if found is not None and len(found.tokens) >= count:
-      return found
+    progress = (await engine.progress([name])).get(name)
+    if progress is not None and len(progress.tokens) >= count:
+      return progress
     await asyncio.sleep(0.002)
 
 
@@ -68,10 +68,10 @@ async def test_log_probs_are_the_learners(world):
   gaps = []
   for temperature in (1.0, 0.7):
     prompts = [[3 + i, 50 + i, 100 + i] for i in range(16)]
-    found = await complete(
+    completions = await complete(
       world.engine, 'mismatch', prompts, temperature=temperature, max_tokens=80
     )
-    for prompt, completion in zip(prompts, found, strict=True):
+    for prompt, completion in zip(prompts, completions, strict=True):
       assert len(completion.tokens) == 80
       learners = world.rescore(world.old, prompt, completion.tokens, temperature)
       gaps.append(np.abs(learners - completion.logprobs))
@@ -143,10 +143,10 @@ async def test_truncated_log_probs_are_of_what_was_left(world):
   """Top-k of 2: the two probabilities that remain add up to one."""
   await world.engine.load(world.next(), world.old)
   prompt = PROMPTS[3]
-  found = await complete(
+  completions = await complete(
     world.engine, 'topk', [prompt] * 12, max_tokens=1, top_k=2, temperature=1.0
   )
-  seen = {int(c.tokens[0]): float(np.exp(c.logprobs[0])) for c in found}
+  seen = {int(c.tokens[0]): float(np.exp(c.logprobs[0])) for c in completions}
   assert len(seen) <= 2
   if len(seen) == 2:
     assert sum(seen.values()) == pytest.approx(1, abs=1e-5)
@@ -163,13 +163,13 @@ async def test_an_update_in_flight_gives_two_versions_at_the_right_token(world):
   await until(engine, 'flight/0', 20)
   await engine.load(second, world.new)
   assert engine.version == second
-  for prompt, found in zip(prompts, await task, strict=True):
-    assert len(found.tokens) == 160 and found.finish_reason == 'length'
-    cut = int(np.sum(found.weights_versions == first))
+  for prompt, output in zip(prompts, await task, strict=True):
+    assert len(output.tokens) == 160 and output.finish_reason == 'length'
+    cut = int(np.sum(output.weights_versions == first))
     assert 10 <= cut < 160
-    assert found.weights_versions.tolist() == [first] * cut + [second] * (160 - cut)
-    old = np.abs(world.rescore(world.old, prompt, found.tokens) - found.logprobs)
-    new = np.abs(world.rescore(world.new, prompt, found.tokens) - found.logprobs)
+    assert output.weights_versions.tolist() == [first] * cut + [second] * (160 - cut)
+    old = np.abs(world.rescore(world.old, prompt, output.tokens) - output.logprobs)
+    new = np.abs(world.rescore(world.new, prompt, output.tokens) - output.logprobs)
     # Each token is of the version that it names, and not of the other.
     assert old[:cut].max() < 1e-4 and new[cut:].max() < 1e-4
     assert new[:cut].mean() > 0.1 and old[cut:].mean() > 0.1
@@ -184,10 +184,10 @@ async def test_no_cached_prefix_outlives_its_weights(world):
   await complete(engine, 'hit', [[*prompt, 5]], max_tokens=2)
   assert engine.metrics()['tokens/prompt_reused'] >= 128
   await engine.load(world.next(), world.new)
-  (found,) = await complete(engine, 'fresh', [[*prompt, 5]], max_tokens=8)
+  (completion,) = await complete(engine, 'fresh', [[*prompt, 5]], max_tokens=8)
   assert engine.metrics()['tokens/prompt_reused'] == 0
-  learners = world.rescore(world.new, [*prompt, 5], found.tokens)
-  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+  learners = world.rescore(world.new, [*prompt, 5], completion.tokens)
+  np.testing.assert_allclose(completion.logprobs, learners, atol=1e-4)
 
 
 async def test_an_abort_returns_what_was_emitted(world):
@@ -199,12 +199,12 @@ async def test_an_abort_returns_what_was_emitted(world):
   before = await until(engine, 'abort/0', 5)
   await engine.abort('abort/0')
   assert await engine.progress(['abort/0', 'unknown']) == {}
-  found = await task
+  completion = await task
   count = len(before.tokens)
-  assert found.finish_reason == 'abort' and count <= len(found.tokens) < 200
-  np.testing.assert_array_equal(found.tokens[:count], before.tokens)
-  np.testing.assert_array_equal(found.logprobs[:count], before.logprobs)
-  assert set(found.weights_versions) == {version}
+  assert completion.finish_reason == 'abort' and count <= len(completion.tokens) < 200
+  np.testing.assert_array_equal(completion.tokens[:count], before.tokens)
+  np.testing.assert_array_equal(completion.logprobs[:count], before.logprobs)
+  assert set(completion.weights_versions) == {version}
   await engine.abort('unknown')
   waiter = asyncio.create_task(engine.generate('abort/1', PROMPTS[0], rules))
   await asyncio.sleep(0)
@@ -235,9 +235,9 @@ async def test_a_pause_keeps_requests_and_a_resume_ends_them(world):
   await asyncio.sleep(0.1)
   assert len((await engine.progress(['paused/0']))['paused/0'].tokens) < 120
   await engine.resume()
-  (found,) = await task
-  np.testing.assert_array_equal(found.tokens, whole.tokens)
-  assert len(set(found.weights_versions)) == 2
+  (completion,) = await task
+  np.testing.assert_array_equal(completion.tokens, whole.tokens)
+  assert len(set(completion.weights_versions)) == 2
 
 
 async def test_a_drain_ends_what_runs_and_holds_what_comes(world):
@@ -271,7 +271,7 @@ async def test_one_id_is_one_request(world):
 
 
 @pytest.mark.parametrize(
-  'prompt, rules, said',
+  'prompt, rules, message',
   [
     ([], {}, 'row of token ids'),
     ([1] * 256, {}, 'leaves no room in a window of 256'),
@@ -283,9 +283,11 @@ async def test_one_id_is_one_request(world):
     ([1], {'num_generated': 1}, 'num_generated=1'),
   ],
 )
-async def test_requests_that_cannot_be_served_are_refused(world, prompt, rules, said):
+async def test_requests_that_cannot_be_served_are_refused(
+  world, prompt, rules, message
+):
   await world.engine.load(world.next(), world.old)
-  with pytest.raises(ValueError, match=said):
+  with pytest.raises(ValueError, match=message):
     await world.engine.generate(
       'r', prompt, SamplingParams(**{'max_tokens': 4} | rules)
     )
@@ -293,8 +295,8 @@ async def test_requests_that_cannot_be_served_are_refused(world, prompt, rules, 
 
 async def test_the_window_ends_a_completion(world):
   await world.engine.load(world.next(), world.old)
-  (found,) = await complete(world.engine, 'window', [[5] * 250], max_tokens=50)
-  assert len(found.tokens) == 6 and found.finish_reason == 'length'
+  (completion,) = await complete(world.engine, 'window', [[5] * 250], max_tokens=50)
+  assert len(completion.tokens) == 6 and completion.finish_reason == 'length'
 
 
 async def test_metrics_bear_the_names_of_the_jax_engine(world, jax_engine):
@@ -302,9 +304,9 @@ async def test_metrics_bear_the_names_of_the_jax_engine(world, jax_engine):
   await engine.load(world.next(), world.old)
   await engine.warmup()
   assert set(engine.metrics()) == set(jax_engine.metrics())
-  found = await complete(engine, 'metrics', PROMPTS[:4], max_tokens=10)
+  completions = await complete(engine, 'metrics', PROMPTS[:4], max_tokens=10)
   report = engine.metrics()
-  assert report['tokens/generated'] == sum(len(c.tokens) for c in found) == 40
+  assert report['tokens/generated'] == sum(len(c.tokens) for c in completions) == 40
   assert report['tokens/prefilled'] + report['tokens/prompt_reused'] == 16
   assert report['rollout/decode_steps'] >= 10
   assert 0 < report['rollout/busy_slots'] <= 1

@@ -72,6 +72,6 @@ def test_samples_have_the_learners_logprobs(name, ask, tmp_path):
     for row, prompt, (tokens, _) in zip(rows, prompts, answer[when], strict=True):
       row[: len(prompt) + COUNT] = prompt + tokens
     wanted = np.asarray(score(model, params, rows, (time < ends[:, None]).astype(int)))
-    for row, start, (_, found) in zip(wanted, LENGTHS, answer[when], strict=True):
-      np.testing.assert_allclose(found, row[start : start + COUNT], atol=2e-4)
-      assert np.ptp(found) > 0.5
+    for row, start, (_, logprobs) in zip(wanted, LENGTHS, answer[when], strict=True):
+      np.testing.assert_allclose(logprobs, row[start : start + COUNT], atol=2e-4)
+      assert np.ptp(logprobs) > 0.5

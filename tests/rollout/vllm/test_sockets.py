@@ -15,7 +15,7 @@ pytestmark = VLLM
 
 def listening(processes):
   """Addresses and ports, each with the name of the process that listens there."""
-  found = []
+  listeners = []
   for process in processes:
     try:
       sockets = process.net_connections(kind='inet')
@@ -24,8 +24,8 @@ def listening(processes):
     for socket in sockets:
       waits = socket.status == psutil.CONN_LISTEN or not socket.raddr
       if waits and socket.laddr:
-        found.append((socket.laddr.ip, socket.laddr.port, process.name()))
-  return found
+        listeners.append((socket.laddr.ip, socket.laddr.port, process.name()))
+  return listeners
 
 
 def on_loopback(address):
@@ -34,12 +34,12 @@ def on_loopback(address):
   `::ffff:127.0.0.1` is how a socket for both families (gRPC's) names 127.0.0.1; Python
   3.11 does not look through it.
   """
-  found = ipaddress.ip_address(address)
-  return (getattr(found, 'ipv4_mapped', None) or found).is_loopback
+  ip = ipaddress.ip_address(address)
+  return (getattr(ip, 'ipv4_mapped', None) or ip).is_loopback
 
 
 @pytest.mark.parametrize(
-  ('address', 'own'),
+  ('address', 'expected'),
   [
     ('127.0.0.1', True),
     ('::1', True),
@@ -50,8 +50,8 @@ def on_loopback(address):
     ('10.0.0.1', False),
   ],
 )
-def test_loopback_is_known_in_every_spelling(address, own):
-  assert on_loopback(address) is own
+def test_loopback_is_known_in_every_spelling(address, expected):
+  assert on_loopback(address) is expected
 
 
 @pytest.mark.asyncio(loop_scope='session')
@@ -61,9 +61,9 @@ async def test_all_sockets_are_on_loopback(world):
   assert set(done.weights_versions) == {version}
   names = [child.name for child in multiprocessing.active_children()]
   assert any('EngineCore' in name for name in names), names
-  own = psutil.Process(os.getpid())
-  tree = [own, *own.children(recursive=True)]
-  found = listening(tree)
-  assert found  # of gloo's: were there none, there would be nothing to test
-  open_ = [at for at in found if not on_loopback(at[0])]
+  process = psutil.Process(os.getpid())
+  tree = [process, *process.children(recursive=True)]
+  listeners = listening(tree)
+  assert listeners  # of gloo's: were there none, there would be nothing to test
+  open_ = [at for at in listeners if not on_loopback(at[0])]
   assert not open_, open_

@@ -62,17 +62,17 @@ class Learner:
       ([20, 21, 22], []),
     ]
 
-  def rescore(self, params, prompt, given, tokens) -> np.ndarray:
+  def rescore(self, params, prompt, images, tokens) -> np.ndarray:
     """The learner's log-probs of `tokens` behind a prompt."""
     row = np.zeros(LENGTH, np.int32)
     row[: len(prompt) + len(tokens)] = [*prompt, *tokens]
-    places, patches = image_places.lay_out(self.processor, [(row, given)], (1, LENGTH))
+    places, patches = image_places.lay_out(self.processor, [(row, images)], (1, LENGTH))
     there = (np.arange(LENGTH) < len(prompt) + len(tokens)).astype(np.int32)
     known = vision_tower.encode(self.model, params, patches)
     if patches is None:
       places = None
-    found = _score(self.model, known, row[None], there[None], places)
-    return np.asarray(found)[0, len(prompt) : len(prompt) + len(tokens)]
+    logprobs = _score(self.model, known, row[None], there[None], places)
+    return np.asarray(logprobs)[0, len(prompt) : len(prompt) + len(tokens)]
 
 
 @jax.jit(static_argnums=0)
@@ -98,22 +98,22 @@ async def test_log_probs_are_the_learners_before_and_after_an_update(served):
   learner, engine = served
   for version, params in ((1, learner.old), (2, learner.new)):
     await engine.load(version, params)
-    for number, (prompt, given) in enumerate(learner.prompts()):
+    for number, (prompt, images) in enumerate(learner.prompts()):
       rules = SamplingParams(max_tokens=12, seed=number)
-      found = await engine.generate(f'{version}/{number}', prompt, rules, given)
-      learners = learner.rescore(params, prompt, given, found.tokens)
-      np.testing.assert_allclose(found.logprobs, learners, atol=2e-4)
-      assert np.ptp(found.logprobs) > 0.5
+      completion = await engine.generate(f'{version}/{number}', prompt, rules, images)
+      learners = learner.rescore(params, prompt, images, completion.tokens)
+      np.testing.assert_allclose(completion.logprobs, learners, atol=2e-4)
+      assert np.ptp(completion.logprobs) > 0.5
   with pytest.raises(ImageError, match='needs a run of'):
     await engine.generate('wrong', [20, 21], SamplingParams(max_tokens=2), [TALL])
 
 
 async def test_a_request_across_an_update_gets_features_of_both_versions(served):
   learner, engine = served
-  prompt, given = learner.prompts()[0]
+  prompt, images = learner.prompts()[0]
   await engine.load(3, learner.old)
   rules = SamplingParams(max_tokens=LENGTH - len(prompt) - 1, seed=5)
-  task = asyncio.create_task(engine.generate('flight', prompt, rules, given))
+  task = asyncio.create_task(engine.generate('flight', prompt, rules, images))
   drawn = 0
   while not drawn:
     assert not task.done()
@@ -123,9 +123,9 @@ async def test_a_request_across_an_update_gets_features_of_both_versions(served)
   await engine.pause()
   await engine.load(4, learner.new)
   await engine.resume()
-  found = await task
-  assert set(found.weights_versions) == {3, 4}
+  completion = await task
+  assert set(completion.weights_versions) == {3, 4}
   for version, params in ((3, learner.old), (4, learner.new)):
-    own = found.weights_versions == version
-    learners = learner.rescore(params, prompt, given, found.tokens)
-    np.testing.assert_allclose(found.logprobs[own], learners[own], atol=2e-4)
+    mask = completion.weights_versions == version
+    learners = learner.rescore(params, prompt, images, completion.tokens)
+    np.testing.assert_allclose(completion.logprobs[mask], learners[mask], atol=2e-4)

@@ -28,10 +28,10 @@ async def test_what_sleeps_takes_weights_and_serves_when_it_is_awake(world):
   assert set(engine._asleep) == {'weights', 'kv_cache'}
   await engine.resume()
   assert engine._asleep == ()
-  found = await asyncio.wait_for(waiting, 60)
-  assert set(found.weights_versions) == {version} and len(found.tokens) == 8
-  learners = world.rescore(world.new, PROMPT, found.tokens)
-  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+  completion = await asyncio.wait_for(waiting, 60)
+  assert set(completion.weights_versions) == {version} and len(completion.tokens) == 8
+  learners = world.rescore(world.new, PROMPT, completion.tokens)
+  np.testing.assert_allclose(completion.logprobs, learners, atol=1e-4)
 
 
 async def test_those_who_run_end_before_it_sleeps(world):

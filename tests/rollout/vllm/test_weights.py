@@ -29,21 +29,21 @@ PROMPT, RULES = [9, 8, 7], SamplingParams(max_tokens=12, seed=4)
 )
 async def channel(request, world, tmp_path):
   """A transport that the engine reads from, and a publisher on it."""
-  made = (
+  transport = (
     SharedMemoryTransport()
     if request.param is SharedMemoryTransport
     else FolderTransport(tmp_path / 'w')
   )
-  publisher = VersionWriter(made)
+  publisher = VersionWriter(transport)
   engine = world.engine
-  own, engine._local_channel = engine._local_channel, None
-  await engine.connect(str(made.path))
+  local_channel, engine._local_channel = engine._local_channel, None
+  await engine.connect(str(transport.path))
   yield publisher
   publisher.close()
-  made.close()
-  engine._local_channel = own
-  if own is not None:
-    await engine.connect(own[0].address)
+  transport.close()
+  engine._local_channel = local_channel
+  if local_channel is not None:
+    await engine.connect(local_channel[0].address)
 
 
 async def test_what_is_pulled_is_what_was_published(world, channel):
@@ -51,24 +51,24 @@ async def test_what_is_pulled_is_what_was_published(world, channel):
   channel.publish(version, snapshot(world.new))
   assert await engine.pull(version) == channel.digest
   assert engine.version == version
-  found = await engine.generate('pulled', PROMPT, RULES)
-  learners = world.rescore(world.new, PROMPT, found.tokens)
-  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
-  assert set(found.weights_versions) == {version}
+  completion = await engine.generate('pulled', PROMPT, RULES)
+  learners = world.rescore(world.new, PROMPT, completion.tokens)
+  np.testing.assert_allclose(completion.logprobs, learners, atol=1e-4)
+  assert set(completion.weights_versions) == {version}
   # A difference from it, and the same in full.
   moved = jax.tree.map(lambda x: x * np.float32(1.01), world.new)
   version = world.next()
   channel.publish(version, snapshot(moved))
   assert await engine.pull(version) == channel.digest
   assert await engine.pull(version, full=True) == channel.digest
-  found = await engine.generate('moved', PROMPT, RULES)
-  learners = world.rescore(moved, PROMPT, found.tokens)
-  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+  completion = await engine.generate('moved', PROMPT, RULES)
+  learners = world.rescore(moved, PROMPT, completion.tokens)
+  np.testing.assert_allclose(completion.logprobs, learners, atol=1e-4)
 
 
 async def test_adapters_are_merged_where_they_arrive(world):
-  own = lora.lora_adapters(rank=4, targets='q,o,down', send='adapters')
-  model = TransformerLM(world.model.config.replace(lora=own))
+  lora_config = lora.lora_adapters(rank=4, targets='q,o,down', send='adapters')
+  model = TransformerLM(world.model.config.replace(lora=lora_config))
   params = lora.add_adapters(model, world.new, jax.random.key(0))
   draw = np.random.default_rng(1)
   for number in (1, 2):  # the second brings adapters alone
@@ -80,13 +80,13 @@ async def test_adapters_are_merged_where_they_arrive(world):
     params = jax.tree_util.tree_map_with_path(fill, params)
     version = world.next()
     await world.engine.load(version, lora_transfer.make_transfer(model.config, params))
-    found = await world.engine.generate(f'adapters {number}', PROMPT, RULES)
-    assert set(found.weights_versions) == {version}
+    completion = await world.engine.generate(f'adapters {number}', PROMPT, RULES)
+    assert set(completion.weights_versions) == {version}
     merged = lora.merged(model.config, params)
-    learners = world.rescore(merged, PROMPT, found.tokens)
-    np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
-    plain = world.rescore(world.new, PROMPT, found.tokens)
-    assert np.abs(found.logprobs - plain).max() > 0.01
+    learners = world.rescore(merged, PROMPT, completion.tokens)
+    np.testing.assert_allclose(completion.logprobs, learners, atol=1e-4)
+    plain = world.rescore(world.new, PROMPT, completion.tokens)
+    assert np.abs(completion.logprobs - plain).max() > 0.01
 
 
 async def test_a_version_may_be_loaded_twice(world):
@@ -103,8 +103,8 @@ async def test_decoding_goes_on_while_a_version_is_fetched(world, channel):
   await engine.pull(version)
   later = world.next()
   pulling = asyncio.create_task(engine.pull(later))
-  found = await asyncio.wait_for(engine.generate('meanwhile', PROMPT, RULES), 60)
-  assert set(found.weights_versions) == {version} and not pulling.done()
+  completion = await asyncio.wait_for(engine.generate('meanwhile', PROMPT, RULES), 60)
+  assert set(completion.weights_versions) == {version} and not pulling.done()
   channel.publish(later, snapshot(world.new))
   assert await pulling == channel.digest and engine.version == later
 
@@ -123,6 +123,6 @@ async def test_bfloat16_weights_are_loaded_as_they_are(world, channel):
   channel.publish(version, snapshot(world.old, 'bfloat16'))
   assert await engine.pull(version) == channel.digest
   rounded = jax.tree.map(lambda x: x.astype('bfloat16').astype(np.float32), world.old)
-  found = await engine.generate('rounded', PROMPT, RULES)
-  learners = world.rescore(rounded, PROMPT, found.tokens)
-  np.testing.assert_allclose(found.logprobs, learners, atol=1e-4)
+  completion = await engine.generate('rounded', PROMPT, RULES)
+  learners = world.rescore(rounded, PROMPT, completion.tokens)
+  np.testing.assert_allclose(completion.logprobs, learners, atol=1e-4)

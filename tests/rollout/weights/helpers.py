@@ -40,12 +40,12 @@ def halves(params):
   )
 
 
-def same(found, wanted):
-  found, wanted = flatten(found), flatten(wanted)
-  assert found.keys() == wanted.keys()
+def same(actual, wanted):
+  actual, wanted = flatten(actual), flatten(wanted)
+  assert actual.keys() == wanted.keys()
   return all(
-    found[k].dtype == wanted[k].dtype
-    and np.asarray(found[k]).tobytes() == np.asarray(wanted[k]).tobytes()
+    actual[k].dtype == wanted[k].dtype
+    and np.asarray(actual[k]).tobytes() == np.asarray(wanted[k]).tobytes()
     for k in wanted
   )
 

@@ -37,9 +37,9 @@ def test_what_was_encoded_comes_back_to_the_bit(pair):
   if data is None:
     return
   assert len(data) < new.nbytes
-  found = old.copy()
-  delta_encoding.apply_delta(found, data)
-  np.testing.assert_array_equal(found, new)
+  patched = old.copy()
+  delta_encoding.apply_delta(patched, data)
+  np.testing.assert_array_equal(patched, new)
 
 
 def test_any_bits_are_numbers_like_others():
@@ -71,9 +71,9 @@ def test_gaps_of_any_length(place):
   old = np.zeros(100_000, np.uint16)
   new = old.copy()
   new[place] = 1
-  found = old.copy()
-  delta_encoding.apply_delta(found, encode(old, new))
-  np.testing.assert_array_equal(found, new)
+  patched = old.copy()
+  delta_encoding.apply_delta(patched, encode(old, new))
+  np.testing.assert_array_equal(patched, new)
 
 
 def test_what_changed_everywhere_is_no_delta():

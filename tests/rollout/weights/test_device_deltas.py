@@ -37,21 +37,21 @@ def on_devices(params):
 @pytest.mark.parametrize('dtype', [None, 'bfloat16'])
 def test_snapshots_are_those_that_copy_all(dtype):
   params, changes = make(), DeviceDeltaSnapshot(dtype)
-  told = []
+  delta_names = []
   for version, share in enumerate((0, 0.01, 0, 0.5, 0.03)):
     params = step(params, share, version)
     there = {**on_devices(params), 'host': params['norm']}
-    found, wanted = changes.snapshot(there), snapshot(there, dtype)
-    assert [s.region for s in found] == [s.region for s in wanted]
-    for a, b in zip(found, wanted, strict=True):
+    shards, wanted = changes.snapshot(there), snapshot(there, dtype)
+    assert [s.region for s in shards] == [s.region for s in wanted]
+    for a, b in zip(shards, wanted, strict=True):
       np.testing.assert_array_equal(a.bits, b.bits)
       if a.changed_indices is not None:
         np.testing.assert_array_equal(
           a.changed_indices, delta_encoding.find_changes(a.base_bits, a.bits)
         )
-    told.append([s.region.name for s in found if s.changed_indices is not None])
+    delta_names.append([s.region.name for s in shards if s.changed_indices is not None])
   both = ['layers.kernel'] * 2
-  assert told == [[], both, both, [], both]  # half of the elements are too many
+  assert delta_names == [[], both, both, [], both]  # half of the elements are too many
 
 
 def test_what_was_copied_outlives_its_source():

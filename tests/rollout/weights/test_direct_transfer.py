@@ -104,8 +104,8 @@ async def test_what_arrives_otherwise_is_sent_again_once():
   await store.publish(0, learner)
   assert len(learner.pushed) == 2
   learner.wrong = {3, 4}
-  said = r'engine 1 of 1 .* twice: version 1, digest other, where digest 1 was sent'
-  with pytest.raises(WeightsError, match=said):
+  pattern = r'engine 1 of 1 .* twice: version 1, digest other, where digest 1 was sent'
+  with pytest.raises(WeightsError, match=pattern):
     await store.publish(1, learner)
 
 
@@ -120,8 +120,8 @@ async def test_an_engine_lost_while_it_is_sent_to_ends_it(slow):
   learner = Learner()
   learner.seconds = 60.0 if slow else 0.0
   learner.error = EngineDeadError('it was killed')
-  said = 'not all engines had it within 0.05 s' if slow else 'it was killed'
-  with pytest.raises(Lost, match=f'resumes from the last checkpoint .{said}'):
+  reason = 'not all engines had it within 0.05 s' if slow else 'it was killed'
+  with pytest.raises(Lost, match=f'resumes from the last checkpoint .{reason}'):
     await store.publish(0, learner)
 
 

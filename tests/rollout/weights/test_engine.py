@@ -44,13 +44,13 @@ async def test_versions_arrive_through_shared_memory(dtype):
   for version in range(3):
     await store.publish(version, params)
     number, received = await end.fetch(version - 1)
-    found = []
+    completions = []
     cast = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
     for tree in (received, cast):
       await engine.load(number, tree)
-      found.append(await engine.generate('a', [1, 2, 3], RULES))
-    assert set(found[0].weights_versions) == {version}
-    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
-    np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)
+      completions.append(await engine.generate('a', [1, 2, 3], RULES))
+    assert set(completions[0].weights_versions) == {version}
+    np.testing.assert_array_equal(completions[0].tokens, completions[1].tokens)
+    np.testing.assert_array_equal(completions[0].logprobs, completions[1].logprobs)
     params = jax.tree.map(lambda x: x * 1.25, params)
   end.close(), await store.close(), device_thread.close(), channel.close()

@@ -41,11 +41,11 @@ def test_snapshots_are_those_that_copy_all():
   taker, words = FrozenBaseSnapshot(), []
   for number, base in ((0, 0), (1, 0), (2, 0), (2, 1), (3, 1)):
     params = on_devices(version(number, base))
-    found, wanted = taker.snapshot(params), snapshot(params)
-    assert [s.region for s in found] == [s.region for s in wanted]
-    for a, b in zip(found, wanted, strict=True):
+    shards, wanted = taker.snapshot(params), snapshot(params)
+    assert [s.region for s in shards] == [s.region for s in wanted]
+    for a, b in zip(shards, wanted, strict=True):
       np.testing.assert_array_equal(a.bits, b.bits)
-    words.append({s.region.name: s for s in found})
+    words.append({s.region.name: s for s in shards})
   table, adapter = 'embedding.table', 'layers.attention.q.lora_a'
   kept = [b[table].bits is a[table].bits for a, b in itertools.pairwise(words)]
   assert kept == [True, True, False, True]  # but for another base
@@ -57,10 +57,10 @@ def test_snapshots_are_those_that_copy_all():
 
 def test_weights_without_adapters_are_copied_whole():
   taker = FrozenBaseSnapshot('bfloat16')
-  for given in (version(0), version(1)):
-    del given[lora_transfer.SCALE_KEY]
-    found, wanted = taker.snapshot(on_devices(given)), snapshot(given, 'bfloat16')
-    for a, b in zip(found, wanted, strict=True):
+  for params in (version(0), version(1)):
+    del params[lora_transfer.SCALE_KEY]
+    shards, wanted = taker.snapshot(on_devices(params)), snapshot(params, 'bfloat16')
+    for a, b in zip(shards, wanted, strict=True):
       assert a.changed_indices is None
       np.testing.assert_array_equal(a.bits, b.bits)
 
@@ -100,7 +100,7 @@ async def test_an_engine_merges_what_it_is_sent(on_device):
     memory, device_thread=device_thread, on_device=on_device, **SMALL
   )
   rules = SamplingParams(max_tokens=12, seed=3)
-  found = []
+  completions = []
   for number in (1, 2):
     params = version(number)
     merged = lora_transfer.merge_transfer(params, 'float32')
@@ -108,9 +108,9 @@ async def test_an_engine_merges_what_it_is_sent(on_device):
     wanted = await engine.generate('merged', [1, 2, 3], rules)
     await service.publish(number, on_devices(params))
     await engine.load(10 * number + 1, (await service.fetch(number - 1))[1])
-    found.append(await engine.generate('sent', [1, 2, 3], rules))
-    np.testing.assert_array_equal(found[-1].tokens, wanted.tokens)
-    np.testing.assert_allclose(found[-1].logprobs, wanted.logprobs, atol=1e-6)
-  assert (found[0].logprobs != found[1].logprobs).any()
+    completions.append(await engine.generate('sent', [1, 2, 3], rules))
+    np.testing.assert_array_equal(completions[-1].tokens, wanted.tokens)
+    np.testing.assert_allclose(completions[-1].logprobs, wanted.logprobs, atol=1e-6)
+  assert (completions[0].logprobs != completions[1].logprobs).any()
   await service.close()
   device_thread.close()

@@ -30,9 +30,9 @@ def policy(request):
 def test_they_are_what_a_checkpoint_holds(policy):
   shape, params = policy
   wanted = dict(huggingface.export(shape, jax.tree.map(np.asarray, params)))
-  found = {tensor.name: array for tensor, array in gather_hf_tensors(shape, params)}
-  assert list(found) == list(wanted)
-  for name, array in found.items():
+  tensors = {tensor.name: array for tensor, array in gather_hf_tensors(shape, params)}
+  assert list(tensors) == list(wanted)
+  for name, array in tensors.items():
     np.testing.assert_array_equal(array, wanted[name])
   assert hf_tensors_bytes(shape, params) == sum(x.nbytes for x in wanted.values())
 
@@ -46,14 +46,14 @@ def test_each_device_of_a_mesh_has_them_whole_and_cast(policy):
     axes = [None] * leaf.ndim
     even = [axis for axis, size in enumerate(leaf.shape) if size % 4 == 0]
     axes[even[-1]] = ('fsdp', 'tensor')
-    own = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-    return jax.device_put(leaf, own)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    return jax.device_put(leaf, sharding)
 
   shared = jax.tree.map(split, params)
-  found = dict(gather_hf_tensors(shape, shared, 'bfloat16'))
-  assert {array.sharding for array in found.values()} == {whole_everywhere}
+  tensors = dict(gather_hf_tensors(shape, shared, 'bfloat16'))
+  assert {array.sharding for array in tensors.values()} == {whole_everywhere}
   for tensor, alone in gather_hf_tensors(shape, params):
-    (array,) = (a for t, a in found.items() if t == tensor)
+    (array,) = (a for t, a in tensors.items() if t == tensor)
     assert array.dtype == jnp.bfloat16 and len(array.addressable_shards) == 4
     for shard in array.addressable_shards:
       np.testing.assert_array_equal(shard.data, alone.astype(jnp.bfloat16))
@@ -69,6 +69,6 @@ def test_what_rests_with_the_host_is_brought_to_its_device(policy):
   pairs = zip(
     gather_hf_tensors(shape, resting), gather_hf_tensors(shape, params), strict=True
   )
-  for (tensor, found), (_, wanted) in pairs:
-    assert found.sharding.memory_kind != 'pinned_host', tensor
-    np.testing.assert_array_equal(found, wanted)
+  for (tensor, array), (_, wanted) in pairs:
+    assert array.sharding.memory_kind != 'pinned_host', tensor
+    np.testing.assert_array_equal(array, wanted)

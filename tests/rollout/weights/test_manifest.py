@@ -31,10 +31,10 @@ def manifest(version=3, base=2):
 
 def test_a_manifest_comes_back():
   sent = manifest()
-  found = Manifest.decode(sent.encode())
-  assert found == sent and found.digest == sent.digest
-  assert not found.is_full
-  assert found.chunk_layout() == [(BOX, [(0, 10), (10, 14)])]
+  decoded = Manifest.decode(sent.encode())
+  assert decoded == sent and decoded.digest == sent.digest
+  assert not decoded.is_full
+  assert decoded.chunk_layout() == [(BOX, [(0, 10), (10, 14)])]
 
 
 def test_the_digest_is_of_contents_and_places_not_of_their_encoding():

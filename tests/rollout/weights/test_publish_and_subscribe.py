@@ -100,8 +100,8 @@ async def test_a_learner_that_starts_again_is_followed(device_thread):
     store = WeightPublisher(channel, device_thread=device_thread)
     await store.publish(version, params(value))
     newer_than = -1 if version == 57 else 57
-    found, tree = await asyncio.wait_for(end.fetch(newer_than), 10)
-    assert found == version and float(tree['a']['kernel'][0, 0]) == value
+    fetched, tree = await asyncio.wait_for(end.fetch(newer_than), 10)
+    assert fetched == version and float(tree['a']['kernel'][0, 0]) == value
     await store.close()
 
 

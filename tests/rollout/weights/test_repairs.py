@@ -226,8 +226,8 @@ def test_every_stored_blob_is_a_safetensors_file():
       parts |= dict(safetensors.deserialize(bytes(transport.get(name))))
   kernel = {int(n.split('@')[1]): x for n, x in parts.items() if 'kernel' in n}
   assert {piece['dtype'] for piece in kernel.values()} == {'BF16'}
-  found = b''.join(bytes(kernel[start]['data']) for start in sorted(kernel))
-  assert found == params['layers']['kernel'].tobytes()
+  kernel_bytes = b''.join(bytes(kernel[start]['data']) for start in sorted(kernel))
+  assert kernel_bytes == params['layers']['kernel'].tobytes()
 
 
 def test_a_spoilt_difference_is_not_even_unpacked(monkeypatch):

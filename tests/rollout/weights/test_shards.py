@@ -27,9 +27,9 @@ def test_a_sharded_array_gives_its_pieces_each_once(mesh):
   assert sorted(box.offset for box in boxes) == [(0, 0), (2, 0), (4, 0), (6, 0)]
   assert {box.extent for box in boxes} == {(2, 4)}  # nothing was gathered
   assert [s.region.extent for s in shards if s.region.name == 'n'] == [(3,)]
-  found = assemble(shards)
-  np.testing.assert_array_equal(found['w'], whole)
-  assert not found['w'].flags.writeable
+  arrays = assemble(shards)
+  np.testing.assert_array_equal(arrays['w'], whole)
+  assert not arrays['w'].flags.writeable
 
 
 @pytest.mark.parametrize('axes', [(), ('x',), (None, 'y'), ('x', 'y'), (('x', 'y'),)])
@@ -37,10 +37,10 @@ def test_any_sharding_meets_any_window(mesh, axes):
   whole = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
   shards = snapshot({'a': {'w': spread(mesh, whole, *axes)}}, 'bfloat16')
   for window in [(slice(0, 8), slice(0, 3)), (slice(3, 6), slice(2, 6))]:
-    found = assemble(shards, {'a.w': window})['a']['w']
-    np.testing.assert_array_equal(found, whole[window].astype(ml_dtypes.bfloat16))
+    part = assemble(shards, {'a.w': window})['a']['w']
+    np.testing.assert_array_equal(part, whole[window].astype(ml_dtypes.bfloat16))
     near = [s for s in shards if overlap(s.region, window)]
-    np.testing.assert_array_equal(assemble(near, {'a.w': window})['a']['w'], found)
+    np.testing.assert_array_equal(assemble(near, {'a.w': window})['a']['w'], part)
 
 
 def test_casts_round_alike_on_device_and_host():
@@ -82,8 +82,8 @@ def test_a_snapshot_outlives_its_source():
   train(source)
   host[:] = 9
   assert source.is_deleted()
-  found = assemble(shards)
-  assert (found['a'] == 1).all() and (found['b'] == 1).all()
+  arrays = assemble(shards)
+  assert (arrays['a'] == 1).all() and (arrays['b'] == 1).all()
 
 
 def test_pieces_that_leave_a_hole_are_refused(mesh):

@@ -45,8 +45,8 @@ def views(receiver):
 
 
 def blobs(transport, version):
-  found = (n for n in transport.names('0-run-') if n.endswith('.safetensors'))
-  return sorted(n for n in found if n.split('-')[3] == str(version))
+  names = (n for n in transport.names('0-run-') if n.endswith('.safetensors'))
+  return sorted(n for n in names if n.split('-')[3] == str(version))
 
 
 def spoil(transport, name):
@@ -60,10 +60,10 @@ def test_the_engines_copy_of_a_full_version_is_the_only_one(shared):
   size = rows.nbytes + 4000
   publisher = VersionWriter(shared, chunk_bytes=1 << 18, blob_bytes=1 << 20)
   publisher.publish(0, snapshot(params))
-  given = []
+  loaded = []
 
   async def load(version, params):
-    given.append(params)
+    loaded.append(params)
 
   puller = EngineWeightClient(join_folder(shared.address), load)
   place_on_device({'x': np.ones(3, np.float32)})  # what is made once is not counted
@@ -77,7 +77,7 @@ def test_the_engines_copy_of_a_full_version_is_the_only_one(shared):
   assert peak < size / 8  # Python's and numpy's: none of that size
   receiver = puller._subscriber.reader
   assert views(receiver) == {'large', 'small'}
-  assert receiver.load_report.received_bytes > size and same(given[0], params)
+  assert receiver.load_report.received_bytes > size and same(loaded[0], params)
   puller.close(), publisher.close()
 
 
@@ -90,14 +90,14 @@ def test_what_engines_get_does_not_alias_the_mapping(offset, tmp_path):
   view = np.frombuffer(memory, np.float32, offset=offset)
   start = view.ctypes.data
   assert start % mmap.PAGESIZE == offset  # at 0 and 64, where JAX could use it as it is
-  found = place_on_device({'w': view})['w']
-  assert not np.shares_memory(np.asarray(found), view)
-  at = found.unsafe_buffer_pointer()
-  assert at + found.nbytes <= start or at >= start + view.nbytes
+  placed = place_on_device({'w': view})['w']
+  assert not np.shares_memory(np.asarray(placed), view)
+  at = placed.unsafe_buffer_pointer()
+  assert at + placed.nbytes <= start or at >= start + view.nbytes
   with open(file, 'r+b') as opened:
     opened.seek(offset)
     opened.write(bytes(view.nbytes))
-  assert not view.any() and np.asarray(found)[-1] == 4095
+  assert not view.any() and np.asarray(placed)[-1] == 4095
 
 
 def test_parameters_of_any_size_and_dtype_lie_in_one_run(shared):

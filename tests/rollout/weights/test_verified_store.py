@@ -82,10 +82,10 @@ async def test_every_engine_has_a_version_when_it_is_published(device_thread):
     for engine in engines:
       assert engine.loads[-1][0] == version and same(engine.loads[-1][1], params)
     kept, params = params, step(params, 0.01, version)
-  told = store.metrics()
-  assert 0 < told['weights/share'] < 0.2 and 0 < told['weights/changed'] < 0.02
-  assert told['weights/bytes'] == told['weights/share'] * 4 * (1500 + 7)
-  assert told['weights/pull_s'] > 0 and store.version == 3
+  metrics = store.metrics()
+  assert 0 < metrics['weights/share'] < 0.2 and 0 < metrics['weights/changed'] < 0.02
+  assert metrics['weights/bytes'] == metrics['weights/share'] * 4 * (1500 + 7)
+  assert metrics['weights/pull_s'] > 0 and store.version == 3
   assert (await store.fetch())[0] == 3
   engines.append(Engine(channel))
   await store.catch_up(engines[-1], 'engine 2')
@@ -144,12 +144,12 @@ async def test_an_engine_whose_weights_stay_wrong_is_named(device_thread):
   engines = [Engine(channel), Engine(channel)]
   store = learner(channel, engines, device_thread)
   engines[1].bend = bent
-  said = (
+  pattern = (
     r'engine 2 of 2 holds other weights .* version 7 twice: digest (\w+), where (\w+)'
   )
-  with pytest.raises(WeightsError, match=said) as caught:
+  with pytest.raises(WeightsError, match=pattern) as caught:
     await store.publish(7, small())
-  held, published = re.search(said, str(caught.value)).groups()
+  held, published = re.search(pattern, str(caught.value)).groups()
   assert held != published == store._publisher.digest
   assert not engines[1].loads
   await store.close()
@@ -214,9 +214,9 @@ async def test_full_versions_are_copied_once_and_differences_twice(
   size = sum(array.nbytes for array in flatten(params).values())
   copied, copy = [], np.copyto
 
-  def counted(out, given, **options):
+  def counted(out, source, **options):
     copied.append(out.nbytes)
-    copy(out, given, **options)
+    copy(out, source, **options)
 
   monkeypatch.setattr(np, 'copyto', counted)
   for version in range(3):
@@ -224,9 +224,9 @@ async def test_full_versions_are_copied_once_and_differences_twice(
     await store.publish(version, params)
     assert sum(copied) == (size if version else 0)  # into buffers; then once from there
     held = flatten(engine._puller._subscriber.reader.params())
-    given = flatten(engine.loads[-1][1])
+    arrays = flatten(engine.loads[-1][1])
     assert same(engine.loads[-1][1], params)
-    assert not any(np.shares_memory(held[n], np.asarray(given[n])) for n in held)
+    assert not any(np.shares_memory(held[n], np.asarray(arrays[n])) for n in held)
     params = step(params, seed=version)
   loaded = engine._puller._subscriber.reader.load_report
   assert not loaded.full and loaded.received_bytes < size  # by what changed
@@ -244,9 +244,9 @@ async def test_a_folder_that_is_not_shared_is_named(tmp_path):
   with pytest.raises(WeightsError, match=r'nowhere: \S+ has no such folder'):
     FolderTransport(tmp_path / 'nowhere', make=False)
   assert not (tmp_path / 'nowhere').exists()
-  made = FolderTransport(tmp_path / 'here')
-  made.put('a', b'1')
-  assert bytes(FolderTransport(made.path, make=False).get('a')) == b'1'
+  transport = FolderTransport(tmp_path / 'here')
+  transport.put('a', b'1')
+  assert bytes(FolderTransport(transport.path, make=False).get('a')) == b'1'
 
 
 async def test_one_that_is_gone_is_told_of_once(device_thread, caplog):
