@@ -80,6 +80,12 @@ def pytest_collection_modifyitems(items):
   items.sort(key=lambda item: _place(item.path))
 
 
+def pytest_collection_finish():
+  """Spares this process the keys of programs that are not cached anyway."""
+  if 'jax' in sys.modules and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+    sys.modules['jax'].config.update('jax_enable_compilation_cache', False)
+
+
 def _place(path: pathlib.Path) -> int:
   folder = path.relative_to(pathlib.Path(__file__).parent).parts[0]
   return ORDER.index(folder) if folder in ORDER else len(ORDER)

@@ -81,9 +81,9 @@ def test_values(way, dtype, atol):
 @pytest.mark.parametrize(
   'way',
   [
-    pytest.param(experts.dense, marks=pytest.mark.slow),
-    pytest.param(experts.ragged, marks=pytest.mark.slow),
-    GROUPED,
+    experts.dense,
+    experts.ragged,
+    pytest.param(GROUPED, marks=pytest.mark.slow),
   ],
 )
 def test_adapted_matrices_are_as_merged_ones(way):

@@ -89,18 +89,14 @@ async def compiled_by(run):
   return compiled.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('packing', 'ways'),
   [
+    ('first_fit(tokens=64', 1),
     ('first_fit(tokens=64', 2),
-    *(
-      pytest.param(*case, marks=pytest.mark.slow)
-      for case in (
-        ('first_fit(tokens=64', 1),
-        ('first_fit(tokens=256', 1),
-        ('first_fit(tokens=256', 2),
-      )
-    ),
+    ('first_fit(tokens=256', 1),
+    ('first_fit(tokens=256', 2),
   ],
 )
 async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):

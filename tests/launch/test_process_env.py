@@ -73,6 +73,7 @@ def test_a_program_runs_anew_once_with_the_same_arguments(env):
 def cached(tmp_path, monkeypatch):
   """JAX with a compilation cache of its own; its folder."""
   names = [
+    'jax_enable_compilation_cache',
     'jax_compilation_cache_dir',
     *(name.lower() for name in process_env.CACHE),
   ]
@@ -80,7 +81,7 @@ def cached(tmp_path, monkeypatch):
   for name in ('get_executable_and_time', 'put_executable_and_time'):
     function = inspect.unwrap(getattr(compilation_cache, name))
     monkeypatch.setattr(compilation_cache, name, function)
-  for name, value in zip(names, (str(tmp_path), 0, 0), strict=True):
+  for name, value in zip(names, (True, str(tmp_path), 0, 0), strict=True):
     jax.config.update(name, value)
   compilation_cache.reset_cache()
   yield tmp_path

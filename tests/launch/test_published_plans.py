@@ -39,7 +39,7 @@ def test_parameters_are_as_many_as_published(name):
 @pytest.mark.parametrize(
   'name',
   [
-    pytest.param(name, marks=() if name in ('0_6b', '30b_a3b') else pytest.mark.slow)
+    pytest.param(name, marks=() if name == '30b_a3b' else pytest.mark.slow)
     for name in SIZES
   ],
 )

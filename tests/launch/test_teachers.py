@@ -38,9 +38,8 @@ def learned(recorder):
   return [row for _, row in recorder.metrics if 'loss/total' in row]
 
 
-@pytest.mark.parametrize(
-  'name', ['on_policy_distill', pytest.param('distill', marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['on_policy_distill', 'distill'])
 def test_a_fresh_student_takes_its_teachers_vocabulary(folder, tmp_path, name):
   options = (*TINY, f'--config.teacher.checkpoint={folder}')
   recorder = runs.record(tmp_path, *options, config=f'{runs.VARIED}:{name}')

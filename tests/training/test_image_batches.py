@@ -115,7 +115,7 @@ PACKED = {'packing': Packing(tokens=80, length=0, share_prefix=True)}
 @pytest.mark.parametrize(
   'options',
   [
-    pytest.param(PACKED, id='packed'),
+    pytest.param(PACKED, id='packed', marks=SLOW),
     pytest.param({'num_micro_batches': 2}, id='halves', marks=SLOW),
     pytest.param({'mesh': {'fsdp': 4, 'tensor': 2}}, id='devices', marks=SLOW),
     pytest.param({'mesh': {'data': 4, 'context': 2}}, id='context', marks=SLOW),

@@ -141,8 +141,8 @@ MATRIX = [
 FAST = {
   'grpo': SPLITS,
   'gspo': ('all',),
-  'ppo': ('all', 'order'),
-  'dpo': ('rows', 'all', 'order'),
+  'ppo': ('all',),
+  'dpo': ('rows', 'all'),
   'mix': ('all',),
   'm2po': ('quarters',),
   'corrected': ('all',),
@@ -167,7 +167,6 @@ async def test_splitting_changes_nothing(name, split):
     assert 0 < metrics[0][key] < 1, key
 
 
-CASES = [('grpo', 'devices')]  # the others are slow
 # The full matrix for rows and for pairs; of the others, all at once. Each split's
 # arithmetic is in the matrix above, and their formulas are tested in tests/functional.
 FULL = ('grpo', 'dpo')
@@ -178,9 +177,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize(
-  'name, split', [marked(*case, case in CASES) for case in WHOLE]
-)
+@pytest.mark.parametrize('name, split', [marked(*case, False) for case in WHOLE])
 async def test_splitting_a_transformers_batch_changes_nothing(name, split):
   await assert_same(name, TransformerLM, *SPLITS[split])
 

@@ -66,6 +66,7 @@ async def test_ipo_stops_at_its_margin():
     assert history[-1]['loss/policy'] < 1e-3
 
 
+@pytest.mark.slow
 async def test_cdpo_stops_where_the_odds_are_those_of_wrong_labels():
   history = await learn(
     learner('cdpo', 8, beta=0.5, label_smoothing=0.2), pairs(4), 200

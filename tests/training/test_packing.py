@@ -453,6 +453,7 @@ def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
     assert unpacked_attention.is_cheaper(zero.packed_rows(0, 512), 'gpu')
 
 
+@pytest.mark.slow
 async def test_few_sequences_a_micro_batch_teach_the_same():
   groups = prompted(LIGHT)
   packings = packed(96, num_parallel=1), packed(96, sequences=3, num_parallel=1)
