@@ -117,7 +117,7 @@ def rows_of(recorder):
   return [row for *_, groups, _ in recorder.played for group in groups for row in group]
 
 
-@pytest.mark.slow  # its fast sibling is the manager from scratch
+@pytest.mark.slow
 def test_a_subclass_changes_what_the_trainer_receives(folder, ours, tmp_path):
   scaled = runs.record(tmp_path, *OPTIONS, f'{KEY}={folder}/{SCALED}')
   kinds = {kind for _, kind, *_ in scaled.played}
@@ -133,6 +133,7 @@ def test_a_subclass_changes_what_the_trainer_receives(folder, ours, tmp_path):
   assert mine == pytest.approx(3 * usual) and usual > 0
 
 
+@pytest.mark.slow
 def test_a_manager_from_scratch_plays_the_same_episodes(folder, ours, tmp_path):
   """In training and in evaluations; seeds and samples are those of our manager."""
   same(ours, runs.record(tmp_path, *OPTIONS, f'{KEY}={folder}/{PLAIN}'))

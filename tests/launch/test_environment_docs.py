@@ -29,6 +29,7 @@ def commands(tmp_path, monkeypatch):
   return {command[2]: command[3:] for command in words}
 
 
+@pytest.mark.slow
 def test_its_rows_are_played_and_dumped_with_its_columns(commands, tmp_path, capsys):
   assert rollout.main([*commands['launch.rollout'], *BARE]) == 0
   capsys.readouterr()

@@ -93,6 +93,7 @@ def rows(workdir):
   return [row for row in runs.rows(workdir) if 'loss/total' in row]
 
 
+@pytest.mark.slow
 def test_epochs_make_the_steps(tmp_path):
   options = ['--config.num_epochs=1.5', '--config.dataset.limit=9']
   assert runs.main(tmp_path, *SHORT, *options, config=f'{runs.DEBUG}:sft') == 0

@@ -33,6 +33,7 @@ def algorithm(*options, name='dapo'):
   return settings.algorithm
 
 
+@pytest.mark.slow
 def test_dapo_from_its_name(tmp_path):
   recorder = runs.record(
     tmp_path, *QUICK, '--config.algorithm.group_size=6', config=f'{runs.VARIED}:dapo'

@@ -261,6 +261,7 @@ def test_one_process_keeps_within_its_share():
     placement.single_process_env(config('colocated(learner=.4)', ray=False))
 
 
+@pytest.mark.slow
 def test_in_one_process_the_engine_sleeps_while_the_learner_learns(
   tmp_path, monkeypatch
 ):

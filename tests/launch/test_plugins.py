@@ -24,6 +24,7 @@ def folder(tmp_path):
   return place
 
 
+@pytest.mark.slow
 def test_a_run_with_ones_own_algorithm_and_loss(folder, tmp_path):
   """The algorithm by its bare name, a loss by its own, an advantage by dotted path."""
   options = (

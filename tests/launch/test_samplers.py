@@ -108,6 +108,7 @@ def test_a_loss_with_a_ratio_scores_experts_too(tmp_path, sampler):
   assert rows[0]['policy/ratio'] == pytest.approx(1, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_replay_learns_from_groups_again(tmp_path):
   rows, played = record(tmp_path, 'grpo', 'replay(decay=.5, use_limit=2)')
   assert column(rows, 'sampler/reused') == [0, 1, 1, 1]

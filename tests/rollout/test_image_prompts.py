@@ -51,37 +51,54 @@ def close(actual, wanted):
   np.testing.assert_allclose(actual, wanted, atol=1e-4)
 
 
-async def test_completions_are_those_of_the_whole_forward_pass():
-  """Prompts with two images, one and none at once; then the same image again."""
-  served = engine()
-  await served.load(0, weights())
+SAMPLING = SamplingParams(max_tokens=6, seed=3)
+
+
+def prompts():
+  """Prompts with two images, with none, and two that only differ in their image."""
   make = functools.partial(images.sequence, cut())
-  sampling = SamplingParams(max_tokens=6, seed=3)
-  rows = [
+  return [
     (make(3, images.WIDE, 2, images.TALL, 4), (images.WIDE, images.TALL)),
     (make(9), ()),
     (make(2, images.WIDE, 3), (images.WIDE,)),
     (make(2, images.WIDE, 3), (OTHER,)),
   ]
-  together = await asyncio.gather(
+
+
+async def complete(served, rows):
+  return await asyncio.gather(
     *(
-      served.generate(str(i), p, sampling, pictures)
+      served.generate(str(i), p, SAMPLING, pictures)
       for i, (p, pictures) in enumerate(rows)
     )
   )
+
+
+async def test_completions_are_those_of_the_whole_forward_pass():
+  """Of all prompts at once; then the same image again."""
+  served, rows = engine(), prompts()
+  await served.load(0, weights())
+  together = await complete(served, rows)
   for (prompt, pictures), completion in zip(rows, together, strict=True):
     assert len(completion.tokens) == 6
     close(completion.logprobs, scored(prompt, list(pictures), completion))
   # Equal tokens, and other images: no prompt is taken for the other.
   assert not np.array_equal(together[2].logprobs, together[3].logprobs)
   served.metrics()  # counts from here on
-  again = await served.generate('again', *rows[2][:1], sampling, rows[2][1])
+  again = await served.generate('again', *rows[2][:1], SAMPLING, rows[2][1])
   assert served._stats.num_prefilled == 0 and served._stats.num_reused > 0
   np.testing.assert_array_equal(again.logprobs, together[2].logprobs)
+
+
+@pytest.mark.slow
+async def test_completions_alone_are_those_of_a_full_batch():
+  served, rows = engine(), prompts()
+  await served.load(0, weights())
+  together = await complete(served, rows)
   alone = engine()
   await alone.load(0, weights())
   for i, (prompt, pictures) in enumerate(rows):
-    one = await alone.generate(str(i), prompt, sampling, pictures)
+    one = await alone.generate(str(i), prompt, SAMPLING, pictures)
     np.testing.assert_array_equal(one.logprobs, together[i].logprobs)
 
 

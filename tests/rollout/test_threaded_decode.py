@@ -74,6 +74,7 @@ async def play(engine: JaxEngine, groups: int, samples: int):
   return await asyncio.gather(*work)
 
 
+@pytest.mark.slow
 async def test_lanes_answer_as_an_engine_of_one_lanes_slots(device_thread):
   runs = []
   for slots, count in ((6, 3), (2, 1)):

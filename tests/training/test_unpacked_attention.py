@@ -53,7 +53,7 @@ BARE = [
   ('shared', True),
   pytest.param('two prompts', True, marks=pytest.mark.slow),
   pytest.param('none shared', True, marks=pytest.mark.slow),
-  ('none shared', False),
+  pytest.param('none shared', False, marks=pytest.mark.slow),
 ]
 
 

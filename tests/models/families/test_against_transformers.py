@@ -481,6 +481,7 @@ def test_gemma3_says_little_of_its_text_model():
   assert config.layer(0).rope_scaling is None and config.layer(0).window == 1024
 
 
+@pytest.mark.slow
 def test_gemma4_may_have_heads_of_one_size():
   data = json.loads((cases.folder('gemma4') / 'config.json').read_text())
   del data['per_layer_config']

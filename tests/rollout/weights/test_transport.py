@@ -203,6 +203,7 @@ def test_a_folder_outlives_learners_and_forgets_their_drafts(tmp_path):
   assert not old.exists() and new.exists()
 
 
+@pytest.mark.slow
 def test_a_learner_killed_while_it_publishes_leaves_a_whole_version(tmp_path):
   receiver = VersionReader(FolderTransport(tmp_path))
   for number in range(3):
