@@ -72,7 +72,7 @@ def attention(
     q, k, prefix_ids, platform=platform, sinks=sinks is not None, **rules
   )
   candidates = candidates | {REFERENCE: reference_attention}
-  name = choose('attention', candidates, platform=platform, asked=kernels)
+  name = choose('attention', candidates, platform=platform, option=kernels)
   chosen = candidates[name]
   assert callable(chosen)  # `choose` gives no other
   width = v.shape[-1]

@@ -62,7 +62,7 @@ def choose(
   candidates: Mapping[str, Candidate],
   *,
   platform: str,
-  asked: str = 'auto',
+  option: str = 'auto',
 ) -> str:
   """Chooses the first candidate that can be used.
 
@@ -73,7 +73,7 @@ def choose(
     candidates: By name, in order of preference; a text instead of a function says why
       that one cannot be used here.
     platform: As returned by `platform_of`.
-    asked: 'auto' or 'reference'.
+    option: 'auto' or 'reference'.
 
   Returns:
     The name of the candidate.
@@ -81,9 +81,9 @@ def choose(
   Raises:
     ValueError: If none can be used, with every reason.
   """
-  check_kernels_option(asked)
+  check_kernels_option(option)
   passed = {name: why for name, why in candidates.items() if isinstance(why, str)}
-  if asked == REFERENCE:
+  if option == REFERENCE:
     name, why = REFERENCE, 'asked for'
     if REFERENCE not in candidates or REFERENCE in passed:
       raise ValueError(f'{kernel} has no reference to use on {platform}: {passed}')

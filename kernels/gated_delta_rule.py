@@ -146,7 +146,7 @@ def gated_delta_rule(
     'chunked': chunked_gated_delta_rule,
     REFERENCE: recurrent_gated_delta_rule,
   }
-  options = {'platform': platform_of(platform), 'asked': kernels}
+  options = {'platform': platform_of(platform), 'option': kernels}
   run = candidates[choose('gated delta rule', candidates, **options)]
   assert callable(run)  # `choose` gives no other
   return run(q, k, v, log_decay, beta, tree)

@@ -133,7 +133,7 @@ def choose_kernel(
   if obstacle:
     candidates = dict.fromkeys(candidates, obstacle)
   candidates = candidates | {REFERENCE: reference}
-  return choose('decode attention', candidates, platform=platform, asked=kernels)
+  return choose('decode attention', candidates, platform=platform, option=kernels)
 
 
 def paged_attention(

@@ -112,7 +112,7 @@ def token_logprobs(
       shards=shards,
     ),
   }
-  name = choose('token_logprobs', candidates, platform=platform, asked=kernels)
+  name = choose('token_logprobs', candidates, platform=platform, option=kernels)
   run: Any = candidates[name]
   if name != 'reference':
     run = functools.partial(run, shards=shards, interpret=interpret)

@@ -67,7 +67,7 @@ def select_implementation(x: jax.Array, kernels: str, platform: str | None) -> E
   elif platform != 'tpu':
     why = f"multiplies each of a token's k rows by every expert on {platform}"
     candidates['ragged'] = why
-  name = dispatch.choose(what, candidates, platform=platform, asked=kernels)
+  name = dispatch.choose(what, candidates, platform=platform, option=kernels)
   run = candidates[name]
   assert callable(run)  # `choose` gives no other
   return run

@@ -55,7 +55,7 @@ def compute_outputs(
     row.
   """
   if packed_rows is None:
-    options |= _given(topk_ids, routed_experts, images)
+    options |= _present_options(topk_ids, routed_experts, images)
     return model.policy_outputs(params, tokens, segment_ids, **options)
   more = topk_ids, routed_experts, images
   return _compute_packed_outputs(
@@ -63,7 +63,7 @@ def compute_outputs(
   )
 
 
-def _given(
+def _present_options(
   topk_ids: Array | None,
   routed_experts: Array | None,
   images: tuple[Array, Array] | None,
@@ -103,7 +103,7 @@ def _compute_packed_outputs(
   packed_tokens = pack(tokens)
   options |= _unpacked_attention(model, packed_rows, segment_ids)
   topk_ids, routed_experts, images = more
-  options |= _given(
+  options |= _present_options(
     None if topk_ids is None else pack(topk_ids),
     None if routed_experts is None else pack(routed_experts, -1),
     jax.tree.map(pack, images),

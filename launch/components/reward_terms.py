@@ -68,7 +68,7 @@ class JudgeEngine(LocalJudgeClient):
     config, params = huggingface.load(folder, value_head=False)
     self._params = _cast(params, dtype)
     tokenizer = load_tokenizer(folder)
-    engine = self._own = JaxEngine(
+    engine = self._engine = JaxEngine(
       TransformerLM(config, dtype=dtype, kernels=kernels),
       tokenizer,
       device_thread=device_thread or DeviceThread('judge'),
@@ -83,8 +83,8 @@ class JudgeEngine(LocalJudgeClient):
   async def ask(self, name: str, messages: Sequence[Message], **sampling: Any) -> str:
     """As `LocalJudgeClient.ask`; the first to ask has the weights put on the device."""
     async with self._lock:
-      if self._own.version is None:
-        await self._own.load(0, self._params)
+      if self._engine.version is None:
+        await self._engine.load(0, self._params)
         self._params = None
     return await super().ask(name, messages, **sampling)
 

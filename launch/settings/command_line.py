@@ -245,7 +245,7 @@ class _ConfigErrorContext:
 
   def __init__(self, path: str, algorithm: str | None = None):
     self.path = path
-    self._own = (algorithm or '').rpartition(':')[0]
+    self._user_module = (algorithm or '').rpartition(':')[0]
 
   def __enter__(self) -> None:
     pass
@@ -267,7 +267,7 @@ class _ConfigErrorContext:
         raise ConfigError(f'{place}: {hint}') from error
     if isinstance(error, ConfigError):
       return
-    if self._own and self._in_own(error, trace):
+    if self._user_module and self._in_own(error, trace):
       return
     raise ConfigError(f'{place}: {type(error).__name__}: {error}') from error
 
@@ -277,9 +277,13 @@ class _ConfigErrorContext:
     for frame, _ in traceback.walk_tb(trace):
       places.append((frame.f_code.co_filename, frame.f_globals.get('__name__', '')))
     path = (
-      self._own if self._own.endswith('.py') else self._own.replace('.', '/') + '.py'
+      self._user_module
+      if self._user_module.endswith('.py')
+      else self._user_module.replace('.', '/') + '.py'
     )
-    return any(file.endswith(path) or name == self._own for file, name in places)
+    return any(
+      file.endswith(path) or name == self._user_module for file, name in places
+    )
 
 
 def _statement(file: str, line: int) -> str:

@@ -32,13 +32,13 @@ class _Engine:
     n = len(tokens)
     zeros = np.zeros(n, np.float32)
     versions = np.zeros(n, np.int32)
-    self._said = Completion(np.array(tokens, np.int32), zeros, versions, 'stop')
+    self._completion = Completion(np.array(tokens, np.int32), zeros, versions, 'stop')
     self.prompt: list[int] = []
 
   async def generate(self, request_id, token_ids, sampling) -> Completion:
     self.prompt = list(token_ids)
     await asyncio.sleep(0)
-    return self._said
+    return self._completion
 
 
 async def _session(client: aiohttp.ClientSession, name: str, turns: int) -> list[float]:

@@ -54,10 +54,10 @@ class Source:
     self.max_staleness = max_staleness
     self.num_groups, self.group_size, self.seed = num_groups, SIZE, seed
     self.count, self.lag, self.played, self.stale = count, lag, 0, 0
-    self.asked = []
+    self.requests = []
 
   async def take(self, step, min_version=None):
-    self.asked.append((step, min_version))
+    self.requests.append((step, min_version))
     version = step - self.lag
     if min_version is not None and version < min_version:
       self.stale, version = self.stale + 3, min_version
@@ -89,14 +89,14 @@ async def run(sampler, steps):
 async def test_fifo_takes_what_is_played():
   sampler, source = make('fifo')
   assert await run(sampler, range(2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-  assert source.asked == [(0, None), (1, None)]
+  assert source.requests == [(0, None), (1, None)]
   assert sampler.metrics() == {} and sampler.expert_rows == 0
 
 
 async def test_staleness_bounds_versions_and_counts_what_it_drops():
   sampler, source = make('staleness(max_staleness=2)', lag=1)
   await sampler.next(5)
-  assert source.asked == [(5, 3)]
+  assert source.requests == [(5, 3)]
   assert sampler.metrics() == {'sampler/stale_dropped': 0, 'sampler/mean_age': 1}
   source.lag = 4
   await sampler.next(6)
@@ -115,7 +115,7 @@ async def test_warmup_gives_expert_rows_and_then_rollouts():
     assert all(row.is_expert and row.score == 1 for (row,) in groups)
     assert all(row.rewards[2] == 1 and row.weight == 0.5 for (row,) in groups)
     assert sampler.metrics() == {'sampler/expert_rows': 8}
-  assert source.asked == []
+  assert source.requests == []
   assert numbers(await sampler.next(2)) == [0, 1, 2, 3]
   assert sampler.metrics() == {'sampler/expert_rows': 0}
 

@@ -37,14 +37,14 @@ class Scripted:
   """Says what it is told to, letter by letter: no tokenizer would have it so."""
 
   def __init__(self, chat, *replies):
-    self._chat, self._replies, self.prompts, self.said = chat, list(replies), [], []
+    self._chat, self._replies, self.prompts, self.outputs = chat, list(replies), [], []
 
   async def generate(self, request_id, token_ids, sampling):
     self.prompts.append(list(token_ids))
     reply = self._replies.pop(0)
     ids = [i for letter in reply for i in self._chat.encode(letter)]
-    self.said.append([*ids, self._chat.eos_id])
-    return completion(self.said[-1])
+    self.outputs.append([*ids, self._chat.eos_id])
+    return completion(self.outputs[-1])
 
   async def abort(self, request_id):
     pass
@@ -99,15 +99,15 @@ async def test_an_episode_is_trained_on_what_the_model_wrote_alone(chat, tmp_pat
   assert (row.stop_reason, row.score) == ('finish', 1.0)
 
   # Every token that was sampled, as it was sampled, and no other.
-  assert row.tokens[row.action_mask].tolist() == [i for s in engine.said for i in s]
+  assert row.tokens[row.action_mask].tolist() == [i for s in engine.outputs for i in s]
   history = []
-  for prompt, sampled in zip(engine.prompts, engine.said, strict=True):
+  for prompt, sampled in zip(engine.prompts, engine.outputs, strict=True):
     assert prompt[: len(history)] == history
     assert not row.action_mask[len(history) : len(prompt)].any()
     history = prompt + sampled
   assert row.tokens.tolist() == history
   assert np.flatnonzero(row.rewards).tolist() == [
-    len(engine.prompts[i]) + len(engine.said[i]) - 1 for i in range(4)
+    len(engine.prompts[i]) + len(engine.outputs[i]) - 1 for i in range(4)
   ]
 
   # What it was shown: the tools once, then each result in a message of its own.
@@ -116,7 +116,7 @@ async def test_an_episode_is_trained_on_what_the_model_wrote_alone(chat, tmp_pat
   assert first.count('"name": "python"') == 1 and '"name": "remember"' in first
   assert 'What is 6 times 7?' in first and 'Be brief.' in first
   heard = [
-    decode(engine.prompts[i + 1][len(engine.prompts[i]) + len(engine.said[i]) :])
+    decode(engine.prompts[i + 1][len(engine.prompts[i]) + len(engine.outputs[i]) :])
     for i in range(3)
   ]
   result = '<|im_start|>tool\n{}<|im_end|>\n'.format

@@ -33,7 +33,7 @@ def candidates(platform):
   ],
 )
 def test_the_first_that_fits_is_taken(platform, requested, name):
-  assert choose('k', candidates(platform), platform=platform, asked=requested) == name
+  assert choose('k', candidates(platform), platform=platform, option=requested) == name
 
 
 def test_each_choice_is_logged_once_with_its_reason(caplog):
@@ -42,7 +42,7 @@ def test_each_choice_is_logged_once_with_its_reason(caplog):
     for _ in range(3):
       choose('some_kernel', candidates('gpu'), platform='gpu')
     choose('some_kernel', candidates('cpu'), platform='cpu')
-    choose('some_kernel', candidates('gpu'), platform='gpu', asked='reference')
+    choose('some_kernel', candidates('gpu'), platform='gpu', option='reference')
   assert [record.message for record in caplog.records] == [
     'some_kernel on gpu: triton (mosaic is for tpu, not gpu)',
     'some_kernel on cpu: chunked (mosaic is for tpu, not cpu; triton is for gpu, not '
@@ -53,12 +53,12 @@ def test_each_choice_is_logged_once_with_its_reason(caplog):
 
 def test_what_cannot_be_is_refused_with_every_reason():
   with pytest.raises(ValueError, match="kernels='fast' is not one of auto, reference"):
-    choose('k', candidates('cpu'), platform='cpu', asked='fast')
+    choose('k', candidates('cpu'), platform='cpu', option='fast')
   none = {'mosaic': 'is for tpu', 'reference': 'is not written'}
   with pytest.raises(ValueError, match=r'nothing can be used on cpu.*is for tpu'):
     choose('k', none, platform='cpu')
   with pytest.raises(ValueError, match=r'no reference to use on cpu.*is not written'):
-    choose('k', none, platform='cpu', asked='reference')
+    choose('k', none, platform='cpu', option='reference')
 
 
 def test_platforms_go_by_one_name():

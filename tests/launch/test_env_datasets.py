@@ -52,10 +52,10 @@ async def test_a_shared_curriculum_is_told_once_before_anyone_draws():
 
   class Queue:
     def __init__(self, *results):
-      self.found = list(results)
+      self.played = list(results)
 
     def results(self):
-      return self.found
+      return self.played
 
     async def advance_step(self, step):
       heard.append(step)

@@ -16,7 +16,7 @@ class Memory:
   """The parts of a run, each of which fails when another holds what it needs."""
 
   def __init__(self, events):
-    self.told, self.cache, self.resting, self.step = events, False, False, 0
+    self.events, self.cache, self.resting, self.step = events, False, False, 0
     self.params, self.advantages, self.version = 'params', None, None
     self.old_logprobs = None
 
@@ -27,50 +27,50 @@ class Memory:
 
   async def update(self, groups):
     assert not self.cache and not self.resting
-    self.told.append(f'update {self.step}')
+    self.events.append(f'update {self.step}')
     self.step += 1
     return {}
 
   async def offload(self):
-    self.told.append('rest')
+    self.events.append('rest')
     self.resting = True
 
   async def reload(self):
     assert not self.cache, 'the engine has the memory'
-    self.told.append('wake')
+    self.events.append('wake')
     self.resting = False
 
   async def save(self, checkpointer, data, *, wait=False):
-    self.told.append('save')
+    self.events.append('save')
 
   # The engines', the router's, and what hands weights over.
 
   async def at(self, step, weights):
     assert not self.cache and not self.resting and await weights() == 'params'
-    self.told.append(f'publish {step}')
+    self.events.append(f'publish {step}')
     self.version = step
 
   now = at
 
   async def sleep(self):
-    self.told.append('sleep')
+    self.events.append('sleep')
     self.cache = False
 
   async def resume(self):
     assert self.resting, 'the learner has the memory'
-    self.told.append('resume')
+    self.events.append('resume')
     self.cache = True
 
   async def warmup(self):
     assert self.cache
-    self.told.append('warmup')
+    self.events.append('warmup')
 
   async def advance(self, step):
     pass
 
   async def evaluate(self, names):
     assert self.cache
-    self.told.append('evaluate')
+    self.events.append('evaluate')
     return {}, []
 
   # The sampler's.
@@ -80,7 +80,7 @@ class Memory:
 
   async def next(self, step):
     assert self.cache and self.resting and self.version == step
-    self.told.append(f'play {step}')
+    self.events.append(f'play {step}')
     return [['row']]
 
   def state_dict(self):

@@ -61,15 +61,15 @@ def find_line(root: pathlib.Path, fault: Fault) -> pathlib.Path:
   Raises:
     LookupError: If the text occurs nowhere, or more than once.
   """
-  found = [
+  matches = [
     (path, path.read_text().count(fault.before))
     for path in sorted((root / 'jaxrl').rglob('*.py'))
     if fault.before in path.read_text()
   ]
-  if len(found) != 1 or found[0][1] != 1:
-    places = ', '.join(f'{path.relative_to(root)} ({n}×)' for path, n in found)
+  if len(matches) != 1 or matches[0][1] != 1:
+    places = ', '.join(f'{path.relative_to(root)} ({n}×)' for path, n in matches)
     raise LookupError(f'{fault.before!r} must occur once; found: {places or "nowhere"}')
-  return found[0][0]
+  return matches[0][0]
 
 
 def run_tests(root: pathlib.Path, tests: list[str]) -> tuple[bool, str]:

@@ -110,13 +110,13 @@ def test_a_figure_is_drawn_again_from_the_data(tmp_path):
 
 
 def test_a_curve_is_the_mean_of_the_last_steps():
-  made = [
+  runs = [
     {'series': {'x': [[0, 1, 2], [1.0, 3.0, 8.0]]}},
     {'series': {'x': [[1, 2, 3], [4.0, 6.0, 7.0]]}},
   ]
-  steps, curves = figure.seed_curves(made, Panel('x', '', window=2))
+  steps, curves = figure.seed_curves(runs, Panel('x', '', window=2))
   assert steps == [1, 2] and curves.tolist() == [[3.0, 5.5], [4.0, 5.0]]
-  assert results.final_values(made, 'x') == [8.0, 7.0]
+  assert results.final_values(runs, 'x') == [8.0, 7.0]
 
 
 def test_a_digest_tells_the_last_bit_but_not_the_time():
@@ -130,12 +130,12 @@ def test_a_look_shows_what_is_in_the_box():
   call = json.dumps(boxes.CALL)
   look = f'<tool_call>{call}</tool_call>'
   env = boxes.BoxEnv(call_reward=-0.2)
-  asked, _ = env.reset(seed=3)
+  question, _ = env.reset(seed=3)
   (shown,), reward, ended, _, info = env.step(look)
-  assert 'closed' in asked and shown['content'] in boxes.THINGS
+  assert 'closed' in question and shown['content'] in boxes.THINGS
   assert (reward, ended, info['metrics']['calls']) == (-0.2, False, 1.0)
   assert env.step(f'{shown["content"]}\n')[1:3] == (1.0, True)
-  assert env.reset(seed=3)[0] == asked and env.step('box')[1:3] == (0.0, True)
+  assert env.reset(seed=3)[0] == question and env.step('box')[1:3] == (0.0, True)
   blind = boxes.BoxEnv(is_open=True, has_tool=False)
   assert f'open: {shown["content"]}.' in blind.reset(seed=3)[0]
   (refused,), *_, info = blind.step(look)
@@ -149,8 +149,8 @@ def test_seed_0_is_reproduced(tmp_path):
   code = (
     'import json; from recipes import experiment, recipe\n'
     'recipe.limit_cores()\n'
-    f'found = experiment.repeat_run({REPEATED!r}, print)\n'
-    'print(json.dumps(found))'
+    f'result = experiment.repeat_run({REPEATED!r}, print)\n'
+    'print(json.dumps(result))'
   )
   done = subprocess.run(
     [sys.executable, '-c', code],
@@ -160,13 +160,13 @@ def test_seed_0_is_reproduced(tmp_path):
     text=True,
   )
   assert done.returncode == 0, done.stderr
-  found, kept = experiment.json.loads(done.stdout.splitlines()[-1])
-  if found['machine'] == kept['machine']:
-    assert found['digest'] == kept['digest']
+  result, kept = experiment.json.loads(done.stdout.splitlines()[-1])
+  if result['machine'] == kept['machine']:
+    assert result['digest'] == kept['digest']
   label = next(iter(find_recipe(REPEATED).arms))
   ended = results.final_values(
     experiment.read_data(REPEATED)['arms'][label], 'reward/mean'
   )
-  (value,) = results.final_values([found], 'reward/mean')
+  (value,) = results.final_values([result], 'reward/mean')
   spread = max(ended) - min(ended)
   assert abs(value - statistics.median(ended)) <= 2 * spread

@@ -29,17 +29,17 @@ class FarQueue:
 
   def __init__(self, pipe: Connection):
     self._pipe, self._ids = pipe, itertools.count()
-    self._asked: dict[int, asyncio.Future] = {}
+    self._pending: dict[int, asyncio.Future] = {}
     asyncio.get_running_loop().add_reader(pipe.fileno(), self._hear)
 
   def _hear(self) -> None:
     number, answer = self._pipe.recv()
-    self._asked.pop(number).set_result(answer)
+    self._pending.pop(number).set_result(answer)
 
   def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def ask(*args: Any) -> Any:
       number = next(self._ids)
-      future = self._asked[number] = asyncio.get_running_loop().create_future()
+      future = self._pending[number] = asyncio.get_running_loop().create_future()
       self._pipe.send((number, method, args))
       return await future
 

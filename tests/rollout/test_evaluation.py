@@ -84,7 +84,7 @@ async def test_an_end_is_reached_though_every_task_fails():
 
 
 async def test_each_evaluation_is_the_same():
-  def told(groups):
+  def contents(groups):
     return [
       (r.episode_seed, r.sample_index, r.tokens.tolist()) for g in groups for r in g
     ]
@@ -93,7 +93,7 @@ async def test_each_evaluation_is_the_same():
   first, second, alone = [
     await run(shared, group_size=3, concurrency=c) for c in (4, 4, 1)
   ]
-  assert told(first[1]) == told(second[1]) == told(alone[1])
+  assert contents(first[1]) == contents(second[1]) == contents(alone[1])
   assert first[0] == second[0] == alone[0]
 
 

@@ -76,7 +76,7 @@ class SeeingEngine(FakeEngine):
     return completion
 
 
-def made(make_env=ShowEnv, served=None):
+def seeing_context(make_env=ShowEnv, served=None):
   context = world(make_env, served or SeeingEngine(lambda *_: 'ok'))
   return dataclasses.replace(context, chat=chat())
 
@@ -86,7 +86,9 @@ async def test_an_environments_images_reach_the_engine_the_row_and_the_learner()
   thread = DeviceThread('engine')
   served = JaxEngine(model, device_thread=thread, max_length=64)
   await served.load(0, params(config()))
-  (row,) = await play(made(served=served), turn_template='See {observation}', **OPTIONS)
+  (row,) = await play(
+    seeing_context(served=served), turn_template='See {observation}', **OPTIONS
+  )
   assert row.stop_reason == 'finish' and row.score == 2, row.extras
   assert row.images == [image(0), image(1, width=16)]
   first = row.messages[0]['content']
@@ -105,13 +107,13 @@ async def test_an_environments_images_reach_the_engine_the_row_and_the_learner()
 
 async def test_rows_of_turns_have_the_images_that_came_before_them():
   engine = SeeingEngine(lambda *_: 'ok')
-  rows = await play(made(served=engine), row_format='step', **OPTIONS)
+  rows = await play(seeing_context(served=engine), row_format='step', **OPTIONS)
   both = [image(0), image(1, width=16)]
   assert [row.images for row in rows] == [both[:1], both]
   assert [images for _, images in engine.requests] == [both[:1], both]
   assert engine.requests[1][0] == rows[1].tokens[: len(engine.requests[1][0])].tolist()
   (row,) = await play(
-    made(), row_format='concatenated', **OPTIONS | {'max_length': 128}
+    seeing_context(), row_format='concatenated', **OPTIONS | {'max_length': 128}
   )
   assert row.images == [*both[:1], *both]
 
@@ -126,20 +128,20 @@ async def test_rows_of_turns_have_the_images_that_came_before_them():
   ],
 )
 async def test_a_broken_or_huge_image_fails_its_episode_with_the_reason(first, words):
-  (row,) = await play(made(lambda: ShowEnv(first=first)), **OPTIONS)
+  (row,) = await play(seeing_context(lambda: ShowEnv(first=first)), **OPTIONS)
   assert (row.stop_reason, row.failed) == ('env_reset_failed', True)
   assert words in row.extras['error'] and not row.images
 
 
 async def test_a_model_without_a_tower_refuses_images():
-  context = dataclasses.replace(made(), chat=ChatTokenizer(chat().tokenizer))
+  context = dataclasses.replace(seeing_context(), chat=ChatTokenizer(chat().tokenizer))
   (row,) = await play(context, **OPTIONS)
   assert row.failed and 'the model sees none' in row.extras['error']
 
 
 @pytest.mark.parametrize('length', range(6, 64, 3))
 async def test_an_image_beyond_the_window_is_not_of_the_row(length):
-  (row,) = await play(made(), **OPTIONS | {'max_length': length})
+  (row,) = await play(seeing_context(), **OPTIONS | {'max_length': length})
   assert len(row.tokens) <= length
   batch_places(row)
 
@@ -181,7 +183,7 @@ def test_a_placeholder_without_bars_is_no_image_in_a_text(text):
 
 async def test_questions_of_a_data_set_have_their_images():
   item = {'question': 'Is <image> it?', 'answer': '1', 'images': [image(3).png]}
-  context = dataclasses.replace(made(MathEnv), dataset=GlobalDataset([item]))
+  context = dataclasses.replace(seeing_context(MathEnv), dataset=GlobalDataset([item]))
   (row,) = await play(context, **OPTIONS)
   assert row.images == [image(3)] and row.stop_reason == 'finish', row.extras
   shown = [part.get('text') for part in row.messages[0]['content']]

@@ -17,11 +17,11 @@ class Scripted:
 
   def __init__(self, version=0):
     self.version, self.paused = version, False
-    self.requests, self.asked, self.aborted = {}, [], []
+    self.requests, self.calls, self.aborted = {}, [], []
     self.fault = None
 
   async def generate(self, name, prompt, sampling):
-    self.asked.append((name, list(prompt), sampling))
+    self.calls.append((name, list(prompt), sampling))
     if self.fault is not None:
       raise self.fault
     future = asyncio.get_running_loop().create_future()
@@ -34,10 +34,10 @@ class Scripted:
       versions.append(self.version)
       if len(tokens) == sampling.max_tokens:
         del self.requests[name]
-        future.set_result(self.made(tokens, versions, 'length'))
+        future.set_result(self.completion(tokens, versions, 'length'))
 
   @staticmethod
-  def made(tokens, versions, reason='abort'):
+  def completion(tokens, versions, reason='abort'):
     tokens = np.array(tokens, np.int32)
     return Completion(tokens, -tokens / 7, np.array(versions, np.int32), reason)
 
@@ -45,13 +45,13 @@ class Scripted:
     if self.fault is not None:
       raise self.fault
     mine = {name: self.requests[name] for name in names if name in self.requests}
-    return {name: self.made(r[1], r[2]) for name, r in mine.items()}
+    return {name: self.completion(r[1], r[2]) for name, r in mine.items()}
 
   async def abort(self, name):
     self.aborted.append(name)
     if name in self.requests:
       _, tokens, versions, future = self.requests.pop(name)
-      future.set_result(self.made(tokens, versions))
+      future.set_result(self.completion(tokens, versions))
 
   async def pause(self):
     self.paused = True
@@ -111,7 +111,7 @@ async def test_groups_go_to_the_least_loaded_and_stay_together():
   await end(engines, jobs)
   # Later turns of a group: where its prefix is, though all are idle now.
   for group in range(6):
-    (home,) = [e for e in engines if any(f'math/{group}/' in n for n, *_ in e.asked)]
+    (home,) = [e for e in engines if any(f'math/{group}/' in n for n, *_ in e.calls)]
     job = begin(engine_router, f'math/{group}/0/0/1')
     await settled()
     assert loads([home]) == [1]
@@ -124,7 +124,7 @@ async def test_a_group_leaves_an_engine_that_is_clearly_busier():
   jobs = [begin(engine_router, f'math/0/0/{member}') for member in range(8)]
   await settled()
   # Four more than the other is one too many; then the other is the group's.
-  assert [name for name, *_ in engines[1].asked] == [
+  assert [name for name, *_ in engines[1].calls] == [
     f'math/0/0/{m}' for m in (4, *range(5, 8))
   ]
   assert loads(engines) == [4, 4]
@@ -142,7 +142,7 @@ async def test_a_request_goes_on_elsewhere_from_what_was_emitted():
   first.step()  # and never hears of this one
   first.die()
   await settled()
-  ((name, prompt, sampling),) = second.asked
+  ((name, prompt, sampling),) = second.calls
   assert (name, prompt) == ('math/0/0/0', [7, 8, 300, 301])
   assert (sampling.num_generated, sampling.max_tokens, sampling.seed) == (2, 3, 3)
   (done,) = await end([second], [job])
@@ -201,11 +201,11 @@ async def test_a_lost_engine_gets_nothing_until_it_is_replaced(monkeypatch):
   engines[0].die()
   jobs = [begin(engine_router, f'math/{i}/0/0') for i in range(6)]
   await settled()
-  assert len(engines[0].asked) < 6 and loads(engines) == [0, 6]
-  num_requests = len(engines[0].asked)
+  assert len(engines[0].calls) < 6 and loads(engines) == [0, 6]
+  num_requests = len(engines[0].calls)
   jobs += [begin(engine_router, f'math/{i}/0/0') for i in range(6, 12)]
   await settled()
-  assert len(engines[0].asked) == num_requests
+  assert len(engines[0].calls) == num_requests
   fresh = Scripted()
   await engine_router.replace(0, fresh)
   assert (await engine_router.metrics())['rollout/engines_replaced'] == 1
@@ -226,11 +226,11 @@ async def test_it_gives_up_in_the_end_and_says_why(monkeypatch):
   engine_router = EngineRouter(engines, max_retries=2)
   for engine in engines:
     engine.die(OSError('device on fire'))
-    engine.asked.clear()
+    engine.calls.clear()
   with pytest.raises(RuntimeError, match=r'failed 3 times.*on fire') as error:
     await begin(engine_router, 'math/0/0/0')
   assert isinstance(error.value.__cause__, OSError)
-  assert sum(len(engine.asked) for engine in engines) == 3
+  assert sum(len(engine.calls) for engine in engines) == 3
 
 
 @pytest.mark.parametrize('error', [ValueError('too long'), FloatingPointError('nan')])
@@ -239,7 +239,7 @@ async def test_what_no_engine_can_serve_is_told_at_once(error):
   engines[0].fault = error
   with pytest.raises(type(error), match=str(error)):
     await begin(EngineRouter(engines), 'math/0/0/0')
-  assert not engines[1].asked
+  assert not engines[1].calls
 
 
 async def test_one_id_is_one_request():

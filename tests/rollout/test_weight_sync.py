@@ -47,7 +47,7 @@ class Rollouts:
     return self.whole
 
 
-def given(params):
+def returning(params):
   async def weights():
     return params
 
@@ -73,7 +73,7 @@ async def versions(style, steps, rollouts=None, begin=0, rate=4):
   store = Store()
   syncer = swaps(style, store, rollouts)
   for step in range(begin, begin + steps):
-    await syncer.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, returning(f'p{step}'))
     if rollouts:
       rollouts.whole += rate
   await syncer.close()
@@ -110,9 +110,9 @@ async def test_after_steps_that_did_not_play_no_weights_are_too_old(style, ahead
   """As a warm-up on files has them: an evaluation at 0, then play from step 10 on."""
   rollouts, store = Rollouts(), Store()
   syncer = swaps(style, store, rollouts)
-  await syncer.sync_now(0, given('p0'))
+  await syncer.sync_now(0, returning('p0'))
   for step in range(10, 20):
-    await syncer.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, returning(f'p{step}'))
     assert step - syncer.version <= parse_sync_policy(style).max_lag(ahead)
     rollouts.whole += 4
     await asyncio.sleep(0)  # a push that nobody waits for arrives
@@ -123,7 +123,7 @@ async def test_fixed_steps_that_do_not_play_are_made_up_for_at_the_next_that_doe
   store = Store()
   syncer = swaps('fixed(interval=4)', store)
   for step in (0, 2, 3, 5, 6, 7, 9, 11, 13):
-    await syncer.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, returning(f'p{step}'))
   assert [version for version, _ in store.had] == [0, 5, 9, 13]
 
 
@@ -131,8 +131,8 @@ async def test_fixed_steps_that_do_not_play_are_made_up_for_at_the_next_that_doe
 async def test_the_first_step_that_plays_waits_for_its_weights(style):
   store = Store(slow=True)
   syncer = swaps(style, store)
-  await syncer.sync_now(0, given('p0'))
-  first = asyncio.create_task(syncer.maybe_sync(10, given('p10')))
+  await syncer.sync_now(0, returning('p0'))
+  first = asyncio.create_task(syncer.maybe_sync(10, returning('p10')))
   await asyncio.sleep(0.01)
   assert not first.done()
   store.gate.set()
@@ -150,25 +150,25 @@ async def test_drained_engines_are_let_go_on_though_publishing_fails():
   _, store = await versions('fixed(drain=True)', 3)
   assert store.calls == ['drain', 'resume'] * 2  # nothing runs before the first
   syncer = swaps('fixed(drain=True)', store)
-  await syncer.maybe_sync(5, given('p5'))
+  await syncer.maybe_sync(5, returning('p5'))
   with pytest.raises(OSError, match='cable'):
-    await syncer.maybe_sync(6, given('broken'))
+    await syncer.maybe_sync(6, returning('broken'))
   assert store.calls[-1] == 'resume' and syncer.version == 5
 
 
 async def test_a_trainer_goes_on_but_waits_for_the_push_before():
   store = Store(slow=True)
   syncer = swaps('trainer', store)
-  await syncer.maybe_sync(0, given('p0'))
-  await syncer.maybe_sync(1, given('p1'))
+  await syncer.maybe_sync(0, returning('p0'))
+  await syncer.maybe_sync(1, returning('p1'))
   await asyncio.sleep(0)
   assert store.begun == [0, 1] and syncer.metrics(1) == {'sync/lag': 1}
-  third = asyncio.create_task(syncer.maybe_sync(2, given('p2')))
+  third = asyncio.create_task(syncer.maybe_sync(2, returning('p2')))
   await asyncio.sleep(0.01)
   assert not third.done() and store.begun == [0, 1]
   store.gate.set()
   await third
-  await syncer.sync_now(2, given('p2'))
+  await syncer.sync_now(2, returning('p2'))
   # What goes out on the side is a copy, for the learner donates its own.
   assert store.had == [(0, 'p0'), (1, 'copy of p1'), (2, 'copy of p2')]
 
@@ -177,7 +177,7 @@ async def test_asynchronous_skips_what_is_no_longer_newest():
   store = Store(slow=True)
   syncer = swaps('asynchronous', store)
   for step in range(5):
-    await syncer.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, returning(f'p{step}'))
     await asyncio.sleep(0)
   assert store.begun == [0, 1] and syncer.metrics(4) == {'sync/lag': 4}
   store.gate.set()
@@ -189,9 +189,9 @@ async def test_an_evaluation_waits_for_its_own_version_and_no_other_follows():
   store = Store(slow=True)
   syncer = swaps('asynchronous', store)
   for step in range(3):
-    await syncer.maybe_sync(step, given(f'p{step}'))
+    await syncer.maybe_sync(step, returning(f'p{step}'))
     await asyncio.sleep(0)
-  evaluation = asyncio.create_task(syncer.sync_now(3, given('p3')))
+  evaluation = asyncio.create_task(syncer.sync_now(3, returning('p3')))
   await asyncio.sleep(0.01)
   assert not evaluation.done()
   store.gate.set()
@@ -204,11 +204,11 @@ async def test_an_evaluation_waits_for_its_own_version_and_no_other_follows():
 @pytest.mark.parametrize('style', ['trainer', 'asynchronous'])
 async def test_what_a_push_raises_is_told_at_the_next_step(style):
   syncer = swaps(style, Store())
-  await syncer.maybe_sync(0, given('p0'))
-  await syncer.maybe_sync(1, given('broken'))
+  await syncer.maybe_sync(0, returning('p0'))
+  await syncer.maybe_sync(1, returning('broken'))
   await asyncio.sleep(0.01)
   with pytest.raises(OSError, match='cable'):
-    await syncer.maybe_sync(2, given('p2'))
+    await syncer.maybe_sync(2, returning('p2'))
 
 
 @pytest.mark.parametrize(
@@ -265,12 +265,12 @@ async def test_an_evaluations_tokens_carry_one_version(style):
     num_groups=4,
   )
   ask = SamplingParams(max_tokens=48, seed=1)
-  await syncer.maybe_sync(0, given(weights_of(0)))
+  await syncer.maybe_sync(0, returning(weights_of(0)))
   training = asyncio.create_task(engine.generate('train', prompt(0, 5), ask))
   await asyncio.sleep(0.02)
   for step in (1, 2, 3):
-    await syncer.maybe_sync(step, given(weights_of(step % 2)))
-  await syncer.sync_now(4, given(weights_of(0)))
+    await syncer.maybe_sync(step, returning(weights_of(step % 2)))
+  await syncer.sync_now(4, returning(weights_of(0)))
   names = [f'eval{i}' for i in range(6)]
   completions = await asyncio.gather(
     *(engine.generate(name, prompt(i, 5), ask) for i, name in enumerate(names))

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.mutation.faults import FAULTS
 from tests.structure.imports import HOUSES, ROOT, first_party, imported, modules, tree
 
 SOURCE = {name: f for name, f in modules().items() if not name.startswith('tests')}
@@ -264,6 +265,15 @@ def test_cancellation_is_never_lost():
     if ast.unparse(node.value) == 'asyncio'
   ]
   assert not bad, bad
+
+
+def test_every_fault_of_the_mutation_check_can_be_planted():
+  files = {name: file.read_text() for name, file in SOURCE.items()}
+  code = '\0'.join(text for name, text in files.items() if name.startswith('jaxrl'))
+  counts = {fault.before: code.count(fault.before) for fault in FAULTS}
+  assert {before: n for before, n in counts.items() if n != 1} == {}
+  named = {f'{stem}.py' for fault in FAULTS for stem in fault.tests}
+  assert named <= {path.name for path in (ROOT / 'tests').rglob('test_*.py')}
 
 
 def test_only_listed_houses_hold_code():

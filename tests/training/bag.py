@@ -31,9 +31,9 @@ class Bag(toy.Bigram):
     seen = seen / jnp.maximum(seen.sum(-1, keepdims=True), 1)
     place = jnp.cos(positions[..., None] * jnp.arange(1.0, 65.0))
     logits = table[tokens] + place + 3 * seen @ table[tokens]
-    return self._told(params, tokens, segment_ids, logits[:, :-1], **options)
+    return self._score(params, tokens, segment_ids, logits[:, :-1], **options)
 
-  def _told(
+  def _score(
     self,
     params,
     tokens,

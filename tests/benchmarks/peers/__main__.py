@@ -83,8 +83,8 @@ class Peer:
   """One process, asked for one thing at a time. Raises RuntimeError when it dies."""
 
   def __init__(self, name: str, python: str, folder: str):
-    self.name, self.found = name, {'step_s': [], 'generate_s': [], 'train_s': []}
-    self.found |= {'decode_s': [], 'mib': []}
+    self.name, self.figures = name, {'step_s': [], 'generate_s': [], 'train_s': []}
+    self.figures |= {'decode_s': [], 'mib': []}
     self.errors = open(os.path.join(folder, f'{name}.txt'), 'w+')  # noqa: SIM115
     command = [python, '-m', f'tests.benchmarks.peers.{name}']
     pipes: dict[str, Any] = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
@@ -111,7 +111,7 @@ class Peer:
 
   def note(self, word: str) -> None:
     for name, value in self.ask(word).items():
-      self.found[name].append(value)
+      self.figures[name].append(value)
 
   def close(self) -> None:
     self.process.kill()
@@ -162,7 +162,7 @@ def measure(names: list[str], pythons: dict[str, str], steps: int) -> dict[str, 
     finally:
       for peer in peers.values():
         peer.close()
-  figures = {name: peer.found for name, peer in peers.items()}
+  figures = {name: peer.figures for name, peer in peers.items()}
   return {'peers': figures, 'failed': failed, 'flops': rates}
 
 

@@ -18,7 +18,7 @@ class Service:
 
   def __init__(self, columns):
     self.columns = dict(columns)
-    self.sessions, self.committed, self.asked = {}, [], []
+    self.sessions, self.committed, self.requests = {}, [], []
     self.break_commit = []
 
   def rows(self):
@@ -79,7 +79,7 @@ def serve(columns):
     def _answer(self):
       url = urllib.parse.urlsplit(self.path)
       query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
-      service.asked.append((self.command, url.path, query))
+      service.requests.append((self.command, url.path, query))
       status, data = 404, {'Code': 'NoSuchTable', 'Message': 'there is no such table'}
       body = self._body()
       if not self.headers.get('Authorization'):

@@ -44,7 +44,7 @@ def test_rows_come_to_the_table_typed(service, tmp_path):
   assert service.rows() == [line(0), line(1)]
   [upload] = service.committed
   assert service.sessions[upload]['partition'] == 'ds=one'
-  assert any(query.get('create_partition') == 'true' for *_, query in service.asked)
+  assert any(query.get('create_partition') == 'true' for *_, query in service.requests)
   sink.write('t-00000', [line(0), line(1)])
   table(tmp_path).write('t-00000', [line(0), line(1)])
   assert len(service.committed) == 1

@@ -51,7 +51,7 @@ def stand_in(tmp_path, monkeypatch):
   return folder
 
 
-def asked(folder):
+def recorded_calls(folder):
   return [json.loads(line) for line in (folder / 'asked').read_text().splitlines()]
 
 
@@ -69,7 +69,7 @@ def test_what_a_session_asks_for(stand_in, tmp_path, program):
     environment={'NAME': 'value'},
   )
   sandbox.start()
-  run = asked(stand_in)[0]
+  run = recorded_calls(stand_in)[0]
   name = run[4].removeprefix('--name=')
   assert run == [
     *('run', '--detach', '--init', '--pull=never', f'--name={name}'),
@@ -88,7 +88,7 @@ def test_what_a_session_asks_for(stand_in, tmp_path, program):
     sandbox.read(f'{inside}/absent')
   result = sandbox.exec(['sh', '-c', 'cat; echo no >&2; exit 3'], stdin=b'in')
   assert (result.code, result.stdout, result.stderr) == (3, b'in', b'no\n')
-  exec_asked, top_asked = asked(stand_in)[-2:]
+  exec_asked, top_asked = recorded_calls(stand_in)[-2:]
   begins = ['exec', '--interactive', f'--workdir={inside}', name]
   assert exec_asked[:4] == begins
   top = ['pid'] if program == 'podman' else ['-eo', 'pid']
@@ -97,7 +97,7 @@ def test_what_a_session_asks_for(stand_in, tmp_path, program):
   assert os.listdir(inside) == []
   sandbox.stop()
   sandbox.stop()
-  calls = asked(stand_in)
+  calls = recorded_calls(stand_in)
   assert calls[-1] == ['rm', '--force', '--volumes', name]
   assert sum(arguments[0] == 'rm' for arguments in calls) == 1
   assert not any('--privileged' in ' '.join(arguments) for arguments in calls)
@@ -114,11 +114,11 @@ def started(**options):
 def test_what_outlives_a_command_is_ended(stand_in):
   sandbox = started(limits=SandboxLimits(output=1000))
   sandbox.exec(['true'])
-  assert 'restart' not in [arguments[0] for arguments in asked(stand_in)]
+  assert 'restart' not in [arguments[0] for arguments in recorded_calls(stand_in)]
   (stand_in / 'busy').touch()
   result = sandbox.exec(['sleep', '60'], seconds=0.2)
   assert (result.limit, result.code) == ('time', 137)
-  assert asked(stand_in)[-1] == ['restart', '-t', '0', sandbox._name]
+  assert recorded_calls(stand_in)[-1] == ['restart', '-t', '0', sandbox._name]
   result = sandbox.exec(['yes'])
   assert (result.limit, len(result.stdout)) == ('output', 1000)
   assert len(sandbox.exec(['head', '-c', '5000', '/dev/zero'], output=9000).stdout) == (
@@ -134,7 +134,7 @@ def test_a_container_that_cannot_start_is_told_and_removed(stand_in, monkeypatch
   (stand_in / 'say-run').write_text('No such image: lab')
   with pytest.raises(SandboxError, match='docker run ended with 1: No such image: lab'):
     started()
-  assert [arguments[0] for arguments in asked(stand_in)] == ['run', 'rm']
+  assert [arguments[0] for arguments in recorded_calls(stand_in)] == ['run', 'rm']
   with pytest.raises(SandboxError, match='absolute'):
     (stand_in / 'say-run').unlink()
     started(folders={'work': None})
@@ -147,7 +147,7 @@ def test_a_container_nobody_holds_any_more_is_removed(stand_in):
   sandbox = started()
   name = sandbox._name
   del sandbox
-  assert asked(stand_in)[-1] == ['rm', '--force', '--volumes', name]
+  assert recorded_calls(stand_in)[-1] == ['rm', '--force', '--volumes', name]
 
 
 def test_an_episode_in_a_repository(stand_in, tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_an_episode_in_a_repository(stand_in, tmp_path, monkeypatch):
   env.reset(seed=0, options={'task': Task(seed=0, index=0, item=row)})
   env.step(f"```\ngit apply - <<'EOF'\n{row['patch']}EOF\n```")
   assert env.step('```\nsubmit\n```')[1] == 1
-  calls = asked(stand_in)
+  calls = recorded_calls(stand_in)
   runs = [arguments for arguments in calls if arguments[0] == 'run']
   assert [arguments[-2] for arguments in runs] == ['lab/acme__ledger-1'] * 2
   names = {arguments[4] for arguments in runs}

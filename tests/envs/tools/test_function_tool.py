@@ -11,7 +11,7 @@ from jaxrl.envs.tools.tool_api import ToolError
 FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))
 
 
-def own(name, timeout=60.0, **options):
+def tool_of(name, timeout=60.0, **options):
   tool = FunctionTool(f'{FILE}:{name}', options, timeout=timeout)
   return lambda **arguments: tool.call(name, arguments, seconds=60.0)
 
@@ -36,8 +36,8 @@ def test_signature_and_docstring_are_the_schema():
 
 
 def test_results():
-  assert own('shout', mark='?')(text='hi', times=2) == 'HI? HI?'
-  assert own('table')(rows=[1, 2], kind='sum') == '{"value": 3, "exact": true}'
+  assert tool_of('shout', mark='?')(text='hi', times=2) == 'HI? HI?'
+  assert tool_of('table')(rows=[1, 2], kind='sum') == '{"value": 3, "exact": true}'
 
 
 @pytest.mark.parametrize(
@@ -52,21 +52,21 @@ def test_results():
 )
 def test_wrong_arguments(arguments, words):
   with pytest.raises(ToolError, match=words) as caught:
-    own('shout')(**arguments)
+    tool_of('shout')(**arguments)
   assert caught.value.kind == 'arguments'
 
 
 def test_choices():
   with pytest.raises(ToolError, match=r"one of 'sum', 'max'"):
-    own('table')(rows=[], kind='min')
+    tool_of('table')(rows=[], kind='min')
 
 
 def test_errors_and_time():
   with pytest.raises(ToolError, match=r'^LookupError: there is none$') as caught:
-    own('fail')()
+    tool_of('fail')()
   assert caught.value.kind == 'failed'
   with pytest.raises(ToolError, match=r'stopped after 0\.2 s') as caught:
-    own('doze', timeout=0.2)(seconds=30)
+    tool_of('doze', timeout=0.2)(seconds=30)
   assert caught.value.kind == 'timeout'
 
 

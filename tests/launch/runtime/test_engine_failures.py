@@ -128,7 +128,7 @@ async def test_whatever_befalls_an_engine_its_requests_go_on(make, caplog):
       assert {int(v) for done in results for v in done.weights_versions} == {3}
       moved = router._counts.pop('rollout/requests_moved')
       assert moved >= 2 and router._counts.pop('rollout/tokens_kept') >= 2 * HELD
-      await until(lambda: _told(caplog, 'engine 1 of 2 is back'))
+      await until(lambda: _is_logged(caplog, 'engine 1 of 2 is back'))
       assert await pid(victim) != old
       assert (await victim.about())['version'] == 3
       (lost,) = [line for line in caplog.messages if '1 of 2 was lost' in line]
@@ -138,7 +138,7 @@ async def test_whatever_befalls_an_engine_its_requests_go_on(make, caplog):
   assert await fleet.supervise(story()) == 'told'
 
 
-async def _told(caplog, text):
+async def _is_logged(caplog, text):
   return any(text in line for line in caplog.messages)
 
 

@@ -39,15 +39,15 @@ class Slow:
         raise OSError(self.broken)
       tokens.append(100 * sampling.seed + place)
       self.requests[name][1].append(self.version)
-    return self.made(*self.requests.pop(name), 'length')
+    return self.completion(*self.requests.pop(name), 'length')
 
   @staticmethod
-  def made(tokens, versions, reason='abort'):
+  def completion(tokens, versions, reason='abort'):
     tokens = np.array(tokens, np.int32)
     return Completion(tokens, -tokens / 7, np.array(versions, np.int32), reason)
 
   async def progress(self, names):
-    return {n: self.made(*self.requests[n]) for n in names if n in self.requests}
+    return {n: self.completion(*self.requests[n]) for n in names if n in self.requests}
 
   async def abort(self, name):
     pass

@@ -10,7 +10,7 @@ from tests.rollout.gateway.agents import TOOLS, Engine, endpoint, events, post
 PATH = '/v1/chat/completions'
 
 
-async def told(client, body, name, rng):
+async def reply_messages(client, body, name, rng):
   """The messages of the choices, whole or put together from a stream."""
   if rng.random() < 0.7:
     status, response = await post(client, PATH, body, x_session_id=name)
@@ -41,7 +41,7 @@ async def agent(client, number, seed):
       body['max_tokens'] = rng.randrange(1, 30)
     if rng.random() < 0.2:
       body['stop'] = ['a', 'bc']
-    for message in await told(client, body, name, rng):
+    for message in await reply_messages(client, body, name, rng):
       calls = message.get('tool_calls', [])
       heard = [
         {'role': 'tool', 'tool_call_id': call['id'], 'content': str(turn)}

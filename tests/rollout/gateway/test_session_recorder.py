@@ -19,7 +19,7 @@ def reply(text):
   return {'role': 'assistant', 'content': text}
 
 
-def said(text, finish='stop'):
+def completion(text, finish='stop'):
   ids = np.array([ord(c) for c in text], np.int32)
   n = len(ids)
   logprobs = -np.arange(1, n + 1, dtype=np.float32) / 7
@@ -33,7 +33,7 @@ def text(tokens):
 def talk(session, messages, answer, name, tools=()):
   prompt = session.make_prompt(messages, tools)
   end = '' if answer.endswith('~') else END
-  session.record(name, prompt, said(answer.rstrip('~') + end), reply(answer))
+  session.record(name, prompt, completion(answer.rstrip('~') + end), reply(answer))
   return prompt
 
 
@@ -52,8 +52,8 @@ def test_a_conversation_that_goes_on_is_appended_to():
   assert text(row.tokens) == '<user:a><assistant:x><user:b><assistant:y>'
   assert text(row.tokens[row.action_mask]) == 'x>y>'
   assert row.rollout_logprobs[row.action_mask].tolist() == [
-    *said('x>').logprobs,
-    *said('y>').logprobs,
+    *completion('x>').logprobs,
+    *completion('y>').logprobs,
   ]
   assert not row.rollout_logprobs[~row.action_mask].any()
   assert set(row.weights_version[row.action_mask]) == {3}
@@ -64,7 +64,7 @@ def test_a_conversation_that_goes_on_is_appended_to():
 def test_ids_stand_even_where_their_text_would_be_tokenised_otherwise():
   session = make()
   prompt = session.make_prompt([user('a')])
-  session.record('0', prompt, said('QQ>'), reply('told otherwise'))
+  session.record('0', prompt, completion('QQ>'), reply('told otherwise'))
   more = session.make_prompt([user('a'), reply('told otherwise'), user('b')])
   assert text(more.tokens) == '<user:a><assistant:QQ><user:b><assistant:'
 
@@ -110,7 +110,7 @@ def test_a_history_that_was_rewritten_is_another_conversation(messages):
   talk(session, [user('a')], 'x', '0')
   prompt = session.make_prompt(messages)
   assert prompt.parent is None and prompt.new_tokens == prompt.tokens
-  session.record('1', prompt, said('y>'), reply('y'))
+  session.record('1', prompt, completion('y>'), reply('y'))
   assert [text(r.tokens[r.action_mask]) for r in session.trajectories()] == ['x>', 'y>']
 
 
@@ -127,8 +127,8 @@ def test_other_tools_are_another_conversation():
 def test_of_replies_that_read_alike_the_latest_is_meant():
   session = make()
   prompt = session.make_prompt([user('a')])
-  session.record('0', prompt, said('P>'), reply('x'))
-  session.record('1', prompt, said('Q>'), reply('x'))
+  session.record('0', prompt, completion('P>'), reply('x'))
+  session.record('1', prompt, completion('Q>'), reply('x'))
   more = session.make_prompt([user('a'), reply('x'), user('b')])
   assert text(more.tokens).startswith('<user:a><assistant:Q>')
   assert len(session.trajectories()) == 2
@@ -136,8 +136,8 @@ def test_of_replies_that_read_alike_the_latest_is_meant():
 
 def test_bare_ids_go_on_from_ids():
   session = make()
-  session.record('0', session.make_token_prompt([7, 8]), said('ab'))
-  session.record('1', session.make_token_prompt([7, 8, 97, 98, 9]), said('c'))
+  session.record('0', session.make_token_prompt([7, 8]), completion('ab'))
+  session.record('1', session.make_token_prompt([7, 8, 97, 98, 9]), completion('c'))
   other = session.make_token_prompt([7, 8, 97, 99])
   assert other.parent is None
   (row,) = session.trajectories()
@@ -149,7 +149,7 @@ def test_errors():
   session = make()
   prompt = session.make_prompt([user('a')])
   with pytest.raises(ValueError, match='no token'):
-    session.record('0', prompt, said(''), reply(''))
+    session.record('0', prompt, completion(''), reply(''))
   with pytest.raises(KeyError):
     session.add_reward(1.0, 'nobody')
   assert session.trajectories() == []
@@ -159,9 +159,9 @@ def test_bare_ids_go_on_from_the_longest_that_they_begin_with():
   session, ids = make(), [7]
   for i in range(4):  # each begins with the one before it
     prompt = session.make_token_prompt(ids)
-    session.record(str(i), prompt, said('ab'))
+    session.record(str(i), prompt, completion('ab'))
     ids = [*prompt.tokens, 97, 98, 9]
-  session.record('other', session.make_token_prompt([7, 97]), said('x' * 20))
+  session.record('other', session.make_token_prompt([7, 97]), completion('x' * 20))
   for count, (size, name) in enumerate([(1, None), (4, '0'), (7, '1'), (10, '2')]):
     prompt = session.make_token_prompt(ids[: 3 * count + 1])
     assert (len(prompt.tokens), prompt.parent and prompt.parent.name) == (size, name)

@@ -15,11 +15,11 @@ class Oracle:
   """Answers in turn with what it was given; keeps what it was asked."""
 
   def __init__(self, *answers):
-    self.answers, self.asked = answers, []
+    self.answers, self.requests = answers, []
 
   async def ask(self, name, messages, **sampling):
-    answer = self.answers[len(self.asked) % len(self.answers)]
-    self.asked.append((name, messages, sampling))
+    answer = self.answers[len(self.requests) % len(self.answers)]
+    self.requests.append((name, messages, sampling))
     if isinstance(answer, Exception):
       raise answer
     return answer
@@ -43,7 +43,7 @@ async def test_what_it_is_asked_and_how_a_verdict_counts(played):
   word = await judge(played)
   assert (word.score, word.error, word.text) == (0.75, '', oracle.answers[0])
   assert word.metrics == {'unparsable': 0, 'failed': 0}
-  ((name, messages, sampling),) = oracle.asked
+  ((name, messages, sampling),) = oracle.requests
   assert name.startswith('t/0/0/7/1/0/')
   assert messages[0] == {'role': 'system', 'content': 'You judge.'}
   text = messages[1]['content']
@@ -51,7 +51,7 @@ async def test_what_it_is_asked_and_how_a_verdict_counts(played):
     assert part in text
   assert (sampling['temperature'], sampling['max_tokens']) == (0, 9)
   await judge(played)
-  assert oracle.asked[1][2]['seed'] == sampling['seed']  # of the episode alone
+  assert oracle.requests[1][2]['seed'] == sampling['seed']  # of the episode alone
 
 
 async def test_templates_of_ones_own(played, tmp_path):
@@ -61,7 +61,7 @@ async def test_templates_of_ones_own(played, tmp_path):
   for template in (text, str(tmp_path / 'prompt.txt')):
     judge = LLMJudge(oracle, template=template, pattern='<([0-9]+)>', scale=(1, 5))
     assert (await judge(played)).score == 0.75
-    prompt = oracle.asked[-1][1][-1]['content']
+    prompt = oracle.requests[-1][1][-1]['content']
     assert prompt.startswith('2|2|1-5|system: Be brief.\n\nuser: What is it?\n\n')
 
 
@@ -72,9 +72,9 @@ async def test_votes_are_averaged_and_those_lost_are_counted(played):
   word = await LLMJudge(oracle, votes=5, temperature=0.7)(played)
   assert word.score == pytest.approx(0.3)
   assert word.metrics == {'unparsable': 2, 'failed': 1}
-  seeds = [sampling['seed'] for _, _, sampling in oracle.asked]
+  seeds = [sampling['seed'] for _, _, sampling in oracle.requests]
   assert len(set(seeds)) == 5
-  oracle.asked.clear()
+  oracle.requests.clear()
   word = await LLMJudge(oracle, votes=5, quorum=3, temperature=0.7)(played)
   assert word.score is None
   assert word.error.startswith('2 of 5 votes count; ')

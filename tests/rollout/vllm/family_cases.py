@@ -59,7 +59,7 @@ def settings_of(name: str) -> dict[str, Any]:
   return cases.COMMON | settings | {'model_type': model_type(name)}
 
 
-def made(name: str) -> tuple[ModelConfig, Params, Params]:
+def make_case(name: str) -> tuple[ModelConfig, Params, Params]:
   """The config of a case, and two versions of its parameters."""
   config = huggingface.config_from_hf(settings_of(name))
 

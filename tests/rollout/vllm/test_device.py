@@ -40,10 +40,10 @@ class Kept:
   """A model that keeps what it loads."""
 
   def __init__(self):
-    self.found = {}
+    self.tensors = {}
 
   def load_weights(self, weights):
-    self.found |= {name: tensor.clone() for name, tensor in weights}
+    self.tensors |= {name: tensor.clone() for name, tensor in weights}
 
   def modules(self):
     return []
@@ -66,13 +66,13 @@ class Worker:
       data_parallel_index=0, world_size=size, rank=rank
     )
     engine.model_update_group, engine._packed_importer = None, None
-    self.own = engine
+    self.engine = engine
 
   def init(self, info):
-    self.own.init_transfer_engine(self.own.parse_init_info(dict(info)))
+    self.engine.init_transfer_engine(self.engine.parse_init_info(dict(info)))
 
   def update(self, info):
-    self.own.receive_weights(self.own.parse_update_info(dict(info)))
+    self.engine.receive_weights(self.engine.parse_update_info(dict(info)))
 
 
 class Engine:
@@ -95,14 +95,14 @@ class Engine:
   async def begin_update(self):
     self.calls.append('begin')
     for worker in self.workers:
-      worker.own.start_weight_update()
+      worker.engine.start_weight_update()
 
   async def update(self, info):
     await self._all('update', info)
 
   async def end_update(self, version, digest):
     self.calls.append('end')
-    (held,) = {worker.own.loaded_digest() for worker in self.workers}
+    (held,) = {worker.engine.loaded_digest() for worker in self.workers}
     self.version = version if held == digest else None
     return held
 
@@ -110,7 +110,7 @@ class Engine:
 def same(engine, params, dtype=np.float32):
   wanted = dict(huggingface.export(SHAPE, jax.tree.map(np.asarray, params)))
   for worker in engine.workers:
-    tensors = worker.own.model.found
+    tensors = worker.engine.model.tensors
     assert list(tensors) == list(wanted)
     for name, array in wanted.items():
       np.testing.assert_array_equal(tensors[name].float(), array.astype(dtype))
@@ -162,7 +162,7 @@ async def test_by_nccl_every_worker_of_every_engine_gets_every_tensor(params, nc
   def engine(name):
     fake = Engine(name, [Worker(NcclTransferEngine, rank, 2) for rank in range(2)])
     for worker in fake.workers:
-      worker.own.device = 'cpu'
+      worker.engine.device = 'cpu'
     return fake
 
   one, two = engine('one'), engine('two')
@@ -265,7 +265,7 @@ async def test_by_ipc_every_worker_opens_the_memory_of_its_own_gpu(params, ipc, 
   # What is lent is opened once, by the one worker that has its GPU.
   places = (0, 1, 3)
   assert sorted(ipc[1]) == [(i, places[i % 3]) for i in range(len(ipc[0]))]
-  assert len(ipc[0]) == 2 * 3 * len(one.workers[0].own.model.found)
+  assert len(ipc[0]) == 2 * 3 * len(one.workers[0].engine.model.tensors)
 
 
 @pytest.mark.asyncio
@@ -294,7 +294,7 @@ async def test_a_tensor_that_arrives_otherwise_is_noticed(params, ipc):
     sender.send, 1, params, [TransferTarget(engine, 1, (0,))]
   )
   assert sent.engine_digests != (sent.digest,) and engine.version is None
-  assert torch.is_tensor(worker.own.model.found['model.norm.weight'])
+  assert torch.is_tensor(worker.engine.model.tensors['model.norm.weight'])
 
 
 @pytest.mark.asyncio

@@ -53,7 +53,7 @@ def score(model, params, rows, segment_ids):
 @pytest.mark.parametrize('name', family_cases.CASES)
 def test_samples_have_the_learners_logprobs(name, ask, tmp_path):
   """The folder is read by vLLM, and a version arrives through a transport."""
-  config, old, new = family_cases.made(name)
+  config, old, new = family_cases.make_case(name)
   huggingface.save(tmp_path / 'model', config, old)
   transport = FolderTransport(tmp_path / 'versions')
   VersionWriter(transport).publish(1, snapshot(new))

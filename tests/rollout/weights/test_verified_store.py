@@ -41,13 +41,13 @@ class Engine:
     self.loads, self.bend = [], lambda params: params
     place = lambda params: self.bend(place_on_device(params))  # noqa: E731
     self._puller = EngineWeightClient(transport, self._load, place=place)
-    self.asked = []
+    self.requests = []
 
   async def _load(self, version, params):
     self.loads.append((version, params))
 
   async def pull(self, version, *, full=False):
-    self.asked.append((version, full))
+    self.requests.append((version, full))
     return await self._puller.pull(version, full=full)
 
 
@@ -133,7 +133,7 @@ async def test_weights_spoilt_on_their_way_are_loaded_again_in_full(device_threa
   engine.bend = once
   params = step(params)
   await store.publish(1, params)
-  assert engine.asked == [(0, False), (1, False), (1, True)]
+  assert engine.requests == [(0, False), (1, False), (1, True)]
   assert [version for version, _ in engine.loads] == [0, 1]  # the spoilt one never
   assert same(engine.loads[-1][1], params)
   await store.close()
