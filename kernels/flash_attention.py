@@ -366,7 +366,7 @@ def candidates(
 
 
 def _lacks(where: str = '', **features: Any) -> str:
-  """Why a kernel without what is asked cannot be used; '' if nothing is asked."""
+  """Names the requested features that a kernel lacks; '' if none is requested."""
   names = [name for name, value in features.items() if value]
   return f'does not take {" and ".join(names)} {where}'.rstrip() if names else ''
 

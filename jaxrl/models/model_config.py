@@ -491,7 +491,6 @@ def kind_config(config: ModelConfig, kind: str) -> ModelConfig:
   kind_fields = dict(config.layer_kinds).get(kind, ())
   layer_config = copy.copy(config)
   for name, value in (*kind_fields, ('layer_types', ()), ('layer_kinds', ())):
-    object.__setattr__(
-      layer_config, name, value
-    )  # what holds for a model need not for a layer
+    # Past the checks: what holds for a model need not hold for a layer.
+    object.__setattr__(layer_config, name, value)
   return layer_config

@@ -111,11 +111,11 @@ class ImageFeatures:
         continue
       grids = [self.processor.grid(image) for image in prompt_images]
       length = lengths[row]
-      placement = image_places.place_images(
+      starts, row_places, _ = image_places.place_images(
         self.processor.vision, tokens[row, :length], grids
       )
-      places[row, :length] = placement[1]
-      for image, start in zip(prompt_images, placement[0], strict=True):
+      places[row, :length] = row_places
+      for image, start in zip(prompt_images, starts, strict=True):
         size = self.processor.num_tokens(image)
         first = self._first[image.digest] + 1
         features[row, start : start + size] = np.arange(first, first + size)
