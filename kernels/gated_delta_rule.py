@@ -26,6 +26,7 @@ from kernels.dispatch import REFERENCE, Candidate, choose, platform_of
 CHUNK = 64  # tokens of a chunk at most, a power of two
 
 _einsum = functools.partial(jnp.einsum, precision='highest')
+_matmul = functools.partial(jnp.matmul, precision='highest')
 
 
 class SegmentTree(NamedTuple):
@@ -383,21 +384,32 @@ def _ends(
   ]
 
 
+@jax.custom_jvp
 def _unit_lower_inverse(x: jax.Array) -> jax.Array:
   """Inverts I + x, x `[…, C, C]` with zeros on and above the diagonal, C a power of 2.
 
   Blocks on the diagonal are inverted first, of which two make up one of double size:
-  products of matrices that every platform multiplies fast, and as precise as forward
-  substitution.
+  [[A, 0], [L, B]]⁻¹ = D − D [[0, 0], [L, 0]] D, where D has A⁻¹ and B⁻¹. That is as
+  precise as forward substitution. The products are of whole matrices although most of
+  their blocks are zero: TPUs multiply those fast, and small blocks take them much more
+  memory and time to compile.
   """
-  length = x.shape[-1]
-  inverse, size = jnp.ones((*x.shape[:-2], length, 1, 1), x.dtype), 1
-  while size < length:
-    tiles = x.reshape(*x.shape[:-2], -1, 2, size, length // (2 * size), 2, size)
-    lower = _einsum('...iaib->...iab', tiles[..., :, 1, :, :, 0, :])
-    first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-    lower = -_einsum('...ab,...bc,...cd->...ad', second, lower, first)
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    inverse = jnp.concatenate([top, jnp.concatenate([lower, second], axis=-1)], axis=-2)
+  size, rows = 1, jnp.arange(x.shape[-1])
+  inverse = jnp.broadcast_to(jnp.eye(len(rows), dtype=x.dtype), x.shape)
+  while size < len(rows):
+    block = rows // size
+    # The lower left quarter of each block of double size.
+    is_lower = (block[:, None] == block + 1) & (block % 2 == 0)
+    lower = jnp.where(is_lower, x, 0)
+    inverse -= _matmul(_matmul(inverse, lower), inverse) if size > 1 else lower
     size *= 2
-  return inverse[..., 0, :, :]
+  return inverse
+
+
+@_unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(
+  primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+  """(I + x)⁻¹ changes by −(I + x)⁻¹ dx (I + x)⁻¹."""
+  inverse = _unit_lower_inverse(*primals)
+  return inverse, -_matmul(_matmul(inverse, tangents[0]), inverse)

@@ -191,4 +191,6 @@ def test_both_forms_compile_with_their_gradients(machine):
   row_ids = (batch, length), jnp.int32, 'fsdp'
   slopes = jax.grad(total, argnums=range(5))
   program = compiled(slopes, mesh, keys, keys, values, gates, gates, row_ids, row_ids)
-  assert program.memory_analysis().temp_size_in_bytes > 0
+  # Solving the triangular systems by blocks took 130 times the values' memory on TPU.
+  values_size = (batch // 2) * length * (heads // 2) * dim * 4
+  assert 0 < program.memory_analysis().temp_size_in_bytes < 50 * values_size

@@ -9,6 +9,8 @@ import dataclasses
 import sys
 import time
 
+import jax
+
 from jaxrl.models import families
 from jaxrl.models.families.known_configs import KNOWN_CONFIGS
 from launch.planning import engine_decode, planned_run, targets
@@ -63,6 +65,7 @@ def compile_on(name: str, machine: str) -> str:
 
 def main(names: list[str]) -> int:
   """Compiles models for all machines, and returns how often that failed."""
+  jax.config.update('jax_platforms', 'cpu')  # where arrays are; no GPU is looked for
   failures = 0
   for name in names or first_of_each_family():
     for machine in MACHINES:
