@@ -15,6 +15,7 @@ from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
+from tests.marks import slow_except
 from tests.training import toy
 
 STEPS, TASKS, MEMBERS, LENGTH, VOCABULARY = 8, 2, 16, 3, 64
@@ -24,17 +25,12 @@ FOR_ROLLOUTS = [
 
 
 def by_formulas(names):
-  """Every algorithm; those with the formulas of earlier ones are slow."""
-  seen, params = set(), []
+  """Every algorithm; those with the loss of an earlier one are slow."""
+  first = {}
   for name in names:
-    algorithm = registry.make(name)
-    formulas = {
-      getattr(fn, 'func', fn) for fn in (algorithm.policy_loss, algorithm.advantage)
-    }
-    new = formulas - seen
-    seen |= formulas
-    params.append(pytest.param(name, marks=() if new else pytest.mark.slow))
-  return params
+    loss = registry.make(name).policy_loss
+    first.setdefault(getattr(loss, 'func', loss), name)
+  return slow_except(first.values(), names)
 
 
 def play(table, rng, group, member):

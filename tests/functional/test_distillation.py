@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.functional import advantages, losses
+from tests.marks import slow
 
 TEACHER = jax.nn.log_softmax(jnp.array([0.3, -1.0, 2.0, 0.1, -2.0]))
 START = jnp.array([1.0, 1.5, -0.7, 0.2, 0.4])
@@ -135,9 +136,7 @@ def test_top_k_by_hand(kind, value, slope):
   'kind',
   [
     *('reverse', 'js'),
-    *(
-      pytest.param(k, marks=pytest.mark.slow) for k in ('forward', 'adaptive', 'skewed')
-    ),
+    *(slow(k) for k in ('forward', 'adaptive', 'skewed')),
   ],
 )
 def test_top_k_of_more_columns_is_as_if_only_they_were_there(kind):

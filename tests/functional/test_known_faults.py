@@ -19,6 +19,7 @@ from jaxrl.functional.advantages import token_level
 from jaxrl.functional.losses import importance_weighted
 from tests.functional import harness
 from tests.functional.test_advantage_rules import first, rows
+from tests.marks import slow
 
 advantages = harness.Compiled(eager)
 
@@ -233,8 +234,8 @@ def test_an_unknown_baseline_is_refused():
   'name, size',
   [
     ('grpo', 8),
-    pytest.param('opmd', 2, marks=pytest.mark.slow),
-    pytest.param('dapo', 16, marks=pytest.mark.slow),
+    slow('opmd', 2),
+    slow('dapo', 16),
   ],
 )
 def test_presets_of_group_size_apply(name, size):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.attention import attention, decode_attention, reference_attention
+from tests.marks import slow
 
 
 def one_query(q, keys, values):
@@ -169,7 +170,7 @@ def test_short_sequences_see_no_keys_beyond_a_run_of_queries():
 
 @pytest.mark.parametrize(
   'length, differentiated',
-  [(8192, False), pytest.param(8300, True, marks=pytest.mark.slow)],
+  [(8192, False), slow(8300, True)],
 )
 def test_over_8000_tokens_in_one_call(length, differentiated):
   """Some queries of a row in float64, and gradients of a sum that weighs them alone.

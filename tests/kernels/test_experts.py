@@ -12,6 +12,7 @@ import pytest
 from jaxrl.models import moe
 from kernels import experts, grouped_matmul_gpu
 from launch.planning import targets
+from tests.marks import slow
 
 TOKENS, WIDTH, INNER, EXPERTS, PICKS = 11, 6, 5, 4, 3
 NAMES = ('x', 'weights', 'gate', 'up', 'down')
@@ -83,7 +84,7 @@ def test_values(way, dtype, atol):
   [
     experts.dense,
     experts.ragged,
-    pytest.param(GROUPED, marks=pytest.mark.slow),
+    slow(GROUPED),
   ],
 )
 def test_adapted_matrices_are_as_merged_ones(way):

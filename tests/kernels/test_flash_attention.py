@@ -9,6 +9,7 @@ import pytest
 
 from kernels import attention as attentions
 from kernels import flash_attention
+from tests.marks import slow
 
 KERNELS = {
   'splash': functools.partial(flash_attention.splash, interpret=True),
@@ -18,10 +19,6 @@ KERNELS = {
 # Of odd lengths; in each a segment of one token, padding, and a row of nothing else.
 SHAPES = [(200, 8, 2, 16), (131, 2, 2, 32)]
 WIDE = (131, 2, 1, 192)  # heads of which Triton's kernel takes smaller blocks
-
-
-def slow(shape):
-  return pytest.param(shape, marks=pytest.mark.slow)
 
 
 def inputs(length, heads, kv_heads, dim, dtype):
@@ -85,7 +82,7 @@ RULES = [
 
 @pytest.mark.parametrize(
   'name, rules, has_sinks, shares',
-  [pytest.param(*r, marks=pytest.mark.slow) for r in RULES],
+  [slow(*rule) for rule in RULES],
 )
 def test_what_else_a_kernel_takes(name, rules, has_sinks, shares):
   arrays, ids = inputs(*SHAPES[0], jnp.float32)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from kernels.fused_logprobs import LogprobShards
 from kernels.token_logprobs import token_logprobs
+from tests.marks import slow
 
 HOMES = {'mosaic': 'tpu', 'triton': 'gpu'}
 EVERYWHERE = {**HOMES, 'reference': 'cpu'}
@@ -88,7 +89,9 @@ def assert_close(actual, wanted, rtol):
 
 
 # Neither rows nor vocabulary fill their blocks, and both take several.
-@pytest.mark.parametrize('shape', [(1, 1, 3, 5), (3, 23, 40, 300), (2, 8, 33, 1030)])
+@pytest.mark.parametrize(
+  'shape', [(1, 1, 3, 5), (3, 23, 40, 300), slow((2, 8, 33, 1030))]
+)
 @pytest.mark.parametrize('name', EVERYWHERE)
 def test_value_and_gradient_equal_float64(name, shape):
   arrays = inputs(shape)
@@ -96,7 +99,7 @@ def test_value_and_gradient_equal_float64(name, shape):
   assert_close(kernel(name, arrays, **options), exactly(arrays), 1e-5)
 
 
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize('dtype', [jnp.float32, slow(jnp.bfloat16)])
 @pytest.mark.parametrize('name', EVERYWHERE)
 def test_blocks_that_are_taken_in_turn(name, dtype, monkeypatch):
   from kernels import fused_logprobs_gpu, fused_logprobs_tpu, token_logprobs

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kernels import gated_delta_rule as rule
+from tests import marks
 from tests.kernels.test_compiled_for_targets import compiled, mesh_of
 
 KEY_HEADS, HEADS, DIM, WIDE = 2, 4, 8, 6
@@ -103,7 +104,7 @@ def test_these_inputs_show_leaks():
   assert np.abs(leaky - out)[starts].max(axis=(1, 2)).min() > 0.01
 
 
-@pytest.mark.parametrize('slow', [True, False])
+@pytest.mark.parametrize('slow', [True, marks.slow(False)])
 @pytest.mark.parametrize('with_prompts', [False, True])
 def test_gradients_of_both_forms_are_equal(with_prompts, slow):
   arrays, tree = make_inputs(slow), tree_of(with_prompts)

@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels import paged_attention
 from kernels.attention import decode_attention
+from tests.marks import slow
 
 LENGTHS = jnp.array([1, 128, 200, 256], jnp.int32)
 triton = functools.partial(paged_attention.triton, interpret=True)
@@ -48,7 +49,7 @@ def test_triton(heads, kv_heads, dtype, bound):
 
 
 @pytest.mark.parametrize(
-  'heads, kv_heads, room', [(4, 1, 256), (8, 2, 1024), (8, 4, 640)]
+  'heads, kv_heads, room', [(4, 1, 256), (8, 2, 1024), slow(8, 4, 640)]
 )
 def test_mosaic(heads, kv_heads, room):
   """One page a slot, and several."""

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.attention import attention
 from kernels.ring_attention import ring_attention, unzigzag, zigzag
+from tests.marks import slow
 
 
 def ring(devices, block, q, k, v, segment_ids, prefix_ids):
@@ -45,8 +46,8 @@ def test_every_device_has_its_share_of_early_and_late_tokens(devices):
   'devices, heads, kv_heads, length, prefix, dtype',
   [
     (2, 6, 2, 24, True, jnp.float32),
-    (3, 3, 1, 36, True, jnp.float32),
-    (4, 3, 3, 40, False, jnp.float32),
+    slow(3, 3, 1, 36, True, jnp.float32),
+    slow(4, 3, 3, 40, False, jnp.float32),
     (4, 4, 2, 32, True, jnp.bfloat16),
   ],
 )

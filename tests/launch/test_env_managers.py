@@ -11,6 +11,7 @@ from launch import play, rollout
 from tests.launch import runs
 from tests.launch.runtime.test_ray_runtime import same
 from tests.launch.test_extensions import FILES
+from tests.marks import slow
 
 OPTIONS = (
   '--config.sft.num_steps=0',
@@ -175,10 +176,8 @@ def test_a_name_without_a_file_is_refused(tmp_path, capsys):
   [
     ('Forgetful', 'formulate_rollouts returned a NoneType'),
     ('Empty', 'put an empty list'),
-    pytest.param(
-      'OtherSample', 'put a row with sample_index=9', marks=pytest.mark.slow
-    ),
-    pytest.param('Short', 'values of rewards', marks=pytest.mark.slow),
+    slow('OtherSample', 'put a row with sample_index=9'),
+    slow('Short', 'values of rewards'),
     ('Lazy', 'returned from run_rollout_loop before'),
     ('Twice', 'asked for the next episode before it had put the last one'),
   ],

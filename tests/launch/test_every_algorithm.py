@@ -16,6 +16,7 @@ from jaxrl.functional import components
 from launch.settings import command_line as configs
 from tests.calls import make_algorithm
 from tests.launch import runs
+from tests.marks import slow_except
 
 STEPS = 3
 BASIC = ('loss/total', 'loss/policy', 'optimizer/grad_norm', 'optimizer/learning_rate')
@@ -35,10 +36,7 @@ TINY = (
 # test_learning takes eight real steps with other algorithms that play, and test_offline
 # with those of preferences.
 FAST = ('grpo', 'dpo')
-NAMES = [
-  pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-  for name in registry.names()
-]
+NAMES = slow_except(FAST, registry.names())
 
 
 def asks_a_teacher(algorithm):

@@ -35,6 +35,7 @@ from launch.planning import (
 )
 from launch.settings import command_line as configs
 from launch.settings.resolve import resolve_settings
+from tests.marks import slow
 
 SMALL = (
   '--config=configs/quickstart.py',
@@ -210,13 +211,12 @@ def test_the_programs_are_the_learners():
   ('options', 'parts', 'numbers'),
   [
     ({'num_layers': 4}, [(0, 0)], [3]),
-    pytest.param(
+    slow(
       *(
         {'num_layers': 5, 'family': 'ministral', 'window': 8},
         [(0, 0), (0, 1)],
         [1, 3],
-      ),
-      marks=pytest.mark.slow,
+      )
     ),
   ],
 )

@@ -12,6 +12,7 @@ from launch.settings import command_line as configs
 from launch.settings.component_calls import format_mesh
 from launch.settings.resolve import resolve_settings
 from launch.settings.run_settings import as_options
+from tests.marks import slow_except
 
 # The parameters that each model's page on huggingface.co/Qwen tells, in billions.
 SIZES = {'0_6b': 0.6, '1_7b': 1.7, '8b': 8.2, '32b': 32.8, '30b_a3b': 30.5}
@@ -38,10 +39,7 @@ def test_parameters_are_as_many_as_published(name):
 
 @pytest.mark.parametrize(
   'name',
-  [
-    pytest.param(name, marks=() if name == '30b_a3b' else pytest.mark.slow)
-    for name in SIZES
-  ],
+  slow_except(('30b_a3b',), SIZES),
 )
 def test_every_size_lowers_on_its_mesh(name):
   """On eight devices in the place of its own: fewer shares along fsdp."""

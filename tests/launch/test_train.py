@@ -20,6 +20,7 @@ from launch.logging.console import Console
 from launch.logging.workdir import Workdir
 from launch.runtime.signal_handler import SignalHandler
 from tests.launch import runs
+from tests.marks import slow
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -162,7 +163,7 @@ def start(folder, *argv):
 @pytest.mark.parametrize(
   'number, status',
   [
-    pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    slow(signal.SIGINT, 130),
     (signal.SIGTERM, 143),
   ],
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.models import small
 
 # Three chunks of the cache; the first row crosses over to the last, where the third
@@ -66,14 +67,8 @@ def plain(decoder, tokens):
   'changes',
   [
     {},
-    pytest.param(
-      {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True},
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      {'family': 'llama', 'qk_norm': False, 'rope_scaling': small.LLAMA3},
-      marks=pytest.mark.slow,
-    ),
+    slow({'family': 'qwen2', 'qk_norm': False, 'attention_bias': True}),
+    slow({'family': 'llama', 'qk_norm': False, 'rope_scaling': small.LLAMA3}),
   ],
 )
 def test_decode_equals_the_full_forward(changes, tokens):

@@ -7,9 +7,10 @@ import pytest
 
 from jaxrl.models import huggingface, lora, lora_transfer
 from jaxrl.models.transformer_lm import TransformerLM
+from tests.marks import slow
 from tests.models import small
 
-DTYPES = [('float32', 'float32'), ('bfloat16', 'float32'), ('bfloat16', 'bfloat16')]
+DTYPES = [('float32', 'float32'), slow('bfloat16', 'float32'), ('bfloat16', 'bfloat16')]
 
 
 DENSE, EVERY = 'q,o,down', small.TARGETS
@@ -49,7 +50,7 @@ def test_they_are_merged_as_the_learner_merges(base, dtype):
 
 
 @pytest.mark.parametrize('targets', [DENSE, EVERY])
-@pytest.mark.parametrize('base', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('base', ['float32', slow('bfloat16')])
 def test_on_the_host_a_layer_is_merged_when_it_is_looked_at(base, targets):
   model, params = moved(base, targets)
   transfer = jax.tree.map(np.asarray, lora_transfer.make_transfer(model.config, params))

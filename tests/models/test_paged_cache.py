@@ -11,6 +11,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.types import SamplingParams
 from kernels import attention, flash_attention, paged_attention
+from tests.marks import slow
 from tests.models import small
 
 SLOTS, WINDOW, WIDTH = 4, 192, 144
@@ -46,7 +47,7 @@ def run(model, params, tokens, slots, steps=10, limit=None, others=0):
 
 @pytest.mark.parametrize(
   'dtype, bound',
-  [('float32', 2e-4), pytest.param('bfloat16', 0.4, marks=pytest.mark.slow)],
+  [('float32', 2e-4), slow('bfloat16', 0.4)],
 )
 def test_decode_equals_the_full_forward(dtype, bound):
   model, params = small.model_and_params()

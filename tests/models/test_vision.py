@@ -14,12 +14,12 @@ from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.models.vision import image_places, patch_processor, vision_tower
+from tests.marks import slow
 from tests.models import images
 from tests.models.families import cases
 from tests.models.families.test_against_transformers import fuse_experts
 
 LENGTH = 40
-SLOW = pytest.mark.slow
 
 
 @functools.cache
@@ -54,8 +54,8 @@ def logprobs_of(model, params, places, patches, tokens, segment_ids):
   'name',
   [
     'qwen3-vl',
-    pytest.param('qwen3_5-vl', marks=SLOW),
-    pytest.param('qwen3_5-moe-vl', marks=SLOW),
+    slow('qwen3_5-vl'),
+    slow('qwen3_5-moe-vl'),
   ],
 )
 def test_logits_and_gradients_are_those_of_transformers(name):

@@ -21,6 +21,7 @@ from recipes.recipe import (
 )
 from recipes.tasks import boxes
 from tests.docs.blocks import blocks, check_make
+from tests.marks import slow_except
 
 NAMES = recipe_names()
 REPEATED = 'group_size'
@@ -50,7 +51,7 @@ def test_every_base_is_exported(name):
   assert config.checkpoint.export and config.seed == 0
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', slow_except(('group_size',), NAMES))
 def test_the_data_are_of_the_arms_as_they_are(name):
   data = experiment.read_data(name)['arms']
   assert list(data) == list(find_recipe(name).arms)
@@ -86,7 +87,7 @@ def test_the_index_lists_all_of_them():
   assert text.count('](recipes/') == len(NAMES) >= 10
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', slow_except(('group_size',), NAMES))
 def test_the_commands_of_a_page_can_be_given(name):
   lines = [
     line for _, text in blocks(results.page_path(name)) for line in text.split('\n')

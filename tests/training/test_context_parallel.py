@@ -10,6 +10,7 @@ import pytest
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
+from tests.marks import slow
 from tests.training import toy
 from tests.training.test_invariance import assert_same
 
@@ -22,10 +23,10 @@ MESHES = {
 @pytest.mark.parametrize(
   'name, mesh',
   [
-    pytest.param('grpo', 'four', marks=pytest.mark.slow),
-    pytest.param('grpo', 'two', marks=pytest.mark.slow),
-    pytest.param('ppo', 'two', marks=pytest.mark.slow),
-    pytest.param('dpo', 'four', marks=pytest.mark.slow),
+    slow('grpo', 'four'),
+    slow('grpo', 'two'),
+    slow('ppo', 'two'),
+    slow('dpo', 'four'),
   ],
 )
 async def test_cutting_rows_changes_nothing(name, mesh):
@@ -45,7 +46,7 @@ def packed(length, kv_heads):
   return changes, tokens, segment_ids, prefix_ids
 
 
-@pytest.mark.parametrize('mesh', [pytest.param('two', marks=pytest.mark.slow), 'four'])
+@pytest.mark.parametrize('mesh', [slow('two'), 'four'])
 def test_packed_rows_of_any_length_and_heads(mesh):
   changes, tokens, segment_ids, prefix_ids = packed(length=19, kv_heads=1)
   plain, params = toy.model(**changes), toy.params(**changes)

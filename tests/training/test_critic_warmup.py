@@ -7,6 +7,7 @@ import pytest
 from jaxrl.algorithms import registry
 from jaxrl.models.transformer_lm import TransformerLM
 from tests.calls import make_optimizer
+from tests.marks import slow
 from tests.training import toy
 
 RATE = 0.01
@@ -39,8 +40,8 @@ def equal(a, b, *, head):
   ('kind', 'num_minibatches'),
   [
     (toy.Bigram, 1),
-    (TransformerLM, 2),
-    pytest.param(TransformerLM, 1, marks=pytest.mark.slow),
+    slow(TransformerLM, 2),
+    slow(TransformerLM, 1),
   ],
 )
 async def test_only_the_value_head_moves_until_it_is_over(kind, num_minibatches):

@@ -15,6 +15,7 @@ from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
+from tests.marks import slow
 from tests.training import toy
 
 VOCABULARY, LENGTH, ROWS = 64, 6, 128
@@ -104,23 +105,11 @@ async def taught(learner, steps, *, plays, tags='ab'):
 @pytest.mark.parametrize(
   ('name', 'options'),
   [
-    pytest.param('on_policy_distill', {}, marks=pytest.mark.slow),
-    pytest.param('jsd', {}, marks=pytest.mark.slow),
-    pytest.param(
-      'jsd',
-      {'beta': 0.1, 'policy_loss': 'importance_sampling'},
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      'grpo',
-      {'advantage': 'grpo_distill', 'kl_loss': 'none'},
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      'distill',
-      {'schema': 'rollout', 'kind': 'reverse', 'top_k': 16},
-      marks=pytest.mark.slow,
-    ),
+    slow('on_policy_distill', {}),
+    slow('jsd', {}),
+    slow('jsd', {'beta': 0.1, 'policy_loss': 'importance_sampling'}),
+    slow('grpo', {'advantage': 'grpo_distill', 'kl_loss': 'none'}),
+    slow('distill', {'schema': 'rollout', 'kind': 'reverse', 'top_k': 16}),
   ],
 )
 async def test_on_policy_the_student_comes_closer(name, options):

@@ -15,6 +15,7 @@ from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from jaxrl.training.train_state import StepSpec
 from kernels import experts
+from tests.marks import slow
 from tests.models import small
 from tests.models.test_moe import MOE
 
@@ -24,7 +25,6 @@ SIZES = MOE | {
   'vocab_size': 64,
   'moe_intermediate_size': 16,
 }
-SLOW = pytest.mark.slow
 EVERY = lora.lora_adapters(rank=3, alpha=1.5, targets=small.TARGETS)
 
 
@@ -44,14 +44,10 @@ def sums(model, params, tokens, segments, routed):
   ('sizes', 'rows', 'replay', 'way', 'adapters'),
   [
     ({'fsdp': 2, 'tensor': 2, 'expert': 2}, 4, True, 'ragged', None),
-    pytest.param(
-      *({'expert': 2, 'fsdp': 2, 'tensor': 2}, 4, False, 'ragged', EVERY), marks=SLOW
-    ),
-    pytest.param(
-      *({'expert': 2, 'context': 2, 'tensor': 2}, 4, False, 'dense', EVERY), marks=SLOW
-    ),
+    slow(*({'expert': 2, 'fsdp': 2, 'tensor': 2}, 4, False, 'ragged', EVERY)),
+    slow(*({'expert': 2, 'context': 2, 'tensor': 2}, 4, False, 'dense', EVERY)),
     # Rows that are not divided.
-    pytest.param(*({'expert': 4, 'data': 2}, 3, False, 'ragged', None), marks=SLOW),
+    slow(*({'expert': 4, 'data': 2}, 3, False, 'ragged', None)),
   ],
 )
 def test_equal_to_one_device(sizes, rows, replay, way, adapters, monkeypatch):

@@ -108,18 +108,18 @@ async def plain():
   return results()['plain']
 
 
-SLOW = pytest.mark.slow
 PACKED = {'packing': Packing(tokens=80, length=0, share_prefix=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'options',
   [
-    pytest.param(PACKED, id='packed', marks=SLOW),
-    pytest.param({'num_micro_batches': 2}, id='halves', marks=SLOW),
-    pytest.param({'mesh': {'fsdp': 4, 'tensor': 2}}, id='devices', marks=SLOW),
-    pytest.param({'mesh': {'data': 4, 'context': 2}}, id='context', marks=SLOW),
-    pytest.param({'remat': 'full'}, id='remat', marks=SLOW),
+    pytest.param(PACKED, id='packed'),
+    pytest.param({'num_micro_batches': 2}, id='halves'),
+    pytest.param({'mesh': {'fsdp': 4, 'tensor': 2}}, id='devices'),
+    pytest.param({'mesh': {'data': 4, 'context': 2}}, id='context'),
+    pytest.param({'remat': 'full'}, id='remat'),
   ],
 )
 async def test_a_step_is_the_same_however_it_is_split(options):
@@ -138,7 +138,8 @@ async def test_a_step_is_the_same_however_it_is_split(options):
   assert metrics[1]['kl/reference'] > 1e-6
 
 
-@pytest.mark.parametrize('train_tower', [pytest.param('frozen', marks=SLOW), 'lora'])
+@pytest.mark.slow  # test_image_episodes lets a learner learn from images
+@pytest.mark.parametrize('train_tower', ['frozen', 'lora'])
 async def test_the_tower_is_frozen_or_has_adapters(train_tower, tmp_path):
   """What moves, and what a checkpoint keeps and refuses."""
   adapters = ADAPTERS if train_tower == 'lora' else None

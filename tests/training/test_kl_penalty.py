@@ -13,6 +13,7 @@ from jaxrl.training import advantage_step
 from jaxrl.training.batching.batch_builder import collate
 from jaxrl.training.train_state import StepSpec
 from jaxrl.types import Algorithm
+from tests.marks import slow_except
 from tests.training import toy
 
 COEF = 0.5
@@ -27,10 +28,7 @@ FAST = (
   'reinforce_plus_plus',
   'remax',
 )
-NAMES = [
-  pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-  for name in sorted(registry.components_in(advantages))
-]
+NAMES = slow_except(FAST, sorted(registry.components_in(advantages)))
 
 
 def batch():

@@ -16,6 +16,7 @@ from jaxrl.training.checkpointing import Checkpointer, CheckpointError, flatten_
 from jaxrl.training.learner import Learner
 from jaxrl.training.parallelism.mesh import make_mesh
 from tests.calls import make_optimizer
+from tests.marks import slow
 from tests.models.small import EXPERTS
 from tests.training import toy
 from tests.training.test_preference_pairs import pairs
@@ -54,12 +55,9 @@ def moved(before, after):
   return {name for name in before if (before[name] != after[name]).any()}
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
   'algorithm',
-  ['grpo', *(pytest.param(name, marks=SLOW) for name in ('ppo', 'sft', 'dpo'))],
+  ['grpo', *(slow(name) for name in ('ppo', 'sft', 'dpo'))],
 )
 async def test_only_adapters_and_a_value_head_move(algorithm):
   changes = {'value_head': True} if algorithm == 'ppo' else {}
@@ -169,7 +167,7 @@ async def test_adapters_to_be_sent_are_given_with_their_base():
   assert kinds == {'device'}
 
 
-@SLOW
+@pytest.mark.slow
 async def test_a_base_in_bfloat16_learns():
   learner = make_learner('sft', adapters=lora.lora_adapters(rank=2, base='bfloat16'))
   before = named(learner.params)

@@ -13,6 +13,7 @@ from jaxrl.training import advantage_step, monitoring
 from jaxrl.training.batching.batch_builder import collate
 from jaxrl.types import Advantages, Algorithm
 from tests.calls import make_algorithm
+from tests.marks import slow, slow_except
 from tests.training import toy
 
 PLAYED, EXPERTS, TOKENS = 8, 3, 6
@@ -25,6 +26,9 @@ NAMES = list(
     and preset.data_format == 'rollout'
   }.values()
 )
+# With statistics of groups, of the batch, of neither, and by turns.
+FAST = ('drgrpo', 'reinforce', 'ppo', 'gigpo')
+every_advantage = pytest.mark.parametrize('name', slow_except(FAST, NAMES))
 
 
 def columns(seed=0, played=PLAYED):
@@ -69,7 +73,7 @@ def whole(algorithm, inputs):
   return advantage_step.restore_rows(result, lone, inputs['rewards'], inputs['mask'])
 
 
-@pytest.mark.parametrize('name', NAMES)
+@every_advantage
 def test_rollouts_have_the_advantages_they_have_without_experts(name):
   algorithm, inputs = make_algorithm(name), columns()
   result = whole(algorithm, inputs)
@@ -88,7 +92,7 @@ def test_rollouts_have_the_advantages_they_have_without_experts(name):
       close(result.metrics[key], value)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@every_advantage
 def test_a_batch_of_experts_alone_is_finite(name):
   inputs = columns(played=0)
   result = whole(make_algorithm(name), inputs)
@@ -178,7 +182,7 @@ async def test_the_advantages_of_experts_do_not_enter_mix():
 
 
 @pytest.mark.parametrize('num_micro_batches', [1, 2])
-@pytest.mark.parametrize('name', ['mix', 'mix_chord'])
+@pytest.mark.parametrize('name', ['mix', slow('mix_chord')])
 async def test_what_mix_says_of_ratios_is_of_rollouts_alone(name, num_micro_batches):
   played, written = with_experts()
   history = []

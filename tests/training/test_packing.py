@@ -32,6 +32,7 @@ from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from launch.settings.component_calls import parse_packing
 from tests.calls import make_optimizer
+from tests.marks import slow, slow_except
 from tests.training import toy
 from tests.training.bag import Bag
 
@@ -129,9 +130,7 @@ KINDS = (
   *('mix_chord', 'on_policy_distill', 'ppo', 'reinforce_plus_plus', 'remax', 'sft'),
   *('step_reinforce', 'topr'),
 )
-NAMES = [
-  pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in KINDS
-]
+NAMES = slow_except(FAST, KINDS)
 
 
 @pytest.fixture
@@ -249,7 +248,7 @@ def test_rows_attend_on_a_rectangle_where_that_is_less_and_on_one_device():
   ('share', 'length'),
   [
     (True, 120),
-    *(pytest.param(*c, marks=pytest.mark.slow) for c in ((True, 40), (False, 120))),
+    *(slow(*c) for c in ((True, 40), (False, 120))),
   ],
 )
 def test_the_gradient_through_packed_rows_is_exact(share, length):
@@ -340,7 +339,7 @@ async def varied(steps, ways=1):
   return warmup_metrics['compile/programs'] + counter.count - start, late
 
 
-@pytest.mark.parametrize('ways', [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize('ways', [slow(1), 2])
 async def test_varied_steps_compile_few_programs(ways):
   count, late = await varied(40, ways)
   assert count <= 8

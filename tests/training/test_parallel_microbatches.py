@@ -16,6 +16,7 @@ from jaxrl.training.batching import packing_plan
 from jaxrl.training.parallelism import parallel_microbatches
 from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
 from tests.calls import make_algorithm
+from tests.marks import slow
 from tests.training import toy
 from tests.training.bag import Bag
 from tests.training.test_packing import LENGTH, assert_same, prompted, train
@@ -53,9 +54,7 @@ async def test_more_rows_than_usual_are_done_one_after_the_other(seen):
   assert_same(one, two)
 
 
-@pytest.mark.parametrize(
-  'name', ['ppo', *(pytest.param(n, marks=pytest.mark.slow) for n in ('grpo', 'cispo'))]
-)
+@pytest.mark.parametrize('name', ['ppo', *(slow(n) for n in ('grpo', 'cispo'))])
 async def test_the_step_is_the_same(name, seen):
   algorithm = make_algorithm(name)
   groups = prompted(algorithm, SIZES)

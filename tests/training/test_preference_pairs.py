@@ -8,6 +8,7 @@ import pytest
 from jaxrl.functional import losses
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
+from tests.marks import slow
 from tests.training import toy
 
 DPO = Algorithm(
@@ -26,8 +27,9 @@ def pairs(count, seed=0):
   return groups
 
 
-@pytest.mark.parametrize('num_minibatches', [1, 4])
-@pytest.mark.parametrize('num_micro_batches', [1, 2])
+@pytest.mark.parametrize(
+  ('num_micro_batches', 'num_minibatches'), [(2, 1), (1, 4), slow(1, 1), slow(2, 4)]
+)
 async def test_the_chosen_answer_gains_on_the_other(num_minibatches, num_micro_batches):
   learner = toy.learner(
     DPO,

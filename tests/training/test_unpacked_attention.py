@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.training.batching import unpacked_attention
 from jaxrl.types import PackedRows
+from tests.marks import slow
 from tests.models import small
 
 LONGEST = 12
@@ -51,9 +52,9 @@ CASES = {
 }
 BARE = [
   ('shared', True),
-  pytest.param('two prompts', True, marks=pytest.mark.slow),
-  pytest.param('none shared', True, marks=pytest.mark.slow),
-  pytest.param('none shared', False, marks=pytest.mark.slow),
+  slow('two prompts', True),
+  slow('none shared', True),
+  slow('none shared', False),
 ]
 
 

@@ -13,11 +13,12 @@ from jaxrl.functional.components import component
 from jaxrl.training import forward_pass
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
+from tests.marks import slow
 from tests.training import toy
 from tests.training.test_train_step import rewards_everywhere, stacked
 from tests.training.test_weights import logprobs
 
-SPLITS = [1, 2, 4]
+SPLITS = [1, slow(2), 4]
 
 
 async def update(algorithm, groups, **options):

@@ -19,6 +19,7 @@ from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
 from tests.calls import make_algorithm, make_optimizer
+from tests.marks import slow_except
 from tests.training import toy, written_out
 
 RATE, MAX_NORM, UPDATES = 20.0, 0.15, 2
@@ -200,7 +201,7 @@ CASES = {
   ),
 }
 # The others run in the slow part; their formulas are also in tests/functional.
-FAST = ('drgrpo', 'reinforce++', 'tis', 'clip_b', 'dpo', 'mix', 'forward distillation')
+FAST = ('reinforce++', 'tis', 'dpo', 'mix', 'forward distillation')
 # Neither none nor all of them, lest the formula say little.
 SHARES = ('policy/clip_fraction', 'policy/accuracy', 'advantage/dropped')
 
@@ -240,13 +241,7 @@ def check_metrics(metrics, name, policy, reference, groups):
   return policy
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-    for name in CASES
-  ],
-)
+@pytest.mark.parametrize('name', slow_except(FAST, CASES))
 async def test_updates_equal_the_formula(name):
   start, reference = written_out.Bigram(table(0)), written_out.Bigram(table(1))
   groups = CASES[name][2](start)
@@ -265,7 +260,7 @@ async def test_updates_equal_the_formula(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', FAST)
+@pytest.mark.parametrize('name', [*FAST, 'drgrpo', 'clip_b'])
 async def test_updates_of_a_transformer_equal_those_of_torch(name, tmp_path):
   """The same formulas; torch and transformers run and differentiate the model."""
   pytest.importorskip('torch')

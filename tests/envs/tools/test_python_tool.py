@@ -11,6 +11,7 @@ from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.tools.python_tool import PythonTool
 from jaxrl.envs.tools.tool_api import ToolError
+from tests.marks import slow
 
 sandboxed = pytest.mark.skipif(
   bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
@@ -75,7 +76,7 @@ def test_variables_are_kept_by_option_and_within_an_episode():
 
 
 @sandboxed
-@pytest.mark.parametrize('keep', [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize('keep', [slow(False), True])
 def test_limits(interpreter, keep):
   run = interpreter(keep=keep, memory_mb=128, timeout=60)
   lost = '; all variables are lost' * keep

@@ -14,6 +14,7 @@ import pytest
 
 from tests.launch import runs
 from tests.launch.runtime import sockets
+from tests.marks import slow
 from tests.processes import wait_for_end
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
@@ -47,7 +48,7 @@ def same(one, two):
         np.testing.assert_array_equal(getattr(row, name), getattr(row_, name))
 
 
-ONE = pytest.param(1, 'object_store', marks=pytest.mark.slow)
+ONE = slow(1, 'object_store')
 
 
 @pytest.mark.parametrize(('engines', 'weights'), [(2, 'auto'), ONE])

@@ -16,6 +16,7 @@ from launch.settings.logging_settings import read_logging
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.launch.runtime.test_inference_job import same
+from tests.marks import slow
 from tests.rollout.vllm import needs
 
 pytestmark = [*needs.VLLM, pytest.mark.ray, pytest.mark.xdist_group('ray')]
@@ -30,9 +31,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize(
-  'transport', ['auto', pytest.param('object_store', marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('transport', ['auto', slow('object_store')])
 def test_a_run_learns_from_what_vllm_plays(ray, tmp_path, transport):
   recorder = runs.record(
     tmp_path,

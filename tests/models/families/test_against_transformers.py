@@ -17,18 +17,13 @@ from safetensors.numpy import load_file
 
 from jaxrl.models import families, huggingface
 from jaxrl.models.transformer_lm import TransformerLM
+from tests.marks import slow_except
 from tests.models.families import cases
 
 WIDTH, STEPS = 36, 4
 LENGTHS = np.array([20, 5, 36], np.int32)
 every_case = pytest.mark.parametrize('name', cases.CASES)
-fast_for_some = pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(name, marks=() if name in cases.FAST else pytest.mark.slow)
-    for name in cases.CASES
-  ],
-)
+fast_for_some = pytest.mark.parametrize('name', slow_except(cases.FAST, cases.CASES))
 
 
 def logits_of(model, params, tokens):

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.marks import slow
 from tests.rollout.gateway.agents import TOOLS, Engine, endpoint, events, post
 
 PATH = '/v1/chat/completions'
@@ -90,7 +91,7 @@ def check(engine, delivered):
 
 @pytest.mark.parametrize(
   'count, interrupt',
-  [(200, 1), pytest.param(1000, 0, marks=pytest.mark.slow)],
+  [(200, 1), slow(1000, 0)],
 )
 async def test_no_token_differs(count, interrupt):
   engine = Engine(interrupt=interrupt)

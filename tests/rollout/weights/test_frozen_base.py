@@ -15,6 +15,7 @@ from jaxrl.rollout.weights.publisher import VersionWriter, WeightPublisher
 from jaxrl.rollout.weights.snapshots import FrozenBaseSnapshot, snapshot
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.types import SamplingParams
+from tests.marks import slow
 from tests.models import small
 from tests.rollout.weights.helpers import SMALL, MemoryTransport, same
 
@@ -90,7 +91,7 @@ def test_after_the_first_version_adapters_travel_alone():
   publisher.close()
 
 
-@pytest.mark.parametrize('on_device', [False, True])
+@pytest.mark.parametrize('on_device', [slow(False), True])
 async def test_an_engine_merges_what_it_is_sent(on_device):
   device_thread = DeviceThread()
   model = TransformerLM(lora.base_config(small.config(lora=OWN)))
