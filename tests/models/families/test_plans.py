@@ -70,9 +70,7 @@ def delta_rule_flops(layer, length):
   """Operations of a chunk of `length` tokens: products with keys, values and state."""
   keys, values = layer.linear_key_dim, layer.linear_value_dim
   scores = 2 * 2 * layer.linear_key_heads * length**2 * keys
-  levels = (
-    math.log2(length) - 1
-  )  # of the system's blocks, two products each
+  levels = math.log2(length) - 1  # of the system's blocks, two products each
   solved = 2 * length**2 * (2 * levels * length + 2 * values + keys)
   states = 3 * 2 * length * keys * values
   return scores + layer.linear_value_heads * (solved + states)
