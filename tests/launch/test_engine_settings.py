@@ -42,6 +42,35 @@ def test_families_that_vllm_cannot_serve_are_refused():
   assert '\n' not in str(error.value) and "engine 'jax'" in str(error.value)
 
 
+LATENTS = random_config(family='deepseek_v3')
+
+
+@pytest.mark.parametrize(
+  'changes, ignored',
+  [
+    ({'rope_interleaved': False}, 'rope_interleave=False'),
+    ({'attention_bias': True}, 'attention_bias=True'),
+  ],
+)
+def test_what_vllm_ignores_of_latent_attention_is_refused(changes, ignored):
+  vllm_options.check_family(LATENTS)
+  with pytest.raises(ConfigError, match=f'vLLM ignores {ignored} of a model with lat'):
+    vllm_options.check_family(LATENTS.replace(**changes))
+
+
+def test_queries_of_latents_are_not_rotated_by_the_cpu_kernel():
+  native = {'custom_ops': ['-rotary_embedding']}
+  assert vllm_options.cpu_compilation(random_config()) is None
+  assert vllm_options.cpu_compilation(LATENTS) == native
+  assert vllm_options.cpu_compilation(LATENTS, native | {'mode': 0}) == {
+    **native,
+    'mode': 0,
+  }
+  assert vllm_options.cpu_compilation(LATENTS, {'custom_ops': ['all']}) == {
+    'custom_ops': ['all', '-rotary_embedding']
+  }
+
+
 def test_vllm_gets_no_folder_of_which_only_the_text_is_trained(tmp_path):
   file = tmp_path / 'config.json'
   file.write_text('{"model_type": "gemma4_text"}')

@@ -125,6 +125,9 @@ class VllmEngine(EngineBase):
         config, max_num_seqs * max_length, dtype
       )
       options = {'enforce_eager': True, 'kv_cache_memory_bytes': cache_bytes} | options
+      compilation = options.get('compilation_config')
+      if compilation := vllm_options.cpu_compilation(config, compilation):
+        options['compilation_config'] = compilation
       if options['enforce_eager']:  # compiling vLLM's helpers takes half a minute
         os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
     options = {'dtype': dtype, 'load_format': 'dummy', 'seed': 0} | options

@@ -23,7 +23,6 @@ CACHE_MARGIN = 1.5
 # Families that vLLM would serve with other log-probs than the learner's, and why.
 FAMILY_OBSTACLES = {
   'gpt_oss': "vLLM's loader copies its experts and sinks past an update",
-  'glm4_moe_lite': 'its log-probs differ from those of transformers in vLLM',
 }
 # Options that other config keys set, with these keys; '' if the engine sets them.
 RESERVED_OPTIONS = {
@@ -148,6 +147,16 @@ def check_family(config: ModelConfig) -> None:
       f'--config.rollout.engine: vLLM cannot serve family {config.family!r} here: '
       f"{why}. Use the engine 'jax'"
     )
+  if config.kv_latent:  # settings that no published model has
+    ignored = {
+      'rope_interleave=False': not config.rope_interleaved,
+      'attention_bias=True': config.attention_bias,
+    }
+    if setting := next((name for name, is_set in ignored.items() if is_set), None):
+      raise ConfigError(
+        f'--config.rollout.engine: vLLM ignores {setting} of a model with latent '
+        "attention. Use the engine 'jax'"
+      )
 
 
 def check_folder(folder: str | pathlib.Path) -> None:
@@ -178,6 +187,23 @@ def hf_overrides(config: ModelConfig) -> dict[str, Any]:
   size = dict(config.rope_scaling or ()).get('original_max_position_embeddings')
   growth = {'original_max_position_embeddings': size or config.max_position}
   return {'llama_4_scaling': growth | {'beta': config.query_growth}}
+
+
+def cpu_compilation(config: ModelConfig, compilation: Any = None) -> Any:
+  """Returns the `compilation_config` with which vLLM's CPU build rotates correctly.
+
+  Latent attention gives queries to the rotary embedding as `[tokens, heads, size]`. The
+  CPU kernel of vLLM 0.32 rotates such queries wrongly; vLLM's PyTorch code does not.
+
+  Args:
+    config: The model's config.
+    compilation: The `compilation_config` that the user has set, or None.
+  """
+  if not config.kv_latent:
+    return compilation
+  compilation = dict(compilation or {})
+  custom_ops = [*compilation.get('custom_ops', ()), '-rotary_embedding']
+  return compilation | {'custom_ops': list(dict.fromkeys(custom_ops))}
 
 
 def kv_cache_bytes(config: ModelConfig, num_tokens: int, dtype: str) -> int:

@@ -32,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
   'gemma4': {**WIDE, 'global_head_dim': 64},
   'gemma4-moe': {**WIDE, 'global_head_dim': 64},
   'glm4-moe': WIDE,
+  'glm4-moe-lite': {
+    **LATENTS,
+    'mlp_layer_types': ['dense', 'sparse', 'sparse', 'sparse'],
+    'rope_interleave': True,
+  },
   'deepseek-v3': {**LATENTS, 'attention_bias': False},
 }
 WITH_IMAGES = ('qwen3_vl',)  # compared in `test_vllm_sees_images`
