@@ -73,6 +73,7 @@ class Checkpointer:
     self.max_to_keep = max_to_keep
     self.strict = strict
     logging.getLogger('absl').addFilter(_is_not_raised_too)
+    logging.getLogger('concurrent.futures').addFilter(_is_not_of_a_closed_loop)
     _avoid_leaks()
     registry = ocp.handlers.local_registry(include_global_registry=True)
     registry.add(ocp.handlers.JsonHandler, checkpointable_name='data')
@@ -450,7 +451,6 @@ def _end_orbax_threads() -> None:
   They would keep the process from ending for ten minutes. What they write nevertheless
   is a leftover.
   """
-  logging.getLogger('concurrent.futures').addFilter(_is_not_of_a_closed_loop)
   try:
     from orbax.checkpoint._src.futures import future, synchronization
 
