@@ -15,9 +15,13 @@ docs/concepts.md walks through one step of it.
 """
 
 import asyncio
+import sys
 import time
 
-import jax
+try:
+  import jax
+except ModuleNotFoundError:
+  sys.exit('error: run `make env`, and `source .venv/bin/activate` in this shell')
 import numpy as np
 
 from jaxrl.algorithms.presets.grpo import grpo

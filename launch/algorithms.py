@@ -11,6 +11,7 @@ for your own, package.module:name or file.py:name.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -55,4 +56,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == '__main__':
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as `| head` expects
   sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from jaxrl.call_strings import describe_error, user_place
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.report.samples import token_texts
@@ -225,7 +226,13 @@ def main(argv: Sequence[str]) -> int:
     print_error(error)
     return 2
   screen = EpisodeScreen(console, job.decode, ids=ids)
-  return asyncio.run(play_one_episode(job, screen, episode, sample))
+  try:
+    return asyncio.run(play_one_episode(job, screen, episode, sample))
+  except Exception as error:
+    if not user_place(error):
+      raise
+    print_error(describe_error(error))
+    return 1
 
 
 if __name__ == '__main__':

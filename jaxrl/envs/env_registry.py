@@ -29,6 +29,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxrl import call_strings
 
 Observation = str | list[dict[str, Any]] | None
@@ -315,7 +317,10 @@ def check_reset_result(env: Any, result: Any) -> tuple[Any, Mapping[str, Any]]:
       f'{_method(env, "reset")} returned {_shape(result)}; it must return '
       '(observation, info)'
     )
-  _check_info(env, 'reset', result[1])
+  observation, info = result
+  if observation is not None:
+    _check_observation(env, 'reset', observation)
+  _check_info(env, 'reset', info)
   return result
 
 
@@ -349,8 +354,24 @@ def check_step_result(
       f'number of at most ±{MAX_REWARD:g}'
     )
   _check_info(env, 'step', result[4])
-  observation, _, terminated, truncated, info = result
-  return observation, reward, bool(terminated), bool(truncated), info
+  observation, _, *flags, info = result
+  for name, flag in zip(('terminated', 'truncated'), flags, strict=True):
+    if not isinstance(flag, (bool, int, np.bool_)):
+      raise EnvResultError(
+        f'{_method(env, "step")} returned {name}={flag!r:.80}; it must be True or False'
+      )
+  if not any(flags):  # that of a finished episode is not read
+    _check_observation(env, 'step', observation)
+  terminated, truncated = map(bool, flags)
+  return observation, reward, terminated, truncated, info
+
+
+def _check_observation(env: Any, method: str, observation: Any) -> None:
+  if not isinstance(observation, (str, list, tuple)):
+    raise EnvResultError(
+      f'{_method(env, method)} returned {_shape(observation)} as observation; it must '
+      'be a text, a list of messages, or a list of parts of a message'
+    )
 
 
 def _check_info(env: Any, method: str, info: Any) -> None:

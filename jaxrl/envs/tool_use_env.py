@@ -87,7 +87,8 @@ class ToolUseEnv:
     self, *, seed: int, options: Mapping[str, Any] | None = None
   ) -> tuple[env_registry.Observation, dict[str, Any]]:
     """Resets the environment inside and starts the tools."""
-    observation, info = self._env.reset(seed=seed, options=options)
+    result = self._env.reset(seed=seed, options=options)
+    observation, info = env_registry.check_reset_result(self._env, result)
     if observation is None:
       return None, info
     tools = self._toolbox.start()
@@ -99,8 +100,8 @@ class ToolUseEnv:
     """Runs the reply's tool calls, or passes the reply to the environment inside."""
     _, calls = tool_calls.parse_tool_calls(action)
     if not calls:
-      observation, reward, terminated, truncated, info = self._env.step(action)
-      return observation, reward, terminated, truncated, self._with_metrics(info)
+      result = env_registry.check_step_result(self._env, self._env.step(action))
+      return *result[:-1], self._with_metrics(result[-1])
     messages, errors = self._toolbox.run(calls)
     reward = 0.0 if errors else self._success_reward
     if not INVALID_CALL_KINDS.isdisjoint(errors):

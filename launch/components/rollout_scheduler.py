@@ -12,7 +12,12 @@ from jaxrl.call_strings import ConfigError, describe_error
 from jaxrl.data.curricula import GroupResult
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
-from jaxrl.envs.env_registry import EnvResultError, options_for_split
+from jaxrl.envs.env_registry import (
+  EnvResultError,
+  find_env,
+  innermost,
+  options_for_split,
+)
 from jaxrl.group_stats import SampleRows
 from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.engine.actor_proxy import maybe_await
@@ -165,9 +170,13 @@ class RolloutScheduler:
 
   async def _try_step(self, tag: str, manager: EnvManager, cache: RolloutCache) -> None:
     """Lets a user's own environment make a step with an empty reply."""
-    is_own = ':' in self._settings.env[tag].env_type
-    if not is_own or not hasattr(cache.env, 'step'):  # agents are not stepped
+    env = self._settings.env[tag]
+    name, _ = innermost(env.env_type, env.env_config)
+    inner = find_env(name)
+    if ':' not in name or getattr(inner, 'played_by_agent', False):
       return
+    if isinstance(inner, type) and not hasattr(inner, 'step'):
+      raise ConfigError(f'env.{tag}: {inner.__name__} in {name} has no method step')
     try:
       await manager.try_step(cache)
     except EnvResultError as error:

@@ -1,6 +1,7 @@
 """What the user gets wrong: one clear line, before any work, and nothing half-done."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -195,6 +196,13 @@ RETURNS = {
   "def step(self, action):\n    return '', 'good', True, False, {}\n": (
     "Own.step returned the reward 'good'; it must be a number"
   ),
+  "def step(self, action):\n    return '', 1.0, 'no', False, {}\n": (
+    "Own.step returned terminated='no'; it must be True or False"
+  ),
+  'def step(self, action):\n    return 5, 1.0, False, False, {}\n': (
+    'Own.step returned a int as observation; it must be a text, a list of messages, or'
+  ),
+  'step = property()\n  del Base.step, step\n': 'Own in {folder}/own.py:Own has no ',
 }
 OWN = """
 class Base:
@@ -225,7 +233,34 @@ def own_env(folder, method='pass'):
 @pytest.mark.parametrize('method', RETURNS, ids=range(len(RETURNS)))
 def test_an_environment_that_returns_something_else(tmp_path, capsys, method):
   error = refused(tmp_path, capsys, config=own_env(tmp_path, method))
-  assert error.startswith('error: env.x: ') and RETURNS[method] in error
+  assert error.startswith('error: env.x: ')
+  assert RETURNS[method].format(folder=tmp_path) in error
+
+
+@pytest.mark.parametrize(
+  'method, message',
+  [
+    ("step = lambda self, action: ('', 1.0, True, {})", 'Own.step returned a tuple of'),
+    (
+      'step = property()\n  del Base.step, step',
+      'Own in {folder}/own.py:Own has no method step',
+    ),
+  ],
+)
+def test_an_environment_that_is_given_tools_is_tried_too(
+  tmp_path, capsys, method, message
+):
+  config = pathlib.Path(own_env(tmp_path, method))
+  text = config.read_text()
+  own = f'"{tmp_path}/own.py:Own"'
+  config.write_text(
+    text.replace(
+      f'({own})', f'("tool_use", env_config={{"env_type": {own}, "tools": "python"}})'
+    )
+  )
+  window = '--config.batch.max_length=512'  # for what describes the tool
+  error = refused(tmp_path, capsys, window, config=str(config))
+  assert error.startswith('error: env.x: ') and message.format(folder=tmp_path) in error
 
 
 def test_what_an_environment_raises_is_told_once_with_its_line(

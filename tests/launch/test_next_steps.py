@@ -116,11 +116,19 @@ def test_curves_are_shown_by_a_program_that_is_there_or_installed(
   assert line == install.format(python=python) + show
 
 
-@pytest.mark.parametrize('module', ['launch.train', 'launch.algorithms', 'launch.plan'])
-def test_a_python_without_the_packages_is_answered_in_one_line(module, tmp_path):
+@pytest.mark.parametrize(
+  'words',
+  [
+    ('-m', 'launch.train', '--help'),
+    ('-m', 'launch.algorithms', '--help'),
+    ('-m', 'launch.plan', '--help'),
+    ('examples/grpo_minimal.py',),
+  ],
+)
+def test_a_python_without_the_packages_is_answered_in_one_line(words):
   # -S leaves site-packages out, as in a Python where nothing is installed.
   done = subprocess.run(
-    [sys.executable, '-S', '-m', module, '--help'],
+    [sys.executable, '-S', *words],
     cwd=runs.ROOT,
     env={'PATH': os.environ['PATH']},
     capture_output=True,

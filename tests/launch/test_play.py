@@ -2,6 +2,7 @@
 
 import io
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from jaxrl.data.images import as_image
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.types import Completion, Task, Trajectory
+from launch.components import inference_job
 from launch.logging.console import Console
 from launch.play import EpisodeScreen, _blocks, main, play_one_episode
 from tests.launch import runs
@@ -114,6 +116,21 @@ async def test_an_episode_beyond_the_data(capsys):
     == 2
   )
   assert 'the data set ends before it' in capsys.readouterr().err
+
+
+def test_what_a_users_manager_raises_is_one_line_with_its_place(
+  tmp_path, capsys, monkeypatch
+):
+  file = tmp_path / 'own.py'
+  file.write_text('async def play_episode(lease, *, base_seed):\n  return {}[lease]\n')
+  job = Job()
+  job.decode = decode
+  job.manager.play_episode = runpy.run_path(str(file))['play_episode']
+  monkeypatch.setattr(inference_job, 'make_player', lambda settings: job)
+  assert main([f'--config={runs.DEBUG}']) == 1
+  error = capsys.readouterr().err
+  assert error.startswith('error: KeyError: ') and error.count('\n') == 1
+  assert error.endswith(f'({file}, line 2)\n')
 
 
 def test_images_are_named_where_they_stand_and_drawn_in_half_blocks():

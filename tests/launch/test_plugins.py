@@ -12,6 +12,7 @@ from launch.settings.logging_settings import read_logging
 from launch.settings.resolve import resolve_settings
 from tests.algorithms.test_plugins import LOSSES, WHOLE
 from tests.launch import runs
+from tests.launch.test_bad_input import refused
 from tests.launch.test_extensions import FILES
 
 
@@ -64,6 +65,14 @@ def test_a_plugin_that_fails_to_import_stops_the_run(folder, tmp_path):
   assert f'File "{folder}/broken.py", line 2' in output
   assert 'ValueError' in output and 'Traceback' in output
   assert not workdir.exists()
+
+
+def test_a_plugin_that_python_cannot_read_is_one_line_with_its_place(
+  folder, tmp_path, capsys
+):
+  (folder / 'broken.py').write_text('fine = 1\ndef f(:\n')
+  error = refused(tmp_path, capsys, f'--config.plugins={folder}')
+  assert f'{folder}/broken.py, line 2: invalid syntax: def f(:' in error
 
 
 def test_a_config_file_may_name_the_folder(folder, tmp_path):

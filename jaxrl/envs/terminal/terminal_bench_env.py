@@ -213,8 +213,10 @@ class TerminalBenchEnv:
       return reward, {'metrics': shares, 'columns': columns}
     passed = test_results.parse_pytest_summary(result.stdout.decode('utf-8', 'replace'))
     failed = [name for name, ok in passed.items() if not ok]
+    if not passed and result.code == 0:
+      failed = ["no pytest summary in the tests' output"]
     solved = bool(passed) and not failed and result.code == 0
-    share = (len(passed) - len(failed)) / len(passed) if passed else 0.0
+    share = sum(passed.values()) / len(passed) if passed else 0.0
     columns['failed'] = '\n'.join(failed)
     metrics = {'passed': share, 'test_timeout': timed_out}
     return float(solved), {'metrics': metrics, 'columns': columns}
