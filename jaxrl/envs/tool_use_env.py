@@ -90,7 +90,7 @@ class ToolUseEnv:
     result = self._env.reset(seed=seed, options=options)
     observation, info = env_registry.check_reset_result(self._env, result)
     if observation is None:
-      return None, info
+      return None, dict(info)
     tools = self._toolbox.start()
     return observation, {**self._with_metrics(info), 'tools': tools}
 
