@@ -11,6 +11,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
+import math
 import os
 import pathlib
 import sysconfig
@@ -18,12 +20,13 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 FILE_MODULE_PREFIX = 'jaxrl_user_'  # of the modules of users' files
 # An error lists at most so many names, and of more only those most like what was given.
 MAX_LISTED = 60
 NUM_CLOSEST = 8
+Definition = TypeVar('Definition', bound=Callable[..., Any])
 
 
 class ConfigError(ValueError):
@@ -291,13 +294,117 @@ def unknown_name_error(
   return ConfigError(f"{where}: no {what} '{name}'.{hint} There are: {listing}.")
 
 
+class Range(NamedTuple):
+  """An interval of numbers.
+
+  Attributes:
+    low: The lowest number.
+    high: The highest number.
+    excludes_low: Whether `low` itself is left out.
+    excludes_zero: Whether 0 is left out.
+  """
+
+  low: float = -math.inf
+  high: float = math.inf
+  excludes_low: bool = False
+  excludes_zero: bool = False
+
+  def __contains__(self, value: Any) -> bool:
+    if (self.excludes_low and value == self.low) or (self.excludes_zero and value == 0):
+      return False
+    return self.low <= value <= self.high
+
+  def __str__(self) -> str:
+    if self.excludes_zero:
+      return 'must not be 0'
+    if self.high < math.inf:
+      return f'must be in {"(" if self.excludes_low else "["}{self.low}, {self.high}]'
+    return f'must be {"above" if self.excludes_low else "at least"} {self.low}'
+
+
+SHARE = Range(0, 1)
+NOT_NEGATIVE = Range(0)
+POSITIVE = Range(0, excludes_low=True)
+NOT_ZERO = Range(excludes_zero=True)
+AT_LEAST_ONE = Range(1)
+
+
+def option_ranges(
+  *, ascending: Sequence[str] = (), **ranges: Range
+) -> Callable[[Definition], Definition]:
+  """Declares which numbers the options of a function or class may be.
+
+  `check_options` then refuses other numbers. Options without a range, and components
+  that declare none, take any number.
+
+  Args:
+    ascending: Options of which none may be larger than the next.
+    **ranges: The range of each option, by name.
+
+  Returns:
+    A decorator that returns the function or class itself.
+  """
+
+  def attach(definition: Definition) -> Definition:
+    setattr(definition, 'option_ranges', ranges)  # noqa: B010  # any callable has it
+    setattr(definition, 'ascending_options', tuple(ascending))  # noqa: B010
+    return definition
+
+  return attach
+
+
+def declared_ranges(fn: Callable[..., Any]) -> Mapping[str, Range]:
+  """Returns the ranges that `option_ranges` declares, by option.
+
+  A derived class, whose options may mean something else, does not inherit them.
+  """
+  return getattr(fn, '__dict__', {}).get('option_ranges', {})
+
+
+def find_out_of_range(
+  options: Mapping[str, Any], ranges: Mapping[str, Range | None]
+) -> tuple[str, Range] | None:
+  """Returns the first option that is out of range, and its range; None if all fit.
+
+  Args:
+    options: Values by name; None and what is no number fits.
+    ranges: The ranges by name; an option without one may be any number.
+  """
+  for name, value in options.items():
+    allowed = ranges.get(name)
+    if allowed is not None and _is_number(value) and value not in allowed:
+      return name, allowed
+  return None
+
+
+def _check_ranges(
+  fn: Callable[..., Any], options: Mapping[str, Any], where: str
+) -> None:
+  if violation := find_out_of_range(options, declared_ranges(fn)):
+    name, allowed = violation
+    raise ConfigError(f'{where}: {name}={options[name]} {allowed}')
+  all_values = defaults(fn) | dict(options)
+  ascending = getattr(fn, '__dict__', {}).get('ascending_options', ())
+  for low, high in itertools.pairwise(ascending):
+    ends = all_values.get(low), all_values.get(high)
+    if (
+      options.keys() & {low, high} and all(map(_is_number, ends)) and ends[0] > ends[1]
+    ):
+      raise ConfigError(f'{where}: {low}={ends[0]} must be at most {high}={ends[1]}')
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_options(
   fn: Callable[..., Any], options: Mapping[str, Any], where: str
 ) -> None:
   """Checks that a function takes some options.
 
   Names are checked against the keyword-only parameters; values against the type of the
-  default, `Literal` annotations, and `| None` where the value is None.
+  default, `Literal` annotations, `| None` where the value is None, and the ranges that
+  `option_ranges` declares.
 
   Args:
     fn: A function or class.
@@ -305,13 +412,14 @@ def check_options(
     where: What error messages begin with.
 
   Raises:
-    ConfigError: If a name is unknown or a value has another type.
+    ConfigError: If a name is unknown, or a value has another type or is out of range.
   """
   parameters = _options(fn)
   for name, value in options.items():
     if name not in parameters:
       raise unknown_name_error(name, parameters, 'option', where)
     _check_value(parameters[name], value, f'{where}: option {name!r}')
+  _check_ranges(fn, options, where)
 
 
 def _check_value(parameter: inspect.Parameter, value: Any, where: str) -> None:
@@ -372,7 +480,7 @@ def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
 
 def _fits(value: Any, wanted: type) -> bool:
   if wanted is float:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return _is_number(value)
   if wanted is int:
     return isinstance(value, int) and not isinstance(value, bool)
   return isinstance(value, wanted)
@@ -405,7 +513,7 @@ def resolve(target: str, where: str = '') -> Any:
     raise ConfigError(
       f'cannot resolve {target!r}: write package.module:name or path/file.py:name'
     )
-  module = _load_file(location) if location.endswith('.py') else _load(location)
+  module = load_file(location) if location.endswith('.py') else _load(location)
   if not hasattr(module, attribute):
     names = [name for name in vars(module) if not name.startswith('_')]
     raise unknown_name_error(attribute, names, 'attribute', location)
@@ -422,32 +530,16 @@ def _load(name: str) -> Any:
     raise
 
 
-def definitions(path: str) -> dict[str, Any]:
-  """Returns what a Python file itself defines under public names, in order.
+@functools.cache
+def load_file(path: str) -> Any:
+  """Imports a Python file, once.
 
   Args:
     path: The file.
 
-  Returns:
-    Functions, classes and other objects by name, without modules, and without functions
-    and classes that the file imports.
+  Raises:
+    ConfigError: If there is no such file, or it is not valid Python.
   """
-  module = _load_file(path)
-  return {
-    name: value
-    for name, value in vars(module).items()
-    if not name.startswith('_')
-    and not inspect.ismodule(value)
-    and (
-      value.__module__ == module.__name__
-      if isinstance(value, type) or inspect.isroutine(value)
-      else True
-    )
-  }
-
-
-@functools.cache
-def _load_file(path: str) -> Any:
   file = pathlib.Path(path).expanduser()
   if not file.is_file():
     looked_in = '' if file.is_absolute() else f' (looked in {pathlib.Path.cwd()})'

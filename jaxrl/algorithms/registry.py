@@ -24,6 +24,7 @@ from jaxrl.call_strings import (
   as_call,
   as_calls,
   component_name,
+  find_out_of_range,
 )
 from jaxrl.functional import (
   advantages,
@@ -34,7 +35,7 @@ from jaxrl.functional import (
   kl_controllers,
   losses,
 )
-from jaxrl.functional.components import find_out_of_range, is_component, options_of
+from jaxrl.functional.components import allowed_range, is_component, options_of
 from jaxrl.types import Algorithm
 
 # The fields of `Algorithm` that hold components, and where a name is looked up.
@@ -180,7 +181,8 @@ def _build(
 
 
 def _check_ranges(name: str, options: Mapping[str, Any], component: str = '') -> None:
-  if violation := find_out_of_range(name, options):
+  ranges = {option: allowed_range(name, option) for option in options}
+  if violation := find_out_of_range(options, ranges):
     option, allowed = violation
     value = f'{option}={options[option]}'
     where = f'{component}: {value}' if component else f'{value}:'

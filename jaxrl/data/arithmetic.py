@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, Range, option_ranges
+
 PERSON_NAMES = ('Ann', 'Ben', 'Eva', 'Kim', 'Leo', 'Max', 'Mia', 'Sam', 'Tom', 'Zoe')
 OBJECT_NAMES = ('pens', 'eggs', 'figs', 'nuts', 'caps', 'toys', 'keys', 'cups', 'books')
 ROW_FORMS = ('worked', 'pairs', 'texts')
@@ -205,6 +207,9 @@ def _draw_distinct(
   return list(by_question.values())
 
 
+@option_ranges(
+  size=AT_LEAST_ONE, seed=NOT_NEGATIVE, max_number=AT_LEAST_ONE, max_factor=Range(2)
+)
 def arithmetic_rows(
   split: str = 'train',
   *,

@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl.call_strings import Component, find_component
+from jaxrl.call_strings import (
+  NOT_NEGATIVE,
+  SHARE,
+  Component,
+  Range,
+  find_component,
+  option_ranges,
+)
 from jaxrl.data.row_sources import SOURCE_KEY, DataError, Row
 
 GroupResult = tuple[int, float, int]  # a group's seed, mean accuracy, number of samples
@@ -130,6 +137,9 @@ class EasyToHardCurriculum(Curriculum):
     return int(self._order[position % self.size])
 
 
+@option_ranges(
+  target=SHARE, decay=Range(0, 1, excludes_low=True), candidates=NOT_NEGATIVE
+)
 class BanditCurriculum(Curriculum):
   """Draws rows whose estimated pass rate is close to `target`.
 

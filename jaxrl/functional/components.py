@@ -14,12 +14,18 @@ states them in the same way:
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from jaxrl import call_strings
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import (
+  AT_LEAST_ONE,
+  NOT_NEGATIVE,
+  POSITIVE,
+  SHARE,
+  ConfigError,
+  Range,
+)
 
 Function = TypeVar('Function', bound=Callable[..., Any])
 
@@ -210,35 +216,6 @@ def call_string(part: Callable[..., Any]) -> str:
   return f'{function.__name__}({arguments})'
 
 
-class Range(NamedTuple):
-  """An interval of numbers.
-
-  Attributes:
-    low: The lowest number.
-    high: The highest number.
-    excludes_low: Whether `low` itself is left out.
-  """
-
-  low: float
-  high: float = math.inf
-  excludes_low: bool = False
-
-  def __contains__(self, value: Any) -> bool:
-    if self.excludes_low and value == self.low:
-      return False
-    return self.low <= value <= self.high
-
-  def __str__(self) -> str:
-    if self.high < math.inf:
-      return f'must be in {"(" if self.excludes_low else "["}{self.low}, {self.high}]'
-    return f'must be {"above" if self.excludes_low else "at least"} {self.low}'
-
-
-SHARE = Range(0, 1)
-NOT_NEGATIVE = Range(0)
-POSITIVE = Range(0, excludes_low=True)
-AT_LEAST_ONE = Range(1)
-
 # An option means the same wherever it occurs in this package, so its range is written
 # once, by name. The range of an option that means something else in one component
 # stands under 'component.option'.
@@ -248,28 +225,35 @@ OPTION_RANGES: dict[str, Range] = {
   'jsd.beta': SHARE,
   'cap': POSITIVE,
   'clip': NOT_NEGATIVE,
+  'clip_b.mu': NOT_NEGATIVE,
   'clip_high': NOT_NEGATIVE,
   'clip_low': NOT_NEGATIVE,
+  'clip_v.mu': NOT_NEGATIVE,
+  'coef': NOT_NEGATIVE,
   'critic_warmup': NOT_NEGATIVE,
   'decay_steps': NOT_NEGATIVE,
   'dual_clip': AT_LEAST_ONE,
+  'entropy_coef': NOT_NEGATIVE,
   'epsilon': NOT_NEGATIVE,
   'gamma': SHARE,
   'head': SHARE,
   'high': NOT_NEGATIVE,
   'horizon': POSITIVE,
+  'kl_coef': NOT_NEGATIVE,
   'label_smoothing': SHARE,
   'lam': SHARE,
   'low': NOT_NEGATIVE,
   'max_difference': NOT_NEGATIVE,
   'max_frac': SHARE,
   'mix.mu': SHARE,
+  'omega': NOT_NEGATIVE,
   'overlong_cache': NOT_NEGATIVE,
   'overlong_length': AT_LEAST_ONE,
   'peak': SHARE,
   'rank_penalty': SHARE,
   'ratio_high': NOT_NEGATIVE,
   'ratio_low': NOT_NEGATIVE,
+  'regulariser_coef': NOT_NEGATIVE,
   'reward_clip': POSITIVE,
   'ring_high': NOT_NEGATIVE,
   'ring_low': NOT_NEGATIVE,
@@ -285,6 +269,7 @@ OPTION_RANGES: dict[str, Range] = {
   'top_k': AT_LEAST_ONE,
   'valley': SHARE,
   'value_clip': NOT_NEGATIVE,
+  'value_coef': NOT_NEGATIVE,
   'warmup_steps': NOT_NEGATIVE,
   'window': AT_LEAST_ONE,
 }
@@ -298,20 +283,3 @@ def allowed_range(component: str, option: str) -> Range | None:
     option: The name of the option.
   """
   return OPTION_RANGES.get(f'{component}.{option}') or OPTION_RANGES.get(option)
-
-
-def find_out_of_range(
-  component: str, options: Mapping[str, Any]
-) -> tuple[str, Range] | None:
-  """Returns the first option that is out of range, and its range; None if all fit.
-
-  Args:
-    component: The name of the component or algorithm.
-    options: Its options; None and what is no number fits.
-  """
-  for name, value in options.items():
-    allowed = allowed_range(component, name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if allowed is not None and is_number and value not in allowed:
-      return name, allowed
-  return None

@@ -11,6 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl.call_strings import option_ranges
 from jaxrl.functional.components import component
 from jaxrl.functional.reductions import clipped_exp, row_mean, row_sum, turn_mean
 from jaxrl.types import Array
@@ -105,6 +106,7 @@ def tis(
 
 
 @component()
+@option_ranges(ascending=('low', 'high'))
 def mis(
   old_logprobs: Array,
   rollout_logprobs: Array,
@@ -134,6 +136,7 @@ def mis(
 
 
 @component()
+@option_ranges(ascending=('low', 'high'))
 def icepop(
   old_logprobs: Array,
   rollout_logprobs: Array,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from jaxrl.call_strings import describe_error
+from jaxrl.call_strings import NOT_NEGATIVE, describe_error, option_ranges
 
 DEFAULT_NUM_THREADS = 8
 
@@ -37,6 +37,7 @@ class Timeouts(NamedTuple):
   generate: float | None
 
 
+@option_ranges(reset=NOT_NEGATIVE, step=NOT_NEGATIVE, generate=NOT_NEGATIVE)
 def make_timeouts(
   *, reset: float = 60.0, step: float = 60.0, generate: float = 0.0
 ) -> Timeouts:

@@ -107,9 +107,6 @@ def _check_jax(
       'router_replay out: in exact mode, engine and learner choose the same '
       'experts anyway'
     )
-  for name in ('decode_steps', 'prefill_tokens'):
-    if options.get(name, 1) < 1:
-      raise ConfigError(f'{where}: {name} must be at least 1')
   decode_threads = options.get('decode_threads') or 1  # 0 lets the engine choose
   if reason := decode_threads_error(decode_threads, max_num_seqs, exact=exact):
     raise ConfigError(f'{where}: {reason}')

@@ -8,6 +8,7 @@ that read it.
 """
 
 import dataclasses
+import inspect
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -144,7 +145,7 @@ def read(folder: str) -> Plugins:
     ) from error
   names: dict[str, dict[str, str]] = {}
   for file in sorted(place.glob('[!_.]*.py')):
-    for name, value in call_strings.definitions(str(file)).items():
+    for name, value in _definitions(str(file)).items():
       for kind in KINDS:
         if kind.accepts(value):
           taken = names.setdefault(kind.name, {})
@@ -168,3 +169,22 @@ def _check_is_free(
     f'{file}: {name!r} is already the name of {owner}; choose another, or begin it '
     'with an underscore if it is not meant to be named'
   )
+
+
+def _definitions(path: str) -> dict[str, Any]:
+  """Returns what a Python file itself defines under public names, in order.
+
+  Functions and classes that the file imports, and modules, are left out.
+  """
+  module = call_strings.load_file(path)
+  return {
+    name: value
+    for name, value in vars(module).items()
+    if not name.startswith('_')
+    and not inspect.ismodule(value)
+    and (
+      value.__module__ == module.__name__
+      if isinstance(value, type) or inspect.isroutine(value)
+      else True
+    )
+  }

@@ -141,6 +141,12 @@ def validate_consistency(settings: RunSettings) -> None:
     raise ConfigError(
       f'--config.algorithm.group_size={algorithm.group_size}: must be at least 1'
     )
+  least_samples = settings.rollout.min_group_size
+  if settings.plays and not 0 <= least_samples <= algorithm.group_size:
+    raise ConfigError(
+      f'--config.rollout.min_group_size={least_samples}: must be in '
+      f'[0, {algorithm.group_size}], up to algorithm.group_size'
+    )
   if 'values' in requirements.needs(algorithm) and algorithm.value_loss is None:
     raise ConfigError(
       f'algorithm {settings.algorithm_name} reads the values of a critic, but '
@@ -165,12 +171,16 @@ def validate_ranges(settings: RunSettings) -> None:
     minimum |= {f'eval.sets.{name}.{key}': MINIMUM[f'eval.{key}'] for key in keys}
   for tag in settings.env:
     minimum[f'env.{tag}.weight'] = 0
+    for key in ('max_steps', 'max_tokens_per_step', 'max_concurrency'):
+      minimum[f'env.{tag}.{key}'] = 1
     if 'dataset' in settings.text(f'env.{tag}'):
       minimum[f'env.{tag}.dataset.limit'] = MINIMUM['dataset.limit']
   for key, least in minimum.items():
     value = settings.text(key)
     if value is not None and value < least:
       raise ConfigError(f'--config.{key}={value}: must be at least {least}')
+    if key.endswith('.num_tasks') and value == 0:
+      raise ConfigError(f'--config.{key}={value}: must be at least 1, or -1 for all')
   if settings.model.dtype not in DTYPES:
     raise unknown_name_error(
       settings.model.dtype, DTYPES, 'dtype', '--config.model.dtype'
@@ -195,6 +205,11 @@ def _validate_learner_components(settings: RunSettings) -> None:
 
 def _validate_batch(settings: RunSettings) -> None:
   batch, exact = settings.batch, settings.rollout.engine.exact
+  if min(batch.length_buckets) < 1:
+    raise ConfigError(
+      f'--config.batch.length_buckets={batch.length_buckets}: each length must be at '
+      'least 1'
+    )
   if max(batch.length_buckets) < batch.max_length:
     raise ConfigError(
       f'--config.batch.length_buckets={batch.length_buckets}: the largest must hold '
@@ -243,10 +258,6 @@ def _validate_rollouts(settings: RunSettings) -> None:
       )
     allocate_groups(settings.batch.num_groups, shares)
   for tag, env in settings.env.items():
-    if env.max_concurrency < 1:
-      raise ConfigError(
-        f'--config.env.{tag}.max_concurrency={env.max_concurrency}: must be at least 1'
-      )
     try:
       env_factory(env.env_type, env.env_config)
     except ConfigError as error:

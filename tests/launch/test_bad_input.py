@@ -90,6 +90,64 @@ SETTINGS = {
   ): 'system_prompt=Hi: has no effect here',
   '--config.dataset.expert_path=a.jsonl': 'only samplers that mix expert rows',
 }
+# Options of components, each named with its key.
+OUT_OF_RANGE = {
+  'rollout.reward_shaping': {
+    'overlong(cache=-1)': 'cache=-1 must be at least 0',
+    'clip(low=1,high=-1)': 'low=1 must be at most high=-1',
+    'clip(low=2)': 'low=2 must be at most high=1.0',
+    'reward(divide=0)': 'divide=0 must not be 0',
+    'difficulty_mask(low=.9,high=.1)': 'low=0.9 must be at most high=0.1',
+    'difficulty_mask(high=2)': 'high=2 must be in [0, 1]',
+    'difficulty_weights(easy=-1)': 'easy=-1 must be at least 0',
+    'length_weights(shortest=-1)': 'shortest=-1 must be at least 0',
+  },
+  'rollout.group_filter': {
+    'reward_std(threshold=-1)': 'threshold=-1 must be at least 0',
+    'pass_rate(low=-1)': 'low=-1 must be in [0, 1]',
+    'pass_rate(low=.9,high=.1)': 'low=0.9 must be at most high=0.1',
+    'score_range(low=1,high=0)': 'low=1 must be at most high=0',
+    'invalid_reward(low=1,high=0)': 'low=1 must be at most high=0',
+  },
+  'rollout.rewards': {
+    'math(timeout=-1)': 'timeout=-1 must be above 0',
+    'code(seconds=-1)': 'seconds=-1 must be above 0',
+    'code(memory_mb=-1)': 'memory_mb=-1 must be above 0',
+  },
+  'env.arithmetic.env_config.grader': {
+    'format(tags="a",timeout=0)': 'timeout=0 must be above 0',
+  },
+  'env.arithmetic.timeouts': {'reset=-1': 'reset=-1 must be at least 0'},
+  'env.arithmetic.max_steps': {'-1': 'max_steps=-1: must be at least 1'},
+  'rollout.engine': {
+    'jax(max_stop_ids=-1)': 'max_stop_ids=-1 must be at least 1',
+    'jax(decode_steps=0)': 'decode_steps=0 must be at least 1',
+    'jax(decode_threads=-1)': 'decode_threads=-1 must be at least 0',
+  },
+  'rollout.min_group_size': {'-1': 'must be in [0, 8], up to algorithm.group_size'},
+  'batch.length_buckets': {
+    '(-1,64)': '(-1, 64): each length must be at least 1',
+    '(0,64)': '(0, 64): each length must be at least 1',
+  },
+  'eval.num_tasks': {'0': 'must be at least 1, or -1 for all'},
+  'dataset.curriculum': {
+    'bandit(target=-1)': 'target=-1 must be in [0, 1]',
+    'bandit(decay=0)': 'decay=0 must be in (0, 1]',
+    'bandit(prior=(0,1))': 'prior=(0, 1)',
+  },
+  'dataset.path': {
+    'generate:arithmetic(max_number=-1)': 'max_number=-1 must be at least 1',
+    'generate:arithmetic(max_factor=1)': 'max_factor=1 must be at least 2',
+  },
+  'algorithm.kl_coef': {'-1': 'must be at least 0'},
+  'algorithm.kl_loss': {'k2(coef=-1)': 'coef=-1 must be at least 0'},
+  'algorithm.entropy_loss': {'entropy_loss(coef=-1)': 'coef=-1 must be at least 0'},
+  'algorithm.policy_loss': {
+    'clip_b(mu=-1)': 'mu=-1 must be at least 0',
+    'rec(regulariser_coef=-1)': 'regulariser_coef=-1 must be at least 0',
+  },
+  'algorithm.correction': {'mis(low=3)': 'low=3 must be at most high=2.0'},
+}
 # What names a file begins with the key that named it.
 NAMED = {
   '--config.dataset.path=absent.jsonl': "dataset 'absent.jsonl' does not exist",
@@ -111,6 +169,29 @@ NAMED = {
 @pytest.mark.parametrize('options', SETTINGS, ids=lambda text: text[9:45])
 def test_a_wrong_setting(tmp_path, capsys, options):
   assert SETTINGS[options] in refused(tmp_path, capsys, *options.split(' '))
+
+
+@pytest.mark.parametrize(
+  'key, value', [(key, value) for key in OUT_OF_RANGE for value in OUT_OF_RANGE[key]]
+)
+def test_a_number_out_of_range_is_named_with_its_one_key(tmp_path, capsys, key, value):
+  error = refused(tmp_path, capsys, f'--config.{key}={value}')
+  assert error.startswith(f'error: --config.{key}=')
+  assert OUT_OF_RANGE[key][value] in error
+  assert error.count('--config.') == 1
+
+
+@pytest.mark.parametrize(
+  'algorithm, option', [('ppo', 'value_coef'), ('gigpo', 'omega')]
+)
+def test_a_coefficient_out_of_range(tmp_path, capsys, algorithm, option):
+  error = refused(
+    tmp_path,
+    capsys,
+    f'--config.algorithm.{option}=-1',
+    config=f'{runs.DEBUG}:{algorithm}',
+  )
+  assert f'--config.algorithm.{option}=-1.0: must be at least 0' in error
 
 
 @pytest.mark.parametrize('option', NAMED, ids=lambda text: text[9:35])

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
 from jaxrl.envs.coding.code_runner import CodeRunner
 from jaxrl.envs.coding.hidden_tests import HiddenTest, read_hidden_tests
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
@@ -13,6 +13,7 @@ from jaxrl.envs.sandbox.sandbox_api import SandboxError
 _CHECK = 'run_test_code'
 
 
+@option_ranges(seconds=POSITIVE, total_seconds=POSITIVE, memory_mb=POSITIVE)
 def make_code_grader(
   *,
   tests: str = 'answer',
@@ -60,6 +61,7 @@ def make_code_grader(
   return grade
 
 
+@option_ranges(seconds=POSITIVE, memory_mb=POSITIVE)
 def make_humaneval_grader(
   *, seconds: float = 4.0, memory_mb: int = 512, unsafe: bool = False
 ) -> GraderPart:

@@ -192,6 +192,7 @@ def make_grader_part(
   return _make_function_part(target, options, **timeout_option)
 
 
+@call_strings.option_ranges(timeout=call_strings.POSITIVE)
 def _make_function_part(
   target: str, options: Mapping[str, Any], *, timeout: float = 5.0
 ) -> GraderPart:

@@ -6,7 +6,7 @@ It uses math-verify, https://github.com/huggingface/Math-Verify.
 import importlib.util
 import re
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
 from jaxrl.envs.graders.answer_matching import (
   MAX_ANSWER_CHARS,
   compare_answers,
@@ -21,6 +21,7 @@ _LITERAL_WORDS = frozenset(['yes', 'no', 'true', 'false', 'none'])
 _TEXT = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}')
 
 
+@option_ranges(timeout=POSITIVE)
 def make_math_grader(*, strict: bool = False, timeout: float = 5.0) -> GraderPart:
   r"""Builds a grader that scores 1 if the final answer equals the item's, else 0.
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
 from jaxrl.envs.graders.answer_matching import marked_answer
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 
@@ -67,6 +67,7 @@ def make_exact_grader(*, marked: bool = False, case: bool = True) -> GraderPart:
   return grade
 
 
+@option_ranges(timeout=POSITIVE)
 def make_format_grader(
   *, pattern: str = '', tags: str = '', timeout: float = 1.0
 ) -> GraderPart:

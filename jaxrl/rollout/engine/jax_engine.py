@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from jaxrl import spans
+from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, option_ranges
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.exact import Exact
 from jaxrl.models.kv_cache import keeps_prompts
@@ -65,6 +66,14 @@ class DecodeResult:
   dispatch_time: float
 
 
+@option_ranges(
+  max_num_seqs=AT_LEAST_ONE,
+  decode_threads=NOT_NEGATIVE,
+  max_length=AT_LEAST_ONE,
+  decode_steps=AT_LEAST_ONE,
+  prefill_tokens=AT_LEAST_ONE,
+  max_stop_ids=AT_LEAST_ONE,
+)
 class JaxEngine(EngineBase):
   """Generates tokens for many requests at once.
 

@@ -17,7 +17,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrl.call_strings import Component, ConfigError, as_calls, find_component
+from jaxrl.call_strings import (
+  NOT_NEGATIVE,
+  SHARE,
+  Component,
+  ConfigError,
+  as_calls,
+  find_component,
+  option_ranges,
+)
 from jaxrl.group_stats import (
   SampleRows,
   rows_by_sample,
@@ -69,6 +77,7 @@ class _BuiltinFilter:
     del config, env_manager_config, mode
 
 
+@option_ranges(threshold=NOT_NEGATIVE)
 class RewardStdFilter(_BuiltinFilter):
   """Drops groups whose scores hardly differ: they teach a group baseline nothing."""
 
@@ -100,6 +109,7 @@ class RewardStdFilter(_BuiltinFilter):
     return DropReason('reward_std', reason, TOO_HARD if mean <= 0 else TOO_EASY)
 
 
+@option_ranges(ascending=('low', 'high'))
 class ScoreRangeFilter(_BuiltinFilter):
   """Keeps groups whose mean, max or min score lies within [low, high]."""
 
@@ -135,6 +145,7 @@ class ScoreRangeFilter(_BuiltinFilter):
     return DropReason('score_range', reason, hint)
 
 
+@option_ranges(low=SHARE, high=SHARE, ascending=('low', 'high'))
 class PassRateFilter(_BuiltinFilter):
   """Keeps groups in which the share of right samples lies within [low, high]."""
 
@@ -195,6 +206,7 @@ class AccuracyFilter(PassRateFilter):
     return 0 < rate < 1
 
 
+@option_ranges(ascending=('low', 'high'))
 class InvalidRewardFilter(_BuiltinFilter):
   """Removes samples whose score is not finite or is out of bounds."""
 

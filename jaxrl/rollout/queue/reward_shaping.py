@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 
 from jaxrl import call_strings
-from jaxrl.call_strings import Component, ConfigError, as_calls, find_component
+from jaxrl.call_strings import (
+  AT_LEAST_ONE,
+  NOT_NEGATIVE,
+  NOT_ZERO,
+  SHARE,
+  Component,
+  ConfigError,
+  as_calls,
+  find_component,
+  option_ranges,
+)
 from jaxrl.functional import shaping
 from jaxrl.group_stats import (
   RAW_SCORE,
@@ -43,6 +53,7 @@ SHAPING_STATISTICS: dict[str, Callable[[np.ndarray], Any]] = {
 METRIC_PREFIX = 'metrics.'  # marks an operand that is a metric of the sample
 
 
+@option_ranges(max_length=AT_LEAST_ONE, cache=NOT_NEGATIVE, scale=NOT_NEGATIVE)
 def overlong(
   group: Group,
   *,
@@ -94,6 +105,7 @@ def mask_truncated(group: Group) -> Group:
   return _multiply_weights(group, lambda rows: 0.0 if is_truncated(rows) else 1.0)
 
 
+@option_ranges(divide=NOT_ZERO)
 def reward(
   group: Group,
   *,
@@ -139,6 +151,7 @@ def reward(
   return shaped
 
 
+@option_ranges(ascending=('low', 'high'))
 def clip(group: Group, *, low: float = -1.0, high: float = 1.0) -> Group:
   """Clips scores to [low, high]; the difference goes to the last reward.
 
@@ -157,6 +170,7 @@ def clip(group: Group, *, low: float = -1.0, high: float = 1.0) -> Group:
   return _add_to_scores(group, difference)
 
 
+@option_ranges(low=SHARE, high=SHARE, ascending=('low', 'high'))
 def difficulty_mask(
   group: Group, *, low: float = 0.1, high: float = 0.95, right: float = 1.0
 ) -> Group:
@@ -177,6 +191,7 @@ def difficulty_mask(
   return _multiply_weights(group, lambda rows: float(low <= rate <= high))
 
 
+@option_ranges(easy=NOT_NEGATIVE, hard=NOT_NEGATIVE)
 def weigh_by_difficulty(
   group: Group, *, easy: float = 0.5, hard: float = 2.0, right: float = 1.0
 ) -> Group:
@@ -196,6 +211,7 @@ def weigh_by_difficulty(
   return _multiply_weights(group, lambda rows: weight)
 
 
+@option_ranges(shortest=NOT_NEGATIVE, longest=NOT_NEGATIVE)
 def weigh_by_length(
   group: Group, *, shortest: float = 1.0, longest: float = 0.5
 ) -> Group:
