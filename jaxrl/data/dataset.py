@@ -86,8 +86,7 @@ class GlobalDataset:
         if key not in row:
           raise DataError(
             f'row {i} of dataset {self.path!r} has no key {key!r}; its keys are '
-            f'{", ".join(map(str, row))}: set '
-            "dataset.keys='question=KEY, answer=KEY'"
+            f'{", ".join(map(str, row))}: write question=KEY, answer=KEY'
           )
 
   @property

@@ -2,9 +2,11 @@
 
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.data.curricula import make_curriculum
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
 from jaxrl.data.row_sources import RowSource, RowSources, describe_sources, load_rows
 from jaxrl.data.seeds import fold_seed
@@ -13,6 +15,7 @@ from launch.runtime.runtime_interface import Runtime
 from launch.settings.run_settings import RunSettings
 
 Datasets = dict[str, Any]  # by tag
+KeyOf = Callable[[str], str]  # the config key that sets a field of the tasks
 
 
 def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Datasets]:
@@ -31,10 +34,10 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
   """
   manager = GlobalDatasetManager()
 
-  def get(path: RowSources, mode: str, options: dict[str, Any], key: str) -> Any:
+  def get(path: RowSources, mode: str, options: dict[str, Any], key: KeyOf) -> Any:
     options |= {'mode': mode, 'seed': fold_seed(settings.seed, 'dataset', mode)}
-    with settings.naming(key):
-      return manager.get(path, functools.partial(_load, runtime), **options)
+    load = functools.partial(_load, settings, runtime, key)
+    return manager.get(path, load, **options)
 
   train: Datasets = dict.fromkeys(settings.training_tags)
   for tag in train:
@@ -43,7 +46,8 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
       tasks = env.dataset
       if not tasks.path:
         raise _missing_path(f'env.{tag}', tag)
-      train[tag] = get(tasks.path, 'sample', tasks.options, settings.path_key(tag))
+      key = functools.partial(settings.task_key, tag)
+      train[tag] = get(tasks.path, 'sample', tasks.options, key)
   tests: Datasets = dict.fromkeys(settings.eval.active)
   for name, evaluation in settings.eval.active.items():
     tag = evaluation.tag
@@ -61,7 +65,8 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
         'question_key': evaluation.question_key,
         'answer_key': evaluation.answer_key,
       }
-      tests[name] = get(path, 'traversal', options, settings.eval_path_key(name))
+      key = functools.partial(settings.eval_task_key, name)
+      tests[name] = get(path, 'traversal', options, key)
   return train, tests
 
 
@@ -83,10 +88,21 @@ def _missing_path(what: str, tag: str) -> ConfigError:
   )
 
 
-def _load(runtime: Runtime, path: RowSources, **options: Any) -> Any:
+def _load(
+  settings: RunSettings,
+  runtime: Runtime,
+  key: KeyOf,
+  path: RowSources,
+  **options: Any,
+) -> Any:
   # Read here, so that an error in it is raised at once, wherever it will live.
-  rows = load_rows(path, options['split'], options['limit'])
-  GlobalDataset(rows, path=path, **options)
+  with settings.naming(key('path')):
+    rows = load_rows(path, options['split'], options['limit'])
+  if options['mode'] == 'sample':
+    with settings.naming(key('curriculum')):
+      make_curriculum(options['curriculum'], rows, options['seed'])
+  with settings.naming(key('keys')):
+    GlobalDataset(rows, path=path, **options)
   return runtime.spawn(GlobalDataset, rows, path=path, **options)
 
 

@@ -151,10 +151,10 @@ def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
   for tag, env in settings.env.items():
     tasks = env.dataset
     own_keys = [tasks.question_key, tasks.answer_key]
-    source = (tasks.path, tasks.split, own_keys, settings.path_key(tag))
+    source = (tasks.path, tasks.split, own_keys, settings.task_key(tag, 'path'))
     if tasks.path and tasks.path not in keys_by_path:
       sources.append(source)
-      keys_by_path[tasks.path] = settings.path_key(tag)
+      keys_by_path[tasks.path] = settings.task_key(tag, 'path')
   if not sources:
     raise ConfigError(
       'a random model needs texts to train its tokenizer on: set '

@@ -505,17 +505,20 @@ class RunSettings:
       value = value[part]
     return value
 
-  def path_key(self, tag: str) -> str:
-    """Returns the key that says where the tasks of a tag come from."""
-    tag_path = self.text(f'env.{tag}').get('dataset', {}).get('path')
-    return f'env.{tag}.dataset.path' if tag_path else 'dataset.path'
+  def task_key(self, tag: str, field: str) -> str:
+    """Returns the key that sets a field of a tag's tasks, such as 'path'."""
+    own_section = self.text(f'env.{tag}').get('dataset', {})
+    section = f'env.{tag}.dataset' if own_section.get(field) else 'dataset'
+    return f'{section}.{field}'
 
-  def eval_path_key(self, name: str) -> str:
-    """Returns the key that says where the tasks of an evaluation set come from."""
-    if self.text('eval').get('sets', {}).get(name, {}).get('path'):
-      return f'eval.sets.{name}.path'
+  def eval_task_key(self, name: str, field: str) -> str:
+    """Returns the key that sets a field of an evaluation set's tasks."""
+    if self.text('eval').get('sets', {}).get(name, {}).get(field):
+      return f'eval.sets.{name}.{field}'
     evaluation = self.eval.sets[name]
-    return 'eval.path' if evaluation.path else self.path_key(evaluation.tag)
+    if field == 'path' and evaluation.path:
+      return 'eval.path'
+    return self.task_key(evaluation.tag, field)
 
   def naming(self, key: str) -> contextlib.AbstractContextManager[None]:
     """Makes the errors of a block begin with a config key and its value.

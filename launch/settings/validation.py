@@ -145,7 +145,7 @@ def validate_consistency(settings: RunSettings) -> None:
   if settings.plays and not 0 <= least_samples <= algorithm.group_size:
     raise ConfigError(
       f'--config.rollout.min_group_size={least_samples}: must be in '
-      f'[0, {algorithm.group_size}], up to algorithm.group_size'
+      f'[0, {algorithm.group_size}], as a group has {algorithm.group_size} samples'
     )
   if 'values' in requirements.needs(algorithm) and algorithm.value_loss is None:
     raise ConfigError(

@@ -38,7 +38,7 @@ SETTINGS = {
   '--config.batch.length_buckets=(16,32)': 'the largest must hold batch.max_length=64',
   '--config.batch.length_buckets=(64,128)': '128 is longer than any row',
   '--config.algorithm.group_size=0': 'group_size=0',
-  '--config.rollout.min_group_size=9': 'min_group_size must lie within [0, 8]',
+  '--config.rollout.min_group_size=9': 'min_group_size=9: must be in [0, 8]',
   '--config.cluster.num_engines=2': 'num_engines=2: needs --config.cluster.ray=true',
   '--config.cluster.num_workers=3': 'num_workers=3: needs --config.cluster.ray=true',
   '--config.cluster.address=10': 'address=10: needs --config.cluster.ray=true',
@@ -76,6 +76,10 @@ SETTINGS = {
   ),
   '--config.algorithm.correction=tis(cap=0)': 'cap=0 must be above 0',
   '--config.algorithm.policy_loss=mix(mu=2)': 'mu=2 must be in [0, 1]',
+  '--config.algorithm.correction=mis(low=3)': 'low=3 must be at most high=2.0',
+  '--config.env.arithmetic.env_config.grader=exact()+format(tags="a",timeout=0)': (
+    'timeout=0 must be above 0'
+  ),
   '--config.model.remat=dot': "Did you mean 'dots'",
   '--config.optimizer.name=adam': "Did you mean 'adamw'",
   '--config.optimizer.lr_schedule=cosin': "Did you mean 'cosine'",
@@ -114,9 +118,6 @@ OUT_OF_RANGE = {
     'code(seconds=-1)': 'seconds=-1 must be above 0',
     'code(memory_mb=-1)': 'memory_mb=-1 must be above 0',
   },
-  'env.arithmetic.env_config.grader': {
-    'format(tags="a",timeout=0)': 'timeout=0 must be above 0',
-  },
   'env.arithmetic.timeouts': {'reset=-1': 'reset=-1 must be at least 0'},
   'env.arithmetic.max_steps': {'-1': 'max_steps=-1: must be at least 1'},
   'rollout.engine': {
@@ -124,7 +125,7 @@ OUT_OF_RANGE = {
     'jax(decode_steps=0)': 'decode_steps=0 must be at least 1',
     'jax(decode_threads=-1)': 'decode_threads=-1 must be at least 0',
   },
-  'rollout.min_group_size': {'-1': 'must be in [0, 8], up to algorithm.group_size'},
+  'rollout.min_group_size': {'-1': 'must be in [0, 8], as a group has 8 samples'},
   'batch.length_buckets': {
     '(-1,64)': '(-1, 64): each length must be at least 1',
     '(0,64)': '(0, 64): each length must be at least 1',
@@ -142,11 +143,10 @@ OUT_OF_RANGE = {
   'algorithm.kl_coef': {'-1': 'must be at least 0'},
   'algorithm.kl_loss': {'k2(coef=-1)': 'coef=-1 must be at least 0'},
   'algorithm.entropy_loss': {'entropy_loss(coef=-1)': 'coef=-1 must be at least 0'},
+  'algorithm.advantage': {'clip_b(mu=-1)': 'mu=-1 must be at least 0'},
   'algorithm.policy_loss': {
-    'clip_b(mu=-1)': 'mu=-1 must be at least 0',
     'rec(regulariser_coef=-1)': 'regulariser_coef=-1 must be at least 0',
   },
-  'algorithm.correction': {'mis(low=3)': 'low=3 must be at most high=2.0'},
 }
 # What names a file begins with the key that named it.
 NAMED = {
@@ -192,6 +192,24 @@ def test_a_coefficient_out_of_range(tmp_path, capsys, algorithm, option):
     config=f'{runs.DEBUG}:{algorithm}',
   )
   assert f'--config.algorithm.{option}=-1.0: must be at least 0' in error
+
+
+def test_wrong_keys_of_rows_are_named_with_their_key(tmp_path, capsys):
+  path = jsonl(tmp_path / 'rows.jsonl', [{**GOOD, 'level': 1}] * 4)
+  options = (
+    f'--config.env.arithmetic.dataset.path={path}',
+    '--config.env.arithmetic.dataset.keys=question=ask',
+  )
+  error = refused(tmp_path, capsys, *options)
+  assert error.startswith(f'error: {options[1]}: row 0 of dataset')
+  assert "no key 'ask'; its keys are question, answer" in error
+
+
+def test_rows_of_experts_that_cannot_be_read_are_named_with_their_key(tmp_path, capsys):
+  option = '--config.dataset.expert_path=absent.jsonl'
+  error = refused(tmp_path, capsys, option, config=f'{runs.DEBUG}:mix_chord')
+  assert error.startswith(f"error: {option}: dataset 'absent.jsonl' does not exist")
+  assert 'algorithm.sampler' not in error
 
 
 @pytest.mark.parametrize('option', NAMED, ids=lambda text: text[9:35])

@@ -64,5 +64,7 @@ def make_sampler(sampler: Component, source: GroupSource) -> Sampler:
   try:
     return sampler_class(source, **options)
   except ConfigError as error:
+    if str(error).startswith('--config.'):  # the source names the key of its rows
+      raise
     where = f'--config.algorithm.sampler={component_name(sampler, whole=True)}'
     raise ConfigError(f'{where}: {error}') from error
