@@ -20,7 +20,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 FILE_MODULE_PREFIX = 'jaxrl_user_'  # of the modules of users' files
 # An error lists at most so many names, and of more only those most like what was given.
@@ -386,14 +386,12 @@ def _check_ranges(
   all_values = defaults(fn) | dict(options)
   ascending = getattr(fn, '__dict__', {}).get('ascending_options', ())
   for low, high in itertools.pairwise(ascending):
-    ends = all_values.get(low), all_values.get(high)
-    if (
-      options.keys() & {low, high} and all(map(_is_number, ends)) and ends[0] > ends[1]
-    ):
-      raise ConfigError(f'{where}: {low}={ends[0]} must be at most {high}={ends[1]}')
+    least, most = all_values.get(low), all_values.get(high)
+    if _is_number(least) and _is_number(most) and least > most:
+      raise ConfigError(f'{where}: {low}={least} must be at most {high}={most}')
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
 

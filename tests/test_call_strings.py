@@ -70,6 +70,50 @@ def test_wrong_options_say_what_is_wrong_and_what_exists(options, words):
     assert word in str(error.value)
 
 
+@call_strings.option_ranges(
+  share=call_strings.SHARE, divisor=call_strings.NOT_ZERO, ascending=('low', 'high')
+)
+def bounded(
+  *, share: float | None = 0.5, divisor=1.0, low=0.0, high: float | str = 1.0
+): ...
+
+
+@pytest.mark.parametrize(
+  'options', [{'share': None}, {'share': 1}, {'divisor': -1}, {'low': 2, 'high': 'max'}]
+)
+def test_numbers_within_declared_ranges_pass(options):
+  call_strings.check_options(bounded, options, 'here')
+
+
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    ({'share': 1.5}, 'here: share=1.5 must be in [0, 1]'),
+    ({'share': float('nan')}, 'here: share=nan must be in [0, 1]'),
+    ({'divisor': 0}, 'here: divisor=0 must not be 0'),
+    ({'low': 2}, 'here: low=2 must be at most high=1.0'),
+    ({'high': -1}, 'here: low=0.0 must be at most high=-1'),
+  ],
+)
+def test_a_number_outside_a_declared_range_is_refused(options, message):
+  with pytest.raises(ConfigError) as error:
+    call_strings.check_options(bounded, options, 'here')
+  assert str(error.value) == message
+
+
+def test_a_derived_class_does_not_inherit_ranges():
+  @call_strings.option_ranges(size=call_strings.POSITIVE, ascending=('size', 'most'))
+  class Base:
+    def __init__(self, *, size=1, most=2): ...
+
+  class Derived(Base):
+    def __init__(self, *, size=1): ...
+
+  with pytest.raises(ConfigError, match='must be above 0'):
+    call_strings.check_options(Base, {'size': 0}, 'here')
+  call_strings.check_options(Derived, {'size': -1}, 'here')
+
+
 def test_private_parameters_are_not_options():
   def component(*, size=1, _ray_trace_ctx=None):
     return size

@@ -413,13 +413,20 @@ def _options(function: Callable[..., Any], name: str, prefix: str = '') -> str:
   rows = []
   for option, value in options.items():
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    limits = components.allowed_range(name, option) if is_number else None
+    limits = call_strings.declared_ranges(function).get(option)
+    if limits is None and is_number and _is_of_algorithms(function):
+      limits = components.allowed_range(name, option)
     note = _escape(notes.get(option, ''))
     note += f' ({_escape(str(limits))})' if limits else ''
     rows.append(
       (f'`{prefix}{option}`', _annotation(types, option), _value(value), note)
     )
   return _table('option | type | default | meaning', rows)
+
+
+def _is_of_algorithms(function: Callable[..., Any]) -> bool:
+  """Returns whether OPTION_RANGES is about a function's options."""
+  return function.__module__.startswith(('jaxrl.algorithms.', 'jaxrl.functional.'))
 
 
 def _annotation(types: Mapping[str, Any], option: str) -> str:

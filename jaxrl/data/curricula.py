@@ -159,7 +159,7 @@ class BanditCurriculum(Curriculum):
     candidates: The number of rows examined per draw; 0 examines all.
 
   Raises:
-    DataError: If an option is out of range.
+    DataError: If `prior` is not two positive numbers.
   """
 
   def __init__(
@@ -174,13 +174,8 @@ class BanditCurriculum(Curriculum):
     candidates: int = 32,
   ):
     super().__init__(rows, seed)
-    valid_prior = isinstance(prior, tuple | list) and len(prior) == 2 and min(prior) > 0
-    if not valid_prior or not 0 <= target <= 1 or not 0 < decay <= 1 or candidates < 0:
-      raise DataError(
-        f'curriculum bandit: target={target} must lie within [0, 1], decay={decay} '
-        f'within (0, 1], prior={prior} be two positive numbers, and '
-        f'candidates={candidates} not negative'
-      )
+    if not isinstance(prior, tuple | list) or len(prior) != 2 or min(prior) <= 0:
+      raise DataError(f'curriculum bandit: prior={prior} must be two positive numbers')
     self._target = target
     self._sampling = sampling
     self._decay = decay

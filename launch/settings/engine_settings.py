@@ -107,6 +107,11 @@ def _check_jax(
       'router_replay out: in exact mode, engine and learner choose the same '
       'experts anyway'
     )
+  buckets = options.get('prompt_buckets') or (1,)
+  if not isinstance(buckets, tuple | list) or min(buckets) < 1:
+    raise ConfigError(
+      f'{where}: prompt_buckets={buckets} must be lengths of at least 1, as in (32, 64)'
+    )
   decode_threads = options.get('decode_threads') or 1  # 0 lets the engine choose
   if reason := decode_threads_error(decode_threads, max_num_seqs, exact=exact):
     raise ConfigError(f'{where}: {reason}')

@@ -232,5 +232,7 @@ def test_wrong_names_and_options():
     draws('shufle', [0])
   with pytest.raises(ConfigError, match='target'):
     draws('bandit(targt=1)', [0])
-  with pytest.raises(DataError, match='decay=0'):
+  with pytest.raises(ConfigError, match='decay=0 must be in'):
     draws('bandit(decay=0)', [0])
+  with pytest.raises(DataError, match='two positive numbers'):
+    draws('bandit(prior=(0, 1))', [0])

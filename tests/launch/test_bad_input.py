@@ -122,6 +122,7 @@ OUT_OF_RANGE = {
   'env.arithmetic.max_steps': {'-1': 'max_steps=-1: must be at least 1'},
   'rollout.engine': {
     'jax(max_stop_ids=-1)': 'max_stop_ids=-1 must be at least 1',
+    'jax(prompt_buckets=(-1,))': 'must be lengths of at least 1',
     'jax(decode_steps=0)': 'decode_steps=0 must be at least 1',
     'jax(decode_threads=-1)': 'decode_threads=-1 must be at least 0',
   },
