@@ -135,7 +135,7 @@ def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys
   file, _, line = place.partition(':')
   source = (ROOT / file).read_text().splitlines()
   if callable(value):
-    here = ' '.join(source[int(line) - 1 : int(line) + 3])
+    here = ' '.join(source[int(line) - 1 : int(line) + 6])
     assert call_strings.unwrap(value).__name__ in here
 
 

@@ -127,7 +127,7 @@ def test_vllm_takes_its_options_by_name(installed):
   [
     ('vlm', True, "Did you mean 'vllm'"),
     ('jax(prefil_tokens=1)', False, "Did you mean 'prefill_tokens'"),
-    ('jax(decode_steps=0)', False, 'decode_steps must be at least 1'),
+    ('jax(decode_steps=0)', False, 'decode_steps=0 must be at least 1'),
     (
       'jax(decode_threads=3)',
       False,

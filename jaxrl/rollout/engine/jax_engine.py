@@ -67,9 +67,7 @@ class DecodeResult:
 
 
 @option_ranges(
-  max_num_seqs=AT_LEAST_ONE,
   decode_threads=NOT_NEGATIVE,
-  max_length=AT_LEAST_ONE,
   decode_steps=AT_LEAST_ONE,
   prefill_tokens=AT_LEAST_ONE,
   max_stop_ids=AT_LEAST_ONE,
