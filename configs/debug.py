@@ -12,7 +12,7 @@ MODEL = (
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the smallest config that exercises every part."""
   config = quickstart.get_config(algorithm)
-  config.algorithm = base.get_config(algorithm).algorithm  # as its paper has it
+  config.algorithm = base.get_config(algorithm).algorithm  # the preset's own defaults
   config.num_steps = 3
   config.model.random = MODEL
   config.dataset.limit = 100

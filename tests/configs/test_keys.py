@@ -27,6 +27,7 @@ def known():
   keys = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.dotted_keys(config)}
   keys |= {f'trajectory_dump.{name}' for name in defaults(open_dump)}
   keys |= {f'logging.{name}' for name in defaults(read_logging)}
+  keys |= {f'eval.sets.<name>.{name}' for name in defaults(base.eval_set_options)}
   for name in registry.names():
     keys |= {f'algorithm.{option}' for option in registry.builder_options(name)}
   return keys
@@ -40,7 +41,9 @@ def test_every_key_exists():
   missing = {
     key
     for key in mentions
-    if key not in keys and not key.startswith(('env.<tag>.env_config', 'env.<tag>.*'))
+    if key not in keys
+    and not key.startswith('env.<tag>.env_config')
+    and not (key.endswith('.*') and any(k.startswith(key[:-1]) for k in keys))
   }
   assert not missing
 
