@@ -122,9 +122,13 @@ def _compiled(fn, tree, arrays, constants):
 
 
 def with_one_policy(columns: Mapping[str, Any]) -> dict[str, Any]:
-  """The same columns, with every other policy's log-probs exactly the policy's own."""
+  """The same columns, with every other policy's log-probs exactly the policy's own.
+
+  So are the critic's old values its own.
+  """
   names = ('old_logprobs', 'rollout_logprobs', 'ref_logprobs', 'teacher_logprobs')
-  return dict(columns) | dict.fromkeys(names, columns['logprobs'])
+  same = dict(columns) | dict.fromkeys(names, columns['logprobs'])
+  return same | ({'old_values': columns['values']} if 'values' in columns else {})
 
 
 def end_to_end(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:

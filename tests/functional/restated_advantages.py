@@ -192,7 +192,7 @@ def reinforce(c, o):
 def reinforce_plus_plus(c, o):
   out = to_go(c, o.get('gamma', 1.0))
   if o.get('baseline') == 'group':
-    out = out - _each_group(c, lambda v: 0 * v + v.mean())
+    out = out - _each_group(c, lambda v: 0 * v + (v.mean() if len(v) > 1 else 0))
   return whiten(np.where(c['mask'], out, 0), c['mask'])
 
 

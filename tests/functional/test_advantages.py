@@ -209,6 +209,10 @@ def test_std_threshold_drops_groups_without_contrast():
     'step_wise_grpo',
     'cod',
     'normalise',
+    'clip_b',
+    'clip_v',
+    'grpo_distill',
+    'remax',
   ],
 )
 def test_a_sample_without_others_keeps_its_return(name):
@@ -221,10 +225,26 @@ def test_a_sample_without_others_keeps_its_return(name):
     'episode_ids': runs,
     'turn_ids': jnp.zeros(3, jnp.int32),
     'state_hash': jnp.array([7, 7, 8]),
+    'greedy_mask': jnp.array([False, True, False]),
+    **dict.fromkeys(
+      ('old_logprobs', 'teacher_logprobs', 'entropy', 'nec'), 0 * rewards
+    ),
   }
   options = {'mean': 'group', 'std': 'group'} if name == 'normalise' else {}
   out = components.call_component(getattr(advantages, name), columns, options)
   np.testing.assert_allclose(out.advantages[2, 0], 5, rtol=1e-5)
+
+
+def test_a_sample_without_others_where_the_advantage_is_no_difference():
+  """It is the best of its group, and 0 is subtracted before a batch is whitened."""
+  columns = columns_of([1, 0, 5], [0, 0, 1])
+  best = advantages.best_of_group(*columns)
+  np.testing.assert_array_equal(best.advantages[:, 0], [1, 0, 1])
+  whitened = advantages.reinforce_plus_plus(*columns, baseline='group').advantages
+  wanted = np.array([0.5, -0.5, 5]) - 5 / 3
+  ratio = whitened[:, 0] / wanted
+  np.testing.assert_allclose(ratio, ratio[0], rtol=1e-5)
+  assert ratio[0] > 0
 
 
 def test_opmd_logavgexp_by_hand():

@@ -24,14 +24,17 @@ FLOATS = ('logprobs', 'old_logprobs', 'advantages', 'entropy', 'values', 'old_va
 
 
 def compare(case, argument='logprobs', jit=True, scale=0.0):
-  """Value and gradient on the rows of all batches.
+  """Value and gradient on the rows of all batches, and on those of one policy.
+
+  That is where a step begins: the policy is the one that sampled, and the reference.
 
   scale: what either is at least measured against, beside its own size.
   """
   columns = harness.end_to_end(harness.stacked())
   weights = harness.random_weights(columns)
   run = harness.loss_and_gradient(case, argument, jit)
-  check_restated(case, run, columns, weights, argument, scale)
+  for given in (columns, harness.with_one_policy(columns)):
+    check_restated(case, run, given, weights, argument, scale)
   return run, columns, weights
 
 
@@ -62,8 +65,6 @@ def test_equals_the_restatement_in_value_and_gradient(case):
     plain, rubbish = run(columns, weights), run(poisoned, weights)
     np.testing.assert_array_equal(first(rubbish[0]), first(plain[0]))
     np.testing.assert_array_equal(rubbish[1], plain[1])
-  # Where a step begins: the policy is the one that sampled, and the reference.
-  check_restated(case, run, harness.with_one_policy(columns), weights)
 
 
 @pytest.mark.parametrize('case', RECS, ids=str)
@@ -101,7 +102,12 @@ def test_m2po_equals_the_restatement(case):
   columns = harness.stacked()
   weights = harness.random_weights(columns)
   pair = harness.each(lambda both: harness.loss_and_gradient(case)(*both))
-  (loss, metrics), gradients = pair((columns, weights))
+  for given in (columns, harness.with_one_policy(columns)):
+    check_m2po(case, pair((given, weights)), given, weights)
+
+
+def check_m2po(case, out, columns, weights):
+  (loss, metrics), gradients = out
   check_metrics((loss, metrics, gradients))
   for seed, batch in enumerate(harness.unstacked(harness.wide(columns))):
     what = f'{case} on batch {seed}'

@@ -30,10 +30,22 @@ def paired(seed):
 
 @pytest.mark.parametrize('case', PAIRS, ids=str)
 def test_value_and_gradient_equal_the_restatement(case):
-  """The pairs of all batches, and rubbish where there is no action token."""
+  """The pairs of all batches, also of a policy that is still its own reference.
+
+  Rubbish where there is no action token changes nothing.
+  """
   columns = all_pairs()
   weights = np.asarray(pair_weights(columns['pair_ids']))
   run = harness.loss_and_gradient(case)
+  for given in (harness.with_one_policy(columns), columns):
+    out, gradient = check_restated(case, run, given, weights)
+  rubbish = run(harness.poisoned(columns, ('logprobs', 'ref_logprobs')), weights)
+  np.testing.assert_array_equal(rubbish[0][0], out[0])
+  np.testing.assert_array_equal(rubbish[1], gradient)
+
+
+def check_restated(case, run, columns, weights):
+  """Compares what `run` gives for some columns with the restatement, and returns it."""
   out, gradient = run(columns, weights)
   wide = harness.wide(columns)
   # Sums over a row reach ±300, so the margin carries their rounding.
@@ -45,9 +57,7 @@ def test_value_and_gradient_equal_the_restatement(case):
   scale = harness.row_scale(exact) + 30 * weights[:, None]
   harness.assert_close(gradient, exact, scale, f'gradient of {case}')
   assert np.all(gradient[~columns['mask']] == 0)
-  rubbish = run(harness.poisoned(columns, ('logprobs', 'ref_logprobs')), weights)
-  np.testing.assert_array_equal(rubbish[0][0], out[0])
-  np.testing.assert_array_equal(rubbish[1], gradient)
+  return out, gradient
 
 
 @functools.cache

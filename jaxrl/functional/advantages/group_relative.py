@@ -310,6 +310,9 @@ def best_of_group(
 ) -> Advantages:
   """Computes A = 1[R = max of its group], without the rest (RAFT, arXiv 2304.06767).
 
+  The sample of a group of one is its best, and is kept if R > threshold: nothing is
+  subtracted here, so the rule for single samples has no effect.
+
   Args:
     rewards: `[B, T]` float, the reward at each token.
     mask: `[B, T]` bool, True at action tokens.
@@ -345,7 +348,7 @@ def clip_b(
 
   S_t = e^p(H + p) tells how a token's update moves the entropy. Tokens with A < 0 and S
   < mean(S) − μσ are dropped, σ being the population standard deviation of S over action
-  tokens.
+  tokens. A is that of `grpo`, so a group of one has A = R.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.
@@ -387,7 +390,8 @@ def clip_v(
 
   Tokens with A < 0 and D = NEC − S > μσ are dropped, with S as in `clip_b` and σ the
   population standard deviation of D over action tokens. When too many would be dropped,
-  the max(⌊max_frac·tokens⌋, 1) with the largest D are.
+  the max(⌊max_frac·tokens⌋, 1) with the largest D are. A is that of `grpo`, so a group
+  of one has A = R.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.

@@ -131,6 +131,9 @@ def reinforce_plus_plus(
 ) -> Advantages:
   """Computes A = whiten(Σ_k γ^k r_{t+k}) over the batch (arXiv 2501.03262).
 
+  With baseline='group', a group of one has the baseline 0, so that its return is
+  whitened as it is.
+
   Args:
     rewards: `[B, T]` float, the reward at each token.
     mask: `[B, T]` bool, True at action tokens.
@@ -150,7 +153,8 @@ def reinforce_plus_plus(
     stats = reductions.group_stats(
       scores, reductions.group_of_episode(group_ids, episode_ids)
     )
-    advantages = returns - reductions.episode_to_tokens(stats.mean, episode_ids, mask)
+    mean = jnp.where(stats.count == 1, 0, stats.mean)
+    advantages = returns - reductions.episode_to_tokens(mean, episode_ids, mask)
   elif baseline != 'none':
     raise ValueError(f"baseline is {baseline!r}; it must be 'none' or 'group'")
   return Advantages(reductions.whiten(advantages, jnp.asarray(mask, bool)), returns)
@@ -167,6 +171,9 @@ def remax(
   gamma: float = 1.0,
 ) -> Advantages:
   """Computes A_t = Σ_k γ^k r_{t+k} − R of the greedy rollout (ReMax, arXiv 2310.10505).
+
+  The samples of a group are not compared with each other: one sample beside the greedy
+  rollout is enough. Without a greedy rollout, the baseline is 0.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.
@@ -255,6 +262,8 @@ def grpo_distill(
   std_over: Literal['group', 'batch'] = 'group',
 ) -> Advantages:
   """Computes A_grpo − c·(log π_student − log π_teacher) (arXiv 2402.03300, 2306.08543).
+
+  A_grpo is that of `grpo`, so it is R in a group of one.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.
