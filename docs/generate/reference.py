@@ -21,6 +21,7 @@ from launch.logging.metric_descriptions import HEALTHY_RANGES, METRIC_DESCRIPTIO
 from launch.settings.component_kinds import (
   KINDS,
   ComponentKind,
+  component_docstring,
   defined_at,
   load_component,
 )
@@ -347,16 +348,20 @@ def _kind(kind: ComponentKind) -> str:
   keys = ', '.join(f'`{key}`' for key in kind.keys)
   text = f'# {_title(kind)}\n\n{_escape(_capital(kind.what))}. Named by {keys}'
   text += '; more can be joined by `+`.' if kind.name in _JOINED else '.'
-  text += ' Your own: [extending](../../extending.md).\n\n'
+  if kind.accepts:
+    text += ' Your own: [extending](../../extending.md).\n\n'
+  else:
+    text += ' All are built in; a file of your own cannot add one.\n\n'
   if kind.name in describe_slots():
     text += _escape(describe.SYMBOLS.replace('\n', ' ')) + '\n\n'
+  formulas = {**FORMULAS, 'aggregation': AGGREGATIONS}.get(kind.name, {})
   for name, component in kind.built_in().items():
-    shown = FORMULAS.get(kind.name, {}).get(name, '')
+    shown = formulas.get(name, '')
     text += _component(name, component, typeset(shown)) + '\n'
   return text
 
 
-_JOINED = ('group_filter', 'reward_shaper', 'grader', 'metric_sink')
+_JOINED = ('group_filter', 'reward_shaper', 'grader', 'metric_sink', 'tool')
 
 
 def describe_slots() -> set[str]:
@@ -391,7 +396,7 @@ def _component(
   except ImportError as error:
     return text + f'Needs a package that is not installed here: {_escape(str(error))}\n'
   if callable(value):
-    doc = inspect.getdoc(value) or ''
+    doc = component_docstring(value)
   else:  # a model family, whose file describes it
     module = importlib.import_module(str(component).rpartition(':')[0])
     doc = inspect.getdoc(module) or ''
@@ -464,7 +469,7 @@ def _paper(text: str) -> str:
 
 def _title(kind: ComponentKind) -> str:
   names = {'env': 'Environments', 'kl_loss': 'KL losses', 'kl_penalty': 'KL penalties'}
-  names['kl_controller'] = 'KL controllers'
+  names |= {'kl_controller': 'KL controllers', 'lr_schedule': 'Learning rate schedules'}
   return names.get(kind.name) or _capital(kind.plural.replace('_', ' '))
 
 

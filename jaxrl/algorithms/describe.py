@@ -67,11 +67,19 @@ def source(text: str) -> str:
   return match.group(1) if match else ''
 
 
-def _row(name: str, text: str, width: int) -> str:
-  """Name, text and source in columns; the text goes on below where it is too long."""
+def _row(name: str, text: str, width: int, defaults: str | None = None) -> str:
+  """Name, text and source in columns; the text goes on below where it is too long.
+
+  Args:
+    name: The name.
+    text: The text, with the source in brackets.
+    width: Of the column of names.
+    defaults: What a last column says; None for no such column.
+  """
   where = source(text)
   number = re.search(r'\d{4}\.\d{5}', where)
   where = number.group() if number else where
+  where += '' if defaults is None else f'  {defaults:8}'
   words = SOURCE.sub('', text).removesuffix('.')
   room = WIDTH - width - 4 - len(where)
   first, *rest = textwrap.wrap(words, room) or ['']
@@ -93,9 +101,12 @@ def algorithms(locations: Iterable[str] = ()) -> str:
     families[FAMILIES[family(registry.make(name))]].append(name)
   families['Your own'] = list(locations)
   width = max(len(n.split(':')[-1]) for names in families.values() for n in names)
-  lines = [f'{"":{width + 3}}{"arXiv":>{WIDTH - width - 4}}']
+  lines = [f'{"arXiv       defaults":>{WIDTH - 1}}']
   for title, names in families.items():
-    rows = [_row(name.split(':')[-1], _saying(name), width) for name in names]
+    rows = [
+      _row(name.split(':')[-1], _saying(name), width, registry.make(name).provenance)
+      for name in names
+    ]
     lines += [title, *rows, ''] if rows else []
   return '\n'.join(lines).rstrip()
 

@@ -57,6 +57,9 @@ def lora_adapters(
   return Lora(rank, float(alpha), ordered, base, send)
 
 
+ADAPTERS = {'lora': lora_adapters}
+
+
 def is_trainable(path: Any) -> bool:
   """Returns True if the parameter at a path is trained.
 

@@ -27,26 +27,32 @@ _POLICIES = jax.checkpoint_policies
 
 
 def _none() -> Policy:
-  """Everything is kept."""
+  """Keeps everything."""
   return None
 
 
 def _full() -> Policy:
+  """Keeps nothing but the input of each layer."""
   return _POLICIES.nothing_saveable
 
 
 def _dots() -> Policy:
-  """Products with weights are kept; those of attention, which have a batch, are not."""
+  """Keeps products with weights, but not those of attention, which have a batch."""
   return _POLICIES.dots_with_no_batch_dims_saveable
 
 
 def _dots_batch() -> Policy:
-  """All matrix products are kept, attention's scores among them."""
+  """Keeps all matrix products, attention's scores among them."""
   return _POLICIES.dots_saveable
 
 
 def _names(*, save: str = 'attention', offload: str = '') -> Policy:
-  """save, offload: names, with commas between, kept on the device or in the host."""
+  """Keeps the activations that are named, on the device or in the host's memory.
+
+  Args:
+    save: Names of what is kept on the device, with commas between.
+    offload: Names of what is kept in the memory of the host.
+  """
   where = f'--config.model.remat=names(save={save!r}, offload={offload!r})'
   chosen = {}
   for option, text in (('save', save), ('offload', offload)):
@@ -63,7 +69,7 @@ def _names(*, save: str = 'attention', offload: str = '') -> Policy:
   )
 
 
-KNOWN = {
+REMAT_POLICIES = {
   'none': _none,
   'full': _full,
   'dots': _dots,
@@ -82,4 +88,4 @@ def policy(call: ComponentCall | str) -> Policy:
   Raises:
     ConfigError: If there is no such policy or option.
   """
-  return build_component(call, KNOWN, 'remat policy', 'model.remat')
+  return build_component(call, REMAT_POLICIES, 'remat policy', 'model.remat')

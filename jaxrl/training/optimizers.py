@@ -202,14 +202,27 @@ class LrDecay(NamedTuple):
 
 
 def _constant() -> LrDecay:
+  """Keeps the learning rate after the warm-up."""
   return LrDecay('constant')
 
 
 def _linear(*, decay_steps: int = 0, final_fraction: float = 0.0) -> LrDecay:
+  """Lets the learning rate fall along a line.
+
+  Args:
+    decay_steps: The learner step at which the decay ends; 0 for the end of the run.
+    final_fraction: The share of the learning rate that is left then.
+  """
   return LrDecay('linear', decay_steps, final_fraction)
 
 
 def _cosine(*, decay_steps: int = 0, final_fraction: float = 0.0) -> LrDecay:
+  """Lets the learning rate fall along half a cosine.
+
+  Args:
+    decay_steps: The learner step at which the decay ends; 0 for the end of the run.
+    final_fraction: The share of the learning rate that is left then.
+  """
   return LrDecay('cosine', decay_steps, final_fraction)
 
 

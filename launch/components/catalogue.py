@@ -13,6 +13,7 @@ from jaxrl.config import describe_options
 from launch.settings.component_kinds import (
   KINDS,
   ComponentKind,
+  component_docstring,
   defined_at,
   find_kind,
   load_component,
@@ -63,6 +64,8 @@ def kind_page(kind: ComponentKind, plugins: Plugins) -> str:
     return describe.algorithms(plugin_components.values())
   lines = textwrap.wrap(f'{kind.plural}: {kind.what}', describe.WIDTH)
   lines += _fold('named by', ', '.join(f'--config.{key}' for key in kind.keys))
+  if not kind.accepts:
+    lines += ['', '  all are built in: a file of your own cannot add one']
   built_in = kind.built_in()
   width = max([len(name) for name in {**built_in, **plugin_components}], default=0)
   for title, components in (('', built_in), ('Your own', plugin_components)):
@@ -94,7 +97,7 @@ def component_pages(name: str, plugins: Plugins) -> list[str]:
   described: dict[Any, list[str]] = {}  # a component of several kinds has one page
   if ':' in name:
     value = call_strings.resolve(name)
-    kinds = [kind.name for kind in KINDS if kind.accepts(value)]
+    kinds = [kind.name for kind in KINDS if kind.accepts and kind.accepts(value)]
     described[name] = kinds or ['algorithm']
   for kind in KINDS:
     components = {**kind.built_in(), **plugins.of(kind.name)}
@@ -104,7 +107,7 @@ def component_pages(name: str, plugins: Plugins) -> list[str]:
   for component, kinds in described.items():
     pages.append(_page(name.split(':')[-1], component, kinds))
   kind = find_kind(name)
-  if kind is not None and (not pages or name == kind.plural):
+  if kind is not None:
     pages.append(kind_page(kind, plugins))
   if not pages:
     known = names | {kind.name for kind in KINDS} | {kind.plural for kind in KINDS}
@@ -161,7 +164,7 @@ def _option_lines(
 
 def _docstring(component: Any, value: Any) -> str:
   if callable(value):
-    return inspect.getdoc(value) or ''
+    return component_docstring(value)
   module = component.rpartition(':')[0]  # of a model family, its file's
   is_file = module.endswith('.py')
   return ('' if is_file else inspect.getdoc(importlib.import_module(module))) or ''

@@ -38,6 +38,7 @@ from jaxrl.rollout.rewards.reward_pipeline import (
 )
 from jaxrl.types import Message, Params
 from launch.runtime.runtime_interface import Runtime
+from launch.settings.call_syntax import with_options_of
 from launch.settings.run_settings import RewardTermSettings, RunSettings
 
 KEY = '--config.rollout.rewards'
@@ -49,9 +50,14 @@ Spawn = Callable[..., Any]  # makes an object of a class, or a handle of one els
 class JudgeEngine(LocalJudgeClient):
   """A judge from a checkpoint, on an engine of its own.
 
-  max_length: tokens of prompt and answer together. concurrency: answers at once.
-  timeout: seconds of one. device_thread: of the devices it shares; None for its own.
-  kernels: as `TransformerLM` has it.
+  Args:
+    folder: the checkpoint.
+    device_thread: of the devices it shares; None for its own.
+    kernels: as `TransformerLM` has it.
+    dtype: data type of the weights.
+    max_length: tokens of prompt and answer together.
+    concurrency: answers at once.
+    timeout: seconds of one answer.
   """
 
   def __init__(
@@ -90,7 +96,17 @@ class JudgeEngine(LocalJudgeClient):
 
 
 class RewardModelEngine(RewardModel):
-  """A reward model from a checkpoint; see `huggingface.load_scorer` for which."""
+  """A reward model from a checkpoint; see `huggingface.load_scorer` for which.
+
+  Args:
+    folder: the checkpoint.
+    device_thread: of the devices it shares; None for its own.
+    kernels: as `TransformerLM` has it.
+    dtype: data type of the weights.
+    max_length: tokens that a conversation may have.
+    batch_size: conversations that are scored together.
+    timeout: seconds that a score may take.
+  """
 
   def __init__(
     self,
@@ -197,13 +213,60 @@ def _env() -> None:
 
 
 def _any(*, otherwise: float | None = None) -> None:
-  """Takes the options that every other term has beside its weight."""
+  """Takes the options that every other term has beside its weight.
+
+  Args:
+    otherwise: score in place of a missing one; without it, the episode fails.
+  """
 
 
 def _served(
   *, checkpoint: str = '', url: str = '', model: str = '', key_env: str = ''
 ) -> None:
-  """Where a judge is served: from a folder, or by the `model` of a server."""
+  """Where a judge is served: from a folder, or by the `model` of a server.
+
+  Args:
+    checkpoint: folder of a model that the run serves itself.
+    url: address of a server up to `/v1`, in place of a folder.
+    model: name of the model on that server.
+    key_env: environment variable that holds the server's key.
+  """
+
+
+def _weight(*, weight: float = 1.0) -> None:
+  """Takes the option that every term has.
+
+  Args:
+    weight: factor of the score in the episode's reward.
+  """
+
+
+def env_reward() -> None:
+  """Counts the environment's own reward; without this term, its weight is 1."""
+
+
+def judge_reward() -> None:
+  """Asks a model to rate an episode, on a scale that is mapped to [0, 1]."""
+
+
+def reward_model_score(*, checkpoint: str = '') -> None:
+  """Scores an episode by a reward model that the run serves.
+
+  Args:
+    checkpoint: folder of the reward model.
+  """
+
+
+def reward_terms() -> dict[str, Callable[..., None]]:
+  """Returns the terms of `rollout.rewards` beside graders, with all their options."""
+  judges = dict.fromkeys((_served, LLMJudge, JudgeEngine, OpenAIJudgeClient), ())
+  model = dict.fromkeys((RewardModelEngine, RewardModelTerm), ())
+  scored = dict.fromkeys((_weight, _any), ())
+  return {
+    'env': with_options_of(env_reward, {_weight: ()}),
+    'judge': with_options_of(judge_reward, {**judges, **scored}),
+    'reward_model': with_options_of(reward_model_score, {**model, **scored}),
+  }
 
 
 def _make_scorer(target: str, options: dict[str, Any], spawn: Spawn) -> Any:

@@ -1,6 +1,5 @@
 """Parse `cluster.*` and `weight_sync.transport`: devices, and how weights travel."""
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from jaxrl.call_strings import (
 )
 from jaxrl.models.lora import Lora
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
-from launch.settings.call_syntax import parse_call, parse_setting
+from launch.settings.call_syntax import parse_call, parse_setting, with_options_of
 from launch.settings.run_settings import (
   ClusterSettings,
   EngineSettings,
@@ -24,15 +23,6 @@ from launch.settings.run_settings import (
 WEIGHTS = '--config.weight_sync.transport'
 PLACEMENT = '--config.cluster.placement'
 
-TRANSPORTS = (
-  'auto',
-  'inprocess',
-  'object_store',
-  'shared_memory',
-  'checkpoint',
-  'nccl',
-  'ipc',
-)
 _GPU_TO_GPU = ('nccl', 'ipc')
 _NEEDS_RAY = ('object_store', 'shared_memory')
 
@@ -94,7 +84,7 @@ def parse_transport(
   if name not in TRANSPORTS:
     raise unknown_name_error(name, TRANSPORTS, 'transport', WEIGHTS)
   folder = str(options.pop('folder', '')) if name == 'checkpoint' else ''
-  check_options(_taking(_option_sources(name)), options, where)
+  check_options(with_options_of(_no_options, _option_sources(name)), options, where)
   _check_dtype(options.get('dtype'), where)
   for option in ('keep', 'full_every', 'chunk_bytes', 'blob_bytes', 'buffer_bytes'):
     if options.get(option, 1) < 1:
@@ -205,19 +195,59 @@ def _adapter_problem(
   return ''
 
 
-def _taking(sources: Mapping[Callable[..., Any], Sequence[str]]) -> Callable[..., None]:
-  """Returns a function that takes the named options of several signatures."""
+def _no_options() -> None:
+  """Takes no options."""
 
-  def taking(**_: Any) -> None:
-    pass
 
-  parameters = [
-    inspect.signature(source).parameters[name]
-    for source, names in sources.items()
-    for name in names
-  ]
-  taking.__signature__ = inspect.Signature(parameters)  # pyright: ignore
-  return taking
+def auto_transport() -> None:
+  """Takes `inprocess` in a single process, and `object_store` under Ray."""
+
+
+def inprocess() -> None:
+  """Passes the learner's arrays to the engine of the same process."""
+
+
+def object_store() -> None:
+  """Puts blobs into the object stores of Ray's nodes; a node fetches each once."""
+
+
+def shared_memory() -> None:
+  """Writes files in memory that all processes of one machine map; needs Ray."""
+
+
+def checkpoint(*, folder: str = '') -> None:
+  """Writes files into a folder that all processes share.
+
+  Args:
+    folder: the folder.
+  """
+
+
+def nccl() -> None:
+  """Sends from one of the learner's GPUs to the GPUs of all vLLM engines; needs Ray."""
+
+
+def ipc() -> None:
+  """Copies within a GPU, from the learner's memory into vLLM's; needs Ray."""
+
+
+TRANSPORTS = {
+  'auto': auto_transport,
+  'inprocess': inprocess,
+  'object_store': object_store,
+  'shared_memory': shared_memory,
+  'checkpoint': checkpoint,
+  'nccl': nccl,
+  'ipc': ipc,
+}
+
+
+def transports() -> dict[str, Callable[..., None]]:
+  """Returns the transports of weights by name, with all of their options."""
+  return {
+    name: with_options_of(function, _option_sources(name))
+    for name, function in TRANSPORTS.items()
+  }
 
 
 def split(*, learners: int = 1, devices: int = 0, memory: float = 0.9) -> None:

@@ -20,11 +20,11 @@ from jaxrl.data.row_formats import RowFormat
 from jaxrl.data.store.store_options import STORE_URL_PREFIX
 from jaxrl.model_loading import random_config
 from jaxrl.models import families
-from jaxrl.models.lora import Lora, lora_adapters
+from jaxrl.models.lora import ADAPTERS, Lora
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.weights.weight_sync import SYNC_POLICIES, SyncPolicy
-from jaxrl.training.batching.packing_plan import Packing, first_fit
+from jaxrl.training.batching.packing_plan import PACKINGS, Packing
 from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.staleness import STALENESS_POLICIES, StalenessLimit
 from launch.settings.call_syntax import (
@@ -42,8 +42,9 @@ def parse_lora(text: str) -> Lora | None:
   Raises:
     ConfigError: if the text or an option is wrong.
   """
-  known = {'lora': lora_adapters}
-  return parse_component(text, known, 'kind of adapter', 'model.lora') if text else None
+  if not text:
+    return None
+  return parse_component(text, ADAPTERS, 'kind of adapter', 'model.lora')
 
 
 def parse_packing(text: str) -> Packing | None:
@@ -52,8 +53,7 @@ def parse_packing(text: str) -> Packing | None:
   Raises:
     ConfigError: if the text or an option is wrong.
   """
-  known = {'first_fit': first_fit}
-  return parse_component(text, known, 'packing', 'batch.packing') if text else None
+  return parse_component(text, PACKINGS, 'packing', 'batch.packing') if text else None
 
 
 def parse_sync_policy(text: str) -> SyncPolicy:

@@ -14,6 +14,8 @@ from typing import Any
 
 from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry
+from jaxrl.call_strings import ConfigError
+from jaxrl.data.row_sources import GENERATE_PREFIX
 from jaxrl.functional import components
 from jaxrl.types import Algorithm
 
@@ -29,18 +31,21 @@ class ComponentKind:
     keys: The dotted config keys that name one; `*` stands for any one part of a key.
     what: What such a component does, in one line.
     built_in: Returns the built-in ones by name, as objects or as locations.
-    accepts: Returns whether an object of a user's file is of this kind.
+    accepts: Returns whether an object of a user's file is of this kind; None if all
+      components of the kind are built in.
     other_names: Names that the keys take beside those of components.
     is_open: Whether the keys also take texts that name no component, such as paths.
+    prefix: What the keys write before the name of a component.
   """
 
   name: str
   keys: tuple[str, ...]
   what: str
   built_in: Callable[[], Components]
-  accepts: Callable[[Any], bool]
+  accepts: Callable[[Any], bool] | None = None
   other_names: tuple[str, ...] = ()
   is_open: bool = False
+  prefix: str = ''
 
   @property
   def plural(self) -> str:
@@ -49,7 +54,7 @@ class ComponentKind:
       return f'{self.name[:-2]}a'
     if self.name.endswith('y'):
       return f'{self.name[:-1]}ies'
-    return f'{self.name}es' if self.name.endswith('ss') else f'{self.name}s'
+    return f'{self.name}es' if self.name.endswith(('ss', 'x')) else f'{self.name}s'
 
 
 def _table(location: str) -> Callable[[], Components]:
@@ -156,10 +161,63 @@ def _families() -> Mapping[str, str]:
   return families.BUILT_IN
 
 
+def _is_generator(value: Any) -> bool:
+  return inspect.isfunction(value) and _arguments(value) == ['split']
+
+
+def _is_agent(value: Any) -> bool:
+  from jaxrl.envs.agents.function_agent import AGENT_ARGUMENTS
+
+  names = _arguments(value) if inspect.isfunction(value) else []
+  return bool(names) and set(names) <= set(AGENT_ARGUMENTS)
+
+
+def _is_tool(value: Any) -> bool:
+  """Functions whose arguments a model can be told the types of, and providers."""
+  if not inspect.isfunction(value):
+    return _has_methods('start', 'call', 'close')(value)
+  if any(is_other(value) for is_other in (_is_generator, _is_agent, _is_grader)):
+    return False
+  if not inspect.getdoc(value) or not _arguments(value):
+    return False
+  from jaxrl.envs.tools.function_tool import function_schema
+
+  try:
+    parameters = function_schema(value, '')['function']['parameters']
+  except (ConfigError, NameError, TypeError):  # such as names of types that are unknown
+    return False
+  return all(parameters['properties'].values())
+
+
 def _is_part(value: Any) -> bool:
   """Any other function is a component of algorithms."""
-  others = (builds_algorithm, _is_group_filter, _is_reward_shaper, _is_grader)
+  others = (
+    *(builds_algorithm, _is_group_filter, _is_reward_shaper, _is_grader),
+    *(_is_generator, _is_agent, _is_tool),
+  )
   return inspect.isfunction(value) and not any(is_other(value) for is_other in others)
+
+
+def _aggregations() -> Components:
+  """Returns the modes of aggregation, with their lines of one function's docstring."""
+  from jaxrl.functional import aggregation
+
+  function, modes = aggregation.token_weights, {}
+  length = inspect.signature(function).parameters['length']
+  for name in aggregation.MODES:
+    mode: Any = functools.partial(function, mode=name)
+    line = re.search(rf'^ +{name}: (.+)$', inspect.getdoc(function) or '', re.M)
+    mode.__doc__ = f'Computes {line[1]}' if line else ''
+    takes = [length] if name == 'sequence_mean_token_sum_norm' else []
+    mode.__signature__ = inspect.Signature(takes)
+    modes[name] = mode
+  return modes
+
+
+def _stores() -> Components:
+  from jaxrl.data.store.store_options import reader_options
+
+  return {'store': reader_options}
 
 
 def _presets() -> Components:
@@ -246,6 +304,36 @@ KINDS: tuple[ComponentKind, ...] = (
     other_names=('env', 'judge', 'reward_model'),
   ),
   ComponentKind(
+    'tool',
+    ('env.*.env_config.tools',),
+    'what the model can call in the environment tool_use',
+    _table('jaxrl.envs.tools.toolbox:TOOLS'),
+    _is_tool,
+  ),
+  ComponentKind(
+    'agent',
+    ('env.*.env_config.agent',),
+    "plays an episode of the environment agent through OpenAI's API",
+    _none,
+    _is_agent,
+    is_open=True,
+  ),
+  ComponentKind(
+    'generator',
+    (
+      'dataset.path',
+      'dataset.expert_path',
+      'env.*.dataset.path',
+      'eval.path',
+      'eval.sets.*.path',
+      'sft.path',
+    ),
+    "makes the rows of a data set, in place of a file: 'generate:NAME'",
+    _table('jaxrl.data.row_sources:GENERATORS'),
+    _is_generator,
+    prefix=GENERATE_PREFIX,
+  ),
+  ComponentKind(
     'curriculum',
     ('dataset.curriculum', 'env.*.dataset.curriculum'),
     'chooses the rows that are drawn',
@@ -281,6 +369,96 @@ KINDS: tuple[ComponentKind, ...] = (
     _table('jaxrl.rollout.engine:ENGINES'),
     _derives('jaxrl.rollout.engine.engine_base:EngineBase'),
   ),
+  ComponentKind(
+    'reward_term',
+    ('rollout.rewards',),
+    'what may stand in rollout.rewards beside graders',
+    lambda: call_strings.resolve('launch.components.reward_terms:reward_terms')(),
+  ),
+  ComponentKind(
+    'aggregation',
+    ('algorithm.aggregation',),
+    'turns the losses of tokens into one number',
+    _aggregations,
+  ),
+  ComponentKind(
+    'row_format',
+    ('env.*.row_format',),
+    'turns an episode into training rows',
+    _table('jaxrl.rollout.episodes.row_format:ROW_FORMATS'),
+  ),
+  ComponentKind(
+    'staleness_policy',
+    ('rollout.staleness_policy',),
+    'what happens to tokens of old weights',
+    _table('jaxrl.training.staleness:STALENESS_POLICIES'),
+  ),
+  ComponentKind(
+    'sync_policy',
+    ('weight_sync.policy',),
+    'when engines get new weights',
+    _table('jaxrl.rollout.weights.weight_sync:SYNC_POLICIES'),
+  ),
+  ComponentKind(
+    'transport',
+    ('weight_sync.transport',),
+    'how new weights reach the engines',
+    lambda: call_strings.resolve('launch.settings.cluster_settings:transports')(),
+  ),
+  ComponentKind(
+    'placement',
+    ('cluster.placement',),
+    'which devices learner and engines have',
+    _table('launch.settings.cluster_settings:PLACEMENTS'),
+  ),
+  ComponentKind(
+    'packing',
+    ('batch.packing',),
+    'places several sequences in one row',
+    _table('jaxrl.training.batching.packing_plan:PACKINGS'),
+  ),
+  ComponentKind(
+    'optimizer',
+    ('optimizer.name',),
+    'turns gradients into updates of the weights',
+    _table('jaxrl.training.optimizers:OPTIMIZERS'),
+  ),
+  ComponentKind(
+    'lr_schedule',
+    ('optimizer.lr_schedule',),
+    'how the learning rate goes on after its warm-up',
+    _table('jaxrl.training.optimizers:SCHEDULES'),
+  ),
+  ComponentKind(
+    'adapter',
+    ('model.lora',),
+    'what is trained in place of the whole model',
+    _table('jaxrl.models.lora:ADAPTERS'),
+  ),
+  ComponentKind(
+    'remat_policy',
+    ('model.remat',),
+    'what the backward pass keeps of the forward pass',
+    _table('jaxrl.models.remat:REMAT_POLICIES'),
+  ),
+  ComponentKind(
+    'sandbox',
+    ('env.*.env_config.sandbox',),
+    'where the commands of swe and terminal_bench run',
+    _table('jaxrl.envs.sandbox.sandbox_backends:SANDBOX_BACKENDS'),
+  ),
+  ComponentKind(
+    'shell',
+    ('env.*.env_config.shell',),
+    'how swe and terminal_bench run the commands of a reply',
+    _table('jaxrl.envs.terminal.shell_session:SHELLS'),
+  ),
+  ComponentKind(
+    'experience_store',
+    ('dataset.experience_store',),
+    'a store of trajectories to learn from',
+    _stores,
+  ),
 )
 
 
@@ -301,6 +479,18 @@ def load_component(component: Callable[..., Any] | str) -> Any:
     component: The component or its location.
   """
   return call_strings.resolve(component) if isinstance(component, str) else component
+
+
+def component_docstring(component: Callable[..., Any]) -> str:
+  """Returns the docstring of a function or class, also of a partial one.
+
+  Args:
+    component: The function or class.
+  """
+  is_partial = isinstance(component, functools.partial)
+  if is_partial and '__doc__' not in vars(component):  # has that of `partial` itself
+    component = call_strings.unwrap(component)
+  return inspect.getdoc(component) or ''
 
 
 def defined_at(component: Callable[..., Any] | str) -> str:

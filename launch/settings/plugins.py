@@ -20,7 +20,7 @@ from launch.settings.call_syntax import parse_call, split_terms
 from launch.settings.component_kinds import KINDS, ComponentKind, defined_at, find_kind
 
 # A bare name at the start of a term; a name with a dot, slash or colon is a location.
-_NAME = re.compile(r'\s*(isolated:)?(\w+)\s*(?=\(|$)')
+_NAME = re.compile(r'\s*(isolated:|generate:)?(\w+)\s*(?=\(|$)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Plugins:
     """
     plugin_components = self.of(kind.name)
     try:
-      terms = split_terms(text)
+      terms = split_terms(text, ' + ' if kind.prefix else '+')
     except ConfigError:
       return text  # whoever parses it says what is wrong, and where
     full_terms = []
     for term in terms:
-      match = _NAME.match(term)
+      match = _NAME.match(term) if term.startswith(kind.prefix) else None
       name = match.group(2) if match else ''
       if match and name in plugin_components:
         term = term[: match.start(2)] + plugin_components[name] + term[match.end(2) :]
@@ -95,7 +95,7 @@ class Plugins:
       ConfigError: If a key names a component that there is not.
     """
     for kind in KINDS:
-      for pattern in kind.keys:
+      for pattern in kind.keys if kind.accepts else ():
         for section, leaf, key in _find(config, pattern.split('.')):
           if isinstance(section[leaf], str) and section[leaf].strip():
             text = self.full_text(kind, section[leaf], key)
@@ -147,7 +147,7 @@ def read(folder: str) -> Plugins:
   for file in sorted(place.glob('[!_.]*.py')):
     for name, value in _definitions(str(file)).items():
       for kind in KINDS:
-        if kind.accepts(value):
+        if kind.accepts and kind.accepts(value):
           taken = names.setdefault(kind.name, {})
           _check_is_free(kind, name, file, taken)
           taken[name] = f'{file}:{name}'

@@ -29,13 +29,14 @@ def output_of(capsys, *argv):
   return text
 
 
-def test_lists_every_algorithm_in_a_line_with_its_paper(capsys):
+def test_lists_every_algorithm_in_a_line_with_its_paper_and_its_defaults(capsys):
   listing, _, _ = output_of(capsys).partition('Kinds of components')
   lines = listing.splitlines()
   rows = [line.split() for line in lines if re.match(r'  \w', line)]
   assert sorted(row[0] for row in rows) == list(registry.names())
-  for row in rows:
-    assert re.fullmatch(r'\d{4}\.\d{5}|(19|20)\d\d', row[-1]), row
+  for name, *_, paper, provenance in rows:
+    assert re.fullmatch(r'\d{4}\.\d{5}|(19|20)\d\d', paper), name
+    assert provenance == registry.make(name).provenance
 
 
 def test_lists_every_part_by_its_slot(capsys):
@@ -113,7 +114,8 @@ def test_a_kind_lists_its_components(plural, capsys):
   for name in kind.built_in():
     assert re.search(rf'^  {name} +\w', text, re.M), name
   if kind.name != 'algorithm':
-    assert all(f'--config.{key}' in text for key in kind.keys)
+    assert all(f'--config.{key}' in text.replace('\n', ' ') for key in kind.keys)
+  assert ('all are built in' in text) == (kind.accepts is None)
 
 
 @pytest.mark.parametrize(('kind', 'name'), OTHERS)
@@ -130,6 +132,7 @@ def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys
   value = component_kinds.load_component(component)
   options = call_strings.defaults(value) if callable(value) else {}
   words = ' '.join(page.split())
+  assert len(component_kinds.component_docstring(value)) > 10 if callable(value) else 1
   for option, default in options.items():
     assert f' {option} = {" ".join(repr(default).split())} ' in f'{words} ', option
   file, _, line = place.partition(':')
@@ -137,6 +140,25 @@ def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys
   if callable(value):
     here = ' '.join(source[int(line) - 1 : int(line) + 6])
     assert call_strings.unwrap(value).__name__ in here
+
+
+@pytest.mark.parametrize(
+  'names',
+  [
+    'judge reward_model drop trainer object_store shared_memory first_fit adamw cosine',
+    'split python mcp search lora names docker shell store token_mean concatenated',
+  ],
+)
+def test_what_a_config_names_has_a_page(names, capsys):
+  text = output_of(capsys, *names.split())
+  for name in names.split():
+    assert re.search(rf'^{name}: [a-z_]+$', text, re.M), name
+
+
+def test_a_judge_has_the_options_of_all_its_parts(capsys):
+  text = output_of(capsys, 'judge')
+  for option in ('url', 'checkpoint', 'votes', 'retries', 'dtype', 'weight'):
+    assert re.search(rf'^  {option} = .+\w', text, re.M), option
 
 
 def test_ranges_are_those_that_are_enforced(capsys):

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from jaxrl.call_strings import ConfigError
+from jaxrl.data.row_sources import load_rows
+from jaxrl.envs.tools.toolbox import make_tools
 from launch.logging.open_loggers import SINKS
 from launch.settings import command_line as configs
 from launch.settings import plugins
+from launch.settings.call_syntax import parse_calls, parse_row_sources
 from launch.settings.component_kinds import KINDS, load_component
 from launch.settings.logging_settings import read_logging
 from launch.settings.resolve import resolve_settings
@@ -102,7 +105,7 @@ def get_config(algorithm='grpo'):
   config.eval.interval = 0
   return config
 """
-OTHERS = """
+OTHERS = '''
 import dataclasses
 
 from jaxrl.data.curricula import SequentialCurriculum
@@ -123,9 +126,36 @@ class Backwards(SequentialCurriculum):
   pass
 
 
+def shout(text: str, *, mark: str = '!') -> str:
+  """Says it louder."""
+  return text.upper() + mark
+
+
+class Counter:
+  """Counts its calls."""
+
+  def start(self):
+    return []
+
+  def call(self, name, arguments, *, seconds):
+    return ''
+
+  def close(self):
+    pass
+
+
+def my_rows(split: str, *, size: int = 4) -> list:
+  """Returns questions about numbers."""
+  return [{'question': f'{split} {i}', 'answer': str(i)} for i in range(size)]
+
+
+async def play(task: dict, client, *, rounds: int = 1):
+  """Plays for a while."""
+
+
 QWEN4 = dataclasses.replace(QWEN3, model_type='qwen4')
 _hidden = QWEN4
-"""
+'''
 
 
 @pytest.fixture(scope='module')
@@ -150,6 +180,9 @@ def test_every_kind_is_recognised(lab):
     'env_manager': {'LastTurnManager', 'SingleTurnManager'},
     'reward_shaper': {'soften'},
     'curriculum': {'Backwards'},
+    'tool': {'shout', 'Counter'},
+    'generator': {'my_rows'},
+    'agent': {'play'},
     'model_family': {'QWEN4', 'WINDOWED'},
   }
   assert names_by_kind['engine'] == {'DiceEngine': f'{lab}/dice_engine.py:DiceEngine'}
@@ -203,6 +236,58 @@ def test_the_config_holds_the_full_names(lab, tmp_path):
   assert config.dataset.curriculum == f'{lab}/others.py:Backwards'
   assert config.rollout.group_filter == f'reward_std + {lab}/others.py:never'
   assert config.logging.sinks == 'report + tensorboard' and len(SINKS) == 5
+
+
+def load_tools(lab, *options):
+  """The config of a run with tools, an agent and rows of one's own."""
+  options = [f'--config={runs.ROOT}/configs/tool_use.py', *options]
+  return configs.load(configs.parse([*options, f'--config.plugins={lab}']))
+
+
+def test_tools_and_generators_by_their_names(lab):
+  config = load_tools(
+    lab,
+    "--config.env.problems.env_config.tools=python(timeout=2.0) + shout(mark='?')",
+    '--config.dataset.path=data.jsonl + generate:my_rows(size=3)',
+    '--config.dataset.limit=3',
+    '--config.sft.path=generate:arithmetic',
+    '--config.eval.path=my_rows',
+  )
+  options = config.env.problems.env_config
+  assert options.tools == f"python(timeout=2.0) + {lab}/others.py:shout(mark='?')"
+  assert config.dataset.path == f'data.jsonl + generate:{lab}/others.py:my_rows(size=3)'
+  assert config.sft.path == 'generate:arithmetic'
+  assert config.eval.path == 'my_rows'  # a folder
+  rows = parse_row_sources('generate:' + config.dataset.path.partition('generate:')[2])
+  assert [row['answer'] for row in load_rows(rows)] == ['0', '1', '2']
+  (_, tool) = make_tools(parse_calls(options.tools))
+  assert tool.start()[0]['function']['name'] == 'shout'
+
+
+@pytest.mark.parametrize(
+  ('option', 'words'),
+  [
+    ('env.problems.env_config.tools=shuot', "no tool 'shuot'. Did you mean 'shout'"),
+    ('dataset.path=generate:my_row', "no generator 'my_row'. Did you mean 'my_rows'"),
+  ],
+)
+def test_an_unknown_tool_or_generator(lab, option, words):
+  with pytest.raises(ConfigError, match=words):
+    load_tools(lab, f'--config.{option}')
+
+
+def test_an_agent_by_its_name(lab, tmp_path):
+  (tmp_path / 'config.py').write_text(
+    'from configs import base, debug\n'
+    'def get_config():\n'
+    '  config = debug.get_config()\n'
+    "  config.env.own = base.env_section('agent', env_config={'command': 'true'})\n"
+    '  return config\n'
+  )
+  option = '--config.env.own.env_config.agent=play(rounds=2)'
+  command = [f'--config={tmp_path}/config.py', f'--config.plugins={lab}', option]
+  config = configs.load(configs.parse(command))
+  assert config.env.own.env_config.agent == f'{lab}/others.py:play(rounds=2)'
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_of_both_kinds(lab):

@@ -33,7 +33,7 @@ class WriterOptions(NamedTuple):
 def reader_options(
   *, url: str = '', uses: int = 1, reader: str = 'trainer', wait: float = 600.0
 ) -> ReaderOptions:
-  """Checks how a trainer reads from a store.
+  """Describes how a trainer reads from a store.
 
   Args:
     url: The URL of the store.

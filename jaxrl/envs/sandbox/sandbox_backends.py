@@ -115,7 +115,19 @@ def _container(
 ) -> MakeSandbox:
   """Builds sandboxes in containers; see `ContainerSandbox`.
 
-  `{task}` in the image stands for the task's name in lower case.
+  Args:
+    program: 'docker' or 'podman'.
+    image: The image; `{task}` stands for the task's name in lower case.
+    memory_mb: The memory of everything in the container.
+    processes: The number of processes that may run at the same time.
+    open_files: The number of files that a process may have open.
+    output_mb: The maximum output of a command.
+    cpus: The processors that it may use.
+    lifetime: Seconds after which the container ends by itself.
+    environment: Environment variables.
+
+  Returns:
+    The function that makes one.
   """
   limits = SandboxLimits(
     memory=memory_mb * MIB,

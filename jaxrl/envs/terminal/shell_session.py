@@ -111,6 +111,9 @@ class ShellSession:
     }
 
 
+SHELLS = {'shell': ShellSession}
+
+
 def make_shell_session(call: ComponentCall | str) -> ShellSession:
   """Builds the shell session that the option `shell` describes.
 
@@ -124,7 +127,7 @@ def make_shell_session(call: ComponentCall | str) -> ShellSession:
     ConfigError: If there is no such option, or it is out of range.
   """
   return call_strings.build_component(
-    call, {'shell': ShellSession}, 'shell', 'env.<tag>.env_config.shell'
+    call, SHELLS, 'shell', 'env.<tag>.env_config.shell'
   )
 
 

@@ -58,12 +58,22 @@ class SyncPolicy(NamedTuple):
 
 
 def fixed(*, interval: int = 1, drain: bool = False) -> SyncPolicy:
-  """Syncs every `interval` steps; the step waits until all engines have the weights."""
+  """Syncs every `interval` steps; the step waits until all engines have the weights.
+
+  Args:
+    interval: Steps between two versions of the weights.
+    drain: Whether requests that run are finished first.
+  """
   return SyncPolicy(interval, rollout_driven=False, wait_for='current', drain=drain)
 
 
 def explorer(*, interval: int = 1, drain: bool = False) -> SyncPolicy:
-  """Syncs when the rollout side has finished `interval` steps' worth of groups."""
+  """Syncs when the rollout side has finished `interval` steps' worth of groups.
+
+  Args:
+    interval: Steps whose groups are finished between two versions.
+    drain: Whether requests that run are finished first.
+  """
   return SyncPolicy(interval, rollout_driven=True, wait_for='current', drain=drain)
 
 
@@ -72,6 +82,9 @@ def trainer(*, interval: int = 1) -> SyncPolicy:
 
   The trainer waits only if the previous push has not arrived. This costs one copy of
   the weights.
+
+  Args:
+    interval: Steps between two versions of the weights.
   """
   return SyncPolicy(interval, rollout_driven=False, wait_for='previous', drain=False)
 
@@ -80,6 +93,9 @@ def asynchronous(*, interval: int = 1) -> SyncPolicy:
   """Pushes like `trainer`, but never waits: the newest is pushed, others are skipped.
 
   Nothing bounds how far engines fall behind, so `rollout.staleness_policy` must.
+
+  Args:
+    interval: Steps between two versions of the weights.
   """
   return SyncPolicy(interval, rollout_driven=False, wait_for='none', drain=False)
 

@@ -74,6 +74,9 @@ def first_fit(
   return Packing(tokens, length, share_prefix, sequences, num_parallel)
 
 
+PACKINGS = {'first_fit': first_fit}
+
+
 class PackShape(NamedTuple):
   """The shape of packed rows, for which programs are compiled.
 
