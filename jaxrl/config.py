@@ -1,10 +1,11 @@
 """Config sections are derived from signatures, so that a default is written once."""
 
+import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ml_collections import ConfigDict, FieldReference
@@ -251,3 +252,38 @@ def option_types(source: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(target, include_extras=True)
   except (NameError, TypeError, AttributeError):
     return {}
+
+
+def with_options_of(
+  function: Callable[..., None], sources: Mapping[Callable[..., Any], Sequence[str]]
+) -> Callable[..., None]:
+  """Returns a function with further options, which other signatures define.
+
+  It stands for a component whose options go to several classes: calls are checked
+  against its signature, and its docstring describes all of its options.
+
+  Args:
+    function: A function that does nothing, with options and a docstring.
+    sources: The functions or classes that define the others, with the names of the
+      options that are taken from each; () for all that have a default. The first
+      definition of a name counts.
+  """
+
+  @functools.wraps(function)
+  def combined(**_: Any) -> None:
+    pass
+
+  parameters = dict(inspect.signature(function).parameters)
+  notes = describe_options(function)
+  for source, names in sources.items():
+    own_parameters = inspect.signature(source).parameters
+    notes = describe_options(source) | notes
+    for name in names or defaults(source):
+      parameter = own_parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
+      parameters.setdefault(name, parameter)
+  signature = inspect.Signature(list(parameters.values()))
+  combined.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+  text = (inspect.getdoc(function) or '').partition('\n\nArgs:')[0]
+  lines = [f'  {name}: {notes[name]}' for name in parameters if name in notes]
+  combined.__doc__ = '\n'.join([text, '', 'Args:', *lines]) if lines else text
+  return combined

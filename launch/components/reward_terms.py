@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 
 from jaxrl.call_strings import ConfigError, check_options, defaults, unknown_name_error
+from jaxrl.config import with_options_of
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
@@ -38,7 +39,6 @@ from jaxrl.rollout.rewards.reward_pipeline import (
 )
 from jaxrl.types import Message, Params
 from launch.runtime.runtime_interface import Runtime
-from launch.settings.call_syntax import with_options_of
 from launch.settings.run_settings import RewardTermSettings, RunSettings
 
 KEY = '--config.rollout.rewards'

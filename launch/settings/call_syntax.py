@@ -6,14 +6,11 @@ what the components are called to make.
 
 import ast
 import contextlib
-import functools
-import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, ConfigError, build_component, defaults
-from jaxrl.config import describe_options
+from jaxrl.call_strings import ComponentCall, ConfigError, build_component
 from jaxrl.data.row_sources import GENERATE_PREFIX, RowSources
 
 _CALL = re.compile(r'\s*([\w.:/\-~]+)\s*(\(.*\))?\s*', re.DOTALL)
@@ -203,38 +200,3 @@ def with_options(text: str, **options: Any) -> str:
     ConfigError: If the call string cannot be read.
   """
   return str(parse_call(text).with_options(**options))
-
-
-def with_options_of(
-  function: Callable[..., None], sources: Mapping[Callable[..., Any], Sequence[str]]
-) -> Callable[..., None]:
-  """Returns a function with further options, which other signatures define.
-
-  It stands for a component whose options go to several classes: calls are checked
-  against its signature, and its docstring describes all of its options.
-
-  Args:
-    function: A function that does nothing, with options and a docstring.
-    sources: The functions or classes that define the others, with the names of the
-      options that are taken from each; () for all that have a default. The first
-      definition of a name counts.
-  """
-
-  @functools.wraps(function)
-  def combined(**_: Any) -> None:
-    pass
-
-  parameters = dict(inspect.signature(function).parameters)
-  notes = describe_options(function)
-  for source, names in sources.items():
-    own_parameters = inspect.signature(source).parameters
-    notes = describe_options(source) | notes
-    for name in names or defaults(source):
-      parameter = own_parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
-      parameters.setdefault(name, parameter)
-  signature = inspect.Signature(list(parameters.values()))
-  combined.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-  text = (inspect.getdoc(function) or '').partition('\n\nArgs:')[0]
-  lines = [f'  {name}: {notes[name]}' for name in parameters if name in notes]
-  combined.__doc__ = '\n'.join([text, '', 'Args:', *lines]) if lines else text
-  return combined

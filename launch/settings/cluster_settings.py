@@ -10,9 +10,10 @@ from jaxrl.call_strings import (
   defaults,
   unknown_name_error,
 )
+from jaxrl.config import with_options_of
 from jaxrl.models.lora import Lora
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
-from launch.settings.call_syntax import parse_call, parse_setting, with_options_of
+from launch.settings.call_syntax import parse_call, parse_setting
 from launch.settings.run_settings import (
   ClusterSettings,
   EngineSettings,

@@ -1,6 +1,7 @@
 """With nothing but a name, each algorithm runs with the values of this table."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ PRESETS = {
   'ppo': ('gae', 'ppo_clip', 'token_mean', 1, K1),
   'grpo': ('grpo', 'ppo_clip', 'token_mean', 8, K2),
   'grpo_paper': ('grpo', 'ppo_clip', 'sequence_mean_token_mean', 64, PAPER_K3),
+  'gspo_paper': ('grpo', 'gspo', 'sequence_mean_token_mean', 8, None),
+  'gigpo_paper': ('gigpo', 'ppo_clip', 'token_mean', 8, ('loss', 'k3', 0.01)),
   'opmd': ('opmd', 'opmd', 'token_mean', 2, K2),
   'sft': (None, 'sft', 'token_mean', 1, None),
   'cpt': (None, 'sft', 'token_mean', 1, None),
@@ -94,10 +97,18 @@ def test_preset(name):
 
 
 def test_defaults_are_a_papers_only_where_the_paper_states_them():
-  """DeepSeekMath 4.2; Dr. GRPO, its scripts; DAPO 4.1; M2PO, its scripts; DPO, B."""
+  """And else the page says what differs from the paper.
+
+  DeepSeekMath 4.2; Dr. GRPO, its scripts; DAPO 4.1; M2PO, its scripts; DPO, B; GSPO
+  5.1; GiGPO, its scripts.
+  """
   provenance = {name: make_algorithm(name).provenance for name in PRESETS}
   names = {name for name, whose in provenance.items() if whose == 'paper'}
-  assert names == {'grpo_paper', 'drgrpo', 'dapo', 'm2po', 'dpo'}
+  papers = {'grpo_paper', 'gspo_paper', 'gigpo_paper'}
+  assert names == {'drgrpo', 'dapo', 'm2po', 'dpo', *papers}
+  for name in set(PRESETS) - names:
+    text = (inspect.getdoc(registry.builder(name)) or '').partition('Args:')[0]
+    assert 'paper' in text, f'{name}: say what differs from the paper'
 
 
 def test_defaults_are_trinitys_only_where_its_registry_has_them():
@@ -116,6 +127,9 @@ def test_defaults_are_trinitys_only_where_its_registry_has_them():
     ('dapo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.28, 'dual_clip': None}),
     ('drgrpo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': None}),
     ('grpo_paper', 'policy_loss', {'clip_high': 0.2, 'dual_clip': None}),
+    ('gspo_paper', 'policy_loss', {'clip_low': 3e-4, 'clip_high': 4e-4}),
+    ('gigpo_paper', 'policy_loss', {'clip_high': 0.2, 'dual_clip': None}),
+    ('gigpo_paper', 'advantage', {'omega': 1.0, 'gamma': 0.95}),
     ('drgrpo', 'advantage', {'scale_by_std': False}),
     ('lite_ppo', 'advantage', {'std_over': 'batch'}),
     ('gspo', 'policy_loss', {'clip_low': 3e-4, 'clip_high': 4e-4}),

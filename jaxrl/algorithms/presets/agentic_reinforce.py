@@ -13,6 +13,8 @@ def agentic_reinforce(
 ) -> Algorithm:
   """Composes returns that are discounted once per turn and a plain policy gradient.
 
+  The paper describes the system that this is from, ROLL. The values are our own.
+
   Args:
     gamma: The discount.
     group_size: Samples per task.

@@ -14,6 +14,8 @@ def asymre(
 ) -> Algorithm:
   """Composes A = R − (μ + shift) and the tempered policy gradient of OPMD.
 
+  The factor 1/(1+τ) of the loss is Trinity-RFT's; the paper has none.
+
   Args:
     shift: What is added to the baseline.
     tau: The temperature τ.

@@ -16,6 +16,9 @@ def cispo(
 ) -> Algorithm:
   """Composes group-relative advantages, clipped importance weights and a k2 term.
 
+  The paper has no lower bound on the weight, as here, and no KL term, which `kl_coef=0`
+  leaves out. The upper bound is our own.
+
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.

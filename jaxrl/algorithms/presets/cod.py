@@ -22,6 +22,9 @@ def cod(
 ) -> Algorithm:
   """Composes rewards-to-go over an episode's plays, group-relative, and PPO's clip.
 
+  The paper optimizes with TRPO. The comparison within groups and all values are our
+  own.
+
   Args:
     future: Which later rewards an episode is judged by.
     window: The episodes that 'sliding' averages.

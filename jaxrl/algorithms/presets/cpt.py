@@ -8,6 +8,8 @@ from jaxrl.types import Algorithm
 def cpt() -> Algorithm:
   """Builds maximum likelihood of every token but the first of files of texts.
 
+  Learning rate and number of epochs are those of the config, not the paper's.
+
   Returns:
     The algorithm.
   """

@@ -20,6 +20,9 @@ def distill(
 ) -> Algorithm:
   """Builds a divergence to the teacher on conversations, texts or rollouts.
 
+  The paper matches all classes at a raised temperature. The number of tokens and the
+  choice of the divergence are our own.
+
   Args:
     kind: The divergence.
     top_k: How many of the teacher's likeliest tokens count.

@@ -19,6 +19,8 @@ def gigpo(
 ) -> Algorithm:
   """Composes an episode's advantage, ω times a turn's, PPO's clip and a k2 term.
 
+  The paper has γ = 0.95 and a k3 term with a coefficient of 0.01: see `gigpo_paper`.
+
   Args:
     omega: The weight of the turn term.
     gamma: The discount.

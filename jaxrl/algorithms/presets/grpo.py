@@ -17,6 +17,9 @@ def grpo(
 ) -> Algorithm:
   """Composes group-relative advantages, PPO's clip and a k2 term to a reference.
 
+  The paper has the k3 estimator with a coefficient of 0.04, no dual clip, equal weights
+  of all replies and 64 samples: see `grpo_paper`.
+
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.

@@ -15,6 +15,9 @@ def kimi(
 ) -> Algorithm:
   """Composes A = R − μ and −A·p + (τ/2)(p−o)², per token or per sequence.
 
+  The paper has the squared log-ratio of whole responses, `level='sequence'`. The value
+  of τ is our own.
+
   Args:
     tau: The temperature τ.
     level: What the ratio is of.

@@ -14,6 +14,9 @@ def lite_ppo(
 ) -> Algorithm:
   """Composes GRPO scaled by the batch's standard deviation and PPO's clip.
 
+  The normalisation and the mean over tokens are the paper's, clip range and group size
+  our own.
+
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.

@@ -17,6 +17,8 @@ def mix(
 ) -> Algorithm:
   """Builds (1−μ)·ppo_clip on rollouts + μ·SFT on expert rows, each over its own rows.
 
+  The paper describes Trinity-RFT; the values are those of its code.
+
   Args:
     mu: The weight of the expert's rows.
     clip_low: The ratio is clipped below at 1 − clip_low.

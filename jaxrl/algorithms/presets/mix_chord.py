@@ -22,6 +22,9 @@ def mix_chord(
 
   μ rises to `peak` over `warmup_steps` and falls to `valley` over `decay_steps` more.
 
+  The course of μ is that of the paper's CHORD-μ, whose expert term is plain SFT. The
+  weights φ are those of its CHORD-φ.
+
   Args:
     warmup_steps: Steps in which μ rises to its peak.
     decay_steps: Further steps in which μ falls to its valley.

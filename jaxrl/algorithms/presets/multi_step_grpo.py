@@ -17,6 +17,8 @@ def multi_step_grpo(
 ) -> Algorithm:
   """Composes GRPO over the reward of the last turn, PPO's clip and a k2 term.
 
+  The paper describes Trinity-RFT; the values are those of its code.
+
   Args:
     divide_by_steps: Whether to divide the advantage by the episode's number of turns.
     std_threshold: Groups of one, and groups whose rewards have at most this standard

@@ -15,6 +15,9 @@ def on_policy_distill(
 ) -> Algorithm:
   """Builds the policy gradient of the reverse KL to the teacher, without rewards.
 
+  The paper adds mixed sampling from the teacher and a normalisation by length, which
+  are left out here. The clip range is our own.
+
   Args:
     coef: The factor on the advantage.
     clip_low: The ratio is clipped below at 1 − clip_low.

@@ -21,6 +21,8 @@ def opmd(
   which a run could not start. With one, set `dataset.expert_path` and
   `algorithm.sampler='warmup(steps=10)'`.
 
+  The paper describes Trinity-RFT; the values are those of its code.
+
   Args:
     baseline: The baseline that is subtracted.
     tau: The temperature τ.

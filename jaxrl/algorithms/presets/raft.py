@@ -15,6 +15,9 @@ def raft(
 ) -> Algorithm:
   """Maximises the likelihood of each task's best samples above `threshold`.
 
+  The paper keeps the best sample of a prompt whatever its reward: the threshold is our
+  own.
+
   Args:
     threshold: Episodes with at most this reward are left out.
     schema: Where samples come from: 'rollout' plays them, 'messages' reads rated ones

@@ -15,6 +15,9 @@ def raft_plus_plus(
 ) -> Algorithm:
   """Composes each task's best samples above `threshold` and PPO's clip.
 
+  The combination is the paper's; the clip range, the threshold and the group size are
+  our own.
+
   Args:
     threshold: Episodes with at most this reward are left out.
     clip_low: The ratio is clipped below at 1 − clip_low.

@@ -19,6 +19,9 @@ def rec(
 ) -> Algorithm:
   """Composes A = R − μ, tokens kept and weighted by their ratio, and a k2 term.
 
+  The paper defines the variants that `keep` and `weight` choose from. The KL term and
+  its coefficient are Trinity-RFT's.
+
   Args:
     keep: Which tokens are kept.
     weight: The weight of a token.

@@ -13,6 +13,8 @@ def reinforce(
 ) -> Algorithm:
   """Composes A = R and −A·p; `gamma` turns R into a return-to-go per token.
 
+  The paper samples no groups: the group size is our own.
+
   Args:
     gamma: The discount.
     group_size: Samples per task.

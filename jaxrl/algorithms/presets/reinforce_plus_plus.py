@@ -18,6 +18,9 @@ def reinforce_plus_plus(
 ) -> Algorithm:
   """Composes whitened returns-to-go, PPO's clip and a k1 penalty on the rewards.
 
+  The paper samples one answer to a prompt, except in its variant with
+  `baseline='group'`. The number here and the coefficient of the penalty are our own.
+
   Args:
     gamma: The discount.
     baseline: The baseline that is subtracted.

@@ -16,6 +16,9 @@ def remax(
 
   Each group has one member more than `group_size`, played at temperature 0.
 
+  One sample beside the greedy answer is what the paper has. The coefficient of the
+  penalty is our own.
+
   Args:
     gamma: The discount.
     kl_coef: The coefficient of the KL term; 0 needs no reference model.

@@ -11,6 +11,9 @@ def rloo(
 ) -> Algorithm:
   """Composes leave-one-out advantages, a plain policy gradient and a k1 penalty.
 
+  The paper samples 2 or 4 answers to a prompt. The number here and the coefficient of
+  the penalty are our own.
+
   Args:
     kl_coef: The coefficient of the KL term; 0 needs no reference model.
     group_size: Samples per task.

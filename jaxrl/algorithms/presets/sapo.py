@@ -16,6 +16,9 @@ def sapo(
 ) -> Algorithm:
   """Composes group-relative advantages, soft gates and a k2 term to a reference.
 
+  The temperatures are the paper's. Its objective has no KL term, which `kl_coef=0`
+  leaves out.
+
   Args:
     tau_positive: τ where the advantage is positive.
     tau_negative: τ elsewhere.

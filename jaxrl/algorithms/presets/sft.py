@@ -8,6 +8,8 @@ from jaxrl.types import Algorithm
 def sft() -> Algorithm:
   """Builds maximum likelihood of the action tokens of files of messages.
 
+  Learning rate and number of epochs are those of the config, not the paper's.
+
   Returns:
     The algorithm.
   """

@@ -16,6 +16,9 @@ def sppo(
 ) -> Algorithm:
   """Composes A = R − μ and −A·(p−o) while the ratio stays within 1+ε.
 
+  The paper's experiments are not with language models: ε and the group size are
+  Trinity-RFT's.
+
   Args:
     epsilon: The trust region ε of the ratio.
     group_size: Samples per task.

@@ -15,6 +15,8 @@ def starpo(
 ) -> Algorithm:
   """Composes group-relative advantages of whole conversations and a k3 term.
 
+  The paper defines the rows; clip range, KL term and group size are our own.
+
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.

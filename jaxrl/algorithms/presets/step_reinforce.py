@@ -15,6 +15,8 @@ def step_reinforce(
 ) -> Algorithm:
   """Composes turn returns normalised over batch or group and a policy gradient.
 
+  The paper describes the system that this is from, ROLL. The values are our own.
+
   Args:
     gamma: The discount.
     over: What mean and standard deviation are over.

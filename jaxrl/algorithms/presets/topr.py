@@ -15,6 +15,8 @@ def topr(
 ) -> Algorithm:
   """Composes A = R, weight 1 for gains and min(r, 1) for losses, and a k2 term.
 
+  The paper does without a KL term, which `kl_coef=0` leaves out.
+
   Args:
     ratio: What the ratio is of.
     kl_coef: The coefficient of the KL term; 0 needs no reference model.
