@@ -18,7 +18,7 @@ def gspo(
 ) -> Algorithm:
   """Composes group-relative advantages, clipped sequence ratios and a k2 term.
 
-  The clip range is the paper's. Its objective has no KL term: see `gspo_paper`.
+  The clip range is the paper's. Its formulas leave out a KL term: see `gspo_paper`.
 
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.

@@ -1,4 +1,4 @@
-"""GSPO without a KL term, as in its paper (arXiv 2507.18071)."""
+"""GSPO without a KL term, as in the formulas of its paper (arXiv 2507.18071)."""
 
 import dataclasses
 from typing import Literal
