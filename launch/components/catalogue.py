@@ -139,7 +139,11 @@ def _plain_page(name: str, component: Any, kinds: list[str]) -> str:
   lines = [f'{name}: {" or ".join(kinds)}', '']
   lines += _SKIPPED_SECTIONS.sub('', _docstring(component, value)).strip().splitlines()
   options = call_strings.defaults(value) if callable(value) else {}
-  lines += ['', *_option_lines(options, describe_options(value))]
+  notes = describe_options(value)
+  if callable(value):
+    for option, allowed in call_strings.declared_ranges(value).items():
+      notes[option] = f'{notes.get(option, "")} It {allowed}.'.strip()
+  lines += ['', *_option_lines(options, notes)]
   return '\n'.join(lines)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as Lake
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
+from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
 from jaxrl.envs.games import board_pictures
 
 MOVES = {'left': 0, 'down': 1, 'right': 2, 'up': 3}  # Gymnasium's numbers
@@ -307,6 +308,7 @@ def demonstrate(
   return messages
 
 
+@option_ranges(size=AT_LEAST_ONE, seed=NOT_NEGATIVE, noise=SHARE, haste=SHARE)
 def demonstrations(
   split: str = 'train',
   *,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
 from jaxrl.data.images import Image, as_image
 from jaxrl.data.seeds import fold_seed
 
@@ -137,6 +138,7 @@ def _draw(
   return pixels.astype(np.uint8), {'red': red + 1, 'dots': dots}
 
 
+@option_ranges(size=AT_LEAST_ONE, seed=NOT_NEGATIVE, haste=SHARE)
 def demonstrations(
   split: str = 'train',
   *,
