@@ -57,7 +57,7 @@ def lora_adapters(
   return Lora(rank, float(alpha), ordered, base, send)
 
 
-ADAPTERS = {'lora': lora_adapters}
+ADAPTER_KINDS = {'lora': lora_adapters}
 
 
 def is_trainable(path: Any) -> bool:

@@ -20,7 +20,7 @@ from jaxrl.data.row_formats import RowFormat
 from jaxrl.data.store.store_options import STORE_URL_PREFIX
 from jaxrl.model_loading import random_config
 from jaxrl.models import families
-from jaxrl.models.lora import ADAPTERS, Lora
+from jaxrl.models.lora import ADAPTER_KINDS, Lora
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.weights.weight_sync import SYNC_POLICIES, SyncPolicy
@@ -44,7 +44,7 @@ def parse_lora(text: str) -> Lora | None:
   """
   if not text:
     return None
-  return parse_component(text, ADAPTERS, 'kind of adapter', 'model.lora')
+  return parse_component(text, ADAPTER_KINDS, 'kind of adapter', 'model.lora')
 
 
 def parse_packing(text: str) -> Packing | None:

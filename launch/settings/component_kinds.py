@@ -433,7 +433,7 @@ KINDS: tuple[ComponentKind, ...] = (
     'adapter',
     ('model.lora',),
     'what is trained in place of the whole model',
-    _table('jaxrl.models.lora:ADAPTERS'),
+    _table('jaxrl.models.lora:ADAPTER_KINDS'),
   ),
   ComponentKind(
     'remat_policy',

@@ -47,7 +47,7 @@ def main(place, *options, name='scores.json'):
     f'--checkpoint={place}/model',
     f'--json={place}/{name}',
     f'--config.dataset.path={place}/test.jsonl',
-    '--config.rollout.group_filter=score_range(low=9)',
+    '--config.rollout.group_filter=score_range(low=9, high=10)',
     '--config.eval.num_tasks=-1',
     *options,
   ]
