@@ -25,11 +25,10 @@ reset; the chat template then announces them to the model.
 
 import contextlib
 import contextvars
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
-
-import numpy as np
 
 from jaxrl import call_strings
 
@@ -299,7 +298,7 @@ def _num_chars(content: Any) -> int:
 
 
 class EnvResultError(TypeError):
-  """A method of an environment returned something of another shape."""
+  """A method of an environment returned something that cannot be used."""
 
 
 def check_reset_result(env: Any, result: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -313,10 +312,7 @@ def check_reset_result(env: Any, result: Any) -> tuple[Any, Mapping[str, Any]]:
     EnvResultError: If that is no pair of an observation and a mapping.
   """
   if not isinstance(result, tuple) or len(result) != 2:
-    raise EnvResultError(
-      f'{_method(env, "reset")} returned {_shape(result)}; it must return '
-      '(observation, info)'
-    )
+    raise _result_error(env, 'reset', _shape(result), 'return (observation, info)')
   observation, info = result
   if observation is not None:
     _check_observation(env, 'reset', observation)
@@ -334,58 +330,75 @@ def check_step_result(
     result: What its `step` returned.
 
   Raises:
-    EnvResultError: If it has another shape.
-    ValueError: If the reward is not finite, or too large to train on.
+    EnvResultError: If it has another shape, or the reward is not finite or too large to
+      train on.
   """
   if not isinstance(result, tuple) or len(result) != 5:
-    raise EnvResultError(
-      f'{_method(env, "step")} returned {_shape(result)}; it must return {STEP_RESULT}'
-    )
+    raise _result_error(env, 'step', _shape(result), f'return {STEP_RESULT}')
+  observation, reward, *flags, info = result
   try:
-    reward = float(result[1])
+    number = float(reward)
   except (TypeError, ValueError, OverflowError) as error:
-    raise EnvResultError(
-      f'{_method(env, "step")} returned the reward {result[1]!r:.80}; it must be a '
-      'number'
-    ) from error
-  if not is_valid_reward(reward):
-    raise ValueError(
-      f'{_method(env, "step")} returned the reward {reward}; it must be a finite '
-      f'number of at most ±{MAX_REWARD:g}'
+    what = f'the reward {reward!r:.80}'
+    raise _result_error(env, 'step', what, 'be a number') from error
+  if not is_valid_reward(number):
+    raise _result_error(
+      env,
+      'step',
+      f'the reward {number}',
+      f'be a finite number of at most ±{MAX_REWARD:g}',
     )
-  _check_info(env, 'step', result[4])
-  observation, _, *flags, info = result
+  _check_info(env, 'step', info)
   for name, flag in zip(('terminated', 'truncated'), flags, strict=True):
-    if not isinstance(flag, (bool, int, np.bool_)):
-      raise EnvResultError(
-        f'{_method(env, "step")} returned {name}={flag!r:.80}; it must be True or False'
-      )
+    if not _is_flag(flag):
+      raise _result_error(env, 'step', f'{name}={flag!r:.80}', 'be True or False')
   if not any(flags):  # that of a finished episode is not read
     _check_observation(env, 'step', observation)
   terminated, truncated = map(bool, flags)
-  return observation, reward, terminated, truncated, info
+  return observation, number, terminated, truncated, info
+
+
+def _is_flag(value: Any) -> bool:
+  """Returns whether a value is a bool or an int, also one of numpy or JAX."""
+  is_scalar = getattr(value, 'shape', None) == () and value.dtype.kind in 'biu'
+  return isinstance(value, (bool, int)) or is_scalar
 
 
 def _check_observation(env: Any, method: str, observation: Any) -> None:
+  wanted = 'be a text, a list of messages, or a list of parts of a message'
   if not isinstance(observation, (str, list, tuple)):
-    raise EnvResultError(
-      f'{_method(env, method)} returned {_shape(observation)} as observation; it must '
-      'be a text, a list of messages, or a list of parts of a message'
-    )
+    raise _result_error(env, method, f'{_shape(observation)} as observation', wanted)
+  for part in observation if not isinstance(observation, str) else ():
+    if not isinstance(part, Mapping):
+      what = f'{_shape(observation)} with {_shape(part)} as observation'
+      raise _result_error(env, method, what, wanted)
 
 
 def _check_info(env: Any, method: str, info: Any) -> None:
   if not isinstance(info, Mapping):
-    raise EnvResultError(
-      f'{_method(env, method)} returned {_shape(info)} as info; it must be a dict'
-    )
+    raise _result_error(env, method, f'{_shape(info)} as info', 'be a dict')
 
 
-def _method(env: Any, name: str) -> str:
-  return f'{type(env).__name__}.{name}'
+def _result_error(env: Any, method: str, what: str, wanted: str) -> EnvResultError:
+  """Returns an error with the file and line where the method is defined.
+
+  Args:
+    env: The environment.
+    method: The name of the method.
+    what: What it returned.
+    wanted: What that must do or be.
+  """
+  env_class = getattr(env, 'isolated_class', None) or type(env)
+  value = ' '.join(what.split())  # an array's text has several lines
+  text = f'{env_class.__name__}.{method} returned {value}; it must {wanted}'
+  function = inspect.unwrap(getattr(env_class, method, None))  # pyright: ignore
+  code = getattr(function, '__code__', None)
+  place = f' ({code.co_filename}, line {code.co_firstlineno})' if code else ''
+  return EnvResultError(text + place)
 
 
 def _shape(value: Any) -> str:
   if isinstance(value, tuple):
     return f'a tuple of {len(value)}'
-  return f'a {type(value).__name__}'
+  name = type(value).__name__
+  return f'{"an" if name[0] in "aeiou" else "a"} {name}'

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jaxrl import call_strings
 from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES, worker_environment
 
 _ended: list[subprocess.Popen] = []  # that nobody has waited for yet
@@ -46,6 +47,11 @@ class IsolatedEnv:
     self._memory = memory
     self._child: tuple[subprocess.Popen, Connection] | None = None
     self._num_kills = 0
+
+  @property
+  def isolated_class(self) -> Any:
+    """What the child process builds, which errors name in place of this class."""
+    return call_strings.resolve(self._target)
 
   def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Any:
     """Resets the environment in the child process."""

@@ -357,7 +357,7 @@ class EnvManager:
       cache: An episode that has begun; it cannot go on afterwards.
 
     Raises:
-      EnvResultError: If `step` returns something of another shape.
+      EnvResultError: If `step` returns something that cannot be used.
       Exception: Whatever `step` itself raises.
     """
     result = await self._run_on_thread(cache.env.step, '', timeout=self._timeouts.step)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError, describe_error
+from jaxrl.call_strings import ConfigError, describe_error, user_place
 from jaxrl.data.curricula import GroupResult
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
@@ -120,7 +120,9 @@ class RolloutScheduler:
         if tag in self.tags:
           GroupQueue(**self._queue_options(tag))
       except ValueError as error:
-        raise ConfigError(f'env.{tag} or rollout: {error}') from error
+        place = user_place(error)
+        text = f'{error} ({place})' if place else str(error)
+        raise ConfigError(f'env.{tag} or rollout: {text}') from error
 
   def _example_managers(self) -> dict[str, Callable[[], EnvManager]]:
     """Returns a function for each tag that makes one of its managers.
@@ -144,8 +146,8 @@ class RolloutScheduler:
     is left out, as it only has a loop.
 
     Raises:
-      ConfigError: if none of a tag's tasks can be begun, or a step returns something of
-        another shape.
+      ConfigError: if none of a tag's tasks can be begun, an environment has no method
+        `step`, or a step returns something that cannot be used.
     """
     for tag, make in self._example_managers().items():
       manager = make()
@@ -169,14 +171,20 @@ class RolloutScheduler:
         )
 
   async def _try_step(self, tag: str, manager: EnvManager, cache: RolloutCache) -> None:
-    """Lets a user's own environment make a step with an empty reply."""
+    """Lets a user's own environment make a step with an empty reply.
+
+    A user's own manager may play environments in its own way, without `step`.
+    """
     env = self._settings.env[tag]
     name, _ = innermost(env.env_type, env.env_config)
     inner = find_env(name)
     if ':' not in name or getattr(inner, 'played_by_agent', False):
       return
-    if isinstance(inner, type) and not hasattr(inner, 'step'):
-      raise ConfigError(f'env.{tag}: {inner.__name__} in {name} has no method step')
+    if not hasattr(inner if isinstance(inner, type) else cache.env, 'step'):
+      if type(manager).step is not EnvManager.step:
+        return
+      class_name = getattr(inner, '__name__', type(cache.env).__name__)
+      raise ConfigError(f'env.{tag}: {class_name} in {name} has no method step')
     try:
       await manager.try_step(cache)
     except EnvResultError as error:

@@ -300,7 +300,16 @@ RETURNS = {
     "Own.step returned terminated='no'; it must be True or False"
   ),
   'def step(self, action):\n    return 5, 1.0, False, False, {}\n': (
-    'Own.step returned a int as observation; it must be a text, a list of messages, or'
+    'Own.step returned an int as observation; it must be a text, a list of messages, '
+    'or a list of parts of a message ({folder}/own.py, line 13)'
+  ),
+  'def reset(self, *, seed, options=None):\n    return 5, {}\n': (
+    'Own.reset returned an int as observation; it must be a text, a list of messages, '
+    'or a list of parts of a message ({folder}/own.py, line 13)'
+  ),
+  "def step(self, action):\n    return '', float('nan'), True, False, {}\n": (
+    'Own.step returned the reward nan; it must be a finite number of at most ±1e+18 '
+    '({folder}/own.py, line 13)'
   ),
   'step = property()\n  del Base.step, step\n': 'Own in {folder}/own.py:Own has no ',
 }
@@ -340,7 +349,10 @@ def test_an_environment_that_returns_something_else(tmp_path, capsys, method):
 @pytest.mark.parametrize(
   'method, message',
   [
-    ("step = lambda self, action: ('', 1.0, True, {})", 'Own.step returned a tuple of'),
+    (
+      "step = lambda self, action: ('', 1.0, True, {})",
+      'Own.step returned a tuple of 4',
+    ),
     (
       'step = property()\n  del Base.step, step',
       'Own in {folder}/own.py:Own has no method step',
@@ -361,6 +373,47 @@ def test_an_environment_that_is_given_tools_is_tried_too(
   window = '--config.batch.max_length=512'  # for what describes the tool
   error = refused(tmp_path, capsys, window, config=str(config))
   assert error.startswith('error: env.x: ') and message.format(folder=tmp_path) in error
+  assert f'{tmp_path}/own.py' in error
+
+
+def test_a_function_may_build_an_environment_and_is_told_what_that_lacks(
+  tmp_path, capsys
+):
+  config = pathlib.Path(own_env(tmp_path, 'step = property()\n  del Base.step, step'))
+  with (tmp_path / 'own.py').open('a') as file:
+    file.write('def build():\n  return Own()\n')
+  config.write_text(config.read_text().replace('own.py:Own', 'own.py:build'))
+  error = refused(tmp_path, capsys, config=str(config))
+  assert f'env.x: build in {tmp_path}/own.py:build has no method step' in error
+
+
+MANAGER = """
+from jaxrl.rollout.env_manager import EnvManager
+class Without(EnvManager):
+  async def step(self, cache, completion):
+    cache.turns[-1].reward, cache.terminated = 1.0, True
+class Broken(EnvManager):
+  def __init__(self, *args, **options):
+    raise {error}
+"""
+
+
+def test_a_manager_of_ones_own_may_play_without_step(tmp_path):
+  config = own_env(tmp_path, 'step = property()\n  del Base.step, step')
+  (tmp_path / 'manager.py').write_text(MANAGER.format(error='ValueError'))
+  options = ('--config.num_steps=1', '--config.sft.num_steps=0')
+  manager = f'--config.env.x.manager={tmp_path}/manager.py:Without'
+  run = runs.record(tmp_path / 'run', *options, manager, config=config)
+  tagged = [rows for _, _, groups, _ in run.played for rows in groups]
+  assert any(row.tag == 'x' and row.score == 1 for rows in tagged for row in rows)
+
+
+def test_what_a_manager_of_ones_own_raises_has_its_place(tmp_path, capsys):
+  (tmp_path / 'manager.py').write_text(MANAGER.format(error='ValueError("no game")'))
+  manager = f'--config.env.x.manager={tmp_path}/manager.py:Broken'
+  error = refused(tmp_path, capsys, manager, config=own_env(tmp_path))
+  assert error.startswith('error: env.x or rollout: no game')
+  assert f'({tmp_path}/manager.py, line 8)' in error
 
 
 def test_what_an_environment_raises_is_told_once_with_its_line(
