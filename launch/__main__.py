@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+from launch.runtime.signal_handler import run_command
+
 COMMANDS = {
   'train': 'trains a model; the same command resumes the run',
   'evaluate': "scores a checkpoint on a config's tasks or on a published benchmark",
@@ -28,4 +30,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv[1:]))
+  run_command(main)

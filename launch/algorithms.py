@@ -11,14 +11,13 @@ for your own, package.module:name or file.py:name.
 """
 
 import argparse
-import signal
-import sys
 from collections.abc import Sequence
 
 from jaxrl.algorithms import describe
 from jaxrl.call_strings import ConfigError
 from launch.components import catalogue
 from launch.logging.error_pages import print_error
+from launch.runtime.signal_handler import run_command
 from launch.settings import plugins
 
 
@@ -56,5 +55,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == '__main__':
-  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as `| head` expects
-  sys.exit(main(sys.argv[1:]))
+  run_command(main)

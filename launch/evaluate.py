@@ -10,7 +10,6 @@ command yields the same scores.
 import asyncio
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.logging.progress import RolloutProgress
 from launch.runtime import process_env
-from launch.runtime.signal_handler import exit_process
+from launch.runtime.signal_handler import run_command
 from launch.settings import command_line as configs
 from launch.settings.command_line import ConfigError
 from launch.settings.logging_settings import read_logging
@@ -295,4 +294,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == '__main__':
   process_env.apply()
-  exit_process(main(sys.argv[1:]))
+  run_command(main)

@@ -9,12 +9,12 @@ import json
 import math
 import os
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from launch.logging.error_pages import print_error
 from launch.planning import targets
+from launch.runtime.signal_handler import run_command
 from launch.settings import command_line as configs
 
 USAGE = """\
@@ -132,4 +132,4 @@ def _finite(data: Any) -> Any:
 
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv[1:]))
+  run_command(main)

@@ -7,7 +7,6 @@ and `--episode=3` the episode; the same command plays the same episode.
 
 import asyncio
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.report.samples import token_texts
 from launch.runtime import process_env
-from launch.runtime.signal_handler import exit_process
+from launch.runtime.signal_handler import run_command
 from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
 
@@ -222,19 +221,26 @@ def main(argv: Sequence[str]) -> int:
 
     console = Console()
     job = make_player(resolve_settings(config))
+    screen = EpisodeScreen(console, job.decode, ids=ids)
   except (ValueError, OSError) as error:
     print_error(error)
     return 2
-  screen = EpisodeScreen(console, job.decode, ids=ids)
+  except Exception as error:
+    return _report_user_error(error)
   try:
     return asyncio.run(play_one_episode(job, screen, episode, sample))
   except Exception as error:
-    if not user_place(error):
-      raise
-    print_error(describe_error(error))
-    return 1
+    return _report_user_error(error)
+
+
+def _report_user_error(error: Exception) -> int:
+  """Prints what a user's own code raised, with its place; raises any other error."""
+  if not user_place(error):
+    raise error
+  print_error(describe_error(error))
+  return 1
 
 
 if __name__ == '__main__':
   process_env.apply()
-  exit_process(main(sys.argv[1:]))
+  run_command(main)

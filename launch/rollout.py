@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from launch.logging.error_pages import print_error
 from launch.logging.progress import RolloutProgress
 from launch.logging.workdir import Workdir, default_path
 from launch.runtime import process_env
-from launch.runtime.signal_handler import SignalHandler, exit_process
+from launch.runtime.signal_handler import SignalHandler, run_command
 from launch.settings import command_line as configs
 from launch.settings.command_line import ConfigError
 from launch.settings.logging_settings import read_logging
@@ -391,4 +390,4 @@ class DatasetRolloutJob:
 
 if __name__ == '__main__':
   process_env.apply()
-  exit_process(main(sys.argv[1:]))
+  run_command(main)

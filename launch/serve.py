@@ -10,7 +10,6 @@ import os
 import pathlib
 import secrets
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from jaxrl.call_strings import ConfigError
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime import process_env
+from launch.runtime.signal_handler import run_command
 from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
 
@@ -189,4 +189,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == '__main__':
   process_env.apply()
-  sys.exit(main(sys.argv[1:]))
+  run_command(main)

@@ -22,7 +22,7 @@ from launch.logging.metric_loggers import MultiLogger
 from launch.logging.open_loggers import open_loggers
 from launch.logging.workdir import Workdir, default_path
 from launch.runtime import process_env
-from launch.runtime.signal_handler import SignalHandler, exit_process
+from launch.runtime.signal_handler import SignalHandler, run_command
 from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
 
@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
 
     print_error(error)
     return 2
+  except BrokenPipeError:  # nobody reads the list of keys to its end
+    raise
   except Exception:  # the user's algorithm, as it was imported
     traceback.print_exc()
     return 2
@@ -222,4 +224,4 @@ def _user_error(error: Exception) -> str:
 
 if __name__ == '__main__':
   process_env.apply()
-  exit_process(main(sys.argv[1:]))
+  run_command(main)

@@ -11,12 +11,12 @@ import pathlib
 import re
 import secrets
 import signal
-import sys
 from collections.abc import Sequence
 
 from jaxrl.call_strings import ConfigError
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
+from launch.runtime.signal_handler import run_command
 
 TOKEN_ENV = 'JAXRL_VIEW_TOKEN'
 TOKEN = re.compile(r'[A-Za-z0-9_-]{16,128}')
@@ -91,4 +91,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv[1:]))
+  run_command(main)

@@ -16,6 +16,7 @@ from jaxrl.data.trajectory_writers.atif_writer import write_documents
 from jaxrl.data.trajectory_writers.file_writer import IMAGES
 from launch.logging.error_pages import print_error
 from launch.report.dump_rows import dump_patterns, read_part
+from launch.runtime.signal_handler import run_command
 
 USAGE = """\
 usage: python -m launch.report.export_atif RUN_OR_FILE FOLDER
@@ -88,4 +89,4 @@ def _parts(source: pathlib.Path) -> list[pathlib.Path]:
 
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv[1:]))
+  run_command(main)

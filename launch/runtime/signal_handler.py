@@ -1,14 +1,16 @@
 """Ctrl-C and SIGTERM: the first asks the run to stop, the second ends it at once.
 
-`exit_process` ends a command with its exit status, whatever still runs in it.
+`run_command` runs a command's `main` and ends the process with its exit status,
+whatever still runs in it.
 """
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 # Called before a second signal ends the process, which runs no other clean-up.
@@ -88,6 +90,41 @@ def exit_process(status: int) -> NoReturn:
   timer.daemon = True
   timer.start()
   sys.exit(status)
+
+
+def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
+  """Runs a command with the process's arguments, and ends the process.
+
+  If nobody reads what it prints any more, as after `| head`, it ends quietly with 141,
+  the shell's status for SIGPIPE. That signal itself stays ignored, because it would end
+  a run whenever the other side closes a socket.
+
+  Args:
+    main: Takes the arguments and returns the exit status.
+  """
+  try:
+    try:
+      status = main(sys.argv[1:])
+    finally:
+      with contextlib.suppress(AttributeError, ValueError):  # None, or already closed
+        sys.stdout.flush()
+  except BrokenPipeError:
+    if not _stdout_is_closed():
+      raise
+    # Otherwise Python tries to write the rest at exit, and complains once more.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    status = 128 + signal.SIGPIPE
+  exit_process(status)
+
+
+def _stdout_is_closed() -> bool:
+  """Returns whether standard output is a pipe that nobody reads any more."""
+  try:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+  except (AttributeError, OSError, ValueError):  # replaced, or on another system
+    return False
+  return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextlib.contextmanager

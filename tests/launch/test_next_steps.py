@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -137,3 +138,22 @@ def test_a_python_without_the_packages_is_answered_in_one_line(words):
   assert done.returncode == 1 and done.stdout == ''
   assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
   assert 'source .venv/bin/activate' in done.stderr
+
+
+@pytest.mark.parametrize(
+  'words',
+  ['', '.algorithms', '.view --help', '.plan --help', '.train --config=X --help'],
+)
+def test_a_reader_that_leaves_early_ends_a_command_quietly(words):
+  module, *options = f'launch{words}'.replace('X', str(runs.DEBUG)).split()
+  reader, writer = os.pipe()
+  os.close(reader)  # as `| true` does
+  done = subprocess.run(
+    [sys.executable, '-m', module, *options],
+    cwd=runs.ROOT,
+    stdout=writer,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  os.close(writer)
+  assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, '')

@@ -133,6 +133,17 @@ def test_what_a_users_manager_raises_is_one_line_with_its_place(
   assert error.endswith(f'({file}, line 2)\n')
 
 
+def test_what_a_users_manager_raises_when_it_is_made_is_one_line(
+  tmp_path, capsys, monkeypatch
+):
+  file = tmp_path / 'own.py'
+  file.write_text('def make_player(settings):\n  return {}["x"]\n')
+  make_player = runpy.run_path(str(file))['make_player']
+  monkeypatch.setattr(inference_job, 'make_player', make_player)
+  assert main([f'--config={runs.DEBUG}']) == 1
+  assert capsys.readouterr().err == f"error: KeyError: 'x' ({file}, line 2)\n"
+
+
 def test_images_are_named_where_they_stand_and_drawn_in_half_blocks():
   pixels = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255]] * 2, [[9, 9, 9]] * 2])
   image = as_image(pixels.astype(np.uint8))
