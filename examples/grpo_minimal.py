@@ -20,11 +20,12 @@ import time
 
 try:
   import jax
-except ModuleNotFoundError:
-  sys.exit('error: run `make env`, and `source .venv/bin/activate` in this shell')
-import numpy as np
+  import numpy as np
 
-from jaxrl.algorithms.presets.grpo import grpo
+  from jaxrl.algorithms.presets.grpo import grpo
+except ModuleNotFoundError as error:
+  sys.exit(f'error: {error}: run `make env` and `source .venv/bin/activate` first')
+
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.device_thread import DeviceThread
