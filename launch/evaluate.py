@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import make_section
 from launch.logging.console import Console
-from launch.logging.error_pages import print_error
+from launch.logging.error_pages import (
+  describe_user_error,
+  print_error,
+  report_user_error,
+)
 from launch.logging.progress import RolloutProgress
 from launch.runtime import process_env
 from launch.runtime.signal_handler import run_command
@@ -277,14 +281,21 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
       print_error(error)
       return 2
+    except Exception as error:
+      return report_user_error(error)
     try:
       benchmark = command.flags['benchmark']
       scores = evaluate(job, settings, ks, console, benchmark)
     except KeyboardInterrupt:
       return 130
-    except (ValueError, OSError) as error:
+    except ConfigError as error:
       print_error(error)
-      return 2 if isinstance(error, ConfigError) else 1
+      return 2
+    except (ValueError, OSError) as error:
+      print_error(describe_user_error(error) or error)
+      return 1
+    except Exception as error:
+      return report_user_error(error)
   if command.flags['json']:
     pathlib.Path(command.flags['json']).write_text(json.dumps(scores, indent=1) + '\n')
     if benchmark:

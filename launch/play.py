@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from jaxrl.call_strings import describe_error, user_place
 from launch.logging.console import Console
-from launch.logging.error_pages import print_error
+from launch.logging.error_pages import print_error, report_user_error
 from launch.report.samples import token_texts
 from launch.runtime import process_env
 from launch.runtime.signal_handler import run_command
@@ -226,19 +225,11 @@ def main(argv: Sequence[str]) -> int:
     print_error(error)
     return 2
   except Exception as error:
-    return _report_user_error(error)
+    return report_user_error(error)
   try:
     return asyncio.run(play_one_episode(job, screen, episode, sample))
   except Exception as error:
-    return _report_user_error(error)
-
-
-def _report_user_error(error: Exception) -> int:
-  """Prints what a user's own code raised, with its place; raises any other error."""
-  if not user_place(error):
-    raise error
-  print_error(describe_error(error))
-  return 1
+    return report_user_error(error)
 
 
 if __name__ == '__main__':

@@ -198,28 +198,17 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
   known = isinstance(
     error, configs.ConfigError | InsufficientGroupsError | OSError | ArithmeticError
   )
-  line = '' if isinstance(error, configs.ConfigError) else _user_error(error)
+  from launch.logging.error_pages import describe_user_error, print_error
+
+  line = '' if isinstance(error, configs.ConfigError) else describe_user_error(error)
   line = line or (str(error) if known else '')
   if line:
-    from launch.logging.error_pages import print_error
-
     print_error(line)
   else:
     print(text, file=sys.stderr)
   if log and line:
     console.say(f'(traceback in {log})', style='dim')
   return 2 if isinstance(error, configs.ConfigError) else 1
-
-
-def _user_error(error: Exception) -> str:
-  """Describes an error of a user's own code with its place; '' for any other error."""
-  from jaxrl.call_strings import describe_error, user_place
-
-  # An error from another process has no traceback, but may have a note with the place.
-  notes = [note for note in getattr(error, '__notes__', ()) if ', line ' in note]
-  if notes:
-    return '; '.join((f'{type(error).__name__}: {error}', *notes))
-  return describe_error(error) if user_place(error) else ''
 
 
 if __name__ == '__main__':

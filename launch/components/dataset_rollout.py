@@ -172,9 +172,10 @@ async def _until(stop: Callable[[], bool], jobs: list[Any]) -> bool:
     work.result()
     return True
   finally:
-    work.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception):
-      await work
+    if not work.done():  # awaiting it again would cut an error's traceback off
+      work.cancel()
+      with contextlib.suppress(asyncio.CancelledError, Exception):
+        await work
 
 
 def remaining_tasks_state(

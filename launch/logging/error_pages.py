@@ -1,7 +1,9 @@
-"""Ends an error with the page of the documentation that explains what it names."""
+"""Prints errors: with the page that explains them, or the place in a user's code."""
 
 import re
 import sys
+
+from jaxrl.call_strings import describe_error, user_place
 
 # By the start of a config key, or by a flag of a command.
 PAGES = {
@@ -74,3 +76,38 @@ def print_error(error: Exception | str) -> None:
   text = str(error)
   page = '' if 'docs/' in text else find_page(text)
   print(f'error: {text} ({page})' if page else f'error: {text}', file=sys.stderr)
+
+
+def describe_user_error(error: Exception) -> str:
+  """Describes an error of a user's own code, with the file and line in that code.
+
+  Args:
+    error: the error.
+
+  Returns:
+    One line; '' for an error that arose elsewhere.
+  """
+  # An error from another process has no traceback, but may have a note with the place.
+  notes = [note for note in getattr(error, '__notes__', ()) if ', line ' in note]
+  if notes:
+    return '; '.join((f'{type(error).__name__}: {error}', *notes))
+  return describe_error(error) if user_place(error) else ''
+
+
+def report_user_error(error: Exception) -> int:
+  """Prints an error of a user's own code in one line.
+
+  Args:
+    error: the error.
+
+  Returns:
+    1, the exit status.
+
+  Raises:
+    Exception: `error` itself, if it arose elsewhere.
+  """
+  line = describe_user_error(error)
+  if not line:
+    raise error
+  print_error(line)
+  return 1

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import runpy
 import subprocess
 import sys
 
@@ -282,3 +283,20 @@ def _vote(answers):
   counts = collections.Counter(answer for answer in answers if answer != '')
   top = [answer for answer, n in counts.items() if n == max(counts.values())]
   return top.count(8) / len(top) if top else 0.0
+
+
+@pytest.mark.parametrize('error', ['KeyError', 'ValueError'])
+@pytest.mark.parametrize('part', ['build_evaluation', 'evaluate'])
+def test_what_a_users_code_raises_is_one_line(
+  tmp_path, capsys, monkeypatch, part, error
+):
+  file = tmp_path / 'own.py'
+  file.write_text(f'def fail(*_):\n  raise {error}("no game")\n')
+  monkeypatch.setattr(evaluate, 'build_evaluation', lambda *_: None)
+  monkeypatch.setattr(evaluate, part, runpy.run_path(str(file))['fail'])
+  argv = [f'--config={runs.DEBUG}', f'--checkpoint={tmp_path}']
+  assert evaluate.main(argv) in (1, 2)
+  line = capsys.readouterr().err
+  assert line.startswith('error: ') and line.count('\n') == 1 and 'no game' in line
+  is_placed = part == 'evaluate' or error == 'KeyError'
+  assert (f'{error}: ' in line and f'({file}, line 2)' in line) is is_placed
