@@ -25,6 +25,8 @@ PRESETS = {
   'grpo': ('grpo', 'ppo_clip', 'token_mean', 8, K2),
   'grpo_paper': ('grpo', 'ppo_clip', 'sequence_mean_token_mean', 64, PAPER_K3),
   'gspo_paper': ('grpo', 'gspo', 'sequence_mean_token_mean', 8, None),
+  'sapo_paper': ('grpo', 'sapo', 'sequence_mean_token_mean', 8, None),
+  'topr_paper': ('reinforce', 'topr', 'token_mean', 8, None),
   'gigpo_paper': ('gigpo', 'ppo_clip', 'token_mean', 8, ('loss', 'k3', 0.01)),
   'opmd': ('opmd', 'opmd', 'token_mean', 2, K2),
   'sft': (None, 'sft', 'token_mean', 1, None),
@@ -100,11 +102,11 @@ def test_defaults_are_a_papers_only_where_the_paper_states_them():
   """And else the page says what differs from the paper.
 
   DeepSeekMath 4.2; Dr. GRPO, its scripts; DAPO 4.1; M2PO, its scripts; DPO, B; GSPO
-  5.1; GiGPO, its scripts.
+  5.1; GiGPO, its scripts; SAPO; TOPR.
   """
   provenance = {name: make_algorithm(name).provenance for name in PRESETS}
   names = {name for name, whose in provenance.items() if whose == 'paper'}
-  papers = {'grpo_paper', 'gspo_paper', 'gigpo_paper'}
+  papers = {f'{name}_paper' for name in ('grpo', 'gspo', 'gigpo', 'sapo', 'topr')}
   assert names == {'drgrpo', 'dapo', 'm2po', 'dpo', *papers}
   for name in set(PRESETS) - names:
     text = (inspect.getdoc(registry.builder(name)) or '').partition('Args:')[0]

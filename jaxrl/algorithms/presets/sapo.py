@@ -16,8 +16,7 @@ def sapo(
 ) -> Algorithm:
   """Composes group-relative advantages, soft gates and a k2 term to a reference.
 
-  The temperatures are the paper's. Its objective has no KL term, which `kl_coef=0`
-  leaves out.
+  The temperatures are the paper's. Its objective has no KL term: see `sapo_paper`.
 
   Args:
     tau_positive: τ where the advantage is positive.

@@ -15,7 +15,7 @@ def topr(
 ) -> Algorithm:
   """Composes A = R, weight 1 for gains and min(r, 1) for losses, and a k2 term.
 
-  The paper does without a KL term, which `kl_coef=0` leaves out.
+  The paper does without a KL term: see `topr_paper`.
 
   Args:
     ratio: What the ratio is of.
