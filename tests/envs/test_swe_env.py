@@ -15,7 +15,7 @@ from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.terminal import swe_tasks, test_results
 from jaxrl.envs.terminal.shell_session import SHELL_HELP, extract_command
 from jaxrl.types import Task
-from tests.calls import env_factory
+from tests.calls import env_factory, parse_call
 from tests.envs import swe_repos
 from tests.envs.sandbox.test_local_sandbox import named
 from tests.rollout.fakes import FakeEngine, play, world
@@ -72,7 +72,8 @@ def test_the_solution_scores_one_and_leaves_nothing_behind(folders, repository):
 def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders):
   repos, scratch = folders
   row = swe_repos.spans(repos)
-  env, (question, _) = begin(repos, row)
+  patient = parse_call('shell(seconds=240.)')  # it searches the machine's own files
+  env, (question, _) = begin(repos, row, shell=patient)
   assert question == f'acme/spans is wrong.\n\n{SHELL_HELP}'
   shown, reward, terminated, _, _ = do(
     env, 'pwd; git log --all --oneline | wc -l; git status --short; ls tests'
