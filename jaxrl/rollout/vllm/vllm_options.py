@@ -197,7 +197,7 @@ def cpu_compilation(config: ModelConfig, compilation: Any = None) -> Any:
 
   Args:
     config: The model's config.
-    compilation: The `compilation_config` that the user has set, or None.
+    compilation: The `compilation_config` that the user has set, a dict, or None.
   """
   if not config.kv_latent:
     return compilation
