@@ -60,7 +60,7 @@ def known(flag: str) -> bool:
 
 
 # Tracing makes many objects but few cycles, so collections may be rarer.
-gc.set_threshold(20_000, 20, 50)
+gc.set_threshold(200_000, 50, 100)
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''))
 os.environ['HF_HUB_OFFLINE'] = '1'

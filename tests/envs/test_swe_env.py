@@ -24,6 +24,8 @@ sandboxed = pytest.mark.skipif(
   bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
 )
 LEAN = '{"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}'  # they take time to import
+# The data of a hidden test: its names might be some library's, too.
+SECRET = '[[(1, 3), (3, 4)], [(1, 4), (2, 3)]]'
 SMALL = f'local(memory_mb=512, processes=24, environment={LEAN})'
 
 
@@ -72,8 +74,7 @@ def test_the_solution_scores_one_and_leaves_nothing_behind(folders, repository):
 def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders):
   repos, scratch = folders
   row = swe_repos.spans(repos)
-  patient = parse_call('shell(seconds=240.)')  # it searches the machine's own files
-  env, (question, _) = begin(repos, row, shell=patient)
+  env, (question, _) = begin(repos, row)
   assert question == f'acme/spans is wrong.\n\n{SHELL_HELP}'
   shown, reward, terminated, _, _ = do(
     env, 'pwd; git log --all --oneline | wc -l; git status --short; ls tests'
@@ -81,10 +82,8 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders):
   assert (reward, terminated) == (0, False)
   assert shown.split()[3:5] == ['/testbed', '1']
   assert 'test_merge' not in shown
-  # The hidden test's own data: its names might stand in some library's.
-  secret = '[[(1, 3), (3, 4)], [(1, 4), (2, 3)]]'
-  assert secret in row['test_patch']
-  hunt = f'grep -rlF -e "{secret}" -e "secret fix" /testbed /tmp /etc /dev'
+  assert SECRET in row['test_patch']
+  hunt = f'grep -rlF -e "{SECRET}" -e "secret fix" /testbed /tmp'
   assert do(env, f'{hunt}; git fsck --lost-found')[0] == 'exit code 0\n'
   assert do(env, f'echo {"x" * 90}; cd /; exit 3')[0].startswith('exit code 3\nxxx')
   assert 'no command' in env.step('I am thinking.')[0]
@@ -96,6 +95,18 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders):
   )
   assert (metrics['invalid_actions'], metrics['passed']) == (1, pytest.approx(1 / 3))
   assert not list(scratch.iterdir())
+
+
+@pytest.mark.slow
+@sandboxed
+def test_hidden_tests_are_in_no_folder_of_the_machine(folders):
+  repos, _ = folders
+  row = swe_repos.spans(repos)
+  patient = parse_call('shell(seconds=240.)')  # it searches the machine's own files
+  env, _ = begin(repos, row, shell=patient)
+  hunt = f'grep -rlF -e "{SECRET}" -e "secret fix" /etc /dev'
+  assert do(env, f'{hunt}; true')[0] == 'exit code 0\n'
+  env.kill()
 
 
 @sandboxed

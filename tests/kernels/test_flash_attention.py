@@ -47,7 +47,8 @@ def value_and_gradient(function, arrays, *ids):
     out = function(q, k, v, *ids)
     return (out.astype(jnp.float32) * weights).sum(), out
 
-  (_, out), grads = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*args)
+  run = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+  (_, out), grads = run(*args)
   return out, *grads
 
 

@@ -398,6 +398,7 @@ class Broken(EnvManager):
 """
 
 
+@pytest.mark.slow
 def test_a_manager_of_ones_own_may_play_without_step(tmp_path):
   config = own_env(tmp_path, 'step = property()\n  del Base.step, step')
   (tmp_path / 'manager.py').write_text(MANAGER.format(error='ValueError'))

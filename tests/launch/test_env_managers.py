@@ -179,7 +179,7 @@ def test_a_name_without_a_file_is_refused(tmp_path, capsys):
     slow('OtherSample', 'put a row with sample_index=9'),
     slow('Short', 'values of rewards'),
     ('Lazy', 'returned from run_rollout_loop before'),
-    ('Twice', 'asked for the next episode before it had put the last one'),
+    slow('Twice', 'asked for the next episode before it had put the last one'),
   ],
 )
 def test_a_manager_that_breaks_the_protocol_stops_the_run(

@@ -21,6 +21,7 @@ from launch import evaluate, train
 from launch.logging.console import Console
 from launch.logging.evaluation_results import format_results, summarize_tags
 from tests.launch import runs
+from tests.marks import slow
 from tests.rollout.fakes import row
 
 NUM_ITEMS = 13
@@ -285,7 +286,7 @@ def _vote(answers):
   return top.count(8) / len(top) if top else 0.0
 
 
-@pytest.mark.parametrize('error', ['KeyError', 'ValueError'])
+@pytest.mark.parametrize('error', ['KeyError', slow('ValueError')])
 @pytest.mark.parametrize('part', ['build_evaluation', 'evaluate'])
 def test_what_a_users_code_raises_is_one_line(
   tmp_path, capsys, monkeypatch, part, error

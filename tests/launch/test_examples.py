@@ -73,6 +73,7 @@ def test_questions_into_a_table(tmp_path, monkeypatch):
 @pytest.mark.skipif(
   bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
 )
+@pytest.mark.slow
 def test_an_agent_in_repositories(tmp_path):
   repos = tmp_path / 'repos'
   tasks = [swe_repos.ledger(repos), swe_repos.spans(repos)]

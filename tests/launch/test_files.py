@@ -10,7 +10,6 @@ from launch.settings.logging_settings import read_logging
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate
 from tests.launch import runs
-from tests.marks import slow
 
 SHORT = ('--config.eval.interval=0', '--config.optimizer.lr_schedule=constant')
 
@@ -104,7 +103,8 @@ def test_epochs_make_the_steps(tmp_path):
   assert metrics[-1]['data/epoch'] >= 1.5 > metrics[-2]['data/epoch']
 
 
-@pytest.mark.parametrize('algorithm', ['sft', slow('dpo')])
+@pytest.mark.slow
+@pytest.mark.parametrize('algorithm', ['sft', 'dpo'])
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(algorithm, tmp_path):
   """The second half reads the rows that are left, against the same reference."""
   config = f'{runs.DEBUG}:{algorithm}'

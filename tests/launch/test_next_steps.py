@@ -16,6 +16,7 @@ from launch.settings import command_line
 from launch.settings.algorithm_options import build_algorithm
 from launch.settings.logging_settings import read_logging
 from tests.launch import runs
+from tests.marks import slow_except
 
 WORKDIR = pathlib.Path('runs/mine')
 
@@ -142,7 +143,10 @@ def test_a_python_without_the_packages_is_answered_in_one_line(words):
 
 @pytest.mark.parametrize(
   'words',
-  ['', '.algorithms', '.view --help', '.plan --help', '.train --config=X --help'],
+  slow_except(
+    ('.algorithms', '.train --config=X --help'),
+    ('', '.algorithms', '.view --help', '.plan --help', '.train --config=X --help'),
+  ),
 )
 def test_a_reader_that_leaves_early_ends_a_command_quietly(words):
   module, *options = f'launch{words}'.replace('X', str(runs.DEBUG)).split()

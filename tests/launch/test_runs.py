@@ -82,6 +82,7 @@ def test_a_run_from_start_to_end(tmp_path, capsys):
   assert all((token[4] is not None) == bool(token[2]) for token in tokens)
 
 
+@pytest.mark.slow
 def test_advantages_belong_to_their_trajectories(tmp_path):
   recorder = runs.record(tmp_path, *QUICK, '--config.num_steps=2')
   seen = 0.0

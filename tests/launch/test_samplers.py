@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 from jaxrl.call_strings import ConfigError
 from launch.logging.metric_loggers import read_metrics
 from tests.launch import runs
-from tests.marks import slow
 
 TINY = (
   '--config.sft.num_steps=0',
@@ -98,7 +97,8 @@ def test_opmd_warms_up_on_experts(tmp_path):
   assert any((before[name] != after[name]).any() for name in before)
 
 
-@pytest.mark.parametrize('sampler', ['mixed', slow('warmup(steps=1)')])
+@pytest.mark.slow
+@pytest.mark.parametrize('sampler', ['mixed', 'warmup(steps=1)'])
 def test_a_loss_with_a_ratio_scores_experts_too(tmp_path, sampler):
   file = tmp_path / 'decoupled.py'
   file.write_text(DECOUPLED)

@@ -301,6 +301,7 @@ train.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_few_modules_are_imported_before_the_first_step(tmp_path: pathlib.Path):
   """What one process imports for GRPO, up to the first step of the loop."""
   done = subprocess.run(

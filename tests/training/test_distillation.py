@@ -136,6 +136,7 @@ async def test_from_files_the_student_comes_closer(kind):
   assert 0 < metrics['loss/policy'] < before
 
 
+@pytest.mark.slow
 async def test_rows_follow_the_teacher_of_their_tag():
   by_tag = {'b': teacher(2)}
   learner = learner_of(registry.make('distill', {'top_k': 16}), teacher(1), by_tag)

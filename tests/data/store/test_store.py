@@ -194,6 +194,7 @@ def _write(folder, run):
   fill(StoreDatabase(url(folder)), range(20), run=run)
 
 
+@pytest.mark.slow
 def test_several_explorers_write_at_once(tmp_path):
   context = multiprocessing.get_context('spawn')
   runs = [context.Process(target=_write, args=(tmp_path, f'run{i}')) for i in range(2)]

@@ -193,6 +193,7 @@ async def _version(handle, version):
   return await pid(handle) and (await handle.about())['version'] == version
 
 
+@pytest.mark.slow
 async def test_one_that_dies_at_each_start_is_given_up(make, tmp_path):
   fleet = make(1, restarts=2, deaths=99)
   with pytest.raises(ActorError, match='all engines are lost') as error:

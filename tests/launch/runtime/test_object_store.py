@@ -123,6 +123,7 @@ def test_versions_that_are_over_are_freed(ray, channel):
 
 
 @with_ray
+@pytest.mark.slow
 async def test_engines_that_come_later_or_die(ray, channel, engines, caplog):
   device_thread = DeviceThread()
   first, second = engines(), engines()

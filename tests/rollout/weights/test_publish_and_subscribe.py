@@ -128,6 +128,7 @@ for version in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_learner_of_two_processes_gathers_nothing(tmp_path):
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))

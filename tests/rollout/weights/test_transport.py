@@ -22,6 +22,7 @@ from jaxrl.rollout.weights.transport import (
 )
 from launch.runtime.weight_transport import open_transport
 from launch.settings.run_settings import WeightTransport
+from tests.marks import slow
 from tests.rollout.weights.helpers import SMALL, make, same, step
 
 # Follows what is published at argv[1] and prints version and digest of what it holds.
@@ -128,7 +129,7 @@ def test_engines_in_processes_of_their_own_and_one_that_is_killed(shared):
   assert versions <= {'29', '30'} and len(shared.names('')) < 20
 
 
-@pytest.mark.parametrize('transport', ['shared_memory', 'checkpoint'])
+@pytest.mark.parametrize('transport', ['shared_memory', slow('checkpoint')])
 def test_what_a_killed_learner_leaves_is_freed_by_the_next(transport, tmp_path):
   killed = start(PUBLISH, 'wait')
   path = pathlib.Path(killed.stdout.readline().strip())
@@ -140,6 +141,7 @@ def test_what_a_killed_learner_leaves_is_freed_by_the_next(transport, tmp_path):
   assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_learner_that_ends_cleans_up():
   ended = start(PUBLISH, 'end')
   path = pathlib.Path(ended.stdout.readline().strip())
