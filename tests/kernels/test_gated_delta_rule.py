@@ -133,7 +133,8 @@ def test_a_chunk_of_equal_keys_is_solved_precisely():
   values = values.astype(np.float32)
   none, ones = np.zeros((1, 64, HEADS), np.float32), np.ones((1, 64, HEADS), np.float32)
   tree = rule.segment_tree(jnp.ones((1, 64), jnp.int32))
-  out, _ = rule.chunked_gated_delta_rule(keys, keys, values, none, ones, tree)
+  form = jax.jit(rule.chunked_gated_delta_rule)
+  out, _ = form(keys, keys, values, none, ones, tree)
   np.testing.assert_allclose(out, values, atol=1e-5)  # each value replaces the last
 
 
@@ -164,12 +165,13 @@ def test_steps_equal_the_recurrence():
 
 def test_the_best_form_is_chosen():
   arrays, tree = make_inputs(), tree_of(False)
-  out, _ = rule.gated_delta_rule(*arrays, tree)
-  plain, _ = rule.gated_delta_rule(*arrays, tree, kernels='reference')
-  np.testing.assert_array_equal(out, rule.chunked_gated_delta_rule(*arrays, tree)[0])
-  np.testing.assert_array_equal(
-    plain, rule.recurrent_gated_delta_rule(*arrays, tree)[0]
-  )
+  plain = functools.partial(rule.gated_delta_rule, kernels='reference')
+  for chosen, form in (
+    (rule.gated_delta_rule, rule.chunked_gated_delta_rule),
+    (plain, rule.recurrent_gated_delta_rule),
+  ):
+    out, wanted = (jax.jit(run)(*arrays, tree)[0] for run in (chosen, form))
+    np.testing.assert_array_equal(out, wanted)
 
 
 @pytest.mark.targets

@@ -62,10 +62,10 @@ def test_a_critics_head_scores_the_state_after_the_last_token(tmp_path):
   huggingface.save(tmp_path / 'critic', model.config, params)
   config, loaded = huggingface.load_scorer(tmp_path / 'critic')
   tokens, lengths = small.tokens(2, 8), np.array([8, 5])
-  scores = TransformerLM(config).score(loaded, tokens, lengths)
+  scores = jax.jit(TransformerLM(config).score)(loaded, tokens, lengths)
   # A token more, and the critic's own column speaks of the state before it.
   longer = np.pad(tokens, ((0, 0), (0, 1)))
-  values = model.policy_outputs(params, longer, jnp.ones_like(longer)).values
+  values = jax.jit(model.policy_outputs)(params, longer, jnp.ones_like(longer)).values
   np.testing.assert_allclose(scores, values[np.arange(2), lengths], atol=1e-5)
   assert huggingface.pad_id(tmp_path / 'critic') is None
 

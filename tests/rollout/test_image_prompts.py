@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -39,12 +40,16 @@ def scored(prompt, pictures, completion):
   """The log-probs that the model gives a completion, by one forward pass."""
   row = np.concatenate([prompt, completion.tokens])
   places, patches = image_places.lay_out(cut(), [(row, pictures)], (1, len(row)))
-  model = TransformerLM(config())
-  known = vision_tower.encode(model, weights(), patches)
-  kwargs = {'images': places} if pictures else {}
   segment_ids = np.ones((1, len(row)), np.int32)
-  outputs = model.policy_outputs(known, row[None], segment_ids, **kwargs)
-  return np.asarray(outputs.logprobs)[0, len(prompt) :]
+  kwargs = {'images': places} if pictures else {}
+  logprobs = jax.jit(_logprobs)(weights(), patches, row[None], segment_ids, **kwargs)
+  return np.asarray(logprobs)[0, len(prompt) :]
+
+
+def _logprobs(params, patches, tokens, segment_ids, **images):
+  model = TransformerLM(config())
+  known = vision_tower.encode(model, params, patches)
+  return model.policy_outputs(known, tokens, segment_ids, **images).logprobs
 
 
 def close(actual, wanted):

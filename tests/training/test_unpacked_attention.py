@@ -107,8 +107,9 @@ def test_the_transposes_are_the_transposes(case):
     (unpacked_attention._collect, unpacked_attention._return, cells, slots),
   )
   for function, transposed, x, y in pairs:
-    (expected,) = jax.linear_transpose(lambda x, f=function: f(unpacked, x), x)(y)
-    np.testing.assert_allclose(transposed(unpacked, y), expected, atol=1e-6)
+    transpose = jax.linear_transpose(lambda x, f=function: f(unpacked, x), x)
+    (expected,) = jax.jit(transpose)(y)
+    np.testing.assert_allclose(jax.jit(transposed)(unpacked, y), expected, atol=1e-6)
 
 
 def test_no_prompt_is_spread_to_rows_that_are_not_there():
