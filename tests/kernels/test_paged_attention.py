@@ -13,7 +13,8 @@ from kernels.attention import decode_attention
 from tests.marks import slow
 
 LENGTHS = jnp.array([1, 128, 200, 256], jnp.int32)
-triton = functools.partial(paged_attention.triton, interpret=True)
+triton = jax.jit(functools.partial(paged_attention.triton, interpret=True))
+reference = jax.jit(paged_attention.reference)
 
 
 def inputs(heads, kv_heads, dim, dtype, room=256):
@@ -25,6 +26,7 @@ def inputs(heads, kv_heads, dim, dtype, room=256):
   ]
 
 
+@jax.jit
 def in_chunks(q, keys, values, lengths):
   """The same through the chunks that other platforms have."""
   k, v = keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)
@@ -34,7 +36,7 @@ def in_chunks(q, keys, values, lengths):
 @pytest.mark.parametrize('heads, kv_heads', [(2, 2), (8, 2), (8, 1)])
 def test_the_plain_ones_agree(heads, kv_heads):
   arrays = inputs(heads, kv_heads, 16, jnp.float32)
-  out = paged_attention.reference(*arrays, LENGTHS)
+  out = reference(*arrays, LENGTHS)
   np.testing.assert_allclose(out, in_chunks(*arrays, LENGTHS), rtol=1e-5, atol=1e-6)
 
 
@@ -42,9 +44,7 @@ def test_the_plain_ones_agree(heads, kv_heads):
 @pytest.mark.parametrize('heads, kv_heads', [(2, 2), (8, 2), (8, 1)])
 def test_triton(heads, kv_heads, dtype, bound):
   arrays = inputs(heads, kv_heads, 16, dtype)
-  expected = paged_attention.reference(
-    *(x.astype(jnp.float32) for x in arrays), LENGTHS
-  )
+  expected = reference(*(x.astype(jnp.float32) for x in arrays), LENGTHS)
   np.testing.assert_allclose(triton(*arrays, LENGTHS), expected, atol=bound)
 
 
@@ -55,22 +55,20 @@ def test_mosaic(heads, kv_heads, room):
   """One page a slot, and several."""
   arrays = inputs(heads, kv_heads, 128, jnp.bfloat16, room)
   lengths = LENGTHS * room // 256
-  expected = paged_attention.reference(
-    *(x.astype(jnp.float32) for x in arrays), lengths
-  )
+  expected = reference(*(x.astype(jnp.float32) for x in arrays), lengths)
   with pltpu.force_tpu_interpret_mode():
-    out = paged_attention.mosaic(*arrays, lengths)
+    out = jax.jit(paged_attention.mosaic)(*arrays, lengths)
   assert out.dtype == jnp.float32
   np.testing.assert_allclose(out, expected, atol=0.02)
 
 
 def test_a_slot_depends_on_no_other_and_not_on_what_lies_behind_it():
   q, keys, values = inputs(8, 2, 16, jnp.bfloat16)
-  one = jax.jit(triton)(q, keys, values, LENGTHS)
+  one = triton(q, keys, values, LENGTHS)
   behind = jnp.arange(256) >= LENGTHS[2]
   spoilt = [jnp.where(behind[:, None], 7, x) for x in (keys, values)]
   spoilt = [x.at[:, (0, 1, 3)].set(3) for x in spoilt]
-  two = jax.jit(triton)(q.at[0].set(9), *spoilt, LENGTHS.at[1].set(5))
+  two = triton(q.at[0].set(9), *spoilt, LENGTHS.at[1].set(5))
   np.testing.assert_array_equal(one[2], two[2])
 
 

@@ -96,7 +96,8 @@ def test_the_family_that_the_docs_show(tmp_path):
   loaded_config, loaded = huggingface.load(tmp_path / 'model')
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   tokens = jnp.array([[1, 2, 3, 4, 5, 6]])
-  hidden = TransformerLM(loaded_config).hidden(loaded, tokens, jnp.ones_like(tokens))
+  run = jax.jit(TransformerLM(loaded_config).hidden)
+  hidden = run(loaded, tokens, jnp.ones_like(tokens))
   assert loaded_config.layer(4).use_rope is False and np.all(np.isfinite(hidden))
 
 
