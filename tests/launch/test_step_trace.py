@@ -195,10 +195,11 @@ def test_the_spans_of_a_run_agree_with_its_times(tmp_path):
   start = min(e['ts'] for e in steps)
   end = max(e['ts'] + e['dur'] for e in steps)
   programs = [e for e in trace['traceEvents'] if e['pid'] >= 1000 and e['ph'] == 'X']
-  # JAX's clock is ours. On a busy machine its profiler stops late and sees more.
+  # JAX's clock is ours. Its profiler starts before the steps and stops after them; on a
+  # busy machine it sees seconds of what an engine's thread does then.
   inside = [start - 1e5 <= e['ts'] <= end + 1e6 for e in programs]
   assert len(programs) > 100 and sum(inside) > len(inside) / 2
-  assert all(start - 1e5 <= e['ts'] <= end + 6e7 for e in programs)
+  assert all(start - 6e7 <= e['ts'] <= end + 6e7 for e in programs)
   assert min(e['ts'] for e in trace['traceEvents'] if 'ts' in e) >= 0
   jax.profiler.start_trace(str(tmp_path / 'again'))  # nobody else is using it
   jax.profiler.stop_trace()
