@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from jaxrl import call_strings
-from jaxrl.functional import advantages, components
+from jaxrl.functional import advantages as eager
+from jaxrl.functional import components
 from tests.functional import harness
 from tests.functional import restated_advantages as restated
 from tests.functional.cases import ADVANTAGES, MOMENTS
 from tests.functional.harness import Case
+
+advantages = harness.Compiled(eager)
 
 NUMBERS = (int, float)
 FLOATS = ('rewards', 'old_values', 'old_logprobs', 'teacher_logprobs', 'entropy', 'nec')
@@ -175,9 +178,9 @@ def test_grpo_by_hand():
 def test_equal_rewards_give_exactly_zero():
   """Seven times 0.7: a mean in float32 is not 0.7, and dividing by s inflates that."""
   for fn, options in [
-    (advantages.grpo, {}),
-    (advantages.opmd, {}),
-    (advantages.opmd, {'baseline': 'logavgexp'}),
+    (eager.grpo, {}),
+    (eager.opmd, {}),
+    (eager.opmd, {'baseline': 'logavgexp'}),
   ]:
     run = jax.jit(lambda *columns, fn=fn, options=options: fn(*columns, **options))
     for size in range(2, 40):
@@ -233,7 +236,7 @@ def test_a_sample_without_others_keeps_its_return(name):
     ),
   }
   options = {'mean': 'group', 'std': 'group'} if name == 'normalise' else {}
-  part = functools.partial(components.call_component, getattr(advantages, name))
+  part = functools.partial(components.call_component, getattr(eager, name))
   out = jax.jit(lambda columns: part(columns, options))(columns)
   np.testing.assert_allclose(out.advantages[2, 0], 5, rtol=1e-5)
 

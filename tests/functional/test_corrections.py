@@ -39,7 +39,7 @@ def test_weights_equal_the_restatement_and_have_no_slope(case):
 @pytest.mark.parametrize('case', RATIOS[:-1], ids=str)
 def test_ratios_and_mismatch_equal_the_restatement(case):
   columns = columns_of_engines()
-  out = harness.call(case, columns)
+  out = jax.jit(functools.partial(harness.call, case))(columns)
   wanted = case.restated(harness.wide(columns), case.options)
   for name in wanted if isinstance(wanted, dict) else [...]:
     # |Δ| of log-probs, at most 50, has their rounding; the KL is a difference of it.
@@ -101,7 +101,7 @@ def test_no_gradient_flows_through_a_weight():
     args = (p, columns['rollout_logprobs'], columns['mask'])
     return jnp.sum(corrections.tis(*args)[0] + corrections.icepop(*args)[0])
 
-  assert np.all(jax.grad(total)(columns['old_logprobs']) == 0)
+  assert np.all(jax.jit(jax.grad(total))(columns['old_logprobs']) == 0)
 
 
 def test_effective_sample_size():

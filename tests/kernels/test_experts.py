@@ -67,7 +67,7 @@ def adapted(inputs, seed=5):
 def of(way, chosen, inputs, dtype='float32'):
   cast = jax.tree.map(lambda x: jnp.asarray(x, dtype), inputs)
   cast['weights'] = jnp.asarray(inputs['weights'], jnp.float32)
-  return way(cast.pop('x'), jnp.asarray(chosen, jnp.int32), **cast)
+  return jax.jit(way)(cast.pop('x'), jnp.asarray(chosen, jnp.int32), **cast)
 
 
 @pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])

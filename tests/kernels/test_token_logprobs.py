@@ -1,5 +1,7 @@
 """Chunked scoring equals plain scoring, in value and in gradient."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,16 +123,14 @@ def test_top_k_that_cannot_be_is_refused():
 def test_nec_of_certainty_and_of_ignorance():
   """One sure token: p = 1, H = 0, so 0. V equal ones: H + log p = 0, so 0."""
   hidden, table, targets = inputs()
+  measure = jax.jit(functools.partial(token_logprobs, nec=True))
   for scale in (1e4, 0.0):
-    scores = token_logprobs(scale * hidden, table, targets, nec=True)
+    scores = measure(scale * hidden, table, targets)
     np.testing.assert_allclose(scores.nec, 0, atol=1e-4)
   # Three logits 0, 0, log 2 → p = ¼, ¼, ½ and H = 1.5·log 2:
   # 2·(1/16)·(1.5 − 2)·log 2 + ¼·(1.5 − 1)·log 2 = log 2 / 16.
-  scores = token_logprobs(
-    jnp.ones((1, 1, 1)),
-    jnp.log(jnp.array([[1.0], [1], [2]])),
-    targets[:1, :1],
-    nec=True,
+  scores = measure(
+    jnp.ones((1, 1, 1)), jnp.log(jnp.array([[1.0], [1], [2]])), targets[:1, :1]
   )
   np.testing.assert_allclose(scores.nec, np.log(2) / 16, rtol=1e-5)
 
@@ -144,7 +144,7 @@ def test_huge_logits_stay_finite():
       x.sum() for x in (scores.logprobs, scores.nec, scores.topk_logprobs)
     ), scores
 
-  gradient, scores = jax.grad(total, has_aux=True)(1e4 * hidden)
+  gradient, scores = jax.jit(jax.grad(total, has_aux=True))(1e4 * hidden)
   assert all(np.isfinite(x).all() for x in (gradient, *scores))
 
 

@@ -13,6 +13,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from tests.marks import slow_except
 from tests.models import small
 
+pytestmark = pytest.mark.xdist_group('torch')  # which is long to import
 COMMON = {
   'vocab_size': 67,
   'hidden_size': 24,

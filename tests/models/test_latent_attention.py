@@ -19,7 +19,9 @@ def make_attention(targets):
   draw = np.random.default_rng(0)
   module = layers.LatentAttention(config, nnx.Rngs(params=jax.random.key(0)))
   graph, state = nnx.split(module)
-  moved = jax.tree.map(lambda x: x + 0.3 * draw.standard_normal(x.shape), state)
+  moved = jax.tree.map(
+    lambda x: np.float32(x + 0.3 * draw.standard_normal(x.shape)), jax.device_get(state)
+  )
   return nnx.merge(graph, moved), config
 
 
@@ -28,16 +30,27 @@ def test_queries_of_latents_give_the_same_scores_and_outputs(targets):
   attention, config = make_attention(targets)
   x = np.random.default_rng(1).standard_normal((5, 32)).astype(np.float32)
   rotation = rope.rotation(config, jnp.arange(5))
-  (q, kept, none), _ = attention.project(x, *rotation)
-  assert none is None and kept.shape == (5, 1, 32 + 16)
-  k, v = attention.expand(kept)
-  wanted = np.einsum('thd,shd->hts', q, k)
-  scores = np.einsum('thr,sr->hts', attention.absorb(q), kept[:, 0])
-  np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-4)
   weights = np.random.default_rng(2).random((4, 5, 5)).astype(np.float32)
+
+  @nnx.jit
+  def attend(attention, x, weights):
+    (q, kept, none), _ = attention.project(x, *rotation)
+    assert none is None and kept.shape == (5, 1, 32 + 16)
+    mixed = jnp.einsum('hts,sr->thr', weights, kept[:, 0])
+    return (
+      q,
+      kept,
+      attention.expand(kept),
+      attention.absorb(q),
+      attention.release(mixed),
+    )
+
+  q, kept, (k, v), absorbed, released = attend(attention, x, weights)
+  wanted = np.einsum('thd,shd->hts', q, k)
+  scores = np.einsum('thr,sr->hts', absorbed, np.asarray(kept)[:, 0])
+  np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-4)
   wanted = np.einsum('hts,shd->thd', weights, v)
-  mixed = np.einsum('hts,sr->thr', weights, kept[:, 0])
-  np.testing.assert_allclose(attention.release(mixed), wanted, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(released, wanted, rtol=1e-4, atol=1e-4)
   names = 'q_a', 'q_b', 'kv_a', 'kv_b', 'o'
   adapted = {name for name in names if hasattr(getattr(attention, name), 'lora_a')}
   whole = set(names) if targets == 'q,k,v,o' else set(targets.split(',')) - {''}

@@ -13,6 +13,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from tests.models import small
 from tests.models.test_huggingface import COMMON
 
+pytestmark = pytest.mark.xdist_group('torch')  # which is long to import
 FAMILIES = {
   'Qwen2': {'tie_word_embeddings': False},
   'Qwen3': {'head_dim': 16},

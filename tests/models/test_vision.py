@@ -19,6 +19,7 @@ from tests.models import images
 from tests.models.families import cases
 from tests.models.families.test_against_transformers import fuse_experts
 
+pytestmark = pytest.mark.xdist_group('torch')  # which is long to import
 LENGTH = 40
 
 
@@ -84,7 +85,7 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     logprobs[:, 1:][shown], wanted.detach().numpy()[shown], atol=1e-4, rtol=1e-3
   )
   (wanted * torch.tensor(weights[:, 1:])).sum().backward()
-  slopes = dict(huggingface.export(config, slopes))
+  slopes = dict(huggingface.export(config, jax.device_get(slopes)))
   fuse_experts(slopes)
   for name, parameter in theirs.named_parameters():
     grad, slope = parameter.grad.numpy(), slopes.pop(name)

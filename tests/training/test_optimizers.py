@@ -7,6 +7,8 @@ import pytest
 from jaxrl.training import optimizers
 from tests import calls
 
+apply_gradients = jax.jit(optimizers.apply_gradients, static_argnames='state_spec')
+
 
 def numpy_adamw(params, gradients, steps, *, lr, b1, b2, eps, decay, clip):
   """The paper's algorithm 2 with the gradient scaled to norm ≤ clip first."""
@@ -38,9 +40,7 @@ def test_adamw_is_the_papers():
     optimizers.init_optimizer_state(tree),
   )
   for step in range(3):
-    tree, state, metrics = optimizers.apply_gradients(
-      tree, state, grads, optimizer.hparams(step)
-    )
+    tree, state, metrics = apply_gradients(tree, state, grads, optimizer.hparams(step))
   want, mean = numpy_adamw(
     params, gradients, 3, lr=0.1, b1=0.9, b2=0.999, eps=1e-8, decay=0.3, clip=2.0
   )
@@ -57,7 +57,7 @@ def test_a_small_gradient_and_a_zero_one_are_not_clipped():
   numbers = calls.make_optimizer(learning_rate=1.0).hparams(0)
   for gradient in (jnp.array([0.3, 0.0]), jnp.zeros(2)):
     grads, state = {'bias': gradient}, optimizers.init_optimizer_state(params)
-    _, state, _ = optimizers.apply_gradients(params, state, grads, numbers)
+    _, state, _ = apply_gradients(params, state, grads, numbers)
     np.testing.assert_allclose(state[0].mu['bias'], 0.1 * gradient, rtol=1e-6)
 
 
@@ -135,9 +135,7 @@ def test_adafactor_is_the_papers_layer_by_layer():
   numbers = kind.hparams | {'learning_rate': 1.0, 'max_grad_norm': np.inf}
   for step in range(3):
     now = {'layers': {'kernel': jnp.float32((step + 1) * gradients)}}
-    after, state, _ = optimizers.apply_gradients(
-      params, state, now, numbers, kind.state_spec
-    )
+    after, state, _ = apply_gradients(params, state, now, numbers, kind.state_spec)
     moved = -after['layers']['kernel']
     for layer in range(2):
       np.testing.assert_allclose(moved[layer], wanted[layer][step], rtol=1e-4)
@@ -149,7 +147,7 @@ def test_lion_and_sgd_step_as_defined():
     optimizer = calls.make_optimizer(learning_rate=1.0, name=kind, max_grad_norm=None)
     memory, params = optimizer.spec.state_spec, {'bias': jnp.zeros(2)}
     state = optimizers.init_optimizer_state(params, memory)
-    params, _, _ = optimizers.apply_gradients(
+    params, _, _ = apply_gradients(
       params, state, gradient, optimizer.hparams(0), memory
     )
     np.testing.assert_allclose(-params['bias'], want)
@@ -173,7 +171,7 @@ def test_a_second_moment_in_bfloat16_still_forgets():
     name="adamw(state_dtype='bfloat16')", max_grad_norm=None
   )
   memory, params = optimizer.spec.state_spec, {'kernel': jnp.zeros((32, 32))}
-  _, start, _ = optimizers.apply_gradients(
+  _, start, _ = apply_gradients(
     params,
     optimizers.init_optimizer_state(params, memory),
     {'kernel': jnp.ones((32, 32))},
@@ -182,9 +180,9 @@ def test_a_second_moment_in_bfloat16_still_forgets():
 
   def step(state, _):
     gradient = {'kernel': jnp.zeros((32, 32))}
-    return optimizers.apply_gradients(
-      params, state, gradient, optimizer.hparams(0), memory
-    )[1], None
+    return apply_gradients(params, state, gradient, optimizer.hparams(0), memory)[
+      1
+    ], None
 
   state, _ = jax.lax.scan(step, start, length=693)
   left = np.float32(state[0].nu['kernel']).mean() / 0.001

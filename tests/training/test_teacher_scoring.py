@@ -183,12 +183,13 @@ def test_the_datas_own_are_used_as_they_are(default):
   for name, shape in scorer.field_shapes(ROWS, LENGTH).items():
     assert columns[name].sharding == shape.sharding
     assert columns[name].dtype == shape.dtype
+    scores = np.asarray(columns[name])
     for i, row in enumerate(row for group in batch_groups for row in group):
       column, size = np.asarray(row.extras[name]), len(row.tokens)
       column = column[:, :3] if column.ndim == 2 else column
-      np.testing.assert_array_equal(columns[name][i, :size], column.astype(shape.dtype))
-      assert not np.asarray(columns[name][i, size:]).any()
-    assert not np.asarray(columns[name][9:]).any()
+      np.testing.assert_array_equal(scores[i, :size], column.astype(shape.dtype))
+      assert not scores[i, size:].any()
+    assert not scores[9:].any()
 
 
 def test_rows_that_lack_them_are_named():

@@ -98,7 +98,7 @@ def test_value_and_gradient_are_those_of_packed_rows(case, prefixes):
 @pytest.mark.parametrize('case', CASES)
 def test_the_transposes_are_the_transposes(case):
   rows, ids = lying(CASES[case], length=28, count=2)
-  unpacked = unpacked_attention.unpack_rows(rows, ids)
+  unpacked = jax.jit(unpacked_attention.unpack_rows)(rows, ids)
   rng = np.random.default_rng(0)
   slots = jnp.asarray(rng.normal(size=(*rows.origin.shape, 3)), jnp.float32)
   cells = jnp.asarray(rng.normal(size=(*ids.shape, 3)), jnp.float32)

@@ -425,18 +425,26 @@ def settings_of(case: Case) -> dict[str, Any]:
   return nested | tied | IMAGE_TOKENS
 
 
+def their_config(name: str):
+  """The config of `transformers` whose model is tiny."""
+  transformers = pytest.importorskip('transformers')
+
+  case = CASES[name]
+  config = getattr(transformers, f'{case.name}{case.config}Config')
+  return config(architectures=[case.name + case.head], **settings_of(case))
+
+
 @functools.cache
 def theirs(name: str):
   """The model of `transformers`; biases and norms are moved from their start too."""
   torch = pytest.importorskip('torch')
   import transformers
 
-  case = CASES[name]
-  config = getattr(transformers, f'{case.name}{case.config}Config')
+  case, config = CASES[name], their_config(name)
   torch.manual_seed(0)
   with contextlib.redirect_stderr(io.StringIO()):
     kind = getattr(transformers, f'{case.name}{case.head}')
-    model = kind(config(**settings_of(case)))
+    model = kind(config)
   with torch.no_grad():
     for parameter in model.parameters():
       parameter.add_(0.1 * torch.randn_like(parameter))
