@@ -174,7 +174,7 @@ def test_a_name_without_a_file_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
   ('name', 'message'),
   [
-    ('Forgetful', 'formulate_rollouts returned a NoneType'),
+    slow('Forgetful', 'formulate_rollouts returned a NoneType'),
     ('Empty', 'put an empty list'),
     slow('OtherSample', 'put a row with sample_index=9'),
     slow('Short', 'values of rewards'),

@@ -139,6 +139,7 @@ def test_algorithms_and_parts(tmp_path, case):
   sound(recorder)
 
 
+@pytest.mark.slow
 def test_a_reference_and_a_filter(tmp_path):
   """Groups of one score are replaced by others."""
   recorder = runs.record(

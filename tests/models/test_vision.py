@@ -192,13 +192,16 @@ def test_long_rows_are_done_in_blocks_of_queries(monkeypatch):
   draw = np.random.default_rng(0)
   q, k, v = draw.standard_normal((3, 2, 16, 2, 4)).astype(np.float32)
   ids = np.array([[1] * 5 + [2] * 11, [1] * 12 + [0] * 4])
-  loss = lambda *x: (vision_tower.attend(*x, ids) ** 2).sum()  # noqa: E731
-  run = jax.value_and_grad(loss, argnums=(0, 1, 2))
-  wanted = run(q, k, v)
+
+  def run():  # a function of its own each time, or jax would take the first program
+    loss = lambda *x: (vision_tower.attend(*x, ids) ** 2).sum()  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
+
+  wanted = run()
   monkeypatch.setattr(vision_tower, 'QUERY_BLOCK', 4)
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-    run(q, k, v),
+    run(),
     wanted,
   )
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.rollout.thread_pool import make_timeouts
 from tests.simulation import clock, load
@@ -41,6 +43,7 @@ def run(faults=None, engine_faults=None, *, drop=None, make_env=None, **options)
 SMALL = {'num_groups': 16, 'group_size': 4, 'max_consecutive_drops': 100}
 
 
+@pytest.mark.slow
 def test_two_thousand_at_once_of_lognormal_times():
   result, _ = run(steps=range(1))
   result.check(8)

@@ -222,16 +222,22 @@ def scored(layout, groups):
 
 
 def attention_inputs(layout, groups, model):
-  """What the model is given beside the packed rows of the first micro-batch."""
+  """Names of what the model is given beside packed rows of the first micro-batch."""
   batch, _, (plan,) = layout.build_batch(groups, 0)
-  ids = jnp.asarray(batch.segment_ids[plan.micro_batch_rows[0]])
-  return forward_pass._unpacked_attention(model, plan.packed_rows(0, LENGTH), ids)
+  ids = batch.segment_ids[plan.micro_batch_rows[0]]
+  names = []
+
+  def trace(rows, ids):
+    names.extend(forward_pass._unpacked_attention(model, rows, ids))
+
+  jax.eval_shape(trace, plan.packed_rows(0, LENGTH), ids)
+  return names
 
 
 def test_rows_attend_on_a_rectangle_where_that_is_less_and_on_one_device():
   groups = prompted(registry.make('grpo'), sizes=(4, 3), segments=True)
   builder = layout(8, LENGTH, packed(120, length=120))
-  assert list(attention_inputs(builder, groups, toy.model())) == ['attend_with']
+  assert attention_inputs(builder, groups, toy.model()) == ['attend_with']
   assert not attention_inputs(
     layout(8, LENGTH, packed(192, length=40)), groups, toy.model()
   )
