@@ -1,5 +1,7 @@
 """What happens to groups between playing and learning, through whole runs."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -151,7 +153,7 @@ def test_a_killed_run_with_a_bandit_ends_at_the_same_bits(tmp_path):
   runs.run(whole, *options, config=config)
   process = runs.spawn(folder, *options, config=config)
   while process.poll() is None and len(runs.rows(folder)) < 2:
-    pass
+    time.sleep(0.02)
   process.kill()
   process.communicate()
   assert not (folder / 'export').exists()

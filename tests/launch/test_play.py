@@ -176,6 +176,7 @@ def test_a_fresh_model_and_an_exported_one_play(name, tmp_path, capsys):
     '--config.sft.num_steps=0',
     '--config.num_steps=1',
     '--config.eval.interval=0',
+    '--config.batch.num_groups=2',
   )
   runs.record(tmp_path, *short, config=f'{runs.ROOT}/configs/{name}.py')
   capsys.readouterr()

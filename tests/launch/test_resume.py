@@ -43,7 +43,7 @@ def when(process, true):
   while not true():
     if process.poll() is not None:
       return true()
-    time.sleep(0.002)
+    time.sleep(0.01)
   return True
 
 
@@ -56,16 +56,6 @@ def has(folder, phase, step):
 def kill(process):
   process.kill()
   process.communicate()
-
-
-@pytest.mark.slow
-def test_killed_in_rl_it_ends_at_the_same_bits(whole, tmp_path):
-  process = runs.spawn(tmp_path, *STEPS)
-  assert when(process, lambda: has(tmp_path, 'train', 1)), process.communicate()[0]
-  kill(process)
-  assert not (tmp_path / 'export').exists()
-  runs.run(tmp_path, *STEPS)
-  same(tmp_path, whole)
 
 
 @pytest.mark.slow
@@ -129,7 +119,7 @@ def test_any_moment(whole, tmp_path, every, blows):
 @pytest.mark.parametrize('seed', [0])
 def test_killed_again_and_again(whole, tmp_path, seed):
   rng = random.Random(seed)
-  for _ in range(6):
+  for _ in range(3):
     process = runs.spawn(tmp_path, *STEPS)
     begun = time.monotonic()
     wait = rng.uniform(1.0, 12.0)

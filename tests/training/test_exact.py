@@ -137,7 +137,7 @@ def test_other_precisions_are_refused():
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_tokens():
-  for comparison in mismatch.figures(True, 100_000).values():
-    assert comparison['tokens'] >= 100_000
+def test_thirty_thousand_tokens():
+  for comparison in mismatch.figures(True, 30_000).values():
+    assert comparison['tokens'] >= 30_000
     assert (comparison['bytes'], comparison['max']) == (0, 0), comparison

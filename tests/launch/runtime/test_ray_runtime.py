@@ -151,7 +151,7 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('number', 'status', 'resumed'),
-  [(signal.SIGKILL, -9, RAY), (signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ())],
+  [(signal.SIGKILL, -9, RAY), (signal.SIGTERM, 143, ())],
 )
 def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(
   whole, tmp_path, number, status, resumed

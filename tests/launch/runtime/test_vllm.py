@@ -16,7 +16,6 @@ from launch.settings.logging_settings import read_logging
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.launch.runtime.test_inference_job import same
-from tests.marks import slow
 from tests.rollout.vllm import needs
 
 pytestmark = [*needs.VLLM, pytest.mark.ray, pytest.mark.xdist_group('ray')]
@@ -31,13 +30,9 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize('transport', ['auto', slow('object_store')])
-def test_a_run_learns_from_what_vllm_plays(ray, tmp_path, transport):
+def test_a_run_learns_from_what_vllm_plays(ray, tmp_path):
   recorder = runs.record(
-    tmp_path,
-    *OPTIONS,
-    '--config.rollout.engine=vllm(block_size=32)',
-    f'--config.weight_sync.transport={transport}',
+    tmp_path, *OPTIONS, '--config.rollout.engine=vllm(block_size=32)'
   )
   assert [step for step, _ in recorder.metrics] == [0, 1, 2, 3]
   rows = [metrics for _, metrics in recorder.metrics]
