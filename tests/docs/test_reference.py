@@ -181,17 +181,23 @@ def test_healthy_ranges_are_those_that_runs_are_judged_by(pages):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'options',
+  ('algorithm', 'options'),
   [
-    (),
-    ('--config.rollout.async_ratio=1', '--config.batch.packing=first_fit(tokens=512)'),
-    ('--config.algorithm.correction=tis', '--config.rollout.reward_shaping=overlong'),
+    ('grpo', ()),
+    (
+      'ppo',
+      (
+        '--config.rollout.async_ratio=1',
+        '--config.batch.packing=first_fit(tokens=512)',
+        '--config.algorithm.correction=tis',
+        '--config.rollout.reward_shaping=overlong',
+      ),
+    ),
+    ('dpo', ()),
+    ('mix', ()),
   ],
 )
-@pytest.mark.parametrize('algorithm', ['grpo', 'ppo', 'dpo', 'mix'])
 def test_every_metric_of_a_run_is_described(algorithm, options, tmp_path):
-  if algorithm in ('dpo', 'mix') and options:
-    pytest.skip('these options belong to rollouts alone')
   config = f'{runs.DEBUG}:{algorithm}'
   assert runs.main(tmp_path, '--config.num_steps=2', *options, config=config) == 0
   recorded = {

@@ -22,8 +22,7 @@ pytestmark = TARGETS
 
 
 def test_a_ready_made_config_fits_its_own_machine(capsys):
-  options = ['--config=configs/qwen3_1_7b.py', '--topology=v5e:4x4']
-  assert plan.main(options) == 0
+  assert plan.main(['--config=configs/qwen3_0_6b.py']) == 0
   assert 'fits, with' in capsys.readouterr().out
 
 

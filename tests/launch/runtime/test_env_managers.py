@@ -4,17 +4,16 @@ import pytest
 
 from tests.launch import runs
 from tests.launch.runtime.test_ray_runtime import OPTIONS, RAY, same
-from tests.launch.test_env_managers import BROKEN, KEY, PLAIN, SCALED
+from tests.launch.test_env_managers import BROKEN, KEY, SCALED
 from tests.launch.test_extensions import FILES
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray'), pytest.mark.slow]
 
 
-@pytest.mark.parametrize('call', [SCALED, PLAIN])
-def test_a_manager_plays_under_ray_as_in_one_process(ray, tmp_path, call):
-  name = call.partition(':')[0]
+def test_a_manager_plays_under_ray_as_in_one_process(ray, tmp_path):
+  name = SCALED.partition(':')[0]
   (tmp_path / name).write_text(FILES[name])
-  options = (*OPTIONS, '--config.num_steps=1', f'{KEY}={tmp_path}/{call}')
+  options = (*OPTIONS, '--config.num_steps=1', f'{KEY}={tmp_path}/{SCALED}')
   alone = runs.record(tmp_path / 'alone', *options)
   under_ray = runs.record(tmp_path / 'ray', *options, *RAY)
   same(alone, under_ray)
