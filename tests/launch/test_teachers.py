@@ -175,6 +175,7 @@ def test_a_teacher_that_nobody_asks_is_refused(tmp_path, capsys):
   assert 'algorithm grpo does not use a teacher' in error
 
 
+@pytest.mark.slow
 def test_rows_that_must_bring_their_teachers_words_are_named(tmp_path, capsys):
   options = (*TINY, '--config.teacher.checkpoint=data')
   status = runs.main(tmp_path, *options, config=ASKS)
