@@ -77,7 +77,12 @@ def test_command(line, place):
 
 
 @pytest.mark.parametrize(
-  'text', [t for kind, t in BLOCKS if kind == 'python' and not t.startswith('# ')]
+  'text',
+  [
+    pytest.param(t, marks=pytest.mark.slow if 'DeviceThread' in t else ())
+    for kind, t in BLOCKS
+    if kind == 'python' and not t.startswith('# ')
+  ],
 )
 def test_python_block_runs(text, place):
   assert run([sys.executable, '-c', text], place).strip()

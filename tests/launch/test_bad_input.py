@@ -417,6 +417,7 @@ def test_what_a_manager_of_ones_own_raises_has_its_place(tmp_path, capsys):
   assert f'({tmp_path}/manager.py, line 8)' in error
 
 
+@pytest.mark.slow
 def test_what_an_environment_raises_is_told_once_with_its_line(
   tmp_path, caplog, capsys
 ):

@@ -117,6 +117,7 @@ def test_filters_and_shapers_of_the_config_replace_the_algorithms(tmp_path):
       assert attempt.weight == pytest.approx(2 - 1.5 * right)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_filled_says_what_to_change(tmp_path, capsys):
   options = (
     '--config.rollout.max_consecutive_drops=7',

@@ -59,6 +59,7 @@ def test_a_config_holds_full_names(folder):
   assert config.algorithm.kl_loss == f'{folder}/whole.py:cubic(coef=.5)'
 
 
+@pytest.mark.slow
 def test_a_plugin_that_fails_to_import_stops_the_run(folder, tmp_path):
   """With its own traceback and a status that is not 0, before anything is made."""
   (folder / 'broken.py').write_text('import math\nlimit = math.sqrt(-1)\n')

@@ -84,6 +84,7 @@ def changed_vocabulary(folder, to):
   return vocabulary
 
 
+@pytest.mark.slow
 def test_another_vocabulary_is_refused_and_the_token_named(folder, tmp_path, capsys):
   vocabulary = changed_vocabulary(folder, tmp_path / 'other')
   model = f'--config.model.checkpoint={folder}'

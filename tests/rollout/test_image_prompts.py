@@ -79,6 +79,7 @@ async def complete(served, rows):
   )
 
 
+@pytest.mark.slow
 async def test_completions_are_those_of_the_whole_forward_pass():
   """Of all prompts at once; then the same image again."""
   served, rows = engine(), prompts()

@@ -52,6 +52,7 @@ def test_two_thousand_at_once_of_lognormal_times():
   assert result.queue.counts['failed'] == result.queue.counts['retried'] == 0
 
 
+@pytest.mark.slow
 def test_two_thousand_of_which_many_hang_crash_or_return_garbage():
   wrong = {'hang': 0.005, 'crash': 0.01, 'empty': 0.01}
   result, draws = run(CHAOS, wrong, steps=range(1))

@@ -59,6 +59,7 @@ async def test_preferences_are_learned_and_hold_for_other_pairs(name):
   assert history[-1]['loss/policy'] < history[0]['loss/policy']
 
 
+@pytest.mark.slow
 async def test_ipo_stops_at_its_margin():
   for beta in (0.25, 1.0):
     history = await learn(learner('ipo', 8, rate=0.02, beta=beta), pairs(4), 200)
