@@ -114,13 +114,12 @@ docs: env-docs
 test-docs: env-docs
 	.venv-docs/bin/python -m pytest tests/docs/test_site.py
 
-# What must hold on every Python and jax that we support: of the learner, what asks most
-# of jax, and of models what all families share.
+# What must hold on every Python and jax that we support: that all algorithms learn, of
+# the learner what asks most of jax, and of models what all families share.
 CORE = checkpointing context_parallel expert_parallel learner mesh optimizers packing sharding train_step
 test-core: env
 	$(BIN)/python -m pytest $(FAST) \
-	  tests/functional tests/algorithms tests/models tests/data \
-	  --ignore tests/models/families \
+	  tests/algorithms tests/models --ignore tests/models/families \
 	  $(CORE:%=tests/training/test_%.py)
 
 quickstart: env

@@ -28,17 +28,9 @@ LINUX = pytest.mark.skipif(
 
 @pytest.mark.slow
 @LINUX
-def test_the_peak_of_a_small_learner_is_predicted_within_a_fifth():
-  result = memory.measure('small')  # the memory of threads counts here
-  assert result['predicted'] == pytest.approx(result['measured'], rel=0.2)
-
-
-@pytest.mark.slow
-@LINUX
-@pytest.mark.parametrize('case', ['long rows', 'abreast'])
-def test_the_peak_of_a_gigabyte_of_state_is_predicted_within_a_tenth(case):
-  """Rows in micro-batches with remat, and packed rows of two micro-batches at once."""
-  result = memory.measure(case)
+def test_the_peak_of_a_gigabyte_of_state_is_predicted_within_a_tenth():
+  """Of packed rows, two micro-batches at once: most of what a plan has to count."""
+  result = memory.measure('abreast')
   assert result['state'] > 1e9
   assert result['predicted'] == pytest.approx(result['measured'], rel=0.1)
 
