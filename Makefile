@@ -114,8 +114,8 @@ docs: env-docs
 test-docs: env-docs
 	.venv-docs/bin/python -m pytest tests/docs/test_site.py
 
-# What must hold on every Python and jax that we support: that all algorithms learn, of
-# the learner what asks most of jax, and of models what all families share.
+# What must hold on every Python and jax that we support: the parts of every algorithm,
+# of the learner what asks most of jax, and of models what all families share.
 CORE = checkpointing context_parallel expert_parallel learner mesh optimizers packing sharding train_step
 test-core: env
 	$(BIN)/python -m pytest $(FAST) \

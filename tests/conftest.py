@@ -24,7 +24,7 @@ QUICK = {
   '--xla_cpu_use_fusion_emitters': 'false',
   '--xla_cpu_parallel_codegen_split_count': '1',
 }
-ENOUGH = 6 << 29  # bytes of memory, past which a process lets its programs go
+ENOUGH = 5 << 29  # bytes of memory, past which a process lets its programs go
 # Folders in the order in which their tests run. The tests with Ray run beside the first
 # ones, which use one device: eight that wait for each other are slow on a busy machine.
 # Long tests come next, so that the last ones are short.

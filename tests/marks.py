@@ -1,9 +1,12 @@
-"""Marks that parametrized tests share: which of their cases `make test` leaves out."""
+"""Marks that tests share: what `make test` leaves out, and what runs in one process."""
 
 from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
+
+# Tests in one process, since torch is long to import.
+TORCH = pytest.mark.xdist_group('torch')
 
 
 def slow(*values: Any) -> Any:

@@ -50,8 +50,8 @@ def test_every_block_is_of_a_kind_that_is_tested():
 
 
 def in_test_all(line):
-  """Returns whether a command takes long, so that `make test-all` runs it."""
-  return any(name in line for name in ('launch.train', 'launch.play', 'examples/'))
+  """Returns whether a command or block takes long, so that `make test-all` runs it."""
+  return any(name in line for name in ('launch.train', 'launch.play', 'DeviceThread'))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_command(line, place):
     assert words[1:] == ['.venv/bin/activate']  # what `make env` creates
     return
   assert words[0] == 'python'
-  if words[1].startswith('examples/'):  # which has a test that runs it to its end
+  if words[1].startswith('examples/'):  # the test of that name runs this command
     assert (ROOT / 'tests/examples' / f'test_{pathlib.Path(words[1]).name}').exists()
     return
   assert words[1] == '-m'
@@ -82,7 +82,7 @@ def test_command(line, place):
 @pytest.mark.parametrize(
   'text',
   [
-    pytest.param(t, marks=pytest.mark.slow if 'DeviceThread' in t else ())
+    pytest.param(t, marks=pytest.mark.slow if in_test_all(t) else ())
     for kind, t in BLOCKS
     if kind == 'python' and not t.startswith('# ')
   ],

@@ -2,28 +2,19 @@
 
 import asyncio
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from examples import grpo_minimal
-from tests.launch import runs
+from tests.docs import blocks
 
 
 @pytest.mark.slow
 def test_the_reward_rises():
   """Run as the README says."""
-  command = [sys.executable, 'examples/grpo_minimal.py']
-  output = subprocess.run(
-    command,
-    cwd=runs.ROOT,
-    env=runs.environment(),
-    stdout=subprocess.PIPE,
-    text=True,
-    check=True,
-  ).stdout
+  output = blocks.run([sys.executable, 'examples/grpo_minimal.py'], blocks.ROOT)
   rewards = [float(reward) for reward in re.findall(r'reward (\d\.\d+)', output)]
   assert len(rewards) == len(output.splitlines()) == grpo_minimal.NUM_STEPS
   assert np.mean(rewards[:5]) < 0.25

@@ -1,7 +1,5 @@
 """Every advantage against its restatement, and its invariances."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,8 +234,8 @@ def test_a_sample_without_others_keeps_its_return(name):
     ),
   }
   options = {'mean': 'group', 'std': 'group'} if name == 'normalise' else {}
-  part = functools.partial(components.call_component, getattr(eager, name))
-  out = jax.jit(lambda columns: part(columns, options))(columns)
+  call = harness.Compiled(components).call_component
+  out = call(getattr(eager, name), columns, options)
   np.testing.assert_allclose(out.advantages[2, 0], 5, rtol=1e-5)
 
 

@@ -1,15 +1,16 @@
 """Schedules, controllers and entropy, distillation, penalties."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.functional import aggregation, entropy, kl_controllers, losses, shaping
+from jaxrl.functional import aggregation, entropy, kl_controllers, shaping
+from jaxrl.functional import losses as eager
 from tests.functional import harness
 from tests.functional.cases import SCHEDULES
+
+losses = harness.Compiled(eager)
 
 
 @pytest.mark.parametrize('case', SCHEDULES, ids=str)
@@ -74,8 +75,7 @@ def test_distillation_equals_numpy_and_vanishes_at_the_teacher(kind):
   full = [np.log(rng.dirichlet(np.ones(9), size=(3, 4))) for _ in range(2)]
   student, teacher = (x[..., :5].astype(np.float32) for x in full)
   mask = rng.random((3, 4)) < 0.7
-  distill = jax.jit(functools.partial(losses.distill, kind=kind))
-  loss, _ = distill(student, teacher, mask)
+  loss, _ = losses.distill(student, teacher, mask, kind=kind)
   wanted = np.zeros((3, 4))
   for at in zip(*np.nonzero(mask), strict=True):
     s, t = (np.append(np.exp(x[at][:5]), np.exp(x[at][5:]).sum()) for x in full)
@@ -95,7 +95,7 @@ def test_distillation_equals_numpy_and_vanishes_at_the_teacher(kind):
       'js': js,
     }[kind]
   np.testing.assert_allclose(loss, wanted, rtol=1e-4, atol=1e-6)
-  same, _ = distill(teacher, teacher, mask)
+  same, _ = losses.distill(teacher, teacher, mask, kind=kind)
   np.testing.assert_allclose(same, 0, atol=1e-6)
   slope = jax.grad(lambda x: jnp.sum(losses.distill(x, teacher, mask, kind=kind)[0]))
   gradient = np.asarray(jax.jit(slope)(student))
@@ -111,8 +111,11 @@ def test_an_unknown_divergence_is_an_error():
 def test_m2po_drops_the_far_and_counts_the_calm():
   """Three candidates at .1, .1, .3: the mean square .037 passes, .5 does not."""
   one, mask = np.ones((1, 4), np.float32), np.ones((1, 4), bool)
-  keep_of = jax.jit(losses.second_moment_keep)
-  keep = keep_of(jnp.array([[0.1, 0.1, 0.3, -9]]), 0 * one, one, mask, threshold=0.04)
+  keep = losses.second_moment_keep(
+    jnp.array([[0.1, 0.1, 0.3, -9]]), 0 * one, one, mask, threshold=0.04
+  )
   np.testing.assert_array_equal(keep, [[True, True, True, True]])
-  keep = keep_of(jnp.array([[0.1, 0.1, 0.5, -9]]), 0 * one, one, mask, threshold=0.04)
+  keep = losses.second_moment_keep(
+    jnp.array([[0.1, 0.1, 0.5, -9]]), 0 * one, one, mask, threshold=0.04
+  )
   np.testing.assert_array_equal(keep, [[True, True, False, True]])

@@ -63,10 +63,10 @@ def spawn(workdir, *options, config=VARIED, obeys_modes=False, **popen):
   )
 
 
-def run(workdir, *options, status=0, limit=240, **more):
-  """Runs it to its end, within so many seconds; what it said."""
+def run(workdir, *options, status=0, **more):
+  """Runs it to its end; what it said."""
   process = spawn(workdir, *options, **more)
-  output, _ = process.communicate(timeout=limit)
+  output, _ = process.communicate(timeout=240)
   assert process.returncode == status, output
   return output
 

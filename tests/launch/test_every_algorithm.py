@@ -36,7 +36,7 @@ TINY = (
 # test_learning takes eight real steps with other algorithms that play, and test_offline
 # with those of preferences.
 FAST = ('grpo', 'dpo')
-# Those of papers have other numbers only; tests/algorithms tests them.
+# Presets of papers combine what others have; tests/algorithms checks their parts.
 NAMES = slow_except(FAST, [n for n in registry.names() if not n.endswith('_paper')])
 
 

@@ -29,7 +29,7 @@ LINUX = pytest.mark.skipif(
 @pytest.mark.slow
 @LINUX
 def test_the_peak_of_a_gigabyte_of_state_is_predicted_within_a_tenth():
-  """Of packed rows, two micro-batches at once: most of what a plan has to count."""
+  """Packed rows, two micro-batches at once."""
   result = memory.measure('abreast')
   assert result['state'] > 1e9
   assert result['predicted'] == pytest.approx(result['measured'], rel=0.1)

@@ -10,10 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
-from tests.marks import slow_except
+from tests.marks import TORCH, slow_except
 from tests.models import small
 
-pytestmark = pytest.mark.xdist_group('torch')  # which is long to import
+pytestmark = TORCH
 COMMON = {
   'vocab_size': 67,
   'hidden_size': 24,

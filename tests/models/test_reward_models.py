@@ -10,10 +10,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
+from tests.marks import TORCH
 from tests.models import small
 from tests.models.test_huggingface import COMMON
 
-pytestmark = pytest.mark.xdist_group('torch')  # which is long to import
+pytestmark = TORCH
 FAMILIES = {
   'Qwen2': {'tie_word_embeddings': False},
   'Qwen3': {'head_dim': 16},

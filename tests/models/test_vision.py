@@ -14,12 +14,12 @@ from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.models.vision import image_places, patch_processor, vision_tower
-from tests.marks import slow
+from tests.marks import TORCH, slow
 from tests.models import images
 from tests.models.families import cases
 from tests.models.families.test_against_transformers import fuse_experts
 
-pytestmark = pytest.mark.xdist_group('torch')  # which is long to import
+pytestmark = TORCH
 LENGTH = 40
 
 

@@ -180,9 +180,9 @@ def test_a_second_moment_in_bfloat16_still_forgets():
 
   def step(state, _):
     gradient = {'kernel': jnp.zeros((32, 32))}
-    return apply_gradients(params, state, gradient, optimizer.hparams(0), memory)[
-      1
-    ], None
+    hparams = optimizer.hparams(0)
+    _, state, _ = apply_gradients(params, state, gradient, hparams, memory)
+    return state, None
 
   state, _ = jax.lax.scan(step, start, length=693)
   left = np.float32(state[0].nu['kernel']).mean() / 0.001

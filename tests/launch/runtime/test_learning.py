@@ -20,7 +20,6 @@ def test_a_run_of_stale_samples_raises_its_reward(tmp_path):
   runs.run(tmp_path, *OPTIONS, config=f'{runs.ROOT}/tests/launch/rewarded.py')
   rows = [row for row in runs.rows(tmp_path) if 'reward/mean' in row]
   rewards = [row['reward/mean'] for row in rows]
-  print(rewards)
-  assert np.mean(rewards[-5:]) >= np.mean(rewards[:5]) + 0.3
+  assert np.mean(rewards[-5:]) >= np.mean(rewards[:5]) + 0.3, rewards
   assert max(row['staleness/max'] for row in rows) == 1
   assert sum(row['staleness/share'] > 0 for row in rows) > len(rows) / 2

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 
 from jaxrl.models import families, huggingface
 from jaxrl.models.transformer_lm import TransformerLM
-from tests.marks import slow_except
+from tests.marks import TORCH, slow_except
 from tests.models.families import cases
 
-pytestmark = pytest.mark.xdist_group('torch')  # which is long to import
+pytestmark = TORCH
 WIDTH, STEPS = 36, 4
 LENGTHS = np.array([20, 5, 36], np.int32)
 every_case = pytest.mark.parametrize('name', cases.CASES)
