@@ -77,18 +77,16 @@ BESIDE = @log=$$(mktemp); trap 'cat $$log; rm -f $$log' EXIT; \
   trap 'exit 130' INT TERM; $(BIN)/python -m pytest $(1) > $$log 2>&1
 
 # In two parts at once, like the fast suite. Tests compile without optimizations
-# (tests/conftest.py): those that compare bits are all run once more, on programs
-# compiled as they are for users.
-BITS = tests/training/test_exact.py tests/models/test_decode.py \
-  tests/rollout/test_jax_engine.py
+# (tests/conftest.py), but for those marked `optimized`: what they compare, down to the
+# bits, must hold for programs compiled as they are for users.
 test-all: env
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 slow-ray slow-without-ray
 
 slow-without-ray: env
-	nice $(BIN)/python -m pytest -m 'slow and not ray' $(XDIST) --timeout 1800 \
-	  $(addprefix --ignore=,$(BITS))
+	nice $(BIN)/python -m pytest -m 'slow and not ray and not optimized' $(XDIST) \
+	  --timeout 1800
 	XLA_FLAGS=--xla_backend_optimization_level=3 nice $(BIN)/python -m pytest \
-	  -m 'not ray' $(XDIST) --timeout 900 $(BITS)
+	  -m optimized $(XDIST) --timeout 900
 
 slow-ray: env
 	$(call BESIDE,-m 'slow and ray' --timeout 1800 tests/launch)

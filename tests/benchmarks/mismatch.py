@@ -7,7 +7,7 @@ size. A byte differs or it does not: nothing is rounded before comparing.
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -58,20 +58,20 @@ def model_and_params(
   return model, jax.tree.map(lambda x: 4 * x if x.ndim > 2 else x, params)
 
 
-def draw(model: TransformerLM, params: Params, count: int, temperature: float) -> Drawn:
-  """At least `count` tokens, of prompts and completions of every length."""
-  rng, rows = np.random.default_rng(int(temperature * 10)), []
-  exact = model.exact is not None
-  model = dataclasses.replace(model, exact=None)  # as a run hands it to its engine
+def draw(
+  model: TransformerLM, params: Params, count: int, temperatures: Sequence[float]
+) -> list[Drawn]:
+  """At each temperature at least `count` tokens, of texts of every length."""
+  engine = JaxEngine(
+    dataclasses.replace(model, exact=None),  # as a run hands it to its engine
+    device_thread=DeviceThread(),
+    max_num_seqs=SLOTS,
+    max_length=WINDOW,
+    exact=model.exact is not None,
+  )
 
-  async def run() -> None:
-    engine = JaxEngine(
-      model,
-      device_thread=DeviceThread(),
-      max_num_seqs=SLOTS,
-      max_length=WINDOW,
-      exact=exact,
-    )
+  async def run(temperature: float) -> Drawn:
+    rng, rows = np.random.default_rng(int(temperature * 10)), []
     await engine.load(0, params)
     total = 0
     while total < count:
@@ -89,9 +89,9 @@ def draw(model: TransformerLM, params: Params, count: int, temperature: float) -
       done = await asyncio.gather(*work)
       rows.extend(zip(prompts, done, strict=True))
       total += sum(len(completion.tokens) for completion in done)
+    return _pack(rows)
 
-  asyncio.run(run())
-  return _pack(rows)
+  return [asyncio.run(run(temperature)) for temperature in temperatures]
 
 
 def _pack(rows: list[tuple[list[int], Completion]]) -> Drawn:
@@ -111,17 +111,17 @@ def _pack(rows: list[tuple[list[int], Completion]]) -> Drawn:
   return drawn
 
 
-def rescore(model: TransformerLM, temperature: float) -> Callable[..., jax.Array]:
-  """(params, tokens, segment_ids) → log-probs, as scoring asks for them."""
+def rescore(model: TransformerLM) -> Callable[..., jax.Array]:
+  """Returns log-probs of (params, tokens, segment_ids, temperature), as in scoring."""
 
   @jax.jit
   def run(*arguments):
     return model.policy_outputs(*arguments[:3], temperature=arguments[3]).logprobs
 
-  return lambda *arrays: run(*arrays, np.float32(temperature))
+  return run
 
 
-def first_forward(model: TransformerLM, temperature: float) -> Callable[..., jax.Array]:
+def first_forward(model: TransformerLM) -> Callable[..., jax.Array]:
   """The same, out of the program that makes a gradient of them."""
 
   def loss(params, tokens, segment_ids, temperature):
@@ -136,18 +136,23 @@ def first_forward(model: TransformerLM, temperature: float) -> Callable[..., jax
     (_, logprobs), slope = jax.value_and_grad(loss, has_aux=True)(*arguments)
     return logprobs, slope
 
-  return lambda *arrays: run(*arrays, np.float32(temperature))[0]
+  return lambda *arrays: run(*arrays)[0]
 
 
 def compare(
-  function: Callable[..., jax.Array], params: Params, drawn: Drawn, rows: int
+  function: Callable[..., jax.Array],
+  params: Params,
+  drawn: Drawn,
+  rows: int,
+  temperature: float,
 ) -> dict[str, float]:
   """Differing bytes, and |Δ|, of `rows` rows at a time in a random order."""
   drawn = drawn.reordered(np.random.default_rng(rows).permutation(len(drawn.mask)))
   parts = []
   for start in range(0, len(drawn.mask), rows):
     part = drawn.reordered(np.arange(start, start + rows) % len(drawn.mask))
-    parts.append(np.asarray(function(params, part.tokens, part.segment_ids)))
+    logprobs = function(params, part.tokens, part.segment_ids, np.float32(temperature))
+    parts.append(np.asarray(logprobs))
   there = np.concatenate(parts)[: len(drawn.mask)][drawn.mask]
   ours = drawn.logprobs[drawn.mask]
   apart = np.abs(there - ours)
@@ -163,16 +168,15 @@ def compare(
 def figures(exact: bool, tokens: int) -> dict[str, dict[str, float]]:
   """The engine against a rescoring, and against the forward of a gradient."""
   model, params = model_and_params(exact)
-  comparisons: dict[str, list[dict[str, float]]] = {'rescored': [], 'trained': []}
-  for temperature in TEMPERATURES:
-    drawn = draw(model, params, tokens // len(TEMPERATURES), temperature)
+  ways = {'rescored': (rescore(model), 64), 'trained': (first_forward(model), 40)}
+  comparisons: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+  samples = draw(model, params, tokens // len(TEMPERATURES), TEMPERATURES)
+  for temperature, drawn in zip(TEMPERATURES, samples, strict=True):
     for stop in (PAD, *STOPS):
       assert (drawn.tokens[drawn.mask] == stop).any(), f'{stop} was never drawn'
-    for name, make, rows in (
-      ('rescored', rescore, 64),
-      ('trained', first_forward, 40),
-    ):
-      comparisons[name].append(compare(make(model, temperature), params, drawn, rows))
+    for name, (function, rows) in ways.items():
+      comparison = compare(function, params, drawn, rows, temperature)
+      comparisons[name].append(comparison)
   return {name: _together(parts) for name, parts in comparisons.items()}
 
 

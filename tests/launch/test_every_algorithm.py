@@ -1,4 +1,4 @@
-"""From its name alone, every algorithm trains: three whole steps, config to metrics.
+"""From its name alone an algorithm trains: three whole steps, config to metrics.
 
 Rollouts are played by the engine, files are read, teachers and experts are asked: the
 parts are the real ones, only the model is tiny.
@@ -36,8 +36,34 @@ TINY = (
 # test_learning takes eight real steps with other algorithms that play, and test_offline
 # with those of preferences.
 FAST = ('grpo', 'dpo')
-# Presets of papers combine what others have; tests/algorithms checks their parts.
-NAMES = slow_except(FAST, [n for n in registry.names() if not n.endswith('_paper')])
+
+
+def path_of(algorithm):
+  """What the launcher reads of an algorithm: what differs in it takes another path."""
+  slots = algorithm.kl_loss, algorithm.kl_penalty, algorithm.value_loss
+  return (
+    algorithm.data_format,
+    algorithm.sampler,
+    algorithm.filters,
+    algorithm.shapers,
+    algorithm.batch_unit,
+    algorithm.old_logprobs_source,
+    algorithm.init_state is None,
+    frozenset(requirements.needs(algorithm)),
+    tuple(slot is None for slot in slots),
+  )
+
+
+def one_for_each_path(names):
+  first = {}
+  for name in names:
+    first.setdefault(path_of(make_algorithm(name)), name)
+  return list(first.values())
+
+
+# The learner trains the others, too: in tests/algorithms/test_learning.py those that
+# play, in tests/training/test_offline_learning.py those that learn preferences.
+NAMES = slow_except(FAST, one_for_each_path([*FAST, *registry.names()]))
 
 
 def asks_a_teacher(algorithm):

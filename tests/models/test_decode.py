@@ -82,17 +82,20 @@ def test_decode_equals_the_full_forward(changes, tokens):
     np.testing.assert_allclose(out[:, row], expected, atol=2e-4)
 
 
+@pytest.mark.optimized
 def test_no_bit_depends_on_the_slot(decoder, tokens, plain):
   moved = decoder.run(tokens, np.array([4, 2, 0]), 20)
   np.testing.assert_array_equal(moved, plain)
 
 
+@pytest.mark.optimized
 def test_no_bit_depends_on_the_limit(decoder, tokens):
   lengths = np.array([5, 30, 90], np.int32)  # the second chunk is read at a far limit
   run = functools.partial(decoder.run, tokens, np.arange(3), 20, lengths=lengths)
   np.testing.assert_array_equal(run(limit=WINDOW), run())
 
 
+@pytest.mark.optimized
 def test_no_bit_depends_on_the_others(decoder, tokens, plain):
   others = tokens.copy()
   others[1:] = small.tokens(2, 170, seed=9)
@@ -101,6 +104,7 @@ def test_no_bit_depends_on_the_others(decoder, tokens, plain):
   assert (changed[:, 1] != plain[:, 1]).any()
 
 
+@pytest.mark.optimized
 def test_no_bit_of_a_prefill_depends_on_row_or_company(decoder, tokens):
   def run(order, fill):
     rows = np.where(
@@ -176,6 +180,7 @@ def test_unstacked_parameters_give_the_same(decoder, tokens):
   )
 
 
+@pytest.mark.optimized
 def test_the_cache_is_updated_in_place(decoder):
   cache = decoder.model.init_cache(SLOTS, WINDOW)
 

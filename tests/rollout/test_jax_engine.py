@@ -148,6 +148,7 @@ async def test_windows_keep_no_more_than_they_show():
   device_thread.close()
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'exact'),
@@ -232,6 +233,7 @@ async def test_greedy_takes_the_policy_s_likeliest(engine):
     assert np.argmax(logits) == done.tokens[t]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize('seed', range(4))
 async def test_a_request_depends_on_nothing_but_itself(engine, seed):
   """Bit for bit: alone, or among others, in any slot, arriving at any time."""
