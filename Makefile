@@ -77,8 +77,8 @@ BESIDE = @log=$$(mktemp); trap 'cat $$log; rm -f $$log' EXIT; \
   trap 'exit 130' INT TERM; $(BIN)/python -m pytest $(1) > $$log 2>&1
 
 # In two parts at once, like the fast suite. Tests compile without optimizations
-# (tests/conftest.py), but for those marked `optimized`: what they compare, down to the
-# bits, must hold for programs compiled as they are for users.
+# (tests/conftest.py). Those marked `optimized` compare bits, so they run here on programs
+# compiled as they are for users.
 test-all: env
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 slow-ray slow-without-ray
 

@@ -20,6 +20,13 @@ from tests.marks import slow_except
 
 STEPS = 3
 BASIC = ('loss/total', 'loss/policy', 'optimizer/grad_norm', 'optimizer/learning_rate')
+METRICS = {  # that a run has if its algorithm has the part
+  'kl_loss': 'loss/kl',
+  'kl_penalty': 'kl/penalty',
+  'value_loss': 'loss/value',
+  'entropy_loss': 'loss/entropy',
+  'advantage': 'advantage/mean',
+}
 TINY = (
   '--config.sft.num_steps=0',
   '--config.eval.interval=0',
@@ -40,7 +47,6 @@ FAST = ('grpo', 'dpo')
 
 def path_of(algorithm):
   """What the launcher reads of an algorithm: what differs in it takes another path."""
-  slots = algorithm.kl_loss, algorithm.kl_penalty, algorithm.value_loss
   return (
     algorithm.data_format,
     algorithm.sampler,
@@ -50,11 +56,12 @@ def path_of(algorithm):
     algorithm.old_logprobs_source,
     algorithm.init_state is None,
     frozenset(requirements.needs(algorithm)),
-    tuple(slot is None for slot in slots),
+    frozenset(slot for slot in METRICS if getattr(algorithm, slot) is not None),
   )
 
 
 def one_for_each_path(names):
+  """The first of the algorithms that take the same path."""
   first = {}
   for name in names:
     first.setdefault(path_of(make_algorithm(name)), name)
@@ -104,14 +111,7 @@ def test_it_trains(name, tmp_path, request):
 
 
 def _has_its_own_metrics(algorithm, row):
-  wanted = {
-    'kl_loss': 'loss/kl',
-    'kl_penalty': 'kl/penalty',
-    'value_loss': 'loss/value',
-    'entropy_loss': 'loss/entropy',
-    'advantage': 'advantage/mean',
-  }
-  for slot, metric in wanted.items():
+  for slot, metric in METRICS.items():
     assert (metric in row) == (getattr(algorithm, slot) is not None), metric
   if algorithm.data_format == 'rollout':
     assert {'reward/mean', 'mismatch/logprob_difference', 'tokens/action'} <= row.keys()
