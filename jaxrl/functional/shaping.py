@@ -62,7 +62,12 @@ def length_weights(
 
   Returns:
     `[B]`; 1 where all lengths are equal.
+
+  Raises:
+    ValueError: If both weights are 0, since their mean cannot be scaled to 1.
   """
+  if shortest == longest == 0:
+    raise ValueError('shortest and longest are both 0: make one of them positive')
   xp = _module(lengths)
   low, high = xp.min(lengths), xp.max(lengths)
   place = (lengths - low) / xp.where(high > low, high - low, 1)

@@ -62,9 +62,10 @@ def draw(
   model: TransformerLM, params: Params, count: int, temperatures: Sequence[float]
 ) -> list[Drawn]:
   """At each temperature at least `count` tokens, of texts of every length."""
+  device_thread = DeviceThread()
   engine = JaxEngine(
     dataclasses.replace(model, exact=None),  # as a run hands it to its engine
-    device_thread=DeviceThread(),
+    device_thread=device_thread,
     max_num_seqs=SLOTS,
     max_length=WINDOW,
     exact=model.exact is not None,
@@ -91,7 +92,10 @@ def draw(
       total += sum(len(completion.tokens) for completion in done)
     return _pack(rows)
 
-  return [asyncio.run(run(temperature)) for temperature in temperatures]
+  try:
+    return [asyncio.run(run(temperature)) for temperature in temperatures]
+  finally:
+    device_thread.close()
 
 
 def _pack(rows: list[tuple[list[int], Completion]]) -> Drawn:

@@ -226,7 +226,8 @@ for fd in ('1', '5', '4', '6'):
   except OSError:
     pass
 """
-  for line in ('[' * 100_000 + '\n', '{}\n', '{"said": 1, "code": "x", "limit": []}\n'):
+  wrong_kinds = '{"output": 1, "code": "x", "limit": []}\n'
+  for line in ('[' * 100_000 + '\n', '{}\n', wrong_kinds):
     reward, verdicts, _ = play(forge % line, SUMS[:2])
     assert reward == 0
     assert len(verdicts) == 2

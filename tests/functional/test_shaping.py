@@ -35,3 +35,8 @@ def test_by_hand_on_the_host_and_jitted(fn, options, wanted):
 def test_operands_may_differ_by_row():
   out = shaping.rescale(LENGTHS, divide=np.array([5.0, 0.0, 3.0]))
   np.testing.assert_allclose(out, [2, 20, 10])
+
+
+def test_lengths_need_some_weight():
+  with pytest.raises(ValueError, match='both 0'):
+    shaping.length_weights(LENGTHS, shortest=0.0, longest=0.0)

@@ -2,10 +2,10 @@
 
 This is a program of its own, whose source is passed to `python -I -c`. It reads one
 JSON object from stdin: `program`, `cases` (each with `input`, or with `function` and
-`args`), `seconds` and `output` (bytes) of one case. It writes a JSON line per case to
-stdout: `said` (what the program printed, or its result as JSON), `stderr` (the end of
-it), `code` (exit status) and `limit` ('time', 'output' or ''). The expected results are
-not known here.
+`args`), `seconds` and `output_bytes`, the limits of one case. It writes a JSON line per
+case to stdout: `output` (what the program printed, or its result as JSON), `stderr`
+(its end), `code` (exit status) and `limit` ('time', 'output' or ''). It does not know
+the expected results.
 """
 
 import contextlib
@@ -140,7 +140,9 @@ def main() -> None:
     os.close(pipe_in)
     os.close(stderr_in)
     deadline = time.monotonic() + job['seconds']
-    output, errors, limit = read_output(process, pipe, stderr, deadline, job['output'])
+    output, errors, limit = read_output(
+      process, pipe, stderr, deadline, job['output_bytes']
+    )
     os.close(pipe)
     os.close(stderr)
     for kill in (os.killpg, os.kill):  # it may not be a process group yet
@@ -151,7 +153,7 @@ def main() -> None:
       part.decode('utf-8', 'replace') for part in (output, errors)
     )
     write_line(
-      {'said': output_text, 'stderr': error_text, 'code': code, 'limit': limit}
+      {'output': output_text, 'stderr': error_text, 'code': code, 'limit': limit}
     )
 
 

@@ -58,13 +58,13 @@ class CodeRunner:
     unsafe: bool = False,
   ):
     self._seconds = seconds
-    self._output = output_mb * MIB
+    self._output_bytes = output_mb * MIB
     self._total_seconds = total_seconds
     self._unsafe = unsafe
     self._limits = SandboxLimits(
       memory=memory_mb * MIB,
       processes=processes + 1,  # the worker that runs the tests is one
-      output=8 * self._output,
+      output=8 * self._output_bytes,
     )
     sandbox = self._sandbox()
     sandbox.start()  # fails here if there is no sandbox, not at the first program
@@ -120,7 +120,7 @@ class CodeRunner:
       'program': program,
       'cases': [case.request for case in cases],
       'seconds': self._seconds,
-      'output': self._output,
+      'output_bytes': self._output_bytes,
     }
     command = [PYTHON_PATH, '-I', '-c', self._worker_source]
     stdin = json.dumps(job).encode()
@@ -131,7 +131,7 @@ class CodeRunner:
       if report is None:
         break
       verdict = _verdict(case, report)
-      results.append(CaseResult(verdict, report['said'], report['stderr']))
+      results.append(CaseResult(verdict, report['output'], report['stderr']))
     # The limit is on all tests together, so the rest run again.
     output_exceeded = result.limit == 'output' and results
     if len(results) < len(cases) and not output_exceeded:
@@ -145,7 +145,7 @@ def _parse_report(line: bytes) -> dict[str, Any] | None:
     report = json.loads(line)
   except (ValueError, RecursionError):
     return None
-  kinds = {'said': str, 'stderr': str, 'code': int, 'limit': str}
+  kinds = {'output': str, 'stderr': str, 'code': int, 'limit': str}
   if not isinstance(report, dict):
     return None
   valid = all(type(report.get(key)) is kind for key, kind in kinds.items())
@@ -159,4 +159,4 @@ def _verdict(case: HiddenTest, report: dict[str, Any]) -> str:
     return 'time'
   if report['code'] != 0:
     return 'error'
-  return 'passed' if case.passed(report['said']) else 'wrong'
+  return 'passed' if case.passed(report['output']) else 'wrong'
