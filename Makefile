@@ -61,7 +61,7 @@ env-docs:
 # those with Ray, which mostly wait for its processes, run beside them. The others
 # yield the processor to them, so that nothing times out. Files run in the order of
 # tests/conftest.py. Three processes keep two cores busy where tests wait.
-XDIST = -n 3 --dist loadgroup --no-loadscope-reorder
+XDIST = -n 2 --dist loadgroup --no-loadscope-reorder
 FAST = -m 'not slow and not ray' $(XDIST)
 test: env
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-ray test-without-ray

@@ -101,7 +101,7 @@ def make_section(
   Raises:
     ConfigError: If an override names no option or has another type.
   """
-  config = ConfigDict()
+  fields: dict[str, Any] = {}
   names = []
   descriptions: dict[str, str] = {}
   for source in sources:
@@ -113,9 +113,10 @@ def make_section(
       options, hints = defaults(source), option_types(source)
       descriptions |= describe_options(source)
       names.append(getattr(unwrap(source), '__name__', repr(source)))
-    for key, value in options.items():
-      with config.ignore_type():
-        config[key] = _field(value, hints.get(key))
+    fields |= {key: _field(value, hints.get(key)) for key, value in options.items()}
+  config = ConfigDict()
+  for key, field in fields.items():
+    config[key] = field
   where = f'make_section({", ".join(names)})'
   for key, value in overrides.items():
     if key not in config:

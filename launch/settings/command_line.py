@@ -202,10 +202,11 @@ def complete(config: ConfigDict, command: Command) -> ConfigDict:
     override(config, key, text)
   if config.plugins:
     _plugins(str(config.plugins)).name_components(config)
-  if RENAMED_IN_CALLS.search(str(config)):
+  values = config.to_dict()
+  if RENAMED_IN_CALLS.search(repr(values)):
     from launch.settings.renamed_keys import check_renamed_calls
 
-    check_renamed_calls(config.to_dict())
+    check_renamed_calls(values)
   return config
 
 

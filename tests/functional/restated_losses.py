@@ -292,12 +292,11 @@ def distill(c, o):
   s, t = with_rest(c['topk_logprobs']), with_rest(c['teacher_topk_logprobs'])
   kind, skew, m = o['kind'], o.get('skew', 0.1), (s + t) / 2
   if kind == 'adaptive':
-    a = np.zeros(s.shape[:-1])
-    for at in np.ndindex(a.shape):
-      order = np.argsort(-t[at], kind='stable')
-      before = np.cumsum(t[at][order]) - t[at][order]
-      gap = np.abs(sg(t[at] - s[at]))
-      a[at] = gap[order[before < o.get('head', 0.5)]].sum() / gap.sum()
+    order = np.argsort(-t, axis=-1, kind='stable')
+    ordered = np.take_along_axis(t, order, axis=-1)
+    before = np.cumsum(ordered, axis=-1) - ordered
+    gap = np.take_along_axis(np.abs(sg(t - s)), order, axis=-1)
+    a = (gap * (before < o.get('head', 0.5))).sum(axis=-1) / gap.sum(axis=-1)
     loss = a * divergence(t, s) + (1 - a) * divergence(s, t)
   else:
     loss = {

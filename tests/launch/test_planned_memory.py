@@ -116,6 +116,7 @@ def test_copies_for_engines_are_those_of_arrays(merged):
   assert 0 < kept < on_first(merged) / 2
 
 
+@pytest.mark.slow
 def test_publishing_may_be_what_takes_most(monkeypatch):
   monkeypatch.setattr(cost.compiled_program, 'compile_program', built)
   target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]

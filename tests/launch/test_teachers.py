@@ -196,6 +196,7 @@ def test_the_distill_config(name):
   assert resolve_settings(config).teacher.folders == {}
 
 
+@pytest.mark.slow
 def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
   """As a service or an earlier run wrote it down: training goes as with the teacher."""
   policy = policies.load_model(

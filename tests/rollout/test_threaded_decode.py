@@ -91,6 +91,7 @@ async def test_lanes_answer_as_an_engine_of_one_lanes_slots(device_thread):
     assert set(one.weights_versions) == {7} and one.finish_reason == other.finish_reason
 
 
+@pytest.mark.slow
 async def test_lanes_go_on_after_an_error_and_after_sleep(device_thread, monkeypatch):
   jax_engine = engine(device_thread, 4, 2)
   await jax_engine.load(0, first_weights())

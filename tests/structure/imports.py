@@ -5,15 +5,15 @@ import functools
 import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-HOUSES = ('jaxrl', 'kernels', 'configs', 'launch', 'examples', 'recipes', 'tests')
+PACKAGES = ('jaxrl', 'kernels', 'configs', 'launch', 'examples', 'recipes', 'tests')
 
 
 @functools.cache
 def modules() -> dict[str, pathlib.Path]:
   """Dotted name → file, of every module of the project."""
   files = {}
-  for house in HOUSES:
-    for file in sorted((ROOT / house).rglob('*.py')):
+  for package in PACKAGES:
+    for file in sorted((ROOT / package).rglob('*.py')):
       parts = file.relative_to(ROOT).with_suffix('').parts
       name = '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
       files[name] = file
@@ -23,6 +23,11 @@ def modules() -> dict[str, pathlib.Path]:
 @functools.cache
 def tree(file: pathlib.Path) -> ast.Module:
   return ast.parse(file.read_text(), str(file))
+
+
+@functools.cache
+def nodes(file: pathlib.Path) -> tuple[ast.AST, ...]:
+  return tuple(ast.walk(tree(file)))
 
 
 def _targets(node: ast.AST, file: pathlib.Path) -> list[str]:
@@ -37,7 +42,8 @@ def _targets(node: ast.AST, file: pathlib.Path) -> list[str]:
   return []
 
 
-def imported(file: pathlib.Path, *, runtime: bool = False) -> set[str]:
+@functools.cache
+def imported(file: pathlib.Path, *, runtime: bool = False) -> frozenset[str]:
   """Returns every dotted name that `file` imports, in functions too.
 
   Args:
@@ -46,11 +52,11 @@ def imported(file: pathlib.Path, *, runtime: bool = False) -> set[str]:
   """
   skipped: set[ast.AST] = set()
   if runtime:
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
       if isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
         skipped.update(inner for line in node.body for inner in ast.walk(line))
-  nodes = (node for node in ast.walk(tree(file)) if node not in skipped)
-  return {name for node in nodes for name in _targets(node, file)}
+  kept = (node for node in nodes(file) if node not in skipped)
+  return frozenset(name for node in kept for name in _targets(node, file))
 
 
 def first_party(file: pathlib.Path, *, runtime: bool = False) -> set[str]:

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.structure.imports import HOUSES, ROOT
+from tests.structure.imports import PACKAGES, ROOT
 
 
 def build_files():
@@ -15,7 +15,7 @@ def build_files():
 
 
 def test_every_top_level_package_has_one_build_file():
-  expected = {ROOT / 'BUILD', *(ROOT / house / 'BUILD' for house in HOUSES)}
+  expected = {ROOT / 'BUILD', *(ROOT / package / 'BUILD' for package in PACKAGES)}
   assert set(build_files()) == expected
 
 

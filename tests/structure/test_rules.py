@@ -10,7 +10,15 @@ import sys
 import pytest
 
 from tests.mutation.faults import FAULTS
-from tests.structure.imports import HOUSES, ROOT, first_party, imported, modules, tree
+from tests.structure.imports import (
+  PACKAGES,
+  ROOT,
+  first_party,
+  imported,
+  modules,
+  nodes,
+  tree,
+)
 
 SOURCE = {name: f for name, f in modules().items() if not name.startswith('tests')}
 
@@ -82,7 +90,7 @@ def level_of(name: str) -> int:
 
 def functions():
   for name, file in SOURCE.items():
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
       if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         yield name, node
 
@@ -222,7 +230,7 @@ def test_call_strings_are_parsed_in_one_package():
       continue
     if any(module.startswith(syntax) for module in imported(file)):
       bad.append(f'{name} imports {syntax}')
-    calls = [n.func for n in ast.walk(tree(file)) if isinstance(n, ast.Call)]
+    calls = [n.func for n in nodes(file) if isinstance(n, ast.Call)]
     readers = {'eval', 'literal_eval', 'ast.literal_eval', 'ast.parse'}
     bad += [f'{name}: {text}' for text in map(ast.unparse, calls) if text in readers]
   assert not bad
@@ -232,7 +240,7 @@ def test_no_global_random_numbers():
   """Nothing draws from numpy's or Python's process-wide generators."""
   bad = []
   for name, file in SOURCE.items():
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
       if isinstance(node, ast.Call):
         call = ast.unparse(node.func)
         numpys = call.startswith(('np.random.', 'numpy.random.'))
@@ -248,7 +256,7 @@ def test_waits_and_durations_use_a_clock_that_is_never_set():
   readers = {
     name
     for name, file in SOURCE.items()
-    for node in ast.walk(tree(file))
+    for node in nodes(file)
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     if ast.unparse(node) in clocks or node.attr in clocks
   }
@@ -260,7 +268,7 @@ def test_cancellation_is_never_lost():
   bad = [
     f'{name}:{node.lineno}'
     for name, file in SOURCE.items()
-    for node in ast.walk(tree(file))
+    for node in nodes(file)
     if isinstance(node, ast.Attribute) and node.attr == 'wait_for'
     if ast.unparse(node.value) == 'asyncio'
   ]
@@ -280,7 +288,7 @@ def test_only_listed_houses_hold_code():
   strays = [
     file.relative_to(ROOT)
     for file in ROOT.glob('*/*.py')
-    if file.parent.name not in (*HOUSES, 'build')
+    if file.parent.name not in (*PACKAGES, 'build')
   ]
   assert not strays, strays
 

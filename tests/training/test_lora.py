@@ -126,6 +126,7 @@ async def test_a_run_resumes_to_the_bit_and_writes_no_frozen_weight(tmp_path):
   checkpointer.close()
 
 
+@pytest.mark.slow
 async def test_a_mesh_gives_the_same_and_adapters_lie_as_their_layers_do():
   mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
   one, many = make_learner('sft'), make_learner('sft', mesh=mesh)

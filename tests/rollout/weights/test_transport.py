@@ -98,6 +98,7 @@ def shared():
   assert not shared.path.exists()
 
 
+@pytest.mark.slow
 def test_engines_in_processes_of_their_own_and_one_that_is_killed(shared):
   last = 30
   readers = [start(FOLLOW, shared.address, last) for _ in range(2)]
