@@ -52,6 +52,11 @@ VARIANTS = (
   *('qwen3-moe-some', 'mistral-full', 'gemma4-moe', 'phi3-longrope'),
   *('qwen3_5-vl', 'qwen3_5-moe-vl'),
 )
+# Families whose layers are made of parts that others in a mode's tests have, too.
+ALIKE = (
+  *('qwen2', 'llama', 'mistral', 'phi3', 'gemma3', 'glm4-moe-lite'),
+  *('qwen3_5', 'qwen3_5-moe'),
+)
 # One for each way in which layers differ: what compares the others is slow.
 FAST = ('qwen3-moe', 'qwen3_5-vl', 'gemma4', 'gpt-oss', 'deepseek-v3')
 

@@ -1,4 +1,4 @@
-"""Every family computes the same packed, on a mesh, exactly, and with adapters."""
+"""Every kind of layer computes the same packed, on a mesh, exactly, with adapters."""
 
 import dataclasses
 import functools
@@ -22,8 +22,9 @@ from tests.training.test_unpacked_attention import lying
 pytestmark = pytest.mark.slow
 NAMES = [name for name in cases.CASES if name not in cases.VARIANTS]
 UNPACKED = [name for name in cases.FAST if name in NAMES]
-every_case = pytest.mark.parametrize('name', NAMES)
-MIXTURES = [name for name in NAMES if cases.CASES[name].has_experts] + ['gemma4-moe']
+KINDS = [name for name in NAMES if name not in cases.ALIKE]
+every_kind = pytest.mark.parametrize('name', KINDS)
+MIXTURES = [name for name in KINDS if cases.CASES[name].has_experts] + ['gemma4-moe']
 with_experts = pytest.mark.parametrize('name', MIXTURES)
 
 
@@ -56,7 +57,7 @@ def logprobs_of(model, params, tokens, segment_ids=None):
   return model.policy_outputs(params, tokens, segment_ids).logprobs
 
 
-@every_case
+@every_kind
 def test_packed_rows_equal_separate_ones(name):
   """Row 0 has what rows 1 and 2 have each for themselves, and row 3 joins it."""
   config, params = cases.ours(name)
@@ -73,7 +74,7 @@ def test_packed_rows_equal_separate_ones(name):
 
 @pytest.mark.parametrize(
   ('name', 'unpacked'),
-  [*((name, False) for name in NAMES), *((name, True) for name in UNPACKED)],
+  [*((name, False) for name in KINDS), *((name, True) for name in UNPACKED)],
 )
 def test_a_shared_prompt_is_seen_by_all_its_responses(name, unpacked):
   """Row 0 has a prompt of 7 tokens once, and responses of 5, 4 and 2."""
@@ -119,7 +120,7 @@ def on_devices(name, sizes, tokens, **options):
   return plain(on_mesh(model, mesh), there, tokens, **options)
 
 
-@every_case
+@every_kind
 def test_eight_devices_equal_one(name):
   config, params = cases.ours(name)
   tokens = cases.tokens(4, 20)
@@ -128,7 +129,7 @@ def test_eight_devices_equal_one(name):
   jax.tree.map(close, result, wanted)
 
 
-@every_case
+@pytest.mark.parametrize('name', NAMES)
 def test_rows_are_split_over_devices_or_that_is_refused(name):
   config, params = cases.ours(name)
   tokens = cases.tokens(4, 20)
@@ -168,7 +169,7 @@ def decoded(model, params, tokens, lengths, width, steps):
 LENGTHS = np.array([20, 5, 24], np.int32)
 
 
-@every_case
+@every_kind
 def test_exact_mode_gives_the_same_bits(name):
   config, params = cases.ours(name)
   if config.vision is not None:
@@ -208,7 +209,7 @@ def test_routes_of_decode_are_replayed(name):
   assert np.abs(turned[0] - free[0]).max() > 1e-3
 
 
-@every_case
+@every_kind
 def test_adapters_of_every_linear_layer(name):
   """Merged they compute the same, and only they have gradients."""
   config, params = cases.ours(name)
