@@ -57,10 +57,10 @@ env-targets:
 env-docs:
 	$(MAKE) env VENV=.venv-docs EXTRAS=dev,docs
 
-# The fast suite in two parts at once: some processes run the tests without Ray, and
-# those with Ray, which mostly wait for its processes, run beside them. The others
-# yield the processor to them, so that nothing times out. Files run in the order of
-# tests/conftest.py. Three processes keep two cores busy where tests wait.
+# The fast suite in two parts at once: two processes run the tests without Ray, and a
+# third runs those with Ray, which mostly wait for Ray's own processes. The first two
+# yield the processor to it, so that nothing times out. Files run in the order of
+# tests/conftest.py.
 XDIST = -n 2 --dist loadgroup --no-loadscope-reorder
 FAST = -m 'not slow and not ray' $(XDIST)
 test: env
