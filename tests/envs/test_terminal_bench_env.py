@@ -15,6 +15,7 @@ from tests.calls import env_factory
 from tests.envs import terminal_folders
 from tests.envs.sandbox.test_local_sandbox import named
 from tests.envs.swe_repos import write
+from tests.marks import slow
 
 sandboxed = pytest.mark.skipif(
   bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
@@ -65,7 +66,7 @@ def test_the_solution_scores_one(folders, task):
 
 
 @sandboxed
-@pytest.mark.parametrize('task', [FIRST[0], SECOND[0]])
+@pytest.mark.parametrize('task', [FIRST[0], slow(SECOND[0])])
 def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders, task):
   tasks, scratch = folders
   name, _ = task(tasks)
@@ -83,7 +84,7 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders, task
 
 
 @sandboxed
-@pytest.mark.parametrize('task', [FIRST[0], SECOND[0]])
+@pytest.mark.parametrize('task', [FIRST[0], slow(SECOND[0])])
 def test_the_reference_solution_and_the_output_of_its_tests(folders, task):
   tasks, scratch = folders
   name, _ = task(tasks)
@@ -135,7 +136,7 @@ echo '=== short test summary info ==='; echo PASSED a
 
 
 @sandboxed
-@pytest.mark.parametrize('task', [FIRST[0], SECOND[0]])
+@pytest.mark.parametrize('task', [FIRST[0], slow(SECOND[0])])
 def test_tampering_with_the_tests_scores_nothing(folders, task):
   tasks, scratch = folders
   name, _ = task(tasks)

@@ -19,6 +19,7 @@ from tests.functional.cases import (
   VALUE,
 )
 from tests.functional.harness import Case, first
+from tests.marks import slow_except
 
 FLOATS = ('logprobs', 'old_logprobs', 'advantages', 'entropy', 'values', 'old_values')
 
@@ -67,7 +68,13 @@ def test_equals_the_restatement_in_value_and_gradient(case):
     np.testing.assert_array_equal(rubbish[1], plain[1])
 
 
-@pytest.mark.parametrize('case', RECS, ids=str)
+def one_at_a_time(cases):
+  """Every case; those that differ from the first in several options are slow."""
+  first = cases[0].options.items()
+  return slow_except([c for c in cases if len(c.options.items() - first) < 2], cases)
+
+
+@pytest.mark.parametrize('case', one_at_a_time(RECS), ids=str)
 def test_every_combination_of_rec_equals_its_restatement(case):
   compare(case, jit=False)
 

@@ -118,6 +118,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(algorithm, tmp_path):
   assert runs.weights(tmp_path / 'whole') == runs.weights(tmp_path / 'parts')
 
 
+@pytest.mark.slow
 def test_rated_rows_of_the_users_own_names(tmp_path):
   """RAFT from a file: groups are prompts, and only their best answers are kept."""
   file = tmp_path / 'rated.jsonl'

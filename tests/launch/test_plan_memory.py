@@ -48,6 +48,7 @@ def uncompiled(monkeypatch):
   monkeypatch.setattr(cost.compiled_program, 'compile_program', stand_in)
 
 
+@pytest.mark.slow
 def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
   costs = [planned(f'first_fit(tokens=64, num_parallel={n})')[-1] for n in (1, 2, 100)]
   assert [one.num_parallel for one in costs] == [1, 2, 4]  # all four
@@ -56,6 +57,7 @@ def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
     assert four == 2 * two > 0
 
 
+@pytest.mark.slow
 def test_a_plan_tells_of_micro_batches_abreast(uncompiled):
   run, _, _ = planned('first_fit(tokens=64, num_parallel=2)')
   report = plan_report.make_report(

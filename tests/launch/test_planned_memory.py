@@ -92,6 +92,7 @@ def built(name, *_, temporaries=0.0, **__):
   return CompiledProgram(name, 1.0, 0.0, 0.0, temporaries, 1.0, {}, 0.0)
 
 
+@pytest.mark.slow
 def test_engines_have_merged_weights_and_no_adapters(merged):
   run = small(LORA)
   engine = engine_decode.plan_engine(run)

@@ -149,6 +149,7 @@ async def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path, cap
   assert 'the trace of steps 0 to 0 is not written' in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_run_that_ends_within_a_range_leaves_the_steps_it_took(tmp_path):
   async def call_actors(fn):
     return {}

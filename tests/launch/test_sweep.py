@@ -42,6 +42,7 @@ def compiled(run, mesh, limit):
   return cost.RunCost(mesh, 16, 16, 16, 1, {}, memory, limit, 'train')
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_told():
   run, target = small(), targets.parse_target('cpu:2')
   mesh_sweep = swept(run, target, 1)

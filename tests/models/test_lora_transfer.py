@@ -10,7 +10,11 @@ from jaxrl.models.transformer_lm import TransformerLM
 from tests.marks import slow
 from tests.models import small
 
-DTYPES = [('float32', 'float32'), slow('bfloat16', 'float32'), ('bfloat16', 'bfloat16')]
+DTYPES = [
+  ('float32', 'float32'),
+  slow('bfloat16', 'float32'),
+  slow('bfloat16', 'bfloat16'),
+]
 
 
 DENSE, EVERY = 'q,o,down', small.TARGETS

@@ -63,6 +63,7 @@ def test_decode_equals_the_full_forward(dtype, bound):
     np.testing.assert_allclose(out[:, row], expected, atol=bound)
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_slot_limit_or_others():
   model, params = small.model_and_params()
   tokens = small.tokens(3, 160)

@@ -13,6 +13,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.parallelism.sharding import ShardingConstraint
+from tests.marks import slow_except
 from tests.models import small
 
 FAMILIES = {
@@ -128,7 +129,7 @@ def test_alternatives_give_the_gradient_of_a_plain_softmax(qwen3):
   )
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', slow_except(['qwen3'], FAMILIES))
 def test_a_token_depends_on_none_after_it(family):
   model, params = small.model_and_params(**FAMILIES[family])
   tokens = small.tokens(1, 12)
@@ -228,6 +229,7 @@ def test_shallow_models_on_one_cpu_are_unrolled(layers, changes, expected):
     assert placed.scan_unroll == (expected if devices == 1 else model.unroll or 1)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32(qwen3):
   model, params = qwen3
   tokens = small.tokens(2, 8)

@@ -206,6 +206,7 @@ def test_long_rows_are_done_in_blocks_of_queries(monkeypatch):
   )
 
 
+@pytest.mark.slow
 def test_a_random_model_has_the_tokens_of_its_tokenizer(tmp_path):
   config = model_loading.random_config(
     family='qwen3_vl', vocab_size=300, hidden_size=32, num_layers=1

@@ -127,6 +127,7 @@ async def test_environments_that_break_now_and_then(fault):
   pool.close()
 
 
+@pytest.mark.slow
 async def test_two_thousand_at_once_on_real_threads():
   """Of the environments every tenth breaks, each in its own way."""
   counter = iter(range(100_000))

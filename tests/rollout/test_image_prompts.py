@@ -108,6 +108,7 @@ async def test_completions_alone_are_those_of_a_full_batch():
     np.testing.assert_array_equal(one.logprobs, together[i].logprobs)
 
 
+@pytest.mark.slow
 async def test_an_aborted_request_resumes_with_its_images():
   served = engine(decode_steps=1)
   await served.load(0, weights())

@@ -262,6 +262,7 @@ async def test_the_event_loop_is_not_held(engine):
   assert (await job).finish_reason == 'length'
 
 
+@pytest.mark.slow
 async def test_weights_that_compile_after_warmup_are_told_of(caplog):
   device_thread = DeviceThread()
   engine = JaxEngine(

@@ -241,6 +241,7 @@ checkpointer.close()
 """
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_is_one_clear_error_and_no_hang(tmp_path):
   done = subprocess.run(
     processes.obeying_modes([sys.executable, '-c', READ_ONLY, str(tmp_path)]),

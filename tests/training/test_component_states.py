@@ -15,6 +15,7 @@ from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.calls import make_algorithm
+from tests.marks import slow_except
 from tests.training import toy
 
 STILL = make_optimizer(learning_rate=0.0)
@@ -178,7 +179,10 @@ async def run(folder, name, steps):
   return jax.tree.map(np.asarray, learner._arrays()), metrics[-1]
 
 
-@pytest.mark.parametrize('name', ALGORITHMS)
+FAST = ('running', 'critic', 'drawn')
+
+
+@pytest.mark.parametrize('name', slow_except(FAST, ALGORITHMS))
 async def test_interrupted_is_uninterrupted_bit_for_bit(name, tmp_path):
   whole, metrics = await run(tmp_path / 'a', name, 6)
   await run(tmp_path / 'b', name, 3)

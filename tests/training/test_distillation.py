@@ -163,6 +163,7 @@ async def test_splits_change_no_update():
   )
 
 
+@pytest.mark.slow
 async def test_words_that_come_with_the_data_teach_as_the_teacher_would():
   params = []
   for policy in (teacher(1), None):

@@ -139,10 +139,10 @@ MATRIX = [
 ]
 # The rest of the matrix is slow by its number alone.
 FAST = {
-  'grpo': SPLITS,
-  'gspo': ('all',),
+  'grpo': ('padding', 'quarters', 'devices', 'order'),
+  'gspo': (),
   'ppo': ('all',),
-  'dpo': ('rows', 'all'),
+  'dpo': ('all',),
   'mix': ('all',),
   'm2po': ('quarters',),
   'corrected': ('all',),

@@ -79,6 +79,7 @@ async def test_only_adapters_and_a_value_head_move(algorithm):
   assert not [name for name in kept if name.endswith('q.kernel')]
 
 
+@pytest.mark.slow
 async def test_experts_their_router_and_the_head_learn_by_adapters():
   adapters = lora.lora_adapters(rank=2, targets='gate,up,down,router,lm_head')
   learner = make_learner('sft', adapters=adapters, changes=EXPERTS)

@@ -181,7 +181,7 @@ async def test_the_advantages_of_experts_do_not_enter_mix():
   assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.parametrize('num_micro_batches', [1, 2])
+@pytest.mark.parametrize('num_micro_batches', [slow(1), 2])
 @pytest.mark.parametrize('name', ['mix', slow('mix_chord')])
 async def test_what_mix_says_of_ratios_is_of_rollouts_alone(name, num_micro_batches):
   played, written = with_experts()

@@ -345,7 +345,8 @@ async def varied(steps, ways=1):
   return warmup_metrics['compile/programs'] + counter.count - start, late
 
 
-@pytest.mark.parametrize('ways', [slow(1), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize('ways', [1, 2])
 async def test_varied_steps_compile_few_programs(ways):
   count, late = await varied(40, ways)
   assert count <= 8

@@ -18,7 +18,7 @@ from tests.training import toy
 from tests.training.test_train_step import rewards_everywhere, stacked
 from tests.training.test_weights import logprobs
 
-SPLITS = [1, slow(2), 4]
+SPLITS = [slow(1), slow(2), 4]
 
 
 async def update(algorithm, groups, **options):
@@ -118,7 +118,7 @@ async def test_the_options_are_the_parts_own_and_scalars_are_shared():
 
 @pytest.mark.parametrize(
   'name, num_micro_batches, passes',
-  [('grpo', 4, 0), ('mix', 4, 0), ('m2po', 1, 0), ('m2po', 4, 1)],
+  [slow('grpo', 4, 0), ('mix', 4, 0), slow('m2po', 1, 0), ('m2po', 4, 1)],
 )
 async def test_only_m2po_scores_a_split_minibatch_twice(
   name, num_micro_batches, passes

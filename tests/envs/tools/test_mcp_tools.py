@@ -76,6 +76,7 @@ def test_a_server_of_the_process_is_one_for_all(shared):
     McpTools(command=COMMAND, per='process', only=('ad',)).start()
 
 
+@pytest.mark.slow
 def test_servers_of_environments_and_of_episodes(tmp_path, monkeypatch):
   """Each has its own state, is replaced when it died, and ends when it is closed."""
   monkeypatch.setenv('MY_SECRET', 'x')

@@ -462,6 +462,7 @@ def test_the_text_model_of_a_model_that_sees_is_read(name, tmp_path, caplog):
     huggingface.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_gemma3_says_little_of_its_text_model():
   """As published: what `transformers` assumes is left out."""
   text_config = {

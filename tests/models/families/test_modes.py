@@ -21,7 +21,7 @@ from tests.training.test_unpacked_attention import lying
 
 pytestmark = pytest.mark.slow
 NAMES = [name for name in cases.CASES if name not in cases.VARIANTS]
-UNPACKED = [name for name in cases.FAST if name in NAMES]
+UNPACKED = [name for name in cases.DISTINCT if name in NAMES]
 KINDS = [name for name in NAMES if name not in cases.ALIKE]
 every_kind = pytest.mark.parametrize('name', KINDS)
 MIXTURES = [name for name in KINDS if cases.CASES[name].has_experts] + ['gemma4-moe']
@@ -101,7 +101,7 @@ def test_a_shared_prompt_is_seen_by_all_its_responses(name, unpacked):
     close(np.asarray(logprobs).reshape(-1)[at], wanted[row, 8:length])
 
 
-@pytest.mark.parametrize('name', cases.FAST)
+@pytest.mark.parametrize('name', cases.DISTINCT)
 @pytest.mark.parametrize('remat', ['full', 'dots'])
 def test_rematerialization_changes_nothing(name, remat):
   config, params = cases.ours(name)

@@ -12,6 +12,7 @@ from jaxrl.rollout.weights.publisher import WeightPublisher
 from jaxrl.rollout.weights.subscriber import WeightSubscriber
 from jaxrl.rollout.weights.transport import SharedMemoryTransport
 from jaxrl.types import SamplingParams
+from tests.marks import slow
 
 MODEL = TransformerLM(
   ModelConfig(
@@ -27,7 +28,7 @@ MODEL = TransformerLM(
 RULES = SamplingParams(max_tokens=8, seed=3)
 
 
-@pytest.mark.parametrize('dtype', [None, 'bfloat16'])
+@pytest.mark.parametrize('dtype', [slow(None), 'bfloat16'])
 async def test_versions_arrive_through_shared_memory(dtype):
   device_thread, channel = DeviceThread(), SharedMemoryTransport()
   engine = JaxEngine(
