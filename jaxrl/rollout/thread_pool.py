@@ -66,7 +66,7 @@ class _ProcessGuard:
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._num_calls = 0
+    self._running: list[ThreadPool] = []  # the pool of each call, unless it is closed
     self._thread = threading.local()
     self._streams: dict[str, Any] = {}
     self._copies: dict[int, int] = {}
@@ -100,26 +100,40 @@ class _ProcessGuard:
     return getattr(self._thread, 'in_call', False) and os.getpid() == self._pid
 
   @contextlib.contextmanager
-  def guard(self) -> Iterator[None]:
-    """Guards a call that runs on this thread, while entered."""
+  def guard(self, pool: 'ThreadPool') -> Iterator[None]:
+    """Guards a call of `pool` that runs on this thread, while entered."""
     with self._lock:
-      if not self._num_calls:
+      if not self._running:
         self._streams = {name: getattr(sys, name) for name in self._STREAMS}
-      self._num_calls += 1
+      self._running.append(pool)
     self._thread.in_call = True
     try:
       yield
     finally:
       self._thread.in_call = False
       with self._lock:
-        self._num_calls -= 1
         for number, copy in self._copies.items():
           try:
             os.fstat(number)
           except OSError:  # closed in another way
             os.dup2(copy, number)
-        for name, number in self._STREAMS.items():
-          self._restore(name, number)
+        if pool in self._running:
+          self._running.remove(pool)
+          self._restore_all()
+
+  def forget(self, pool: 'ThreadPool') -> None:
+    """Restores the streams for the last time on behalf of a pool that is closed.
+
+    A call that still runs may end when the process has other streams.
+    """
+    with self._lock:
+      if pool in self._running:
+        self._running = [other for other in self._running if other is not pool]
+        self._restore_all()
+
+  def _restore_all(self) -> None:
+    for name, number in self._STREAMS.items():
+      self._restore(name, number)
 
   def _restore(self, name: str, number: int) -> None:
     """Repairs a stream that a call has closed or replaced.
@@ -130,7 +144,7 @@ class _ProcessGuard:
     present, original = getattr(sys, name), self._streams[name]
     if original is None or (present is original and not _is_closed(original)):
       return
-    if self._num_calls and present is not None and not _is_closed(present):
+    if self._running and present is not None and not _is_closed(present):
       return
     if _is_closed(original) and number in self._copies:
       encoding, errors = (
@@ -259,7 +273,7 @@ class ThreadPool:
         continue
       pooled_call.start = time.monotonic()
       try:
-        with self._guard.guard():
+        with self._guard.guard(self):
           result, error = pooled_call.fn(), None
       except BaseException as raised:  # even SystemExit only ends this call
         result, error = None, raised
@@ -277,6 +291,7 @@ class ThreadPool:
     self._is_closed = True
     for _ in range(self._num_threads):
       self._calls.put(None)
+    self._guard.forget(self)
 
 
 def _resolve(future: asyncio.Future, result: Any, error: BaseException | None) -> None:

@@ -1,6 +1,7 @@
 """The pool of environment threads: bounded, and not to be stopped by a hung call."""
 
 import asyncio
+import io
 import os
 import subprocess
 import sys
@@ -172,3 +173,24 @@ def test_the_process_keeps_its_streams_and_its_children_may_end():
   assert done.stderr.splitlines() == [x for n in range(6) for x in (f'err {n}', '2')]
   # The stream is a new one, in place of the one that was closed.
   assert lines[-2:] == ['caught False', '7']
+
+
+async def test_a_call_that_outlives_its_pool_leaves_new_streams_alone(monkeypatch):
+  """As a run that was refused may leave one behind to the next run in the process."""
+  pool, running, release = ThreadPool(1), threading.Event(), threading.Event()
+  first, second = io.StringIO(), io.StringIO()
+
+  def call():
+    running.set()
+    release.wait()
+    return threading.current_thread()
+
+  monkeypatch.setattr(sys, 'stderr', first)
+  thread = asyncio.ensure_future(pool.run(call))
+  await asyncio.to_thread(running.wait)
+  pool.close()
+  first.close()
+  monkeypatch.setattr(sys, 'stderr', second)
+  release.set()
+  await asyncio.to_thread((await thread).join)
+  assert sys.stderr is second
