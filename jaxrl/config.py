@@ -5,7 +5,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ml_collections import ConfigDict, FieldReference
@@ -161,20 +161,21 @@ def describe_options(fn: Callable[..., Any]) -> dict[str, str]:
   """
   function = unwrap(fn)
   if not isinstance(function, type):
-    return _read_entries((inspect.getdoc(function) or '').splitlines())
+    return dict(_read_entries(inspect.getdoc(function) or ''))
   descriptions: dict[str, str] = {}
   for cls in reversed(function.__mro__[:-1]):
     for holder in (cls, vars(cls).get('__init__')):
       text = getattr(holder, '__doc__', None)
-      descriptions |= _read_entries(inspect.cleandoc(text).splitlines() if text else ())
+      descriptions |= _read_entries(inspect.cleandoc(text or ''))
   return descriptions
 
 
-def _read_entries(lines: Iterable[str]) -> dict[str, str]:
-  """Reads the entries below `Args:` and `Attributes:` of a docstring's lines."""
+@functools.cache
+def _read_entries(docstring: str) -> Mapping[str, str]:
+  """Reads the entries below `Args:` and `Attributes:` of a docstring."""
   entries: dict[str, list[str]] = {}
   is_inside, indent, current = False, '', ''
-  for line in lines:
+  for line in docstring.splitlines():
     entry = _ENTRY.match(line)
     if _SECTION.match(line):
       is_inside, indent = True, ''

@@ -1,6 +1,24 @@
-"""Runs of the debug config train one tokenizer, half a second of computing each."""
+"""Runs of the debug config share rows and tokenizers, a second of computing each."""
 
 import pytest
+
+
+@pytest.fixture(scope='session', autouse=True)
+def rows_are_drawn_once():
+  """Draws the same rows of arithmetic once; each run gets copies that it may change."""
+  from jaxrl.data import arithmetic
+
+  draw, drawn = arithmetic._draw_distinct, {}
+
+  def draw_once(rng, split, size, options):
+    key = repr((rng.bit_generator.state, split, size, options))
+    if key not in drawn:
+      drawn[key] = draw(rng, split, size, options)
+    return [dict(row) for row in drawn[key]]
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(arithmetic, '_draw_distinct', draw_once)
+    yield
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -140,7 +140,6 @@ def test_replay_changes_nothing_at_the_same_weights_and_all_at_others(
   assert np.abs(bound - free).max() > 1e-2
 
 
-@pytest.mark.slow
 def test_a_learner_takes_the_recorded_experts_whichever_they_are(
   model_and_params, sampled
 ):
