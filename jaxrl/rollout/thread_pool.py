@@ -122,9 +122,9 @@ class _ProcessGuard:
           self._restore_all()
 
   def forget(self, pool: 'ThreadPool') -> None:
-    """Restores the streams for the last time on behalf of a pool that is closed.
+    """Restores the streams for a pool that is closed, and then ignores its calls.
 
-    A call that still runs may end when the process has other streams.
+    A call that still runs may end when the process has new streams, which stay.
     """
     with self._lock:
       if pool in self._running:

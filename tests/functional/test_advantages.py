@@ -36,7 +36,7 @@ def run_and_slopes(case):
 
 
 def by_code_path():
-  """Every case; those without a switch that earlier ones lack are slow.
+  """Every case; one whose switches all occur in earlier cases is slow.
 
   Means and deviations of `normalise` are taken one after the other, so each of their
   values is fast in one pair.

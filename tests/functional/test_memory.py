@@ -63,7 +63,7 @@ def squares(fn, *args):
 
 
 CASES = ADVANTAGES + LOSSES + M2PO + KLS + CORRECTIONS + PAIRS
-# Of every function.
+# The first case of every function: `make test` leaves its other options out.
 FIRST = list({case.name: case for case in reversed(CASES)}.values())
 
 

@@ -176,7 +176,7 @@ def test_the_process_keeps_its_streams_and_its_children_may_end():
 
 
 async def test_a_call_that_outlives_its_pool_leaves_new_streams_alone(monkeypatch):
-  """As a run that was refused may leave one behind to the next run in the process."""
+  """A refused run may leave such a call behind for the next run in the process."""
   pool, running, release = ThreadPool(1), threading.Event(), threading.Event()
   first, second = io.StringIO(), io.StringIO()
 

@@ -140,7 +140,7 @@ MATRIX = [
 # The rest of the matrix is slow by its number alone.
 FAST = {
   'grpo': ('padding', 'quarters', 'devices', 'order'),
-  'gspo': (),
+  'gspo': ('all',),
   'ppo': ('all',),
   'dpo': ('all',),
   'mix': ('all',),

@@ -57,7 +57,7 @@ ALIKE = (
   *('qwen2', 'llama', 'mistral', 'phi3', 'gemma3', 'glm4-moe-lite'),
   *('qwen3_5', 'qwen3_5-moe'),
 )
-# One for each way in which layers differ.
+# The families whose layers differ most from each other.
 DISTINCT = ('qwen3-moe', 'qwen3_5-vl', 'gemma4', 'gpt-oss', 'deepseek-v3')
 # Those that `make test` compares. They have linear, sliding and latent attention,
 # sinks, experts and images.
