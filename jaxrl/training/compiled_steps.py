@@ -112,7 +112,9 @@ def batch_shapes(spec: StepSpec, mesh: Mesh, shape: BatchShape) -> Batch:
 
   vision = spec.model.config.vision
   assert vision is not None  # or there would be no images
-  return batch.replace(**batch_images.field_shapes(vision, shape, layout))
+  rows = (shape.rows, shape.length)
+  fields = batch_images.field_shapes(vision, rows, shape.patches, layout)
+  return batch.replace(**fields)
 
 
 @functools.lru_cache(maxsize=64)

@@ -385,7 +385,8 @@ class Learner:
 
       builder, group_size = self._batch_builder, self._spec.algorithm.group_size
       images = -(-shape.rows // group_size), builder.row_multiple
-      shape = batch_images.planned_shape(builder.vision, shape, *images)
+      patches = batch_images.planned_patches(builder.vision, shape.length, *images)
+      shape = dataclasses.replace(shape, patches=patches)
     return shape, CompiledSteps(self._spec, self.mesh, self._hparams()).trace(shape)
 
   def _hparams(self) -> dict[str, Any]:

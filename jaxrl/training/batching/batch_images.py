@@ -1,8 +1,6 @@
 """Images of a batch: where they stand in its rows, and the patches of each, once."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +9,6 @@ from jaxrl.models.model_config import VisionConfig
 from jaxrl.models.vision import image_places
 from jaxrl.models.vision.patch_processor import PatchProcessor
 from jaxrl.types import Batch, Group
-
-if TYPE_CHECKING:
-  from jaxrl.training.batching.batch_builder import BatchShape
 
 
 def add_to_batch(
@@ -56,49 +51,52 @@ def add_to_batch(
   )
 
 
-def planned_shape(
-  vision: VisionConfig | None, shape: 'BatchShape', count: int, multiple: int
-) -> 'BatchShape':
-  """Returns a batch's shape with images of a usual size, to plan with.
+def planned_patches(
+  vision: VisionConfig | None, length: int, count: int, multiple: int
+) -> tuple[int, int]:
+  """Returns the size of the patches of images of a usual size, to plan with.
 
   Args:
     vision: The model's tower.
-    shape: The batch's shape.
+    length: Tokens of a row of the batch.
     count: How many images.
     multiple: What the number of rows of patches is a multiple of.
+
+  Returns:
+    Rows of patches, and their length.
   """
   assert vision is not None  # the caller has checked
   pixels = min(PLANNED_PIXELS, vision.max_pixels)
-  patches = min(pixels // vision.patch_size**2, vision.merged * shape.length // 2)
+  patches = min(pixels // vision.patch_size**2, vision.merged * length // 2)
   rows = multiple * image_places.power_of_two(-(-count // multiple))
-  length = image_places.power_of_two(max(patches, vision.merged))
-  return dataclasses.replace(shape, patches=(rows, length))
+  return rows, image_places.power_of_two(max(patches, vision.merged))
 
 
 PLANNED_PIXELS = 512 * 512
 
 
 def field_shapes(
-  vision: VisionConfig, shape: 'BatchShape', layout: jax.sharding.Sharding
+  vision: VisionConfig,
+  rows: tuple[int, int],
+  patches: tuple[int, int],
+  layout: jax.sharding.Sharding,
 ) -> dict[str, object]:
   """Returns the shapes of the fields that `add_to_batch` adds.
 
   Args:
     vision: The model's tower.
-    shape: The batch's shape, with images.
+    rows: Rows of the batch, and their length.
+    patches: Rows of patches, and their length.
     layout: The sharding of rows.
   """
 
   def place(size: tuple[int, ...], dtype: object = jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(size, dtype, sharding=layout)
 
-  size = shape.patches
-  assert size is not None  # the caller has checked
-  rows = shape.rows, shape.length
   empty = image_places.empty_rows(vision, 1, 1)
-  patches = jax.tree.map(lambda x: place((*size, *x.shape[2:]), x.dtype), empty)
+  patch_rows = jax.tree.map(lambda x: place((*patches, *x.shape[2:]), x.dtype), empty)
   return {
     'image_features': place(rows),
     'image_positions': place((*rows, 3)),
-    'patch_rows': patches,
+    'patch_rows': patch_rows,
   }
