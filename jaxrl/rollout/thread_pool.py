@@ -95,6 +95,22 @@ class _ProcessGuard:
     if descriptor not in self._copies or not self._is_in_call():
       self._close(descriptor)
 
+  def _guard_close(self, stream: Any) -> None:
+    """Makes `stream.close` do nothing in a call.
+
+    A new stream in its place would not help a logger that holds this one.
+    """
+    attributes = getattr(stream, '__dict__', None)
+    if attributes is None or 'close' in attributes:  # cannot be, or is guarded
+      return
+    close = stream.close
+
+    def close_outside_calls() -> None:
+      if not self._is_in_call():
+        close()
+
+    stream.close = close_outside_calls
+
   def _is_in_call(self) -> bool:
     """Whether this is a thread of the run and runs a call."""
     return getattr(self._thread, 'in_call', False) and os.getpid() == self._pid
@@ -105,6 +121,8 @@ class _ProcessGuard:
     with self._lock:
       if not self._running:
         self._streams = {name: getattr(sys, name) for name in self._STREAMS}
+        for stream in self._streams.values():
+          self._guard_close(stream)
       self._running.append(pool)
     self._thread.in_call = True
     try:

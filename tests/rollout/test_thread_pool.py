@@ -109,7 +109,7 @@ async def test_a_call_that_ends_the_process_ends_only_itself(pool):
 
 
 STREAMS = """
-import asyncio, contextlib, io, os, sys, threading
+import asyncio, contextlib, io, logging, os, sys, threading
 from jaxrl.rollout.thread_pool import ThreadPool
 
 def close_descriptors():
@@ -125,16 +125,24 @@ def close_streams():
   sys.stdout.close()
   sys.stderr.close()
 
+def close_buffers():
+  sys.stdout.buffer.close()
+  sys.stderr.buffer.close()
+
 def replace(stdout, stderr):
   sys.stdout, sys.stderr = stdout, stderr
 
 async def main():
   pool = ThreadPool(2)
+  logging.basicConfig(format='%(message)s')  # its handler holds this stream
   for number, (call, *arguments) in enumerate([
     (close_descriptors,), (close_streams,), (replace, None, None),
     (replace, io.StringIO(), io.StringIO()), (close_streams,), (close_files,),
+    (close_buffers,),
   ]):
     await pool.run(call, *arguments)
+    if call is not close_buffers:
+      logging.warning('log %d', number)
     print(f'out {number}', flush=True)
     print(f'err {number}', file=sys.stderr, flush=True)
     os.write(1, b'1\\n')
@@ -169,9 +177,11 @@ def test_the_process_keeps_its_streams_and_its_children_may_end():
     [sys.executable, '-c', STREAMS], capture_output=True, text=True, check=False
   )
   lines = done.stdout.splitlines()
-  assert lines[:-2] == [x for n in range(6) for x in (f'out {n}', '1')], done.stderr
-  assert done.stderr.splitlines() == [x for n in range(6) for x in (f'err {n}', '2')]
-  # The stream is a new one, in place of the one that was closed.
+  assert lines[:-2] == [x for n in range(7) for x in (f'out {n}', '1')], done.stderr
+  errors = [x for n in range(7) for x in (f'log {n}', f'err {n}', '2')]
+  errors.remove('log 6')
+  assert done.stderr.splitlines() == errors
+  # The stream is a new one, in place of the one whose buffer was closed.
   assert lines[-2:] == ['caught False', '7']
 
 
