@@ -71,6 +71,11 @@ def test_queries_of_latents_are_not_rotated_by_the_cpu_kernel():
   }
 
 
+def test_latent_attention_gets_the_cpu_backend_whose_weights_can_be_updated():
+  assert vllm_options.cpu_attention_backend(LATENTS) == 'CPU_MLA'
+  assert vllm_options.cpu_attention_backend(random_config()) is None
+
+
 def test_vllm_gets_no_folder_of_which_only_the_text_is_trained(tmp_path):
   file = tmp_path / 'config.json'
   file.write_text('{"model_type": "gemma4_text"}')

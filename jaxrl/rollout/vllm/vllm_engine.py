@@ -128,6 +128,9 @@ class VllmEngine(EngineBase):
       compilation = options.get('compilation_config')
       if compilation := vllm_options.cpu_compilation(config, compilation):
         options['compilation_config'] = compilation
+      backend = vllm_options.cpu_attention_backend(config)
+      if backend and 'attention_config' not in options:
+        options = {'attention_backend': backend} | options
       if options['enforce_eager']:  # compiling vLLM's helpers takes half a minute
         os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
     options = {'dtype': dtype, 'load_format': 'dummy', 'seed': 0} | options

@@ -206,6 +206,18 @@ def cpu_compilation(config: ModelConfig, compilation: Any = None) -> Any:
   return compilation | {'custom_ops': list(dict.fromkeys(custom_ops))}
 
 
+def cpu_attention_backend(config: ModelConfig) -> str | None:
+  """Returns the attention backend to ask vLLM's CPU build for; None for its own choice.
+
+  On processors with AMX, vLLM 0.32 prefers another backend for latent attention. That
+  one supports bfloat16 only, and fails when weights are updated.
+
+  Args:
+    config: The model's config.
+  """
+  return 'CPU_MLA' if config.kv_latent else None
+
+
 def kv_cache_bytes(config: ModelConfig, num_tokens: int, dtype: str) -> int:
   """Computes the memory to give to vLLM's cache of keys and values.
 

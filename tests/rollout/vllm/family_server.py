@@ -72,6 +72,7 @@ def serve(
     weight_transfer_config={'backend': PULL_BACKEND},
     hf_overrides=vllm_options.hf_overrides(config),
     compilation_config=vllm_options.cpu_compilation(config),
+    attention_backend=vllm_options.cpu_attention_backend(config),
     worker_extension_cls=f'{WorkerExtension.__module__}.{WorkerExtension.__name__}',
   )
   rules = SamplingParams(max_tokens=count, logprobs=0, seed=1, ignore_eos=True)
