@@ -72,8 +72,17 @@ def test_queries_of_latents_are_not_rotated_by_the_cpu_kernel():
 
 
 def test_latent_attention_gets_the_cpu_backend_whose_weights_can_be_updated():
-  assert vllm_options.cpu_attention_backend(LATENTS) == 'CPU_MLA'
-  assert vllm_options.cpu_attention_backend(random_config()) is None
+  eager = {'enforce_eager': True, 'kv_cache_memory_bytes': 9}
+  assert vllm_options.cpu_options(random_config(), {}, 9) == eager
+  assert vllm_options.cpu_options(LATENTS, {'seed': 1}, 9) == {
+    **eager,
+    'attention_backend': 'CPU_MLA',
+    'compilation_config': {'custom_ops': ['-rotary_embedding']},
+    'seed': 1,
+  }
+  chosen = {'attention_config': {'backend': 'AMX_MLA'}, 'enforce_eager': False}
+  options = vllm_options.cpu_options(LATENTS, chosen, 9)
+  assert options | chosen == options and 'attention_backend' not in options
 
 
 def test_vllm_gets_no_folder_of_which_only_the_text_is_trained(tmp_path):

@@ -124,13 +124,7 @@ class VllmEngine(EngineBase):
       cache_bytes = vllm_options.kv_cache_bytes(
         config, max_num_seqs * max_length, dtype
       )
-      options = {'enforce_eager': True, 'kv_cache_memory_bytes': cache_bytes} | options
-      compilation = options.get('compilation_config')
-      if compilation := vllm_options.cpu_compilation(config, compilation):
-        options['compilation_config'] = compilation
-      backend = vllm_options.cpu_attention_backend(config)
-      if backend and 'attention_config' not in options:
-        options = {'attention_backend': backend} | options
+      options = vllm_options.cpu_options(config, options, cache_bytes)
       if options['enforce_eager']:  # compiling vLLM's helpers takes half a minute
         os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
     options = {'dtype': dtype, 'load_format': 'dummy', 'seed': 0} | options

@@ -206,16 +206,28 @@ def cpu_compilation(config: ModelConfig, compilation: Any = None) -> Any:
   return compilation | {'custom_ops': list(dict.fromkeys(custom_ops))}
 
 
-def cpu_attention_backend(config: ModelConfig) -> str | None:
-  """Returns the attention backend to ask vLLM's CPU build for; None for its own choice.
+def cpu_options(
+  config: ModelConfig, options: Mapping[str, Any], cache_bytes: int
+) -> dict[str, Any]:
+  """Returns a user's options, complemented for vLLM's CPU build.
 
-  On processors with AMX, vLLM 0.32 prefers another backend for latent attention. That
-  one supports bfloat16 only, and fails when weights are updated.
+  On processors with AMX, vLLM 0.32 prefers a backend for latent attention that supports
+  bfloat16 only and fails when weights are updated, so another one is requested.
 
   Args:
     config: The model's config.
+    options: The options that the user has set, by name.
+    cache_bytes: Memory for keys and values.
   """
-  return 'CPU_MLA' if config.kv_latent else None
+  defaults: dict[str, Any] = {
+    'enforce_eager': True,
+    'kv_cache_memory_bytes': cache_bytes,
+  }
+  if config.kv_latent and 'attention_config' not in options:
+    defaults['attention_backend'] = 'CPU_MLA'
+  options = defaults | dict(options)
+  compilation = cpu_compilation(config, options.get('compilation_config'))
+  return options | ({'compilation_config': compilation} if compilation else {})
 
 
 def kv_cache_bytes(config: ModelConfig, num_tokens: int, dtype: str) -> int:

@@ -65,15 +65,12 @@ def serve(
     max_model_len=MAX_LENGTH,
     max_num_seqs=len(prompts),
     skip_tokenizer_init=True,
-    enforce_eager=True,
     enable_prefix_caching=False,
-    kv_cache_memory_bytes=32 << 20,
     logprobs_mode='processed_logprobs',
     weight_transfer_config={'backend': PULL_BACKEND},
     hf_overrides=vllm_options.hf_overrides(config),
-    compilation_config=vllm_options.cpu_compilation(config),
-    attention_backend=vllm_options.cpu_attention_backend(config),
     worker_extension_cls=f'{WorkerExtension.__module__}.{WorkerExtension.__name__}',
+    **vllm_options.cpu_options(config, {}, 32 << 20),
   )
   rules = SamplingParams(max_tokens=count, logprobs=0, seed=1, ignore_eos=True)
   rules.detokenize = False
