@@ -40,16 +40,16 @@ def accuracies(
 def test_quickstart_learns_from_its_rewards_alone(tmp_path):
   """Both begin with the same supervised start, which takes most of a run.
 
-  It is two thirds of the config's own. They end at the first evaluation, by which GRPO
-  has learned most of what it learns.
+  It is half as long as the config's own. They end at the first evaluation, by which
+  GRPO has learned most of what it learns.
   """
   base = tmp_path / 'base'
-  start = '--config.sft.num_steps=400', '--config.num_steps=0'
-  accuracies(base, *start, tag='arithmetic')
+  lessons = '--config.sft.num_steps=500', '--config.sft.batch_size=32'
+  accuracies(base, *lessons, '--config.num_steps=0', tag='arithmetic')
   start = f'--config.model.checkpoint={base}/export', '--config.sft.num_steps=0'
   options = (*start, '--config.num_steps=20')
   grpo = accuracies(tmp_path / 'grpo', *options, tag='arithmetic')
-  assert 0.2 <= grpo[0] <= 0.6
+  assert 0.15 <= grpo[0] <= 0.6
   assert grpo[-1] - grpo[0] >= 0.12
   options = (*options, f'--config.algorithm.advantage={CONTROL}')
   control = accuracies(tmp_path / 'control', *options, tag='arithmetic')
