@@ -1,7 +1,6 @@
 """Killed or stopped at any moment, the same command ends at the same bits."""
 
 import pathlib
-import random
 import shutil
 import signal
 import time
@@ -51,11 +50,6 @@ def has(folder, phase, step):
   path = folder / 'metrics.jsonl'
   mark = f'"phase": "{phase}", "step": {step},'
   return path.exists() and mark in path.read_text()
-
-
-def kill(process):
-  process.kill()
-  process.communicate()
 
 
 @pytest.mark.slow
@@ -112,20 +106,6 @@ def test_any_moment(whole, tmp_path, every, blows):
       assert process.returncode in (0, 130), output
       assert 'Traceback' not in output
   runs.run(tmp_path, *options)
-  same(tmp_path, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('seed', [0])
-def test_killed_again_and_again(whole, tmp_path, seed):
-  rng = random.Random(seed)
-  for _ in range(3):
-    process = runs.spawn(tmp_path, *STEPS)
-    begun = time.monotonic()
-    wait = rng.uniform(1.0, 12.0)
-    when(process, lambda begun=begun, wait=wait: time.monotonic() - begun > wait)
-    kill(process)
-  runs.run(tmp_path, *STEPS)
   same(tmp_path, whole)
 
 

@@ -167,13 +167,11 @@ async def test_splitting_changes_nothing(name, split):
     assert 0 < metrics[0][key] < 1, key
 
 
-# The full matrix for rows and for pairs; of the others, all at once. Each split's
-# arithmetic is in the matrix above, and their formulas are tested in tests/functional.
-FULL = ('grpo', 'dpo')
+# All splits at once, divided tensors, and another order of the rows. The arithmetic of
+# each split alone is in the matrix above, and formulas are tested in tests/functional.
 WHOLE = [
-  (name, split)
-  for name in ALGORITHMS
-  for split in (SPLITS if name in FULL else ('all',))
+  *((name, 'all') for name in ALGORITHMS),
+  *(('grpo', 'devices'), ('grpo', 'order'), ('dpo', 'order')),
 ]
 
 
