@@ -98,10 +98,10 @@ class _ProcessGuard:
   def _guard_close(self, stream: Any) -> None:
     """Makes `stream.close` do nothing in a call.
 
-    A new stream in its place would not help a logger that holds this one.
+    If it was closed and replaced, a logger that holds it could not write any more.
     """
     attributes = getattr(stream, '__dict__', None)
-    if attributes is None or 'close' in attributes:  # cannot be, or is guarded
+    if attributes is None or 'close' in attributes:  # cannot be guarded, or is
       return
     close = stream.close
 

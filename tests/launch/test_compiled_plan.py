@@ -79,8 +79,11 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
   ('text', 'name'),
-  [*(('v5e:2x2', name) for name in OPTIONS)]
-  + [('h200:8', name) for name in OPTIONS if name != 'factored moments, adapters'],
+  [
+    *(('v5e:2x2', name) for name in OPTIONS),
+    ('h200:8', 'narrow moments, offload'),
+    ('h200:8', 'packed experts'),
+  ],
 )
 def test_an_update_compiles_with_what_saves_memory(text, name):
   sizes = ('--config.batch.max_length=256', model(head_dim=64))

@@ -40,8 +40,8 @@ def accuracies(
 def test_quickstart_learns_from_its_rewards_alone(tmp_path):
   """Both begin with the same supervised start, which takes most of a run.
 
-  It is half as long as the config's own. They end at the first evaluation, by which
-  GRPO has learned most of what it learns.
+  It has fewer than half of the config's own rows. They end at the first evaluation, by
+  which GRPO has learned most of what it learns.
   """
   base = tmp_path / 'base'
   lessons = '--config.sft.num_steps=500', '--config.sft.batch_size=32'

@@ -179,7 +179,7 @@ def test_the_process_keeps_its_streams_and_its_children_may_end():
   lines = done.stdout.splitlines()
   assert lines[:-2] == [x for n in range(7) for x in (f'out {n}', '1')], done.stderr
   errors = [x for n in range(7) for x in (f'log {n}', f'err {n}', '2')]
-  errors.remove('log 6')
+  errors.remove('log 6')  # the logger's stream has lost its buffer
   assert done.stderr.splitlines() == errors
   # The stream is a new one, in place of the one whose buffer was closed.
   assert lines[-2:] == ['caught False', '7']
