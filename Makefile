@@ -23,8 +23,9 @@ FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
 .PHONY: env env-vllm env-envs env-targets env-docs quickstart test test-ray \
-  test-without-ray test-all slow-ray slow-without-ray test-core test-vllm test-envs \
-  test-targets docs test-docs bench bench-peers bench-gpu lint format bazel clean recipes
+  test-without-ray test-all slow-ray slow-without-ray slow-optimized test-core \
+  test-vllm test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
+  format bazel clean recipes chaos
 
 env: $(VENV)/.ready
 
@@ -76,15 +77,19 @@ test-ray: env
 BESIDE = @log=$$(mktemp); trap 'cat $$log; rm -f $$log' EXIT; \
   trap 'exit 130' INT TERM; $(BIN)/python -m pytest $(1) > $$log 2>&1
 
-# In two parts at once, like the fast suite. Tests compile without optimizations
-# (tests/conftest.py). Those marked `optimized` compare bits, so they run here on programs
-# compiled as they are for users.
+# In two parts at once, like the fast suite, and then those that compare bits.
 test-all: env
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 slow-ray slow-without-ray
+	@$(MAKE) --no-print-directory slow-optimized
 
+# Three processes, because many of these tests wait for programs that they start.
 slow-without-ray: env
-	nice $(BIN)/python -m pytest -m 'slow and not ray and not optimized' $(XDIST) \
-	  --timeout 1800
+	nice $(BIN)/python -m pytest -m 'slow and not ray and not optimized' \
+	  $(XDIST:2=3) --timeout 1800
+
+# Other tests compile without optimizations (tests/conftest.py). These compare bits, so
+# they run on programs compiled as they are for users.
+slow-optimized: env
 	XLA_FLAGS=--xla_backend_optimization_level=3 nice $(BIN)/python -m pytest \
 	  -m optimized $(XDIST) --timeout 900
 

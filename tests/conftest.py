@@ -32,8 +32,12 @@ ORDER = [
   'functional',
   'kernels',
   'launch',
-  'training',
+  'examples',
+  'docs',
+  'recipes',
+  'benchmarks',
   'models',
+  'training',
   'rollout',
   'algorithms',
 ]
