@@ -82,10 +82,9 @@ test-all: env
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 slow-ray slow-without-ray
 	@$(MAKE) --no-print-directory slow-optimized
 
-# Three processes, because many of these tests wait for programs that they start.
 slow-without-ray: env
 	nice $(BIN)/python -m pytest -m 'slow and not ray and not optimized' \
-	  $(XDIST:2=3) --timeout 1800
+	  $(XDIST) --timeout 1800
 
 # Other tests compile without optimizations (tests/conftest.py). These compare bits, so
 # they run on programs compiled as they are for users.

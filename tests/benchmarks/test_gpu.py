@@ -129,6 +129,6 @@ import sys
 sys.modules.update(dict.fromkeys({ABSENT!r}))
 import tests.benchmarks.gpu.train, tests.benchmarks.gpu.decode
 import tests.benchmarks.gpu.logprobs, tests.benchmarks.gpu.attention
-import tests.benchmarks.gpu.experts
+import tests.benchmarks.gpu.experts, tests.benchmarks.gpu.agreement
 """
   subprocess.run([sys.executable, '-c', code], check=True)

@@ -1,10 +1,10 @@
 """`python -m tests.benchmarks.gpu`: kernels, train step and decode on one GPU.
 
-Needs jax, flax and optax. --only=logprobs,experts picks parts of logprobs, attention,
-experts, train, decode; each is a process of its own, killed after --limit seconds. What
-it had measured by then stays, and the failure of one does not stop the others.
---json=FILE writes the figures. --tiny runs the same code at toy sizes, on whatever
-there is: its figures mean nothing.
+Needs jax, flax and optax. --only=logprobs,experts picks parts of agreement, logprobs,
+attention, experts, train, decode; each is a process of its own, killed after --limit
+seconds. What it had measured by then stays, and the failure of one does not stop the
+others. --json=FILE writes the figures. --tiny runs the same code at toy sizes, on
+whatever there is: its figures mean nothing.
 """
 
 import argparse
@@ -20,8 +20,9 @@ from typing import Any
 from tests.benchmarks.gpu import aims
 
 VERSIONS = ('jax', 'flax', 'optax')
-PARTS = ('logprobs', 'attention', 'experts', 'train', 'decode')
+PARTS = ('agreement', 'logprobs', 'attention', 'experts', 'train', 'decode')
 TITLES = {
+  'agreement': 'Errors of kernels, values and gradients, by float32 arithmetic',
   'logprobs': 'Log-probs of given tokens, bfloat16: hidden states and table in',
   'attention': 'Causal attention, bfloat16, 16 heads on 8 of keys, 128 wide',
   'experts': 'A layer of experts, bfloat16; share: of the work that is chosen',
