@@ -16,7 +16,7 @@ from tests.benchmarks import weights
 config = quickstart.get_config()
 config.model.random = 'qwen3(hidden_size=64, num_layers=2)'
 config.batch.num_groups, config.sft.batch_size = 6, 32
-print(json.dumps(weights.real(config, steps=20, lessons=60)))
+print(json.dumps(weights.real(config, steps=10, lessons=60)))
 """
 
 
@@ -28,7 +28,7 @@ def test_a_step_takes_three_percent_of_the_full_bytes_at_most():
     command, cwd=runs.ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True
   )
   figures = json.loads(result.stdout.splitlines()[-1])
-  assert figures['real_steps'] == 20
+  assert figures['real_steps'] == 10
   assert figures['real_share'] <= 0.03
   # It is little that changes, and something does: the run learns.
   assert 0.002 <= figures['real_moved'] <= 0.03
