@@ -22,7 +22,7 @@ from tests.benchmarks.gpu import aims
 VERSIONS = ('jax', 'flax', 'optax')
 PARTS = ('agreement', 'logprobs', 'attention', 'experts', 'train', 'decode')
 TITLES = {
-  'agreement': 'Errors of kernels, values and gradients, by float32 arithmetic',
+  'agreement': 'Errors of kernels in values and gradients, against float32 arithmetic',
   'logprobs': 'Log-probs of given tokens, bfloat16: hidden states and table in',
   'attention': 'Causal attention, bfloat16, 16 heads on 8 of keys, 128 wide',
   'experts': 'A layer of experts, bfloat16; share: of the work that is chosen',

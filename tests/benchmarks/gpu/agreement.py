@@ -1,4 +1,4 @@
-"""Each kernel's results and gradients on this card against float32 arithmetic."""
+"""Kernels on this card, values and gradients, against float32 arithmetic."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,6 +14,9 @@ from kernels.token_logprobs import token_logprobs
 from tests.benchmarks.gpu import device
 
 Function = Callable[..., Any]
+Case = tuple[
+  str, Function, Function, list[jax.Array]
+]  # name, kernel, plain jnp, inputs
 # (rows, length, query heads, key heads, width of a head) of attention; (tokens, width,
 # vocabulary) of log-probs; (tokens, width, width of an expert, experts, chosen ones) of
 # experts; (slots, room, query heads, key heads, width of a head) of decode.
@@ -35,43 +38,29 @@ def normal(seed: int, *shape: int) -> jax.Array:
   return jax.random.normal(jax.random.key(seed), shape)
 
 
-def attention_cases(
-  sizes: tuple[int, ...],
-) -> Iterator[tuple[str, Function, Function, list[jax.Array]]]:
+def both_ways(run: Function) -> tuple[Function, ...]:
+  """Returns `run` with kernels, and with plain jnp."""
+  return tuple(functools.partial(run, kernels=way) for way in ('auto', 'reference'))
+
+
+def attention_cases(sizes: tuple[int, ...]) -> Iterator[Case]:
   rows, length, heads, kv_heads, dim = sizes
   ids = jnp.broadcast_to(jnp.arange(length) * 4 // length + 1, (rows, length))
   whole = jnp.ones_like(ids)
   first = jnp.where(ids > 1, 1, 0)  # the second to the last segment see the first
-  options: dict[str, dict[str, Any]] = {
-    'four segments': {'segment_ids': ids},
-    'shared prompt': {'segment_ids': ids, 'prefix_ids': first},
-    'window of 100': {'window': 100},
-  }
-  for name, given in options.items():
-    segments = given.pop('segment_ids', whole)
-
-    def run(q, k, v, kernels, segments=segments, given=given):
-      return attention(q, k, v, segments, kernels=kernels, **given)
-
-    shapes = [(rows, length, count, dim) for count in (heads, kv_heads, kv_heads)]
-    arrays = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
-    pair = (
-      functools.partial(run, kernels=kernels) for kernels in ('auto', 'reference')
-    )
-    yield f'attention, {name}', *pair, arrays
-  wide = [normal(seed, *shape[:-1], 3 * dim // 2) for seed, shape in enumerate(shapes)]
-  wide[2] = wide[2][..., :dim]
-  yield (
-    'attention, keys wider than values',
-    *(
-      lambda q, k, v, kernels=kernels: attention(q, k, v, whole, kernels=kernels)
-      for kernels in ('auto', 'reference')
-    ),
-    wide,
-  )
+  for name, key_dim, segments, options in (
+    ('four segments', dim, ids, {}),
+    ('shared prompt', dim, ids, {'prefix_ids': first}),
+    ('window of 100', dim, whole, {'window': 100}),
+    ('keys wider than values', 3 * dim // 2, whole, {}),
+  ):
+    shapes = (heads, key_dim), (kv_heads, key_dim), (kv_heads, dim)
+    arrays = [normal(seed, rows, length, *shape) for seed, shape in enumerate(shapes)]
+    run = functools.partial(attention, segment_ids=segments, **options)
+    yield f'attention, {name}', *both_ways(run), arrays
 
 
-def logprob_cases(sizes):
+def logprob_cases(sizes: tuple[int, ...]) -> Iterator[Case]:
   tokens, width, vocab = sizes
   targets = jax.random.randint(jax.random.key(3), (1, tokens), 0, vocab)
 
@@ -81,32 +70,28 @@ def logprob_cases(sizes):
     return scores.logprobs, scores.entropy, 30 * scores.nec
 
   arrays = [normal(1, 1, tokens, width) / width**0.5, normal(2, vocab, width)]
-  pair = (functools.partial(run, kernels=kernels) for kernels in ('auto', 'reference'))
-  yield 'log-probs, entropy, nec', *pair, arrays
+  yield 'log-probs, entropy, nec', *both_ways(run), arrays
 
 
-def expert_cases(sizes):
+def expert_cases(sizes: tuple[int, ...]) -> Iterator[Case]:
   tokens, width, inner, number, picks = sizes
   weights, chosen = jax.lax.top_k(jax.nn.sigmoid(normal(0, tokens, number)), picks)
   shapes = (number, width, inner), (number, width, inner), (number, inner, width)
   matrices = [normal(i + 1, *s) / s[1] ** 0.5 for i, s in enumerate(shapes)]
   x = normal(9, tokens, width)
   kernel = moe.select_implementation(x[None], 'auto', None)
-  pair = (
+  kernel, plain = (
     lambda x, *rest, way=way: way(x, chosen, *rest) for way in (kernel, experts.dense)
   )
-  yield 'experts', *pair, [x, weights, *matrices]
+  yield 'experts', kernel, plain, [x, weights, *matrices]
 
 
-def decode_cases(sizes):
+def decode_cases(sizes: tuple[int, ...]) -> Iterator[Case]:
   slots, room, heads, kv_heads, dim = sizes
   lengths = jax.random.randint(jax.random.key(3), (slots,), 1, room + 1)
   pages = normal(1, kv_heads, slots, room, dim), normal(2, kv_heads, slots, room, dim)
-  pair = (
-    functools.partial(paged_attention.paged_attention, lengths=lengths, kernels=kernels)
-    for kernels in ('auto', 'reference')
-  )
-  yield 'decode attention', *pair, [normal(0, slots, heads, dim), *pages]
+  run = functools.partial(paged_attention.paged_attention, lengths=lengths)
+  yield 'decode attention', *both_ways(run), [normal(0, slots, heads, dim), *pages]
 
 
 CASES = {
@@ -117,8 +102,8 @@ CASES = {
 }
 
 
-def with_gradients(function: Function, learns: bool) -> Function:
-  """Returns what computes the values and, if it learns, gradients of a sum of them."""
+def with_gradients(function: Function) -> Function:
+  """Returns a function of the values and of the gradients of a weighted sum of them."""
 
   def run(*arrays):
     values, pull = jax.vjp(function, *arrays)
@@ -126,25 +111,25 @@ def with_gradients(function: Function, learns: bool) -> Function:
     weights = [normal(20 + i, *x.shape).astype(x.dtype) for i, x in enumerate(leaves)]
     return [*leaves, *pull(jax.tree.unflatten(structure, weights))]
 
-  if learns:
-    return jax.jit(run)
-  return jax.jit(lambda *arrays: jax.tree.leaves(function(*arrays)))
+  return run
 
 
-def error(values: list[jax.Array], exact: list[jax.Array]) -> float:
-  """The largest difference, by the largest number of the same array."""
-  pairs = zip(values, exact, strict=True)
+def error(values: Any, exact: Any) -> float:
+  """Returns the largest difference, divided by the largest value of the same array."""
+  pairs = zip(jax.tree.leaves(values), jax.tree.leaves(exact), strict=True)
   return max(
     float(jnp.abs(x.astype(jnp.float32) - y).max() / jnp.abs(y).max()) for x, y in pairs
   )
 
 
 def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
-  """(kernel, case, type) → the largest error, beside the largest number; so far."""
+  """Yields by case and type the error, each time with those measured before."""
   rates, figures = device.rates(tiny), {}
   for part, cases in CASES.items():
     for name, kernel, plain, arrays in cases((TINY if tiny else SIZES)[part]):
-      run, exact = (with_gradients(way, part != 'decode') for way in (kernel, plain))
+      if part != 'decode':  # which is not differentiated
+        kernel, plain = with_gradients(kernel), with_gradients(plain)
+      run, exact = jax.jit(kernel), jax.jit(plain)
       for dtype in ('bfloat16', 'float32'):
         typed = [x.astype(dtype) for x in arrays]
         try:
