@@ -121,7 +121,8 @@ test-docs: env-docs
 CORE = checkpointing context_parallel expert_parallel learner mesh optimizers packing sharding train_step
 test-core: env
 	$(BIN)/python -m pytest $(FAST) \
-	  tests/algorithms tests/models --ignore tests/models/families \
+	  tests/algorithms --ignore tests/algorithms/test_learning.py \
+	  tests/models --ignore tests/models/families \
 	  $(CORE:%=tests/training/test_%.py)
 
 quickstart: env

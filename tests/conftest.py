@@ -90,6 +90,14 @@ def pytest_collection_finish():
     sys.modules['jax'].config.update('jax_enable_compilation_cache', False)
 
 
+def pytest_sessionfinish():
+  """Spares processes that end the search for garbage among all that tests have made.
+
+  pytest collects it five times before its end, which takes seconds.
+  """
+  gc.freeze()
+
+
 def _place(path: pathlib.Path) -> int:
   folder = path.relative_to(pathlib.Path(__file__).parent).parts[0]
   return ORDER.index(folder) if folder in ORDER else len(ORDER)

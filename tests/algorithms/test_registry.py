@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -275,13 +276,15 @@ def test_a_controller_that_carries_nothing_is_refused():
 def test_a_group_of_one_is_doubted_once(spec):
   with pytest.warns(UserWarning, match='nothing to compare with') as caught:
     assert make_algorithm(spec, {'group_size': 1}).group_size == 1
-  assert len(caught) == 1
+  assert sum('nothing to compare with' in str(one.message) for one in caught) == 1
 
 
-@pytest.mark.filterwarnings('error')
 @pytest.mark.parametrize('spec', ['ppo', 'reinforce', 'reinforce_plus_plus', 'raft'])
 def test_a_lone_attempt_is_fine_where_nothing_is_compared(spec):
-  make_algorithm(spec, {'group_size': 1})
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    make_algorithm(spec, {'group_size': 1})
+  assert not [one for one in caught if 'nothing to compare with' in str(one.message)]
 
 
 def test_settings_are_set_and_left():

@@ -48,7 +48,7 @@ CASES = {
 TABLE = ('wide', 'deep', 'long rows', 'abreast')
 
 
-def measure(name: str) -> dict[str, float]:
+def measure(name: str, xla_flags: str = '') -> dict[str, float]:
   """Returns the predicted and measured bytes of a case, in a process of its own."""
   command = [sys.executable, '-m', 'tests.benchmarks.memory', '--child', name]
   # malloc gives freed pages back at once, so that the resident set is what is in use.
@@ -57,8 +57,8 @@ def measure(name: str) -> dict[str, float]:
     'MALLOC_TRIM_THRESHOLD_': '0',
     'MALLOC_ARENA_MAX': '1',
     'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': xla_flags,
   }
-  env['XLA_FLAGS'] = ''
   with tempfile.TemporaryDirectory() as cache:  # so that each program compiles once
     env |= {'JAX_COMPILATION_CACHE_DIR': cache}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)

@@ -61,7 +61,7 @@ def test_a_run_learns_from_what_an_agent_said(tmp_path, seen):
 def test_an_agent_of_one_file_raises_its_reward(tmp_path):
   agent = f'{ROOT / "tests" / "rollout" / "agent_cases.py"}:small_letters'
   options = {
-    'num_steps': 60,
+    'num_steps': 30,
     'batch.num_groups': 4,
     'batch.max_length': 64,
     'algorithm.group_size': 8,

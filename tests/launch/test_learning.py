@@ -8,8 +8,15 @@ import sys
 
 import pytest
 
+from tests.launch import runs
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONTROL = 'tests.controls.shuffled:grpo_of_the_neighbour'
+PROBLEMS = "kinds=('add', 'sub'), max_number=9"
+SUMS = (
+  f"--config.dataset.path=generate:arithmetic({PROBLEMS}, form='worked')",
+  f"--config.sft.path=generate:arithmetic({PROBLEMS}, misread_share={{'sub': 0.7}})",
+)
 RED_ALONE = (  # a few steps of one of the game's questions
   '--config.env.dots.weight=0',
   "--config.sft.path=generate:picture_quiz(questions='red')",
@@ -22,11 +29,15 @@ RED_ALONE = (  # a few steps of one of the game's questions
 
 
 def accuracies(
-  folder: pathlib.Path, *overrides: str, name: str = 'quickstart', tag: str
+  folder: pathlib.Path,
+  *overrides: str,
+  name: str = 'quickstart',
+  tag: str,
+  flags: str = '',
 ) -> list[float]:
   """Runs a config; held-out accuracy at each evaluation, before RL first."""
   command = [sys.executable, '-m', 'launch.train', f'--config=configs/{name}.py']
-  env = {**os.environ, 'XLA_FLAGS': ''}
+  env = {**os.environ, 'XLA_FLAGS': flags}
   subprocess.run(
     [*command, f'--workdir={folder}', *overrides], cwd=ROOT, env=env, check=True
   )
@@ -40,17 +51,17 @@ def accuracies(
 def test_quickstart_learns_from_its_rewards_alone(tmp_path):
   """Both begin with the same supervised start, which takes most of a run.
 
-  It has fewer than half of the config's own rows. They end at the first evaluation, by
-  which GRPO has learned most of what it learns.
+  It is short, since there are two of the config's four kinds of problems. They end at
+  the first evaluation, by which GRPO has learned most of what it learns.
   """
   base = tmp_path / 'base'
-  lessons = '--config.sft.num_steps=500', '--config.sft.batch_size=32'
-  accuracies(base, *lessons, '--config.num_steps=0', tag='arithmetic')
+  lessons = '--config.sft.num_steps=350', '--config.sft.batch_size=32'
+  accuracies(base, *SUMS, *lessons, '--config.num_steps=0', tag='arithmetic')
   start = f'--config.model.checkpoint={base}/export', '--config.sft.num_steps=0'
-  options = (*start, '--config.num_steps=20')
+  options = (*SUMS, *start, '--config.num_steps=20')
   grpo = accuracies(tmp_path / 'grpo', *options, tag='arithmetic')
-  assert 0.15 <= grpo[0] <= 0.6
-  assert grpo[-1] - grpo[0] >= 0.12
+  assert 0.03 <= grpo[0] <= 0.5
+  assert grpo[-1] - grpo[0] >= 0.2
   options = (*options, f'--config.algorithm.advantage={CONTROL}')
   control = accuracies(tmp_path / 'control', *options, tag='arithmetic')
   assert control[0] == grpo[0]
@@ -59,6 +70,9 @@ def test_quickstart_learns_from_its_rewards_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_learns_to_look_at_pictures_it_has_not_seen(tmp_path):
-  scores = accuracies(tmp_path / 'red', *RED_ALONE, name='vision_game', tag='red')
+  flags = runs.environment()['XLA_FLAGS']  # most of its time is compilation
+  scores = accuracies(
+    tmp_path / 'red', *RED_ALONE, name='vision_game', tag='red', flags=flags
+  )
   assert scores[0] < 0.65  # of four squares
   assert scores[-1] - scores[0] >= 0.1

@@ -13,6 +13,7 @@ from jaxrl.training.monitoring import CompileCounter
 from jaxrl.training.parallelism import parallel_microbatches
 from launch.planning import cost, engine_decode, plan_report, plan_table, targets
 from tests.benchmarks import memory
+from tests.launch import runs
 from tests.launch.test_planned_memory import built, folder, learner_of, taught
 from tests.launch.test_planning import small
 
@@ -30,7 +31,7 @@ LINUX = pytest.mark.skipif(
 @LINUX
 def test_the_peak_of_a_gigabyte_of_state_is_predicted_within_a_tenth():
   """Packed rows, two micro-batches at once."""
-  result = memory.measure('abreast')
+  result = memory.measure('abreast', runs.environment()['XLA_FLAGS'])
   assert result['state'] > 1e9
   assert result['predicted'] == pytest.approx(result['measured'], rel=0.1)
 

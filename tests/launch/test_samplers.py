@@ -164,7 +164,6 @@ RESUMED = (
   [
     ('grpo', 'replay(decay=.5, sigma=1., use_limit=3, capacity=4)'),
     ('mix', 'mixed'),
-    ('opmd', 'warmup(steps=3)'),
   ],
 )
 def test_killed_it_ends_at_the_same_bits(tmp_path, algorithm, sampler):

@@ -24,7 +24,6 @@ MESHES = {
   'name, mesh',
   [
     slow('grpo', 'four'),
-    slow('grpo', 'two'),
     slow('ppo', 'two'),
     slow('dpo', 'four'),
   ],

@@ -231,18 +231,17 @@ def test_adapters_of_every_linear_layer(name):
 
   adapted = jax.tree_util.tree_map_with_path(moved, jax.device_get(adapted))
   tokens = cases.tokens(4, 20)
-  logprobs = logprobs_of(model, adapted, tokens)
+  part = lora.trainable_params(model.config, adapted)
+
+  def total(part):
+    whole = lora.merge_trainable(model.config, adapted, part)
+    logprobs = model.policy_outputs(whole, tokens, jnp.ones_like(tokens)).logprobs
+    return logprobs.sum(), logprobs
+
+  slopes, logprobs = jax.jit(jax.grad(total, has_aux=True))(part)
+  for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
+    assert np.abs(slope).max() > 0, path
   without = TransformerLM(config, unroll=1)
   merged = jax.jit(functools.partial(lora.merged, model.config))(adapted)
   close(logprobs, logprobs_of(without, merged, tokens))
   assert np.abs(logprobs - logprobs_of(without, params, tokens)).max() > 0.01
-
-  def total(part):
-    whole = lora.merge_trainable(model.config, adapted, part)
-    outputs = model.policy_outputs(whole, tokens, jnp.ones_like(tokens))
-    return outputs.logprobs.sum()
-
-  part = lora.trainable_params(model.config, adapted)
-  slopes = jax.jit(jax.grad(total))(part)
-  for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
-    assert np.abs(slope).max() > 0, path
