@@ -91,9 +91,9 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-  """Spares processes that end the search for garbage among all that tests have made.
+  """Excludes what the tests made from the collections at the end of a session.
 
-  pytest collects it five times before its end, which takes seconds.
+  pytest makes five of them, which take seconds.
   """
   gc.freeze()
 

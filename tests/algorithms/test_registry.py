@@ -276,15 +276,15 @@ def test_a_controller_that_carries_nothing_is_refused():
 def test_a_group_of_one_is_doubted_once(spec):
   with pytest.warns(UserWarning, match='nothing to compare with') as caught:
     assert make_algorithm(spec, {'group_size': 1}).group_size == 1
-  assert sum('nothing to compare with' in str(one.message) for one in caught) == 1
+  assert sum(issubclass(one.category, UserWarning) for one in caught) == 1
 
 
 @pytest.mark.parametrize('spec', ['ppo', 'reinforce', 'reinforce_plus_plus', 'raft'])
 def test_a_lone_attempt_is_fine_where_nothing_is_compared(spec):
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter('always')
+  # A filter for the whole test would also fail for garbage that earlier tests left.
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
     make_algorithm(spec, {'group_size': 1})
-  assert not [one for one in caught if 'nothing to compare with' in str(one.message)]
 
 
 def test_settings_are_set_and_left():

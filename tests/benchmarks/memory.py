@@ -49,7 +49,12 @@ TABLE = ('wide', 'deep', 'long rows', 'abreast')
 
 
 def measure(name: str, xla_flags: str = '') -> dict[str, float]:
-  """Returns the predicted and measured bytes of a case, in a process of its own."""
+  """Returns the predicted and measured bytes of a case, in a process of its own.
+
+  Args:
+    name: A key of `CASES`.
+    xla_flags: How its programs are compiled; by default as they are for users.
+  """
   command = [sys.executable, '-m', 'tests.benchmarks.memory', '--child', name]
   # malloc gives freed pages back at once, so that the resident set is what is in use.
   env = {k: v for k, v in os.environ.items() if not k.startswith('MALLOC_')}

@@ -1,6 +1,5 @@
 """The quickstart and the vision game learn; a control of shuffled rewards does not."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -10,10 +9,9 @@ import pytest
 
 from tests.launch import runs
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONTROL = 'tests.controls.shuffled:grpo_of_the_neighbour'
 PROBLEMS = "kinds=('add', 'sub'), max_number=9"
-SUMS = (
+TWO_KINDS = (  # of the config's four kinds of problems
   f"--config.dataset.path=generate:arithmetic({PROBLEMS}, form='worked')",
   f"--config.sft.path=generate:arithmetic({PROBLEMS}, misread_share={{'sub': 0.7}})",
 )
@@ -33,32 +31,30 @@ def accuracies(
   *overrides: str,
   name: str = 'quickstart',
   tag: str,
-  flags: str = '',
+  optimized: bool = True,
 ) -> list[float]:
   """Runs a config; held-out accuracy at each evaluation, before RL first."""
   command = [sys.executable, '-m', 'launch.train', f'--config=configs/{name}.py']
-  env = {**os.environ, 'XLA_FLAGS': flags}
+  env = {**os.environ, 'XLA_FLAGS': ''} if optimized else runs.environment()
   subprocess.run(
-    [*command, f'--workdir={folder}', *overrides], cwd=ROOT, env=env, check=True
+    [*command, f'--workdir={folder}', *overrides], cwd=runs.ROOT, env=env, check=True
   )
-  lines = (folder / 'metrics.jsonl').read_text().splitlines()
-  rows = [json.loads(line) for line in lines]
   mean = f'eval/{tag}/mean'
-  return [row[mean] for row in rows if row['phase'] == 'train' and mean in row]
+  return [row[mean] for row in runs.rows(folder) if mean in row]
 
 
 @pytest.mark.slow
 def test_quickstart_learns_from_its_rewards_alone(tmp_path):
   """Both begin with the same supervised start, which takes most of a run.
 
-  It is short, since there are two of the config's four kinds of problems. They end at
+  With two of the config's four kinds of problems, a short one is enough. They end at
   the first evaluation, by which GRPO has learned most of what it learns.
   """
   base = tmp_path / 'base'
   lessons = '--config.sft.num_steps=350', '--config.sft.batch_size=32'
-  accuracies(base, *SUMS, *lessons, '--config.num_steps=0', tag='arithmetic')
+  accuracies(base, *TWO_KINDS, *lessons, '--config.num_steps=0', tag='arithmetic')
   start = f'--config.model.checkpoint={base}/export', '--config.sft.num_steps=0'
-  options = (*SUMS, *start, '--config.num_steps=20')
+  options = (*TWO_KINDS, *start, '--config.num_steps=20')
   grpo = accuracies(tmp_path / 'grpo', *options, tag='arithmetic')
   assert 0.03 <= grpo[0] <= 0.5
   assert grpo[-1] - grpo[0] >= 0.2
@@ -70,9 +66,8 @@ def test_quickstart_learns_from_its_rewards_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_learns_to_look_at_pictures_it_has_not_seen(tmp_path):
-  flags = runs.environment()['XLA_FLAGS']  # most of its time is compilation
   scores = accuracies(
-    tmp_path / 'red', *RED_ALONE, name='vision_game', tag='red', flags=flags
+    tmp_path / 'red', *RED_ALONE, name='vision_game', tag='red', optimized=False
   )
   assert scores[0] < 0.65  # of four squares
   assert scores[-1] - scores[0] >= 0.1

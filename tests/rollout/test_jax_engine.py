@@ -148,15 +148,11 @@ async def test_windows_keep_no_more_than_they_show():
   device_thread.close()
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'exact'),
-  [
-    ('qwen3_5', False),
-    pytest.param('qwen3_5', True, marks=pytest.mark.optimized),
-    ('deepseek-v3', False),
-    ('gemma4', False),
-  ],
+  [('qwen3_5', False), ('qwen3_5', True), ('deepseek-v3', False), ('gemma4', False)],
 )
 async def test_states_latents_and_shared_keys_are_each_request_s_own(name, exact):
   """Slots are used again, groups share a prompt, and what was cut off goes on."""

@@ -20,13 +20,9 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  'name, mesh',
-  [
-    slow('grpo', 'four'),
-    slow('ppo', 'two'),
-    slow('dpo', 'four'),
-  ],
+  'name, mesh', [('grpo', 'four'), ('ppo', 'two'), ('dpo', 'four')]
 )
 async def test_cutting_rows_changes_nothing(name, mesh):
   await assert_same(

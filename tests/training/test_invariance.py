@@ -168,10 +168,9 @@ async def test_splitting_changes_nothing(name, split):
 
 
 # All splits at once, divided tensors, and another order of the rows. The arithmetic of
-# each split alone is in the matrix above, and formulas are tested in tests/functional:
-# the algorithms left out here differ from these in their formulas alone.
+# each split alone is in the matrix above, and formulas are tested in tests/functional.
 WHOLE = [
-  *((name, 'all') for name in ('grpo', 'ppo', 'dpo', 'mix', 'corrected', 'adaptive')),
+  *((name, 'all') for name in ALGORITHMS),
   *(('grpo', 'devices'), ('grpo', 'order'), ('dpo', 'order')),
 ]
 
