@@ -125,6 +125,8 @@ def model_options(
   remat: str = 'none',
   lora: str = '',
   vision: str = 'frozen',
+  chat_template: str = '',
+  stop_token_ids: tuple[int, ...] = (),
 ) -> None:
   """Options of the section `model`.
 
@@ -137,6 +139,10 @@ def model_options(
     lora: Adapters to train instead of the model, such as 'lora(rank=16)'; '' for none.
     vision: What is trained of a vision tower: 'frozen' for nothing, 'full' for all, or
       'lora' for adapters, as lora describes them.
+    chat_template: File with a Jinja chat template, in place of the checkpoint's; '' for
+      that one.
+    stop_token_ids: Ids of the tokens that end a reply; () for those that
+      generation_config.json names, the eos token and the end that the template writes.
   """
 
 
@@ -308,6 +314,8 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns all sections at their defaults, for the algorithm of this name."""
   config: Config = make_section(run_options)
   config.model = make_section(model_options)
+  # Open: every template has options of its own, so that any name may be set in it.
+  config.model.template_options = ConfigDict()
   config.dataset = make_section(
     omit_options(GlobalDataset, 'mode', 'seed', 'question_key', 'answer_key'),
     pick_options(FileSampler, 'system_prompt'),

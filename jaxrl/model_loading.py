@@ -17,6 +17,7 @@ from jaxrl.call_strings import (
   check_options,
   unknown_name_error,
 )
+from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import (
   IMAGE_PAD,
   VIDEO_PAD,
@@ -129,6 +130,7 @@ def load_model(
   dtype: str,
   remat: ComponentCall | str,
   kernels: str = 'auto',
+  chat: ChatOptions | None = None,
   key: str = '--config.model.checkpoint',
 ) -> LoadedModel:
   """Loads a model from a Hugging Face folder.
@@ -139,6 +141,8 @@ def load_model(
     dtype: What the model computes in.
     remat: What is recomputed in the backward pass.
     kernels: Which kernels are used.
+    chat: How the model's conversations are written, where that is not as the folder
+      says; the tokenizer takes it over. None for a model that writes none.
     key: The config key that named the folder, for error messages.
 
   Returns:
@@ -150,10 +154,54 @@ def load_model(
   try:
     config, params = huggingface.load(folder, value_head=value_head)
     tokenizer = load_tokenizer(folder)
+    check_table_size(tokenizer, config.vocab_size)
+    if chat is not None:
+      _take_over(tokenizer, chat)
   except (OSError, ValueError) as error:
     raise ConfigError(f'{key}={folder}: {error}') from error
   model = TransformerLM(config, dtype=dtype, remat=remat, kernels=kernels)
   return LoadedModel(model, params, tokenizer, pathlib.Path(folder))
+
+
+def check_table_size(tokenizer: Any, table_size: int) -> None:
+  """Checks that a model's embedding has a row for each token of its tokenizer.
+
+  Tokens for images may lie beyond it: a model that sees none never reads them.
+
+  Args:
+    tokenizer: The tokenizer.
+    table_size: The number of rows.
+
+  Raises:
+    ValueError: If a token has no row.
+  """
+  kinds = ('image', 'video', 'audio', 'boi', 'eoi', 'boa', 'eoa')
+  unread = {
+    str(value)
+    for name, value in tokenizer.special_tokens_map.items()
+    if name.startswith(kinds)
+  }
+  added = tokenizer.added_tokens_decoder
+  beyond = [number for number in added if number >= table_size]
+  missing = [number for number in beyond if str(added[number]) not in unread]
+  size = max([tokenizer.vocab_size, *(number + 1 for number in missing)])
+  if size > table_size:
+    examples = ', '.join(str(added[number]) for number in missing[:3])
+    raise ValueError(
+      f'its tokenizer has {size:,} tokens, and its model has rows for {table_size:,}'
+      f'{f", so none for {examples}" if examples else ""}: use the tokenizer of this '
+      'model, or enlarge its embedding'
+    )
+
+
+def _take_over(tokenizer: Any, chat: ChatOptions) -> None:
+  """Makes a tokenizer's own template and stop tokens those of the options."""
+  if not chat.chat_template and tokenizer.chat_template is None:
+    return  # it may learn texts; whoever needs a template says so
+  stop_ids = ChatTokenizer(tokenizer, chat).stop_token_ids
+  if chat.chat_template:
+    tokenizer.chat_template = chat.chat_template
+  tokenizer.generation_config |= {'eos_token_id': list(stop_ids)}
 
 
 def create_model(
@@ -167,6 +215,7 @@ def create_model(
   remat: ComponentCall | str,
   kernels: str = 'auto',
   tokenizer: Any = None,
+  chat: ChatOptions | None = None,
 ) -> LoadedModel:
   """Creates a random model and saves it in a folder.
 
@@ -183,6 +232,7 @@ def create_model(
     remat: What is recomputed in the backward pass.
     kernels: Which kernels are used.
     tokenizer: A tokenizer to use instead, with the config's vocabulary size.
+    chat: See `load_model`.
 
   Returns:
     The model with parameters and tokenizer.
@@ -197,7 +247,12 @@ def create_model(
     params = TransformerLM(config).init(key)
     huggingface.save(folder, config, params, tokenizer)
   return load_model(
-    str(folder), value_head=value_head, dtype=dtype, remat=remat, kernels=kernels
+    str(folder),
+    value_head=value_head,
+    dtype=dtype,
+    remat=remat,
+    kernels=kernels,
+    chat=chat,
   )
 
 

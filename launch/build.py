@@ -1,6 +1,7 @@
 """Assemble a run from its settings; all errors in them are raised here, before work."""
 
 import asyncio
+import logging
 import os
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ import jax
 from jaxrl import model_loading as policies
 from jaxrl.algorithms import requirements
 from jaxrl.call_strings import ConfigError, join_calls
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.seeds import fold_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.functional.components import call_string
@@ -35,6 +37,8 @@ from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings
 from launch.settings.validation import validate, validate_training
 from launch.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 def build(
@@ -206,7 +210,11 @@ def load_policy(
     ConfigError: for a folder that holds no model, or a run without texts.
   """
   model = settings.model
-  options: dict[str, Any] = {**model.compute_options, 'value_head': critic}
+  options: dict[str, Any] = {
+    **model.compute_options,
+    'value_head': critic,
+    'chat': model.chat,
+  }
   if model.checkpoint:
     return policies.load_model(model.checkpoint, **options)
   if not (workdir / 'config.json').exists():  # a start that failed may have left one
@@ -224,6 +232,16 @@ def load_policy(
   else:
     texts = offline_data.tokenizer_texts(settings)
   return policies.create_model(workdir / 'model', shape, texts, key, **options)
+
+
+def _describe_replies(settings: RunSettings, policy: LoadedModel) -> str:
+  """Says which tokens end a reply, and warns if that is doubtful."""
+  if policy.tokenizer.chat_template is None:
+    return 'no chat template: the model learns texts alone'
+  chat = ChatTokenizer(policy.tokenizer, settings.model.chat)
+  if chat.turn_end.doubt:
+    log.warning('--config.model.checkpoint: %s', chat.turn_end.doubt)
+  return chat.describe()
 
 
 def _describe_run(
@@ -246,6 +264,7 @@ def _describe_run(
   return {
     'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
     f'vocabulary {shape.vocab_size}, from {settings.model.checkpoint or "scratch"}',
+    'replies': _describe_replies(settings, policy),
     'devices': learners.describe(),
     'data': describe_tasks(settings),
     'algorithm': f'{settings.algorithm_name}: {listing}',

@@ -78,7 +78,7 @@ class ServedModel:
     _, router, self.weights = make_engines(settings, policy, runtime, device_thread)
     self.gateway = Gateway(
       router,
-      ChatTokenizer(policy.tokenizer),
+      ChatTokenizer(policy.tokenizer, settings.model.chat),
       model=pathlib.Path(settings.model.checkpoint).name,
       seed=fold_seed(settings.seed, 'serve'),
       max_length=max_length,

@@ -4,11 +4,28 @@ The history of an episode only grows: first the ids of the opening prompt, then
 alternately the ids that the engine returned and the ids of the new messages alone.
 """
 
+import copy
+import dataclasses
+import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl.data.model_text.chat_template import (
+  THOUGHT_KEYS,
+  ChatTemplate,
+  has_images,
+)
+from jaxrl.data.model_text.turn_end import (
+  MARK,
+  QUESTION,
+  AddedTokens,
+  TurnEnd,
+  describe_tokens,
+  find_turn_end,
+)
 from jaxrl.types import Message
 
 # Characters for each token that is needed; an English word has four or five. Encoding
@@ -16,52 +33,94 @@ from jaxrl.types import Message
 # what is needed.
 CHARS_PER_TOKEN = 8
 _SPARE_TOKENS = 64  # at the end of a cut text, where the cut may change the tokens
-_REPLY_MARK = '\x02reply\x03'  # stands for the reply whose ids already exist
+_REPLY: Message = {'role': 'assistant', 'content': MARK}  # whose ids already exist
+_OPENED = re.compile(r'<')  # where an opened thought or channel begins
+_THINK_TAG = re.compile(r'</?think>')
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatOptions:
+  """Says what of a checkpoint's way of writing conversations is changed.
+
+  Attributes:
+    template_options: Options passed to the template, such as `enable_thinking=False`.
+    chat_template: A template in place of the tokenizer's own; '' keeps that.
+    stop_token_ids: The tokens that end a reply, in place of those that are found; ()
+      keeps those.
+  """
+
+  template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  chat_template: str = ''
+  stop_token_ids: tuple[int, ...] = ()
 
 
 class ChatTokenizer:
-  """Applies a tokenizer's chat template incrementally.
+  """Knows how a model's conversations are written, as tokens and as text.
+
+  It is made from the checkpoint's own tokenizer, template and generation config, and
+  everything else asks it: how a prompt is rendered, which tokens end a reply, and how
+  the text after a reply is encoded.
 
   Args:
-    tokenizer: A Hugging Face tokenizer with a chat template and an eos token.
-    template_options: Options passed to the template, such as `enable_thinking=False`.
+    tokenizer: A Hugging Face tokenizer with a chat template.
+    options: What is changed of it.
+    template_options: Further options passed to the template.
     image_processor: Says how many tokens an image takes, as `PatchProcessor` does; by
       default what `load_tokenizer` found beside the tokenizer, which is None for a
       model that sees no images.
 
   Attributes:
     tokenizer: The tokenizer.
-    eos_id: The id of the token that ends a turn.
+    stop_token_ids: The tokens that end a reply.
+    turn_end: How a turn ends.
+
+  Raises:
+    ValueError: If there is no chat template, or nothing would end a reply.
   """
 
   def __init__(
     self,
     tokenizer: Any,
+    options: ChatOptions | None = None,
     *,
-    template_options: dict[str, Any] | None = None,
+    template_options: Mapping[str, Any] | None = None,
     image_processor: Any = None,
   ):
-    if tokenizer.chat_template is None:
-      raise ValueError(
-        'the tokenizer has no chat template; set tokenizer.chat_template'
-      )
-    if tokenizer.eos_token_id is None:
-      raise ValueError(
-        'the tokenizer has no eos token, which ends replies: set tokenizer.eos_token'
-      )
+    options = options or ChatOptions()
     self.tokenizer = tokenizer
-    self.eos_id: int = tokenizer.eos_token_id
-    self._options = dict(template_options or {})
     self._images: Any = image_processor or getattr(tokenizer, 'image_processor', None)
-    self._placeholder = ''  # the text of the token that stands for a piece of an image
-    if self._images is not None:
-      ids = [self._images.image_token_id]
-      self._placeholder = tokenizer.convert_ids_to_tokens(ids)[0]
-    self._broken_placeholder = _broken(self._placeholder)
-    self._prefix = [
-      {'role': 'user', 'content': 'x'},
-      {'role': 'assistant', 'content': _REPLY_MARK},
-    ]
+    self._template = ChatTemplate(
+      tokenizer,
+      options.chat_template,
+      {**options.template_options, **(template_options or {})},
+      self._images,
+    )
+    self._added = AddedTokens(tokenizer)
+    self.turn_end: TurnEnd = find_turn_end(
+      tokenizer, self._added, self._template.render, options.stop_token_ids
+    )
+
+  @property
+  def stop_token_ids(self) -> tuple[int, ...]:
+    """The tokens that end a reply."""
+    return self.turn_end.stop_ids
+
+  @property
+  def end_id(self) -> int:
+    """The token with which the template, or else the tokenizer, ends a reply."""
+    return self.turn_end.closing_id
+
+  def describe(self) -> str:
+    """Returns a line for the user that says which tokens end a reply."""
+    return f'replies end at {describe_tokens(self.tokenizer, self.stop_token_ids)}'
+
+  def ends_turn(self, tokens: Sequence[int] | np.ndarray) -> bool:
+    """Returns whether a reply has ended, rather than having been cut short.
+
+    Args:
+      tokens: The reply's ids.
+    """
+    return len(tokens) > 0 and int(tokens[-1]) in self.turn_end.stop_ids
 
   def with_options(self, **options: Any) -> 'ChatTokenizer':
     """Returns a chat tokenizer with additional template options.
@@ -71,12 +130,17 @@ class ChatTokenizer:
 
     Returns:
       The new chat tokenizer.
+
+    Raises:
+      ValueError: If the template has no such option.
     """
-    return ChatTokenizer(
-      self.tokenizer,
-      template_options=self._options | options,
-      image_processor=self._images,
-    )
+    changed = copy.copy(self)
+    changed._template = self._template.with_options(options)
+    return changed
+
+  def opening(self) -> str:
+    """Returns a conversation's beginning, which tools and template options change."""
+    return self._template.render([QUESTION], prompt=False)
 
   def with_tools(self, tools: Sequence[dict[str, Any]]) -> 'ChatTokenizer':
     """Returns a chat tokenizer whose first prompt announces `tools`.
@@ -91,65 +155,13 @@ class ChatTokenizer:
       ValueError: If the chat template ignores tools, so that the model would never see
         them.
     """
-    with_tools, question = self.with_options(tools=list(tools)), self._prefix[:1]
-    if with_tools._render(question, prompt=True) == self._render(question, prompt=True):
+    with_tools = self.with_options(tools=list(tools))
+    if with_tools.opening() == self.opening():
       raise ValueError(
-        "the tokenizer's chat template does not render tools: use a model "
-        'whose template reads `tools`, or set tokenizer.chat_template'
+        'the chat template does not render tools, so that the model would not see '
+        'them: use a model whose template reads `tools`, or another chat_template'
       )
     return with_tools
-
-  def _render(self, messages: Sequence[Message], prompt: bool) -> str:
-    options = self._options
-    if self._placeholder:
-      messages = self._without_placeholders(list(messages))
-      options = self._without_placeholders(options)
-    try:
-      return self.tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=prompt, **options
-      )
-    except Exception as error:  # a template is a program of its own
-      roles = ', '.join(str(message.get('role')) for message in messages)
-      raise ValueError(
-        f'the chat template refuses messages of the roles {roles}: {error}'
-      ) from error
-
-  def _without_placeholders(self, value: Any) -> Any:
-    """Breaks up the placeholder in every text of a value, so that it is no token.
-
-    `<|image_pad|>` loses its bars, `<image>` gets a space after its first character.
-    """
-    if isinstance(value, str):
-      return value.replace(self._placeholder, self._broken_placeholder)
-    if isinstance(value, list | tuple):
-      return [self._without_placeholders(item) for item in value]
-    if isinstance(value, Mapping):  # images are none
-      return {
-        self._without_placeholders(key): self._without_placeholders(item)
-        for key, item in value.items()
-      }
-    return value
-
-  def _expand(self, text: str, messages: Sequence[Message]) -> str:
-    """Writes the placeholder once for each token of the images in a rendered text."""
-    if not has_images(messages):
-      return text
-    from jaxrl.data.images import find_images  # text alone needs none
-
-    if self._images is None:
-      raise ValueError(
-        'a message has an image, and the model sees none: use one with a vision tower, '
-        'such as of family qwen3_vl'
-      )
-    images = list(find_images(messages))
-    first, *others = text.split(self._placeholder)
-    if len(images) != len(others):
-      raise ValueError(
-        f'the chat template renders {len(others)} of {len(images)} images, as '
-        f'{self._placeholder}'
-      )
-    runs = [self._placeholder * self._images.num_tokens(image) for image in images]
-    return first + ''.join(map(''.join, zip(runs, others, strict=True)))
 
   def image_ends(
     self, tokens: Sequence[int] | np.ndarray, messages: Sequence[Message]
@@ -193,7 +205,9 @@ class ChatTokenizer:
     return self.tokenizer.encode(text, add_special_tokens=False)
 
   def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-    """Decodes a reply, leaving out special tokens such as its end-of-turn token.
+    """Decodes a reply as the model wrote it, without the token that ends it.
+
+    Other special tokens are kept: those of thoughts and tool calls mean something.
 
     Args:
       tokens: Token ids `[T]`.
@@ -202,7 +216,27 @@ class ChatTokenizer:
       The text.
     """
     ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
-    return self.tokenizer.decode(ids, skip_special_tokens=True)
+    return self.decode_all(ids[:-1] if self.ends_turn(ids) else ids)
+
+  def decode_all(self, tokens: Sequence[int]) -> str:
+    """Decodes ids with every special token, and every space at their beginning.
+
+    Args:
+      tokens: Token ids `[T]`.
+
+    Returns:
+      The text.
+    """
+    # After this token, decoders that drop the first space keep it.
+    anchor = self.end_id
+    text = self._decode([anchor, *tokens])
+    first = self._decode([anchor])
+    return text[len(first) :] if text.startswith(first) else self._decode(list(tokens))
+
+  def _decode(self, ids: list[int]) -> str:
+    return self.tokenizer.decode(
+      ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
   def encode_prompt(
     self, messages: Sequence[Message], *, max_tokens: int | None = None
@@ -216,7 +250,7 @@ class ChatTokenizer:
     Returns:
       The token ids.
     """
-    text = self._expand(self._render(messages, prompt=True), messages)
+    text = self._template.expand(self._template.render(messages, prompt=True), messages)
     return self.encode(text, max_tokens=max_tokens)
 
   def encode_conversation(self, messages: Sequence[Message]) -> list[int]:
@@ -228,13 +262,14 @@ class ChatTokenizer:
     Returns:
       The token ids.
     """
-    return self.encode(self._expand(self._render(messages, prompt=False), messages))
+    text = self._template.render(messages, prompt=False)
+    return self.encode(self._template.expand(text, messages))
 
   def encode_next_prompt(
     self,
     messages: Sequence[Message],
     *,
-    ended: bool,
+    reply: Sequence[int] | np.ndarray,
     prompt: bool = True,
     max_tokens: int | None = None,
   ) -> list[int]:
@@ -242,30 +277,109 @@ class ChatTokenizer:
 
     Args:
       messages: The new messages.
-      ended: Whether the reply's ids include its end-of-turn token. If the reply was cut
-        short, that token comes first.
+      reply: The reply's ids, or the last of them. If it was cut short, the token that
+        ends it comes first.
       prompt: Whether to append the header that asks for another reply.
       max_tokens: How many ids are needed; see `encode`.
 
     Returns:
       The token ids to append.
     """
-    text = self._render([*self._prefix, *messages], prompt=prompt)
-    tail = text.partition(_REPLY_MARK)[2]  # the new messages may contain the mark
-    end = self.tokenizer.eos_token
-    if ended:
-      tail = tail.removeprefix(end)
-    elif not tail.startswith(end):
-      tail = end + tail
-    return self.encode(self._expand(tail, messages), max_tokens=max_tokens)
+    before, text = self._after_reply(self._tail(messages, prompt), reply)
+    return self._encode_after(before, self._template.expand(text, messages), max_tokens)
+
+  def _tail(self, messages: Sequence[Message], prompt: bool) -> str:
+    """Renders what follows the text of a reply."""
+    if messages and messages[0]['role'] == 'tool':
+      tail = self._tail_of_call(messages, prompt)
+      if tail is not None:
+        return tail
+    text = self._template.render([QUESTION, _REPLY, *messages], prompt=prompt)
+    tail = text.partition(MARK)[2]  # the new messages may contain the mark
+    for message in messages:
+      _check_result(message, tail)
+    return tail
+
+  def _tail_of_call(self, messages: Sequence[Message], prompt: bool) -> str | None:
+    """Renders what follows a tool call, as some templates write only after one."""
+    first = messages[0]
+    function = {'name': str(first.get('name') or 'call'), 'arguments': {'x': 1}}
+    call_id = str(first.get('tool_call_id') or 'abcdefghi')  # as long as Mistral's
+    call = {'id': call_id, 'type': 'function', 'function': function}
+    reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+    try:
+      before = self._template.render([QUESTION, reply], prompt=False)
+      whole = self._template.render([QUESTION, reply, *messages], prompt=prompt)
+    except ValueError:
+      return None
+    end = self._added.find_last_end(before, self.stop_token_ids)
+    if function['name'] not in before or end is None:
+      return None
+    start = end.start()
+    return whole[start:] if whole[:start] == before[:start] else None
+
+  def _after_reply(
+    self, tail: str, reply: Sequence[int] | np.ndarray
+  ) -> tuple[str, str]:
+    """Splits what follows a reply's text: what its ids have already, and what is new.
+
+    Returns:
+      A text that ends with what is already there, and the text that is to be encoded.
+    """
+    found, end = self._added.find_first(tail), self.turn_end
+    last = int(reply[-1]) if self.ends_turn(reply) else None
+    stop = '' if last is None else self.tokenizer.convert_ids_to_tokens(last)
+    if found is None:  # the template writes plain text after a reply
+      return (stop, tail) if stop else ('', self._anchor + tail)
+    is_end = tail.startswith(end.message_end) if end.message_end else False
+    is_end |= end.is_written and self._added.ids[found[0]] in end.stop_ids
+    if last is not None and (is_end or self._added.ids[found[0]] == last):
+      return found[0], tail[found.end() :]
+    if last is None and found.start():
+      return f'{self._anchor}x', tail  # after any word
+    return stop, tail
+
+  @property
+  def _anchor(self) -> str:
+    """The token that ends a turn, after which text is encoded by itself."""
+    return self.tokenizer.convert_ids_to_tokens(self.end_id)
+
+  def _encode_after(
+    self, before: str, text: str, max_tokens: int | None = None
+  ) -> list[int]:
+    """Encodes a text as it is encoded after another one.
+
+    Many tokenizers encode the beginning of a text otherwise than the same letters
+    within it. Where the two texts would share a token, the second is encoded as after
+    a token or a line that ends before it.
+
+    Args:
+      before: What stands before the text.
+      text: The text.
+      max_tokens: How many ids are needed; see `encode`.
+
+    Returns:
+      The ids of `text`, which follow those of `before`.
+    """
+    before = before[self._added.last_start(before) :]
+    for context in (before, self._anchor, f'{self._anchor}\n'):
+      prefix = self.encode(context)
+      needed = None if max_tokens is None else max_tokens + len(prefix)
+      ids = self.encode(context + text, max_tokens=needed)
+      if ids[: len(prefix)] != prefix:
+        continue
+      if context == before or self._decode(ids) == self._decode(prefix) + text:
+        return ids[len(prefix) :]
+    return self.encode(text, max_tokens=max_tokens)
 
   def encode_with_mask(
     self, messages: Sequence[Message]
   ) -> tuple[np.ndarray, np.ndarray]:
     """Encodes a written conversation as a rollout would have produced it.
 
-    A message whose 'train' is False is left out of the mask. Messages after the last
-    reply are left out altogether.
+    Each reply is written as the template writes the last one, with its thought and its
+    tool calls. A message whose 'train' is False is left out of the mask. Messages after
+    the last reply are left out altogether.
 
     Args:
       messages: The conversation, beginning with a message that is not a reply.
@@ -275,7 +389,8 @@ class ChatTokenizer:
       assistant's words and on the token that ends each of its turns.
 
     Raises:
-      ValueError: If the conversation begins with a reply or has two replies in a row.
+      ValueError: If the conversation begins with a reply or has two replies in a row,
+        or the template leaves out something that a reply has.
     """
     opening, rest = _split(messages)
     if rest and not opening:
@@ -283,33 +398,61 @@ class ChatTokenizer:
         'the conversation begins with an assistant message: put a user message '
         'before it'
       )
-    tokens = self.encode_prompt(opening)
-    mask = [False] * len(tokens)
+    tokens: list[int] = []
+    mask: list[bool] = []
+    text = self._template.render(opening, prompt=True)
+    before, text = '', self._template.expand(text, opening)
     while rest:
-      reply = [*self.encode(self._reply(rest[0])), self.eos_id]
-      tokens += reply
-      mask += [bool(rest[0].get('train', True))] * len(reply)
+      message = rest[0]
       others, rest = _split(rest[1:])
-      if others and rest:
-        new_ids = self.encode_next_prompt(others, ended=True)
-        tokens += new_ids
-        mask += [False] * len(new_ids)
-      elif rest:
+      if rest and not others:
         raise ValueError('two assistant messages follow each other: join them')
+      tail = self._tail(others, prompt=True) if rest else ''
+      unwritten, reply = self._reply(message, tail)
+      text = text.removesuffix(unwritten)
+      new_ids = self._encode_after(before, text)
+      reply_ids = self._encode_after(text, reply)
+      tokens += new_ids + reply_ids
+      mask += [False] * len(new_ids)
+      mask += [bool(message.get('train', True))] * len(reply_ids)
+      before, text = self._after_reply(tail, reply_ids)
+      text = self._template.expand(text, others)
     return np.asarray(tokens, np.int32), np.asarray(mask, bool)
 
-  def _reply(self, message: Message) -> str:
-    """Returns a reply's content, or its tool calls as the template renders them."""
-    if not message.get('tool_calls'):
-      return message['content']
-    question = self._prefix[:1]
-    header = self._render(question, prompt=True)
-    rendered = self._render([*question, message], prompt=False)
-    if not rendered.startswith(header):
-      raise ValueError(
-        'the chat template renders tool calls with another header than texts'
+  def _reply(self, message: Message, tail: str) -> tuple[str, str]:
+    """Renders a reply as the template writes it.
+
+    Args:
+      message: The reply.
+      tail: What the template writes after it; '' if nothing follows.
+
+    Returns:
+      The end of the prompt's header that the template does not write before this reply,
+      such as an opened thought, and the reply up to the token that ends it.
+    """
+    header = self._template.render([QUESTION], prompt=True)
+    whole = self._template.render([QUESTION, message], prompt=False)
+    cut = len(os.path.commonprefix([header, whole]))
+    if cut < len(header):
+      opened = [m.start() for m in _OPENED.finditer(header) if m.start() <= cut]
+      cut = opened[-1] if opened else 0
+      if cut <= len(self._template.render([QUESTION], prompt=False)):
+        raise ValueError(
+          'the chat template writes this reply with another header than the one that '
+          'asks for a reply'
+        )
+    written = whole[cut:]
+    end = self._added.find_last_end(written, self.stop_token_ids)
+    if end is not None:
+      text = written[: end.end()]
+    else:
+      following = self._added.find_first(tail)
+      is_stop = following and self._added.ids[following[0]] in self.stop_token_ids
+      text = written + (
+        following[0] if following and is_stop else self.turn_end.closing
       )
-    return rendered.removeprefix(header).partition(self.tokenizer.eos_token)[0]
+    _check_complete(message, text)
+    return header[cut:], text
 
   def encode_document(self, text: str) -> np.ndarray:
     """Encodes a text as in pretraining, between the tokenizer's start and end tokens.
@@ -320,33 +463,41 @@ class ChatTokenizer:
     Returns:
       Token ids `[T]` int32.
     """
-    ids = self.tokenizer.encode(text)
-    return np.asarray(
-      [*ids, self.eos_id] if ids[-1:] != [self.eos_id] else ids, np.int32
+    ids, end = self.tokenizer.encode(text), self.tokenizer.eos_token_id
+    end = self.end_id if end is None else end
+    return np.asarray([*ids, end] if ids[-1:] != [end] else ids, np.int32)
+
+
+def _check_result(message: Message, text: str) -> None:
+  """Raises ValueError if the result of a tool is not in a rendered text."""
+  if message['role'] != 'tool':
+    return
+  words = re.findall(r'\w+', str(message.get('content') or ''))
+  if words and max(words, key=len) not in text:
+    raise ValueError(
+      'the chat template leaves out the results of tools, so that the model would not '
+      'see them: use a template that writes messages of the role tool'
     )
 
 
-def _broken(placeholder: str) -> str:
-  """Returns a text that reads like a placeholder and does not contain it."""
-  without_bars = placeholder.replace('|', '')
-  if without_bars != placeholder:
-    return without_bars
-  first, rest = placeholder[:1], placeholder[1:]
-  return f'{first} {rest}' if rest else ''
-
-
-def has_images(messages: Sequence[Message]) -> bool:
-  """Returns whether any message has an image as a part of its content.
-
-  Args:
-    messages: The messages.
-  """
-  return any(
-    isinstance(part, Mapping) and part.get('type') == 'image'
-    for message in messages
-    if isinstance(content := message.get('content'), list)
-    for part in content
-  )
+def _check_complete(message: Message, text: str) -> None:
+  """Raises ValueError if a rendered reply lacks something that its message has."""
+  content = message.get('content') or ''
+  if not isinstance(content, str):
+    content = '</think>'.join(str(part.get('text') or '') for part in content)
+  parts = {'its text': _THINK_TAG.split(content)}
+  parts['its thought'] = [str(message.get(key) or '') for key in THOUGHT_KEYS]
+  calls = message.get('tool_calls') or ()
+  parts['its tool calls'] = [
+    str((call.get('function') or call)['name']) for call in calls
+  ]
+  for what, texts in parts.items():
+    for part in texts:
+      if part.strip() not in text:
+        raise ValueError(
+          f'the chat template leaves out {what}, {part.strip()[:60]!r}, so that the '
+          'model would not learn it: use a template that writes it, or leave it out'
+        )
 
 
 def _split(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 from collections.abc import Iterable
@@ -12,6 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxrl.tokenizer_files import TOKENIZER_FILE, read_generation_config
 
 if TYPE_CHECKING:  # transformers takes seconds to import: where it is used
   from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -153,7 +154,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
   Returns:
     The tokenizer. Its `image_processor` is the `PatchProcessor` of the folder's model,
-    or None if that sees no images.
+    or None if that sees no images. Its `generation_config` is what the folder says of
+    generation, with the ids of the tokens that end a reply as `eos_token_id`.
 
   Raises:
     FileNotFoundError: If the folder does not exist or holds no tokenizer.
@@ -162,13 +164,14 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
   folder = Path(folder)
   if not folder.is_dir():
     raise FileNotFoundError(f'no folder {folder} to load a tokenizer from')
-  names = ('tokenizer.json', 'tokenizer_config.json', 'vocab.json', 'tokenizer.model')
+  names = (TOKENIZER_FILE, 'tokenizer_config.json', 'vocab.json', 'tokenizer.model')
   if not any((folder / name).exists() for name in names):
     raise FileNotFoundError(f'{folder} holds no tokenizer: none of {", ".join(names)}')
   try:
     tokenizer = _tokenizer_class(folder).from_pretrained(
       str(folder), local_files_only=True
     )
+    tokenizer.generation_config = read_generation_config(folder)
   except (OSError, ValueError, KeyError) as error:
     raise ValueError(f'{folder} holds no usable tokenizer: {error}') from error
   tokenizer.image_processor = _image_processor(folder)
@@ -190,12 +193,11 @@ def _image_processor(folder: Path) -> Any:
 def _tokenizer_class(folder: Path) -> type:
   """Returns the class that loads the tokenizer.
 
-  A tokenizer made by `train_tokenizer` is recognised at once, because the search
-  through every model that `transformers` knows takes a second.
+  A `tokenizer.json` is read as it is. The class that `tokenizer_config.json` names may
+  build another tokenizer from its vocabulary: of DeepSeek's, LlamaTokenizerFast, which
+  loses the spaces.
   """
-  settings = folder / 'tokenizer_config.json'
-  name = settings.exists() and json.loads(settings.read_text()).get('tokenizer_class')
-  if name == 'TokenizersBackend':
+  if (folder / TOKENIZER_FILE).exists():
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast

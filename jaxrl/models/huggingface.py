@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import families, hf_names
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.tokenizer_files import save_tokenizer
 from jaxrl.types import Params
 
 log = logging.getLogger(__name__)
@@ -464,8 +465,7 @@ def save(
     settings = config_to_hf(config, dtype)
     if tokenizer is not None:
       with _as_os_errors(folder):
-        tokenizer.save_pretrained(fresh)
-      settings |= _special_tokens(tokenizer)
+        settings |= save_tokenizer(fresh, tokenizer)
     (fresh / 'config.json').write_text(json.dumps(settings, indent=2) + '\n')
     if config.vision is not None:
       from jaxrl.models.vision import patch_processor  # few models see images
@@ -506,12 +506,6 @@ def _expected_paths(config: ModelConfig) -> set[str]:
     for tensor in hf_names.checkpoint_tensors(config)
     for part in tensor.parts
   }
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-  keys = ('bos_token_id', 'eos_token_id', 'pad_token_id')
-  ids = {key: getattr(tokenizer, key, None) for key in keys}
-  return {key: value for key, value in ids.items() if value is not None}
 
 
 def _write_tensors(

@@ -160,7 +160,7 @@ class EnvManager:
       top_p=top_p,
       top_k=top_k,
       stop=tuple(stop),
-      stop_token_ids=(context.chat.eos_id,),
+      stop_token_ids=context.chat.stop_token_ids,
     )
     self._env: Any = None
     # The episode that may still create the environment, guarded by the lock.
@@ -334,10 +334,9 @@ class EnvManager:
       cache: The episode so far, which ends with the response.
       completion: The response.
     """
-    ended = bool(completion.tokens[-1] == self.context.chat.eos_id)
     try:
       observation_ids = await self._run_on_thread(
-        self._step_env, cache, completion, ended, timeout=self._timeouts.step
+        self._step_env, cache, completion, timeout=self._timeouts.step
       )
     except CallTimeoutError as error:
       self._discard_env()
@@ -419,9 +418,7 @@ class EnvManager:
     encode = cache.chat.encode_prompt
     return self._encode_observation(cache, observation, info, encode)
 
-  def _step_env(
-    self, cache: RolloutCache, completion: Completion, ended: bool
-  ) -> list[int]:
+  def _step_env(self, cache: RolloutCache, completion: Completion) -> list[int]:
     """Steps the environment; returns the ids of the next observation."""
     text = self.context.chat.decode(completion.tokens)
     result = cache.env.step(text)
@@ -439,7 +436,7 @@ class EnvManager:
       cache.truncate('max_length')
     if cache.done:
       return []
-    encode = functools.partial(cache.chat.encode_next_prompt, ended=ended)
+    encode = functools.partial(cache.chat.encode_next_prompt, reply=completion.tokens)
     return self._encode_observation(cache, observation, info, encode)
 
   def _encode_observation(

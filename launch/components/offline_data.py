@@ -92,7 +92,7 @@ def _make_sampler(
   """Returns a sampler of the rows of a path, which `key` of the config names."""
   with settings.naming(key):
     return FileSampler(
-      ChatTokenizer(tokenizer),
+      ChatTokenizer(tokenizer, settings.model.chat),
       **options,
       **_row_options(settings),
       max_length=settings.batch.max_length,

@@ -295,6 +295,7 @@ class RolloutScheduler:
         concurrency=env.max_concurrency,
         rewards=self._rewards,
         manager=env.manager,
+        chat=settings.model.chat,
       )
       for part in parts
       if part
@@ -424,6 +425,7 @@ class RolloutScheduler:
       dataset=dataset,
       concurrency=env.max_concurrency,
       rewards=self._rewards,
+      chat=self._settings.model.chat,
     )
     return make_env_manager(context, manager=env.manager, **options)
 

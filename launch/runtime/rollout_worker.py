@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.call_strings import ComponentCall, ConfigError
-from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.envs.env_registry import ISOLATED_PREFIX, env_factory, find_env
 from jaxrl.rollout.env_manager import EnvContext
@@ -34,6 +34,7 @@ class RolloutWorker(EnvWorker):
     concurrency: number of environments that step at once.
     rewards: the reward pipeline, if rewards are not the environments' own.
     manager: the user's own env manager; None for ours.
+    chat: how conversations are written, where that is not as the folder says.
   """
 
   def __init__(
@@ -50,6 +51,7 @@ class RolloutWorker(EnvWorker):
     concurrency: int = DEFAULT_NUM_THREADS,
     rewards: 'RewardPipeline | None' = None,
     manager: ComponentCall | None = None,
+    chat: ChatOptions | None = None,
   ):
     context = make_env_context(
       env_type,
@@ -60,6 +62,7 @@ class RolloutWorker(EnvWorker):
       dataset,
       concurrency=concurrency,
       rewards=rewards,
+      chat=chat,
     )
     super().__init__(context, env_ids, options, manager)
 
@@ -74,15 +77,20 @@ def make_env_context(
   *,
   concurrency: int = DEFAULT_NUM_THREADS,
   rewards: 'RewardPipeline | None' = None,
+  chat: ChatOptions | None = None,
 ) -> EnvContext:
   """Returns what the environments of a tag share.
 
   For the arguments see `RolloutWorker`.
 
   Raises:
-    ConfigError: an isolated environment type is driven by an agent.
+    ConfigError: an isolated environment type is driven by an agent, or the folder has
+      no chat template that can be used.
   """
-  chat = ChatTokenizer(load_tokenizer(folder))
+  try:
+    chat_tokenizer = ChatTokenizer(load_tokenizer(folder), chat)
+  except ValueError as error:
+    raise ConfigError(f'{folder}: {error}') from error
   endpoint = None
   if getattr(find_env(env_type), 'played_by_agent', False):
     if env_type.startswith(ISOLATED_PREFIX):
@@ -93,11 +101,11 @@ def make_env_context(
     # Imported here because only agents need a server.
     from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
 
-    endpoint = AgentEndpoint(engine, chat)
+    endpoint = AgentEndpoint(engine, chat_tokenizer)
   return EnvContext(
     make_env=env_factory(env_type, env_config),
     engine=engine,
-    chat=chat,
+    chat=chat_tokenizer,
     pool=ThreadPool(concurrency),
     queue=queue,
     dataset=dataset,

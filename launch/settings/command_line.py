@@ -35,6 +35,10 @@ FALSE = ('false', '0', 'no', 'off')
 # Words of call strings of earlier versions; `renamed_keys`, which most runs need not
 # import, says where they stood.
 RENAMED_IN_CALLS = re.compile(r'\b(abreast|best|lanes|moments)\b')
+# Sections that take keys of any name.
+OPEN_SECTIONS = {
+  'model.template_options': 'Option of the chat template, as in enable_thinking=false.'
+}
 NOUNS = {bool: 'true or false', int: 'a whole number', float: 'a number'}
 
 
@@ -341,6 +345,22 @@ def override(config: ConfigDict, key: str, text: str | None) -> None:
       f'it by --config=FILE.py:{text or "NAME"}'
     )
   *parents, last = key.split('.')
+  if '.'.join(parents) in OPEN_SECTIONS and text is not None:
+    section: Any = config
+    for part in parents:
+      section = section[part]
+    with section.unlocked():
+      section[last] = _open_value(text)
+    return
+  if key in OPEN_SECTIONS:
+    values = _literal(text or '')
+    if not isinstance(values, dict):
+      raise ConfigError(
+        f'--config.{key}={text}: set its options one by one, --config.{key}.NAME=VALUE'
+      )
+    for name, value in values.items():
+      override(config, f'{key}.{name}', str(value))
+    return
   node: Any = config
   for part in [*parents, last]:
     if not isinstance(node, ConfigDict) or part not in node:
@@ -452,6 +472,12 @@ def _literal(text: str) -> Any:
     return ast.literal_eval(text)
   except (ValueError, SyntaxError):
     return text
+
+
+def _open_value(text: str) -> Any:
+  """Reads a value whose type nothing tells: true, 7, [1, 2] or any other text."""
+  low = text.strip().lower()
+  return low == 'true' if low in ('true', 'false') else _literal(text)
 
 
 def _sequence(text: str, kind: type, current: Any) -> Any:

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.config import descriptions_of
-from launch.settings.command_line import check_algorithm, dotted_keys
+from launch.settings.command_line import OPEN_SECTIONS, check_algorithm, dotted_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,10 @@ OPTIONAL_SECTIONS = (
     'model',
     lambda c: not _may_see_images(c.model),
     'for models that see images',
-    ('checkpoint', 'random', 'dtype', 'remat', 'lora'),
+    (
+      *('checkpoint', 'random', 'dtype', 'remat', 'lora'),
+      *('chat_template', 'stop_token_ids'),
+    ),
   ),
   OptionalSection(
     'sft', lambda c: not c.sft.num_steps, 'used when sft.num_steps > 0', ('num_steps',)
@@ -175,6 +178,9 @@ def list_keys(config: ConfigDict, word: str = '') -> str:
       for part in parents:
         node = node[part]
       lines += _describe_key(key, node, leaf, word)
+  for key, description in OPEN_SECTIONS.items():
+    if word.lower() in f'{key} {description}'.lower():
+      lines += [f'  --config.{key}.NAME=…  (any)', f'      {description}']
   return '\n'.join(lines) or f'  No key and no description contains {word!r}.'
 
 

@@ -8,14 +8,16 @@ import copy
 import copyreg
 import dataclasses
 import logging
+import pathlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from configs import base
 from jaxrl.algorithms import requirements
 from jaxrl.call_strings import ConfigError, defaults, unknown_name_error
 from jaxrl.config import Config
+from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.store import store_options
 from jaxrl.envs.graders import composite
 from jaxrl.models.model_config import TOWER_TRAINING
@@ -289,6 +291,9 @@ def _model(
   lora: str,
   vision: str,
   random: str,
+  chat_template: str,
+  template_options: Mapping[str, Any],
+  stop_token_ids: Sequence[int],
 ) -> ModelSettings:
   random_model = parse_random_model(random)  # a wrong one is an error in any case
   if vision not in TOWER_TRAINING:
@@ -308,7 +313,27 @@ def _model(
     lora=parse_lora(lora),
     vision=vision,
     kernels=kernels,
+    chat=ChatOptions(
+      template_options=dict(template_options),
+      chat_template=_read_template(chat_template),
+      stop_token_ids=tuple(stop_token_ids),
+    ),
   )
+
+
+def _read_template(path: str) -> str:
+  """Returns the text of a file with a chat template; '' without one."""
+  if not path:
+    return ''
+  try:
+    text = pathlib.Path(path).read_text(encoding='utf-8')
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      f'--config.model.chat_template={path}: cannot be read: {error}'
+    ) from error
+  if not text.strip():
+    raise ConfigError(f'--config.model.chat_template={path}: the file is empty')
+  return text
 
 
 def _optimizer(*, name: str, lr_schedule: str, **fields: Any) -> OptimizerSettings:

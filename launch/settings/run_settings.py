@@ -13,6 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.call_strings import Component, ComponentCall, ConfigError
+from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions, WriterOptions
 from jaxrl.models.exact import Exact
@@ -40,6 +41,7 @@ class ModelSettings:
     lora: adapters to train; None trains every parameter.
     vision: what is trained of a vision tower: 'frozen', 'full' or 'lora'.
     kernels: 'auto' or 'reference', see `kernels.dispatch`.
+    chat: how conversations are written, where that is not as the checkpoint says.
   """
 
   checkpoint: str
@@ -49,6 +51,7 @@ class ModelSettings:
   lora: Lora | None
   vision: str
   kernels: str
+  chat: ChatOptions
 
   @property
   def compute_options(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ async def _direct(engine: _Engine, repeats: int = 200) -> float:
 
 async def _measure() -> dict[str, float]:
   chat = ChatTokenizer(train_tokenizer([HEARD, SAID], 512))
-  engine: Any = _Engine([*chat.encode(SAID), chat.eos_id])
+  engine: Any = _Engine([*chat.encode(SAID), chat.end_id])
   gateway = Gateway(engine, chat, max_length=1 << 20)
   headers = {'Authorization': f'Bearer {KEY}'}
   figures: dict[str, float] = {'last': LAST}

@@ -9,14 +9,20 @@ class Letters:
   """As much of a tokenizer as a chat needs."""
 
   chat_template, eos_token, eos_token_id = 'by hand', END, ord(END)
+  added_tokens_decoder = {ord(END): END}  # noqa: RUF012
 
   def encode(self, text, add_special_tokens=True):
     return [ord(letter) for letter in text]
 
-  def decode(self, ids, skip_special_tokens=False):
+  def decode(self, ids, skip_special_tokens=False, **_):
     return ''.join(map(chr, ids)).replace(END, '' if skip_special_tokens else END)
 
-  def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, tools=()):
+  def convert_ids_to_tokens(self, token):
+    return chr(token)
+
+  def apply_chat_template(
+    self, messages, *, add_generation_prompt=False, tools=(), **_
+  ):
     names = ','.join(tool['name'] for tool in tools)
     text = f'<tools:{names}>' if tools else ''
     for message in messages:

@@ -50,8 +50,8 @@ def test_first_prompt_is_the_templates():
 def test_appended_history_equals_the_whole_template(template):
   chat = make_chat(template)
   ids = chat.encode_prompt([QUESTION])
-  ids += [*chat.encode(REPLY['content']), chat.eos_id]
-  ids += chat.encode_next_prompt(MORE, ended=True)
+  ids += [*chat.encode(REPLY['content']), chat.end_id]
+  ids += chat.encode_next_prompt(MORE, reply=[chat.end_id])
   whole = chat.tokenizer.apply_chat_template(
     [QUESTION, REPLY, *MORE], tokenize=False, add_generation_prompt=True
   )
@@ -60,7 +60,7 @@ def test_appended_history_equals_the_whole_template(template):
 
 def test_a_template_that_rewrites_history_does_not_touch_what_was_written():
   chat = make_chat(THINKING, enable_thinking=False)
-  following = shown(chat, chat.encode_next_prompt(MORE, ended=True))
+  following = shown(chat, chat.encode_next_prompt(MORE, reply=[chat.end_id]))
   assert following == (
     '\n<|im_start|>user\nAnd Ann?<|im_end|>\n<|im_start|>assistant\n'
     '<think>\n\n</think>\n\n'
@@ -70,8 +70,8 @@ def test_a_template_that_rewrites_history_does_not_touch_what_was_written():
 @pytest.mark.parametrize('template', [CHAT_TEMPLATE, HEADERS, THINKING])
 def test_a_reply_cut_short_gets_its_end(template):
   chat = make_chat(template)
-  ended = chat.encode_next_prompt(MORE, ended=True)
-  assert chat.encode_next_prompt(MORE, ended=False) == [chat.eos_id, *ended]
+  ended = chat.encode_next_prompt(MORE, reply=[chat.end_id])
+  assert chat.encode_next_prompt(MORE, reply=[]) == [chat.end_id, *ended]
 
 
 @pytest.mark.parametrize('template', [CHAT_TEMPLATE, THINKING, HEADERS])
@@ -79,7 +79,9 @@ def test_what_is_shown_may_have_the_replys_own_mark_in_it(template):
   chat = make_chat(template)
   marked = [{'role': 'user', 'content': '\x02reply\x03 and more'}]
   plain = [{'role': 'user', 'content': ' and more'}]
-  with_mark, without = (chat.encode_next_prompt(m, ended=True) for m in (marked, plain))
+  with_mark, without = (
+    chat.encode_next_prompt(m, reply=[chat.end_id]) for m in (marked, plain)
+  )
   assert 'user' in shown(chat, with_mark) and 'user' in shown(chat, without)
   assert len(with_mark) > len(without)
 
@@ -87,13 +89,13 @@ def test_what_is_shown_may_have_the_replys_own_mark_in_it(template):
 def test_only_new_messages_are_tokenised():
   chat = make_chat()
   long = [{'role': 'user', 'content': 'x' * 500}]
-  assert len(chat.encode_next_prompt(MORE, ended=True)) < 40
-  assert len(chat.encode_next_prompt(long, ended=True)) > 100
+  assert len(chat.encode_next_prompt(MORE, reply=[chat.end_id])) < 40
+  assert len(chat.encode_next_prompt(long, reply=[chat.end_id])) > 100
 
 
 def test_decode_leaves_special_tokens_out():
   chat = make_chat()
-  ids = [*chat.encode('#### 7'), chat.eos_id]
+  ids = [*chat.encode('#### 7'), chat.end_id]
   assert chat.decode(ids) == chat.decode(np.array(ids, np.int32)) == '#### 7'
 
 
@@ -102,9 +104,9 @@ def test_conversation_is_what_a_rollout_would_have_made():
   messages = [QUESTION, REPLY, *MORE, {'role': 'assistant', 'content': '#### 2'}]
   tokens, mask = chat.encode_with_mask(messages)
   by_hand = chat.encode_prompt([QUESTION])
-  by_hand += [*chat.encode(REPLY['content']), chat.eos_id]
-  by_hand += chat.encode_next_prompt(MORE, ended=True)
-  by_hand += [*chat.encode('#### 2'), chat.eos_id]
+  by_hand += [*chat.encode(REPLY['content']), chat.end_id]
+  by_hand += chat.encode_next_prompt(MORE, reply=[chat.end_id])
+  by_hand += [*chat.encode('#### 2'), chat.end_id]
   assert tokens.tolist() == by_hand
   assert shown(chat, tokens[mask]) == '3+4=7\n#### 7<|im_end|>#### 2<|im_end|>'
   assert (tokens.dtype, mask.dtype) == (np.int32, bool)
@@ -151,5 +153,5 @@ def test_prompts_are_cut_at_the_same_ids():
   chat = make_chat()
   long = [{'role': 'user', 'content': 'Tom has 7 pens ' * 1000}]
   assert chat.encode_prompt(long, max_tokens=50) == chat.encode_prompt(long)[:50]
-  whole = chat.encode_next_prompt(long, ended=False)
-  assert chat.encode_next_prompt(long, ended=False, max_tokens=50) == whole[:50]
+  whole = chat.encode_next_prompt(long, reply=[])
+  assert chat.encode_next_prompt(long, reply=[], max_tokens=50) == whole[:50]

@@ -231,7 +231,7 @@ async def test_no_batch_has_more_rows_than_announced():
 async def test_conversations_are_what_a_rollout_would_have_written():
   """The engine says what the file says; tokens, mask and reward are the same."""
   chat = ChatTokenizer(train_tokenizer(['user assistant seed 7 Ho\n'], 300))
-  reply = fakes.completion([*chat.encode('Ho'), chat.eos_id])
+  reply = fakes.completion([*chat.encode('Ho'), chat.end_id])
   engine = fakes.FakeEngine(lambda prompt, sampling: reply)
   world = fakes.world(lambda: fakes.EchoEnv(turns=3), engine)
   (played,) = await fakes.play(dataclasses.replace(world, chat=chat))

@@ -43,7 +43,7 @@ class Scripted:
     self.prompts.append(list(token_ids))
     reply = self._replies.pop(0)
     ids = [i for letter in reply for i in self._chat.encode(letter)]
-    self.outputs.append([*ids, self._chat.eos_id])
+    self.outputs.append([*ids, self._chat.end_id])
     return completion(self.outputs[-1])
 
   async def abort(self, request_id):

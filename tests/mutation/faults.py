@@ -436,18 +436,18 @@ DATA = _faults(
     'test_samplers',
   ),
   (
-    'tail = text.partition(_REPLY_MARK)[2]',
-    'tail = text.rpartition(_REPLY_MARK)[2]',
+    'tail = text.partition(MARK)[2]',
+    'tail = text.rpartition(MARK)[2]',
     'test_chat_tokenizer',
   ),
   (
-    "mask += [bool(rest[0].get('train', True))] * len(reply)",
-    'mask += [True] * len(reply)',
+    "mask += [bool(message.get('train', True))] * len(reply_ids)",
+    'mask += [True] * len(reply_ids)',
     'test_file_sampler',
   ),
   (
-    'elif not tail.startswith(end):',
-    'elif tail.startswith(end):',
+    'if last is not None and (is_end',
+    'if last is None and (is_end',
     'test_chat_tokenizer',
   ),
   (

@@ -17,7 +17,7 @@ END = 0  # ends a reply
 class FakeChat:
   """Characters as tokens: a message is its text between its role and `END`."""
 
-  eos_id = END
+  end_id, stop_token_ids = END, (END,)
 
   def encode(self, text):
     return [ord(c) for c in text]
@@ -33,8 +33,8 @@ class FakeChat:
   def encode_prompt(self, messages, *, max_tokens=None):
     return [*self._write(messages), ord('>')]
 
-  def encode_next_prompt(self, messages, *, ended, prompt=True, max_tokens=None):
-    return ([] if ended else [END]) + [*self._write(messages), ord('>')]
+  def encode_next_prompt(self, messages, *, reply, prompt=True, max_tokens=None):
+    return ([] if reply[-1] == END else [END]) + [*self._write(messages), ord('>')]
 
 
 class FakeEngine:

@@ -32,7 +32,7 @@ class HugeEnv(EchoEnv):
 
 def main(where):
   chat = make_chat()
-  reply = [*chat.encode(f'say {NUM_CHARS}'), chat.eos_id]
+  reply = [*chat.encode(f'say {NUM_CHARS}'), chat.end_id]
   engine = FakeEngine(lambda prompt, sampling: completion(reply))
 
   def make_env():

@@ -146,7 +146,7 @@ async def test_a_huge_observation_ends_the_episode_as_a_long_one_does(
   where, unit, repeats, monkeypatch
 ):
   chat = make_chat()
-  reply = [*chat.encode('7'), chat.eos_id]
+  reply = [*chat.encode('7'), chat.end_id]
   engine = FakeEngine(lambda p, s: completion(reply))
 
   async def played(make_env=lambda: LongEnv(unit, repeats, where)):
@@ -188,7 +188,7 @@ async def test_a_long_observation_that_fits_is_whole():
   observation = ' ' * 30_000
   expected = chat.encode_prompt([{'role': 'user', 'content': observation}])
   assert len(expected) < 900 < 30_000 / 16
-  engine = FakeEngine(lambda p, s: completion([chat.eos_id]))
+  engine = FakeEngine(lambda p, s: completion([chat.end_id]))
   context = world(lambda: LongEnv(' ', 30_000, 'reset'), engine)
   (row,) = await play(dataclasses.replace(context, chat=chat), max_length=1000)
   assert row.tokens[~row.action_mask].tolist() == expected

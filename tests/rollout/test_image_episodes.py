@@ -163,7 +163,8 @@ def test_texts_with_placeholders_are_no_images():
   (end,) = seen.image_ends(tokens, [message])
   assert tokens[end - 1] == seen._images.image_token_id
   blind = train_tokenizer(WORDS, 320, images=True)
-  blind.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+  text = "{% if m['content'] is string %}{{ m['content'] }}{% endif %}"
+  blind.chat_template = f'{{% for m in messages %}}{text}{{% endfor %}}'
   with pytest.raises(ValueError, match='renders 0 of 1 images'):
     ChatTokenizer(blind, image_processor=seen._images).encode_prompt([message])
 

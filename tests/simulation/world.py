@@ -132,7 +132,7 @@ class Worker(EnvWorker):
 
 
 class Chat:
-  eos_id = 0
+  stop_token_ids = (0,)
 
 
 @dataclasses.dataclass

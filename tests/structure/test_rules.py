@@ -32,6 +32,7 @@ LEVELS = [
     'jaxrl.device_thread',
     'jaxrl.group_stats',
     'jaxrl.spans',
+    'jaxrl.tokenizer_files',
     'jaxrl.types',
   },
   {'jaxrl.functional'},

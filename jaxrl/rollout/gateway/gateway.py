@@ -104,7 +104,7 @@ class Gateway:
       temperature=temperature,
       top_p=top_p,
       top_k=top_k,
-      stop_token_ids=(chat.eos_id,),
+      stop_token_ids=chat.stop_token_ids,
     )
     self._default_limits = SessionLimits(
       sampling,
@@ -202,7 +202,10 @@ class Gateway:
     max_length = state.limits.max_length
     if request.messages is not None:
       return state.session.make_prompt(
-        request.messages, request.tools, max_length=max_length
+        request.messages,
+        request.tools,
+        request.template_options,
+        max_length=max_length,
       )
     prompt = request.prompt or ''
     if isinstance(prompt, str):

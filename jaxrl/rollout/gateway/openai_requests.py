@@ -117,6 +117,7 @@ class GenerationRequest:
     top_k: Keeps the k likeliest tokens.
     stop: Strings that end a reply.
     seed: Seed of the replies.
+    template_options: Options of the chat template, such as enable_thinking.
   """
 
   messages: list[Message] | None = None
@@ -133,6 +134,7 @@ class GenerationRequest:
   top_k: int | None = None
   stop: tuple[str, ...] = ()
   seed: int | None = None
+  template_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
@@ -255,8 +257,21 @@ def parse_chat(
   if new_messages or not previous:
     messages += parse_client_messages(new_messages)
   return GenerationRequest(
-    messages=messages, tools=tools, logprobs=logprobs, **_parse_common_fields(body)
+    messages=messages,
+    tools=tools,
+    logprobs=logprobs,
+    template_options=_parse_template_options(body),
+    **_parse_common_fields(body),
   )
+
+
+def _parse_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what a chat request sets of the chat template."""
+  options = body.get('chat_template_kwargs') or {}
+  if not isinstance(options, dict):
+    raise invalid_field('chat_template_kwargs', 'an object is needed')
+  effort = body.get('reasoning_effort')
+  return options if effort is None else {'reasoning_effort': effort, **options}
 
 
 def parse_completion(body: Mapping[str, Any]) -> GenerationRequest:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,7 @@ class AgentSession:
     self,
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]] = (),
+    template_options: Mapping[str, Any] | None = None,
     *,
     max_length: int | None = None,
   ) -> SessionPrompt:
@@ -129,6 +130,8 @@ class AgentSession:
     Args:
       messages: The whole conversation, in the form of `data.chat_messages`.
       tools: The tools that the agent offers.
+      template_options: Options of the chat template. A recorded beginning that they
+        would change is not continued.
       max_length: Tokens of the window. A prompt that does not fit may lack its end, but
         has at least this many tokens.
 
@@ -138,8 +141,13 @@ class AgentSession:
     Raises:
       ValueError: If the chat template refuses the messages.
     """
-    chat = self._chat.with_options(tools=list(tools)) if tools else self._chat
-    digests = self._digests(messages, tools)
+    chat, opening = self._chat, ''
+    if template_options:
+      plain, chat = chat, chat.with_options(**template_options)
+      opening = chat.opening() if chat.opening() != plain.opening() else ''
+    if tools:
+      chat = chat.with_tools(tools)
+    digests = self._digests(messages, [*tools, opening] if opening else tools)
     recorded = (i for i in range(len(messages), 0, -1) if digests[i] in self._by_digest)
     num_recorded = next(recorded, 0)
     parent = self._by_digest[digests[num_recorded]] if num_recorded else None
@@ -151,17 +159,15 @@ class AgentSession:
     if parent is None:
       new_tokens = chat.encode_prompt(new_messages, max_tokens=needed)
     else:
-      ended = bool(parent.completion.tokens[-1] == chat.eos_id)
-      new_tokens = chat.encode_next_prompt(new_messages, ended=ended, max_tokens=needed)
+      reply = parent.completion.tokens
+      new_tokens = chat.encode_next_prompt(new_messages, reply=reply, max_tokens=needed)
     if needed is not None and len(new_tokens) >= needed:
       self._recent.pop()  # it is refused, and may hold megabytes
     prompt = prefix + new_tokens
     images = _images(messages)
     return SessionPrompt(prompt, new_tokens, parent, new_messages, digests[-1], images)
 
-  def _digests(
-    self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-  ) -> list[bytes]:
+  def _digests(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
     """Returns the digest of every beginning of the conversation, the empty one first.
 
     A message object that was in an earlier conversation is not digested again.

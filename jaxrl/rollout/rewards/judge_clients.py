@@ -74,7 +74,7 @@ class LocalJudgeClient:
       max_tokens=max_tokens,
       temperature=temperature,
       seed=seed,
-      stop_token_ids=(self._chat.eos_id,),
+      stop_token_ids=self._chat.stop_token_ids,
     )
     prompt = self._chat.encode_prompt(messages)
     async with self._semaphore:

@@ -24,11 +24,13 @@ TOOLS = [{'type': 'function', 'function': {'name': 'add', 'parameters': {}}}]
 class Tokens(Letters):
   """Every letter has two ids, so that tokenising a reply anew cannot pass unseen."""
 
-  def decode(self, ids, skip_special_tokens=False):
+  def decode(self, ids, skip_special_tokens=False, **_):
     ids = [i for i in ids if not (skip_special_tokens and i == self.eos_token_id)]
     return super().decode([i % OWN for i in ids])
 
-  def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, tools=()):
+  def apply_chat_template(
+    self, messages, *, add_generation_prompt=False, tools=(), **_
+  ):
     text = f'<tools:{",".join(t["function"]["name"] for t in tools)}>' if tools else ''
     for message in messages:
       calls = [json.dumps(call['function']) for call in message.get('tool_calls', ())]

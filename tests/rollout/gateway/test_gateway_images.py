@@ -26,7 +26,7 @@ class ImageTokens(Tokens):
   """Renders an image as its placeholder between brackets."""
 
   def convert_ids_to_tokens(self, ids):
-    return [chr(i) for i in ids]
+    return chr(ids) if isinstance(ids, int) else [chr(i) for i in ids]
 
   def apply_chat_template(self, messages, **options):
     def text(content):

@@ -1,0 +1,1 @@
+"""Templates, turn ends and formats tell how one model's conversations are written."""

@@ -1,0 +1,228 @@
+"""A chat template renders messages to text, with its options and places for images."""
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.data.model_text.turn_end import QUESTION
+from jaxrl.types import Message
+
+# Arguments of `apply_chat_template`, which are no options of a template.
+_RESERVED = frozenset(
+  'conversation messages documents chat_template add_generation_prompt '
+  'continue_final_message tokenize padding truncation max_length return_tensors '
+  'return_dict return_assistant_tokens_mask tokenizer_kwargs'.split()
+)
+# Where messages have a thought; templates differ in which one they read.
+THOUGHT_KEYS = ('reasoning_content', 'reasoning', 'thinking')
+
+
+class ChatTemplate:
+  """Renders messages by a tokenizer's template, or one in its place.
+
+  Args:
+    tokenizer: A Hugging Face tokenizer.
+    source: The template; '' for the tokenizer's own.
+    options: Options passed to the template.
+    image_processor: Says how many tokens an image takes; None for a model that sees
+      none.
+
+  Raises:
+    ValueError: If there is no template, or it has no such option.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Any,
+    source: str,
+    options: Mapping[str, Any],
+    image_processor: Any = None,
+  ):
+    self._source = source or None  # None for the tokenizer's own
+    if self._source is None and tokenizer.chat_template is None:
+      raise ValueError(
+        'the tokenizer has no chat template: name a file with one in the option '
+        'chat_template, or set tokenizer.chat_template'
+      )
+    self._tokenizer = tokenizer
+    self._reads_arguments_as_text: bool | None = None  # until a call is rendered
+    self._images = image_processor
+    self._placeholder = ''  # the text of the token that stands for a piece of an image
+    if image_processor is not None:
+      ids = [image_processor.image_token_id]
+      self._placeholder = tokenizer.convert_ids_to_tokens(ids)[0]
+    self._broken_placeholder = _broken(self._placeholder)
+    self._options: dict[str, Any] = {}
+    self._set_options(options)
+
+  def with_options(self, options: Mapping[str, Any]) -> 'ChatTemplate':
+    """Returns a template with additional options.
+
+    Args:
+      options: The options.
+
+    Raises:
+      ValueError: If the template has no such option.
+    """
+    changed = copy.copy(self)
+    changed._set_options(options)
+    return changed
+
+  def _set_options(self, options: Mapping[str, Any]) -> None:
+    """Adds template options, which must be ones that the template reads."""
+    source = self._source or self._tokenizer.chat_template
+    texts = source.values() if isinstance(source, Mapping) else [str(source)]
+    for name in options:
+      if name in _RESERVED or not str(name).isidentifier():
+        raise ValueError(f'{name!r} cannot be an option of the chat template')
+      if name != 'tools' and not any(re.search(rf'\b{name}\b', t) for t in texts):
+        raise ValueError(f'the chat template has no option {name!r}')
+    self._options = {**self._options, **options}
+
+  def render(self, messages: Sequence[Message], prompt: bool) -> str:
+    """Renders messages.
+
+    Args:
+      messages: The messages.
+      prompt: Whether to append the header that asks for a reply.
+
+    Returns:
+      The text.
+
+    Raises:
+      ValueError: If the template refuses the messages.
+    """
+    options: Mapping[str, Any] = self._options
+    messages = list(map(_with_every_thought_key, messages))
+    if self._placeholder:
+      messages = self._without_placeholders(messages)
+      options = self._without_placeholders(options)
+    try:
+      return self._apply_template(list(messages), prompt, options)
+    except Exception as error:  # a template is a program of its own
+      roles = ', '.join(str(message.get('role')) for message in messages)
+      raise ValueError(
+        f'the chat template refuses messages of the roles {roles}: {error}'
+      ) from error
+
+  def _apply_template(
+    self, messages: list[Message], prompt: bool, options: Mapping[str, Any]
+  ) -> str:
+    """Applies the template, with arguments of calls as objects or JSON, as it reads."""
+    if any(message.get('tool_calls') for message in messages):
+      if self._reads_arguments_as_text is None:
+        self._reads_arguments_as_text = self._find_form_of_arguments(options)
+      messages = [_with_arguments(m, self._reads_arguments_as_text) for m in messages]
+    return self._tokenizer.apply_chat_template(
+      messages,
+      tokenize=False,
+      add_generation_prompt=prompt,
+      chat_template=self._source,
+      **options,
+    )
+
+  def _find_form_of_arguments(self, options: Mapping[str, Any]) -> bool:
+    """Whether the template joins arguments to its text, rather than writing them."""
+    function = {'name': 'call', 'arguments': {'x': 'y'}}
+    call = {'id': 'abcdefghi', 'type': 'function', 'function': function}
+    reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+    try:
+      text = self._tokenizer.apply_chat_template(
+        [QUESTION, reply], tokenize=False, chat_template=self._source, **options
+      )
+    except Exception:  # such as from adding an object to a text
+      return True
+    return "'x'" in text  # Python's way to write an object
+
+  def _without_placeholders(self, value: Any) -> Any:
+    """Breaks up the placeholder in every text of a value, so that it is no token.
+
+    `<|image_pad|>` loses its bars, `<image>` gets a space after its first character.
+    """
+    if isinstance(value, str):
+      return value.replace(self._placeholder, self._broken_placeholder)
+    if isinstance(value, list | tuple):
+      return [self._without_placeholders(item) for item in value]
+    if isinstance(value, Mapping):  # images are none
+      return {
+        self._without_placeholders(key): self._without_placeholders(item)
+        for key, item in value.items()
+      }
+    return value
+
+  def expand(self, text: str, messages: Sequence[Message]) -> str:
+    """Writes the placeholder once for each token of the images in a rendered text.
+
+    Args:
+      text: The rendered text, or a part of it.
+      messages: The messages whose images are in it.
+
+    Returns:
+      The text.
+
+    Raises:
+      ValueError: If the model sees no images, or the template leaves some out.
+    """
+    if not has_images(messages):
+      return text
+    from jaxrl.data.images import find_images  # text alone needs none
+
+    if self._images is None:
+      raise ValueError(
+        'a message has an image, and the model sees none: use one with a vision tower, '
+        'such as of family qwen3_vl'
+      )
+    images = list(find_images(messages))
+    first, *others = text.split(self._placeholder)
+    if len(images) != len(others):
+      raise ValueError(
+        f'the chat template renders {len(others)} of {len(images)} images, as '
+        f'{self._placeholder}'
+      )
+    runs = [self._placeholder * self._images.num_tokens(image) for image in images]
+    return first + ''.join(map(''.join, zip(runs, others, strict=True)))
+
+
+def _with_every_thought_key(message: Message) -> Message:
+  """Returns a message whose thought stands under each key that templates read."""
+  thought = next((message[key] for key in THOUGHT_KEYS if message.get(key)), None)
+  return message if thought is None else message | dict.fromkeys(THOUGHT_KEYS, thought)
+
+
+def _with_arguments(message: Message, as_text: bool) -> Message:
+  """Returns a message whose tool calls have their arguments as text, or as objects."""
+  calls = []
+  for call in message.get('tool_calls') or ():
+    function = dict(call.get('function') or call)
+    arguments = function.get('arguments')
+    if as_text and not isinstance(arguments, str):
+      function['arguments'] = json.dumps(arguments or {}, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+      function['arguments'] = json.loads(arguments, strict=False) if arguments else {}
+    calls.append({**call, 'function': function} if 'function' in call else function)
+  return {**message, 'tool_calls': calls} if calls else message
+
+
+def _broken(placeholder: str) -> str:
+  """Returns a text that reads like a placeholder and does not contain it."""
+  without_bars = placeholder.replace('|', '')
+  if without_bars != placeholder:
+    return without_bars
+  first, rest = placeholder[:1], placeholder[1:]
+  return f'{first} {rest}' if rest else ''
+
+
+def has_images(messages: Sequence[Message]) -> bool:
+  """Returns whether any message has an image as a part of its content.
+
+  Args:
+    messages: The messages.
+  """
+  return any(
+    isinstance(part, Mapping) and part.get('type') == 'image'
+    for message in messages
+    if isinstance(content := message.get('content'), list)
+    for part in content
+  )

@@ -1,0 +1,315 @@
+"""A model's text as its own tokenizer and template have it, with published ones."""
+
+import copy
+import dataclasses
+import re
+
+import pytest
+
+from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
+from tests import real
+
+pytestmark = pytest.mark.real
+
+QUESTION = {'role': 'user', 'content': 'What is 2+2?'}
+REPLIES = [
+  '4',
+  ' It is **4**.\n\n#### 4',
+  '你好 🙂 é',
+  '\n\n4\n',
+  'def f():\n  return 4',
+]
+NEXT = {'role': 'user', 'content': 'And  3+3?\n'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A template with a tokenizer that has its tokens, and what is known of both.
+
+  Attributes:
+    tokenizer: the tokenizer.
+    template: the template; '' for the tokenizer's own.
+    stops: tokens that end a reply.
+    closing: what the template writes after the last reply.
+    tokens: tokens that the tokenizer lacks.
+    eos: what generation_config.json of the published model names.
+  """
+
+  tokenizer: str
+  template: str
+  stops: str
+  closing: str
+  tokens: str = ''
+  eos: str = ''
+
+
+FAMILIES = {
+  'qwen3': Family('qwen3', '', '<|im_end|>', '<|im_end|>', eos='<|im_end|>'),
+  'qwen2_5': Family('qwen3', 'qwen2_5', '<|im_end|>', '<|im_end|>'),
+  'qwen3_5_think': Family('qwen3', 'qwen3_5_think', '<|im_end|>', '<|im_end|>'),
+  'qwen3_8': Family('qwen3', 'qwen3_8', '<|im_end|>', '<|im_end|>'),
+  'gemma3': Family(
+    'gemma3', '', '<eos> <end_of_turn>', '<end_of_turn>', eos='<eos> <end_of_turn>'
+  ),
+  'gemma': Family('gemma3', 'gemma', '<end_of_turn>', '<end_of_turn>'),
+  'gemma4': Family(
+    'gemma3',
+    'gemma4',
+    '<end_of_turn> <turn|> <|tool_response>',
+    '<turn|>',
+    '<|turn> <turn|> <|tool_call> <tool_call|> <|tool_response> <tool_response|>',
+    eos='<turn|> <|tool_response>',
+  ),
+  'llama3_1': Family('llama3_1', '', '<|eot_id|>', '<|eot_id|>'),
+  'llama3': Family(
+    'llama3_1',
+    'llama3',
+    '<|end_of_text|> <|eot_id|>',
+    '<|eot_id|>',
+    eos='<|end_of_text|> <|eot_id|>',
+  ),
+  'gptoss': Family(
+    'gptoss',
+    'gptoss',
+    '<|endoftext|> <|return|> <|call|>',
+    '<|return|>',
+    eos='<|return|> <|endoftext|> <|call|>',
+  ),
+  'deepseek_v3': Family(
+    'deepseek_v3', '', '<｜end▁of▁sentence｜>', '<｜end▁of▁sentence｜>'
+  ),
+  'r1': Family(
+    'deepseek_v3',
+    'deepseek_r1_distill',
+    '<｜end▁of▁sentence｜>',
+    '<｜end▁of▁sentence｜>',
+  ),
+  'phi3': Family(
+    'mistral_v1', 'phi3', '</s> <|end|>', '<|end|>', '<|user|> <|assistant|> <|end|>'
+  ),
+  'glm4moe': Family(
+    'qwen3',
+    'glm4moe',
+    '<|im_end|> <|user|> <|observation|>',
+    '<|user|>',
+    '[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>',
+    '<|user|> <|observation|>',
+  ),
+  'smollm2': Family(real.SMOLLM2, '', '<|im_end|>', '<|im_end|>'),
+}
+# Whose templates write tool calls.
+CALLING = {
+  'qwen3': '',
+  'qwen2_5': '',
+  'llama3_1': 'llama3_1',
+  'deepseek_v3': 'deepseekv3',
+  'gptoss': '',
+  'glm4moe': '',
+  'qwen3_8': '',
+  'gemma4': '',
+}
+
+
+def make(name, template='', **options):
+  """The chat tokenizer of a family, with the tokens that its tokenizer lacks."""
+  family = FAMILIES[name]
+  tokenizer = copy.deepcopy(real.load_tokenizer(family.tokenizer))
+  if family.tokens:
+    tokenizer.add_special_tokens(
+      {'additional_special_tokens': family.tokens.split()},
+      replace_extra_special_tokens=False,
+    )
+  if template or family.template:
+    tokenizer.chat_template = real.read_template(template or family.template)
+  ids = tokenizer.convert_tokens_to_ids(family.eos.split())
+  tokenizer.generation_config = {'eos_token_id': ids} if ids else {}
+  return ChatTokenizer(tokenizer, ChatOptions(**options))
+
+
+@pytest.fixture(scope='module', params=FAMILIES)
+def chat(request):
+  chat = make(request.param)
+  chat.family = request.param
+  return chat
+
+
+def whole(chat, messages, prompt=True):
+  return chat.tokenizer.apply_chat_template(
+    messages, tokenize=False, add_generation_prompt=prompt
+  )
+
+
+def text_of(chat, ids):
+  return chat.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def encode(chat, text):
+  return chat.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_replies_stop_where_the_template_and_the_checkpoint_end_them(chat):
+  family = FAMILIES[chat.family]
+  stops = chat.tokenizer.convert_ids_to_tokens(chat.stop_token_ids)
+  assert set(stops) == set(family.stops.split())
+  assert chat.turn_end.closing == family.closing
+  for stop in stops:
+    assert stop in chat.describe()
+
+
+@pytest.mark.parametrize('reply', REPLIES)
+def test_a_turn_is_what_the_template_writes(chat, reply):
+  """Prompt, reply as the model writes it, and next prompt equal the whole text."""
+  prompt = chat.encode_prompt([QUESTION])
+  assert prompt == encode(chat, whole(chat, [QUESTION]))
+  # Of what the template writes before a reply, a thought that is shown only once.
+  message = {'role': 'assistant', 'content': reply}
+  written = whole(chat, [QUESTION, message, NEXT])
+  ids = [*encode_reply(chat, reply), chat.end_id]
+  assert chat.decode(ids) == reply
+  ids += chat.encode_next_prompt([NEXT], reply=ids)
+  tail = text_of(chat, [chat.end_id, *ids][1:])
+  found = written.rpartition(reply.strip())[2]
+  stripped = found.removeprefix(chat.turn_end.message_end or chat.turn_end.closing)
+  if reply.strip() == reply:
+    assert tail.endswith(stripped)
+
+
+def encode_reply(chat, reply):
+  """Encodes a reply as a model would write it after its prompt."""
+  prompt = whole(chat, [QUESTION])
+  before, both = encode(chat, prompt), encode(chat, prompt + reply)
+  if both[: len(before)] == before:
+    return both[len(before) :]
+  return chat.encode(reply)
+
+
+@pytest.mark.parametrize('reply', REPLIES)
+def test_a_supervised_row_is_what_the_template_writes(chat, reply):
+  messages = [QUESTION, {'role': 'assistant', 'content': reply}]
+  tokens, mask = chat.encode_with_mask(messages)
+  expected = whole(chat, messages, prompt=False)
+  end = expected.rindex(chat.turn_end.closing) if chat.turn_end.is_written else None
+  if end is None:
+    expected += chat.turn_end.closing
+  else:
+    expected = expected[: end + len(chat.turn_end.closing)]
+  assert text_of(chat, tokens) == text_of(chat, encode(chat, expected))
+  learned = text_of(chat, tokens[mask])
+  assert reply.strip() in learned and learned.endswith(chat.turn_end.closing)
+  assert QUESTION['content'] not in learned
+  assert mask.tolist() == sorted(mask.tolist())
+
+
+def test_a_supervised_row_of_several_turns_has_each_end_once(chat):
+  second = {'role': 'assistant', 'content': '6'}
+  messages = [QUESTION, {'role': 'assistant', 'content': '4'}, NEXT, second]
+  tokens, mask = chat.encode_with_mask(messages)
+  ends = [i for i, t in enumerate(tokens) if mask[i] and t == chat.end_id]
+  assert len(ends) == 2
+  for end in ends:
+    assert mask[end] and (end + 1 == len(tokens) or not mask[end + 1])
+
+
+def test_a_reply_that_was_cut_short_gets_the_end_of_its_message(chat):
+  cut = encode_reply(chat, 'It is')
+  tail = text_of(chat, chat.encode_next_prompt([NEXT], reply=cut))
+  assert tail.startswith(chat.turn_end.message_end)
+  ended = text_of(chat, chat.encode_next_prompt([NEXT], reply=[*cut, chat.end_id]))
+  assert tail.endswith(ended) and tail != ended
+
+
+def test_special_tokens_within_a_reply_are_kept(chat):
+  reply = '<think>2+2</think><answer>4</answer>'
+  assert chat.decode([*encode_reply(chat, reply), chat.end_id]) == reply
+
+
+def test_gemma_learns_to_end_its_turn_and_not_the_text():
+  chat = make('gemma3')
+  tokens, mask = chat.encode_with_mask(
+    [QUESTION, {'role': 'assistant', 'content': '4'}]
+  )
+  assert text_of(chat, tokens[mask]) == '4<end_of_turn>'
+  # A model that ends its reply by the other token is not given two ends.
+  eos = chat.tokenizer.convert_tokens_to_ids('<eos>')
+  for stop in (eos, chat.end_id):
+    following = text_of(chat, chat.encode_next_prompt([NEXT], reply=[stop]))
+    assert following.startswith('\n<start_of_turn>user\n')
+
+
+def test_a_base_model_with_a_template_is_told_of():
+  chat = ChatTokenizer(real.load_tokenizer(real.GEMMA3))
+  assert '<end_of_turn>' in chat.turn_end.doubt and '<eos> (1)' in chat.turn_end.doubt
+  assert not make('gemma3').turn_end.doubt
+
+
+@pytest.mark.parametrize('template', ['qwen3', 'gemma4', 'llama3_1', 'phi3', 'gptoss'])
+def test_a_template_of_another_model_is_refused(template):
+  tokenizer = copy.deepcopy(real.load_tokenizer('mistral_v1'))
+  tokenizer.chat_template = real.read_template(template)
+  with pytest.raises(ValueError, match='is no token of this tokenizer'):
+    ChatTokenizer(tokenizer)
+  assert ChatTokenizer(tokenizer, ChatOptions(stop_token_ids=(2,)))
+
+
+def test_options_of_the_template_reach_it():
+  thinking, plain = (
+    make('qwen3'),
+    make('qwen3', template_options={'enable_thinking': False}),
+  )
+  empty = '<think>\n\n</think>\n\n'
+  assert text_of(plain, plain.encode_prompt([QUESTION])).endswith(empty)
+  assert empty not in text_of(thinking, thinking.encode_prompt([QUESTION]))
+  chat = make('gptoss', template_options={'reasoning_effort': 'low'})
+  assert 'Reasoning: low' in text_of(chat, chat.encode_prompt([QUESTION]))
+
+
+@pytest.mark.parametrize('key', ['reasoning_content', 'reasoning', 'thinking'])
+@pytest.mark.parametrize('name', ['qwen3', 'qwen3_5_think', 'qwen3_8', 'gptoss'])
+def test_a_thought_is_learned_once_under_each_name(name, key):
+  chat = make(name)
+  reply = {'role': 'assistant', 'content': 'It is 4.', key: 'Two and two.'}
+  tokens, mask = chat.encode_with_mask([QUESTION, reply])
+  learned = text_of(chat, tokens[mask])
+  assert learned.count('Two and two.') == 1 and learned.count('It is 4.') == 1
+  assert text_of(chat, tokens).count('<think>') <= 1
+
+
+def test_a_plain_reply_stands_outside_an_opened_thought():
+  chat = make('qwen3_5_think')
+  assert text_of(chat, chat.encode_prompt([QUESTION])).endswith('<think>\n')
+  reply = {'role': 'assistant', 'content': '4'}
+  tokens, mask = chat.encode_with_mask([QUESTION, reply])
+  assert text_of(chat, tokens[mask]) == '\n</think>\n\n4<|im_end|>'
+  inline = {'role': 'assistant', 'content': '<think>\n2+2\n</think>\n\n4'}
+  tokens, mask = chat.encode_with_mask([QUESTION, inline])
+  assert text_of(chat, tokens[mask]) == '2+2\n</think>\n\n4<|im_end|>'
+
+
+@pytest.mark.parametrize('name', ['gemma3', 'llama3_1', 'smollm2', 'r1', 'phi3'])
+def test_a_thought_that_the_template_leaves_out_is_refused(name):
+  reply = {'role': 'assistant', 'content': '4', 'reasoning_content': 'Two and two.'}
+  with pytest.raises(ValueError, match='leaves out its thought'):
+    make(name).encode_with_mask([QUESTION, reply])
+
+
+def test_calls_that_the_template_leaves_out_are_refused():
+  call = {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}
+  reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+  with pytest.raises(ValueError, match='leaves out its tool calls'):
+    make('phi3').encode_with_mask([QUESTION, reply])
+
+
+@pytest.mark.parametrize('arguments', ['', '{"a": 1}', {'a': 1}, {}])
+@pytest.mark.parametrize('name', CALLING)
+def test_calls_and_their_results_are_written_by_the_template(name, arguments):
+  chat = make(name, CALLING[name])
+  function = {'name': 'add', 'arguments': arguments}
+  call = {'id': 'call_1', 'type': 'function', 'function': function}
+  reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+  result = {'role': 'tool', 'name': 'add', 'tool_call_id': 'call_1', 'content': '3'}
+  last = {'role': 'assistant', 'content': 'Three.'}
+  tokens, mask = chat.encode_with_mask([QUESTION, reply, result, last])
+  learned, text = text_of(chat, tokens[mask]), text_of(chat, tokens)
+  assert 'add' in learned and 'Three.' in learned and '3' in text
+  assert "{'a'" not in learned
+  assert not re.search(r'(<\|im_end\|>|<\|eot_id\|>|<\|call\|>)\s*\1', text)
