@@ -5,11 +5,8 @@ from typing import Any, ClassVar
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.envs.env_registry import Observation
-from jaxrl.envs.graders.answer_matching import (
-  answers_match,
-  final_answer,
-  marked_answer,
-)
+from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
+from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 
 
@@ -92,8 +89,8 @@ class MathEnv:
     """Grades the reply and ends the episode."""
     if self._grader is not None:
       return self._grade_reply(action)
-    marked = marked_answer(action)
-    candidate = marked if self._strict else final_answer(action)
+    marked = marked_answer(action, self._answer)
+    candidate = marked if self._strict else final_answer(action, self._answer)
     correct = answers_match(candidate, self._answer)
     reward = self._reward if correct else 0.0
     if not correct and marked:
@@ -108,8 +105,8 @@ class MathEnv:
     grade = self._grader(action, self._item)
     correct = float(next(iter(grade.parts.values())) >= 1)
     metrics = {'accuracy': correct, 'correct': correct, **grade.metrics}
-    metrics['marked'] = float(bool(marked_answer(action)))
-    columns = {'given': final_answer(action), 'expected': self._answer}
+    metrics['marked'] = float(bool(marked_answer(action, self._answer)))
+    columns = {'given': final_answer(action, self._answer), 'expected': self._answer}
     columns['grader_fault'] = grade.error
     info = {'metrics': metrics, 'columns': columns}
     return '', self._reward * grade.score, True, False, info

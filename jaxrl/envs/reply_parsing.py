@@ -7,6 +7,19 @@ import re
 SCORE_PATTERN = r'(?i)\bscore\b[\s:*=]{0,8}(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)'
 
 
+def without_thought(reply: str) -> str:
+  """Returns what a reply says after its thought.
+
+  Args:
+    reply: The model's text.
+
+  Returns:
+    What follows the last `</think>`; the whole reply if nothing does.
+  """
+  answer = reply[reply.rfind('</think>') + len('</think>') :]
+  return answer if '</think>' in reply and answer.strip() else reply
+
+
 def tagged_answer(reply: str) -> str:
   """Returns the answer that a reply marks with `<answer>` tags.
 

@@ -15,7 +15,7 @@ from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
 from jaxrl.envs.agents.function_agent import FunctionAgent
 from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
-from jaxrl.envs.graders.answer_matching import final_answer
+from jaxrl.envs.graders.answer_marks import final_answer
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 
 
@@ -137,7 +137,8 @@ class AgentEnv:
     """
     reward = float(agent_result.get('reward') or 0.0)
     metrics = {'reward/agent': reward, 'reward/feedback': feedback}
-    columns = {'given': str(agent_result.get('given') or final_answer(reply))}
+    right = str(self._task.get('answer', ''))
+    columns = {'given': str(agent_result.get('given') or final_answer(reply, right))}
     total = reward + feedback
     if self._grader is not None:
       grade = self._grader(reply, self._task)
