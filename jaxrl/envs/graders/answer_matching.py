@@ -20,8 +20,8 @@ _LETTERS = re.compile(r'[a-z]{2,}')
 _LITERAL_WORDS = frozenset(['yes', 'no', 'true', 'false', 'none'])
 _FORMULA_WORDS = frozenset(
   'sqrt frac dfrac tfrac cfrac sin cos tan sec csc cot arcsin arccos arctan log exp '
-  'lim max min mod gcd lcm pi theta alpha beta gamma infty infinity cdot times begin end '
-  'pmatrix bmatrix matrix vmatrix cup cap and left right'.split()
+  'lim max min mod gcd lcm pi theta alpha beta gamma infty infinity cdot times begin '
+  'end pmatrix bmatrix matrix vmatrix cup cap and left right'.split()
 )
 
 
