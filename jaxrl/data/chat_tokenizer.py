@@ -4,6 +4,8 @@ The history of an episode only grows: first the ids of the opening prompt, then
 alternately the ids that the engine returned and the ids of the new messages alone.
 """
 
+import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,6 +100,13 @@ class ChatTokenizer:
         'whose template reads `tools`, or set tokenizer.chat_template'
       )
     return with_tools
+
+  @functools.cached_property
+  def generation_prompt(self) -> str:
+    """What the template writes before a reply, such as `<|im_start|>assistant`."""
+    question = self._prefix[:1]
+    texts = [self._render(question, prompt=prompt) for prompt in (False, True)]
+    return texts[1][len(os.path.commonprefix(texts)) :]
 
   def _render(self, messages: Sequence[Message], prompt: bool) -> str:
     options = self._options

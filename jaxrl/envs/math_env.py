@@ -8,6 +8,7 @@ from jaxrl.envs.env_registry import Observation
 from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
 from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
+from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
 
 
 class MathEnv:
@@ -73,7 +74,8 @@ class MathEnv:
       raise ValueError(
         'the math environment needs a data set of questions: set dataset.path'
       )
-    self._item = task.item
+    prompt = str((options or {}).get(GENERATION_PROMPT, ''))
+    self._item = {GENERATION_PROMPT: prompt, **task.item}
     # A grader says itself whether it needs an answer.
     answer = str(task.item.get('answer', '') if self._grader else task.item['answer'])
     self._answer = marked_answer(answer) or answer.strip()

@@ -15,6 +15,9 @@ from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.reply_parsing import without_thought
 
 _STYLE = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}')
+# Where an item holds what the chat template writes before a reply, such as
+# '<|im_start|>assistant\n<think>\n'.
+GENERATION_PROMPT = 'generation_prompt'
 TaskItem = Mapping[str, Any]
 # (reply, the dataset's row) → score, 1 for right.
 GraderPart = Callable[[str, TaskItem], float]
@@ -81,7 +84,9 @@ def make_format_grader(
     pattern: A regular expression that the whole reply must match, apart from white
       space at its ends; `.` matches line breaks too.
     tags: Tag names, such as 'think, answer': the reply must be `<think>…</think>`
-      followed by `<answer>…</answer>`, each once, neither empty, and nothing else.
+      followed by `<answer>…</answer>`, each once, neither empty, and nothing else. A
+      tag that the prompt ends with, as some chat templates open `<think>`, counts as
+      the reply's.
     timeout: Seconds that matching may take; a few bytes can cost a bad pattern hours.
 
   Returns:
@@ -101,9 +106,12 @@ def make_format_grader(
     raise ConfigError(f'format: pattern {pattern!r}: {error}') from error
 
   def grade(reply: str, item: TaskItem) -> float:
-    del item
     if tags:
-      return float(has_tags_in_order(reply, names))
+      prompt = str(item.get(GENERATION_PROMPT) or '')
+      opened = [tag for tag in names if prompt.rstrip().endswith(f'<{tag}>')]
+      # A model that repeats the tag has written the whole form itself.
+      whole = f'<{opened[0]}>{reply}' if opened else reply
+      return float(any(has_tags_in_order(text, names) for text in (reply, whole)))
     call = shared_grader_pool().call
     return float(
       call(f'{__name__}:pattern_matches', pattern, reply.strip(), limit=timeout)

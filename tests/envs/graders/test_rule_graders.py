@@ -10,7 +10,7 @@ from jaxrl.envs.graders.rule_graders import (
   make_format_grader,
   make_multiple_choice_grader,
 )
-from tests.envs.graders import choice_replies, exact_replies
+from tests.envs.graders import choice_replies, exact_replies, format_replies
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,12 @@ TAGGED = '<think>\na\n</think>\n<answer>b</answer>'
 )
 def test_format_by_tags(reply, score):
   assert make_format_grader(tags='think, answer')(reply, {}) == score
+
+
+@pytest.mark.parametrize(('reply', 'prompt', 'score'), format_replies.REPLIES)
+def test_formats_as_models_write_them(reply, prompt, score):
+  grade = make_format_grader(tags='think, answer')
+  assert grade(reply, {'generation_prompt': prompt}) == score
 
 
 def test_format_by_a_pattern():
