@@ -13,8 +13,13 @@ from markdown_it import MarkdownIt
 MAX_PROGRAM_CHARS = 200_000  # longer ones are not read as Python
 _MAX_FENCES = 40  # that are looked at for a fence within a string
 
-# Matches `Score: 7`, `**Score:** 7.5` and `score = 7`.
-SCORE_PATTERN = r'(?i)\bscore\b[\s:*=]{0,8}(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)'
+# Matches `Score: 7`, `**Score:** 7.5`, `score = 7/10`, `Score: **7**`, `"score": 7`,
+# `Final score - [[7]]` and `the score is 7`. A range such as 7-8 has no match.
+SCORE_PATTERN = (
+  r'(?i)\bscore\b["\'*_`\s]{0,4}(?:\([^()\n]{0,30}\)\s?)?(?:is|of|[:：=]|\s[-–—]\s)?'
+  r'[\s:*=_`"\'\[($]{0,8}(?:\\boxed\{)?(-?(?:[0-9]{1,9}(?:\.[0-9]{1,9})?|\.[0-9]{1,9}))'
+  r'(?![0-9.]*[0-9]|\s?(?:-|–|to)\s?[0-9])'
+)
 
 
 def without_thought(reply: str) -> str:
@@ -38,13 +43,16 @@ def tagged_answer(reply: str) -> str:
 
   Returns:
     The stripped content of the last `<answer>…</answer>`. Without such tags, the last
-    line that holds text.
+    line that holds text and is more than a fence. A thought before `</think>` is left
+    out.
   """
+  reply = without_thought(reply)
   end = reply.rfind('</answer>')
   start = reply.rfind('<answer>', 0, max(end, 0))
   if start >= 0:
     return reply[start + len('<answer>') : end].strip()
-  return reply.rstrip().rpartition('\n')[2].strip()
+  lines = reply.rstrip().rstrip('`~').rstrip()
+  return lines.rpartition('\n')[2].strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +124,9 @@ def find_program(reply: str, name: str = '') -> str:
   """Returns the Python program in a reply.
 
   It is the last block that defines what the tests call, else the longest Python block,
-  else the longest block without a language. A block that was never closed counts if no
-  other does, and so does a reply without blocks that is a program itself.
+  else the longest one without a language, else one that is Python all the same. A block
+  that was never closed counts if no other does, and so does a reply without blocks that
+  is a program itself.
 
   Args:
     reply: The model's text.
@@ -128,25 +137,24 @@ def find_program(reply: str, name: str = '') -> str:
     The program, or '' if there is none.
   """
   reply = without_thought(reply)
-  blocks = [
+  every = [
     block
     for block in _with_inner_fences(reply, code_blocks(reply))
-    if (block.is_python or not block.language) and block.code.strip()
+    if block.code.strip()
   ]
   for closed in (True, False):
-    mine = [block for block in blocks if block.closed is closed]
+    mine = [block for block in every if block.closed is closed]
     if defining := [block for block in mine if name and defines(block.code, name)]:
       return defining[-1].code
   for closed in (True, False):
-    mine = [block for block in blocks if block.closed is closed]
-    for group in ([b for b in mine if b.is_python], mine):
+    mine = [block for block in every if block.closed is closed]
+    python = [block for block in mine if block.is_python]
+    others = [block for block in mine if _is_program(block.code)]
+    for group in (python, [block for block in mine if not block.language], others):
       parsed = [block for block in group if parse_python(block.code) is not None]
       if found := parsed or group:
         return max(found, key=lambda block: len(block.code.strip())).code
-  tree = parse_python(reply)
-  if tree is None:
-    return ''
-  is_program = defines(reply, name) if name else _does_something(tree)
+  is_program = _is_program(reply) and (not name or defines(reply, name))
   return reply if is_program else ''
 
 
@@ -209,10 +217,11 @@ def defines(code: str, name: str) -> bool:
   return False
 
 
-def _does_something(tree: ast.Module) -> bool:
-  """Returns whether a program calls or imports anything, which a word does not."""
-  kinds = (ast.Call, ast.Import, ast.ImportFrom)
-  return any(isinstance(node, kinds) for node in ast.walk(tree))
+def _is_program(text: str) -> bool:
+  """Returns whether a text is Python that calls or defines anything."""
+  kinds = (ast.Call, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Lambda)
+  tree = parse_python(text)
+  return tree is not None and any(isinstance(node, kinds) for node in ast.walk(tree))
 
 
 def last_number(pattern: str, text: str) -> float | None:

@@ -82,7 +82,8 @@ REPLIES = [
   (fenced(WRONG), 0),
   (fenced(RIGHT.replace('twice', 'double')), 0),
   (fenced('function twice(numbers) {\n  return numbers;\n}\n', 'javascript'), 0),
-  (fenced(RIGHT, 'cpp'), 0),
+  (fenced(RIGHT, 'cpp'), 1),  # what it defines counts, whatever it is called
+  (fenced(RIGHT, 'tool_code'), 1),
   (fenced('def twice(numbers:\n    return\n'), 0),
   (fenced(EXAMPLE), 0),
   (fenced(''), 0),
@@ -108,6 +109,7 @@ PRINTED = [
   (f'{fenced(READ)}The short form:\n{fenced("a + b" + chr(10))}', 1),
   (f'{fenced("a, b = 1, 1" + chr(10))}So in all:\n{fenced(READ)}', 1),
   (f'{fenced("echo 1 | python add.py" + chr(10), "bash")}{fenced(ADD)}', 1),
+  (fenced(READ, 'tool_code'), 1),
   (ADD, 1),
   (READ, 1),
   (f'```python\n{READ}', 1),

@@ -74,14 +74,14 @@ TWICE = {
   ],
 )
 def test_programs_are_checked_by_the_tests_of_humaneval(reply, score):
-  grade = make_grader('humaneval(seconds=1)')
+  grade = make_grader('humaneval(seconds=3)')
   assert grade(reply, TWICE).score == score
 
 
 @sandboxed
 @pytest.mark.parametrize(('reply', 'score'), code_replies.HUMANEVAL)
 def test_humaneval_replies_as_models_write_them(reply, score):
-  grade = make_grader('humaneval(seconds=1)')
+  grade = make_grader('humaneval(seconds=3)')
   assert grade(reply, {**TWICE, 'prompt': code_replies.PROMPT}).score == score
 
 
@@ -91,7 +91,7 @@ def test_humaneval_replies_as_models_write_them(reply, score):
   ('reply', 'score'), [row for row in code_replies.REPLIES if 'Solution' not in row[0]]
 )
 def test_functions_are_also_replies_to_humaneval(reply, score):
-  grade = make_grader('humaneval(seconds=1)')
+  grade = make_grader('humaneval(seconds=3)')
   assert grade(reply, {**TWICE, 'prompt': code_replies.PROMPT}).score == score
 
 
@@ -101,13 +101,13 @@ CALLS = {'fn_name': 'twice', 'inputs': ['[1, 2]'], 'outputs': ['[2, 4]']}
 @sandboxed
 @pytest.mark.parametrize(('reply', 'score'), code_replies.REPLIES)
 def test_functions_as_models_write_them(reply, score):
-  assert make_grader('code(seconds=1)')(reply, {'answer': CALLS}).score == score
+  assert make_grader('code(seconds=3)')(reply, {'answer': CALLS}).score == score
 
 
 @sandboxed
 @pytest.mark.parametrize(('reply', 'score'), code_replies.PRINTED)
 def test_programs_as_models_write_them(reply, score):
-  grade = make_grader('code(seconds=1, all_or_nothing=True)')
+  grade = make_grader('code(seconds=3, all_or_nothing=True)')
   assert grade(reply, {'answer': TESTS}).score == score
 
 

@@ -79,6 +79,26 @@ def test_replies_as_models_write_them(reply, answer, score):
 
 
 @needs_math_verify
+@pytest.mark.slow
+def test_math_verify_alone_differs_as_the_docs_say():
+  """The docs give reasons, by kind, for each reply that the package scores otherwise."""
+  from math_verify import parse, verify
+
+  def score(reply, answer):
+    gold = parse(rf'\boxed{{{answer.rpartition("####")[2].strip()}}}')
+    return float(verify(gold, parse(reply)))
+
+  given = [
+    (score(reply, answer), right) for reply, answer, right in math_replies.REPLIES
+  ]
+  stricter = sum(score < right for score, right in given)
+  more_lenient = sum(score > right for score, right in given)
+  agree = len(given) - stricter - more_lenient
+  row = f'| {agree} of {len(given)} | {stricter} | {more_lenient} |'
+  assert row in (Path(__file__).parents[3] / 'docs' / 'graders.md').read_text()
+
+
+@needs_math_verify
 def test_strict_takes_marked_answers_alone():
   assert make_math_grader()('It is 18.', {'answer': '18'}) == 1
   assert make_math_grader(strict=True)('It is 18.', {'answer': '18'}) == 0
