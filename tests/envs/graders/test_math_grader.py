@@ -81,7 +81,7 @@ def test_replies_as_models_write_them(reply, answer, score):
 @needs_math_verify
 @pytest.mark.slow
 def test_math_verify_alone_differs_as_the_docs_say():
-  """The docs give reasons, by kind, for each reply that the package scores otherwise."""
+  """The docs give the reasons for what the package scores otherwise."""
   from math_verify import parse, verify
 
   def score(reply, answer):
