@@ -14,6 +14,7 @@ CORE = [
   'gymnasium>=1.0',
   'jax>=0.10.2,<0.13',
   'jinja2',
+  'markdown-it-py>=3',
   'matplotlib',
   'ml-collections>=1.1',
   'numpy>=2',

@@ -142,6 +142,12 @@ class ChatTokenizer:
     """Returns a conversation's beginning, which tools and template options change."""
     return self._template.render([QUESTION], prompt=False)
 
+  @property
+  def generation_prompt(self) -> str:
+    """What the template writes before a reply, such as `<|im_start|>assistant`."""
+    texts = [self.opening(), self._template.render([QUESTION], prompt=True)]
+    return texts[1][len(os.path.commonprefix(texts)) :]
+
   def with_tools(self, tools: Sequence[dict[str, Any]]) -> 'ChatTokenizer':
     """Returns a chat tokenizer whose first prompt announces `tools`.
 

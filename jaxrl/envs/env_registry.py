@@ -266,6 +266,29 @@ def is_valid_reward(reward: float) -> bool:
   return bool(abs(reward) <= MAX_REWARD)
 
 
+def as_real_number(value: Any) -> float | None:
+  """Returns a real scalar of any kind as a float.
+
+  Args:
+    value: A bool, int, float, fraction or decimal, or a scalar or array without
+      dimensions of numpy, JAX or torch.
+
+  Returns:
+    The number, which may be NaN or infinite; None for anything else, such as a text, a
+    complex number or an array with dimensions.
+  """
+  if hasattr(value, 'shape') and tuple(value.shape) == () and hasattr(value, 'item'):
+    value = value.item()
+  if isinstance(value, str | bytes | bytearray | complex) or hasattr(value, 'shape'):
+    return None
+  if not hasattr(value, '__float__') and not hasattr(value, '__index__'):
+    return None
+  try:
+    return float(value)
+  except (TypeError, ValueError, OverflowError):
+    return None
+
+
 def cut_observation(observation: Any, max_chars: int) -> Any:
   """Leaves out what a text or chat messages hold beyond so many characters.
 
@@ -336,11 +359,9 @@ def check_step_result(
   if not isinstance(result, tuple) or len(result) != 5:
     raise _result_error(env, 'step', _shape(result), f'return {STEP_RESULT}')
   observation, reward, *flags, info = result
-  try:
-    number = float(reward)
-  except (TypeError, ValueError, OverflowError) as error:
-    what = f'the reward {reward!r:.80}'
-    raise _result_error(env, 'step', what, 'be a number') from error
+  number = as_real_number(reward)
+  if number is None:
+    raise _result_error(env, 'step', f'the reward {reward!r:.80}', 'be a number')
   if not is_valid_reward(number):
     raise _result_error(
       env,

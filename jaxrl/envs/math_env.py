@@ -5,12 +5,10 @@ from typing import Any, ClassVar
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.envs.env_registry import Observation
-from jaxrl.envs.graders.answer_matching import (
-  answers_match,
-  final_answer,
-  marked_answer,
-)
+from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
+from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
+from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
 
 
 class MathEnv:
@@ -76,7 +74,8 @@ class MathEnv:
       raise ValueError(
         'the math environment needs a data set of questions: set dataset.path'
       )
-    self._item = task.item
+    prompt = str((options or {}).get(GENERATION_PROMPT, ''))
+    self._item = {GENERATION_PROMPT: prompt, **task.item}
     # A grader says itself whether it needs an answer.
     answer = str(task.item.get('answer', '') if self._grader else task.item['answer'])
     self._answer = marked_answer(answer) or answer.strip()
@@ -92,8 +91,8 @@ class MathEnv:
     """Grades the reply and ends the episode."""
     if self._grader is not None:
       return self._grade_reply(action)
-    marked = marked_answer(action)
-    candidate = marked if self._strict else final_answer(action)
+    marked = marked_answer(action, self._answer)
+    candidate = marked if self._strict else final_answer(action, self._answer)
     correct = answers_match(candidate, self._answer)
     reward = self._reward if correct else 0.0
     if not correct and marked:
@@ -108,8 +107,8 @@ class MathEnv:
     grade = self._grader(action, self._item)
     correct = float(next(iter(grade.parts.values())) >= 1)
     metrics = {'accuracy': correct, 'correct': correct, **grade.metrics}
-    metrics['marked'] = float(bool(marked_answer(action)))
-    columns = {'given': final_answer(action), 'expected': self._answer}
+    metrics['marked'] = float(bool(marked_answer(action, self._answer)))
+    columns = {'given': final_answer(action, self._answer), 'expected': self._answer}
     columns['grader_fault'] = grade.error
     info = {'metrics': metrics, 'columns': columns}
     return '', self._reward * grade.score, True, False, info

@@ -168,7 +168,10 @@ class AgentEnvManager(EnvManager):
   def _start_env(self, cache: RolloutCache) -> list[int] | None:
     """Resets the environment; the agent writes the prompt, so it is empty here."""
     self._assign_env(cache)
-    options = {'task': cache.task} if cache.task is not None else {}
+    cache.generation_prompt = self.context.chat.generation_prompt
+    options: dict[str, Any] = {'generation_prompt': cache.generation_prompt}
+    if cache.task is not None:
+      options['task'] = cache.task
     observation, info = cache.env.reset(seed=cache.seed, options=options)
     self._record_info(cache, info)
     return None if observation is None else []

@@ -407,7 +407,10 @@ class EnvManager:
   def _start_env(self, cache: RolloutCache) -> list[int] | None:
     """Resets the environment; returns the ids of the first prompt."""
     self._assign_env(cache)
-    options = {'task': cache.task} if cache.task is not None else {}
+    cache.generation_prompt = self.context.chat.generation_prompt
+    options: dict[str, Any] = {'generation_prompt': cache.generation_prompt}
+    if cache.task is not None:
+      options['task'] = cache.task
     result = cache.env.reset(seed=cache.seed, options=options)
     observation, info = check_reset_result(cache.env, result)
     if observation is None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.graders.answer_matching import normalize_answer, parse_number
+from jaxrl.envs.graders.answer_matching import normalize_answer
+from jaxrl.envs.graders.answer_numbers import parse_number
 from jaxrl.group_stats import (
   SampleRows,
   rows_by_sample,

@@ -18,6 +18,9 @@ from jaxrl.envs.env_registry import (
   innermost,
   options_for_split,
 )
+from jaxrl.envs.graders.composite import make_grader
+from jaxrl.envs.graders.grader_processes import GraderFailure
+from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
 from jaxrl.group_stats import SampleRows
 from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.engine.actor_proxy import maybe_await
@@ -29,6 +32,7 @@ from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.rollout.queue.group_state import EpisodeLease, FailureLog
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
+from jaxrl.rollout.rewards.reward_pipeline import GraderReward
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
 from jaxrl.training import staleness
 from jaxrl.types import Group
@@ -40,6 +44,7 @@ from launch.settings.off_policy import max_staleness
 from launch.settings.run_settings import RunSettings
 
 NUM_TRIAL_TASKS = 8  # tasks that are begun before the run is
+TRIAL_REPLY = 'The answer is 1.'  # what graders are tried with
 
 
 class RolloutScheduler:
@@ -142,12 +147,12 @@ class RolloutScheduler:
     """Begins a few tasks of each tag, before any work is done.
 
     Single tasks that fail, or do not fit, only cost an episode each later on. A user's
-    own environment also makes a step. A manager that is not derived from `EnvManager`
-    is left out, as it only has a loop.
+    own environment also makes a step, and graders grade a made-up reply to the task. A
+    manager that is not derived from `EnvManager` is left out, as it only has a loop.
 
     Raises:
-      ConfigError: if none of a tag's tasks can be begun, an environment has no method
-        `step`, or a step returns something that cannot be used.
+      ConfigError: if none of a tag's tasks can be begun or graded, an environment has
+        no method `step`, or a step returns something that cannot be used.
     """
     for tag, make in self._example_managers().items():
       manager = make()
@@ -158,17 +163,42 @@ class RolloutScheduler:
       reasons = []
       for number in range(NUM_TRIAL_TASKS):
         cache = await manager.reset(EpisodeLease(0, first + number, 0, 0, 0))
-        if cache is not None and not cache.done:
+        if cache is None or cache.done:
+          error = cache.extras.get('error', cache.stop_reason) if cache else 'no task'
+          reasons.append(('started', error))
+        elif error := await asyncio.to_thread(self._try_graders, tag, cache):
+          reasons.append(('graded', error))
+        else:
           await self._try_step(tag, manager, cache)
           break
-        error = cache.extras.get('error', cache.stop_reason) if cache else 'no task'
-        reasons.append(error)
       manager.context.pool.close()
       if len(reasons) == NUM_TRIAL_TASKS:
+        what, error = reasons[-1]
         raise ConfigError(
-          f'env.{tag}: none of the first {NUM_TRIAL_TASKS} tasks can be started; '
-          f'the last one failed with: {reasons[-1]}'
+          f'env.{tag}: none of the first {NUM_TRIAL_TASKS} tasks can be {what}; '
+          f'the last one failed with: {error}'
         )
+
+  def _try_graders(self, tag: str, cache: RolloutCache) -> str:
+    """Grades a made-up reply to a task; returns what a grader raises, or ''.
+
+    Without it, a grader that raises for every reply would end a run only after
+    `rollout.max_consecutive_drops` groups.
+    """
+    env = self._settings.env[tag]
+    _, options = innermost(env.env_type, env.env_config)
+    item = {GENERATION_PROMPT: '', **((cache.task.item if cache.task else None) or {})}
+    try:
+      if options.get('grader'):
+        make_grader(options['grader'])(TRIAL_REPLY, item)
+      for term in self._rewards.terms.values() if self._rewards is not None else ():
+        if isinstance(term.function, GraderReward):
+          term.function.grade(TRIAL_REPLY, item)
+    except GraderFailure:  # it is told of in the metrics
+      return ''
+    except Exception as error:
+      return describe_error(error)
+    return ''
 
   async def _try_step(self, tag: str, manager: EnvManager, cache: RolloutCache) -> None:
     """Lets a user's own environment make a step with an empty reply.

@@ -7,7 +7,8 @@ from typing import Any
 
 from configs import base
 from jaxrl.config import Config
-from jaxrl.envs.graders.answer_matching import answers_match, final_answer
+from jaxrl.envs.graders.answer_marks import final_answer
+from jaxrl.envs.graders.answer_matching import answers_match
 from recipes.recipe import Arm, Recipe
 from recipes.tasks import sums
 
@@ -50,7 +51,7 @@ def solve(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
   opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
   with opener.open(request) as response:
     reply = json.load(response)['choices'][0]['message']['content'] or ''
-  return float(answers_match(final_answer(reply), task['answer']))
+  return float(answers_match(final_answer(reply, task['answer']), task['answer']))
 
 
 def get_config(algorithm: str = 'grpo') -> Config:

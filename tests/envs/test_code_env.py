@@ -259,7 +259,10 @@ def test_the_last_closed_block_counts():
     ('0.3333333', '0.33333333', True),
     ('0.34', '0.33', False),
     ('1', '1.0', True),
-    ('1.0', '1', False),
+    ('1.0', '1', True),
+    ('1.5', '1', False),
+    ('01', '1', False),
+    ('9007199254740993.0', '9007199254740992', False),
     ('nan', '1.5', False),
     ('1_0.5', '10.5', False),
     ('４.2', '4.2', False),
@@ -291,6 +294,75 @@ def test_values(result, right, same):
   assert values_match(result, right) is same
 
 
+FUNCTIONAL = {'input': '[2, 7]\n9', 'output': '[0, 1]', 'testtype': 'functional'}
+
+
+@pytest.mark.parametrize(
+  ('tests', 'row'),
+  [
+    ({'fn_name': 'twoSum', 'inputs': ['[2, 7]\n9'], 'outputs': ['[0, 1]']}, {}),
+    ({'fn_name': 'twoSum', 'inputs': [[[2, 7], 9]], 'outputs': [[0, 1]]}, {}),
+    ({'fn_name': 'twoSum', 'inputs': [[[2, 7], 9]], 'outputs': [[[0, 1]]]}, {}),
+    ({'fn_name': 'twoSum', 'inputs': ['[2, 7]\n9\n'], 'outputs': [[0, 1]]}, {}),
+    ([{**FUNCTIONAL, 'fn_name': 'twoSum'}], {}),
+    ([{**FUNCTIONAL, 'metadata': {'func_name': 'twoSum'}}], {}),
+    ([FUNCTIONAL], {'metadata': '{"func_name": "twoSum"}'}),
+    ([FUNCTIONAL], {'metadata': {'func_name': 'twoSum'}}),
+    ([FUNCTIONAL], {'fn_name': 'twoSum'}),
+    ([FUNCTIONAL], {'entry_point': 'Solution().twoSum'}),
+    (
+      [FUNCTIONAL],
+      {
+        'starter_code': 'class Solution:\n    def twoSum(self, nums, target):\n        '
+      },
+    ),
+    ({'test_cases': [FUNCTIONAL], 'fn_name': 'twoSum'}, {}),
+    ([{**FUNCTIONAL, 'input': 'nums = [2, 7], target = 9'}], {'fn_name': 'twoSum'}),
+    ([{**FUNCTIONAL, 'input': '(2, 7)\n9', 'output': '(0, 1)'}], {'fn_name': 'twoSum'}),
+  ],
+)
+def test_functional_tests_of_livecodebench(tests, row):
+  for form in (tests, json.dumps(tests)):
+    (case,) = read_hidden_tests(form, row)
+    assert case.request == {'function': 'twoSum', 'args': [[2, 7], 9]}
+    assert case.passed('[0, 1]') and not case.passed('[1, 0]')
+
+
+@pytest.mark.parametrize(
+  ('text', 'value'),
+  [
+    ('"ab"', 'ab'),
+    ("'ab'", 'ab'),
+    ('ab', 'ab'),
+    ('True', True),
+    ('None', None),
+    ('1.0', 1.0),
+    ('{"a": [1]}', {'a': [1]}),
+    ('[[1, 2], []]', [[1, 2], []]),
+  ],
+)
+def test_values_of_functional_tests(text, value):
+  tests = {'fn_name': 'f', 'inputs': [f'{text}\n{text}'], 'outputs': [text]}
+  (case,) = read_hidden_tests(tests)
+  assert case.request['args'] == [value, value]
+  assert case.accepted == (value,)
+
+
+@sandboxed
+def test_programs_for_livecodebench_have_its_imports():
+  method = (
+    'class Solution:\n  def search(self, nums: List[int], x: Optional[int]):\n'
+    '    return ceil(Counter(nums)[x] / inf) + next(accumulate([0.5]))\n'
+  )
+  tests = {'fn_name': 'search', 'inputs': ['[1, 2]\n1'], 'outputs': ['0.50']}
+  assert play(method, tests)[1] == ['passed']  # and it is not re.search
+  assert play('x = 1', tests)[1] == ['error']
+  printed = [{'input': '1 2\n', 'output': '3.0\n', 'testtype': 'stdin'}]
+  program = 'print(reduce(lambda a, b: a + b, map(int, input().split())))'
+  assert play(program, printed)[1] == ['passed']
+  assert play(program, [{'input': '1 2\n', 'output': '3'}])[1] == ['error']
+
+
 def test_wrong_tests_are_told():
   for tests, words in (
     ([], 'no tests'),
@@ -299,6 +371,13 @@ def test_wrong_tests_are_told():
     ([{'input': '1'}], 'test 0'),
     ({'inputs': ['1']}, 'outputs'),
     ({'inputs': ['1'], 'outputs': []}, '1 inputs but 0 outputs'),
+    ([FUNCTIONAL], 'neither it nor its row names the function'),
+    ([{**FUNCTIONAL, 'testtype': 'fn'}], "testtype 'fn'; use stdin or functional"),
+    ({'fn_name': 'f', 'inputs': ['[1, 2'], 'outputs': ['1']}, 'neither JSON nor'),
+    ({'fn_name': 'f', 'inputs': ['1'], 'outputs': ['{1']}, 'test 0: its output'),
+    ({'fn_name': 'f', 'inputs': [1], 'outputs': [1]}, 'give the arguments as a list'),
+    (['assert f(1) == 2'], 'test 0'),
+    ('f(1) == 2', 'are no JSON'),
   ):
     with pytest.raises(ValueError, match=words):
       read_hidden_tests(tests)

@@ -140,3 +140,19 @@ def test_errors():
     draw_countdown(0, count=2, largest=1, largest_target=1)
   with pytest.raises(RuntimeError, match='reset'):
     env_factory('countdown')().step('1')
+
+
+@pytest.mark.parametrize(
+  'reply',
+  [
+    '<answer>3 * 4 - 2</answer>',
+    '**3 * 4 - 2**',
+    'Answer: 3 * 4 - 2',
+    r'The answer is $3 \times 4 - 2 = 10$.',
+    'So:\n' r'\boxed{3 \cdot 4 - 2}',
+    '```\n3 * 4 - 2\n```',
+    '<think>2 * 4 + 3</think>3 * 4 - 2',
+  ],
+)
+def test_expressions_as_models_write_them(reply):
+  assert fixed().step(reply)[1:3] == (1, True)

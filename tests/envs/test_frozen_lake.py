@@ -212,3 +212,8 @@ def test_errors():
     draw_map(0, map_size=2, frozen=1.0, split='test')
   with pytest.raises(RuntimeError, match='reset'):
     FrozenLakeEnv().step('up')
+
+
+def test_the_direction_in_the_answer_counts():
+  assert parse_direction('<answer>left</answer>, and not right') == 'left'
+  assert parse_direction('<think>left</think> Right.') == 'right'

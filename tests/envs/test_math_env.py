@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs.math_env import MathEnv, answers_match, final_answer, marked_answer
+from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
+from jaxrl.envs.graders.answer_matching import answers_match
+from jaxrl.envs.math_env import MathEnv
 from jaxrl.types import Task
 
 SHARED = Path(__file__).parents[3] / 'shared' / 'data'
@@ -104,6 +106,10 @@ def test_strict_and_format_reward():
     ('−18', '-18'),
     ('٤٢', '٤٢'),
     ('1 1/2', '1  1/2'),
+    ('1e3', '1000'),
+    ('50%', '0.5'),
+    ('3 PM', '3:00 p.m.'),
+    ('3 PM', '3'),
   ],
 )
 def test_same(one, other):
@@ -119,7 +125,6 @@ def test_same(one, other):
     ('', ''),
     ('x', 'y'),
     ('1e9', '1'),
-    ('1e3', '1000'),
     ('nan', '1'),
     ('inf', '1'),
     ('infinity', 'inf'),
@@ -136,6 +141,10 @@ def test_same(one, other):
     ('1,0000', '10000'),
     ('1 1/2', '11/2'),
     ('4 2', '42'),
+    ('3 PM', '3 AM'),
+    ('0.5%', '50%'),
+    ('5 cm', '5 m'),
+    ('x = 5, y = 3', '3'),
     ('−18', '18'),
   ],
 )

@@ -15,6 +15,8 @@ from jaxrl.envs.reply_parsing import tagged_answer
     ('</answer>\nlast', 'last'),
     ('<answer>never closed', '<answer>never closed'),
     ('', ''),
+    ('<think><answer>1</answer></think>2', '2'),
+    ('```\n1 2\n```', '1 2'),
   ],
 )
 def test_answer(reply, answer):

@@ -165,6 +165,36 @@ def test_what_cannot_be_is_said_before_any_work(spec, message, tmp_path, capsys)
   assert message in error
 
 
+@pytest.mark.parametrize(
+  ('body', 'message'),
+  [
+    ('def grade(reply):\n  return 1.0\n', 'TypeError: grade() takes 1 positional'),
+    ('def grade(reply, item):\n  return item["label"]\n', "KeyError: 'label'"),
+    ('def grade(reply, item):\n  return "good"\n', "returned 'good'; it must return"),
+    ('def grade(reply, item):\n  return [1.0]\n', 'returned [1.0]; it must return'),
+    ('def grade(reply, item):\n  return float("nan")\n', 'returned nan; it must'),
+    ('def grade(reply, item):\n  return 1j\n', 'complex, which is no number'),
+  ],
+)
+@pytest.mark.parametrize('place', ['rollout.rewards', 'env.math.env_config.grader'])
+def test_a_grader_that_always_fails_ends_the_run_before_it_begins(
+  body, message, place, tmp_path, capsys
+):
+  (tmp_path / 'own.py').write_text(body)
+  rows = [{'question': f'{n}?', 'answer': str(n)} for n in range(9)]
+  (tmp_path / 'rows.jsonl').write_text(''.join(f'{json.dumps(r)}\n' for r in rows))
+  config = tmp_path / 'config.py'
+  config.write_text(
+    'from configs import base, debug\ndef get_config():\n  c = debug.get_config()\n'
+    f'  c.env = {{"math": base.env_section("math")}}\n'
+    f'  c.dataset.path = "{tmp_path}/rows.jsonl"\n  return c\n'
+  )
+  option = f'--config.{place}={tmp_path}/own.py:grade'
+  error = refused(tmp_path / 'run', capsys, option, config=str(config))
+  assert 'none of the first 8 tasks can be graded' in error
+  assert message in error
+
+
 def test_runs_that_play_nothing_are_refused():
   config = base.get_config()
   config.rollout.rewards = 'exact'

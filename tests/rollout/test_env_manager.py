@@ -5,6 +5,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -12,11 +13,19 @@ import pytest
 from jaxrl.data import chat_tokenizer
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.envs.graders.rule_graders import make_format_grader
 from jaxrl.group_stats import is_truncated
 from jaxrl.rollout import env_manager
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
+from jaxrl.rollout.rewards.reward_pipeline import (
+  GraderReward,
+  RewardPipeline,
+  RewardTerm,
+)
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from jaxrl.types import Task
+from tests.calls import env_factory
 from tests.data.test_chat_tokenizer import make_chat
 from tests.rollout.fakes import (
   END,
@@ -446,3 +455,26 @@ async def test_an_environment_made_too_late_is_nobodys():
   assert failed.stop_reason == 'env_reset_failed'
   (good,) = await manager.play_episode(lease(attempt=1), base_seed=7)
   assert good.score == 3 and manager._env is envs[1]
+
+
+async def test_graders_learn_which_tag_the_prompt_opened():
+  """The template opens the thought, and the reply only closes it."""
+  chat = make_chat()
+  chat.tokenizer.chat_template = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    '{% if add_generation_prompt %}[assistant]<think>{% endif %}'
+  )
+  chat = ChatTokenizer(chat.tokenizer)
+  assert chat.generation_prompt == '[assistant]<think>'
+  tokens = chat.tokenizer.encode('4 is even</think><answer>yes</answer>')
+  engine = FakeEngine(lambda p, s: completion([*tokens, chat.eos_id]))
+  rewards = RewardPipeline(
+    {'format': RewardTerm(GraderReward(make_format_grader(tags='think, answer')))}
+  )
+  make_env = env_factory('math', {'grader': "format(tags='think, answer')"})
+  task = Task(seed=0, index=0, item={'question': 'Is 4 even?', 'answer': 'yes'})
+  dataset = types.SimpleNamespace(get_task=lambda *_: task)
+  context = world(make_env, engine)
+  context = dataclasses.replace(context, chat=chat, dataset=dataset, rewards=rewards)
+  (row,) = await play(context, max_length=1000)
+  assert row.metrics['reward/env'] == row.metrics['reward/format'] == 1

@@ -50,6 +50,8 @@ LEVELS = [
 MAX_FILE_LINES = 600
 # What a model, the authors of a data set, or vLLM have written; no settings.
 READS_CODE = {
+  'jaxrl.envs.coding.hidden_tests',
+  'jaxrl.envs.reply_parsing',
   'jaxrl.envs.terminal.swe_env',
   'jaxrl.envs.tools.python_repl',
   'jaxrl.rollout.vllm.vllm_options',

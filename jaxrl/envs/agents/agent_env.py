@@ -14,9 +14,10 @@ from jaxrl import call_strings
 from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
 from jaxrl.envs.agents.function_agent import FunctionAgent
-from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
-from jaxrl.envs.graders.answer_matching import final_answer
+from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
+from jaxrl.envs.graders.answer_marks import final_answer
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
+from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
 
 
 class AgentRunner(Protocol):
@@ -81,6 +82,7 @@ class AgentEnv:
     )
     self._grader = make_grader(grader) if grader else None
     self._task: dict[str, Any] = {}
+    self._prompt = ''  # what the chat template writes before a reply
 
   @classmethod
   def check(cls, **options: Any) -> None:
@@ -105,6 +107,7 @@ class AgentEnv:
         'the agent environment needs a data set of tasks: set dataset.path'
       )
     self._task = {**task.item, 'episode_seed': seed}
+    self._prompt = str((options or {}).get(GENERATION_PROMPT, ''))
     return '', {}
 
   def run(self, base_url: str, api_key: str) -> dict[str, Any]:
@@ -135,12 +138,13 @@ class AgentEnv:
     Returns:
       The reward, metrics and columns.
     """
-    reward = float(agent_result.get('reward') or 0.0)
+    reward = as_real_number(agent_result.get('reward') or 0.0) or 0.0
     metrics = {'reward/agent': reward, 'reward/feedback': feedback}
-    columns = {'given': str(agent_result.get('given') or final_answer(reply))}
+    right = str(self._task.get('answer', ''))
+    columns = {'given': str(agent_result.get('given') or final_answer(reply, right))}
     total = reward + feedback
     if self._grader is not None:
-      grade = self._grader(reply, self._task)
+      grade = self._grader(reply, {GENERATION_PROMPT: self._prompt, **self._task})
       metrics |= grade.metrics
       metrics['accuracy'] = float(next(iter(grade.parts.values())) >= 1)
       columns['grader_fault'] = grade.error
@@ -178,9 +182,10 @@ def _validate_result(value: Any) -> dict[str, Any]:
   metrics = result.get('metrics') or {}
   if not isinstance(metrics, Mapping):
     raise ValueError(f'the agent returned metrics {metrics!r}: must be a mapping'[:200])
-  for name, number in [('reward', result.get('reward') or 0.0), *metrics.items()]:
-    if not isinstance(number, bool | int | float) or not math.isfinite(number):
-      raise ValueError(f'the agent returned {name} {number!r}: must be a number'[:200])
+  for name, value in [('reward', result.get('reward')), *metrics.items()]:
+    number = 0.0 if name == 'reward' and value is None else as_real_number(value)
+    if number is None or not math.isfinite(number):
+      raise ValueError(f'the agent returned {name} {value!r}: must be a number'[:200])
     if name == 'reward' and not is_valid_reward(number):
       raise ValueError(
         f'the agent returned the reward {number}: must be at most ±{MAX_REWARD:g}'[:200]

@@ -21,6 +21,29 @@ import time
 import types
 from typing import Any
 
+# What LeetCode and LiveCodeBench import before a program.
+IMPORTS = """
+import bisect, builtins, collections, copy, datetime, functools, heapq, io, itertools
+import json, math, operator, random, re, statistics, string, sys, typing
+from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from json import *
+from builtins import *
+from typing import *
+sys.setrecursionlimit(50000)
+"""
 STDERR_BYTES = 1000  # kept of what a program writes to stderr, from its end
 
 
@@ -47,26 +70,33 @@ def run_program(
   module = types.ModuleType('solution' if is_call else '__main__')
   sys.modules[module.__name__] = module
   sys.argv = ['solution.py']
+  if is_call or 'testtype' in case:
+    exec(IMPORTS, module.__dict__)
+  imported = dict(module.__dict__)
   exec(compile(job['program'], 'solution.py', 'exec'), module.__dict__)
   if is_call:
-    result = find_function(module, case['function'])(*case['args'])
+    result = find_function(module, case['function'], imported)(*case['args'])
     text = json.dumps(result).encode()
     while text:
       text = text[os.write(pipe, text) :]
 
 
-def find_function(module: types.ModuleType, name: str) -> Any:
+def find_function(module: types.ModuleType, name: str, imported: dict[str, Any]) -> Any:
   """Returns a function of the program, or a method of its class Solution.
 
   Args:
     module: The program as a module.
     name: The name of the function.
+    imported: What the module had before the program ran, such as `re.search`.
 
   Returns:
     The function.
   """
-  if hasattr(module, name) or not hasattr(module, 'Solution'):
-    return getattr(module, name)
+  own = module.__dict__.get(name)
+  if own is not None and own is not imported.get(name):
+    return own
+  if not hasattr(module, 'Solution'):
+    raise NameError(f'the program defines no {name!r}')
   return getattr(module.Solution(), name)
 
 
@@ -126,6 +156,8 @@ def main() -> None:
   """Runs all tests of the request."""
   with open(0, 'rb', closefd=False) as stdin:
     job = json.load(stdin)
+  if any('function' in case or 'testtype' in case for case in job['cases']):
+    exec(IMPORTS, {})  # once here, so that each test finds the modules loaded
   for case in job['cases']:
     pipe, pipe_in = os.pipe()
     stderr, stderr_in = os.pipe()

@@ -1,12 +1,17 @@
 """CodeEnv asks for a Python program, which hidden tests judge in a sandbox."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxrl.envs.coding.code_runner import CaseResult, CodeRunner
-from jaxrl.envs.coding.hidden_tests import HiddenTest, read_hidden_tests
-from jaxrl.envs.reply_parsing import last_code_block
+from jaxrl.envs.coding.hidden_tests import (
+  HiddenTest,
+  called_function,
+  read_hidden_tests,
+)
+from jaxrl.envs.reply_parsing import find_program, last_code_block
 from jaxrl.envs.sandbox.sandbox_api import keep_tail
 
 MAX_TEXT_CHARS = 1000  # kept of each text of a failed test
@@ -15,7 +20,9 @@ MAX_TEXT_CHARS = 1000  # kept of each text of a failed test
 class CodeEnv:
   """Asks for a program and rewards the share of hidden tests that it passes.
 
-  The program is the last closed ``` block of the reply. The task's `question` is shown.
+  The program is the block of the reply that defines what the tests call, or else its
+  longest Python block; see `reply_parsing.find_program`. The task's `question` is
+  shown.
   Its `answer` holds the tests (`hidden_tests.read_hidden_tests` describes their form),
   which the program never sees.
 
@@ -75,7 +82,7 @@ class CodeEnv:
       raise ValueError(
         'the code environment needs a data set of problems: set dataset.path'
       )
-    self._cases = read_hidden_tests(task.item['answer'])
+    self._cases = read_hidden_tests(task.item['answer'], task.item)
     self._solution = task.item.get('solution')
     return str(task.item['question']), {}
 
@@ -88,14 +95,17 @@ class CodeEnv:
     if self._solution is None:
       return None
     program = last_code_block(str(self._solution)) or f'{self._solution}\n'
-    reply = f'```python\n{program}```'
-    if last_code_block(reply) != program:
-      raise ValueError('the solution has a line ``` of its own, which ends its block')
+    ticks = max(map(len, re.findall('`+', program)), default=0)
+    fence = '`' * max(3, ticks + 1)
+    line_end = '' if program.endswith('\n') else '\n'
+    reply = f'{fence}python\n{program}{line_end}{fence}'
+    if find_program(reply, called_function(self._cases)).strip() != program.strip():
+      raise ValueError('the solution cannot be put into a block of a reply')
     return reply
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Tests the reply's program and ends the episode."""
-    program = last_code_block(action)
+    program = find_program(action, called_function(self._cases))
     results = [CaseResult('no code')] * len(self._cases)
     if program:
       results = self._runner.run(program, self._cases)

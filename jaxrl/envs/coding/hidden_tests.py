@@ -1,11 +1,18 @@
 """Hidden tests of programs: how tasks store them, and when an output is right."""
 
+import ast
+import contextlib
 import dataclasses
 import json
 import math
+import re
+import types
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 _TOLERANCE = 1e-6  # how far apart two decimal numbers may be, relative or absolute
+_DECIMAL = re.compile(r'[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +21,7 @@ class HiddenTest:
 
   Attributes:
     request: What the program is given: `{'input': text}` or `{'function': name, 'args':
-      list}`.
+      list}`; with `testtype`, the program gets the imports of LiveCodeBench.
     accepted: The answers that pass: texts, or JSON values.
   """
 
@@ -39,7 +46,9 @@ class HiddenTest:
     return any(values_match(result, expected) for expected in self.accepted)
 
 
-def read_hidden_tests(tests: Any) -> list[HiddenTest]:
+def read_hidden_tests(
+  tests: Any, item: Mapping[str, Any] = types.MappingProxyType({})
+) -> list[HiddenTest]:
   """Parses the tests from a task's data.
 
   The data is a list of `{'input': text, 'output': text}` and `{'function': name,
@@ -47,8 +56,14 @@ def read_hidden_tests(tests: Any) -> list[HiddenTest]:
   'outputs': [...]}`, with `fn_name` for calls, where a result may be wrapped in a list
   of its own. Lines may be given as a list of texts.
 
+  In LiveCodeBench's form, a test has a `testtype`: `stdin`, or `functional` for a call
+  whose input is a text with one JSON value per line. The function is named by the test
+  or the data (`fn_name`, `func_name`), or by the row's `fn_name`, `func_name`,
+  `entry_point`, `metadata` or `starter_code`.
+
   Args:
     tests: The data, or its JSON text.
+    item: The row, which may name the function.
 
   Returns:
     The tests.
@@ -57,11 +72,16 @@ def read_hidden_tests(tests: Any) -> list[HiddenTest]:
     ValueError: If the data has another form or holds no tests.
   """
   if isinstance(tests, str):
-    tests = json.loads(tests)
+    try:
+      tests = json.loads(tests)
+    except ValueError as error:
+      raise ValueError(f'the tests {tests[:40]!r} are no JSON: {error}') from error
+  if isinstance(tests, dict) and isinstance(tests.get('test_cases'), list):
+    item, tests = {**item, **tests}, tests['test_cases']
   if isinstance(tests, dict):
-    cases = _parse_columns(tests)
+    cases = _parse_columns(tests, item)
   elif isinstance(tests, list):
-    cases = [_parse_test(number, test) for number, test in enumerate(tests)]
+    cases = [_parse_test(number, test, item) for number, test in enumerate(tests)]
   else:
     raise ValueError(f'tests are a {type(tests).__name__}; give a list or an object')
   if not cases:
@@ -69,35 +89,135 @@ def read_hidden_tests(tests: Any) -> list[HiddenTest]:
   return cases
 
 
-def _parse_test(number: int, test: Any) -> HiddenTest:
+def called_function(cases: Sequence[HiddenTest]) -> str:
+  """Returns the name of the function that tests call; '' if they run the program.
+
+  Args:
+    cases: The tests.
+  """
+  return next((c.request['function'] for c in cases if 'function' in c.request), '')
+
+
+def _parse_test(number: int, test: Any, item: Mapping[str, Any]) -> HiddenTest:
   keys = set(test) if isinstance(test, dict) else set()
-  if {'input', 'output'} <= keys:
-    return HiddenTest({'input': _text(test['input'])}, (_text(test['output']),))
   if {'function', 'args', 'result'} <= keys:
     request = {'function': str(test['function']), 'args': list(test['args'])}
     return HiddenTest(request, (test['result'],))
-  raise ValueError(
-    f'test {number} has {sorted(map(str, keys)) or test!r}; it needs input and output, '
-    'or function, args and result'
-  )
+  if not {'input', 'output'} <= keys:
+    raise ValueError(
+      f'test {number} has {sorted(map(str, keys)) or test!r}; it needs input and '
+      'output, or function, args and result'
+    )
+  kind = test.get('testtype')
+  name = _function_name(test)
+  if kind not in (None, '', 'stdin', 'functional'):
+    raise ValueError(f'test {number} has testtype {kind!r}; use stdin or functional')
+  if kind != 'functional' and not name:
+    request = {'input': _text(test['input'])}
+    if kind:
+      request['testtype'] = kind
+    return HiddenTest(request, (_text(test['output']),))
+  name = name or _function_name(item)
+  if not name:
+    raise ValueError(
+      f'test {number} is functional, but neither it nor its row names the function: '
+      "give it as fn_name, or as func_name in the row's metadata"
+    )
+  return _call_test(number, name, test['input'], test['output'])
 
 
-def _parse_columns(tests: dict[str, Any]) -> list[HiddenTest]:
+def _parse_columns(tests: dict[str, Any], item: Mapping[str, Any]) -> list[HiddenTest]:
   inputs, outputs = tests.get('inputs'), tests.get('outputs')
   if not isinstance(inputs, list) or not isinstance(outputs, list):
     raise ValueError(f'tests have {sorted(tests)}; they need lists inputs and outputs')
   if len(inputs) != len(outputs):
     raise ValueError(f'tests have {len(inputs)} inputs but {len(outputs)} outputs')
-  name = tests.get('fn_name')
-  if not name:
-    pairs = zip(inputs, outputs, strict=True)
-    return [HiddenTest({'input': _text(one)}, (_text(other),)) for one, other in pairs]
-  cases = []
-  for arguments, result in zip(inputs, outputs, strict=True):
-    is_wrapped = isinstance(result, list) and len(result) == 1
-    request = {'function': str(name), 'args': list(arguments)}
-    cases.append(HiddenTest(request, (result, result[0]) if is_wrapped else (result,)))
-  return cases
+  kind = tests.get('testtype')
+  pairs = enumerate(zip(inputs, outputs, strict=True))
+  if not _function_name(tests):
+    return [
+      _parse_test(number, {'input': one, 'output': other, 'testtype': kind}, item)
+      for number, (one, other) in pairs
+    ]
+  name = _function_name(tests)
+  return [_call_test(number, name, one, other) for number, (one, other) in pairs]
+
+
+def _function_name(source: Mapping[str, Any]) -> str:
+  """Returns the function that a test, its data or a row names, or ''."""
+  for key in ('fn_name', 'func_name', 'entry_point'):
+    if isinstance(source.get(key), str) and source[key]:
+      return re.sub(r'\W+$', '', source[key]).rpartition('.')[2]
+  metadata = source.get('metadata')
+  if isinstance(metadata, str):
+    with contextlib.suppress(ValueError):
+      metadata = json.loads(metadata)
+  if isinstance(metadata, Mapping) and (name := _function_name(metadata)):
+    return name
+  names = re.findall(
+    r'^\s*def\s+(?!__)(\w+)', str(source.get('starter_code') or ''), re.M
+  )
+  return names[-1] if len(names) == 1 else ''
+
+
+def _call_test(number: int, name: str, arguments: Any, result: Any) -> HiddenTest:
+  """Returns a test that calls a function.
+
+  Args:
+    number: The number of the test.
+    name: The name of the function.
+    arguments: A list of values, or their text.
+    result: The result, or its text if the arguments are a text.
+  """
+  if isinstance(arguments, str):
+    values = _text_arguments(number, arguments)
+    results = [result]
+    if isinstance(result, str):
+      results = [_read_value(f'test {number}: its output', result)]
+    return HiddenTest({'function': name, 'args': values}, tuple(results))
+  if not isinstance(arguments, list | tuple):
+    raise ValueError(
+      f'test {number} of {name}: its input is {arguments!r:.60}; give the arguments as '
+      'a list, or as a text with one JSON value per line'
+    )
+  is_wrapped = isinstance(result, list) and len(result) == 1
+  accepted = (result, result[0]) if is_wrapped else (result,)
+  return HiddenTest({'function': name, 'args': list(arguments)}, accepted)
+
+
+def _text_arguments(number: int, text: str) -> list[Any]:
+  """Parses arguments: a value per line, or `nums = [2, 7], target = 9`."""
+  if re.match(r'\s*[A-Za-z_]\w*\s*=[^=]', text):
+    with contextlib.suppress(SyntaxError, ValueError):
+      call = ast.parse(f'f({" ".join(text.split())})', mode='eval').body
+      if isinstance(call, ast.Call) and not call.args:
+        return [ast.literal_eval(keyword.value) for keyword in call.keywords]
+  where = f'test {number}: its input'
+  lines = text.strip('\n').split('\n')
+  with contextlib.suppress(ValueError):
+    return (
+      [json.loads('\n'.join(lines))]
+      if len(lines) > 1
+      else [_read_value(where, lines[0])]
+    )
+  return [_read_value(where, line) for line in lines]
+
+
+def _read_value(where: str, text: str) -> Any:
+  """Reads a JSON value, a Python literal, or a text without quotes."""
+  try:
+    return json.loads(text)
+  except ValueError:
+    pass
+  try:
+    value = ast.literal_eval(text.strip())
+    return json.loads(json.dumps(value))  # as tuples and sets of a program become
+  except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+    if re.match(r'\s*[\[({"\'\d-]', text):
+      raise ValueError(
+        f'{where} {text!r:.60} is neither JSON nor a Python literal'
+      ) from error
+  return text
 
 
 def _text(value: Any) -> str:
@@ -131,14 +251,13 @@ def _same_line(line: str, expected: str) -> bool:
 def _same_word(word: str, expected: str) -> bool:
   if word == expected:
     return True
-  if '.' not in expected or max(len(word), len(expected)) > 64:
+  if max(len(word), len(expected)) > 64 or '.' not in word + expected:
     return False
-  if '_' in word or not word.isascii():  # float would take them: 1_0.5, ４.2
-    return False
-  try:
-    return _nearly_equal(float(word), float(expected))
-  except ValueError:
-    return False
+  if not (_DECIMAL.fullmatch(word) and _DECIMAL.fullmatch(expected)):
+    return False  # float would take more: 1_0.5, ４.2
+  if '.' not in expected:
+    return Decimal(word) == Decimal(expected)
+  return _nearly_equal(float(word), float(expected))
 
 
 def values_match(result: Any, expected: Any) -> bool:

@@ -107,7 +107,7 @@ class CountdownEnv:
     self._num_attempts += 1
     last = self._num_attempts >= self._attempts
     try:
-      value = self._value(reply_parsing.tagged_answer(action))
+      value = self._value(_expression_text(action))
     except ValueError as error:
       self._num_invalid += 1
       info = self._info(False, False)
@@ -135,6 +135,17 @@ class CountdownEnv:
     metrics = {'accuracy': float(correct), 'success': float(correct)}
     metrics |= {'valid': float(valid), 'invalid_actions': float(self._num_invalid)}
     return {'suffix': EXPRESSION_HELP, 'metrics': metrics}
+
+
+def _expression_text(reply: str) -> str:
+  """Returns the expression that a reply answers with, without its markup."""
+  text = reply_parsing.tagged_answer(reply)
+  if boxed := re.search(r'\\boxed\{(.*)\}', text):
+    text = boxed[1]
+  for command, sign in (('\\times', '*'), ('\\cdot', '*'), ('\\div', '/')):
+    text = text.replace(command, sign)
+  text = re.sub(r'\\(?:left|right|[()\[\]])|[$`]', '', text).strip(' *.')
+  return re.sub(r'(?i)^(?:the |my |final )*answer(?: is)?[\s:*]+', '', text)
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:

@@ -18,6 +18,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
 from jaxrl.envs.games import board_pictures
+from jaxrl.envs.reply_parsing import tagged_answer
 
 MOVES = {'left': 0, 'down': 1, 'right': 2, 'up': 3}  # Gymnasium's numbers
 DIRECTIONS = {'left': (0, -1), 'down': (1, 0), 'right': (0, 1), 'up': (-1, 0)}
@@ -216,7 +217,7 @@ VIEWS = {'map': render_map, 'around': look_around, 'image': draw_picture}
 
 
 def parse_direction(action: str) -> str | None:
-  """Returns the last direction that a reply names.
+  """Returns the last direction that a reply, or its `<answer>`, names.
 
   Args:
     action: The reply.
@@ -224,7 +225,8 @@ def parse_direction(action: str) -> str | None:
   Returns:
     'left', 'down', 'right', 'up' or None.
   """
-  words = _DIRECTION_WORDS.findall(action[-1000:])
+  text = tagged_answer(action) if '</answer>' in action else action
+  words = _DIRECTION_WORDS.findall(text[-1000:])
   return words[-1].lower() if words else None
 
 

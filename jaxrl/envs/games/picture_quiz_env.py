@@ -5,7 +5,6 @@ red, and dots are drawn in some. The model answers with a number: which cell is 
 how many dots there are.
 """
 
-import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,9 @@ import numpy as np
 from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
 from jaxrl.data.images import Image, as_image
 from jaxrl.data.seeds import fold_seed
+from jaxrl.envs.graders.answer_marks import final_answer
+from jaxrl.envs.graders.answer_matching import answers_match
+from jaxrl.envs.graders.answer_numbers import is_number_like
 
 QUESTIONS = {'red': 'Which square is red?', 'dots': 'How many dots?'}
 SPLITS = ('', 'train', 'test')
@@ -22,7 +24,6 @@ TEST_SHARE = 0.2  # of all pictures, kept for the test split
 RED = (200, 40, 40)
 COLOURS = ((40, 80, 200), (40, 160, 70), (220, 200, 60), (150, 150, 150))
 DOT = (15, 15, 15)
-_NUMBER = re.compile(r'\d+')
 
 
 class PictureQuizEnv:
@@ -76,12 +77,13 @@ class PictureQuizEnv:
     return show(picture, QUESTIONS[question]), {}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Rewards the right number, the last that the reply names, and ends the episode."""
+    """Rewards a reply whose final answer is the number, and ends the episode."""
     if self._answer is None:
       raise RuntimeError('call reset before step')
-    numbers = _NUMBER.findall(action[-1000:])
-    right = float(bool(numbers) and int(numbers[-1][:9]) == self._answer)
-    info = {'metrics': {'accuracy': right, 'invalid_actions': float(not numbers)}}
+    answer = str(self._answer)
+    given = final_answer(action, answer)
+    right, is_number = float(answers_match(given, answer)), is_number_like(given)
+    info = {'metrics': {'accuracy': right, 'invalid_actions': float(not is_number)}}
     return '', right, True, False, info
 
 

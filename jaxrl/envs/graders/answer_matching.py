@@ -1,89 +1,28 @@
-"""Answer matching finds the final answer in a reply and compares answers.
-
-Only the digits 0 to 9 make a number, as for math-verify. Python's `int` and `float`
-take more (other scripts' digits, 1_000, nan, infinity) and are not used.
-"""
+"""Answer matching compares final answers where no algebra is needed."""
 
 import re
-from decimal import Decimal, InvalidOperation
 
-# Includes what only looks like a number, such as 1_000, so that no part of it counts.
-NUMBER_PATTERN = re.compile(r'[-−]?\d(?:[\d,]|_(?=\d))*(?:\.\d+)?(?:/\d+)?')
-MAX_ANSWER_CHARS = 1000  # characters of an answer that are looked at
+from jaxrl.envs.graders.answer_marks import MAX_ANSWER_CHARS
+from jaxrl.envs.graders.answer_numbers import UNIT_NAMES, clean_text, parse_quantity
+
 _IGNORED_MARKUP = re.compile(
-  r'\\(?:left|right|,|;|!| |quad|displaystyle)|\$|(?<![0-9]) | (?![0-9])'
+  r'\\(?:left|right|,|;|!| |quad|displaystyle|[()\[\]])|\$|\*\*|(?<![0-9]) | (?![0-9])'
 )
 _THOUSANDS_SPACE = re.compile(r'(?<=[0-9]) (?=[0-9]{3}(?![0-9]))')
-# Groups of three, as in 1,234,567, or of two before the last, as in 12,34,567.
-_THOUSANDS = re.compile(r'([+-]?[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3})(?![0-9,])')
 _ODD_DIGITS = re.compile(r'[0-9]_[0-9]{3}|(?![0-9])\d')
-_NUMBER = re.compile(r'[+-]?[0-9]*\.?[0-9]+(?:/[0-9]*\.?[0-9]+)?')
-
-
-def marked_answer(text: str) -> str:
-  r"""Returns the answer that a reply marks as final.
-
-  Args:
-    text: The reply.
-
-  Returns:
-    What follows the last `####` or is in the last `\boxed{}`; '' if neither occurs.
-  """
-  hashes, box = text.rfind('####'), text.rfind('\\boxed{')
-  if max(hashes, box) < 0:
-    return ''
-  if box > hashes:
-    return _braced(text, box + len('\\boxed{'))
-  return text[hashes + 4 :].strip().split('\n')[0].strip()
-
-
-def final_answer(text: str) -> str:
-  """Returns the marked answer, else the last number, else the whole text.
-
-  Args:
-    text: The reply.
-
-  Returns:
-    The answer.
-  """
-  marked = marked_answer(text)
-  if marked:
-    return marked
-  numbers = NUMBER_PATTERN.findall(text)
-  return numbers[-1] if numbers else text.strip()
-
-
-def _braced(text: str, start: int) -> str:
-  """Returns the text from `start` to its closing brace; '' if there is none."""
-  depth = 1
-  for end in range(start, min(len(text), start + MAX_ANSWER_CHARS)):
-    depth += {'{': 1, '}': -1}.get(text[end], 0)
-    if depth == 0:
-      return text[start:end].strip()
-  return ''
-
-
-def parse_number(text: str) -> Decimal | None:
-  """Parses an integer, decimal, percentage or fraction.
-
-  Commas must separate thousands: 1,000 is a number, and 1,2 is not.
-
-  Args:
-    text: The text.
-
-  Returns:
-    The number, or None if the text is none.
-  """
-  text = text.strip().strip('$').rstrip('.,%').replace('\\', '').replace('−', '-')
-  if match := _THOUSANDS.match(text):
-    text = match[1].replace(',', '') + text[match.end() :]
-  if len(text) > 64 or not _NUMBER.fullmatch(text):
-    return None
-  top, _, bottom = text.partition('/')
-  try:
-    return Decimal(top) / Decimal(bottom or '1')
-  except (InvalidOperation, ZeroDivisionError):
-    return None
+_STYLE = re.compile(
+  r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}'
+)
+_TIME = re.compile(r'0?(\d{1,2})(?::(\d\d))?\s*([ap])\.?\s?m\b\.?', re.IGNORECASE)
+_CLOCK = re.compile(r'\d:\d')
+_LETTERS = re.compile(r'[a-z]{2,}')
+# Algebra would read words as products of unknowns, so that 'no' equals 'on'.
+_LITERAL_WORDS = frozenset(['yes', 'no', 'true', 'false', 'none'])
+_FORMULA_WORDS = frozenset(
+  'sqrt frac dfrac tfrac cfrac sin cos tan sec csc cot arcsin arccos arctan log exp '
+  'lim max min mod gcd lcm pi theta alpha beta gamma infty infinity cdot times begin '
+  'end pmatrix bmatrix matrix vmatrix cup cap and left right'.split()
+)
 
 
 def normalize_answer(text: str) -> str:
@@ -101,16 +40,18 @@ def normalize_answer(text: str) -> str:
   fraction = re.fullmatch(r'(-?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}', text)
   if fraction:
     text = '{}{}/{}'.format(*fraction.groups())
-  text = _THOUSANDS_SPACE.sub('', text)
-  return _IGNORED_MARKUP.sub('', text).removesuffix('.').lower()
+  text = _TIME.sub(lambda m: f'{m[1]}:{m[2] or "00"}{m[3].lower()}m', text)
+  text = _THOUSANDS_SPACE.sub('', _STYLE.sub(r'\1', text))
+  text = _IGNORED_MARKUP.sub('', text).strip('`"')
+  return text.removesuffix('.').removesuffix('\\').lower()
 
 
 def compare_answers(candidate: str, expected: str) -> bool | None:
   """Compares two final answers where no algebra is needed.
 
-  Numbers are compared by value; other answers agree if their normalized texts are
-  equal. An answer with digits of other scripts, or of the form 1_000, agrees with
-  nothing else.
+  Numbers are compared by value, with their units; other answers agree if their
+  normalized texts are equal. Words, times of day, and answers with digits of other
+  scripts or of the form 1_000 agree with nothing else.
 
   Args:
     candidate: The answer of the reply.
@@ -121,15 +62,24 @@ def compare_answers(candidate: str, expected: str) -> bool | None:
   """
   if not candidate or not expected:
     return False
-  candidate, expected = normalize_answer(candidate), normalize_answer(expected)
-  left, right = parse_number(candidate), parse_number(expected)
-  if left is not None and right is not None:
-    return left == right
-  if candidate == expected:
+  if max(len(candidate), len(expected)) > MAX_ANSWER_CHARS:
+    return False
+  candidate, expected = (
+    _right_side(candidate, expected),
+    _right_side(expected, candidate),
+  )
+  plain, right_plain = normalize_answer(candidate), normalize_answer(expected)
+  if plain == right_plain:
     return True
+  left, right = parse_quantity(candidate), parse_quantity(expected)
+  if left is not None and right is not None:
+    return left.agrees_with(right)
+  if _CLOCK.search(plain) or _CLOCK.search(right_plain):
+    return False
   # Algebra would read '1_000' as 1 and the last number of '٤٢, 7' as all of it.
-  is_odd = any(_ODD_DIGITS.search(text) for text in (candidate, expected))
-  return False if is_odd else None
+  is_odd = any(_ODD_DIGITS.search(text) for text in (plain, right_plain))
+  has_words = _has_words(candidate) or _has_words(expected)
+  return False if is_odd or has_words else None
 
 
 def answers_match(candidate: str, expected: str) -> bool:
@@ -143,3 +93,27 @@ def answers_match(candidate: str, expected: str) -> bool:
     True if they agree.
   """
   return bool(compare_answers(candidate, expected))
+
+
+def _right_side(answer: str, other: str) -> str:
+  """Returns what an answer such as 'x = 5' says is x, if the other is no equation."""
+  left, equals, right = answer.rpartition('=')
+  if (
+    not equals
+    or '=' in other
+    or re.search(r'[,;<>≤≥≠]|\b(?:or|and)\b|\\[lgn]eq?\b', answer)
+  ):
+    return answer
+  return answer if left.endswith('!') or not right.strip() else right
+
+
+def _has_words(answer: str) -> bool:
+  """Returns whether an answer has words, which are no formula and no unit."""
+  text = re.sub(r'\\[a-zA-Z]+', ' ', _STYLE.sub(r' \1 ', clean_text(answer))).lower()
+  if parse_quantity(answer) is not None:
+    return False
+  known = _FORMULA_WORDS | UNIT_NAMES
+  words = [
+    word for word in _LETTERS.findall(text) if word.removesuffix('s') not in known
+  ]
+  return any(len(word) > 3 or word in _LITERAL_WORDS for word in words)

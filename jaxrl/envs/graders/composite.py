@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from jaxrl import call_strings
 from jaxrl.call_strings import ComponentCall
-from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
+from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders.grader_processes import (
   GraderError,
   GraderFailure,
@@ -202,8 +202,9 @@ def _make_function_part(
     score = shared_grader_pool().call(
       target, reply, dict(item), options=options, limit=timeout
     )
-    if isinstance(score, bool | int | float) and is_valid_reward(score):
-      return float(score)
+    number = as_real_number(score)
+    if number is not None and is_valid_reward(number):
+      return number
     raise GraderError(
       f'grader {target!r} returned {score!r:.80}; it must return a finite number of at '
       f'most ±{MAX_REWARD:g}'

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrl import call_strings
+from jaxrl.envs.env_registry import as_real_number
 from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES
 
 MAX_MEMORY_BYTES = 4 << 30  # bytes of address space
@@ -47,7 +48,7 @@ def serve(pipe: Connection) -> None:
         answer = {'value': _instance(request['target'], options)(*request['args'])}
       else:
         answer = {'value': fn(*request['args'], **options)}
-      answer = json.dumps(answer)
+      answer = json.dumps(answer, default=_plain_number)
       if len(answer) > MAX_ANSWER_BYTES:  # json.dumps writes ASCII
         raise ValueError(f'it returned more than {MAX_ANSWER_BYTES} bytes')
     except MemoryError:
@@ -57,6 +58,16 @@ def serve(pipe: Connection) -> None:
       answer = json.dumps({'error': text, 'place': place})
     signal.setitimer(signal.ITIMER_REAL, 0)
     pipe.send_bytes(answer.encode())
+
+
+def _plain_number(value: Any) -> float:
+  """Returns a scalar of numpy, JAX or torch as a number, for JSON."""
+  number = as_real_number(value)
+  if number is None:
+    shape = getattr(value, 'shape', None)
+    what = f'{type(value).__name__} of shape {shape}' if shape else type(value).__name__
+    raise TypeError(f'it returned a {what}, which is no number')
+  return number
 
 
 def _load(request: dict[str, Any]) -> Callable[..., Any]:

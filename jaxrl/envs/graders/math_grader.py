@@ -7,12 +7,12 @@ import importlib.util
 import re
 
 from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
-from jaxrl.envs.graders.answer_matching import (
+from jaxrl.envs.graders.answer_marks import (
   MAX_ANSWER_CHARS,
-  compare_answers,
   final_answer,
   marked_answer,
 )
+from jaxrl.envs.graders.answer_matching import compare_answers
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem, expected_answer
 
@@ -48,7 +48,7 @@ def make_math_grader(*, strict: bool = False, timeout: float = 5.0) -> GraderPar
   def grade(reply: str, item: TaskItem) -> float:
     answer = expected_answer(item, 'math')
     answer = marked_answer(answer) or answer
-    candidate = marked_answer(reply) if strict else final_answer(reply)
+    candidate = (marked_answer if strict else final_answer)(reply, answer)
     is_equal = compare_answers(candidate, answer)
     if is_equal is None:
       is_equal = algebra_equal(candidate, answer, timeout=timeout)

@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
-from jaxrl.envs.graders.answer_matching import marked_answer
+from jaxrl.envs.graders.answer_marks import marked_answer
+from jaxrl.envs.graders.answer_numbers import number_text
+from jaxrl.envs.graders.choice_parsing import chosen_letter, only_letter
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
+from jaxrl.envs.reply_parsing import without_thought
 
+_STYLE = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}')
+# Where an item holds what the chat template writes before a reply, such as
+# '<|im_start|>assistant\n<think>\n'.
+GENERATION_PROMPT = 'generation_prompt'
 TaskItem = Mapping[str, Any]
 # (reply, the dataset's row) → score, 1 for right.
 GraderPart = Callable[[str, TaskItem], float]
-
-_ANSWER_IS = re.compile(r'(?i:\banswer)(?:\s+is)?\s*:?[\s*]*\(?([A-Z])\b(?![\'’])')
-_LETTER = re.compile(r'\(?([A-Za-z])\)?[.:]?|\(?([A-Z])[).:]\s.*', re.DOTALL)
-_STYLE = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}')
 
 
 def expected_answer(item: TaskItem, grader: str) -> str:
@@ -43,11 +46,11 @@ def expected_answer(item: TaskItem, grader: str) -> str:
 def make_exact_grader(*, marked: bool = False, case: bool = True) -> GraderPart:
   r"""Builds a grader that scores 1 if the reply is the item's answer, else 0.
 
-  White space does not matter.
+  White space does not matter, and neither does a thought that ends with `</think>`.
 
   Args:
-    marked: Whether to compare only what the last `\boxed{}` or `####` marks, instead of
-      the whole reply.
+    marked: Whether to compare only what the last `\boxed{}`, `####` or `<answer>`
+      marks, without markup and, for a number, unit, instead of the whole reply.
     case: Whether case matters.
 
   Returns:
@@ -60,9 +63,13 @@ def make_exact_grader(*, marked: bool = False, case: bool = True) -> GraderPart:
 
   def grade(reply: str, item: TaskItem) -> float:
     answer = expected_answer(item, 'exact')
+    readings = [without_thought(reply)]
     if marked:
-      reply, answer = marked_answer(reply), marked_answer(answer) or answer
-    return float(bool(reply) and normalize(reply) == normalize(answer))
+      answer = marked_answer(answer) or answer
+      given = marked_answer(reply, answer)
+      plain = _STYLE.sub(r'\1', given).strip(' $*`"').removesuffix('.')
+      readings = [given, plain, number_text(given)]
+    return float(normalize(answer) in [normalize(text) for text in readings if text])
 
   return grade
 
@@ -77,7 +84,9 @@ def make_format_grader(
     pattern: A regular expression that the whole reply must match, apart from white
       space at its ends; `.` matches line breaks too.
     tags: Tag names, such as 'think, answer': the reply must be `<think>…</think>`
-      followed by `<answer>…</answer>`, each once, neither empty, and nothing else.
+      followed by `<answer>…</answer>`, each once, neither empty, and nothing else. A
+      tag that the prompt ends with, as some chat templates open `<think>`, counts as
+      the reply's.
     timeout: Seconds that matching may take; a few bytes can cost a bad pattern hours.
 
   Returns:
@@ -97,9 +106,12 @@ def make_format_grader(
     raise ConfigError(f'format: pattern {pattern!r}: {error}') from error
 
   def grade(reply: str, item: TaskItem) -> float:
-    del item
     if tags:
-      return float(has_tags_in_order(reply, names))
+      prompt = str(item.get(GENERATION_PROMPT) or '')
+      opened = [tag for tag in names if prompt.rstrip().endswith(f'<{tag}>')]
+      # A model that repeats the tag has written the whole form itself.
+      whole = f'<{opened[0]}>{reply}' if opened else reply
+      return float(any(has_tags_in_order(text, names) for text in (reply, whole)))
     call = shared_grader_pool().call
     return float(
       call(f'{__name__}:pattern_matches', pattern, reply.strip(), limit=timeout)
@@ -148,10 +160,10 @@ def has_tags_in_order(text: str, names: list[str]) -> bool:
 def make_multiple_choice_grader(*, strict: bool = False) -> GraderPart:
   r"""Builds a grader that scores 1 if the reply chooses the item's letter, else 0.
 
-  The chosen letter is what `\boxed{}` or `####` marks; else the letter after the last
-  'answer is' or 'answer:'; else that of a last line such as `B`, `**(B)**` or `B.
-  Paris`. The item's answer is a letter, `B` or `(B)`, or the text of one of its
-  `choices`, if it has a list of them.
+  The chosen letter is what the last mark, or the last phrase such as 'the answer is',
+  names; else that of a line such as `B`, `**(B)**` or `B. Paris`. A reply that gives
+  several letters chooses none. The item's answer is a letter, `B` or `(B)`, or the text
+  of one of its `choices`, if it has them; a reply may give that text, too.
 
   Args:
     strict: Whether only a marked letter counts.
@@ -162,10 +174,11 @@ def make_multiple_choice_grader(*, strict: bool = False) -> GraderPart:
 
   def grade(reply: str, item: TaskItem) -> float:
     answer = expected_answer(item, 'multiple_choice')
-    choices = [str(choice).strip() for choice in item.get('choices') or ()]
+    choices = _choice_texts(item.get('choices'))
     if answer in choices:
-      answer = chr(ord('A') + choices.index(answer))
-    right_letter = _only_letter(marked_answer(answer) or answer)
+      right_letter = chr(ord('A') + choices.index(answer))
+    else:
+      right_letter = only_letter(marked_answer(answer) or answer)
     if not right_letter:
       raise ValueError(
         f'grader multiple_choice: the answer {answer!r} is neither a letter nor one '
@@ -176,27 +189,23 @@ def make_multiple_choice_grader(*, strict: bool = False) -> GraderPart:
   return grade
 
 
-def chosen_letter(reply: str, choices: list[str], *, strict: bool = False) -> str:
-  """Returns the letter that a reply chooses.
+def _choice_texts(choices: Any) -> list[str]:
+  """Returns the texts of a row's choices, in whichever form it has them.
 
-  Args:
-    reply: The reply.
-    choices: The texts of the choices.
-    strict: Whether only a marked letter counts.
-
-  Returns:
-    The letter, or ''.
+  They are a list; a mapping from letters, {'A': 'Rome', …}; or, as in ARC, lists of
+  `text` and `label`.
   """
-  marked = marked_answer(reply)
-  if marked in choices:
-    return chr(ord('A') + choices.index(marked))
-  if marked or strict:
-    return _only_letter(marked)
-  letters = _ANSWER_IS.findall(reply)
-  return letters[-1] if letters else _only_letter(reply.strip().rpartition('\n')[2])
-
-
-def _only_letter(text: str) -> str:
-  """Returns the letter that `text` is, as in B, (b), **B.** or B) Paris; else ''."""
-  match = _LETTER.fullmatch(_STYLE.sub(r'\1', text[:1000]).strip(' *$\t'))
-  return (match.group(1) or match.group(2)).upper() if match else ''
+  if isinstance(choices, Mapping):
+    texts = choices.get('text')
+    choices = texts if isinstance(texts, list | tuple) else choices.values()
+  if isinstance(choices, str):
+    raise ValueError(
+      f'grader multiple_choice: the choices are a text, {choices!r:.60}; give a list'
+    )
+  texts = [str(choice).strip() for choice in (choices if choices is not None else ())]
+  label = re.compile(r'\(?([A-Z])[).:]\s+')
+  is_labelled = all(
+    (match := label.match(text)) and ord(match[1]) - ord('A') == number
+    for number, text in enumerate(texts)
+  )
+  return [label.sub('', text, count=1) for text in texts] if is_labelled else texts

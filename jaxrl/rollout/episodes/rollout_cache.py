@@ -44,6 +44,7 @@ class RolloutCache:
     task: The item of the data set; None for games, whose task is the seed.
     env: The environment that plays the episode.
     chat: The chat tokenizer, with the tools that the environment offers.
+    generation_prompt: What the chat template writes before a reply.
     tokens: Token ids of the whole history.
     mask: For each token, whether the model wrote it.
     logprobs: For each token, its log-probability; 0 where the model did not write it.
@@ -65,6 +66,7 @@ class RolloutCache:
   task: Task | None = None
   env: Any = None
   chat: Any = None
+  generation_prompt: str = ''
   tokens: list[int] = dataclasses.field(default_factory=list)
   mask: list[bool] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from jaxrl.call_strings import describe_error
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.seeds import fold_seed
-from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
+from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders import rule_graders
 from jaxrl.envs.graders.grader_processes import GraderFailure
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
@@ -173,6 +173,7 @@ class RewardPipeline:
     if cache.failed or not cache.turns:
       return
     item = (cache.task.item if cache.task is not None else None) or {}
+    item = {rule_graders.GENERATION_PROMPT: cache.generation_prompt, **item}
     outputs = await asyncio.gather(
       *(
         _call_safely(
@@ -216,10 +217,11 @@ async def _call_safely(function: RewardFunction, episode: RewardInput) -> Reward
   """Calls a reward function; what it raises and an invalid score become errors."""
   try:
     output = await function(episode)
-    is_valid = output.score is None or is_valid_reward(output.score)
+    score = None if output.score is None else as_real_number(output.score)
+    is_valid = output.score is None or (score is not None and is_valid_reward(score))
   except Exception as error:
     return RewardOutput(None, describe_error(error))
   if not is_valid:
     error = f'its score is {output.score}, not a number of at most ±{MAX_REWARD:g}'
     return dataclasses.replace(output, score=None, error=error)
-  return output
+  return dataclasses.replace(output, score=score)

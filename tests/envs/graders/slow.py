@@ -1,5 +1,7 @@
 """Functions for a grader's process: what it imports, each of them imports."""
 
+import decimal
+import fractions
 import os
 import time
 
@@ -14,6 +16,40 @@ def number(reply, item):
 
 def nothing(reply, item):
   return 'much'
+
+
+def scalar(reply, item, *, kind):
+  """Returns 0.5 as a scalar of some kind, or what is none."""
+  import numpy as np
+
+  if kind == 'jax':
+    import jax.numpy as jnp
+
+    return jnp.float32(0.5)
+  kinds = {
+    'np.float32': np.float32(0.5),
+    'np.float16': np.float16(0.5),
+    'np.float64': np.float64(0.5),
+    'array': np.array(0.5),
+    'fraction': fractions.Fraction(1, 2),
+    'decimal': decimal.Decimal('0.5'),
+    'np.bool': np.bool_(True),
+    'np.int64': np.int64(1),
+    'bool': True,
+    'text': '0.5',
+    'complex': 0.5 + 0j,
+    'np.complex64': np.complex64(0.5),
+    'list': [0.5],
+    'vector': np.array([0.5]),
+    'none': None,
+    'np.nan': np.float32('nan'),
+    'np.inf': np.float32('inf'),
+  }
+  return kinds[kind]
+
+
+def one_argument(reply):
+  return 1.0
 
 
 def act(reply, item=None):

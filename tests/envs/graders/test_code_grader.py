@@ -5,6 +5,7 @@ import pytest
 from jaxrl.call_strings import ConfigError
 from jaxrl.envs.sandbox import local_sandbox
 from tests.calls import make_grader
+from tests.envs.graders import code_replies
 
 TESTS = [{'input': f'{n}\n{n}\n', 'output': str(2 * n)} for n in range(4)]
 ADD = '```python\nprint(int(input()) + int(input()))\n```'
@@ -73,8 +74,41 @@ TWICE = {
   ],
 )
 def test_programs_are_checked_by_the_tests_of_humaneval(reply, score):
-  grade = make_grader('humaneval(seconds=1)')
+  grade = make_grader('humaneval(seconds=3)')
   assert grade(reply, TWICE).score == score
+
+
+@sandboxed
+@pytest.mark.parametrize(('reply', 'score'), code_replies.HUMANEVAL)
+def test_humaneval_replies_as_models_write_them(reply, score):
+  grade = make_grader('humaneval(seconds=3)')
+  assert grade(reply, {**TWICE, 'prompt': code_replies.PROMPT}).score == score
+
+
+@sandboxed
+@pytest.mark.slow  # a sandbox for each of 70 replies, once more
+@pytest.mark.parametrize(
+  ('reply', 'score'), [row for row in code_replies.REPLIES if 'Solution' not in row[0]]
+)
+def test_functions_are_also_replies_to_humaneval(reply, score):
+  grade = make_grader('humaneval(seconds=3)')
+  assert grade(reply, {**TWICE, 'prompt': code_replies.PROMPT}).score == score
+
+
+CALLS = {'fn_name': 'twice', 'inputs': ['[1, 2]'], 'outputs': ['[2, 4]']}
+
+
+@sandboxed
+@pytest.mark.parametrize(('reply', 'score'), code_replies.REPLIES)
+def test_functions_as_models_write_them(reply, score):
+  assert make_grader('code(seconds=3)')(reply, {'answer': CALLS}).score == score
+
+
+@sandboxed
+@pytest.mark.parametrize(('reply', 'score'), code_replies.PRINTED)
+def test_programs_as_models_write_them(reply, score):
+  grade = make_grader('code(seconds=3, all_or_nothing=True)')
+  assert grade(reply, {'answer': TESTS}).score == score
 
 
 @sandboxed

@@ -62,6 +62,28 @@ def test_graders_of_ones_own():
 
 
 @pytest.mark.parametrize(
+  ('kinds', 'score'),
+  [
+    ('np.float32 np.float16 np.float64 array fraction decimal jax', 0.5),
+    ('np.bool np.int64 bool', 1.0),
+  ],
+)
+def test_any_real_scalar_is_a_score(kinds, score):
+  for kind in kinds.split():
+    grade = make_grader(f'{SLOW}:scalar(kind="{kind}", timeout=60)')
+    assert grade('', ITEM).score == score, kind
+
+
+@pytest.mark.parametrize(
+  'kind',
+  ['text', 'complex', 'np.complex64', 'list', 'vector', 'none', 'np.nan', 'np.inf'],
+)
+def test_what_is_no_real_scalar_is_refused(kind):
+  with pytest.raises(GraderError, match=r'finite number|which is no number'):
+    make_grader(f'{SLOW}:scalar(kind="{kind}")')('', ITEM)
+
+
+@pytest.mark.parametrize(
   ('spec', 'message'),
   [
     ('', 'at least one'),

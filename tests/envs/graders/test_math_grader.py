@@ -14,6 +14,7 @@ from jaxrl.envs.graders.math_grader import make_math_grader
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.types import Task
 from tests.calls import env_factory, make_grader
+from tests.envs.graders import math_replies
 
 SHARED = Path(__file__).parents[4] / 'shared' / 'data'
 needs_math_verify = pytest.mark.skipif(
@@ -72,6 +73,32 @@ def test_math(reply, answer, score):
 
 
 @needs_math_verify
+@pytest.mark.parametrize(('reply', 'answer', 'score'), math_replies.REPLIES)
+def test_replies_as_models_write_them(reply, answer, score):
+  assert make_math_grader(timeout=30)(reply, {'answer': answer}) == score
+
+
+@needs_math_verify
+@pytest.mark.slow
+def test_math_verify_alone_differs_as_the_docs_say():
+  """The docs give the reasons for what the package scores otherwise."""
+  from math_verify import parse, verify
+
+  def score(reply, answer):
+    gold = parse(rf'\boxed{{{answer.rpartition("####")[2].strip()}}}')
+    return float(verify(gold, parse(reply)))
+
+  given = [
+    (score(reply, answer), right) for reply, answer, right in math_replies.REPLIES
+  ]
+  stricter = sum(score < right for score, right in given)
+  more_lenient = sum(score > right for score, right in given)
+  agree = len(given) - stricter - more_lenient
+  row = f'| {agree} of {len(given)} | {stricter} | {more_lenient} |'
+  assert row in (Path(__file__).parents[3] / 'docs' / 'graders.md').read_text()
+
+
+@needs_math_verify
 def test_strict_takes_marked_answers_alone():
   assert make_math_grader()('It is 18.', {'answer': '18'}) == 1
   assert make_math_grader(strict=True)('It is 18.', {'answer': '18'}) == 0
@@ -104,8 +131,8 @@ def play(reply, answer, **options):
 def test_the_environment_with_a_grader():
   spec = "math(timeout=30) + format(tags='answer', weight=.5)"
   options = {'grader': spec, 'reward': 2.0}
-  _, reward, terminated, _, info = play(r'<answer>$2x$</answer>', 'x+x', **options)
-  assert (reward, terminated) == (1, True)  # no answer is marked: `2` is not x+x
+  _, reward, terminated, _, info = play(r'<answer>$3x$</answer>', 'x+x', **options)
+  assert (reward, terminated) == (1, True)
   _, reward, _, _, info = play(r'<answer>\boxed{2x}</answer>', 'x+x', **options)
   assert reward == 3
   assert info['metrics']['reward/math'] == info['metrics']['correct'] == 1

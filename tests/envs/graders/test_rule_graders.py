@@ -1,5 +1,7 @@
 """Graders by rules: what scores, what does not, and which settings are refused."""
 
+import time
+
 import pytest
 
 from jaxrl.call_strings import ConfigError
@@ -8,6 +10,7 @@ from jaxrl.envs.graders.rule_graders import (
   make_format_grader,
   make_multiple_choice_grader,
 )
+from tests.envs.graders import choice_replies, exact_replies, format_replies
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,12 @@ from jaxrl.envs.graders.rule_graders import (
 )
 def test_exact(reply, options, score):
   assert make_exact_grader(**options)(reply, {'answer': 'Paris'}) == score
+
+
+@pytest.mark.parametrize(('reply', 'answer', 'whole', 'marked'), exact_replies.REPLIES)
+def test_exact_replies_as_models_write_them(reply, answer, whole, marked):
+  assert make_exact_grader()(reply, {'answer': answer}) == whole
+  assert make_exact_grader(marked=True)(reply, {'answer': answer}) == marked
 
 
 def test_an_empty_reply_is_no_exact_answer_to_nothing():
@@ -53,6 +62,12 @@ def test_format_by_tags(reply, score):
   assert make_format_grader(tags='think, answer')(reply, {}) == score
 
 
+@pytest.mark.parametrize(('reply', 'prompt', 'score'), format_replies.REPLIES)
+def test_formats_as_models_write_them(reply, prompt, score):
+  grade = make_format_grader(tags='think, answer')
+  assert grade(reply, {'generation_prompt': prompt}) == score
+
+
 def test_format_by_a_pattern():
   grade = make_format_grader(pattern=r'.*Answer: \d+')
   assert grade('So\nAnswer: 12\n', {}) == 1
@@ -77,31 +92,49 @@ def test_formats_that_say_nothing_are_refused(options, message):
 CHOICES = ['Rome', 'Paris', 'Oslo']
 
 
-@pytest.mark.parametrize(
-  ('reply', 'letter'),
-  [
-    (r'so \boxed{B}', 'B'),
-    (r'\boxed{\text{(B)}}', 'B'),
-    ('#### b', 'B'),
-    ('#### Paris', 'B'),
-    (r'\boxed{A} is tempting but \boxed{B. Paris}', 'B'),
-    ('The answer is (B).', 'B'),
-    ("I'd say the answer is A; no, the answer is B, not C", 'B'),
-    ('**Answer: B**', 'B'),
-    ('B', 'B'),
-    ('First Rome, then …\n**(B)**', 'B'),
-    ('Hm.\nB) Paris', 'B'),
-    ('the answer is a city', ''),
-    ("The answer is I'm not sure", ''),
-    ('A train goes to B', ''),
-    (r'\boxed{Bern}', ''),
-    ('', ''),
-  ],
-)
+@pytest.mark.parametrize(('reply', 'letter'), choice_replies.REPLIES)
 def test_multiple_choice(reply, letter):
-  for right in 'ABC':
-    item = {'answer': right, 'choices': CHOICES}
+  for right in 'ABCD':
+    item = {'answer': right, 'choices': choice_replies.CAPITALS}
     assert make_multiple_choice_grader()(reply, item) == (right == letter), right
+
+
+def test_without_choices_a_letter_is_still_no_word():
+  grade = make_multiple_choice_grader()
+  for reply in ('The answer is A city', 'Answer: I think so', 'A or B'):
+    assert [grade(reply, {'answer': right}) for right in 'ABI'] == [0, 0, 0], reply
+  assert (
+    grade('Answer: I', {'answer': 'I'}) == grade('answer is a.', {'answer': 'A'}) == 1
+  )
+
+
+def test_choices_in_other_forms():
+  grade = make_multiple_choice_grader()
+  for choices in (
+    {'A': 'Rome', 'B': 'Paris'},
+    {'label': ['A', 'B'], 'text': ['Rome', 'Paris']},
+    ['A) Rome', 'B) Paris'],
+  ):
+    assert grade('The answer is Paris.', {'answer': 'B', 'choices': choices}) == 1
+    assert grade('The answer is Rome.', {'answer': 'Paris', 'choices': choices}) == 0
+  with pytest.raises(ValueError, match='the choices are a text'):
+    grade('B', {'answer': 'B', 'choices': 'Rome, Paris'})
+
+
+def test_choices_that_are_numbers():
+  item = {'answer': 'C', 'choices': ['1', '12', '1/2', '$-2$']}
+  grade = make_multiple_choice_grader()
+  for reply in ('The answer is 0.5.', r'\boxed{\frac{1}{2}}', 'C) 1/2', '1/2'):
+    assert grade(reply, item) == 1, reply
+  for reply in ('The answer is 1.', r'\boxed{12}', 'It is 1.5', 'The answer is -2.'):
+    assert grade(reply, item) == 0, reply
+
+
+@pytest.mark.parametrize('unit', ['A', '(', 'Answer: A or ', 'answer is ', 'B. x\n'])
+def test_huge_replies_are_graded_at_once(unit):
+  begun = time.monotonic()
+  make_multiple_choice_grader()(unit * (1_000_000 // len(unit)), {'answer': 'B'})
+  assert time.monotonic() - begun < 10
 
 
 def test_the_answer_of_a_multiple_choice():

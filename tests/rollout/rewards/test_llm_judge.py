@@ -96,6 +96,39 @@ async def test_a_pattern_without_end_costs_its_time_and_no_more(played):
   assert word.score is None and 'no answer within 1 s' in word.error
 
 
+@pytest.mark.parametrize(
+  ('verdict', 'score'),
+  [
+    ('Score: 7', 7),
+    ('**Score:** 7.5', 7.5),
+    ('**Score: 7**', 7),
+    ('Score: **7**', 7),
+    ('score = 7/10', 7),
+    ('Score: 7 out of 10', 7),
+    ('Score: .5', 0.5),
+    ('Score: -4.5.', -4.5),
+    ('{"reason": "good", "score": 7}', 7),
+    ("{'score': 7}", 7),
+    ('Final score - [[7]]', 7),
+    ('Score: [7]', 7),
+    ('Score (0-10): 7', 7),
+    ('So the score is 7.', 7),
+    ('I give it a score of 7.', 7),
+    (r'Score: $\boxed{7}$', 7),
+    ('Score: `7`', 7),
+    ('Score:\n7', 7),
+    ('Score: 7-8', None),
+    ('Score: 7 to 8', None),
+    ('Score: high', None),
+    ('scores: 3, underscore: 2', None),
+    ('7', None),
+    ('', None),
+  ],
+)
+def test_verdicts_as_judges_write_them(verdict, score):
+  assert last_number(SCORE_PATTERN, verdict) == score
+
+
 def test_the_last_number_counts():
   assert last_number(SCORE_PATTERN, 'score: 3 … Score = -4.5') == -4.5
   assert last_number(SCORE_PATTERN, 'scores: 3, underscore: 2') is None
