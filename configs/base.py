@@ -122,7 +122,7 @@ def model_options(
   checkpoint: str = '',
   random: str = 'qwen3',
   dtype: str = 'float32',
-  remat: str = 'none',
+  remat: str = 'auto',
   lora: str = '',
   vision: str = 'frozen',
   chat_template: str = '',
@@ -135,7 +135,8 @@ def model_options(
     random: Family and sizes of a random model, such as 'qwen3(num_layers=2)'; see
       `jaxrl.model_loading.random_config` for all sizes.
     dtype: Data type of the parameters.
-    remat: Rematerialization policy of the layers.
+    remat: Rematerialization policy of the layers; 'auto' recomputes only where memory
+      needs it.
     lora: Adapters to train instead of the model, such as 'lora(rank=16)'; '' for none.
     vision: What is trained of a vision tower: 'frozen' for nothing, 'full' for all, or
       'lora' for adapters, as lora describes them.
@@ -160,7 +161,11 @@ def dataset_options(
 
 
 def batch_options(
-  *, num_groups: int = 16, max_length: int = 512, length_buckets: tuple[int, ...] = ()
+  *,
+  num_groups: int = 16,
+  max_length: int = 512,
+  length_buckets: tuple[int, ...] = (),
+  num_micro_batches: int = 0,
 ) -> None:
   """Options of the section `batch` beside the learner's.
 
@@ -168,6 +173,8 @@ def batch_options(
     num_groups: Groups per training step.
     max_length: Tokens of the longest row, prompt and response together.
     length_buckets: Lengths that rows are padded to; () chooses them.
+    num_micro_batches: Parts of a minibatch whose gradients are summed, to save memory;
+      0 takes as many as the memory needs.
   """
 
 
@@ -327,7 +334,7 @@ def get_config(algorithm: str = 'grpo') -> Config:
   describe_keys(config.algorithm, {'name': 'The algorithm; set by --config=FILE:NAME.'})
   config.batch = make_section(
     batch_options,
-    pick_options(Learner, 'num_minibatches', 'num_micro_batches', 'packing'),
+    pick_options(Learner, 'num_minibatches', 'packing'),
     pick_options(Learner, 'ppo_epochs', 'log_entropy'),
   )
   config.optimizer = make_section(omit_options(make_optimizer, 'num_steps'))

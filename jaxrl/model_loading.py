@@ -52,6 +52,10 @@ class LoadedModel:
   tokenizer: Any
   folder: pathlib.Path
 
+  def without_params(self) -> 'LoadedModel':
+    """Returns the same without parameters, so that it does not keep their memory."""
+    return dataclasses.replace(self, params={})
+
 
 def random_config(
   *,

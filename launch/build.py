@@ -24,11 +24,11 @@ from launch.components.env_datasets import describe_tasks, load_datasets
 from launch.components.group_samplers import make_group_sampler
 from launch.components.learner_factory import (
   LearnerFactory,
-  LocalLearnerFactory,
   make_run_mesh,
 )
 from launch.components.rollout_scheduler import RolloutScheduler
 from launch.logging.metric_loggers import MultiLogger
+from launch.planning import memory_fit
 from launch.runtime import placement, process_env
 from launch.runtime.local_runtime import LocalRuntime
 from launch.runtime.runtime_interface import Runtime
@@ -81,7 +81,8 @@ def build(
     if mesh is None:
       learners = runtime.start_learners(settings, policy.folder)
     else:
-      learners = LocalLearnerFactory(settings, policy, mesh, device_thread, teachers)
+      parts = settings, policy, mesh, device_thread, teachers
+      learners = memory_fit.make_fitting_learners(*parts)
     store = None
     if settings.experience_store is not None:
       # Imported here because most runs play what they learn from.
@@ -96,7 +97,7 @@ def build(
     workdir=workdir,
     writers=writers,
     stop=stop,
-    policy=policy,
+    policy=policy.without_params(),
     learners=learners,
     runtime=runtime,
     device_thread=device_thread,
@@ -160,7 +161,8 @@ def _build_rollouts(
   if not plays:
     return policy, None
   check_model(settings, policy.model.config)
-  rollouts = RolloutScheduler(settings, policy, runtime, device_thread, datasets)
+  played = policy.without_params()  # the learner publishes them
+  rollouts = RolloutScheduler(settings, played, runtime, device_thread, datasets)
   asyncio.run(rollouts.check_prompts())
   return policy, rollouts
 

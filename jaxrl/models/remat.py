@@ -31,6 +31,11 @@ def _none() -> Policy:
   return None
 
 
+def _auto() -> Policy:
+  """Keeps everything unless a run finds that memory needs 'full'."""
+  return None
+
+
 def _full() -> Policy:
   """Keeps nothing but the input of each layer."""
   return _POLICIES.nothing_saveable
@@ -70,6 +75,7 @@ def _names(*, save: str = 'attention', offload: str = '') -> Policy:
 
 
 REMAT_POLICIES = {
+  'auto': _auto,
   'none': _none,
   'full': _full,
   'dots': _dots,

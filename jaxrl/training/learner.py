@@ -389,6 +389,28 @@ class Learner:
       shape = dataclasses.replace(shape, patches=patches)
     return shape, CompiledSteps(self._spec, self.mesh, self._hparams()).trace(shape)
 
+  def compile(self, length: int) -> tuple[BatchShape, dict[str, Any]]:
+    """Compiles the programs that learn from a usual batch.
+
+    They are those that `update` runs, and are kept for it. Where it would run several
+    micro-batches in parallel, the update is one program here.
+
+    Args:
+      length: Tokens of a row, one of the buckets.
+
+    Returns:
+      The batch's shape, and the compiled programs by name.
+    """
+    compiled = CompiledSteps(self._spec, self.mesh, self._hparams())
+    shape = self._batch_builder.batch_shape(length)
+    if shape.num_parallel > 1 or train_state.sees_images(self._spec.model):
+      shape, traced = self.trace(length)
+      return shape, {name: one.lower().compile() for name, one in traced.items()}
+    programs = {}
+    if self._spec.has_advantage_step:
+      programs['prepare'] = compiled.advantage_step(shape)
+    return shape, programs | {'train': compiled.train_step(shape)}
+
   def _hparams(self) -> dict[str, Any]:
     """The traced options, as arrays of fixed dtypes."""
     if self.optimizer.spec.state_spec != self._spec.optimizer_state:

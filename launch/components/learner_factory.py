@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
@@ -42,6 +42,21 @@ class PhaseSpec:
   name: Literal['sft', 'train']
   num_rows: int
   num_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryChoice:
+  """Says how a phase divides its batches and what its backward pass recomputes.
+
+  Attributes:
+    num_micro_batches: parts of a minibatch.
+    remat: what the backward pass recomputes.
+    text: the choice, for people.
+  """
+
+  num_micro_batches: int
+  remat: ComponentCall
+  text: str = ''
 
 
 class LearnerHandle(Protocol):
@@ -171,8 +186,10 @@ class LocalLearnerFactory:
     mesh: Mesh,
     device_thread: DeviceThread,
     teachers: 'TeacherSet | None',
+    choose_memory: Callable[[PhaseSpec], MemoryChoice] | None = None,
   ):
     self.mesh = mesh
+    self._choose_memory = choose_memory
     self._settings = settings
     self._policy = policy
     self._device_thread = device_thread
@@ -197,26 +214,33 @@ class LocalLearnerFactory:
       self._learner.params if continue_params and self._learner else self._policy.params
     )
     self._learner = await self._device_thread.run(self.build_learner, stage, params)
+    if stage.name == 'train':  # the last phase: no learner begins with these again
+      self._policy = self._policy.without_params()
     return self._learner
 
-  def build_learner(self, stage: PhaseSpec, params: Params) -> Learner:
+  def build_learner(
+    self, stage: PhaseSpec, params: Params, choice: MemoryChoice | None = None
+  ) -> Learner:
     """Builds a learner on the calling thread.
 
     Args:
       stage: the phase that it trains.
       params: the model's parameters, or their shapes alone.
+      choice: how it divides its batches; None asks the factory's `choose_memory`.
 
     Raises:
       ConfigError: for adapters that this model cannot have.
     """
-    settings, main = self._settings, stage.name == 'train'
+    if choice is None and self._choose_memory is not None:
+      choice = self._choose_memory(stage)
+    settings, main = with_choice(self._settings, choice), stage.name == 'train'
     algorithm = settings.algorithm
     if not main:
       from jaxrl.algorithms.presets.sft import sft  # only a warm start needs it
 
       algorithm = sft()
     rollout, batch = settings.rollout, settings.batch
-    model = self._policy.model
+    model = dataclasses.replace(self._policy.model, remat=settings.model.remat)
     if main and settings.plays:
       check_model(settings, model.config)
       model = dataclasses.replace(
@@ -280,6 +304,21 @@ class LocalLearnerFactory:
 
   async def close(self) -> None:
     """Does nothing: the learner lives as long as this process."""
+
+
+def with_choice(settings: RunSettings, choice: MemoryChoice | None) -> RunSettings:
+  """Returns settings with what was chosen; without a choice, with what costs no time.
+
+  Args:
+    settings: settings of the run.
+    choice: what was chosen for a phase, if anything was.
+  """
+  batch, model = settings.batch, settings.model
+  if choice is None:
+    choice = MemoryChoice(max(1, batch.num_micro_batches), model.remat)
+  batch = dataclasses.replace(batch, num_micro_batches=choice.num_micro_batches)
+  model = dataclasses.replace(model, remat=choice.remat)
+  return dataclasses.replace(settings, batch=batch, model=model)
 
 
 def _make_optimizer(settings: RunSettings, stage: PhaseSpec) -> Optimizer:

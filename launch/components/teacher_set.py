@@ -83,7 +83,7 @@ def _chunk_rows(settings: RunSettings, num_rows: int) -> int:
   batch = settings.batch
   if batch.packing is not None:
     return max(1, batch.packing.tokens // max(batch.length_buckets))
-  return -(-num_rows // (batch.num_minibatches * batch.num_micro_batches))
+  return -(-num_rows // (batch.num_minibatches * max(1, batch.num_micro_batches)))
 
 
 def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:

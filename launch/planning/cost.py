@@ -113,7 +113,7 @@ def estimate_cost(
     lora.trainable_params(learner.model.config, learner.params)
   )
   phases = {
-    name: _program_memory(resident_bytes, compiled[name], gradient_bytes)
+    name: program_memory(resident_bytes, compiled[name], gradient_bytes)
     for name in traced
   }
   num_parallel = 1 if shape.pack is None else shape.pack.num_parallel
@@ -215,8 +215,6 @@ def engine_memory(
   Returns:
     Bytes of each of the engine's devices, by part.
   """
-  in_process = run.settings.weight_sync.transport.name == 'inprocess'
-  copies = 2 if in_process else 1  # as published, and as decode reads them
   params = planned_run.served_params(run, engine.weights_dtype)
   model = dataclasses.replace(
     engine_decode.engine_model(run, engine), platform=platform
@@ -226,12 +224,12 @@ def engine_memory(
   )
   num_devices = engine.num_devices
   return {
-    "engine's weights": copies * bytes_per_device(params) / num_devices,
+    "engine's weights": bytes_per_device(params) / num_devices,
     'cache': bytes_per_device(cache) / num_devices,
   }
 
 
-def _program_memory(
+def program_memory(
   resident: dict[str, float], program: CompiledProgram, gradient_bytes: float
 ) -> dict[str, float]:
   """Returns the device memory in use while a program runs, by part, in bytes."""

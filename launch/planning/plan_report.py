@@ -8,7 +8,14 @@ from typing import Any
 
 from jaxrl.call_strings import ConfigError
 from kernels import dispatch
-from launch.planning import cost, device_budget, engine_decode, planned_run, suggestions
+from launch.planning import (
+  cost,
+  device_budget,
+  engine_decode,
+  memory_choice,
+  planned_run,
+  suggestions,
+)
 from launch.planning.compiled_program import CompiledProgram
 from launch.planning.cost import PublishEstimate, RunCost, StepEstimate
 from launch.planning.engine_decode import PlannedEngine
@@ -101,7 +108,7 @@ def make_report(
   kernel_log = _KernelLogCapture()
   with kernel_log:
     engine = engine_decode.plan_engine(run)
-    run_cost = cost.estimate_cost(run, target, devices, engine=engine)
+    run, run_cost = memory_choice.choose_for_target(run, target, devices, engine)
     decode, decode_error = None, ''
     plays = run.algorithm.data_format == 'rollout' and bool(run.settings.env)
     if plays:

@@ -22,7 +22,7 @@ from jaxrl.training import batch_fields
 from jaxrl.training.learner import Learner
 from jaxrl.types import Algorithm, Params
 from launch.components import learner_factory, teacher_set
-from launch.components.learner_factory import make_run_mesh
+from launch.components.learner_factory import MemoryChoice, PhaseSpec, make_run_mesh
 from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings
 from launch.settings.validation import validate_consistency, validate_teachers
@@ -201,17 +201,29 @@ def _teachers(run: PlannedRun) -> teacher_set.TeacherSet | None:
   )
 
 
-def make_learner(run: PlannedRun, mesh: Mesh) -> Learner:
-  """Builds the main phase's learner as `launch.train` does, on a mesh of any devices.
+def make_learner(
+  run: PlannedRun,
+  mesh: Mesh,
+  stage: PhaseSpec | None = None,
+  choice: MemoryChoice | None = None,
+) -> Learner:
+  """Builds a phase's learner as `launch.train` does, on a mesh of any devices.
+
+  Args:
+    run: the run.
+    mesh: the devices.
+    stage: the phase; None is the main one.
+    choice: how it divides its batches; None is as the settings say.
 
   Raises:
     ConfigError: for a mesh that does not divide the model or the batch.
   """
-  stage = learner_factory.PhaseSpec('train', run.num_rows, run.settings.num_steps)
+  stage = stage or PhaseSpec('train', run.num_rows, run.settings.num_steps)
+  teachers = _teachers(run) if stage.name == 'train' else None
   factory = learner_factory.LocalLearnerFactory(
-    run.settings, run.policy(), mesh, DeviceThread('plan'), _teachers(run)
+    run.settings, run.policy(), mesh, DeviceThread('plan'), teachers
   )
-  return factory.build_learner(stage, run.policy().params)
+  return factory.build_learner(stage, run.policy().params, choice)
 
 
 def planned_mesh(run: PlannedRun, devices: Sequence[Any]) -> Mesh:

@@ -106,10 +106,9 @@ def _copied_bytes(run: PlannedRun, learner: Learner) -> float:
   transport = run.settings.weight_sync.transport
   dtype = transport.options.get('dtype')
   published = planned_run.cast_shapes(_published_shapes(learner), dtype)
-  if (
-    transport.name == 'inprocess'
-  ):  # anew for the engine, whole, beside what it serves yet
-    return bytes_per_device(planned_run.served_params(run, dtype))
+  if transport.name == 'inprocess':
+    # A copy, and what the engine makes of it, beside what it serves yet.
+    return 2 * bytes_per_device(planned_run.served_params(run, dtype))
   if transport.direct:
     width = jax.numpy.dtype(dtype or 'float32').itemsize
     largest = max(

@@ -162,7 +162,8 @@ def smaller_micro_batches(
     if packed is None:
       if run_cost.micro_rows % factor or run_cost.micro_rows // factor < shares:
         break
-      overrides.append({'batch.num_micro_batches': batch.num_micro_batches * factor})
+      count = max(1, batch.num_micro_batches) * factor
+      overrides.append({'batch.num_micro_batches': count})
       continue
     unit_size = batch_builder.batch_unit_size(run.algorithm)
     max_sequences = packed.sequences and max(unit_size, packed.sequences // factor)

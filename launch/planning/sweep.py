@@ -208,7 +208,7 @@ def estimate_mesh(run: PlannedRun, target: Target, mesh: MeshSizes) -> MeshHeuri
   data, fsdp, tensor, expert = (sizes[axis] for axis in AXES)
   shape, chip, batch = run.shape, target.chip, run.settings.batch
   shares = data * fsdp * expert
-  micro = batch.num_minibatches * batch.num_micro_batches
+  micro = batch.num_minibatches * max(1, batch.num_micro_batches)
   rows = math.ceil(run.num_rows / micro / shares) * shares * micro
   tokens = rows * run.buckets[-1]
   params = run.policy(run.trained_shape).params

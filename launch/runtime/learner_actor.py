@@ -27,6 +27,7 @@ from jaxrl.training.parallelism import distributed
 from jaxrl.types import Group, Params
 from launch.components import learner_factory
 from launch.components.learner_factory import Metrics, PhaseSpec
+from launch.planning import memory_fit
 from launch.runtime import process_env, weight_transport
 from launch.settings.run_settings import RunSettings, WeightTransport
 
@@ -119,7 +120,7 @@ class LearnerActor:
 
       teachers = load_teachers(settings, policy)
     mesh = learner_factory.make_run_mesh(settings)
-    self._learners = learner_factory.LocalLearnerFactory(
+    self._learners = memory_fit.make_fitting_learners(
       settings, policy, mesh, self._device_thread, teachers
     )
     return self._learners.describe()

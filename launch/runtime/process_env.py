@@ -1,9 +1,10 @@
 """The process environment is tuned before anything heavy is imported.
 
-glibc's malloc returns freed pages to the system and faults them in again at every step;
-its settings are read when a process starts, so the launcher executes itself again with
-them. JAX's compilation cache keeps compiled programs between runs. JAXRL_TUNE=0 turns
-both off; a variable that is already set is left as it is.
+glibc's malloc returns freed pages to the system and faults them in again at every step,
+which is worth it for large blocks alone; its settings are read when a process starts,
+so the launcher executes itself again with them. JAX's compilation cache keeps compiled
+programs between runs. JAXRL_TUNE=0 turns both off; a variable that is already set is
+left as it is.
 """
 
 import contextlib
@@ -13,12 +14,18 @@ import logging
 import os
 import pathlib
 import platform
+import re
 import sys
 from collections.abc import MutableMapping
 from typing import Any
 
+# Blocks from here on are mapped by themselves and given back when they are freed: in
+# the heap, a program's temporary memory would leave a hole that smaller arrays break
+# up, so that the next step needs as much again. Older versions take 32 MiB at most.
+LARGE_BLOCK = 64 << 20
+OLD_LIMIT, NEW_VERSION = 32 << 20, (2, 36)
 MALLOC = {
-  'MALLOC_MMAP_MAX_': '0',
+  'MALLOC_MMAP_THRESHOLD_': str(LARGE_BLOCK),
   'MALLOC_TRIM_THRESHOLD_': str(16 << 30),
   'MALLOC_TOP_PAD_': str(64 << 20),
   'MALLOC_ARENA_MAX': '1',
@@ -52,7 +59,10 @@ def missing_variables(env: MutableMapping[str, str]) -> dict[str, str]:
   """Returns the variables that tuning would add to `env`."""
   if env.get('JAXRL_TUNE') == '0':
     return {}
-  wanted = dict(MALLOC) if platform.libc_ver()[0] == 'glibc' else {}
+  name, version = platform.libc_ver()
+  wanted = dict(MALLOC) if name == 'glibc' else {}
+  if wanted and tuple(int(x) for x in re.findall(r'\d+', version)[:2]) < NEW_VERSION:
+    wanted['MALLOC_MMAP_THRESHOLD_'] = str(OLD_LIMIT)
   folder = cache_dir(env)
   if CACHE_DIR not in env and _writable(folder):
     wanted[CACHE_DIR] = str(folder)
@@ -132,7 +142,7 @@ def describe(env: MutableMapping[str, str]) -> str:
   if env.get('JAXRL_TUNE') == '0':
     return 'off (JAXRL_TUNE=0)'
   malloc = (
-    'malloc keeps its pages' if MALLOC.keys() <= env.keys() else 'malloc as it is'
+    'malloc keeps small blocks' if MALLOC.keys() <= env.keys() else 'malloc as it is'
   )
   folder = env.get(CACHE_DIR)
   cache = f'compiled programs cached in {folder}' if folder else 'no compilation cache'

@@ -39,7 +39,7 @@ MINIMUM = {
   'batch.num_groups': 1,
   'batch.max_length': 2,
   'batch.num_minibatches': 1,
-  'batch.num_micro_batches': 1,
+  'batch.num_micro_batches': 0,  # as many as memory needs
   'batch.ppo_epochs': 1,
   'checkpoint.save_interval': 0,
   'checkpoint.max_to_keep': 1,
@@ -233,7 +233,7 @@ def _validate_batch(settings: RunSettings) -> None:
       batch.packing,
       exact=settings.plays and exact is not None,
       context=settings.mesh.context,
-      num_micro_batches=batch.num_micro_batches,
+      num_micro_batches=max(1, batch.num_micro_batches),
     )
 
 

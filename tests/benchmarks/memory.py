@@ -1,6 +1,7 @@
 """Compares the memory that `launch.plan` predicts with a learner's, on the CPU.
 
     python -m tests.benchmarks.memory [CASE …]
+    python -m tests.benchmarks.memory published
     python -m tests.benchmarks.memory --soak[=MINUTES]
 
 Each case runs in a process of its own: its programs are compiled first, for shapes
@@ -45,6 +46,55 @@ CASES = {
     'first_fit(tokens=256,num_parallel=2)',
   ),
 }
+# Published shapes, with random weights: name → (fields of config.json, options).
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+  'SmolLM2-135M': (
+    {
+      'model_type': 'llama',
+      'vocab_size': 49152,
+      'hidden_size': 576,
+      'intermediate_size': 1536,
+      'num_hidden_layers': 30,
+      'num_attention_heads': 9,
+      'num_key_value_heads': 3,
+      'head_dim': 64,
+      'rope_theta': 100000.0,
+      'rms_norm_eps': 1e-5,
+      'tie_word_embeddings': True,
+    },
+    {'batch.num_groups': 4, 'batch.max_length': 384, 'batch.num_micro_batches': 4},
+  ),
+  'Gemma 3 270M': (
+    {
+      'model_type': 'gemma3_text',
+      'vocab_size': 262144,
+      'hidden_size': 640,
+      'intermediate_size': 2048,
+      'num_hidden_layers': 18,
+      'num_attention_heads': 4,
+      'num_key_value_heads': 1,
+      'head_dim': 256,
+      'sliding_window': 512,
+      'layer_types': (['sliding_attention'] * 5 + ['full_attention']) * 3,
+      'query_pre_attn_scalar': 256,
+      'rope_theta': 1e6,
+      'rope_local_base_freq': 1e4,
+      'rms_norm_eps': 1e-6,
+      'hidden_activation': 'gelu_pytorch_tanh',
+      'tie_word_embeddings': True,
+    },
+    {'batch.num_groups': 2, 'batch.max_length': 128, 'batch.num_micro_batches': 2},
+  ),
+  'Qwen3-0.6B': (
+    {},  # known by its name
+    {
+      'batch.num_groups': 2,
+      'batch.max_length': 128,
+      'batch.num_micro_batches': 2,
+      'model.lora': 'lora(rank=16)',
+    },
+  ),
+}
 TABLE = ('wide', 'deep', 'long rows', 'abreast')
 
 
@@ -84,7 +134,8 @@ def child(name: str) -> dict[str, float]:
   from launch.planning import cost, engine_decode, planned_run, targets
   from launch.settings.resolve import resolve_settings
 
-  run = planned_run.read_run(resolve_settings(_config(*CASES[name])))
+  config = _published(name) if name in PUBLISHED else _config(*CASES[name])
+  run = planned_run.read_run(resolve_settings(config))
   target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
   engine = engine_decode.plan_engine(run)
   mesh = planned_run.planned_mesh(run, devices)
@@ -134,6 +185,22 @@ def _config(
   config.batch.update(num_groups=groups, max_length=length, num_micro_batches=micro)
   config.batch.packing = packing
   config.algorithm.group_size = 4
+  return config
+
+
+def _published(name: str) -> Any:
+  from configs import quickstart
+
+  config, (fields, options) = quickstart.get_config(), PUBLISHED[name]
+  config.model.checkpoint, config.model.remat = name, 'none'
+  if fields:
+    folder = pathlib.Path(tempfile.mkdtemp())
+    (folder / 'config.json').write_text(json.dumps(fields))
+    config.model.checkpoint = str(folder)
+  config.algorithm.group_size = 4
+  for key, value in options.items():
+    section, _, last = key.partition('.')
+    config[section][last] = value
   return config
 
 
@@ -212,7 +279,8 @@ def main() -> None:
   from rich.table import Table
 
   table = Table('case', 'state', 'predicted', 'measured', 'ratio')
-  for name in sys.argv[1:] or TABLE:
+  names = sys.argv[1:] or TABLE
+  for name in PUBLISHED if names == ['published'] else names:
     result = measure(name)
     sizes = [f'{result[k] / 1e9:.2f} GB' for k in ('state', 'predicted', 'measured')]
     table.add_row(name, *sizes, f'{result["predicted"] / result["measured"]:.3f}')

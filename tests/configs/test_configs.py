@@ -69,6 +69,10 @@ def test_a_default_is_the_signatures_own():
   config.env.x = base.env_section('math')
   assert config.env.x.row_format == 'auto'  # the launcher's word for what fits
   config.env.x.row_format = defaults(EnvManager)['row_format']
+  assert (
+    config.batch.num_micro_batches == 0
+  )  # the launcher's word for what memory needs
+  config.batch.num_micro_batches = defaults(Learner)['num_micro_batches']
   compared = 0
   for section, sources in SOURCES.items():
     node = config

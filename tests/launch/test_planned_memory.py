@@ -96,7 +96,7 @@ def built(name, *_, temporaries=0.0, **__):
 def test_engines_have_merged_weights_and_no_adapters(merged):
   run = small(LORA)
   engine = engine_decode.plan_engine(run)
-  assert resident(run)["engine's weights"] == 2 * whole(merged)
+  assert resident(run)["engine's weights"] == whole(merged)
   estimate = cost.estimate_publish(run, targets.parse_target('cpu:1'), engine)
   assert estimate.bytes == whole(merged)
   assert estimate.description == 'inprocess, bfloat16 and float32'

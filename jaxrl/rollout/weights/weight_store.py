@@ -43,7 +43,9 @@ class InProcessWeightStore:
   """A `WeightStore` for a learner and engines that share a process.
 
   Args:
-    *engines: every engine is given each version before `publish` returns.
+    *engines: every engine is given each version before `publish` returns. A store
+      without engines keeps the newest version for `fetch`; one with engines does not,
+      because they hold what they need of it in a layout of their own.
     device_thread: the thread on which copies are made.
     dtype: floating-point arrays are cast to it; None keeps the dtype of each.
     sharding: where copies are placed, one sharding or a tree of them; None keeps the
@@ -61,13 +63,14 @@ class InProcessWeightStore:
     self._device_thread = device_thread
     self._dtype = dtype
     self._sharding = sharding
-    self._newest: tuple[int, Params] | None = None
+    self._version: int | None = None
+    self._newest: Params | None = None
     self._published = asyncio.Event()
 
   @property
   def version(self) -> int | None:
     """The newest version; None before the first."""
-    return self._newest and self._newest[0]
+    return self._version
 
   async def publish(self, version: int, params: Params) -> None:
     """Copies `params` and hands the copy to every engine.
@@ -84,7 +87,8 @@ class InProcessWeightStore:
     """
     check_version_rises(version, self.version)
     copy = await self._device_thread.run(self._copy, params)
-    self._newest = version, copy
+    self._version = version
+    self._newest = None if self._engines else copy
     self._published.set()
     self._published = asyncio.Event()
     await asyncio.gather(*(engine.load(version, copy) for engine in self._engines))
@@ -94,10 +98,16 @@ class InProcessWeightStore:
     return {}
 
   async def fetch(self, newer_than: int = -1) -> tuple[int, Params]:
-    """Waits for a version after `newer_than`; its arrays must not be donated."""
-    while self._newest is None or self._newest[0] <= newer_than:
+    """Waits for a version after `newer_than`; its arrays must not be donated.
+
+    Raises:
+      RuntimeError: the store has engines, and so keeps no version.
+    """
+    if self._engines:
+      raise RuntimeError('a store with engines keeps no version to fetch')
+    while self._newest is None or self._version is None or self._version <= newer_than:
       await self._published.wait()
-    return self._newest
+    return self._version, self._newest
 
   def _copy(self, params: Params) -> Params:
     copy = cast_copy(params, self._dtype)
