@@ -60,7 +60,7 @@ CATALOGUES = {
   *('configs', 'jaxrl/algorithms/presets', 'jaxrl/models/families'),
   'recipes/catalogue',
 }
-MAX_MODULES_BEFORE_STEP_1 = 180
+MAX_MODULES_BEFORE_STEP_1 = 181
 MAX_RAW_CONFIG_FUNCTIONS = 10
 
 # Tell people or other programs the time of day, which may be set back meanwhile.
