@@ -4,7 +4,7 @@ from configs import base, quickstart
 from jaxrl.config import Config
 
 MODEL = (
-  'qwen3(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, '
+  'qwen3(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, '
   'intermediate_size=64)'
 )
 

@@ -4,7 +4,7 @@ r"""Generates trajectories into a MaxCompute table: mathematics, every question 
       --config.dataset.path=FILE.jsonl --config.model.checkpoint=FOLDER \
       --config.trajectory_dump.path=odps://PROJECT/tables/TABLE/ds=NAME
 
-It needs `pip install 'jaxrl[odps]'`, a table with the columns below, and ODPS_ENDPOINT,
+It needs `pip install -e '.[odps]'`, a table with the columns below, and ODPS_ENDPOINT,
 ODPS_ACCESS_ID and ODPS_ACCESS_KEY in the environment; see docs/synthesis.md.
 """
 

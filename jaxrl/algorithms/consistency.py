@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Iterator
 
+from jaxrl.algorithms import component_roles
 from jaxrl.call_strings import ConfigError, closest_match
 from jaxrl.functional import kl
 from jaxrl.functional.components import (
@@ -51,6 +52,7 @@ def _problems(algorithm: Algorithm, chosen: Collection[str]) -> Iterator[str]:
       "or set correction='none'"
     )
   yield from _unknown_fields(algorithm)
+  yield from component_roles.role_problems(algorithm)
   if 'pair_ids' in fields_of(algorithm.policy_loss):
     yield from _pair_problems(algorithm, chosen)
   if algorithm.kl_penalty is not None and algorithm.advantage is None:

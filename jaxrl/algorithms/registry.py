@@ -225,6 +225,12 @@ def make_component(field: str, component: Component) -> Callable[..., Any] | Non
     if name not in offered:
       raise call_strings.unknown_name_error(name, offered, field, f'algorithm.{field}')
     function = offered[name]
+  if not callable(function) or isinstance(function, type):
+    kind = 'class' if isinstance(function, type) else type(function).__name__
+    raise ConfigError(
+      f'algorithm.{field}={str(call)!r}: {name} is a {kind}; a component is a function '
+      'of arrays'
+    )
   call_strings.check_options(function, options, f'algorithm.{field}={str(call)!r}')
   return functools.partial(function, **options) if options else function
 

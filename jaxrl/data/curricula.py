@@ -16,7 +16,9 @@ from jaxrl.call_strings import (
   NOT_NEGATIVE,
   SHARE,
   Component,
+  ConfigError,
   Range,
+  component_name,
   find_component,
   option_ranges,
 )
@@ -289,6 +291,23 @@ CURRICULA: dict[str, Callable[..., Curriculum]] = {
 }
 
 
+def check_curriculum_class(value: Any, where: str) -> None:
+  """Checks that a component is a curriculum.
+
+  Args:
+    value: The component.
+    where: What error messages begin with.
+
+  Raises:
+    ConfigError: If it is not a class derived from `Curriculum`.
+  """
+  if not isinstance(value, type) or not issubclass(value, Curriculum):
+    raise ConfigError(
+      f'{where}: {component_name(value)} is no curriculum: derive a class from '
+      'jaxrl.data.curricula.Curriculum'
+    )
+
+
 def make_curriculum(
   curriculum: Component, rows: Sequence[Row], seed: int
 ) -> Curriculum:
@@ -309,4 +328,5 @@ def make_curriculum(
   _, curriculum_class, options = find_component(
     curriculum, CURRICULA, 'curriculum', 'dataset.curriculum'
   )
+  check_curriculum_class(curriculum_class, 'dataset.curriculum')
   return curriculum_class(rows, seed, **options)

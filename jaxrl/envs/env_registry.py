@@ -337,6 +337,8 @@ def check_reset_result(env: Any, result: Any) -> tuple[Any, Mapping[str, Any]]:
   if not isinstance(result, tuple) or len(result) != 2:
     raise _result_error(env, 'reset', _shape(result), 'return (observation, info)')
   observation, info = result
+  if observation is None and info is None:  # how ROLL's environments end their data
+    return None, {}
   if observation is not None:
     _check_observation(env, 'reset', observation)
   _check_info(env, 'reset', info)

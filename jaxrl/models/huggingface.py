@@ -127,7 +127,10 @@ def load_config(folder: str | Path) -> ModelConfig:
   """
   path = Path(folder) / 'config.json'
   if not path.is_file():
-    raise FileNotFoundError(f'no model in {folder}: it has no config.json')
+    hint = ''
+    if (path.parent / 'export' / 'config.json').is_file():
+      hint = f'. It is the folder of a run, whose model is in {path.parent / "export"}'
+    raise FileNotFoundError(f'no model in {folder}: it has no config.json{hint}')
   config = config_from_hf(_read_json(path), where=str(path))
   if config.vision is None:
     return config

@@ -301,7 +301,7 @@ def _judge(options: dict[str, Any], spawn: Spawn) -> LLMJudge:
   if 'checkpoint' in where or not where.get('model'):
     raise ConfigError("judge: a url needs model='…', and excludes checkpoint")
   if importlib.util.find_spec('aiohttp') is None:
-    raise ConfigError("judge: a url needs aiohttp: pip install 'jaxrl[serve]'")
+    raise ConfigError("judge: a url needs aiohttp: pip install -e '.[serve]'")
   server = (
     validate_judge_url(where['url']),
     where['model'],

@@ -224,8 +224,17 @@ class RolloutScheduler:
       self._failures.record(tag, what, describe_error(error))
 
   def _first_task(self, tag: str) -> int:
-    """The first of the tasks that `check_prompts` begins."""
-    return base_seed(self._settings.seed, 'train', tag) if tag in self.tags else 0
+    """The first of the tasks that `check_prompts` begins.
+
+    It is the first of the run: an environment that traverses a data set of its own
+    gives one row to each seed, and would lose that of a seed which never comes back.
+    """
+    if tag in self.tags:
+      return base_seed(self._settings.seed, 'train', tag)
+    sets = self._settings.eval.active.items()
+    name = next(name for name, evaluation in sets if evaluation.tag == tag)
+    seed = base_seed(self._settings.seed, 'val', name)
+    return 0 if self._tests[name] is not None else seed
 
   # ---- training
 

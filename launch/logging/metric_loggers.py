@@ -485,7 +485,7 @@ class Tracker(MetricLogger):
     except ImportError as error:
       raise ConfigError(
         f'--config.logging.sinks={service}: the package is not installed: '
-        f"pip install 'jaxrl[{service}]'"
+        f"pip install -e '.[{service}]'"
       ) from error
     mark = folder / 'tracker.json'
     record = json.loads(mark.read_text()) if mark.exists() else {}

@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from jaxrl.call_strings import find_component
+from jaxrl.call_strings import ConfigError, find_component
 from launch.logging.console import Console
 from launch.logging.metric_loggers import (
   JsonLines,
@@ -64,6 +64,11 @@ def open_loggers(
     )
     if name == 'tensorboard':
       _import_without_torch('tensorboardX')
+    if name not in known and not isinstance(logger_class, type):
+      raise ConfigError(
+        f'{key}: {call.name}: it is a function; derive a class from '
+        'launch.logging.metric_loggers.MetricLogger'
+      )
     own_args = () if name in known else (folder, workdir.config)
     loggers.append(logger_class(*own_args, **options))
   return MultiLogger(

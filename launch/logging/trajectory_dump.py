@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ConfigError, find_component
+from jaxrl.data.trajectory_writers.dump_columns import STANDARD_COLUMNS
 from jaxrl.data.trajectory_writers.writer import merge_columns, open_dump
 from jaxrl.envs.env_registry import unwrapped
 from jaxrl.types import Group, Trajectory
@@ -18,9 +19,23 @@ MARK = '.dumped'  # in a run's folder: it has begun to write
 
 
 def env_columns(settings: RunSettings) -> dict[str, str]:
-  """Returns the types of the environments' own columns, by name."""
-  envs = [unwrapped(env.env_type, env.env_config) for env in settings.env.values()]
-  return merge_columns(getattr(env, 'columns', {}) for env in envs)
+  """Returns the types of the columns of environments and their managers, by name.
+
+  A user's manager may set any column, so those that the config asks for are among them,
+  with the type that it gives.
+  """
+  parts = [unwrapped(env.env_type, env.env_config) for env in settings.env.values()]
+  managers = [env.manager for env in settings.env.values() if env.manager is not None]
+  parts += [find_component(call, {}, 'env manager', 'env')[1] for call in managers]
+  declared = merge_columns(getattr(part, 'columns', {}) for part in parts)
+  dump = settings.trajectory_dump
+  if not managers or dump is None:
+    return declared
+  asked = [
+    str(pair[0]) for pair in dump.columns if isinstance(pair, list | tuple) and pair
+  ]
+  others = {n: '' for n in asked if n not in STANDARD_COLUMNS and n not in declared}
+  return declared | others
 
 
 def has_begun(folder: pathlib.Path) -> bool:

@@ -220,7 +220,7 @@ def _devices(target: Target) -> tuple[Any, ...]:
   if package:
     raise ConfigError(
       f'{flag_text}: the compiler for it is not installed here ({package}): '
-      "pip install 'jaxrl[targets]', or make env-targets"
+      "pip install -e '.[targets]', or make env-targets"
     )
   set_compiler_env(target)
   import jax

@@ -126,8 +126,20 @@ def parse(
 
 
 def _refuse_flag(name: str, known: Sequence[str]) -> None:
+  from configs import base
+  from launch.settings.foreign_keys import describe_foreign_key
+
+  keys = list(dotted_keys(base.get_config()))
+  wanted = name.replace('-', '_')
   near = closest_match(name, known)
+  key = next((k for k in keys if k == wanted), None)
+  key = key or next((k for k in keys if k.rpartition('.')[2] == wanted), None)
+  if key is None and near is None:
+    if answer := describe_foreign_key(wanted):
+      raise ConfigError(f'unknown option --{name}; {answer}')
+    key = closest_match(wanted, keys)
   hint = f'; did you mean --{near}?' if near else ''
+  hint = f'; did you mean --config.{key}?' if key else hint
   more = f' A key of the config is set by --config.{name}=…' if '.' in name else ''
   raise ConfigError(f'unknown option --{name}{hint}{more}')
 
@@ -401,8 +413,14 @@ def naming_flag(flag: str, key: str) -> Iterator[None]:
 
 
 def _unknown_key(known: Sequence[str], key: str) -> str:
+  from launch.settings.foreign_keys import describe_foreign_key
+
   leaf = key.rsplit('.', 1)[-1]
   near = closest_match(key, known)
+  # A key of another framework, unless its last part is one of ours in another section.
+  is_ours = any(k.rsplit('.', 1)[-1] == leaf for k in known)
+  if answer := describe_foreign_key(key, whole=is_ours):
+    return f'unknown key --config.{key}; {answer}'
   if near is None:  # the right name in another section
     near = next((k for k in known if k.rsplit('.', 1)[-1] == leaf), None)
   hint = f'; did you mean --config.{near}?' if near else ' (--help lists them all)'

@@ -13,7 +13,7 @@ from jaxrl.call_strings import (
   unknown_name_error,
 )
 from jaxrl.data import samplers
-from jaxrl.data.curricula import CURRICULA
+from jaxrl.data.curricula import CURRICULA, check_curriculum_class
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.env_registry import env_factory, uses_dataset
 from jaxrl.functional import components
@@ -350,7 +350,10 @@ def _validate_curriculum(settings: RunSettings) -> None:
       chosen[f'env.{tag}.dataset.curriculum'] = env.dataset.curriculum
   for key, curriculum in chosen.items():
     where = f'--config.{key}={curriculum}'
-    find_component(curriculum, CURRICULA, 'curriculum', where, where=where)
+    _, found, _ = find_component(
+      curriculum, CURRICULA, 'curriculum', where, where=where
+    )
+    check_curriculum_class(found, where)
     is_default = curriculum == defaults(GlobalDataset)['curriculum']
     if not is_default and curriculum not in users:
       raise ConfigError(

@@ -251,7 +251,7 @@ def test_tracker_goes_on_with_the_same_run(tmp_path, monkeypatch, service):
 
 def test_tracker_that_is_not_there(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', None)
-  with pytest.raises(ConfigError, match=r"not installed: pip install 'jaxrl\[wandb\]'"):
+  with pytest.raises(ConfigError, match=r"not installed: pip install -e '\.\[wandb\]'"):
     Tracker('wandb', tmp_path, {})
 
 

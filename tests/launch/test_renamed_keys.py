@@ -53,7 +53,7 @@ def test_merged_keys_say_how_they_are_written():
     'rollout.num_slots=4': '--config.rollout.max_num_seqs=4',
     'dataset.question_key=ask': "--config.dataset.keys='question=ask'",
     'model.random.num_layers=4': "--config.model.random='qwen3(hidden_size=32, "
-    "num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64, num_layers=4)'",
+    "num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64, num_layers=4)'",
     'mesh.fsdp=8': "--config.mesh='fsdp=8'",
     'algorithm.filters=none': '--config.rollout.group_filter=none',
     'teacher.by_tag=a=DIR': '--config.teacher.checkpoint=a=DIR',

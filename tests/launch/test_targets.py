@@ -45,7 +45,7 @@ def test_the_environment_is_kept_where_it_is_set():
 
 def test_a_compiler_that_is_absent_is_named_with_its_extra(monkeypatch):
   monkeypatch.setattr(targets, 'missing_compiler', lambda target: 'libtpu')
-  with pytest.raises(ConfigError, match=r'libtpu.*jaxrl\[targets\]'):
+  with pytest.raises(ConfigError, match=r'libtpu.*\.\[targets\]'):
     targets.target_devices('v6e:1x1')
 
 

@@ -44,6 +44,11 @@ def find_sampler(sampler: Component) -> tuple[type[Sampler], dict[str, Any]]:
   _, sampler_class, options = find_component(
     sampler, SAMPLERS, 'sampler', where, where=where, base=Sampler
   )
+  if not isinstance(sampler_class, type):
+    raise ConfigError(
+      f'{where}: it is a function; a sampler is a class derived from '
+      'jaxrl.data.samplers.Sampler'
+    )
   return cast(type[Sampler], sampler_class), options
 
 

@@ -36,7 +36,7 @@ def import_sqlalchemy() -> Any:
     import sqlalchemy
   except ModuleNotFoundError as error:
     raise ConfigError(
-      "an experience store needs SQLAlchemy: pip install 'jaxrl[store]'"
+      "an experience store needs SQLAlchemy: pip install -e '.[store]'"
     ) from error
   return sqlalchemy
 

@@ -88,6 +88,8 @@ class DumpColumns:
       self.types = {n: kind or 'string' for n, kind in known.items()}
       for name, kind in self.types.items():
         _pair((name, kind), f'column {name!r}')
+    self._known = known.keys()
+    self._undeclared = {n for n in self.types if env_columns.get(n, 'known') == ''}
     self._save_arrays = save_arrays
     self.write_images: Callable[[Mapping[str, Image]], None] | None = None
     self._warned: set[str] = set()
@@ -134,7 +136,6 @@ class DumpColumns:
       task_idx = row.columns.get('task_idx', row.group_id + row.episode_id)
     played = [facts['mode'], str(step)] if step is not None else []
     values = {
-      **row.columns,
       **facts,
       'trajectory_id': '_'.join([*played, row.trajectory_id]),
       'task_idx': task_idx,
@@ -142,9 +143,18 @@ class DumpColumns:
       'turn': row.turn,
       'stop_reason': row.stop_reason,
       'episode_score': score,
+      **row.columns,  # what the environment or its manager sets holds
     }
-    if 'save_content' in self.types:
+    if 'save_content' in self.types and 'save_content' not in row.columns:
       values['save_content'] = self._content(row)
+    for name in values.keys() - self._known:
+      self._warn(
+        name,
+        'no dump has it: declare it in `columns` of the environment or manager, as '
+        "{'name': 'string'}, or ask for it in trajectory_dump.columns",
+      )
+    for name in self._undeclared - values.keys():
+      self._warn(name, 'no row sets it; null is written')
     return {name: self._fit(name, values.get(name)) for name in self.types}
 
   def _store_images(self, group: 'Group') -> None:
@@ -247,6 +257,8 @@ def _truth(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
+  if isinstance(value, Mapping | list | tuple):
+    return json.dumps(value, allow_nan=False, separators=(',', ':'))
   if not isinstance(value, str):
     raise TypeError(f'{value!r} is not a text')
   return value.encode('utf-8', 'backslashreplace').decode()  # halves of pairs

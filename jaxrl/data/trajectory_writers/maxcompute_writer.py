@@ -68,7 +68,7 @@ class MaxComputeWriter:
       from odps import ODPS  # pyright: ignore[reportMissingImports]
     except ImportError:
       raise ConfigError(
-        f"{self._where}: needs pyodps: pip install 'jaxrl[odps]'"
+        f"{self._where}: needs pyodps: pip install -e '.[odps]'"
       ) from None
     settings = {key: os.environ.get(f'ODPS_{key.upper()}') for key in CREDENTIAL_KEYS}
     try:

@@ -42,7 +42,7 @@ class GemEnv(IsolatedEnv):
   ):
     if importlib.util.find_spec('gem') is None:
       raise call_strings.ConfigError(
-        "the environment 'gem' needs its package: pip install 'jaxrl[envs]'"
+        "the environment 'gem' needs its package: pip install -e '.[envs]'"
       )
     if not id:
       raise call_strings.ConfigError("gem: option 'id' must name an environment")

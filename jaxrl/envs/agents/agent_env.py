@@ -93,7 +93,7 @@ class AgentEnv:
     """
     if importlib.util.find_spec('aiohttp') is None:
       raise ConfigError(
-        "agents are served by aiohttp: install it, pip install 'jaxrl[serve]'"
+        "agents are served by aiohttp: install it, pip install -e '.[serve]'"
       )
     cls(**options)
 

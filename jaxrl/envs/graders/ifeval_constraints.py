@@ -433,7 +433,7 @@ def response_language(reply: str, *, language: str) -> bool:
   if importlib.util.find_spec('langdetect') is None:
     raise ConfigError(
       "the instruction 'response_language' needs the package langdetect: "
-      "pip install 'jaxrl[envs]'"
+      "pip install -e '.[envs]'"
     )
   import langdetect
 

@@ -42,7 +42,7 @@ def make_math_grader(*, strict: bool = False, timeout: float = 5.0) -> GraderPar
   """
   if importlib.util.find_spec('math_verify') is None:
     raise ConfigError(
-      "the grader 'math' needs the package math-verify: pip install 'jaxrl[envs]'"
+      "the grader 'math' needs the package math-verify: pip install -e '.[envs]'"
     )
 
   def grade(reply: str, item: TaskItem) -> float:

@@ -66,7 +66,7 @@ class McpTools:
     only: tuple[str, ...] = (),
   ):
     if importlib.util.find_spec('mcp') is None:
-      raise ConfigError("the tool 'mcp' needs its client: pip install 'jaxrl[tools]'")
+      raise ConfigError("the tool 'mcp' needs its client: pip install -e '.[tools]'")
     words = shlex.split(command)
     if not words:
       raise ConfigError("tool 'mcp': option 'command' must name the server's program")

@@ -185,7 +185,7 @@ class SearchTool:
     name: str = 'search',
   ):
     if importlib.util.find_spec('bm25s') is None:
-      raise ConfigError("the tool 'search' needs bm25s: pip install 'jaxrl[tools]'")
+      raise ConfigError("the tool 'search' needs bm25s: pip install -e '.[tools]'")
     if not corpus:
       raise ConfigError("tool 'search': option 'corpus' must name a file or folder")
     if not Path(corpus).expanduser().exists():

@@ -9,30 +9,96 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.call_strings import closest_match
 from jaxrl.data import chat_messages
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.row_sources import DataError
 from jaxrl.rollout.gateway.request_cache import CachedPrefix, RequestCache
 from jaxrl.types import Message
 
-# Fields that would change the reply and are not supported, each with the values that
-# leave the reply as it is.
+# Fields of OpenAI's API and of vLLM that would change the reply and are not supported,
+# each with the values that leave the reply as it is.
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
+  'add_generation_prompt': (True,),
+  'add_special_tokens': (False,),
+  'allowed_token_ids': (),
   'audio': (),
+  'bad_words': ([],),
   'best_of': (1,),
+  'chat_template': ('',),
+  'continue_final_message': (False,),
+  'documents': ([],),
   'echo': (False,),
+  'ec_transfer_params': ({},),
   'frequency_penalty': (0,),
   'function_call': ('none',),
   'functions': ([],),
+  'guided_choice': (),
+  'guided_decoding_backend': (),
+  'guided_grammar': (),
+  'guided_json': (),
+  'guided_regex': (),
+  'guided_whitespace_pattern': (),
+  'ignore_eos': (False,),
+  'include_reasoning': (True,),
+  'include_stop_str_in_output': (False,),
+  'kv_transfer_params': ({},),
+  'length_penalty': (1,),
   'logit_bias': ({},),
+  'logprob_token_ids': ([],),
+  'media_io_kwargs': ({},),
   'min_p': (0,),
+  'min_tokens': (0,),
+  'mm_processor_kwargs': ({},),
   'modalities': (['text'],),
+  'moderation': (),
   'presence_penalty': (0,),
+  'prompt_embeds': (),
+  'prompt_logprobs': (),
+  'reasoning': (),
+  'reasoning_effort': (),
+  'repetition_detection': (),
   'repetition_penalty': (1,),
   'response_format': ({'type': 'text'},),
+  'return_mm_kwargs': (False,),
+  'return_prompt_text': (False,),
+  'return_token_offsets': (False,),
+  'return_tokens_as_token_ids': (False,),
+  'routed_experts_prompt_start': (0,),
+  'skip_special_tokens': (True,),
+  'spaces_between_special_tokens': (True,),
+  'stop_token_ids': ([],),
+  'structural_tag': (),
+  'structured_outputs': ({},),
   'suffix': ('',),
+  'thinking_token_budget': (),
   'top_logprobs': (0,),
+  'truncate_prompt_tokens': (),
+  'use_beam_search': (False,),
+  'verbosity': ('medium',),
+  'vllm_xargs': ({},),
+  'watermarking': (False,),
+  'web_search_options': (),
 }
+# Fields that say who asks, or how the reply is stored, queued, cached or cut into
+# pieces. They leave the reply as it is.
+IDLE_FIELDS = frozenset(
+  (
+    *('cache_salt', 'metadata', 'mm_payload', 'model', 'prediction', 'priority'),
+    *('prompt_cache_key', 'prompt_cache_options', 'prompt_cache_retention'),
+    *('request_id', 'safety_identifier', 'service_tier', 'session_id', 'store'),
+    *('stream_interval', 'truncation_side', 'user'),
+  )
+)
+# Fields that are honoured; each parser checks those of its own endpoint.
+READ_FIELDS = frozenset(
+  (
+    *('chat_template_kwargs', 'logprobs', 'max_completion_tokens', 'max_tokens'),
+    *('messages', 'n', 'parallel_tool_calls', 'prompt', 'return_token_ids', 'seed'),
+    *('stop', 'stream', 'stream_options', 'temperature', 'tool_choice', 'tools'),
+    *('top_k', 'top_p'),
+  )
+)
 MAX_IMAGES = 64  # of a request
 _ERROR_TYPES = {
   401: 'authentication_error',
@@ -251,6 +317,12 @@ def parse_chat(
     raise invalid_field(
       'tools', "a list of {'type': 'function', 'function': {'name': …}}"
     )
+  if tools and body.get('parallel_tool_calls') not in (None, True):
+    raise invalid_field(
+      'parallel_tool_calls',
+      'a reply may have several calls: leave it out, or send true',
+      'unsupported_value',
+    )
   logprobs = _parse_flag(body, 'logprobs')
   new_messages = body['messages']
   messages = list(previous)
@@ -349,10 +421,7 @@ def _normalize(message: Message) -> Message:
 
 
 def _parse_common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-  for name, neutral_values in NEUTRAL_FIELDS.items():
-    if body.get(name) is not None and body[name] not in neutral_values:
-      message = f'{body[name]!r} is not supported here'[:200]
-      raise invalid_field(name, message, 'unsupported_value')
+  _check_fields(body)
   has_new_limit = body.get('max_completion_tokens') is not None
   limit_field = 'max_completion_tokens' if has_new_limit else 'max_tokens'
   stop = body.get('stop') or ()
@@ -378,6 +447,22 @@ def _parse_common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     'stop': tuple(stop),
     'seed': _parse_number(body, 'seed', int, -(2**63), 2**64),
   }
+
+
+def _check_fields(body: Mapping[str, Any]) -> None:
+  """Raises ApiError for a field that would be dropped although it means something."""
+  for name, value in body.items():
+    if value is None or name in READ_FIELDS or name in IDLE_FIELDS:
+      continue
+    if name not in NEUTRAL_FIELDS:
+      near = closest_match(name, [*READ_FIELDS, *NEUTRAL_FIELDS])
+      hint = f'; did you mean {near!r}?' if near else ''
+      raise invalid_field(
+        name, f'this endpoint does not know the field{hint}', 'unknown_parameter'
+      )
+    if value not in NEUTRAL_FIELDS[name]:
+      message = f'{value!r} is not supported here'[:200]
+      raise invalid_field(name, message, 'unsupported_value')
 
 
 def is_number(value: Any, kind: type, low: float, high: float) -> bool:

@@ -34,7 +34,7 @@ from jaxrl.group_stats import (
   sample_scores,
   without_greedy,
 )
-from jaxrl.rollout.queue.group_pipeline import DropReason
+from jaxrl.rollout.queue.group_pipeline import DropReason, try_group_function
 from jaxrl.types import Group
 
 FILTER_STATISTICS = {'mean': np.mean, 'max': np.max, 'min': np.min}
@@ -277,6 +277,7 @@ class GroupFilterChain:
       verdict = group_filter.filter(group_id, episode_id, without_greedy(group))
       if isinstance(verdict, DropReason):
         return verdict
+      _check_verdict(name, verdict)
       if verdict:
         return DropReason(name, f'{name} drops it')
     return None
@@ -305,6 +306,16 @@ class GroupFilterChain:
       if hasattr(group_filter, 'invalid') and (reason := group_filter.invalid(rows)):
         return DropReason(name, reason)
     return None
+
+
+def _check_verdict(name: str, verdict: Any) -> None:
+  """Raises ConfigError for what is no verdict, such as the group of a shaper."""
+  if not isinstance(verdict, bool | np.bool_ | DropReason):
+    kind = 'None' if verdict is None else f'a {type(verdict).__name__}'
+    raise ConfigError(
+      f'group filter {name!r} returns {kind}; it must return True to drop the group, '
+      'False to keep it, or a DropReason'
+    )
 
 
 class _FunctionFilter:
@@ -342,8 +353,8 @@ def make_group_filter(
     The filters as `GroupQueue` takes them, or None if there are none.
 
   Raises:
-    ConfigError: For an unknown name or option, and for a filter that would drop every
-      group of this size.
+    ConfigError: For an unknown name or option, for what is no group filter, and for a
+      filter that would drop every group of this size.
   """
   components = as_calls(filters)
   if not components or mode != 'train':
@@ -351,7 +362,7 @@ def make_group_filter(
   named_filters = []
   for component in components:
     name, filter_class, options = find_component(
-      component, GROUP_FILTERS, 'group filter', 'group_filter'
+      component, GROUP_FILTERS, 'group filter', 'group_filter', base=GroupFilter
     )
     min_samples = getattr(filter_class, 'min_samples', 1)
     if group_size is not None and group_size < min_samples:
@@ -362,6 +373,10 @@ def make_group_filter(
     if isinstance(filter_class, type):
       group_filter = filter_class(config, env_manager_config, mode, **options)
     else:
-      group_filter = _FunctionFilter(functools.partial(filter_class, **options))
+      function = functools.partial(filter_class, **options)
+      if name not in GROUP_FILTERS:
+        check = functools.partial(_check_verdict, name)
+        try_group_function(function, f'group filter {name!r}', check)
+      group_filter = _FunctionFilter(function)
     named_filters.append((name, group_filter))
   return GroupFilterChain(named_filters)

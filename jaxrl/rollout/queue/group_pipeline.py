@@ -4,14 +4,17 @@
 it an error to drop too many groups in a row, because the batch would never be filled.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxrl.call_strings import user_place
+import numpy as np
+
+from jaxrl.call_strings import ConfigError, user_place
 from jaxrl.envs.env_registry import is_valid_reward
 from jaxrl.group_stats import sample_scores
-from jaxrl.types import Group
+from jaxrl.types import Group, Trajectory
 
 # What groups are dropped for, if that is not the name of a filter.
 CAUSES = {'dropped': 'failed episodes', 'stale': 'staleness'}
@@ -124,6 +127,43 @@ def _find_invalid_reward(group: Group) -> DropReason | None:
     return None
   reason = f'a row has a score of {invalid:.3g} after reward shaping'
   return DropReason('invalid_reward', reason, 'check the options of reward_shaping')
+
+
+def try_group_function(
+  function: Callable[..., Any], where: str, check: Callable[[Any], None]
+) -> None:
+  """Calls a user's filter or shaper once with a made-up group, before the run starts.
+
+  Args:
+    function: Takes a group.
+    where: What error messages begin with.
+    check: Raises for a result of another kind. If the function raises, which it may as
+      the made-up rows lack what those of its environment have, there is none.
+
+  Raises:
+    ConfigError: If the function cannot be called with a group alone.
+  """
+  try:
+    inspect.signature(function).bind(None)
+  except TypeError as error:
+    raise ConfigError(f'{where} cannot be called as (group): {error}') from error
+  rows = [
+    Trajectory(
+      tokens=np.arange(4, dtype=np.int32),
+      action_mask=np.array([False, False, True, True]),
+      rollout_logprobs=np.zeros(4, np.float32),
+      rewards=np.array([0, 0, 0, i], np.float32),
+      weights_version=np.array([-1, -1, 0, 0], np.int32),
+      sample_index=i,
+      messages=[{'role': 'assistant', 'content': ''}],
+    )
+    for i in range(2)
+  ]
+  try:
+    result = function(rows)
+  except Exception:
+    return
+  check(result)
 
 
 class InsufficientGroupsError(RuntimeError):

@@ -40,8 +40,8 @@ from jaxrl.group_stats import (
   sample_scores,
   without_greedy,
 )
-from jaxrl.rollout.queue.group_pipeline import RewardShaperFn
-from jaxrl.types import Group
+from jaxrl.rollout.queue.group_pipeline import RewardShaperFn, try_group_function
+from jaxrl.types import Group, Trajectory
 
 SHAPING_STATISTICS: dict[str, Callable[[np.ndarray], Any]] = {
   'mean': np.mean,
@@ -258,7 +258,21 @@ class RewardShaper:
     group = _record_raw_scores(group)
     for shaper in self.shapers:
       group = shaper(group)
+      _check_shaped(shaper, group)
     return group
+
+
+def _check_shaped(shaper: RewardShaperFn, group: Any) -> None:
+  """Raises ConfigError for what is no group, such as the verdict of a filter."""
+  is_group = isinstance(group, list) and all(isinstance(x, Trajectory) for x in group)
+  if not is_group or not group:
+    kind = 'None' if group is None else f'a {type(group).__name__}'
+    kind = 'an empty list' if group == [] else kind
+    name = call_strings.component_name(shaper)
+    raise ConfigError(
+      f'reward shaper {name!r} returns {kind}; it must return the group, a list of its '
+      'rows with other rewards or weights'
+    )
 
 
 def make_reward_shaper(
@@ -276,18 +290,27 @@ def make_reward_shaper(
     The shapers as `GroupQueue` takes them, or None if there are none.
 
   Raises:
-    ConfigError: For an unknown name or option.
+    ConfigError: For an unknown name or option, or for what is no reward shaper.
   """
   bound = []
   for component in as_calls(shapers):
-    _, function, options = find_component(
+    name, function, options = find_component(
       component, REWARD_SHAPERS, 'shaper', 'reward_shaping'
     )
+    if isinstance(function, type):
+      raise ConfigError(
+        f'shaper {name!r}: {name} is a class; a reward shaper is a function of (group) '
+        'that returns the changed group'
+      )
     defaults = call_strings.defaults(function)
     for option, limit in (limits or {}).items():
       if option in defaults and options.get(option, defaults[option]) is None:
         options[option] = limit
-    bound.append(functools.partial(function, **options))
+    shaper = functools.partial(function, **options)
+    if name not in REWARD_SHAPERS:
+      check = functools.partial(_check_shaped, shaper)
+      try_group_function(shaper, f'reward shaper {name!r}', check)
+    bound.append(shaper)
   return RewardShaper(bound) if bound else None
 
 

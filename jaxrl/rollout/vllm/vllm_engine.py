@@ -121,6 +121,7 @@ class VllmEngine(EngineBase):
     self._address = ''
     self._local_channel: tuple[SharedMemoryTransport, VersionWriter] | None = None
     if current_platform.is_cpu():
+      vllm_options.check_cpu_head_size(config)
       cache_bytes = vllm_options.kv_cache_bytes(
         config, max_num_seqs * max_length, dtype
       )

@@ -206,6 +206,31 @@ def cpu_compilation(config: ModelConfig, compilation: Any = None) -> Any:
   return compilation | {'custom_ops': list(dict.fromkeys(custom_ops))}
 
 
+def check_cpu_head_size(config: ModelConfig) -> None:
+  """Checks that vLLM's attention on this CPU knows the size of the model's heads.
+
+  Otherwise its process dies at the first request.
+
+  Args:
+    config: The model.
+
+  Raises:
+    ConfigError: If it does not.
+  """
+  if config.kv_latent:  # which has a kernel of its own
+    return
+  import torch
+  from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+  sizes = CPUAttentionBackend.get_supported_head_sizes()
+  if config.head_dim not in sizes and not torch.cpu._is_amx_tile_supported():
+    raise ConfigError(
+      f'rollout.engine: vLLM computes no attention with head_dim={config.head_dim} on '
+      f'this CPU, which has no AMX; it does with {", ".join(map(str, sizes))}. The '
+      'engine of our own, jax, takes any size'
+    )
+
+
 def cpu_options(
   config: ModelConfig, options: Mapping[str, Any], cache_bytes: int
 ) -> dict[str, Any]:

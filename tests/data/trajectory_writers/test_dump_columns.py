@@ -29,6 +29,33 @@ def test_all_columns_when_none_are_asked_for():
   }  # fmt: skip
 
 
+def test_what_a_row_sets_holds(caplog):
+  own = {
+    'save_content': {'mine': [1]}, 'model_name': 'other', 'stop_reason': 'solved',
+    'mode': 'shadow', 'episode_score': 9, 'note': 'n', 'lost': 1,
+  }  # fmt: skip
+  columns = DumpColumns(env_columns={'note': 'string'})
+  with caplog.at_level(logging.WARNING):
+    [record] = columns.rows([row(columns=own)], 0, **FACTS)
+  assert record['save_content'] == '{"mine":[1]}'
+  assert (record['model_name'], record['stop_reason']) == ('other', 'solved')
+  assert (record['mode'], record['episode_score']) == ('shadow', 9.0)
+  assert record['note'] == 'n'
+  assert 'lost' not in record
+  assert 'column lost: no dump has it: declare it' in caplog.text
+
+
+def test_an_asked_column_that_no_row_sets_is_told(caplog):
+  columns = DumpColumns(
+    [['seen', 'bigint'], ['unseen', 'string']], {'seen': '', 'unseen': ''}
+  )
+  with caplog.at_level(logging.WARNING):
+    [record] = columns.rows([row(columns={'seen': 4})], 0, **FACTS)
+  assert record == {'seen': 4, 'unseen': None}
+  assert 'column unseen: no row sets it' in caplog.text
+  assert 'column seen' not in caplog.text
+
+
 def test_asked_columns_in_their_order_and_the_score_of_the_episode():
   columns = DumpColumns([['episode_score', 'float'], ('turn', 'BIGINT')])
   group = [row(turn=0), row(turn=1), row(sample_index=1, rewards=(0, 2))]

@@ -98,5 +98,5 @@ def test_a_path_of_another_form(path, tmp_path):
 
 def test_without_pyodps_it_says_so(monkeypatch, tmp_path):
   monkeypatch.setitem(__import__('sys').modules, 'odps', None)
-  with pytest.raises(ConfigError, match=r"pip install 'jaxrl\[odps\]'"):
+  with pytest.raises(ConfigError, match=r"pip install -e '\.\[odps\]'"):
     table(tmp_path).check(fresh=True)

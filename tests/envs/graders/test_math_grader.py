@@ -116,7 +116,7 @@ def test_algebra_without_end_is_a_timeout_and_the_next_reply_is_graded():
 
 def test_without_the_package_it_says_so(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(ConfigError, match=r"pip install 'jaxrl\[envs\]'"):
+  with pytest.raises(ConfigError, match=r"pip install -e '\.\[envs\]'"):
     make_math_grader()
 
 

@@ -67,8 +67,8 @@ def test_a_conversation_is_read_alike_however_it_is_sent():
   [
     ('{"messages":[A],"messages":[B]}', '{"messages":[A,B],"messages":[B]}'),
     (
-      '{"x":{"messages":[A]},"messages":[B]}',
-      '{"x":{"messages":[A,A]},"messages":[A]}',
+      '{"metadata":{"messages":[A]},"messages":[B]}',
+      '{"metadata":{"messages":[A,A]},"messages":[A]}',
     ),
     ('{"messages":[A]}', '{"messages":[A  ,B]}'),
     ('{"messages":[A]}', '{"messages":[ A,B]}'),
