@@ -133,7 +133,10 @@ class RunFolder:
     return {
       'name': self.name,
       'status': self.status(record),
-      'algorithm': (config.get('algorithm') or {}).get('name', ''),
+      # Only launch.rollout, which trains nothing, keeps a ledger.
+      'algorithm': 'rollouts only'
+      if (self.folder / 'ledger').exists()
+      else (config.get('algorithm') or {}).get('name', ''),
       'seed': config.get('seed'),
       'phase': last.get('phase', ''),
       'step': last.get('step'),
