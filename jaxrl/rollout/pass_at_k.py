@@ -111,6 +111,25 @@ def _convolution(count: int, max_drawn: int, max_k: int) -> np.ndarray:
   return padded[size + index[None, :] - index[:, None]]
 
 
+def wilson_interval(
+  share: float, count: int, *, z: float = 1.96
+) -> tuple[float, float]:
+  """Computes Wilson's interval of a share (1927), which has a width also at 0 and 1.
+
+  Args:
+    share: The share, from 0 to 1.
+    count: Of how many it is.
+    z: Standard deviations; 1.96 for 95%.
+
+  Returns:
+    The low and the high end.
+  """
+  scale = 1 + z * z / count
+  middle = (share + z * z / (2 * count)) / scale
+  half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / scale
+  return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
+
+
 def bootstrap_interval(
   values: np.ndarray,
   rng: np.random.Generator,
@@ -124,8 +143,8 @@ def bootstrap_interval(
   replacement and shared by all M columns. Where every task has the value 0, or every
   task the value 1, such samples have no spread, so the interval is the exact one for
   values between 0 and 1 (Clopper and Pearson 1934): with 8 tasks of which none passed,
-  it is 0 to 0.37. If all values of a column are equal to another number, the interval
-  is that number.
+  it is 0 to 0.37. If all values of a column are equal to another number between 0 and
+  1, the interval is Wilson's for a share of that size, which is the widest.
 
   Args:
     values: `[N, M]` values of N tasks.
@@ -144,6 +163,9 @@ def bootstrap_interval(
   margin = 1 - ((1 - level) / 2) ** (1 / count)
   high = np.where((values == 0).all(0), margin, high)
   low = np.where((values == 1).all(0), 1 - margin, low)
+  for column in np.flatnonzero(low == high):
+    if 0 <= low[column] <= 1:
+      low[column], high[column] = wilson_interval(float(low[column]), count)
   return low, high
 
 

@@ -14,6 +14,9 @@ Rows = Sequence[Metrics]
 
 MIN_STEPS = 5  # a shorter run may learn nothing without anything being wrong
 MIN_STEPS_FOR_TREND = 9
+# A gradient that is only rounding: of a KL term at the reference, where it is 0.
+NO_GRADIENT = 1e-8
+COLLAPSED_ENTROPY = 0.01  # at which all samples of a group are alike
 SIGMAS = 2.5  # of noise, by which the last third of a run must differ from the first
 PAGE = 'docs/debugging.md'
 
@@ -203,10 +206,12 @@ def diagnose(rows: Rows) -> list[Finding]:
   if len(rows) < MIN_STEPS or has_learned(rows):
     return []
   reward = float([0.0, *_values(rows, 'reward/mean')][-1])
+  names = [name for name, rule in RULES.items() if rule.applies(rows)]
+  if 'entropy collapsed' in names:  # equal samples follow from it
+    names = [name for name in names if name != 'no spread within groups']
   return [
     Finding(name, rule.sentence.format(reward=reward), rule.advice, rule.page)
-    for name, rule in RULES.items()
-    if rule.applies(rows)
+    for name, rule in ((name, RULES[name]) for name in names)
   ]
 
 
@@ -239,6 +244,10 @@ def zero_gradient_cause(metrics: Metrics) -> tuple[str, bool]:
   for rule in RULES.values():
     if rule.is_final and rule.applies([metrics]):
       return f'{rule.sentence}. {rule.advice} ({rule.page})', True
+  entropy = metrics.get('policy/entropy')
+  if entropy is not None and entropy < COLLAPSED_ENTROPY:
+    rule = RULES['entropy collapsed']
+    return f'{rule.sentence}. {rule.advice} ({rule.page})', False
   rule = RULES['no spread within groups']
   advice = rule.advice[0].lower() + rule.advice[1:]
   return (

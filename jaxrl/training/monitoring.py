@@ -263,13 +263,12 @@ class UpdateMonitor:
 
   def _check_gradient(self, metrics: Mapping[str, float], step: int) -> None:
     """Says why the gradient is 0, at once; raises if no later step could change it."""
-    if metrics['optimizer/grad_norm']:
+    from jaxrl.training.diagnosis import NO_GRADIENT, zero_gradient_cause
+
+    if not metrics['optimizer/grad_norm'] <= NO_GRADIENT:
       self._idle_steps = 0
       return
     self._idle_steps += 1
-    # Imported here because most runs never need it.
-    from jaxrl.training.diagnosis import zero_gradient_cause
-
     cause, is_final = zero_gradient_cause(metrics)
     if self._idle_steps == 1:
       log.warning('step %d learns nothing, its gradient is 0: %s', step, cause)

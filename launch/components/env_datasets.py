@@ -72,10 +72,17 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
 
 def describe_tasks(settings: RunSettings) -> str:
   """Names where the tasks of the run come from, in one line."""
-  shared = describe_sources(settings.dataset.path)
+  reading = {
+    tag: env
+    for tag, env in settings.env.items()
+    if uses_dataset(env.env_type, env.env_config)
+  }
+  shared = ''
+  if reading or not settings.env:
+    shared = describe_sources(settings.dataset.path)
   tag_sources = [
     f'{tag} {describe_sources(env.dataset.path)}'
-    for tag, env in settings.env.items()
+    for tag, env in reading.items()
     if env.dataset.path != settings.dataset.path
   ]
   return '; '.join(filter(None, [shared, *tag_sources])) or 'seeds'

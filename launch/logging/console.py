@@ -7,7 +7,9 @@ On a terminal a progress bar with rate and time left stays below the lines. Else
 import contextlib
 import logging
 import os
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
@@ -35,6 +37,8 @@ COLUMNS = {
 }
 FAST = 0.5  # seconds; in a long phase, lines nearer than this are left out
 
+# What the shell takes as one word: runs of plain characters and of quoted text.
+QUOTED_WORDS = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+""")
 OWN = ('jaxrl', 'kernels', 'launch')  # the packages whose log is shown
 
 
@@ -79,7 +83,21 @@ class Console(MetricLogger):
 
   def fact(self, label: str, value: str) -> None:
     """Prints a fact of the run: `label`, then `value`, in two columns."""
-    self.terminal.print(Text().append(f'  {label:<13} ', style='dim').append(value))
+    line = Text().append(f'  {label:<13} ', style='dim').append(value)
+    if not self.live or line.cell_len <= self.terminal.width:
+      self.terminal.print(line)
+      return
+    # A long command stands on a line of its own, so that it can be copied as it is;
+    # what else is long is broken between words.
+    if ' -m ' in value:
+      self.terminal.print(Text(f'  {label}', style='dim'))
+      value = break_command(value, self.terminal.width - 4)
+      self.terminal.print(Text(f'    {value}'))
+      return
+    room = max(20, self.terminal.width - 16)
+    lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+    line = Text().append(f'  {label:<13} ', style='dim')
+    self.terminal.print(line.append(f'\n{" " * 16}'.join(lines)))
 
   def warn(self, text: str) -> None:
     """Prints a warning."""
@@ -144,7 +162,8 @@ class Console(MetricLogger):
     if self._progress:
       self._progress.update(self._task, completed=self._clock.done, pace=pace)
     if trained and not self._skip(step):
-      self.terminal.print(self._line(step, metrics, '' if self.live else pace))
+      left = '' if self.live else self._clock.left(self._total)
+      self.terminal.print(self._line(step, metrics, left))
     for name, value in evals.items():
       if name.endswith('/mean'):
         tag = name.removeprefix('eval/').removesuffix('/mean')
@@ -227,16 +246,45 @@ class Clock:
 
   def pace(self, total: int | None) -> str:
     """'0.82 s/step, 0:41 left', or '' before anything is known."""
-    # The first steps compile: once there are others, they are left out.
-    times = self._times[2:] if len(self._times) > 4 else self._times
-    (then, first), (now, last) = times[0], times[-1]
-    if last <= first or now <= then:
+    each = self._each()
+    if each is None:
       return ''
-    each = (now - then) / (last - first)
     rate = f'{each:.2f} s/step' if each >= 0.1 else f'{1 / each:.0f} steps/s'
-    return rate + (
-      f', {format_duration(each * (total - self.done))} left' if total else ''
-    )
+    return ', '.join(filter(None, [rate, self.left(total)]))
+
+  def left(self, total: int | None) -> str:
+    """'0:41 left', or '' before anything is known."""
+    each = self._each()
+    if each is None or not total:
+      return ''
+    return f'{format_duration(each * (total - self.done))} left'
+
+  def _each(self) -> float | None:
+    """Returns the seconds of a step; None before anything is known."""
+    # The first steps compile: once there are others, they are left out.
+    times = self._times[2:] if len(self._times) > 4 else self._times[1:]
+    if len(times) < 2:
+      return None
+    (then, first), (now, last) = times[0], times[-1]
+    return (now - then) / (last - first) if last > first and now > then else None
+
+
+def break_command(command: str, width: int) -> str:
+  """Breaks a command of the shell into lines that can be pasted together.
+
+  Args:
+    command: the command, on one line.
+    width: cells of a line. An argument that is longer stays whole.
+  """
+  # Only at spaces that the shell takes as such: not inside quotes.
+  words = [word for word in QUOTED_WORDS.findall(command) if word]
+  lines = [words[0]]
+  for word in words[1:]:
+    if len(lines[-1]) + len(word) + 9 > width:
+      lines.append(word)
+    else:
+      lines[-1] += f' {word}'
+  return ' \\\n      '.join(lines)
 
 
 def format_duration(seconds: float) -> str:

@@ -360,6 +360,11 @@ def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   return {sys.intern(name): value for name, value in pairs}
 
 
+def is_trained(row: Mapping[str, Any]) -> bool:
+  """Returns whether a row is of a training step, rather than an evaluation alone."""
+  return any(name.startswith(('loss/', 'reward/')) for name in row)
+
+
 def rows_before(
   rows: list[dict[str, Any]], name: str, step: int, *, over: bool = False
 ) -> list[dict[str, Any]]:

@@ -126,18 +126,32 @@ def sampled_rows(snapshots: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, A
         }
 
 
-def describe_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
+# What tells a row of a dump, whatever columns were chosen for it, from other JSON.
+DUMP_COLUMNS = frozenset(
+  'trajectory_id task_idx model_name save_content step turn stop_reason mode '
+  'episode_score'.split()
+)
+
+
+def describe_row(row: Mapping[str, Any], place: str = '') -> dict[str, Any] | None:
   """Returns what the index holds of a row of a dump; None if it is not one.
 
   Args:
     row: the columns of the row, as far as the dump has them.
+    place: what names the row where the dump has no `trajectory_id`.
   """
-  name = row.get('trajectory_id')
-  if not isinstance(name, str):
+  if not DUMP_COLUMNS & row.keys():
     return None
-  # The id ends with the number of the sample and of the turn.
-  group, *numbers = name.rsplit('_', 2)
-  sample, turn = (int(n) if n.isdecimal() else None for n in (*numbers, '', '')[:2])
+  name = row.get('trajectory_id')
+  if isinstance(name, str):
+    # The id ends with the number of the sample and of the turn.
+    group, *numbers = name.rsplit('_', 2)
+    sample, turn = (int(n) if n.isdecimal() else None for n in (*numbers, '', '')[:2])
+  elif place and 'trajectory_id' not in row:
+    name = place
+    group, sample, turn = _group_without_id(row, place), None, row.get('turn')
+  else:
+    return None
   values: dict[str, Any] = {
     'id': name,
     'mode': row.get('mode'),
@@ -158,6 +172,15 @@ def describe_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return values | _describe_content(json.loads(content))
   except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
     return None
+
+
+def _group_without_id(row: Mapping[str, Any], place: str) -> str:
+  """Returns the name of the group of a row without an id: its task at its step."""
+  task = row.get('task_idx')
+  if task is None:
+    return place
+  words = [row.get('mode'), row.get('step'), 'task', task]
+  return '_'.join(str(word) for word in words if word is not None)
 
 
 def _describe_sample(member: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Compares evaluation scores before and after training, as data of a page."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jaxrl.rollout.pass_at_k import wilson_interval
 
 COUNT = 'tasks'
 
@@ -25,11 +26,11 @@ class EvaluationScore:
   count: int = 0
 
   @property
-  def error(self) -> float | None:
-    """Half width of the 95% interval of a share of `count` tasks, None if unknown."""
-    if not self.count or not 0 < self.value < 1:
+  def interval(self) -> tuple[float, float] | None:
+    """The 95% interval of a share of `count` tasks by Wilson, None if unknown."""
+    if not self.count or not 0 <= self.value <= 1:
       return None
-    return 1.96 * math.sqrt(self.value * (1 - self.value) / self.count)
+    return wilson_interval(self.value, self.count)
 
 
 def evaluation_scores(
@@ -97,7 +98,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _score_data(score: EvaluationScore) -> dict[str, Any]:
-  return {'value': score.value, 'step': score.step, 'error': score.error}
+  return {'value': score.value, 'step': score.step, 'interval': score.interval}
 
 
 def format_gain(gain: float) -> str:

@@ -5,6 +5,7 @@ text. A content security policy in the page allows no script but its own.
 """
 
 import base64
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -15,6 +16,7 @@ from html import escape
 from typing import Any
 
 from launch.logging.console import format_duration
+from launch.logging.metric_loggers import is_trained
 from launch.logging.workdir import flatten_keys
 from launch.report import assets, evaluations
 
@@ -171,9 +173,21 @@ def _tiles(run: ReportData) -> list[dict[str, Any]]:
     tiles.append({'value': median, 'label': 'median step time'})
   seconds = run_seconds(run.rows)
   if seconds is not None:
-    count = run.num_rows or len(run.rows)
-    tiles.append({'value': format_duration(seconds), 'label': f'for {count} steps'})
+    label = f'for {count_steps(run)}'
+    tiles.append({'value': format_duration(seconds), 'label': label})
   return tiles
+
+
+def count_steps(run: ReportData) -> str:
+  """Returns how many steps a run has trained: '60 steps', '600 + 60 steps'.
+
+  Args:
+    run: the run. Its evaluations are rows too, but no steps.
+  """
+  trained = collections.Counter(row['phase'] for row in run.rows if is_trained(row))
+  counts = [n for n in ({**trained, **run.num_trained}).values() if n]
+  plural = '' if counts == [1] else 's'
+  return f'{" + ".join(map(str, counts)) or 0} step{plural}'
 
 
 def run_seconds(rows: Sequence[Row]) -> float | None:
@@ -204,7 +218,7 @@ def _phase(run: ReportData, name: str) -> dict[str, Any]:
     for metric in sorted(metrics, key=metric_rank)
   }
   means = [n for n in curves if n.startswith('eval/') and n.endswith('/mean')]
-  trained = [r for r in rows if any(k.startswith(('loss/', 'reward/')) for k in r)]
+  trained = [row for row in rows if is_trained(row)]
   # Rewards in training and scores held out belong in one picture.
   hero = [curves.pop('reward/mean')] if 'reward/mean' in curves else []
   hero += [{**curves.pop(n), 'kind': 'dots'} for n in means[:3]]

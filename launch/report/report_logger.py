@@ -16,6 +16,7 @@ from launch.logging.metric_loggers import (
   Decode,
   MetricLogger,
   Metrics,
+  is_trained,
   parse_row,
   rows_before,
 )
@@ -243,11 +244,6 @@ class _SpacedRows:
   def all(self) -> list[tuple[int, dict[str, Any]]]:
     tail = [] if self._last is None or self._last in self._rows[-1:] else [self._last]
     return self._rows + tail
-
-
-def is_trained(row: Mapping[str, Any]) -> bool:
-  """Returns whether a row is of a training step, rather than an evaluation alone."""
-  return any(name.startswith(('loss/', 'reward/')) for name in row)
 
 
 def find_causes(history: MetricHistory) -> 'list[Finding]':

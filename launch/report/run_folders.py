@@ -133,11 +133,14 @@ class RunFolder:
     return {
       'name': self.name,
       'status': self.status(record),
-      'algorithm': (config.get('algorithm') or {}).get('name', ''),
+      # Only launch.rollout, which trains nothing, keeps a ledger.
+      'algorithm': 'rollouts only'
+      if (self.folder / 'ledger').exists()
+      else (config.get('algorithm') or {}).get('name', ''),
       'seed': config.get('seed'),
       'phase': last.get('phase', ''),
       'step': last.get('step'),
-      'total': config.get('num_steps'),
+      'total': phase_steps(config, last.get('phase', '')),
       'reward': rewards[-1][1] if rewards else None,
       'spark': rewards[::stride],
       'seconds': run_seconds(rows),
@@ -175,6 +178,18 @@ class RunFolder:
       }
     rows, position = _rows_after(path, since)
     return {**_columns(rows), 'file': now, 'position': position, 'all': False}
+
+
+def phase_steps(config: Mapping[str, Any], phase: str) -> int | None:
+  """Returns how many steps a phase has by the config; None if it does not say.
+
+  Args:
+    config: the config of a run.
+    phase: name of the phase: 'sft', or that of the training itself.
+  """
+  if phase == 'sft' and config.get('sft'):
+    return config['sft'].get('num_steps') or None
+  return None if config.get('num_epochs') else config.get('num_steps')
 
 
 def _rows_after(path: pathlib.Path, since: int) -> tuple[list[dict[str, Any]], int]:

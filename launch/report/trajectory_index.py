@@ -22,7 +22,7 @@ import numpy as np
 from launch.report.dump_rows import SAMPLES, describe_row, read_part
 
 FILE = '.trajectories.sqlite'  # in the folder of a run
-VERSION = 1  # of the tables; another one is made anew
+VERSION = 2  # of the tables; another one is made anew
 CHECK_S = 1.0  # seconds between two looks at the dump
 MAX_QUERIES = 32  # whose results are kept, so that paging runs no query again
 MAX_PAGE = 500
@@ -249,13 +249,14 @@ class TrajectoryIndex:
         _remove_sampled_twins(write)
 
   def _files(self) -> list[pathlib.Path]:
-    files = []
+    # Several patterns may name one folder: relative, absolute or through a link.
+    files: set[pathlib.Path] = set()
     for pattern in self._patterns:
       path = pathlib.Path(pattern)
       with contextlib.suppress(OSError):
-        files += [p for p in path.parent.glob(path.name) if p.is_file()]
-    samples = self.folder / SAMPLES
-    return sorted(set(files)) + ([samples] if samples.is_file() else [])
+        files |= {p.resolve() for p in path.parent.glob(path.name) if p.is_file()}
+    samples = self.folder.resolve() / SAMPLES
+    return sorted(files) + ([samples] if samples.is_file() else [])
 
   def _index_part(
     self, write: sqlite3.Connection, path: pathlib.Path, size: int, mtime: int
@@ -275,7 +276,8 @@ class TrajectoryIndex:
       part = cursor.lastrowid
       try:
         for place, length, row in read_part(path):
-          values = describe_row(row) if row is not None else None
+          row_name = f'{path.stem}_{place}'
+          values = describe_row(row, row_name) if row is not None else None
           if values is None:
             problems += 1
           else:

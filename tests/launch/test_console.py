@@ -1,12 +1,13 @@
 """What is printed, on a terminal and in a pipe."""
 
 import io
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from launch.logging.console import Clock, Console, format_duration
+from launch.logging.console import Clock, Console, break_command, format_duration
 
 
 class Tty(io.StringIO):
@@ -94,3 +95,13 @@ console.say('on')
     [sys.executable, '-c', code], capture_output=True, text=True, check=False
   )
   assert done.stdout.splitlines() == ['before', 'begun', 'on'], done.stderr
+
+
+@pytest.mark.parametrize('width', [40, 60, 80, 100, 200])
+def test_a_long_command_breaks_between_the_words_of_the_shell(width):
+  words = ['python', '-m', 'launch.train', "--config.algorithm.kl_loss='k3(coef=.1)'"]
+  words += ['--config.dataset.path=generate:arithmetic(kinds=(1, 2), form="a b")'] * 3
+  text = break_command(shlex.join(words), width)
+  assert shlex.split(text.replace('\\\n', ' ')) == words
+  longest = max(len(shlex.quote(word)) for word in words)
+  assert all(len(line) <= max(width, longest + 8) for line in text.splitlines())

@@ -219,13 +219,25 @@ def test_modules_are_laid_end_to_end_and_declare_no_name_twice():
       assert not re.search(r'</\s*(script|style)|<!--', assets.read_asset(name), re.I)
 
 
+def about(*ends):
+  return pytest.approx(ends, abs=1e-4)
+
+
 def test_before_and_after(tmp_path):
   page = island(a_run(tmp_path))
   assert page['evaluations'] == [
     {
       'name': 'math/mean',
-      'first': {'value': 0.0, 'step': 0, 'error': None},
-      'last': {'value': 0.3, 'step': 3, 'error': pytest.approx(0.0898, abs=1e-4)},
+      'first': {
+        'value': 0.0,
+        'step': 0,
+        'interval': about(0.0, 0.0370),
+      },
+      'last': {
+        'value': 0.3,
+        'step': 3,
+        'interval': about(0.2190, 0.3958),
+      },
       'is_score': True,
     }
   ]
@@ -241,7 +253,7 @@ def test_before_and_after(tmp_path):
   ]
   ((tag, first, last),) = evaluations.before_and_after(rows)
   assert (tag, first.value, last.value) == ('a', 0.5, 0.9)
-  assert first.error == pytest.approx(1.96 * (0.25 / 400) ** 0.5)
+  assert first.interval == about(0.4512, 0.5488)
 
 
 def test_a_reason_that_ended_nothing_counts_as_none():
@@ -307,7 +319,7 @@ def test_the_script_runs_in_a_browser_and_shows_text_as_text(tmp_path):
   assert shown.count('class="t a') == 4 * 8
   assert '&lt;/script&gt;&lt;script&gt;alert(1)' in shown
   assert shown.count('<script') == 2 and '<img' not in shown
-  for text in ('math/mean', ' ± 0.090 at 3', '+0.3', 'for 6 steps'):
+  for text in ('math/mean', ' (0.22 – 0.40) at 3', '+0.3', 'for 6 steps'):
     assert text in shown, text
   assert shown.count('<svg') == 3  # the first chart, a bar of the table, the loss
   assert 'aria-label="reward/mean, eval/math/mean"' in shown

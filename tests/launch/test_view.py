@@ -536,3 +536,33 @@ def test_images_of_a_dump_are_shown_in_their_messages(tmp_path):
   record = samples.trajectory_record(one)
   assert record['images'] == [('image 1: 2 × 1', image.data_url())]
   assert 'images' not in samples.trajectory_record(play())
+
+
+def test_a_dump_that_two_patterns_name_is_shown_once(tmp_path, monkeypatch):
+  run = tmp_path / 'runs' / 'mine'
+  path = run / 'trajectories'
+  run.mkdir(parents=True)
+  write_dump(run, [[play()]], path=str(path))
+  monkeypatch.chdir(tmp_path)
+  for folder in (pathlib.Path('runs/mine'), pathlib.Path('runs/../runs/mine'), run):
+    record = {'config': {'trajectory_dump': {'path': 'runs/mine/trajectories'}}}
+    index = TrajectoryIndex(folder, dump_patterns(record, folder))
+    index.refresh()
+    assert index.facets()['total'] == 1
+    index.close()
+
+
+def test_a_dump_with_columns_of_ones_own_is_shown(tmp_path):
+  folder = tmp_path / 'trajectories'
+  folder.mkdir()
+  rows = [{'task_idx': i // 2, 'save_content': '{}', 'answer': 'x'} for i in range(4)]
+  text = ''.join(json.dumps(row) + '\n' for row in [*rows, {'something': 'else'}])
+  (folder / 'val-math-00000.jsonl').write_text(text)
+  index = TrajectoryIndex(tmp_path, dump_patterns({}, tmp_path))
+  index.refresh()
+  found = index.select(TrajectoryQuery(), 0, 10)
+  assert found['total'] == 4 and list(index.problems.values()) == [
+    '1 lines are not rows of a dump'
+  ]
+  assert [row['grp'] for row in found['rows']] == ['task_0'] * 2 + ['task_1'] * 2
+  assert len({row['id'] for row in found['rows']}) == 4

@@ -100,7 +100,18 @@ def test_no_interval_is_empty_where_all_tasks_pass_or_none_does():
   low, high = pass_at_k.bootstrap_interval(values, np.random.default_rng(5), draws=20)
   assert low[0] == 0 and high[0] == pytest.approx(0.36942, abs=1e-5)  # R's binom.test
   assert high[1] == 1 and low[1] == pytest.approx(1 - 0.36942, abs=1e-5)
-  assert low[2] == high[2] == 0.5
+  # statsmodels' proportion_confint(4, 8, method='wilson')
+  assert (low[2], high[2]) == pytest.approx((0.21521, 0.78479), abs=1e-4)
+
+
+def test_wilsons_interval_of_a_share_is_never_empty():
+  # statsmodels' proportion_confint(x, n, method='wilson')
+  for share, count, ends in (
+    (1.0, 8, (0.67558, 1.0)),
+    (0.0, 8, (0.0, 0.32442)),
+    (0.3, 100, (0.21895, 0.39585)),
+  ):
+    assert pass_at_k.wilson_interval(share, count) == pytest.approx(ends, abs=1e-4)
 
 
 def test_wrong_k_is_said():

@@ -12,8 +12,7 @@ from jaxrl.training.diagnosis import (
   has_learned,
   zero_gradient_cause,
 )
-from launch.logging.metric_loggers import read_metrics
-from launch.report.report_logger import is_trained
+from launch.logging.metric_loggers import is_trained, read_metrics
 from launch.settings.command_line import dotted_keys
 from tests.launch import runs
 
@@ -53,7 +52,7 @@ FATAL = {'all tokens stale', 'all tokens corrected away'}
 # That a random model writes until it is cut short is true of all these runs; a run
 # whose policy collapsed has groups without spread.
 SEEN_WITH = {'replies cut short'}
-FOLLOWS = {'entropy collapsed': {'no spread within groups'}}
+FOLLOWS: dict[str, set[str]] = {}
 
 
 def test_every_rule_has_a_run():
@@ -201,3 +200,13 @@ def test_the_page_explains_every_rule():
   page = (runs.ROOT / 'docs' / 'debugging.md').read_text()
   rows = re.findall(r'^\| \*\*(.+?)\*\*', page, re.MULTILINE)
   assert rows == list(RULES)
+
+
+def test_a_policy_without_entropy_is_not_told_to_sample_hotter():
+  cause, is_final = zero_gradient_cause({'policy/entropy': 0.0, 'kl/reference': 4.9})
+  assert 'nearly deterministic' in cause and 'optimizer.learning_rate' in cause
+  assert 'temperature' not in cause and not is_final
+  row = {'reward/mean': 0.0, 'reward/std': 0.1, 'reward/groups_without_spread': 1.0}
+  rows = [{**row, 'policy/entropy': e} for e in (5.0, 1.0, 0.0, 0.0, 0.0, 0.0)]
+  names = {finding.name for finding in diagnose(rows)}
+  assert 'entropy collapsed' in names and 'no spread within groups' not in names

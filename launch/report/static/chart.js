@@ -6,6 +6,7 @@ import {formatNumber, make} from './dom.js';
 const SVG = 'http://www.w3.org/2000/svg';
 const LEFT = 44, RIGHT = 10, TOP = 8, BOTTOM = 20;
 const TONES = 8;  // colours of style.css
+const NOISE = 1e-14;
 const MAX_LOST = 50;  // marks of missing values in a curve
 
 // Returns the range to show: from 0 if the values lie near it, and never empty.
@@ -17,6 +18,8 @@ export const valueRange = (values) => {
     if (value > high) high = value;
   }
   if (low >= 0 && low <= 0.6 * high) low = 0;
+  // Rounding around 0, as of a sum that cancels, is no curve.
+  if (Math.max(Math.abs(low), Math.abs(high)) < NOISE) return [0, 1];
   const blur = 1e-5 * Math.max(Math.abs(low), Math.abs(high));  // less is rounding
   if (low !== high && high - low < blur) [low, high] = [low - blur, high + blur];
   if (low === high) {

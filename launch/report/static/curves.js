@@ -83,7 +83,11 @@ export class Curves {
       return at < 0 ? this.first.length : at;
     };
     names.sort((a, b) => rank(a) - rank(b));
-    const isFirst = (name) => this.first.includes(name)
+    // A curve that is 0 throughout says nothing, unless it is the reward or a score.
+    const isZero = (name) => this.runs.every((run) => run.store.points(
+      name, this.phase).every(([, value]) => value === 0));
+    const isFirst = (name) => name === this.first[0]
+      || (this.first.includes(name) && !isZero(name))
       || (name.startsWith('eval/') && name.endsWith('/mean'));
     const found = this.search ? names.filter((name) => matches(name, this.search))
       : this.all ? names : names.filter(isFirst);

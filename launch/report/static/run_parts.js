@@ -54,8 +54,9 @@ const gainBar = (first, last) => {
   return svg;
 };
 
-const scoreCell = (score) => make('td', 'num', formatNumber(score.value), make('small', '',
-  `${score.error === null ? '' : ` ± ${score.error.toFixed(3)}`} at ${score.step}`));
+const scoreCell = ({value, step, interval}) => make('td', 'num', formatNumber(value),
+  make('small', '', `${interval ? ` (${interval.map((end) => end.toFixed(2)).join(' – ')})`
+    : ''} at ${step}`));
 
 const scoreRow = ({name, first, last, is_score: isScore}) => {
   const gain = last ? last.value - first.value : 0;
@@ -77,7 +78,7 @@ export const evaluationTable = (run) => {
     make('tbody', '', ...run.evaluations.map(scoreRow)));
   return [
     make('h2', '', 'Evaluation', make('small', '',
-      'with ± the half width of a 95% interval where the number of tasks is known')),
+      'with 95% intervals where the number of tasks is known')),
     make('div', {class: 'card scroll', tabindex: 0, role: 'region',
       'aria-label': 'Evaluation'}, table),
   ];

@@ -30,6 +30,9 @@ const duration = (seconds) => {
   return h ? `${h} h ${m} min` : m ? `${m} min ${s} s` : `${s} s`;
 };
 
+// Shows a time as written in config.json, '2026-11-23T10:20:30', to the minute.
+const date = (text) => text ? text.replace('T', ' ').slice(0, 16) : '–';
+
 const pill = (status) => make('span', `pill ${status}`, status);
 
 // All runs below the folder, with the curves of those that are selected.
@@ -57,7 +60,8 @@ export class RunsPage {
         make('th', 'num optional', 'seed'), make('th', 'num', 'step'),
         make('th', 'num', 'reward'),
         make('td', {'aria-hidden': 'true', class: 'optional'}),
-        make('th', 'num optional', 'time'))), this.body)));
+        make('th', 'optional', 'started'), make('th', 'num optional', 'time'))),
+      this.body)));
   }
 
   async refresh() {
@@ -131,6 +135,7 @@ export class RunsPage {
       make('td', 'num', run.phase && run.phase !== 'train' ? `${run.phase} ` : '', step),
       make('td', 'num', formatNumber(run.reward)),
       make('td', 'optional', run.spark.length > 1 ? spark(run.spark) : null),
+      make('td', 'optional', date(run.started)),
       make('td', 'num optional', duration(run.seconds)));
   }
 }

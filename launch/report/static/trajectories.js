@@ -50,8 +50,10 @@ export class TrajectoriesPage {
     this.after = make('button', {type: 'button', class: 'plain',
       click: () => this.#turn(1)}, 'after →');
     this.problems = make('p', 'warn');
+    this.count = make('span', 'note');
     this.node = make('div', '',
-      make('div', 'bar-row', make('h1', '', 'Trajectories')), runTabs(run, 'trajectories'),
+      make('div', 'bar-row', make('h1', '', 'Trajectories'), this.count),
+      runTabs(run, 'trajectories'),
       this.filters, this.problems,
       make('div', {class: 'card scroll more', tabindex: 0, role: 'region',
         'aria-label': 'Trajectories'},
@@ -172,6 +174,9 @@ export class TrajectoriesPage {
   #drawNotes({total, facets, indexing, pending, problems}) {
     const first = total ? this.offset + 1 : 0;
     const last = Math.min(this.offset + PAGE, total);
+    this.count.textContent = total < facets.total
+      ? `${total.toLocaleString('en')} of ${facets.total.toLocaleString('en')}`
+      : `${total.toLocaleString('en')} in all`;
     this.note.textContent = [
       `${first}–${last} of ${total.toLocaleString('en')}`,
       total < facets.total ? ` (${facets.total.toLocaleString('en')} in all)` : '',
