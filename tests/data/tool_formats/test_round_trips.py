@@ -8,7 +8,6 @@ import pytest
 from jaxrl.data.tool_formats import TOOL_FORMATS, InvalidToolCall
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}
-TAGGED = {'Qwen3-Coder', 'Seed', 'MiniMax', 'Muse', 'GLM 4.5'}
 HELD_BY_QUOTES = {'Gemma 4': '<|"|>', 'FunctionGemma': '<escape>'}
 WORDS = [
   *(
@@ -114,9 +113,6 @@ def can_hold(tool_format, call):
   Formats without escapes cannot hold their own markers.
   """
   text = json.dumps(call, ensure_ascii=False)
-  if tool_format.name == 'GLM 4.5' and '</tool_call>' in text:
-    # Only after `</arg_value>` would it end the value; the value may hold it.
-    return True
   quote = HELD_BY_QUOTES.get(tool_format.name)
   return quote is None or json.dumps(quote)[1:-1] not in text
 
