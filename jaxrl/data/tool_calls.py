@@ -1,48 +1,27 @@
-"""Tool calls are parsed here from the text of a reply.
+"""Tool calls are read here from the text of a reply whose format is not known.
 
-Hermes and Qwen write any number of `<tool_call>{"name": …, "arguments":
-{…}}</tool_call>`. Llama 3 writes a reply that consists of `{"name": …, "parameters":
-{…}}` alone.
+`jaxrl.data.tool_formats` has the formats of the families of models.
 """
 
-import dataclasses
-import json
-from typing import Any
+from jaxrl.data.tool_formats import UNKNOWN, InvalidToolCall, ToolCall, ToolFormat
 
 OPEN_TAG, CLOSE_TAG = '<tool_call>', '</tool_call>'
-JSON_START = '{'  # how a reply begins that may be a call of Llama's
-_PYTHON_TAG = '<|python_tag|>'  # which Llama may put before it
 
 
-@dataclasses.dataclass(frozen=True)
-class InvalidToolCall:
-  """A tool call that could not be parsed.
-
-  Attributes:
-    reason: Why, in words for the model that wrote it.
-  """
-
-  reason: str
-
-
-ToolCall = dict[str, Any]  # {'name': str, 'arguments': an object}
-
-
-def parse_tool_calls(text: str) -> tuple[str, list[ToolCall | InvalidToolCall]]:
+def parse_tool_calls(
+  text: str, tool_format: ToolFormat = UNKNOWN
+) -> tuple[str, list[ToolCall | InvalidToolCall]]:
   """Splits a reply into its text and its tool calls.
 
   Args:
     text: The reply.
+    tool_format: How the model writes calls; by default as Hermes or Llama 3.
 
   Returns:
-    The text before the calls, and the calls in order; an unreadable call is an
+    The text around the calls, and the calls in order; an unreadable call is an
     InvalidToolCall.
   """
-  before, *blocks = text.split(OPEN_TAG)
-  if blocks:
-    return before.rstrip(), [_parse_block(block) for block in blocks]
-  call = _parse_llama_call(text)
-  return (text, []) if call is None else ('', [call])
+  return tool_format.parse(text)
 
 
 def may_be_tool_call(text: str) -> bool:
@@ -52,12 +31,14 @@ def may_be_tool_call(text: str) -> bool:
     text: The beginning of the reply.
 
   Returns:
-    True if the text could still become a call in Llama's form.
+    True if the text could still become a call.
   """
-  return text.lstrip().startswith((JSON_START, _PYTHON_TAG))
+  return UNKNOWN.may_begin(text)
 
 
-def extract_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+def extract_tool_calls(
+  text: str, tool_format: ToolFormat = UNKNOWN
+) -> tuple[str, list[ToolCall]]:
   """Splits a reply into its text and its tool calls, all or none.
 
   A reply with an unreadable call is returned as text without calls, so that whoever
@@ -65,43 +46,11 @@ def extract_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
   Args:
     text: The reply.
+    tool_format: How the model writes calls; by default as Hermes or Llama 3.
 
   Returns:
-    The text before the calls, and the calls.
+    The text around the calls, and the calls.
   """
-  before, calls = parse_tool_calls(text)
+  content, calls = parse_tool_calls(text, tool_format)
   valid = [call for call in calls if not isinstance(call, InvalidToolCall)]
-  return (before, valid) if calls and len(valid) == len(calls) else (text, [])
-
-
-def _parse_llama_call(text: str) -> ToolCall | None:
-  """Returns the call if the whole reply is one, else None."""
-  body = text.strip().removeprefix(_PYTHON_TAG).lstrip()
-  if not (body.startswith(JSON_START) and body.endswith('}')):
-    return None
-  try:
-    value = json.loads(body)
-  except (ValueError, RecursionError):
-    return None
-  if not isinstance(value, dict) or value.keys() != {'name', 'parameters'}:
-    return None
-  name, arguments = value['name'], value['parameters']
-  if not isinstance(name, str) or not isinstance(arguments, dict):
-    return None
-  return {'name': name, 'arguments': arguments}
-
-
-def _parse_block(block: str) -> ToolCall | InvalidToolCall:
-  body, closed, _ = block.partition(CLOSE_TAG)
-  if not closed:
-    return InvalidToolCall(f'it does not end with {CLOSE_TAG}')
-  try:
-    value = json.loads(body)
-  except (ValueError, RecursionError) as error:
-    return InvalidToolCall(f'it is not JSON: {error}')
-  if not isinstance(value, dict) or not isinstance(value.get('name'), str):
-    return InvalidToolCall('it must be an object with a "name", a string')
-  arguments = value.get('arguments', {})
-  if not isinstance(arguments, dict):
-    return InvalidToolCall('its "arguments" must be an object')
-  return {'name': value['name'], 'arguments': arguments}
+  return (content, valid) if calls and len(valid) == len(calls) else (text, [])
