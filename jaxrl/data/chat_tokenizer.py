@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,15 @@ from jaxrl.data.model_text.turn_end import (
   TurnEnd,
   describe_tokens,
   find_turn_end,
+)
+from jaxrl.data.tool_formats import (
+  UNKNOWN,
+  InvalidToolCall,
+  ThoughtFormat,
+  ToolCall,
+  ToolFormat,
+  detect_thought_format,
+  detect_tool_format,
 )
 from jaxrl.types import Message
 
@@ -96,6 +105,7 @@ class ChatTokenizer:
       self._images,
     )
     self._added = AddedTokens(tokenizer)
+    self._formats: dict[str, Any] = {}  # shared by copies, found when first asked for
     self.turn_end: TurnEnd = find_turn_end(
       tokenizer, self._added, self._template.render, options.stop_token_ids
     )
@@ -110,9 +120,57 @@ class ChatTokenizer:
     """The token with which the template, or else the tokenizer, ends a reply."""
     return self.turn_end.closing_id
 
+  @property
+  def tool_format(self) -> ToolFormat | None:
+    """How the template writes tool calls; None if it writes none that are known."""
+    return self._find_format('calls', detect_tool_format)
+
+  @property
+  def thought_format(self) -> ThoughtFormat | None:
+    """How the template writes thoughts; None if it knows none."""
+    return self._find_format('thoughts', detect_thought_format)
+
+  def _find_format(self, name: str, detect: Callable[..., Any]) -> Any:
+    if name not in self._formats:
+      template = self._template
+      self._formats[name] = detect(template.source, template.render)
+    return self._formats[name]
+
+  def parse_reply(
+    self, text: str, tools: Sequence[Mapping[str, Any]] = ()
+  ) -> tuple[str, list[ToolCall | InvalidToolCall]]:
+    """Splits a reply into its text and its tool calls.
+
+    What looks like a call within a thought is none. Where thoughts are messages of
+    their own, as GPT-OSS's, they are left out of the text.
+
+    Args:
+      text: The reply, as `decode` returns it.
+      tools: JSON schemas of the tools, which restore types in some formats.
+
+    Returns:
+      The text around the calls, and the calls; those that cannot be read say why.
+    """
+    thoughts, thought_end = self.thought_format, 0
+    tool_format = self.tool_format or UNKNOWN
+    if thoughts is not None:
+      opened = thoughts.is_opened_by(self.generation_prompt)
+      _, rest = thoughts.split(text, opened=opened)
+      if not rest:  # a call ends a thought that the model has not closed
+        starts = [at for mark in tool_format.markers if (at := text.find(mark)) >= 0]
+        rest = text[min(starts) :] if starts else rest
+      thought_end = len(text) - len(rest) if text.endswith(rest) else 0
+    content, calls = tool_format.parse(text[thought_end:], tools)
+    if thoughts is not None and thoughts.has_channels:
+      return content, calls
+    return text[:thought_end] + content, calls
+
   def describe(self) -> str:
-    """Returns a line for the user that says which tokens end a reply."""
-    return f'replies end at {describe_tokens(self.tokenizer, self.stop_token_ids)}'
+    """Returns a line for the user: what ends a reply, and how tools are called."""
+    stops = describe_tokens(self.tokenizer, self.stop_token_ids)
+    known = self.tool_format
+    calls = f'as {known.name}' if known else 'in no known way: the template writes none'
+    return f'end at {stops}; tools are called {calls}'
 
   def ends_turn(self, tokens: Sequence[int] | np.ndarray) -> bool:
     """Returns whether a reply has ended, rather than having been cut short.

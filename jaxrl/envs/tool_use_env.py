@@ -1,10 +1,10 @@
 """ToolUseEnv adds tools, which the model may call, to any environment."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.call_strings import ComponentCall, ConfigError
-from jaxrl.data import tool_calls
+from jaxrl.data import tool_formats
 from jaxrl.envs import env_registry
 from jaxrl.envs.tools.toolbox import INVALID_CALL_KINDS, Toolbox, make_tools
 
@@ -54,6 +54,9 @@ class ToolUseEnv:
     )
     self._success_reward = success_reward
     self._invalid_reward = invalid_reward
+    self._tool_format = tool_formats.UNKNOWN
+    self._is_thinking = False  # whether the prompt has opened a thought
+    self._tools: Sequence[Mapping[str, Any]] = ()
 
   @staticmethod
   def check(
@@ -87,18 +90,27 @@ class ToolUseEnv:
     self, *, seed: int, options: Mapping[str, Any] | None = None
   ) -> tuple[env_registry.Observation, dict[str, Any]]:
     """Resets the environment inside and starts the tools."""
+    told = options or {}
+    known = [
+      one for one in tool_formats.TOOL_FORMATS if one.name == told.get('tool_format')
+    ]
+    self._is_thinking = tool_formats.THINK.is_opened_by(
+      told.get('generation_prompt', '')
+    )
+    self._tool_format = known[0] if known else tool_formats.UNKNOWN
     result = self._env.reset(seed=seed, options=options)
     observation, info = env_registry.check_reset_result(self._env, result)
     if observation is None:
       return None, dict(info)
-    tools = self._toolbox.start()
-    return observation, {**self._with_metrics(info), 'tools': tools}
+    self._tools = self._toolbox.start()
+    return observation, {**self._with_metrics(info), 'tools': self._tools}
 
   def step(
     self, action: str
   ) -> tuple[env_registry.Observation, float, bool, bool, dict[str, Any]]:
     """Runs the reply's tool calls, or passes the reply to the environment inside."""
-    _, calls = tool_calls.parse_tool_calls(action)
+    _, reply = tool_formats.split_thought(action, opened=self._is_thinking)
+    _, calls = self._tool_format.parse(reply, self._tools)
     if not calls:
       result = env_registry.check_step_result(self._env, self._env.step(action))
       return *result[:-1], self._with_metrics(result[-1])

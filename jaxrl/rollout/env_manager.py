@@ -409,6 +409,8 @@ class EnvManager:
     self._assign_env(cache)
     cache.generation_prompt = self.context.chat.generation_prompt
     options: dict[str, Any] = {'generation_prompt': cache.generation_prompt}
+    if (tool_format := self.context.chat.tool_format) is not None:
+      options['tool_format'] = tool_format.name
     if cache.task is not None:
       options['task'] = cache.task
     result = cache.env.reset(seed=cache.seed, options=options)

@@ -313,3 +313,33 @@ def test_calls_and_their_results_are_written_by_the_template(name, arguments):
   assert 'add' in learned and 'Three.' in learned and '3' in text
   assert "{'a'" not in learned
   assert not re.search(r'(<\|im_end\|>|<\|eot_id\|>|<\|call\|>)\s*\1', text)
+
+
+@pytest.mark.parametrize('name', CALLING)
+def test_calls_are_read_as_the_template_writes_them(name):
+  chat = make(name, CALLING[name])
+  arguments = {'a': 1, 'text': 'two\n"words"'}
+  call = {'id': 'call_1', 'type': 'function'}
+  call['function'] = {'name': 'add', 'arguments': arguments}
+  reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+  tokens, mask = chat.encode_with_mask([QUESTION, reply])
+  _, calls = chat.parse_reply(chat.decode(tokens[mask]))
+  assert calls == [{'name': 'add', 'arguments': arguments}]
+  assert chat.tool_format.name in chat.describe()
+
+
+def test_a_call_within_a_thought_is_none():
+  chat = make('qwen3')
+  call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+  text = f'<think>\nSay {call}?\n</think>\n\nNo.'
+  assert chat.parse_reply(text) == (text, [])
+  content, calls = chat.parse_reply(f'<think>\nHm.\n</think>\n\n{call}')
+  assert content.startswith('<think>\nHm.') and len(calls) == 1
+
+
+def test_a_thought_that_is_a_message_of_its_own_is_no_answer():
+  text = (
+    '<|channel|>analysis<|message|>Two and two.<|end|>'
+    '<|start|>assistant<|channel|>final<|message|>4'
+  )
+  assert make('gptoss').parse_reply(text) == ('4', [])

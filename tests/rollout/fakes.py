@@ -18,7 +18,7 @@ class FakeChat:
   """Characters as tokens: a message is its text between its role and `END`."""
 
   end_id, stop_token_ids = END, (END,)
-  generation_prompt = '>'
+  generation_prompt, tool_format = '>', None
 
   def encode(self, text):
     return [ord(c) for c in text]

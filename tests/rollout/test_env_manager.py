@@ -467,7 +467,7 @@ async def test_graders_learn_which_tag_the_prompt_opened():
   chat = ChatTokenizer(chat.tokenizer)
   assert chat.generation_prompt == '[assistant]<think>'
   tokens = chat.tokenizer.encode('4 is even</think><answer>yes</answer>')
-  engine = FakeEngine(lambda p, s: completion([*tokens, chat.eos_id]))
+  engine = FakeEngine(lambda p, s: completion([*tokens, chat.end_id]))
   rewards = RewardPipeline(
     {'format': RewardTerm(GraderReward(make_format_grader(tags='think, answer')))}
   )

@@ -57,6 +57,12 @@ class ChatTemplate:
     self._options: dict[str, Any] = {}
     self._set_options(options)
 
+  @property
+  def source(self) -> str:
+    """The template's text; that of all where a tokenizer has several."""
+    source = self._source or self._tokenizer.chat_template
+    return '\n'.join(source.values()) if isinstance(source, Mapping) else str(source)
+
   def with_options(self, options: Mapping[str, Any]) -> 'ChatTemplate':
     """Returns a template with additional options.
 
@@ -72,12 +78,11 @@ class ChatTemplate:
 
   def _set_options(self, options: Mapping[str, Any]) -> None:
     """Adds template options, which must be ones that the template reads."""
-    source = self._source or self._tokenizer.chat_template
-    texts = source.values() if isinstance(source, Mapping) else [str(source)]
+    source = self.source
     for name in options:
       if name in _RESERVED or not str(name).isidentifier():
         raise ValueError(f'{name!r} cannot be an option of the chat template')
-      if name != 'tools' and not any(re.search(rf'\b{name}\b', t) for t in texts):
+      if name != 'tools' and not re.search(rf'\b{name}\b', source):
         raise ValueError(f'the chat template has no option {name!r}')
     self._options = {**self._options, **options}
 

@@ -7,6 +7,7 @@ format reads a reply (`parse`, `split`); a ToolFormat also writes calls (`render
 from jaxrl.data.tool_formats.detection import TOOL_FORMATS, detect_tool_format
 from jaxrl.data.tool_formats.llama_format import UNKNOWN
 from jaxrl.data.tool_formats.thoughts import (
+  THINK,
   THOUGHT_FORMATS,
   ThoughtFormat,
   detect_thought_format,
@@ -21,6 +22,7 @@ from jaxrl.data.tool_formats.tool_format import (
 )
 
 __all__ = [
+  'THINK',
   'THOUGHT_FORMATS',
   'TOOL_FORMATS',
   'UNKNOWN',

@@ -11,8 +11,8 @@ import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from jaxrl.data import tool_calls
 from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.tool_formats import UNKNOWN, InvalidToolCall, ToolCall
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.engine_base import ImageError
 from jaxrl.rollout.engine.resumable_generation import (
@@ -228,7 +228,7 @@ class ChoiceRunner:
 
   async def partial_text(self) -> str:
     """Returns the text that is certain to begin the reply, for streaming."""
-    if self._engine_request is None:
+    if self._engine_request is None or self._has_channels:
       return ''
     name, earlier_ids = self._engine_request
     progress = (await maybe_await(self._engine.progress([name]))).get(name)
@@ -237,13 +237,22 @@ class ChoiceRunner:
     text = self._decode([*earlier_ids, *new_ids]).rstrip('\ufffd')
     markers = list(self._sampling.stop)
     if self._request.tools:
-      if tool_calls.may_be_tool_call(text):
+      calls = self._chat.tool_format or UNKNOWN
+      if not text or calls.may_begin(text):
         return ''
-      markers.append(tool_calls.OPEN_TAG)
-      text = text.partition(tool_calls.OPEN_TAG)[0]
+      markers += calls.markers
+      for marker in calls.markers:
+        text = text.partition(marker)[0]
     num_uncertain = max((_overlap(text, marker) for marker in markers), default=0)
     text = text[: len(text) - num_uncertain]
     return text.rstrip() if self._request.tools else text
+
+  @property
+  def _has_channels(self) -> bool:
+    """Whether the model writes its thought and its answer as messages of their own."""
+    thoughts = self._chat.thought_format
+    is_chat = self._request.messages is not None
+    return is_chat and thoughts is not None and thoughts.has_channels
 
   def _decode(self, tokens: Sequence[int]) -> str:
     """Decodes ids, without the stop string that ended them."""
@@ -252,9 +261,13 @@ class ChoiceRunner:
     return text[: min(stops)] if stops else text
 
   def _make_result(self, completion: Completion) -> ChoiceResult:
-    text, calls = self._decode(completion.tokens.tolist()), []
-    if self._request.tools:
-      text, calls = tool_calls.extract_tool_calls(text)
+    text = self._decode(completion.tokens.tolist())
+    calls: list[ToolCall] = []
+    if self._request.tools or self._has_channels:
+      content, read = self._chat.parse_reply(text, self._request.tools)
+      calls = [call for call in read if not isinstance(call, InvalidToolCall)]
+      # With an unreadable call it stays text, so that the client sees what was written.
+      text = content if len(calls) == len(read) else text
     message: dict[str, Any] = {'role': 'assistant', 'content': text}
     if calls:
       message['tool_calls'] = [

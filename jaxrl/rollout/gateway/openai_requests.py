@@ -56,7 +56,6 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
   'prompt_embeds': (),
   'prompt_logprobs': (),
   'reasoning': (),
-  'reasoning_effort': (),
   'repetition_detection': (),
   'repetition_penalty': (1,),
   'response_format': ({'type': 'text'},),
@@ -65,7 +64,7 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
   'return_token_offsets': (False,),
   'return_tokens_as_token_ids': (False,),
   'routed_experts_prompt_start': (0,),
-  'skip_special_tokens': (True,),
+  'skip_special_tokens': (False,),
   'spaces_between_special_tokens': (True,),
   'stop_token_ids': ([],),
   'structural_tag': (),
@@ -95,7 +94,15 @@ READ_FIELDS = frozenset(
   (
     *('chat_template_kwargs', 'logprobs', 'max_completion_tokens', 'max_tokens'),
     *('messages', 'n', 'parallel_tool_calls', 'prompt', 'return_token_ids', 'seed'),
-    *('stop', 'stream', 'stream_options', 'temperature', 'tool_choice', 'tools'),
+    *(
+      'reasoning_effort',
+      'stop',
+      'stream',
+      'stream_options',
+      'temperature',
+      'tool_choice',
+      'tools',
+    ),
     *('top_k', 'top_p'),
   )
 )

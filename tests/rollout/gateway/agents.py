@@ -33,7 +33,8 @@ class Tokens(Letters):
   ):
     text = f'<tools:{",".join(t["function"]["name"] for t in tools)}>' if tools else ''
     for message in messages:
-      calls = [json.dumps(call['function']) for call in message.get('tool_calls', ())]
+      written = (json.dumps(c['function']) for c in message.get('tool_calls', ()))
+      calls = [f'call {call}' for call in written]  # in no known format
       text += f'<{message["role"]}:{message["content"]}{"".join(calls)}{END}'
     return text + '<assistant:' * add_generation_prompt
 
