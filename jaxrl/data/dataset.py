@@ -23,6 +23,50 @@ from jaxrl.types import Task
 DATASET_MODES = ('sample', 'traversal')
 
 
+# What questions and answers are called in the rows of other frameworks. A dot stands
+# for a key within an object.
+OTHER_KEYS = {
+  'question': ('prompt', 'problem'),
+  'answer': ('reward_model.ground_truth', 'ground_truth'),
+}
+
+
+def look_up(row: Mapping[str, Any], key: str) -> Any:
+  """Returns a row's value, perhaps that of a key within an object, 'outer.inner'.
+
+  Args:
+    row: The row.
+    key: The key.
+
+  Raises:
+    KeyError: If the row has no such key.
+  """
+  if key in row:
+    return row[key]
+  value: Any = row
+  for part in key.split('.'):
+    if not isinstance(value, Mapping):
+      raise KeyError(key)
+    value = value[part]
+  return value
+
+
+def _has(row: Mapping[str, Any], key: str) -> bool:
+  try:
+    look_up(row, key)
+  except KeyError:
+    return False
+  return True
+
+
+def _are_messages(value: Any) -> bool:
+  return (
+    isinstance(value, list)
+    and bool(value)
+    and all(isinstance(entry, Mapping) and 'role' in entry for entry in value)
+  )
+
+
 class GlobalDataset:
   """Serves rows with a question and an answer by seed.
 
@@ -81,13 +125,25 @@ class GlobalDataset:
     self._rows_by_seed: dict[int, int] = {}
 
   def _check_keys(self) -> None:
-    for key in filter(None, self._keys.values()):
+    """Finds the keys of questions and answers; each row must have both."""
+    for name, key in self._keys.items():
+      if not key:
+        continue
+      others = OTHER_KEYS[name] if key == name else ()
+      key = next((k for k in (key, *others) if _has(self._rows[0], k)), key)
+      self._keys[name] = key
       for i, row in enumerate(self._rows):
-        if key not in row:
+        where = f'row {i} of dataset {self.path!r}'
+        if not _has(row, key):
           raise DataError(
-            f'row {i} of dataset {self.path!r} has no key {key!r}; its keys are '
+            f'{where} has no key {key!r}; its keys are '
             f'{", ".join(map(str, row))}: write question=KEY, answer=KEY'
           )
+        value = look_up(row, key)
+        if value is None or value != value or value in ('', [], {}):
+          raise DataError(f'{where}: its {name}, {key}, is empty ({value!r})')
+        if isinstance(value, str) and not value.strip():
+          raise DataError(f'{where}: its {name}, {key}, is blank')
 
   @property
   def size(self) -> int:
@@ -129,8 +185,21 @@ class GlobalDataset:
 
   def _item(self, row: int) -> Row:
     item = dict(self._rows[row])
-    item.update({name: item[key] for name, key in self._keys.items() if key})
+    item.update({name: look_up(item, key) for name, key in self._keys.items() if key})
+    if _are_messages(item.get('question')):
+      item['question'] = self._as_question(item['question'], row)
     return item
+
+  def _as_question(self, value: Any, row: int) -> Any:
+    """Returns a prompt of messages, or its text if it is one of the user alone."""
+    from jaxrl.data.chat_messages import normalize_messages  # few rows have such
+
+    try:
+      messages = normalize_messages(list(value))
+    except DataError as error:
+      raise DataError(f'row {row} of dataset {self.path!r}: {error}') from error
+    is_plain = len(messages) == 1 and messages[0]['role'] == 'user'
+    return messages[0]['content'] if is_plain else messages
 
   def _row_index(self, seed: int | None, index: int | None) -> int | None:
     with self._lock:

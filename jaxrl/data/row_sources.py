@@ -1,8 +1,13 @@
 """Row sources: files, folders, Hugging Face datasets on disk, and generators."""
 
+import bz2
 import csv
+import gzip
+import io
 import itertools
 import json
+import lzma
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,17 @@ GENERATORS = {
   'frozen_lake': 'jaxrl.envs.games.frozen_lake_env:demonstrations',
   'picture_quiz': 'jaxrl.envs.games.picture_quiz_env:demonstrations',
 }
+# Files that lie beside rows and describe them.
+METADATA_FILES = frozenset(
+  'dataset_infos.json dataset_info.json dataset_dict.json state.json metadata.json '
+  'package.json config.json croissant.json'.split()
+)
+# Names of splits, and what else these are called.
+SPLITS = {
+  **dict.fromkeys(('train', 'training'), 'train'),
+  **dict.fromkeys(('validation', 'valid', 'val', 'dev'), 'validation'),
+  **dict.fromkeys(('test', 'testing'), 'test'),
+}
 
 
 class DataError(call_strings.ConfigError):
@@ -39,8 +55,9 @@ def load_rows(
   the text of the source that it came from.
 
   Args:
-    path: A .jsonl, .json, .csv or .parquet file; a folder of such files, read in the
-      order of their names (only those whose name contains the split, if there are any);
+    path: A .jsonl, .json, .csv, .tsv or .parquet file, all but the last perhaps
+      compressed (.gz, .bz2, .xz, .zst); a folder of such files, read in the order of
+      their names (only those whose path names the split, if any names one);
       a folder written by Hugging Face's `save_to_disk`; the call of a generator, one of
       GENERATORS or `package.module:function`, of which `limit` is the number of rows;
       or a tuple of such sources.
@@ -112,11 +129,71 @@ def _generate(call: ComponentCall, split: str, limit: int | None) -> list[Row]:
 def _read_folder(folder: Path, split: str) -> Iterable[Row]:
   if (folder / 'dataset_dict.json').exists() or (folder / 'state.json').exists():
     return _read_huggingface(folder, split)
-  files = sorted(f for f in folder.rglob('*') if f.suffix in FILE_READERS)
-  of_split = [f for f in files if split in f.stem]
+  files = sorted(f for f in folder.rglob('*') if _holds_rows(f))
   if not files:
     raise DataError(f'folder {folder} holds no {", ".join(FILE_READERS)} file')
-  return itertools.chain.from_iterable(map(_read_file, of_split or files))
+  chosen = _files_of_split(folder, files, split)
+  return itertools.chain.from_iterable(map(_read_file, chosen))
+
+
+def _holds_rows(file: Path) -> bool:
+  is_told = file.name.startswith('.') or file.name.lower() in METADATA_FILES
+  return file.is_file() and _kind_of(file)[0] in FILE_READERS and not is_told
+
+
+def _kind_of(file: Path) -> tuple[str, str]:
+  """Returns the kinds of a file's content and of its compression, '' for none."""
+  suffixes = [suffix.lower() for suffix in file.suffixes]
+  packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ''
+  return (suffixes[-1] if suffixes else ''), packed
+
+
+def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+  """Returns the files of a split: those whose path has its name as a whole word.
+
+  Without any file that names a split, all of them are of every split.
+
+  Raises:
+    DataError: If there are other splits alone, or several configs have this one.
+  """
+  places = {file: _find_split(file.relative_to(folder), split) for file in files}
+  found = sorted({place[0] for place in places.values() if place is not None})
+  if not found:
+    return files
+  chosen = {f: place for f, place in places.items() if place and place[0] == split}
+  if not chosen:
+    raise DataError(
+      f'folder {folder} has no split {split!r}; it has {", ".join(found)}'
+    )
+  configs = sorted({'/'.join(config) or '.' for _, config in chosen.values()})
+  if len(configs) > 1:
+    raise DataError(
+      f'folder {folder} holds several data sets with a split {split!r}, in '
+      f'{", ".join(configs)}: name one of these folders'
+    )
+  return list(chosen)
+
+
+def _find_split(path: Path, wanted: str) -> tuple[str, tuple[str, ...]] | None:
+  """Returns the split that a path names, and the folders before that name."""
+  parts = (*path.parts[:-1], path.name.partition('.')[0])
+  of_wanted = _words(wanted)
+  for i, part in enumerate(parts):
+    words = _words(part)
+    starts = range(len(words) - len(of_wanted) + 1)
+    if any(words[start : start + len(of_wanted)] == of_wanted for start in starts):
+      name = wanted
+    else:
+      names = [SPLITS[word] for word in words if word in SPLITS]
+      if not names:
+        continue
+      name = wanted if SPLITS.get(wanted) == names[0] else names[0]
+    return name, tuple(part for part in parts[:i] if part != 'data')
+  return None
+
+
+def _words(text: str) -> list[str]:
+  return re.findall(r'[a-z0-9]+', text.lower())
 
 
 def _read_huggingface(folder: Path, split: str) -> Iterable[Row]:
@@ -135,20 +212,38 @@ def _read_huggingface(folder: Path, split: str) -> Iterable[Row]:
 
 
 def _read_file(file: Path) -> Iterator[Row]:
-  if file.suffix not in FILE_READERS:
+  kind = _kind_of(file)[0]
+  if kind not in FILE_READERS:
     raise DataError(
       f'{file}: unknown kind of file; known are {", ".join(FILE_READERS)}'
     )
   try:
-    yield from FILE_READERS[file.suffix](file)
+    yield from FILE_READERS[kind](file)
   except UnicodeDecodeError as error:
     raise DataError(f'{file}: not UTF-8 text: {error}') from error
-  except OSError as error:
-    raise DataError(f'{file} cannot be read: {error.strerror or error}') from error
+  except (OSError, EOFError, lzma.LZMAError) as error:
+    what = getattr(error, 'strerror', None) or error
+    raise DataError(f'{file} cannot be read: {what}') from error
+
+
+def _open_zstd(file: Path, mode: str) -> Any:
+  del mode
+  import pyarrow
+
+  return pyarrow.input_stream(str(file), compression='zstd')
+
+
+def _open_text(file: Path, newline: str | None = None) -> io.TextIOWrapper:
+  """Opens a text file, which may be compressed or in UTF-16."""
+  opener: Callable[..., Any] = COMPRESSIONS.get(_kind_of(file)[1], open)
+  with opener(file, 'rb') as head:
+    start = head.read(2)
+  encoding = 'utf-16' if start in (b'\xff\xfe', b'\xfe\xff') else 'utf-8-sig'
+  return io.TextIOWrapper(opener(file, 'rb'), encoding=encoding, newline=newline)
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
-  with file.open(encoding='utf-8-sig') as lines:
+  with _open_text(file) as lines:
     for number, line in enumerate(lines, 1):
       if line.strip():
         yield _parse(line, f'{file}, line {number}')
@@ -183,10 +278,14 @@ def _check_surrogates(text: str, value: Any, where: str) -> None:
 
 
 def _read_json(file: Path) -> Iterator[Row]:
-  text = file.read_text(encoding='utf-8-sig')
+  with _open_text(file) as stream:
+    text = stream.read()
   try:
     rows = json.loads(text)
   except json.JSONDecodeError as error:
+    if error.msg == 'Extra data' and '\n' in text.strip():  # a row on each line
+      yield from _read_jsonl(file)
+      return
     raise DataError(
       f'{file}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}'
     ) from error
@@ -205,15 +304,24 @@ def _read_json(file: Path) -> Iterator[Row]:
 
 
 def _read_csv(file: Path) -> Iterator[Row]:
-  with file.open(encoding='utf-8-sig', newline='') as lines:
-    reader = csv.DictReader(lines)
-    for row in reader:
-      if None in row or None in row.values():
-        raise DataError(
-          f'{file}, line {reader.line_num}: the row does not have the '
-          f'{len(reader.fieldnames or [])} columns of the header'
-        )
-      yield row
+  with _open_text(file, newline='') as lines:
+    header = lines.readline()
+    lines.seek(0)
+    # What separates most columns; names with a comma in them are quoted.
+    unquoted = re.sub(r'"[^"]*"', '', header)
+    separator = max(',\t;|', key=unquoted.count)
+    csv.field_size_limit(MAX_CELL)
+    reader = csv.DictReader(lines, delimiter=separator)
+    try:
+      for row in reader:
+        if None in row or None in row.values():
+          raise DataError(
+            f'{file}, line {reader.line_num}: the row does not have the '
+            f'{len(reader.fieldnames or [])} columns of the header'
+          )
+        yield row
+    except csv.Error as error:
+      raise DataError(f'{file}, line {reader.line_num}: {error}') from error
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
@@ -245,9 +353,17 @@ def first_line(error: Exception) -> str:
   return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+COMPRESSIONS: dict[str, Callable[..., Any]] = {
+  '.gz': gzip.open,
+  '.bz2': bz2.open,
+  '.xz': lzma.open,
+  '.zst': _open_zstd,
+}
+MAX_CELL = 1 << 30  # letters of a cell; the library's own limit is 131,072
 FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
   '.jsonl': _read_jsonl,
   '.json': _read_json,
   '.csv': _read_csv,
+  '.tsv': _read_csv,
   '.parquet': _read_parquet,
 }

@@ -68,7 +68,7 @@ class MathEnv:
   def reset(
     self, *, seed: int, options: Mapping[str, Any] | None = None
   ) -> tuple[Observation, dict[str, Any]]:
-    """Returns the task's question, with the images of the row's `images`."""
+    """Returns the task's question, text or messages, with the row's `images`."""
     task = (options or {}).get('task')
     if task is None or task.item is None:
       raise ValueError(
@@ -79,13 +79,16 @@ class MathEnv:
     # A grader says itself whether it needs an answer.
     answer = str(task.item.get('answer', '') if self._grader else task.item['answer'])
     self._answer = marked_answer(answer) or answer.strip()
-    question = str(task.item['question'])
+    question: Any = task.item['question']
+    question = question if isinstance(question, list) else str(question)
     if not task.item.get('images'):
       return question, {}
     from jaxrl.data.chat_messages import place_images  # few questions have images
 
-    messages = [{'role': 'user', 'content': question}]
-    return place_images(messages, task.item['images'])[0]['content'], {}
+    is_text = isinstance(question, str)
+    messages = [{'role': 'user', 'content': question}] if is_text else question
+    placed = place_images(messages, task.item['images'])
+    return (placed[0]['content'] if is_text else placed), {}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Grades the reply and ends the episode."""

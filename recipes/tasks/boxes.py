@@ -15,7 +15,7 @@ import numpy as np
 from configs import base
 from jaxrl.algorithms import registry
 from jaxrl.config import Config
-from jaxrl.data.tool_calls import parse_tool_calls
+from jaxrl.data.tool_formats.reply_calls import parse_tool_calls
 from recipes.tasks import sums
 
 THINGS = ('cup', 'hat', 'key', 'pen')

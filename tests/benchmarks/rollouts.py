@@ -157,7 +157,7 @@ async def _ask(ask: Callable[[int], Any], count: int) -> float:
 
 
 def _data() -> dict[str, float]:
-  rows = [{'question': f'{i}: ' + 'x' * 400, 'answer': ''} for i in range(ITEMS)]
+  rows = [{'question': f'{i}: ' + 'x' * 400, 'answer': '-'} for i in range(ITEMS)]
   alone = GlobalDataset(rows)
   alone.get_task(0)
   start = time.perf_counter()

@@ -15,7 +15,7 @@ from tests.calls import load_rows, make_curriculum, parse_call, parse_row_source
 ROWS = [
   {
     'question': f'q{i}',
-    'answer': '',
+    'answer': '-',
     'difficulty': (7 * i) % 10,
     SOURCE_KEY: 'ab'[i > 6],
   }

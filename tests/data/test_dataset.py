@@ -69,7 +69,7 @@ def test_traversal_without_seeds():
 
 @pytest.mark.parametrize('mode', ['sample', 'traversal'])
 def test_many_threads_equal_one(mode):
-  rows = [{'question': f'q{i}', 'answer': ''} for i in range(3200)]
+  rows = [{'question': f'q{i}', 'answer': '-'} for i in range(3200)]
   data, indices = make(mode, rows), {}
 
   def ask(part):
@@ -88,7 +88,7 @@ def test_many_threads_equal_one(mode):
 
 
 def test_many_threads_without_index_share_a_pass():
-  rows = [{'question': f'q{i}', 'answer': ''} for i in range(800)]
+  rows = [{'question': f'q{i}', 'answer': '-'} for i in range(800)]
   data, questions = make('traversal', rows), []
 
   def ask():
@@ -195,3 +195,32 @@ def test_a_hundred_thousand_items_serve_64_environments_without_a_copy_each():
   assert after - before < 2 * 8 * len(rows)  # two permutations of the row numbers
   assert len(set(held.values())) == len(held) == 64 * 20
   assert data.get_task(7).item['question'] is rows[held[7]]['question']
+
+
+VERL = {
+  'data_source': 'openai/gsm8k',
+  'prompt': [{'role': 'user', 'content': '1+1?'}],
+  'ability': 'math',
+  'reward_model': {'style': 'rule', 'ground_truth': '2'},
+  'extra_info': {'split': 'train', 'index': 0},
+}
+
+
+def test_rows_of_verl_are_read_as_they_are():
+  item = GlobalDataset([VERL]).get_data_item(seed=0)
+  assert (item['question'], item['answer']) == ('1+1?', '2')
+  system = {'role': 'system', 'content': 'Be brief.'}
+  several = VERL | {'prompt': [system, *VERL['prompt']]}
+  item = GlobalDataset([several]).get_data_item(seed=0)
+  assert item['question'] == [system, *VERL['prompt']]
+  named = GlobalDataset([VERL], answer_key='extra_info.index')
+  assert named.get_data_item(seed=0)['answer'] == 0
+
+
+@pytest.mark.parametrize('empty', [None, '', ' \n', [], float('nan')])
+@pytest.mark.parametrize('key', ['question', 'answer'])
+def test_an_empty_question_or_answer_is_refused_with_its_row(key, empty):
+  rows = [{'question': '1+1?', 'answer': '2'}] * 2
+  rows.append(rows[0] | {key: empty})
+  with pytest.raises(DataError, match=rf'row 2 .*its {key}'):
+    GlobalDataset(rows)

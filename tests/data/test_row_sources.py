@@ -1,7 +1,11 @@
 """Sources of rows: every kind of file reads the same, every fault names its place."""
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
+import pathlib
 from pathlib import Path
 
 import pytest
@@ -52,6 +56,90 @@ def test_a_folder_in_the_order_of_names_and_by_split(tmp_path):
   assert load_rows(str(tmp_path)) == ROWS
   write(tmp_path / 'test-0.jsonl', ROWS[3:])
   assert load_rows(str(tmp_path), 'test') == ROWS[3:]
+
+
+LAYOUTS = {
+  'folders': ('train/a.jsonl', 'test/a.jsonl'),
+  'as on the Hub': (
+    'data/train-00000-of-00001.parquet',
+    'data/test-00000-of-00001.parquet',
+  ),
+  'a prefix': ('gsm8k_train.jsonl', 'gsm8k_test.jsonl'),
+  'a config': ('main/train-00000.parquet', 'main/test-00000.parquet'),
+  'letters': ('Train.JSONL', 'TEST.JSONL'),
+  'packed': ('train.jsonl', 'test.csv'),
+}
+
+
+@pytest.mark.parametrize('train, test', LAYOUTS.values(), ids=LAYOUTS)
+def test_a_split_is_found_by_whole_words_of_the_path(tmp_path, train, test):
+  for name, rows in ((train, ROWS[:2]), (test, ROWS[2:])):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    made = write((tmp_path / name).with_suffix((tmp_path / name).suffix.lower()), rows)
+    pathlib.Path(made).rename(tmp_path / name)
+  for beside in ('dataset_infos.json', 'constraints.jsonl', '.cache.jsonl'):
+    (tmp_path / beside).write_text('{"a": 1}')
+  assert load_rows(str(tmp_path), 'train') == ROWS[:2]
+  assert load_rows(str(tmp_path), 'test') == ROWS[2:]
+  with pytest.raises(DataError, match="no split 'validation'; it has test, train"):
+    load_rows(str(tmp_path), 'validation')
+
+
+def test_names_of_validation_are_one_split(tmp_path):
+  write(tmp_path / 'dev.jsonl', ROWS[:1])
+  write(tmp_path / 'train.jsonl', ROWS[1:])
+  for name in ('validation', 'val', 'dev', 'valid'):
+    assert load_rows(str(tmp_path), name) == ROWS[:1]
+
+
+def test_data_sets_beside_each_other_are_not_merged(tmp_path):
+  for config in ('main', 'socratic'):
+    (tmp_path / config).mkdir()
+    write(tmp_path / config / 'train-0.jsonl')
+  with pytest.raises(DataError, match='in main, socratic: name one'):
+    load_rows(str(tmp_path), 'train')
+  assert load_rows(str(tmp_path / 'main'), 'train') == ROWS
+
+
+@pytest.mark.parametrize('packed', ['gz', 'bz2', 'xz', 'zst'])
+def test_packed_files(tmp_path, packed):
+  text = pathlib.Path(write(tmp_path / 'rows.jsonl')).read_bytes()
+  path = tmp_path / f'rows.jsonl.{packed}'
+  if packed == 'zst':
+    pyarrow = pytest.importorskip('pyarrow')
+    with pyarrow.output_stream(str(path), compression='zstd') as file:
+      file.write(text)
+  else:
+    module = {'gz': gzip, 'bz2': bz2, 'xz': lzma}[packed]
+    path.write_bytes(module.compress(text))
+  assert load_rows(str(path)) == ROWS
+  path.write_bytes(path.read_bytes()[:20])
+  with pytest.raises(DataError, match=str(path.name)):
+    load_rows(str(path))
+
+
+@pytest.mark.parametrize('separator', [',', ';', '\t', '|'])
+@pytest.mark.parametrize('suffix', ['csv', 'tsv', 'CSV'])
+def test_columns_have_any_usual_separator(tmp_path, suffix, separator):
+  path = tmp_path / f'rows.{suffix}'
+  path.write_text(f'question{separator}answer\n1+1?{separator}2\n')
+  assert load_rows(str(path)) == [{'question': '1+1?', 'answer': '2'}]
+
+
+def test_long_cells_and_other_encodings_are_read(tmp_path):
+  path = tmp_path / 'rows.csv'
+  path.write_text(f'question,answer\n{"a" * 200_000},2\n', encoding='utf-16')
+  (row,) = load_rows(str(path))
+  assert len(row['question']) == 200_000
+
+
+def test_a_json_file_may_hold_a_row_on_each_line(tmp_path):
+  path = tmp_path / 'rows.json'
+  path.write_text('\n'.join(map(json.dumps, ROWS)))
+  assert load_rows(str(path)) == ROWS
+  path.write_text('\n'.join(map(json.dumps, ROWS)) + '\n{"a": ')
+  with pytest.raises(DataError, match='line 5'):
+    load_rows(str(path))
 
 
 def test_a_hugging_face_dataset_on_disk(tmp_path):

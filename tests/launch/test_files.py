@@ -128,7 +128,7 @@ def test_rated_rows_of_the_users_own_names(tmp_path):
       'reply': str(i),
       'score': i > 2,
       'question': '',
-      'answer': '',
+      'answer': '-',
     }
     for i in range(6)
   ]

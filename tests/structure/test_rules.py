@@ -63,7 +63,7 @@ CATALOGUES = {
   *('configs', 'jaxrl/algorithms/presets', 'jaxrl/models/families'),
   'recipes/catalogue',
 }
-MAX_MODULES_BEFORE_STEP_1 = 184
+MAX_MODULES_BEFORE_STEP_1 = 207
 MAX_RAW_CONFIG_FUNCTIONS = 10
 
 # Tell people or other programs the time of day, which may be set back meanwhile.

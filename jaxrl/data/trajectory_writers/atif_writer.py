@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.data import json_codec
-from jaxrl.data.tool_calls import extract_tool_calls
+from jaxrl.data.tool_formats.reply_calls import extract_tool_calls
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import IMAGES
 

@@ -220,7 +220,9 @@ def check_cpu_head_size(config: ModelConfig) -> None:
   if config.kv_latent:  # which has a kernel of its own
     return
   import torch
-  from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+  from vllm.v1.attention.backends.cpu_attn import (  # pyright: ignore
+    CPUAttentionBackend,
+  )
 
   sizes = CPUAttentionBackend.get_supported_head_sizes()
   if config.head_dim not in sizes and not torch.cpu._is_amx_tile_supported():

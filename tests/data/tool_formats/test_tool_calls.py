@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from jaxrl.data.tool_calls import (
+from jaxrl.data.tool_formats.reply_calls import (
   CLOSE_TAG,
   OPEN_TAG,
   InvalidToolCall,

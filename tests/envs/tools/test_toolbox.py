@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.data.tool_calls import parse_tool_calls
+from jaxrl.data.tool_formats.reply_calls import parse_tool_calls
 from jaxrl.envs.tools.tool_api import ToolError, tool_schema
 from jaxrl.envs.tools.toolbox import Toolbox
 from tests.calls import make_tools

@@ -46,7 +46,7 @@ def private():
 def test_64_environments_share_100_000_items_without_a_copy_each(ray):
   from launch.runtime.ray_runtime import RayRuntime
 
-  rows = [{'question': f'{i}: ' + 'x' * 400, 'answer': ''} for i in range(ITEMS)]
+  rows = [{'question': f'{i}: ' + 'x' * 400, 'answer': '-'} for i in range(ITEMS)]
   alone = GlobalDataset(rows)
   host = RayRuntime()  # of the cluster that is there
   data = host.spawn(GlobalDataset, rows)
