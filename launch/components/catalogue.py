@@ -161,14 +161,7 @@ def _option_lines(
     if len(text) <= width:
       lines.append(_columns(f'  {text:{width}}  ', note))
     else:
-      # A value stays whole, so that it can be copied.
-      lines += textwrap.wrap(
-        f'  {text}',
-        describe.WIDTH,
-        subsequent_indent='    ',
-        break_long_words=False,
-        break_on_hyphens=False,
-      )
+      lines += textwrap.wrap(f'  {text}', describe.WIDTH, subsequent_indent='    ')
       lines += [_columns(' ' * (width + 4), note)] if note else []
   return lines
 

@@ -47,7 +47,7 @@ class LLMJudge:
     *,
     template: str = JUDGE_TEMPLATE,
     system: str = '',
-    pattern: str = SCORE_PATTERN,
+    pattern: str = '',
     scale: Sequence[float] = (0.0, 10.0),
     votes: int = 1,
     quorum: int = 1,
@@ -63,7 +63,8 @@ class LLMJudge:
         and {reference} of the item (the reference is by default the answer), {reply},
         the model's last message, {conversation}, {low} and {high}.
       system: The system message; empty for none.
-      pattern: A regular expression. Group 1 of its last match is the verdict.
+      pattern: A regular expression. Group 1 of its last match is the verdict. '' for
+        the usual ways to write a score.
       scale: The lowest and the highest verdict; others do not count.
       votes: How often the judge is asked, each time with another seed. The score is the
         mean of the verdicts.
@@ -78,7 +79,7 @@ class LLMJudge:
     self._system = system
     self._votes = votes
     self._template = _load_template(template)
-    self._pattern = _validate_pattern(pattern)
+    self._pattern = _validate_pattern(pattern) if pattern else ''
     self._low, self._high = _validate_scale(scale)
     self._quorum = quorum
     self._temperature = temperature
@@ -163,7 +164,7 @@ class LLMJudge:
     self, text: str, episode: RewardInput
   ) -> tuple[float | None, str]:
     """Returns the vote's score in [0, 1], or None and what is wrong with its answer."""
-    if self._pattern == SCORE_PATTERN:
+    if not self._pattern:
       verdict = last_number(SCORE_PATTERN, text)
     else:
       # A pattern of the user's may run forever on what the judge wrote, so it runs in a
