@@ -245,7 +245,8 @@ def test_an_algorithm_that_does_not_exist(tmp_path, capsys):
       'rows.jsonl, line 2, column 13: not valid JSON: Expecting value',
     ),
     ('[1]\n', 'line 1: a row must be an object, not list'),
-    ('{"prompt": "2 + 3"}\n', "no key 'question'; its keys are prompt"),
+    ('{"query": "2 + 3"}\n', "no key 'question'; its keys are query"),
+    ('{"question": "2 + 3", "answer": null}\n', 'its answer, answer, is empty (None)'),
   ],
 )
 def test_a_data_set_that_cannot_be(tmp_path, capsys, text, words):

@@ -52,7 +52,7 @@ class Own:
 
   def step(self, action):
     time.sleep(5 if self.item['question'] == 'slow' else 0.02)
-    return '', float(action == self.item['answer']), True, False, {}
+    return '', float((action or 'none') == self.item['answer']), True, False, {}
 
   def kill(self):
     with LOCK:
@@ -92,7 +92,7 @@ def test_every_way_in_which_a_task_can_be_broken(tmp_path, capsys):
     row('unwritten'),
     row('unfit'),
     row('wrong', solution='left'),
-    row('trivial', answer='', solution=''),
+    row('trivial', answer='none', solution=''),
     row('slow'),
     row('last'),
   ]
@@ -154,7 +154,7 @@ def test_programs(tmp_path, capsys):
     {'question': 'q', 'answer': tests, 'program': '```python\nprint(4)\n```'},
     {'question': 'q', 'answer': tests, 'program': 'import absent'},
     {'question': 'q', 'answer': [{'input': '', 'output': ''}], 'program': 'print()'},
-    {'question': 'q', 'answer': [], 'program': ''},
+    {'question': 'q', 'answer': '[]', 'program': ''},
   ]
   assert check(tmp_path, rows, 'code', keys='solution=program') == 1
   verdicts = [result['verdict'] for result in results(tmp_path)]
