@@ -12,6 +12,7 @@ CORE = [
   'flax>=0.12',
   'fsspec',
   'gymnasium>=1.0',
+  'huggingface-hub>=1',
   'jax>=0.10.2,<0.13',
   'jinja2',
   'markdown-it-py>=3',

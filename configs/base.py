@@ -131,7 +131,8 @@ def model_options(
   """Options of the section `model`.
 
   Args:
-    checkpoint: Hugging Face folder to start from; '' for a random model.
+    checkpoint: Folder or Hub name, such as 'Qwen/Qwen3-0.6B', to start from; '' for a
+      random model.
     random: Family and sizes of a random model, such as 'qwen3(num_layers=2)'; see
       `jaxrl.model_loading.random_config` for all sizes.
     dtype: Data type of the parameters.
@@ -154,7 +155,7 @@ def dataset_options(
 
   Args:
     keys: Keys of rows that differ from the usual ones, such as 'question=problem,
-      answer=solution'; see `jaxrl.data.row_formats`.
+      answer=solution'; see `jaxrl.data.rows.row_formats`.
     experience_store: Experience store to learn from instead of playing; '' for none.
     expert_path: File of rows written by an expert, for samplers that mix them in.
   """

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxrl import hub
 from jaxrl.call_strings import (
   ComponentCall,
   ConfigError,
@@ -44,7 +45,7 @@ class LoadedModel:
     model: The model.
     params: Its parameters.
     tokenizer: Its Hugging Face tokenizer.
-    folder: The folder that it was loaded from.
+    folder: The folder that it was loaded from, in the cache if it is of the Hub.
   """
 
   model: TransformerLM
@@ -140,7 +141,7 @@ def load_model(
   """Loads a model from a Hugging Face folder.
 
   Args:
-    folder: The folder.
+    folder: The folder, or a name on the Hub; see `jaxrl.hub`.
     value_head: Whether the algorithm trains a critic; a missing head starts at zero.
     dtype: What the model computes in.
     remat: What is recomputed in the backward pass.
@@ -155,14 +156,16 @@ def load_model(
   Raises:
     ConfigError: The folder has no model that can be loaded.
   """
+  name = folder
   try:
+    folder = hub.find_checkpoint(name)
     config, params = huggingface.load(folder, value_head=value_head)
     tokenizer = load_tokenizer(folder)
     check_table_size(tokenizer, config.vocab_size)
     if chat is not None:
       _take_over(tokenizer, chat)
   except (OSError, ValueError) as error:
-    raise ConfigError(f'{key}={folder}: {error}') from error
+    raise ConfigError(f'{key}={name}: {error}') from error
   model = TransformerLM(config, dtype=dtype, remat=remat, kernels=kernels)
   return LoadedModel(model, params, tokenizer, pathlib.Path(folder))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxrl import hub
 from jaxrl import model_loading as policies
 from jaxrl.algorithms import requirements
 from jaxrl.call_strings import ConfigError, join_calls
@@ -263,9 +264,10 @@ def _describe_run(
   if algorithm.batch_unit == 'pair':  # its loss is a mean over pairs, whatever is set
     components['aggregation'] = 'mean over pairs'
   listing = ', '.join(f'{slot}={text}' for slot, text in components.items())
+  origin = hub.describe_checkpoint(settings.model.checkpoint) or 'scratch'
   return {
     'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
-    f'vocabulary {shape.vocab_size}, from {settings.model.checkpoint or "scratch"}',
+    f'vocabulary {shape.vocab_size}, from {origin}',
     'replies': _describe_replies(settings, policy),
     'devices': learners.describe(),
     'data': describe_tasks(settings),

@@ -192,7 +192,7 @@ class GlobalDataset:
 
   def _as_question(self, value: Any, row: int) -> Any:
     """Returns a prompt of messages, or its text if it is one of the user alone."""
-    from jaxrl.data.chat_messages import normalize_messages  # few rows have such
+    from jaxrl.data.rows.chat_messages import normalize_messages  # few rows have such
 
     try:
       messages = normalize_messages(list(value))

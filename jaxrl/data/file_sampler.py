@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxrl.call_strings import unknown_name_error
 from jaxrl.data.chat_tokenizer import ChatTokenizer, has_images
-from jaxrl.data.row_formats import DATA_FORMATS, RowFormat
 from jaxrl.data.row_sources import (
   DataError,
   Row,
@@ -16,6 +15,7 @@ from jaxrl.data.row_sources import (
   describe_sources,
   load_rows,
 )
+from jaxrl.data.rows.row_formats import DATA_FORMATS, RowFormat
 from jaxrl.types import Group, Message, Trajectory
 
 GROUP_NOUNS = {

@@ -1,21 +1,18 @@
-"""Row sources: files, folders, Hugging Face datasets on disk, and generators."""
+"""Row sources: files, folders, data sets of the Hugging Face Hub, and generators."""
 
-import bz2
-import csv
-import gzip
-import io
+import bisect
 import itertools
 import json
-import lzma
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxrl import call_strings
+from jaxrl import call_strings, hub
 from jaxrl.call_strings import ComponentCall
+from jaxrl.data.rows.folder_splits import choose_files, matching_split
+from jaxrl.data.rows.row_readers import DataError, Row, read_file
 
-Row = dict[str, Any]
 # A file or folder; a call of a generator, see GENERATORS; or several of both.
 RowSource = str | ComponentCall
 RowSources = RowSource | tuple[RowSource, ...]
@@ -29,38 +26,86 @@ GENERATORS = {
   'frozen_lake': 'jaxrl.envs.games.frozen_lake_env:demonstrations',
   'picture_quiz': 'jaxrl.envs.games.picture_quiz_env:demonstrations',
 }
-# Files that lie beside rows and describe them.
-METADATA_FILES = frozenset(
-  'dataset_infos.json dataset_info.json dataset_dict.json state.json metadata.json '
-  'package.json config.json croissant.json'.split()
-)
-# Names of splits, and what else these are called.
-SPLITS = {
-  **dict.fromkeys(('train', 'training'), 'train'),
-  **dict.fromkeys(('validation', 'valid', 'val', 'dev'), 'validation'),
-  **dict.fromkeys(('test', 'testing'), 'test'),
-}
+_MISSING = object()
+NamedFile = tuple[Path, str]  # a file, and how messages name it
 
 
-class DataError(call_strings.ConfigError):
-  """Reports which file is wrong, where in it, and what to do."""
+class RowList(list[Row]):
+  """Holds rows and knows the file of each.
+
+  Attributes:
+    places: The first row's number of each file, with the file's name.
+  """
+
+  def __init__(self, rows: Iterable[Row] = (), places: Iterable[tuple[int, str]] = ()):
+    super().__init__(rows)
+    self.places = list(places)
+
+
+def describe_row(rows: Any, number: int, name: str) -> str:
+  """Returns how messages name a row: by its file and its number there.
+
+  Args:
+    rows: All rows.
+    number: The row's number among them.
+    name: What they are called if they are of no file.
+  """
+  places = getattr(rows, 'places', None)
+  if not places:
+    return f'{name}, row {number}'
+  start, file = places[bisect.bisect(places, number, key=lambda place: place[0]) - 1]
+  return f'{file}, row {number - start}'
+
+
+def get_field(row: Row, key: str, default: Any = None) -> Any:
+  """Returns what a row holds under a key, or under a path such as `reward_model.style`.
+
+  Args:
+    row: The row.
+    key: The key. Where there is no such key, its parts between dots are keys of objects
+      within each other.
+    default: What is returned if there is no such thing.
+  """
+  if key in row:
+    return row[key]
+  value: Any = row
+  for part in key.split('.') if '.' in key else ():
+    if isinstance(value, str) and value[:1] == '{':  # as CSV stores objects
+      try:
+        value = json.loads(value)
+      except ValueError:
+        return default
+    if not isinstance(value, dict) or part not in value:
+      return default
+    value = value[part]
+  return default if value is row else value
+
+
+def has_field(row: Row, key: str) -> bool:
+  """Returns whether a row holds anything under a key, as `get_field` reads it.
+
+  Args:
+    row: The row.
+    key: The key.
+  """
+  return get_field(row, key, _MISSING) is not _MISSING
 
 
 def load_rows(
   path: RowSources, split: str = 'train', limit: int | None = None
-) -> list[Row]:
+) -> RowList:
   """Loads all rows of a source, or its first `limit` without reading more.
 
   `limit` is divided evenly among several sources; each row then holds under SOURCE_KEY
   the text of the source that it came from.
 
   Args:
-    path: A .jsonl, .json, .csv, .tsv or .parquet file, all but the last perhaps
-      compressed (.gz, .bz2, .xz, .zst); a folder of such files, read in the order of
-      their names (only those whose path names the split, if any names one);
-      a folder written by Hugging Face's `save_to_disk`; the call of a generator, one of
-      GENERATORS or `package.module:function`, of which `limit` is the number of rows;
-      or a tuple of such sources.
+    path: A file of one of the kinds in `row_readers`; a folder of such files, as
+      `folder_splits` reads it; a folder written by Hugging Face's `save_to_disk`; the
+      name of a data set of the Hub, such as `openai/gsm8k:main`; the call of a
+      generator, one of GENERATORS or `package.module:function`, of which `limit` is the
+      number of rows; or a tuple of such sources. `:PART` after a folder or a name picks
+      a configuration, a folder or a file inside.
     split: The split to load.
     limit: The maximum number of rows.
 
@@ -77,17 +122,8 @@ def load_rows(
   if isinstance(path, tuple):
     return _load_all(path, split, limit)
   if isinstance(path, ComponentCall):
-    return _generate(path, split, limit)
-  location = Path(path).expanduser()
-  if not location.exists():
-    hint = ''
-    if path.startswith(GENERATE_PREFIX) or ' + ' in path:
-      hint = '. In Python, several sources are a tuple, and a generator a ComponentCall'
-    raise DataError(f'dataset {path!r} does not exist (looked in {Path.cwd()}){hint}')
-  rows_iterator = (
-    _read_folder(location, split) if location.is_dir() else _read_file(location)
-  )
-  rows = list(itertools.islice(rows_iterator, limit))
+    return RowList(_generate(path, split, limit))
+  rows = _read_files(_find_files(path, split), limit)
   if not rows:
     raise DataError(f'dataset {path!r} is empty: it holds no rows')
   return rows
@@ -98,16 +134,16 @@ def describe_sources(path: RowSources) -> str:
   return ' + '.join(map(str, path)) if isinstance(path, tuple) else str(path)
 
 
-def _load_all(
-  sources: tuple[RowSource, ...], split: str, limit: int | None
-) -> list[Row]:
+def _load_all(sources: tuple[RowSource, ...], split: str, limit: int | None) -> RowList:
   if len(set(sources)) < len(sources):
     raise DataError(f'dataset {describe_sources(sources)!r} names a source twice')
-  rows, count = [], len(sources)
+  rows, count = RowList(), len(sources)
   for i, source in enumerate(sources):
     share = None if limit is None else (limit + count - 1 - i) // count
     if share != 0:
       loaded = load_rows(source, split, share)
+      places = loaded.places or [(0, str(source))]
+      rows.places += [(start + len(rows), file) for start, file in places]
       rows += [{**row, SOURCE_KEY: str(source)} for row in loaded]
   return rows
 
@@ -126,244 +162,96 @@ def _generate(call: ComponentCall, split: str, limit: int | None) -> list[Row]:
     raise DataError(f'{where}: {error}') from error
 
 
-def _read_folder(folder: Path, split: str) -> Iterable[Row]:
-  if (folder / 'dataset_dict.json').exists() or (folder / 'state.json').exists():
-    return _read_huggingface(folder, split)
-  files = sorted(f for f in folder.rglob('*') if _holds_rows(f))
-  if not files:
-    raise DataError(f'folder {folder} holds no {", ".join(FILE_READERS)} file')
-  chosen = _files_of_split(folder, files, split)
-  return itertools.chain.from_iterable(map(_read_file, chosen))
+def _read_files(files: Iterable[NamedFile], limit: int | None) -> RowList:
+  rows = RowList()
+  for file, name in files:
+    start = len(rows)
+    left = None if limit is None else limit - start
+    if left == 0:
+      break
+    rows += itertools.islice(read_file(file), left)
+    rows.places.append((start, name))
+  return rows
 
 
-def _holds_rows(file: Path) -> bool:
-  is_told = file.name.startswith('.') or file.name.lower() in METADATA_FILES
-  return file.is_file() and _kind_of(file)[0] in FILE_READERS and not is_told
+def _find_files(path: str, split: str) -> list[NamedFile]:
+  """Returns the files of a source that is a file, a folder or a name on the Hub."""
+  location, part = Path(path).expanduser(), ''
+  if not location.exists() and ':' in path:
+    folder, _, inside = path.rpartition(':')
+    if Path(folder).expanduser().is_dir():
+      location, part = Path(folder).expanduser(), inside
+  if location.is_dir():
+    return _find_in_folder(location, split, part)
+  if location.exists():
+    return [(location, str(location))]
+  name = hub.parse_name(path)
+  if name is None:
+    hint = ''
+    if path.startswith(GENERATE_PREFIX) or ' + ' in path:
+      hint = '. In Python, several sources are a tuple, and a generator a ComponentCall'
+    raise DataError(f'dataset {path!r} does not exist (looked in {Path.cwd()}){hint}')
+  return _find_on_hub(name, split)
 
 
-def _kind_of(file: Path) -> tuple[str, str]:
-  """Returns the kinds of a file's content and of its compression, '' for none."""
-  suffixes = [suffix.lower() for suffix in file.suffixes]
-  packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ''
-  return (suffixes[-1] if suffixes else ''), packed
+def _find_in_folder(folder: Path, split: str, part: str) -> list[NamedFile]:
+  if not part and (saved := _saved_files(folder, split)) is not None:
+    return [(file, str(file)) for file in saved]
+  paths = [
+    file.relative_to(folder).as_posix() for file in folder.rglob('*') if file.is_file()
+  ]
+  readme = folder / 'README.md'
+  text = readme.read_text('utf-8', 'replace') if readme.is_file() else ''
+  chosen = choose_files(paths, text, split, part, str(folder))
+  return [(folder / path, str(folder / path)) for path in chosen]
 
 
-def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-  """Returns the files of a split: those whose path has its name as a whole word.
-
-  Without any file that names a split, all of them are of every split.
-
-  Raises:
-    DataError: If there are other splits alone, or several configs have this one.
-  """
-  places = {file: _find_split(file.relative_to(folder), split) for file in files}
-  found = sorted({place[0] for place in places.values() if place is not None})
-  if not found:
-    return files
-  chosen = {f: place for f, place in places.items() if place and place[0] == split}
-  if not chosen:
-    raise DataError(
-      f'folder {folder} has no split {split!r}; it has {", ".join(found)}'
-    )
-  configs = sorted({'/'.join(config) or '.' for _, config in chosen.values()})
-  if len(configs) > 1:
-    raise DataError(
-      f'folder {folder} holds several data sets with a split {split!r}, in '
-      f'{", ".join(configs)}: name one of these folders'
-    )
-  return list(chosen)
-
-
-def _find_split(path: Path, wanted: str) -> tuple[str, tuple[str, ...]] | None:
-  """Returns the split that a path names, and the folders before that name."""
-  parts = (*path.parts[:-1], path.name.partition('.')[0])
-  of_wanted = _words(wanted)
-  for i, part in enumerate(parts):
-    words = _words(part)
-    starts = range(len(words) - len(of_wanted) + 1)
-    if any(words[start : start + len(of_wanted)] == of_wanted for start in starts):
-      name = wanted
-    else:
-      names = [SPLITS[word] for word in words if word in SPLITS]
-      if not names:
-        continue
-      name = wanted if SPLITS.get(wanted) == names[0] else names[0]
-    return name, tuple(part for part in parts[:i] if part != 'data')
-  return None
-
-
-def _words(text: str) -> list[str]:
-  return re.findall(r'[a-z0-9]+', text.lower())
-
-
-def _read_huggingface(folder: Path, split: str) -> Iterable[Row]:
+def _find_on_hub(name: hub.HubName, split: str) -> list[NamedFile]:
+  repo = hub.open_repo(name, 'dataset')
+  where = str(name._replace(part=''))
+  readme = repo.read_text('README.md') if 'README.md' in repo.files else ''
   try:
-    import datasets  # pyright: ignore[reportMissingImports]
-  except ImportError as error:
-    raise DataError(
-      f'{folder} is a Hugging Face dataset; install `datasets` to read it'
-    ) from error
-  loaded = datasets.load_from_disk(str(folder))
-  if isinstance(loaded, datasets.DatasetDict):
-    if split not in loaded:
-      raise DataError(f'{folder} has no split {split!r}; it has {", ".join(loaded)}')
-    loaded = loaded[split]
-  return map(dict, loaded)
-
-
-def _read_file(file: Path) -> Iterator[Row]:
-  kind = _kind_of(file)[0]
-  if kind not in FILE_READERS:
-    raise DataError(
-      f'{file}: unknown kind of file; known are {", ".join(FILE_READERS)}'
-    )
-  try:
-    yield from FILE_READERS[kind](file)
-  except UnicodeDecodeError as error:
-    raise DataError(f'{file}: not UTF-8 text: {error}') from error
-  except (OSError, EOFError, lzma.LZMAError) as error:
-    what = getattr(error, 'strerror', None) or error
-    raise DataError(f'{file} cannot be read: {what}') from error
-
-
-def _open_zstd(file: Path, mode: str) -> Any:
-  del mode
-  import pyarrow
-
-  return pyarrow.input_stream(str(file), compression='zstd')
-
-
-def _open_text(file: Path, newline: str | None = None) -> io.TextIOWrapper:
-  """Opens a text file, which may be compressed or in UTF-16."""
-  opener: Callable[..., Any] = COMPRESSIONS.get(_kind_of(file)[1], open)
-  with opener(file, 'rb') as head:
-    start = head.read(2)
-  encoding = 'utf-16' if start in (b'\xff\xfe', b'\xfe\xff') else 'utf-8-sig'
-  return io.TextIOWrapper(opener(file, 'rb'), encoding=encoding, newline=newline)
-
-
-def _read_jsonl(file: Path) -> Iterator[Row]:
-  with _open_text(file) as lines:
-    for number, line in enumerate(lines, 1):
-      if line.strip():
-        yield _parse(line, f'{file}, line {number}')
-
-
-def _parse(text: str, where: str) -> Row:
-  try:
-    row = json.loads(text.rstrip())
-  except json.JSONDecodeError as error:
-    raise DataError(
-      f'{where}, column {error.colno}: not valid JSON: {error.msg}'
-    ) from error
-  except (ValueError, RecursionError) as error:  # a number or a nesting too large
-    raise DataError(f'{where}: JSON that cannot be read: {error}') from error
-  _check_surrogates(text, row, where)
-  if not isinstance(row, dict):
-    raise DataError(f'{where}: a row must be an object, not {type(row).__name__}')
-  return row
-
-
-def _check_surrogates(text: str, value: Any, where: str) -> None:
-  r"""Raises DataError for half a surrogate pair, such as \ud800, which is no text."""
-  if r'\ud' not in text and r'\uD' not in text:
-    return
-  try:
-    json.dumps(value, ensure_ascii=False).encode()
-  except UnicodeEncodeError as error:
-    letter = error.object[error.start]
-    raise DataError(
-      f'{where}: {letter!a} is half of a surrogate pair, which is no text'
-    ) from error
-
-
-def _read_json(file: Path) -> Iterator[Row]:
-  with _open_text(file) as stream:
-    text = stream.read()
-  try:
-    rows = json.loads(text)
-  except json.JSONDecodeError as error:
-    if error.msg == 'Extra data' and '\n' in text.strip():  # a row on each line
-      yield from _read_jsonl(file)
-      return
-    raise DataError(
-      f'{file}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}'
-    ) from error
-  except (ValueError, RecursionError) as error:
-    raise DataError(f'{file}: JSON that cannot be read: {error}') from error
-  _check_surrogates(text, rows, str(file))
-  if isinstance(rows, dict):  # {'data': [...]} or one of its like
-    lists = [value for value in rows.values() if isinstance(value, list)]
-    rows = lists[0] if len(lists) == 1 else [rows]
-  if not isinstance(rows, list):
-    raise DataError(f'{file}: must hold a list of objects')
-  for i, row in enumerate(rows):
-    if not isinstance(row, dict):
-      raise DataError(f'{file}, row {i}: must be an object, not {type(row).__name__}')
-    yield row
-
-
-def _read_csv(file: Path) -> Iterator[Row]:
-  with _open_text(file, newline='') as lines:
-    header = lines.readline()
-    lines.seek(0)
-    # What separates most columns; names with a comma in them are quoted.
-    unquoted = re.sub(r'"[^"]*"', '', header)
-    separator = max(',\t;|', key=unquoted.count)
-    csv.field_size_limit(MAX_CELL)
-    reader = csv.DictReader(lines, delimiter=separator)
-    try:
-      for row in reader:
-        if None in row or None in row.values():
-          raise DataError(
-            f'{file}, line {reader.line_num}: the row does not have the '
-            f'{len(reader.fieldnames or [])} columns of the header'
-          )
-        yield row
-    except csv.Error as error:
-      raise DataError(f'{file}, line {reader.line_num}: {error}') from error
-
-
-def _read_parquet(file: Path) -> Iterator[Row]:
-  try:
-    import pyarrow.parquet
-  except ImportError as error:
-    raise DataError(f'{file}: install `pyarrow` to read Parquet files') from error
-  try:
-    reader = pyarrow.parquet.ParquetFile(file)
-  except (pyarrow.ArrowException, OSError) as error:
-    raise DataError(f'{file}: not a Parquet file: {first_line(error)}') from error
-  count = 0
-  batches = reader.iter_batches()
-  while True:
-    try:
-      rows = next(batches).to_pylist()
-    except StopIteration:
-      return
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    chosen = choose_files(repo.files, readme, split, name.part, where)
+  except DataError as error:
+    if repo.is_cached:
       raise DataError(
-        f'{file}, after row {count}: damaged Parquet file: {first_line(error)}'
+        f'{error}. This is what the cache has: the Hub cannot be reached'
       ) from error
-    yield from rows
-    count += len(rows)
+    if not any(path.endswith('.py') for path in repo.files):
+      raise
+    raise DataError(
+      f'{error}. Its loading script is not run; its rows may be found under '
+      f'{where.partition("@")[0]}@refs/convert/parquet'
+    ) from error
+  folder = repo.download(chosen)
+  return [(folder / path, f'{where}/{path}') for path in chosen]
 
 
-def first_line(error: Exception) -> str:
-  """Returns the first line of an error's message."""
-  return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _saved_files(folder: Path, split: str) -> list[Path] | None:
+  """Returns the files of a folder that `save_to_disk` wrote; None for any other."""
+  if (folder / 'dataset_dict.json').is_file():
+    splits = _read_description(folder / 'dataset_dict.json').get('splits') or []
+    return _saved_files(folder / matching_split(splits, split, str(folder)), split)
+  state_file = folder / 'state.json'
+  if not state_file.is_file():
+    return None
+  state = _read_description(state_file)
+  files = [entry.get('filename') for entry in state.get('_data_files') or []]
+  if not files:
+    return None
+  if state.get('_indices_data_files') or state.get('_indices_files'):
+    raise DataError(
+      f'{folder}: an old version of `datasets` saved only which rows were selected: '
+      'load it there and save it again'
+    )
+  if (own := state.get('_split')) and re.fullmatch(r'\w+', own):
+    matching_split([own], split, str(folder))
+  return [folder / str(file) for file in files]
 
 
-COMPRESSIONS: dict[str, Callable[..., Any]] = {
-  '.gz': gzip.open,
-  '.bz2': bz2.open,
-  '.xz': lzma.open,
-  '.zst': _open_zstd,
-}
-MAX_CELL = 1 << 30  # letters of a cell; the library's own limit is 131,072
-FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-  '.jsonl': _read_jsonl,
-  '.json': _read_json,
-  '.csv': _read_csv,
-  '.tsv': _read_csv,
-  '.parquet': _read_parquet,
-}
+def _read_description(file: Path) -> dict[str, Any]:
+  try:
+    data = json.loads(file.read_text('utf-8'))
+  except (OSError, ValueError) as error:
+    raise DataError(f'{file} cannot be read: {error}') from error
+  return data if isinstance(data, dict) else {}

@@ -83,7 +83,7 @@ class MathEnv:
     question = question if isinstance(question, list) else str(question)
     if not task.item.get('images'):
       return question, {}
-    from jaxrl.data.chat_messages import place_images  # few questions have images
+    from jaxrl.data.rows.chat_messages import place_images  # few questions have images
 
     is_text = isinstance(question, str)
     messages = [{'role': 'user', 'content': question}] if is_text else question

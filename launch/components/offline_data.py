@@ -8,8 +8,8 @@ from jaxrl.algorithms import requirements
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.file_sampler import FileSampler
-from jaxrl.data.row_formats import RowFormat
 from jaxrl.data.row_sources import describe_sources, load_rows
+from jaxrl.data.rows.row_formats import RowFormat
 from jaxrl.data.seeds import fold_seed
 from launch.settings.run_settings import RunSettings
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxrl import hub
 from jaxrl.call_strings import ConfigError, check_options, defaults, unknown_name_error
 from jaxrl.config import with_options_of
 from jaxrl.data.chat_tokenizer import ChatTokenizer
@@ -325,13 +326,14 @@ def _split(
   return option_groups
 
 
-def _folder(target: str, folder: str) -> str:
+def _folder(target: str, name: str) -> str:
   """The folder's absolute path. ConfigError unless it holds such a model."""
   try:
-    huggingface.load_config(folder)
+    huggingface.load_config(hub.find_checkpoint(name, only_config=True))
+    folder = hub.find_checkpoint(name)
     if target == 'reward_model':
       huggingface.check_scorer(folder)
     ChatTokenizer(load_tokenizer(folder))
   except (OSError, ValueError) as error:
-    raise ConfigError(f'{target}: checkpoint={folder!r}: {error}') from error
+    raise ConfigError(f'{target}: checkpoint={name!r}: {error}') from error
   return str(pathlib.Path(folder).absolute())

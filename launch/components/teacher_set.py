@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrl import hub
 from jaxrl import model_loading as policies
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.tokenizer import load_tokenizer
@@ -33,11 +34,12 @@ def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
   Raises:
     ConfigError: for a folder that holds no such thing.
   """
-  folder = next(iter(settings.teacher.folders.values()))
+  name = next(iter(settings.teacher.folders.values()))
   try:
+    folder = hub.find_checkpoint(name)
     return load_tokenizer(folder), huggingface.load_config(folder).vocab_size
   except (OSError, ValueError) as error:
-    raise ConfigError(f'{TEACHER_CHECKPOINT}={folder}: {error}') from error
+    raise ConfigError(f'{TEACHER_CHECKPOINT}={name}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)

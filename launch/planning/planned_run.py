@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl import hub
 from jaxrl.algorithms import requirements
 from jaxrl.call_strings import ConfigError
 from jaxrl.device_thread import DeviceThread
@@ -113,7 +114,7 @@ def model_shape(folder: str, key: str) -> tuple[ModelConfig | None, str]:
 
   Args:
     folder: folder of the checkpoint, whose config.json is read; if there is no such
-      folder, the name of a published model; '' for none.
+      folder, the name of a published model or one on the Hub; '' for none.
     key: config key that names the folder, for error messages.
 
   Returns:
@@ -132,11 +133,17 @@ def model_shape(folder: str, key: str) -> tuple[ModelConfig | None, str]:
   data = known_configs.find_known_config(folder)
   if data is None:
     names = ', '.join(known_configs.KNOWN_CONFIGS)
-    raise ConfigError(
+    problem = (
       f'--config.{key}={folder}: there is neither such a folder nor a known '
-      f'model of this name ({names} are known). A folder that holds only '
-      'config.json is enough'
+      f'model of this name ({names} are known)'
     )
+    if hub.parse_name(folder) is None:
+      raise ConfigError(f'{problem}. A folder that holds only config.json is enough')
+    try:
+      place = hub.find_checkpoint(folder, only_config=True)
+      return huggingface.load_config(place), f'{folder} on the Hub'
+    except (OSError, ValueError) as error:
+      raise ConfigError(f'{problem}: {error}') from error
   return huggingface.config_from_hf(data), f'{pathlib.Path(folder).name} as published'
 
 

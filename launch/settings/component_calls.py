@@ -16,7 +16,7 @@ from jaxrl.call_strings import (
   unknown_name_error,
 )
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.data.row_formats import RowFormat
+from jaxrl.data.rows.row_formats import RowFormat
 from jaxrl.data.store.store_options import STORE_URL_PREFIX
 from jaxrl.model_loading import random_config
 from jaxrl.models import families

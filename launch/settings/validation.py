@@ -4,6 +4,7 @@
 against their ranges and settings against each other.
 """
 
+from jaxrl import hub
 from jaxrl.algorithms import requirements
 from jaxrl.call_strings import (
   ConfigError,
@@ -241,7 +242,7 @@ def _validate_checkpoint(settings: RunSettings) -> None:
   folder = settings.model.checkpoint
   try:
     if folder:
-      huggingface.load_config(folder)
+      huggingface.load_config(hub.find_checkpoint(folder, only_config=True))
   except (OSError, ValueError) as error:
     raise ConfigError(f'--config.model.checkpoint={folder}: {error}') from error
 

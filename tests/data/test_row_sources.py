@@ -1,10 +1,7 @@
 """Sources of rows: every kind of file reads the same, every fault names its place."""
 
-import bz2
 import csv
-import gzip
 import json
-import lzma
 import pathlib
 from pathlib import Path
 
@@ -96,26 +93,9 @@ def test_data_sets_beside_each_other_are_not_merged(tmp_path):
   for config in ('main', 'socratic'):
     (tmp_path / config).mkdir()
     write(tmp_path / config / 'train-0.jsonl')
-  with pytest.raises(DataError, match='in main, socratic: name one'):
+  with pytest.raises(DataError, match=r'\(main, socratic\).*name one'):
     load_rows(str(tmp_path), 'train')
   assert load_rows(str(tmp_path / 'main'), 'train') == ROWS
-
-
-@pytest.mark.parametrize('packed', ['gz', 'bz2', 'xz', 'zst'])
-def test_packed_files(tmp_path, packed):
-  text = pathlib.Path(write(tmp_path / 'rows.jsonl')).read_bytes()
-  path = tmp_path / f'rows.jsonl.{packed}'
-  if packed == 'zst':
-    pyarrow = pytest.importorskip('pyarrow')
-    with pyarrow.output_stream(str(path), compression='zstd') as file:
-      file.write(text)
-  else:
-    module = {'gz': gzip, 'bz2': bz2, 'xz': lzma}[packed]
-    path.write_bytes(module.compress(text))
-  assert load_rows(str(path)) == ROWS
-  path.write_bytes(path.read_bytes()[:20])
-  with pytest.raises(DataError, match=str(path.name)):
-    load_rows(str(path))
 
 
 @pytest.mark.parametrize('separator', [',', ';', '\t', '|'])
@@ -124,22 +104,6 @@ def test_columns_have_any_usual_separator(tmp_path, suffix, separator):
   path = tmp_path / f'rows.{suffix}'
   path.write_text(f'question{separator}answer\n1+1?{separator}2\n')
   assert load_rows(str(path)) == [{'question': '1+1?', 'answer': '2'}]
-
-
-def test_long_cells_and_other_encodings_are_read(tmp_path):
-  path = tmp_path / 'rows.csv'
-  path.write_text(f'question,answer\n{"a" * 200_000},2\n', encoding='utf-16')
-  (row,) = load_rows(str(path))
-  assert len(row['question']) == 200_000
-
-
-def test_a_json_file_may_hold_a_row_on_each_line(tmp_path):
-  path = tmp_path / 'rows.json'
-  path.write_text('\n'.join(map(json.dumps, ROWS)))
-  assert load_rows(str(path)) == ROWS
-  path.write_text('\n'.join(map(json.dumps, ROWS)) + '\n{"a": ')
-  with pytest.raises(DataError, match='line 5'):
-    load_rows(str(path))
 
 
 def test_a_hugging_face_dataset_on_disk(tmp_path):
@@ -151,13 +115,6 @@ def test_a_hugging_face_dataset_on_disk(tmp_path):
   assert load_rows(str(tmp_path / 'splits'), 'train') == ROWS
   with pytest.raises(DataError, match="no split 'test'; it has train"):
     load_rows(str(tmp_path / 'splits'), 'test')
-
-
-def test_a_hugging_face_dataset_without_the_library(tmp_path, monkeypatch):
-  (tmp_path / 'state.json').write_text('{}')
-  monkeypatch.setitem(__import__('sys').modules, 'datasets', None)
-  with pytest.raises(DataError, match='install `datasets`'):
-    load_rows(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ LEVELS = [
     'jaxrl.config',
     'jaxrl.device_thread',
     'jaxrl.group_stats',
+    'jaxrl.hub',
     'jaxrl.spans',
     'jaxrl.tokenizer_files',
     'jaxrl.types',

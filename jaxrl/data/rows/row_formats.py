@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl import call_strings
-from jaxrl.data import chat_messages
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.row_sources import DataError, Row
+from jaxrl.data.rows import chat_messages
 from jaxrl.types import Message
 
 _MAX_FLOAT32 = 3.4028234663852886e38

@@ -1,0 +1,1 @@
+"""Rows are found and read here: kinds of files, folders with splits, and data sets."""
