@@ -18,53 +18,10 @@ from jaxrl.data.row_sources import (
   describe_sources,
   load_rows,
 )
+from jaxrl.data.rows.task_rows import TaskReader
 from jaxrl.types import Task
 
 DATASET_MODES = ('sample', 'traversal')
-
-
-# What questions and answers are called in the rows of other frameworks. A dot stands
-# for a key within an object.
-OTHER_KEYS = {
-  'question': ('prompt', 'problem'),
-  'answer': ('reward_model.ground_truth', 'ground_truth'),
-}
-
-
-def look_up(row: Mapping[str, Any], key: str) -> Any:
-  """Returns a row's value, perhaps that of a key within an object, 'outer.inner'.
-
-  Args:
-    row: The row.
-    key: The key.
-
-  Raises:
-    KeyError: If the row has no such key.
-  """
-  if key in row:
-    return row[key]
-  value: Any = row
-  for part in key.split('.'):
-    if not isinstance(value, Mapping):
-      raise KeyError(key)
-    value = value[part]
-  return value
-
-
-def _has(row: Mapping[str, Any], key: str) -> bool:
-  try:
-    look_up(row, key)
-  except KeyError:
-    return False
-  return True
-
-
-def _are_messages(value: Any) -> bool:
-  return (
-    isinstance(value, list)
-    and bool(value)
-    and all(isinstance(entry, Mapping) and 'role' in entry for entry in value)
-  )
 
 
 class GlobalDataset:
@@ -79,8 +36,9 @@ class GlobalDataset:
     mode: 'sample' draws the row that the curriculum has for the seed. 'traversal'
       returns each row once per pass, in order, and then None; the same seed gets the
       same row.
-    question_key: The key of a row that holds the question, served as 'question' too. An
-      empty key means that rows have none.
+    question_key: The key of a row that holds the question, served as 'question' too;
+      see `task_rows` for where else it is looked for, and its forms. An empty key means
+      that rows have none.
     answer_key: The key of a row that holds the answer, served as 'answer' too. An empty
       key means that rows have none.
     limit: Use only the first `limit` rows.
@@ -90,7 +48,8 @@ class GlobalDataset:
     seed: The seed of everything that the curriculum draws at random.
 
   Raises:
-    DataError: If the source is empty or a row lacks a key.
+    DataError: If the source is empty, or the question or answer of a row is missing,
+      empty or unusable.
   """
 
   def __init__(
@@ -116,34 +75,14 @@ class GlobalDataset:
     self._rows = load_rows(path, split, limit) if rows is None else list(rows)[:limit]
     if not self._rows:
       raise DataError(f'dataset {self.path!r} is empty: it holds no rows')
-    self._keys = {'question': question_key, 'answer': answer_key}
-    self._check_keys()
+    self._reader = TaskReader(question_key, answer_key)
+    name = f'dataset {self.path!r}' if self.path else 'dataset'
+    self._reader.check(self._rows if rows is None else rows[:limit], name)
     self._filters: list[str] = []
     self._curriculum_spec = curriculum
     self._curriculum = self._make_curriculum(curriculum)
     self._cursor = 0
     self._rows_by_seed: dict[int, int] = {}
-
-  def _check_keys(self) -> None:
-    """Finds the keys of questions and answers; each row must have both."""
-    for name, key in self._keys.items():
-      if not key:
-        continue
-      others = OTHER_KEYS[name] if key == name else ()
-      key = next((k for k in (key, *others) if _has(self._rows[0], k)), key)
-      self._keys[name] = key
-      for i, row in enumerate(self._rows):
-        where = f'row {i} of dataset {self.path!r}'
-        if not _has(row, key):
-          raise DataError(
-            f'{where} has no key {key!r}; its keys are '
-            f'{", ".join(map(str, row))}: write question=KEY, answer=KEY'
-          )
-        value = look_up(row, key)
-        if value is None or value != value or value in ('', [], {}):
-          raise DataError(f'{where}: its {name}, {key}, is empty ({value!r})')
-        if isinstance(value, str) and not value.strip():
-          raise DataError(f'{where}: its {name}, {key}, is blank')
 
   @property
   def size(self) -> int:
@@ -184,22 +123,7 @@ class GlobalDataset:
     return None if row is None else self._item(row)
 
   def _item(self, row: int) -> Row:
-    item = dict(self._rows[row])
-    item.update({name: look_up(item, key) for name, key in self._keys.items() if key})
-    if _are_messages(item.get('question')):
-      item['question'] = self._as_question(item['question'], row)
-    return item
-
-  def _as_question(self, value: Any, row: int) -> Any:
-    """Returns a prompt of messages, or its text if it is one of the user alone."""
-    from jaxrl.data.rows.chat_messages import normalize_messages  # few rows have such
-
-    try:
-      messages = normalize_messages(list(value))
-    except DataError as error:
-      raise DataError(f'row {row} of dataset {self.path!r}: {error}') from error
-    is_plain = len(messages) == 1 and messages[0]['role'] == 'user'
-    return messages[0]['content'] if is_plain else messages
+    return self._reader.read(self._rows[row])
 
   def _row_index(self, seed: int | None, index: int | None) -> int | None:
     with self._lock:

@@ -41,6 +41,12 @@ class RowList(list[Row]):
     super().__init__(rows)
     self.places = list(places)
 
+  def __getitem__(self, index: Any) -> Any:
+    """Returns a row; or the first rows, which keep their places."""
+    found = super().__getitem__(index)
+    is_start = isinstance(index, slice) and not index.start and index.step in (None, 1)
+    return RowList(found, self.places) if is_start else found
+
 
 def describe_row(rows: Any, number: int, name: str) -> str:
   """Returns how messages name a row: by its file and its number there.

@@ -222,5 +222,5 @@ def test_rows_of_verl_are_read_as_they_are():
 def test_an_empty_question_or_answer_is_refused_with_its_row(key, empty):
   rows = [{'question': '1+1?', 'answer': '2'}] * 2
   rows.append(rows[0] | {key: empty})
-  with pytest.raises(DataError, match=rf'row 2 .*its {key}'):
+  with pytest.raises(DataError, match=rf'row 2: its {key}'):
     GlobalDataset(rows)

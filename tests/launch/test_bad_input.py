@@ -202,7 +202,7 @@ def test_wrong_keys_of_rows_are_named_with_their_key(tmp_path, capsys):
     '--config.env.arithmetic.dataset.keys=question=ask',
   )
   error = refused(tmp_path, capsys, *options)
-  assert error.startswith(f'error: {options[1]}: row 0 of dataset')
+  assert error.startswith(f'error: {options[1]}: {path}, row 0: ')
   assert "no key 'ask'; its keys are question, answer" in error
 
 

@@ -1,0 +1,193 @@
+"""Task rows give a question and an answer, under the keys of many frameworks.
+
+| rows of | question | answer |
+|---|---|---|
+| jaxrl, GSM8K | `question` | `answer` |
+| verl | `prompt`, a list of messages | `reward_model.ground_truth` |
+| TRL, OpenRLHF | `prompt`, text or messages | `solution`, `completion` and others |
+| MATH, Tinker cookbook | `problem` | `answer`, `solution` |
+| Alpaca | `instruction` with `input` | `output` |
+| ShareGPT, OpenAI | `conversations` or `messages` before the last reply | that reply |
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.data.row_sources import (
+  SOURCE_KEY,
+  DataError,
+  Row,
+  describe_row,
+  get_field,
+  has_field,
+)
+from jaxrl.data.rows.chat_messages import normalize_messages
+from jaxrl.types import Message
+
+CONVERSATION_KEYS = ('messages', 'conversations')
+# For rows without the usual name: the first of these that a source's first row has.
+OTHER_KEYS = {
+  'question': ('prompt', 'problem', 'instruction', *CONVERSATION_KEYS),
+  'answer': (
+    *('reward_model.ground_truth', 'ground_truth', 'final_answer', 'expected_answer'),
+    *('gold_answer', 'solution', 'completion', 'response', 'output'),
+    *CONVERSATION_KEYS,
+  ),
+}
+
+
+class TaskReader:
+  """Finds the question and the answer of a row.
+
+  Args:
+    question_key: The key of the question, or its path within objects; '' for none.
+    answer_key: The key of the answer, or its path; '' for none.
+  """
+
+  def __init__(self, question_key: str, answer_key: str):
+    self._wanted = {'question': question_key, 'answer': answer_key}
+    self._keys: dict[Any, dict[str, str]] = {}  # by source
+
+  @property
+  def has_questions(self) -> bool:
+    """Whether rows have questions."""
+    return bool(self._wanted['question'])
+
+  def check(self, rows: Sequence[Row], name: str) -> None:
+    """Checks that each row has a usable question and answer.
+
+    Args:
+      rows: The rows.
+      name: What they are called, for messages.
+
+    Raises:
+      DataError: If one has not; the error names its file and number.
+    """
+    for i, row in enumerate(rows):
+      try:
+        self.read(row)
+      except ValueError as error:
+        raise DataError(f'{describe_row(rows, i, name)}: {error}') from error
+
+  def read(self, row: Row) -> Row:
+    """Returns a row with its 'question' and 'answer'.
+
+    Args:
+      row: The row.
+
+    Raises:
+      DataError: If one is missing, empty or unusable.
+    """
+    item, keys = dict(row), self._keys_of(row)
+    if key := keys['question']:
+      item['question'] = _question(row, key)
+    if key := keys['answer']:
+      item['answer'] = _answer(row, key)
+    return item
+
+  def _keys_of(self, row: Row) -> dict[str, str]:
+    source = row.get(SOURCE_KEY)
+    if source not in self._keys:
+      self._keys[source] = {
+        name: _first_key(row, name, key) for name, key in self._wanted.items()
+      }
+    return self._keys[source]
+
+
+def _first_key(row: Row, name: str, key: str) -> str:
+  others = OTHER_KEYS[name] if key == name else ()
+  return next((k for k in (key, *others) if has_field(row, k)), key)
+
+
+def _value(row: Row, key: str, name: str) -> Any:
+  if not has_field(row, key):
+    raise DataError(
+      f'no key {key!r}; its keys are {", ".join(map(str, row)) or "none"}: write '
+      'question=KEY, answer=KEY'
+    )
+  value = get_field(row, key)
+  if is_empty(value):
+    raise DataError(f'its {name}, {key}, is empty ({value!r})')
+  return value
+
+
+def is_empty(value: Any) -> bool:
+  """Returns whether a value says nothing: null, NaN, blank, or a list of such.
+
+  Args:
+    value: The value.
+  """
+  if value is None or (isinstance(value, float) and math.isnan(value)):
+    return True
+  if isinstance(value, str):
+    return not value.strip()
+  if isinstance(value, list | tuple):
+    return all(map(is_empty, value))
+  return isinstance(value, Mapping) and not value
+
+
+def _question(row: Row, key: str) -> Any:
+  """Returns the question: a text, messages, or parts of a message with images."""
+  value = _value(row, key, 'question')
+  is_usual = key in ('question', *OTHER_KEYS['question'])  # others may be any object
+  if is_usual and isinstance(value, bool | int | float):
+    raise DataError(f'its question, {key}, is {value!r}, not a text or messages')
+  if isinstance(value, str):
+    extra = row.get('input')
+    if key == 'instruction' and isinstance(extra, str) and extra.strip():
+      return f'{value}\n\n{extra}'
+    value = _stored_messages(value)
+  if not _are_messages(value):
+    return value
+  messages = normalize_messages(value)
+  if key in CONVERSATION_KEYS:
+    messages = messages[: _last_reply(messages)]
+  if not messages or messages[-1]['role'] == 'assistant':
+    raise DataError(f'its question, {key}, ends with a message of the assistant')
+  if all(is_empty(message['content']) for message in messages):
+    raise DataError(f'its question, {key}, is empty: no message has a content')
+  is_plain = len(messages) == 1 and messages[0]['role'] == 'user'
+  return messages[0]['content'] if is_plain else messages
+
+
+def _answer(row: Row, key: str) -> Any:
+  """Returns the answer: a text, a number or an object, out of messages if need be."""
+  value = _value(row, key, 'answer')
+  if isinstance(value, str) and key in CONVERSATION_KEYS:
+    value = _stored_messages(value)
+  if _are_messages(value):
+    messages = normalize_messages(value)
+    last = _last_reply(messages)
+    if last == len(messages) or is_empty(messages[last]['content']):
+      raise DataError(f'its answer, {key}, has no reply of the assistant')
+    return messages[last]['content']
+  if isinstance(value, list | tuple) and len(value) == 1:
+    return value[0]
+  return value
+
+
+def _last_reply(messages: Sequence[Message]) -> int:
+  """Returns the position of the last message of the assistant; else their number."""
+  replies = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
+  return replies[-1] if replies else len(messages)
+
+
+def _stored_messages(text: str) -> Any:
+  """Returns messages that a cell holds as JSON text, or else the text."""
+  if text.lstrip().startswith('[{'):
+    try:
+      value = json.loads(text)
+    except ValueError:
+      return text
+    return value if _are_messages(value) else text
+  return text
+
+
+def _are_messages(value: Any) -> bool:
+  return (
+    isinstance(value, list)
+    and bool(value)
+    and all(isinstance(x, Mapping) and ('role' in x or 'from' in x) for x in value)
+  )
