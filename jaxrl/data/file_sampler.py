@@ -12,6 +12,7 @@ from jaxrl.data.row_sources import (
   DataError,
   Row,
   RowSources,
+  describe_row,
   describe_sources,
   load_rows,
 )
@@ -224,7 +225,7 @@ class RowParser:
       try:
         groups = parse_row(row)
       except ValueError as error:
-        raise DataError(f'{where}, row {i}: {error}') from error
+        raise DataError(f'{describe_row(rows, i, where)}: {error}') from error
       for group in groups:
         for member, trajectory in enumerate(group):
           trajectory.group_id, trajectory.sample_index = i, member

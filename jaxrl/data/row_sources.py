@@ -3,8 +3,9 @@
 import bisect
 import itertools
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ def has_field(row: Row, key: str) -> bool:
     key: The key.
   """
   return get_field(row, key, _MISSING) is not _MISSING
+
+
+def is_empty(value: Any) -> bool:
+  """Returns whether a value says nothing: null, NaN, blank, or a list of such.
+
+  Args:
+    value: The value.
+  """
+  if value is None or (isinstance(value, float) and math.isnan(value)):
+    return True
+  if isinstance(value, str):
+    return not value.strip()
+  if isinstance(value, list | tuple):
+    return all(map(is_empty, value))
+  return isinstance(value, Mapping) and not value
 
 
 def load_rows(

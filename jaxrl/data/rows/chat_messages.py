@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.data.chat_tokenizer import has_images
+from jaxrl.data.model_text.chat_template import THOUGHT_KEYS, has_images
 from jaxrl.data.row_sources import DataError
 from jaxrl.types import Message
 
@@ -15,9 +15,14 @@ ROLE_BY_NAME = {
   'bot': 'assistant',
   'model': 'assistant',
   'chatgpt': 'assistant',
+  'ai': 'assistant',
   'function_call': 'assistant',
+  'tool_call': 'assistant',
+  'function': 'tool',
   'function_response': 'tool',
+  'tool_response': 'tool',
   'observation': 'tool',
+  'ipython': 'tool',
 }
 ROLE_BY_NAME |= {
   role: role for role in ('system', 'developer', 'user', 'assistant', 'tool')
@@ -25,7 +30,8 @@ ROLE_BY_NAME |= {
 _TURN = re.compile(r'(?:^|\n\n)(Human|Assistant): ?')
 IMAGE_TYPES = ('image', 'image_url')
 IMAGE_MARK = '<image>'  # where a text of a row with a column of images has one
-_KEPT_KEYS = ('tool_calls', 'tool_call_id', 'name', 'reasoning_content')
+_KEPT_KEYS = ('tool_call_id', 'name')
+_THOUGHT_PARTS = ('thinking', 'reasoning')  # types of parts of a content
 
 
 def parse_json_cell(text: str, what: str) -> Any:
@@ -47,6 +53,34 @@ def parse_json_cell(text: str, what: str) -> Any:
     raise DataError(f'{what} must be a list or object, or its JSON: {error}') from error
 
 
+def are_messages(value: Any) -> bool:
+  """Returns whether a value is a list of messages, by role or by who they are from.
+
+  Args:
+    value: The value.
+  """
+  return (
+    isinstance(value, list)
+    and bool(value)
+    and all(isinstance(x, Mapping) and ('role' in x or 'from' in x) for x in value)
+  )
+
+
+def parse_stored_messages(text: str) -> Any:
+  """Returns the messages that a cell holds as JSON text, or else the text.
+
+  Args:
+    text: The cell.
+  """
+  if not text.lstrip().startswith('['):
+    return text
+  try:
+    value = json.loads(text)
+  except ValueError:
+    return text
+  return value if are_messages(value) else text
+
+
 def as_messages(value: Any, role: str) -> list[Message]:
   """Converts a text or a list of messages to a list of messages.
 
@@ -57,6 +91,7 @@ def as_messages(value: Any, role: str) -> list[Message]:
   Returns:
     The messages.
   """
+  value = parse_stored_messages(value) if isinstance(value, str) else value
   if isinstance(value, str):
     return [{'role': role, 'content': value}]
   return normalize_messages(value)
@@ -86,38 +121,81 @@ def _message(message: Any, i: int) -> Message:
   if not isinstance(message, Mapping):
     raise DataError(f'message {i} must be an object, not {type(message).__name__}')
   values = {key: value for key, value in message.items() if value is not None}
-  role = str(values.get('role', values.get('from')))
+  name = str(values.get('role', values.get('from')))
+  role = name if name in ROLE_BY_NAME else name.lower()
   content = values.get('content', values.get('value'))
-  if role not in ROLE_BY_NAME or (content is None and not values.get('tool_calls')):
+  content, thought = _split_thought(content, values)
+  content, calls = _split_calls(content, values, role, i)
+  if role not in ROLE_BY_NAME or (content is None and not (calls or thought)):
     raise DataError(
       f'message {i} needs role and content (or from and value), with a role of '
-      f'{", ".join(ROLE_BY_NAME)}; it has role {role!r} and the keys '
+      f'{", ".join(ROLE_BY_NAME)}; it has role {name!r} and the keys '
       f'{", ".join(map(str, values)) or "none"}'
     )
   parsed: Message = {'role': ROLE_BY_NAME[role], 'content': _content(content, i)}
   parsed |= {key: values[key] for key in _KEPT_KEYS if key in values}
-  if 'tool_calls' in parsed:
-    parsed['tool_calls'] = [_call(call) for call in parsed['tool_calls']]
+  if calls:
+    parsed['tool_calls'] = [_call(call) for call in calls]
+  if thought:
+    parsed['reasoning_content'] = thought
   train = values.get('train', values.get('weight', True))
   if train not in (0, 1):
     raise DataError(f'message {i}: train must be true or false, not {train!r}')
   return parsed if train else parsed | {'train': False}
 
 
+def _split_thought(content: Any, values: Mapping[str, Any]) -> tuple[Any, str]:
+  """Returns a content without its parts of thought, and the thought of a message."""
+  texts = [values[key] for key in THOUGHT_KEYS if isinstance(values.get(key), str)]
+  if isinstance(content, list):
+    of_thought = [
+      part
+      for part in content
+      if isinstance(part, Mapping) and part.get('type') in _THOUGHT_PARTS
+    ]
+    found = [part.get(part['type'], part.get('text')) for part in of_thought]
+    texts += [text for text in found if isinstance(text, str)]
+    content = [part for part in content if not any(part is x for x in of_thought)]
+  return content, next((text for text in texts if text.strip()), '')
+
+
+def _split_calls(
+  content: Any, values: Mapping[str, Any], role: str, i: int
+) -> tuple[Any, list[Any]]:
+  """Returns a content without calls of tools, and the calls of a message.
+
+  Calls are `tool_calls`; OpenAI's earlier `function_call`; or the JSON of a turn that
+  ShareGPT's rows ascribe to `function_call`.
+  """
+  calls = values.get('tool_calls') or ()
+  if isinstance(calls, str):
+    calls = parse_json_cell(calls, f'message {i}: tool_calls')
+  if not isinstance(calls, list | tuple):
+    raise DataError(f'message {i}: tool_calls must be a list: {calls!r}'[:200])
+  if not calls and isinstance(values.get('function_call'), Mapping):
+    calls = [{'type': 'function', 'function': values['function_call']}]
+  if not calls and role in ('function_call', 'tool_call') and isinstance(content, str):
+    try:
+      value = json.loads(content)
+    except ValueError:
+      return content, []
+    found = value if isinstance(value, list) else [value]
+    if found and all(isinstance(call, Mapping) and 'name' in call for call in found):
+      return None, [{'type': 'function', 'function': call} for call in found]
+  return content, list(calls)
+
+
 def _call(call: Any) -> Any:
   """Returns a tool call with its arguments as an object, as templates expect them."""
   function = call.get('function') if isinstance(call, Mapping) else None
-  if not isinstance(function, Mapping) or not isinstance(
-    function.get('arguments'), str
-  ):
+  if not isinstance(function, Mapping):
     return call
-  return {
-    **call,
-    'function': {
-      **function,
-      'arguments': parse_json_cell(function['arguments'], 'arguments'),
-    },
-  }
+  arguments = function.get('arguments')
+  if isinstance(arguments, str) and arguments.strip():
+    arguments = parse_json_cell(arguments, 'arguments')
+  elif not arguments or isinstance(arguments, str):  # as for a call without any
+    arguments = {}
+  return {**call, 'function': {**function, 'arguments': arguments}}
 
 
 def _content(content: Any, i: int) -> str | list[Message]:

@@ -3,10 +3,11 @@
 | format | a row has |
 |---|---|
 | messages | `messages` (role, content) or `conversations` (from, value); or else a |
-| | prompt and a response: prompt, question or instruction (with an input), and |
-| | response, solution, completion or output, each a text or a list of messages |
+| | prompt and a response: prompt, question, problem or instruction (with an input), |
+| | and solution, response, completion or output, each a text or a list of messages |
 | preference | chosen and rejected: texts or messages after a prompt; or two whole |
-| | conversations with a common start, as messages or as `Human: … Assistant: …` |
+| | conversations with a common start, as messages or as `Human: … Assistant: …`; or |
+| | OpenAI's input, preferred_output and non_preferred_output |
 | text | text |
 
 A row may also have `system` (a text), `tools` (as chat templates take them), `images`
@@ -21,7 +22,7 @@ from typing import Any
 
 from jaxrl import call_strings
 from jaxrl.data.chat_tokenizer import has_images
-from jaxrl.data.row_sources import DataError, Row
+from jaxrl.data.row_sources import DataError, Row, get_field, has_field, is_empty
 from jaxrl.data.rows import chat_messages
 from jaxrl.types import Message
 
@@ -52,11 +53,11 @@ class RowFormat:
   ):
     self._names: dict[str, tuple[str, ...]] = {
       'messages': ('messages', 'conversations'),
-      'prompt': (question_key, 'prompt', 'instruction'),
+      'prompt': (question_key, 'prompt', 'instruction', 'problem'),
       'input': ('input',),
       'response': (solution_key, 'response', 'completion', 'output'),
-      'chosen': ('chosen',),
-      'rejected': ('rejected',),
+      'chosen': ('chosen', 'preferred_output'),
+      'rejected': ('rejected', 'non_preferred_output'),
       'text': ('text',),
       'reward': ('reward',),
       'system': ('system',),
@@ -78,7 +79,7 @@ class RowFormat:
     Returns:
       The value, or None if there is none.
     """
-    values = (row.get(key) for key in self._names[name])
+    values = (get_field(row, key) for key in self._names[name])
     return next((value for value in values if value is not None), None)
 
   def conversation(self, row: Row) -> list[Message]:
@@ -95,16 +96,17 @@ class RowFormat:
     """
     messages = self.find(row, 'messages')
     has_custom_keys = any(
-      self._custom_keys.get(name) in row for name in ('prompt', 'response')
+      name in self._custom_keys and has_field(row, self._custom_keys[name])
+      for name in ('prompt', 'response')
     )
     if messages is not None and not has_custom_keys:
-      return self._opened(row, chat_messages.normalize_messages(messages))
+      return _checked(self._opened(row, chat_messages.normalize_messages(messages)))
     prompt, response = self.find(row, 'prompt'), self.find(row, 'response')
     if prompt is None or response is None:
       raise self._missing(row, 'messages', 'prompt', 'response')
-    return self._opened(
-      row, [*self._prompt(row), *chat_messages.as_messages(response, 'assistant')]
-    )
+    _check_content('response', response)
+    reply = chat_messages.as_messages(response, 'assistant')
+    return _checked(self._opened(row, [*self._prompt(row), *reply]))
 
   def pair(self, row: Row) -> tuple[list[Message], list[Message]]:
     """Returns the chosen and the rejected conversation of a row.
@@ -123,8 +125,9 @@ class RowFormat:
     sides = [self.find(row, name) for name in ('chosen', 'rejected')]
     if None in sides:
       raise self._missing(row, 'chosen', 'rejected')
-    has_prompt = self.find(row, 'prompt') is not None
-    prefix = self._prompt(row) if has_prompt else []
+    for name, side in zip(('chosen', 'rejected'), sides, strict=True):
+      _check_content(name, side)
+    prefix = self._pair_prompt(row)
     chosen, rejected = (_answer(side, prefix) for side in sides)
     num_shared = chat_messages.shared_prefix_length(chosen, rejected)
     for side, name in ((chosen, 'chosen'), (rejected, 'rejected')):
@@ -140,7 +143,7 @@ class RowFormat:
         )
     opening = [message | {'train': False} for message in chosen[:num_shared]]
     one, other = ([*opening, *side[num_shared:]] for side in (chosen, rejected))
-    return self._opened(row, one), self._opened(row, other)
+    return _checked(self._opened(row, one)), _checked(self._opened(row, other))
 
   def text(self, row: Row) -> str:
     """Returns the text of a row.
@@ -196,6 +199,8 @@ class RowFormat:
       The tools' JSON schemas.
     """
     tools = self.find(row, 'tools')
+    if tools is None and isinstance(given := self.find(row, 'input'), Mapping):
+      tools = given.get('tools')
     tools = (
       chat_messages.parse_json_cell(tools, 'tools')
       if isinstance(tools, str) and tools
@@ -258,6 +263,7 @@ class RowFormat:
 
   def _prompt(self, row: Row) -> list[Message]:
     prompt = self.find(row, 'prompt')
+    _check_content('prompt', prompt)
     extra_input = self.find(row, 'input')
     takes_input = 'input' in self._custom_keys or prompt == row.get('instruction')
     if isinstance(prompt, str) and extra_input and takes_input:
@@ -266,6 +272,19 @@ class RowFormat:
       message | {'train': False}
       for message in chat_messages.as_messages(prompt, 'user')
     ]
+
+  def _pair_prompt(self, row: Row) -> list[Message]:
+    """Returns what stands before both answers of a pair, if the row has it."""
+    if self.find(row, 'prompt') is not None:
+      return self._prompt(row)
+    messages = self.find(row, 'messages')
+    given = self.find(row, 'input')
+    if messages is None and isinstance(given, Mapping):  # as OpenAI has it
+      messages = given.get('messages')
+    if messages is None:
+      return []
+    prompt = chat_messages.normalize_messages(messages)
+    return prompt if prompt[-1]['role'] != 'assistant' else []
 
   def _opened(self, row: Row, messages: list[Message]) -> list[Message]:
     """Puts images in their places, and a system message first if there is none yet."""
@@ -298,12 +317,34 @@ def _read_keys(text: str, names: Mapping[str, Any]) -> dict[str, str]:
   return key_by_name
 
 
+def _check_content(name: str, value: Any) -> None:
+  """Raises DataError for a prompt or an answer that says nothing."""
+  if is_empty(value):
+    raise DataError(f'its {name} is empty ({value!r})')
+
+
+def _checked(messages: list[Message]) -> list[Message]:
+  """Returns messages; raises DataError if one that is to be learned says nothing."""
+  for i, message in enumerate(messages):
+    has_more = message.get('tool_calls') or message.get('reasoning_content')
+    is_learned = message['role'] == 'assistant' and message.get('train', True)
+    if is_learned and not has_more and is_empty(message['content']):
+      raise DataError(
+        f"message {i}, of the assistant, is empty: fill it, or give it 'train': false"
+      )
+  if all(is_empty(m['content']) for m in messages if m['role'] != 'assistant'):
+    raise DataError('no message before the replies has a content')
+  return messages
+
+
 def _answer(side: Any, prompt: list[Message]) -> list[Message]:
   """Returns the full conversation of one side of a pair."""
+  side = chat_messages.parse_stored_messages(side) if isinstance(side, str) else side
   if isinstance(side, str):
     if prompt:
       return [*prompt, {'role': 'assistant', 'content': side}]
     return chat_messages.parse_transcript(side)
+  side = [side] if isinstance(side, Mapping) else side
   turns = chat_messages.normalize_messages(side)
   role_contents = [(turn['role'], turn['content']) for turn in turns]
   if prompt and turns[0]['role'] == 'assistant':

@@ -10,9 +10,7 @@
 | ShareGPT, OpenAI | `conversations` or `messages` before the last reply | that reply |
 """
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.data.row_sources import (
@@ -22,8 +20,13 @@ from jaxrl.data.row_sources import (
   describe_row,
   get_field,
   has_field,
+  is_empty,
 )
-from jaxrl.data.rows.chat_messages import normalize_messages
+from jaxrl.data.rows.chat_messages import (
+  are_messages,
+  normalize_messages,
+  parse_stored_messages,
+)
 from jaxrl.types import Message
 
 CONVERSATION_KEYS = ('messages', 'conversations')
@@ -113,21 +116,6 @@ def _value(row: Row, key: str, name: str) -> Any:
   return value
 
 
-def is_empty(value: Any) -> bool:
-  """Returns whether a value says nothing: null, NaN, blank, or a list of such.
-
-  Args:
-    value: The value.
-  """
-  if value is None or (isinstance(value, float) and math.isnan(value)):
-    return True
-  if isinstance(value, str):
-    return not value.strip()
-  if isinstance(value, list | tuple):
-    return all(map(is_empty, value))
-  return isinstance(value, Mapping) and not value
-
-
 def _question(row: Row, key: str) -> Any:
   """Returns the question: a text, messages, or parts of a message with images."""
   value = _value(row, key, 'question')
@@ -138,8 +126,8 @@ def _question(row: Row, key: str) -> Any:
     extra = row.get('input')
     if key == 'instruction' and isinstance(extra, str) and extra.strip():
       return f'{value}\n\n{extra}'
-    value = _stored_messages(value)
-  if not _are_messages(value):
+    value = parse_stored_messages(value)
+  if not are_messages(value):
     return value
   messages = normalize_messages(value)
   if key in CONVERSATION_KEYS:
@@ -156,8 +144,8 @@ def _answer(row: Row, key: str) -> Any:
   """Returns the answer: a text, a number or an object, out of messages if need be."""
   value = _value(row, key, 'answer')
   if isinstance(value, str) and key in CONVERSATION_KEYS:
-    value = _stored_messages(value)
-  if _are_messages(value):
+    value = parse_stored_messages(value)
+  if are_messages(value):
     messages = normalize_messages(value)
     last = _last_reply(messages)
     if last == len(messages) or is_empty(messages[last]['content']):
@@ -172,22 +160,3 @@ def _last_reply(messages: Sequence[Message]) -> int:
   """Returns the position of the last message of the assistant; else their number."""
   replies = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
   return replies[-1] if replies else len(messages)
-
-
-def _stored_messages(text: str) -> Any:
-  """Returns messages that a cell holds as JSON text, or else the text."""
-  if text.lstrip().startswith('[{'):
-    try:
-      value = json.loads(text)
-    except ValueError:
-      return text
-    return value if _are_messages(value) else text
-  return text
-
-
-def _are_messages(value: Any) -> bool:
-  return (
-    isinstance(value, list)
-    and bool(value)
-    and all(isinstance(x, Mapping) and ('role' in x or 'from' in x) for x in value)
-  )

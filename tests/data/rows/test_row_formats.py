@@ -229,3 +229,112 @@ def test_tools_and_their_calls_are_texts_of_a_row():
     '[{"function": {"name": "add", "arguments": {"a": 1}}}]',
   ]
   assert list(RowFormat().strings({'tools': '[]'})) == ['[]']
+
+
+CALL = {'name': 'add', 'arguments': {'a': 1}}
+
+
+def said(message):
+  return {'role': 'assistant', 'content': '', **message}
+
+
+@pytest.mark.parametrize(
+  'message',
+  [
+    {'tool_calls': [{'type': 'function', 'function': CALL}]},
+    {'tool_calls': json.dumps([{'type': 'function', 'function': CALL}])},
+    {'function_call': {'name': 'add', 'arguments': '{"a": 1}'}, 'content': None},
+    {'from': 'function_call', 'value': json.dumps(CALL), 'role': None, 'content': None},
+    {'from': 'tool_call', 'value': json.dumps([CALL]), 'role': None, 'content': None},
+  ],
+)
+def test_calls_as_they_are_written_elsewhere(message):
+  result = {'from': 'observation', 'value': '2'}
+  row = {'messages': [USER, said(message), result, REPLY]}
+  _, call, result, _ = RowFormat().conversation(row)
+  assert (call['role'], call['content'], result['role']) == ('assistant', '', 'tool')
+  assert call['tool_calls'] == [{'type': 'function', 'function': CALL}]
+
+
+@pytest.mark.parametrize('arguments', ['', ' ', None, {}, '{}'])
+def test_a_call_without_arguments_has_none(arguments):
+  call = {'type': 'function', 'function': {'name': 'now', 'arguments': arguments}}
+  row = {'messages': [USER, said({'tool_calls': [call]})]}
+  (found,) = RowFormat().conversation(row)[1]['tool_calls']
+  assert found['function'] == {'name': 'now', 'arguments': {}}
+
+
+@pytest.mark.parametrize(
+  'message',
+  [
+    {'reasoning_content': 'Hm.'},
+    {'reasoning': 'Hm.'},
+    {'thinking': 'Hm.', 'reasoning_content': None},
+    {'content': [{'type': 'thinking', 'thinking': 'Hm.'}, {'text': 'Ho'}]},
+  ],
+)  # fmt: skip
+def test_thoughts_have_one_name(message):
+  found = RowFormat().conversation({'messages': [USER, REPLY | message]})[1]
+  assert found == {**REPLY, 'reasoning_content': 'Hm.'}
+
+
+def test_roles_in_capitals():
+  said = [{'from': 'Human', 'value': 'a'}, {'from': 'GPT', 'value': 'b'}]
+  found = turns(RowFormat().conversation({'conversations': said}))
+  assert found == [('user', 'a', True), ('assistant', 'b', True)]
+
+
+def test_paths_within_rows():
+  """The rows that verl writes for GSM8K, for supervised training."""
+  row = {'data_source': 'gsm8k', 'extra_info': {'question': 'Hi', 'answer': 'Ho'}}
+  form = RowFormat(keys='prompt=extra_info.question, response=extra_info.answer')
+  assert [m['content'] for m in form.conversation(row)] == ['Hi', 'Ho']
+
+
+@pytest.mark.parametrize(
+  'row',
+  [
+    {
+      'conversations': [{'from': 'human', 'value': 'Hi'}],
+      'chosen': {'from': 'gpt', 'value': 'Yes'},
+      'rejected': {'from': 'gpt', 'value': 'No'},
+    },
+    {'messages': [USER], 'chosen': 'Yes', 'rejected': 'No'},
+    {
+      'input': {'messages': [USER], 'tools': [], 'parallel_tool_calls': True},
+      'preferred_output': full('Yes')[1:],
+      'non_preferred_output': full('No')[1:],
+    },
+    {
+      'prompt': json.dumps([USER]),
+      'chosen': json.dumps(full('Yes')[1:]),
+      'rejected': json.dumps(full('No')),
+    },
+  ],
+)  # fmt: skip
+def test_pairs_of_other_frameworks(row):
+  chosen, rejected = RowFormat().pair(row)
+  assert turns(chosen) == [('user', 'Hi', False), ('assistant', 'Yes', True)]
+  assert turns(rejected) == [('user', 'Hi', False), ('assistant', 'No', True)]
+
+
+EMPTY = [float('nan'), '', ' \n', [], [None]]
+
+
+@pytest.mark.parametrize('empty', EMPTY, ids=repr)
+@pytest.mark.parametrize('key', ['prompt', 'response', 'chosen', 'rejected'])
+def test_what_is_empty_is_refused(key, empty):
+  row = {'prompt': 'a', 'response': 'b', 'chosen': 'c', 'rejected': 'd', key: empty}
+  read = RowFormat().conversation if key == 'response' else RowFormat().pair
+  with pytest.raises(DataError, match=f'its {key} is empty'):
+    read(row)
+
+
+def test_an_empty_message_is_refused_unless_it_is_not_learned():
+  for bad in (REPLY | {'content': ''}, REPLY | {'content': ' \n'}):
+    with pytest.raises(DataError, match='message 1, of the assistant, is empty'):
+      RowFormat().conversation({'messages': [USER, bad]})
+    untrained = bad | {'train': False}
+    assert RowFormat().conversation({'messages': [USER, untrained, USER, REPLY]})
+  with pytest.raises(DataError, match='no message before the replies'):
+    RowFormat().conversation({'messages': [USER | {'content': ''}, REPLY]})

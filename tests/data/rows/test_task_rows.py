@@ -25,7 +25,9 @@ VERL = {
 
 
 def item(row, **keys):
-  return GlobalDataset([row], **keys).get_data_item(seed=0)
+  found = GlobalDataset([row], **keys).get_data_item(seed=0)
+  assert found is not None
+  return found
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_each_source_has_its_own_keys(tmp_path):
   (tmp_path / 'b.jsonl').write_text('\n'.join(map(json.dumps, rows[:1])))
   paths = (f'{tmp_path}/a.jsonl', f'{tmp_path}/b.jsonl')
   data = GlobalDataset(load_rows(paths), mode='traversal')
-  found = [data.get_data_item() for _ in range(2)]
+  found = [data.get_data_item() or {} for _ in range(2)]
   assert [(row['question'], row['answer']) for row in found] == [
     ('q1', '1'),
     ('q2', '2'),
