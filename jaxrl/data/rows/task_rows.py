@@ -151,8 +151,8 @@ def _answer(row: Row, key: str) -> Any:
     if last == len(messages) or is_empty(messages[last]['content']):
       raise DataError(f'its answer, {key}, has no reply of the assistant')
     return messages[last]['content']
-  if isinstance(value, list | tuple) and len(value) == 1:
-    return value[0]
+  if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], str):
+    return value[0]  # lists of tests and of other objects stay lists
   return value
 
 

@@ -90,6 +90,7 @@ def test_answers_of_other_kinds_are_kept():
     0.5,
     False,
     ['a', 'b'],
+    [{'input': '2', 'output': '4'}],
     {'inputs': ['1'], 'outputs': ['2']},
     'None',
   ):
