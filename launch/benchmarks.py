@@ -205,6 +205,8 @@ def benchmark_config(name: str, path: str) -> Config:
   config.dataset.path = (
     f'generate:launch.benchmarks:benchmark_rows(name={name!r}, path={path!r})'
   )
+  if not benchmark.answer:
+    config.dataset.keys = 'answer='
   config.eval.update(
     group_size=benchmark.attempts, temperature=benchmark.temperature, num_tasks=-1
   )
@@ -226,7 +228,7 @@ def benchmark_rows(
     size: The number of tasks at most; None for all.
 
   Returns:
-    The rows of the file, with `question` and `answer`, which is '' if there is none.
+    The rows of the file, with `question` and, if the grader needs one, `answer`.
 
   Raises:
     ConfigError: If a row lacks a field, or the solved examples are missing.
@@ -252,8 +254,10 @@ def benchmark_rows(
       )
     shown = ''.join(benchmark.shot.format(**_shown(one)) for one in shots)
     question = benchmark.prompt.format(**_shown(fields), shots=shown)
-    answer = str(fields[benchmark.answer]) if benchmark.answer else ''
-    rows.append({**row, 'question': question, 'answer': answer})
+    task = {**row, 'question': question}
+    if benchmark.answer:
+      task['answer'] = str(fields[benchmark.answer])
+    rows.append(task)
   return rows
 
 
