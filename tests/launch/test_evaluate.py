@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl import model_loading
 from jaxrl.call_strings import ComponentCall
+from jaxrl.envs.graders.answer_marks import final_answer
 from launch import evaluate, train
 from launch.logging.console import Console
 from launch.logging.evaluation_results import format_results, summarize_tags
@@ -149,7 +150,7 @@ def test_each_tag_has_its_gauge():
 
 
 QUESTIONS = [f'How many are {i} and {i % 7}?' for i in range(24)]
-LAST_NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?(?:/\d+)?')
+NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?(?:/\d+)?')
 
 
 @pytest.fixture(scope='module')
@@ -220,14 +221,14 @@ def test_greedy_replies_are_those_of_transformers(scribbler, tmp_path):
         pad_token_id=tokenizer.pad_token_id,
       )
     replies.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-  last = [[None, *LAST_NUMBER.findall(reply)][-1] for reply in replies]
+  said = [final_answer(reply, '1') for reply in replies]
+  last = [answer if NUMBER.fullmatch(answer) else None for answer in said]
   assert len(set(last)) > 4 and sum(number is not None for number in last) > 12
   right = [i % 2 == 0 and number is not None for i, number in enumerate(last)]
   answers = [n if ok else '123456' for n, ok in zip(last, right, strict=True)]
   output, tag_results = evaluate_as_users_do(tmp_path, scribbler, answers)
   task_answers = [task['answers'] for task in tag_results['tasks']]
-  wanted = [n or reply.strip() for n, reply in zip(last, replies, strict=True)]
-  assert task_answers == [[each] for each in wanted]
+  assert task_answers == [[answer] for answer in said]
   assert [task['scores'] for task in tag_results['tasks']] == [
     [float(ok)] for ok in right
   ]
@@ -267,7 +268,8 @@ def test_scores_of_sampled_replies_follow_from_their_answers(scribbler, tmp_path
 
 
 def _value(answer):
-  """A number, or text without spaces but those between digits."""
+  """A number, or text without spaces but those between digits; 8 l is 8."""
+  answer = re.sub(r'(?<=[0-9])\s?[lgmsh]$', '', answer)  # units of one letter
   text = ' '.join(answer.lower().split())
   text = re.sub('(?<![0-9]) | (?![0-9])', '', text)
   number = text.rstrip('.,%')

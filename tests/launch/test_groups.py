@@ -38,7 +38,11 @@ def algorithm(*options, name='dapo'):
 @pytest.mark.slow
 def test_dapo_from_its_name(tmp_path):
   recorder = runs.record(
-    tmp_path, *QUICK, '--config.algorithm.group_size=6', config=f'{runs.VARIED}:dapo'
+    tmp_path,
+    *QUICK,
+    '--config.algorithm.group_size=6',
+    '--config.seed=2',
+    config=f'{runs.VARIED}:dapo',
   )
   rows = [row for _, row in recorder.metrics if 'loss/total' in row]
   assert len(rows) == 3
@@ -56,7 +60,7 @@ def test_dapo_from_its_name(tmp_path):
     assert row['reward/mean'] == pytest.approx(np.mean(scores))
     shaped = [a.score for group in groups for a in group]
     assert row['reward/shaped_mean'] == pytest.approx(np.mean(shaped))
-    filtered = row['queue/filtered']
+    filtered = row.get('queue/filtered', 0)
   assert filtered > 0
 
 
