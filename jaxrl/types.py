@@ -18,12 +18,13 @@ Array = jax.Array
 Params = Any  # a pytree of arrays: nested dicts keyed by name
 Message = dict[str, Any]  # {'role': …, 'content': …}, as chat templates take it
 
-# Why an episode ended. The last six mark trajectories unfit for training.
+# Why an episode ended. Those after 'max_steps' mark trajectories unfit for training.
 STOP_REASONS = (
   'finish',
   'max_length',
   'max_steps',
   'abort',
+  'prompt_too_long',
   'env_reset_failed',
   'env_timeout',
   'env_error',

@@ -115,9 +115,12 @@ class AgentEnvManager(EnvManager):
     elif error is not None and state.error:
       cache.truncate('generate_failed', state.error)
     elif state.limit_reached and (replies or state.refused_prompt):
-      cache.truncate(state.limit_reached)
-      if not replies:
+      if replies:
+        cache.truncate(state.limit_reached)
+      else:
         cache.append_observation(state.refused_prompt[: self.max_length])
+        text = self._describe_long_prompt(cache, len(state.refused_prompt))
+        cache.truncate('prompt_too_long', text)
     elif error is not None:
       cache.truncate('env_error', error)
     elif not replies and state.error:

@@ -287,9 +287,16 @@ class EnvManager:
       return None
     cache.append_observation(prompt[: self.max_length])
     if len(prompt) >= self.max_length:
-      size = f'at least {len(prompt)} tokens of max_length={self.max_length}'
-      cache.truncate('max_length', f'the first prompt takes {size}')
+      cache.truncate('prompt_too_long', self._describe_long_prompt(cache, len(prompt)))
     return cache
+
+  def _describe_long_prompt(self, cache: RolloutCache, num_tokens: int) -> str:
+    row = cache.task.index if cache.task is not None else None
+    what = 'the first prompt' + ('' if row is None else f', of row {row},')
+    return (
+      f'{what} takes at least {num_tokens} tokens, and max_length={self.max_length} '
+      'leaves none for a reply: raise it, or shorten or drop the task'
+    )
 
   async def make_decision(self, cache: RolloutCache) -> Completion | None:
     """Generates the model's next response.

@@ -481,7 +481,7 @@ def test_after_a_failed_start_the_right_one_is_as_if_there_had_been_none(
 
 
 @pytest.mark.slow
-def test_prompts_that_do_not_fit_cost_an_episode_each(tmp_path):
+def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, capsys):
   """And a data set smaller than a batch is gone through again."""
   question = ' '.join(str(i) for i in range(200))
   path = jsonl(tmp_path / 'rows.jsonl', [{**GOOD, 'question': question}, GOOD, GOOD])
@@ -501,8 +501,12 @@ def test_prompts_that_do_not_fit_cost_an_episode_each(tmp_path):
     if kind == 'train'
   ]
   assert len(rows) == 3 * 4 * 8
-  long = [row for row in rows if row.stop_reason == 'max_length' and not row.score]
-  assert any(not row.action_mask.any() for row in long)
+  assert all(row.action_mask.any() for row in rows)
+  last = [metrics for _, metrics in recorder.metrics if 'loss/total' in metrics][-1]
+  assert last['queue/stopped/prompt_too_long'] >= 8
+  assert 'prompt_too_long (shown once): the first prompt, of row 0,' in (
+    capsys.readouterr().out
+  )
 
 
 def test_the_test_file_of_two_sources_is_read_once(tmp_path):

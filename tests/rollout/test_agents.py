@@ -163,7 +163,7 @@ async def test_limits_and_faults_of_the_engine_have_their_own_reasons():
   rows = await play(says('ab' + END), None, {'max_length': 60}, agent=agent)
   assert rows[-1].stop_reason == 'max_length' and len(rows[-1].tokens) <= 60
   (row,) = await play(says('ab' + END), None, {'max_length': 5}, agent=agent)
-  assert (row.stop_reason, len(row.tokens)) == ('max_length', 5)
+  assert (row.stop_reason, len(row.tokens)) == ('prompt_too_long', 5)
   assert not row.action_mask.any()
   broken = Engine(lambda prompt, sampling: RuntimeError('no memory'))
   (row,) = await play(broken, agent=agent)

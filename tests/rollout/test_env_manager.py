@@ -119,11 +119,11 @@ async def test_episodes_that_are_cut(reason, options):
   assert len(engine.requests) <= options.get('max_steps', 9)
 
 
-async def test_a_first_prompt_that_is_too_long_is_an_episode():
+async def test_a_first_prompt_that_is_too_long_is_a_failure():
   engine = FakeEngine()
   (row,) = await play(world(engine=engine), max_length=5)
-  assert (row.stop_reason, len(row.tokens), row.score) == ('max_length', 5, 0)
-  assert 'first prompt' in row.extras['error']
+  assert (row.stop_reason, len(row.tokens), row.score) == ('prompt_too_long', 5, 0)
+  assert row.failed and 'max_length=5 leaves none' in row.extras['error']
   assert not row.action_mask.any()
   assert engine.requests == []
 
@@ -164,7 +164,8 @@ async def test_a_huge_observation_ends_the_episode_as_a_long_one_does(
     return row
 
   cut = await played()
-  assert (cut.stop_reason, len(cut.tokens)) == ('max_length', 200)
+  reason = 'prompt_too_long' if where == 'reset' else 'max_length'
+  assert (cut.stop_reason, len(cut.tokens)) == (reason, 200)
   assert sum(len(message['content']) for message in cut.messages) < 8000
   monkeypatch.setattr(env_manager, 'CHARS_PER_TOKEN', 10**6)
   monkeypatch.setattr(chat_tokenizer, 'CHARS_PER_TOKEN', 10**6)

@@ -472,7 +472,9 @@ class GroupQueue:
     self, group: GroupState, sample_index: int, rows: SampleRows
   ) -> None:
     self._failures.record_episode(rows)
-    retry = group.should_retry(sample_index, self._max_retries)
+    # The same task has the same prompt.
+    max_retries = 0 if rows[-1].stop_reason == 'prompt_too_long' else self._max_retries
+    retry = group.should_retry(sample_index, max_retries)
     self.counts['retried' if retry else 'failed'] += 1
     self.counts[f'stopped/{rows[-1].stop_reason}'] += 1
     if not retry:
