@@ -21,7 +21,12 @@ from jaxrl.functional.components import call_string
 from jaxrl.model_loading import LoadedModel
 from jaxrl.training import batch_fields
 from launch.components import offline_data
-from launch.components.env_datasets import describe_tasks, load_datasets
+from launch.components.env_datasets import (
+  RunDatasets,
+  describe_seen,
+  describe_tasks,
+  load_datasets,
+)
 from launch.components.group_samplers import make_group_sampler
 from launch.components.learner_factory import (
   LearnerFactory,
@@ -113,6 +118,7 @@ def build(
   optional_facts = {
     'placement': runtime.description,
     'rollouts': off_policy.describe(settings),
+    'evaluation': rollouts and describe_seen(rollouts.seen_shares),
     'teacher': teachers and teachers.describe(),
     'data': (source and offline_data.describe(settings, source))
     or (store and store.describe()),
@@ -156,7 +162,7 @@ def _build_rollouts(
   plays = settings.plays and settings.experience_store is None
   plays = plays or settings.evaluates
   # Data sets come first: they are cheap to load.
-  datasets = load_datasets(settings, runtime) if plays else ({}, {})
+  datasets = load_datasets(settings, runtime) if plays else RunDatasets({}, {}, {})
   critic = settings.algorithm.value_loss is not None
   policy = load_policy(settings, workdir, critic=critic)
   if not plays:

@@ -143,6 +143,7 @@ async def play_evaluation(
 
 def build_evaluation(run_settings: 'RunSettings', console: Console) -> Any:
   """Creates the parts that play, and shows what will be played."""
+  from launch.components.env_datasets import describe_seen
   from launch.components.inference_job import make_evaluator
 
   folder = run_settings.model.checkpoint
@@ -157,6 +158,8 @@ def build_evaluation(run_settings: 'RunSettings', console: Console) -> Any:
   }
   if len(set(attempts.values())) > 1:
     attempts = {name: f'{name}: {text}' for name, text in attempts.items()}
+  if seen := describe_seen(job.plays.seen_shares):
+    console.fact('tasks', seen)
   console.fact('attempts', '; '.join(dict.fromkeys(attempts.values())))
   if any(s.group_size > 1 and not s.temperature for s in sets.values()):
     console.warn(

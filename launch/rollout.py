@@ -323,7 +323,7 @@ class DatasetRolloutJob:
     self._where = dump.path or str(folder / 'trajectories')
 
     def make_parts(runtime: Any, device_thread: Any) -> tuple[Any, DatasetRollout]:
-      _, datasets = load_datasets(settings, runtime)
+      datasets = load_datasets(settings, runtime).tests
       policy = build.load_policy(settings, folder, critic=False)
       plays = DatasetRollout(
         settings, policy, runtime, device_thread, datasets, mode=mode

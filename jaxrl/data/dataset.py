@@ -93,6 +93,12 @@ class GlobalDataset:
     """Returns `size`, for callers that only hold an actor handle."""
     return self.size
 
+  def questions(self) -> list[str]:
+    """Returns the question of each row as text; none if rows have no questions."""
+    if not self._reader.has_questions:
+      return []
+    return [str(self._item(row)['question']) for row in range(self.size)]
+
   def get_task(self, seed: int, index: int | None = None) -> Task | None:
     """Returns the row for an episode's seed as a Task.
 

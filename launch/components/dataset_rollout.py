@@ -19,7 +19,7 @@ from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.types import Group
-from launch.components.env_datasets import Datasets
+from launch.components.env_datasets import Datasets, RunDatasets
 from launch.components.rollout_scheduler import RolloutScheduler
 from launch.runtime.runtime_interface import Runtime
 from launch.settings.run_settings import RunSettings
@@ -60,7 +60,8 @@ class DatasetRollout(RolloutScheduler):
     (group_size,) = {evaluation.group_size for evaluation in self._sets.values()}
     algorithm = dataclasses.replace(settings.algorithm, group_size=group_size)
     settings = dataclasses.replace(settings, algorithm=algorithm)
-    super().__init__(settings, policy, runtime, device_thread, (datasets, datasets))
+    datasets_of_run = RunDatasets(datasets, datasets, {})
+    super().__init__(settings, policy, runtime, device_thread, datasets_of_run)
 
   def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
     temperature = self._sets[tag].temperature

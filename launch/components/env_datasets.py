@@ -2,13 +2,14 @@
 
 import functools
 import pathlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.data.curricula import make_curriculum
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
 from jaxrl.data.row_sources import RowSource, RowSources, describe_sources, load_rows
+from jaxrl.data.rows import folder_splits
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import uses_dataset
 from launch.runtime.runtime_interface import Runtime
@@ -18,25 +19,37 @@ Datasets = dict[str, Any]  # by tag
 KeyOf = Callable[[str], str]  # the config key that sets a field of the tasks
 
 
-def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Datasets]:
+class RunDatasets(NamedTuple):
+  """Holds handles of a run's data sets; None for environments whose tasks are seeds.
+
+  Attributes:
+    train: for training, by tag.
+    tests: for evaluation, by set.
+    seen_shares: the share of a set's tasks that are training rows of its tag, by set,
+      where it is above 0.
+  """
+
+  train: Datasets
+  tests: Datasets
+  seen_shares: Mapping[str, float]
+
+
+def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
   """Loads the rows of tags and of evaluation sets. Those that are the same are shared.
 
   Args:
     settings: settings of the run.
     runtime: where the data sets are to live.
 
-  Returns:
-    Handles for training by tag, and for evaluation by set; None for environments whose
-    tasks are seeds.
-
   Raises:
     ConfigError: if an environment needs rows and no path is set.
   """
   manager = GlobalDatasetManager()
+  questions: dict[int, list[str]] = {}  # by the identity of the data set's handle
 
   def get(path: RowSources, mode: str, options: dict[str, Any], key: KeyOf) -> Any:
     options |= {'mode': mode, 'seed': fold_seed(settings.seed, 'dataset', mode)}
-    load = functools.partial(_load, settings, runtime, key)
+    load = functools.partial(_load, settings, runtime, key, questions)
     return manager.get(path, load, **options)
 
   train: Datasets = dict.fromkeys(settings.training_tags)
@@ -53,21 +66,82 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> tuple[Datasets, Da
     tag = evaluation.tag
     env = settings.env[tag]
     if uses_dataset(env.env_type, env.env_config):
-      tasks = env.dataset
-      path = evaluation.path or sibling_split_path(tasks.path, evaluation.split)
-      if not path:
-        raise _missing_path(f'the evaluation of env.{tag}', tag)
       num_tasks = evaluation.num_tasks
       options = {
-        **tasks.options,
+        **env.dataset.options,
         'split': evaluation.split,
         'limit': None if num_tasks < 0 else num_tasks,
         'question_key': evaluation.question_key,
         'answer_key': evaluation.answer_key,
       }
       key = functools.partial(settings.eval_task_key, name)
-      tests[name] = get(path, 'traversal', options, key)
-  return train, tests
+      tests[name] = get(evaluation_path(settings, name), 'traversal', options, key)
+  shares = {
+    name: _share_in(questions[id(test)], questions[id(trained)])
+    for name, test in tests.items()
+    if test is not None
+    and (trained := train.get(settings.eval.sets[name].tag)) is not None
+  }
+  return RunDatasets(train, tests, {k: share for k, share in shares.items() if share})
+
+
+def evaluation_path(settings: RunSettings, name: str) -> RowSources:
+  """Returns the source of an evaluation set's tasks.
+
+  Args:
+    settings: settings of the run.
+    name: the set.
+
+  Raises:
+    ConfigError: if there is none.
+  """
+  evaluation = settings.eval.sets[name]
+  path = settings.env[evaluation.tag].dataset.path
+  path = evaluation.path or sibling_split_path(path, evaluation.split)
+  if not path:
+    what = f'the evaluation of env.{evaluation.tag}'
+    raise _missing_path(what, evaluation.tag)
+  return path
+
+
+def _share_in(questions: list[str], trained: list[str]) -> float:
+  """Returns the share of questions that are also trained on."""
+  known = set(trained)
+  return sum(one in known for one in questions) / max(1, len(questions))
+
+
+def named_training_rows(settings: RunSettings) -> dict[str, float]:
+  """Returns 1 for each evaluation set whose file is named as one of training rows.
+
+  Args:
+    settings: settings of the run.
+  """
+  seen = {}
+  for name, evaluation in settings.eval.active.items():
+    env = settings.env[evaluation.tag]
+    if uses_dataset(env.env_type, env.env_config):
+      path = evaluation_path(settings, name)
+      sources = path if isinstance(path, tuple) else (path,)
+      files = [
+        one for one in sources if isinstance(one, str) and pathlib.Path(one).is_file()
+      ]
+      splits = {folder_splits.split_of_path(file) for file in files}
+      if len(files) == len(sources) and splits == {'train'}:
+        seen[name] = 1.0
+  return seen
+
+
+def describe_seen(shares: Mapping[str, float]) -> str:
+  """Says which evaluation sets have tasks that are trained on, in one line.
+
+  Args:
+    shares: the share of a set's tasks, by set.
+  """
+  return '; '.join(
+    f'{name} is evaluated on training rows'
+    + ('' if share == 1 else f' in {share:.0%} of its tasks')
+    for name, share in shares.items()
+  )
 
 
 def describe_tasks(settings: RunSettings) -> str:
@@ -99,6 +173,7 @@ def _load(
   settings: RunSettings,
   runtime: Runtime,
   key: KeyOf,
+  questions: dict[int, list[str]],
   path: RowSources,
   **options: Any,
 ) -> Any:
@@ -109,8 +184,10 @@ def _load(
     with settings.naming(key('curriculum')):
       make_curriculum(options['curriculum'], rows, options['seed'])
   with settings.naming(key('keys')):
-    GlobalDataset(rows, path=path, **options)
-  return runtime.spawn(GlobalDataset, rows, path=path, **options)
+    data = GlobalDataset(rows, path=path, **options)
+  handle = runtime.spawn(GlobalDataset, rows, path=path, **options)
+  questions[id(handle)] = data.questions() if settings.eval.active else []
+  return handle
 
 
 def sibling_split_path(path: RowSources, split: str) -> RowSources:
@@ -133,6 +210,7 @@ def sibling_split_path(path: RowSources, split: str) -> RowSources:
 def _sibling_split(path: RowSource, split: str) -> RowSource:
   if isinstance(path, ComponentCall):
     return path
-  file = pathlib.Path(path)
-  other = file.with_name(file.name.replace('train', split))
-  return str(other) if file.is_file() and other.is_file() else path
+  if not pathlib.Path(path).is_file():
+    return path  # a folder, or a name on the Hub, has its splits inside
+  others = folder_splits.sibling_paths(pathlib.Path(path).as_posix(), split)
+  return next((other for other in others if pathlib.Path(other).is_file()), path)

@@ -11,7 +11,7 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.env_manager import EnvManager
 from launch import build
-from launch.components.env_datasets import load_datasets
+from launch.components.env_datasets import load_datasets, named_training_rows
 from launch.components.rollout_scheduler import RolloutScheduler
 from launch.runtime.local_runtime import LocalRuntime
 from launch.runtime.runtime_interface import Runtime, supervise_run
@@ -107,6 +107,8 @@ def make_evaluator(
     runtime: Runtime, device_thread: DeviceThread
   ) -> tuple[LoadedModel, RolloutScheduler]:
     datasets = load_datasets(settings, runtime)  # first: they are cheap to load
+    # What the model was trained on is not known, but for what a file's name says.
+    datasets = datasets._replace(seen_shares=named_training_rows(settings))
     policy = build.load_policy(settings, workdir, critic=False)
     check_model(settings, policy.model.config)
     return policy, RolloutScheduler(settings, policy, runtime, device_thread, datasets)

@@ -36,7 +36,7 @@ from jaxrl.rollout.rewards.reward_pipeline import GraderReward
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
 from jaxrl.training import staleness
 from jaxrl.types import Group
-from launch.components.env_datasets import Datasets
+from launch.components.env_datasets import RunDatasets
 from launch.components.learner_factory import copy_params
 from launch.runtime.rollout_worker import RolloutWorker, make_env_context
 from launch.runtime.runtime_interface import Runtime, make_engines
@@ -57,6 +57,7 @@ class RolloutScheduler:
     weight_syncer: decides when they get them.
     tags: environment tags that training plays.
     datasets: data sets for training by tag; None for tags whose tasks are seeds.
+    seen_shares: see `RunDatasets`.
     queues: group queues by tag, once training has started.
   """
 
@@ -66,7 +67,7 @@ class RolloutScheduler:
     policy: LoadedModel,
     runtime: Runtime,
     device_thread: DeviceThread,
-    datasets: tuple[Datasets, Datasets],
+    datasets: RunDatasets,
   ):
     """Makes the engines, and checks the environments' options.
 
@@ -75,8 +76,7 @@ class RolloutScheduler:
       policy: the model that plays, with its tokenizer.
       runtime: where engines, queues and workers are to live.
       device_thread: the thread of this process's devices.
-      datasets: data sets for training by tag, and for evaluation by set, see
-        `load_datasets`.
+      datasets: data sets for training by tag, and for evaluation by set.
 
     Raises:
       ConfigError: for options that an environment or a queue refuses.
@@ -100,7 +100,8 @@ class RolloutScheduler:
     )
     self.tags = settings.training_tags
     self._num_groups = settings.batch.num_groups  # of a step, all tags together
-    self.datasets, self._tests = datasets
+    self.datasets, self._tests = datasets.train, datasets.tests
+    self.seen_shares = datasets.seen_shares
     self._failures = FailureLog()  # what it logs in `check_prompts` is not repeated
     self._rewards = None
     if settings.rollout.rewards:
@@ -508,5 +509,7 @@ class RolloutScheduler:
       )
       await first.context.close()
       metrics |= set_metrics
+      if share := self.seen_shares.get(name):
+        metrics[f'eval/{name}/training_rows'] = share
       groups += set_groups
     return metrics, groups

@@ -91,7 +91,7 @@ class TaskChecker:
     self._make_env = {
       tag: _make_checkable(tag, env) for tag, env in settings.env.items()
     }
-    _, self._datasets = load_datasets(settings, LocalRuntime())
+    self._datasets = load_datasets(settings, LocalRuntime()).tests
     self.num_tasks = {tag: data.get_size() for tag, data in self._datasets.items()}
 
   async def check(self) -> AsyncIterator[CheckedTask]:

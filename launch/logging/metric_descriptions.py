@@ -33,6 +33,7 @@ METRIC_DESCRIPTIONS = {
   'eval/<set>/response_length': 'Mean number of tokens that the model generated.',
   'eval/<set>/stop/<reason>': 'Share of the episodes that ended for this reason.',
   'eval/<set>/tasks': 'Number of tasks that were played.',
+  'eval/<set>/training_rows': 'Share of the tasks that are training rows of the run.',
   'eval/<set>/turns': 'Mean number of turns of an episode.',
   'grader/<name>': 'Failed calls of graders: timeouts, deaths, unparsable replies.',
   'kl/behaviour': 'KL of the sampling policy from the reference, for a KL controller.',

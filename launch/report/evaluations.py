@@ -68,6 +68,20 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> list[tuple]:
   return result
 
 
+def task_kind(rows: Sequence[Mapping[str, Any]], tag: str) -> str:
+  """Returns what an evaluation's tasks are: held out, or rows that are trained on too.
+
+  Args:
+    rows: rows of metrics.jsonl.
+    tag: the evaluation set.
+  """
+  name = f'eval/{tag}/training_rows'
+  shares = [row[name] for row in rows if row.get(name) is not None]
+  if not shares:
+    return 'held out'
+  return 'training rows' if shares[-1] == 1 else f'{shares[-1]:.0%} training rows'
+
+
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   """Returns all evaluation metrics before and after training, as JSON data.
 
@@ -82,7 +96,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   names = {key for row in rows for key in row if key.startswith('eval/')}
   for name in sorted(names, key=lambda n: (not n.endswith('/mean'), n)):
     measured = evaluation_scores(rows, name)
-    if not measured or name.endswith(f'/{COUNT}'):
+    if not measured or name.endswith((f'/{COUNT}', '/training_rows')):
       continue
     first, last = measured[0], measured[-1]
     kind = name.rsplit('/', 1)[-1].partition('@')[0]

@@ -150,7 +150,7 @@ def _tiles(run: ReportData) -> list[dict[str, Any]]:
       {
         'before': f'{first.value:.2f}',
         'value': f'{last.value:.2f}',
-        'label': f'{tag}, held out: before and after',
+        'label': f'{tag}, {evaluations.task_kind(run.rows, tag)}: before and after',
       },
       {
         'value': evaluations.format_gain(gain),

@@ -9,7 +9,12 @@ import pytest
 from configs import base
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
-from launch.components.env_datasets import load_datasets
+from launch.components.env_datasets import (
+  describe_seen,
+  load_datasets,
+  named_training_rows,
+  sibling_split_path,
+)
 from launch.components.rollout_scheduler import RolloutScheduler
 from launch.runtime.local_runtime import LocalRuntime
 from launch.settings.resolve import resolve_settings
@@ -33,14 +38,15 @@ def test_tags_share_their_rows_and_modes_do_not():
   config, host = two_tags.get_config(), Counting()
   config.dataset.limit = 20
   config.eval.num_tasks = -1
-  train, tests = load_datasets(resolve_settings(config), host)
+  train, tests, seen = load_datasets(resolve_settings(config), host)
+  assert seen == {}
   assert train['arithmetic'] is train['more'] and tests['arithmetic'] is tests['more']
   assert [actor_class for actor_class, _ in host.spawned] == [GlobalDataset] * 2
   assert [options['mode'] for _, options in host.spawned] == ['sample', 'traversal']
   assert train['more'].size == 20
   assert [options['limit'] for _, options in host.spawned] == [20, None]  # -1: all
   config.eval.interval = 0
-  assert load_datasets(resolve_settings(config), host)[1] == {}
+  assert load_datasets(resolve_settings(config), host).tests == {}
 
 
 async def test_a_shared_curriculum_is_told_once_before_anyone_draws():
@@ -97,7 +103,7 @@ def with_own_rows(tmp_path, **options):
 def test_a_tag_has_rows_and_keys_of_its_own(tmp_path):
   config, host = with_own_rows(tmp_path, limit=8, curriculum='sequential'), Counting()
   settings = resolve_settings(config)
-  train, tests = load_datasets(settings, host)
+  train, tests, _ = load_datasets(settings, host)
   assert train['own'].size == 8 and train['arithmetic'].size != 8
   assert train['own'].get_data_item(3)['question'] == '3+3='
   # The file of the other split beside it, not the run's eval.path.
@@ -123,7 +129,7 @@ def test_tags_that_name_the_same_rows_share_them(tmp_path):
   config.env.again = base.env_section(
     'math', dataset={**config.env.own.dataset.to_dict(), 'limit': None}
   )
-  train, tests = load_datasets(resolve_settings(config), host)
+  train, tests, _ = load_datasets(resolve_settings(config), host)
   assert train['own'] is train['again'] and tests['own'] is tests['again']
   assert train['arithmetic'] is not train['own']
 
@@ -156,7 +162,7 @@ def test_a_tag_of_weight_0_is_only_evaluated(tmp_path):
   settings = resolve_settings(config)
   validate(settings)
   assert settings.training_tags == ['arithmetic']
-  train, tests = load_datasets(settings, host)
+  train, tests, _ = load_datasets(settings, host)
   assert 'own' not in train and tests['own'].size == 5
   config.eval.interval = 0
   with pytest.raises(ConfigError, match=r'own.weight=0: the tag is neither trained'):
@@ -187,7 +193,7 @@ def test_evaluation_sets_have_files_and_numbers_of_their_own(tmp_path):
   easy, hard = settings.eval.sets['easy'], settings.eval.sets['hard']
   assert (easy.interval, easy.num_tasks, easy.group_size) == (4, 3, 1)
   assert (hard.interval, hard.group_size, hard.temperature) == (2, 2, 0.5)
-  _, tests = load_datasets(settings, Counting())
+  tests = load_datasets(settings, Counting()).tests
   assert list(tests) == ['easy', 'hard'] and tests['hard'].size == 7
   assert tests['hard'].get_data_item(0, 6)['question'] == '6+6='
 
@@ -272,3 +278,50 @@ def test_the_config_of_the_docs_trains_and_is_evaluated(tmp_path, monkeypatch):
   assert 'eval/aime/pass@4' in last and 'eval/deepmath/tasks' not in last
   played = {path.name.split('-')[1] for path in (tmp_path / 'dump').glob('train-*')}
   assert played == {'gsm8k', 'deepmath'}
+
+
+def seen_shares(config, **paths):
+  for name, value in paths.items():
+    (config.dataset if name == 'path' else config.eval).path = str(value)
+  settings = resolve_settings(config)
+  return load_datasets(settings, LocalRuntime()).seen_shares, settings
+
+
+def test_evaluating_on_training_rows_is_said(tmp_path):
+  write_rows(tmp_path / 'rows.jsonl', 'question', 8)
+  config = varied.get_config()
+  shares, settings = seen_shares(config, path=tmp_path / 'rows.jsonl')
+  assert shares == {'arithmetic': 1}
+  assert describe_seen(shares) == 'arithmetic is evaluated on training rows'
+  assert named_training_rows(settings) == {}  # it may be any file
+  write_rows(tmp_path / 'more.jsonl', 'question', 16)
+  config.eval.num_tasks = -1
+  shares, _ = seen_shares(config, eval=tmp_path / 'more.jsonl')
+  assert describe_seen(shares).endswith('training rows in 50% of its tasks')
+  write_rows(tmp_path / 'train.jsonl', 'question', 8)
+  _, settings = seen_shares(config, path=tmp_path / 'train.jsonl', eval='')
+  assert named_training_rows(settings) == {'arithmetic': 1}
+  (tmp_path / 'test.jsonl').write_text('{"question": "what?", "answer": "5"}\n')
+  assert seen_shares(config)[0] == {}
+  assert named_training_rows(resolve_settings(config)) == {}
+
+
+@pytest.mark.parametrize(
+  'train, test',
+  [
+    ('train.jsonl', 'test.jsonl'),
+    ('foo_train.jsonl', 'foo_test.jsonl'),
+    ('train/rows.jsonl', 'test/rows.jsonl'),
+    ('Training-set.json', 'test-set.json'),
+    ('x-train-00000-of-00001.jsonl', 'x-test-00000-of-00001.jsonl'),
+    ('constraints.jsonl', ''),
+    ('strain.jsonl', ''),
+    ('train.jsonl', ''),
+  ],
+)
+def test_the_file_of_another_split(tmp_path, train, test):
+  for name in filter(None, (train, test, 'constests.jsonl', 'stest.jsonl')):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('')
+  found = sibling_split_path(str(tmp_path / train), 'test')
+  assert found == str(tmp_path / (test or train))

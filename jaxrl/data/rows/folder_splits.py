@@ -31,6 +31,7 @@ _DESCRIPTIONS = frozenset(
 )
 _PLAIN_FOLDERS = ('', 'data')  # that say nothing of the rows in them
 _SHARD = re.compile(r'[-._ ]?\d+(?:[-._ ]?of[-._ ]?\d+)?$')
+_TRAIN_WORD = re.compile(r'(?<![^\W_])train(?:ing)?(?![^\W_])', re.IGNORECASE)
 _SEPARATOR = re.compile(r'[-._ ]+')
 
 
@@ -108,6 +109,38 @@ def choose_files(
       f'in {where}:{example}'
     )
   return [file.path for file in chosen]
+
+
+def split_of_path(path: str) -> str:
+  """Returns the split that a path names, such as 'train'; '' if it names none.
+
+  Args:
+    path: A file's path, with slashes.
+  """
+  return _label(path).split
+
+
+def sibling_paths(path: str, split: str) -> list[str]:
+  """Returns where the rows of another split may be, beside a file of training rows.
+
+  Args:
+    path: The path of a file, such as `train.jsonl` or `train/rows.jsonl`.
+    split: The other split.
+
+  Returns:
+    Paths, the likeliest first; none if the path does not name the training split by a
+    whole word.
+  """
+  *folders, name = path.rsplit('/', 2)[-2:]
+  head = path[: len(path) - len('/'.join([*folders, name]))]
+  words = SPLIT_NAMES.get(split, (split,))
+  found = []
+  for word in words:
+    if _TRAIN_WORD.search(name):
+      found.append('/'.join([*folders, _TRAIN_WORD.sub(word, name)]))
+    elif folders and _TRAIN_WORD.search(folders[0]):
+      found.append(f'{_TRAIN_WORD.sub(word, folders[0])}/{name}')
+  return [head + other for other in found]
 
 
 def matching_split(splits: Sequence[str], split: str, where: str) -> str:
