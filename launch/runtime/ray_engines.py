@@ -3,10 +3,11 @@
 vLLM's actor may have a Python interpreter of its own; the others need no vLLM.
 """
 
+import asyncio
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.call_strings import resolve
@@ -29,6 +30,9 @@ VLLM_ENVIRONMENT = {
   'VLLM_LOGGING_LEVEL': 'WARNING',
   'VLLM_NO_USAGE_STATS': '1',
 }
+# How long a dead engine's actor stays, so that the pool, which asks each second, is
+# told what it has died of.
+DEATH_NOTICE_S = 5.0
 
 
 class MonitoredEngine:
@@ -102,8 +106,8 @@ class _HostedEngine:
 
   _engine: Any
 
-  @contextlib.contextmanager
-  def _translate_errors(self) -> Iterator[None]:
+  @contextlib.asynccontextmanager
+  async def _translate_errors(self) -> AsyncIterator[None]:
     """Turns errors into ones that other processes can read."""
     yield
 
@@ -118,7 +122,7 @@ class _HostedEngine:
     sampling: SamplingParams,
     *images: Any,
   ) -> Completion:
-    with self._translate_errors():
+    async with self._translate_errors():
       return await self._engine.generate(request_id, token_ids, sampling, *images)
 
   async def abort(self, request_id: str) -> None:
@@ -137,7 +141,7 @@ class _HostedEngine:
     await self._engine.resume()
 
   async def sleep(self) -> None:
-    with self._translate_errors():
+    async with self._translate_errors():
       await self._engine.sleep()
 
   async def warmup(self) -> None:
@@ -220,46 +224,44 @@ class _Vllm(_HostedEngine):
       )
     client = self._weight_client
     pull = self._engine.pull if client is None else client.pull
-    with self._translate_errors():
+    async with self._translate_errors():
       return await pull(version, full=full)
 
   # The learner calls these four if it sends from its GPUs.
 
   async def init_transfer(self, info: Mapping[str, Any]) -> None:
-    with self._translate_errors():
+    async with self._translate_errors():
       await self._engine.init_transfer(info)
 
   async def begin_update(self) -> None:
-    with self._translate_errors():
+    async with self._translate_errors():
       await self._engine.begin_update()
 
   async def update(self, info: Any) -> None:
-    with self._translate_errors():
+    async with self._translate_errors():
       await self._engine.update(info)
 
   async def end_update(self, version: int, digest: str) -> str:
-    with self._translate_errors():
+    async with self._translate_errors():
       return await self._engine.end_update(version, digest)
 
-  @contextlib.contextmanager
-  def _translate_errors(self) -> Iterator[None]:
+  @contextlib.asynccontextmanager
+  async def _translate_errors(self) -> AsyncIterator[None]:
     """Turns vLLM's errors into ones that can be unpickled where there is no vLLM.
 
     An actor whose vLLM has died ends with it: callers find the engine lost, and go on
-    with its requests on another one.
+    with its requests on another one. Before that, the pool asks for the cause.
     """
     try:
       yield
     except Exception as error:
-      self._exit_if_dead()
+      if self._engine.is_dead:
+        await asyncio.sleep(DEATH_NOTICE_S)
+        os._exit(1)
       if type(error).__module__.split('.')[0] in ('vllm', 'torch'):
         message = f'vLLM: {type(error).__name__}: {error}'
         raise RuntimeError(message) from None
       raise
-
-  def _exit_if_dead(self) -> None:
-    if self._engine.is_dead:
-      os._exit(1)
 
 
 class VllmActor(MonitoredEngine, _Vllm):
@@ -267,7 +269,8 @@ class VllmActor(MonitoredEngine, _Vllm):
 
   async def health(self, limit: float) -> str:
     """Returns what is wrong with the engine, '' for nothing."""
-    self._exit_if_dead()
+    if self._engine.is_dead:
+      return f'vLLM has ended: {self._engine.death_cause()}'
     return await super().health(limit)
 
   async def close(self) -> None:

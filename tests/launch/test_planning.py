@@ -241,7 +241,8 @@ def test_a_layer_more_of_each_kind_tells_of_all(options, parts, numbers):
 
 @pytest.mark.slow
 def test_the_nearest_change_is_compiled_and_fits():
-  run, target = small(), targets.parse_target('cpu:1')
+  given = '--config.batch.num_micro_batches=1', '--config.model.remat=none'
+  run, target = small(*given), targets.parse_target('cpu:1')
   engine, devices = engine_decode.plan_engine(run), jax.devices()[:1]
   whole = cost.estimate_cost(run, target, devices, engine=engine)
   less = cost.estimate_cost(

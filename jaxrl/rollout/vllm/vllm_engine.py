@@ -37,6 +37,7 @@ from jaxrl.rollout.engine.engine_base import (
   find_stop_string,
 )
 from jaxrl.rollout.vllm import vllm_options
+from jaxrl.rollout.vllm.core_log import CoreLog
 from jaxrl.rollout.vllm.stat_logger import VllmStatLogger, VllmStats
 from jaxrl.rollout.vllm.vllm_worker import (
   PULL_BACKEND,
@@ -129,6 +130,7 @@ class VllmEngine(EngineBase):
       if options['enforce_eager']:  # compiling vLLM's helpers takes half a minute
         os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
     options = {'dtype': dtype, 'load_format': 'dummy', 'seed': 0} | options
+    self._core_log = CoreLog()
     if overrides := vllm_options.hf_overrides(config):
       options.setdefault('hf_overrides', overrides)
     try:
@@ -151,6 +153,9 @@ class VllmEngine(EngineBase):
       raise ConfigError(
         f'vLLM refuses the options of rollout.engine: {message}'
       ) from error
+    except RuntimeError as error:  # which may only say that its core has ended
+      cause = self._core_log.last_error()
+      raise RuntimeError(f'vLLM cannot start: {cause or error}') from error
 
   @property
   def version(self) -> int | None:
@@ -161,6 +166,10 @@ class VllmEngine(EngineBase):
   def is_dead(self) -> bool:
     """True if vLLM's processes have ended, so that nothing can be served any more."""
     return self._llm.errored
+
+  def death_cause(self) -> str:
+    """Returns what ended vLLM's processes, as far as they have told."""
+    return self._core_log.last_error() or 'its log does not say why'
 
   @property
   def seconds_since_progress(self) -> float:
