@@ -24,7 +24,7 @@ FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
 .PHONY: env env-vllm env-envs env-targets env-docs env-real quickstart test test-ray \
-  test-without-ray test-all slow-ray slow-without-ray slow-optimized test-core \
+  test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized test-core \
   test-vllm test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
   format bazel clean recipes chaos
 
@@ -82,14 +82,18 @@ test-ray: env
 BESIDE = @log=$$(mktemp); trap 'cat $$log; rm -f $$log' EXIT; \
   trap 'exit 130' INT TERM; $(BIN)/python -m pytest $(1) > $$log 2>&1
 
-# In two parts at once, like the fast suite, and then those that compare bits.
+# In two parts at once, like the fast suite; then what compares bits, and the longest.
 test-all: env
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 slow-ray slow-without-ray
-	@$(MAKE) --no-print-directory slow-optimized
+	@$(MAKE) --no-print-directory slow-optimized test-extended
 
 slow-without-ray: env
-	nice $(BIN)/python -m pytest -m 'slow and not ray and not optimized' \
-	  $(XDIST) --timeout 1800
+	nice $(BIN)/python -m pytest \
+	  -m 'slow and not ray and not optimized and not extended' $(XDIST) --timeout 1800
+
+# The longest tests, each of whose subjects a shorter one covers too: before a release.
+test-extended: env
+	nice $(BIN)/python -m pytest -m extended $(XDIST) --timeout 1800
 
 # Other tests compile without optimizations (tests/conftest.py). These compare bits, so
 # they run on programs compiled as they are for users.

@@ -18,6 +18,15 @@ def slow(*values: Any) -> Any:
   return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def extended(*values: Any) -> Any:
+  """Returns a slow case that the gate leaves out, and only `make test-all` runs.
+
+  Args:
+    *values: The values of the test's parameters.
+  """
+  return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.extended])
+
+
 def slow_except(fast: Container[Any], cases: Iterable[Any]) -> list[Any]:
   """Returns the cases of a test with one parameter, all but a few of them slow.
 

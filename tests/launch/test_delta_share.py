@@ -21,6 +21,7 @@ print(json.dumps(weights.real(config, steps=10, lessons=60)))
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_step_takes_three_percent_of_the_full_bytes_at_most():
   env = runs.environment()
   command = [sys.executable, '-c', RUN]

@@ -192,6 +192,7 @@ def _read_until(process, mark):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_every_group_is_used_as_often_as_asked_whatever_is_killed(tmp_path):
   """A trainer that waits for an explorer; both killed, both started again."""
   options = (*ALONE, FOUR, source(tmp_path, uses=2, wait=60.0))

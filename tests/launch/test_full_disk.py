@@ -53,6 +53,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes(small_disk):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_folder_that_becomes_read_only_ends_in_one_line_without_a_hang(tmp_path):
   workdir = tmp_path / 'run'
 

@@ -143,6 +143,7 @@ def test_a_batch_that_cannot_be_filled_says_what_to_change(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_killed_run_with_a_bandit_ends_at_the_same_bits(tmp_path):
   options = (
     '--config.sft.num_steps=0',

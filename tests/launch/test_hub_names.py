@@ -8,6 +8,7 @@ import pytest
 from jaxrl import model_loading
 from tests.hub_stub import HubRepository, serve_hub
 from tests.launch import runs
+from tests.marks import extended, slow
 
 QUESTIONS = [f'What is {i} + {i}?' for i in range(6)]
 
@@ -47,8 +48,7 @@ def test_a_checkpoint_is_evaluated_by_name(hub, tmp_path):
   assert 'pytorch_model.bin' not in hub.downloads
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('command', ['play', 'plan', 'train'])
+@pytest.mark.parametrize('command', [extended('play'), extended('plan'), slow('train')])
 def test_commands_take_names(hub, tmp_path, command):
   options = ['--config.model.checkpoint=me/tiny', '--config.num_steps=1']
   options += ['--config.eval.interval=0', '--config.sft.num_steps=0']
@@ -61,8 +61,9 @@ def test_commands_take_names(hub, tmp_path, command):
     assert 'from me/tiny at ' in ' '.join(done.stdout.split())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('command', ['evaluate', 'play', 'plan', 'serve', 'train'])
+@pytest.mark.parametrize(
+  'command', [slow('train'), *map(extended, ['evaluate', 'play', 'plan', 'serve'])]
+)
 def test_a_name_that_nobody_has_is_one_line(hub, tmp_path, command):
   options = ['--config.model.checkpoint=me/absent']
   options += ['--topology=cpu:1'] if command == 'plan' else []

@@ -44,6 +44,7 @@ def accuracies(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_quickstart_learns_from_its_rewards_alone(tmp_path):
   """Both begin with the same supervised start, which takes most of a run.
 

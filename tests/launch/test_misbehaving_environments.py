@@ -32,6 +32,7 @@ STEP = """
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_keeps_its_streams_and_its_exit(tmp_path):
   (tmp_path / 'bad.py').write_text(CODE.format(reset=GOOD_RESET, step=STEP.strip()))
   config = CONFIG.format(kind=f'{tmp_path / "bad.py"}:Bad')

@@ -26,6 +26,7 @@ def lake(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_learns_from_joined_steps(lake, tmp_path):
   recorder = runs.record(tmp_path / 'run', *QUICK, '--config.num_steps=2', config=lake)
   sound(recorder, steps=2)

@@ -28,6 +28,7 @@ LINUX = pytest.mark.skipif(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @LINUX
 def test_the_peak_of_a_gigabyte_of_state_is_predicted_within_a_tenth():
   """Packed rows, two micro-batches at once."""
