@@ -88,7 +88,7 @@ def build(
       learners = runtime.start_learners(settings, policy.folder)
     else:
       parts = settings, policy, mesh, device_thread, teachers
-      learners = memory_fit.make_fitting_learners(*parts)
+      learners = memory_fit.make_fitting_learners(*parts, workdir)
     store = None
     if settings.experience_store is not None:
       # Imported here because most runs play what they learn from.

@@ -32,12 +32,15 @@ CHOSEN_SHARE = 0.75  # of the memory that a choice may fill, while others are le
 MAX_COMPILES = 4
 
 
-def choose(plan: PhasePlan, room: Room) -> MemoryChoice:
+def choose(
+  plan: PhasePlan, room: Room, before: MemoryChoice | None = None
+) -> MemoryChoice:
   """Chooses how a phase divides its batches and what it recomputes.
 
   Args:
     plan: the phase.
     room: the memory that there is.
+    before: what the run chose before it was stopped; it is taken again if it fits.
 
   Returns:
     The choice, which fits.
@@ -45,6 +48,10 @@ def choose(plan: PhasePlan, room: Room) -> MemoryChoice:
   Raises:
     ConfigError: if the phase does not fit, with an option that makes it fit.
   """
+  if before is not None:
+    kept = _measured(plan, before, room)
+    if kept.needed <= room.limit:
+      return kept.choice
   found = _search(plan, room)
   if found.needed <= room.limit:
     return found.choice
@@ -61,6 +68,15 @@ class _Found:
   choice: MemoryChoice
   needed: float
   phase: str
+  temporaries: float
+
+
+def _measured(plan: PhasePlan, option: MemoryChoice, room: Room) -> _Found:
+  memory = measure(plan, option)
+  needed = sum(memory.parts.values()) + room.held
+  text = f'{option.text}: {needed / 1e9:,.3g} GB in {memory.phase}, of {room}'
+  choice = option if needed > room.limit else dataclasses.replace(option, text=text)
+  return _Found(choice, needed, memory.phase, memory.parts['temporaries'])
 
 
 def _search(plan: PhasePlan, room: Room) -> _Found:
@@ -74,16 +90,12 @@ def _search(plan: PhasePlan, room: Room) -> _Found:
     is_hopeless = fixed + per_row * rows > CHOSEN_SHARE * room.limit
     if not is_last and (is_hopeless or len(tried) >= MAX_COMPILES):
       continue
-    memory = measure(plan, option)
-    needed = sum(memory.parts.values()) + room.held
-    temporaries = memory.parts['temporaries']
+    found = _measured(plan, option, room)
     # A part of them does not depend on rows, so that fewer rows need at least this.
-    slopes[option.remat] = needed - temporaries, temporaries / rows
-    text = f'{option.text}: {needed / 1e9:,.3g} GB in {memory.phase}, of {room}'
-    choice = option if needed > room.limit else dataclasses.replace(option, text=text)
-    tried.append(_Found(choice, needed, memory.phase))
-    if needed <= CHOSEN_SHARE * room.limit:
-      return tried[-1]
+    slopes[option.remat] = found.needed - found.temporaries, found.temporaries / rows
+    tried.append(found)
+    if found.needed <= CHOSEN_SHARE * room.limit:
+      return found
   return min(tried, key=lambda found: found.needed)
 
 

@@ -7,7 +7,9 @@ up to rounding, whatever is chosen.
 """
 
 import dataclasses
+import json
 import logging
+import pathlib
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,6 +22,7 @@ from launch.components.learner_factory import (
   MemoryChoice,
   PhaseSpec,
 )
+from launch.logging.workdir import write_atomically
 from launch.planning import rough_memory
 from launch.planning.rough_memory import PhasePlan, Room
 from launch.settings.run_settings import RunSettings
@@ -27,6 +30,7 @@ from launch.settings.run_settings import RunSettings
 if TYPE_CHECKING:
   from launch.components.teacher_set import TeacherSet
 
+CHOICES = 'memory.json'  # in the run's folder
 SAFE_SHARE = 0.5  # of the memory: a rough estimate below it needs no better one
 
 log = logging.getLogger(__name__)
@@ -38,6 +42,7 @@ def make_fitting_learners(
   mesh: Mesh,
   device_thread: DeviceThread,
   teachers: 'TeacherSet | None',
+  workdir: pathlib.Path | None = None,
 ) -> LocalLearnerFactory:
   """Returns the factory whose learners fit the memory, and which says what it chose.
 
@@ -47,6 +52,8 @@ def make_fitting_learners(
     mesh: devices of the learner.
     device_thread: the thread of the devices.
     teachers: the teachers, if the algorithm has any.
+    workdir: where choices are kept, so that a resumed run computes the same bits,
+      however much memory is free by then; None keeps none.
   """
   shape, params = policy.model.config, jax.tree.leaves(policy.params)
   num_params, loaded = sum(x.size for x in params), sum(x.nbytes for x in params)
@@ -55,20 +62,32 @@ def make_fitting_learners(
   def choose(stage: PhaseSpec) -> MemoryChoice:
     plan = PhasePlan(settings, shape, mesh, stage, platform)
     room = rough_memory.read_room(mesh, loaded)
-    choice = choose_roughly(plan, num_params, room)
+    before = None if workdir is None else read_choice(workdir, plan)
+    choice = choose_roughly(plan, num_params, room, before)
     if choice is None:
       # Imported here because most small runs are far from the limit.
       from launch.planning import memory_choice
 
-      choice = memory_choice.choose(plan, room)
+      choice = memory_choice.choose(plan, room, before)
+    if before and (choice.num_micro_batches, choice.remat) != (
+      before.num_micro_batches,
+      before.remat,
+    ):
+      log.warning(
+        'before it was stopped, the run had %s, which does not fit any more: from here '
+        'on its numbers are rounded differently',
+        before.text,
+      )
     log.info('memory (%s): %s', stage.name, choice.text)
+    if workdir is not None:
+      keep_choice(workdir, stage.name, choice)
     return choice
 
   return LocalLearnerFactory(settings, policy, mesh, device_thread, teachers, choose)
 
 
 def choose_roughly(
-  plan: PhasePlan, num_params: float, room: Room
+  plan: PhasePlan, num_params: float, room: Room, before: MemoryChoice | None = None
 ) -> MemoryChoice | None:
   """Returns the first candidate if it surely fits, else None.
 
@@ -76,10 +95,51 @@ def choose_roughly(
     plan: the phase.
     num_params: number of the model's parameters.
     room: the memory that there is.
+    before: what the run chose before it was stopped, in place of the first candidate.
   """
-  choice = next(plan.candidates())
+  choice = before or next(plan.candidates())
   needed = rough_memory.estimate(plan, choice, num_params) + room.held
   if needed > SAFE_SHARE * room.limit:
     return None
   text = f'{choice.text}: less than {needed / 1e9:,.2g} GB of {room}'
   return dataclasses.replace(choice, text=text)
+
+
+def read_choice(workdir: pathlib.Path, plan: PhasePlan) -> MemoryChoice | None:
+  """Returns what a phase chose before the run was stopped.
+
+  Args:
+    workdir: the run's folder.
+    plan: the phase.
+
+  Returns:
+    The choice; None if there is none that the phase's settings still allow.
+  """
+  try:
+    kept = json.loads((workdir / CHOICES).read_text(encoding='utf-8'))
+    known = kept[plan.stage.name]['num_micro_batches'], kept[plan.stage.name]['remat']
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
+  return next(
+    (c for c in plan.candidates() if (c.num_micro_batches, str(c.remat)) == known), None
+  )
+
+
+def keep_choice(workdir: pathlib.Path, stage: str, choice: MemoryChoice) -> None:
+  """Keeps what a phase has chosen, for `read_choice`.
+
+  Args:
+    workdir: the run's folder.
+    stage: name of the phase.
+    choice: what it has chosen.
+  """
+  file = workdir / CHOICES
+  try:
+    kept = json.loads(file.read_text(encoding='utf-8'))
+  except (OSError, ValueError):
+    kept = {}
+  kept[stage] = {
+    'num_micro_batches': choice.num_micro_batches,
+    'remat': str(choice.remat),
+  }
+  write_atomically(file, json.dumps(kept, indent=2) + '\n')

@@ -162,6 +162,28 @@ def test_what_cannot_fit_is_refused_with_an_option_that_fits(monkeypatch):
     memory_choice.choose(plan, room(4 * GB))
 
 
+def test_a_resumed_run_keeps_its_choice_as_long_as_it_fits(monkeypatch, tmp_path):
+  needs(monkeypatch, fixed=1 * GB, per_row=1 * GB)
+  plan = plan_of()
+  assert memory_fit.read_choice(tmp_path, plan) is None
+  tight, wide = room((1 + plan.rows(4) / 4) * GB / 0.75 + 1), room(1000 * GB)
+  chosen = memory_choice.choose(plan, tight)
+  assert chosen.num_micro_batches > 1
+  memory_fit.keep_choice(tmp_path, 'train', chosen)
+  before = memory_fit.read_choice(tmp_path, plan)
+  for again in (
+    memory_choice.choose(plan, wide, before),
+    memory_fit.choose_roughly(plan, 1e4, wide, before),
+  ):
+    assert again is not None
+    assert again.num_micro_batches == chosen.num_micro_batches
+    assert again.remat == chosen.remat
+  tighter = memory_choice.choose(plan, room(1.5 * GB), before)
+  assert tighter.num_micro_batches > chosen.num_micro_batches
+  # Settings that are changed go before.
+  assert memory_fit.read_choice(tmp_path, plan_of('--config.model.remat=dots')) is None
+
+
 @pytest.mark.slow
 def test_a_learner_finds_the_programs_that_were_compiled_for_the_choice():
   """And the rough estimate is above what programs need, for several shapes."""
