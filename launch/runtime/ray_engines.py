@@ -126,26 +126,32 @@ class _HostedEngine:
       return await self._engine.generate(request_id, token_ids, sampling, *images)
 
   async def abort(self, request_id: str) -> None:
-    await self._engine.abort(request_id)
+    async with self._translate_errors():
+      await self._engine.abort(request_id)
 
   async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
-    return await self._engine.progress(request_ids)
+    async with self._translate_errors():
+      return await self._engine.progress(request_ids)
 
   async def pause(self) -> None:
-    await self._engine.pause()
+    async with self._translate_errors():
+      await self._engine.pause()
 
   async def drain(self) -> None:
-    await self._engine.drain()
+    async with self._translate_errors():
+      await self._engine.drain()
 
   async def resume(self) -> None:
-    await self._engine.resume()
+    async with self._translate_errors():
+      await self._engine.resume()
 
   async def sleep(self) -> None:
     async with self._translate_errors():
       await self._engine.sleep()
 
   async def warmup(self) -> None:
-    await self._engine.warmup()
+    async with self._translate_errors():
+      await self._engine.warmup()
 
   async def metrics(self) -> dict[str, float]:
     return self._engine.metrics()

@@ -20,6 +20,7 @@ _CONSEQUENCES = (
   'EngineGenerateError',
   'Engine core initialization failed',
   'cancelled',
+  'the stack trace above',
 )
 
 
