@@ -24,7 +24,7 @@ STARTED = f"""(EngineCore pid=7) Process EngineCore:
 RuntimeError: Engine core initialization failed. See root cause above. Failed: {{}}
 """
 SERVED = f"""{LINE} NotImplementedError: no kernel here takes 31 tokens
-{LINE} RuntimeError: Worker failed with error 'no kernel', please check the stack trace above
+{LINE} RuntimeError: Worker failed with error 'no', see the stack trace above
 vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
 asyncio.exceptions.CancelledError: cancelled
 """
@@ -53,5 +53,5 @@ def test_the_last_error_that_is_a_cause(tmp_path, text, cause):
 def test_nothing_is_read_from_what_is_no_file(tmp_path):
   (tmp_path / 'text').write_text(STARTED)
   command = [sys.executable, '-c', READ, tmp_path / 'text', tmp_path / 'cause']
-  subprocess.run(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, check=True)
+  subprocess.run(command, capture_output=True, check=True)
   assert (tmp_path / 'cause').read_text() == ''

@@ -185,7 +185,7 @@ def test_an_observation_of_50_mb_takes_little_memory(where):
     command, capture_output=True, text=True, check=True, timeout=120
   )
   reason, num_tokens, megabytes = done.stdout.split()
-  wanted = 'max_length' if where == 'step' else 'prompt_too_long'
+  wanted = 'prompt_too_long' if where == 'reset' else 'max_length'
   assert (reason, num_tokens) == (wanted, '8192')
   assert int(megabytes) < 500
 

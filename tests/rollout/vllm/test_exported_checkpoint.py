@@ -69,9 +69,7 @@ def test_vllm_renders_stops_and_answers_as_transformers_does(tmp_path):
   for messages, (prompt, reply, reason) in zip(CHATS, replies, strict=True):
     assert prompt == list(chat.encode_prompt(messages))
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    assert prompt == list(
-      rendered['input_ids'] if 'input_ids' in rendered else rendered
-    )
+    assert prompt == list(rendered['input_ids'])
     ids = torch.tensor([prompt])
     output = model.generate(ids, do_sample=False, max_new_tokens=32)
     assert reply == output[0, len(prompt) :].tolist()
