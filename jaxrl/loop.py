@@ -14,14 +14,17 @@ with `async_ratio=0`: there is one loop.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
+from jaxrl.rollout.queue.group_pipeline import StopRequested
 from jaxrl.types import Group
 
 Metrics = dict[str, float]
 DRAIN_TIMEOUT_S = 10.0  # for groups to arrive after the last worker has ended
+STOP_POLL_S = 0.2  # until work that takes long notices that the run should end
 
 
 class TrainsOnGroups(Protocol):
@@ -145,6 +148,35 @@ async def await_or_fail(awaitable: Awaitable[Any], workers: list[asyncio.Task]) 
     return task.result()
   finally:
     task.cancel()
+
+
+async def await_unless_stopped(
+  awaitable: Awaitable[Any], stop: Callable[[], bool]
+) -> Any:
+  """Awaits something that may take minutes, unless the user asks to stop.
+
+  Args:
+    awaitable: What to await; it is cancelled once `stop()`.
+    stop: Returns whether the run should end early.
+
+  Returns:
+    The result of `awaitable`.
+
+  Raises:
+    StopRequested: The user asked to stop before its end.
+  """
+  task = asyncio.ensure_future(awaitable)
+  try:
+    while not task.done():
+      await asyncio.wait({task}, timeout=STOP_POLL_S)
+      if stop() and not task.done():
+        raise StopRequested
+    return task.result()
+  finally:
+    if not task.done():  # awaiting it again would cut an error's traceback off
+      task.cancel()
+      with contextlib.suppress(asyncio.CancelledError, Exception):
+        await task
 
 
 async def await_groups(

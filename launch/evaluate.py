@@ -275,9 +275,11 @@ def main(argv: Sequence[str]) -> int:
       config = load_config(command)
       ks = prepare_evaluation(config, command.flags)
       configs.check_algorithm(config)
-      from launch.settings.resolve import resolve_settings  # imports JAX: seconds
+      from launch.components.env_datasets import check_limit  # imports JAX: seconds
+      from launch.settings.resolve import resolve_settings
 
       settings = resolve_settings(config)
+      check_limit(settings, dict(command.overrides))
       named = 'checkpoint' if command.flags['checkpoint'] else 'config.model.checkpoint'
       with configs.naming_flag(named, 'model.checkpoint'):
         job = build_evaluation(settings, console)
@@ -290,6 +292,7 @@ def main(argv: Sequence[str]) -> int:
       benchmark = command.flags['benchmark']
       scores = evaluate(job, settings, ks, console, benchmark)
     except KeyboardInterrupt:
+      console.say('Stopped: nothing was scored.')
       return 130
     except ConfigError as error:
       print_error(error)

@@ -192,12 +192,15 @@ def main(argv: Sequence[str]) -> int:
   console = Console()
   try:
     with console.listening():
+      from launch.components.env_datasets import check_limit
       from launch.settings.resolve import resolve_settings
 
       if checks:
         settings = resolve_settings(config, warn=False, check_machine=False)
         return _check_tasks(settings, workdir, console, mode)
       settings = resolve_settings(config)
+      if mode == 'val':
+        check_limit(settings, dict(command.overrides))
       return _run(settings, workdir, console, mode, max(part_size, 1))
   except KeyboardInterrupt:  # a check; a rollout stops by itself
     return 130

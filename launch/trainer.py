@@ -397,7 +397,12 @@ class TrainPhase:
       return {}
     start = time.perf_counter()
     names = self._evaluations_due(step)
-    metrics, groups = await self._rollouts.evaluate(names=names)
+    work = self._rollouts.evaluate(names=names)
+    try:
+      metrics, groups = await loop.await_unless_stopped(work, self._stop)
+    except StopRequested:
+      await self._save(step, True)
+      raise
     await self._take_rollout_metrics(step, count=False)
     self._writers.trajectories(step, groups, kind='eval')
     self._step_start += self._add_time('trainer', 'evaluate', start, step)

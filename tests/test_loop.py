@@ -6,6 +6,7 @@ import time
 import pytest
 
 from jaxrl import loop
+from jaxrl.rollout.queue.group_pipeline import StopRequested
 
 GROUP = ['a trajectory']
 
@@ -154,3 +155,27 @@ async def test_the_last_groups_are_learned_from_though_all_workers_have_ended():
 
   worker = asyncio.create_task(asyncio.sleep(0))
   assert await Late().train(2, [worker])
+
+
+async def test_an_error_of_long_work_keeps_the_place_where_it_arose():
+  async def play():
+    raise KeyError('late')
+
+  with pytest.raises(KeyError) as info:
+    await loop.await_unless_stopped(play(), lambda: False)
+  assert info.traceback[-1].name == 'play'
+
+
+async def test_long_work_is_cancelled_once_the_run_should_end():
+  ended = []
+
+  async def play():
+    try:
+      await asyncio.sleep(60)
+    finally:
+      ended.append(True)
+
+  start = time.perf_counter()
+  with pytest.raises(StopRequested):
+    await loop.await_unless_stopped(play(), lambda: True)
+  assert ended and time.perf_counter() - start < 5

@@ -125,9 +125,9 @@ def load_rows(
     path: A file of one of the kinds in `row_readers`; a folder of such files, as
       `folder_splits` reads it; a folder written by Hugging Face's `save_to_disk`; the
       name of a data set of the Hub, such as `openai/gsm8k:main`; the call of a
-      generator, one of GENERATORS or `package.module:function`, of which `limit` is the
-      number of rows; or a tuple of such sources. `:PART` after a folder or a name picks
-      a configuration, a folder or a file inside.
+      generator, one of GENERATORS or `package.module:function`, which makes `limit`
+      rows unless its `size` is smaller; or a tuple of such sources. `:PART` after a
+      folder or a name picks a configuration, a folder or a file inside.
     split: The split to load.
     limit: The maximum number of rows.
 
@@ -177,7 +177,7 @@ def _generate(call: ComponentCall, split: str, limit: int | None) -> list[Row]:
   generate = call_strings.resolve(GENERATORS.get(name, name), where)
   call_strings.check_options(generate, options, where)
   if limit is not None:
-    options['size'] = limit
+    options['size'] = min(limit, options.get('size', limit))
   try:
     return generate(split, **options)
   except ValueError as error:

@@ -1,7 +1,6 @@
 """Play a data set to its end, or so many tasks, and keep the trajectories."""
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,8 +14,10 @@ from jaxrl.data.seeds import base_seed
 from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
 from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
 from jaxrl.device_thread import DeviceThread
+from jaxrl.loop import await_unless_stopped
 from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.engine.actor_proxy import maybe_await
+from jaxrl.rollout.queue.group_pipeline import StopRequested
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.types import Group
 from launch.components.env_datasets import Datasets, RunDatasets
@@ -156,27 +157,12 @@ class DatasetRollout(RolloutScheduler):
         self._runtime.run_worker(work, data) for work in self._workers(tag, queue)
       ]
       jobs.append(collect(tag, queue))
-    finished = await _until(stop, jobs)
-    if finished:
-      await asyncio.to_thread(ledger.flush, all_played=True)
-    return finished
-
-
-async def _until(stop: Callable[[], bool], jobs: list[Any]) -> bool:
-  """Awaits all jobs; cancels them and returns False if `stop()` before their end."""
-  work = asyncio.gather(*jobs)
-  try:
-    while not work.done():
-      await asyncio.wait([work], timeout=0.2)
-      if stop() and not work.done():
-        return False
-    work.result()
+    try:
+      await await_unless_stopped(asyncio.gather(*jobs), stop)
+    except StopRequested:
+      return False
+    await asyncio.to_thread(ledger.flush, all_played=True)
     return True
-  finally:
-    if not work.done():  # awaiting it again would cut an error's traceback off
-      work.cancel()
-      with contextlib.suppress(asyncio.CancelledError, Exception):
-        await work
 
 
 def remaining_tasks_state(

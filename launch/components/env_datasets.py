@@ -66,16 +66,16 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
     tag = evaluation.tag
     env = settings.env[tag]
     if uses_dataset(env.env_type, env.env_config):
-      num_tasks = evaluation.num_tasks
+      path = evaluation_path(settings, name)
       options = {
         **env.dataset.options,
         'split': evaluation.split,
-        'limit': None if num_tasks < 0 else num_tasks,
+        'limit': _evaluation_limit(settings, name, path),
         'question_key': evaluation.question_key,
         'answer_key': evaluation.answer_key,
       }
       key = functools.partial(settings.eval_task_key, name)
-      tests[name] = get(evaluation_path(settings, name), 'traversal', options, key)
+      tests[name] = get(path, 'traversal', options, key)
   shares = {
     name: _share_in(questions[id(test)], questions[id(trained)])
     for name, test in tests.items()
@@ -142,6 +142,60 @@ def describe_seen(shares: Mapping[str, float]) -> str:
     + ('' if share == 1 else f' in {share:.0%} of its tasks')
     for name, share in shares.items()
   )
+
+
+def _evaluation_limit(settings: RunSettings, name: str, path: RowSources) -> int | None:
+  """Returns how many rows of `path` an evaluation set plays at most.
+
+  What limits the rows of training limits those of an evaluation too if they are the
+  same rows, and never those that are held out.
+  """
+  evaluation = settings.eval.sets[name]
+  tasks = settings.env[evaluation.tag].dataset
+  limits = [evaluation.num_tasks] if evaluation.num_tasks >= 0 else []
+  if tasks.limit is not None and is_trained_on(settings, name, path):
+    limits.append(tasks.limit)
+  return min(limits, default=None)
+
+
+def is_trained_on(settings: RunSettings, name: str, path: RowSources = '') -> bool:
+  """Returns whether an evaluation set plays the rows that its tag is trained on.
+
+  Args:
+    settings: settings of the run.
+    name: name of the evaluation set.
+    path: where its rows come from, if that is known.
+  """
+  evaluation = settings.eval.sets[name]
+  tasks = settings.env[evaluation.tag].dataset
+  path = path or evaluation.path or sibling_split_path(tasks.path, evaluation.split)
+  if path != tasks.path:
+    return False
+  sources = path if isinstance(path, tuple) else (path,)
+  has_no_splits = all(
+    isinstance(source, str) and pathlib.Path(source).is_file() for source in sources
+  )
+  return evaluation.split == tasks.split or has_no_splits
+
+
+def check_limit(settings: RunSettings, overrides: Mapping[str, str | None]) -> None:
+  """Raises ConfigError if a limit of the command line limits no evaluation.
+
+  Args:
+    settings: settings of a command that evaluates and does not train.
+    overrides: texts of the keys that the command line sets, by key.
+  """
+  active = settings.eval.active
+  for key in overrides:
+    tags = [
+      t for t in settings.env if key in ('dataset.limit', f'env.{t}.dataset.limit')
+    ]
+    names = [name for name in active if active[name].tag in tags]
+    if names and not any(is_trained_on(settings, name) for name in names):
+      raise ConfigError(
+        f'--config.{key}={overrides[key]}: limits the rows of training, and an '
+        'evaluation plays others: set --config.eval.num_tasks instead'
+      )
 
 
 def describe_tasks(settings: RunSettings) -> str:

@@ -495,19 +495,21 @@ class RolloutScheduler:
       first = self._evaluation_manager(name)
       options = self._evaluation_options(name)
       options['manager'] = self._settings.env[evaluation.tag].manager
-      set_metrics, set_groups = await evaluate(
-        lambda i, context=first.context, options=options: make_env_manager(
-          context, **options
-        ),
-        base_seed(self._settings.seed, 'val', name),
-        tag=name,
-        num_tasks=evaluation.num_tasks,
-        group_size=evaluation.group_size,
-        concurrency=self._num_busy_episodes(),
-        progress=progress and functools.partial(progress, name),
-        failures=self._failures,
-      )
-      await first.context.close()
+      try:
+        set_metrics, set_groups = await evaluate(
+          lambda i, context=first.context, options=options: make_env_manager(
+            context, **options
+          ),
+          base_seed(self._settings.seed, 'val', name),
+          tag=name,
+          num_tasks=evaluation.num_tasks,
+          group_size=evaluation.group_size,
+          concurrency=self._num_busy_episodes(),
+          progress=progress and functools.partial(progress, name),
+          failures=self._failures,
+        )
+      finally:  # it may be stopped
+        await first.context.close()
       metrics |= set_metrics
       if share := self.seen_shares.get(name):
         metrics[f'eval/{name}/training_rows'] = share

@@ -273,7 +273,8 @@ def _validate_rollouts(settings: RunSettings) -> None:
 def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
   """Options of a tag's rows need a tag that plays rows."""
   env, section = settings.env[tag], settings.text(f'env.{tag}').get('dataset', {})
-  evaluated = {evaluation.tag for evaluation in settings.eval.active.values()}
+  # Those that eval.interval=0 switches off for now count too.
+  evaluated = {evaluation.tag for evaluation in settings.eval.sets.values()}
   if settings.plays and not env.weight and tag not in evaluated:
     raise ConfigError(
       f'--config.env.{tag}.weight=0: the tag is neither trained on nor evaluated: '

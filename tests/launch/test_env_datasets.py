@@ -10,6 +10,7 @@ from configs import base
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
 from launch.components.env_datasets import (
+  check_limit,
   describe_seen,
   load_datasets,
   named_training_rows,
@@ -164,15 +165,42 @@ def test_a_tag_of_weight_0_is_only_evaluated(tmp_path):
   assert settings.training_tags == ['arithmetic']
   train, tests, _ = load_datasets(settings, host)
   assert 'own' not in train and tests['own'].size == 5
-  config.eval.interval = 0
+  config.eval.sets.only = base.eval_set(tag='arithmetic')
   with pytest.raises(ConfigError, match=r'own.weight=0: the tag is neither trained'):
     validate(resolve_settings(config))
+  del config.eval.sets.only
+  config.eval.interval = 0  # for once, the config is run without evaluations
+  settings = resolve_settings(config)
+  validate(settings)
+  assert load_datasets(settings, host).tests == {}
   config.env.arithmetic.weight = 0.0
   with pytest.raises(ConfigError, match='no tag is left to train on'):
     validate(resolve_settings(config))
   config.env.own.weight = -1.0
   with pytest.raises(ConfigError, match=r'env.own.weight=-1.0: must be at least 0'):
     validate(resolve_settings(config))
+
+
+def test_a_limit_of_training_rows_limits_their_evaluation_and_no_other(tmp_path):
+  config = with_own_rows(tmp_path, limit=3)
+  config.eval.num_tasks = -1
+  train, tests, _ = load_datasets(resolve_settings(config), Counting())
+  assert train['own'].size == 3 and tests['own'].size == 5  # all that are held out
+  (tmp_path / 'test.jsonl').unlink()  # the evaluation plays the rows of training
+  settings = resolve_settings(config)
+  train, tests, _ = load_datasets(settings, Counting())
+  assert train['own'].size == tests['own'].size == 3
+  check_limit(settings, {'env.own.dataset.limit': '3'})
+  config.eval.num_tasks = 2
+  assert load_datasets(resolve_settings(config), Counting()).tests['own'].size == 2
+
+
+@pytest.mark.parametrize('key', ['dataset.limit', 'env.own.dataset.limit'])
+def test_a_limit_without_effect_on_an_evaluation_is_refused(tmp_path, key):
+  settings = resolve_settings(with_own_rows(tmp_path))
+  with pytest.raises(ConfigError, match=rf'--config.{key}=7: limits .*eval.num_tasks'):
+    check_limit(settings, {key: '7'})
+  check_limit(settings, {'seed': '7'})
 
 
 def with_sets(tmp_path, **options):

@@ -231,12 +231,3 @@ def test_killed_at_any_moment_every_item_is_there_once(tmp_path):
   counts = collections.Counter(r['task_idx'] for r in dumped(tmp_path))
   assert counts == dict.fromkeys(range(size), 1)
   assert len({r['trajectory_id'] for r in dumped(tmp_path)}) == size
-
-
-async def test_an_error_of_a_job_keeps_the_place_where_it_arose():
-  async def play():
-    raise KeyError('late')
-
-  with pytest.raises(KeyError) as info:
-    await dataset_rollout._until(lambda: False, [play()])
-  assert info.traceback[-1].name == 'play'

@@ -175,7 +175,7 @@ class StoreTimeoutError(InsufficientGroupsError):
 
 
 class StopRequested(Exception):
-  """The user asked to stop while the trainer waited for groups."""
+  """The user asked to stop while the run waited, as for groups or an evaluation."""
 
 
 class DropTracker:
