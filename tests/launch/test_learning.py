@@ -72,3 +72,10 @@ def test_a_model_learns_to_look_at_pictures_it_has_not_seen(tmp_path):
   )
   assert scores[0] < 0.65  # of four squares
   assert scores[-1] - scores[0] >= 0.1
+
+
+@pytest.mark.slow
+def test_what_a_newcomer_runs_first_moves(tmp_path):
+  accuracies(tmp_path, name='debug', tag='arithmetic', optimized=False)
+  rewards = [row['reward/mean'] for row in runs.rows(tmp_path) if 'reward/mean' in row]
+  assert sum(reward > 0 for reward in rewards) >= 2 and len(set(rewards)) > 1
