@@ -19,6 +19,7 @@ from jaxrl.data.row_sources import (
   load_rows,
 )
 from jaxrl.data.rows.task_rows import TaskReader
+from jaxrl.data.seeds import starting_episode
 from jaxrl.types import Task
 
 DATASET_MODES = ('sample', 'traversal')
@@ -35,7 +36,8 @@ class GlobalDataset:
     split: The split of the source.
     mode: 'sample' draws the row that the curriculum has for the seed. 'traversal'
       returns each row once per pass, in order, and then None; the same seed gets the
-      same row.
+      same row. An environment that opens such a data set itself gets the row of its
+      episode's number, so that each process of the run may open one.
     question_key: The key of a row that holds the question, served as 'question' too;
       see `task_rows` for where else it is looked for, and its forms. An empty key means
       that rows have none.
@@ -83,6 +85,8 @@ class GlobalDataset:
     self._curriculum = self._make_curriculum(curriculum)
     self._cursor = 0
     self._rows_by_seed: dict[int, int] = {}
+    self._is_exhausted = False
+    self._num_passes = 0  # that have ended
 
   @property
   def size(self) -> int:
@@ -138,12 +142,19 @@ class GlobalDataset:
           raise ValueError("in mode 'sample' rows are drawn by seed: pass one")
         return self._curriculum.draw(seed, seed if index is None else index)
       row = self._next_row(seed) if index is None else index
+      self._is_exhausted |= row >= self.size
       return row if row < self.size else None
 
   def _next_row(self, seed: int | None) -> int:
-    """Returns the row that this pass assigned to `seed`, or else the next one."""
+    """Returns the row of this pass for `seed`, or else the next one."""
+    episode = starting_episode()
+    if episode is not None and episode.seed == seed:  # an environment asks
+      row = episode.number - self._num_passes * self.size
+      return row if row >= 0 else row % self.size  # it began before the last pass ended
     if seed is not None and seed in self._rows_by_seed:
       return self._rows_by_seed[seed]
+    if episode is not None and episode.is_trial:
+      return self._cursor
     row, self._cursor = self._cursor, self._cursor + 1
     if seed is not None:
       self._rows_by_seed[seed] = row
@@ -195,6 +206,8 @@ class GlobalDataset:
     with self._lock:
       self._cursor = 0
       self._rows_by_seed.clear()
+      self._num_passes += self._is_exhausted
+      self._is_exhausted = False
 
   def state_dict(self) -> dict[str, Any]:
     """Returns what a resumed run needs to continue, as JSON."""

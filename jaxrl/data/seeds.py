@@ -1,10 +1,51 @@
 """Seeds are derived from the run's seed, never from time or order of arrival."""
 
+import contextlib
 import zlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
 
 import numpy as np
 
 SeedPart = int | str
+
+
+class StartingEpisode(NamedTuple):
+  """The episode whose environment is being reset.
+
+  Attributes:
+    seed: The seed that `reset` is given.
+    number: Counts the groups of the run, or of the evaluation, from 0; all samples of
+      a group have the same.
+    is_trial: Whether it is begun before the run, only for the errors that this shows.
+  """
+
+  seed: int
+  number: int
+  is_trial: bool = False
+
+
+_starting: ContextVar[StartingEpisode | None] = ContextVar('starting', default=None)
+
+
+def starting_episode() -> StartingEpisode | None:
+  """Returns the episode whose environment this thread resets; None outside `reset`."""
+  return _starting.get()
+
+
+@contextlib.contextmanager
+def starting(episode: StartingEpisode | None) -> Iterator[None]:
+  """Tells data sets that an environment opens itself which episode asks for a row.
+
+  Args:
+    episode: The episode whose environment is reset meanwhile.
+  """
+  token = _starting.set(episode)
+  try:
+    yield
+  finally:
+    _starting.reset(token)
 
 
 def fold_seed(seed: int, *parts: SeedPart) -> int:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrl import call_strings
+from jaxrl.data.seeds import StartingEpisode, starting_episode
 from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES, worker_environment
 
 _ended: list[subprocess.Popen] = []  # that nobody has waited for yet
@@ -55,7 +56,8 @@ class IsolatedEnv:
 
   def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Any:
     """Resets the environment in the child process."""
-    return self._request('reset', {'seed': seed, 'options': options})
+    arguments = {'seed': seed, 'options': options}
+    return self._request('reset', arguments, starting_episode())
 
   def step(self, action: str) -> Any:
     """Steps the environment in the child process."""
@@ -65,13 +67,18 @@ class IsolatedEnv:
     """Carries out the task's reference solution in the child process."""
     return self._request('apply_solution', {})
 
-  def _request(self, method: str, arguments: dict[str, Any]) -> Any:
+  def _request(
+    self,
+    method: str,
+    arguments: dict[str, Any],
+    episode: StartingEpisode | None = None,
+  ) -> Any:
     kills_before = self._num_kills
     process, pipe = self._child = self._child or self._start()
     if self._num_kills != kills_before:  # killed before there was a process to kill
       self.kill()
     try:
-      pipe.send((method, arguments))
+      pipe.send((method, arguments, episode))
       ok, answer = pickle.loads(pipe.recv_bytes(MAX_ANSWER_BYTES))
     except (EOFError, OSError) as error:
       if not pipe.closed and not pipe.readable:  # what remains of a longer answer

@@ -32,13 +32,14 @@ def serve(pipe: Connection) -> None:
       is (target, options, memory), as for `IsolatedEnv`.
   """
   from jaxrl import call_strings
+  from jaxrl.data.seeds import starting
 
   target, options, memory = pipe.recv()
   _limit_memory(memory)
   env: Any = None
   while True:
     try:
-      method, arguments = pipe.recv()
+      method, arguments, episode = pipe.recv()
     except EOFError:
       return
     try:
@@ -46,7 +47,8 @@ def serve(pipe: Connection) -> None:
       if method == 'step':
         answer = env.step(arguments['action'])
       else:
-        answer = getattr(env, method)(**arguments)
+        with starting(episode):
+          answer = getattr(env, method)(**arguments)
       message = encode_answer(answer)
     except Exception as error:  # reported to the parent, which knows what to do with it
       message = ForkingPickler.dumps((False, call_strings.describe_error(error)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrl import spans
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import CHARS_PER_TOKEN, ChatTokenizer, has_images
-from jaxrl.data.seeds import fold_seed
+from jaxrl.data.seeds import StartingEpisode, fold_seed, starting
 from jaxrl.envs.env_registry import (
   Env,
   check_reset_result,
@@ -167,6 +167,7 @@ class EnvManager:
     self._starting_cache: RolloutCache | None = None
     self._lock = threading.Lock()
     self._base_seed = 0
+    self._is_trial = False
     self._running: tuple[EpisodeLease, asyncio.Task] | None = None
 
   async def run_rollout_loop(self, data: Mapping[str, Any]) -> int:
@@ -356,6 +357,24 @@ class EnvManager:
         num_tokens_left = self.max_length - len(cache.tokens)
         cache.append_observation(observation_ids[:num_tokens_left])
 
+  async def try_reset(self, number: int, *, base_seed: int) -> RolloutCache | None:
+    """Begins an episode that is not played, for the errors that this shows.
+
+    A data set that the environment opens itself still has its row for the episode.
+
+    Args:
+      number: The episode's number, counted from 0.
+      base_seed: As for `play_episode`.
+
+    Returns:
+      What `reset` returns.
+    """
+    self._base_seed, self._is_trial = base_seed, True
+    try:
+      return await self.reset(EpisodeLease(0, number, 0, 0, 0))
+    finally:
+      self._is_trial = False
+
   async def try_step(self, cache: RolloutCache) -> None:
     """Passes an empty reply to the environment, for the errors that this shows.
 
@@ -420,7 +439,9 @@ class EnvManager:
       options['tool_format'] = tool_format.name
     if cache.task is not None:
       options['task'] = cache.task
-    result = cache.env.reset(seed=cache.seed, options=options)
+    number = cache.lease.group_id + cache.lease.episode_id
+    with starting(StartingEpisode(cache.seed, number, self._is_trial)):
+      result = cache.env.reset(seed=cache.seed, options=options)
     observation, info = check_reset_result(cache.env, result)
     if observation is None:
       return None

@@ -72,8 +72,8 @@ class DatasetRollout(RolloutScheduler):
     """Returns the most tasks to play; 0 for all rows of the data set."""
     return max(self._sets[tag].num_tasks, 0)
 
-  def _first_task(self, tag: str) -> int:
-    return 0 if self.datasets[tag] is not None else self._base_seed(tag)
+  def _first_seed(self, tag: str) -> int:
+    return self._base_seed(tag)
 
   def _base_seed(self, tag: str) -> int:
     return base_seed(self._settings.seed, self.mode, tag)

@@ -30,7 +30,7 @@ from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_queue import GroupQueue
-from jaxrl.rollout.queue.group_state import EpisodeLease, FailureLog
+from jaxrl.rollout.queue.group_state import FailureLog
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.rollout.rewards.reward_pipeline import GraderReward
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
@@ -160,10 +160,10 @@ class RolloutScheduler:
       if not isinstance(manager, EnvManager):
         manager.context.pool.close()
         continue
-      first = self._first_task(tag)
+      first_seed = self._first_seed(tag)
       reasons = []
       for number in range(NUM_TRIAL_TASKS):
-        cache = await manager.reset(EpisodeLease(0, first + number, 0, 0, 0))
+        cache = await manager.try_reset(number, base_seed=first_seed)
         if cache is None or cache.done:
           error = cache.extras.get('error', cache.stop_reason) if cache else 'no task'
           reasons.append(('started', error))
@@ -224,18 +224,13 @@ class RolloutScheduler:
       what = 'a trial step with an empty reply raised'
       self._failures.record(tag, what, describe_error(error))
 
-  def _first_task(self, tag: str) -> int:
-    """The first of the tasks that `check_prompts` begins.
-
-    It is the first of the run: an environment that traverses a data set of its own
-    gives one row to each seed, and would lose that of a seed which never comes back.
-    """
+  def _first_seed(self, tag: str) -> int:
+    """The seed of the first of the tasks that `check_prompts` begins, as in the run."""
     if tag in self.tags:
       return base_seed(self._settings.seed, 'train', tag)
     sets = self._settings.eval.active.items()
     name = next(name for name, evaluation in sets if evaluation.tag == tag)
-    seed = base_seed(self._settings.seed, 'val', name)
-    return 0 if self._tests[name] is not None else seed
+    return base_seed(self._settings.seed, 'val', name)
 
   # ---- training
 

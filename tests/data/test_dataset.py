@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
 from jaxrl.data.row_sources import DataError
+from jaxrl.data.seeds import StartingEpisode, starting
 from jaxrl.rollout.env_manager import EnvManager
 from tests.rollout.fakes import world
 
@@ -224,3 +225,20 @@ def test_an_empty_question_or_answer_is_refused_with_its_row(key, empty):
   rows.append(rows[0] | {key: empty})
   with pytest.raises(DataError, match=rf'row 2: its {key}'):
     GlobalDataset(rows)
+
+
+def test_an_environments_row_is_that_of_its_episode_also_in_later_passes():
+  data = make('traversal', ROWS[:3])
+
+  def draw(number, *, is_trial=False, by_seed=True):
+    with starting(StartingEpisode(70 + number, number, is_trial)):
+      item = data.get_data_item(70 + number if by_seed else None)
+    return item and ROWS.index({key: item[key] for key in ROWS[0]})
+
+  assert draw(0, is_trial=True) == 0 and draw(0, is_trial=True, by_seed=False) == 0
+  assert [draw(number) for number in (2, 0, 1, 0)] == [2, 0, 1, 0]
+  assert draw(3) is None
+  data.reset()
+  assert [draw(number) for number in (4, 3, 2, 5)] == [1, 0, 2, 2]
+  assert draw(6) is None
+  assert draw(0, by_seed=False) == 0 and draw(0, by_seed=False) == 1

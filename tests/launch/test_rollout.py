@@ -231,3 +231,45 @@ def test_killed_at_any_moment_every_item_is_there_once(tmp_path):
   counts = collections.Counter(r['task_idx'] for r in dumped(tmp_path))
   assert counts == dict.fromkeys(range(size), 1)
   assert len({r['trajectory_id'] for r in dumped(tmp_path)}) == size
+
+
+OWN = """
+from configs import base, debug
+from jaxrl.data.dataset import GlobalDataset
+
+ROWS = [{'question': f'row {i}.', 'answer': '1'} for i in range(24)]
+DATA = GlobalDataset(ROWS, mode='traversal')
+
+class Own:
+  uses_dataset = False
+  columns = {'row': 'string'}
+
+  def reset(self, *, seed, options=None):
+    item = DATA.get_data_item(seed)
+    if item is None:
+      return None, None
+    self.row = item['question']
+    return item['question'], {}
+
+  def step(self, action):
+    return '', 0.0, True, False, {'columns': {'row': self.row}}
+
+def get_config():
+  config = debug.get_config()
+  del config.env.arithmetic
+  config.env.own = base.env_section(f'PREFIX{__file__}:Own', max_tokens_per_step=2)
+  config.rollout.max_num_seqs = 4
+  return config
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('prefix', ['', 'isolated:'])
+def test_an_environment_that_opens_its_own_data_plays_every_row(tmp_path, prefix):
+  file = tmp_path / 'own.py'
+  file.write_text(OWN.replace('PREFIX', prefix))
+  options = (f'--config={file}', f'--workdir={tmp_path}', '--num_tasks=100')
+  assert rollout.main(options) == 0
+  assert sorted(r['row'] for r in dumped(tmp_path)) == sorted(
+    f'row {i}.' for i in range(24)
+  )

@@ -1,13 +1,16 @@
 """Many managers, a queue and a data set together: all of it repeats, none is lost."""
 
 import asyncio
+import functools
 import itertools
 import time
 
 import numpy as np
 import pytest
 
+from jaxrl.data.dataset import GlobalDataset
 from jaxrl.rollout.engine.actor_proxy import ActorProxy, maybe_await
+from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.env_worker import EnvWorker, partition_envs
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
@@ -202,6 +205,42 @@ async def test_traversal_through_the_queue_plays_each_item_once():
   questions = [group[0].messages[0]['content'] for group in groups]
   assert questions == [f'q{i}' for i in range(8)]
   await asyncio.wait_for(task, 10)
+
+
+class OwnData(EchoEnv):
+  """Opens a data set itself, one for all environments of a process."""
+
+  def __init__(self, data, by_seed=True):
+    super().__init__()
+    self.data, self.by_seed = data, by_seed
+
+  def reset(self, *, seed, options=None):
+    item = self.data.get_data_item(seed if self.by_seed else None)
+    return (item['question'], {}) if item else (None, None)
+
+
+@pytest.mark.parametrize(('num_workers', 'by_seed'), [(1, True), (1, False), (3, True)])
+async def test_an_environment_that_opens_its_own_data_gets_every_row(
+  num_workers, by_seed
+):
+  """The trial before the run takes none, and each process opens a data set."""
+  rows = [{'question': f'q{i}', 'answer': '1'} for i in range(24)]
+  size = 2 if by_seed else 1
+  queue = GroupQueue(num_groups=-1, group_size=size, num_env_groups=5)
+  tasks = []
+  for part in partition_envs(5, size, num_workers):
+    data = GlobalDataset(rows, mode='traversal')
+    make_env = functools.partial(OwnData, data, by_seed)
+    trial = EnvManager(world(make_env))
+    for number in range(2):
+      cache = await trial.try_reset(number, base_seed=3)
+      assert cache is not None and not cache.done
+    worker = EnvWorker(world(make_env, queue=queue), part)
+    tasks.append(asyncio.create_task(worker.run({'seed': 3})))
+  groups = await asyncio.wait_for(queue.get_batch(-1, 0), 10)
+  questions = [[row.messages[0]['content'] for row in group] for group in groups]
+  assert sorted(questions) == sorted([[f'q{i}'] * size for i in range(24)])
+  await asyncio.wait_for(asyncio.gather(*tasks), 10)
 
 
 def test_share_out_keeps_groups_together():
