@@ -165,9 +165,8 @@ def find_component(
   """
   name = component_name(component)
   if not isinstance(component, str | ComponentCall):
-    options = {}
-    if isinstance(component, functools.partial):
-      options = dict(component.keywords)
+    is_partial = isinstance(component, functools.partial)
+    options = dict(component.keywords) if is_partial else {}
     function = unwrap(component)
   else:
     options = dict(as_call(component).options)
@@ -176,10 +175,6 @@ def find_component(
     target = known.get(name, name)
     function = resolve(target, where) if isinstance(target, str) else target
   where = where or f'{what} {name!r}'
-  if not callable(function):
-    raise ConfigError(
-      f'{where}: {name} is a {type(function).__name__}, not a class or function'
-    )
   if base is not None and isinstance(function, type):
     required = [key for key in vars(base) if not key.startswith('_')]
     if missing := [key for key in required if not hasattr(function, key)]:
@@ -395,6 +390,14 @@ def _is_number(value: Any) -> TypeGuard[float]:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def check_callable(fn: Any, where: str, wanted: str = 'a class or function') -> None:
+  """Raises ConfigError if what a setting names cannot be called with options."""
+  try:
+    inspect.signature(fn)
+  except (TypeError, ValueError) as error:
+    raise ConfigError(f'{where}: is {fn!r:.99}, not {wanted}') from error
+
+
 def check_options(
   fn: Callable[..., Any], options: Mapping[str, Any], where: str
 ) -> None:
@@ -412,6 +415,7 @@ def check_options(
   Raises:
     ConfigError: If a name is unknown, or a value has another type or is out of range.
   """
+  check_callable(fn, where)
   parameters = _options(fn)
   for name, value in options.items():
     if name not in parameters:

@@ -18,6 +18,7 @@ from jaxrl.call_strings import ConfigError
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime import process_env
+from launch.runtime.ports import check_port
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
@@ -157,6 +158,7 @@ def _run(argv: Sequence[str]) -> int:
   if not 0 <= port < 2**16:
     raise ConfigError(f'--port={port}: a port is a number from 0 to 65535')
   _check_aiohttp()
+  check_port(flags['host'], port)
   from jaxrl.rollout.gateway.http_server import GatewayServer
   from launch.settings.resolve import resolve_settings
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from jaxrl.call_strings import ConfigError
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
+from launch.runtime.ports import check_port
 from launch.runtime.signal_handler import run_command
 
 TOKEN_ENV = 'JAXRL_VIEW_TOKEN'
@@ -83,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
       raise ConfigError(
         "the view needs aiohttp: install the extra view, pip install -e '.[view]'"
       )
+    check_port('127.0.0.1', port)
     asyncio.run(view(root, token, port, Console()))
   except (ValueError, OSError) as error:
     print_error(error)

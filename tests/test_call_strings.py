@@ -190,3 +190,9 @@ def test_a_component_is_a_call_a_name_or_a_function():
     find('min')
   with pytest.raises(ConfigError, match="loss 'mine': no option 'clap'"):
     find(ComponentCall('mine', {'clap': 1}))
+
+
+@pytest.mark.parametrize('value', [5, None, {}, 'text', int, object()])
+def test_what_is_no_class_or_function_is_told_in_one_line(value):
+  with pytest.raises(ConfigError, match=r'^grader x: is .*, not a class or function$'):
+    call_strings.check_options(value, {}, 'grader x')

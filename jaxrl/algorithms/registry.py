@@ -89,7 +89,10 @@ def builder(spec: str) -> Callable[..., Algorithm]:
     ConfigError: If there is no such algorithm.
   """
   if ':' in spec:
-    return call_strings.resolve(spec, f'algorithm {spec} (of --config=FILE.py:{spec})')
+    where = f'algorithm {spec} (of --config=FILE.py:{spec})'
+    build = call_strings.resolve(spec, where)
+    call_strings.check_callable(build, where, 'a function that returns an Algorithm')
+    return build
   if spec not in names():
     raise call_strings.unknown_name_error(spec, names(), 'algorithm', 'algorithm')
   return getattr(importlib.import_module(f'jaxrl.algorithms.presets.{spec}'), spec)

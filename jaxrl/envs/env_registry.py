@@ -125,7 +125,11 @@ def find_env(name: str) -> Callable[..., Env]:
   known = {**ENVS, **_own_envs.get()}
   if name not in known and ':' not in name:
     raise call_strings.unknown_name_error(name, known, 'environment', 'env_type')
-  return call_strings.resolve(known.get(name, name), f'env_type={name!r}')
+  where = f'env_type={name!r}'
+  env = call_strings.resolve(known.get(name, name), where)
+  wanted = 'a class with the methods reset and step, or a function that returns one'
+  call_strings.check_callable(env, where, wanted=wanted)
+  return env
 
 
 @contextlib.contextmanager

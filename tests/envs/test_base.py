@@ -35,6 +35,15 @@ def test_a_file_outside_the_tree(tmp_path):
   assert env_factory(f'{file}:Mine', {'size': 5})().size == 5
 
 
+@pytest.mark.parametrize('value', ['5', "'text'", '{}', 'int', 'object()'])
+def test_a_constant_is_no_environment(tmp_path, value):
+  file = tmp_path / 'mine.py'
+  file.write_text(f'CONSTANT = {value}')
+  for prefix in ('', 'isolated:'):
+    with pytest.raises(ConfigError, match=r'mine.py:CONSTANT.*reset and step'):
+      find_env(f'{prefix}{file}:CONSTANT')
+
+
 def test_each_call_makes_another():
   make = env_factory('math')
   assert make() is not make()

@@ -1,0 +1,40 @@
+"""Ports: what commands listen on is checked before they do any work."""
+
+import errno
+import socket
+
+from jaxrl.call_strings import ConfigError
+
+REASONS = {
+  errno.EADDRINUSE: 'is in use: choose another one, or 0 for any that is free',
+  errno.EACCES: 'is reserved by the system: choose one from 1024 on',
+}
+
+
+def check_port(host: str, port: int) -> None:
+  """Raises ConfigError if a command cannot listen where its flags say.
+
+  Args:
+    host: The address, `--host`.
+    port: The port, `--port`; 0 is any that is free.
+  """
+  try:
+    infos = socket.getaddrinfo(
+      host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+  except OSError as error:
+    raise ConfigError(f'--host={host}: is no address: {error.strerror}') from error
+  for family, kind, protocol, _, address in dict.fromkeys(infos):
+    with socket.socket(family, kind, protocol) as listener:
+      listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      if family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+      try:
+        listener.bind(address)
+        listener.listen()
+      except OSError as error:
+        if error.errno not in REASONS:
+          where = f'--host={host}: cannot be listened on here'
+          raise ConfigError(f'{where}: {error.strerror}') from error
+        reason = REASONS[error.errno]
+        raise ConfigError(f'--port={port}: the port {reason}') from error
