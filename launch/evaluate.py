@@ -273,6 +273,7 @@ def main(argv: Sequence[str]) -> int:
     try:
       command = configs.parse(argv, FLAGS, without='benchmark')
       config = load_config(command)
+      console.set_level(read_logging(**config.logging).level)
       ks = prepare_evaluation(config, command.flags)
       configs.check_algorithm(config)
       from launch.components.env_datasets import check_limit  # imports JAX: seconds

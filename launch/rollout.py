@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     command = configs.parse(argv, FLAGS)
     from jaxrl.data.trajectory_writers.writer import open_dump
 
-    config = configs.load(
+    config: Any = configs.load(
       command, {'logging': read_logging, 'trajectory_dump': open_dump}
     )
     configs.check_algorithm(config)
@@ -192,6 +192,7 @@ def main(argv: Sequence[str]) -> int:
   console = Console()
   try:
     with console.listening():
+      console.set_level(read_logging(**config.logging).level)
       from launch.components.env_datasets import check_limit
       from launch.settings.resolve import resolve_settings
 

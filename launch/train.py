@@ -100,6 +100,7 @@ def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
     writers = None
     try:
       logging = read_logging(**config.logging)
+      console.set_level(logging.level)
       writers = open_loggers(workdir, console, logging)
       with SignalHandler(console.warn, console.restore) as stop:
         from launch.settings.resolve import resolve_settings  # imports JAX: seconds

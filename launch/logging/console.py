@@ -118,6 +118,15 @@ class Console(MetricLogger):
         log.handlers, log.propagate = handlers, propagate
         log.setLevel(level)
 
+  def set_level(self, level: str) -> None:
+    """Shows only messages of a level or above, until `listening` is left.
+
+    Args:
+      level: 'debug', 'info', 'warning' or 'error'.
+    """
+    for name in OWN:
+      logging.getLogger(name).setLevel(level.upper())
+
   def bar(self, field: str) -> Progress:
     """Makes a progress bar.
 

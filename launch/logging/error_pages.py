@@ -20,6 +20,7 @@ PAGES = {
   'env': 'docs/environments.md',
   'eval': 'docs/environments.md',
   'kernels': 'docs/kernels.md',
+  'logging.level': 'docs/cluster.md',
   'logging.sinks': 'docs/extending.md',
   'logging.trace_steps': 'docs/performance.md',
   'mesh': 'docs/mesh.md',

@@ -69,7 +69,7 @@ OPTIONAL_SECTIONS = (
     'logging',
     lambda c: not c.logging.trace_steps,
     'for traces of chosen steps',
-    ('sinks',),
+    ('sinks', 'level'),
   ),
   OptionalSection(
     'model',

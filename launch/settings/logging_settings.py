@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall, ConfigError, unknown_name_error
 from launch.settings.call_syntax import parse_calls, parse_setting
 
 
@@ -14,10 +14,12 @@ class LoggingSettings:
   Attributes:
     sinks: a call of each sink.
     trace_steps: the first and the last step of each trace, in ascending order.
+    level: the least level of the messages that the console shows.
   """
 
   sinks: tuple[ComponentCall, ...]
   trace_steps: tuple[tuple[int, int], ...]
+  level: str = 'info'
 
   @property
   def names(self) -> set[str]:
@@ -25,8 +27,14 @@ class LoggingSettings:
     return {call.name for call in self.sinks}
 
 
+LEVELS = ('debug', 'info', 'warning', 'error')
+
+
 def read_logging(
-  *, sinks: str = 'report + tensorboard', trace_steps: str = ''
+  *,
+  sinks: str = 'report + tensorboard',
+  trace_steps: str = '',
+  level: str = 'info',
 ) -> LoggingSettings:
   """Reads the section `logging`, whose keys are the options of this function.
 
@@ -37,13 +45,18 @@ def read_logging(
       none.
     trace_steps: training steps to trace with `jax.profiler`, '10-12, 50' for a file of
       steps 10 to 12 and one of step 50; '' for none.
+    level: log level of the console, which shows messages from 'debug', 'info',
+      'warning' or 'error' on.
 
   Raises:
-    ConfigError: if the call strings or the steps cannot be read.
+    ConfigError: if the call strings, the steps or the level cannot be read.
   """
+  if level not in LEVELS:
+    raise unknown_name_error(level, LEVELS, 'level', '--config.logging.level')
   return LoggingSettings(
     parse_setting('logging.sinks', sinks, parse_calls),
     parse_setting('logging.trace_steps', str(trace_steps), parse_steps),
+    level,
   )
 
 

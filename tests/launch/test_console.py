@@ -1,13 +1,16 @@
 """What is printed, on a terminal and in a pipe."""
 
 import io
+import logging
 import shlex
 import subprocess
 import sys
 
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from launch.logging.console import Clock, Console, break_command, format_duration
+from launch.settings.logging_settings import LEVELS, read_logging
 
 
 class Tty(io.StringIO):
@@ -105,3 +108,21 @@ def test_a_long_command_breaks_between_the_words_of_the_shell(width):
   assert shlex.split(text.replace('\\\n', ' ')) == words
   longest = max(len(shlex.quote(word)) for word in words)
   assert all(len(line) <= max(width, longest + 8) for line in text.splitlines())
+
+
+@pytest.mark.parametrize('level', ['debug', 'info', 'warning', 'error'])
+def test_the_console_shows_messages_from_its_level_on(level, capsys):
+  assert read_logging(level=level).level == level
+  console, log = Console(), logging.getLogger('jaxrl.anything')
+  with console.listening():
+    console.set_level(level)
+    for name in LEVELS:
+      log.log(getattr(logging, name.upper()), 'from %s', name)
+  output = capsys.readouterr().out
+  shown = [name for name in LEVELS if f'from {name}' in output]
+  assert shown == list(LEVELS[LEVELS.index(level) :])
+
+
+def test_another_level_is_named_with_its_key():
+  with pytest.raises(ConfigError, match=r"config.logging.level: no level 'warn'"):
+    read_logging(level='warn')
