@@ -35,8 +35,8 @@ def page(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_example_trains_is_evaluated_and_played(page, tmp_path, capsys):
-  assert page[0] == 'python -m launch.train --config=quiz.py --workdir=runs/quiz'
-  folder = tmp_path / 'runs' / 'quiz'
+  assert page[0] == 'python -m launch.train --config=quiz.py --workdir=runs/agent_quiz'
+  folder = tmp_path / 'runs' / 'agent_quiz'
   assert main(folder, *SMALL, '--config.algorithm.group_size=2', config='quiz.py') == 0
   (row,) = [row for row in rows(folder) if 'reward/mean' in row]
   assert row['tokens/action'] > 0

@@ -7,6 +7,7 @@ import asyncio
 import re
 import types
 
+import numpy as np
 import pytest
 
 from jaxrl import call_strings
@@ -42,6 +43,17 @@ def lab(tmp_path_factory):
   return folder
 
 
+def test_the_advantage_is_that_of_each_group(lab):
+  midrange = call_strings.resolve(f'{lab}/midrange_advantage.py:midrange')
+  # Two groups, of three episodes and of one with two rows, and a row of padding.
+  rewards = np.array([[0, 1], [0, 4], [0, 2], [3, 0], [0, 2], [9, 9]], np.float32)
+  mask = np.array([[0, 1], [1, 1], [0, 1], [1, 0], [0, 1], [0, 0]], bool)
+  groups, episodes = np.array([0, 0, 0, 1, 1, -1]), np.array([0, 1, 2, 3, 3, -1])
+  found = midrange(rewards, mask, groups, episodes, scale=2.0).advantages
+  wanted = [[0, -3], [3, 3], [0, -1], [0, 0], [0, 0], [0, 0]]
+  np.testing.assert_allclose(found, wanted)
+
+
 @pytest.mark.slow  # its fast sibling is the run with plugins, in test_plugins
 def test_one_run_with_components_of_ones_own(lab, tmp_path):
   workdir = tmp_path / 'run'
@@ -54,6 +66,7 @@ def test_one_run_with_components_of_ones_own(lab, tmp_path):
     f'--config.rollout.engine={lab}/dice_engine.py:DiceEngine(sides=4)',
     f'--config.rollout.rewards={rewards}',
     f'--config.rollout.group_filter={lab}/parity_filter.py:DropFirst(count=2)',
+    f'--config.algorithm.advantage={lab}/midrange_advantage.py:midrange(scale=2.0)',
     f'--config.algorithm.sampler={lab}/reversed_sampler.py:Reversed(note=7)',
     f'--config.logging.sinks={lab}/text_sink.py:TextSink(file="mine.txt")',
     f'--config.trajectory_dump.path={lab}/counting_writer.py:CountingWriter(suffix=".n")',

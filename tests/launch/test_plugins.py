@@ -170,7 +170,11 @@ def lab(tmp_path_factory):
 
 def test_every_kind_is_recognised(lab):
   names_by_kind = plugins.read(str(lab)).names
+  # A part of an algorithm is found under each kind of them; its place says which it is.
+  parts = {'policy_loss', 'kl_loss', 'kl_penalty', 'entropy_loss', 'value_loss'}
+  parts |= {'advantage', 'correction', 'kl_controller'}
   assert {kind: set(names) for kind, names in names_by_kind.items()} == {
+    **{kind: {'midrange'} for kind in parts},
     'engine': {'DiceEngine'},
     'env': {'EchoEnv'},
     'grader': {'short', 'Even'},
