@@ -79,7 +79,23 @@ class Console(MetricLogger):
 
   def say(self, text: str = '', style: str = '') -> None:
     """Prints one line as it is."""
-    self.terminal.print(Text(text, style=style))
+    self.terminal.print(Text(self._wrap(text), style=style))
+
+  def _wrap(self, text: str, indent: str = '  ') -> str:
+    """Breaks a line that is too long for the terminal, between words."""
+    if not self.live or len(text) <= self.terminal.width:
+      return text
+    lines = (
+      textwrap.wrap(
+        line,
+        self.terminal.width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+      )
+      for line in text.split('\n')
+    )
+    return '\n'.join('\n'.join(parts) for parts in lines)
 
   def fact(self, label: str, value: str) -> None:
     """Prints a fact of the run: `label`, then `value`, in two columns."""
@@ -94,6 +110,10 @@ class Console(MetricLogger):
       value = break_command(value, self.terminal.width - 4)
       self.terminal.print(Text(f'    {value}'))
       return
+    if ' ' not in value:  # a long path, which may fit a line of its own
+      self.terminal.print(Text(f'  {label}', style='dim'))
+      self.terminal.print(Text(f'    {value}'))
+      return
     room = max(20, self.terminal.width - 16)
     lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
     line = Text().append(f'  {label:<13} ', style='dim')
@@ -101,7 +121,7 @@ class Console(MetricLogger):
 
   def warn(self, text: str) -> None:
     """Prints a warning."""
-    self.terminal.print(Text(f'warning: {text}', style='yellow'))
+    self.terminal.print(Text(self._wrap(f'warning: {text}'), style='yellow'))
 
   @contextlib.contextmanager
   def listening(self) -> Iterator[None]:

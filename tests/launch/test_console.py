@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import shlex
 import subprocess
 import sys
@@ -126,3 +127,21 @@ def test_the_console_shows_messages_from_its_level_on(level, capsys):
 def test_another_level_is_named_with_its_key():
   with pytest.raises(ConfigError, match=r"config.logging.level: no level 'warn'"):
     read_logging(level='warn')
+
+
+@pytest.mark.parametrize('width', [80, 100])
+def test_no_line_breaks_inside_a_word(width):
+  """A terminal breaks what is longer than its width wherever it ends."""
+  stream = Tty()
+  console = Console(stream, width=width)
+  sentence = 'in every group all samples have the same reward, so nothing is compared; '
+  console.warn(3 * sentence)
+  console.say(3 * sentence)
+  path = '/' + 'a/long/folder/of/runs/' * 2 + 'and/some/more/report.html'
+  command = "python -m launch.train --config=a.py --config.dataset.path='a b c' --x=1 "
+  command += '--workdir=runs/a_rather_long_name_of_a_run'
+  console.closing('Finished.', {'report': path, 'data': 2 * sentence, 'go on': command})
+  lines = re.sub(r'\x1b\[[0-9;?]*[a-zA-Z]', '', stream.getvalue()).splitlines()
+  assert max(map(len, lines)) <= width
+  words = {word for line in lines for word in line.split()}
+  assert path in words and set(sentence.split()) <= words
