@@ -19,6 +19,7 @@ from jaxrl.call_strings import (
   unknown_name_error,
 )
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
+from jaxrl.data.model_text.turn_end import ChatOptionError
 from jaxrl.data.tokenizer import (
   IMAGE_PAD,
   VIDEO_PAD,
@@ -164,6 +165,8 @@ def load_model(
     check_table_size(tokenizer, config.vocab_size)
     if chat is not None:
       _take_over(tokenizer, chat)
+  except ChatOptionError as error:
+    raise ConfigError(f'model.{error.option}: {error} (in {name})') from error
   except (OSError, ValueError) as error:
     raise ConfigError(f'{key}={name}: {error}') from error
   model = TransformerLM(config, dtype=dtype, remat=remat, kernels=kernels)
@@ -205,7 +208,14 @@ def _take_over(tokenizer: Any, chat: ChatOptions) -> None:
   """Makes a tokenizer's own template and stop tokens those of the options."""
   if not chat.chat_template and tokenizer.chat_template is None:
     return  # it may learn texts; whoever needs a template says so
-  stop_ids = ChatTokenizer(tokenizer, chat).stop_token_ids
+  try:
+    stop_ids = ChatTokenizer(tokenizer, chat).stop_token_ids
+  except ChatOptionError:
+    raise
+  except ValueError as error:
+    if not chat.chat_template:
+      raise
+    raise ChatOptionError('chat_template', str(error)) from error
   if chat.chat_template:
     tokenizer.chat_template = chat.chat_template
   tokenizer.generation_config |= {'eos_token_id': list(stop_ids)}

@@ -96,6 +96,13 @@ class Completion:
   routed_experts: np.ndarray | None = None
 
 
+class PromptTooLongError(ValueError):
+  """A prompt does not fit the window of an engine; this ends an episode at its length.
+
+  Any other error of an engine is a fault, which is told.
+  """
+
+
 class RolloutEngine(Protocol):
   """Generates tokens. One request is one sequence; requests are independent."""
 
@@ -118,7 +125,7 @@ class RolloutEngine(Protocol):
       The completion.
 
     Raises:
-      ValueError: If the prompt does not fit.
+      PromptTooLongError: If the prompt does not fit.
     """
     ...
 

@@ -38,7 +38,13 @@ from jaxrl.rollout.thread_pool import (
   Timeouts,
   make_timeouts,
 )
-from jaxrl.types import Completion, RolloutEngine, SamplingParams, Trajectory
+from jaxrl.types import (
+  Completion,
+  PromptTooLongError,
+  RolloutEngine,
+  SamplingParams,
+  Trajectory,
+)
 
 if TYPE_CHECKING:
   from jaxrl.rollout.rewards.reward_pipeline import RewardPipeline
@@ -315,7 +321,7 @@ class EnvManager:
     max_tokens = min(num_tokens_left, self.max_tokens_per_step)
     try:
       completion = await self._generate(cache, max_tokens)
-    except ValueError as error:  # the prompt is longer than the engine's window
+    except PromptTooLongError as error:
       cache.truncate('max_length', error)
       return None
     except TimeoutError:

@@ -1,12 +1,15 @@
 """Folders that are written keep how a model's text is read; published tokenizers."""
 
+import copy
 import json
 
+import jax
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
-from jaxrl.model_loading import check_table_size
+from jaxrl.model_loading import check_table_size, create_model, random_config
 from jaxrl.tokenizer_files import read_generation_config, save_tokenizer
 from tests import real
 
@@ -89,3 +92,38 @@ def test_options_of_a_template_are_ones_that_it_reads():
   options = ChatOptions(template_options={'loud': True}, chat_template=source)
   prompt = ChatTokenizer(tokenizer, options).encode_prompt(MESSAGES)
   assert tokenizer.decode(prompt).endswith('assistant\n!')
+  for text in ('{# loud #}', '{{ messages[0].loud }}', 'loud', '{% set loud = 1 %}'):
+    options = ChatOptions({'loud': True}, tokenizer.chat_template + text)
+    with pytest.raises(ValueError, match="no option 'loud'"):
+      ChatTokenizer(tokenizer, options)
+
+
+@pytest.mark.real
+def test_options_of_published_templates_are_told():
+  tokenizer = copy.copy(real.load_tokenizer('qwen3'))
+  options = ChatOptions(template_options={'enable_thinkin': True})
+  with pytest.raises(ValueError, match=r"Did you mean 'enable_thinking'.*It has: "):
+    ChatTokenizer(tokenizer, options)
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    (
+      {'template_options': {'loud': True}},
+      'model.template_options.loud: .*It has none',
+    ),
+    ({'stop_token_ids': (99_999,)}, 'model.stop_token_ids: 99999 is no token'),
+    ({'stop_token_ids': (-1,)}, 'model.stop_token_ids: -1 is no token'),
+    ({'chat_template': '{% for m in messages %'}, 'model.chat_template: .*refuses'),
+    ({'chat_template': 'hello'}, 'model.chat_template: .*does not render'),
+  ],
+)
+def test_the_option_at_fault_is_named(tmp_path, options, message):
+  config = random_config(num_layers=1, hidden_size=16)
+  key, chat = jax.random.key(0), ChatOptions(**options)
+  with pytest.raises(ConfigError, match=f'^{message}.* \\(in .*model'):
+    create_model(
+      *(tmp_path / 'model', config, ['abc'], key),
+      **{'value_head': False, 'dtype': 'float32', 'remat': 'full', 'chat': chat},
+    )

@@ -25,6 +25,7 @@ from jaxrl.rollout.rewards.reward_pipeline import (
   RewardTerm,
 )
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from jaxrl.types import PromptTooLongError
 from tests.calls import env_factory
 from tests.data.letters import END
 from tests.processes import wait_for_end
@@ -165,9 +166,13 @@ async def test_limits_and_faults_of_the_engine_have_their_own_reasons():
   (row,) = await play(says('ab' + END), None, {'max_length': 5}, agent=agent)
   assert (row.stop_reason, len(row.tokens)) == ('prompt_too_long', 5)
   assert not row.action_mask.any()
-  broken = Engine(lambda prompt, sampling: RuntimeError('no memory'))
-  (row,) = await play(broken, agent=agent)
-  assert row.stop_reason == 'generate_failed' and 'no memory' in row.extras['error']
+  narrow = Engine(lambda prompt, sampling: PromptTooLongError('a window of 2'))
+  (row,) = await play(narrow, agent=agent)
+  assert row.stop_reason == 'max_length' and len(row.tokens)
+  for error in (RuntimeError('no memory'), ValueError('no such sampling')):
+    broken = Engine(lambda prompt, sampling, error=error: error)
+    (row,) = await play(broken, agent=agent)
+    assert row.stop_reason == 'generate_failed' and str(error) in row.extras['error']
   (row,) = await play(says(''), agent=agent)
   assert row.stop_reason == 'generate_failed' and 'no token' in row.extras['error']
 

@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 
+from jaxrl.call_strings import ConfigError
 from jaxrl.data import chat_tokenizer
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import train_tokenizer
@@ -24,7 +25,7 @@ from jaxrl.rollout.rewards.reward_pipeline import (
   RewardTerm,
 )
 from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
-from jaxrl.types import Task
+from jaxrl.types import PromptTooLongError, Task
 from tests.calls import env_factory
 from tests.data.test_chat_tokenizer import make_chat
 from tests.rollout.fakes import (
@@ -207,10 +208,19 @@ async def test_a_long_observation_that_fits_is_whole():
 
 
 async def test_a_prompt_beyond_the_engines_window_is_an_episode():
-  engine = FakeEngine(lambda p, s: ValueError('9 tokens do not fit a window of 8'))
-  (row,) = await play(world(engine=engine))
+  error = PromptTooLongError('9 tokens do not fit a window of 8')
+  (row,) = await play(world(engine=FakeEngine(lambda p, s: error)))
   assert row.stop_reason == 'max_length'
   assert 'window of 8' in row.extras['error']
+
+
+@pytest.mark.parametrize('kind', [ValueError, UnicodeDecodeError, ConfigError])
+async def test_no_other_error_of_an_engine_is_one_of_length(kind):
+  """Among them are many kinds of ValueError, such as of a wrong sampling setting."""
+  args = ('utf-8', b'x', 0, 1, 'bad') if kind is UnicodeDecodeError else ('bad',)
+  engine = FakeEngine(lambda p, s: kind(*args))
+  (row,) = await play(world(engine=engine))
+  assert row.stop_reason == 'generate_failed' and 'bad' in row.extras['error']
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.model_runner import default_buckets
-from jaxrl.types import SamplingParams
+from jaxrl.types import PromptTooLongError, SamplingParams
 from tests.models.families import cases
 
 CONFIG = ModelConfig(
@@ -348,8 +348,10 @@ async def test_the_window_ends_a_completion(engine):
   ],
 )
 async def test_what_cannot_be_served_is_refused(engine, ids, rules, message):
-  with pytest.raises(ValueError, match=f"request 'bad': .*{message}"):
+  with pytest.raises(ValueError, match=f"request 'bad': .*{message}") as refusal:
     await engine.generate('bad', ids, SamplingParams(**{'max_tokens': 4, **rules}))
+  is_of_length = isinstance(refusal.value, PromptTooLongError)
+  assert is_of_length == ('prompt of' in str(refusal.value))
 
 
 def test_default_buckets_reach_the_window():

@@ -6,7 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.data.model_text.turn_end import QUESTION
+import jinja2
+import jinja2.meta
+from jinja2 import nodes
+
+from jaxrl.call_strings import closest_match
+from jaxrl.data.model_text.turn_end import QUESTION, ChatOptionError
 from jaxrl.types import Message
 
 # Arguments of `apply_chat_template`, which are no options of a template.
@@ -17,6 +22,13 @@ _RESERVED = frozenset(
 )
 # Where messages have a thought; templates differ in which one they read.
 THOUGHT_KEYS = ('reasoning_content', 'reasoning', 'thinking')
+# What every template is given or may call, which is no option of this one.
+_GIVEN = frozenset(
+  'messages tools documents add_generation_prompt continue_final_message '
+  'bos_token eos_token unk_token sep_token pad_token cls_token mask_token '
+  'additional_special_tokens raise_exception strftime_now range namespace dict'.split()
+)
+_GENERATION_TAG = re.compile(r'\{%-?\s*(?:end)?generation\s*-?%\}')
 
 
 class ChatTemplate:
@@ -78,12 +90,19 @@ class ChatTemplate:
 
   def _set_options(self, options: Mapping[str, Any]) -> None:
     """Adds template options, which must be ones that the template reads."""
-    source = self.source
-    for name in options:
-      if name in _RESERVED or not str(name).isidentifier():
-        raise ValueError(f'{name!r} cannot be an option of the chat template')
-      if name != 'tools' and not re.search(rf'\b{name}\b', source):
-        raise ValueError(f'the chat template has no option {name!r}')
+    names = [str(name) for name in options if name != 'tools']
+    known, usual = _find_options(self.source) if names else (set(), set())
+    for name in names:
+      option = f'template_options.{name}'
+      if name in _RESERVED or not name.isidentifier():
+        problem = f'{name!r} cannot be an option of the chat template'
+        raise ChatOptionError(option, problem)
+      if name not in known:
+        near = closest_match(name, usual)
+        hint = f'Did you mean {near!r}? ' if near else ''
+        there_are = f'It has: {", ".join(sorted(usual))}' if usual else 'It has none'
+        problem = f'the chat template has no option {name!r}. '
+        raise ChatOptionError(option, problem + hint + there_are)
     self._options = {**self._options, **options}
 
   def render(self, messages: Sequence[Message], prompt: bool) -> str:
@@ -188,6 +207,29 @@ class ChatTemplate:
       )
     runs = [self._placeholder * self._images.num_tokens(image) for image in images]
     return first + ''.join(map(''.join, zip(runs, others, strict=True)))
+
+
+def _find_options(source: str) -> tuple[set[str], set[str]]:
+  """Finds the options of a template.
+
+  Args:
+    source: The template.
+
+  Returns:
+    All names that a template may read from outside; and those of them that it does not
+    also set by itself without asking for them before.
+  """
+  environment = jinja2.Environment(extensions=['jinja2.ext.loopcontrols'])
+  try:
+    tree = environment.parse(_GENERATION_TAG.sub('', source))
+  except jinja2.TemplateSyntaxError:  # a tag that only the tokenizer's reader knows
+    return {*re.findall(r'\b[A-Za-z_]\w*', source)} - _GIVEN, set()
+  known = jinja2.meta.find_undeclared_variables(tree) - _GIVEN
+  asked = [test for test in tree.find_all(nodes.Test) if 'defined' in test.name]
+  asked += [one for one in tree.find_all(nodes.Filter) if one.name == 'default']
+  names = {one.node.name for one in asked if isinstance(one.node, nodes.Name)}
+  names |= known - {n.name for n in tree.find_all(nodes.Name) if n.ctx == 'store'}
+  return known, names & known
 
 
 def _with_every_thought_key(message: Message) -> Message:

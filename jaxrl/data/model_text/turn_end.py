@@ -16,6 +16,18 @@ _NEXT = '\x02next\x03'  # stands for the message after it
 QUESTION: Message = {'role': 'user', 'content': 'x'}
 
 
+class ChatOptionError(ValueError):
+  """What a user has set about conversations does not suit the checkpoint.
+
+  Attributes:
+    option: The option, such as 'template_options.enable_thinking'.
+  """
+
+  def __init__(self, option: str, problem: str):
+    super().__init__(problem)
+    self.option = option
+
+
 class AddedTokens:
   """Finds a tokenizer's added tokens, such as `<|im_end|>`, in text.
 
@@ -122,6 +134,10 @@ def find_turn_end(
     ValueError: If nothing would end a reply, or the template ends it with a text that
       is no token of this tokenizer, as that of another model does.
   """
+  for number in stop_token_ids:
+    if not 0 <= number < len(tokenizer):
+      problem = f'{number} is no token of the tokenizer, which has {len(tokenizer):,}'
+      raise ChatOptionError('stop_token_ids', problem)
   reply = {'role': 'assistant', 'content': MARK}
   whole = render([QUESTION, reply], prompt=False)
   if MARK not in whole:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.types import Completion, Params, SamplingParams
+from jaxrl.types import Completion, Params, PromptTooLongError, SamplingParams
 
 # Tokens of context decoded beyond the longest stop string. They cover characters that
 # are split over several tokens and what a tokenizer does at the start of a text.
@@ -21,10 +21,7 @@ STOP_CONTEXT_TOKENS = 8
 
 
 class ImageError(RuntimeError):
-  """An engine cannot take the images of a prompt; the message says why.
-
-  It is no ValueError, which says that a prompt is too long and only ends an episode.
-  """
+  """An engine cannot take the images of a prompt; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +219,15 @@ class EngineBase:
     """Says which of the engine's own limits a request breaks; '' if none."""
     return ''
 
+  def _check_size(self, prompt: np.ndarray) -> str:
+    """Says why a prompt is too long; '' if it is not."""
+    if len(prompt) < self._max_length:
+      return ''
+    return (
+      f'its prompt of {len(prompt)} tokens leaves no room in a window of '
+      f'{self._max_length}; shorten it or raise max_length'
+    )
+
   def _check_images(self, prompt: np.ndarray, images: tuple[Any, ...]) -> str:
     """Says what is wrong with the images of a request, if it has any; '' if nothing."""
     del prompt, images
@@ -269,7 +275,8 @@ class EngineBase:
       The completion.
 
     Raises:
-      ValueError: If the request is invalid or breaks a limit of the engine.
+      PromptTooLongError: If the prompt does not fit.
+      ValueError: If the request is invalid or breaks another limit of the engine.
       ImageError: If the engine cannot take its images.
       RuntimeError: If the engine has no weights yet.
       Exception: Whatever the device raised while it served the request.
@@ -278,6 +285,8 @@ class EngineBase:
     problem = self._validate(prompt, sampling) or self._check_limits(prompt, sampling)
     if problem:
       raise ValueError(f'request {request_id!r}: {problem}')
+    if problem := self._check_size(prompt):
+      raise PromptTooLongError(f'request {request_id!r}: {problem}')
     if images and (problem := self._check_images(prompt, tuple(images))):
       raise ImageError(f'request {request_id!r}: {problem}')
     if self.version is None:
@@ -352,11 +361,6 @@ class EngineBase:
     if prompt.ndim != 1 or not len(prompt):
       return (
         f'its prompt must be a non-empty row of token ids, not of shape {prompt.shape}'
-      )
-    if len(prompt) >= self._max_length:
-      return (
-        f'its prompt of {len(prompt)} tokens leaves no room in a window of '
-        f'{self._max_length}; shorten it or raise max_length'
       )
     if prompt.min() < 0 or prompt.max() >= self._vocab_size:
       return f'its prompt has token ids outside 0 … {self._vocab_size - 1}'

@@ -252,17 +252,23 @@ class JaxEngine(EngineBase):
   # ---- requests: submitted by `EngineBase`
 
   def _check_limits(self, prompt: np.ndarray, sampling: SamplingParams) -> str:
-    max_prefill = max(self._model_runner.prompt_buckets)
+    del prompt
     max_stop_ids = self._model_runner.max_stop_ids
-    if len(prompt) - 1 > max_prefill:
-      return (
-        f'its prompt of {len(prompt)} tokens exceeds the largest prompt bucket, '
-        f'{max_prefill}'
-      )
     if len(sampling.stop_token_ids) > max_stop_ids:
       return (
         f'{len(sampling.stop_token_ids)} stop token ids are more than the '
         f'max_stop_ids={max_stop_ids} the engine was built with'
+      )
+    return ''
+
+  def _check_size(self, prompt: np.ndarray) -> str:
+    max_prefill = max(self._model_runner.prompt_buckets)
+    if problem := super()._check_size(prompt):
+      return problem
+    if len(prompt) - 1 > max_prefill:
+      return (
+        f'its prompt of {len(prompt)} tokens exceeds the largest prompt bucket, '
+        f'{max_prefill}'
       )
     return ''
 

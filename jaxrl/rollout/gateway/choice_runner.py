@@ -26,7 +26,13 @@ from jaxrl.rollout.gateway.openai_requests import (
 )
 from jaxrl.rollout.gateway.request_cache import RequestCache
 from jaxrl.rollout.gateway.session_recorder import AgentSession, SessionPrompt
-from jaxrl.types import Completion, Message, RolloutEngine, SamplingParams
+from jaxrl.types import (
+  Completion,
+  Message,
+  PromptTooLongError,
+  RolloutEngine,
+  SamplingParams,
+)
 
 log = logging.getLogger(__name__)
 
@@ -187,12 +193,17 @@ class ChoiceRunner:
       raise
     except ApiError:
       raise
-    except ValueError as error:  # the prompt is longer than the engine's window
+    except PromptTooLongError as error:
       state.limit_reached = 'max_length'
-      reason = public_message(error)
-      raise ApiError(400, f'the engine refuses: {reason}') from error
-    except ImageError as error:
-      raise ApiError(400, f'the engine refuses: {public_message(error)}') from error
+      state.refused_prompt = self._prompt.tokens[: state.limits.max_length]
+      raise ApiError(
+        400,
+        f'the engine refuses: {public_message(error)}',
+        code='context_length_exceeded',
+      ) from error
+    except (ValueError, ImageError) as error:  # what was asked for, not the engine
+      state.error = f'the engine refuses: {public_message(error)}'
+      raise ApiError(400, state.error) from error
     except Exception as error:
       log.exception('a reply failed')
       state.error = f'{type(error).__name__}: {error}'

@@ -13,6 +13,7 @@ from jaxrl.rollout.engine.router import EngineRouter
 from jaxrl.rollout.gateway.connection_limits import ConnectionLimits
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.openai_requests import ApiError, GenerationRequest
+from jaxrl.types import PromptTooLongError
 from tests.data.letters import END
 from tests.rollout.gateway.agents import (
   CALL,
@@ -378,13 +379,20 @@ async def test_errors_of_the_path_and_of_the_size_are_json_too():
 
 
 @pytest.mark.parametrize(
-  'error, status', [(ValueError('too long'), 400), (RuntimeError('secret'), 500)]
+  'error, status',
+  [
+    (PromptTooLongError('too long'), 400),
+    (ValueError('no such sampling'), 400),
+    (RuntimeError('secret'), 500),
+  ],
 )
 async def test_an_engine_that_fails_leaves_nothing_behind(error, status):
   engine = says(error)
   async with endpoint(engine) as (client, delivered):
     got, payload = await post(client, PATH, ASK)
     assert got == status and 'secret' not in payload['error']['message']
+    is_of_length = payload['error']['code'] == 'context_length_exceeded'
+    assert is_of_length == isinstance(error, PromptTooLongError)
     async with client.post(PATH, json={**ASK, 'stream': True}) as response:
       assert '"error"' in await response.text()
     await post(client, '/feedback', {})
