@@ -43,6 +43,9 @@ from jaxrl.types import Message
 CHARS_PER_TOKEN = 8
 _SPARE_TOKENS = 64  # at the end of a cut text, where the cut may change the tokens
 _REPLY: Message = {'role': 'assistant', 'content': MARK}  # whose ids already exist
+# After these a text is encoded whose beginning would share a token with what stands
+# before it. The last is hardly ever part of a token of several characters.
+_CONTEXT_ENDS = ('', '\n', '\x02')
 _OPENED = re.compile(r'<')  # where an opened thought or channel begins
 _THINK_TAG = re.compile(r'</?think>')
 
@@ -85,6 +88,7 @@ class ChatTokenizer:
 
   Raises:
     ValueError: If there is no chat template, or nothing would end a reply.
+    ChatOptionError: If an option does not suit the checkpoint.
   """
 
   def __init__(
@@ -106,6 +110,7 @@ class ChatTokenizer:
     )
     self._added = AddedTokens(tokenizer)
     self._formats: dict[str, Any] = {}  # shared by copies, found when first asked for
+    self._generation_prompt: str | None = None  # until it is asked for
     self.turn_end: TurnEnd = find_turn_end(
       tokenizer, self._added, self._template.render, options.stop_token_ids
     )
@@ -194,6 +199,7 @@ class ChatTokenizer:
     """
     changed = copy.copy(self)
     changed._template = self._template.with_options(options)
+    changed._generation_prompt = None
     return changed
 
   def opening(self) -> str:
@@ -203,8 +209,10 @@ class ChatTokenizer:
   @property
   def generation_prompt(self) -> str:
     """What the template writes before a reply, such as `<|im_start|>assistant`."""
-    texts = [self.opening(), self._template.render([QUESTION], prompt=True)]
-    return texts[1][len(os.path.commonprefix(texts)) :]
+    if self._generation_prompt is None:
+      texts = [self.opening(), self._template.render([QUESTION], prompt=True)]
+      self._generation_prompt = texts[1][len(os.path.commonprefix(texts)) :]
+    return self._generation_prompt
 
   def with_tools(self, tools: Sequence[dict[str, Any]]) -> 'ChatTokenizer':
     """Returns a chat tokenizer whose first prompt announces `tools`.
@@ -426,7 +434,7 @@ class ChatTokenizer:
       The ids of `text`, which follow those of `before`.
     """
     before = before[self._added.last_start(before) :]
-    for context in (before, self._anchor, f'{self._anchor}\n'):
+    for context in (before, *(self._anchor + end for end in _CONTEXT_ENDS)):
       prefix = self.encode(context)
       needed = None if max_tokens is None else max_tokens + len(prefix)
       ids = self.encode(context + text, max_tokens=needed)

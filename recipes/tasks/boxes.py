@@ -15,7 +15,7 @@ import numpy as np
 from configs import base
 from jaxrl.algorithms import registry
 from jaxrl.config import Config
-from jaxrl.data.tool_formats.reply_calls import parse_tool_calls
+from jaxrl.data.tool_formats import UNKNOWN
 from recipes.tasks import sums
 
 THINGS = ('cup', 'hat', 'key', 'pen')
@@ -53,7 +53,7 @@ class BoxEnv:
 
   def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
     """Answers a call of the tool, or ends the game with the answer."""
-    _, calls = parse_tool_calls(action)
+    _, calls = UNKNOWN.parse(action)
     if not calls:
       right = float(action.strip() == self._thing)
       return '', right, True, False, self._info(right)

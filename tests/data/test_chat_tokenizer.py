@@ -119,6 +119,16 @@ def test_a_conversation_that_ends_with_the_user_has_no_more_to_learn():
   assert np.array_equal(tokens, chat.encode_with_mask([QUESTION, REPLY])[0])
 
 
+def test_the_prompt_of_a_reply_is_rendered_once_for_each_set_of_options(monkeypatch):
+  chat = make_chat(THINKING)
+  plain = chat.with_options(enable_thinking=False)
+  assert chat.generation_prompt == '<|im_start|>assistant\n'
+  thought = '<think>\n\n</think>\n\n'
+  assert plain.generation_prompt == chat.generation_prompt + thought
+  monkeypatch.setattr(chat.tokenizer, 'apply_chat_template', None)
+  assert chat.generation_prompt and plain.generation_prompt
+
+
 def test_errors():
   with pytest.raises(ValueError, match='follow each other'):
     make_chat().encode_with_mask([QUESTION, REPLY, REPLY])

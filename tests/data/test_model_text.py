@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -110,8 +111,9 @@ CALLING = {
 }
 
 
-def make(name, template='', **options):
-  """The chat tokenizer of a family, with the tokens that its tokenizer lacks."""
+@functools.cache
+def make_tokenizer(name):
+  """A family's tokenizer, with the tokens that the published one lacks."""
   family = FAMILIES[name]
   tokenizer = copy.deepcopy(real.load_tokenizer(family.tokenizer))
   if family.tokens:
@@ -119,10 +121,16 @@ def make(name, template='', **options):
       {'additional_special_tokens': family.tokens.split()},
       replace_extra_special_tokens=False,
     )
-  if template or family.template:
-    tokenizer.chat_template = real.read_template(template or family.template)
   ids = tokenizer.convert_tokens_to_ids(family.eos.split())
   tokenizer.generation_config = {'eos_token_id': ids} if ids else {}
+  return tokenizer
+
+
+def make(name, template='', **options):
+  """The chat tokenizer of a family."""
+  tokenizer, family = copy.copy(make_tokenizer(name)), FAMILIES[name]
+  if template or family.template:
+    tokenizer.chat_template = real.read_template(template or family.template)
   return ChatTokenizer(tokenizer, ChatOptions(**options))
 
 

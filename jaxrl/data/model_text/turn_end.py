@@ -133,6 +133,7 @@ def find_turn_end(
   Raises:
     ValueError: If nothing would end a reply, or the template ends it with a text that
       is no token of this tokenizer, as that of another model does.
+    ChatOptionError: If a token that the user names does not exist.
   """
   for number in stop_token_ids:
     if not 0 <= number < len(tokenizer):
@@ -158,6 +159,12 @@ def find_turn_end(
       'this tokenizer, so that nothing would stop a reply there: use the template of '
       'this model, add the token to the tokenizer, or name the tokens that end a reply '
       'in the option stop_token_ids'
+    )
+  if found and not _is_read(tokenizer, last[: found.end()], added.ids[found[0]]):
+    raise ValueError(
+      f'the tokenizer reads {found[0]} after a word as plain letters, and not as the '
+      'token that ends a reply: set "normalized" of this token to false in '
+      'tokenizer.json'
     )
   if not stops:
     raise ValueError(
@@ -205,6 +212,11 @@ def _message_end(
   ends_users = after_user is not None and after_user[0] == found[0]
   is_end = added.ids[found[0]] in stops or ends_users
   return text[: found.end()] if is_end else ''
+
+
+def _is_read(tokenizer: Any, closing: str, number: int) -> bool:
+  """Whether the tokenizer reads a text after a word as one that ends with a token."""
+  return tokenizer.encode(f'x{closing}', add_special_tokens=False)[-1] == number
 
 
 def _usual_stop(eos_id: int | None, stops: Iterable[int]) -> int:

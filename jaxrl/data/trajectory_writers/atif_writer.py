@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.data import json_codec
-from jaxrl.data.tool_formats.reply_calls import extract_tool_calls
+from jaxrl.data.tool_formats import UNKNOWN, InvalidToolCall, ToolCall
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import IMAGES
 
@@ -303,7 +303,7 @@ def _agent_fields(step_id: int, message: Mapping[str, Any]) -> Document:
     if thought is None and (match := _THOUGHT.match(content)):
       thought, content = match[1].strip('\n'), content[match.end() :]
     if not calls:
-      content, parsed_calls = extract_tool_calls(content)
+      content, parsed_calls = _extract_calls(content)
       calls = [(call['name'], call['arguments'], None) for call in parsed_calls]
   fields: Document = {'message': content}
   if thought:
@@ -318,6 +318,17 @@ def _agent_fields(step_id: int, message: Mapping[str, Any]) -> Document:
       for number, (name, arguments, call_id) in enumerate(calls, 1)
     ]
   return fields
+
+
+def _extract_calls(text: str) -> tuple[str, list[ToolCall]]:
+  """Splits a reply into its text and its tool calls, all or none.
+
+  A reply with a call that cannot be read is returned as text, so that whoever reads
+  the file sees what the model wrote.
+  """
+  content, calls = UNKNOWN.parse(text)
+  valid = [call for call in calls if not isinstance(call, InvalidToolCall)]
+  return (content, valid) if calls and len(valid) == len(calls) else (text, [])
 
 
 def _call(call: Mapping[str, Any]) -> tuple[str, dict[str, Any], str | None]:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from jaxrl import call_strings
 from jaxrl.call_strings import ComponentCall
-from jaxrl.data.tool_formats.reply_calls import InvalidToolCall, ToolCall
+from jaxrl.data.tool_formats import InvalidToolCall, ToolCall
 from jaxrl.envs.tools.function_tool import FunctionTool
 from jaxrl.envs.tools.tool_api import ToolError, ToolErrorKind, ToolProvider, ToolSchema
 from jaxrl.types import Message

@@ -6,32 +6,24 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from jaxrl.data.tool_formats.reply_calls import (
-  CLOSE_TAG,
-  OPEN_TAG,
-  InvalidToolCall,
-  extract_tool_calls,
-  may_be_tool_call,
-  parse_tool_calls,
-)
+from jaxrl.data.tool_formats import UNKNOWN, InvalidToolCall
 
+OPEN_TAG, CLOSE_TAG = '<tool_call>', '</tool_call>'
 ADD = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 
 
 def test_several_calls_in_order():
   text = f'I add.\n{ADD}\n{ADD.replace("add", "sub")}'
-  before, calls = parse_tool_calls(text)
+  before, calls = UNKNOWN.parse(text)
   assert before == 'I add.'
   assert calls == [
     {'name': 'add', 'arguments': {'x': 1}},
     {'name': 'sub', 'arguments': {'x': 1}},
   ]
-  assert extract_tool_calls(text) == (before, calls)
 
 
 def test_a_reply_without_a_call_is_text():
-  assert parse_tool_calls(' no call \n') == (' no call \n', [])
-  assert extract_tool_calls(' no call \n') == (' no call \n', [])
+  assert UNKNOWN.parse(' no call \n') == (' no call \n', [])
 
 
 LLAMA = '{"name": "add", "parameters": {"x": 1}}'
@@ -39,12 +31,8 @@ LLAMA = '{"name": "add", "parameters": {"x": 1}}'
 
 @pytest.mark.parametrize('text', [LLAMA, f'\n{LLAMA} ', f'<|python_tag|>{LLAMA}'])
 def test_a_reply_that_is_nothing_but_a_call_as_llama_writes_them(text):
-  assert (
-    parse_tool_calls(text)
-    == extract_tool_calls(text)
-    == ('', [{'name': 'add', 'arguments': {'x': 1}}])
-  )
-  assert may_be_tool_call(text)
+  assert UNKNOWN.parse(text) == ('', [{'name': 'add', 'arguments': {'x': 1}}])
+  assert UNKNOWN.may_begin(text)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +49,7 @@ def test_a_reply_that_is_nothing_but_a_call_as_llama_writes_them(text):
   ],
 )
 def test_other_json_is_an_answer(text):
-  assert parse_tool_calls(text) == extract_tool_calls(text) == (text, [])
+  assert UNKNOWN.parse(text) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -78,10 +66,9 @@ def test_other_json_is_an_answer(text):
   ],
 )
 def test_what_cannot_be_read_says_why_and_spares_its_neighbours(call, reason):
-  _, (first, second, third) = parse_tool_calls(ADD + call + ADD)
+  _, (first, second, third) = UNKNOWN.parse(ADD + call + ADD)
   assert first == third == {'name': 'add', 'arguments': {'x': 1}}
   assert isinstance(second, InvalidToolCall) and reason in second.reason
-  assert extract_tool_calls(ADD + call + ADD) == (ADD + call + ADD, [])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -96,7 +83,7 @@ def test_what_cannot_be_read_says_why_and_spares_its_neighbours(call, reason):
 )
 def test_any_text_is_read(parts):
   text = ''.join(parts)
-  _, calls = parse_tool_calls(text)
+  _, calls = UNKNOWN.parse(text)
   assert len(calls) == text.count(OPEN_TAG)
   for call in calls:
     if not isinstance(call, InvalidToolCall):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.data.tool_formats.reply_calls import parse_tool_calls
+from jaxrl.data.tool_formats import UNKNOWN
 from jaxrl.envs.tools.tool_api import ToolError, tool_schema
 from jaxrl.envs.tools.toolbox import Toolbox
 from tests.calls import make_tools
@@ -56,7 +56,7 @@ def written(name='echo', **arguments):
 
 
 def run(box, text):
-  messages, faults = box.run(parse_tool_calls(text)[1])
+  messages, faults = box.run(UNKNOWN.parse(text)[1])
   assert {message['role'] for message in messages} <= {'tool'}
   return [message['content'] for message in messages], faults
 
@@ -64,7 +64,7 @@ def run(box, text):
 def test_several_calls_are_answered_in_order():
   box = toolbox(Echo(), Echo('other'))
   text = written(x=1) + written('other', x=2) + '<tool_call>{' + written(x=3)
-  messages, faults = box.run(parse_tool_calls(text)[1])
+  messages, faults = box.run(UNKNOWN.parse(text)[1])
   assert [m['name'] for m in messages] == ['echo', 'other', 'unknown', 'echo']
   contents = [m['content'] for m in messages]
   assert [contents[i] for i in (0, 1, 3)] == ['{"x": 1}', '{"x": 2}', '{"x": 3}']
@@ -137,7 +137,7 @@ def test_half_a_letter_is_replaced_before_it_is_sent():
 
 
 def test_half_a_letter_in_a_name_is_replaced_too():
-  calls = parse_tool_calls(r'<tool_call>{"name": "\ud800"}</tool_call>')[1]
+  calls = UNKNOWN.parse(r'<tool_call>{"name": "\ud800"}</tool_call>')[1]
   assert toolbox().run(calls)[0][0]['name'] == '?'
 
 
