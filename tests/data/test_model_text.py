@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import re
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from tests import real
@@ -219,6 +221,41 @@ def test_a_supervised_row_of_several_turns_has_each_end_once(chat):
   assert len(ends) == 2
   for end in ends:
     assert mask[end] and (end + 1 == len(tokens) or not mask[end + 1])
+
+
+# Whose templates write earlier replies otherwise, as docs/models.md says: rows, and
+# episodes, whose models here write no thought.
+OTHER_ROWS = ('qwen3', 'qwen3_5_think', 'gptoss')
+OTHER_EPISODES = ('qwen3_5_think', 'qwen3_8', 'gptoss', 'r1', 'glm4moe')
+PIECES = (
+  '4|Tom| has|\n|\n\n|  | |pens|é|🙂|漢|#### 7|"|.|the answer|\t|x|user|```py|_| - '
+)
+made_texts = st.lists(st.sampled_from(PIECES.split('|')), min_size=1, max_size=6)
+made_texts = made_texts.map(''.join).map(str.strip).filter(bool)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(texts=st.tuples(*[made_texts] * 4))
+def test_ids_are_those_of_the_whole_conversation(chat, texts):
+  roles = 'user', 'assistant', 'user', 'assistant'
+  messages = [{'role': r, 'content': t} for r, t in zip(roles, texts, strict=True)]
+  tokens, _ = chat.encode_with_mask(messages)
+  text, end = whole(chat, messages, prompt=False), chat.turn_end.closing
+  if chat.turn_end.is_written:
+    text = text[: text.rindex(end) + len(end)]
+  else:
+    text += end
+  if chat.family not in OTHER_ROWS:
+    assert text_of(chat, tokens) == text_of(chat, encode(chat, text))
+    if not whole(chat, [QUESTION]).endswith('<think>\n'):
+      assert tokens.tolist() == encode(chat, text)
+  ids = chat.encode_prompt(messages[:1])
+  both = encode(chat, whole(chat, messages[:1]) + texts[1] + end)
+  assert both[: len(ids)] == ids
+  assert chat.decode(both[len(ids) :]) == texts[1]
+  ids = [*both, *chat.encode_next_prompt([messages[2]], reply=both[len(ids) :])]
+  is_same = ids == encode(chat, whole(chat, messages[:3]))
+  assert is_same == (chat.family not in OTHER_EPISODES)
 
 
 def test_a_reply_that_was_cut_short_gets_the_end_of_its_message(chat):
