@@ -13,11 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.model_text.chat_template import (
-  THOUGHT_KEYS,
-  ChatTemplate,
-  has_images,
-)
+from jaxrl.data.model_text.chat_template import ChatTemplate, has_images
+from jaxrl.data.model_text.render_checks import check_reply, check_results
 from jaxrl.data.model_text.turn_end import (
   MARK,
   QUESTION,
@@ -34,6 +31,7 @@ from jaxrl.data.tool_formats import (
   ToolFormat,
   detect_thought_format,
   detect_tool_format,
+  read_arguments,
 )
 from jaxrl.types import Message
 
@@ -47,7 +45,6 @@ _REPLY: Message = {'role': 'assistant', 'content': MARK}  # whose ids already ex
 # before it. The last is hardly ever part of a token of several characters.
 _CONTEXT_ENDS = ('', '\n', '\x02')
 _OPENED = re.compile(r'<')  # where an opened thought or channel begins
-_THINK_TAG = re.compile(r'</?think>')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,15 +359,17 @@ class ChatTokenizer:
 
   def _tail(self, messages: Sequence[Message], prompt: bool) -> str:
     """Renders what follows the text of a reply."""
+    tail = self._render_tail(messages, prompt)
+    check_results(messages, tail, lambda others: self._render_tail(others, prompt))
+    return tail
+
+  def _render_tail(self, messages: Sequence[Message], prompt: bool) -> str:
     if messages and messages[0]['role'] == 'tool':
       tail = self._tail_of_call(messages, prompt)
       if tail is not None:
         return tail
     text = self._template.render([QUESTION, _REPLY, *messages], prompt=prompt)
-    tail = text.partition(MARK)[2]  # the new messages may contain the mark
-    for message in messages:
-      _check_result(message, tail)
-    return tail
+    return text.partition(MARK)[2]  # the new messages may contain the mark
 
   def _tail_of_call(self, messages: Sequence[Message], prompt: bool) -> str | None:
     """Renders what follows a tool call, as some templates write only after one."""
@@ -523,8 +522,22 @@ class ChatTokenizer:
       text = written + (
         following[0] if following and is_stop else self.turn_end.closing
       )
-    _check_complete(message, text)
+    check_reply(
+      message,
+      whole,
+      lambda other: self._template.render([QUESTION, other], prompt=False),
+      lambda: self._reads_calls(message, text),
+    )
     return header[cut:], text
+
+  def _reads_calls(self, message: Message, text: str) -> bool:
+    """Whether the calls of a message are read again from the text of a reply."""
+    functions = [call.get('function') or call for call in message['tool_calls']]
+    calls = [
+      {'name': one['name'], 'arguments': read_arguments(one.get('arguments'))}
+      for one in functions
+    ]
+    return self.parse_reply(text)[1] == calls
 
   def encode_document(self, text: str) -> np.ndarray:
     """Encodes a text as in pretraining, between the tokenizer's start and end tokens.
@@ -538,38 +551,6 @@ class ChatTokenizer:
     ids, end = self.tokenizer.encode(text), self.tokenizer.eos_token_id
     end = self.end_id if end is None else end
     return np.asarray([*ids, end] if ids[-1:] != [end] else ids, np.int32)
-
-
-def _check_result(message: Message, text: str) -> None:
-  """Raises ValueError if the result of a tool is not in a rendered text."""
-  if message['role'] != 'tool':
-    return
-  words = re.findall(r'\w+', str(message.get('content') or ''))
-  if words and max(words, key=len) not in text:
-    raise ValueError(
-      'the chat template leaves out the results of tools, so that the model would not '
-      'see them: use a template that writes messages of the role tool'
-    )
-
-
-def _check_complete(message: Message, text: str) -> None:
-  """Raises ValueError if a rendered reply lacks something that its message has."""
-  content = message.get('content') or ''
-  if not isinstance(content, str):
-    content = '</think>'.join(str(part.get('text') or '') for part in content)
-  parts = {'its text': _THINK_TAG.split(content)}
-  parts['its thought'] = [str(message.get(key) or '') for key in THOUGHT_KEYS]
-  calls = message.get('tool_calls') or ()
-  parts['its tool calls'] = [
-    str((call.get('function') or call)['name']) for call in calls
-  ]
-  for what, texts in parts.items():
-    for part in texts:
-      if part.strip() not in text:
-        raise ValueError(
-          f'the chat template leaves out {what}, {part.strip()[:60]!r}, so that the '
-          'model would not learn it: use a template that writes it, or leave it out'
-        )
 
 
 def _split(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

@@ -436,8 +436,8 @@ DATA = _faults(
     'test_samplers',
   ),
   (
-    'tail = text.partition(MARK)[2]',
-    'tail = text.rpartition(MARK)[2]',
+    'return text.partition(MARK)[2]',
+    'return text.rpartition(MARK)[2]',
     'test_chat_tokenizer',
   ),
   (

@@ -243,13 +243,32 @@ def _with_arguments(message: Message, as_text: bool) -> Message:
   calls = []
   for call in message.get('tool_calls') or ():
     function = dict(call.get('function') or call)
-    arguments = function.get('arguments')
-    if as_text and not isinstance(arguments, str):
-      function['arguments'] = json.dumps(arguments or {}, ensure_ascii=False)
-    elif not as_text and isinstance(arguments, str):
-      function['arguments'] = json.loads(arguments, strict=False) if arguments else {}
+    arguments = read_call_arguments(function)
+    function['arguments'] = (
+      json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+    )
     calls.append({**call, 'function': function} if 'function' in call else function)
   return {**message, 'tool_calls': calls} if calls else message
+
+
+def read_call_arguments(function: Mapping[str, Any]) -> Any:
+  """Returns the arguments of a message's tool call, which may be JSON text.
+
+  Args:
+    function: The call's name and arguments; '' and None are no arguments.
+
+  Raises:
+    ValueError: If the text is no JSON.
+  """
+  arguments = function.get('arguments')
+  if not isinstance(arguments, str):
+    return {} if arguments is None else arguments
+  try:
+    return json.loads(arguments, strict=False) if arguments.strip() else {}
+  except ValueError as error:
+    raise ValueError(
+      f'the arguments of the call of {function.get("name")!r} are no JSON: {error}'
+    ) from error
 
 
 def _broken(placeholder: str) -> str:
