@@ -28,6 +28,7 @@ GENERATORS = {
   'picture_quiz': 'jaxrl.envs.games.picture_quiz_env:demonstrations',
 }
 _MISSING = object()
+_EMPTY_MARK = re.compile(r'(?:####|\\boxed\s*\{\s*\})[\s*_.:$]*\Z')
 NamedFile = tuple[Path, str]  # a file, and how messages name it
 
 
@@ -96,6 +97,15 @@ def has_field(row: Row, key: str) -> bool:
     key: The key.
   """
   return get_field(row, key, _MISSING) is not _MISSING
+
+
+def has_empty_mark(value: Any) -> bool:
+  r"""Returns whether a text ends with `####` or `\boxed{}` that holds no answer.
+
+  Args:
+    value: The text; anything else has none.
+  """
+  return isinstance(value, str) and bool(_EMPTY_MARK.search(value))
 
 
 def is_empty(value: Any) -> bool:

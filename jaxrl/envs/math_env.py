@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxrl.call_strings import ConfigError
+from jaxrl.data.row_sources import has_empty_mark
 from jaxrl.envs.env_registry import Observation
 from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
 from jaxrl.envs.graders.answer_matching import answers_match
@@ -78,6 +79,11 @@ class MathEnv:
     self._item = {GENERATION_PROMPT: prompt, **task.item}
     # A grader says itself whether it needs an answer.
     answer = str(task.item.get('answer', '') if self._grader else task.item['answer'])
+    if has_empty_mark(answer):
+      raise ValueError(
+        f'the answer of the task ends with a mark and no answer: {answer!r:.60}; '
+        'write it after ####, or without any mark'
+      )
     self._answer = marked_answer(answer) or answer.strip()
     question: Any = task.item['question']
     question = question if isinstance(question, list) else str(question)

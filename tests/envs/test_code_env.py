@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from jaxrl.data.rows.task_rows import TaskReader
 from jaxrl.envs import env_registry
 from jaxrl.envs.coding.code_env import CodeEnv
 from jaxrl.envs.coding.hidden_tests import (
@@ -27,11 +28,12 @@ sandboxed = pytest.mark.skipif(
 )
 
 
-def play(program, tests=SUMS, **options):
+def play(program, tests=SUMS, *, shown=False, **options):
   env = env_registry.env_factory('code', options)()
   item = {'question': 'Add.', 'answer': tests}
   task = Task(seed=0, index=0, item=item)
-  assert env.reset(seed=0, options={'task': task}) == ('Add.', {})
+  question, _ = env.reset(seed=0, options={'task': task})
+  assert question.startswith('Add.') and (question != 'Add.') == shown
   _, reward, terminated, truncated, info = env.step(
     f'So:\n```python\n{program}\n```\n.'
   )
@@ -363,6 +365,49 @@ def test_programs_for_livecodebench_have_its_imports():
   assert play(program, [{'input': '1 2\n', 'output': '3'}])[1] == ['error']
 
 
+MBPP = {
+  'text': 'Write a function to find the shared elements from two lists.',
+  'code': 'def similar(a, b):\r\n  return tuple(set(a) & set(b))',
+  'test_list': [
+    'assert set(similar((3, 4), (4, 6))) == set((4,))',
+    'assert math.isclose(len(similar((3, 4), [])), zero)',
+  ],
+  'test_setup_code': 'zero = 0',
+  'test_imports': ['import math'],
+}
+
+
+@sandboxed
+@pytest.mark.parametrize('form', ['rows', 'JSON', 'one text'])
+def test_rows_of_mbpp(form):
+  tests = MBPP['test_list']
+  tests = {'rows': tests, 'JSON': json.dumps(tests), 'one text': '\n'.join(tests)}[form]
+  env = CodeEnv()
+  reader = TaskReader('text', 'test_list')
+  item = reader.read({**MBPP, 'test_list': tests})
+  question, _ = env.reset(seed=0, options={'task': Task(seed=0, index=0, item=item)})
+  assert question.startswith(MBPP['text']) and 'assert set(similar(' in question
+  replies = {
+    MBPP['code']: 1.0,
+    'import math\nprint(similar)\n': 0.0,
+    'def similar(a, b):\n  raise SystemExit(0)': 0.0,
+    'def similar(a, b):\n  return [4]': 0.0 if form == 'one text' else 0.5,
+  }
+  for program, reward in replies.items():
+    example = '```python\nfor pair in [(1, 2), (3, 4)]:\n  print(sorted(pair))\n```'
+    reply = f'```python\n{program}\n```\nAn example:\n{example}'
+    assert env.step(reply)[1] == reward, program
+  named = {**item, 'question': 'Write similar(a, b).'}
+  task = Task(seed=0, index=0, item=named)
+  assert env.reset(seed=0, options={'task': task})[0] == named['question']
+
+
+@sandboxed
+def test_what_only_this_project_imports_is_no_solution():
+  """Neither `gcd` of math nor a builtin counts as the reply's own function."""
+  assert play('x = 1', ['assert gcd(4, 6) == 2'], shown=True)[1] == ['error']
+
+
 def test_wrong_tests_are_told():
   for tests, words in (
     ([], 'no tests'),
@@ -376,7 +421,9 @@ def test_wrong_tests_are_told():
     ({'fn_name': 'f', 'inputs': ['[1, 2'], 'outputs': ['1']}, 'neither JSON nor'),
     ({'fn_name': 'f', 'inputs': ['1'], 'outputs': ['{1']}, 'test 0: its output'),
     ({'fn_name': 'f', 'inputs': [1], 'outputs': [1]}, 'give the arguments as a list'),
-    (['assert f(1) == 2'], 'test 0'),
+    (['f(1) == 2'], 'test 0, .*, is Python without any assert'),
+    (['assert f(1) ='], 'test 0, .*, is a text that is no Python'),
+    (['assert f(1) == 1', {'input': '1'}], 'test 1'),
     ('f(1) == 2', 'are no JSON'),
   ):
     with pytest.raises(ValueError, match=words):

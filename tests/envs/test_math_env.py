@@ -11,6 +11,7 @@ from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
 from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.types import Task
+from tests.calls import env_factory
 
 SHARED = Path(__file__).parents[3] / 'shared' / 'data'
 
@@ -203,6 +204,25 @@ def test_gsm8k_and_deepmath_score_their_own_answers():
       env.reset(seed=0, options={'task': task})
       assert env.step('#### 123456789.5')[1] == 0
     assert not wrong
+
+
+EMPTY_MARKS = (
+  *('####', '#### ', '####\n', '**####**', '2+3=5\n####', '2+3=5\n#### \n\n'),
+  *(r'So \boxed{}', r'$\boxed{ }$.'),
+)
+
+
+@pytest.mark.parametrize('grader', ['', 'math'])
+@pytest.mark.parametrize('answer', EMPTY_MARKS)
+def test_a_mark_without_an_answer_is_none(answer, grader):
+  task = Task(seed=0, index=0, item={'question': 'What?', 'answer': answer})
+  env = env_factory('math', {'grader': grader})()
+  with pytest.raises(ValueError, match='ends with a mark and no answer'):
+    env.reset(seed=0, options={'task': task})
+  task = Task(seed=0, index=0, item={'question': 'What?', 'answer': '#### 7'})
+  env.reset(seed=0, options={'task': task})
+  _, reward, _, _, info = env.step(answer)
+  assert (reward, info['metrics']['marked']) == (0, 0)
 
 
 def test_environments_do_not_import_jax():

@@ -19,6 +19,7 @@ from jaxrl.data.row_sources import (
   Row,
   describe_row,
   get_field,
+  has_empty_mark,
   has_field,
   is_empty,
 )
@@ -36,7 +37,7 @@ OTHER_KEYS = {
   'answer': (
     *('reward_model.ground_truth', 'ground_truth', 'final_answer', 'expected_answer'),
     *('gold_answer', 'solution', 'completion', 'response', 'output'),
-    *CONVERSATION_KEYS,
+    *('test_list', *CONVERSATION_KEYS),
   ),
 }
 
@@ -152,7 +153,11 @@ def _answer(row: Row, key: str) -> Any:
       raise DataError(f'its answer, {key}, has no reply of the assistant')
     return messages[last]['content']
   if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], str):
-    return value[0]  # lists of tests and of other objects stay lists
+    value = value[0]  # lists of tests and of other objects stay lists
+  if has_empty_mark(value):
+    raise DataError(
+      f'its answer, {key}, ends with a mark and no answer ({value!r:.60})'
+    )
   return value
 
 

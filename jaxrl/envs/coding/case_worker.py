@@ -1,11 +1,11 @@
 """Runs a program's tests one after the other; it is executed inside the sandbox.
 
 This is a program of its own, whose source is passed to `python -I -c`. It reads one
-JSON object from stdin: `program`, `cases` (each with `input`, or with `function` and
-`args`), `seconds` and `output_bytes`, the limits of one case. It writes a JSON line per
-case to stdout: `output` (what the program printed, or its result as JSON), `stderr`
-(its end), `code` (exit status) and `limit` ('time', 'output' or ''). It does not know
-the expected results.
+JSON object from stdin: `program`, `cases` (each with `input`, with `function` and
+`args`, or with `statements`), `seconds` and `output_bytes`, the limits of one case. It
+writes a JSON line per case to stdout: `output` (what the program printed, or its result
+as JSON), `stderr` (its end), `code` (exit status) and `limit` ('time', 'output' or '').
+It does not know the expected results, but for those in statements.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def run_program(
   cpu = min(math.ceil(job['seconds']), resource.getrlimit(resource.RLIMIT_CPU)[1])
   resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
   os.setsid()
-  is_call = 'function' in case
+  is_call = 'input' not in case
   devnull = os.open(os.devnull, os.O_WRONLY)
   for target, source in enumerate((input_file, devnull if is_call else pipe, stderr)):
     os.dup2(source, target)
@@ -70,12 +70,16 @@ def run_program(
   module = types.ModuleType('solution' if is_call else '__main__')
   sys.modules[module.__name__] = module
   sys.argv = ['solution.py']
-  if is_call or 'testtype' in case:
+  if 'function' in case or 'testtype' in case:
     exec(IMPORTS, module.__dict__)
   imported = dict(module.__dict__)
   exec(compile(job['program'], 'solution.py', 'exec'), module.__dict__)
   if is_call:
-    result = find_function(module, case['function'], imported)(*case['args'])
+    if 'statements' in case:
+      exec(compile(case['statements'], 'tests.py', 'exec'), module.__dict__)
+      result = True
+    else:
+      result = find_function(module, case['function'], imported)(*case['args'])
     text = json.dumps(result).encode()
     while text:
       text = text[os.write(pipe, text) :]

@@ -24,7 +24,8 @@ class CodeEnv:
   longest Python block; see `reply_parsing.find_program`. The task's `question` is
   shown.
   Its `answer` holds the tests (`hidden_tests.read_hidden_tests` describes their form),
-  which the program never sees.
+  which the program never sees. The first is shown if tests are texts with `assert`, as
+  in MBPP, and the question does not name the function that they call.
 
   Args:
     reward: The reward of a program that passes all tests.
@@ -84,7 +85,10 @@ class CodeEnv:
       )
     self._cases = read_hidden_tests(task.item['answer'], task.item)
     self._solution = task.item.get('solution')
-    return str(task.item['question']), {}
+    question, shown = str(task.item['question']), self._cases[0].shown
+    if shown and called_function(self._cases) not in question:
+      question = f'{question}\n\nYour code should pass tests such as this one:\n{shown}'
+    return question, {}
 
   def apply_solution(self) -> str | None:
     """Returns a reply with the program that the task holds as its `solution`.
@@ -127,7 +131,7 @@ def _describe_first_failure(
   """Describes the first test that failed; returns '' if none did."""
   for number, (case, result) in enumerate(zip(cases, results, strict=True)):
     if result.verdict != 'passed':
-      is_call = 'function' in case.request
+      is_call = 'input' not in case.request
       texts = {
         'input': json.dumps(case.request) if is_call else case.request['input'],
         'expected': json.dumps(case.accepted[0]) if is_call else case.accepted[0],

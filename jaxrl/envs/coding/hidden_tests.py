@@ -1,6 +1,7 @@
 """Hidden tests of programs: how tasks store them, and when an output is right."""
 
 import ast
+import builtins
 import contextlib
 import dataclasses
 import json
@@ -12,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 _TOLERANCE = 1e-6  # how far apart two decimal numbers may be, relative or absolute
+_ASSERT = re.compile(r'^\s*assert\b', re.MULTILINE)
 _DECIMAL = re.compile(r'[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?')
 
 
@@ -20,13 +22,18 @@ class HiddenTest:
   """One test of a program.
 
   Attributes:
-    request: What the program is given: `{'input': text}` or `{'function': name, 'args':
-      list}`; with `testtype`, the program gets the imports of LiveCodeBench.
+    request: What the program is given: `{'input': text}`, `{'function': name, 'args':
+      list}`, or `{'statements': text}`, which run after it and raise if it is wrong;
+      with `testtype`, the program gets the imports of LiveCodeBench.
     accepted: The answers that pass: texts, or JSON values.
+    function: The function that the test calls; '' if it runs the program.
+    shown: What a program's author may see of the test; '' if nothing.
   """
 
   request: dict[str, Any]
   accepted: tuple[Any, ...]
+  function: str = ''
+  shown: str = ''
 
   def passed(self, output: str) -> bool:
     """Returns whether the program's output, or its result as JSON, is right.
@@ -56,6 +63,9 @@ def read_hidden_tests(
   'outputs': [...]}`, with `fn_name` for calls, where a result may be wrapped in a list
   of its own. Lines may be given as a list of texts.
 
+  As in MBPP, tests may be texts with Python's `assert`. They run after the row's
+  `test_imports` and `test_setup_code`.
+
   In LiveCodeBench's form, a test has a `testtype`: `stdin`, or `functional` for a call
   whose input is a text with one JSON value per line. The function is named by the test
   or the data (`fn_name`, `func_name`), or by the row's `fn_name`, `func_name`,
@@ -73,7 +83,7 @@ def read_hidden_tests(
   """
   if isinstance(tests, str):
     try:
-      tests = json.loads(tests)
+      tests = [tests] if _ASSERT.search(tests) else json.loads(tests)
     except ValueError as error:
       raise ValueError(f'the tests {tests[:40]!r} are no JSON: {error}') from error
   if isinstance(tests, dict) and isinstance(tests.get('test_cases'), list):
@@ -95,14 +105,16 @@ def called_function(cases: Sequence[HiddenTest]) -> str:
   Args:
     cases: The tests.
   """
-  return next((c.request['function'] for c in cases if 'function' in c.request), '')
+  return next((case.function for case in cases if case.function), '')
 
 
 def _parse_test(number: int, test: Any, item: Mapping[str, Any]) -> HiddenTest:
+  if isinstance(test, str):
+    return _assertion(number, test, item)
   keys = set(test) if isinstance(test, dict) else set()
   if {'function', 'args', 'result'} <= keys:
     request = {'function': str(test['function']), 'args': list(test['args'])}
-    return HiddenTest(request, (test['result'],))
+    return HiddenTest(request, (test['result'],), request['function'])
   if not {'input', 'output'} <= keys:
     raise ValueError(
       f'test {number} has {sorted(map(str, keys)) or test!r}; it needs input and '
@@ -174,7 +186,7 @@ def _call_test(number: int, name: str, arguments: Any, result: Any) -> HiddenTes
     results = [result]
     if isinstance(result, str):
       results = [_read_value(f'test {number}: its output', result)]
-    return HiddenTest({'function': name, 'args': values}, tuple(results))
+    return HiddenTest({'function': name, 'args': values}, tuple(results), name)
   if not isinstance(arguments, list | tuple):
     raise ValueError(
       f'test {number} of {name}: its input is {arguments!r:.60}; give the arguments as '
@@ -182,7 +194,46 @@ def _call_test(number: int, name: str, arguments: Any, result: Any) -> HiddenTes
     )
   is_wrapped = isinstance(result, list) and len(result) == 1
   accepted = (result, result[0]) if is_wrapped else (result,)
-  return HiddenTest({'function': name, 'args': list(arguments)}, accepted)
+  return HiddenTest({'function': name, 'args': list(arguments)}, accepted, name)
+
+
+def _assertion(number: int, test: str, item: Mapping[str, Any]) -> HiddenTest:
+  """Returns a test of Python's `assert` statements, as MBPP has them."""
+  imports, setup = item.get('test_imports') or (), item.get('test_setup_code') or ''
+  before = [imports] if isinstance(imports, str) else list(imports)
+  statements = '\n'.join([*before, setup, test])
+  try:
+    body, whole = ast.parse(test), ast.parse(statements)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise ValueError(
+      f'test {number}, {test!r:.60}, is a text that is no Python: {error}; it needs '
+      'assert statements, or input and output'
+    ) from error
+  if not any(isinstance(node, ast.Assert) for node in ast.walk(body)):
+    raise ValueError(f'test {number}, {test!r:.60}, is Python without any assert')
+  known = {*dir(builtins), *_assigned_names(whole)}
+  names = [
+    node.func.id
+    for node in ast.walk(body)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+  ]
+  function = next((name for name in names if name not in known), '')
+  return HiddenTest({'statements': statements}, (True,), function, test)
+
+
+def _assigned_names(tree: ast.AST) -> set[str]:
+  """Returns the names that statements define or import."""
+  names = {
+    node.id
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+  }
+  for node in ast.walk(tree):
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+      names.add(node.name)
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+      names |= {(one.asname or one.name).partition('.')[0] for one in node.names}
+  return names
 
 
 def _text_arguments(number: int, text: str) -> list[Any]:

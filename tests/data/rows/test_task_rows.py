@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.row_sources import SOURCE_KEY, DataError, load_rows
+from jaxrl.data.rows.task_rows import TaskReader
 
 USER = {'role': 'user', 'content': '1+1?'}
 SYSTEM = {'role': 'system', 'content': 'Be brief.'}
@@ -95,6 +96,16 @@ def test_answers_of_other_kinds_are_kept():
     'None',
   ):
     assert item({'question': 'q', 'answer': answer})['answer'] == answer
+
+
+@pytest.mark.parametrize('answer', ['####', '#### ', '2+3=5\n####\n', r'\boxed{}'])
+@pytest.mark.parametrize('key', ['answer', 'ground_truth', 'solution'])
+def test_a_mark_without_an_answer_is_refused(answer, key):
+  rows = [{'question': 'q', key: '#### 5'}, {'question': 'q', key: answer}]
+  with pytest.raises(DataError, match=f'row 1: its answer, {key}, ends with a mark'):
+    TaskReader('question', 'answer').check(rows, 'data')
+  kept = {'question': 'q', key: 'Use #### before the answer'}
+  assert TaskReader('question', 'answer').read(kept)['answer'] == kept[key]
 
 
 EMPTY = [None, float('nan'), '', ' \n', [], {}, [None], ['', None]]
