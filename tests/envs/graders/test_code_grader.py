@@ -15,6 +15,14 @@ sandboxed = pytest.mark.skipif(
 )
 
 
+def mostly_slow(rows):
+  """Rows of a table, of which the fast suite tries every eighth: each has a sandbox."""
+  return [
+    pytest.param(*row, marks=[pytest.mark.slow] if i % 8 else [])
+    for i, row in enumerate(rows)
+  ]
+
+
 @sandboxed
 def test_a_sum_of_tests_and_a_form():
   item = {'answer': TESTS}
@@ -79,7 +87,7 @@ def test_programs_are_checked_by_the_tests_of_humaneval(reply, score):
 
 
 @sandboxed
-@pytest.mark.parametrize(('reply', 'score'), code_replies.HUMANEVAL)
+@pytest.mark.parametrize(('reply', 'score'), mostly_slow(code_replies.HUMANEVAL))
 def test_humaneval_replies_as_models_write_them(reply, score):
   grade = make_grader('humaneval(seconds=3)')
   assert grade(reply, {**TWICE, 'prompt': code_replies.PROMPT}).score == score
@@ -99,13 +107,13 @@ CALLS = {'fn_name': 'twice', 'inputs': ['[1, 2]'], 'outputs': ['[2, 4]']}
 
 
 @sandboxed
-@pytest.mark.parametrize(('reply', 'score'), code_replies.REPLIES)
+@pytest.mark.parametrize(('reply', 'score'), mostly_slow(code_replies.REPLIES))
 def test_functions_as_models_write_them(reply, score):
   assert make_grader('code(seconds=3)')(reply, {'answer': CALLS}).score == score
 
 
 @sandboxed
-@pytest.mark.parametrize(('reply', 'score'), code_replies.PRINTED)
+@pytest.mark.parametrize(('reply', 'score'), mostly_slow(code_replies.PRINTED))
 def test_programs_as_models_write_them(reply, score):
   grade = make_grader('code(seconds=3, all_or_nothing=True)')
   assert grade(reply, {'answer': TESTS}).score == score
