@@ -322,7 +322,7 @@ class EnvManager:
     try:
       completion = await self._generate(cache, max_tokens)
     except PromptTooLongError as error:
-      cache.truncate('max_length', error)
+      cache.truncate('max_length' if cache.turns else 'prompt_too_long', error)
       return None
     except TimeoutError:
       seconds = self._timeouts.generate

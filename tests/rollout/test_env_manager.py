@@ -207,10 +207,10 @@ async def test_a_long_observation_that_fits_is_whole():
   assert row.messages[0]['content'] == observation
 
 
-async def test_a_prompt_beyond_the_engines_window_is_an_episode():
+async def test_a_prompt_beyond_the_engines_window_is_a_failure():
   error = PromptTooLongError('9 tokens do not fit a window of 8')
   (row,) = await play(world(engine=FakeEngine(lambda p, s: error)))
-  assert row.stop_reason == 'max_length'
+  assert row.stop_reason == 'prompt_too_long'
   assert 'window of 8' in row.extras['error']
 
 

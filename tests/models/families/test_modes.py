@@ -16,6 +16,7 @@ from jaxrl.training.batching import unpacked_attention
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
+from tests.marks import extended
 from tests.models.families import cases
 from tests.training.test_unpacked_attention import lying
 
@@ -23,7 +24,11 @@ pytestmark = pytest.mark.slow
 NAMES = [name for name in cases.CASES if name not in cases.VARIANTS]
 UNPACKED = [name for name in cases.DISTINCT if name in NAMES]
 KINDS = [name for name in NAMES if name not in cases.ALIKE]
-every_kind = pytest.mark.parametrize('name', KINDS)
+# What the gate runs; the others mix the same parts.
+GATE = (*cases.DISTINCT, 'qwen3', 'qwen3-next')
+every_kind = pytest.mark.parametrize(
+  'name', [name if name in GATE else extended(name) for name in KINDS]
+)
 MIXTURES = [name for name in KINDS if cases.CASES[name].has_experts] + ['gemma4-moe']
 with_experts = pytest.mark.parametrize('name', MIXTURES)
 
