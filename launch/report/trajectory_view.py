@@ -88,7 +88,7 @@ def show_trajectory(
     'metrics': readable(content.get('metrics') or {}),
     'extras': readable(extras),
     'images': find_images(extras),
-    'messages': _messages(content),
+    'messages': _rewarded(_messages(content), tokens),
     'tokens': _tokens(tokens, decode, start),
     'start': start,
     'num_tokens': len(tokens['tokens']) if tokens else 0,
@@ -135,7 +135,7 @@ def show_group(index: TrajectoryIndex, name: str) -> list[dict[str, Any]]:
         messages = _sampled_messages(member)
       else:
         content = _content(columns.get('save_content'), entry[1])
-        messages = _messages(content)
+        messages = _rewarded(_messages(content), _token_columns(content))
     members.append({**row, 'messages': _shorten(messages)})
   return members
 
@@ -180,6 +180,27 @@ def _messages(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     for message in content.get('messages') or ()
     if isinstance(message, Mapping)
   ]
+
+
+def _rewarded(
+  messages: list[dict[str, Any]], columns: Mapping[str, np.ndarray]
+) -> list[dict[str, Any]]:
+  """Adds to each reply of the model the sum of its rewards, as `reward`.
+
+  Replies in the prompt are not the model's, so that the last ones are those of the
+  stretches of tokens that it wrote.
+  """
+  replies = [message for message in messages if message['role'] == 'assistant']
+  acts = np.asarray(columns.get('action_mask', ()), bool)
+  if not acts.any():
+    return messages
+  starts = np.flatnonzero(acts & ~np.concatenate([[False], acts[:-1]]))
+  if len(starts) > len(replies):
+    return messages
+  sums = np.add.reduceat(np.asarray(columns['rewards'], np.float64), starts)
+  for message, reward in zip(replies[-len(starts) :], sums, strict=True):
+    message['reward'] = round_finite(reward) or 0
+  return messages
 
 
 def _token_columns(content: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -516,6 +516,24 @@ def test_no_page_makes_markup_of_text():
       assert word not in text, f'{path.name}: {word}'
 
 
+def test_each_reply_has_its_reward(tmp_path):
+  """Those of a prompt's examples are not the model's, and have none."""
+  mask = np.array([0, 0, 0, 1, 1, 0, 1, 1], bool)
+  rewards = np.array([0, 0, 0, 0, 0.25, 0, 0, -1], np.float32)
+  roles = ['user', 'assistant', 'user', 'assistant', 'user', 'assistant']
+  messages = [{'role': role, 'content': 'text'} for role in roles]
+  one = play(length=8, action_mask=mask, rewards=rewards, messages=messages)
+  write_dump(tmp_path, [[one]])
+  index = open_index(tmp_path)
+  (row,) = index.select(TrajectoryQuery(), 0, 5)['rows']
+  shown = show_trajectory(index, row['id'], None)['messages']
+  assert [m.get('reward') for m in shown] == [None, None, None, 0.25, None, -1]
+  (member,) = show_group(index, row['grp'])
+  assert [m.get('reward') for m in member['messages']] == [
+    m.get('reward') for m in shown
+  ]
+
+
 def test_images_of_a_dump_are_shown_in_their_messages(tmp_path):
   image = as_image(PIXEL)
   parts = [{'type': 'image', 'image': image}, {'type': 'text', 'text': 'What is it?'}]

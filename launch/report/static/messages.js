@@ -1,6 +1,6 @@
 // Shows conversations: text, thoughts, tool calls and images, by role.
 
-import {make} from './dom.js';
+import {formatNumber, make} from './dom.js';
 
 const NAMES = {assistant: 'model', given: 'given to the model'};
 
@@ -25,7 +25,11 @@ const part = (one) => {
   return make('div', 'words', one.text);
 };
 
-// Makes the messages of a conversation.
+const reward = (value) => value === undefined ? ''
+  : make('span', 'reward', `reward ${formatNumber(value)}`);
+
+// Makes the messages of a conversation, with the reward of each of the model's replies.
 export const conversation = (messages) => make('div', 'messages', ...messages.map(
-  ({role, parts}) => make('div', `message ${role.replace(/\W/g, '')}`,
-    make('div', 'role', NAMES[role] ?? role), ...parts.map(part))));
+  (message) => make('div', `message ${message.role.replace(/\W/g, '')}`,
+    make('div', 'role', NAMES[message.role] ?? message.role, reward(message.reward)),
+    ...message.parts.map(part))));
