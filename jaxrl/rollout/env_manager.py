@@ -300,6 +300,8 @@ class EnvManager:
   def _describe_long_prompt(self, cache: RolloutCache, num_tokens: int) -> str:
     row = cache.task.index if cache.task is not None else None
     what = 'the first prompt' + ('' if row is None else f', of row {row},')
+    if num_tokens < self.max_length:
+      return f"{what} takes {num_tokens} tokens, more than the engine's window allows"
     return (
       f'{what} takes at least {num_tokens} tokens, and max_length={self.max_length} '
       'leaves none for a reply: raise it, or shorten or drop the task'

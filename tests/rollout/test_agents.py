@@ -168,7 +168,8 @@ async def test_limits_and_faults_of_the_engine_have_their_own_reasons():
   assert not row.action_mask.any()
   narrow = Engine(lambda prompt, sampling: PromptTooLongError('a window of 2'))
   (row,) = await play(narrow, agent=agent)
-  assert row.stop_reason == 'max_length' and len(row.tokens)
+  assert row.stop_reason == 'prompt_too_long' and len(row.tokens)
+  assert "more than the engine's window allows" in row.extras['error']
   for error in (RuntimeError('no memory'), ValueError('no such sampling')):
     broken = Engine(lambda prompt, sampling, error=error: error)
     (row,) = await play(broken, agent=agent)

@@ -75,8 +75,8 @@ FAULTS = {
     'tests/data/trajectory_writers/test_file_writer.py::test_parts_of_another_run_are_not_written_over',
   ],
   'a first prompt as long as a sequence kills training': [
-    f'{MANAGER}::test_a_first_prompt_that_is_too_long_is_an_episode',
-    f'{MANAGER}::test_a_prompt_beyond_the_engines_window_is_an_episode',
+    f'{MANAGER}::test_a_first_prompt_that_is_too_long_is_a_failure',
+    f'{MANAGER}::test_a_prompt_beyond_the_engines_window_is_a_failure',
   ],
   'a stuck grader blocks later ones, which then score 0': [
     'tests/envs/graders/test_grader_processes.py'

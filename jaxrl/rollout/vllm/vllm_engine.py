@@ -133,19 +133,23 @@ class VllmEngine(EngineBase):
     self._core_log = CoreLog()
     if overrides := vllm_options.hf_overrides(config):
       options.setdefault('hf_overrides', overrides)
+    self._llm = self._start_vllm(
+      model=str(folder),
+      max_model_len=max_length,
+      max_num_seqs=max_num_seqs,
+      skip_tokenizer_init=config.vision is None,  # vLLM needs one for images
+      logprobs_mode='processed_logprobs',
+      weight_transfer_config={'backend': TRANSFER_BACKENDS[transfer]},
+      worker_extension_cls=f'{WorkerExtension.__module__}.{WorkerExtension.__name__}',
+      disable_log_stats=True,
+      **options,
+    )
+
+  def _start_vllm(self, **options: Any) -> AsyncLLM:
+    """Starts vLLM with options of `AsyncEngineArgs`."""
     try:
-      self._llm = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-          model=str(folder),
-          max_model_len=max_length,
-          max_num_seqs=max_num_seqs,
-          skip_tokenizer_init=config.vision is None,  # vLLM needs one for images
-          logprobs_mode='processed_logprobs',
-          weight_transfer_config={'backend': TRANSFER_BACKENDS[transfer]},
-          worker_extension_cls=f'{WorkerExtension.__module__}.{WorkerExtension.__name__}',
-          disable_log_stats=True,
-          **options,
-        ),
+      return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**options),
         stat_loggers=[lambda *_: VllmStatLogger(self._stats)],
       )
     except (ValueError, TypeError) as error:
