@@ -12,13 +12,17 @@ from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.model_loading import check_table_size, create_model, random_config
 from jaxrl.tokenizer_files import read_generation_config, save_tokenizer
 from tests import real
+from tests.marks import slow_except
 
 MESSAGES = [{'role': 'user', 'content': 'How  are you?\n'}]
 TEXTS = ['Hello  world', 'a<think>b</think> é 🙂', 'def f():\n\treturn 1', '12 345']
 
 
 @pytest.mark.real
-@pytest.mark.parametrize('name', ['qwen3', 'deepseek_v3', 'gemma3', 'llama3_1'])
+@pytest.mark.parametrize(
+  'name',
+  slow_except(('deepseek_v3',), ['qwen3', 'deepseek_v3', 'gemma3', 'llama3_1']),
+)
 def test_transformers_reads_what_was_written(name, tmp_path):
   from transformers import AutoTokenizer
 
@@ -38,7 +42,9 @@ def test_transformers_reads_what_was_written(name, tmp_path):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize('name', real.TOKENIZERS)
+@pytest.mark.parametrize(
+  'name', slow_except(('deepseek_v3', 'mistral_v1'), real.TOKENIZERS)
+)
 def test_a_tokenizer_is_read_as_its_file_has_it(name):
   import tokenizers
 
