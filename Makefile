@@ -93,7 +93,8 @@ slow-without-ray: env
 
 # The longest tests, each of whose subjects a shorter one covers too: before a release.
 test-extended: env
-	nice $(BIN)/python -m pytest -m extended $(XDIST) --timeout 1800
+	nice $(BIN)/python -m pytest -m 'extended and not ray' $(XDIST) --timeout 1800
+	nice $(BIN)/python -m pytest -m 'extended and ray' --timeout 1800 tests/launch
 
 # Other tests compile without optimizations (tests/conftest.py). These compare bits, so
 # they run on programs compiled as they are for users.
@@ -102,7 +103,7 @@ slow-optimized: env
 	  -m optimized $(XDIST) --timeout 900
 
 slow-ray: env
-	$(call BESIDE,-m 'slow and ray' --timeout 1800 tests/launch)
+	$(call BESIDE,-m 'slow and ray and not extended' --timeout 1800 tests/launch)
 
 test-vllm: env-vllm
 	.venv-vllm/bin/python -m pytest -m vllm --timeout 900

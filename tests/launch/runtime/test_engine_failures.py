@@ -204,6 +204,7 @@ async def test_one_that_dies_at_each_start_is_given_up(make, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 async def test_one_that_starts_in_the_end_serves(make, tmp_path):
   fleet = make(1, restarts=2, deaths=2)
   router = serving(fleet, LoadCoordinator(fleet.handles))

@@ -15,6 +15,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.extended
 def test_a_run_of_stale_samples_raises_its_reward(tmp_path):
   """The share of vowels in a reply; of a fresh model's replies it is about a fifth."""
   runs.run(tmp_path, *OPTIONS, config=f'{runs.ROOT}/tests/launch/rewarded.py')

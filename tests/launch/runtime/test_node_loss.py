@@ -38,6 +38,7 @@ def lines(output_lines, *words):
   return [line for line in output_lines if all(word in line for word in words)]
 
 
+@pytest.mark.extended
 def test_it_trains_on_without_workers_and_engines_that_are_lost(tmp_path):
   """And comes to the same bits: what they played is played again."""
   output_lines = lose('RolloutWorker,EngineActor', tmp_path / 'lost')

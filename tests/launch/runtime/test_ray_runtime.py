@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch import runs
 from tests.launch.runtime import sockets
-from tests.marks import slow
+from tests.marks import extended, slow
 from tests.processes import wait_for_end
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
@@ -86,6 +86,7 @@ class RolloutWorker:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 async def test_workers_that_are_replaced_are_counted_and_measured(ray, tmp_path):
   from launch.runtime.ray_runtime import RayRuntime
 
@@ -151,7 +152,7 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('number', 'status', 'resumed'),
-  [(signal.SIGKILL, -9, RAY), (signal.SIGTERM, 143, ())],
+  [(signal.SIGKILL, -9, RAY), extended(signal.SIGTERM, 143, ())],
 )
 def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(
   whole, tmp_path, number, status, resumed
@@ -209,7 +210,7 @@ def children(pid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ('program', 'name'), [('raylet', 'raylet'), ('gcs_server', 'GCS')]
+  ('program', 'name'), [('raylet', 'raylet'), extended('gcs_server', 'GCS')]
 )
 def test_a_run_that_loses_its_ray_ends_with_one_line_and_resumes(
   tmp_path, program, name
@@ -249,6 +250,7 @@ def family(process):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_second_sigterm_under_ray_ends_it_at_once(tmp_path):
   process = begin(tmp_path, '--config.num_steps=400')
   others = family(process)
@@ -300,6 +302,7 @@ def test_ctrl_c_while_engines_start_ends_the_run_and_all_of_ray(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_that_loses_all_engines_at_once_goes_on(tmp_path):
   steps = ('--config.num_steps=12', '--config.cluster.num_engines=2')
   process = begin(tmp_path, *steps)
