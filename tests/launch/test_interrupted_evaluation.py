@@ -35,6 +35,13 @@ def get_config(algorithm='grpo'):
   config.sft.num_steps = 0
   return config
 """
+# As `python -m`, but where the tests run in the background, Ctrl-C would be ignored.
+MAIN = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
+"""
 
 
 @pytest.mark.slow
@@ -42,7 +49,7 @@ def get_config(algorithm='grpo'):
 def test_ctrl_c_ends_an_evaluation(tmp_path, command):
   config = tmp_path / 'slow.py'
   config.write_text(CONFIG)
-  argv = [sys.executable, '-u', '-m', f'launch.{command}', f'--config={config}']
+  argv = [sys.executable, '-u', '-c', MAIN, f'launch.{command}', f'--config={config}']
   if command == 'train':  # its first evaluation is before its first step
     argv += [f'--workdir={tmp_path}/run', *runs.BARE]
   else:
