@@ -66,6 +66,7 @@ def test_quickstart_learns_from_its_rewards_alone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_model_learns_to_look_at_pictures_it_has_not_seen(tmp_path):
   scores = accuracies(
     tmp_path / 'red', *RED_ALONE, name='vision_game', tag='red', optimized=False

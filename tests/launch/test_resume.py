@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.launch import runs
+from tests.marks import extended
 
 pytestmark = pytest.mark.xdist_group('resume')  # they share one whole run
 STEPS = (
@@ -90,7 +91,7 @@ MOMENTS = {  # none of them passes: once true, it stays so
         'rl-end': signal.SIGKILL,
       },
     ),
-    (2, {'sft': signal.SIGKILL, 'rl': signal.SIGKILL, 'last': signal.SIGINT}),
+    extended(2, {'sft': signal.SIGKILL, 'rl': signal.SIGKILL, 'last': signal.SIGINT}),
   ],
 )
 def test_any_moment(whole, tmp_path, every, blows):

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from jaxrl.call_strings import ConfigError
 from launch.logging.metric_loggers import read_metrics
 from tests.launch import runs
+from tests.marks import extended
 
 TINY = (
   '--config.sft.num_steps=0',
@@ -163,7 +164,7 @@ RESUMED = (
   'algorithm, sampler',
   [
     ('grpo', 'replay(decay=.5, sigma=1., use_limit=3, capacity=4)'),
-    ('mix', 'mixed'),
+    extended('mix', 'mixed'),
   ],
 )
 def test_killed_it_ends_at_the_same_bits(tmp_path, algorithm, sampler):

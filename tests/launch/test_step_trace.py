@@ -185,6 +185,7 @@ def check_trace(workdir, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_spans_of_a_run_agree_with_its_times(tmp_path):
   options = ('--config.num_steps=5', '--config.sft.num_steps=0')
   options += ('--config.rollout.async_ratio=1', '--config.logging.trace_steps=2-3')
