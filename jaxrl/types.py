@@ -97,9 +97,10 @@ class Completion:
 
 
 class PromptTooLongError(ValueError):
-  """A prompt does not fit the window of an engine; this ends an episode at its length.
+  """A prompt does not fit the window of an engine.
 
-  Any other error of an engine is a fault, which is told.
+  It ends an episode as `max_length`, or as `prompt_too_long` if there is no reply yet.
+  Any other error of an engine fails the episode as `generate_failed`.
   """
 
 

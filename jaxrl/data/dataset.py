@@ -97,11 +97,16 @@ class GlobalDataset:
     """Returns `size`, for callers that only hold an actor handle."""
     return self.size
 
-  def questions(self) -> list[str]:
-    """Returns the question of each row as text; none if rows have no questions."""
+  def fingerprints(self) -> list[int]:
+    """Returns a number for each row's task; none if rows have no questions.
+
+    Images and the answer count too: many rows of pictures ask the same question.
+    """
     if not self._reader.has_questions:
       return []
-    return [str(self._item(row)['question']) for row in range(self.size)]
+    items = map(self._item, range(self.size))
+    keys = 'question', 'answer', 'images'
+    return [hash(repr([item.get(key) for key in keys])) for item in items]
 
   def get_task(self, seed: int, index: int | None = None) -> Task | None:
     """Returns the row for an episode's seed as a Task.

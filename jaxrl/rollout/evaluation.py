@@ -116,6 +116,8 @@ async def _play_sample(
     if rows is None or not any(row.failed for row in rows):
       return rows
     failures.record_episode(rows)
+    if rows[-1].stop_reason == 'prompt_too_long':
+      break  # the same task has the same prompt
   for row in rows or []:
     row.rewards = np.zeros_like(row.rewards)
   return rows

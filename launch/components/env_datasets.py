@@ -45,11 +45,11 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
     ConfigError: if an environment needs rows and no path is set.
   """
   manager = GlobalDatasetManager()
-  questions: dict[int, list[str]] = {}  # by the identity of the data set's handle
+  fingerprints: dict[int, list[int]] = {}  # of tasks, by the identity of the handle
 
   def get(path: RowSources, mode: str, options: dict[str, Any], key: KeyOf) -> Any:
     options |= {'mode': mode, 'seed': fold_seed(settings.seed, 'dataset', mode)}
-    load = functools.partial(_load, settings, runtime, key, questions)
+    load = functools.partial(_load, settings, runtime, key, fingerprints)
     return manager.get(path, load, **options)
 
   train: Datasets = dict.fromkeys(settings.training_tags)
@@ -77,7 +77,7 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
       key = functools.partial(settings.eval_task_key, name)
       tests[name] = get(path, 'traversal', options, key)
   shares = {
-    name: _share_in(questions[id(test)], questions[id(trained)])
+    name: _share_in(fingerprints[id(test)], fingerprints[id(trained)])
     for name, test in tests.items()
     if test is not None
     and (trained := train.get(settings.eval.sets[name].tag)) is not None
@@ -104,10 +104,10 @@ def evaluation_path(settings: RunSettings, name: str) -> RowSources:
   return path
 
 
-def _share_in(questions: list[str], trained: list[str]) -> float:
-  """Returns the share of questions that are also trained on."""
+def _share_in(tasks: list[int], trained: list[int]) -> float:
+  """Returns the share of tasks that are also trained on."""
   known = set(trained)
-  return sum(one in known for one in questions) / max(1, len(questions))
+  return sum(one in known for one in tasks) / max(1, len(tasks))
 
 
 def named_training_rows(settings: RunSettings) -> dict[str, float]:
@@ -227,7 +227,7 @@ def _load(
   settings: RunSettings,
   runtime: Runtime,
   key: KeyOf,
-  questions: dict[int, list[str]],
+  fingerprints: dict[int, list[int]],
   path: RowSources,
   **options: Any,
 ) -> Any:
@@ -240,7 +240,7 @@ def _load(
   with settings.naming(key('keys')):
     data = GlobalDataset(rows, path=path, **options)
   handle = runtime.spawn(GlobalDataset, rows, path=path, **options)
-  questions[id(handle)] = data.questions() if settings.eval.active else []
+  fingerprints[id(handle)] = data.fingerprints() if settings.eval.active else []
   return handle
 
 

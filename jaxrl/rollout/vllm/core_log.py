@@ -19,7 +19,7 @@ _CONSEQUENCES = (
   'EngineDeadError',
   'EngineGenerateError',
   'Engine core initialization failed',
-  'cancelled',
+  'CancelledError',
   'the stack trace above',
 )
 
