@@ -242,3 +242,13 @@ def test_an_environments_row_is_that_of_its_episode_also_in_later_passes():
   assert [draw(number) for number in (4, 3, 2, 5)] == [1, 0, 2, 2]
   assert draw(6) is None
   assert draw(0, by_seed=False) == 0 and draw(0, by_seed=False) == 1
+
+
+def test_rows_that_ask_the_same_of_other_pictures_are_other_tasks():
+  rows = [
+    {'question': 'How many?', 'answer': '2', 'images': [f'{n}.png']} for n in 'ab'
+  ]
+  one, other = GlobalDataset(rows).fingerprints()
+  assert one != other
+  assert GlobalDataset([rows[0] | {'split': 'test'}]).fingerprints() == [one]
+  assert GlobalDataset(rows, question_key='').fingerprints() == []
