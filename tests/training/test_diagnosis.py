@@ -7,6 +7,7 @@ import pytest
 from configs import base
 from jaxrl.training.diagnosis import (
   MIN_STEPS,
+  MIN_STEPS_FOR_TREND,
   RULES,
   diagnose,
   has_learned,
@@ -24,17 +25,20 @@ def rewards(rule, *options):
 
 
 SLOW = '--config.optimizer.learning_rate=1e-6'
-FAST = '--config.optimizer.learning_rate=0.3'
+FAST = '--config.optimizer.learning_rate=1'
+# Rewards by chance rise by chance in one run of many; too few steps to show a trend.
+SHORT = f'--config.num_steps={MIN_STEPS_FOR_TREND - 1}'
 # By rule, options of a run that has the problem.
 RUNS = {
   'learning rate 0': rewards('letters', '--config.optimizer.learning_rate=0'),
   'never rewarded': rewards('constant'),
   'always rewarded': rewards('constant', '--config.env.arithmetic.env_config.value=1'),
   'no spread within groups': rewards('question'),
-  'replies cut short': rewards('noise', SLOW),
-  'entropy collapsed': rewards('noise', FAST, '--config.num_steps=20'),
+  'replies cut short': rewards('noise', SLOW, SHORT),
+  'entropy collapsed': rewards('noise', FAST, SHORT),
   'updates clipped': rewards(
     'noise',
+    SHORT,
     '--config.optimizer.learning_rate=0.1',
     '--config.batch.num_minibatches=4',
     '--config.batch.ppo_epochs=2',
@@ -42,6 +46,7 @@ RUNS = {
   'engine and learner disagree': rewards(
     'noise',
     SLOW,
+    SHORT,
     '--config.weight_sync.transport=auto(dtype="bfloat16")',
     '--config.rollout.logprob_mismatch_warn=1e-4',
   ),
