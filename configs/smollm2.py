@@ -21,7 +21,7 @@ PROMPT = '{observation} Answer with the number alone.'
 def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for SmolLM2-135M-Instruct."""
   config = base.get_config(algorithm)
-  config.num_steps = 30
+  config.num_steps = 20
   config.model.checkpoint = 'HuggingFaceTB/SmolLM2-135M-Instruct'
   config.dataset.path = f'generate:arithmetic(kinds={KINDS}, max_number=20)'
   config.dataset.limit = 4000
