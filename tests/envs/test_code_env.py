@@ -383,7 +383,7 @@ def test_rows_of_mbpp(form):
   tests = MBPP['test_list']
   tests = {'rows': tests, 'JSON': json.dumps(tests), 'one text': '\n'.join(tests)}[form]
   env = CodeEnv()
-  reader = TaskReader('text', 'test_list')
+  reader = TaskReader('question', 'answer')
   item = reader.read({**MBPP, 'test_list': tests})
   question, _ = env.reset(seed=0, options={'task': Task(seed=0, index=0, item=item)})
   assert question.startswith(MBPP['text']) and 'assert set(similar(' in question

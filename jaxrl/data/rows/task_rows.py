@@ -7,6 +7,7 @@
 | TRL, OpenRLHF | `prompt`, text or messages | `solution`, `completion` and others |
 | MATH, Tinker cookbook | `problem` | `answer`, `solution` |
 | Alpaca | `instruction` with `input` | `output` |
+| MBPP | `text` beside `test_list`, or `prompt` | `test_list` |
 | ShareGPT, OpenAI | `conversations` or `messages` before the last reply | that reply |
 """
 
@@ -40,6 +41,8 @@ OTHER_KEYS = {
     *('test_list', *CONVERSATION_KEYS),
   ),
 }
+# Keys that say what they are only beside another one: a `text` alone is no question.
+_KEYS_BESIDE = {'question': {'test_list': 'text'}}
 
 
 class TaskReader:
@@ -101,8 +104,11 @@ class TaskReader:
 
 
 def _first_key(row: Row, name: str, key: str) -> str:
-  others = OTHER_KEYS[name] if key == name else ()
-  return next((k for k in (key, *others) if has_field(row, k)), key)
+  if key != name:
+    return key
+  beside = _KEYS_BESIDE.get(name, {}).items()
+  keys = (key, *OTHER_KEYS[name], *(k for other, k in beside if has_field(row, other)))
+  return next((k for k in keys if has_field(row, k)), key)
 
 
 def _value(row: Row, key: str, name: str) -> Any:
@@ -120,7 +126,8 @@ def _value(row: Row, key: str, name: str) -> Any:
 def _question(row: Row, key: str) -> Any:
   """Returns the question: a text, messages, or parts of a message with images."""
   value = _value(row, key, 'question')
-  is_usual = key in ('question', *OTHER_KEYS['question'])  # others may be any object
+  # Others may be any object.
+  is_usual = key in ('question', 'text', *OTHER_KEYS['question'])
   if is_usual and isinstance(value, bool | int | float):
     raise DataError(f'its question, {key}, is {value!r}, not a text or messages')
   if isinstance(value, str):

@@ -66,6 +66,39 @@ def test_rows_of_other_frameworks(row):
     assert found[key] == row[key]
 
 
+TESTS = ['assert add(1, 2) == 3', 'assert add(0, 0) == 0']
+
+
+@pytest.mark.parametrize(
+  'row',
+  [
+    # The two forms in which MBPP is published.
+    {'task_id': 1, 'text': 'Add.', 'code': 'x', 'test_list': TESTS},
+    {'task_id': 1, 'prompt': 'Add.', 'code': 'x', 'test_list': TESTS},
+    {'text': 'A note.', 'prompt': 'Add.', 'test_list': TESTS},
+    {'text': 'A note.', 'question': 'Add.', 'test_list': TESTS},
+  ],
+)
+def test_rows_of_mbpp_are_read_without_keys(row):
+  found = item(row)
+  assert (found['question'], found['answer']) == ('Add.', TESTS)
+
+
+@pytest.mark.parametrize(
+  'row',
+  [
+    {'text': 'Add.', 'answer': '2'},  # any text, perhaps a page of a book
+    {'text': 'Add.', 'tests': TESTS},
+    {'text': 5, 'test_list': TESTS},
+    {'text': None, 'test_list': TESTS},
+    {'text': ' ', 'test_list': TESTS},
+  ],
+)
+def test_a_text_alone_is_no_question(row):
+  with pytest.raises(DataError, match='question'):
+    item(row)
+
+
 def test_a_prompt_of_several_messages_stays_one():
   for prompt in ([SYSTEM, USER], [USER, REPLY, USER]):
     assert item(VERL | {'prompt': prompt})['question'] == prompt
