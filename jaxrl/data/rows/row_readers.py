@@ -19,6 +19,7 @@ import json
 import lzma
 import re
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ _ROW_LISTS = ('data', 'rows', 'examples', 'instances', 'items', 'records', 'samp
 # Keys of a row that hold a list of objects.
 _ROW_KEYS = frozenset('messages conversations prompt chosen rejected tools'.split())
 _SEPARATORS = (',', ';', '\t', '|')
+_CSV_LIMIT_LOCK = threading.Lock()  # of the only limit that `csv` has
 
 
 class DataError(call_strings.ConfigError):
@@ -299,7 +301,6 @@ def _has_columns(value: Row) -> bool:
 
 
 def _read_csv(file: Path) -> Iterator[Row]:
-  csv.field_size_limit(sys.maxsize)  # a cell may hold a whole conversation
   lines = _lines(file, newline='')
   first = next(lines, '')
   skipped = 0
@@ -311,11 +312,11 @@ def _read_csv(file: Path) -> Iterator[Row]:
   reader = csv.reader(lines, delimiter=separator, strict=True)
   number = 1
   try:
-    header = [name.strip() for name in next(reader, [])]
+    header = [name.strip() for name in _next_record(reader) or []]
     _check_header(file, header)
     while True:
       number = reader.line_num + skipped + 1
-      cells = next(reader, None)
+      cells = _next_record(reader)
       if cells is None:
         return
       if not cells:
@@ -331,6 +332,20 @@ def _read_csv(file: Path) -> Iterator[Row]:
       f'{file}, line {number}: not a valid table: {first_line(error)}: a quotation '
       'mark in a quoted cell is written twice'
     ) from error
+
+
+def _next_record(reader: Iterator[list[str]]) -> list[str] | None:
+  """Returns the next record, however long its cells are; None after the last one.
+
+  The `csv` module's limit holds for the whole process, so it is lifted for this record
+  alone: what else reads tables in this process keeps its own.
+  """
+  with _CSV_LIMIT_LOCK:
+    limit = csv.field_size_limit(sys.maxsize)  # a cell may hold a whole conversation
+    try:
+      return next(reader, None)
+    finally:
+      csv.field_size_limit(limit)
 
 
 def _with_first(first: str, lines: Iterator[str]) -> Iterator[str]:

@@ -1,14 +1,17 @@
 """Files as people have them are read, or refused in one line that names the place."""
 
 import bz2
+import concurrent.futures
+import csv
 import gzip
 import json
 import lzma
+from pathlib import Path
 
 import pytest
 
 from jaxrl.data.row_sources import describe_row, get_field, has_field, load_rows
-from jaxrl.data.rows.row_readers import DataError
+from jaxrl.data.rows.row_readers import DataError, read_file
 
 ROWS = [{'question': f'q{i}, "ü"', 'answer': f'{i}'} for i in range(3)]
 LINES = '\n'.join(map(json.dumps, ROWS))
@@ -82,6 +85,31 @@ def test_long_cells_and_many_columns(tmp_path):
   for name, separator in (('x.csv', ','), ('x.tsv', '\t')):
     text = separator.join(['question', 'answer']) + f'\n{long}{separator}1\n'
     assert load_rows(put(tmp_path, name, text)) == [{'question': long, 'answer': '1'}]
+
+
+def test_other_tables_of_the_process_keep_their_limit(tmp_path):
+  """Also between two rows, after an error, and while other threads read."""
+  limit, long = csv.field_size_limit(), 'x' * 300_000
+
+  def check():
+    assert csv.field_size_limit() == limit
+    with pytest.raises(csv.Error, match='field larger than field limit'):
+      next(csv.reader([long]))
+
+  path = Path(put(tmp_path, 'x.csv', 'question,answer\n' + f'{long},1\n' * 40))
+  for _ in read_file(path):
+    check()
+  unread = iter(read_file(path))
+  next(unread)
+  check()
+  bad = put(tmp_path, 'y.csv', f'question,answer\n{long},1\n{long}\n')
+  with pytest.raises(DataError):
+    load_rows(bad)
+  check()
+  with concurrent.futures.ThreadPoolExecutor(4) as threads:
+    counts = list(threads.map(lambda _: len(list(read_file(path))), range(8)))
+  assert counts == [40] * 8
+  check()
 
 
 def test_a_parquet_file_may_be_compressed_and_shouted(tmp_path):
