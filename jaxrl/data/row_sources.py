@@ -28,7 +28,10 @@ GENERATORS = {
   'picture_quiz': 'jaxrl.envs.games.picture_quiz_env:demonstrations',
 }
 _MISSING = object()
-_EMPTY_MARK = re.compile(r'(?:####|\\boxed\s*\{\s*\})[\s*_.:$]*\Z')
+_EMPTY_MARK = re.compile(
+  r'(?:####|\\(?:boxed|fbox)\s*\{(?:[\s$*_`.…{}]|\\text\w*)*\}'
+  r'|<answer>[\s$*_`.…]*</answer>)[\s*_.:$`#]*\Z'
+)
 NamedFile = tuple[Path, str]  # a file, and how messages name it
 
 

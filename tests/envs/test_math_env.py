@@ -81,6 +81,8 @@ def test_strict_and_format_reward():
   assert grade('#### 18', strict=True) == 1
   assert grade('#### 17', format_reward=0.1) == 0.1
   assert grade('17', format_reward=0.1) == 0
+  for empty in ('#### $$', '####', r'\boxed{}', r'\boxed{$$}', '<answer> </answer>'):
+    assert grade(f'It is 17. {empty}', format_reward=0.1) == 0
   assert grade('#### 18', reward=2.0, format_reward=0.1) == 2
 
 

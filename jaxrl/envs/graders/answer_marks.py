@@ -5,6 +5,7 @@ as a heading in Markdown, so a mark counts only if it holds an answer.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterator
 
 from jaxrl.envs.graders.answer_numbers import (
@@ -30,11 +31,22 @@ _JOINT = re.compile(
   r'[\s$*]*(?:,|;|&|\b(?:and|or)\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\})[\s$*]*'
   r'(?:and|or)?[\s$*]*'
 )
+_SPECIAL_TOKEN = re.compile(
+  r'<[|｜][^|｜<>]{1,40}[|｜]>|</?s>|<(?:start|end)_of_turn>|<(?:eos|bos|pad)>'
+)
+# What sets an answer and says nothing itself.
+_LAYOUT = re.compile(
+  r'\\(?:[hv]?phantom|[hv]space\*?|begin|end)\s*\{[^{}]*\}|\\(?:text\w*|math\w+|mbox'
+  r'|boxed|fbox|framebox|underline|left|right|q?quad|displaystyle|[lc]?dots)(?![a-zA-Z])'
+  r'|\\[ ,;:!()\[\]_$]|&nbsp;|<br\s*/?>|</?answer>|[\s$*_`#~.…]'
+  r'|[\u200b-\u200d\u2060\ufeff]'
+)
 _PLACEHOLDER = re.compile(
-  r'[\s.…?_]*|\\[lc]?dots|(?:your |the |final )*(?:answer|result)(?: here)?\.?',
+  r'(?:(?:your|the|my|our|an?|final|correct|numerical|so|insert|put|write)\s+)*'
+  r'(?:answer|result|solution|number|letter)(?:\s+(?:is|are|goes|here|below))*'
+  r'|here|below',
   re.IGNORECASE,
 )
-_SPECIAL_TOKEN = re.compile(r'<\|[^|<>]{1,40}\|>|</s>|<end_of_turn>')
 
 # What introduces an answer, as in "The final answer is: ".
 _LEAD = re.compile(
@@ -128,7 +140,7 @@ def iter_marked(text: str, like: str = '') -> Iterator[tuple[int, str]]:
       end_of_tag = mark.start()
     elif name.startswith('\\'):
       answer, end = _boxed(text, mark.end())
-      if _PLACEHOLDER.fullmatch(answer):
+      if not _holds_answer(answer, like):
         continue
       if boxes is not None and not _JOINT.fullmatch(text[end : boxes[0]]):
         yield boxes
@@ -141,13 +153,52 @@ def iter_marked(text: str, like: str = '') -> Iterator[tuple[int, str]]:
       answer = final_answer(content, like) if content and is_closed else ''
     else:
       answer = _answer_after_hashes(text[mark.end() :], is_number=is_number)
-    if answer:
+    if answer and _holds_answer(answer, like):
       if boxes is not None:
         yield boxes
         boxes = None
       yield mark.start(), answer
   if boxes is not None:
     yield boxes
+
+
+def says_something(text: str) -> bool:
+  """Returns whether a text is more than spaces, markup, dots and special tokens.
+
+  Args:
+    text: The text, such as what a tag encloses.
+  """
+  text = text.strip()[: 4 * MAX_ANSWER_CHARS]
+  rest = _without_layout(text, '')
+  return bool(rest.strip('{}') if re.search(r'\\[a-zA-Z]', text) else rest)
+
+
+def _without_layout(text: str, between: str) -> str:
+  return _LAYOUT.sub(between, _SPECIAL_TOKEN.sub(between, text))
+
+
+def _holds_answer(text: str, like: str) -> bool:
+  """Returns whether what is marked is an answer, and no mark alone or placeholder.
+
+  Args:
+    text: What is marked.
+    like: The right answer: if it has no letter or digit, a sign is an answer.
+  """
+  if not says_something(text):
+    return False
+  if like and text.strip() == like.strip():
+    return True
+  plain = _without_layout(text, ' ')
+  if _PLACEHOLDER.fullmatch(' '.join(re.findall(r'[^\W_]+', plain))):
+    return False
+  if like and _has_letters(like) and not re.search(r'\\\{\s*\\\}', text):
+    return _has_letters(plain) and not plain.rstrip().endswith((':', '：', '='))
+  return True
+
+
+def _has_letters(text: str) -> bool:
+  """Returns whether a text has a letter, a digit or a symbol such as ∞."""
+  return any(c in '∞∅' or unicodedata.category(c)[0] in 'LN' for c in text)
 
 
 def final_answer(text: str, like: str = '') -> str:
@@ -208,7 +259,7 @@ def _answer_after_hashes(text: str, *, is_number: bool) -> str:
     return _marked_number(line, has_more=bool(rest.strip()), introduced=is_introduced)
   if not is_introduced and (_NUMBERED_HEADING.match(line) or _HEADING.match(line)):
     return ''
-  return '' if line.endswith((':', '：')) or _PLACEHOLDER.fullmatch(line) else line
+  return '' if line.endswith((':', '：')) else line
 
 
 def _marked_number(line: str, *, has_more: bool, introduced: bool) -> str:
@@ -292,14 +343,13 @@ def _is_sum(sentence: str, first: NumberToken) -> bool:
 def _unmarked_text(text: str) -> str:
   """Returns what an unmarked reply gives as its answer, a formula or words."""
   tail = text[-4 * MAX_ANSWER_CHARS :]
-  cues = list(_CUE.finditer(tail))
-  if cues:
-    line = tail[cues[-1].end() :].strip().partition('\n')[0]
+  for cue in reversed(list(_CUE.finditer(tail))[-_MAX_MARKS:]):
+    line = tail[cue.end() :].strip().partition('\n')[0]
     formula = _FORMULA.match(line)
     if formula:
       return next(filter(None, formula.groups())).strip()
     sentence = re.split(r'\.(?=\s|$)', _without_markup(line))[0].strip()
-    if sentence:
+    if says_something(sentence):
       return sentence
   lines = [line for line in tail.strip().split('\n') if line.strip()]
   if not lines:

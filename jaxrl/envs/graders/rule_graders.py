@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
-from jaxrl.envs.graders.answer_marks import marked_answer
+from jaxrl.envs.graders.answer_marks import marked_answer, says_something
 from jaxrl.envs.graders.answer_numbers import number_text
 from jaxrl.envs.graders.choice_parsing import chosen_letter, only_letter
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
@@ -84,7 +84,8 @@ def make_format_grader(
     pattern: A regular expression that the whole reply must match, apart from white
       space at its ends; `.` matches line breaks too.
     tags: Tag names, such as 'think, answer': the reply must be `<think>…</think>`
-      followed by `<answer>…</answer>`, each once, neither empty, and nothing else. A
+      followed by `<answer>…</answer>`, each once, nothing else, and each with more in
+      it than spaces, dots and markup. A
       tag that the prompt ends with, as some chat templates open `<think>`, counts as
       the reply's.
     timeout: Seconds that matching may take; a few bytes can cost a bad pattern hours.
@@ -151,7 +152,7 @@ def has_tags_in_order(text: str, names: list[str]) -> bool:
     if not rest.startswith(start):
       return False
     content, closing, rest = rest[len(start) :].partition(end)
-    if not closing or not content.strip():
+    if not closing or not says_something(content):
       return False
     rest = rest.lstrip()
   return not rest

@@ -131,7 +131,22 @@ def test_answers_of_other_kinds_are_kept():
     assert item({'question': 'q', 'answer': answer})['answer'] == answer
 
 
-@pytest.mark.parametrize('answer', ['####', '#### ', '2+3=5\n####\n', r'\boxed{}'])
+@pytest.mark.parametrize(
+  'answer',
+  [
+    '####',
+    '#### ',
+    '#### $$',
+    '2+3=5\n####\n',
+    r'\boxed{}',
+    r'$\boxed{ }$.',
+    r'\boxed{$$}',
+    r'\boxed{\text{}}',
+    r'\fbox{}',
+    '<answer></answer>',
+    '<answer>\n</answer>\n',
+  ],
+)
 @pytest.mark.parametrize('key', ['answer', 'ground_truth', 'solution'])
 def test_a_mark_without_an_answer_is_refused(answer, key):
   rows = [{'question': 'q', key: '#### 5'}, {'question': 'q', key: answer}]
