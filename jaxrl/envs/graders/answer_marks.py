@@ -71,6 +71,17 @@ _CUE = re.compile(
   """,
   re.VERBOSE | re.IGNORECASE,
 )
+# What says that the number before it is the answer, as in '18 is the final answer'.
+_CUE_BEHIND = re.compile(
+  r'[*$_`)\]]*\s+(?:is|are|must\s+be)\s+(?:\w+\s+)?(?:the|my|our)\s+'
+  r'(?:(?:final|correct|right)\s+)*answer\b',
+  re.IGNORECASE,
+)
+_MINUS = re.compile(r'^(\W{0,4}?)(?:[-−–]\s+|(?:negative|minus)\s+)(?=[$€£\\]?[\d.])')
+_ASIDE = re.compile(r'\s\(([^()]{1,100})\)\.?$')
+_LABEL = re.compile(
+  r'^\\text\s*\{\s*(?:final\s+)?answer\s*(?:is)?\s*[:=]?\s*\}\s*', re.I
+)
 _NUMBERED_HEADING = re.compile(
   r"""
   (?:step|part|case|method|option|section|problem|question|approach|scenario|phase
@@ -140,6 +151,7 @@ def iter_marked(text: str, like: str = '') -> Iterator[tuple[int, str]]:
       end_of_tag = mark.start()
     elif name.startswith('\\'):
       answer, end = _boxed(text, mark.end())
+      answer = _LABEL.sub('', answer)
       if not _holds_answer(answer, like):
         continue
       if boxes is not None and not _JOINT.fullmatch(text[end : boxes[0]]):
@@ -271,6 +283,11 @@ def _marked_number(line: str, *, has_more: bool, introduced: bool) -> str:
   is_titled = re.match(r'\d+\s+[A-Z][a-z]+\s+[a-zA-Z]', line) and has_more
   if parse_quantity(line) is not None:
     return '' if is_titled and not introduced else line
+  aside = _ASIDE.search(line)
+  if aside and parse_quantity(aside[1]) is None:  # 18 (9 × 2)
+    before = line[: aside.start()]
+    if parse_quantity(before) is not None:
+      return before
   _, equals, right = line.rpartition('=')
   if equals and parse_quantity(right) is not None:
     return right.strip()
@@ -292,16 +309,24 @@ def _without_markup(line: str) -> str:
   line = line.strip().rstrip('#').strip()
   while len(line) > 1 and line[0] == line[-1] and line[0] in '*_`"\'':
     line = line[1:-1].strip()
-  return line
+  return re.sub(r'^<([^<>/]*\d[^<>]*)>$', r'\1', line)
 
 
 def _unmarked_number(text: str) -> str:
   """Returns the number that an unmarked reply gives as its answer, or ''."""
   cleaned = clean_text(text)
-  for cue in reversed(list(_CUE.finditer(cleaned))[-_MAX_MARKS:]):
-    if found := _number_after_cue(cleaned[cue.end() : cue.end() + _MAX_CUE_CHARS]):
-      return found
   tokens = list(iter_numbers(cleaned))
+  cues = [*_CUE.finditer(cleaned), *_CUE_BEHIND.finditer(cleaned)]
+  for cue in sorted(cues, key=lambda match: match.start())[: -_MAX_MARKS - 1 : -1]:
+    if cue.re is _CUE_BEHIND:
+      found = next((t.text for t in tokens if t.end == cue.start()), '')
+    else:
+      sentence = cleaned[cue.end() : cue.end() + _MAX_CUE_CHARS]
+      if '\n' not in cue[0]:  # there, a dash begins the item of a list
+        sentence = _MINUS.sub(r'\1-', sentence)
+      found = _number_after_cue(sentence)
+    if found:
+      return found
   if not tokens:
     return ''
   start = cleaned.rfind('\n\n', 0, tokens[-1].start) + 1
@@ -315,7 +340,7 @@ def _unmarked_number(text: str) -> str:
 
 def _number_after_cue(text: str) -> str:
   """Returns the number that a sentence begins or ends with, or ''."""
-  sentence = re.split(r'\n|(?<!\d)\.(?=\s|$)|(?<=\d)\.(?=\s|$)|[!?](?=\s|$)', text)[0]
+  sentence = re.split(r'\n|(?<!\d)\.(?=\s|$)|(?<=\d)\.(?=\s|$)|[!?]+(?=\s|$)', text)[0]
   if re.match(r'\s*(?:not|n\'t|neither|between|unclear|unknown)\b', sentence):
     return ''
   tokens = list(iter_numbers(sentence))

@@ -104,7 +104,7 @@ _TOKEN = re.compile(
       |\d++(?:[.,:'’_]\d++)*+(?:(?<=\d:\d\d)\s?[aApP]\.?[mM]\b\.?)?|(?<![\d.])\.\d++))
   (?:(?P<exponent>[eE][-+−]?\d++(?![.\w]))
     |\s*(?:×|\*|x|X|·|⋅|\\times|\\cdot)\s*10\s*(?P<power>{_POWER}))?
-  (?P<bottom>(?:\s?[/⁄]\s?\d++(?:\.\d++)?(?![\d,]))*+)
+  (?P<bottom>(?:\s?[/⁄]\s?\d++(?:\.\d++)?(?!\d|,\d))*+)
   (?P<glued>[²³¹⁰-⁹]++|\^(?!°)(?:\s*{_BRACED}|\s?.)|_(?:{_BRACED}|\w++)
     |!|\s?\\(?:sqrt|d?frac|pi|theta|ln|log|sin|cos|tan|alpha|beta|infty)\b
       (?:\[[^\][]*\])?(?:\s*{_BRACED})*

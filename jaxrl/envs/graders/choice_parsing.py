@@ -30,7 +30,11 @@ _CUE = re.compile(
     |\banswer\s+(?=\(?[A-Z]\b(?!['’\s]*[a-z]))
     |\b(?:which|that|this|it)(?:\s+is|['’]s)\s+(?=(?:option|choice|answer|letter)\b)
     |答案(?:选项)?(?:应该|应当|应)?(?:是|为|选)?[：:\s]*|(?:故|应|因此|所以)?选择?项?[：:\s]*(?=[A-Z])
-    |\brespuesta(?:\s+\w+)?\s+es\b|\bréponse(?:\s+\w+)?\s+est\b|\bAntwort\s+(?:ist|lautet)\b
+    |\b(?:respuesta|réponse|risposta|resposta|Antwort|Ответ)(?:\s+\w+)?\s*
+     (?:\b(?:es|est|è|é|ist|lautet)\b|[:：])
+    |정?답(?:은|는|[:：])|(?:正解|答え)(?:は|[:：])
+    |\b(?:(?:it|that|this)(?:['’]s|\s+is|\s+(?:must|should|would|has\s+to)\s+be)
+     |so|thus|therefore|hence)\b[,:]?\s(?=[*_("'\[]*[A-Z][*_)"'\]]*[.!]?\s*(?:\n|\Z))
   )[\s:：*_]*
   """,
   re.VERBOSE | re.IGNORECASE,
@@ -62,11 +66,11 @@ _FILLER = re.compile(
   """,
   re.VERBOSE | re.IGNORECASE,
 )
-_OPENED = r'[\s*_$`"\'“‘(\[{<]*'
+_OPENED = r'[\s*_$`"\'“‘(（「【\[{<]*'
 _LETTER = re.compile(
   rf"""
   {_OPENED}(?:(?:option|choice|letter|answer)\s*{_OPENED})?
-  (?P<letter>[A-Za-z])(?![\w'’])(?P<closed>[*_$`"'”’)\]}}>]*)
+  (?P<letter>[A-Za-z])(?![0-9A-Za-zÀ-ɏ]|['’]\w)(?P<closed>[*_$`"'”’)）」】\]}}>]*)
   """,
   re.VERBOSE | re.IGNORECASE,
 )
@@ -78,7 +82,7 @@ _NEXT_LETTER = re.compile(
 )
 _AFTER_LETTER = re.compile(
   r"""
-  \s*(?:$|\n|[.,:;!?)\]/|—–]|\s-|\()
+  \s*(?:$|\n|[.,:;!?)\]/|—–]|\s-|\(|[^\x00-ɏ])
   |\s+(?:because|since|as|due|which|given|for|based|where|with|is|in\ the|according|and
   |so|from|by|if|therefore)\b
   """,
@@ -138,7 +142,9 @@ def _cued_letters(reply: str, choices: Sequence[str]) -> list[tuple[int, str]]:
   for match in list(_RIGHT.finditer(reply, first))[-_MAX_CUES:]:
     letter = match[1] or match[2]
     before = reply[max(0, match.start() - 12) : match.start()]
-    is_list = re.search(r'(?:\b(?:or|and|nor|neither|not)|[,/])\s*[*(]*$', before)
+    is_list = re.search(
+      r'(?:\b(?:or|and|nor|neither|not)|\b[A-Z]\W{,3}[,/])\s*[*(]*$', before
+    )
     if not is_list and _is_possible(letter, choices):
       found.append((match.start(), letter))
   return sorted(pair for pair in found if pair[1])
@@ -170,7 +176,10 @@ def _letter_of(match: re.Match[str], text: str, choices: Sequence[str]) -> str:
     return ''
   if other := _NEXT_LETTER.match(rest):
     return letter if other[1] == letter else HEDGED
-  is_enclosed = bool(set(match['closed']) & set(')]}>*_$`"'))
+  name = re.match(r'[-–](\w.*)|\+|\#', rest)  # B-cells, C++, but B-Paris
+  if name and _choice_by_text(name[1] or '', choices, is_sentence=True) != letter:
+    return ''
+  is_enclosed = bool(set(match['closed']) & set(')）」】]}>*_$`"'))
   opened = text[: match.start('letter')]
   is_named = re.search(r'option|choice|letter', opened, re.IGNORECASE) is not None
   if is_enclosed or _AFTER_LETTER.match(rest):
@@ -249,7 +258,7 @@ def _stands_alone(line: str) -> bool:
   match = _LETTER.match(text)
   if match is None:
     return True
-  rest = text[match.end() :].strip(' .*_$)')
+  rest = text[match.end() :].strip(' .,!*_$)"\'')
   return not rest or bool(re.match(r'\s*[).:\]*_–—-]', text[match.end('letter') :]))
 
 

@@ -20,6 +20,12 @@ from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem, expected_answe
 _LITERAL_WORDS = frozenset(['yes', 'no', 'true', 'false', 'none'])
 _TEXT = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}')
 
+# As in 12\pi \text{ square units}; units that have names are compared.
+_UNNAMED_UNIT = re.compile(
+  r'(?:\\[ ,;]|\s)*\\(?:text|mathrm|mbox)\s*\{\s*(?:square |cubic |sq\.? )?units?\.?\s*'
+  r'\}(?:\^\{?[23]\}?)?\s*$'
+)
+
 
 @option_ranges(timeout=POSITIVE)
 def make_math_grader(*, strict: bool = False, timeout: float = 5.0) -> GraderPart:
@@ -49,6 +55,7 @@ def make_math_grader(*, strict: bool = False, timeout: float = 5.0) -> GraderPar
     answer = expected_answer(item, 'math')
     answer = marked_answer(answer) or answer
     candidate = (marked_answer if strict else final_answer)(reply, answer)
+    candidate, answer = (_UNNAMED_UNIT.sub('', text) for text in (candidate, answer))
     is_equal = compare_answers(candidate, answer)
     if is_equal is None:
       is_equal = algebra_equal(candidate, answer, timeout=timeout)
