@@ -6,6 +6,7 @@ alternately the ids that the engine returned and the ids of the new messages alo
 
 import copy
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ _REPLY: Message = {'role': 'assistant', 'content': MARK}  # whose ids already ex
 # After these a text is encoded whose beginning would share a token with what stands
 # before it. The last is hardly ever part of a token of several characters.
 _CONTEXT_ENDS = ('', '\n', '\x02')
+_NUM_RENDERINGS = 256
 _OPENED = re.compile(r'<')  # where an opened thought or channel begins
 
 
@@ -108,6 +110,7 @@ class ChatTokenizer:
     self._added = AddedTokens(tokenizer)
     self._formats: dict[str, Any] = {}  # shared by copies, found when first asked for
     self._generation_prompt: str | None = None  # until it is asked for
+    self._renderings: dict[str, str] = {}  # of messages that hardly differ, by JSON
     self.turn_end: TurnEnd = find_turn_end(
       tokenizer, self._added, self._template.render, options.stop_token_ids
     )
@@ -197,6 +200,7 @@ class ChatTokenizer:
     changed = copy.copy(self)
     changed._template = self._template.with_options(options)
     changed._generation_prompt = None
+    changed._renderings = {}
     return changed
 
   def opening(self) -> str:
@@ -360,8 +364,25 @@ class ChatTokenizer:
   def _tail(self, messages: Sequence[Message], prompt: bool) -> str:
     """Renders what follows the text of a reply."""
     tail = self._render_tail(messages, prompt)
-    check_results(messages, tail, lambda others: self._render_tail(others, prompt))
+    check_results(
+      messages, tail, lambda others: self._once(self._render_tail, others, prompt)
+    )
     return tail
+
+  def _once(self, render: Callable[..., str], *args: Any) -> str:
+    """Renders messages, unless the same have been rendered before.
+
+    Messages whose texts are marks are alike in each turn of an episode.
+    """
+    try:
+      key = json.dumps([render.__name__, *args])
+    except (TypeError, ValueError):  # images
+      return render(*args)
+    if (text := self._renderings.get(key)) is None:
+      if len(self._renderings) >= _NUM_RENDERINGS:
+        self._renderings.clear()
+      text = self._renderings[key] = render(*args)
+    return text
 
   def _render_tail(self, messages: Sequence[Message], prompt: bool) -> str:
     if messages and messages[0]['role'] == 'tool':
@@ -525,10 +546,13 @@ class ChatTokenizer:
     check_reply(
       message,
       whole,
-      lambda other: self._template.render([QUESTION, other], prompt=False),
+      lambda other: self._once(self._render_reply, other),
       lambda: self._reads_calls(message, text),
     )
     return header[cut:], text
+
+  def _render_reply(self, message: Message) -> str:
+    return self._template.render([QUESTION, message], prompt=False)
 
   def _reads_calls(self, message: Message, text: str) -> bool:
     """Whether the calls of a message are read again from the text of a reply."""

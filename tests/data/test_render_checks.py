@@ -140,3 +140,39 @@ def test_results_of_tools_are_written_whole(body, words):
     chat.encode_with_mask(messages)
   with pytest.raises(ValueError, match=words):
     chat.encode_next_prompt([RESULT], reply=[])
+
+
+def test_messages_of_one_kind_are_rendered_for_the_check_once(monkeypatch):
+  chat = make_chat(HEAD + TEXT + CALLS + TAIL)
+  rendered, render = [], chat._template.render
+  monkeypatch.setattr(
+    chat._template, 'render', lambda *a, **b: rendered.append(a) or render(*a, **b)
+  )
+  counts = []
+  for text in ('4', 'assistant', '"tool"\n', 'a longer text ' * 200):
+    rendered.clear()
+    for prompt in (True, False):
+      ids = chat.encode_next_prompt(
+        [{'role': 'tool', 'content': text}], reply=[chat.end_id], prompt=prompt
+      )
+      assert text.strip() in chat.decode_all(ids)
+      assert chat.decode_all(ids).endswith('assistant\n') == prompt
+    call = {'name': 'add', 'arguments': {'x': text}}
+    chat.encode_with_mask([QUESTION, calling(call)])
+    counts.append(len(rendered))
+  assert counts[1:] == [counts[0] - 6] * 3
+
+
+def test_a_text_is_checked_that_the_template_changes_for_what_it_says():
+  body = "{{ m.content | replace('bad', 'good') }}"
+  chat = make_chat(HEAD + body + TAIL)
+  for text, is_kept in (('fine', True), ('bad', False), ('fine too', True)):
+    message = {'role': 'tool', 'content': text}
+    if is_kept:
+      chat.encode_next_prompt([message], reply=[chat.end_id])
+      chat.encode_with_mask([QUESTION, reply(text)])
+      continue
+    with pytest.raises(ValueError, match='changes the results'):
+      chat.encode_next_prompt([message], reply=[chat.end_id])
+    with pytest.raises(ValueError, match='changes what a reply says'):
+      chat.encode_with_mask([QUESTION, reply(text)])

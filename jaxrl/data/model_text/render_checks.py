@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.model_text.chat_template import THOUGHT_KEYS, read_call_arguments
+from jaxrl.data.tool_formats.tool_format import skip_space
 from jaxrl.types import Message
 
 TEXT, THOUGHT, CALLS = 'its text', 'its thought', 'its tool calls'
@@ -60,24 +61,46 @@ class _Marks:
     if not self.texts:
       return marked == text
     pieces = re.split(f'({"|".join(self.texts)})', marked)
-    patterns = []
+    ends, is_any = {0}, False  # where a piece may end; whether anything may follow it
     for i, piece in enumerate(pieces):
-      if i % 2 == 0:
-        start = piece if i == 0 else piece.lstrip()
-        patterns.append(re.escape(start if i == len(pieces) - 1 else start.rstrip()))
-      elif piece in self.values:
-        patterns.append('.*?' if any_value else _written_forms(self.texts[piece]))
+      if i % 2 and any_value and piece in self.values:
+        is_any = True
+        continue
+      if i % 2:
+        whole = self.texts[piece]
+        forms = _written_forms(whole) if piece in self.values else [whole.strip()]
       else:
-        patterns.append(re.escape(self.texts[piece].strip()))
-    return re.fullmatch(r'\s*'.join(patterns), text, re.DOTALL) is not None
+        start = piece if i == 0 else piece.lstrip()
+        forms = [start if i == len(pieces) - 1 else start.rstrip()]
+      if i:
+        ends = {skip_space(text, end) for end in ends}
+      if is_any and i == len(pieces) - 1:
+        return min(ends) <= len(text) - len(forms[0]) and text.endswith(forms[0])
+      if is_any and forms[0]:
+        ends, is_any = _ends_within(text, min(ends), forms), False
+      elif not is_any:
+        ends = {
+          end + len(form)
+          for end in ends
+          for form in forms
+          if text.startswith(form, end)
+        }
+      if not ends:
+        return False
+    return len(text) in ends
 
 
-def _written_forms(text: str) -> str:
-  """Returns a pattern of the ways to write a text, with and without escapes."""
+def _ends_within(text: str, start: int, forms: Sequence[str]) -> set[int]:
+  """Returns where any of the forms may end in a text, from an index on."""
+  pattern = '|'.join(map(re.escape, forms))
+  return {match.end() for match in re.compile(pattern).finditer(text, start)}
+
+
+def _written_forms(text: str) -> list[str]:
+  """Returns the ways to write a text, with and without escapes."""
   as_json = [json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
   twice = [json.dumps(form, ensure_ascii=False)[1:-1] for form in as_json]
-  forms = dict.fromkeys([text.strip(), *as_json, *twice])
-  return f'(?:{"|".join(map(re.escape, forms))})'
+  return list(dict.fromkeys(form.strip() for form in (text, *as_json, *twice)))
 
 
 def check_reply(
