@@ -114,6 +114,7 @@ def build(
     trace_steps=trace_steps,
   )
   writers.decode_with(policy.tokenizer.decode)
+  writers.formats(name_formats(settings, policy))
   trainer.facts = _describe_run(settings, policy, learners)
   optional_facts = {
     'placement': runtime.description,
@@ -251,6 +252,13 @@ def _describe_replies(settings: RunSettings, policy: LoadedModel) -> str:
   if chat.turn_end.doubt:
     log.warning('--config.model.checkpoint: %s', chat.turn_end.doubt)
   return chat.describe()
+
+
+def name_formats(settings: RunSettings, policy: LoadedModel) -> dict[str, str]:
+  """Returns the names of how the policy writes tool calls and thoughts."""
+  if policy.tokenizer.chat_template is None:
+    return {}
+  return ChatTokenizer(policy.tokenizer, settings.model.chat).format_names
 
 
 def _describe_run(

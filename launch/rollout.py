@@ -334,6 +334,7 @@ class DatasetRolloutJob:
       )
       asyncio.run(plays.check_prompts())
       if dump.store is None:
+        self._columns.formats = build.name_formats(settings, policy)
         self._ledger = DumpJournal(folder / 'ledger', writer, part_size=part_size)
       else:
         target = open_store_target(settings, folder, policy.tokenizer)

@@ -135,6 +135,12 @@ class ChatTokenizer:
     """How the template writes thoughts; None if it knows none."""
     return self._find_format('thoughts', detect_thought_format)
 
+  @property
+  def format_names(self) -> dict[str, str]:
+    """The names of `tool_format` and `thought_format`, for those that are known."""
+    found = {'tool_format': self.tool_format, 'thought_format': self.thought_format}
+    return {key: one.name for key, one in found.items() if one is not None}
+
   def _find_format(self, name: str, detect: Callable[..., Any]) -> Any:
     if name not in self._formats:
       template = self._template

@@ -93,6 +93,10 @@ class TrajectoryDump(MetricLogger):
     self._save_arrays = dump.save_arrays
     self._logprobs: Any = None  # the learner's, of what is written next
 
+  def formats(self, names: Mapping[str, str]) -> None:
+    """Takes the names of how the model writes tool calls and thoughts."""
+    self._columns.formats = dict(names)
+
   def logprobs(self, step: int, logprobs: Any) -> None:
     """Takes the learner's log-probs of what is written next."""
     self._logprobs = logprobs

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.data import json_codec
-from jaxrl.data.tool_formats import UNKNOWN, InvalidToolCall, ToolCall
+from jaxrl.data.tool_formats import (
+  THINK,
+  THOUGHT_FORMATS,
+  TOOL_FORMATS,
+  UNKNOWN,
+  InvalidToolCall,
+  ThoughtFormat,
+  ToolCall,
+  ToolFormat,
+)
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import IMAGES
 
@@ -33,7 +42,6 @@ ROW_FIELDS = (
   *('stop_reason', 'is_expert', 'is_greedy', 'weight', 'metrics', 'columns'),
 )
 _SOURCES = {'system': 'system', 'developer': 'system', 'user': 'user'}
-_THOUGHT = re.compile(r'\s*<think>(.*?)</think>\s*', re.DOTALL)
 _IMAGE = re.compile(r'data:(image/(?:png|jpeg|gif|webp));base64,')
 _MARK = re.compile('sha256:([0-9a-f]{64})')  # what stands for an image, by its digest
 _UNSAFE = re.compile(r'[^\w.\-]')
@@ -145,8 +153,11 @@ def to_atif(row: Mapping[str, Any]) -> Document:
   content = _read_content(row)
   replies = _sampled_replies(content)
   steps: list[Document] = []
+  extras = content.get('extras') or {}
+  thoughts = _named(THOUGHT_FORMATS, extras.get('thought_format'), THINK)
+  calls = _named(TOOL_FORMATS, extras.get('tool_format'), UNKNOWN)
   for message in content['messages']:
-    _add_message(steps, message)
+    _add_message(steps, message, thoughts, calls)
   notes = _add_replies(steps, replies, _first_reply(content, steps, len(replies)))
   if not steps:
     steps = [{'step_id': 1, 'source': 'system', 'message': ''}]
@@ -168,6 +179,10 @@ def to_atif(row: Mapping[str, Any]) -> Document:
     'extra': extra,
     **_present(notes=notes or None),
   }
+
+
+def _named(formats: Sequence[Any], name: Any, default: Any) -> Any:
+  return next((one for one in formats if one.name == name), default)
 
 
 def _read_content(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +288,12 @@ def _sampled_replies(content: Mapping[str, Any]) -> list[tuple[Document, Documen
   return replies
 
 
-def _add_message(steps: list[Document], message: Mapping[str, Any]) -> None:
+def _add_message(
+  steps: list[Document],
+  message: Mapping[str, Any],
+  thoughts: ThoughtFormat,
+  calls: ToolFormat,
+) -> None:
   """Appends a message as a step, or as the result of a call to the step before."""
   role, content = str(message.get('role', 'user')), message.get('content')
   if role == 'tool' and steps and steps[-1]['source'] == 'agent':
@@ -286,7 +306,8 @@ def _add_message(steps: list[Document], message: Mapping[str, Any]) -> None:
     return
   step: Document = {'step_id': len(steps) + 1, 'source': _SOURCES.get(role, 'user')}
   if role == 'assistant':
-    step |= {'source': 'agent', **_agent_fields(step['step_id'], message)}
+    fields = _agent_fields(step['step_id'], message, thoughts, calls)
+    step |= {'source': 'agent', **fields}
   else:
     step['message'] = _content(content)
   if role not in (*_SOURCES, 'assistant'):
@@ -294,16 +315,23 @@ def _add_message(steps: list[Document], message: Mapping[str, Any]) -> None:
   steps.append(step)
 
 
-def _agent_fields(step_id: int, message: Mapping[str, Any]) -> Document:
+def _agent_fields(
+  step_id: int,
+  message: Mapping[str, Any],
+  thoughts: ThoughtFormat,
+  tool_format: ToolFormat,
+) -> Document:
   """Returns the message, the thought and the tool calls of what the agent wrote."""
   content = _content(message.get('content'))
   thought = message.get('reasoning_content')
   calls = [_call(call) for call in message.get('tool_calls') or ()]
   if isinstance(content, str):
-    if thought is None and (match := _THOUGHT.match(content)):
-      thought, content = match[1].strip('\n'), content[match.end() :]
+    if thought is None:
+      found, rest = thoughts.split(content, opened=False)
+      if thoughts.has_channels or thoughts.closing.strip() in content:
+        thought, content = found, rest
     if not calls:
-      content, parsed_calls = _extract_calls(content)
+      content, parsed_calls = _extract_calls(content, tool_format)
       calls = [(call['name'], call['arguments'], None) for call in parsed_calls]
   fields: Document = {'message': content}
   if thought:
@@ -320,13 +348,13 @@ def _agent_fields(step_id: int, message: Mapping[str, Any]) -> Document:
   return fields
 
 
-def _extract_calls(text: str) -> tuple[str, list[ToolCall]]:
+def _extract_calls(text: str, tool_format: ToolFormat) -> tuple[str, list[ToolCall]]:
   """Splits a reply into its text and its tool calls, all or none.
 
   A reply with a call that cannot be read is returned as text, so that whoever reads
   the file sees what the model wrote.
   """
-  content, calls = UNKNOWN.parse(text)
+  content, calls = tool_format.parse(text)
   valid = [call for call in calls if not isinstance(call, InvalidToolCall)]
   return (content, valid) if calls and len(valid) == len(calls) else (text, [])
 

@@ -54,6 +54,8 @@ class DumpColumns:
     types: The type of each column, by name.
     write_images: Stores the images that rows name, as `FileWriter.write_images`; None
       if they cannot be stored.
+    formats: How the run's model writes tool calls and thoughts, as the names of
+      `tool_format` and `thought_format`; rows have them in their extras.
 
   Raises:
     ConfigError: If a column or type is unknown, a standard column has a type that
@@ -92,6 +94,7 @@ class DumpColumns:
     self._undeclared = {n for n in self.types if env_columns.get(n, 'known') == ''}
     self._save_arrays = save_arrays
     self.write_images: Callable[[Mapping[str, Image]], None] | None = None
+    self.formats: dict[str, str] = {}
     self._warned: set[str] = set()
 
   def rows(
@@ -171,6 +174,8 @@ class DumpColumns:
     from jaxrl.data import trajectory_codec
 
     data = {}
+    if self.formats:
+      row = dataclasses.replace(row, extras={**self.formats, **row.extras})
     try:
       data = trajectory_codec.to_json(row, arrays=self._save_arrays)
     except TypeError as error:  # drop only the environment's values, not the row

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.call_strings import ConfigError
+from jaxrl.data.tool_formats import TOOL_FORMATS
 from jaxrl.data.trajectory_writers.atif_writer import to_atif
 from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
 from jaxrl.data.trajectory_writers.writer import open_dump
@@ -162,3 +163,21 @@ def test_a_part_is_a_folder_with_a_document_for_each_trajectory(tmp_path):
     open_dump('train', tmp_path, path=path)[1].check(fresh=True)
   with pytest.raises(ConfigError, match='save_content'):
     open_dump('train', tmp_path, path=path, columns=(('task_idx', 'bigint'),))
+
+
+@pytest.mark.parametrize('tool_format', TOOL_FORMATS, ids=lambda one: one.name)
+def test_calls_are_read_as_the_run_s_model_writes_them(tool_format):
+  call = {'name': 'add', 'arguments': {'a': 'one "word"'}}
+  messages = [
+    {'role': 'user', 'content': 'Add.'},
+    {'role': 'assistant', 'content': tool_format.render([call])},
+    {'role': 'tool', 'content': '2'},
+  ]
+  columns = DumpColumns()
+  columns.formats = {'tool_format': tool_format.name}
+  record = columns.rows([played('x', messages)], model_name='m', mode='train')[0]
+  step = to_atif(record)['steps'][1]
+  (made,) = step['tool_calls']
+  assert (made['function_name'], made['arguments']) == ('add', call['arguments'])
+  assert step['observation']['results'][0]['source_call_id'] == made['tool_call_id']
+  assert step['message'] == ''
