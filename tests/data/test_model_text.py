@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import random
 import re
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
+from jaxrl.data.trajectory_writers.atif_writer import to_atif
 from tests import real
 from tests.data.tool_formats.test_round_trips import can_hold, make_call, tools_of
 
@@ -419,3 +421,45 @@ def test_a_thought_that_is_a_message_of_its_own_is_no_answer():
     '<|start|>assistant<|channel|>final<|message|>4'
   )
   assert make('gptoss').parse_reply(text) == ('4', [])
+
+
+@pytest.mark.parametrize('name', CALLING)
+def test_a_dump_has_the_thoughts_and_calls_of_each_family(name):
+  chat = make(name, CALLING[name])
+  call = {'id': 'call_1', 'type': 'function'}
+  call['function'] = {'name': 'add', 'arguments': {'a': 1, 'b': 'two\n"words"'}}
+  reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+  if name in ('qwen3', 'qwen3_8', 'gptoss', 'glm4moe', 'gemma4'):
+    reply['reasoning_content'] = 'I add.'
+  tokens, mask = chat.encode_with_mask([QUESTION, reply])
+  said = {'role': 'assistant', 'content': chat.decode(tokens[mask])}
+  content = {'messages': [QUESTION, said], 'extras': chat.format_names}
+  step = to_atif({'save_content': json.dumps(content)})['steps'][1]
+  (made,) = step['tool_calls']
+  assert (made['function_name'], made['arguments']) == tuple(call['function'].values())
+  assert step.get('reasoning_content') == reply.get('reasoning_content')
+  assert step['message'] == ''
+
+
+@pytest.mark.parametrize(
+  ('name', 'end'),
+  [('gptoss', '<|call|>'), ('gemma4', '<|tool_response>'), ('llama3_1', '<|eot_id|>')]
+  + [(name, '<|im_end|>') for name in ('qwen3', 'qwen2_5', 'qwen3_8')],
+)
+def test_calls_end_as_the_template_ends_them_without_a_generation_config(name, end):
+  tokenizer = copy.copy(make_tokenizer(name))
+  if template := CALLING.get(name) or FAMILIES[name].template:
+    tokenizer.chat_template = real.read_template(template)
+  tokenizer.generation_config = {}
+  chat = ChatTokenizer(tokenizer)
+  stops = {tokenizer.convert_tokens_to_ids(end), chat.end_id, tokenizer.eos_token_id}
+  assert set(chat.stop_token_ids) == stops
+  call = {'id': 'call_1', 'type': 'function'}
+  call['function'] = {'name': 'add', 'arguments': {'a': 1}}
+  reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+  tokens, mask = chat.encode_with_mask([QUESTION, reply])
+  learned = tokens[mask]
+  assert text_of(chat, learned[-1:]) == end
+  assert not chat.ends_turn(learned[-2:-1])
+  result = {'role': 'tool', 'name': 'add', 'tool_call_id': 'call_1', 'content': '317'}
+  assert '317' in text_of(chat, chat.encode_next_prompt([result], reply=learned))

@@ -1,7 +1,8 @@
 """A turn's end is found in a chat template and in what a checkpoint says of its tokens.
 
 A reply stops at every token that `generation_config.json` names, at the tokenizer's eos
-token and at the one that the template writes after a reply: these often differ.
+token and at those that the template writes after an answer and after tool calls: these
+often differ.
 """
 
 import dataclasses
@@ -153,6 +154,7 @@ def find_turn_end(
   stops = {*stop_token_ids} or {*named, *_as_ids(eos_id)}
   if found and not stop_token_ids:
     stops.add(added.ids[found[0]])
+    stops |= _find_ends_of_calls(added, render)
   if not found and last.strip() and not stop_token_ids:
     raise ValueError(
       f'the chat template ends a reply with {last.strip()!r}, which is no token of '
@@ -212,6 +214,38 @@ def _message_end(
   ends_users = after_user is not None and after_user[0] == found[0]
   is_end = added.ids[found[0]] in stops or ends_users
   return text[: found.end()] if is_end else ''
+
+
+def _find_ends_of_calls(added: AddedTokens, render: Callable[..., str]) -> set[int]:
+  """Finds the token that a template writes after a reply with tool calls.
+
+  GPT-OSS and Gemma 4 have another than after an answer. What ends each of the calls
+  ends no reply.
+  """
+  last = []
+  for count in (1, 2):
+    try:
+      text = render([QUESTION, _calling(count)], prompt=False)
+    except ValueError:
+      return set()
+    start = added.last_start(text)
+    token = added.find_first(text[start:])
+    if 'look_up' not in text or token is None or text[start + token.end() :].strip():
+      return set()
+    last.append((token[0], text.count(token[0])))
+  return {added.ids[last[0][0]]} if last[0] == last[1] else set()
+
+
+def _calling(count: int) -> Message:
+  calls = [
+    {
+      'id': f'abcdefgh{i}',  # as long as Mistral's
+      'type': 'function',
+      'function': {'name': 'look_up', 'arguments': {'place': 'Rome'}},
+    }
+    for i in range(count)
+  ]
+  return {'role': 'assistant', 'content': '', 'tool_calls': calls}
 
 
 def _is_read(tokenizer: Any, closing: str, number: int) -> bool:
