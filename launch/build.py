@@ -114,7 +114,7 @@ def build(
     trace_steps=trace_steps,
   )
   writers.decode_with(policy.tokenizer.decode)
-  writers.formats(name_formats(settings, policy))
+  _name_formats_in_dumps(writers, settings, policy)
   trainer.facts = _describe_run(settings, policy, learners)
   optional_facts = {
     'placement': runtime.description,
@@ -259,6 +259,16 @@ def name_formats(settings: RunSettings, policy: LoadedModel) -> dict[str, str]:
   if policy.tokenizer.chat_template is None:
     return {}
   return ChatTokenizer(policy.tokenizer, settings.model.chat).format_names
+
+
+def _name_formats_in_dumps(
+  writers: MultiLogger, settings: RunSettings, policy: LoadedModel
+) -> None:
+  from launch.logging.trajectory_dump import TrajectoryDump  # few runs keep theirs
+
+  for sink in writers.sinks:
+    if isinstance(sink, TrajectoryDump):
+      sink.formats(name_formats(settings, policy))
 
 
 def _describe_run(

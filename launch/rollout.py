@@ -329,9 +329,8 @@ class DatasetRolloutJob:
     def make_parts(runtime: Any, device_thread: Any) -> tuple[Any, DatasetRollout]:
       datasets = load_datasets(settings, runtime).tests
       policy = build.load_policy(settings, folder, critic=False)
-      plays = DatasetRollout(
-        settings, policy, runtime, device_thread, datasets, mode=mode
-      )
+      parts = settings, policy, runtime, device_thread, datasets
+      plays = DatasetRollout(*parts, mode=mode)
       asyncio.run(plays.check_prompts())
       if dump.store is None:
         self._columns.formats = build.name_formats(settings, policy)

@@ -81,13 +81,6 @@ class MetricLogger:
   def decode_with(self, decode: Decode) -> None:
     """Takes the function that turns token ids into text."""
 
-  def formats(self, names: Mapping[str, str]) -> None:
-    """Takes the names of how the model writes tool calls and thoughts.
-
-    Args:
-      names: what `ChatTokenizer.format_names` returns.
-    """
-
   def close(self, status: str) -> None:
     """Ends the log.
 
@@ -162,10 +155,6 @@ class MultiLogger:
   def decode_with(self, decode: Decode) -> None:
     """Takes the function that turns token ids into text, special tokens shown."""
     self._each('decode_with', decode)
-
-  def formats(self, names: Mapping[str, str]) -> None:
-    """Takes the names of how the model writes tool calls and thoughts."""
-    self._each('formats', names)
 
   def close(self, status: str = 'finished') -> None:
     """Ends all loggers, also those after one that fails.
