@@ -8,6 +8,7 @@
 | MATH, Tinker cookbook | `problem` | `answer`, `solution` |
 | Alpaca | `instruction` with `input` | `output` |
 | MBPP | `text` beside `test_list`, or `prompt` | `test_list` |
+| MMLU, ARC | `question` with `choices` or `options` | `answer`, `answerKey` |
 | ShareGPT, OpenAI | `conversations` or `messages` before the last reply | that reply |
 """
 
@@ -29,6 +30,7 @@ from jaxrl.data.rows.chat_messages import (
   normalize_messages,
   parse_stored_messages,
 )
+from jaxrl.data.rows.row_choices import show_choices
 from jaxrl.types import Message
 
 CONVERSATION_KEYS = ('messages', 'conversations')
@@ -38,7 +40,7 @@ OTHER_KEYS = {
   'answer': (
     *('reward_model.ground_truth', 'ground_truth', 'final_answer', 'expected_answer'),
     *('gold_answer', 'solution', 'completion', 'response', 'output'),
-    *('test_list', *CONVERSATION_KEYS),
+    *('answerKey', 'test_list', *CONVERSATION_KEYS),
   ),
 }
 # Keys that say what they are only beside another one: a `text` alone is no question.
@@ -92,6 +94,8 @@ class TaskReader:
       item['question'] = _question(row, key)
     if key := keys['answer']:
       item['answer'] = _answer(row, key)
+    if all(keys.values()):
+      item |= show_choices(item['question'], item['answer'], row)
     return item
 
   def _keys_of(self, row: Row) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
+from jaxrl.data.rows.row_choices import choice_texts, letter_at
 from jaxrl.envs.graders.answer_marks import marked_answer, says_something
 from jaxrl.envs.graders.answer_numbers import number_text
 from jaxrl.envs.graders.choice_parsing import chosen_letter, only_letter
@@ -175,9 +176,12 @@ def make_multiple_choice_grader(*, strict: bool = False) -> GraderPart:
 
   def grade(reply: str, item: TaskItem) -> float:
     answer = expected_answer(item, 'multiple_choice')
-    choices = _choice_texts(item.get('choices'))
+    try:
+      choices = choice_texts(item.get('choices'))
+    except ValueError as error:
+      raise ValueError(f'grader multiple_choice: {error}') from error
     if answer in choices:
-      right_letter = chr(ord('A') + choices.index(answer))
+      right_letter = letter_at(choices.index(answer))
     else:
       right_letter = only_letter(marked_answer(answer) or answer)
     if not right_letter:
@@ -188,25 +192,3 @@ def make_multiple_choice_grader(*, strict: bool = False) -> GraderPart:
     return float(chosen_letter(reply, choices, strict=strict) == right_letter)
 
   return grade
-
-
-def _choice_texts(choices: Any) -> list[str]:
-  """Returns the texts of a row's choices, in whichever form it has them.
-
-  They are a list; a mapping from letters, {'A': 'Rome', …}; or, as in ARC, lists of
-  `text` and `label`.
-  """
-  if isinstance(choices, Mapping):
-    texts = choices.get('text')
-    choices = texts if isinstance(texts, list | tuple) else choices.values()
-  if isinstance(choices, str):
-    raise ValueError(
-      f'grader multiple_choice: the choices are a text, {choices!r:.60}; give a list'
-    )
-  texts = [str(choice).strip() for choice in (choices if choices is not None else ())]
-  label = re.compile(r'\(?([A-Z])[).:]\s+')
-  is_labelled = all(
-    (match := label.match(text)) and ord(match[1]) - ord('A') == number
-    for number, text in enumerate(texts)
-  )
-  return [label.sub('', text, count=1) for text in texts] if is_labelled else texts

@@ -117,7 +117,7 @@ def test_choices_in_other_forms():
   ):
     assert grade('The answer is Paris.', {'answer': 'B', 'choices': choices}) == 1
     assert grade('The answer is Rome.', {'answer': 'Paris', 'choices': choices}) == 0
-  with pytest.raises(ValueError, match='the choices are a text'):
+  with pytest.raises(ValueError, match='multiple_choice: its choices are a text'):
     grade('B', {'answer': 'B', 'choices': 'Rome, Paris'})
 
 
