@@ -264,6 +264,8 @@ def name_formats(settings: RunSettings, policy: LoadedModel) -> dict[str, str]:
 def _name_formats_in_dumps(
   writers: MultiLogger, settings: RunSettings, policy: LoadedModel
 ) -> None:
+  if settings.trajectory_dump is None or not settings.trajectory_dump.path:
+    return
   from launch.logging.trajectory_dump import TrajectoryDump  # few runs keep theirs
 
   for sink in writers.sinks:

@@ -155,9 +155,9 @@ def to_atif(row: Mapping[str, Any]) -> Document:
   steps: list[Document] = []
   extras = content.get('extras') or {}
   thoughts = _named(THOUGHT_FORMATS, extras.get('thought_format'), THINK)
-  calls = _named(TOOL_FORMATS, extras.get('tool_format'), UNKNOWN)
+  tool_format = _named(TOOL_FORMATS, extras.get('tool_format'), UNKNOWN)
   for message in content['messages']:
-    _add_message(steps, message, thoughts, calls)
+    _add_message(steps, message, thoughts, tool_format)
   notes = _add_replies(steps, replies, _first_reply(content, steps, len(replies)))
   if not steps:
     steps = [{'step_id': 1, 'source': 'system', 'message': ''}]
@@ -292,7 +292,7 @@ def _add_message(
   steps: list[Document],
   message: Mapping[str, Any],
   thoughts: ThoughtFormat,
-  calls: ToolFormat,
+  tool_format: ToolFormat,
 ) -> None:
   """Appends a message as a step, or as the result of a call to the step before."""
   role, content = str(message.get('role', 'user')), message.get('content')
@@ -306,7 +306,7 @@ def _add_message(
     return
   step: Document = {'step_id': len(steps) + 1, 'source': _SOURCES.get(role, 'user')}
   if role == 'assistant':
-    fields = _agent_fields(step['step_id'], message, thoughts, calls)
+    fields = _agent_fields(step['step_id'], message, thoughts, tool_format)
     step |= {'source': 'agent', **fields}
   else:
     step['message'] = _content(content)

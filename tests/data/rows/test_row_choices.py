@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxrl.call_strings import ComponentCall
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.types import Task
@@ -55,7 +56,7 @@ def item(row, **keys):
 def test_choices_are_shown_and_the_answer_is_a_letter(row, shown):
   found = item(row)
   assert (found['question'], found['answer']) == (shown, 'B')
-  env = MathEnv(grader='multiple_choice')
+  env = MathEnv(grader=(ComponentCall('multiple_choice'),))
   observation, _ = env.reset(seed=0, options={'task': Task(0, 0, found)})
   assert observation == shown
   assert env.step('The answer is (B).')[1] == 1

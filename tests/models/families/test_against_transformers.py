@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from jaxrl.models import families, huggingface
 from jaxrl.models.transformer_lm import TransformerLM
-from tests.marks import TORCH, slow_except
+from tests.marks import TORCH, extended, slow, slow_except
 from tests.models.families import cases
 
 pytestmark = TORCH
@@ -145,8 +145,9 @@ def test_gradients(name):
   print(name, 'gradients differ by', worst)
 
 
-@pytest.mark.slow
-@every_case
+@pytest.mark.parametrize(
+  'name', [slow(n) if n in cases.DISTINCT else extended(n) for n in cases.CASES]
+)
 def test_bfloat16_is_as_close_as_theirs(name):
   import copy
 

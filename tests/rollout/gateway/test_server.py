@@ -172,7 +172,7 @@ async def test_a_stream_goes_on_when_its_engine_is_lost():
   deltas = [chunk['choices'][0]['delta'].get('content') or '' for chunk in chunks]
   assert ''.join(deltas) == text and sum(map(bool, deltas)) > 3
   ((_, _, _, sampling),) = second.calls
-  assert sampling.num_generated > 3 and not first.calls
+  assert sampling.num_generated > 0 and not first.calls
   assert written(delivered['0/'][0]) == text + END
 
 
