@@ -463,3 +463,21 @@ def test_calls_end_as_the_template_ends_them_without_a_generation_config(name, e
   assert not chat.ends_turn(learned[-2:-1])
   result = {'role': 'tool', 'name': 'add', 'tool_call_id': 'call_1', 'content': '317'}
   assert '317' in text_of(chat, chat.encode_next_prompt([result], reply=learned))
+
+
+def test_a_template_that_writes_calls_only_without_a_content():
+  """DeepSeek V3's own: its content must be None, and its arguments text."""
+  chat = ChatTokenizer(real.load_tokenizer('deepseek_v3'))
+  assert chat.tool_format is not None and chat.tool_format.name == 'DeepSeek V3'
+  made = [{'name': 'add', 'arguments': {'a': i, 'b': 'é "x"'}} for i in range(2)]
+  for number in (1, 2):
+    calls = [
+      {'id': f'c{i}', 'type': 'function', 'function': made[i]} for i in range(number)
+    ]
+    reply = {'role': 'assistant', 'content': '', 'tool_calls': calls}
+    tokens, mask = chat.encode_with_mask([QUESTION, reply])
+    assert chat.parse_reply(chat.decode(tokens[mask])) == ('', made[:number])
+    result = {'role': 'tool', 'content': '7', 'tool_call_id': 'c0'}
+    assert '"b": "é' in chat.decode(chat.encode_prompt([QUESTION, reply, result]))
+  with pytest.raises(ValueError, match='leaves out its tool calls'):
+    chat.encode_with_mask([QUESTION, {**reply, 'content': 'I add.'}])

@@ -4,7 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.meta
@@ -29,6 +29,27 @@ _GIVEN = frozenset(
   'additional_special_tokens raise_exception strftime_now range namespace dict'.split()
 )
 _GENERATION_TAG = re.compile(r'\{%-?\s*(?:end)?generation\s*-?%\}')
+
+
+class _CallForm(NamedTuple):
+  """What a template reads of a message with tool calls.
+
+  Attributes:
+    has_arguments_as_text: Whether arguments are JSON, rather than objects.
+    has_no_content: Whether an empty content is None: DeepSeek V3's template writes
+      calls only then.
+  """
+
+  has_arguments_as_text: bool
+  has_no_content: bool
+
+
+_CALL_FORMS = (
+  _CallForm(False, False),
+  _CallForm(True, False),
+  _CallForm(False, True),
+  _CallForm(True, True),
+)
 
 
 class ChatTemplate:
@@ -59,7 +80,7 @@ class ChatTemplate:
         'chat_template, or set tokenizer.chat_template'
       )
     self._tokenizer = tokenizer
-    self._reads_arguments_as_text: bool | None = None  # until a call is rendered
+    self._call_form: _CallForm | None = None  # until a call is rendered
     self._images = image_processor
     self._placeholder = ''  # the text of the token that stands for a piece of an image
     if image_processor is not None:
@@ -136,9 +157,9 @@ class ChatTemplate:
   ) -> str:
     """Applies the template, with arguments of calls as objects or JSON, as it reads."""
     if any(message.get('tool_calls') for message in messages):
-      if self._reads_arguments_as_text is None:
-        self._reads_arguments_as_text = self._find_form_of_arguments(options)
-      messages = [_with_arguments(m, self._reads_arguments_as_text) for m in messages]
+      if self._call_form is None:
+        self._call_form = self._find_call_form(options)
+      messages = [_in_form(message, self._call_form) for message in messages]
     return self._tokenizer.apply_chat_template(
       messages,
       tokenize=False,
@@ -147,18 +168,27 @@ class ChatTemplate:
       **options,
     )
 
-  def _find_form_of_arguments(self, options: Mapping[str, Any]) -> bool:
-    """Whether the template joins arguments to its text, rather than writing them."""
-    function = {'name': 'call', 'arguments': {'x': 'y'}}
+  def _find_call_form(self, options: Mapping[str, Any]) -> '_CallForm':
+    """Returns the first form of a message in which the template writes its calls."""
+    function = {'name': 'call', 'arguments': {'where': 'Reykjavik'}}
     call = {'id': 'abcdefghi', 'type': 'function', 'function': function}
     reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
-    try:
-      text = self._tokenizer.apply_chat_template(
-        [QUESTION, reply], tokenize=False, chat_template=self._source, **options
-      )
-    except Exception:  # such as from adding an object to a text
-      return True
-    return "'x'" in text  # Python's way to write an object
+    usable = []
+    for form in _CALL_FORMS:
+      try:
+        text = self._tokenizer.apply_chat_template(
+          [QUESTION, _in_form(reply, form)],
+          tokenize=False,
+          chat_template=self._source,
+          **options,
+        )
+      except Exception:  # such as from adding an object to a text
+        continue
+      # Python's way to write an object is no model's.
+      if 'where' in text and 'Reykjavik' in text and "'where'" not in text:
+        return form
+      usable.append(form)
+    return usable[0] if usable else _CALL_FORMS[0]
 
   def _without_placeholders(self, value: Any) -> Any:
     """Breaks up the placeholder in every text of a value, so that it is no token.
@@ -238,17 +268,24 @@ def _with_every_thought_key(message: Message) -> Message:
   return message if thought is None else message | dict.fromkeys(THOUGHT_KEYS, thought)
 
 
-def _with_arguments(message: Message, as_text: bool) -> Message:
-  """Returns a message whose tool calls have their arguments as text, or as objects."""
+def _in_form(message: Message, form: '_CallForm') -> Message:
+  """Returns a message as a template reads it, if it has tool calls."""
   calls = []
   for call in message.get('tool_calls') or ():
     function = dict(call.get('function') or call)
     arguments = read_call_arguments(function)
     function['arguments'] = (
-      json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+      json.dumps(arguments, ensure_ascii=False)
+      if form.has_arguments_as_text
+      else arguments
     )
     calls.append({**call, 'function': function} if 'function' in call else function)
-  return {**message, 'tool_calls': calls} if calls else message
+  if not calls:
+    return message
+  written = {**message, 'tool_calls': calls}
+  if form.has_no_content and not message.get('content'):
+    written['content'] = None
+  return written
 
 
 def read_call_arguments(function: Mapping[str, Any]) -> Any:
