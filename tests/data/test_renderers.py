@@ -1,0 +1,132 @@
+"""The hand-written renderers of the package `renderers` write and read what we do."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from tests import real
+from tests.marks import slow_except
+
+pytestmark = pytest.mark.real
+GEMMA4 = (
+  '<|turn> <turn|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> '
+  '<|channel> <channel|> <|think|> <|tool> <tool|> <|image> <image|> <|image|> '
+  '<|audio|> <|video|> <|"|>'
+)
+# The renderer, our tokenizer, its template ('' for its own), tokens that it lacks.
+FAMILIES = {
+  'qwen3': ('qwen3', 'qwen3', '', ''),
+  'qwen3_vl': ('qwen3-vl', 'qwen3', 'qwen3_vl', ''),
+  'qwen3_5_think': ('qwen3.5', 'qwen3', 'qwen3_5_think', ''),
+  'qwen3_6': ('qwen3.6', 'qwen3', 'qwen3_6', ''),
+  'qwen3_8': ('qwen3.8', 'qwen3', 'qwen3_8', ''),
+  'gemma4_v5': ('gemma4', 'gemma3', 'gemma4_v5', GEMMA4),
+  'deepseek_v3': ('deepseek-v3', 'deepseek_v3', '', ''),
+}
+ADD = {
+  'type': 'function',
+  'function': {
+    'name': 'add',
+    'description': 'Adds two numbers.',
+    'parameters': {
+      'type': 'object',
+      'properties': {'a': {'type': 'integer'}, 'b': {'type': 'string'}},
+      'required': ['a'],
+    },
+  },
+}
+SYSTEM = {'role': 'system', 'content': 'Be brief.'}
+ASK = {'role': 'user', 'content': 'What is 2+2?'}
+ANSWER = {'role': 'assistant', 'content': 'It is 4.'}
+
+
+def calling(*arguments, **more):
+  calls = [
+    {'id': f'call_{i}', 'type': 'function', 'function': {'name': 'add', 'arguments': a}}
+    for i, a in enumerate(arguments)
+  ]
+  return {'role': 'assistant', 'content': '', 'tool_calls': calls, **more}
+
+
+RESULT = {'role': 'tool', 'name': 'add', 'tool_call_id': 'call_0', 'content': '4'}
+PROMPTS = {
+  'user': [ASK],
+  'system': [SYSTEM, ASK],
+  'turns': [SYSTEM, ASK, ANSWER, {'role': 'user', 'content': 'And 3+3?\n'}],
+  'result': [ASK, calling({'a': 1, 'b': 'two "words"'}), RESULT],
+}
+REPLIES = {
+  'answer': ANSWER,
+  'thought': ANSWER | {'reasoning_content': 'Two and two.'},
+  'call': calling({'a': 1, 'b': 'two "words"'}),
+  'calls': calling({'a': 1, 'b': 'x'}, {'a': -2, 'b': 'é\n<b>'}),
+  'thought and call': calling({'a': 1, 'b': ''}, reasoning_content='I add.'),
+}
+SHOWS_NO_TOOLS = {'deepseek_v3'}
+HAS_NO_THOUGHTS = {'deepseek_v3', 'qwen3_vl'}
+# The template closes the calls only after a second one; the renderer does always.
+OTHER_PROMPTS = {('deepseek_v3', 'result')}
+
+
+def load(name):
+  real.import_packages()
+  renderers = pytest.importorskip('renderers')
+  kind, source, template, tokens = FAMILIES[name]
+  tokenizer = copy.deepcopy(real.load_tokenizer(source))
+  if tokens:
+    tokenizer.add_special_tokens(
+      {'additional_special_tokens': tokens.split()},
+      replace_extra_special_tokens=False,
+    )
+  if template:
+    tokenizer.chat_template = real.read_template(template)
+  renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(kind))
+  return ChatTokenizer(tokenizer), renderer
+
+
+def forms(name, chat):
+  """Without tools, and with one if the template shows them."""
+  yield chat, None
+  if name not in SHOWS_NO_TOOLS:
+    yield chat.with_tools([ADD]), [ADD]
+
+
+every_family = pytest.mark.parametrize('name', slow_except(('qwen3',), FAMILIES))
+
+
+@every_family
+def test_prompts_have_the_same_ids(name):
+  chat, renderer = load(name)
+  for writer, tools in forms(name, chat):
+    for what, messages in PROMPTS.items():
+      if (name, what) in OTHER_PROMPTS:
+        continue
+      ours = list(writer.encode_prompt(messages))
+      theirs = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+      assert ours == theirs, (what, chat.decode(ours), chat.decode(theirs))
+
+
+@every_family
+def test_replies_are_read_alike(name):
+  chat, renderer = load(name)
+  for writer, tools in forms(name, chat):
+    for what, reply in REPLIES.items():
+      if 'thought' in what and name in HAS_NO_THOUGHTS:
+        continue
+      if tools is None and reply.get('tool_calls') and chat.tool_format is None:
+        continue
+      tokens, mask = writer.encode_with_mask([ASK, reply])
+      start = int(np.flatnonzero(~mask)[-1]) + 1
+      prompt, ids = tokens[:start].tolist(), tokens[start:].tolist()
+      found = renderer.parse_response(ids, tools=tools, prompt_ids=prompt)
+      calls = [call['function'] for call in reply.get('tool_calls', ())]
+      content, our_calls = writer.parse_reply(writer.decode(ids), tools or ())
+      assert our_calls == calls and content.strip().endswith(reply['content']), what
+      assert found.content.strip() == reply['content'], what
+      assert (found.reasoning_content or None) == reply.get('reasoning_content'), what
+      # Without a schema, the package reads numbers of XML arguments as texts.
+      if tools:
+        read = [{'name': c.name, 'arguments': c.arguments} for c in found.tool_calls]
+        assert read == calls, what
