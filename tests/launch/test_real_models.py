@@ -65,10 +65,10 @@ def test_a_base_model_learns_the_template_and_its_end_of_turn(tmp_path):
     f'--config.model.checkpoint={folder}',
     f'--config.dataset.path={chats}',
     *('--config.batch.num_groups=8', '--config.batch.max_length=48'),
-    *('--config.num_steps=12', '--config.optimizer.learning_rate=3e-5'),
+    *('--config.num_epochs=1', '--config.optimizer.learning_rate=3e-5'),
     *('--config.optimizer.warmup_steps=2', f'--workdir={tmp_path / "run"}'),
   )
-  assert 'replies       end at <end_of_turn>' in printed
+  assert 'replies       end at <eos> (1), <end_of_turn> (106)' in printed
   exported = tmp_path / 'run' / 'export'
   assert last_tokens(exported, questions) == ['<end_of_turn>'] * NUM_ASKED
 
