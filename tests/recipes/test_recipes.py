@@ -144,6 +144,7 @@ def test_a_look_shows_what_is_in_the_box():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_seed_0_is_reproduced(tmp_path):
   """To the last bit on the same processor, and within the seeds' range on another."""
   (tmp_path / 'recipes').symlink_to(ROOT / 'recipes')
