@@ -327,10 +327,9 @@ class DatasetRolloutJob:
     self._where = dump.path or str(folder / 'trajectories')
 
     def make_parts(runtime: Any, device_thread: Any) -> tuple[Any, DatasetRollout]:
-      datasets = load_datasets(settings, runtime).tests
+      tests = load_datasets(settings, runtime).tests
       policy = build.load_policy(settings, folder, critic=False)
-      parts = settings, policy, runtime, device_thread, datasets
-      plays = DatasetRollout(*parts, mode=mode)
+      plays = DatasetRollout(settings, policy, runtime, device_thread, tests, mode=mode)
       asyncio.run(plays.check_prompts())
       if dump.store is None:
         self._columns.formats = build.name_formats(settings, policy)

@@ -168,7 +168,7 @@ class ChatTemplate:
       **options,
     )
 
-  def _find_call_form(self, options: Mapping[str, Any]) -> '_CallForm':
+  def _find_call_form(self, options: Mapping[str, Any]) -> _CallForm:
     """Returns the first form of a message in which the template writes its calls."""
     function = {'name': 'call', 'arguments': {'where': 'Reykjavik'}}
     call = {'id': 'abcdefghi', 'type': 'function', 'function': function}
@@ -268,7 +268,7 @@ def _with_every_thought_key(message: Message) -> Message:
   return message if thought is None else message | dict.fromkeys(THOUGHT_KEYS, thought)
 
 
-def _in_form(message: Message, form: '_CallForm') -> Message:
+def _in_form(message: Message, form: _CallForm) -> Message:
   """Returns a message as a template reads it, if it has tool calls."""
   calls = []
   for call in message.get('tool_calls') or ():

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.data.rows.chat_messages import are_messages
+
 CHOICE_KEYS = ('choices', 'options')
 _FILLER = 'N/A'  # which MMLU-Pro fills shorter lists with
 _LABEL = re.compile(r'\(?([A-Z])[).:]\s*')
@@ -59,7 +61,7 @@ def show_choices(question: Any, answer: Any, row: Mapping[str, Any]) -> dict[str
     `question`, `answer` and `choices` if the row has at least two choices and the
     answer is one of them; else nothing.
   """
-  if isinstance(question, list) and question:  # messages, the last of the user
+  if are_messages(question):
     last = show_choices(question[-1].get('content'), answer, row)
     if 'question' in last:
       last['question'] = [*question[:-1], {**question[-1], 'content': last['question']}]
@@ -68,7 +70,9 @@ def show_choices(question: Any, answer: Any, row: Mapping[str, Any]) -> dict[str
   choices = row[key] if key else None
   if not isinstance(choices, list | tuple | Mapping) or not isinstance(question, str):
     return {}
-  texts = [text for text in choice_texts(choices) if text != _FILLER]
+  texts = choice_texts(choices)
+  while texts and texts[-1] == _FILLER:
+    texts.pop()
   # A number among numbers is one of them; among texts it is a position.
   is_value = isinstance(choices, list | tuple) and answer in choices
   name = str(answer) if is_value else answer

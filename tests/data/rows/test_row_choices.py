@@ -72,6 +72,11 @@ def test_the_last_message_shows_them():
   assert found['question'][1]['content'] == SHOWN + '\nD. Oslo'
 
 
+def test_a_filler_that_is_not_last_keeps_its_letter():
+  found = item(MMLU_PRO | {'options': ['Paris', 'N/A', 'Rome', 'N/A'], 'answer': 'C'})
+  assert found['question'].endswith('A. Paris\nB. N/A\nC. Rome')
+
+
 def test_position_0_is_an_answer():
   assert item(MMLU | {'answer': 0})['answer'] == 'A'
 
@@ -84,6 +89,8 @@ def test_position_0_is_an_answer():
     MMLU | {'answer': '1'},  # from 0 or from 1?
     MMLU | {'choices': ['Rome']},
     MMLU | {'choices': None},
+    {'question': ['a', 'b'], 'answer': 'c'},
+    {'question': ['a', 'b'], 'choices': ['c', 'd'], 'answer': 'c'},
   ],
 )
 def test_other_rows_stay_as_they_are(row):
