@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.data.rows.chat_messages import are_messages
-
 CHOICE_KEYS = ('choices', 'options')
 _FILLER = 'N/A'  # which MMLU-Pro fills shorter lists with
 _LABEL = re.compile(r'\(?([A-Z])[).:]\s*')
@@ -51,21 +49,18 @@ def show_choices(question: Any, answer: Any, row: Mapping[str, Any]) -> dict[str
   """Adds the choices of a row to its question, and makes its answer a letter.
 
   Args:
-    question: The question, a text or messages. The choices are added to the text or
-      to the last message, each on a line of its own with its letter, unless it holds
-      all of them already.
+    question: The question. The choices are added, each on a line of its own with its
+      letter, unless it holds all of them already.
     answer: The answer: a letter, a label, a position from 0 or a text.
     row: The row.
 
   Returns:
-    `question`, `answer` and `choices` if the row has at least two choices and the
-    answer is one of them; else nothing.
+    `question`, `answer` and `choices` if the question is a text, the row has at least
+    two choices and the answer is one of them; else nothing.
+
+  Raises:
+    ValueError: If the answer is a digit of which nobody knows where it counts from.
   """
-  if are_messages(question):
-    last = show_choices(question[-1].get('content'), answer, row)
-    if 'question' in last:
-      last['question'] = [*question[:-1], {**question[-1], 'content': last['question']}]
-    return last
   key = next((key for key in CHOICE_KEYS if row.get(key) is not None), None)
   choices = row[key] if key else None
   if not isinstance(choices, list | tuple | Mapping) or not isinstance(question, str):
@@ -76,8 +71,10 @@ def show_choices(question: Any, answer: Any, row: Mapping[str, Any]) -> dict[str
   # A number among numbers is one of them; among texts it is a position.
   is_value = isinstance(choices, list | tuple) and answer in choices
   name = str(answer) if is_value else answer
+  if len(texts) < 2 or not all(texts):
+    return {}
   position = _position(name, texts, _labels(choices))
-  if len(texts) < 2 or position is None or not all(texts):
+  if position is None:
     return {}
   letter = letter_at(position)
   if all(text in question for text in texts):
@@ -107,4 +104,9 @@ def _position(answer: Any, texts: Sequence[str], labels: Sequence[str]) -> int |
   for names in (labels, texts, [letter_at(i) for i in range(len(texts))]):
     if name in names:
       return list(names).index(name)
+  if name.isascii() and name.isdigit() and int(name) <= len(texts):
+    raise ValueError(
+      f'its answer, {answer!r}, is none of its choices, and as a text it may count '
+      'from 0 or from 1; give a letter, a choice or a number from 0'
+    )
   return None

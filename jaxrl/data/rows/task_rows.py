@@ -95,7 +95,7 @@ class TaskReader:
     if key := keys['answer']:
       item['answer'] = _answer(row, key)
     if all(keys.values()):
-      item |= show_choices(item['question'], item['answer'], row)
+      item |= _with_choices(item['question'], item['answer'], row)
     return item
 
   def _keys_of(self, row: Row) -> dict[str, str]:
@@ -105,6 +105,17 @@ class TaskReader:
         name: _first_key(row, name, key) for name, key in self._wanted.items()
       }
     return self._keys[source]
+
+
+def _with_choices(question: Any, answer: Any, row: Row) -> Row:
+  """Returns what changes when the question, or its last message, shows the choices."""
+  if not are_messages(question):
+    return show_choices(question, answer, row)
+  *before, last = question
+  shown = show_choices(last['content'], answer, row)
+  if 'question' in shown:
+    shown['question'] = [*before, {**last, 'content': shown['question']}]
+  return shown
 
 
 def _first_key(row: Row, name: str, key: str) -> str:

@@ -86,7 +86,6 @@ def test_position_0_is_an_answer():
   [
     MMLU | {'question': SHOWN + '\nD. Oslo', 'answer': 'B'},  # shown already
     MMLU | {'answer': 'none of them'},
-    MMLU | {'answer': '1'},  # from 0 or from 1?
     MMLU | {'choices': ['Rome']},
     MMLU | {'choices': None},
     {'question': ['a', 'b'], 'answer': 'c'},
@@ -97,6 +96,11 @@ def test_other_rows_stay_as_they_are(row):
   found = item(row)
   assert found['answer'] == row['answer']
   assert 'A. Paris' not in str(found['question']).removeprefix(SHOWN)
+
+
+def test_a_digit_that_counts_from_0_or_from_1_is_refused():
+  with pytest.raises(ValueError, match='0 or from 1; give a letter'):
+    item(MMLU | {'answer': '1'})
 
 
 def test_a_position_is_a_letter_also_where_the_question_shows_the_choices():
