@@ -5,6 +5,11 @@ from typing import Any
 
 import pytest
 
+from jaxrl.envs.sandbox import local_sandbox
+
+SANDBOXED = pytest.mark.skipif(
+  bool(reason := local_sandbox.unsupported_reason()), reason=reason
+)
 # Tests in one process, since torch is long to import.
 TORCH = pytest.mark.xdist_group('torch')
 

@@ -18,14 +18,12 @@ from jaxrl.envs.reply_parsing import last_code_block
 from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.types import Task
+from tests.marks import SANDBOXED
 
 SUMS = [{'input': f'{n}\n{n}\n', 'output': str(2 * n)} for n in range(4)]
 CALLS = [
   {'function': 'twice', 'args': [[n, 'a']], 'result': [n, 'a'] * 2} for n in (1, 2)
 ]
-sandboxed = pytest.mark.skipif(
-  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
-)
 
 
 def play(program, tests=SUMS, *, shown=False, **options):
@@ -44,7 +42,7 @@ def play(program, tests=SUMS, *, shown=False, **options):
 ADD = 'print(int(input()) + int(input()))'
 
 
-@sandboxed
+@SANDBOXED
 def test_the_share_of_tests_passed():
   assert play(ADD) == (
     1.0,
@@ -63,7 +61,7 @@ def test_the_share_of_tests_passed():
   assert verdicts == ['passed', 'error', 'error', 'time']
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize(
   'program',
   [
@@ -81,7 +79,7 @@ def test_ways_to_read_and_write(program):
   assert play(program, SUMS[:2])[0] == 1
 
 
-@sandboxed
+@SANDBOXED
 def test_calls():
   plain = 'print("noise")\ndef twice(x): return tuple(x + x)'
   assert play(plain, CALLS)[0] == 1
@@ -94,7 +92,7 @@ def test_calls():
   assert play('def f(a, b): return a + b', apps)[0] == 1
 
 
-@sandboxed
+@SANDBOXED
 def test_the_first_test_that_failed_is_kept_for_the_trajectory():
   def output(program, tests=SUMS):
     env = CodeEnv()
@@ -120,7 +118,7 @@ def test_the_first_test_that_failed_is_kept_for_the_trajectory():
   assert output(flood, SUMS[:1]).startswith('test 0 of 1: wrong')
 
 
-@sandboxed
+@SANDBOXED
 def test_no_code_scores_nothing():
   env = CodeEnv()
   env.reset(
@@ -132,7 +130,7 @@ def test_no_code_scores_nothing():
   assert info['columns']['verdicts'] == 'no code, no code, no code, no code'
 
 
-@sandboxed
+@SANDBOXED
 def test_one_bad_case_does_not_cost_the_others():
   bad = 'n = int(input())\nif n == 1:\n  {}\nprint(n + int(input()))'
   kill = 'import os; os.kill(os.getppid(), 9); import time; time.sleep(9)'
@@ -150,13 +148,13 @@ def test_one_bad_case_does_not_cost_the_others():
   assert play('import time; time.sleep(9)', total_seconds=0.4)[1] == ['time'] * 4
 
 
-@sandboxed
+@SANDBOXED
 def test_many_long_outputs_that_are_each_short_enough():
   tests = [{'input': '', 'output': 'x' * 1_000_000}] * 10
   assert play('print("x" * 1_000_000)', tests)[1] == ['passed'] * 10
 
 
-@sandboxed
+@SANDBOXED
 def test_escapes_fail(tmp_path):
   secret = tmp_path / 'secret'
   secret.write_text('0')
@@ -190,7 +188,7 @@ def _words(pid):
     return ''
 
 
-@sandboxed
+@SANDBOXED
 def test_expected_values_do_not_enter_the_sandbox():
   answer = '7316490528'
   hunt = """
@@ -217,7 +215,7 @@ print(any(target in text for text in seen), len(seen) > 100)
   assert play(hunt, tests)[1] == ['wrong', 'passed']
 
 
-@sandboxed
+@SANDBOXED
 def test_garbled_answers_harm_nobody():
   forge = """
 import os
@@ -350,7 +348,7 @@ def test_values_of_functional_tests(text, value):
   assert case.accepted == (value,)
 
 
-@sandboxed
+@SANDBOXED
 def test_programs_for_livecodebench_have_its_imports():
   method = (
     'class Solution:\n  def search(self, nums: List[int], x: Optional[int]):\n'
@@ -377,7 +375,7 @@ MBPP = {
 }
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('form', ['rows', 'JSON', 'one text'])
 def test_rows_of_mbpp(form):
   tests = MBPP['test_list']
@@ -402,7 +400,7 @@ def test_rows_of_mbpp(form):
   assert env.reset(seed=0, options={'task': task})[0] == named['question']
 
 
-@sandboxed
+@SANDBOXED
 def test_what_only_this_project_imports_is_no_solution():
   """Neither `gcd` of math nor a builtin counts as the reply's own function."""
   assert play('x = 1', ['assert gcd(4, 6) == 2'], shown=True)[1] == ['error']

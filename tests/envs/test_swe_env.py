@@ -10,7 +10,6 @@ import pytest
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.terminal import swe_tasks, test_results
 from jaxrl.envs.terminal.shell_session import SHELL_HELP, extract_command
@@ -18,11 +17,9 @@ from jaxrl.types import Task
 from tests.calls import env_factory, parse_call
 from tests.envs import swe_repos
 from tests.envs.sandbox.test_local_sandbox import named
+from tests.marks import SANDBOXED
 from tests.rollout.fakes import FakeEngine, play, world
 
-sandboxed = pytest.mark.skipif(
-  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
-)
 LEAN = '{"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}'  # they take time to import
 # The data of a hidden test: its names might be some library's, too.
 SECRET = '[[(1, 3), (3, 4)], [(1, 4), (2, 3)]]'
@@ -55,7 +52,7 @@ def episode(repos, row, command, **options):
   return reward, info, shown
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('repository', [swe_repos.ledger, swe_repos.spans])
 def test_the_solution_scores_one_and_leaves_nothing_behind(folders, repository):
   repos, scratch = folders
@@ -70,7 +67,7 @@ def test_the_solution_scores_one_and_leaves_nothing_behind(folders, repository):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders):
   repos, scratch = folders
   row = swe_repos.spans(repos)
@@ -98,7 +95,7 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders):
 
 
 @pytest.mark.slow
-@sandboxed
+@SANDBOXED
 def test_hidden_tests_are_in_no_folder_of_the_machine(folders):
   repos, _ = folders
   row = swe_repos.spans(repos)
@@ -109,7 +106,7 @@ def test_hidden_tests_are_in_no_folder_of_the_machine(folders):
   env.kill()
 
 
-@sandboxed
+@SANDBOXED
 def test_the_reference_solution_and_the_output_of_its_tests(folders):
   repos, scratch = folders
   row = swe_repos.ledger(repos)
@@ -131,7 +128,7 @@ def test_the_reference_solution_and_the_output_of_its_tests(folders):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 def test_long_outputs_of_tests_keep_their_end(folders):
   repos, scratch = folders
   row = swe_repos.ledger(repos)
@@ -173,7 +170,7 @@ ln -s /etc/passwd outside; mkfifo pipe; chmod 0 pipe
 """
 
 
-@sandboxed
+@SANDBOXED
 def test_tampering_with_the_tests_scores_nothing(folders):
   repos, scratch = folders
   row = swe_repos.ledger(repos)
@@ -185,7 +182,7 @@ def test_tampering_with_the_tests_scores_nothing(folders):
 
 
 @pytest.mark.slow
-@sandboxed
+@SANDBOXED
 def test_hanging_and_forking_commands_are_ended(folders):
   repos, scratch = folders
   mark = f'94.{os.getpid()}'
@@ -211,7 +208,7 @@ def test_hanging_and_forking_commands_are_ended(folders):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 def test_a_missing_test_program_is_no_fault_of_the_agents(folders):
   repos, scratch = folders
   env, _ = begin(repos, swe_repos.ledger(repos), test_command='A=b nosetests {files}')
@@ -220,7 +217,7 @@ def test_a_missing_test_program_is_no_fault_of_the_agents(folders):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 def test_the_ids_of_very_many_tests_are_given(folders):
   repos, scratch = folders
   row = swe_repos.ledger(repos)
@@ -234,7 +231,7 @@ def test_the_ids_of_very_many_tests_are_given(folders):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 def test_who_breaks_the_setup_scores_nothing(folders):
   repos, scratch = folders
   setup = 'test ! -e setup.sh || sh setup.sh'
@@ -247,7 +244,7 @@ def test_who_breaks_the_setup_scores_nothing(folders):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 async def test_an_episode_of_an_env_manager(folders):
   repos, scratch = folders
   row = swe_repos.ledger(repos)

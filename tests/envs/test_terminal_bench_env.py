@@ -6,7 +6,6 @@ import tempfile
 import pytest
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.terminal import dockerfile, terminal_bench_tasks
 from jaxrl.envs.terminal.shell_session import SHELL_HELP
@@ -15,11 +14,8 @@ from tests.calls import env_factory
 from tests.envs import terminal_folders
 from tests.envs.sandbox.test_local_sandbox import named
 from tests.envs.swe_repos import write
-from tests.marks import slow
+from tests.marks import SANDBOXED, slow
 
-sandboxed = pytest.mark.skipif(
-  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
-)
 FIRST = (terminal_folders.count, terminal_folders.script)
 SECOND = (terminal_folders.newer_count, terminal_folders.newer_script)
 LEAN = '{"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}'  # they take time to import
@@ -54,7 +50,7 @@ def episode(tasks, name, command, **options):
   return reward, info['metrics'], shown
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('task', [*FIRST, *SECOND])
 def test_the_solution_scores_one(folders, task):
   tasks, scratch = folders
@@ -65,7 +61,7 @@ def test_the_solution_scores_one(folders, task):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('task', [FIRST[0], slow(SECOND[0])])
 def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders, task):
   tasks, scratch = folders
@@ -83,7 +79,7 @@ def test_what_the_agent_sees_and_that_doing_nothing_scores_nothing(folders, task
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('task', [FIRST[0], slow(SECOND[0])])
 def test_the_reference_solution_and_the_output_of_its_tests(folders, task):
   tasks, scratch = folders
@@ -135,7 +131,7 @@ echo '=== short test summary info ==='; echo PASSED a
 """
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('task', [FIRST[0], slow(SECOND[0])])
 def test_tampering_with_the_tests_scores_nothing(folders, task):
   tasks, scratch = folders
@@ -145,7 +141,7 @@ def test_tampering_with_the_tests_scores_nothing(folders, task):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 def test_words_of_a_tested_program_are_no_verdict(folders):
   tasks, scratch = folders
   name, _ = terminal_folders.script(tasks)
@@ -158,7 +154,7 @@ EOF"""
 
 
 @pytest.mark.slow
-@sandboxed
+@SANDBOXED
 def test_limits_on_time_and_turns(folders):
   tasks, scratch = folders
   name, _ = terminal_folders.count(tasks)
@@ -179,7 +175,7 @@ def test_limits_on_time_and_turns(folders):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 def test_a_dockerfile_may_add_to_the_path(folders):
   tasks, scratch = folders
   name, _ = terminal_folders.count(tasks)
@@ -192,7 +188,7 @@ def test_a_dockerfile_may_add_to_the_path(folders):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 def test_what_cannot_be_built_here_is_told(folders):
   tasks, scratch = folders
   name, _ = terminal_folders.count(tasks)
@@ -207,7 +203,7 @@ def test_what_cannot_be_built_here_is_told(folders):
   assert not list(scratch.iterdir())
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('script', ['/app/answer', 'cd /app && sh -c ./answer'])
 def test_a_program_that_the_agent_owed_is_missing(folders, script):
   tasks, scratch = folders

@@ -13,18 +13,15 @@ from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.envs import env_registry
 from jaxrl.envs.games.countdown_env import CountdownEnv
-from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.thread_pool import ThreadPool
 from tests.calls import env_factory
+from tests.marks import SANDBOXED
 from tests.rollout.fakes import completion, lease
 
 HERE = pathlib.Path(__file__).parent / 'tools'
 OWN = str(HERE / 'own_tools.py')
 SERVER = shlex.join([sys.executable, str(HERE / 'server.py')])
-sandboxed = pytest.mark.skipif(
-  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
-)
 PLAIN = {'env_type': 'countdown', 'tools': f'{OWN}:Counter'}
 
 
@@ -76,7 +73,7 @@ async def play(chat, replies, options, *, dataset=None, **limits):
   return row, engine
 
 
-@sandboxed
+@SANDBOXED
 async def test_an_episode_is_trained_on_what_the_model_wrote_alone(chat, tmp_path):
   (tmp_path / 'facts.txt').write_text('The answer to all is 42.\n\nCats purr.')
   tools = f'python(keep=True) + search(corpus="{tmp_path}") + mcp(command="{SERVER}")'

@@ -6,14 +6,11 @@ import shlex
 import pytest
 
 from jaxrl import call_strings
-from jaxrl.envs.sandbox import local_sandbox
 from launch import rollout
 from tests.envs import swe_repos
 from tests.launch import runs
+from tests.marks import SANDBOXED
 
-sandboxed = pytest.mark.skipif(
-  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
-)
 CONFIG = """
 from configs import base
 
@@ -146,7 +143,7 @@ def test_tasks_that_are_all_fine(tmp_path, capsys):
   assert '0 of 3 tasks broken.' in capsys.readouterr().out
 
 
-@sandboxed
+@SANDBOXED
 def test_programs(tmp_path, capsys):
   tests = [{'input': '2', 'output': '4'}]
   rows = [
@@ -163,7 +160,7 @@ def test_programs(tmp_path, capsys):
   assert 'the task has no tests' in capsys.readouterr().out
 
 
-@sandboxed
+@SANDBOXED
 def test_the_command_of_the_docs_checks_repositories(tmp_path, capsys, monkeypatch):
   page = (runs.ROOT / 'docs' / 'swe.md').read_text()
   block = page.partition('## Checking the tasks\n\n```\n')[2].partition('```')[0]

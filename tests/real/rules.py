@@ -9,15 +9,18 @@ import __future__
 import ast
 import functools
 import importlib
+import json
 import re
 import string
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import yaml
 
+from jaxrl.envs.sandbox.local_sandbox import PYTHON_PATH, LocalSandbox
 from tests.real import find
 
 Rule = Callable[[Sequence[str], Sequence[str]], list[float]]
@@ -39,13 +42,17 @@ def functions_of(path: str) -> Mapping[str, Any]:
   Args:
     path: The file below `.real/`.
   """
-  tree = ast.parse(find(path).read_text(encoding='utf-8'))
+  with warnings.catch_warnings(action='ignore'):  # of their escapes
+    tree = ast.parse(find(path).read_text(encoding='utf-8'))
   kept: list[ast.stmt] = []
   for node in tree.body:
-    if isinstance(node, ast.FunctionDef):
-      node.decorator_list = []
-      kept.append(node)
-    elif isinstance(node, ast.Assign) and _is_literal(node.value):
+    # Of classes, the methods that need no instance.
+    functions = node.body if isinstance(node, ast.ClassDef) else [node]
+    for function in functions:
+      if isinstance(function, ast.FunctionDef):
+        function.decorator_list = []
+        kept.append(function)
+    if isinstance(node, ast.Assign) and _is_literal(node.value):
       kept.append(node)
   scope: dict[str, Any] = {'np': np, 're': re, 'string': string}
   # Annotations name what was not imported.
@@ -221,10 +228,16 @@ def mbpp_program(reply: str) -> str:
   return rules['extract_code_blocks'](reply)
 
 
-def humaneval_program(reply: str, prompt: str) -> str:
-  """Returns the program that lm-eval's humaneval_instruct runs after its prompt."""
+def compass_mbpp_program(reply: str) -> str:
+  """Returns the program that OpenCompass's mbpp finds in a reply."""
+  find_program = functions_of(f'{OPEN_COMPASS}/datasets/mbpp.py')['_process_answer']
+  return find_program(None, reply)
+
+
+def humaneval_program(reply: str, version: str = '_instruct') -> str:
+  """Returns what lm-eval's humaneval, or humaneval_instruct, adds to its prompt."""
   rules = functions_of(f'{LM_EVAL}/humaneval/utils.py')
-  (program,) = rules['build_predictions_instruct']([[reply]], [{'prompt': prompt}])[0]
+  (program,) = rules[f'build_predictions{version}']([[reply]], [{'prompt': ''}])[0]
   return program
 
 
@@ -232,3 +245,51 @@ def compass_program(reply: str, version: int = 2) -> str:
   """Returns OpenCompass's program: the first block (version 2), or the last one (3)."""
   rules = functions_of(f'{OPEN_COMPASS}/datasets/humaneval.py')
   return rules[f'humaneval_postprocess_v{version}'](reply)
+
+
+# By name: reply → program. Those of `HUMANEVAL` go on with the prompt.
+CODE: dict[str, Callable[[str], str]] = {
+  'lm-eval, mbpp_instruct': mbpp_program,
+  'OpenCompass, mbpp': compass_mbpp_program,
+  'OpenCompass, humaneval v2': compass_program,
+  'OpenCompass, humaneval v3': functools.partial(compass_program, version=3),
+}
+HUMANEVAL: dict[str, Callable[[str], str]] = {
+  'lm-eval, humaneval': functools.partial(humaneval_program, version=''),
+  'lm-eval, humaneval_instruct': humaneval_program,
+  'OpenCompass, humaneval v2': compass_program,
+  'OpenCompass, humaneval v3': functools.partial(compass_program, version=3),
+}
+# Each program in a scope of its own, since a process for each would take a minute.
+_RUN = """
+import contextlib, io, json, signal, sys
+def end(*_): raise TimeoutError
+signal.signal(signal.SIGALRM, end)
+passed = []
+for program in json.load(sys.stdin):
+  signal.alarm(2)
+  try:
+    with contextlib.redirect_stdout(io.StringIO()):
+      exec(program, {'__name__': 'program'})
+    passed.append(1)
+  except BaseException:
+    passed.append(0)
+  signal.alarm(0)
+print(json.dumps(passed))
+"""
+
+
+def run_programs(programs: Sequence[str]) -> list[int]:
+  """Returns 1 for each program that ends without an error, else 0.
+
+  Args:
+    programs: The programs with their tests, which run in one sandbox.
+  """
+  sandbox = LocalSandbox()
+  sandbox.start()
+  try:
+    command = [PYTHON_PATH, '-c', _RUN]
+    ran = sandbox.exec(command, stdin=json.dumps(programs).encode(), seconds=60)
+  finally:
+    sandbox.stop()
+  return json.loads(ran.stdout)

@@ -6,13 +6,11 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.envs.sandbox import local_sandbox
 from tests.calls import make_grader
 from tests.envs.graders import code_replies
+from tests.marks import SANDBOXED
 
 TESTS = [{'input': f'{n}\n{n}\n', 'output': str(2 * n)} for n in range(4)]
 ADD = '```python\nprint(int(input()) + int(input()))\n```'
 HALF = '```python\nn = int(input()) + int(input())\nprint(n if n < 4 else 0)\n```'
-sandboxed = pytest.mark.skipif(
-  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
-)
 
 
 def mostly_slow(rows):
@@ -23,7 +21,7 @@ def mostly_slow(rows):
   ]
 
 
-@sandboxed
+@SANDBOXED
 def test_a_sum_of_tests_and_a_form():
   item = {'answer': TESTS}
   grade = make_grader("code + format(pattern='.*```', weight=.5)")
@@ -34,7 +32,7 @@ def test_a_sum_of_tests_and_a_form():
   assert grade('no program', item).parts['code'] == 0
 
 
-@sandboxed
+@SANDBOXED
 def test_all_or_nothing_and_another_field():
   grade = make_grader("code(tests='hidden', all_or_nothing=True)")
   assert grade(ADD, {'hidden': TESTS}).score == 1
@@ -65,7 +63,7 @@ TWICE = {
 }
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize(
   ('reply', 'score'),
   [
@@ -86,14 +84,14 @@ def test_programs_are_checked_by_the_tests_of_humaneval(reply, score):
   assert grade(reply, TWICE).score == score
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize(('reply', 'score'), mostly_slow(code_replies.HUMANEVAL))
 def test_humaneval_replies_as_models_write_them(reply, score):
   grade = make_grader('humaneval(seconds=3)')
   assert grade(reply, {**TWICE, 'prompt': code_replies.PROMPT}).score == score
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.slow  # a sandbox for each of 70 replies, once more
 @pytest.mark.parametrize(
   ('reply', 'score'), [row for row in code_replies.REPLIES if 'Solution' not in row[0]]
@@ -106,20 +104,20 @@ def test_functions_are_also_replies_to_humaneval(reply, score):
 CALLS = {'fn_name': 'twice', 'inputs': ['[1, 2]'], 'outputs': ['[2, 4]']}
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize(('reply', 'score'), mostly_slow(code_replies.REPLIES))
 def test_functions_as_models_write_them(reply, score):
   assert make_grader('code(seconds=3)')(reply, {'answer': CALLS}).score == score
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize(('reply', 'score'), mostly_slow(code_replies.PRINTED))
 def test_programs_as_models_write_them(reply, score):
   grade = make_grader('code(seconds=3, all_or_nothing=True)')
   assert grade(reply, {'answer': TESTS}).score == score
 
 
-@sandboxed
+@SANDBOXED
 def test_humaneval_needs_its_fields():
   grade = make_grader('humaneval')
   with pytest.raises(ValueError, match="no text in its field 'test'"):

@@ -9,6 +9,7 @@ import pathlib
 import pytest
 
 from tests.envs.graders import choice_replies, code_replies, math_replies
+from tests.marks import SANDBOXED
 from tests.real import rules
 
 pytestmark = pytest.mark.real
@@ -46,6 +47,26 @@ def test_choices_differ_as_the_docs_say(name):
     lenient += chosen not in ('', letter)
   counts = f'{agree} of {len(replies)} | {stricter} | {lenient}'
   assert f'| {name} | `multiple_choice` | {counts} |' in DOCS.read_text()
+
+
+CALLS = 'assert twice([1, 2]) == [2, 4]\nassert twice([]) == []\n'
+
+
+@SANDBOXED
+@pytest.mark.parametrize(
+  ('table', 'name'),
+  [('code', name) for name in rules.CODE]
+  + [('humaneval', name) for name in rules.HUMANEVAL],
+)
+def test_programs_differ_as_the_docs_say(table, name):
+  if table == 'code':
+    rows, find_program, prompt = code_replies.REPLIES, rules.CODE[name], ''
+  else:
+    rows, find_program = code_replies.HUMANEVAL, rules.HUMANEVAL[name]
+    prompt = code_replies.PROMPT
+  replies, right = zip(*rows, strict=True)
+  programs = [f'{prompt}{find_program(reply)}\n\n{CALLS}' for reply in replies]
+  assert row(name, table, rules.run_programs(programs), right) in DOCS.read_text()
 
 
 def test_the_rules_are_the_packages_own():

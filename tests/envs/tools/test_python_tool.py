@@ -11,11 +11,7 @@ from jaxrl.envs.sandbox import local_sandbox
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.tools.python_tool import PythonTool
 from jaxrl.envs.tools.tool_api import ToolError
-from tests.marks import slow
-
-sandboxed = pytest.mark.skipif(
-  bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
-)
+from tests.marks import SANDBOXED, slow
 
 
 @pytest.fixture
@@ -39,7 +35,7 @@ def fault(run, code, seconds=60):
   return caught.value.kind, str(caught.value)
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('keep', [False, True])
 def test_what_it_prints_and_the_last_value(interpreter, keep):
   run = interpreter(keep=keep)
@@ -58,7 +54,7 @@ def test_what_it_prints_and_the_last_value(interpreter, keep):
   assert run('import subprocess\n_ = subprocess.run(["echo", "child"])') == 'child'
 
 
-@sandboxed
+@SANDBOXED
 def test_variables_are_kept_by_option_and_within_an_episode():
   kept, fresh = PythonTool(keep=True), PythonTool()
   try:
@@ -75,7 +71,7 @@ def test_variables_are_kept_by_option_and_within_an_episode():
     fresh.close()
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('keep', [slow(False), True])
 def test_limits(interpreter, keep):
   run = interpreter(keep=keep, memory_mb=128, timeout=60)
@@ -93,7 +89,7 @@ def test_limits(interpreter, keep):
   assert run('1 + 1') == '2'
 
 
-@sandboxed
+@SANDBOXED
 def test_neither_network_nor_the_hosts_files(interpreter, tmp_path):
   secret = tmp_path / 'secret'
   secret.write_text('here')
@@ -104,13 +100,13 @@ def test_neither_network_nor_the_hosts_files(interpreter, tmp_path):
   )
 
 
-@sandboxed
+@SANDBOXED
 @pytest.mark.parametrize('code', [3, None, ['x']])
 def test_code_is_text(interpreter, code):
   assert fault(interpreter(), code)[0] == 'arguments'
 
 
-@sandboxed
+@SANDBOXED
 def test_close_ends_a_call_and_all_it_started():
   tool = PythonTool(keep=True, timeout=60)
   tool.start()
