@@ -5,6 +5,7 @@ token and at those that the template writes after an answer and after tool calls
 often differ.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -155,6 +156,8 @@ def find_turn_end(
   if found and not stop_token_ids:
     stops.add(added.ids[found[0]])
     stops |= _find_ends_of_calls(added, render)
+  if not found and not last.strip() and not stop_token_ids:
+    stops |= _find_next_headers(added, render, reply)
   if not found and last.strip() and not stop_token_ids:
     raise ValueError(
       f'the chat template ends a reply with {last.strip()!r}, which is no token of '
@@ -234,6 +237,26 @@ def _find_ends_of_calls(added: AddedTokens, render: Callable[..., str]) -> set[i
       return set()
     last.append((token[0], text.count(token[0])))
   return {added.ids[last[0][0]]} if last[0] == last[1] else set()
+
+
+def _find_next_headers(
+  added: AddedTokens, render: Callable[..., str], reply: Message
+) -> set[int]:
+  """Finds the tokens that begin other messages, where a template ends no reply.
+
+  GLM's models write <|user|> after an answer and <|observation|> after tool calls.
+  """
+  found = []
+  text = render([QUESTION, reply, QUESTION], prompt=False)
+  found.append(added.find_first(text.rpartition(MARK)[2]))
+  conversation = [QUESTION, _calling(1)]
+  result = {'role': 'tool', 'content': _NEXT, 'tool_call_id': 'abcdefgh0'}
+  with contextlib.suppress(ValueError):
+    before = render(conversation, prompt=False)
+    text = render([*conversation, result], prompt=False)
+    if _NEXT in text and text.startswith(before):
+      found.append(added.find_first(text[len(before) :]))
+  return {added.ids[token[0]] for token in found if token}
 
 
 def _calling(count: int) -> Message:
