@@ -127,6 +127,7 @@ def model_options(
   vision: str = 'frozen',
   chat_template: str = '',
   stop_token_ids: tuple[int, ...] = (),
+  date: str = '',
 ) -> None:
   """Options of the section `model`.
 
@@ -145,6 +146,8 @@ def model_options(
       that one.
     stop_token_ids: Ids of the tokens that end a reply; () for those that
       generation_config.json names, the eos token and the end that the template writes.
+    date: Day that a chat template takes for today, as in '2026-01-31'; '' for the day
+      on which the run began.
   """
 
 

@@ -105,7 +105,7 @@ def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
       with SignalHandler(console.warn, console.restore) as stop:
         from launch.settings.resolve import resolve_settings  # imports JAX: seconds
 
-        settings = resolve_settings(config)
+        settings = resolve_settings(config, day=workdir.day)
         traced = logging.trace_steps
         trainer, finished = _train(settings, workdir, console, writers, stop, traced)
       status = 'finished' if finished else 'stopped'

@@ -6,6 +6,7 @@ alternately the ids that the engine returned and the ids of the new messages alo
 
 import copy
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -58,11 +59,13 @@ class ChatOptions:
     chat_template: A template in place of the tokenizer's own; '' keeps that.
     stop_token_ids: The tokens that end a reply, in place of those that are found; ()
       keeps those.
+    date: The day that a template takes for today; None for the clock's.
   """
 
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   chat_template: str = ''
   stop_token_ids: tuple[int, ...] = ()
+  date: datetime.date | None = None
 
 
 class ChatTokenizer:
@@ -105,6 +108,7 @@ class ChatTokenizer:
       tokenizer,
       options.chat_template,
       {**options.template_options, **(template_options or {})},
+      options.date,
       self._images,
     )
     self._added = AddedTokens(tokenizer)
@@ -181,7 +185,8 @@ class ChatTokenizer:
     stops = describe_tokens(self.tokenizer, self.stop_token_ids)
     known = self.tool_format
     calls = f'as {known.name}' if known else 'in no known way: the template writes none'
-    return f'end at {stops}; tools are called {calls}'
+    today = f'; today is {self._template.date}' if self._template.date else ''
+    return f'end at {stops}; tools are called {calls}{today}'
 
   def ends_turn(self, tokens: Sequence[int] | np.ndarray) -> bool:
     """Returns whether a reply has ended, rather than having been cut short.

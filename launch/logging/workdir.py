@@ -1,6 +1,7 @@
 """Manage a run's folder: who may use it, its config, and how it was launched."""
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import fnmatch
@@ -13,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.call_strings import ConfigError
@@ -51,8 +52,8 @@ ABSENT = _Absent()
 class Workdir:
   """The open folder of one run; `close` lets others have it.
 
-  path: the folder. resumed: True when it held this run already. changes: lines on
-  what differs from its last launch.
+  path: the folder. resumed: True when it held this run already. day: when it began,
+  as in 2026-01-31. changes: lines on what differs from its last launch.
   """
 
   def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any]):
@@ -88,6 +89,7 @@ class Workdir:
       self.close()
       raise
     self.resumed = bool(self._record['launches'])
+    self.day = _first_day(self._record['launches'])
 
   def _read(self) -> dict[str, Any]:
     if not self.file.exists():
@@ -174,6 +176,13 @@ def flatten_keys(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
     else:
       leaves[f'{prefix}{key}'] = value
   return leaves
+
+
+def _first_day(launches: Sequence[Any]) -> str:
+  """Returns the day of the first launch, of what a record says; today without one."""
+  with contextlib.suppress(LookupError, TypeError, ValueError):
+    return datetime.date.fromisoformat(launches[0]['time'][:10]).isoformat()
+  return time.strftime('%Y-%m-%d', time.gmtime())
 
 
 def default_path(config_file: str, algorithm: str | None) -> pathlib.Path:

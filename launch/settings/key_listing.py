@@ -77,7 +77,7 @@ OPTIONAL_SECTIONS = (
     'for models that see images',
     (
       *('checkpoint', 'random', 'dtype', 'remat', 'lora'),
-      *('chat_template', 'stop_token_ids', 'template_options'),
+      *('chat_template', 'stop_token_ids', 'template_options', 'date'),
     ),
   ),
   OptionalSection(

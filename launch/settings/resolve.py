@@ -7,6 +7,7 @@ satisfy together is checked by `launch.settings.validation`.
 import copy
 import copyreg
 import dataclasses
+import datetime
 import logging
 import pathlib
 import warnings
@@ -80,12 +81,13 @@ FROM_DATA = 'data'  # as a teacher's checkpoint: its outputs come with the rows
 
 
 def resolve_settings(
-  config: Config, *, warn: bool = True, check_machine: bool = True
+  config: Config, *, day: str = '', warn: bool = True, check_machine: bool = True
 ) -> RunSettings:
   """Reads a config once, and parses every call string in it.
 
   Args:
     config: a `ConfigDict`, or its plain data.
+    day: the day of the run, unless the config sets it; '' for the clock's.
     warn: whether doubts about the algorithm are logged.
     check_machine: whether this machine must have what the run needs.
 
@@ -100,7 +102,7 @@ def resolve_settings(
   options = dict(data['algorithm'])
   name = options.pop('name')
   algorithm = _build_algorithm(name, options, warn=warn)
-  model = _model(data['kernels'], **data['model'])
+  model = _model(data['kernels'], day, **data['model'])
   rollout = _rollout(data['model'], data['batch'], **data['rollout'])
   settings = RunSettings(
     seed=data['seed'],
@@ -284,6 +286,7 @@ def _section(
 
 def _model(
   kernels: str,
+  day: str,
   *,
   checkpoint: str,
   dtype: str,
@@ -294,6 +297,7 @@ def _model(
   chat_template: str,
   template_options: Mapping[str, Any],
   stop_token_ids: Sequence[int],
+  date: str,
 ) -> ModelSettings:
   random_model = parse_random_model(random)  # a wrong one is an error in any case
   if vision not in TOWER_TRAINING:
@@ -317,8 +321,18 @@ def _model(
       template_options=dict(template_options),
       chat_template=_read_template(chat_template),
       stop_token_ids=tuple(stop_token_ids),
+      date=_read_date(date or day),
     ),
   )
+
+
+def _read_date(text: str) -> datetime.date | None:
+  try:
+    return datetime.date.fromisoformat(text) if text else None
+  except ValueError:
+    raise ConfigError(
+      f'--config.model.date={text}: not a day; write it as in 2026-01-31'
+    ) from None
 
 
 def _read_template(path: str) -> str:

@@ -1,6 +1,7 @@
 """Folders that are written keep how a model's text is read; published tokenizers."""
 
 import copy
+import datetime
 import json
 
 import jax
@@ -102,6 +103,23 @@ def test_options_of_a_template_are_ones_that_it_reads():
     options = ChatOptions({'loud': True}, tokenizer.chat_template + text)
     with pytest.raises(ValueError, match="no option 'loud'"):
       ChatTokenizer(tokenizer, options)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+  ('tokenizer', 'template', 'text'),
+  [
+    ('gptoss', 'gptoss', 'Current date: 2026-01-31\n'),
+    ('llama3_1', 'llama3_2', 'Today Date: 31 Jan 2026\n'),
+    ('qwen3', 'qwen3', ''),
+  ],
+)
+def test_templates_write_the_day_of_the_run(tokenizer, template, text):
+  day = datetime.date(2026, 1, 31)
+  options = ChatOptions(chat_template=real.read_template(template), date=day)
+  chat = ChatTokenizer(real.load_tokenizer(tokenizer), options)
+  assert text in chat.decode(chat.encode_prompt(MESSAGES))
+  assert ('today is 2026-01-31' in chat.describe()) == bool(text)
 
 
 @pytest.mark.real

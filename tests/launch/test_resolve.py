@@ -65,6 +65,18 @@ def test_a_text_that_cannot_be_read_is_answered_with_its_key(key):
     resolve_settings(config)
 
 
+def test_the_day_of_the_config_counts_before_that_of_the_run():
+  config = debug.get_config()
+  assert resolve_settings(config).model.chat.date is None
+  begun = resolve_settings(config, day='2026-01-30').model.chat.date
+  config.model.date = '2026-01-31'
+  chosen = resolve_settings(config, day='2026-01-30').model.chat.date
+  assert (str(begun), str(chosen)) == ('2026-01-30', '2026-01-31')
+  config.model.date = 'today'
+  with pytest.raises(ConfigError, match=r'model\.date=today: not a day'):
+    resolve_settings(config)
+
+
 def test_a_wrong_random_model_is_refused_beside_a_checkpoint():
   config = debug.get_config()
   config.model.update(checkpoint='folder', random='qwen3(num_layer=2)')

@@ -48,7 +48,7 @@ class Job:
         return False
     return True
 build = Job
-resolve_settings = lambda config: config
+resolve_settings = lambda config, day: config
 """
 
 

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -48,6 +49,28 @@ def test_the_same_config_resumes_and_adds_a_launch(tmp_path):
   again = record(tmp_path, config())
   assert again.resumed and again.changes == []
   assert len(json.loads((tmp_path / 'config.json').read_text())['launches']) == 2
+
+
+@pytest.mark.parametrize(
+  ('launch', 'day'),
+  [
+    ({'time': '2025-02-28T23:59:59Z'}, '2025-02-28'),
+    ({'time': 'yesterday'}, None),
+    ({}, None),
+    (7, None),
+  ],
+)
+def test_a_resumed_run_keeps_the_day_on_which_it_began(
+  tmp_path, launch, day, monkeypatch
+):
+  monkeypatch.setattr(time, 'gmtime', lambda: time.struct_time((2026, 2, 1) + (0,) * 6))
+  record(tmp_path, config())
+  file = tmp_path / 'config.json'
+  facts = json.loads(file.read_text())
+  file.write_text(json.dumps({**facts, 'launches': [launch, *facts['launches']]}))
+  again = Workdir(tmp_path, config())
+  again.close()
+  assert again.day == (day or '2026-02-01')
 
 
 def test_some_keys_may_change(tmp_path):

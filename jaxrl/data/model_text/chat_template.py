@@ -1,6 +1,7 @@
 """A chat template renders messages to text, with its options and places for images."""
 
 import copy
+import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,7 @@ class ChatTemplate:
     tokenizer: A Hugging Face tokenizer.
     source: The template; '' for the tokenizer's own.
     options: Options passed to the template.
+    date: The day that the template takes for today; None for the clock's.
     image_processor: Says how many tokens an image takes; None for a model that sees
       none.
 
@@ -71,6 +73,7 @@ class ChatTemplate:
     tokenizer: Any,
     source: str,
     options: Mapping[str, Any],
+    date: datetime.date | None = None,
     image_processor: Any = None,
   ):
     self._source = source or None  # None for the tokenizer's own
@@ -80,6 +83,10 @@ class ChatTemplate:
         'chat_template, or set tokenizer.chat_template'
       )
     self._tokenizer = tokenizer
+    # The day that it writes as today's; None if it writes none, or the clock's.
+    self.date = date if 'strftime_now' in self.source else None
+    # What a template calls for the time.
+    self._clock: dict[str, Any] = {'strftime_now': date.strftime} if date else {}
     self._call_form: _CallForm | None = None  # until a call is rendered
     self._images = image_processor
     self._placeholder = ''  # the text of the token that stands for a piece of an image
@@ -165,6 +172,7 @@ class ChatTemplate:
       tokenize=False,
       add_generation_prompt=prompt,
       chat_template=self._source,
+      **self._clock,
       **options,
     )
 
@@ -180,6 +188,7 @@ class ChatTemplate:
           [QUESTION, _in_form(reply, form)],
           tokenize=False,
           chat_template=self._source,
+          **self._clock,
           **options,
         )
       except Exception:  # such as from adding an object to a text
