@@ -1,5 +1,6 @@
 """Tokenizer files beside a checkpoint are written, and say which tokens end a reply."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def save_tokenizer(folder: Path, tokenizer: Any) -> dict[str, Any]:
     tokenizer: The tokenizer, perhaps with a `generation_config`.
 
   Returns:
-    The ids of special tokens, for config.json.
+    What config.json says of it: the ids of special tokens, and which version of
+    `transformers` wrote it, without which others doubt its pattern for words.
 
   Raises:
     OSError: If the folder cannot be written.
@@ -64,7 +66,8 @@ def save_tokenizer(folder: Path, tokenizer: Any) -> dict[str, Any]:
   generation = {**ids, **(getattr(tokenizer, 'generation_config', None) or {})}
   if generation:
     _write(folder / GENERATION_FILE, generation)
-  return special_tokens(generation)
+  version = importlib.metadata.version('transformers')
+  return {**special_tokens(generation), 'transformers_version': version}
 
 
 def _write(path: Path, fields: dict[str, Any]) -> None:
