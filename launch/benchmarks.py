@@ -15,6 +15,7 @@ from configs import base
 from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.config import Config
 from jaxrl.data.row_sources import DataError, Row, load_rows
+from jaxrl.data.rows.row_choices import letter_at
 from jaxrl.group_stats import rows_by_sample
 from jaxrl.types import Group
 
@@ -297,7 +298,7 @@ def _shown(fields: Row) -> Row:
   if 'options' not in fields:
     return fields
   options = [option for option in fields['options'] if option != 'N/A']
-  lines = [f'{chr(ord("A") + i)}. {option}' for i, option in enumerate(options)]
+  lines = [f'{letter_at(i)}. {option}' for i, option in enumerate(options)]
   shown = {**fields, 'options': '\n'.join(lines)}
   return shown | {'cot_content': str(fields['cot_content']).removeprefix('A: ')}
 

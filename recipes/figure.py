@@ -117,6 +117,7 @@ def _draw_panel(axis: Any, panel: Panel, data: Mapping[str, Any]) -> None:
     )
   axis.set_title(panel.title)
   axis.set_xlabel('training step')
+  axis.xaxis.get_major_locator().set_params(integer=True)
   axis.grid(axis='y')
   axis.set_axisbelow(True)
   axis.margins(x=0.02)

@@ -12,7 +12,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from jaxrl.call_strings import closest_match
-from jaxrl.data.model_text.turn_end import QUESTION, ChatOptionError
+from jaxrl.data.model_text.turn_end import QUESTION, ChatOptionError, reply_with_calls
 from jaxrl.types import Message
 
 # Arguments of `apply_chat_template`, which are no options of a template.
@@ -178,14 +178,11 @@ class ChatTemplate:
 
   def _find_call_form(self, options: Mapping[str, Any]) -> _CallForm:
     """Returns the first form of a message in which the template writes its calls."""
-    function = {'name': 'call', 'arguments': {'where': 'Reykjavik'}}
-    call = {'id': 'abcdefghi', 'type': 'function', 'function': function}
-    reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
     usable = []
     for form in _CALL_FORMS:
       try:
         text = self._tokenizer.apply_chat_template(
-          [QUESTION, _in_form(reply, form)],
+          [QUESTION, _in_form(reply_with_calls(1), form)],
           tokenize=False,
           chat_template=self._source,
           **self._clock,
@@ -194,7 +191,7 @@ class ChatTemplate:
       except Exception:  # such as from adding an object to a text
         continue
       # Python's way to write an object is no model's.
-      if 'where' in text and 'Reykjavik' in text and "'where'" not in text:
+      if 'place' in text and 'Rome' in text and "'place'" not in text:
         return form
       usable.append(form)
     return usable[0] if usable else _CALL_FORMS[0]

@@ -228,7 +228,7 @@ def _find_ends_of_calls(added: AddedTokens, render: Callable[..., str]) -> set[i
   last = []
   for count in (1, 2):
     try:
-      text = render([QUESTION, _calling(count)], prompt=False)
+      text = render([QUESTION, reply_with_calls(count)], prompt=False)
     except ValueError:
       return set()
     start = added.last_start(text)
@@ -249,7 +249,7 @@ def _find_next_headers(
   found = []
   text = render([QUESTION, reply, QUESTION], prompt=False)
   found.append(added.find_first(text.rpartition(MARK)[2]))
-  conversation = [QUESTION, _calling(1)]
+  conversation = [QUESTION, reply_with_calls(1)]
   result = {'role': 'tool', 'content': _NEXT, 'tool_call_id': 'abcdefgh0'}
   with contextlib.suppress(ValueError):
     before = render(conversation, prompt=False)
@@ -259,7 +259,12 @@ def _find_next_headers(
   return {added.ids[token[0]] for token in found if token}
 
 
-def _calling(count: int) -> Message:
+def reply_with_calls(count: int) -> Message:
+  """Returns a made-up reply that calls look_up(place='Rome').
+
+  Args:
+    count: How many times.
+  """
   calls = [
     {
       'id': f'abcdefgh{i}',  # as long as Mistral's
