@@ -20,6 +20,7 @@ from launch.settings.component_kinds import KINDS
 from tests.configs import test_keys
 from tests.docs.blocks import ROOT
 from tests.launch import runs
+from tests.marks import extended
 
 FAMILIES = {name.partition('/')[0] for name in METRIC_DESCRIPTIONS}
 METRICS = 'reference/metrics.md'
@@ -193,8 +194,8 @@ def test_healthy_ranges_are_those_that_runs_are_judged_by(pages):
         '--config.rollout.reward_shaping=overlong',
       ),
     ),
-    ('dpo', ()),
-    ('mix', ()),
+    extended('dpo', ()),
+    extended('mix', ()),
   ],
 )
 def test_every_metric_of_a_run_is_described(algorithm, options, tmp_path):

@@ -193,6 +193,7 @@ def test_attempts_that_failed_score_nothing_and_all_have_a_name():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_killed_at_any_moment_every_item_is_there_once(tmp_path):
   """Three real kills: in a part, after parts, and on the way; then it ends."""
   size, env = 60, runs.environment()

@@ -187,6 +187,7 @@ def test_not_every_way_takes_adapters(text, words):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
   options = '--config.sft.num_steps=0 --config.num_steps=2 --config.eval.interval=0'
   through = (
