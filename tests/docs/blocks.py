@@ -40,7 +40,7 @@ def run(command: list[str], folder: pathlib.Path, **variables: str) -> str:
     env=environment(folder) | variables,
     capture_output=True,
     text=True,
-    timeout=280,
+    timeout=900,  # on a machine with others; most take seconds
   )
   assert done.returncode == 0, f'{shlex.join(command)}\n{done.stdout}\n{done.stderr}'
   return done.stdout
