@@ -46,6 +46,7 @@ class RunCost:
     num_parallel: micro-batches that an update processes at the same time.
     scorings_per_teacher: how often a step runs each teacher's program.
     num_small_programs: programs compiled in addition, whose costs are negligible.
+    peaks: bytes of the fullest device, by phase.
   """
 
   mesh: dict[str, int]
@@ -60,6 +61,7 @@ class RunCost:
   num_parallel: int = 1
   scorings_per_teacher: int = 0
   num_small_programs: int = 0
+  peaks: dict[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def total(self) -> float:
@@ -125,7 +127,8 @@ def estimate_cost(
       **resident_bytes,
       **publish_memory.publishing_memory(run, learner, merge),
     }
-  phase = max(phases, key=lambda name: sum(phases[name].values()))
+  peaks = {name: sum(parts.values()) for name, parts in phases.items()}
+  phase = max(peaks, key=peaks.__getitem__)
   return RunCost(
     mesh=dict(mesh.shape),
     rows=shape.rows,
@@ -136,6 +139,7 @@ def estimate_cost(
     memory=phases[phase],
     limit=device_budget.memory_budget(run.settings, target).limit,
     phase=phase,
+    peaks=peaks,
     num_parallel=num_parallel,
     scorings_per_teacher=_scorings_per_teacher(
       learner, shape.rows, len(teacher_programs)

@@ -140,7 +140,7 @@ def child(name: str) -> dict[str, float]:
   engine = engine_decode.plan_engine(run)
   mesh = planned_run.planned_mesh(run, devices)
   predicted = cost.estimate_cost(run, target, devices, engine=engine)
-  learner_alone = predicted.total - sum(
+  learner_alone = predicted.peaks['train'] - sum(
     predicted.memory.get(part, 0.0) for part in ("engine's weights", 'cache')
   )
   shapes = planned_run.make_learner(run, mesh)
