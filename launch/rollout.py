@@ -199,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
       if checks:
         settings = resolve_settings(config, warn=False, check_machine=False)
         return _check_tasks(settings, workdir, console, mode)
-      settings = resolve_settings(config)
+      settings = resolve_settings(config, day=workdir.day)
       if mode == 'val':
         check_limit(settings, dict(command.overrides))
       return _run(settings, workdir, console, mode, max(part_size, 1))

@@ -59,7 +59,7 @@ def show_choices(question: Any, answer: Any, row: Mapping[str, Any]) -> dict[str
     two choices and the answer is one of them; else nothing.
 
   Raises:
-    ValueError: If the answer is a digit of which nobody knows where it counts from.
+    ValueError: If the answer is a number in a text, which may count from 0 or from 1.
   """
   key = next((key for key in CHOICE_KEYS if row.get(key) is not None), None)
   choices = row[key] if key else None
