@@ -170,6 +170,33 @@ def test_replies_stop_where_the_template_and_the_checkpoint_end_them(chat):
     assert stop in chat.describe()
 
 
+def in_parts(messages):
+  return [
+    {**message, 'content': [{'type': 'text', 'text': message['content']}]}
+    for message in messages
+  ]
+
+
+@pytest.mark.parametrize('form', [list, in_parts])
+@pytest.mark.parametrize('template', ['llava_next', 'smolvlm', 'phi3', 'qwen2_5_vl'])
+def test_a_content_is_brought_into_the_form_that_a_template_reads(template, form):
+  """LLaVA-NeXT and SmolVLM read lists of parts, Phi-3 texts, Qwen2.5-VL both."""
+  tokenizer = copy.deepcopy(real.load_tokenizer('mistral_v1'))
+  ends = ['<end_of_utterance>', '<|im_end|>', '<|end|>']
+  tokenizer.add_special_tokens({'additional_special_tokens': ends})
+  source = real.read_template(template)
+  messages = [{'role': 'system', 'content': 'Be brief.'}, QUESTION, NEXT]
+  chat = ChatTokenizer(tokenizer, ChatOptions(chat_template=source))
+  expected = tokenizer.apply_chat_template(
+    messages if template == 'phi3' else in_parts(messages),
+    chat_template=source,
+    tokenize=False,
+    add_generation_prompt=True,
+  )
+  ids = chat.encode_prompt(form(messages))
+  assert ids == tokenizer.encode(expected, add_special_tokens=False)
+
+
 @pytest.mark.parametrize('reply', REPLIES)
 def test_a_turn_is_what_the_template_writes(chat, reply):
   """Prompt, reply as the model writes it, and next prompt equal the whole text."""

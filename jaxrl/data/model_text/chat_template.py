@@ -4,7 +4,7 @@ import copy
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -12,7 +12,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from jaxrl.call_strings import closest_match
-from jaxrl.data.model_text.turn_end import QUESTION, ChatOptionError, reply_with_calls
+from jaxrl.data.model_text.turn_end import ChatOptionError, reply_with_calls
 from jaxrl.types import Message
 
 # Arguments of `apply_chat_template`, which are no options of a template.
@@ -29,6 +29,8 @@ _GIVEN = frozenset(
   'bos_token eos_token unk_token sep_token pad_token cls_token mask_token '
   'additional_special_tokens raise_exception strftime_now range namespace dict'.split()
 )
+_QUESTION: Message = {'role': 'user', 'content': 'Which one?'}
+_WRITTEN_PART = re.compile(r"""["']text["']:""")  # Python's or JSON's way
 _GENERATION_TAG = re.compile(r'\{%-?\s*(?:end)?generation\s*-?%\}')
 
 
@@ -88,6 +90,8 @@ class ChatTemplate:
     # What a template calls for the time.
     self._clock: dict[str, Any] = {'strftime_now': date.strftime} if date else {}
     self._call_form: _CallForm | None = None  # until a call is rendered
+    # Until a message is rendered.
+    self._content_form: Callable[[Message], Message] | None = None
     self._images = image_processor
     self._placeholder = ''  # the text of the token that stands for a piece of an image
     if image_processor is not None:
@@ -162,11 +166,20 @@ class ChatTemplate:
   def _apply_template(
     self, messages: list[Message], prompt: bool, options: Mapping[str, Any]
   ) -> str:
-    """Applies the template, with arguments of calls as objects or JSON, as it reads."""
+    """Applies the template to messages in the form in which it reads them."""
+    if self._content_form is None:
+      self._content_form = self._find_content_form(options)
+    messages = list(map(self._content_form, messages))
     if any(message.get('tool_calls') for message in messages):
       if self._call_form is None:
         self._call_form = self._find_call_form(options)
       messages = [_in_form(message, self._call_form) for message in messages]
+    return self._write(messages, options, prompt)
+
+  def _write(
+    self, messages: list[Message], options: Mapping[str, Any], prompt: bool = False
+  ) -> str:
+    """Returns what the template writes for messages as they are."""
     return self._tokenizer.apply_chat_template(
       messages,
       tokenize=False,
@@ -176,18 +189,33 @@ class ChatTemplate:
       **options,
     )
 
+  def _find_content_form(
+    self, options: Mapping[str, Any]
+  ) -> Callable[[Message], Message]:
+    """Returns what brings a content into the form in which the template writes it.
+
+    Most write a text and a list of parts alike, some only a text, and SmolVLM's only a
+    list.
+    """
+    is_written = []
+    for question in (_QUESTION, _in_parts(_QUESTION)):
+      try:
+        text = self._write([question], options)
+        is_list = _WRITTEN_PART.search(text)
+        is_written.append(text.count(_QUESTION['content']) == 1 and not is_list)
+      except Exception:  # such as from reading a letter as a part
+        is_written.append(False)
+    if is_written == [False, True]:
+      return _in_parts
+    return _joined if is_written == [True, False] else _as_it_is
+
   def _find_call_form(self, options: Mapping[str, Any]) -> _CallForm:
     """Returns the first form of a message in which the template writes its calls."""
     usable = []
     for form in _CALL_FORMS:
       try:
-        text = self._tokenizer.apply_chat_template(
-          [QUESTION, _in_form(reply_with_calls(1), form)],
-          tokenize=False,
-          chat_template=self._source,
-          **self._clock,
-          **options,
-        )
+        messages = [_QUESTION, _in_form(reply_with_calls(1), form)]
+        text = self._write(messages, options)
       except Exception:  # such as from adding an object to a text
         continue
       # Python's way to write an object is no model's.
@@ -272,6 +300,26 @@ def _with_every_thought_key(message: Message) -> Message:
   """Returns a message whose thought stands under each key that templates read."""
   thought = next((message[key] for key in THOUGHT_KEYS if message.get(key)), None)
   return message if thought is None else message | dict.fromkeys(THOUGHT_KEYS, thought)
+
+
+def _in_parts(message: Message) -> Message:
+  """Returns a message whose text is the only part of a list."""
+  content = message.get('content')
+  if not isinstance(content, str):
+    return message
+  return {**message, 'content': [{'type': 'text', 'text': content}]}
+
+
+def _joined(message: Message) -> Message:
+  """Returns a message whose content is one text, if all of its parts are texts."""
+  content = message.get('content')
+  if not isinstance(content, list) or has_images([message]):
+    return message
+  return {**message, 'content': ''.join(part['text'] for part in content)}
+
+
+def _as_it_is(message: Message) -> Message:
+  return message
 
 
 def _in_form(message: Message, form: _CallForm) -> Message:
