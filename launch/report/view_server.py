@@ -70,14 +70,15 @@ class RunTrajectories:
   async def refresh(self) -> bool:
     """Looks at the dump again if it is time; returns whether that still goes on."""
     if self._job is not None and self._job.done():
-      job, self._job = self._job, None
-      job.result()
+      done, self._job = self._job, None
+      done.result()
     if self._job is None and self.index.is_stale:
       self._job = self._pool.submit(self.index.refresh)
-    if self._job is None:
+    job = self._job  # other requests may put another one in its place meanwhile
+    if job is None:
       return False
-    await asyncio.wait([asyncio.wrap_future(self._job)], timeout=FIRST_ANSWER_S)
-    return not self._job.done()
+    await asyncio.wait([asyncio.wrap_future(job)], timeout=FIRST_ANSWER_S)
+    return not job.done()
 
 
 class ViewServer:
@@ -97,6 +98,7 @@ class ViewServer:
     self._token = token.encode()
     self._catalogue = RunCatalogue(root)
     self._trajectories: dict[str, RunTrajectories] = {}
+    self._opening = asyncio.Lock()
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='index')
     self.app = web.Application(
       client_max_size=1 << 16, middlewares=[self._auth_middleware]
@@ -219,9 +221,10 @@ class ViewServer:
   async def _of_run(self, request: web.Request) -> tuple[RunTrajectories, bool]:
     """Returns the trajectories of the run that is asked for, and if more will come."""
     run = await self._run(request)
-    if run.name not in self._trajectories:
-      opened = await asyncio.to_thread(RunTrajectories, run, self._pool)
-      self._trajectories.setdefault(run.name, opened)
+    async with self._opening:  # requests of one page come together
+      if run.name not in self._trajectories:
+        opened = await asyncio.to_thread(RunTrajectories, run, self._pool)
+        self._trajectories[run.name] = opened
     trajectories = self._trajectories[run.name]
     return trajectories, await trajectories.refresh()
 

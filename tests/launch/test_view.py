@@ -1,6 +1,8 @@
 """The live view: who gets in, what it answers, and that it follows what changes."""
 
+import asyncio
 import base64
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -8,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 
 import aiohttp
 import numpy as np
@@ -26,7 +29,7 @@ from launch.report.message_text import find_images, message_parts
 from launch.report.run_folders import RunCatalogue, find_runs, repetition_key
 from launch.report.trajectory_index import TrajectoryIndex, TrajectoryQuery
 from launch.report.trajectory_view import show_group, show_trajectory
-from launch.report.view_server import serve_view
+from launch.report.view_server import RunTrajectories, serve_view
 
 TOKEN = 'a-token-of-the-tests'
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)>&"\''
@@ -461,6 +464,55 @@ async def test_the_answers_on_runs_and_trajectories(tmp_path):
       ('nothing', 404, {}),
     ):
       assert (await get(session, api + path, status, **parameters))['error']
+
+
+async def test_requests_that_come_together_share_an_index(tmp_path, monkeypatch):
+  (workdir := Workdir(tmp_path / 'one', {'seed': 1})).record()
+  workdir.close()
+  write_dump(tmp_path / 'one', [[play()]])
+  opened = []
+  connect = TrajectoryIndex.__init__
+  monkeypatch.setattr(
+    TrajectoryIndex,
+    '__init__',
+    lambda self, *given: (opened.append(given), connect(self, *given))[1],
+  )
+  async with serve_view(tmp_path, TOKEN) as url, aiohttp.ClientSession() as session:
+    asked = [get(session, f'{url}api/trajectories', run='one') for _ in range(8)]
+    answers = await asyncio.gather(*asked)
+  assert [answer['total'] for answer in answers] == [1] * 8 and len(opened) == 1
+
+
+async def test_a_request_may_find_its_refresh_already_taken_away(tmp_path, monkeypatch):
+  """Another one comes between the end of a refresh and those who wait for it."""
+  (workdir := Workdir(tmp_path / 'one', {'seed': 1})).record()
+  workdir.close()
+  loop, both, goes_on = asyncio.get_running_loop(), [], threading.Event()
+  whole = TrajectoryIndex.refresh
+
+  def refresh(index):
+    goes_on.wait(10)
+    whole(index)
+
+  monkeypatch.setattr(TrajectoryIndex, 'refresh', refresh)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    trajectories = RunTrajectories(RunCatalogue(tmp_path).run('one'), pool)
+
+    class Pool:
+      def submit(self, *call):
+        def again():
+          both.append(asyncio.create_task(trajectories.refresh()))
+
+        job = pool.submit(*call)
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(again))
+        return job
+
+    trajectories._pool = Pool()
+    both.append(asyncio.create_task(trajectories.refresh()))
+    await asyncio.sleep(0)
+    goes_on.set()
+    assert await both[0] is False and await both[1] is False
+    trajectories.index.close()
 
 
 def test_the_command_serves_until_it_is_stopped(tmp_path):
