@@ -106,6 +106,7 @@ printf '{{"cases": {{"c"'
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_every_part_runs_at_toy_sizes(tmp_path):
   file = tmp_path / 'gpu.json'
   command = [sys.executable, '-m', 'tests.benchmarks.gpu', '--tiny', f'--json={file}']

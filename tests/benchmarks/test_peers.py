@@ -50,6 +50,7 @@ def test_prompts_are_those_of_their_seed():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_this_package_runs_as_a_peer():
   results = peers.measure(['ours'], {'ours': sys.executable}, 1)
   assert not results['failed']

@@ -43,6 +43,7 @@ def follow(kind, text, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_tutorial_can_be_followed(tmp_path):
   lay_out(tmp_path, TUTORIAL)
   *before, (_, serve), (_, client) = TUTORIAL

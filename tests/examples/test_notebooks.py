@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.launch import runs
+from tests.marks import extended, slow
 
 FILES = sorted((runs.ROOT / 'examples').glob('*.ipynb'))
 ids = [file.stem for file in FILES]
@@ -30,8 +31,11 @@ def test_a_notebook_is_small_and_has_no_outputs(file):
   assert set(notebook['metadata']) == {'kernelspec', 'language_info'}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('file', FILES, ids=ids)
+@pytest.mark.parametrize(
+  'file',
+  [slow(file) if file.stem == 'first_run' else extended(file) for file in FILES],
+  ids=ids,
+)
 def test_a_notebook_runs(file, tmp_path, monkeypatch):
   nbformat = pytest.importorskip('nbformat')
   nbclient = pytest.importorskip('nbclient')

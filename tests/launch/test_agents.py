@@ -35,6 +35,7 @@ def seen(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_learns_from_what_an_agent_said(tmp_path, seen):
   assert main(tmp_path, config=CONFIG) == 0
   steps = [row for row in rows(tmp_path) if 'reward/mean' in row]

@@ -29,6 +29,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_full_disk_ends_in_one_line_and_the_run_resumes(small_disk):
   pytest.importorskip('tensorboardX')
   workdir, filler = small_disk / 'run', small_disk / 'filler'

@@ -54,6 +54,7 @@ def has(folder, phase, step):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_interrupted_in_sft_it_stops_with_130_and_starts_no_rl(whole, tmp_path):
   process = runs.spawn(tmp_path, *STEPS)
   assert when(process, lambda: has(tmp_path, 'sft', 0))
@@ -83,14 +84,9 @@ MOMENTS = {  # none of them passes: once true, it stays so
   [
     (
       1,
-      {
-        'model': signal.SIGKILL,
-        'sft-end': signal.SIGKILL,
-        'train-begin': signal.SIGKILL,
-        'rl': signal.SIGINT,
-        'rl-end': signal.SIGKILL,
-      },
+      {'sft-end': signal.SIGKILL, 'rl': signal.SIGINT, 'rl-end': signal.SIGKILL},
     ),
+    extended(1, {'model': signal.SIGKILL, 'train-begin': signal.SIGKILL}),
     extended(2, {'sft': signal.SIGKILL, 'rl': signal.SIGKILL, 'last': signal.SIGINT}),
   ],
 )

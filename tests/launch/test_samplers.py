@@ -51,6 +51,7 @@ def column(rows, name):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_staleness_plays_again_what_is_too_old(tmp_path):
   ahead = '--config.rollout.async_ratio=1'
   rows, _ = record(tmp_path, 'grpo', 'staleness(max_staleness=0)', ahead)
