@@ -91,10 +91,13 @@ slow-without-ray: env
 	nice $(BIN)/python -m pytest \
 	  -m 'slow and not ray and not optimized and not extended' $(XDIST) --timeout 1800
 
-# The longest tests, each of whose subjects a shorter one covers too: before a release.
+# What the gate has no time for: the longest tests, and further cases of others. Nightly,
+# and before a release.
 test-extended: env
 	nice $(BIN)/python -m pytest -m 'extended and not ray' $(XDIST) --timeout 1800
 	nice $(BIN)/python -m pytest -m 'extended and ray' --timeout 1800 tests/launch
+	if [ -x .venv-vllm/bin/python ]; then \
+	  .venv-vllm/bin/python -m pytest -m 'vllm and extended' --timeout 900; fi
 
 # Other tests compile without optimizations (tests/conftest.py). These compare bits, so
 # they run on programs compiled as they are for users.
@@ -106,7 +109,7 @@ slow-ray: env
 	$(call BESIDE,-m 'slow and ray and not extended' --timeout 1800 tests/launch)
 
 test-vllm: env-vllm
-	.venv-vllm/bin/python -m pytest -m vllm --timeout 900
+	.venv-vllm/bin/python -m pytest -m 'vllm and not extended' --timeout 900
 
 # What is skipped without those packages: the rest of tests/envs is in make test.
 ENVS = gem_env gymnasium_env reasoning_gym_env textarena_env

@@ -32,6 +32,16 @@ def extended(*values: Any) -> Any:
   return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.extended])
 
 
+def slow_in_gate(gate: Container[Any], cases: Iterable[Any]) -> list[Any]:
+  """Returns slow cases of a test with one parameter, all but a few of them extended.
+
+  Args:
+    gate: The cases that the gate runs, too.
+    cases: All of them.
+  """
+  return [slow(case) if case in gate else extended(case) for case in cases]
+
+
 def slow_except(fast: Container[Any], cases: Iterable[Any]) -> list[Any]:
   """Returns the cases of a test with one parameter, all but a few of them slow.
 

@@ -16,6 +16,7 @@ from tests.benchmarks import memory
 from tests.launch import runs
 from tests.launch.test_planned_memory import built, folder, learner_of, taught
 from tests.launch.test_planning import small
+from tests.marks import extended
 
 SEES = (
   '--config.model.random=qwen3_vl(num_layers=2, hidden_size=32, num_heads=2, '
@@ -89,9 +90,9 @@ async def compiled_by(run):
 @pytest.mark.parametrize(
   ('packing', 'ways'),
   [
-    ('first_fit(tokens=64', 1),
-    ('first_fit(tokens=64', 2),
-    ('first_fit(tokens=256', 1),
+    extended('first_fit(tokens=64', 1),
+    extended('first_fit(tokens=64', 2),
+    extended('first_fit(tokens=256', 1),
     ('first_fit(tokens=256', 2),
   ],
 )

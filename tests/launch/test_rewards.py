@@ -114,6 +114,7 @@ def test_a_run_with_judges_and_a_reward_model(folders, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_judge_no_one_can_read_stops_the_run_with_its_reason(folders, tmp_path):
   spec = f'judge(checkpoint="{folders[0]}", max_tokens=2, max_length=512)'
   options = ('--config.rollout.max_consecutive_drops=2', '--config.eval.interval=0')

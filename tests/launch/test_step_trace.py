@@ -208,6 +208,7 @@ def test_the_spans_of_a_run_agree_with_its_times(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.ray
 def test_actors_are_traced_too(tmp_path):
   options = ('--config.num_steps=4', '--config.sft.num_steps=0')

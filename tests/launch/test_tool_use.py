@@ -20,6 +20,7 @@ QUICK = (
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.skipif(
   bool(local_sandbox.unsupported_reason()), reason=local_sandbox.unsupported_reason()
 )

@@ -185,6 +185,7 @@ def test_padding_has_no_gradient_and_no_say():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_remat_and_unrolling_change_no_gradient(qwen3):
   model, params = qwen3
   tokens = small.tokens(2, 8)

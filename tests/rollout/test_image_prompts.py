@@ -97,6 +97,7 @@ async def test_completions_are_those_of_the_whole_forward_pass():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 async def test_completions_alone_are_those_of_a_full_batch():
   served, rows = engine(), prompts()
   await served.load(0, weights())

@@ -108,6 +108,7 @@ async def test_logprobs_are_those_of_the_policy(engine, length):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 async def test_windows_keep_no_more_than_they_show():
   """A prompt that decoding has overwritten is computed again; a group still shares."""
   kinds = ('full', (('window', 0),)), ('windowed', (('window', 9),))

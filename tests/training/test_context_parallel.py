@@ -10,7 +10,7 @@ import pytest
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
-from tests.marks import slow
+from tests.marks import extended, slow
 from tests.training import toy
 from tests.training.test_invariance import assert_same
 
@@ -22,7 +22,7 @@ MESHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'name, mesh', [('grpo', 'four'), ('ppo', 'two'), ('dpo', 'four')]
+  'name, mesh', [('grpo', 'four'), extended('ppo', 'two'), extended('dpo', 'four')]
 )
 async def test_cutting_rows_changes_nothing(name, mesh):
   await assert_same(

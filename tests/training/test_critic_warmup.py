@@ -7,7 +7,7 @@ import pytest
 from jaxrl.algorithms import registry
 from jaxrl.models.transformer_lm import TransformerLM
 from tests.calls import make_optimizer
-from tests.marks import slow
+from tests.marks import extended, slow
 from tests.training import toy
 
 RATE = 0.01
@@ -41,7 +41,7 @@ def equal(a, b, *, head):
   [
     (toy.Bigram, 1),
     slow(TransformerLM, 2),
-    slow(TransformerLM, 1),
+    extended(TransformerLM, 1),
   ],
 )
 async def test_only_the_value_head_moves_until_it_is_over(kind, num_minibatches):

@@ -16,6 +16,7 @@ from jaxrl.training.diagnosis import (
 from launch.logging.metric_loggers import is_trained, read_metrics
 from launch.settings.command_line import dotted_keys
 from tests.launch import runs
+from tests.marks import slow_in_gate
 
 CONFIG = str(runs.ROOT / 'tests' / 'launch' / 'rewarded.py')
 
@@ -64,8 +65,9 @@ def test_every_rule_has_a_run():
   assert set(RUNS) | FATAL == set(RULES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', RUNS)
+@pytest.mark.parametrize(
+  'name', slow_in_gate(('never rewarded', 'entropy collapsed'), RUNS)
+)
 def test_a_run_with_the_problem_is_told_so(name, tmp_path, capsys):
   options = [*RUNS[name], '--config.logging.sinks=report']
   assert runs.main(tmp_path / 'run', *options, config=CONFIG) == 0

@@ -15,7 +15,7 @@ from jaxrl.training.optimizers import make_optimizer
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
-from tests.marks import slow
+from tests.marks import extended, slow
 from tests.training import toy
 
 VOCABULARY, LENGTH, ROWS = 64, 6, 128
@@ -105,9 +105,9 @@ async def taught(learner, steps, *, plays, tags='ab'):
 @pytest.mark.parametrize(
   ('name', 'options'),
   [
-    slow('on_policy_distill', {}),
+    extended('on_policy_distill', {}),
     slow('jsd', {'beta': 0.1, 'policy_loss': 'importance_sampling'}),
-    slow('grpo', {'advantage': 'grpo_distill', 'kl_loss': 'none'}),
+    extended('grpo', {'advantage': 'grpo_distill', 'kl_loss': 'none'}),
     slow('distill', {'schema': 'rollout', 'kind': 'reverse', 'top_k': 16}),
   ],
 )

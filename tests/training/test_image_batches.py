@@ -16,6 +16,7 @@ from jaxrl.training.checkpointing import Checkpointer, CheckpointError, flatten_
 from jaxrl.training.learner import Learner
 from jaxrl.training.parallelism.mesh import make_mesh
 from tests.calls import make_algorithm, make_optimizer, parse_call
+from tests.marks import extended
 from tests.models import images
 from tests.training import toy
 from tests.training.test_invariance import SMOOTH
@@ -108,6 +109,7 @@ async def plain():
   return results()['plain']
 
 
+EXTENDED = pytest.mark.extended
 PACKED = {'packing': Packing(tokens=80, length=0, share_prefix=True)}
 
 
@@ -115,11 +117,13 @@ PACKED = {'packing': Packing(tokens=80, length=0, share_prefix=True)}
 @pytest.mark.parametrize(
   'options',
   [
-    pytest.param(PACKED, id='packed'),
+    pytest.param(PACKED, marks=EXTENDED, id='packed'),
     pytest.param({'num_micro_batches': 2}, id='halves'),
-    pytest.param({'mesh': {'fsdp': 4, 'tensor': 2}}, id='devices'),
+    pytest.param(
+      {'mesh': {'fsdp': 4, 'tensor': 2}}, id='devices', marks=pytest.mark.extended
+    ),
     pytest.param({'mesh': {'data': 4, 'context': 2}}, id='context'),
-    pytest.param({'remat': 'full'}, id='remat'),
+    pytest.param({'remat': 'full'}, marks=EXTENDED, id='remat'),
   ],
 )
 async def test_a_step_is_the_same_however_it_is_split(options):
@@ -139,7 +143,7 @@ async def test_a_step_is_the_same_however_it_is_split(options):
 
 
 @pytest.mark.slow  # test_image_episodes lets a learner learn from images
-@pytest.mark.parametrize('train_tower', ['frozen', 'lora'])
+@pytest.mark.parametrize('train_tower', [extended('frozen'), 'lora'])
 async def test_the_tower_is_frozen_or_has_adapters(train_tower, tmp_path):
   """What moves, and what a checkpoint keeps and refuses."""
   adapters = ADAPTERS if train_tower == 'lora' else None

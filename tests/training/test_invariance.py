@@ -150,9 +150,9 @@ FAST = {
 }
 
 
-def marked(name, split, fast):
+def marked(name, split, fast, *more):
   """An algorithm's splits run in one process, where they share its plain results."""
-  slow = () if fast else (pytest.mark.slow,)
+  slow = () if fast else (pytest.mark.slow, *more)
   group = pytest.mark.xdist_group(f'invariance-{name}')
   return pytest.param(name, split, marks=(group, *slow))
 
@@ -175,7 +175,16 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize('name, split', [marked(*case, False) for case in WHOLE])
+GATE = (('grpo', 'all'), ('ppo', 'all'), ('corrected', 'all'), ('dpo', 'order'))
+
+
+@pytest.mark.parametrize(
+  'name, split',
+  [
+    marked(*case, False, *(() if case in GATE else (pytest.mark.extended,)))
+    for case in WHOLE
+  ],
+)
 async def test_splitting_a_transformers_batch_changes_nothing(name, split):
   await assert_same(name, TransformerLM, *SPLITS[split])
 

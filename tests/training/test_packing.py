@@ -32,7 +32,7 @@ from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from launch.settings.component_calls import parse_packing
 from tests.calls import make_optimizer
-from tests.marks import slow, slow_except
+from tests.marks import slow, slow_in_gate
 from tests.training import toy
 from tests.training.bag import Bag
 
@@ -130,7 +130,9 @@ KINDS = (
   *('mix_chord', 'on_policy_distill', 'ppo', 'reinforce_plus_plus', 'remax', 'sft'),
   *('step_reinforce', 'topr'),
 )
-NAMES = slow_except(FAST, KINDS)
+GATE = ('dpo', 'gigpo', 'grpo', 'gspo', 'mix_chord', 'on_policy_distill', 'remax')
+NAMES = [*FAST, *slow_in_gate(GATE, [name for name in KINDS if name not in FAST])]
+ONE_OF_EACH = ('grpo', 'gspo', 'ppo', 'dpo', 'on_policy_distill')
 
 
 @pytest.fixture
@@ -173,8 +175,7 @@ async def test_packed_is_unpacked(name, eagerly):
   assert packed_run[1][0]['tokens/micro_batches'] > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['grpo', 'gspo', 'ppo', 'dpo', 'on_policy_distill'])
+@pytest.mark.parametrize('name', slow_in_gate(('grpo', 'ppo', 'dpo'), [*ONE_OF_EACH]))
 async def test_a_transformer_on_packed_rows(name):
   """One of each: by token, by sequence, with a critic, of pairs, with a teacher."""
   algorithm, options = registry.make(name), {'num_minibatches': 2, 'ppo_epochs': 2}
@@ -460,6 +461,7 @@ def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 async def test_few_sequences_a_micro_batch_teach_the_same():
   groups = prompted(LIGHT)
   packings = packed(96, num_parallel=1), packed(96, sequences=3, num_parallel=1)

@@ -16,7 +16,7 @@ from jaxrl.training.batching import packing_plan
 from jaxrl.training.parallelism import parallel_microbatches
 from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
 from tests.calls import make_algorithm
-from tests.marks import slow
+from tests.marks import extended, slow
 from tests.training import toy
 from tests.training.bag import Bag
 from tests.training.test_packing import LENGTH, assert_same, prompted, train
@@ -78,8 +78,8 @@ WHOLE = {'num_minibatches': 2, 'ppo_epochs': 2}
   [
     ({}, {}, WHOLE),
     ({}, {'lora': lora.lora_adapters(rank=2, targets='q,o,up')}, {}),
-    ({'name': 'ppo', 'critic_warmup': 1}, {}, {}),
-    ({'kl_controller': 'adaptive(target=1., horizon=50.)'}, {}, {}),
+    extended({'name': 'ppo', 'critic_warmup': 1}, {}, {}),
+    extended({'kl_controller': 'adaptive(target=1., horizon=50.)'}, {}, {}),
   ],
 )
 async def test_a_transformer_s_step_is_the_same(parts, changes, options, seen):

@@ -88,6 +88,7 @@ def check(columns, batch, row_policies):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_rows_go_to_the_teacher_of_their_tag():
   one, other = policy(1), policy(2, num_layers=1)
   batch_groups = groups()

@@ -19,7 +19,7 @@ from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
 from tests.calls import make_algorithm, make_optimizer
-from tests.marks import slow_except
+from tests.marks import slow_except, slow_in_gate
 from tests.training import toy, written_out
 
 RATE, MAX_NORM, UPDATES = 20.0, 0.15, 2
@@ -259,8 +259,7 @@ async def test_updates_equal_the_formula(name):
   )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', FAST)
+@pytest.mark.parametrize('name', slow_in_gate(('tis', 'dpo'), FAST))
 async def test_updates_of_a_transformer_equal_those_of_torch(name, tmp_path):
   """The same formulas; torch and transformers run and differentiate the model."""
   pytest.importorskip('torch')

@@ -43,6 +43,7 @@ def private():
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/statm'), reason='needs /proc')
 @pytest.mark.slow
+@pytest.mark.extended
 def test_64_environments_share_100_000_items_without_a_copy_each(ray):
   from launch.runtime.ray_runtime import RayRuntime
 

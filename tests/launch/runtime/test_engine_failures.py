@@ -194,6 +194,7 @@ async def _version(handle, version):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 async def test_one_that_dies_at_each_start_is_given_up(make, tmp_path):
   fleet = make(1, restarts=2, deaths=99)
   with pytest.raises(ActorError, match='all engines are lost') as error:

@@ -19,6 +19,7 @@ def test_a_manager_plays_under_ray_as_in_one_process(ray, tmp_path):
   same(alone, under_ray)
 
 
+@pytest.mark.extended
 def test_a_broken_manager_ends_a_run_under_ray_with_one_line(ray, tmp_path, capsys):
   (tmp_path / 'broken.py').write_text(BROKEN)
   options = (*OPTIONS, *RAY, f'{KEY}={tmp_path}/broken.py:OtherSample')

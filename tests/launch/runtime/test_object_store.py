@@ -196,6 +196,7 @@ async def test_no_more_nodes_fetch_at_once_than_there_are_to_fetch_from():
 
 @with_ray
 @pytest.mark.slow
+@pytest.mark.extended
 def test_nodes_have_a_version_from_one_another():
   """Of what two nodes read, each of half, a good part does not come from the learner's:
   three quarters would, if whoever comes second had it from either by chance.

@@ -21,6 +21,7 @@ host._ray.shutdown()
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_another_cluster_is_neither_joined_nor_waited_for():
   """Not even one that Ray's own variable names, and that died."""
   env = {**os.environ, 'RAY_ADDRESS': '127.0.0.1:1', 'JAX_PLATFORMS': 'cpu'}

@@ -174,6 +174,7 @@ def test_killed_or_stopped_under_ray_it_ends_at_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_groups_are_filtered_shaped_and_drawn_as_in_one_process(ray, tmp_path):
   """DAPO with greedy baselines and a curriculum that learns, in actors."""
   options = (
@@ -267,6 +268,7 @@ def test_a_second_sigterm_under_ray_ends_it_at_once(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_sigterm_to_all_processes_under_ray_is_one_line_and_the_run_resumes(tmp_path):
   """It ends Ray too, so that there may be no time for a checkpoint."""
   steps = '--config.num_steps=12'

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group('ray')]
 __all__ = ['folders']
 
 
+@pytest.mark.extended
 def test_rewards_are_those_of_one_process(ray, folders, tmp_path):
   model, scorer = folders
   with served(lambda body: f'Score: {body["seed"] % 11}') as (url, _):

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from jaxrl.models import families, huggingface
 from jaxrl.models.transformer_lm import TransformerLM
-from tests.marks import TORCH, extended, slow, slow_except
+from tests.marks import TORCH, slow_except, slow_in_gate
 from tests.models.families import cases
 
 pytestmark = TORCH
@@ -107,8 +107,7 @@ def fuse_experts(tensors):
     tensors[f'{experts}.down_proj'] = down
 
 
-@pytest.mark.slow
-@every_case
+@pytest.mark.parametrize('name', slow_in_gate(cases.DISTINCT, cases.CASES))
 def test_gradients(name):
   torch = pytest.importorskip('torch')
   config, params = cases.ours(name)
@@ -145,9 +144,7 @@ def test_gradients(name):
   print(name, 'gradients differ by', worst)
 
 
-@pytest.mark.parametrize(
-  'name', [slow(n) if n in cases.DISTINCT else extended(n) for n in cases.CASES]
-)
+@pytest.mark.parametrize('name', slow_in_gate(cases.DISTINCT, cases.CASES))
 def test_bfloat16_is_as_close_as_theirs(name):
   import copy
 

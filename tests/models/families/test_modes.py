@@ -16,7 +16,7 @@ from jaxrl.training.batching import unpacked_attention
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
-from tests.marks import extended
+from tests.marks import extended, slow, slow_in_gate
 from tests.models.families import cases
 from tests.training.test_unpacked_attention import lying
 
@@ -24,13 +24,11 @@ pytestmark = pytest.mark.slow
 NAMES = [name for name in cases.CASES if name not in cases.VARIANTS]
 UNPACKED = [name for name in cases.DISTINCT if name in NAMES]
 KINDS = [name for name in NAMES if name not in cases.ALIKE]
-# What the gate runs; the others mix the same parts.
-GATE = (*cases.DISTINCT, 'qwen3', 'qwen3-next')
-every_kind = pytest.mark.parametrize(
-  'name', [name if name in GATE else extended(name) for name in KINDS]
-)
+# What the gate runs: sinks, latent attention, and DeltaNets. The others mix the parts.
+GATE = ('gpt-oss', 'deepseek-v3', 'qwen3-next')
+every_kind = pytest.mark.parametrize('name', slow_in_gate(GATE, KINDS))
 MIXTURES = [name for name in KINDS if cases.CASES[name].has_experts] + ['gemma4-moe']
-with_experts = pytest.mark.parametrize('name', MIXTURES)
+with_experts = pytest.mark.parametrize('name', slow_in_gate(GATE, MIXTURES))
 
 
 def close(actual, wanted):
@@ -79,7 +77,11 @@ def test_packed_rows_equal_separate_ones(name):
 
 @pytest.mark.parametrize(
   ('name', 'unpacked'),
-  [*((name, False) for name in KINDS), *((name, True) for name in UNPACKED)],
+  [
+    (slow if name in GATE else extended)(name, unpacked)
+    for names, unpacked in ((KINDS, False), (UNPACKED, True))
+    for name in names
+  ],
 )
 def test_a_shared_prompt_is_seen_by_all_its_responses(name, unpacked):
   """Row 0 has a prompt of 7 tokens once, and responses of 5, 4 and 2."""
@@ -108,7 +110,10 @@ def test_a_shared_prompt_is_seen_by_all_its_responses(name, unpacked):
 
 @pytest.mark.parametrize(
   ('remat', 'name'),
-  [*(('full', name) for name in cases.DISTINCT), ('dots', 'qwen3-moe')],
+  [
+    *((slow if name in GATE else extended)('full', name) for name in cases.DISTINCT),
+    ('dots', 'qwen3-moe'),
+  ],
 )
 def test_rematerialization_changes_nothing(remat, name):
   config, params = cases.ours(name)

@@ -14,7 +14,7 @@ from launch.planning.flops import count_flops
 from launch.settings import command_line as configs
 from launch.settings.resolve import resolve_settings
 from tests.launch import compiled_families
-from tests.marks import slow_except
+from tests.marks import slow_except, slow_in_gate
 
 # Parameters as published, in billions.
 SIZES = {
@@ -131,8 +131,16 @@ def test_every_family_has_a_size():
   assert set(shape.layer_types) == set(whole.layer_types)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', [name for name in SIZES if name not in LARGER])
+# What the gate plans: linear, sliding and latent attention, experts, and images.
+GATE = (
+  *('Qwen3-30B-A3B', 'Qwen3-VL-4B-Instruct', 'gemma-4-26B-A4B-it', 'gpt-oss-20b'),
+  *('Qwen3-Next-80B-A3B-Instruct', 'phi-4'),
+)
+
+
+@pytest.mark.parametrize(
+  'name', slow_in_gate(GATE, [name for name in SIZES if name not in LARGER])
+)
 def test_the_update_and_decode_are_planned(name):
   words = ['--config=configs/qwen3_0_6b.py', f'--config.model.checkpoint={name}']
   run = planned_run.read_run(resolve_settings(configs.load(configs.parse(words))))

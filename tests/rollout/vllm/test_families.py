@@ -14,11 +14,14 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.weights.publisher import VersionWriter
 from jaxrl.rollout.weights.snapshots import snapshot
 from jaxrl.rollout.weights.transport import FolderTransport
+from tests.marks import extended
 from tests.models.families import cases
 from tests.rollout.vllm import family_cases, needs
 
 pytestmark = [*needs.VLLM, pytest.mark.slow]
 ROOT = pathlib.Path(__file__).parents[3]
+# What the gate runs: biases, experts, sliding and latent attention.
+GATE = ('qwen2', 'qwen3', 'qwen3-moe', 'gemma4', 'deepseek-v3')
 LENGTHS, COUNT = (20, 7), 16  # of prompts, of which one exceeds the window; of samples
 
 
@@ -50,7 +53,10 @@ def score(model, params, rows, segment_ids):
   return model.policy_outputs(params, rows, segment_ids).logprobs
 
 
-@pytest.mark.parametrize('name', family_cases.CASES)
+@pytest.mark.parametrize(
+  'name',
+  [name if name in GATE else extended(name) for name in family_cases.CASES],
+)
 def test_samples_have_the_learners_logprobs(name, ask, tmp_path):
   """The folder is read by vLLM, and a version arrives through a transport."""
   config, old, new = family_cases.make_case(name)
