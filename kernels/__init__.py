@@ -1,1 +1,1 @@
-"""Kernels: pure array functions, each with a plain jnp reference."""
+"""Kernels are pure functions of arrays, each with a plain jnp reference."""

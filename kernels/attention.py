@@ -1,6 +1,6 @@
-"""Attention over whole sequences, by the best kernel, and over a cache in chunks.
+"""Attention runs over whole sequences, by the best kernel, or over a cache in chunks.
 
-`H` query heads share `K` key-value heads, H a multiple of K.
+`H` query heads share `K` key-value heads; H is a multiple of K.
 """
 
 import functools
@@ -14,7 +14,7 @@ from kernels import flash_attention
 from kernels.dispatch import REFERENCE, choose, platform_of
 
 NEGATIVE = -1e30  # finite, so that a fully masked row gives numbers, not NaN
-SHORTEST = 32  # queries of a run, where a sequence is one block or less
+SHORTEST = 32  # minimum queries per span, if the sequence fits in one block
 
 
 def attention(
@@ -36,29 +36,31 @@ def attention(
   """Computes causal attention within segments, by the best kernel for the platform.
 
   Args:
-    q: `[B, T, H, d]`.
-    k: `[B, T, K, d]`.
-    v: `[B, T, K, e]`, e at most d.
-    segment_ids: `[B, T]` int32; a token sees itself and the tokens before it in its own
-      segment.
-    prefix_ids: `[B, T]` int32, an earlier segment of the row that a token sees too; 0
-      for none.
-    positions: `[B, T]` int32, where tokens stand in their sequences. Only read where
-      there are both `prefix_ids` and a window; without `prefix_ids`, a segment is a
+    q: Queries `[B, T, H, d]`.
+    k: Keys `[B, T, K, d]`.
+    v: Values `[B, T, K, e]`, e at most d.
+    segment_ids: Segment of each token, `[B, T]` int32. A token attends to itself and to
+      the earlier tokens of its segment.
+    prefix_ids: Earlier segment of the row that a token also attends to, `[B, T]` int32;
+      0 for none.
+    positions: Position of each token in its sequence, `[B, T]` int32. Read only if both
+      `prefix_ids` and a window are given; without `prefix_ids`, each segment is a whole
       sequence.
-    sinks: `[H]`, a score of each head beside those of the keys, whose weight goes to no
-      value; None for none.
-    window: How many keys a query sees at most, its own among them; 0 for all.
-    softcap: A score s becomes softcap · tanh(s / softcap); 0 leaves it.
-    scale: The factor of the products of queries and keys; None is d^−½.
+    sinks: Attention sinks `[H]`: an extra score per head, whose softmax weight goes to
+      no value. None for none.
+    window: Maximum number of keys that a query attends to, including its own; 0 for
+      all.
+    softcap: Soft cap on scores: a score s becomes softcap · tanh(s / softcap). 0 for
+      none.
+    scale: Factor on the products of queries and keys; None for d^−½.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
-    shard: `(function, inputs, output) -> function`, runs a function of arrays on every
-      device's own part of them; inputs and output name the axes, None is whole. None
-      where all is on one device.
+    shard: Wraps a function so that each device runs it on its own shards:
+      `(function, inputs, output) -> function`. `inputs` and `output` name the axes of
+      the arrays; None is an axis that is not sharded. None if there is only one device.
 
   Returns:
-    `[B, T, H, e]`.
+    Output `[B, T, H, e]`.
   """
   platform = platform_of(platform)
   rules: dict[str, Any] = {'window': window, 'softcap': softcap, 'scale': scale}
@@ -74,9 +76,9 @@ def attention(
   candidates = candidates | {REFERENCE: reference_attention}
   name = choose('attention', candidates, platform=platform, option=kernels)
   chosen = candidates[name]
-  assert callable(chosen)  # `choose` gives no other
+  assert callable(chosen)  # `choose` returns the name of a usable candidate
   width = v.shape[-1]
-  if name != REFERENCE and width < q.shape[-1]:  # kernels take values as wide as keys
+  if name != REFERENCE and width < q.shape[-1]:  # kernels need values as wide as keys
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - width)))
 
   def run(q, k, v, segment_ids, *arrays):
@@ -108,19 +110,20 @@ def reference_attention(
 ) -> jax.Array:
   """Computes `attention` in plain jnp.
 
-  Sequences are done in runs of queries, each against the keys up to its own end, from
-  the first that a window shows. Those longer than `block` in at most `stretches`,
-  `block` queries at a time, computed anew in the backward pass; shorter ones in at most
-  three, of at least `SHORTEST` but for the last.
+  The queries are split into spans. Each span attends only to the keys up to its own
+  end, starting at the first key inside its window. A sequence longer than `block` has
+  at most `stretches` spans, each computed `block` queries at a time and recomputed in
+  the backward pass. A shorter sequence has at most three spans, each of at least
+  `SHORTEST` queries except the last.
   """
   length = q.shape[1]
   k, v, time = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(length)
-  places = None  # [B or 1, T]: what windows are measured by
+  places = None  # [B or 1, T]: the positions that windows are measured in
   if window:
     places = time[None] if prefix_ids is None else positions
     if places is None:
       raise ValueError('a window beside prefix_ids needs the positions of tokens')
-  seen = segment_ids[:, :, None]  # [B, T, 1 or 2]: the segments that a query sees
+  seen = segment_ids[:, :, None]  # [B, T, 1 or 2]: segments that a query attends to
   if prefix_ids is not None:
     prefix = jnp.where(prefix_ids > 0, prefix_ids, segment_ids)
     seen = jnp.stack([segment_ids, prefix], axis=-1)
@@ -147,13 +150,13 @@ def reference_attention(
 
 
 class _Queries(NamedTuple):
-  """Some queries of each row.
+  """A span of queries from each row.
 
   Attributes:
-    q: `[B, t, H, d]`.
-    seen: `[B, t, n]`, the segments that each query sees.
-    time: `[t]`, their columns.
-    places: `[B or 1, t]`, their positions; None without a window.
+    q: Queries `[B, t, H, d]`.
+    seen: Segments that each query attends to, `[B, t, n]`.
+    time: Column of each query in the row, `[t]`.
+    places: Position of each query, `[B or 1, t]`; None without a window.
   """
 
   q: jax.Array
@@ -163,14 +166,14 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-  """Some keys of each row.
+  """A span of keys and values from each row.
 
   Attributes:
-    k: `[B, K, T, d]`.
-    v: `[B, K, T, e]`.
-    ids: `[B, T]`, their segments.
-    time: `[T]`, their columns.
-    places: `[B or 1, T]`, their positions; None without a window.
+    k: Keys `[B, K, T, d]`.
+    v: Values `[B, K, T, e]`.
+    ids: Segment of each key, `[B, T]`.
+    time: Column of each key in the row, `[T]`.
+    places: Position of each key, `[B or 1, T]`; None without a window.
   """
 
   k: jax.Array
@@ -183,7 +186,7 @@ class _Keys(NamedTuple):
 def _stretch(
   queries: _Queries, keys: _Keys, sinks: jax.Array | None, *, block: int, **rules: Any
 ) -> jax.Array:
-  """Attends as `_attend` does, `block` queries at a time."""
+  """Computes `_attend` for `block` queries at a time."""
 
   @jax.checkpoint
   def attend(queries):
@@ -216,12 +219,12 @@ def _attend(
   softcap: float = 0.0,
   scale: float | None = None,
 ) -> jax.Array:
-  """Attends from all queries to all keys at once; `[B, t, H, e]`."""
+  """Computes attention from all queries to all keys at once, `[B, t, H, e]`."""
   q, seen, time, _ = queries
   k, v = keys.k, keys.v
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[1]
-  # Query heads of one key head are stacked along the length: few, larger products.
+  # Stack the query heads of a key head along the length: fewer, larger matmuls.
   q = q * (dim**-0.5 if scale is None else scale)
   q = q.reshape(batch, length, kv_heads, -1, dim)
   q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
@@ -264,25 +267,28 @@ def decode_attention(
   softcap: float = 0.0,
   scale: float | None = None,
 ) -> jax.Array:
-  """Attends from one query per row to its own cache, up to its own position.
+  """Computes attention from one query per slot to that slot's cache.
 
-  Chunks are combined by a running softmax, and a fully masked one changes no bit, so a
-  row depends neither on `limit` nor on other rows. With a window the chunks are a ring:
-  position p is at p modulo their length, which is at least the window.
+  Each query attends to its cache up to its own position. A running softmax combines the
+  chunks. A fully masked chunk leaves the result unchanged bit for bit, so a slot
+  depends neither on `limit` nor on other slots. With a window the cache is a ring
+  buffer: position p is stored at p modulo the cache's length, which is at least the
+  window.
 
   Args:
-    q: `[S, H, d]`.
-    k_chunks: Each `[S, K, d, C]`, the next C positions.
-    v_chunks: Each `[S, K, C, d]`; () if keys are their own values.
-    positions: `[S]` int32.
-    limit: A scalar int32 > max(positions); chunks from there on are not read.
+    q: Queries `[S, H, d]`.
+    k_chunks: Keys of consecutive chunks of C positions, each `[S, K, d, C]`.
+    v_chunks: Values of the chunks, each `[S, K, C, d]`; () if the keys are also the
+      values.
+    positions: Position of each query, `[S]` int32.
+    limit: Scalar int32 > max(positions). Chunks that start at or after it are not read.
     sinks: As in `attention`.
     window: As in `attention`.
     softcap: As in `attention`.
     scale: As in `attention`.
 
   Returns:
-    `[S, H, d]` float32.
+    Output `[S, H, d]` float32.
   """
   slots, heads, dim = q.shape
   kv_heads = k_chunks[0].shape[1]
@@ -296,7 +302,7 @@ def decode_attention(
 
   state, start = chunk_state(q, sinks), 0
   for k, v in zip(k_chunks, v_chunks or (None,) * len(k_chunks), strict=True):
-    if start == 0:  # holds every row's first position
+    if start == 0:  # always read: it holds the first position of every slot
       state = attend(state, k, v, 0)
     else:
       run = functools.partial(attend, start=start)
@@ -309,17 +315,16 @@ def decode_attention(
 def visible_keys(
   places: jax.Array, positions: jax.Array, window: int, ring: int
 ) -> jax.Array:
-  """Returns which keys of a cache a query sees.
+  """Returns the mask of the cached keys that a query attends to.
 
   Args:
-    places: `[C]` int32, where keys lie in the cache.
-    positions: `[…]` int32, the queries'.
-    window: How many keys a query sees at most; 0 for all.
-    ring: The length of the cache, in which a position lies modulo it if there is a
-      window.
+    places: Index of each key in the cache, `[C]` int32.
+    positions: Position of each query, `[…]` int32.
+    window: Maximum number of keys that a query attends to; 0 for all.
+    ring: Length of the cache. With a window, position p is stored at p modulo it.
 
   Returns:
-    `[…, C]` bool.
+    Mask `[…, C]` bool.
   """
   if not window:
     return places <= positions[..., None]
@@ -327,17 +332,17 @@ def visible_keys(
   return (age < window) & (age <= positions[..., None])
 
 
-# A running softmax: the largest score, the sum and the weighted sum of values so far.
+# Running softmax: the maximum score, the sum and the weighted sum of values so far.
 ChunkState = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def chunk_state(q: jax.Array, sinks: jax.Array | None = None) -> ChunkState:
-  """Returns the state of queries that have seen no chunk.
+  """Returns the running softmax before the first chunk.
 
   Args:
-    q: `[S, K, g, d]` float32.
-    sinks: `[K · n]`, as in `attention`; g is a multiple of n, and head the slower
-      axis.
+    q: Queries `[S, K, g, d]` float32.
+    sinks: Attention sinks `[K · n]`, as in `attention`. g is a multiple of n, and along
+      g the n heads are the outer axis.
   """
   shape = q.shape[:-1]
   if sinks is None:
@@ -355,15 +360,18 @@ def attend_chunk(
   visible: jax.Array,
   softcap: float = 0.0,
 ) -> ChunkState:
-  """Returns the state after one more chunk.
+  """Updates the running softmax with one more chunk of keys.
 
   Args:
-    state: The state so far.
-    q: `[S, K, g, d]` float32, scaled.
-    k: `[S, K, d, C]`.
-    v: `[S, K, C, d]`; None if keys are their own values.
-    visible: Bool, broadcast to `[S, K, g, C]`.
+    state: Running softmax so far.
+    q: Scaled queries `[S, K, g, d]` float32.
+    k: Keys `[S, K, d, C]`.
+    v: Values `[S, K, C, d]`; None if the keys are also the values.
+    visible: Bool mask of the keys to attend to, broadcast to `[S, K, g, C]`.
     softcap: As in `attention`.
+
+  Returns:
+    The updated running softmax.
   """
   top, total, out = state
   k = k.astype(jnp.float32)

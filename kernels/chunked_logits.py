@@ -1,11 +1,11 @@
-"""Chunked logits: compute token scores chunk by chunk, without the full logits.
+"""Chunked logits compute token scores chunk by chunk, without the full logits.
 
-The table is the matrix of the language-model head. The backward pass recomputes the
-logits of a chunk and adds to the gradients in place; an unsharded table gets its
-gradient a block of entries at a time. A plain `jax.lax.scan` would hold a chunk's whole
-gradient of the table, and a second copy of the states. If the table has another dtype
-than the states, its entries are cast block by block, because a cast copy of the table
-is as large as the logits of several thousand positions.
+The table is the weight matrix of the language-model head. The backward pass recomputes
+the logits of a chunk and adds to the gradients in place; the gradient of an unsharded
+table is computed one block of entries at a time. A plain `jax.lax.scan` would hold a
+whole table gradient per chunk and a second copy of the hidden states. If the table and
+the hidden states differ in dtype, the table is cast block by block, because a cast copy
+of the whole table is as large as the logits of several thousand positions.
 """
 
 import functools
@@ -19,10 +19,11 @@ T = TypeVar('T')
 
 
 class AxisBlock(NamedTuple):
-  """A block of `size` elements of an axis, from `start` on.
+  """A block of `size` consecutive elements of an axis, starting at `start`.
 
-  Elements before `first` belong to the block before, too: the last block ends where the
-  axis does. Axes are 0 or positive. Nothing here is to be differentiated.
+  The last block ends at the end of the axis, so it may overlap the block before it:
+  elements before index `first` belong to both. Axes must not be negative. The methods
+  are not meant to be differentiated.
   """
 
   start: jax.Array
@@ -30,11 +31,14 @@ class AxisBlock(NamedTuple):
   size: int
 
   def take(self, x: jax.Array, axis: int) -> jax.Array:
-    """Returns the block of an array.
+    """Slices the block out of an array.
 
     Args:
       x: The array.
       axis: The axis.
+
+    Returns:
+      The block.
     """
     cut = jax.lax.dynamic_slice_in_dim
     return _moved(lambda x: cut(x, self.start, self.size, axis), x)
@@ -48,13 +52,13 @@ class AxisBlock(NamedTuple):
       axis: The axis.
 
     Returns:
-      The array.
+      The updated array.
     """
     put = jax.lax.dynamic_update_slice_in_dim
     return _moved(lambda into, x: put(into, x, self.start, axis), into, x)
 
   def add(self, into: jax.Array, x: jax.Array, axis: int) -> jax.Array:
-    """Adds a block to an array, except for what the block before added.
+    """Adds a block to an array, without the overlap with the previous block.
 
     Args:
       into: The array.
@@ -62,26 +66,29 @@ class AxisBlock(NamedTuple):
       axis: The axis.
 
     Returns:
-      The array.
+      The updated array.
     """
     return self.put(into, self.take(into, axis) + self.new(x, axis), axis)
 
   def new(self, x: jax.Array, axis: int) -> jax.Array:
-    """Sets to zero what belongs to the block before, too.
+    """Sets the overlap with the previous block to zero.
 
     Args:
       x: The block.
       axis: The axis.
+
+    Returns:
+      The block with zeros in place of the overlap.
     """
     new = self.start + jnp.arange(self.size) >= self.first
     return jnp.where(new.reshape(-1, *(1,) * (x.ndim - axis - 1)), x, 0)
 
 
 def _moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-  """move(*arrays), of one type, whose elements it leaves as they are.
+  """Applies `move`, which copies elements unchanged, to arrays of one dtype.
 
-  XLA for CPU has no narrow floats, and would widen all of an array to cut from it or to
-  put into it.
+  On CPU, bfloat16 and float16 arrays are moved as uint16: XLA has no 16-bit floats
+  there, and would convert the whole array to float32 to slice or update it.
   """
   dtype, as_type = arrays[0].dtype, jax.lax.bitcast_convert_type
   if dtype not in (jnp.bfloat16, jnp.float16):
@@ -98,18 +105,19 @@ def scan_blocks(
 ) -> T:
   """Runs a step over all blocks of an axis.
 
-  Blocks are as even as can be, of at most `size` elements, rounded up to a multiple of
-  `multiple` where there are several, so that little is done twice.
+  The axis is split into blocks that are as even as possible, so that the last two
+  overlap little. A block has at most `size` elements; if there are several blocks,
+  their size is then rounded up to a multiple of `multiple`.
 
   Args:
-    step: `(carry, block) -> carry`.
-    carry: The first carry.
-    length: The length of the axis, at least 1.
-    size: The largest block.
-    multiple: Of what blocks are multiples.
+    step: Function `(carry, block) -> carry`.
+    carry: Initial carry.
+    length: Length of the axis, at least 1.
+    size: Largest size of a block, before rounding.
+    multiple: Block sizes are multiples of this number.
 
   Returns:
-    The last carry.
+    The final carry.
   """
   count = -(-length // min(length, size))
   if count == 1:
@@ -124,17 +132,17 @@ def scan_blocks(
   return jax.lax.scan(body, carry, jnp.arange(-(-length // size)))[0]
 
 
-VOCAB_BLOCK = 8192  # of a table, that are cast and whose gradients are made at a time
+VOCAB_BLOCK = 8192  # table entries to cast, or to compute the gradient of, at a time
 
 
 class ChunkScoring(NamedTuple):
-  """How a chunk is scored.
+  """Says how to score a chunk.
 
   Attributes:
-    score: `(logits, inputs, shared) -> arrays [B, S, …]` for S positions of each row:
-      logits are one `[B, S, V]` float32 for each pair of states and table, inputs as
-      given but S long.
-    size: S.
+    score: Function `(logits, inputs, shared) -> arrays [B, S, …]` that scores S
+      positions of each row. `logits` holds one `[B, S, V]` float32 array per pair of
+      hidden states and table; `inputs` are sliced to these S positions.
+    size: Positions S per chunk.
     entries: As in `score_in_chunks`.
   """
 
@@ -152,33 +160,35 @@ def score_in_chunks(
   max_rows: int,
   entries: int | None = VOCAB_BLOCK,
 ) -> Any:
-  """Scores all positions, at most max_rows at a time.
+  """Scores all positions, at most `max_rows` at a time.
 
-  At least one position of every row is scored at a time. It is differentiable in pairs
-  and shared, backwards: where there are several chunks `jax.jvp` raises TypeError.
+  A chunk has at least one position of every row. The function is differentiable in
+  `pairs` and `shared`, in reverse mode only: `jax.jvp` raises TypeError if there are
+  several chunks.
 
   Args:
-    score: See `ChunkScoring`.
-    pairs: Of states `[B, T, D]` and a table `[V, D]`, whose products are the logits.
-    inputs: Arrays `[B, T, …]` without gradients.
-    shared: Floating-point arrays for every position.
-    max_rows: The most positions at a time.
-    entries: How many of a table's entries are cast, and have their gradients computed,
-      at a time; None: all, as is best where it is sharded.
+    score: Scoring function; see `ChunkScoring`.
+    pairs: Pairs of hidden states `[B, T, D]` and a table `[V, D]`; the logits are their
+      products.
+    inputs: Arrays `[B, T, …]` that get no gradient.
+    shared: Floating-point arrays that all positions use.
+    max_rows: Maximum number of positions per chunk.
+    entries: Number of table entries that are cast, or whose gradient is computed, at a
+      time. None for all, which is best for a sharded table.
 
   Returns:
-    What `score` returns, for all positions.
+    The arrays that `score` returns, for all positions.
   """
   batch, length = pairs[0][0].shape[:2]
   size = max(1, max_rows // max(1, batch))
   if size >= length:
     return score(tuple(_logits(*pair, None) for pair in pairs), inputs, shared)
-  size = -(-length // -(-length // size))  # as many chunks, as even as can be
+  size = -(-length // -(-length // size))  # same number of chunks, as even as possible
   return _chunked(ChunkScoring(score, size, entries), pairs, inputs, shared)
 
 
 def _logits(states: jax.Array, table: jax.Array, entries: int | None) -> jax.Array:
-  """States `[B, S, D]` and table `[V, D]` → `[B, S, V]` float32."""
+  """Computes the logits `[B, S, V]` float32 of states `[B, S, D]`, table `[V, D]`."""
   rows, vocab = states.reshape(-1, states.shape[-1]), len(table)
 
   def add(logits, block):
@@ -192,17 +202,17 @@ def _logits(states: jax.Array, table: jax.Array, entries: int | None) -> jax.Arr
 
 
 def _at_once(states: jax.Array, table: jax.Array, entries: int | None) -> int:
-  """How many entries of the table are taken at a time as the states' type."""
+  """Returns how many table entries are cast to the dtype of the states at a time."""
   vocab = len(table)
   return vocab if states.dtype == table.dtype else min(entries or vocab, vocab)
 
 
 def _part(table: jax.Array, block: AxisBlock, dtype: jnp.dtype) -> jax.Array:
-  """The block's entries `[S, D]` in `dtype`."""
+  """Returns the block's table entries `[S, D]` in `dtype`."""
   if block.size == len(table):
     return table.astype(dtype)
-  # No start is negative, but a compiler that does not know cannot cast all of the table
-  # ahead of the loop.
+  # `start` is never negative, so this multiplies by 1. The compiler cannot know that,
+  # which keeps it from casting the whole table before the loop.
   one = jnp.where(block.start < 0, 0, 1).astype(table.dtype)
   return (block.take(table, 0) * one).astype(dtype)
 
@@ -228,7 +238,7 @@ def _chunked(of: ChunkScoring, pairs: Any, inputs: Any, shared: Any) -> Any:
 def _forward(of: ChunkScoring, *primals: Any) -> Any:
   values = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
   learns = jax.tree.map(lambda x: x.perturbed, primals[0], is_leaf=_is_primal)
-  # Python's own truth would be traced: in the structure of a tree it stays.
+  # A Python bool would be traced as an array; the structure of a tree stays static.
   needs_gradient = jax.tree.map(lambda x: () if x else None, learns)
   return _chunked(of, *values), (values, needs_gradient)
 
@@ -238,7 +248,11 @@ def _is_primal(x: Any) -> bool:
 
 
 def _backward(of: ChunkScoring, rest: Any, by: Any) -> Any:
-  """Of what has no gradients, or gives none, nothing is computed."""
+  """Computes only the gradients that are needed.
+
+  States and tables that are not differentiated get no gradient, and outputs whose
+  cotangent is a symbolic zero are skipped.
+  """
   (pairs, inputs, shared), learns = rest
   by = jax.tree.leaves(by, is_leaf=_is_zero)
   live = [i for i, x in enumerate(by) if not _is_zero(x)]
@@ -293,7 +307,14 @@ _chunked.defvjp(_forward, _backward, symbolic_zeros=True)
 def _of_states(
   d: jax.Array, states: jax.Array, table: jax.Array, entries: int | None
 ) -> jax.Array:
-  """The states' gradient, for that of their logits, d `[B, S, V]`."""
+  """Computes the gradient of the states from the gradient of the logits, `d`.
+
+  Args:
+    d: Gradient of the logits `[B, S, V]`.
+    states: Hidden states `[B, S, D]`.
+    table: Table `[V, D]`.
+    entries: As in `score_in_chunks`.
+  """
   vocab, width = table.shape
   d = d.reshape(-1, vocab).astype(states.dtype)
 
@@ -312,7 +333,14 @@ def _of_states(
 def _add_of_table(
   of_table: jax.Array, d: jax.Array, states: jax.Array, entries: int | None
 ) -> jax.Array:
-  """of_table `[V, D]` float32 and what d `[B, S, V]` adds, some entries at a time."""
+  """Adds a chunk's gradient of the table to `of_table`, `entries` at a time.
+
+  Args:
+    of_table: Gradient so far, `[V, D]` float32.
+    d: Gradient of the chunk's logits `[B, S, V]`.
+    states: Hidden states of the chunk `[B, S, D]`.
+    entries: As in `score_in_chunks`.
+  """
   vocab, width = of_table.shape
   rows, d = states.reshape(-1, width), d.reshape(-1, vocab).astype(states.dtype)
 

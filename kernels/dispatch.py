@@ -1,7 +1,7 @@
 """Kernel dispatch chooses the implementation of a kernel, and logs why.
 
-It chooses while a program is traced, by the platform that the program is compiled for:
-a process on a CPU that compiles for a TPU builds the TPU's program.
+It chooses at trace time, for the platform that the program is compiled for. A process
+on a CPU that compiles for a TPU therefore gets the TPU kernels.
 """
 
 import functools
@@ -16,7 +16,7 @@ REFERENCE = 'reference'
 
 _log = logging.getLogger(__name__)
 
-# An implementation, or why it is out of the question here.
+# An implementation, or the reason why it cannot be used here.
 Candidate = Callable[..., Any] | str
 
 
@@ -24,7 +24,7 @@ def platform_of(platform: str | None) -> str:
   """Returns 'cpu', 'gpu' or 'tpu'.
 
   Args:
-    platform: A platform; None stands for the backend that this process runs on.
+    platform: A platform; None for the default backend of this process.
   """
   name = jax.default_backend() if platform is None else platform
   return 'gpu' if name in ('cuda', 'rocm') else name
@@ -34,10 +34,10 @@ def check_kernels_option(option: str) -> None:
   """Checks the option `kernels`.
 
   Args:
-    option: 'auto' or 'reference'.
+    option: Value of the option, 'auto' or 'reference'.
 
   Raises:
-    ValueError: If it is something else.
+    ValueError: If the value is neither.
   """
   if option not in KERNEL_OPTIONS:
     raise ValueError(
@@ -47,12 +47,12 @@ def check_kernels_option(option: str) -> None:
 
 
 def only_on(home: str, implementation: Candidate, *, platform: str) -> Candidate:
-  """Returns an implementation where it can be used, else the reason why not.
+  """Returns an implementation if it supports the platform, or else the reason why not.
 
   Args:
-    home: The platform that it is for.
-    implementation: The implementation, or why it cannot be used.
-    platform: The platform at hand.
+    home: The only platform that the implementation supports.
+    implementation: The implementation, or the reason why it cannot be used.
+    platform: The platform to compile for.
   """
   return implementation if platform == home else f'is for {home}, not {platform}'
 
@@ -66,20 +66,21 @@ def choose(
 ) -> str:
   """Chooses the first candidate that can be used.
 
-  Each choice is logged once for a kernel and platform, with what was passed over.
+  Each choice is logged once per kernel and platform, with the candidates that were
+  skipped and why.
 
   Args:
-    kernel: The name of the kernel, for the log.
-    candidates: By name, in order of preference; a text instead of a function says why
-      that one cannot be used here.
-    platform: As returned by `platform_of`.
-    option: 'auto' or 'reference'.
+    kernel: Name of the kernel, for the log.
+    candidates: Candidates by name, in order of preference. A string in place of a
+      function is the reason why that candidate cannot be used.
+    platform: Platform, as returned by `platform_of`.
+    option: Preference, 'auto' or 'reference'.
 
   Returns:
-    The name of the candidate.
+    The name of the chosen candidate.
 
   Raises:
-    ValueError: If none can be used, with every reason.
+    ValueError: If no candidate can be used. The message gives every reason.
   """
   check_kernels_option(option)
   passed = {name: why for name, why in candidates.items() if isinstance(why, str)}
@@ -100,7 +101,7 @@ def choose(
 
 
 def reset_choice_log() -> None:
-  """Lets each choice be logged once more."""
+  """Clears the record of logged choices, so that each is logged once more."""
   _log_choice.cache_clear()
 
 

@@ -1,14 +1,17 @@
-"""Experts that each token mixes: y_n = Σ_j w_nj · down_e(silu(gate_e x_n) · up_e x_n).
+"""Experts compute a mixture: y_n = Σ_j w_nj · down_e(silu(gate_e x_n) · up_e x_n).
 
-Here e = chosen[n, j], and GATINGS has other ways to join gate and up. Gate and up may
-have a bias. Implementations have the same signature. `ragged` sorts tokens by
-expert and multiplies groups of unequal size. For TPUs XLA does just the work that was
-chosen; for CPU and GPU it expands a grouped product (as of jax 0.10) to every expert
-for all N · k rows, k times the work of `dense`, so `grouped` has GPUs do it by
-`kernels.grouped_matmul_gpu`. `dense` is the reference: every expert for every token,
-the others weighted 0. It is also faster where reading the experts takes longer than
-using them (few tokens), and a token's result has the same bits whatever tokens stand
-beside it.
+Here e = chosen[n, j]; GATINGS has other ways to combine gate and up. Gate and up may
+have a bias. All implementations have the same signature:
+
+- `ragged` sorts the tokens by expert and computes a grouped matmul. On TPU, XLA does
+  only the work that the router chose. On CPU and GPU it expands a grouped matmul (as of
+  jax 0.10) to every expert for all N · k rows, which is k times the work of `dense`.
+- `grouped` is `ragged` with the grouped matmul of `kernels.grouped_matmul_gpu`, for
+  GPU.
+- `dense` is the reference: it computes every expert for every token and gives the
+  others weight 0. It is faster if there are so few tokens that reading the experts'
+  weights takes longer than the products. A token's result is the same bit for bit
+  whatever other tokens are in the batch.
 """
 
 import functools
@@ -22,12 +25,14 @@ Array = jax.Array
 
 
 class Adapted(NamedTuple):
-  """The matrix kernel + a b, whose product a b is never formed.
+  """The matrix kernel + a b of a LoRA layer; the product a b is never materialized.
+
+  All three arrays have the same dtype.
 
   Attributes:
-    kernel: `[…, D, O]`.
-    a: `[…, D, r]`.
-    b: `[…, r, O]`; all of one dtype.
+    kernel: Base matrix `[…, D, O]`.
+    a: First factor of the adapter, `[…, D, r]`.
+    b: Second factor of the adapter, `[…, r, O]`.
   """
 
   kernel: Array
@@ -36,16 +41,16 @@ class Adapted(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Returns the kernel's shape."""
+    """Returns the shape of the kernel."""
     return self.kernel.shape
 
 
 class Biased(NamedTuple):
-  """A matrix whose product gets a bias.
+  """A matrix per expert, with a bias that is added to the product.
 
   Attributes:
-    matrix: `[E, D, O]`.
-    bias: `[E, O]`.
+    matrix: Matrices `[E, D, O]`.
+    bias: Biases `[E, O]`.
   """
 
   matrix: Array | Adapted
@@ -53,7 +58,7 @@ class Biased(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Returns the matrix's shape."""
+    """Returns the shape of the matrix."""
     return self.matrix.shape
 
 
@@ -62,7 +67,7 @@ def _gate_silu(gate: Array, up: Array) -> Array:
 
 
 def _gate_clamped(gate: Array, up: Array) -> Array:
-  """GPT-OSS's: (up + 1) · gate · σ(1.702 gate), both within 7, gate only from above."""
+  """Computes GPT-OSS's (up + 1) · gate · σ(1.702 gate), with gate ≤ 7 and |up| ≤ 7."""
   gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
   return (up + 1) * (gate * jax.nn.sigmoid(1.702 * gate))
 
@@ -91,12 +96,12 @@ def times(
   """Computes dot(rows, matrix), with adapters and a bias if the matrix has them.
 
   Args:
-    dot: What multiplies.
-    rows: The left factor.
-    matrix: The right factor.
-    first: What multiplies by a, if not dot.
-    last: What multiplies by b, if not dot.
-    spread: Makes of a bias `[E, O]` what is added to the product.
+    dot: Product of two arrays.
+    rows: Left factor.
+    matrix: Right factor.
+    first: Product with the adapter's a; None for `dot`.
+    last: Product with the adapter's b; None for `dot`.
+    spread: Maps a bias `[E, O]` to the shape of the product; None adds it as it is.
   """
   if isinstance(matrix, Biased):
     bias = matrix.bias if spread is None else spread(matrix.bias)
@@ -117,19 +122,20 @@ def dense(
   *,
   gating: str = 'silu',
 ) -> Array:
-  """Computes every expert for every token: E / k times the work, no sorting.
+  """Computes every expert for every token: E / k times the work, without sorting.
 
   Args:
-    x: `[N, D]`.
-    chosen: `[N, k]` int; an id outside [0, E) adds nothing.
-    weights: `[N, k]` float32.
-    gate: `[E, D, I]`.
-    up: `[E, D, I]`.
-    down: `[E, I, D]`, without a bias.
-    gating: A name in GATINGS.
+    x: Tokens `[N, D]`.
+    chosen: Ids of the experts of each token, `[N, k]` int. An id outside [0, E) adds
+      nothing.
+    weights: Weights of these experts, `[N, k]` float32.
+    gate: Gate matrices `[E, D, I]`.
+    up: Up matrices `[E, D, I]`.
+    down: Down matrices `[E, I, D]`, without a bias.
+    gating: Name in GATINGS.
 
   Returns:
-    `[N, D]` of x's dtype, summed in float32.
+    Output `[N, D]` in the dtype of x, summed in float32.
   """
   experts = gate.shape[0]
   picked = chosen[:, :, None] == jnp.arange(experts)
@@ -156,28 +162,30 @@ def ragged(
   gating: str = 'silu',
   dot: Callable[[Array, Array, Array], Array] = jax.lax.ragged_dot,
 ) -> Array:
-  """Computes one grouped product per matrix, tokens sorted by expert; none is dropped.
+  """Sorts tokens by expert and computes a grouped matmul per matrix; drops no token.
 
   Args:
-    x: `[N, D]`.
-    chosen: `[N, k]` int; an id outside [0, E) adds nothing.
-    weights: `[N, k]` float32.
-    gate: `[E, D, I]`.
-    up: `[E, D, I]`.
-    down: `[E, I, D]`, without a bias.
-    gating: A name in GATINGS.
-    dot: What multiplies; of the signature of `jax.lax.ragged_dot`.
+    x: Tokens `[N, D]`.
+    chosen: Ids of the experts of each token, `[N, k]` int. An id outside [0, E) adds
+      nothing.
+    weights: Weights of these experts, `[N, k]` float32.
+    gate: Gate matrices `[E, D, I]`.
+    up: Up matrices `[E, D, I]`.
+    down: Down matrices `[E, I, D]`, without a bias.
+    gating: Name in GATINGS.
+    dot: Grouped matmul, with the signature of `jax.lax.ragged_dot`.
 
   Returns:
-    `[N, D]` of x's dtype, summed in float32.
+    Output `[N, D]` in the dtype of x, summed in float32.
   """
   (tokens, picks), experts = chosen.shape, gate.shape[0]
   ids = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
-  order = jnp.argsort(ids, stable=True)  # those of nobody come last
+  order = jnp.argsort(ids, stable=True)  # rows without an expert come last
   sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
   has_expert = (jnp.arange(tokens * picks) < sizes.sum())[:, None]
 
-  def pick(rows: Array, index: Array) -> Array:  # a permutation: no sum in its gradient
+  # `index` is a permutation, so the gradient needs no scatter-add.
+  def pick(rows: Array, index: Array) -> Array:
     return rows.at[index].get(unique_indices=True, mode='promise_in_bounds')
 
   spread = jnp.broadcast_to(x[:, None], (tokens, picks, x.shape[1]))
@@ -189,7 +197,7 @@ def ragged(
     spread=lambda bias: bias[row_experts],
   )
   out = product(GATINGS[gating](product(rows, gate), product(rows, up)), down)
-  # What a grouped product leaves behind its last group is not said to be 0.
+  # The rows after the last group of a grouped matmul are not guaranteed to be 0.
   out = pick(jnp.where(has_expert, out, 0), jnp.argsort(order))
   out = out.reshape(tokens, picks, -1).astype(jnp.float32)
   return (out * weights[:, :, None]).sum(1).astype(x.dtype)
@@ -205,21 +213,22 @@ def grouped(
   *,
   gating: str = 'silu',
 ) -> Array:
-  """Computes what `ragged` does, with grouped products for GPUs.
+  """Computes `ragged` with a grouped matmul for GPUs.
 
   Args:
-    x: `[N, D]`.
-    chosen: `[N, k]` int; an id outside [0, E) adds nothing.
-    weights: `[N, k]` float32.
-    gate: `[E, D, I]`.
-    up: `[E, D, I]`.
-    down: `[E, I, D]`, without a bias.
-    gating: A name in GATINGS.
+    x: Tokens `[N, D]`.
+    chosen: Ids of the experts of each token, `[N, k]` int. An id outside [0, E) adds
+      nothing.
+    weights: Weights of these experts, `[N, k]` float32.
+    gate: Gate matrices `[E, D, I]`.
+    up: Up matrices `[E, D, I]`.
+    down: Down matrices `[E, I, D]`, without a bias.
+    gating: Name in GATINGS.
 
   Returns:
-    `[N, D]` of x's dtype, summed in float32.
+    Output `[N, D]` in the dtype of x, summed in float32.
   """
-  from kernels.grouped_matmul_gpu import grouped_dot  # only GPUs need it
+  from kernels.grouped_matmul_gpu import grouped_dot  # imports Pallas, only for GPUs
 
   options = {'gating': gating, 'dot': grouped_dot}
   return ragged(x, chosen, weights, gate, up, down, **options)

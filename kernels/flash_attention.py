@@ -1,14 +1,15 @@
-"""Flash attention by kernels of JAX's own libraries, adapted to `kernels.attention`.
+"""Flash attention adapts the kernels of JAX's own libraries to `kernels.attention`.
 
-Each kernel takes the arguments of `attention`, except that Triton's has no prefix_ids,
-and pads sequences to a length that it supports; no token attends to the padding. Pallas
-is imported where it is used, because programs on the CPU do not need it.
+Each kernel takes the arguments of `attention`, except that Triton's has no prefix_ids.
+It pads sequences to a length that it supports; no token attends to the padding. Pallas
+is imported inside the functions, because programs on CPU do not need it.
 
-Splash attention's kernels see keys of one segment only, so a token that sees its own
-segment and a shared prompt is attended for twice, and the two results are combined by
-their logsumexp, as blocks of keys are within such a kernel. Its backward pass takes the
-logsumexp and the result over all keys, from which the gradient of each of the two calls
-follows exactly (section 3.1 of FlashAttention-2, arXiv 2307.08691).
+In splash attention, a query attends to the keys of one segment only. If a token also
+attends to a shared prompt, the kernel runs twice, once for the token's own segment and
+once for the prompt. The two outputs are combined by their logsumexp, in the same way as
+a flash attention kernel combines blocks of keys. The backward pass of each run gets the
+combined output and logsumexp, which makes its gradients exact (section 3.1 of
+FlashAttention-2, arXiv 2307.08691).
 """
 
 import functools
@@ -20,25 +21,33 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-MIN_LENGTH = 128  # of multiples of it lengths are; shorter ones are not worth a kernel
+MIN_LENGTH = 128  # lengths are multiples of it; shorter ones are not worth a kernel
 
 
 def padded_length(length: int) -> int:
-  """Returns a length that blocks of some size divide; larger ones for longer sequences.
+  """Rounds a length up to a multiple of the block size.
+
+  Longer sequences have larger blocks.
 
   Args:
-    length: Tokens.
+    length: Number of tokens.
+
+  Returns:
+    The padded length.
   """
   block = MIN_LENGTH if length <= 8 * MIN_LENGTH else 4 * MIN_LENGTH
   return -(-length // block) * block
 
 
 def pad_to_length(arrays: tuple[jax.Array, ...], length: int) -> list[jax.Array]:
-  """Appends zeros after the last position, axis 1.
+  """Pads arrays with zeros at the end of axis 1.
 
   Args:
-    arrays: `[B, T, …]`.
-    length: The new length.
+    arrays: Arrays `[B, T, …]`.
+    length: New length.
+
+  Returns:
+    Arrays `[B, length, …]`.
   """
 
   def wide(x):
@@ -48,8 +57,8 @@ def pad_to_length(arrays: tuple[jax.Array, ...], length: int) -> list[jax.Array]
 
 
 NO_SEGMENT = -1  # a segment that no key has
-# What is taken of the library beyond what it promises, the backward pass: what it is
-# given, and of how many parts its residuals are.
+# Shared prompts call the library's private backward pass. These are the parameters and
+# the number of residuals that this file expects; `prefix_obstacle` checks them.
 _BACKWARD = (
   'save_residuals mask_value is_mqa block_sizes residual_checkpoint_name mask_function '
   'attn_logits_soft_cap interpret res do'
@@ -72,23 +81,25 @@ def splash(
 ) -> jax.Array:
   """Computes splash attention, for TPU.
 
-  It skips blocks of keys that lie wholly after its queries, or before their windows.
+  The kernel skips blocks of keys that lie entirely after its queries or entirely
+  outside their windows.
 
   Args:
-    q: `[B, T, H, d]`.
-    k: `[B, T, K, d]`.
-    v: `[B, T, K, d]`.
-    segment_ids: `[B, T]` int32; 0 is padding.
-    prefix_ids: `[B, T]` int32, another segment that a token sees, or None. Then there
-      are neither sinks nor a window.
+    q: Queries `[B, T, H, d]`.
+    k: Keys `[B, T, K, d]`.
+    v: Values `[B, T, K, d]`.
+    segment_ids: Segments `[B, T]` int32; 0 is padding.
+    prefix_ids: Another segment that each token attends to, `[B, T]` int32, or None. It
+      cannot be combined with sinks or a window.
     sinks: As in `attention`.
     window: As in `attention`.
     softcap: As in `attention`.
     scale: As in `attention`.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
 
   Returns:
-    `[B, T, H, d]`.
+    Output `[B, T, H, d]`.
   """
   length, heads, dim = q.shape[1:]
   q = q * (dim**-0.5 if scale is None else scale)
@@ -109,7 +120,7 @@ def splash(
 
 @functools.cache
 def prefix_obstacle() -> str:
-  """Returns why this jax cannot attend to shared prompts; '' if it can."""
+  """Returns why splash attention cannot take prefix_ids with this jax; '' if it can."""
   backward = getattr(_library(), '_splash_attention_bwd', None)
   parameters = [] if backward is None else [*inspect.signature(backward).parameters]
   parts = len(typing.get_args(getattr(_library(), 'SplashResidualsType', None)))
@@ -118,7 +129,7 @@ def prefix_obstacle() -> str:
 
 
 def _library() -> Any:
-  """Imported where it is used: programs on the CPU need no Pallas."""
+  """Imports splash attention lazily, because programs on CPU need no Pallas."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
   return splash_attention_kernel
@@ -133,7 +144,16 @@ def _kernel(
   window: int = 0,
   softcap: float = 0.0,
 ) -> Any:
-  """A row's. merged: it tells the logsumexp too, `[H, T]` float32."""
+  """Builds the splash attention kernel for one row.
+
+  Args:
+    length: Padded length of the row.
+    heads: Number of query heads.
+    interpret: As in `splash`.
+    merged: Whether the kernel also returns the logsumexp, `[H, T]` float32.
+    window: As in `attention`.
+    softcap: As in `attention`.
+  """
   from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
   )
@@ -168,7 +188,16 @@ def _kernel(
 def _attend_twice(
   run: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, prefix: jax.Array
 ) -> jax.Array:
-  """q: `[B, H, T, d]`. k, v: `[B, K, T, d]`. ids, prefix: `[B, T]`, segments seen."""
+  """Computes attention to a token's own segment and to a prefix segment.
+
+  Args:
+    run: Kernel from `_kernel`, with `merged`.
+    q: Queries `[B, H, T, d]`.
+    k: Keys `[B, K, T, d]`.
+    v: Values `[B, K, T, d]`.
+    ids: Own segments `[B, T]`.
+    prefix: Prefix segments `[B, T]`; NO_SEGMENT for none.
+  """
   return _forward(run, q, k, v, ids, prefix)[0]
 
 
@@ -180,7 +209,8 @@ def _forward(
     return out.astype(jnp.float32), norm
 
   (own_out, own_norm), (shared_out, shared_norm) = half(ids), half(prefix)
-  # One that sees no key has a logsumexp near the least number there is: it weighs 0.
+  # If a query has no keys in a segment, its logsumexp there is close to the smallest
+  # float32, so that the output gets weight 0.
   norm = jnp.logaddexp(own_norm, shared_norm)
   out = own_out * jnp.exp(own_norm - norm)[..., None]
   out += shared_out * jnp.exp(shared_norm - norm)[..., None]
@@ -212,7 +242,7 @@ def _backward(kept: tuple, slope: jax.Array) -> tuple:
 _attend_twice.defvjp(_forward, _backward)
 
 
-LONGEST_MASK = 8192  # a sequence whose [T, T] mask is still held
+LONGEST_MASK = 8192  # longest sequence for which a [T, T] mask is materialized
 
 
 def triton(
@@ -224,26 +254,29 @@ def triton(
   scale: float | None = None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Computes flash attention through Triton (`pallas.ops.gpu` of JAX), for GPU.
+  """Computes flash attention with Triton (`jax.experimental.pallas.ops.gpu`), for GPU.
+
+  Keys and values are repeated for every query head.
 
   Args:
-    q: `[B, T, H, d]`.
-    k: `[B, T, K, d]`, repeated for every query head.
-    v: `[B, T, K, d]`, likewise.
-    segment_ids: `[B, T]` int32; 0 is padding.
+    q: Queries `[B, T, H, d]`.
+    k: Keys `[B, T, K, d]`.
+    v: Values `[B, T, K, d]`.
+    segment_ids: Segments `[B, T]` int32; 0 is padding.
     scale: As in `attention`.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
 
   Returns:
-    `[B, T, H, d]`.
+    Output `[B, T, H, d]`.
   """
   from jax.experimental.pallas.ops.gpu import attention as library
 
   length, heads, dim = q.shape[1:]
   k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
   q, k, v, segment_ids = pad_to_length((q, k, v, segment_ids), padded_length(length))
-  # Larger blocks do not fit: sums of [64, d] are in registers in the backward pass, and
-  # blocks of wide heads are in shared memory.
+  # Larger blocks do not fit: the backward pass accumulates [64, d] in registers, and
+  # blocks of wide heads are held in shared memory.
   share = 1 if _padded_head_bytes(q) <= 512 else 2
   sizes = library.BlockSizes(
     block_q=128 // share,
@@ -278,26 +311,27 @@ def cudnn(
   scale: float | None = None,
   implementation: Literal['cudnn', 'xla'] = 'cudnn',
 ) -> jax.Array:
-  """Computes cuDNN's attention (`jax.nn.dot_product_attention`), for GPU.
+  """Computes attention with cuDNN (`jax.nn.dot_product_attention`), for GPU.
 
-  The ids become one mask for all heads, in memory.
+  The segments are expanded to one mask `[B, 1, T, T]` for all heads, held in memory.
 
   Args:
-    q: `[B, T, H, d]`.
-    k: `[B, T, K, d]`.
-    v: `[B, T, K, d]`.
-    segment_ids: `[B, T]` int32; 0 is padding.
-    prefix_ids: `[B, T]` int32, another segment that a token sees, or None.
+    q: Queries `[B, T, H, d]`.
+    k: Keys `[B, T, K, d]`.
+    v: Values `[B, T, K, d]`.
+    segment_ids: Segments `[B, T]` int32; 0 is padding.
+    prefix_ids: Another segment that each token attends to, `[B, T]` int32, or None.
     positions: As in `attention`.
     window: As in `attention`.
     scale: As in `attention`.
-    implementation: 'cudnn', or 'xla' for tests.
+    implementation: Implementation in JAX: 'cudnn', or 'xla' for tests.
 
   Returns:
-    `[B, T, H, d]`.
+    Output `[B, T, H, d]`.
   """
   length = q.shape[1]
-  if positions is None:  # of one sequence in a segment, all that windows are for
+  # Only a window reads positions, and without prefix_ids a segment is one sequence.
+  if positions is None:
     positions = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   arrays = (q, k, v, segment_ids, prefix_ids, positions)
@@ -334,17 +368,18 @@ def candidates(
   """Returns the kernels for a platform.
 
   Args:
-    q: `[B, T, H, d]`.
-    k: `[B, T, K, d]`.
-    prefix_ids: `[B, T]` int32, another segment that a token sees, or None.
-    platform: 'cpu', 'gpu' or 'tpu'; None is what this process runs on.
+    q: Queries `[B, T, H, d]`.
+    k: Keys `[B, T, K, d]`.
+    prefix_ids: Another segment that each token attends to, `[B, T]` int32, or None.
+    platform: Platform to compile for: 'cpu', 'gpu' or 'tpu'.
     sinks: Whether there are sinks.
     window: As in `attention`.
     softcap: As in `attention`.
-    scale: As in `attention`; every kernel takes it.
+    scale: As in `attention`. Every kernel supports it.
 
   Returns:
-    By name, the best first; a text says why one cannot be used.
+    The kernels by name, the best first. A string in place of a function is the reason
+    why that kernel cannot be used.
   """
   del scale
   has_prefix = prefix_ids is not None
@@ -366,13 +401,13 @@ def candidates(
 
 
 def _lacks(where: str = '', **features: Any) -> str:
-  """Names the requested features that a kernel lacks; '' if none is requested."""
+  """Names the requested features, as ones that a kernel lacks; '' if there are none."""
   names = [name for name, value in features.items() if value]
   return f'does not take {" and ".join(names)} {where}'.rstrip() if names else ''
 
 
 def _shape_obstacle(q: jax.Array, prefix_ids: jax.Array | None = None) -> str:
-  """Why no kernel takes these arrays; '' if one does."""
+  """Returns why a kernel cannot take these arrays; '' if it can."""
   length, dim = q.shape[1], q.shape[-1]
   if prefix_ids is not None:
     return 'does not take prefix_ids'
@@ -384,19 +419,19 @@ def _shape_obstacle(q: jax.Array, prefix_ids: jax.Array | None = None) -> str:
 
 
 def _padded_head_bytes(q: jax.Array) -> int:
-  """What a head takes in the blocks of Triton's kernel, whose sides are powers of 2."""
+  """Returns the bytes of a head in Triton's blocks, whose sides are powers of two."""
   return (1 << (q.shape[-1] - 1).bit_length()) * q.dtype.itemsize
 
 
 def _triton_obstacle(q: jax.Array) -> str:
-  """Why no block of wide heads fits a GPU's shared memory; '' if one does."""
+  """Returns why a block of heads does not fit in shared memory; '' if it does."""
   if _padded_head_bytes(q) <= 1024:
     return ''
   return f'has no room for a head_dim of {q.shape[-1]} in {q.dtype.name}'
 
 
 def _cudnn_obstacle(q: jax.Array, k: jax.Array) -> str:
-  """Why cuDNN cannot be used on this machine with these arrays; '' if it can."""
+  """Returns why cuDNN cannot be used here with these arrays; '' if it can."""
   if q.shape[1] > LONGEST_MASK:
     return f'would hold a mask for every two of {q.shape[1]} tokens'
   if q.dtype != jnp.bfloat16:
@@ -408,8 +443,8 @@ def _cudnn_obstacle(q: jax.Array, k: jax.Array) -> str:
 def _cudnn_trace_error(queries: tuple[int, ...], keys: tuple[int, ...]) -> str:
   q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (queries, keys))
   ids = jax.ShapeDtypeStruct(queries[:2], jnp.int32)
-  try:  # JAX asks the library for its version, and the device, while it traces
+  try:  # JAX checks cuDNN's version and the device at trace time
     jax.eval_shape(cudnn, q, k, k, ids)
-  except Exception as error:  # each check raises a class of its own
+  except Exception as error:  # the checks raise different classes
     return f'cannot be used: {error}'.splitlines()[0]
   return ''

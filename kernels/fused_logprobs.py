@@ -1,7 +1,7 @@
 """Fused log-probs compute token log-probs inside the matmul of the LM head.
 
-Logits never leave the chip. The function has its own gradient, and supports a table
-that is sharded over the vocabulary.
+Logits are never written to the accelerator's main memory. The function has a custom
+gradient, and supports a table that is sharded over the vocabulary.
 """
 
 import dataclasses
@@ -32,13 +32,15 @@ MODULES = {
 
 @dataclasses.dataclass(frozen=True)
 class LogprobShards:
-  """How states `[B, T, D]` and table `[V, D]` are sharded over a mesh. Hashable.
+  """The sharding of hidden states `[B, T, D]` and table `[V, D]` on a mesh. Hashable.
+
+  D is not sharded; arrays whose D is sharded are gathered.
 
   Attributes:
     mesh: The mesh.
-    batch: The mesh axes of B.
-    length: The mesh axes of T.
-    vocab: The mesh axes of V; all else is whole, or made so.
+    batch: Mesh axes that shard B.
+    length: Mesh axes that shard T.
+    vocab: Mesh axes that shard V.
   """
 
   mesh: Mesh
@@ -47,19 +49,19 @@ class LogprobShards:
   vocab: tuple[str, ...] = ()
 
   def size(self, axes: tuple[str, ...]) -> int:
-    """Returns the number of devices along axes.
+    """Returns the number of devices along mesh axes.
 
     Args:
-      axes: Mesh axes.
+      axes: Names of the mesh axes.
     """
     return math.prod(self.mesh.shape[axis] for axis in axes)
 
   def obstacle(self, hidden: jax.Array, table: jax.Array) -> str:
-    """Returns why these cannot be sharded so; '' if they can.
+    """Returns why these arrays cannot be sharded like this; '' if they can.
 
     Args:
-      hidden: `[B, T, D]`.
-      table: `[V, D]`.
+      hidden: Hidden states `[B, T, D]`.
+      table: Table `[V, D]`.
     """
     names = {'rows': self.batch, 'tokens': self.length, 'entries': self.vocab}
     sizes = (*hidden.shape[:2], len(table))
@@ -71,13 +73,13 @@ class LogprobShards:
 
 @dataclasses.dataclass(frozen=True)
 class FusedLogprobsPlan:
-  """What is compiled.
+  """The static options of `fused_logprobs`.
 
   Attributes:
-    name: 'mosaic' or 'triton'.
-    kind: What is asked for.
-    shards: How the arrays are sharded; None for one device.
-    interpret: Whether kernels are interpreted.
+    name: Name of the kernel, 'mosaic' or 'triton'.
+    kind: Statistics to compute.
+    shards: Sharding of the arrays; None for one device.
+    interpret: Whether to run kernels in Pallas's interpreter, without an accelerator.
   """
 
   name: str
@@ -87,16 +89,16 @@ class FusedLogprobsPlan:
 
   @property
   def kernel_module(self) -> Any:
-    """Imports the kernels, which takes Pallas half a second."""
-    return importlib.import_module(MODULES[self.name])  # Pallas: half a second
+    """Returns the module of the kernels, which is imported on first use."""
+    return importlib.import_module(MODULES[self.name])  # Pallas takes half a second
 
   def shard_map(self, function: Any, inputs: str, outputs: str) -> Any:
-    """Returns a function that runs on each device with its shares.
+    """Returns a function that each device runs on its own shards.
 
     Args:
-      function: The function.
-      inputs: A letter of `_spec` per array.
-      outputs: Likewise.
+      function: Function of arrays that returns a tuple of arrays.
+      inputs: Letter per input array, as in `_spec`.
+      outputs: Letter per output array, as in `_spec`.
     """
     if self.shards is None:
       return function
@@ -109,7 +111,12 @@ class FusedLogprobsPlan:
     )
 
   def _spec(self, letter: str) -> P:
-    """h: states. v: table. r: one number a token. s: a scalar."""
+    """Returns the partition spec of an array.
+
+    Args:
+      letter: Kind of array: 'h' for hidden states, 'v' for the table, 'r' for one
+        number per token, 's' for a scalar.
+    """
     assert self.shards is not None
     batch, length = self.shards.batch or None, self.shards.length or None
     specs = {'h': P(batch, length, None), 'r': P(batch, length), 's': P()}
@@ -127,23 +134,23 @@ def fused_logprobs(
   """Computes log-probs, entropy and nec.
 
   Args:
-    plan: What is compiled.
-    hidden: `[B, T, D]`.
-    table: `[V, D]`.
-    targets: `[B, T]` int32.
-    inverse: 1/τ, a float32 scalar.
+    plan: Static options.
+    hidden: Hidden states `[B, T, D]`.
+    table: Table `[V, D]`.
+    targets: Target tokens `[B, T]` int32.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
 
   Returns:
-    Three arrays `[B, T]`, the last two 0 unless `plan.kind.moments`.
+    Three arrays `[B, T]`. The last two are 0 unless `plan.kind.moments`.
   """
   return _run(plan, hidden, table, targets, inverse)[0]
 
 
 def _local(plan: FusedLogprobsPlan, targets: jax.Array, table: jax.Array) -> jax.Array:
-  """Numbers targets `[B, T]` from this device's first entry of the table, as `[N]`.
+  """Converts targets `[B, T]` to indices `[N]` into this device's shard of the table.
 
-  Those of other devices are −1, so that they are not found where blocks reach past the
-  end of the table.
+  Targets on other devices become −1, so that they match no index where a block reaches
+  past the end of the shard.
   """
   targets = targets.reshape(-1)
   if plan.shards is not None and plan.shards.size(plan.shards.vocab) > 1:
@@ -214,7 +221,7 @@ def _backward(plan: FusedLogprobsPlan, kept: Any, by: Any) -> Any:
   arrays = (hidden, table, targets, inverse, *by, *stats)
   run = plan.shard_map(run, 'hvrs' + 'r' * 11, 'hvs')
   of_hidden, of_table, tau = run(*arrays)
-  # τ = 1 / inverse, and tau is the slope of τ: d/d inverse = −tau / inverse².
+  # `tau` is the gradient of τ = 1 / inverse, so that of inverse is −tau / inverse².
   return of_hidden, of_table, None, -tau / jnp.square(inverse)
 
 

@@ -1,9 +1,10 @@
-"""Fused log-probs with Pallas kernels for GPU (Triton).
+"""Fused log-probs run as Pallas kernels on GPU (Triton).
 
-Forward: a program takes a few rows through its share of the vocabulary, and the shares
-are merged. Backward: a kernel computes the gradient of some entries' logits, which two
-plain matrix products then turn into those of the table and, some rows at a time, of the
-states: no atomic sums, whose order would change the last bits from run to run.
+Forward: each program computes the statistics of a block of rows over one share of the
+vocabulary; the shares are then merged. Backward: a kernel computes the gradient of the
+logits for a chunk of the vocabulary. Two plain matmuls turn it into the gradients of
+the table and, some rows at a time, of the hidden states. There are no atomic adds,
+whose order would change the last bits from run to run.
 """
 
 import functools
@@ -28,13 +29,13 @@ from kernels.softmax_stats import (
 )
 
 ROWS, ENTRIES, DEPTH = 64, 128, 32
-SHARES = 8  # of the vocabulary, so that few rows too keep the GPU busy
-CHUNK = 2048  # entries whose logits' gradients are held at a time
-ADDED = 2**24  # numbers of the states' gradient that are added at a time
+SHARES = 8  # parts of the vocabulary, so that even a few rows keep the GPU busy
+CHUNK = 2048  # vocabulary entries whose logits' gradient is held at a time
+ADDED = 2**24  # elements of the states' gradient that are updated at a time
 
 
 def _logits(hidden, table, rows, entries, sizes):
-  """`[r, v]` float32 of the given rows and entries; NEGATIVE beyond the vocabulary."""
+  """Computes logits `[r, v]` float32 of rows and entries; MASK_VALUE past the table."""
   count, vocab, width = sizes
 
   def step(k, acc):
@@ -109,15 +110,16 @@ def softmax_stats(
   kind: StatsKind,
   interpret: bool = False,
 ) -> SoftmaxStats:
-  """Computes the statistics over the whole table.
+  """Computes the softmax statistics of rows over the whole table.
 
   Args:
-    hidden: States `[N, D]`.
-    table: `[V, D]`.
-    targets: `[N]` int32 below V; −1 for none of these.
-    inverse: 1/τ, a float32 scalar.
-    kind: What is asked for.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    hidden: Hidden states `[N, D]`.
+    table: Table `[V, D]`.
+    targets: Index of each target in the table, `[N]` int32; −1 if it is not there.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
+    kind: Statistics to compute.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
   """
   (count, width), vocab = hidden.shape, len(table)
   steps = pl.cdiv(vocab, ENTRIES * SHARES)
@@ -145,20 +147,21 @@ def gradients(
   dtypes: tuple[Any, Any],
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes the gradients of states and table.
+  """Computes the gradients of the hidden states and the table.
 
   Args:
-    hidden: States `[N, D]`.
-    table: `[V, D]`.
-    targets: `[N]` int32 below V; −1 for none of these.
-    inverse: 1/τ, a float32 scalar.
-    of: The rows' backward statistics.
-    kind: What is asked for.
-    dtypes: Types of the two gradients.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    hidden: Hidden states `[N, D]`.
+    table: Table `[V, D]`.
+    targets: Index of each target in the table, `[N]` int32; −1 if it is not there.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
+    of: Backward statistics of the rows.
+    kind: Statistics that were computed.
+    dtypes: Dtypes of the two gradients.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
 
   Returns:
-    `[N, D]` and `[V, D]`, in `dtypes`.
+    The gradients `[N, D]` and `[V, D]`, in `dtypes`.
   """
   (count, width), vocab = hidden.shape, len(table)
   packed, whole = pack_columns(of), vocab // CHUNK

@@ -1,8 +1,8 @@
-"""Fused log-probs as Pallas kernels for TPU.
+"""Fused log-probs run as Pallas kernels on TPU.
 
-A block of logits is computed in fast memory, used there and discarded; the backward
-pass computes it anew, once for the gradient of the states and once for that of the
-table.
+A block of logits is computed in VMEM, used there and discarded. The backward pass
+recomputes it twice: once for the gradient of the hidden states and once for the
+gradient of the table.
 """
 
 import functools
@@ -26,17 +26,17 @@ from kernels.softmax_stats import (
   unpack_columns,
 )
 
-BLOCK_BYTES = 2**21  # of the table, or of the states, at a time
+BLOCK_BYTES = 2**21  # size of a block of the table, or of the states, in float32
 VMEM = 48 * 2**20
 
 
 def block_sizes(rows: int, vocab: int, width: int) -> tuple[int, int]:
-  """Returns the rows and entries of the vocabulary at a time.
+  """Returns the numbers of rows and of vocabulary entries per block.
 
   Args:
-    rows: Rows in all.
-    vocab: Entries in all.
-    width: The width of the states.
+    rows: Total number of rows.
+    vocab: Size of the vocabulary.
+    width: Width of the hidden states.
   """
   fit = max(128, BLOCK_BYTES // (4 * width) // 128 * 128)
   return min(min(512, fit), _up(rows, 16)), min(min(512, fit), _up(vocab, 128))
@@ -47,13 +47,16 @@ def _up(x: int, multiple: int) -> int:
 
 
 class LogitsBlock:
-  """One block: states `[r, D]`, table `[v, D]`, without what lies beyond the ends."""
+  """A block of logits, with its states `[r, D]` and its part of the table `[v, D]`.
+
+  Rows and vocabulary entries past the ends of the arrays are masked.
+  """
 
   def __init__(self, refs, row, entry, sizes):
     inverse, targets, hidden, table = refs
     rows, vocab = hidden.shape[0], table.shape[0]
     hidden, table = hidden[...], table[...].astype(hidden.dtype)
-    if sizes[0] % rows:  # beyond the end there may be anything, NaN too
+    if sizes[0] % rows:  # padding past the end may hold anything, even NaN
       there = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) + row * rows
       hidden = jnp.where(there < sizes[0], hidden, jnp.zeros_like(hidden))
     ids = jax.lax.broadcasted_iota(jnp.int32, (rows, vocab), 1) + entry * vocab
@@ -124,7 +127,14 @@ def _backward(
 
 
 def _specs(rows: int, vocab: int, width: int, turned: bool) -> list[pl.BlockSpec]:
-  """Of inverse temperature, targets, states and table. turned: vocabulary first."""
+  """Returns the block specs of inverse temperature, targets, states and table.
+
+  Args:
+    rows: Rows per block.
+    vocab: Vocabulary entries per block.
+    width: Width of the hidden states.
+    turned: Whether the vocabulary is the first axis of the grid, instead of the rows.
+  """
 
   def at(index):
     return (lambda i, j: index(j, i)) if turned else index
@@ -152,15 +162,16 @@ def softmax_stats(
   kind: StatsKind,
   interpret: bool = False,
 ) -> SoftmaxStats:
-  """Computes the statistics over the whole table.
+  """Computes the softmax statistics of rows over the whole table.
 
   Args:
-    hidden: States `[N, D]`.
-    table: `[V, D]`.
-    targets: `[N]` int32 below V; −1 for none of these.
-    inverse: 1/τ, a float32 scalar.
-    kind: What is asked for.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    hidden: Hidden states `[N, D]`.
+    table: Table `[V, D]`.
+    targets: Index of each target in the table, `[N]` int32; −1 if it is not there.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
+    kind: Statistics to compute.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
   """
   (count, width), vocab = hidden.shape, len(table)
   rows, entries = block_sizes(count, vocab, width)
@@ -187,20 +198,21 @@ def gradients(
   dtypes: tuple[Any, Any],
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes the gradients of states and table.
+  """Computes the gradients of the hidden states and the table.
 
   Args:
-    hidden: States `[N, D]`.
-    table: `[V, D]`.
-    targets: `[N]` int32 below V; −1 for none of these.
-    inverse: 1/τ, a float32 scalar.
-    of: The rows' backward statistics.
-    kind: What is asked for.
-    dtypes: Types of the two gradients.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    hidden: Hidden states `[N, D]`.
+    table: Table `[V, D]`.
+    targets: Index of each target in the table, `[N]` int32; −1 if it is not there.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
+    of: Backward statistics of the rows.
+    kind: Statistics that were computed.
+    dtypes: Dtypes of the two gradients.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
 
   Returns:
-    `[N, D]` and `[V, D]`, in `dtypes`.
+    The gradients `[N, D]` and `[V, D]`, in `dtypes`.
   """
   (count, width), vocab = hidden.shape, len(table)
   rows, entries = block_sizes(count, vocab, width)

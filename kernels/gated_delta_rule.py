@@ -1,18 +1,18 @@
-"""Gated delta rule: linear attention whose state decays and is corrected.
+"""Gated delta rule computes linear attention whose state decays and is corrected.
 
-Each head keeps a state S `[dk, dv]`. A token lets it decay by α, replaces the value
-that it has for the token's key by a step β towards the token's own value, and reads it
-with the token's query (Gated Delta Networks, arXiv 2412.06464):
+Each head keeps a state S `[dk, dv]`. A token decays the state by α, moves the value
+stored for its key by a step β towards its own value, and reads the state with its query
+(Gated Delta Networks, arXiv 2412.06464):
 
   S ← α S,  S ← S + β k (v − Sᵀk)ᵀ,  o = Sᵀq.
 
-The reference does this token by token. The chunked form does it with matrix products
-for a chunk of tokens at a time: what the tokens of a chunk write solves a triangular
-system (arXiv 2406.06484), and the state passes from chunk to chunk.
+The reference computes this token by token. The chunked form computes a chunk of tokens
+at a time with matmuls: the updates that the tokens of a chunk write to the state solve
+a triangular system (arXiv 2406.06484), and the state is carried from chunk to chunk.
 
-Rows hold several sequences. A segment begins with an empty state, or, where prompts are
-shared, with the state at the end of its prompt. All is computed in float32, products in
-full precision.
+A row holds several sequences. A segment starts from an empty state or, if prompts are
+shared, from the state at the end of its prompt. Everything is computed in float32, and
+matmuls use the highest precision.
 """
 
 import functools
@@ -23,24 +23,26 @@ import jax.numpy as jnp
 
 from kernels.dispatch import REFERENCE, Candidate, choose, platform_of
 
-CHUNK = 64  # tokens of a chunk at most, a power of two
+CHUNK = 64  # maximum tokens per chunk, a power of two
 
 _einsum = functools.partial(jnp.einsum, precision='highest')
 _matmul = functools.partial(jnp.matmul, precision='highest')
 
 
 class SegmentTree(NamedTuple):
-  """Says which segment of its row each token belongs to, and what that continues.
+  """The segment of each token, and the segment that it continues.
+
+  The last three attributes are None if no segment continues another.
 
   Attributes:
-    index: `[B, T]` int32, the number of the token's segment in its row, from 1 on;
-      padding belongs to the segment before it.
-    is_token: `[B, T]` bool, False at padding.
-    parent: `[B, T]` int32, the number of the segment that the token's continues, 0 for
-      none; None where no segment continues another.
-    is_prompt: `[B, T]` bool, whether another segment continues the token's, or None.
-    previous: `[B, T]` int32, where in the row the token before this one of the same
-      sequence is, −1 for none; or None.
+    index: Number of the token's segment in its row, counted from 1, `[B, T]` int32.
+      Padding belongs to the segment before it.
+    is_token: Mask `[B, T]` bool, False at padding.
+    parent: Number of the segment that the token's segment continues, `[B, T]` int32; 0
+      for none.
+    is_prompt: Whether another segment continues the token's segment, `[B, T]` bool.
+    previous: Index in the row of the previous token of the same sequence, `[B, T]`
+      int32; −1 for none.
   """
 
   index: jax.Array
@@ -53,13 +55,13 @@ class SegmentTree(NamedTuple):
 def segment_tree(
   segment_ids: jax.Array, prefix_ids: jax.Array | None = None
 ) -> SegmentTree:
-  """Finds the segments of rows.
+  """Builds the tree of segments of each row.
 
   Args:
-    segment_ids: `[B, T]` int32, 0 is padding; with `prefix_ids`, at most T.
-    prefix_ids: `[B, T]` int32, the segment that a token's segment continues, 0 for
-      none. Of the segments that are continued, it must be the last one before the
-      token.
+    segment_ids: Segment of each token, `[B, T]` int32; 0 is padding. With `prefix_ids`,
+      ids are at most T.
+    prefix_ids: Id of the segment that the token's segment continues, `[B, T]` int32; 0
+      for none. No other segment that is continued may lie between the two.
 
   Returns:
     The tree.
@@ -85,15 +87,17 @@ def segment_tree(
 
 
 def causal_convolution(x: jax.Array, kernel: jax.Array, tree: SegmentTree) -> jax.Array:
-  """Computes a convolution of each channel over the last tokens of a sequence.
+  """Computes a causal depthwise convolution over each sequence.
+
+  Sequences are padded with zeros at the front.
 
   Args:
-    x: `[B, T, H, d]`.
-    kernel: `[W, H, d]`; its last entry is the token's own.
-    tree: Whose tokens they are; there are zeros before a sequence.
+    x: Inputs `[B, T, H, d]`.
+    kernel: Weights `[W, H, d]`; the last one multiplies the token itself.
+    tree: Segments of the rows.
 
   Returns:
-    `[B, T, H, d]` float32.
+    Outputs `[B, T, H, d]` float32.
   """
   x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
   width, length = len(kernel), x.shape[1]
@@ -125,23 +129,23 @@ def gated_delta_rule(
   kernels: str = 'auto',
   platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Runs the gated delta rule over rows, by the best form for the platform.
+  """Runs the gated delta rule over rows, in the best form for the platform.
 
-  H heads of values share K heads of queries and keys, H a multiple of K.
+  H value heads share K query and key heads; H is a multiple of K.
 
   Args:
-    q: `[B, T, K, dk]`.
-    k: `[B, T, K, dk]`, of length 1 at most.
-    v: `[B, T, H, dv]`.
-    log_decay: `[B, T, H]`, log α, at most 0.
-    beta: `[B, T, H]`, β, from 0 to 1.
-    tree: The segments of the rows.
+    q: Queries `[B, T, K, dk]`.
+    k: Keys `[B, T, K, dk]`, with norm at most 1.
+    v: Values `[B, T, H, dv]`.
+    log_decay: Log of the decay α, at most 0, `[B, T, H]`.
+    beta: Step size β from 0 to 1, `[B, T, H]`.
+    tree: Segments of the rows.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
 
   Returns:
-    o `[B, T, H, dv]` and the state after each row's last token `[B, H, dk, dv]`, both
-    float32.
+    The outputs o `[B, T, H, dv]`, and the state after the last token of each row
+    `[B, H, dk, dv]`, both float32.
   """
   candidates: dict[str, Candidate] = {
     'chunked': chunked_gated_delta_rule,
@@ -149,7 +153,7 @@ def gated_delta_rule(
   }
   options = {'platform': platform_of(platform), 'option': kernels}
   run = candidates[choose('gated delta rule', candidates, **options)]
-  assert callable(run)  # `choose` gives no other
+  assert callable(run)  # `choose` returns the name of a usable candidate
   return run(q, k, v, log_decay, beta, tree)
 
 
@@ -164,15 +168,15 @@ def gated_delta_step(
   """Runs the gated delta rule for one token of each sequence.
 
   Args:
-    state: `[S, H, dk, dv]` float32.
-    q: `[S, K, dk]`.
-    k: `[S, K, dk]`.
-    v: `[S, H, dv]`.
-    log_decay: `[S, H]`.
-    beta: `[S, H]`.
+    state: States `[S, H, dk, dv]` float32.
+    q: Queries `[S, K, dk]`.
+    k: Keys `[S, K, dk]`.
+    v: Values `[S, H, dv]`.
+    log_decay: Log of the decay α, `[S, H]`.
+    beta: Step size β, `[S, H]`.
 
   Returns:
-    o `[S, H, dv]` float32, and the state.
+    The outputs o `[S, H, dv]` float32, and the new states.
   """
   q, k, v, log_decay, beta = _widened(q, k, v, log_decay, beta)
   q, k = (jnp.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
@@ -229,13 +233,13 @@ def chunked_gated_delta_rule(
   """Runs the gated delta rule a chunk of tokens at a time; see `gated_delta_rule`.
 
   Args:
-    q: As there.
-    k: As there.
-    v: As there.
-    log_decay: As there.
-    beta: As there.
-    tree: As there.
-    chunk: Tokens of a chunk at most, a power of two.
+    q: As in `gated_delta_rule`.
+    k: As in `gated_delta_rule`.
+    v: As in `gated_delta_rule`.
+    log_decay: As in `gated_delta_rule`.
+    beta: As in `gated_delta_rule`.
+    tree: As in `gated_delta_rule`.
+    chunk: Maximum number of tokens per chunk, a power of two.
   """
   arrays = _without_padding(_widened(q, k, v, log_decay, beta), tree)
   (batch, length, kv_heads, dim), (heads, wide) = k.shape, v.shape[2:]
@@ -243,13 +247,13 @@ def chunked_gated_delta_rule(
   count = -(-length // size)
 
   def cut(x: jax.Array, mode: str = 'constant') -> jax.Array:
-    """`[B, T, …]` → `[N, B, C, …]`."""
+    """Splits `[B, T, …]` into chunks `[N, B, C, …]`."""
     padding = ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2))
     x = jnp.pad(x, padding, mode=mode)
     return x.reshape(batch, count, size, *x.shape[2:]).swapaxes(0, 1)
 
   def by_head(x: jax.Array) -> jax.Array:
-    """`[N, B, C, H, …]` → `[N, B, K, H / K, C, …]`."""
+    """Reshapes `[N, B, C, H, …]` to `[N, B, K, H / K, C, …]`."""
     x = x.reshape(*x.shape[:3], kv_heads, -1, *x.shape[4:])
     return jnp.moveaxis(x, 2, 4)
 
@@ -267,7 +271,7 @@ def chunked_gated_delta_rule(
   chunk_terms = {
     'own': writes,
     'weights': _einsum('nbkid,nbkjd->nbkij', q, k)[:, :, :, None] * decay,
-    # What each state that is carried in adds to what tokens correct and read.
+    # The contribution of each carried state to the corrections and the outputs.
     'reads': [solve((beta * c)[..., None] * keys) for c in carried],
     'queries': [c[..., None] * queries for c in carried],
     'ends': _ends(decay, carried, keys, edges),
@@ -303,7 +307,7 @@ def _widened(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _without_padding(arrays: list[jax.Array], tree: SegmentTree) -> list[jax.Array]:
-  """The arrays, with padding that leaves the state as it is."""
+  """Sets the log decay and β of padding to 0, so that it leaves the state unchanged."""
   *rest, log_decay, beta = arrays
   return [
     *rest,
@@ -314,17 +318,20 @@ def _without_padding(arrays: list[jax.Array], tree: SegmentTree) -> list[jax.Arr
 def _decays(
   log_decay: jax.Array, tree: SegmentTree
 ) -> tuple[jax.Array, list[jax.Array]]:
-  """How much of what came before is left when a token of a chunk reads it.
+  """Computes how much of earlier tokens and states is left at each token of a chunk.
+
+  This factor is 0 for tokens and states that do not belong to the token's sequence.
 
   Args:
-    log_decay: `[N, B, K, h, C]` of N chunks.
-    tree: Its arrays are `[N, B, C]`.
+    log_decay: Log decay of N chunks, `[N, B, K, h, C]`.
+    tree: Tree with arrays `[N, B, C]`.
 
   Returns:
-    What is left of another token of the chunk `[N, B, K, h, C, C]`, the last axis being
-    that token; and of each state that enters the chunk `[N, B, K, h, C]`: the one after
-    the token before it and, where segments continue others, the one after the last
-    token of the latest prompt before the chunk.
+    The factor between two tokens of a chunk, `[N, B, K, h, C, C]`, with the earlier
+    token on the last axis; and a list with the factor of each state that enters the
+    chunk, `[N, B, K, h, C]`. The first state is the one after the token before the
+    chunk. If segments continue others, the second state is the one after the last token
+    of the latest prompt before the chunk.
   """
   size = log_decay.shape[-1]
   total = jnp.cumsum(log_decay, axis=-1)
@@ -340,7 +347,7 @@ def _decays(
   before = jnp.concatenate([entered, index[..., :-1]], axis=-1)
   after = jnp.pad(index[..., 1:], ((0, 0),) * 4 + ((0, 1),), constant_values=-1)
   is_parent = (parent[..., :, None] == index[..., None, :]) & (parent > 0)[..., None]
-  # The decay between a prompt's end and the beginning of what continues it is left out.
+  # Leave out the decay between the end of a prompt and the start of its continuation.
   ends = jnp.where(is_parent & (index != after)[..., None, :], total[..., None, :], 0)
   starts = is_same & (index != before)[..., None, :]
   starts = jnp.where(starts, (total - log_decay)[..., None, :], 0)
@@ -356,18 +363,19 @@ def _decays(
 
 
 def _exp(x: jax.Array, where: jax.Array) -> jax.Array:
-  """exp(x), 0 elsewhere, whose gradient is a number there too."""
+  """Computes exp(x) where the mask is True and 0 elsewhere, with finite gradients."""
   return jnp.where(where, jnp.exp(jnp.where(where, x, 0)), 0)
 
 
 def _ends(
   decay: jax.Array, carried: list[jax.Array], keys: jax.Array, tree: SegmentTree
 ) -> list[tuple[jax.Array, list[jax.Array], jax.Array | None]]:
-  """What makes up the states that leave a chunk.
+  """Returns the terms that make up the states that leave a chunk.
 
-  Returns for each of them the keys `[N, B, K, h, C, dk]`, by how much of them is left,
-  how much is left of each state that entered `[N, B, K, h]`, and whether the state is
-  another than before `[N, B, 1, 1, 1, 1]`; None for always.
+  Returns:
+    For each state: the keys scaled by their decay, `[N, B, K, h, C, dk]`; the decay of
+    each state that entered the chunk, `[N, B, K, h]`; and whether the chunk changes the
+    state, `[N, B, 1, 1, 1, 1]`, or None if it always does.
   """
   last_keys = decay[..., -1, :, None] * keys
   if tree.is_prompt is None:
@@ -386,19 +394,19 @@ def _ends(
 
 @jax.custom_jvp
 def _unit_lower_inverse(x: jax.Array) -> jax.Array:
-  """Inverts I + x, x `[…, C, C]` with zeros on and above the diagonal, C a power of 2.
+  """Inverts I + x for a strictly lower triangular x `[…, C, C]`, C a power of 2.
 
-  Blocks on the diagonal are inverted first, of which two make up one of double size:
-  [[A, 0], [L, B]]⁻¹ = D − D [[0, 0], [L, 0]] D, where D has A⁻¹ and B⁻¹. That is as
-  precise as forward substitution. The products are of whole matrices although most of
-  their blocks are zero: TPUs multiply those fast, and small blocks take them much more
-  memory and time to compile.
+  It inverts the diagonal blocks and doubles their size step by step:
+  [[A, 0], [L, B]]⁻¹ = D − D [[0, 0], [L, 0]] D, where D is the block diagonal matrix of
+  A⁻¹ and B⁻¹. This is as precise as forward substitution. The products are of full
+  matrices although most of their blocks are zero: TPUs multiply full matrices fast,
+  while small blocks need much more memory and compile time there.
   """
   size, rows = 1, jnp.arange(x.shape[-1])
   inverse = jnp.broadcast_to(jnp.eye(len(rows), dtype=x.dtype), x.shape)
   while size < len(rows):
     block = rows // size
-    # The lower left quarter of each block of double size.
+    # Select the lower left quarter of each block of double size.
     is_lower = (block[:, None] == block + 1) & (block % 2 == 0)
     lower = jnp.where(is_lower, x, 0)
     inverse -= _matmul(_matmul(inverse, lower), inverse) if size > 1 else lower
@@ -410,6 +418,6 @@ def _unit_lower_inverse(x: jax.Array) -> jax.Array:
 def _unit_lower_inverse_jvp(
   primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-  """(I + x)⁻¹ changes by −(I + x)⁻¹ dx (I + x)⁻¹."""
+  """Computes the tangent of the inverse, −(I + x)⁻¹ dx (I + x)⁻¹."""
   inverse = _unit_lower_inverse(*primals)
   return inverse, -_matmul(_matmul(inverse, tangents[0]), inverse)

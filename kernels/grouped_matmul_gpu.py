@@ -1,10 +1,10 @@
-"""Grouped matmul with Pallas for GPU (Triton): each group of rows times its own matrix.
+"""Grouped matmul multiplies each group of rows by its own matrix, with Pallas on GPU.
 
-XLA expands `jax.lax.ragged_dot` for GPUs (as of jax 0.10) to every matrix for every
-row. Here a program takes a tile of one group's rows to its own matrix; which tile
-belongs to which group is found at run time, and the grid has room for the most tiles
-there may be. The gradient of a matrix is summed by one program over its group's rows:
-no atomic sums.
+On GPU, XLA expands `jax.lax.ragged_dot` (as of jax 0.10) to multiply every row by every
+matrix. Here each program multiplies a tile of rows of one group by the matrix of that
+group. The tiles are assigned to groups at run time, and the grid is large enough for
+the largest possible number of tiles. For the gradient of the matrices, one program sums
+each block over all rows of its group, without atomic adds.
 """
 
 import functools
@@ -16,22 +16,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 ROWS, COLUMNS, DEPTH = 128, 128, 32
-SUMMED = 64  # of a matrix's rows, each with COLUMNS of its columns, in a program
+SUMMED = 64  # rows of a matrix gradient's [SUMMED, COLUMNS] block, one per program
 
 
 def grouped_dot(
   rows: jax.Array, matrices: jax.Array, sizes: jax.Array, interpret: bool = False
 ) -> jax.Array:
-  """Computes `jax.lax.ragged_dot`: rows of group g times matrices[g].
+  """Computes `jax.lax.ragged_dot`: the rows of group g times `matrices[g]`.
 
   Args:
-    rows: `[M, D]` float32 or bfloat16.
-    matrices: `[G, D, O]` of rows' dtype.
-    sizes: `[G]` int32, M in sum or less.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    rows: Rows sorted by group, `[M, D]` float32 or bfloat16.
+    matrices: Matrix of each group, `[G, D, O]` in the dtype of `rows`.
+    sizes: Number of rows of each group, `[G]` int32; their sum is at most M.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
 
   Returns:
-    `[M, O]` of rows' dtype, summed in float32, and 0 behind the last group.
+    The products `[M, O]` in the dtype of `rows`, summed in float32; 0 after the last
+    group.
   """
   return _dot_of_groups(rows, matrices, sizes, interpret)
 
@@ -55,7 +57,7 @@ _dot_of_groups.defvjp(_fwd, _bwd)
 
 
 def _product(rows, matrices, sizes, *, transposed: bool, interpret: bool) -> jax.Array:
-  """transposed: rows times each matrix's transpose."""
+  """Multiplies the rows of each group by its matrix, or by the transpose of it."""
   (count, depth), (groups, *shape) = rows.shape, matrices.shape
   width = shape[0] if transposed else shape[1]
   most = count // ROWS + groups
@@ -71,7 +73,7 @@ def _product(rows, matrices, sizes, *, transposed: bool, interpret: bool) -> jax
 
 
 def _outer(rows, slope, sizes, *, interpret: bool) -> jax.Array:
-  """`[G, D, O]`: of each group, its rows' transpose times its slopes."""
+  """Computes the gradient of the matrices, `[G, D, O]`: rowsᵀ · slope per group."""
   (count, depth), width = rows.shape, slope.shape[1]
   ends = jnp.cumsum(sizes)
   return _call(
@@ -85,9 +87,11 @@ def _outer(rows, slope, sizes, *, interpret: bool) -> jax.Array:
 
 
 def _tiles(sizes: jax.Array, most: int) -> jax.Array:
-  """`[3, most]` int32: of each tile its group, its first row and its group's end.
+  """Assigns tiles of rows to groups.
 
-  Those that are not needed end where they begin.
+  Returns:
+    `[3, most]` int32: the group of each tile, its first row and the end of its group.
+    In an unused tile, the first row equals the end.
   """
   tiles, ends = (sizes + ROWS - 1) // ROWS, jnp.cumsum(sizes)
   last = jnp.cumsum(tiles)
@@ -118,7 +122,7 @@ def _tile(tiles, rows, matrices, out, *, transposed):
       b = plgpu.load(block, mask=(d < depth)[:, None] & inside[None], other=0.0)
     return total + _dot(a, b)
 
-  steps = jnp.minimum(end - start, 1) * pl.cdiv(depth, DEPTH)  # 0 where not needed
+  steps = jnp.minimum(end - start, 1) * pl.cdiv(depth, DEPTH)  # 0 in an unused tile
   total = jnp.zeros((ROWS, COLUMNS), jnp.float32)
   total = jax.lax.fori_loop(0, steps, step, total)
   place = out.at[row[:, None], column[None]]

@@ -1,8 +1,8 @@
-"""Paged attention of one query per slot over a cache that consists of pages.
+"""Paged attention runs one query per slot over a cache that consists of pages.
 
-Keys and values are `[K, S, T, d]` for S slots of T positions, so that a page, some
-positions of one slot and head, is one contiguous piece of memory, as JAX's own kernels
-for TPU and GPU read it. T is a multiple of `PAGE`.
+Keys and values are `[K, S, T, d]` for S slots of T positions. A page holds consecutive
+positions of one slot and head, so it is contiguous in memory, as JAX's own kernels for
+TPU and GPU expect. T is a multiple of `PAGE`.
 """
 
 import math
@@ -19,16 +19,17 @@ PAGE = 128
 def reference(
   q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-  """Computes what the kernels compute, in plain jnp.
+  """Computes paged attention in plain jnp.
 
   Args:
-    q: `[S, H, d]`.
-    keys: `[K, S, T, d]`.
-    values: `[K, S, T, d]`.
-    lengths: `[S]` int32, at least 1: slot s sees its first lengths[s] positions.
+    q: Queries `[S, H, d]`.
+    keys: Cached keys `[K, S, T, d]`.
+    values: Cached values `[K, S, T, d]`.
+    lengths: Positions that each slot attends to, from its first one on, `[S]` int32, at
+      least 1.
 
   Returns:
-    `[S, H, d]` float32.
+    Output `[S, H, d]` float32.
   """
   slots, heads, dim = q.shape
   q = q.reshape(slots, keys.shape[0], -1, dim).astype(jnp.float32) * dim**-0.5
@@ -44,17 +45,18 @@ def mosaic(
 ) -> jax.Array:
   """Computes paged attention with `jax.experimental.pallas.ops.tpu`.
 
-  It keeps sums in the queries' type, hence float32 ones. Scores and sums of its softmax
-  are float32, products bfloat16.
+  The kernel accumulates the output in the dtype of the queries, so they are cast to
+  float32. The softmax's scores and sums are float32; the matmuls are bfloat16.
 
   Args:
-    q: `[S, H, d]`.
-    keys: `[K, S, T, d]`.
-    values: `[K, S, T, d]`.
-    lengths: `[S]` int32, at least 1: slot s sees its first lengths[s] positions.
+    q: Queries `[S, H, d]`.
+    keys: Cached keys `[K, S, T, d]`.
+    values: Cached values `[K, S, T, d]`.
+    lengths: Positions that each slot attends to, from its first one on, `[S]` int32, at
+      least 1.
 
   Returns:
-    `[S, H, d]` float32.
+    Output `[S, H, d]` float32.
   """
   from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
@@ -76,18 +78,21 @@ def triton(
 ) -> jax.Array:
   """Computes paged attention with `jax.experimental.pallas.ops.gpu`.
 
-  Up to 16 programs share a slot and head, because one would leave most of a GPU idle.
-  Their parts are rounded to the cache's type before they are summed.
+  Up to 16 programs share a slot and head, because one program each would leave most of
+  the GPU idle. Their partial results are rounded to the cache's dtype before they are
+  summed.
 
   Args:
-    q: `[S, H, d]`.
-    keys: `[K, S, T, d]`.
-    values: `[K, S, T, d]`.
-    lengths: `[S]` int32, at least 1: slot s sees its first lengths[s] positions.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    q: Queries `[S, H, d]`.
+    keys: Cached keys `[K, S, T, d]`.
+    values: Cached values `[K, S, T, d]`.
+    lengths: Positions that each slot attends to, from its first one on, `[S]` int32, at
+      least 1.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
 
   Returns:
-    `[S, H, d]` float32.
+    Output `[S, H, d]` float32.
   """
   from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
@@ -116,17 +121,17 @@ def choose_kernel(
   kernels: str = 'auto',
   platform: str | None = None,
 ) -> str:
-  """Chooses the kernel of paged attention.
+  """Chooses the kernel for paged attention.
 
   Args:
-    head_dim: d.
-    dtype: The cache's type.
-    obstacle: Why no kernel can be used for a model.
+    head_dim: Dimension d of a head.
+    dtype: Dtype of the cache.
+    obstacle: Reason why the model cannot use any kernel; '' for none.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
 
   Returns:
-    'mosaic', 'triton', or 'reference' where no kernel is used.
+    'mosaic' or 'triton', or 'reference' if no kernel is used.
   """
   platform = platform_of(platform)
   candidates = _candidates(head_dim, dtype, platform)
@@ -146,23 +151,22 @@ def paged_attention(
   platform: str | None = None,
   shard: Callable[..., Callable[..., jax.Array]] | None = None,
 ) -> jax.Array:
-  """Attends from one query per slot to the first positions of its own cache.
+  """Computes attention from one query per slot to the first positions of its cache.
 
-  A slot's result depends neither on other slots nor on what lies behind its length.
+  The result of a slot depends neither on other slots nor on the cache past its length.
 
   Args:
-    q: `[S, H, d]`.
-    keys: `[K, S, T, d]`.
-    values: `[K, S, T, d]`.
-    lengths: `[S]` int32, at least 1: slot s sees its first lengths[s] positions.
+    q: Queries `[S, H, d]`.
+    keys: Cached keys `[K, S, T, d]`.
+    values: Cached values `[K, S, T, d]`.
+    lengths: Positions that each slot attends to, from its first one on, `[S]` int32, at
+      least 1.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
-    shard: `(function, inputs, output) -> function`, runs a function of arrays on every
-      device's own part of them; inputs and output name the axes, None is whole. None
-      where all is on one device.
+    shard: As in `kernels.attention.attention`.
 
   Returns:
-    `[S, H, d]` float32.
+    Output `[S, H, d]` float32.
   """
   options = {'kernels': kernels, 'platform': platform}
   name = choose_kernel(q.shape[-1], keys.dtype.name, **options)
@@ -196,7 +200,16 @@ def _candidates(
 def _in_pages(
   keys: jax.Array, values: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Keys and values `[K, pages, size, d]`, and where each slot's pages are `[S, n]`."""
+  """Reshapes keys and values to pages, and returns the page table.
+
+  Args:
+    keys: Cached keys `[K, S, T, d]`.
+    values: Cached values `[K, S, T, d]`.
+    size: Positions per page.
+
+  Returns:
+    Keys and values `[K, pages, size, d]`, and the page indices of each slot `[S, n]`.
+  """
   heads, slots, length, dim = keys.shape
   table = jnp.arange(slots * length // size, dtype=jnp.int32).reshape(slots, -1)
   keys, values = (x.reshape(heads, -1, size, dim) for x in (keys, values))

@@ -1,11 +1,12 @@
-"""Ring attention over a length that is sharded over devices.
+"""Ring attention computes attention over a length that is sharded over devices.
 
-Of n devices, device i holds of every row the stretches i and 2n − 1 − i of its 2n equal
-ones, so that each has the same causal work to do. Keys and values travel around the
-ring n − 1 times; a running softmax combines the results (Liu et al. 2023, Ring
-Attention; Brandon et al. 2023, Striped Attention, for the balance). A device holds the
-scores of `block` queries against one stretch at a time, and nothing else that grows
-faster than its own share of the length. The backward pass computes them anew.
+Each row is split into 2n equal blocks for n devices. Device i holds blocks i and
+2n − 1 − i, so that all devices have the same amount of causal work. In each of n − 1
+steps, every device passes its keys and values on to the next device in the ring; a
+running softmax combines the results (Liu et al. 2023, Ring Attention; Brandon et al.
+2023, Striped Attention, for the load balance). A device holds the scores of `block`
+queries against one block of keys at a time, and nothing else that grows faster than its
+share of the length. The backward pass recomputes the scores.
 """
 
 import functools
@@ -18,15 +19,15 @@ from kernels.attention import NEGATIVE
 
 State = tuple[
   jax.Array, jax.Array
-]  # out [B, K, g, t, d], log of its weight [B, K, g, t]
+]  # output [B, K, g, t, d] and its logsumexp [B, K, g, t]
 
 
 class Queries(NamedTuple):
-  """A stretch of queries.
+  """A block of queries.
 
   Attributes:
-    q: `[B, K, g, t, d]`.
-    seen: `[B, t, S]`, the segments it sees.
+    q: Queries `[B, K, g, t, d]`.
+    seen: Segments that each query attends to, `[B, t, S]`.
   """
 
   q: jax.Array
@@ -34,12 +35,12 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-  """A stretch of keys.
+  """A block of keys and values.
 
   Attributes:
-    k: `[B, K, s, d]`.
-    v: `[B, K, s, e]`.
-    ids: `[B, s]`, their segments.
+    k: Keys `[B, K, s, d]`.
+    v: Values `[B, K, s, e]`.
+    ids: Segment of each key, `[B, s]`.
   """
 
   k: jax.Array
@@ -48,16 +49,16 @@ class Keys(NamedTuple):
 
 
 def zigzag(x: jax.Array, devices: int) -> jax.Array:
-  """Rearranges rows so that a device's stretches are its rows.
+  """Rearranges rows so that the two blocks of a device form rows of their own.
 
-  Device i's rows are i · B to (i + 1) · B.
+  Rows i · B to (i + 1) · B of the result belong to device i.
 
   Args:
-    x: `[B, T, …]`, T a multiple of 2 · devices.
-    devices: The number of devices.
+    x: Array `[B, T, …]`, T a multiple of 2 · devices.
+    devices: Number of devices.
 
   Returns:
-    `[devices · B, T / devices, …]`.
+    Array `[devices · B, T / devices, …]`.
   """
   batch, length = x.shape[:2]
   x = x.reshape(batch, 2, devices, length // (2 * devices), *x.shape[2:])
@@ -69,8 +70,8 @@ def unzigzag(x: jax.Array, devices: int) -> jax.Array:
   """Undoes `zigzag`.
 
   Args:
-    x: Its result.
-    devices: The number of devices.
+    x: Array from `zigzag`.
+    devices: Number of devices.
   """
   batch, length = x.shape[0] // devices, x.shape[1] // 2
   x = x.reshape(devices, batch, 2, length, *x.shape[2:]).swapaxes(0, 1)
@@ -88,22 +89,22 @@ def ring_attention(
   prefix_ids: jax.Array | None = None,
   block: int = 256,
 ) -> jax.Array:
-  """Computes `kernels.attention.attention` for this device's stretches.
+  """Computes `kernels.attention.attention` for the blocks of this device.
 
-  Call it inside `jax.shard_map` over mesh axis `axis`, with arrays as `zigzag` arranges
-  them.
+  Call it inside `jax.shard_map` over mesh axis `axis`, with arrays that `zigzag` has
+  rearranged.
 
   Args:
-    q: `[B, t, H, d]`, t even.
-    k: `[B, t, K, d]`.
-    v: `[B, t, K, e]`.
-    segment_ids: `[B, t]` int32.
-    axis: The mesh axis.
-    prefix_ids: `[B, t]` int32, or None.
-    block: Queries whose scores are held at a time.
+    q: Queries `[B, t, H, d]`, t even.
+    k: Keys `[B, t, K, d]`.
+    v: Values `[B, t, K, e]`.
+    segment_ids: Segments `[B, t]` int32.
+    axis: Name of the mesh axis.
+    prefix_ids: Prefix segments `[B, t]` int32, as in `attention`, or None.
+    block: Maximum number of queries whose scores are held at a time.
 
   Returns:
-    `[B, t, H, e]`.
+    Output `[B, t, H, e]`.
   """
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[2]
@@ -119,7 +120,7 @@ def ring_attention(
 
 
 def _chunk(length: int, block: int) -> int:
-  """The largest divisor of `length` that is at most `block`."""
+  """Returns the largest divisor of `length` that is at most `block`."""
   return next(size for size in range(min(length, block), 0, -1) if length % size == 0)
 
 
@@ -131,7 +132,7 @@ def _ring(axis: str, size: int, queries: Queries, keys: Keys) -> Any:
 def _forward(
   axis: str, size: int, queries: Queries, keys: Keys
 ) -> tuple[jax.Array, tuple]:
-  """The ring once around. Returns the output and what the backward pass needs."""
+  """Passes the keys around the ring; returns the output and the residuals."""
   first, second = _halves(queries)
   early, late = _halves(keys)
   attend = functools.partial(_attend, size=size)
@@ -140,11 +141,11 @@ def _forward(
 
   def body(state, step):
     one, two, keys = state
-    following = _pass_on(keys, axis)  # travels while these are attended to
+    following = _pass_on(keys, axis)  # overlaps with the attention to the current keys
     before = step <= jax.lax.axis_index(axis)
     early, late = _halves(keys)
     two = _join(two, attend(second, early))
-    # Of the other three pairs of stretches one has the keys before the queries.
+    # Exactly one of the other three pairs of blocks has its keys before its queries.
     result = attend(_pick(before, first, second), _pick(before, early, late))
     joined = _join(_pick(before, one, two), result)
     one, two = _pick(before, joined, one), _pick(before, two, joined)
@@ -158,7 +159,11 @@ def _forward(
 
 
 def _backward(axis: str, size: int, kept: tuple, gradient: jax.Array) -> tuple:
-  """Around once more; the keys' gradients travel with them and come home."""
+  """Passes the keys around the ring again, and computes the gradients.
+
+  The gradients of a block of keys are passed along with the block. After the last step
+  they are back on the device that holds the block.
+  """
   queries, keys, out, weight = kept
   share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   ends = _halves((gradient, weight, share), axis=3)
@@ -201,10 +206,17 @@ _ring.defvjp(_forward, _backward)
 
 
 def _attend(queries: Queries, keys: Keys, *, size: int, causal: bool = False) -> State:
-  """One stretch of queries on one of keys, `size` queries at a time.
+  """Computes attention of a block of queries to a block of keys.
 
-  causal: they are the same stretch; or else all keys lie before the queries. A query
-  that sees none has a weight that vanishes beside any other's.
+  If a query attends to no key of the block, its logsumexp is so small that the output
+  gets weight 0 when it is combined with another one.
+
+  Args:
+    queries: Block of queries.
+    keys: Block of keys and values.
+    size: Number of queries whose scores are held at a time.
+    causal: Whether both are the same block of the row. If not, all keys must come
+      before the queries.
   """
 
   def body(_, chunk):
@@ -232,10 +244,18 @@ def _slope(
   size: int,
   causal: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  """The gradients of q, and of (k, v), float32, of one stretch on another.
+  """Computes the gradients of `_attend` for one block of queries and one of keys.
 
-  stretch: the queries; the output's gradient `[B, K, g, t, d]`, the log of the sum of
-  all weights and the sum of gradient · output `[B, K, g, t]`.
+  Args:
+    stretch: Block of queries, with three arrays: the gradient of the output
+      `[B, K, g, t, d]`, the logsumexp over all keys `[B, K, g, t]`, and the sum of
+      gradient · output over d, `[B, K, g, t]`.
+    keys: Block of keys and values.
+    size: As in `_attend`.
+    causal: As in `_attend`.
+
+  Returns:
+    The gradient of q, and the gradients (of k, of v), in float32.
   """
   queries, ends = stretch
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -260,7 +280,7 @@ def _slope(
 def _scores(
   q: jax.Array, seen: jax.Array, time: jax.Array, keys: Keys, causal: bool
 ) -> jax.Array:
-  """`[B, K, g, t, s]` float32; NEGATIVE where a key is not seen."""
+  """Computes scores `[B, K, g, t, s]` float32; NEGATIVE for masked keys."""
   visible = (seen[..., None] == keys.ids[:, None, None]).any(2)  # [B, t, s]
   if causal:
     visible &= time[:, None] >= jnp.arange(keys.ids.shape[1])
@@ -282,7 +302,7 @@ def _pick(condition: jax.Array, one: Any, two: Any) -> Any:
 
 
 def _add(one: tuple, two: tuple) -> tuple:
-  """Gradients of the early and the late keys, added; None adds nothing."""
+  """Adds the gradients of the early and the late keys; None stands for zero."""
   return tuple(
     x if y is None else jax.tree.map(jnp.add, x, y)
     for x, y in zip(one, two, strict=True)
@@ -290,14 +310,14 @@ def _add(one: tuple, two: tuple) -> tuple:
 
 
 def _pass_on(x: Any, axis: str) -> Any:
-  """Every device's `x` to the next one."""
+  """Sends `x` from every device to the next device in the ring."""
   count = jax.lax.axis_size(axis)
   ring = [(i, (i + 1) % count) for i in range(count)]
   return jax.tree.map(lambda y: jax.lax.ppermute(y, axis, ring), x)
 
 
 def _halves(x: Any, axis: int = 0) -> tuple[Any, Any]:
-  """The early and the late half of each array of queries, keys or a tuple."""
+  """Splits the arrays of queries, keys or a tuple into an early and a late half."""
   axes = {Queries: Queries(3, 1), Keys: Keys(2, 2, 1)}.get(type(x))  # pyright: ignore
   if axes is None:
     axes = (axis,) * len(x)
@@ -307,7 +327,11 @@ def _halves(x: Any, axis: int = 0) -> tuple[Any, Any]:
 
 
 def _cut(queries: Queries, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """(q, seen, time) in chunks of `size` queries, chunks first."""
+  """Splits queries into chunks of `size`; chunks are the first axis of each array.
+
+  Returns:
+    The queries, the segments that they attend to, and their columns in the block.
+  """
   time = jnp.arange(queries.seen.shape[1]).reshape(-1, size)
   return _split(queries.q, size, 3), _split(queries.seen, size, 1), time
 
@@ -318,6 +342,6 @@ def _split(x: jax.Array, size: int, axis: int) -> jax.Array:
 
 
 def _whole(x: jax.Array) -> jax.Array:
-  """Chunks `[n, B, K, g, size, …]` → `[B, K, g, n · size, …]`."""
+  """Joins chunks `[n, B, K, g, size, …]` to `[B, K, g, n · size, …]`."""
   x = jnp.moveaxis(x, 0, 3)
   return x.reshape(*x.shape[:3], -1, *x.shape[5:])

@@ -1,14 +1,15 @@
-"""Softmax statistics of a row of logits, block by block, and their gradients.
+"""Softmax statistics reduce a row of logits block by block, and give its gradient.
 
-With z the logits of a row, m the largest and d = z − m, a row's statistics are eight
-numbers: `m, Σ e^{d/τ}, Σ d·e^{d/τ}, Σ e^d, Σ d·e^d, Σ e^{2d}, Σ d·e^{2d}` and the
-target's z. Those of two parts of the vocabulary are merged into those of both, so that
-blocks, and shards of the table on several devices, are treated alike. In the backward
-pass a row's gradients reduce to eight numbers too, `BackwardStats`, from which
-`logits_grad` computes the gradient of any block's logits.
+Let z be the logits of a row, m their maximum and d = z − m. The statistics of a row are
+eight numbers: `m, Σ e^{d/τ}, Σ d·e^{d/τ}, Σ e^d, Σ d·e^d, Σ e^{2d}, Σ d·e^{2d}` and the
+logit z of the target. The statistics of two parts of the vocabulary can be merged into
+those of both parts, so blocks of the table and its shards on several devices are
+handled alike. In the backward pass, the gradients of a row also reduce to eight
+numbers, `BackwardStats`, from which `logits_grad` computes the gradient of any block of
+logits.
 
-The columns are separate arrays `[n, 1]`, which suits vectors inside a TPU or GPU
-kernel.
+The columns are separate arrays `[n, 1]`, which suits the vector layouts of TPU and GPU
+kernels.
 """
 
 from typing import NamedTuple
@@ -16,12 +17,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MASK_VALUE = -1e30  # finite: what is masked gives e^d = 0 and d · e^d = −0, never NaN
-NUM_COLUMNS = 8  # columns of sums, and of slopes
+MASK_VALUE = -1e30  # finite: a masked logit has e^d = 0 and d · e^d = −0, never NaN
+NUM_COLUMNS = 8  # columns of `SoftmaxStats`, and of `BackwardStats`
 
 
 class StatsKind(NamedTuple):
-  """What is asked for.
+  """Says which statistics are needed.
 
   Attributes:
     tempered: Whether τ may differ from 1.
@@ -33,7 +34,7 @@ class StatsKind(NamedTuple):
 
 
 class SoftmaxStats(NamedTuple):
-  """A row's statistics over a part of the vocabulary, each `[n, 1]` float32."""
+  """Statistics of rows over a part of the vocabulary, each `[n, 1]` float32."""
 
   top: jax.Array
   total: jax.Array
@@ -46,17 +47,17 @@ class SoftmaxStats(NamedTuple):
 
 
 class BackwardStats(NamedTuple):
-  """What a row's gradient needs, each `[n, 1]` float32.
+  """Numbers from which a row's gradient is computed, each `[n, 1]` float32.
 
   Attributes:
-    top: m.
-    log_total: log Σ e^{d/τ}.
-    plain_log_total: log Σ e^d.
-    plain_mean: The mean of d.
-    chosen: The gradient of the target's logit through log p.
-    flat: Of the moments; see `logits_grad`.
-    tilt: Of the moments.
-    square: Of the moments.
+    top: Largest logit m.
+    log_total: Normalizer log Σ e^{d/τ}.
+    plain_log_total: Normalizer log Σ e^d.
+    plain_mean: Mean of d at temperature 1.
+    chosen: Incoming gradient of log p, divided by τ.
+    flat: Constant coefficient of the gradient of the moments; see `logits_grad`.
+    tilt: Coefficient of δ = d − mean in that gradient.
+    square: Coefficient of p(1 + 2δ) in that gradient.
   """
 
   top: jax.Array
@@ -70,10 +71,10 @@ class BackwardStats(NamedTuple):
 
 
 def empty_stats(rows: int) -> SoftmaxStats:
-  """Returns the statistics over no vocabulary at all.
+  """Returns the statistics over an empty part of the vocabulary.
 
   Args:
-    rows: n.
+    rows: Number of rows n.
   """
   zero = jnp.zeros((rows, 1), jnp.float32)
   return SoftmaxStats(
@@ -84,13 +85,13 @@ def empty_stats(rows: int) -> SoftmaxStats:
 def block_stats(
   logits: jax.Array, hit: jax.Array, inverse: jax.Array, kind: StatsKind
 ) -> SoftmaxStats:
-  """Computes the statistics of a block.
+  """Computes the statistics of a block of logits.
 
   Args:
-    logits: `[n, v]` float32, MASK_VALUE where masked.
-    hit: `[n, v]` bool, True at the target.
-    inverse: 1/τ, a float32 scalar.
-    kind: What is asked for.
+    logits: Logits `[n, v]` float32, MASK_VALUE where masked.
+    hit: Mask `[n, v]` bool, True at the target.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
+    kind: Statistics to compute.
   """
   top = logits.max(1, keepdims=True)
   d = logits - top
@@ -111,9 +112,9 @@ def merge_stats(a: SoftmaxStats, b: SoftmaxStats, inverse: jax.Array) -> Softmax
   """Merges the statistics of two parts of the vocabulary.
 
   Args:
-    a: Those of one part.
-    b: Those of the other.
-    inverse: 1/τ, a float32 scalar.
+    a: Statistics of one part.
+    b: Statistics of the other part.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
   """
   top = jnp.maximum(a.top, b.top)
 
@@ -137,11 +138,11 @@ def scores_from_stats(
   """Computes log p of the target at τ, and entropy and nec at temperature 1.
 
   Args:
-    stats: The statistics over the whole vocabulary.
-    inverse: 1/τ, a float32 scalar.
+    stats: Statistics over the whole vocabulary.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
 
   Returns:
-    Three arrays `[n]`; nec is Σ p²(H + log p).
+    Three arrays `[n]`: log p, entropy H and nec = Σ p²(H + log p).
   """
   logprobs = (stats.chosen - stats.top) * inverse - jnp.log(stats.total)
   total = jnp.where(stats.plain_total > 0, stats.plain_total, 1.0)
@@ -154,18 +155,18 @@ def scores_from_stats(
 def backward_stats(
   stats: SoftmaxStats, inverse: jax.Array, by: tuple[jax.Array, jax.Array, jax.Array]
 ) -> tuple[BackwardStats, jax.Array]:
-  """Computes what a row's gradient needs, and the gradient of τ.
+  """Computes the backward statistics of rows, and the gradient of τ.
 
-  With p at temperature 1, q = Σ p², N the third score and δ = z − Σ p·z: ∂H/∂z = −p·δ
-  and ∂N/∂z = p²(1 + 2δ) − p(2N + q) − q·p·δ.
+  Let p be the probabilities at temperature 1, q = Σ p², N the nec and δ = z − Σ p·z.
+  Then ∂H/∂z = −p·δ and ∂N/∂z = p²(1 + 2δ) − p(2N + q) − q·p·δ.
 
   Args:
-    stats: The statistics over the whole vocabulary.
-    inverse: 1/τ, a float32 scalar.
-    by: Gradients `[n]` of what `scores_from_stats` returns.
+    stats: Statistics over the whole vocabulary.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
+    by: Gradients `[n]` of the three outputs of `scores_from_stats`.
 
   Returns:
-    The backward statistics, and a scalar.
+    The backward statistics, and the gradient of τ, a scalar.
   """
   log, entropy, nec = (x[:, None] for x in by)
   total = jnp.where(stats.plain_total > 0, stats.plain_total, 1.0)
@@ -193,17 +194,17 @@ def logits_grad(
   inverse: jax.Array,
   kind: StatsKind,
 ) -> jax.Array:
-  """Computes the gradient of a block's logits.
+  """Computes the gradient of a block of logits.
 
   Args:
-    logits: `[n, v]` float32, MASK_VALUE where masked.
-    hit: `[n, v]` bool, True at the target.
-    of: The rows' backward statistics.
-    inverse: 1/τ, a float32 scalar.
-    kind: What is asked for.
+    logits: Logits `[n, v]` float32, MASK_VALUE where masked.
+    hit: Mask `[n, v]` bool, True at the target.
+    of: Backward statistics of the rows.
+    inverse: Inverse temperature 1/τ, a float32 scalar.
+    kind: Statistics that were computed.
 
   Returns:
-    `[n, v]` float32; 0 where logits are MASK_VALUE.
+    The gradient `[n, v]` float32; 0 where logits are MASK_VALUE.
   """
   d = logits - of.top
   scale = inverse if kind.tempered else 1.0
@@ -215,24 +216,24 @@ def logits_grad(
 
 
 def pack_columns(columns: SoftmaxStats | BackwardStats) -> jax.Array:
-  """Puts the columns side by side.
+  """Concatenates the columns into one array.
 
   Args:
-    columns: Eight `[n, 1]`.
+    columns: Eight arrays `[n, 1]`.
 
   Returns:
-    `[n, 8]`.
+    An array `[n, 8]`.
   """
   return jnp.concatenate(columns, axis=1)
 
 
 def unpack_columns(packed: jax.Array) -> list[jax.Array]:
-  """Separates the columns.
+  """Splits an array into its columns.
 
   Args:
-    packed: `[n, 8]`.
+    packed: Array `[n, 8]`.
 
   Returns:
-    Eight `[n, 1]`.
+    Eight arrays `[n, 1]`.
   """
   return [packed[:, i : i + 1] for i in range(NUM_COLUMNS)]

@@ -1,4 +1,4 @@
-"""Sparse deltas: the changes between two arrays, found and applied on the device."""
+"""Sparse deltas hold the changes between two arrays, and are applied on the device."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,14 @@ import jax.numpy as jnp
 
 
 class Delta(NamedTuple):
-  """The changes between two arrays.
+  """The changes between two arrays of n elements.
 
   Attributes:
-    indices: `[C]` int32, ascending; n, the array's size, behind the last change.
-    values: `[C]`, the new elements; 0 behind the last.
-    count: An int32 scalar, all changes that there are. Where it exceeds C the delta is
-      incomplete: send the array.
+    indices: Flat indices of the changed elements, `[C]` int32, ascending. Unused slots
+      at the end hold n.
+    values: New values of these elements, `[C]`. Unused slots hold 0.
+    count: Number of all changes, an int32 scalar. If it exceeds C, the delta is
+      incomplete, and the whole array must be sent.
   """
 
   indices: jax.Array
@@ -24,12 +25,14 @@ class Delta(NamedTuple):
 def extract(old: jax.Array, new: jax.Array, *, capacity: int) -> Delta:
   """Finds the first changes between two arrays.
 
-  Bits are compared: −0 differs from 0, and a NaN does not differ from itself.
+  The comparison is bitwise: −0 differs from 0, and a NaN equals a NaN with the same
+  bits.
 
   Args:
-    old: The array before.
-    new: The array after, of the same shape and dtype; fewer than 2³¹ elements.
-    capacity: The number C of changes that there is room for.
+    old: Array before the change.
+    new: Array after the change, of the same shape and dtype, with fewer than 2³¹
+      elements.
+    capacity: Maximum number C of changes that the delta can hold.
 
   Returns:
     The delta.
@@ -48,9 +51,10 @@ def reference(old: jax.Array, new: jax.Array, *, capacity: int) -> Delta:
   """Computes `extract` by sorting.
 
   Args:
-    old: The array before.
-    new: The array after, of the same shape and dtype; fewer than 2³¹ elements.
-    capacity: The number C of changes that there is room for.
+    old: Array before the change.
+    new: Array after the change, of the same shape and dtype, with fewer than 2³¹
+      elements.
+    capacity: Maximum number C of changes that the delta can hold.
 
   Returns:
     The delta.
@@ -64,11 +68,11 @@ def reference(old: jax.Array, new: jax.Array, *, capacity: int) -> Delta:
 
 
 def scatter(old: jax.Array, delta: Delta) -> jax.Array:
-  """Applies a complete delta; donate `old` to do it in place.
+  """Applies a complete delta to an array, in place if `old` is donated.
 
   Args:
-    old: The array before.
-    delta: From `extract`.
+    old: Array before the change.
+    delta: Complete delta from `extract`.
 
   Returns:
     The new array.
@@ -82,7 +86,7 @@ def scatter(old: jax.Array, delta: Delta) -> jax.Array:
 
 
 def _differ(old: jax.Array, new: jax.Array) -> jax.Array:
-  """Bool `[n]`."""
+  """Returns the mask `[n]` of elements whose bits differ."""
   if (old.shape, old.dtype) != (new.shape, new.dtype):
     raise ValueError(
       f'old is {old.dtype}{list(old.shape)} and new {new.dtype}{list(new.shape)}: a '

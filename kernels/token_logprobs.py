@@ -1,4 +1,4 @@
-"""Token log-probs, top-k log-probs and entropies from hidden states."""
+"""Token log-probs, top-k log-probs and entropies are computed from hidden states."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,20 +11,21 @@ from kernels.dispatch import choose, only_on, platform_of
 from kernels.fused_logprobs import FusedLogprobsPlan, LogprobShards, fused_logprobs
 from kernels.softmax_stats import StatsKind
 
-# Positions scored at once, unless given: as many as make this many logits, but enough
-# for the table's matrix product to run at speed, if not more than is worth its memory.
+# Default positions per chunk: as many as give MAX_LOGITS logits. A large vocabulary
+# gets MIN_ROWS instead, so that the matmul with the table is efficient, or as many as
+# give MOST_LOGITS logits if that is fewer, to bound the memory.
 MAX_LOGITS, MIN_ROWS, MOST_LOGITS = 2**22, 512, 21 * 2**20
 
 
 class TokenScores(NamedTuple):
-  """What `token_logprobs` computes; what was not asked for is None.
+  """The results of `token_logprobs`; None for those that were not requested.
 
   Attributes:
-    logprobs: `[B, T]` float32.
-    entropy: `[B, T]` float32, of the distribution at temperature 1.
-    nec: `[B, T]` float32, likewise.
-    topk_ids: `[B, T, K]` int32.
-    topk_logprobs: `[B, T, K]` float32.
+    logprobs: Log-probs of the targets, `[B, T]` float32.
+    entropy: Entropy of the distribution at temperature 1, `[B, T]` float32.
+    nec: Σ_v p_v²(H + log p_v) at temperature 1, `[B, T]` float32.
+    topk_ids: Tokens of the top-k log-probs, `[B, T, K]` int32.
+    topk_logprobs: Log-probs of these tokens, `[B, T, K]` float32.
   """
 
   logprobs: jax.Array
@@ -51,28 +52,34 @@ def token_logprobs(
   shards: LogprobShards | None = None,
   interpret: bool = False,
 ) -> TokenScores:
-  """Scores targets under softmax(hidden · tableᵀ / temperature).
+  """Computes log-probs of targets under softmax(hidden · tableᵀ / temperature).
 
-  Logits are never held whole. Kernels keep a block on the chip (after Cut Your Losses,
-  arXiv 2411.09009); elsewhere those of at most `max_rows` positions (or of one in every
-  row) are held at a time. The backward pass computes them anew.
+  The full logits are never held in memory. The kernels keep one block of them on the
+  chip (after Cut Your Losses, arXiv 2411.09009). The reference holds the logits of at
+  most `max_rows` positions at a time, but of at least one position per row. The
+  backward pass recomputes the logits.
 
   Args:
-    hidden: `[B, T, D]`.
-    table: `[V, D]`.
-    targets: `[B, T]` int32.
-    temperature: A number or `[B, T]`.
-    entropy: Whether to compute H, at temperature 1.
+    hidden: Hidden states `[B, T, D]`.
+    table: Table `[V, D]`, the weight matrix of the LM head.
+    targets: Target tokens `[B, T]` int32.
+    temperature: Temperature, a number or `[B, T]`.
+    entropy: Whether to compute the entropy H, at temperature 1.
     nec: Whether to compute Σ_v p_v²(H + log p_v), at temperature 1.
-    topk_ids: `[B, T, K]` int32, more tokens to score, at `temperature`.
-    top_k: Find and score the K likeliest instead, in falling order.
-    softcap: A logit z becomes softcap · tanh(z / softcap); 0 leaves it.
-    max_rows: The most positions at a time, without a kernel.
-    kernels: 'auto' or 'reference'.
-    platform: 'cpu', 'gpu' or 'tpu'; None is what this process runs on.
-    shards: How hidden and table are sharded on a mesh, which kernels for accelerators
-      must know.
-    interpret: Whether to interpret the kernel, without an accelerator.
+    topk_ids: More tokens to score at `temperature`, `[B, T, K]` int32.
+    top_k: Number K of most likely tokens to find and score instead, in descending
+      order; 0 for none.
+    softcap: Soft cap on logits: a logit z becomes softcap · tanh(z / softcap). 0 for
+      none.
+    max_rows: Maximum number of positions at a time in the reference; None for a
+      default.
+    kernels: Which implementation to use, 'auto' or 'reference'.
+    platform: Platform to compile for, 'cpu', 'gpu' or 'tpu'; None for the default
+      backend of this process.
+    shards: Sharding of `hidden` and `table` on a mesh, which the kernels need; None for
+      one device.
+    interpret: Whether to run the kernel in Pallas's interpreter, without an
+      accelerator.
 
   Returns:
     The scores.
@@ -156,17 +163,18 @@ def reference(
   """Computes `token_logprobs` in plain jnp, some positions at a time.
 
   Args:
-    hidden: `[B, T, D]`.
-    table: `[V, D]`.
-    targets: `[B, T]` int32.
-    temperature: A number or `[B, T]`.
-    entropy: Whether to compute H.
+    hidden: Hidden states `[B, T, D]`.
+    table: Table `[V, D]`.
+    targets: Target tokens `[B, T]` int32.
+    temperature: Temperature, a number or `[B, T]`.
+    entropy: Whether to compute the entropy.
     nec: Whether to compute nec.
-    topk_ids: More tokens to score.
-    top_k: The number of likeliest tokens to score.
+    topk_ids: More tokens to score, `[B, T, K]` int32.
+    top_k: Number of most likely tokens to find and score.
     softcap: As in `token_logprobs`.
-    max_rows: The most positions at a time.
-    shards: On more than one device a table is cast, and has its gradient, at once.
+    max_rows: Maximum number of positions at a time; None for a default.
+    shards: As in `token_logprobs`. With more than one device, the whole table is cast,
+      and its gradient computed, at once.
 
   Returns:
     The scores.
@@ -204,7 +212,7 @@ def reference(
 
 
 def _moments(logits: jax.Array, entropy: bool, nec: bool) -> dict[str, jax.Array]:
-  """H and Σ_v p_v²(H + log p_v) of softmax(logits), over the last axis."""
+  """Computes H and Σ_v p_v²(H + log p_v) of softmax(logits), over the last axis."""
   norm = jax.nn.logsumexp(logits, axis=-1)
   weights = jnp.exp(logits - norm[..., None])
   mean = (weights * logits).sum(-1)

@@ -1,4 +1,4 @@
-"""Hugging Face model folders, read and written with every tensor accounted for."""
+"""Hugging Face model folders are read and written, with every tensor accounted for."""
 
 import contextlib
 import json
@@ -29,31 +29,31 @@ DTYPES = {
   'float16': np.dtype(np.float16),
 }
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
-VALUE_HEAD = 'value_head/model.safetensors'  # in a folder that other loaders skip
+VALUE_HEAD = 'value_head/model.safetensors'  # in a subfolder that other loaders ignore
 LM_HEAD = 'lm_head.weight'
-IMAGES = 'preprocessor_config.json'  # of models that see images
+IMAGES = 'preprocessor_config.json'  # image settings of models with a vision tower
 PROCESSOR = 'processor_config.json'  # where `transformers` 5 writes these settings
-FAMILY_KEY = 'jaxrl_family'  # in config.json, of families from outside the package
+FAMILY_KEY = 'jaxrl_family'  # key in config.json for families outside the package
 SCORE_HEAD, CLASSIFIER = 'score.weight', 'ForSequenceClassification'
 FUSED_EXPERTS = re.compile(r'(.*\.experts\.)(gate_up_proj|down_proj)')
-# In folders of `families.TEXT_MODELS`: what the text model's names begin with, and what
-# the others belong to.
+# In folders of `families.TEXT_MODELS`: the prefix of the text model's tensor names, and
+# the names of the other parts of the model.
 TEXT_PREFIX = re.compile(r'^(?:(model\.)language_model\.|language_model\.(?=lm_|mod))')
 OTHER_PARTS = re.compile(
   r'(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\..*'
 )
-# Buffers that old checkpoints carry though they follow from the config.
+# Buffers in old checkpoints that are derived from the config.
 DERIVED = re.compile(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
 
 def config_from_hf(
   data: Mapping[str, Any], *, where: str = 'config.json'
 ) -> ModelConfig:
-  """Reads the contents of a config.json.
+  """Converts the contents of a config.json to a `ModelConfig`.
 
   Args:
-    data: The contents.
-    where: What error messages begin with.
+    data: Contents of config.json.
+    where: Prefix of error messages.
 
   Raises:
     ValueError: If the family or a setting is not supported.
@@ -76,7 +76,7 @@ def config_from_hf(
 
 
 def _text_settings(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-  """The settings of the text model, of which `data` says more than its text_config."""
+  """Merges the settings of the text model from text_config and the rest of `data`."""
   text_config = data.get('text_config')
   if not isinstance(text_config, Mapping):
     raise ValueError(f'{where}: model_type {data["model_type"]!r} needs a text_config')
@@ -88,21 +88,21 @@ def _text_settings(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def is_text_part(folder: str | Path) -> bool:
-  """Returns whether a folder's model is one of which only the text model is computed.
+  """Returns whether only the text part of a folder's model is used.
 
   Args:
-    folder: The folder.
+    folder: Model folder.
   """
   model_type = _read_json(Path(folder) / 'config.json').get('model_type')
   return model_type in families.TEXT_MODELS
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-  """Returns the contents of a config.json that `transformers` and vLLM read alike.
+  """Returns the contents of a config.json that `transformers` and vLLM can read.
 
   Args:
-    config: The model's shape.
-    dtype: The type of the tensors beside it, such as 'bfloat16'.
+    config: Config of the model.
+    dtype: Dtype of the tensors in the folder, such as 'bfloat16'.
   """
   spec = families.find_family(config.family)
   external = {} if config.family == spec.model_type else {FAMILY_KEY: config.family}
@@ -116,13 +116,13 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def load_config(folder: str | Path) -> ModelConfig:
-  """Reads a folder's config.json.
+  """Reads the `ModelConfig` of a model folder from its config.json.
 
   Args:
-    folder: The folder.
+    folder: Model folder.
 
   Raises:
-    FileNotFoundError: If there is none.
+    FileNotFoundError: If the folder has no config.json.
     ValueError: If a setting is not supported.
   """
   path = Path(folder) / 'config.json'
@@ -138,7 +138,7 @@ def load_config(folder: str | Path) -> ModelConfig:
     file = path.with_name(name)
     data = _read_json(file) if file.is_file() else {}
     if settings := data.get(key) if key else data:
-      from jaxrl.models.vision import patch_processor  # few models see images
+      from jaxrl.models.vision import patch_processor  # only for a vision tower
 
       vision = patch_processor.read_settings(config.vision, settings, str(file))
       return config.replace(vision=vision)
@@ -151,23 +151,23 @@ def load(
   """Loads a model.
 
   Args:
-    folder: The folder. Files in bfloat16 or float16 are widened.
-    value_head: None loads one if the folder has it; True makes a zero one if it has
-      none; False leaves it out.
+    folder: Model folder. Tensors in bfloat16 or float16 are converted to float32.
+    value_head: Whether to load a value head. None loads it if the folder has one; True
+      makes one of zeros if the folder has none; False loads none.
 
   Returns:
     The config, and the parameters as float32 numpy arrays.
 
   Raises:
     FileNotFoundError: If a file is missing.
-    ValueError: If a tensor is unknown, missing, given twice, or of another shape or
-      type than expected, or a setting in config.json is not supported. The message
-      names tensor and file.
+    ValueError: If a tensor is unknown, missing, duplicated, or has an unexpected shape
+      or dtype, or if a setting in config.json is not supported. The message names the
+      tensor and the file.
   """
   folder = Path(folder)
   config = load_config(folder)
   params, others = _load_tensors(folder, config, (LM_HEAD,))
-  if LM_HEAD in others:  # of a tied model: must say the same as the embedding
+  if LM_HEAD in others:  # a tied model's must equal the embedding
     file, spare = others[LM_HEAD]
     if not np.array_equal(spare, params['embedding']['table']):
       raise ValueError(
@@ -178,26 +178,26 @@ def load(
 
 
 def load_scorer(folder: str | Path) -> tuple[ModelConfig, Params]:
-  """Loads a reward model, with its head in the place of the value head.
+  """Loads a reward model, with its score head as the value head.
 
-  It is one of transformers' classes `Qwen2-`, `Qwen3-` and
-  `LlamaForSequenceClassification` with one label, or a folder with a value head written
-  by this project.
+  The model is a `Qwen2-`, `Qwen3-` or `LlamaForSequenceClassification` of transformers
+  with one label, or a folder with a value head that this project wrote.
 
   Args:
-    folder: The folder.
+    folder: Model folder.
 
   Returns:
     The config and the parameters.
 
   Raises:
-    ValueError: As `load`; or if there is neither head, or one of several labels.
+    ValueError: As in `load`; also if the folder has neither head, or if the score head
+      has several labels.
   """
   folder = Path(folder)
   check_scorer(folder)
   if not _is_classifier(folder):
     return load(folder)
-  config = load_config(folder).replace(tie_embeddings=True)  # no words are predicted
+  config = load_config(folder).replace(tie_embeddings=True)  # has no LM head
   params, others = _load_tensors(folder, config, (SCORE_HEAD, LM_HEAD))
   if SCORE_HEAD not in others:
     raise ValueError(f'{folder}: missing tensor {SCORE_HEAD}')
@@ -212,13 +212,13 @@ def load_scorer(folder: str | Path) -> tuple[ModelConfig, Params]:
 
 
 def check_scorer(folder: str | Path) -> None:
-  """Checks that a folder claims to contain a reward model.
+  """Checks by config.json and file names that a folder holds a reward model.
 
   Args:
-    folder: The folder.
+    folder: Model folder.
 
   Raises:
-    ValueError: If it does not.
+    ValueError: If the folder holds no reward model.
   """
   if not _is_classifier(Path(folder)) and not (Path(folder) / VALUE_HEAD).is_file():
     raise ValueError(
@@ -231,7 +231,7 @@ def pad_id(folder: str | Path) -> int | None:
   """Returns the padding token that a sequence classifier ignores at the end, if any.
 
   Args:
-    folder: The folder.
+    folder: Model folder.
   """
   if not _is_classifier(Path(folder)):
     return None
@@ -246,9 +246,9 @@ def _is_classifier(folder: Path) -> bool:
 def _load_tensors(
   folder: Path, config: ModelConfig, more: tuple[str, ...]
 ) -> tuple[Params, dict[str, tuple[Path, np.ndarray]]]:
-  """The parameters, and which of the tensors `more` there are beside, with their file.
+  """Reads the parameters, and those tensors named in `more` that exist.
 
-  Raises as `load`.
+  Returns the latter by name, each with its file. Raises the errors of `load`.
   """
   wanted = {tensor.name: tensor for tensor in hf_names.checkpoint_tensors(config)}
   params: Params = {}
@@ -288,12 +288,12 @@ def _load_tensors(
 
 
 def _text_name(name: str) -> str:
-  """A tensor's name in a folder of the text model alone."""
+  """Returns the name that a tensor has in a checkpoint of the text model alone."""
   return TEXT_PREFIX.sub(lambda match: match[1] or '', name, count=1)
 
 
 def _skipped(config: ModelConfig, name: str) -> str:
-  """What a tensor that the family leaves out belongs to, or ''."""
+  """Names the part of the model that a tensor the family skips belongs to, or ''."""
   if _layer_of(name) >= config.num_layers:
     return config.spec.later_layers
   patterns = config.spec.skipped_tensors.items()
@@ -303,7 +303,7 @@ def _skipped(config: ModelConfig, name: str) -> str:
 def _single_experts(
   tensors: Iterator[tuple[str, Path, np.ndarray]], wanted: Container[str]
 ) -> Iterator[tuple[str, Path, np.ndarray]]:
-  """Yields tensors, those that hold all experts of a layer as one for each expert."""
+  """Yields tensors, with those of all experts of a layer split into one per expert."""
   for name, file, array in tensors:
     match = None if name in wanted else FUSED_EXPERTS.fullmatch(name)
     if match is None or array.ndim != 3:
@@ -316,7 +316,7 @@ def _single_experts(
 
 
 def _layer_of(name: str) -> int:
-  """The number of the layer that a tensor belongs to; −1 for none."""
+  """Returns the index of the layer that a tensor belongs to; −1 for none."""
   match = re.match(r'model\.layers\.(\d+)\.', name)
   return int(match[1]) if match else -1
 
@@ -324,12 +324,12 @@ def _layer_of(name: str) -> int:
 def _unpacked(
   tensors: Iterator[tuple[str, Path, np.ndarray]], wanted: Container[str]
 ) -> Iterator[tuple[str, Path, np.ndarray]]:
-  """Yields tensors as they come, and those in MXFP4 once both of their halves have."""
+  """Yields tensors; dequantizes those in MXFP4 once both of their halves are read."""
   halves: dict[str, dict[str, np.ndarray]] = {}
   for name, file, array in tensors:
     whole, half = name, ''
     if array.dtype == np.uint8:
-      from jaxrl.models.families import mxfp4  # few checkpoints need it
+      from jaxrl.models.families import mxfp4  # only for MXFP4 checkpoints
 
       whole, half = mxfp4.split_name(name)
     if not half or whole not in wanted:
@@ -360,7 +360,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
-  """Yields (name, file, array), and checks that the index speaks the truth."""
+  """Yields (name, file, array), and checks the files against the index."""
   weight_map = None
   if (folder / INDEX).is_file():
     weight_map = _read_json(folder / INDEX).get('weight_map')
@@ -390,7 +390,7 @@ def _place(
   array: np.ndarray,
   file: Path,
 ) -> None:
-  """Puts one tensor of the checkpoint where it belongs in `params`."""
+  """Copies one tensor of the checkpoint to its place in `params`."""
   if array.shape != tensor.shape:
     raise ValueError(
       f'{file}: tensor {tensor.name} has shape {list(array.shape)}, '
@@ -435,22 +435,24 @@ def save(
   dtype: str = 'float32',
   max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-  """Writes a folder that `transformers`, vLLM and `load` read.
+  """Writes a model folder that `transformers`, vLLM and `load` can read.
 
-  The folder appears whole or not at all: an earlier model there is replaced at the end.
+  The folder is written atomically: a model that is already there is replaced only at
+  the end.
 
   Args:
-    folder: The folder.
-    config: The model's shape.
-    params: Numpy or JAX arrays.
-    tokenizer: Written beside; its special tokens are named in config.json.
-    dtype: 'float32', 'bfloat16' or 'float16'.
-    max_shard_bytes: A larger model is cut into several files with an index.
+    folder: Folder to write.
+    config: Config of the model.
+    params: Parameters, as numpy or JAX arrays.
+    tokenizer: Tokenizer to write too, or None. config.json names its special tokens.
+    dtype: Dtype of the tensors: 'float32', 'bfloat16' or 'float16'.
+    max_shard_bytes: Largest size of a weights file. A larger model is split into
+      several files with an index.
 
   Raises:
     FileExistsError: If the folder contains something that is not a model.
-    OSError: If the folder cannot be written, such as on a full disk.
-    ValueError: If a parameter has no place in a checkpoint, or the dtype is unknown.
+    OSError: If the folder cannot be written, for example because the disk is full.
+    ValueError: If a parameter has no tensor in a checkpoint, or the dtype is unknown.
   """
   folder = Path(folder)
   extra = sorted(_paths(params) - _expected_paths(config))
@@ -471,7 +473,7 @@ def save(
         settings |= save_tokenizer(fresh, tokenizer)
     (fresh / 'config.json').write_text(json.dumps(settings, indent=2) + '\n')
     if config.vision is not None:
-      from jaxrl.models.vision import patch_processor  # few models see images
+      from jaxrl.models.vision import patch_processor  # only for a vision tower
 
       processor = patch_processor.write_settings(config.vision)
       (fresh / IMAGES).write_text(json.dumps(processor, indent=2) + '\n')
@@ -486,7 +488,7 @@ def save(
 
 @contextlib.contextmanager
 def _as_os_errors(folder: Path) -> Iterator[None]:
-  """Raises the errors of `tokenizers`, which are plain exceptions, as OSErrors."""
+  """Converts I/O errors of `tokenizers`, which are plain exceptions, to OSErrors."""
   try:
     yield
   except Exception as error:
@@ -514,7 +516,7 @@ def _expected_paths(config: ModelConfig) -> set[str]:
 def _write_tensors(
   folder: Path, config: ModelConfig, params: Params, dtype: np.dtype, limit: int
 ) -> None:
-  """Writes the weights file by file, holding one file's tensors at a time."""
+  """Writes the weights file by file, with one file's tensors in memory at a time."""
   shards: list[list[hf_names.CheckpointTensor | hf_names.FusedTensor]] = [[]]
   size = total = 0
   for tensor in hf_names.checkpoint_tensors(config):
@@ -554,22 +556,22 @@ def _dtype_of(
 def _save_file(arrays: dict[str, np.ndarray], path: Path) -> None:
   try:
     save_file(arrays, path, metadata={'format': 'pt'})
-  except SafetensorError as error:  # a full disk comes as this
+  except SafetensorError as error:  # raised also if the disk is full
     raise OSError(f'could not write {path}: {error}') from error
 
 
 def export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the tensors of a checkpoint, views of `params` where those are numpy arrays.
+  """Yields the tensors of a checkpoint; those from numpy parameters may be views.
 
   Args:
-    config: The model's shape.
-    params: The parameters.
+    config: Config of the model.
+    params: Parameters.
 
   Returns:
     Names and arrays.
 
   Raises:
-    ValueError: If a parameter has another shape than the config asks for.
+    ValueError: If a parameter does not have the shape that the config requires.
   """
   for tensor in hf_names.checkpoint_tensors(config):
     yield tensor.name, _fetch(params, tensor)
@@ -578,7 +580,7 @@ def export(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarra
 def _fetch(
   params: Params, tensor: hf_names.CheckpointTensor | hf_names.FusedTensor
 ) -> np.ndarray:
-  """One tensor in the checkpoint's shape, from wherever `params` lives."""
+  """Returns one tensor in the shape of the checkpoint, as a numpy array on the host."""
   arrays = []
   for part in tensor.parts:
     leaf = params

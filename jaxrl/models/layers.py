@@ -1,8 +1,8 @@
 """The layers of a transformer as Flax NNX modules.
 
-Every parameter carries `axes`, the logical names of its axes, from which the sharding
-rules derive a sharding; None is an axis that is never sharded. Activations are named by
-`constrain(x, *names)` with the names batch, length, heads, kv_heads, mlp and vocab.
+Every parameter has `axes`, the logical names of its axes. The sharding rules map them
+to mesh axes; None is an axis that is never sharded. `constrain(x, *names)` names the
+axes of activations: batch, length, heads, kv_heads, mlp and vocab.
 """
 
 import functools
@@ -25,8 +25,8 @@ Feed = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 class RMSNorm(nnx.Module):
   """Computes x / rms(x) · scale over the last axis, or the last two, in float32.
 
-  A family whose norms are zero-centred has 1 + scale instead, where `zero_centred` lets
-  it.
+  If the family's norms are zero-centred, the factor is 1 + scale instead, unless
+  `zero_centred` is False.
   """
 
   def __init__(
@@ -46,7 +46,7 @@ class RMSNorm(nnx.Module):
     self.over = tuple(range(-len(shape), 0))
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Normalises the last axes."""
+    """Normalizes the last axes of x."""
     scale = self.scale[...] + self.offset if self.offset else self.scale[...]
     return (scale * normalized(x, self.eps, self.over)).astype(x.dtype)
 
@@ -55,12 +55,12 @@ def normalized(x: jax.Array, eps: float, over: tuple[int, ...] = (-1,)) -> jax.A
   """Computes x / rms(x).
 
   Args:
-    x: `[...]`.
-    eps: ε.
-    over: The axes of the mean.
+    x: Array `[...]`.
+    eps: Number ε that is added to the mean square.
+    over: Axes of the mean.
 
   Returns:
-    `[...]` float32.
+    Normalized array `[...]` float32.
   """
   wide = x.astype(jnp.float32)
   mean = jnp.mean(wide * wide, axis=over, keepdims=True)
@@ -70,7 +70,7 @@ def normalized(x: jax.Array, eps: float, over: tuple[int, ...] = (-1,)) -> jax.A
 class Linear(nnx.Module):
   """Maps x `[..., *inputs]` to `[..., *outputs]`; the kernel is `[*inputs, *outputs]`.
 
-  The product of adapters beside the kernel is never formed.
+  The product of the two LoRA factors is never materialized.
   """
 
   def __init__(
@@ -96,15 +96,15 @@ class Linear(nnx.Module):
     """Applies the kernel, the adapters and the bias.
 
     Args:
-      x: `[..., *inputs]`.
+      x: Inputs `[..., *inputs]`.
 
     Returns:
-      `[..., *outputs]`.
+      Outputs `[..., *outputs]`.
     """
     kernel = self.kernel[...].astype(x.dtype)
     inputs, outputs = kernel.shape[: self.num_inputs], kernel.shape[self.num_inputs :]
-    # Plain matrices: with more axes XLA's CPU backend copies transposes in the
-    # backward pass, a third of a train step's time.
+    # Reshape to plain matrices: with more axes, XLA's CPU backend copies transposes in
+    # the backward pass, which takes a third of the time of a train step.
     rows = x.shape[: x.ndim - self.num_inputs]
     x = x.reshape(-1, math.prod(inputs))
     y = x @ kernel.reshape(math.prod(inputs), -1)
@@ -117,7 +117,7 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-  """Projections around attention; the attention itself is the caller's."""
+  """The projections before and after attention, which the caller computes."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     width, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
@@ -153,13 +153,13 @@ class Attention(nnx.Module):
     """Computes queries, keys and values.
 
     Args:
-      x: `[..., D]`.
-      *rotation: A `rope.Rotation`.
+      x: Hidden states `[..., D]`.
+      *rotation: Elements of a `rope.Rotation`.
 
     Returns:
-      Rotated q `[..., H, d]`, rotated k and v `[..., K, d]`; None for k and v where a
-      layer reads those of another. Beside them, the output's gate `[..., H, d]` or
-      None.
+      `(q, k, v), gate`: rotated q `[..., H, d]`, rotated k and v `[..., K, d]`, which
+      are None if the layer reads those of another layer, and the output gate
+      `[..., H, d]` or None.
     """
     q = self.q(x)
     k = self.k(x) if self.has_keys else None
@@ -179,40 +179,42 @@ class Attention(nnx.Module):
     return checkpoint_name((q, k, v), 'qkv'), gate
 
   def output(self, out: jax.Array, gate: jax.Array | None) -> jax.Array:
-    """Computes what a layer adds to the residual stream.
+    """Computes the layer's update to the residual stream.
 
     Args:
-      out: `[..., H, d]`, the attention's output.
-      gate: From `project`.
+      out: Output of attention, `[..., H, d]`.
+      gate: Output gate from `project`.
 
     Returns:
-      `[..., D]`.
+      Update `[..., D]`.
     """
     return self.o(out if gate is None else out * jax.nn.sigmoid(gate))
 
 
-# What `attend` takes, and the output's gate or None.
+# The inputs of `attend`, and the output gate or None.
 Projected = tuple[tuple[Any, ...], jax.Array | None]
 
 
-LATENT_NORM_EPS = 1e-6  # which config.json does not change
+LATENT_NORM_EPS = 1e-6  # config.json has no setting for it
 
 
 class LatentAttention(nnx.Module):
   """Projections of latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-  A token's key and value are computed from a latent `[r]`; all heads share the rotated
-  part of the key, `[p]`. Both together, `[1, r + p]`, stand for keys in the cache, and
-  there are no values in it.
-  Over whole sequences, attention runs on keys and values that `expand` computes. Over a
-  cache it runs on the latents, one head of keys that are their own values: `absorb`
-  multiplies the queries by what the keys would have been, and `release` the output.
+  The key and value of a token are computed from a latent `[r]`; all heads share the
+  rotated part of the key, `[p]`. The cache holds the concatenation of both,
+  `[1, r + p]`, in place of keys, and no values.
+
+  Attention over whole sequences uses the keys and values from `expand`. Attention over
+  a cache uses the latents directly, as a single head whose keys are also its values:
+  `absorb` multiplies the queries by the up-projection of the keys, and `release`
+  multiplies the output by the up-projection of the values.
   """
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     width, heads, bias = config.hidden_size, config.num_heads, config.attention_bias
     latent, self.rotated = config.kv_latent, config.rope_dim
-    self.plain = config.head_dim - self.rotated  # of a head, the part that is not
+    self.plain = config.head_dim - self.rotated  # elements of a head without rotation
     q_axes, norm_axes = ('embed', 'heads', None), (None,)
     q_size, kv_size = (heads, config.head_dim), (heads, self.plain + config.value_dim)
     if inner := config.q_latent:
@@ -235,15 +237,15 @@ class LatentAttention(nnx.Module):
     self.factor = rope.latent_score_factor(config)
 
   def project(self, x: jax.Array, *rotation: jax.Array) -> 'Projected':
-    """Computes queries, and latents in the place of keys.
+    """Computes queries, and latents in place of keys.
 
     Args:
-      x: `[..., D]`.
-      *rotation: A `rope.Rotation`.
+      x: Hidden states `[..., D]`.
+      *rotation: Elements of a `rope.Rotation`.
 
     Returns:
-      `(q, latents, None for values), None for the output's gate`: q `[..., H, d]`, of
-      which the last p elements are rotated, and `[..., 1, r + p]`.
+      `(q, latents, None), None`: q `[..., H, d]`, whose last p elements are rotated,
+      latents `[..., 1, r + p]`, no values and no output gate.
     """
     cos, sin = rotation
     turn = {'cos': cos, 'sin': sin, 'interleaved': self.interleaved}
@@ -259,23 +261,23 @@ class LatentAttention(nnx.Module):
     return (*checkpoint_name((q, kept), 'qkv'), None), None
 
   def output(self, out: jax.Array, gate: None) -> jax.Array:
-    """Computes what a layer adds to the residual stream, `[..., D]`.
+    """Computes the layer's update to the residual stream, `[..., D]`.
 
     Args:
-      out: `[..., H, value_dim]`, the attention's output.
-      gate: None, as there is no gate.
+      out: Output of attention, `[..., H, value_dim]`.
+      gate: None, because there is no gate.
     """
     del gate
     return self.o(out)
 
   def expand(self, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes keys and values.
+    """Computes keys and values from latents.
 
     Args:
-      kept: `[..., 1, r + p]`.
+      kept: Latents `[..., 1, r + p]`.
 
     Returns:
-      k `[..., H, d]` and v `[..., H, value_dim]`.
+      Keys `[..., H, d]` and values `[..., H, value_dim]`.
     """
     latent, rotated = jnp.split(kept, [self.latent], axis=-1)
     plain, v = jnp.split(self.kv_b(latent[..., 0, :]), [self.plain], axis=-1)
@@ -283,13 +285,14 @@ class LatentAttention(nnx.Module):
     return jnp.concatenate([plain, rotated], axis=-1), v
 
   def absorb(self, q: jax.Array) -> jax.Array:
-    """Computes queries of latents.
+    """Computes queries that attend to latents in place of keys.
 
     Args:
-      q: `[..., H, d]`.
+      q: Queries `[..., H, d]`.
 
     Returns:
-      `[..., H, r + p]`; its products with latents are those of q with their keys.
+      Queries `[..., H, r + p]`. Their products with latents equal the products of `q`
+      with the keys of those latents.
     """
     plain, rotated = jnp.split(q, [self.plain], axis=-1)
     kernel, a, b = self._up(slice(None, self.plain), q.dtype)
@@ -300,13 +303,13 @@ class LatentAttention(nnx.Module):
     return jnp.concatenate([inner, rotated], axis=-1)
 
   def release(self, out: jax.Array) -> jax.Array:
-    """Computes the output of attention from that over latents.
+    """Computes the output of attention from the output over latents.
 
     Args:
-      out: `[..., H, r + p]`, whose last p elements are not read.
+      out: Output over latents, `[..., H, r + p]`; the last p elements are not read.
 
     Returns:
-      `[..., H, value_dim]`.
+      Output `[..., H, value_dim]`.
     """
     out = out[..., : self.latent]
     kernel, a, b = self._up(slice(self.plain, None), out.dtype)
@@ -317,7 +320,15 @@ class LatentAttention(nnx.Module):
     return values
 
   def _up(self, part: slice, dtype: Any) -> tuple[jax.Array, Any, Any]:
-    """Of kv_b's outputs of each head a part: the kernel, and A and the scaled B."""
+    """Slices the outputs of each head of kv_b: its kernel, and A and the scaled B.
+
+    Args:
+      part: Slice of the outputs of a head.
+      dtype: Dtype of the results.
+
+    Returns:
+      The kernel, and the LoRA factors A and B, or None for both.
+    """
     kv_b = self.kv_b
     kernel = kv_b.kernel[...][..., part].astype(dtype)
     if not kv_b.lora:
@@ -344,11 +355,11 @@ class MLP(nnx.Module):
     """Applies the MLP.
 
     Args:
-      x: `[..., D]`.
-      constrain: Places activations on a mesh.
+      x: Hidden states `[..., D]`.
+      constrain: Function that constrains the sharding of activations.
 
     Returns:
-      `[..., D]`.
+      Outputs `[..., D]`.
     """
     activation = ACTIVATIONS[self.activation]
     inner = checkpoint_name(activation(self.gate(x)) * self.up(x), 'mlp')
@@ -360,15 +371,13 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
   """One layer: attention and MLP, each added to the residual stream.
 
-  A gated DeltaNet may take the place of attention.
-
-  `feed(mlp, x [..., D]) -> (y [..., D], aux)` computes the MLP, or the mixture of
-  experts in its place, as the caller decides. The family says whether a norm stands
-  before each of the two, after it, or both; experts beside an MLP have norms of their
-  own before them.
+  A gated DeltaNet may replace attention, and a mixture of experts the MLP. The caller
+  passes `feed(mlp, x [..., D]) -> (y [..., D], aux)`, which computes the MLP or the
+  experts. The family determines whether norms come before or after attention and MLP,
+  or both. Experts beside an MLP have their own norms before them.
 
   Attributes:
-    config: The layer's config, with the fields of its kind.
+    config: Config of the layer, with the fields of its kind.
   """
 
   def __init__(
@@ -410,12 +419,12 @@ class Block(nnx.Module):
 
   @property
   def mixer(self) -> Any:
-    """The layer's `Attention`, or the gated DeltaNet in its place."""
+    """Returns the layer's attention module, or the gated DeltaNet in its place."""
     return self.delta if self.config.linear_attention else self.attention
 
   @property
   def attention_rules(self) -> dict[str, Any]:
-    """What the layer asks of attention beyond the usual, by its parameters' names."""
+    """Returns the options of `attention` that the layer sets, by parameter name."""
     config = self.config
     if config.linear_attention:
       return {}
@@ -429,7 +438,7 @@ class Block(nnx.Module):
 
   @property
   def cache_rules(self) -> dict[str, Any]:
-    """Likewise of attention over a cache."""
+    """Returns the options of attention over a cache, by parameter name."""
     if not self.config.kv_latent:
       return self.attention_rules
     return self.attention_rules | {'scale': self.config.head_dim**-0.5}
@@ -445,15 +454,15 @@ class Block(nnx.Module):
     """Runs the layer.
 
     Args:
-      x: `[..., D]`.
-      rotation: Of the positions.
-      attend: `(q, k, v) -> (out [..., H, d], aux)`; of a gated DeltaNet, `(q, k, v,
-        log_decay, beta) -> …`.
-      feed: Computes the MLP.
-      extra: `[..., P]`, the layer's own input, if it has one.
+      x: Hidden states `[..., D]`.
+      rotation: Rotation for the positions.
+      attend: Attention, `(q, k, v) -> (out [..., H, d], aux)`. For a gated DeltaNet it
+        takes `(q, k, v, log_decay, beta)`.
+      feed: Function that computes the MLP or the experts.
+      extra: Per-layer input `[..., P]`, if the layer has one.
 
     Returns:
-      The next x, and what attend and feed returned beside.
+      The next hidden states, and the aux values of `attend` and `feed`.
     """
     inputs, gate = self.project(x, *rotation)
     out, aux = attend(*inputs)
@@ -461,22 +470,22 @@ class Block(nnx.Module):
     return x, (aux, more)
 
   def project(self, x: jax.Array, *rotation: jax.Array) -> Projected:
-    """Computes what comes before attention: q, k and v, and the output's gate.
+    """Computes the inputs of attention and the output gate.
 
     Args:
-      x: `[..., D]`.
-      *rotation: Of the positions.
+      x: Hidden states `[..., D]`.
+      *rotation: Rotation for the positions.
     """
     if self.norms != 'after':
       x = self.attention_norm(x)
     return self.mixer.project(x, *rotation)
 
   def project_for_cache(self, x: jax.Array, *rotation: jax.Array) -> Projected:
-    """Computes what comes before attention over a cache: as `project`.
+    """Computes the inputs of attention over a cache and the output gate.
 
     Args:
-      x: `[..., D]`.
-      *rotation: Of the positions.
+      x: Hidden states `[..., D]`.
+      *rotation: Rotation for the positions.
     """
     (q, *others), gate = self.project(x, *rotation)
     q = self.attention.absorb(q) if self.config.kv_latent else q
@@ -492,18 +501,18 @@ class Block(nnx.Module):
     feed: Feed,
     over_cache: bool = False,
   ) -> tuple[jax.Array, Any]:
-    """Computes what comes after attention.
+    """Computes the rest of the layer from the output of attention.
 
     Args:
-      x: `[..., D]`.
-      out: `[..., H, d]`, the attention's output.
-      gate: `[..., H, d]`, the output's gate, if it has one.
-      extra: `[..., P]`, the layer's own input, if it has one.
-      feed: Computes the MLP.
-      over_cache: Whether the queries were those of `project_for_cache`.
+      x: Hidden states `[..., D]`.
+      out: Output of attention, `[..., H, d]`.
+      gate: Output gate `[..., H, d]`, if the layer has one.
+      extra: Per-layer input `[..., P]`, if the layer has one.
+      feed: Function that computes the MLP or the experts.
+      over_cache: Whether the queries came from `project_for_cache`.
 
     Returns:
-      The next layer's x, and what feed returned beside.
+      The next hidden states, and the aux value of `feed`.
     """
     if over_cache and self.config.kv_latent:
       out = self.attention.release(out)
@@ -526,16 +535,16 @@ class Block(nnx.Module):
 def embed(
   config: ModelConfig, table: jax.Array, tokens: jax.Array, dtype: str
 ) -> jax.Array:
-  """Looks up tokens.
+  """Looks up the embeddings of tokens.
 
   Args:
-    config: The model's shape.
-    table: `[V, D]`.
-    tokens: `[...]` int32.
-    dtype: The type of activations.
+    config: Config of the model.
+    table: Embedding table `[V, D]`.
+    tokens: Token ids `[...]` int32.
+    dtype: Dtype of activations.
 
   Returns:
-    `[..., D]`.
+    Embeddings `[..., D]`.
   """
   x = table[tokens].astype(dtype)
   if config.spec.scales_embeddings:
@@ -544,9 +553,9 @@ def embed(
 
 
 class Embedding(nnx.Module):
-  """The vocabulary's table, `[V, D]`, used to look up and to score.
+  """The table `[V, D]` of the vocabulary, for embeddings and for the LM head.
 
-  Adapters beside the one that scores are A `[D, rank]` and B `[rank, V]`.
+  The LoRA factors of an LM head are A `[D, rank]` and B `[rank, V]`.
   """
 
   def __init__(
@@ -564,7 +573,7 @@ class Embedding(nnx.Module):
 
 
 class ValueHead(nnx.Module):
-  """Maps hidden `[..., D]` to a value `[...]` float32; zero at first."""
+  """Maps hidden states `[..., D]` to values `[...]` float32; initialized to zero."""
 
   def __init__(self, config: ModelConfig):
     self.kernel = nnx.Param(jnp.zeros((config.hidden_size,)), axes=(None,))
@@ -574,9 +583,9 @@ class ValueHead(nnx.Module):
     """Computes values.
 
     Args:
-      hidden: `[..., D]`.
+      hidden: Hidden states `[..., D]`.
 
     Returns:
-      `[...]` float32.
+      Values `[...]` float32.
     """
     return hidden.astype(jnp.float32) @ self.kernel[...] + self.bias[...]

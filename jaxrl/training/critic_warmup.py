@@ -12,14 +12,14 @@ from jaxrl.training import optimizers
 from jaxrl.training.optimizers import OptimizerStateSpec
 from jaxrl.types import Array, Params
 
-VALUE_HEAD = 'value_head'  # the first key of its parameters
+VALUE_HEAD = 'value_head'  # top-level key of the value head's parameters
 
 
 def init_warmup_state() -> dict[str, Array]:
   """Returns the state before the first update.
 
-  Its 'updates' counts the updates of the warm-up, which only the moments of the value
-  head saw.
+  Its 'updates' counts the updates of the warm-up, which changed only the moments of the
+  value head.
   """
   return {'updates': jnp.zeros((), jnp.int32)}
 
@@ -33,19 +33,20 @@ def apply_gradients_with_warmup(
   warmup_state: dict[str, Array],
   state_spec: OptimizerStateSpec,
 ) -> tuple[Params, Any, dict[str, Array], dict[str, Array]]:
-  """Applies one optimizer update, to the value head alone during the warm-up.
+  """Applies one optimizer update; during the warm-up, to the value head alone.
 
-  The moments of other parameters are still zero when the warm-up ends. Their bias
-  correction starts then: their count is smaller by the updates of the warm-up.
+  The moments of the other parameters are still zero when the warm-up ends. Their bias
+  correction starts only then, because the updates of the warm-up are subtracted from
+  their step count.
 
   Args:
-    params: The trained parameters.
-    opt_state: The optimizer's state.
+    params: Trained parameters.
+    opt_state: Optimizer state.
     grads: Gradients of `params`.
-    hparams: As for `optimizers.apply_gradients`.
-    is_warmup: Boolean scalar.
-    warmup_state: The state of the warm-up.
-    state_spec: What fixes the optimizer's state.
+    hparams: As in `optimizers.apply_gradients`.
+    is_warmup: Whether this update belongs to the warm-up, a boolean scalar.
+    warmup_state: State of the warm-up.
+    state_spec: Options that fix the structure of the optimizer state.
 
   Returns:
     New parameters, new optimizer state, metrics, and the new state of the warm-up.
@@ -78,7 +79,7 @@ def apply_gradients_with_warmup(
 
 
 def _subtract_updates(opt_state: Any, updates: Array) -> Any:
-  """The state as if `updates` of the updates that it counts had not been."""
+  """Subtracts `updates` from every step count in an optimizer state."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x - updates if getattr(path[-1], 'name', '') == 'count' else x,
     opt_state,
@@ -86,7 +87,7 @@ def _subtract_updates(opt_state: Any, updates: Array) -> Any:
 
 
 def _join(head: Params, others: Params) -> Params:
-  """The value head of one tree with everything else of another."""
+  """Combines the value head of one tree with all other parameters of another."""
   return others | {VALUE_HEAD: head[VALUE_HEAD]}
 
 

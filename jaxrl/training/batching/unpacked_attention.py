@@ -1,10 +1,10 @@
-"""Unpacked attention computes the attention of packed rows with a row per sequence.
+"""Unpacked attention computes the attention of packed rows with one sequence per row.
 
 Layers run on packed rows, which hold a shared prompt once. Only queries, keys and
-values are spread over a rectangle `[B, T]`, a sequence per row, and the attention's
-output is collected from it. Where a packed row holds several sequences of similar
-lengths, that is fewer pairs of tokens, and kernels that know no shared prompts can
-compute it.
+values are unpacked to a padded batch `[B, T]` with one sequence per row, and the output
+of attention is packed again. If a packed row holds several sequences of similar
+lengths, the padded batch has fewer pairs of tokens. It also needs no kernel that
+supports shared prompts.
 """
 
 import dataclasses
@@ -21,16 +21,18 @@ from kernels.flash_attention import MIN_LENGTH
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UnpackedRows:
-  """Maps the slots of packed rows `[R, L]` to a rectangle `[B, T]` and back.
+  """Maps the slots of packed rows `[R, L]` to a padded batch `[B, T]` and back.
 
   Attributes:
-    source: `[B, T]` int32, r · L + c of the slot that holds a token, its own or that of
-      the shared prompt; −1 at padding.
-    origin: `[R, L]` int32, b · T + t of the token that a slot holds; −1 at padding.
-    segment_ids: `[B, T]` int32, 0 at padding.
-    shared: `[B]` int32, the number of tokens at the beginning of a row that lie in the
-      slots of row `first`; None where nothing is shared.
-    first: `[B]` int32, see `shared`.
+    source: Flat index r · L + c of the slot that holds each token, `[B, T]` int32; −1
+      at padding. Tokens of a shared prompt are in the slots of the prompt.
+    origin: Flat index b · T + t of the token that each slot holds, `[R, L]` int32; −1
+      at padding.
+    segment_ids: Segments `[B, T]` int32, 0 at padding.
+    shared: Number of tokens at the start of each row that share their slots with row
+      `first`, `[B]` int32. None if no prompt is shared.
+    first: Row that holds the slots of the shared tokens, `[B]` int32; the row itself if
+      it shares none. None if no prompt is shared.
   """
 
   source: Array
@@ -41,16 +43,17 @@ class UnpackedRows:
 
 
 def is_cheaper(rows: PackedRows, platform: str) -> bool:
-  """Returns True if attention on unpacked rows is less work, for acceptable memory.
+  """Returns True if attention on unpacked rows is less work and fits in memory.
 
-  The rectangle must have at most half of the packed rows' pairs of tokens, because the
-  packed rows leave out some of theirs, and spreading has a cost too. Its queries, keys
-  and values must be at most twice those of the packed rows, by which a micro-batch's
-  memory is measured. On an accelerator it must be long enough for a kernel.
+  The padded batch must have at most half as many pairs of tokens as the packed rows,
+  because attention on packed rows skips some pairs, and unpacking has a cost too. It
+  must have at most twice as many slots, because the memory of a micro-batch is
+  estimated from the packed rows. On an accelerator, it must be long enough for a
+  kernel.
 
   Args:
-    rows: The packed rows.
-    platform: 'cpu', 'gpu' or 'tpu'.
+    rows: Packed rows.
+    platform: Platform to compile for: 'cpu', 'gpu' or 'tpu'.
   """
   (count, length), (sequences, longest) = rows.origin.shape, rows.place.shape
   pairs, slots = sequences * longest**2, sequences * longest
@@ -59,17 +62,18 @@ def is_cheaper(rows: PackedRows, platform: str) -> bool:
 
 
 def unpack_rows(rows: PackedRows, segment_ids: Array) -> UnpackedRows:
-  """Returns the map from packed rows to a row per sequence.
+  """Returns the map from packed rows to one row per sequence.
 
   Args:
-    rows: The packed rows.
-    segment_ids: `[B, T]` of the rectangle; a row without slots has none.
+    rows: Packed rows.
+    segment_ids: Segments of the padded batch, `[B, T]` int32. Tokens without a slot get
+      segment 0.
   """
   rows = jax.tree.map(jnp.asarray, rows)
   has_output, source, shared, first = rows.place >= 0, rows.place, None, None
   if rows.prefix_ids is not None:
     own_row = jnp.arange(len(has_output), dtype=jnp.int32)
-    # No slot predicts the tokens of a shared prompt.
+    # No slot predicts the tokens of a shared prompt, so they have no output.
     shared = jnp.argmax(has_output, axis=1).astype(jnp.int32)
     head = jnp.maximum(rows.place[own_row, shared], 0)
     row, width = head // rows.origin.shape[1], rows.origin.shape[1]
@@ -89,17 +93,17 @@ def unpack_rows(rows: PackedRows, segment_ids: Array) -> UnpackedRows:
 def attend(
   unpacked: UnpackedRows, run: Callable[..., Array], q: Array, k: Array, v: Array
 ) -> Array:
-  """Computes the attention of packed rows on unpacked ones.
+  """Computes the attention of packed rows with one sequence per row.
 
   Args:
-    unpacked: From `unpack_rows`.
-    run: `(q, k, v, segment_ids) -> output`, attention on the rectangle.
-    q: `[R, L, H, d]`.
-    k: `[R, L, K, d]`.
-    v: `[R, L, K, d]`.
+    unpacked: Map from `unpack_rows`.
+    run: Attention on the padded batch, `(q, k, v, segment_ids) -> output`.
+    q: Queries `[R, L, H, d]`.
+    k: Keys `[R, L, K, d]`.
+    v: Values `[R, L, K, d]`.
 
   Returns:
-    `[R, L, H, d]`.
+    Output `[R, L, H, d]`.
   """
   q, k, v = (linear_call(_spread, _gather, unpacked, x) for x in (q, k, v))
   out = run(q, k, v, unpacked.segment_ids)
@@ -107,15 +111,15 @@ def attend(
 
 
 def _spread(unpacked: UnpackedRows, x: Array) -> Array:
-  """`[R, L, …]` → `[B, T, …]`; a shared prompt goes to all of its rows."""
+  """Unpacks `[R, L, …]` to `[B, T, …]`; a shared prompt is copied to all its rows."""
   return _take(x, unpacked.source)
 
 
 def _gather(unpacked: UnpackedRows, x: Array) -> Array:
-  """`_spread`, transposed: `[B, T, …]` → `[R, L, …]`.
+  """Computes the transpose of `_spread`, `[B, T, …]` → `[R, L, …]`.
 
-  Rows of one prompt are summed as wholes first: few large sums, where a sum by slots
-  would be many small ones, which a CPU does one after the other.
+  The rows that share a prompt are first summed as whole rows. A scatter-add by slots
+  would need many small sums, which a CPU computes one after the other.
   """
   if unpacked.shared is None:
     return _take(x, unpacked.origin)
@@ -126,12 +130,12 @@ def _gather(unpacked: UnpackedRows, x: Array) -> Array:
 
 
 def _collect(unpacked: UnpackedRows, x: Array) -> Array:
-  """`[B, T, …]` → `[R, L, …]`; of a shared prompt, what its first row has."""
+  """Packs `[B, T, …]` to `[R, L, …]`; a shared prompt is taken from its first row."""
   return _take(x, unpacked.origin)
 
 
 def _return(unpacked: UnpackedRows, x: Array) -> Array:
-  """`_collect`, transposed: `[R, L, …]` → `[B, T, …]`."""
+  """Computes the transpose of `_collect`, `[R, L, …]` → `[B, T, …]`."""
   tokens = _take(x, unpacked.source)
   if unpacked.shared is None:
     return tokens
@@ -142,7 +146,7 @@ def _return(unpacked: UnpackedRows, x: Array) -> Array:
 
 
 def _take(x: Array, places: Array) -> Array:
-  """Of `x` with its first two axes as one, those at `places`; 0 at −1."""
+  """Gathers `x` at flat indices into its first two axes; −1 gives 0."""
   taken = x.reshape(-1, *x.shape[2:])[jnp.maximum(places, 0)]
   return jnp.where(_wide(places >= 0, taken), taken, 0)
 
