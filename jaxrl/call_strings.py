@@ -226,10 +226,10 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _options(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-  """The keyword-only parameters of `fn` by name, private ones left out.
+  """Returns the keyword-only parameters of `fn` by name, without private ones.
 
-  Private ones are others' business: ray writes one into the signature of the methods
-  of every class that it has made an actor of.
+  Private parameters are not options: Ray adds one to the signature of the methods of
+  every class that it turns into an actor.
   """
   return {
     name: parameter
@@ -445,7 +445,7 @@ def _check_value(parameter: inspect.Parameter, value: Any, where: str) -> None:
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-  """Values of a `Literal`, also inside a union; empty when there is none."""
+  """Returns the values of a `Literal`, also inside a union; empty if there is none."""
   if typing.get_origin(annotation) is typing.Literal:
     return typing.get_args(annotation)
   nested_choices = (

@@ -197,7 +197,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _field(value: Any, hint: Any) -> Any:
-  """The value to store: a mapping as a section, a typed reference where None may be.
+  """Converts a value to a config field: a section, or a typed reference if optional.
 
   Calls are stored as texts, which `launch.settings` parses.
   """
@@ -217,7 +217,7 @@ def _field(value: Any, hint: Any) -> Any:
 
 
 def _kind(hint: Any) -> tuple[type | None, bool]:
-  """`float | None` → (float, True); what is not one plain type → (None, …)."""
+  """Splits a hint: `float | None` → (float, True); (None, …) if it is no plain type."""
   members = [hint]
   if typing.get_origin(hint) in (typing.Union, types.UnionType):
     members = list(typing.get_args(hint))

@@ -80,7 +80,7 @@ def response_length(rows: SampleRows) -> int:
 
 
 def is_truncated(rows: SampleRows) -> bool:
-  """Tells whether a sample was cut short.
+  """Returns whether a sample was cut short.
 
   Args:
     rows: The rows of one sample.

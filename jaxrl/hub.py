@@ -150,7 +150,7 @@ class HubRepo:
 
   @property
   def is_cached(self) -> bool:
-    """Whether it was taken from the cache, without a connection."""
+    """Returns whether the snapshot came from the cache, without a connection."""
     return self._cached is not None
 
   def read_text(self, file: str) -> str:
@@ -263,7 +263,7 @@ def _weight_files(repo: HubRepo) -> Iterator[str]:
 
 
 def _is_unreachable(error: Exception) -> bool:
-  """Whether an error says that there is no connection, or none is wanted."""
+  """Returns whether an error means that there is no connection, or none is wanted."""
   import httpx
   from huggingface_hub import errors
 

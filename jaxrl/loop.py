@@ -38,7 +38,7 @@ class TrainsOnGroups(Protocol):
 
   @property
   def params(self) -> Any:
-    """The newest parameters."""
+    """Returns the newest parameters."""
     ...
 
   async def update(self, groups: list[Group]) -> Metrics:

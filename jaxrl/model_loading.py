@@ -119,7 +119,7 @@ def random_config(
 
 
 def _family(family: ComponentCall | str) -> tuple[str, dict[str, Any]]:
-  """The name of a family, and the fields that its options give it."""
+  """Returns the name of a family, and the config fields that its options set."""
   call = as_call(family)
   name, where = call.name, f'model.random={call}'
   if ':' not in name and name not in families.family_names():

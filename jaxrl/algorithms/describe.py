@@ -68,13 +68,13 @@ def source(text: str) -> str:
 
 
 def _row(name: str, text: str, width: int, defaults: str | None = None) -> str:
-  """Name, text and source in columns; the text goes on below where it is too long.
+  """Formats name, text and source in columns; a long text is wrapped below itself.
 
   Args:
     name: The name.
     text: The text, with the source in brackets.
-    width: Of the column of names.
-    defaults: What a last column says; None for no such column.
+    width: Width of the column of names.
+    defaults: Text of a last column; None for no such column.
   """
   where = source(text)
   number = re.search(r'\d{4}\.\d{5}', where)
@@ -112,7 +112,7 @@ def algorithms(locations: Iterable[str] = ()) -> str:
 
 
 def _saying(spec: str) -> str:
-  """The summary without the name that it begins with."""
+  """Returns an algorithm's summary without the name at its start."""
   head, colon, rest = summary(spec).partition(': ')
   return rest if colon else head
 

@@ -121,27 +121,27 @@ class ChatTokenizer:
 
   @property
   def stop_token_ids(self) -> tuple[int, ...]:
-    """The tokens that end a reply."""
+    """Returns the tokens that end a reply."""
     return self.turn_end.stop_ids
 
   @property
   def end_id(self) -> int:
-    """The token with which the template, or else the tokenizer, ends a reply."""
+    """Returns the token that ends a reply in the template, or else in the tokenizer."""
     return self.turn_end.closing_id
 
   @property
   def tool_format(self) -> ToolFormat | None:
-    """How the template writes tool calls; None if it writes none that are known."""
+    """Returns the template's format of tool calls; None if it is not a known one."""
     return self._find_format('calls', detect_tool_format)
 
   @property
   def thought_format(self) -> ThoughtFormat | None:
-    """How the template writes thoughts; None if it knows none."""
+    """Returns the template's format of thoughts; None if it has none that is known."""
     return self._find_format('thoughts', detect_thought_format)
 
   @property
   def format_names(self) -> dict[str, str]:
-    """The names of `tool_format` and `thought_format`, for those that are known."""
+    """Returns the names of `tool_format` and `thought_format`, as far as known."""
     found = {'tool_format': self.tool_format, 'thought_format': self.thought_format}
     return {key: one.name for key, one in found.items() if one is not None}
 
@@ -220,7 +220,7 @@ class ChatTokenizer:
 
   @property
   def generation_prompt(self) -> str:
-    """What the template writes before a reply, such as `<|im_start|>assistant`."""
+    """Returns the template's text before a reply, such as `<|im_start|>assistant`."""
     if self._generation_prompt is None:
       texts = [self.opening(), self._template.render([QUESTION], prompt=True)]
       self._generation_prompt = texts[1][len(os.path.commonprefix(texts)) :]
@@ -444,7 +444,7 @@ class ChatTokenizer:
 
   @property
   def _anchor(self) -> str:
-    """The token that ends a turn, after which text is encoded by itself."""
+    """Returns the token that ends a turn; the text after it is encoded separately."""
     return self.tokenizer.convert_ids_to_tokens(self.end_id)
 
   def _encode_after(
@@ -566,7 +566,7 @@ class ChatTokenizer:
     return self._template.render([QUESTION, message], prompt=False)
 
   def _reads_calls(self, message: Message, text: str) -> bool:
-    """Whether the calls of a message are read again from the text of a reply."""
+    """Returns whether parsing the text of a reply gives the message's tool calls."""
     functions = [call.get('function') or call for call in message['tool_calls']]
     calls = [
       {'name': one['name'], 'arguments': read_arguments(one.get('arguments'))}

@@ -48,12 +48,12 @@ class Image:
 
   @functools.cached_property
   def digest(self) -> str:
-    """The SHA-256 of `png` in hexadecimal, which names the image."""
+    """Returns the SHA-256 of `png` in hexadecimal, which identifies the image."""
     return hashlib.sha256(self.png).hexdigest()
 
   @property
   def mark(self) -> str:
-    """What stands for the image in JSON."""
+    """Returns the string that stands for the image in JSON."""
     return MARK + self.digest
 
   def array(self) -> np.ndarray:

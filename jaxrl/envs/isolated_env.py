@@ -51,7 +51,7 @@ class IsolatedEnv:
 
   @property
   def isolated_class(self) -> Any:
-    """What the child process builds, which errors name in place of this class."""
+    """Returns the class that the child process builds; errors name it, not this one."""
     return call_strings.resolve(self._target)
 
   def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Any:

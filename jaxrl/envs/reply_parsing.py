@@ -71,7 +71,7 @@ class CodeBlock:
 
   @property
   def is_python(self) -> bool:
-    """Whether it is labelled as Python."""
+    """Returns whether the block is labelled as Python."""
     return re.fullmatch(r'py|python[\d.]*|py\d', self.language) is not None
 
 

@@ -81,7 +81,7 @@ def k3(logprobs: Array, ref_logprobs: Array, *, coef: float = 1.0) -> Array:
 
 
 def _excess(d: Array) -> Array:
-  """e^d − 1 − d. Near 0 float32 would cancel nearly all of it: a series there."""
+  """Computes e^d − 1 − d, as a series near 0, where float32 would cancel."""
   near = jnp.abs(d) < 0.3
   x = jnp.where(near, d, 0)
   series = 0.0

@@ -102,5 +102,5 @@ def rescale(
 
 
 def _module(array: Any) -> Any:
-  """jax.numpy for what is JAX's, numpy for the rest."""
+  """Returns jax.numpy for a JAX array, and numpy for any other."""
   return jnp if isinstance(array, jax.Array) else np

@@ -251,7 +251,7 @@ def attend(
   values = tuple(_pad(v, count) for v in v_chunks)
 
   def sequences(q, positions, index):
-    """[S, T, …] of the rows from index · SEQUENCES on."""
+    """Computes attention `[S, T, …]` of the sequences from index · SEQUENCES on."""
 
     def tile(q, positions):  # time first: [QUERIES, S, …]
       q, positions = q.swapaxes(0, 1), positions.swapaxes(0, 1)
@@ -411,14 +411,14 @@ def _tile(
 
 
 def _pad(x: jax.Array, count: int) -> jax.Array:
-  """Zeros after the last row, up to `count` rows."""
+  """Pads with zeros after the last row, up to `count` rows."""
   return jnp.pad(x, ((0, count - len(x)), *((0, 0),) * (x.ndim - 1)))
 
 
 def _in_turns(
   function: Callable[..., Any], size: int, arrays: tuple[jax.Array | None, ...]
 ) -> Any:
-  """function(*arrays) for `size` of the rows at a time, joined."""
+  """Computes function(*arrays) for `size` rows at a time, and joins the results."""
   first = arrays[0]
   assert first is not None  # which has the number of rows
   length = len(first)

@@ -148,7 +148,7 @@ class GatedDeltaNet(nnx.Module):
   def _unit_length(
     self, q: jax.Array, k: jax.Array, v: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries of length dk^−½ and keys of length 1, in float32."""
+    """Normalizes queries to length dk^−½ and keys to length 1, in float32."""
     q, k = (x.astype(jnp.float32) for x in (q, k))
     q, k = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     return q * q.shape[-1] ** -0.5, k, v

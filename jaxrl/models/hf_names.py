@@ -50,7 +50,7 @@ class CheckpointTensor:
 
   @property
   def _matrix(self) -> tuple[int, ...]:
-    """The shape of a kernel with its inputs as one axis, and its outputs."""
+    """Returns the kernel's shape with one axis of inputs and one of outputs."""
     lead, end = self.lead, self.lead + self.num_inputs
     sizes = math.prod(self.inner[lead:end]), math.prod(self.inner[end:])
     return (*self.inner[:lead], *sizes)
@@ -118,11 +118,11 @@ class ConvolutionTensor(CheckpointTensor):
     return (*self.inner[self.num_inputs :], *self.inner[: self.num_inputs])
 
   def from_hf(self, array: np.ndarray) -> np.ndarray:
-    """See `CheckpointTensor.from_hf`."""
+    """Converts an array as `CheckpointTensor.from_hf` does."""
     return super().from_hf(array.reshape(self._matrix[::-1]))
 
   def to_hf(self, array: np.ndarray) -> np.ndarray:
-    """See `CheckpointTensor.to_hf`."""
+    """Converts an array as `CheckpointTensor.to_hf` does."""
     return super().to_hf(array).reshape(self.shape)
 
 
@@ -147,7 +147,7 @@ class FusedTensor:
 
   @property
   def _axis(self) -> int:
-    """The axis of outputs, from the last."""
+    """Returns the axis of outputs, counted from the last."""
     first = self.parts[0]
     if first.depthwise:
       return -3
@@ -188,7 +188,7 @@ class FusedTensor:
 
 
 def _in_turns(array: Any, axis: int, turns: int) -> Any:
-  """An array with its axis, from the last, as two: turns and what is in each."""
+  """Splits an axis, counted from the last, into two: turns and the elements of each."""
   end = array.ndim + axis
   return array.reshape(*array.shape[:end], turns, -1, *array.shape[end + 1 :])
 
@@ -220,7 +220,7 @@ def checkpoint_tensors(config: ModelConfig) -> list[CheckpointTensor | FusedTens
 
 
 def _tower_tensors(spec: families.FamilySpec, tree: Any) -> list[CheckpointTensor]:
-  """The tensors of a vision tower."""
+  """Returns the tensors of a vision tower."""
   tensors = []
   for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
     path = tuple(key.key for key in keys)
@@ -240,7 +240,7 @@ def _tower_tensors(spec: families.FamilySpec, tree: Any) -> list[CheckpointTenso
 def _layer_tensors(
   config: ModelConfig, layer: int, tree: Any, where: tuple[str, ...], place: int
 ) -> list[CheckpointTensor | FusedTensor]:
-  """The tensors of one layer, whose parameters are at `place` of a stack."""
+  """Returns the tensors of a layer whose parameters are at index `place` of a stack."""
   by_name: dict[str, list[CheckpointTensor]] = {}
   turns: dict[str, int] = {}
   order = {name: i for i, name in enumerate(config.spec.layer_tensors)}

@@ -96,7 +96,7 @@ def empty(
 
 
 def _empty_states(config: ModelConfig, num_slots: int, dtype: str) -> dict[str, list]:
-  """The states of gated DeltaNets, () for other layers."""
+  """Returns the zero states of gated DeltaNets; () for other layers."""
   cache: dict[str, list] = {name: [] for name in ('state', 'conv')}
   for layer in config.layer_configs:
     heads, keys = layer.linear_value_heads, layer.linear_key_dim
@@ -162,7 +162,7 @@ def keep(
   window: int = 0,
   lengths: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-  """Lays out keys and values of a prefill as a cache has them.
+  """Rearranges keys and values of a prefill into the layout of the cache.
 
   Args:
     k: `[P, T, K, d]`; None for a layer that has none of its own.
@@ -193,7 +193,7 @@ def keep(
 def keep_states(
   state: jax.Array, inputs: tuple[jax.Array, ...], lengths: jax.Array, taps: int
 ) -> dict[str, jax.Array]:
-  """Lays out what a gated DeltaNet keeps of a prefill as a cache has it.
+  """Rearranges the states of a gated DeltaNet after a prefill into the cache's layout.
 
   Args:
     state: `[P, H, dk, dv]`, after the last token of each row.

@@ -77,7 +77,7 @@ def _make(
 def _definition(
   kind: Callable[..., nnx.Module], config: ModelConfig
 ) -> tuple[Any, Any]:
-  """The module's graph and its abstract state."""
+  """Returns the module's graph and its abstract state."""
   make = functools.partial(_make, kind, config)
   return nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
 
@@ -367,7 +367,7 @@ def _run_periods(
 
 
 def _fold(tree: Any, repeats: int) -> Any:
-  """`[repeats · n, …]` → `[repeats, n, …]`."""
+  """Reshapes `[repeats · n, …]` to `[repeats, n, …]`."""
   return jax.tree.map(lambda x: x.reshape(repeats, -1, *x.shape[1:]), tree)
 
 

@@ -106,7 +106,7 @@ def trainable_params(config: ModelConfig, params: Params) -> Params:
 
 
 def _part(params: Params, is_chosen: Callable[[Any], bool]) -> Params:
-  """The parameters whose paths are chosen, a tree with fewer branches."""
+  """Returns the subtree of the parameters whose paths are chosen."""
   selected: Params = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     if is_chosen(path):

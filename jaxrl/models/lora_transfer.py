@@ -147,7 +147,7 @@ def save_peft(
 
 
 def _branch(params: Params, path: tuple[str, ...]) -> Params:
-  """The branch of a tree at a path; empty if there is none."""
+  """Returns the branch of a tree at a path; {} if there is none."""
   for key in path:
     params = params.get(key, {})
   return params

@@ -118,7 +118,7 @@ def _longrope_factor(
   short_factor: tuple[float, ...],
   long_factor: tuple[float, ...],
 ) -> float:
-  """The factor on cosine and sine of a model whose longest sequence has grown."""
+  """Returns the factor on cosine and sine for a model with an extended context."""
   del short_factor, long_factor
   if attention_factor is not None:
     return attention_factor

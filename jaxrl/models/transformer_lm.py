@@ -257,7 +257,7 @@ class TransformerLM:
     return ends.norm(x), kept
 
   def _exact_rows(self) -> Callable[..., tuple[jax.Array, caches.PrefillKV | None]]:
-    """`(params, tokens, lengths, keep_cache=…) -> …` of `exact.run_rows`."""
+    """Returns `exact.run_rows` as `(params, tokens, lengths, keep_cache=…) -> …`."""
     parts, unroll = (self.config, self._enter, self._layer), self.scan_unroll
     return functools.partial(exactly.run_rows, *parts, unroll=unroll)
 
@@ -528,12 +528,12 @@ class TransformerLM:
     return rope.rotations(self.config, positions) if self.exact is None else None
 
   def _kernels(self) -> dict[str, Any]:
-    """How attention chooses its kernel, and runs it on a mesh."""
+    """Returns the options by which attention chooses its kernel and runs on a mesh."""
     shard = getattr(self.constrain, 'shard', None)
     return {'kernels': self.kernels, 'platform': self.platform, 'shard': shard}
 
   def _tokenwise(self, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:
-    """function(*arrays), arrays `[N, …]` or None, in the mode of this model."""
+    """Runs function(*arrays) on arrays `[N, …]` or None, in the mode of this model."""
     if self.exact is None:
       return function(*arrays)
     return self.exact.tokenwise(function, *arrays)
@@ -541,7 +541,7 @@ class TransformerLM:
   def _enter(
     self, params: Params, tokens: jax.Array, positions: jax.Array
   ) -> tuple[jax.Array, dict[str, rope.Rotation], jax.Array | None]:
-    """Tokens `[N]` → states `[N, D]`, their rotations, inputs of layers `[N, L, P]`."""
+    """Embeds tokens `[N]`: states `[N, D]`, rotations, per-layer inputs `[N, L, P]`."""
     ends = layer_stack.embedding_and_head(self.config, params)
 
     def start(tokens, positions):
@@ -559,7 +559,7 @@ class TransformerLM:
     attend: Callable[..., tuple[jax.Array, Any]],
     extra: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple[Any, Any]]:
-    """One layer for states `[N, D]`; as a `Block`."""
+    """Runs one layer on states `[N, D]`, as `Block` does."""
     rotation = rotations[rope.rotation_key(block.config)]
     inputs, gate = self._tokenwise(block.project_for_cache, x, *rotation)
     out, aux = attend(*inputs)
@@ -570,7 +570,7 @@ class TransformerLM:
   def _feed(
     self, mlp: Any, x: jax.Array, routed: jax.Array | None = None
   ) -> tuple[jax.Array, Any]:
-    """The MLP or the experts of states `[..., D]`; beside, the experts taken.
+    """Computes the MLP or experts of states `[..., D]`; also returns the experts taken.
 
     States `[N, D]`, of decode and the exact mode, are whole on each device.
     """
@@ -582,7 +582,7 @@ class TransformerLM:
     return mlp(x, functools.partial(mix, way), routed, self.constrain)
 
   def _last(self, params: Params, x: jax.Array) -> jax.Array:
-    """The last layer's output `[N, D]` → logits `[N, V]` float32."""
+    """Computes logits `[N, V]` float32 from the last layer's output `[N, D]`."""
     ends = layer_stack.embedding_and_head(self.config, params)
     return self._tokenwise(lambda x: self.logits(params, ends.norm(x)), x)
 

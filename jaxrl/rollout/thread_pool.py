@@ -112,7 +112,7 @@ class _ProcessGuard:
     stream.close = close_outside_calls
 
   def _is_in_call(self) -> bool:
-    """Whether this is a thread of the run and runs a call."""
+    """Returns whether this thread is in a call; False in a forked process."""
     return getattr(self._thread, 'in_call', False) and os.getpid() == self._pid
 
   @contextlib.contextmanager

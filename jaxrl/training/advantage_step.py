@@ -104,7 +104,7 @@ def _score(
   batch: Batch,
   hparams: HParams,
 ) -> tuple[Batch, BatchFields]:
-  """The batch with its scored fields, and the fields that only this step reads."""
+  """Returns the batch with its scored fields, and the fields only this step reads."""
   options = {name: True for name in ('entropy', 'nec') if name in spec.advantage_fields}
   score_policy = bool(options) or bool(spec.scored_fields & {'old_logprobs', 'values'})
   score_reference = 'ref_logprobs' in spec.scored_fields
@@ -161,7 +161,7 @@ def _update_kl_controller(
   state: dict[str, Any],
   hparams: HParams,
 ) -> tuple[dict[str, Any], StepMetrics]:
-  """The KL controller's next state, and the coefficient that holds for this batch.
+  """Returns the KL controller's next state, and metrics with this batch's coefficient.
 
   The controller gets the KL term's estimate at coefficient 1, of the behaviour policy
   from the reference, averaged over sampled tokens.
@@ -201,7 +201,7 @@ def _kl_penalty(
   state: dict[str, Any],
   hparams: HParams,
 ) -> Array | None:
-  """`[B, T]` what is subtracted from the rewards; 0 where the policy did not sample."""
+  """Computes the penalty `[B, T]` on rewards; 0 where the policy did not sample."""
   part = spec.algorithm.kl_penalty
   if part is None:
     return None
@@ -219,7 +219,7 @@ def _advantages_of_all_rows(
   state: dict[str, Any],
   hparams: HParams,
 ) -> tuple[Advantages, StepMetrics]:
-  """The advantages of rollouts and of offline rows, and their metrics."""
+  """Computes the advantages of rollouts and of offline rows, and their metrics."""
   singletons = singleton_rows(spec.algorithm, fields)
   others = mask_out_rows(fields, singletons)
   result = _compute_advantages(spec, others, penalty, state, hparams)

@@ -97,7 +97,7 @@ class Checkpointer:
 
   @property
   def latest_step(self) -> int | None:
-    """The step of the newest complete checkpoint, or None."""
+    """Returns the step of the newest complete checkpoint, or None."""
     return max(self._steps(), default=None)
 
   def _steps(self) -> list[int]:

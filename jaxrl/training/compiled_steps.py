@@ -164,7 +164,7 @@ def _trace_train_step(
 def _advantage_step_arguments(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
 ) -> tuple[Any, ...]:
-  """Shapes and shardings of the advantage step's arguments, without the plan."""
+  """Returns shapes and shardings of the advantage step's arguments except the plan."""
   state = state_shapes(spec, mesh)
   return (
     state.params,
@@ -178,7 +178,7 @@ def _advantage_step_arguments(
 def _train_step_arguments(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
 ) -> tuple[TrainState, Batch, Any, HParams]:
-  """Shapes and shardings of the train step's arguments."""
+  """Returns shapes and shardings of the train step's arguments."""
   batch = batch_shapes(spec, mesh, shape)
   if spec.has_advantage_step:
     # The fields are the same whether or not the model runs on packed rows.

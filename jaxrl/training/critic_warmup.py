@@ -18,8 +18,8 @@ VALUE_HEAD = 'value_head'  # top-level key of the value head's parameters
 def init_warmup_state() -> dict[str, Array]:
   """Returns the state before the first update.
 
-  Its 'updates' counts the updates of the warm-up, which changed only the moments of the
-  value head.
+  Its 'updates' counts the updates of the warm-up, in which only the moments of the
+  value head change.
   """
   return {'updates': jnp.zeros((), jnp.int32)}
 

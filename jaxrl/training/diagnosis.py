@@ -101,10 +101,10 @@ def _always_rewarded(rows: Rows) -> bool:
 
 
 def _groups_have_no_spread(rows: Rows) -> bool:
-  """Whether most steps had no advantages, although rewards differ between groups.
+  """Returns whether most steps lacked advantages, although groups' rewards differ.
 
-  A step whose groups have no spread, and which has advantages all the same, is of an
-  algorithm that does not compare the samples of a group.
+  If a step has advantages although no group has spread, its algorithm does not compare
+  the samples of a group.
   """
   if _rewards_are_constant(rows) or _later(rows, 'reward/groups_without_spread') < 0.9:
     return False

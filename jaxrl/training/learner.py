@@ -154,7 +154,10 @@ class Learner:
 
   @property
   def params(self) -> Params:
-    """The newest parameters. The next update donates them: copy what must last."""
+    """Returns the newest parameters.
+
+    The next update donates them: copy those that must outlive it.
+    """
     return self._state.params
 
   async def inference_params(self) -> Params:
@@ -172,19 +175,19 @@ class Learner:
     return self._inference_params.merge(self._params_on_device())
 
   def _params_on_device(self) -> Params:
-    """The parameters on the devices, even while they are offloaded."""
+    """Returns the parameters on the devices, even while they are offloaded."""
     if self._device_shardings is None:
       return self.params
     return jax.device_put(self.params, self._device_shardings['state'].params)
 
   @property
   def model(self) -> TransformerLM:
-    """The model, with its activations pinned to the learner's mesh."""
+    """Returns the model, with its activations pinned to the learner's mesh."""
     return self._spec.model
 
   @property
   def advantages(self) -> jax.Array | None:
-    """The advantages of the last batch, `[B, T]`.
+    """Returns the advantages of the last batch, `[B, T]`.
 
     Rows are in the order of its groups, then padding. They stay on the devices until
     read. None before any batch, and for algorithms without advantages.
@@ -193,7 +196,7 @@ class Learner:
 
   @property
   def old_logprobs(self) -> jax.Array | None:
-    """The learner's own log-probs of the last batch before its update, `[B, T]`.
+    """Returns the learner's log-probs of the last batch before its update, `[B, T]`.
 
     Rows are as those of `advantages`. None if the algorithm does not score them.
     """
@@ -201,7 +204,7 @@ class Learner:
 
   @property
   def algorithm_state(self) -> dict[str, Any]:
-    """What stateful components carry from batch to batch, by component."""
+    """Returns the state that components carry from batch to batch, by component."""
     return self._state.algorithm_state
 
   def set_algorithm(self, algorithm: Algorithm) -> None:
@@ -338,13 +341,13 @@ class Learner:
     return arrays
 
   def _checkpoint_arrays(self) -> dict[str, Any]:
-    """What a checkpoint holds: everything that is trained, and the reference."""
+    """Returns the arrays of a checkpoint: all that is trained, and the reference."""
     params = lora.trainable_params(self._spec.model.config, self.params)
     return {**self._arrays(), 'state': dataclasses.replace(self._state, params=params)}
 
   @functools.cached_property
   def _frozen_fingerprint(self) -> int | None:
-    """A sum over the bits of what is frozen; None if nothing is."""
+    """Returns a sum over the bits of the frozen parameters; None if there are none."""
     config = self._spec.model.config
     if lora.trains_all(config):
       return None
@@ -352,13 +355,13 @@ class Learner:
 
   @property
   def device_arrays(self) -> dict[str, Any]:
-    """What it holds on its devices between updates, by part; shapes if it has those."""
+    """Returns the arrays held on devices between updates, by part, or their shapes."""
     teachers = {} if self.teachers is None else {'teachers': self.teachers.params}
     return self._arrays() | teachers
 
   @property
   def warmup_shapes(self) -> list[BatchShape]:
-    """The shapes of usual batches, which warm-up compiles for.
+    """Returns the shapes of usual batches, which warm-up compiles for.
 
     There are none if the model sees images: their sizes are not known before.
     """
@@ -412,7 +415,7 @@ class Learner:
     return shape, programs | {'train': compiled.train_step(shape)}
 
   def _hparams(self) -> dict[str, Any]:
-    """The traced options, as arrays of fixed dtypes."""
+    """Returns the traced options, as arrays of fixed dtypes."""
     if self.optimizer.spec.state_spec != self._spec.optimizer_state:
       raise ValueError('only the numbers of an optimizer can change in a run')
     hparams = {
@@ -428,7 +431,7 @@ class Learner:
   def _compiled_steps(
     self, shape: BatchShape
   ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-    """The compiled (advantage step or None, train step) for a shape."""
+    """Returns the compiled (advantage step or None, train step) for a shape."""
     if shape not in self._compiled_shapes:
       monitoring.log_recompile(shape, self._compiled_shapes, is_warm=self._is_warm)
       self._compiled_shapes.add(shape)

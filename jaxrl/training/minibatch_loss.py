@@ -134,7 +134,7 @@ def finish_metrics(sums: MetricSums) -> MetricSums:
 def _run_model(
   spec: StepSpec, params: Params, fields: BatchFields, hparams: HParams
 ) -> BatchFields:
-  """The outputs of this update's own forward pass, by field."""
+  """Computes the outputs of this update's own forward pass, by field."""
   read = spec.update_fields
   options = {}
   if 'nec' in read:
@@ -164,7 +164,7 @@ def _apply_row_weights_and_correction(
   weights: LossWeights,
   hparams: HParams,
 ) -> tuple[Array, MetricSums]:
-  """The policy loss times its rows' weights and the correction's."""
+  """Multiplies the policy loss by the weights of rows and of the correction."""
   if loss.ndim:
     row_factors = fields['loss_weights']
     loss = loss * row_factors.reshape(row_factors.shape + (1,) * (loss.ndim - 1))
@@ -192,7 +192,7 @@ def _apply_row_weights_and_correction(
 
 
 def _weighted_sum(x: Array, token: Array, row: Array, mask: Array) -> Array:
-  """Σ w·x with the weights that fit x's shape; values outside the mask are not read."""
+  """Computes Σ w·x, with the weights for x's shape; ignores values outside the mask."""
   if x.ndim == 2:
     return (token * jnp.where(mask, x, 0)).sum()
   if x.ndim == 1:
@@ -214,7 +214,7 @@ def _check_not_reduced(
 
 
 def _policy_metrics(fields: BatchFields, weights: LossWeights) -> MetricSums:
-  """This micro-batch's share of the metrics that every run reports."""
+  """Computes this micro-batch's share of the metrics that every run reports."""
   mask, logprobs = fields['mask'], fields['logprobs']
   mean, rollout = weights['mean'], weights['rollout']
   difference = jnp.where(mask, logprobs - fields['rollout_logprobs'], 0)

@@ -113,7 +113,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _raw_score(rows: SampleRows) -> float:
-  """A sample's return as the environment gave it."""
+  """Returns a sample's return as the environment gave it."""
   return rows[-1].metrics.get(RAW_SCORE, sample_score(rows))
 
 

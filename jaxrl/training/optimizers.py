@@ -80,7 +80,7 @@ def adamw(
   weight_decay: float = 0.0,
   state_dtype: StateDtype = 'float32',
 ) -> OptimizerSpec:
-  """AdamW (arXiv 1711.05101), with weight decay on matrices only.
+  """Creates AdamW (arXiv 1711.05101), with weight decay on matrices only.
 
   Args:
     b1: Decay rate of the first moment.
@@ -109,7 +109,7 @@ def adafactor(
   weight_decay: float = 0.0,
   min_size: int = 128,
 ) -> OptimizerSpec:
-  """Adafactor (arXiv 1804.04235): row and column means instead of a second moment.
+  """Creates Adafactor (arXiv 1804.04235): row and column means, no full second moment.
 
   There is no first moment and no learning rate of its own: `learning_rate` is as for
   AdamW.
@@ -141,7 +141,7 @@ def lion(
   weight_decay: float = 0.0,
   state_dtype: StateDtype = 'float32',
 ) -> OptimizerSpec:
-  """Lion (arXiv 2302.06675): the sign of a moment.
+  """Creates Lion (arXiv 2302.06675): the update is the sign of a moment.
 
   It takes a tenth of AdamW's learning rate.
 
@@ -159,7 +159,7 @@ def lion(
 
 
 def sgd(*, weight_decay: float = 0.0) -> OptimizerSpec:
-  """Stochastic gradient descent: the gradient itself, without state.
+  """Creates stochastic gradient descent: the gradient itself, without state.
 
   Args:
     weight_decay: Decay of matrices per update, times the learning rate.
@@ -374,7 +374,7 @@ def optimizer_state_sharding(
 def _moment_sharding(
   field: str, replicated: Any, x: Any, param: Any, sharding: NamedSharding
 ) -> Any:
-  """The sharding of `x`, the part of a state's `field` that belongs to `param`."""
+  """Returns the sharding of `x`, the part of a state's `field` for `param`."""
   if x.shape == param.shape:
     return sharding
   if field not in ('v_row', 'v_col') or x.shape == (1,):  # [1] stands for nothing
@@ -456,7 +456,7 @@ def make_transformation(
 
 
 def _decay_mask(params: Params) -> Params:
-  """True at kernels and tables, False at scales and biases."""
+  """Returns a mask, True for kernels and tables, False for scales and biases."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: path[-1].key in DECAYED_PARAMS, params
   )
@@ -477,7 +477,7 @@ def _clip_by_layer_rms(threshold: Array, updates: Params, params: Params) -> Par
 def _keep_in_bfloat16(
   inner: optax.GradientTransformation, seed: Array | int
 ) -> optax.GradientTransformation:
-  """`inner`, with floating-point state kept in bfloat16 between updates."""
+  """Wraps `inner` to keep floating-point state in bfloat16 between updates."""
 
   def is_float(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)

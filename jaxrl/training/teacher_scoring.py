@@ -49,17 +49,17 @@ class TeacherModel(Protocol):
 
   @property
   def model(self) -> TransformerLM:
-    """The model."""
+    """Returns the model."""
     ...
 
   @property
   def params(self) -> Params:
-    """Its parameters."""
+    """Returns the model's parameters."""
     ...
 
   @property
   def folder(self) -> pathlib.Path:
-    """Where it was loaded from, for error messages."""
+    """Returns the folder that the model was loaded from, for error messages."""
     ...
 
 
@@ -143,7 +143,7 @@ class Teachers:
 
   @property
   def params(self) -> list[Params]:
-    """The parameters of each teacher, on the devices."""
+    """Returns the parameters of each teacher, on the devices."""
     return [teacher.params for teacher in self._teachers]
 
   def field_shapes(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -233,7 +233,7 @@ class Teachers:
   def _compiled(
     self, teacher: ShardedTeacher, rows: int, length: int
   ) -> tuple[Any, Any]:
-    """The compiled (zeros, score) for a teacher and a batch."""
+    """Returns the compiled (zeros, score) for a teacher and a batch."""
     shapes = tuple(self.field_shapes(rows, length).items())
     score = _compile_score(
       teacher.spec, self._mesh, self.chunk_rows, self._temperature, shapes
@@ -303,7 +303,7 @@ def teacher_fields_from_data(
 
 @functools.lru_cache(maxsize=64)
 def _compile_zeros(shapes: _FieldShapes) -> Any:
-  """() → fields of zeros."""
+  """Compiles a function () → fields of zeros."""
   zeros = lambda: {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes}  # noqa: E731
   layouts = {name: x.sharding for name, x in shapes}
   return jax.jit(zeros, out_shardings=layouts).lower().compile()
@@ -319,7 +319,10 @@ def _compile_score(
 def _trace_score(
   spec: StepSpec, mesh: Mesh, chunk_rows: int, temperature: float, shapes: _FieldShapes
 ) -> Any:
-  """(params, tokens, segment_ids, index, fields) → fields with rows `index` set."""
+  """Traces (params, tokens, segment_ids, index, fields) → fields.
+
+  The rows `index` of the fields are set.
+  """
   fields = dict(shapes)
   first = next(iter(fields.values()))
   tokens = jax.ShapeDtypeStruct(first.shape[:2], jnp.int32, sharding=first.sharding)

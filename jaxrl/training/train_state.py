@@ -78,38 +78,38 @@ class StepSpec:
 
   @property
   def is_split(self) -> bool:
-    """Whether a minibatch is, or may be, more than one micro-batch."""
+    """Returns whether a minibatch is, or may be, more than one micro-batch."""
     return self.packed or self.num_micro_batches > 1
 
   @property
   def scored_fields(self) -> frozenset[str]:
-    """The fields that someone must compute before the first update of a batch."""
+    """Returns the fields that must be computed before the first update of a batch."""
     return requirements.needs(self.algorithm)
 
   @property
   def advantage_fields(self) -> frozenset[str]:
-    """The fields that are read before the first update of a batch."""
+    """Returns the fields that are read before the first update of a batch."""
     return requirements.fields_read_before_update(self.algorithm)
 
   @property
   def update_fields(self) -> frozenset[str]:
-    """The fields that are read in each update."""
+    """Returns the fields that are read in each update."""
     return requirements.fields_read(self.algorithm, *UPDATE_COMPONENTS)
 
   @property
   def has_advantage_step(self) -> bool:
-    """Whether a batch is scored or gets advantages before its first update."""
+    """Returns whether a batch is scored or gets advantages before its first update."""
     scored = self.scored_fields & {'old_logprobs', 'ref_logprobs', 'values'}
     return bool(scored or self.advantage_fields)
 
   @property
   def teacher_fields(self) -> tuple[str, ...]:
-    """The fields that teachers add to a batch on the devices."""
+    """Returns the fields that teachers add to a batch on the devices."""
     return batch_fields.teacher_fields(self.algorithm)
 
   @property
   def input_fields(self) -> tuple[str, ...]:
-    """The fields that the learner puts on the devices, without those of teachers."""
+    """Returns the fields that the learner, not a teacher, puts on the devices."""
     optional = (*batch_fields.TOKEN_FIELDS, *batch_fields.ROW_FIELDS)
     read = requirements.fields_read(self.algorithm)
     replay = getattr(self.model, 'router_replay', False)
@@ -284,7 +284,7 @@ class InferenceParams:
 
   @functools.cached_property
   def merge(self) -> Callable[[Params], Params]:
-    """The jitted function that merges adapters, sharded as the parameters are."""
+    """Returns the jitted function that merges adapters and keeps the shardings."""
     config, dtype = self.spec.model.config, self.spec.model.dtype
     merged_shapes = lora.without(params_shapes(self.spec, self.mesh))
     merge = functools.partial(lora.merged, config, dtype=dtype)

@@ -269,7 +269,7 @@ def _rescore(
   fields: BatchFields,
   hparams: HParams,
 ) -> Array:
-  """`[N, T]` log-probabilities of the minibatch under the current parameters."""
+  """Computes log-probs `[N, T]` of the minibatch under the current parameters."""
 
   def score(*inputs: Any) -> Array:
     return forward_pass.compute_outputs(

@@ -103,7 +103,7 @@ class ChatTemplate:
 
   @property
   def source(self) -> str:
-    """The template's text; that of all where a tokenizer has several."""
+    """Returns the template's text; the text of all templates if there are several."""
     source = self._source or self._tokenizer.chat_template
     return '\n'.join(source.values()) if isinstance(source, Mapping) else str(source)
 

@@ -201,9 +201,9 @@ def find_turn_end(
 def _message_end(
   added: AddedTokens, render: Callable[..., str], reply: Message, stops: set[int]
 ) -> str:
-  """What ends a reply before a user's message, if that is no part of the message.
+  """Returns the text that ends a reply before a user's message; '' if there is none.
 
-  It is a token that stops replies, or that ends the user's messages, too.
+  The text ends with a token that also stops replies or ends the user's messages.
   """
   following = {'role': 'user', 'content': _NEXT}
   text = render([QUESTION, reply, following], prompt=False).rpartition(MARK)[2]
@@ -291,7 +291,7 @@ def reply_with_calls(count: int) -> Message:
 
 
 def _is_read(tokenizer: Any, closing: str, number: int) -> bool:
-  """Whether the tokenizer reads a text after a word as one that ends with a token."""
+  """Returns whether `closing`, encoded after a word, ends with the token `number`."""
   return tokenizer.encode(f'x{closing}', add_special_tokens=False)[-1] == number
 
 
@@ -300,7 +300,7 @@ def _usual_stop(eos_id: int | None, stops: Iterable[int]) -> int:
 
 
 def _as_ids(value: Any) -> list[int]:
-  """An id, a list of ids or None, as configs have them, as a list."""
+  """Converts an id, a list of ids or None, as found in configs, to a list."""
   values = value if isinstance(value, list | tuple) else [value]
   return [int(number) for number in values if number is not None]
 

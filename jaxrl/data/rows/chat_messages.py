@@ -273,7 +273,7 @@ def place_images(messages: list[Message], images: Any) -> list[Message]:
 
 
 def _has_places(message: Message) -> bool:
-  """Whether images of a column belong into a message."""
+  """Returns whether a message has places for the images of a column."""
   content = message.get('content')
   if isinstance(content, list):
     return any(part.get('image', '') is None for part in content)

@@ -286,7 +286,7 @@ def _listed_rows(value: Any, file: Path) -> list[Any]:
 
 
 def _has_columns(value: Row) -> bool:
-  """Whether all values of an object are lists, or objects, with the same indices."""
+  """Returns whether all values of an object are lists or objects of equal indices."""
   columns = list(value.values())
   if len(columns) < 2:
     return False

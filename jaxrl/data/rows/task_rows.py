@@ -61,7 +61,7 @@ class TaskReader:
 
   @property
   def has_questions(self) -> bool:
-    """Whether rows have questions."""
+    """Returns whether rows have questions."""
     return bool(self._wanted['question'])
 
   def check(self, rows: Sequence[Row], name: str) -> None:

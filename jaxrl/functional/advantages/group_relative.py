@@ -286,7 +286,7 @@ def rec(
 
 
 def _surplus(returns: Array, tasks: Array, key: Array) -> Array:
-  """`[B]` by run: True for negatives to drop so that they match the positives."""
+  """Returns a mask `[B]` of negatives to drop, to balance negatives and positives."""
   stats = reductions.group_stats(returns, tasks)
   # A reward that is the mean is below it in float32 as often as not.
   slack = reductions.EPSILON * jnp.maximum(jnp.abs(stats.mean), 1)

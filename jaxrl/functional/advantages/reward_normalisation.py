@@ -118,7 +118,7 @@ def _mean(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Arra
 
 
 def _std(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Array:
-  """`[B]` or a number; 0 over rewards that are all equal."""
+  """Computes the standard deviation, `[B]` or a scalar; 0 if all rewards are equal."""
   if kind == 'running':
     moments = _running(state)
     variance = moments['square'] / jnp.maximum(moments['count'] - 1, 1)

@@ -136,7 +136,7 @@ def gigpo(
 
 
 def _compare(x: Array, ids: Array, norm: str, *, keep_alone: bool = False) -> Array:
-  """`[B]` x less the mean of its group; what is alone in a group stays or becomes 0."""
+  """Normalizes x `[B]` in its group; a row alone in its group is kept or becomes 0."""
   stats = reductions.group_stats(x, ids)
   alone = (stats.count == 1) & keep_alone
   centred = jnp.where(ids < 0, 0, x - jnp.where(alone, 0, stats.mean))
@@ -233,7 +233,7 @@ def cod(
 def _mean_ahead(
   x: Array, episode_ids: Array, turn_ids: Array, reach: Array | int
 ) -> Array:
-  """`[B]` mean of x over the row and its run's next rows, `reach` rows in all."""
+  """Averages x over each row and the next rows of its run, `reach` in all; `[B]`."""
   size = episode_ids.shape[0]
   ones = jnp.where(episode_ids < 0, 0.0, 1.0)
   left = discounted_turn_returns(

@@ -38,7 +38,7 @@ def check_pairs(pair_ids, rewards) -> None:
 
 
 def _margin(score: Array, rewards: Array, pair_ids: Array) -> Array:
-  """`[B]` chosen less rejected of each row's pair; 0 for padding."""
+  """Computes chosen minus rejected score of each row's pair, `[B]`; 0 for padding."""
   if not isinstance(pair_ids, Tracer) and not isinstance(rewards, Tracer):
     check_pairs(pair_ids, rewards)
   total = jnp.sum(rewards, axis=-1)

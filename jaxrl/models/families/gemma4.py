@@ -72,7 +72,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_experts(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-  """The sizes of the experts, if there are any."""
+  """Reads the sizes of the experts; {} if there are none."""
   if not data.get('enable_moe_block'):
     return {}
   missing = [key for key in _EXPERTS.values() if not isinstance(data.get(key), int)]
@@ -88,7 +88,7 @@ def _keys_are_values(data: Mapping[str, Any]) -> bool:
 
 
 def _read_full(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-  """The sizes of layers with full attention."""
+  """Reads the sizes of layers with full attention."""
   full = {'head_dim': data.get('global_head_dim', 512)}
   if _keys_are_values(data) and data.get('num_global_key_value_heads') is not None:
     full['num_key_value_heads'] = data['num_global_key_value_heads']
@@ -107,7 +107,7 @@ def _read_full(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _read_kinds(
   data: Mapping[str, Any], where: str, kind_fields: dict[str, dict[str, Any]], wide: int
 ) -> dict[str, Any]:
-  """Kinds of layers: a layer whose keys others read is a 'source', those 'shared'."""
+  """Reads layer kinds; 'shared' layers read the keys of a 'source' layer."""
   fifth = lambda i: llama_style.LAYER_TYPES[(i + 1) % 6 != 0]  # noqa: E731
   types = [
     name.split('_')[0] for name in llama_style.read_layer_types(data, where, fifth)

@@ -20,7 +20,7 @@ _GATE_UP = f'{_LAYER}mlp.gate_up_proj.weight'
 
 
 def _with_longrope(data: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The contents with what the scaling needs among its own settings."""
+  """Returns the config with all settings of the RoPE scaling in its section."""
   name = 'rope_parameters' if data.get('rope_parameters') else 'rope_scaling'
   settings = dict(data.get(name) or {})
   # Earlier versions of the format had other names.

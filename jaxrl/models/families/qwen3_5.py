@@ -41,7 +41,7 @@ def _random_options(
 
 
 def _with_tower(text: FamilySpec, model_type: str, architecture: str) -> FamilySpec:
-  """The family of a text model with a tower."""
+  """Returns the family of a text model with a vision tower."""
 
   def read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     text_config = data.get('text_config')

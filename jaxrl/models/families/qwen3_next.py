@@ -38,7 +38,10 @@ def _read(
   num_kv_heads: int,
   experts: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-  """experts: how many there are and a token takes where config.json is silent."""
+  """Reads config.json.
+
+  `experts` holds its defaults: the number of experts, and the number per token.
+  """
   for name, value in _FIXED.items():
     if data.get(name, value) not in (value, None):
       raise ValueError(
@@ -77,7 +80,7 @@ def _read(
 
 
 def _kinds(types: tuple[str, ...]) -> dict[str, Any]:
-  """The fields for layers of the kinds `types`."""
+  """Returns the config fields for layers of the kinds `types`."""
   linear = {'linear_attention': True, 'use_rope': False}
   dense = {'num_experts': 0, 'shared_expert_size': 0}
   kinds = {

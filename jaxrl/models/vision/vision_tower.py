@@ -141,7 +141,7 @@ def tower_adapters(config: ModelConfig) -> Lora | None:
 
 
 def _kinds(config: ModelConfig) -> dict[str, tuple[Callable[..., nnx.Module], int]]:
-  """What is stacked: how one is made, and how many there are."""
+  """Returns the stacked modules: how to make one, and how many there are."""
   vision = _vision(config)
   deep = functools.partial(PatchMerger, norm_joined=True)
   return {
@@ -192,7 +192,7 @@ def logical_axes(config: ModelConfig) -> Params:
 
 
 def _definition(kind: Callable[..., nnx.Module], config: ModelConfig) -> Any:
-  """The module's graph and its abstract state."""
+  """Returns the module's graph and its abstract state."""
   make = lambda: kind(config, rngs=nnx.Rngs(params=jax.random.key(0)))  # noqa: E731
   return nnx.split(nnx.eval_shape(make))
 
@@ -294,7 +294,7 @@ def _run(step: Any, x: jax.Array, layers: Params, start: int, end: int) -> jax.A
 
 
 def _rotation(config: ModelConfig, places: jax.Array) -> rope.Rotation:
-  """The rotation of patches: half of the frequencies by row, half by column."""
+  """Returns the rotation of patches: half of the frequencies by row, half by column."""
   vision = _vision(config)
   size = vision.hidden_size // vision.num_heads // 2
   inverse = 1.0 / ROPE_THETA ** (jnp.arange(0, size, 2, dtype=jnp.float32) / size)

@@ -77,7 +77,7 @@ class EngineRequest:
 
   @property
   def prompt_key(self) -> bytes:
-    """The prompt, with its images, as a dictionary key."""
+    """Returns the prompt, with its images, as a dictionary key."""
     digests = ''.join(image.digest for image in self.images)
     return self.prompt.tobytes() + digests.encode()
 
@@ -89,7 +89,7 @@ class EngineRequest:
 
   @property
   def generated_ids(self) -> list[int]:
-    """The whole completion, including what the prompt already contains of it."""
+    """Returns the whole completion, including the part already in the prompt."""
     resumed = self.sampling.num_generated
     return [*self.prompt[-resumed:].tolist(), *self.tokens] if resumed else self.tokens
 
@@ -166,7 +166,7 @@ class EngineBase:
 
   @property
   def version(self) -> int | None:
-    """The weights version being served; None before the first one is loaded."""
+    """Returns the weights version being served; None before the first one is loaded."""
     raise NotImplementedError
 
   async def load(self, version: int, params: Params) -> None:
@@ -180,7 +180,7 @@ class EngineBase:
 
   @property
   def seconds_since_progress(self) -> float:
-    """Seconds without a sign of life while there is work; 0 if that is not measured."""
+    """Returns the seconds without progress while there is work; 0 if not measured."""
     return 0.0
 
   def metrics(self) -> dict[str, float]:

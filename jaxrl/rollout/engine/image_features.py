@@ -123,7 +123,7 @@ class ImageFeatures:
     return self._prefill(params, cache, *prompts, self._table, where)
 
   def _hold(self, params: Params, version: int, images: Sequence[Pixels]) -> None:
-    """Sees to it that the table has the features of images."""
+    """Ensures that the table has the features of images."""
     if version != self._version:
       self._version, self._first, self._used = version, {}, 0
     missing = [image for image in images if image.digest not in self._first]
@@ -139,7 +139,7 @@ class ImageFeatures:
       self._used += self._padded(image)
 
   def _padded(self, image: Pixels) -> int:
-    """The rows that an image takes, with padding."""
+    """Returns the number of rows that an image takes, with padding."""
     patches = self.processor.num_tokens(image) * self._merged
     return image_places.power_of_two(patches) // self._merged
 

@@ -173,17 +173,17 @@ class JaxEngine(EngineBase):
 
   @property
   def version(self) -> int | None:
-    """The version that the next dispatch serves; None before the first `load`."""
+    """Returns the version the next dispatch serves; None before the first `load`."""
     return self._weights and self._weights[0]
 
   @property
   def compile_count(self) -> int:
-    """Number of programs compiled so far; constant after `warmup`."""
+    """Returns the number of programs compiled so far; constant after `warmup`."""
     return self._model_runner.compile_count
 
   @property
   def seconds_since_progress(self) -> float:
-    """Seconds that the current dispatch has taken so far; 0 without one."""
+    """Returns the seconds that the current dispatch has taken so far; 0 without one."""
     return time.monotonic() - self._dispatch_start if self._dispatch_start else 0.0
 
   def metrics(self) -> dict[str, float]:

@@ -46,12 +46,12 @@ class RoutedRequest:
 
   @property
   def group_key(self) -> str:
-    """The start of the id, `tag/group/episode`, which requests of a group share."""
+    """Returns the id's prefix that a group's requests share, `tag/group/episode`."""
     return '/'.join(self.request_id.split('/')[:3])
 
   @property
   def generated_ids(self) -> list[int]:
-    """The tokens of all parts, which no engine can lose any more."""
+    """Returns the tokens of all parts, which a lost engine cannot take away."""
     return [token for part in self.parts for token in part.tokens.tolist()]
 
   def fail_over(self) -> None:
@@ -81,7 +81,7 @@ class RoutedRequest:
 
   @property
   def digests(self) -> list[str]:
-    """What names the images."""
+    """Returns the digests of the images."""
     return [image.digest for image in self.images]
 
   def completion(self, finish_reason: str | None = None) -> Completion:
@@ -124,7 +124,7 @@ class LoadBalancer:
 
   @property
   def busy_engines(self) -> list[int]:
-    """The engines that serve any request."""
+    """Returns the engines that serve any request."""
     return [i for i, requests in enumerate(self.running) if requests]
 
   def pick(self, request: RoutedRequest) -> int | None:

@@ -217,7 +217,7 @@ class ModelRunner:
 
   @property
   def compile_count(self) -> int:
-    """Number of programs compiled so far."""
+    """Returns the number of programs compiled so far."""
     jitted = (self._decode, self._prefill, self._copy, self._update, self._experts)
     return sum(program._cache_size() for program in jitted)  # pyright: ignore
 

@@ -45,12 +45,12 @@ class SchedulerOutput:
 
   @property
   def num_prefilled_tokens(self) -> int:
-    """Prompt tokens that the dispatch computes."""
+    """Returns the number of prompt tokens that the dispatch computes."""
     return sum(len(prompt) for _, prompt in self.prefill)
 
   @property
   def num_reused_tokens(self) -> int:
-    """Prompt tokens that are already cached."""
+    """Returns the number of prompt tokens that are already cached."""
     total = sum(len(request.prompt) for _, request in self.assignments)
     return total - self.num_prefilled_tokens
 
@@ -92,12 +92,12 @@ class Scheduler:
 
   @property
   def running(self) -> list[EngineRequest]:
-    """The requests that have a slot."""
+    """Returns the requests that have a slot."""
     return [request for request in self._owners if request is not None]
 
   @property
   def num_busy(self) -> int:
-    """Number of slots that are in use."""
+    """Returns the number of slots that are in use."""
     return len(self.running)
 
   def add(self, request: EngineRequest) -> None:

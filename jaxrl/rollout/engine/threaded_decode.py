@@ -168,7 +168,7 @@ class ThreadedDecoder:
 
   @property
   def compile_count(self) -> int:
-    """Number of programs compiled so far."""
+    """Returns the number of programs compiled so far."""
     return self.partition_runner.compile_count
 
   def init_state(self) -> tuple[list[Cache], list[SlotState]]:
@@ -177,15 +177,15 @@ class ThreadedDecoder:
     return [cache for cache, _ in states], [slots for _, slots in states]
 
   def prepare_params(self, params: Params) -> Params:
-    """See `ModelRunner.prepare_params`."""
+    """Prepares weights as `ModelRunner.prepare_params` does."""
     return self.partition_runner.prepare_params(params)
 
   def warmup(self, params: Params) -> None:
-    """See `ModelRunner.warmup`."""
+    """Compiles every program; see `ModelRunner.warmup`."""
     self.partition_runner.warmup(params)
 
   def log_recompiles(self, description: str) -> int:
-    """See `ModelRunner.log_recompiles`."""
+    """Logs new compilations; see `ModelRunner.log_recompiles`."""
     return self.partition_runner.log_recompiles(description)
 
   def prefill(
@@ -194,7 +194,7 @@ class ThreadedDecoder:
     caches: list[Cache],
     prompts: Sequence[tuple[int, np.ndarray]],
   ) -> list[Cache]:
-    """See `ModelRunner.prefill`."""
+    """Computes keys and values of prompts; see `ModelRunner.prefill`."""
     by_partition: list[list[tuple[int, np.ndarray]]] = self._empty_lists()
     for slot, prompt in prompts:
       partition, local_slot = self._locate(slot)
@@ -205,7 +205,7 @@ class ThreadedDecoder:
   def copy_prompts(
     self, caches: list[Cache], copies: Sequence[tuple[int, int, int]]
   ) -> list[Cache]:
-    """See `ModelRunner.copy_prompts`; source and target must share a partition."""
+    """Copies cached prompts within a partition; see `ModelRunner.copy_prompts`."""
     by_partition: list[list[tuple[int, int, int]]] = self._empty_lists()
     for source, target, length in copies:
       partition, local_source = self._locate(source)
@@ -224,7 +224,7 @@ class ThreadedDecoder:
   def update_slots(
     self, slots: list[SlotState], is_updated: np.ndarray, new_state: SlotState
   ) -> list[SlotState]:
-    """See `ModelRunner.update_slots`."""
+    """Overwrites the state of some slots; see `ModelRunner.update_slots`."""
     size = self.partition_runner.num_slots
     updated = []
     for i, local_slots in enumerate(slots):
@@ -237,14 +237,14 @@ class ThreadedDecoder:
     return updated
 
   def routed_experts(self, caches: list[Cache], slot: int) -> Array | None:
-    """See `ModelRunner.routed_experts`."""
+    """Returns the experts of a slot; see `ModelRunner.routed_experts`."""
     partition, local_slot = self._locate(slot)
     return self.partition_runner.routed_experts(caches[partition], local_slot)
 
   def decode(
     self, params: Params, caches: list[Cache], slots: list[SlotState]
   ) -> tuple[list[Cache], list[SlotState], list[Array], list[Array], list[Any]]:
-    """See `ModelRunner.decode`.
+    """Starts decoding in every partition; see `ModelRunner.decode`.
 
     Does not wait for the end: a train step that starts meanwhile shares the cores.
     """

@@ -84,12 +84,12 @@ class RolloutCache:
 
   @property
   def done(self) -> bool:
-    """Whether the episode has ended."""
+    """Returns whether the episode has ended."""
     return self.terminated or self.truncated
 
   @property
   def failed(self) -> bool:
-    """Whether the episode failed and must not be trained on."""
+    """Returns whether the episode failed and must not be trained on."""
     return self.stop_reason in FAILURES
 
   def append_observation(self, tokens: list[int]) -> None:

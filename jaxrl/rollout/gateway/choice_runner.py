@@ -260,7 +260,7 @@ class ChoiceRunner:
 
   @property
   def _has_channels(self) -> bool:
-    """Whether the model writes its thought and its answer as messages of their own."""
+    """Returns whether the model writes thought and answer as separate messages."""
     thoughts = self._chat.thought_format
     is_chat = self._request.messages is not None
     return is_chat and thoughts is not None and thoughts.has_channels

@@ -146,7 +146,7 @@ class ApiError(Exception):
 
   @property
   def body(self) -> dict[str, Any]:
-    """The response as JSON: {'error': {'message', 'type', 'param', 'code'}}."""
+    """Returns the response as JSON: {'error': {'message', 'type', 'param', 'code'}}."""
     default = 'server_error' if self.status >= 500 else 'invalid_request_error'
     error = {
       'message': str(self),
@@ -269,7 +269,7 @@ def parse_cached_chat(data: bytes, cache: RequestCache) -> GenerationRequest:
 
 
 def may_hold_images(data: bytes) -> bool:
-  """Tells whether a body may hold images, which take long to decode.
+  """Returns whether a body may hold images, which take long to decode.
 
   Args:
     data: The body.
@@ -473,7 +473,7 @@ def _check_fields(body: Mapping[str, Any]) -> None:
 
 
 def is_number(value: Any, kind: type, low: float, high: float) -> bool:
-  """Tells whether a value is a number within bounds.
+  """Returns whether a value is a number within bounds.
 
   Args:
     value: Any JSON value.
@@ -507,7 +507,7 @@ def _parse_flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def _are_token_ids(value: Any) -> bool:
-  """Tells whether a value is a list of token ids, without a Python loop over them."""
+  """Returns whether a value is a list of token ids, without a Python loop over them."""
   if not isinstance(value, list) or set(map(type, value)) != {int}:
     return False
   return min(value) >= 0 and max(value) < 2**31

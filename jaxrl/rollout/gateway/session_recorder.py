@@ -51,7 +51,7 @@ class RecordedReply:
 
   @property
   def path(self) -> list['RecordedReply']:
-    """The replies of this conversation, the first one first."""
+    """Returns the replies of this conversation in order, up to this one."""
     path, reply = [], self
     while reply is not None:
       path.append(reply)
@@ -60,7 +60,7 @@ class RecordedReply:
 
   @property
   def tokens(self) -> list[int]:
-    """All ids up to the end of this reply."""
+    """Returns all token ids up to the end of this reply."""
     return [
       token
       for reply in self.path

@@ -96,7 +96,7 @@ class GroupIdAllocator:
 
   @property
   def all_exhausted(self) -> bool:
-    """Whether no number is left for any env group."""
+    """Returns whether no number is left for any env group."""
     return self.end is not None and min(self._next) >= self.end
 
   def _counter(self, group_id: int) -> int:

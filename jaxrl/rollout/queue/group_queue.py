@@ -280,7 +280,7 @@ class GroupQueue:
 
   @property
   def capacity(self) -> int:
-    """Groups that may be admitted and not yet taken: ⌈(1 + async_ratio) · groups⌉."""
+    """Returns the most groups admitted but not taken: ⌈(1 + async_ratio) · groups⌉."""
     return math.ceil(round((1 + self.async_ratio) * self.num_groups, 6))
 
   async def advance_step(self, step: int) -> None:

@@ -176,17 +176,17 @@ class GroupState:
 
   @property
   def num_valid(self) -> int:
-    """The number of samples that were played without failure, not counting greedy."""
+    """Returns the number of samples played without failure, without the greedy one."""
     return sum(sample_index < self.num_samples for sample_index in self.played)
 
   @property
   def has_baseline(self) -> bool:
-    """Whether the greedy sample has been played, or the group needs none."""
+    """Returns whether the greedy sample has been played, or the group needs none."""
     return not self.greedy or self.num_samples in self.played
 
   @property
   def all_done(self) -> bool:
-    """Whether every sample was played, failed for good, or found no data."""
+    """Returns whether every sample was played, failed for good, or found no data."""
     return all(self._is_done(sample_index) for sample_index in self._sample_indices())
 
   def collect_rows(self, group_size: int, keep_failed: bool) -> Group:

@@ -48,13 +48,13 @@ class RewardInput:
 
   @property
   def reply(self) -> str:
-    """The last message that the model wrote."""
+    """Returns the last message that the model wrote; '' if it wrote none."""
     replies = [m for m in self.messages if m['role'] == 'assistant']
     return _message_text(replies[-1]) if replies else ''
 
   @property
   def question(self) -> str:
-    """The item's question, or what the user said before the first reply."""
+    """Returns the item's question, or else the user's text before the first reply."""
     if self.item.get('question') is not None:
       return str(self.item['question'])
     roles = [m['role'] for m in self.messages]
@@ -64,7 +64,7 @@ class RewardInput:
 
   @property
   def conversation(self) -> str:
-    """The whole conversation as text."""
+    """Returns the whole conversation as text."""
     return '\n\n'.join(f'{m["role"]}: {_message_text(m)}' for m in self.messages)
 
 

@@ -22,7 +22,7 @@ OPERATORS = (
 
 
 def is_needed() -> bool:
-  """Whether torch is a CPU build and torchvision, which is installed, is not."""
+  """Returns whether torch is a CPU build and the installed torchvision is not."""
   try:
     torch, vision = map(importlib.metadata.version, ('torch', 'torchvision'))
   except importlib.metadata.PackageNotFoundError:

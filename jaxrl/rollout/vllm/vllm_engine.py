@@ -163,12 +163,12 @@ class VllmEngine(EngineBase):
 
   @property
   def version(self) -> int | None:
-    """The weights version being served; None before the first one is loaded."""
+    """Returns the weights version being served; None before the first one is loaded."""
     return self._version
 
   @property
   def is_dead(self) -> bool:
-    """True if vLLM's processes have ended, so that nothing can be served any more."""
+    """Returns whether vLLM's processes have ended, so that it cannot serve any more."""
     return self._llm.errored
 
   def death_cause(self) -> str:
@@ -177,7 +177,7 @@ class VllmEngine(EngineBase):
 
   @property
   def seconds_since_progress(self) -> float:
-    """Seconds since vLLM's last step; 0 if it has no work."""
+    """Returns the seconds since vLLM's last step; 0 if it has no work."""
     is_idle = not self._requests or self._is_paused or self._is_updating
     return 0.0 if is_idle else self._stats.seconds_since_step()
 

@@ -183,15 +183,15 @@ class WorkerExtension:
   weight_transfer_engine: Any
 
   def fetch_weights(self, version: int, full: bool) -> None:
-    """See `PullTransferEngine.fetch`."""
+    """Starts receiving a version; see `PullTransferEngine.fetch`."""
     self.weight_transfer_engine.fetch(version, full)
 
   def fetched_weights(self) -> tuple[int | None, str] | None:
-    """See `PullTransferEngine.fetched`."""
+    """Returns what was received; see `PullTransferEngine.fetched`."""
     return self.weight_transfer_engine.fetched()
 
   def loaded_weights(self) -> str:
-    """See `ChecksummedTransfer.loaded_digest`."""
+    """Returns the weights' digest; see `ChecksummedTransfer.loaded_digest`."""
     return self.weight_transfer_engine.loaded_digest()
 
 

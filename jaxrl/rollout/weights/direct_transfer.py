@@ -300,7 +300,7 @@ def _leaves(params: Params, tensor: CheckpointTensor | FusedTensor) -> list[jax.
 def _without_place(
   tensor: CheckpointTensor | FusedTensor,
 ) -> CheckpointTensor | FusedTensor:
-  """What tensors of one kind have in common, whatever their layer and expert."""
+  """Returns the tensor without name and index, equal for all of its kind."""
   if isinstance(tensor, FusedTensor):
     parts = tuple(_without_place(part) for part in tensor.parts)
     return dataclasses.replace(tensor, name='', parts=parts)  # pyright: ignore

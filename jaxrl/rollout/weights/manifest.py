@@ -94,14 +94,14 @@ class Manifest:
 
   @property
   def digest(self) -> str:
-    """A digest of all names, places and contents, however they are encoded."""
+    """Returns a digest of all names, places and contents, whatever the encodings."""
     return contents_digest(
       (region, [(c.start, c.digest) for c in chunks]) for region, chunks in self.regions
     )
 
   @property
   def is_full(self) -> bool:
-    """Whether all full bytes were written, for readers that hold no base."""
+    """Returns whether every chunk was written in full, for readers without a base."""
     return all(chunk.full for chunk in self.chunks())
 
   def chunks(self) -> Iterator[Chunk]:

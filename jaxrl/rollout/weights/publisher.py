@@ -154,12 +154,12 @@ class VersionWriter:
 
   @property
   def version(self) -> int | None:
-    """The newest version; None before the first."""
+    """Returns the newest version; None before the first."""
     return None if self._newest is None else self._newest.manifest.version
 
   @property
   def digest(self) -> str:
-    """The digest of the newest version; '' before the first."""
+    """Returns the digest of the newest version; '' before the first."""
     return '' if self._newest is None else self._newest.manifest.digest
 
   def publish(self, version: int, shards: Sequence[Shard]) -> PublishReport:
@@ -408,12 +408,12 @@ class WeightPublisher:
 
   @property
   def version(self) -> int | None:
-    """The newest version; None before the first."""
+    """Returns the newest version; None before the first."""
     return self._writer.version
 
   @property
   def digest(self) -> str:
-    """The digest of this process's part of the newest version."""
+    """Returns the digest of this process's part of the newest version."""
     return self._writer.digest
 
   async def publish(self, version: int, params: Params) -> None:

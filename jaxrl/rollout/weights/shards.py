@@ -55,17 +55,17 @@ class Region:
 
   @property
   def size(self) -> int:
-    """The number of elements."""
+    """Returns the number of elements."""
     return math.prod(self.extent)
 
   @property
   def itemsize(self) -> int:
-    """The number of bytes of an element."""
+    """Returns the number of bytes of an element."""
     return np.dtype(self.dtype).itemsize
 
   @property
   def window(self) -> Window:
-    """The box as an index into the whole parameter."""
+    """Returns the box as an index into the whole parameter."""
     return tuple(slice(o, o + e) for o, e in zip(self.offset, self.extent, strict=True))
 
   def chunk_bounds(self, chunk_bytes: int) -> Iterator[tuple[int, int]]:

@@ -117,17 +117,17 @@ class VersionReader:
 
   @property
   def version(self) -> int | None:
-    """The version held; None before the first."""
+    """Returns the version held; None before the first."""
     return None if self._newest is None else self._newest[1]
 
   @property
   def writers(self) -> list[str]:
-    """The writers of the version held; a restarted learner has other ones."""
+    """Returns the writers of the version held; they change if the learner restarts."""
     return [] if self._newest is None else self._newest[0]
 
   @property
   def digests(self) -> tuple[str, ...]:
-    """The digest of each part of what was loaded, equal to the one published."""
+    """Returns the digest of each loaded part, equal to the published one."""
     return tuple(part.digest for part in self._parts)
 
   def poll(self) -> int | None:

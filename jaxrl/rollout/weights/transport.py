@@ -203,7 +203,7 @@ class SharedMemoryTransport(FolderTransport):
 
   @property
   def address(self) -> str:
-    """What other processes join by."""
+    """Returns the address by which other processes join."""
     return str(self.path)
 
   def require(self, size: int) -> None:

@@ -90,7 +90,7 @@ class LoadCoordinator:
     self.seconds = 0.0
 
   async def load(self, version: int, digest: str) -> None:
-    """Has every engine load a version.
+    """Makes every engine load a version.
 
     Args:
       version: the newest version.
@@ -119,7 +119,7 @@ class LoadCoordinator:
         self._reported_dead.discard(name)
 
   async def catch_up(self, engine: Any, name: str) -> None:
-    """Has one engine, such as a new one, load the newest version if there is one."""
+    """Makes one engine, such as a new one, load the newest version if there is one."""
     async with self._lock:
       if self._newest is not None:
         await self._load_engine(name, engine)
@@ -154,7 +154,7 @@ class VerifiedWeightStore:
 
   @property
   def version(self) -> int | None:
-    """The newest version; None before the first."""
+    """Returns the newest version; None before the first."""
     return self._publisher.version
 
   async def publish(self, version: int, params: Params) -> None:
@@ -177,7 +177,7 @@ class VerifiedWeightStore:
     return await self._publisher.fetch(newer_than)
 
   async def catch_up(self, engine: Any, name: str) -> None:
-    """Has an engine that was started later load the newest version."""
+    """Makes an engine that was started later load the newest version."""
     async with self._lock:  # so it cannot load a version whose digest is not known yet
       await self._coordinator.catch_up(engine, name)
 

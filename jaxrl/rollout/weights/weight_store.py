@@ -69,7 +69,7 @@ class InProcessWeightStore:
 
   @property
   def version(self) -> int | None:
-    """The newest version; None before the first."""
+    """Returns the newest version; None before the first."""
     return self._version
 
   async def publish(self, version: int, params: Params) -> None:

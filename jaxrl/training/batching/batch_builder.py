@@ -44,17 +44,17 @@ class BatchShape:
 
   @property
   def num_chunks(self) -> int:
-    """The number of chunks of `micro_rows` rows."""
+    """Returns the number of chunks of `micro_rows` rows."""
     return self.rows // self.micro_rows
 
   @property
   def num_parallel(self) -> int:
-    """The number of micro-batches that run in parallel."""
+    """Returns the number of micro-batches that run in parallel."""
     return 1 if self.pack is None else self.pack.num_parallel
 
   @property
   def scoring_pack(self) -> PackShape | None:
-    """The packed shape of all minibatches' rows at once, as the batch is scored."""
+    """Returns the packed shape for scoring the rows of all minibatches at once."""
     if self.pack is None:
       return None
     return self.pack._replace(
@@ -190,7 +190,7 @@ class BatchBuilder:
   def _assign_minibatches(
     self, batch: Batch, capacity: int, step: int
   ) -> list[np.ndarray] | None:
-    """`[num_micro_batches, capacity]` row indices of each update, or None."""
+    """Returns row indices of each update, `[num_micro_batches, capacity]`, or None."""
     units = batch_units(self.algorithm, batch)
     indices = []
     for epoch in range(self.num_epochs):
@@ -407,7 +407,7 @@ def _collate_rows(
 
 
 def _segment_ids(rows: Sequence[Trajectory], is_token: np.ndarray) -> np.ndarray:
-  """`[B, T]` int32: each row's segments, from 1; 0 at padding."""
+  """Returns the segments of each row, counted from 1, `[B, T]` int32; 0 at padding."""
   ids = is_token.astype(np.int32)
   for i, row in enumerate(rows):
     sizes = row.extras.get(SEGMENT_LENGTHS_KEY)
@@ -424,7 +424,7 @@ def _segment_ids(rows: Sequence[Trajectory], is_token: np.ndarray) -> np.ndarray
 def _routed_experts(
   rows: Sequence[Trajectory], is_token: np.ndarray
 ) -> np.ndarray | None:
-  """`[B, T, L, k]` int16, −1 where unknown; None if no row has any."""
+  """Collects routed experts, `[B, T, L, k]` int16, −1 if unknown; None if all are."""
   recorded = [row for row in rows if ROUTED_EXPERTS_KEY in row.extras]
   if not recorded:
     return None
@@ -446,7 +446,7 @@ def _routed_experts(
 
 
 def _episode_ids(groups: Sequence[Group]) -> list[int]:
-  """Dense ids of episodes: the rows of one sample of one group share theirs."""
+  """Returns dense episode ids, equal for all rows of one sample of one group."""
   numbers: dict[tuple[int, int], int] = {}
   return [
     numbers.setdefault((i, row.sample_index), len(numbers))

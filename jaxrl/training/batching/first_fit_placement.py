@@ -50,7 +50,7 @@ def measure_rows(batch: Batch, *, share: bool) -> RowLengths:
 
 
 def _num_shared_tokens(batch: Batch, rows: np.ndarray) -> int:
-  """Common tokens of `rows` in the first segment before any row's first action.
+  """Counts the tokens that `rows` share at the start, before any row's first action.
 
   The last common token is left to each row, because its output differs by row.
   """
@@ -119,7 +119,7 @@ class FirstFitBins:
     return False
 
   def _find_bin(self, row: int, bins: slice) -> int | None:
-    """The first packed row with room, preferably one that has the row's prompt."""
+    """Returns the first packed row with room, preferably one with the same prompt."""
     tokens, shared = int(self.lengths.tokens[row]), int(self.lengths.shared[row])
     free_slots = self.free_slots[bins]
     if shared:
@@ -284,7 +284,7 @@ def _write_packed_row(
 
 
 def _positions(segment_ids: np.ndarray) -> np.ndarray:
-  """`[T]` segment ids → the position of each token in its segment."""
+  """Returns the position of each token in its segment, for segment ids `[T]`."""
   time = np.arange(len(segment_ids))
   is_start = np.append(True, segment_ids[1:] != segment_ids[:-1])
   return time - np.maximum.accumulate(np.where(is_start, time, 0))

@@ -57,7 +57,7 @@ class PackedBatchBuilder(BatchBuilder):
 
   @functools.cached_property
   def _sizes(self) -> tuple[tuple[int, int], ...]:
-    """Packed rows of a device's share of a micro-batch, and their length.
+    """Returns the packed rows of a device's share of a micro-batch, and their length.
 
     The usual size first, then the fine one if it differs.
     """
@@ -76,7 +76,7 @@ class PackedBatchBuilder(BatchBuilder):
 
   @property
   def _share_prefix(self) -> bool:
-    """Whether prompts are shared: the possibility alone rules out some kernels."""
+    """Returns whether prompts may be shared, which alone rules out some kernels."""
     algorithm = self.algorithm
     one_row_per_group = algorithm.data_format in ('messages', 'text')
     if (
@@ -207,14 +207,14 @@ class PackedBatchBuilder(BatchBuilder):
     return min(candidates, key=lambda candidate: self._cost(*candidate))
 
   def _minibatch_rows(self, batch_rows: int) -> int:
-    """Rows of a minibatch of a batch with `batch_rows` rows."""
+    """Returns the rows of each minibatch of a batch with `batch_rows` rows."""
     unit_size = batch_unit_size(self.algorithm)
     return rows_per_micro_batch(
       batch_rows, self.num_minibatches, unit_size, self.row_multiple
     )
 
   def _packed_shape(self, minibatch_rows: int, size: tuple[int, int]) -> BatchShape:
-    """The shape for a minibatch's rows in micro-batches of one of `_sizes`."""
+    """Returns the shape for a minibatch's rows in micro-batches of one of `_sizes`."""
     longest = max(self.buckets)
     rows_per_shard, length = size
     slots = rows_per_shard * self.row_multiple * length
@@ -240,11 +240,11 @@ class PackedBatchBuilder(BatchBuilder):
     )
 
   def _is_oversized(self, minibatch_rows: int) -> bool:
-    """Whether a minibatch has more rows than usual, so that all is recompiled."""
+    """Returns whether a minibatch has more rows than usual, and needs a recompile."""
     return minibatch_rows > self._minibatch_rows(self.num_rows)
 
   def _num_parallel(self, minibatch_rows: int) -> int:
-    """Micro-batches that run in parallel, whatever the size of micro-batches.
+    """Returns how many micro-batches run in parallel, whatever their size.
 
     There is only one if all rows fit a usual micro-batch. Oversized minibatches run
     theirs one after the other, which takes fewer programs.
@@ -261,7 +261,7 @@ class PackedBatchBuilder(BatchBuilder):
   def _max_sequences(
     self, shard_slots: int, slots: int, longest: int, unit_size: int
   ) -> int:
-    """The most sequences of a micro-batch of `slots`, `shard_slots` on each shard."""
+    """Returns the most sequences in a micro-batch of `slots`, `shard_slots` a shard."""
     if self.packing.sequences:
       usual_slots = self._sizes[0][0] * self._sizes[0][1]
       per_shard = self.packing.sequences * shard_slots // usual_slots
@@ -271,7 +271,7 @@ class PackedBatchBuilder(BatchBuilder):
     return max(per_shard, -(-unit_size // self.row_multiple)) * self.row_multiple
 
   def _cost(self, shape: BatchShape, bins: list[FirstFitBins]) -> float:
-    """The number of slots, with a small penalty for fine micro-batches."""
+    """Returns the number of slots, with a small penalty for fine micro-batches."""
     assert shape.pack is not None
     slots = sum(filled.free_slots.size for filled in bins) * shape.pack.length
     usual_rows, usual_length = self._sizes[0]
@@ -298,7 +298,7 @@ class PackedBatchBuilder(BatchBuilder):
 
 
 def _whole_batch_plan(plan: PackingPlan) -> PackingPlan:
-  """The plan of a minibatch that is the whole batch, by the batch's own rows."""
+  """Converts the plan of a whole-batch minibatch to indices of the batch's own rows."""
   is_row = plan.micro_batch_rows >= 0
   rows = np.where(is_row, plan.index[np.maximum(plan.micro_batch_rows, 0)], -1)
   return dataclasses.replace(plan, index=None, micro_batch_rows=rows.astype(np.int32))

@@ -109,7 +109,7 @@ class ExpertParallel:
 
 
 def _matrix_spec(matrix: Matrix, inputs: str | None, outputs: str | None) -> Any:
-  """How a matrix per expert is split, whose inputs and outputs lie along those axes."""
+  """Returns the spec of a matrix per expert; inputs and outputs are its mesh axes."""
   (expert_axis,) = LOGICAL_AXIS_RULES['experts']
   if isinstance(matrix, Biased):
     inner = _matrix_spec(matrix.matrix, inputs, outputs)

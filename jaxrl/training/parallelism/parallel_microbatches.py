@@ -111,7 +111,7 @@ class ParallelTrainStep:
     )
 
   def _begin_index(self, plan: PackingPlan) -> Any:
-    """The rows of a plan, or all of it if the minibatch is rescored."""
+    """Returns the rows of a plan, or all of it if the minibatch is rescored."""
     return plan if self._needs_rescoring else plan.index
 
   def __call__(
@@ -136,7 +136,7 @@ class ParallelTrainStep:
 
 
 def _flatten(tree: Any) -> tuple[tuple, Any]:
-  """A tree as hashable arguments of a cached function."""
+  """Flattens a tree to hashable arguments of a cached function."""
   leaves, treedef = jax.tree.flatten(tree)
   return tuple(leaves), treedef
 
@@ -148,7 +148,7 @@ def _zero_grads(
   plan: PackingPlan,
   hparams: HParams,
 ) -> Any:
-  """The sums over no micro-batches."""
+  """Returns the gradient and metric sums over no micro-batches."""
   grad_fn = micro_batch_grad_fn(spec, params, minibatch.shared, hparams)
   trained = lora.trainable_params(spec.model.config, params)
   return forward_pass.zero_grads(
@@ -169,7 +169,7 @@ def _compile_begin(
   argument_leaves: tuple,
   argument_treedef: Any,
 ) -> Any:
-  """(state, batch, index, hparams) → the minibatch, and zero sums for each thread."""
+  """Compiles (state, batch, index, hparams) → (minibatch, zero sums per thread)."""
 
   def begin(*arguments: Any) -> tuple[MinibatchContext, tuple]:
     zeros = [jnp.zeros(x.shape, x.dtype) for x in total_leaves]
@@ -182,7 +182,10 @@ def _compile_begin(
 
 @functools.lru_cache(maxsize=64)
 def _compile_finish(spec: StepSpec, leaves: tuple, treedef: Any) -> Any:
-  """(state, sums, hparams, algorithm_state) → (state, metrics); donates the state."""
+  """Compiles (state, sums, hparams, algorithm_state) → (state, metrics).
+
+  It donates the state.
+  """
   finish = jax.jit(functools.partial(_finish, spec), donate_argnums=0)
   return finish.lower(*jax.tree.unflatten(treedef, leaves)).compile()
 

@@ -113,7 +113,7 @@ def params_sharding(mesh: Mesh | AbstractMesh, axes: Params, shapes: Params) -> 
 def _mesh_axes(
   mesh: Mesh | AbstractMesh, name: str | None, size: int, param_name: str
 ) -> Any:
-  """The mesh axes for one array axis; later ones are left out if they do not divide."""
+  """Returns the mesh axes for an array axis; drops later ones that do not divide it."""
   axes = [
     axis for axis in LOGICAL_AXIS_RULES.get(name or '', ()) if mesh.shape[axis] > 1
   ]
@@ -143,7 +143,7 @@ class ShardingConstraint:
 
   @property
   def shards(self) -> LogprobShards:
-    """How hidden states and the vocabulary's table are split where they meet."""
+    """Returns how hidden states and the table are sharded in their product."""
     return LogprobShards(
       self.mesh,
       LOGICAL_AXIS_RULES['batch'],
