@@ -35,7 +35,7 @@ from launch.components.learner_factory import (
 from launch.components.rollout_scheduler import RolloutScheduler
 from launch.logging.metric_loggers import MultiLogger
 from launch.planning import memory_fit
-from launch.runtime import placement, process_env
+from launch.runtime import placement
 from launch.runtime.local_runtime import LocalRuntime
 from launch.runtime.runtime_interface import Runtime
 from launch.settings import off_policy
@@ -185,7 +185,6 @@ def make_runtime(settings: RunSettings, *, learns: bool = True) -> Runtime:
   Raises:
     ConfigError: for parts that do not fit on the devices.
   """
-  process_env.guard_compilation_cache()
   cluster = settings.cluster
   if not cluster.ray:
     os.environ.update(placement.single_process_env(settings))

@@ -3,7 +3,7 @@
 Environment code never runs on the event loop. A thread whose call does not return in
 time is abandoned and replaced, so the pool keeps its size. Threads are daemons, so a
 call that hangs does not keep the process from ending. After a call, the process has the
-standard streams that it had before, and `os._exit` only ends the call.
+standard streams that it had before.
 """
 
 import asyncio
@@ -55,12 +55,8 @@ class CallTimeoutError(Exception):
   """A call ran longer than its time limit."""
 
 
-class ExitRefused(SystemExit):
-  """Environment code called `os._exit`, which would have ended the whole process."""
-
-
-class _ProcessGuard:
-  """Keeps calls from ending the process and from taking its standard streams away."""
+class _StandardStreams:
+  """Gives the process back the standard streams that calls close or replace."""
 
   _STREAMS: ClassVar = {'stdout': 1, 'stderr': 2}
 
@@ -74,26 +70,6 @@ class _ProcessGuard:
       with contextlib.suppress(OSError):  # a daemon may have none
         self._copies[number] = os.dup(number)
     self._pid = os.getpid()
-    self._exit, self._close = os._exit, os.close
-    setattr(os, '_exit', self._end_process)  # noqa: B010  # it has the type NoReturn
-    os.close = self._close_descriptor
-
-  def _end_process(self, status: int) -> None:
-    """Takes the place of `os._exit`; a child that a call forks may use it."""
-    if self._is_in_call():
-      raise ExitRefused(
-        f'it called os._exit({status}), which would end the run; to let it, put '
-        "'isolated:' before its env_type"
-      )
-    self._exit(status)
-
-  def _close_descriptor(self, descriptor: int) -> None:
-    """Takes the place of `os.close`, without effect for standard streams in a call.
-
-    A file that another thread opens would get the number, and all that is printed.
-    """
-    if descriptor not in self._copies or not self._is_in_call():
-      self._close(descriptor)
 
   def _guard_close(self, stream: Any) -> None:
     """Makes `stream.close` do nothing in a call.
@@ -133,7 +109,7 @@ class _ProcessGuard:
         for number, copy in self._copies.items():
           try:
             os.fstat(number)
-          except OSError:  # closed in another way
+          except OSError:  # closed
             os.dup2(copy, number)
         if pool in self._running:
           self._running.remove(pool)
@@ -182,8 +158,8 @@ def _is_closed(stream: Any) -> bool:
 
 
 @functools.cache
-def _process_guard() -> _ProcessGuard:
-  return _ProcessGuard()
+def _standard_streams() -> _StandardStreams:
+  return _StandardStreams()
 
 
 class _PooledCall:
@@ -218,7 +194,7 @@ class ThreadPool:
     """
     if num_threads < 1:
       raise ValueError(f'a pool needs at least one thread, not {num_threads}')
-    self._guard = _process_guard()
+    self._streams = _standard_streams()
     self._calls: queue.SimpleQueue[_PooledCall | None] = queue.SimpleQueue()
     self._num_threads = num_threads
     self._lock = threading.Lock()
@@ -291,7 +267,7 @@ class ThreadPool:
         continue
       pooled_call.start = time.monotonic()
       try:
-        with self._guard.guard(self):
+        with self._streams.guard(self):
           result, error = pooled_call.fn(), None
       except BaseException as raised:  # even SystemExit only ends this call
         result, error = None, raised
@@ -309,7 +285,7 @@ class ThreadPool:
     self._is_closed = True
     for _ in range(self._num_threads):
       self._calls.put(None)
-    self._guard.forget(self)
+    self._streams.forget(self)
 
 
 def _resolve(future: asyncio.Future, result: Any, error: BaseException | None) -> None:
@@ -319,8 +295,6 @@ def _resolve(future: asyncio.Future, result: Any, error: BaseException | None) -
     future.set_result(result)
   elif isinstance(error, Exception) and not isinstance(error, StopIteration):
     future.set_exception(error)
-  elif isinstance(error, ExitRefused):
-    future.set_exception(RuntimeError(str(error)))
   else:  # asyncio cannot carry it, or it would end the event loop
     future.set_exception(
       RuntimeError(f'environment code raised {describe_error(error)}')

@@ -94,8 +94,6 @@ class Workdir:
   def _read(self) -> dict[str, Any]:
     if not self.file.exists():
       return {'config': self.config, 'launches': []}
-    from launch.settings.renamed_keys import find_renamed_keys
-
     try:
       record = json.loads(self.file.read_text())
       record = {key: type_(record[key]) for key, type_ in RECORD_TYPES.items()}
@@ -103,14 +101,6 @@ class Workdir:
       raise ConfigError(
         f'{self.file}: not a record of a run ({error}); name another --workdir'
       ) from error
-    old_keys = find_renamed_keys(
-      flatten_keys(record['config']), flatten_keys(self.config)
-    )
-    if old_keys:
-      raise ConfigError(
-        f'{self.file}: an earlier version wrote keys that have new names now: '
-        f'{"; ".join(old_keys)}. Name another --workdir, or change them in this file'
-      )
     return record
 
   def _compare(self) -> list[str]:

@@ -28,7 +28,7 @@ from jaxrl.types import Group, Params
 from launch.components import learner_factory
 from launch.components.learner_factory import Metrics, PhaseSpec
 from launch.planning import memory_fit
-from launch.runtime import process_env, weight_transport
+from launch.runtime import weight_transport
 from launch.settings.run_settings import RunSettings, WeightTransport
 
 SENDER_MODULE = 'jaxrl.rollout.vllm.gpu_weight_sender'  # needs torch and vLLM
@@ -62,7 +62,6 @@ class LearnerActor:
   """
 
   def __init__(self, settings: RunSettings, folder: pathlib.Path):
-    process_env.guard_compilation_cache()
     self._settings = settings
     self._folder = folder
     self._device_thread = DeviceThread('learner')

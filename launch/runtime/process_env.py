@@ -7,8 +7,6 @@ programs between runs. JAXRL_TUNE=0 turns both off; a variable that is already s
 left as it is.
 """
 
-import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -17,7 +15,6 @@ import platform
 import re
 import sys
 from collections.abc import MutableMapping
-from typing import Any
 
 # Blocks from here on are mapped by themselves and given back when they are freed: in
 # the heap, a program's temporary memory would leave a hole that smaller arrays break
@@ -90,51 +87,6 @@ def apply() -> None:
     os.environ[REEXEC_FLAG] = '1'
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def guard_compilation_cache() -> None:
-  """Makes JAX do without cached programs that it can neither read nor write.
-
-  JAX writes entries in place: another process may find one half written, and a process
-  that is killed, or finds the disk full, leaves one so. By itself, JAX warns of it at
-  every start and never replaces it, and warns of every program that it cannot write.
-  """
-  import jax
-  from jax._src import compilation_cache
-
-  read = compilation_cache.get_executable_and_time
-  write = compilation_cache.put_executable_and_time
-  if hasattr(read, '__wrapped__'):
-    return
-  is_writable = True
-
-  def remove(cache_key: str) -> None:
-    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore
-    with contextlib.suppress(OSError):
-      os.unlink(os.path.join(folder, f'{cache_key}-cache'))
-
-  @functools.wraps(read)
-  def read_or_remove(cache_key: str, *args: Any, **kwargs: Any) -> Any:
-    try:
-      return read(cache_key, *args, **kwargs)
-    except Exception:
-      remove(cache_key)
-      return None, None
-
-  @functools.wraps(write)
-  def write_or_warn_once(cache_key: str, *args: Any, **kwargs: Any) -> None:
-    nonlocal is_writable
-    if not is_writable:
-      return
-    try:
-      write(cache_key, *args, **kwargs)
-    except OSError as error:
-      is_writable = False
-      remove(cache_key)
-      log.warning('compiled programs are not cached: %s', error)
-
-  compilation_cache.get_executable_and_time = read_or_remove
-  compilation_cache.put_executable_and_time = write_or_warn_once
 
 
 def describe(env: MutableMapping[str, str]) -> str:

@@ -18,7 +18,6 @@ from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.weights.transport import FolderTransport, Transport
 from jaxrl.rollout.weights.verified_store import EngineWeightClient
 from jaxrl.types import Completion, SamplingParams
-from launch.runtime.process_env import guard_compilation_cache
 
 # Nothing is fetched or reported, and vLLM's own sockets stay on this machine. JAX is
 # only used for its arrays on the host. Variables that are set already take precedence.
@@ -91,7 +90,6 @@ class EngineActor(MonitoredEngine, JaxEngine):
     parts: int = 1,
     **options: Any,
   ):
-    guard_compilation_cache()
     tokenizer = load_tokenizer(folder)
     super().__init__(model, tokenizer, device_thread=DeviceThread('engine'), **options)
     self._weight_client = EngineWeightClient(transport(), self.load, parts=parts)
@@ -179,7 +177,6 @@ class OwnEngineActor(MonitoredEngine, _HostedEngine):
     parts: int = 1,
     **options: Any,
   ):
-    guard_compilation_cache()
     self._engine = resolve(location)(
       model, load_tokenizer(folder), device_thread=DeviceThread('engine'), **options
     )

@@ -10,13 +10,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
-import linecache
 import pathlib
-import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -26,15 +24,11 @@ from jaxrl.config import (
   OptionalField,
   describe_keys,
   describe_options,
-  descriptions_of,
   make_section,
 )
 
 TRUE = ('true', '1', 'yes', 'on')
 FALSE = ('false', '0', 'no', 'off')
-# Words of call strings of earlier versions; `renamed_keys`, which most runs need not
-# import, says where they stood.
-RENAMED_IN_CALLS = re.compile(r'\b(abreast|best|lanes|moments)\b')
 # Sections that take keys of any name.
 OPEN_SECTIONS = {
   'model.template_options': 'Option of the chat template, as in enable_thinking=false.'
@@ -189,9 +183,6 @@ def load(
       f'{command.config}: get_config() returned a {type(config).__name__}, '
       'not a ConfigDict'
     )
-  if unknown := {key for key in dotted_keys(config) if not _description(config, key)}:
-    algorithm_section: Any = config.get('algorithm', {})
-    _refuse_renamed(unknown, algorithm_section.get('name', ''), command.config)
   for name, source in (sections or {}).items():
     if name not in config:
       config[name] = make_section(source)
@@ -218,34 +209,7 @@ def complete(config: ConfigDict, command: Command) -> ConfigDict:
     override(config, key, text)
   if config.plugins:
     _plugins(str(config.plugins)).name_components(config)
-  values = config.to_dict()
-  if RENAMED_IN_CALLS.search(repr(values)):
-    from launch.settings.renamed_keys import check_renamed_calls
-
-    check_renamed_calls(values)
   return config
-
-
-def _description(section: Any, key: str) -> str:
-  """Returns what is said about a dotted key; nothing about keys that a file added."""
-  *parents, leaf = key.split('.')
-  for part in parents:
-    section = section[part]
-  return descriptions_of(section).get(leaf, '')
-
-
-def _refuse_renamed(keys: Set[str], algorithm: str, path: str) -> None:
-  """Raises ConfigError if a config file has set keys of earlier versions."""
-  from launch.settings.renamed_keys import REMOVED_KEYS, find_renamed_keys
-
-  known = set()
-  if keys & REMOVED_KEYS.keys():
-    from jaxrl.algorithms import registry  # imports JAX
-
-    # Builders have options of these names.
-    known = {f'algorithm.{key}' for key in registry.builder_options(algorithm)}
-  if sentences := find_renamed_keys(sorted(keys), known):
-    raise ConfigError(f'{path}: {"; ".join(sentences)}')
 
 
 def _plugins(folder: str) -> Any:
@@ -270,18 +234,9 @@ class _ConfigErrorContext:
   def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
     if not isinstance(error, Exception):
       return
-    from launch.settings.renamed_keys import find_renamed_in_line
-
     file = str(pathlib.Path(self.path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == file]
     place = f'{self.path}, line {lines[-1]}' if lines else self.path
-    is_missing_key = isinstance(
-      error, AttributeError | KeyError | TypeError | ConfigError
-    )
-    if lines and is_missing_key:
-      statement = _statement(file, lines[-1] or 1)
-      if hint := find_renamed_in_line(statement):
-        raise ConfigError(f'{place}: {hint}') from error
     if isinstance(error, ConfigError):
       return
     if self._user_module and self._in_own(error, trace):
@@ -301,16 +256,6 @@ class _ConfigErrorContext:
     return any(
       file.endswith(path) or name == self._user_module for file, name in places
     )
-
-
-def _statement(file: str, line: int) -> str:
-  """Returns the text of the statement that begins in a line of a file."""
-  text = ''
-  for part in linecache.getlines(file)[line - 1 : line + 20]:
-    text += part.strip() + ' '
-    if text.count('(') <= text.count(')'):
-      break
-  return text
 
 
 def module(path: str) -> Any:
@@ -376,10 +321,7 @@ def override(config: ConfigDict, key: str, text: str | None) -> None:
   node: Any = config
   for part in [*parents, last]:
     if not isinstance(node, ConfigDict) or part not in node:
-      from launch.settings.renamed_keys import describe_renamed_key
-
-      hint = describe_renamed_key(key, text, config.to_dict())
-      raise ConfigError(hint or _unknown_key(list(dotted_keys(config)), key))
+      raise ConfigError(_unknown_key(list(dotted_keys(config)), key))
     holder, node = node, node[part]
   if isinstance(node, ConfigDict):
     raise ConfigError(

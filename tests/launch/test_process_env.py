@@ -1,17 +1,12 @@
 """The launcher's own tuning."""
 
-import inspect
 import os
 import subprocess
 import sys
-import warnings
 
-import jax
 import pytest
-from jax._src import compilation_cache
 
 from launch.runtime import process_env
-from tests.processes import full_disk
 
 
 @pytest.fixture
@@ -67,57 +62,3 @@ def test_a_program_runs_anew_once_with_the_same_arguments(env):
   )
   lines = ran.stdout.splitlines()
   assert lines == ['start', 'start', "['a b', '--config.x=1'] 1"], ran.stderr
-
-
-@pytest.fixture
-def cached(tmp_path, monkeypatch):
-  """JAX with a compilation cache of its own; its folder."""
-  names = [
-    'jax_enable_compilation_cache',
-    'jax_compilation_cache_dir',
-    *(name.lower() for name in process_env.CACHE),
-  ]
-  old = {name: getattr(jax.config, name) for name in names}
-  for name in ('get_executable_and_time', 'put_executable_and_time'):
-    function = inspect.unwrap(getattr(compilation_cache, name))
-    monkeypatch.setattr(compilation_cache, name, function)
-  for name, value in zip(names, (True, str(tmp_path), 0, 0), strict=True):
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield tmp_path
-  for name, value in old.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-
-
-@pytest.mark.parametrize('damage', [lambda data: data[: len(data) // 2], lambda _: b''])
-def test_a_damaged_cache_entry_is_replaced_without_a_word(cached, damage):
-  def compute():
-    return float(jax.jit(lambda x: x * 3 + 1)(2.0))  # a new function each time
-
-  assert compute() == 7
-  entries = {path: path.read_bytes() for path in cached.glob('*-cache')}
-  assert entries
-  for path, data in entries.items():
-    path.write_bytes(damage(data))
-  with pytest.warns(UserWarning, match='compilation cache'):  # what JAX does by itself
-    assert compute() == 7
-  for _ in range(2):
-    process_env.guard_compilation_cache()
-  for _ in range(2):
-    with warnings.catch_warnings():
-      warnings.simplefilter('error')
-      assert compute() == 7
-  # They differ in the seconds that compiling took, if at all.
-  sizes = {path: path.stat().st_size for path in entries}
-  assert all(abs(sizes[path] - len(data)) < 64 for path, data in entries.items())
-
-
-def test_a_full_disk_is_told_once_and_leaves_no_entry(cached, caplog):
-  process_env.guard_compilation_cache()
-  with warnings.catch_warnings(), full_disk(100):
-    warnings.simplefilter('error')
-    outputs = [float(jax.jit(lambda x, n=n: x * 3 + n)(2.0)) for n in range(3)]
-  assert outputs == [6, 7, 8] and not list(cached.glob('*-cache'))
-  (line,) = caplog.messages
-  assert line.startswith('compiled programs are not cached: ') and 'too large' in line

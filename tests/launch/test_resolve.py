@@ -5,7 +5,6 @@ import pytest
 from configs import debug
 from jaxrl.call_strings import ConfigError
 from launch.settings.component_calls import parse_mesh, parse_row_keys
-from launch.settings.renamed_keys import describe_renamed_key, find_renamed_in_line
 from launch.settings.resolve import resolve_settings
 
 
@@ -95,30 +94,3 @@ def mine(*, extra: ComponentCall | None = None, more: tuple[ComponentCall, ...] 
   return grpo()
 """)
   resolve_settings(debug.get_config(f'{file}:mine'))
-
-
-def test_only_a_key_that_is_set_counts_as_an_old_one():
-  assert 'weight_sync.policy' in find_renamed_in_line("c.rollout.sync = 'fixed'")
-  assert not find_renamed_in_line("c.rollout.update(rewards='format(sync=3)')")
-  assert "replaces the algorithm's own" in describe_renamed_key('rollout.shapers', 'a')
-
-
-@pytest.mark.parametrize(
-  ('key', 'current', 'wanted'),
-  [
-    ('mesh.tensor', {'mesh': 'data=1, fsdp=16'}, "'data=1, fsdp=16, tensor=8'"),
-    ('mesh.tensor', {'mesh': 'tensor=2'}, 'mesh=tensor=8'),
-    (
-      'model.random.num_layers',
-      {'model': {'random': 'llama(num_layers=2, hidden_size=32)'}},
-      "'llama(hidden_size=32, num_layers=8)'",
-    ),
-    (
-      'dataset.question_key',
-      {'dataset': {'keys': 'answer=ground_truth'}},
-      "'answer=ground_truth, question=8'",
-    ),
-  ],
-)
-def test_advice_on_a_merged_key_keeps_what_the_config_sets(key, current, wanted):
-  assert describe_renamed_key(key, '8', current).endswith(wanted)

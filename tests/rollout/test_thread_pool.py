@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import os
 import subprocess
 import sys
 import threading
@@ -93,21 +92,6 @@ def test_needs_a_thread():
     ThreadPool(0)
 
 
-async def test_a_call_that_ends_the_process_ends_only_itself(pool):
-  with pytest.raises(RuntimeError, match=r"os\._exit\(7\).*put 'isolated:' before"):
-    await pool.run(os._exit, 7)
-
-  def nested():
-    try:
-      os._exit(7)
-    except Exception:  # an environment's own, which must not take it for an error
-      return 'went on'
-
-  with pytest.raises(RuntimeError, match=r'os\._exit'):
-    await pool.run(nested)
-  assert await pool.run(lambda: 1) == 1
-
-
 STREAMS = """
 import asyncio, contextlib, io, logging, os, sys, threading
 from jaxrl.rollout.thread_pool import ThreadPool
@@ -115,8 +99,6 @@ from jaxrl.rollout.thread_pool import ThreadPool
 def close_descriptors():
   os.close(1)
   os.close(2)
-  with open(os.devnull) as file:  # does not get the number of what seems closed
-    assert file.fileno() > 2
 
 def close_files():
   os.closerange(0, 3)
@@ -161,28 +143,21 @@ async def main():
   others_ended.set()
   print((await captured).strip(), sys.stdout is sys.__stdout__)
 
-  def fork():  # a child of a call may end itself
-    child = os.fork()
-    if child == 0:
-      os._exit(7)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-  print(await pool.run(fork))
-
 asyncio.run(main())
 """
 
 
-def test_the_process_keeps_its_streams_and_its_children_may_end():
+def test_the_process_keeps_its_streams():
   done = subprocess.run(
     [sys.executable, '-c', STREAMS], capture_output=True, text=True, check=False
   )
   lines = done.stdout.splitlines()
-  assert lines[:-2] == [x for n in range(7) for x in (f'out {n}', '1')], done.stderr
+  assert lines[:-1] == [x for n in range(7) for x in (f'out {n}', '1')], done.stderr
   errors = [x for n in range(7) for x in (f'log {n}', f'err {n}', '2')]
   errors.remove('log 6')  # the logger's stream has lost its buffer
   assert done.stderr.splitlines() == errors
   # The stream is a new one, in place of the one whose buffer was closed.
-  assert lines[-2:] == ['caught False', '7']
+  assert lines[-1:] == ['caught False']
 
 
 async def test_a_call_that_outlives_its_pool_leaves_new_streams_alone(monkeypatch):
