@@ -27,7 +27,7 @@ from launch.components.env_datasets import (
   describe_tasks,
   load_datasets,
 )
-from launch.components.group_samplers import make_group_sampler
+from launch.components.group_sources import GroupSource, Players, make_group_source
 from launch.components.learner_factory import (
   LearnerFactory,
   make_run_mesh,
@@ -42,7 +42,7 @@ from launch.settings import off_policy
 from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings
 from launch.settings.validation import validate, validate_training
-from launch.trainer import Trainer
+from launch.trainer import RunParts, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,14 @@ def build(
   validate_run(settings)
   validate_training(settings)
   runtime, device_thread = make_runtime(settings), DeviceThread()
+  source: GroupSource | None = None
   try:
     mesh = None if runtime.hosts_learner else make_run_mesh(settings)
     policy, rollouts = _build_rollouts(settings, runtime, device_thread, workdir)
-    source = sampler = None
-    if not settings.plays:
-      source = offline_data.make_offline_sampler(settings, policy.tokenizer)
-    elif rollouts is not None and settings.experience_store is None:
-      sampler = make_group_sampler(settings, policy, rollouts)
+    players = None
+    if rollouts is not None:
+      players = Players(settings, rollouts, learns_here=not runtime.hosts_learner)
+    source = make_group_source(settings, policy, players, workdir=workdir, stop=stop)
     teachers = None
     if batch_fields.teacher_fields(settings.algorithm):
       # Imported here because only algorithms that distil have teachers.
@@ -89,28 +89,17 @@ def build(
     else:
       parts = settings, policy, mesh, device_thread, teachers
       learners = memory_fit.make_fitting_learners(*parts, workdir)
-    store = None
-    if settings.experience_store is not None:
-      # Imported here because most runs play what they learn from.
-      from launch.components.experience_store import make_stored_sampler
-
-      store = make_stored_sampler(settings, policy, workdir=workdir, stop=stop)
   except Exception as error:
+    if source is not None:
+      asyncio.run(source.close())
     close_and_reraise(runtime, error)
     raise
   trainer = Trainer(
-    settings,
-    workdir=workdir,
-    writers=writers,
-    stop=stop,
+    RunParts(settings, workdir, writers, stop, runtime),
     policy=policy.without_params(),
     learners=learners,
-    runtime=runtime,
     device_thread=device_thread,
-    rollouts=rollouts,
-    sampler=sampler,
     source=source,
-    store=store,
     trace_steps=trace_steps,
   )
   writers.decode_with(policy.tokenizer.decode)
@@ -121,8 +110,7 @@ def build(
     'rollouts': off_policy.describe(settings),
     'evaluation': rollouts and describe_seen(rollouts.seen_shares),
     'teacher': teachers and teachers.describe(),
-    'data': (source and offline_data.describe(settings, source))
-    or (store and store.describe()),
+    'data': source.describe(),
   }
   trainer.facts |= {label: text for label, text in optional_facts.items() if text}
   trainer.closing['checkpoints'] = str(workdir / 'checkpoints')

@@ -2,43 +2,58 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
-from jaxrl import loop, spans
-from jaxrl.algorithms import requirements
+from jaxrl import loop
 from jaxrl.call_strings import ConfigError
-from jaxrl.data.file_sampler import FileSampler
-from jaxrl.data.samplers import Sampler
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
-from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.queue.group_pipeline import StopRequested, StoreTimeoutError
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.monitoring import memory_metrics
 from jaxrl.types import Group
 from launch.components import offline_data
+from launch.components.group_sources import FileGroups, GroupSource, StepTimes
 from launch.components.learner_factory import (
   LearnerFactory,
   LearnerHandle,
   PhaseSpec,
   adapter_folder,
 )
-from launch.components.rollout_scheduler import RolloutScheduler
 from launch.logging.metric_loggers import MultiLogger, read_metrics
 from launch.runtime.runtime_interface import Runtime, supervise_run
-from launch.settings.run_settings import RunSettings
+from launch.settings.run_settings import EvalSetSettings, RunSettings
 
 if TYPE_CHECKING:
-  from launch.components.experience_store import StoredGroupSampler
   from launch.logging.step_trace import StepTracer
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+  """The parts of a run that all of its phases use.
+
+  Attributes:
+    settings: settings of the run.
+    workdir: folder of the run.
+    writers: takes metrics and trajectories.
+    stop: returns True once the user asked to end.
+    runtime: hosts the parts of the run.
+  """
+
+  settings: RunSettings
+  workdir: pathlib.Path
+  writers: MultiLogger
+  stop: Callable[[], bool]
+  runtime: Runtime
 
 
 class Trainer:
@@ -52,52 +67,32 @@ class Trainer:
 
   def __init__(
     self,
-    settings: RunSettings,
+    parts: RunParts,
     *,
-    workdir: pathlib.Path,
-    writers: MultiLogger,
-    stop: Callable[[], bool],
     policy: LoadedModel,
     learners: LearnerFactory,
-    runtime: Runtime,
     device_thread: DeviceThread,
-    rollouts: RolloutScheduler | None,
-    sampler: Sampler | None,
-    source: FileSampler | None,
-    store: 'StoredGroupSampler | None' = None,
+    source: GroupSource,
     trace_steps: Sequence[tuple[int, int]] = (),
   ):
     """Takes the parts of the run.
 
     Args:
-      settings: settings of the run.
-      workdir: folder of the run.
-      writers: takes metrics and trajectories.
-      stop: returns True once the user asked to end.
+      parts: those that all phases use.
       policy: the model as it is before training, with its tokenizer.
       learners: makes the learner of each phase.
-      runtime: hosts the parts of the run.
       device_thread: the thread of this process's devices.
-      rollouts: the rollout side; None for a run that plays nothing.
-      sampler: gives an algorithm that plays its groups; None for one of files.
-      source: gives an algorithm for files its rows; None for one that plays.
-      store: groups that other runs played, in the place of `sampler`.
+      source: gives the algorithm its groups.
       trace_steps: the first and the last step of each trace.
     """
-    self._settings = settings
-    self._workdir = workdir
-    self._writers = writers
-    self._stop = stop
+    self._parts = parts
+    self._settings = parts.settings
+    self._workdir = parts.workdir
     self._policy = policy
     self._learners = learners
-    self._runtime = runtime
     self._device_thread = device_thread
-    self._rollouts = rollouts
-    self._sampler = sampler
     self._source = source
-    self._store = store
     self._trace_steps = trace_steps
-    self._num_steps = offline_data.count_steps(settings, source)
     self.facts: dict[str, str] = {}
     self.closing: dict[str, str] = {}
     self.restarts = 0
@@ -109,15 +104,11 @@ class Trainer:
       Whether training reached its end.
     """
     try:
-      return await supervise_run(self._runtime, self._run_phases())
+      return await supervise_run(self._parts.runtime, self._run_phases())
     finally:
-      if self._rollouts is not None:
-        with contextlib.suppress(Exception):  # a dead actor cannot be told to stop
-          await self._rollouts.close()
-      if self._store is not None:
-        self._store.close()
+      await self._source.close()
       await self._learners.close()
-      await self._runtime.close()
+      await self._parts.runtime.close()
       self._device_thread.close()
 
   # ---- phases
@@ -141,17 +132,15 @@ class Trainer:
     )
     stage = PhaseSpec('sft', sft.batch_size, sft.num_steps)
     learner = await self._learners.make(stage)
-    return await self._train_phase('sft', learner, sampler, sft.num_steps), True
+    source = FileGroups(sampler, sft.num_steps)
+    return await self._train_phase('sft', learner, source, {}), True
 
   async def _main(self, continue_params: bool) -> bool:
-    rows_per_group = requirements.rows_per_group(self._settings.algorithm)
-    rows = self._settings.batch.num_groups * rows_per_group
-    sampler: Any = self._store or self._sampler
-    if self._source is not None:
-      sampler, rows = self._source, self._source.num_rows
-    stage = PhaseSpec('train', rows, self._num_steps)
+    source = self._source
+    stage = PhaseSpec('train', source.num_rows, source.num_steps)
     learner = await self._learners.make(stage, continue_params=continue_params)
-    done = await self._train_phase('train', learner, sampler, self._num_steps)
+    evaluations = self._settings.eval.active
+    done = await self._train_phase('train', learner, source, evaluations)
     if done and self._settings.checkpoint.export:
       folder = self._workdir / 'export'
       await self._learners.export(folder)
@@ -161,20 +150,33 @@ class Trainer:
     return done
 
   async def _train_phase(
-    self, name: str, learner: LearnerHandle, sampler: Any, num_steps: int
+    self,
+    name: str,
+    learner: LearnerHandle,
+    source: GroupSource,
+    evaluations: Mapping[str, EvalSetSettings],
   ) -> bool:
     """Trains one phase, from its newest checkpoint if it has one."""
-    if self._stop():
+    if self._parts.stop():
       return False
-    checkpointer = self._checkpointer(name)
-    phase = TrainPhase(self, name, learner, sampler, checkpointer, num_steps)
+    checkpointer, num_steps = self._checkpointer(name), source.num_steps
+    phase = TrainPhase(
+      self._parts,
+      name,
+      learner,
+      source,
+      checkpointer,
+      evaluations,
+      restarts=self.restarts,
+      tracer=self._make_tracer(num_steps) if name == 'train' else None,
+    )
     try:
       state = await learner.restore(checkpointer) if checkpointer.latest_step else {}
-      self._writers.phase(name, num_steps, learner.step)
+      self._parts.writers.phase(name, num_steps, learner.step)
       workers = []
       if learner.step < num_steps:
         await learner.warmup()
-        workers = await phase.start(state)
+        workers = await source.start(learner.step, state)
       elif phase.complete(self._workdir / 'metrics.jsonl'):
         return True
       return await loop.train(
@@ -186,7 +188,7 @@ class Trainer:
       await phase.close()
       checkpointer.close()
 
-  def make_tracer(self, num_steps: int) -> 'StepTracer | None':
+  def _make_tracer(self, num_steps: int) -> 'StepTracer | None':
     """Returns what traces the chosen steps; None if there are none.
 
     Args:
@@ -209,8 +211,8 @@ class Trainer:
     return StepTracer(
       self._trace_steps,
       folder,
-      self._runtime.call_actors,
-      profiles_here=not self._runtime.hosts_learner,
+      self._parts.runtime.call_actors,
+      profiles_here=not self._parts.runtime.hosts_learner,
     )
 
   def newest_checkpoint(self) -> tuple[str, int] | None:
@@ -237,92 +239,68 @@ class TrainPhase:
 
   def __init__(
     self,
-    job: Trainer,
+    parts: RunParts,
     name: str,
     learner: LearnerHandle,
-    sampler: Any,
+    source: GroupSource,
     checkpointer: Checkpointer,
-    num_steps: int,
+    evaluations: Mapping[str, EvalSetSettings],
+    *,
+    restarts: int = 0,
+    tracer: 'StepTracer | None' = None,
   ):
-    self._settings = job._settings
-    self._writers = job._writers
-    self._stop = job._stop
-    self._name = name
-    self._learner = learner
-    self._sampler = sampler
-    self._checkpointer = checkpointer
-    self._runtime = job._runtime
-    self._restarts = job.restarts
-    self._num_steps = num_steps
-    # A warm start plays nothing; an algorithm for files may still be evaluated.
-    self._rollouts = job._rollouts if name == 'train' else None
-    self._plays = sampler is not None and sampler is job._sampler
-    self._store = job._store if sampler is job._store else None
-    self._saving: int | None = None  # the step of a checkpoint that is being written
-    self._engines_are_warm = False
-    self._sleeps = job._settings.cluster.placement.sleeps
-    # A learner elsewhere has to leave its memory to the engine while it generates.
-    self._learner_sleeps = self._sleeps and job._runtime.hosts_learner
-    self._local_devices = [] if job._runtime.hosts_learner else jax.local_devices()
-    self._times: dict[str, float] = {}
-    self._step_start = time.perf_counter()
-    self._tracer = job.make_tracer(num_steps) if name == 'train' else None
-
-  async def start(self, state: dict[str, Any]) -> list[Any]:
-    """Restores what a checkpoint holds, and starts playing.
+    """Takes the parts of the phase.
 
     Args:
-      state: what the checkpoint holds; empty without one.
-
-    Returns:
-      The tasks of the workers that play.
+      parts: those of the run.
+      name: the phase's name.
+      learner: learns from the groups.
+      source: provides them.
+      checkpointer: keeps the checkpoints of the phase.
+      evaluations: what is evaluated, by name.
+      restarts: how often this command has started the run anew.
+      tracer: traces chosen steps; None for none.
     """
-    if self._store is not None:
-      self._store.start(self._learner.step, state.get('sampler'))
-    elif state:
-      _check_rollout_state(state['sampler'])
-      self._sampler.load_state_dict(state['sampler'])
-    if not self._plays:
-      return []
-    queues, count = state.get('queues', {}), self._sampler.groups_from_queue
-    return await self._rollouts.start(queues, count)  # pyright: ignore
+    self._parts = parts
+    self._name = name
+    self._learner = learner
+    self._source = source
+    self._checkpointer = checkpointer
+    self._evaluations = evaluations
+    self._restarts = restarts
+    self._tracer = tracer
+    self._saving: int | None = None  # the step of a checkpoint that is being written
+    self._local_devices = [] if parts.runtime.hosts_learner else jax.local_devices()
+    self._times = StepTimes()
+    self._step_start = time.perf_counter()
 
   def hooks(self) -> loop.Hooks:
     """Returns the hooks that the loop calls."""
     return loop.Hooks(
       publish=self._publish,
-      advance=self._advance,
+      advance=self._source.advance,
       evaluate=self._evaluate,
       record=self._record,
       save=self._save,
-      stop=self._stop,
+      stop=self._parts.stop,
     )
 
   async def next(self, step: int) -> list[Group]:
     """Waits for the groups of a step."""
     start = time.perf_counter()
     try:
-      groups = await self._sampler.next(step)
+      groups = await self._source.next(step)
     except (StoreTimeoutError, StopRequested):
       await self._save(step, True)
       raise
-    self._add_time('trainer', 'rollout', start, step)
-    if self._plays:
-      self._times |= await self._take_rollout_metrics(step)
-      self._times |= self._rollouts.weight_syncer.metrics(step)  # pyright: ignore
-      if self._sleeps:  # until weights are published again
-        await maybe_await(self._rollouts.engine.sleep())  # pyright: ignore
-        if self._learner_sleeps:
-          await self._learner.reload()
-    self._times |= self._sampler.metrics() | await self._runtime.metrics()
-    if self._store is not None:
-      self._times |= await self._store.counts()
+    self._times.end('trainer', 'rollout', start, step)
+    self._times.add(await self._take_metrics(step))
+    await self._source.yield_devices(self._learner)
+    self._times.add(await self._parts.runtime.metrics())
     return groups
 
-  async def _take_rollout_metrics(
-    self, step: int, *, count: bool = True
-  ) -> loop.Metrics:
-    """Returns the rollout side's metrics, which start anew.
+  async def _take_metrics(self, step: int, *, count: bool = True) -> loop.Metrics:
+    """Returns the source's metrics, of which those of engines start anew.
 
     Args:
       step: the step that is being collected.
@@ -330,49 +308,22 @@ class TrainPhase:
     """
     if self._tracer is not None:
       await self._tracer.before_report(step)
-    metrics = await self._rollouts.metrics()  # pyright: ignore
+    metrics = await self._source.metrics(step)
     if self._tracer is not None:
       self._tracer.after_report(step if count else None)
     return metrics
-
-  def _add_time(self, part: str, name: str, start: float, step: int) -> float:
-    """Adds the metric time/NAME of what has just ended, and its span."""
-    end = time.perf_counter()
-    self._times[f'time/{name}'] = end - start
-    spans.record(part, name, name, start, end, step=step)
-    return end - start
 
   async def _publish(self, step: int) -> None:
     if self._tracer is not None:
       await self._tracer.before_step(step)
     self._step_start = time.perf_counter()
     evaluates = bool(self._evaluations_due(step))
-    if self._rollouts is None or not (self._plays_at(step) or evaluates):
-      return
-    syncer = self._rollouts.weight_syncer
-    hand_over = syncer.sync_now if evaluates else syncer.maybe_sync
-    await hand_over(step, self._learner.inference_params)
-    self._add_time('weights', 'publish', self._step_start, step)
-    self._times |= self._rollouts.weights.metrics()
-    if self._sleeps:
-      if self._learner_sleeps:
-        await self._learner.offload()
-      await maybe_await(self._rollouts.engine.resume())
-    if not self._engines_are_warm:
-      self._engines_are_warm = True
-      await maybe_await(self._rollouts.engine.warmup())
-
-  async def _advance(self, step: int) -> None:
-    if self._plays_at(step):
-      await self._rollouts.advance(step)  # pyright: ignore
-
-  def _plays_at(self, step: int) -> bool:
-    return self._plays and self._sampler.plays(step)
+    await self._source.publish(step, self._learner, self._times, evaluates=evaluates)
 
   def _evaluations_due(self, step: int) -> list[str]:
     """Returns the names of the evaluation sets that are played at a step."""
-    ends = step in (0, self._num_steps)
-    active = self._settings.eval.active.items()
+    ends = step in (0, self._source.num_steps)
+    active = self._evaluations.items()
     return [name for name, s in active if ends or step % s.interval == 0]
 
   def complete(self, metrics: pathlib.Path) -> bool:
@@ -381,47 +332,45 @@ class TrainPhase:
     Args:
       metrics: path of the run's metrics.jsonl.
     """
-    if self._learner.step > self._num_steps or not self._evaluates_at(self._num_steps):
+    num_steps = self._source.num_steps
+    if self._learner.step > num_steps or not self._evaluations_due(num_steps):
       return True
-    last = {'phase': self._name, 'step': self._num_steps}
+    last = {'phase': self._name, 'step': num_steps}
     return any(
       last.items() <= row.items() and any(name.startswith('eval/') for name in row)
       for row in read_metrics(metrics)
     )
 
-  def _evaluates_at(self, step: int) -> bool:
-    return self._rollouts is not None and bool(self._evaluations_due(step))
-
   async def _evaluate(self, step: int, last: bool) -> loop.Metrics:
-    if self._rollouts is None or not self._evaluates_at(step):
+    names = self._evaluations_due(step)
+    if not names:
       return {}
     start = time.perf_counter()
-    names = self._evaluations_due(step)
-    work = self._rollouts.evaluate(names=names)
+    work = self._source.evaluate(names)
     try:
-      metrics, groups = await loop.await_unless_stopped(work, self._stop)
+      metrics, groups = await loop.await_unless_stopped(work, self._parts.stop)
     except StopRequested:
       await self._save(step, True)
       raise
-    await self._take_rollout_metrics(step, count=False)
-    self._writers.trajectories(step, groups, kind='eval')
-    self._step_start += self._add_time('trainer', 'evaluate', start, step)
+    await self._take_metrics(step, count=False)
+    self._parts.writers.trajectories(step, groups, kind='eval')
+    self._step_start += self._times.end('trainer', 'evaluate', start, step)
     return metrics
 
   def _record(self, step: int, metrics: loop.Metrics, groups: list[Group]) -> None:
     if groups:
-      self._add_time('trainer', 'step', self._step_start, step)
-    metrics = {**metrics, **self._times}
+      self._times.end('trainer', 'step', self._step_start, step)
+    metrics = {**metrics, **self._times.take()}
     if groups:
       metrics |= memory_metrics(self._local_devices)
       if self._restarts:
         metrics['rollout/restarts'] = float(self._restarts)
-    self._times = {}
     if self._tracer is not None:
       self._tracer.add_metrics(metrics)
-    self._writers.write(step, metrics)
-    self._writers.logprobs(step, self._learner.old_logprobs)
-    self._writers.trajectories(step, groups, self._learner.advantages)
+    writers = self._parts.writers
+    writers.write(step, metrics)
+    writers.logprobs(step, self._learner.old_logprobs)
+    writers.trajectories(step, groups, self._learner.advantages)
 
   async def close(self) -> None:
     """Writes the trace that is being taken, if any."""
@@ -432,28 +381,16 @@ class TrainPhase:
   async def _save(self, step: int, last: bool) -> None:
     if self._tracer is not None:
       await self._tracer.after_step(step - 1)
-    every = self._settings.checkpoint.save_interval
-    last = last or step == self._num_steps
+    every = self._parts.settings.checkpoint.save_interval
+    last = last or step == self._source.num_steps
     if not last and not (every and step % every == 0):
       return
-    state: dict[str, Any] = {'sampler': self._sampler.state_dict()}
-    if self._plays:
-      state['queues'] = await self._rollouts.state_dict()  # pyright: ignore
+    state = await self._source.state()
     await self._learner.save(self._checkpointer, state, wait=last)
-    if self._store is not None:
-      durable = step if last else self._saving  # whose writing this save waited for
-      if durable is not None:
-        await asyncio.to_thread(self._store.saved, durable)
-      self._saving = step
-
-
-def _check_rollout_state(state: Mapping[str, Any]) -> None:
-  """Raises ConfigError for a sampler's state of a run that learned from a store."""
-  if 'store' in state:
-    raise ConfigError(
-      "--config.dataset.experience_store='': the run in this --workdir "
-      'trains from a store: set the key again, or name another --workdir'
-    )
+    durable = step if last else self._saving  # whose writing this save waited for
+    if durable is not None:
+      await self._source.saved(durable)
+    self._saving = step
 
 
 def run_with_restarts(

@@ -2,14 +2,17 @@
 its hooks, around parts that know only who has memory.
 """
 
+import dataclasses
+import pathlib
 import types
 
 import pytest
 
 from configs import base
 from jaxrl import loop
+from launch.components.group_sources import PlayedGroups, Players
 from launch.settings.resolve import resolve_settings
-from launch.trainer import TrainPhase
+from launch.trainer import RunParts, TrainPhase
 
 
 class Memory:
@@ -114,18 +117,16 @@ def phase(events, every):
     plays=parts.plays, next=parts.next, metrics=dict, state_dict=parts.state_dict
   )
   ignore = lambda *_, **__: None  # noqa: E731
-  job = types.SimpleNamespace(
-    _settings=resolve_settings(config),
-    _writers=types.SimpleNamespace(write=ignore, logprobs=ignore, trajectories=ignore),
-    _stop=lambda: False,
-    _rollouts=rollouts,
-    _sampler=sampler,
-    _store=None,
-    _runtime=types.SimpleNamespace(hosts_learner=True, metrics=nothing),
-    restarts=0,
-    make_tracer=lambda _: None,
-  )
-  return parts, TrainPhase(job, 'train', parts, sampler, None, 3)  # pyright: ignore
+  settings = resolve_settings(config)
+  settings = dataclasses.replace(settings, num_steps=3)
+  writers = types.SimpleNamespace(write=ignore, logprobs=ignore, trajectories=ignore)
+  runtime = types.SimpleNamespace(hosts_learner=True, metrics=nothing)
+  stop = lambda: False  # noqa: E731
+  run = RunParts(settings, pathlib.Path(), writers, stop, runtime)  # pyright: ignore
+  players = Players(settings, rollouts, learns_here=False)  # pyright: ignore
+  source = PlayedGroups(settings, sampler, players)  # pyright: ignore
+  options = (parts, source, None, settings.eval.active)
+  return parts, TrainPhase(run, 'train', *options)  # pyright: ignore
 
 
 @pytest.mark.asyncio

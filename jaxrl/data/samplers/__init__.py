@@ -13,9 +13,9 @@ from jaxrl.call_strings import (
   component_name,
   find_component,
 )
-from jaxrl.data.samplers.sampler import GroupSource, Sampler
+from jaxrl.data.samplers.sampler import Sampler, SamplerSource
 
-__all__ = ['SAMPLERS', 'GroupSource', 'Sampler', 'find_sampler', 'make_sampler']
+__all__ = ['SAMPLERS', 'SamplerSource', 'Sampler', 'find_sampler', 'make_sampler']
 
 # Dotted paths, so that only the sampler that a run names is imported.
 SAMPLERS = {
@@ -52,7 +52,7 @@ def find_sampler(sampler: Component) -> tuple[type[Sampler], dict[str, Any]]:
   return cast(type[Sampler], sampler_class), options
 
 
-def make_sampler(sampler: Component, source: GroupSource) -> Sampler:
+def make_sampler(sampler: Component, source: SamplerSource) -> Sampler:
   """Builds a sampler.
 
   Args:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.data.samplers.sampler import ExpertRows, GroupSource, Metrics, Sampler
+from jaxrl.data.samplers.sampler import ExpertRows, Metrics, Sampler, SamplerSource
 from jaxrl.types import Group
 
 
@@ -32,7 +32,7 @@ class WarmupSampler(Sampler):
   reads_experts = True
 
   def __init__(
-    self, source: GroupSource, *, steps: int = 10, reward: float | None = 1.0
+    self, source: SamplerSource, *, steps: int = 10, reward: float | None = 1.0
   ):
     if steps < 1:
       raise ConfigError(f'steps={steps}: must be at least 1')
@@ -89,7 +89,11 @@ class MixedSampler(Sampler):
   reads_experts = True
 
   def __init__(
-    self, source: GroupSource, *, expert_share: float = 0.5, reward: float | None = 1.0
+    self,
+    source: SamplerSource,
+    *,
+    expert_share: float = 0.5,
+    reward: float | None = 1.0,
   ):
     if not 0 < expert_share < 1:
       raise ConfigError(f'expert_share={expert_share}: must be between 0 and 1')

@@ -1,14 +1,14 @@
 """Queue samplers return groups as they were played, optionally only fresh ones."""
 
 from jaxrl.call_strings import ConfigError
-from jaxrl.data.samplers.sampler import GroupSource, Metrics, Sampler, mean_age
+from jaxrl.data.samplers.sampler import Metrics, Sampler, SamplerSource, mean_age
 from jaxrl.types import Group
 
 
 class FifoSampler(Sampler):
   """Returns whole groups from the queue, in order."""
 
-  def __init__(self, source: GroupSource):
+  def __init__(self, source: SamplerSource):
     super().__init__(source)
     self._source = source
 
@@ -31,7 +31,7 @@ class StalenessSampler(Sampler):
     ConfigError: If `max_staleness` is negative.
   """
 
-  def __init__(self, source: GroupSource, *, max_staleness: int = 1):
+  def __init__(self, source: SamplerSource, *, max_staleness: int = 1):
     if max_staleness < 0:
       raise ConfigError(f'max_staleness={max_staleness}: must be at least 0')
     super().__init__(source)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl import group_stats
 from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
-from jaxrl.data.samplers.sampler import GroupSource, Metrics, Sampler, mean_age
+from jaxrl.data.samplers.sampler import Metrics, Sampler, SamplerSource, mean_age
 from jaxrl.types import Group
 
 
@@ -75,7 +75,7 @@ class ReplaySampler(Sampler):
 
   def __init__(
     self,
-    source: GroupSource,
+    source: SamplerSource,
     *,
     fresh: float = 0.5,
     decay: float = 2.0,

@@ -1,4 +1,4 @@
-"""Sampler is the base class of all samplers; GroupSource is what they draw from."""
+"""Sampler is the base class of all samplers; SamplerSource is what they draw from."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ class ExpertRows(Protocol):
     ...
 
 
-class GroupSource(Protocol):
+class SamplerSource(Protocol):
   """Protocol: provides played groups and expert rows to a sampler.
 
   Attributes:
@@ -92,7 +92,7 @@ class Sampler:
   reads_experts: bool = False
   reuses: bool = False
 
-  def __init__(self, source: GroupSource):
+  def __init__(self, source: SamplerSource):
     self.groups_from_queue = source.num_groups
 
   def plays(self, step: int) -> bool:
