@@ -207,7 +207,7 @@ def build_component(
     ConfigError: If a name or an option does not exist.
   """
   call = as_call(component)
-  where = f'--config.{key}={call}'
+  where = f'{key}={call}'
   if call.name not in known:
     raise unknown_name_error(call.name, known, what, where)
   check_options(known[call.name], call.options, where)

@@ -115,7 +115,7 @@ def random_config(
       },
     )
   except ValueError as error:
-    raise ConfigError(f'--config.model.random: {error}') from error
+    raise ConfigError(f'model.random: {error}') from error
 
 
 def _family(family: ComponentCall | str) -> tuple[str, dict[str, Any]]:
@@ -137,7 +137,7 @@ def load_model(
   remat: ComponentCall | str,
   kernels: str = 'auto',
   chat: ChatOptions | None = None,
-  key: str = '--config.model.checkpoint',
+  key: str = 'model.checkpoint',
 ) -> LoadedModel:
   """Loads a model from a Hugging Face folder.
 
@@ -294,7 +294,7 @@ def with_image_tokens(config: ModelConfig, tokenizer: Any) -> ModelConfig:
   vocabulary = tokenizer.get_vocab()
   if missing := [name for name in names.values() if name not in vocabulary]:
     raise ConfigError(
-      f'--config.model.random: family {config.family} needs a tokenizer with '
+      f'model.random: family {config.family} needs a tokenizer with '
       f'{", ".join(names.values())}, and this one lacks {", ".join(missing)}'
     )
   ids = {field: vocabulary[name] for field, name in names.items()}

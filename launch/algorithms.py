@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jaxrl.algorithms import describe
 from jaxrl.call_strings import ConfigError
 from launch.components import catalogue
-from launch.logging.error_pages import print_error
+from launch.logging.error_pages import print_error, with_flags
 from launch.runtime.signal_handler import run_command
 from launch.settings import plugins
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     plugin_set = plugins.read(flags.plugins) if flags.plugins else plugins.Plugins()
     if flags.parts:
-      print(describe.parts(plugin_set.of('policy_loss').values()))
+      print(with_flags(describe.parts(plugin_set.of('policy_loss').values())))
     pages = [
       p for name in flags.names for p in catalogue.component_pages(name, plugin_set)
     ]

@@ -201,8 +201,10 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
   )
   from launch.logging.error_pages import describe_user_error, print_error
 
-  line = '' if isinstance(error, configs.ConfigError) else describe_user_error(error)
-  line = line or (str(error) if known else '')
+  line: Exception | str = ''
+  if not isinstance(error, configs.ConfigError):
+    line = describe_user_error(error)
+  line = line or (error if known else '')
   if line:
     print_error(line)
   else:

@@ -26,8 +26,8 @@ PROVENANCE = {
 NEEDS = {
   'old_logprobs': "the learner's own log-probs of what was sampled",
   'ref_logprobs': 'a reference model, the initial weights',
-  'teacher_logprobs': 'a teacher: --config.teacher.checkpoint',
-  'teacher_topk': "a teacher's likeliest tokens: --config.teacher.checkpoint",
+  'teacher_logprobs': 'a teacher, teacher.checkpoint',
+  'teacher_topk': "a teacher's likeliest tokens, teacher.checkpoint",
   'values': 'a critic: a value head on the model',
   'entropy': "the policy's entropy",
   'nec': "the mean of the policy's entropy indicator",
@@ -173,7 +173,7 @@ def parts(locations: Iterable[str] = ()) -> str:
   slots.pop('kl_penalty')  # takes what kl_loss takes
   width = max(len(name) for there in slots.values() for name in there)
   lines = textwrap.wrap(SYMBOLS.replace('\n', ' '), WIDTH)
-  lines.append("Swap one: --config.algorithm.policy_loss='cispo(clip_high=.3)'")
+  lines.append("Swap one: algorithm.policy_loss='cispo(clip_high=.3)'")
   for slot, there in slots.items():
     lines += ['', 'kl_loss, kl_penalty' if slot == 'kl_loss' else slot]
     lines += [_row(name, _first_line(fn), width) for name, fn in there.items()]

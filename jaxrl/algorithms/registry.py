@@ -89,7 +89,7 @@ def builder(spec: str) -> Callable[..., Algorithm]:
     ConfigError: If there is no such algorithm.
   """
   if ':' in spec:
-    where = f'algorithm {spec} (of --config=FILE.py:{spec})'
+    where = f'algorithm {spec}'
     build = call_strings.resolve(spec, where)
     call_strings.check_callable(build, where, 'a function that returns an Algorithm')
     return build
@@ -189,7 +189,7 @@ def _check_ranges(name: str, options: Mapping[str, Any], component: str = '') ->
     option, allowed = violation
     value = f'{option}={options[option]}'
     where = f'{component}: {value}' if component else f'{value}:'
-    raise ConfigError(f'--config.algorithm.{where} {allowed}')
+    raise ConfigError(f'algorithm.{where} {allowed}')
 
 
 def algorithm_field(setting: str) -> str:

@@ -45,7 +45,7 @@ def lora_adapters(
   Raises:
     ConfigError: If a layer is unknown, or a number not above 0.
   """
-  where, chosen = f'--config.{KEY}', tuple(name.strip() for name in targets.split(','))
+  where, chosen = KEY, tuple(name.strip() for name in targets.split(','))
   for name in chosen:
     if name not in LORA_TARGETS:
       raise unknown_name_error(

@@ -58,7 +58,7 @@ def _names(*, save: str = 'attention', offload: str = '') -> Policy:
     save: Names of what is kept on the device, with commas between.
     offload: Names of what is kept in the memory of the host.
   """
-  where = f'--config.model.remat=names(save={save!r}, offload={offload!r})'
+  where = f'model.remat=names(save={save!r}, offload={offload!r})'
   chosen = {}
   for option, text in (('save', save), ('offload', offload)):
     chosen[option] = [name.strip() for name in text.split(',') if name.strip()]

@@ -578,7 +578,7 @@ def _check_teachers(spec: StepSpec, teachers: 'Teachers | None') -> None:
   if spec.teacher_fields and teachers is None:
     raise ConfigError(
       f'this algorithm reads {", ".join(spec.teacher_fields)}, and there is no '
-      'teacher to give them: set --config.teacher.checkpoint'
+      'teacher to give them: set teacher.checkpoint'
     )
 
 

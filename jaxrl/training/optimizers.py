@@ -64,9 +64,7 @@ def _optimizer_spec(
     is_decay_rate = option in ('b1', 'b2')
     if value < 0 or (is_decay_rate and value >= 1):
       bounds = 'in [0, 1)' if is_decay_rate else 'at least 0'
-      raise ConfigError(
-        f'--config.optimizer.name: {option}={value} of {name} must be {bounds}'
-      )
+      raise ConfigError(f'optimizer.name: {option}={value} of {name} must be {bounds}')
   hparams = {option: float(value) for option, value in hparams.items()}
   state_spec = OptimizerStateSpec(name, tuple(sorted(static.items())))
   return OptimizerSpec(state_spec, hparams)

@@ -39,7 +39,7 @@ def missing_teacher_error(
   """
   return ConfigError(
     f'tag {what} has no teacher, only {", ".join(tags_with_teacher)}: set '
-    f"--config.teacher.checkpoint='{tag}=FOLDER, …', or one folder for all "
+    f"teacher.checkpoint='{tag}=FOLDER, …', or one folder for all "
     'tags'
   )
 

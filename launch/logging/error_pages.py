@@ -3,7 +3,7 @@
 import re
 import sys
 
-from jaxrl.call_strings import describe_error, user_place
+from jaxrl.call_strings import ConfigError, describe_error, user_place
 
 # By the start of a config key, or by a flag of a command.
 PAGES = {
@@ -51,6 +51,14 @@ _NAME = re.compile(
   r'--config\.([a-z_][\w.]*)|(--[a-z]+)|'
   r'(?<![\w./-])(?:config\.)?([a-z_]+\.(?!(?:py|jsonl?|csv|parquet)\b)[a-z_][\w.]*)'
 )
+# A key of a section, or the section before what is wrong in it.
+_SECTIONS = '|'.join(
+  sorted({page.partition('.')[0] for page in PAGES if page[0] != '-'})
+)
+_KEY = re.compile(
+  rf'(?<![\w./\'"-])(?:{_SECTIONS}|teacher)\.'
+  r'(?!(?:py|jsonl?|csv|parquet|safetensors)\b)[A-Za-z_]\w*|^(?:mesh|kernels)(?=[:=])'
+)
 
 
 def find_page(text: str) -> str:
@@ -68,13 +76,22 @@ def find_page(text: str) -> str:
   return ''
 
 
+def with_flags(text: str) -> str:
+  """Returns a text in which keys of the config are written as on the command line.
+
+  Args:
+    text: what the library says, which names options alone.
+  """
+  return _KEY.sub(r'--config.\g<0>', text)
+
+
 def print_error(error: Exception | str) -> None:
   """Prints an error to stderr, with the page that explains it.
 
   Args:
     error: the error, or its text.
   """
-  text = str(error)
+  text = with_flags(str(error)) if isinstance(error, ConfigError) else str(error)
   page = '' if 'docs/' in text else find_page(text)
   print(f'error: {text} ({page})' if page else f'error: {text}', file=sys.stderr)
 

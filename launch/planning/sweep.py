@@ -146,7 +146,7 @@ def _configured_mesh(run: PlannedRun, devices: Sequence[Any]) -> MeshSizes:
 
 
 def _reason(error: ConfigError) -> str:
-  return str(error).removeprefix('--config.mesh: ')
+  return str(error).removeprefix('mesh: ')
 
 
 def candidate_meshes(run: PlannedRun, target: Target) -> Iterator[MeshSizes]:

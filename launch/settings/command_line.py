@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import inspect
 import pathlib
+import re
 import sys
 import traceback
 import warnings
@@ -350,7 +351,7 @@ def naming_flag(flag: str, key: str) -> Iterator[None]:
   try:
     yield
   except ConfigError as error:
-    text = str(error).replace(f'--config.{key}=', f'--{flag}=')
+    text = re.sub(rf'(?:--config\.)?\b{re.escape(key)}=', f'--{flag}=', str(error))
     raise ConfigError(text) from error
 
 

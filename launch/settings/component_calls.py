@@ -107,7 +107,7 @@ def parse_store_options(text: str, make_options: Callable[..., Any], key: str) -
     else:
       options = parse_component(text, {'store': make_options}, 'source', key)
   except ConfigError as error:
-    where = f'--config.{key}={text}'
+    where = f'{key}={text}'
     if where in str(error):
       raise
     raise ConfigError(f'{where}: {error}') from error

@@ -141,7 +141,7 @@ def parse_env_manager(text: str, tag: str, env_type: str) -> ComponentCall | Non
   key = f'env.{tag}.manager'
   call = parse_setting(key, text, parse_call)
   is_agent = getattr(find_env(env_type), 'played_by_agent', False)
-  where = f'--config.{key}={text}'
+  where = f'{key}={text}'
   try:
     find_env_manager(call, where, is_agent=is_agent)
   except ConfigError as error:
@@ -168,4 +168,4 @@ def parse_timeouts(text: str, tag: str) -> Timeouts:
   except ConfigError as error:
     if key in str(error):
       raise
-    raise ConfigError(f'--config.{key}={text}: {error}') from error
+    raise ConfigError(f'{key}={text}: {error}') from error

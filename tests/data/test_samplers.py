@@ -285,7 +285,7 @@ def same(groups, others):
 def test_what_cannot_be_is_refused(text, message):
   with pytest.raises(ConfigError, match=message) as raised:
     make(text)
-  assert str(raised.value).startswith(f'--config.algorithm.sampler={text}')
+  assert str(raised.value).startswith(f'algorithm.sampler={text}')
 
 
 OWN = """

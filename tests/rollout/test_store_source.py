@@ -92,7 +92,7 @@ def test_unsound_attempts_stay_out(tmp_path):
     ({'vocab_size': 4}, "a token id is outside the model's 4 ids"),
     (
       {'group_size': 3, 'min_samples': 3},
-      '--group_size=3, or set --config.algorithm.group_size=2',
+      'group_size=3, or set algorithm.group_size=2',
     ),
     ({'max_staleness': 2}, 'written by the weights of step 0, but step 7'),
   ],
@@ -150,7 +150,7 @@ def test_it_says_why_it_waits_although_there_are_groups(tmp_path, caplog):
   with caplog.at_level(logging.INFO, 'jaxrl'), pytest.raises(StoreTimeoutError):
     take(stored(database, Clock(), group_size=3, min_samples=3))
   first = caplog.records[0].getMessage()
-  assert first.startswith('step 0 waits for groups, 5 s') and '--group_size=3' in first
+  assert first.startswith('step 0 waits for groups, 5 s') and 'group_size=3' in first
 
 
 def test_after_the_longest_wait_what_is_left_is_learned_from(tmp_path):

@@ -4,6 +4,7 @@ import ast
 import collections
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -238,6 +239,17 @@ def test_call_strings_are_parsed_in_one_package():
     readers = {'eval', 'literal_eval', 'ast.literal_eval', 'ast.parse'}
     bad += [f'{name}: {text}' for text in map(ast.unparse, calls) if text in readers]
   assert not bad
+
+
+def test_the_library_knows_no_command_line():
+  """Its errors name options: `launch` writes them as flags."""
+  flag = re.compile(r'--(?:config|workdir|group_size)\b')
+  for name, file in SOURCE.items():
+    if name.startswith('jaxrl.'):
+      lines = file.read_text().splitlines()
+      # An option of a program that a sandbox runs.
+      found = [x for x in lines if flag.search(x) and 'workdir={' not in x]
+      assert not found, (name, found)
 
 
 def test_no_global_random_numbers():

@@ -180,5 +180,5 @@ async def test_words_that_come_with_the_data_teach_as_the_teacher_would():
 
 
 def test_an_algorithm_without_its_teacher_is_told():
-  with pytest.raises(ConfigError, match=r'--config\.teacher\.checkpoint'):
+  with pytest.raises(ConfigError, match=r'teacher\.checkpoint'):
     toy.learner(registry.make('on_policy_distill'), kind=type(MODEL))

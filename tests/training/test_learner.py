@@ -206,7 +206,7 @@ def test_parameters_of_another_shape_are_named():
 @pytest.mark.parametrize('loss', [losses.distill, losses.sft])
 def test_what_speaks_for_a_teacher_needs_one(loss):
   algorithm = Algorithm(policy_loss=loss, advantage=advantages.on_policy_distill)
-  with pytest.raises(ConfigError, match=r'reads teacher_.*--config.teacher.checkpoint'):
+  with pytest.raises(ConfigError, match=r'reads teacher_.*teacher.checkpoint'):
     toy.learner(algorithm)
 
 

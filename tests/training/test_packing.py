@@ -420,7 +420,7 @@ def test_exact_mode_is_refused():
 
 def test_rows_that_are_cut_are_refused():
   mesh = make_mesh(data=1, context=2, devices=jax.devices()[:2])
-  with pytest.raises(ConfigError, match=r'leave context out of --config\.mesh'):
+  with pytest.raises(ConfigError, match=r'leave context out of the mesh'):
     packed_batch_builder.make_batch_builder(
       packed(), toy.model(), mesh, num_micro_batches=1
     )

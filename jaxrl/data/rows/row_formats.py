@@ -300,7 +300,7 @@ class RowFormat:
     return DataError(
       f'the row lacks a key ({wanted}). Its keys are '
       f'{", ".join(map(str, row)) or "none"}: set '
-      f"--config.dataset.keys='{names[-1]}=KEY' to use another key"
+      f"dataset.keys='{names[-1]}=KEY' to use another key"
     )
 
 

@@ -1,6 +1,6 @@
 """Samplers decide which groups a training step learns from.
 
-A config chooses a sampler by `--config.algorithm.sampler='replay(decay=1)'`, an
+A config chooses a sampler by `algorithm.sampler='replay(decay=1)'`, an
 algorithm by `sampler=ComponentCall('replay', {'decay': 1})`. A user's own sampler is a
 subclass of `Sampler`, given as it is or by dotted path: `my_lab.pick:Newest`.
 """
@@ -40,7 +40,7 @@ def find_sampler(sampler: Component) -> tuple[type[Sampler], dict[str, Any]]:
     ConfigError: If the sampler or an option is unknown, or if a user's own class lacks
       methods.
   """
-  where = f'--config.algorithm.sampler={component_name(sampler, whole=True)}'
+  where = f'algorithm.sampler={component_name(sampler, whole=True)}'
   _, sampler_class, options = find_component(
     sampler, SAMPLERS, 'sampler', where, where=where, base=Sampler
   )
@@ -69,7 +69,8 @@ def make_sampler(sampler: Component, source: SamplerSource) -> Sampler:
   try:
     return sampler_class(source, **options)
   except ConfigError as error:
-    if str(error).startswith('--config.'):  # the source names the key of its rows
+    # The source names the option of its rows.
+    if str(error).startswith(('dataset.', 'sft.')):
       raise
-    where = f'--config.algorithm.sampler={component_name(sampler, whole=True)}'
+    where = f'algorithm.sampler={component_name(sampler, whole=True)}'
     raise ConfigError(f'{where}: {error}') from error

@@ -97,7 +97,7 @@ class ReplaySampler(Sampler):
     if max_staleness is not None and max_staleness < cooldown:
       raise ConfigError(
         f'cooldown={cooldown}: no group could be used again, as '
-        '--config.rollout.staleness_policy drops those older than '
+        'rollout.staleness_policy drops those older than '
         f'{max_staleness} steps: raise its max, or lower cooldown'
       )
     super().__init__(source)

@@ -92,7 +92,7 @@ class ExperienceReader:
     if saved_step:
       raise ConfigError(
         f'{self._database.name}: reader {self._lease.name!r} has trained up to the '
-        f'checkpoint of step {saved_step} in another --workdir: resume that one, or '
+        f'checkpoint of step {saved_step} in another workdir: resume that one, or '
         "start under another name: store(url='…', reader='another')"
       )
 
@@ -123,12 +123,12 @@ class ExperienceReader:
     if state['store'] != self._database.id:
       raise ConfigError(
         f'{where}: this run was trained from another store: name that one, or '
-        'another --workdir'
+        'another workdir'
       )
     if state['run'] != self._row().run:
       raise ConfigError(
         f'{where}: another run has used this reader since. Start again with '
-        "another --workdir and store(url='…', reader='another')"
+        "another workdir and store(url='…', reader='another')"
       )
     self._run = state['run']
     later = (uses.c.reader == self._lease.name) & (uses.c.step >= step)

@@ -69,7 +69,7 @@ class ReaderLease:
         raise ConfigError(
           f'{self._database.name}: process {pid} {where} trains from it as reader '
           f'{self.name!r}: wait for it, or count uses separately by '
-          "--config.dataset.experience_store=\"store(url='…', reader='another')\""
+          "dataset.experience_store=\"store(url='…', reader='another')\""
         )
       if last_sign is None:
         say(

@@ -127,11 +127,11 @@ class StoreDatabase:
       parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
       raise ConfigError(
-        f'--config.{key}: not a URL of a database: sqlite:////abs/path.db, or '
+        f'{key}: not a URL of a database: sqlite:////abs/path.db, or '
         'postgresql://host/name'
       ) from error
     self.name = parsed.render_as_string(hide_password=True)
-    self._where = f'--config.{key}={self.name}'
+    self._where = f'{key}={self.name}'
     self._is_sqlite = False
     if parsed.get_backend_name() == 'sqlite':
       self._is_sqlite = True

@@ -62,13 +62,13 @@ class AtifWriter:
   """
 
   def __init__(self, path: str, mode: str, types: Mapping[str, str]):
-    self._where = f'--config.trajectory_dump.path={path}'
+    self._where = f'trajectory_dump.path={path}'
     folder = path.removeprefix(PATH_PREFIX)
     if not folder:
       raise ConfigError(f'{self._where}: name a folder of this machine, atif://FOLDER')
     if 'save_content' not in types:
       raise ConfigError(
-        f'{self._where}: --config.trajectory_dump.columns must have save_content, '
+        f'{self._where}: trajectory_dump.columns must have save_content, '
         'which documents are made of'
       )
     self._folder = pathlib.Path(folder)
@@ -87,7 +87,7 @@ class AtifWriter:
     if fresh and existing:
       raise ConfigError(
         f'{self._where} holds {len(existing)} parts of another run, {existing[0]} '
-        'among them: name another path, or the --workdir that wrote them'
+        'among them: name another path, or the workdir that wrote them'
       )
 
   def write(self, name: str, rows: Sequence[DumpRow]) -> None:

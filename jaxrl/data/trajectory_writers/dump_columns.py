@@ -66,7 +66,7 @@ class DumpColumns:
     self,
     columns: Iterable[Any] = (),
     env_columns: Mapping[str, str] | None = None,
-    where: str = '--config.trajectory_dump.columns',
+    where: str = 'trajectory_dump.columns',
     *,
     save_arrays: bool = True,
   ):

@@ -69,7 +69,7 @@ class FileWriter:
       self._folder, start = folder or '.', f'{stem}-'
     elif dot and stem and kind in ('csv', 'json', 'txt', 'pq', 'arrow', 'orc'):
       raise unknown_name_error(
-        kind, FILE_FORMATS, 'format', f'--config.trajectory_dump.path={path}'
+        kind, FILE_FORMATS, 'format', f'trajectory_dump.path={path}'
       )
     else:
       self._folder, start, kind = root.rstrip('/') or '/', '', 'jsonl'
@@ -89,7 +89,7 @@ class FileWriter:
 
   def check(self, *, fresh: bool) -> None:
     """Checks that the folder can be written and holds no other run's parts."""
-    where = f'--config.trajectory_dump.path={self.path}'
+    where = f'trajectory_dump.path={self.path}'
     probe = f'{self._start}probe.tmp'
     try:
       self._files.makedirs(self._folder, exist_ok=True)
@@ -103,7 +103,7 @@ class FileWriter:
     if fresh and existing:
       raise ConfigError(
         f'{where} holds {len(existing)} parts of another run, {existing[0]} among '
-        'them: name another path, or the --workdir that wrote them'
+        'them: name another path, or the workdir that wrote them'
       )
 
   def write(self, name: str, rows: Sequence[DumpRow]) -> None:
@@ -147,11 +147,9 @@ def _open(path: str) -> tuple[Any, str]:
   """Returns the file system and the path on it. Raises ConfigError."""
   import fsspec
 
-  where = f'--config.trajectory_dump.path={path}'
+  where = f'trajectory_dump.path={path}'
   if not path.strip():
-    raise ConfigError(
-      '--config.trajectory_dump.path is empty: set it to a folder or a URL'
-    )
+    raise ConfigError('trajectory_dump.path is empty: set it to a folder or a URL')
   scheme, colon, _ = path.partition('://')
   known = set(fsspec.available_protocols())
   if colon and scheme.split('::')[0] not in known:

@@ -53,7 +53,7 @@ class MaxComputeWriter:
     folder: pathlib.Path,
     connect: Callable[[str], Any] | None = None,
   ):
-    self._where = f'--config.trajectory_dump.path={path}'
+    self._where = f'trajectory_dump.path={path}'
     match = ODPS_PATH.fullmatch(path)
     if match is None:
       raise ConfigError(f'{self._where}: write {ODPS_PATH_FORM}')
@@ -117,7 +117,7 @@ class MaxComputeWriter:
         existing = ', '.join(f'{n} {k}' for n, k in table_types.items())
         raise ConfigError(
           f'{self._where}: column {name!r}, a {kind}, {problem} the table, which has '
-          f'{existing}: set --config.trajectory_dump.columns'
+          f'{existing}: set trajectory_dump.columns'
         )
 
   def write(self, name: str, rows: Sequence[DumpRow]) -> None:

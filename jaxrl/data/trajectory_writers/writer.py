@@ -53,7 +53,7 @@ def open_dump(
 
   dump_columns = DumpColumns(columns, env_columns, save_arrays=save_arrays)
   if writer is not None:
-    where = f'--config.trajectory_dump.path={writer}'
+    where = f'trajectory_dump.path={writer}'
     _, writer_class, options = find_component(
       writer, {}, 'trajectory writer', where, where=where, base=TrajectoryWriter
     )

@@ -27,7 +27,7 @@ def allocate_groups(num_groups: int, shares: Mapping[str, float]) -> dict[str, i
   """
   for tag, share in shares.items():
     if not 0 < share < float('inf'):
-      raise ConfigError(f'--config.env.{tag}.weight={share}: must be positive')
+      raise ConfigError(f'env.{tag}.weight={share}: must be positive')
   total = sum(shares.values())
   exact = {tag: num_groups * share / total for tag, share in shares.items()}
   allocated = {tag: int(value) for tag, value in exact.items()}
@@ -39,10 +39,10 @@ def allocate_groups(num_groups: int, shares: Mapping[str, float]) -> dict[str, i
   empty_tags = [tag for tag in allocated if not allocated[tag]]
   if empty_tags:
     raise ConfigError(
-      f'--config.batch.num_groups={num_groups}: each of the {len(allocated)} '
+      f'batch.num_groups={num_groups}: each of the {len(allocated)} '
       f'environment tags needs at least one group per step, but '
       f'{", ".join(empty_tags)} gets none; raise it, or '
-      f'--config.env.{empty_tags[0]}.weight'
+      f'env.{empty_tags[0]}.weight'
     )
   return allocated
 

@@ -368,7 +368,7 @@ def make_group_filter(
     if group_size is not None and group_size < min_samples:
       raise ConfigError(
         f'group filter {name!r} drops every group of {group_size}: set '
-        f'--config.algorithm.group_size to at least {min_samples}, or remove the filter'
+        f'algorithm.group_size to at least {min_samples}, or remove the filter'
       )
     if isinstance(filter_class, type):
       group_filter = filter_class(config, env_manager_config, mode, **options)

@@ -182,9 +182,9 @@ class StoreGroupSource:
         f'{len(valid)} of its {len(samples)} samples are valid, and '
         f'{self._min_samples} are needed'
       )
-      hint = f'explore with --group_size={self._group_size}'
+      hint = f'explore with group_size={self._group_size}'
       if len(samples) < self._min_samples:
-        hint += f', or set --config.algorithm.group_size={len(samples)}'
+        hint += f', or set algorithm.group_size={len(samples)}'
       return group, DropReason('dropped', reason, hint)
     rows = [row for i in sorted(valid)[: self._group_size] for row in valid[i]]
     for row in rows:
@@ -197,7 +197,7 @@ class StoreGroupSource:
       reason = (
         f'a row has {len(row.tokens)} tokens, but batch.max_length={self._max_length}'
       )
-      return DropReason('dropped', reason, 'raise --config.batch.max_length')
+      return DropReason('dropped', reason, 'raise batch.max_length')
     if row.tokens.min() < 0 or row.tokens.max() >= self._vocab_size:
       reason = f"a token id is outside the model's {self._vocab_size} ids"
       return DropReason('dropped', reason, 'explore with the model that is trained')
@@ -218,7 +218,7 @@ class StoreGroupSource:
       if facts.get(name, value) != value:
         raise ConfigError(
           f'{self._name}: an explorer played with {name} {facts.get(name)!r}, but this '
-          f'run has {value!r}: set --config.{key} to the same value, or use another '
+          f'run has {value!r}: set {key} to the same value, or use another '
           'store'
         )
     self._checked_facts.append(facts)
@@ -237,7 +237,7 @@ class StoreGroupSource:
       f'{size} groups, all of them used up or dropped{self._drop_summary()}. Start an '
       'explorer (python -m launch.rollout), then repeat this command, which continues '
       'from here. To wait longer, set wait=… in the call string of '
-      '--config.dataset.experience_store'
+      'dataset.experience_store'
     )
 
   def _drop_summary(self) -> str:

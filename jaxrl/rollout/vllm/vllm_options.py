@@ -60,7 +60,7 @@ def check_vllm_options(
   for name in options:
     if name in RESERVED_OPTIONS:
       key = RESERVED_OPTIONS[name]
-      hint = f'set --config.{key} instead' if key else 'the engine needs its own'
+      hint = f'set {key} instead' if key else 'the engine needs its own'
       raise ConfigError(f"{where}: option '{name}' cannot be set here: {hint}")
   known = vllm_option_names() if known is None else known
   for name in options:
@@ -144,7 +144,7 @@ def check_family(config: ModelConfig) -> None:
   """
   if why := FAMILY_OBSTACLES.get(config.family):
     raise ConfigError(
-      f'--config.rollout.engine: vLLM cannot serve family {config.family!r} here: '
+      f'rollout.engine: vLLM cannot serve family {config.family!r} here: '
       f"{why}. Use the engine 'jax'"
     )
   if config.kv_latent:  # settings that no published model has
@@ -154,7 +154,7 @@ def check_family(config: ModelConfig) -> None:
     }
     if setting := next((name for name, is_set in ignored.items() if is_set), None):
       raise ConfigError(
-        f'--config.rollout.engine: vLLM ignores {setting} of a model with latent '
+        f'rollout.engine: vLLM ignores {setting} of a model with latent '
         "attention. Use the engine 'jax'"
       )
 
@@ -170,7 +170,7 @@ def check_folder(folder: str | pathlib.Path) -> None:
   """
   if huggingface.is_text_part(folder):
     raise ConfigError(
-      f'--config.model.checkpoint={folder}: vLLM would serve the whole model, of which '
+      f'model.checkpoint={folder}: vLLM would serve the whole model, of which '
       'only the text model is trained. Save that in a folder of its own '
       "(docs/models.md), or use the engine 'jax'"
     )

@@ -215,7 +215,7 @@ class SharedMemoryTransport(FolderTransport):
         f'{self.path.parent} has {free / 1e9:.2f} GB free, and the versions of the '
         f'weights that are kept there at a time need {size / 1e9:.2f} GB: give it more '
         "(by a container's --shm-size, for instance), or use "
-        '--config.weight_sync.transport=object_store'
+        'weight_sync.transport=object_store'
       )
 
   def close(self) -> None:

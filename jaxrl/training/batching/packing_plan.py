@@ -219,7 +219,7 @@ def check_packing(
   if context > 1:
     raise ConfigError(
       f'{key}: packed rows cannot be split over context={context}: leave '
-      'context out of --config.mesh'
+      'context out of the mesh'
     )
 
 

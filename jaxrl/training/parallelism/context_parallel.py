@@ -63,7 +63,7 @@ class ContextParallel:
       what: What it is.
     """
     raise ConfigError(
-      f'--config.mesh: context={self.mesh.shape[CONTEXT_AXIS]} splits rows, but '
+      f'mesh: context={self.mesh.shape[CONTEXT_AXIS]} splits rows, but '
       f'attention around a ring does not take {what}, which this model needs: use '
       'data, fsdp or tensor'
     )

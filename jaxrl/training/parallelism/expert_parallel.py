@@ -26,7 +26,7 @@ def check_experts_mesh(config: ModelConfig, mesh: Mesh) -> None:
   (axis,) = LOGICAL_AXIS_RULES['experts']
   if mesh.shape[axis] > 1 and not config.num_experts:
     raise ConfigError(
-      f'--config.mesh: {axis}={mesh.shape[axis]} splits experts, but this '
+      f'mesh: {axis}={mesh.shape[axis]} splits experts, but this '
       f'model, of family {config.family}, has none: use data, fsdp or tensor'
     )
 

@@ -220,7 +220,7 @@ def test_several_explorers_write_at_once(tmp_path):
   ],
 )
 def test_wrong_call_strings_are_told(text, message):
-  where = r'--config\.dataset\.experience_store='
+  where = r'dataset\.experience_store='
   with pytest.raises(ConfigError, match=where) as error:
     parse_store_options(text, store_options.reader_options, 'dataset.experience_store')
   assert message in str(error.value)
