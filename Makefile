@@ -25,7 +25,7 @@ UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
 .PHONY: env env-vllm env-envs env-targets env-docs env-real quickstart test test-ray \
   test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized test-core \
-  test-vllm test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
+  test-vllm test-wheel test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
   format bazel clean recipes chaos
 
 env: $(VENV)/.ready
@@ -125,6 +125,10 @@ test-targets: env-targets
 docs: env-docs
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet
 	@echo "Open site/index.html; for its search: python3 -m http.server --directory site"
+
+# Builds a wheel, installs it into an empty environment, and trains elsewhere with it.
+test-wheel: env
+	$(BIN)/python -m pytest -m wheel tests/structure/test_wheel.py
 
 test-docs: env-docs
 	.venv-docs/bin/python -m pytest tests/docs/test_site.py

@@ -1,10 +1,17 @@
 """Packaging. `pip install -e .[dev]`, or `make env` for the pinned environment."""
 
 import pathlib
+import re
 
 from setuptools import find_packages, setup
 
-README = pathlib.Path(__file__).parent / 'README.md'
+ROOT = pathlib.Path(__file__).parent
+README = ROOT / 'README.md'
+PACKAGES = ['jaxrl', 'kernels', 'launch', 'configs']
+# Read, not imported: what it imports may not be installed yet.
+VERSION = re.search(
+  r"^__version__ = '(.+)'$", (ROOT / 'jaxrl' / '__init__.py').read_text(), re.M
+)
 
 CORE = [
   'absl-py',
@@ -78,14 +85,27 @@ EXTRAS = {
 
 setup(
   name='jaxrl',
-  version='0.1.0',
+  version=VERSION[1],
   description='Agentic reinforcement learning for language models, on JAX.',
   long_description=README.read_text() if README.exists() else '',
   long_description_content_type='text/markdown',
   license='Apache-2.0',
+  classifiers=[
+    'Development Status :: 4 - Beta',
+    'Intended Audience :: Science/Research',
+    'Operating System :: POSIX :: Linux',
+    'Programming Language :: Python :: 3.11',
+    'Programming Language :: Python :: 3.12',
+    'Topic :: Scientific/Engineering :: Artificial Intelligence',
+    'Typing :: Typed',
+  ],
+  keywords='reinforcement learning, language models, agents, JAX, TPU, GPU',
   python_requires='>=3.11',
-  packages=find_packages(include=['jaxrl*', 'kernels*', 'launch*', 'configs*']),
-  package_data={'launch.report': ['static/*']},
+  packages=find_packages(include=[f'{name}*' for name in PACKAGES]),
+  package_data={
+    **{name: ['py.typed'] for name in PACKAGES},
+    'launch.report': ['static/*'],
+  },
   install_requires=CORE,
   extras_require=EXTRAS,
 )

@@ -1,1 +1,3 @@
 """Agentic reinforcement learning for language models, on JAX."""
+
+__version__ = '0.1.0'

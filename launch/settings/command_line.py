@@ -117,7 +117,18 @@ def parse(
       'no config given: set --config=FILE.py, as in --config=configs/quickstart.py'
     )
   path, algorithm = split_spec(spec)
-  return Command(path, algorithm, tuple(overrides), values)
+  return Command(_find_installed(path), algorithm, tuple(overrides), values)
+
+
+def _find_installed(path: str) -> str:
+  """Returns the path of 'configs/NAME.py' as installed, where it is not below here."""
+  file = pathlib.Path(path)
+  if file.exists() or file.parts[0] != 'configs':
+    return path
+  import configs
+
+  installed = pathlib.Path(configs.__path__[0]).parent / file
+  return str(installed) if installed.is_file() else path
 
 
 def _refuse_flag(name: str, known: Sequence[str]) -> None:
