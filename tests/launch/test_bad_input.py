@@ -35,7 +35,9 @@ SETTINGS = {
   '--config.num_steps=-1': 'num_steps=-1: must be at least 0',
   '--config.batch.num_groups=0': 'batch.num_groups=0: must be at least 1',
   '--config.batch.num_minibatches=0': 'batch.num_minibatches=0',
-  '--config.batch.length_buckets=(16,32)': 'the largest must hold batch.max_length=64',
+  '--config.batch.length_buckets=(16,32)': (
+    'the largest must hold --config.batch.max_length=64'
+  ),
   '--config.batch.length_buckets=(64,128)': '128 is longer than any row',
   '--config.algorithm.group_size=0': 'group_size=0',
   '--config.rollout.min_group_size=9': 'min_group_size=9: must be in [0, 8]',
@@ -228,7 +230,7 @@ def test_what_names_a_file_that_is_not_there(tmp_path, capsys, option):
 
 def test_an_algorithm_whose_file_is_not_there(tmp_path, capsys):
   error = refused(tmp_path, capsys, config=f'{runs.DEBUG}:absent.py:mine')
-  assert 'algorithm absent.py:mine (of --config=FILE.py:absent.py:mine): ' in error
+  assert 'algorithm absent.py:mine: ' in error
   assert "there is no file 'absent.py'" in error
 
 
@@ -343,7 +345,7 @@ def own_env(folder, method='pass'):
 @pytest.mark.parametrize('method', RETURNS, ids=range(len(RETURNS)))
 def test_an_environment_that_returns_something_else(tmp_path, capsys, method):
   error = refused(tmp_path, capsys, config=own_env(tmp_path, method))
-  assert error.startswith('error: env.x: ')
+  assert error.startswith('error: --config.env.x: ')
   assert RETURNS[method].format(folder=tmp_path) in error
 
 
@@ -373,7 +375,10 @@ def test_an_environment_that_is_given_tools_is_tried_too(
   )
   window = '--config.batch.max_length=512'  # for what describes the tool
   error = refused(tmp_path, capsys, window, config=str(config))
-  assert error.startswith('error: env.x: ') and message.format(folder=tmp_path) in error
+  assert (
+    error.startswith('error: --config.env.x: ')
+    and message.format(folder=tmp_path) in error
+  )
   assert f'{tmp_path}/own.py' in error
 
 
@@ -414,7 +419,7 @@ def test_what_a_manager_of_ones_own_raises_has_its_place(tmp_path, capsys):
   (tmp_path / 'manager.py').write_text(MANAGER.format(error='ValueError("no game")'))
   manager = f'--config.env.x.manager={tmp_path}/manager.py:Broken'
   error = refused(tmp_path, capsys, manager, config=own_env(tmp_path))
-  assert error.startswith('error: env.x or rollout: no game')
+  assert error.startswith('error: --config.env.x or rollout: no game')
   assert f'({tmp_path}/manager.py, line 8)' in error
 
 

@@ -188,7 +188,11 @@ def test_the_command_of_the_docs_checks_repositories(tmp_path, capsys, monkeypat
 @pytest.mark.parametrize(
   'config, options, words',
   [
-    (runs.DEBUG, [], "the tasks of env.arithmetic cannot be checked, as 'math' has no"),
+    (
+      runs.DEBUG,
+      [],
+      "the tasks of --config.env.arithmetic cannot be checked, as 'math' has no",
+    ),
     (runs.DEBUG, ['--group_size=2'], '--group_size=2: has no effect with --check'),
     (runs.DEBUG, ['--part_size=2'], '--part_size=2: has no effect with --check'),
     (runs.DEBUG, ['--check=maybe'], '--check=maybe: must be true or false'),

@@ -5,6 +5,7 @@ algorithm by `sampler=ComponentCall('replay', {'decay': 1})`. A user's own sampl
 subclass of `Sampler`, given as it is or by dotted path: `my_lab.pick:Newest`.
 """
 
+import re
 from typing import Any, cast
 
 from jaxrl.call_strings import (
@@ -17,6 +18,7 @@ from jaxrl.data.samplers.sampler import Sampler, SamplerSource
 
 __all__ = ['SAMPLERS', 'SamplerSource', 'Sampler', 'find_sampler', 'make_sampler']
 
+_NAMES_OPTION = re.compile(r'\S+\.\w+=')  # of a section, where an error begins
 # Dotted paths, so that only the sampler that a run names is imported.
 SAMPLERS = {
   'fifo': 'jaxrl.data.samplers.queue_samplers:FifoSampler',
@@ -69,8 +71,7 @@ def make_sampler(sampler: Component, source: SamplerSource) -> Sampler:
   try:
     return sampler_class(source, **options)
   except ConfigError as error:
-    # The source names the option of its rows.
-    if str(error).startswith(('dataset.', 'sft.')):
+    if _NAMES_OPTION.match(str(error)):  # of the source's rows
       raise
     where = f'algorithm.sampler={component_name(sampler, whole=True)}'
     raise ConfigError(f'{where}: {error}') from error
