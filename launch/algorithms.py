@@ -15,10 +15,9 @@ from collections.abc import Sequence
 
 from jaxrl.algorithms import describe
 from jaxrl.call_strings import ConfigError
-from launch.components import catalogue
 from launch.logging.error_pages import print_error, with_flags
 from launch.runtime.signal_handler import run_command
-from launch.settings import plugins
+from launch.settings import catalogue, plugins
 
 
 def main(argv: Sequence[str]) -> int:

@@ -143,8 +143,8 @@ async def play_evaluation(
 
 def build_evaluation(run_settings: 'RunSettings', console: Console) -> Any:
   """Creates the parts that play, and shows what will be played."""
-  from launch.components.env_datasets import describe_seen
-  from launch.components.inference_job import make_evaluator
+  from launch.rollouts.env_datasets import describe_seen
+  from launch.rollouts.inference_job import make_evaluator
 
   folder = run_settings.model.checkpoint
   job = make_evaluator(run_settings, pathlib.Path(folder))
@@ -276,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
       console.set_level(read_logging(**config.logging).level)
       ks = prepare_evaluation(config, command.flags)
       configs.check_algorithm(config)
-      from launch.components.env_datasets import check_limit  # imports JAX: seconds
+      from launch.rollouts.env_datasets import check_limit  # imports JAX: seconds
       from launch.settings.resolve import resolve_settings
 
       settings = resolve_settings(config)

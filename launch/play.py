@@ -215,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
     configs.check_algorithm(config)
     episode, sample = command.flag('episode', int), command.flag('sample', int)
     ids = command.flag('ids', bool)
-    from launch.components.inference_job import make_player  # imports JAX: seconds
+    from launch.rollouts.inference_job import make_player  # imports JAX: seconds
     from launch.settings.resolve import resolve_settings
 
     console = Console()

@@ -193,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     with console.listening():
       console.set_level(read_logging(**config.logging).level)
-      from launch.components.env_datasets import check_limit
+      from launch.rollouts.env_datasets import check_limit
       from launch.settings.resolve import resolve_settings
 
       if checks:
@@ -224,7 +224,7 @@ def _check_tasks(
   settings: 'RunSettings', workdir: Workdir, console: Console, mode: str
 ) -> int:
   """Checks all tasks, prints a line for each; returns 1 if any is broken."""
-  from launch.components.task_check import BROKEN, NO_SOLUTION, TaskChecker
+  from launch.rollouts.task_check import BROKEN, NO_SOLUTION, TaskChecker
 
   checker = TaskChecker(settings, mode=mode)
   total, file = sum(checker.num_tasks.values()), workdir.path / 'check.jsonl'
@@ -299,12 +299,12 @@ class DatasetRolloutJob:
     from jaxrl.data.row_sources import describe_sources
     from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
     from jaxrl.data.trajectory_writers.writer import open_dump
-    from launch import build
-    from launch.components.dataset_rollout import DatasetRollout
-    from launch.components.env_datasets import load_datasets
-    from launch.components.experience_store import open_store_target
-    from launch.components.inference_job import InferenceJob
     from launch.logging.trajectory_dump import env_columns
+    from launch.rollouts.dataset_rollout import DatasetRollout
+    from launch.rollouts.env_datasets import load_datasets
+    from launch.rollouts.experience_store import open_store_target
+    from launch.rollouts.inference_job import InferenceJob
+    from launch.rollouts.preparation import load_policy, name_formats, validate_run
     from launch.settings.validation import validate_sampling
 
     dump = settings.trajectory_dump
@@ -321,18 +321,18 @@ class DatasetRolloutJob:
         columns=dump.columns,
         save_arrays=dump.save_arrays,
       )
-    build.validate_run(settings)
+    validate_run(settings)
     if dump.store is not None:  # which is trained on
       validate_sampling(settings)
     self._where = dump.path or str(folder / 'trajectories')
 
     def make_parts(runtime: Any, device_thread: Any) -> tuple[Any, DatasetRollout]:
       tests = load_datasets(settings, runtime).tests
-      policy = build.load_policy(settings, folder, critic=False)
+      policy = load_policy(settings, folder, critic=False)
       plays = DatasetRollout(settings, policy, runtime, device_thread, tests, mode=mode)
       asyncio.run(plays.check_prompts())
       if dump.store is None:
-        self._columns.formats = build.name_formats(settings, policy)
+        self._columns.formats = name_formats(settings, policy)
         self._ledger = DumpJournal(folder / 'ledger', writer, part_size=part_size)
       else:
         target = open_store_target(settings, folder, policy.tokenizer)

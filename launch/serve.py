@@ -56,7 +56,7 @@ class ServedModel:
     Raises:
       ConfigError: for invalid settings.
     """
-    from launch.components.inference_job import InferenceJob
+    from launch.rollouts.inference_job import InferenceJob
     from launch.settings.engine_settings import check_engine
     from launch.settings.validation import validate_ranges
 
@@ -70,12 +70,12 @@ class ServedModel:
     from jaxrl.data.chat_tokenizer import ChatTokenizer
     from jaxrl.data.seeds import fold_seed
     from jaxrl.rollout.gateway.gateway import Gateway
-    from launch import build
+    from launch.rollouts.preparation import load_policy
     from launch.runtime.runtime_interface import make_engines
 
     settings = self._settings
     rollout, max_length = settings.rollout, settings.batch.max_length
-    policy = build.load_policy(settings, self._workdir, critic=False)
+    policy = load_policy(settings, self._workdir, critic=False)
     _, router, self.weights = make_engines(settings, policy, runtime, device_thread)
     self.gateway = Gateway(
       router,

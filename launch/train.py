@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from jaxrl.data.trajectory_writers.writer import open_dump
 from launch.logging.console import Console
 from launch.logging.metric_loggers import MultiLogger
-from launch.logging.open_loggers import open_loggers
 from launch.logging.workdir import Workdir, default_path
+from launch.report.open_loggers import open_loggers
 from launch.runtime import process_env
 from launch.runtime.signal_handler import SignalHandler, run_command
 from launch.settings import command_line as configs

@@ -19,15 +19,15 @@ from jaxrl.rollout.queue.group_pipeline import StopRequested, StoreTimeoutError
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.monitoring import memory_metrics
 from jaxrl.types import Group
-from launch.components import offline_data
-from launch.components.group_sources import FileGroups, GroupSource, StepTimes
-from launch.components.learner_factory import (
+from launch.learner.learner_factory import (
   LearnerFactory,
   LearnerHandle,
   PhaseSpec,
   adapter_folder,
 )
 from launch.logging.metric_loggers import MultiLogger, read_metrics
+from launch.rollouts import offline_data
+from launch.rollouts.group_sources import FileGroups, GroupSource, StepTimes
 from launch.runtime.runtime_interface import Runtime, supervise_run
 from launch.settings.run_settings import EvalSetSettings, RunSettings
 

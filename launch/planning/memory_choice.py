@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxrl.call_strings import ComponentCall, ConfigError
 from jaxrl.models import lora
-from launch.components import learner_factory
-from launch.components.learner_factory import MemoryChoice, PhaseSpec
+from launch.learner import learner_factory
+from launch.learner.learner_factory import MemoryChoice, PhaseSpec
 from launch.planning import (
   compiled_program,
   cost,

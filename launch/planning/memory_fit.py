@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
-from launch.components.learner_factory import (
+from launch.learner.learner_factory import (
   LocalLearnerFactory,
   MemoryChoice,
   PhaseSpec,
@@ -28,7 +28,7 @@ from launch.planning.rough_memory import PhasePlan, Room
 from launch.settings.run_settings import RunSettings
 
 if TYPE_CHECKING:
-  from launch.components.teacher_set import TeacherSet
+  from launch.learner.teacher_set import TeacherSet
 
 CHOICES = 'memory.json'  # in the run's folder
 SAFE_SHARE = 0.5  # of the memory: a rough estimate below it needs no better one

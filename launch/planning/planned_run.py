@@ -22,8 +22,8 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import batch_fields
 from jaxrl.training.learner import Learner
 from jaxrl.types import Algorithm, Params
-from launch.components import learner_factory, teacher_set
-from launch.components.learner_factory import MemoryChoice, PhaseSpec, make_run_mesh
+from launch.learner import learner_factory, teacher_set
+from launch.learner.learner_factory import MemoryChoice, PhaseSpec, make_run_mesh
 from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings
 from launch.settings.validation import validate_consistency, validate_teachers

@@ -15,7 +15,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.training.batching import batch_builder
 from jaxrl.training.parallelism import sharding
 from kernels.token_logprobs import MOST_LOGITS
-from launch.components.learner_factory import MemoryChoice, PhaseSpec
+from launch.learner.learner_factory import MemoryChoice, PhaseSpec
 from launch.runtime import host_memory
 from launch.settings.run_settings import RunSettings
 

@@ -25,9 +25,8 @@ from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.learner import Learner
 from jaxrl.training.parallelism import distributed
 from jaxrl.types import Group, Params
-from launch.components import learner_factory
-from launch.components.learner_factory import Metrics, PhaseSpec
-from launch.planning import memory_fit
+from launch.learner import learner_factory
+from launch.learner.learner_factory import MakeLearners, Metrics, PhaseSpec
 from launch.runtime import weight_transport
 from launch.settings.run_settings import RunSettings, WeightTransport
 
@@ -59,11 +58,15 @@ class LearnerActor:
   Args:
     settings: the run's.
     folder: of the policy. Every machine sees it and the run's own folder.
+    make_learners: makes what this process makes learners with.
   """
 
-  def __init__(self, settings: RunSettings, folder: pathlib.Path):
+  def __init__(
+    self, settings: RunSettings, folder: pathlib.Path, make_learners: MakeLearners
+  ):
     self._settings = settings
     self._folder = folder
+    self._make_learners = make_learners
     self._device_thread = DeviceThread('learner')
     self._learner: Learner | None = None
     self._checkpointer: tuple[CheckpointPlace, Checkpointer] | None = None
@@ -115,11 +118,11 @@ class LearnerActor:
     teachers = None
     if batch_fields.teacher_fields(settings.algorithm):
       # Imported here because only algorithms that distil have teachers.
-      from launch.components.teacher_set import load_teachers
+      from launch.learner.teacher_set import load_teachers
 
       teachers = load_teachers(settings, policy)
     mesh = learner_factory.make_run_mesh(settings)
-    self._learners = memory_fit.make_fitting_learners(
+    self._learners = self._make_learners(
       settings, policy, mesh, self._device_thread, teachers
     )
     return self._learners.describe()

@@ -13,7 +13,7 @@ from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.router import EngineRouter
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore, WeightStore
-from launch.components.learner_factory import LearnerFactory
+from launch.learner.learner_factory import LearnerFactory, MakeLearners
 from launch.settings.run_settings import RunSettings, WeightTransport
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class LocalRuntime:
     return [engine_class(model, tokenizer, device_thread=device_thread, **options)]
 
   def start_learners(
-    self, settings: RunSettings, folder: pathlib.Path
+    self, settings: RunSettings, folder: pathlib.Path, make_learners: MakeLearners
   ) -> LearnerFactory:
     """Raises RuntimeError: the caller makes its own learner."""
     raise RuntimeError('a learner in this process is made by whoever runs it')

@@ -25,6 +25,7 @@ from jaxrl.rollout.weights.direct_transfer import (
 )
 from jaxrl.rollout.weights.transport import Transport
 from jaxrl.rollout.weights.verified_store import LoadCoordinator, VerifiedWeightStore
+from launch.learner.learner_factory import MakeLearners
 from launch.runtime import supervision, weight_transport
 from launch.runtime.engine_pool import EnginePool
 from launch.runtime.learner_actor import LearnerActor
@@ -158,20 +159,21 @@ class RayRuntime:
     return bool(self._group and self._group.placement.learners)
 
   def start_learners(
-    self, settings: RunSettings, folder: pathlib.Path
+    self, settings: RunSettings, folder: pathlib.Path, make_learners: MakeLearners
   ) -> RemoteLearnerFactory:
     """Starts the learner's processes.
 
     Args:
       settings: the run's.
       folder: where the policy is.
+      make_learners: makes what each of them makes learners with.
     """
     assert self._group is not None
     if self._uses_sleep and self._pool is not None:
       asyncio.run(self._put_to_sleep(self._pool.handles))
     folder = folder.absolute()
     started = [
-      self._start(resources, LearnerActor, settings, folder)
+      self._start(resources, LearnerActor, settings, folder, make_learners)
       for resources in self._group.placement.learners
     ]
     actors = [self._register(LearnerActor, actor) for actor in started]

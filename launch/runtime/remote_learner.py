@@ -22,7 +22,7 @@ from jaxrl.rollout.weights.subscriber import WeightSubscriber
 from jaxrl.rollout.weights.transport import Transport
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.types import Group, Params
-from launch.components.learner_factory import Metrics, PhaseSpec
+from launch.learner.learner_factory import Metrics, PhaseSpec
 from launch.runtime.learner_actor import CheckpointPlace, LogLines
 from launch.settings.run_settings import WeightTransport
 

@@ -13,7 +13,7 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.weights.weight_store import WeightStore
-from launch.components.learner_factory import LearnerFactory
+from launch.learner.learner_factory import LearnerFactory, MakeLearners
 from launch.settings.run_settings import RunSettings
 
 
@@ -65,13 +65,14 @@ class Runtime(Protocol):
     ...
 
   def start_learners(
-    self, settings: RunSettings, folder: pathlib.Path
+    self, settings: RunSettings, folder: pathlib.Path, make_learners: MakeLearners
   ) -> LearnerFactory:
     """Starts the learner's processes, if `hosts_learner`.
 
     Args:
       settings: the run's.
       folder: where the policy is.
+      make_learners: makes what each of them makes learners with.
     """
     ...
 

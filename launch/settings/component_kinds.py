@@ -344,7 +344,7 @@ KINDS: tuple[ComponentKind, ...] = (
     'metric_sink',
     ('logging.sinks',),
     'receives the metrics of every step',
-    _table('launch.logging.open_loggers:SINKS'),
+    _table('launch.report.open_loggers:SINKS'),
     _is_metric_sink,
   ),
   ComponentKind(
@@ -373,7 +373,7 @@ KINDS: tuple[ComponentKind, ...] = (
     'reward_term',
     ('rollout.rewards',),
     'what may stand in rollout.rewards beside graders',
-    lambda: call_strings.resolve('launch.components.reward_terms:reward_terms')(),
+    lambda: call_strings.resolve('launch.rollouts.reward_terms:reward_terms')(),
   ),
   ComponentKind(
     'aggregation',

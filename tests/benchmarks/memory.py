@@ -209,7 +209,7 @@ def _learner(run: Any, mesh: Any) -> Any:
   import jax.numpy as jnp
 
   from jaxrl.device_thread import DeviceThread
-  from launch.components import learner_factory
+  from launch.learner import learner_factory
 
   shapes = run.policy().params
   params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), shapes)

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from launch.components import env_datasets
+from launch.rollouts import env_datasets
 from tests.launch import runs
 
 GOOD = {'question': 'What is 2 + 3?', 'answer': '5', 'solution': 'It is 5'}

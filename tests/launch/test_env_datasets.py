@@ -9,14 +9,14 @@ import pytest
 from configs import base
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
-from launch.components.env_datasets import (
+from launch.rollouts.env_datasets import (
   check_limit,
   describe_seen,
   load_datasets,
   named_training_rows,
   sibling_split_path,
 )
-from launch.components.rollout_scheduler import RolloutScheduler
+from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.runtime.local_runtime import LocalRuntime
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate

@@ -13,8 +13,8 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.data.store.experience_writer import ExperienceWriter, GroupSerializer
 from jaxrl.data.store.store_database import StoreDatabase
 from launch import build, rollout
-from launch.components import experience_store
-from launch.components.rollout_scheduler import RolloutScheduler
+from launch.rollouts import experience_store
+from launch.rollouts.rollout_scheduler import RolloutScheduler
 from tests.launch import runs
 
 ALONE = ('--config.eval.interval=0', '--config.sft.num_steps=0')

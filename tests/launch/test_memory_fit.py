@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.call_strings import ConfigError
 from jaxrl.training.parallelism.mesh import single_device_mesh
-from launch.components.learner_factory import PhaseSpec
+from launch.learner.learner_factory import PhaseSpec
 from launch.planning import memory_choice, memory_fit, planned_run, rough_memory
 from launch.planning.rough_memory import PhasePlan, Room
 from launch.runtime.host_memory import read_host_memory

@@ -6,7 +6,7 @@ from configs import debug
 from jaxrl.algorithms import consistency, registry, requirements
 from jaxrl.call_strings import ConfigError
 from jaxrl.functional import components, corrections
-from launch.components import group_samplers
+from launch.rollouts import group_samplers
 from launch.settings import off_policy
 from launch.settings.resolve import resolve_settings
 

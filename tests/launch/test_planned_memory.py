@@ -18,7 +18,7 @@ from jaxrl.models import huggingface, lora
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.weights.snapshots import DeviceDeltaSnapshot
 from jaxrl.training.parallelism.mesh import make_mesh
-from launch.components import learner_factory
+from launch.learner import learner_factory
 from launch.planning import (
   cost,
   engine_decode,

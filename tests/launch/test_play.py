@@ -11,9 +11,9 @@ from jaxrl.data.images import as_image
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.types import Completion, Task, Trajectory
-from launch.components import inference_job
 from launch.logging.console import Console
 from launch.play import EpisodeScreen, _blocks, main, play_one_episode
+from launch.rollouts import inference_job
 from tests.launch import runs
 
 TEXT = {1: 'What', 2: ' is', 3: '\n', 4: 'It', 5: ' is[/b]', 6: '<end>', 7: 'No'}

@@ -6,7 +6,7 @@ import pytest
 from jaxrl.call_strings import ConfigError
 from jaxrl.data.row_sources import load_rows
 from jaxrl.envs.tools.toolbox import make_tools
-from launch.logging.open_loggers import SINKS
+from launch.report.open_loggers import SINKS
 from launch.settings import command_line as configs
 from launch.settings import plugins
 from launch.settings.call_syntax import parse_calls, parse_row_sources

@@ -15,7 +15,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models import huggingface
-from launch.components import reward_terms
+from launch.rollouts import reward_terms
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.launch.test_bad_input import refused

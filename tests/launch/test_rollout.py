@@ -12,7 +12,7 @@ from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
 from jaxrl.types import FAILURES
 from launch import rollout
-from launch.components import dataset_rollout
+from launch.rollouts import dataset_rollout
 from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
 from tests.data.trajectory_writers.dumps import row

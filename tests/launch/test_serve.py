@@ -7,7 +7,8 @@ import urllib.request
 
 import pytest
 
-from launch import build, serve
+from launch import serve
+from launch.rollouts.preparation import load_policy
 from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
 from launch.settings.resolve import resolve_settings
@@ -22,7 +23,7 @@ def checkpoint(tmp_path):
   from jaxrl.models import huggingface
 
   config = configs.load(configs.parse(SMALL), {'logging': read_logging})
-  policy = build.load_policy(resolve_settings(config), tmp_path / 'made', critic=False)
+  policy = load_policy(resolve_settings(config), tmp_path / 'made', critic=False)
   folder, shape = tmp_path / 'export', policy.model.config
   huggingface.save(folder, shape, policy.params, policy.tokenizer)
   return folder

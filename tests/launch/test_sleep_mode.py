@@ -10,7 +10,7 @@ import pytest
 
 from configs import base
 from jaxrl import loop
-from launch.components.group_sources import PlayedGroups, Players
+from launch.rollouts.group_sources import PlayedGroups, Players
 from launch.settings.resolve import resolve_settings
 from launch.trainer import RunParts, TrainPhase
 

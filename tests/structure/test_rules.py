@@ -49,6 +49,17 @@ LEVELS = [
   {'launch'},
   {'examples', 'recipes'},
 ]
+# The folders of `launch` in the same way; only commands import the last two.
+FOLDERS = (
+  'settings',
+  'logging',
+  'learner',
+  'runtime',
+  'rollouts',
+  'planning',
+  'report',
+)
+LEAVES = FOLDERS[-2:]
 MAX_FILE_LINES = 600
 # What a model, the authors of a data set, or vLLM have written; no settings.
 READS_CODE = {
@@ -59,7 +70,7 @@ READS_CODE = {
   'jaxrl.rollout.vllm.vllm_options',
 }
 MAX_FUNCTION_LINES = 60  # of the body, without its docstring
-MAX_ENTRIES = 18  # files and folders of a directory, besides BUILD and __init__.py
+MAX_ENTRIES = 19  # files and folders of a directory, besides BUILD and __init__.py
 # One file for each entry.
 CATALOGUES = {
   *('configs', 'jaxrl/algorithms/presets', 'jaxrl/models/families'),
@@ -108,6 +119,26 @@ def test_imports_point_downward():
     if other.startswith('tests') or level_of(other) > level_of(name)
   ]
   assert not upward, upward
+
+
+def test_folders_of_launch_import_each_other_in_one_direction():
+  upward = []
+  for name, file in SOURCE.items():
+    folder = folder_of(name)
+    if not folder:
+      continue
+    for other in sorted(first_party(file)):
+      if not other.startswith('launch.') or folder_of(other) == folder:
+        continue
+      place = FOLDERS.index(folder_of(other)) if folder_of(other) else len(FOLDERS)
+      if place > FOLDERS.index(folder) or folder_of(other) in LEAVES:
+        upward.append(f'{name} imports {other}')
+  assert not upward, upward
+
+
+def folder_of(name: str) -> str:
+  parts = name.split('.')
+  return parts[1] if parts[0] == 'launch' and parts[1:2] and parts[1] in FOLDERS else ''
 
 
 def test_there_are_no_import_cycles():

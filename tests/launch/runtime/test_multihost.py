@@ -10,12 +10,12 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.rollout.weights.transport import SharedMemoryTransport
 from jaxrl.training.checkpointing import Checkpointer, flatten_by_name
-from launch import build
-from launch.components.learner_factory import (
+from launch.learner.learner_factory import (
   LocalLearnerFactory,
   PhaseSpec,
   make_run_mesh,
 )
+from launch.rollouts.preparation import load_policy
 from launch.runtime import placement, weight_transport
 from launch.settings import command_line as configs
 from launch.settings.logging_settings import read_logging
@@ -76,13 +76,14 @@ def close(one, two):
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(ray, tmp_path):
+  from launch.planning import memory_fit
   from launch.runtime import learner_actor, remote_learner
   from launch.runtime.placement_group import PlacementGroup
   from launch.runtime.ray_runtime import ActorProxy
 
   config = parsed()
   settings = resolve_settings(config)
-  policy = build.load_policy(settings, tmp_path, critic=False)
+  policy = load_policy(settings, tmp_path, critic=False)
   device_thread = DeviceThread()
   local = LocalLearnerFactory(
     settings, policy, make_run_mesh(settings), device_thread, None
@@ -99,7 +100,7 @@ def test_two_processes_learn_what_one_does(ray, tmp_path):
   handles = [
     ray.remote(learner_actor.LearnerActor)
     .options(max_concurrency=100, **seats.actor_options(seat))
-    .remote(settings, policy.folder)
+    .remote(settings, policy.folder, memory_fit.make_fitting_learners)
     for seat in seats.placement.learners
   ]
   actors = [ActorProxy(actor) for actor in handles]

@@ -36,7 +36,7 @@ class Learner:
 
 @pytest.fixture
 def actor():
-  learner_actor = LearnerActor(None, None)  # pyright: ignore
+  learner_actor = LearnerActor(None, None, None)  # pyright: ignore
   learner_actor._learner = Learner()  # pyright: ignore
   learner_actor._publisher = Weights()  # pyright: ignore
   yield learner_actor

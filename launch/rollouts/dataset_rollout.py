@@ -20,8 +20,8 @@ from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.queue.group_pipeline import StopRequested
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.types import Group
-from launch.components.env_datasets import Datasets, RunDatasets
-from launch.components.rollout_scheduler import RolloutScheduler
+from launch.rollouts.env_datasets import Datasets, RunDatasets
+from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.runtime.runtime_interface import Runtime
 from launch.settings.run_settings import RunSettings
 

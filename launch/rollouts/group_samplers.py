@@ -1,7 +1,7 @@
 """Build the sampler that gives training its groups, for algorithms with rollouts.
 
 `algorithm.sampler` names it, see `jaxrl.data.samplers`. Some samplers mix rollouts with
-rows that an expert wrote, see `launch.components.offline_data`.
+rows that an expert wrote, see `launch.rollouts.offline_data`.
 """
 
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from jaxrl.data.seeds import fold_seed
 from jaxrl.functional import components
 from jaxrl.model_loading import LoadedModel
 from jaxrl.types import Algorithm, Group
-from launch.components import offline_data
+from launch.rollouts import offline_data
 from launch.settings.run_settings import RunSettings
 
 

@@ -10,10 +10,11 @@ from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.env_manager import EnvManager
-from launch import build
-from launch.components.env_datasets import load_datasets, named_training_rows
-from launch.components.rollout_scheduler import RolloutScheduler
+from launch.rollouts.env_datasets import load_datasets, named_training_rows
+from launch.rollouts.preparation import load_policy, validate_run
+from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.runtime.local_runtime import LocalRuntime
+from launch.runtime.runtime_factory import close_and_reraise, make_runtime
 from launch.runtime.runtime_interface import Runtime, supervise_run
 from launch.settings.engine_settings import check_model
 from launch.settings.resolve import override_settings
@@ -51,13 +52,13 @@ class InferenceJob:
         '--config.model.checkpoint=WORKDIR/export, where they are merged, and '
         '--config.model.lora='
       )
-    self._runtime = runtime or build.make_runtime(settings, learns=False)
+    self._runtime = runtime or make_runtime(settings, learns=False)
     self._device_thread = DeviceThread()
     try:
       self.policy, self.plays = make_parts(self._runtime, self._device_thread)
     except Exception as error:
       self._device_thread.close()
-      build.close_and_reraise(self._runtime, error)
+      close_and_reraise(self._runtime, error)
       raise
     self.description = self._runtime.description
 
@@ -101,7 +102,7 @@ def make_evaluator(
   Raises:
     ConfigError: for settings that cannot be.
   """
-  build.validate_run(settings)
+  validate_run(settings)
 
   def make_parts(
     runtime: Runtime, device_thread: DeviceThread
@@ -109,7 +110,7 @@ def make_evaluator(
     datasets = load_datasets(settings, runtime)  # first: they are cheap to load
     # What the model was trained on is not known, but for what a file's name says.
     datasets = datasets._replace(seen_shares=named_training_rows(settings))
-    policy = build.load_policy(settings, workdir, critic=False)
+    policy = load_policy(settings, workdir, critic=False)
     check_model(settings, policy.model.config)
     return policy, RolloutScheduler(settings, policy, runtime, device_thread, datasets)
 

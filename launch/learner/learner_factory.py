@@ -24,7 +24,7 @@ from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings, as_options
 
 if TYPE_CHECKING:
-  from launch.components.teacher_set import TeacherSet
+  from launch.learner.teacher_set import TeacherSet
 
 Metrics = dict[str, float]
 
@@ -304,6 +304,13 @@ class LocalLearnerFactory:
 
   async def close(self) -> None:
     """Does nothing: the learner lives as long as this process."""
+
+
+# Settings, policy, mesh, the thread of the devices, and the teachers, if there are any.
+MakeLearners = Callable[
+  [RunSettings, LoadedModel, Mesh, DeviceThread, 'TeacherSet | None'],
+  LocalLearnerFactory,
+]
 
 
 def with_choice(settings: RunSettings, choice: MemoryChoice | None) -> RunSettings:

@@ -20,7 +20,7 @@ from jaxrl.envs.env_registry import (
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from jaxrl.types import Task
-from launch.components.env_datasets import load_datasets
+from launch.rollouts.env_datasets import load_datasets
 from launch.runtime.local_runtime import LocalRuntime
 from launch.settings.run_settings import EnvSettings, RunSettings
 

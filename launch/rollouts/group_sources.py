@@ -15,14 +15,14 @@ from jaxrl.data.samplers import Sampler
 from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.types import Group
-from launch.components import offline_data
-from launch.components.group_samplers import make_group_sampler
-from launch.components.learner_factory import LearnerHandle
-from launch.components.rollout_scheduler import RolloutScheduler
+from launch.learner.learner_factory import LearnerHandle
+from launch.rollouts import offline_data
+from launch.rollouts.group_samplers import make_group_sampler
+from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.settings.run_settings import RunSettings
 
 if TYPE_CHECKING:
-  from launch.components.experience_store import StoredGroupSampler
+  from launch.rollouts.experience_store import StoredGroupSampler
 
 Metrics = dict[str, float]
 
@@ -421,7 +421,7 @@ def make_group_source(
     )
   if settings.experience_store is not None:
     # Imported here because most runs play what they learn from.
-    from launch.components.experience_store import make_stored_sampler
+    from launch.rollouts.experience_store import make_stored_sampler
 
     store = make_stored_sampler(settings, policy, workdir=workdir, stop=stop)
     return StoredGroups(settings, store, players)

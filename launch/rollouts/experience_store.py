@@ -24,7 +24,7 @@ from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.rollout.queue.store_source import StoreGroupSource
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.types import Group
-from launch.components.group_samplers import make_group_sampler
+from launch.rollouts.group_samplers import make_group_sampler
 from launch.settings.off_policy import max_staleness
 from launch.settings.run_settings import RunSettings
 

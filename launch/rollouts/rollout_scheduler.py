@@ -36,8 +36,8 @@ from jaxrl.rollout.rewards.reward_pipeline import GraderReward
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
 from jaxrl.training import staleness
 from jaxrl.types import Group
-from launch.components.env_datasets import RunDatasets
-from launch.components.learner_factory import copy_params
+from launch.learner.learner_factory import copy_params
+from launch.rollouts.env_datasets import RunDatasets
 from launch.runtime.rollout_worker import RolloutWorker, make_env_context
 from launch.runtime.runtime_interface import Runtime, make_engines
 from launch.settings.off_policy import max_staleness
@@ -106,7 +106,7 @@ class RolloutScheduler:
     self._rewards = None
     if settings.rollout.rewards:
       # Imported here because most rewards are the environments' own.
-      from launch.components.reward_terms import make_reward_pipeline
+      from launch.rollouts.reward_terms import make_reward_pipeline
 
       self._rewards = make_reward_pipeline(settings, runtime, device_thread)
     self._check_options()

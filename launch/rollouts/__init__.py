@@ -1,0 +1,1 @@
+"""What plays, stores and reads the groups that a run learns from."""

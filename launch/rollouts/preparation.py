@@ -1,0 +1,77 @@
+"""Prepares a run: checks its settings together, and loads the policy."""
+
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+
+from jaxrl import model_loading
+from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.seeds import fold_seed
+from jaxrl.model_loading import LoadedModel
+from launch.rollouts import offline_data
+from launch.settings.run_settings import RunSettings
+from launch.settings.validation import validate
+
+
+def validate_run(settings: RunSettings) -> None:
+  """Checks the settings of any run that plays or trains.
+
+  Raises:
+    ConfigError: for settings that cannot be.
+  """
+  validate(settings)
+  if settings.rollout.rewards:
+    # Imported here because most rewards are the environments' own.
+    from launch.rollouts.reward_terms import validate_rewards
+
+    validate_rewards(settings)
+
+
+def load_policy(
+  settings: RunSettings, workdir: pathlib.Path, *, critic: bool
+) -> LoadedModel:
+  """Loads the checkpoint's policy, or makes a random one.
+
+  A random policy has its teacher's tokenizer if the run has a teacher, and else one
+  that is trained on the run's texts.
+
+  Args:
+    settings: settings of the run.
+    workdir: folder of the run, where a random policy is saved.
+    critic: whether the policy has a value head.
+
+  Raises:
+    ConfigError: for a folder that holds no model, or a run without texts.
+  """
+  model = settings.model
+  options: dict[str, Any] = {
+    **model.compute_options,
+    'value_head': critic,
+    'chat': model.chat,
+  }
+  if model.checkpoint:
+    return model_loading.load_model(model.checkpoint, **options)
+  if not (workdir / 'config.json').exists():  # a start that failed may have left one
+    shutil.rmtree(workdir / 'model', ignore_errors=True)
+  key = jax.random.key(fold_seed(settings.seed, 'model'))
+  shape = model.random
+  assert shape is not None
+  if settings.teacher.folders:
+    # Imported here because only algorithms that distil have teachers.
+    from launch.learner.teacher_set import teacher_vocabulary
+
+    options['tokenizer'], vocab_size = teacher_vocabulary(settings)
+    shape = shape.replace(vocab_size=vocab_size)
+    texts = ()
+  else:
+    texts = offline_data.tokenizer_texts(settings)
+  return model_loading.create_model(workdir / 'model', shape, texts, key, **options)
+
+
+def name_formats(settings: RunSettings, policy: LoadedModel) -> dict[str, str]:
+  """Returns the names of how the policy writes tool calls and thoughts."""
+  if policy.tokenizer.chat_template is None:
+    return {}
+  return ChatTokenizer(policy.tokenizer, settings.model.chat).format_names
