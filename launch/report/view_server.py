@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from jaxrl.rollout.gateway.app_server import serve_app
 from jaxrl.rollout.gateway.connection_limits import (
   LOOPBACK_HOSTS,
   ConnectionLimits,
   request_in_progress,
-  serve_app,
 )
 from launch.report import assets, trajectory_view
 from launch.report.dump_rows import dump_patterns

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -228,43 +228,3 @@ def request_in_progress(request: 'web.BaseRequest') -> Iterator[None]:
     return
   with connection.request():
     yield
-
-
-@contextlib.asynccontextmanager
-async def serve_app(
-  app: 'web.Application',
-  limits: ConnectionLimits,
-  *,
-  host: str = '127.0.0.1',
-  port: int = 0,
-) -> AsyncIterator[str]:
-  """Serves an application while the context lasts.
-
-  Args:
-    app: The application, whose middleware enters `request_in_progress`.
-    limits: The limits on connections.
-    host: The address to listen to; by default only this machine can connect.
-    port: The port; 0 takes any that is free.
-
-  Yields:
-    The base URL.
-  """
-  from aiohttp import web
-
-  # A request is cancelled when its client leaves.
-  runner = web.AppRunner(
-    app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0
-  )
-  await runner.setup()
-  assert runner.server is not None
-  make_connection = limit_connections(runner.server, limits)
-  try:
-    loop = asyncio.get_running_loop()
-    listener = await loop.create_server(make_connection, host, port)
-    try:
-      bound_port = listener.sockets[0].getsockname()[1]
-      yield f'http://{f"[{host}]" if ":" in host else host}:{bound_port}'
-    finally:
-      listener.close()
-  finally:
-    await runner.cleanup()

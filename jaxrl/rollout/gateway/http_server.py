@@ -19,6 +19,7 @@ from aiohttp import web
 
 from jaxrl.envs.env_registry import MAX_REWARD
 from jaxrl.rollout.gateway import openai_requests
+from jaxrl.rollout.gateway.app_server import serve_app
 from jaxrl.rollout.gateway.choice_runner import (
   ChoiceResult,
   ChoiceRunner,
@@ -27,7 +28,6 @@ from jaxrl.rollout.gateway.choice_runner import (
 from jaxrl.rollout.gateway.connection_limits import (
   ConnectionLimits,
   request_in_progress,
-  serve_app,
 )
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.openai_requests import ApiError, invalid_field
