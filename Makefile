@@ -24,7 +24,7 @@ FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
 .PHONY: env env-vllm env-envs env-targets env-docs env-real quickstart test test-ray \
-  test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized test-core \
+  test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized coverage test-core \
   test-vllm test-wheel test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
   format bazel clean recipes chaos
 
@@ -85,7 +85,7 @@ BESIDE = @log=$$(mktemp); trap 'cat $$log; rm -f $$log' EXIT; \
 # In two parts at once, like the fast suite; then what compares bits, and the longest.
 test-all: env
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 slow-ray slow-without-ray
-	@$(MAKE) --no-print-directory slow-optimized test-extended
+	@$(MAKE) --no-print-directory slow-optimized test-extended coverage
 
 slow-without-ray: env
 	nice $(BIN)/python -m pytest \
@@ -98,6 +98,12 @@ test-extended: env
 	nice $(BIN)/python -m pytest -m 'extended and ray' --timeout 1800 tests/launch
 	if [ -x .venv-vllm/bin/python ]; then \
 	  .venv-vllm/bin/python -m pytest -m 'vllm and extended' --timeout 900; fi
+
+# The fast suite once more, which says what share of the lines it runs. What runs in
+# other processes does not count.
+MEASURED = $(foreach package,jaxrl kernels configs launch,--cov=$(package))
+coverage: env
+	nice $(BIN)/python -m pytest $(FAST) $(MEASURED) --cov-report=term:skip-covered
 
 # Other tests compile without optimizations (tests/conftest.py). These compare bits, so
 # they run on programs compiled as they are for users.

@@ -58,6 +58,7 @@ EXTRAS = {
     'pyright[nodejs]',  # brings its own node
     'pytest',
     'pytest-asyncio',
+    'pytest-cov',
     'pytest-timeout',
     'pytest-xdist',
     'ruff',
