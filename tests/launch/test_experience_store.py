@@ -125,7 +125,7 @@ def test_explorers_then_trainers_until_nothing_is_left(tmp_path, capsys):
   assert uses(tmp_path) == {1: 2, 2: 2, 3: 2, 4: 2}
   assert runs.main(tmp_path / 'other', *train, config=runs.VARIED) == 2
   error = capsys.readouterr().err
-  assert 'up to the checkpoint of step 5 in another --workdir' in error
+  assert 'up to the checkpoint of step 5 in another workdir' in error
   hot = (*ALONE, source(tmp_path, reader='hot'), '--config.rollout.temperature=0.5')
   assert runs.main(tmp_path / 'hot', *hot, config=runs.VARIED) == 2
   assert 'set --config.rollout.temperature to the same value' in capsys.readouterr().err
