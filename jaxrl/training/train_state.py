@@ -21,7 +21,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import batch_fields, optimizers
 from jaxrl.training.checkpointing import flatten_by_name
 from jaxrl.training.optimizers import ADAMW_STATE, OptimizerStateSpec
-from jaxrl.training.parallelism import expert_parallel, sharding
+from jaxrl.training.parallelism import model_sharding, sharding
 from jaxrl.types import Algorithm, Params
 
 # Components that are called in each update; the others run once per batch.
@@ -151,7 +151,7 @@ def params_shapes(spec: StepSpec, mesh: Mesh) -> Params:
 @functools.lru_cache(maxsize=64)
 def state_shapes(spec: StepSpec, mesh: Mesh) -> TrainState:
   """Returns shapes, dtypes and shardings of the whole train state."""
-  expert_parallel.check_experts_mesh(spec.model.config, mesh)
+  model_sharding.check_experts_mesh(spec.model.config, mesh)
   params = params_shapes(spec, mesh)
   replicated = sharding.replicated(mesh)
   trained = lora.trainable_params(spec.model.config, params)

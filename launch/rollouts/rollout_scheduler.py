@@ -32,7 +32,6 @@ from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.rollout.queue.group_state import FailureLog
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
-from jaxrl.rollout.rewards.reward_pipeline import GraderReward
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
 from jaxrl.training import staleness
 from jaxrl.types import Group
@@ -192,9 +191,13 @@ class RolloutScheduler:
     try:
       if options.get('grader'):
         make_grader(options['grader'])(TRIAL_REPLY, item)
-      for term in self._rewards.terms.values() if self._rewards is not None else ():
-        if isinstance(term.function, GraderReward):
-          term.function.grade(TRIAL_REPLY, item)
+      if self._rewards is not None:
+        # Imported here because most rewards are the environments' own.
+        from jaxrl.rollout.rewards.reward_pipeline import GraderReward
+
+        for term in self._rewards.terms.values():
+          if isinstance(term.function, GraderReward):
+            term.function.grade(TRIAL_REPLY, item)
     except GraderFailure:  # it is told of in the metrics
       return ''
     except Exception as error:

@@ -14,21 +14,9 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import moe
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.training.parallelism.sharding import LOGICAL_AXIS_RULES
 from kernels.experts import Adapted, Biased, Matrix
-
-
-def check_experts_mesh(config: ModelConfig, mesh: Mesh) -> None:
-  """Raises ConfigError if a mesh shards the experts of a model that has none."""
-  (axis,) = LOGICAL_AXIS_RULES['experts']
-  if mesh.shape[axis] > 1 and not config.num_experts:
-    raise ConfigError(
-      f'mesh: {axis}={mesh.shape[axis]} splits experts, but this '
-      f'model, of family {config.family}, has none: use data, fsdp or tensor'
-    )
 
 
 @dataclasses.dataclass(frozen=True)

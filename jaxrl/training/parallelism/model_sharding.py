@@ -8,8 +8,9 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.call_strings import ConfigError
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.training.parallelism.expert_parallel import ExpertParallel
 from jaxrl.training.parallelism.sharding import LOGICAL_AXIS_RULES, ShardingConstraint
 
 
@@ -63,9 +64,22 @@ def on_mesh(model: TransformerLM, mesh: Mesh) -> TransformerLM:
     from jaxrl.training.parallelism.context_parallel import ContextParallel
 
     changes['context'] = ContextParallel(mesh)
-  if hasattr(model, 'expert_fn'):
+  if hasattr(model, 'expert_fn') and model.config.num_experts:
+    # Imported here because only models with experts need it.
+    from jaxrl.training.parallelism.expert_parallel import ExpertParallel
+
     changes['expert_fn'] = ExpertParallel(mesh)
   exact = getattr(model, 'exact', None)
   if exact is not None:
     changes['exact'] = dataclasses.replace(exact, per_device=PerDevice(mesh))
   return dataclasses.replace(model, **changes)
+
+
+def check_experts_mesh(config: ModelConfig, mesh: Mesh) -> None:
+  """Raises ConfigError if a mesh shards the experts of a model that has none."""
+  (axis,) = LOGICAL_AXIS_RULES['experts']
+  if mesh.shape[axis] > 1 and not config.num_experts:
+    raise ConfigError(
+      f'mesh: {axis}={mesh.shape[axis]} splits experts, but this '
+      f'model, of family {config.family}, has none: use data, fsdp or tensor'
+    )
