@@ -17,5 +17,5 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for Qwen3-1.7B."""
   config = _qwen3.gsm8k('Qwen3-1.7B', algorithm)
   config.batch.num_micro_batches = 8
-  config.mesh = 'data=1, fsdp=16'
+  config.mesh.update(data=1, fsdp=16)
   return config

@@ -18,6 +18,6 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for Qwen3-30B-A3B."""
   config = _qwen3.gsm8k('Qwen3-30B-A3B', algorithm)
   config.batch.num_micro_batches = 4
-  config.mesh = 'data=1, fsdp=8, expert=8'
+  config.mesh.update(data=1, fsdp=8, expert=8)
   config.rollout.engine = 'vllm(tensor_parallel_size=4)'
   return config

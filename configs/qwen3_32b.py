@@ -17,6 +17,6 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for Qwen3-32B."""
   config = _qwen3.gsm8k('Qwen3-32B', algorithm)
   config.batch.num_micro_batches = 4
-  config.mesh = 'data=1, fsdp=16, tensor=4'
+  config.mesh.update(data=1, fsdp=16, tensor=4)
   config.rollout.engine = 'vllm(tensor_parallel_size=4)'
   return config

@@ -17,5 +17,5 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for Qwen3-8B."""
   config = _qwen3.gsm8k('Qwen3-8B', algorithm)
   config.batch.num_micro_batches = 16
-  config.mesh = 'data=1, fsdp=8'
+  config.mesh.update(data=1, fsdp=8)
   return config

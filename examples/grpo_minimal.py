@@ -38,7 +38,7 @@ from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.rollout.thread_pool import ThreadPool
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 
 SEED = 0
 NUM_STEPS = 60
@@ -114,7 +114,7 @@ async def train(num_steps: int = NUM_STEPS, seed: int = SEED) -> list[float]:
     grpo(group_size=GROUP_SIZE, kl_coef=0.0),
     num_rows=NUM_GROUPS * GROUP_SIZE,
     length_buckets=[MAX_LENGTH],
-    optimizer=make_optimizer(learning_rate=3e-3),
+    optimizer=make_optimizer(OptimizerOptions(learning_rate=3e-3)),
     device_thread=device_thread,
     seed=seed,
   )

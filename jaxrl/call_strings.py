@@ -5,32 +5,23 @@ command lines are all checked against that one place. Components in a user's own
 are imported here, and their errors described.
 """
 
+import ast
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.util
-import inspect
-import itertools
-import math
 import os
 import pathlib
+import re
 import sysconfig
 import traceback
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any
 
+from jaxrl.options import ConfigError, check_options, unknown_name_error
+
+_CALL = re.compile(r'\s*([\w.:/\-~]+)\s*(\(.*\))?\s*', re.DOTALL)
 FILE_MODULE_PREFIX = 'jaxrl_user_'  # of the modules of users' files
-# An error lists at most so many names, and of more only those most like what was given.
-MAX_LISTED = 60
-NUM_CLOSEST = 8
-Definition = TypeVar('Definition', bound=Callable[..., Any])
-
-
-class ConfigError(ValueError):
-  """A setting is wrong; the message says which, where, and what would be right."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -73,6 +64,24 @@ class ComponentCall:
 
   __repr__ = __str__
 
+  @classmethod
+  def from_text(cls, text: str) -> 'ComponentCall':
+    """Returns the call that a text describes; see `parse_call`.
+
+    Args:
+      text: The call string.
+    """
+    return parse_call(text)
+
+  @classmethod
+  def many_from_text(cls, text: str) -> 'tuple[ComponentCall, ...]':
+    """Returns the calls that a text describes; see `parse_calls`.
+
+    Args:
+      text: Call strings joined by +.
+    """
+    return parse_calls(text)
+
   def with_options(self, **options: Any) -> 'ComponentCall':
     """Returns the call with some options added or replaced.
 
@@ -85,6 +94,114 @@ class ComponentCall:
 # What names a component: a call; the function or class itself, also as a
 # `functools.partial` with options; or the name of a component without options.
 Component = ComponentCall | Callable[..., Any] | str
+
+
+def parse_call(text: str) -> ComponentCall:
+  """Reads `name` or `name(a=1, b='x')`: keyword arguments, Python literals only.
+
+  Args:
+    text: The call string.
+
+  Returns:
+    The call, whose text is the call string.
+
+  Raises:
+    ConfigError: If it cannot be read.
+  """
+  match = _CALL.fullmatch(text)
+  if match is None:
+    raise ConfigError(f'cannot read {text!r}: write name or name(option=value, …)')
+  name, arguments = match.group(1), match.group(2)
+  if arguments is None:
+    return ComponentCall(name, {}, text)
+  try:
+    call = ast.parse(f'f{arguments}', mode='eval').body
+  except SyntaxError as error:
+    raise ConfigError(f'cannot read {text!r}: {error.msg}') from error
+  if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+    raise ConfigError(f'cannot read {text!r}: write name(option=value, …)')
+  if call.args or any(keyword.arg is None for keyword in call.keywords):
+    raise ConfigError(f'{text!r}: options go by name, as in {name}(option=value)')
+  options: dict[str, Any] = {}
+  for keyword in call.keywords:
+    if keyword.arg in options:
+      raise ConfigError(f'cannot read {text!r}: {keyword.arg!r} is given twice')
+    try:
+      options[str(keyword.arg)] = ast.literal_eval(keyword.value)
+    except ValueError as error:
+      raise ConfigError(
+        f'{text!r}: option {keyword.arg!r} must be a literal such as 1, .5, '
+        "'text', True or None"
+      ) from error
+  return ComponentCall(name, options, text)
+
+
+def parse_calls(text: str) -> tuple[ComponentCall, ...]:
+  """Reads `a(x=1) + b`: call strings joined by +; '' contains none.
+
+  Args:
+    text: The text.
+
+  Returns:
+    The calls, as `parse_call` returns them.
+
+  Raises:
+    ConfigError: If one cannot be read.
+  """
+  return tuple(parse_call(term) for term in split_terms(text))
+
+
+def split_terms(text: str, separator: str = '+') -> list[str]:
+  """Splits a text at separators outside brackets and quotes.
+
+  Args:
+    text: The text; an empty one has no terms.
+    separator: The separator.
+
+  Returns:
+    The terms.
+
+  Raises:
+    ConfigError: If a term is empty.
+  """
+  if not text.strip():
+    return []
+  terms, start, depth, quote, i = [], 0, 0, '', 0
+  while i < len(text):
+    mark = text[i]
+    if quote:
+      i += mark == '\\'
+      quote = '' if mark == quote else quote
+    elif depth and mark in '\'"':
+      quote = mark
+    elif mark in '([{':
+      depth += 1
+    elif mark in ')]}':
+      depth -= 1
+    elif depth == 0 and text.startswith(separator, i):
+      terms.append(text[start:i].strip())
+      i = start = i + len(separator)
+      continue
+    i += 1
+  terms.append(text[start:].strip())
+  if '' in terms:
+    raise ConfigError(
+      f'cannot read {text!r}: there is nothing on one side of a {separator!r}'
+    )
+  return terms
+
+
+def with_options(text: str, **options: Any) -> str:
+  """Returns a call string with some of its options set.
+
+  Args:
+    text: A call string such as `first_fit(tokens=8192)`.
+    **options: Options to add or replace.
+
+  Raises:
+    ConfigError: If the call string cannot be read.
+  """
+  return str(parse_call(text).with_options(**options))
 
 
 def as_call(component: ComponentCall | str) -> ComponentCall:
@@ -223,269 +340,6 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
   while isinstance(fn, functools.partial):
     fn = fn.func
   return fn
-
-
-def _options(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-  """Returns the keyword-only parameters of `fn` by name, without private ones.
-
-  Private parameters are not options: Ray adds one to the signature of the methods of
-  every class that it turns into an actor.
-  """
-  return {
-    name: parameter
-    for name, parameter in inspect.signature(fn).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and not name.startswith('_')
-  }
-
-
-def defaults(fn: Callable[..., Any]) -> dict[str, Any]:
-  """Returns the keyword-only parameters that have a default, in order.
-
-  Args:
-    fn: A function or class.
-
-  Returns:
-    Name → default.
-  """
-  return {
-    name: parameter.default
-    for name, parameter in _options(fn).items()
-    if parameter.default is not parameter.empty
-  }
-
-
-def closest_match(name: str, names: Iterable[str]) -> str | None:
-  """Returns the most similar of some names, or None when nothing is close.
-
-  Args:
-    name: The name to match.
-    names: The candidates.
-  """
-  matches = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-  return matches[0] if matches else None
-
-
-def unknown_name_error(
-  name: str, names: Iterable[str], what: str, where: str
-) -> ConfigError:
-  """Returns the error for a name that does not exist, with the closest match.
-
-  Args:
-    name: The unknown name.
-    names: Those that exist.
-    what: What they name, such as "option".
-    where: What the message begins with.
-  """
-  names = sorted(names)
-  guess = closest_match(name, names)
-  hint = f" Did you mean '{guess}'?" if guess else ''
-  if len(names) > MAX_LISTED:
-    closest = difflib.get_close_matches(name, names, n=NUM_CLOSEST, cutoff=0.0)
-    listing = f'There are {len(names)}, of which these are closest'
-    return ConfigError(
-      f"{where}: no {what} '{name}'.{hint} {listing}: {', '.join(closest)}."
-    )
-  listing = ', '.join(names) if names else 'none'
-  return ConfigError(f"{where}: no {what} '{name}'.{hint} There are: {listing}.")
-
-
-class Range(NamedTuple):
-  """An interval of numbers.
-
-  Attributes:
-    low: The lowest number.
-    high: The highest number.
-    excludes_low: Whether `low` itself is left out.
-    excludes_zero: Whether 0 is left out.
-  """
-
-  low: float = -math.inf
-  high: float = math.inf
-  excludes_low: bool = False
-  excludes_zero: bool = False
-
-  def __contains__(self, value: Any) -> bool:
-    if (self.excludes_low and value == self.low) or (self.excludes_zero and value == 0):
-      return False
-    return self.low <= value <= self.high
-
-  def __str__(self) -> str:
-    if self.excludes_zero:
-      return 'must not be 0'
-    if self.high < math.inf:
-      return f'must be in {"(" if self.excludes_low else "["}{self.low}, {self.high}]'
-    return f'must be {"above" if self.excludes_low else "at least"} {self.low}'
-
-
-SHARE = Range(0, 1)
-NOT_NEGATIVE = Range(0)
-POSITIVE = Range(0, excludes_low=True)
-NOT_ZERO = Range(excludes_zero=True)
-AT_LEAST_ONE = Range(1)
-
-
-def option_ranges(
-  *, ascending: Sequence[str] = (), **ranges: Range
-) -> Callable[[Definition], Definition]:
-  """Declares which numbers the options of a function or class may be.
-
-  `check_options` then refuses other numbers. Options without a range, and components
-  that declare none, take any number.
-
-  Args:
-    ascending: Options of which none may be larger than the next.
-    **ranges: The range of each option, by name.
-
-  Returns:
-    A decorator that returns the function or class itself.
-  """
-
-  def attach(definition: Definition) -> Definition:
-    setattr(definition, 'option_ranges', ranges)  # noqa: B010  # any callable has it
-    setattr(definition, 'ascending_options', tuple(ascending))  # noqa: B010
-    return definition
-
-  return attach
-
-
-def declared_ranges(fn: Callable[..., Any]) -> Mapping[str, Range]:
-  """Returns the ranges that `option_ranges` declares, by option.
-
-  A derived class, whose options may mean something else, does not inherit them.
-  """
-  return getattr(fn, '__dict__', {}).get('option_ranges', {})
-
-
-def find_out_of_range(
-  options: Mapping[str, Any], ranges: Mapping[str, Range | None]
-) -> tuple[str, Range] | None:
-  """Returns the first option that is out of range, and its range; None if all fit.
-
-  Args:
-    options: Values by name; None and what is no number fits.
-    ranges: The ranges by name; an option without one may be any number.
-  """
-  for name, value in options.items():
-    allowed = ranges.get(name)
-    if allowed is not None and _is_number(value) and value not in allowed:
-      return name, allowed
-  return None
-
-
-def _check_ranges(
-  fn: Callable[..., Any], options: Mapping[str, Any], where: str
-) -> None:
-  if violation := find_out_of_range(options, declared_ranges(fn)):
-    name, allowed = violation
-    raise ConfigError(f'{where}: {name}={options[name]} {allowed}')
-  all_values = defaults(fn) | dict(options)
-  ascending = getattr(fn, '__dict__', {}).get('ascending_options', ())
-  for low, high in itertools.pairwise(ascending):
-    least, most = all_values.get(low), all_values.get(high)
-    if _is_number(least) and _is_number(most) and least > most:
-      raise ConfigError(f'{where}: {low}={least} must be at most {high}={most}')
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-  return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_callable(fn: Any, where: str, wanted: str = 'a class or function') -> None:
-  """Raises ConfigError if what a setting names cannot be called with options."""
-  try:
-    inspect.signature(fn)
-  except (TypeError, ValueError) as error:
-    raise ConfigError(f'{where}: is {fn!r:.99}, not {wanted}') from error
-
-
-def check_options(
-  fn: Callable[..., Any], options: Mapping[str, Any], where: str
-) -> None:
-  """Checks that a function takes some options.
-
-  Names are checked against the keyword-only parameters; values against the type of the
-  default, `Literal` annotations, `| None` where the value is None, and the ranges that
-  `option_ranges` declares.
-
-  Args:
-    fn: A function or class.
-    options: Values by name.
-    where: What error messages begin with.
-
-  Raises:
-    ConfigError: If a name is unknown, or a value has another type or is out of range.
-  """
-  check_callable(fn, where)
-  parameters = _options(fn)
-  for name, value in options.items():
-    if name not in parameters:
-      raise unknown_name_error(name, parameters, 'option', where)
-    _check_value(parameters[name], value, f'{where}: option {name!r}')
-  _check_ranges(fn, options, where)
-
-
-def _check_value(parameter: inspect.Parameter, value: Any, where: str) -> None:
-  annotation, default = parameter.annotation, parameter.default
-  if value is None:
-    if default is None or 'None' in str(annotation):
-      return
-    raise ConfigError(f'{where} cannot be None; its default is {default!r}.')
-  choices = _choices(annotation)
-  if choices:
-    if value not in choices:
-      listing = ', '.join(repr(c) for c in choices)
-      raise ConfigError(f'{where} is {value!r}; it must be one of {listing}.')
-    return
-  wanted = _wanted_types(annotation, default)
-  if wanted and not any(_fits(value, kind) for kind in wanted):
-    kinds = ' or '.join(kind.__name__ for kind in wanted)
-    raise ConfigError(
-      f'{where} is {value!r}, a {type(value).__name__}; it must be a {kinds}.'
-    )
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-  """Returns the values of a `Literal`, also inside a union; empty if there is none."""
-  if typing.get_origin(annotation) is typing.Literal:
-    return typing.get_args(annotation)
-  nested_choices = (
-    _choices(a) for a in typing.get_args(annotation) if a is not annotation
-  )
-  return next((choices for choices in nested_choices if choices), ())
-
-
-def _wanted_types(annotation: Any, default: Any) -> list[type]:
-  union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-  members = typing.get_args(annotation) if union else (annotation,)
-  plain_types = [kind for kind in members if kind in (bool, int, float, str)]
-  if not plain_types and isinstance(default, bool | int | float | str):
-    plain_types = [type(default)]
-  return plain_types
-
-
-def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
-  """Returns the type that an option must have.
-
-  Args:
-    fn: A function or class.
-    option: The name of a parameter.
-
-  Returns:
-    bool, int, float or str, the first of several; None if the signature does not say.
-  """
-  parameter = inspect.signature(fn).parameters.get(option)
-  if parameter is None:
-    return None
-  wanted = _wanted_types(parameter.annotation, parameter.default)
-  return wanted[0] if wanted else None
-
-
-def _fits(value: Any, wanted: type) -> bool:
-  if wanted is float:
-    return _is_number(value)
-  if wanted is int:
-    return isinstance(value, int) and not isinstance(value, bool)
-  return isinstance(value, wanted)
 
 
 def resolve(target: str, where: str = '') -> Any:

@@ -1,4 +1,8 @@
-"""Config sections are derived from signatures, so that a default is written once."""
+"""Configs hold options as ConfigDicts, which files and command lines change.
+
+`to_config` and `from_config` turn the options of a part into a section and back. The
+sections of algorithms and environments are made from the signatures that take them.
+"""
 
 import functools
 import inspect
@@ -6,17 +10,20 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ml_collections import ConfigDict, FieldReference
 
-from jaxrl.call_strings import (
-  ComponentCall,
+from jaxrl.call_strings import ComponentCall, join_calls, unwrap
+from jaxrl.options import (
   ConfigError,
+  Kind,
+  OptionError,
+  Options,
   defaults,
-  join_calls,
+  descriptions,
+  field_kinds,
   unknown_name_error,
-  unwrap,
 )
 
 # A ConfigDict for the type checker: its attributes exist at run time alone.
@@ -27,73 +34,95 @@ class OptionalField(FieldReference):
   """A typed config value that may also be None, as its annotation `T | None` says."""
 
 
-class Options(dict[str, Any]):
-  """Some of a signature's options: name → default, with types and descriptions.
+def to_config(options: Options) -> ConfigDict:
+  """Returns options as a ConfigDict, with calls as texts.
 
-  Attributes:
-    hints: Their annotations, by name.
-    descriptions: A sentence about each, by name.
-  """
-
-  def __init__(
-    self,
-    values: Mapping[str, Any],
-    hints: Mapping[str, Any],
-    descriptions: Mapping[str, str] | None = None,
-  ):
-    super().__init__(values)
-    self.hints = dict(hints)
-    self.descriptions = dict(descriptions or {})
-
-
-def pick_options(fn: Callable[..., Any], *names: str) -> Options:
-  """Returns the named options of a function, for `make_section`.
+  Values that may be None keep their type, as `OptionalField`.
 
   Args:
-    fn: A function or class.
-    *names: Keyword-only parameters with a default.
-
-  Raises:
-    ConfigError: If the function has no such option.
+    options: The options; those that they hold become sections.
   """
-  all_options = defaults(fn)
-  for name in names:
-    if name not in all_options:
-      raise unknown_name_error(
-        name, all_options, 'option', f'pick_options({getattr(fn, "__name__", fn)})'
-      )
-  chosen = {name: all_options[name] for name in names}
-  return Options(chosen, option_types(fn), describe_options(fn))
+  config = ConfigDict()
+  for name, kind in field_kinds(type(options)).items():
+    config[name] = _config_value(kind, getattr(options, name))
+  describe_keys(config, descriptions(type(options)))
+  return config
 
 
-def omit_options(fn: Callable[..., Any], *names: str) -> Options:
-  """Returns the options of a function except those that are set elsewhere.
+def _config_value(kind: Kind, value: Any) -> Any:
+  if isinstance(value, Options):
+    return to_config(value)
+  if kind.type is Mapping:
+    return ConfigDict({name: _config_value(Kind(None), x) for name, x in value.items()})
+  if kind.type is None and isinstance(value, ComponentCall | tuple):  # sources of rows
+    return join_calls([value] if isinstance(value, ComponentCall) else value)
+  if kind.type is ComponentCall:
+    calls = value if kind.is_many else () if value is None else (value,)
+    return join_calls(calls)
+  if kind.is_optional and kind.type is not None:
+    return OptionalField(value, field_type=kind.type)
+  return value
+
+
+OptionsType = TypeVar('OptionsType', bound=Options)
+
+
+def from_config(
+  cls: type[OptionsType], config: Mapping[str, Any], key: str = ''
+) -> OptionsType:
+  """Returns a section of a config as options.
 
   Args:
-    fn: A function or class.
-    *names: The options to leave out.
+    cls: The class of the options.
+    config: The section, as plain data or a ConfigDict. Keys that it lacks have their
+      defaults.
+    key: The dotted key of the section; '' for the whole config.
 
   Raises:
-    ConfigError: If the function has no such option.
+    ConfigError: If a key is unknown, or a value has another type or is out of range.
   """
-  pick_options(fn, *names)
-  all_options = defaults(fn)
-  chosen = {k: v for k, v in all_options.items() if k not in names}
-  return Options(chosen, option_types(fn), describe_options(fn))
+  kinds = field_kinds(cls)
+  prefix = f'{key}.' if key else ''
+  values = {}
+  for name, value in config.items():
+    if name not in kinds:
+      where = f'config.{key}' if key else 'config'
+      raise unknown_name_error(name, kinds, 'key', where)
+    values[name] = _option_value(kinds[name], value, f'{prefix}{name}')
+  try:
+    return cls(**values)
+  except OptionError as error:
+    raise ConfigError(f'{prefix}{error}') from error
+
+
+def _option_value(kind: Kind, value: Any, key: str) -> Any:
+  holds_options = kind.type in (Options, Mapping)
+  if holds_options != isinstance(value, Mapping | ConfigDict):
+    what = 'a section' if holds_options else 'a value'
+    raise ConfigError(f'config.{key}={value!r} must be {what}')
+  if not holds_options:
+    return value
+  if kind.type is Mapping and kind.options is None:
+    return dict(value)
+  assert kind.options is not None
+  if kind.type is Mapping:
+    return {
+      name: from_config(kind.options, section, f'{key}.{name}')
+      for name, section in value.items()
+    }
+  return from_config(kind.options, value, key)
 
 
 def make_section(
-  *sources: Callable[..., Any] | Mapping[str, Any], **overrides: Any
+  fn: Callable[..., Any], values: Mapping[str, Any] | None = None, **overrides: Any
 ) -> ConfigDict:
-  """Makes a ConfigDict from the keyword-only options of functions or classes.
+  """Makes a section from the keyword-only options of a function or class.
 
   Args:
-    *sources: Callables, whose keyword-only parameters with defaults become keys, typed
-      by their annotations; the results of `pick_options` and `omit_options`; or plain
-      mappings of key → default, typed by their values. A key of several sources has the
-      default and type of the last.
-    **overrides: Other values for some of those keys. What a config sets, it sets here;
-      everything else stays as the signature has it.
+    fn: The function or class, whose keyword-only parameters with defaults become keys,
+      typed by their annotations.
+    values: Further keys, typed by their values; the function's own come after them.
+    **overrides: Other values for some of those keys.
 
   Returns:
     The section.
@@ -101,32 +130,39 @@ def make_section(
   Raises:
     ConfigError: If an override names no option or has another type.
   """
-  fields: dict[str, Any] = {}
-  names = []
-  descriptions: dict[str, str] = {}
-  for source in sources:
-    if isinstance(source, Mapping):
-      options, hints = source, getattr(source, 'hints', {})
-      descriptions |= getattr(source, 'descriptions', {})
-      names.append('mapping')
-    else:
-      options, hints = defaults(source), option_types(source)
-      descriptions |= describe_options(source)
-      names.append(getattr(unwrap(source), '__name__', repr(source)))
-    fields |= {key: _field(value, hints.get(key)) for key, value in options.items()}
-  config = ConfigDict()
-  for key, field in fields.items():
-    config[key] = field
-  where = f'make_section({", ".join(names)})'
-  for key, value in overrides.items():
+  hints, own = option_types(fn), defaults(fn)
+  config = ConfigDict({k: v for k, v in (values or {}).items() if k not in own})
+  for key, value in own.items():
+    config[key] = _field(value, hints.get(key))
+  where = f'make_section({getattr(unwrap(fn), "__name__", fn)!s})'
+  update_section(config, overrides, where)
+  notes = describe_options(fn)
+  describe_keys(config, {k: v for k, v in notes.items() if k in config})
+  return config
+
+
+def update_section(config: ConfigDict, values: Mapping[str, Any], where: str) -> None:
+  """Sets keys of a section, and of the sections in it.
+
+  Args:
+    config: The section, changed in place.
+    values: The values by key; of a section, a mapping.
+    where: What error messages begin with.
+
+  Raises:
+    ConfigError: If there is no such key, or a value has another type.
+  """
+  for key, value in values.items():
     if key not in config:
       raise unknown_name_error(key, config.keys(), 'option', where)
+    section: Any = config[key]
+    if isinstance(section, ConfigDict) and len(section):
+      update_section(section, value, f'{where}: {key}')
+      continue
     try:
       config[key] = value
     except (TypeError, ValueError) as error:
       raise ConfigError(f'{where}: option {key!r}: {error}') from error
-  describe_keys(config, {k: v for k, v in descriptions.items() if k in config})
-  return config
 
 
 def describe_keys(config: ConfigDict, descriptions: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 log = logging.getLogger(__name__)
 

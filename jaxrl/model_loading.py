@@ -11,13 +11,7 @@ from typing import Any
 import jax
 
 from jaxrl import hub
-from jaxrl.call_strings import (
-  ComponentCall,
-  ConfigError,
-  as_call,
-  check_options,
-  unknown_name_error,
-)
+from jaxrl.call_strings import ComponentCall, as_call
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.model_text.turn_end import ChatOptionError
 from jaxrl.data.tokenizer import (
@@ -31,6 +25,12 @@ from jaxrl.data.tokenizer import (
 from jaxrl.models import families, huggingface
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import (
+  ConfigError,
+  check_options,
+  defaults,
+  unknown_name_error,
+)
 from jaxrl.types import Params
 
 # Vocabulary sizes are a multiple of this, so that meshes divide them. Ids beyond the
@@ -345,3 +345,31 @@ def match_vocabulary(other: LoadedModel, student: LoadedModel, key: str) -> Load
   cut = {name: {'table': other.params[name]['table'][:vocab_size]} for name in tables}
   model = dataclasses.replace(other.model, config=config.replace(vocab_size=vocab_size))
   return dataclasses.replace(other, model=model, params={**other.params, **cut})
+
+
+def parse_random_config(call: ComponentCall, where: str) -> ModelConfig:
+  """Returns the shape that a call such as 'qwen3(num_layers=2)' describes.
+
+  Args:
+    call: A family with its options: the sizes of `random_config`, and those that the
+      family itself takes.
+    where: What error messages begin with.
+
+  Raises:
+    ConfigError: If the family or an option is wrong.
+  """
+  family, options = call.name, call.options
+  if ':' not in family and family not in families.family_names():
+    raise unknown_name_error(family, families.family_names(), 'family', where)
+  sizes = set(defaults(random_config)) - {'family'}
+  try:
+    family_defaults = defaults(families.find_family(family).random_options)
+  except ConfigError as error:
+    raise ConfigError(f'{where}: {error}') from error
+  for name in options:
+    if name not in sizes and name not in family_defaults:
+      raise unknown_name_error(name, sizes | set(family_defaults), 'option', where)
+  family_options = {k: v for k, v in options.items() if k not in sizes}
+  chosen = {name: value for name, value in options.items() if name in sizes}
+  check_options(random_config, chosen, where)
+  return random_config(family=ComponentCall(family, family_options), **chosen)

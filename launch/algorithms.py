@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxrl.algorithms import describe
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.logging.error_pages import print_error, with_flags
 from launch.runtime.signal_handler import run_command
 from launch.settings import catalogue, plugins

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from configs import base
-from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.config import Config
 from jaxrl.data.row_sources import DataError, Row, load_rows
 from jaxrl.data.rows.row_choices import letter_at
 from jaxrl.group_stats import rows_by_sample
+from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.types import Group
 
 
@@ -42,7 +42,7 @@ class Benchmark:
     votes: Whether attempts have answers that can be counted, for majority@k.
     attempts: Attempts at each task.
     temperature: The temperature at which they are drawn; 0 is greedy.
-    sampling: Further options of sampling, as in `rollout.sampling`.
+    top_p: Nucleus sampling, as `rollout.top_p`.
     max_tokens: Tokens of a reply at most.
     max_length: Tokens of prompt and reply together at most.
     stop: Texts that end a reply.
@@ -62,7 +62,7 @@ class Benchmark:
   votes: bool = True
   attempts: int = 1
   temperature: float = 0.0
-  sampling: str = ''
+  top_p: float = 1.0
   max_tokens: int = 512
   max_length: int = 2048
   stop: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ BENCHMARKS = {
     grader='math',
     attempts=64,
     temperature=0.6,
-    sampling='top_p=0.95',
+    top_p=0.95,
     max_tokens=32768,
     max_length=34816,
   ),
@@ -196,7 +196,7 @@ def benchmark_config(name: str, path: str) -> Config:
     raise ConfigError(f'--path={path}: no such file')
   config = base.get_config()
   config.batch.max_length = benchmark.max_length
-  config.rollout.sampling = benchmark.sampling
+  config.rollout.top_p = benchmark.top_p
   config.env[name] = base.env_section(
     'math',
     max_tokens_per_step=benchmark.max_tokens,

@@ -139,7 +139,7 @@ def _describe_replies(settings: RunSettings, policy: LoadedModel) -> str:
   """Says which tokens end a reply, and warns if that is doubtful."""
   if policy.tokenizer.chat_template is None:
     return 'no chat template: the model learns texts alone'
-  chat = ChatTokenizer(policy.tokenizer, settings.model.chat)
+  chat = ChatTokenizer(policy.tokenizer, settings.chat)
   if chat.turn_end.doubt:
     log.warning('--config.model.checkpoint: %s', chat.turn_end.doubt)
   return chat.describe()

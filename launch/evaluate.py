@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.config import make_section
+from jaxrl.config import from_config, to_config
 from launch.logging.console import Console
 from launch.logging.error_pages import (
   describe_user_error,
@@ -25,7 +25,7 @@ from launch.runtime import process_env
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line as configs
 from launch.settings.command_line import ConfigError
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
   from launch.settings.run_settings import RunSettings
@@ -104,15 +104,16 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
   for section in (config.eval, *config.eval.sets.values()):
     if section.interval is not None:
       section.interval = max(section.interval, 1)  # which is what loads the tasks
-  from launch.settings.task_settings import eval_sets  # imports JAX: seconds
+  from launch.settings.resolve import read_options  # imports JAX: seconds
+  from launch.settings.task_settings import evaluation_sets
 
   ks = read_ks(flags['k'])
-  for name, evaluation in eval_sets(config.to_dict()).items():
-    if ks and ks[-1] > evaluation['group_size']:
+  for name, evaluation in evaluation_sets(read_options(config)).items():
+    if ks and ks[-1] > evaluation.group_size:
       set_prefix = f'sets.{name}.' if name in config.eval.sets else ''
       raise ConfigError(
         f'--k={flags["k"]}: needs {ks[-1]} attempts at each task, but '
-        f'eval.{set_prefix}group_size is {evaluation["group_size"]}: set '
+        f'eval.{set_prefix}group_size is {evaluation.group_size}: set '
         f'--config.eval.{set_prefix}group_size={ks[-1]}'
       )
   return ks
@@ -151,7 +152,7 @@ def build_evaluation(run_settings: 'RunSettings', console: Console) -> Any:
   console.fact('model', folder)
   if job.description:
     console.fact('placement', job.description)
-  sets = run_settings.eval.active
+  sets = run_settings.active_evaluations
   attempts = {
     name: f'{s.group_size} a task, at temperature {s.temperature:g}'
     for name, s in sets.items()
@@ -232,7 +233,7 @@ def score_benchmark(
   from launch import benchmarks
   from launch.logging.evaluation_results import with_intervals
 
-  rows = load_rows(settings.env[name].dataset.path, 'test')
+  rows = load_rows(settings.tasks[name].path, 'test')
   parts = benchmarks.part_scores(name, groups, rows)
   votes = benchmarks.BENCHMARKS[name].votes
   kept = {k: v for k, v in tag['scores'].items() if votes or not k.startswith('maj')}
@@ -255,11 +256,11 @@ def load_config(command: configs.Command) -> Any:
       raise ConfigError(
         f'--path={path}: is the file of a benchmark: set --benchmark=NAME'
       )
-    return configs.load(command, {'logging': read_logging})
+    return configs.load(command, {'logging': LoggingOptions})
   from launch.benchmarks import benchmark_config  # imports JAX: seconds
 
   config = benchmark_config(name, path)
-  config.logging = make_section(read_logging)
+  config.logging = to_config(LoggingOptions())
   return configs.complete(config, command)
 
 
@@ -273,7 +274,7 @@ def main(argv: Sequence[str]) -> int:
     try:
       command = configs.parse(argv, FLAGS, without='benchmark')
       config = load_config(command)
-      console.set_level(read_logging(**config.logging).level)
+      console.set_level(from_config(LoggingOptions, config.logging, 'logging').level)
       ks = prepare_evaluation(config, command.flags)
       configs.check_algorithm(config)
       from launch.rollouts.env_datasets import check_limit  # imports JAX: seconds

@@ -71,11 +71,11 @@ def _default_topology(path: str) -> str:
 
 
 def _plan(command: configs.Command, target: targets.Target) -> int:
-  from jaxrl.data.trajectory_writers.writer import open_dump
-  from launch.settings.logging_settings import read_logging
+  from jaxrl.data.trajectory_writers.writer import DumpOptions
+  from launch.settings.logging_settings import LoggingOptions
 
   config = configs.load(
-    command, {'logging': read_logging, 'trajectory_dump': open_dump}
+    command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
   )
   devices = targets.target_devices(target.name)  # imports JAX: seconds
   from rich.console import Console

@@ -18,7 +18,7 @@ from launch.report.samples import token_texts
 from launch.runtime import process_env
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
   from jaxrl.data.images import Image
@@ -211,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     command = configs.parse(argv, FLAGS)
-    config = configs.load(command, {'logging': read_logging})
+    config = configs.load(command, {'logging': LoggingOptions})
     configs.check_algorithm(config)
     episode, sample = command.flag('episode', int), command.flag('sample', int)
     ids = command.flag('ids', bool)

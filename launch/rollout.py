@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.config import from_config
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.logging.progress import RolloutProgress
@@ -28,7 +29,7 @@ from launch.runtime import process_env
 from launch.runtime.signal_handler import SignalHandler, run_command
 from launch.settings import command_line as configs
 from launch.settings.command_line import ConfigError
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from launch.train import failed
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     )
   if not config.get('env', {}):
     raise ConfigError('config.env has no environment: there is nothing to play')
-  sets = _sets_to_play(config.to_dict(), mode)
+  sets = _sets_to_play(config, mode)
   if not sets:
     raise ConfigError(
       'config.env: every tag has weight 0, so training plays nothing: give one a '
@@ -135,29 +136,32 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     config.synthesis = {'mode': mode, 'sets': sets}
 
 
-def _sets_to_play(data: Mapping[str, Any], mode: str) -> dict[str, dict[str, Any]]:
+def _sets_to_play(config: Any, mode: str) -> dict[str, dict[str, Any]]:
   """Returns what is to be played, each part as an evaluation set with all its keys."""
+  from jaxrl.config import to_config
   from jaxrl.envs.env_registry import uses_dataset
-  from launch.settings.task_settings import eval_sets, tag_dataset
+  from jaxrl.run_options import EvalSetOptions
+  from launch.settings.resolve import read_options
+  from launch.settings.task_settings import evaluation_options, tag_tasks
 
+  options = read_options(config)
   if mode == 'val':
-    return eval_sets(data)
-  sets = {}
-  for tag, env in data['env'].items():
-    if env['weight']:
-      rows = tag_dataset(data, tag)
-      limit = (
-        rows['limit'] if uses_dataset(env['env_type'], env['env_config']) else None
-      )
-      sets[tag] = {
-        'tag': tag,
-        'path': rows['path'],
-        'split': rows['split'],
-        'keys': rows['keys'],
-        'num_tasks': limit or -1,
-        'temperature': data['rollout']['temperature'],
-      }
-  return sets
+    sets = evaluation_options(options)
+  else:
+    sets = {}
+    for tag, env in options.env.items():
+      tasks = tag_tasks(options, tag)
+      limit = tasks.limit if uses_dataset(env.env_type, env.env_config) else None
+      if env.weight:
+        sets[tag] = EvalSetOptions(
+          tag=tag,
+          path=tasks.path,
+          split=tasks.split,
+          keys=env.dataset.keys or options.dataset.keys,
+          num_tasks=limit or -1,
+          temperature=options.rollout.temperature,
+        )
+  return {name: to_config(played).to_dict() for name, played in sets.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -167,10 +171,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     command = configs.parse(argv, FLAGS)
-    from jaxrl.data.trajectory_writers.writer import open_dump
+    from jaxrl.data.trajectory_writers.writer import DumpOptions
 
     config: Any = configs.load(
-      command, {'logging': read_logging, 'trajectory_dump': open_dump}
+      command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
     )
     configs.check_algorithm(config)
 
@@ -192,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
   console = Console()
   try:
     with console.listening():
-      console.set_level(read_logging(**config.logging).level)
+      console.set_level(from_config(LoggingOptions, config.logging, 'logging').level)
       from launch.rollouts.env_datasets import check_limit
       from launch.settings.resolve import resolve_settings
 
@@ -315,11 +319,8 @@ class DatasetRolloutJob:
       self._columns, writer = open_dump(
         mode,
         folder.absolute(),
+        dump,
         env_columns(settings),
-        dump.writer,
-        path=dump.path,
-        columns=dump.columns,
-        save_arrays=dump.save_arrays,
       )
     validate_run(settings)
     if dump.store is not None:  # which is trained on
@@ -341,10 +342,10 @@ class DatasetRolloutJob:
 
     self._job = InferenceJob(settings, make_parts)
     self._rollouts = self._job.plays
-    sets = settings.eval.sets.values()
+    sets = settings.evaluations.values()
     self._group_size = next(evaluation.group_size for evaluation in sets)
     self._model = settings.model.name
-    paths = [e.path or settings.env[e.tag].dataset.path for e in sets]
+    paths = [e.path or settings.tasks[e.tag].path for e in sets]
     data = '; '.join(dict.fromkeys(describe_sources(path) for path in paths)) or 'seeds'
     self.facts = {
       'model': self._model,

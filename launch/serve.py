@@ -14,14 +14,14 @@ import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime import process_env
 from launch.runtime.ports import check_port
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
   from jaxrl.rollout.gateway.http_server import GatewayServer
@@ -37,7 +37,7 @@ python -m launch.serve --config=FILE.py --checkpoint=FOLDER [--config.KEY=VALUE]
                                   a key of yours in ${API_KEY_ENV}
   --port=8000                     0 takes any that is free
   --config.rollout.temperature=…  for those who ask for none; also
-  --config.rollout.sampling=…     top_p and top_k: 'top_p=0.95, top_k=20'
+  --config.rollout.top_p=0.95     nucleus sampling; also top_k
   --config.batch.max_length=…     tokens of prompt and reply
   --config.rollout.max_num_seqs=… requests that are answered at once
 """
@@ -58,9 +58,7 @@ class ServedModel:
     """
     from launch.rollouts.inference_job import InferenceJob
     from launch.settings.engine_settings import check_engine
-    from launch.settings.validation import validate_ranges
 
-    validate_ranges(settings)
     check_engine(settings)
     self._settings, self._workdir = settings, workdir
     job = InferenceJob(settings, self._make_parts)
@@ -79,7 +77,7 @@ class ServedModel:
     _, router, self.weights = make_engines(settings, policy, runtime, device_thread)
     self.gateway = Gateway(
       router,
-      ChatTokenizer(policy.tokenizer, settings.model.chat),
+      ChatTokenizer(policy.tokenizer, settings.chat),
       model=pathlib.Path(settings.model.checkpoint).name,
       seed=fold_seed(settings.seed, 'serve'),
       max_length=max_length,
@@ -146,7 +144,7 @@ def _check_aiohttp() -> None:
 
 def _run(argv: Sequence[str]) -> int:
   command = configs.parse(argv, FLAGS)
-  config: Any = configs.load(command, {'logging': read_logging})
+  config: Any = configs.load(command, {'logging': LoggingOptions})
   flags = command.flags
   port = command.flag('port', int)
   if flags['checkpoint']:

@@ -16,7 +16,8 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.data.trajectory_writers.writer import open_dump
+from jaxrl.config import from_config
+from jaxrl.data.trajectory_writers.writer import DumpOptions
 from launch.logging.console import Console
 from launch.logging.metric_loggers import MultiLogger
 from launch.logging.workdir import Workdir, default_path
@@ -24,7 +25,7 @@ from launch.report.open_loggers import open_loggers
 from launch.runtime import process_env
 from launch.runtime.signal_handler import SignalHandler, run_command
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
   from launch.settings.run_settings import RunSettings
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     command = configs.parse(argv, {'workdir': ''})
     config = configs.load(
-      command, {'logging': read_logging, 'trajectory_dump': open_dump}
+      command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
     )
     if help_word is not None:
       from launch.settings.key_listing import list_keys  # a run needs none of it
@@ -99,14 +100,14 @@ def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
       console.fact('changed', line)
     writers = None
     try:
-      logging = read_logging(**config.logging)
+      logging = from_config(LoggingOptions, config.logging, 'logging')
       console.set_level(logging.level)
       writers = open_loggers(workdir, console, logging)
       with SignalHandler(console.warn, console.restore) as stop:
         from launch.settings.resolve import resolve_settings  # imports JAX: seconds
 
         settings = resolve_settings(config, day=workdir.day)
-        traced = logging.trace_steps
+        traced = logging.traces
         trainer, finished = _train(settings, workdir, console, writers, stop, traced)
       status = 'finished' if finished else 'stopped'
       writers.close(status)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxrl import loop
-from jaxrl.call_strings import ConfigError
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_pipeline import StopRequested, StoreTimeoutError
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.monitoring import memory_metrics
@@ -139,7 +139,7 @@ class Trainer:
     source = self._source
     stage = PhaseSpec('train', source.num_rows, source.num_steps)
     learner = await self._learners.make(stage, continue_params=continue_params)
-    evaluations = self._settings.eval.active
+    evaluations = self._settings.active_evaluations
     done = await self._train_phase('train', learner, source, evaluations)
     if done and self._settings.checkpoint.export:
       folder = self._workdir / 'export'
@@ -226,12 +226,8 @@ class Trainer:
     return None
 
   def _checkpointer(self, name: str) -> Checkpointer:
-    settings = self._settings.checkpoint
-    return Checkpointer(
-      self._workdir / 'checkpoints' / name,
-      max_to_keep=settings.max_to_keep,
-      strict=settings.strict,
-    )
+    folder = self._workdir / 'checkpoints' / name
+    return Checkpointer(folder, self._settings.checkpoint)
 
 
 class TrainPhase:

@@ -13,7 +13,7 @@ import secrets
 import signal
 from collections.abc import Sequence
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime.ports import check_port

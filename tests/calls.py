@@ -1,17 +1,22 @@
 """Functions that take calls, for tests that write calls as a config does."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.call_strings import parse_call, parse_calls
 from jaxrl.data import curricula, row_sources, samplers
+from jaxrl.data.row_sources import parse_row_sources
 from jaxrl.envs import env_registry
 from jaxrl.envs.graders import composite
 from jaxrl.envs.tools import toolbox
 from jaxrl.rollout.queue import group_filters, reward_shaping
+from jaxrl.run_options import ModelOptions, RolloutOptions, WeightSyncOptions
 from jaxrl.training import optimizers
+from jaxrl.training.learner_options import LearnerOptions
+from jaxrl.training.optimizers import OptimizerOptions
 from launch.settings import env_options
 from launch.settings.algorithm_options import build_algorithm as make_algorithm
-from launch.settings.call_syntax import parse_call, parse_calls, parse_row_sources
 
 __all__ = ['make_algorithm', 'parse_call', 'parse_calls', 'parse_row_sources']
 
@@ -45,9 +50,17 @@ def load_rows(text, *arguments, **options):
   return row_sources.load_rows(parse_row_sources(str(text)), *arguments, **options)
 
 
-def make_optimizer(**options):
-  calls = {k: parse_call(options[k]) for k in ('name', 'lr_schedule') if k in options}
-  return optimizers.make_optimizer(**{**options, **calls})
+def make_optimizer(options=None, *, num_steps=None, **fields):
+  options = options or OptimizerOptions(**fields)
+  return optimizers.make_optimizer(options, num_steps=num_steps)
+
+
+def split_options(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns keyword arguments with those that are fields of `cls` as `options`."""
+  names = {field.name for field in dataclasses.fields(cls)}
+  own = {name: value for name, value in values.items() if name in names}
+  rest = {name: value for name, value in values.items() if name not in names}
+  return {'options': cls(**own), **rest}
 
 
 def make_optimizer_spec(text):
@@ -60,3 +73,19 @@ def env_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def env_factory(name: str, options: Mapping[str, Any] | None = None) -> Any:
   return env_registry.env_factory(name, env_config(name, options or {}))
+
+
+def parse_packing(text):
+  return LearnerOptions(packing=text).packing_plan
+
+
+def parse_sync_policy(text):
+  return WeightSyncOptions(policy=text).sync_policy
+
+
+def parse_staleness_limit(text):
+  return RolloutOptions(staleness_policy=text).staleness_limit
+
+
+def parse_lora(text):
+  return ModelOptions(lora=text).adapters

@@ -7,7 +7,17 @@ from typing import Literal
 import pytest
 
 from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
+from jaxrl.options import (
+  NOT_ZERO,
+  POSITIVE,
+  SHARE,
+  ConfigError,
+  check_options,
+  closest_match,
+  defaults,
+  option_ranges,
+)
 
 
 def loss(
@@ -25,7 +35,7 @@ def loss(
 
 
 def test_defaults_are_the_keyword_only_parameters():
-  assert list(call_strings.defaults(loss)) == [
+  assert list(defaults(loss)) == [
     'clip',
     'dual',
     'rounds',
@@ -33,8 +43,8 @@ def test_defaults_are_the_keyword_only_parameters():
     'on',
     'name',
   ]
-  assert call_strings.defaults(loss)['clip'] == 0.2
-  assert call_strings.defaults(partial(loss, clip=1.0))['clip'] == 1.0
+  assert defaults(loss)['clip'] == 0.2
+  assert defaults(partial(loss, clip=1.0))['clip'] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -46,7 +56,7 @@ def test_defaults_are_the_keyword_only_parameters():
   ],
 )
 def test_right_options_pass(options):
-  call_strings.check_options(loss, options, 'here')
+  check_options(loss, options, 'here')
 
 
 @pytest.mark.parametrize(
@@ -65,14 +75,12 @@ def test_right_options_pass(options):
 )
 def test_wrong_options_say_what_is_wrong_and_what_exists(options, words):
   with pytest.raises(ConfigError) as error:
-    call_strings.check_options(loss, options, 'here')
+    check_options(loss, options, 'here')
   for word in words:
     assert word in str(error.value)
 
 
-@call_strings.option_ranges(
-  share=call_strings.SHARE, divisor=call_strings.NOT_ZERO, ascending=('low', 'high')
-)
+@option_ranges(share=SHARE, divisor=NOT_ZERO, ascending=('low', 'high'))
 def bounded(
   *, share: float | None = 0.5, divisor=1.0, low=0.0, high: float | str = 1.0
 ): ...
@@ -82,7 +90,7 @@ def bounded(
   'options', [{'share': None}, {'share': 1}, {'divisor': -1}, {'low': 2, 'high': 'max'}]
 )
 def test_numbers_within_declared_ranges_pass(options):
-  call_strings.check_options(bounded, options, 'here')
+  check_options(bounded, options, 'here')
 
 
 @pytest.mark.parametrize(
@@ -97,12 +105,12 @@ def test_numbers_within_declared_ranges_pass(options):
 )
 def test_a_number_outside_a_declared_range_is_refused(options, message):
   with pytest.raises(ConfigError) as error:
-    call_strings.check_options(bounded, options, 'here')
+    check_options(bounded, options, 'here')
   assert str(error.value) == message
 
 
 def test_a_derived_class_does_not_inherit_ranges():
-  @call_strings.option_ranges(size=call_strings.POSITIVE, ascending=('size', 'most'))
+  @option_ranges(size=POSITIVE, ascending=('size', 'most'))
   class Base:
     def __init__(self, *, size=1, most=2): ...
 
@@ -110,29 +118,26 @@ def test_a_derived_class_does_not_inherit_ranges():
     def __init__(self, *, size=1): ...
 
   with pytest.raises(ConfigError, match='must be above 0'):
-    call_strings.check_options(Base, {'size': 0}, 'here')
-  call_strings.check_options(Derived, {'size': -1}, 'here')
+    check_options(Base, {'size': 0}, 'here')
+  check_options(Derived, {'size': -1}, 'here')
 
 
 def test_private_parameters_are_not_options():
   def component(*, size=1, _ray_trace_ctx=None):
     return size
 
-  assert call_strings.defaults(component) == {'size': 1}
+  assert defaults(component) == {'size': 1}
   with pytest.raises(ConfigError, match='There are: size'):
-    call_strings.check_options(component, {'_ray_trace_ctx': None}, 'here')
+    check_options(component, {'_ray_trace_ctx': None}, 'here')
 
 
 def test_closest_match():
-  assert call_strings.closest_match('clipp', ['clip', 'tau']) == 'clip'
-  assert call_strings.closest_match('zzz', ['clip', 'tau']) is None
+  assert closest_match('clipp', ['clip', 'tau']) == 'clip'
+  assert closest_match('zzz', ['clip', 'tau']) is None
 
 
 def test_resolve_modules_and_files(tmp_path):
-  assert (
-    call_strings.resolve('jaxrl.call_strings:closest_match')
-    is call_strings.closest_match
-  )
+  assert call_strings.resolve('jaxrl.options:closest_match') is closest_match
   file = tmp_path / 'mine.py'
   file.write_text('def fn():\n  return 7\n')
   assert call_strings.resolve(f'{file}:fn')() == 7
@@ -140,7 +145,7 @@ def test_resolve_modules_and_files(tmp_path):
 
 def test_resolve_errors_name_the_target(tmp_path):
   with pytest.raises(ConfigError, match="Did you mean 'closest_match'"):
-    call_strings.resolve('jaxrl.call_strings:closest_mach')
+    call_strings.resolve('jaxrl.options:closest_mach')
   with pytest.raises(ConfigError, match=r"no module 'jaxrl\.nowhere'"):
     call_strings.resolve('jaxrl.nowhere:fn')
   with pytest.raises(ConfigError, match='no file'):
@@ -195,4 +200,4 @@ def test_a_component_is_a_call_a_name_or_a_function():
 @pytest.mark.parametrize('value', [5, None, {}, 'text', int, object()])
 def test_what_is_no_class_or_function_is_told_in_one_line(value):
   with pytest.raises(ConfigError, match=r'^grader x: is .*, not a class or function$'):
-    call_strings.check_options(value, {}, 'grader x')
+    check_options(value, {}, 'grader x')

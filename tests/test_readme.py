@@ -13,8 +13,10 @@ import pytest
 
 from jaxrl import call_strings
 from jaxrl.algorithms import registry
+from jaxrl.call_strings import parse_calls
 from jaxrl.data.curricula import CURRICULA
 from jaxrl.data.samplers import SAMPLERS
+from jaxrl.options import check_options
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.queue.group_filters import GROUP_FILTERS
 from jaxrl.rollout.queue.reward_shaping import REWARD_SHAPERS
@@ -22,7 +24,6 @@ from jaxrl.rollout.vllm import vllm_options
 from jaxrl.rollout.weights import weight_sync
 from jaxrl.rollout.weights.publisher import WeightPublisher
 from jaxrl.training import staleness
-from launch.settings.call_syntax import parse_calls
 from launch.settings.cluster_settings import PLACEMENTS
 from tests.docs.blocks import BLOCK, check_make, lay_out, run
 from tests.structure import readme_tables
@@ -114,7 +115,7 @@ def test_the_call_strings_of_algorithms_name_what_there_is():
     part = known[name]
     if isinstance(part, str):  # where it is, so that only its file is imported
       part = call_strings.resolve(part)
-    call_strings.check_options(part, options, name)
+    check_options(part, options, name)
   assert len(calls) > 12
 
 
@@ -127,7 +128,7 @@ def test_the_call_strings_of_processes_name_what_there_is():
     if name == 'vllm':  # which need not be installed here
       vllm_options.check_vllm_options(options, name)
     else:
-      call_strings.check_options(known[name], options, name)
+      check_options(known[name], options, name)
   assert len(calls) == 6
 
 

@@ -12,10 +12,12 @@ from typing import Any
 from configs import base
 from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry, requirements
-from jaxrl.config import describe_options, descriptions_of, option_types
-from jaxrl.data.trajectory_writers.writer import open_dump
+from jaxrl.config import describe_options, descriptions_of, option_types, to_config
+from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.functional import components
 from jaxrl.functional.formulas import AGGREGATIONS, FORMULAS
+from jaxrl.options import declared_ranges, defaults, descriptions
+from jaxrl.run_options import RunOptions
 from launch.__main__ import COMMANDS
 from launch.logging.metric_descriptions import HEALTHY_RANGES, METRIC_DESCRIPTIONS
 from launch.settings.component_kinds import (
@@ -25,7 +27,7 @@ from launch.settings.component_kinds import (
   defined_at,
   load_component,
 )
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIBRARY = ('jaxrl', 'kernels')
@@ -202,14 +204,15 @@ def config_sections() -> Iterator[tuple[str, str, Any]]:
     else:
       yield name, _section_sentence(name), section
   tag_dataset = tag.dataset
-  del tag.dataset
+  timeouts = tag.timeouts
+  del tag.dataset, tag.timeouts
   yield 'env.<tag>', 'One section for each environment tag.', tag
   yield 'env.<tag>.dataset', "Rows of the tag's own.", tag_dataset
+  yield 'env.<tag>.timeouts', 'Seconds before a call is cancelled.', timeouts
   eval_set = base.eval_set()
   yield 'eval.sets.<name>', 'One section for each named evaluation set.', eval_set
-  for name, source in (('logging', read_logging), ('trajectory_dump', open_dump)):
-    section = base.make_section(source)
-    base.describe_keys(section, describe_options(source))
+  for name, options in (('logging', LoggingOptions), ('trajectory_dump', DumpOptions)):
+    section = to_config(options())
     yield name, _section_sentence(name), section
 
 
@@ -221,10 +224,7 @@ def _algorithm_keys() -> set[str]:
 
 
 def _section_sentence(name: str) -> str:
-  from launch.settings.key_listing import OPTIONAL_SECTIONS
-
-  used = {section.name: section.used for section in OPTIONAL_SECTIONS}
-  return f'{used[name][:1].upper()}{used[name][1:]}.' if name in used else ''
+  return descriptions(RunOptions).get(name, '')
 
 
 def _only(section: Any, keys: Iterable[str]) -> dict[str, Any]:
@@ -411,14 +411,14 @@ def _component(
 
 def _options(function: Callable[..., Any], name: str, prefix: str = '') -> str:
   """Returns a table of a function's options."""
-  options, notes = call_strings.defaults(function), describe_options(function)
+  options, notes = defaults(function), describe_options(function)
   if not options:
     return 'It has no options.'
   types = option_types(function)
   rows = []
   for option, value in options.items():
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    limits = call_strings.declared_ranges(function).get(option)
+    limits = declared_ranges(function).get(option)
     if limits is None and is_number and _is_of_algorithms(function):
       limits = components.allowed_range(name, option)
     note = _escape(notes.get(option, ''))

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl import call_strings
 from jaxrl.functional.components import (
   call_component,
   component_info,
@@ -22,6 +21,7 @@ from jaxrl.functional.components import (
   function_of,
   options_of,
 )
+from jaxrl.options import defaults
 from jaxrl.types import Advantages, Algorithm
 
 _PACKAGE = 'jaxrl.functional.'
@@ -192,7 +192,7 @@ def _trial(algorithm: Algorithm, part: Any) -> tuple[Any, Any]:
       fields['state'] = info.init_state()
     if info.precompute is not None:
       accepted = inspect.signature(info.precompute).parameters.keys()
-      options = call_strings.defaults(function_of(part)) | options_of(part)
+      options = defaults(function_of(part)) | options_of(part)
       chosen = {k: v for k, v in options.items() if k in accepted}
       fields |= call_component(info.precompute, fields, chosen)
     results.append((fields.get('state'), call_component(part, fields)))

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from jaxrl.algorithms import component_roles
-from jaxrl.call_strings import ConfigError, closest_match
 from jaxrl.functional import kl
 from jaxrl.functional.components import (
   component_info,
@@ -12,6 +11,7 @@ from jaxrl.functional.components import (
   function_of,
   is_group_relative,
 )
+from jaxrl.options import ConfigError, closest_match
 from jaxrl.types import Algorithm, Batch, PolicyOutputs
 
 # The batch fields that components may read; `prepare` and `precompute` make others.

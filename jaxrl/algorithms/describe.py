@@ -10,6 +10,7 @@ from jaxrl import call_strings
 from jaxrl.algorithms import registry, requirements
 from jaxrl.functional import components
 from jaxrl.functional.reductions import MAX_EXPONENT
+from jaxrl.options import defaults, unknown_name_error
 from jaxrl.types import Algorithm
 
 WIDTH = 88
@@ -218,9 +219,7 @@ def describe(name: str) -> str:
     known = {n for slot in registry.COMPONENT_MODULES for n in parts_for(slot)} | {
       *registry.names()
     }
-    raise call_strings.unknown_name_error(
-      name, known, 'algorithm or part', 'launch.algorithms'
-    )
+    raise unknown_name_error(name, known, 'algorithm or part', 'launch.algorithms')
   rule = '\n\n' + '─' * WIDTH + '\n'
   return rule.join(sections)
 
@@ -238,7 +237,7 @@ def part(name: str, function: Callable[..., Any], slots: str) -> str:
   """
   lines = [f'{name}: {slots}', '', inspect.getdoc(function) or '', '']
   lines += _fold('reads', ', '.join(components.fields_of(function)))
-  options = call_strings.defaults(function)
+  options = defaults(function)
   is_built_in = function.__module__.startswith('jaxrl.functional')
   lines += _option_lines(function.__name__ if is_built_in else None, options)
   return '\n'.join(lines)
@@ -261,7 +260,7 @@ def algorithm(spec: str) -> str:
     inspect.getdoc(function) or '',
     '',
   ]
-  options = call_strings.defaults(function)
+  options = defaults(function)
   lines += _option_lines(None if ':' in spec else spec, options)
   if instance.provenance:
     lines += ['', f'defaults  {PROVENANCE[instance.provenance]}']

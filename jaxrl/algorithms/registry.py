@@ -20,11 +20,9 @@ from jaxrl.algorithms import consistency, requirements
 from jaxrl.call_strings import (
   Component,
   ComponentCall,
-  ConfigError,
   as_call,
   as_calls,
   component_name,
-  find_out_of_range,
 )
 from jaxrl.functional import (
   advantages,
@@ -36,6 +34,14 @@ from jaxrl.functional import (
   losses,
 )
 from jaxrl.functional.components import allowed_range, is_component, options_of
+from jaxrl.options import (
+  ConfigError,
+  check_callable,
+  check_options,
+  defaults,
+  find_out_of_range,
+  unknown_name_error,
+)
 from jaxrl.types import Algorithm
 
 # The fields of `Algorithm` that hold components, and where a name is looked up.
@@ -91,10 +97,10 @@ def builder(spec: str) -> Callable[..., Algorithm]:
   if ':' in spec:
     where = f'algorithm {spec}'
     build = call_strings.resolve(spec, where)
-    call_strings.check_callable(build, where, 'a function that returns an Algorithm')
+    check_callable(build, where, 'a function that returns an Algorithm')
     return build
   if spec not in names():
-    raise call_strings.unknown_name_error(spec, names(), 'algorithm', 'algorithm')
+    raise unknown_name_error(spec, names(), 'algorithm', 'algorithm')
   return getattr(importlib.import_module(f'jaxrl.algorithms.presets.{spec}'), spec)
 
 
@@ -108,7 +114,7 @@ def builder_options(spec: str) -> dict[str, Any]:
     The builder's own options with their defaults; components and settings, which
     override the builder's choice, with the value that leaves that choice.
   """
-  own_options = call_strings.defaults(builder(spec))
+  own_options = defaults(builder(spec))
   settings = {name: SETTINGS[name] for name in CONFIG_SETTINGS}
   return dict.fromkeys(COMPONENT_MODULES, '') | settings | own_options
 
@@ -139,7 +145,7 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
       overrides[name] = value
     else:
       known = [*parameters, *COMPONENT_MODULES, *SETTINGS]
-      raise call_strings.unknown_name_error(name, known, 'option', f'algorithm {spec}')
+      raise unknown_name_error(name, known, 'option', f'algorithm {spec}')
   algorithm = _build(spec, build, builder_values)
   changes = {
     name: _setting(name, value) if name in SETTINGS else make_component(name, value)
@@ -150,7 +156,7 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
   algorithm = dataclasses.replace(algorithm, **fields)
   for field, part in requirements.components_of(algorithm).items():
     function, chosen = call_strings.unwrap(part), options_of(part)
-    call_strings.check_options(function, chosen, f'algorithm {spec}, {field}')
+    check_options(function, chosen, f'algorithm {spec}, {field}')
     if function.__module__.startswith('jaxrl.functional'):
       _check_ranges(function.__name__, chosen, f'{field}={function.__name__}')
   for name in SETTINGS:
@@ -165,7 +171,7 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
 def _build(
   spec: str, build: Callable[..., Algorithm], options: Mapping[str, Any]
 ) -> Algorithm:
-  call_strings.check_options(build, options, f'algorithm {spec}')
+  check_options(build, options, f'algorithm {spec}')
   if ':' not in spec:
     _check_ranges(spec, options)
   try:
@@ -226,7 +232,7 @@ def make_component(field: str, component: Component) -> Callable[..., Any] | Non
   else:
     offered = components_in(COMPONENT_MODULES[field])
     if name not in offered:
-      raise call_strings.unknown_name_error(name, offered, field, f'algorithm.{field}')
+      raise unknown_name_error(name, offered, field, f'algorithm.{field}')
     function = offered[name]
   if not callable(function) or isinstance(function, type):
     kind = 'class' if isinstance(function, type) else type(function).__name__
@@ -234,7 +240,7 @@ def make_component(field: str, component: Component) -> Callable[..., Any] | Non
       f'algorithm.{field}={str(call)!r}: {name} is a {kind}; a component is a function '
       'of arrays'
     )
-  call_strings.check_options(function, options, f'algorithm.{field}={str(call)!r}')
+  check_options(function, options, f'algorithm.{field}={str(call)!r}')
   return functools.partial(function, **options) if options else function
 
 
@@ -260,7 +266,7 @@ def _setting(name: str, value: Any) -> Any:
     raise ConfigError(f'algorithm.critic_warmup={value}: must be at least 0')
   choices = SETTING_CHOICES.get(name)
   if choices and value not in choices:
-    raise call_strings.unknown_name_error(value, choices, name, 'algorithm')
+    raise unknown_name_error(value, choices, name, 'algorithm')
   return value
 
 

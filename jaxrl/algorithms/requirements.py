@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.functional.components import (
   BoundComponent,
   component_info,
@@ -17,6 +16,7 @@ from jaxrl.functional.components import (
   function_of,
   options_of,
 )
+from jaxrl.options import wanted_type
 from jaxrl.types import Algorithm
 
 COMPONENT_FIELDS = (
@@ -185,7 +185,7 @@ def split_hparams(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, 
     options, function = options_of(part), function_of(part)
     hparams[field] = {
       # 1 and 1.0 must not compile twice, so an option that is a float always is one.
-      k: float(v) if call_strings.wanted_type(function, k) is float else v
+      k: float(v) if wanted_type(function, k) is float else v
       for k, v in options.items()
       if _is_number(v)
     }

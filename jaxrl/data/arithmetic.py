@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, Range, option_ranges
+from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, Range, option_ranges
 
 PERSON_NAMES = ('Ann', 'Ben', 'Eva', 'Kim', 'Leo', 'Max', 'Mia', 'Sam', 'Tom', 'Zoe')
 OBJECT_NAMES = ('pens', 'eggs', 'figs', 'nuts', 'caps', 'toys', 'keys', 'cups', 'books')

@@ -12,17 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl.call_strings import (
-  NOT_NEGATIVE,
-  SHARE,
-  Component,
-  ConfigError,
-  Range,
-  component_name,
-  find_component,
-  option_ranges,
-)
+from jaxrl.call_strings import Component, component_name, find_component
 from jaxrl.data.row_sources import SOURCE_KEY, DataError, Row
+from jaxrl.options import NOT_NEGATIVE, SHARE, ConfigError, Range, option_ranges
 
 GroupResult = tuple[int, float, int]  # a group's seed, mean accuracy, number of samples
 _BLOCK_DRAWS = 1000  # number of draws over which a mixture matches its weights exactly

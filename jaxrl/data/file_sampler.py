@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import unknown_name_error
 from jaxrl.data.chat_tokenizer import ChatTokenizer, has_images
 from jaxrl.data.row_sources import (
   DataError,
@@ -17,6 +16,7 @@ from jaxrl.data.row_sources import (
   load_rows,
 )
 from jaxrl.data.rows.row_formats import DATA_FORMATS, RowFormat
+from jaxrl.options import unknown_name_error
 from jaxrl.types import Group, Message, Trajectory
 
 GROUP_NOUNS = {

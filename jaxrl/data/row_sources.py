@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import call_strings, hub
-from jaxrl.call_strings import ComponentCall
+from jaxrl.call_strings import ComponentCall, parse_call, split_terms
 from jaxrl.data.rows.folder_splits import choose_files, matching_split
 from jaxrl.data.rows.row_readers import DataError, Row, read_file
+from jaxrl.options import check_options, unknown_name_error
 
 # A file or folder; a call of a generator, see GENERATORS; or several of both.
 RowSource = str | ComponentCall
@@ -186,9 +187,9 @@ def _load_all(sources: tuple[RowSource, ...], split: str, limit: int | None) -> 
 def _generate(call: ComponentCall, split: str, limit: int | None) -> list[Row]:
   name, options, where = call.name, dict(call.options), f'dataset {str(call)!r}'
   if name not in GENERATORS and ':' not in name:
-    raise call_strings.unknown_name_error(name, GENERATORS, 'generator', where)
+    raise unknown_name_error(name, GENERATORS, 'generator', where)
   generate = call_strings.resolve(GENERATORS.get(name, name), where)
-  call_strings.check_options(generate, options, where)
+  check_options(generate, options, where)
   if limit is not None:
     options['size'] = min(limit, options.get('size', limit))
   try:
@@ -290,3 +291,26 @@ def _read_description(file: Path) -> dict[str, Any]:
   except (OSError, ValueError) as error:
     raise DataError(f'{file} cannot be read: {error}') from error
   return data if isinstance(data, dict) else {}
+
+
+def parse_row_sources(text: str) -> RowSources:
+  """Parses where rows come from: one or more sources, joined by ` + `.
+
+  Args:
+    text: Paths, and call strings of generators, `generate:name(option=value)`.
+
+  Returns:
+    A path, the call of a generator, or a tuple of both. A call's text is the term.
+
+  Raises:
+    ConfigError: If it cannot be read.
+  """
+  sources = tuple(map(_parse_row_source, split_terms(text, ' + ')))
+  return sources if len(sources) > 1 else _parse_row_source(text)
+
+
+def _parse_row_source(term: str) -> str | ComponentCall:
+  if not term.startswith(GENERATE_PREFIX):
+    return term
+  call = parse_call(term.removeprefix(GENERATE_PREFIX))
+  return ComponentCall(call.name, call.options, term)

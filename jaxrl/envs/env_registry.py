@@ -31,6 +31,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from jaxrl import call_strings
+from jaxrl.options import (
+  ConfigError,
+  check_callable,
+  check_options,
+  defaults,
+  unknown_name_error,
+)
 
 Observation = str | list[dict[str, Any]] | None
 STEP_RESULT = '(observation, reward, terminated, truncated, info)'
@@ -124,11 +131,11 @@ def find_env(name: str) -> Callable[..., Env]:
   name = name.removeprefix(ISOLATED_PREFIX)
   known = {**ENVS, **_own_envs.get()}
   if name not in known and ':' not in name:
-    raise call_strings.unknown_name_error(name, known, 'environment', 'env_type')
+    raise unknown_name_error(name, known, 'environment', 'env_type')
   where = f'env_type={name!r}'
   env = call_strings.resolve(known.get(name, name), where)
   wanted = 'a class with the methods reset and step, or a function that returns one'
-  call_strings.check_callable(env, where, wanted=wanted)
+  check_callable(env, where, wanted=wanted)
   return env
 
 
@@ -166,13 +173,13 @@ def env_factory(
   """
   options = dict(options or {})
   env = find_env(name)
-  call_strings.check_options(env, options, f'environment {name!r}')
+  check_options(env, options, f'environment {name!r}')
   check = getattr(env, 'check', None)
   if check is not None:
     check(**options)
   wraps = getattr(env, 'wraps', None)
   if name.startswith(ISOLATED_PREFIX) and wraps and _is_isolated(*wraps(**options)):
-    raise call_strings.ConfigError(
+    raise ConfigError(
       f'environment {name!r}: {wraps(**options)[0]!r} inside already runs in its own '
       f'process, and such processes cannot be nested: leave {ISOLATED_PREFIX!r} out'
     )
@@ -253,7 +260,7 @@ def options_for_split(
   if wraps is not None:
     inner, inner_options = wraps(**options)
     changed['env_config'] = options_for_split(inner, inner_options, split)
-  elif 'split' in call_strings.defaults(env):
+  elif 'split' in defaults(env):
     changed['split'] = split
   return changed
 

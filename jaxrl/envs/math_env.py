@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.row_sources import has_empty_mark
 from jaxrl.envs.env_registry import Observation
 from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
 from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
+from jaxrl.options import ConfigError
 
 
 class MathEnv:

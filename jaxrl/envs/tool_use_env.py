@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.data import tool_formats
 from jaxrl.envs import env_registry
 from jaxrl.envs.tools.toolbox import INVALID_CALL_KINDS, Toolbox, make_tools
+from jaxrl.options import ConfigError
 
 
 class ToolUseEnv:

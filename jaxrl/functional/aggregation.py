@@ -9,7 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl.call_strings import ComponentCall, ConfigError, unknown_name_error
+from jaxrl.call_strings import ComponentCall
+from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.types import Array
 
 MODES = (

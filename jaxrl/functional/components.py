@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxrl import call_strings
-from jaxrl.call_strings import (
+from jaxrl.options import (
   AT_LEAST_ONE,
   NOT_NEGATIVE,
   POSITIVE,
   SHARE,
   ConfigError,
   Range,
+  defaults,
 )
 
 Function = TypeVar('Function', bound=Callable[..., Any])
@@ -135,7 +136,7 @@ def is_group_relative(part: Callable[..., Any] | None) -> bool:
   fact = component_info(part).group_relative
   if not callable(fact):
     return fact
-  return fact(call_strings.defaults(function_of(part)) | options_of(part))
+  return fact(defaults(function_of(part)) | options_of(part))
 
 
 def options_of(part: Callable[..., Any]) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def call_string(part: Callable[..., Any]) -> str:
     part: The component, bound or not.
   """
   function = function_of(part)
-  options = call_strings.defaults(function) | options_of(part)
+  options = defaults(function) | options_of(part)
   arguments = ', '.join(f'{name}={value!r}' for name, value in options.items())
   return f'{function.__name__}({arguments})'
 

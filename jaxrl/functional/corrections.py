@@ -11,9 +11,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl.call_strings import option_ranges
 from jaxrl.functional.components import component
 from jaxrl.functional.reductions import clipped_exp, row_mean, row_sum, turn_mean
+from jaxrl.options import option_ranges
 from jaxrl.types import Array
 
 Level = Literal['token', 'segment', 'geometric', 'sequence']

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.models.model_config import LORA_TARGETS, Lora, ModelConfig
+from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.types import Params
 
 ADAPTERS = ('lora_a', 'lora_b')

@@ -13,12 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxrl.call_strings import (
-  ComponentCall,
-  ConfigError,
-  build_component,
-  unknown_name_error,
-)
+from jaxrl.call_strings import ComponentCall, build_component
+from jaxrl.options import ConfigError, unknown_name_error
 
 NAMES = ('qkv', 'attention', 'residual', 'mlp')
 HOST = {'offload_src': 'device', 'offload_dst': 'pinned_host'}

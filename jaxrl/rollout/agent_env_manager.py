@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.seeds import fold_seed
+from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.episodes.prompt_templates import PromptTemplates
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
@@ -196,6 +196,6 @@ class AgentEnvManager(EnvManager):
       max_length=self.max_length,
       max_replies=self.max_steps,
       fixed_sampling=True,
-      timeout=self._timeouts.generate,
+      timeout=self._timeouts.generate or None,
       owned=True,
     )

@@ -12,10 +12,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, ConfigError, defaults, find_component
+from jaxrl.call_strings import ComponentCall, find_component
 from jaxrl.group_stats import SampleRows
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await
-from jaxrl.rollout.env_manager import EnvContext, EnvManager
+from jaxrl.rollout.env_manager import EnvContext, EnvManager, EnvManagerOptions
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.types import Trajectory
 
@@ -43,7 +44,7 @@ def find_env_manager(
       f'{where}: {call.name!r} is no location: write path/file.py:Class or '
       'package.module:Class'
     )
-  shared = defaults(EnvManager)
+  shared = {'tag': '', **EnvManagerOptions().as_dict()}
   if taken := sorted(shared.keys() & call.options.keys()):
     raise ConfigError(
       f'{where}: {taken[0]!r} is an option of every manager, which the config sets by '

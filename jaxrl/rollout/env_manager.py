@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl import spans
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import CHARS_PER_TOKEN, ChatTokenizer, has_images
 from jaxrl.data.seeds import StartingEpisode, fold_seed, starting
 from jaxrl.envs.env_registry import (
@@ -23,6 +22,7 @@ from jaxrl.envs.env_registry import (
   cut_observation,
 )
 from jaxrl.group_stats import RESPONSE_TRUNCATED
+from jaxrl.options import ConfigError, Options, option, section
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.resumable_generation import (
   generate_or_abort,
@@ -36,7 +36,6 @@ from jaxrl.rollout.thread_pool import (
   CallTimeoutError,
   ThreadPool,
   Timeouts,
-  make_timeouts,
 )
 from jaxrl.types import (
   Completion,
@@ -85,6 +84,42 @@ class EnvContext:
       await self.endpoint.close()
 
 
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions(Options):
+  """How tokens are sampled."""
+
+  temperature: float = option(1.0, 'Sampling temperature; 0 is greedy.', low=0)
+  top_p: float = option(1.0, 'Nucleus sampling; 1 keeps all tokens.', above=0, high=1)
+  top_k: int = option(0, 'Keeps the k likeliest tokens; 0 keeps all.', low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeOptions(Options):
+  """How the episodes of one environment tag are played: limits and prompts."""
+
+  max_steps: int = option(1, 'Turns an episode may take.', low=1)
+  max_tokens_per_step: int = option(256, 'Tokens one response may have.', low=1)
+  stop: tuple[str, ...] = option((), 'Strings that end a response.')
+  system_template: str = option('', 'The system message; empty for none.')
+  first_template: str = option('', 'The first user message; empty for `turn_template`.')
+  turn_template: str = option(
+    '{observation}', 'The user message of each turn, with the field {observation}.'
+  )
+  row_format: str = option(
+    'trajectory',
+    "Training rows of an episode: 'trajectory', 'step' or 'concatenated'.",
+    choices=tuple(ROW_FORMATS),
+  )
+  timeouts: Timeouts = section(Timeouts, 'Seconds before a call is cancelled.')
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvManagerOptions(EpisodeOptions, SamplingOptions):
+  """All options of an environment manager."""
+
+  max_length: int = option(1024, 'Tokens an episode may have.', low=1)
+
+
 class EnvManager:
   """Plays the environment `env_id` of the env group `group_id`.
 
@@ -105,18 +140,7 @@ class EnvManager:
     env_id: int = 0,
     *,
     tag: str = '',
-    max_steps: int = 1,
-    max_length: int = 1024,
-    max_tokens_per_step: int = 256,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    stop: tuple[str, ...] = (),
-    system_template: str = '',
-    first_template: str = '',
-    turn_template: str = '{observation}',
-    row_format: str = 'trajectory',
-    timeouts: Timeouts = make_timeouts(),
+    **options: Any,
   ):
     """Creates a manager; its environment is created at the first episode.
 
@@ -125,47 +149,35 @@ class EnvManager:
       group_id: The env group.
       env_id: The environment within the env group.
       tag: The environment's tag.
-      max_steps: Turns an episode may take.
-      max_length: Tokens an episode may have.
-      max_tokens_per_step: Tokens one response may have.
-      temperature: Sampling temperature; 0 is greedy.
-      top_p: Nucleus sampling; 1 keeps all tokens.
-      top_k: Keeps the k likeliest tokens; 0 keeps all.
-      stop: Strings that end a response.
-      system_template: The system message; empty for none.
-      first_template: The first user message; empty for `turn_template`.
-      turn_template: The user message of each turn, with the field {observation}.
-      row_format: How an episode becomes training rows: 'trajectory', 'step' or
-        'concatenated'.
-      timeouts: Seconds before a call is cancelled.
+      **options: Those of `EnvManagerOptions`.
 
     Raises:
-      ValueError: If an option is out of range, or a template has unknown fields.
+      OptionError: If an option is out of range.
+      ValueError: If a template has unknown fields.
     """
-    if row_format not in ROW_FORMATS:
-      raise ValueError(
-        f'no row format {row_format!r}; there are {", ".join(ROW_FORMATS)}'
-      )
-    if min(max_steps, max_length, max_tokens_per_step) < 1:
-      raise ValueError(
-        'max_steps, max_length and max_tokens_per_step must be at least 1'
-      )
+    self.options = EnvManagerOptions(**options)
     self.context = context
     self.group_id = group_id
     self.env_id = env_id
     self.tag = tag
-    self.max_steps = max_steps
-    self.max_length = max_length
-    self.max_tokens_per_step = max_tokens_per_step
-    self._templates = PromptTemplates(system_template, first_template, turn_template)
-    self._make_rows = functools.partial(ROW_FORMATS[row_format], max_tokens=max_length)
-    self._timeouts = timeouts
+    self.max_steps = self.options.max_steps
+    self.max_length = self.options.max_length
+    self.max_tokens_per_step = self.options.max_tokens_per_step
+    self._templates = PromptTemplates(
+      self.options.system_template,
+      self.options.first_template,
+      self.options.turn_template,
+    )
+    self._make_rows = functools.partial(
+      ROW_FORMATS[self.options.row_format], max_tokens=self.max_length
+    )
+    self._timeouts = self.options.timeouts
     self._sampling = SamplingParams(
-      max_tokens=max_tokens_per_step,
-      temperature=temperature,
-      top_p=top_p,
-      top_k=top_k,
-      stop=tuple(stop),
+      max_tokens=self.max_tokens_per_step,
+      temperature=self.options.temperature,
+      top_p=self.options.top_p,
+      top_k=self.options.top_k,
+      stop=self.options.stop,
       stop_token_ids=context.chat.stop_token_ids,
     )
     self._env: Any = None
@@ -327,7 +339,7 @@ class EnvManager:
       cache.truncate('max_length' if cache.turns else 'prompt_too_long', error)
       return None
     except TimeoutError:
-      seconds = self._timeouts.generate
+      seconds = self._timeouts.generate or None
       cache.truncate('generate_failed', f'no response within {seconds} s')
       return None
     except Exception as error:
@@ -527,7 +539,7 @@ class EnvManager:
   async def _run_on_thread(
     self, fn: Callable[..., Any], *args: Any, timeout: float | None
   ) -> Any:
-    return await self.context.pool.run(fn, *args, timeout=timeout)
+    return await self.context.pool.run(fn, *args, timeout=timeout or None)
 
   async def _generate(self, cache: RolloutCache, max_tokens: int) -> Completion:
     """Generates one response; an interrupted one continues from its tokens."""
@@ -565,7 +577,7 @@ class EnvManager:
       prompt,
       sampling,
       images,
-      timeout=self._timeouts.generate,
+      timeout=self._timeouts.generate or None,
     )
 
 

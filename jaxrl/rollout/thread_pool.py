@@ -8,6 +8,7 @@ standard streams that it had before.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -16,39 +17,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from jaxrl.call_strings import NOT_NEGATIVE, describe_error, option_ranges
+from jaxrl.call_strings import describe_error
+from jaxrl.options import Options, option
 
 DEFAULT_NUM_THREADS = 8
 
 
-class Timeouts(NamedTuple):
-  """Time limits of an environment tag, in seconds; None for no limit.
+@dataclasses.dataclass(frozen=True)
+class Timeouts(Options):
+  """Seconds before a call of an environment or of the engine is cancelled."""
 
-  Attributes:
-    reset: For an environment's `reset`.
-    step: For an environment's `step`.
-    generate: For one reply of the engine.
-  """
-
-  reset: float | None
-  step: float | None
-  generate: float | None
-
-
-@option_ranges(reset=NOT_NEGATIVE, step=NOT_NEGATIVE, generate=NOT_NEGATIVE)
-def make_timeouts(
-  *, reset: float = 60.0, step: float = 60.0, generate: float = 0.0
-) -> Timeouts:
-  """Returns time limits in seconds, of which 0 means that there is none.
-
-  Args:
-    reset: For an environment's `reset`.
-    step: For an environment's `step`.
-    generate: For one reply of the engine.
-  """
-  return Timeouts(reset or None, step or None, generate or None)
+  reset: float = option(
+    60.0, "Seconds that an environment's reset may take; 0 for no limit.", low=0
+  )
+  step: float = option(
+    60.0, "Seconds that an environment's step may take; 0 for no limit.", low=0
+  )
+  generate: float = option(
+    0.0, 'Seconds that one reply of the engine may take; 0 for no limit.', low=0
+  )
 
 
 class CallTimeoutError(Exception):

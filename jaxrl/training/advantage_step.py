@@ -13,12 +13,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import reductions
 from jaxrl.functional.aggregation import token_weights
 from jaxrl.functional.components import call_component, fields_of, function_of
 from jaxrl.models import lora
+from jaxrl.options import ConfigError, defaults
 from jaxrl.training import forward_pass
 from jaxrl.training.batch_fields import BatchFields, HParams, make_batch_fields
 from jaxrl.training.batching.packing_plan import PackingPlan
@@ -172,7 +171,7 @@ def _update_kl_controller(
   component = 'kl_loss' if spec.algorithm.kl_loss is not None else 'kl_penalty'
   part = getattr(spec.algorithm, component)
   options = dict(hparams['parts'].get(component, {}))
-  coef = (call_strings.defaults(function_of(part)) | options).get('coef')
+  coef = (defaults(function_of(part)) | options).get('coef')
   if coef is not None:
     options['coef'] = 1.0
   estimate = jnp.where(sampled, call_component(part, fields, options), 0)

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl import call_strings
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import components, reductions
+from jaxrl.options import ConfigError, defaults
 from jaxrl.types import Algorithm, Array, Batch
 
 BatchFields = dict[str, Any]  # field name → array
@@ -219,7 +218,7 @@ def precompute_fields(
   functions = precompute_fns(algorithm, reads_logprobs=reads_logprobs)
   for component, function in functions.items():
     part = getattr(algorithm, component)
-    options = call_strings.defaults(components.function_of(part))
+    options = defaults(components.function_of(part))
     options |= components.options_of(part) | hparams['parts'].get(component, {})
     accepted = inspect.signature(function).parameters.keys()
     accepted -= set(components.fields_of(function))
@@ -251,7 +250,7 @@ def teacher_top_k(algorithm: Algorithm) -> int:
   widths = [0]
   for component, part in requirements.components_of(algorithm).items():
     if TOPK_FIELDS & set(components.fields_of(part)):
-      options = call_strings.defaults(components.function_of(part))
+      options = defaults(components.function_of(part))
       top_k = (options | components.options_of(part)).get('top_k')
       if not isinstance(top_k, int) or top_k < 1:
         raise ConfigError(

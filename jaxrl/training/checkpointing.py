@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import copy
+import dataclasses
 import errno
 import functools
 import json
@@ -22,6 +23,8 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.experimental import multihost_utils
 
+from jaxrl.options import Options, option
+
 CHECKSUMS = 'checksums.json'  # in a checkpoint's folder: size and CRC-32 by file
 READ_BYTES = 2**22
 # Replicas divide the writing of an array among them if each writes this much. Dividing
@@ -33,6 +36,22 @@ log = logging.getLogger(__name__)
 
 class CheckpointError(OSError):
   """A checkpoint cannot be written or read; the message says which and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions(Options):
+  """When checkpoints are written, how many stay, and whether a model is exported."""
+
+  save_interval: int = option(
+    0, 'Steps between checkpoints; 0 saves at the end only.', low=0
+  )
+  export: bool = option(False, 'Whether to write a Hugging Face folder at the end.')
+  max_to_keep: int = option(2, 'How many of the newest checkpoints are kept.', low=1)
+  strict: bool = option(
+    False,
+    'Whether a damaged checkpoint is an error, rather than to resume from the one '
+    'before it.',
+  )
 
 
 class Checkpointer:
@@ -48,30 +67,20 @@ class Checkpointer:
 
   Args:
     directory: The folder.
-    max_to_keep: How many of the newest checkpoints are kept.
-    strict: Whether a damaged checkpoint is an error, rather than to resume from the one
-      before it.
+    options: How many are kept, and what happens to damaged ones.
 
   Attributes:
     directory: The absolute path of the folder.
-    max_to_keep: How many of the newest checkpoints are kept.
-    strict: Whether a damaged checkpoint is an error.
+    options: The options.
   """
 
   def __init__(
     self,
     directory: str | pathlib.Path,
-    *,
-    max_to_keep: int = 2,
-    strict: bool = False,
+    options: CheckpointOptions = CheckpointOptions(),
   ):
-    if max_to_keep < 1:
-      raise ValueError(
-        f'checkpoint max_to_keep={max_to_keep}: keep at least 1 checkpoint'
-      )
     self.directory = pathlib.Path(directory).absolute()
-    self.max_to_keep = max_to_keep
-    self.strict = strict
+    self.options = options
     logging.getLogger('absl').addFilter(_is_not_raised_too)
     logging.getLogger('concurrent.futures').addFilter(_is_not_of_a_closed_loop)
     _avoid_leaks()
@@ -86,7 +95,7 @@ class Checkpointer:
     self._orbax = ocp.training.Checkpointer(
       str(self.directory),
       context=context,
-      preservation_policy=policies.LatestN(max_to_keep),  # pyright: ignore
+      preservation_policy=policies.LatestN(options.max_to_keep),  # pyright: ignore
       cleanup_tmp_directories=True,
     )
     self._pending: tuple[int, int, Any] | None = None  # step, bytes, result()
@@ -186,7 +195,7 @@ class Checkpointer:
       if loaded is not None:
         self._set_aside(damaged, number)
         return loaded
-      if self.strict or step is not None:
+      if self.options.strict or step is not None:
         raise CheckpointError(
           f'checkpoint {number} in {self.directory} is damaged: {damage}; repair or '
           'delete it, or set checkpoint.strict=False to resume from the one before it'

@@ -186,7 +186,7 @@ RULES = {
   'engine and learner disagree': Rule(
     lambda rows: _later(rows, 'mismatch/alarm') >= 0.5,
     'The rollout engine and the learner disagree on the log-probs of sampled tokens by '
-    'more than rollout.logprob_mismatch_warn',
+    'more than batch.logprob_mismatch_warn',
     'The page lists the causes and how to tell them apart',
     'docs/mismatch.md',
   ),

@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,16 +13,16 @@ from jax.sharding import Mesh
 
 from jaxrl import spans
 from jaxrl.algorithms import consistency, requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training import batch_fields, monitoring, staleness, train_state
 from jaxrl.training.batching.batch_builder import BatchShape
 from jaxrl.training.batching.packed_batch_builder import make_batch_builder
-from jaxrl.training.batching.packing_plan import Packing
 from jaxrl.training.checkpointing import Checkpointer, CheckpointError
 from jaxrl.training.compiled_steps import CompiledSteps
+from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.monitoring import CompileCounter, UpdateMonitor
 from jaxrl.training.optimizers import Optimizer, make_optimizer
 from jaxrl.training.parallelism import sharding
@@ -47,6 +47,7 @@ class Learner:
     params: Its parameters, as `model.init` returns them; they are copied. They may be
       `ShapeDtypeStruct`s; the learner can then only be traced.
     algorithm: The algorithm.
+    options: How it divides a batch, and what it reports.
     num_rows: Rows of a usual batch.
     length_buckets: Lengths that rows are padded to.
     mesh: The devices; default, the first device.
@@ -55,16 +56,8 @@ class Learner:
     ref_params: The reference policy, if a component reads it; default, `params`. With
       LoRA only its adapters are used, on the same base model.
     teachers: Score the teacher fields, if a component reads any.
-    num_minibatches: Optimizer updates in one pass over a batch.
-    num_micro_batches: Parts of a minibatch whose gradients are summed, to save memory.
-    packing: Runs the model on packed rows, whose tokens fill micro-batches; '' for one
-      sequence per row.
-    ppo_epochs: Passes over a batch.
     temperature: The temperature that rollouts are sampled at.
     seed: Seed of the order of minibatches and of stochastic rounding.
-    log_entropy: Report the exact entropy even if no component reads it.
-    logprob_mismatch_warn: Mean |Δlog-prob| between rollout and learner above which it
-      warns.
     staleness_limit: What happens to tokens that were sampled by old weights.
 
   Attributes:
@@ -82,6 +75,7 @@ class Learner:
     params: Params,
     algorithm: Algorithm,
     *,
+    options: LearnerOptions = LearnerOptions(),
     num_rows: int,
     length_buckets: Sequence[int],
     mesh: Mesh | None = None,
@@ -89,19 +83,12 @@ class Learner:
     device_thread: DeviceThread | None = None,
     ref_params: Params | None = None,
     teachers: 'Teachers | None' = None,
-    num_minibatches: int = 1,
-    num_micro_batches: int = 1,
-    packing: Packing | Literal[''] = '',
-    ppo_epochs: int = 1,
     temperature: float = 1.0,
     seed: int = 0,
-    log_entropy: bool = True,
-    logprob_mismatch_warn: float = 0.1,
     staleness_limit: StalenessLimit | None = None,
   ):
-    _check_positive(
-      num_minibatches=num_minibatches, num_micro_batches=num_micro_batches
-    )
+    _check_positive(num_micro_batches=options.num_micro_batches)
+    packing = options.packing_plan
     consistency.validate(algorithm)
     staleness.check_limit(staleness_limit, algorithm)
     self.mesh = mesh or single_device_mesh()
@@ -111,15 +98,15 @@ class Learner:
     self.step = 0
     self.teachers = teachers
     self._device_thread = device_thread or DeviceThread('learner')
-    self._monitor = UpdateMonitor(logprob_mismatch_warn)
+    self._monitor = UpdateMonitor(options.logprob_mismatch_warn)
     self._staleness_limit = staleness_limit
     model = on_mesh(model, self.mesh)
     static_algorithm, self._component_hparams = requirements.split_hparams(algorithm)
     self._spec = StepSpec(
       model,
       static_algorithm,
-      num_micro_batches=num_micro_batches,
-      entropy=log_entropy,
+      num_micro_batches=options.num_micro_batches,
+      entropy=options.log_entropy,
       top_k=batch_fields.teacher_top_k(algorithm),
       optimizer_state=self.optimizer.spec.state_spec,
       packed=bool(packing),
@@ -132,9 +119,9 @@ class Learner:
       num_rows=num_rows,
       row_multiple=sharding.num_row_shards(self.mesh),
       buckets=tuple(sorted(length_buckets)),
-      num_minibatches=num_minibatches,
-      num_micro_batches=num_micro_batches,
-      num_epochs=ppo_epochs,
+      num_minibatches=options.num_minibatches,
+      num_micro_batches=options.num_micro_batches,
+      num_epochs=options.ppo_epochs,
       seed=seed,
     )
     self._compiled_shapes: set[BatchShape] = set()

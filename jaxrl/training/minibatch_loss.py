@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional.aggregation import pair_weights, row_weights, token_weights
 from jaxrl.functional.components import call_component, fields_of, function_of
 from jaxrl.functional.reductions import MAX_EXPONENT, clipped_exp
+from jaxrl.options import ConfigError
 from jaxrl.training import forward_pass
 from jaxrl.training.batch_fields import BatchFields, HParams, precompute_fields
 from jaxrl.training.train_state import StepSpec

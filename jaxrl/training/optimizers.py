@@ -18,7 +18,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ComponentCall, ConfigError, build_component, defaults
+from jaxrl.call_strings import ComponentCall, build_component
+from jaxrl.options import ConfigError, Options, defaults, option
 from jaxrl.types import Array, Params
 
 StateDtype = Literal['float32', 'bfloat16']
@@ -60,11 +61,11 @@ class OptimizerSpec:
 def _optimizer_spec(
   name: str, hparams: dict[str, float], **static: Any
 ) -> OptimizerSpec:
-  for option, value in hparams.items():
-    is_decay_rate = option in ('b1', 'b2')
+  for name_of, value in hparams.items():
+    is_decay_rate = name_of in ('b1', 'b2')
     if value < 0 or (is_decay_rate and value >= 1):
       bounds = 'in [0, 1)' if is_decay_rate else 'at least 0'
-      raise ConfigError(f'optimizer.name: {option}={value} of {name} must be {bounds}')
+      raise ConfigError(f'optimizer.name: {name_of}={value} of {name} must be {bounds}')
   hparams = {option: float(value) for option, value in hparams.items()}
   state_spec = OptimizerStateSpec(name, tuple(sorted(static.items())))
   return OptimizerSpec(state_spec, hparams)
@@ -276,35 +277,43 @@ class Optimizer:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions(Options):
+  """What an optimizer does, and how its learning rate goes on."""
+
+  learning_rate: float = option(1e-6, 'The highest learning rate.', low=0)
+  lr_schedule: ComponentCall = option(
+    ComponentCall('constant'),
+    'How the rate goes on after the warm-up: it stays (constant) or decays along a '
+    "line or a cosine, as by 'cosine(decay_steps=200, final_fraction=.1)'.",
+  )
+  warmup_steps: int = option(0, 'Learner steps of a linear warm-up.', low=0)
+  name: ComponentCall = option(
+    ComponentCall('adamw'), "The optimizer with its options, as in 'adamw(b2=.98)'."
+  )
+  max_grad_norm: float | None = option(
+    1.0, 'The largest global norm of a gradient; none for no limit.', above=0
+  )
+
+
 def make_optimizer(
-  *,
-  learning_rate: float = 1e-6,
-  lr_schedule: ComponentCall | str = ComponentCall('constant'),
-  warmup_steps: int = 0,
-  name: ComponentCall | str = ComponentCall('adamw'),
-  max_grad_norm: float | None = 1.0,
-  num_steps: int | None = None,
+  options: OptimizerOptions = OptimizerOptions(), *, num_steps: int | None = None
 ) -> Optimizer:
   """Creates an optimizer.
 
   Args:
-    learning_rate: The highest learning rate.
-    lr_schedule: How the rate goes on after the warm-up: it stays (`constant`) or decays
-      along a line or a cosine, as by `cosine(decay_steps=200, final_fraction=.1)`.
-    warmup_steps: Learner steps of a linear warm-up.
-    name: The optimizer, one of `OPTIMIZERS`, with its options.
-    max_grad_norm: The largest global norm of a gradient; None for no limit.
+    options: What it does.
     num_steps: Learner steps of the run. A decay without `decay_steps` ends with it,
       after a warm-up of at most half the steps.
 
   Returns:
-    The settings.
+    The optimizer.
 
   Raises:
     ConfigError: There is no such schedule, optimizer or option.
-    ValueError: A decay ends before the warm-up does, or `max_grad_norm` is not
-      positive.
+    ValueError: A decay ends before the warm-up does.
   """
+  lr_schedule, warmup_steps = options.lr_schedule, options.warmup_steps
   key = 'optimizer.lr_schedule'
   decay = build_component(lr_schedule, SCHEDULES, 'schedule', key)
   if decay.shape != 'constant' and not decay.decay_steps and num_steps is not None:
@@ -315,12 +324,12 @@ def make_optimizer(
       f'lr_schedule {str(lr_schedule)!r} needs decay_steps, the step at which it ends, '
       f'above warmup_steps={warmup_steps}; it is {decay.decay_steps}'
     )
-  if max_grad_norm is not None and max_grad_norm <= 0:
-    raise ValueError(
-      f'max_grad_norm={max_grad_norm} must be positive, or None for no limit'
-    )
   return Optimizer(
-    learning_rate, decay, warmup_steps, make_optimizer_spec(name), max_grad_norm
+    options.learning_rate,
+    decay,
+    warmup_steps,
+    make_optimizer_spec(options.name),
+    options.max_grad_norm,
   )
 
 

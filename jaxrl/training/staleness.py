@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.group_stats import oldest_weights_version
+from jaxrl.options import ConfigError
 from jaxrl.training.parallelism import sharding
 from jaxrl.types import Algorithm, Array, Batch, Group
 

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training import batch_fields, train_state
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.model_sharding import on_mesh

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional.components import call_component
 from jaxrl.models import lora
+from jaxrl.options import ConfigError
 from jaxrl.training import forward_pass, optimizers
 from jaxrl.training.batch_fields import (
   BatchFields,

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.data.seeds import fold_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface, lora
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.options import ConfigError
 from jaxrl.rollout.weights.weight_store import cast_copy
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizers import Optimizer, make_optimizer
+from jaxrl.training.optimizers import Optimizer, OptimizerOptions, make_optimizer
 from jaxrl.training.parallelism.mesh import make_mesh
 from jaxrl.types import Group, Params
 from launch.settings.engine_settings import check_model
-from launch.settings.run_settings import RunSettings, as_options
+from launch.settings.run_settings import RunSettings
 
 if TYPE_CHECKING:
   from launch.learner.teacher_set import TeacherSet
@@ -167,7 +168,7 @@ def make_run_mesh(settings: RunSettings, devices: Sequence[Any] | None = None) -
     ConfigError: for axis sizes that do not make up the devices.
   """
   try:
-    return make_mesh(**as_options(settings.mesh), devices=devices)
+    return make_mesh(settings.mesh, devices=devices)
   except ValueError as error:
     raise ConfigError(f'--config.mesh: {error}') from error
 
@@ -244,11 +245,11 @@ class LocalLearnerFactory:
     if main and settings.plays:
       check_model(settings, model.config)
       model = dataclasses.replace(
-        model, exact=rollout.engine.exact, router_replay=rollout.engine.router_replay
+        model, exact=settings.engine.exact, router_replay=settings.engine.router_replay
       )
     shape = settings.model.trained_shape(model.config)
     model = dataclasses.replace(model, config=shape)
-    if settings.model.lora:
+    if settings.model.adapters:
       params = lora.add_adapters(
         model, params, jax.random.key(fold_seed(settings.seed, 'lora'))
       )
@@ -260,20 +261,15 @@ class LocalLearnerFactory:
       params,
       algorithm,
       num_rows=stage.num_rows,
-      length_buckets=batch.length_buckets,
+      length_buckets=batch.padded_lengths,
       mesh=self.mesh,
       optimizer=_make_optimizer(settings, stage),
       device_thread=self._device_thread,
       teachers=teachers,
-      num_minibatches=batch.num_minibatches,
-      num_micro_batches=batch.num_micro_batches,
-      packing=batch.packing or '',
-      ppo_epochs=batch.ppo_epochs,
       temperature=rollout.temperature,
       seed=fold_seed(settings.seed, 'learner'),
-      log_entropy=batch.log_entropy,
-      logprob_mismatch_warn=rollout.logprob_mismatch_warn,
-      staleness_limit=rollout.staleness_policy if main else None,
+      staleness_limit=rollout.staleness_limit if main else None,
+      options=batch,
     )
 
   async def export(self, folder: pathlib.Path) -> None:
@@ -323,19 +319,22 @@ def with_choice(settings: RunSettings, choice: MemoryChoice | None) -> RunSettin
   batch, model = settings.batch, settings.model
   if choice is None:
     choice = MemoryChoice(max(1, batch.num_micro_batches), model.remat)
-  batch = dataclasses.replace(batch, num_micro_batches=choice.num_micro_batches)
-  model = dataclasses.replace(model, remat=choice.remat)
-  return dataclasses.replace(settings, batch=batch, model=model)
+  return settings.replace(
+    batch=batch.replace(num_micro_batches=choice.num_micro_batches),
+    model=model.replace(remat=choice.remat),
+  )
 
 
 def _make_optimizer(settings: RunSettings, stage: PhaseSpec) -> Optimizer:
   if stage.name == 'train':
-    return make_optimizer(**as_options(settings.optimizer), num_steps=stage.num_steps)
+    return make_optimizer(settings.optimizer, num_steps=stage.num_steps)
   optimizer = make_optimizer(
-    learning_rate=settings.sft.learning_rate,
-    warmup_steps=settings.sft.warmup_steps,
-    lr_schedule=ComponentCall('cosine', {'final_fraction': 0.1}),
-    name=settings.optimizer.name,
+    OptimizerOptions(
+      learning_rate=settings.sft.learning_rate,
+      warmup_steps=settings.sft.warmup_steps,
+      lr_schedule=ComponentCall('cosine', {'final_fraction': 0.1}),
+      name=settings.optimizer.name,
+    ),
     num_steps=settings.sft.num_steps,
   )
   # Its state must fit the main phase's, but its hyperparameters are the defaults.

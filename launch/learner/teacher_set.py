@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from jaxrl import hub
 from jaxrl import model_loading as policies
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface
+from jaxrl.options import ConfigError
 from jaxrl.training.teacher_scoring import Teachers
 from launch.settings.run_settings import (
   TEACHER_CHECKPOINT,
@@ -83,8 +83,8 @@ class TeacherSet:
 def _chunk_rows(settings: RunSettings, num_rows: int) -> int:
   """Returns the rows a teacher scores at a time: about a micro-batch of the learner."""
   batch = settings.batch
-  if batch.packing is not None:
-    return max(1, batch.packing.tokens // max(batch.length_buckets))
+  if batch.packing_plan is not None:
+    return max(1, batch.packing_plan.tokens // max(batch.padded_lengths))
   return -(-num_rows // (batch.num_minibatches * max(1, batch.num_micro_batches)))
 
 
@@ -107,7 +107,7 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
         value_head=False,
         dtype=settings.model.dtype,
         remat='none',
-        kernels=settings.model.kernels,
+        kernels=settings.kernels,
         key=TEACHER_CHECKPOINT,
       )
       loaded[folder] = policies.match_vocabulary(policy, student, TEACHER_CHECKPOINT)

@@ -3,7 +3,8 @@
 import re
 import sys
 
-from jaxrl.call_strings import ConfigError, describe_error, user_place
+from jaxrl.call_strings import describe_error, user_place
+from jaxrl.options import ConfigError
 
 # By the start of a config key, or by a flag of a command.
 PAGES = {
@@ -32,7 +33,7 @@ PAGES = {
   'rollout.async_ratio': 'docs/mismatch.md',
   'rollout.engine': 'docs/vllm.md',
   'rollout.group_filter': 'docs/extending.md',
-  'rollout.logprob_mismatch_warn': 'docs/mismatch.md',
+  'batch.logprob_mismatch_warn': 'docs/mismatch.md',
   'rollout.max_num_seqs': 'docs/memory.md',
   'rollout.reward_shaping': 'docs/extending.md',
   'rollout.rewards': 'docs/graders.md',
@@ -57,7 +58,7 @@ _SECTIONS = '|'.join(
 )
 _KEY = re.compile(
   rf'(?<![\w./\'"-])(?:{_SECTIONS}|teacher)\.'
-  r'(?!(?:py|jsonl?|csv|parquet|safetensors)\b)[A-Za-z_]\w*|^(?:mesh|kernels)(?=[:=])'
+  r'(?!(?:py|jsonl?|csv|parquet|safetensors)\b)[A-Za-z_]\w*|^(?:mesh|kernels|seed|num_steps|num_epochs)(?=[:=])'
 )
 
 

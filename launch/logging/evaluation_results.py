@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import defaults
 from jaxrl.data.seeds import fold_seed
 from jaxrl.group_stats import rows_by_sample, sample_score
+from jaxrl.options import defaults
 from jaxrl.rollout import pass_at_k
 from jaxrl.rollout.evaluation import ANSWER_COLUMN, metrics_by_task
 from jaxrl.types import Group

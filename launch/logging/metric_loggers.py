@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.logging.workdir import write_atomically
 
 if TYPE_CHECKING:  # a wrong command line is answered before JAX is imported

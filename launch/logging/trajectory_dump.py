@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import ConfigError, find_component
+from jaxrl.call_strings import find_component
 from jaxrl.data.trajectory_writers.dump_columns import STANDARD_COLUMNS
 from jaxrl.data.trajectory_writers.writer import merge_columns, open_dump
 from jaxrl.envs.env_registry import unwrapped
+from jaxrl.options import ConfigError
 from jaxrl.types import Group, Trajectory
 from launch.logging.metric_loggers import MetricLogger, read_metrics
 from launch.settings.run_settings import RunSettings
@@ -81,11 +82,8 @@ class TrajectoryDump(MetricLogger):
       self._columns, sink = open_dump(
         mode,
         folder.absolute(),
+        dump,
         columns,
-        dump.writer,
-        path=dump.path,
-        columns=dump.columns,
-        save_arrays=dump.save_arrays,
       )
       sink.check(fresh=fresh)
       self._sinks[mode] = sink

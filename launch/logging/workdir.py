@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 # Keys that may differ when a run resumes; all others decide what the run is.
 FREE = (
@@ -27,13 +27,13 @@ FREE = (
   'eval.*',
   'logging.*',
   'trajectory_dump.save_arrays',
-  'mesh',
+  'mesh.*',
   'cluster.*',
   'dataset.experience_store',
   'weight_sync.transport',
   'rollout.max_num_seqs',
   'rollout.episode_timeout',
-  'rollout.logprob_mismatch_warn',
+  'batch.logprob_mismatch_warn',
 )
 RECORD_TYPES = {'config': dict, 'launches': list}
 PACKAGES = (

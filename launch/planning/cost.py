@@ -374,7 +374,7 @@ def estimate_publish(
   Returns:
     Bytes and seconds of one version.
   """
-  transport, chip = run.settings.weight_sync.transport, target.chip
+  transport, chip = run.settings.transport, target.chip
   shapes, prefix = planned_run.served_params(run, transport.options.get('dtype')), ''
   adapters = run.trained_shape.lora
   if (

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrl.call_strings import defaults
+from jaxrl.options import defaults
 from launch.planning.targets import GPUS_PER_NODE, Target
 from launch.runtime import placement
 from launch.settings.cluster_settings import split
@@ -45,8 +45,8 @@ def memory_budget(settings: RunSettings, target: Target) -> MemoryBudget:
   memory = target.chip.memory
   if target.chip.platform != 'cuda':
     return MemoryBudget(memory)
-  name = settings.cluster.placement.name
-  options = settings.cluster.placement.options
+  name = settings.placement.name
+  options = settings.placement.options
   if not settings.cluster.ray:
     share = options['memory'] if name == 'colocated' else PREALLOCATED_FRACTION
     description = (

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import kv_cache as caches
 from jaxrl.models import layer_stack
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine import model_runner
 from jaxrl.training.parallelism import sharding
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from launch.planning import compiled_program
 from launch.planning.compiled_program import CompiledProgram
@@ -60,14 +60,14 @@ class PlannedEngine:
 def plan_engine(run: PlannedRun) -> PlannedEngine:
   """Returns the engine that the config names, whether or not it is installed here."""
   settings = run.settings
-  kind, options = settings.rollout.engine.kind, settings.rollout.engine.own_options
+  kind, options = settings.engine.kind, settings.engine.own_options
   length = options.get('max_length', settings.batch.max_length)
   dtype = settings.model.dtype
-  weights_dtype = settings.weight_sync.transport.options.get('dtype')
+  weights_dtype = settings.transport.options.get('dtype')
   devices = 1
   if kind == 'vllm':
     dtype = options.get('dtype', dtype)
-    weights_dtype, devices = dtype, settings.rollout.engine.num_devices
+    weights_dtype, devices = dtype, settings.engine.num_devices
   slots = settings.rollout.max_num_seqs
   own_process = settings.cluster.ray
   buckets = tuple(options.get('prompt_buckets') or model_runner.default_buckets(length))
@@ -78,11 +78,11 @@ def plan_engine(run: PlannedRun) -> PlannedEngine:
 
 def engine_model(run: PlannedRun, engine: PlannedEngine) -> TransformerLM:
   """Returns the model as the engine has it: without adapters and value head."""
-  engine_settings = run.settings.rollout.engine
+  engine_settings = run.settings.engine
   return TransformerLM(
     run.shape.replace(value_head=False),
     dtype=engine.dtype,
-    kernels=run.settings.model.kernels,
+    kernels=run.settings.kernels,
     exact=engine_settings.exact,
     router_replay=engine_settings.router_replay,
   )
@@ -221,7 +221,8 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
       f'{engine.num_devices} devices; the topology has {len(devices)}'
     )
   mesh = make_mesh(
-    data=1, tensor=engine.num_devices, devices=devices[: engine.num_devices]
+    MeshOptions(data=1, tensor=engine.num_devices),
+    devices=devices[: engine.num_devices],
   )
   model = on_mesh(engine_model(run, engine), mesh)
   shape = model.config

@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.models import lora
+from jaxrl.options import ConfigError
 from launch.learner import learner_factory
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec
 from launch.planning import (
@@ -211,7 +212,7 @@ def _changes(plan: PhasePlan) -> Iterator[dict[str, Any]]:
     yield chosen | {'algorithm.kl_coef': 0.0}
   if batch.max_length >= 128:
     yield chosen | {'batch.max_length': batch.max_length // 2}
-  if model.lora is None:
+  if model.adapters is None:
     adapters = {'model.lora': 'lora(rank=16)'}
     yield chosen | adapters
     if batch.max_length >= 128:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from kernels import dispatch
 from launch.planning import (
   cost,

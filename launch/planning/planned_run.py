@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 
 from jaxrl import hub
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface, lora
 from jaxrl.models.families import known_configs
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training import batch_fields
 from jaxrl.training.learner import Learner
 from jaxrl.types import Algorithm, Params
@@ -65,7 +65,7 @@ class PlannedRun:
   @property
   def buckets(self) -> tuple[int, ...]:
     """The lengths that batches are padded to, the shortest first."""
-    return tuple(sorted(self.settings.batch.length_buckets))
+    return tuple(sorted(self.settings.batch.padded_lengths))
 
   @property
   def trained_shape(self) -> ModelConfig:
@@ -79,7 +79,7 @@ class PlannedRun:
 
   def policy(self, shape: ModelConfig | None = None) -> LoadedModel:
     """Returns the policy made of shapes alone, without a tokenizer."""
-    model = TransformerLM(shape or self.shape, **self.settings.model.compute_options)
+    model = TransformerLM(shape or self.shape, **self.settings.compute_options)
     return LoadedModel(model, param_shapes(model), None, pathlib.Path(self.source))
 
 
@@ -96,7 +96,7 @@ def read_run(settings: RunSettings) -> PlannedRun:
   validate_teachers(settings)
   shape, source = model_shape(settings.model.checkpoint, 'model.checkpoint')
   if shape is None:
-    shape = settings.model.random
+    shape = settings.model.random_config
     assert shape is not None
     for teacher_shape in teacher_shapes(settings).values():  # whose vocabulary it takes
       shape = shape.replace(vocab_size=teacher_shape.vocab_size)

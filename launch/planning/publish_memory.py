@@ -46,7 +46,7 @@ def pending_memory(run: PlannedRun, learner: Learner) -> dict[str, float]:
   Returns:
     Bytes of each device, by part.
   """
-  style, transport = run.settings.weight_sync.policy, run.settings.weight_sync.transport
+  style, transport = run.settings.weight_sync.sync_policy, run.settings.transport
   published, memory = _published_shapes(learner), {}
   if count := PENDING_COPIES[style.wait_for]:
     memory['versions on their way'] = count * bytes_per_device(published)
@@ -103,7 +103,7 @@ def _shard_size(x: jax.ShapeDtypeStruct) -> int:
 
 def _copied_bytes(run: PlannedRun, learner: Learner) -> float:
   """Returns the bytes that a transport copies on a device before it sends anything."""
-  transport = run.settings.weight_sync.transport
+  transport = run.settings.transport
   dtype = transport.options.get('dtype')
   published = planned_run.cast_shapes(_published_shapes(learner), dtype)
   if transport.name == 'inprocess':

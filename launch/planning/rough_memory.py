@@ -93,7 +93,7 @@ class PhasePlan:
   @property
   def length(self) -> int:
     """Tokens of the longest rows."""
-    return max(self.settings.batch.length_buckets)
+    return max(self.settings.batch.padded_lengths)
 
   def rows(self, num_micro_batches: int) -> int:
     """Returns the rows of a micro-batch."""
@@ -124,14 +124,14 @@ class PhasePlan:
 
   def _described(self, count: int, policy: ComponentCall) -> MemoryChoice:
     text = f'{count} micro-batch{"es" if count > 1 else ""}, remat {policy}'
-    if self.settings.batch.packing is not None:  # whose plan decides how many
+    if self.settings.batch.packing_plan is not None:  # whose plan decides how many
       text = f'remat {policy}'
     return MemoryChoice(count, policy, text)
 
   def _counts(self) -> list[int]:
     """Lists numbers of micro-batches, each with fewer rows than the one before."""
     counts = [1]
-    if self.settings.batch.packing is None:
+    if self.settings.batch.packing_plan is None:
       while self.rows(2 * counts[-1]) < self.rows(counts[-1]):
         counts.append(2 * counts[-1])
     return counts
@@ -153,7 +153,7 @@ def estimate(plan: PhasePlan, choice: MemoryChoice, num_params: float) -> float:
   shards = mesh.size // mesh.shape.get('data', 1) // mesh.shape.get('context', 1)
   tokens = plan.rows(choice.num_micro_batches) * plan.length
   tokens /= sharding.num_row_shards(mesh)
-  if (packing := settings.batch.packing) is not None:
+  if (packing := settings.batch.packing_plan) is not None:
     tokens = max(1, packing.num_parallel or 2) * max(packing.tokens, plan.length)
   width = KEPT_WIDTHS * _layer_width(shape, plan.length)
   layers = 4 * shape.num_layers * tokens * width

@@ -6,15 +6,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import with_options
+from jaxrl.options import ConfigError
 from jaxrl.training.batching import batch_builder, packing_plan
 from launch.planning import cost as costs
 from launch.planning.cost import RunCost
 from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
 from launch.planning.targets import Target
-from launch.settings.call_syntax import with_options
-from launch.settings.component_calls import format_mesh
 from launch.settings.resolve import override_settings
 
 MAX_TRIES = 4  # compilations, at most
@@ -157,7 +156,7 @@ def smaller_micro_batches(
   """
   shares = math.prod(run_cost.mesh.get(axis, 1) for axis in ('data', 'fsdp', 'expert'))
   batch, overrides = run.settings.batch, []
-  packed = batch.packing
+  packed = batch.packing_plan
   for factor in FACTORS:
     if packed is None:
       if run_cost.micro_rows % factor or run_cost.micro_rows // factor < shares:
@@ -188,7 +187,7 @@ def meshes_with_more_shards(mesh: dict[str, int]) -> list[Override]:
   if mesh.get('data', 1) == 1:
     return []
   sizes = mesh | {'data': 1, 'fsdp': mesh['fsdp'] * mesh['data']}
-  return [{'mesh': format_mesh(sizes)}]
+  return [{f'mesh.{axis}': size for axis, size in sizes.items()}]
 
 
 def _hint(target: Target, run_cost: RunCost) -> str:

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
+from jaxrl.options import ConfigError
 from jaxrl.training import optimizers
 from jaxrl.training.parallelism import sharding
 from jaxrl.types import Params
@@ -22,8 +22,6 @@ from launch.planning.cost import RunCost
 from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
 from launch.planning.targets import GPUS_PER_NODE, Chip, Target
-from launch.settings.component_calls import format_mesh
-from launch.settings.run_settings import as_options
 
 DEFAULT_MAX_COMPILES = 6  # meshes compiled by default
 AXES = ('data', 'fsdp', 'tensor', 'expert')
@@ -120,7 +118,7 @@ def sweep_meshes(
     waiting.remove(candidate)
     heuristic, mesh = candidate
     changed_run = suggestions.with_overrides(
-      run, {'mesh': format_mesh(as_options(run.settings.mesh) | mesh)}
+      run, {f'mesh.{axis}': size for axis, size in mesh.items()}
     )
     try:
       run_cost = cost.estimate_cost(changed_run, target, devices, engine=engine)
@@ -167,9 +165,7 @@ def candidate_meshes(run: PlannedRun, target: Target) -> Iterator[MeshSizes]:
   """
   axes = AXES if run.shape.num_experts else AXES[:-1]
   fixed = {
-    axis: size
-    for axis, size in as_options(run.settings.mesh).items()
-    if axis not in axes
+    axis: size for axis, size in run.settings.mesh.as_dict().items() if axis not in axes
   }
   for axis, size in fixed.items():
     if size < 1:
@@ -204,7 +200,7 @@ def estimate_mesh(run: PlannedRun, target: Target, mesh: MeshSizes) -> MeshHeuri
   Raises:
     ConfigError: if the mesh does not divide the model.
   """
-  sizes = as_options(run.settings.mesh) | mesh
+  sizes = run.settings.mesh.as_dict() | mesh
   data, fsdp, tensor, expert = (sizes[axis] for axis in AXES)
   shape, chip, batch = run.shape, target.chip, run.settings.batch
   shares = data * fsdp * expert
@@ -255,7 +251,7 @@ def state_memory(run: PlannedRun, mesh: MeshSizes) -> float:
     Bytes of each device for parameters, moments, gradients and the reference, if the
     algorithm needs one. Moments are sharded like their parameters.
   """
-  sizes, policy = as_options(run.settings.mesh) | mesh, run.policy(run.trained_shape)
+  sizes, policy = run.settings.mesh.as_dict() | mesh, run.policy(run.trained_shape)
   devices = AbstractMesh(tuple(sizes.values()), tuple(sizes))
   axes = policy.model.logical_axes(policy.params)
   layouts = sharding.params_sharding(devices, axes, policy.params)

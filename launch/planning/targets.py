@@ -16,8 +16,8 @@ import re
 from collections.abc import MutableMapping
 from typing import Any
 
-from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.device_thread import cpu_count
+from jaxrl.options import ConfigError, unknown_name_error
 
 GIB = 2**30
 GPUS_PER_NODE = 8  # GPUs of a node

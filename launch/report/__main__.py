@@ -3,7 +3,7 @@
 import pathlib
 import sys
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.report.report_logger import write_report
 
 if __name__ == '__main__':

@@ -11,9 +11,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers.atif_writer import write_documents
 from jaxrl.data.trajectory_writers.file_writer import IMAGES
+from jaxrl.options import ConfigError
 from launch.logging.error_pages import print_error
 from launch.report.dump_rows import dump_patterns, read_part
 from launch.runtime.signal_handler import run_command

@@ -5,7 +5,8 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from jaxrl.call_strings import ConfigError, find_component
+from jaxrl.call_strings import find_component
+from jaxrl.options import ConfigError
 from launch.logging.console import Console
 from launch.logging.metric_loggers import (
   JsonLines,
@@ -17,7 +18,7 @@ from launch.logging.metric_loggers import (
 )
 from launch.logging.workdir import Workdir
 from launch.report.report_logger import ReportLogger
-from launch.settings.logging_settings import LoggingSettings
+from launch.settings.logging_settings import LoggingOptions
 
 SINKS: dict[str, Callable[..., MetricLogger]] = {
   'report': ReportLogger,
@@ -29,7 +30,7 @@ SINKS: dict[str, Callable[..., MetricLogger]] = {
 
 
 def open_loggers(
-  workdir: Workdir, console: Console, settings: LoggingSettings
+  workdir: Workdir, console: Console, settings: LoggingOptions
 ) -> MultiLogger:
   """Opens metrics.jsonl, the console, and the loggers that the settings name.
 

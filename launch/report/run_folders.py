@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.logging.workdir import flatten_keys
 from launch.report.page import (
   ReportData,

@@ -18,7 +18,7 @@ from jaxrl.loop import await_unless_stopped
 from jaxrl.model_loading import LoadedModel
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.queue.group_pipeline import StopRequested
-from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_queue import GroupQueue, QueueOptions
 from jaxrl.types import Group
 from launch.rollouts.env_datasets import Datasets, RunDatasets
 from launch.rollouts.rollout_scheduler import RolloutScheduler
@@ -57,7 +57,7 @@ class DatasetRollout(RolloutScheduler):
       mode: 'train' or 'val'.
     """
     self.mode = mode
-    self._sets = settings.eval.sets
+    self._sets = settings.evaluations
     (group_size,) = {evaluation.group_size for evaluation in self._sets.values()}
     algorithm = dataclasses.replace(settings.algorithm, group_size=group_size)
     settings = dataclasses.replace(settings, algorithm=algorithm)
@@ -87,13 +87,15 @@ class DatasetRollout(RolloutScheduler):
     return self._runtime.spawn(GroupQueue, None, None, **self._queue_options(tag))
 
   def _queue_options(self, tag: str) -> dict[str, Any]:
+    rollout = self._settings.rollout
     return {
       'num_groups': -1,
       'group_size': self._group_size,
       'num_env_groups': self._num_parallel_groups(tag),
-      'max_retries': self._settings.rollout.max_retries,
       'keep_failed': True,
-      'episode_timeout': self._settings.rollout.episode_timeout,
+      'options': QueueOptions(
+        max_retries=rollout.max_retries, episode_timeout=rollout.episode_timeout
+      ),
       'total': self._num_tasks(tag),
       'in_order': False,
       'failures': self._failures,

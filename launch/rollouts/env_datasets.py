@@ -5,13 +5,14 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.data.curricula import make_curriculum
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
 from jaxrl.data.row_sources import RowSource, RowSources, describe_sources, load_rows
 from jaxrl.data.rows import folder_splits
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import uses_dataset
+from jaxrl.options import ConfigError
 from launch.runtime.runtime_interface import Runtime
 from launch.settings.run_settings import RunSettings
 
@@ -56,19 +57,19 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
   for tag in train:
     env = settings.env[tag]
     if uses_dataset(env.env_type, env.env_config):
-      tasks = env.dataset
+      tasks = settings.tasks[tag]
       if not tasks.path:
         raise _missing_path(f'env.{tag}', tag)
       key = functools.partial(settings.task_key, tag)
       train[tag] = get(tasks.path, 'sample', tasks.options, key)
-  tests: Datasets = dict.fromkeys(settings.eval.active)
-  for name, evaluation in settings.eval.active.items():
+  tests: Datasets = dict.fromkeys(settings.active_evaluations)
+  for name, evaluation in settings.active_evaluations.items():
     tag = evaluation.tag
     env = settings.env[tag]
     if uses_dataset(env.env_type, env.env_config):
       path = evaluation_path(settings, name)
       options = {
-        **env.dataset.options,
+        **settings.tasks[tag].options,
         'split': evaluation.split,
         'limit': _evaluation_limit(settings, name, path),
         'question_key': evaluation.question_key,
@@ -80,7 +81,7 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
     name: _share_in(fingerprints[id(test)], fingerprints[id(trained)])
     for name, test in tests.items()
     if test is not None
-    and (trained := train.get(settings.eval.sets[name].tag)) is not None
+    and (trained := train.get(settings.evaluations[name].tag)) is not None
   }
   return RunDatasets(train, tests, {k: share for k, share in shares.items() if share})
 
@@ -95,8 +96,8 @@ def evaluation_path(settings: RunSettings, name: str) -> RowSources:
   Raises:
     ConfigError: if there is none.
   """
-  evaluation = settings.eval.sets[name]
-  path = settings.env[evaluation.tag].dataset.path
+  evaluation = settings.evaluations[name]
+  path = settings.tasks[evaluation.tag].path
   path = evaluation.path or sibling_split_path(path, evaluation.split)
   if not path:
     what = f'the evaluation of env.{evaluation.tag}'
@@ -117,7 +118,7 @@ def named_training_rows(settings: RunSettings) -> dict[str, float]:
     settings: settings of the run.
   """
   seen = {}
-  for name, evaluation in settings.eval.active.items():
+  for name, evaluation in settings.active_evaluations.items():
     env = settings.env[evaluation.tag]
     if uses_dataset(env.env_type, env.env_config):
       path = evaluation_path(settings, name)
@@ -150,7 +151,7 @@ def _evaluation_limit(settings: RunSettings, name: str, path: RowSources) -> int
   What limits the rows of training limits those of an evaluation too if they are the
   same rows, and never those that are held out.
   """
-  evaluation = settings.eval.sets[name]
+  evaluation = settings.evaluations[name]
   tasks = settings.env[evaluation.tag].dataset
   limits = [evaluation.num_tasks] if evaluation.num_tasks >= 0 else []
   if tasks.limit is not None and is_trained_on(settings, name, path):
@@ -166,7 +167,7 @@ def is_trained_on(settings: RunSettings, name: str, path: RowSources = '') -> bo
     name: name of the evaluation set.
     path: where its rows come from, if that is known.
   """
-  evaluation = settings.eval.sets[name]
+  evaluation = settings.evaluations[name]
   tasks = settings.env[evaluation.tag].dataset
   path = path or evaluation.path or sibling_split_path(tasks.path, evaluation.split)
   if path != tasks.path:
@@ -185,7 +186,7 @@ def check_limit(settings: RunSettings, overrides: Mapping[str, str | None]) -> N
     settings: settings of a command that evaluates and does not train.
     overrides: texts of the keys that the command line sets, by key.
   """
-  active = settings.eval.active
+  active = settings.active_evaluations
   for key in overrides:
     tags = [
       t for t in settings.env if key in ('dataset.limit', f'env.{t}.dataset.limit')
@@ -209,9 +210,9 @@ def describe_tasks(settings: RunSettings) -> str:
   if reading or not settings.env:
     shared = describe_sources(settings.dataset.path)
   tag_sources = [
-    f'{tag} {describe_sources(env.dataset.path)}'
-    for tag, env in reading.items()
-    if env.dataset.path != settings.dataset.path
+    f'{tag} {describe_sources(settings.tasks[tag].path)}'
+    for tag in reading
+    if settings.tasks[tag].path != settings.dataset.path
   ]
   return '; '.join(filter(None, [shared, *tag_sources])) or 'seeds'
 
@@ -240,7 +241,7 @@ def _load(
   with settings.naming(key('keys')):
     data = GlobalDataset(rows, path=path, **options)
   handle = runtime.spawn(GlobalDataset, rows, path=path, **options)
-  fingerprints[id(handle)] = data.fingerprints() if settings.eval.active else []
+  fingerprints[id(handle)] = data.fingerprints() if settings.active_evaluations else []
   return handle
 
 

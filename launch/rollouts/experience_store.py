@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.store.experience_reader import ExperienceReader
 from jaxrl.data.store.experience_writer import (
   ExperienceWriter,
@@ -18,6 +17,7 @@ from jaxrl.data.store.experience_writer import (
 from jaxrl.data.store.reader_lease import ReaderLease
 from jaxrl.data.store.store_database import StoreDatabase
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_pipeline import GroupPipeline
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper

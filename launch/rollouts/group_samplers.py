@@ -7,12 +7,12 @@ rows that an expert wrote, see `launch.rollouts.offline_data`.
 from typing import Any, Protocol
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import samplers
 from jaxrl.data.file_sampler import FileSampler
 from jaxrl.data.seeds import fold_seed
 from jaxrl.functional import components
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import ConfigError
 from jaxrl.types import Algorithm, Group
 from launch.rollouts import offline_data
 from launch.settings.run_settings import RunSettings
@@ -47,7 +47,7 @@ class RunSource:
     self.num_groups = settings.batch.num_groups
     self.group_size = requirements.rows_per_group(settings.algorithm)
     self.seed = fold_seed(settings.seed, 'sampler')
-    limit = settings.rollout.staleness_policy
+    limit = settings.rollout.staleness_limit
     self.max_staleness: int | None = None
     if limit is not None and limit.action == 'drop':
       self.max_staleness = limit.max_age

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxrl import spans
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.file_sampler import FileSampler
 from jaxrl.data.samplers import Sampler
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.types import Group
 from launch.learner.learner_factory import LearnerHandle
@@ -150,7 +150,7 @@ class Players:
       learns_here: whether the learner is in this process.
     """
     self.rollouts = rollouts
-    self._sleeps = settings.cluster.placement.sleeps
+    self._sleeps = settings.placement.sleeps
     # A learner elsewhere has to leave its memory to the engine while it generates.
     self._learner_sleeps = self._sleeps and not learns_here
     self._are_warm = False

@@ -5,10 +5,10 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvManager
 from launch.rollouts.env_datasets import load_datasets, named_training_rows
 from launch.rollouts.preparation import load_policy, validate_run
@@ -45,7 +45,7 @@ class InferenceJob:
     Raises:
       ConfigError: for settings that cannot be.
     """
-    if settings.model.lora:
+    if settings.model.adapters:
       raise ConfigError(
         f'--config.model.lora={settings.text("model.lora")}: has no effect '
         'without training. To use trained adapters, set '
@@ -129,7 +129,7 @@ class Player:
 
   def __init__(self, settings: RunSettings, workdir: pathlib.Path):
     """Makes the manager and its engine; one episode needs no other engine than ours."""
-    if settings.rollout.engine.traits.needs_ray:
+    if settings.engine.traits.needs_ray:
       settings = override_settings(settings, {'rollout.engine': 'jax'})
     evaluator = make_evaluator(settings, workdir, LocalRuntime())
     rollouts: RolloutScheduler = evaluator.plays

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.file_sampler import FileSampler
 from jaxrl.data.row_sources import describe_sources, load_rows
 from jaxrl.data.rows.row_formats import RowFormat
 from jaxrl.data.seeds import fold_seed
+from jaxrl.options import ConfigError
 from launch.settings.run_settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def _make_sampler(
   """Returns a sampler of the rows of a path, which `key` of the config names."""
   with settings.naming(key):
     return FileSampler(
-      ChatTokenizer(tokenizer, settings.model.chat),
+      ChatTokenizer(tokenizer, settings.chat),
       **options,
       **_row_options(settings),
       max_length=settings.batch.max_length,
@@ -103,10 +103,10 @@ def _make_sampler(
 def _row_options(settings: RunSettings) -> dict[str, Any]:
   """Says where rows hold what, as options of the row format and of `FileSampler`."""
   return {
-    'keys': settings.dataset.keys,
+    'keys': settings.row_keys['keys'],
     'system_prompt': settings.dataset.system_prompt,
-    'question_key': settings.dataset.question_key,
-    'solution_key': settings.dataset.solution_key,
+    'question_key': settings.row_keys['question_key'],
+    'solution_key': settings.row_keys['solution_key'],
   }
 
 
@@ -143,13 +143,15 @@ def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
   keys_by_path = {data.path: 'dataset.path'}
   keys_by_path.setdefault(settings.sft.path or data.path, 'sft.path')
   keys_by_path.pop('', None)
-  run_keys = [data.question_key, data.answer_key, data.solution_key]
+  run_keys = [
+    settings.row_keys[key] for key in ('question_key', 'answer_key', 'solution_key')
+  ]
   sources = [
     (path, data.split, run_keys, keys_by_path[path])
     for path in sorted(keys_by_path, key=describe_sources)
   ]
-  for tag, env in settings.env.items():
-    tasks = env.dataset
+  for tag in settings.env:
+    tasks = settings.tasks[tag]
     own_keys = [tasks.question_key, tasks.answer_key]
     source = (tasks.path, tasks.split, own_keys, settings.task_key(tag, 'path'))
     if tasks.path and tasks.path not in keys_by_path:

@@ -22,7 +22,7 @@ def validate_run(settings: RunSettings) -> None:
     ConfigError: for settings that cannot be.
   """
   validate(settings)
-  if settings.rollout.rewards:
+  if settings.rewards:
     # Imported here because most rewards are the environments' own.
     from launch.rollouts.reward_terms import validate_rewards
 
@@ -47,17 +47,16 @@ def load_policy(
   """
   model = settings.model
   options: dict[str, Any] = {
-    **model.compute_options,
+    **settings.compute_options,
     'value_head': critic,
-    'chat': model.chat,
+    'chat': settings.chat,
   }
   if model.checkpoint:
     return model_loading.load_model(model.checkpoint, **options)
   if not (workdir / 'config.json').exists():  # a start that failed may have left one
     shutil.rmtree(workdir / 'model', ignore_errors=True)
   key = jax.random.key(fold_seed(settings.seed, 'model'))
-  shape = model.random
-  assert shape is not None
+  shape = model.random_config
   if settings.teacher.folders:
     # Imported here because only algorithms that distil have teachers.
     from launch.learner.teacher_set import teacher_vocabulary
@@ -74,4 +73,4 @@ def name_formats(settings: RunSettings, policy: LoadedModel) -> dict[str, str]:
   """Returns the names of how the policy writes tool calls and thoughts."""
   if policy.tokenizer.chat_template is None:
     return {}
-  return ChatTokenizer(policy.tokenizer, settings.model.chat).format_names
+  return ChatTokenizer(policy.tokenizer, settings.chat).format_names

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import jax
 
 from jaxrl import hub
-from jaxrl.call_strings import ConfigError, check_options, defaults, unknown_name_error
 from jaxrl.config import with_options_of
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
@@ -23,6 +22,7 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.envs.graders import composite
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError, check_options, defaults, unknown_name_error
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.rewards.judge_clients import (
   LocalJudgeClient,
@@ -146,7 +146,7 @@ def validate_rewards(settings: RunSettings) -> None:
   Raises:
     ConfigError: for a term that cannot be, or rewards of a run that plays nothing.
   """
-  terms, text = settings.rollout.rewards, settings.text('rollout.rewards')
+  terms, text = settings.rewards, settings.text('rollout.rewards')
   if not terms:
     return
   if not settings.plays and not settings.evaluates:
@@ -174,14 +174,14 @@ def make_reward_pipeline(
 
   def spawn(cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if cls is not OpenAIJudgeClient:
-      args = (*args, shared_thread, settings.model.kernels)
+      args = (*args, shared_thread, settings.kernels)
     try:
       return runtime.spawn(cls, *args, **options)
     except (OSError, ValueError) as error:
       raise ConfigError(f'{KEY}: {args[0]}: {error}') from error
 
   text = settings.text('rollout.rewards')
-  return _make_pipeline(settings.rollout.rewards, text, spawn)
+  return _make_pipeline(settings.rewards, text, spawn)
 
 
 def _make_pipeline(

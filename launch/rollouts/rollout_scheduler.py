@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ConfigError, describe_error, user_place
+from jaxrl.call_strings import describe_error, user_place
 from jaxrl.data.curricula import GroupResult
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
@@ -23,6 +23,7 @@ from jaxrl.envs.graders.grader_processes import GraderFailure
 from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
 from jaxrl.group_stats import SampleRows
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.env_worker import make_env_manager, partition_envs
@@ -90,7 +91,7 @@ class RolloutScheduler:
       settings, policy, runtime, device_thread
     )
     self.weight_syncer = WeightSyncer(
-      settings.weight_sync.policy,
+      settings.weight_sync.sync_policy,
       self.weights,
       self.engine,
       copy=functools.partial(copy_params, device_thread),
@@ -103,7 +104,7 @@ class RolloutScheduler:
     self.seen_shares = datasets.seen_shares
     self._failures = FailureLog()  # what it logs in `check_prompts` is not repeated
     self._rewards = None
-    if settings.rollout.rewards:
+    if settings.rewards:
       # Imported here because most rewards are the environments' own.
       from launch.rollouts.reward_terms import make_reward_pipeline
 
@@ -138,7 +139,7 @@ class RolloutScheduler:
     makers: dict[str, Callable[[], EnvManager]] = {
       tag: functools.partial(self.manager, tag) for tag in self.tags
     }
-    for name, evaluation in self._settings.eval.active.items():
+    for name, evaluation in self._settings.active_evaluations.items():
       make = functools.partial(self._evaluation_manager, name)
       makers.setdefault(evaluation.tag, make)
     return makers
@@ -231,7 +232,7 @@ class RolloutScheduler:
     """The seed of the first of the tasks that `check_prompts` begins, as in the run."""
     if tag in self.tags:
       return base_seed(self._settings.seed, 'train', tag)
-    sets = self._settings.eval.active.items()
+    sets = self._settings.active_evaluations.items()
     name = next(name for name, evaluation in sets if evaluation.tag == tag)
     return base_seed(self._settings.seed, 'val', name)
 
@@ -245,9 +246,7 @@ class RolloutScheduler:
     settings, env = self._settings, self._settings.env[tag]
     automatic = env.row_format == 'auto'
     return {
-      **env.manager_options,
-      'max_steps': env.max_steps,
-      'max_tokens_per_step': env.max_tokens_per_step,
+      **env.episode,
       'row_format': self._row_format if automatic else env.row_format,
       **settings.rollout.sampling,
       'tag': tag,
@@ -301,14 +300,9 @@ class RolloutScheduler:
       'num_groups': self._groups_per_step(tag),
       'group_size': self._group_size,
       'num_env_groups': self._num_parallel_groups(tag),
-      'async_ratio': rollout.async_ratio,
-      'extra_samples': rollout.extra_samples,
-      'max_retries': rollout.max_retries,
-      'min_group_size': rollout.min_group_size,
-      'episode_timeout': rollout.episode_timeout,
+      'options': rollout,
       'in_order': rollout.async_ratio == 0,
       'expires': rollout.staleness_policy is None,
-      'max_consecutive_drops': rollout.max_consecutive_drops,
       'greedy': self._greedy,
       'failures': self._failures,
     }
@@ -333,7 +327,7 @@ class RolloutScheduler:
         concurrency=env.max_concurrency,
         rewards=self._rewards,
         manager=env.manager,
-        chat=settings.model.chat,
+        chat=settings.chat,
       )
       for part in parts
       if part
@@ -435,14 +429,14 @@ class RolloutScheduler:
 
   def _evaluation_manager(self, name: str) -> EnvManager:
     """Makes a manager of the tasks of an evaluation set."""
-    evaluation = self._settings.eval.sets[name]
+    evaluation = self._settings.evaluations[name]
     env = self._settings.env[evaluation.tag]
     env_config = options_for_split(env.env_type, env.env_config, evaluation.split)
     options, dataset = self._evaluation_options(name), self._tests[name]
     return self._make_manager(evaluation.tag, env_config, options, dataset)
 
   def _evaluation_options(self, name: str) -> dict[str, Any]:
-    evaluation = self._settings.eval.sets[name]
+    evaluation = self._settings.evaluations[name]
     options = self._manager_options(evaluation.tag, temperature=evaluation.temperature)
     return {**options, 'tag': name}
 
@@ -463,7 +457,7 @@ class RolloutScheduler:
       dataset=dataset,
       concurrency=env.max_concurrency,
       rewards=self._rewards,
-      chat=self._settings.model.chat,
+      chat=self._settings.chat,
     )
     return make_env_manager(context, manager=env.manager, **options)
 
@@ -486,8 +480,8 @@ class RolloutScheduler:
     from jaxrl.rollout.evaluation import evaluate
 
     metrics, groups = {}, []
-    for name in self._settings.eval.active if names is None else names:
-      evaluation = self._settings.eval.sets[name]
+    for name in self._settings.active_evaluations if names is None else names:
+      evaluation = self._settings.evaluations[name]
       if self._tests[name] is not None:
         await maybe_await(self._tests[name].reset())
       first = self._evaluation_manager(name)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
-from jaxrl.call_strings import ConfigError, describe_error
+from jaxrl.call_strings import describe_error
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.seeds import base_seed
 from jaxrl.envs.env_registry import (
@@ -18,11 +18,13 @@ from jaxrl.envs.env_registry import (
   innermost,
 )
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
+from jaxrl.options import ConfigError
 from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
+from jaxrl.run_options import EnvOptions
 from jaxrl.types import Task
 from launch.rollouts.env_datasets import load_datasets
 from launch.runtime.local_runtime import LocalRuntime
-from launch.settings.run_settings import EnvSettings, RunSettings
+from launch.settings.run_settings import RunSettings
 
 # What makes a task broken, by verdict.
 BROKEN = {
@@ -122,7 +124,7 @@ class TaskChecker:
     seed = base_seed(self._settings.seed, self._mode, tag) + row
     item = data.get_data_item(seed, row)
     assert item is not None
-    key = self._settings.dataset.solution_key
+    key = self._settings.row_keys['solution_key']
     if key in item:
       item['solution'] = item[key]
     task = Task(seed=seed, index=row, item=item)
@@ -156,7 +158,7 @@ class TaskChecker:
   ) -> dict[str, Any] | None:
     """Plays one episode; returns its reward and info, None without a solution."""
     env_settings = self._settings.env[tag]
-    timeouts: Timeouts = env_settings.manager_options['timeouts']
+    timeouts: Timeouts = env_settings.timeouts
     env: Any = await pool.run(self._make_env[tag], timeout=timeouts.reset)
     try:
       result = await pool.run(_reset, env, task, timeout=timeouts.reset)
@@ -164,7 +166,7 @@ class TaskChecker:
       reply = find_env(_inner_name(env_settings)).empty_reply  # pyright: ignore
       if solve:
         # An agent would have this long: a solution is not a single step.
-        limit = (timeouts.step or 0.0) * env_settings.max_steps
+        limit = timeouts.step * env_settings.max_steps
         reply = await _apply_solution(env, pool, limit)
       if reply is None:
         return None
@@ -193,11 +195,11 @@ async def _apply_solution(env: Any, pool: ThreadPool, timeout: float) -> str | N
     raise _SolutionError(describe_error(error)) from error
 
 
-def _inner_name(env: EnvSettings) -> str:
+def _inner_name(env: EnvOptions) -> str:
   return innermost(env.env_type, env.env_config)[0]
 
 
-def _make_checkable(tag: str, env: EnvSettings) -> Any:
+def _make_checkable(tag: str, env: EnvOptions) -> Any:
   """Returns the factory of a tag's environment, without what wraps it."""
   prefix = ISOLATED_PREFIX if env.env_type.startswith(ISOLATED_PREFIX) else ''
   name, options = innermost(env.env_type, env.env_config)

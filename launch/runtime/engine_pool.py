@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import EngineDeadError
 from launch.runtime.supervision import (
   CREATION_FAILED,

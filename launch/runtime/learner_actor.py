@@ -21,7 +21,7 @@ from jaxrl.rollout.weights.publisher import WeightPublisher
 from jaxrl.rollout.weights.transport import Transport
 from jaxrl.rollout.weights.weight_store import cast_copy
 from jaxrl.training import batch_fields
-from jaxrl.training.checkpointing import Checkpointer
+from jaxrl.training.checkpointing import Checkpointer, CheckpointOptions
 from jaxrl.training.learner import Learner
 from jaxrl.training.parallelism import distributed
 from jaxrl.types import Group, Params
@@ -33,7 +33,7 @@ from launch.settings.run_settings import RunSettings, WeightTransport
 SENDER_MODULE = 'jaxrl.rollout.vllm.gpu_weight_sender'  # needs torch and vLLM
 
 LogLines = list[tuple[int, str]]  # level and text
-CheckpointPlace = tuple[pathlib.Path, int, bool]  # folder, max_to_keep and strict
+CheckpointPlace = tuple[pathlib.Path, CheckpointOptions]
 
 
 class _LogCollector(logging.Handler):
@@ -113,7 +113,7 @@ class LearnerActor:
     policy = model_loading.load_model(
       str(self._folder),
       value_head=settings.algorithm.value_loss is not None,
-      **settings.model.compute_options,
+      **settings.compute_options,
     )
     teachers = None
     if batch_fields.teacher_fields(settings.algorithm):
@@ -178,10 +178,7 @@ class LearnerActor:
   async def _open_checkpointer(self, place: CheckpointPlace) -> Checkpointer:
     if self._checkpointer is None or self._checkpointer[0] != place:
       await self._close_checkpointer()
-      folder, max_to_keep, strict = place
-      checkpointer = await self._device_thread.run(
-        Checkpointer, folder, max_to_keep=max_to_keep, strict=strict
-      )
+      checkpointer = await self._device_thread.run(Checkpointer, *place)
       self._checkpointer = place, checkpointer
     return self._checkpointer[1]
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError, defaults
+from jaxrl.options import ConfigError, defaults
 from launch.settings.cluster_settings import PLACEMENT as KEY
 from launch.settings.cluster_settings import PLACEMENTS, split
 from launch.settings.run_settings import RunSettings
@@ -89,7 +89,7 @@ def single_process_env(settings: RunSettings) -> dict[str, str]:
   Raises:
     ConfigError: the placement needs several processes.
   """
-  placement = settings.cluster.placement
+  placement = settings.placement
   options = placement.options
   if options.get('learner'):
     raise ConfigError(
@@ -115,7 +115,7 @@ def plan_placement(
   Raises:
     ConfigError: the run does not fit on the machines.
   """
-  placement = settings.cluster.placement
+  placement = settings.placement
   name, options = placement.name, dict(placement.options)
   sleep = options.pop('sleep', False) and has_learner
   kind, counts = 'GPU', [n.gpus for n in nodes if n.gpus]
@@ -188,7 +188,7 @@ class _Engine:
 
   @classmethod
   def of(cls, settings: RunSettings, kind: str) -> '_Engine':
-    engine = settings.rollout.engine
+    engine = settings.engine
     memory = engine.own_options.get('gpu_memory_utilization') or 0.0
     vllm = engine.kind == 'vllm'
     if memory and vllm and kind != 'GPU':
@@ -429,8 +429,8 @@ def _check_sleep(where: str, settings: RunSettings, kind: str) -> None:
 
   kind: of the devices.
   """
-  if not settings.rollout.engine.traits.can_sleep:
-    engine = settings.rollout.engine.kind
+  if not settings.engine.traits.can_sleep:
+    engine = settings.engine.kind
     raise ConfigError(
       f'{where}: with cluster.ray=true only vLLM can give its memory back, '
       f'and engine {engine} cannot: set --config.rollout.engine=vllm, or '
@@ -441,7 +441,7 @@ def _check_sleep(where: str, settings: RunSettings, kind: str) -> None:
       f'{where}: sleep frees the memory of a GPU, and there is none here '
       f'(devices: {kind})'
     )
-  if settings.weight_sync.policy.wait_for != 'current':
+  if settings.weight_sync.sync_policy.wait_for != 'current':
     raise ConfigError(
       f'{where}: while the learner trains, the engine sleeps without memory, '
       f'but weight_sync.policy={settings.text("weight_sync.policy")} sends it '

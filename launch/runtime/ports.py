@@ -3,7 +3,7 @@
 import errno
 import socket
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 REASONS = {
   errno.EADDRINUSE: 'is in use: choose another one, or 0 for any that is free',

@@ -115,7 +115,7 @@ class RayRuntime:
     if not settings.cluster.address and uses_gpus:
       env = {'NCCL_SOCKET_IFNAME': os.environ.get('NCCL_SOCKET_IFNAME', 'lo'), **env}
     self._group = PlacementGroup(placement, env)
-    self._uses_sleep = has_learner and settings.cluster.placement.sleeps
+    self._uses_sleep = has_learner and settings.placement.sleeps
     return placement
 
   def _start(

@@ -249,7 +249,7 @@ def _log_lines(lines: LogLines) -> None:
 
 
 def _checkpoint_place(checkpointer: Checkpointer) -> CheckpointPlace:
-  return checkpointer.directory, checkpointer.max_to_keep, checkpointer.strict
+  return checkpointer.directory, checkpointer.options
 
 
 class RemoteLearnerFactory:

@@ -7,10 +7,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.envs.env_registry import ISOLATED_PREFIX, env_factory, find_env
+from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker
 from jaxrl.rollout.thread_pool import DEFAULT_NUM_THREADS, ThreadPool

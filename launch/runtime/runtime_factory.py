@@ -5,7 +5,7 @@ import os
 
 import jax
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.runtime import placement
 from launch.runtime.local_runtime import LocalRuntime
 from launch.runtime.runtime_interface import Runtime
@@ -25,10 +25,10 @@ def make_runtime(settings: RunSettings, *, learns: bool = True) -> Runtime:
   cluster = settings.cluster
   if not cluster.ray:
     os.environ.update(placement.single_process_env(settings))
-    return LocalRuntime(settings.weight_sync.transport)
+    return LocalRuntime(settings.transport)
   from launch.runtime.ray_runtime import RayRuntime  # Ray: seconds
 
-  runtime = RayRuntime(cluster.address, settings.weight_sync.transport)
+  runtime = RayRuntime(cluster.address, settings.transport)
   try:
     hides = runtime.reserve(settings, has_learner=learns).others.env
   except Exception:

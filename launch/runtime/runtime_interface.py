@@ -141,7 +141,7 @@ def make_engines(
   Returns:
     The engines, a router to all of them, and the store that brings them weights.
   """
-  engine = settings.rollout.engine
+  engine = settings.engine
   engines = runtime.start_engines(
     policy.model,
     policy.folder,

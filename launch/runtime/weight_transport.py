@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.device_thread import DeviceThread
+from jaxrl.options import ConfigError
 from jaxrl.rollout.weights.publisher import WeightPublisher
 from jaxrl.rollout.weights.transport import (
   FolderTransport,

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.algorithms import registry
+from jaxrl.call_strings import parse_call, parse_calls
 from jaxrl.config import call_arity, option_types
 from jaxrl.types import Algorithm
-from launch.settings.call_syntax import parse_call, parse_calls, parse_setting
+from launch.settings.key_errors import naming_key
 
 # Settings that are call strings; the other components are `registry.COMPONENT_MODULES`.
 CALL_SETTINGS = ('aggregation', 'sampler')
@@ -59,7 +60,8 @@ def parse_algorithm_options(spec: str, options: Mapping[str, Any]) -> dict[str, 
     if arity not in parsers or not isinstance(value, str):
       continue
     if value:
-      parsed[name] = parse_setting(f'algorithm.{name}', value, parsers[arity])
+      with naming_key(f'algorithm.{name}', value):
+        parsed[name] = parsers[arity](value)
     elif name in own_names:  # elsewhere '' leaves the builder's choice
       parsed[name] = () if arity == 'many' else None
   return parsed

@@ -10,6 +10,7 @@ from typing import Any
 from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry
 from jaxrl.config import describe_options
+from jaxrl.options import declared_ranges, defaults, unknown_name_error
 from launch.settings.component_kinds import (
   KINDS,
   ComponentKind,
@@ -111,7 +112,7 @@ def component_pages(name: str, plugins: Plugins) -> list[str]:
     pages.append(kind_page(kind, plugins))
   if not pages:
     known = names | {kind.name for kind in KINDS} | {kind.plural for kind in KINDS}
-    raise call_strings.unknown_name_error(
+    raise unknown_name_error(
       name, known, 'algorithm, component or kind', 'launch.algorithms'
     )
   return pages
@@ -138,10 +139,10 @@ def _plain_page(name: str, component: Any, kinds: list[str]) -> str:
     return f'{name}: {" or ".join(kinds)}\n\nneeds a package that is missing: {error}'
   lines = [f'{name}: {" or ".join(kinds)}', '']
   lines += _SKIPPED_SECTIONS.sub('', _docstring(component, value)).strip().splitlines()
-  options = call_strings.defaults(value) if callable(value) else {}
+  options = defaults(value) if callable(value) else {}
   notes = describe_options(value)
   if callable(value):
-    for option, allowed in call_strings.declared_ranges(value).items():
+    for option, allowed in declared_ranges(value).items():
       notes[option] = f'{notes.get(option, "")} It {allowed}.'.strip()
   lines += ['', *_option_lines(options, notes)]
   return '\n'.join(lines)

@@ -4,18 +4,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import (
-  ConfigError,
-  check_options,
-  defaults,
-  unknown_name_error,
-)
 from jaxrl.config import with_options_of
 from jaxrl.models.lora import Lora
+from jaxrl.options import ConfigError, check_options, defaults, unknown_name_error
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
-from launch.settings.call_syntax import parse_call, parse_setting
+from jaxrl.run_options import ClusterOptions, RunOptions
 from launch.settings.run_settings import (
-  ClusterSettings,
   EngineSettings,
   PlacementSettings,
   WeightTransport,
@@ -28,59 +22,22 @@ _GPU_TO_GPU = ('nccl', 'ipc')
 _NEEDS_RAY = ('object_store', 'shared_memory')
 
 
-def parse_cluster(
-  *,
-  ray: bool,
-  address: str,
-  num_engines: int,
-  num_workers: int,
-  placement: str,
-) -> ClusterSettings:
-  """Parses the section `cluster`.
+def make_transport(
+  run: RunOptions, engine: EngineSettings, *, check_machine: bool = True
+) -> WeightTransport:
+  """Returns the transport that a call such as `checkpoint(folder='/shared')` describes.
 
   Args:
-    ray: whether the run uses Ray.
-    address: address of the Ray cluster; '' leaves the choice to Ray.
-    num_engines: number of rollout engines.
-    num_workers: number of rollout workers.
-    placement: call string of the placement.
-
-  Raises:
-    ConfigError: for invalid settings, and for settings that need Ray without it.
-  """
-  values = {'num_engines': num_engines, 'num_workers': num_workers, 'address': address}
-  for key, alone in (('num_engines', 1), ('num_workers', 1), ('address', '')):
-    if not ray and values[key] != alone:
-      raise ConfigError(
-        f'--config.cluster.{key}={values[key]}: needs --config.cluster.ray=true, '
-        'as a single process has one engine and one worker'
-      )
-  return ClusterSettings(
-    ray=ray,
-    address=address,
-    num_engines=num_engines,
-    num_workers=num_workers,
-    placement=parse_placement(placement, ray=ray),
-  )
-
-
-def parse_transport(
-  text: str,
-  *,
-  ray: bool,
-  engine: EngineSettings,
-  adapters: Lora | None = None,
-  adapters_text: str = '',
-  check_machine: bool = True,
-) -> WeightTransport:
-  """Parses `weight_sync.transport`, such as `checkpoint(folder='/shared')`.
+    run: The options of the run.
+    engine: The run's engine.
+    check_machine: Whether this machine must have what the transport needs.
 
   Raises:
     ConfigError: for an unknown transport or option, and for a transport that this
       engine, these adapters or a run of one process cannot use.
   """
-  where = f'{WEIGHTS}={text}'
-  call = parse_setting('weight_sync.transport', text, parse_call)
+  call, ray = run.weight_sync.transport, run.cluster.ray
+  where = f'{WEIGHTS}={call}'
   name, options = call.name, dict(call.options)
   if name not in TRANSPORTS:
     raise unknown_name_error(name, TRANSPORTS, 'transport', WEIGHTS)
@@ -93,7 +50,9 @@ def parse_transport(
   problem = _process_problem(name, ray, folder)
   if not problem and name in _GPU_TO_GPU:
     problem = _gpu_problem(engine, check_machine)
-  problem = problem or _adapter_problem(name, options, adapters, adapters_text)
+  problem = problem or _adapter_problem(
+    name, options, run.model.adapters, str(run.model.lora)
+  )
   if problem:
     raise ConfigError(f'{where}: {problem}')
   if name == 'auto':
@@ -287,20 +246,22 @@ def auto() -> None:
 PLACEMENTS = {'auto': auto, 'split': split, 'colocated': colocated}
 
 
-def parse_placement(text: str, *, ray: bool) -> PlacementSettings:
-  """Parses `cluster.placement`, a call string such as `split(learners=2)`.
+def make_placement(cluster: ClusterOptions) -> PlacementSettings:
+  """Returns the placement that a call such as `split(learners=2)` describes.
+
+  Args:
+    cluster: The options of the cluster.
 
   Raises:
     ConfigError: for an unknown placement or option, or a number out of range.
   """
-  call = parse_setting('cluster.placement', text, parse_call)
-  name, options = call.name, call.options
+  name, options = cluster.placement.name, cluster.placement.options
   if name not in PLACEMENTS:
     raise unknown_name_error(name, PLACEMENTS, 'placement', PLACEMENT)
-  where = f'{PLACEMENT}={text}'
+  where = f'{PLACEMENT}={cluster.placement}'
   check_options(PLACEMENTS[name], options, where)
   options = {**defaults(PLACEMENTS[name]), **options}
-  if name == 'split' and not ray:
+  if name == 'split' and not cluster.ray:
     raise ConfigError(f'{where}: needs --config.cluster.ray=true')
   if options.get('learners', 1) < 1 or options.get('devices', 0) < 0:
     raise ConfigError(f'{where}: learners must be at least 1, devices at least 0')

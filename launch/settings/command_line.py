@@ -15,25 +15,18 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.call_strings import ConfigError, closest_match
-from jaxrl.config import (
-  OptionalField,
-  describe_keys,
-  describe_options,
-  make_section,
-)
+from jaxrl.config import OptionalField, describe_keys, from_config, to_config
+from jaxrl.options import ConfigError, Options, closest_match
 
 TRUE = ('true', '1', 'yes', 'on')
 FALSE = ('false', '0', 'no', 'off')
 # Sections that take keys of any name.
-OPEN_SECTIONS = {
-  'model.template_options': 'Option of the chat template, as in enable_thinking=false.'
-}
+OPEN_SECTIONS = ('model.template_options',)
 NOUNS = {bool: 'true or false', int: 'a whole number', float: 'a number'}
 
 
@@ -164,12 +157,12 @@ def split_spec(spec: str) -> tuple[str, str | None]:
 
 
 def load(
-  command: Command, sections: Mapping[str, Callable[..., Any]] | None = None
+  command: Command, sections: Mapping[str, type[Options]] | None = None
 ) -> ConfigDict:
   """Runs get_config, applies the overrides and locks the result.
 
-  sections: the launcher's own, name → function whose options they are; added where
-    the config does not have them.
+  sections: the launcher's own, name → class of its options; added where the config
+    does not have them.
   """
   get_config = getattr(module(command.config), 'get_config', None)
   if not callable(get_config):
@@ -195,11 +188,9 @@ def load(
       f'{command.config}: get_config() returned a {type(config).__name__}, '
       'not a ConfigDict'
     )
-  for name, source in (sections or {}).items():
-    if name not in config:
-      config[name] = make_section(source)
-    section: Any = config[name]
-    describe_keys(section, describe_options(source))
+  for name, options in (sections or {}).items():
+    section: Any = config.get(name, {})
+    config[name] = to_config(from_config(options, section, name))
   return complete(config, command)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.row_sources import GENERATE_PREFIX
 from jaxrl.functional import components
+from jaxrl.options import ConfigError
 from jaxrl.types import Algorithm
 
 Components = Mapping[str, Callable[..., Any] | str]

@@ -7,14 +7,15 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, ConfigError, find_component
+from jaxrl.call_strings import ComponentCall, find_component
 from jaxrl.models.exact import Exact, check_supported
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.engine_base import EngineBase, EngineTraits
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.threaded_decode import decode_threads_error
-from launch.settings.call_syntax import parse_call, parse_setting
+from jaxrl.run_options import RunOptions
 from launch.settings.run_settings import EngineSettings, RunSettings
 
 KEY = '--config.rollout.engine'
@@ -27,37 +28,33 @@ SET_ELSEWHERE = {
 }
 
 
-def parse_engine(
-  text: str, *, max_num_seqs: int, max_length: int, dtype: str
-) -> EngineSettings:
-  """Parses a call string such as `jax(decode_steps=4)` or `vllm(python='…')`.
+def make_engine_settings(options: RunOptions) -> EngineSettings:
+  """Returns the engine that a call such as `jax(decode_steps=4)` describes.
 
   A user's own engine is named by where its class is, `path/file.py:Name(option=1)`.
   A vLLM engine's `python` is the interpreter that hosts it, not an option of vLLM.
 
   Args:
-    text: value of `rollout.engine`.
-    max_num_seqs: sequences that one engine generates at once.
-    max_length: most tokens of a sequence.
-    dtype: floating-point type of the model.
+    options: The options of the run.
 
   Raises:
     ConfigError: for an unknown engine or option, or options that exclude each other.
   """
-  where = f'{KEY}={text}'
-  call = parse_setting('rollout.engine', text, parse_call)
+  call, dtype = options.rollout.engine, options.model.dtype
+  max_num_seqs, max_length = options.rollout.max_num_seqs, options.batch.max_length
+  where = f'{KEY}={call}'
   kind, own_options = call.name, dict(call.options)
   shared = {'max_num_seqs': max_num_seqs, 'max_length': max_length}
   if kind == 'vllm':
     from jaxrl.rollout.vllm import vllm_options  # only vLLM's engines need it
 
-    options = dict(own_options)
-    python = options.pop('python', '')
+    vllm = dict(own_options)
+    python = vllm.pop('python', '')
     known = vllm_options.option_names_of_python(str(python)) if python else None
-    vllm_options.check_vllm_options(options, where, known)
+    vllm_options.check_vllm_options(vllm, where, known)
     if python:
-      options['python'] = _absolute_path(str(python))
-    all_options = {**shared, 'dtype': dtype, **options}
+      vllm['python'] = _absolute_path(str(python))
+    all_options = {**shared, 'dtype': dtype, **vllm}
     traits = vllm_options.VLLM_TRAITS
     return EngineSettings('vllm', own_options, all_options, None, False, traits)
   engine_class = _find_engine(call, where)
@@ -127,7 +124,7 @@ def check_engine(settings: RunSettings, *, installed: bool = True) -> None:
   Raises:
     ConfigError: if it cannot.
   """
-  engine = settings.rollout.engine
+  engine = settings.engine
   where = f'{KEY}={settings.text("rollout.engine")}'
   if engine.traits.needs_ray and not settings.cluster.ray:
     name = 'vLLM' if engine.kind == 'vllm' else engine.kind
@@ -162,12 +159,12 @@ def check_model(settings: RunSettings, shape: ModelConfig) -> None:
       f'--config.batch.max_length={settings.batch.max_length}: LongRoPE is computed '
       f'for at most {shape.max_position} tokens, the lengths this model started with'
     )
-  if settings.rollout.engine.router_replay and not shape.num_experts:
+  if settings.engine.router_replay and not shape.num_experts:
     raise ConfigError(
       f'{KEY}={settings.text("rollout.engine")}: router_replay needs a model '
       f'with experts, and this one, of family {shape.family}, has none'
     )
-  if settings.rollout.engine.exact is not None:
+  if settings.engine.exact is not None:
     try:
       check_supported(shape, settings.model.dtype)
     except ValueError as error:

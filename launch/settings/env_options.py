@@ -10,17 +10,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, ConfigError, check_options, resolve
+from jaxrl.call_strings import ComponentCall, parse_call, parse_calls, resolve
 from jaxrl.config import call_arity, option_types
 from jaxrl.envs.env_registry import find_env
-from jaxrl.rollout.thread_pool import Timeouts, make_timeouts
-from launch.settings.call_syntax import (
-  naming_key,
-  parse_call,
-  parse_calls,
-  parse_component,
-  parse_setting,
-)
+from jaxrl.options import ConfigError, check_options
+from launch.settings.key_errors import naming_key
 
 
 def parse_env_config(
@@ -119,53 +113,25 @@ def parse_grader_calls(text: str) -> tuple[ComponentCall, ...]:
   return _parse_value(text, GraderCalls)
 
 
-def parse_env_manager(text: str, tag: str, env_type: str) -> ComponentCall | None:
-  """Parses `env.<tag>.manager`, and checks that its class can play episodes.
+def check_env_manager(call: ComponentCall, tag: str, env_type: str) -> None:
+  """Checks that the class that `env.<tag>.manager` names can play episodes.
 
   Args:
-    text: A call of the user's own class; '' for ours.
+    call: A call of the user's own class.
     tag: Environment tag.
     env_type: The environment's name or location.
 
-  Returns:
-    The call; None for ours.
-
   Raises:
-    ConfigError: If the text cannot be read, or the class cannot be used as a manager.
+    ConfigError: If the class cannot be used as a manager.
   """
-  if not text:
-    return None
   # Imported here because few runs have a manager of their own.
   from jaxrl.rollout.custom_env_manager import find_env_manager
 
-  key = f'env.{tag}.manager'
-  call = parse_setting(key, text, parse_call)
   is_agent = getattr(find_env(env_type), 'played_by_agent', False)
-  where = f'{key}={text}'
+  where = f'env.{tag}.manager={call}'
   try:
     find_env_manager(call, where, is_agent=is_agent)
   except ConfigError as error:
     if str(error).startswith(where):
       raise
     raise ConfigError(f'{where}: {error}') from error
-  return call
-
-
-def parse_timeouts(text: str, tag: str) -> Timeouts:
-  """Parses time limits such as 'reset=300, step=900'.
-
-  Args:
-    text: Options of `make_timeouts`. Those that are not named have their defaults.
-    tag: Environment tag.
-
-  Raises:
-    ConfigError: If the text cannot be read or has unknown options.
-  """
-  functions = {'timeouts': make_timeouts}
-  key = f'env.{tag}.timeouts'
-  try:
-    return parse_component(f'timeouts({text})', functions, 'timeouts', key)
-  except ConfigError as error:
-    if key in str(error):
-      raise
-    raise ConfigError(f'{key}={text}: {error}') from error

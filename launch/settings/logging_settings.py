@@ -1,63 +1,54 @@
-"""Parse the section `logging`: where metrics go, and which steps are traced."""
+"""Logging options say where metrics go, and which steps are traced."""
 
 import dataclasses
+import functools
 import re
 
-from jaxrl.call_strings import ComponentCall, ConfigError, unknown_name_error
-from launch.settings.call_syntax import parse_calls, parse_setting
+from jaxrl.call_strings import ComponentCall, parse_calls
+from jaxrl.options import ConfigError, OptionError, Options, option
+
+LEVELS = ('debug', 'info', 'warning', 'error')
 
 
 @dataclasses.dataclass(frozen=True)
-class LoggingSettings:
-  """Where metrics go, beside metrics.jsonl and the console, and which steps are traced.
+class LoggingOptions(Options):
+  """Where metrics go beside metrics.jsonl and the console; which steps are traced."""
 
-  Attributes:
-    sinks: a call of each sink.
-    trace_steps: the first and the last step of each trace, in ascending order.
-    level: the least level of the messages that the console shows.
-  """
+  sinks: tuple[ComponentCall, ...] = option(
+    parse_calls('report + tensorboard'),
+    'Sinks joined by +, beside metrics.jsonl and the console: `report`, '
+    '`tensorboard`, '
+    "`wandb(project='mine')`, `trackio(project='mine')`, `prometheus(port=9100)`, or "
+    "your own, `path/file.py:Name(option=1)`; '' for none.",
+  )
+  trace_steps: str = option(
+    '',
+    "Training steps to trace with `jax.profiler`, '10-12, 50' for a file of steps 10 "
+    "to 12 and one of step 50; '' for none.",
+  )
+  level: str = option(
+    'info',
+    "Log level of the console, which shows messages from 'debug', 'info', 'warning' or "
+    "'error' on.",
+    choices=LEVELS,
+  )
 
-  sinks: tuple[ComponentCall, ...]
-  trace_steps: tuple[tuple[int, int], ...]
-  level: str = 'info'
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    _ = self.traces  # for its errors
+
+  @functools.cached_property
+  def traces(self) -> tuple[tuple[int, int], ...]:
+    """The first and the last step of each trace, in ascending order."""
+    try:
+      return parse_steps(self.trace_steps)
+    except ConfigError as error:
+      raise OptionError('trace_steps', self.trace_steps, str(error)) from error
 
   @property
   def names(self) -> set[str]:
     """The names of the sinks."""
     return {call.name for call in self.sinks}
-
-
-LEVELS = ('debug', 'info', 'warning', 'error')
-
-
-def read_logging(
-  *,
-  sinks: str = 'report + tensorboard',
-  trace_steps: str = '',
-  level: str = 'info',
-) -> LoggingSettings:
-  """Reads the section `logging`, whose keys are the options of this function.
-
-  Args:
-    sinks: call strings joined by +, beside metrics.jsonl and the console: `report`,
-      `tensorboard`, `wandb(project='mine')`, `trackio(project='mine')`,
-      `prometheus(port=9100)`, or your own, `path/file.py:Name(option=1)`; '' for
-      none.
-    trace_steps: training steps to trace with `jax.profiler`, '10-12, 50' for a file of
-      steps 10 to 12 and one of step 50; '' for none.
-    level: log level of the console, which shows messages from 'debug', 'info',
-      'warning' or 'error' on.
-
-  Raises:
-    ConfigError: if the call strings, the steps or the level cannot be read.
-  """
-  if level not in LEVELS:
-    raise unknown_name_error(level, LEVELS, 'level', '--config.logging.level')
-  return LoggingSettings(
-    parse_setting('logging.sinks', sinks, parse_calls),
-    parse_setting('logging.trace_steps', str(trace_steps), parse_steps),
-    level,
-  )
 
 
 def parse_steps(text: str) -> tuple[tuple[int, int], ...]:

@@ -12,9 +12,9 @@ import dataclasses
 import math
 
 from jaxrl.algorithms import consistency, requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import samplers
 from jaxrl.functional import components, corrections
+from jaxrl.options import ConfigError
 from jaxrl.rollout.weights.weight_sync import fixed
 from jaxrl.types import Algorithm
 from launch.settings.run_settings import RunSettings
@@ -30,12 +30,12 @@ def max_staleness(settings: RunSettings) -> int | None:
     A number of steps; None where nothing is dropped for its age.
   """
   rollout = settings.rollout
-  if rollout.staleness_policy is not None:
-    limit = rollout.staleness_policy
+  if rollout.staleness_limit is not None:
+    limit = rollout.staleness_limit
     return limit.max_age if limit.action == 'drop' else None
   if settings.experience_store is not None:
     return None
-  lag = settings.weight_sync.policy.max_lag(rollout.async_ratio)
+  lag = settings.weight_sync.sync_policy.max_lag(rollout.async_ratio)
   return None if lag is None else math.ceil(rollout.async_ratio) + lag
 
 
@@ -45,7 +45,7 @@ def validate_off_policy(settings: RunSettings) -> None:
   Raises:
     ConfigError: if they cannot be, or have no effect.
   """
-  sync, limit = settings.weight_sync.policy, settings.rollout.staleness_policy
+  sync, limit = settings.weight_sync.sync_policy, settings.rollout.staleness_limit
   sync_text = settings.text('weight_sync.policy')
   if not settings.plays:
     for key, changed in (
@@ -91,7 +91,7 @@ def validate_off_policy(settings: RunSettings) -> None:
 def may_be_stale(settings: RunSettings) -> bool:
   """Returns whether tokens may be older than the step that learns from them."""
   rollout = settings.rollout
-  ahead = rollout.async_ratio > 0 or settings.weight_sync.policy.max_lag(0) != 0
+  ahead = rollout.async_ratio > 0 or settings.weight_sync.sync_policy.max_lag(0) != 0
   stored = settings.experience_store is not None
   return ahead or stored or _reuses_groups(settings.algorithm)
 
@@ -101,7 +101,7 @@ def _reuses_groups(algorithm: Algorithm) -> bool:
 
 
 def _off_policy(settings: RunSettings) -> bool:
-  return may_be_stale(settings) or settings.rollout.engine.traits.external
+  return may_be_stale(settings) or settings.engine.traits.external
 
 
 def apply_defaults(settings: RunSettings) -> Algorithm:
@@ -116,7 +116,7 @@ def apply_defaults(settings: RunSettings) -> Algorithm:
   changes = {}
   if _takes_default_correction(settings):
     changes = {'correction': corrections.tis, 'old_logprobs_source': 'decoupled'}
-  limit = settings.rollout.staleness_policy
+  limit = settings.rollout.staleness_limit
   if (
     limit is not None
     and limit.action == 'recompute'

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from jaxrl import call_strings
-from jaxrl.call_strings import ConfigError
-from launch.settings.call_syntax import parse_call, split_terms
+from jaxrl.call_strings import parse_call, split_terms
+from jaxrl.options import ConfigError, unknown_name_error
 from launch.settings.component_kinds import KINDS, ComponentKind, defined_at, find_kind
 
 # A bare name at the start of a term; a name with a dot, slash or colon is a location.
@@ -79,9 +79,7 @@ class Plugins:
       elif match and not kind.is_open:
         known = kind.built_in()
         if name not in known and name not in kind.other_names:
-          raise call_strings.unknown_name_error(
-            name, {*known, *plugin_components}, kind.name, where
-          )
+          raise unknown_name_error(name, {*known, *plugin_components}, kind.name, where)
       full_terms.append(term)
     return ' + '.join(full_terms) if full_terms != terms else text
 

@@ -5,117 +5,127 @@ set takes what it leaves open from its tag and from `eval`. Without `eval.sets`,
 tag is a set of its own name.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from configs import base
-from jaxrl.call_strings import ConfigError, defaults, unknown_name_error
-from launch.settings.call_syntax import parse_call, parse_row_sources, parse_setting
-from launch.settings.component_calls import parse_row_keys
-from launch.settings.run_settings import EvalSetSettings, EvalSettings, TaskSettings
-
-Data = Mapping[str, Any]  # a config, or a section of one, as plain data
+from jaxrl.data.dataset import GlobalDataset
+from jaxrl.data.rows.row_formats import RowFormat
+from jaxrl.options import ConfigError, defaults, unknown_name_error
+from jaxrl.run_options import EvalSetOptions, RunOptions
+from launch.settings.key_errors import naming_key
+from launch.settings.run_settings import EvalSetSettings, TaskSettings
 
 
-def tag_dataset(data: Data, tag: str) -> dict[str, Any]:
-  """Returns a tag's `dataset` section, with the run's values for what it leaves open.
+def tag_tasks(options: RunOptions, tag: str) -> TaskSettings:
+  """Returns where the tasks of an environment tag come from.
 
   Args:
-    data: The config as plain data.
+    options: The options of the run.
     tag: The environment tag.
 
   Raises:
-    ConfigError: If the section has an unknown key.
+    ConfigError: If the keys of rows cannot be read.
   """
-  known = defaults(base.tag_dataset_options)
-  section = data['env'][tag].get('dataset', {})
-  _check_keys(section, known, f'config.env.{tag}.dataset')
-  return _inherit(section, {key: data['dataset'][key] for key in known})
-
-
-def parse_tag_dataset(data: Data, tag: str) -> TaskSettings:
-  """Parses a tag's `dataset` section.
-
-  Args:
-    data: The config as plain data.
-    tag: The environment tag.
-
-  Raises:
-    ConfigError: If a text cannot be read.
-  """
-  section, tag_section = tag_dataset(data, tag), data['env'][tag].get('dataset', {})
-
-  def where(key: str) -> str:
-    return (
-      f'env.{tag}.dataset.{key}' if _is_set(tag_section.get(key)) else f'dataset.{key}'
-    )
-
+  own, run = options.env[tag].dataset, options.dataset
+  where = f'env.{tag}.dataset.keys' if own.keys else 'dataset.keys'
   return TaskSettings(
-    path=parse_setting(where('path'), section['path'], parse_row_sources),
-    split=section['split'],
-    limit=section['limit'],
-    **_parse_task_keys(section['keys'], where('keys')),
-    curriculum=parse_setting(where('curriculum'), section['curriculum'], parse_call),
+    path=own.path or run.path,
+    split=own.split or run.split,
+    limit=run.limit if own.limit is None else own.limit,
+    **_task_keys(own.keys or run.keys, where),
+    curriculum=own.curriculum or run.curriculum,
   )
 
 
-def eval_sets(data: Data) -> dict[str, dict[str, Any]]:
-  """Returns the evaluation sets by name, each with a value for every key.
+def evaluation_options(options: RunOptions) -> dict[str, EvalSetOptions]:
+  """Returns the evaluation sets by name, with what they leave open filled in.
 
   Args:
-    data: The config as plain data.
+    options: The options of the run.
 
   Raises:
-    ConfigError: If a set has an unknown key, or names no environment tag.
+    ConfigError: If a set names no environment tag.
   """
-  run, known = data['eval'], defaults(base.eval_set_options)
-  named: Data = run.get('sets', {}) or {tag: {'tag': tag} for tag in data['env']}
+  run = options.eval
+  sets = run.sets or {tag: EvalSetOptions(tag=tag) for tag in options.env}
   filled = {}
-  for name, section in named.items():
-    where = f'config.eval.sets.{name}'
-    _check_keys(section, known, where)
-    tag = section.get('tag') or (next(iter(data['env'])) if data['env'] else '')
-    if tag not in data['env'] or (len(data['env']) > 1 and not section.get('tag')):
-      raise unknown_name_error(
-        section.get('tag', ''), data['env'], 'environment tag', f'--{where}.tag'
-      )
-    dataset = tag_dataset(data, tag)
-    has_own_path = _is_set(data['env'][tag].get('dataset', {}).get('path'))
-    filled[name] = _inherit(
-      section,
-      {
-        'tag': tag,
-        'path': '' if has_own_path else run['path'],
-        'keys': dataset['keys'],
-        **{key: run[key] for key in known if key not in ('tag', 'path', 'keys')},
-      },
+  for name, own in sets.items():
+    tag = own.tag or next(iter(options.env), '')
+    if tag not in options.env or (len(options.env) > 1 and not own.tag):
+      key = f'--config.eval.sets.{name}.tag'
+      raise unknown_name_error(own.tag, options.env, 'environment tag', key)
+    rows = options.env[tag].dataset
+    open_fields = [
+      field
+      for field in ('num_tasks', 'group_size', 'temperature', 'interval')
+      if getattr(own, field) is None
+    ]
+    filled[name] = own.replace(
+      tag=tag,
+      path=own.path or ('' if rows.path else run.path),
+      split=own.split or run.split,
+      keys=own.keys or rows.keys or options.dataset.keys,
+      **{field: getattr(run, field) for field in open_fields},
     )
   return filled
 
 
-def parse_eval(data: Data) -> EvalSettings:
-  """Parses the section `eval`.
+def evaluation_sets(options: RunOptions) -> dict[str, EvalSetSettings]:
+  """Returns the evaluation sets by name.
 
   Args:
-    data: The config as plain data.
+    options: The options of the run.
 
   Raises:
-    ConfigError: If a text cannot be read, or a set has no environment.
+    ConfigError: If a set names no environment tag, or its keys cannot be read.
   """
-  own_sets = data['eval'].get('sets', {})
   sets = {}
-  for name, section in eval_sets(data).items():
-    set_section = own_sets.get(name, {})
-    key = f'eval.sets.{name}.path' if _is_set(set_section.get('path')) else 'eval.path'
-    path = parse_setting(key, section.pop('path'), parse_row_sources)
-    is_own = set_section.get('keys') not in (None, '', data['dataset']['keys'])
-    key = f'eval.sets.{name}.keys' if is_own else 'dataset.keys'
-    keys = _parse_task_keys(section.pop('keys'), key)
-    sets[name] = EvalSetSettings(path=path, **keys, **section)
-  return EvalSettings(sets)
+  for name, filled in evaluation_options(options).items():
+    values, own = filled.as_dict(), options.eval.sets.get(name)
+    is_own = own is not None and own.keys not in ('', options.dataset.keys)
+    where = f'eval.sets.{name}.keys' if is_own else 'dataset.keys'
+    sets[name] = EvalSetSettings(**_task_keys(values.pop('keys'), where), **values)
+  return sets
 
 
-def _parse_task_keys(text: str, where: str) -> dict[str, str]:
+def parse_row_keys(text: str, key: str = 'dataset.keys') -> dict[str, str]:
+  """Parses `dataset.keys`, such as 'question=problem, answer=solution'.
+
+  `question`, `answer` and `solution` are the keys of a task's question, of its answer
+  and of a written response; 'answer=' says that rows have none. The other names are
+  those of `RowFormat`.
+
+  Args:
+    text: the value of the key.
+    key: the dotted key, for messages.
+
+  Returns:
+    'question_key', 'answer_key', 'solution_key', and the other terms as 'keys'.
+
+  Raises:
+    ConfigError: if the text cannot be read, or a name is unknown.
+  """
+  keys = {
+    'question': defaults(GlobalDataset)['question_key'],
+    'answer': defaults(GlobalDataset)['answer_key'],
+    'solution': defaults(RowFormat)['solution_key'],
+  }
+  others, seen = [], set()
+  for term in filter(str.strip, text.split(',')):
+    name, equals, row_key = (part.strip() for part in term.partition('='))
+    if not equals:
+      raise ConfigError(f'--config.{key}={text}: write name=KEY, name=KEY')
+    if name in seen:
+      raise ConfigError(f'--config.{key}={text}: {name!r} is given twice')
+    seen.add(name)
+    if name in keys:
+      keys[name] = row_key
+    else:
+      others.append(term.strip())
+  rest = ', '.join(others)
+  with naming_key(key, text):
+    RowFormat(keys=rest)
+  return {f'{name}_key': row_key for name, row_key in keys.items()} | {'keys': rest}
+
+
+def _task_keys(text: str, where: str) -> dict[str, str]:
   """Returns the keys of a question and of an answer, under the names of settings."""
   keys = parse_row_keys(text, where)
   for term in text.split(',') if where != 'dataset.keys' else ():
@@ -125,21 +135,3 @@ def _parse_task_keys(text: str, where: str) -> dict[str, str]:
         f'--config.{where}={text}: a task has a question and an answer, and no {name}'
       )
   return {key: keys[key] for key in ('question_key', 'answer_key')}
-
-
-def _check_keys(section: Data, known: Data, where: str) -> None:
-  for key in section:
-    if key not in known:
-      raise unknown_name_error(key, known, 'key', where)
-
-
-def _inherit(section: Data, inherited: Data) -> dict[str, Any]:
-  """Returns `inherited`, with the values that `section` sets in their place."""
-  return {
-    **inherited,
-    **{key: value for key, value in section.items() if _is_set(value)},
-  }
-
-
-def _is_set(value: Any) -> bool:
-  return value is not None and value != ''

@@ -6,19 +6,14 @@ against their ranges and settings against each other.
 
 from jaxrl import hub
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import (
-  ConfigError,
-  defaults,
-  find_component,
-  join_calls,
-  unknown_name_error,
-)
+from jaxrl.call_strings import find_component, join_calls
 from jaxrl.data import samplers
 from jaxrl.data.curricula import CURRICULA, check_curriculum_class
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.env_registry import env_factory, uses_dataset
 from jaxrl.functional import components
 from jaxrl.models import huggingface, remat
+from jaxrl.options import ConfigError, defaults, unknown_name_error
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
@@ -26,47 +21,10 @@ from jaxrl.training import batch_fields
 from jaxrl.training.batching import packing_plan
 from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
-from kernels.dispatch import check_kernels_option
 from launch.settings.engine_settings import check_engine
 from launch.settings.off_policy import validate_off_policy
-from launch.settings.run_settings import TEACHER_CHECKPOINT, RunSettings, as_options
+from launch.settings.run_settings import TEACHER_CHECKPOINT, RunSettings
 
-DTYPES = ('float32', 'bfloat16', 'float16')
-# Numbers, and the least that each may be.
-MINIMUM = {
-  'seed': 0,
-  'num_steps': 0,
-  'num_epochs': 0,
-  'batch.num_groups': 1,
-  'batch.max_length': 2,
-  'batch.num_minibatches': 1,
-  'batch.num_micro_batches': 0,  # as many as memory needs
-  'batch.ppo_epochs': 1,
-  'checkpoint.save_interval': 0,
-  'checkpoint.max_to_keep': 1,
-  'cluster.num_engines': 0,  # as many as there are devices for
-  'cluster.num_workers': 1,
-  'dataset.limit': 1,
-  'eval.interval': 0,
-  'eval.group_size': 1,
-  'eval.num_tasks': -1,  # all
-  'eval.temperature': 0,
-  'optimizer.learning_rate': 0,
-  'optimizer.warmup_steps': 0,
-  'rollout.async_ratio': 0,
-  'rollout.episode_timeout': 0,
-  'rollout.extra_samples': 0,
-  'rollout.logprob_mismatch_warn': 0,
-  'rollout.max_num_seqs': 1,
-  'rollout.max_consecutive_drops': 1,
-  'rollout.max_retries': 0,
-  'rollout.temperature': 0,
-  'sft.num_steps': 0,
-  'sft.batch_size': 1,
-  'sft.learning_rate': 0,
-  'sft.limit': 1,
-  'sft.warmup_steps': 0,
-}
 # Columns that only rollouts can fill, and what they are.
 ROLLOUT_COLUMNS = {
   'rollout_logprobs': 'the log-probs that tokens were sampled with',
@@ -122,7 +80,7 @@ def validate_sampling(settings: RunSettings) -> None:
   ):
     if value != all_tokens:
       raise ConfigError(
-        f'--config.rollout.sampling: {key}={value}: the learner cannot recompute the '
+        f'--config.rollout.{key}={value}: the learner cannot recompute the '
         'log-probs of tokens that were sampled from a part of the vocabulary. Train '
         f'with {key}={all_tokens}, and lower rollout.temperature instead'
       )
@@ -134,7 +92,6 @@ def validate_consistency(settings: RunSettings) -> None:
   Raises:
     ConfigError: for settings that exclude each other.
   """
-  validate_ranges(settings)
   algorithm = settings.algorithm
   if not (settings.num_steps or settings.num_epochs or settings.sft.num_steps):
     raise ConfigError('--config.num_steps=0: there is nothing to do')
@@ -160,44 +117,12 @@ def validate_consistency(settings: RunSettings) -> None:
     check_engine(settings, installed=False)
 
 
-def validate_ranges(settings: RunSettings) -> None:
-  """Checks numbers against their least values, and names of dtypes and kernels.
-
-  Raises:
-    ConfigError: for a number that is too low, or a name that does not exist.
-  """
-  minimum = dict(MINIMUM)
-  for name, section in settings.text('eval').get('sets', {}).items():
-    keys = section.keys() & {key.removeprefix('eval.') for key in MINIMUM}
-    minimum |= {f'eval.sets.{name}.{key}': MINIMUM[f'eval.{key}'] for key in keys}
-  for tag in settings.env:
-    minimum[f'env.{tag}.weight'] = 0
-    for key in ('max_steps', 'max_tokens_per_step', 'max_concurrency'):
-      minimum[f'env.{tag}.{key}'] = 1
-    if 'dataset' in settings.text(f'env.{tag}'):
-      minimum[f'env.{tag}.dataset.limit'] = MINIMUM['dataset.limit']
-  for key, least in minimum.items():
-    value = settings.text(key)
-    if value is not None and value < least:
-      raise ConfigError(f'--config.{key}={value}: must be at least {least}')
-    if key.endswith('.num_tasks') and value == 0:
-      raise ConfigError(f'--config.{key}={value}: must be at least 1, or -1 for all')
-  if settings.model.dtype not in DTYPES:
-    raise unknown_name_error(
-      settings.model.dtype, DTYPES, 'dtype', '--config.model.dtype'
-    )
-  try:
-    check_kernels_option(settings.model.kernels)
-  except ValueError as error:
-    raise ConfigError(f'--config.{error}') from error
-
-
 def _validate_learner_components(settings: RunSettings) -> None:
   """Builds what a learner will build, for the errors."""
   remat.policy(settings.model.remat)
   try:
     # A decay without `decay_steps` ends with the run, however many steps that has.
-    make_optimizer(**as_options(settings.optimizer), num_steps=1)
+    make_optimizer(settings.optimizer, num_steps=1)
   except ConfigError:
     raise
   except ValueError as error:
@@ -205,33 +130,17 @@ def _validate_learner_components(settings: RunSettings) -> None:
 
 
 def _validate_batch(settings: RunSettings) -> None:
-  batch, exact = settings.batch, settings.rollout.engine.exact
-  if min(batch.length_buckets) < 1:
-    raise ConfigError(
-      f'--config.batch.length_buckets={batch.length_buckets}: each length must be at '
-      'least 1'
-    )
-  if max(batch.length_buckets) < batch.max_length:
-    raise ConfigError(
-      f'--config.batch.length_buckets={batch.length_buckets}: the largest must hold '
-      f'batch.max_length={batch.max_length} tokens'
-    )
-  too_long = [size for size in batch.length_buckets if size > batch.max_length]
-  if too_long:
-    raise ConfigError(
-      f'--config.batch.length_buckets: {too_long[0]} is longer than any row may be, '
-      f'batch.max_length={batch.max_length}'
-    )
-  if settings.model.lora and exact:
+  batch, exact = settings.batch, settings.engine.exact
+  if settings.model.adapters and exact:
     raise ConfigError(
       f'--config.model.lora={settings.text("model.lora")}: adapters and exact '
       'engines exclude each other: an exact engine serves the trained '
       'weights themselves, but adapters are merged into new ones. Set one of '
       'the two'
     )
-  if batch.packing:
+  if batch.packing_plan is not None:
     packing_plan.check_packing(
-      batch.packing,
+      batch.packing_plan,
       exact=settings.plays and exact is not None,
       context=settings.mesh.context,
       num_micro_batches=max(1, batch.num_micro_batches),
@@ -265,7 +174,7 @@ def _validate_rollouts(settings: RunSettings) -> None:
       raise ConfigError(f'env.{tag}: {error}') from error
     _validate_tag_dataset(settings, tag)
     _validate_formulation(settings, tag)
-  for name in settings.eval.active:
+  for name in settings.active_evaluations:
     _validate_evaluation_end(settings, name)
   _validate_group_pipeline(settings)
 
@@ -274,7 +183,7 @@ def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
   """Options of a tag's rows need a tag that plays rows."""
   env, section = settings.env[tag], settings.text(f'env.{tag}').get('dataset', {})
   # Those that eval.interval=0 switches off for now count too.
-  evaluated = {evaluation.tag for evaluation in settings.eval.sets.values()}
+  evaluated = {evaluation.tag for evaluation in settings.evaluations.values()}
   if settings.plays and not env.weight and tag not in evaluated:
     raise ConfigError(
       f'--config.env.{tag}.weight=0: the tag is neither trained on nor evaluated: '
@@ -292,7 +201,7 @@ def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
 
 def _validate_evaluation_end(settings: RunSettings, name: str) -> None:
   """An evaluation of a tag whose tasks are seeds needs a number of tasks."""
-  evaluation = settings.eval.sets[name]
+  evaluation = settings.evaluations[name]
   tag, count = evaluation.tag, evaluation.num_tasks
   env = settings.env[tag]
   set_sections = settings.text('eval').get('sets', {})
@@ -314,7 +223,7 @@ def _validate_formulation(settings: RunSettings, tag: str) -> None:
       f'{where}: algorithm {settings.algorithm_name} needs each turn in its '
       "own row: set 'step'"
     )
-  if settings.rollout.engine.exact is not None:
+  if settings.engine.exact is not None:
     raise ConfigError(
       f'{where}: an exact engine needs each sequence in its own row: set '
       "'auto', or leave exact out of rollout.engine"
@@ -342,13 +251,15 @@ def _validate_group_pipeline(settings: RunSettings) -> None:
 def _validate_curriculum(settings: RunSettings) -> None:
   """A curriculum chooses among the rows that are played."""
   plays = settings.plays and settings.experience_store is None
-  envs = [settings.env[tag] for tag in settings.training_tags if plays]
+  tags = settings.training_tags if plays else []
   users = [
-    env.dataset.curriculum for env in envs if uses_dataset(env.env_type, env.env_config)
+    settings.tasks[tag].curriculum
+    for tag in tags
+    if uses_dataset(settings.env[tag].env_type, settings.env[tag].env_config)
   ]
   chosen = {'dataset.curriculum': settings.dataset.curriculum}
   for tag, env in settings.env.items():
-    if settings.text(f'env.{tag}').get('dataset', {}).get('curriculum'):
+    if env.dataset.curriculum is not None:
       chosen[f'env.{tag}.dataset.curriculum'] = env.dataset.curriculum
   for key, curriculum in chosen.items():
     where = f'--config.{key}={curriculum}'
@@ -379,8 +290,8 @@ def _validate_row_options(settings: RunSettings) -> None:
       'For episodes, set --config.env.TAG.system_template'
     )
   paths = [data.path, data.expert_path, settings.sft.path]
-  paths += [env.dataset.path for env in settings.env.values()]
-  paths += [evaluation.path for evaluation in settings.eval.sets.values()]
+  paths += [tasks.path for tasks in settings.tasks.values()]
+  paths += [evaluation.path for evaluation in settings.evaluations.values()]
   if settings.text('dataset.keys') and not any(paths):
     raise ConfigError(
       f'--config.dataset.keys={settings.text("dataset.keys")}: has no effect here: '

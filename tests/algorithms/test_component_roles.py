@@ -5,8 +5,8 @@ import types
 import pytest
 
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import losses
+from jaxrl.options import ConfigError
 from jaxrl.types import Advantages
 
 PAIRS = ('dpo', 'hinge', 'ipo')

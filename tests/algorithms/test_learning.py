@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry, requirements
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
@@ -70,7 +70,7 @@ async def test_it_learns(name):
     changes=changes,
     num_rows=TASKS * (MEMBERS + greedy),
     length_buckets=(LENGTH,),
-    optimizer=make_optimizer(learning_rate=0.5),
+    optimizer=make_optimizer(OptimizerOptions(learning_rate=0.5)),
     teachers=Teachers(algorithm, mesh=single_device_mesh(), chunk_rows=8),
   )
   rng, scores = np.random.default_rng(0), []

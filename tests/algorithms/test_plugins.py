@@ -4,8 +4,8 @@ import pytest
 
 from jaxrl import call_strings
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages
+from jaxrl.options import ConfigError
 from launch.settings import plugins
 from tests.calls import make_algorithm
 

@@ -12,7 +12,6 @@ import pytest
 
 from jaxrl import call_strings
 from jaxrl.algorithms import consistency, describe, registry, requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import (
   advantages,
   components,
@@ -21,6 +20,7 @@ from jaxrl.functional import (
   kl_controllers,
   losses,
 )
+from jaxrl.options import ConfigError, defaults
 from jaxrl.types import Algorithm
 from tests.calls import make_algorithm
 
@@ -196,7 +196,7 @@ def test_describe_says_what_runs(name):
   assert describe.summary(name) in text
   for slot, part in requirements.components_of(make_algorithm(name)).items():
     assert f'{slot} = {components.function_of(part).__name__}(' in text
-  for option, value in call_strings.defaults(registry.builder(name)).items():
+  for option, value in defaults(registry.builder(name)).items():
     assert re.search(rf'{option} += {re.escape(repr(value))}', text)
 
 

@@ -12,7 +12,9 @@ from jaxrl.model_loading import random_config
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.batching.packing_plan import first_fit
 from jaxrl.training.learner import Learner
+from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.types import Group, Trajectory
+from tests.calls import split_options
 
 WIDE = {
   'hidden_size': 256,
@@ -96,9 +98,10 @@ async def _measure(repeats: int) -> dict[str, dict[str, float]]:
         algorithm,
         num_rows=rows,
         length_buckets=(320,),
-        log_entropy=False,
-        logprob_mismatch_warn=1.0,  # nobody has sampled these rows
-        **options,
+        **split_options(
+          LearnerOptions,
+          {'log_entropy': False, 'logprob_mismatch_warn': 1.0, **options},
+        ),
       )
       learners[way] = learner, [await learner.update(groups)]
     for _ in range(repeats):  # in turns, for the machine's speed wanders

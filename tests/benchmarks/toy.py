@@ -22,8 +22,9 @@ from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
 from jaxrl.training.batching import packing_plan
 from jaxrl.training.learner import Learner
+from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.monitoring import CompileCounter
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.types import Completion, Group, SamplingParams, Trajectory
 from tests.benchmarks import machine
 from tests.benchmarks.peers import shape
@@ -77,10 +78,9 @@ class Toy:
       registry.make('grpo', {'kl_coef': 0.0}),
       num_rows=PROMPTS * SAMPLES,
       length_buckets=(PROMPT + NEW,),
-      optimizer=make_optimizer(learning_rate=shape.LEARNING_RATE),
+      optimizer=make_optimizer(OptimizerOptions(learning_rate=shape.LEARNING_RATE)),
       device_thread=self.device_thread,
-      log_entropy=entropy,
-      packing=shared if share else '',
+      options=LearnerOptions(log_entropy=entropy, packing=shared if share else ''),
     )
 
   async def start(self) -> None:

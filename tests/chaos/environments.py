@@ -71,7 +71,7 @@ from configs import base, debug
 def get_config():
   c = debug.get_config()
   c.env.bad = base.env_section(
-    {kind!r}, max_tokens_per_step=4, max_steps=3, timeouts='reset=3, step=3')
+    {kind!r}, max_tokens_per_step=4, max_steps=3, timeouts={{'reset': 3, 'step': 3}})
   c.sft.num_steps = 0
   c.num_steps = 2
   c.eval.update(interval=2, num_tasks=2)

@@ -6,7 +6,7 @@ import json
 import shutil
 
 from configs import debug
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate

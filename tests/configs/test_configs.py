@@ -8,37 +8,35 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
-from jaxrl.call_strings import defaults
+from jaxrl.config import from_config, to_config
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.file_sampler import FileSampler
+from jaxrl.options import defaults
 from jaxrl.rollout.engine.jax_engine import JaxEngine
-from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.queue.group_queue import GroupQueue
-from jaxrl.training.checkpointing import Checkpointer
-from jaxrl.training.learner import Learner
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.rollout.thread_pool import Timeouts
+from jaxrl.run_options import (
+  DatasetOptions,
+  EnvOptions,
+  EvalOptions,
+  EvalSetOptions,
+  ModelOptions,
+  RolloutOptions,
+  RunOptions,
+)
 from launch.logging.workdir import Workdir, json_data
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 
 FILES = sorted(
   path
   for path in pathlib.Path(base.__file__).parent.glob('*.py')
   if path.stem[0] != '_'
 )
-SOURCES = {
-  'dataset': [GlobalDataset],
-  'batch': [Learner],
-  'optimizer': [make_optimizer],
-  'rollout': [EnvManager, JaxEngine, GroupQueue, Learner],
-  'checkpoint': [Checkpointer],
-  'env.x': [EnvManager],
-}
 
 
 def load(path, *overrides):
   command = configs.parse([f'--config={path}', *overrides], {})
-  return configs.load(command, {'logging': read_logging})
+  return configs.load(command, {'logging': LoggingOptions})
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
@@ -51,46 +49,25 @@ def test_every_config_loads_and_is_sound(path):
   assert load(f'{path}:opmd').algorithm.name == 'opmd'
 
 
-@pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
-def test_at_most_a_hundred_public_keys(path):
-  config = load(path)
-  tags = max(len(config.env), 1)
-  public_keys = [
-    key
-    for key in configs.dotted_keys(config)
-    if not key.startswith('algorithm.') and '.env_config.' not in key
-  ]
-  shared = [key for key in public_keys if not key.startswith('env.')]
-  assert len(shared) + (len(public_keys) - len(shared)) / tags <= 100
+def test_options_come_back_from_a_config():
+  options = RunOptions(
+    model=ModelOptions(lora='lora(rank=4)', stop_token_ids=(3,)),
+    dataset=DatasetOptions(path='generate:arithmetic(size=3) + rows.jsonl', limit=7),
+    rollout=RolloutOptions(group_filter='reward_std(threshold=0.1) + reward_range()'),
+    env={'x': EnvOptions(env_type='math', timeouts=Timeouts(step=3), stop=('a',))},
+    eval=EvalOptions(sets={'hard': EvalSetOptions(tag='x', temperature=0.5)}),
+  )
+  assert from_config(RunOptions, to_config(options).to_dict()) == options
+  assert from_config(RunOptions, to_config(RunOptions()).to_dict()) == RunOptions()
 
 
-def test_a_default_is_the_signatures_own():
-  config = base.get_config()
-  config.env.x = base.env_section('math')
-  assert config.env.x.row_format == 'auto'  # the launcher's word for what fits
-  config.env.x.row_format = defaults(EnvManager)['row_format']
-  assert (
-    config.batch.num_micro_batches == 0
-  )  # the launcher's word for what memory needs
-  config.batch.num_micro_batches = defaults(Learner)['num_micro_batches']
-  compared = 0
-  for section, sources in SOURCES.items():
-    node = config
-    for part in section.split('.'):
-      node = node[part]
-    for key, value in node.items():
-      signature_defaults = [
-        defaults(source)[key] for source in sources if key in defaults(source)
-      ]
-      if signature_defaults and key != 'timeouts':  # which the launcher has as a text
-        compared += 1
-        # Calls are shown as texts.
-        assert value in signature_defaults or value in map(str, signature_defaults), (
-          f'{section}.{key}'
-        )
-  assert compared > 25
-  assert config.sft.batch_size == defaults(FileSampler)['batch_size']
-  assert config.sft.warmup_steps == defaults(make_optimizer)['warmup_steps']
+def test_a_default_is_that_of_the_class_that_takes_it():
+  options = RunOptions()
+  for section, source in ((options.dataset, GlobalDataset), (options.sft, FileSampler)):
+    own = defaults(source)
+    shared = own.keys() & section.as_dict().keys() - {'limit'}
+    assert shared and all(getattr(section, key) == own[key] for key in shared)
+  assert options.rollout.max_num_seqs == defaults(JaxEngine)['max_num_seqs']
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)

@@ -7,10 +7,10 @@ import pytest
 
 from configs import base
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import defaults
-from jaxrl.data.trajectory_writers.writer import open_dump
+from jaxrl.config import to_config
+from jaxrl.data.trajectory_writers.writer import DumpOptions
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 
 ROOT = pathlib.Path(base.__file__).parents[1]
 PAGE = ROOT / 'docs' / 'keys.md'
@@ -25,9 +25,9 @@ def known():
   config = base.get_config()
   config.env.TAG = base.env_section('math')
   keys = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.dotted_keys(config)}
-  keys |= {f'trajectory_dump.{name}' for name in defaults(open_dump)}
-  keys |= {f'logging.{name}' for name in defaults(read_logging)}
-  keys |= {f'eval.sets.<name>.{name}' for name in defaults(base.eval_set_options)}
+  keys |= {f'trajectory_dump.{name}' for name in to_config(DumpOptions())}
+  keys |= {f'logging.{name}' for name in to_config(LoggingOptions())}
+  keys |= {f'eval.sets.<name>.{name}' for name in base.eval_set()}
   for name in registry.names():
     keys |= {f'algorithm.{option}' for option in registry.builder_options(name)}
   return keys

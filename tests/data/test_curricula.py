@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.curricula import CURRICULA, Curriculum
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.row_sources import SOURCE_KEY, DataError
+from jaxrl.options import ConfigError
 from tests.calls import load_rows, make_curriculum, parse_call, parse_row_sources
 
 ROWS = [

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.file_sampler import FileSampler
 from jaxrl.data.row_sources import DataError
 from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.options import ConfigError
 from tests.data.letters import letters
 from tests.rollout import fakes
 

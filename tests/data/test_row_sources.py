@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.row_sources import DataError
+from jaxrl.options import ConfigError
 from tests.calls import load_rows
 
 ROWS = [{'question': f'q{i}, "ü"\n?', 'answer': f'{i}'} for i in range(4)]

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.types import Trajectory
 from tests.calls import make_sampler
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.training import staleness
-from launch.settings.component_calls import parse_staleness_limit
+from tests.calls import parse_staleness_limit
 from tests.rollout.fakes import row
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from configs import base
 from jaxrl.call_strings import ComponentCall
-from jaxrl.data.trajectory_writers.writer import open_dump
+from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.envs import env_registry
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 from jaxrl.envs.tools.function_tool import FunctionTool
 from launch.settings import command_line
 from launch.settings.env_options import parse_grader_calls
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from tests.docs.blocks import ROOT
 
 MARKED = re.compile(
@@ -157,7 +157,7 @@ def load(module, words):
   config = command.config or 'configs/debug.py'
   if (ROOT / config).exists():  # it may be the reader's own
     keys = [word for word in words if word.startswith('--config.')]
-    sections = {'logging': read_logging, 'trajectory_dump': open_dump}
+    sections = {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
     command = command_line.parse([f'--config={ROOT / config}', *keys])
     command_line.load(command, sections)
 

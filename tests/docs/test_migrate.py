@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from launch.settings.call_syntax import parse_calls
+from jaxrl.call_strings import parse_calls
 from launch.settings.component_kinds import KINDS
 from tests.configs import test_keys
 from tests.docs.blocks import ROOT
@@ -36,11 +36,7 @@ def test_every_component_that_is_named_exists(page):
   names |= {'file.py:name', 'none'}
   checked = 0
   for key, value in keys_of(page)[1]:
-    if value.startswith("='") and key not in (
-      'mesh',
-      'rollout.sampling',
-      'dataset.keys',
-    ):
+    if value.startswith("='") and key != 'dataset.keys':
       text = value[2:].partition("'")[0].replace('(…)', '').replace('…', '1')
       calls = parse_calls(text)
       assert not {call.name for call in calls} - names, (key, value)

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.algorithms import registry, requirements
 from jaxrl.functional import aggregation
 from jaxrl.functional.formulas import AGGREGATIONS, FORMULAS
+from jaxrl.options import defaults
 from jaxrl.training.diagnosis import RULES
 from launch.__main__ import COMMANDS
 from launch.logging.metric_descriptions import (
@@ -45,7 +45,7 @@ def test_every_algorithm_has_its_formula_options_and_command(pages):
   for name in registry.names():
     page = pages[f'reference/algorithms/{name}.md']
     assert '!!! formula' in page, name
-    for option in call_strings.defaults(registry.builder(name)):
+    for option in defaults(registry.builder(name)):
       assert f'`algorithm.{option}`' in page, (name, option)
     assert f'(/jaxrl/algorithms/presets/{name}.py)' in page
 

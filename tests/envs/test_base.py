@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.env_registry import (
   EnvResultError,
   check_reset_result,
@@ -13,6 +12,7 @@ from jaxrl.envs.env_registry import (
   find_env,
 )
 from jaxrl.envs.math_env import MathEnv
+from jaxrl.options import ConfigError
 
 MINE = """
 class Mine:

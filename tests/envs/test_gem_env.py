@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.adapters.gem_env import GemGame
 from jaxrl.envs.env_registry import env_factory
+from jaxrl.options import ConfigError
 
 
 @pytest.fixture(scope='module')

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.adapters.gymnasium_env import (
   GymnasiumEnv,
   describe_colors,
   observation_text,
 )
 from jaxrl.envs.env_registry import env_factory
+from jaxrl.options import ConfigError
 
 LAKE = {'id': 'FrozenLake-v1', 'arguments': {'is_slippery': False}}
 MOVES = ['left', 'down', 'right', 'up']

@@ -9,15 +9,15 @@ import time
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs import isolated_env
 from jaxrl.envs.env_registry import env_factory, find_env
 from jaxrl.envs.games.frozen_lake_env import FrozenLakeEnv
 from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES
 from jaxrl.envs.isolated_env import EnvProcessError, IsolatedEnv
 from jaxrl.envs.isolated_worker import MAX_OBSERVATION_CHARS
+from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvManager
-from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from tests.processes import wait_for_end
 from tests.rollout.fakes import FakeEngine, lease, world
 
@@ -65,7 +65,7 @@ async def test_a_hung_environment_is_killed_and_replaced():
   replies = iter(['hang', 'go'])
   pool = ThreadPool(1)
   shared = world(lambda: IsolatedEnv(MINE, {}), FakeEngine(lambda *_: next(replies)))
-  manager = EnvManager(shared, timeouts=make_timeouts(step=0.2))
+  manager = EnvManager(shared, timeouts=Timeouts(step=0.2))
   (hung,) = await manager.play_episode(lease(), base_seed=0)
   assert hung.stop_reason == 'env_timeout'
   wait_for_end(int(hung.messages[0]['content']))

@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.adapters.reasoning_gym_env import EVAL_SCORERS
 from jaxrl.envs.env_registry import env_factory
+from jaxrl.options import ConfigError
 
 pytest.importorskip('reasoning_gym')
 pytestmark = pytest.mark.filterwarnings('ignore::SyntaxWarning')

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.terminal import swe_tasks, test_results
 from jaxrl.envs.terminal.shell_session import SHELL_HELP, extract_command
+from jaxrl.options import ConfigError
 from jaxrl.types import Task
 from tests.calls import env_factory, parse_call
 from tests.envs import swe_repos

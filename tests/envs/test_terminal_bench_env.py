@@ -5,10 +5,10 @@ import tempfile
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
 from jaxrl.envs.terminal import dockerfile, terminal_bench_tasks
 from jaxrl.envs.terminal.shell_session import SHELL_HELP
+from jaxrl.options import ConfigError
 from jaxrl.types import Task
 from tests.calls import env_factory
 from tests.envs import terminal_folders

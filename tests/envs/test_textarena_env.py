@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.adapters.textarena_env import TextArenaGame
 from jaxrl.envs.env_registry import env_factory
+from jaxrl.options import ConfigError
 
 OPTIONS = {'arguments': {}, 'invalid_reward': 0.0, 'max_chars': 10}
 

@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.envs import env_registry
 from jaxrl.envs.games.countdown_env import CountdownEnv
+from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.thread_pool import ThreadPool
 from tests.calls import env_factory

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.functional import advantages as eager
 from jaxrl.functional import components
+from jaxrl.options import defaults
 from tests.functional import harness
 from tests.functional import restated_advantages as restated
 from tests.functional.cases import ADVANTAGES, MOMENTS
@@ -121,7 +121,7 @@ def one_for_each_set_of_numbers():
   """The first case of every function with every set of numeric options."""
   cases = {}
   for case in ADVANTAGES:
-    numbers = call_strings.defaults(case.fn) | dict(case.options)
+    numbers = defaults(case.fn) | dict(case.options)
     names = frozenset(k for k, v in numbers.items() if type(v) in NUMBERS)
     cases.setdefault((case.name, names), case)
   return list(cases.values())
@@ -130,9 +130,7 @@ def one_for_each_set_of_numbers():
 @pytest.mark.parametrize('case', one_for_each_set_of_numbers(), ids=str)
 def test_a_number_is_traced(case):
   """Numeric options may be tracers, masks bool or float."""
-  numeric = {
-    k: v for k, v in call_strings.defaults(case.fn).items() if type(v) in NUMBERS
-  }
+  numeric = {k: v for k, v in defaults(case.fn).items() if type(v) in NUMBERS}
   traced = {k: v for k, v in case.options.items() if type(v) in NUMBERS}
   fixed = {k: v for k, v in case.options.items() if k not in traced}
 

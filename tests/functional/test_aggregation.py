@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import aggregation
+from jaxrl.options import ConfigError
 from tests.functional import harness
 from tests.functional.cases import AGGREGATION
 from tests.functional.test_preference import paired

@@ -5,7 +5,6 @@ import typing
 
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.functional import (
   advantages,
   aggregation,
@@ -16,6 +15,7 @@ from jaxrl.functional import (
   losses,
   shaping,
 )
+from jaxrl.options import _choices, defaults
 from tests.functional import harness
 from tests.functional.cases import ADVANTAGES, ALL, OTHERS
 
@@ -56,11 +56,11 @@ def test_every_function_and_every_option_value_is_restated(fn):
     return
   assert cases, f'{fn.__name__} has no case'
   hints = typing.get_type_hints(fn)
-  for option, default in call_strings.defaults(fn).items():
+  for option, default in defaults(fn).items():
     if option == 'row_valid':  # an array: test_aggregation
       continue
     seen = {case.options.get(option, default) for case in cases}
-    choices = call_strings._choices(hints.get(option))
+    choices = _choices(hints.get(option))
     if isinstance(default, bool):
       choices = (False, True)
     assert set(choices) <= seen, f'{option}: {set(choices) - seen} has no case'

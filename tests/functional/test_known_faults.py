@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages as eager
 from jaxrl.functional import aggregation, components, kl, losses, reductions
 from jaxrl.functional.advantages import token_level
 from jaxrl.functional.losses import importance_weighted
+from jaxrl.options import ConfigError
 from tests.functional import harness
 from tests.functional.test_advantage_rules import first, rows
 from tests.marks import slow

@@ -21,7 +21,8 @@ MACHINES = 'v5p:2x2x1', 'h200:8'
 OPTIONS = (
   '--config=configs/qwen3_0_6b.py',
   '--config.model.dtype=bfloat16',
-  '--config.mesh=fsdp=4, data=1',
+  '--config.mesh.fsdp=4',
+  '--config.mesh.data=1',
   '--config.batch.max_length=512',
   '--config.batch.length_buckets=(512,)',
 )

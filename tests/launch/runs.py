@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 from configs import debug
+from jaxrl.call_strings import parse_call
 from launch import build, train
 from launch.logging.console import Console
 from launch.logging.metric_loggers import MetricLogger, MultiLogger, read_metrics
 from launch.settings import command_line as configs
-from launch.settings.call_syntax import parse_call
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests import processes
 
@@ -108,7 +108,7 @@ class Recorder(MetricLogger):
 def record(workdir, *options, config=VARIED):
   """Runs a job here without a command line's surroundings; what it told."""
   command = configs.parse(argv(workdir, *options, config=config), {'workdir': ''})
-  config_dict = configs.load(command, {'logging': read_logging})
+  config_dict = configs.load(command, {'logging': LoggingOptions})
   sink = Recorder()
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)

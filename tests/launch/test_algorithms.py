@@ -8,6 +8,7 @@ import pytest
 from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry, requirements
 from jaxrl.functional import components
+from jaxrl.options import defaults
 from launch import algorithms
 from launch.settings import component_kinds
 from tests.algorithms.test_plugins import LOSSES, WHOLE
@@ -130,7 +131,7 @@ def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys
     assert place.startswith('jaxrl/rollout/vllm/vllm_engine.py')
     return
   value = component_kinds.load_component(component)
-  options = call_strings.defaults(value) if callable(value) else {}
+  options = defaults(value) if callable(value) else {}
   words = ' '.join(page.split())
   assert len(component_kinds.component_docstring(value)) > 10 if callable(value) else 1
   for option, default in options.items():

@@ -57,14 +57,14 @@ SETTINGS = {
   (
     '--config.batch.packing=first_fit() --config.batch.num_micro_batches=2'
   ): 'leave it at 1',
-  '--config.kernels=fast': "--config.kernels='fast' is not one of auto, reference",
-  '--config.mesh=data=3': 'the number of devices, 8',
-  '--config.mesh=tensor=3': 'does not divide the number of devices, 8',
+  '--config.kernels=fast': "--config.kernels='fast': is not one of auto, reference",
+  '--config.mesh.data=3': 'the number of devices, 8',
+  '--config.mesh.tensor=3': 'does not divide the number of devices, 8',
   '--config.dataset.path=generate:arithmetik()': "Did you mean 'arithmetic'",
   '--config.dataset.path=generate:arithmetic(max_nmber=3)': "no option 'max_nmber'",
   "--config.dataset.path=generate:arithmetic(kinds=['ad'])": 'ad',
   '--config.env.arithmetic.env_type=mth': "Did you mean 'math'",
-  '--config.env.arithmetic.row_format=steps': "no row format 'steps'",
+  '--config.env.arithmetic.row_format=steps': 'is not one of auto, trajectory',
   '--config.env.arithmetic.max_steps=0': 'must be at least 1',
   '--config.model.checkpoint=/nowhere': 'model.checkpoint=/nowhere',
   '--config.seed=-1': '--config.seed=-1: must be at least 0',
@@ -85,7 +85,7 @@ SETTINGS = {
   '--config.model.remat=dot': "Did you mean 'dots'",
   '--config.optimizer.name=adam': "Did you mean 'adamw'",
   '--config.optimizer.lr_schedule=cosin': "Did you mean 'cosine'",
-  '--config.optimizer.max_grad_norm=0': '--config.optimizer: max_grad_norm=0',
+  '--config.optimizer.max_grad_norm=0': '--config.optimizer.max_grad_norm=0',
   '--config.dataset.curriculum=bandid': "Did you mean 'bandit'",
   '--config.dataset.system_prompt=Hi --config.sft.num_steps=0': (
     'set --config.env.TAG.system_template'
@@ -120,7 +120,7 @@ OUT_OF_RANGE = {
     'code(seconds=-1)': 'seconds=-1 must be above 0',
     'code(memory_mb=-1)': 'memory_mb=-1 must be above 0',
   },
-  'env.arithmetic.timeouts': {'reset=-1': 'reset=-1 must be at least 0'},
+  'env.arithmetic.timeouts.reset': {'-1': 'must be at least 0'},
   'env.arithmetic.max_steps': {'-1': 'max_steps=-1: must be at least 1'},
   'rollout.engine': {
     'jax(max_stop_ids=-1)': 'max_stop_ids=-1 must be at least 1',

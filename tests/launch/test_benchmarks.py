@@ -10,14 +10,13 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl import model_loading
-from jaxrl.call_strings import ConfigError
-from jaxrl.data.row_sources import DataError, load_rows
+from jaxrl.data.row_sources import DataError, load_rows, parse_row_sources
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.options import ConfigError
 from jaxrl.types import Task
 from launch import evaluate
 from launch.benchmarks import BENCHMARKS, benchmark_rows, part_scores
-from launch.settings.call_syntax import parse_row_sources
 from launch.settings.env_options import parse_grader_calls
 from tests.envs.graders.test_code_grader import TWICE
 from tests.launch import runs

@@ -87,7 +87,10 @@ OPTIONS = {
 )
 def test_an_update_compiles_with_what_saves_memory(text, name):
   sizes = ('--config.batch.max_length=256', model(head_dim=64))
-  mesh = ('--config.mesh=fsdp=4, data=1',)
+  mesh = (
+    '--config.mesh.fsdp=4',
+    '--config.mesh.data=1',
+  )
   run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *OPTIONS[name])
   target = targets.parse_target(text)
   devices = targets.target_devices(text)[:4]
@@ -108,7 +111,11 @@ def test_an_update_compiles_with_what_saves_memory(text, name):
 )
 def test_an_update_compiles_where_experts_or_lengths_are_split(text, axis):
   sizes = ('--config.batch.max_length=256', model(head_dim=64))
-  mesh = (f'--config.mesh={axis}=2, fsdp=2, data=1',)
+  mesh = (
+    f'--config.mesh.{axis}=2',
+    '--config.mesh.fsdp=2',
+    '--config.mesh.data=1',
+  )
   experts = model('qwen3_moe', head_dim=64, **SPARSE)
   more = (experts,) if axis == 'expert' else ()
   run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *more)

@@ -3,8 +3,8 @@
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl.call_strings import ConfigError
-from jaxrl.config import make_section, omit_options, pick_options
+from jaxrl.config import make_section
+from jaxrl.options import ConfigError
 from launch.settings import command_line as launch_config
 
 
@@ -187,8 +187,8 @@ def test_section_reads_a_signature():
     launch_config.override(config, 'algorithm.k', 'none')
 
 
-def test_section_joins_sources_and_refuses_strangers():
-  joined = make_section({'name': 'mine', 'tau': 3, 'kl_loss': ''}, maker)
+def test_section_takes_further_keys_and_refuses_strangers():
+  joined = make_section(maker, {'name': 'mine', 'tau': 3, 'kl_loss': ''})
   assert (joined.name, joined.tau, joined.kl_loss) == ('mine', 1.0, '')
   with pytest.raises(ConfigError, match="Did you mean 'tau'"):
     make_section(maker, taw=1)
@@ -200,17 +200,3 @@ def test_the_algorithm_is_chosen_after_the_colon():
   config = ConfigDict({'algorithm': {'name': 'grpo'}})
   with pytest.raises(ConfigError, match=r'--config=FILE.py:opmd'):
     launch_config.override(config, 'algorithm.name', 'opmd')
-
-
-def test_take_and_leave_keep_the_annotations():
-  section = make_section(
-    {'name': 'x'}, pick_options(maker, 'tau'), omit_options(maker, 'tau', 'k')
-  )
-  assert section.to_dict() == {'name': 'x', 'tau': 1.0, 'clip': 0.2, 'n': None}
-  config = ConfigDict({'a': section})
-  launch_config.override(config, 'a.clip', 'none')
-  launch_config.override(config, 'a.tau', '0.5')
-  assert (config.a.clip, config.a.tau) == (None, 0.5)
-  for pick in (pick_options, omit_options):
-    with pytest.raises(ConfigError, match="Did you mean 'clip'"):
-      pick(maker, 'clips')

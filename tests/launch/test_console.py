@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.logging.console import Clock, Console, break_command, format_duration
-from launch.settings.logging_settings import LEVELS, read_logging
+from launch.settings.logging_settings import LEVELS, LoggingOptions
 
 
 class Tty(io.StringIO):
@@ -113,7 +113,7 @@ def test_a_long_command_breaks_between_the_words_of_the_shell(width):
 
 @pytest.mark.parametrize('level', ['debug', 'info', 'warning', 'error'])
 def test_the_console_shows_messages_from_its_level_on(level, capsys):
-  assert read_logging(level=level).level == level
+  assert LoggingOptions(level=level).level == level
   console, log = Console(), logging.getLogger('jaxrl.anything')
   with console.listening():
     console.set_level(level)
@@ -125,8 +125,8 @@ def test_the_console_shows_messages_from_its_level_on(level, capsys):
 
 
 def test_another_level_is_named_with_its_key():
-  with pytest.raises(ConfigError, match=r"config.logging.level: no level 'warn'"):
-    read_logging(level='warn')
+  with pytest.raises(ConfigError, match=r"level='warn': is not one of debug"):
+    LoggingOptions(level='warn')
 
 
 @pytest.mark.parametrize('width', [80, 100])

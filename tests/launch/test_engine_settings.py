@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from configs import debug, qwen3_0_6b
-from jaxrl.call_strings import ConfigError
 from jaxrl.model_loading import random_config
 from jaxrl.models import huggingface
+from jaxrl.options import ConfigError
 from jaxrl.rollout.vllm import vllm_options
 from launch.runtime import placement
 from launch.runtime.placement import ClusterNode
@@ -115,9 +115,7 @@ def test_sequences_beyond_longrope_are_refused():
 
 
 def test_the_jax_engine_takes_its_own_options():
-  engine = resolve_settings(
-    config('jax(prefill_tokens=64, decode_steps=2)')
-  ).rollout.engine
+  engine = resolve_settings(config('jax(prefill_tokens=64, decode_steps=2)')).engine
   kind, options = engine.kind, engine.options
   assert kind == 'jax' and options['prefill_tokens'] == 64
   assert options['max_num_seqs'] == 16 and options['max_length'] == 64
@@ -126,7 +124,7 @@ def test_the_jax_engine_takes_its_own_options():
 
 def test_vllm_takes_its_options_by_name(installed):
   config_dict = config('vllm(tensor_parallel_size=2)', ray=True)
-  engine = resolve_settings(config_dict).rollout.engine
+  engine = resolve_settings(config_dict).engine
   kind, options = engine.kind, engine.options
   assert kind == 'vllm' and options == {
     'max_num_seqs': 16,
@@ -169,7 +167,7 @@ def test_without_vllm_its_environment_must_be_named(monkeypatch):
     check_engine(resolve_settings(config('vllm', ray=True)))
   settings = resolve_settings(config('vllm(python="env", whatever=1)', ray=True))
   check_engine(settings)
-  assert settings.rollout.engine.options['python'] == shutil.which('env')
+  assert settings.engine.options['python'] == shutil.which('env')
 
 
 def test_the_options_of_another_environment_are_read_off_its_source(tmp_path):
@@ -241,7 +239,7 @@ def test_the_qwen3_config_passes_all_checks(installed, tmp_path):
   config_dict.dataset.path = 'generate:arithmetic()'
   settings = resolve_settings(config_dict)
   validate(settings)
-  engine = settings.rollout.engine
+  engine = settings.engine
   assert engine.kind == 'vllm'
   assert engine.options == {
     'max_num_seqs': 256,

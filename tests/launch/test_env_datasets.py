@@ -7,8 +7,8 @@ import types
 import pytest
 
 from configs import base
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.dataset import GlobalDataset
+from jaxrl.options import ConfigError
 from launch.rollouts.env_datasets import (
   check_limit,
   describe_seen,
@@ -119,10 +119,10 @@ def test_a_tag_has_rows_and_keys_of_its_own(tmp_path):
 def test_a_tag_takes_what_it_leaves_open_from_the_run(tmp_path):
   config = with_own_rows(tmp_path, keys='')
   config.dataset.keys = 'question=problem'
-  tasks = resolve_settings(config).env['own'].dataset
+  tasks = resolve_settings(config).tasks['own']
   assert tasks.question_key == 'problem' and tasks.split == config.dataset.split
   assert str(tasks.curriculum) == config.dataset.curriculum
-  assert resolve_settings(config).env['arithmetic'].dataset.path
+  assert resolve_settings(config).tasks['arithmetic'].path
 
 
 def test_tags_that_name_the_same_rows_share_them(tmp_path):
@@ -142,7 +142,7 @@ def test_tags_that_name_the_same_rows_share_them(tmp_path):
     ({'keys': 'question'}, r'--config.env.own.dataset.keys=question: write name=KEY'),
     ({'limit': 0}, 'env.own.dataset.limit=0: must be at least 1'),
     ({'curriculum': 'shufle'}, "env.own.dataset.curriculum.*'shuffle'"),
-    ({'path': 'generate:arithmetic('}, '--config.env.own.dataset.path='),
+    ({'path': 'generate:arithmetic('}, 'env.own.dataset.path='),
   ],
 )
 def test_what_is_wrong_in_a_tag_is_told_with_its_key(tmp_path, change, message):
@@ -218,7 +218,7 @@ def test_evaluation_sets_have_files_and_numbers_of_their_own(tmp_path):
   config = with_sets(tmp_path, group_size=2, temperature=0.5, interval=2)
   settings = resolve_settings(config)
   validate(settings)
-  easy, hard = settings.eval.sets['easy'], settings.eval.sets['hard']
+  easy, hard = settings.evaluations['easy'], settings.evaluations['hard']
   assert (easy.interval, easy.num_tasks, easy.group_size) == (4, 3, 1)
   assert (hard.interval, hard.group_size, hard.temperature) == (2, 2, 0.5)
   tests = load_datasets(settings, Counting()).tests

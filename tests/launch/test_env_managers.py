@@ -6,7 +6,7 @@ The classes are those that docs/extending.md shows.
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch import play, rollout
 from tests.launch import runs
 from tests.launch.runtime.test_ray_runtime import same
@@ -148,7 +148,7 @@ def test_a_manager_from_scratch_plays_the_same_episodes(folder, ours, tmp_path):
     ('broken.py:function', 'is no class'),
     ('broken.py:NoLoop', 'has no coroutine run_rollout_loop'),
     ('broken.py:PlainLoop', 'has no coroutine run_rollout_loop'),
-    ('broken.py:FewOptions', "unexpected keyword argument 'max_steps'"),
+    ('broken.py:FewOptions', "unexpected keyword argument 'temperature'"),
     ('broken.py:ForAgents', 'is not played by an agent: derive'),
     ('last_turn_manager.py:LastTurnManager(colour=1)', "no option 'colour'"),
     ('last_turn_manager.py:LastTurnManager(scale="x")', 'must be a float'),

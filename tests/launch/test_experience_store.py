@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.store.experience_writer import ExperienceWriter, GroupSerializer
 from jaxrl.data.store.store_database import StoreDatabase
+from jaxrl.options import ConfigError
 from launch import build, rollout
 from launch.rollouts import experience_store
 from launch.rollouts.rollout_scheduler import RolloutScheduler

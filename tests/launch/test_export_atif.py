@@ -6,7 +6,7 @@ import atif
 import numpy as np
 
 from jaxrl.data.images import as_image
-from jaxrl.data.trajectory_writers.writer import open_dump
+from jaxrl.data.trajectory_writers.writer import DumpOptions, open_dump
 from launch.report import export_atif
 from tests.data.trajectory_writers.dumps import row
 
@@ -46,7 +46,7 @@ def test_images_are_files_beside_the_documents(tmp_path):
   run.mkdir()
   (run / 'config.json').write_text(json.dumps({'config': {}}))
   for path in ('', f'atif://{live}'):
-    columns, writer = open_dump('train', run, path=path)
+    columns, writer = open_dump('train', run, DumpOptions(path))
     writer.check(fresh=True)
     writer.write('t-step000001', columns.rows([trajectory], step=1, mode='train'))
   assert export_atif.main([str(run), str(out)]) == 0

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate
 from tests.launch import runs
@@ -16,7 +16,7 @@ SHORT = ('--config.eval.interval=0', '--config.optimizer.lr_schedule=constant')
 
 def load(algorithm, *overrides, config=runs.DEBUG):
   command = configs.parse([f'--config={config}:{algorithm}', *overrides], {})
-  return configs.load(command, {'logging': read_logging})
+  return configs.load(command, {'logging': LoggingOptions})
 
 
 @pytest.mark.parametrize(

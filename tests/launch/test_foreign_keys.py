@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.settings import command_line, foreign_keys
 
 # What a newcomer types, and what the answer must name.

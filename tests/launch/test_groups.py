@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.group_stats import RAW_SCORE, sample_accuracies
+from jaxrl.options import ConfigError
 from launch.settings import command_line as configs
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate, validate_training
@@ -171,8 +171,8 @@ def test_a_killed_run_with_a_bandit_ends_at_the_same_bits(tmp_path):
 @pytest.mark.parametrize(
   ('options', 'words'),
   [
-    (['--config.rollout.sampling=top_p=0.9'], 'top_p=0.9.*temperature'),
-    (['--config.rollout.sampling=top_k=5'], 'top_k=5.*temperature'),
+    (['--config.rollout.top_p=0.9'], 'top_p=0.9.*temperature'),
+    (['--config.rollout.top_k=5'], 'top_k=5.*temperature'),
     (
       ['--config.rollout.reward_shaping=overlng'],
       "rollout.reward_shaping.*mean 'overlong'",

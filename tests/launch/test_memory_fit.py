@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from launch.learner.learner_factory import PhaseSpec
 from launch.planning import memory_choice, memory_fit, planned_run, rough_memory

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.logging.metric_loggers import (
   JsonLines,
   MetricLogger,

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from jaxrl.data.trajectory_writers.writer import open_dump
+from jaxrl.data.trajectory_writers.writer import DumpOptions
 from launch.logging import next_steps
 from launch.settings import command_line
 from launch.settings.algorithm_options import build_algorithm
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from tests.launch import runs
 from tests.marks import slow_except
 
@@ -33,7 +33,7 @@ def steps_of(algorithm, *overrides):
   argv = [f'--config={runs.DEBUG}:{algorithm}', *overrides]
   command = command_line.parse(argv, {'workdir': ''})
   config = command_line.load(
-    command, {'logging': read_logging, 'trajectory_dump': open_dump}
+    command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
   )
   return next_steps.next_steps(command, config, WORKDIR)
 
@@ -41,9 +41,9 @@ def steps_of(algorithm, *overrides):
 def load(line):
   """The config of a printed command, as the command itself would read it."""
   _, _, module, *argv = shlex.split(line)
-  sections = {'logging': read_logging}
+  sections = {'logging': LoggingOptions}
   if module == 'launch.train':
-    sections['trajectory_dump'] = open_dump
+    sections['trajectory_dump'] = DumpOptions
   else:
     assert module == 'launch.play'
   return command_line.load(command_line.parse(argv, {'workdir': ''}), sections)

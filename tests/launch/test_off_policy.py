@@ -4,8 +4,8 @@ import pytest
 
 from configs import debug
 from jaxrl.algorithms import consistency, registry, requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import components, corrections
+from jaxrl.options import ConfigError
 from launch.rollouts import group_samplers
 from launch.settings import off_policy
 from launch.settings.resolve import resolve_settings

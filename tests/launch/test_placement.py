@@ -3,7 +3,7 @@
 import pytest
 
 from configs import debug, qwen3_0_6b
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.training.learner import Learner
 from launch.runtime import placement

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models import huggingface, lora
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.weights.snapshots import DeviceDeltaSnapshot
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from launch.learner import learner_factory
 from launch.planning import (
   cost,
@@ -52,7 +52,7 @@ def whole(tree):
 def learner_of(run, **mesh):
   sizes = mesh or {'data': 1}
   devices = jax.devices()[: math.prod(sizes.values())]
-  return planned_run.make_learner(run, make_mesh(**sizes, devices=devices))
+  return planned_run.make_learner(run, make_mesh(MeshOptions(**sizes), devices=devices))
 
 
 def resident(run, **mesh):
@@ -68,7 +68,10 @@ def merged():
   def filled(x):
     return jnp.full(x.shape, 0.5, x.dtype)
 
-  run, mesh = small(LORA), make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+  run, mesh = (
+    small(LORA),
+    make_mesh(MeshOptions(data=1, fsdp=2), devices=jax.devices()[:2]),
+  )
   policy = run.policy()
   arguments = run.settings, policy, mesh, DeviceThread('test'), None
   stage = learner_factory.PhaseSpec('train', run.num_rows, 1)
@@ -199,12 +202,8 @@ def test_what_a_transport_copies_first(name, options, copied, monkeypatch):
   run = small()
   learner = learner_of(run, data=1, fsdp=2)
   sizes = [publish_memory._shard_size(x) for x in jax.tree.leaves(learner.params)]
-  weight_sync = dataclasses.replace(
-    run.settings.weight_sync, transport=WeightTransport(name, options)
-  )
-  run = dataclasses.replace(
-    run, settings=dataclasses.replace(run.settings, weight_sync=weight_sync)
-  )
+  transport = WeightTransport(name, options)
+  run = dataclasses.replace(run, settings=run.settings.replace(transport=transport))
   memory = publish_memory.publishing_memory(run, learner, None)
   assert memory == {'gradients': 0.0, 'temporaries': copied(sizes)}
 

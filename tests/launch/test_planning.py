@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import moe
+from jaxrl.options import ConfigError
 from jaxrl.training.parallelism.expert_parallel import ExpertParallel
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from kernels import flash_attention, grouped_matmul_gpu
 from kernels.attention import attention
 from launch import plan
@@ -112,7 +112,7 @@ def test_experts_that_are_shared_out_cost_no_more(platform):
 
   def count(**sizes):
     devices = jax.devices()[: math.prod(sizes.values())]
-    mix = ExpertParallel(make_mesh(**sizes, devices=devices))
+    mix = ExpertParallel(make_mesh(MeshOptions(**sizes), devices=devices))
     way = moe.select_implementation(x, 'auto', platform)
     slope = jax.grad(lambda x, c, *rest: mix(way, x, c, *rest).sum(), (0, 3, 4, 5))
     return flops.count_flops(
@@ -141,7 +141,7 @@ def test_flops_of_a_kernel_are_those_of_the_plain_way(kernel):
 
 def test_collectives_count_a_loop_as_often_as_it_runs():
   """x is split by columns: each of the six products must bring all of it together."""
-  mesh = make_mesh(data=1, tensor=8)
+  mesh = make_mesh(MeshOptions(data=1, tensor=8))
   split, rows = (NamedSharding(mesh, P(*s)) for s in ((None, 'tensor'), ('tensor',)))
   x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=split)
   w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
@@ -185,7 +185,7 @@ def test_groups(text, group):
 def test_the_programs_are_the_learners():
   """What is planned is what a learner with arrays compiles, to the byte."""
   run = small()
-  mesh = make_mesh(data=2, devices=jax.devices()[:2])
+  mesh = make_mesh(MeshOptions(data=2), devices=jax.devices()[:2])
   planned = planned_run.make_learner(run, mesh)
   shape, traced = planned.trace(16)
   leaves = jax.tree.leaves(planned.device_arrays)
@@ -287,11 +287,14 @@ def test_the_command_line(tmp_path, capsys):
     (['--topology=cpu:0'], 'cpu:1'),
     (['--topology=cpu:1', '--sweep=batch'], "must be 'mesh'"),
     (['--topology=cpu:1', '--config.model.checkpoint=Qwen9'], 'neither such a folder'),
-    (['--topology=cpu:1', '--config.mesh=data=3'], 'mesh'),
+    (['--topology=cpu:1', '--config.mesh.data=3'], 'mesh'),
     ([], 'TOPOLOGY'),
     (['--topology=cpu:1', '--json=nowhere/plan.json'], 'there is no folder nowhere'),
     (['--topology=cpu:1', '--config.kernels=fast'], 'is not one of auto, reference'),
-    (['--topology=cpu:1', '--config.model.dtype=float8'], 'There are: bfloat16'),
+    (
+      ['--topology=cpu:1', '--config.model.dtype=float8'],
+      'is not one of float32, bfloat16',
+    ),
     (
       ['--topology=cpu:1', '--config.model.random=qwen3(num_heads=3)'],
       'must be a multiple',
@@ -306,7 +309,7 @@ def test_the_command_line(tmp_path, capsys):
     (['--topology=cpu:1', '--config.rollout.engine=jax(exacct=True)'], "'exact'"),
     (['--topology=cpu:1', '--config.cluster.placement=nonsense'], 'colocated'),
     (
-      ['--topology=cpu:3', '--sweep=mesh', '--config.mesh=context=2'],
+      ['--topology=cpu:3', '--sweep=mesh', '--config.mesh.context=2'],
       'does not divide',
     ),
   ],

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
-from jaxrl.data.row_sources import load_rows
+from jaxrl.call_strings import parse_calls
+from jaxrl.data.row_sources import load_rows, parse_row_sources
 from jaxrl.envs.tools.toolbox import make_tools
+from jaxrl.options import ConfigError
 from launch.report.open_loggers import SINKS
 from launch.settings import command_line as configs
 from launch.settings import plugins
-from launch.settings.call_syntax import parse_calls, parse_row_sources
 from launch.settings.component_kinds import KINDS, load_component
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests.algorithms.test_plugins import LOSSES, WHOLE
 from tests.launch import runs
@@ -236,7 +236,7 @@ def test_the_config_holds_the_full_names(lab, tmp_path):
       '--config.rollout.group_filter=reward_std + never',
     ]
   )
-  config = configs.load(command, {'logging': read_logging})
+  config = configs.load(command, {'logging': LoggingOptions})
   assert config.env.echo.env_type == f'{lab}/echo_env.py:EchoEnv'
   assert config.dataset.curriculum == f'{lab}/others.py:Backwards'
   assert config.rollout.group_filter == f'reward_std + {lab}/others.py:never'

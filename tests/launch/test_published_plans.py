@@ -9,9 +9,7 @@ from launch import plan
 from launch.planning import engine_decode, planned_run, suggestions, targets
 from launch.planning.cost import resident_memory
 from launch.settings import command_line as configs
-from launch.settings.component_calls import format_mesh
 from launch.settings.resolve import resolve_settings
-from launch.settings.run_settings import as_options
 from tests.marks import slow_except
 
 # The parameters that each model's page on huggingface.co/Qwen tells, in billions.
@@ -46,8 +44,10 @@ def test_every_size_lowers_on_its_mesh(name):
   run = read(name)
   mesh = run.settings.mesh
   fixed = mesh.tensor * mesh.expert
-  sizes = as_options(mesh) | {'data': 1, 'fsdp': 8 // fixed}
-  run = suggestions.with_overrides(run, {'mesh': format_mesh(sizes)})
+  sizes = mesh.as_dict() | {'data': 1, 'fsdp': 8 // fixed}
+  run = suggestions.with_overrides(
+    run, {f'mesh.{axis}': size for axis, size in sizes.items()}
+  )
   mesh = planned_run.planned_mesh(run, jax.devices()[:8])
   learner = planned_run.make_learner(run, mesh)
   _, traced = learner.trace(run.buckets[-1])

@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.types import Trajectory
 from launch.logging.metric_loggers import (
   JsonLines,

@@ -3,9 +3,10 @@
 import pytest
 
 from configs import debug
-from jaxrl.call_strings import ConfigError
-from launch.settings.component_calls import parse_mesh, parse_row_keys
+from jaxrl.options import ConfigError
+from jaxrl.training.parallelism.mesh import MeshOptions
 from launch.settings.resolve import resolve_settings
+from launch.settings.task_settings import parse_row_keys
 
 
 @pytest.mark.parametrize(
@@ -27,14 +28,12 @@ def test_a_key_that_nothing_reads_is_refused(change, message):
 
 
 def test_an_axis_that_takes_all_devices_leaves_one_replica():
-  assert (parse_mesh('fsdp=-1').data, parse_mesh('fsdp=-1').fsdp) == (1, -1)
-  assert (parse_mesh('fsdp=2').data, parse_mesh('').data) == (-1, -1)
-  with pytest.raises(ConfigError, match='fsdp=0 must be at least 1'):
-    parse_mesh('fsdp=0')
-  with pytest.raises(
-    ConfigError, match='only one axis can be -1, and data and fsdp are'
-  ):
-    parse_mesh('data=-1, fsdp=-1')
+  assert (MeshOptions(fsdp=-1).data, MeshOptions(fsdp=-1).fsdp) == (1, -1)
+  assert (MeshOptions(fsdp=2).data, MeshOptions().data) == (-1, -1)
+  with pytest.raises(ConfigError, match='fsdp=0: must be at least 1'):
+    MeshOptions(fsdp=0)
+  with pytest.raises(ConfigError, match='only one axis can be -1, and fsdp is'):
+    MeshOptions(tensor=-1, fsdp=-1)
 
 
 def test_a_name_of_a_key_that_is_given_twice_is_refused():
@@ -60,16 +59,16 @@ def test_a_name_of_a_key_that_is_given_twice_is_refused():
 def test_a_text_that_cannot_be_read_is_answered_with_its_key(key):
   config = debug.get_config()
   config.update_from_flattened_dict({key: 'name(2)'})
-  with pytest.raises(ConfigError, match=f'config.{key}=.*options go by name'):
+  with pytest.raises(ConfigError, match=f'{key}=.*options go by name'):
     resolve_settings(config)
 
 
 def test_the_day_of_the_config_counts_before_that_of_the_run():
   config = debug.get_config()
-  assert resolve_settings(config).model.chat.date is None
-  begun = resolve_settings(config, day='2026-01-30').model.chat.date
+  assert resolve_settings(config).chat.date is None
+  begun = resolve_settings(config, day='2026-01-30').chat.date
   config.model.date = '2026-01-31'
-  chosen = resolve_settings(config, day='2026-01-30').model.chat.date
+  chosen = resolve_settings(config, day='2026-01-30').chat.date
   assert (str(begun), str(chosen)) == ('2026-01-30', '2026-01-31')
   config.model.date = 'today'
   with pytest.raises(ConfigError, match=r'model\.date=today: not a day'):

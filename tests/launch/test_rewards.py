@@ -11,10 +11,10 @@ import pytest
 
 from configs import base
 from jaxrl import model_loading as policies
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models import huggingface
+from jaxrl.options import ConfigError
 from launch.rollouts import reward_terms
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
+from jaxrl.options import ConfigError
 from jaxrl.types import FAILURES
 from launch import rollout
 from launch.rollouts import dataset_rollout
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from tests.data.trajectory_writers.dumps import row
 from tests.launch import runs
 
@@ -97,7 +97,7 @@ def test_games_need_a_number(tmp_path, capsys):
 
 def prepared(tmp_path, *options, **more):
   command = configs.parse(argv(tmp_path, *options, limit=100), {'workdir': ''})
-  config = configs.load(command, {'logging': read_logging})
+  config = configs.load(command, {'logging': LoggingOptions})
   rollout.prepare_rollout(config, **{'num_tasks': -1, 'group_size': 1, **more})
   return config
 
@@ -119,7 +119,7 @@ def test_each_mode_has_its_own_rows_and_temperature(tmp_path):
 
 def test_a_limit_of_the_data_set_does_not_limit_games(tmp_path):
   command = configs.parse([f'--config={runs.ROOT}/configs/frozen_lake.py'])
-  config = configs.load(command, {'logging': read_logging})
+  config = configs.load(command, {'logging': LoggingOptions})
   config.dataset.limit = 10
   options = {'mode': 'train', 'group_size': 1}
   rollout.prepare_rollout(config, num_tasks=25, **options)
@@ -128,12 +128,14 @@ def test_a_limit_of_the_data_set_does_not_limit_games(tmp_path):
 
 @pytest.mark.slow
 def test_tokens_may_be_left_out_where_nothing_trains_on_them(tmp_path, capsys):
-  options = argv(tmp_path / 'dump', '--config.rollout.sampling=top_p=0.5, top_k=3')
+  options = argv(
+    tmp_path / 'dump', '--config.rollout.top_p=0.5', '--config.rollout.top_k=3'
+  )
   assert rollout.main(options) == 0
   store = f'--config.trajectory_dump.path=experience+sqlite:///{tmp_path}/a.db'
   argument = [*options, f'--workdir={tmp_path / "store"}', store]
   assert rollout.main(argument) != 0
-  assert 'rollout.sampling: top_p=0.5' in capsys.readouterr().err
+  assert 'rollout.top_p=0.5' in capsys.readouterr().err
 
 
 def test_each_evaluation_set_is_played(tmp_path):

@@ -125,7 +125,7 @@ def phase(events, every):
   run = RunParts(settings, pathlib.Path(), writers, stop, runtime)  # pyright: ignore
   players = Players(settings, rollouts, learns_here=False)  # pyright: ignore
   source = PlayedGroups(settings, sampler, players)  # pyright: ignore
-  options = (parts, source, None, settings.eval.active)
+  options = (parts, source, None, settings.active_evaluations)
   return parts, TrainPhase(run, 'train', *options)  # pyright: ignore
 
 

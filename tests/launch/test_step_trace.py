@@ -9,26 +9,26 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl import spans
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.spans import Span
 from launch.logging import step_trace
 from launch.logging.step_trace import ProcessTrace, Profile, StepTrace, StepTracer
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from tests.launch import runs
 
 PARTS = {'trainer', 'learner', 'engine', 'environments', 'weights'}
 
 
 def test_the_key_names_steps_and_ranges():
-  assert read_logging(trace_steps='').trace_steps == ()
-  assert read_logging(trace_steps='3, 10 - 12,50').trace_steps == (
+  assert LoggingOptions(trace_steps='').traces == ()
+  assert LoggingOptions(trace_steps='3, 10 - 12,50').traces == (
     (3, 3),
     (10, 12),
     (50, 50),
   )
   for wrong in ('x', '5-3', '4, 4', '3-5, 5', '-1', '1.5'):
-    with pytest.raises(ConfigError, match=r'logging\.trace_steps'):
-      read_logging(trace_steps=wrong)
+    with pytest.raises(ConfigError, match='trace_steps='):
+      LoggingOptions(trace_steps=wrong)
 
 
 def test_spans_are_kept_only_while_they_are_collected():

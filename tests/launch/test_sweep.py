@@ -8,8 +8,8 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
+from jaxrl.options import ConfigError
 from launch.planning import cost, engine_decode, plan_table, sweep, targets
 from launch.planning.compiled_program import bytes_per_device
 from tests.launch.test_planned_memory import (
@@ -57,13 +57,13 @@ def test_what_was_left_out_is_told():
 
 @pytest.mark.parametrize('axis', ['context', 'expert'])
 def test_what_it_keeps_is_a_number(axis):
-  run = small(f'--config.mesh={axis}=-1, data=1')
+  run = small(f'--config.mesh.{axis}=-1', '--config.mesh.data=1')
   with pytest.raises(ConfigError, match=f'give {axis} a number'):
     swept(run, targets.parse_target('cpu:2'), 1)
 
 
 def test_what_it_keeps_divides_the_devices():
-  run = small('--config.mesh=context=3')
+  run = small('--config.mesh.context=3')
   with pytest.raises(ConfigError, match='context × expert, 3, does not divide the 4'):
     swept(run, targets.parse_target('cpu:4'), 1)
 
@@ -167,7 +167,7 @@ def test_what_holds_less_than_what_does_not_fit_is_next(monkeypatch):
 
 
 def test_the_configs_own_mesh_is_compared(monkeypatch):
-  run = small('--config.mesh=data=2, fsdp=2, tensor=2')
+  run = small('--config.mesh.data=2', '--config.mesh.fsdp=2', '--config.mesh.tensor=2')
   monkeypatch.setattr(
     sweep.cost,
     'estimate_cost',

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.planning import targets
 
 

@@ -93,7 +93,7 @@ def test_every_way_in_which_a_task_can_be_broken(tmp_path, capsys):
     row('slow'),
     row('last'),
   ]
-  section = {'max_concurrency': 2, 'timeouts': 'reset=20, step=0.5'}
+  section = {'max_concurrency': 2, 'timeouts': {'reset': 20, 'step': 0.5}}
   assert check(tmp_path, rows, f'{tmp_path}/own.py:Own', **section) == 1
   output = capsys.readouterr().out
   lines = [line for line in output.splitlines() if line.startswith('own row')]

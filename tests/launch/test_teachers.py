@@ -191,7 +191,9 @@ def test_the_distill_config(name):
   quick = configs.load(
     configs.parse([f'--config={runs.ROOT}/configs/quickstart.py'], {})
   )
-  student, teacher = (resolve_settings(one).model.random for one in (config, quick))
+  student, teacher = (
+    resolve_settings(one).model.random_config for one in (config, quick)
+  )
   assert student.hidden_size < teacher.hidden_size
   assert resolve_settings(config).teacher.folders == {}
 

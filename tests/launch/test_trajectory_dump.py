@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from configs import base
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
+from jaxrl.options import ConfigError
 from launch.logging.trajectory_dump import TrajectoryDump, has_begun
 from launch.settings.resolve import resolve_settings
 from tests.data.trajectory_writers.dumps import row

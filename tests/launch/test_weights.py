@@ -11,8 +11,8 @@ import pytest
 
 from configs import base
 from jaxrl import model_loading as policies
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora_transfer
+from jaxrl.options import ConfigError
 from jaxrl.rollout.vllm import vllm_options
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.rollout.weights.transport import FolderTransport, SharedMemoryTransport
@@ -29,7 +29,7 @@ def plan(text, ray=True, lora=''):
   config = base.get_config()
   config.cluster.ray, config.weight_sync.transport = ray, text
   config.model.lora = lora
-  return resolve_settings(config).weight_sync.transport
+  return resolve_settings(config).transport
 
 
 def test_auto_is_what_fits():
@@ -109,7 +109,7 @@ def test_from_gpu_to_gpu_the_learner_needs_what_vllm_has(text, monkeypatch, tmp_
   with pytest.raises(ConfigError, match=f'{prefix}torch was built without CUDA'):
     resolve_settings(config)
   version.write_text("cuda: Optional[str] = '12.8'\n")
-  assert resolve_settings(config).weight_sync.transport.direct
+  assert resolve_settings(config).transport.direct
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch.logging import workdir as workdir_module
 from launch.logging.workdir import (
   Workdir,

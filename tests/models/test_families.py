@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrl import model_loading
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import families, hf_names, huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.models.vision import patch_processor
+from jaxrl.options import ConfigError
 from tests.calls import parse_call
 
 TOY = """

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import hf_names, lora, lora_transfer
 from jaxrl.models.transformer_lm import TransformerLM
-from launch.settings.component_calls import parse_lora
+from jaxrl.options import ConfigError
+from tests.calls import parse_lora
 from tests.models import small
 
 DENSE = {'lora': lora.lora_adapters(rank=3, alpha=6.0)}

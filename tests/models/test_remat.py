@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import remat
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from tests.calls import parse_call
 from tests.models import small
 

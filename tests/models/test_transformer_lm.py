@@ -11,7 +11,7 @@ from jaxrl.functional import entropy
 from jaxrl.models.exact import Exact
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.sharding import ShardingConstraint
 from tests.marks import slow_except
 from tests.models import small
@@ -224,7 +224,7 @@ def test_shallow_models_on_one_cpu_are_unrolled(layers, changes, expected):
   assert model.scan_unroll == expected
   for devices in (1, 2):
     constrain = ShardingConstraint(
-      make_mesh(data=devices, devices=jax.devices()[:devices])
+      make_mesh(MeshOptions(data=devices), devices=jax.devices()[:devices])
     )
     placed = dataclasses.replace(model, constrain=constrain)
     assert placed.scan_unroll == (expected if devices == 1 else model.unroll or 1)

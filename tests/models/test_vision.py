@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxrl import model_loading
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.models.vision import image_places, patch_processor, vision_tower
+from jaxrl.options import ConfigError
 from tests.marks import TORCH, slow
 from tests.models import images
 from tests.models.families import cases

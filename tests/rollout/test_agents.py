@@ -9,22 +9,22 @@ import aiohttp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.agents.command_agent import CommandAgent, CommandAgentError
+from jaxrl.options import ConfigError
 from jaxrl.rollout.agent_env_manager import AgentEnvManager
 from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker, make_env_manager
 from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
-from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_queue import GroupQueue, QueueOptions
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.rollout.rewards.reward_pipeline import (
   RewardOutput,
   RewardPipeline,
   RewardTerm,
 )
-from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from jaxrl.types import PromptTooLongError
 from tests.calls import env_factory
 from tests.data.letters import END
@@ -150,7 +150,7 @@ async def test_a_grader_reads_the_last_reply():
   ],
 )
 async def test_a_bad_agent_costs_an_episode(agent, reason, words):
-  options = {'timeouts': make_timeouts(step=0.5 if 'hangs' in agent else 20.0)}
+  options = {'timeouts': Timeouts(step=0.5 if 'hangs' in agent else 20.0)}
   rows = await play(says('ab' + END), None, options, agent=f'{CASES}:{agent}')
   assert {row.stop_reason for row in rows} == {reason}
   assert words in rows[-1].extras.get('error', '')
@@ -200,7 +200,7 @@ async def test_a_program_plays(tmp_path):
 async def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
   note = tmp_path / 'pid'
   for seconds in (2.0, 8.0, 30.0):  # however long it takes to start here
-    options = {'timeouts': make_timeouts(step=seconds)}
+    options = {'timeouts': Timeouts(step=seconds)}
     rows = await play(says('a' + END), None, options, command=f'{PROGRAM} hang {note}')
     assert rows[-1].stop_reason == 'env_timeout'
     if note.exists():
@@ -325,9 +325,14 @@ async def test_an_attempt_given_up_ends_its_program(tmp_path):
         await asyncio.sleep(0.02)
     return int(note.read_text())
 
-  queue = GroupQueue(num_groups=1, group_size=1, num_env_groups=1, episode_timeout=0.01)
+  queue = GroupQueue(
+    num_groups=1,
+    group_size=1,
+    num_env_groups=1,
+    options=QueueOptions(episode_timeout=0.01),
+  )
   context = world(says('a' + END), queue, command=f'{PROGRAM} hang {note}')
-  worker = EnvWorker(context, [(0, 0)], {**OPTIONS, 'timeouts': make_timeouts(step=0)})
+  worker = EnvWorker(context, [(0, 0)], {**OPTIONS, 'timeouts': Timeouts(step=0)})
   task = asyncio.create_task(worker.run({'seed': 5}))
   await queue.advance_step(0)
   first = await started()

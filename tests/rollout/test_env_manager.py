@@ -10,12 +10,12 @@ import types
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import chat_tokenizer
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.envs.graders.rule_graders import make_format_grader
 from jaxrl.group_stats import is_truncated
+from jaxrl.options import ConfigError
 from jaxrl.rollout import env_manager
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
@@ -24,7 +24,7 @@ from jaxrl.rollout.rewards.reward_pipeline import (
   RewardPipeline,
   RewardTerm,
 )
-from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from jaxrl.types import PromptTooLongError, Task
 from tests.calls import env_factory
 from tests.data.test_chat_tokenizer import make_chat
@@ -245,7 +245,7 @@ async def test_a_broken_environment_costs_one_episode(fault, reason):
   envs = [BadEnv(fault=fault, seconds=0.5), EchoEnv()]
   pool = ThreadPool(1)
   manager = EnvManager(
-    world(lambda: envs.pop(0), pool=pool), timeouts=make_timeouts(reset=0.1, step=0.1)
+    world(lambda: envs.pop(0), pool=pool), timeouts=Timeouts(reset=0.1, step=0.1)
   )
   (bad,) = await manager.play_episode(lease(), base_seed=7)
   assert (bad.stop_reason, bad.failed) == (reason, True)
@@ -289,7 +289,7 @@ def test_a_long_error_keeps_its_end_which_says_where():
 
 async def test_an_engine_that_hangs_is_told_to_abort():
   engine = FakeEngine(delay=30)
-  (row,) = await play(world(engine=engine), timeouts=make_timeouts(generate=0.05))
+  (row,) = await play(world(engine=engine), timeouts=Timeouts(generate=0.05))
   assert row.stop_reason == 'generate_failed'
   assert engine.aborted == [engine.requests[0][0]]
 
@@ -461,7 +461,7 @@ async def test_an_environment_made_too_late_is_nobodys():
   manager = EnvManager(
     world(make, FakeEngine(reply), pool=ThreadPool(1)),
     max_steps=2,
-    timeouts=make_timeouts(reset=0.05),
+    timeouts=Timeouts(reset=0.05),
   )
   (failed,) = await manager.play_episode(lease(), base_seed=7)
   assert failed.stop_reason == 'env_reset_failed'

@@ -12,8 +12,8 @@ from jaxrl.data.dataset import GlobalDataset
 from jaxrl.rollout.engine.actor_proxy import ActorProxy, maybe_await
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.env_worker import EnvWorker, partition_envs
-from jaxrl.rollout.queue.group_queue import GroupQueue
-from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from jaxrl.rollout.queue.group_queue import GroupQueue, QueueOptions
+from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, world
 
 
@@ -110,8 +110,10 @@ async def test_environments_that_break_now_and_then(fault):
   def make_env():
     return BadEnv(fault=fault if next(counter) % 3 == 0 else '', seconds=0.2)
 
-  queue = GroupQueue(num_groups=4, group_size=3, num_env_groups=4, max_retries=9)
-  pool, options = ThreadPool(12), {'max_steps': 2, 'timeouts': make_timeouts(step=0.05)}
+  queue = GroupQueue(
+    num_groups=4, group_size=3, num_env_groups=4, options=QueueOptions(max_retries=9)
+  )
+  pool, options = ThreadPool(12), {'max_steps': 2, 'timeouts': Timeouts(step=0.05)}
   shared = world(make_env, queue=queue, pool=pool)
   places = partition_envs(4, 3, 1)[0]
   worker = EnvWorker(shared, places, options)
@@ -146,7 +148,12 @@ async def test_two_thousand_at_once_on_real_threads():
     number = next(counter)
     return BadEnv(fault=faults[number // 10 % 5] if number % 10 == 0 else '')
 
-  queue = GroupQueue(num_groups=250, group_size=8, num_env_groups=250, max_retries=20)
+  queue = GroupQueue(
+    num_groups=250,
+    group_size=8,
+    num_env_groups=250,
+    options=QueueOptions(max_retries=20),
+  )
   pool = ThreadPool(16)
   shared = world(make_env, queue=queue, pool=pool)
   worker = EnvWorker(shared, partition_envs(250, 8, 1)[0], {'max_steps': 2})
@@ -168,7 +175,9 @@ async def test_surplus_episodes_are_ended_at_once():
       self.delay = 60 if request_id.split('/')[4] == '1' else 0
       return await super().generate(request_id, token_ids, sampling)
 
-  queue = GroupQueue(num_groups=2, group_size=2, num_env_groups=2, extra_samples=1)
+  queue = GroupQueue(
+    num_groups=2, group_size=2, num_env_groups=2, options=QueueOptions(extra_samples=1)
+  )
   engine, pool = Slow(), ThreadPool(2)
   shared = world(queue=queue, engine=engine, pool=pool)
   worker = EnvWorker(shared, partition_envs(2, 3, 1)[0])

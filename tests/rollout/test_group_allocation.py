@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.group_stats import sample_scores
+from jaxrl.options import ConfigError
 from jaxrl.rollout.queue import group_filters
 from jaxrl.rollout.queue.group_pipeline import DropReason, GroupPipeline
 from tests.calls import make_group_filter

@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_queue import GroupQueue, QueueOptions
 from jaxrl.rollout.queue.group_state import FailureLog
-from tests.calls import make_group_filter
+from tests.calls import make_group_filter, split_options
 from tests.rollout.fakes import row
 
 
@@ -97,7 +97,10 @@ async def test_asking_again_gives_the_old_lease_up():
 @pytest.mark.parametrize('max_retries', [0, 1])
 async def test_lost_workers_cost_no_retries_but_not_for_ever(max_retries):
   queue = GroupQueue(
-    num_groups=1, group_size=2, num_env_groups=1, max_retries=max_retries
+    num_groups=1,
+    group_size=2,
+    num_env_groups=1,
+    options=QueueOptions(max_retries=max_retries),
   )
   await queue.advance_step(0)
   for attempt in range(4 + max_retries):
@@ -109,7 +112,9 @@ async def test_lost_workers_cost_no_retries_but_not_for_ever(max_retries):
 
 
 async def test_a_failure_after_a_lost_worker_is_the_first():
-  queue = GroupQueue(num_groups=1, num_env_groups=1, max_retries=1)
+  queue = GroupQueue(
+    num_groups=1, num_env_groups=1, options=QueueOptions(max_retries=1)
+  )
   await queue.advance_step(0)
   await soon(queue.get_episode_id(0, 0))
   await put(queue, await soon(queue.get_episode_id(0, 0)), stop_reason='env_error')
@@ -155,7 +160,10 @@ async def test_a_filtered_group_is_replaced_and_everyone_is_woken():
 
 async def test_a_filter_that_drops_all_is_an_error_not_a_hang():
   queue = GroupQueue(
-    lambda *_: True, num_groups=1, num_env_groups=1, max_consecutive_drops=5
+    lambda *_: True,
+    num_groups=1,
+    num_env_groups=1,
+    options=QueueOptions(max_consecutive_drops=5),
   )
   await queue.advance_step(0)
 
@@ -182,7 +190,9 @@ async def test_an_error_in_the_filter_reaches_the_trainer():
 
 
 async def test_a_failed_member_is_retried_with_its_seed_then_the_group_replaced():
-  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, max_retries=1)
+  queue = GroupQueue(
+    num_groups=1, group_size=2, num_env_groups=1, options=QueueOptions(max_retries=1)
+  )
   await queue.advance_step(0)
   await put(queue, await soon(queue.get_episode_id(0, 0)), 0)
   for attempt in (0, 1):
@@ -205,7 +215,10 @@ async def test_a_failed_member_is_retried_with_its_seed_then_the_group_replaced(
 )
 async def test_groups_with_a_failed_member_by_policy(options, size):
   queue = GroupQueue(
-    num_groups=1, group_size=2, num_env_groups=1, max_retries=0, **options
+    num_groups=1,
+    group_size=2,
+    num_env_groups=1,
+    **split_options(QueueOptions, {'max_retries': 0, **options}),
   )
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(2)]
@@ -218,7 +231,9 @@ async def test_groups_with_a_failed_member_by_policy(options, size):
 
 async def test_when_all_fail_the_error_says_why():
   queue = GroupQueue(
-    num_groups=1, num_env_groups=1, max_retries=0, max_consecutive_drops=3
+    num_groups=1,
+    num_env_groups=1,
+    options=QueueOptions(max_retries=0, max_consecutive_drops=3),
   )
   await queue.advance_step(0)
   for _ in range(3):
@@ -234,7 +249,12 @@ async def test_failures_are_logged_once_for_each_place(caplog):
   known.record('b', 'a trial step raised', "KeyError: 'x' (lab/b.py, line 3)")
   caplog.clear()
   failures = pickle.loads(pickle.dumps(known))  # as a queue elsewhere gets it
-  queue = GroupQueue(num_groups=9, num_env_groups=1, max_retries=0, failures=failures)
+  queue = GroupQueue(
+    num_groups=9,
+    num_env_groups=1,
+    failures=failures,
+    options=QueueOptions(max_retries=0),
+  )
   await queue.advance_step(0)
   for tag, reason, error in (
     ('a', 'env_error', "KeyError: 'x' (lab/a.py, line 3)"),
@@ -267,7 +287,10 @@ async def test_failures_are_logged_once_for_each_place(caplog):
 async def test_a_lease_past_its_deadline_is_played_by_another():
   now = [0.0]
   queue = GroupQueue(
-    clock=lambda: now[0], num_groups=1, num_env_groups=1, episode_timeout=10
+    clock=lambda: now[0],
+    num_groups=1,
+    num_env_groups=1,
+    options=QueueOptions(episode_timeout=10),
   )
   await queue.advance_step(0)
   hung = await soon(queue.get_episode_id(0, 0))
@@ -287,9 +310,7 @@ async def test_get_batch_looks_at_deadlines_by_itself():
   queue = GroupQueue(
     num_groups=1,
     num_env_groups=1,
-    episode_timeout=0.05,
-    max_retries=0,
-    max_consecutive_drops=1,
+    options=QueueOptions(episode_timeout=0.05, max_retries=0, max_consecutive_drops=1),
   )
   await queue.advance_step(0)
   await soon(queue.get_episode_id(0, 0))
@@ -298,7 +319,9 @@ async def test_get_batch_looks_at_deadlines_by_itself():
 
 
 async def test_surplus_members_are_given_up():
-  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, extra_samples=1)
+  queue = GroupQueue(
+    num_groups=1, group_size=2, num_env_groups=1, options=QueueOptions(extra_samples=1)
+  )
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
   await put(queue, leases[2], 2)
@@ -321,7 +344,9 @@ async def test_surplus_members_are_given_up():
   ],
 )
 async def test_async_ratio_says_how_many_groups_are_ahead(ratio, capacity):
-  queue = GroupQueue(num_groups=4, num_env_groups=4, async_ratio=ratio)
+  queue = GroupQueue(
+    num_groups=4, num_env_groups=4, options=QueueOptions(async_ratio=ratio)
+  )
   for step in range(3):
     await queue.advance_step(step)
     state = queue.state_dict()
@@ -336,7 +361,9 @@ async def test_async_ratio_says_how_many_groups_are_ahead(ratio, capacity):
 
 
 async def test_old_groups_expire():
-  queue = GroupQueue(num_groups=1, num_env_groups=2, async_ratio=1, in_order=False)
+  queue = GroupQueue(
+    num_groups=1, num_env_groups=2, in_order=False, options=QueueOptions(async_ratio=1)
+  )
   await queue.advance_step(0)
   old = await soon(queue.get_episode_id(0, 0))
   await fill(queue, 1, 1)
@@ -394,13 +421,17 @@ async def test_data_that_ends_mid_step_gives_what_there_is():
 
 
 async def test_state_survives_json_and_pending_groups_are_played_again():
-  queue = GroupQueue(num_groups=2, num_env_groups=2, async_ratio=1)
+  queue = GroupQueue(
+    num_groups=2, num_env_groups=2, options=QueueOptions(async_ratio=1)
+  )
   await queue.advance_step(0)
   for group_id in (0, 1, 0):
     await fill(queue, group_id, 1)
   await soon(queue.get_batch(2, 0))
   state = json.loads(json.dumps(queue.state_dict()))
-  resumed = GroupQueue(num_groups=2, num_env_groups=2, async_ratio=1)
+  resumed = GroupQueue(
+    num_groups=2, num_env_groups=2, options=QueueOptions(async_ratio=1)
+  )
   resumed.load_state_dict(state)
   await resumed.advance_step(1)
   assert resumed.state_dict()['pending'] == [2, 3, 4, 5]
@@ -426,7 +457,7 @@ def test_options_are_checked():
     {'max_retries': -1},
   ):
     with pytest.raises(ValueError):
-      GroupQueue(**options)
+      GroupQueue(**split_options(QueueOptions, options))
 
 
 async def test_to_ask_for_a_batch_is_to_begin_its_step():
@@ -468,7 +499,9 @@ def of_version(version, member=0):
 
 
 async def test_stale_groups_are_lost_and_replaced():
-  queue = GroupQueue(num_groups=2, num_env_groups=2, async_ratio=1.0)
+  queue = GroupQueue(
+    num_groups=2, num_env_groups=2, options=QueueOptions(async_ratio=1.0)
+  )
   await queue.advance_step(3)
   for group_id, version in ((0, 1), (1, 2)):
     lease = await soon(queue.get_episode_id(group_id, 0))
@@ -486,7 +519,9 @@ async def test_stale_groups_are_lost_and_replaced():
 
 
 async def test_a_group_of_mixed_versions_is_as_old_as_its_oldest_token():
-  queue = GroupQueue(num_groups=1, num_env_groups=1, max_consecutive_drops=2)
+  queue = GroupQueue(
+    num_groups=1, num_env_groups=1, options=QueueOptions(max_consecutive_drops=2)
+  )
   await queue.advance_step(5)
   old, new = of_version(4)[0], of_version(5)[0]
   new.turn = 1
@@ -540,7 +575,7 @@ async def test_the_batch_is_refilled_until_it_is_full_or_the_bound_is_reached():
     num_groups=2,
     group_size=2,
     num_env_groups=2,
-    max_consecutive_drops=3,
+    options=QueueOptions(max_consecutive_drops=3),
   )
   await queue.advance_step(0)
   kept = 0
@@ -571,7 +606,7 @@ async def test_refilled_batches_are_full():
     num_groups=2,
     group_size=2,
     num_env_groups=2,
-    max_consecutive_drops=3,
+    options=QueueOptions(max_consecutive_drops=3),
   )
   await queue.advance_step(0)
   scores = iter([(0, 0), (1, 1), (0, 1), (0, 0), (0, 0), (1, 0)])
@@ -622,7 +657,11 @@ async def test_the_greedy_member_comes_last_and_makes_the_group_whole():
 
 async def test_no_surplus_member_stands_in_for_the_greedy_one():
   queue = GroupQueue(
-    num_groups=1, group_size=1, num_env_groups=1, extra_samples=1, greedy=True
+    num_groups=1,
+    group_size=1,
+    num_env_groups=1,
+    greedy=True,
+    options=QueueOptions(extra_samples=1),
   )
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
@@ -639,9 +678,8 @@ async def test_a_group_without_its_greedy_member_is_replaced():
     num_groups=1,
     group_size=2,
     num_env_groups=1,
-    max_retries=0,
-    min_group_size=1,
     greedy=True,
+    options=QueueOptions(max_retries=0, min_group_size=1),
   )
   await queue.advance_step(0)
   leases = [await soon(queue.get_episode_id(0, e)) for e in range(3)]
@@ -663,7 +701,11 @@ async def test_a_group_without_its_greedy_member_is_replaced():
 async def test_what_does_not_expire_is_kept_whatever_its_age():
   for expires, left in ((True, [3]), (False, [0])):
     queue = GroupQueue(
-      num_groups=1, num_env_groups=2, async_ratio=1.0, in_order=False, expires=expires
+      num_groups=1,
+      num_env_groups=2,
+      in_order=False,
+      expires=expires,
+      options=QueueOptions(async_ratio=1.0),
     )
     await queue.advance_step(0)
     slow = await soon(queue.get_episode_id(0, 0))
@@ -710,7 +752,9 @@ async def test_who_takes_a_place_is_heeded_and_not_who_waited_there_before():
 
 async def test_what_the_dead_still_put_takes_nobodys_place():
   """A worker that was thought dead ends its episode; its place is another's now."""
-  queue = GroupQueue(num_groups=1, group_size=2, num_env_groups=1, max_retries=0)
+  queue = GroupQueue(
+    num_groups=1, group_size=2, num_env_groups=1, options=QueueOptions(max_retries=0)
+  )
   await queue.advance_step(0)
   dead = [await soon(queue.get_episode_id(0, env_id)) for env_id in (0, 1)]
   for env_id in (0, 1):  # given up one after the other, and taken in another order

@@ -20,7 +20,8 @@ from jaxrl.models.vision.patch_processor import PatchProcessor
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.rewards.reward_pipeline import RewardInput
 from jaxrl.training.learner import Learner
-from tests.calls import make_algorithm
+from jaxrl.training.learner_options import LearnerOptions
+from tests.calls import make_algorithm, split_options
 from tests.rollout.fakes import FakeEngine, play, world
 from tests.training import test_image_batches
 from tests.training.test_image_batches import params
@@ -98,7 +99,9 @@ async def test_an_environments_images_reach_the_engine_the_row_and_the_learner()
   assert text.startswith('<|im_start|>user\nSee <|vision_start|><|image_pad|><|vis')
   algorithm = make_algorithm('grpo', {'kl_coef': 0.0})
   sizes = {'num_rows': 2, 'length_buckets': (64,)}
-  learner = Learner(model, params(config()), algorithm, **sizes)
+  learner = Learner(
+    model, params(config()), algorithm, **split_options(LearnerOptions, sizes)
+  )
   other = dataclasses.replace(row, sample_index=1, rewards=0 * row.rewards)
   metrics = await learner.update([[row, other]])
   # The learner saw what the engine saw.

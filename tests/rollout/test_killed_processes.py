@@ -8,8 +8,8 @@ import signal
 
 from jaxrl.envs.isolated_env import IsolatedEnv
 from jaxrl.rollout.env_worker import EnvWorker, partition_envs
-from jaxrl.rollout.queue.group_queue import GroupQueue
-from jaxrl.rollout.thread_pool import ThreadPool, make_timeouts
+from jaxrl.rollout.queue.group_queue import GroupQueue, QueueOptions
+from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from tests.rollout.fakes import FakeEngine, world
 from tests.rollout.far_worker import FarWorker
 from tests.simulation.load import Book
@@ -58,7 +58,9 @@ async def test_environments_in_processes_that_die_hang_raise_or_leak():
   commands = itertools.cycle(
     ['go', 'die', 'go', 'go', f'leak {1 << 30}', 'go', 'go', 'hang', 'go', 'raise']
   )
-  queue = GroupQueue(num_groups=3, group_size=2, num_env_groups=3, max_retries=9)
+  queue = GroupQueue(
+    num_groups=3, group_size=2, num_env_groups=3, options=QueueOptions(max_retries=9)
+  )
   pool, envs = ThreadPool(6), []
 
   def make():
@@ -67,7 +69,7 @@ async def test_environments_in_processes_that_die_hang_raise_or_leak():
 
   shared = world(make, FakeEngine(lambda *_: next(commands)), queue, pool=pool)
   worker = EnvWorker(
-    shared, partition_envs(3, 2, 1)[0], {'timeouts': make_timeouts(step=1.0)}
+    shared, partition_envs(3, 2, 1)[0], {'timeouts': Timeouts(step=1.0)}
   )
   task = asyncio.create_task(worker.run({'seed': 0}))
   async with asyncio.timeout(LIMIT):

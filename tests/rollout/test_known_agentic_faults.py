@@ -95,7 +95,7 @@ FAULTS = {
   ],
   'unknown config keys are ignored': [
     'tests/launch/test_config.py::test_a_wrong_override_gets_one_clear_line',
-    'tests/launch/test_config.py::test_section_joins_sources_and_refuses_strangers',
+    'tests/launch/test_config.py::test_section_takes_further_keys_and_refuses_strangers',
   ],
   'an abort misses a request between registration and dispatch': [
     f'{ENGINE}::test_abort_at_once_is_not_missed',

@@ -10,6 +10,7 @@ from jaxrl.algorithms import registry
 from jaxrl.data.trajectory_codec import from_json, to_json
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.batching.batch_builder import collate
+from jaxrl.training.optimizers import OptimizerOptions
 from tests.calls import make_optimizer
 from tests.rollout.fakes import EchoEnv, FakeEngine, play, world
 from tests.training import toy
@@ -87,7 +88,9 @@ async def learn(joined):
   learner = toy.learner(
     algorithm,
     kind=TransformerLM,
-    optimizer=make_optimizer(learning_rate=1e-2, name='adamw(eps=1e-2)'),
+    optimizer=make_optimizer(
+      OptimizerOptions(learning_rate=1e-2, name='adamw(eps=1e-2)')
+    ),
     **shape,
   )
   metrics = await learner.update(played(joined))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.group_stats import RAW_SCORE, sample_accuracies, sample_scores
+from jaxrl.options import ConfigError
 from jaxrl.types import Trajectory
 from tests.calls import make_reward_shaper
 from tests.rollout.fakes import row

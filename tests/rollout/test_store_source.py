@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.store.experience_writer import ExperienceWriter, GroupSerializer
+from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_pipeline import (
   GroupPipeline,
   InsufficientGroupsError,

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.device_thread import DeviceThread
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.weights import weight_sync
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore, cast_copy
 from jaxrl.types import SamplingParams
-from launch.settings.component_calls import parse_sync_policy
+from tests.calls import parse_sync_policy
 from tests.rollout.test_jax_engine import MODEL, prompt, weights_of
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.curricula import make_curriculum
 from jaxrl.data.samplers import find_sampler
+from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from tests.rollout.fakes import row

@@ -17,7 +17,7 @@ from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker, partition_envs
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.rollout.queue.group_state import EpisodeLease
-from jaxrl.rollout.thread_pool import CallTimeoutError, make_timeouts
+from jaxrl.rollout.thread_pool import CallTimeoutError, Timeouts
 from jaxrl.types import Group
 from tests.rollout.fakes import END, FakeChat, completion
 
@@ -228,7 +228,7 @@ async def play(
   """
   clock = asyncio.get_running_loop().time
   shared = EnvContext(make_env, engine, FakeChat(), pool, queue, dataset)
-  settings = {'max_steps': TURNS, 'timeouts': make_timeouts(generate=60), **options}
+  settings = {'max_steps': TURNS, 'timeouts': Timeouts(generate=60), **options}
   parts = partition_envs(queue.num_env_groups, group_size, num_workers)
   workers = [EnvWorker(shared, places, settings) for places in parts]
   tasks = [asyncio.create_task(worker.run({'seed': 0})) for worker in workers]

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from jaxrl.data.dataset import GlobalDataset
-from jaxrl.rollout.thread_pool import make_timeouts
+from jaxrl.rollout.queue.group_queue import QueueOptions
+from jaxrl.rollout.thread_pool import Timeouts
+from tests.calls import split_options
 from tests.simulation import clock, load
 
 CHAOS = {'hang': 0.01, 'crash': 0.02, 'garbage': 0.01, 'nan': 0.01, 'leak': 0.01}
@@ -27,7 +29,11 @@ def run(faults=None, engine_faults=None, *, drop=None, make_env=None, **options)
     settings |= options.pop('queue', {})
     settings.setdefault('num_env_groups', settings['num_groups'])
     members = settings['group_size'] + settings.get('extra_samples', 0)
-    book = load.Book(drop, clock=asyncio.get_running_loop().time, **settings)
+    book = load.Book(
+      drop,
+      clock=asyncio.get_running_loop().time,
+      **split_options(QueueOptions, settings),
+    )
     return await load.play(
       book,
       load.Engine(load.Draws(1, engine_faults or {})),
@@ -68,7 +74,7 @@ def test_hung_episodes_without_any_timeout_but_their_leases():
   result, draws = run(
     {'hang': 0.02},
     queue={**SMALL, 'episode_timeout': 300.0},
-    timeouts=make_timeouts(reset=0, step=0, generate=60),
+    timeouts=Timeouts(reset=0, step=0, generate=60),
   )
   result.check(4)
   assert result.queue.counts['timed_out'] == draws.seen['hang'] > 5

@@ -15,11 +15,11 @@ import numpy as np
 from jaxrl import loop
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.env_worker import EnvWorker, partition_envs
-from jaxrl.rollout.queue.group_queue import GroupQueue
+from jaxrl.rollout.queue.group_queue import GroupQueue, QueueOptions
 from jaxrl.rollout.weights import weight_sync
 from jaxrl.training import staleness
 from jaxrl.types import Trajectory
-from launch.settings.component_calls import parse_sync_policy
+from tests.calls import parse_sync_policy
 
 DISPATCH = 0.05
 SIGMA = math.log(10) / 2.326  # of the lengths' logarithm: the 99th percentile is at 10
@@ -178,9 +178,9 @@ async def train(
     num_groups=num_groups,
     group_size=GROUP_SIZE,
     num_env_groups=ahead,
-    async_ratio=ratio,
     in_order=ratio == 0,
     expires=most is None,
+    options=QueueOptions(async_ratio=ratio),
   )
 
   if state is not None:

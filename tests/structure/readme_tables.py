@@ -103,7 +103,7 @@ def refused_modes(architecture: str) -> list[str]:
   modes: dict[str, None] = {}
   for case in cases.CASES.values():
     if f'{case.name}{case.head}' == architecture:
-      modes |= dict.fromkeys(["`mesh='context=…'`"] if case.context_obstacle else [])
+      modes |= dict.fromkeys(['`mesh.context=…`'] if case.context_obstacle else [])
       modes |= dict.fromkeys(['`exact`'] if case.vision else [])
   return list(modes)
 

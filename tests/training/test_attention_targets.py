@@ -12,8 +12,9 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.batching import packing_plan
 from jaxrl.training.learner import Learner
+from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.parallelism import sharding
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from launch.planning.targets import target_devices
 from tests.targets import TARGETS
@@ -33,7 +34,9 @@ KERNEL = 'tpu_custom_call'
 
 
 def slice_of_tpu():
-  return make_mesh(data=1, fsdp=2, tensor=2, devices=target_devices('v5p:2x2x1'))
+  return make_mesh(
+    MeshOptions(data=1, fsdp=2, tensor=2), devices=target_devices('v5p:2x2x1')
+  )
 
 
 def train_step(model, packed=''):
@@ -45,7 +48,7 @@ def train_step(model, packed=''):
     num_rows=4,
     length_buckets=[256],
     mesh=slice_of_tpu(),
-    packing=packed,
+    options=LearnerOptions(packing=packed),
   )
   return learner.trace(256)[1]['train'].lower()
 

@@ -19,8 +19,13 @@ from etils import epath
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxrl.algorithms import registry
-from jaxrl.training.checkpointing import CHECKSUMS, Checkpointer, CheckpointError
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.checkpointing import (
+  CHECKSUMS,
+  Checkpointer,
+  CheckpointError,
+  CheckpointOptions,
+)
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from tests import processes
 from tests.training import toy
 
@@ -32,7 +37,7 @@ def arrays(value: float, size: int = 8):
 
 
 def test_the_newest_are_kept_and_come_back(tmp_path):
-  checkpointer = Checkpointer(tmp_path / 'a', max_to_keep=2)
+  checkpointer = Checkpointer(tmp_path / 'a', CheckpointOptions(max_to_keep=2))
   assert checkpointer.latest_step is None
   data = {'list': [1, 2.5, None], 'big': 2**70, 'text': 'é', 'nested': {'a': True}}
   for step in range(1, 5):
@@ -128,11 +133,13 @@ async def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
 
 
 async def test_another_mesh_restores_the_same_bits(tmp_path):
-  saved = toy.learner(registry.make('grpo'), mesh=make_mesh(fsdp=4, tensor=2))
+  saved = toy.learner(
+    registry.make('grpo'), mesh=make_mesh(MeshOptions(fsdp=4, tensor=2))
+  )
   await saved.update(toy.groups())
   checkpointer = Checkpointer(tmp_path)
   await saved.save(checkpointer, {'a': 1}, wait=True)
-  for mesh in (make_mesh(fsdp=2, tensor=4), None):
+  for mesh in (make_mesh(MeshOptions(fsdp=2, tensor=4)), None):
     learner = toy.learner(registry.make('grpo'), mesh=mesh)
     assert await learner.restore(checkpointer) == {'a': 1}
     assert learner.step == 1
@@ -145,8 +152,8 @@ async def test_another_mesh_restores_the_same_bits(tmp_path):
 CHILD = """
 import sys
 import jax, jax.numpy as jnp
-from jaxrl.training.checkpointing import Checkpointer
-checkpointer = Checkpointer(sys.argv[1], max_to_keep=2)
+from jaxrl.training.checkpointing import Checkpointer, CheckpointOptions
+checkpointer = Checkpointer(sys.argv[1], CheckpointOptions(max_to_keep=2))
 start = checkpointer.latest_step or 0
 make = jax.jit(lambda s: {f'w{i}': jnp.full((400, 1000), s) for i in range(4)})
 for step in range(start + 1, 1000):
@@ -307,7 +314,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     checkpointer.save(step, arrays(step), {'step': step})
   checkpointer.close()
   message = corrupt(tmp_path / '2', how)
-  strict = Checkpointer(tmp_path, strict=True)
+  strict = Checkpointer(tmp_path, CheckpointOptions(strict=True))
   assert strict.latest_step == 2
   with pytest.raises(CheckpointError, match=r'checkpoint 2 .* is damaged') as error:
     strict.restore(arrays(0))

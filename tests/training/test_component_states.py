@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages, kl, kl_controllers, losses
 from jaxrl.functional.components import component
+from jaxrl.options import ConfigError
 from jaxrl.training.checkpointing import Checkpointer
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.calls import make_algorithm
 from tests.marks import slow_except
 from tests.training import toy
 
-STILL = make_optimizer(learning_rate=0.0)
+STILL = make_optimizer(OptimizerOptions(learning_rate=0.0))
 OTHER = {'ref_params': toy.params(toy.Bigram, seed=1)}
 
 
@@ -166,7 +166,7 @@ async def run(folder, name, steps):
     ALGORITHMS[name],
     changes=changes,
     num_minibatches=2,
-    optimizer=make_optimizer(learning_rate=0.1),
+    optimizer=make_optimizer(OptimizerOptions(learning_rate=0.1)),
   )
   checkpointer = Checkpointer(folder)
   if checkpointer.latest_step is not None:

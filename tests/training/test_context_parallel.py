@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from tests.marks import extended, slow
 from tests.training import toy
@@ -65,6 +65,6 @@ def test_packed_rows_of_any_length_and_heads(mesh):
     return jax.value_and_grad(loss, has_aux=True)(params)
 
   one = run(plain, params, tokens)
-  two = run(on_mesh(plain, make_mesh(**MESHES[mesh])), params, tokens)
+  two = run(on_mesh(plain, make_mesh(MeshOptions(**MESHES[mesh]))), params, tokens)
   same = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
   jax.tree.map(same, one, two)

@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.algorithms import registry
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.training.optimizers import OptimizerOptions
 from tests.calls import make_optimizer
 from tests.marks import extended, slow
 from tests.training import toy
@@ -49,7 +50,9 @@ async def test_only_the_value_head_moves_until_it_is_over(kind, num_minibatches)
     registry.make('ppo', {'critic_warmup': 2}),
     kind=kind,
     changes={'value_head': True},
-    optimizer=make_optimizer(learning_rate=RATE, name='adamw(weight_decay=.1)'),
+    optimizer=make_optimizer(
+      OptimizerOptions(learning_rate=RATE, name='adamw(weight_decay=.1)')
+    ),
     num_minibatches=num_minibatches,
   )
   seen, metrics = [trees(learner)], []
@@ -70,7 +73,9 @@ async def test_the_policys_first_step_is_as_if_the_run_began_there():
   """Adam's first step is one of ±rate; moments corrected for steps not taken: ×3."""
   options = {
     'changes': {'value_head': True},
-    'optimizer': make_optimizer(learning_rate=RATE, max_grad_norm=None),
+    'optimizer': make_optimizer(
+      OptimizerOptions(learning_rate=RATE, max_grad_norm=None)
+    ),
   }
   late = toy.learner(
     registry.make('ppo', {'critic_warmup': 3, 'kl_coef': 0.0}), **options

@@ -49,7 +49,7 @@ RUNS = {
     SLOW,
     SHORT,
     '--config.weight_sync.transport=auto(dtype="bfloat16")',
-    '--config.rollout.logprob_mismatch_warn=1e-4',
+    '--config.batch.logprob_mismatch_warn=1e-4',
   ),
 }
 # Whose runs end with an error that names the cause: see below, and

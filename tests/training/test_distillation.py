@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import ConfigError
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.learner_options import LearnerOptions
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
+from tests.calls import split_options
 from tests.marks import extended, slow
 from tests.training import toy
 
@@ -84,9 +86,9 @@ def learner_of(algorithm, default=None, by_tag=None, **options):
     algorithm,
     num_rows=ROWS,
     length_buckets=(LENGTH,),
-    optimizer=make_optimizer(learning_rate=0.015),
+    optimizer=make_optimizer(OptimizerOptions(learning_rate=0.015)),
     teachers=teachers,
-    **options,
+    **split_options(LearnerOptions, options),
   )
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from configs import debug
-from jaxrl.call_strings import ConfigError
 from jaxrl.models.exact import Exact, with_gradient_of
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.options import ConfigError
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from launch.settings.resolve import resolve_settings
 from tests.benchmarks import mismatch
@@ -52,7 +52,7 @@ def test_rescoring_finds_the_bits_of_the_sampler(exact, drawn):
 def test_the_forward_of_a_gradient_finds_them_on_a_mesh(exact, drawn, remat):
   """Rows over four shares of the devices, and matrices over all of them."""
   model, params = exact
-  mesh = make_mesh(data=2, fsdp=2, tensor=2)
+  mesh = make_mesh(MeshOptions(data=2, fsdp=2, tensor=2))
   model = on_mesh(dataclasses.replace(model, remat=remat), mesh)
   forward = mismatch.first_forward(model)
   _same(mismatch.compare(forward, params, drawn, 24, TEMPERATURE))
@@ -122,12 +122,12 @@ def test_engine_and_learner_get_their_shapes_from_one_config():
   config = debug.get_config()
   config.rollout.engine = 'jax(exact=True)'
   config.rollout.max_num_seqs = 20
-  engine = resolve_settings(config).rollout.engine
+  engine = resolve_settings(config).engine
   assert engine.kind == 'jax' and engine.options['exact']
   assert engine.options['max_num_seqs'] == 20
   assert engine.exact == Exact.for_slots(20) == Exact(rows=24)
   config.rollout.engine = 'jax'
-  assert resolve_settings(config).rollout.engine.exact is None
+  assert resolve_settings(config).engine.exact is None
 
 
 def test_other_precisions_are_refused():

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry, requirements
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
+from jaxrl.options import ConfigError
 from jaxrl.training import train_state
 from jaxrl.training.parallelism import sharding
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from jaxrl.training.train_state import StepSpec
 from kernels import experts
@@ -64,7 +64,7 @@ def test_equal_to_one_device(sizes, rows, replay, way, adapters, monkeypatch):
     drawn = np.random.default_rng(2).integers(0, 4, (rows, 10, 2, 1))
     routed = np.concatenate([drawn, (drawn + 1) % 4], -1).astype(np.int16)
     routed[:, -1] = -1
-  mesh = make_mesh(**{'data': 1} | sizes)
+  mesh = make_mesh(MeshOptions(**{'data': 1} | sizes))
   logprobs, slope = sums(model, params, tokens, segments, routed)
   layout = sharding.params_sharding(mesh, model.logical_axes(), params)
   kernel = layout['layers']['mlp']['experts']['gate']['kernel']
@@ -85,12 +85,14 @@ def algorithm():
 def test_an_expert_axis_that_does_not_divide_is_named(algorithm):
   model, _ = small.model_and_params(**MOE | {'vocab_size': 64})
   with pytest.raises(ConfigError, match=r'expert=4 does not divide experts=5'):
-    train_state.state_shapes(StepSpec(model, algorithm), make_mesh(data=2, expert=4))
+    train_state.state_shapes(
+      StepSpec(model, algorithm), make_mesh(MeshOptions(data=2, expert=4))
+    )
 
 
 def test_a_model_without_experts_is_refused(algorithm):
   model, _ = small.model_and_params(vocab_size=64)
-  mesh = make_mesh(data=4, expert=2)
+  mesh = make_mesh(MeshOptions(data=4, expert=2))
   with pytest.raises(ConfigError, match=r'expert=2 splits experts.*family qwen3,'):
     train_state.state_shapes(StepSpec(model, algorithm), mesh)
   # A dense teacher of a student with experts has this mesh.

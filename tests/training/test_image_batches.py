@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from jaxrl import model_loading
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training.batching.packing_plan import Packing
 from jaxrl.training.checkpointing import Checkpointer, CheckpointError, flatten_by_name
 from jaxrl.training.learner import Learner
-from jaxrl.training.parallelism.mesh import make_mesh
-from tests.calls import make_algorithm, make_optimizer, parse_call
+from jaxrl.training.learner_options import LearnerOptions
+from jaxrl.training.optimizers import OptimizerOptions
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
+from tests.calls import make_algorithm, make_optimizer, parse_call, split_options
 from tests.marks import extended
 from tests.models import images
 from tests.training import toy
@@ -81,14 +83,14 @@ def groups():
 def learner(train='frozen', *, adapters=None, remat='none', weights=None, **options):
   shape = config(train, lora=adapters)
   if 'mesh' in options:
-    options['mesh'] = make_mesh(**options['mesh'])
+    options['mesh'] = make_mesh(MeshOptions(**options['mesh']))
   options = {'num_rows': 8, 'length_buckets': (40,)} | options
   return Learner(
     TransformerLM(shape, remat=remat),
     weights or params(shape),
     make_algorithm('grpo', {'kl_coef': 0.1, 'correction': 'tis'}),
-    optimizer=make_optimizer(**SMOOTH),
-    **options,
+    optimizer=make_optimizer(OptimizerOptions(**SMOOTH)),
+    **split_options(LearnerOptions, options),
   )
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.learner import Learner
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.optimizers import OptimizerOptions
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from tests.calls import make_algorithm, make_optimizer
 from tests.training import toy
 from tests.training.test_preference_pairs import pairs
@@ -84,12 +85,12 @@ async def train(name, kind, options, what=''):
   spec, overrides = ALGORITHMS[name]
   options = dict(options)
   if 'mesh' in options:
-    options['mesh'] = make_mesh(**options['mesh'])
+    options['mesh'] = make_mesh(MeshOptions(**options['mesh']))
   learner = toy.learner(
     make_algorithm(spec, overrides),
     kind=kind,
     changes={'value_head': True} if name == 'ppo' else {},
-    optimizer=make_optimizer(**SMOOTH),
+    optimizer=make_optimizer(OptimizerOptions(**SMOOTH)),
     **options,
   )
   if what == 'dealt':

@@ -21,7 +21,7 @@ def programs(kernels, platform):
   config = base.get_config()
   config.kernels, config.model.dtype = kernels, 'bfloat16'
   model = TransformerLM(
-    SHAPE, **resolve_settings(config).model.compute_options, platform=platform
+    SHAPE, **resolve_settings(config).compute_options, platform=platform
   )
   params = jax.eval_shape(model.init, jax.random.key(0))
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages, losses
+from jaxrl.options import ConfigError
 from jaxrl.training.learner import Learner
 from jaxrl.training.monitoring import CompileCounter, EmptyBatchError
+from jaxrl.training.optimizers import OptimizerOptions
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Algorithm
@@ -21,7 +22,9 @@ async def test_nothing_compiles_after_warm_up():
   grpo = registry.make('grpo')
   # These lengths are used nowhere else: programs are shared within a process.
   learner = toy.learner(
-    grpo, length_buckets=(18, 26), optimizer=make_optimizer(warmup_steps=2)
+    grpo,
+    length_buckets=(18, 26),
+    optimizer=make_optimizer(OptimizerOptions(warmup_steps=2)),
   )
   warm = await learner.warmup()
   assert warm['compile/programs'] == 4  # prepare and train, two lengths
@@ -31,7 +34,9 @@ async def test_nothing_compiles_after_warm_up():
       sizes = [(4, 4), (3, 2), (1, 4), (4, 3)][seed]
       await learner.update(toy.groups(seed, sizes=sizes, lengths=lengths))
     learner.optimizer = make_optimizer(
-      learning_rate=1e-3, name='adamw(weight_decay=.1)', max_grad_norm=None
+      OptimizerOptions(
+        learning_rate=1e-3, name='adamw(weight_decay=.1)', max_grad_norm=None
+      )
     )
     learner.temperature = 0.7
     learner.set_algorithm(registry.make('grpo', {'clip_high': 0.28, 'kl_coef': 0.1}))
@@ -44,7 +49,8 @@ async def test_nothing_compiles_after_warm_up():
 async def test_an_equal_learner_compiles_nothing_anew():
   for rate in (1e-3, 1e-4):
     learner = toy.learner(
-      registry.make('opmd', {'tau': rate}), optimizer=make_optimizer(learning_rate=rate)
+      registry.make('opmd', {'tau': rate}),
+      optimizer=make_optimizer(OptimizerOptions(learning_rate=rate)),
     )
     warm = await learner.warmup()
   assert warm['compile/programs'] == 0
@@ -229,7 +235,7 @@ async def test_a_learned_value_lowers_the_value_error():
   learner = toy.learner(
     algorithm,
     changes={'value_head': True},
-    optimizer=make_optimizer(learning_rate=0.05),
+    optimizer=make_optimizer(OptimizerOptions(learning_rate=0.05)),
   )
   metrics = [await learner.update(toy.groups()) for _ in range(20)]
   assert metrics[-1]['value/value_error'] < 0.8 * metrics[0]['value/value_error']
@@ -237,7 +243,9 @@ async def test_a_learned_value_lowers_the_value_error():
 
 async def test_policy_gradient_raises_the_log_prob_of_what_paid():
   algorithm = Algorithm(policy_loss=losses.sft)
-  learner = toy.learner(algorithm, optimizer=make_optimizer(learning_rate=0.05))
+  learner = toy.learner(
+    algorithm, optimizer=make_optimizer(OptimizerOptions(learning_rate=0.05))
+  )
   first = await learner.update(toy.groups())
   last = [await learner.update(toy.groups()) for _ in range(10)][-1]
   assert last['policy/logprob'] > first['policy/logprob'] + 0.1

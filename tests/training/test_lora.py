@@ -14,8 +14,10 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import train_state
 from jaxrl.training.checkpointing import Checkpointer, CheckpointError, flatten_by_name
 from jaxrl.training.learner import Learner
-from jaxrl.training.parallelism.mesh import make_mesh
-from tests.calls import make_optimizer
+from jaxrl.training.learner_options import LearnerOptions
+from jaxrl.training.optimizers import OptimizerOptions
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
+from tests.calls import make_optimizer, split_options
 from tests.marks import slow
 from tests.models.small import EXPERTS
 from tests.training import toy
@@ -42,8 +44,10 @@ def make_learner(
     this,
     params,
     algorithm,
-    optimizer=make_optimizer(learning_rate=1e-2, name='adamw(weight_decay=.1)'),
-    **options,
+    optimizer=make_optimizer(
+      OptimizerOptions(learning_rate=1e-2, name='adamw(weight_decay=.1)')
+    ),
+    **split_options(LearnerOptions, options),
   )
 
 
@@ -129,7 +133,7 @@ async def test_a_run_resumes_to_the_bit_and_writes_no_frozen_weight(tmp_path):
 
 @pytest.mark.slow
 async def test_a_mesh_gives_the_same_and_adapters_lie_as_their_layers_do():
-  mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+  mesh = make_mesh(MeshOptions(fsdp=2, tensor=2), devices=jax.devices()[:4])
   one, many = make_learner('sft'), make_learner('sft', mesh=mesh)
   for learner in (one, many):
     await learner.update(toy.groups(is_expert=True))

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.algorithms import registry
 from jaxrl.data.file_sampler import FileSampler
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from tests.data.letters import END, letters
 from tests.training import toy
 
@@ -36,7 +36,7 @@ def pairs(count, seed=0):
 
 
 def learner(name, rows, rate=0.1, **options):
-  optimizer = make_optimizer(learning_rate=rate, max_grad_norm=None)
+  optimizer = make_optimizer(OptimizerOptions(learning_rate=rate, max_grad_norm=None))
   algorithm = registry.make(name, options)
   return toy.learner(
     algorithm, num_rows=rows, length_buckets=(16,), optimizer=optimizer

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.algorithms.presets.grpo import grpo
 from jaxrl.training.checkpointing import Checkpointer
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from tests.training import toy
 
 
@@ -16,7 +16,7 @@ def kinds(learner):
 
 @pytest.mark.asyncio
 async def test_it_learns_on_as_if_it_had_not_rested(tmp_path):
-  mesh = make_mesh(data=1, fsdp=2, tensor=1, devices=jax.devices()[:2])
+  mesh = make_mesh(MeshOptions(data=1, fsdp=2, tensor=1), devices=jax.devices()[:2])
   learner, other = (toy.learner(grpo(kl_coef=0.1), mesh=mesh) for _ in range(2))
   home = kinds(other)
   checkpointer = Checkpointer(tmp_path)

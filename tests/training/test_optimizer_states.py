@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.algorithms import registry, requirements
 from jaxrl.training import optimizers, train_state
 from jaxrl.training.checkpointing import Checkpointer, CheckpointError
-from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
+from jaxrl.training.optimizers import OptimizerOptions
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh, single_device_mesh
 from jaxrl.training.train_state import StepSpec
 from tests.calls import make_optimizer, make_optimizer_spec
 from tests.training import toy
@@ -22,7 +23,7 @@ KINDS = (
 
 
 def make_learner(kind):
-  optimizer = make_optimizer(learning_rate=1e-2, name=kind)
+  optimizer = make_optimizer(OptimizerOptions(learning_rate=1e-2, name=kind))
   return toy.learner(registry.make('sft'), optimizer=optimizer)
 
 
@@ -58,9 +59,11 @@ async def test_a_run_resumes_to_the_bit(kind, tmp_path):
 async def test_numbers_change_without_compiling_and_the_kind_cannot():
   learner = make_learner(KINDS[1])
   await learner.update(groups())
-  learner.optimizer = make_optimizer(name='adafactor(min_size=8, decay_rate=.7)')
+  learner.optimizer = make_optimizer(
+    OptimizerOptions(name='adafactor(min_size=8, decay_rate=.7)')
+  )
   assert (await learner.update(groups()))['compile/programs'] == 0
-  learner.optimizer = make_optimizer(name='adamw')
+  learner.optimizer = make_optimizer(OptimizerOptions(name='adamw'))
   with pytest.raises(ValueError, match='only the numbers of an optimizer'):
     await learner.update(groups())
 
@@ -70,7 +73,7 @@ async def test_a_critic_warms_up_with_any_kind(kind):
   learner = toy.learner(
     registry.make('ppo', {'critic_warmup': 1}),
     changes={'value_head': True},
-    optimizer=make_optimizer(learning_rate=1e-2, name=kind),
+    optimizer=make_optimizer(OptimizerOptions(learning_rate=1e-2, name=kind)),
   )
   seen = [jax.tree.map(np.array, learner.params)]
   for step in range(2):
@@ -86,7 +89,7 @@ def test_factored_moments_lie_along_the_axes_that_are_left():
   spec = StepSpec(
     toy.model(), static, optimizer_state=make_optimizer_spec(KINDS[1]).state_spec
   )
-  mesh = make_mesh(fsdp=2, tensor=2)
+  mesh = make_mesh(MeshOptions(fsdp=2, tensor=2))
   shapes = train_state.state_shapes(spec, mesh).opt_state[0][0]
 
   def specs(tree):  # up: [layers, embed, mlp] = [2, 32, 48], fsdp and tensor
@@ -105,7 +108,9 @@ def test_factored_moments_lie_along_the_axes_that_are_left():
 def test_a_mesh_changes_nothing_but_rounding(kind):
   memory = make_optimizer_spec(kind).state_spec
   # Unclipped: a norm's last bit, of the order of sums, could turn a rounding around.
-  optimizer = make_optimizer(learning_rate=1.0, name=kind, max_grad_norm=None)
+  optimizer = make_optimizer(
+    OptimizerOptions(learning_rate=1.0, name=kind, max_grad_norm=None)
+  )
   numbers = optimizer.hparams(0) | {'seed': 3}
   params, results = toy.params(toy.Bigram), []
   step = jax.jit(
@@ -113,7 +118,7 @@ def test_a_mesh_changes_nothing_but_rounding(kind):
   )
   static = requirements.split_hparams(registry.make('sft'))[0]
   spec = StepSpec(toy.Bigram(), static, optimizer_state=memory)  # pyright: ignore
-  for mesh in (single_device_mesh(), make_mesh(fsdp=4, tensor=2)):
+  for mesh in (single_device_mesh(), make_mesh(MeshOptions(fsdp=4, tensor=2))):
     state = train_state.init_train_state(spec, mesh, params)
     gradients = train_state.place_params(params, train_state.params_shapes(spec, mesh))
     now = step(state.params, state.opt_state, gradients)

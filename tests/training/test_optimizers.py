@@ -98,7 +98,7 @@ def test_schedules_are_those_of_optax():
     ({'lr_schedule': 'cosin'}, "no schedule 'cosin'. Did you mean 'cosine'"),
     ({'lr_schedule': 'cosine(final=1.0)'}, "no option 'final'"),
     ({'lr_schedule': 'cosine'}, 'needs decay_steps'),
-    ({'max_grad_norm': 0.0}, 'max_grad_norm=0.0 must be positive'),
+    ({'max_grad_norm': 0.0}, 'max_grad_norm=0.0: must be above 0'),
     ({'name': 'adam'}, "no kind of optimizer 'adam'. Did you mean 'adamw'"),
     ({'name': 'adamw(beta1=.9)'}, "no option 'beta1'"),
     ({'name': "adamw(state_dtype='float16')"}, "one of 'float32', 'bfloat16'"),

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry, requirements
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.models.exact import Exact
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training import (
   advantage_step,
   batch_fields,
@@ -27,11 +28,11 @@ from jaxrl.training.batching import (
   packing_plan,
   unpacked_attention,
 )
+from jaxrl.training.optimizers import OptimizerOptions
 from jaxrl.training.parallelism import sharding
-from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh, single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
-from launch.settings.component_calls import parse_packing
-from tests.calls import make_optimizer
+from tests.calls import make_optimizer, parse_packing
 from tests.marks import slow, slow_in_gate
 from tests.training import toy
 from tests.training.bag import Bag
@@ -95,7 +96,7 @@ async def train(algorithm, groups, kind=Bag, steps=2, **options):
     algorithm,
     kind=kind,
     changes=value_head,
-    optimizer=make_optimizer(**SMOOTH),
+    optimizer=make_optimizer(OptimizerOptions(**SMOOTH)),
     length_buckets=(LENGTH,),
     **options,
   )
@@ -191,7 +192,7 @@ async def test_a_transformer_on_packed_rows(name):
 async def test_packed_rows_on_four_devices():
   groups = prompted(LIGHT)
   plain = await train(LIGHT, groups, TransformerLM)
-  mesh = make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
+  mesh = make_mesh(MeshOptions(data=1, fsdp=2, tensor=2), devices=jax.devices()[:4])
   packed_run = await train(LIGHT, groups, TransformerLM, packing=packed(96), mesh=mesh)
   assert_same(plain, packed_run)
 
@@ -244,7 +245,7 @@ def test_rows_attend_on_a_rectangle_where_that_is_less_and_on_one_device():
   )
   for axis, taken in (('tensor', True), ('fsdp', False)):
     sizes = {'data': 1, 'fsdp': 1, 'tensor': 1} | {axis: 2}
-    mesh = make_mesh(**sizes, devices=jax.devices()[:2])
+    mesh = make_mesh(MeshOptions(**sizes), devices=jax.devices()[:2])
     model = dataclasses.replace(
       toy.model(), constrain=sharding.ShardingConstraint(mesh)
     )
@@ -419,7 +420,7 @@ def test_exact_mode_is_refused():
 
 
 def test_rows_that_are_cut_are_refused():
-  mesh = make_mesh(data=1, context=2, devices=jax.devices()[:2])
+  mesh = make_mesh(MeshOptions(data=1, context=2), devices=jax.devices()[:2])
   with pytest.raises(ConfigError, match=r'leave context out of the mesh'):
     packed_batch_builder.make_batch_builder(
       packed(), toy.model(), mesh, num_micro_batches=1

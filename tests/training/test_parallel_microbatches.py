@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training.batching import packing_plan
 from jaxrl.training.parallelism import parallel_microbatches
-from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh, single_device_mesh
 from tests.calls import make_algorithm
 from tests.marks import extended, slow
 from tests.training import toy
@@ -205,7 +205,7 @@ def test_how_many_are_chosen(monkeypatch):
       )
       == 1
     )
-  several = make_mesh(data=2, devices=jax.devices()[:2])
+  several = make_mesh(MeshOptions(data=2), devices=jax.devices()[:2])
   assert parallel_microbatches.choose_num_parallel(0, model, several) == 1
   with pytest.raises(ConfigError, match='the mesh has 2 of cpu: leave it at 0'):
     parallel_microbatches.choose_num_parallel(2, model, several)

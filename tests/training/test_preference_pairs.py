@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.functional import losses
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.types import Algorithm
 from tests.marks import slow
 from tests.training import toy
@@ -36,7 +36,7 @@ async def test_the_chosen_answer_gains_on_the_other(num_minibatches, num_micro_b
     num_rows=16,
     num_minibatches=num_minibatches,
     num_micro_batches=num_micro_batches,
-    optimizer=make_optimizer(learning_rate=0.02),
+    optimizer=make_optimizer(OptimizerOptions(learning_rate=0.02)),
   )
   metrics = [await learner.update(pairs(8)) for _ in range(8)]
   if num_minibatches == 1:  # the policy is still its reference

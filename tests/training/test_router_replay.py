@@ -10,8 +10,9 @@ import pytest
 from configs import debug
 from jaxrl import model_loading
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.device_thread import DeviceThread
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.resumable_generation import (
   concat_completions,
@@ -23,10 +24,11 @@ from jaxrl.rollout.episodes.row_format import ROW_FORMATS
 from jaxrl.training.batching import router_replay
 from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY, collate
 from jaxrl.training.learner import Learner
+from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.types import Completion, SamplingParams, Trajectory
 from launch.settings.engine_settings import check_model
 from launch.settings.resolve import resolve_settings
-from tests.calls import parse_call
+from tests.calls import parse_call, split_options
 from tests.launch import runs
 from tests.models import small
 from tests.models.test_moe import MOE
@@ -159,7 +161,12 @@ def test_a_learner_takes_the_recorded_experts_whichever_they_are(
   assert np.abs(forced - rollout).mean() > 0.1
   keeping = dataclasses.replace(model, router_replay=True)
   options = {'num_rows': 4, 'length_buckets': (32,), 'log_entropy': False}
-  learner = Learner(keeping, params, registry.make('reinforce'), **options)
+  learner = Learner(
+    keeping,
+    params,
+    registry.make('reinforce'),
+    **split_options(LearnerOptions, options),
+  )
   metrics = asyncio.run(learner.update([rows]))
   wanted = np.abs(forced - rollout).mean()
   np.testing.assert_allclose(metrics['mismatch/logprob_difference'], wanted, rtol=1e-4)

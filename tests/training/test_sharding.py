@@ -8,7 +8,7 @@ from jaxrl.algorithms import registry, requirements
 from jaxrl.training import compiled_steps, train_state
 from jaxrl.training.batching import batch_builder
 from jaxrl.training.parallelism import sharding
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.train_state import StepSpec
 from tests.training import toy
 
@@ -19,7 +19,7 @@ def spec(**changes) -> StepSpec:
 
 
 def test_parameters_and_moments_follow_the_table():
-  mesh = make_mesh(fsdp=2, tensor=2)
+  mesh = make_mesh(MeshOptions(fsdp=2, tensor=2))
   state = train_state.state_shapes(spec(), mesh)
   layout = train_state.shardings_of(state)
   for tree in (layout.params, layout.opt_state[0].mu, layout.opt_state[0].nu):
@@ -32,14 +32,14 @@ def test_parameters_and_moments_follow_the_table():
 
 
 def test_a_fresh_state_has_sharded_moments():
-  mesh = make_mesh(fsdp=4, tensor=2)
+  mesh = make_mesh(MeshOptions(fsdp=4, tensor=2))
   state = train_state.init_train_state(spec(), mesh, toy.params())
   moment = state.opt_state[0].mu['layers']['mlp']['up']['kernel']
   assert moment.addressable_shards[0].data.size == moment.size // 8
 
 
 def test_an_odd_vocabulary_is_split_by_what_divides_it():
-  mesh = make_mesh(fsdp=4, tensor=2)
+  mesh = make_mesh(MeshOptions(fsdp=4, tensor=2))
   layout = train_state.params_shapes(spec(vocab_size=66), mesh)
   assert layout['embedding']['table'].sharding.spec == P('tensor', None)
 
@@ -53,16 +53,18 @@ def test_an_odd_vocabulary_is_split_by_what_divides_it():
 )
 def test_a_mesh_that_does_not_divide_names_the_parameter(changes, sizes, message):
   with pytest.raises(ValueError, match=message):
-    train_state.params_shapes(spec(**changes), make_mesh(**sizes))
+    train_state.params_shapes(spec(**changes), make_mesh(MeshOptions(**sizes)))
 
 
 def test_constrain_splits_activations():
-  constrain = sharding.ShardingConstraint(make_mesh(fsdp=4, tensor=2))
+  constrain = sharding.ShardingConstraint(make_mesh(MeshOptions(fsdp=4, tensor=2)))
   x = jnp.zeros((8, 3, 4, 5))
   y = jax.jit(lambda x: constrain(x, 'batch', 'length', 'heads', None))(x)
   shards = {shard.data.shape for shard in y.addressable_shards}
   assert shards == {(2, 3, 2, 5)}
-  assert constrain == sharding.ShardingConstraint(make_mesh(fsdp=4, tensor=2))
+  assert constrain == sharding.ShardingConstraint(
+    make_mesh(MeshOptions(fsdp=4, tensor=2))
+  )
 
 
 def test_the_step_is_partitioned_without_rebuilding_activations(capfd):
@@ -78,7 +80,7 @@ def test_the_step_is_partitioned_without_rebuilding_activations(capfd):
   }
   numbers = jax.tree.map(jnp.float32, numbers) | {'seed': jnp.uint32(0)}
   compiled_steps.CompiledSteps(
-    spec(), make_mesh(data=1, fsdp=4, tensor=2), numbers
+    spec(), make_mesh(MeshOptions(data=1, fsdp=4, tensor=2)), numbers
   ).train_step(shape)
   assert 'rematerialization' not in capfd.readouterr().err
 
@@ -86,7 +88,7 @@ def test_the_step_is_partitioned_without_rebuilding_activations(capfd):
 @pytest.mark.parametrize('spec', [P(), P('fsdp')])
 def test_a_copy_shares_no_memory_with_its_source(spec):
   """A train step donates it: whoever else has the source must not lose it."""
-  mesh = make_mesh(data=1, fsdp=8)
+  mesh = make_mesh(MeshOptions(data=1, fsdp=8))
   source = jnp.arange(1024.0) * 2
   alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   for layout in (jax.sharding.NamedSharding(mesh, spec), alone):

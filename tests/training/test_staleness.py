@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import corrections, losses
+from jaxrl.options import ConfigError
 from jaxrl.training.monitoring import NothingLearnedError
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.training.staleness import drop, mask, recompute
 from jaxrl.types import Advantages, Algorithm
 from tests.training import toy
@@ -45,7 +45,7 @@ def logprobs(tokens):
 async def update(algorithm, bound, groups=None):
   learner = toy.learner(
     algorithm,
-    optimizer=make_optimizer(max_grad_norm=None),
+    optimizer=make_optimizer(OptimizerOptions(max_grad_norm=None)),
     staleness_limit=bound,
     log_entropy=False,
   )

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import advantages, losses
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import ConfigError
 from jaxrl.training import monitoring
 from jaxrl.training.batching.batch_builder import collate
 from jaxrl.training.parallelism import sharding
-from jaxrl.training.parallelism.mesh import make_mesh, single_device_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh, single_device_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Algorithm
 from tests.training import toy
@@ -117,7 +117,7 @@ def test_only_what_is_read_is_given():
 
 @pytest.mark.parametrize('axes', [{'data': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}])
 def test_a_mesh_changes_nothing_but_the_layout(axes):
-  one, other, mesh = policy(1), policy(2), make_mesh(**axes)
+  one, other, mesh = policy(1), policy(2), make_mesh(MeshOptions(**axes))
   batch_groups = groups()
   batch_groups += groups()  # 18 rows
   batch = jax.device_put(

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import kl, losses
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.options import ConfigError
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.calls import make_algorithm
 from tests.training import toy
@@ -18,7 +18,7 @@ from tests.training import toy
 
 async def train(algorithm, *, steps=1, groups=None, **options):
   learner = toy.learner(
-    algorithm, optimizer=make_optimizer(learning_rate=0.1), **options
+    algorithm, optimizer=make_optimizer(OptimizerOptions(learning_rate=0.1)), **options
   )
   groups = toy.groups() if groups is None else groups
   return [await learner.update(groups) for _ in range(steps)]
@@ -34,7 +34,9 @@ async def test_a_step_is_the_gradient_of_the_loss_written_out():
   """−Σ A·p / Σ m by hand, one SGD-like step: Adam's first moment is 0.1·gradient."""
   groups = toy.groups()
   algorithm = Algorithm(policy_loss=losses.vanilla, advantage=rewards_everywhere)
-  learner = toy.learner(algorithm, optimizer=make_optimizer(max_grad_norm=None))
+  learner = toy.learner(
+    algorithm, optimizer=make_optimizer(OptimizerOptions(max_grad_norm=None))
+  )
   metrics = await learner.update(groups)
   tokens, mask = stacked(groups, 'tokens'), stacked(groups, 'action_mask')
   score = stacked(groups, 'rewards').sum(-1, keepdims=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ConfigError
 from jaxrl.functional import corrections, losses
+from jaxrl.options import ConfigError
 from jaxrl.types import Algorithm
 from tests.training import toy
 from tests.training.test_train_step import rewards_everywhere, stacked, train

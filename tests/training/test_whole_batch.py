@@ -11,7 +11,7 @@ from jaxrl.algorithms import registry
 from jaxrl.functional import aggregation, losses
 from jaxrl.functional.components import component
 from jaxrl.training import forward_pass
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.types import Algorithm
 from tests.marks import slow
 from tests.training import toy
@@ -23,7 +23,7 @@ SPLITS = [slow(1), slow(2), 4]
 
 async def update(algorithm, groups, **options):
   learner = toy.learner(
-    algorithm, optimizer=make_optimizer(learning_rate=0.1), **options
+    algorithm, optimizer=make_optimizer(OptimizerOptions(learning_rate=0.1)), **options
   )
   return await learner.update(groups)
 

@@ -15,7 +15,9 @@ from safetensors.numpy import load_file
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.learner import Learner
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.learner_options import LearnerOptions
+from jaxrl.training.optimizers import OptimizerOptions
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.teacher_scoring import Teachers
 from jaxrl.types import Trajectory
 from tests.calls import make_algorithm, make_optimizer
@@ -209,7 +211,10 @@ SHARES = ('policy/clip_fraction', 'policy/accuracy', 'advantage/dropped')
 async def learn(name, model, params, reference, groups):
   """The learner after the updates, and what it says of them."""
   spec, options, *_ = CASES[name]
-  algorithm, mesh = make_algorithm(spec, options), make_mesh(data=2, fsdp=2, tensor=2)
+  algorithm, mesh = (
+    make_algorithm(spec, options),
+    make_mesh(MeshOptions(data=2, fsdp=2, tensor=2)),
+  )
   teachers = Teachers(algorithm, mesh=mesh, chunk_rows=16)
   learner = Learner(
     model,
@@ -218,11 +223,12 @@ async def learn(name, model, params, reference, groups):
     num_rows=16,
     length_buckets=(16,),
     mesh=mesh,
-    optimizer=make_optimizer(learning_rate=RATE, name='sgd', max_grad_norm=MAX_NORM),
+    optimizer=make_optimizer(
+      OptimizerOptions(learning_rate=RATE, name='sgd', max_grad_norm=MAX_NORM)
+    ),
     ref_params=reference,
     teachers=teachers if teachers.fields else None,
-    ppo_epochs=UPDATES,
-    num_micro_batches=2,
+    options=LearnerOptions(ppo_epochs=UPDATES, num_micro_batches=2),
   )
   return learner, await learner.update(groups)
 

@@ -10,7 +10,9 @@ import numpy as np
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM, unconstrained
 from jaxrl.training.learner import Learner
+from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.types import PolicyOutputs, Trajectory
+from tests.calls import split_options
 
 CONFIG = ModelConfig(
   vocab_size=64,
@@ -117,4 +119,6 @@ def learner(algorithm, *, kind=Bigram, changes=None, **options) -> Learner:
   changes = changes or {}
   options = {'num_rows': 8, 'length_buckets': (16,)} | options
   toy_model, weights = kind(CONFIG.replace(**changes)), params(kind, **changes)
-  return Learner(toy_model, weights, algorithm, **options)
+  return Learner(
+    toy_model, weights, algorithm, **split_options(LearnerOptions, options)
+  )

@@ -11,8 +11,8 @@ import jinja2
 import jinja2.meta
 from jinja2 import nodes
 
-from jaxrl.call_strings import closest_match
 from jaxrl.data.model_text.turn_end import ChatOptionError, reply_with_calls
+from jaxrl.options import closest_match
 from jaxrl.types import Message
 
 # Arguments of `apply_chat_template`, which are no options of a template.

@@ -20,10 +20,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.row_sources import DataError, Row, get_field, has_field, is_empty
 from jaxrl.data.rows import chat_messages
+from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.types import Message
 
 _MAX_FLOAT32 = 3.4028234663852886e38
@@ -310,9 +310,9 @@ def _read_keys(text: str, names: Mapping[str, Any]) -> dict[str, str]:
   for term in filter(str.strip, text.split(',')):
     name, equals, key = (part.strip() for part in term.partition('='))
     if not equals or not key:
-      raise call_strings.ConfigError(f'keys={text!r}: write name=key, name=key')
+      raise ConfigError(f'keys={text!r}: write name=key, name=key')
     if name not in names:
-      raise call_strings.unknown_name_error(name, names, 'name', f'keys={text!r}')
+      raise unknown_name_error(name, names, 'name', f'keys={text!r}')
     key_by_name[name] = key
   return key_by_name
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from jaxrl import call_strings
+from jaxrl.options import ConfigError
 
 Row = dict[str, Any]
 _PEEK_BYTES = 64  # from which the encoding is recognised
@@ -38,7 +38,7 @@ _SEPARATORS = (',', ';', '\t', '|')
 _CSV_LIMIT_LOCK = threading.Lock()  # of the only limit that `csv` has
 
 
-class DataError(call_strings.ConfigError):
+class DataError(ConfigError):
   """Reports which file is wrong, where in it, and what to do."""
 
 

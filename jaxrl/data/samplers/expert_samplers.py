@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.samplers.sampler import ExpertRows, Metrics, Sampler, SamplerSource
+from jaxrl.options import ConfigError
 from jaxrl.types import Group
 
 

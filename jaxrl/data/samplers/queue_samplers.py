@@ -1,7 +1,7 @@
 """Queue samplers return groups as they were played, optionally only fresh ones."""
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.samplers.sampler import Metrics, Sampler, SamplerSource, mean_age
+from jaxrl.options import ConfigError
 from jaxrl.types import Group
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl import group_stats
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
 from jaxrl.data.samplers.sampler import Metrics, Sampler, SamplerSource, mean_age
+from jaxrl.options import ConfigError
 from jaxrl.types import Group
 
 

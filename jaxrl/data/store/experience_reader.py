@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
 from jaxrl.data.store.reader_lease import ReaderLease
 from jaxrl.data.store.store_database import StoreDatabase, import_sqlalchemy
+from jaxrl.options import ConfigError
 from jaxrl.types import Group
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.store.store_database import StoreDatabase, import_sqlalchemy
+from jaxrl.options import ConfigError
 
 LEASE_HEARTBEAT_S = 5.0  # seconds between signs of life
 LEASE_TIMEOUT_S = 30.0  # seconds without one after which an owner elsewhere is dead

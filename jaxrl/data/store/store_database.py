@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 SCHEMA_VERSION = 1
 BROKEN_FILE = ('malformed', 'not a database', 'disk I/O', 'disk is full', 'readonly')

@@ -7,9 +7,11 @@ of files. The call string is `store(url='…', uses=2)`, with the options of
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import build_component, parse_call
+from jaxrl.options import ConfigError
 
 STORE_URL_PREFIX = 'experience+'
 
@@ -85,3 +87,33 @@ def is_store_path(text: str) -> bool:
     True for a URL with the store's prefix or a `store(…)` call string.
   """
   return text.startswith((STORE_URL_PREFIX, 'store(')) or text == 'store'
+
+
+def parse_store_options(text: str, make_options: Callable[..., Any], key: str) -> Any:
+  """Reads the text that names an experience store.
+
+  Args:
+    text: A URL, or a call such as `store(url='sqlite:///…', uses=2)`.
+    make_options: `reader_options` or `writer_options`.
+    key: The option that holds the text, for error messages.
+
+  Returns:
+    The options that `make_options` returned.
+
+  Raises:
+    ConfigError: If the text or an option is wrong.
+  """
+  plain, where = text.removeprefix(STORE_URL_PREFIX), f'{key}={text}'
+  try:
+    if '://' in plain.partition('(')[0]:
+      options = make_options(url=plain)
+    else:
+      call = parse_call(text)
+      options = build_component(call, {'store': make_options}, 'source', key)
+  except ConfigError as error:
+    if where in str(error):
+      raise
+    raise ConfigError(f'{where}: {error}') from error
+  if not options.url:
+    raise ConfigError(f"{where}: name the store: store(url='sqlite:///…')")
+  return options._replace(url=options.url.removeprefix(STORE_URL_PREFIX))

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import json_codec
 from jaxrl.data.tool_formats import (
   THINK,
@@ -29,6 +28,7 @@ from jaxrl.data.tool_formats import (
 )
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import IMAGES
+from jaxrl.options import ConfigError
 
 if TYPE_CHECKING:
   from jaxrl.data.images import Image

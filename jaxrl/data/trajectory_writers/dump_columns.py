@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import ConfigError, unknown_name_error
+from jaxrl.options import ConfigError, unknown_name_error
 
 if TYPE_CHECKING:  # so that a wrong command line fails before JAX is imported
   from jaxrl.data.images import Image

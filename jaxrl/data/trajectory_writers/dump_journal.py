@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import TrajectoryWriter
+from jaxrl.options import ConfigError
 
 DONE = 'done.txt'
 

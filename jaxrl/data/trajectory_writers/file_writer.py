@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
+from jaxrl.options import ConfigError, unknown_name_error
 
 if TYPE_CHECKING:
   from jaxrl.data.images import Image

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
+from jaxrl.options import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.envs.isolated_env import IsolatedEnv
+from jaxrl.options import ConfigError, closest_match
 
 
 class GemEnv(IsolatedEnv):
@@ -41,13 +41,13 @@ class GemEnv(IsolatedEnv):
     unsafe: bool = False,
   ):
     if importlib.util.find_spec('gem') is None:
-      raise call_strings.ConfigError(
+      raise ConfigError(
         "the environment 'gem' needs its package: pip install -e '.[envs]'"
       )
     if not id:
-      raise call_strings.ConfigError("gem: option 'id' must name an environment")
+      raise ConfigError("gem: option 'id' must name an environment")
     if not unsafe and not id.startswith('game:'):
-      raise call_strings.ConfigError(
+      raise ConfigError(
         f'gem: {id!r} is not a game: it downloads data and may run what the '
         'model writes. Set unsafe=True to allow that'
       )
@@ -81,9 +81,9 @@ class GemGame:
     registration: Any = importlib.import_module('gem.envs.registration')
     known = registration.ENV_REGISTRY
     if id not in known:
-      suggestion = call_strings.closest_match(id, known)
+      suggestion = closest_match(id, known)
       hint = f' Did you mean {suggestion!r}?' if suggestion else ''
-      raise call_strings.ConfigError(f'gem: no environment {id!r}.{hint}')
+      raise ConfigError(f'gem: no environment {id!r}.{hint}')
     self._make = registration.make
     self._id = id
     self._arguments = dict(arguments)

@@ -15,8 +15,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs import reply_parsing
+from jaxrl.options import ConfigError
 
 _COLOURS = 'gray red green yellow blue magenta cyan white crimson'.split()
 _COLOURED = re.compile(r'\x1b\[[34](\d)[\d;]*m(.*?)\x1b\[0m', re.DOTALL)

@@ -8,8 +8,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxrl import call_strings
 from jaxrl.envs import reply_parsing
+from jaxrl.options import ConfigError, unknown_name_error
 
 ANSWER_HELP = 'Give your answer within <answer> tags.'
 
@@ -111,20 +111,16 @@ def _check_generator(name: str, arguments: Mapping[str, Any], unsafe: bool) -> A
     factory = importlib.import_module('reasoning_gym.factory')
     importlib.import_module('reasoning_gym')
   except ModuleNotFoundError as error:
-    raise call_strings.ConfigError(
+    raise ConfigError(
       "the environment 'reasoning_gym' needs its package: pip install -e '.[envs]'"
     ) from error
   where = f'reasoning_gym {name!r}'
   if name not in factory.DATASETS:
-    raise call_strings.unknown_name_error(
-      name, factory.DATASETS, 'generator', 'reasoning_gym'
-    )
+    raise unknown_name_error(name, factory.DATASETS, 'generator', 'reasoning_gym')
   if name in UNSUPPORTED_GENERATORS:
-    raise call_strings.ConfigError(
-      f'{where} cannot be played: {UNSUPPORTED_GENERATORS[name]}'
-    )
+    raise ConfigError(f'{where} cannot be played: {UNSUPPORTED_GENERATORS[name]}')
   if name in EVAL_SCORERS and not unsafe:
-    raise call_strings.ConfigError(
+    raise ConfigError(
       f"{where}: its scorer runs the model's answer as Python code in this process; "
       'say unsafe=True to allow that'
     )
@@ -132,9 +128,9 @@ def _check_generator(name: str, arguments: Mapping[str, Any], unsafe: bool) -> A
   known = set(settings.__dataclass_fields__) - {'seed', 'size'}
   for key in arguments:
     if key not in known:
-      raise call_strings.unknown_name_error(key, known, 'argument', where)
+      raise unknown_name_error(key, known, 'argument', where)
   try:
     factory.create_dataset(name, **arguments, seed=0, size=1)
   except (AssertionError, TypeError, ValueError) as error:
-    raise call_strings.ConfigError(f'{where}: {error}') from error
+    raise ConfigError(f'{where}: {error}') from error
   return factory.create_dataset

@@ -10,9 +10,9 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.envs import reply_parsing
 from jaxrl.envs.isolated_env import IsolatedEnv
+from jaxrl.options import ConfigError, closest_match
 
 
 class TextArenaEnv(IsolatedEnv):
@@ -45,11 +45,11 @@ class TextArenaEnv(IsolatedEnv):
     max_chars: int = 2000,
   ):
     if importlib.util.find_spec('textarena') is None:
-      raise call_strings.ConfigError(
+      raise ConfigError(
         "the environment 'textarena' needs its package: pip install -e '.[envs]'"
       )
     if not id:
-      raise call_strings.ConfigError("textarena: option 'id' must name a game")
+      raise ConfigError("textarena: option 'id' must name a game")
     options = {'id': id, 'arguments': dict(arguments or {})}
     options |= {'invalid_reward': invalid_reward, 'max_chars': max_chars}
     super().__init__('jaxrl.envs.adapters.textarena_env:TextArenaGame', options)
@@ -88,9 +88,9 @@ class TextArenaGame:
     self._package: Any = importlib.import_module('textarena')
     known = self._package.envs.registration.ENV_REGISTRY
     if id not in known:
-      suggestion = call_strings.closest_match(id, known)
+      suggestion = closest_match(id, known)
       hint = f' Did you mean {suggestion!r}?' if suggestion else ''
-      raise call_strings.ConfigError(f'textarena: no game {id!r}.{hint}')
+      raise ConfigError(f'textarena: no game {id!r}.{hint}')
     self._id = id
     self._game_id = f'{id}-raw' if f'{id}-raw' in known else id  # without wrappers
     self._arguments = dict(arguments)
@@ -109,7 +109,7 @@ class TextArenaGame:
       self._game = self._package.make(self._game_id, **self._arguments)
       self._game.reset(num_players=1, seed=seed)
     except AssertionError as error:
-      raise call_strings.ConfigError(
+      raise ConfigError(
         f'textarena: {self._id!r} cannot be played by one player: {error}'
       ) from error
     return self._new_messages(), {}

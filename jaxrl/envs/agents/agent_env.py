@@ -10,14 +10,14 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
 from jaxrl.envs.agents.function_agent import FunctionAgent
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders.answer_marks import final_answer
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
+from jaxrl.options import ConfigError, unknown_name_error
 
 
 class AgentRunner(Protocol):
@@ -176,7 +176,7 @@ def _validate_result(value: Any) -> dict[str, Any]:
     return {}
   result = dict(value) if isinstance(value, Mapping) else {'reward': value}
   if unknown_keys := result.keys() - set(RESULT_KEYS):
-    raise call_strings.unknown_name_error(
+    raise unknown_name_error(
       str(min(unknown_keys, key=str)), RESULT_KEYS, 'key', 'agent'
     )
   metrics = result.get('metrics') or {}

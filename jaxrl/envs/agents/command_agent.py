@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 OUTPUT_TAIL_BYTES = 1 << 16  # bytes kept from the end of stdout and of stderr
 _MAX_FINAL_READS = 64  # of remaining output when the program has ended

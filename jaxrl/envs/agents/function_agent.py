@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall, ConfigError, as_call
+from jaxrl.call_strings import ComponentCall, as_call
+from jaxrl.options import ConfigError, check_options, unknown_name_error
 
 AGENT_ARGUMENTS = ('task', 'base_url', 'api_key', 'client')
 
@@ -30,7 +31,7 @@ class FunctionAgent:
     self._function = call_strings.resolve(target, where)
     if not callable(self._function):
       raise ConfigError(f'{where}: {target} is not a function')
-    call_strings.check_options(self._function, self._options, f'agent {target!r}')
+    check_options(self._function, self._options, f'agent {target!r}')
     parameters = inspect.signature(self._function).parameters.values()
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     self._argument_names = [
@@ -38,7 +39,7 @@ class FunctionAgent:
     ]
     for name in self._argument_names:
       if name not in AGENT_ARGUMENTS:
-        raise call_strings.unknown_name_error(
+        raise unknown_name_error(
           name, AGENT_ARGUMENTS, 'argument for agents', f'agent {target!r}'
         )
     if 'client' in self._argument_names:

@@ -16,9 +16,9 @@ import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as Lake
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
 from jaxrl.envs.games import board_pictures
 from jaxrl.envs.reply_parsing import tagged_answer
+from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
 
 MOVES = {'left': 0, 'down': 1, 'right': 2, 'up': 3}  # Gymnasium's numbers
 DIRECTIONS = {'left': (0, -1), 'down': (1, 0), 'right': (0, 1), 'up': (-1, 0)}

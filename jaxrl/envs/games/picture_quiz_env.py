@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
 from jaxrl.data.images import Image, as_image
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.graders.answer_marks import final_answer
 from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.graders.answer_numbers import is_number_like
+from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
 
 QUESTIONS = {'red': 'Which square is red?', 'dots': 'How many dots?'}
 SPLITS = ('', 'train', 'test')

@@ -4,7 +4,6 @@ import re
 import textwrap
 from typing import Any
 
-from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
 from jaxrl.envs.coding.code_runner import CodeRunner
 from jaxrl.envs.coding.hidden_tests import (
   HiddenTest,
@@ -20,6 +19,7 @@ from jaxrl.envs.reply_parsing import (
   without_thought,
 )
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
+from jaxrl.options import POSITIVE, ConfigError, option_ranges
 
 _CHECK = 'run_test_code'
 # HumanEval's stop words, and the fence that a prompt may have opened.

@@ -14,6 +14,13 @@ from jaxrl.envs.graders.grader_processes import (
   shared_grader_pool,
 )
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
+from jaxrl.options import (
+  POSITIVE,
+  ConfigError,
+  check_options,
+  option_ranges,
+  unknown_name_error,
+)
 
 GRADERS = {
   'code': 'jaxrl.envs.graders.code_grader:make_code_grader',
@@ -120,7 +127,7 @@ def make_grader(calls: Sequence[ComponentCall] | ComponentCall | str) -> Grader:
   for name, weight, target, options in grader_terms(calls):
     parts[name] = weight, make_grader_part(target, options)
   if not parts:
-    raise call_strings.ConfigError("grader: name at least one, as in 'math'")
+    raise ConfigError("grader: name at least one, as in 'math'")
   return Grader(parts)
 
 
@@ -141,16 +148,14 @@ def grader_terms(
   parts: dict[str, tuple[str, float, str, dict[str, Any]]] = {}
   for call in call_strings.as_calls(calls):
     if not isinstance(call, ComponentCall):
-      raise call_strings.ConfigError(
+      raise ConfigError(
         f'grader {call!r}: name a function of your own by where it is, '
         "ComponentCall('path/file.py:name')"
       )
     target, options = call.name, dict(call.options)
     weight = options.pop('weight', 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-      raise call_strings.ConfigError(
-        f'grader {target!r}: weight is {weight!r}; it must be a number'
-      )
+      raise ConfigError(f'grader {target!r}: weight is {weight!r}; it must be a number')
     name = base_name = target.rpartition(':')[2]
     count = 1
     while name in parts:
@@ -179,20 +184,18 @@ def make_grader_part(
   where = f'grader {target!r}'
   if target in GRADERS:
     maker: Callable[..., GraderPart] = call_strings.resolve(GRADERS[target])
-    call_strings.check_options(maker, options, where)
+    check_options(maker, options, where)
     return maker(**options)
   if ':' not in target:
-    raise call_strings.unknown_name_error(
-      target, [*GRADERS, *known], 'grader', 'grader'
-    )
+    raise unknown_name_error(target, [*GRADERS, *known], 'grader', 'grader')
   options = dict(options)
   timeout_option = {'timeout': options.pop('timeout')} if 'timeout' in options else {}
-  call_strings.check_options(_make_function_part, timeout_option, where)
-  call_strings.check_options(call_strings.resolve(target, where), options, where)
+  check_options(_make_function_part, timeout_option, where)
+  check_options(call_strings.resolve(target, where), options, where)
   return _make_function_part(target, options, **timeout_option)
 
 
-@call_strings.option_ranges(timeout=call_strings.POSITIVE)
+@option_ranges(timeout=POSITIVE)
 def _make_function_part(
   target: str, options: Mapping[str, Any], *, timeout: float = 5.0
 ) -> GraderPart:

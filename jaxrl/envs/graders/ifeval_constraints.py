@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 Relation = Literal['at least', 'less than', 'at most', 'exactly']
 

@@ -9,6 +9,7 @@ from jaxrl import call_strings
 from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
+from jaxrl.options import ConfigError, check_options, unknown_name_error
 
 ConstraintCheck = Callable[[str], bool]
 
@@ -88,13 +89,11 @@ def _make_check(name: str, options: Mapping[str, Any]) -> ConstraintCheck:
   """Returns one constraint with its options, validated."""
   where = f"grader 'instructions', {name}"
   if name not in CONSTRAINTS:
-    raise call_strings.unknown_name_error(
-      name, CONSTRAINTS, 'constraint', "grader 'instructions'"
-    )
+    raise unknown_name_error(name, CONSTRAINTS, 'constraint', "grader 'instructions'")
   constraint = CONSTRAINTS[name]
-  call_strings.check_options(constraint, options, where)
+  check_options(constraint, options, where)
   for option, parameter in inspect.signature(constraint).parameters.items():
     is_option = parameter.kind is parameter.KEYWORD_ONLY
     if is_option and parameter.default is parameter.empty and option not in options:
-      raise call_strings.ConfigError(f'{where}: give it {option}=…')
+      raise ConfigError(f'{where}: give it {option}=…')
   return functools.partial(constraint, **options)

@@ -6,7 +6,6 @@ It uses math-verify, https://github.com/huggingface/Math-Verify.
 import importlib.util
 import re
 
-from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
 from jaxrl.envs.graders.answer_marks import (
   MAX_ANSWER_CHARS,
   final_answer,
@@ -15,6 +14,7 @@ from jaxrl.envs.graders.answer_marks import (
 from jaxrl.envs.graders.answer_matching import compare_answers
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem, expected_answer
+from jaxrl.options import POSITIVE, ConfigError, option_ranges
 
 # Algebra would read these as products of unknowns, so that 'no' equals 'on'.
 _LITERAL_WORDS = frozenset(['yes', 'no', 'true', 'false', 'none'])

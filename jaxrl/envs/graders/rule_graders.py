@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.call_strings import POSITIVE, ConfigError, option_ranges
 from jaxrl.data.rows.row_choices import choice_texts, letter_at
 from jaxrl.envs.graders.answer_marks import marked_answer, says_something
 from jaxrl.envs.graders.answer_numbers import number_text
 from jaxrl.envs.graders.choice_parsing import chosen_letter, only_letter
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.reply_parsing import without_thought
+from jaxrl.options import POSITIVE, ConfigError, option_ranges
 
 _STYLE = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}')
 # Where an item holds what the chat template writes before a reply, such as

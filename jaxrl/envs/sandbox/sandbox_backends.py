@@ -13,6 +13,7 @@ from jaxrl.envs.sandbox import local_sandbox as local_module
 from jaxrl.envs.sandbox.container_sandbox import ContainerSandbox
 from jaxrl.envs.sandbox.local_sandbox import Isolation, LocalSandbox
 from jaxrl.envs.sandbox.sandbox_api import MIB, Sandbox, SandboxLimits
+from jaxrl.options import ConfigError
 
 MakeSandbox = Callable[..., Sandbox]
 """make(folders=…, workdir=…, task=…, environment=…) returns a sandbox to start."""
@@ -54,7 +55,7 @@ def local_factory(
   """
   for path in readonly:
     if not os.path.isabs(path) or not os.path.exists(path):
-      raise call_strings.ConfigError(
+      raise ConfigError(
         f"sandbox 'local': readonly={path!r} must be an absolute path on this machine"
       )
   paths = [os.path.join(path, 'bin') for path in readonly]

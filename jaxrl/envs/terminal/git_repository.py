@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 _GIT_TIMEOUT_S = 300.0  # seconds for one git command
 _COMMIT = re.compile(r'[0-9a-f]{7,64}')

@@ -9,6 +9,7 @@ from jaxrl import call_strings
 from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.reply_parsing import last_code_block
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox
+from jaxrl.options import ConfigError
 
 SUBMIT_REPLY = '```\nsubmit\n```'
 SHELL_HELP = (
@@ -42,7 +43,7 @@ class ShellSession:
     program: str = 'bash',
   ):
     if turns < 1 or seconds <= 0 or output < 2:
-      raise call_strings.ConfigError(
+      raise ConfigError(
         f'shell: turns={turns}, seconds={seconds}, output={output}: give at least one '
         'turn, some time and two characters'
       )

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxrl.call_strings import ComponentCall, ConfigError
+from jaxrl.call_strings import ComponentCall
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import MIB, ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -27,6 +27,7 @@ from jaxrl.envs.terminal import (
   swe_tasks,
   test_results,
 )
+from jaxrl.options import ConfigError
 
 PYTEST_COMMAND = (
   'pytest -q --rootdir=. -p no:cacheprovider -o junit_family=xunit1 '

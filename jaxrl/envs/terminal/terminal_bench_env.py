@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jaxrl.call_strings import ComponentCall, ConfigError, as_call
+from jaxrl.call_strings import ComponentCall, as_call
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -22,6 +22,7 @@ from jaxrl.envs.terminal import (
   terminal_bench_tasks,
   test_results,
 )
+from jaxrl.options import ConfigError
 
 # The message of shells about a program that is not on the PATH.
 _PROGRAM_NOT_FOUND = re.compile(

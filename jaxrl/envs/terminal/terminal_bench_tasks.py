@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 TESTS_DIR = '/tests'  # where a task's tests lie when they run
 REWARDS_DIR = '/logs/verifier'  # where those of the second form write their reward

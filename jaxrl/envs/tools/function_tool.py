@@ -23,6 +23,7 @@ from jaxrl.envs.tools.tool_api import (
   check_arguments,
   tool_schema,
 )
+from jaxrl.options import ConfigError, check_options
 
 _TYPES = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
 _TYPES |= {list: 'array', tuple: 'array', dict: 'object'}
@@ -51,7 +52,7 @@ class FunctionTool:
     self._timeout = timeout
     function = call_strings.resolve(target)
     where = f'tool {target!r}'
-    call_strings.check_options(function, self._options, where)
+    check_options(function, self._options, where)
     self._schema = function_schema(function, where)
     missing = [
       name
@@ -61,7 +62,7 @@ class FunctionTool:
       and name not in self._options
     ]
     if missing:
-      raise call_strings.ConfigError(f'{where}: option {missing[0]!r} must be set')
+      raise ConfigError(f'{where}: option {missing[0]!r} must be set')
 
   def start(self) -> list[ToolSchema]:
     """Returns the function's schema."""
@@ -105,7 +106,7 @@ def function_schema(function: Callable[..., Any], where: str) -> ToolSchema:
   """
   description = inspect.getdoc(function)
   if not description:
-    raise call_strings.ConfigError(
+    raise ConfigError(
       f'{where}: it needs a docstring, which tells the model what it does'
     )
   hints = typing.get_type_hints(function)
@@ -115,7 +116,7 @@ def function_schema(function: Callable[..., Any], where: str) -> ToolSchema:
     if parameter.kind is parameter.KEYWORD_ONLY:
       continue
     if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-      raise call_strings.ConfigError(
+      raise ConfigError(
         f'{where}: parameter {name!r} cannot be described: give each argument a name'
       )
     properties[name] = _property(hints.get(name))

@@ -19,8 +19,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.tools.tool_api import ToolError, ToolSchema
+from jaxrl.options import ConfigError
 
 # Makes the kernel kill the server when its starter dies for whatever reason.
 DEATH_SIGNAL_WRAPPER = (

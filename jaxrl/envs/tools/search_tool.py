@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.row_sources import DataError, load_rows
 from jaxrl.envs.tools.tool_api import (
   ToolError,
@@ -19,6 +18,7 @@ from jaxrl.envs.tools.tool_api import (
   check_arguments,
   tool_schema,
 )
+from jaxrl.options import ConfigError
 
 TEXTS = ('.txt', '.md')
 _LOCK = threading.Lock()  # so that environments that start together build one index

@@ -11,6 +11,7 @@ from jaxrl.call_strings import ComponentCall
 from jaxrl.data.tool_formats import InvalidToolCall, ToolCall
 from jaxrl.envs.tools.function_tool import FunctionTool
 from jaxrl.envs.tools.tool_api import ToolError, ToolErrorKind, ToolProvider, ToolSchema
+from jaxrl.options import ConfigError, check_options, unknown_name_error
 from jaxrl.types import Message
 
 TOOLS = {
@@ -44,26 +45,26 @@ def make_tools(
   providers: list[ToolProvider] = []
   for call in call_strings.as_calls(calls):
     if not isinstance(call, ComponentCall):
-      raise call_strings.ConfigError(
+      raise ConfigError(
         f'tool {call!r}: name a tool of your own by where it is, '
         "ComponentCall('path/file.py:name')"
       )
     name, options = call.name, dict(call.options)
     where = f'tool {name!r}'
     if name not in TOOLS and ':' not in name:
-      raise call_strings.unknown_name_error(name, TOOLS, 'tool', 'tools')
+      raise unknown_name_error(name, TOOLS, 'tool', 'tools')
     tool: Callable[..., Any] = call_strings.resolve(TOOLS.get(name, name), where)
     if isinstance(tool, type):
-      call_strings.check_options(tool, options, where)
+      check_options(tool, options, where)
       providers.append(tool(**options))
     else:
       timeout_option = (
         {'timeout': options.pop('timeout')} if 'timeout' in options else {}
       )
-      call_strings.check_options(FunctionTool, timeout_option, where)
+      check_options(FunctionTool, timeout_option, where)
       providers.append(FunctionTool(name, options, **timeout_option))
   if not providers:
-    raise call_strings.ConfigError("tools: name at least one, as in 'python'")
+    raise ConfigError("tools: name at least one, as in 'python'")
   return providers
 
 
@@ -110,7 +111,7 @@ class Toolbox:
       for schema in tools.start():
         name = schema['function']['name']
         if name in self._owners:
-          raise call_strings.ConfigError(
+          raise ConfigError(
             f'two tools are called {name!r}: give one another name, as in '
             "python(name='interpreter')"
           )

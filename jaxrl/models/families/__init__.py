@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl import call_strings
 from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.options import ConfigError, unknown_name_error
 
 # `model_type` → where its `FamilySpec` is.
 BUILT_IN = {
@@ -78,10 +79,10 @@ def find_family(name: str) -> FamilySpec:
   """
   location = name if ':' in name else {**BUILT_IN, **_registered}.get(name)
   if location is None:
-    raise call_strings.unknown_name_error(name, family_names(), 'family', 'model')
+    raise unknown_name_error(name, family_names(), 'family', 'model')
   spec = call_strings.resolve(location, f'model family {name!r}')
   if not isinstance(spec, FamilySpec):
-    raise call_strings.ConfigError(
+    raise ConfigError(
       f'{location} is a {type(spec).__name__}; a model family is a FamilySpec'
     )
   return spec
@@ -104,7 +105,7 @@ def register(location: str) -> FamilySpec:
   spec = find_family(location)
   known = {**BUILT_IN, **_registered}.get(spec.model_type, location)
   if known != location:
-    raise call_strings.ConfigError(
+    raise ConfigError(
       f'{location}: model_type {spec.model_type!r} is already that of {known}'
     )
   _registered[spec.model_type] = location

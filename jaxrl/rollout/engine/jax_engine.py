@@ -24,11 +24,11 @@ import jax
 import numpy as np
 
 from jaxrl import spans
-from jaxrl.call_strings import AT_LEAST_ONE, NOT_NEGATIVE, option_ranges
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.exact import Exact
 from jaxrl.models.kv_cache import keeps_prompts
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, option_ranges
 from jaxrl.rollout.engine.engine_base import (
   EngineBase,
   EngineRequest,

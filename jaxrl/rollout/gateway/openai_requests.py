@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import closest_match
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.row_sources import DataError
 from jaxrl.data.rows import chat_messages
+from jaxrl.options import closest_match
 from jaxrl.rollout.gateway.request_cache import CachedPrefix, RequestCache
 from jaxrl.types import Message
 

@@ -7,7 +7,7 @@ by env group `i % G` as its episode `i − i % G`.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 
 
 def allocate_groups(num_groups: int, shares: Mapping[str, float]) -> dict[str, int]:

@@ -17,15 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrl.call_strings import (
-  NOT_NEGATIVE,
-  SHARE,
-  Component,
-  ConfigError,
-  as_calls,
-  find_component,
-  option_ranges,
-)
+from jaxrl.call_strings import Component, as_calls, find_component
 from jaxrl.group_stats import (
   SampleRows,
   rows_by_sample,
@@ -34,6 +26,7 @@ from jaxrl.group_stats import (
   sample_scores,
   without_greedy,
 )
+from jaxrl.options import NOT_NEGATIVE, SHARE, ConfigError, option_ranges
 from jaxrl.rollout.queue.group_pipeline import DropReason, try_group_function
 from jaxrl.types import Group
 

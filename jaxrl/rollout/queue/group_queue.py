@@ -13,6 +13,7 @@ The life of a group: `advance_step` admits it, `get_episode_id` leases its sampl
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import time
 from collections import Counter, defaultdict
@@ -21,6 +22,7 @@ from typing import Any
 
 from jaxrl.data.curricula import GroupResult
 from jaxrl.group_stats import SampleRows
+from jaxrl.options import Options, option
 from jaxrl.rollout.queue.group_allocation import GroupIdAllocator
 from jaxrl.rollout.queue.group_pipeline import (
   DropReason,
@@ -39,6 +41,39 @@ from jaxrl.rollout.queue.group_state import (
   ReadyGroups,
 )
 from jaxrl.types import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueOptions(Options):
+  """How a queue admits, retries and drops the groups of one environment tag."""
+
+  async_ratio: float = option(
+    0.0,
+    'How many steps rollouts may run ahead of the trainer; may be a fraction, and 0 is '
+    'synchronous.',
+    low=0,
+  )
+  max_retries: int = option(
+    1,
+    'How often a failed sample is retried; attempts whose worker was lost are not '
+    'counted at first.',
+    low=0,
+  )
+  min_group_size: int = option(
+    0,
+    'A group with fewer valid samples is dropped and replaced; 0 requires all samples.',
+  )
+  extra_samples: int = option(
+    0,
+    'Extra samples started per group, of which the slowest are cancelled.',
+    low=0,
+  )
+  episode_timeout: float = option(
+    0.0, 'Seconds an episode may take; 0 for no limit.', low=0
+  )
+  max_consecutive_drops: int = option(
+    256, 'How many groups may be dropped in a row before it is an error.', low=1
+  )
 
 
 class GroupQueue:
@@ -61,18 +96,13 @@ class GroupQueue:
     shaper: RewardShaperFn | None = None,
     clock: Callable[[], float] = time.monotonic,
     *,
+    options: QueueOptions = QueueOptions(),
     num_groups: int = 8,
     group_size: int = 1,
     num_env_groups: int = 8,
-    async_ratio: float = 0.0,
-    extra_samples: int = 0,
-    max_retries: int = 1,
-    min_group_size: int = 0,
     keep_failed: bool = False,
-    episode_timeout: float = 0.0,
     total: int = 0,
     in_order: bool = True,
-    max_consecutive_drops: int = 256,
     greedy: bool = False,
     expires: bool = True,
     failures: FailureLog | None = None,
@@ -83,26 +113,16 @@ class GroupQueue:
       group_filter: Decides which finished groups are dropped.
       shaper: Changes the rewards and weights of groups that are kept.
       clock: Returns the time in seconds, for lease deadlines.
+      options: How it admits, retries and drops groups.
       num_groups: Groups per step. With −1 the queue is endless: it plays until the
         data is exhausted.
       group_size: Samples per group.
       num_env_groups: Env groups that play at the same time.
-      async_ratio: How many steps rollouts may run ahead of the trainer; may be a
-        fraction, and 0 is synchronous.
-      extra_samples: Extra samples started per group, of which the slowest are
-        cancelled.
-      max_retries: How often a failed sample is retried. Attempts whose worker was
-        lost are not counted at first.
-      min_group_size: A group with fewer valid samples is dropped and replaced; 0
-        requires all samples.
       keep_failed: Whether failed samples stay in the group.
-      episode_timeout: Seconds an episode may take; 0 for no limit.
       total: Number of groups there are in all, for games without a data set; 0 for no
         limit.
       in_order: Whether groups are taken by number. Otherwise the first finished groups
         are taken.
-      max_consecutive_drops: How many groups may be dropped in a row before it is an
-        error.
       greedy: Whether each group needs one more sample, played at temperature 0.
       expires: Whether groups admitted more than ⌈async_ratio⌉ steps ago are cancelled.
         Otherwise groups of any age are kept, and `get_batch` drops those with tokens
@@ -113,12 +133,9 @@ class GroupQueue:
       ValueError: If an option is out of range.
     """
     self._failures = FailureLog() if failures is None else failures
-    _validate_sizes(num_groups, group_size, num_env_groups, min_group_size)
-    if min(extra_samples, max_retries, async_ratio, episode_timeout, total) < 0:
-      raise ValueError(
-        'extra_samples, max_retries, async_ratio, episode_timeout and total must not '
-        'be negative'
-      )
+    _validate_sizes(num_groups, group_size, num_env_groups, options.min_group_size)
+    if total < 0:
+      raise ValueError(f'total={total} must not be negative')
     if greedy and keep_failed:
       raise ValueError(
         'keep_failed and greedy exclude each other: a failed greedy sample '
@@ -127,12 +144,12 @@ class GroupQueue:
     self.num_groups = num_groups
     self.group_size = group_size
     self.num_env_groups = num_env_groups
-    self.async_ratio = async_ratio
-    self._num_started = group_size + extra_samples
-    self._max_retries = max_retries
-    self._min_valid = min_group_size or group_size
+    self.async_ratio = options.async_ratio
+    self._num_started = group_size + options.extra_samples
+    self._max_retries = options.max_retries
+    self._min_valid = options.min_group_size or group_size
     self._keep_failed = keep_failed
-    self._episode_timeout = episode_timeout or math.inf
+    self._episode_timeout = options.episode_timeout or math.inf
     self._in_order = in_order
     self._greedy = greedy
     self._expires = expires
@@ -140,7 +157,7 @@ class GroupQueue:
     self._pipeline = GroupPipeline(
       group_filter, shaper, min_samples=self._min_valid, needs_greedy=greedy
     )
-    self._drops = DropTracker(max_consecutive_drops)
+    self._drops = DropTracker(options.max_consecutive_drops)
     self._numbers = GroupIdAllocator(
       num_env_groups, total or None, endless=num_groups < 0
     )

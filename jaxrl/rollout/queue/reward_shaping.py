@@ -17,17 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl import call_strings
-from jaxrl.call_strings import (
-  AT_LEAST_ONE,
-  NOT_NEGATIVE,
-  NOT_ZERO,
-  SHARE,
-  Component,
-  ConfigError,
-  as_calls,
-  find_component,
-  option_ranges,
-)
+from jaxrl.call_strings import Component, as_calls, find_component
 from jaxrl.functional import shaping
 from jaxrl.group_stats import (
   RAW_SCORE,
@@ -39,6 +29,16 @@ from jaxrl.group_stats import (
   sample_score,
   sample_scores,
   without_greedy,
+)
+from jaxrl.options import (
+  AT_LEAST_ONE,
+  NOT_NEGATIVE,
+  NOT_ZERO,
+  SHARE,
+  ConfigError,
+  defaults,
+  option_ranges,
+  unknown_name_error,
 )
 from jaxrl.rollout.queue.group_pipeline import RewardShaperFn, try_group_function
 from jaxrl.types import Group, Trajectory
@@ -302,9 +302,9 @@ def make_reward_shaper(
         f'shaper {name!r}: {name} is a class; a reward shaper is a function of (group) '
         'that returns the changed group'
       )
-    defaults = call_strings.defaults(function)
+    own = defaults(function)
     for option, limit in (limits or {}).items():
-      if option in defaults and options.get(option, defaults[option]) is None:
+      if option in own and options.get(option, own[option]) is None:
         options[option] = limit
     shaper = functools.partial(function, **options)
     if name not in REWARD_SHAPERS:
@@ -323,7 +323,7 @@ def _operand(value: float | str, scores: np.ndarray, rows: SampleRows) -> float:
   if value.startswith(METRIC_PREFIX) and value.removeprefix(METRIC_PREFIX) in metrics:
     return metrics[value.removeprefix(METRIC_PREFIX)]
   names = [*SHAPING_STATISTICS, *(METRIC_PREFIX + name for name in metrics)]
-  raise call_strings.unknown_name_error(value, names, 'statistic', "shaper 'reward'")
+  raise unknown_name_error(value, names, 'statistic', "shaper 'reward'")
 
 
 def _pass_rate(group: Group, pass_accuracy: float) -> float:

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.store.experience_reader import (
   ExperienceReader,
   GroupDecision,
   WriterFacts,
 )
 from jaxrl.group_stats import oldest_weights_version, rows_by_sample
+from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_pipeline import (
   DropReason,
   DropTracker,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.resumable_generation import (
   generate_or_abort,
   generate_with_resume,

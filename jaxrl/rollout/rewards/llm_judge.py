@@ -6,10 +6,10 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.reply_parsing import SCORE_PATTERN, last_number
+from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.rewards.reward_pipeline import RewardInput, RewardOutput
 

@@ -29,8 +29,8 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import SLEEP_TAGS
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import huggingface
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.engine_base import (
   EngineBase,
   EngineRequest,

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import ConfigError, unknown_name_error
 from jaxrl.models import huggingface
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.rollout.engine.engine_base import EngineTraits
 
 VLLM_TRAITS = EngineTraits(needs_ray=True, can_sleep=True, receives_from_gpu=True)

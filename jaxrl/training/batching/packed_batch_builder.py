@@ -7,7 +7,7 @@ packed rows, whose placement is the `PackingPlan` of each update.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -305,7 +305,7 @@ def _whole_batch_plan(plan: PackingPlan) -> PackingPlan:
 
 
 def make_batch_builder(
-  packing: Packing | Literal[''],
+  packing: Packing | None,
   model: TransformerLM,
   mesh: Mesh,
   *,
@@ -315,7 +315,7 @@ def make_batch_builder(
   """Creates the batch builder for a packing.
 
   Args:
-    packing: The options of packing; '' for one sequence per row.
+    packing: The options of packing; None for one sequence per row.
     model: The model that the batches are for.
     mesh: The mesh that it runs on.
     num_micro_batches: Micro-batches of a minibatch; must be 1 with packing.
@@ -328,7 +328,7 @@ def make_batch_builder(
     ConfigError: The packing cannot be combined with the other settings.
   """
   options['vision'] = getattr(getattr(model, 'config', None), 'vision', None)
-  if isinstance(packing, str):
+  if packing is None:
     return BatchBuilder(num_micro_batches=num_micro_batches, **options)
   # Imported here because only packed rows run several micro-batches in parallel.
   from jaxrl.training.parallelism import parallel_microbatches

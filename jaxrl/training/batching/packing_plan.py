@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.call_strings import ComponentCall, build_component
+from jaxrl.options import ConfigError
 from jaxrl.training.parallelism import sharding
 from jaxrl.types import PackedRows
 
@@ -75,6 +76,20 @@ def first_fit(
 
 
 PACKINGS = {'first_fit': first_fit}
+
+
+def make_packing(packing: ComponentCall | Packing | None) -> Packing | None:
+  """Returns how sequences share rows; None gives each sequence its own.
+
+  Args:
+    packing: A call of one of `PACKINGS`, or what such a call makes.
+
+  Raises:
+    ConfigError: If there is no such packing or option.
+  """
+  if packing is None or isinstance(packing, Packing):
+    return packing
+  return build_component(packing, PACKINGS, 'packing', 'packing')
 
 
 class PackShape(NamedTuple):

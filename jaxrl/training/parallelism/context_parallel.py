@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.training.parallelism.sharding import (
   LOGICAL_AXIS_RULES,
   ShardingConstraint,

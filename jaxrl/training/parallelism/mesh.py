@@ -1,5 +1,6 @@
 """The mesh arranges the devices into named axes."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,28 +9,46 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from jaxrl.options import OptionError, Options, option
+
 MESH_AXES = ('data', 'fsdp', 'tensor', 'context', 'expert')
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshOptions(Options):
+  """Sizes of the mesh: how devices are shared out over its axes."""
+
+  data: int = option(
+    -1,
+    'Replicas of the parameters, which share the rows; -1 takes the rest.',
+  )
+  fsdp: int = option(1, 'Shares of parameters and rows; -1 takes the rest.')
+  tensor: int = option(1, 'Shares of heads, feed-forward width and vocabulary.')
+  context: int = option(1, "Shares of every row's length.")
+  expert: int = option(1, 'Shares of experts and rows.')
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    for axis, size in self.as_dict().items():
+      if size < 1 and size != -1:
+        problem = 'must be at least 1, or -1 for all devices that are left'
+        raise OptionError(axis, size, problem)
+    rest = [axis for axis, size in self.as_dict().items() if size == -1]
+    if len(rest) > 1 and rest[0] == 'data':  # as it is unless somebody sets it
+      object.__setattr__(self, 'data', 1)
+      del rest[0]
+    if len(rest) > 1:
+      problem = f'only one axis can be -1, and {rest[0]} is already'
+      raise OptionError(rest[1], -1, problem)
+
+
 def make_mesh(
-  *,
-  data: int = -1,
-  fsdp: int = 1,
-  tensor: int = 1,
-  context: int = 1,
-  expert: int = 1,
-  devices: Sequence[Any] | None = None,
+  options: MeshOptions = MeshOptions(), *, devices: Sequence[Any] | None = None
 ) -> Mesh:
   """Arranges devices as data × fsdp × tensor × context × expert.
 
-  One of the sizes may be −1: the devices that are left.
-
   Args:
-    data: Replicas of the parameters, each with its share of the rows.
-    fsdp: Shares of parameters and rows.
-    tensor: Shares of heads, feed-forward width and vocabulary.
-    context: Shares of every row's length.
-    expert: Shares of experts and rows.
+    options: The sizes of the axes.
     devices: The devices; default, all of them.
 
   Returns:
@@ -39,17 +58,9 @@ def make_mesh(
     ValueError: The product of the sizes is not the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
-  requested = data, fsdp, tensor, context, expert
-  sizes: dict[str, int] = dict(zip(MESH_AXES, requested, strict=True))
+  sizes: dict[str, int] = options.as_dict()
   setting = ', '.join(f'{name}={size}' for name, size in sizes.items())
-  invalid = [name for name, size in sizes.items() if size < 1 and size != -1]
-  if invalid:
-    raise ValueError(
-      f'mesh {setting}: {invalid[0]} must be positive, or -1 for the rest'
-    )
   open_axes = [name for name, size in sizes.items() if size == -1]
-  if len(open_axes) > 1:
-    raise ValueError(f'mesh {setting}: only one axis can be -1')
   product = math.prod(size for size in sizes.values() if size != -1)
   if open_axes and len(devices) % product == 0:
     sizes[open_axes[0]] = len(devices) // product
@@ -66,7 +77,7 @@ def make_mesh(
 
 def single_device_mesh() -> Mesh:
   """Returns a mesh of the first device alone."""
-  return make_mesh(data=1, devices=jax.devices()[:1])
+  return make_mesh(MeshOptions(data=1), devices=jax.devices()[:1])
 
 
 def _arrange(sizes: tuple[int, ...], devices: list[Any]) -> Mesh:

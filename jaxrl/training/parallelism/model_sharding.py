@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training.parallelism.sharding import LOGICAL_AXIS_RULES, ShardingConstraint
 
 

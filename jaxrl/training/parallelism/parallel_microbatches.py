@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.device_thread import cpu_count
 from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training import forward_pass
 from jaxrl.training.batch_fields import HParams
 from jaxrl.training.batching.packing_plan import PackingPlan

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.types import Params
 from kernels.fused_logprobs import LogprobShards
 

@@ -12,7 +12,8 @@ from jaxrl.algorithms import registry
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.learner import Learner
-from jaxrl.training.optimizers import make_optimizer
+from jaxrl.training.learner_options import LearnerOptions
+from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.types import Group, Trajectory
 from tests.benchmarks.gpu import device, shapes
 
@@ -49,10 +50,10 @@ def one(config: ModelConfig, sizes: tuple[int, ...], flops: float, **options: An
     registry.make('grpo', {'kl_coef': 0.0}),
     num_rows=rows,
     length_buckets=(length,),
-    num_micro_batches=micro,
-    optimizer=make_optimizer(learning_rate=1e-6),
-    log_entropy=False,
-    logprob_mismatch_warn=float('inf'),
+    optimizer=make_optimizer(OptimizerOptions(learning_rate=1e-6)),
+    options=LearnerOptions(
+      num_micro_batches=micro, log_entropy=False, logprob_mismatch_warn=float('inf')
+    ),
   )
   asyncio.run(learner.warmup())
   times = []

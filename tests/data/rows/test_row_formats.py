@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.row_sources import DataError
 from jaxrl.data.rows.row_formats import RowFormat
+from jaxrl.options import ConfigError
 
 USER = {'role': 'user', 'content': 'Hi'}
 REPLY = {'role': 'assistant', 'content': 'Ho'}

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.store import reader_lease
 from jaxrl.data.store.reader_lease import LeaseLostError, ReaderLease
+from jaxrl.options import ConfigError
 from tests.data.store.stores import drawn, fill, opened, reader, url
 
 HOLD = """

@@ -8,7 +8,6 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.store import experience_writer, store_options
 from jaxrl.data.store.experience_reader import GroupDecision
 from jaxrl.data.store.experience_writer import (
@@ -17,8 +16,9 @@ from jaxrl.data.store.experience_writer import (
   writer_run_id,
 )
 from jaxrl.data.store.store_database import StoreDatabase
+from jaxrl.data.store.store_options import parse_store_options
+from jaxrl.options import ConfigError
 from jaxrl.types import Trajectory
-from launch.settings.component_calls import parse_store_options
 from tests.data.store.stores import drawn, fill, keep, opened, reader, rich, url
 
 

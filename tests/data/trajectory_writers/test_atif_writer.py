@@ -6,11 +6,11 @@ import atif
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.tool_formats import TOOL_FORMATS
 from jaxrl.data.trajectory_writers.atif_writer import to_atif
 from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
-from jaxrl.data.trajectory_writers.writer import open_dump
+from jaxrl.data.trajectory_writers.writer import DumpOptions, open_dump
+from jaxrl.options import ConfigError
 from jaxrl.types import Trajectory
 from tests.data.trajectory_writers.dumps import row
 
@@ -148,7 +148,7 @@ def test_what_is_not_there_is_left_out():
 
 def test_a_part_is_a_folder_with_a_document_for_each_trajectory(tmp_path):
   path = f'atif://{tmp_path}/out'
-  columns, writer = open_dump('train', tmp_path, path=path)
+  columns, writer = open_dump('train', tmp_path, DumpOptions(path))
   writer.check(fresh=True)
   for rewards in ((0.0, 1.0), (0.0, 2.0)):  # the second replaces the first
     trajectories = [row(sample_index=i, rewards=rewards, tag='a/b') for i in range(2)]
@@ -160,9 +160,9 @@ def test_a_part_is_a_folder_with_a_document_for_each_trajectory(tmp_path):
   assert len(documents) == 2
   assert {one.final_metrics.extra['score'] for one in documents} == {2.0}
   with pytest.raises(ConfigError, match='parts of another run'):
-    open_dump('train', tmp_path, path=path)[1].check(fresh=True)
+    open_dump('train', tmp_path, DumpOptions(path))[1].check(fresh=True)
   with pytest.raises(ConfigError, match='save_content'):
-    open_dump('train', tmp_path, path=path, columns=(('task_idx', 'bigint'),))
+    open_dump('train', tmp_path, DumpOptions(path, (('task_idx', 'bigint'),)))
 
 
 @pytest.mark.parametrize('tool_format', TOOL_FORMATS, ids=lambda one: one.name)

@@ -6,9 +6,9 @@ import logging
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data import trajectory_codec
 from jaxrl.data.trajectory_writers.dump_columns import STANDARD_COLUMNS, DumpColumns
+from jaxrl.options import ConfigError
 from tests.data.trajectory_writers.dumps import row
 
 FACTS = {'model_name': 'm', 'mode': 'train'}
@@ -146,11 +146,11 @@ def test_values_that_json_cannot_hold_cost_only_themselves(caplog):
 
 def test_images_are_stored_once_beside_the_dump_that_names_them(tmp_path, caplog):
   from jaxrl.data.images import ImageFolder
-  from jaxrl.data.trajectory_writers.writer import open_dump
+  from jaxrl.data.trajectory_writers.writer import DumpOptions, open_dump
   from tests.data.test_trajectory_codec import image, seeing
 
   group = [seeing(0, 1, sample_index=i) for i in range(2)]
-  columns, writer = open_dump('train', tmp_path, path=str(tmp_path / 'dump'))
+  columns, writer = open_dump('train', tmp_path, DumpOptions(str(tmp_path / 'dump')))
   rows = columns.rows(group, 0, **FACTS)
   writer.write('part', rows)
   folder = tmp_path / 'dump' / 'images'

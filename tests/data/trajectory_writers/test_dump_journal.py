@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
+from jaxrl.options import ConfigError
 from tests.data.trajectory_writers.dumps import Memory
 
 

@@ -6,8 +6,8 @@ import fsspec
 import pyarrow.parquet
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers.file_writer import FileWriter
+from jaxrl.options import ConfigError
 
 TYPES = {'n': 'int', 'x': 'double', 'ok': 'boolean', 'text': 'string'}
 ROWS = [

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.trajectory_writers import maxcompute_writer
 from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
+from jaxrl.options import ConfigError
 from tests.data.trajectory_writers.service import serve
 
 PATH = 'odps://lab/tables/played/ds=one'

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.sandbox import local_sandbox
+from jaxrl.options import ConfigError
 from tests.calls import make_grader
 from tests.envs.graders import code_replies
 from tests.marks import SANDBOXED

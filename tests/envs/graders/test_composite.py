@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.graders.grader_processes import GraderError
+from jaxrl.options import ConfigError
 from tests.calls import make_grader
 
 SLOW = 'tests.envs.graders.slow'

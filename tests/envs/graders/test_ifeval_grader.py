@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
 from jaxrl.envs.graders.ifeval_grader import make_instructions_grader
+from jaxrl.options import ConfigError
 from tests.calls import make_grader, parse_calls
 
 CASES = [

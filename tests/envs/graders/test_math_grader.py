@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.graders.answer_matching import compare_answers
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.graders.math_grader import make_math_grader
 from jaxrl.envs.math_env import MathEnv
+from jaxrl.options import ConfigError
 from jaxrl.types import Task
 from tests.calls import env_factory, make_grader
 from tests.envs.graders import math_replies

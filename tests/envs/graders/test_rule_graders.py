@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.graders.rule_graders import (
   make_exact_grader,
   make_format_grader,
   make_multiple_choice_grader,
 )
+from jaxrl.options import ConfigError
 from tests.envs.graders import choice_replies, exact_replies, format_replies
 
 

@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.tools.function_tool import FunctionTool
 from jaxrl.envs.tools.tool_api import ToolError
+from jaxrl.options import ConfigError
 
 FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))
 

@@ -9,10 +9,10 @@ import textwrap
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.tools import mcp_tools
 from jaxrl.envs.tools.mcp_tools import McpStartError, McpTools
 from jaxrl.envs.tools.tool_api import ToolError
+from jaxrl.options import ConfigError
 from tests.processes import wait_for_end
 
 pytestmark = pytest.mark.skipif(

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.row_sources import DataError
 from jaxrl.envs.tools import search_tool
 from jaxrl.envs.tools.search_tool import SearchTool
 from jaxrl.envs.tools.tool_api import ToolError
+from jaxrl.options import ConfigError
 
 pytest.importorskip('bm25s')
 ROWS = [

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.tool_formats import UNKNOWN
 from jaxrl.envs.tools.tool_api import ToolError, tool_schema
 from jaxrl.envs.tools.toolbox import Toolbox
+from jaxrl.options import ConfigError
 from tests.calls import make_tools
 
 FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))

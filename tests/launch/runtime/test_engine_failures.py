@@ -10,7 +10,7 @@ import signal
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import EngineDeadError, maybe_await
 from jaxrl.rollout.engine.router import EngineRouter
 from jaxrl.rollout.weights.verified_store import LoadCoordinator

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch import trainer
 from launch.runtime import ray_runtime, supervision
 from launch.runtime.placement_group import InsufficientResources

@@ -18,7 +18,7 @@ from launch.learner.learner_factory import (
 from launch.rollouts.preparation import load_policy
 from launch.runtime import placement, weight_transport
 from launch.settings import command_line as configs
-from launch.settings.logging_settings import read_logging
+from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from launch.settings.run_settings import WeightTransport
 from tests.launch import runs
@@ -28,7 +28,7 @@ from tests.training import toy
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
 STAGE = PhaseSpec('train', 8, 4)
 OPTIONS = (
-  '--config.mesh=fsdp=4',
+  '--config.mesh.fsdp=4',
   '--config.batch.max_length=16',
   '--config.optimizer.learning_rate=0.001',
   '--config.optimizer.warmup_steps=0',
@@ -39,7 +39,7 @@ OPTIONS = (
 
 def parsed(*options):
   command = configs.parse(runs.argv('none', *OPTIONS, *options), {'workdir': ''})
-  return configs.load(command, {'logging': read_logging})
+  return configs.load(command, {'logging': LoggingOptions})
 
 
 async def learn(factory, folder):

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from launch import serve, view
 from launch.runtime.ports import check_port
 from tests.launch import runs

@@ -8,7 +8,7 @@ import pytest
 from jaxrl.rollout.weights import weight_sync
 from launch.runtime.learner_actor import LearnerActor
 from launch.runtime.remote_learner import RemoteParams
-from launch.settings.component_calls import parse_sync_policy
+from tests.calls import parse_sync_policy
 
 
 class Weights:

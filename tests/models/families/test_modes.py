@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.models import kv_cache, lora
 from jaxrl.models.exact import Exact
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training.batching import unpacked_attention
 from jaxrl.training.parallelism import sharding
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from tests.marks import extended, slow, slow_in_gate
 from tests.models.families import cases
@@ -126,7 +126,7 @@ def test_rematerialization_changes_nothing(remat, name):
 def on_devices(name, sizes, tokens, **options):
   config, params = cases.ours(name)
   model = TransformerLM(config, unroll=1)
-  mesh = make_mesh(**{'data': 1} | sizes)
+  mesh = make_mesh(MeshOptions(**{'data': 1} | sizes))
   layout = sharding.params_sharding(mesh, model.logical_axes(), params)
   there = jax.tree.map(jax.device_put, params, layout)
   return plain(on_mesh(model, mesh), there, tokens, **options)

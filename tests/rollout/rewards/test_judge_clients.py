@@ -5,7 +5,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.rollout.rewards.judge_clients import (
   LocalJudgeClient,
   OpenAIJudgeClient,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.envs.reply_parsing import SCORE_PATTERN, last_number
+from jaxrl.options import ConfigError
 from jaxrl.rollout.rewards.llm_judge import LLMJudge
 from jaxrl.rollout.rewards.reward_pipeline import RewardInput, ScoringError
 from jaxrl.rollout.thread_pool import ThreadPool

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from jaxrl.call_strings import ConfigError
 from jaxrl.data.images import as_image
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.model_loading import random_config, with_image_tokens
@@ -15,6 +14,7 @@ from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.models.vision import image_places, vision_tower
 from jaxrl.models.vision.patch_processor import PatchProcessor
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.engine_base import ImageError
 from jaxrl.types import SamplingParams
 from tests.calls import parse_call

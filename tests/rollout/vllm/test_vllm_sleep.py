@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import ConfigError
+from jaxrl.options import ConfigError
 from jaxrl.types import SamplingParams
 from tests.rollout.vllm.needs import VLLM
 

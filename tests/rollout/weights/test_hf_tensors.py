@@ -9,7 +9,7 @@ from jaxrl.model_loading import random_config
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.weights.direct_transfer import gather_hf_tensors, hf_tensors_bytes
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from tests.calls import parse_call
 
 
@@ -39,7 +39,7 @@ def test_they_are_what_a_checkpoint_holds(policy):
 
 def test_each_device_of_a_mesh_has_them_whole_and_cast(policy):
   shape, params = policy
-  mesh = make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
+  mesh = make_mesh(MeshOptions(data=1, fsdp=2, tensor=2), devices=jax.devices()[:4])
   whole_everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
   def split(leaf):  # along the last axis that four devices can share

@@ -2,8 +2,10 @@
 
 import pytest
 
-from jaxrl.call_strings import ComponentCall, ConfigError
-from launch.settings import call_syntax
+from jaxrl import call_strings
+from jaxrl.call_strings import ComponentCall
+from jaxrl.data import row_sources
+from jaxrl.options import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,7 @@ from launch.settings import call_syntax
   ],
 )
 def test_call_strings(text, wanted):
-  assert call_syntax.parse_call(text) == ComponentCall(*wanted)
+  assert call_strings.parse_call(text) == ComponentCall(*wanted)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_call_strings(text, wanted):
 )
 def test_bad_call_strings_are_errors(text, words):
   with pytest.raises(ConfigError, match=words):
-    call_syntax.parse_call(text)
+    call_strings.parse_call(text)
 
 
 @pytest.mark.parametrize(
@@ -52,19 +54,19 @@ def test_bad_call_strings_are_errors(text, words):
 )
 def test_joined_calls(text, calls):
   quoted_calls = [('a', {'x': 1e5, 'y': (1, 2)}), ('m.n:C', {'z': 'p + q'})]
-  assert call_syntax.parse_calls(text) == tuple(
+  assert call_strings.parse_calls(text) == tuple(
     ComponentCall(*call) for call in (quoted_calls if calls is None else calls)
   )
 
 
 def test_quotes_within_quotes_and_other_separators():
-  first, second = call_syntax.parse_calls(r"a(x='\'+') + b")
+  first, second = call_strings.parse_calls(r"a(x='\'+') + b")
   assert first == ComponentCall('a', {'x': "'+"}) and second == ComponentCall('b')
-  assert call_syntax.split_terms('a+b.json + c', ' + ') == ['a+b.json', 'c']
+  assert call_strings.split_terms('a+b.json + c', ' + ') == ['a+b.json', 'c']
 
 
 def test_row_sources():
-  parse = call_syntax.parse_row_sources
+  parse = row_sources.parse_row_sources
   assert parse('') == '' and parse('a+b.json') == 'a+b.json'
   call = parse('generate:arithmetic(size=.5)')
   assert call == ComponentCall('arithmetic', {'size': 0.5})
@@ -73,11 +75,11 @@ def test_row_sources():
 
 
 def test_options_replaced_in_a_text():
-  text = call_syntax.with_options('first_fit(tokens=8)', tokens=9, num_parallel=1)
+  text = call_strings.with_options('first_fit(tokens=8)', tokens=9, num_parallel=1)
   assert text == 'first_fit(tokens=9, num_parallel=1)'
 
 
 @pytest.mark.parametrize('text', ['a +', '+ a', 'a + + b'])
 def test_a_missing_term_is_an_error(text):
   with pytest.raises(ConfigError, match='nothing on one side of'):
-    call_syntax.parse_calls(text)
+    call_strings.parse_calls(text)

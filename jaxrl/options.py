@@ -1,0 +1,509 @@
+"""Options of functions are keyword-only parameters; those of parts, frozen dataclasses.
+
+A default is written once: in the signature of the function that takes it, or in the
+field of an `Options` class beside the part that takes it. `check_options` compares
+values with a signature. An `Options` object checks its values when it is made: types by
+the annotations, numbers by `low` and `high`, names by `choices`. A field whose type has
+a `from_text`, such as `ComponentCall`, takes a text too.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard, TypeVar
+
+# An error lists at most so many names, and of more only those most like what was given.
+MAX_LISTED = 60
+NUM_CLOSEST = 8
+Definition = TypeVar('Definition', bound=Callable[..., Any])
+
+
+class ConfigError(ValueError):
+  """A setting is wrong; the message says which, where, and what would be right."""
+
+
+def _options(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+  """Returns the keyword-only parameters of `fn` by name, without private ones.
+
+  Private parameters are not options: Ray adds one to the signature of the methods of
+  every class that it turns into an actor.
+  """
+  return {
+    name: parameter
+    for name, parameter in inspect.signature(fn).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and not name.startswith('_')
+  }
+
+
+def defaults(fn: Callable[..., Any]) -> dict[str, Any]:
+  """Returns the keyword-only parameters that have a default, in order.
+
+  Args:
+    fn: A function or class.
+
+  Returns:
+    Name → default.
+  """
+  return {
+    name: parameter.default
+    for name, parameter in _options(fn).items()
+    if parameter.default is not parameter.empty
+  }
+
+
+def closest_match(name: str, names: Iterable[str]) -> str | None:
+  """Returns the most similar of some names, or None when nothing is close.
+
+  Args:
+    name: The name to match.
+    names: The candidates.
+  """
+  matches = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+  return matches[0] if matches else None
+
+
+def unknown_name_error(
+  name: str, names: Iterable[str], what: str, where: str
+) -> ConfigError:
+  """Returns the error for a name that does not exist, with the closest match.
+
+  Args:
+    name: The unknown name.
+    names: Those that exist.
+    what: What they name, such as "option".
+    where: What the message begins with.
+  """
+  names = sorted(names)
+  guess = closest_match(name, names)
+  hint = f" Did you mean '{guess}'?" if guess else ''
+  if len(names) > MAX_LISTED:
+    closest = difflib.get_close_matches(name, names, n=NUM_CLOSEST, cutoff=0.0)
+    listing = f'There are {len(names)}, of which these are closest'
+    return ConfigError(
+      f"{where}: no {what} '{name}'.{hint} {listing}: {', '.join(closest)}."
+    )
+  listing = ', '.join(names) if names else 'none'
+  return ConfigError(f"{where}: no {what} '{name}'.{hint} There are: {listing}.")
+
+
+class Range(NamedTuple):
+  """An interval of numbers.
+
+  Attributes:
+    low: The lowest number.
+    high: The highest number.
+    excludes_low: Whether `low` itself is left out.
+    excludes_zero: Whether 0 is left out.
+  """
+
+  low: float = -math.inf
+  high: float = math.inf
+  excludes_low: bool = False
+  excludes_zero: bool = False
+
+  def __contains__(self, value: Any) -> bool:
+    if (self.excludes_low and value == self.low) or (self.excludes_zero and value == 0):
+      return False
+    return self.low <= value <= self.high
+
+  def __str__(self) -> str:
+    if self.excludes_zero:
+      return 'must not be 0'
+    if self.high < math.inf:
+      return f'must be in {"(" if self.excludes_low else "["}{self.low}, {self.high}]'
+    return f'must be {"above" if self.excludes_low else "at least"} {self.low}'
+
+
+SHARE = Range(0, 1)
+NOT_NEGATIVE = Range(0)
+POSITIVE = Range(0, excludes_low=True)
+NOT_ZERO = Range(excludes_zero=True)
+AT_LEAST_ONE = Range(1)
+
+
+def option_ranges(
+  *, ascending: Sequence[str] = (), **ranges: Range
+) -> Callable[[Definition], Definition]:
+  """Declares which numbers the options of a function or class may be.
+
+  `check_options` then refuses other numbers. Options without a range, and components
+  that declare none, take any number.
+
+  Args:
+    ascending: Options of which none may be larger than the next.
+    **ranges: The range of each option, by name.
+
+  Returns:
+    A decorator that returns the function or class itself.
+  """
+
+  def attach(definition: Definition) -> Definition:
+    setattr(definition, 'option_ranges', ranges)  # noqa: B010  # any callable has it
+    setattr(definition, 'ascending_options', tuple(ascending))  # noqa: B010
+    return definition
+
+  return attach
+
+
+def declared_ranges(fn: Callable[..., Any]) -> Mapping[str, Range]:
+  """Returns the ranges that `option_ranges` declares, by option.
+
+  A derived class, whose options may mean something else, does not inherit them.
+  """
+  return getattr(fn, '__dict__', {}).get('option_ranges', {})
+
+
+def find_out_of_range(
+  options: Mapping[str, Any], ranges: Mapping[str, Range | None]
+) -> tuple[str, Range] | None:
+  """Returns the first option that is out of range, and its range; None if all fit.
+
+  Args:
+    options: Values by name; None and what is no number fits.
+    ranges: The ranges by name; an option without one may be any number.
+  """
+  for name, value in options.items():
+    allowed = ranges.get(name)
+    if allowed is not None and _is_number(value) and value not in allowed:
+      return name, allowed
+  return None
+
+
+def _check_ranges(
+  fn: Callable[..., Any], options: Mapping[str, Any], where: str
+) -> None:
+  if violation := find_out_of_range(options, declared_ranges(fn)):
+    name, allowed = violation
+    raise ConfigError(f'{where}: {name}={options[name]} {allowed}')
+  all_values = defaults(fn) | dict(options)
+  ascending = getattr(fn, '__dict__', {}).get('ascending_options', ())
+  for low, high in itertools.pairwise(ascending):
+    least, most = all_values.get(low), all_values.get(high)
+    if _is_number(least) and _is_number(most) and least > most:
+      raise ConfigError(f'{where}: {low}={least} must be at most {high}={most}')
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_callable(fn: Any, where: str, wanted: str = 'a class or function') -> None:
+  """Raises ConfigError if what a setting names cannot be called with options."""
+  try:
+    inspect.signature(fn)
+  except (TypeError, ValueError) as error:
+    raise ConfigError(f'{where}: is {fn!r:.99}, not {wanted}') from error
+
+
+def check_options(
+  fn: Callable[..., Any], options: Mapping[str, Any], where: str
+) -> None:
+  """Checks that a function takes some options.
+
+  Names are checked against the keyword-only parameters; values against the type of the
+  default, `Literal` annotations, `| None` where the value is None, and the ranges that
+  `option_ranges` declares.
+
+  Args:
+    fn: A function or class.
+    options: Values by name.
+    where: What error messages begin with.
+
+  Raises:
+    ConfigError: If a name is unknown, or a value has another type or is out of range.
+  """
+  check_callable(fn, where)
+  parameters = _options(fn)
+  for name, value in options.items():
+    if name not in parameters:
+      raise unknown_name_error(name, parameters, 'option', where)
+    _check_value(parameters[name], value, f'{where}: option {name!r}')
+  _check_ranges(fn, options, where)
+
+
+def _check_value(parameter: inspect.Parameter, value: Any, where: str) -> None:
+  annotation, default = parameter.annotation, parameter.default
+  if value is None:
+    if default is None or 'None' in str(annotation):
+      return
+    raise ConfigError(f'{where} cannot be None; its default is {default!r}.')
+  choices = _choices(annotation)
+  if choices:
+    if value not in choices:
+      listing = ', '.join(repr(c) for c in choices)
+      raise ConfigError(f'{where} is {value!r}; it must be one of {listing}.')
+    return
+  wanted = _wanted_types(annotation, default)
+  if wanted and not any(_fits(value, kind) for kind in wanted):
+    kinds = ' or '.join(kind.__name__ for kind in wanted)
+    raise ConfigError(
+      f'{where} is {value!r}, a {type(value).__name__}; it must be a {kinds}.'
+    )
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+  """Returns the values of a `Literal`, also inside a union; empty if there is none."""
+  if typing.get_origin(annotation) is typing.Literal:
+    return typing.get_args(annotation)
+  nested_choices = (
+    _choices(a) for a in typing.get_args(annotation) if a is not annotation
+  )
+  return next((choices for choices in nested_choices if choices), ())
+
+
+def _wanted_types(annotation: Any, default: Any) -> list[type]:
+  union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+  members = typing.get_args(annotation) if union else (annotation,)
+  plain_types = [kind for kind in members if kind in (bool, int, float, str)]
+  if not plain_types and isinstance(default, bool | int | float | str):
+    plain_types = [type(default)]
+  return plain_types
+
+
+def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
+  """Returns the type that an option must have.
+
+  Args:
+    fn: A function or class.
+    option: The name of a parameter.
+
+  Returns:
+    bool, int, float or str, the first of several; None if the signature does not say.
+  """
+  parameter = inspect.signature(fn).parameters.get(option)
+  if parameter is None:
+    return None
+  wanted = _wanted_types(parameter.annotation, parameter.default)
+  return wanted[0] if wanted else None
+
+
+def _fits(value: Any, wanted: type) -> bool:
+  if wanted is float:
+    return _is_number(value)
+  if wanted is int:
+    return isinstance(value, int) and not isinstance(value, bool)
+  return isinstance(value, wanted)
+
+
+PLAIN_TYPES = (bool, int, float, str, tuple)
+NOUNS = {
+  bool: 'true or false',
+  int: 'a whole number',
+  float: 'a number',
+  str: 'a text',
+  tuple: 'a list',
+}
+
+
+class OptionError(ConfigError):
+  """The value of an option is wrong.
+
+  Attributes:
+    option: The option's name.
+    value: Its value.
+    problem: What is wrong with it.
+  """
+
+  def __init__(self, option: str, value: Any, problem: str):
+    super().__init__(f'{option}={value}: {problem}')
+    self.option, self.value, self.problem = option, value, problem
+
+
+class Kind(NamedTuple):
+  """How the values of a field are read.
+
+  Attributes:
+    type: A plain type; one with a `from_text`; `Options`, for options of their own;
+      `Mapping`, for options by name; None for anything else.
+    is_optional: Whether a value may be None.
+    is_many: Whether a value is a tuple of what `type` reads, as in 'a + b'.
+    options: The class of nested options, or of those in a mapping.
+    entry: The plain type of a tuple's entries; None if they may be anything.
+  """
+
+  type: Any
+  is_optional: bool = False
+  is_many: bool = False
+  options: 'type[Options] | None' = None
+  entry: Any = None
+
+
+def option(
+  default: Any,
+  doc: str,
+  *,
+  low: float | None = None,
+  high: float | None = None,
+  above: float | None = None,
+  choices: Iterable[Any] = (),
+  read: Callable[[str], Any] | None = None,
+) -> Any:
+  """Declares a field of an `Options` class.
+
+  Args:
+    default: The default. A mapping is copied for every object.
+    doc: What the option does, a sentence.
+    low: The lowest number.
+    high: The highest number.
+    above: A number that values must be above.
+    choices: The values that there are.
+    read: Reads a value that is a text, if that is more than a text or a call.
+
+  Returns:
+    A field for `dataclasses.dataclass`.
+  """
+  metadata: dict[str, Any] = {'doc': doc}
+  if (low, high, above) != (None, None, None):
+    lowest = low if above is None else above
+    metadata['range'] = Range(
+      -math.inf if lowest is None else lowest,
+      math.inf if high is None else high,
+      excludes_low=above is not None,
+    )
+  if read:
+    metadata['read'] = read
+  if choices:
+    metadata['choices'] = tuple(choices)
+  if isinstance(default, dict):
+    return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+  return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls: 'type[Options]', doc: str = '', **overrides: Any) -> Any:
+  """Declares a field that holds options of their own.
+
+  Args:
+    cls: The class of the options.
+    doc: What they are about.
+    **overrides: Defaults that differ from those of the class.
+  """
+  return dataclasses.field(
+    default_factory=functools.partial(cls, **overrides), metadata={'doc': doc}
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Checks the values of its fields; the base of all classes of options.
+
+  Raises:
+    OptionError: If a value has another type than its field, or is out of range.
+  """
+
+  def __post_init__(self) -> None:
+    kinds = field_kinds(type(self))
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      read = _read(field, kinds[field.name], value)
+      if read is not value:
+        object.__setattr__(self, field.name, read)
+
+  def replace(self, **changes: Any) -> typing.Self:
+    """Returns the options with some of them changed.
+
+    Args:
+      **changes: The new values by name.
+    """
+    return dataclasses.replace(self, **changes)
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the options by name; nothing is copied."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def _read(field: dataclasses.Field[Any], kind: Kind, value: Any) -> Any:
+  """Returns a field's value, with calls in place of their texts."""
+  name = field.name
+  read = field.metadata.get('read')
+  if read is None and hasattr(kind.type, 'from_text'):
+    read = functools.partial(_from_text, kind)
+  if read is not None and isinstance(value, str):
+    try:
+      value = read(value)
+    except ConfigError as error:
+      raise OptionError(name, value, str(error)) from error
+  if value is None and kind.is_optional:
+    return None
+  if kind.type is tuple and isinstance(value, list):
+    value = tuple(value)
+  if kind.type is float and isinstance(value, int) and not isinstance(value, bool):
+    value = float(value)
+  if kind.type in PLAIN_TYPES and not _fits(value, kind.type):
+    noun = NOUNS[kind.type] + (' or none' if kind.is_optional else '')
+    raise OptionError(name, repr(value), f'must be {noun}')
+  for entry in value if kind.entry and isinstance(value, tuple) else ():
+    if not _fits(entry, kind.entry):
+      problem = f'{entry!r} in it must be {NOUNS[kind.entry]}'
+      raise OptionError(name, repr(value), problem)
+  choices = field.metadata.get('choices')
+  if choices is not None and value not in choices:
+    guess = closest_match(str(value), choices)
+    hint = f'; did you mean {guess!r}?' if guess else ''
+    listing = ', '.join(choices)
+    raise OptionError(name, repr(value), f'is not one of {listing}{hint}')
+  allowed: Range | None = field.metadata.get('range')
+  if allowed is not None and value not in allowed:
+    raise OptionError(name, value, str(allowed))
+  return value
+
+
+def _from_text(kind: Kind, text: str) -> Any:
+  if kind.is_many:
+    return kind.type.many_from_text(text)
+  is_none = kind.is_optional and not text.strip()
+  return None if is_none else kind.type.from_text(text)
+
+
+@functools.cache
+def field_kinds(cls: type[Options]) -> Mapping[str, Kind]:
+  """Returns how the values of each field of a class are read.
+
+  Args:
+    cls: A class of options.
+  """
+  hints = typing.get_type_hints(cls)
+  return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(cls)}
+
+
+def _kind(hint: Any) -> Kind:
+  members = [hint]
+  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    members = list(typing.get_args(hint))
+  is_optional = type(None) in members
+  members = [member for member in members if member is not type(None)]
+  texts = [member for member in members if hasattr(member, 'from_text')]
+  if texts and str not in members:  # the others are what it makes
+    return Kind(texts[0], is_optional)
+  if len(members) != 1:
+    return Kind(None, is_optional)
+  (member,) = members
+  origin, arguments = typing.get_origin(member), typing.get_args(member)
+  if origin is tuple and hasattr(arguments[0], 'many_from_text'):
+    return Kind(arguments[0], is_many=True)
+  if isinstance(member, type) and issubclass(member, Options):
+    return Kind(Options, options=member)
+  if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+    inner = arguments[1]
+    is_section = isinstance(inner, type) and issubclass(inner, Options)
+    return Kind(Mapping, options=inner if is_section else None)
+  if origin is typing.Literal:
+    return Kind(type(arguments[0]), is_optional)
+  plain = origin or member
+  if plain is tuple and arguments and arguments[0] in PLAIN_TYPES:
+    return Kind(tuple, is_optional, entry=arguments[0])
+  return Kind(plain if plain in PLAIN_TYPES else None, is_optional)
+
+
+def descriptions(cls: type[Options]) -> dict[str, str]:
+  """Returns the description of each field of a class.
+
+  Args:
+    cls: A class of options.
+  """
+  return {field.name: field.metadata['doc'] for field in dataclasses.fields(cls)}
