@@ -166,7 +166,7 @@ def gradients(
   (count, width), vocab = hidden.shape, len(table)
   packed, whole = pack_columns(of), vocab // CHUNK
 
-  def some(start, size, sums):
+  def add_chunk(start, size, sums):
     of_hidden, of_table = sums
     part = jax.lax.dynamic_slice_in_dim(table, start, size).astype(hidden.dtype)
     d = _call(
@@ -191,7 +191,9 @@ def gradients(
 
   sums = jnp.zeros((count, width), jnp.float32), jnp.zeros((vocab, width), dtypes[1])
   if whole:
-    sums = jax.lax.fori_loop(0, whole, lambda i, s: some(i * CHUNK, CHUNK, s), sums)
+    sums = jax.lax.fori_loop(
+      0, whole, lambda i, s: add_chunk(i * CHUNK, CHUNK, s), sums
+    )
   if vocab % CHUNK:
-    sums = some(jnp.int32(whole * CHUNK), vocab % CHUNK, sums)
+    sums = add_chunk(jnp.int32(whole * CHUNK), vocab % CHUNK, sums)
   return sums[0].astype(dtypes[0]), sums[1]

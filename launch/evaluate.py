@@ -23,7 +23,7 @@ from launch.logging.error_pages import (
 from launch.logging.progress import RolloutProgress
 from launch.runtime import process_env
 from launch.runtime.signal_handler import run_command
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.command_line import ConfigError
 from launch.settings.logging_settings import LoggingOptions
 
@@ -87,7 +87,7 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
     ConfigError: for flags or a config that cannot be evaluated.
   """
   if flags['checkpoint']:
-    configs.override(config, 'model.checkpoint', flags['checkpoint'])
+    command_line.override(config, 'model.checkpoint', flags['checkpoint'])
   if not config.model.checkpoint:
     raise ConfigError(
       'no model to evaluate: set --checkpoint=FOLDER, a Hugging Face folder'
@@ -241,7 +241,7 @@ def score_benchmark(
   return benchmarks.published_score(name, tag)
 
 
-def load_config(command: configs.Command) -> Any:
+def load_config(command: command_line.Command) -> Any:
   """Returns the config of a command line: a file's, or a benchmark's.
 
   Args:
@@ -256,12 +256,12 @@ def load_config(command: configs.Command) -> Any:
       raise ConfigError(
         f'--path={path}: is the file of a benchmark: set --benchmark=NAME'
       )
-    return configs.load(command, {'logging': LoggingOptions})
+    return command_line.load(command, {'logging': LoggingOptions})
   from launch.benchmarks import benchmark_config  # imports JAX: seconds
 
   config = benchmark_config(name, path)
   config.logging = to_config(LoggingOptions())
-  return configs.complete(config, command)
+  return command_line.complete(config, command)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -272,18 +272,18 @@ def main(argv: Sequence[str]) -> int:
   console = Console()
   with console.listening():
     try:
-      command = configs.parse(argv, FLAGS, without='benchmark')
+      command = command_line.parse(argv, FLAGS, without='benchmark')
       config = load_config(command)
       console.set_level(from_config(LoggingOptions, config.logging, 'logging').level)
       ks = prepare_evaluation(config, command.flags)
-      configs.check_algorithm(config)
+      command_line.check_algorithm(config)
       from launch.rollouts.env_datasets import check_limit  # imports JAX: seconds
       from launch.settings.resolve import resolve_settings
 
       settings = resolve_settings(config)
       check_limit(settings, dict(command.overrides))
       named = 'checkpoint' if command.flags['checkpoint'] else 'config.model.checkpoint'
-      with configs.naming_flag(named, 'model.checkpoint'):
+      with command_line.naming_flag(named, 'model.checkpoint'):
         job = build_evaluation(settings, console)
     except (ValueError, OSError) as error:
       print_error(error)

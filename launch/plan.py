@@ -15,7 +15,7 @@ from typing import Any
 from launch.logging.error_pages import print_error
 from launch.planning import targets
 from launch.runtime.signal_handler import run_command
-from launch.settings import command_line as configs
+from launch.settings import command_line
 
 USAGE = """\
 python -m launch.plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--topology=…]
@@ -38,43 +38,43 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no accelerator is taken to plan
-    command = configs.parse(argv, FLAGS)
+    command = command_line.parse(argv, FLAGS)
     target = targets.parse_target(
       command.flags['topology'] or _default_topology(command.config)
     )
     if command.flags['sweep'] not in ('', 'mesh'):
-      raise configs.ConfigError(
+      raise command_line.ConfigError(
         f"--sweep={command.flags['sweep']}: must be 'mesh', which is all that "
         'can be swept'
       )
     if not command.flags['compiles'].isdigit() or command.flags['compiles'] == '0':
-      raise configs.ConfigError(
+      raise command_line.ConfigError(
         f'--compiles={command.flags["compiles"]}: must be a whole number of at least 1'
       )
     _check_json(command.flags['json'])
     targets.set_compiler_env(target)
     return _plan(command, target)
-  except configs.ConfigError as error:
+  except command_line.ConfigError as error:
     print_error(error)
     return 2
 
 
 def _default_topology(path: str) -> str:
   """Returns the TOPOLOGY of a config file; raises ConfigError if it has none."""
-  topology = getattr(configs.module(path), 'TOPOLOGY', '')
+  topology = getattr(command_line.module(path), 'TOPOLOGY', '')
   if not topology:
-    raise configs.ConfigError(
+    raise command_line.ConfigError(
       f'no machine to plan for: {path} has no TOPOLOGY, so name one, as in '
       '--topology=h200:8'
     )
   return str(topology)
 
 
-def _plan(command: configs.Command, target: targets.Target) -> int:
+def _plan(command: command_line.Command, target: targets.Target) -> int:
   from jaxrl.data.trajectory_writers.writer import DumpOptions
   from launch.settings.logging_settings import LoggingOptions
 
-  config = configs.load(
+  config = command_line.load(
     command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
   )
   devices = targets.target_devices(target.name)  # imports JAX: seconds
@@ -111,7 +111,7 @@ def _plan(command: configs.Command, target: targets.Target) -> int:
 def _check_json(path: str) -> None:
   """Raises ConfigError, before any work, if the file cannot be written."""
   if path and not pathlib.Path(path).absolute().parent.is_dir():
-    raise configs.ConfigError(
+    raise command_line.ConfigError(
       f'--json={path}: there is no folder {pathlib.Path(path).parent}'
     )
 

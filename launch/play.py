@@ -17,7 +17,7 @@ from launch.logging.error_pages import print_error, report_user_error
 from launch.report.samples import token_texts
 from launch.runtime import process_env
 from launch.runtime.signal_handler import run_command
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
@@ -210,9 +210,9 @@ def main(argv: Sequence[str]) -> int:
     print(USAGE)
     return 0
   try:
-    command = configs.parse(argv, FLAGS)
-    config = configs.load(command, {'logging': LoggingOptions})
-    configs.check_algorithm(config)
+    command = command_line.parse(argv, FLAGS)
+    config = command_line.load(command, {'logging': LoggingOptions})
+    command_line.check_algorithm(config)
     episode, sample = command.flag('episode', int), command.flag('sample', int)
     ids = command.flag('ids', bool)
     from launch.rollouts.inference_job import make_player  # imports JAX: seconds

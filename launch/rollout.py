@@ -27,7 +27,7 @@ from launch.logging.progress import RolloutProgress
 from launch.logging.workdir import Workdir, default_path
 from launch.runtime import process_env
 from launch.runtime.signal_handler import SignalHandler, run_command
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.command_line import ConfigError
 from launch.settings.logging_settings import LoggingOptions
 from launch.train import failed
@@ -170,13 +170,13 @@ def main(argv: Sequence[str]) -> int:
     print(USAGE)
     return 0
   try:
-    command = configs.parse(argv, FLAGS)
+    command = command_line.parse(argv, FLAGS)
     from jaxrl.data.trajectory_writers.writer import DumpOptions
 
-    config: Any = configs.load(
+    config: Any = command_line.load(
       command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
     )
-    configs.check_algorithm(config)
+    command_line.check_algorithm(config)
 
     numbers = {name: command.flag(name, int) for name in ('num_tasks', 'group_size')}
     part_size, mode = command.flag('part_size', int), command.flags['mode']

@@ -20,7 +20,7 @@ from launch.logging.error_pages import print_error
 from launch.runtime import process_env
 from launch.runtime.ports import check_port
 from launch.runtime.signal_handler import run_command
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
@@ -143,12 +143,12 @@ def _check_aiohttp() -> None:
 
 
 def _run(argv: Sequence[str]) -> int:
-  command = configs.parse(argv, FLAGS)
-  config: Any = configs.load(command, {'logging': LoggingOptions})
+  command = command_line.parse(argv, FLAGS)
+  config: Any = command_line.load(command, {'logging': LoggingOptions})
   flags = command.flags
   port = command.flag('port', int)
   if flags['checkpoint']:
-    configs.override(config, 'model.checkpoint', flags['checkpoint'])
+    command_line.override(config, 'model.checkpoint', flags['checkpoint'])
   if not config.model.checkpoint:
     raise ConfigError(
       'no model to serve: set --checkpoint=FOLDER, as in --checkpoint=runs/mine/export'
@@ -164,7 +164,7 @@ def _run(argv: Sequence[str]) -> int:
   console = Console()
   with tempfile.TemporaryDirectory() as folder:
     flag = 'checkpoint' if flags['checkpoint'] else 'config.model.checkpoint'
-    with configs.naming_flag(flag, 'model.checkpoint'):
+    with command_line.naming_flag(flag, 'model.checkpoint'):
       served = ServedModel(resolve_settings(config), pathlib.Path(folder))
     if made_up:
       console.fact('key', key)

@@ -24,7 +24,7 @@ from launch.logging.workdir import Workdir, default_path
 from launch.report.open_loggers import open_loggers
 from launch.runtime import process_env
 from launch.runtime.signal_handler import SignalHandler, run_command
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ python -m launch.train --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--work
 
 def main(argv: Sequence[str]) -> int:
   """Runs one training from a command line; returns the exit status."""
-  argv, help_word = configs.split_help(argv)
+  argv, help_word = command_line.split_help(argv)
   if help_word is not None and not argv:
     print(USAGE)
     return 0
   try:
-    command = configs.parse(argv, {'workdir': ''})
-    config = configs.load(
+    command = command_line.parse(argv, {'workdir': ''})
+    config = command_line.load(
       command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
     )
     if help_word is not None:
@@ -58,11 +58,11 @@ def main(argv: Sequence[str]) -> int:
 
       print(f'{USAGE}\n{list_keys(config, help_word)}')
       return 0
-    configs.check_algorithm(config)
+    command_line.check_algorithm(config)
     place = command.flags['workdir']
     place = place or default_path(command.config, command.algorithm)
     workdir = Workdir(place, config.to_dict())
-  except configs.ConfigError as error:
+  except command_line.ConfigError as error:
     from launch.logging.error_pages import print_error  # most runs need none of it
 
     print_error(error)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     workdir.close()
 
 
-def run(config: Any, workdir: Workdir, command: configs.Command) -> int:
+def run(config: Any, workdir: Workdir, command: command_line.Command) -> int:
   """Trains a config in a workdir, and tells the user about it.
 
   Args:
@@ -138,7 +138,7 @@ def _tell_why_nothing_was_learned(workdir: Workdir, console: Console) -> None:
   history = MetricHistory(workdir.path / 'metrics.jsonl')
   try:
     history.update()
-  except configs.ConfigError:  # the loggers have said that the file is damaged
+  except command_line.ConfigError:  # the loggers have said that the file is damaged
     return
   findings = find_causes(history)
   if findings:
@@ -198,12 +198,13 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
   except OSError:
     log = None
   known = isinstance(
-    error, configs.ConfigError | InsufficientGroupsError | OSError | ArithmeticError
+    error,
+    command_line.ConfigError | InsufficientGroupsError | OSError | ArithmeticError,
   )
   from launch.logging.error_pages import describe_user_error, print_error
 
   line: Exception | str = ''
-  if not isinstance(error, configs.ConfigError):
+  if not isinstance(error, command_line.ConfigError):
     line = describe_user_error(error)
   line = line or (error if known else '')
   if line:
@@ -212,7 +213,7 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
     print(text, file=sys.stderr)
   if log and line:
     console.say(f'(traceback in {log})', style='dim')
-  return 2 if isinstance(error, configs.ConfigError) else 1
+  return 2 if isinstance(error, command_line.ConfigError) else 1
 
 
 if __name__ == '__main__':

@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.call_strings import ComponentCall
-from jaxrl.models import exact as exactly
+from jaxrl.models import (
+  exact_mode,
+  layer_stack,
+  layers,
+  lora,
+  moe,
+  paged_cache,
+  remat,
+  rope,
+)
 from jaxrl.models import kv_cache as caches
-from jaxrl.models import layer_stack, layers, lora, moe, paged_cache, remat, rope
-from jaxrl.models.exact import Exact
+from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Array, Params, PolicyOutputs
@@ -72,7 +80,7 @@ class TransformerLM:
   def __post_init__(self) -> None:
     check_kernels_option(self.kernels)
     if self.exact is not None:
-      exactly.check_supported(self.config, self.dtype)
+      exact_mode.check_supported(self.config, self.dtype)
     if self.router_replay and not self.config.num_experts:
       raise ValueError('router_replay needs a model with experts')
     if self.router_replay and self.exact:
@@ -259,7 +267,7 @@ class TransformerLM:
   def _exact_rows(self) -> Callable[..., tuple[jax.Array, caches.PrefillKV | None]]:
     """Returns `exact.run_rows` as `(params, tokens, lengths, keep_cache=…) -> …`."""
     parts, unroll = (self.config, self._enter, self._layer), self.scan_unroll
-    return functools.partial(exactly.run_rows, *parts, unroll=unroll)
+    return functools.partial(exact_mode.run_rows, *parts, unroll=unroll)
 
   def policy_outputs(
     self,
@@ -339,7 +347,7 @@ class TransformerLM:
       rows = params, tokens, temperature
       exact = self.exact.row_logprobs(forward, self._last, *rows)
       scores = scores._replace(
-        logprobs=exactly.with_gradient_of(exact, scores.logprobs)
+        logprobs=exact_mode.with_gradient_of(exact, scores.logprobs)
       )
     shift = functools.partial(layer_stack.shift_right, segment_ids=segment_ids)
     scores, values = jax.tree.map(shift, (scores._asdict(), values))
@@ -402,7 +410,7 @@ class TransformerLM:
     """
     sizes = None
     if self.exact is not None:
-      sizes = [exactly.CHUNK] * -(-max_length // exactly.CHUNK)
+      sizes = [exact_mode.CHUNK] * -(-max_length // exact_mode.CHUNK)
     elif not self.router_replay:  # whose cache has a token's experts beside
       why = caches.paging_obstacle(self.config)
       options = {'obstacle': why, 'kernels': self.kernels, 'platform': self.platform}
@@ -482,7 +490,7 @@ class TransformerLM:
         rules = block.cache_rules
         if gates:
           states = {name: cache[name][i][0] for name in caches.STATES}
-          step = functools.partial(exactly.step_token, block.delta.step)
+          step = functools.partial(exact_mode.step_token, block.delta.step)
           step = step if self.exact is not None else block.delta.step
           out, states = step((q, k, v, *gates), states, positions)
           for name, state in states.items():
@@ -506,7 +514,7 @@ class TransformerLM:
           out = decode_attention(q, *chunks, positions, limit, **rules)
         else:
           rows = q[:, None], *chunks, positions[:, None], limit
-          out = exactly.attend(*rows, **rules)[:, 0]
+          out = exact_mode.attend(*rows, **rules)[:, 0]
         return out.astype(q.dtype), None
 
       extra = None if extras is None else extras[:, i]

@@ -9,8 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl import hub
-from jaxrl import model_loading as policies
+from jaxrl import hub, model_loading
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface
@@ -102,7 +101,7 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
   folders = settings.teacher.folders
   for folder in folders.values():
     if folder not in loaded:
-      policy = policies.load_model(
+      policy = model_loading.load_model(
         folder,
         value_head=False,
         dtype=settings.model.dtype,
@@ -110,5 +109,7 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
         kernels=settings.kernels,
         key=TEACHER_CHECKPOINT,
       )
-      loaded[folder] = policies.match_vocabulary(policy, student, TEACHER_CHECKPOINT)
+      loaded[folder] = model_loading.match_vocabulary(
+        policy, student, TEACHER_CHECKPOINT
+      )
   return TeacherSet({tag: loaded[folder] for tag, folder in folders.items()})

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.command_line import Command
 
 
@@ -116,8 +116,8 @@ def _is_accepted(arguments: Sequence[str], *, trains: bool) -> bool:
   try:
     with warnings.catch_warnings():
       warnings.simplefilter('ignore')  # the command itself tells what is doubtful
-      command = configs.parse(arguments, {'workdir': ''})
-      config = configs.load(command, sections)
+      command = command_line.parse(arguments, {'workdir': ''})
+      config = command_line.load(command, sections)
       settings = resolve_settings(config, warn=False)
       validate(settings)
       if trains:

@@ -16,7 +16,7 @@ from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions
 from jaxrl.data.trajectory_writers.writer import DumpOptions
-from jaxrl.models.exact import Exact
+from jaxrl.models.exact_mode import Exact
 from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.run_options import RunOptions
 from jaxrl.types import Algorithm

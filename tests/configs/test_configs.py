@@ -24,7 +24,7 @@ from jaxrl.run_options import (
   RunOptions,
 )
 from launch.logging.workdir import Workdir, json_data
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 
 FILES = sorted(
@@ -35,14 +35,14 @@ FILES = sorted(
 
 
 def load(path, *overrides):
-  command = configs.parse([f'--config={path}', *overrides], {})
-  return configs.load(command, {'logging': LoggingOptions})
+  command = command_line.parse([f'--config={path}', *overrides], {})
+  return command_line.load(command, {'logging': LoggingOptions})
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
 def test_every_config_loads_and_is_sound(path):
   config = load(path)
-  configs.check_algorithm(config)
+  command_line.check_algorithm(config)
   assert config.is_locked
   for name in ('seed', 'num_steps', 'model', 'dataset', 'algorithm', 'batch', 'env'):
     assert name in config

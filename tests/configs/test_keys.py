@@ -9,7 +9,7 @@ from configs import base
 from jaxrl.algorithms import registry
 from jaxrl.config import to_config
 from jaxrl.data.trajectory_writers.writer import DumpOptions
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 
 ROOT = pathlib.Path(base.__file__).parents[1]
@@ -24,7 +24,9 @@ def right_hand_sides():
 def known():
   config = base.get_config()
   config.env.TAG = base.env_section('math')
-  keys = {key.replace('env.TAG.', 'env.<tag>.') for key in configs.dotted_keys(config)}
+  keys = {
+    key.replace('env.TAG.', 'env.<tag>.') for key in command_line.dotted_keys(config)
+  }
   keys |= {f'trajectory_dump.{name}' for name in to_config(DumpOptions())}
   keys |= {f'logging.{name}' for name in to_config(LoggingOptions())}
   keys |= {f'eval.sets.<name>.{name}' for name in base.eval_set()}

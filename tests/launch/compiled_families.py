@@ -14,7 +14,7 @@ import jax
 from jaxrl.models import families
 from jaxrl.models.families.known_configs import KNOWN_CONFIGS
 from launch.planning import engine_decode, planned_run, targets
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 
 MACHINES = 'v5p:2x2x1', 'h200:8'
@@ -39,7 +39,9 @@ def first_of_each_family() -> list[str]:
 def cut_run(name: str) -> planned_run.PlannedRun:
   """Returns a run of a published model with one layer of each kind."""
   words = [*OPTIONS, f'--config.model.checkpoint={name}']
-  run = planned_run.read_run(resolve_settings(configs.load(configs.parse(words))))
+  run = planned_run.read_run(
+    resolve_settings(command_line.load(command_line.parse(words)))
+  )
   kinds = run.shape.layer_types or ('',) * run.shape.num_layers
   sources = {layer.kv_layer for layer in run.shape.layer_configs} - {-1}
   run = engine_decode.with_layers(

@@ -11,7 +11,7 @@ from jaxrl.call_strings import parse_call
 from launch import build, train
 from launch.logging.console import Console
 from launch.logging.metric_loggers import MetricLogger, MultiLogger, read_metrics
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests import processes
@@ -107,8 +107,8 @@ class Recorder(MetricLogger):
 
 def record(workdir, *options, config=VARIED):
   """Runs a job here without a command line's surroundings; what it told."""
-  command = configs.parse(argv(workdir, *options, config=config), {'workdir': ''})
-  config_dict = configs.load(command, {'logging': LoggingOptions})
+  command = command_line.parse(argv(workdir, *options, config=config), {'workdir': ''})
+  config_dict = command_line.load(command, {'logging': LoggingOptions})
   sink = Recorder()
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)

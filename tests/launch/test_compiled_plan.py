@@ -11,7 +11,7 @@ from launch.planning import (
   planned_run,
   targets,
 )
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from tests.launch.test_planned_memory import SPARSE, built
 from tests.launch.test_planning import model, small
@@ -51,7 +51,9 @@ def on(text):
 def test_a_step_of_decoding_moves_weights_and_cache_once(text):
   """What it writes into the cache lies in place, and is a row of each slot."""
   run = planned_run.read_run(
-    resolve_settings(configs.load(configs.parse(['--config=configs/qwen3_0_6b.py'])))
+    resolve_settings(
+      command_line.load(command_line.parse(['--config=configs/qwen3_0_6b.py']))
+    )
   )
   target, devices = on(text)
   run = engine_decode.with_layers(run, [0])

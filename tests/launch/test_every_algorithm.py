@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from jaxrl.algorithms import registry, requirements
 from jaxrl.functional import components
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from tests.calls import make_algorithm
 from tests.launch import runs
 from tests.marks import slow_except
@@ -119,8 +119,8 @@ def _has_its_own_metrics(algorithm, row):
 
 @pytest.mark.parametrize('name', registry.names())
 def test_its_config_survives_json(name):
-  command = configs.parse([f'--config={runs.DEBUG}:{name}'], {})
-  config = configs.load(command)
+  command = command_line.parse([f'--config={runs.DEBUG}:{name}'], {})
+  config = command_line.load(command)
   again = ConfigDict(json.loads(config.to_json_best_effort()))
   options = again.algorithm.to_dict()
   assert options.pop('name') == name

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrl.options import ConfigError
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate
@@ -15,8 +15,8 @@ SHORT = ('--config.eval.interval=0', '--config.optimizer.lr_schedule=constant')
 
 
 def load(algorithm, *overrides, config=runs.DEBUG):
-  command = configs.parse([f'--config={config}:{algorithm}', *overrides], {})
-  return configs.load(command, {'logging': LoggingOptions})
+  command = command_line.parse([f'--config={config}:{algorithm}', *overrides], {})
+  return command_line.load(command, {'logging': LoggingOptions})
 
 
 @pytest.mark.parametrize(

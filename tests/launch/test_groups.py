@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.group_stats import RAW_SCORE, sample_accuracies
 from jaxrl.options import ConfigError
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate, validate_training
 from tests.launch import runs
@@ -26,8 +26,8 @@ def trained_on(recorder):
 
 
 def algorithm(*options, name='dapo'):
-  config = configs.load(
-    configs.parse([f'--config={runs.VARIED}:{name}', *options], {}), {}
+  config = command_line.load(
+    command_line.parse([f'--config={runs.VARIED}:{name}', *options], {}), {}
   )
   settings = resolve_settings(config)
   validate(settings)

@@ -30,7 +30,7 @@ from launch.planning import (
 )
 from launch.planning import plan_table as tables
 from launch.planning.compiled_program import CompiledProgram
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from launch.settings.run_settings import WeightTransport
 from tests.launch.test_planning import SMALL, model, small
@@ -285,7 +285,7 @@ def folder(path, **changes):
 def taught(*more):
   config = '--config=configs/distill.py:on_policy_distill'
   return planned_run.read_run(
-    resolve_settings(configs.load(configs.parse([config, *SMALL[1:], *more])))
+    resolve_settings(command_line.load(command_line.parse([config, *SMALL[1:], *more])))
   )
 
 

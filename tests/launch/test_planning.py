@@ -33,7 +33,7 @@ from launch.planning import (
   targets,
   traffic,
 )
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from tests.marks import slow
 
@@ -55,7 +55,7 @@ def model(family: str = 'qwen3', **sizes: int) -> str:
 
 def small(*more: str):
   return planned_run.read_run(
-    resolve_settings(configs.load(configs.parse([*SMALL, *more])))
+    resolve_settings(command_line.load(command_line.parse([*SMALL, *more])))
   )
 
 

@@ -8,8 +8,7 @@ from jaxrl.data.row_sources import load_rows, parse_row_sources
 from jaxrl.envs.tools.toolbox import make_tools
 from jaxrl.options import ConfigError
 from launch.report.open_loggers import SINKS
-from launch.settings import command_line as configs
-from launch.settings import plugins
+from launch.settings import command_line, plugins
 from launch.settings.component_kinds import KINDS, load_component
 from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
@@ -46,15 +45,15 @@ def test_a_run_with_ones_own_algorithm_and_loss(folder, tmp_path):
 
 
 def test_a_config_holds_full_names(folder):
-  command = configs.parse(
+  command = command_line.parse(
     [
       f'--config={runs.DEBUG}:other',
       f'--config.plugins={folder}',
       '--config.algorithm.kl_loss=cubic(coef=.5)',
     ]
   )
-  config = configs.load(command)
-  configs.check_algorithm(config)
+  config = command_line.load(command)
+  command_line.check_algorithm(config)
   assert config.algorithm.name == f'{folder}/whole.py:other'
   assert config.algorithm.kl_loss == f'{folder}/whole.py:cubic(coef=.5)'
 
@@ -88,7 +87,7 @@ def test_a_config_file_may_name_the_folder(folder, tmp_path):
     '  config.algorithm.policy_loss = "steep"\n'
     '  return config\n'
   )
-  config = configs.load(configs.parse([f'--config={tmp_path}/mine.py']))
+  config = command_line.load(command_line.parse([f'--config={tmp_path}/mine.py']))
   assert config.algorithm.policy_loss == f'{folder}/my_losses.py:steep'
 
 
@@ -228,7 +227,7 @@ def test_one_run_with_plugins_of_every_kind(lab, tmp_path):
 
 def test_the_config_holds_the_full_names(lab, tmp_path):
   (tmp_path / 'config.py').write_text(CONFIG)
-  command = configs.parse(
+  command = command_line.parse(
     [
       f'--config={tmp_path}/config.py',
       f'--config.plugins={lab}',
@@ -236,7 +235,7 @@ def test_the_config_holds_the_full_names(lab, tmp_path):
       '--config.rollout.group_filter=reward_std + never',
     ]
   )
-  config = configs.load(command, {'logging': LoggingOptions})
+  config = command_line.load(command, {'logging': LoggingOptions})
   assert config.env.echo.env_type == f'{lab}/echo_env.py:EchoEnv'
   assert config.dataset.curriculum == f'{lab}/others.py:Backwards'
   assert config.rollout.group_filter == f'reward_std + {lab}/others.py:never'
@@ -246,7 +245,7 @@ def test_the_config_holds_the_full_names(lab, tmp_path):
 def load_tools(lab, *options):
   """The config of a run with tools, an agent and rows of one's own."""
   options = [f'--config={runs.ROOT}/configs/tool_use.py', *options]
-  return configs.load(configs.parse([*options, f'--config.plugins={lab}']))
+  return command_line.load(command_line.parse([*options, f'--config.plugins={lab}']))
 
 
 def test_tools_and_generators_by_their_names(lab):
@@ -291,15 +290,17 @@ def test_an_agent_by_its_name(lab, tmp_path):
   )
   option = '--config.env.own.env_config.agent=play(rounds=2)'
   command = [f'--config={tmp_path}/config.py', f'--config.plugins={lab}', option]
-  config = configs.load(configs.parse(command))
+  config = command_line.load(command_line.parse(command))
   assert config.env.own.env_config.agent == f'{lab}/others.py:play(rounds=2)'
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_of_both_kinds(lab):
   option = '--config.algorithm.sampler=Reversd'
-  command = configs.parse([f'--config={runs.DEBUG}', f'--config.plugins={lab}', option])
+  command = command_line.parse(
+    [f'--config={runs.DEBUG}', f'--config.plugins={lab}', option]
+  )
   with pytest.raises(ConfigError, match=r"no sampler 'Reversd'. Did you.*fifo, mixed"):
-    configs.load(command)
+    command_line.load(command)
 
 
 @pytest.mark.parametrize(
@@ -319,9 +320,9 @@ def test_a_name_that_is_taken_names_both_files(lab, tmp_path, text, words):
 
 
 def test_a_built_in_name_stays_itself_beside_plugins(lab):
-  command = configs.parse([f'--config={runs.VARIED}', f'--config.plugins={lab}'])
-  plain = configs.load(configs.parse([f'--config={runs.VARIED}']))
-  config = configs.load(command)
+  command = command_line.parse([f'--config={runs.VARIED}', f'--config.plugins={lab}'])
+  plain = command_line.load(command_line.parse([f'--config={runs.VARIED}']))
+  config = command_line.load(command)
   config.unlock()
   config.plugins = ''
   assert config.to_dict() == plain.to_dict()

@@ -8,7 +8,7 @@ import pytest
 from launch import plan
 from launch.planning import engine_decode, planned_run, suggestions, targets
 from launch.planning.cost import resident_memory
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from tests.marks import slow_except
 
@@ -22,7 +22,7 @@ def path(name: str) -> str:
 
 def read(name: str):
   return planned_run.read_run(
-    resolve_settings(configs.load(configs.parse([f'--config={path(name)}'])))
+    resolve_settings(command_line.load(command_line.parse([f'--config={path(name)}'])))
   )
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from configs import base
-from jaxrl import model_loading as policies
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models import huggingface
@@ -33,9 +32,9 @@ def folders(tmp_path_factory):
   """A tiny model, and the same with a head that scores."""
   workdir = tmp_path_factory.mktemp('judge')
   options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
-  shape = policies.random_config(hidden_size=32, num_layers=2, head_dim=16)
+  shape = model_loading.random_config(hidden_size=32, num_layers=2, head_dim=16)
   texts, key = ['What is 1 + 2? It is 3.'] * 9, jax.random.key(5)
-  policies.create_model(workdir / 'model', shape, texts, key, **options)
+  model_loading.create_model(workdir / 'model', shape, texts, key, **options)
   config, params = huggingface.load(workdir / 'model')
   kernel = np.random.default_rng(0).standard_normal(config.hidden_size)
   head = {'kernel': kernel.astype(np.float32), 'bias': np.float32(0)}

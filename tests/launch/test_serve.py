@@ -9,7 +9,7 @@ import pytest
 
 from launch import serve
 from launch.rollouts.preparation import load_policy
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
@@ -22,7 +22,7 @@ def checkpoint(tmp_path):
   """A small random model's folder."""
   from jaxrl.models import huggingface
 
-  config = configs.load(configs.parse(SMALL), {'logging': LoggingOptions})
+  config = command_line.load(command_line.parse(SMALL), {'logging': LoggingOptions})
   policy = load_policy(resolve_settings(config), tmp_path / 'made', critic=False)
   folder, shape = tmp_path / 'export', policy.model.config
   huggingface.save(folder, shape, policy.params, policy.tokenizer)

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import model_loading as policies
+from jaxrl import model_loading
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.models import huggingface
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.launch.test_bad_input import refused
@@ -186,10 +186,10 @@ def test_rows_that_must_bring_their_teachers_words_are_named(tmp_path, capsys):
 
 @pytest.mark.parametrize('name', ['on_policy_distill', 'jsd', 'distill'])
 def test_the_distill_config(name):
-  config = configs.load(configs.parse([f'--config={DISTILL}:{name}'], {}))
+  config = command_line.load(command_line.parse([f'--config={DISTILL}:{name}'], {}))
   assert config.algorithm.name == name
-  quick = configs.load(
-    configs.parse([f'--config={runs.ROOT}/configs/quickstart.py'], {})
+  quick = command_line.load(
+    command_line.parse([f'--config={runs.ROOT}/configs/quickstart.py'], {})
   )
   student, teacher = (
     resolve_settings(one).model.random_config for one in (config, quick)
@@ -201,7 +201,7 @@ def test_the_distill_config(name):
 @pytest.mark.slow
 def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
   """As a service or an earlier run wrote it down: training goes as with the teacher."""
-  policy = policies.load_model(
+  policy = model_loading.load_model(
     str(folder), value_head=False, dtype='float32', remat='none'
   )
   rows, chat = [], ChatTokenizer(policy.tokenizer)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from jaxrl import model_loading as policies
+from jaxrl import model_loading
 from jaxrl.models import lora_transfer
 from jaxrl.options import ConfigError
 from jaxrl.rollout.vllm import vllm_options
@@ -202,7 +202,7 @@ def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
   assert second['mismatch/logprob_difference'] < 1e-5
   late = VersionReader(FolderTransport(tmp_path / 'w'))
   late.poll()
-  exported = policies.load_model(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
+  exported = model_loading.load_model(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
   merged = lora_transfer.merge_transfer(
     jax.tree.map(np.array, late.params()), 'float32'
   )
@@ -225,5 +225,5 @@ def test_a_run_through_a_folder(tmp_path):
   assert second['weights/pull_s'] > 0 and 0 < second['weights/changed'] <= 1
   late = VersionReader(FolderTransport(tmp_path / 'w'))
   assert late.poll() == 2
-  exported = policies.load_model(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
+  exported = model_loading.load_model(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
   assert same(late.params(), exported.params)

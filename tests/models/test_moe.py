@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models import moe
-from jaxrl.models.exact import Exact
+from jaxrl.models.exact_mode import Exact
 from kernels import experts
 from tests.models import small
 

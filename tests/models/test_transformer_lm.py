@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.functional import entropy
-from jaxrl.models.exact import Exact
+from jaxrl.models.exact_mode import Exact
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh

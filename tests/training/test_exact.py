@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import debug
-from jaxrl.models.exact import Exact, with_gradient_of
+from jaxrl.models.exact_mode import Exact, with_gradient_of
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.algorithms import registry, requirements
 from jaxrl.call_strings import ComponentCall
-from jaxrl.models.exact import Exact
+from jaxrl.models.exact_mode import Exact
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
 from jaxrl.training import (

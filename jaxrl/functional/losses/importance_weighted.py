@@ -190,10 +190,10 @@ def second_moment_keep(
   square = jnp.where(candidate, jnp.square(d), jnp.inf)
   place = float_order_bits(square)
 
-  def calm(bound):
+  def is_within_threshold(bound):
     return jnp.sum(jnp.where(place <= bound, square - threshold, 0)) <= 0
 
-  return ~candidate | (place <= largest_float_where(calm))
+  return ~candidate | (place <= largest_float_where(is_within_threshold))
 
 
 def m2po_fields(

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxrl import spans
 from jaxrl.device_thread import DeviceThread
-from jaxrl.models.exact import Exact
+from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import keeps_prompts
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, option_ranges

@@ -17,7 +17,7 @@ from launch.learner.learner_factory import (
 )
 from launch.rollouts.preparation import load_policy
 from launch.runtime import placement, weight_transport
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from launch.settings.run_settings import WeightTransport
@@ -38,8 +38,8 @@ OPTIONS = (
 
 
 def parsed(*options):
-  command = configs.parse(runs.argv('none', *OPTIONS, *options), {'workdir': ''})
-  return configs.load(command, {'logging': LoggingOptions})
+  command = command_line.parse(runs.argv('none', *OPTIONS, *options), {'workdir': ''})
+  return command_line.load(command, {'logging': LoggingOptions})
 
 
 async def learn(factory, folder):

@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import model_loading as policies
 from jaxrl.model_loading import random_config
 from launch import evaluate
 from launch.logging.console import Console
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
@@ -56,14 +55,16 @@ def test_options_that_vllm_refuses_end_the_run_with_its_words(ray, tmp_path, cap
 
 
 def test_a_checkpoint_is_scored_by_vllm_as_by_jax(ray, tmp_path):
-  shape = policies.random_config(hidden_size=64, num_layers=1, head_dim=32)
+  shape = model_loading.random_config(hidden_size=64, num_layers=1, head_dim=32)
   options = {'value_head': False, 'dtype': 'float32', 'remat': 'none'}
   texts = [f'What is {i} + {i}?' for i in range(20)]
-  policies.create_model(tmp_path / 'model', shape, texts, jax.random.key(3), **options)
+  model_loading.create_model(
+    tmp_path / 'model', shape, texts, jax.random.key(3), **options
+  )
 
   def scored(*options):
-    command = configs.parse([f'--config={runs.VARIED}', *options], evaluate.FLAGS)
-    config = configs.load(command, {'logging': LoggingOptions})
+    command = command_line.parse([f'--config={runs.VARIED}', *options], evaluate.FLAGS)
+    config = command_line.load(command, {'logging': LoggingOptions})
     evaluate.prepare_evaluation(
       config, {**evaluate.FLAGS, 'checkpoint': f'{tmp_path}/model'}
     )
@@ -94,7 +95,7 @@ def test_an_actor_ends_when_its_vllm_dies(ray, tmp_path):
   from launch.runtime import weight_transport
   from launch.runtime.ray_engines import VllmActor
 
-  policy = policies.create_model(
+  policy = model_loading.create_model(
     tmp_path / 'model',
     random_config(vocab_size=300, hidden_size=64, num_layers=1),
     ['some text'],

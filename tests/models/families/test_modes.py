@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models import kv_cache, lora
-from jaxrl.models.exact import Exact
+from jaxrl.models.exact_mode import Exact
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
 from jaxrl.training.batching import unpacked_attention

@@ -11,7 +11,7 @@ from jaxrl.models.families.known_configs import KNOWN_CONFIGS
 from jaxrl.models.transformer_lm import TransformerLM
 from launch.planning import engine_decode, planned_run
 from launch.planning.flops import count_flops
-from launch.settings import command_line as configs
+from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from tests.launch import compiled_families
 from tests.marks import slow_except, slow_in_gate
@@ -143,7 +143,9 @@ GATE = (
 )
 def test_the_update_and_decode_are_planned(name):
   words = ['--config=configs/qwen3_0_6b.py', f'--config.model.checkpoint={name}']
-  run = planned_run.read_run(resolve_settings(configs.load(configs.parse(words))))
+  run = planned_run.read_run(
+    resolve_settings(command_line.load(command_line.parse(words)))
+  )
   mesh = planned_run.planned_mesh(run, jax.devices()[:1])
   learner = planned_run.make_learner(run, mesh)
   shape, traced = learner.trace(run.buckets[-1])

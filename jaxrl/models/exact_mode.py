@@ -136,11 +136,11 @@ class Exact:
     def score(params, tokens, temperature):
       x, targets = forward(params, tokens), jnp.roll(tokens, -1, axis=1)
 
-      def some(x, targets, temperature):  # the logits of all tokens would be large
+      def score_chunk(x, targets, temperature):  # all logits at once would be large
         return self.logprobs(logits(params, x), targets, temperature)
 
       flat = x, targets.reshape(-1), temperature.reshape(-1)
-      return self.tokenwise(some, *flat).reshape(tokens.shape)[:, :-1]
+      return self.tokenwise(score_chunk, *flat).reshape(tokens.shape)[:, :-1]
 
     temperature = jnp.broadcast_to(jnp.float32(temperature), tokens.shape)
     params, temperature = jax.lax.stop_gradient((params, temperature))
@@ -450,5 +450,5 @@ def _opaque_count(number: int, x: jax.Array) -> jax.Array:
   An optimization barrier does not last long enough; x · 0 is not simplified, because it
   is 0 only for finite x.
   """
-  some = jnp.nan_to_num(x.reshape(-1)[0].astype(jnp.float32), posinf=0.0, neginf=0.0)
-  return number + (some * 0).astype(jnp.int32)
+  value = jnp.nan_to_num(x.reshape(-1)[0].astype(jnp.float32), posinf=0.0, neginf=0.0)
+  return number + (value * 0).astype(jnp.int32)
