@@ -52,14 +52,14 @@ def build(
   """Assembles a training run.
 
   Args:
-    settings: settings of the run.
-    workdir: folder of the run.
-    writers: takes the run's metrics and trajectories.
-    stop: returns True once the user asked to end.
-    trace_steps: the first and the last step of each trace.
+    settings: Settings of the run.
+    workdir: Folder of the run.
+    writers: Takes the run's metrics and trajectories.
+    stop: Returns True once the user asked to end.
+    trace_steps: The first and the last step of each trace.
 
   Raises:
-    ConfigError: for settings that cannot be, or data and models that cannot be loaded.
+    ConfigError: For settings that cannot be, or data and models that cannot be loaded.
   """
   validate_run(settings)
   validate_training(settings)

@@ -77,14 +77,14 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
   """Applies the flags to the config.
 
   Args:
-    config: the config, changed in place.
-    flags: the command's flags by name.
+    config: The config, changed in place.
+    flags: The command's flags by name.
 
   Returns:
     The values of k for pass@k and majority@k.
 
   Raises:
-    ConfigError: for flags or a config that cannot be evaluated.
+    ConfigError: For flags or a config that cannot be evaluated.
   """
   if flags['checkpoint']:
     command_line.override(config, 'model.checkpoint', flags['checkpoint'])
@@ -180,11 +180,11 @@ def evaluate(
   """Plays and scores all tags and shows the scores.
 
   Args:
-    job: parts that play.
-    settings: settings of the run.
-    ks: values of k for pass@k and majority@k.
-    console: shows scores and progress.
-    benchmark: name of the benchmark that is played; '' for none.
+    job: Parts that play.
+    settings: Settings of the run.
+    ks: Values of k for pass@k and majority@k.
+    console: Shows scores and progress.
+    benchmark: Name of the benchmark that is played; '' for none.
 
   Returns:
     The scores as JSON data.
@@ -221,10 +221,10 @@ def score_benchmark(
   """Adds a benchmark's further scores to those of its tag.
 
   Args:
-    name: the benchmark.
-    tag: results of its tag, changed in place.
-    groups: the played groups.
-    settings: settings of the run.
+    name: The benchmark.
+    tag: Results of its tag, changed in place.
+    groups: The played groups.
+    settings: Settings of the run.
 
   Returns:
     The published score, with what it stands for.
@@ -245,10 +245,10 @@ def load_config(command: command_line.Command) -> Any:
   """Returns the config of a command line: a file's, or a benchmark's.
 
   Args:
-    command: the command line.
+    command: The command line.
 
   Raises:
-    ConfigError: for flags or keys that cannot be.
+    ConfigError: For flags or keys that cannot be.
   """
   name, path = command.flags['benchmark'], command.flags['path']
   if not name:

@@ -48,9 +48,9 @@ class EpisodeScreen:
     """Creates a screen.
 
     Args:
-      console: the console to write to.
-      decode: turns token ids into text with special tokens.
-      ids: whether to show token ids too.
+      console: The console to write to.
+      decode: Turns token ids into text with special tokens.
+      ids: Whether to show token ids too.
     """
     self._console, self._decode, self._ids = console, decode, ids
     self._shown = self._turns = 0
@@ -184,10 +184,10 @@ async def play_one_episode(
   """Plays one episode.
 
   Args:
-    job: parts that play, as `make_player` returns them.
-    screen: shows the episode.
-    episode: index of the episode.
-    sample: index of the sample in its group.
+    job: Parts that play, as `make_player` returns them.
+    screen: Shows the episode.
+    episode: Index of the episode.
+    sample: Index of the sample in its group.
 
   Returns:
     The exit status: 0, 1 for a failed episode, 2 if there is no such episode.

@@ -75,14 +75,14 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
   The request is recorded as `config.synthesis`.
 
   Args:
-    config: the config, changed in place.
+    config: The config, changed in place.
     mode: 'train' plays the rows that training plays, as training samples; 'val' plays
       every evaluation set, at its temperature.
-    num_tasks: tasks to play; −1 plays all of them.
-    group_size: samples of each task.
+    num_tasks: Tasks to play; −1 plays all of them.
+    group_size: Samples of each task.
 
   Raises:
-    ConfigError: for invalid flags, or a config without anything to play.
+    ConfigError: For invalid flags, or a config without anything to play.
   """
   from ml_collections import ConfigDict
 
@@ -282,8 +282,8 @@ class DatasetRolloutJob:
   """Plays a data set and writes its trajectories.
 
   Attributes:
-    facts: facts to show before the run, by label.
-    closing: facts to show after the run, by label.
+    facts: Facts to show before the run, by label.
+    closing: Facts to show after the run, by label.
   """
 
   def __init__(
@@ -292,13 +292,13 @@ class DatasetRolloutJob:
     """Creates the parts.
 
     Args:
-      settings: settings of the run.
-      folder: folder of the run.
+      settings: Settings of the run.
+      folder: Folder of the run.
       mode: 'train' or 'val'.
-      part_size: tasks per output file.
+      part_size: Tasks per output file.
 
     Raises:
-      ConfigError: for invalid settings, before any episode is played.
+      ConfigError: For invalid settings, before any episode is played.
     """
     from jaxrl.data.row_sources import describe_sources
     from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
@@ -361,8 +361,8 @@ class DatasetRolloutJob:
     """Plays the data set, then closes everything.
 
     Args:
-      console: shows the progress.
-      stop: returns True once the user asked to stop.
+      console: Shows the progress.
+      stop: Returns True once the user asked to stop.
 
     Returns:
       False if it was stopped before the end.

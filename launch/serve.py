@@ -50,11 +50,11 @@ class ServedModel:
     """Creates engines and gateway.
 
     Args:
-      settings: settings of the run.
-      workdir: folder for temporary files.
+      settings: Settings of the run.
+      workdir: Folder for temporary files.
 
     Raises:
-      ConfigError: for invalid settings.
+      ConfigError: For invalid settings.
     """
     from launch.rollouts.inference_job import InferenceJob
     from launch.settings.engine_settings import check_engine
@@ -96,11 +96,11 @@ async def serve(
   """Serves until Ctrl-C or SIGTERM.
 
   Args:
-    served: the model to serve.
-    server: the HTTP server.
-    host: address to listen on.
-    port: port to listen on; 0 chooses a free one.
-    console: shows the URL.
+    served: The model to serve.
+    server: The HTTP server.
+    host: Address to listen on.
+    port: Port to listen on; 0 chooses a free one.
+    console: Shows the URL.
   """
   from jaxrl.rollout.gateway.http_server import serve_gateway
 

@@ -85,9 +85,9 @@ def run(config: Any, workdir: Workdir, command: command_line.Command) -> int:
   """Trains a config in a workdir, and tells the user about it.
 
   Args:
-    config: the config, as the command line left it.
-    workdir: the run's folder.
-    command: the command line.
+    config: The config, as the command line left it.
+    workdir: The run's folder.
+    command: The command line.
 
   Returns:
     The exit status.

@@ -42,11 +42,11 @@ class RunParts:
   """The parts of a run that all of its phases use.
 
   Attributes:
-    settings: settings of the run.
-    workdir: folder of the run.
-    writers: takes metrics and trajectories.
-    stop: returns True once the user asked to end.
-    runtime: hosts the parts of the run.
+    settings: Settings of the run.
+    workdir: Folder of the run.
+    writers: Takes metrics and trajectories.
+    stop: Returns True once the user asked to end.
+    runtime: Hosts the parts of the run.
   """
 
   settings: RunSettings
@@ -60,9 +60,9 @@ class Trainer:
   """Runs the phases of a training run, which `launch.build` assembles.
 
   Attributes:
-    facts: what to tell the user first, by label.
-    closing: what to tell the user last, by label.
-    restarts: how often this command has started the run anew, after losing actors.
+    facts: What to tell the user first, by label.
+    closing: What to tell the user last, by label.
+    restarts: How often this command has started the run anew, after losing actors.
   """
 
   def __init__(
@@ -78,12 +78,12 @@ class Trainer:
     """Takes the parts of the run.
 
     Args:
-      parts: those that all phases use.
-      policy: the model as it is before training, with its tokenizer.
-      learners: makes the learner of each phase.
-      device_thread: the thread of this process's devices.
-      source: gives the algorithm its groups.
-      trace_steps: the first and the last step of each trace.
+      parts: Those that all phases use.
+      policy: The model as it is before training, with its tokenizer.
+      learners: Makes the learner of each phase.
+      device_thread: The thread of this process's devices.
+      source: Gives the algorithm its groups.
+      trace_steps: The first and the last step of each trace.
     """
     self._parts = parts
     self._settings = parts.settings
@@ -192,7 +192,7 @@ class Trainer:
     """Returns what traces the chosen steps; None if there are none.
 
     Args:
-      num_steps: the step to train to.
+      num_steps: The step to train to.
     """
     if not self._trace_steps:
       return None
@@ -248,14 +248,14 @@ class TrainPhase:
     """Takes the parts of the phase.
 
     Args:
-      parts: those of the run.
-      name: the phase's name.
-      learner: learns from the groups.
-      source: provides them.
-      checkpointer: keeps the checkpoints of the phase.
-      evaluations: what is evaluated, by name.
-      restarts: how often this command has started the run anew.
-      tracer: traces chosen steps; None for none.
+      parts: Those of the run.
+      name: The phase's name.
+      learner: Learns from the groups.
+      source: Provides them.
+      checkpointer: Keeps the checkpoints of the phase.
+      evaluations: What is evaluated, by name.
+      restarts: How often this command has started the run anew.
+      tracer: Traces chosen steps; None for none.
     """
     self._parts = parts
     self._name = name
@@ -299,8 +299,8 @@ class TrainPhase:
     """Returns the source's metrics, of which those of engines start anew.
 
     Args:
-      step: the step that is being collected.
-      count: whether they are the step's own.
+      step: The step that is being collected.
+      count: Whether they are the step's own.
     """
     if self._tracer is not None:
       await self._tracer.before_report(step)
@@ -326,7 +326,7 @@ class TrainPhase:
     """Returns whether not even an evaluation is left to do after the last step.
 
     Args:
-      metrics: path of the run's metrics.jsonl.
+      metrics: Path of the run's metrics.jsonl.
     """
     num_steps = self._source.num_steps
     if self._learner.step > num_steps or not self._evaluations_due(num_steps):
@@ -402,16 +402,16 @@ def run_with_restarts(
   another try: the config fitted the cluster, so it is the cluster that has changed.
 
   Args:
-    make_trainer: makes a trainer, whenever one is needed.
-    warn: takes a line for the user about each restart.
-    max_restarts: restarts in a row without a newer checkpoint.
-    pause: seconds before another try to make a trainer.
+    make_trainer: Makes a trainer, whenever one is needed.
+    warn: Takes a line for the user about each restart.
+    max_restarts: Restarts in a row without a newer checkpoint.
+    pause: Seconds before another try to make a trainer.
 
   Returns:
     The trainer that came to its end, and whether training reached its end.
 
   Raises:
-    ActorError: if an actor is lost too often, or before there is a checkpoint.
+    ActorError: If an actor is lost too often, or before there is a checkpoint.
   """
   newest, restarts, total_restarts = None, 0, 0
   while True:

@@ -34,10 +34,10 @@ async def view(root: pathlib.Path, token: str, port: int, console: Console) -> N
   """Serves until Ctrl-C or SIGTERM.
 
   Args:
-    root: folder of the runs.
-    token: token of the URL.
-    port: port to listen on; 0 chooses a free one.
-    console: shows the URL.
+    root: Folder of the runs.
+    token: Token of the URL.
+    port: Port to listen on; 0 chooses a free one.
+    console: Shows the URL.
   """
   from launch.report.view_server import serve_view
 

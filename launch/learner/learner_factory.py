@@ -35,9 +35,9 @@ class PhaseSpec:
   """Says what distinguishes a phase's learner from another's.
 
   Attributes:
-    name: the phase: 'sft' is the warm start, 'train' the algorithm's own steps.
-    num_rows: rows of a usual batch.
-    num_steps: steps of the phase.
+    name: The phase: 'sft' is the warm start, 'train' the algorithm's own steps.
+    num_rows: Rows of a usual batch.
+    num_steps: Steps of the phase.
   """
 
   name: Literal['sft', 'train']
@@ -50,9 +50,9 @@ class MemoryChoice:
   """Says how a phase divides its batches and what its backward pass recomputes.
 
   Attributes:
-    num_micro_batches: parts of a minibatch.
-    remat: what the backward pass recomputes.
-    text: the choice, for people.
+    num_micro_batches: Parts of a minibatch.
+    remat: What the backward pass recomputes.
+    text: The choice, for people.
   """
 
   num_micro_batches: int
@@ -64,7 +64,7 @@ class LearnerHandle(Protocol):
   """Stands for a `Learner`, here or in several other processes.
 
   Attributes:
-    step: optimizer steps taken, which is also the version of the weights.
+    step: Optimizer steps taken, which is also the version of the weights.
   """
 
   step: int
@@ -128,8 +128,8 @@ class LearnerFactory(Protocol):
     """Makes the learner of a phase.
 
     Args:
-      stage: the phase.
-      continue_params: whether it continues with the parameters of the learner before,
+      stage: The phase.
+      continue_params: Whether it continues with the parameters of the learner before,
         which is then released, instead of the policy's.
     """
     ...
@@ -161,11 +161,11 @@ def make_run_mesh(settings: RunSettings, devices: Sequence[Any] | None = None) -
   """Returns the run's mesh.
 
   Args:
-    settings: settings of the run.
-    devices: the devices of the mesh; None takes all devices of the process.
+    settings: Settings of the run.
+    devices: The devices of the mesh; None takes all devices of the process.
 
   Raises:
-    ConfigError: for axis sizes that do not make up the devices.
+    ConfigError: For axis sizes that do not make up the devices.
   """
   try:
     return make_mesh(settings.mesh, devices=devices)
@@ -177,7 +177,7 @@ class LocalLearnerFactory:
   """Makes learners in this process: the whole of them, or this process's share.
 
   Attributes:
-    mesh: devices of the learner.
+    mesh: Devices of the learner.
   """
 
   def __init__(
@@ -225,12 +225,12 @@ class LocalLearnerFactory:
     """Builds a learner on the calling thread.
 
     Args:
-      stage: the phase that it trains.
-      params: the model's parameters, or their shapes alone.
-      choice: how it divides its batches; None asks the factory's `choose_memory`.
+      stage: The phase that it trains.
+      params: The model's parameters, or their shapes alone.
+      choice: How it divides its batches; None asks the factory's `choose_memory`.
 
     Raises:
-      ConfigError: for adapters that this model cannot have.
+      ConfigError: For adapters that this model cannot have.
     """
     if choice is None and self._choose_memory is not None:
       choice = self._choose_memory(stage)
@@ -313,8 +313,8 @@ def with_choice(settings: RunSettings, choice: MemoryChoice | None) -> RunSettin
   """Returns settings with what was chosen; without a choice, with what costs no time.
 
   Args:
-    settings: settings of the run.
-    choice: what was chosen for a phase, if anything was.
+    settings: Settings of the run.
+    choice: What was chosen for a phase, if anything was.
   """
   batch, model = settings.batch, settings.model
   if choice is None:

@@ -25,13 +25,13 @@ def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
   """Loads the vocabulary that a student trained from scratch shares with its teacher.
 
   Args:
-    settings: settings of a run with a teacher.
+    settings: Settings of a run with a teacher.
 
   Returns:
     The first teacher's tokenizer and the rows of its embedding table.
 
   Raises:
-    ConfigError: for a folder that holds no such thing.
+    ConfigError: For a folder that holds no such thing.
   """
   name = next(iter(settings.teacher.folders.values()))
   try:
@@ -46,7 +46,7 @@ class TeacherSet:
   """Holds the teachers of a run, not yet on the devices.
 
   Attributes:
-    policies: teachers by environment tag; '' stands for all other tags.
+    policies: Teachers by environment tag; '' stands for all other tags.
   """
 
   policies: dict[str, LoadedModel]
@@ -62,9 +62,9 @@ class TeacherSet:
     """Puts the teachers on a mesh.
 
     Args:
-      settings: settings of the run.
-      mesh: devices of the learner.
-      num_rows: rows of a usual batch.
+      settings: Settings of the run.
+      mesh: Devices of the learner.
+      num_rows: Rows of a usual batch.
     """
     by_tag = dict(self.policies)
     default = by_tag.pop('', None)
@@ -91,11 +91,11 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
   """Loads the teachers that the algorithm asks.
 
   Args:
-    settings: settings of the run.
-    student: the model that trains, whose vocabulary the teachers must have.
+    settings: Settings of the run.
+    student: The model that trains, whose vocabulary the teachers must have.
 
   Raises:
-    ConfigError: for a folder that holds no model, or one of another vocabulary.
+    ConfigError: For a folder that holds no model, or one of another vocabulary.
   """
   loaded: dict[str, LoadedModel] = {}
   folders = settings.teacher.folders

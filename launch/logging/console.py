@@ -64,8 +64,8 @@ class Console(MetricLogger):
   """Prints a run's progress.
 
   Attributes:
-    terminal: the `rich` console.
-    live: whether it is a terminal rather than a pipe or a file.
+    terminal: The `rich` console.
+    live: Whether it is a terminal rather than a pipe or a file.
   """
 
   def __init__(self, stream: TextIO | None = None, width: int | None = None):
@@ -151,7 +151,7 @@ class Console(MetricLogger):
     """Makes a progress bar.
 
     Args:
-      field: the task's field whose text is shown beside the bar.
+      field: The task's field whose text is shown beside the bar.
     """
     return Progress(
       TextColumn('[bold]{task.description}'),
@@ -302,8 +302,8 @@ def break_command(command: str, width: int) -> str:
   """Breaks a command of the shell into lines that can be pasted together.
 
   Args:
-    command: the command, on one line.
-    width: cells of a line. An argument that is longer stays whole.
+    command: The command, on one line.
+    width: Cells of a line. An argument that is longer stays whole.
   """
   # Only at spaces that the shell takes as such: not inside quotes.
   words = [word for word in QUOTED_WORDS.findall(command) if word]

@@ -66,7 +66,7 @@ def find_page(text: str) -> str:
   """Returns the page that explains an error; '' if there is none.
 
   Args:
-    text: the error. The first key or flag of PAGES in it decides.
+    text: The error. The first key or flag of PAGES in it decides.
   """
   for names in _NAME.findall(text):
     name = next(filter(None, names))
@@ -81,7 +81,7 @@ def with_flags(text: str) -> str:
   """Returns a text in which keys of the config are written as on the command line.
 
   Args:
-    text: what the library says, which names options alone.
+    text: What the library says, which names options alone.
   """
   return _KEY.sub(r'--config.\g<0>', text)
 
@@ -90,7 +90,7 @@ def print_error(error: Exception | str) -> None:
   """Prints an error to stderr, with the page that explains it.
 
   Args:
-    error: the error, or its text.
+    error: The error, or its text.
   """
   text = with_flags(str(error)) if isinstance(error, ConfigError) else str(error)
   page = '' if 'docs/' in text else find_page(text)
@@ -101,7 +101,7 @@ def describe_user_error(error: Exception) -> str:
   """Describes an error of a user's own code, with the file and line in that code.
 
   Args:
-    error: the error.
+    error: The error.
 
   Returns:
     One line; '' for an error that arose elsewhere.
@@ -117,7 +117,7 @@ def report_user_error(error: Exception) -> int:
   """Prints an error of a user's own code in one line.
 
   Args:
-    error: the error.
+    error: The error.
 
   Returns:
     1, the exit status.

@@ -21,10 +21,10 @@ def summarize_tags(
   """Summarizes the evaluation of each tag.
 
   Args:
-    metrics: metrics of `RolloutScheduler.evaluate`.
-    groups: its groups.
-    ks: the ks of pass@k and majority@k; () takes 1, 2, 4 … up to the samples of a task.
-    seed: seed of the run, from which the bootstrap samples of the intervals follow.
+    metrics: Metrics of `RolloutScheduler.evaluate`.
+    groups: Its groups.
+    ks: The ks of pass@k and majority@k; () takes 1, 2, 4 … up to the samples of a task.
+    seed: Seed of the run, from which the bootstrap samples of the intervals follow.
 
   Returns:
     By tag: num_tasks, num_attempts (of a task), scores {name: {value, low, high}},
@@ -71,8 +71,8 @@ def with_intervals(
 
   Args:
     scores: `[tasks]` of each score.
-    tag: the environment's tag.
-    seed: seed of the run; with the tag, it decides the bootstrap samples.
+    tag: The environment's tag.
+    seed: Seed of the run; with the tag, it decides the bootstrap samples.
 
   Returns:
     By score: value, low and high.

@@ -43,8 +43,8 @@ class MetricLogger:
   which is made by `Name(folder, config, **options)`.
 
   Attributes:
-    required: whether a failure of this logger ends the run.
-    retry_interval: seconds until it is tried again after a failure.
+    required: Whether a failure of this logger ends the run.
+    retry_interval: Seconds until it is tried again after a failure.
   """
 
   required = False
@@ -57,8 +57,8 @@ class MetricLogger:
     """Writes the numbers of a step of the current phase.
 
     Args:
-      step: the step.
-      metrics: numbers by name; None where one was not finite.
+      step: The step.
+      metrics: Numbers by name; None where one was not finite.
     """
 
   def trajectories(
@@ -74,8 +74,8 @@ class MetricLogger:
     """Takes the learner's log-probs of what `trajectories` shows next.
 
     Args:
-      step: the step.
-      logprobs: rows as those of its `advantages`; None if they were not scored.
+      step: The step.
+      logprobs: Rows as those of its `advantages`; None if they were not scored.
     """
 
   def decode_with(self, decode: Decode) -> None:
@@ -85,7 +85,7 @@ class MetricLogger:
     """Ends the log.
 
     Args:
-      status: how the run ended: 'finished', 'stopped' or 'failed'.
+      status: How the run ended: 'finished', 'stopped' or 'failed'.
     """
 
 
@@ -93,7 +93,7 @@ class MultiLogger:
   """Hands every call to all of its loggers.
 
   Attributes:
-    sinks: the loggers.
+    sinks: The loggers.
   """
 
   def __init__(
@@ -115,9 +115,9 @@ class MultiLogger:
     (`start == total`) leaves later ones alone.
 
     Args:
-      name: name of the phase.
-      total: its steps; None if unknown.
-      start: the step that it begins at.
+      name: Name of the phase.
+      total: Its steps; None if unknown.
+      start: The step that it begins at.
     """
     self._phase = name
     self._each('phase', name, total, start)
@@ -160,7 +160,7 @@ class MultiLogger:
     """Ends all loggers, also those after one that fails.
 
     Args:
-      status: how the run ended: 'finished', 'stopped' or 'failed'. After 'failed' no
+      status: How the run ended: 'finished', 'stopped' or 'failed'. After 'failed' no
         logger raises an error, which would hide the one that ended the run.
     """
     errors = []
@@ -310,7 +310,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     The rows; none if there is no such file.
 
   Raises:
-    ConfigError: for a line in the middle that is not a row.
+    ConfigError: For a line in the middle that is not a row.
   """
   if not path.exists():
     return []
@@ -331,12 +331,12 @@ def parse_row(line: bytes, path: pathlib.Path, number: int) -> dict[str, Any]:
   """Parses a line of a metrics.jsonl.
 
   Args:
-    line: the line.
-    path: the file, for the error.
-    number: number of the line, from 1.
+    line: The line.
+    path: The file, for the error.
+    number: Number of the line, from 1.
 
   Raises:
-    ConfigError: if the line is not JSON, or not the metrics of a step.
+    ConfigError: If the line is not JSON, or not the metrics of a step.
   """
   try:
     row = json.loads(line, object_pairs_hook=_interned)
@@ -371,10 +371,10 @@ def rows_before(
   """Returns the rows before a step of a phase, with that step's evaluations.
 
   Args:
-    rows: all rows.
-    name: the phase.
-    step: the step.
-    over: the phase ends at that step, so later phases' rows stay.
+    rows: All rows.
+    name: The phase.
+    step: The step.
+    over: The phase ends at that step, so later phases' rows stay.
   """
   order = list(dict.fromkeys(row['phase'] for row in rows))
   if name not in order:
@@ -478,12 +478,12 @@ class Tracker(MetricLogger):
 
     Args:
       service: 'wandb' or 'trackio'.
-      folder: folder of the run.
-      config: the config to record.
-      project: the service's project.
+      folder: Folder of the run.
+      config: The config to record.
+      project: The service's project.
 
     Raises:
-      ConfigError: if the service's package is not installed.
+      ConfigError: If the service's package is not installed.
     """
     try:
       self._service = importlib.import_module(service)
@@ -529,11 +529,11 @@ class Prometheus(MetricLogger):
     """Starts the server.
 
     Args:
-      folder: folder of the run.
-      port: port on 127.0.0.1; 0 takes any port that is free.
+      folder: Folder of the run.
+      port: Port on 127.0.0.1; 0 takes any port that is free.
 
     Raises:
-      ConfigError: if the package is not installed, or the port cannot be used.
+      ConfigError: If the package is not installed, or the port cannot be used.
     """
     try:
       import prometheus_client

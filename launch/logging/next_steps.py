@@ -31,8 +31,8 @@ def outputs(workdir: pathlib.Path, sinks: Collection[str]) -> dict[str, str]:
   """Returns where to look, by what was written.
 
   Args:
-    workdir: folder of the run.
-    sinks: names of the sinks that metrics went to.
+    workdir: Folder of the run.
+    sinks: Names of the sinks that metrics went to.
   """
   paths = {'metrics': str(workdir / 'metrics.jsonl')}
   if 'report' in sinks:
@@ -54,9 +54,9 @@ def next_steps(command: Command, config: Any, workdir: pathlib.Path) -> dict[str
   """Returns commands worth trying after a finished run, by label.
 
   Args:
-    command: command line of the run.
-    config: its config.
-    workdir: its folder.
+    command: Command line of the run.
+    config: Its config.
+    workdir: Its folder.
   """
   lasts = 'num_epochs' if config.get('num_epochs') else 'num_steps'
   overrides = {key: text for key, text in command.overrides if key != lasts}

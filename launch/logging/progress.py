@@ -24,11 +24,11 @@ class RolloutProgress:
     """Begins to show progress.
 
     Args:
-      console: the console.
-      name: what is shown before the numbers.
-      total: episodes in all.
-      start: episodes that were played before; the score is of the others.
-      every: seconds between lines where there is no terminal.
+      console: The console.
+      name: What is shown before the numbers.
+      total: Episodes in all.
+      start: Episodes that were played before; the score is of the others.
+      every: Seconds between lines where there is no terminal.
     """
     self._console = console
     self._name = name

@@ -45,8 +45,8 @@ class Profile:
   """What `jax.profiler` saw in a process.
 
   Attributes:
-    data: a Chrome trace as gzipped JSON.
-    clock_time: the time of `_CLOCK_EVENT` in it, on `time.perf_counter`.
+    data: A Chrome trace as gzipped JSON.
+    clock_time: The time of `_CLOCK_EVENT` in it, on `time.perf_counter`.
   """
 
   data: bytes
@@ -58,13 +58,13 @@ class ProcessTrace:
   """What one process did.
 
   Attributes:
-    actor: its name; '' for the process of the trainer.
-    host: its machine.
-    pid: its process id.
-    wall_offset: seconds to add to `time.perf_counter` for the time of day, which
+    actor: Its name; '' for the process of the trainer.
+    host: Its machine.
+    pid: Its process id.
+    wall_offset: Seconds to add to `time.perf_counter` for the time of day, which
       processes on several machines have in common.
-    spans: its spans.
-    profile: what JAX did there; None if that was not recorded.
+    spans: Its spans.
+    profile: What JAX did there; None if that was not recorded.
   """
 
   actor: str
@@ -134,10 +134,10 @@ class StepTracer:
   `after_report` around each call that takes the engines' metrics.
 
   Args:
-    ranges: the first and the last step of each file.
-    folder: where files go.
-    call_actors: calls a function in every actor, as `Runtime.call_actors`.
-    profiles_here: whether this process computes with JAX.
+    ranges: The first and the last step of each file.
+    folder: Where files go.
+    call_actors: Calls a function in every actor, as `Runtime.call_actors`.
+    profiles_here: Whether this process computes with JAX.
   """
 
   def __init__(
@@ -181,7 +181,7 @@ class StepTracer:
     """Notes that the engines' metrics were taken.
 
     Args:
-      step: the step that they count in; None for none.
+      step: The step that they count in; None for none.
     """
     if self._keeps_spans:
       self._reports.append((self._report_start, time.perf_counter(), step))
@@ -202,7 +202,7 @@ class StepTracer:
     """Writes what there is of a trace whose last step was not reached.
 
     Args:
-      num_steps: the number of steps that were taken.
+      num_steps: The number of steps that were taken.
     """
     if self._first is not None and num_steps > self._first:
       await self._finish(num_steps - 1)
@@ -252,11 +252,11 @@ class StepTrace:
   """What a run did in some steps.
 
   Attributes:
-    steps: the steps.
-    window: when they began and ended, on the `time.perf_counter` of this process.
-    reports: when the engines' metrics were taken, and the step that they count in.
-    seconds: sums of the steps' metrics 'time/…'.
-    processes: what each process did; this one is the first.
+    steps: The steps.
+    window: When they began and ended, on the `time.perf_counter` of this process.
+    reports: When the engines' metrics were taken, and the step that they count in.
+    seconds: Sums of the steps' metrics 'time/…'.
+    processes: What each process did; this one is the first.
   """
 
   steps: range
@@ -434,7 +434,7 @@ def seconds_by_metric(trace: Mapping[str, Any]) -> dict[str, float]:
   As in the metrics, times are of the learner's first process, and means of engines.
 
   Args:
-    trace: the content of a trace file.
+    trace: The content of a trace file.
   """
   sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
   parts = {}

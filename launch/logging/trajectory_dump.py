@@ -61,12 +61,12 @@ class TrajectoryDump(MetricLogger):
     """Opens the dump.
 
     Args:
-      settings: settings of the run, whose `dump` says where to write.
-      folder: folder of the run.
-      fresh: whether the run has written nothing yet.
+      settings: Settings of the run, whose `dump` says where to write.
+      folder: Folder of the run.
+      fresh: Whether the run has written nothing yet.
 
     Raises:
-      ConfigError: if nothing can be written there.
+      ConfigError: If nothing can be written there.
     """
     dump = settings.trajectory_dump
     assert dump is not None
@@ -132,8 +132,8 @@ def _with_rows(groups: Sequence[Group], rows: Mapping[str, Any]) -> list[Group]:
   """Adds numbers to the extras of each trajectory, one for each of its tokens.
 
   Args:
-    groups: the groups.
-    rows: by name, rows in the order of `groups` laid end to end, which may be longer
+    groups: The groups.
+    rows: By name, rows in the order of `groups` laid end to end, which may be longer
       than their trajectories; or None.
   """
   known = {

@@ -23,15 +23,15 @@ class CompiledProgram:
   """Describes what one run of a program needs and does, per device except for FLOPs.
 
   Attributes:
-    name: name of the program.
-    flops: floating-point operations of all devices together.
-    arguments: bytes of the arguments.
-    outputs: bytes of the outputs that do not reuse an argument's memory.
-    temporaries: bytes of temporary memory.
-    bytes_accessed: bytes that are read from and written to memory.
-    collectives: what a device sends to others, by kind of collective.
-    compile_seconds: time the compilation took.
-    too_large: whether the compiler rejected the program for lack of memory; then only
+    name: Name of the program.
+    flops: Floating-point operations of all devices together.
+    arguments: Bytes of the arguments.
+    outputs: Bytes of the outputs that do not reuse an argument's memory.
+    temporaries: Bytes of temporary memory.
+    bytes_accessed: Bytes that are read from and written to memory.
+    collectives: What a device sends to others, by kind of collective.
+    compile_seconds: Time the compilation took.
+    too_large: Whether the compiler rejected the program for lack of memory; then only
       `flops` and `temporaries` are known.
   """
 
@@ -57,10 +57,10 @@ def compile_program(
   """Lowers and compiles a traced program.
 
   Args:
-    name: name of the program in reports.
-    traced: result of `jax.jit(f).trace(...)`.
-    target: machine to compile for.
-    loop_rounds: iterations of loops whose trip count is not fixed in the program.
+    name: Name of the program in reports.
+    traced: Result of `jax.jit(f).trace(...)`.
+    target: Machine to compile for.
+    loop_rounds: Iterations of loops whose trip count is not fixed in the program.
 
   Returns:
     The program with its costs; `too_large` if the compiler had not enough memory.
@@ -100,8 +100,8 @@ def read_memory(name: str, executable: Any) -> CompiledProgram:
   """Returns the memory of a compiled program alone; its other costs are 0.
 
   Args:
-    name: name of the program.
-    executable: the compiled program.
+    name: Name of the program.
+    executable: The compiled program.
   """
   sizes = executable.memory_analysis()
   return CompiledProgram(
@@ -152,7 +152,7 @@ def bytes_per_device(shapes: Any) -> float:
   """Computes the bytes that arrays take on each device.
 
   Args:
-    shapes: pytree of arrays or `ShapeDtypeStruct`s, with or without shardings.
+    shapes: Pytree of arrays or `ShapeDtypeStruct`s, with or without shardings.
 
   Returns:
     Bytes of one device's shards, summed over all leaves.
@@ -170,9 +170,9 @@ class TimeEstimate:
   """Holds the seconds of a program at the target's stated rates.
 
   Attributes:
-    compute: seconds of matrix products.
-    memory: seconds of memory traffic.
-    links: seconds of communication between devices.
+    compute: Seconds of matrix products.
+    memory: Seconds of memory traffic.
+    links: Seconds of communication between devices.
   """
 
   compute: float
@@ -199,10 +199,10 @@ def estimate_time(
   """Estimates the duration of one run of a program.
 
   Args:
-    program: the compiled program.
-    target: machine whose rates apply.
-    devices: number of devices that the program runs on.
-    dtype: dtype of the matrix products.
+    program: The compiled program.
+    target: Machine whose rates apply.
+    devices: Number of devices that the program runs on.
+    dtype: Dtype of the matrix products.
 
   Returns:
     Seconds of compute, memory and links.

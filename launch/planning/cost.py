@@ -33,20 +33,20 @@ class RunCost:
   """Holds the memory and the programs of a run on one mesh of a target.
 
   Attributes:
-    mesh: size of each mesh axis.
-    rows: rows of the batch that the programs take.
-    length: tokens of each row of that batch.
-    micro_rows: rows of a micro-batch.
-    num_shapes: number of batch shapes that are compiled ahead; 0 for a model that sees
+    mesh: Size of each mesh axis.
+    rows: Rows of the batch that the programs take.
+    length: Tokens of each row of that batch.
+    micro_rows: Rows of a micro-batch.
+    num_shapes: Number of batch shapes that are compiled ahead; 0 for a model that sees
       images, whose programs are compiled with the batches.
-    programs: compiled programs by name.
-    memory: bytes of the fullest device, by part.
-    limit: bytes of each device that the learner may use.
-    phase: the phase with the highest peak: 'publish' or the name of a program.
-    num_parallel: micro-batches that an update processes at the same time.
-    scorings_per_teacher: how often a step runs each teacher's program.
-    num_small_programs: programs compiled in addition, whose costs are negligible.
-    peaks: bytes of the fullest device, by phase.
+    programs: Compiled programs by name.
+    memory: Bytes of the fullest device, by part.
+    limit: Bytes of each device that the learner may use.
+    phase: The phase with the highest peak: 'publish' or the name of a program.
+    num_parallel: Micro-batches that an update processes at the same time.
+    scorings_per_teacher: How often a step runs each teacher's program.
+    num_small_programs: Programs compiled in addition, whose costs are negligible.
+    peaks: Bytes of the fullest device, by phase.
   """
 
   mesh: dict[str, int]
@@ -86,16 +86,16 @@ def estimate_cost(
   """Compiles the learner's programs for the longest rows and adds up their costs.
 
   Args:
-    run: the run.
-    target: machine to plan for.
-    devices: devices of the target, as `target_devices` returns them.
-    engine: the run's rollout engine.
+    run: The run.
+    target: Machine to plan for.
+    devices: Devices of the target, as `target_devices` returns them.
+    engine: The run's rollout engine.
 
   Returns:
     The memory and the programs of the run.
 
   Raises:
-    ConfigError: if the mesh does not divide the model or the batch.
+    ConfigError: If the mesh does not divide the model or the batch.
   """
   mesh = planned_run.planned_mesh(run, devices)
   learner = planned_run.make_learner(run, mesh)
@@ -182,9 +182,9 @@ def resident_memory(
   An engine in the learner's process is on one device, which is the fullest.
 
   Args:
-    run: the run.
-    learner: the run's learner, built from shapes.
-    engine: the run's rollout engine.
+    run: The run.
+    learner: The run's learner, built from shapes.
+    engine: The run's rollout engine.
 
   Returns:
     Bytes of each device, by part.
@@ -212,9 +212,9 @@ def engine_memory(
   """Computes the memory of an engine.
 
   Args:
-    run: the run.
-    engine: the run's rollout engine.
-    platform: platform of the engine's devices: 'cpu', 'gpu' or 'tpu'.
+    run: The run.
+    engine: The run's rollout engine.
+    platform: Platform of the engine's devices: 'cpu', 'gpu' or 'tpu'.
 
   Returns:
     Bytes of each of the engine's devices, by part.
@@ -258,11 +258,11 @@ class StepEstimate:
   """Holds the time of one training step, by phase.
 
   Attributes:
-    runs: how often each program runs in a step, by name.
-    times: time of each program of the learner in a step, by name.
-    rollout: time of the rollouts, None if the run plays none.
-    tokens: tokens of a batch.
-    overlapped: whether rollouts run while the learner updates.
+    runs: How often each program runs in a step, by name.
+    times: Time of each program of the learner in a step, by name.
+    rollout: Time of the rollouts, None if the run plays none.
+    tokens: Tokens of a batch.
+    overlapped: Whether rollouts run while the learner updates.
   """
 
   runs: dict[str, int]
@@ -295,11 +295,11 @@ def estimate_step(
   """Estimates the time of one training step.
 
   Args:
-    run: the run.
-    cost: its compiled programs.
-    target: machine to plan for.
-    engine: the run's rollout engine.
-    decode: the compiled decode step, None if the run plays nothing.
+    run: The run.
+    cost: Its compiled programs.
+    target: Machine to plan for.
+    engine: The run's rollout engine.
+    decode: The compiled decode step, None if the run plays nothing.
 
   Returns:
     Seconds by phase, and how often each program runs.
@@ -349,9 +349,9 @@ class PublishEstimate:
   """Holds the cost of publishing one version of the weights.
 
   Attributes:
-    bytes: size of the version.
-    description: transport and dtypes, for people.
-    seconds: time at the stated rates.
+    bytes: Size of the version.
+    description: Transport and dtypes, for people.
+    seconds: Time at the stated rates.
   """
 
   bytes: float
@@ -367,9 +367,9 @@ def estimate_publish(
   A full version is counted; where only adapters are sent, any version but the first.
 
   Args:
-    run: the run.
-    target: machine to plan for.
-    engine: the run's rollout engine.
+    run: The run.
+    target: Machine to plan for.
+    engine: The run's rollout engine.
 
   Returns:
     Bytes and seconds of one version.
@@ -410,10 +410,10 @@ def count_programs(
   """Counts the programs that a run compiles before its first step.
 
   Args:
-    run: the run.
-    cost: its compiled programs.
-    engine: the run's rollout engine.
-    plays: whether the run generates rollouts.
+    run: The run.
+    cost: Its compiled programs.
+    engine: The run's rollout engine.
+    plays: Whether the run generates rollouts.
 
   Returns:
     The number of programs by part, 'learner' and 'engine'.

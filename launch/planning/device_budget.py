@@ -16,10 +16,10 @@ class MemoryBudget:
   """Holds how a device's memory is shared between learner and engine.
 
   Attributes:
-    limit: bytes of each device that the learner's process may take.
-    engine: bytes of the same device that an engine in another process has; 0 if the
+    limit: Bytes of each device that the learner's process may take.
+    engine: Bytes of the same device that an engine in another process has; 0 if the
       engine has devices of its own or lives in the learner's process.
-    description: the reason, for people; '' where the learner has all the memory.
+    description: The reason, for people; '' where the learner has all the memory.
   """
 
   limit: float
@@ -33,14 +33,14 @@ def memory_budget(settings: RunSettings, target: Target) -> MemoryBudget:
   Where a run would split its devices, the engines have additional ones.
 
   Args:
-    settings: settings of the run.
-    target: machine to plan for.
+    settings: Settings of the run.
+    target: Machine to plan for.
 
   Returns:
     The learner's and the engine's share of each device.
 
   Raises:
-    ConfigError: for a placement that is not possible on the target.
+    ConfigError: For a placement that is not possible on the target.
   """
   memory = target.chip.memory
   if target.chip.platform != 'cuda':

@@ -38,13 +38,13 @@ class PlannedEngine:
 
   Attributes:
     kind: 'jax', 'vllm', or where a user's own class is.
-    num_devices: devices of one engine.
-    max_num_seqs: sequences that it decodes at the same time.
-    max_length: tokens of prompt and response.
-    weights_dtype: dtype of its weights; None leaves each as it is published.
-    dtype: dtype of products and cache.
-    own_process: whether it runs in a process of its own, not in the learner's.
-    buckets: prompt lengths that `JaxEngine` compiles for.
+    num_devices: Devices of one engine.
+    max_num_seqs: Sequences that it decodes at the same time.
+    max_length: Tokens of prompt and response.
+    weights_dtype: Dtype of its weights; None leaves each as it is published.
+    dtype: Dtype of products and cache.
+    own_process: Whether it runs in a process of its own, not in the learner's.
+    buckets: Prompt lengths that `JaxEngine` compiles for.
   """
 
   kind: str
@@ -94,16 +94,16 @@ def compile_decode(
   """Compiles the decode step, or extrapolates it for a deep model.
 
   Args:
-    run: the run.
-    engine: its rollout engine.
-    target: machine to compile for.
-    devices: devices of the target.
+    run: The run.
+    engine: Its rollout engine.
+    target: Machine to compile for.
+    devices: Devices of the target.
 
   Returns:
     The decode step with its costs.
 
   Raises:
-    ConfigError: if the target has fewer devices than the engine needs.
+    ConfigError: If the target has fewer devices than the engine needs.
   """
   shape = run.shape
   if shape.num_layers <= MAX_COMPILED_LAYERS:
@@ -155,8 +155,8 @@ def extrapolate_layers(
   """Extrapolates the costs of a deep model linearly.
 
   Args:
-    one_layer: the program compiled with one layer.
-    more: for each kind of layers how many there are beside that one, a program, and
+    one_layer: The program compiled with one layer.
+    more: For each kind of layers how many there are beside that one, a program, and
       the program with one of them more.
 
   Returns:
@@ -205,15 +205,15 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
   Weights and cache are split over the engine's devices by heads.
 
   Args:
-    run: the run.
-    engine: its rollout engine.
-    devices: devices of the target.
+    run: The run.
+    engine: Its rollout engine.
+    devices: Devices of the target.
 
   Returns:
     The traced decode step.
 
   Raises:
-    ConfigError: if there are fewer devices than the engine needs.
+    ConfigError: If there are fewer devices than the engine needs.
   """
   if engine.num_devices > len(devices):
     raise ConfigError(

@@ -19,9 +19,9 @@ def count_flops(jaxpr: Any, loop_rounds: int = 1, expert_shards: int = 1) -> flo
   branch counts.
 
   Args:
-    jaxpr: a jaxpr, open or closed.
-    loop_rounds: iterations of `while` loops, whose trip count is not fixed.
-    expert_shards: devices that share the experts of a mixture. Each has room for all
+    jaxpr: A jaxpr, open or closed.
+    loop_rounds: Iterations of `while` loops, whose trip count is not fixed.
+    expert_shards: Devices that share the experts of a mixture. Each has room for all
       rows of a grouped product but computes, on average, its share of them.
 
   Returns:

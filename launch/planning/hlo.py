@@ -15,13 +15,13 @@ class HloInstruction:
   """Holds one line `%name = type op(operands), attributes` of an HLO text.
 
   Attributes:
-    name: name of the result.
-    type: type of the result, with its layout.
-    op: the operation, as in 'all-reduce'.
-    operands: names of the operands.
-    operand_text: text between the parentheses.
-    attributes: text after the parentheses.
-    root: whether it is the result of its computation.
+    name: Name of the result.
+    type: Type of the result, with its layout.
+    op: The operation, as in 'all-reduce'.
+    operands: Names of the operands.
+    operand_text: Text between the parentheses.
+    attributes: Text after the parentheses.
+    root: Whether it is the result of its computation.
   """
 
   name: str
@@ -46,9 +46,9 @@ class HloModule:
   """Holds a parsed HLO module.
 
   Attributes:
-    computations: all computations by name.
-    entry: name of the computation that runs.
-    default_trip_count: iterations of loops whose count the text does not fix.
+    computations: All computations by name.
+    entry: Name of the computation that runs.
+    default_trip_count: Iterations of loops whose count the text does not fix.
   """
 
   computations: dict[str, Computation]
@@ -114,8 +114,8 @@ def num_bytes(kind: str, *, hbm_only: bool = True) -> float:
   """Computes the size of a type, tuples included.
 
   Args:
-    kind: text of the type.
-    hbm_only: whether to skip arrays that live in a TPU core's own memory.
+    kind: Text of the type.
+    hbm_only: Whether to skip arrays that live in a TPU core's own memory.
 
   Returns:
     The size in bytes.
@@ -137,9 +137,9 @@ def trip_count(
   """Returns the iterations of a `while` loop.
 
   Args:
-    module: the module of the loop.
-    computation: the computation that contains the loop.
-    loop: the `while` instruction.
+    module: The module of the loop.
+    computation: The computation that contains the loop.
+    loop: The `while` instruction.
 
   Returns:
     The trip count; the module's default where the text does not fix it.

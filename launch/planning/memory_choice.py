@@ -39,15 +39,15 @@ def choose(
   """Chooses how a phase divides its batches and what it recomputes.
 
   Args:
-    plan: the phase.
-    room: the memory that there is.
-    before: what the run chose before it was stopped; it is taken again if it fits.
+    plan: The phase.
+    room: The memory that there is.
+    before: What the run chose before it was stopped; it is taken again if it fits.
 
   Returns:
     The choice, which fits.
 
   Raises:
-    ConfigError: if the phase does not fit, with an option that makes it fit.
+    ConfigError: If the phase does not fit, with an option that makes it fit.
   """
   if before is not None:
     kept = _measured(plan, before, room)
@@ -106,17 +106,17 @@ def choose_for_target(
   """Chooses for a machine that need not be here, by compiling the main phase for it.
 
   Args:
-    run: the run.
-    target: machine to plan for.
-    devices: devices of the target.
-    engine: the run's rollout engine.
+    run: The run.
+    target: Machine to plan for.
+    devices: Devices of the target.
+    engine: The run's rollout engine.
 
   Returns:
     The run with what was chosen in its settings, and its cost. If nothing fits, they
     are those of the last candidate, which needs the least.
 
   Raises:
-    ConfigError: if the mesh does not divide the model or the batch.
+    ConfigError: If the mesh does not divide the model or the batch.
   """
   mesh = planned_run.planned_mesh(run, devices)
   stage = PhaseSpec('train', run.num_rows, run.settings.num_steps)
@@ -139,8 +139,8 @@ class PhaseMemory:
   """Holds the memory of the program that needs the most.
 
   Attributes:
-    parts: bytes of the fullest device, by part.
-    phase: what runs then, for people.
+    parts: Bytes of the fullest device, by part.
+    phase: What runs then, for people.
   """
 
   parts: Mapping[str, float]
@@ -151,8 +151,8 @@ def measure(plan: PhasePlan, choice: MemoryChoice) -> PhaseMemory:
   """Compiles a phase's programs for the longest rows and adds up their memory.
 
   Args:
-    plan: the phase.
-    choice: how it divides its batches, and what it recomputes.
+    plan: The phase.
+    choice: How it divides its batches, and what it recomputes.
   """
   run = PlannedRun(plan.settings, plan.shape, plan.settings.model.checkpoint)
   learner = planned_run.make_learner(run, plan.mesh, plan.stage, choice)

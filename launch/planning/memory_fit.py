@@ -47,12 +47,12 @@ def make_fitting_learners(
   """Returns the factory whose learners fit the memory, and which says what it chose.
 
   Args:
-    settings: settings of the run.
-    policy: the model, whose parameters this process holds already.
-    mesh: devices of the learner.
-    device_thread: the thread of the devices.
-    teachers: the teachers, if the algorithm has any.
-    workdir: where choices are kept, so that a resumed run computes the same bits,
+    settings: Settings of the run.
+    policy: The model, whose parameters this process holds already.
+    mesh: Devices of the learner.
+    device_thread: The thread of the devices.
+    teachers: The teachers, if the algorithm has any.
+    workdir: Where choices are kept, so that a resumed run computes the same bits,
       however much memory is free by then; None keeps none.
   """
   shape, params = policy.model.config, jax.tree.leaves(policy.params)
@@ -92,10 +92,10 @@ def choose_roughly(
   """Returns the first candidate if it surely fits, else None.
 
   Args:
-    plan: the phase.
-    num_params: number of the model's parameters.
-    room: the memory that there is.
-    before: what the run chose before it was stopped, in place of the first candidate.
+    plan: The phase.
+    num_params: Number of the model's parameters.
+    room: The memory that there is.
+    before: What the run chose before it was stopped, in place of the first candidate.
   """
   choice = before or next(plan.candidates())
   needed = rough_memory.estimate(plan, choice, num_params) + room.held
@@ -109,8 +109,8 @@ def read_choice(workdir: pathlib.Path, plan: PhasePlan) -> MemoryChoice | None:
   """Returns what a phase chose before the run was stopped.
 
   Args:
-    workdir: the run's folder.
-    plan: the phase.
+    workdir: The run's folder.
+    plan: The phase.
 
   Returns:
     The choice; None if there is none that the phase's settings still allow.
@@ -129,9 +129,9 @@ def keep_choice(workdir: pathlib.Path, stage: str, choice: MemoryChoice) -> None
   """Keeps what a phase has chosen, for `read_choice`.
 
   Args:
-    workdir: the run's folder.
-    stage: name of the phase.
-    choice: what it has chosen.
+    workdir: The run's folder.
+    stage: Name of the phase.
+    choice: What it has chosen.
   """
   file = workdir / CHOICES
   try:

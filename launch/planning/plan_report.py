@@ -28,18 +28,18 @@ class PlanReport:
   """Holds the plan of one config on one machine.
 
   Attributes:
-    name: name of the config file.
-    target: the machine.
-    run: the run.
-    engine: its rollout engine.
-    cost: memory and programs of the learner.
-    step: time of a step.
-    decode: the compiled decode step, None if there is none.
-    decode_error: why there is no decode step although the run plays; else ''.
-    publish: cost of publishing the weights.
-    programs: number of programs compiled before the first step, by part.
-    suggestion: the nearest change that fits, None if the run fits.
-    kernels: which kernels were chosen, and why.
+    name: Name of the config file.
+    target: The machine.
+    run: The run.
+    engine: Its rollout engine.
+    cost: Memory and programs of the learner.
+    step: Time of a step.
+    decode: The compiled decode step, None if there is none.
+    decode_error: Why there is no decode step although the run plays; else ''.
+    publish: Cost of publishing the weights.
+    programs: Number of programs compiled before the first step, by part.
+    suggestion: The nearest change that fits, None if the run fits.
+    kernels: Which kernels were chosen, and why.
   """
 
   name: str
@@ -94,16 +94,16 @@ def make_report(
   """Compiles the programs of a run and reports their costs.
 
   Args:
-    name: name of the config file.
-    run: the run.
-    target: machine to plan for.
-    devices: devices of the target.
+    name: Name of the config file.
+    run: The run.
+    target: Machine to plan for.
+    devices: Devices of the target.
 
   Returns:
     The report.
 
   Raises:
-    ConfigError: for settings that are not possible on this machine.
+    ConfigError: For settings that are not possible on this machine.
   """
   kernel_log = _KernelLogCapture()
   with kernel_log:

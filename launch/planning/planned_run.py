@@ -36,9 +36,9 @@ class PlannedRun:
   """Describes the part of a run that does not depend on the machine.
 
   Attributes:
-    settings: settings of the run.
-    shape: the model's shape.
-    source: where that shape comes from, for people.
+    settings: Settings of the run.
+    shape: The model's shape.
+    source: Where that shape comes from, for people.
   """
 
   settings: RunSettings
@@ -87,10 +87,10 @@ def read_run(settings: RunSettings) -> PlannedRun:
   """Returns the run of these settings, with its model's shape.
 
   Args:
-    settings: settings of the run.
+    settings: Settings of the run.
 
   Raises:
-    ConfigError: for settings that contradict each other.
+    ConfigError: For settings that contradict each other.
   """
   validate_consistency(settings)
   validate_teachers(settings)
@@ -113,15 +113,15 @@ def model_shape(folder: str, key: str) -> tuple[ModelConfig | None, str]:
   """Reads the shape of a checkpoint.
 
   Args:
-    folder: folder of the checkpoint, whose config.json is read; if there is no such
+    folder: Folder of the checkpoint, whose config.json is read; if there is no such
       folder, the name of a published model or one on the Hub; '' for none.
-    key: config key that names the folder, for error messages.
+    key: Config key that names the folder, for error messages.
 
   Returns:
     The shape, None where no checkpoint is named, and its origin for people.
 
   Raises:
-    ConfigError: if the shape is neither readable nor known.
+    ConfigError: If the shape is neither readable nor known.
   """
   if not folder:
     return None, RANDOM
@@ -156,8 +156,8 @@ def served_params(run: PlannedRun, dtype: str | None) -> Params:
   """Returns the shapes that engines receive: parameters with merged adapters.
 
   Args:
-    run: the run.
-    dtype: dtype of floating-point arrays; None keeps the dtype of each.
+    run: The run.
+    dtype: Dtype of floating-point arrays; None keeps the dtype of each.
   """
   policy = run.policy(run.trained_shape)
   model = policy.model
@@ -169,8 +169,8 @@ def cast_shapes(shapes: Params, dtype: str | None) -> Params:
   """Replaces the dtype of floating-point arrays and keeps their shardings.
 
   Args:
-    shapes: pytree of `ShapeDtypeStruct`s.
-    dtype: the new dtype; None keeps the dtype of each.
+    shapes: Pytree of `ShapeDtypeStruct`s.
+    dtype: The new dtype; None keeps the dtype of each.
   """
 
   def cast_one(x: Any) -> jax.ShapeDtypeStruct:
@@ -217,13 +217,13 @@ def make_learner(
   """Builds a phase's learner as `launch.train` does, on a mesh of any devices.
 
   Args:
-    run: the run.
-    mesh: the devices.
-    stage: the phase; None is the main one.
-    choice: how it divides its batches; None is as the settings say.
+    run: The run.
+    mesh: The devices.
+    stage: The phase; None is the main one.
+    choice: How it divides its batches; None is as the settings say.
 
   Raises:
-    ConfigError: for a mesh that does not divide the model or the batch.
+    ConfigError: For a mesh that does not divide the model or the batch.
   """
   stage = stage or PhaseSpec('train', run.num_rows, run.settings.num_steps)
   teachers = _teachers(run) if stage.name == 'train' else None

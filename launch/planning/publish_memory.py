@@ -24,8 +24,8 @@ def trace_merge(run: PlannedRun, learner: Learner) -> dict[str, Any]:
   """Traces the program that merges adapters for the engines.
 
   Args:
-    run: the run.
-    learner: its learner, built from shapes.
+    run: The run.
+    learner: Its learner, built from shapes.
 
   Returns:
     The traced program under the name 'merge'; empty if nothing is merged.
@@ -40,8 +40,8 @@ def pending_memory(run: PlannedRun, learner: Learner) -> dict[str, float]:
   """Computes the memory of versions that are pending or kept in every phase.
 
   Args:
-    run: the run.
-    learner: its learner, built from shapes.
+    run: The run.
+    learner: Its learner, built from shapes.
 
   Returns:
     Bytes of each device, by part.
@@ -65,9 +65,9 @@ def publishing_memory(
   """Computes the additional memory in use while a version is published.
 
   Args:
-    run: the run.
-    learner: its learner, built from shapes.
-    merge: the compiled program that merges adapters, None if there is none.
+    run: The run.
+    learner: Its learner, built from shapes.
+    merge: The compiled program that merges adapters, None if there is none.
 
   Returns:
     Bytes of the fullest device, by part.

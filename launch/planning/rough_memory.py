@@ -32,9 +32,9 @@ class Room:
   """Holds the memory that a phase may fill.
 
   Attributes:
-    limit: bytes of each device, or of this process where the device is the CPU.
-    held: bytes of them that are neither the learner's nor the engine's.
-    source: what limits them, for people.
+    limit: Bytes of each device, or of this process where the device is the CPU.
+    held: Bytes of them that are neither the learner's nor the engine's.
+    source: What limits them, for people.
   """
 
   limit: float
@@ -49,8 +49,8 @@ def read_room(mesh: Mesh, loaded: float) -> Room:
   """Reads the memory of this process's devices; of several processes, the least.
 
   Args:
-    mesh: devices of the learner.
-    loaded: bytes of the model's parameters, which this process holds already.
+    mesh: Devices of the learner.
+    loaded: Bytes of the model's parameters, which this process holds already.
   """
   local = [x for x in mesh.devices.flat if x.process_index == jax.process_index()]
   if not local or local[0].platform == 'cpu':
@@ -72,11 +72,11 @@ class PhasePlan:
   """Describes a phase that has to fit, and what it may choose.
 
   Attributes:
-    settings: settings of the run.
-    shape: the model's shape.
-    mesh: devices of the learner.
-    stage: the phase.
-    platform: platform of the devices.
+    settings: Settings of the run.
+    shape: The model's shape.
+    mesh: Devices of the learner.
+    stage: The phase.
+    platform: Platform of the devices.
   """
 
   settings: RunSettings
@@ -141,9 +141,9 @@ def estimate(plan: PhasePlan, choice: MemoryChoice, num_params: float) -> float:
   """Estimates the bytes that a phase needs from sizes alone, rather too high.
 
   Args:
-    plan: the phase.
-    choice: how it divides its batches.
-    num_params: number of the model's parameters.
+    plan: The phase.
+    choice: How it divides its batches.
+    num_params: Number of the model's parameters.
   """
   shape, settings, mesh = plan.shape, plan.settings, plan.mesh
   # Learner, gradients, two moments, a reference, as loaded, and for an engine what it

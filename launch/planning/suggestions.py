@@ -26,10 +26,10 @@ class Suggestion:
   """Holds a change of the config.
 
   Attributes:
-    overrides: config keys and their new values; empty where nothing fits.
-    total: bytes of the fullest device after the change.
-    num_tried: number of changes that were compiled.
-    reason: explanation for people.
+    overrides: Config keys and their new values; empty where nothing fits.
+    total: Bytes of the fullest device after the change.
+    num_tried: Number of changes that were compiled.
+    reason: Explanation for people.
   """
 
   overrides: Override
@@ -61,11 +61,11 @@ def nearest_fitting_change(
   """Tries changes, those that cost the least time first, until one fits.
 
   Args:
-    run: the run.
-    target: machine to plan for.
-    devices: devices of the target.
-    engine: the run's rollout engine.
-    cost: cost of the unchanged run.
+    run: The run.
+    target: Machine to plan for.
+    devices: Devices of the target.
+    engine: The run's rollout engine.
+    cost: Cost of the unchanged run.
 
   Returns:
     The first change that fits, or one without overrides.
@@ -106,9 +106,9 @@ def candidate_changes(
   memory alone exceeds the limit, only more shards help.
 
   Args:
-    run: the run.
-    target: machine to plan for.
-    run_cost: cost of the unchanged run.
+    run: The run.
+    target: Machine to plan for.
+    run_cost: Cost of the unchanged run.
 
   Yields:
     Config keys and their new values.
@@ -145,9 +145,9 @@ def smaller_micro_batches(
   """Lists overrides that make micro-batches smaller, the largest micro-batch first.
 
   Args:
-    run: the run.
-    run_cost: cost of the unchanged run.
-    one_cpu: whether the run is on one CPU device, where packed micro-batches then run
+    run: The run.
+    run_cost: Cost of the unchanged run.
+    one_cpu: Whether the run is on one CPU device, where packed micro-batches then run
       one at a time: two small ones at once may need more memory than a large one.
 
   Returns:

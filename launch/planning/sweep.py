@@ -33,9 +33,9 @@ class MeshHeuristic(NamedTuple):
   """Holds the heuristic cost of a mesh; lower is better, compared field by field.
 
   Attributes:
-    too_much: whether the training state does not fit.
-    seconds: duration of a step.
-    state_bytes: bytes of the training state on each device.
+    too_much: Whether the training state does not fit.
+    seconds: Duration of a step.
+    state_bytes: Bytes of the training state on each device.
   """
 
   too_much: bool
@@ -48,9 +48,9 @@ class SweepEntry:
   """Holds a compiled mesh.
 
   Attributes:
-    mesh: size of each axis.
-    cost: memory and programs on this mesh.
-    learn_seconds: least and most seconds of the learner's part of a step.
+    mesh: Size of each axis.
+    cost: Memory and programs on this mesh.
+    learn_seconds: Least and most seconds of the learner's part of a step.
   """
 
   mesh: MeshSizes
@@ -63,8 +63,8 @@ class MeshSweep:
   """Holds the result of a sweep.
 
   Attributes:
-    entries: compiled meshes, best first.
-    skipped: the reason why a mesh was not compiled, by mesh.
+    entries: Compiled meshes, best first.
+    skipped: The reason why a mesh was not compiled, by mesh.
   """
 
   entries: tuple[SweepEntry, ...]
@@ -94,11 +94,11 @@ def sweep_meshes(
   does not fit, meshes with a smaller state are next.
 
   Args:
-    run: the run.
-    target: machine to plan for.
-    devices: devices of the target.
-    engine: the run's rollout engine.
-    max_compiles: number of meshes to compile at most.
+    run: The run.
+    target: Machine to plan for.
+    devices: Devices of the target.
+    engine: The run's rollout engine.
+    max_compiles: Number of meshes to compile at most.
 
   Returns:
     The ranked meshes.
@@ -154,14 +154,14 @@ def candidate_meshes(run: PlannedRun, target: Target) -> Iterator[MeshSizes]:
   stay as configured.
 
   Args:
-    run: the run.
-    target: machine to plan for.
+    run: The run.
+    target: Machine to plan for.
 
   Yields:
     The size of each axis.
 
   Raises:
-    ConfigError: if the fixed axes do not divide the number of devices.
+    ConfigError: If the fixed axes do not divide the number of devices.
   """
   axes = AXES if run.shape.num_experts else AXES[:-1]
   fixed = {
@@ -190,15 +190,15 @@ def estimate_mesh(run: PlannedRun, target: Target, mesh: MeshSizes) -> MeshHeuri
   """Computes the heuristic cost of a mesh without compiling anything.
 
   Args:
-    run: the run.
-    target: machine to plan for.
-    mesh: size of each axis.
+    run: The run.
+    target: Machine to plan for.
+    mesh: Size of each axis.
 
   Returns:
     The heuristic cost.
 
   Raises:
-    ConfigError: if the mesh does not divide the model.
+    ConfigError: If the mesh does not divide the model.
   """
   sizes = run.settings.mesh.as_dict() | mesh
   data, fsdp, tensor, expert = (sizes[axis] for axis in AXES)
@@ -244,8 +244,8 @@ def state_memory(run: PlannedRun, mesh: MeshSizes) -> float:
   """Computes the memory of the training state on a mesh.
 
   Args:
-    run: the run.
-    mesh: size of each axis.
+    run: The run.
+    mesh: Size of each axis.
 
   Returns:
     Bytes of each device for parameters, moments, gradients and the reference, if the

@@ -41,14 +41,14 @@ class Chip:
   """Holds the rates of one device, as its maker states them; rates are per second.
 
   Attributes:
-    kind: name of the device.
+    kind: Name of the device.
     platform: 'tpu', 'cuda' or 'cpu'.
-    memory: bytes that programs may fill.
-    flops: dense bf16 operations, counting multiplications and additions.
-    memory_rate: bytes read from and written to memory.
-    link: bytes that a device sends in a collective along one axis of its fast links.
-    inter_node_link: the same where the axis leaves the node; 0 if there are no nodes.
-    network: bytes that a device's share of its host's network carries.
+    memory: Bytes that programs may fill.
+    flops: Dense bf16 operations, counting multiplications and additions.
+    memory_rate: Bytes read from and written to memory.
+    link: Bytes that a device sends in a collective along one axis of its fast links.
+    inter_node_link: The same where the axis leaves the node; 0 if there are no nodes.
+    network: Bytes that a device's share of its host's network carries.
   """
 
   kind: str
@@ -107,9 +107,9 @@ class Target:
   """Describes a machine to plan for.
 
   Attributes:
-    name: the name that the user gave, as in 'v5p:2x2x2'.
-    chip: rates of one device.
-    shape: number of devices along each axis.
+    name: The name that the user gave, as in 'v5p:2x2x2'.
+    chip: Rates of one device.
+    shape: Number of devices along each axis.
   """
 
   name: str
@@ -126,7 +126,7 @@ def parse_target(text: str) -> Target:
   """Parses a topology, as in 'v5p:8x8x8'.
 
   Raises:
-    ConfigError: if the text names no known machine.
+    ConfigError: If the text names no known machine.
   """
   kind, _, size_text = text.partition(':')
   if kind != 'cpu' and kind not in CHIPS:
@@ -164,8 +164,8 @@ def set_compiler_env(
   only, so that it takes no memory of this machine's accelerators from a run.
 
   Args:
-    target: machine to compile for.
-    env: environment to change, `os.environ` by default.
+    target: Machine to compile for.
+    env: Environment to change, `os.environ` by default.
   """
   env = os.environ if env is None else env
   env.setdefault('JAX_PLATFORMS', 'cpu')
@@ -196,10 +196,10 @@ def target_devices(text: str) -> list[Any]:
   """Returns the devices of a topology, to compile programs for without running them.
 
   Args:
-    text: the topology, as in 'v5p:2x2x2'.
+    text: The topology, as in 'v5p:2x2x2'.
 
   Raises:
-    ConfigError: if the text is no topology or its compiler is not installed.
+    ConfigError: If the text is no topology or its compiler is not installed.
   """
   return list(_devices(parse_target(text)))
 

@@ -35,9 +35,9 @@ class Collective:
   """Sums up all collectives of one kind.
 
   Attributes:
-    count: how often they run.
-    bytes: bytes that a device sends in all of them together.
-    inter_node_bytes: the part of these bytes whose device group spans several nodes.
+    count: How often they run.
+    bytes: Bytes that a device sends in all of them together.
+    inter_node_bytes: The part of these bytes whose device group spans several nodes.
   """
 
   count: int = 0
@@ -50,9 +50,9 @@ class Traffic:
   """Holds what one device transfers in one run of a program.
 
   Attributes:
-    memory: bytes read from and written to memory.
-    collectives: collectives by kind.
-    fused_collectives: collectives that run beside products and therefore appear in
+    memory: Bytes read from and written to memory.
+    collectives: Collectives by kind.
+    fused_collectives: Collectives that run beside products and therefore appear in
       several fusions: kind, count, bytes and inter-node bytes by channel.
   """
 
@@ -69,9 +69,9 @@ def measure_traffic(text: str, node_size: int = 0, loop_rounds: int = 1) -> Traf
   """Computes the traffic of a program.
 
   Args:
-    text: text of the compiled program.
-    node_size: number of devices that share fast links; 0 if all do.
-    loop_rounds: iterations of loops whose count the text does not fix.
+    text: Text of the compiled program.
+    node_size: Number of devices that share fast links; 0 if all do.
+    loop_rounds: Iterations of loops whose count the text does not fix.
 
   Returns:
     The traffic of one device.
@@ -187,7 +187,7 @@ def first_device_group(attributes: str) -> list[int]:
   """Returns the device numbers of a collective's first group.
 
   Args:
-    attributes: attributes of the HLO instruction.
+    attributes: Attributes of the HLO instruction.
   """
   pairs = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', attributes)
   if pairs:

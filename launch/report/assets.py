@@ -19,10 +19,10 @@ def read_asset(name: str) -> str:
   """Returns the text of a file in static/.
 
   Args:
-    name: name of the file, without a folder.
+    name: Name of the file, without a folder.
 
   Raises:
-    FileNotFoundError: if there is no such file.
+    FileNotFoundError: If there is no such file.
   """
   return (FOLDER / name).read_text('utf-8')
 
@@ -38,7 +38,7 @@ def inline_modules(name: str) -> str:
   Modules share one scope then, so no two may declare the same name at their top.
 
   Args:
-    name: name of the module in static/.
+    name: Name of the module in static/.
   """
   order: list[str] = []
 
@@ -60,7 +60,7 @@ def fill_template(name: str, values: Mapping[str, str]) -> str:
   """Returns a file of static/ with values in the place of its `{{fields}}`.
 
   Args:
-    name: name of the file.
-    values: the text of each field, which is inserted as it is.
+    name: Name of the file.
+    values: The text of each field, which is inserted as it is.
   """
   return FIELD.sub(lambda field: values[field[1]], read_asset(name))

@@ -19,8 +19,8 @@ def dump_patterns(record: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
   """Returns patterns of the files in which a run's trajectories are, on this machine.
 
   Args:
-    record: content of config.json.
-    folder: folder of the run.
+    record: Content of config.json.
+    folder: Folder of the run.
 
   Returns:
     Paths with `*`; none for a dump in another place, such as an object store.
@@ -55,14 +55,14 @@ def read_part(
   """Reads the rows of a part of a dump, or of samples.json.
 
   Args:
-    path: the file.
+    path: The file.
 
   Yields:
     The place of each row (its byte, or its number), its size, and its columns; None for
     a line that is not a row.
 
   Raises:
-    ValueError: if the file is not of its format.
+    ValueError: If the file is not of its format.
   """
   if path.name == SAMPLES:
     for number, row in enumerate(sampled_rows(json.loads(path.read_text('utf-8')))):
@@ -90,12 +90,12 @@ def read_row(path: pathlib.Path, place: int, size: int) -> Mapping[str, Any]:
   """Reads one row of a part again.
 
   Args:
-    path: the file.
-    place: its place, as `read_part` gave it.
-    size: its size.
+    path: The file.
+    place: Its place, as `read_part` gave it.
+    size: Its size.
 
   Raises:
-    ValueError: if the file has changed since.
+    ValueError: If the file has changed since.
   """
   if path.name == SAMPLES or path.suffix == '.parquet':
     for number, _, row in read_part(path):
@@ -137,8 +137,8 @@ def describe_row(row: Mapping[str, Any], place: str = '') -> dict[str, Any] | No
   """Returns what the index holds of a row of a dump; None if it is not one.
 
   Args:
-    row: the columns of the row, as far as the dump has them.
-    place: what names the row where the dump has no `trajectory_id`.
+    row: The columns of the row, as far as the dump has them.
+    place: What names the row where the dump has no `trajectory_id`.
   """
   if not DUMP_COLUMNS & row.keys():
     return None

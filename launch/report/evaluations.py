@@ -14,10 +14,10 @@ class EvaluationScore:
   """Holds the value of an evaluation metric.
 
   Attributes:
-    value: the value.
-    phase: the training phase that it belongs to.
-    step: the step at which it was measured.
-    count: number of tasks it averages, 0 if unknown.
+    value: The value.
+    phase: The training phase that it belongs to.
+    step: The step at which it was measured.
+    count: Number of tasks it averages, 0 if unknown.
   """
 
   value: float
@@ -39,8 +39,8 @@ def evaluation_scores(
   """Returns the finite values of a metric in the last phase that has any.
 
   Args:
-    rows: rows of metrics.jsonl.
-    name: name of the metric, as in 'eval/TAG/mean'.
+    rows: Rows of metrics.jsonl.
+    name: Name of the metric, as in 'eval/TAG/mean'.
   """
   tag = f'eval/{name.split("/")[1]}'
   if name.startswith(f'{tag}/stop/'):  # a reason that ended nothing is not written
@@ -72,8 +72,8 @@ def task_kind(rows: Sequence[Mapping[str, Any]], tag: str) -> str:
   """Returns what an evaluation's tasks are: held out, or rows that are trained on too.
 
   Args:
-    rows: rows of metrics.jsonl.
-    tag: the evaluation set.
+    rows: Rows of metrics.jsonl.
+    tag: The evaluation set.
   """
   name = f'eval/{tag}/training_rows'
   shares = [row[name] for row in rows if row.get(name) is not None]
@@ -86,7 +86,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   """Returns all evaluation metrics before and after training, as JSON data.
 
   Args:
-    rows: rows of metrics.jsonl.
+    rows: Rows of metrics.jsonl.
 
   Returns:
     For each metric its name, its first score, its last one (None if it was measured

@@ -47,15 +47,15 @@ def export(source: pathlib.Path, folder: pathlib.Path) -> int:
   """Converts the dump of a run, or one file of a dump.
 
   Args:
-    source: the folder of the run, or the file.
-    folder: where documents go; parts of the same name are replaced.
+    source: The folder of the run, or the file.
+    folder: Where documents go; parts of the same name are replaced.
 
   Returns:
     The number of trajectories.
 
   Raises:
-    ConfigError: if there is no dump.
-    ValueError: if a row is not a trajectory.
+    ConfigError: If there is no dump.
+    ValueError: If a row is not a trajectory.
   """
   count = 0
   for path in _parts(source):

@@ -36,7 +36,7 @@ def message_texts(messages: Sequence[Any]) -> list[tuple[str, str]]:
   """Returns the role and the text of each message; tool calls are text too.
 
   Args:
-    messages: the messages, as chat templates take them.
+    messages: The messages, as chat templates take them.
   """
   texts = []
   for message in messages:
@@ -51,7 +51,7 @@ def count_tool_calls(messages: Sequence[Any]) -> int:
   """Returns the number of tool calls: those of messages, and those in their text.
 
   Args:
-    messages: the messages.
+    messages: The messages.
   """
   count = 0
   for message in messages:
@@ -66,7 +66,7 @@ def message_parts(message: Mapping[str, Any]) -> list[Part]:
   """Returns the parts of a message, in order.
 
   Args:
-    message: the message.
+    message: The message.
 
   Returns:
     Each a mapping with a `kind`: 'text' and 'thought' have a `text`; 'call' has a
@@ -105,8 +105,8 @@ def with_stored_images(messages: Any, folder: pathlib.Path) -> list[Any]:
   """Returns messages of a dump with data URLs in the place of their images' digests.
 
   Args:
-    messages: the messages.
-    folder: folder of the dump, which has the images in `images`.
+    messages: The messages.
+    folder: Folder of the dump, which has the images in `images`.
   """
   stored = ImageFolder(folder / IMAGES)
 
@@ -174,7 +174,7 @@ def image_source(value: Any) -> str:
   """Returns a data URL of an image: bytes, an array of pixels, or a URL of that kind.
 
   Args:
-    value: a value of a dump. Other URLs are not followed.
+    value: A value of a dump. Other URLs are not followed.
 
   Returns:
     The URL; '' if it is not an image.
@@ -250,7 +250,7 @@ def find_images(value: Any, name: str = '') -> list[tuple[str, str]]:
 
   Args:
     value: JSON, with the objects that `json_codec` writes.
-    name: name of the value.
+    name: Name of the value.
   """
   if source := image_source(value):
     return [(name, source)]

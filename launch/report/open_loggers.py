@@ -38,12 +38,12 @@ def open_loggers(
   `Name(folder, config, **options)` with the run's folder and its config as plain data.
 
   Args:
-    workdir: the run's folder.
-    console: the terminal.
-    settings: which other loggers there are.
+    workdir: The run's folder.
+    console: The terminal.
+    settings: Which other loggers there are.
 
   Raises:
-    ConfigError: for a logger or an option that does not exist.
+    ConfigError: For a logger or an option that does not exist.
   """
   folder = workdir.path
   arguments = {

@@ -43,14 +43,14 @@ class ReportData:
   """Holds what the page shows.
 
   Attributes:
-    name: name of the run.
-    rows: rows of metrics.jsonl.
-    record: content of config.json.
-    snapshots: sample trajectories, see `launch.report.samples`.
+    name: Name of the run.
+    rows: Rows of metrics.jsonl.
+    record: Content of config.json.
+    snapshots: Sample trajectories, see `launch.report.samples`.
     status: 'running', 'finished', 'stopped' or 'failed'.
-    warnings: lines to show above the charts.
-    num_rows: rows of the whole file, if `rows` are some of them; 0 if they are all.
-    num_trained: training steps by phase, if `rows` are some of them.
+    warnings: Lines to show above the charts.
+    num_rows: Rows of the whole file, if `rows` are some of them; 0 if they are all.
+    num_trained: Training steps by phase, if `rows` are some of them.
     varying: (phase, name) of metrics that vary, also if they do not in `rows`.
   """
 
@@ -182,7 +182,7 @@ def count_steps(run: ReportData) -> str:
   """Returns how many steps a run has trained: '60 steps', '600 + 60 steps'.
 
   Args:
-    run: the run. Its evaluations are rows too, but no steps.
+    run: The run. Its evaluations are rows too, but no steps.
   """
   trained = collections.Counter(row['phase'] for row in run.rows if is_trained(row))
   counts = [n for n in ({**trained, **run.num_trained}).values() if n]
@@ -194,7 +194,7 @@ def run_seconds(rows: Sequence[Row]) -> float | None:
   """Returns for how many seconds a run has written rows; None if it is not known.
 
   Args:
-    rows: rows of metrics.jsonl.
+    rows: Rows of metrics.jsonl.
   """
   walls = [row['time/wall'] for row in rows if row.get('time/wall')]
   if not walls:

@@ -38,7 +38,7 @@ class ReportLogger(MetricLogger):
   render is reported and never ends the run.
 
   Attributes:
-    folder: folder of the run.
+    folder: Folder of the run.
   """
 
   def __init__(self, folder: pathlib.Path):
@@ -137,10 +137,10 @@ class MetricHistory:
   and the last one; rows with evaluations are thinned by themselves.
 
   Attributes:
-    position: where the last row begins in the file.
-    last: the last row; None before any.
+    position: Where the last row begins in the file.
+    last: The last row; None before any.
     varying: (phase, name) of each metric that has had two values.
-    non_finite: names of metrics that were not finite at some step.
+    non_finite: Names of metrics that were not finite at some step.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -163,7 +163,7 @@ class MetricHistory:
     """Reads the rows that were written since the last call.
 
     Raises:
-      ConfigError: for a line before the last that is not a row.
+      ConfigError: For a line before the last that is not a row.
     """
     try:
       file = self._path.open('rb')
@@ -250,7 +250,7 @@ def find_causes(history: MetricHistory) -> 'list[Finding]':
   """Names what is known about why the newest phase of a run did not learn.
 
   Args:
-    history: the run's metrics.
+    history: The run's metrics.
 
   Returns:
     The findings; none if it learned.
@@ -267,9 +267,9 @@ def write_report(
   """Renders report.html from metrics.jsonl, config.json and samples.json.
 
   Args:
-    folder: folder of the run.
+    folder: Folder of the run.
     status: 'running', 'finished', 'stopped' or 'failed'.
-    history: what earlier pages have read of metrics.jsonl; None reads it all.
+    history: What earlier pages have read of metrics.jsonl; None reads it all.
 
   Returns:
     Path of the page.

@@ -40,9 +40,9 @@ class RunFolder:
   """Holds what is known of one run.
 
   Attributes:
-    name: the path of its folder, relative to the folder that is shown.
-    folder: its folder.
-    history: what was read of its metrics.jsonl.
+    name: The path of its folder, relative to the folder that is shown.
+    folder: Its folder.
+    history: What was read of its metrics.jsonl.
   """
 
   name: str
@@ -66,7 +66,7 @@ class RunFolder:
     It is 'ended' if its process is gone and did not say how.
 
     Args:
-      record: content of config.json.
+      record: Content of config.json.
     """
     launches = record.get('launches') or [{}]
     if _is_locked(self.folder / '.lock'):
@@ -154,8 +154,8 @@ class RunFolder:
     """Returns metrics by name, those that are new after a position in the file.
 
     Args:
-      since: position up to which the reader knows the file; 0 asks for all, thinned.
-      file: which file the reader knows; another one is sent whole.
+      since: Position up to which the reader knows the file; 0 asks for all, thinned.
+      file: Which file the reader knows; another one is sent whole.
 
     Returns:
       `file` and `position` for the next call, whether this is `all` of it, `phase`,
@@ -184,8 +184,8 @@ def phase_steps(config: Mapping[str, Any], phase: str) -> int | None:
   """Returns how many steps a phase has by the config; None if it does not say.
 
   Args:
-    config: the config of a run.
-    phase: name of the phase: 'sft', or that of the training itself.
+    config: The config of a run.
+    phase: Name of the phase: 'sft', or that of the training itself.
   """
   if phase == 'sft' and config.get('sft'):
     return config['sft'].get('num_steps') or None
@@ -238,7 +238,7 @@ def repetition_key(config: Mapping[str, Any]) -> str:
   """Returns a text that is equal for runs that differ in their seed alone.
 
   Args:
-    config: the config of a run.
+    config: The config of a run.
   """
   values = {k: v for k, v in flatten_keys(config).items() if k not in REPEATED}
   return json.dumps(values, sort_keys=True, default=str)
@@ -250,8 +250,8 @@ def diff_configs(
   """Returns [key, first value, second value] of the keys in which two configs differ.
 
   Args:
-    first: a config.
-    second: another one. A key that a config does not have is None there.
+    first: A config.
+    second: Another one. A key that a config does not have is None there.
   """
   a, b = flatten_keys(first), flatten_keys(second)
   return [
@@ -278,7 +278,7 @@ class RunCatalogue:
   """Knows the runs below a folder.
 
   Attributes:
-    root: the folder.
+    root: The folder.
   """
 
   def __init__(self, root: pathlib.Path):
@@ -305,7 +305,7 @@ class RunCatalogue:
     """Returns a run by its name.
 
     Raises:
-      UnknownRunError: if there is none.
+      UnknownRunError: If there is none.
     """
     for run in self.runs():
       if run.name == name:
@@ -321,7 +321,7 @@ def find_runs(root: pathlib.Path) -> list[pathlib.Path]:
   """Returns the folders of runs at or below a folder; runs have no runs inside.
 
   Args:
-    root: the folder. It may be a run itself.
+    root: The folder. It may be a run itself.
   """
   runs, waiting, visited = [], [(root, 0)], 0
   while waiting and visited < MAX_FOLDERS:

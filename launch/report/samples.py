@@ -31,13 +31,13 @@ def make_snapshot(
   """Selects the groups whose scores differ most, and their best and worst samples.
 
   Args:
-    phase: name of the training phase.
-    step: step of the phase.
-    groups: the groups of the step.
-    advantages: advantages `[rows, tokens]` in the order of the groups' rows, or None.
-    decode: turns token ids into text.
+    phase: Name of the training phase.
+    step: Step of the phase.
+    groups: The groups of the step.
+    advantages: Advantages `[rows, tokens]` in the order of the groups' rows, or None.
+    decode: Turns token ids into text.
     kind: 'train' or 'eval'.
-    logprobs: the learner's log-probs, rows as those of `advantages`, or None.
+    logprobs: The learner's log-probs, rows as those of `advantages`, or None.
 
   Returns:
     The snapshot as JSON data.
@@ -84,10 +84,10 @@ def trajectory_record(
   """Returns one trajectory as JSON data.
 
   Args:
-    trajectory: the trajectory.
-    advantages: advantages `[tokens]`, or None.
-    decode: turns token ids into text.
-    logprobs: the learner's log-probs `[tokens]`, or None.
+    trajectory: The trajectory.
+    advantages: Advantages `[tokens]`, or None.
+    decode: Turns token ids into text.
+    logprobs: The learner's log-probs `[tokens]`, or None.
 
   Returns:
     A dictionary whose `tokens` are [text, id, mask, log-prob, advantage, reward,
@@ -142,8 +142,8 @@ def token_texts(ids: list[int], decode: Decode | None) -> list[str]:
   """Returns each token's text; a character of several tokens is at the last one.
 
   Args:
-    ids: token ids.
-    decode: turns token ids into text; without it, ids are shown.
+    ids: Token ids.
+    decode: Turns token ids into text; without it, ids are shown.
   """
   if decode is None:
     return [f'‹{token}›' for token in ids]

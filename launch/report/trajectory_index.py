@@ -59,17 +59,17 @@ class TrajectoryQuery:
   """Says which trajectories are asked for, and in which order.
 
   Attributes:
-    step: the range of steps, None where it is open.
+    step: The range of steps, None where it is open.
     mode: 'train' or 'val'; '' for any.
-    tag: the environment's tag; '' for any.
-    stop: the stop reason; '' for any.
-    group: name of the group, or the last words of it, which are those of the same
+    tag: The environment's tag; '' for any.
+    stop: The stop reason; '' for any.
+    group: Name of the group, or the last words of it, which are those of the same
       task at all steps; '' for any.
-    score: the range of scores, None where it is open.
-    length: the range of tokens, None where it is open.
-    text: what the conversation contains, in any case; '' for anything.
-    sort: a column of the table.
-    descending: whether the largest comes first.
+    score: The range of scores, None where it is open.
+    length: The range of tokens, None where it is open.
+    text: What the conversation contains, in any case; '' for anything.
+    sort: A column of the table.
+    descending: Whether the largest comes first.
   """
 
   step: tuple[float | None, float | None] = (None, None)
@@ -87,10 +87,10 @@ class TrajectoryQuery:
     """Returns the query of the ids, and its arguments.
 
     Args:
-      has_grams: whether there is an index of the text.
+      has_grams: Whether there is an index of the text.
 
     Raises:
-      ValueError: if `sort` is no column.
+      ValueError: If `sort` is no column.
     """
     if self.sort not in SORTABLE:
       raise ValueError(f'sort: {self.sort!r} is not one of {", ".join(SORTABLE)}')
@@ -140,17 +140,17 @@ class TrajectoryIndex:
   """Answers queries on the trajectories of a run.
 
   Attributes:
-    folder: folder of the run.
-    problems: what could not be read, by file.
-    pending: number of parts that are not indexed yet.
+    folder: Folder of the run.
+    problems: What could not be read, by file.
+    pending: Number of parts that are not indexed yet.
   """
 
   def __init__(self, folder: pathlib.Path, dump: Sequence[str] = ()):
     """Opens or creates the index.
 
     Args:
-      folder: folder of the run.
-      dump: patterns of the files of its dump: paths with `*`.
+      folder: Folder of the run.
+      dump: Patterns of the files of its dump: paths with `*`.
     """
     self.folder = folder
     self._patterns = tuple(dump)
@@ -300,9 +300,9 @@ class TrajectoryIndex:
     """Returns a page of the trajectories that match a query.
 
     Args:
-      query: which ones, in which order.
-      offset: number of rows before the page.
-      limit: rows of the page, at most MAX_PAGE.
+      query: Which ones, in which order.
+      offset: Number of rows before the page.
+      limit: Rows of the page, at most MAX_PAGE.
 
     Returns:
       `total` and `rows`, each a mapping of SHOWN names to values.
@@ -322,8 +322,8 @@ class TrajectoryIndex:
     """Returns the position of a trajectory in a query's results, and the ids beside it.
 
     Args:
-      query: the query.
-      name: id of the trajectory.
+      query: The query.
+      name: Id of the trajectory.
     """
     rows = self._matching(query)
     row = self._query('SELECT row FROM rows WHERE id = ?', [name])
@@ -383,7 +383,7 @@ class TrajectoryIndex:
     """Returns the row of an id, and the file, place and size of its content.
 
     Args:
-      name: id of a trajectory.
+      name: Id of a trajectory.
     """
     columns = ', '.join(SHOWN)
     matches = self._query(
@@ -400,7 +400,7 @@ class TrajectoryIndex:
     """Returns the rows of a group, by sample and turn.
 
     Args:
-      name: name of the group.
+      name: Name of the group.
     """
     members = self._query(
       f'SELECT {", ".join(SHOWN)} FROM rows WHERE grp = ? '

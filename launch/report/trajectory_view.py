@@ -30,8 +30,8 @@ def load_decoder(folder: pathlib.Path, record: Mapping[str, Any]) -> Decode | No
   """Returns what turns token ids of a run into text; None if it is not to be found.
 
   Args:
-    folder: folder of the run.
-    record: content of its config.json.
+    folder: Folder of the run.
+    record: Content of its config.json.
   """
   model = (record.get('config') or {}).get('model') or {}
   checkpoint = str(model.get('checkpoint') or '')
@@ -61,14 +61,14 @@ def show_trajectory(
   """Returns a trajectory with its tokens from `start` on, at most MAX_TOKENS.
 
   Args:
-    index: the index of the run.
-    name: id of the trajectory.
-    decode: turns token ids into text.
-    start: number of the first token.
+    index: The index of the run.
+    name: Id of the trajectory.
+    decode: Turns token ids into text.
+    start: Number of the first token.
 
   Raises:
-    KeyError: if there is no such trajectory.
-    ValueError: if the dump has changed, or has something else in its place.
+    KeyError: If there is no such trajectory.
+    ValueError: If the dump has changed, or has something else in its place.
   """
   entry = index.find(name)
   if entry is None:
@@ -121,8 +121,8 @@ def show_group(index: TrajectoryIndex, name: str) -> list[dict[str, Any]]:
   """Returns the samples of a group with their conversations, to be shown side by side.
 
   Args:
-    index: the index of the run.
-    name: name of the group.
+    index: The index of the run.
+    name: Name of the group.
   """
   members = []
   for row in index.group(name)[:MAX_MEMBERS]:

@@ -56,8 +56,8 @@ class RunTrajectories:
     """Opens the index.
 
     Args:
-      run: the run.
-      pool: runs the indexing.
+      run: The run.
+      pool: Runs the indexing.
     """
     record = run.record()
     self.index = TrajectoryIndex(run.folder, dump_patterns(record, run.folder))
@@ -85,15 +85,15 @@ class ViewServer:
   """Answers the requests of the view.
 
   Attributes:
-    app: the aiohttp application.
+    app: The aiohttp application.
   """
 
   def __init__(self, root: pathlib.Path, token: str):
     """Creates a server; `serve_view` runs it.
 
     Args:
-      root: folder of the runs.
-      token: the first part of every path.
+      root: Folder of the runs.
+      token: The first part of every path.
     """
     self._token = token.encode()
     self._catalogue = RunCatalogue(root)
@@ -342,9 +342,9 @@ async def serve_view(
   """Serves the view on this machine while the context lasts.
 
   Args:
-    root: folder of the runs.
-    token: the token.
-    port: the port; 0 takes any that is free.
+    root: Folder of the runs.
+    token: The token.
+    port: The port; 0 takes any that is free.
 
   Yields:
     The URL, which has the token.

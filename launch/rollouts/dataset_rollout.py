@@ -48,12 +48,12 @@ class DatasetRollout(RolloutScheduler):
     """Makes the engines.
 
     Args:
-      settings: settings of the run, with an evaluation set for each tag, of its name,
+      settings: Settings of the run, with an evaluation set for each tag, of its name,
         that says what is played.
-      policy: the model that plays, with its tokenizer.
-      runtime: where engines, queues and workers are to live.
-      device_thread: the thread of this process's devices.
-      datasets: data sets in traversal, by tag.
+      policy: The model that plays, with its tokenizer.
+      runtime: Where engines, queues and workers are to live.
+      device_thread: The thread of this process's devices.
+      datasets: Data sets in traversal, by tag.
       mode: 'train' or 'val'.
     """
     self.mode = mode
@@ -122,11 +122,11 @@ class DatasetRollout(RolloutScheduler):
     """Plays every task that the ledger does not hold yet.
 
     Args:
-      ledger: keeps what was played.
-      columns: turns groups into rows.
-      model_name: name of the model in these rows.
-      on_group: called with each group once it is kept.
-      stop: returns True once the user asked to end.
+      ledger: Keeps what was played.
+      columns: Turns groups into rows.
+      model_name: Name of the model in these rows.
+      on_group: Called with each group once it is kept.
+      stop: Returns True once the user asked to end.
 
     Returns:
       False if it was stopped before the end.
@@ -173,9 +173,9 @@ def remaining_tasks_state(
   """Returns the state of a queue that has all tasks but those `played` to come.
 
   Args:
-    played: numbers of the tasks that were played before.
-    ahead: groups that play at once.
-    total: number of tasks; 0 where the data set says it.
+    played: Numbers of the tasks that were played before.
+    ahead: Groups that play at once.
+    total: Number of tasks; 0 where the data set says it.
   """
   top = max(played, default=-1) + 1
   next_numbers = [
@@ -196,9 +196,9 @@ def complete_group(group: Group, tag: str, base: int) -> int:
   the score 0.
 
   Args:
-    group: the group.
-    tag: its environment tag.
-    base: seed of the first task.
+    group: The group.
+    tag: Its environment tag.
+    base: Seed of the first task.
 
   Returns:
     The task's number.

@@ -24,9 +24,9 @@ class RunDatasets(NamedTuple):
   """Holds handles of a run's data sets; None for environments whose tasks are seeds.
 
   Attributes:
-    train: for training, by tag.
-    tests: for evaluation, by set.
-    seen_shares: the share of a set's tasks that are training rows of its tag, by set,
+    train: For training, by tag.
+    tests: For evaluation, by set.
+    seen_shares: The share of a set's tasks that are training rows of its tag, by set,
       where it is above 0.
   """
 
@@ -39,11 +39,11 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
   """Loads the rows of tags and of evaluation sets. Those that are the same are shared.
 
   Args:
-    settings: settings of the run.
-    runtime: where the data sets are to live.
+    settings: Settings of the run.
+    runtime: Where the data sets are to live.
 
   Raises:
-    ConfigError: if an environment needs rows and no path is set.
+    ConfigError: If an environment needs rows and no path is set.
   """
   manager = GlobalDatasetManager()
   fingerprints: dict[int, list[int]] = {}  # of tasks, by the identity of the handle
@@ -90,11 +90,11 @@ def evaluation_path(settings: RunSettings, name: str) -> RowSources:
   """Returns the source of an evaluation set's tasks.
 
   Args:
-    settings: settings of the run.
-    name: the set.
+    settings: Settings of the run.
+    name: The set.
 
   Raises:
-    ConfigError: if there is none.
+    ConfigError: If there is none.
   """
   evaluation = settings.evaluations[name]
   path = settings.tasks[evaluation.tag].path
@@ -115,7 +115,7 @@ def named_training_rows(settings: RunSettings) -> dict[str, float]:
   """Returns 1 for each evaluation set whose file is named as one of training rows.
 
   Args:
-    settings: settings of the run.
+    settings: Settings of the run.
   """
   seen = {}
   for name, evaluation in settings.active_evaluations.items():
@@ -136,7 +136,7 @@ def describe_seen(shares: Mapping[str, float]) -> str:
   """Says which evaluation sets have tasks that are trained on, in one line.
 
   Args:
-    shares: the share of a set's tasks, by set.
+    shares: The share of a set's tasks, by set.
   """
   return '; '.join(
     f'{name} is evaluated on training rows'
@@ -163,9 +163,9 @@ def is_trained_on(settings: RunSettings, name: str, path: RowSources = '') -> bo
   """Returns whether an evaluation set plays the rows that its tag is trained on.
 
   Args:
-    settings: settings of the run.
-    name: name of the evaluation set.
-    path: where its rows come from, if that is known.
+    settings: Settings of the run.
+    name: Name of the evaluation set.
+    path: Where its rows come from, if that is known.
   """
   evaluation = settings.evaluations[name]
   tasks = settings.env[evaluation.tag].dataset
@@ -183,8 +183,8 @@ def check_limit(settings: RunSettings, overrides: Mapping[str, str | None]) -> N
   """Raises ConfigError if a limit of the command line limits no evaluation.
 
   Args:
-    settings: settings of a command that evaluates and does not train.
-    overrides: texts of the keys that the command line sets, by key.
+    settings: Settings of a command that evaluates and does not train.
+    overrides: Texts of the keys that the command line sets, by key.
   """
   active = settings.active_evaluations
   for key in overrides:
@@ -249,8 +249,8 @@ def sibling_split_path(path: RowSources, split: str) -> RowSources:
   """Returns the file of another split next to `path`: test.jsonl for train.jsonl.
 
   Args:
-    path: a data set's source, or several.
-    split: name of the other split.
+    path: A data set's source, or several.
+    split: Name of the other split.
 
   Returns:
     The other sources; a source itself where there is no such file.

@@ -64,13 +64,13 @@ def make_stored_sampler(
   """Returns the sampler over the run's experience store.
 
   Args:
-    settings: settings of the run.
-    policy: the model that trains, with its tokenizer.
-    workdir: folder of the run.
-    stop: returns True once the user asked to end.
+    settings: Settings of the run.
+    policy: The model that trains, with its tokenizer.
+    workdir: Folder of the run.
+    stop: Returns True once the user asked to end.
 
   Raises:
-    ConfigError: if another process trains, or trained, under this reader's name.
+    ConfigError: If another process trains, or trained, under this reader's name.
   """
   checkpointer = Checkpointer(workdir / 'checkpoints' / 'train')
   fresh = checkpointer.latest_step is None
@@ -95,13 +95,13 @@ class StoredGroupSampler:
     """Opens the store.
 
     Args:
-      settings: settings of the run.
-      policy: the model that trains, with its tokenizer.
-      fresh: whether the run has no checkpoint yet.
-      stop: returns True once the user asked to end.
+      settings: Settings of the run.
+      policy: The model that trains, with its tokenizer.
+      fresh: Whether the run has no checkpoint yet.
+      stop: Returns True once the user asked to end.
 
     Raises:
-      ConfigError: if another process trains, or trained, under this reader's name.
+      ConfigError: If another process trains, or trained, under this reader's name.
     """
     store = settings.experience_store
     assert store is not None
@@ -192,11 +192,11 @@ class StoredGroupSampler:
     """Starts to read at `step`.
 
     Args:
-      step: the step to go on with.
-      state: what the checkpoint holds of `state_dict`; None without a checkpoint.
+      step: The step to go on with.
+      state: What the checkpoint holds of `state_dict`; None without a checkpoint.
 
     Raises:
-      ConfigError: for a checkpoint of a run that played, or of another store.
+      ConfigError: For a checkpoint of a run that played, or of another store.
     """
     if state is None:
       self._reader.begin()
@@ -227,9 +227,9 @@ class StoreTarget(NamedTuple):
   """Keeps the groups that a run plays in an experience store.
 
   Attributes:
-    columns: turns groups into rows of the store.
-    ledger: writes them.
-    name: the store's name, for people.
+    columns: Turns groups into rows of the store.
+    ledger: Writes them.
+    name: The store's name, for people.
   """
 
   columns: GroupSerializer
@@ -243,12 +243,12 @@ def open_store_target(
   """Opens the store that `trajectory_dump.path` names, to write groups to it.
 
   Args:
-    settings: settings of the run.
-    folder: folder of the run.
-    tokenizer: tokenizer of the model that plays.
+    settings: Settings of the run.
+    folder: Folder of the run.
+    tokenizer: Tokenizer of the model that plays.
 
   Raises:
-    ConfigError: for `trajectory_dump.columns`, which a store does not have, and for a
+    ConfigError: For `trajectory_dump.columns`, which a store does not have, and for a
       store that cannot be opened.
   """
   dump = settings.trajectory_dump

@@ -34,10 +34,10 @@ class RunSource:
   """Shows a run to its sampler: the groups it plays, and the rows experts wrote.
 
   Attributes:
-    num_groups: groups of a step.
-    group_size: rows of a group.
-    seed: seed of the sampler's own draws.
-    max_staleness: steps that a group may be old; None if no rule drops it for its age.
+    num_groups: Groups of a step.
+    group_size: Rows of a group.
+    seed: Seed of the sampler's own draws.
+    max_staleness: Steps that a group may be old; None if no rule drops it for its age.
   """
 
   def __init__(self, settings: RunSettings, groups: GroupProvider, tokenizer: Any):
@@ -71,7 +71,7 @@ def make_group_sampler(
   """Returns the sampler of a run that plays.
 
   Raises:
-    ConfigError: if the sampler does not fit the algorithm or the environment tags.
+    ConfigError: If the sampler does not fit the algorithm or the environment tags.
   """
   algorithm, tags = settings.algorithm, settings.training_tags
   source = RunSource(settings, groups, policy.tokenizer)

@@ -41,10 +41,10 @@ class StepTimes:
     """Adds the metric time/NAME of what has just ended, and its span.
 
     Args:
-      part: the part of the run that did it.
-      name: its name.
-      start: when it began, by `time.perf_counter`.
-      step: the training step.
+      part: The part of the run that did it.
+      name: Its name.
+      start: When it began, by `time.perf_counter`.
+      step: The training step.
 
     Returns:
       How many seconds it took.
@@ -64,8 +64,8 @@ class GroupSource(Protocol):
   """Protocol: provides the groups of a phase of training, and plays its evaluations.
 
   Attributes:
-    num_rows: the most rows of a step.
-    num_steps: the steps of the phase.
+    num_rows: The most rows of a step.
+    num_steps: The steps of the phase.
   """
 
   num_rows: int
@@ -79,14 +79,14 @@ class GroupSource(Protocol):
     """Restores what a checkpoint holds, and starts playing.
 
     Args:
-      step: the step to go on with.
-      state: what `state` gave; empty without a checkpoint.
+      step: The step to go on with.
+      state: What `state` gave; empty without a checkpoint.
 
     Returns:
       The tasks of the workers that play.
 
     Raises:
-      ConfigError: for a checkpoint of a run with another source.
+      ConfigError: For a checkpoint of a run with another source.
     """
     ...
 
@@ -96,10 +96,10 @@ class GroupSource(Protocol):
     """Hands the learner's weights to the engines, if something will be played.
 
     Args:
-      step: the training step.
-      learner: has the weights.
-      times: takes how long it took.
-      evaluates: whether an evaluation follows, which needs the newest weights.
+      step: The training step.
+      learner: Has the weights.
+      times: Takes how long it took.
+      evaluates: Whether an evaluation follows, which needs the newest weights.
     """
     ...
 
@@ -145,9 +145,9 @@ class Players:
     """Takes the rollout side.
 
     Args:
-      settings: settings of the run.
-      rollouts: plays.
-      learns_here: whether the learner is in this process.
+      settings: Settings of the run.
+      rollouts: Plays.
+      learns_here: Whether the learner is in this process.
     """
     self.rollouts = rollouts
     self._sleeps = settings.placement.sleeps
@@ -196,9 +196,9 @@ class PlayedGroups:
     """Takes what plays and what samples.
 
     Args:
-      settings: settings of the run.
-      sampler: takes groups from those that are played.
-      players: plays them.
+      settings: Settings of the run.
+      sampler: Takes groups from those that are played.
+      players: Plays them.
     """
     rows_per_group = requirements.rows_per_group(settings.algorithm)
     self.num_rows = settings.batch.num_groups * rows_per_group
@@ -304,10 +304,10 @@ class FileGroups(_UnplayedGroups):
     """Takes what reads the rows.
 
     Args:
-      sampler: reads them.
-      num_steps: the steps of the phase.
-      description: of the rows, in one line.
-      players: play the evaluations; None without any.
+      sampler: Reads them.
+      num_steps: The steps of the phase.
+      description: Of the rows, in one line.
+      players: Play the evaluations; None without any.
     """
     super().__init__(players)
     self.num_rows, self.num_steps = sampler.num_rows, num_steps
@@ -351,9 +351,9 @@ class StoredGroups(_UnplayedGroups):
     """Takes the store.
 
     Args:
-      settings: settings of the run.
-      store: samples from it.
-      players: play the evaluations; None without any.
+      settings: Settings of the run.
+      store: Samples from it.
+      players: Play the evaluations; None without any.
     """
     super().__init__(players)
     self.num_rows, self.num_steps = store.num_rows, settings.num_steps
@@ -402,14 +402,14 @@ def make_group_source(
   """Returns the source of a run's groups.
 
   Args:
-    settings: settings of the run.
-    policy: the model that trains, with its tokenizer.
-    players: the rollout side; None for a run that neither plays nor evaluates.
-    workdir: folder of the run.
-    stop: returns True once the user asked to end.
+    settings: Settings of the run.
+    policy: The model that trains, with its tokenizer.
+    players: The rollout side; None for a run that neither plays nor evaluates.
+    workdir: Folder of the run.
+    stop: Returns True once the user asked to end.
 
   Raises:
-    ConfigError: for data that cannot be read, or a sampler that does not fit.
+    ConfigError: For data that cannot be read, or a sampler that does not fit.
   """
   if not settings.plays:
     sampler = offline_data.make_offline_sampler(settings, policy.tokenizer)

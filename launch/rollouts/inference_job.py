@@ -27,9 +27,9 @@ class InferenceJob:
   """Holds a runtime, a policy, and what plays with it.
 
   Attributes:
-    policy: the model that plays, with its tokenizer.
-    plays: what plays; its `weights` bring the engines their weights.
-    description: who has which devices, for people.
+    policy: The model that plays, with its tokenizer.
+    plays: What plays; its `weights` bring the engines their weights.
+    description: Who has which devices, for people.
   """
 
   def __init__(
@@ -38,12 +38,12 @@ class InferenceJob:
     """Makes the parts.
 
     Args:
-      settings: settings of the run.
-      make_parts: returns the policy and what plays, for a runtime and a device thread.
-      runtime: where the parts are to live; None takes the one that the settings name.
+      settings: Settings of the run.
+      make_parts: Returns the policy and what plays, for a runtime and a device thread.
+      runtime: Where the parts are to live; None takes the one that the settings name.
 
     Raises:
-      ConfigError: for settings that cannot be.
+      ConfigError: For settings that cannot be.
     """
     if settings.model.adapters:
       raise ConfigError(
@@ -68,7 +68,7 @@ class InferenceJob:
     Engines that die meanwhile are replaced. Raises the root cause of an error.
 
     Args:
-      work: makes the work to be awaited.
+      work: Makes the work to be awaited.
 
     Returns:
       What the work returns.
@@ -95,12 +95,12 @@ def make_evaluator(
   """Returns a job that evaluates as training does; it `plays` by `RolloutScheduler`.
 
   Args:
-    settings: settings of the run.
-    workdir: where a random model is saved, if no checkpoint is named.
-    runtime: where the parts are to live; None takes the one that the settings name.
+    settings: Settings of the run.
+    workdir: Where a random model is saved, if no checkpoint is named.
+    runtime: Where the parts are to live; None takes the one that the settings name.
 
   Raises:
-    ConfigError: for settings that cannot be.
+    ConfigError: For settings that cannot be.
   """
   validate_run(settings)
 
@@ -121,10 +121,10 @@ class Player:
   """Holds one manager outside any queue, in this process, for `launch.play`.
 
   Attributes:
-    run: awaits work once the engine has its weights, see `InferenceJob.run`.
-    decode: token ids → text.
-    manager: plays episodes of the first environment tag.
-    base_seed: seed of its episode 0.
+    run: Awaits work once the engine has its weights, see `InferenceJob.run`.
+    decode: Token ids → text.
+    manager: Plays episodes of the first environment tag.
+    base_seed: Seed of its episode 0.
   """
 
   def __init__(self, settings: RunSettings, workdir: pathlib.Path):

@@ -64,7 +64,7 @@ def make_expert_sampler(
   They come from `dataset.expert_path`, or else from `sft.path` or `dataset.path`.
 
   Raises:
-    ConfigError: if none of these is set.
+    ConfigError: If none of these is set.
   """
   paths = {
     'dataset.expert_path': settings.dataset.expert_path,
@@ -114,8 +114,8 @@ def count_steps(settings: RunSettings, sampler: FileSampler | None) -> int:
   """Returns the steps of a run: of `num_epochs` passes over the files, if that is set.
 
   Args:
-    settings: settings of the run.
-    sampler: the sampler of the files; None for a run that plays.
+    settings: Settings of the run.
+    sampler: The sampler of the files; None for a run that plays.
   """
   if sampler is None or not settings.num_epochs:
     return settings.num_steps
@@ -137,7 +137,7 @@ def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
   """Yields the texts that a fresh tokenizer is trained on: those the model will see.
 
   Raises:
-    ConfigError: if the run names no data.
+    ConfigError: If the run names no data.
   """
   data, row_format = settings.dataset, RowFormat(**_row_options(settings))
   keys_by_path = {data.path: 'dataset.path'}

@@ -19,7 +19,7 @@ def validate_run(settings: RunSettings) -> None:
   """Checks the settings of any run that plays or trains.
 
   Raises:
-    ConfigError: for settings that cannot be.
+    ConfigError: For settings that cannot be.
   """
   validate(settings)
   if settings.rewards:
@@ -38,12 +38,12 @@ def load_policy(
   that is trained on the run's texts.
 
   Args:
-    settings: settings of the run.
-    workdir: folder of the run, where a random policy is saved.
-    critic: whether the policy has a value head.
+    settings: Settings of the run.
+    workdir: Folder of the run, where a random policy is saved.
+    critic: Whether the policy has a value head.
 
   Raises:
-    ConfigError: for a folder that holds no model, or a run without texts.
+    ConfigError: For a folder that holds no model, or a run without texts.
   """
   model = settings.model
   options: dict[str, Any] = {

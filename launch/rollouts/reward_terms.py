@@ -52,13 +52,13 @@ class JudgeEngine(LocalJudgeClient):
   """A judge from a checkpoint, on an engine of its own.
 
   Args:
-    folder: the checkpoint.
-    device_thread: of the devices it shares; None for its own.
-    kernels: as `TransformerLM` has it.
-    dtype: data type of the weights.
-    max_length: tokens of prompt and answer together.
-    concurrency: answers at once.
-    timeout: seconds of one answer.
+    folder: The checkpoint.
+    device_thread: Of the devices it shares; None for its own.
+    kernels: As `TransformerLM` has it.
+    dtype: Data type of the weights.
+    max_length: Tokens of prompt and answer together.
+    concurrency: Answers at once.
+    timeout: Seconds of one answer.
   """
 
   def __init__(
@@ -100,13 +100,13 @@ class RewardModelEngine(RewardModel):
   """A reward model from a checkpoint; see `huggingface.load_scorer` for which.
 
   Args:
-    folder: the checkpoint.
-    device_thread: of the devices it shares; None for its own.
-    kernels: as `TransformerLM` has it.
-    dtype: data type of the weights.
-    max_length: tokens that a conversation may have.
-    batch_size: conversations that are scored together.
-    timeout: seconds that a score may take.
+    folder: The checkpoint.
+    device_thread: Of the devices it shares; None for its own.
+    kernels: As `TransformerLM` has it.
+    dtype: Data type of the weights.
+    max_length: Tokens that a conversation may have.
+    batch_size: Conversations that are scored together.
+    timeout: Seconds that a score may take.
   """
 
   def __init__(
@@ -144,7 +144,7 @@ def validate_rewards(settings: RunSettings) -> None:
   """Checks the terms without loading any weights.
 
   Raises:
-    ConfigError: for a term that cannot be, or rewards of a run that plays nothing.
+    ConfigError: For a term that cannot be, or rewards of a run that plays nothing.
   """
   terms, text = settings.rewards, settings.text('rollout.rewards')
   if not terms:
@@ -163,12 +163,12 @@ def make_reward_pipeline(
   run's own, in turn; of Ray actors each has a process to itself.
 
   Args:
-    settings: settings of the run.
-    runtime: where those engines are to live.
-    device_thread: the thread of the shared devices.
+    settings: Settings of the run.
+    runtime: Where those engines are to live.
+    device_thread: The thread of the shared devices.
 
   Raises:
-    ConfigError: for a model or server that cannot be used.
+    ConfigError: For a model or server that cannot be used.
   """
   shared_thread = None if settings.cluster.ray else device_thread
 
@@ -217,7 +217,7 @@ def _any(*, otherwise: float | None = None) -> None:
   """Takes the options that every other term has beside its weight.
 
   Args:
-    otherwise: score in place of a missing one; without it, the episode fails.
+    otherwise: Score in place of a missing one; without it, the episode fails.
   """
 
 
@@ -227,10 +227,10 @@ def _served(
   """Where a judge is served: from a folder, or by the `model` of a server.
 
   Args:
-    checkpoint: folder of a model that the run serves itself.
-    url: address of a server up to `/v1`, in place of a folder.
-    model: name of the model on that server.
-    key_env: environment variable that holds the server's key.
+    checkpoint: Folder of a model that the run serves itself.
+    url: Address of a server up to `/v1`, in place of a folder.
+    model: Name of the model on that server.
+    key_env: Environment variable that holds the server's key.
   """
 
 
@@ -238,7 +238,7 @@ def _weight(*, weight: float = 1.0) -> None:
   """Takes the option that every term has.
 
   Args:
-    weight: factor of the score in the episode's reward.
+    weight: Factor of the score in the episode's reward.
   """
 
 
@@ -254,7 +254,7 @@ def reward_model_score(*, checkpoint: str = '') -> None:
   """Scores an episode by a reward model that the run serves.
 
   Args:
-    checkpoint: folder of the reward model.
+    checkpoint: Folder of the reward model.
   """
 
 

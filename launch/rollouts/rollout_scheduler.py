@@ -51,14 +51,14 @@ class RolloutScheduler:
   """Plays the episodes of a run, for training and for evaluation.
 
   Attributes:
-    engines: the engines themselves.
-    engine: the router to all of them.
-    weights: brings the engines their weights.
-    weight_syncer: decides when they get them.
-    tags: environment tags that training plays.
-    datasets: data sets for training by tag; None for tags whose tasks are seeds.
-    seen_shares: see `RunDatasets`.
-    queues: group queues by tag, once training has started.
+    engines: The engines themselves.
+    engine: The router to all of them.
+    weights: Brings the engines their weights.
+    weight_syncer: Decides when they get them.
+    tags: Environment tags that training plays.
+    datasets: Data sets for training by tag; None for tags whose tasks are seeds.
+    seen_shares: See `RunDatasets`.
+    queues: Group queues by tag, once training has started.
   """
 
   def __init__(
@@ -72,14 +72,14 @@ class RolloutScheduler:
     """Makes the engines, and checks the environments' options.
 
     Args:
-      settings: settings of the run.
-      policy: the model that plays, with its tokenizer.
-      runtime: where engines, queues and workers are to live.
-      device_thread: the thread of this process's devices.
-      datasets: data sets for training by tag, and for evaluation by set.
+      settings: Settings of the run.
+      policy: The model that plays, with its tokenizer.
+      runtime: Where engines, queues and workers are to live.
+      device_thread: The thread of this process's devices.
+      datasets: Data sets for training by tag, and for evaluation by set.
 
     Raises:
-      ConfigError: for options that an environment or a queue refuses.
+      ConfigError: For options that an environment or a queue refuses.
     """
     self._settings = settings
     self._policy = policy
@@ -152,7 +152,7 @@ class RolloutScheduler:
     manager that is not derived from `EnvManager` is left out, as it only has a loop.
 
     Raises:
-      ConfigError: if none of a tag's tasks can be begun or graded, an environment has
+      ConfigError: If none of a tag's tasks can be begun or graded, an environment has
         no method `step`, or a step returns something that cannot be used.
     """
     for tag, make in self._example_managers().items():
@@ -260,8 +260,8 @@ class RolloutScheduler:
     """Starts playing for training.
 
     Args:
-      states: what `state_dict` gave, from a checkpoint; empty without one.
-      num_groups: groups of each step.
+      states: What `state_dict` gave, from a checkpoint; empty without one.
+      num_groups: Groups of each step.
 
     Returns:
       The tasks of the workers.
@@ -349,8 +349,8 @@ class RolloutScheduler:
     """Waits for the groups of a step.
 
     Args:
-      step: the step.
-      min_version: groups with a token of older weights are dropped and replaced, as
+      step: The step.
+      min_version: Groups with a token of older weights are dropped and replaced, as
         are those past the run's own limit on staleness.
 
     Returns:
@@ -421,7 +421,7 @@ class RolloutScheduler:
     """Makes a manager of training tasks outside any queue.
 
     Args:
-      tag: the environment tag.
+      tag: The environment tag.
     """
     env_config = self._settings.env[tag].env_config
     options, dataset = self._manager_options(tag), self.datasets[tag]
@@ -469,9 +469,9 @@ class RolloutScheduler:
     """Scores evaluation sets on the weights that the engines serve.
 
     Args:
-      progress: called with the set's name, a sample's rows, and how many samples the
+      progress: Called with the set's name, a sample's rows, and how many samples the
         set plays.
-      names: the sets; None for all that are evaluated.
+      names: The sets; None for all that are evaluated.
 
     Returns:
       The metrics and the groups of all sets. Rows have the set's name as their tag.

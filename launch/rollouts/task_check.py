@@ -41,12 +41,12 @@ class CheckedTask:
   """The result of checking a task.
 
   Attributes:
-    tag: its environment tag.
-    index: its row in the data set.
-    name: what the row calls it; may be empty.
+    tag: Its environment tag.
+    index: Its row in the data set.
+    name: What the row calls it; may be empty.
     verdict: 'ok', a key of BROKEN, or NO_SOLUTION.
-    reason: details of what is broken, in one line.
-    output: what its tests printed in the attempt that decided the verdict.
+    reason: Details of what is broken, in one line.
+    output: What its tests printed in the attempt that decided the verdict.
   """
 
   tag: str
@@ -76,18 +76,18 @@ class TaskChecker:
   """Plays each task of a run twice, without a model: solved, and with nothing done.
 
   Attributes:
-    num_tasks: how many tasks there are, by tag.
+    num_tasks: How many tasks there are, by tag.
   """
 
   def __init__(self, settings: RunSettings, *, mode: str):
     """Loads the data sets, and checks the environments' options.
 
     Args:
-      settings: settings of the run, whose `eval` says which tasks to check.
+      settings: Settings of the run, whose `eval` says which tasks to check.
       mode: 'train' or 'val'; seeds are those of this mode's episodes.
 
     Raises:
-      ConfigError: for an environment whose tasks cannot be checked, or wrong options.
+      ConfigError: For an environment whose tasks cannot be checked, or wrong options.
     """
     self._settings, self._mode = settings, mode
     self._make_env = {

@@ -69,18 +69,18 @@ class EnginePool:
   """A number of engine actors, each of which is replaced when it is lost.
 
   Args:
-    start: makes the actor of a `MonitoredEngine`, given the engine's number.
-    count: number of engines.
-    restarts: how often in a row an engine may be lost; then it is given up, and with
+    start: Makes the actor of a `MonitoredEngine`, given the engine's number.
+    count: Number of engines.
+    restarts: How often in a row an engine may be lost; then it is given up, and with
       the last of them the run.
-    steady: seconds after which an engine counts as running well: losses start over.
-    hang: seconds without an answer, or in one dispatch, after which it counts as lost.
-    begin: the same for its start.
-    interval: seconds between two health checks.
-    backoff: seconds by which the pause before each start grows.
+    steady: Seconds after which an engine counts as running well: losses start over.
+    hang: Seconds without an answer, or in one dispatch, after which it counts as lost.
+    begin: The same for its start.
+    interval: Seconds between two health checks.
+    backoff: Seconds by which the pause before each start grows.
 
   Attributes:
-    handles: of the engines, which remain valid when an engine is replaced.
+    handles: Of the engines, which remain valid when an engine is replaced.
   """
 
   def __init__(
@@ -123,8 +123,8 @@ class EnginePool:
     """Sets what is called when an engine has been replaced; None changes nothing.
 
     Args:
-      rejoin: tells the router of the new engine, given its number and a handle.
-      catch_up: has the new engine load the newest weights, given a handle and its name.
+      rejoin: Tells the router of the new engine, given its number and a handle.
+      catch_up: Has the new engine load the newest weights, given a handle and its name.
     """
     self._rejoin = rejoin or self._rejoin
     self._catch_up = catch_up or self._catch_up
@@ -133,8 +133,8 @@ class EnginePool:
     """Returns the result of `work`. Engines that are lost meanwhile are replaced.
 
     Raises:
-      ActorError: no engine can be kept alive.
-      ConfigError: no engine can be made.
+      ActorError: No engine can be kept alive.
+      ConfigError: No engine can be made.
     """
     work_task = asyncio.ensure_future(work)
     watch_task = asyncio.ensure_future(self._watch())

@@ -17,9 +17,9 @@ class HostMemory(NamedTuple):
   """Holds the memory that this process may use.
 
   Attributes:
-    limit: bytes that this process may hold in all, with those that it already holds.
-    held: bytes that it already holds.
-    source: what limits it, for people.
+    limit: Bytes that this process may hold in all, with those that it already holds.
+    held: Bytes that it already holds.
+    source: What limits it, for people.
   """
 
   limit: float
@@ -34,7 +34,7 @@ def read_host_memory(root: str = '/') -> HostMemory:
   has cached are.
 
   Args:
-    root: folder that holds `proc` and `sys`.
+    root: Folder that holds `proc` and `sys`.
   """
   base = pathlib.Path(root)
   held = _field(base / 'proc/self/status', 'VmRSS')

@@ -56,9 +56,9 @@ class LearnerActor:
   """One process of the learner. All processes get the same calls, in the same order.
 
   Args:
-    settings: the run's.
-    folder: of the policy. Every machine sees it and the run's own folder.
-    make_learners: makes what this process makes learners with.
+    settings: The run's.
+    folder: Of the policy. Every machine sees it and the run's own folder.
+    make_learners: Makes what this process makes learners with.
   """
 
   def __init__(
@@ -94,10 +94,10 @@ class LearnerActor:
     """Connects this process to the learner's other processes and loads the policy.
 
     Args:
-      coordinator: the address where they meet.
-      num_processes: number of the learner's processes.
-      rank: number of this process.
-      address: of this machine.
+      coordinator: The address where they meet.
+      num_processes: Number of the learner's processes.
+      rank: Number of this process.
+      address: Of this machine.
 
     Returns:
       A description of the learner's devices.
@@ -192,8 +192,8 @@ class LearnerActor:
     """Copies the parameters on the devices, to be published later.
 
     Args:
-      snapshot_id: of the copy.
-      keep: ids of older copies that are still to be published; others are released.
+      snapshot_id: Of the copy.
+      keep: Ids of older copies that are still to be published; others are released.
     """
     self._snapshots = {i: copy for i, copy in self._snapshots.items() if i in keep}
     params = await self._current.inference_params()
@@ -214,10 +214,10 @@ class LearnerActor:
     """Publishes this process's part of the parameters.
 
     Args:
-      version: the number of the version.
-      connect: makes this process's end of the transport.
-      transport: how weights are published.
-      snapshot_id: of the copy to publish, 0 for the newest parameters. It and older
+      version: The number of the version.
+      connect: Makes this process's end of the transport.
+      transport: How weights are published.
+      snapshot_id: Of the copy to publish, 0 for the newest parameters. It and older
         copies are released.
 
     Returns:
@@ -247,12 +247,12 @@ class LearnerActor:
     """Sends parameters to engines, GPU to GPU.
 
     Args:
-      version: the number of the version; None for the newest parameters, whatever step
+      version: The number of the version; None for the newest parameters, whatever step
         they are of.
-      targets: the engines.
+      targets: The engines.
       backend: 'ipc' or 'nccl'.
-      options: how weights are sent.
-      snapshot_id: as for `publish`.
+      options: How weights are sent.
+      snapshot_id: As for `publish`.
 
     Returns:
       What was sent; None except on the first process.

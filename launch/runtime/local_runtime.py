@@ -24,7 +24,7 @@ class LocalRuntime:
   """Makes plain objects in this process, with one thread for the devices.
 
   Args:
-    transport: how weights reach the engine: within the process, or through a folder in
+    transport: How weights reach the engine: within the process, or through a folder in
       which other processes find them too.
   """
 

@@ -85,7 +85,7 @@ class ObjectStoreTransport:
   gone with it.
 
   Args:
-    directory: a handle of an `ObjectDirectory`, whose methods return references.
+    directory: A handle of an `ObjectDirectory`, whose methods return references.
   """
 
   mapped = False  # readers would fill the store of their node

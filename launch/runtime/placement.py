@@ -39,12 +39,12 @@ class ActorResources:
   """Where an actor lives, and what it may use.
 
   Attributes:
-    env: environment variables that it is started with.
-    bundle: index of its bundle in the placement group; None for anywhere.
+    env: Environment variables that it is started with.
+    bundle: Index of its bundle in the placement group; None for anywhere.
     claims: Ray resources that it claims.
-    devices: devices of its bundle that it sees without a claim, counted from 0.
-    memory: share of each of its devices that it may use.
-    options: further options of the engine.
+    devices: Devices of its bundle that it sees without a claim, counted from 0.
+    memory: Share of each of its devices that it may use.
+    options: Further options of the engine.
   """
 
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -61,11 +61,11 @@ class Placement:
 
   Attributes:
     name: 'split', 'colocated', 'auto' without accelerators, or 'engines'.
-    learners: of the learner's processes; empty if it lives in the run's own process.
-    engines: of the engines.
-    others: of everything that uses no devices.
-    bundles: resources that are reserved together.
-    description: to be shown to the user.
+    learners: Of the learner's processes; empty if it lives in the run's own process.
+    engines: Of the engines.
+    others: Of everything that uses no devices.
+    bundles: Resources that are reserved together.
+    description: To be shown to the user.
   """
 
   name: str
@@ -87,7 +87,7 @@ def single_process_env(settings: RunSettings) -> dict[str, str]:
   It has to be set before the first use of a device.
 
   Raises:
-    ConfigError: the placement needs several processes.
+    ConfigError: The placement needs several processes.
   """
   placement = settings.placement
   options = placement.options
@@ -107,13 +107,13 @@ def plan_placement(
   """Plans which devices each part of a run has.
 
   Args:
-    settings: the run's.
-    nodes: the machines.
-    has_learner: if False, every device is for the engines, and of the placement's
+    settings: The run's.
+    nodes: The machines.
+    has_learner: If False, every device is for the engines, and of the placement's
       options only `memory` is used.
 
   Raises:
-    ConfigError: the run does not fit on the machines.
+    ConfigError: The run does not fit on the machines.
   """
   placement = settings.placement
   name, options = placement.name, dict(placement.options)
@@ -394,8 +394,8 @@ def visible_devices_env(
   give several devices to several actors, so they are named in the environment.
 
   Args:
-    resources: of the actor.
-    device_names: names of the devices of its bundle.
+    resources: Of the actor.
+    device_names: Names of the devices of its bundle.
 
   Returns:
     Environment variables; {} for an actor with claims, or without devices.

@@ -27,15 +27,15 @@ class PlacementGroup:
   """Reserves the devices of a run together.
 
   Args:
-    placement: which devices each part has.
-    env: environment variables that every actor is started with.
-    patience: seconds to wait until the devices are free.
+    placement: Which devices each part has.
+    env: Environment variables that every actor is started with.
+    patience: Seconds to wait until the devices are free.
 
   Raises:
-    InsufficientResources: they are not free in time.
+    InsufficientResources: They are not free in time.
 
   Attributes:
-    placement: which devices each part has.
+    placement: Which devices each part has.
   """
 
   def __init__(
@@ -93,7 +93,7 @@ class PlacementGroup:
     """Returns the options of a Ray actor.
 
     Args:
-      resources: of the actor; None for what has no devices and cannot be replaced. It
+      resources: Of the actor; None for what has no devices and cannot be replaced. It
         stays on the machine of the run's own process, without which there is no run.
     """
     from ray.util.scheduling_strategies import (

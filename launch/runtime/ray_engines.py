@@ -60,7 +60,7 @@ class MonitoredEngine:
     """Returns what is wrong with the engine, '' for nothing.
 
     Args:
-      limit: seconds that a dispatch may take.
+      limit: Seconds that a dispatch may take.
     """
     if self.seconds_since_progress > limit:  # pyright: ignore
       return f'a dispatch has taken more than {limit:g} s'
@@ -74,11 +74,11 @@ class EngineActor(MonitoredEngine, JaxEngine):
   """A `JaxEngine` in a process of its own.
 
   Args:
-    model: the model.
-    folder: where its tokenizer is.
-    transport: makes the engine's end of the transport that weights come through.
-    parts: number of the learner's processes.
-    **options: options of `JaxEngine`.
+    model: The model.
+    folder: Where its tokenizer is.
+    transport: Makes the engine's end of the transport that weights come through.
+    parts: Number of the learner's processes.
+    **options: Options of `JaxEngine`.
   """
 
   def __init__(
@@ -159,12 +159,12 @@ class OwnEngineActor(MonitoredEngine, _HostedEngine):
   """An engine of a user's own class, in a process of its own.
 
   Args:
-    location: where the class is.
-    model: the model.
-    folder: where its tokenizer is.
-    transport: makes the engine's end of the transport that weights come through.
-    parts: number of the learner's processes.
-    **options: options of the engine.
+    location: Where the class is.
+    model: The model.
+    folder: Where its tokenizer is.
+    transport: Makes the engine's end of the transport that weights come through.
+    parts: Number of the learner's processes.
+    **options: Options of the engine.
   """
 
   def __init__(

@@ -60,8 +60,8 @@ class RayRuntime:
   """Starts Ray on this machine, for this run alone, or joins a cluster.
 
   Args:
-    address: of a cluster; '' starts one.
-    transport: how weights reach the engines.
+    address: Of a cluster; '' starts one.
+    transport: How weights reach the engines.
   """
 
   def __init__(self, address: str = '', transport: WeightTransport | None = None):
@@ -97,14 +97,14 @@ class RayRuntime:
     """Reserves the devices that the run asks for.
 
     Args:
-      settings: the run's.
-      has_learner: whether there is a learner, or engines only.
+      settings: The run's.
+      has_learner: Whether there is a learner, or engines only.
 
     Returns:
       Who has which devices.
 
     Raises:
-      ConfigError: it cannot.
+      ConfigError: It cannot.
     """
     if self._started and not settings.cluster.address:
       self._watch = supervision.watch_cluster()
@@ -164,9 +164,9 @@ class RayRuntime:
     """Starts the learner's processes.
 
     Args:
-      settings: the run's.
-      folder: where the policy is.
-      make_learners: makes what each of them makes learners with.
+      settings: The run's.
+      folder: Where the policy is.
+      make_learners: Makes what each of them makes learners with.
     """
     assert self._group is not None
     if self._uses_sleep and self._pool is not None:
@@ -349,9 +349,9 @@ class RayRuntime:
     """Calls `fn(actor, name)` in each actor's process; see `Runtime`.
 
     Args:
-      fn: a function of a module, which other processes can import.
-      timeout: seconds that each actor has.
-      warn: whether to log which of them do not answer.
+      fn: A function of a module, which other processes can import.
+      timeout: Seconds that each actor has.
+      warn: Whether to log which of them do not answer.
 
     Returns:
       The results by the actors' names; those that are lost or fail are left out.
@@ -438,7 +438,7 @@ def _session_root() -> pathlib.Path:
   Ray lets everybody write to the folders that it makes: logs, sockets and code.
 
   Raises:
-    OSError: another user has put something in the folder's place.
+    OSError: Another user has put something in the folder's place.
   """
   parent = pathlib.Path(os.environ.get('RAY_TMPDIR') or tempfile.gettempdir())
   path = parent / f'jaxrl-{os.getuid()}'

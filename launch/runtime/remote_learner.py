@@ -44,10 +44,10 @@ class RemoteParams:
   """The parameters of a learner that lives in actors.
 
   Args:
-    actors: the learner's processes.
-    lock: held while all processes do what none can do alone, so that all of them do it
+    actors: The learner's processes.
+    lock: Held while all processes do what none can do alone, so that all of them do it
       in the same order.
-    snapshot_id: of a copy that they hold; 0 for the parameters that are the newest when
+    snapshot_id: Of a copy that they hold; 0 for the parameters that are the newest when
       they are published.
   """
 
@@ -74,9 +74,9 @@ class RemoteParams:
     """Has each process publish its part.
 
     Args:
-      version: the number of the version.
-      connect: makes a process's end of the transport.
-      transport: how weights are published.
+      version: The number of the version.
+      connect: Makes a process's end of the transport.
+      transport: How weights are published.
 
     Returns:
       The digest of each part, and what it took.
@@ -95,10 +95,10 @@ class RemoteParams:
     """Has the processes send the parameters to engines, between two updates.
 
     Args:
-      version: the number of the version; None for the newest parameters.
-      targets: the engines.
+      version: The number of the version; None for the newest parameters.
+      targets: The engines.
       backend: 'ipc' or 'nccl'.
-      options: how weights are sent.
+      options: How weights are sent.
 
     Returns:
       What was sent.
@@ -114,12 +114,12 @@ class RemotePublisher:
   """Takes the place of a `WeightPublisher` for a learner that lives in actors.
 
   Args:
-    transport: how weights are published.
-    connect: makes an end of the transport, in any process.
-    parts: number of the learner's processes.
+    transport: How weights are published.
+    connect: Makes an end of the transport, in any process.
+    parts: Number of the learner's processes.
 
   Attributes:
-    version: the newest version; None before the first.
+    version: The newest version; None before the first.
   """
 
   def __init__(
@@ -184,13 +184,13 @@ class RemoteLearner:
   """A `Learner` that lives in actors.
 
   Args:
-    actors: the learner's processes.
-    put: stores groups where all processes can read them.
+    actors: The learner's processes.
+    put: Stores groups where all processes can read them.
 
   Attributes:
-    step: number of updates done.
-    advantages: of the last update.
-    params: where the parameters are.
+    step: Number of updates done.
+    advantages: Of the last update.
+    params: Where the parameters are.
   """
 
   def __init__(self, actors: Sequence[Any], put: Callable[[Any], Any]):
@@ -257,8 +257,8 @@ class RemoteLearnerFactory:
 
   Args:
     actors: `LearnerActor`s that are connected.
-    devices: a description of their devices.
-    put: stores groups where all processes can read them.
+    devices: A description of their devices.
+    put: Stores groups where all processes can read them.
   """
 
   def __init__(self, actors: Sequence[Any], devices: str, put: Callable[[Any], Any]):

@@ -24,18 +24,18 @@ class RolloutWorker(EnvWorker):
   """Runs the environments of a tag.
 
   Args:
-    env_type: kind of the environments.
-    env_config: their options.
-    folder: where the tokenizer is.
+    env_type: Kind of the environments.
+    env_config: Their options.
+    folder: Where the tokenizer is.
     env_ids: (group, sample) of each environment.
-    options: options of the env managers.
-    engine: the engine or router, or a handle.
-    queue: the group queue, or a handle.
-    dataset: the dataset, or a handle.
-    concurrency: number of environments that step at once.
-    rewards: the reward pipeline, if rewards are not the environments' own.
-    manager: the user's own env manager; None for ours.
-    chat: how conversations are written, where that is not as the folder says.
+    options: Options of the env managers.
+    engine: The engine or router, or a handle.
+    queue: The group queue, or a handle.
+    dataset: The dataset, or a handle.
+    concurrency: Number of environments that step at once.
+    rewards: The reward pipeline, if rewards are not the environments' own.
+    manager: The user's own env manager; None for ours.
+    chat: How conversations are written, where that is not as the folder says.
   """
 
   def __init__(
@@ -85,7 +85,7 @@ def make_env_context(
   For the arguments see `RolloutWorker`.
 
   Raises:
-    ConfigError: an isolated environment type is driven by an agent, or the folder has
+    ConfigError: An isolated environment type is driven by an agent, or the folder has
       no chat template that can be used.
   """
   try:

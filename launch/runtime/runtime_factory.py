@@ -16,11 +16,11 @@ def make_runtime(settings: RunSettings, *, learns: bool = True) -> Runtime:
   """Returns the runtime of the run's parts: this process, or Ray.
 
   Args:
-    settings: settings of the run.
-    learns: whether there is a learner, which needs devices too.
+    settings: Settings of the run.
+    learns: Whether there is a learner, which needs devices too.
 
   Raises:
-    ConfigError: for parts that do not fit on the devices.
+    ConfigError: For parts that do not fit on the devices.
   """
   cluster = settings.cluster
   if not cluster.ray:

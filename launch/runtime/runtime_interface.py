@@ -36,12 +36,12 @@ class Runtime(Protocol):
     """Starts engines.
 
     Args:
-      model: the model that they serve.
-      folder: where the model and its tokenizer are.
-      device_thread: the thread of engines in this process.
-      count: number of engines.
-      options: options of the engines, as in `EngineSettings`.
-      kind: kind of the engines, as in `EngineSettings`.
+      model: The model that they serve.
+      folder: Where the model and its tokenizer are.
+      device_thread: The thread of engines in this process.
+      count: Number of engines.
+      options: Options of the engines, as in `EngineSettings`.
+      kind: Kind of the engines, as in `EngineSettings`.
 
     Returns:
       The engines, or handles to them.
@@ -70,9 +70,9 @@ class Runtime(Protocol):
     """Starts the learner's processes, if `hosts_learner`.
 
     Args:
-      settings: the run's.
-      folder: where the policy is.
-      make_learners: makes what each of them makes learners with.
+      settings: The run's.
+      folder: Where the policy is.
+      make_learners: Makes what each of them makes learners with.
     """
     ...
 
@@ -98,7 +98,7 @@ class Runtime(Protocol):
     """Calls `fn(actor, name)` in the process of each actor.
 
     Args:
-      fn: a function of a module, which other processes can import.
+      fn: A function of a module, which other processes can import.
 
     Returns:
       The results by the actors' names; those that are lost or fail are left out.
@@ -133,10 +133,10 @@ def make_engines(
   """Starts the engines of a run.
 
   Args:
-    settings: the run's.
-    policy: the model that the engines serve.
-    runtime: where they are to live.
-    device_thread: the thread of engines in this process.
+    settings: The run's.
+    policy: The model that the engines serve.
+    runtime: Where they are to live.
+    device_thread: The thread of engines in this process.
 
   Returns:
     The engines, a router to all of them, and the store that brings them weights.
@@ -160,7 +160,7 @@ async def supervise_run(runtime: Runtime, work: Awaitable[Any]) -> Any:
   """Returns the result of `work` while the runtime supervises it.
 
   Raises:
-    Exception: the root cause of an error of `work`.
+    Exception: The root cause of an error of `work`.
   """
   try:
     return await runtime.supervise(work)

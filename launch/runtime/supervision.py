@@ -81,12 +81,12 @@ async def run_worker_with_restart(
   its place.
 
   Args:
-    start: makes an actor, and returns it with the reference that its `run` returns.
-    forget: is called with actors that have died.
-    name: of the worker, for log messages.
-    max_deaths: how often a worker that has run is replaced.
-    max_failed_starts: how often in a row an actor may die without having run.
-    pause: seconds before another one is started.
+    start: Makes an actor, and returns it with the reference that its `run` returns.
+    forget: Is called with actors that have died.
+    name: Of the worker, for log messages.
+    max_deaths: How often a worker that has run is replaced.
+    max_failed_starts: How often in a row an actor may die without having run.
+    pause: Seconds before another one is started.
 
   Returns:
     What the worker's `run` returns.
@@ -161,12 +161,12 @@ async def root_cause(
   of the death, so after an error of the devices the actors are checked several times.
 
   Args:
-    error: the error.
-    actors: returns (name, actor) of all actors of the run.
-    timeout: seconds that an actor has to answer, and between two checks.
-    several_learners: whether the learner has other processes to lose.
-    max_checks: number of checks after an error of the devices.
-    few_checks: number of checks if there are no other processes, or if the error is the
+    error: The error.
+    actors: Returns (name, actor) of all actors of the run.
+    timeout: Seconds that an actor has to answer, and between two checks.
+    several_learners: Whether the learner has other processes to lose.
+    max_checks: Number of checks after an error of the devices.
+    few_checks: Number of checks if there are no other processes, or if the error is the
       process's own, such as a lack of memory.
 
   Returns:
@@ -204,7 +204,7 @@ class ClusterWatch:
   When one dies, the run ends with one line: this process cannot go on without them.
 
   Args:
-    pids: the process ids to watch, by the names that the user sees.
+    pids: The process ids to watch, by the names that the user sees.
   """
 
   def __init__(self, pids: Mapping[str, int]):

@@ -66,8 +66,8 @@ def open_transport(
   """Opens the learner's end of a transport; frees what killed runs left in memory.
 
   Args:
-    settings: the transport.
-    object_store: makes a transport of Ray's object store, under Ray.
+    settings: The transport.
+    object_store: Makes a transport of Ray's object store, under Ray.
   """
   remove_abandoned()  # whichever transport this run uses
   if settings.name == 'object_store':
@@ -107,11 +107,11 @@ def make_publisher(
   it, once for all processes.
 
   Args:
-    settings: how weights are published.
-    transport: this process's end.
-    device_thread: the thread on which snapshots are taken.
-    part: number of the process.
-    parts: number of the learner's processes.
+    settings: How weights are published.
+    transport: This process's end.
+    device_thread: The thread on which snapshots are taken.
+    part: Number of the process.
+    parts: Number of the learner's processes.
   """
   return WeightPublisher(
     transport, device_thread=device_thread, part=part, parts=parts, **settings.options
@@ -127,10 +127,10 @@ def make_store(
   """Returns the weight store of a learner with one process.
 
   Args:
-    settings: how weights are published.
-    transport: the learner's end.
-    engines: handles with a method `pull`, as `EngineWeightClient` has it.
-    device_thread: the thread on which snapshots are taken.
+    settings: How weights are published.
+    transport: The learner's end.
+    engines: Handles with a method `pull`, as `EngineWeightClient` has it.
+    device_thread: The thread on which snapshots are taken.
   """
   publisher = make_publisher(settings, transport, device_thread)
   return VerifiedWeightStore(publisher, LoadCoordinator(engines))

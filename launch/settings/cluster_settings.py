@@ -33,7 +33,7 @@ def make_transport(
     check_machine: Whether this machine must have what the transport needs.
 
   Raises:
-    ConfigError: for an unknown transport or option, and for a transport that this
+    ConfigError: For an unknown transport or option, and for a transport that this
       engine, these adapters or a run of one process cannot use.
   """
   call, ray = run.weight_sync.transport, run.cluster.ray
@@ -179,7 +179,7 @@ def checkpoint(*, folder: str = '') -> None:
   """Writes files into a folder that all processes share.
 
   Args:
-    folder: the folder.
+    folder: The folder.
   """
 
 
@@ -214,10 +214,10 @@ def split(*, learners: int = 1, devices: int = 0, memory: float = 0.9) -> None:
   """Gives learner and engines devices of their own.
 
   Args:
-    learners: processes of the learner, one a machine.
-    devices: devices of each of them; 0 leaves the engines theirs and takes the rest,
+    learners: Processes of the learner, one a machine.
+    devices: Devices of each of them; 0 leaves the engines theirs and takes the rest,
       or half if the number of engines is open.
-    memory: share of each device that whoever has it may take.
+    memory: Share of each device that whoever has it may take.
   """
 
 
@@ -227,9 +227,9 @@ def colocated(
   """Has learner and engines share the same devices.
 
   Args:
-    memory: share of each device that all of them may take together.
-    learner: the learner's part of that share; 0 takes what the engine leaves, or half.
-    sleep: they have all of it in turns: an engine has no cache while the learner
+    memory: Share of each device that all of them may take together.
+    learner: The learner's part of that share; 0 takes what the engine leaves, or half.
+    sleep: They have all of it in turns: an engine has no cache while the learner
       trains. In processes of their own it keeps no weights there either, nor the
       learner its state while the engine generates.
   """
@@ -253,7 +253,7 @@ def make_placement(cluster: ClusterOptions) -> PlacementSettings:
     cluster: The options of the cluster.
 
   Raises:
-    ConfigError: for an unknown placement or option, or a number out of range.
+    ConfigError: For an unknown placement or option, or a number out of range.
   """
   name, options = cluster.placement.name, cluster.placement.options
   if name not in PLACEMENTS:

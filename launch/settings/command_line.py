@@ -35,10 +35,10 @@ class Command:
   """Holds a parsed command line.
 
   Attributes:
-    config: path of the config file.
-    algorithm: what followed its colon, or None.
+    config: Path of the config file.
+    algorithm: What followed its colon, or None.
     overrides: (dotted key, text) in order; text is None for a bare `--config.flag`.
-    flags: the command's own flags, by name.
+    flags: The command's own flags, by name.
   """
 
   config: str
@@ -50,11 +50,11 @@ class Command:
     """Returns one of the command's own flags as a value.
 
     Args:
-      name: the flag's name.
-      kind: bool, int or float.
+      name: The flag's name.
+      kind: Bool, int or float.
 
     Raises:
-      ConfigError: if it is no such value.
+      ConfigError: If it is no such value.
     """
     text = self.flags[name]
     try:
@@ -69,14 +69,14 @@ def parse(
   """Splits a command line.
 
   Args:
-    argv: the command line, without the program.
-    flags: the command's own flags with their defaults; each takes a value, but one
+    argv: The command line, without the program.
+    flags: The command's own flags with their defaults; each takes a value, but one
       whose default is 'true' or 'false' may stand alone, for 'true'.
-    without: one of these flags, which takes the place of a config; the command's
+    without: One of these flags, which takes the place of a config; the command's
       `config` is then ''.
 
   Raises:
-    ConfigError: for an unknown option or a missing value.
+    ConfigError: For an unknown option or a missing value.
   """
   values = dict(flags or {})
   spec, overrides = '', []
@@ -198,11 +198,11 @@ def complete(config: ConfigDict, command: Command) -> ConfigDict:
   """Applies a command line's overrides to a config and locks it.
 
   Args:
-    config: the config, changed in place.
-    command: the command line.
+    config: The config, changed in place.
+    command: The command line.
 
   Raises:
-    ConfigError: for an unknown key, or text that is no such value.
+    ConfigError: For an unknown key, or text that is no such value.
   """
   if 'plugins' not in config:
     config.plugins = ''
@@ -265,7 +265,7 @@ def module(path: str) -> Any:
   """Runs a config file and returns its module.
 
   Raises:
-    ConfigError: for a file that is missing or cannot be run.
+    ConfigError: For a file that is missing or cannot be run.
   """
   file = pathlib.Path(path)
   if not file.is_file():
@@ -292,12 +292,12 @@ def override(config: ConfigDict, key: str, text: str | None) -> None:
   """Sets a key of the config.
 
   Args:
-    config: the config, changed in place.
-    key: the dotted key.
-    text: the value as text, which is read as the type that the key has.
+    config: The config, changed in place.
+    key: The dotted key.
+    text: The value as text, which is read as the type that the key has.
 
   Raises:
-    ConfigError: for an unknown key, or text that is no such value.
+    ConfigError: For an unknown key, or text that is no such value.
   """
   if key == 'algorithm.name':
     raise ConfigError(
@@ -344,11 +344,11 @@ def naming_flag(flag: str, key: str) -> Iterator[None]:
   """Makes the errors of a block name a command-line flag in place of the key it sets.
 
   Args:
-    flag: the flag, such as 'checkpoint'.
-    key: the dotted key.
+    flag: The flag, such as 'checkpoint'.
+    key: The dotted key.
 
   Raises:
-    ConfigError: an error of the block, with the flag.
+    ConfigError: An error of the block, with the flag.
   """
   try:
     yield
@@ -386,13 +386,13 @@ def parse_value(text: str | None, kind: type, current: Any, optional: bool) -> A
   """Reads text as a value.
 
   Args:
-    text: the text; None for a bare flag.
-    kind: type of the value.
-    current: the present value, whose entries give the type of a sequence's entries.
-    optional: whether the value may be None.
+    text: The text; None for a bare flag.
+    kind: Type of the value.
+    current: The present value, whose entries give the type of a sequence's entries.
+    optional: Whether the value may be None.
 
   Raises:
-    ValueError: if it is no such value; the message says what is wanted.
+    ValueError: If it is no such value; the message says what is wanted.
   """
   if text is None:
     if kind is bool:
@@ -469,7 +469,7 @@ def check_algorithm(config: Any) -> Any:
     The `Algorithm`; None if the config names none.
 
   Raises:
-    ConfigError: for an option that cannot be.
+    ConfigError: For an option that cannot be.
   """
   if not config.get('algorithm', {}).get('name'):
     return None

@@ -38,7 +38,7 @@ def make_engine_settings(options: RunOptions) -> EngineSettings:
     options: The options of the run.
 
   Raises:
-    ConfigError: for an unknown engine or option, or options that exclude each other.
+    ConfigError: For an unknown engine or option, or options that exclude each other.
   """
   call, dtype = options.rollout.engine, options.model.dtype
   max_num_seqs, max_length = options.rollout.max_num_seqs, options.batch.max_length
@@ -118,11 +118,11 @@ def check_engine(settings: RunSettings, *, installed: bool = True) -> None:
   """Checks that the run can host its engine.
 
   Args:
-    settings: settings of the run.
-    installed: whether the engine must be installed on this machine.
+    settings: Settings of the run.
+    installed: Whether the engine must be installed on this machine.
 
   Raises:
-    ConfigError: if it cannot.
+    ConfigError: If it cannot.
   """
   engine = settings.engine
   where = f'{KEY}={settings.text("rollout.engine")}'
@@ -149,7 +149,7 @@ def check_model(settings: RunSettings, shape: ModelConfig) -> None:
   """Checks that this model can do what is asked of it.
 
   Raises:
-    ConfigError: for router replay of a model without experts, exact log-probs of one
+    ConfigError: For router replay of a model without experts, exact log-probs of one
       that has no exact mode, and sequences longer than those whose rotary positions are
       computed.
   """

@@ -55,13 +55,13 @@ def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
   """Reads '10-12, 50': ranges of steps in ascending order, none of them twice.
 
   Args:
-    text: the text; '' has no ranges.
+    text: The text; '' has no ranges.
 
   Returns:
     The first and the last step of each range.
 
   Raises:
-    ConfigError: if it cannot be read.
+    ConfigError: If it cannot be read.
   """
   ranges: list[tuple[int, int]] = []
   for term in filter(None, (term.strip() for term in text.split(','))):

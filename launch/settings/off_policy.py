@@ -43,7 +43,7 @@ def validate_off_policy(settings: RunSettings) -> None:
   """Checks the sync policy and the staleness limit, alone and together.
 
   Raises:
-    ConfigError: if they cannot be, or have no effect.
+    ConfigError: If they cannot be, or have no effect.
   """
   sync, limit = settings.weight_sync.sync_policy, settings.rollout.staleness_limit
   sync_text = settings.text('weight_sync.policy')
@@ -108,7 +108,7 @@ def apply_defaults(settings: RunSettings) -> Algorithm:
   """Returns the algorithm with what stale rollouts need, where its user left that open.
 
   Args:
-    settings: settings of the run, with the algorithm as its own options say.
+    settings: Settings of the run, with the algorithm as its own options say.
   """
   algorithm = settings.algorithm
   if not settings.plays:

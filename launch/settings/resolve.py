@@ -46,16 +46,16 @@ def resolve_settings(
   """Reads a config once, and parses every call string in it.
 
   Args:
-    config: a `ConfigDict`, or its plain data.
-    day: the day of the run, unless the config sets it; '' for the clock's.
-    warn: whether doubts about the algorithm are logged.
-    check_machine: whether this machine must have what the run needs.
+    config: A `ConfigDict`, or its plain data.
+    day: The day of the run, unless the config sets it; '' for the clock's.
+    warn: Whether doubts about the algorithm are logged.
+    check_machine: Whether this machine must have what the run needs.
 
   Returns:
     The settings, with the algorithm resolved for them.
 
   Raises:
-    ConfigError: if a value cannot be read, with the key and what would be right.
+    ConfigError: If a value cannot be read, with the key and what would be right.
   """
   data: dict[str, Any] = config.to_dict() if hasattr(config, 'to_dict') else config
   options = read_options(data)
@@ -92,10 +92,10 @@ def read_options(config: Config) -> RunOptions:
   """Returns the options of a config, but for those of its algorithm.
 
   Args:
-    config: a `ConfigDict`, or its plain data.
+    config: A `ConfigDict`, or its plain data.
 
   Raises:
-    ConfigError: if a key is unknown, or its value cannot be.
+    ConfigError: If a key is unknown, or its value cannot be.
   """
   own = {name: value for name, value in config.items() if name not in OTHER_SECTIONS}
   return from_config(RunOptions, own)
@@ -147,7 +147,7 @@ def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
   """Parses `rollout.rewards`, terms joined by +, each with an optional weight.
 
   Raises:
-    ConfigError: if the text is no such sum.
+    ConfigError: If the text is no such sum.
   """
   with naming_key('rollout.rewards', text):
     terms = composite.grader_terms(parse_grader_calls(text))
@@ -173,11 +173,11 @@ def override_settings(
   """Returns the settings of the same config with other values for some keys.
 
   Args:
-    settings: settings of the run.
-    overrides: values by dotted key.
+    settings: Settings of the run.
+    overrides: Values by dotted key.
 
   Raises:
-    ConfigError: if a value cannot be read.
+    ConfigError: If a value cannot be read.
   """
   data: dict[str, Any] = copy.deepcopy(dict(settings.config))
   for key, value in overrides.items():

@@ -30,10 +30,10 @@ class TaskSettings:
   """Rows that hold tasks.
 
   Attributes:
-    limit: most rows; None for all.
-    question_key: key of a row's question; '' if rows have none.
-    answer_key: key of a row's answer; '' if rows have none.
-    curriculum: which rows are drawn.
+    limit: Most rows; None for all.
+    question_key: Key of a row's question; '' if rows have none.
+    answer_key: Key of a row's answer; '' if rows have none.
+    curriculum: Which rows are drawn.
   """
 
   path: RowSources
@@ -55,13 +55,13 @@ class EvalSetSettings:
   """One evaluation set.
 
   Attributes:
-    tag: the environment tag that plays it.
-    path: where its rows come from; '' for the file of `split` beside the tag's.
-    question_key: key of a row's question; '' if rows have none.
-    answer_key: key of a row's answer; '' if rows have none.
-    num_tasks: most tasks; -1 for each row once.
-    group_size: samples per task.
-    interval: steps between evaluations; 0 for none.
+    tag: The environment tag that plays it.
+    path: Where its rows come from; '' for the file of `split` beside the tag's.
+    question_key: Key of a row's question; '' if rows have none.
+    answer_key: Key of a row's answer; '' if rows have none.
+    num_tasks: Most tasks; -1 for each row once.
+    group_size: Samples per task.
+    interval: Steps between evaluations; 0 for none.
   """
 
   tag: str
@@ -81,12 +81,12 @@ class EngineSettings:
 
   Attributes:
     kind: 'jax', 'vllm', or where a user's own class is.
-    own_options: the options that the call string itself gives.
-    options: all options of the engine, with those that other config keys give.
-    exact: how the learner computes log-probs so that they equal the engine's bit by
+    own_options: The options that the call string itself gives.
+    options: All options of the engine, with those that other config keys give.
+    exact: How the learner computes log-probs so that they equal the engine's bit by
       bit; None where that is not asked for.
-    router_replay: the learner routes tokens to the experts that the engine chose.
-    traits: what the run must know about the engine's class.
+    router_replay: The learner routes tokens to the experts that the engine chose.
+    traits: What the run must know about the engine's class.
   """
 
   kind: str
@@ -108,9 +108,9 @@ class RewardTermSettings:
   """One term of the sum that `rollout.rewards` adds to an episode's reward.
 
   Attributes:
-    name: name of the term in metrics.
+    name: Name of the term in metrics.
     target: 'env', 'judge', 'reward_model', a grader's name, or a function's path.
-    options: the options of the target; the weight is not among them.
+    options: The options of the target; the weight is not among them.
   """
 
   name: str
@@ -124,10 +124,10 @@ class WeightTransport:
   """How weights reach the engines.
 
   Attributes:
-    name: name of the transport, never 'auto'.
-    options: options of whoever publishes.
-    folder: folder of the transport 'checkpoint'.
-    durable: whether that folder's files are flushed to disk.
+    name: Name of the transport, never 'auto'.
+    options: Options of whoever publishes.
+    folder: Folder of the transport 'checkpoint'.
+    durable: Whether that folder's files are flushed to disk.
   """
 
   name: str
@@ -147,7 +147,7 @@ class PlacementSettings:
 
   Attributes:
     name: 'auto', 'split' or 'colocated'.
-    options: options of that placement, defaults included.
+    options: Options of that placement, defaults included.
   """
 
   name: str
@@ -164,20 +164,20 @@ class RunSettings(RunOptions):
   """A run's options, and what follows from several of them together.
 
   Attributes:
-    algorithm: the algorithm, fitted to the run.
-    algorithm_name: the name that the config gives it.
-    algorithm_options: the config's own options of it; '' leaves one to the algorithm.
-    engine: the engine that generates responses.
-    rewards: terms added to the environment's reward; empty for none.
-    transport: how weights reach the engines.
-    placement: how learner and engines share the devices.
-    tasks: where the tasks of each environment tag come from.
-    evaluations: evaluation sets, by the name that their metrics have.
-    row_keys: the keys of the run's rows; see `parse_row_keys`.
-    chat: how conversations are written, where that is not as the checkpoint says.
-    experience_store: the store whose groups the run trains on; None if it plays them.
-    trajectory_dump: where trajectories are written; None for commands that write none.
-    config: the config as plain data, for records and for group filters.
+    algorithm: The algorithm, fitted to the run.
+    algorithm_name: The name that the config gives it.
+    algorithm_options: The config's own options of it; '' leaves one to the algorithm.
+    engine: The engine that generates responses.
+    rewards: Terms added to the environment's reward; empty for none.
+    transport: How weights reach the engines.
+    placement: How learner and engines share the devices.
+    tasks: Where the tasks of each environment tag come from.
+    evaluations: Evaluation sets, by the name that their metrics have.
+    row_keys: The keys of the run's rows; see `parse_row_keys`.
+    chat: How conversations are written, where that is not as the checkpoint says.
+    experience_store: The store whose groups the run trains on; None if it plays them.
+    trajectory_dump: Where trajectories are written; None for commands that write none.
+    config: The config as plain data, for records and for group filters.
   """
 
   algorithm: Algorithm
@@ -241,7 +241,7 @@ class RunSettings(RunOptions):
     """Makes the errors of a block begin with a config key and its value.
 
     Args:
-      key: the dotted key.
+      key: The dotted key.
     """
     return naming_key(key, self.text(key))
 

@@ -93,14 +93,14 @@ def parse_row_keys(text: str, key: str = 'dataset.keys') -> dict[str, str]:
   those of `RowFormat`.
 
   Args:
-    text: the value of the key.
-    key: the dotted key, for messages.
+    text: The value of the key.
+    key: The dotted key, for messages.
 
   Returns:
     'question_key', 'answer_key', 'solution_key', and the other terms as 'keys'.
 
   Raises:
-    ConfigError: if the text cannot be read, or a name is unknown.
+    ConfigError: If the text cannot be read, or a name is unknown.
   """
   keys = {
     'question': defaults(GlobalDataset)['question_key'],

@@ -38,7 +38,7 @@ def validate(settings: RunSettings) -> None:
   """Runs every check that is possible before data and models are loaded.
 
   Raises:
-    ConfigError: for a setting that cannot be, with its key.
+    ConfigError: For a setting that cannot be, with its key.
   """
   validate_consistency(settings)
   _validate_checkpoint(settings)
@@ -54,7 +54,7 @@ def validate_training(settings: RunSettings) -> None:
   """Checks what only a run that trains needs: sampler, teachers, experience store.
 
   Raises:
-    ConfigError: for a setting that cannot be, with its key.
+    ConfigError: For a setting that cannot be, with its key.
   """
   if settings.plays and not settings.rollout.temperature:
     raise ConfigError(
@@ -72,7 +72,7 @@ def validate_sampling(settings: RunSettings) -> None:
   """Checks that samples which are trained on are drawn from all tokens.
 
   Raises:
-    ConfigError: for a sampling rule that leaves tokens out.
+    ConfigError: For a sampling rule that leaves tokens out.
   """
   for key, value, all_tokens in (
     ('top_p', settings.rollout.top_p, 1),
@@ -90,7 +90,7 @@ def validate_consistency(settings: RunSettings) -> None:
   """Checks the settings against each other; needs neither files nor packages.
 
   Raises:
-    ConfigError: for settings that exclude each other.
+    ConfigError: For settings that exclude each other.
   """
   algorithm = settings.algorithm
   if not (settings.num_steps or settings.num_epochs or settings.sft.num_steps):
@@ -380,7 +380,7 @@ def validate_teachers(settings: RunSettings) -> None:
   """Checks that the algorithm and the config agree about teachers.
 
   Raises:
-    ConfigError: for a teacher that is not asked for, one that is missing, or an unknown
+    ConfigError: For a teacher that is not asked for, one that is missing, or an unknown
       tag.
   """
   name, teacher = settings.algorithm_name, settings.teacher

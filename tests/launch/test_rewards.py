@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from configs import base
+from jaxrl import model_loading
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models import huggingface

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl import model_loading
 from jaxrl.model_loading import random_config
 from launch import evaluate
 from launch.logging.console import Console
