@@ -95,7 +95,7 @@ class ExpertKernel(nnx.Module):
       adapter_pair = initializers.adapter_params(lora, sizes, names, rngs, each)
       self.lora_a, self.lora_b = adapter_pair
 
-  def of(self, dtype: Any) -> experts.Matrix:
+  def as_matrix(self, dtype: Any) -> experts.Matrix:
     """Returns what multiplies, in a type.
 
     Args:
@@ -182,7 +182,7 @@ class MoE(nnx.Module):
     """
     chosen, weights = self.route(x, routed)
     gate, up, down = self.experts.gate, self.experts.up, self.experts.down
-    kernels = gate.of(x.dtype), up.of(x.dtype), down.without_bias(x.dtype)
+    kernels = gate.as_matrix(x.dtype), up.as_matrix(x.dtype), down.without_bias(x.dtype)
     y = mix(self.inputs(x), chosen, weights, *kernels)
     if down.has_bias:  # here, where no device has a part of the sum only
       picked = chosen[..., None] == jnp.arange(down.bias.shape[0])
@@ -231,7 +231,9 @@ class MoE(nnx.Module):
     Returns:
       Experts `[…, k]` int32 and their weights `[…, k]` float32.
     """
-    scores = experts.times(jnp.matmul, x.astype(jnp.float32), self.router.of('float32'))
+    scores = experts.times(
+      jnp.matmul, x.astype(jnp.float32), self.router.as_matrix('float32')
+    )
     if self.scores == 'softmax':
       p = jax.nn.softmax(scores, axis=-1)
       ranking = jax.lax.stop_gradient(p)
