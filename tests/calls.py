@@ -15,8 +15,8 @@ from jaxrl.run_options import ModelOptions, RolloutOptions, WeightSyncOptions
 from jaxrl.training import optimizers
 from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.optimizers import OptimizerOptions
-from launch.settings import env_options
-from launch.settings.algorithm_options import build_algorithm as make_algorithm
+from launch.settings import component_options
+from launch.settings.component_options import build_algorithm as make_algorithm
 
 __all__ = ['make_algorithm', 'parse_call', 'parse_calls', 'parse_row_sources']
 
@@ -39,7 +39,7 @@ def make_reward_shaper(text, limits=None):
 
 
 def make_grader(text):
-  return composite.make_grader(env_options.parse_grader_calls(text))
+  return composite.make_grader(component_options.parse_grader_calls(text))
 
 
 def make_tools(text):
@@ -68,7 +68,7 @@ def make_optimizer_spec(text):
 
 
 def env_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-  return env_options.parse_env_config(name, options, 'env.test.env_config')
+  return component_options.parse_env_config(name, options, 'env.test.env_config')
 
 
 def env_factory(name: str, options: Mapping[str, Any] | None = None) -> Any:

@@ -473,7 +473,7 @@ def check_algorithm(config: Any) -> Any:
   """
   if not config.get('algorithm', {}).get('name'):
     return None
-  from launch.settings.algorithm_options import build_algorithm  # imports JAX: now
+  from launch.settings.component_options import build_algorithm  # imports JAX: now
 
   options = config.algorithm.to_dict()
   with warnings.catch_warnings():

@@ -82,6 +82,8 @@ def list_keys(config: ConfigDict, word: str = '') -> str:
       lines += _describe_key(key, node, leaf, description)
   for key in OPEN_SECTIONS:
     section, _, leaf = key.rpartition('.')
+    if section not in config:
+      continue
     description = descriptions_of(root[section]).get(leaf, '')
     if word == ALL or (word and word.lower() in f'{key} {description}'.lower()):
       lines += [f'  --config.{key}.NAME=…  (any)', f'      {description}']

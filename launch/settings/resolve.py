@@ -22,16 +22,15 @@ from jaxrl.options import ConfigError
 from jaxrl.run_options import EnvOptions, ModelOptions, RunOptions
 from jaxrl.types import Algorithm
 from launch.settings import off_policy
-from launch.settings.algorithm_options import build_algorithm
 from launch.settings.cluster_settings import make_placement, make_transport
-from launch.settings.engine_settings import make_engine_settings
-from launch.settings.env_options import (
+from launch.settings.component_options import (
+  build_algorithm,
   check_env_manager,
   parse_env_config,
   parse_grader_calls,
 )
-from launch.settings.key_errors import naming_key
-from launch.settings.run_settings import RewardTermSettings, RunSettings
+from launch.settings.engine_settings import make_engine_settings
+from launch.settings.run_settings import RewardTermSettings, RunSettings, naming_key
 from launch.settings.task_settings import evaluation_sets, parse_row_keys, tag_tasks
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ has to be parsed.
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -17,12 +17,29 @@ from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.models.exact_mode import Exact
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.run_options import RunOptions
 from jaxrl.types import Algorithm
-from launch.settings.key_errors import naming_key
 
 TEACHER_CHECKPOINT = '--config.teacher.checkpoint'
+
+
+@contextlib.contextmanager
+def naming_key(key: str, text: Any) -> Iterator[None]:
+  """Makes the errors of a block begin with a config key and its value.
+
+  Args:
+    key: The dotted key.
+    text: Its value.
+
+  Raises:
+    ConfigError: An error of the block, with the key.
+  """
+  try:
+    yield
+  except ConfigError as error:
+    raise ConfigError(f'--config.{key}={text}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)

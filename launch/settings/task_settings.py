@@ -9,8 +9,7 @@ from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.rows.row_formats import RowFormat
 from jaxrl.options import ConfigError, defaults, unknown_name_error
 from jaxrl.run_options import EvalSetOptions, RunOptions
-from launch.settings.key_errors import naming_key
-from launch.settings.run_settings import EvalSetSettings, TaskSettings
+from launch.settings.run_settings import EvalSetSettings, TaskSettings, naming_key
 
 
 def tag_tasks(options: RunOptions, tag: str) -> TaskSettings:

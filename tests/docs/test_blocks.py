@@ -17,7 +17,7 @@ from jaxrl.envs import env_registry
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 from jaxrl.envs.tools.function_tool import FunctionTool
 from launch.settings import command_line
-from launch.settings.env_options import parse_grader_calls
+from launch.settings.component_options import parse_grader_calls
 from launch.settings.logging_settings import LoggingOptions
 from tests.docs.blocks import ROOT
 

@@ -17,7 +17,7 @@ from jaxrl.options import ConfigError
 from jaxrl.types import Task
 from launch import evaluate
 from launch.benchmarks import BENCHMARKS, benchmark_rows, part_scores
-from launch.settings.env_options import parse_grader_calls
+from launch.settings.component_options import parse_grader_calls
 from tests.envs.graders.test_code_grader import TWICE
 from tests.launch import runs
 from tests.rollout.fakes import row as played

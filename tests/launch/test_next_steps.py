@@ -13,7 +13,7 @@ import pytest
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from launch.logging import next_steps
 from launch.settings import command_line
-from launch.settings.algorithm_options import build_algorithm
+from launch.settings.component_options import build_algorithm
 from launch.settings.logging_settings import LoggingOptions
 from tests.launch import runs
 from tests.marks import slow_except
