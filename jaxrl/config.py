@@ -121,7 +121,7 @@ def make_section(
   Args:
     fn: The function or class, whose keyword-only parameters with defaults become keys,
       typed by their annotations.
-    values: Further keys, typed by their values; the function's own come after them.
+    values: Further keys, typed by their values; the function's own take precedence.
     **overrides: Other values for some of those keys.
 
   Returns:

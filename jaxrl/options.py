@@ -314,6 +314,9 @@ class OptionError(ConfigError):
     super().__init__(f'{option}={value}: {problem}')
     self.option, self.value, self.problem = option, value, problem
 
+  def __reduce__(self) -> Any:  # it may come from another process
+    return type(self), (self.option, self.value, self.problem)
+
 
 class Kind(NamedTuple):
   """How the values of a field are read.

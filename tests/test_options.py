@@ -1,6 +1,7 @@
 """Options: frozen dataclasses that check their values, whoever makes them."""
 
 import dataclasses
+import pickle
 
 import pytest
 
@@ -59,6 +60,13 @@ def test_a_wrong_value_is_told_with_its_option(values, message):
   with pytest.raises(OptionError, match=message) as caught:
     Outer(**values)
   assert caught.value.option == next(iter(values))
+
+
+def test_an_error_comes_whole_out_of_another_process():
+  with pytest.raises(OptionError) as caught:
+    Outer(rate=2)
+  again = pickle.loads(pickle.dumps(caught.value))
+  assert str(again) == str(caught.value) and again.option == 'rate'
 
 
 def test_options_are_frozen_hold_their_descriptions_and_are_replaced_whole():
