@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from ml_collections import ConfigDict, FieldReference
 
-from jaxrl.call_strings import ComponentCall, join_calls, unwrap
+from jaxrl.component_calls import ComponentCall, join_calls
 from jaxrl.options import (
   ConfigError,
   Kind,
@@ -24,6 +24,7 @@ from jaxrl.options import (
   descriptions,
   field_kinds,
   unknown_name_error,
+  unwrap,
 )
 
 # A ConfigDict for the type checker: its attributes exist at run time alone.

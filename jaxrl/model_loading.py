@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxrl import hub
-from jaxrl.call_strings import ComponentCall, as_call
+from jaxrl.component_calls import ComponentCall, as_call
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.model_text.turn_end import ChatOptionError
 from jaxrl.data.tokenizer import (
@@ -24,6 +24,7 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.models import families, huggingface
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.remat import RematPolicy
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import (
   ConfigError,
@@ -134,7 +135,7 @@ def load_model(
   *,
   value_head: bool,
   dtype: str,
-  remat: ComponentCall | str,
+  remat: RematPolicy,
   kernels: str = 'auto',
   chat: ChatOptions | None = None,
   key: str = 'model.checkpoint',
@@ -229,7 +230,7 @@ def create_model(
   *,
   value_head: bool,
   dtype: str,
-  remat: ComponentCall | str,
+  remat: RematPolicy,
   kernels: str = 'auto',
   tokenizer: Any = None,
   chat: ChatOptions | None = None,

@@ -28,6 +28,17 @@ class ConfigError(ValueError):
   """A setting is wrong; the message says which, where, and what would be right."""
 
 
+def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns the plain function under any layers of `functools.partial`.
+
+  Args:
+    fn: A callable.
+  """
+  while isinstance(fn, functools.partial):
+    fn = fn.func
+  return fn
+
+
 def _options(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
   """Returns the keyword-only parameters of `fn` by name, without private ones.
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, build_component
+from jaxrl.component_calls import ComponentCall, build_component
 from jaxrl.data.row_sources import RowSources, parse_row_sources
 from jaxrl.model_loading import parse_random_config
 from jaxrl.models.lora import ADAPTER_KINDS, Lora

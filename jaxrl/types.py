@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxrl.call_strings import Component, ComponentCall, as_call, as_calls
+from jaxrl.component_calls import Component, ComponentCall, as_call, as_calls
 
 Array = jax.Array
 Params = Any  # a pytree of arrays: nested dicts keyed by name

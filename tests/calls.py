@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.call_strings import parse_call, parse_calls
+from jaxrl.component_calls import parse_call, parse_calls
 from jaxrl.data import curricula, row_sources, samplers
 from jaxrl.data.row_sources import parse_row_sources
 from jaxrl.envs import env_registry

@@ -9,7 +9,7 @@ from tests.hub_stub import TOKEN, HubRepository, commit_of, serve_hub
 
 LOAD_ROWS = """
 import sys
-from jaxrl.call_strings import ConfigError
+from jaxrl.component_calls import ConfigError
 from jaxrl.data.row_sources import describe_row, load_rows
 for source in sys.argv[1:]:
   name, _, split = source.partition(' ')
@@ -21,7 +21,7 @@ for source in sys.argv[1:]:
 """
 FIND = """
 import os, sys
-from jaxrl.call_strings import ConfigError
+from jaxrl.component_calls import ConfigError
 from jaxrl.hub import find_checkpoint
 for name in sys.argv[1:]:
   try:

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.options import OptionError, Options, descriptions, option, section
 
 

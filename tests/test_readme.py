@@ -11,9 +11,8 @@ import sys
 
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import parse_calls
+from jaxrl.component_calls import parse_calls
 from jaxrl.data.curricula import CURRICULA
 from jaxrl.data.samplers import SAMPLERS
 from jaxrl.options import check_options
@@ -24,6 +23,7 @@ from jaxrl.rollout.vllm import vllm_options
 from jaxrl.rollout.weights import weight_sync
 from jaxrl.rollout.weights.publisher import WeightPublisher
 from jaxrl.training import staleness
+from jaxrl.user_code import import_object
 from launch.settings.cluster_settings import PLACEMENTS
 from tests.docs.blocks import BLOCK, check_make, lay_out, run
 from tests.structure import readme_tables
@@ -114,7 +114,7 @@ def test_the_call_strings_of_algorithms_name_what_there_is():
     name, options = call.name, call.options
     part = known[name]
     if isinstance(part, str):  # where it is, so that only its file is imported
-      part = call_strings.resolve(part)
+      part = import_object(part)
     check_options(part, options, name)
   assert len(calls) > 12
 

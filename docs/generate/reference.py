@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from configs import base
-from jaxrl import call_strings
+from jaxrl import component_calls
 from jaxrl.algorithms import describe, registry, requirements
 from jaxrl.config import describe_options, descriptions_of, option_types, to_config
 from jaxrl.data.trajectory_writers.writer import DumpOptions
@@ -332,8 +332,8 @@ def _algorithm(name: str) -> str:
     ('old log-probs', made.old_logprobs_source),
     ('sampler', made.sampler),
     ('kept together', made.batch_unit),
-    ('group filters', call_strings.join_calls(made.filters)),
-    ('reward shapers', call_strings.join_calls(made.shapers)),
+    ('group filters', component_calls.join_calls(made.filters)),
+    ('reward shapers', component_calls.join_calls(made.shapers)),
     ('critic warm-up, steps', made.critic_warmup),
     ('needs', ' · '.join(needs)),
   ]

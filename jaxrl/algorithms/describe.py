@@ -6,12 +6,13 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl import call_strings
+from jaxrl import component_calls
 from jaxrl.algorithms import registry, requirements
 from jaxrl.functional import components
 from jaxrl.functional.reductions import MAX_EXPONENT
-from jaxrl.options import defaults, unknown_name_error
+from jaxrl.options import defaults, unknown_name_error, unwrap
 from jaxrl.types import Algorithm
+from jaxrl.user_code import import_object
 
 WIDTH = 88
 SOURCE = re.compile(r'\s*\(([^()]*(?:arXiv \d{4}\.\d{5}|, (?:19|20)\d\d)[^()]*)\)\.?')
@@ -51,7 +52,7 @@ def summary(spec: str) -> str:
     spec: The algorithm's name or location.
   """
   function = registry.builder(spec)
-  text = call_strings.unwrap(function).__globals__.get('__doc__')
+  text = unwrap(function).__globals__.get('__doc__')
   return (text or inspect.getdoc(function) or '').split('\n')[0]
 
 
@@ -179,8 +180,7 @@ def parts(locations: Iterable[str] = ()) -> str:
     lines += ['', 'kl_loss, kl_penalty' if slot == 'kl_loss' else slot]
     lines += [_row(name, _first_line(fn), width) for name, fn in there.items()]
   yours = [
-    _row(s.split(':')[-1], _first_line(call_strings.resolve(s)), width)
-    for s in locations
+    _row(s.split(':')[-1], _first_line(import_object(s)), width) for s in locations
   ]
   lines += ['', 'Your own', *yours] if yours else []
   return '\n'.join(lines)
@@ -205,7 +205,7 @@ def describe(name: str) -> str:
   """
   if ':' in name:
     spec = name.split(':')[-1]
-    function = call_strings.resolve(name)
+    function = import_object(name)
     whole = not components.fields_of(function)
     return algorithm(name) if whole else part(spec, function, 'a part of your own')
   sections = [algorithm(name)] if name in registry.names() else []
@@ -277,8 +277,8 @@ def algorithm(spec: str) -> str:
     f'{name} {getattr(instance, registry.algorithm_field(name))}' for name in settings
   ]
   extra = {
-    'filters': call_strings.join_calls(instance.filters),
-    'shapers': call_strings.join_calls(instance.shapers),
+    'filters': component_calls.join_calls(instance.filters),
+    'shapers': component_calls.join_calls(instance.shapers),
     'critic_warmup': instance.critic_warmup,
   }
   shown += [f'{name} {value}' for name, value in extra.items() if value]

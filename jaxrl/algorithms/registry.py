@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.algorithms import consistency, requirements
-from jaxrl.call_strings import (
+from jaxrl.component_calls import (
   Component,
   ComponentCall,
   as_call,
@@ -41,8 +40,10 @@ from jaxrl.options import (
   defaults,
   find_out_of_range,
   unknown_name_error,
+  unwrap,
 )
 from jaxrl.types import Algorithm
+from jaxrl.user_code import import_object
 
 # The fields of `Algorithm` that hold components, and where a name is looked up.
 COMPONENT_MODULES: dict[str, ModuleType] = {
@@ -96,7 +97,7 @@ def builder(spec: str) -> Callable[..., Algorithm]:
   """
   if ':' in spec:
     where = f'algorithm {spec}'
-    build = call_strings.resolve(spec, where)
+    build = import_object(spec, where)
     check_callable(build, where, 'a function that returns an Algorithm')
     return build
   if spec not in names():
@@ -155,7 +156,7 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
   fields = {algorithm_field(name): value for name, value in changes.items()}
   algorithm = dataclasses.replace(algorithm, **fields)
   for field, part in requirements.components_of(algorithm).items():
-    function, chosen = call_strings.unwrap(part), options_of(part)
+    function, chosen = unwrap(part), options_of(part)
     check_options(function, chosen, f'algorithm {spec}, {field}')
     if function.__module__.startswith('jaxrl.functional'):
       _check_ranges(function.__name__, chosen, f'{field}={function.__name__}')
@@ -228,7 +229,7 @@ def make_component(field: str, component: Component) -> Callable[..., Any] | Non
       )
     return None
   if ':' in name:
-    function = call_strings.resolve(name, f'algorithm.{field}={str(call)!r}')
+    function = import_object(name, f'algorithm.{field}={str(call)!r}')
   else:
     offered = components_in(COMPONENT_MODULES[field])
     if name not in offered:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl.call_strings import Component, component_name, find_component
+from jaxrl.component_calls import Component, component_name, find_component
 from jaxrl.data.row_sources import SOURCE_KEY, DataError, Row
 from jaxrl.options import NOT_NEGATIVE, SHARE, ConfigError, Range, option_ranges
 

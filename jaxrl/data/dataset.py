@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import Component, ComponentCall
+from jaxrl.component_calls import Component, ComponentCall
 from jaxrl.data.curricula import (
   Curriculum,
   GroupResult,

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl import call_strings, hub
-from jaxrl.call_strings import ComponentCall, parse_call, split_terms
+from jaxrl import hub
+from jaxrl.component_calls import ComponentCall, parse_call, split_terms
 from jaxrl.data.rows.folder_splits import choose_files, matching_split
 from jaxrl.data.rows.row_readers import DataError, Row, read_file
 from jaxrl.options import check_options, unknown_name_error
+from jaxrl.user_code import import_object
 
 # A file or folder; a call of a generator, see GENERATORS; or several of both.
 RowSource = str | ComponentCall
@@ -188,7 +189,7 @@ def _generate(call: ComponentCall, split: str, limit: int | None) -> list[Row]:
   name, options, where = call.name, dict(call.options), f'dataset {str(call)!r}'
   if name not in GENERATORS and ':' not in name:
     raise unknown_name_error(name, GENERATORS, 'generator', where)
-  generate = call_strings.resolve(GENERATORS.get(name, name), where)
+  generate = import_object(GENERATORS.get(name, name), where)
   check_options(generate, options, where)
   if limit is not None:
     options['size'] = min(limit, options.get('size', limit))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxrl.tokenizer_files import TOKENIZER_FILE, read_generation_config
+from jaxrl.models.tokenizer_files import TOKENIZER_FILE, read_generation_config
 
 if TYPE_CHECKING:  # transformers takes seconds to import: where it is used
   from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

@@ -30,7 +30,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from jaxrl import call_strings
 from jaxrl.options import (
   ConfigError,
   check_callable,
@@ -38,6 +37,7 @@ from jaxrl.options import (
   defaults,
   unknown_name_error,
 )
+from jaxrl.user_code import import_object
 
 Observation = str | list[dict[str, Any]] | None
 STEP_RESULT = '(observation, reward, terminated, truncated, info)'
@@ -133,7 +133,7 @@ def find_env(name: str) -> Callable[..., Env]:
   if name not in known and ':' not in name:
     raise unknown_name_error(name, known, 'environment', 'env_type')
   where = f'env_type={name!r}'
-  env = call_strings.resolve(known.get(name, name), where)
+  env = import_object(known.get(name, name), where)
   wanted = 'a class with the methods reset and step, or a function that returns one'
   check_callable(env, where, wanted=wanted)
   return env

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.data.seeds import StartingEpisode, starting_episode
 from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES, worker_environment
+from jaxrl.user_code import import_object
 
 _ended: list[subprocess.Popen] = []  # that nobody has waited for yet
 _ended_lock = threading.Lock()
@@ -52,7 +52,7 @@ class IsolatedEnv:
   @property
   def isolated_class(self) -> Any:
     """Returns the class that the child process builds; errors name it, not this one."""
-    return call_strings.resolve(self._target)
+    return import_object(self._target)
 
   def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Any:
     """Resets the environment in the child process."""

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from jaxrl.user_code import describe_error, import_object
+
 # Characters of one observation, of which the rest is left out: more than any model's
 # window holds.
 MAX_OBSERVATION_CHARS = 8 << 20
@@ -31,7 +33,6 @@ def serve(pipe: Connection) -> None:
     pipe: The connection to the process that steps the environment. The first message
       is (target, options, memory), as for `IsolatedEnv`.
   """
-  from jaxrl import call_strings
   from jaxrl.data.seeds import starting
 
   target, options, memory = pipe.recv()
@@ -43,7 +44,7 @@ def serve(pipe: Connection) -> None:
     except EOFError:
       return
     try:
-      env = env or call_strings.resolve(target)(**options)
+      env = env or import_object(target)(**options)
       if method == 'step':
         answer = env.step(arguments['action'])
       else:
@@ -51,7 +52,7 @@ def serve(pipe: Connection) -> None:
           answer = getattr(env, method)(**arguments)
       message = encode_answer(answer)
     except Exception as error:  # reported to the parent, which knows what to do with it
-      message = ForkingPickler.dumps((False, call_strings.describe_error(error)))
+      message = ForkingPickler.dumps((False, describe_error(error)))
     pipe.send_bytes(message)
 
 

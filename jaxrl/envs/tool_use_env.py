@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.data import tool_formats
 from jaxrl.envs import env_registry
 from jaxrl.envs.tools.toolbox import INVALID_CALL_KINDS, Toolbox, make_tools

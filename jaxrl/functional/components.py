@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jaxrl import call_strings
 from jaxrl.options import (
   AT_LEAST_ONE,
   NOT_NEGATIVE,
@@ -26,6 +25,7 @@ from jaxrl.options import (
   ConfigError,
   Range,
   defaults,
+  unwrap,
 )
 
 Function = TypeVar('Function', bound=Callable[..., Any])
@@ -150,7 +150,7 @@ def options_of(part: Callable[..., Any]) -> dict[str, Any]:
 
 def function_of(part: Callable[..., Any]) -> Callable[..., Any]:
   """Returns the plain function under fixed options."""
-  function = call_strings.unwrap(part)
+  function = unwrap(part)
   return function.fn if isinstance(function, BoundComponent) else function
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import families, hf_names
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.tokenizer_files import save_tokenizer
+from jaxrl.models.tokenizer_files import save_tokenizer
 from jaxrl.types import Params
 
 log = logging.getLogger(__name__)

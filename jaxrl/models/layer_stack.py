@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.models import layers, lora, remat
 from jaxrl.models.model_config import ModelConfig, kind_config
 from jaxrl.types import Params
@@ -269,7 +268,7 @@ def run_layers(
   params: Params,
   x: jax.Array,
   body: Callable[[layers.Block, jax.Array, Any], tuple[jax.Array, Any]],
-  rematerialise: ComponentCall | str = 'none',
+  rematerialise: remat.RematPolicy = 'none',
   unroll: int = 1,
   each: Any = None,
   after: Callable[[int, Any], Any] = lambda i, y: y,

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 
-from jaxrl.call_strings import ComponentCall, build_component
+from jaxrl.component_calls import ComponentCall, build_component
 from jaxrl.options import ConfigError, unknown_name_error
 
 NAMES = ('qkv', 'attention', 'residual', 'mlp')
 HOST = {'offload_src': 'device', 'offload_dst': 'pinned_host'}
 Policy = Callable[..., Any] | None
+RematPolicy = ComponentCall | str  # a policy's name, or a call with its options
 _POLICIES = jax.checkpoint_policies
 
 
@@ -81,7 +82,7 @@ REMAT_POLICIES = {
 
 
 @functools.cache
-def policy(call: ComponentCall | str) -> Policy:
+def policy(call: RematPolicy) -> Policy:
   """Returns the policy that a call names, None for 'none'.
 
   Args:

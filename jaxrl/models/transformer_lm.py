@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.models import (
   exact_mode,
   layer_stack,
@@ -23,6 +22,7 @@ from jaxrl.models import kv_cache as caches
 from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.remat import RematPolicy
 from jaxrl.types import Array, Params, PolicyOutputs
 from kernels.attention import attention, decode_attention
 from kernels.dispatch import REFERENCE, check_kernels_option, platform_of
@@ -67,7 +67,7 @@ class TransformerLM:
 
   config: ModelConfig
   dtype: str = 'float32'
-  remat: ComponentCall | str = 'none'
+  remat: RematPolicy = 'none'
   unroll: int = 0
   constrain: Callable[..., jax.Array] = unconstrained
   expert_fn: Callable[..., jax.Array] = moe.apply_experts

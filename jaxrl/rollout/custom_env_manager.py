@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, find_component
+from jaxrl.component_calls import ComponentCall, find_component
 from jaxrl.group_stats import SampleRows
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await

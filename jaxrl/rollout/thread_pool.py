@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from jaxrl.call_strings import describe_error
 from jaxrl.options import Options, option
+from jaxrl.user_code import describe_error
 
 DEFAULT_NUM_THREADS = 8
 

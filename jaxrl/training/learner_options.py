@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.options import Options, option
 from jaxrl.training.batching.packing_plan import Packing, make_packing
 

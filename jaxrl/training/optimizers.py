@@ -18,7 +18,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ComponentCall, build_component
+from jaxrl.component_calls import ComponentCall, build_component
 from jaxrl.options import ConfigError, Options, defaults, option
 from jaxrl.types import Array, Params
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.data.seeds import fold_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface, lora
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.remat import RematPolicy
 from jaxrl.options import ConfigError
 from jaxrl.rollout.weights.weight_store import cast_copy
 from jaxrl.training.checkpointing import Checkpointer
@@ -56,7 +57,7 @@ class MemoryChoice:
   """
 
   num_micro_batches: int
-  remat: ComponentCall
+  remat: RematPolicy
   text: str = ''
 
 

@@ -3,8 +3,8 @@
 import re
 import sys
 
-from jaxrl.call_strings import describe_error, user_place
 from jaxrl.options import ConfigError
+from jaxrl.user_code import describe_error, user_place
 
 # By the start of a config key, or by a flag of a command.
 PAGES = {

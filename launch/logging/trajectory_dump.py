@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.call_strings import find_component
+from jaxrl.component_calls import find_component
 from jaxrl.data.trajectory_writers.dump_columns import STANDARD_COLUMNS
 from jaxrl.data.trajectory_writers.writer import merge_columns, open_dump
 from jaxrl.envs.env_registry import unwrapped

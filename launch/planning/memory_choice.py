@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.models import lora
+from jaxrl.models.remat import RematPolicy
 from jaxrl.options import ConfigError
 from launch.learner import learner_factory
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec
@@ -83,7 +83,7 @@ def _measured(plan: PhasePlan, option: MemoryChoice, room: Room) -> _Found:
 def _search(plan: PhasePlan, room: Room) -> _Found:
   """Returns the first candidate that leaves a reserve, else what needs the least."""
   options = list(plan.candidates())
-  slopes: dict[ComponentCall, tuple[float, float]] = {}  # bytes, and those of a row
+  slopes: dict[RematPolicy, tuple[float, float]] = {}  # bytes, and those of a row
   tried: list[_Found] = []
   for i, option in enumerate(options):
     rows, is_last = plan.rows(option.num_micro_batches), i == len(options) - 1

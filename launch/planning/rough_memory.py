@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.training.batching import batch_builder
 from jaxrl.training.parallelism import sharding

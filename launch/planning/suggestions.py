@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl.call_strings import with_options
+from jaxrl.component_calls import with_options
 from jaxrl.options import ConfigError
 from jaxrl.training.batching import batch_builder, packing_plan
 from launch.planning import cost as costs

@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from jaxrl.call_strings import find_component
+from jaxrl.component_calls import find_component
 from jaxrl.options import ConfigError
 from launch.logging.console import Console
 from launch.logging.metric_loggers import (

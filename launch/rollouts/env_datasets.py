@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.data.curricula import make_curriculum
 from jaxrl.data.dataset import GlobalDataset, GlobalDatasetManager
 from jaxrl.data.row_sources import RowSource, RowSources, describe_sources, load_rows

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import describe_error, user_place
 from jaxrl.data.curricula import GroupResult
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
@@ -36,6 +35,7 @@ from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
 from jaxrl.training import staleness
 from jaxrl.types import Group
+from jaxrl.user_code import describe_error, user_place
 from launch.learner.learner_factory import copy_params
 from launch.rollouts.env_datasets import RunDatasets
 from launch.runtime.rollout_worker import RolloutWorker, make_env_context

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
-from jaxrl.call_strings import describe_error
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.seeds import base_seed
 from jaxrl.envs.env_registry import (
@@ -22,6 +21,7 @@ from jaxrl.options import ConfigError
 from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from jaxrl.run_options import EnvOptions
 from jaxrl.types import Task
+from jaxrl.user_code import describe_error
 from launch.rollouts.env_datasets import load_datasets
 from launch.runtime.local_runtime import LocalRuntime
 from launch.settings.run_settings import RunSettings

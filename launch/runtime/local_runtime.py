@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import resolve
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.transformer_lm import TransformerLM
@@ -13,6 +12,7 @@ from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.router import EngineRouter
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore, WeightStore
+from jaxrl.user_code import import_object
 from launch.learner.learner_factory import LearnerFactory, MakeLearners
 from launch.settings.run_settings import RunSettings, WeightTransport
 
@@ -50,7 +50,7 @@ class LocalRuntime:
   ) -> list[Any]:
     """Returns one engine whatever the count: more would share the same devices."""
     tokenizer = load_tokenizer(folder)
-    engine_class = resolve(ENGINES.get(kind, kind))
+    engine_class = import_object(ENGINES.get(kind, kind))
     return [engine_class(model, tokenizer, device_thread=device_thread, **options)]
 
   def start_learners(

@@ -10,7 +10,6 @@ import pathlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.call_strings import resolve
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.transformer_lm import TransformerLM
@@ -18,6 +17,7 @@ from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.weights.transport import FolderTransport, Transport
 from jaxrl.rollout.weights.verified_store import EngineWeightClient
 from jaxrl.types import Completion, SamplingParams
+from jaxrl.user_code import import_object
 
 # Nothing is fetched or reported, and vLLM's own sockets stay on this machine. JAX is
 # only used for its arrays on the host. Variables that are set already take precedence.
@@ -177,7 +177,7 @@ class OwnEngineActor(MonitoredEngine, _HostedEngine):
     parts: int = 1,
     **options: Any,
   ):
-    self._engine = resolve(location)(
+    self._engine = import_object(location)(
       model, load_tokenizer(folder), device_thread=DeviceThread('engine'), **options
     )
     self._weight_client = EngineWeightClient(

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry
 from jaxrl.config import describe_options
 from jaxrl.options import declared_ranges, defaults, unknown_name_error
+from jaxrl.user_code import import_object
 from launch.settings.component_kinds import (
   KINDS,
   ComponentKind,
@@ -97,7 +97,7 @@ def component_pages(name: str, plugins: Plugins) -> list[str]:
   pages, names = [], set()
   described: dict[Any, list[str]] = {}  # a component of several kinds has one page
   if ':' in name:
-    value = call_strings.resolve(name)
+    value = import_object(name)
     kinds = [kind.name for kind in KINDS if kind.accepts and kind.accepts(value)]
     described[name] = kinds or ['algorithm']
   for kind in KINDS:

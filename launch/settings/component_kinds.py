@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry
 from jaxrl.data.row_sources import GENERATE_PREFIX
 from jaxrl.functional import components
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, unwrap
 from jaxrl.types import Algorithm
+from jaxrl.user_code import FILE_MODULE_PREFIX, import_object
 
 Components = Mapping[str, Callable[..., Any] | str]
 
@@ -59,7 +59,7 @@ class ComponentKind:
 
 def _table(location: str) -> Callable[[], Components]:
   """Returns a function that imports a table of built-in components."""
-  return lambda: call_strings.resolve(location)
+  return lambda: import_object(location)
 
 
 def _none() -> Components:
@@ -70,7 +70,7 @@ def _derives(location: str) -> Callable[[Any], bool]:
   """Returns a check for classes derived from a base class, which is imported late."""
 
   def accepts(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, call_strings.resolve(location))
+    return isinstance(value, type) and issubclass(value, import_object(location))
 
   return accepts
 
@@ -112,7 +112,7 @@ def builds_algorithm(function: Any) -> bool:
     return False
   if _returns(function) in (Algorithm, 'Algorithm'):
     return True
-  stem = function.__module__.removeprefix(call_strings.FILE_MODULE_PREFIX)
+  stem = function.__module__.removeprefix(FILE_MODULE_PREFIX)
   return function.__name__ == stem and not components.fields_of(function)
 
 
@@ -152,7 +152,7 @@ def _is_family(value: Any) -> bool:
 
   if not isinstance(value, FamilySpec):
     return False
-  return not any(value is call_strings.resolve(x) for x in _families().values())
+  return not any(value is import_object(x) for x in _families().values())
 
 
 def _families() -> Mapping[str, str]:
@@ -373,7 +373,7 @@ KINDS: tuple[ComponentKind, ...] = (
     'reward_term',
     ('rollout.rewards',),
     'what may stand in rollout.rewards beside graders',
-    lambda: call_strings.resolve('launch.rollouts.reward_terms:reward_terms')(),
+    lambda: import_object('launch.rollouts.reward_terms:reward_terms')(),
   ),
   ComponentKind(
     'aggregation',
@@ -403,7 +403,7 @@ KINDS: tuple[ComponentKind, ...] = (
     'transport',
     ('weight_sync.transport',),
     'how new weights reach the engines',
-    lambda: call_strings.resolve('launch.settings.cluster_settings:transports')(),
+    lambda: import_object('launch.settings.cluster_settings:transports')(),
   ),
   ComponentKind(
     'placement',
@@ -478,7 +478,7 @@ def load_component(component: Callable[..., Any] | str) -> Any:
   Args:
     component: The component or its location.
   """
-  return call_strings.resolve(component) if isinstance(component, str) else component
+  return import_object(component) if isinstance(component, str) else component
 
 
 def component_docstring(component: Callable[..., Any]) -> str:
@@ -489,7 +489,7 @@ def component_docstring(component: Callable[..., Any]) -> str:
   """
   is_partial = isinstance(component, functools.partial)
   if is_partial and '__doc__' not in vars(component):  # has that of `partial` itself
-    component = call_strings.unwrap(component)
+    component = unwrap(component)
   return inspect.getdoc(component) or ''
 
 
@@ -510,7 +510,7 @@ def defined_at(component: Callable[..., Any] | str) -> str:
       line_numbers = [i for i, line in enumerate(lines, 1) if definition.match(line)]
       return f'{location}:{line_numbers[-1]}' if line_numbers else location
   try:
-    value = call_strings.unwrap(load_component(component))
+    value = unwrap(load_component(component))
     module, line = value.__module__, f':{inspect.getsourcelines(value)[1]}'
   except (ImportError, OSError, TypeError, AttributeError):  # not installed, or no code
     module, line = str(component).rpartition(':')[0], ''

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ComponentCall, parse_call, parse_calls, resolve
+from jaxrl.component_calls import ComponentCall, parse_call, parse_calls
 from jaxrl.config import call_arity, option_types
 from jaxrl.envs.env_registry import find_env
 from jaxrl.options import ConfigError, check_options
 from jaxrl.types import Algorithm
+from jaxrl.user_code import import_object
 from launch.settings.run_settings import naming_key
 
 # Settings that are call strings; the other components are `registry.COMPONENT_MODULES`.
@@ -148,7 +149,7 @@ def _parse_nested(call: ComponentCall, known: Mapping[str, Any]) -> ComponentCal
   ):
     return call
   target = known[call.name]
-  function = resolve(target) if isinstance(target, str) else target
+  function = import_object(target) if isinstance(target, str) else target
   hints = option_types(function)
   options = {
     name: _parse_value(value, hints.get(name)) if isinstance(value, str) else value

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.call_strings import ComponentCall, find_component
+from jaxrl.component_calls import ComponentCall, find_component
 from jaxrl.models.exact_mode import Exact, check_supported
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.options import ConfigError

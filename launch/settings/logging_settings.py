@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 
-from jaxrl.call_strings import ComponentCall, parse_calls
+from jaxrl.component_calls import ComponentCall, parse_calls
 from jaxrl.options import ConfigError, OptionError, Options, option
 
 LEVELS = ('debug', 'info', 'warning', 'error')

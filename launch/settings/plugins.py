@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from jaxrl import call_strings
-from jaxrl.call_strings import parse_call, split_terms
+from jaxrl.component_calls import parse_call, split_terms
 from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.user_code import load_file
 from launch.settings.component_kinds import KINDS, ComponentKind, defined_at, find_kind
 
 # A bare name at the start of a term; a name with a dot, slash or colon is a location.
@@ -174,7 +174,7 @@ def _definitions(path: str) -> dict[str, Any]:
 
   Functions and classes that the file imports, and modules, are left out.
   """
-  module = call_strings.load_file(path)
+  module = load_file(path)
   return {
     name: value
     for name, value in vars(module).items()

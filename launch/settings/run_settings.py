@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.call_strings import Component, ComponentCall
+from jaxrl.component_calls import Component, ComponentCall
 from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions

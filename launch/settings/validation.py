@@ -6,7 +6,7 @@ against their ranges and settings against each other.
 
 from jaxrl import hub
 from jaxrl.algorithms import requirements
-from jaxrl.call_strings import find_component, join_calls
+from jaxrl.component_calls import find_component, join_calls
 from jaxrl.data import samplers
 from jaxrl.data.curricula import CURRICULA, check_curriculum_class
 from jaxrl.data.dataset import GlobalDataset

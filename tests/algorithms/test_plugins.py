@@ -2,10 +2,9 @@
 
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.algorithms import registry
 from jaxrl.functional import advantages
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, unwrap
 from launch.settings import plugins
 from tests.calls import make_algorithm
 
@@ -94,7 +93,7 @@ def test_bare_names_stand_for_their_files(folder):
   assert options['advantage'] == 'opmd(tau=.5)' and options['kl_loss'] == 'none'
   algorithm = make_algorithm(loaded.algorithm('whole'), {**options, 'share': 0.25})
   assert algorithm.policy_loss.keywords == {'slope': 3.0}
-  assert call_strings.unwrap(algorithm.advantage) is advantages.opmd
+  assert unwrap(algorithm.advantage) is advantages.opmd
   assert algorithm.group_size == 3
 
 

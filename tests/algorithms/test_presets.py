@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry, requirements
-from jaxrl.call_strings import ComponentCall, join_calls
+from jaxrl.component_calls import ComponentCall, join_calls
 from jaxrl.functional import components, entropy
 from jaxrl.functional.aggregation import token_weights
+from jaxrl.options import unwrap
 from tests.calls import make_algorithm
 
 # name: advantage, policy loss, aggregation, group size, KL as (use, estimator, coef)
@@ -70,15 +70,15 @@ def read(algorithm):
   """The preset, off the running object."""
   uses = [('loss', algorithm.kl_loss), ('penalty', algorithm.kl_penalty)]
   terms = [
-    (use, call_strings.unwrap(part).__name__, part.keywords['coef'])
+    (use, unwrap(part).__name__, part.keywords['coef'])
     for use, part in uses
     if part is not None
   ]
   assert len(terms) <= 1
   advantage = algorithm.advantage
   return (
-    advantage and call_strings.unwrap(advantage).__name__,
-    call_strings.unwrap(algorithm.policy_loss).__name__,
+    advantage and unwrap(advantage).__name__,
+    unwrap(algorithm.policy_loss).__name__,
     algorithm.aggregation.name,
     algorithm.group_size,
     terms[0] if terms else None,

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.algorithms import consistency, describe, registry, requirements
 from jaxrl.functional import (
   advantages,
@@ -20,7 +19,7 @@ from jaxrl.functional import (
   kl_controllers,
   losses,
 )
-from jaxrl.options import ConfigError, defaults
+from jaxrl.options import ConfigError, defaults, unwrap
 from jaxrl.types import Algorithm
 from tests.calls import make_algorithm
 
@@ -50,7 +49,7 @@ def test_call_strings_swap_parts():
   assert algorithm.kl_loss is None
   assert requirements.needs(algorithm) == frozenset()
   same = make_algorithm('grpo', {'policy_loss': '', 'aggregation': ''})
-  assert call_strings.unwrap(same.policy_loss) is losses.ppo_clip
+  assert unwrap(same.policy_loss) is losses.ppo_clip
 
 
 def test_options_reach_their_parts():

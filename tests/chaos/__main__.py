@@ -37,7 +37,7 @@ CAMPAIGNS = (
   Campaign('checkpoints', 'the same bits from an older one', inputs.checkpoints, 2),
   Campaign('data', ONE_LINE, inputs.data_files, 2),
   Campaign('models', ONE_LINE, inputs.model_folders, 1),
-  Campaign('settings', ONE_LINE, inputs.call_strings, 1),
+  Campaign('settings', ONE_LINE, inputs.component_calls, 1),
   Campaign('disk', 'one line, no hang', disk.trials, 2),
   Campaign('sandbox', 'no way out, and an end', sandbox.programs, 1.5),
   Campaign(

@@ -119,7 +119,7 @@ def model_folders(rng, folder) -> Trials:
     yield name, attempt
 
 
-def call_strings(rng, folder) -> Trials:
+def component_calls(rng, folder) -> Trials:
   """Settings with random letters changed, inserted and removed."""
   del folder
   for _ in range(3000):

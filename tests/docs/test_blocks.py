@@ -11,7 +11,7 @@ import shlex
 import pytest
 
 from configs import base
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.envs import env_registry
 from jaxrl.envs.graders.composite import GraderCalls, make_grader

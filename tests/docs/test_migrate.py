@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxrl.call_strings import parse_calls
+from jaxrl.component_calls import parse_calls
 from launch.settings.component_kinds import KINDS
 from tests.configs import test_keys
 from tests.docs.blocks import ROOT

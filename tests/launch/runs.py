@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from configs import debug
-from jaxrl.call_strings import parse_call
+from jaxrl.component_calls import parse_call
 from launch import build, train
 from launch.logging.console import Console
 from launch.logging.metric_loggers import MetricLogger, MultiLogger, read_metrics

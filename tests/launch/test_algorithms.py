@@ -5,10 +5,9 @@ import re
 
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.algorithms import describe, registry, requirements
 from jaxrl.functional import components
-from jaxrl.options import defaults
+from jaxrl.options import defaults, unwrap
 from launch import algorithms
 from launch.settings import component_kinds
 from tests.algorithms.test_plugins import LOSSES, WHOLE
@@ -140,7 +139,7 @@ def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys
   source = (ROOT / file).read_text().splitlines()
   if callable(value):
     here = ' '.join(source[int(line) - 1 : int(line) + 6])
-    assert call_strings.unwrap(value).__name__ in here
+    assert unwrap(value).__name__ in here
 
 
 @pytest.mark.parametrize(

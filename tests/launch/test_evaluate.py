@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import model_loading
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.envs.graders.answer_marks import final_answer
 from launch import evaluate, train
 from launch.logging.console import Console

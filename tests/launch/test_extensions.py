@@ -10,8 +10,8 @@ import types
 import numpy as np
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.types import SamplingParams
+from jaxrl.user_code import import_object
 from tests.launch import runs
 
 PAGE = runs.ROOT / 'docs' / 'extending.md'
@@ -44,7 +44,7 @@ def lab(tmp_path_factory):
 
 
 def test_the_advantage_is_that_of_each_group(lab):
-  midrange = call_strings.resolve(f'{lab}/midrange_advantage.py:midrange')
+  midrange = import_object(f'{lab}/midrange_advantage.py:midrange')
   # Two groups, of three episodes and of one with two rows, and a row of padding.
   rewards = np.array([[0, 1], [0, 4], [0, 2], [3, 0], [0, 2], [9, 9]], np.float32)
   mask = np.array([[0, 1], [1, 1], [0, 1], [1, 0], [0, 1], [0, 0]], bool)
@@ -119,7 +119,7 @@ def test_an_engine_of_ones_own_holds_requests_while_it_is_drained(lab):
   """What `EngineBase` does for an engine that has no pause of its own."""
 
   async def play():
-    engine = call_strings.resolve(f'{lab}/dice_engine.py:DiceEngine')(
+    engine = import_object(f'{lab}/dice_engine.py:DiceEngine')(
       types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=9)),
       None,
       device_thread=None,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.call_strings import parse_calls
+from jaxrl.component_calls import parse_calls
 from jaxrl.data.row_sources import load_rows, parse_row_sources
 from jaxrl.envs.tools.toolbox import make_tools
 from jaxrl.options import ConfigError

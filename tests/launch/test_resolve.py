@@ -86,7 +86,7 @@ def test_builders_get_none_for_a_call_that_is_not_set(tmp_path):
   file = tmp_path / 'own.py'
   file.write_text("""
 from jaxrl.algorithms.presets.grpo import grpo
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 
 def mine(*, extra: ComponentCall | None = None, more: tuple[ComponentCall, ...] = ()):
   assert extra is None and more == (), (extra, more)

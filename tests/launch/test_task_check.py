@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from jaxrl import call_strings
+from jaxrl.user_code import import_object
 from launch import rollout
 from tests.envs import swe_repos
 from tests.launch import runs
@@ -123,7 +123,7 @@ def test_every_way_in_which_a_task_can_be_broken(tmp_path, capsys):
     *('ok', 'setup_fails', 'no_solution', 'solution_fails', 'solution_fails'),
     *('empty_passes', 'setup_fails', 'ok'),
   ]
-  counts = call_strings.resolve(f'{tmp_path}/own.py:COUNTS')
+  counts = import_object(f'{tmp_path}/own.py:COUNTS')
   assert counts == {'playing': 0, 'most': 2}
 
 

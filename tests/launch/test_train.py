@@ -13,8 +13,8 @@ import types
 
 import pytest
 
-from jaxrl import call_strings
 from jaxrl.rollout.queue.group_pipeline import GroupPipeline
+from jaxrl.user_code import import_object
 from launch import train
 from launch.logging.console import Console
 from launch.logging.workdir import Workdir
@@ -230,7 +230,7 @@ def test_what_a_users_filter_raises_is_a_line_with_its_place(
   tmp_path, capsys, name, line, message, elsewhere
 ):
   (tmp_path / 'mine.py').write_text(FILTERS)
-  function = call_strings.resolve(f'{tmp_path}/mine.py:{name}')
+  function = import_object(f'{tmp_path}/mine.py:{name}')
   parts = (None, function) if name == 'shape' else (function, None)
   pipeline = GroupPipeline(*parts, min_samples=1, needs_greedy=False)
   with pytest.raises(Exception) as raised:

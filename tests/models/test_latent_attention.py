@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.model_loading import random_config
 from jaxrl.models import layers, lora, rope
 

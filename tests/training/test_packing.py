@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry, requirements
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.models.exact_mode import Exact
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError

@@ -10,7 +10,7 @@ import pytest
 from configs import debug
 from jaxrl import model_loading
 from jaxrl.algorithms import registry
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.device_thread import DeviceThread
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.jax_engine import JaxEngine

@@ -1,6 +1,5 @@
 """Continued pretraining on plain texts (arXiv 2004.10964)."""
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm
 
@@ -16,6 +15,6 @@ def cpt() -> Algorithm:
   return Algorithm(
     policy_loss=losses.sft,
     data_format='text',
-    sampler=ComponentCall('file'),
+    sampler='file',
     provenance='ours',
   )

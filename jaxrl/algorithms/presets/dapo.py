@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, losses
 from jaxrl.types import Algorithm
 
@@ -40,7 +40,7 @@ def dapo(
     policy_loss=partial(
       losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None
     ),
-    filters=(ComponentCall('accuracy'),),
+    filters=('accuracy',),
     shapers=(ComponentCall('overlong', {**limit, 'cache': overlong_cache}),),
     group_size=group_size,
     provenance='paper',

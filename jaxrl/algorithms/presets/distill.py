@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Literal
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.functional.losses.distillation import Kind
 from jaxrl.types import Algorithm
@@ -37,7 +36,7 @@ def distill(
   return Algorithm(
     policy_loss=partial(losses.distill, kind=kind, top_k=top_k, skew=skew, head=head),
     data_format=schema,
-    sampler=ComponentCall('fifo' if schema == 'rollout' else 'file'),
+    sampler='fifo' if schema == 'rollout' else 'file',
     group_size=group_size,
     provenance='ours',
   )

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm
 
@@ -22,7 +21,7 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Algorithm:
   return Algorithm(
     policy_loss=partial(losses.dpo, beta=beta, label_smoothing=label_smoothing),
     data_format='preference',
-    sampler=ComponentCall('file'),
+    sampler='file',
     batch_unit='pair',
     provenance='paper',
   )

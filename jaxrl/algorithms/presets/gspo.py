@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Literal
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, kl, losses
 from jaxrl.types import Algorithm
 

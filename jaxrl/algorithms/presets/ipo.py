@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm
 
@@ -21,7 +20,7 @@ def ipo(*, beta: float = 0.1) -> Algorithm:
   return Algorithm(
     policy_loss=partial(losses.ipo, beta=beta),
     data_format='preference',
-    sampler=ComponentCall('file'),
+    sampler='file',
     batch_unit='pair',
     provenance='ours',
   )

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import advantages, entropy, losses
 from jaxrl.types import Algorithm
 
@@ -34,6 +33,6 @@ def mix(
     policy_loss=partial(losses.mix, mu=mu, clip_low=clip_low, clip_high=clip_high),
     entropy_loss=partial(entropy.mix, coef=entropy_coef) if entropy_coef else None,
     group_size=group_size,
-    sampler=ComponentCall('mixed'),
+    sampler='mixed',
     provenance='trinity',
   )

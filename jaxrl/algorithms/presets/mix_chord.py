@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import advantages, entropy, losses
 from jaxrl.types import Algorithm
 
@@ -51,6 +50,6 @@ def mix_chord(
     ),
     entropy_loss=partial(entropy.mix, coef=entropy_coef) if entropy_coef else None,
     group_size=group_size,
-    sampler=ComponentCall('mixed'),
+    sampler='mixed',
     provenance='ours',
   )

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, kl, losses
 from jaxrl.types import Algorithm
 

@@ -1,6 +1,5 @@
 """Supervised fine-tuning on the assistant's turns (arXiv 2203.02155)."""
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.functional import losses
 from jaxrl.types import Algorithm
 
@@ -16,6 +15,6 @@ def sft() -> Algorithm:
   return Algorithm(
     policy_loss=losses.sft,
     data_format='messages',
-    sampler=ComponentCall('file'),
+    sampler='file',
     provenance='ours',
   )

@@ -8,7 +8,7 @@ subclass of `Sampler`, given as it is or by dotted path: `my_lab.pick:Newest`.
 import re
 from typing import Any, cast
 
-from jaxrl.call_strings import Component, component_name, find_component
+from jaxrl.component_calls import Component, component_name, find_component
 from jaxrl.data.samplers.sampler import Sampler, SamplerSource
 from jaxrl.options import ConfigError
 

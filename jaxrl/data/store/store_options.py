@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxrl.call_strings import build_component, parse_call
+from jaxrl.component_calls import build_component, parse_call
 from jaxrl.options import ConfigError
 
 STORE_URL_PREFIX = 'experience+'

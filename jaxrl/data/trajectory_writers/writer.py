@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.call_strings import ComponentCall, find_component, parse_call
+from jaxrl.component_calls import ComponentCall, find_component, parse_call
 from jaxrl.data.store import store_options
 from jaxrl.options import ConfigError, OptionError, Options, option
 

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
 from jaxrl.envs.agents.function_agent import FunctionAgent
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward

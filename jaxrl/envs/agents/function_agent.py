@@ -5,9 +5,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall, as_call
+from jaxrl.component_calls import ComponentCall, as_call
 from jaxrl.options import ConfigError, check_options, unknown_name_error
+from jaxrl.user_code import import_object
 
 AGENT_ARGUMENTS = ('task', 'base_url', 'api_key', 'client')
 
@@ -28,7 +28,7 @@ class FunctionAgent:
     call = as_call(call)
     target, self._options = call.name, call.options
     where = f'env_config.agent={str(call)!r}'
-    self._function = call_strings.resolve(target, where)
+    self._function = import_object(target, where)
     if not callable(self._function):
       raise ConfigError(f'{where}: {target} is not a function')
     check_options(self._function, self._options, f'agent {target!r}')

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall
+from jaxrl import component_calls
+from jaxrl.component_calls import ComponentCall
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders.grader_processes import (
   GraderError,
@@ -21,6 +21,7 @@ from jaxrl.options import (
   option_ranges,
   unknown_name_error,
 )
+from jaxrl.user_code import import_object
 
 GRADERS = {
   'code': 'jaxrl.envs.graders.code_grader:make_code_grader',
@@ -146,7 +147,7 @@ def grader_terms(
     ConfigError: If a weight is not a number.
   """
   parts: dict[str, tuple[str, float, str, dict[str, Any]]] = {}
-  for call in call_strings.as_calls(calls):
+  for call in component_calls.as_calls(calls):
     if not isinstance(call, ComponentCall):
       raise ConfigError(
         f'grader {call!r}: name a function of your own by where it is, '
@@ -183,7 +184,7 @@ def make_grader_part(
   """
   where = f'grader {target!r}'
   if target in GRADERS:
-    maker: Callable[..., GraderPart] = call_strings.resolve(GRADERS[target])
+    maker: Callable[..., GraderPart] = import_object(GRADERS[target])
     check_options(maker, options, where)
     return maker(**options)
   if ':' not in target:
@@ -191,7 +192,7 @@ def make_grader_part(
   options = dict(options)
   timeout_option = {'timeout': options.pop('timeout')} if 'timeout' in options else {}
   check_options(_make_function_part, timeout_option, where)
-  check_options(call_strings.resolve(target, where), options, where)
+  check_options(import_object(target, where), options, where)
   return _make_function_part(target, options, **timeout_option)
 
 

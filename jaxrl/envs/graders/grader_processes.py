@@ -137,7 +137,7 @@ class GraderProcessPool:
     All arguments must be JSON values; anything else is passed as its text.
 
     Args:
-      target: The function, as for `call_strings.resolve`.
+      target: The function, as for `component_calls.resolve`.
       *args: Its positional arguments.
       options: Its keyword arguments.
       limit: The time limit in seconds, from when the call begins.

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.envs.env_registry import as_real_number
 from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES
+from jaxrl.user_code import import_object, user_place
 
 MAX_MEMORY_BYTES = 4 << 30  # bytes of address space
 _ORPHAN_GRACE_S = 2.0  # seconds beyond its limit after which an orphan ends itself
@@ -54,7 +54,7 @@ def serve(pipe: Connection) -> None:
     except MemoryError:
       os._exit(137)  # the process is in an unknown state
     except Exception as error:
-      text, place = f'{type(error).__name__}: {error}', call_strings.user_place(error)
+      text, place = f'{type(error).__name__}: {error}', user_place(error)
       answer = json.dumps({'error': text, 'place': place})
     signal.setitimer(signal.ITIMER_REAL, 0)
     pipe.send_bytes(answer.encode())
@@ -74,14 +74,14 @@ def _load(request: dict[str, Any]) -> Callable[..., Any]:
   for name in request['needs']:
     importlib.import_module(name)
     logging.getLogger(name).setLevel(logging.ERROR)
-  return call_strings.resolve(request['target'])
+  return import_object(request['target'])
 
 
 def _instance(target: str, options: dict[str, Any]) -> Any:
   """Returns an object of a class of graders, which is made once in this process."""
   key = target, json.dumps(options, sort_keys=True)
   if key not in _instances:
-    _instances[key] = call_strings.resolve(target)(**options)
+    _instances[key] = import_object(target)(**options)
   return _instances[key]
 
 

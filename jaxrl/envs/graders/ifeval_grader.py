@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall
+from jaxrl import component_calls
+from jaxrl.component_calls import ComponentCall
 from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
 from jaxrl.options import ConfigError, check_options, unknown_name_error
@@ -43,9 +43,9 @@ def make_instructions_grader(
     ConfigError: If a name or option in `rules` is unknown.
   """
   if isinstance(rules, str | ComponentCall):
-    rules = (call_strings.as_call(rules),)
+    rules = (component_calls.as_call(rules),)
   fixed_checks = [
-    _make_check(call.name, call.options) for call in map(call_strings.as_call, rules)
+    _make_check(call.name, call.options) for call in map(component_calls.as_call, rules)
   ]
 
   def grade(reply: str, item: TaskItem) -> float:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall
+from jaxrl import component_calls
+from jaxrl.component_calls import ComponentCall
 from jaxrl.envs.sandbox import local_sandbox as local_module
 from jaxrl.envs.sandbox.container_sandbox import ContainerSandbox
 from jaxrl.envs.sandbox.local_sandbox import Isolation, LocalSandbox
@@ -179,6 +179,6 @@ def sandbox_factory(call: ComponentCall | str) -> MakeSandbox:
   Raises:
     ConfigError: If there is no such sandbox or option.
   """
-  return call_strings.build_component(
+  return component_calls.build_component(
     call, SANDBOX_BACKENDS, 'sandbox', 'env.<tag>.env_config.sandbox'
   )

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall
+from jaxrl import component_calls
+from jaxrl.component_calls import ComponentCall
 from jaxrl.envs.reply_parsing import last_code_block
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox
 from jaxrl.options import ConfigError
@@ -127,7 +127,7 @@ def make_shell_session(call: ComponentCall | str) -> ShellSession:
   Raises:
     ConfigError: If there is no such option, or it is out of range.
   """
-  return call_strings.build_component(
+  return component_calls.build_component(
     call, SHELLS, 'shell', 'env.<tag>.env_config.shell'
   )
 

@@ -10,7 +10,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.envs.graders.grader_processes import (
   GraderError,
   GraderFailure,
@@ -24,6 +23,7 @@ from jaxrl.envs.tools.tool_api import (
   tool_schema,
 )
 from jaxrl.options import ConfigError, check_options
+from jaxrl.user_code import import_object
 
 _TYPES = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
 _TYPES |= {list: 'array', tuple: 'array', dict: 'object'}
@@ -50,7 +50,7 @@ class FunctionTool:
     self._target = target
     self._options = dict(options)
     self._timeout = timeout
-    function = call_strings.resolve(target)
+    function = import_object(target)
     where = f'tool {target!r}'
     check_options(function, self._options, where)
     self._schema = function_schema(function, where)

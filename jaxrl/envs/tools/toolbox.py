@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall
+from jaxrl import component_calls
+from jaxrl.component_calls import ComponentCall
 from jaxrl.data.tool_formats import InvalidToolCall, ToolCall
 from jaxrl.envs.tools.function_tool import FunctionTool
 from jaxrl.envs.tools.tool_api import ToolError, ToolErrorKind, ToolProvider, ToolSchema
 from jaxrl.options import ConfigError, check_options, unknown_name_error
 from jaxrl.types import Message
+from jaxrl.user_code import import_object
 
 TOOLS = {
   'mcp': 'jaxrl.envs.tools.mcp_tools:McpTools',
@@ -43,7 +44,7 @@ def make_tools(
     ConfigError: If there is no tool, or a name or an option is wrong.
   """
   providers: list[ToolProvider] = []
-  for call in call_strings.as_calls(calls):
+  for call in component_calls.as_calls(calls):
     if not isinstance(call, ComponentCall):
       raise ConfigError(
         f'tool {call!r}: name a tool of your own by where it is, '
@@ -53,7 +54,7 @@ def make_tools(
     where = f'tool {name!r}'
     if name not in TOOLS and ':' not in name:
       raise unknown_name_error(name, TOOLS, 'tool', 'tools')
-    tool: Callable[..., Any] = call_strings.resolve(TOOLS.get(name, name), where)
+    tool: Callable[..., Any] = import_object(TOOLS.get(name, name), where)
     if isinstance(tool, type):
       check_options(tool, options, where)
       providers.append(tool(**options))

@@ -8,9 +8,9 @@ that folders with its `model_type` can be loaded.
 
 from typing import Any
 
-from jaxrl import call_strings
 from jaxrl.models.families.family_spec import FamilySpec
 from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.user_code import import_object
 
 # `model_type` → where its `FamilySpec` is.
 BUILT_IN = {
@@ -80,7 +80,7 @@ def find_family(name: str) -> FamilySpec:
   location = name if ':' in name else {**BUILT_IN, **_registered}.get(name)
   if location is None:
     raise unknown_name_error(name, family_names(), 'family', 'model')
-  spec = call_strings.resolve(location, f'model family {name!r}')
+  spec = import_object(location, f'model family {name!r}')
   if not isinstance(spec, FamilySpec):
     raise ConfigError(
       f'{location} is a {type(spec).__name__}; a model family is a FamilySpec'

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.call_strings import ComponentCall
 from jaxrl.models import initializers, remat, rope
 from jaxrl.models.layers import Linear
 from jaxrl.models.model_config import Lora, ModelConfig
@@ -236,7 +235,7 @@ def features(
   rows: PatchRows,
   *,
   dtype: str = 'float32',
-  rematerialise: ComponentCall | str = 'none',
+  rematerialise: remat.RematPolicy = 'none',
   constrain: Callable[..., jax.Array] = lambda x, *names: x,
 ) -> Params:
   """Computes the features of images.

@@ -7,12 +7,12 @@ only new observations are tokenized.
 import dataclasses
 from typing import Any
 
-from jaxrl.call_strings import describe_error
 from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
 from jaxrl.rollout.engine.resumable_generation import concat_routed_experts
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY
 from jaxrl.types import FAILURES, Completion, Message, Task
+from jaxrl.user_code import describe_error
 
 MAX_ERROR_CHARS = 500  # kept of what went wrong in an episode
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrl.call_strings import Component, as_calls, find_component
+from jaxrl.component_calls import Component, as_calls, find_component
 from jaxrl.group_stats import (
   SampleRows,
   rows_by_sample,

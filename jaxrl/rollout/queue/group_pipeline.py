@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.call_strings import user_place
 from jaxrl.envs.env_registry import is_valid_reward
 from jaxrl.group_stats import sample_scores
 from jaxrl.options import ConfigError
 from jaxrl.types import Group, Trajectory
+from jaxrl.user_code import user_place
 
 # What groups are dropped for, if that is not the name of a filter.
 CAUSES = {'dropped': 'failed episodes', 'stale': 'staleness'}

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl import call_strings
-from jaxrl.call_strings import Component, as_calls, find_component
+from jaxrl import component_calls
+from jaxrl.component_calls import Component, as_calls, find_component
 from jaxrl.functional import shaping
 from jaxrl.group_stats import (
   RAW_SCORE,
@@ -268,7 +268,7 @@ def _check_shaped(shaper: RewardShaperFn, group: Any) -> None:
   if not is_group or not group:
     kind = 'None' if group is None else f'a {type(group).__name__}'
     kind = 'an empty list' if group == [] else kind
-    name = call_strings.component_name(shaper)
+    name = component_calls.component_name(shaper)
     raise ConfigError(
       f'reward shaper {name!r} returns {kind}; it must return the group, a list of its '
       'rows with other rewards or weights'

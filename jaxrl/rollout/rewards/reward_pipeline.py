@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from jaxrl.call_strings import describe_error
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
@@ -20,6 +19,7 @@ from jaxrl.envs.graders.grader_processes import GraderFailure
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.thread_pool import ThreadPool
 from jaxrl.types import Message
+from jaxrl.user_code import describe_error
 
 MAX_TEXT_CHARS = 2000  # characters kept of a reward function's text
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.call_strings import ComponentCall, build_component
+from jaxrl.component_calls import ComponentCall, build_component
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism import sharding
 from jaxrl.types import PackedRows

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.types import Task

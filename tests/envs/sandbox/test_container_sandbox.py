@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxrl.call_strings import ComponentCall
+from jaxrl.component_calls import ComponentCall
 from jaxrl.envs.sandbox.container_sandbox import ContainerSandbox
 from jaxrl.envs.sandbox.sandbox_api import MIB, SandboxError, SandboxLimits
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory

@@ -10,8 +10,8 @@ import pytest
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.model_loading import check_table_size, create_model, random_config
+from jaxrl.models.tokenizer_files import read_generation_config, save_tokenizer
 from jaxrl.options import ConfigError
-from jaxrl.tokenizer_files import read_generation_config, save_tokenizer
 from tests import real
 from tests.marks import slow_except
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from jaxrl import call_strings
-from jaxrl.call_strings import ComponentCall
+from jaxrl import component_calls
+from jaxrl.component_calls import ComponentCall
 from jaxrl.data import row_sources
 from jaxrl.options import (
   NOT_ZERO,
@@ -19,6 +19,7 @@ from jaxrl.options import (
   defaults,
   option_ranges,
 )
+from jaxrl.user_code import import_object
 
 
 def loss(
@@ -138,28 +139,28 @@ def test_closest_match():
 
 
 def test_resolve_modules_and_files(tmp_path):
-  assert call_strings.resolve('jaxrl.options:closest_match') is closest_match
+  assert import_object('jaxrl.options:closest_match') is closest_match
   file = tmp_path / 'mine.py'
   file.write_text('def fn():\n  return 7\n')
-  assert call_strings.resolve(f'{file}:fn')() == 7
+  assert import_object(f'{file}:fn')() == 7
 
 
 def test_resolve_errors_name_the_target(tmp_path):
   with pytest.raises(ConfigError, match="Did you mean 'closest_match'"):
-    call_strings.resolve('jaxrl.options:closest_mach')
+    import_object('jaxrl.options:closest_mach')
   with pytest.raises(ConfigError, match=r"no module 'jaxrl\.nowhere'"):
-    call_strings.resolve('jaxrl.nowhere:fn')
+    import_object('jaxrl.nowhere:fn')
   with pytest.raises(ConfigError, match='no file'):
-    call_strings.resolve(f'{tmp_path}/absent.py:fn')
+    import_object(f'{tmp_path}/absent.py:fn')
   with pytest.raises(ConfigError, match=r'package\.module:name'):
-    call_strings.resolve('nothing')
+    import_object('nothing')
 
 
 def test_a_plugin_that_fails_to_import_keeps_its_own_error(tmp_path):
   file = tmp_path / 'broken.py'
   file.write_text('import a_module_that_is_not_there\n')
   with pytest.raises(ModuleNotFoundError, match='a_module_that_is_not_there'):
-    call_strings.resolve(f'{file}:fn')
+    import_object(f'{file}:fn')
 
 
 def test_a_call_is_hashable_and_shows_as_python_writes_it():
@@ -175,21 +176,21 @@ def test_a_call_is_hashable_and_shows_as_python_writes_it():
 
 def test_a_text_with_options_is_no_call():
   with pytest.raises(ConfigError, match='only configs contain'):
-    call_strings.as_call('clip(low=1)')
-  assert call_strings.as_calls('clip') == (ComponentCall('clip'),)
-  assert call_strings.as_calls('') == call_strings.as_calls(()) == ()
+    component_calls.as_call('clip(low=1)')
+  assert component_calls.as_calls('clip') == (ComponentCall('clip'),)
+  assert component_calls.as_calls('') == component_calls.as_calls(()) == ()
 
 
 def test_a_component_is_a_call_a_name_or_a_function():
-  known = {'mine': partial(loss, clip=0.1), 'there': 'jaxrl.call_strings:resolve'}
+  known = {'mine': partial(loss, clip=0.1), 'there': 'jaxrl.user_code:import_object'}
 
   def find(component):
-    return call_strings.find_component(component, known, 'loss', 'algorithm.loss')
+    return component_calls.find_component(component, known, 'loss', 'algorithm.loss')
 
-  assert find('there') == ('there', call_strings.resolve, {})
+  assert find('there') == ('there', import_object, {})
   assert find(ComponentCall('mine', {'on': False}))[2] == {'on': False}
   assert find(partial(loss, clip=0.3)) == ('loss', loss, {'clip': 0.3})
-  assert call_strings.join_calls(['mine', partial(loss, clip=0.3)]) == (
+  assert component_calls.join_calls(['mine', partial(loss, clip=0.3)]) == (
     'mine + loss(clip=0.3)'
   )
   with pytest.raises(ConfigError, match=r"algorithm\.loss: no loss 'min'.*'mine'"):
@@ -215,7 +216,7 @@ def test_what_is_no_class_or_function_is_told_in_one_line(value):
   ],
 )
 def test_call_strings(text, wanted):
-  assert call_strings.parse_call(text) == ComponentCall(*wanted)
+  assert component_calls.parse_call(text) == ComponentCall(*wanted)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_call_strings(text, wanted):
 )
 def test_bad_call_strings_are_errors(text, words):
   with pytest.raises(ConfigError, match=words):
-    call_strings.parse_call(text)
+    component_calls.parse_call(text)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +251,15 @@ def test_bad_call_strings_are_errors(text, words):
 )
 def test_joined_calls(text, calls):
   quoted_calls = [('a', {'x': 1e5, 'y': (1, 2)}), ('m.n:C', {'z': 'p + q'})]
-  assert call_strings.parse_calls(text) == tuple(
+  assert component_calls.parse_calls(text) == tuple(
     ComponentCall(*call) for call in (quoted_calls if calls is None else calls)
   )
 
 
 def test_quotes_within_quotes_and_other_separators():
-  first, second = call_strings.parse_calls(r"a(x='\'+') + b")
+  first, second = component_calls.parse_calls(r"a(x='\'+') + b")
   assert first == ComponentCall('a', {'x': "'+"}) and second == ComponentCall('b')
-  assert call_strings.split_terms('a+b.json + c', ' + ') == ['a+b.json', 'c']
+  assert component_calls.split_terms('a+b.json + c', ' + ') == ['a+b.json', 'c']
 
 
 def test_row_sources():
@@ -271,11 +272,11 @@ def test_row_sources():
 
 
 def test_options_replaced_in_a_text():
-  text = call_strings.with_options('first_fit(tokens=8)', tokens=9, num_parallel=1)
+  text = component_calls.with_options('first_fit(tokens=8)', tokens=9, num_parallel=1)
   assert text == 'first_fit(tokens=9, num_parallel=1)'
 
 
 @pytest.mark.parametrize('text', ['a +', '+ a', 'a + + b'])
 def test_a_missing_term_is_an_error(text):
   with pytest.raises(ConfigError, match='nothing on one side of'):
-    call_strings.parse_calls(text)
+    component_calls.parse_calls(text)

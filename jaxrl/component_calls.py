@@ -1,27 +1,20 @@
-"""Component calls name a component and its options; options fit a signature.
+"""Component calls name a component and its options; options fit its signature.
 
 A default is written once, as a keyword-only parameter. Configs, call strings and
-command lines are all checked against that one place. Components in a user's own files
-are imported here, and their errors described.
+command lines are all checked against that one place.
 """
 
 import ast
 import dataclasses
 import functools
-import importlib
-import importlib.util
-import os
-import pathlib
 import re
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.options import ConfigError, check_options, unknown_name_error
+from jaxrl.options import ConfigError, check_options, unknown_name_error, unwrap
+from jaxrl.user_code import import_object
 
 _CALL = re.compile(r'\s*([\w.:/\-~]+)\s*(\(.*\))?\s*', re.DOTALL)
-FILE_MODULE_PREFIX = 'jaxrl_user_'  # of the modules of users' files
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -266,8 +259,8 @@ def find_component(
 
   Args:
     component: The component.
-    known: The built-in ones by name, or where each is, as for `resolve`. A user's own
-      is named by where it is.
+    known: The built-in ones by name, or where each is, as for `import_object`. A
+      user's own is named by where it is.
     what: What these are called in errors.
     key: What the error for an unknown name begins with, such as the config key.
     where: What errors about options begin with; by default `what` and the name.
@@ -290,7 +283,7 @@ def find_component(
     if name not in known and ':' not in name:
       raise unknown_name_error(name, known, what, key)
     target = known.get(name, name)
-    function = resolve(target, where) if isinstance(target, str) else target
+    function = import_object(target, where) if isinstance(target, str) else target
   where = where or f'{what} {name!r}'
   if base is not None and isinstance(function, type):
     required = [key for key in vars(base) if not key.startswith('_')]
@@ -329,126 +322,3 @@ def build_component(
     raise unknown_name_error(call.name, known, what, where)
   check_options(known[call.name], call.options, where)
   return known[call.name](**call.options)
-
-
-def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns the plain function under any layers of `functools.partial`.
-
-  Args:
-    fn: A callable.
-  """
-  while isinstance(fn, functools.partial):
-    fn = fn.func
-  return fn
-
-
-def resolve(target: str, where: str = '') -> Any:
-  """Imports an attribute.
-
-  Errors raised while the module is imported keep their traceback, except syntax errors
-  in a file, which become a ConfigError with the file and the line.
-
-  Args:
-    target: `'pkg.mod:attr'` or `'path/file.py:attr'`.
-    where: What error messages begin with, such as the config key; '' for none.
-
-  Returns:
-    The attribute.
-
-  Raises:
-    ConfigError: If there is no such module, file or attribute, or if a file is not
-      valid Python.
-  """
-  if where:
-    try:
-      return resolve(target)
-    except ConfigError as error:
-      raise ConfigError(f'{where}: {error}') from error
-  location, _, attribute = target.rpartition(':')
-  if not location or not attribute:
-    raise ConfigError(
-      f'cannot resolve {target!r}: write package.module:name or path/file.py:name'
-    )
-  module = load_file(location) if location.endswith('.py') else _load(location)
-  if not hasattr(module, attribute):
-    names = [name for name in vars(module) if not name.startswith('_')]
-    raise unknown_name_error(attribute, names, 'attribute', location)
-  return getattr(module, attribute)
-
-
-def _load(name: str) -> Any:
-  try:
-    return importlib.import_module(name)
-  except ModuleNotFoundError as error:
-    # Only the named module's own absence is the setting's fault.
-    if error.name is not None and (name + '.').startswith(error.name + '.'):
-      raise ConfigError(f'there is no module {name!r} to import') from error
-    raise
-
-
-@functools.cache
-def load_file(path: str) -> Any:
-  """Imports a Python file, once.
-
-  Args:
-    path: The file.
-
-  Raises:
-    ConfigError: If there is no such file, or it is not valid Python.
-  """
-  file = pathlib.Path(path).expanduser()
-  if not file.is_file():
-    looked_in = '' if file.is_absolute() else f' (looked in {pathlib.Path.cwd()})'
-    raise ConfigError(f'there is no file {path!r}{looked_in}')
-  spec = importlib.util.spec_from_file_location(FILE_MODULE_PREFIX + file.stem, file)
-  if spec is None or spec.loader is None:
-    raise ConfigError(f'{path!r} is not a Python file')
-  module = importlib.util.module_from_spec(spec)
-  try:
-    spec.loader.exec_module(module)
-  except SyntaxError as error:  # of this file, or of one that it imports
-    line = (error.text or '').strip()
-    raise ConfigError(
-      f'{error.filename}, line {error.lineno}: {error.msg}: {line}'
-    ) from error
-  return module
-
-
-_LIBRARIES = tuple(
-  os.path.join(folder, '')
-  for folder in (
-    str(pathlib.Path(__file__).parent),
-    *(str(pathlib.Path(__file__).parents[1] / name) for name in ('kernels', 'launch')),
-    *(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')),
-  )
-)
-
-
-def describe_error(error: BaseException) -> str:
-  """Describes an error, with the file and line of the user's code that raised it.
-
-  Args:
-    error: The error. One that arose within this package or a library alone has no
-      place that a user could mend.
-
-  Returns:
-    Its type, its message and the place.
-  """
-  text, place = f'{type(error).__name__}: {error}', user_place(error)
-  return f'{text} ({place})' if place else text
-
-
-def user_place(error: BaseException) -> str:
-  """Returns the file and line of the user's code that raised an error.
-
-  Args:
-    error: The error.
-
-  Returns:
-    The place; '' if the error arose within this package or a library alone.
-  """
-  for frame in reversed(traceback.extract_tb(error.__traceback__)):
-    path = os.path.abspath(frame.filename)
-    if not path.startswith(_LIBRARIES) and os.path.exists(path):
-      return f'{frame.filename}, line {frame.lineno}'
-  return ''
