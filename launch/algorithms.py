@@ -13,7 +13,6 @@ for your own, package.module:name or file.py:name.
 import argparse
 from collections.abc import Sequence
 
-from jaxrl.algorithms import describe
 from jaxrl.options import ConfigError
 from launch.logging.error_pages import print_error, with_flags
 from launch.runtime.signal_handler import run_command
@@ -36,16 +35,14 @@ def main(argv: Sequence[str]) -> int:
   try:
     plugin_set = plugins.read(flags.plugins) if flags.plugins else plugins.Plugins()
     if flags.parts:
-      print(with_flags(describe.parts(plugin_set.of('policy_loss').values())))
+      print(with_flags(catalogue.parts(plugin_set)))
     pages = [
       p for name in flags.names for p in catalogue.component_pages(name, plugin_set)
     ]
-    rule = '\n\n' + '─' * describe.WIDTH + '\n'
     if pages:
-      print(rule.join(pages))
+      print(catalogue.RULE.join(pages))
     if not flags.names and not flags.parts:
-      print(describe.algorithms(plugin_set.of('algorithm').values()))
-      print('', catalogue.index(plugin_set), sep='\n')
+      print(catalogue.index(plugin_set))
       print('\nMore: python -m launch.algorithms KIND or NAME. All parts: --parts')
   except ConfigError as error:
     print_error(error)

@@ -11,7 +11,7 @@ from typing import Any
 
 from configs import base
 from jaxrl import component_calls
-from jaxrl.algorithms import describe, registry, requirements
+from jaxrl.algorithms import registry, requirements
 from jaxrl.config import describe_options, descriptions_of, option_types, to_config
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.functional import components
@@ -20,6 +20,7 @@ from jaxrl.options import declared_ranges, defaults, descriptions
 from jaxrl.run_options import RunOptions
 from launch.__main__ import COMMANDS
 from launch.logging.metric_descriptions import HEALTHY_RANGES, METRIC_DESCRIPTIONS
+from launch.settings import catalogue
 from launch.settings.component_kinds import (
   KINDS,
   ComponentKind,
@@ -286,12 +287,12 @@ def _metrics() -> str:
 
 
 def _algorithms() -> str:
-  rows: dict[str, list[tuple[str, ...]]] = {t: [] for t in describe.FAMILIES.values()}
+  rows: dict[str, list[tuple[str, ...]]] = {t: [] for t in catalogue.FAMILIES.values()}
   for name in registry.names():
-    summary = describe.summary(name)
-    text = describe.SOURCE.sub('', summary)
+    summary = catalogue.summary(name)
+    text = catalogue.SOURCE.sub('', summary)
     text = (text.partition(': ')[2] or text).removesuffix('.')
-    family = describe.FAMILIES[describe.family(registry.make(name))]
+    family = catalogue.FAMILIES[catalogue.family(registry.make(name))]
     cells = f'[{name}]({name}.md)', _escape(_capital(text)), _paper(summary)
     rows[family].append(cells)
   text = (
@@ -306,7 +307,7 @@ def _algorithms() -> str:
 
 def _algorithm(name: str) -> str:
   function, made = registry.builder(name), registry.make(name)
-  summary = describe.summary(name)
+  summary = catalogue.summary(name)
   body = SECTIONS.sub('', '\n' + (inspect.getdoc(function) or '')).strip()
   text = f'# {name}\n\n{_escape(summary)}\n\n{_escape(body)}\n\n'
   text += f'```sh\npython -m launch.train --config=configs/debug.py:{name}\n```\n\n'
@@ -319,12 +320,12 @@ def _algorithm(name: str) -> str:
     call = components.call_string(piece)
     shown = FORMULAS.get(slot, {}).get(getattr(part, '__name__', ''), '')
     text += _admonition(f'{slot} = {call}', formula, typeset(shown))
-  text += _escape(describe.SYMBOLS.replace('\n', ' '))
+  text += _escape(catalogue.SYMBOLS.replace('\n', ' '))
   text += ' m: 1 at action tokens. B: the rows that have any.\n\n'
   text += '## Options\n\n' + _options(function, name, prefix='algorithm.') + '\n\n'
   if made.provenance:
-    text += f'Defaults: {_escape(describe.PROVENANCE[made.provenance])}.\n\n'
-  needs = [describe.NEEDS.get(x, x) for x in sorted(requirements.needs(made))]
+    text += f'Defaults: {_escape(catalogue.PROVENANCE[made.provenance])}.\n\n'
+  needs = [catalogue.NEEDS.get(x, x) for x in sorted(requirements.needs(made))]
   settings = [
     ('data format', made.data_format),
     ('samples per task', made.group_size),
@@ -353,7 +354,7 @@ def _kind(kind: ComponentKind) -> str:
   else:
     text += ' All are built in; a file of your own cannot add one.\n\n'
   if kind.name in describe_slots():
-    text += _escape(describe.SYMBOLS.replace('\n', ' ')) + '\n\n'
+    text += _escape(catalogue.SYMBOLS.replace('\n', ' ')) + '\n\n'
   formulas = {**FORMULAS, 'aggregation': AGGREGATIONS}.get(kind.name, {})
   for name, component in kind.built_in().items():
     shown = formulas.get(name, '')
@@ -460,7 +461,7 @@ def _source_link(component: Callable[..., Any] | str) -> str:
 
 
 def _paper(text: str) -> str:
-  source = describe.source(text)
+  source = catalogue.source(text)
   number = re.search(r'\d{4}\.\d{5}', source)
   if number is None:
     return _escape(source)

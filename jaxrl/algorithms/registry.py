@@ -32,7 +32,12 @@ from jaxrl.functional import (
   kl_controllers,
   losses,
 )
-from jaxrl.functional.components import allowed_range, is_component, options_of
+from jaxrl.functional.components import (
+  allowed_range,
+  fields_of,
+  is_component,
+  options_of,
+)
 from jaxrl.options import (
   ConfigError,
   check_callable,
@@ -243,6 +248,25 @@ def make_component(field: str, component: Component) -> Callable[..., Any] | Non
     )
   check_options(function, options, f'algorithm.{field}={str(call)!r}')
   return functools.partial(function, **options) if options else function
+
+
+def parts_for(slot: str) -> dict[str, Callable[..., Any]]:
+  """Returns the components that fit a field of `Algorithm`, by name.
+
+  A critic's loss fits `value_loss` only.
+
+  Args:
+    slot: The field.
+  """
+  offered = components_in(COMPONENT_MODULES[slot])
+  if slot not in ('policy_loss', 'value_loss'):
+    return offered
+  wanted = slot == 'value_loss'
+  return {
+    name: function
+    for name, function in offered.items()
+    if ('values' in fields_of(function)) == wanted
+  }
 
 
 def components_in(module: ModuleType) -> dict[str, Callable[..., Any]]:

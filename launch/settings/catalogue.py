@@ -1,18 +1,23 @@
-"""Catalogue: lists every kind of component, and describes each component."""
+"""Catalogue: lists every kind of component, and describes each one in a page."""
 
 import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.algorithms import describe, registry
+from jaxrl.algorithms import registry, requirements
+from jaxrl.component_calls import join_calls
 from jaxrl.config import describe_options
-from jaxrl.options import declared_ranges, defaults, unknown_name_error
+from jaxrl.functional import components
+from jaxrl.functional.reductions import MAX_EXPONENT
+from jaxrl.options import declared_ranges, defaults, unknown_name_error, unwrap
+from jaxrl.types import Algorithm
 from jaxrl.user_code import import_object
 from launch.settings.component_kinds import (
   KINDS,
+  PARTS,
   ComponentKind,
   component_docstring,
   defined_at,
@@ -21,13 +26,91 @@ from launch.settings.component_kinds import (
 )
 from launch.settings.plugins import Plugins
 
+WIDTH = 88
+RULE = f'\n\n{"─" * WIDTH}\n'
+SOURCE = re.compile(r'\s*\(([^()]*(?:arXiv \d{4}\.\d{5}|, (?:19|20)\d\d)[^()]*)\)\.?')
+SYMBOLS = f"""\
+p, o, q: log-probs by the policy, the one that sampled, the reference. r = e^(p−o).
+A: advantage. R: a run's return. μ, s: mean and sample standard deviation of its group.
+sg: no gradient. Exponents are clipped to ±{MAX_EXPONENT:g}."""
+PROVENANCE = {
+  'paper': 'the values of the paper',
+  'trinity': 'the components and values of Trinity-RFT, except for the group size',
+  'ours': 'values of our own choice: the paper gives others, or none',
+}
+NEEDS = {
+  'old_logprobs': "the learner's own log-probs of what was sampled",
+  'ref_logprobs': 'a reference model, the initial weights',
+  'teacher_logprobs': 'a teacher, teacher.checkpoint',
+  'teacher_topk': "a teacher's likeliest tokens, teacher.checkpoint",
+  'values': 'a critic: a value head on the model',
+  'entropy': "the policy's entropy",
+  'nec': "the mean of the policy's entropy indicator",
+  'greedy_mask': 'one greedy attempt more per task, as a baseline',
+}
+FAMILIES = {
+  'attempts at a task, compared': 'Reinforcement: whole attempts at a task',
+  'turns': 'Reinforcement: turns and episodes of their own worth',
+  'expert': "Reinforcement beside an expert's rows",
+  'teacher': 'A teacher at hand',
+  'files': 'From files of answers',
+  'pairs': 'From files of preferences',
+}
 _SKIPPED_SECTIONS = re.compile(
   r'\n(?:Args|Attributes|Returns|Raises|Keyword Args):\n.*', re.DOTALL
 )
+_SHOWN_SETTINGS = (
+  *('schema', 'group_size', 'aggregation', 'behaviour', 'sampler', 'batch_unit'),
+)
+
+
+def summary(spec: str) -> str:
+  """Returns the first line of an algorithm's file, its paper included.
+
+  Args:
+    spec: The algorithm's name or location.
+  """
+  function = registry.builder(spec)
+  text = unwrap(function).__globals__.get('__doc__')
+  return (text or inspect.getdoc(function) or '').split('\n')[0]
+
+
+def source(text: str) -> str:
+  """Returns the paper that a text cites.
+
+  Args:
+    text: A docstring.
+
+  Returns:
+    The text in its brackets; '' if it cites none.
+  """
+  match = SOURCE.search(text)
+  return match.group(1) if match else ''
+
+
+def family(algorithm: Algorithm) -> str:
+  """Returns which of FAMILIES an algorithm belongs to, by what it learns from.
+
+  Args:
+    algorithm: The algorithm.
+  """
+  reads = requirements.fields_read(algorithm)
+  if algorithm.data_format == 'preference':
+    return 'pairs'
+  if {'teacher_logprobs', 'teacher_topk'} & requirements.needs(algorithm):
+    return 'teacher'
+  if algorithm.data_format != 'rollout':
+    return 'files'
+  if 'expert_mask' in reads:
+    return 'expert'
+  turn_level = components.component_info(algorithm.advantage).turn_level
+  if turn_level or 'turn_ids' in reads:
+    return 'turns'
+  return 'attempts at a task, compared'
 
 
 def index(plugins: Plugins) -> str:
-  """Lists the kinds, each with how many components it has.
+  """Lists the algorithms, then the kinds, each with how many components it has.
 
   Args:
     plugins: The user's own components.
@@ -35,19 +118,67 @@ def index(plugins: Plugins) -> str:
   Returns:
     The text.
   """
-  rows = []
+  kinds = []
   for kind in KINDS:
     num_plugins = len(plugins.of(kind.name))
-    count = f'{len(kind.built_in())}' + (
-      f' + {num_plugins} of your own' if num_plugins else ''
-    )
-    rows.append((kind.plural, count, kind.what))
-  widths = [max(len(row[i]) for row in rows) for i in range(2)]
-  lines = ['Kinds of components']
-  for name, count, what in rows:
-    head = f'  {name:{widths[0]}} {count:>{widths[1]}}  '
-    lines.append(_columns(head, what))
-  return '\n'.join(lines)
+    more = f' + {num_plugins} of your own' if num_plugins else ''
+    kinds.append((kind.plural, f'{len(kind.built_in())}{more}', kind.what))
+  widths = [max(len(row[i]) for row in kinds) for i in range(2)]
+  rows = [
+    _columns(f'  {name:{widths[0]}} {count:>{widths[1]}}  ', what)
+    for name, count, what in kinds
+  ]
+  return '\n'.join([_algorithms(plugins), '', 'Kinds of components', *rows])
+
+
+def _algorithms(plugins: Plugins) -> str:
+  """Lists every algorithm in a line of its own, by family."""
+  families: dict[str, list[str]] = {title: [] for title in FAMILIES.values()}
+  for name in registry.names():
+    families[FAMILIES[family(registry.make(name))]].append(name)
+  families['Your own'] = list(plugins.of('algorithm').values())
+  width = max(len(n.split(':')[-1]) for names in families.values() for n in names)
+  lines = [f'{"arXiv       defaults":>{WIDTH - 1}}']
+  for title, names in families.items():
+    lines += [title] if names else []
+    for spec in names:
+      head, colon, rest = summary(spec).partition(': ')
+      text, name = rest if colon else head, spec.split(':')[-1]
+      lines.append(_row(name, text, width, f'{registry.make(spec).provenance:8}'))
+    lines += [''] if names else []
+  return '\n'.join(lines).rstrip()
+
+
+def _row(name: str, text: str, width: int, last: str = '') -> str:
+  """Formats a name, a text and the paper that it cites in columns."""
+  where = source(text)
+  number = re.search(r'\d{4}\.\d{5}', where)
+  where = number.group() if number else where
+  where += f'  {last}' if last else ''
+  words = SOURCE.sub('', text).removesuffix('.').removeprefix('Computes ')
+  words = re.sub(r' ((All |Both )?(are )?)?`\[B, T\]`$', '', words)
+  room = WIDTH - width - 4 - len(where)
+  first, *rest = textwrap.wrap(words, room) or ['']
+  line = f'  {name:{width}} {first:{room}} {where}'.rstrip()
+  return '\n'.join([line, *(' ' * (width + 3) + more for more in rest)])
+
+
+def parts(plugins: Plugins) -> str:
+  """Lists every part that an algorithm may take, by the field that takes it.
+
+  Args:
+    plugins: The user's own components.
+
+  Returns:
+    The text.
+  """
+  head = textwrap.wrap(SYMBOLS.replace('\n', ' '), WIDTH)
+  head.append("Swap one: algorithm.policy_loss='cispo(clip_high=.3)'")
+  pages = [kind_page(kind, Plugins()) for kind in KINDS if kind.name in PARTS]
+  own = plugins.of('policy_loss')  # a function of a file may be any part
+  rows = [_row(name, _first_line(part), 20) for name, part in own.items()]
+  pages += ['\n'.join(['Your own', *rows])] if rows else []
+  return '\n\n'.join(['\n'.join(head), *pages])
 
 
 def kind_page(kind: ComponentKind, plugins: Plugins) -> str:
@@ -60,23 +191,19 @@ def kind_page(kind: ComponentKind, plugins: Plugins) -> str:
   Returns:
     The text.
   """
-  plugin_components = plugins.of(kind.name)
   if kind.name == 'algorithm':
-    return describe.algorithms(plugin_components.values())
-  lines = textwrap.wrap(f'{kind.plural}: {kind.what}', describe.WIDTH)
+    return _algorithms(plugins)
+  lines = textwrap.wrap(f'{kind.plural}: {kind.what}', WIDTH)
   lines += _fold('named by', ', '.join(f'--config.{key}' for key in kind.keys))
   if not kind.accepts:
     lines += ['', '  all are built in: a file of your own cannot add one']
-  built_in = kind.built_in()
-  width = max([len(name) for name in {**built_in, **plugin_components}], default=0)
-  for title, components in (('', built_in), ('Your own', plugin_components)):
-    if components:
+  groups = {'': kind.built_in(), 'Your own': plugins.of(kind.name)}
+  width = max((len(name) for group in groups.values() for name in group), default=0)
+  for title, group in groups.items():
+    if group:
       lines += ['', title] if title else ['']
-      lines += [
-        _columns(f'  {name:{width}}  ', _first_line(component))
-        for name, component in components.items()
-      ]
-  if not built_in and not plugin_components:
+      lines += [_row(name, _first_line(part), width) for name, part in group.items()]
+  if not any(groups.values()):
     lines += ['', '  none has a name: yours is named by where it is, file.py:Name']
   return '\n'.join(lines)
 
@@ -94,77 +221,120 @@ def component_pages(name: str, plugins: Plugins) -> list[str]:
   Raises:
     ConfigError: If nothing has this name.
   """
-  pages, names = [], set()
-  described: dict[Any, list[str]] = {}  # a component of several kinds has one page
+  names: set[str] = set()
+  kinds: dict[Any, list[str]] = {}  # a component of several kinds has one page
   if ':' in name:
     value = import_object(name)
-    kinds = [kind.name for kind in KINDS if kind.accepts and kind.accepts(value)]
-    described[name] = kinds or ['algorithm']
+    own = [kind.name for kind in KINDS if kind.accepts and kind.accepts(value)]
+    kinds[name] = own or ['algorithm']
   for kind in KINDS:
-    components = {**kind.built_in(), **plugins.of(kind.name)}
-    names |= components.keys()
-    if name in components:
-      described.setdefault(components[name], []).append(kind.name)
-  for component, kinds in described.items():
-    pages.append(_page(name.split(':')[-1], component, kinds))
-  kind = find_kind(name)
-  if kind is not None:
+    known = {**kind.built_in(), **plugins.of(kind.name)}
+    names |= {*known, kind.name, kind.plural}
+    if name in known:
+      kinds.setdefault(known[name], []).append(kind.name)
+  pages = [_page(name.split(':')[-1], component, of) for component, of in kinds.items()]
+  if (kind := find_kind(name)) is not None:
     pages.append(kind_page(kind, plugins))
   if not pages:
-    known = names | {kind.name for kind in KINDS} | {kind.plural for kind in KINDS}
-    raise unknown_name_error(
-      name, known, 'algorithm, component or kind', 'launch.algorithms'
-    )
+    what = 'algorithm, component or kind'
+    raise unknown_name_error(name, names, what, 'launch.algorithms')
   return pages
 
 
 def _page(name: str, component: Any, kinds: list[str]) -> str:
   """Describes a component of some kinds."""
-  if kinds == ['algorithm']:
-    is_preset = name in registry.names() and '.presets.' in component
-    page = describe.algorithm(name if is_preset else component)
-  elif any(kind in registry.COMPONENT_MODULES for kind in kinds):
-    of_own = isinstance(component, str) and component.rpartition(':')[0].endswith('.py')
-    slots = 'a part of your own' if of_own else ' or '.join(kinds)
-    page = describe.part(name, load_component(component), slots)
-  else:
-    page = _plain_page(name, component, kinds)
-  return f'{page}\n\ndefined in  {defined_at(component)}'
-
-
-def _plain_page(name: str, component: Any, kinds: list[str]) -> str:
+  title = f'{name}: {" or ".join(kinds)}'
   try:
     value = load_component(component)
   except ImportError as error:
-    return f'{name}: {" or ".join(kinds)}\n\nneeds a package that is missing: {error}'
-  lines = [f'{name}: {" or ".join(kinds)}', '']
-  lines += _SKIPPED_SECTIONS.sub('', _docstring(component, value)).strip().splitlines()
+    place = defined_at(component)
+    return f'{title}\n\nneeds a package that is missing: {error}\n\ndefined in  {place}'
+  if kinds == ['algorithm']:
+    is_preset = name in registry.names() and '.presets.' in component
+    lines = list(_algorithm_lines(name if is_preset else component))
+  else:
+    is_part = not PARTS.keys().isdisjoint(kinds)
+    if is_part and str(component).rpartition(':')[0].endswith('.py'):
+      title = f'{name}: a part of your own'
+    lines = [title, '', *_component_lines(component, value, is_part)]
+  return '\n'.join([*lines, '', f'defined in  {defined_at(component)}'])
+
+
+def _component_lines(component: Any, value: Any, is_part: bool) -> Iterator[str]:
+  """Yields a component's docstring and its options; of a part, its fields too."""
+  text = _docstring(component, value)
   options = defaults(value) if callable(value) else {}
-  notes = describe_options(value)
-  if callable(value):
-    for option, allowed in declared_ranges(value).items():
-      notes[option] = f'{notes.get(option, "")} It {allowed}.'.strip()
-  lines += ['', *_option_lines(options, notes)]
-  return '\n'.join(lines)
+  notes = {} if is_part else describe_options(value)  # the text has those of a part
+  ranges = _ranges(value, value.__name__) if is_part else declared_ranges(value)
+  if is_part:
+    yield from text.splitlines()
+    yield ''
+    yield from _fold('reads', ', '.join(components.fields_of(value)))
+  else:
+    yield from _SKIPPED_SECTIONS.sub('', text).strip().splitlines()
+    yield ''
+  yield from _option_lines(options, notes, ranges)
+
+
+def _algorithm_lines(spec: str) -> Iterator[str]:
+  """Yields an algorithm's options and defaults, settings, needs and components."""
+  function, made = registry.builder(spec), registry.make(spec)
+  name = spec.split(':')[-1]
+  yield from (f'{name}: an algorithm', '', summary(spec))
+  yield from (*(inspect.getdoc(function) or '').splitlines(), '')
+  yield from _option_lines(defaults(function), {}, _ranges(function, spec))
+  if made.provenance:
+    yield from ('', f'defaults  {PROVENANCE[made.provenance]}')
+  shown = [
+    f'{setting} {getattr(made, registry.algorithm_field(setting))}'
+    for setting in _SHOWN_SETTINGS
+  ]
+  extra = {
+    'filters': join_calls(made.filters),
+    'shapers': join_calls(made.shapers),
+    'critic_warmup': made.critic_warmup,
+  }
+  shown += [f'{setting} {value}' for setting, value in extra.items() if value]
+  needs = [NEEDS.get(need, need) for need in sorted(requirements.needs(made))]
+  yield from ('', *_fold('runs with', ' · '.join(shown)))
+  yield from _fold('needs', ' · '.join(needs) or 'nothing more')
+  yield from ('', *SYMBOLS.splitlines())
+  for slot, piece in requirements.components_of(made).items():
+    yield from ('', *_fold(f'{slot} =', components.call_string(piece)))
+    yield from _fold('  reads', ', '.join(components.fields_of(piece)))
+    text = inspect.getdoc(components.function_of(piece)) or ''
+    yield textwrap.indent(text, '  ')
+
+
+def _ranges(function: Any, name: str) -> dict[str, Any]:
+  """Returns the ranges of numbers among the options of this package's algorithms."""
+  if not function.__module__.startswith(('jaxrl.algorithms.', 'jaxrl.functional.')):
+    return {}
+  return {
+    option: limits
+    for option, value in defaults(function).items()
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    if (limits := components.allowed_range(name, option))
+  }
 
 
 def _option_lines(
-  options: Mapping[str, Any], descriptions: Mapping[str, str]
-) -> list[str]:
-  """Returns a table of options: the default and the description of each."""
-  if not options:
-    return ['options  none']
-  values = {name: f'{name} = {value!r}' for name, value in options.items()}
-  width = min(max(map(len, values.values())), describe.WIDTH // 3)
-  lines = ['options']
+  options: Mapping[str, Any], notes: Mapping[str, str], ranges: Mapping[str, Any]
+) -> Iterator[str]:
+  """Yields a table of options: default, description and range of each."""
+  yield 'options' if options else 'options  none'
+  names = max(map(len, options), default=0) if not notes else 0
+  values = {name: f'{name:{names}} = {value!r}' for name, value in options.items()}
+  width = min(max(map(len, values.values()), default=0), WIDTH // 3)
   for name, text in values.items():
-    note = descriptions.get(name, '')
+    note = notes.get(name, '')
+    if name in ranges:
+      note = f'{note} It {ranges[name]}.' if note else str(ranges[name])
     if len(text) <= width:
-      lines.append(_columns(f'  {text:{width}}  ', note))
+      yield _columns(f'  {text:{width}}  ', note)
     else:
-      lines += textwrap.wrap(f'  {text}', describe.WIDTH, subsequent_indent='    ')
-      lines += [_columns(' ' * (width + 4), note)] if note else []
-  return lines
+      yield from textwrap.wrap(f'  {text}', WIDTH, subsequent_indent='    ')
+      yield from [_columns(' ' * (width + 4), note)] if note else []
 
 
 def _docstring(component: Any, value: Any) -> str:
@@ -184,10 +354,10 @@ def _first_line(component: Any) -> str:
 
 def _columns(head: str, text: str) -> str:
   """Returns a text beside a head, folded below itself."""
-  lines = textwrap.wrap(text, max(describe.WIDTH - len(head), 20)) or ['']
+  lines = textwrap.wrap(text, max(WIDTH - len(head), 20)) or ['']
   return ('\n' + ' ' * len(head)).join([head + lines[0], *lines[1:]]).rstrip()
 
 
 def _fold(title: str, text: str) -> list[str]:
-  indent = ' ' * (len(title) + 2)
-  return textwrap.wrap(f'{title}  {text}', describe.WIDTH, subsequent_indent=indent)
+  indent = ' ' * (len(title) + 1)
+  return textwrap.wrap(f'{title} {text}', WIDTH, subsequent_indent=indent)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.algorithms import describe, registry
+from jaxrl.algorithms import registry
 from jaxrl.data.row_sources import GENERATE_PREFIX
 from jaxrl.functional import components
 from jaxrl.options import ConfigError, unwrap
@@ -247,7 +247,7 @@ KINDS: tuple[ComponentKind, ...] = (
       slot,
       (f'algorithm.{slot}',),
       what,
-      functools.partial(describe.parts_for, slot),
+      functools.partial(registry.parts_for, slot),
       _is_part,
       other_names=('none',),
     )

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import describe, registry, requirements
+from jaxrl.algorithms import registry, requirements
 from jaxrl.component_calls import ComponentCall, join_calls
 from jaxrl.functional import components, entropy
 from jaxrl.functional.aggregation import token_weights
 from jaxrl.options import unwrap
+from launch.settings import catalogue
 from tests.calls import make_algorithm
 
 # name: advantage, policy loss, aggregation, group size, KL as (use, estimator, coef)
@@ -94,7 +95,7 @@ def test_preset(name):
   algorithm = make_algorithm(name)
   assert read(algorithm) == PRESETS[name]
   assert algorithm.entropy_loss is None
-  assert algorithm.provenance in describe.PROVENANCE
+  assert algorithm.provenance in catalogue.PROVENANCE
   assert algorithm.old_logprobs_source == 'rollout'
 
 

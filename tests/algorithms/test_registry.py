@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import warnings
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import consistency, describe, registry, requirements
+from jaxrl.algorithms import consistency, registry, requirements
 from jaxrl.functional import (
   advantages,
   components,
@@ -19,7 +18,7 @@ from jaxrl.functional import (
   kl_controllers,
   losses,
 )
-from jaxrl.options import ConfigError, defaults, unwrap
+from jaxrl.options import ConfigError, unwrap
 from jaxrl.types import Algorithm
 from tests.calls import make_algorithm
 
@@ -187,16 +186,6 @@ def test_prepare_keeps_its_own_options_and_hashes():
   )
   assert first == second and hash(first) == hash(second)
   assert components.options_of(first.prepare) == {'level': 2.0}
-
-
-@pytest.mark.parametrize('name', registry.names())
-def test_describe_says_what_runs(name):
-  text = describe.describe(name)
-  assert describe.summary(name) in text
-  for slot, part in requirements.components_of(make_algorithm(name)).items():
-    assert f'{slot} = {components.function_of(part).__name__}(' in text
-  for option, value in defaults(registry.builder(name)).items():
-    assert re.search(rf'{option} += {re.escape(repr(value))}', text)
 
 
 def test_a_correction_is_decoupled_and_scores_only_what_it_must():

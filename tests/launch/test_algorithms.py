@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from jaxrl.algorithms import describe, registry, requirements
+from jaxrl.algorithms import registry, requirements
 from jaxrl.functional import components
 from jaxrl.options import defaults, unwrap
 from launch import algorithms
-from launch.settings import component_kinds
+from launch.settings import catalogue, component_kinds
 from tests.algorithms.test_plugins import LOSSES, WHOLE
 from tests.launch.runs import ROOT
 from tests.launch.test_extensions import FILES
@@ -18,14 +18,14 @@ SOURCE = re.compile(r'arXiv \d{4}\.\d{5}|, (19|20)\d\d\)')
 PARTS = {
   (slot, name): fn
   for slot in registry.COMPONENT_MODULES
-  for name, fn in describe.parts_for(slot).items()
+  for name, fn in registry.parts_for(slot).items()
 }
 
 
 def output_of(capsys, *argv):
   assert algorithms.main(argv) == 0
   text = capsys.readouterr().out
-  assert max(len(line) for line in text.splitlines()) <= describe.WIDTH
+  assert max(len(line) for line in text.splitlines()) <= catalogue.WIDTH
   return text
 
 
@@ -42,7 +42,8 @@ def test_lists_every_algorithm_in_a_line_with_its_paper_and_its_defaults(capsys)
 def test_lists_every_part_by_its_slot(capsys):
   text = output_of(capsys, '--parts')
   for (slot, name), _ in PARTS.items():
-    assert re.search(rf'(^|, ){slot}(,|$)', text, re.MULTILINE), slot
+    title = component_kinds.find_kind(slot).plural
+    assert re.search(rf'^{title}: ', text, re.MULTILINE), slot
     assert re.search(rf'^  {name} ', text, re.MULTILINE), name
 
 
@@ -50,7 +51,7 @@ def test_lists_every_part_by_its_slot(capsys):
 def test_explains_each(name, capsys):
   """Its paper, its options, and the formula and paper of each of its parts."""
   text = output_of(capsys, name)
-  assert SOURCE.search(describe.summary(name)), 'say where it comes from'
+  assert SOURCE.search(catalogue.summary(name)), 'say where it comes from'
   for option in registry.builder_options(name):
     assert option in text or option in (*registry.COMPONENT_MODULES, *registry.SETTINGS)
   for slot, part in requirements.components_of(registry.make(name)).items():
@@ -112,7 +113,7 @@ def test_the_index_counts_every_kind(capsys):
 def test_a_kind_lists_its_components(plural, capsys):
   kind, text = KIND_NAMES[plural], output_of(capsys, plural)
   for name in kind.built_in():
-    assert re.search(rf'^  {name} +\w', text, re.M), name
+    assert re.search(rf'^  {name} +\S', text, re.M), name
   if kind.name != 'algorithm':
     assert all(f'--config.{key}' in text.replace('\n', ' ') for key in kind.keys)
   assert ('all are built in' in text) == (kind.accepts is None)

@@ -8,10 +8,11 @@ import importlib
 import re
 from collections.abc import Iterable
 
-from jaxrl.algorithms import describe, registry
+from jaxrl.algorithms import registry
 from jaxrl.envs.env_registry import ENVS
 from jaxrl.models import families
 from jaxrl.models.families.known_configs import KNOWN_CONFIGS
+from launch.settings import catalogue
 from tests.models import test_huggingface
 from tests.models.families import cases
 from tests.rollout.vllm import family_cases
@@ -28,7 +29,7 @@ def table(header: str, rows: Iterable[Iterable[str]]) -> str:
 
 def paper_link(text: str) -> str:
   """Returns a link to the paper that a docstring cites, or the citation."""
-  source = describe.source(text)
+  source = catalogue.source(text)
   number = re.search(r'\d{4}\.\d{5}', source)
   return f'[{number[0]}](https://arxiv.org/abs/{number[0]})' if number else source
 
@@ -40,16 +41,16 @@ def sentence(text: str) -> str:
 
 
 def algorithms() -> str:
-  """Returns the table of algorithms, in the order of `describe.FAMILIES`."""
-  order = list(describe.FAMILIES)
+  """Returns the table of algorithms, in the order of `catalogue.FAMILIES`."""
+  order = list(catalogue.FAMILIES)
   rows = []
   for name in registry.names():
-    family, summary = describe.family(registry.make(name)), describe.summary(name)
-    text = describe.SOURCE.sub('', summary)
+    family, summary = catalogue.family(registry.make(name)), catalogue.summary(name)
+    text = catalogue.SOURCE.sub('', summary)
     text = text.partition(': ')[2] or text
     values = registry.make(name).provenance
     row = f'`{name}`', sentence(text), paper_link(summary), values
-    rows.append((order.index(family), describe.FAMILIES[family], row))
+    rows.append((order.index(family), catalogue.FAMILIES[family], row))
   rows.sort(key=lambda entry: entry[0])  # names are sorted already
   seen: set[str] = set()
   cells = []
@@ -72,7 +73,7 @@ def models() -> str:
       if families.family_name(config['model_type']) == name
     ]
     spec = families.find_family(name)
-    text = describe.SOURCE.sub('', sentence(doc))
+    text = catalogue.SOURCE.sub('', sentence(doc))
     compared = ', '.join(f'`{key}`' for key in compared_settings(spec.architecture))
     known = ', '.join(published)
     why = family_cases.OBSTACLES.get(name)
