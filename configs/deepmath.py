@@ -18,7 +18,8 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config = base.get_config(algorithm)
   config.num_steps = 3
   config.model.random = 'qwen3(vocab_size=2048)'
-  config.dataset.keys = 'question=prompt, answer=ground_truth'
+  config.dataset.columns.question = 'prompt'
+  config.dataset.columns.answer = 'ground_truth'
   config.algorithm.group_size = 8
   config.batch.update(num_groups=16, max_length=512)
   config.optimizer.learning_rate = 1e-6

@@ -25,6 +25,6 @@ def get_config(algorithm: str = 'grpo') -> Config:
     'math', turn_template=PROMPT, max_tokens_per_step=128
   )
   config.eval.update(interval=50, num_tasks=64)
-  config.dataset.keys = 'solution=answer'
+  config.dataset.columns.solution = 'answer'
   config.checkpoint.update(save_interval=50, export=True)
   return config

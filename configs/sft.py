@@ -4,8 +4,8 @@ r"""Fine-tuning on conversations of your own, no environment needed.
       --config.model.checkpoint=FOLDER
 
 Rows are conversations (`messages`, `conversations`) or a prompt and a response; other
-names go by --config.dataset.keys='prompt=ask, response=reply'. For plain texts, name
-the algorithm cpt: --config=configs/sft.py:cpt. Rehearse without a checkpoint: a small
+names are set as in --config.dataset.columns.prompt=ask. For plain texts, name the
+algorithm cpt: --config=configs/sft.py:cpt. Rehearse without a checkpoint: a small
 random model is trained, with a tokenizer of your texts.
 """
 

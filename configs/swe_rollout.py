@@ -31,7 +31,8 @@ def get_config(algorithm: str = 'grpo') -> Config:
   """Returns the config for generating trajectories of repository repairs."""
   config = base.get_config(algorithm)
   config.model.random = 'qwen3(vocab_size=2048)'
-  config.dataset.keys = 'question=problem_statement, answer='
+  config.dataset.columns.question = 'problem_statement'
+  config.dataset.columns.answer = ''
   config.batch.update(num_groups=32, max_length=2048)
   config.rollout.max_num_seqs = 32
   config.env.swe = base.env_section(

@@ -9,12 +9,12 @@ import dataclasses
 import datetime
 import functools
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.component_calls import ComponentCall, build_component
 from jaxrl.data.row_sources import RowSources, parse_row_sources
+from jaxrl.data.rows.task_rows import RowColumns
 from jaxrl.model_loading import parse_random_config
 from jaxrl.models.lora import ADAPTER_KINDS, Lora
 from jaxrl.models.model_config import TOWER_TRAINING, ModelConfig
@@ -166,10 +166,8 @@ class DatasetOptions(Options):
   curriculum: ComponentCall = option(
     ComponentCall('shuffle'), 'Which rows are drawn; see `jaxrl.data.curricula`.'
   )
-  keys: str = option(
-    '',
-    "Keys of rows that differ from the usual ones, such as 'question=problem, "
-    "answer=solution'; see `jaxrl.data.rows.row_formats`.",
+  columns: RowColumns = section(
+    RowColumns, 'Which columns, or keys, of rows hold what.'
   )
   system_prompt: str = option(
     '', 'System message of conversations from files that have none.'
@@ -298,6 +296,24 @@ class WeightSyncOptions(Options):
 
 
 @dataclasses.dataclass(frozen=True)
+class TaskColumns(Options):
+  """The columns of some tasks' rows, where they differ from those of other rows."""
+
+  question: str | None = option(None, 'Column of the question; none for the usual one.')
+  answer: str | None = option(None, 'Column of the answer; none for the usual one.')
+
+  def or_else(self, usual: 'TaskColumns | RowColumns') -> 'TaskColumns':
+    """Returns these columns; what they leave open is as in others.
+
+    Args:
+      usual: The others.
+    """
+    question = usual.question if self.question is None else self.question
+    answer = usual.answer if self.answer is None else self.answer
+    return TaskColumns(question=question, answer=answer)
+
+
+@dataclasses.dataclass(frozen=True)
 class TagDatasetOptions(Options):
   """The rows of one environment tag; what is left open is as in `dataset`."""
 
@@ -308,8 +324,8 @@ class TagDatasetOptions(Options):
   )
   split: str = option('', 'Split of the source.')
   limit: int | None = option(None, 'Rows to use at most.', low=1)
-  keys: str = option(
-    '', "Keys of rows that differ from the usual ones, such as 'question=problem'."
+  columns: TaskColumns = section(
+    TaskColumns, "Which columns of this tag's rows hold what."
   )
   curriculum: ComponentCall | None = option(None, 'Which rows are drawn.')
 
@@ -366,9 +382,8 @@ class EvalSetOptions(Options):
     read=parse_row_sources,
   )
   split: str = option('', 'Split of the dataset to evaluate on.')
-  keys: str = option(
-    '',
-    "Keys of rows that differ from the usual ones; '' for those of the tag.",
+  columns: TaskColumns = section(
+    TaskColumns, "Which columns of the set's rows hold what."
   )
   num_tasks: int | None = option(
     None, 'Tasks of an evaluation; -1 for each row of the dataset once.', low=-1
@@ -425,49 +440,37 @@ class TeacherOptions(Options):
 
   checkpoint: str = option(
     '',
-    "The teacher's Hugging Face folder, or one for each environment tag, 'tag=FOLDER, "
-    "other=FOLDER'; 'data' if rows bring the teacher's outputs.",
+    "The teacher's Hugging Face folder or Hub name; 'data' if rows bring its outputs.",
+  )
+  by_tag: Mapping[str, Any] = option(
+    {}, 'Teachers of single environment tags, or tags of rows: a checkpoint for each.'
   )
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if FROM_DATA in self._terms.values() and len(self._terms) > 1:
-      raise OptionError(
-        'checkpoint',
-        self.checkpoint,
-        "'data' means that the rows hold the teacher's outputs, so it excludes "
-        'folders: name either',
-      )
+    if self.from_data and self.by_tag:
+      tag, folder = next(iter(self.by_tag.items()))
+      problem = "the rows hold the teacher's outputs (checkpoint='data'): name either"
+      raise OptionError(f'by_tag.{tag}', folder, problem)
+    for tag, folder in self.by_tag.items():
+      if not isinstance(folder, str) or not folder.strip():
+        raise OptionError(f'by_tag.{tag}', folder, 'must be a checkpoint')
 
   @functools.cached_property
-  def _terms(self) -> dict[str, str]:
-    """Folder, or 'data', by environment tag; '' stands for all other tags."""
-    folders: dict[str, str] = {}
-    how = 'write FOLDER, or tag=FOLDER, tag=FOLDER'
-    for term in filter(str.strip, self.checkpoint.split(',')):
-      match = re.fullmatch(r'\s*([\w\-]+)\s*=(.*)', term)
-      tag, folder = match.groups() if match else ('', term)
-      if not folder.strip() or tag in folders:
-        raise OptionError('checkpoint', self.checkpoint, f'{how}, each tag once')
-      folders[tag] = folder.strip()
-    if self.checkpoint.strip() and not folders:
-      raise OptionError('checkpoint', self.checkpoint, f'a folder is missing: {how}')
-    return folders
-
-  @property
   def folders(self) -> Mapping[str, str]:
-    """Checkpoint folder by environment tag; '' stands for all other tags."""
-    return {} if self.from_data else self._terms
+    """Checkpoints by environment tag; '' stands for all other tags."""
+    usual = {'': self.checkpoint} if self.checkpoint and not self.from_data else {}
+    return {**usual, **self.by_tag}
 
   @property
   def from_data(self) -> bool:
     """Whether the rows bring the teacher's outputs."""
-    return self._terms.get('') == FROM_DATA
+    return self.checkpoint == FROM_DATA
 
   @property
   def named(self) -> bool:
     """Whether the config names a teacher, or says that the data brings its outputs."""
-    return bool(self.checkpoint)
+    return self.from_data or bool(self.folders)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -207,7 +207,7 @@ def benchmark_config(name: str, path: str) -> Config:
     f'generate:launch.benchmarks:benchmark_rows(name={name!r}, path={path!r})'
   )
   if not benchmark.answer:
-    config.dataset.keys = 'answer='
+    config.dataset.columns.answer = ''
   config.eval.update(
     group_size=benchmark.attempts, temperature=benchmark.temperature, num_tasks=-1
   )

@@ -140,7 +140,7 @@ def _sets_to_play(config: Any, mode: str) -> dict[str, dict[str, Any]]:
   """Returns what is to be played, each part as an evaluation set with all its keys."""
   from jaxrl.config import to_config
   from jaxrl.envs.env_registry import uses_dataset
-  from jaxrl.run_options import EvalSetOptions
+  from jaxrl.run_options import EvalSetOptions, TaskColumns
   from launch.settings.resolve import read_options
   from launch.settings.task_settings import evaluation_options, tag_tasks
 
@@ -157,7 +157,7 @@ def _sets_to_play(config: Any, mode: str) -> dict[str, dict[str, Any]]:
           tag=tag,
           path=tasks.path,
           split=tasks.split,
-          keys=env.dataset.keys or options.dataset.keys,
+          columns=TaskColumns(question=tasks.question_key, answer=tasks.answer_key),
           num_tasks=limit or -1,
           temperature=options.rollout.temperature,
         )

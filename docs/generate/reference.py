@@ -203,18 +203,23 @@ def config_sections() -> Iterator[tuple[str, str, Any]]:
         _only(section, fields),
       )
     else:
-      yield name, _section_sentence(name), section
-  tag_dataset = tag.dataset
-  timeouts = tag.timeouts
-  del tag.dataset, tag.timeouts
-  yield 'env.<tag>', 'One section for each environment tag.', tag
-  yield 'env.<tag>.dataset', "Rows of the tag's own.", tag_dataset
-  yield 'env.<tag>.timeouts', 'Seconds before a call is cancelled.', timeouts
-  eval_set = base.eval_set()
-  yield 'eval.sets.<name>', 'One section for each named evaluation set.', eval_set
+      yield from _with_inner(name, _section_sentence(name), section)
+  yield from _with_inner('env.<tag>', 'One section for each environment tag.', tag)
+  sentence = 'One section for each named evaluation set.'
+  yield from _with_inner('eval.sets.<name>', sentence, base.eval_set())
   for name, options in (('logging', LoggingOptions), ('trajectory_dump', DumpOptions)):
-    section = to_config(options())
-    yield name, _section_sentence(name), section
+    yield name, _section_sentence(name), to_config(options())
+
+
+def _with_inner(
+  name: str, sentence: str, section: Any
+) -> Iterator[tuple[str, str, Any]]:
+  """Yields a section and those in it; those that take keys of any name are empty."""
+  yield name, sentence, section
+  for key, value in section.items():
+    if isinstance(value, type(section)) and len(value):
+      sentence = descriptions_of(section).get(key, '')
+      yield from _with_inner(f'{name}.{key}', sentence, value)
 
 
 def _algorithm_keys() -> set[str]:

@@ -16,6 +16,7 @@ from jaxrl.data.row_sources import (
   load_rows,
 )
 from jaxrl.data.rows.row_formats import DATA_FORMATS, RowFormat
+from jaxrl.data.rows.task_rows import USUAL_COLUMNS, RowColumns
 from jaxrl.options import unknown_name_error
 from jaxrl.types import Group, Message, Trajectory
 
@@ -48,9 +49,7 @@ class FileSampler:
     batch_size: The number of groups per step.
     max_length: The maximum number of tokens of a trajectory.
     system_prompt: The system message of conversations that have none.
-    keys: Where rows hold what; see `RowFormat`.
-    question_key: A further name of the prompt.
-    solution_key: A further name of the response.
+    columns: Which columns of rows hold what.
     seed: The seed of the order.
 
   Attributes:
@@ -74,19 +73,12 @@ class FileSampler:
     batch_size: int = 64,
     max_length: int = 1024,
     system_prompt: str = '',
-    keys: str = '',
-    question_key: str = 'question',
-    solution_key: str = 'solution',
+    columns: RowColumns = USUAL_COLUMNS,
     seed: int = 0,
   ):
     if data_format not in DATA_FORMATS:
       raise unknown_name_error(data_format, DATA_FORMATS, 'schema', 'files')
-    row_format = RowFormat(
-      keys=keys,
-      question_key=question_key,
-      solution_key=solution_key,
-      system_prompt=system_prompt,
-    )
+    row_format = RowFormat(columns, system_prompt=system_prompt)
     rows = load_rows(path, split, limit) if rows is None else rows[:limit]
     parser = RowParser(chat, row_format, max_length, rated)
     name = describe_sources(path) or 'rows'

@@ -39,8 +39,7 @@ def missing_teacher_error(
   """
   return ConfigError(
     f'tag {what} has no teacher, only {", ".join(tags_with_teacher)}: set '
-    f"teacher.checkpoint='{tag}=FOLDER, …', or one folder for all "
-    'tags'
+    f'teacher.by_tag.{tag}=FOLDER, or teacher.checkpoint=FOLDER for all tags'
   )
 
 

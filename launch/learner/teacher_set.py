@@ -1,7 +1,7 @@
 """Load the teachers of a run, for algorithms that distil.
 
 `teacher.checkpoint` is the Hugging Face folder of the teacher, or 'data' where the rows
-bring its outputs. 'gsm8k=FOLDER, lake=FOLDER' names one for each environment tag.
+bring its outputs. `teacher.by_tag.NAME` is that of an environment tag's own teacher.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from jaxrl.models import huggingface
 from jaxrl.options import ConfigError
 from jaxrl.training.teacher_scoring import Teachers
 from launch.settings.run_settings import (
-  TEACHER_CHECKPOINT,
   RunSettings,
+  teacher_key,
 )
 
 
@@ -33,12 +33,12 @@ def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
   Raises:
     ConfigError: For a folder that holds no such thing.
   """
-  name = next(iter(settings.teacher.folders.values()))
+  tag, name = next(iter(settings.teacher.folders.items()))
   try:
     folder = hub.find_checkpoint(name)
     return load_tokenizer(folder), huggingface.load_config(folder).vocab_size
   except (OSError, ValueError) as error:
-    raise ConfigError(f'{TEACHER_CHECKPOINT}={name}: {error}') from error
+    raise ConfigError(f'{teacher_key(tag)}={name}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +99,16 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
   """
   loaded: dict[str, LoadedModel] = {}
   folders = settings.teacher.folders
-  for folder in folders.values():
+  for tag, folder in folders.items():
     if folder not in loaded:
+      key = teacher_key(tag)
       policy = model_loading.load_model(
         folder,
         value_head=False,
         dtype=settings.model.dtype,
         remat='none',
         kernels=settings.kernels,
-        key=TEACHER_CHECKPOINT,
+        key=key,
       )
-      loaded[folder] = model_loading.match_vocabulary(
-        policy, student, TEACHER_CHECKPOINT
-      )
+      loaded[folder] = model_loading.match_vocabulary(policy, student, key)
   return TeacherSet({tag: loaded[folder] for tag, folder in folders.items()})

@@ -238,7 +238,7 @@ def _load(
   if options['mode'] == 'sample':
     with settings.naming(key('curriculum')):
       make_curriculum(options['curriculum'], rows, options['seed'])
-  with settings.naming(key('keys')):
+  with settings.naming(key('path')):
     data = GlobalDataset(rows, path=path, **options)
   handle = runtime.spawn(GlobalDataset, rows, path=path, **options)
   fingerprints[id(handle)] = data.fingerprints() if settings.active_evaluations else []

@@ -103,10 +103,8 @@ def _make_sampler(
 def _row_options(settings: RunSettings) -> dict[str, Any]:
   """Says where rows hold what, as options of the row format and of `FileSampler`."""
   return {
-    'keys': settings.row_keys['keys'],
+    'columns': settings.dataset.columns,
     'system_prompt': settings.dataset.system_prompt,
-    'question_key': settings.row_keys['question_key'],
-    'solution_key': settings.row_keys['solution_key'],
   }
 
 
@@ -143,9 +141,7 @@ def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
   keys_by_path = {data.path: 'dataset.path'}
   keys_by_path.setdefault(settings.sft.path or data.path, 'sft.path')
   keys_by_path.pop('', None)
-  run_keys = [
-    settings.row_keys[key] for key in ('question_key', 'answer_key', 'solution_key')
-  ]
+  run_keys = [data.columns.question, data.columns.answer, data.columns.solution]
   sources = [
     (path, data.split, run_keys, keys_by_path[path])
     for path in sorted(keys_by_path, key=describe_sources)

@@ -124,7 +124,7 @@ class TaskChecker:
     seed = base_seed(self._settings.seed, self._mode, tag) + row
     item = data.get_data_item(seed, row)
     assert item is not None
-    key = self._settings.row_keys['solution_key']
+    key = self._settings.dataset.columns.solution
     if key in item:
       item['solution'] = item[key]
     task = Task(seed=seed, index=row, item=item)

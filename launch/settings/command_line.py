@@ -26,7 +26,7 @@ from jaxrl.options import ConfigError, Options, closest_match
 TRUE = ('true', '1', 'yes', 'on')
 FALSE = ('false', '0', 'no', 'off')
 # Sections that take keys of any name.
-OPEN_SECTIONS = ('model.template_options',)
+OPEN_SECTIONS = ('model.template_options', 'teacher.by_tag')
 NOUNS = {bool: 'true or false', int: 'a whole number', float: 'a number'}
 
 

@@ -31,7 +31,7 @@ from launch.settings.component_options import (
 )
 from launch.settings.engine_settings import make_engine_settings
 from launch.settings.run_settings import RewardTermSettings, RunSettings, naming_key
-from launch.settings.task_settings import evaluation_sets, parse_row_keys, tag_tasks
+from launch.settings.task_settings import evaluation_sets, tag_tasks
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,6 @@ def resolve_settings(
     placement=make_placement(options.cluster),
     tasks={tag: tag_tasks(options, tag) for tag in options.env},
     evaluations=evaluation_sets(options),
-    row_keys=parse_row_keys(options.dataset.keys),
     chat=_chat_options(options.model, day),
     experience_store=_experience_store(options.dataset.experience_store),
     trajectory_dump=(
@@ -105,7 +104,6 @@ def _build_components(settings: RunSettings) -> None:
   model = settings.model
   _ = model.adapters, model.random_config, settings.batch.packing_plan
   _ = settings.weight_sync.sync_policy, settings.rollout.staleness_limit
-  _ = settings.teacher.folders
   if settings.trajectory_dump is not None:
     _ = settings.trajectory_dump.store, settings.trajectory_dump.writer
 

@@ -25,6 +25,11 @@ from jaxrl.types import Algorithm
 TEACHER_CHECKPOINT = '--config.teacher.checkpoint'
 
 
+def teacher_key(tag: str) -> str:
+  """Returns the key that names the teacher of a tag; '' stands for all other tags."""
+  return f'--config.teacher.by_tag.{tag}' if tag else TEACHER_CHECKPOINT
+
+
 @contextlib.contextmanager
 def naming_key(key: str, text: Any) -> Iterator[None]:
   """Makes the errors of a block begin with a config key and its value.
@@ -190,7 +195,6 @@ class RunSettings(RunOptions):
     placement: How learner and engines share the devices.
     tasks: Where the tasks of each environment tag come from.
     evaluations: Evaluation sets, by the name that their metrics have.
-    row_keys: The keys of the run's rows; see `parse_row_keys`.
     chat: How conversations are written, where that is not as the checkpoint says.
     experience_store: The store whose groups the run trains on; None if it plays them.
     trajectory_dump: Where trajectories are written; None for commands that write none.
@@ -206,7 +210,6 @@ class RunSettings(RunOptions):
   placement: PlacementSettings
   tasks: Mapping[str, TaskSettings]
   evaluations: Mapping[str, EvalSetSettings]
-  row_keys: Mapping[str, str]
   chat: ChatOptions
   experience_store: ReaderOptions | None
   trajectory_dump: DumpOptions | None

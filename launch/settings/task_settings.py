@@ -5,11 +5,9 @@ set takes what it leaves open from its tag and from `eval`. Without `eval.sets`,
 tag is a set of its own name.
 """
 
-from jaxrl.data.dataset import GlobalDataset
-from jaxrl.data.rows.row_formats import RowFormat
-from jaxrl.options import ConfigError, defaults, unknown_name_error
+from jaxrl.options import unknown_name_error
 from jaxrl.run_options import EvalSetOptions, RunOptions
-from launch.settings.run_settings import EvalSetSettings, TaskSettings, naming_key
+from launch.settings.run_settings import EvalSetSettings, TaskSettings
 
 
 def tag_tasks(options: RunOptions, tag: str) -> TaskSettings:
@@ -18,17 +16,15 @@ def tag_tasks(options: RunOptions, tag: str) -> TaskSettings:
   Args:
     options: The options of the run.
     tag: The environment tag.
-
-  Raises:
-    ConfigError: If the keys of rows cannot be read.
   """
   own, run = options.env[tag].dataset, options.dataset
-  where = f'env.{tag}.dataset.keys' if own.keys else 'dataset.keys'
+  columns = own.columns.or_else(run.columns)
   return TaskSettings(
     path=own.path or run.path,
     split=own.split or run.split,
     limit=run.limit if own.limit is None else own.limit,
-    **_task_keys(own.keys or run.keys, where),
+    question_key=columns.question or '',
+    answer_key=columns.answer or '',
     curriculum=own.curriculum or run.curriculum,
   )
 
@@ -60,7 +56,7 @@ def evaluation_options(options: RunOptions) -> dict[str, EvalSetOptions]:
       tag=tag,
       path=own.path or ('' if rows.path else run.path),
       split=own.split or run.split,
-      keys=own.keys or rows.keys or options.dataset.keys,
+      columns=own.columns.or_else(rows.columns).or_else(options.dataset.columns),
       **{field: getattr(run, field) for field in open_fields},
     )
   return filled
@@ -73,64 +69,13 @@ def evaluation_sets(options: RunOptions) -> dict[str, EvalSetSettings]:
     options: The options of the run.
 
   Raises:
-    ConfigError: If a set names no environment tag, or its keys cannot be read.
+    ConfigError: If a set names no environment tag.
   """
   sets = {}
   for name, filled in evaluation_options(options).items():
-    values, own = filled.as_dict(), options.eval.sets.get(name)
-    is_own = own is not None and own.keys not in ('', options.dataset.keys)
-    where = f'eval.sets.{name}.keys' if is_own else 'dataset.keys'
-    sets[name] = EvalSetSettings(**_task_keys(values.pop('keys'), where), **values)
+    values, columns = filled.as_dict(), filled.columns
+    values.pop('columns')
+    sets[name] = EvalSetSettings(
+      **values, question_key=columns.question or '', answer_key=columns.answer or ''
+    )
   return sets
-
-
-def parse_row_keys(text: str, key: str = 'dataset.keys') -> dict[str, str]:
-  """Parses `dataset.keys`, such as 'question=problem, answer=solution'.
-
-  `question`, `answer` and `solution` are the keys of a task's question, of its answer
-  and of a written response; 'answer=' says that rows have none. The other names are
-  those of `RowFormat`.
-
-  Args:
-    text: The value of the key.
-    key: The dotted key, for messages.
-
-  Returns:
-    'question_key', 'answer_key', 'solution_key', and the other terms as 'keys'.
-
-  Raises:
-    ConfigError: If the text cannot be read, or a name is unknown.
-  """
-  keys = {
-    'question': defaults(GlobalDataset)['question_key'],
-    'answer': defaults(GlobalDataset)['answer_key'],
-    'solution': defaults(RowFormat)['solution_key'],
-  }
-  others, seen = [], set()
-  for term in filter(str.strip, text.split(',')):
-    name, equals, row_key = (part.strip() for part in term.partition('='))
-    if not equals:
-      raise ConfigError(f'--config.{key}={text}: write name=KEY, name=KEY')
-    if name in seen:
-      raise ConfigError(f'--config.{key}={text}: {name!r} is given twice')
-    seen.add(name)
-    if name in keys:
-      keys[name] = row_key
-    else:
-      others.append(term.strip())
-  rest = ', '.join(others)
-  with naming_key(key, text):
-    RowFormat(keys=rest)
-  return {f'{name}_key': row_key for name, row_key in keys.items()} | {'keys': rest}
-
-
-def _task_keys(text: str, where: str) -> dict[str, str]:
-  """Returns the keys of a question and of an answer, under the names of settings."""
-  keys = parse_row_keys(text, where)
-  for term in text.split(',') if where != 'dataset.keys' else ():
-    name = term.partition('=')[0].strip()
-    if name not in ('question', 'answer', ''):
-      raise ConfigError(
-        f'--config.{where}={text}: a task has a question and an answer, and no {name}'
-      )
-  return {key: keys[key] for key in ('question_key', 'answer_key')}

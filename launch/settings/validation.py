@@ -10,6 +10,7 @@ from jaxrl.component_calls import find_component, join_calls
 from jaxrl.data import samplers
 from jaxrl.data.curricula import CURRICULA, check_curriculum_class
 from jaxrl.data.dataset import GlobalDataset
+from jaxrl.data.rows.task_rows import USUAL_COLUMNS
 from jaxrl.envs.env_registry import env_factory, uses_dataset
 from jaxrl.functional import components
 from jaxrl.models import huggingface, remat
@@ -23,7 +24,7 @@ from jaxrl.training.optimizers import make_optimizer
 from jaxrl.types import Algorithm
 from launch.settings.engine_settings import check_engine
 from launch.settings.off_policy import validate_off_policy
-from launch.settings.run_settings import TEACHER_CHECKPOINT, RunSettings
+from launch.settings.run_settings import TEACHER_CHECKPOINT, RunSettings, teacher_key
 
 # Columns that only rollouts can fill, and what they are.
 ROLLOUT_COLUMNS = {
@@ -292,11 +293,12 @@ def _validate_row_options(settings: RunSettings) -> None:
   paths = [data.path, data.expert_path, settings.sft.path]
   paths += [tasks.path for tasks in settings.tasks.values()]
   paths += [evaluation.path for evaluation in settings.evaluations.values()]
-  if settings.text('dataset.keys') and not any(paths):
-    raise ConfigError(
-      f'--config.dataset.keys={settings.text("dataset.keys")}: has no effect here: '
-      'this run reads no rows'
-    )
+  for name, key in data.columns.as_dict().items():
+    if key != getattr(USUAL_COLUMNS, name) and not any(paths):
+      raise ConfigError(
+        f'--config.dataset.columns.{name}={key}: has no effect here: this run reads no '
+        'rows'
+      )
 
 
 def _reads_experts(settings: RunSettings) -> bool:
@@ -385,11 +387,12 @@ def validate_teachers(settings: RunSettings) -> None:
   """
   name, teacher = settings.algorithm_name, settings.teacher
   if not batch_fields.teacher_fields(settings.algorithm):
-    if teacher.named:
-      raise ConfigError(
-        f'{TEACHER_CHECKPOINT}={settings.text("teacher.checkpoint")}: has no '
-        f'effect here: algorithm {name} does not use a teacher'
-      )
+    for tag, folder in {'': teacher.checkpoint, **teacher.by_tag}.items():
+      if folder:
+        raise ConfigError(
+          f'{teacher_key(tag)}={folder}: has no effect here: algorithm {name} does not '
+          'use a teacher'
+        )
     return
   batch_fields.teacher_top_k(settings.algorithm)
   if not teacher.named:
@@ -400,7 +403,7 @@ def validate_teachers(settings: RunSettings) -> None:
     for tag in filter(None, teacher.folders):
       if tag not in settings.env:
         raise unknown_name_error(
-          tag, settings.env, 'environment tag', TEACHER_CHECKPOINT
+          tag, settings.env, 'environment tag', '--config.teacher.by_tag'
         )
     for tag in settings.training_tags:
       if not teacher.from_data and not {'', tag} & teacher.folders.keys():

@@ -29,7 +29,8 @@ def known():
   }
   keys |= {f'trajectory_dump.{name}' for name in to_config(DumpOptions())}
   keys |= {f'logging.{name}' for name in to_config(LoggingOptions())}
-  keys |= {f'eval.sets.<name>.{name}' for name in base.eval_set()}
+  eval_keys = command_line.dotted_keys(base.eval_set())
+  keys |= {f'eval.sets.<name>.{name}' for name in eval_keys}
   for name in registry.names():
     keys |= {f'algorithm.{option}' for option in registry.builder_options(name)}
   return keys

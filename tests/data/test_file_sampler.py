@@ -110,7 +110,7 @@ def test_rows_with_nothing_to_learn_are_errors(chat, tmp_path):
     FileSampler(chat, [{'messages': [USER, REPLY, REPLY]}])
   with pytest.raises(DataError, match='row 0: the conversation begins with an'):
     FileSampler(chat, [{'messages': [REPLY, USER, REPLY]}])
-  with pytest.raises(DataError, match=r"set dataset\.keys='response=KEY'"):
+  with pytest.raises(DataError, match=r'set dataset\.columns\.response=KEY'):
     FileSampler(chat, [{'question': 'x', 'answer': 'y'}])
   with pytest.raises(DataError, match='row 1: the text is empty'):
     FileSampler(chat, [{'text': 'x'}, {'text': ''}], data_format='text')

@@ -123,7 +123,7 @@ def test_the_commands_of_recipes_name_what_there_is():
 def test_a_piece_of_a_config_can_be_executed(page, text):
   config = base.get_config()
   exec(text, {'config': config, 'base': base})
-  assert config.env or config.dataset.keys
+  assert config.env or config.dataset.columns.answer
   for section in config.env.values():
     assert section.env_type in env_registry.ENVS
 

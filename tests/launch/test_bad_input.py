@@ -201,11 +201,12 @@ def test_wrong_keys_of_rows_are_named_with_their_key(tmp_path, capsys):
   path = jsonl(tmp_path / 'rows.jsonl', [{**GOOD, 'level': 1}] * 4)
   options = (
     f'--config.env.arithmetic.dataset.path={path}',
-    '--config.env.arithmetic.dataset.keys=question=ask',
+    '--config.env.arithmetic.dataset.columns.question=ask',
   )
   error = refused(tmp_path, capsys, *options)
-  assert error.startswith(f'error: {options[1]}: {path}, row 0: ')
-  assert "no key 'ask'; its keys are question, answer" in error
+  assert error.startswith(f'error: {options[0]}: {path}, row 0: ')
+  assert "no key 'ask'; its keys are question, answer, solution" in error
+  assert 'set columns.question to the one' in error
 
 
 def test_rows_of_experts_that_cannot_be_read_are_named_with_their_key(tmp_path, capsys):

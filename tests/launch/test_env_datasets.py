@@ -96,7 +96,7 @@ def with_own_rows(tmp_path, **options):
   config.env.own = base.env_section(
     'math',
     max_tokens_per_step=4,
-    dataset={'path': path, 'keys': 'question=problem', **options},
+    dataset={'path': path, 'columns': {'question': 'problem'}, **options},
   )
   return config
 
@@ -117,8 +117,8 @@ def test_a_tag_has_rows_and_keys_of_its_own(tmp_path):
 
 
 def test_a_tag_takes_what_it_leaves_open_from_the_run(tmp_path):
-  config = with_own_rows(tmp_path, keys='')
-  config.dataset.keys = 'question=problem'
+  config = with_own_rows(tmp_path, columns={})
+  config.dataset.columns.question = 'problem'
   tasks = resolve_settings(config).tasks['own']
   assert tasks.question_key == 'problem' and tasks.split == config.dataset.split
   assert str(tasks.curriculum) == config.dataset.curriculum
@@ -138,8 +138,6 @@ def test_tags_that_name_the_same_rows_share_them(tmp_path):
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'keys': 'question=q, solution=s'}, 'env.own.dataset.keys=.*no solution'),
-    ({'keys': 'question'}, r'--config.env.own.dataset.keys=question: write name=KEY'),
     ({'limit': 0}, 'env.own.dataset.limit=0: must be at least 1'),
     ({'curriculum': 'shufle'}, "env.own.dataset.curriculum.*'shuffle'"),
     ({'path': 'generate:arithmetic('}, 'env.own.dataset.path='),
@@ -209,7 +207,7 @@ def with_sets(tmp_path, **options):
   config.eval.sets.easy = base.eval_set(tag='arithmetic')
   path = write_rows(tmp_path / 'hard.jsonl', 'q', 7)
   config.eval.sets.hard = base.eval_set(
-    tag='own', path=path, keys='question=q', num_tasks=-1, **options
+    tag='own', path=path, columns={'question': 'q'}, num_tasks=-1, **options
   )
   return config
 

@@ -133,13 +133,13 @@ def test_rated_rows_of_the_users_own_names(tmp_path):
     for i in range(6)
   ]
   file.write_text('\n'.join(map(json.dumps, lines)))
-  keys = 'prompt=ask, response=reply, reward=score'
+  keys = {'prompt': 'ask', 'response': 'reply', 'reward': 'score'}
   recorder = runs.record(
     tmp_path / 'run',
     *SHORT,
     '--config.sft.num_steps=0',
     f'--config.dataset.path={file}',
-    f'--config.dataset.keys={keys}',
+    *(f'--config.dataset.columns.{name}={key}' for name, key in keys.items()),
     '--config.algorithm.schema=messages',
     '--config.num_epochs=2',
     config=f'{runs.DEBUG}:raft',

@@ -295,7 +295,7 @@ def test_teachers_are_counted_once_each_with_the_students_vocabulary(tmp_path):
   size = folder(tmp_path / 'cut', hidden_size=48)
   wide = tmp_path / 'wide'
   named = f'--config.teacher.checkpoint={wide}'
-  tagged = f'--config.teacher.checkpoint=arithmetic={wide}'
+  tagged = f'--config.teacher.by_tag.arithmetic={wide}'
   student = f'--config.model.checkpoint={tmp_path / "student"}'
   kept = resident(taught(student, named))
   assert kept['teachers'] == size

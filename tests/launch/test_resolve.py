@@ -6,7 +6,6 @@ from configs import debug
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism.mesh import MeshOptions
 from launch.settings.resolve import resolve_settings
-from launch.settings.task_settings import parse_row_keys
 
 
 @pytest.mark.parametrize(
@@ -34,11 +33,6 @@ def test_an_axis_that_takes_all_devices_leaves_one_replica():
     MeshOptions(fsdp=0)
   with pytest.raises(ConfigError, match='only one axis can be -1, and fsdp is'):
     MeshOptions(tensor=-1, fsdp=-1)
-
-
-def test_a_name_of_a_key_that_is_given_twice_is_refused():
-  with pytest.raises(ConfigError, match="'question' is given twice"):
-    parse_row_keys('question=a, question=b')
 
 
 @pytest.mark.parametrize(

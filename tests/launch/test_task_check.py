@@ -16,7 +16,7 @@ from configs import base
 
 def get_config(algorithm='grpo'):
   config = base.get_config(algorithm)
-  config.dataset.keys = {keys!r}
+  config.dataset.columns.update({columns!r})
   config.env.own = base.env_section({env_type!r}, max_steps=2, **{options!r})
   return config
 """
@@ -57,9 +57,9 @@ class Own:
 """
 
 
-def check(folder, rows, env_type, *options, keys='', **section):
+def check(folder, rows, env_type, *options, columns=(), **section):
   (folder / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
-  text = CONFIG.format(keys=keys, env_type=env_type, options=section)
+  text = CONFIG.format(columns=dict(columns), env_type=env_type, options=section)
   (folder / 'config.py').write_text(text)
   return rollout.main(
     [
@@ -153,7 +153,7 @@ def test_programs(tmp_path, capsys):
     {'question': 'q', 'answer': [{'input': '', 'output': ''}], 'program': 'print()'},
     {'question': 'q', 'answer': '[]', 'program': ''},
   ]
-  assert check(tmp_path, rows, 'code', keys='solution=program') == 1
+  assert check(tmp_path, rows, 'code', columns={'solution': 'program'}) == 1
   verdicts = [result['verdict'] for result in results(tmp_path)]
   assert verdicts == ['ok', 'ok', 'solution_fails', 'empty_passes', 'setup_fails']
   assert "No module named 'absent'" in results(tmp_path)[2]['output']

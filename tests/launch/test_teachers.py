@@ -130,7 +130,7 @@ def test_a_tag_goes_to_its_own_teacher(folder, tmp_path):
     tmp_path / 'a', *TINY, f'--config.teacher.checkpoint={folder}', config=ASKS
   )
   student = tmp_path / 'a' / 'model'
-  by_tag = f'--config.teacher.checkpoint=arithmetic={folder}'
+  by_tag = f'--config.teacher.by_tag.arithmetic={folder}'
   model = f'--config.model.checkpoint={student}'
   recorder = runs.record(tmp_path / 'b', *TINY, model, by_tag, config=ASKS)
   same = runs.record(
@@ -140,7 +140,8 @@ def test_a_tag_goes_to_its_own_teacher(folder, tmp_path):
     tmp_path / 'd',
     *TINY,
     model,
-    f'--config.teacher.checkpoint={folder}, arithmetic={student}',
+    f'--config.teacher.checkpoint={folder}',
+    f'--config.teacher.by_tag.arithmetic={student}',
     config=ASKS,
   )
   spread = [learned(x)[0]['advantage/std'] for x in (recorder, same, nothing)]
@@ -151,10 +152,9 @@ REFUSED = {
   '': 'algorithm on_policy_distill needs a teacher: set '
   '--config.teacher.checkpoint=FOLDER',
   '--config.teacher.checkpoint=/nowhere': 'teacher.checkpoint=/nowhere: no folder',
-  '--config.teacher.checkpoint=arithmetic=': 'write FOLDER, or tag=FOLDER, tag=FOLDER',
-  '--config.teacher.checkpoint=arithmetic=a,arithmetic=b': 'each tag once',
-  '--config.teacher.checkpoint=arithmetik=a': "Did you mean 'arithmetic'?",
-  '--config.teacher.checkpoint=data,arithmetic=a': 'excludes folders',
+  '--config.teacher.by_tag.arithmetic=': 'by_tag.arithmetic=: must be a checkpoint',
+  '--config.teacher.by_tag.arithmetik=a': "Did you mean 'arithmetic'?",
+  '--config.teacher.checkpoint=data --config.teacher.by_tag.more=a': 'name either',
 }
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_is_told_in_one_line(tmp_path, capsys, options):
 
 
 def test_a_tag_without_a_teacher_is_refused_before_models_are_loaded(tmp_path, capsys):
-  options = (*TINY, '--config.teacher.checkpoint=arithmetic=/nowhere')
+  options = (*TINY, '--config.teacher.by_tag.arithmetic=/nowhere')
   config = f'{runs.ROOT}/tests/launch/two_tags.py:on_policy_distill'
   error = refused(tmp_path, capsys, *options, config=config)
   assert "tag 'more' has no teacher, only arithmetic" in error

@@ -23,7 +23,7 @@ from typing import Any
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.row_sources import DataError, Row, get_field, has_field, is_empty
 from jaxrl.data.rows import chat_messages
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.data.rows.task_rows import USUAL_COLUMNS, RowColumns
 from jaxrl.types import Message
 
 _MAX_FLOAT32 = 3.4028234663852886e38
@@ -34,28 +34,16 @@ class RowFormat:
   """Knows under which keys a row holds its prompt, response, messages and so on.
 
   Args:
-    keys: Unusual keys of the rows, such as 'prompt=ask, response=reply'.
-    question_key: A further name of the prompt.
-    solution_key: A further name of the response.
+    columns: The columns.
     system_prompt: The system message of conversations that have none.
-
-  Raises:
-    ConfigError: If `keys` is malformed.
   """
 
-  def __init__(
-    self,
-    *,
-    keys: str = '',
-    question_key: str = 'question',
-    solution_key: str = 'solution',
-    system_prompt: str = '',
-  ):
+  def __init__(self, columns: RowColumns = USUAL_COLUMNS, *, system_prompt: str = ''):
     self._names: dict[str, tuple[str, ...]] = {
       'messages': ('messages', 'conversations'),
-      'prompt': (question_key, 'prompt', 'instruction', 'problem'),
+      'prompt': (columns.question, 'prompt', 'instruction', 'problem'),
       'input': ('input',),
-      'response': (solution_key, 'response', 'completion', 'output'),
+      'response': (columns.solution, 'response', 'completion', 'output'),
       'chosen': ('chosen', 'preferred_output'),
       'rejected': ('rejected', 'non_preferred_output'),
       'text': ('text',),
@@ -65,7 +53,8 @@ class RowFormat:
       'tag': ('tag',),
       'images': ('images',),
     }
-    self._custom_keys = _read_keys(keys, self._names)
+    own_keys = {name: getattr(columns, name) for name in self._names}
+    self._custom_keys = {name: key for name, key in own_keys.items() if key}
     self._names |= {name: (key,) for name, key in self._custom_keys.items()}
     self._system_prompt = system_prompt
 
@@ -300,21 +289,8 @@ class RowFormat:
     return DataError(
       f'the row lacks a key ({wanted}). Its keys are '
       f'{", ".join(map(str, row)) or "none"}: set '
-      f"dataset.keys='{names[-1]}=KEY' to use another key"
+      f'dataset.columns.{names[-1]}=KEY to use another key'
     )
-
-
-def _read_keys(text: str, names: Mapping[str, Any]) -> dict[str, str]:
-  """Parses 'prompt=ask, response=reply' into a mapping. Raises ConfigError."""
-  key_by_name = {}
-  for term in filter(str.strip, text.split(',')):
-    name, equals, key = (part.strip() for part in term.partition('='))
-    if not equals or not key:
-      raise ConfigError(f'keys={text!r}: write name=key, name=key')
-    if name not in names:
-      raise unknown_name_error(name, names, 'name', f'keys={text!r}')
-    key_by_name[name] = key
-  return key_by_name
 
 
 def _check_content(name: str, value: Any) -> None:

@@ -12,6 +12,7 @@
 | ShareGPT, OpenAI | `conversations` or `messages` before the last reply | that reply |
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from jaxrl.data.rows.chat_messages import (
   parse_stored_messages,
 )
 from jaxrl.data.rows.row_choices import show_choices
+from jaxrl.options import Options, option
 from jaxrl.types import Message
 
 CONVERSATION_KEYS = ('messages', 'conversations')
@@ -45,6 +47,37 @@ OTHER_KEYS = {
 }
 # Keys that say what they are only beside another one: a `text` alone is no question.
 _KEYS_BESIDE = {'question': {'test_list': 'text'}}
+
+
+@dataclasses.dataclass(frozen=True)
+class RowColumns(Options):
+  """Columns of tables, or keys of objects, in which rows hold what a run reads.
+
+  A dot leads into an object, as in 'extra_info.question'. Where a column is '', the
+  usual ones of `jaxrl.data.rows.row_formats` are tried.
+  """
+
+  question: str = option(
+    'question',
+    "Column of a task's question, which may also be a conversation's prompt.",
+  )
+  answer: str = option('answer', "Column of a task's answer; '' if rows have none.")
+  solution: str = option('solution', 'Column of a written solution or response.')
+  messages: str = option('', "Column of a conversation; '' tries the usual ones.")
+  prompt: str = option('', "Column of a prompt; '' tries the usual ones.")
+  input: str = option('', "Column of what follows an instruction; '' is 'input'.")
+  response: str = option('', "Column of a response; '' tries the usual ones.")
+  chosen: str = option('', "Column of the better answer; '' tries the usual ones.")
+  rejected: str = option('', "Column of the worse answer; '' tries the usual ones.")
+  text: str = option('', "Column of a plain text; '' is 'text'.")
+  reward: str = option('', "Column of a row's reward; '' is 'reward'.")
+  system: str = option('', "Column of the system message; '' is 'system'.")
+  tools: str = option('', "Column of the tools; '' is 'tools'.")
+  tag: str = option('', "Column of a row's environment tag; '' is 'tag'.")
+  images: str = option('', "Column of the images; '' is 'images'.")
+
+
+USUAL_COLUMNS = RowColumns()
 
 
 class TaskReader:
@@ -129,8 +162,8 @@ def _first_key(row: Row, name: str, key: str) -> str:
 def _value(row: Row, key: str, name: str) -> Any:
   if not has_field(row, key):
     raise DataError(
-      f'no key {key!r}; its keys are {", ".join(map(str, row)) or "none"}: write '
-      'question=KEY, answer=KEY'
+      f'no key {key!r}; its keys are {", ".join(map(str, row)) or "none"}: set '
+      f'columns.{name} to the one that holds the {name}'
     )
   value = get_field(row, key)
   if is_empty(value):

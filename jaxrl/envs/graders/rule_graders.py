@@ -39,7 +39,7 @@ def expected_answer(item: TaskItem, grader: str) -> str:
   """
   if item.get('answer') is None:
     raise ValueError(
-      f'grader {grader!r}: the task has no answer: set dataset.keys=answer=KEY'
+      f'grader {grader!r}: the task has no answer: set dataset.columns.answer=KEY'
     )
   return str(item['answer']).strip()
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.data.row_sources import DataError
 from jaxrl.data.rows.row_formats import RowFormat
-from jaxrl.options import ConfigError
+from jaxrl.data.rows.task_rows import RowColumns
 
 USER = {'role': 'user', 'content': 'Hi'}
 REPLY = {'role': 'assistant', 'content': 'Ho'}
@@ -63,7 +63,7 @@ def test_an_instruction_takes_its_input_along():
   row = {'instruction': 'Add.', 'input': '1 2', 'output': '3'}
   assert RowFormat().conversation(row)[0]['content'] == 'Add.\n\n1 2'
   row = {'task': 'Add.', 'query': '1 2', 'output': '3', 'input': 'x'}
-  form = RowFormat(keys='prompt=task, input=query')
+  form = RowFormat(RowColumns(prompt='task', input='query'))
   assert form.conversation(row)[0]['content'] == 'Add.\n\n1 2'
   row = {'prompt': 'Add.', 'input': '1 2', 'response': '3'}
   assert RowFormat().conversation(row)[0]['content'] == 'Add.'
@@ -101,19 +101,17 @@ def test_system_messages():
 
 
 def test_keys_that_a_row_does_not_have_leave_its_messages():
-  form = RowFormat(keys='prompt=ask, response=reply')
+  form = RowFormat(RowColumns(prompt='ask', response='reply'))
   assert form.conversation({'messages': [USER, REPLY]}) == [USER, REPLY]
 
 
 def test_keys_say_where_a_row_holds_what():
   row = {'messages': [USER, REPLY], 'ask': 'A', 'reply': 'B', 'score': '2', 'body': 'C'}
-  form = RowFormat(keys='prompt=ask, response=reply, reward=score,text=body')
+  form = RowFormat(
+    RowColumns(prompt='ask', response='reply', reward='score', text='body')
+  )
   assert [m['content'] for m in form.conversation(row)] == ['A', 'B']
   assert (form.reward(row), form.text(row)) == (2.0, 'C')
-  with pytest.raises(ConfigError, match=r"'prompts'.*Did you mean 'prompt'"):
-    RowFormat(keys='prompts=ask')
-  with pytest.raises(ConfigError, match='name=key'):
-    RowFormat(keys='prompt')
 
 
 def full(*answers):
@@ -287,7 +285,9 @@ def test_roles_in_capitals():
 def test_paths_within_rows():
   """The rows that verl writes for GSM8K, for supervised training."""
   row = {'data_source': 'gsm8k', 'extra_info': {'question': 'Hi', 'answer': 'Ho'}}
-  form = RowFormat(keys='prompt=extra_info.question, response=extra_info.answer')
+  form = RowFormat(
+    RowColumns(prompt='extra_info.question', response='extra_info.answer')
+  )
   assert [m['content'] for m in form.conversation(row)] == ['Hi', 'Ho']
 
 
