@@ -104,8 +104,7 @@ def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
   for section in (config.eval, *config.eval.sets.values()):
     if section.interval is not None:
       section.interval = max(section.interval, 1)  # which is what loads the tasks
-  from launch.settings.resolve import read_options  # imports JAX: seconds
-  from launch.settings.task_settings import evaluation_sets
+  from launch.settings.resolve import evaluation_sets, read_options  # imports JAX
 
   ks = read_ks(flags['k'])
   for name, evaluation in evaluation_sets(read_options(config)).items():

@@ -141,8 +141,7 @@ def _sets_to_play(config: Any, mode: str) -> dict[str, dict[str, Any]]:
   from jaxrl.config import to_config
   from jaxrl.envs.env_registry import uses_dataset
   from jaxrl.run_options import EvalSetOptions, TaskColumns
-  from launch.settings.resolve import read_options
-  from launch.settings.task_settings import evaluation_options, tag_tasks
+  from launch.settings.resolve import evaluation_options, read_options, tag_tasks
 
   options = read_options(config)
   if mode == 'val':

@@ -1,6 +1,9 @@
 """Resolve a config into `RunSettings`: the one place that reads a `ConfigDict`.
 
-What the settings must satisfy together is checked by `launch.settings.validation`.
+A tag takes the run's data set, except for what `env.<tag>.dataset` says. An evaluation
+set takes what it leaves open from its tag and from `eval`. Without `eval.sets`, each
+tag is a set of its own name. What the settings must satisfy together is checked by
+`launch.settings.validation`.
 """
 
 import copy
@@ -18,8 +21,8 @@ from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.store import store_options
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.envs.graders import composite
-from jaxrl.options import ConfigError
-from jaxrl.run_options import EnvOptions, ModelOptions, RunOptions
+from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.run_options import EnvOptions, EvalSetOptions, ModelOptions, RunOptions
 from jaxrl.types import Algorithm
 from launch.settings import off_policy
 from launch.settings.cluster_settings import make_placement, make_transport
@@ -30,8 +33,13 @@ from launch.settings.component_options import (
   parse_grader_calls,
 )
 from launch.settings.engine_settings import make_engine_settings
-from launch.settings.run_settings import RewardTermSettings, RunSettings, naming_key
-from launch.settings.task_settings import evaluation_sets, tag_tasks
+from launch.settings.run_settings import (
+  EvalSetSettings,
+  RewardTermSettings,
+  RunSettings,
+  TaskSettings,
+  naming_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -202,3 +210,74 @@ def _fit_algorithm(settings: RunSettings) -> Algorithm:
   tags = settings.training_tags if settings.plays else ()
   limits = [settings.response_limit(tag) for tag in tags]
   return requirements.with_length(algorithm, max(limits or [settings.batch.max_length]))
+
+
+def tag_tasks(options: RunOptions, tag: str) -> TaskSettings:
+  """Returns where the tasks of an environment tag come from.
+
+  Args:
+    options: The options of the run.
+    tag: The environment tag.
+  """
+  own, run = options.env[tag].dataset, options.dataset
+  columns = own.columns.or_else(run.columns)
+  return TaskSettings(
+    path=own.path or run.path,
+    split=own.split or run.split,
+    limit=run.limit if own.limit is None else own.limit,
+    question_key=columns.question or '',
+    answer_key=columns.answer or '',
+    curriculum=own.curriculum or run.curriculum,
+  )
+
+
+def evaluation_options(options: RunOptions) -> dict[str, EvalSetOptions]:
+  """Returns the evaluation sets by name, with what they leave open filled in.
+
+  Args:
+    options: The options of the run.
+
+  Raises:
+    ConfigError: If a set names no environment tag.
+  """
+  run = options.eval
+  sets = run.sets or {tag: EvalSetOptions(tag=tag) for tag in options.env}
+  filled = {}
+  for name, own in sets.items():
+    tag = own.tag or next(iter(options.env), '')
+    if tag not in options.env or (len(options.env) > 1 and not own.tag):
+      key = f'--config.eval.sets.{name}.tag'
+      raise unknown_name_error(own.tag, options.env, 'environment tag', key)
+    rows = options.env[tag].dataset
+    open_fields = [
+      field
+      for field in ('num_tasks', 'group_size', 'temperature', 'interval')
+      if getattr(own, field) is None
+    ]
+    filled[name] = own.replace(
+      tag=tag,
+      path=own.path or ('' if rows.path else run.path),
+      split=own.split or run.split,
+      columns=own.columns.or_else(rows.columns).or_else(options.dataset.columns),
+      **{field: getattr(run, field) for field in open_fields},
+    )
+  return filled
+
+
+def evaluation_sets(options: RunOptions) -> dict[str, EvalSetSettings]:
+  """Returns the evaluation sets by name.
+
+  Args:
+    options: The options of the run.
+
+  Raises:
+    ConfigError: If a set names no environment tag.
+  """
+  sets = {}
+  for name, filled in evaluation_options(options).items():
+    values, columns = filled.as_dict(), filled.columns
+    values.pop('columns')
+    sets[name] = EvalSetSettings(
+      **values, question_key=columns.question or '', answer_key=columns.answer or ''
+    )
+  return sets
