@@ -181,7 +181,8 @@ class Trajectory:
     rollout_logprobs: `[T]` float32, 0 where not an action.
     rewards: `[T]` float32, on the last action token of each turn.
     weights_version: `[T]` int32, −1 where not an action.
-    group_id: The environment group; with episode_id it names the task.
+    env_group: The environment group, an env manager's `group_id`; with episode_id it
+      names the task.
     episode_id: The episode of the group.
     sample_index: Which of the group's samples it is.
     turn: The turn, if each turn is a row.
@@ -205,7 +206,7 @@ class Trajectory:
   rollout_logprobs: np.ndarray
   rewards: np.ndarray
   weights_version: np.ndarray
-  group_id: int = 0
+  env_group: int = 0
   episode_id: int = 0
   sample_index: int = 0
   turn: int = 0
@@ -234,7 +235,7 @@ class Trajectory:
   @property
   def group_name(self) -> str:
     """Names the task of the group; equal for all its samples."""
-    return f'{self.group_id}_{self.episode_id}_{self.episode_seed}'
+    return f'{self.env_group}_{self.episode_id}_{self.episode_seed}'
 
   @property
   def trajectory_id(self) -> str:

@@ -220,7 +220,7 @@ class RowParser:
         raise DataError(f'{describe_row(rows, i, where)}: {error}') from error
       for group in groups:
         for member, trajectory in enumerate(group):
-          trajectory.group_id, trajectory.sample_index = i, member
+          trajectory.env_group, trajectory.sample_index = i, member
           trajectory.tag = self._row_format.tag(row)
       parsed.append(groups)
     return parsed
@@ -312,7 +312,7 @@ def _by_prompt(groups: list[Group]) -> list[Group]:
     prompt = row.tokens[: int(row.action_mask.argmax())].tobytes()
     prompt += ''.join(image.digest for image in row.images).encode()
     group = by_prompt.setdefault(prompt, [])
-    row.group_id = group[0].group_id if group else row.group_id
+    row.env_group = group[0].env_group if group else row.env_group
     row.sample_index = len(group)
     group.append(row)
   return list(by_prompt.values())

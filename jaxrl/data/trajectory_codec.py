@@ -33,7 +33,7 @@ PER_TOKEN_FIELDS = {
 }
 # The other fields and their types.
 PER_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
-  'group_id': int,
+  'env_group': int,
   'episode_id': int,
   'sample_index': int,
   'turn': int,

@@ -189,10 +189,10 @@ class CheckedQueue:
       kind = 'an empty list' if rollout == [] else f'a {type(rollout).__name__}'
       raise self._error(f'put {kind} in place of a list of Trajectory rows')
     wanted = {
-      'group_id': lease.group_id,
+      'env_group': lease.env_group,
       'episode_id': lease.episode_id,
       'sample_index': lease.sample_index,
-      'episode_seed': self._base_seed + lease.group_id + lease.episode_id,
+      'episode_seed': self._base_seed + lease.env_group + lease.episode_id,
       'is_greedy': lease.greedy,
       'tag': self._tag,
     }

@@ -236,7 +236,7 @@ class EnvManager:
       self._running = None
 
   def _episode_seed(self, lease: EpisodeLease) -> int:
-    return self._base_seed + lease.group_id + lease.episode_id
+    return self._base_seed + lease.env_group + lease.episode_id
 
   def _discard_env(self) -> None:
     """Forgets the environment; one in a process of its own is killed."""
@@ -289,7 +289,7 @@ class EnvManager:
     cache = self._starting_cache = RolloutCache(lease, self._episode_seed(lease))
     try:
       if self.context.dataset is not None:
-        number = lease.group_id + lease.episode_id
+        number = lease.env_group + lease.episode_id
         cache.task = await maybe_await(
           self.context.dataset.get_task(cache.seed, number)
         )
@@ -459,7 +459,7 @@ class EnvManager:
       options['tool_format'] = tool_format.name
     if cache.task is not None:
       options['task'] = cache.task
-    number = cache.lease.group_id + cache.lease.episode_id
+    number = cache.lease.env_group + cache.lease.episode_id
     with starting(StartingEpisode(cache.seed, number, self._is_trial)):
       result = cache.env.reset(seed=cache.seed, options=options)
     observation, info = check_reset_result(cache.env, result)
@@ -561,7 +561,7 @@ class EnvManager:
   def _sample_name(self, cache: RolloutCache) -> str:
     """Names the sample; the name is the same at every attempt."""
     lease = cache.lease
-    group = f'{self.tag}/{lease.group_id}/{lease.episode_id}/{cache.seed}'
+    group = f'{self.tag}/{lease.env_group}/{lease.episode_id}/{cache.seed}'
     return f'{group}/{lease.sample_index}'
 
   async def _request(

@@ -203,7 +203,7 @@ def complete_group(group: Group, tag: str, base: int) -> int:
   Returns:
     The task's number.
   """
-  number = group[0].group_id + group[0].episode_id
+  number = group[0].env_group + group[0].episode_id
   for rows in group_stats.rows_by_sample(group).values():
     for row in rows:
       row.tag, row.episode_seed = tag, base + number

@@ -54,7 +54,7 @@ def play(table, rng, group, member):
     rollout_logprobs=np.array(logprobs, np.float32),
     rewards=rewards,
     weights_version=np.where(mask, 0, -1).astype(np.int32),
-    group_id=group,
+    env_group=group,
     sample_index=member,
     extras={'state_hash': group, 'teacher_logprobs': teacher.astype(np.float32)},
   )

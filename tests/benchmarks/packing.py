@@ -45,7 +45,7 @@ def _rows(prompt: int, responses: list[int], rng: Any, group: int) -> Group:
         rollout_logprobs=np.where(mask, -6.2, 0).astype(np.float32),
         rewards=rewards,
         weights_version=np.where(mask, 0, -1).astype(np.int32),
-        group_id=group,
+        env_group=group,
         sample_index=member,
       )
     )

@@ -137,7 +137,7 @@ def _groups(
         np.concatenate([none, done.logprobs]),
         reward,
         np.concatenate([none - 1, done.weights_versions]).astype(np.int32),
-        group_id=i // SAMPLES,
+        env_group=i // SAMPLES,
         sample_index=i % SAMPLES,
       )
     )

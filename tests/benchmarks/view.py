@@ -77,7 +77,7 @@ def write_dump(run: pathlib.Path, count: int = COUNT) -> None:
           Trajectory(
             rewards=rewards,
             tag=('math', 'lake', 'code')[number % 3],
-            group_id=number,
+            env_group=number,
             sample_index=sample,
             episode_id=step,
             stop_reason='finish' if draw.random() < 0.8 else 'max_length',

@@ -132,7 +132,7 @@ async def rows_of(rows, **options):
   batches = [await sampler.next(step) for step in range(3)]
   assert {len(groups) for groups in batches} == {99}
   unique = {id(row): (i, row) for g in batches[0] for i, row in enumerate(g)}
-  return sorted(unique.values(), key=lambda pair: (pair[1].group_id, pair[0]))
+  return sorted(unique.values(), key=lambda pair: (pair[1].env_group, pair[0]))
 
 
 async def test_every_reply_of_a_conversation_is_learned_and_nothing_else():
@@ -209,7 +209,7 @@ async def test_an_epoch_has_every_row_once(size, batch):
   sampler = FileSampler(letters(), rows, data_format='text', batch_size=batch, seed=3)
   steps = sampler.num_steps(2)
   assert steps == -(-2 * size // batch)
-  taken = [row.group_id for s in range(steps) for (row,) in await sampler.next(s)]
+  taken = [row.env_group for s in range(steps) for (row,) in await sampler.next(s)]
   assert sorted(taken[:size]) == sorted(taken[size : 2 * size]) == list(range(size))
   assert len(taken) < 2 * size + batch
   assert sampler.num_steps(0.5) == -(-size // (2 * batch))

@@ -38,7 +38,9 @@ class Files:
   async def next(self, step):
     numbers = range(self.taken, self.taken + self.batch_size)
     self.taken += self.batch_size
-    return [[a_row(-1, group_id=1000 + i, is_expert=True, weight=0.5)] for i in numbers]
+    return [
+      [a_row(-1, env_group=1000 + i, is_expert=True, weight=0.5)] for i in numbers
+    ]
 
   def state_dict(self):
     return {'taken': self.taken}
@@ -111,7 +113,7 @@ async def test_warmup_gives_expert_rows_and_then_rollouts():
   for step in range(2):
     groups = await sampler.next(step)
     assert [len(group) for group in groups] == [1] * 8
-    assert [g[0].group_id for g in groups] == [1000 + 8 * step + i for i in range(8)]
+    assert [g[0].env_group for g in groups] == [1000 + 8 * step + i for i in range(8)]
     assert all(row.is_expert and row.score == 1 for (row,) in groups)
     assert all(row.rewards[2] == 1 and row.weight == 0.5 for (row,) in groups)
     assert sampler.metrics() == {'sampler/expert_rows': 8}

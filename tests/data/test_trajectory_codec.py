@@ -57,7 +57,7 @@ def rows(draw):
     rollout_logprobs=column('float32'),
     rewards=column('float32'),
     weights_version=column('int32'),
-    group_id=draw(seeds),
+    env_group=draw(seeds),
     episode_id=draw(seeds),
     sample_index=draw(seeds),
     turn=draw(seeds),

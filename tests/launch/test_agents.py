@@ -46,7 +46,7 @@ def test_a_run_learns_from_what_an_agent_said(tmp_path, seen):
   assert steps[0]['eval/bot/agent/replies'] == 3
   calls, put = seen
   played = {
-    (row.group_id, row.episode_id, row.episode_seed, row.sample_index) for row in put
+    (row.env_group, row.episode_id, row.episode_seed, row.sample_index) for row in put
   }
   mine = [call for call in calls if tuple(map(int, call[0].split('/')[1:5])) in played]
   replies, count = check(types.SimpleNamespace(calls=mine), {'all': put})

@@ -80,7 +80,7 @@ def test_stored_groups_teach_what_played_ones_do(tmp_path, monkeypatch):
       )
     explorer = ExperienceWriter(database, 'direct', facts[0])
     for group in groups:
-      number = group[0].group_id + group[0].episode_id
+      number = group[0].env_group + group[0].episode_id
       explorer.add(group[0].tag, number, GroupSerializer().rows(group, number))
     explorer.flush()
     return groups

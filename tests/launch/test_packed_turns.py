@@ -35,7 +35,7 @@ def test_a_run_learns_from_joined_steps(lake, tmp_path):
   assert joined and all(len(row.tokens) <= 256 for row in rows)
   for row in joined:
     assert sum(row.extras['segments']) == len(row.tokens)
-  members = {(row.group_id, row.episode_id, row.sample_index) for row in rows}
+  members = {(row.env_group, row.episode_id, row.sample_index) for row in rows}
   assert len(members) < sum(row.metrics['turns'] for row in rows)
 
 

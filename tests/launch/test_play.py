@@ -160,7 +160,7 @@ def test_images_are_named_where_they_stand_and_drawn_in_half_blocks():
 
 def test_lease_fields_are_as_the_player_gives_them():
   assert EpisodeLease._fields[:5] == (
-    'group_id', 'episode_id', 'sample_index', 'start_step', 'attempt',
+    'env_group', 'episode_id', 'sample_index', 'start_step', 'attempt',
   )  # fmt: skip
   assert EpisodeLease._field_defaults == {'greedy': False}
 

@@ -180,7 +180,7 @@ async def test_a_queue_goes_on_with_what_is_left(played, total):
   assert sorted(leased) == [i for i in range(size) if i not in played]
   taken = []
   while groups := await queue.get_batch(1):
-    taken += [group[0].group_id for group in groups]
+    taken += [group[0].env_group for group in groups]
   assert sorted(taken) == sorted(leased)
 
 

@@ -48,7 +48,7 @@ def play(text='hello', group=0, sample=0, turn=0, score=1.0, length=6, **more):
       'rollout_logprobs': np.where(mask, -0.5, 0).astype(np.float32),
       'rewards': rewards,
       'weights_version': np.where(mask, 3, -1).astype(np.int32),
-      'group_id': group,
+      'env_group': group,
       'sample_index': sample,
       'turn': turn,
       'tag': 'math',

@@ -28,7 +28,7 @@ async def put(queue, lease, env_id=0, score=1.0, stop_reason='finish', rows=None
     row(score, lease.sample_index, stop_reason, episode_id=lease.episode_id)
   ]
   return await queue.put(
-    lease.group_id, lease.episode_id, lease.start_step, rows, env_id
+    lease.env_group, lease.episode_id, lease.start_step, rows, env_id
   )
 
 
@@ -396,7 +396,7 @@ async def test_a_fixed_number_of_groups_without_data():
 
   async def environment(group_id):
     while (lease := await queue.get_episode_id(group_id, 0)) is not None:
-      await put(queue, lease, score=lease.group_id + lease.episode_id)
+      await put(queue, lease, score=lease.env_group + lease.episode_id)
 
   tasks = [asyncio.create_task(environment(g)) for g in range(4)]
   groups = await soon(queue.get_batch(-1, 0))
@@ -481,7 +481,7 @@ async def test_3200_episodes_have_3200_seeds():
 
   async def environment(group_id):
     while (lease := await queue.get_episode_id(group_id, 0)) is not None:
-      seeds.append(1000 + lease.group_id + lease.episode_id)
+      seeds.append(1000 + lease.env_group + lease.episode_id)
       if group_id % 3 == 0:
         await asyncio.sleep(0)
       await put(queue, lease)
@@ -714,7 +714,7 @@ async def test_what_does_not_expire_is_kept_whatever_its_age():
       slow = await soon(queue.get_episode_id(1, 0))
     assert await put(queue, slow)
     (group,) = await soon(queue.get_batch(1, 2))
-    assert [group[0].episode_id + slow.group_id] == left, expires
+    assert [group[0].episode_id + slow.env_group] == left, expires
     assert queue.counts['expired'] == (2 if expires else 0)
 
 

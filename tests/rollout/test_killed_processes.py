@@ -43,7 +43,7 @@ async def test_workers_killed_at_work_lose_no_episode_and_double_none():
   assert [len(group) for group in groups] == [3] * 48
   names = [row.trajectory_id for group in groups for row in group]
   assert len(set(names)) == len(names)
-  numbers = [group[0].group_id + group[0].episode_id for group in groups]
+  numbers = [group[0].env_group + group[0].episode_id for group in groups]
   assert sorted(numbers) == list(range(48))
   assert queue.counts['abandoned'] >= 10 and queue.counts['failed'] == 0
   ends = collections.Counter(

@@ -64,7 +64,7 @@ def played(joined, seed=0):
   for g in range(2):
     group = []
     for member in range(2):
-      fields = {'group_id': g, 'sample_index': member}
+      fields = {'env_group': g, 'sample_index': member}
       steps = [
         toy.trajectory(rng, rng.integers(4, 10), turn=i, **fields) for i in range(3)
       ]

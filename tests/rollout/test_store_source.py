@@ -80,7 +80,7 @@ def test_unsound_attempts_stay_out(tmp_path):
   source = stored(database)
   taken = take(source)
   assert [[r.sample_index for r in group] for group in taken] == [[1, 2], [0, 1]]
-  assert [group[0].group_id for group in taken] == [0, 2]
+  assert [group[0].env_group for group in taken] == [0, 2]
   counts = asyncio.run(source.counts())
   assert counts == {'queue/taken': 2.0, 'queue/dropped': 1.0, 'queue/reused': 0.0}
 
@@ -112,8 +112,8 @@ def test_what_does_not_fit_ends_the_run_when_nothing_else_comes(
 def test_filters_and_the_samplers_bound(tmp_path):
   database = opened(tmp_path)
   write(database, {i: attempts(i, 'finish', 'finish') for i in range(5)})
-  source = stored(database, drops=lambda g, e, rows: rows[0].group_id == 1)
-  assert [g[0].group_id for g in take(source)] == [0, 2]
+  source = stored(database, drops=lambda g, e, rows: rows[0].env_group == 1)
+  assert [g[0].env_group for g in take(source)] == [0, 2]
   with pytest.raises(
     StoreTimeoutError, match='stale 2; the last because it has tokens written by'
   ):

@@ -200,7 +200,7 @@ class Run:
     assert all(len({row.group_name for row in group}) == 1 for group in groups)
     assert not any(row.failed for row in rows)
     assert all(row.score == TURNS for row in rows)
-    numbers = {lease.group_id + lease.episode_id for lease in queue.begun}
+    numbers = {lease.env_group + lease.episode_id for lease in queue.begun}
     left = len(queue.state_dict()['pending'])
     named = ('taken', 'filtered', 'dropped', 'expired', 'stale', 'unplayed')
     fates = sum(counts[name] for name in named)

@@ -17,7 +17,7 @@ def run(**options):
 
 
 def numbers(result):
-  return [group[0].group_id + group[0].episode_id for group in result.groups]
+  return [group[0].env_group + group[0].episode_id for group in result.groups]
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ class Player(EnvManager):
   """Plays by the lease protocol; an episode is one request, its length drawn."""
 
   async def play_episode(self, lease, *, base_seed):
-    number = lease.group_id + lease.episode_id
+    number = lease.env_group + lease.episode_id
     rng = np.random.default_rng([base_seed, number, lease.sample_index])
     tokens = math.ceil(math.exp(SIGMA * rng.standard_normal()) / DISPATCH)
     versions = np.array(await self.context.engine.generate(tokens), np.int32)
@@ -118,7 +118,7 @@ class Player(EnvManager):
       rollout_logprobs=numbers,
       rewards=numbers,
       weights_version=versions,
-      group_id=lease.group_id,
+      env_group=lease.env_group,
       episode_id=lease.episode_id,
       sample_index=lease.sample_index,
     )

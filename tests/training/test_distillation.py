@@ -59,7 +59,7 @@ def draw(rng, tags, params=None):
         rollout_logprobs=logprobs[i],
         rewards=np.zeros(LENGTH, np.float32),
         weights_version=np.where(mask, 0, -1).astype(np.int32),
-        group_id=i,
+        env_group=i,
         tag=tag_of[i],
         is_expert=params is None,
       )

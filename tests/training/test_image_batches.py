@@ -72,7 +72,7 @@ def groups():
     prompts = [images.sequence(cut, 3, *pictures, 2) for pictures in group]
     image_groups.append([])
     for sample, (pictures, prompt) in enumerate(zip(group, prompts, strict=True)):
-      row = toy.trajectory(draw, len(prompt) + 5, group_id=number, sample_index=sample)
+      row = toy.trajectory(draw, len(prompt) + 5, env_group=number, sample_index=sample)
       row.tokens = np.minimum(row.tokens, images.IMAGE - 1)
       row.tokens[: len(prompt)] = prompt
       row.action_mask = np.arange(len(row.tokens)) >= len(prompt)

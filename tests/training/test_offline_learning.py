@@ -85,7 +85,7 @@ async def test_raft_learns_the_best_row_of_a_prompt_alone():
   groups = [[line for (line,) in texts]]
   for member, line in enumerate(groups[0]):
     line.sample_index = member
-    line.rewards[-1] = line.group_id % 2
+    line.rewards[-1] = line.env_group % 2
   best = [[line] for line in groups[0] if line.score > 0]
   raft, sft = learner('raft', 8, schema='messages'), learner('sft', 8)
   await raft.update(groups)

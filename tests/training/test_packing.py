@@ -56,7 +56,7 @@ def prompted(algorithm, sizes=(4, 3, 1), seed=0, segments=False):
 
 def one(rng, algorithm, prompt, g, m, segments):
   length = len(prompt) + int(rng.integers(4, 14))
-  row = toy.trajectory(rng, length, group_id=g, sample_index=m)
+  row = toy.trajectory(rng, length, env_group=g, sample_index=m)
   mask = np.arange(length) >= len(prompt)
   mask[len(prompt) + 1 : len(prompt) + 3] &= m % 2 == 0  # somebody else's words
   tokens = np.concatenate([prompt, row.tokens[len(prompt) :]])
@@ -285,7 +285,7 @@ def drawn(rng, groups, size, longest):
     rows = []
     for m in range(size):
       length = prompt + int(np.clip(rng.lognormal(5.0, 0.5), 20, longest - prompt))
-      row = toy.trajectory(rng, length, group_id=g, sample_index=m)
+      row = toy.trajectory(rng, length, env_group=g, sample_index=m)
       row.tokens[:prompt] = prefix
       mask = np.arange(length) >= prompt
       rows.append(dataclasses.replace(row, action_mask=mask))

@@ -52,7 +52,7 @@ def rollouts(policy, sizes=(4, 3, 2, 1)):
   rng = np.random.default_rng(0)
   groups = [
     [
-      make_row(rng, policy, rng.integers(5, 15), group_id=g, sample_index=m)
+      make_row(rng, policy, rng.integers(5, 15), env_group=g, sample_index=m)
       for m in range(size)
     ]
     for g, size in enumerate(sizes)
@@ -68,7 +68,7 @@ def turns(policy):
   rng = np.random.default_rng(1)
   return [
     [
-      make_row(rng, policy, rng.integers(5, 15), group_id=g, sample_index=m, turn=k)
+      make_row(rng, policy, rng.integers(5, 15), env_group=g, sample_index=m, turn=k)
       for m in range(2)
       for k in range(1 + (g + m) % 3)
     ]
@@ -80,7 +80,7 @@ def pairs(policy):
   """As from a file; the chosen answer comes first or second."""
   rng = np.random.default_rng(2)
   groups = [
-    [make_row(rng, policy, n, group_id=g, is_expert=True) for n in lengths]
+    [make_row(rng, policy, n, env_group=g, is_expert=True) for n in lengths]
     for g, lengths in enumerate(rng.integers(5, 15, (5, 2)))
   ]
   for g, pair in enumerate(groups):
@@ -94,7 +94,7 @@ def mixed(policy):
   """Rollouts, and rows of an expert that are longer than they."""
   rng = np.random.default_rng(3)
   experts = [
-    [make_row(rng, policy, 15, group_id=9 + g, is_expert=True)] for g in range(3)
+    [make_row(rng, policy, 15, env_group=9 + g, is_expert=True)] for g in range(3)
   ]
   for (row,) in experts:
     row.rollout_logprobs[:] = 0

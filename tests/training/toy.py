@@ -108,7 +108,7 @@ def groups(seed=0, sizes=(4, 4), lengths=(5, 15), **fields):
   rng = np.random.default_rng(seed)
   return [
     [
-      trajectory(rng, rng.integers(*lengths), group_id=g, sample_index=m, **fields)
+      trajectory(rng, rng.integers(*lengths), env_group=g, sample_index=m, **fields)
       for m in range(size)
     ]
     for g, size in enumerate(sizes)

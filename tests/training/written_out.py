@@ -385,7 +385,7 @@ def step_reinforce(policy, groups, start, reference, *, gamma):
     later = [
       each
       for each in rows
-      if (each.group_id, each.sample_index) == (row.group_id, row.sample_index)
+      if (each.env_group, each.sample_index) == (row.env_group, row.sample_index)
       and each.turn >= row.turn
     ]
     returns.append(sum(gamma ** (each.turn - row.turn) * each.score for each in later))

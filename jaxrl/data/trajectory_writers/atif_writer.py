@@ -38,7 +38,7 @@ PATH_PREFIX = 'atif://'
 AGENT = 'jaxrl'
 # In the document's `extra`: what places the trajectory in its run.
 ROW_FIELDS = (
-  *('tag', 'group_id', 'episode_id', 'sample_index', 'turn', 'episode_seed'),
+  *('tag', 'env_group', 'episode_id', 'sample_index', 'turn', 'episode_seed'),
   *('stop_reason', 'is_expert', 'is_greedy', 'weight', 'metrics', 'columns'),
 )
 _SOURCES = {'system': 'system', 'developer': 'system', 'user': 'user'}
@@ -165,7 +165,7 @@ def to_atif(row: Mapping[str, Any]) -> Document:
   step = row.get('step')
   extra = {name: content[name] for name in ROW_FIELDS if name in content}
   extra |= _present(mode=row.get('mode'), train_step=step)
-  group = f'{content.get("tag", "")}_{content.get("group_id", 0)}'
+  group = f'{content.get("tag", "")}_{content.get("env_group", 0)}'
   group += f'_{content.get("episode_id", 0)}_{content.get("episode_seed", 0)}'
   sample = f'{group}_{content.get("sample_index", 0)}'
   agent = {'name': AGENT, 'version': metadata.version('jaxrl')}

@@ -136,7 +136,7 @@ class DumpColumns:
     facts: Mapping[str, str],
   ) -> DumpRow:
     if task_idx is None:
-      task_idx = row.columns.get('task_idx', row.group_id + row.episode_id)
+      task_idx = row.columns.get('task_idx', row.env_group + row.episode_id)
     played = [facts['mode'], str(step)] if step is not None else []
     values = {
       **facts,

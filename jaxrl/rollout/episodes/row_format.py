@@ -127,7 +127,7 @@ def _make_row(
     rollout_logprobs=np.where(mask, np.array(cache.logprobs[:length], np.float32), 0),
     rewards=rewards,
     weights_version=np.where(mask, np.array(cache.versions[:length], np.int32), -1),
-    group_id=lease.group_id,
+    env_group=lease.env_group,
     episode_id=lease.episode_id,
     sample_index=lease.sample_index,
     turn=turn_index,

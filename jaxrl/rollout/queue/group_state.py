@@ -35,7 +35,7 @@ class EpisodeLease(NamedTuple):
   """Grants an environment the right to play one sample of a group once.
 
   Attributes:
-    group_id: The env group.
+    env_group: The env group.
     episode_id: The episode of the env group. Together they name the task.
     sample_index: Which sample of the group is played.
     start_step: The trainer's step when the group was admitted.
@@ -44,7 +44,7 @@ class EpisodeLease(NamedTuple):
     greedy: Whether this is the group's baseline, played at temperature 0.
   """
 
-  group_id: int
+  env_group: int
   episode_id: int
   sample_index: int
   start_step: int
@@ -240,7 +240,7 @@ class GroupState:
       rollout_logprobs=empty,
       rewards=empty,
       weights_version=empty.astype(np.int32),
-      group_id=group_id,
+      env_group=group_id,
       episode_id=self.number - group_id,
       sample_index=sample_index,
       stop_reason='env_timeout' if cause == 'timed_out' else 'abort',

@@ -163,7 +163,7 @@ class StoreGroupSource:
     if drop is None:
       first = rows[0]
       pipeline = self._pipelines[first.tag]
-      rows, drop = pipeline.process(first.group_id, first.episode_id, rows)
+      rows, drop = pipeline.process(first.env_group, first.episode_id, rows)
     if drop is None:
       self._drops.record_kept()
       return GroupDecision(rows)

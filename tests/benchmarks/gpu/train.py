@@ -35,7 +35,7 @@ def groups(vocab: int, rows: int, length: int, size: int, seed: int) -> list[Gro
     tokens = draw.integers(1, vocab, length).astype(np.int32)
     columns = tokens, half, logprobs, reward, versions
     groups_of_rows[i // size].append(
-      Trajectory(*columns, group_id=i // size, sample_index=i % size)
+      Trajectory(*columns, env_group=i // size, sample_index=i % size)
     )
   return groups_of_rows
 

@@ -27,7 +27,7 @@ def rich(number=0):
     rollout_logprobs=np.array([0, -1e-38, -np.inf, -0.0, np.pi], np.float32),
     rewards=rng.standard_normal(5).astype(np.float32),
     weights_version=np.array([-1, 7, 7, -1, 8], np.int32),
-    group_id=number,
+    env_group=number,
     episode_id=3,
     sample_index=2,
     turn=1,
@@ -61,4 +61,4 @@ def keep(group, facts):
 
 
 def drawn(source, step, count, judge=keep, **options):
-  return [p.group[0].group_id for p in source.draw(step, count, judge, **options)]
+  return [p.group[0].env_group for p in source.draw(step, count, judge, **options)]

@@ -136,7 +136,7 @@ def test_lost_groups_are_lost_until_they_are_judged_anew(tmp_path):
   fill(database, range(6))
 
   def even(group, facts):
-    return GroupDecision(group, '' if group[0].group_id % 2 == 0 else 'odd')
+    return GroupDecision(group, '' if group[0].env_group % 2 == 0 else 'odd')
 
   source = reader(database, uses=2)
   source.begin()

@@ -13,7 +13,7 @@ def row(number=0, sample_index=0, turn=0, rewards=(0.0, 0.5), tag='t', **more):
     rollout_logprobs=np.array([0, -0.1], np.float32),
     rewards=np.array(rewards, np.float32),
     weights_version=np.array([-1, 0], np.int32),
-    group_id=number,
+    env_group=number,
     sample_index=sample_index,
     turn=turn,
     tag=tag,
