@@ -1,4 +1,4 @@
-"""Assemble a run from its settings; all errors in them are raised here, before work."""
+"""Assembles a run from its settings; errors in them are raised here, before work."""
 
 import asyncio
 import logging

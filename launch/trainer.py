@@ -1,4 +1,4 @@
-"""Train: an optional supervised warm start, then the algorithm's own steps."""
+"""Trains: an optional supervised warm start, then the algorithm's own steps."""
 
 import asyncio
 import contextlib
@@ -130,15 +130,15 @@ class Trainer:
     sampler = offline_data.make_warm_start_sampler(
       self._settings, self._policy.tokenizer
     )
-    stage = PhaseSpec('sft', sft.batch_size, sft.num_steps)
-    learner = await self._learners.make(stage)
+    phase = PhaseSpec('sft', sft.batch_size, sft.num_steps)
+    learner = await self._learners.make(phase)
     source = FileGroups(sampler, sft.num_steps)
     return await self._train_phase('sft', learner, source, {}), True
 
   async def _main(self, continue_params: bool) -> bool:
     source = self._source
-    stage = PhaseSpec('train', source.num_rows, source.num_steps)
-    learner = await self._learners.make(stage, continue_params=continue_params)
+    phase = PhaseSpec('train', source.num_rows, source.num_steps)
+    learner = await self._learners.make(phase, continue_params=continue_params)
     evaluations = self._settings.active_evaluations
     done = await self._train_phase('train', learner, source, evaluations)
     if done and self._settings.checkpoint.export:

@@ -1,4 +1,4 @@
-"""Build the learner of each phase of a run, wherever it is to live."""
+"""Builds the learner of each phase of a run, wherever it is to live."""
 
 import dataclasses
 import pathlib
@@ -124,12 +124,12 @@ class LearnerFactory(Protocol):
     ...
 
   async def make(
-    self, stage: PhaseSpec, *, continue_params: bool = False
+    self, phase: PhaseSpec, *, continue_params: bool = False
   ) -> LearnerHandle:
     """Makes the learner of a phase.
 
     Args:
-      stage: The phase.
+      phase: The phase.
       continue_params: Whether it continues with the parameters of the learner before,
         which is then released, instead of the policy's.
     """
@@ -210,23 +210,23 @@ class LocalLearnerFactory:
     axes = ' × '.join(f'{name} {size}' for name, size in sizes if size > 1)
     return f'{self.mesh.size} × {", ".join(kinds)} ({axes or "one device"})'
 
-  async def make(self, stage: PhaseSpec, *, continue_params: bool = False) -> Learner:
+  async def make(self, phase: PhaseSpec, *, continue_params: bool = False) -> Learner:
     """Makes the learner of a phase, see `LearnerFactory.make`."""
     params = (
       self._learner.params if continue_params and self._learner else self._policy.params
     )
-    self._learner = await self._device_thread.run(self.build_learner, stage, params)
-    if stage.name == 'train':  # the last phase: no learner begins with these again
+    self._learner = await self._device_thread.run(self.build_learner, phase, params)
+    if phase.name == 'train':  # the last phase: no learner begins with these again
       self._policy = self._policy.without_params()
     return self._learner
 
   def build_learner(
-    self, stage: PhaseSpec, params: Params, choice: MemoryChoice | None = None
+    self, phase: PhaseSpec, params: Params, choice: MemoryChoice | None = None
   ) -> Learner:
     """Builds a learner on the calling thread.
 
     Args:
-      stage: The phase that it trains.
+      phase: The phase that it trains.
       params: The model's parameters, or their shapes alone.
       choice: How it divides its batches; None asks the factory's `choose_memory`.
 
@@ -234,8 +234,8 @@ class LocalLearnerFactory:
       ConfigError: For adapters that this model cannot have.
     """
     if choice is None and self._choose_memory is not None:
-      choice = self._choose_memory(stage)
-    settings, main = with_choice(self._settings, choice), stage.name == 'train'
+      choice = self._choose_memory(phase)
+    settings, main = with_choice(self._settings, choice), phase.name == 'train'
     algorithm = settings.algorithm
     if not main:
       from jaxrl.algorithms.presets.sft import sft  # only a warm start needs it
@@ -256,15 +256,15 @@ class LocalLearnerFactory:
       )
     teachers = None
     if main and self._teachers is not None:
-      teachers = self._teachers.place(settings, self.mesh, stage.num_rows)
+      teachers = self._teachers.place(settings, self.mesh, phase.num_rows)
     return Learner(
       model,
       params,
       algorithm,
-      num_rows=stage.num_rows,
+      num_rows=phase.num_rows,
       length_buckets=batch.padded_lengths,
       mesh=self.mesh,
-      optimizer=_make_optimizer(settings, stage),
+      optimizer=_make_optimizer(settings, phase),
       device_thread=self._device_thread,
       teachers=teachers,
       temperature=rollout.temperature,
@@ -326,9 +326,9 @@ def with_choice(settings: RunSettings, choice: MemoryChoice | None) -> RunSettin
   )
 
 
-def _make_optimizer(settings: RunSettings, stage: PhaseSpec) -> Optimizer:
-  if stage.name == 'train':
-    return make_optimizer(settings.optimizer, num_steps=stage.num_steps)
+def _make_optimizer(settings: RunSettings, phase: PhaseSpec) -> Optimizer:
+  if phase.name == 'train':
+    return make_optimizer(settings.optimizer, num_steps=phase.num_steps)
   optimizer = make_optimizer(
     OptimizerOptions(
       learning_rate=settings.sft.learning_rate,

@@ -1,4 +1,4 @@
-"""Load the teachers of a run, for algorithms that distil.
+"""Loads the teachers of a run, for algorithms that distil.
 
 `teacher.checkpoint` is the Hugging Face folder of the teacher, or 'data' where the rows
 bring its outputs. `teacher.by_tag.NAME` is that of an environment tag's own teacher.

@@ -1,4 +1,4 @@
-"""Show a run on the terminal: a progress bar, and one line per step.
+"""Shows a run on the terminal: a progress bar, and one line per step.
 
 On a terminal a progress bar with rate and time left stays below the lines. Elsewhere
 (a pipe, a log file) the same lines come plain, without control characters.

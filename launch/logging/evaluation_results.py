@@ -1,4 +1,4 @@
-"""Summarize an evaluation: scores with their intervals, as JSON and as lines."""
+"""Summarizes an evaluation: scores with their intervals, as JSON and as lines."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

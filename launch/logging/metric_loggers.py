@@ -1,4 +1,4 @@
-"""Log metrics: to metrics.jsonl, TensorBoard, wandb, trackio or Prometheus.
+"""Logs metrics: to metrics.jsonl, TensorBoard, wandb, trackio or Prometheus.
 
 A `MetricLogger` takes what a run reports. The run holds a `MultiLogger`, which hands
 every call to all loggers and turns NaN and infinity into nulls with a warning. A logger

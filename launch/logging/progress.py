@@ -1,4 +1,4 @@
-"""Show the progress of rollouts: episodes, rate, score and time left."""
+"""Shows the progress of rollouts: episodes, rate, score and time left."""
 
 import time
 from collections import Counter, deque

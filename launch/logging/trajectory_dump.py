@@ -1,4 +1,4 @@
-"""Dump what is played during training, to `--config.trajectory_dump.path`."""
+"""Dumps what is played during training, to `--config.trajectory_dump.path`."""
 
 import dataclasses
 import pathlib

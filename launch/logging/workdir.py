@@ -1,4 +1,4 @@
-"""Manage a run's folder: who may use it, its config, and how it was launched."""
+"""Manages a run's folder: who may use it, its config, and how it was launched."""
 
 import contextlib
 import datetime

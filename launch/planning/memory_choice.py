@@ -119,8 +119,8 @@ def choose_for_target(
     ConfigError: If the mesh does not divide the model or the batch.
   """
   mesh = planned_run.planned_mesh(run, devices)
-  stage = PhaseSpec('train', run.num_rows, run.settings.num_steps)
-  plan = PhasePlan(run.settings, run.shape, mesh, stage, target.chip.platform)
+  phase = PhaseSpec('train', run.num_rows, run.settings.num_steps)
+  plan = PhasePlan(run.settings, run.shape, mesh, phase, target.chip.platform)
   options = list(plan.candidates())
   if len(options) > MAX_COMPILES:
     options = [*options[: MAX_COMPILES - 1], options[-1]]
@@ -155,9 +155,9 @@ def measure(plan: PhasePlan, choice: MemoryChoice) -> PhaseMemory:
     choice: How it divides its batches, and what it recomputes.
   """
   run = PlannedRun(plan.settings, plan.shape, plan.settings.model.checkpoint)
-  learner = planned_run.make_learner(run, plan.mesh, plan.stage, choice)
+  learner = planned_run.make_learner(run, plan.mesh, plan.phase, choice)
   resident = cost.resident_memory(run, learner, engine_decode.plan_engine(run))
-  if plan.stage.name == 'sft':  # the next phase may begin with the parameters as loaded
+  if plan.phase.name == 'sft':  # the next phase may begin with the parameters as loaded
     resident['parameters as loaded'] = resident['parameters']
   trained = lora.trainable_params(learner.model.config, learner.params)
   gradients = compiled_program.bytes_per_device(trained)

@@ -59,8 +59,8 @@ def make_fitting_learners(
   num_params, loaded = sum(x.size for x in params), sum(x.nbytes for x in params)
   platform = mesh.devices.flat[0].platform
 
-  def choose(stage: PhaseSpec) -> MemoryChoice:
-    plan = PhasePlan(settings, shape, mesh, stage, platform)
+  def choose(phase: PhaseSpec) -> MemoryChoice:
+    plan = PhasePlan(settings, shape, mesh, phase, platform)
     room = rough_memory.read_room(mesh, loaded)
     before = None if workdir is None else read_choice(workdir, plan)
     choice = choose_roughly(plan, num_params, room, before)
@@ -78,9 +78,9 @@ def make_fitting_learners(
         'on its numbers are rounded differently',
         before.text,
       )
-    log.info('memory (%s): %s', stage.name, choice.text)
+    log.info('memory (%s): %s', phase.name, choice.text)
     if workdir is not None:
-      keep_choice(workdir, stage.name, choice)
+      keep_choice(workdir, phase.name, choice)
     return choice
 
   return LocalLearnerFactory(settings, policy, mesh, device_thread, teachers, choose)
@@ -117,7 +117,7 @@ def read_choice(workdir: pathlib.Path, plan: PhasePlan) -> MemoryChoice | None:
   """
   try:
     kept = json.loads((workdir / CHOICES).read_text(encoding='utf-8'))
-    known = kept[plan.stage.name]['num_micro_batches'], kept[plan.stage.name]['remat']
+    known = kept[plan.phase.name]['num_micro_batches'], kept[plan.phase.name]['remat']
   except (OSError, ValueError, KeyError, TypeError):
     return None
   return next(
@@ -125,12 +125,12 @@ def read_choice(workdir: pathlib.Path, plan: PhasePlan) -> MemoryChoice | None:
   )
 
 
-def keep_choice(workdir: pathlib.Path, stage: str, choice: MemoryChoice) -> None:
+def keep_choice(workdir: pathlib.Path, phase: str, choice: MemoryChoice) -> None:
   """Keeps what a phase has chosen, for `read_choice`.
 
   Args:
     workdir: The run's folder.
-    stage: Name of the phase.
+    phase: Name of the phase.
     choice: What it has chosen.
   """
   file = workdir / CHOICES
@@ -138,7 +138,7 @@ def keep_choice(workdir: pathlib.Path, stage: str, choice: MemoryChoice) -> None
     kept = json.loads(file.read_text(encoding='utf-8'))
   except (OSError, ValueError):
     kept = {}
-  kept[stage] = {
+  kept[phase] = {
     'num_micro_batches': choice.num_micro_batches,
     'remat': str(choice.remat),
   }

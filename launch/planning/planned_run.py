@@ -211,7 +211,7 @@ def _teachers(run: PlannedRun) -> teacher_set.TeacherSet | None:
 def make_learner(
   run: PlannedRun,
   mesh: Mesh,
-  stage: PhaseSpec | None = None,
+  phase: PhaseSpec | None = None,
   choice: MemoryChoice | None = None,
 ) -> Learner:
   """Builds a phase's learner as `launch.train` does, on a mesh of any devices.
@@ -219,18 +219,18 @@ def make_learner(
   Args:
     run: The run.
     mesh: The devices.
-    stage: The phase; None is the main one.
+    phase: The phase; None is the main one.
     choice: How it divides its batches; None is as the settings say.
 
   Raises:
     ConfigError: For a mesh that does not divide the model or the batch.
   """
-  stage = stage or PhaseSpec('train', run.num_rows, run.settings.num_steps)
-  teachers = _teachers(run) if stage.name == 'train' else None
+  phase = phase or PhaseSpec('train', run.num_rows, run.settings.num_steps)
+  teachers = _teachers(run) if phase.name == 'train' else None
   factory = learner_factory.LocalLearnerFactory(
     run.settings, run.policy(), mesh, DeviceThread('plan'), teachers
   )
-  return factory.build_learner(stage, run.policy().params, choice)
+  return factory.build_learner(phase, run.policy().params, choice)
 
 
 def planned_mesh(run: PlannedRun, devices: Sequence[Any]) -> Mesh:

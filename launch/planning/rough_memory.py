@@ -75,20 +75,20 @@ class PhasePlan:
     settings: Settings of the run.
     shape: The model's shape.
     mesh: Devices of the learner.
-    stage: The phase.
+    phase: The phase.
     platform: Platform of the devices.
   """
 
   settings: RunSettings
   shape: ModelConfig
   mesh: Mesh
-  stage: PhaseSpec
+  phase: PhaseSpec
   platform: str
 
   @property
   def plays(self) -> bool:
     """Whether an engine generates in this phase."""
-    return self.stage.name == 'train' and self.settings.plays
+    return self.phase.name == 'train' and self.settings.plays
 
   @property
   def length(self) -> int:
@@ -98,10 +98,10 @@ class PhasePlan:
   def rows(self, num_micro_batches: int) -> int:
     """Returns the rows of a micro-batch."""
     algorithm = self.settings.algorithm
-    unit = batch_builder.batch_unit_size(algorithm) if self.stage.name == 'train' else 1
+    unit = batch_builder.batch_unit_size(algorithm) if self.phase.name == 'train' else 1
     chunks = self.settings.batch.num_minibatches * max(1, num_micro_batches)
     shards = sharding.num_row_shards(self.mesh)
-    return batch_builder.rows_per_micro_batch(self.stage.num_rows, chunks, unit, shards)
+    return batch_builder.rows_per_micro_batch(self.phase.num_rows, chunks, unit, shards)
 
   def candidates(self) -> Iterator[MemoryChoice]:
     """Yields what the phase may choose, what costs the least time first.

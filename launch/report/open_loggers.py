@@ -1,4 +1,4 @@
-"""Open the metric loggers of a run."""
+"""Opens the metric loggers of a run."""
 
 import functools
 import importlib

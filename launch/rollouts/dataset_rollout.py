@@ -1,4 +1,4 @@
-"""Play a data set to its end, or so many tasks, and keep the trajectories."""
+"""Plays a data set to its end, or so many tasks, and keeps the trajectories."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Load the data sets that environments take their tasks from, by environment tag."""
+"""Loads the data sets that environments take their tasks from, by environment tag."""
 
 import functools
 import pathlib

@@ -1,4 +1,4 @@
-"""Train from an experience store, `dataset.experience_store`, and open one to write."""
+"""Opens experience stores: the one that a run trains from, and those it writes."""
 
 import hashlib
 import json

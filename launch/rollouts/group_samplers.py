@@ -1,4 +1,4 @@
-"""Build the sampler that gives training its groups, for algorithms with rollouts.
+"""Builds the sampler that gives training its groups, for algorithms with rollouts.
 
 `algorithm.sampler` names it, see `jaxrl.data.samplers`. Some samplers mix rollouts with
 rows that an expert wrote, see `launch.rollouts.offline_data`.

@@ -1,4 +1,4 @@
-"""Run jobs that only generate: engines with a model's weights, and no learner."""
+"""Runs jobs that only generate: engines with a model's weights, and no learner."""
 
 import pathlib
 import tempfile

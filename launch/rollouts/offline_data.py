@@ -1,4 +1,4 @@
-"""Build the samplers of rows from files: offline algorithms, warm starts, experts."""
+"""Builds the samplers of rows from files: offline algorithms, warm starts, experts."""
 
 import logging
 from collections.abc import Iterator

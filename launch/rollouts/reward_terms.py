@@ -1,4 +1,4 @@
-"""Build the terms of `rollout.rewards`, which are added to an episode's reward.
+"""Builds the terms of `rollout.rewards`, which are added to an episode's reward.
 
 The terms are `judge(…)` and `reward_model(…)`, served once for the whole run by an
 engine with weights of their own or by a server; any grader of the environments

@@ -1,4 +1,4 @@
-"""Schedule rollouts: engines, data sets, group queues, workers and evaluation."""
+"""Schedules rollouts: engines, data sets, group queues, workers and evaluation."""
 
 import asyncio
 import functools

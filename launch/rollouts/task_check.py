@@ -1,4 +1,4 @@
-"""Check tasks: the reference solution must score 1, and an empty one must not."""
+"""Checks tasks: the reference solution must score 1, and an empty one must not."""
 
 import asyncio
 import contextlib

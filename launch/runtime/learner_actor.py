@@ -127,10 +127,10 @@ class LearnerActor:
     )
     return self._learners.describe()
 
-  async def make(self, stage: PhaseSpec, continue_params: bool) -> None:
+  async def make(self, phase: PhaseSpec, continue_params: bool) -> None:
     """Makes the learner of a phase, as `LocalLearners.make`."""
     await self._close_checkpointer()
-    self._learner = await self._learners.make(stage, continue_params=continue_params)
+    self._learner = await self._learners.make(phase, continue_params=continue_params)
 
   @property
   def _current(self) -> Learner:

@@ -272,10 +272,10 @@ class RemoteLearnerFactory:
     return f'{self._devices}, in {count} process{"es" if count > 1 else ""}'
 
   async def make(
-    self, stage: PhaseSpec, *, continue_params: bool = False
+    self, phase: PhaseSpec, *, continue_params: bool = False
   ) -> RemoteLearner:
     """Makes the learner of a phase, as `LocalLearners.make`."""
-    await call_all(self._actors, 'make', stage, continue_params)
+    await call_all(self._actors, 'make', phase, continue_params)
     return RemoteLearner(self._actors, self._put)
 
   async def export(self, folder: pathlib.Path) -> None:

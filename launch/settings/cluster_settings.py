@@ -1,4 +1,4 @@
-"""Parse `cluster.*` and `weight_sync.transport`: devices, and how weights travel."""
+"""Parses `cluster.*` and `weight_sync.transport`: devices, and how weights travel."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

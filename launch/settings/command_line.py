@@ -1,4 +1,4 @@
-"""Read the command line and the config file, and apply overrides.
+"""Reads the command line and the config file, and applies overrides.
 
 `--config=configs/X.py[:ALGORITHM]` names a file with `get_config(algorithm=…)` that
 returns a ConfigDict; `--config.a.b=value` sets one of its keys, by the type it has.

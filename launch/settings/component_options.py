@@ -1,4 +1,4 @@
-"""Parse the options of algorithms and environments by the types they declare.
+"""Parses the options of algorithms and environments by the types they declare.
 
 A parameter that is annotated as `ComponentCall` is a call string in a config, one that
 is annotated as `tuple[ComponentCall, ...]` several, joined by +. A component of a

@@ -1,4 +1,4 @@
-"""Parse and check `rollout.engine`, the engine that generates responses."""
+"""Parses and checks `rollout.engine`, the engine that generates responses."""
 
 import inspect
 import os

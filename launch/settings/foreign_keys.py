@@ -1,4 +1,4 @@
-"""Answer config keys of other frameworks with ours, from docs/keys.md and migrate.md.
+"""Answers config keys of other frameworks with ours, from docs/keys.md and migrate.md.
 
 The tables of these two pages are read when a key is unknown, so there is no second list
 that could differ from them.

@@ -1,4 +1,4 @@
-"""List the keys of a config for `--help`: those that most runs set, or all."""
+"""Lists the keys of a config for `--help`: those that most runs set, or all."""
 
 import fnmatch
 from typing import Any

@@ -1,4 +1,4 @@
-"""Decide how a run treats rollouts that older weights have generated.
+"""Decides how a run treats rollouts that older weights have generated.
 
 `weight_sync.policy` says when engines get new weights, see
 `jaxrl.rollout.weights.weight_sync`;

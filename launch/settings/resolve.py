@@ -1,4 +1,4 @@
-"""Resolve a config into `RunSettings`: the one place that reads a `ConfigDict`.
+"""Resolves a config into `RunSettings`: the one place that reads a `ConfigDict`.
 
 A tag takes the run's data set, except for what `env.<tag>.dataset` says. An evaluation
 set takes what it leaves open from its tag and from `eval`. Without `eval.sets`, each

@@ -1,4 +1,4 @@
-"""Validate the settings of a run as a whole, before any work.
+"""Validates the settings of a run as a whole, before any work.
 
 `resolve_settings` has already parsed every call string; here numbers are checked
 against their ranges and settings against each other.

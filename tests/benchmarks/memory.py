@@ -217,8 +217,8 @@ def _learner(run: Any, mesh: Any) -> Any:
   factory = learner_factory.LocalLearnerFactory(
     run.settings, policy, mesh, DeviceThread('memory'), None
   )
-  stage = learner_factory.PhaseSpec('train', run.num_rows, run.settings.num_steps)
-  return factory.build_learner(stage, params)
+  phase = learner_factory.PhaseSpec('train', run.num_rows, run.settings.num_steps)
+  return factory.build_learner(phase, params)
 
 
 def _groups(run: Any) -> list[Any]:

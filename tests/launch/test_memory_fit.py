@@ -84,8 +84,8 @@ def test_a_cgroup_above_and_one_of_version_1_count(tmp_path):
 
 def plan_of(*options, rows=None):
   run = small('--config.batch.num_groups=8', *options)
-  stage = PhaseSpec('train', rows or run.num_rows, 1)
-  return PhasePlan(run.settings, run.shape, single_device_mesh(), stage, 'cpu')
+  phase = PhaseSpec('train', rows or run.num_rows, 1)
+  return PhasePlan(run.settings, run.shape, single_device_mesh(), phase, 'cpu')
 
 
 def room(limit):

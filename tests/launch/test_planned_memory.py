@@ -74,11 +74,11 @@ def merged():
   )
   policy = run.policy()
   arguments = run.settings, policy, mesh, DeviceThread('test'), None
-  stage = learner_factory.PhaseSpec('train', run.num_rows, 1)
+  phase = learner_factory.PhaseSpec('train', run.num_rows, 1)
   params = jax.tree.map(filled, policy.params)
   return (
     learner_factory.LocalLearnerFactory(*arguments)
-    .build_learner(stage, params)
+    .build_learner(phase, params)
     .merged_params()
   )
 
