@@ -389,10 +389,8 @@ def estimate_publish(
     rate = CPU_MEMORY_RATE / 2
   else:
     rate = chip.network * engine.num_devices
-  size, names = (
-    bytes_per_device(shapes),
-    {x.dtype.name for x in jax.tree.leaves(shapes)},
-  )
+  size = bytes_per_device(shapes)
+  names = {x.dtype.name for x in jax.tree.leaves(shapes)}
   description = f'{transport.name}, {prefix}{" and ".join(sorted(names))}'
   return PublishEstimate(size, description, size / rate)
 
