@@ -42,7 +42,7 @@ CORE = [
 
 EXTRAS = {
   'dev': [
-    'aiohttp>=3.14',  # what serve and view need
+    'aiohttp>=3.14',  # what serve and view need, with msgspec
     'atif',  # models of Harbor's trajectory format, for the tests of its writer
     'axe-core-python',  # the rules for pages that everybody can use
     'bm25s',  # what tools needs, with mcp
@@ -50,6 +50,7 @@ EXTRAS = {
     'langdetect',
     'math-verify',
     'mcp',
+    'msgspec',
     'nbclient',  # runs the notebooks of examples/, with ipykernel
     'ipykernel',
     'openai',  # a client for the gateway's tests
@@ -71,7 +72,7 @@ EXTRAS = {
   'gpu': ['jax[cuda13]'],
   'odps': ['pyodps'],
   'prometheus': ['prometheus-client'],
-  'serve': ['aiohttp>=3.14'],
+  'serve': ['aiohttp>=3.14', 'msgspec>=0.22'],
   'store': ['sqlalchemy>=2'],
   # The compilers for accelerators, which need none: no libraries of CUDA come along.
   'targets': ['jax-cuda13-plugin', 'jax-cuda13-pjrt', 'libtpu'],

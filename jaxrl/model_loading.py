@@ -318,10 +318,8 @@ def match_vocabulary(other: LoadedModel, student: LoadedModel, key: str) -> Load
   Raises:
     ConfigError: The vocabularies differ.
   """
-  student_vocab, other_vocab = (
-    student.tokenizer.get_vocab(),
-    other.tokenizer.get_vocab(),
-  )
+  student_vocab = student.tokenizer.get_vocab()
+  other_vocab = other.tokenizer.get_vocab()
   problem = f'{key}={other.folder}: its vocabulary is not that of {student.folder}'
   for token, number in sorted(student_vocab.items(), key=lambda item: item[1]):
     if other_vocab.get(token) != number:

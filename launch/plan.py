@@ -90,12 +90,12 @@ def _plan(command: command_line.Command, target: targets.Target) -> int:
     if command.flags['sweep']:
       from launch.planning import engine_decode
 
-      engine, max_compiles = (
-        engine_decode.plan_engine(run),
-        int(command.flags['compiles']),
-      )
       ranked = sweep.sweep_meshes(
-        run, target, devices, engine=engine, max_compiles=max_compiles
+        run,
+        target,
+        devices,
+        engine=engine_decode.plan_engine(run),
+        max_compiles=int(command.flags['compiles']),
       )
     else:
       report = plan_report.make_report(name, run, target, devices)

@@ -13,7 +13,7 @@ import io
 import pathlib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -182,10 +182,22 @@ def with_images(messages: 'Iterable[Message]') -> 'list[Message]':
   Raises:
     ValueError: If something is no image, is broken, or is too large.
   """
+  return map_images(messages, as_image)
+
+
+def map_images(
+  messages: 'Iterable[Message]', fn: Callable[[Any], Any]
+) -> 'list[Message]':
+  """Returns messages with a function applied to each of their images.
+
+  Args:
+    messages: The messages.
+    fn: Takes what stands in the place of an image, and returns what is to.
+  """
 
   def part(value: Any) -> Any:
     is_image = isinstance(value, Mapping) and value.get('type') == 'image'
-    return {**value, 'image': as_image(value.get('image'))} if is_image else value
+    return {**value, 'image': fn(value.get('image'))} if is_image else value
 
   return [
     {**message, 'content': [part(x) for x in message['content']]}

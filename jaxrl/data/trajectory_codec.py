@@ -9,13 +9,13 @@ import binascii
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxrl.data import json_codec
-from jaxrl.types import Group, Message, Trajectory
+from jaxrl.types import Group, Trajectory
 
 if TYPE_CHECKING:
   from jaxrl.data.images import Image
@@ -71,7 +71,7 @@ def to_json(row: Trajectory, *, arrays: bool = True) -> dict[str, Any]:
   if _may_have_images(row):
     from jaxrl.data import images  # text alone needs none
 
-    row = dataclasses.replace(row, messages=_replaced(row.messages, _mark_of))
+    row = dataclasses.replace(row, messages=images.map_images(row.messages, _mark_of))
     marks = {'images': [images.MARK + image.digest for image in row.images]}
     marks = marks if row.images else {}
   fields = {key: json_codec.encode_value(getattr(row, key), key) for key in keys}
@@ -101,21 +101,6 @@ def _may_have_images(row: Trajectory) -> bool:
   return bool(row.images) or any(
     isinstance(message.get('content'), list) for message in row.messages
   )
-
-
-def _replaced(messages: list[Message], fn: Callable[[Any], Any]) -> list[Message]:
-  """Returns messages with `fn` applied to their images."""
-
-  def part(value: Any) -> Any:
-    is_image = isinstance(value, Mapping) and value.get('type') == 'image'
-    return {**value, 'image': fn(value.get('image'))} if is_image else value
-
-  return [
-    {**message, 'content': [part(x) for x in message['content']]}
-    if isinstance(message.get('content'), list)
-    else message
-    for message in messages
-  ]
 
 
 def _mark_of(value: Any) -> Any:
@@ -175,7 +160,7 @@ def _with_images(row: Trajectory, known: Mapping[str, 'Image']) -> Trajectory:
   """Puts images in the place of what stands for them. Raises ValueError."""
   if not _may_have_images(row):
     return row
-  from jaxrl.data.images import MARK
+  from jaxrl.data.images import MARK, map_images
 
   def find(mark: Any) -> Any:
     if not isinstance(mark, str) or not mark.startswith(MARK):
@@ -186,7 +171,7 @@ def _with_images(row: Trajectory, known: Mapping[str, 'Image']) -> Trajectory:
 
   if not all(isinstance(mark, str) and mark.startswith(MARK) for mark in row.images):
     raise ValueError(f'images: must be a list of {MARK}…, one for each image')
-  images, messages = [find(mark) for mark in row.images], _replaced(row.messages, find)
+  images, messages = [find(mark) for mark in row.images], map_images(row.messages, find)
   return dataclasses.replace(row, images=images, messages=messages)
 
 

@@ -49,6 +49,15 @@ class IsolatedEnv:
     self._child: tuple[subprocess.Popen, Connection] | None = None
     self._num_kills = 0
 
+  @classmethod
+  def check(cls, **options: Any) -> None:
+    """Checks the options of a subclass, which its constructor does.
+
+    Raises:
+      ConfigError: If they are wrong, or a package is missing.
+    """
+    cls(**options)
+
   @property
   def isolated_class(self) -> Any:
     """Returns the class that the child process builds; errors name it, not this one."""

@@ -130,10 +130,8 @@ class _StandardStreams:
     if self._running and present is not None and not _is_closed(present):
       return
     if _is_closed(original) and number in self._copies:
-      encoding, errors = (
-        getattr(original, 'encoding', None),
-        getattr(original, 'errors', None),
-      )
+      encoding = getattr(original, 'encoding', None)
+      errors = getattr(original, 'errors', None)
       file = io.FileIO(number, 'w', closefd=False)
       original = io.TextIOWrapper(
         io.BufferedWriter(file), encoding, errors, line_buffering=True

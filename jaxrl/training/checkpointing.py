@@ -298,19 +298,15 @@ class Checkpointer:
     for name in expected:
       if name not in saved:
         raise CheckpointError(f'{where} has no array {name}; {advice}')
-      saved_shape, expected_shape = (
-        tuple(saved[name].shape),
-        tuple(expected[name].shape),
-      )
+      saved_shape = tuple(saved[name].shape)
+      expected_shape = tuple(expected[name].shape)
       if saved_shape != expected_shape:
         raise CheckpointError(
           f'{where}: {name} has shape {saved_shape}, this run needs {expected_shape}; '
           f'{advice}'
         )
-      saved_dtype, expected_dtype = (
-        np.dtype(saved[name].dtype),
-        np.dtype(expected[name].dtype),
-      )
+      saved_dtype = np.dtype(saved[name].dtype)
+      expected_dtype = np.dtype(expected[name].dtype)
       if saved_dtype != expected_dtype:
         raise CheckpointError(
           f'{where}: {name} is {saved_dtype}, this run needs {expected_dtype}; {advice}'
@@ -425,10 +421,8 @@ def _avoid_leaks() -> None:
       tensorstore_utils,
     )
 
-    names, make_spec = (
-      vars(jax_array_handlers.ts),
-      tensorstore_utils.build_kvstore_tspec,
-    )
+    names = vars(jax_array_handlers.ts)
+    make_spec = tensorstore_utils.build_kvstore_tspec
   except (ImportError, AttributeError):  # another version of orbax
     return
 

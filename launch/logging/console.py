@@ -103,14 +103,11 @@ class Console(MetricLogger):
     if not self.live or line.cell_len <= self.terminal.width:
       self.terminal.print(line)
       return
-    # A long command stands on a line of its own, so that it can be copied as it is;
-    # what else is long is broken between words.
-    if ' -m ' in value:
-      self.terminal.print(Text(f'  {label}', style='dim'))
-      value = break_command(value, self.terminal.width - 4)
-      self.terminal.print(Text(f'    {value}'))
-      return
-    if ' ' not in value:  # a long path, which may fit a line of its own
+    # A long command or path stands on a line of its own, so that it can be copied as it
+    # is; what else is long is broken between words.
+    is_command = ' -m ' in value
+    if is_command or ' ' not in value:
+      value = break_command(value, self.terminal.width - 4) if is_command else value
       self.terminal.print(Text(f'  {label}', style='dim'))
       self.terminal.print(Text(f'    {value}'))
       return

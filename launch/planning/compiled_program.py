@@ -36,13 +36,13 @@ class CompiledProgram:
   """
 
   name: str
-  flops: float
-  arguments: float
-  outputs: float
-  temporaries: float
-  bytes_accessed: float
-  collectives: dict[str, Collective]
-  compile_seconds: float
+  flops: float = 0.0
+  arguments: float = 0.0
+  outputs: float = 0.0
+  temporaries: float = 0.0
+  bytes_accessed: float = 0.0
+  collectives: dict[str, Collective] = dataclasses.field(default_factory=dict)
+  compile_seconds: float = 0.0
   too_large: bool = False
 
   @property
@@ -73,23 +73,19 @@ def compile_program(
     temporaries = _requested_bytes(str(error))
     if temporaries is None:
       raise
-    compile_seconds = time.perf_counter() - start
     return CompiledProgram(
-      name, flop_count, 0, 0, temporaries, 0, {}, compile_seconds, True
+      name,
+      flops=flop_count,
+      temporaries=temporaries,
+      compile_seconds=time.perf_counter() - start,
+      too_large=True,
     )
-  sizes = executable.memory_analysis()
-  node_size = (
-    GPUS_PER_NODE
-    if target.chip.platform == 'cuda' and target.size > GPUS_PER_NODE
-    else 0
-  )
+  has_nodes = target.chip.platform == 'cuda' and target.size > GPUS_PER_NODE
+  node_size = GPUS_PER_NODE if has_nodes else 0
   program_traffic = traffic.measure_traffic(hlo_text, node_size, loop_rounds)
-  return CompiledProgram(
-    name=name,
+  return dataclasses.replace(
+    read_memory(name, executable),
     flops=flop_count,
-    arguments=sizes.argument_size_in_bytes,
-    outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
-    temporaries=sizes.temp_size_in_bytes,
     bytes_accessed=program_traffic.memory,
     collectives=program_traffic.collectives,
     compile_seconds=time.perf_counter() - start,
@@ -105,14 +101,10 @@ def read_memory(name: str, executable: Any) -> CompiledProgram:
   """
   sizes = executable.memory_analysis()
   return CompiledProgram(
-    name=name,
-    flops=0.0,
+    name,
     arguments=sizes.argument_size_in_bytes,
     outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
     temporaries=sizes.temp_size_in_bytes,
-    bytes_accessed=0.0,
-    collectives={},
-    compile_seconds=0.0,
   )
 
 
@@ -210,12 +202,8 @@ def estimate_time(
   chip, collectives = target.chip, program.collectives.values()
   # Float32 products are TF32 on these GPUs, at half of bf16's rate.
   slowdown = 2.0 if chip.platform == 'cuda' and dtype == 'float32' else 1.0
-  inter_node, intra_node = (
-    sum(x.inter_node_bytes for x in collectives),
-    sum(x.bytes - x.inter_node_bytes for x in collectives),
-  )
-  links = intra_node / chip.link + (
-    inter_node / chip.inter_node_link if inter_node else 0.0
-  )
+  inter_node = sum(x.inter_node_bytes for x in collectives)
+  links = sum(x.bytes - x.inter_node_bytes for x in collectives) / chip.link
+  links += inter_node / chip.inter_node_link if inter_node else 0.0
   compute = slowdown * program.flops / devices / chip.flops
   return TimeEstimate(compute, program.bytes_accessed / chip.memory_rate, links)

@@ -1,6 +1,7 @@
 """Estimates a run's memory by part and its time by phase on a machine."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -317,14 +318,12 @@ def estimate_step(
   }
   rollout = None
   if decode is not None:
-    decode_steps = -(
-      -run.num_rows // (engine.max_num_seqs * num_engines(run))
-    ) * max_response_tokens(run)
-    rollout = (
-      compiled_program.estimate_time(decode, target, engine.num_devices, engine.dtype)
-      * decode_steps
+    num_slots = engine.max_num_seqs * num_engines(run)
+    runs['decode'] = math.ceil(run.num_rows / num_slots) * max_response_tokens(run)
+    one = compiled_program.estimate_time(
+      decode, target, engine.num_devices, engine.dtype
     )
-    runs['decode'] = decode_steps
+    rollout = one * runs['decode']
   own_devices = (
     engine.own_process and not device_budget.memory_budget(run.settings, target).engine
   )
@@ -377,31 +376,23 @@ def estimate_publish(
   transport, chip = run.settings.transport, target.chip
   shapes, prefix = planned_run.served_params(run, transport.options.get('dtype')), ''
   adapters = run.trained_shape.lora
-  if (
-    adapters is not None
-    and adapters.transfer == 'adapters'
-    and transport.name != 'inprocess'
-  ):
-    shapes = lora.trainable_params(
-      run.trained_shape, run.policy(run.trained_shape).params
-    )
-    prefix = 'adapters in '
-  size = bytes_per_device(shapes)
-  names = sorted({x.dtype.name for x in jax.tree.leaves(shapes)})
-  dtype = prefix + ' and '.join(names)
-  if transport.name == 'inprocess':
-    return PublishEstimate(
-      size, f'{transport.name}, {dtype}', 2 * size / chip.memory_rate
-    )
-  if transport.direct:
+  if adapters and adapters.transfer == 'adapters' and transport.name != 'inprocess':
+    params = run.policy(run.trained_shape).params
+    shapes, prefix = lora.trainable_params(run.trained_shape, params), 'adapters in '
+  if transport.name == 'inprocess':  # read, and written
+    rate = chip.memory_rate / 2
+  elif transport.direct:
     rate = chip.inter_node_link or chip.link
-    return PublishEstimate(size, f'{transport.name}, {dtype}', size / rate)
-  if transport.name == 'shared_memory':  # written to the host's memory, and read again
-    return PublishEstimate(
-      size, f'{transport.name}, {dtype}', 2 * size / CPU_MEMORY_RATE
-    )
-  rate = chip.network * engine.num_devices
-  return PublishEstimate(size, f'{transport.name}, {dtype}', size / rate)
+  elif (
+    transport.name == 'shared_memory'
+  ):  # written to the host's memory, and read again
+    rate = CPU_MEMORY_RATE / 2
+  else:
+    rate = chip.network * engine.num_devices
+  size = bytes_per_device(shapes)
+  names = {x.dtype.name for x in jax.tree.leaves(shapes)}
+  description = f'{transport.name}, {prefix}{" and ".join(sorted(names))}'
+  return PublishEstimate(size, description, size / rate)
 
 
 def count_programs(

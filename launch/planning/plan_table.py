@@ -165,34 +165,18 @@ def _verdict(report: PlanReport) -> Any:
 
 
 def _program_table(report: PlanReport) -> Table:
-  table = _new_table(
-    'Programs',
-    'program',
-    'runs',
-    'FLOP',
-    'bytes a device',
-    'products',
-    'memory',
-    'links',
-  )
+  columns = 'program', 'runs', 'FLOP', 'bytes a device', 'products', 'memory', 'links'
+  table = _new_table('Programs', *columns)
   for name, program in _all_programs(report).items():
     runs = report.step.runs.get(name, 1)
     time = report.step.times.get(name, report.step.rollout or TimeEstimate(0, 0, 0)) * (
       1 / runs
     )
-    bytes_accessed, times = (
-      format_bytes(program.bytes_accessed),
-      (
-        format_seconds(time.compute),
-        format_seconds(time.memory),
-        format_seconds(time.links),
-      ),
-    )
-    if program.too_large:
-      bytes_accessed, times = '?', [times[0], '?', '?']
-    table.add_row(
-      name, str(runs), format_count(program.flops).strip(), bytes_accessed, *times
-    )
+    traffic = '?', format_seconds(time.compute), '?', '?'
+    if not program.too_large:
+      times = map(format_seconds, (time.compute, time.memory, time.links))
+      traffic = format_bytes(program.bytes_accessed), *times
+    table.add_row(name, str(runs), format_count(program.flops).strip(), *traffic)
   return table
 
 
@@ -213,11 +197,7 @@ def _step_facts(report: PlanReport) -> Any:
   (learn, slow), (least, most) = step.learn, step.step
 
   def format_range(a: float, b: float) -> str:
-    return (
-      f'{format_seconds(a)} to {format_seconds(b)}'
-      if format_seconds(a) != format_seconds(b)
-      else format_seconds(a)
-    )
+    return ' to '.join(dict.fromkeys(map(format_seconds, (a, b))))
 
   rows = [
     ('learner', 'unknown: not compiled' if refused else format_range(learn, slow))

@@ -72,14 +72,11 @@ def publishing_memory(
   Returns:
     Bytes of the fullest device, by part.
   """
-  copy_bytes, merge_bytes = (
-    _copied_bytes(run, learner),
-    merge.temporaries if merge else 0.0,
-  )
-  memory = (
-    {'merged weights': bytes_per_device(_published_shapes(learner))} if merge else {}
-  )
-  return {**memory, 'gradients': 0.0, 'temporaries': max(copy_bytes, merge_bytes)}
+  memory = {'gradients': 0.0, 'temporaries': _copied_bytes(run, learner)}
+  if merge is None:
+    return memory
+  memory['temporaries'] = max(memory['temporaries'], merge.temporaries)
+  return {'merged weights': bytes_per_device(_published_shapes(learner)), **memory}
 
 
 def _published_shapes(learner: Learner) -> Params:

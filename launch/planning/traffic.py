@@ -88,11 +88,9 @@ def _add_collective(
   traffic: Traffic, kind: str, count: int, sent: float, inter_node_bytes: float
 ) -> None:
   entry = traffic.collectives.setdefault(kind, Collective())
-  entry.count, entry.bytes, entry.inter_node_bytes = (
-    entry.count + count,
-    entry.bytes + sent,
-    entry.inter_node_bytes + inter_node_bytes,
-  )
+  entry.count += count
+  entry.bytes += sent
+  entry.inter_node_bytes += inter_node_bytes
 
 
 def _walk(
@@ -230,8 +228,6 @@ def _bytes_accessed(
     return 2 * output_bytes
   if instruction.op in UPDATES:
     return 2 * hlo.num_bytes(inputs[UPDATES[instruction.op]])
-  if instruction.op == 'copy-done':
-    return output_bytes
   if instruction.op.endswith('-done'):
     return output_bytes
   if instruction.op.endswith('-start'):

@@ -4,18 +4,14 @@ What a message is made of becomes a list of parts, which static/messages.js show
 """
 
 import base64
-import binascii
 import json
 import pathlib
 import re
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxrl.data.images import MARK, ImageFolder
+from jaxrl.data import json_codec
+from jaxrl.data.images import MARK, ImageFolder, as_image
 from jaxrl.data.trajectory_writers.file_writer import IMAGES
 
 IMAGE_TYPES = {
@@ -26,7 +22,6 @@ IMAGE_TYPES = {
 }
 DATA_URL = re.compile(r'data:image/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]*')
 MAX_IMAGE = 8 << 20  # bytes
-MAX_SIDE = 4096  # pixels of an image that comes as an array
 # What models write around their thoughts and tool calls (Hermes' and Qwen's formats).
 MARKED = re.compile(r'<(think|tool_call)>(.*?)(?:</\1>|\Z)', re.S)
 Part = dict[str, str]
@@ -184,42 +179,17 @@ def image_source(value: Any) -> str:
   if not isinstance(value, Mapping):
     return ''
   try:
-    if isinstance(value.get('$bytes'), str):
-      data = base64.b64decode(value['$bytes'], validate=True)
+    if isinstance(text := value.get('$bytes'), str):
+      data = base64.b64decode(text, validate=True)
       kinds = [kind for start, kind in IMAGE_TYPES.items() if data.startswith(start)]
-      return _data_url(data, kinds[0]) if kinds and len(data) <= MAX_IMAGE else ''
+      is_image = kinds and len(data) <= MAX_IMAGE
+      return f'data:image/{kinds[0]};base64,{text}' if is_image else ''
     array = value.get('$array')
     if isinstance(array, Mapping) and array.get('dtype') == '|u1':
-      shape, data = array['shape'], base64.b64decode(array['data'], validate=True)
-      return _data_url(_encode_png(np.frombuffer(data, np.uint8).reshape(shape)), 'png')
-  except (binascii.Error, ValueError, TypeError, KeyError):
+      return as_image(json_codec.decode_array(array, 'image')).data_url()
+  except ValueError:
     return ''
   return ''
-
-
-def _data_url(data: bytes, kind: str) -> str:
-  return f'data:image/{kind};base64,{base64.b64encode(data).decode()}'
-
-
-def _encode_png(pixels: np.ndarray) -> bytes:
-  """Encodes pixels `[height, width]` or `[height, width, 1, 3 or 4]`."""
-  colours = {1: 0, 3: 2, 4: 6}
-  if pixels.ndim == 2:
-    pixels = pixels[:, :, None]
-  height, width, channels = pixels.shape
-  if channels not in colours or not 0 < height <= MAX_SIDE or not 0 < width <= MAX_SIDE:
-    raise ValueError('not an image')
-  lines = np.zeros((height, 1 + width * channels), np.uint8)  # 0: no filter
-  lines[:, 1:] = pixels.reshape(height, -1)
-
-  def chunk(name: bytes, data: bytes) -> bytes:
-    check = zlib.crc32(name + data)
-    return struct.pack('>I', len(data)) + name + data + struct.pack('>I', check)
-
-  header = struct.pack('>IIBBBBB', width, height, 8, colours[channels], 0, 0, 0)
-  body = zlib.compress(lines.tobytes(), 6)
-  start = b'\x89PNG\r\n\x1a\n'
-  return start + chunk(b'IHDR', header) + chunk(b'IDAT', body) + chunk(b'IEND', b'')
 
 
 def readable(value: Any) -> Any:

@@ -8,6 +8,7 @@ Parquet; nothing is unpickled.
 
 import contextlib
 import dataclasses
+import glob
 import os
 import pathlib
 import sqlite3
@@ -22,11 +23,10 @@ import numpy as np
 from launch.report.dump_rows import SAMPLES, describe_row, read_part
 
 FILE = '.trajectories.sqlite'  # in the folder of a run
-VERSION = 2  # of the tables; another one is made anew
+VERSION = 3  # of the tables; another one is made anew
 CHECK_S = 1.0  # seconds between two looks at the dump
 MAX_QUERIES = 32  # whose results are kept, so that paging runs no query again
 MAX_PAGE = 500
-TRIGRAM = 3
 # What a row has: the column and its type. Those in SORTED have an index.
 COLUMNS = {
   'part': 'INTEGER',
@@ -83,11 +83,8 @@ class TrajectoryQuery:
   sort: str = 'step'
   descending: bool = False
 
-  def sql(self, has_grams: bool) -> tuple[str, list[Any]]:
+  def sql(self) -> tuple[str, list[Any]]:
     """Returns the query of the ids, and its arguments.
-
-    Args:
-      has_grams: Whether there is an index of the text.
 
     Raises:
       ValueError: If `sort` is no column.
@@ -95,35 +92,24 @@ class TrajectoryQuery:
     if self.sort not in SORTABLE:
       raise ValueError(f'sort: {self.sort!r} is not one of {", ".join(SORTABLE)}')
     tests, values = [], []
-    for column, value in (
-      ('mode', self.mode),
-      ('tag', self.tag),
-      ('stop', self.stop),
-    ):
-      if value:
+    for column in ('mode', 'tag', 'stop'):
+      if value := getattr(self, column):
         tests.append(f'r.{column} = ?')
         values.append(value)
     if self.group:
       tests.append("substr('_' || r.grp, -length(?)) = ?")
       values += [f'_{self.group}'] * 2
-    for column, bounds in (
-      ('step', self.step),
-      ('score', self.score),
-      ('length', self.length),
-    ):
-      for sign, bound in zip(('>=', '<='), bounds, strict=True):
+    for column in ('step', 'score', 'length'):
+      for sign, bound in zip(('>=', '<='), getattr(self, column), strict=True):
         if bound is not None:
           tests.append(f'r.{column} {sign} ?')
           values.append(bound)
     source = 'rows r'
-    text = self.text.casefold()
-    if text:
-      source = 'rows r JOIN texts x ON x.row = r.row'
-      tests.append('instr(x.text, ?) > 0')
-      values.append(text)
-      if has_grams and len(text) >= TRIGRAM:
-        tests.append('r.row IN (SELECT rowid FROM grams WHERE grams MATCH ?)')
-        values.append(_match_trigrams(text))
+    if self.text:
+      source = 'rows r JOIN texts x ON x.rowid = r.row'
+      # SQLite finds it by its triples of letters, if it has three or more.
+      tests.append('x.text GLOB ?')
+      values.append(f'*{glob.escape(_folded(self.text))}*')
     where = f' WHERE {" AND ".join(tests)}' if tests else ''
     way = 'DESC' if self.descending else 'ASC'
     # Rows without a value come last either way.
@@ -131,9 +117,9 @@ class TrajectoryQuery:
     return f'SELECT r.row FROM {source}{where} ORDER BY {order}', values
 
 
-def _match_trigrams(text: str) -> str:
-  grams = dict.fromkeys(text[i : i + TRIGRAM] for i in range(len(text) - TRIGRAM + 1))
-  return ' AND '.join('"{}"'.format(gram.replace('"', '""')) for gram in grams)
+def _folded(text: str) -> str:
+  """Returns a text as it is searched: without case, and without ends for SQLite."""
+  return text.casefold().replace('\0', ' ')
 
 
 class TrajectoryIndex:
@@ -198,8 +184,6 @@ class TrajectoryIndex:
       version = connection.execute('PRAGMA user_version').fetchone()[0]
       if version != VERSION:
         _create_tables(connection)
-      cursor = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'grams'")
-      self._has_grams = cursor.fetchone() is not None
       connection.execute('SELECT count(*) FROM parts').fetchone()
     except sqlite3.Error:
       connection.close()
@@ -281,11 +265,8 @@ class TrajectoryIndex:
           if values is None:
             problems += 1
           else:
-            _insert_row(
-              write,
-              {'part': part, 'place': place, 'size': length, **values},
-              self._has_grams,
-            )
+            place_values = {'part': part, 'place': place, 'size': length}
+            _insert_row(write, place_values | values)
       except (OSError, ValueError, ImportError) as error:
         self.problems[name] = f'{type(error).__name__}: {error}'
         return
@@ -346,7 +327,7 @@ class TrajectoryIndex:
     known = self._results.get(query)
     if known is not None and known[0] == generation:
       return known[1]
-    text, values = query.sql(self._has_grams)
+    text, values = query.sql()
     matches = self._query(text, values)
     rows = np.fromiter((row[0] for row in matches), np.int64, len(matches))
     while len(self._results) >= MAX_QUERIES:
@@ -427,7 +408,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 def _create_tables(connection: sqlite3.Connection) -> None:
   with _transaction(connection):
-    for table in ('parts', 'rows', 'texts', 'grams'):
+    for table in ('parts', 'rows', 'texts'):
       connection.execute(f'DROP TABLE IF EXISTS {table}')
     connection.execute(
       'CREATE TABLE parts(part INTEGER PRIMARY KEY, path TEXT UNIQUE, size INTEGER, '
@@ -435,31 +416,28 @@ def _create_tables(connection: sqlite3.Connection) -> None:
     )
     columns = ', '.join(f'{name} {kind}' for name, kind in COLUMNS.items())
     connection.execute(f'CREATE TABLE rows(row INTEGER PRIMARY KEY, {columns})')
-    connection.execute('CREATE TABLE texts(row INTEGER PRIMARY KEY, text TEXT)')
     for name in ('part', *SORTED):
       connection.execute(f'CREATE INDEX rows_{name} ON rows({name})')
-    with contextlib.suppress(sqlite3.OperationalError):  # an SQLite without FTS5
+    try:
       connection.execute(
-        "CREATE VIRTUAL TABLE grams USING fts5(text, content='', detail=none, "
+        'CREATE VIRTUAL TABLE texts USING fts5(text, detail=none, columnsize=0, '
         "tokenize='trigram')"
       )
+    except sqlite3.OperationalError:  # an old SQLite, which reads all texts then
+      connection.execute('CREATE TABLE texts(text TEXT)')
     connection.execute(f'PRAGMA user_version={VERSION}')
 
 
-def _insert_row(
-  write: sqlite3.Connection, values: Mapping[str, Any], has_grams: bool
-) -> None:
+def _insert_row(write: sqlite3.Connection, values: Mapping[str, Any]) -> None:
   marks = ', '.join('?' * len(COLUMNS))
   cursor = write.execute(
     f'INSERT INTO rows({", ".join(COLUMNS)}) VALUES ({marks})',
     [values.get(name) for name in COLUMNS],
   )
-  text = values['text'].casefold()
-  write.execute('INSERT INTO texts(row, text) VALUES (?, ?)', (cursor.lastrowid, text))
-  if has_grams:
-    write.execute(
-      'INSERT INTO grams(rowid, text) VALUES (?, ?)', (cursor.lastrowid, text)
-    )
+  write.execute(
+    'INSERT INTO texts(rowid, text) VALUES (?, ?)',
+    (cursor.lastrowid, _folded(values['text'])),
+  )
 
 
 def _remove_part(write: sqlite3.Connection, part: int) -> None:
@@ -468,17 +446,8 @@ def _remove_part(write: sqlite3.Connection, part: int) -> None:
 
 
 def _remove_rows(write: sqlite3.Connection, test: str, values: Sequence[Any]) -> None:
-  has_grams = write.execute(
-    "SELECT 1 FROM sqlite_master WHERE name = 'grams'"
-  ).fetchone()
   rows = f'SELECT row FROM rows WHERE {test}'
-  if has_grams:  # an index without content must be given what it deletes
-    write.execute(
-      "INSERT INTO grams(grams, rowid, text) SELECT 'delete', row, text FROM texts "
-      f'WHERE row IN ({rows})',
-      values,
-    )
-  write.execute(f'DELETE FROM texts WHERE row IN ({rows})', values)
+  write.execute(f'DELETE FROM texts WHERE rowid IN ({rows})', values)
   write.execute(f'DELETE FROM rows WHERE {test}', values)
 
 

@@ -4,10 +4,11 @@ A container's limit is that of a cgroup, of version 1 or 2, and the kernel kills
 exceeds it. The limit of each cgroup above this process's own holds as well.
 """
 
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
+
+import psutil
 
 V1, V2 = '/sys/fs/cgroup/memory', '/sys/fs/cgroup'
 UNLIMITED = 1 << 60  # version 1 writes about 2^63 where there is no limit
@@ -28,19 +29,17 @@ class HostMemory(NamedTuple):
 
 
 def read_host_memory(root: str = '/') -> HostMemory:
-  """Reads the memory of this process from the kernel's files.
+  """Reads the memory of this process.
 
   Memory that other processes use is not counted as available, but files that the kernel
   has cached are.
 
   Args:
-    root: Folder that holds `proc` and `sys`.
+    root: Folder that holds the kernel's files on cgroups, in `proc` and `sys`.
   """
-  base = pathlib.Path(root)
-  held = _field(base / 'proc/self/status', 'VmRSS')
-  total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  free = _field(base / 'proc/meminfo', 'MemAvailable')
-  limits = [(free + held if free else float(total), 'memory that is free here')]
+  base, machine = pathlib.Path(root), psutil.virtual_memory()
+  held, total = float(psutil.Process().memory_info().rss), machine.total
+  limits = [(machine.available + held, 'memory that is free here')]
   for folder, names in _cgroups(base):
     limit = _number(folder / names[0])
     if limit is None or limit >= min(UNLIMITED, total):
@@ -93,13 +92,3 @@ def _number(path: pathlib.Path) -> float | None:
   except OSError:
     return None
   return float(text) if text.isdigit() else None
-
-
-def _field(path: pathlib.Path, name: str) -> float:
-  """Returns a field of a file of the kernel in bytes; 0 where it is not there."""
-  try:
-    lines = path.read_text().splitlines()
-  except OSError:
-    return 0.0
-  line = next((line for line in lines if line.startswith(f'{name}:')), '')
-  return float(line.split()[1]) * 1024 if line else 0.0

@@ -249,10 +249,8 @@ def _plan_split(
   devices: int,
   memory: float,
 ) -> Placement:
-  where, engines = (
-    _where(settings),
-    settings.cluster.num_engines,
-  )
+  where = _where(settings)
+  engines = settings.cluster.num_engines
   total, largest = sum(counts), max(counts)
   if not devices:
     share = total - engines * engine.size if engines else total // 2
@@ -354,10 +352,8 @@ def _plan_engines_only(
 ) -> Placement:
   """Plans for a run without a learner."""
   _check_budget(_where(settings), memory, engine.memory)
-  number, share = (
-    _count_engines(settings, kind, counts, engine),
-    engine.memory or memory,
-  )
+  number = _count_engines(settings, kind, counts, engine)
+  share = engine.memory or memory
   claims = {kind: float(engine.size)}
   return Placement(
     'engines',

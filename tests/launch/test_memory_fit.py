@@ -1,6 +1,7 @@
 """Runs choose micro-batches and recomputation from the memory that there is."""
 
 import dataclasses
+import types
 
 import jax
 import pytest
@@ -14,19 +15,24 @@ from launch.runtime.host_memory import read_host_memory
 from tests.launch.test_planning import small
 
 GB = 1e9
-STATUS = 'Name:\tpython\nVmRSS:\t  1000000 kB\n'
-MEMINFO = 'MemTotal: 64000000 kB\nMemAvailable: 9000000 kB\n'
+
+
+class _Process:
+  def memory_info(self):
+    return types.SimpleNamespace(rss=1_000_000 * 1024)
 
 
 def machine(folder, files):
-  """Writes the kernel's files of a made-up machine."""
-  for name, text in (
-    {'proc/self/status': STATUS, 'proc/meminfo': MEMINFO} | files
-  ).items():
+  """Writes the kernel's files of a made-up machine, and reads its memory."""
+  for name, text in files.items():
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-  return read_host_memory(str(folder))
+  memory = types.SimpleNamespace(total=64_000_000 * 1024, available=9_000_000 * 1024)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr('psutil.Process', _Process)
+    patch.setattr('psutil.virtual_memory', lambda: memory)
+    return read_host_memory(str(folder))
 
 
 def test_without_a_cgroup_the_free_memory_counts(tmp_path):

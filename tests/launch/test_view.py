@@ -119,6 +119,7 @@ def test_trajectories_are_filtered_and_sorted(tmp_path):
   assert ids(index, text='nine') == [b] and ids(index, text='n') == [a, b, c, d]
   assert ids(index, text='question 1') == [c]
   assert ids(index, text="it's \"%' OR 1") == []
+  assert [ids(index, text=sign) for sign in ('*', '?', '[a-z]', 'n*e')] == [[]] * 4
   assert ids(index, tag='lake') == [c] and ids(index, stop='max_steps') == [c]
   assert ids(index, step=(5, None)) == [d] and ids(index, mode='val') == [d]
   assert ids(index, score=(0.25, 0.75)) == [d] and ids(index, length=(7, None)) == [b]

@@ -108,10 +108,8 @@ def _kind(name: str) -> tuple[str, str]:
 
 
 def _open_zst(file: Path) -> IO[bytes]:
-  try:
-    import pyarrow
-  except ImportError as error:
-    raise DataError(f'{file}: install `pyarrow` to read .zst files') from error
+  import pyarrow
+
   return io.BufferedReader(pyarrow.input_stream(str(file), compression='zstd'))
 
 
@@ -368,10 +366,8 @@ def _separator(file: Path, header: str) -> str:
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
-  try:
-    import pyarrow.parquet
-  except ImportError as error:
-    raise DataError(f'{file}: install `pyarrow` to read Parquet files') from error
+  import pyarrow.parquet
+
   try:
     reader = pyarrow.parquet.ParquetFile(_arrow_source(file))
   except (pyarrow.ArrowException, OSError) as error:
@@ -390,10 +386,8 @@ def _arrow_source(file: Path) -> Any:
 
 
 def _read_arrow(file: Path) -> Iterator[Row]:
-  try:
-    import pyarrow.ipc
-  except ImportError as error:
-    raise DataError(f'{file}: install `pyarrow` to read Arrow files') from error
+  import pyarrow.ipc
+
   try:
     with _open_bytes(file) as data:
       is_file = data.read(6) == b'ARROW1'

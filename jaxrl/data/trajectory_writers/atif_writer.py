@@ -13,7 +13,7 @@ import shutil
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl.data import json_codec
 from jaxrl.data.tool_formats import (
@@ -27,11 +27,8 @@ from jaxrl.data.tool_formats import (
   ToolFormat,
 )
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
-from jaxrl.data.trajectory_writers.file_writer import IMAGES
+from jaxrl.data.trajectory_writers.file_writer import IMAGES, FileWriter
 from jaxrl.options import ConfigError
-
-if TYPE_CHECKING:
-  from jaxrl.data.images import Image
 
 SCHEMA_VERSION = 'ATIF-v1.7'
 PATH_PREFIX = 'atif://'
@@ -49,7 +46,7 @@ _UNSAFE = re.compile(r'[^\w.\-]')
 Document = dict[str, Any]
 
 
-class AtifWriter:
+class AtifWriter(FileWriter):
   """Writes parts as folders `FOLDER/MODE-NAME` with a JSON document per trajectory.
 
   Args:
@@ -62,53 +59,21 @@ class AtifWriter:
   """
 
   def __init__(self, path: str, mode: str, types: Mapping[str, str]):
-    self._where = f'trajectory_dump.path={path}'
-    folder = path.removeprefix(PATH_PREFIX)
-    if not folder:
-      raise ConfigError(f'{self._where}: name a folder of this machine, atif://FOLDER')
+    where, folder = f'trajectory_dump.path={path}', path.removeprefix(PATH_PREFIX)
+    if not folder or '://' in folder:
+      raise ConfigError(f'{where}: name a folder of this machine, atif://FOLDER')
     if 'save_content' not in types:
       raise ConfigError(
-        f'{self._where}: trajectory_dump.columns must have save_content, '
-        'which documents are made of'
+        f'{where}: trajectory_dump.columns must have save_content, which documents are '
+        'made of'
       )
-    self._folder = pathlib.Path(folder)
-    self._mode = mode
-
-  def check(self, *, fresh: bool) -> None:
-    """Checks that the folder can be written and holds no other run's parts."""
-    try:
-      self._folder.mkdir(parents=True, exist_ok=True)
-      probe = self._folder / 'probe.tmp'
-      probe.write_bytes(b'probe')
-      probe.unlink()
-    except OSError as error:
-      raise ConfigError(f'{self._where}: cannot write there: {error}') from error
-    existing = sorted(self._folder.glob(f'{self._mode}-*'))
-    if fresh and existing:
-      raise ConfigError(
-        f'{self._where} holds {len(existing)} parts of another run, {existing[0]} '
-        'among them: name another path, or the workdir that wrote them'
-      )
+    super().__init__(folder, mode, types)
+    self.path, self._suffix = path, ''
 
   def write(self, name: str, rows: Sequence[DumpRow]) -> None:
     """Writes a part as one folder, which is whole or not there."""
-    part = urllib.parse.quote(f'{self._mode}-{name}', safe='')
-    write_documents(self._folder / part, rows)
-
-  def write_images(self, images: 'Mapping[str, Image]') -> None:
-    """Stores images as `FOLDER/images/DIGEST.png`, each once; documents name them.
-
-    Args:
-      images: The images, as `trajectory_codec.images_of` returns them.
-    """
-    folder = self._folder / IMAGES
-    folder.mkdir(parents=True, exist_ok=True)
-    for image in images.values():
-      path = folder / f'{image.digest}.png'
-      if not path.exists():
-        partial = path.with_suffix('.tmp')
-        partial.write_bytes(image.png)
-        os.replace(partial, path)
+    part = self.name_of(urllib.parse.quote(name, safe=''))
+    write_documents(pathlib.Path(part), rows)
 
 
 def write_documents(folder: pathlib.Path, rows: Sequence[DumpRow]) -> None:

@@ -74,7 +74,7 @@ class FileWriter:
     else:
       self._folder, start, kind = root.rstrip('/') or '/', '', 'jsonl'
     self._start = f'{self._folder}/{start}{mode}-'
-    self._kind = kind
+    self._kind, self._suffix = kind, f'.{kind}'
 
   def name_of(self, name: str) -> str:
     """Returns the path of a part.
@@ -85,7 +85,7 @@ class FileWriter:
     Returns:
       The path on the file system.
     """
-    return f'{self._start}{name}.{self._kind}'
+    return f'{self._start}{name}{self._suffix}'
 
   def check(self, *, fresh: bool) -> None:
     """Checks that the folder can be written and holds no other run's parts."""

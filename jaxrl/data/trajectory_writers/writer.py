@@ -101,16 +101,12 @@ def open_dump(
     dump_columns.write_images = getattr(custom_writer, 'write_images', None)
     return dump_columns, custom_writer
   path = options.path or str(folder / 'trajectories')
-  if path.startswith('atif://'):
-    from jaxrl.data.trajectory_writers.atif_writer import AtifWriter
-
-    documents = AtifWriter(path, mode, dump_columns.types)
-    dump_columns.write_images = documents.write_images
-    return dump_columns, documents
   if path.startswith('odps:'):
     from jaxrl.data.trajectory_writers.maxcompute_writer import MaxComputeWriter
 
     return dump_columns, MaxComputeWriter(path, dump_columns.types, folder / 'uploads')
+  if path.startswith('atif://'):
+    from jaxrl.data.trajectory_writers.atif_writer import AtifWriter as FileWriter
   files = FileWriter(path, mode, dump_columns.types)
   dump_columns.write_images = files.write_images
   return dump_columns, files

@@ -54,15 +54,6 @@ class GemEnv(IsolatedEnv):
     options = {'id': id, 'arguments': dict(arguments or {}), 'max_chars': max_chars}
     super().__init__('jaxrl.envs.adapters.gem_env:GemGame', options)
 
-  @classmethod
-  def check(cls, **options: Any) -> None:
-    """Checks the options.
-
-    Raises:
-      ConfigError: If the package is missing or the id is missing or unsafe.
-    """
-    cls(**options)
-
 
 class GemGame:
   """Runs the environment inside that process and seeds the process's random numbers.

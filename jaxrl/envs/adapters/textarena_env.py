@@ -54,15 +54,6 @@ class TextArenaEnv(IsolatedEnv):
     options |= {'invalid_reward': invalid_reward, 'max_chars': max_chars}
     super().__init__('jaxrl.envs.adapters.textarena_env:TextArenaGame', options)
 
-  @classmethod
-  def check(cls, **options: Any) -> None:
-    """Checks the options.
-
-    Raises:
-      ConfigError: If the package or the id is missing.
-    """
-    cls(**options)
-
 
 class TextArenaGame:
   """Runs the game inside that process and seeds the process's random numbers.

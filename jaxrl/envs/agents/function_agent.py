@@ -1,6 +1,7 @@
 """FunctionAgent is an agent that is a Python function."""
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -59,34 +60,30 @@ class FunctionAgent:
     arguments = {'task': dict(task), 'base_url': base_url, 'api_key': api_key}
     if inspect.iscoroutinefunction(self._function):
       return asyncio.run(self._call_async(arguments))
-    if 'client' not in self._argument_names:
-      return self._function(
-        *(arguments[name] for name in self._argument_names), **self._options
-      )
-    openai = _import_openai()
-    # The endpoint is on this machine, so no proxy is used.
-    http_client = openai.DefaultHttpxClient(trust_env=False)
-    with openai.OpenAI(
-      base_url=base_url, api_key=api_key, http_client=http_client
-    ) as client:
-      arguments['client'] = client
-      return self._function(
-        *(arguments[name] for name in self._argument_names), **self._options
-      )
+    with contextlib.ExitStack() as stack:
+      if 'client' in self._argument_names:
+        openai = _import_openai()
+        # The endpoint is on this machine, so no proxy is used.
+        http_client = openai.DefaultHttpxClient(trust_env=False)
+        client = openai.OpenAI(
+          base_url=base_url, api_key=api_key, http_client=http_client
+        )
+        arguments['client'] = stack.enter_context(client)
+      return self._call(arguments)
 
   async def _call_async(self, arguments: dict[str, Any]) -> Any:
-    if 'client' not in self._argument_names:
-      return await self._function(
-        *(arguments[n] for n in self._argument_names), **self._options
-      )
-    openai = _import_openai()
-    http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
-    endpoint = {'base_url': arguments['base_url'], 'api_key': arguments['api_key']}
-    async with openai.AsyncOpenAI(**endpoint, http_client=http_client) as client:
-      arguments['client'] = client
-      return await self._function(
-        *(arguments[n] for n in self._argument_names), **self._options
-      )
+    async with contextlib.AsyncExitStack() as stack:
+      if 'client' in self._argument_names:
+        openai = _import_openai()
+        http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
+        endpoint = {'base_url': arguments['base_url'], 'api_key': arguments['api_key']}
+        client = openai.AsyncOpenAI(**endpoint, http_client=http_client)
+        arguments['client'] = await stack.enter_async_context(client)
+      return await self._call(arguments)
+
+  def _call(self, arguments: dict[str, Any]) -> Any:
+    positional = (arguments[name] for name in self._argument_names)
+    return self._function(*positional, **self._options)
 
   def kill(self) -> None:
     """Does nothing: a thread cannot be ended, but its key no longer opens a session."""

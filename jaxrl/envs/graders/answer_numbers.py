@@ -291,10 +291,8 @@ def _read_token(match: re.Match[str]) -> NumberToken:
   word, start, end = match['word'] or '', match.start(), match.end()
   if match['formula']:
     return NumberToken(match[0], None, start, end, end)
-  is_separate, name = (
-    word[:1] in ('', ' ', '\n', '\t', '-', '%'),
-    re.sub(r'\^?\{?[23²³]\}?$', '', word.strip().lower()),
-  )
+  is_separate = word[:1] in ('', ' ', '\n', '\t', '-', '%')
+  name = re.sub(r'\^?\{?[23²³]\}?$', '', word.strip().lower())
   scale = Fraction(1)
   number_end = match.start('word') if word else end
   unit_start = end

@@ -99,7 +99,6 @@ class TerminalBenchEnv:
       raise ConfigError(
         f'terminal_bench: option tasks={tasks!r} must name a folder of tasks'
       )
-    terminal_bench_tasks.check_requirements()
     sandbox_factory(sandbox)
     shell_session.make_shell_session(shell)
 

@@ -7,14 +7,10 @@ https://harborframework.com/docs.
 """
 
 import dataclasses
-import importlib
-import importlib.util
 import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
-
-from jaxrl.options import ConfigError
 
 TESTS_DIR = '/tests'  # where a task's tests lie when they run
 REWARDS_DIR = '/logs/verifier'  # where those of the second form write their reward
@@ -104,18 +100,6 @@ def read_terminal_task(folder: Path) -> TerminalTask:
   )
 
 
-def check_requirements() -> None:
-  """Checks that the package that reads the first form is installed.
-
-  Raises:
-    ConfigError: If it is missing.
-  """
-  if importlib.util.find_spec('yaml') is None:
-    raise ConfigError(
-      'terminal_bench needs PyYAML to read task.yaml: pip install pyyaml'
-    )
-
-
 def _read_first_form(folder: Path) -> TerminalTask:
   settings = _load_yaml(folder / 'task.yaml')
   instruction = settings.get('instruction')
@@ -172,8 +156,9 @@ def _validated(task: TerminalTask) -> TerminalTask:
 
 
 def _load_yaml(file: Path) -> dict[str, Any]:
-  check_requirements()
-  settings = importlib.import_module('yaml').safe_load(file.read_text())
+  import yaml  # the other form needs none
+
+  settings = yaml.safe_load(file.read_text())
   if not isinstance(settings, dict):
     raise ValueError(f'{file}: must hold a mapping')
   return settings

@@ -6,14 +6,14 @@ of OpenAI's API expect.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.row_sources import DataError
 from jaxrl.data.rows import chat_messages
 from jaxrl.options import closest_match
-from jaxrl.rollout.gateway.request_cache import CachedPrefix, RequestCache
+from jaxrl.rollout.gateway.request_cache import RequestCache, parse_strict_json
 from jaxrl.types import Message
 
 # Fields of OpenAI's API and of vLLM that would change the reply and are not supported,
@@ -222,24 +222,15 @@ def parse_body(data: bytes) -> dict[str, Any]:
   Raises:
     ApiError: If it is not a JSON object.
   """
-  _, body, _ = _parse_object(data)
-  return body
-
-
-def _parse_object(
-  data: bytes, cache: RequestCache | None = None
-) -> tuple[str, dict[str, Any], CachedPrefix | None]:
-  """Returns the body's text, its object, and its cached beginning."""
   try:
-    text = data.decode('utf-8-sig')
-    body, prefix = (cache or RequestCache()).read(text)
+    body = parse_strict_json(data)
   except ValueError as error:
     raise ApiError(
       400, f'the body is not JSON: {error}', code='invalid_json'
     ) from error
   if not isinstance(body, dict):
     raise ApiError(400, 'the body must be a JSON object', code='invalid_json')
-  return text, body, prefix
+  return body
 
 
 def parse_cached_chat(data: bytes, cache: RequestCache) -> GenerationRequest:
@@ -255,17 +246,12 @@ def parse_cached_chat(data: bytes, cache: RequestCache) -> GenerationRequest:
   Raises:
     ApiError: Names the field at fault.
   """
-  text, body, prefix = _parse_object(data, cache)
   try:
-    request = parse_chat(body, prefix.messages if prefix else ())
-  except ApiError:
-    if prefix is None:
-      raise
+    body = cache.read(data, parse_client_messages)
+    return parse_chat(body, body['messages'])
+  except (ApiError, KeyError, RecursionError, ValueError):
     # Parses all of it, so that the error counts messages from the first one on.
     return parse_chat_body(data)
-  assert request.messages is not None
-  cache.store(text, prefix, request.messages)
-  return request
 
 
 def may_hold_images(data: bytes) -> bool:
@@ -296,13 +282,13 @@ def parse_chat_body(data: bytes) -> GenerationRequest:
 
 
 def parse_chat(
-  body: Mapping[str, Any], previous: Sequence[Message] = ()
+  body: Mapping[str, Any], messages: list[Message] | None = None
 ) -> GenerationRequest:
   """Parses a request to /v1/chat/completions.
 
   Args:
     body: The JSON object.
-    previous: Parsed messages that come before those of the body.
+    messages: The messages of the body if they are parsed already.
 
   Returns:
     The request.
@@ -331,10 +317,8 @@ def parse_chat(
       'unsupported_value',
     )
   logprobs = _parse_flag(body, 'logprobs')
-  new_messages = body['messages']
-  messages = list(previous)
-  if new_messages or not previous:
-    messages += parse_client_messages(new_messages)
+  if messages is None:
+    messages = parse_client_messages(body['messages'])
   return GenerationRequest(
     messages=messages,
     tools=tools,

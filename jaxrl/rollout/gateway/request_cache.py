@@ -1,104 +1,68 @@
-"""RequestCache recognizes conversations that a client sends again, by their bytes.
+"""RequestCache recognizes messages that a client sends again, by their bytes.
 
 A client sends the whole conversation with every turn. What a session has sent before is
 neither parsed nor checked again, so that the cost of a turn is that of its new part.
 """
 
-import dataclasses
-import json
-import re
-import secrets
+import codecs
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl.types import Message
 
 MAX_CACHED = 4  # conversations of one session that may alternate
-_MESSAGES_START = re.compile(r'(?<!\\)"messages"\s*:\s*\[\s*')
-# Half of a surrogate pair, as JSON escapes letters beyond 16 bits.
-_SURROGATE = re.compile(r'\\u[dD][89a-fA-F]')
-_JSON_SPACE = ' \t\n\r'
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CachedPrefix:
-  """Holds the beginning of a request that was parsed before.
-
-  Attributes:
-    text: The body up to the end of its last message.
-    start: Where the first message begins.
-    messages: The parsed messages.
-  """
-
-  text: str
-  start: int
-  messages: list[Message]
 
 
 class RequestCache:
-  """Keeps the beginnings of a session's latest requests."""
+  """Keeps the messages of a session's latest requests, as sent and as parsed."""
 
   def __init__(self) -> None:
     """Creates an empty cache."""
-    self._prefixes: deque[CachedPrefix] = deque(maxlen=MAX_CACHED)
-    # Stands for the cached messages while the rest is parsed; no client can know it.
-    self._placeholder = secrets.token_hex(16)
+    self._requests: deque[dict[bytes, Message]] = deque(maxlen=MAX_CACHED)
 
-  def read(self, text: str) -> tuple[Any, CachedPrefix | None]:
-    """Parses a JSON text without the part that is cached.
+  def read(
+    self, data: bytes, parse_messages: Callable[[list[Any]], list[Message]]
+  ) -> dict[str, Any]:
+    """Parses the body of a chat request, and keeps its messages.
 
     Args:
-      text: The request's body.
+      data: The body.
+      parse_messages: Parses the messages that are new.
 
     Returns:
-      The value, whose `messages` are the new ones alone if the second value, the cached
-      beginning of the request, is not None.
+      The body, with its messages parsed. One that was sent before is the same object.
 
     Raises:
-      ValueError: If the text is not JSON.
+      KeyError: If it has no messages.
+      RecursionError: If it is nested too deeply.
+      ValueError: If it is not a JSON object, or its messages are not a list.
     """
-    for prefix in reversed(self._prefixes):
-      end = len(prefix.text)
-      if not text.startswith(prefix.text) or text[end : end + 1] not in (',', ']'):
-        continue
-      body = parse_strict_json(
-        f'{text[: prefix.start]}"{self._placeholder}"{text[end:]}'
-      )
-      messages = body.get('messages')
-      # The placeholder is elsewhere if these were not the body's own messages.
-      if isinstance(messages, list) and messages[:1] == [self._placeholder]:
-        return {**body, 'messages': messages[1:]}, prefix
-    return parse_strict_json(text), None
+    import msgspec  # of the extra `serve`, which those who only import this may lack
 
-  def store(
-    self, text: str, prefix: CachedPrefix | None, messages: list[Message]
-  ) -> None:
-    """Remembers the messages of a request.
-
-    Args:
-      text: The request's body.
-      prefix: Its cached beginning, as `read` returned it.
-      messages: All parsed messages of the request.
-    """
-    if prefix is None:
-      match = _MESSAGES_START.search(text)
-      if match is None:
-        return
-      start = match.end()
-      end = _end_of_last_entry(text, text.index('[', match.start()))
-    else:
-      start, prefix_length = prefix.start, len(prefix.text)
-      end = prefix_length + _end_of_last_entry(f'[0{text[prefix_length:]}', 0) - 2
-      if prefix in self._prefixes:  # else another request has continued it meanwhile
-        self._prefixes.remove(prefix)
-    self._prefixes.append(CachedPrefix(text[:end], start, messages))
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    entries = msgspec.json.decode(fields.pop('messages'), type=list[msgspec.Raw])
+    body = {name: msgspec.json.decode(value) for name, value in fields.items()}
+    sent = [bytes(entry) for entry in entries]
+    known: dict[bytes, Message] = {}
+    for one in self._requests:
+      known |= one
+    messages = {entry: known[entry] for entry in sent if entry in known}
+    new = [entry for entry in dict.fromkeys(sent) if entry not in messages]
+    if new or not sent:
+      parsed = parse_messages([msgspec.json.decode(entry) for entry in new])
+      messages |= zip(new, parsed, strict=True)
+    # A request that continues an earlier one takes its place.
+    others = (one for one in self._requests if not one.keys() <= messages.keys())
+    self._requests = deque([*others, messages], MAX_CACHED)
+    return body | {'messages': [messages[entry] for entry in sent]}
 
 
-def parse_strict_json(text: str) -> Any:
+def parse_strict_json(data: bytes) -> Any:
   """Parses JSON strictly.
 
   Args:
-    text: The JSON text.
+    data: The JSON text, which may begin with a byte order mark.
 
   Returns:
     Its value.
@@ -106,22 +70,9 @@ def parse_strict_json(text: str) -> Any:
   Raises:
     ValueError: If it is not JSON, nested too deeply, or has half of a surrogate pair.
   """
+  import msgspec
+
   try:
-    value = json.loads(text, parse_constant=_refuse_constant)
-    if _SURROGATE.search(text):
-      json.dumps(value, ensure_ascii=False).encode()
+    return msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
   except RecursionError as error:
     raise ValueError('it is nested too deeply') from error
-  return value
-
-
-def _refuse_constant(name: str) -> None:
-  raise ValueError(f'{name} is not JSON')
-
-
-def _end_of_last_entry(text: str, start: int) -> int:
-  """Returns where the last entry ends of the array that begins at `start`."""
-  _, end = json.JSONDecoder().raw_decode(text, start)
-  if text[end - 2] in _JSON_SPACE:
-    return len(text[: end - 1].rstrip(_JSON_SPACE))
-  return end - 1
