@@ -7,10 +7,9 @@ sections of algorithms and environments are made from the signatures that take t
 import functools
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict, FieldReference
 
@@ -25,6 +24,7 @@ from jaxrl.options import (
   field_kinds,
   unknown_name_error,
   unwrap,
+  value_kind,
 )
 
 # A ConfigDict for the type checker: its attributes exist at run time alone.
@@ -51,16 +51,20 @@ def to_config(options: Options) -> ConfigDict:
 
 
 def _config_value(kind: Kind, value: Any) -> Any:
+  """Converts a value to that of a config: a section, a text, or a typed reference."""
   if isinstance(value, Options):
     return to_config(value)
-  if kind.type is Mapping:
+  if isinstance(value, Mapping) and not isinstance(value, ConfigDict):
     return ConfigDict({name: _config_value(Kind(None), x) for name, x in value.items()})
-  if kind.type is None and isinstance(value, ComponentCall | tuple):  # sources of rows
-    return join_calls([value] if isinstance(value, ComponentCall) else value)
-  if kind.type is ComponentCall:
-    calls = value if kind.is_many else () if value is None else (value,)
-    return join_calls(calls)
-  if kind.is_optional and kind.type is not None:
+  is_source = kind.type is None and isinstance(value, tuple)  # such as several files
+  if kind.is_many or (is_source and any(isinstance(x, ComponentCall) for x in value)):
+    return join_calls(value)
+  if isinstance(value, ComponentCall) or hasattr(kind.type, 'from_text'):
+    return '' if value is None else str(value)
+  if kind.type is float and type(value) is int:
+    value = float(value)
+  is_typed = value is None or (kind.type is not None and isinstance(value, kind.type))
+  if kind.is_optional and kind.type is not None and is_typed:
     return OptionalField(value, field_type=kind.type)
   return value
 
@@ -134,7 +138,7 @@ def make_section(
   hints, own = option_types(fn), defaults(fn)
   config = ConfigDict({k: v for k, v in (values or {}).items() if k not in own})
   for key, value in own.items():
-    config[key] = _field(value, hints.get(key))
+    config[key] = _config_value(value_kind(hints.get(key)), value)
   where = f'make_section({getattr(unwrap(fn), "__name__", fn)!s})'
   update_section(config, overrides, where)
   notes = describe_options(fn)
@@ -231,52 +235,6 @@ def _first_sentence(text: str) -> str:
   end = re.search(r'(?<!e\.g)(?<!i\.e)\.(?= [A-Z`\'])|\.$', text)
   text = text[: end.start()] if end else text
   return text[:1].upper() + text[1:] + '.'
-
-
-def _field(value: Any, hint: Any) -> Any:
-  """Converts a value to a config field: a section, or a typed reference if optional.
-
-  Calls are stored as texts, which `launch.settings` parses.
-  """
-  arity = call_arity(hint)
-  if isinstance(value, ComponentCall) or (arity == 'many' and value):
-    return join_calls([value] if isinstance(value, ComponentCall) else value)
-  if arity != 'none' and not value:
-    return ''
-  if isinstance(value, Mapping) and not isinstance(value, ConfigDict):
-    return ConfigDict(dict(value))
-  kind, optional = _kind(hint)
-  if kind is float and isinstance(value, int) and not isinstance(value, bool):
-    value = float(value)
-  if kind and optional and (value is None or isinstance(value, kind)):
-    return OptionalField(value, field_type=kind)
-  return value
-
-
-def _kind(hint: Any) -> tuple[type | None, bool]:
-  """Splits a hint: `float | None` → (float, True); (None, …) if it is no plain type."""
-  members = [hint]
-  if typing.get_origin(hint) in (typing.Union, types.UnionType):
-    members = list(typing.get_args(hint))
-  plain = [m for m in members if m is not type(None)]
-  kind = plain[0] if len(plain) == 1 else None
-  kind = typing.get_origin(kind) or kind
-  if kind not in (bool, int, float, str, tuple):
-    kind = None
-  return kind, len(plain) < len(members)
-
-
-def call_arity(hint: Any) -> Literal['none', 'one', 'many']:
-  """Returns whether an annotation is of one `ComponentCall`, or of a tuple of them."""
-  if typing.get_origin(hint) is typing.Annotated:
-    hint = typing.get_args(hint)[0]
-  union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-  for member in typing.get_args(hint) if union else (hint,):
-    if member is ComponentCall:
-      return 'one'
-    if typing.get_origin(member) is tuple and ComponentCall in typing.get_args(member):
-      return 'many'
-  return 'none'
 
 
 def option_types(source: Callable[..., Any]) -> dict[str, Any]:

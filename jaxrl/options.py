@@ -482,10 +482,19 @@ def field_kinds(cls: type[Options]) -> Mapping[str, Kind]:
     cls: A class of options.
   """
   hints = typing.get_type_hints(cls)
-  return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(cls)}
+  return {
+    field.name: value_kind(hints[field.name]) for field in dataclasses.fields(cls)
+  }
 
 
-def _kind(hint: Any) -> Kind:
+def value_kind(hint: Any) -> Kind:
+  """Returns how the values of an option are read.
+
+  Args:
+    hint: The annotation of the option; None for none.
+  """
+  if typing.get_origin(hint) is typing.Annotated:
+    hint = typing.get_args(hint)[0]
   members = [hint]
   if typing.get_origin(hint) in (typing.Union, types.UnionType):
     members = list(typing.get_args(hint))

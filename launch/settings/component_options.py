@@ -6,15 +6,14 @@ user's own has such options without registering anything.
 """
 
 import dataclasses
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.algorithms import registry
 from jaxrl.component_calls import ComponentCall, parse_call, parse_calls
-from jaxrl.config import call_arity, option_types
+from jaxrl.config import option_types
 from jaxrl.envs.env_registry import find_env
-from jaxrl.options import ConfigError, check_options
+from jaxrl.options import ConfigError, Kind, check_options, value_kind
 from jaxrl.types import Algorithm
 from jaxrl.user_code import import_object
 from launch.settings.run_settings import naming_key
@@ -54,26 +53,22 @@ def parse_algorithm_options(spec: str, options: Mapping[str, Any]) -> dict[str, 
   Raises:
     ConfigError: If a text cannot be read.
   """
-  arities = {
-    **dict.fromkeys([*registry.COMPONENT_MODULES, *CALL_SETTINGS], 'one'),
-    **dict.fromkeys(CALLS_SETTINGS, 'many'),
-    **{
-      name: call_arity(hint)
-      for name, hint in option_types(registry.builder(spec)).items()
-    },
+  own_hints = option_types(registry.builder(spec))
+  kinds = {
+    **dict.fromkeys([*registry.COMPONENT_MODULES, *CALL_SETTINGS], Kind(ComponentCall)),
+    **dict.fromkeys(CALLS_SETTINGS, Kind(ComponentCall, is_many=True)),
+    **{name: value_kind(hint) for name, hint in own_hints.items()},
   }
-  own_names = option_types(registry.builder(spec)).keys()
-  parsers = {'one': parse_call, 'many': parse_calls}
   parsed = dict(options)
   for name, value in options.items():
-    arity = arities.get(name, 'none')
-    if arity not in parsers or not isinstance(value, str):
+    kind = kinds.get(name, Kind(None))
+    if kind.type is not ComponentCall or not isinstance(value, str):
       continue
     if value:
       with naming_key(f'algorithm.{name}', value):
-        parsed[name] = parsers[arity](value)
-    elif name in own_names:  # elsewhere '' leaves the builder's choice
-      parsed[name] = () if arity == 'many' else None
+        parsed[name] = parse_calls(value) if kind.is_many else parse_call(value)
+    elif name in own_hints:  # elsewhere '' leaves the builder's choice
+      parsed[name] = () if kind.is_many else None
   return parsed
 
 
@@ -132,14 +127,13 @@ def parse_typed_options(
 
 
 def _parse_value(text: str, hint: Any) -> Any:
-  arity = call_arity(hint)
-  if arity == 'none':
+  kind = value_kind(hint)
+  if kind.type is not ComponentCall:
     return text
   known: Mapping[str, Any] = next(iter(getattr(hint, '__metadata__', ())), {})
-  if arity == 'many':
+  if kind.is_many:
     return tuple(_parse_nested(call, known) for call in parse_calls(text))
-  is_optional = type(None) in typing.get_args(hint)
-  return None if is_optional and not text.strip() else parse_call(text)
+  return None if kind.is_optional and not text.strip() else parse_call(text)
 
 
 def _parse_nested(call: ComponentCall, known: Mapping[str, Any]) -> ComponentCall:
