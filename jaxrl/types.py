@@ -6,8 +6,8 @@ turns hidden states into `PolicyOutputs` shifts.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -102,6 +102,28 @@ class PromptTooLongError(ValueError):
   It ends an episode as `max_length`, or as `prompt_too_long` if there is no reply yet.
   Any other error of an engine fails the episode as `generate_failed`.
   """
+
+
+Value = TypeVar('Value')
+# What a method returns: a value, or from the handle of an object elsewhere its promise.
+MaybeAwaitable = Value | Awaitable[Value]
+
+
+class TaskSource(Protocol):
+  """Serves tasks: a `GlobalDataset`, or the handle of one in another process."""
+
+  def get_task(self, seed: int, index: int) -> 'MaybeAwaitable[Task | None]':
+    """Returns the task of an episode; None at the end of the data.
+
+    Args:
+      seed: The episode's seed.
+      index: The number of the group among those of its tag.
+    """
+    ...
+
+  def get_size(self) -> MaybeAwaitable[int]:
+    """Returns the number of tasks."""
+    ...
 
 
 class RolloutEngine(Protocol):

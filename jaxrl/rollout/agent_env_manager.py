@@ -71,6 +71,7 @@ class AgentEnvManager(EnvManager):
     """Runs the agent to its end, rewards the episode and keeps its conversations."""
     assert isinstance(cache, AgentRolloutCache)
     endpoint, limits = self.context.endpoint, self._session_limits(cache)
+    assert endpoint is not None, 'an agent needs an endpoint'
     try:
       key = await endpoint.open_session(
         limits.request_prefix, cache.lease, cache.seed, limits

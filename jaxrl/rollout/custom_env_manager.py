@@ -17,7 +17,7 @@ from jaxrl.group_stats import SampleRows
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager, EnvManagerOptions
-from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.queue.group_state import EpisodeLease, EpisodeQueue
 from jaxrl.types import Trajectory
 
 _TOKEN_ARRAYS = ('action_mask', 'rollout_logprobs', 'rewards', 'weights_version')
@@ -106,7 +106,9 @@ def make_custom_env_manager(
   if context.queue is None and issubclass(cls, EnvManager):  # has `play_episode`
     return cls(context, group_id, env_id, **options, **call.options)
   single = SingleLeaseQueue() if context.queue is None else None
-  queue = CheckedQueue(single or context.queue, call, options.get('tag', ''))
+  source = context.queue if single is None else single
+  assert source is not None
+  queue = CheckedQueue(source, call, options.get('tag', ''))
   own_context = dataclasses.replace(context, queue=queue)
   manager = cls(own_context, group_id, env_id, **options, **call.options)
   return CheckedManager(manager, context, queue, single)
@@ -119,7 +121,7 @@ class CheckedQueue:
   None for the end of the data, and rows of another sample for late ones.
   """
 
-  def __init__(self, queue: Any, call: ComponentCall, tag: str):
+  def __init__(self, queue: EpisodeQueue, call: ComponentCall, tag: str):
     """Creates the queue of one manager.
 
     Args:

@@ -31,7 +31,7 @@ from jaxrl.rollout.engine.resumable_generation import (
 from jaxrl.rollout.episodes.prompt_templates import PromptTemplates
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
-from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.queue.group_state import EpisodeLease, EpisodeQueue
 from jaxrl.rollout.thread_pool import (
   CallTimeoutError,
   ThreadPool,
@@ -42,10 +42,12 @@ from jaxrl.types import (
   PromptTooLongError,
   RolloutEngine,
   SamplingParams,
+  TaskSource,
   Trajectory,
 )
 
 if TYPE_CHECKING:
+  from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
   from jaxrl.rollout.rewards.reward_pipeline import RewardPipeline
 
 # Tokens of an observation that are encoded beyond the window, so that the last ones
@@ -72,10 +74,10 @@ class EnvContext:
   engine: RolloutEngine
   chat: ChatTokenizer
   pool: ThreadPool
-  queue: Any = None
-  dataset: Any = None
+  queue: EpisodeQueue | None = None
+  dataset: TaskSource | None = None
   rewards: 'RewardPipeline | None' = None
-  endpoint: Any = None
+  endpoint: 'AgentEndpoint | None' = None
 
   async def close(self) -> None:
     """Releases the threads and the endpoint's port."""
@@ -199,6 +201,7 @@ class EnvManager:
     """
     self._base_seed = int(getattr(data, 'meta_info', data)['seed'])
     queue, num_episodes = self.context.queue, 0
+    assert queue is not None, 'without a queue only play_episode can be called'
     while True:
       lease = await maybe_await(queue.get_episode_id(self.group_id, self.env_id))
       if lease is None:

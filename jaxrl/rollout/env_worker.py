@@ -104,11 +104,10 @@ class EnvWorker:
 
   async def _abort_cancelled(self) -> None:
     """Aborts episodes whose leases the queue took back."""
+    queue: Any = self._context.queue
     position = 0
     while True:
-      position, cancellations = await maybe_await(
-        self._context.queue.wait_cancelled(position)
-      )
+      position, cancellations = await maybe_await(queue.wait_cancelled(position))
       for group_id, env_id, lease in cancellations:
         manager = self.managers.get((group_id, env_id))
         if manager is not None:

@@ -21,7 +21,7 @@ from jaxrl.rollout import pass_at_k
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.queue.group_state import EpisodeLease, FailureLog
-from jaxrl.types import Group
+from jaxrl.types import Group, TaskSource
 
 # The column in which an environment puts the answer that it extracted.
 ANSWER_COLUMN = 'given'
@@ -90,7 +90,7 @@ async def evaluate(
   return summarize(groups, tag, pass_score=pass_score), groups
 
 
-async def _count_tasks(dataset: Any, num_tasks: int) -> int:
+async def _count_tasks(dataset: TaskSource | None, num_tasks: int) -> int:
   """Returns how many tasks to play: never more than there are items."""
   if dataset is None:
     if num_tasks < 0:

@@ -3,14 +3,17 @@
 import inspect
 from typing import Any
 
+from jaxrl.types import MaybeAwaitable, Value
+
 
 class EngineDeadError(ConnectionError):
   """An engine's process has died or cannot be reached."""
 
 
-async def maybe_await(value: Any) -> Any:
+async def maybe_await(value: MaybeAwaitable[Value]) -> Value:
   """Awaits `value` if it can be awaited, and returns the result or `value` itself."""
-  return await value if inspect.isawaitable(value) else value
+  result: Any = await value if inspect.isawaitable(value) else value
+  return result
 
 
 class ActorProxy:

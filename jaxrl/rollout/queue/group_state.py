@@ -13,13 +13,13 @@ import dataclasses
 import logging
 import re
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jaxrl.data.curricula import GroupResult
 from jaxrl.group_stats import SampleRows, oldest_weights_version, sample_accuracies
-from jaxrl.types import Group, Trajectory
+from jaxrl.types import Group, MaybeAwaitable, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,27 @@ class EpisodeLease(NamedTuple):
   start_step: int
   attempt: int
   greedy: bool = False
+
+
+class EpisodeQueue(Protocol):
+  """Leases episodes and takes what was played: a `GroupQueue`, or a handle to one."""
+
+  def get_episode_id(
+    self, group_id: int, env_id: int
+  ) -> MaybeAwaitable[EpisodeLease | None]:
+    """See `GroupQueue.get_episode_id`."""
+    ...
+
+  def put(
+    self,
+    group_id: int,
+    episode_id: int,
+    start_step: int,
+    rollout: SampleRows | None,
+    env_id: int,
+  ) -> MaybeAwaitable[bool]:
+    """See `GroupQueue.put`."""
+    ...
 
 
 # A lease that was taken back, as (group_id, env_id, lease).
