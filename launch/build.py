@@ -19,7 +19,7 @@ from launch.learner.learner_factory import (
   LearnerFactory,
   make_run_mesh,
 )
-from launch.logging.metric_loggers import MultiLogger
+from launch.logging.metric_sinks import MultiSink
 from launch.planning import memory_fit
 from launch.rollouts.env_datasets import (
   RunDatasets,
@@ -45,7 +45,7 @@ def build(
   settings: RunSettings,
   *,
   workdir: pathlib.Path,
-  writers: MultiLogger,
+  sink: MultiSink,
   stop: Callable[[], bool],
   trace_steps: Sequence[tuple[int, int]] = (),
 ) -> Trainer:
@@ -54,7 +54,7 @@ def build(
   Args:
     settings: Settings of the run.
     workdir: Folder of the run.
-    writers: Takes the run's metrics and trajectories.
+    sink: Takes the run's metrics and trajectories.
     stop: Returns True once the user asked to end.
     trace_steps: The first and the last step of each trace.
 
@@ -91,15 +91,15 @@ def build(
     close_and_reraise(runtime, error)
     raise
   trainer = Trainer(
-    RunParts(settings, workdir, writers, stop, runtime),
+    RunParts(settings, workdir, sink, stop, runtime),
     policy=policy.without_params(),
     learners=learners,
     device_thread=device_thread,
     source=source,
     trace_steps=trace_steps,
   )
-  writers.decode_with(policy.tokenizer.decode)
-  _name_formats_in_dumps(writers, settings, policy)
+  sink.decode_with(policy.tokenizer.decode)
+  _name_formats_in_dumps(sink, settings, policy)
   trainer.facts = _describe_run(settings, policy, learners)
   optional_facts = {
     'placement': runtime.description,
@@ -146,15 +146,15 @@ def _describe_replies(settings: RunSettings, policy: LoadedModel) -> str:
 
 
 def _name_formats_in_dumps(
-  writers: MultiLogger, settings: RunSettings, policy: LoadedModel
+  sink: MultiSink, settings: RunSettings, policy: LoadedModel
 ) -> None:
   if settings.trajectory_dump is None or not settings.trajectory_dump.path:
     return
   from launch.logging.trajectory_dump import TrajectoryDump  # few runs keep theirs
 
-  for sink in writers.sinks:
-    if isinstance(sink, TrajectoryDump):
-      sink.formats(name_formats(settings, policy))
+  for each in sink.sinks:
+    if isinstance(each, TrajectoryDump):
+      each.formats(name_formats(settings, policy))
 
 
 def _describe_run(

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from jaxrl.config import from_config
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from launch.logging.console import Console
-from launch.logging.metric_loggers import MultiLogger
+from launch.logging.metric_sinks import MultiSink
 from launch.logging.workdir import Workdir, default_path
-from launch.report.open_loggers import open_loggers
+from launch.report.open_sinks import open_sinks
 from launch.runtime import process_env
 from launch.runtime.signal_handler import SignalHandler, run_command
 from launch.settings import command_line
@@ -98,24 +98,24 @@ def run(config: Any, workdir: Workdir, command: command_line.Command) -> int:
     console.fact('tuning', process_env.describe(os.environ))
     for line in workdir.changes:
       console.fact('changed', line)
-    writers = None
+    sink = None
     try:
       logging = from_config(LoggingOptions, config.logging, 'logging')
       console.set_level(logging.level)
-      writers = open_loggers(workdir, console, logging)
+      sink = open_sinks(workdir, console, logging)
       with SignalHandler(console.warn, console.restore) as stop:
         from launch.settings.resolve import resolve_settings  # imports JAX: seconds
 
         settings = resolve_settings(config, day=workdir.day)
         traced = logging.traces
-        trainer, finished = _train(settings, workdir, console, writers, stop, traced)
+        trainer, finished = _train(settings, workdir, console, sink, stop, traced)
       status = 'finished' if finished else 'stopped'
-      writers.close(status)
+      sink.close(status)
       workdir.end(status)
     except Exception as error:
       console.restore()
-      if writers:
-        writers.close('failed')
+      if sink:
+        sink.close('failed')
       return failed(error, console, workdir)
     if finished:
       (workdir.path / ERROR_FILE).unlink(missing_ok=True)  # of an earlier attempt
@@ -133,12 +133,12 @@ def run(config: Any, workdir: Workdir, command: command_line.Command) -> int:
 
 def _tell_why_nothing_was_learned(workdir: Workdir, console: Console) -> None:
   """Ends with what is known about why a run did not learn, if that is so."""
-  from launch.report.report_logger import MetricHistory, find_causes
+  from launch.report.report_sink import MetricHistory, find_causes
 
   history = MetricHistory(workdir.path / 'metrics.jsonl')
   try:
     history.update()
-  except command_line.ConfigError:  # the loggers have said that the file is damaged
+  except command_line.ConfigError:  # the sinks have said that the file is damaged
     return
   findings = find_causes(history)
   if findings:
@@ -152,7 +152,7 @@ def _train(
   settings: 'RunSettings',
   workdir: Workdir,
   console: Console,
-  writers: MultiLogger,
+  sink: MultiSink,
   stop: SignalHandler,
   trace_steps: Sequence[tuple[int, int]],
 ) -> tuple[Any, bool]:
@@ -164,13 +164,13 @@ def _train(
     from launch.logging.trajectory_dump import TrajectoryDump, has_begun
 
     fresh = not has_begun(workdir.path)
-    writers.sinks.append(TrajectoryDump(settings, workdir.path, fresh=fresh))
+    sink.sinks.append(TrajectoryDump(settings, workdir.path, fresh=fresh))
 
   def make_trainer() -> Any:
     trainer = build(
       settings,
       workdir=workdir.path,
-      writers=writers,
+      sink=sink,
       stop=stop,
       trace_steps=trace_steps,
     )

@@ -25,7 +25,7 @@ from launch.learner.learner_factory import (
   PhaseSpec,
   adapter_folder,
 )
-from launch.logging.metric_loggers import MultiLogger, read_metrics
+from launch.logging.metric_sinks import MultiSink, read_metrics
 from launch.rollouts import offline_data
 from launch.rollouts.group_sources import FileGroups, GroupSource, StepTimes
 from launch.runtime.runtime_interface import Runtime, supervise_run
@@ -44,14 +44,14 @@ class RunParts:
   Attributes:
     settings: Settings of the run.
     workdir: Folder of the run.
-    writers: Takes metrics and trajectories.
+    sink: Takes metrics and trajectories.
     stop: Returns True once the user asked to end.
     runtime: Hosts the parts of the run.
   """
 
   settings: RunSettings
   workdir: pathlib.Path
-  writers: MultiLogger
+  sink: MultiSink
   stop: Callable[[], bool]
   runtime: Runtime
 
@@ -172,7 +172,7 @@ class Trainer:
     )
     try:
       state = await learner.restore(checkpointer) if checkpointer.latest_step else {}
-      self._parts.writers.phase(name, num_steps, learner.step)
+      self._parts.sink.phase(name, num_steps, learner.step)
       workers = []
       if learner.step < num_steps:
         await learner.warmup()
@@ -349,7 +349,7 @@ class TrainPhase:
       await self._save(step, True)
       raise
     await self._take_metrics(step, count=False)
-    self._parts.writers.trajectories(step, groups, kind='eval')
+    self._parts.sink.trajectories(step, groups, kind='eval')
     self._step_start += self._times.end('trainer', 'evaluate', start, step)
     return metrics
 
@@ -363,10 +363,10 @@ class TrainPhase:
         metrics['rollout/restarts'] = float(self._restarts)
     if self._tracer is not None:
       self._tracer.add_metrics(metrics)
-    writers = self._parts.writers
-    writers.write(step, metrics)
-    writers.logprobs(step, self._learner.old_logprobs)
-    writers.trajectories(step, groups, self._learner.advantages)
+    sink = self._parts.sink
+    sink.write(step, metrics)
+    sink.logprobs(step, self._learner.old_logprobs)
+    sink.trajectories(step, groups, self._learner.advantages)
 
   async def close(self) -> None:
     """Writes the trace that is being taken, if any."""

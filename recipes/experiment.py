@@ -20,7 +20,7 @@ from typing import Any
 from configs import base
 from jaxrl.device_thread import cpu_count
 from launch import train
-from launch.logging.metric_loggers import read_metrics
+from launch.logging.metric_sinks import read_metrics
 from launch.logging.workdir import (
   flatten_keys,
   json_data,

@@ -146,8 +146,9 @@ RULES = {
     _never_rewarded,
     'Every reward of the run was {reward:g}',
     'Read the samples in report.html: if right answers are there, the grader or '
-    'dataset.columns is wrong. Else start from a better model or with supervised steps '
-    '(sft.num_steps), take easier tasks, or reward a part of the answer',
+    'dataset.columns.answer is wrong. Else start from a better model or with '
+    'supervised steps (sft.num_steps), take easier tasks, or reward a part of the '
+    'answer',
   ),
   'always rewarded': Rule(
     _always_rewarded,

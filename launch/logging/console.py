@@ -18,7 +18,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from launch.logging.metric_loggers import MetricLogger, Metrics
+from launch.logging.metric_sinks import Metrics, MetricSink
 
 # What a line shows, in this order, of what a step has: metric → (label, format).
 COLUMNS = {
@@ -60,7 +60,7 @@ def _own_stream(stream: TextIO) -> TextIO:
   )
 
 
-class Console(MetricLogger):
+class Console(MetricSink):
   """Prints a run's progress.
 
   Attributes:

@@ -13,7 +13,7 @@ from jaxrl.data.trajectory_writers.writer import merge_columns, open_dump
 from jaxrl.envs.env_registry import unwrapped
 from jaxrl.options import ConfigError
 from jaxrl.types import Group, Trajectory
-from launch.logging.metric_loggers import MetricLogger, read_metrics
+from launch.logging.metric_sinks import MetricSink, read_metrics
 from launch.settings.run_settings import RunSettings
 
 MARK = '.dumped'  # in a run's folder: it has begun to write
@@ -47,7 +47,7 @@ def has_begun(folder: pathlib.Path) -> bool:
   return (folder / MARK).exists() or bool(read_metrics(folder / 'metrics.jsonl'))
 
 
-class TrajectoryDump(MetricLogger):
+class TrajectoryDump(MetricSink):
   """Writes each step's trajectories, a part for each tag and mode.
 
   A step that is done again after a crash replaces its part. Parts are written before

@@ -4,7 +4,7 @@ import pathlib
 import sys
 
 from jaxrl.options import ConfigError
-from launch.report.report_logger import write_report
+from launch.report.report_sink import write_report
 
 if __name__ == '__main__':
   if sys.argv[1:] in (['--help'], ['-h']):

@@ -16,7 +16,7 @@ from html import escape
 from typing import Any
 
 from launch.logging.console import format_duration
-from launch.logging.metric_loggers import is_trained
+from launch.logging.metric_sinks import is_trained
 from launch.logging.workdir import flatten_keys
 from launch.report import assets, evaluations
 

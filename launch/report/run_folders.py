@@ -17,7 +17,7 @@ from launch.report.page import (
   run_seconds,
   short_number,
 )
-from launch.report.report_logger import MetricHistory, find_causes, load_samples
+from launch.report.report_sink import MetricHistory, find_causes, load_samples
 
 MAX_DEPTH = 5  # of folders below the one that is shown
 MAX_FOLDERS = 20_000  # that are looked into

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launch.logging.metric_loggers import Decode
+from launch.logging.metric_sinks import Decode
 
 if TYPE_CHECKING:
   from jaxrl.types import Group, Trajectory

@@ -28,7 +28,7 @@ from jaxrl.rollout.gateway.connection_limits import (
 from launch.report import assets, trajectory_view
 from launch.report.dump_rows import dump_patterns
 from launch.report.page import FIRST, label_snapshots, summarize_run
-from launch.report.report_logger import load_samples
+from launch.report.report_sink import load_samples
 from launch.report.run_folders import RunCatalogue, RunFolder, diff_configs
 from launch.report.trajectory_index import TrajectoryIndex, TrajectoryQuery
 

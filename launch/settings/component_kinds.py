@@ -140,7 +140,7 @@ def _is_env(value: Any) -> bool:
 
 
 _is_manager = _has_methods('run_rollout_loop')
-_is_metric_sink = _derives('launch.logging.metric_loggers:MetricLogger')
+_is_metric_sink = _derives('launch.logging.metric_sinks:MetricSink')
 
 
 def _is_writer(value: Any) -> bool:
@@ -344,7 +344,7 @@ KINDS: tuple[ComponentKind, ...] = (
     'metric_sink',
     ('logging.sinks',),
     'receives the metrics of every step',
-    _table('launch.report.open_loggers:SINKS'),
+    _table('launch.report.open_sinks:SINKS'),
     _is_metric_sink,
   ),
   ComponentKind(

@@ -25,7 +25,7 @@ from jaxrl.rollout.weights.transport import SharedMemoryTransport, Transport
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
 from jaxrl.types import Params
 from launch import build
-from launch.logging.metric_loggers import MultiLogger
+from launch.logging.metric_sinks import MultiSink
 from launch.runtime import local_runtime
 from launch.runtime.object_store import ObjectDirectory, ObjectStoreTransport
 from launch.runtime.ray_runtime import RayRuntime
@@ -176,7 +176,7 @@ def real(config: Config, steps: int, lessons: int) -> dict[str, float]:
     job = build.build(
       resolve_settings(config),
       workdir=pathlib.Path(folder),
-      writers=MultiLogger([]),
+      writers=MultiSink([]),
       stop=lambda: False,
     )
     assert asyncio.run(job.train())

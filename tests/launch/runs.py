@@ -10,7 +10,7 @@ from configs import debug
 from jaxrl.component_calls import parse_call
 from launch import build, train
 from launch.logging.console import Console
-from launch.logging.metric_loggers import MetricLogger, MultiLogger, read_metrics
+from launch.logging.metric_sinks import MetricSink, MultiSink, read_metrics
 from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
@@ -92,7 +92,7 @@ def weights(workdir):
   return (pathlib.Path(workdir) / 'export' / 'model.safetensors').read_bytes()
 
 
-class Recorder(MetricLogger):
+class Recorder(MetricSink):
   """Keeps all that a run tells."""
 
   def __init__(self):
@@ -115,7 +115,7 @@ def record(workdir, *options, config=VARIED):
   job = build.build(
     resolve_settings(config_dict),
     workdir=workdir,
-    writers=MultiLogger([sink]),
+    sink=MultiSink([sink]),
     stop=lambda: False,
   )
   with Console().listening():

@@ -7,7 +7,7 @@ import pytest
 from configs import swe_rollout
 from jaxrl.envs.sandbox import local_sandbox
 from launch import rollout, train
-from launch.logging.metric_loggers import read_metrics
+from launch.logging.metric_sinks import read_metrics
 from tests.data.trajectory_writers.service import serve
 from tests.envs import swe_repos
 from tests.launch import runs

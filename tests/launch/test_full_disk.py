@@ -45,7 +45,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes(small_disk):
   errors = [line for line in output.splitlines() if line.startswith('error: ')]
   assert len(errors) == 1 and 'could not be written' in errors[0]
   assert 'checkpoint 8 is intact' in errors[0] or 'checkpoint 16 is intact' in errors[0]
-  assert output.count('failed and is tried again later') <= 3  # once for each logger
+  assert output.count('failed and is tried again later') <= 3  # once for each sink
   filler.unlink()
   process = runs.spawn(workdir, *OPTIONS, '--config.num_steps=40')
   output, _ = process.communicate(timeout=120)

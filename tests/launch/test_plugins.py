@@ -7,7 +7,7 @@ from jaxrl.component_calls import parse_calls
 from jaxrl.data.row_sources import load_rows, parse_row_sources
 from jaxrl.envs.tools.toolbox import make_tools
 from jaxrl.options import ConfigError
-from launch.report.open_loggers import SINKS
+from launch.report.open_sinks import SINKS
 from launch.settings import command_line, plugins
 from launch.settings.component_kinds import KINDS, load_component
 from launch.settings.logging_settings import LoggingOptions

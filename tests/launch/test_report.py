@@ -12,19 +12,19 @@ import pytest
 
 from jaxrl.options import ConfigError
 from jaxrl.types import Trajectory
-from launch.logging.metric_loggers import (
+from launch.logging.metric_sinks import (
   JsonLines,
-  MultiLogger,
+  MultiSink,
   parse_row,
   read_metrics,
 )
-from launch.report import assets, evaluations, report_logger, samples
+from launch.report import assets, evaluations, report_sink, samples
 from launch.report import page as report_page
 from launch.report.page import ReportData, render_page, thin_points
-from launch.report.report_logger import (
+from launch.report.report_sink import (
   MAX_ROWS,
   MetricHistory,
-  ReportLogger,
+  ReportSink,
   load_samples,
   write_report,
 )
@@ -54,17 +54,17 @@ def island(page):
 
 
 def a_run(folder, steps=6, total=6, start=0, decode=None, status='finished'):
-  writers = MultiLogger([JsonLines(folder / 'metrics.jsonl'), ReportLogger(folder)])
-  writers.decode_with(decode or (lambda ids: ''.join(f'<{i}>' for i in ids)))
-  writers.phase('rl', total, start)
+  sink = MultiSink([JsonLines(folder / 'metrics.jsonl'), ReportSink(folder)])
+  sink.decode_with(decode or (lambda ids: ''.join(f'<{i}>' for i in ids)))
+  sink.phase('rl', total, start)
   for step in range(start, start + steps):
     group = [trajectory(sample_index=m, score=float(m % 2)) for m in range(6)]
-    writers.trajectories(step, [group], np.full((6, 20), 0.5))
+    sink.trajectories(step, [group], np.full((6, 20), 0.5))
     evals = (
       {'eval/math/mean': step / 10, 'eval/math/tasks': 100} if step % 3 == 0 else {}
     )
-    writers.write(step, {'reward/mean': step / 10, 'loss/total': float(step), **evals})
-  writers.close(status)
+    sink.write(step, {'reward/mean': step / 10, 'loss/total': float(step), **evals})
+  sink.close(status)
   return (folder / 'report.html').read_text()
 
 
@@ -136,12 +136,12 @@ def test_samples_carry_mask_logprob_advantage_and_reward(tmp_path):
 
 
 def test_samples_carry_the_mismatch_of_learner_and_engine(tmp_path):
-  writers = MultiLogger([ReportLogger(tmp_path)])
-  writers.phase('rl', 2)
+  sink = MultiSink([ReportSink(tmp_path)])
+  sink.phase('rl', 2)
   for step in range(2):
-    writers.logprobs(step, np.full((1, 14), -0.75) if step == 0 else None)
-    writers.trajectories(step, [[trajectory()]])
-  writers.close('stopped')
+    sink.logprobs(step, np.full((1, 14), -0.75) if step == 0 else None)
+    sink.trajectories(step, [[trajectory()]])
+  sink.close('stopped')
   first, second = (
     snap['groups'][0]['members'][0]['tokens']
     for snap in load_samples(tmp_path / 'samples.json')
@@ -326,15 +326,15 @@ def test_the_script_runs_in_a_browser_and_shows_text_as_text(tmp_path):
 
 
 def test_evaluations_have_their_own_samples(tmp_path):
-  writers = MultiLogger([JsonLines(tmp_path / 'metrics.jsonl'), ReportLogger(tmp_path)])
-  writers.phase('train', 4)
+  sink = MultiSink([JsonLines(tmp_path / 'metrics.jsonl'), ReportSink(tmp_path)])
+  sink.phase('train', 4)
   for step in range(5):
     if step % 2 == 0:
-      writers.trajectories(step, [[trajectory()]], kind='eval')
+      sink.trajectories(step, [[trajectory()]], kind='eval')
     if step < 4:
-      writers.trajectories(step, [[trajectory()]])
-    writers.write(step, {'reward/mean': 0.5})
-  writers.close()
+      sink.trajectories(step, [[trajectory()]])
+    sink.write(step, {'reward/mean': 0.5})
+  sink.close()
   shown = island((tmp_path / 'report.html').read_text())['snapshots']
   labels = [(s['series'], s['step']) for s in shown]
   assert sorted(labels) == [
@@ -346,7 +346,7 @@ def test_evaluations_have_their_own_samples(tmp_path):
 def test_a_page_reads_only_what_is_new(tmp_path, monkeypatch):
   path, parsed = tmp_path / 'metrics.jsonl', []
   monkeypatch.setattr(
-    report_logger,
+    report_sink,
     'parse_row',
     lambda line, *where: parsed.append(line) or parse_row(line, *where),
   )

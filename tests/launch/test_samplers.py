@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.options import ConfigError
-from launch.logging.metric_loggers import read_metrics
+from launch.logging.metric_sinks import read_metrics
 from tests.launch import runs
 from tests.marks import extended
 

@@ -119,10 +119,10 @@ def phase(events, every):
   ignore = lambda *_, **__: None  # noqa: E731
   settings = resolve_settings(config)
   settings = dataclasses.replace(settings, num_steps=3)
-  writers = types.SimpleNamespace(write=ignore, logprobs=ignore, trajectories=ignore)
+  sink = types.SimpleNamespace(write=ignore, logprobs=ignore, trajectories=ignore)
   runtime = types.SimpleNamespace(hosts_learner=True, metrics=nothing)
   stop = lambda: False  # noqa: E731
-  run = RunParts(settings, pathlib.Path(), writers, stop, runtime)  # pyright: ignore
+  run = RunParts(settings, pathlib.Path(), sink, stop, runtime)  # pyright: ignore
   players = Players(settings, rollouts, learns_here=False)  # pyright: ignore
   source = PlayedGroups(settings, sampler, players)  # pyright: ignore
   options = (parts, source, None, settings.active_evaluations)

@@ -33,17 +33,17 @@ import asyncio
 class Job:
   facts = {'model': 'toy', 'devices': '1 x cpu'}
   closing = {'next': 'nothing'}
-  def __init__(self, config, workdir, writers, stop, trace_steps=()):
-    self.config, self.writers, self.stop = config, writers, stop
+  def __init__(self, config, workdir, sink, stop, trace_steps=()):
+    self.config, self.sink, self.stop = config, sink, stop
     if config.seed == 13:
       raise OSError(28, 'No space left on device', 'checkpoints')
     if config.seed == 14:
       raise ValueError('a bug')
   async def train(self):
-    self.writers.phase('rl', self.config.num_steps)
+    self.sink.phase('rl', self.config.num_steps)
     for step in range(self.config.num_steps):
       await asyncio.sleep(0.1)
-      self.writers.write(step, {'reward/mean': 0.5})
+      self.sink.write(step, {'reward/mean': 0.5})
       if self.stop():
         return False
     return True

@@ -21,7 +21,7 @@ from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
 from jaxrl.data.trajectory_writers.file_writer import FileWriter
 from jaxrl.types import Trajectory
 from launch import view
-from launch.logging.metric_loggers import JsonLines
+from launch.logging.metric_sinks import JsonLines
 from launch.logging.workdir import Workdir
 from launch.report import samples, trajectory_index
 from launch.report.dump_rows import dump_patterns

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from launch.logging.metric_loggers import JsonLines
+from launch.logging.metric_sinks import JsonLines
 from launch.logging.workdir import Workdir, write_atomically
 from launch.report import samples
 from launch.report.view_server import serve_view

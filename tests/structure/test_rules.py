@@ -85,7 +85,7 @@ MAX_RAW_CONFIG_FUNCTIONS = 12
 READS_WALL_CLOCK = {
   'jaxrl.rollout.gateway.http_server',
   'jaxrl.rollout.weights.transport',  # of files, which have no other time
-  'launch.logging.metric_loggers',
+  'launch.logging.metric_sinks',
   'launch.logging.step_trace',  # of several machines
   'launch.report.run_folders',  # of files
 }

@@ -13,7 +13,7 @@ from jaxrl.training.diagnosis import (
   has_learned,
   zero_gradient_cause,
 )
-from launch.logging.metric_loggers import is_trained, read_metrics
+from launch.logging.metric_sinks import is_trained, read_metrics
 from launch.settings.command_line import dotted_keys
 from tests.launch import runs
 from tests.marks import slow_in_gate
@@ -195,7 +195,7 @@ def test_the_advice_names_keys_and_pages_that_exist():
   named = {
     key
     for text in texts
-    for key in re.findall(r'\b[a-z_]+\.[a-z_]+\b', text)
+    for key in re.findall(r'\b[a-z_]+(?:\.[a-z_]+)+\b', text)
     if key.partition('.')[0] in sections
   }
   assert len(named) > 10 and named <= known, named - known

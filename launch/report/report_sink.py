@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.options import ConfigError
-from launch.logging.metric_loggers import (
+from launch.logging.metric_sinks import (
   Decode,
-  MetricLogger,
   Metrics,
+  MetricSink,
   is_trained,
   parse_row,
   rows_before,
@@ -31,7 +31,7 @@ RENDER_INTERVAL_S = 10.0  # seconds between two renderings of a running run
 MAX_ROWS = 600  # of a phase that are kept, and as many with evaluations
 
 
-class ReportLogger(MetricLogger):
+class ReportSink(MetricSink):
   """Renders `folder`/report.html periodically from what the run has written there.
 
   Rendering happens on a separate thread and replaces the file atomically. A failure to

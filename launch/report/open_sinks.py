@@ -1,4 +1,4 @@
-"""Opens the metric loggers of a run."""
+"""Opens the metric sinks of a run."""
 
 import functools
 import importlib
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from jaxrl.component_calls import find_component
 from jaxrl.options import ConfigError
 from launch.logging.console import Console
-from launch.logging.metric_loggers import (
+from launch.logging.metric_sinks import (
   JsonLines,
-  MetricLogger,
-  MultiLogger,
+  MetricSink,
+  MultiSink,
   Prometheus,
   TensorBoard,
   Tracker,
 )
 from launch.logging.workdir import Workdir
-from launch.report.report_logger import ReportLogger
+from launch.report.report_sink import ReportSink
 from launch.settings.logging_settings import LoggingOptions
 
-SINKS: dict[str, Callable[..., MetricLogger]] = {
-  'report': ReportLogger,
+SINKS: dict[str, Callable[..., MetricSink]] = {
+  'report': ReportSink,
   'tensorboard': TensorBoard,
   'wandb': Tracker,
   'trackio': Tracker,
@@ -29,21 +29,21 @@ SINKS: dict[str, Callable[..., MetricLogger]] = {
 }
 
 
-def open_loggers(
+def open_sinks(
   workdir: Workdir, console: Console, settings: LoggingOptions
-) -> MultiLogger:
-  """Opens metrics.jsonl, the console, and the loggers that the settings name.
+) -> MultiSink:
+  """Opens metrics.jsonl, the console, and the sinks that the settings name.
 
-  A user's own, a subclass of `MetricLogger`, is made by
+  A user's own, a subclass of `MetricSink`, is made by
   `Name(folder, config, **options)` with the run's folder and its config as plain data.
 
   Args:
     workdir: The run's folder.
     console: The terminal.
-    settings: Which other loggers there are.
+    settings: Which other sinks there are.
 
   Raises:
-    ConfigError: For a logger or an option that does not exist.
+    ConfigError: For a sink or an option that does not exist.
   """
   folder = workdir.path
   arguments = {
@@ -54,26 +54,26 @@ def open_loggers(
     'prometheus': (folder,),
   }
   known = {
-    name: functools.partial(logger_class, *arguments[name])
-    for name, logger_class in SINKS.items()
+    name: functools.partial(sink_class, *arguments[name])
+    for name, sink_class in SINKS.items()
   }
-  loggers: list[MetricLogger] = []
+  sinks: list[MetricSink] = []
   key = '--config.logging.sinks'
   for call in settings.sinks:
-    name, logger_class, options = find_component(
-      call, known, 'sink', key, where=f'{key}: {call.name}', base=MetricLogger
+    name, sink_class, options = find_component(
+      call, known, 'sink', key, where=f'{key}: {call.name}', base=MetricSink
     )
     if name == 'tensorboard':
       _import_without_torch('tensorboardX')
-    if name not in known and not isinstance(logger_class, type):
+    if name not in known and not isinstance(sink_class, type):
       raise ConfigError(
         f'{key}: {call.name}: it is a function; derive a class from '
-        'launch.logging.metric_loggers.MetricLogger'
+        'launch.logging.metric_sinks.MetricSink'
       )
     own_args = () if name in known else (folder, workdir.config)
-    loggers.append(logger_class(*own_args, **options))
-  return MultiLogger(
-    [JsonLines(folder / 'metrics.jsonl'), console, *loggers], warn=console.warn
+    sinks.append(sink_class(*own_args, **options))
+  return MultiSink(
+    [JsonLines(folder / 'metrics.jsonl'), console, *sinks], warn=console.warn
   )
 
 

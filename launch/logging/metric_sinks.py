@@ -1,7 +1,7 @@
 """Logs metrics: to metrics.jsonl, TensorBoard, wandb, trackio or Prometheus.
 
-A `MetricLogger` takes what a run reports. The run holds a `MultiLogger`, which hands
-every call to all loggers and turns NaN and infinity into nulls with a warning. A logger
+A `MetricSink` takes what a run reports. The run holds a `MultiSink`, which hands
+every call to all sinks and turns NaN and infinity into nulls with a warning. A sink
 that fails is reported once and tried again later; it does not end the run.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a wrong command line is answered before JAX is imported
 
 Metrics = Mapping[str, float | None]
 Decode = Callable[[list[int]], str]
-REPORT_INTERVAL_S = 600.0  # seconds between two reports that the same logger failed
+REPORT_INTERVAL_S = 600.0  # seconds between two reports that the same sink failed
 PROMETHEUS_HOST = '127.0.0.1'
 _NOT_IN_PROMETHEUS = re.compile(r'[^a-zA-Z0-9_:]')
 MAX_UNWRITTEN = 10_000  # rows of metrics.jsonl that wait for a disk that is full
@@ -36,14 +36,14 @@ MAX_UNWRITTEN = 10_000  # rows of metrics.jsonl that wait for a disk that is ful
 log = logging.getLogger(__name__)
 
 
-class MetricLogger:
+class MetricSink:
   """Takes what a run reports; a subclass overrides the methods it needs.
 
   `--config.logging.sinks='path/file.py:Name(option=1)'` names a user's own subclass,
   which is made by `Name(folder, config, **options)`.
 
   Attributes:
-    required: Whether a failure of this logger ends the run.
+    required: Whether a failure of this sink ends the run.
     retry_interval: Seconds until it is tried again after a failure.
   """
 
@@ -51,7 +51,7 @@ class MetricLogger:
   retry_interval = 10.0
 
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
-    """Notes that a phase begins or goes on, see `MultiLogger.phase`."""
+    """Notes that a phase begins or goes on, see `MultiSink.phase`."""
 
   def write(self, step: int, metrics: Metrics) -> None:
     """Writes the numbers of a step of the current phase.
@@ -68,7 +68,7 @@ class MetricLogger:
     advantages: Any = None,
     kind: str = 'train',
   ) -> None:
-    """Takes what was played at a step, see `MultiLogger.trajectories`."""
+    """Takes what was played at a step, see `MultiSink.trajectories`."""
 
   def logprobs(self, step: int, logprobs: Any) -> None:
     """Takes the learner's log-probs of what `trajectories` shows next.
@@ -89,16 +89,14 @@ class MetricLogger:
     """
 
 
-class MultiLogger:
-  """Hands every call to all of its loggers.
+class MultiSink:
+  """Hands every call to all of its sinks.
 
   Attributes:
-    sinks: The loggers.
+    sinks: The sinks.
   """
 
-  def __init__(
-    self, sinks: Iterable[MetricLogger], warn: Callable[[str], None] = print
-  ):
+  def __init__(self, sinks: Iterable[MetricSink], warn: Callable[[str], None] = print):
     self.sinks = list(sinks)
     self._warn = warn
     self._warned: set[str] = set()
@@ -157,11 +155,11 @@ class MultiLogger:
     self._each('decode_with', decode)
 
   def close(self, status: str = 'finished') -> None:
-    """Ends all loggers, also those after one that fails.
+    """Ends all sinks, also those after one that fails.
 
     Args:
       status: How the run ended: 'finished', 'stopped' or 'failed'. After 'failed' no
-        logger raises an error, which would hide the one that ended the run.
+        sink raises an error, which would hide the one that ended the run.
     """
     errors = []
     for number, sink in enumerate(self.sinks):
@@ -221,7 +219,7 @@ class _Failure:
   phase: tuple[Any, ...] = ()
 
 
-class JsonLines(MetricLogger):
+class JsonLines(MetricSink):
   """Writes metrics.jsonl: one object per step, in the order of time.
 
   Each has `phase`, `step`, `time/wall` (seconds since 1970) and the step's metrics.
@@ -392,7 +390,7 @@ def rows_before(
   return kept
 
 
-class TensorBoard(MetricLogger):
+class TensorBoard(MetricSink):
   """Writes TensorBoard events below a folder, one TensorBoard run per phase.
 
   Events are written by the caller: tensorboardX's own thread would end with the first
@@ -460,7 +458,7 @@ class TensorBoard(MetricLogger):
       writer.close()
 
 
-class Tracker(MetricLogger):
+class Tracker(MetricSink):
   """Logs to wandb or trackio, which share the functions init, log and finish.
 
   The id of the tracked run is stored in the folder, so that a resumed run continues it.
@@ -516,7 +514,7 @@ class Tracker(MetricLogger):
     self._service.finish()
 
 
-class Prometheus(MetricLogger):
+class Prometheus(MetricSink):
   """Serves `/metrics` in Prometheus' text format.
 
   `reward/mean` is the gauge `jaxrl_reward_mean`. The labels are `run`, the name of the
