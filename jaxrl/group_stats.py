@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrl.types import Group, Trajectory
 
+GroupResult = tuple[int, float, int]  # a group's seed, mean accuracy, number of samples
 SampleRows = list[Trajectory]  # one sample: a single row, or one row per turn
 # Key in a row's metrics: the sample's return before reward shaping.
 RAW_SCORE = 'unshaped_score'

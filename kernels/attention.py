@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels import flash_attention
 from kernels.dispatch import REFERENCE, choose, platform_of
 
 NEGATIVE = -1e30  # finite, so that a fully masked row gives numbers, not NaN
@@ -70,13 +69,16 @@ def attention(
   if window and prefix_ids is not None:
     extra['positions'] = positions, rows
   extra = {name: pair for name, pair in extra.items() if pair[0] is not None}
-  candidates = flash_attention.candidates(
-    q, k, prefix_ids, platform=platform, sinks=sinks is not None, **rules
-  )
-  candidates = candidates | {REFERENCE: reference_attention}
+  candidates: dict[str, Any] = {}
+  if platform != 'cpu':
+    from kernels import flash_attention  # for accelerators alone
+
+    candidates = flash_attention.candidates(
+      q, k, prefix_ids, platform=platform, sinks=sinks is not None, **rules
+    )
+  candidates |= {REFERENCE: reference_attention}
   name = choose('attention', candidates, platform=platform, option=kernels)
   chosen = candidates[name]
-  assert callable(chosen)  # `choose` returns the name of a usable candidate
   width = v.shape[-1]
   if name != REFERENCE and width < q.shape[-1]:  # kernels need values as wide as keys
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - width)))

@@ -1,15 +1,16 @@
 """Token log-probs, top-k log-probs and entropies are computed from hidden states."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kernels.chunked_logits import VOCAB_BLOCK, score_in_chunks
 from kernels.dispatch import choose, only_on, platform_of
-from kernels.fused_logprobs import FusedLogprobsPlan, LogprobShards, fused_logprobs
-from kernels.softmax_stats import StatsKind
+
+if TYPE_CHECKING:
+  from kernels.fused_logprobs import LogprobShards
 
 # Default positions per chunk: as many as give MAX_LOGITS logits. A large vocabulary
 # gets MIN_ROWS instead, so that the matmul with the table is efficient, or as many as
@@ -49,7 +50,7 @@ def token_logprobs(
   max_rows: int | None = None,
   kernels: str = 'auto',
   platform: str | None = None,
-  shards: LogprobShards | None = None,
+  shards: 'LogprobShards | None' = None,
   interpret: bool = False,
 ) -> TokenScores:
   """Computes log-probs of targets under softmax(hidden · tableᵀ / temperature).
@@ -135,9 +136,13 @@ def _fused(
   temperature: jax.Array | float,
   entropy: bool,
   nec: bool,
-  shards: LogprobShards | None,
+  shards: 'LogprobShards | None',
   interpret: bool,
 ) -> TokenScores:
+  # Imported here because only accelerators have such a kernel.
+  from kernels.fused_logprobs import FusedLogprobsPlan, fused_logprobs
+  from kernels.softmax_stats import StatsKind
+
   tempered = not (isinstance(temperature, (int, float)) and temperature == 1)
   plan = FusedLogprobsPlan(name, StatsKind(tempered, entropy or nec), shards, interpret)
   inverse = 1 / jnp.float32(temperature)
@@ -158,7 +163,7 @@ def reference(
   top_k: int = 0,
   softcap: float = 0.0,
   max_rows: int | None = None,
-  shards: LogprobShards | None = None,
+  shards: 'LogprobShards | None' = None,
 ) -> TokenScores:
   """Computes `token_logprobs` in plain jnp, some positions at a time.
 

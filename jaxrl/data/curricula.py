@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxrl.component_calls import Component, component_name, find_component
 from jaxrl.data.row_sources import SOURCE_KEY, DataError, Row
+from jaxrl.group_stats import GroupResult
 from jaxrl.options import NOT_NEGATIVE, SHARE, ConfigError, Range, option_ranges
 
-GroupResult = tuple[int, float, int]  # a group's seed, mean accuracy, number of samples
 _BLOCK_DRAWS = 1000  # number of draws over which a mixture matches its weights exactly
 _MAX_OUTSTANDING = 1 << 16  # number of draws whose results may be outstanding
 

@@ -7,7 +7,6 @@ from typing import Any
 from jaxrl.component_calls import Component, ComponentCall
 from jaxrl.data.curricula import (
   Curriculum,
-  GroupResult,
   SequentialCurriculum,
   make_curriculum,
 )
@@ -20,6 +19,7 @@ from jaxrl.data.row_sources import (
 )
 from jaxrl.data.rows.task_rows import TaskReader
 from jaxrl.data.seeds import starting_episode
+from jaxrl.group_stats import GroupResult
 from jaxrl.types import Task
 
 DATASET_MODES = ('sample', 'traversal')

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models import paged_cache
 from jaxrl.models.model_config import ModelConfig
 
 Cache = dict[str, tuple[Any, ...]]  # an array or a tuple of chunks a layer
@@ -236,14 +235,23 @@ def paging_obstacle(config: ModelConfig) -> str:
   return f'does not take {" and ".join(sorted(unsupported))}' if unsupported else ''
 
 
+def is_paged(cache: Cache) -> bool:
+  """Returns True if a cache has the layout of `jaxrl.models.paged_cache`.
+
+  Args:
+    cache: The cache.
+  """
+  return 'k_pages' in cache
+
+
 def length(cache: Cache) -> int:
   """Returns how many positions a slot has.
 
   Args:
     cache: The cache.
   """
-  if paged_cache.is_paged(cache):
-    return paged_cache.length(cache)
+  if is_paged(cache):
+    return cache['k_pages'][0].shape[2]
   return max(ring_length(chunks, 'k') for chunks in cache['k'])
 
 
@@ -266,7 +274,9 @@ def axes(cache: Cache, name: str = 'k') -> tuple[str | None, ...]:
   """
   if name == 'conv':
     return 'batch', None, None
-  if paged_cache.is_paged(cache):
+  if is_paged(cache):
+    from jaxrl.models import paged_cache  # for kernels of accelerators
+
     return paged_cache.AXES
   has_latents = not any(cache['v'])  # which all heads read
   return 'batch', None if has_latents and name == 'k' else 'kv_heads', None, None
@@ -324,7 +334,9 @@ def insert(
     raise ValueError(
       f'a prefill of width {width} does not fit a cache of length {length(cache)}'
     )
-  if paged_cache.is_paged(cache):
+  if is_paged(cache):
+    from jaxrl.models import paged_cache  # for kernels of accelerators
+
     return paged_cache.insert(cache, kept, row_index, slots)
   num_slots = jax.tree.leaves(cache)[0].shape[0]
   slots = jnp.where(slots < 0, num_slots, slots)
@@ -406,7 +418,9 @@ def copy(cache: Cache, table: jax.Array, count: jax.Array) -> Cache:
   Returns:
     The cache.
   """
-  if paged_cache.is_paged(cache):
+  if is_paged(cache):
+    from jaxrl.models import paged_cache  # for kernels of accelerators
+
     return paged_cache.copy(cache, table, count)
 
   def pair(i, cache):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models import initializers, moe, rope
+from jaxrl.models import initializers, rope
 from jaxrl.models.model_config import Lora, ModelConfig
 
 Constrain = Callable[..., jax.Array]
@@ -393,6 +393,8 @@ class Block(nnx.Module):
       kind = LatentAttention if config.kv_latent else Attention
       self.attention: Any = kind(config, rngs)
     beside = bool(config.num_experts) and config.spec.experts_beside_mlp
+    if config.num_experts:
+      from jaxrl.models import moe  # most models have no experts
     if beside:
       norm = functools.partial(RMSNorm, config, width)
       self.mlp = moe.ExpertsBesideMLP(config, rngs, MLP(config, rngs), norm)

@@ -6,6 +6,10 @@ the kernel as lora_a `[*inputs, rank]` and lora_b `[rank, *outputs]`, in float32
 expert has its own pair, `[E, …]`; lm_head alone scores by table + (α / rank)·(A·B)ᵀ,
 because its table is `[outputs, inputs]`. Adapters and a value head are trained; all
 else is frozen. Where `lora` is None everything is trained.
+
+A transfer is what engines get that merge adapters themselves: the base parameters, the
+adapters and the scale of their product. The weight store only sends what has changed
+since the previous version, so it sends the base once and only the adapters afterwards.
 """
 
 import dataclasses
@@ -15,12 +19,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.models.model_config import LORA_TARGETS, Lora, ModelConfig
 from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.types import Params
 
 ADAPTERS = ('lora_a', 'lora_b')
+SCALE_KEY = 'lora_scale'  # float32 `[1]`, beside the branches of a transfer
 KEY = 'model.lora'
 
 
@@ -293,3 +299,79 @@ def fingerprint(params: Params, config: ModelConfig | None = None) -> jax.Array:
       bits = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
       total += jnp.uint32(2 * i + 1) * jnp.sum(bits, dtype=jnp.uint32)
   return total
+
+
+def make_transfer(config: ModelConfig, params: Params) -> Params:
+  """Returns the parameters of a model with adapters, as engines get them.
+
+  Args:
+    config: The model's shape.
+    params: The parameters.
+  """
+  assert config.lora is not None
+  return params | {SCALE_KEY: np.full(1, config.lora.scale, np.float32)}
+
+
+def is_transfer(params: Params) -> bool:
+  """Returns True if parameters come from `make_transfer`.
+
+  Args:
+    params: The parameters.
+  """
+  return SCALE_KEY in params
+
+
+def merge_transfer(params: Params, dtype: str) -> Params:
+  """Merges the adapters of a transfer; see `merge_with_scale`.
+
+  Args:
+    params: From `make_transfer`.
+    dtype: The type of the model's activations.
+
+  Returns:
+    The parameters of the model without adapters.
+  """
+  base = {name: branch for name, branch in params.items() if name != SCALE_KEY}
+  return merge_with_scale(params[SCALE_KEY][0], base, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+  """A stack of kernels, each merged when it is looked at, float32 and by numpy.
+
+  A table is no stack: its index is ().
+  """
+
+  kernel: np.ndarray
+  lora_a: np.ndarray
+  lora_b: np.ndarray
+  scale: np.float32
+  is_table: bool
+
+  def __getitem__(self, index: Any) -> np.ndarray:
+    kernel, a, b = self.kernel[index], self.lora_a[index], self.lora_b[index]
+    change = product(a, b, kernel.shape, self.is_table, np.matmul)
+    return kernel.astype(np.float32) + self.scale * change
+
+
+def merge_transfer_on_host(params: Params) -> Params:
+  """Merges numpy arrays as `merge_transfer` does, without room for a second model.
+
+  A stack of kernels with adapters merges a layer or more when it is indexed.
+
+  Args:
+    params: From `make_transfer`.
+  """
+  scale = np.float32(params[SCALE_KEY][0])
+
+  def walk(tree: Params) -> Params:
+    merged_tree = {
+      name: walk(x) if isinstance(x, dict) else x for name, x in tree.items()
+    }
+    if 'lora_b' in merged_tree:
+      a, b = (merged_tree.pop(name) for name in ADAPTERS)
+      name = kernel_of(merged_tree)
+      merged_tree[name] = _Kernel(merged_tree[name], a, b, scale, name == 'table')
+    return merged_tree
+
+  return walk({name: branch for name, branch in params.items() if name != SCALE_KEY})

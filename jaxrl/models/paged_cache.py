@@ -12,12 +12,29 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
-from kernels.paged_attention import PAGE, paged_attention
+from kernels.dispatch import REFERENCE
+from kernels.paged_attention import PAGE, choose_kernel, paged_attention
 
 Cache = dict[str, tuple[Any, ...]]
-KEPT = {'k_pages': 'k', 'v_pages': 'v'}  # what a prefill calls them
 AXES = ('kv_heads', 'batch', None, None)
+KEPT = {'k_pages': 'k', 'v_pages': 'v'}  # what a prefill calls them
 Shard = Callable[..., Callable[..., jax.Array]]
+
+
+def has_kernel(
+  config: ModelConfig, dtype: str, *, obstacle: str, kernels: str, platform: str | None
+) -> bool:
+  """Returns whether a kernel of paged attention is used.
+
+  Args:
+    config: The model's shape.
+    dtype: The type of keys and values.
+    obstacle: Why the model cannot use one; '' for no reason.
+    kernels: As in `kernels.dispatch`.
+    platform: As in `kernels.dispatch`.
+  """
+  options = {'obstacle': obstacle, 'kernels': kernels, 'platform': platform}
+  return choose_kernel(config.head_dim, dtype, **options) != REFERENCE
 
 
 def empty(config: ModelConfig, num_slots: int, max_length: int, dtype: str) -> Cache:
@@ -33,24 +50,6 @@ def empty(config: ModelConfig, num_slots: int, max_length: int, dtype: str) -> C
   shape = (config.num_kv_heads, num_slots, length, config.head_dim)
   layers = range(config.num_layers)
   return {name: tuple(jnp.zeros(shape, dtype) for _ in layers) for name in KEPT}
-
-
-def is_paged(cache: Cache) -> bool:
-  """Returns True if a cache has this layout.
-
-  Args:
-    cache: The cache.
-  """
-  return 'k_pages' in cache
-
-
-def length(cache: Cache) -> int:
-  """Returns how many positions a slot has.
-
-  Args:
-    cache: The cache.
-  """
-  return cache['k_pages'][0].shape[2]
 
 
 def step(

@@ -8,16 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models import (
-  exact_mode,
-  layer_stack,
-  layers,
-  lora,
-  moe,
-  paged_cache,
-  remat,
-  rope,
-)
+from jaxrl.models import exact_mode, layer_stack, layers, lora, remat, rope
 from jaxrl.models import kv_cache as caches
 from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import Cache
@@ -25,8 +16,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.remat import RematPolicy
 from jaxrl.types import Array, Params, PolicyOutputs
 from kernels.attention import attention, decode_attention
-from kernels.dispatch import REFERENCE, check_kernels_option, platform_of
-from kernels.paged_attention import choose_kernel
+from kernels.dispatch import check_kernels_option, platform_of
 from kernels.token_logprobs import token_logprobs
 
 # (attention, q, k, v) -> output: runs attention on another arrangement of the rows.
@@ -53,7 +43,7 @@ class TransformerLM:
       as `scan_unroll` says.
     constrain: `(x, *axis names) -> x`, places activations on a mesh.
     expert_fn: `(implementation, x, chosen, weights, *kernels) -> y`, computes the
-      experts on a mesh.
+      experts on a mesh; None is `moe.apply_experts`, for one device.
     exact: The mode in which `decode`, `prefill` and `policy_outputs` give a token's
       log-prob the same bits; None is the fast mode.
     kernels: 'auto', the best for the platform, or 'reference', plain jnp.
@@ -70,7 +60,7 @@ class TransformerLM:
   remat: RematPolicy = 'none'
   unroll: int = 0
   constrain: Callable[..., jax.Array] = unconstrained
-  expert_fn: Callable[..., jax.Array] = moe.apply_experts
+  expert_fn: Callable[..., jax.Array] | None = None
   exact: Exact | None = None
   kernels: str = 'auto'
   platform: str | None = None
@@ -411,11 +401,13 @@ class TransformerLM:
     sizes = None
     if self.exact is not None:
       sizes = [exact_mode.CHUNK] * -(-max_length // exact_mode.CHUNK)
-    elif not self.router_replay:  # whose cache has a token's experts beside
+    elif not self.router_replay and platform_of(self.platform) != 'cpu':
+      # Not for a router's replay, whose cache has a token's experts beside.
+      from jaxrl.models import paged_cache
+
       why = caches.paging_obstacle(self.config)
       options = {'obstacle': why, 'kernels': self.kernels, 'platform': self.platform}
-      kernel = choose_kernel(self.config.head_dim, self.dtype, **options)
-      if kernel != REFERENCE:
+      if paged_cache.has_kernel(self.config, self.dtype, **options):
         return paged_cache.empty(self.config, num_slots, max_length, self.dtype)
     return caches.empty(
       *(self.config, num_slots, max_length, self.dtype),
@@ -496,7 +488,9 @@ class TransformerLM:
           for name, state in states.items():
             new[name][i] = (state,)
           return out, None
-        if paged_cache.is_paged(cache):
+        if caches.is_paged(cache):
+          from jaxrl.models import paged_cache
+
           options = self._kernels()
           out, layer_pages = paged_cache.step(
             cache, i, (q, k, v), positions, limit, **options
@@ -585,8 +579,10 @@ class TransformerLM:
     if isinstance(mlp, layers.MLP):
       shape = (*x.shape[:-1], self.config.num_experts_per_token)  # of other layers
       return mlp(x, self.constrain), jnp.full(shape, -1) if shape[-1] else None
+    from jaxrl.models import moe  # most models have no experts
+
     way = mlp.gated(moe.select_implementation(x, self.kernels, self.platform))
-    mix = self.expert_fn if x.ndim == 3 else moe.apply_experts
+    mix = (self.expert_fn if x.ndim == 3 else None) or moe.apply_experts
     return mlp(x, functools.partial(mix, way), routed, self.constrain)
 
   def _last(self, params: Params, x: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jaxrl.models.transformer_lm import AttendWith, TransformerLM
 from jaxrl.training.batch_fields import DENSE_IDS, BatchFields
-from jaxrl.training.batching import unpacked_attention
 from jaxrl.training.batching.packing_plan import PackingPlan
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.train_state import StepSpec
@@ -134,6 +133,9 @@ def _unpacked_attention(
   It is empty unless one device has all rows: on several devices, what an unpacked row
   needs would lie on others.
   """
+  # Imported here because only packed rows can be unpacked.
+  from jaxrl.training.batching import unpacked_attention
+
   mesh = getattr(model.constrain, 'mesh', None)
   has_all_rows = mesh is None or sharding.num_row_shards(mesh) == 1
   platform = platform_of(getattr(model, 'platform', None))

@@ -18,9 +18,8 @@ from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
 from jaxrl.training import batch_fields, monitoring, staleness, train_state
-from jaxrl.training.batching.batch_builder import BatchShape
-from jaxrl.training.batching.packed_batch_builder import make_batch_builder
-from jaxrl.training.checkpointing import Checkpointer, CheckpointError
+from jaxrl.training.batching.batch_builder import BatchBuilder, BatchShape
+from jaxrl.training.batching.packing_plan import Packing
 from jaxrl.training.compiled_steps import CompiledSteps
 from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.monitoring import CompileCounter, UpdateMonitor
@@ -33,6 +32,7 @@ from jaxrl.training.train_state import InferenceParams, StepSpec
 from jaxrl.types import Algorithm, Batch, Group, Params
 
 if TYPE_CHECKING:
+  from jaxrl.training.checkpointing import Checkpointer
   from jaxrl.training.teacher_scoring import Teachers
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Learner:
       optimizer_state=self.optimizer.spec.state_spec,
       packed=bool(packing),
     )
-    self._batch_builder = make_batch_builder(
+    self._batch_builder = _make_batch_builder(
       packing,
       model,
       self.mesh,
@@ -235,7 +235,7 @@ class Learner:
     return await self._device_thread.run(self._update, groups)
 
   async def save(
-    self, checkpointer: Checkpointer, data: Mapping[str, Any], *, wait: bool = False
+    self, checkpointer: 'Checkpointer', data: Mapping[str, Any], *, wait: bool = False
   ) -> None:
     """Writes a checkpoint of the current step.
 
@@ -259,7 +259,7 @@ class Learner:
     await self._device_thread.run(run)
 
   async def restore(
-    self, checkpointer: Checkpointer, step: int | None = None
+    self, checkpointer: 'Checkpointer', step: int | None = None
   ) -> dict[str, Any]:
     """Continues from a checkpoint.
 
@@ -278,6 +278,8 @@ class Learner:
       arrays, meta = checkpointer.restore(self._checkpoint_arrays(), step)
       learner = meta['learner']
       if learner.get('frozen') != self._frozen_fingerprint:
+        from jaxrl.training.checkpointing import CheckpointError
+
         raise CheckpointError(
           f'the checkpoint in {checkpointer.directory} was trained on another model, '
           'of which parts are frozen: set model.checkpoint, model.vision, and base of '
@@ -553,6 +555,18 @@ class Learner:
     return jax.tree.map(
       lambda rows: sharding.put_array(rows, layout), batch.replace(**unread)
     )
+
+
+def _make_batch_builder(
+  packing: Packing | None, model: TransformerLM, mesh: Mesh, **options: Any
+) -> BatchBuilder:
+  options['vision'] = getattr(getattr(model, 'config', None), 'vision', None)
+  if packing is None:
+    return BatchBuilder(**options)
+  # Imported here because a row usually holds one sequence.
+  from jaxrl.training.batching import packed_batch_builder
+
+  return packed_batch_builder.make_packed_batch_builder(packing, model, mesh, **options)
 
 
 def _check_positive(**counts: int) -> None:

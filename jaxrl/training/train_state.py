@@ -16,10 +16,9 @@ from jax.sharding import Mesh
 
 from jaxrl.algorithms import requirements
 from jaxrl.functional import components
-from jaxrl.models import lora, lora_transfer
+from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import batch_fields, optimizers
-from jaxrl.training.checkpointing import flatten_by_name
 from jaxrl.training.optimizers import ADAMW_STATE, OptimizerStateSpec
 from jaxrl.training.parallelism import model_sharding, sharding
 from jaxrl.types import Algorithm, Params
@@ -238,7 +237,11 @@ def is_abstract(params: Params) -> bool:
 
 def flat_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   """Returns the shape of every array of a tree by its dotted name."""
-  return {name: tuple(x.shape) for name, x in flatten_by_name(tree).items()}
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='.'): tuple(x.shape)
+    for path, x in leaves
+  }
 
 
 def shardings_of(tree: Any) -> Any:
@@ -279,7 +282,7 @@ class InferenceParams:
     if config.lora is None:
       return params
     if config.lora.transfer == 'adapters':
-      return lora_transfer.make_transfer(config, params)
+      return lora.make_transfer(config, params)
     return self.merge(params)
 
   @functools.cached_property

@@ -276,7 +276,7 @@ class LocalLearnerFactory:
   async def export(self, folder: pathlib.Path) -> None:
     """Saves the newest learner's parameters, see `LearnerFactory.export`."""
     # Imported here because a model is exported after training.
-    from jaxrl.models import lora_transfer
+    from jaxrl.models import peft_export
     from jaxrl.training.parallelism import distributed
 
     assert self._learner is not None
@@ -295,7 +295,7 @@ class LocalLearnerFactory:
         huggingface.save(folder, model.config, params, tokenizer)
         if adapters:
           base = str(self._policy.folder)
-          lora_transfer.save_peft(adapter_folder(folder), config, adapters, base)
+          peft_export.save_peft(adapter_folder(folder), config, adapters, base)
 
     await self._device_thread.run(run)
 

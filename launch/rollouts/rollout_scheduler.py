@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.algorithms import requirements
-from jaxrl.data.curricula import GroupResult
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.envs.env_registry import (
@@ -20,7 +19,7 @@ from jaxrl.envs.env_registry import (
 from jaxrl.envs.graders.composite import make_grader
 from jaxrl.envs.graders.grader_processes import GraderFailure
 from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
-from jaxrl.group_stats import SampleRows
+from jaxrl.group_stats import GroupResult, SampleRows
 from jaxrl.model_loading import LoadedModel
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await

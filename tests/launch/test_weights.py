@@ -11,7 +11,7 @@ import pytest
 
 from configs import base
 from jaxrl import model_loading
-from jaxrl.models import lora_transfer
+from jaxrl.models import lora
 from jaxrl.options import ConfigError
 from jaxrl.rollout.vllm import vllm_options
 from jaxrl.rollout.weights.subscriber import VersionReader
@@ -203,9 +203,7 @@ def test_a_run_whose_adapters_go_through_a_folder(tmp_path):
   late = VersionReader(FolderTransport(tmp_path / 'w'))
   late.poll()
   exported = model_loading.load_model(str(tmp_path / 'run' / 'export'), **OF_THE_RUN)
-  merged = lora_transfer.merge_transfer(
-    jax.tree.map(np.array, late.params()), 'float32'
-  )
+  merged = lora.merge_transfer(jax.tree.map(np.array, late.params()), 'float32')
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
     *(merged, exported.params),

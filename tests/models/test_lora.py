@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.models import hf_names, lora, lora_transfer
+from jaxrl.models import hf_names, lora, peft_export
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
 from tests.calls import parse_lora
@@ -112,7 +112,7 @@ def test_a_merged_router_stays_in_the_type_that_it_scores_in():
 def test_the_folder_is_pefts(adapted, tmp_path):
   """Merged from the files alone, by PEFT's rule, the weights are those we merge."""
   _, model, _, moved = adapted
-  lora_transfer.save_peft(tmp_path, model.config, moved, 'base-model')
+  peft_export.save_peft(tmp_path, model.config, moved, 'base-model')
   settings = json.loads((tmp_path / 'adapter_config.json').read_text())
   assert (settings['r'], settings['lora_alpha']) == (3, 6)
   assert settings['base_model_name_or_path'] == 'base-model'

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
+from jaxrl.models import transformer_lm
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.types import SamplingParams
@@ -21,7 +22,7 @@ LENGTHS = np.array([120, 5, 144], np.int32)
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
   """Programs are those of a GPU, their kernels interpreted."""
-  for module in (attention, paged_attention):
+  for module in (attention, paged_attention, transformer_lm):
     monkeypatch.setattr(module, 'platform_of', lambda platform: 'gpu')
   for module in (flash_attention, paged_attention):
     run = functools.partial(module.triton, interpret=True)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.algorithms import registry
-from jaxrl.models import lora, lora_transfer
+from jaxrl.models import lora
 from jaxrl.models.model_config import Lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import train_state
@@ -161,9 +161,7 @@ async def test_adapters_to_be_sent_are_given_with_their_base():
     adapters=lora.lora_adapters(rank=2, alpha=3.0, targets='q', send='adapters')
   )
   transfer = await learner.inference_params()
-  assert (
-    lora_transfer.is_transfer(transfer) and transfer[lora_transfer.SCALE_KEY] == 1.5
-  )
+  assert lora.is_transfer(transfer) and transfer[lora.SCALE_KEY] == 1.5
   q = learner.params['layers']['attention']['q']
   assert transfer['layers']['attention']['q']['lora_a'] is q['lora_a']  # no copy
   await learner.offload()

@@ -411,7 +411,7 @@ def test_what_cannot_be_is_refused(plan_options, options, words):
 def test_exact_mode_is_refused():
   model = dataclasses.replace(toy.model(), exact=Exact())
   with pytest.raises(ConfigError, match='packing and exact mode'):
-    packed_batch_builder.make_batch_builder(
+    packed_batch_builder.make_packed_batch_builder(
       packed(), model, single_device_mesh(), num_micro_batches=1
     )
   with pytest.raises(ValueError, match='without prefix_ids'):
@@ -422,7 +422,7 @@ def test_exact_mode_is_refused():
 def test_rows_that_are_cut_are_refused():
   mesh = make_mesh(MeshOptions(data=1, context=2), devices=jax.devices()[:2])
   with pytest.raises(ConfigError, match=r'leave context out of the mesh'):
-    packed_batch_builder.make_batch_builder(
+    packed_batch_builder.make_packed_batch_builder(
       packed(), toy.model(), mesh, num_micro_batches=1
     )
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.model_text.chat_template import THOUGHT_KEYS, read_call_arguments
-from jaxrl.data.tool_formats.tool_format import skip_space
 from jaxrl.types import Message
 
 TEXT, THOUGHT, CALLS = 'its text', 'its thought', 'its tool calls'
@@ -73,7 +72,7 @@ class _Marks:
         start = piece if i == 0 else piece.lstrip()
         forms = [start if i == len(pieces) - 1 else start.rstrip()]
       if i:
-        ends = {skip_space(text, end) for end in ends}
+        ends = {len(text) - len(text[end:].lstrip()) for end in ends}
       if is_any and i == len(pieces) - 1:
         return min(ends) <= len(text) - len(forms[0]) and text.endswith(forms[0])
       if is_any and forms[0]:

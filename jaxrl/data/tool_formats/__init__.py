@@ -5,7 +5,7 @@ format reads a reply (`parse`, `split`); a ToolFormat also writes calls (`render
 """
 
 from jaxrl.data.tool_formats.detection import TOOL_FORMATS, detect_tool_format
-from jaxrl.data.tool_formats.llama_format import UNKNOWN
+from jaxrl.data.tool_formats.json_formats import UNKNOWN
 from jaxrl.data.tool_formats.thoughts import (
   THINK,
   THOUGHT_FORMATS,

@@ -12,13 +12,13 @@ from jaxrl.data.tool_formats.json_formats import (
   GRANITE,
   HERMES,
   KIMI_K2,
+  LLAMA3,
   MISTRAL,
   MISTRAL_LIST,
   NEMOTRON,
   PHI4,
 )
 from jaxrl.data.tool_formats.literal_formats import FUNCTION_GEMMA, GEMMA4, LFM2
-from jaxrl.data.tool_formats.llama_format import LLAMA3
 from jaxrl.data.tool_formats.tagged_formats import (
   GLM,
   MINIMAX,

@@ -1,8 +1,12 @@
-"""Formats that write a call's arguments as JSON, between markers of the family."""
+"""Formats that write a call's arguments as JSON, between markers of the family.
+
+Llama 3 has no markers: its reply is a JSON object, or several, and nothing else.
+"""
 
 import functools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from jaxrl.data.tool_formats.tool_format import (
   Calls,
@@ -230,3 +234,89 @@ MISTRAL_LIST = ToolFormat(
   'Mistral (list)', _scan_mistral, _write_mistral_list, markers=(_MISTRAL,)
 )
 MISTRAL = ToolFormat('Mistral', _scan_mistral, _write_mistral_names, (_MISTRAL,))
+
+
+PYTHON_TAG = '<|python_tag|>'
+_LLAMA_END = re.compile(r'\s*(?:<\|eom_id\|>|<\|eot_id\|>)\s*$')
+_LLAMA_BEGUN = re.compile(r'\[?\s*\{\s*"(?:name"\s*:|type"\s*:\s*"function)')
+
+
+def _read_llama_values(text: str) -> list[Any]:
+  """Reads JSON objects with `;` between them, or one list of them."""
+  value, at = read_json(text, 0)
+  values = value if isinstance(value, list) else [value]
+  while (at := skip_space(text, at)) < len(text):
+    if text[at] != ';' or isinstance(value, list):
+      raise MalformedCallError('other text follows it')
+    another, at = read_json(text, at + 1)
+    values.append(another)
+  return values
+
+
+def _is_llama_call(value: Any) -> bool:
+  if not isinstance(value, dict) or not isinstance(value.get('name'), str):
+    return False
+  keys = value.keys() - ({'type'} if value.get('type') == 'function' else set())
+  return keys in ({'name', 'parameters'}, {'name', 'arguments'})
+
+
+def _scan_llama(text: str, tools: Tools) -> tuple[str, Calls]:
+  del tools
+  body = _LLAMA_END.sub('', text).strip()
+  tagged = body.startswith(PYTHON_TAG)
+  body = body.removeprefix(PYTHON_TAG).lstrip()
+  if not body.startswith(('{', '[')):
+    return text, []
+  try:
+    values = _read_llama_values(body)
+  except MalformedCallError as error:
+    is_cut = 'other text follows' not in str(error)
+    if tagged or (is_cut and _LLAMA_BEGUN.match(body)):
+      return '', [InvalidToolCall(str(error))]
+    return text, []
+  if not values or not all(map(_is_llama_call, values)):
+    return text, []
+  calls: Calls = []
+  for value in values:
+    try:
+      calls.append(read_call(value, arguments=('parameters', 'arguments')))
+    except MalformedCallError as error:
+      calls.append(InvalidToolCall(str(error).replace('arguments', 'parameters')))
+  return '', calls
+
+
+def _write_llama(calls: Sequence[ToolCall]) -> str:
+  return '; '.join(
+    dump_json({'name': call['name'], 'parameters': call['arguments']}) for call in calls
+  )
+
+
+LLAMA3 = ToolFormat(
+  'Llama 3', _scan_llama, _write_llama, markers=(PYTHON_TAG,), bare=('{', '[{'), ends=()
+)
+
+
+def _scan_unknown(text: str, tools: Tools) -> tuple[str, Calls]:
+  """Reads Hermes's calls, else a reply that is nothing but a readable one of Llama's.
+
+  Nothing says that the model writes calls in one of the two ways: other JSON is an
+  answer.
+  """
+  if HERMES.markers[0] in text:
+    return HERMES.scan(text, tools)
+  content, calls = _scan_llama(text, tools)
+  if any(isinstance(call, InvalidToolCall) for call in calls):
+    return text, []
+  if '"arguments"' in text and '"parameters"' not in text:
+    return text, []
+  return content, calls
+
+
+UNKNOWN = ToolFormat(
+  'unknown (Hermes or Llama 3)',
+  _scan_unknown,
+  HERMES.write,
+  markers=(*HERMES.markers, PYTHON_TAG),
+  bare=LLAMA3.bare,
+  ends=HERMES.ends,
+)

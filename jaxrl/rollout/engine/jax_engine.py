@@ -32,10 +32,10 @@ from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, option_ranges
 from jaxrl.rollout.engine.engine_base import (
   EngineBase,
   EngineRequest,
+  EngineStats,
   EngineTraits,
   find_stop_string,
 )
-from jaxrl.rollout.engine.engine_stats import EngineStats
 from jaxrl.rollout.engine.model_runner import default_buckets, slot_update
 from jaxrl.rollout.engine.scheduler import Scheduler, SchedulerOutput
 from jaxrl.rollout.engine.threaded_decode import make_model_runner

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl.models import kv_cache as caches
 from jaxrl.models.kv_cache import Cache
-from jaxrl.models.lora_transfer import is_transfer, merge_transfer
+from jaxrl.models.lora import is_transfer, merge_transfer
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.engine_base import EngineRequest

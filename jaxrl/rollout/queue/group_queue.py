@@ -20,8 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl.data.curricula import GroupResult
-from jaxrl.group_stats import SampleRows
+from jaxrl.group_stats import GroupResult, SampleRows
 from jaxrl.options import Options, option
 from jaxrl.rollout.queue.group_allocation import GroupIdAllocator
 from jaxrl.rollout.queue.group_pipeline import (

@@ -17,8 +17,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrl.data.curricula import GroupResult
-from jaxrl.group_stats import SampleRows, oldest_weights_version, sample_accuracies
+from jaxrl.group_stats import (
+  GroupResult,
+  SampleRows,
+  oldest_weights_version,
+  sample_accuracies,
+)
 from jaxrl.types import Group, MaybeAwaitable, Trajectory
 
 log = logging.getLogger(__name__)

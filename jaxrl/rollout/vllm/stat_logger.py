@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from jaxrl import spans
-from jaxrl.rollout.engine.engine_stats import EngineStats
+from jaxrl.rollout.engine.engine_base import EngineStats
 
 
 class VllmStats(EngineStats):

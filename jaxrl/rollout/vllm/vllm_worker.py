@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 
 from jaxrl.models import huggingface
-from jaxrl.models.lora_transfer import is_transfer, merge_transfer_on_host
+from jaxrl.models.lora import is_transfer, merge_transfer_on_host
 from jaxrl.rollout.vllm.gpu_weight_receiver import GPU_TRANSFER_BACKENDS
 from jaxrl.rollout.weights.transport import WeightsError, join_folder
 from jaxrl.rollout.weights.verified_store import EngineWeightClient

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models import lora, lora_transfer
+from jaxrl.models import lora
 from jaxrl.rollout.weights.shards import (
   Region,
   Shard,
@@ -105,7 +105,7 @@ class FrozenBaseSnapshot:
 
   def snapshot(self, params: Params) -> list[Shard]:
     """Copies `params` to the host, as the function `snapshot` does."""
-    if not lora_transfer.is_transfer(params):
+    if not lora.is_transfer(params):
       return snapshot(params, self._dtype)
     frozen = {
       '.'.join(key.key for key in path)

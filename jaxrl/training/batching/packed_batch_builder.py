@@ -304,32 +304,29 @@ def _whole_batch_plan(plan: PackingPlan) -> PackingPlan:
   return dataclasses.replace(plan, index=None, micro_batch_rows=rows.astype(np.int32))
 
 
-def make_batch_builder(
-  packing: Packing | None,
+def make_packed_batch_builder(
+  packing: Packing,
   model: TransformerLM,
   mesh: Mesh,
   *,
   num_micro_batches: int,
   **options: Any,
-) -> BatchBuilder:
+) -> PackedBatchBuilder:
   """Creates the batch builder for a packing.
 
   Args:
-    packing: The options of packing; None for one sequence per row.
+    packing: The options of packing.
     model: The model that the batches are for.
     mesh: The mesh that it runs on.
-    num_micro_batches: Micro-batches of a minibatch; must be 1 with packing.
+    num_micro_batches: Micro-batches of a minibatch; must be 1.
     **options: Further attributes of `BatchBuilder`.
 
   Returns:
-    A `PackedBatchBuilder` if there is a packing, otherwise a `BatchBuilder`.
+    The builder.
 
   Raises:
     ConfigError: The packing cannot be combined with the other settings.
   """
-  options['vision'] = getattr(getattr(model, 'config', None), 'vision', None)
-  if packing is None:
-    return BatchBuilder(num_micro_batches=num_micro_batches, **options)
   # Imported here because only packed rows run several micro-batches in parallel.
   from jaxrl.training.parallelism import parallel_microbatches
 

@@ -7,7 +7,7 @@ functions here turn these names into shardings and constraints.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.options import ConfigError
 from jaxrl.types import Params
-from kernels.fused_logprobs import LogprobShards
+
+if TYPE_CHECKING:
+  from kernels.fused_logprobs import LogprobShards
 
 # Logical axis → the mesh axes it is split over. The embedding's feature axis stays
 # whole: splitting it over fsdp makes the compiler rebuild whole activations; its
@@ -142,8 +144,12 @@ class ShardingConstraint:
   mesh: Mesh
 
   @property
-  def shards(self) -> LogprobShards:
-    """Returns how hidden states and the table are sharded in their product."""
+  def shards(self) -> 'LogprobShards | None':
+    """Returns how hidden states and the table are sharded; None on one device."""
+    if self.mesh.size == 1:
+      return None
+    from kernels.fused_logprobs import LogprobShards
+
     return LogprobShards(
       self.mesh,
       LOGICAL_AXIS_RULES['batch'],

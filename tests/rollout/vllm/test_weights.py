@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from jaxrl.models import lora, lora_transfer
+from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.weights.publisher import VersionWriter
 from jaxrl.rollout.weights.snapshots import snapshot
@@ -79,7 +79,7 @@ async def test_adapters_are_merged_where_they_arrive(world):
 
     params = jax.tree_util.tree_map_with_path(fill, params)
     version = world.next()
-    await world.engine.load(version, lora_transfer.make_transfer(model.config, params))
+    await world.engine.load(version, lora.make_transfer(model.config, params))
     completion = await world.engine.generate(f'adapters {number}', PROMPT, RULES)
     assert set(completion.weights_versions) == {version}
     merged = lora.merged(model.config, params)

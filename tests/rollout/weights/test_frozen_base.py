@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.models import lora, lora_transfer
+from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.weights.publisher import VersionWriter, WeightPublisher
@@ -29,7 +29,7 @@ def version(number, base=0):
   part = lora.trainable_params(model.config, params)
   for i in range(number):
     part = jax.tree.map(lambda x, i=i: x + np.float32(0.1 * (i + 1)), part)
-  return lora_transfer.make_transfer(
+  return lora.make_transfer(
     model.config, lora.merge_trainable(model.config, params, part)
   )
 
@@ -59,7 +59,7 @@ def test_snapshots_are_those_that_copy_all():
 def test_weights_without_adapters_are_copied_whole():
   taker = FrozenBaseSnapshot('bfloat16')
   for params in (version(0), version(1)):
-    del params[lora_transfer.SCALE_KEY]
+    del params[lora.SCALE_KEY]
     shards, wanted = taker.snapshot(on_devices(params)), snapshot(params, 'bfloat16')
     for a, b in zip(shards, wanted, strict=True):
       assert a.changed_indices is None
@@ -104,7 +104,7 @@ async def test_an_engine_merges_what_it_is_sent(on_device):
   completions = []
   for number in (1, 2):
     params = version(number)
-    merged = lora_transfer.merge_transfer(params, 'float32')
+    merged = lora.merge_transfer(params, 'float32')
     await engine.load(10 * number, merged)
     wanted = await engine.generate('merged', [1, 2, 3], rules)
     await service.publish(number, on_devices(params))

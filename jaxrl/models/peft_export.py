@@ -1,15 +1,9 @@
-"""LoRA transfer sends adapters to engines, and exports them to a folder for PEFT.
+"""Exports adapters to a folder in the format of Hugging Face's PEFT, which vLLM reads.
 
-Engines that merge adapters themselves get the base parameters, the adapters and the
-scale of their product. The weight store only sends what has changed since the previous
-version, so it sends the base once and only the adapters afterwards.
-
-A folder has the format of Hugging Face's PEFT, which vLLM serves too. Adapters of
-experts and routers are named as layers of their own, as vLLM and checkpoints name them;
-PEFT itself finds no such layers in a model of `transformers` 5.
+Adapters of experts and routers are named as layers of their own, as vLLM and
+checkpoints name them; PEFT itself finds no such layers in a model of `transformers` 5.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,83 +15,6 @@ from jaxrl.models.model_config import Lora, ModelConfig
 from jaxrl.types import Params
 
 PEFT_CONFIG, PEFT_TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
-SCALE_KEY = 'lora_scale'  # float32 `[1]`, beside the branches of the model
-
-
-def make_transfer(config: ModelConfig, params: Params) -> Params:
-  """Returns the parameters of a model with adapters, as engines get them.
-
-  Args:
-    config: The model's shape.
-    params: The parameters.
-  """
-  assert config.lora is not None
-  return params | {SCALE_KEY: np.full(1, config.lora.scale, np.float32)}
-
-
-def is_transfer(params: Params) -> bool:
-  """Returns True if parameters come from `make_transfer`.
-
-  Args:
-    params: The parameters.
-  """
-  return SCALE_KEY in params
-
-
-def merge_transfer(params: Params, dtype: str) -> Params:
-  """Merges the adapters of a transfer; see `lora.merged`.
-
-  Args:
-    params: From `make_transfer`.
-    dtype: The type of the model's activations.
-
-  Returns:
-    The parameters of the model without adapters.
-  """
-  base = {name: branch for name, branch in params.items() if name != SCALE_KEY}
-  return lora.merge_with_scale(params[SCALE_KEY][0], base, dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-  """A stack of kernels, each merged when it is looked at, float32 and by numpy.
-
-  A table is no stack: its index is ().
-  """
-
-  kernel: np.ndarray
-  lora_a: np.ndarray
-  lora_b: np.ndarray
-  scale: np.float32
-  is_table: bool
-
-  def __getitem__(self, index: Any) -> np.ndarray:
-    kernel, a, b = self.kernel[index], self.lora_a[index], self.lora_b[index]
-    change = lora.product(a, b, kernel.shape, self.is_table, np.matmul)
-    return kernel.astype(np.float32) + self.scale * change
-
-
-def merge_transfer_on_host(params: Params) -> Params:
-  """Merges numpy arrays as `merge_transfer` does, without room for a second model.
-
-  A stack of kernels with adapters merges a layer or more when it is indexed.
-
-  Args:
-    params: From `make_transfer`.
-  """
-  scale = np.float32(params[SCALE_KEY][0])
-
-  def walk(tree: Params) -> Params:
-    merged_tree = {
-      name: walk(x) if isinstance(x, dict) else x for name, x in tree.items()
-    }
-    if 'lora_b' in merged_tree:
-      a, b = (merged_tree.pop(name) for name in lora.ADAPTERS)
-      name = lora.kernel_of(merged_tree)
-      merged_tree[name] = _Kernel(merged_tree[name], a, b, scale, name == 'table')
-    return merged_tree
-
-  return walk({name: branch for name, branch in params.items() if name != SCALE_KEY})
 
 
 def save_peft(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models import huggingface, lora, lora_transfer
+from jaxrl.models import huggingface, lora
 from jaxrl.models.transformer_lm import TransformerLM
 from tests.marks import slow
 from tests.models import small
@@ -40,11 +40,9 @@ def moved(base, targets=DENSE):
 @pytest.mark.parametrize(('base', 'dtype'), DTYPES)
 def test_they_are_merged_as_the_learner_merges(base, dtype):
   model, params = moved(base, EVERY)
-  transfer = lora_transfer.make_transfer(model.config, params)
-  assert lora_transfer.is_transfer(transfer) and not lora_transfer.is_transfer(params)
-  merged_params = jax.jit(lora_transfer.merge_transfer, static_argnums=1)(
-    transfer, dtype
-  )
+  transfer = lora.make_transfer(model.config, params)
+  assert lora.is_transfer(transfer) and not lora.is_transfer(params)
+  merged_params = jax.jit(lora.merge_transfer, static_argnums=1)(transfer, dtype)
   wanted = jax.jit(lora.merged, static_argnums=(0, 2))(model.config, params, dtype)
   assert jax.tree.structure(merged_params) == jax.tree.structure(wanted)
   jax.tree.map(np.testing.assert_array_equal, merged_params, wanted)
@@ -57,12 +55,10 @@ def test_they_are_merged_as_the_learner_merges(base, dtype):
 @pytest.mark.parametrize('base', ['float32', slow('bfloat16')])
 def test_on_the_host_a_layer_is_merged_when_it_is_looked_at(base, targets):
   model, params = moved(base, targets)
-  transfer = jax.tree.map(np.asarray, lora_transfer.make_transfer(model.config, params))
+  transfer = jax.tree.map(np.asarray, lora.make_transfer(model.config, params))
   merged = lora.merged(model.config, params)
   shape = lora.base_config(model.config)
-  exported = dict(
-    huggingface.export(shape, lora_transfer.merge_transfer_on_host(transfer))
-  )
+  exported = dict(huggingface.export(shape, lora.merge_transfer_on_host(transfer)))
   wanted = dict(huggingface.export(shape, jax.tree.map(np.asarray, merged)))
   assert exported.keys() == wanted.keys()
   for name, array in wanted.items():
