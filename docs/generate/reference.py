@@ -19,7 +19,6 @@ from jaxrl.functional.formulas import AGGREGATIONS, FORMULAS
 from jaxrl.options import declared_ranges, defaults, descriptions
 from jaxrl.run_options import RunOptions
 from launch.__main__ import COMMANDS
-from launch.logging.metric_descriptions import HEALTHY_RANGES, METRIC_DESCRIPTIONS
 from launch.settings import catalogue
 from launch.settings.component_kinds import (
   KINDS,
@@ -46,7 +45,6 @@ def pages() -> Pages:
     'reference/index.md': _overview(),
     'reference/commands.md': _commands(),
     'reference/config.md': _config_keys(),
-    'reference/metrics.md': _metrics(),
     'reference/algorithms/index.md': _algorithms(),
   }
   for name in registry.names():
@@ -71,7 +69,6 @@ def navigation() -> list[Any]:
     'reference/index.md',
     {'Commands': 'reference/commands.md'},
     {'Config keys': 'reference/config.md'},
-    {'Metrics': 'reference/metrics.md'},
     {
       'Algorithms': [
         'reference/algorithms/index.md',
@@ -148,7 +145,7 @@ def _overview() -> str:
   rows = [
     ('[Commands](commands.md)', 'every `python -m launch.…` with its flags'),
     ('[Config keys](config.md)', 'type, default and meaning of every key'),
-    ('[Metrics](metrics.md)', 'meaning and healthy range of every metric'),
+    ('[Metrics](../metrics.md)', 'meaning and healthy range of every metric'),
     ('[Algorithms](algorithms/index.md)', 'formula, options and paper of each'),
     *(
       (f'[{_title(kind)}](components/{kind.plural}.md)', _escape(kind.what))
@@ -270,25 +267,6 @@ def _config_keys() -> str:
 def _type_name(kind: str) -> str:
   names = {'str': 'text', 'int': 'integer', 'bool': 'true / false', 'tuple': 'list'}
   return names.get(kind, kind.replace('NoneType', 'any'))
-
-
-def _metrics() -> str:
-  families: dict[str, list[tuple[str, ...]]] = {}
-  for name, meaning in METRIC_DESCRIPTIONS.items():
-    row = f'`{name}`', _escape(meaning), _escape(HEALTHY_RANGES.get(name, '–'))
-    families.setdefault(name.partition('/')[0], []).append(row)
-  text = (
-    '# Metrics\n\nEach step writes one line of JSON to `metrics.jsonl` in the workdir, '
-    'with the metrics that it has, beside `step` and `phase` (`sft` or `train`). The '
-    'console, the report, TensorBoard and the other sinks show the same names. A part '
-    'in angle brackets stands for any name.\n\n'
-    'The last column says what a metric looks like in a run that goes well; – means '
-    'that this depends on the task or on the machine. See also [a run that does not '
-    'learn](../debugging.md) and [mismatch](../mismatch.md).\n\n'
-  )
-  for family, rows in families.items():
-    text += f'## {family}\n\n{_table("metric | meaning | healthy", rows)}\n\n'
-  return text
 
 
 def _algorithms() -> str:
