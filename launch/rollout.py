@@ -33,6 +33,7 @@ from launch.settings.logging_settings import LoggingOptions
 from launch.train import failed
 
 if TYPE_CHECKING:
+  from jaxrl.run_options import RunOptions
   from launch.settings.run_settings import RunSettings
 
 FLAGS = {
@@ -88,6 +89,7 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
 
   from jaxrl.data.store import store_options
   from jaxrl.envs.env_registry import options_for_split, uses_dataset
+  from launch.settings.resolve import read_options
 
   if mode not in MODES:
     raise ConfigError(f'--mode={mode}: must be one of {", ".join(MODES)}')
@@ -102,7 +104,7 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     )
   if not config.get('env', {}):
     raise ConfigError('config.env has no environment: there is nothing to play')
-  sets = _sets_to_play(config, mode)
+  sets = _sets_to_play(read_options(config), mode)
   if not sets:
     raise ConfigError(
       'config.env: every tag has weight 0, so training plays nothing: give one a '
@@ -136,14 +138,13 @@ def prepare_rollout(config: Any, *, mode: str, num_tasks: int, group_size: int) 
     config.synthesis = {'mode': mode, 'sets': sets}
 
 
-def _sets_to_play(config: Any, mode: str) -> dict[str, dict[str, Any]]:
+def _sets_to_play(options: 'RunOptions', mode: str) -> dict[str, dict[str, Any]]:
   """Returns what is to be played, each part as an evaluation set with all its keys."""
   from jaxrl.config import to_config
   from jaxrl.envs.env_registry import uses_dataset
   from jaxrl.run_options import EvalSetOptions, TaskColumns
-  from launch.settings.resolve import evaluation_options, read_options, tag_tasks
+  from launch.settings.resolve import evaluation_options, tag_tasks
 
-  options = read_options(config)
   if mode == 'val':
     sets = evaluation_options(options)
   else:

@@ -29,6 +29,7 @@ from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
   from launch.settings.run_settings import RunSettings
+  from launch.trainer import Trainer
 
 ERROR_FILE = 'error.txt'  # in the workdir: the traceback that ended the run
 USAGE = """\
@@ -104,11 +105,7 @@ def run(config: Any, workdir: Workdir, command: command_line.Command) -> int:
       console.set_level(logging.level)
       sink = open_sinks(workdir, console, logging)
       with SignalHandler(console.warn, console.restore) as stop:
-        from launch.settings.resolve import resolve_settings  # imports JAX: seconds
-
-        settings = resolve_settings(config, day=workdir.day)
-        traced = logging.traces
-        trainer, finished = _train(settings, workdir, console, sink, stop, traced)
+        trainer, finished = train(config, workdir, console, sink, stop, logging)
       status = 'finished' if finished else 'stopped'
       sink.close(status)
       workdir.end(status)
@@ -119,16 +116,76 @@ def run(config: Any, workdir: Workdir, command: command_line.Command) -> int:
       return failed(error, console, workdir)
     if finished:
       (workdir.path / ERROR_FILE).unlink(missing_ok=True)  # of an earlier attempt
-    title = 'Finished.' if finished else 'Stopped; the same command resumes.'
-    from launch.logging.next_steps import next_steps, outputs
+    from launch.logging.next_steps import next_steps, outputs  # only after training
 
     lines = {**outputs(workdir.path, logging.names), **trainer.closing}
     if config.trajectory_dump.path:
       lines['trajectories'] = config.trajectory_dump.path
     steps = next_steps(command, config, workdir.path) if finished else {}
+    title = 'Finished.' if finished else 'Stopped; the same command resumes.'
     console.closing(title, {**lines, **steps})
     _tell_why_nothing_was_learned(workdir, console)
     return 0 if finished else stop.status
+
+
+def train(
+  config: Any,
+  workdir: Workdir,
+  console: Console,
+  sink: MultiSink,
+  stop: SignalHandler,
+  logging: LoggingOptions,
+) -> tuple['Trainer', bool]:
+  """Trains: options → build → train.
+
+  The config becomes settings, `build` assembles a trainer from them, and the trainer
+  trains. If an actor is lost, a new trainer continues from the newest checkpoint.
+
+  Args:
+    config: The config.
+    workdir: The run's folder.
+    console: Takes what the user is told.
+    sink: Takes metrics and trajectories.
+    stop: Says whether the user asked to end.
+    logging: Says which steps are traced.
+
+  Returns:
+    The trainer that came to its end, and whether training reached its end.
+  """
+  # Imported here because they import JAX, which takes seconds.
+  from launch.build import build
+  from launch.settings.resolve import resolve_settings
+  from launch.trainer import run_with_restarts
+
+  settings = resolve_settings(config, day=workdir.day)
+  _dump_trajectories(settings, workdir, sink)
+
+  def make_trainer() -> 'Trainer':
+    trainer = build(
+      settings,
+      workdir=workdir.path,
+      sink=sink,
+      stop=stop,
+      trace_steps=logging.traces,
+    )
+    for label, value in trainer.facts.items():
+      console.fact(label, value)
+    workdir.record(**trainer.facts)
+    return trainer
+
+  return run_with_restarts(make_trainer, console.warn)
+
+
+def _dump_trajectories(
+  settings: 'RunSettings', workdir: Workdir, sink: MultiSink
+) -> None:
+  """Adds the sink for trajectories to the others, where the run keeps them."""
+  if settings.trajectory_dump is None or not settings.trajectory_dump.path:
+    return
+  from launch.logging.trajectory_dump import TrajectoryDump, has_begun
+
+  fresh = not has_begun(workdir.path)
+  sink.sinks.append(TrajectoryDump(settings, workdir.path, fresh=fresh))
 
 
 def _tell_why_nothing_was_learned(workdir: Workdir, console: Console) -> None:
@@ -146,40 +203,6 @@ def _tell_why_nothing_was_learned(workdir: Workdir, console: Console) -> None:
     console.say('This run did not learn:', style='bold')
   for finding in findings:
     console.warn(str(finding))
-
-
-def _train(
-  settings: 'RunSettings',
-  workdir: Workdir,
-  console: Console,
-  sink: MultiSink,
-  stop: SignalHandler,
-  trace_steps: Sequence[tuple[int, int]],
-) -> tuple[Any, bool]:
-  """Builds the trainer and runs it to its end, anew when an actor is lost."""
-  from launch.build import build
-  from launch.trainer import run_with_restarts
-
-  if settings.trajectory_dump is not None and settings.trajectory_dump.path:
-    from launch.logging.trajectory_dump import TrajectoryDump, has_begun
-
-    fresh = not has_begun(workdir.path)
-    sink.sinks.append(TrajectoryDump(settings, workdir.path, fresh=fresh))
-
-  def make_trainer() -> Any:
-    trainer = build(
-      settings,
-      workdir=workdir.path,
-      sink=sink,
-      stop=stop,
-      trace_steps=trace_steps,
-    )
-    for label, value in trainer.facts.items():
-      console.fact(label, value)
-    workdir.record(**trainer.facts)
-    return trainer
-
-  return run_with_restarts(make_trainer, console.warn)
 
 
 def failed(error: Exception, console: Console, workdir: Workdir) -> int:

@@ -21,7 +21,7 @@ from jaxrl.group_stats import (
   sample_score,
 )
 from jaxrl.training.batching.batch_builder import BatchShape
-from jaxrl.training.minibatch_loss import SAMPLED_TOKENS, TOKENS
+from jaxrl.training.train_step import SAMPLED_TOKENS, TOKENS
 from jaxrl.types import Batch, Group
 
 log = logging.getLogger(__name__)
