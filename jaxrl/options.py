@@ -10,6 +10,7 @@ a `from_text`, such as `ComponentCall`, takes a text too.
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import itertools
 import math
@@ -202,6 +203,19 @@ def _check_ranges(
 
 def _is_number(value: Any) -> TypeGuard[float]:
   return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_package(module: str, who: str, extra: str) -> None:
+  """Raises ConfigError if an optional package is not installed.
+
+  Args:
+    module: The module that the package brings.
+    who: Who needs it, such as "the grader 'math'".
+    extra: The extra of `setup.py` that installs it.
+  """
+  if importlib.util.find_spec(module) is None:
+    package = module.replace('_', '-')
+    raise ConfigError(f"{who} needs {package}: pip install -e '.[{extra}]'")
 
 
 def check_callable(fn: Any, where: str, wanted: str = 'a class or function') -> None:

@@ -5,7 +5,6 @@ server accepts connections from this machine only. Ctrl-C or SIGTERM ends it.
 """
 
 import asyncio
-import importlib.util
 import os
 import pathlib
 import secrets
@@ -14,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, require_package
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime import process_env
@@ -136,10 +135,7 @@ def _api_key(host: str) -> tuple[str, bool]:
 
 
 def _check_aiohttp() -> None:
-  if importlib.util.find_spec('aiohttp') is None:
-    raise ConfigError(
-      "the endpoint needs aiohttp: install the extra serve, pip install -e '.[serve]'"
-    )
+  require_package('aiohttp', 'the endpoint', 'serve')
 
 
 def _run(argv: Sequence[str]) -> int:

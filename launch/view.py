@@ -5,7 +5,6 @@ ends the server.
 """
 
 import asyncio
-import importlib.util
 import os
 import pathlib
 import re
@@ -13,7 +12,7 @@ import secrets
 import signal
 from collections.abc import Sequence
 
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, require_package
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime.ports import check_port
@@ -80,10 +79,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     root, port, token = _read_command(argv)
-    if importlib.util.find_spec('aiohttp') is None:
-      raise ConfigError(
-        "the view needs aiohttp: install the extra view, pip install -e '.[view]'"
-      )
+    require_package('aiohttp', 'the view', 'view')
     check_port('127.0.0.1', port)
     asyncio.run(view(root, token, port, Console()))
   except (ValueError, OSError) as error:

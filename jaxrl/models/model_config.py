@@ -299,7 +299,7 @@ class ModelConfig:
       )
     self._check_latents()
     self._check_router()
-    self.spec.check(self)
+    self._check_family()
     targets = self.lora.targets if self.lora else ()
     if (unknown := set(targets) & set(LATENT_TARGETS)) and not self.kv_latent:
       raise ValueError(
@@ -315,6 +315,35 @@ class ModelConfig:
       raise ValueError(
         "lora: targets='lm_head' has no effect: this model ties its output "
         'layer to the embeddings (tie_embeddings)'
+      )
+
+  def _check_family(self) -> None:
+    """Raises ValueError if the options are not those of the family."""
+    family = self.spec
+    if family.qk_norm is not None and self.qk_norm != family.qk_norm:
+      raise ValueError(f'family {self.family!r} needs qk_norm={family.qk_norm}')
+    bias = family.attention_bias
+    if bias is not None and self.attention_bias != bias:
+      raise ValueError(f'family {self.family!r} needs attention_bias={bias}')
+    if bool(family.tower_tensors) != (self.vision is not None):
+      has = 'needs a' if family.tower_tensors else 'has no'
+      raise ValueError(f'family {self.family!r} {has} vision tower')
+    sizes = {
+      name: getattr(self, name)
+      for name in ('num_experts', 'num_experts_per_token', 'moe_intermediate_size')
+    }
+    text = ', '.join(f'{name}={size}' for name, size in sizes.items())
+    if family.has_experts is None and not any(sizes.values()):
+      return
+    if family.has_experts is False:
+      if self.shared_expert_size:
+        text = f'shared_expert_size={self.shared_expert_size}, {text}'
+      if any(sizes.values()) or self.shared_expert_size:
+        raise ValueError(f'{text}: family {self.family!r} has no experts')
+    elif min(sizes.values()) < 1 or self.num_experts_per_token > self.num_experts:
+      raise ValueError(
+        f'{text}: family {self.family!r} needs all three, with '
+        'num_experts_per_token at most num_experts'
       )
 
   def _check_gated_targets(self, targets: tuple[str, ...]) -> None:

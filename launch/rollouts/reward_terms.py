@@ -7,7 +7,6 @@ engine with weights of their own or by a server; any grader of the environments
 """
 
 import asyncio
-import importlib.util
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -22,7 +21,13 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.envs.graders import composite
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.options import ConfigError, check_options, defaults, unknown_name_error
+from jaxrl.options import (
+  ConfigError,
+  check_options,
+  defaults,
+  require_package,
+  unknown_name_error,
+)
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.rewards.judge_clients import (
   LocalJudgeClient,
@@ -301,8 +306,7 @@ def _judge(options: dict[str, Any], spawn: Spawn) -> LLMJudge:
     return LLMJudge(spawn(JudgeEngine, folder, **served), **judge_options)
   if 'checkpoint' in where or not where.get('model'):
     raise ConfigError("judge: a url needs model='…', and excludes checkpoint")
-  if importlib.util.find_spec('aiohttp') is None:
-    raise ConfigError("judge: a url needs aiohttp: pip install -e '.[serve]'")
+  require_package('aiohttp', 'judge: a url', 'serve')
   server = (
     validate_judge_url(where['url']),
     where['model'],

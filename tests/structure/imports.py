@@ -43,24 +43,13 @@ def _targets(node: ast.AST, file: pathlib.Path) -> list[str]:
 
 
 @functools.cache
-def imported(file: pathlib.Path, *, runtime: bool = False) -> frozenset[str]:
-  """Returns every dotted name that `file` imports, in functions too.
-
-  Args:
-    file: A Python file.
-    runtime: Leave out what is imported for type checkers alone.
-  """
-  skipped: set[ast.AST] = set()
-  if runtime:
-    for node in nodes(file):
-      if isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
-        skipped.update(inner for line in node.body for inner in ast.walk(line))
-  kept = (node for node in nodes(file) if node not in skipped)
-  return frozenset(name for node in kept for name in _targets(node, file))
+def imported(file: pathlib.Path) -> frozenset[str]:
+  """Returns every dotted name that `file` imports, in functions and for types too."""
+  return frozenset(name for node in nodes(file) for name in _targets(node, file))
 
 
-def first_party(file: pathlib.Path, *, runtime: bool = False) -> set[str]:
+def first_party(file: pathlib.Path) -> set[str]:
   """Returns the project's own modules that `file` imports, itself left out."""
   known = modules()
-  names = imported(file, runtime=runtime)
+  names = imported(file)
   return {name for name in names if name in known and known[name] != file}

@@ -5,12 +5,11 @@ so only a process that plays nothing else can repeat a game by its seed.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.envs.isolated_env import IsolatedEnv
-from jaxrl.options import ConfigError, closest_match
+from jaxrl.options import ConfigError, closest_match, require_package
 
 
 class GemEnv(IsolatedEnv):
@@ -40,10 +39,7 @@ class GemEnv(IsolatedEnv):
     max_chars: int = 20_000,
     unsafe: bool = False,
   ):
-    if importlib.util.find_spec('gem') is None:
-      raise ConfigError(
-        "the environment 'gem' needs its package: pip install -e '.[envs]'"
-      )
+    require_package('gem', "the environment 'gem'", 'envs')
     if not id:
       raise ConfigError("gem: option 'id' must name an environment")
     if not unsafe and not id.startswith('game:'):

@@ -6,13 +6,12 @@ A game that iterates over sets of words only repeats if PYTHONHASHSEED is set to
 """
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.envs import reply_parsing
 from jaxrl.envs.isolated_env import IsolatedEnv
-from jaxrl.options import ConfigError, closest_match
+from jaxrl.options import ConfigError, closest_match, require_package
 
 
 class TextArenaEnv(IsolatedEnv):
@@ -44,10 +43,7 @@ class TextArenaEnv(IsolatedEnv):
     invalid_reward: float = 0.0,
     max_chars: int = 2000,
   ):
-    if importlib.util.find_spec('textarena') is None:
-      raise ConfigError(
-        "the environment 'textarena' needs its package: pip install -e '.[envs]'"
-      )
+    require_package('textarena', "the environment 'textarena'", 'envs')
     if not id:
       raise ConfigError("textarena: option 'id' must name a game")
     options = {'id': id, 'arguments': dict(arguments or {})}

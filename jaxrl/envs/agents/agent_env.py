@@ -4,7 +4,6 @@ The environment is not stepped: the agent is run and calls the model itself; see
 `jaxrl.rollout.gateway`.
 """
 
-import importlib.util
 import math
 import shlex
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders.answer_marks import final_answer
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import ConfigError, require_package, unknown_name_error
 
 
 class AgentRunner(Protocol):
@@ -91,10 +90,7 @@ class AgentEnv:
     Raises:
       ConfigError: If the agent or the grader cannot be created.
     """
-    if importlib.util.find_spec('aiohttp') is None:
-      raise ConfigError(
-        "agents are served by aiohttp: install it, pip install -e '.[serve]'"
-      )
+    require_package('aiohttp', 'the endpoint of agents', 'serve')
     cls(**options)
 
   def reset(

@@ -6,13 +6,12 @@ digits and `_`; sentences end at `.`, `!` or `?` before white space, where IFEva
 tokenizer. langdetect, as in IFEval, tells the language of a reply.
 """
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jaxrl.options import ConfigError
+from jaxrl.options import require_package
 
 Relation = Literal['at least', 'less than', 'at most', 'exactly']
 
@@ -430,11 +429,7 @@ def response_language(reply: str, *, language: str) -> bool:
   Raises:
     ConfigError: If langdetect is not installed.
   """
-  if importlib.util.find_spec('langdetect') is None:
-    raise ConfigError(
-      "the instruction 'response_language' needs the package langdetect: "
-      "pip install -e '.[envs]'"
-    )
+  require_package('langdetect', "the instruction 'response_language'", 'envs')
   import langdetect
 
   langdetect.DetectorFactory.seed = 0  # else it draws anew for each reply

@@ -3,7 +3,6 @@
 It uses math-verify, https://github.com/huggingface/Math-Verify.
 """
 
-import importlib.util
 import re
 
 from jaxrl.envs.graders.answer_marks import (
@@ -14,7 +13,7 @@ from jaxrl.envs.graders.answer_marks import (
 from jaxrl.envs.graders.answer_matching import compare_answers
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem, expected_answer
-from jaxrl.options import POSITIVE, ConfigError, option_ranges
+from jaxrl.options import POSITIVE, option_ranges, require_package
 
 # Algebra would read these as products of unknowns, so that 'no' equals 'on'.
 _LITERAL_WORDS = frozenset(['yes', 'no', 'true', 'false', 'none'])
@@ -46,10 +45,7 @@ def make_math_grader(*, strict: bool = False, timeout: float = 5.0) -> GraderPar
   Raises:
     ConfigError: If math-verify is not installed.
   """
-  if importlib.util.find_spec('math_verify') is None:
-    raise ConfigError(
-      "the grader 'math' needs the package math-verify: pip install -e '.[envs]'"
-    )
+  require_package('math_verify', "the grader 'math'", 'envs')
 
   def grade(reply: str, item: TaskItem) -> float:
     answer = expected_answer(item, 'math')

@@ -9,7 +9,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import importlib.util
 import os
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxrl.envs.tools.tool_api import ToolError, ToolSchema
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, require_package
 
 # Makes the kernel kill the server when its starter dies for whatever reason.
 DEATH_SIGNAL_WRAPPER = (
@@ -65,8 +64,7 @@ class McpTools:
     cwd: str = '',
     only: tuple[str, ...] = (),
   ):
-    if importlib.util.find_spec('mcp') is None:
-      raise ConfigError("the tool 'mcp' needs its client: pip install -e '.[tools]'")
+    require_package('mcp', "the tool 'mcp'", 'tools')
     words = shlex.split(command)
     if not words:
       raise ConfigError("tool 'mcp': option 'command' must name the server's program")

@@ -6,7 +6,6 @@ library bm25s, https://github.com/xhluca/bm25s.
 
 import dataclasses
 import functools
-import importlib.util
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from jaxrl.envs.tools.tool_api import (
   check_arguments,
   tool_schema,
 )
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, require_package
 
 TEXTS = ('.txt', '.md')
 _LOCK = threading.Lock()  # so that environments that start together build one index
@@ -184,8 +183,7 @@ class SearchTool:
     about: str = '',
     name: str = 'search',
   ):
-    if importlib.util.find_spec('bm25s') is None:
-      raise ConfigError("the tool 'search' needs bm25s: pip install -e '.[tools]'")
+    require_package('bm25s', "the tool 'search'", 'tools')
     if not corpus:
       raise ConfigError("tool 'search': option 'corpus' must name a file or folder")
     if not Path(corpus).expanduser().exists():

@@ -2,10 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-  from jaxrl.models.model_config import ModelConfig
+from typing import Any, Literal
 
 
 def dense_options(*, tie_embeddings: bool = True) -> dict[str, Any]:
@@ -92,7 +89,8 @@ class FamilySpec:
   model_type: str
   architecture: str
   read_config: Callable[[Mapping[str, Any], str], dict[str, Any]]
-  write_config: Callable[['ModelConfig'], dict[str, Any]]
+  # Any is ModelConfig, which refers to this class.
+  write_config: Callable[[Any], dict[str, Any]]
   top_tensors: Mapping[str, str]
   layer_tensors: Mapping[str, str | StoredAs]
   tower_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -117,32 +115,3 @@ class FamilySpec:
   sinks: bool = False
   skipped_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
   random_options: Callable[..., dict[str, Any]] = dense_options
-
-  def check(self, config: 'ModelConfig') -> None:
-    """Raises ValueError if the options of a config are not those of this family."""
-    if self.qk_norm is not None and config.qk_norm != self.qk_norm:
-      raise ValueError(f'family {config.family!r} needs qk_norm={self.qk_norm}')
-    if self.attention_bias is not None and config.attention_bias != self.attention_bias:
-      raise ValueError(
-        f'family {config.family!r} needs attention_bias={self.attention_bias}'
-      )
-    if bool(self.tower_tensors) != (config.vision is not None):
-      has = 'needs a' if self.tower_tensors else 'has no'
-      raise ValueError(f'family {config.family!r} {has} vision tower')
-    sizes = {
-      name: getattr(config, name)
-      for name in ('num_experts', 'num_experts_per_token', 'moe_intermediate_size')
-    }
-    text = ', '.join(f'{name}={size}' for name, size in sizes.items())
-    if self.has_experts is None and not any(sizes.values()):
-      return
-    if self.has_experts is False:
-      if config.shared_expert_size:
-        text = f'shared_expert_size={config.shared_expert_size}, {text}'
-      if any(sizes.values()) or config.shared_expert_size:
-        raise ValueError(f'{text}: family {config.family!r} has no experts')
-    elif min(sizes.values()) < 1 or config.num_experts_per_token > config.num_experts:
-      raise ValueError(
-        f'{text}: family {config.family!r} needs all three, with '
-        'num_experts_per_token at most num_experts'
-      )
