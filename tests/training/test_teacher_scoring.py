@@ -146,7 +146,8 @@ def test_nothing_compiles_after_warmup():
 
 
 def test_a_tag_without_a_teacher_is_told():
-  with pytest.raises(ConfigError, match=r"tag 'c' has no teacher.*teacher.by_tag.c=FOLDER"):
+  wanted = r"tag 'c' has no teacher.*teacher.by_tag.c=FOLDER"
+  with pytest.raises(ConfigError, match=wanted):
     teachers(by_tag={'b': policy(1)}, tags=['b', 'c'])
   scorer = teachers(by_tag={'b': policy(1)}, tags=['b'])
   batch_groups = groups()
