@@ -16,7 +16,12 @@ import pathlib
 import platform
 import sys
 
+import hypothesis
 import pytest
+
+# A busy machine is no fault of what is tested.
+hypothesis.settings.register_profile('untimed', deadline=None)
+hypothesis.settings.load_profile('untimed')
 
 DEVICES = {'--xla_force_host_platform_device_count': '8'}
 QUICK = {

@@ -215,7 +215,7 @@ def _fits(returns: str, result: Any, state: Any) -> bool:
   if returns == 'array':
     return _is_array(result, 2)
   if returns == 'losses' and not isinstance(result, tuple):
-    # A reduced loss has a message of its own, in `training.minibatch_loss`.
+    # A reduced loss has a message of its own, in `training.train_step`.
     return _is_array(result)
   if not isinstance(result, tuple) or len(result) != 2:
     return False
