@@ -72,7 +72,7 @@ EXTRAS = {
   'gpu': ['jax[cuda13]'],
   'odps': ['pyodps'],
   'prometheus': ['prometheus-client'],
-  'serve': ['aiohttp>=3.14', 'msgspec>=0.22'],
+  'serve': ['aiohttp>=3.14', 'msgspec>=0.19'],
   'store': ['sqlalchemy>=2'],
   # The compilers for accelerators, which need none: no libraries of CUDA come along.
   'targets': ['jax-cuda13-plugin', 'jax-cuda13-pjrt', 'libtpu'],

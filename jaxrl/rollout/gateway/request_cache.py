@@ -40,9 +40,9 @@ class RequestCache:
     """
     import msgspec  # of the extra `serve`, which those who only import this may lack
 
-    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    entries = msgspec.json.decode(fields.pop('messages'), type=list[msgspec.Raw])
-    body = {name: msgspec.json.decode(value) for name, value in fields.items()}
+    fields = _decode(data, dict[str, msgspec.Raw])
+    entries = _decode(fields.pop('messages'), list[msgspec.Raw])
+    body = {name: _decode(value) for name, value in fields.items()}
     sent = [bytes(entry) for entry in entries]
     known: dict[bytes, Message] = {}
     for one in self._requests:
@@ -50,7 +50,7 @@ class RequestCache:
     messages = {entry: known[entry] for entry in sent if entry in known}
     new = [entry for entry in dict.fromkeys(sent) if entry not in messages]
     if new or not sent:
-      parsed = parse_messages([msgspec.json.decode(entry) for entry in new])
+      parsed = parse_messages([_decode(entry) for entry in new])
       messages |= zip(new, parsed, strict=True)
     # A request that continues an earlier one takes its place.
     others = (one for one in self._requests if not one.keys() <= messages.keys())
@@ -70,9 +70,17 @@ def parse_strict_json(data: bytes) -> Any:
   Raises:
     ValueError: If it is not JSON, nested too deeply, or has half of a surrogate pair.
   """
+  try:
+    return _decode(data.removeprefix(codecs.BOM_UTF8))
+  except RecursionError as error:
+    raise ValueError('it is nested too deeply') from error
+
+
+def _decode(data: Any, kind: Any = Any) -> Any:
+  """Parses JSON, as bytes or as a `msgspec.Raw`, into values of a type."""
   import msgspec
 
   try:
-    return msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
-  except RecursionError as error:
-    raise ValueError('it is nested too deeply') from error
+    return msgspec.json.decode(data, type=kind)
+  except msgspec.MsgspecError as error:  # no ValueError before msgspec 0.20
+    raise ValueError(str(error)) from error
