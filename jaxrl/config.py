@@ -45,7 +45,10 @@ def to_config(options: Options) -> ConfigDict:
   """
   config = ConfigDict()
   for name, kind in field_kinds(type(options)).items():
-    config[name] = _config_value(kind, getattr(options, name))
+    value = getattr(options, name)
+    if kind.type is None and isinstance(value, tuple):  # several sources of rows
+      value = join_calls(value)
+    config[name] = _config_value(kind, value)
   describe_keys(config, descriptions(type(options)))
   return config
 
@@ -56,8 +59,7 @@ def _config_value(kind: Kind, value: Any) -> Any:
     return to_config(value)
   if isinstance(value, Mapping) and not isinstance(value, ConfigDict):
     return ConfigDict({name: _config_value(Kind(None), x) for name, x in value.items()})
-  is_source = kind.type is None and isinstance(value, tuple)  # such as several files
-  if kind.is_many or (is_source and any(isinstance(x, ComponentCall) for x in value)):
+  if kind.is_many:
     return join_calls(value)
   if isinstance(value, ComponentCall) or hasattr(kind.type, 'from_text'):
     return '' if value is None else str(value)

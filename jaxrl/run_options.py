@@ -303,10 +303,10 @@ class TaskColumns(Options):
   answer: str | None = option(None, 'Column of the answer; none for the usual one.')
 
   def or_else(self, usual: 'TaskColumns | RowColumns') -> 'TaskColumns':
-    """Returns these columns; what they leave open is as in others.
+    """Returns these columns, with the usual ones where these are None.
 
     Args:
-      usual: The others.
+      usual: The columns of the other rows.
     """
     question = usual.question if self.question is None else self.question
     answer = usual.answer if self.answer is None else self.answer

@@ -105,7 +105,7 @@ class PromptTooLongError(ValueError):
 
 
 Value = TypeVar('Value')
-# What a method returns: a value, or from the handle of an object elsewhere its promise.
+# What a method returns: a value, or an awaitable of it if the object lives elsewhere.
 MaybeAwaitable = Value | Awaitable[Value]
 
 

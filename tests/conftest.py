@@ -19,7 +19,7 @@ import sys
 import hypothesis
 import pytest
 
-# A busy machine is no fault of what is tested.
+# Property tests have no deadline: on a busy machine an example may take long.
 hypothesis.settings.register_profile('untimed', deadline=None)
 hypothesis.settings.load_profile('untimed')
 

@@ -59,9 +59,7 @@ FAMILIES = {
 _SKIPPED_SECTIONS = re.compile(
   r'\n(?:Args|Attributes|Returns|Raises|Keyword Args):\n.*', re.DOTALL
 )
-_SHOWN_SETTINGS = (
-  *('schema', 'group_size', 'aggregation', 'behaviour', 'sampler', 'batch_unit'),
-)
+_SHOWN_SETTINGS = 'schema group_size aggregation behaviour sampler batch_unit'.split()
 
 
 def summary(spec: str) -> str:

@@ -3,8 +3,9 @@
 import pytest
 from ml_collections import ConfigDict
 
-from jaxrl.config import make_section
+from jaxrl.config import from_config, make_section, to_config
 from jaxrl.options import ConfigError
+from jaxrl.run_options import DatasetOptions
 from launch.settings import command_line as launch_config
 
 
@@ -200,3 +201,12 @@ def test_the_algorithm_is_chosen_after_the_colon():
   config = ConfigDict({'algorithm': {'name': 'grpo'}})
   with pytest.raises(ConfigError, match=r'--config=FILE.py:opmd'):
     launch_config.override(config, 'algorithm.name', 'opmd')
+
+
+def test_several_sources_of_rows_are_one_text():
+  text = 'a.jsonl + generate:arithmetic(size=3) + b.jsonl'
+  options = DatasetOptions(path=text)
+  assert len(options.path) == 3 and to_config(options).path == text
+  assert from_config(DatasetOptions, to_config(options)) == options
+  files = DatasetOptions(path='a.jsonl + b.jsonl')
+  assert to_config(files).path == 'a.jsonl + b.jsonl'
