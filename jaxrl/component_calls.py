@@ -1,18 +1,15 @@
-"""Component calls name a component and its options; options fit its signature.
+"""Component calls name a component and its options, as texts such as `name(option=1)`.
 
-A default is written once, as a keyword-only parameter. Configs, call strings and
-command lines are all checked against that one place.
+Configs write the texts, which are parsed once; all else receives `ComponentCall`s.
 """
 
 import ast
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.options import ConfigError, check_options, unknown_name_error, unwrap
-from jaxrl.user_code import import_object
+from jaxrl.options import ConfigError
 
 _CALL = re.compile(r'\s*([\w.:/\-~]+)\s*(\(.*\))?\s*', re.DOTALL)
 
@@ -82,11 +79,6 @@ class ComponentCall:
       **options: The options.
     """
     return ComponentCall(self.name, {**self.options, **options})
-
-
-# What names a component: a call; the function or class itself, also as a
-# `functools.partial` with options; or the name of a component without options.
-Component = ComponentCall | Callable[..., Any] | str
 
 
 def parse_call(text: str) -> ComponentCall:
@@ -195,130 +187,3 @@ def with_options(text: str, **options: Any) -> str:
     ConfigError: If the call string cannot be read.
   """
   return str(parse_call(text).with_options(**options))
-
-
-def as_call(component: ComponentCall | str) -> ComponentCall:
-  """Returns a call; a text is the name of a component without options.
-
-  Args:
-    component: The call or the name.
-  """
-  return ComponentCall(component) if isinstance(component, str) else component
-
-
-def as_calls(
-  components: Sequence[Component] | Component,
-) -> tuple[Component, ...]:
-  """Returns components as a tuple; a single one need not be in a sequence, '' is none.
-
-  Args:
-    components: The components.
-  """
-  if isinstance(components, str) and not components.strip():
-    return ()
-  if isinstance(components, str | ComponentCall) or callable(components):
-    components = (components,)
-  return tuple(as_call(c) if isinstance(c, str) else c for c in components)
-
-
-def join_calls(components: Iterable[Component]) -> str:
-  """Returns how messages show several components: joined by ' + '.
-
-  Args:
-    components: The components.
-  """
-  return ' + '.join(component_name(c, whole=True) for c in components)
-
-
-def component_name(component: Component, *, whole: bool = False) -> str:
-  """Returns the name of a component.
-
-  Args:
-    component: The component.
-    whole: Whether to show its options too.
-  """
-  if isinstance(component, str):
-    return component
-  if isinstance(component, ComponentCall):
-    return str(component) if whole else component.name
-  name = getattr(unwrap(component), '__name__', repr(component))
-  options = component.keywords if isinstance(component, functools.partial) else {}
-  return str(ComponentCall(name, options)) if whole else name
-
-
-def find_component(
-  component: Component,
-  known: Mapping[str, Callable[..., Any] | str],
-  what: str,
-  key: str,
-  *,
-  where: str = '',
-  base: type | None = None,
-) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-  """Finds the function or class of a component, and checks its options.
-
-  Args:
-    component: The component.
-    known: The built-in ones by name, or where each is, as for `import_object`. A
-      user's own is named by where it is.
-    what: What these are called in errors.
-    key: What the error for an unknown name begins with, such as the config key.
-    where: What errors about options begin with; by default `what` and the name.
-    base: A class or protocol whose public methods a class must have.
-
-  Returns:
-    The name, the function or class, and a copy of the options.
-
-  Raises:
-    ConfigError: If there is no such component, it does not take these options, or it
-      is a class that lacks methods.
-  """
-  name = component_name(component)
-  if not isinstance(component, str | ComponentCall):
-    is_partial = isinstance(component, functools.partial)
-    options = dict(component.keywords) if is_partial else {}
-    function = unwrap(component)
-  else:
-    options = dict(as_call(component).options)
-    if name not in known and ':' not in name:
-      raise unknown_name_error(name, known, what, key)
-    target = known.get(name, name)
-    function = import_object(target, where) if isinstance(target, str) else target
-  where = where or f'{what} {name!r}'
-  if base is not None and isinstance(function, type):
-    required = [key for key in vars(base) if not key.startswith('_')]
-    if missing := [key for key in required if not hasattr(function, key)]:
-      raise ConfigError(
-        f'{where}: {name} has no {", ".join(missing)}; derive it from '
-        f'{base.__module__}.{base.__qualname__}'
-      )
-  check_options(function, options, where)
-  return name, function, options
-
-
-def build_component(
-  component: ComponentCall | str,
-  known: Mapping[str, Callable[..., Any]],
-  what: str,
-  key: str,
-) -> Any:
-  """Calls one of some functions with its options.
-
-  Args:
-    component: The call, or the name of a function that needs no options.
-    known: Functions by name.
-    what: What these are called in errors.
-    key: The config key of the call.
-
-  Returns:
-    What the function returns.
-
-  Raises:
-    ConfigError: If a name or an option does not exist.
-  """
-  call = as_call(component)
-  where = f'{key}={call}'
-  if call.name not in known:
-    raise unknown_name_error(call.name, known, what, where)
-  check_options(known[call.name], call.options, where)
-  return known[call.name](**call.options)

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from ml_collections import ConfigDict, FieldReference
 
-from jaxrl.component_calls import ComponentCall, join_calls
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import join_calls
 from jaxrl.options import (
   ConfigError,
   Kind,

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from jaxrl import hub
-from jaxrl.component_calls import ComponentCall, as_call
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import as_call
+from jaxrl.data import hub
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.model_text.turn_end import ChatOptionError
 from jaxrl.data.tokenizer import (
@@ -143,7 +144,7 @@ def load_model(
   """Loads a model from a Hugging Face folder.
 
   Args:
-    folder: The folder, or a name on the Hub; see `jaxrl.hub`.
+    folder: The folder, or a name on the Hub; see `jaxrl.data.hub`.
     value_head: Whether the algorithm trains a critic; a missing head starts at zero.
     dtype: What the model computes in.
     remat: What is recomputed in the backward pass.
@@ -363,7 +364,7 @@ def parse_random_config(call: ComponentCall, where: str) -> ModelConfig:
   sizes = set(defaults(random_config)) - {'family'}
   try:
     family_defaults = defaults(families.find_family(family).random_options)
-  except ConfigError as error:
+  except ValueError as error:
     raise ConfigError(f'{where}: {error}') from error
   for name in options:
     if name not in sizes and name not in family_defaults:

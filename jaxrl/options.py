@@ -7,6 +7,7 @@ the annotations, numbers by `low` and `high`, names by `choices`. A field whose 
 a `from_text`, such as `ComponentCall`, takes a text too.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -16,7 +17,7 @@ import itertools
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 # An error lists at most so many names, and of more only those most like what was given.
@@ -203,6 +204,25 @@ def _check_ranges(
 
 def _is_number(value: Any) -> TypeGuard[float]:
   return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@contextlib.contextmanager
+def error_prefix(where: str) -> Iterator[None]:
+  """Turns a ValueError of a block into a ConfigError that says what was being made.
+
+  Args:
+    where: What the message begins with, unless it does already.
+
+  Raises:
+    ConfigError: In place of the block's ValueError.
+  """
+  try:
+    yield
+  except ValueError as error:
+    text = str(error)
+    if isinstance(error, ConfigError) and text.startswith(where):
+      raise
+    raise ConfigError(f'{where}: {text}') from error
 
 
 def require_package(module: str, who: str, extra: str) -> None:
@@ -454,7 +474,7 @@ def _read(field: dataclasses.Field[Any], kind: Kind, value: Any) -> Any:
   if read is not None and isinstance(value, str):
     try:
       value = read(value)
-    except ConfigError as error:
+    except ValueError as error:
       raise OptionError(name, value, str(error)) from error
   if value is None and kind.is_optional:
     return None

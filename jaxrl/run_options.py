@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall, build_component
+from jaxrl.component_calls import ComponentCall
 from jaxrl.data.row_sources import RowSources, parse_row_sources
 from jaxrl.data.rows.task_rows import RowColumns
 from jaxrl.model_loading import parse_random_config
@@ -103,7 +103,7 @@ class ModelOptions(Options):
     """The adapters to train; None trains every parameter."""
     if self.lora is None:
       return None
-    return build_component(self.lora, ADAPTER_KINDS, 'kind of adapter', 'model.lora')
+    return ADAPTER_KINDS.build(self.lora)
 
   @functools.cached_property
   def random_config(self) -> ModelConfig:
@@ -258,7 +258,7 @@ class RolloutOptions(QueueOptions, SamplingOptions):
     if self.staleness_policy is None:
       return None
     key = 'rollout.staleness_policy'
-    limit = build_component(self.staleness_policy, STALENESS_POLICIES, 'rule', key)
+    limit = STALENESS_POLICIES.build(self.staleness_policy)
     if limit.max_age < 0:
       raise ConfigError(f'{key}={self.staleness_policy}: max must be at least 0')
     return limit
@@ -289,7 +289,7 @@ class WeightSyncOptions(Options):
   def sync_policy(self) -> SyncPolicy:
     """When engines get new weights."""
     key = 'weight_sync.policy'
-    policy = build_component(self.policy, SYNC_POLICIES, 'style', key)
+    policy = SYNC_POLICIES.build(self.policy)
     if policy.interval < 1:
       raise ConfigError(f'{key}={self.policy}: interval must be at least 1')
     return policy

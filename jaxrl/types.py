@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 import jax
 import numpy as np
 
-from jaxrl.component_calls import Component, ComponentCall, as_call, as_calls
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component, as_call, as_calls
 
 Array = jax.Array
 Params = Any  # a pytree of arrays: nested dicts keyed by name

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxrl import hub
 from jaxrl.algorithms import requirements
-from jaxrl.component_calls import join_calls
+from jaxrl.component_table import join_calls
+from jaxrl.data import hub
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.functional.components import call_string

@@ -220,15 +220,13 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
     log.write_text(text)
   except OSError:
     log = None
-  known = isinstance(
-    error,
-    command_line.ConfigError | InsufficientGroupsError | OSError | ArithmeticError,
-  )
-  from launch.logging.error_pages import describe_user_error, print_error
+  from launch.logging.error_pages import describe_user_error, is_refusal, print_error
 
-  line: Exception | str = ''
-  if not isinstance(error, command_line.ConfigError):
-    line = describe_user_error(error)
+  refused = is_refusal(error)
+  known = refused or isinstance(
+    error, InsufficientGroupsError | OSError | ArithmeticError
+  )
+  line: Exception | str = '' if refused else describe_user_error(error)
   line = line or (error if known else '')
   if line:
     print_error(line)
@@ -236,7 +234,7 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
     print(text, file=sys.stderr)
   if log and line:
     console.say(f'(traceback in {log})', style='dim')
-  return 2 if isinstance(error, command_line.ConfigError) else 1
+  return 2 if refused else 1
 
 
 if __name__ == '__main__':

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl import component_calls
 from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import ComponentTable, as_call, as_calls, join_calls
 from jaxrl.data import row_sources
 from jaxrl.options import (
   NOT_ZERO,
@@ -176,27 +177,41 @@ def test_a_call_is_hashable_and_shows_as_python_writes_it():
 
 def test_a_text_with_options_is_no_call():
   with pytest.raises(ConfigError, match='only configs contain'):
-    component_calls.as_call('clip(low=1)')
-  assert component_calls.as_calls('clip') == (ComponentCall('clip'),)
-  assert component_calls.as_calls('') == component_calls.as_calls(()) == ()
+    as_call('clip(low=1)')
+  assert as_calls('clip') == (ComponentCall('clip'),)
+  assert as_calls('') == as_calls(()) == ()
 
 
 def test_a_component_is_a_call_a_name_or_a_function():
   known = {'mine': partial(loss, clip=0.1), 'there': 'jaxrl.user_code:import_object'}
 
-  def find(component):
-    return component_calls.find_component(component, known, 'loss', 'algorithm.loss')
-
+  table = ComponentTable('loss', 'algorithm.loss', known)
+  find = table.find
   assert find('there') == ('there', import_object, {})
   assert find(ComponentCall('mine', {'on': False}))[2] == {'on': False}
   assert find(partial(loss, clip=0.3)) == ('loss', loss, {'clip': 0.3})
-  assert component_calls.join_calls(['mine', partial(loss, clip=0.3)]) == (
-    'mine + loss(clip=0.3)'
-  )
+  assert join_calls(['mine', partial(loss, clip=0.3)]) == ('mine + loss(clip=0.3)')
   with pytest.raises(ConfigError, match=r"algorithm\.loss: no loss 'min'.*'mine'"):
     find('min')
   with pytest.raises(ConfigError, match="loss 'mine': no option 'clap'"):
     find(ComponentCall('mine', {'clap': 1}))
+  assert list(table) == ['mine', 'there'] and len(table) == 2
+
+
+def test_what_a_component_refuses_is_told_with_its_option():
+  def half(*, value: int = 2) -> int:
+    if value % 2:
+      raise ValueError(f'value={value} is odd')
+    return value // 2
+
+  table = ComponentTable('number', 'sums.number', {'half': half})
+  assert table.build('half') == 1
+  with pytest.raises(
+    ConfigError, match=r'^sums\.number=half\(value=3\): value=3 is odd'
+  ):
+    table.build(ComponentCall('half', {'value': 3}))
+  with pytest.raises(ConfigError, match=r"^sums\.number=hall: no number 'hall'"):
+    table.build('hall')
 
 
 @pytest.mark.parametrize('value', [5, None, {}, 'text', int, object()])

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from configs import base
-from jaxrl import component_calls
 from jaxrl.algorithms import registry, requirements
+from jaxrl.component_table import join_calls
 from jaxrl.config import describe_options, descriptions_of, option_types, to_config
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.functional import components
@@ -316,8 +316,8 @@ def _algorithm(name: str) -> str:
     ('old log-probs', made.old_logprobs_source),
     ('sampler', made.sampler),
     ('kept together', made.batch_unit),
-    ('group filters', component_calls.join_calls(made.filters)),
-    ('reward shapers', component_calls.join_calls(made.shapers)),
+    ('group filters', join_calls(made.filters)),
+    ('reward shapers', join_calls(made.shapers)),
     ('critic warm-up, steps', made.critic_warmup),
     ('needs', ' · '.join(needs)),
   ]

@@ -16,13 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl.algorithms import consistency, requirements
-from jaxrl.component_calls import (
-  Component,
-  ComponentCall,
-  as_call,
-  as_calls,
-  component_name,
-)
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component, as_call, as_calls, component_name
 from jaxrl.functional import (
   advantages,
   aggregation,
@@ -301,7 +296,7 @@ def _call_setting(name: str, value: Any) -> Any:
     value = as_call(value)
     if name == 'aggregation':
       # The run supplies the length where the call leaves it out.
-      aggregation.check_aggregation(value, length=1)
+      aggregation.check_aggregation(value.name, value.options, length=1)
   elif name == 'aggregation' or not callable(value):
     raise ConfigError(f'algorithm.{name}={value!r} must be a name or a ComponentCall')
   return value

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl.component_calls import Component, component_name, find_component
+from jaxrl.component_table import Component, ComponentTable, component_name
 from jaxrl.data.row_sources import SOURCE_KEY, DataError, Row
 from jaxrl.group_stats import GroupResult
-from jaxrl.options import NOT_NEGATIVE, SHARE, ConfigError, Range, option_ranges
+from jaxrl.options import NOT_NEGATIVE, SHARE, Range, option_ranges
 
 _BLOCK_DRAWS = 1000  # number of draws over which a mixture matches its weights exactly
 _MAX_OUTSTANDING = 1 << 16  # number of draws whose results may be outstanding
@@ -273,14 +273,18 @@ class MixtureCurriculum(Curriculum):
     return rows[shuffled[index]]
 
 
-CURRICULA: dict[str, Callable[..., Curriculum]] = {
-  'sequential': SequentialCurriculum,
-  'shuffle': ShuffleCurriculum,
-  'random': RandomCurriculum,
-  'easy_to_hard': EasyToHardCurriculum,
-  'bandit': BanditCurriculum,
-  'mixture': MixtureCurriculum,
-}
+CURRICULA: ComponentTable[Callable[..., Curriculum]] = ComponentTable(
+  'curriculum',
+  'dataset.curriculum',
+  {
+    'sequential': SequentialCurriculum,
+    'shuffle': ShuffleCurriculum,
+    'random': RandomCurriculum,
+    'easy_to_hard': EasyToHardCurriculum,
+    'bandit': BanditCurriculum,
+    'mixture': MixtureCurriculum,
+  },
+)
 
 
 def check_curriculum_class(value: Any, where: str) -> None:
@@ -291,10 +295,10 @@ def check_curriculum_class(value: Any, where: str) -> None:
     where: What error messages begin with.
 
   Raises:
-    ConfigError: If it is not a class derived from `Curriculum`.
+    ValueError: If it is not a class derived from `Curriculum`.
   """
   if not isinstance(value, type) or not issubclass(value, Curriculum):
-    raise ConfigError(
+    raise ValueError(
       f'{where}: {component_name(value)} is no curriculum: derive a class from '
       'jaxrl.data.curricula.Curriculum'
     )
@@ -315,10 +319,8 @@ def make_curriculum(
     The curriculum.
 
   Raises:
-    ConfigError: If there is no such curriculum or it has no such option.
+    ValueError: If there is no such curriculum or it has no such option.
   """
-  _, curriculum_class, options = find_component(
-    curriculum, CURRICULA, 'curriculum', 'dataset.curriculum'
-  )
+  _, curriculum_class, options = CURRICULA.find(curriculum)
   check_curriculum_class(curriculum_class, 'dataset.curriculum')
   return curriculum_class(rows, seed, **options)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.component_calls import Component, ComponentCall
+from jaxrl.component_table import Component
 from jaxrl.data.curricula import (
   Curriculum,
   SequentialCurriculum,
@@ -64,7 +64,7 @@ class GlobalDataset:
     question_key: str = 'question',
     answer_key: str = 'answer',
     limit: int | None = None,
-    curriculum: Component = ComponentCall('shuffle'),
+    curriculum: Component = 'shuffle',
     seed: int = 0,
   ):
     if mode not in DATASET_MODES:

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl import hub
 from jaxrl.component_calls import ComponentCall, parse_call, split_terms
+from jaxrl.component_table import ComponentTable
+from jaxrl.data import hub
 from jaxrl.data.rows.folder_splits import choose_files, matching_split
 from jaxrl.data.rows.row_readers import DataError, Row, read_file
-from jaxrl.options import check_options, unknown_name_error
-from jaxrl.user_code import import_object
 
 # A file or folder; a call of a generator, see GENERATORS; or several of both.
 RowSource = str | ComponentCall
@@ -24,11 +23,15 @@ SOURCE_KEY = (
   'source_path'  # the key that holds the source of a row if there are several
 )
 # Called as fn(split, **options), with `size` among the options.
-GENERATORS = {
-  'arithmetic': 'jaxrl.data.arithmetic:arithmetic_rows',
-  'frozen_lake': 'jaxrl.envs.games.frozen_lake_env:demonstrations',
-  'picture_quiz': 'jaxrl.envs.games.picture_quiz_env:demonstrations',
-}
+GENERATORS = ComponentTable(
+  'generator',
+  'dataset.path',
+  {
+    'arithmetic': 'jaxrl.data.arithmetic:arithmetic_rows',
+    'frozen_lake': 'jaxrl.envs.games.frozen_lake_env:demonstrations',
+    'picture_quiz': 'jaxrl.envs.games.picture_quiz_env:demonstrations',
+  },
+)
 _MISSING = object()
 _EMPTY_MARK = re.compile(
   r'(?:####|\\(?:boxed|fbox)\s*\{(?:[\s$*_`.…{}]|\\text\w*)*\}'
@@ -186,11 +189,8 @@ def _load_all(sources: tuple[RowSource, ...], split: str, limit: int | None) -> 
 
 
 def _generate(call: ComponentCall, split: str, limit: int | None) -> list[Row]:
-  name, options, where = call.name, dict(call.options), f'dataset {str(call)!r}'
-  if name not in GENERATORS and ':' not in name:
-    raise unknown_name_error(name, GENERATORS, 'generator', where)
-  generate = import_object(GENERATORS.get(name, name), where)
-  check_options(generate, options, where)
+  where = f'dataset {str(call)!r}'
+  _, generate, options = GENERATORS.find(call, where)
   if limit is not None:
     options['size'] = min(limit, options.get('size', limit))
   try:

@@ -35,6 +35,7 @@ from jaxrl.options import (
   check_callable,
   check_options,
   defaults,
+  error_prefix,
   unknown_name_error,
 )
 from jaxrl.user_code import import_object
@@ -171,12 +172,13 @@ def env_factory(
   Raises:
     ConfigError: If the name or an option is wrong.
   """
-  options = dict(options or {})
+  options, where = dict(options or {}), f'environment {name!r}'
   env = find_env(name)
-  check_options(env, options, f'environment {name!r}')
+  check_options(env, options, where)
   check = getattr(env, 'check', None)
   if check is not None:
-    check(**options)
+    with error_prefix(where):
+      check(**options)
   wraps = getattr(env, 'wraps', None)
   if name.startswith(ISOLATED_PREFIX) and wraps and _is_isolated(*wraps(**options)):
     raise ConfigError(
@@ -190,7 +192,12 @@ def env_factory(
 
     name = name.removeprefix(ISOLATED_PREFIX)
     return lambda: IsolatedEnv(ENVS.get(name, name), options)
-  return lambda: env(**options)
+
+  def make_env() -> Env:
+    with error_prefix(where):
+      return env(**options)
+
+  return make_env
 
 
 def _is_isolated(name: str, options: Mapping[str, Any] | None = None) -> bool:

@@ -54,7 +54,7 @@ class IsolatedEnv:
     """Checks the options of a subclass, which its constructor does.
 
     Raises:
-      ConfigError: If they are wrong, or a package is missing.
+      ValueError: If they are wrong, or a package is missing.
     """
     cls(**options)
 

@@ -9,7 +9,6 @@ from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
 from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
-from jaxrl.options import ConfigError
 
 
 class MathEnv:
@@ -45,8 +44,8 @@ class MathEnv:
     grader: GraderCalls = (),
   ):
     if grader and (format_reward or strict):
-      raise ConfigError(
-        'the math environment: with a grader, write its options there, as in '
+      raise ValueError(
+        'with a grader, write its options there, as in '
         "grader='math(strict=True) + format(tags='answer', weight=.1)', and leave "
         'format_reward and strict out'
       )
@@ -62,7 +61,7 @@ class MathEnv:
     """Checks the options.
 
     Raises:
-      ConfigError: If the grader cannot be built.
+      ValueError: If the grader cannot be built.
     """
     cls(**options)
 

@@ -7,7 +7,6 @@ from jaxrl.component_calls import ComponentCall
 from jaxrl.data import tool_formats
 from jaxrl.envs import env_registry
 from jaxrl.envs.tools.toolbox import INVALID_CALL_KINDS, Toolbox, make_tools
-from jaxrl.options import ConfigError
 
 
 class ToolUseEnv:
@@ -70,15 +69,15 @@ class ToolUseEnv:
     """Checks the options before a run starts.
 
     Raises:
-      ConfigError: If an option is wrong.
+      ValueError: If an option is wrong.
     """
     _inner_factory(env_type, env_config)
     make_tools(tools)
     for name in ('max_calls', 'max_calls_per_turn', 'max_chars'):
       if limits.get(name, 1) < 1:
-        raise ConfigError(f'tool_use: {name} must be at least 1, not {limits[name]}')
+        raise ValueError(f'{name} must be at least 1, not {limits[name]}')
     if limits.get('seconds', 1) <= 0:
-      raise ConfigError(f'tool_use: seconds must be above 0, not {limits["seconds"]}')
+      raise ValueError(f'seconds must be above 0, not {limits["seconds"]}')
 
   @staticmethod
   def wraps(
@@ -135,14 +134,14 @@ class ToolUseEnv:
 
 
 def _inner_factory(env_type: str, env_config: Mapping[str, Any] | None) -> Any:
-  """Returns the factory of the environment inside. Raises ConfigError."""
+  """Returns the factory of the environment inside. Raises ValueError."""
   if not env_type:
-    raise ConfigError("tool_use: option 'env_type' must name the environment inside")
+    raise ValueError("option 'env_type' must name the environment inside")
   if env_type == 'tool_use':
-    raise ConfigError('tool_use: it cannot wrap itself; name all tools in one string')
+    raise ValueError('it cannot wrap itself; name all tools in one string')
   if getattr(env_registry.find_env(env_type), 'played_by_agent', False):
-    raise ConfigError(
-      f'tool_use: {env_type!r} is played by an agent, which has its own '
+    raise ValueError(
+      f'{env_type!r} is played by an agent, which has its own '
       'tools, so it cannot be wrapped'
     )
   return env_registry.env_factory(env_type, env_config)

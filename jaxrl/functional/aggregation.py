@@ -5,11 +5,11 @@ batch, and the loss is Σ w·l. Splitting that batch into micro-batches or over 
 therefore changes nothing. Rows without action tokens count nowhere.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl.component_calls import ComponentCall
 from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.types import Array
 
@@ -129,21 +129,24 @@ def check_mode(mode: str, length: float | None = None) -> float:
   return length or 0
 
 
-def check_aggregation(aggregation: ComponentCall, length: float | None = None) -> None:
+def check_aggregation(
+  mode: str, options: Mapping[str, Any], length: float | None = None
+) -> None:
   """Checks the aggregation of an algorithm: a mode, with the length it may take.
 
   Args:
-    aggregation: The call.
-    length: L, where the call does not contain it.
+    mode: One of MODES.
+    options: The options of the mode, by name.
+    length: L, where the options do not contain it.
 
   Raises:
     ConfigError: If there is no such mode, or its length is not positive.
   """
-  takes = ('length',) if aggregation.name == 'sequence_mean_token_sum_norm' else ()
-  for option in aggregation.options if aggregation.name in MODES else ():
+  takes = ('length',) if mode == 'sequence_mean_token_sum_norm' else ()
+  for option in options if mode in MODES else ():
     if option not in takes:
-      raise unknown_name_error(option, takes, 'option', f'aggregation={aggregation}')
-  check_mode(aggregation.name, aggregation.options.get('length', length))
+      raise unknown_name_error(option, takes, 'option', f'aggregation={mode}')
+  check_mode(mode, options.get('length', length))
 
 
 def row_weights(mask: Array) -> Array:

@@ -188,7 +188,7 @@ def row_mixer(
     `(block, *inputs) -> (out, (what is kept, None))`.
 
   Raises:
-    ConfigError: If rows are sharded.
+    ValueError: If rows are sharded.
   """
   if across:
     model.context.refuse('gated DeltaNet layers')

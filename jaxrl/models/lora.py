@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.component_table import ComponentTable
 from jaxrl.models.model_config import LORA_TARGETS, Lora, ModelConfig
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import unknown_name_error
 from jaxrl.types import Params
 
 ADAPTERS = ('lora_a', 'lora_b')
 SCALE_KEY = 'lora_scale'  # float32 `[1]`, beside the branches of a transfer
-KEY = 'model.lora'
 
 
 def lora_adapters(
@@ -49,21 +49,21 @@ def lora_adapters(
       merge themselves.
 
   Raises:
-    ConfigError: If a layer is unknown, or a number not above 0.
+    ValueError: If a layer is unknown, or a number not above 0.
   """
-  where, chosen = KEY, tuple(name.strip() for name in targets.split(','))
+  chosen = tuple(name.strip() for name in targets.split(','))
   for name in chosen:
     if name not in LORA_TARGETS:
       raise unknown_name_error(
-        name, LORA_TARGETS, 'linear layer', f'{where}: targets={targets!r}'
+        name, LORA_TARGETS, 'linear layer', f'targets={targets!r}'
       )
   if rank < 1 or alpha <= 0:
-    raise ConfigError(f'{where}: rank={rank} and alpha={alpha} must be above 0')
+    raise ValueError(f'rank={rank} and alpha={alpha} must be above 0')
   ordered = tuple(name for name in LORA_TARGETS if name in chosen)
   return Lora(rank, float(alpha), ordered, base, send)
 
 
-ADAPTER_KINDS = {'lora': lora_adapters}
+ADAPTER_KINDS = ComponentTable('kind of adapter', 'model.lora', {'lora': lora_adapters})
 
 
 def is_trainable(path: Any) -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
-from jaxrl.component_calls import ComponentCall, build_component
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.component_table import Component, ComponentTable
+from jaxrl.options import unknown_name_error
 
 NAMES = ('qkv', 'attention', 'residual', 'mlp')
 HOST = {'offload_src': 'device', 'offload_dst': 'pinned_host'}
 Policy = Callable[..., Any] | None
-RematPolicy = ComponentCall | str  # a policy's name, or a call with its options
+RematPolicy = Component  # a policy's name, or a call with its options
 _POLICIES = jax.checkpoint_policies
 
 
@@ -55,15 +55,14 @@ def _names(*, save: str = 'attention', offload: str = '') -> Policy:
     save: Names of what is kept on the device, with commas between.
     offload: Names of what is kept in the memory of the host.
   """
-  where = f'model.remat=names(save={save!r}, offload={offload!r})'
   chosen = {}
   for option, text in (('save', save), ('offload', offload)):
     chosen[option] = [name.strip() for name in text.split(',') if name.strip()]
     for name in chosen[option]:
       if name not in NAMES:
-        raise unknown_name_error(name, NAMES, 'activation', where)
+        raise unknown_name_error(name, NAMES, 'activation', option)
   if twice := set(chosen['save']) & set(chosen['offload']):
-    raise ConfigError(f'{where}: {min(twice)} is both kept and offloaded')
+    raise ValueError(f'{min(twice)} is both kept and offloaded')
   return _POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=chosen['save'],
     names_which_can_be_offloaded=chosen['offload'],
@@ -71,14 +70,18 @@ def _names(*, save: str = 'attention', offload: str = '') -> Policy:
   )
 
 
-REMAT_POLICIES = {
-  'auto': _auto,
-  'none': _none,
-  'full': _full,
-  'dots': _dots,
-  'dots_batch': _dots_batch,
-  'names': _names,
-}
+REMAT_POLICIES = ComponentTable(
+  'remat policy',
+  'model.remat',
+  {
+    'auto': _auto,
+    'none': _none,
+    'full': _full,
+    'dots': _dots,
+    'dots_batch': _dots_batch,
+    'names': _names,
+  },
+)
 
 
 @functools.cache
@@ -89,6 +92,6 @@ def policy(call: RematPolicy) -> Policy:
     call: The call, or the name alone.
 
   Raises:
-    ConfigError: If there is no such policy or option.
+    ValueError: If there is no such policy or option.
   """
-  return build_component(call, REMAT_POLICIES, 'remat policy', 'model.remat')
+  return REMAT_POLICIES.build(call)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.data.seeds import fold_seed
-from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.episodes.prompt_templates import PromptTemplates
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
@@ -53,11 +52,11 @@ class AgentEnvManager(EnvManager):
       **options: Options of `EnvManager`.
 
     Raises:
-      ConfigError: If a template is set.
+      ValueError: If a template is set.
     """
     super().__init__(context, group_id, env_id, **options)
     if vars(self._templates) != vars(PromptTemplates()):
-      raise ConfigError(
+      raise ValueError(
         'an agent writes its own messages: leave system_template, first_template and '
         'turn_template out'
       )

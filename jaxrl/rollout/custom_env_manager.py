@@ -12,7 +12,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall, find_component
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import ComponentTable
 from jaxrl.group_stats import SampleRows
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await
@@ -20,6 +21,7 @@ from jaxrl.rollout.env_manager import EnvContext, EnvManager, EnvManagerOptions
 from jaxrl.rollout.queue.group_state import EpisodeLease, EpisodeQueue
 from jaxrl.types import Trajectory
 
+ENV_MANAGERS = ComponentTable[type[Any]]('env manager', 'env.TAG.manager')
 _TOKEN_ARRAYS = ('action_mask', 'rollout_logprobs', 'rewards', 'weights_version')
 
 
@@ -50,7 +52,7 @@ def find_env_manager(
       f'{where}: {taken[0]!r} is an option of every manager, which the config sets by '
       'a key of its own: leave it out here'
     )
-  name, cls, _ = find_component(call, {}, 'env manager', where, where=where)
+  name, cls, _ = ENV_MANAGERS.find(call, where)
   if not isinstance(cls, type):
     raise ConfigError(f'{where}: {name} is no class')
   if not inspect.iscoroutinefunction(getattr(cls, 'run_rollout_loop', None)):

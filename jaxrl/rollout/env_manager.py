@@ -22,7 +22,7 @@ from jaxrl.envs.env_registry import (
   cut_observation,
 )
 from jaxrl.group_stats import RESPONSE_TRUNCATED
-from jaxrl.options import ConfigError, Options, option, section
+from jaxrl.options import Options, option, section
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.resumable_generation import (
   generate_or_abort,
@@ -432,7 +432,7 @@ class EnvManager:
     """
     rows = self.formulate_rollouts(cache)
     if not isinstance(rows, list):
-      raise ConfigError(
+      raise ValueError(
         f'{type(self).__name__}.formulate_rollouts returned a {type(rows).__name__}; '
         'it must return a list of rows'
       )

@@ -32,7 +32,7 @@ def make_env_manager(
     endpoint; else an `EnvManager`.
 
   Raises:
-    ConfigError: If the user's own class cannot be used as a manager.
+    ValueError: If the user's own class cannot be used as a manager.
   """
   if manager is not None:
     # Imported here because few runs have one.

@@ -18,7 +18,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.component_calls import ComponentCall, build_component
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import ComponentTable
 from jaxrl.options import ConfigError, Options, defaults, option
 from jaxrl.types import Array, Params
 
@@ -169,12 +170,16 @@ def sgd(*, weight_decay: float = 0.0) -> OptimizerSpec:
   return _optimizer_spec('sgd', {'weight_decay': weight_decay})
 
 
-OPTIMIZERS: dict[str, Callable[..., OptimizerSpec]] = {
-  'adamw': adamw,
-  'adafactor': adafactor,
-  'lion': lion,
-  'sgd': sgd,
-}
+OPTIMIZERS: ComponentTable[Callable[..., OptimizerSpec]] = ComponentTable(
+  'kind of optimizer',
+  'optimizer.name',
+  {
+    'adamw': adamw,
+    'adafactor': adafactor,
+    'lion': lion,
+    'sgd': sgd,
+  },
+)
 
 
 def make_optimizer_spec(name: ComponentCall | str) -> OptimizerSpec:
@@ -183,7 +188,7 @@ def make_optimizer_spec(name: ComponentCall | str) -> OptimizerSpec:
   Raises:
     ConfigError: There is no such optimizer or option, or it is out of range.
   """
-  return build_component(name, OPTIMIZERS, 'kind of optimizer', 'optimizer.name')
+  return OPTIMIZERS.build(name)
 
 
 class LrDecay(NamedTuple):
@@ -225,7 +230,11 @@ def _cosine(*, decay_steps: int = 0, final_fraction: float = 0.0) -> LrDecay:
   return LrDecay('cosine', decay_steps, final_fraction)
 
 
-SCHEDULES = {'constant': _constant, 'linear': _linear, 'cosine': _cosine}
+SCHEDULES = ComponentTable(
+  'schedule',
+  'optimizer.lr_schedule',
+  {'constant': _constant, 'linear': _linear, 'cosine': _cosine},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,8 +323,7 @@ def make_optimizer(
     ValueError: A decay ends before the warm-up does.
   """
   lr_schedule, warmup_steps = options.lr_schedule, options.warmup_steps
-  key = 'optimizer.lr_schedule'
-  decay = build_component(lr_schedule, SCHEDULES, 'schedule', key)
+  decay = SCHEDULES.build(lr_schedule)
   if decay.shape != 'constant' and not decay.decay_steps and num_steps is not None:
     decay = decay._replace(decay_steps=max(num_steps, 1))
     warmup_steps = min(warmup_steps, num_steps // 2)

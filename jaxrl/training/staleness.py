@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.algorithms import requirements
+from jaxrl.component_table import ComponentTable
 from jaxrl.group_stats import oldest_weights_version
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism import sharding
@@ -87,7 +88,11 @@ def recompute(*, max: int = 2) -> StalenessLimit:
   return StalenessLimit('recompute', max)
 
 
-STALENESS_POLICIES = {'drop': drop, 'mask': mask, 'recompute': recompute}
+STALENESS_POLICIES = ComponentTable(
+  'rule',
+  'rollout.staleness_policy',
+  {'drop': drop, 'mask': mask, 'recompute': recompute},
+)
 
 
 def check_limit(limit: StalenessLimit | None, algorithm: Algorithm) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl import hub, model_loading
+from jaxrl import model_loading
+from jaxrl.data import hub
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface

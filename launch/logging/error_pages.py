@@ -1,7 +1,9 @@
 """Prints errors: with the page that explains them, or the place in a user's code."""
 
+import linecache
 import re
 import sys
+import traceback
 
 from jaxrl.options import ConfigError
 from jaxrl.user_code import describe_error, user_place
@@ -95,6 +97,28 @@ def print_error(error: Exception | str) -> None:
   text = with_flags(str(error)) if isinstance(error, ConfigError) else str(error)
   page = '' if 'docs/' in text else find_page(text)
   print(f'error: {text} ({page})' if page else f'error: {text}', file=sys.stderr)
+
+
+def is_refusal(error: BaseException) -> bool:
+  """Returns whether an error says what is wrong with what the user asked for.
+
+  These are ConfigErrors, and ValueErrors that the package itself raises, in contrast to
+  those that arise in what it calls.
+
+  Args:
+    error: The error.
+  """
+  if isinstance(error, ConfigError):
+    return True
+  trace = error.__traceback__
+  if type(error) is not ValueError or trace is None:
+    return False
+  *_, (frame, line) = traceback.walk_tb(trace)
+  package = frame.f_globals.get('__name__', '').partition('.')[0]
+  source = linecache.getline(frame.f_code.co_filename, line)
+  return package in ('jaxrl', 'kernels', 'launch') and source.strip().startswith(
+    'raise'
+  )
 
 
 def describe_user_error(error: Exception) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.component_calls import find_component
 from jaxrl.data.trajectory_writers.dump_columns import STANDARD_COLUMNS
 from jaxrl.data.trajectory_writers.writer import merge_columns, open_dump
 from jaxrl.envs.env_registry import unwrapped
 from jaxrl.options import ConfigError
+from jaxrl.rollout.custom_env_manager import ENV_MANAGERS
 from jaxrl.types import Group, Trajectory
 from launch.logging.metric_sinks import MetricSink, read_metrics
 from launch.settings.run_settings import RunSettings
@@ -27,7 +27,7 @@ def env_columns(settings: RunSettings) -> dict[str, str]:
   """
   parts = [unwrapped(env.env_type, env.env_config) for env in settings.env.values()]
   managers = [env.manager for env in settings.env.values() if env.manager is not None]
-  parts += [find_component(call, {}, 'env manager', 'env')[1] for call in managers]
+  parts += [ENV_MANAGERS.find(call)[1] for call in managers]
   declared = merge_columns(getattr(part, 'columns', {}) for part in parts)
   dump = settings.trajectory_dump
   if not managers or dump is None:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl import hub
 from jaxrl.algorithms import requirements
+from jaxrl.data import hub
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface, lora

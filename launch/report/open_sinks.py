@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from jaxrl.component_calls import find_component
+from jaxrl.component_table import ComponentTable
 from jaxrl.options import ConfigError
 from launch.logging.console import Console
 from launch.logging.metric_sinks import (
@@ -53,16 +53,17 @@ def open_sinks(
     'trackio': ('trackio', folder, workdir.config),
     'prometheus': (folder,),
   }
-  known = {
+  bound = {
     name: functools.partial(sink_class, *arguments[name])
     for name, sink_class in SINKS.items()
   }
+  known = ComponentTable[Callable[..., MetricSink]](
+    'sink', 'logging.sinks', bound, base=MetricSink
+  )
   sinks: list[MetricSink] = []
   key = '--config.logging.sinks'
   for call in settings.sinks:
-    name, sink_class, options = find_component(
-      call, known, 'sink', key, where=f'{key}: {call.name}', base=MetricSink
-    )
+    name, sink_class, options = known.find(call, f'{key}: {call.name}')
     if name == 'tensorboard':
       _import_without_torch('tensorboardX')
     if name not in known and not isinstance(sink_class, type):

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import jax
 
-from jaxrl import hub
 from jaxrl.config import with_options_of
+from jaxrl.data import hub
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
@@ -209,7 +209,7 @@ def _make_pipeline(
       )
     if len(env_weights) > 1:
       raise ConfigError("'env' is listed twice")
-  except ConfigError as error:
+  except ValueError as error:
     raise ConfigError(f'{KEY}={text}: {error}') from error
   return RewardPipeline(terms, *env_weights)
 

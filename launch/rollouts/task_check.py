@@ -212,7 +212,7 @@ def _make_checkable(tag: str, env: EnvOptions) -> Any:
     )
   try:
     return env_factory(prefix + name.removeprefix(ISOLATED_PREFIX), options)
-  except ConfigError as error:
+  except ValueError as error:
     raise ConfigError(f'env.{tag}: {error}') from error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl.algorithms import registry, requirements
-from jaxrl.component_calls import join_calls
+from jaxrl.component_table import join_calls
 from jaxrl.config import describe_options
 from jaxrl.functional import components
 from jaxrl.functional.reductions import MAX_EXPONENT

@@ -185,7 +185,7 @@ def check_env_manager(call: ComponentCall, tag: str, env_type: str) -> None:
   where = f'env.{tag}.manager={call}'
   try:
     find_env_manager(call, where, is_agent=is_agent)
-  except ConfigError as error:
+  except ValueError as error:
     if str(error).startswith(where):
       raise
     raise ConfigError(f'{where}: {error}') from error

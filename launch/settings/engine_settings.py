@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall, find_component
+from jaxrl.component_calls import ComponentCall
 from jaxrl.models.exact_mode import Exact, check_supported
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine import ENGINES
-from jaxrl.rollout.engine.engine_base import EngineBase, EngineTraits
+from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.threaded_decode import decode_threads_error
 from jaxrl.run_options import RunOptions
@@ -77,9 +77,7 @@ def _find_engine(call: ComponentCall, where: str) -> Callable[..., Any]:
   for name in call.options.keys() & SET_ELSEWHERE.keys():
     hint = f': set --config.{SET_ELSEWHERE[name]}' if SET_ELSEWHERE[name] else ''
     raise ConfigError(f'{where}: option {name!r} cannot be set here{hint}')
-  kind, engine_class, _ = find_component(
-    call, ENGINES, 'engine', KEY, where=where, base=EngineBase
-  )
+  kind, engine_class, _ = ENGINES.find(call, where)
   parameters = inspect.signature(engine_class).parameters
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
   always_given = ('device_thread', 'max_num_seqs', 'max_length')

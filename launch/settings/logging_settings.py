@@ -42,7 +42,7 @@ class LoggingOptions(Options):
     """The first and the last step of each trace, in ascending order."""
     try:
       return parse_steps(self.trace_steps)
-    except ConfigError as error:
+    except ValueError as error:
       raise OptionError('trace_steps', self.trace_steps, str(error)) from error
 
   @property

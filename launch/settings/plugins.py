@@ -135,7 +135,7 @@ def read(folder: str) -> Plugins:
     raise ConfigError(f'--config.plugins={folder}: there is no such folder')
   try:
     parse_call(f'{place}/file.py:name')
-  except ConfigError as error:
+  except ValueError as error:
     raise ConfigError(
       f'--config.plugins={folder}: the path of this folder may only contain '
       'letters, digits and . _ - / ~, as it becomes part of call strings: '

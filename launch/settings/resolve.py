@@ -121,7 +121,7 @@ def _with_env_config(tag: str, env: EnvOptions) -> EnvOptions:
   try:
     where = f'env.{tag}.env_config'
     env_config = parse_env_config(env.env_type, env.env_config, where)
-  except ConfigError as error:
+  except ValueError as error:
     if f'env.{tag}' in str(error):
       raise
     raise ConfigError(f'env.{tag}: {error}') from error

@@ -11,7 +11,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.component_calls import Component, ComponentCall
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component
 from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions
@@ -43,7 +44,7 @@ def naming_key(key: str, text: Any) -> Iterator[None]:
   """
   try:
     yield
-  except ConfigError as error:
+  except ValueError as error:
     raise ConfigError(f'--config.{key}={text}: {error}') from error
 
 

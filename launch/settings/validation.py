@@ -4,10 +4,9 @@
 against their ranges and settings against each other.
 """
 
-from jaxrl import hub
 from jaxrl.algorithms import requirements
-from jaxrl.component_calls import find_component, join_calls
-from jaxrl.data import samplers
+from jaxrl.component_table import join_calls
+from jaxrl.data import hub, samplers
 from jaxrl.data.curricula import CURRICULA, check_curriculum_class
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.rows.task_rows import USUAL_COLUMNS
@@ -171,7 +170,7 @@ def _validate_rollouts(settings: RunSettings) -> None:
   for tag, env in settings.env.items():
     try:
       env_factory(env.env_type, env.env_config)
-    except ConfigError as error:
+    except ValueError as error:
       raise ConfigError(f'env.{tag}: {error}') from error
     _validate_tag_dataset(settings, tag)
     _validate_formulation(settings, tag)
@@ -239,13 +238,13 @@ def _validate_group_pipeline(settings: RunSettings) -> None:
     make_group_filter(
       settings.group_filters, settings.config, {}, group_size=group_size
     )
-  except ConfigError as error:
+  except ValueError as error:
     raise ConfigError(f'--config.rollout.group_filter={text}: {error}') from error
   try:
     text = join_calls(settings.reward_shapers)
     limits = {'max_length': settings.batch.max_length}
     make_reward_shaper(settings.reward_shapers, limits)
-  except ConfigError as error:
+  except ValueError as error:
     raise ConfigError(f'--config.rollout.reward_shaping={text}: {error}') from error
 
 
@@ -264,11 +263,9 @@ def _validate_curriculum(settings: RunSettings) -> None:
       chosen[f'env.{tag}.dataset.curriculum'] = env.dataset.curriculum
   for key, curriculum in chosen.items():
     where = f'--config.{key}={curriculum}'
-    _, found, _ = find_component(
-      curriculum, CURRICULA, 'curriculum', where, where=where
-    )
+    _, found, _ = CURRICULA.find(curriculum, where)
     check_curriculum_class(found, where)
-    is_default = curriculum == defaults(GlobalDataset)['curriculum']
+    is_default = str(curriculum) == defaults(GlobalDataset)['curriculum']
     if not is_default and curriculum not in users:
       raise ConfigError(
         f'{where}: has no effect here: no environment of this run takes its tasks '

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import registry, requirements
-from jaxrl.component_calls import ComponentCall, join_calls
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import join_calls
 from jaxrl.functional import components, entropy
 from jaxrl.functional.aggregation import token_weights
 from jaxrl.options import unwrap

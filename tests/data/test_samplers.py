@@ -215,7 +215,7 @@ async def test_what_is_past_the_bound_leaves_the_buffer():
   bound = make(text, max_staleness=1)[0]
   assert await run(bound, range(5)) == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
   assert bound.metrics()['sampler/buffer_size'] == 2
-  with pytest.raises(ConfigError, match=r'cooldown=2: no group .* 1 steps'):
+  with pytest.raises(ValueError, match=r'cooldown=2: no group .* 1 steps'):
     make('replay(cooldown=2)', max_staleness=1)
 
 
@@ -285,7 +285,7 @@ def same(groups, others):
   ],
 )
 def test_what_cannot_be_is_refused(text, message):
-  with pytest.raises(ConfigError, match=message) as raised:
+  with pytest.raises(ValueError, match=message) as raised:
     make(text)
   assert str(raised.value).startswith(f'algorithm.sampler={text}')
 

@@ -11,7 +11,6 @@ from jaxrl.envs.adapters.gymnasium_env import (
   observation_text,
 )
 from jaxrl.envs.env_registry import env_factory
-from jaxrl.options import ConfigError
 
 LAKE = {'id': 'FrozenLake-v1', 'arguments': {'is_slippery': False}}
 MOVES = ['left', 'down', 'right', 'up']
@@ -138,7 +137,7 @@ def test_as_text():
   ],
 )
 def test_config_errors(options, why):
-  with pytest.raises(ConfigError, match=why):
+  with pytest.raises(ValueError, match=why):
     GymnasiumEnv(**options)
 
 

@@ -100,13 +100,13 @@ def package(monkeypatch):
 
 
 def test_an_unknown_game(package):
-  with pytest.raises(ConfigError, match=r"no game 'Duel'.*'Duel-v0'"):
+  with pytest.raises(ValueError, match=r"no game 'Duel'.*'Duel-v0'"):
     TextArenaGame(id='Duel', **OPTIONS)
 
 
 def test_a_game_of_two_players(package):
   game = TextArenaGame(id='Duel-v0', **OPTIONS)
-  with pytest.raises(ConfigError, match='cannot be played by one player'):
+  with pytest.raises(ValueError, match='cannot be played by one player'):
     game.reset(seed=0)
   with pytest.raises(RuntimeError, match='reset'):
     TextArenaGame(id='Duel-v0', **OPTIONS).step('1')

@@ -73,10 +73,10 @@ def test_wrong_modes_are_errors():
       aggregation.token_weights(MASK, mode=aggregation.MODES[3], length=bad)
     with pytest.raises(ConfigError, match='length=1024'):
       call = ComponentCall(aggregation.MODES[3], {'length': bad})
-      aggregation.check_aggregation(call, length=1)
+      aggregation.check_aggregation(call.name, call.options, length=1)
   with pytest.raises(ConfigError, match="no option 'length'"):
-    aggregation.check_aggregation(ComponentCall('token_mean', {'length': 3}))
-  aggregation.check_aggregation(ComponentCall(aggregation.MODES[3]), length=1)
+    aggregation.check_aggregation('token_mean', {'length': 3})
+  aggregation.check_aggregation(aggregation.MODES[3], {}, length=1)
 
 
 def test_row_and_pair_weights():

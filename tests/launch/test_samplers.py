@@ -142,7 +142,7 @@ def test_one_sampler_serves_all_tags(tmp_path):
 )
 def test_what_does_not_fit_is_told_before_work(tmp_path, spec, options, message):
   flags = [f'--config.algorithm.{option}' for option in options]
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ValueError, match=message):
     runs.record(tmp_path, *TINY, *flags, config=f'{runs.VARIED}:{spec}')
 
 

@@ -83,7 +83,7 @@ def test_a_step_done_again_replaces_its_part(tmp_path):
   again.trajectories(0, [[attempt(), attempt(sample_index=1)]])
   (part,) = (tmp_path / 'out').iterdir()
   assert len(read(part)) == 2
-  with pytest.raises(ConfigError, match='holds 1 parts of another run'):
+  with pytest.raises(ValueError, match='holds 1 parts of another run'):
     TrajectoryDump(config(tmp_path / 'out'), tmp_path, fresh=True)
 
 
@@ -98,7 +98,7 @@ def test_a_run_killed_after_its_first_evaluation_goes_on(tmp_path):
 
   opened(mine).trajectories(0, [[attempt()]], kind='eval')
   opened(mine).trajectories(0, [[attempt()]], kind='eval')
-  with pytest.raises(ConfigError, match='of another run'):
+  with pytest.raises(ValueError, match='of another run'):
     opened(other)
 
 

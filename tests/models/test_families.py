@@ -117,7 +117,7 @@ def test_a_registered_family_is_known_by_its_model_type(location):
   [('TAKEN', "'qwen3' is already that of"), ('NUMBER', 'is a int; a model family')],
 )
 def test_what_cannot_be_registered(location, name, words):
-  with pytest.raises(ConfigError, match=words):
+  with pytest.raises(ValueError, match=words):
     families.register(location.replace(':TOY', f':{name}'))
 
 

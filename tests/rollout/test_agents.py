@@ -365,7 +365,7 @@ def test_what_cannot_be_is_said_before_the_run(config, words):
 
 
 def test_templates_are_refused():
-  with pytest.raises(ConfigError, match='writes its own messages'):
+  with pytest.raises(ValueError, match='writes its own messages'):
     make_env_manager(world(agent=f'{CASES}:good'), system_template='Be good.')
 
 

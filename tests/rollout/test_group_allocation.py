@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 
 
@@ -22,7 +21,7 @@ def test_in_proportion_and_none_left_over(count, shares, want):
 
 
 def test_what_cannot_be_shared():
-  with pytest.raises(ConfigError, match=r'b gets none; raise it, or env\.b'):
+  with pytest.raises(ValueError, match=r'b gets none; raise it, or env\.b'):
     allocate_groups(4, {'a': 9.0, 'b': 1.0})
-  with pytest.raises(ConfigError, match=r'env\.a\.weight=0\.0: must be positive'):
+  with pytest.raises(ValueError, match=r'env\.a\.weight=0\.0: must be positive'):
     allocate_groups(4, {'a': 0.0, 'b': 1.0})

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from jaxrl.group_stats import sample_scores
-from jaxrl.options import ConfigError
 from jaxrl.rollout.queue import group_filters
 from jaxrl.rollout.queue.group_pipeline import DropReason, GroupPipeline
 from tests.calls import make_group_filter
@@ -182,10 +181,10 @@ def test_none_and_never_in_validation():
 
 
 def test_wrong_names_and_options():
-  with pytest.raises(ConfigError, match='reward_std'):
+  with pytest.raises(ValueError, match='reward_std'):
     make_group_filter('reward_sdt')
-  with pytest.raises(ConfigError, match='threshold'):
+  with pytest.raises(ValueError, match='threshold'):
     make_group_filter('reward_std(min=1)')
-  with pytest.raises(ConfigError, match='drops every group of 1'):
+  with pytest.raises(ValueError, match='drops every group of 1'):
     make_group_filter('accuracy', group_size=1)
   assert make_group_filter('pass_rate', group_size=1)

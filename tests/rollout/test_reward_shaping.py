@@ -61,7 +61,7 @@ def test_overlong_takes_the_runs_limit_and_a_share_of_it():
   ]
   shaped_rows = shaped('overlong(max_length=200, scale=2.0)', rows, max_length=100)
   assert sample_scores(shaped_rows).tolist() == [0, 0, 0]
-  with pytest.raises(ConfigError, match='max_length'):
+  with pytest.raises(ValueError, match='max_length'):
     shaped('overlong', rows)
 
 

@@ -6,7 +6,6 @@ import logging
 import pytest
 
 from jaxrl.data.store.experience_writer import ExperienceWriter, GroupSerializer
-from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_pipeline import (
   GroupPipeline,
   InsufficientGroupsError,
@@ -174,5 +173,5 @@ def test_explorers_with_other_settings_are_refused(tmp_path):
   database = opened(tmp_path)
   write(database, {0: attempts(0, 'finish', 'finish')}, {'temperature': 0.5})
   wanted = {'temperature': (1.0, 'rollout.temperature'), 'formulation of u': ('a', '')}
-  with pytest.raises(ConfigError, match=r'temperature 0\.5, but this run has 1\.0'):
+  with pytest.raises(ValueError, match=r'temperature 0\.5, but this run has 1\.0'):
     take(stored(database, required_facts=wanted))

@@ -4,7 +4,6 @@ import pytest
 
 from jaxrl.data.curricula import make_curriculum
 from jaxrl.data.samplers import find_sampler
-from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from tests.rollout.fakes import row
@@ -50,7 +49,7 @@ def needs_metric(group):
   ],
 )
 def test_what_is_no_group_filter_is_refused(function, message):
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ValueError, match=message):
     make_group_filter([function])
 
 
@@ -65,7 +64,7 @@ def test_what_is_no_group_filter_is_refused(function, message):
   ],
 )
 def test_what_is_no_reward_shaper_is_refused(function, message):
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ValueError, match=message):
     make_reward_shaper([function])
 
 
@@ -85,13 +84,13 @@ def test_a_filter_of_the_wrong_kind_is_told_by_the_first_real_group():
     chain(0, 0, [row()])
   rows = [row()]
   rows[0].metrics['only in a run'] = 1.0
-  with pytest.raises(ConfigError, match="group filter 'late' returns a list"):
+  with pytest.raises(ValueError, match="group filter 'late' returns a list"):
     chain(0, 0, rows)
 
 
 @pytest.mark.parametrize('wrong', [drop, Env])
 def test_what_is_no_sampler_or_curriculum_is_refused(wrong):
-  with pytest.raises(ConfigError, match='deriv'):
+  with pytest.raises(ValueError, match='deriv'):
     find_sampler(wrong)
-  with pytest.raises(ConfigError, match='is no curriculum: derive a class'):
+  with pytest.raises(ValueError, match='is no curriculum: derive a class'):
     make_curriculum(wrong, [{'question': '1', 'answer': '1'}], 0)

@@ -8,21 +8,25 @@ subclass of `Sampler`, given as it is or by dotted path: `my_lab.pick:Newest`.
 import re
 from typing import Any, cast
 
-from jaxrl.component_calls import Component, component_name, find_component
+from jaxrl.component_table import Component, ComponentTable, component_name
 from jaxrl.data.samplers.sampler import Sampler, SamplerSource
-from jaxrl.options import ConfigError
 
 __all__ = ['SAMPLERS', 'SamplerSource', 'Sampler', 'find_sampler', 'make_sampler']
 
 _NAMES_OPTION = re.compile(r'\S+\.\w+=')  # of a section, where an error begins
 # Dotted paths, so that only the sampler that a run names is imported.
-SAMPLERS = {
-  'fifo': 'jaxrl.data.samplers.queue_samplers:FifoSampler',
-  'mixed': 'jaxrl.data.samplers.expert_samplers:MixedSampler',
-  'replay': 'jaxrl.data.samplers.replay_sampler:ReplaySampler',
-  'staleness': 'jaxrl.data.samplers.queue_samplers:StalenessSampler',
-  'warmup': 'jaxrl.data.samplers.expert_samplers:WarmupSampler',
-}
+SAMPLERS = ComponentTable(
+  'sampler',
+  'algorithm.sampler',
+  {
+    'fifo': 'jaxrl.data.samplers.queue_samplers:FifoSampler',
+    'mixed': 'jaxrl.data.samplers.expert_samplers:MixedSampler',
+    'replay': 'jaxrl.data.samplers.replay_sampler:ReplaySampler',
+    'staleness': 'jaxrl.data.samplers.queue_samplers:StalenessSampler',
+    'warmup': 'jaxrl.data.samplers.expert_samplers:WarmupSampler',
+  },
+  base=Sampler,
+)
 
 
 def find_sampler(sampler: Component) -> tuple[type[Sampler], dict[str, Any]]:
@@ -35,15 +39,13 @@ def find_sampler(sampler: Component) -> tuple[type[Sampler], dict[str, Any]]:
     A tuple of the sampler class and its options.
 
   Raises:
-    ConfigError: If the sampler or an option is unknown, or if a user's own class lacks
+    ValueError: If the sampler or an option is unknown, or if a user's own class lacks
       methods.
   """
   where = f'algorithm.sampler={component_name(sampler, whole=True)}'
-  _, sampler_class, options = find_component(
-    sampler, SAMPLERS, 'sampler', where, where=where, base=Sampler
-  )
+  _, sampler_class, options = SAMPLERS.find(sampler, where)
   if not isinstance(sampler_class, type):
-    raise ConfigError(
+    raise ValueError(
       f'{where}: it is a function; a sampler is a class derived from '
       'jaxrl.data.samplers.Sampler'
     )
@@ -61,13 +63,13 @@ def make_sampler(sampler: Component, source: SamplerSource) -> Sampler:
     The sampler.
 
   Raises:
-    ConfigError: If the name or an option is wrong.
+    ValueError: If the name or an option is wrong.
   """
   sampler_class, options = find_sampler(sampler)
   try:
     return sampler_class(source, **options)
-  except ConfigError as error:
+  except ValueError as error:
     if _NAMES_OPTION.match(str(error)):  # of the source's rows
       raise
     where = f'algorithm.sampler={component_name(sampler, whole=True)}'
-    raise ConfigError(f'{where}: {error}') from error
+    raise ValueError(f'{where}: {error}') from error

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.samplers.sampler import ExpertRows, Metrics, Sampler, SamplerSource
-from jaxrl.options import ConfigError
 from jaxrl.types import Group
 
 
@@ -26,7 +25,7 @@ class WarmupSampler(Sampler):
       reward from the file.
 
   Raises:
-    ConfigError: If `steps` is less than 1.
+    ValueError: If `steps` is less than 1.
   """
 
   reads_experts = True
@@ -35,7 +34,7 @@ class WarmupSampler(Sampler):
     self, source: SamplerSource, *, steps: int = 10, reward: float | None = 1.0
   ):
     if steps < 1:
-      raise ConfigError(f'steps={steps}: must be at least 1')
+      raise ValueError(f'steps={steps}: must be at least 1')
     super().__init__(source)
     self._source = source
     self._steps = steps
@@ -83,7 +82,7 @@ class MixedSampler(Sampler):
     reward: The reward of each expert row; see `WarmupSampler`.
 
   Raises:
-    ConfigError: If the share is out of range or leaves no room for a group.
+    ValueError: If the share is out of range or leaves no room for a group.
   """
 
   reads_experts = True
@@ -96,13 +95,13 @@ class MixedSampler(Sampler):
     reward: float | None = 1.0,
   ):
     if not 0 < expert_share < 1:
-      raise ConfigError(f'expert_share={expert_share}: must be between 0 and 1')
+      raise ValueError(f'expert_share={expert_share}: must be between 0 and 1')
     super().__init__(source)
     rows, size = source.num_groups * source.group_size, source.group_size
     experts = math.ceil(round(expert_share * rows, 6))
     self.groups_from_queue = (rows - experts) // size
     if not self.groups_from_queue:
-      raise ConfigError(
+      raise ValueError(
         f'expert_share={expert_share} leaves {rows - experts} of {rows} rows '
         f'for rollouts, but a group needs {size}: lower it, or raise '
         'batch.num_groups'

@@ -1,7 +1,6 @@
 """Queue samplers return groups as they were played, optionally only fresh ones."""
 
 from jaxrl.data.samplers.sampler import Metrics, Sampler, SamplerSource, mean_age
-from jaxrl.options import ConfigError
 from jaxrl.types import Group
 
 
@@ -28,12 +27,12 @@ class StalenessSampler(Sampler):
     max_staleness: The maximum age in steps.
 
   Raises:
-    ConfigError: If `max_staleness` is negative.
+    ValueError: If `max_staleness` is negative.
   """
 
   def __init__(self, source: SamplerSource, *, max_staleness: int = 1):
     if max_staleness < 0:
-      raise ConfigError(f'max_staleness={max_staleness}: must be at least 0')
+      raise ValueError(f'max_staleness={max_staleness}: must be at least 0')
     super().__init__(source)
     self._source = source
     self._max_staleness = max_staleness

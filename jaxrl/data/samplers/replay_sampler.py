@@ -10,7 +10,6 @@ import numpy as np
 from jaxrl import group_stats
 from jaxrl.data import trajectory_codec
 from jaxrl.data.samplers.sampler import Metrics, Sampler, SamplerSource, mean_age
-from jaxrl.options import ConfigError
 from jaxrl.types import Group
 
 
@@ -68,7 +67,7 @@ class ReplaySampler(Sampler):
       priority leave.
 
   Raises:
-    ConfigError: If an option is out of range, or if no group could be used twice.
+    ValueError: If an option is out of range, or if no group could be used twice.
   """
 
   reuses = True
@@ -85,17 +84,17 @@ class ReplaySampler(Sampler):
     capacity: int = 64,
   ):
     if not 0 < fresh <= 1:
-      raise ConfigError(f'fresh={fresh}: must be above 0 and at most 1')
+      raise ValueError(f'fresh={fresh}: must be above 0 and at most 1')
     for name, value in (('decay', decay), ('sigma', sigma)):
       if not 0 <= value < math.inf:
-        raise ConfigError(f'{name}={value}: must be at least 0, and finite')
+        raise ValueError(f'{name}={value}: must be at least 0, and finite')
     minimum_one = {'cooldown': cooldown, 'use_limit': use_limit, 'capacity': capacity}
     for name, value in minimum_one.items():
       if value < 1:
-        raise ConfigError(f'{name}={value}: must be at least 1')
+        raise ValueError(f'{name}={value}: must be at least 1')
     max_staleness = source.max_staleness
     if max_staleness is not None and max_staleness < cooldown:
-      raise ConfigError(
+      raise ValueError(
         f'cooldown={cooldown}: no group could be used again, as '
         'rollout.staleness_policy drops those older than '
         f'{max_staleness} steps: raise its max, or lower cooldown'

@@ -67,7 +67,7 @@ class SamplerSource(Protocol):
       The expert rows.
 
     Raises:
-      ConfigError: If the run has no expert data.
+      ValueError: If the run has no expert data.
     """
     ...
 

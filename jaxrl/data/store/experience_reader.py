@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from jaxrl.data import trajectory_codec
 from jaxrl.data.store.reader_lease import ReaderLease
 from jaxrl.data.store.store_database import StoreDatabase, import_sqlalchemy
-from jaxrl.options import ConfigError
 from jaxrl.types import Group
 
 log = logging.getLogger(__name__)
@@ -86,11 +85,11 @@ class ExperienceReader:
     """Checks that this name has no checkpoint in another workdir.
 
     Raises:
-      ConfigError: If it has one.
+      ValueError: If it has one.
     """
     saved_step = self._row().saved
     if saved_step:
-      raise ConfigError(
+      raise ValueError(
         f'{self._database.name}: reader {self._lease.name!r} has trained up to the '
         f'checkpoint of step {saved_step} in another workdir: resume that one, or '
         "start under another name: store(url='…', reader='another')"
@@ -116,17 +115,17 @@ class ExperienceReader:
       state: What `state_dict` returned.
 
     Raises:
-      ConfigError: If the state belongs to another store or another run took the name.
+      ValueError: If the state belongs to another store or another run took the name.
     """
     sa, uses = import_sqlalchemy(), self._database.tables.uses
     where = f'{self._database.name}, reader {self._lease.name!r}'
     if state['store'] != self._database.id:
-      raise ConfigError(
+      raise ValueError(
         f'{where}: this run was trained from another store: name that one, or '
         'another workdir'
       )
     if state['run'] != self._row().run:
-      raise ConfigError(
+      raise ValueError(
         f'{where}: another run has used this reader since. Start again with '
         "another workdir and store(url='…', reader='another')"
       )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.data.store.store_database import StoreDatabase, import_sqlalchemy
-from jaxrl.options import ConfigError
 
 LEASE_HEARTBEAT_S = 5.0  # seconds between signs of life
 LEASE_TIMEOUT_S = 30.0  # seconds without one after which an owner elsewhere is dead
@@ -35,7 +34,7 @@ class ReaderLease:
     say: Receives messages for the user.
 
   Raises:
-    ConfigError: If the current owner is alive.
+    ValueError: If the current owner is alive.
   """
 
   def __init__(
@@ -66,7 +65,7 @@ class ReaderLease:
       on_this_machine = machine == _machine()
       if on_this_machine or last_sign not in (None, sign):
         where = 'on this machine' if on_this_machine else f'on {machine.split("/")[0]}'
-        raise ConfigError(
+        raise ValueError(
           f'{self._database.name}: process {pid} {where} trains from it as reader '
           f'{self.name!r}: wait for it, or count uses separately by '
           "dataset.experience_store=\"store(url='…', reader='another')\""

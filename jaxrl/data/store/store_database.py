@@ -15,8 +15,6 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl.options import ConfigError
-
 SCHEMA_VERSION = 1
 BROKEN_FILE = ('malformed', 'not a database', 'disk I/O', 'disk is full', 'readonly')
 LOCK_TIMEOUT_S = 60  # seconds that a writer waits for others to write
@@ -30,12 +28,12 @@ def import_sqlalchemy() -> Any:
     The package.
 
   Raises:
-    ConfigError: If it is not installed.
+    ValueError: If it is not installed.
   """
   try:
     import sqlalchemy
   except ModuleNotFoundError as error:
-    raise ConfigError(
+    raise ValueError(
       "an experience store needs SQLAlchemy: pip install -e '.[store]'"
     ) from error
   return sqlalchemy
@@ -116,7 +114,7 @@ class StoreDatabase:
     id: The unique id of the store.
 
   Raises:
-    ConfigError: If the URL is malformed, the database cannot be reached, or it was
+    ValueError: If the URL is malformed, the database cannot be reached, or it was
       written with another schema.
   """
 
@@ -126,7 +124,7 @@ class StoreDatabase:
     try:
       parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
-      raise ConfigError(
+      raise ValueError(
         f'{key}: not a URL of a database: sqlite:////abs/path.db, or '
         'postgresql://host/name'
       ) from error
@@ -136,7 +134,7 @@ class StoreDatabase:
     if parsed.get_backend_name() == 'sqlite':
       self._is_sqlite = True
       if parsed.database in (None, '', ':memory:'):
-        raise ConfigError(f'{self._where}: names no file: sqlite:////abs/path.db')
+        raise ValueError(f'{self._where}: names no file: sqlite:////abs/path.db')
     try:
       self._engine = sa.create_engine(
         parsed,
@@ -147,7 +145,7 @@ class StoreDatabase:
       self.id = self._open()
     except (sa.exc.SQLAlchemyError, ModuleNotFoundError, OSError) as error:
       reason = str(getattr(error, 'orig', None) or error).splitlines()[0]
-      raise ConfigError(f'{self._where}: cannot be opened: {reason}') from error
+      raise ValueError(f'{self._where}: cannot be opened: {reason}') from error
 
   def _open(self) -> str:
     """Returns the store's id. Other processes may be creating it at the same time."""
@@ -169,7 +167,7 @@ class StoreDatabase:
       if sa.inspect(connection).has_table(store.name):
         settings = dict(tuple(row) for row in connection.execute(sa.select(store)))
         if settings.get('schema') != str(SCHEMA_VERSION):
-          raise ConfigError(
+          raise ValueError(
             f'{self._where}: was written with schema {settings.get("schema")}; this '
             f'program reads schema {SCHEMA_VERSION}: use the release that wrote it, or '
             'another store'

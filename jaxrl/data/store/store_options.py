@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxrl.component_calls import build_component, parse_call
+from jaxrl.component_calls import parse_call
+from jaxrl.component_table import ComponentTable
 from jaxrl.options import ConfigError
 
 STORE_URL_PREFIX = 'experience+'
@@ -109,8 +110,8 @@ def parse_store_options(text: str, make_options: Callable[..., Any], key: str) -
       options = make_options(url=plain)
     else:
       call = parse_call(text)
-      options = build_component(call, {'store': make_options}, 'source', key)
-  except ConfigError as error:
+      options = ComponentTable('source', key, {'store': make_options}).build(call)
+  except ValueError as error:
     if where in str(error):
       raise
     raise ConfigError(f'{where}: {error}') from error

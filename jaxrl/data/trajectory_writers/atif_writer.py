@@ -28,7 +28,6 @@ from jaxrl.data.tool_formats import (
 )
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import IMAGES, FileWriter
-from jaxrl.options import ConfigError
 
 SCHEMA_VERSION = 'ATIF-v1.7'
 PATH_PREFIX = 'atif://'
@@ -55,15 +54,15 @@ class AtifWriter(FileWriter):
     types: The type of each column, by name.
 
   Raises:
-    ConfigError: If the path names no folder, or the columns lack `save_content`.
+    ValueError: If the path names no folder, or the columns lack `save_content`.
   """
 
   def __init__(self, path: str, mode: str, types: Mapping[str, str]):
     where, folder = f'trajectory_dump.path={path}', path.removeprefix(PATH_PREFIX)
     if not folder or '://' in folder:
-      raise ConfigError(f'{where}: name a folder of this machine, atif://FOLDER')
+      raise ValueError(f'{where}: name a folder of this machine, atif://FOLDER')
     if 'save_content' not in types:
-      raise ConfigError(
+      raise ValueError(
         f'{where}: trajectory_dump.columns must have save_content, which documents are '
         'made of'
       )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import unknown_name_error
 
 if TYPE_CHECKING:  # so that a wrong command line fails before JAX is imported
   from jaxrl.data.images import Image
@@ -58,7 +58,7 @@ class DumpColumns:
       `tool_format` and `thought_format`; rows have them in their extras.
 
   Raises:
-    ConfigError: If a column or type is unknown, a standard column has a type that
+    ValueError: If a column or type is unknown, a standard column has a type that
       cannot hold it, a name occurs twice, or `asked` is malformed.
   """
 
@@ -72,7 +72,7 @@ class DumpColumns:
   ):
     env_columns = dict(env_columns or {})
     for name in sorted(env_columns.keys() & STANDARD_COLUMNS.keys()):
-      raise ConfigError(f'an environment cannot have a column {name!r}: it is standard')
+      raise ValueError(f'an environment cannot have a column {name!r}: it is standard')
     known = {**STANDARD_COLUMNS, **env_columns}
     self.types: dict[str, str] = {}
     for pair in columns:
@@ -80,9 +80,9 @@ class DumpColumns:
       if name not in known:
         raise unknown_name_error(name, known, 'column', where)
       if name in self.types:
-        raise ConfigError(f'{where}: column {name!r} is there twice')
+        raise ValueError(f'{where}: column {name!r} is there twice')
       if not _holds(kind, known[name]):
-        raise ConfigError(
+        raise ValueError(
           f'{where}: column {name!r} is a {known[name]}, which a {kind} cannot hold'
         )
       self.types[name] = kind
@@ -205,7 +205,7 @@ class DumpColumns:
 
 def _pair(pair: Any, where: str) -> tuple[str, str]:
   if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-    raise ConfigError(
+    raise ValueError(
       f'{where}: {pair!r} is not a pair of name and type; write '
       "[['task_idx', 'bigint'], ['save_content', 'string']]"
     )

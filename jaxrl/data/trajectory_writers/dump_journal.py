@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import TrajectoryWriter
-from jaxrl.options import ConfigError
 
 DONE = 'done.txt'
 
@@ -49,7 +48,7 @@ class DumpJournal:
     part_size: The number of items per part; a folder that already has one keeps it.
 
   Raises:
-    ConfigError: If the writer's `check` fails.
+    ValueError: If the writer's `check` fails.
     ValueError: If the folder's files were not written by a journal.
   """
 
@@ -92,7 +91,7 @@ class DumpJournal:
       try:
         lines.append(json.loads(line))
       except (ValueError, RecursionError) as error:
-        raise ConfigError(
+        raise ValueError(
           f'{path}, line {number}: not a journal that this program wrote: {error}; '
           'restore the file, or name another folder'
         ) from error

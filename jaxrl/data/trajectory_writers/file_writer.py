@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import unknown_name_error
 
 if TYPE_CHECKING:
   from jaxrl.data.images import Image
@@ -31,7 +31,7 @@ class TrajectoryWriter(Protocol):
         another run's.
 
     Raises:
-      ConfigError: If nothing can be written there.
+      ValueError: If nothing can be written there.
     """
     ...
 
@@ -55,7 +55,7 @@ class FileWriter:
     types: The type of each column, by name.
 
   Raises:
-    ConfigError: If the scheme or format is unknown.
+    ValueError: If the scheme or format is unknown.
   """
 
   def __init__(self, path: str, mode: str, types: Mapping[str, str]):
@@ -99,9 +99,9 @@ class FileWriter:
       existing = self._files.glob(self.name_of('*'))
     except Exception as error:  # each store has its own
       text = f'{type(error).__name__}: {error}'
-      raise ConfigError(f'{where}: cannot write there: {text}') from error
+      raise ValueError(f'{where}: cannot write there: {text}') from error
     if fresh and existing:
-      raise ConfigError(
+      raise ValueError(
         f'{where} holds {len(existing)} parts of another run, {existing[0]} among '
         'them: name another path, or the workdir that wrote them'
       )
@@ -144,12 +144,12 @@ def _protocols(files: Any) -> Sequence[str]:
 
 
 def _open(path: str) -> tuple[Any, str]:
-  """Returns the file system and the path on it. Raises ConfigError."""
+  """Returns the file system and the path on it. Raises ValueError."""
   import fsspec
 
   where = f'trajectory_dump.path={path}'
   if not path.strip():
-    raise ConfigError('trajectory_dump.path is empty: set it to a folder or a URL')
+    raise ValueError('trajectory_dump.path is empty: set it to a folder or a URL')
   scheme, colon, _ = path.partition('://')
   known = set(fsspec.available_protocols())
   if colon and scheme.split('::')[0] not in known:
@@ -157,7 +157,7 @@ def _open(path: str) -> tuple[Any, str]:
   try:
     return fsspec.core.url_to_fs(path)
   except (ImportError, ValueError, OSError) as error:
-    raise ConfigError(f'{where}: {error}') from error
+    raise ValueError(f'{where}: {error}') from error
 
 
 def _jsonl(rows: Sequence[DumpRow], types: Mapping[str, str]) -> bytes:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
-from jaxrl.options import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class MaxComputeWriter:
       ODPS_TUNNEL_ENDPOINT; without keys, from the tokens that pyodps finds.
 
   Raises:
-    ConfigError: If the path has another form.
+    ValueError: If the path has another form.
   """
 
   def __init__(
@@ -56,7 +55,7 @@ class MaxComputeWriter:
     self._where = f'trajectory_dump.path={path}'
     match = ODPS_PATH.fullmatch(path)
     if match is None:
-      raise ConfigError(f'{self._where}: write {ODPS_PATH_FORM}')
+      raise ValueError(f'{self._where}: write {ODPS_PATH_FORM}')
     self._project, self._table, parts = match.groups()
     self._partition = ','.join(filter(None, parts.split('/'))) or None
     self._types = dict(types)
@@ -67,7 +66,7 @@ class MaxComputeWriter:
     try:
       from odps import ODPS  # pyright: ignore[reportMissingImports]
     except ImportError:
-      raise ConfigError(
+      raise ValueError(
         f"{self._where}: needs pyodps: pip install -e '.[odps]'"
       ) from None
     settings = {key: os.environ.get(f'ODPS_{key.upper()}') for key in CREDENTIAL_KEYS}
@@ -80,7 +79,7 @@ class MaxComputeWriter:
     except TypeError:
       entry = None
     if entry is None:
-      raise ConfigError(
+      raise ValueError(
         f'{self._where}: set ODPS_ENDPOINT, ODPS_ACCESS_ID and ODPS_ACCESS_KEY in the '
         'environment'
       )
@@ -101,21 +100,21 @@ class MaxComputeWriter:
       fresh: Ignored, since rows are only added.
 
     Raises:
-      ConfigError: If the table cannot be written or lacks a column.
+      ValueError: If the table cannot be written or lacks a column.
     """
     try:
       schema = self._session().schema
-    except ConfigError:
+    except ValueError:
       raise
     except Exception as error:  # pyodps has many
       text = ' '.join(f'{type(error).__name__}: {error}'.split())
-      raise ConfigError(f'{self._where}: cannot write there: {text}') from error
+      raise ValueError(f'{self._where}: cannot write there: {text}') from error
     table_types = {c.name: str(c.type).lower() for c in schema.simple_columns}
     for name, kind in self._types.items():
       if table_types.get(name) != kind:
         problem = f'is a {table_types[name]} in' if name in table_types else 'is not in'
         existing = ', '.join(f'{n} {k}' for n, k in table_types.items())
-        raise ConfigError(
+        raise ValueError(
           f'{self._where}: column {name!r}, a {kind}, {problem} the table, which has '
           f'{existing}: set trajectory_dump.columns'
         )

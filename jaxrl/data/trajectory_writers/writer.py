@@ -6,13 +6,20 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.component_calls import ComponentCall, find_component, parse_call
+from jaxrl.component_calls import ComponentCall, parse_call
+from jaxrl.component_table import ComponentTable
 from jaxrl.data.store import store_options
-from jaxrl.options import ConfigError, OptionError, Options, option
+from jaxrl.options import OptionError, Options, option
 
 if TYPE_CHECKING:
   from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
   from jaxrl.data.trajectory_writers.file_writer import TrajectoryWriter
+
+WRITERS = ComponentTable[Any](
+  'trajectory writer',
+  'trajectory_dump.path',
+  base='jaxrl.data.trajectory_writers.file_writer:TrajectoryWriter',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +63,7 @@ class DumpOptions(Options):
       return None
     try:
       return parse_call(self.path)
-    except ConfigError as error:
+    except ValueError as error:
       raise OptionError('path', self.path, str(error)) from error
 
 
@@ -82,11 +89,11 @@ def open_dump(
     A tuple of the columns and the writer.
 
   Raises:
-    ConfigError: If the path or a column is not valid.
+    ValueError: If the path or a column is not valid.
   """
   # Imported here because few runs keep their trajectories.
   from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
-  from jaxrl.data.trajectory_writers.file_writer import FileWriter, TrajectoryWriter
+  from jaxrl.data.trajectory_writers.file_writer import FileWriter
 
   dump_columns = DumpColumns(
     options.columns, env_columns, save_arrays=options.save_arrays
@@ -94,9 +101,7 @@ def open_dump(
   writer = options.writer
   if writer is not None:
     where = f'trajectory_dump.path={writer}'
-    _, writer_class, own_options = find_component(
-      writer, {}, 'trajectory writer', where, where=where, base=TrajectoryWriter
-    )
+    _, writer_class, own_options = WRITERS.find(writer, where)
     custom_writer = writer_class(mode, dump_columns.types, folder, **own_options)
     dump_columns.write_images = getattr(custom_writer, 'write_images', None)
     return dump_columns, custom_writer
@@ -122,13 +127,13 @@ def merge_columns(columns: Iterable[Mapping[str, str]]) -> dict[str, str]:
     All columns.
 
   Raises:
-    ConfigError: If a column has different types.
+    ValueError: If a column has different types.
   """
   merged: dict[str, str] = {}
   for env_columns in columns:
     for name, kind in env_columns.items():
       if merged.setdefault(name, kind) != kind:
-        raise ConfigError(
+        raise ValueError(
           f'column {name!r} is a {merged[name]} in one environment and a {kind} in '
           'another'
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.envs.isolated_env import IsolatedEnv
-from jaxrl.options import ConfigError, closest_match, require_package
+from jaxrl.options import closest_match, require_package
 
 
 class GemEnv(IsolatedEnv):
@@ -26,7 +26,7 @@ class GemEnv(IsolatedEnv):
       they are created, and some run the model's answer as a program.
 
   Raises:
-    ConfigError: If the package is missing or the id is missing or unsafe.
+    ValueError: If the package is missing or the id is missing or unsafe.
   """
 
   uses_dataset = False  # its tasks are seeds
@@ -41,10 +41,10 @@ class GemEnv(IsolatedEnv):
   ):
     require_package('gem', "the environment 'gem'", 'envs')
     if not id:
-      raise ConfigError("gem: option 'id' must name an environment")
+      raise ValueError("option 'id' must name an environment")
     if not unsafe and not id.startswith('game:'):
-      raise ConfigError(
-        f'gem: {id!r} is not a game: it downloads data and may run what the '
+      raise ValueError(
+        f'{id!r} is not a game: it downloads data and may run what the '
         'model writes. Set unsafe=True to allow that'
       )
     options = {'id': id, 'arguments': dict(arguments or {}), 'max_chars': max_chars}
@@ -60,7 +60,7 @@ class GemGame:
     max_chars: The maximum number of characters of a reply.
 
   Raises:
-    ConfigError: If there is no such environment.
+    ValueError: If there is no such environment.
   """
 
   def __init__(self, *, id: str, arguments: Mapping[str, Any], max_chars: int):
@@ -70,7 +70,7 @@ class GemGame:
     if id not in known:
       suggestion = closest_match(id, known)
       hint = f' Did you mean {suggestion!r}?' if suggestion else ''
-      raise ConfigError(f'gem: no environment {id!r}.{hint}')
+      raise ValueError(f'no environment {id!r}.{hint}')
     self._make = registration.make
     self._id = id
     self._arguments = dict(arguments)

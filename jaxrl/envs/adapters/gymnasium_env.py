@@ -16,7 +16,6 @@ from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 
 from jaxrl.envs import reply_parsing
-from jaxrl.options import ConfigError
 
 _COLOURS = 'gray red green yellow blue magenta cyan white crimson'.split()
 _COLOURED = re.compile(r'\x1b\[[34](\d)[\d;]*m(.*?)\x1b\[0m', re.DOTALL)
@@ -40,7 +39,7 @@ class GymnasiumEnv:
     max_chars: The maximum number of characters of an action.
 
   Raises:
-    ConfigError: If the environment cannot be created or its actions cannot be named.
+    ValueError: If the environment cannot be created or its actions cannot be named.
     ValueError: If `show` is unknown.
   """
 
@@ -82,7 +81,7 @@ class GymnasiumEnv:
     """Checks the options.
 
     Raises:
-      ConfigError: If the environment cannot be created or its actions cannot be named.
+      ValueError: If the environment cannot be created or its actions cannot be named.
     """
     cls(**options)
 
@@ -153,20 +152,20 @@ def _last_mention(text: str, name: str) -> int:
 def _make(id: str, arguments: dict[str, Any], show: str) -> tuple[Any, bool]:
   """Returns the environment, and whether it is shown by its rendering."""
   if not id:
-    raise ConfigError("gymnasium: option 'id' must name an environment")
+    raise ValueError("option 'id' must name an environment")
   module, _, name = id.rpartition(':')
   try:
     if module:
       importlib.import_module(module)
     spec = gymnasium.spec(name)
   except (gymnasium.error.Error, ImportError) as error:
-    raise ConfigError(f'gymnasium: no environment {id!r}: {error}') from error
+    raise ValueError(f'no environment {id!r}: {error}') from error
   maker = spec.entry_point
   if isinstance(maker, str):
     maker = load_env_creator(maker)
   has_text_rendering = 'ansi' in getattr(maker, 'metadata', {}).get('render_modes', ())
   if show == 'render' and not has_text_rendering:
-    raise ConfigError(f'gymnasium: {id!r} has no text rendering; use show=observation')
+    raise ValueError(f'{id!r} has no text rendering; use show=observation')
   if has_text_rendering and show != 'observation':
     arguments = {'render_mode': 'ansi', **arguments}
   env = gymnasium.make(spec, **arguments)
@@ -179,15 +178,15 @@ def _action_names(space: Any, actions: Sequence[str], id: str) -> list[str]:
   if isinstance(space, spaces.Text) and not actions:
     return []
   if not isinstance(space, spaces.Discrete):
-    raise ConfigError(
-      f'gymnasium: {id!r} takes actions of {space}; only text and discrete actions can '
+    raise ValueError(
+      f'{id!r} takes actions of {space}; only text and discrete actions can '
       'be written, and only discrete ones can be named'
     )
   first, count = int(space.start), int(space.n)
   names = list(actions) or [str(first + i) for i in range(count)]
   if len(names) != count or len({name.lower() for name in names}) != count:
-    raise ConfigError(
-      f'gymnasium: {id!r} has {count} actions; option actions must give each a unique '
+    raise ValueError(
+      f'{id!r} has {count} actions; option actions must give each a unique '
       f'name, not {names}'
     )
   return names

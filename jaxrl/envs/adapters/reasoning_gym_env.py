@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxrl.envs import reply_parsing
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import unknown_name_error
 
 ANSWER_HELP = 'Give your answer within <answer> tags.'
 
@@ -43,7 +43,7 @@ class ReasoningGymEnv:
       answer as code in this process.
 
   Raises:
-    ConfigError: If the generator cannot be created.
+    ValueError: If the generator cannot be created.
   """
 
   uses_dataset = False  # its tasks are seeds
@@ -71,7 +71,7 @@ class ReasoningGymEnv:
     """Checks the options.
 
     Raises:
-      ConfigError: If the generator cannot be created.
+      ValueError: If the generator cannot be created.
     """
     cls(**options)
 
@@ -106,21 +106,21 @@ class ReasoningGymEnv:
 
 
 def _check_generator(name: str, arguments: Mapping[str, Any], unsafe: bool) -> Any:
-  """Returns Reasoning Gym's `create_dataset`; raises ConfigError if it would fail."""
+  """Returns Reasoning Gym's `create_dataset`; raises ValueError if it would fail."""
   try:
     factory = importlib.import_module('reasoning_gym.factory')
     importlib.import_module('reasoning_gym')
   except ModuleNotFoundError as error:
-    raise ConfigError(
+    raise ValueError(
       "the environment 'reasoning_gym' needs its package: pip install -e '.[envs]'"
     ) from error
   where = f'reasoning_gym {name!r}'
   if name not in factory.DATASETS:
     raise unknown_name_error(name, factory.DATASETS, 'generator', 'reasoning_gym')
   if name in UNSUPPORTED_GENERATORS:
-    raise ConfigError(f'{where} cannot be played: {UNSUPPORTED_GENERATORS[name]}')
+    raise ValueError(f'{where} cannot be played: {UNSUPPORTED_GENERATORS[name]}')
   if name in EVAL_SCORERS and not unsafe:
-    raise ConfigError(
+    raise ValueError(
       f"{where}: its scorer runs the model's answer as Python code in this process; "
       'say unsafe=True to allow that'
     )
@@ -132,5 +132,5 @@ def _check_generator(name: str, arguments: Mapping[str, Any], unsafe: bool) -> A
   try:
     factory.create_dataset(name, **arguments, seed=0, size=1)
   except (AssertionError, TypeError, ValueError) as error:
-    raise ConfigError(f'{where}: {error}') from error
+    raise ValueError(f'{where}: {error}') from error
   return factory.create_dataset

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl.envs import reply_parsing
 from jaxrl.envs.isolated_env import IsolatedEnv
-from jaxrl.options import ConfigError, closest_match, require_package
+from jaxrl.options import closest_match, require_package
 
 
 class TextArenaEnv(IsolatedEnv):
@@ -30,7 +30,7 @@ class TextArenaEnv(IsolatedEnv):
       and costs its turn.
 
   Raises:
-    ConfigError: If the package or the id is missing.
+    ValueError: If the package or the id is missing.
   """
 
   uses_dataset = False  # its tasks are seeds
@@ -45,7 +45,7 @@ class TextArenaEnv(IsolatedEnv):
   ):
     require_package('textarena', "the environment 'textarena'", 'envs')
     if not id:
-      raise ConfigError("textarena: option 'id' must name a game")
+      raise ValueError("option 'id' must name a game")
     options = {'id': id, 'arguments': dict(arguments or {})}
     options |= {'invalid_reward': invalid_reward, 'max_chars': max_chars}
     super().__init__('jaxrl.envs.adapters.textarena_env:TextArenaGame', options)
@@ -61,7 +61,7 @@ class TextArenaGame:
     max_chars: The maximum number of characters of an answer.
 
   Raises:
-    ConfigError: If there is no such game.
+    ValueError: If there is no such game.
   """
 
   def __init__(
@@ -77,7 +77,7 @@ class TextArenaGame:
     if id not in known:
       suggestion = closest_match(id, known)
       hint = f' Did you mean {suggestion!r}?' if suggestion else ''
-      raise ConfigError(f'textarena: no game {id!r}.{hint}')
+      raise ValueError(f'no game {id!r}.{hint}')
     self._id = id
     self._game_id = f'{id}-raw' if f'{id}-raw' in known else id  # without wrappers
     self._arguments = dict(arguments)
@@ -96,8 +96,8 @@ class TextArenaGame:
       self._game = self._package.make(self._game_id, **self._arguments)
       self._game.reset(num_players=1, seed=seed)
     except AssertionError as error:
-      raise ConfigError(
-        f'textarena: {self._id!r} cannot be played by one player: {error}'
+      raise ValueError(
+        f'{self._id!r} cannot be played by one player: {error}'
       ) from error
     return self._new_messages(), {}
 

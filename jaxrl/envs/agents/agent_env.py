@@ -16,7 +16,7 @@ from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders.answer_marks import final_answer
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
-from jaxrl.options import ConfigError, require_package, unknown_name_error
+from jaxrl.options import require_package, unknown_name_error
 
 
 class AgentRunner(Protocol):
@@ -51,7 +51,7 @@ class AgentEnv:
     memory_gib: The address space of each of the command's processes; 0 means unlimited.
 
   Raises:
-    ConfigError: If an option is wrong.
+    ValueError: If an option is wrong.
   """
 
   played_by_agent = True
@@ -66,16 +66,13 @@ class AgentEnv:
     memory_gib: float = 0.0,
   ):
     if bool(agent) == bool(command):
-      raise ConfigError(
-        "the agent environment: set either agent='my_agent.py:run' or "
-        "command='python my_agent.py', not both"
+      raise ValueError(
+        "set either agent='my_agent.py:run' or command='python my_agent.py', not both"
       )
     if memory_gib < 0:
-      raise ConfigError('the agent environment: memory_gib must not be negative')
+      raise ValueError('memory_gib must not be negative')
     if memory_gib and agent:
-      raise ConfigError(
-        'the agent environment: memory_gib only has an effect with command=…'
-      )
+      raise ValueError('memory_gib only has an effect with command=…')
     self._runner: AgentRunner = (
       FunctionAgent(agent) if agent else CommandAgent(_split(command), memory_gib)
     )
@@ -88,7 +85,7 @@ class AgentEnv:
     """Checks the options.
 
     Raises:
-      ConfigError: If the agent or the grader cannot be created.
+      ValueError: If the agent or the grader cannot be created.
     """
     require_package('aiohttp', 'the endpoint of agents', 'serve')
     cls(**options)
@@ -160,9 +157,9 @@ def _split(command: str) -> list[str]:
   try:
     parts = shlex.split(command)
   except ValueError as error:
-    raise ConfigError(f'env_config.command={command!r}: {error}') from error
+    raise ValueError(f'env_config.command={command!r}: {error}') from error
   if not parts:
-    raise ConfigError(f'env_config.command={command!r}: must name a program')
+    raise ValueError(f'env_config.command={command!r}: must name a program')
   return parts
 
 

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.options import ConfigError
-
 OUTPUT_TAIL_BYTES = 1 << 16  # bytes kept from the end of stdout and of stderr
 _MAX_FINAL_READS = 64  # of remaining output when the program has ended
 RESULT_KEYS = ('reward', 'metrics', 'given')  # the keys that an agent may return
@@ -32,12 +30,12 @@ class CommandAgent:
     memory_gib: The address space of each process; 0 means unlimited.
 
   Raises:
-    ConfigError: If the program does not exist.
+    ValueError: If the program does not exist.
   """
 
   def __init__(self, parts: Sequence[str], memory_gib: float = 0.0):
     if shutil.which(parts[0]) is None:
-      raise ConfigError(f'env_config.command: there is no program {parts[0]!r}')
+      raise ValueError(f'env_config.command: there is no program {parts[0]!r}')
     self._name = parts[0]
     self._parts = list(parts)
     if memory_gib:

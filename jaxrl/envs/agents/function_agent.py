@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall, as_call
-from jaxrl.options import ConfigError, check_options, unknown_name_error
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import as_call
+from jaxrl.options import check_options, unknown_name_error
 from jaxrl.user_code import import_object
 
 AGENT_ARGUMENTS = ('task', 'base_url', 'api_key', 'client')
@@ -21,7 +22,7 @@ class FunctionAgent:
       options.
 
   Raises:
-    ConfigError: If the function does not exist or names an argument that agents do not
+    ValueError: If the function does not exist or names an argument that agents do not
       get.
   """
 
@@ -31,7 +32,7 @@ class FunctionAgent:
     where = f'env_config.agent={str(call)!r}'
     self._function = import_object(target, where)
     if not callable(self._function):
-      raise ConfigError(f'{where}: {target} is not a function')
+      raise ValueError(f'{where}: {target} is not a function')
     check_options(self._function, self._options, f'agent {target!r}')
     parameters = inspect.signature(self._function).parameters.values()
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
@@ -93,7 +94,7 @@ def _import_openai() -> Any:
   try:
     import openai
   except ImportError as error:
-    raise ConfigError(
+    raise ValueError(
       "an agent that takes a client needs openai: pip install 'openai'"
     ) from error
   return openai

@@ -19,7 +19,7 @@ from jaxrl.envs.reply_parsing import (
   without_thought,
 )
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
-from jaxrl.options import POSITIVE, ConfigError, option_ranges
+from jaxrl.options import POSITIVE, option_ranges
 
 _CHECK = 'run_test_code'
 # HumanEval's stop words, and the fence that a prompt may have opened.
@@ -54,7 +54,7 @@ def make_code_grader(
     The grader.
 
   Raises:
-    ConfigError: If there is no sandbox and `unsafe` is not set.
+    ValueError: If there is no sandbox and `unsafe` is not set.
   """
   runner = _make_runner(
     'code',
@@ -96,7 +96,7 @@ def make_humaneval_grader(
     The grader.
 
   Raises:
-    ConfigError: If there is no sandbox and `unsafe` is not set.
+    ValueError: If there is no sandbox and `unsafe` is not set.
   """
   runner = _make_runner(
     'humaneval', seconds=seconds, memory_mb=memory_mb, unsafe=unsafe
@@ -153,4 +153,4 @@ def _make_runner(grader: str, **options: Any) -> CodeRunner:
   try:
     return CodeRunner(**options)
   except SandboxError as error:
-    raise ConfigError(f'grader {grader!r}: {error}') from error
+    raise ValueError(f'grader {grader!r}: {error}') from error

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from jaxrl import component_calls
 from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import ComponentTable
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders.grader_processes import (
   GraderError,
@@ -16,22 +16,26 @@ from jaxrl.envs.graders.grader_processes import (
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
 from jaxrl.options import (
   POSITIVE,
-  ConfigError,
   check_options,
+  error_prefix,
   option_ranges,
   unknown_name_error,
 )
 from jaxrl.user_code import import_object
 
-GRADERS = {
-  'code': 'jaxrl.envs.graders.code_grader:make_code_grader',
-  'exact': 'jaxrl.envs.graders.rule_graders:make_exact_grader',
-  'format': 'jaxrl.envs.graders.rule_graders:make_format_grader',
-  'humaneval': 'jaxrl.envs.graders.code_grader:make_humaneval_grader',
-  'instructions': 'jaxrl.envs.graders.ifeval_grader:make_instructions_grader',
-  'math': 'jaxrl.envs.graders.math_grader:make_math_grader',
-  'multiple_choice': 'jaxrl.envs.graders.rule_graders:make_multiple_choice_grader',
-}
+GRADERS = ComponentTable(
+  'grader',
+  'grader',
+  {
+    'code': 'jaxrl.envs.graders.code_grader:make_code_grader',
+    'exact': 'jaxrl.envs.graders.rule_graders:make_exact_grader',
+    'format': 'jaxrl.envs.graders.rule_graders:make_format_grader',
+    'humaneval': 'jaxrl.envs.graders.code_grader:make_humaneval_grader',
+    'instructions': 'jaxrl.envs.graders.ifeval_grader:make_instructions_grader',
+    'math': 'jaxrl.envs.graders.math_grader:make_math_grader',
+    'multiple_choice': 'jaxrl.envs.graders.rule_graders:make_multiple_choice_grader',
+  },
+)
 # Of an option that holds graders; the names say whose options may be calls themselves.
 GraderCalls = Annotated[tuple[ComponentCall, ...], GRADERS]
 
@@ -122,13 +126,13 @@ def make_grader(calls: Sequence[ComponentCall] | ComponentCall | str) -> Grader:
     The grader.
 
   Raises:
-    ConfigError: If there is no part or a name, option or value is wrong.
+    ValueError: If there is no part or a name, option or value is wrong.
   """
   parts: dict[str, tuple[float, GraderPart]] = {}
   for name, weight, target, options in grader_terms(calls):
     parts[name] = weight, make_grader_part(target, options)
   if not parts:
-    raise ConfigError("grader: name at least one, as in 'math'")
+    raise ValueError("grader: name at least one, as in 'math'")
   return Grader(parts)
 
 
@@ -144,19 +148,13 @@ def grader_terms(
     A tuple (name, weight, target, options) for each part.
 
   Raises:
-    ConfigError: If a weight is not a number.
+    ValueError: If a weight is not a number.
   """
   parts: dict[str, tuple[str, float, str, dict[str, Any]]] = {}
-  for call in component_calls.as_calls(calls):
-    if not isinstance(call, ComponentCall):
-      raise ConfigError(
-        f'grader {call!r}: name a function of your own by where it is, '
-        "ComponentCall('path/file.py:name')"
-      )
-    target, options = call.name, dict(call.options)
+  for target, options in GRADERS.calls(calls):
     weight = options.pop('weight', 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-      raise ConfigError(f'grader {target!r}: weight is {weight!r}; it must be a number')
+      raise ValueError(f'grader {target!r}: weight is {weight!r}; it must be a number')
     name = base_name = target.rpartition(':')[2]
     count = 1
     while name in parts:
@@ -180,13 +178,14 @@ def make_grader_part(
     The part.
 
   Raises:
-    ConfigError: If the name or an option is wrong.
+    ValueError: If the name or an option is wrong.
   """
   where = f'grader {target!r}'
   if target in GRADERS:
     maker: Callable[..., GraderPart] = import_object(GRADERS[target])
     check_options(maker, options, where)
-    return maker(**options)
+    with error_prefix(where):
+      return maker(**options)
   if ':' not in target:
     raise unknown_name_error(target, [*GRADERS, *known], 'grader', 'grader')
   options = dict(options)

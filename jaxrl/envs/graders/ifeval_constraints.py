@@ -427,7 +427,7 @@ def response_language(reply: str, *, language: str) -> bool:
     True if the reply fulfils the constraint.
 
   Raises:
-    ConfigError: If langdetect is not installed.
+    ValueError: If langdetect is not installed.
   """
   require_package('langdetect', "the instruction 'response_language'", 'envs')
   import langdetect

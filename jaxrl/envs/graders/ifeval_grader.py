@@ -5,11 +5,11 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl import component_calls
 from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import as_call
 from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
-from jaxrl.options import ConfigError, check_options, unknown_name_error
+from jaxrl.options import check_options, unknown_name_error
 
 ConstraintCheck = Callable[[str], bool]
 
@@ -36,16 +36,15 @@ def make_instructions_grader(
       first line, its last line, both, or its asterisks: IFEval's loose accuracy.
 
   Returns:
-    The grader. It raises ConfigError for an item's unknown names and options, and
+    The grader. It raises ValueError for an item's unknown names and options, and
     ValueError for an item without instructions.
 
   Raises:
-    ConfigError: If a name or option in `rules` is unknown.
+    ValueError: If a name or option in `rules` is unknown.
   """
-  if isinstance(rules, str | ComponentCall):
-    rules = (component_calls.as_call(rules),)
   fixed_checks = [
-    _make_check(call.name, call.options) for call in map(component_calls.as_call, rules)
+    _make_check(call.name, call.options)
+    for call in ([as_call(rules)] if isinstance(rules, str | ComponentCall) else rules)
   ]
 
   def grade(reply: str, item: TaskItem) -> float:
@@ -95,5 +94,5 @@ def _make_check(name: str, options: Mapping[str, Any]) -> ConstraintCheck:
   for option, parameter in inspect.signature(constraint).parameters.items():
     is_option = parameter.kind is parameter.KEYWORD_ONLY
     if is_option and parameter.default is parameter.empty and option not in options:
-      raise ConfigError(f'{where}: give it {option}=…')
+      raise ValueError(f'{where}: give it {option}=…')
   return functools.partial(constraint, **options)

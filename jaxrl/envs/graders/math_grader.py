@@ -43,7 +43,7 @@ def make_math_grader(*, strict: bool = False, timeout: float = 5.0) -> GraderPar
     The grader, which raises GraderTimeout.
 
   Raises:
-    ConfigError: If math-verify is not installed.
+    ValueError: If math-verify is not installed.
   """
   require_package('math_verify', "the grader 'math'", 'envs')
 

@@ -13,7 +13,7 @@ from jaxrl.envs.graders.answer_numbers import number_text
 from jaxrl.envs.graders.choice_parsing import chosen_letter, only_letter
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.reply_parsing import without_thought
-from jaxrl.options import POSITIVE, ConfigError, option_ranges
+from jaxrl.options import POSITIVE, option_ranges
 
 _STYLE = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}')
 # Where an item holds what the chat template writes before a reply, such as
@@ -95,17 +95,17 @@ def make_format_grader(
     The grader, which raises GraderTimeout.
 
   Raises:
-    ConfigError: If neither or both of pattern and tags are given, or one is malformed.
+    ValueError: If neither or both of pattern and tags are given, or one is malformed.
   """
   if bool(pattern) == bool(tags):
-    raise ConfigError("format: give either a pattern='…' or tags='…'")
+    raise ValueError("give either a pattern='…' or tags='…'")
   names = [name.strip() for name in tags.split(',')]
   if tags and not all(re.fullmatch(r'[\w\-]+', name) for name in names):
-    raise ConfigError(f"format: tags is {tags!r}; write names, as in 'think, answer'")
+    raise ValueError(f"tags is {tags!r}; write names, as in 'think, answer'")
   try:
     re.compile(pattern)
   except re.error as error:
-    raise ConfigError(f'format: pattern {pattern!r}: {error}') from error
+    raise ValueError(f'pattern {pattern!r}: {error}') from error
 
   def grade(reply: str, item: TaskItem) -> float:
     if tags:

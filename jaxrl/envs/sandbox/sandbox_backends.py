@@ -7,13 +7,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl import component_calls
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component, ComponentTable
 from jaxrl.envs.sandbox import local_sandbox as local_module
 from jaxrl.envs.sandbox.container_sandbox import ContainerSandbox
 from jaxrl.envs.sandbox.local_sandbox import Isolation, LocalSandbox
 from jaxrl.envs.sandbox.sandbox_api import MIB, Sandbox, SandboxLimits
-from jaxrl.options import ConfigError
 
 MakeSandbox = Callable[..., Sandbox]
 """make(folders=…, workdir=…, task=…, environment=…) returns a sandbox to start."""
@@ -51,13 +49,11 @@ def local_factory(
     A function that builds a sandbox.
 
   Raises:
-    ConfigError: If a read-only folder does not exist.
+    ValueError: If a read-only folder does not exist.
   """
   for path in readonly:
     if not os.path.isabs(path) or not os.path.exists(path):
-      raise ConfigError(
-        f"sandbox 'local': readonly={path!r} must be an absolute path on this machine"
-      )
+      raise ValueError(f'readonly={path!r} must be an absolute path on this machine')
   paths = [os.path.join(path, 'bin') for path in readonly]
   variables = {
     'PATH': ':'.join([*paths, local_module.DEFAULT_PATH]),
@@ -159,14 +155,18 @@ def _container(
   return make
 
 
-SANDBOX_BACKENDS: dict[str, Callable[..., Any]] = {
-  'local': local_factory,
-  'docker': functools.partial(_container, 'docker'),
-  'podman': functools.partial(_container, 'podman'),
-}
+SANDBOX_BACKENDS: ComponentTable[Callable[..., Any]] = ComponentTable(
+  'sandbox',
+  'env.<tag>.env_config.sandbox',
+  {
+    'local': local_factory,
+    'docker': functools.partial(_container, 'docker'),
+    'podman': functools.partial(_container, 'podman'),
+  },
+)
 
 
-def sandbox_factory(call: ComponentCall | str) -> MakeSandbox:
+def sandbox_factory(call: Component) -> MakeSandbox:
   """Returns the function that builds the sandboxes of the option `sandbox`.
 
   Args:
@@ -177,8 +177,6 @@ def sandbox_factory(call: ComponentCall | str) -> MakeSandbox:
     which is not started yet.
 
   Raises:
-    ConfigError: If there is no such sandbox or option.
+    ValueError: If there is no such sandbox or option.
   """
-  return component_calls.build_component(
-    call, SANDBOX_BACKENDS, 'sandbox', 'env.<tag>.env_config.sandbox'
-  )
+  return SANDBOX_BACKENDS.build(call)

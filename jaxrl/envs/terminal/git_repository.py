@@ -11,8 +11,6 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxrl.options import ConfigError
-
 _GIT_TIMEOUT_S = 300.0  # seconds for one git command
 _COMMIT = re.compile(r'[0-9a-f]{7,64}')
 _GIT_ENVIRONMENT = {
@@ -44,12 +42,12 @@ def run_git(
     The standard output.
 
   Raises:
-    ConfigError: If git is not installed.
+    ValueError: If git is not installed.
     ValueError: If the command fails; the error holds its message.
   """
   program = shutil.which('git')
   if program is None:
-    raise ConfigError("git is not on this machine's PATH: install it")
+    raise ValueError("git is not on this machine's PATH: install it")
   options = [part for option in _OPTIONS for part in ('-c', option)]
   env = _GIT_ENVIRONMENT | {'PATH': os.environ['PATH'], **(variables or {})}
   # Never use a repository above the folder.

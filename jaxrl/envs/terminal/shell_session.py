@@ -5,11 +5,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl import component_calls
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component, ComponentTable
 from jaxrl.envs.reply_parsing import last_code_block
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox
-from jaxrl.options import ConfigError
 
 SUBMIT_REPLY = '```\nsubmit\n```'
 SHELL_HELP = (
@@ -31,7 +29,7 @@ class ShellSession:
     program: The shell.
 
   Raises:
-    ConfigError: If an option is out of range.
+    ValueError: If an option is out of range.
   """
 
   def __init__(
@@ -43,8 +41,8 @@ class ShellSession:
     program: str = 'bash',
   ):
     if turns < 1 or seconds <= 0 or output < 2:
-      raise ConfigError(
-        f'shell: turns={turns}, seconds={seconds}, output={output}: give at least one '
+      raise ValueError(
+        f'turns={turns}, seconds={seconds}, output={output}: give at least one '
         'turn, some time and two characters'
       )
     self._turns = turns
@@ -112,10 +110,10 @@ class ShellSession:
     }
 
 
-SHELLS = {'shell': ShellSession}
+SHELLS = ComponentTable('shell', 'env.<tag>.env_config.shell', {'shell': ShellSession})
 
 
-def make_shell_session(call: ComponentCall | str) -> ShellSession:
+def make_shell_session(call: Component) -> ShellSession:
   """Builds the shell session that the option `shell` describes.
 
   Args:
@@ -125,11 +123,9 @@ def make_shell_session(call: ComponentCall | str) -> ShellSession:
     The session.
 
   Raises:
-    ConfigError: If there is no such option, or it is out of range.
+    ValueError: If there is no such option, or it is out of range.
   """
-  return component_calls.build_component(
-    call, SHELLS, 'shell', 'env.<tag>.env_config.shell'
-  )
+  return SHELLS.build(call)
 
 
 def extract_command(reply: str) -> str:

@@ -27,7 +27,6 @@ from jaxrl.envs.terminal import (
   swe_tasks,
   test_results,
 )
-from jaxrl.options import ConfigError
 
 PYTEST_COMMAND = (
   'pytest -q --rootdir=. -p no:cacheprovider -o junit_family=xunit1 '
@@ -59,7 +58,7 @@ class SweEnv:
     tree_mb: The maximum size of what the agent may leave.
 
   Raises:
-    ConfigError: If an option cannot work.
+    ValueError: If an option cannot work.
   """
 
   columns: ClassVar = {'failed': 'string', 'test_output': 'string'}
@@ -106,13 +105,13 @@ class SweEnv:
     """Checks the options.
 
     Raises:
-      ConfigError: If an option cannot work.
+      ValueError: If an option cannot work.
     """
     del other_options  # their types are checked already
     if not os.path.isdir(os.path.expanduser(repos)) or not repos:
-      raise ConfigError(f'swe: option repos={repos!r} must name a folder of clones')
+      raise ValueError(f'option repos={repos!r} must name a folder of clones')
     if shutil.which('git') is None:
-      raise ConfigError("swe: git is not on this machine's PATH: install it")
+      raise ValueError("git is not on this machine's PATH: install it")
     sandbox_factory(sandbox)
     shell_session.make_shell_session(shell)
 
@@ -310,7 +309,7 @@ def _commands_by_repo(text: str) -> dict[str, str]:
   if not isinstance(commands, dict) or not all(
     isinstance(part, str) for item in commands.items() for part in item
   ):
-    raise ConfigError(
+    raise ValueError(
       f"test_command={text}: write one command, or {{'owner/name': 'COMMAND', …}}"
     )
   return {'': PYTEST_COMMAND} | commands

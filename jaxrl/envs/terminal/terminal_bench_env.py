@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jaxrl.component_calls import ComponentCall, as_call
+from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import as_call
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -22,7 +23,6 @@ from jaxrl.envs.terminal import (
   terminal_bench_tasks,
   test_results,
 )
-from jaxrl.options import ConfigError
 
 # The message of shells about a program that is not on the PATH.
 _PROGRAM_NOT_FOUND = re.compile(
@@ -51,7 +51,7 @@ class TerminalBenchEnv:
     setup_seconds: The time limit of each RUN.
 
   Raises:
-    ConfigError: If an option cannot work.
+    ValueError: If an option cannot work.
   """
 
   columns: ClassVar = {'failed': 'string', 'task': 'string', 'test_output': 'string'}
@@ -92,13 +92,11 @@ class TerminalBenchEnv:
     """Checks the options.
 
     Raises:
-      ConfigError: If an option cannot work.
+      ValueError: If an option cannot work.
     """
     del other_options  # their types are checked already
     if not tasks or not os.path.isdir(os.path.expanduser(tasks)):
-      raise ConfigError(
-        f'terminal_bench: option tasks={tasks!r} must name a folder of tasks'
-      )
+      raise ValueError(f'option tasks={tasks!r} must name a folder of tasks')
     sandbox_factory(sandbox)
     shell_session.make_shell_session(shell)
 

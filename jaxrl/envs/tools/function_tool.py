@@ -22,7 +22,7 @@ from jaxrl.envs.tools.tool_api import (
   check_arguments,
   tool_schema,
 )
-from jaxrl.options import ConfigError, check_options
+from jaxrl.options import check_options
 from jaxrl.user_code import import_object
 
 _TYPES = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
@@ -43,7 +43,7 @@ class FunctionTool:
     timeout: Seconds that a call may take.
 
   Raises:
-    ConfigError: If the function, its signature or an option is wrong.
+    ValueError: If the function, its signature or an option is wrong.
   """
 
   def __init__(self, target: str, options: Mapping[str, Any], *, timeout: float = 10.0):
@@ -62,7 +62,7 @@ class FunctionTool:
       and name not in self._options
     ]
     if missing:
-      raise ConfigError(f'{where}: option {missing[0]!r} must be set')
+      raise ValueError(f'{where}: option {missing[0]!r} must be set')
 
   def start(self) -> list[ToolSchema]:
     """Returns the function's schema."""
@@ -102,11 +102,11 @@ def function_schema(function: Callable[..., Any], where: str) -> ToolSchema:
     The schema.
 
   Raises:
-    ConfigError: If there is no docstring or a parameter cannot be described.
+    ValueError: If there is no docstring or a parameter cannot be described.
   """
   description = inspect.getdoc(function)
   if not description:
-    raise ConfigError(
+    raise ValueError(
       f'{where}: it needs a docstring, which tells the model what it does'
     )
   hints = typing.get_type_hints(function)
@@ -116,7 +116,7 @@ def function_schema(function: Callable[..., Any], where: str) -> ToolSchema:
     if parameter.kind is parameter.KEYWORD_ONLY:
       continue
     if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-      raise ConfigError(
+      raise ValueError(
         f'{where}: parameter {name!r} cannot be described: give each argument a name'
       )
     properties[name] = _property(hints.get(name))

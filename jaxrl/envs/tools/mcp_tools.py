@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxrl.envs.tools.tool_api import ToolError, ToolSchema
-from jaxrl.options import ConfigError, require_package
+from jaxrl.options import require_package
 
 # Makes the kernel kill the server when its starter dies for whatever reason.
 DEATH_SIGNAL_WRAPPER = (
@@ -50,7 +50,7 @@ class McpTools:
     only: Names of the tools that the model may use; empty means all.
 
   Raises:
-    ConfigError: If the client is not installed or the command does not exist.
+    ValueError: If the client is not installed or the command does not exist.
   """
 
   def __init__(
@@ -67,9 +67,9 @@ class McpTools:
     require_package('mcp', "the tool 'mcp'", 'tools')
     words = shlex.split(command)
     if not words:
-      raise ConfigError("tool 'mcp': option 'command' must name the server's program")
+      raise ValueError("option 'command' must name the server's program")
     if shutil.which(words[0], path=(env or {}).get('PATH')) is None:
-      raise ConfigError(f"tool 'mcp': there is no command {words[0]!r}")
+      raise ValueError(f'there is no command {words[0]!r}')
     self._command = words
     self._env = dict(env or {})
     self._cwd = cwd
@@ -91,7 +91,7 @@ class McpTools:
     tools = self._server.tools
     names = [tool['function']['name'] for tool in tools]
     if missing := [name for name in self._only if name not in names]:
-      raise ConfigError(
+      raise ValueError(
         f'mcp server {self._command[0]!r} has no tool {missing[0]!r}; there are '
         f'{", ".join(names)}'
       )

@@ -17,7 +17,7 @@ from jaxrl.envs.tools.tool_api import (
   check_arguments,
   tool_schema,
 )
-from jaxrl.options import ConfigError, require_package
+from jaxrl.options import require_package
 
 TEXTS = ('.txt', '.md')
 _LOCK = threading.Lock()  # so that environments that start together build one index
@@ -168,7 +168,7 @@ class SearchTool:
     name: The name of the tool.
 
   Raises:
-    ConfigError: If bm25s is not installed or an option is wrong.
+    ValueError: If bm25s is not installed or an option is wrong.
   """
 
   def __init__(
@@ -185,13 +185,11 @@ class SearchTool:
   ):
     require_package('bm25s', "the tool 'search'", 'tools')
     if not corpus:
-      raise ConfigError("tool 'search': option 'corpus' must name a file or folder")
+      raise ValueError("option 'corpus' must name a file or folder")
     if not Path(corpus).expanduser().exists():
-      raise ConfigError(
-        f"tool 'search': corpus={corpus!r}: there is no such file or folder"
-      )
+      raise ValueError(f'corpus={corpus!r}: there is no such file or folder')
     if min(top_k, snippet) < 1:
-      raise ConfigError("tool 'search': top_k and snippet must be at least 1")
+      raise ValueError('top_k and snippet must be at least 1')
     self._source = (corpus, text_key, title_key, stopwords)
     self._top_k = top_k
     self._snippet = snippet

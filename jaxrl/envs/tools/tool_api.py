@@ -35,7 +35,7 @@ class ToolError(Exception):
 class ToolProvider(Protocol):
   """Protocol of one or several related tools, for one environment. All calls block.
 
-  Its options are keyword-only. The constructor raises ConfigError for wrong ones and
+  Its options are keyword-only. The constructor raises ValueError for wrong ones and
   starts nothing.
   """
 

@@ -6,20 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from jaxrl import component_calls
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component, ComponentTable
 from jaxrl.data.tool_formats import InvalidToolCall, ToolCall
 from jaxrl.envs.tools.function_tool import FunctionTool
 from jaxrl.envs.tools.tool_api import ToolError, ToolErrorKind, ToolProvider, ToolSchema
-from jaxrl.options import ConfigError, check_options, unknown_name_error
+from jaxrl.options import check_options, error_prefix, unknown_name_error
 from jaxrl.types import Message
 from jaxrl.user_code import import_object
 
-TOOLS = {
-  'mcp': 'jaxrl.envs.tools.mcp_tools:McpTools',
-  'python': 'jaxrl.envs.tools.python_tool:PythonTool',
-  'search': 'jaxrl.envs.tools.search_tool:SearchTool',
-}
+TOOLS = ComponentTable(
+  'tool',
+  'tools',
+  {
+    'mcp': 'jaxrl.envs.tools.mcp_tools:McpTools',
+    'python': 'jaxrl.envs.tools.python_tool:PythonTool',
+    'search': 'jaxrl.envs.tools.search_tool:SearchTool',
+  },
+)
 # Of calls that the model should not have made.
 INVALID_CALL_KINDS: frozenset[ToolErrorKind] = frozenset(
   ('unreadable', 'unknown', 'arguments', 'refused')
@@ -27,7 +30,7 @@ INVALID_CALL_KINDS: frozenset[ToolErrorKind] = frozenset(
 
 
 def make_tools(
-  calls: Sequence[ComponentCall] | ComponentCall | str,
+  calls: Sequence[Component] | Component,
 ) -> list[ToolProvider]:
   """Builds tools.
 
@@ -41,31 +44,27 @@ def make_tools(
     The tools.
 
   Raises:
-    ConfigError: If there is no tool, or a name or an option is wrong.
+    ValueError: If there is no tool, or a name or an option is wrong.
   """
   providers: list[ToolProvider] = []
-  for call in component_calls.as_calls(calls):
-    if not isinstance(call, ComponentCall):
-      raise ConfigError(
-        f'tool {call!r}: name a tool of your own by where it is, '
-        "ComponentCall('path/file.py:name')"
-      )
-    name, options = call.name, dict(call.options)
+  for name, options in TOOLS.calls(calls):
     where = f'tool {name!r}'
     if name not in TOOLS and ':' not in name:
       raise unknown_name_error(name, TOOLS, 'tool', 'tools')
     tool: Callable[..., Any] = import_object(TOOLS.get(name, name), where)
     if isinstance(tool, type):
       check_options(tool, options, where)
-      providers.append(tool(**options))
+      with error_prefix(where):
+        providers.append(tool(**options))
     else:
       timeout_option = (
         {'timeout': options.pop('timeout')} if 'timeout' in options else {}
       )
       check_options(FunctionTool, timeout_option, where)
-      providers.append(FunctionTool(name, options, **timeout_option))
+      with error_prefix(where):
+        providers.append(FunctionTool(name, options, **timeout_option))
   if not providers:
-    raise ConfigError("tools: name at least one, as in 'python'")
+    raise ValueError("tools: name at least one, as in 'python'")
   return providers
 
 
@@ -105,14 +104,14 @@ class Toolbox:
       The schemas of all tools.
 
     Raises:
-      ConfigError: If two tools have the same name.
+      ValueError: If two tools have the same name.
     """
     self._owners, self._counts, schemas = {}, Counter(), []
     for tools in self._providers:
       for schema in tools.start():
         name = schema['function']['name']
         if name in self._owners:
-          raise ConfigError(
+          raise ValueError(
             f'two tools are called {name!r}: give one another name, as in '
             "python(name='interpreter')"
           )

@@ -9,7 +9,7 @@ that folders with its `model_type` can be loaded.
 from typing import Any
 
 from jaxrl.models.families.family_spec import FamilySpec
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import unknown_name_error
 from jaxrl.user_code import import_object
 
 # `model_type` → where its `FamilySpec` is.
@@ -75,14 +75,14 @@ def find_family(name: str) -> FamilySpec:
       `path/file.py:NAME` or `package.module:NAME`.
 
   Raises:
-    ConfigError: If there is no such family.
+    ValueError: If there is no such family.
   """
   location = name if ':' in name else {**BUILT_IN, **_registered}.get(name)
   if location is None:
     raise unknown_name_error(name, family_names(), 'family', 'model')
   spec = import_object(location, f'model family {name!r}')
   if not isinstance(spec, FamilySpec):
-    raise ConfigError(
+    raise ValueError(
       f'{location} is a {type(spec).__name__}; a model family is a FamilySpec'
     )
   return spec
@@ -100,12 +100,12 @@ def register(location: str) -> FamilySpec:
     The family.
 
   Raises:
-    ConfigError: If there is none, or if its `model_type` is that of another family.
+    ValueError: If there is none, or if its `model_type` is that of another family.
   """
   spec = find_family(location)
   known = {**BUILT_IN, **_registered}.get(spec.model_type, location)
   if known != location:
-    raise ConfigError(
+    raise ValueError(
       f'{location}: model_type {spec.model_type!r} is already that of {known}'
     )
   _registered[spec.model_type] = location

@@ -7,8 +7,6 @@ by env group `i % G` as its episode `i − i % G`.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.options import ConfigError
-
 
 def allocate_groups(num_groups: int, shares: Mapping[str, float]) -> dict[str, int]:
   """Splits the groups of a step among environment tags by largest remainder.
@@ -23,11 +21,11 @@ def allocate_groups(num_groups: int, shares: Mapping[str, float]) -> dict[str, i
     The number of groups of each tag; they sum to `num_groups`.
 
   Raises:
-    ConfigError: If a share is not positive and finite, or if a tag would get no group.
+    ValueError: If a share is not positive and finite, or if a tag would get no group.
   """
   for tag, share in shares.items():
     if not 0 < share < float('inf'):
-      raise ConfigError(f'env.{tag}.weight={share}: must be positive')
+      raise ValueError(f'env.{tag}.weight={share}: must be positive')
   total = sum(shares.values())
   exact = {tag: num_groups * share / total for tag, share in shares.items()}
   allocated = {tag: int(value) for tag, value in exact.items()}
@@ -38,7 +36,7 @@ def allocate_groups(num_groups: int, shares: Mapping[str, float]) -> dict[str, i
     allocated[tag] += 1
   empty_tags = [tag for tag in allocated if not allocated[tag]]
   if empty_tags:
-    raise ConfigError(
+    raise ValueError(
       f'batch.num_groups={num_groups}: each of the {len(allocated)} '
       f'environment tags needs at least one group per step, but '
       f'{", ".join(empty_tags)} gets none; raise it, or '

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrl.component_calls import Component, as_calls, find_component
+from jaxrl.component_table import Component, ComponentTable, as_calls
 from jaxrl.group_stats import (
   SampleRows,
   rows_by_sample,
@@ -26,7 +26,7 @@ from jaxrl.group_stats import (
   sample_scores,
   without_greedy,
 )
-from jaxrl.options import NOT_NEGATIVE, SHARE, ConfigError, option_ranges
+from jaxrl.options import NOT_NEGATIVE, SHARE, option_ranges
 from jaxrl.rollout.queue.group_pipeline import DropReason, try_group_function
 from jaxrl.types import Group
 
@@ -235,13 +235,18 @@ class InvalidRewardFilter(_BuiltinFilter):
     return False
 
 
-GROUP_FILTERS: dict[str, type] = {
-  'reward_std': RewardStdFilter,
-  'score_range': ScoreRangeFilter,
-  'accuracy': AccuracyFilter,
-  'pass_rate': PassRateFilter,
-  'invalid_reward': InvalidRewardFilter,
-}
+GROUP_FILTERS: ComponentTable[type] = ComponentTable(
+  'group filter',
+  'group_filter',
+  {
+    'reward_std': RewardStdFilter,
+    'score_range': ScoreRangeFilter,
+    'accuracy': AccuracyFilter,
+    'pass_rate': PassRateFilter,
+    'invalid_reward': InvalidRewardFilter,
+  },
+  base=GroupFilter,
+)
 
 
 class GroupFilterChain:
@@ -302,10 +307,10 @@ class GroupFilterChain:
 
 
 def _check_verdict(name: str, verdict: Any) -> None:
-  """Raises ConfigError for what is no verdict, such as the group of a shaper."""
+  """Raises ValueError for what is no verdict, such as the group of a shaper."""
   if not isinstance(verdict, bool | np.bool_ | DropReason):
     kind = 'None' if verdict is None else f'a {type(verdict).__name__}'
-    raise ConfigError(
+    raise ValueError(
       f'group filter {name!r} returns {kind}; it must return True to drop the group, '
       'False to keep it, or a DropReason'
     )
@@ -346,7 +351,7 @@ def make_group_filter(
     The filters as `GroupQueue` takes them, or None if there are none.
 
   Raises:
-    ConfigError: For an unknown name or option, for what is no group filter, and for a
+    ValueError: For an unknown name or option, for what is no group filter, and for a
       filter that would drop every group of this size.
   """
   components = as_calls(filters)
@@ -354,12 +359,10 @@ def make_group_filter(
     return None
   named_filters = []
   for component in components:
-    name, filter_class, options = find_component(
-      component, GROUP_FILTERS, 'group filter', 'group_filter', base=GroupFilter
-    )
+    name, filter_class, options = GROUP_FILTERS.find(component)
     min_samples = getattr(filter_class, 'min_samples', 1)
     if group_size is not None and group_size < min_samples:
-      raise ConfigError(
+      raise ValueError(
         f'group filter {name!r} drops every group of {group_size}: set '
         f'algorithm.group_size to at least {min_samples}, or remove the filter'
       )

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxrl.envs.env_registry import is_valid_reward
 from jaxrl.group_stats import sample_scores
-from jaxrl.options import ConfigError
 from jaxrl.types import Group, Trajectory
 from jaxrl.user_code import user_place
 
@@ -142,12 +141,12 @@ def try_group_function(
       the made-up rows lack what those of its environment have, there is none.
 
   Raises:
-    ConfigError: If the function cannot be called with a group alone.
+    ValueError: If the function cannot be called with a group alone.
   """
   try:
     inspect.signature(function).bind(None)
   except TypeError as error:
-    raise ConfigError(f'{where} cannot be called as (group): {error}') from error
+    raise ValueError(f'{where} cannot be called as (group): {error}') from error
   rows = [
     Trajectory(
       tokens=np.arange(4, dtype=np.int32),

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl import component_calls
-from jaxrl.component_calls import Component, as_calls, find_component
+from jaxrl.component_table import Component, ComponentTable, as_calls, component_name
 from jaxrl.functional import shaping
 from jaxrl.group_stats import (
   RAW_SCORE,
@@ -35,7 +34,6 @@ from jaxrl.options import (
   NOT_NEGATIVE,
   NOT_ZERO,
   SHARE,
-  ConfigError,
   defaults,
   option_ranges,
   unknown_name_error,
@@ -75,10 +73,10 @@ def overlong(
     The group with changed rewards.
 
   Raises:
-    ConfigError: If `max_length` is None.
+    ValueError: If `max_length` is None.
   """
   if max_length is None:
-    raise ConfigError('shaper overlong: set max_length, which is not known here')
+    raise ValueError('set max_length, which is not known here')
   cache_tokens = cache * max_length if 0 < cache < 1 else cache
 
   def penalty(rows: SampleRows) -> float:
@@ -132,7 +130,7 @@ def reward(
     The group with changed rewards.
 
   Raises:
-    ConfigError: For an unknown operand.
+    ValueError: For an unknown operand.
   """
   scores = sample_scores(group)
   operands = {'add': add, 'subtract': subtract, 'multiply': multiply, 'divide': divide}
@@ -232,15 +230,19 @@ def weigh_by_length(
   return _multiply_weights(group, lambda rows: by_sample.get(rows[0].sample_index, 1.0))
 
 
-REWARD_SHAPERS: dict[str, Callable[..., Group]] = {
-  'overlong': overlong,
-  'mask_truncated': mask_truncated,
-  'reward': reward,
-  'clip': clip,
-  'difficulty_mask': difficulty_mask,
-  'difficulty_weights': weigh_by_difficulty,
-  'length_weights': weigh_by_length,
-}
+REWARD_SHAPERS: ComponentTable[Callable[..., Group]] = ComponentTable(
+  'shaper',
+  'reward_shaping',
+  {
+    'overlong': overlong,
+    'mask_truncated': mask_truncated,
+    'reward': reward,
+    'clip': clip,
+    'difficulty_mask': difficulty_mask,
+    'difficulty_weights': weigh_by_difficulty,
+    'length_weights': weigh_by_length,
+  },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,13 +265,13 @@ class RewardShaper:
 
 
 def _check_shaped(shaper: RewardShaperFn, group: Any) -> None:
-  """Raises ConfigError for what is no group, such as the verdict of a filter."""
+  """Raises ValueError for what is no group, such as the verdict of a filter."""
   is_group = isinstance(group, list) and all(isinstance(x, Trajectory) for x in group)
   if not is_group or not group:
     kind = 'None' if group is None else f'a {type(group).__name__}'
     kind = 'an empty list' if group == [] else kind
-    name = component_calls.component_name(shaper)
-    raise ConfigError(
+    name = component_name(shaper)
+    raise ValueError(
       f'reward shaper {name!r} returns {kind}; it must return the group, a list of its '
       'rows with other rewards or weights'
     )
@@ -290,15 +292,13 @@ def make_reward_shaper(
     The shapers as `GroupQueue` takes them, or None if there are none.
 
   Raises:
-    ConfigError: For an unknown name or option, or for what is no reward shaper.
+    ValueError: For an unknown name or option, or for what is no reward shaper.
   """
   bound = []
   for component in as_calls(shapers):
-    name, function, options = find_component(
-      component, REWARD_SHAPERS, 'shaper', 'reward_shaping'
-    )
+    name, function, options = REWARD_SHAPERS.find(component)
     if isinstance(function, type):
-      raise ConfigError(
+      raise ValueError(
         f'shaper {name!r}: {name} is a class; a reward shaper is a function of (group) '
         'that returns the changed group'
       )

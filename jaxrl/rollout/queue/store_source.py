@@ -13,7 +13,6 @@ from jaxrl.data.store.experience_reader import (
   WriterFacts,
 )
 from jaxrl.group_stats import oldest_weights_version, rows_by_sample
-from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_pipeline import (
   DropReason,
   DropTracker,
@@ -110,7 +109,7 @@ class StoreGroupSource:
     Raises:
       StoreTimeoutError: If there is no group when the timeout has passed.
       InsufficientGroupsError: If too many groups were dropped in a row.
-      ConfigError: If an explorer played with other settings.
+      ValueError: If an explorer played with other settings.
       StopRequested: If the user asked to stop.
     """
     if self._max_staleness is not None:
@@ -210,13 +209,13 @@ class StoreGroupSource:
       facts: What the explorer played with.
 
     Raises:
-      ConfigError: If a required fact differs.
+      ValueError: If a required fact differs.
     """
     if facts in self._checked_facts:
       return
     for name, (value, key) in self._required_facts.items():
       if facts.get(name, value) != value:
-        raise ConfigError(
+        raise ValueError(
           f'{self._name}: an explorer played with {name} {facts.get(name)!r}, but this '
           f'run has {value!r}: set {key} to the same value, or use another '
           'store'

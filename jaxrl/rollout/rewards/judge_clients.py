@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
-from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.resumable_generation import (
   generate_or_abort,
   generate_with_resume,
@@ -131,7 +130,7 @@ class OpenAIJudgeClient:
       pause: Seconds before the first retry; doubles with each further one.
 
     Raises:
-      ConfigError: If the URL is not valid.
+      ValueError: If the URL is not valid.
     """
     self._url = validate_judge_url(url)
     self._model = model
@@ -248,11 +247,11 @@ def validate_judge_limits(
     **others: Options that are not limits; ignored.
 
   Raises:
-    ConfigError: If a limit is out of range.
+    ValueError: If a limit is out of range.
   """
   del others
   if timeout <= 0 or concurrency < 1 or retries < 0 or pause < 0:
-    raise ConfigError(
+    raise ValueError(
       f'judge: timeout={timeout:g} must be above 0, concurrency={concurrency} at least '
       f'1, retries={retries} and pause={pause:g} at least 0'
     )
@@ -268,13 +267,13 @@ def validate_judge_url(url: str) -> str:
     The URL without a trailing slash.
 
   Raises:
-    ConfigError: If it is not an HTTP URL, or contains a user or password.
+    ValueError: If it is not an HTTP URL, or contains a user or password.
   """
   parts = urlsplit(url)
   if parts.scheme not in ('http', 'https') or not parts.hostname:
-    raise ConfigError(f'judge: url={url!r}; write http://HOST:PORT/v1 or https://…')
+    raise ValueError(f'judge: url={url!r}; write http://HOST:PORT/v1 or https://…')
   if parts.username or parts.password:
-    raise ConfigError('judge: a key does not belong in the url; set key_env instead')
+    raise ValueError('judge: a key does not belong in the url; set key_env instead')
   return url.rstrip('/')
 
 
@@ -288,12 +287,12 @@ def read_api_key(name: str) -> str:
     The key, or ''.
 
   Raises:
-    ConfigError: If the variable is not set or empty.
+    ValueError: If the variable is not set or empty.
   """
   if not name:
     return ''
   if not os.environ.get(name):
-    raise ConfigError(
+    raise ValueError(
       f'judge: key_env={name!r}: this environment variable is not set, or empty'
     )
   return os.environ[name]

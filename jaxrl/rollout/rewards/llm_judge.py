@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.graders.grader_processes import shared_grader_pool
 from jaxrl.envs.reply_parsing import SCORE_PATTERN, last_number
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import unknown_name_error
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.rewards.reward_pipeline import RewardInput, RewardOutput
 
@@ -73,7 +73,7 @@ class LLMJudge:
       max_tokens: Tokens an answer may have.
 
     Raises:
-      ConfigError: If an option is out of range, or the template has unknown fields.
+      ValueError: If an option is out of range, or the template has unknown fields.
     """
     self._judge = judge
     self._system = system
@@ -85,13 +85,13 @@ class LLMJudge:
     self._temperature = temperature
     self._max_tokens = max_tokens
     if not 1 <= quorum <= votes:
-      raise ConfigError(f'judge: quorum={quorum} must lie in 1 … votes={votes}')
+      raise ValueError(f'judge: quorum={quorum} must lie in 1 … votes={votes}')
     if votes > 1 and temperature == 0:
-      raise ConfigError(
+      raise ValueError(
         f'judge: votes={votes} at temperature=0 would all be the same; set temperature'
       )
     if temperature < 0 or max_tokens < 1:
-      raise ConfigError('judge: temperature must be ≥ 0, and max_tokens ≥ 1')
+      raise ValueError('judge: temperature must be ≥ 0, and max_tokens ≥ 1')
 
   def messages(self, episode: RewardInput) -> list[dict[str, str]]:
     """Builds the prompt about an episode.
@@ -186,20 +186,20 @@ class LLMJudge:
 
 
 def _load_template(template: str) -> str:
-  """Returns the template's text; raises ConfigError for unknown fields."""
+  """Returns the template's text; raises ValueError for unknown fields."""
   if '{' not in template:
     try:
       with open(template, encoding='utf-8') as file:
         template = file.read()
     except OSError as error:
-      raise ConfigError(
+      raise ValueError(
         f'judge: template {template!r} has no field, so it must name a file that can '
         f'be read: {error.strerror}'
       ) from error
   try:
     fields = [name for _, name, _, _ in string.Formatter().parse(template)]
   except ValueError as error:
-    raise ConfigError(
+    raise ValueError(
       f'judge: template: {error} (write {{{{ for a literal brace)'
     ) from error
   names = [name for name in fields if name is not None]
@@ -207,7 +207,7 @@ def _load_template(template: str) -> str:
     if name not in JUDGE_TEMPLATE_FIELDS:
       raise unknown_name_error(name, JUDGE_TEMPLATE_FIELDS, 'field', 'judge: template')
   if not {'reply', 'conversation'} & set(names):
-    raise ConfigError('judge: the template shows neither {reply} nor {conversation}')
+    raise ValueError('judge: the template shows neither {reply} nor {conversation}')
   return template
 
 
@@ -215,9 +215,9 @@ def _validate_pattern(pattern: str) -> str:
   try:
     num_groups = re.compile(pattern).groups
   except re.error as error:
-    raise ConfigError(f'judge: pattern {pattern!r}: {error}') from error
+    raise ValueError(f'judge: pattern {pattern!r}: {error}') from error
   if not num_groups:
-    raise ConfigError(f'judge: pattern {pattern!r} needs a (group) for the number')
+    raise ValueError(f'judge: pattern {pattern!r} needs a (group) for the number')
   return pattern
 
 
@@ -227,7 +227,7 @@ def _validate_scale(scale: Sequence[float]) -> tuple[float, float]:
   except (TypeError, ValueError):
     low = high = 0.0
   if not low < high:
-    raise ConfigError(f'judge: scale={scale!r}; write two numbers, as in (0, 10)')
+    raise ValueError(f'judge: scale={scale!r}; write two numbers, as in (0, 10)')
   return low, high
 
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
 from jaxrl import spans
+from jaxrl.component_table import ComponentTable
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.weights.weight_store import WeightStore
 from jaxrl.types import Params
@@ -100,12 +101,16 @@ def asynchronous(*, interval: int = 1) -> SyncPolicy:
   return SyncPolicy(interval, rollout_driven=False, wait_for='none', drain=False)
 
 
-SYNC_POLICIES: dict[str, Callable[..., SyncPolicy]] = {
-  'fixed': fixed,
-  'explorer': explorer,
-  'trainer': trainer,
-  'asynchronous': asynchronous,
-}
+SYNC_POLICIES: ComponentTable[Callable[..., SyncPolicy]] = ComponentTable(
+  'style',
+  'weight_sync.policy',
+  {
+    'fixed': fixed,
+    'explorer': explorer,
+    'trainer': trainer,
+    'asynchronous': asynchronous,
+  },
+)
 
 
 class DrainableEngines(Protocol):

@@ -325,7 +325,7 @@ def make_packed_batch_builder(
     The builder.
 
   Raises:
-    ConfigError: The packing cannot be combined with the other settings.
+    ValueError: The packing cannot be combined with the other settings.
   """
   # Imported here because only packed rows run several micro-batches in parallel.
   from jaxrl.training.parallelism import parallel_microbatches

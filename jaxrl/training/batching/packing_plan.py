@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.component_calls import ComponentCall, build_component
+from jaxrl.component_table import Component, ComponentTable
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism import sharding
 from jaxrl.types import PackedRows
@@ -75,10 +75,10 @@ def first_fit(
   return Packing(tokens, length, share_prefix, sequences, num_parallel)
 
 
-PACKINGS = {'first_fit': first_fit}
+PACKINGS = ComponentTable('packing', 'batch.packing', {'first_fit': first_fit})
 
 
-def make_packing(packing: ComponentCall | Packing | None) -> Packing | None:
+def make_packing(packing: Component | Packing | None) -> Packing | None:
   """Returns how sequences share rows; None gives each sequence its own.
 
   Args:
@@ -89,7 +89,7 @@ def make_packing(packing: ComponentCall | Packing | None) -> Packing | None:
   """
   if packing is None or isinstance(packing, Packing):
     return packing
-  return build_component(packing, PACKINGS, 'packing', 'packing')
+  return PACKINGS.build(packing)
 
 
 class PackShape(NamedTuple):

@@ -8,7 +8,6 @@ import pytest
 
 from jaxrl.data.store import reader_lease
 from jaxrl.data.store.reader_lease import LeaseLostError, ReaderLease
-from jaxrl.options import ConfigError
 from tests.data.store.stores import drawn, fill, opened, reader, url
 
 HOLD = """
@@ -31,13 +30,13 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(tmp_path):
     text=True,
   )
   assert first.stdout.readline() == 'held\n'
-  with pytest.raises(ConfigError, match=f'process {first.pid} on this machine'):
+  with pytest.raises(ValueError, match=f'process {first.pid} on this machine'):
     ReaderLease(database, 'trainer')
   ReaderLease(database, 'another').close()
   first.kill()
   first.communicate()
   second = ReaderLease(database, 'trainer')
-  with pytest.raises(ConfigError, match=f'process {os.getpid()} on this machine'):
+  with pytest.raises(ValueError, match=f'process {os.getpid()} on this machine'):
     ReaderLease(database, 'trainer')
   second.close()
   ReaderLease(database, 'trainer').close()
@@ -57,7 +56,7 @@ def test_one_elsewhere_is_watched(tmp_path, monkeypatch):
       with database.write() as connection:
         far.check(connection)
 
-  with pytest.raises(ConfigError, match='on far trains from it'):
+  with pytest.raises(ValueError, match='on far trains from it'):
     ReaderLease(database, 'trainer', sleep=beat, say=messages.append)
   assert len(slept) == 3 and 'waiting 30 s' in messages[0]
   silent = ReaderLease(database, 'trainer', sleep=slept.append, say=messages.append)

@@ -102,7 +102,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
   state = first.state_dict()
   first._lease.close()
   second = reader(database)
-  with pytest.raises(ConfigError, match='up to the checkpoint of step 1 in another'):
+  with pytest.raises(ValueError, match='up to the checkpoint of step 1 in another'):
     second.begin()
   second.resume(1, state)
   fill(database, [9])
@@ -111,9 +111,9 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
   second.mark_saved(4)
   second.resume(2, state)  # the newest checkpoints are lost
   assert [drawn(second, step, 2) for step in (2, 3)] == [batches[2], [6, 7]]
-  with pytest.raises(ConfigError, match='another run has used'):
+  with pytest.raises(ValueError, match='another run has used'):
     second.resume(2, state | {'run': 'x'})
-  with pytest.raises(ConfigError, match='another store'):
+  with pytest.raises(ValueError, match='another store'):
     second.resume(2, state | {'store': 'x'})
 
 
@@ -254,7 +254,7 @@ def test_what_names_a_store():
   ],
 )
 def test_what_cannot_be_opened_is_told(name, message):
-  with pytest.raises(ConfigError, match=message) as error:
+  with pytest.raises(ValueError, match=message) as error:
     StoreDatabase(name)
   assert 'secret' not in str(error.value)
 
@@ -265,10 +265,10 @@ def test_other_files_and_other_schemas_are_refused(tmp_path):
   assert opened(tmp_path).id == database.id
   with sqlite3.connect(tmp_path / 'store.db') as raw:
     raw.execute("update jaxrl_store set value = '2' where name = 'schema'")
-  with pytest.raises(ConfigError, match='schema 2; this program reads schema 1'):
+  with pytest.raises(ValueError, match='schema 2; this program reads schema 1'):
     opened(tmp_path)
   (tmp_path / 'store.db').write_text('no database at all' * 100)
-  with pytest.raises(ConfigError, match='not a database'):
+  with pytest.raises(ValueError, match='not a database'):
     opened(tmp_path)
 
 
@@ -282,6 +282,6 @@ def test_a_damaged_store_is_one_line(tmp_path):
   (tmp_path / 'broken.db').write_bytes(bytes(content))
   for suffix in ('-wal', '-shm'):
     (tmp_path / f'broken.db{suffix}').unlink(missing_ok=True)
-  with pytest.raises(ConfigError, match=r'broken\.db') as error:
+  with pytest.raises(ValueError, match=r'broken\.db') as error:
     StoreDatabase(address)
   assert '\n' not in str(error.value) and 'restore it from a copy' in str(error.value)

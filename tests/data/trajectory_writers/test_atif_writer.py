@@ -10,7 +10,6 @@ from jaxrl.data.tool_formats import TOOL_FORMATS
 from jaxrl.data.trajectory_writers.atif_writer import to_atif
 from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
 from jaxrl.data.trajectory_writers.writer import DumpOptions, open_dump
-from jaxrl.options import ConfigError
 from jaxrl.types import Trajectory
 from tests.data.trajectory_writers.dumps import row
 
@@ -159,9 +158,9 @@ def test_a_part_is_a_folder_with_a_document_for_each_trajectory(tmp_path):
   ]
   assert len(documents) == 2
   assert {one.final_metrics.extra['score'] for one in documents} == {2.0}
-  with pytest.raises(ConfigError, match='parts of another run'):
+  with pytest.raises(ValueError, match='parts of another run'):
     open_dump('train', tmp_path, DumpOptions(path))[1].check(fresh=True)
-  with pytest.raises(ConfigError, match='save_content'):
+  with pytest.raises(ValueError, match='save_content'):
     open_dump('train', tmp_path, DumpOptions(path, (('task_idx', 'bigint'),)))
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from jaxrl.data import trajectory_codec
 from jaxrl.data.trajectory_writers.dump_columns import STANDARD_COLUMNS, DumpColumns
-from jaxrl.options import ConfigError
 from tests.data.trajectory_writers.dumps import row
 
 FACTS = {'model_name': 'm', 'mode': 'train'}
@@ -105,14 +104,14 @@ def test_the_content_begins_with_the_messages_and_may_lack_the_arrays():
   ],
 )
 def test_what_is_wrong_is_told_with_the_nearest_name(names, message):
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ValueError, match=message):
     DumpColumns(names, {'given': 'string'})
 
 
 def test_an_environment_cannot_take_a_standard_name_nor_an_unknown_type():
-  with pytest.raises(ConfigError, match='standard'):
+  with pytest.raises(ValueError, match='standard'):
     DumpColumns(env_columns={'mode': 'string'})
-  with pytest.raises(ConfigError, match="Did you mean 'string'"):
+  with pytest.raises(ValueError, match="Did you mean 'string'"):
     DumpColumns(env_columns={'given': 'strng'})
 
 

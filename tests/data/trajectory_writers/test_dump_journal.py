@@ -5,7 +5,6 @@ import random
 import pytest
 
 from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
-from jaxrl.options import ConfigError
 from tests.data.trajectory_writers.dumps import Memory
 
 
@@ -77,5 +76,5 @@ def test_every_item_once_however_often_it_is_cut(tmp_path):
 def test_what_no_ledger_wrote_is_refused(tmp_path):
   DumpJournal(tmp_path, Memory())
   (tmp_path / 't-00000.jsonl').write_text('not json\n')
-  with pytest.raises(ConfigError, match=r', line \d+: not a journal'):
+  with pytest.raises(ValueError, match=r', line \d+: not a journal'):
     DumpJournal(tmp_path, Memory())

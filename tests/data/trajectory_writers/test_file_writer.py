@@ -7,7 +7,6 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl.data.trajectory_writers.file_writer import FileWriter
-from jaxrl.options import ConfigError
 
 TYPES = {'n': 'int', 'x': 'double', 'ok': 'boolean', 'text': 'string'}
 ROWS = [
@@ -45,7 +44,7 @@ def test_an_fsspec_url():
 
 def test_parts_of_another_run_are_not_written_over(tmp_path):
   FileWriter(str(tmp_path), 'train', TYPES).write('t-00000', ROWS)
-  with pytest.raises(ConfigError, match='of another run'):
+  with pytest.raises(ValueError, match='of another run'):
     FileWriter(str(tmp_path), 'train', TYPES).check(fresh=True)
   FileWriter(str(tmp_path), 'train', TYPES).check(fresh=False)
   FileWriter(str(tmp_path), 'val', TYPES).check(fresh=True)
@@ -60,11 +59,11 @@ def test_parts_of_another_run_are_not_written_over(tmp_path):
   ],
 )
 def test_a_wrong_path(path, message):
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ValueError, match=message):
     FileWriter(path, 'train', TYPES)
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path):
   (tmp_path / 'file').write_text('')
-  with pytest.raises(ConfigError, match='cannot write there'):
+  with pytest.raises(ValueError, match='cannot write there'):
     FileWriter(str(tmp_path / 'file' / 'below'), 'train', TYPES).check(fresh=True)

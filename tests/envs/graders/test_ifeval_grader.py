@@ -138,7 +138,7 @@ def test_a_task_of_ifevals_own_files():
   ],
 )
 def test_wrong_rules_are_refused_at_once(rules, message):
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ValueError, match=message):
     make_instructions_grader(rules=parse_calls(rules))
 
 

@@ -152,11 +152,11 @@ def test_a_grader_may_do_without_answers():
 
 
 def test_a_grader_of_the_environment_is_checked_before_one_is_made():
-  with pytest.raises(ConfigError, match='no grader'):
+  with pytest.raises(ValueError, match='no grader'):
     env_factory('math', {'grader': 'maths'})
   refused: list[dict[str, Any]] = [{'strict': True}, {'format_reward': 0.1}]
   for options in refused:
-    with pytest.raises(ConfigError, match='write its options there'):
+    with pytest.raises(ValueError, match='write its options there'):
       MathEnv(grader='exact', **options)
 
 

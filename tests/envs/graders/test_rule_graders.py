@@ -9,7 +9,6 @@ from jaxrl.envs.graders.rule_graders import (
   make_format_grader,
   make_multiple_choice_grader,
 )
-from jaxrl.options import ConfigError
 from tests.envs.graders import choice_replies, exact_replies, format_replies
 
 
@@ -85,7 +84,7 @@ def test_format_by_a_pattern():
   ],
 )
 def test_formats_that_say_nothing_are_refused(options, message):
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ValueError, match=message):
     make_format_grader(**options)
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from jaxrl.envs.tools.function_tool import FunctionTool
 from jaxrl.envs.tools.tool_api import ToolError
-from jaxrl.options import ConfigError
 
 FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))
 
@@ -82,5 +81,5 @@ def test_errors_and_time():
   ],
 )
 def test_wrong_functions_and_options(name, options, words):
-  with pytest.raises(ConfigError, match=words):
+  with pytest.raises(ValueError, match=words):
     FunctionTool(f'{FILE}:{name}', options)

@@ -12,7 +12,6 @@ import pytest
 from jaxrl.envs.tools import mcp_tools
 from jaxrl.envs.tools.mcp_tools import McpStartError, McpTools
 from jaxrl.envs.tools.tool_api import ToolError
-from jaxrl.options import ConfigError
 from tests.processes import wait_for_end
 
 pytestmark = pytest.mark.skipif(
@@ -72,7 +71,7 @@ def test_a_server_of_the_process_is_one_for_all(shared):
   assert call(other, 'remember', word='b') == 'a b'
   other.close()
   assert call(tool, 'remember', word='c') == 'a b c'
-  with pytest.raises(ConfigError, match=r"no tool 'ad'.*add"):
+  with pytest.raises(ValueError, match=r"no tool 'ad'.*add"):
     McpTools(command=COMMAND, per='process', only=('ad',)).start()
 
 
@@ -131,5 +130,5 @@ def test_a_server_that_does_not_start():
 
 def test_wrong_options():
   for options in ({}, {'command': 'no-such-command-here'}):
-    with pytest.raises(ConfigError, match='command'):
+    with pytest.raises(ValueError, match='command'):
       McpTools(**options)

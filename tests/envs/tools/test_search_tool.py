@@ -9,7 +9,6 @@ from jaxrl.data.row_sources import DataError
 from jaxrl.envs.tools import search_tool
 from jaxrl.envs.tools.search_tool import SearchTool
 from jaxrl.envs.tools.tool_api import ToolError
-from jaxrl.options import ConfigError
 
 pytest.importorskip('bm25s')
 ROWS = [
@@ -84,7 +83,7 @@ def test_one_index_for_all(corpus, monkeypatch):
 
 def test_wrong_options(corpus, tmp_path):
   for options in ({}, {'corpus': 'nowhere'}, {'corpus': corpus, 'top_k': 0}):
-    with pytest.raises(ConfigError):
+    with pytest.raises(ValueError):
       SearchTool(**options)
   with pytest.raises(DataError, match=r"'body'.*title, text"):
     SearchTool(corpus=corpus, text_key='body').start()

@@ -11,7 +11,6 @@ import pytest
 from jaxrl.data.tool_formats import UNKNOWN
 from jaxrl.envs.tools.tool_api import ToolError, tool_schema
 from jaxrl.envs.tools.toolbox import Toolbox
-from jaxrl.options import ConfigError
 from tests.calls import make_tools
 
 FILE = str(pathlib.Path(__file__).with_name('own_tools.py'))
@@ -165,7 +164,7 @@ def test_fuzz():
 
 
 def test_two_tools_of_one_name():
-  with pytest.raises(ConfigError, match='two tools are called'):
+  with pytest.raises(ValueError, match='two tools are called'):
     toolbox(Echo(), Echo())
 
 
@@ -196,5 +195,5 @@ def test_tools_by_name_and_ones_own():
   ],
 )
 def test_wrong_specs(spec, words):
-  with pytest.raises(ConfigError, match=words):
+  with pytest.raises(ValueError, match=words):
     make_tools(spec)

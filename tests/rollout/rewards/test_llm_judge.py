@@ -3,7 +3,6 @@
 import pytest
 
 from jaxrl.envs.reply_parsing import SCORE_PATTERN, last_number
-from jaxrl.options import ConfigError
 from jaxrl.rollout.rewards.llm_judge import LLMJudge
 from jaxrl.rollout.rewards.reward_pipeline import RewardInput, ScoringError
 from jaxrl.rollout.thread_pool import ThreadPool
@@ -153,6 +152,6 @@ def test_the_last_number_counts():
   ],
 )
 def test_what_cannot_be_is_said_at_once(options, message):
-  with pytest.raises(ConfigError) as caught:
+  with pytest.raises(ValueError) as caught:
     LLMJudge(None, **options)
   assert message in str(caught.value)

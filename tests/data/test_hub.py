@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxrl.hub import HubName, parse_name
+from jaxrl.data.hub import HubName, parse_name
 from tests.hub_stub import TOKEN, HubRepository, commit_of, serve_hub
 
 LOAD_ROWS = """
@@ -22,7 +22,7 @@ for source in sys.argv[1:]:
 FIND = """
 import os, sys
 from jaxrl.component_calls import ConfigError
-from jaxrl.hub import find_checkpoint
+from jaxrl.data.hub import find_checkpoint
 for name in sys.argv[1:]:
   try:
     folder = find_checkpoint(name.strip('!'), only_config=name.endswith('!'))
