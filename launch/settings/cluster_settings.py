@@ -4,9 +4,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl.component_table import ComponentTable
 from jaxrl.config import with_options_of
 from jaxrl.models.lora import Lora
-from jaxrl.options import ConfigError, check_options, defaults, unknown_name_error
+from jaxrl.options import (
+  AT_LEAST_ONE,
+  NOT_NEGATIVE,
+  ConfigError,
+  Range,
+  check_options,
+  option_ranges,
+  unknown_name_error,
+)
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore
 from jaxrl.run_options import ClusterOptions, RunOptions
 from launch.settings.run_settings import (
@@ -17,6 +26,7 @@ from launch.settings.run_settings import (
 
 WEIGHTS = '--config.weight_sync.transport'
 PLACEMENT = '--config.cluster.placement'
+DEVICE_SHARE = Range(0, 1, excludes_low=True)
 
 _GPU_TO_GPU = ('nccl', 'ipc')
 _NEEDS_RAY = ('object_store', 'shared_memory')
@@ -210,7 +220,10 @@ def transports() -> dict[str, Callable[..., None]]:
   }
 
 
-def split(*, learners: int = 1, devices: int = 0, memory: float = 0.9) -> None:
+@option_ranges(learners=AT_LEAST_ONE, devices=NOT_NEGATIVE, memory=DEVICE_SHARE)
+def split(
+  *, learners: int = 1, devices: int = 0, memory: float = 0.9
+) -> PlacementSettings:
   """Gives learner and engines devices of their own.
 
   Args:
@@ -219,11 +232,14 @@ def split(*, learners: int = 1, devices: int = 0, memory: float = 0.9) -> None:
       or half if the number of engines is open.
     memory: Share of each device that whoever has it may take.
   """
+  options = {'learners': learners, 'devices': devices, 'memory': memory}
+  return PlacementSettings('split', options)
 
 
+@option_ranges(memory=DEVICE_SHARE)
 def colocated(
   *, memory: float = 0.9, learner: float = 0.0, sleep: bool = False
-) -> None:
+) -> PlacementSettings:
   """Has learner and engines share the same devices.
 
   Args:
@@ -233,17 +249,24 @@ def colocated(
       trains. In processes of their own it keeps no weights there either, nor the
       learner its state while the engine generates.
   """
+  options = {'memory': memory, 'learner': learner, 'sleep': sleep}
+  return PlacementSettings('colocated', options)
 
 
-def auto() -> None:
+def auto() -> PlacementSettings:
   """Takes 'split' from two devices on, and 'colocated' on one.
 
   Where the learner's share is more than a machine has, it gets whole machines, with a
   process on each.
   """
+  return PlacementSettings('auto', {})
 
 
-PLACEMENTS = {'auto': auto, 'split': split, 'colocated': colocated}
+PLACEMENTS = ComponentTable(
+  'placement',
+  'cluster.placement',
+  {'auto': auto, 'split': split, 'colocated': colocated},
+)
 
 
 def make_placement(cluster: ClusterOptions) -> PlacementSettings:
@@ -255,16 +278,9 @@ def make_placement(cluster: ClusterOptions) -> PlacementSettings:
   Raises:
     ConfigError: For an unknown placement or option, or a number out of range.
   """
-  name, options = cluster.placement.name, cluster.placement.options
-  if name not in PLACEMENTS:
-    raise unknown_name_error(name, PLACEMENTS, 'placement', PLACEMENT)
-  where = f'{PLACEMENT}={cluster.placement}'
-  check_options(PLACEMENTS[name], options, where)
-  options = {**defaults(PLACEMENTS[name]), **options}
-  if name == 'split' and not cluster.ray:
-    raise ConfigError(f'{where}: needs --config.cluster.ray=true')
-  if options.get('learners', 1) < 1 or options.get('devices', 0) < 0:
-    raise ConfigError(f'{where}: learners must be at least 1, devices at least 0')
-  if not 0 < options.get('memory', 1) <= 1:
-    raise ConfigError(f'{where}: memory is a share of a device, above 0 up to 1')
-  return PlacementSettings(name, options)
+  placement = PLACEMENTS.build(cluster.placement)
+  if placement.name == 'split' and not cluster.ray:
+    raise ConfigError(
+      f'{PLACEMENT}={cluster.placement}: needs --config.cluster.ray=true'
+    )
+  return placement

@@ -10,9 +10,11 @@ import pytest
 
 from jaxrl.config import describe_options
 from jaxrl.data.trajectory_writers.writer import DumpOptions
+from jaxrl.options import ConfigError
+from jaxrl.rollout.rewards.judge_clients import read_api_key, validate_judge_url
 from launch import __main__ as commands
 from launch import evaluate, plan, rollout, train
-from launch.logging.error_pages import PAGES, find_page, print_error
+from launch.logging.error_pages import PAGES, find_page, is_refusal, print_error
 from launch.settings import command_line
 from launch.settings.key_listing import COMMON_KEYS, list_keys
 from launch.settings.logging_settings import LoggingOptions
@@ -193,3 +195,18 @@ def test_every_page_of_an_error_exists_and_speaks_of_its_key():
       assert key[2:] in flags
     else:
       assert any(f'{known}.'.startswith(f'{key}.') for known in keys), key
+
+
+def test_what_the_package_refuses_is_told_from_what_broke_in_it(tmp_path):
+  def raised(function, *args):
+    try:
+      function(*args)
+    except Exception as error:
+      return error
+    raise AssertionError('nothing was raised')
+
+  assert is_refusal(raised(read_api_key, 'A_VARIABLE_THAT_IS_NOT_SET'))
+  assert is_refusal(ConfigError('of any origin'))
+  assert not is_refusal(raised(validate_judge_url, 'http://[::1'))  # of urllib
+  assert not is_refusal(raised(int, 'seven'))
+  assert not is_refusal(ValueError('raised nowhere'))

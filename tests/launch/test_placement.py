@@ -208,7 +208,7 @@ def test_hosts_without_accelerators_have_no_budget_and_say_so(monkeypatch):
       1,
       'budget of memory=0.9',
     ),
-    ('split(memory=1.2)', 'jax', 1, 8, 'a share of a device'),
+    ('split(memory=1.2)', 'jax', 1, 8, r'memory=1\.2 must be in \(0, 1\]'),
     ('split(learner=2)', 'jax', 1, 8, "Did you mean 'learners'"),
     ('colocate', 'jax', 1, 8, "Did you mean 'colocated'"),
   ],

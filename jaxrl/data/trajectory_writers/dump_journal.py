@@ -48,8 +48,8 @@ class DumpJournal:
     part_size: The number of items per part; a folder that already has one keeps it.
 
   Raises:
-    ValueError: If the writer's `check` fails.
-    ValueError: If the folder's files were not written by a journal.
+    ValueError: If the writer's `check` fails, or the folder's files were not written by
+      a journal.
   """
 
   def __init__(

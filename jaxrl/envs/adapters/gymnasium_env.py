@@ -39,8 +39,8 @@ class GymnasiumEnv:
     max_chars: The maximum number of characters of an action.
 
   Raises:
-    ValueError: If the environment cannot be created or its actions cannot be named.
-    ValueError: If `show` is unknown.
+    ValueError: If the environment cannot be created, its actions cannot be named, or
+      `show` is unknown.
   """
 
   uses_dataset = False  # its tasks are seeds

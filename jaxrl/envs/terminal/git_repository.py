@@ -42,8 +42,8 @@ def run_git(
     The standard output.
 
   Raises:
-    ValueError: If git is not installed.
-    ValueError: If the command fails; the error holds its message.
+    ValueError: If git is not installed, or the command fails; the error holds its
+      message.
   """
   program = shutil.which('git')
   if program is None:
