@@ -3,7 +3,7 @@
 # make test        the fast suite         make test-all  what is too slow for it
 # make recipes     comparisons of algorithms and options, docs/recipes.md: ONLY=name SEEDS=5
 # make bench       tables of speed        make lint      format, lint and types
-# make bench-peers  one toy here, in TRL, Tunix and vLLM, each in its own environment
+# make bench-peers  one model (SIZE=toy, mid or smollm2) here, in TRL, Tunix and vLLM
 # make bench-gpu   kernels, train step and decode on one GPU: PYTHON with jax[cuda13]
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
@@ -18,6 +18,7 @@ BIN = $(VENV)/bin
 EXTRAS ?= dev
 CONSTRAINTS ?= constraints.txt
 OVERRIDES ?=
+SIZE ?= toy
 
 # uv does not read pip's configuration: hand it the local wheels that pip is told of.
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
@@ -167,7 +168,9 @@ bench: env
 bench-peers: env
 	-$(MAKE) env-vllm
 	-$(MAKE) .venv-trl/.ready .venv-tunix/.ready
-	$(BIN)/python -m tests.benchmarks.peers --json=runs/bench-peers.json
+	$(BIN)/python -m tests.benchmarks.peers --size=$(SIZE) --json=runs/bench-peers-$(SIZE).json
+	$(BIN)/python -m tests.benchmarks.peers --size=$(SIZE) --ends \
+	  --json=runs/bench-peers-$(SIZE)-ends.json
 
 .venv-trl/.ready .venv-tunix/.ready: .venv-%/.ready: tests/benchmarks/peers/%.txt
 	$(PYTHON) -m venv .venv-$*

@@ -19,15 +19,18 @@ def test_ratios_are_taken_by_round_and_held_against_the_aims():
   theirs = {'trl': figures(1.0, 0.5), 'tunix': figures(0.8, 0.8)}
   vllm = {**figures(1.0, 1.6), 'step_s': []}
   results = {'peers': {'ours': ours, **theirs, 'vllm': vllm}, 'flops': [300e9] * 2}
+  results |= {'size': 'toy'}
   lines = peers.judge(results)
   assert lines == [
-    'step, of TRL, Hugging Face: 0.50, aim 0.75: reached',
-    'step, of Tunix: 0.62, aim 0.5: missed',
-    'decode, of the best, TRL, Hugging Face: 0.80, aim 0.7: missed',
+    'step, of TRL, Hugging Face: 0.50, aim 0.45: missed',
+    'memory, of TRL, Hugging Face: 1.00, aim 0.6: missed',
+    'step, of Tunix: 0.62, aim 0.45: missed',
+    'memory, of Tunix: 1.00, aim 0.6: missed',
+    'decode, of the best, TRL, Hugging Face: 0.80, aim 0.45: missed',
   ]
   head, first, *_, last = peers.table(results)
   assert head[5] == 'ours/its'
-  assert first[:6] == ['jaxrl', '0.750', '0.188', '0.562', '73%', '1.00']
+  assert first[:6] == ['jaxrl', '0.750', '0.188', '0.562', '74%', '1.00']
   assert last[1:6] == ['–'] * 5 and last[8] == '0.25'
 
 

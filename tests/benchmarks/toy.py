@@ -1,8 +1,9 @@
 """One GRPO step of a small model, through the real learner, engine and weight store.
 
 The toy: Qwen3 shape, 3.28 M parameters, float32; 8 prompts of 32 tokens × 8 samples of
-64 tokens, always full length; AdamW, no KL term. Rewards are made up: what is timed
-is generation and learning, not an environment.
+64 tokens, always full length unless PEER_ENDS=1; AdamW, no KL term. PEER_SIZE names
+another of `shape.SIZES`. Rewards are made up: what is timed is generation and learning,
+not an environment.
 """
 
 import asyncio
@@ -68,9 +69,11 @@ class Toy:
     )
     self.weights = InProcessWeightStore(self.engine, device_thread=self.device_thread)
     length = PROMPT - 1 + SAMPLES * (NEW + 1)  # each goes on from the last token
-    # Four micro-batches, two abreast: as tuned.
+    parts = min(PROMPTS, 4)  # micro-batches, two abreast: as tuned
     shared = packing_plan.first_fit(
-      tokens=PROMPTS * length // 4, length=length, sequences=PROMPTS * SAMPLES // 4
+      tokens=PROMPTS * length // parts,
+      length=length,
+      sequences=PROMPTS * SAMPLES // parts,
     )
     self.learner = Learner(
       model,
@@ -89,9 +92,12 @@ class Toy:
     await self.weights.publish(0, self.learner.params)
     await self.engine.warmup()
 
-  async def generate(self, rows: Sequence[Sequence[int]]) -> list[Completion]:
-    """64 new tokens for each row, log-probs with them."""
-    rules = [SamplingParams(max_tokens=NEW, seed=i) for i in range(len(rows))]
+  async def generate(
+    self, rows: Sequence[Sequence[int]], lengths: Sequence[int] = ()
+  ) -> list[Completion]:
+    """New tokens for each row, NEW unless lengths are given, log-probs with them."""
+    counts = lengths or [NEW] * len(rows)
+    rules = [SamplingParams(max_tokens=n, seed=i) for i, n in enumerate(counts)]
     work = (
       self.engine.generate(f'{i}', row, rule)
       for i, (row, rule) in enumerate(zip(rows, rules, strict=True))
@@ -103,7 +109,7 @@ class Toy:
     start = time.perf_counter()
     await self.weights.publish(step + 1, self.learner.params)
     rows = prompts(step, PROMPTS, SAMPLES)
-    completions = await self.generate(rows)
+    completions = await self.generate(rows, shape.lengths(step))
     generated = time.perf_counter()
     metrics = await self.learner.update(_groups(rows, completions, step))
     end = time.perf_counter()
@@ -128,12 +134,13 @@ def _groups(
   groups: list[Group] = [[] for _ in range(PROMPTS)]
   none = np.zeros(PROMPT, np.float32)
   for i, (row, done) in enumerate(zip(rows, completions, strict=True)):
-    reward = np.zeros(PROMPT + NEW, np.float32)
+    length = PROMPT + len(done.tokens)
+    reward = np.zeros(length, np.float32)
     reward[-1] = rewards[i]
     groups[i // SAMPLES].append(
       Trajectory(
         np.concatenate([row, done.tokens]).astype(np.int32),
-        np.arange(PROMPT + NEW) >= PROMPT,
+        np.arange(length) >= PROMPT,
         np.concatenate([none, done.logprobs]),
         reward,
         np.concatenate([none - 1, done.weights_versions]).astype(np.int32),

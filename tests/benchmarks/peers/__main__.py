@@ -1,9 +1,12 @@
-"""`python -m tests.benchmarks.peers`: this package beside its peers, on one toy.
+"""`python -m tests.benchmarks.peers`: this package beside its peers, on one model.
 
 Each peer is a process with an environment of its own, made by `make bench-peers`, and
 all take turns in one run, for other load on the machine changes every figure: only
-ratios within a run mean anything. --only=ours,trl,tunix,vllm picks peers; --json=FILE
-writes the figures too; --python=trl=FILE names a peer's Python.
+ratios within a run mean anything. At a size that memory does not hold several times
+over they run one after the other, this package first and once more at the end.
+--size=toy|mid|smollm2 picks the model and the step, --ends lets samples end at
+different lengths; --only=ours,trl,tunix,vllm picks peers; --json=FILE writes the
+figures too; --python=trl=FILE names a peer's Python.
 """
 
 import argparse
@@ -40,10 +43,10 @@ TORCH = ('trl', 'vllm')
 STEPS = ('ours', 'trl', 'tunix')  # vLLM does not train
 WARM = 3
 # Ours over theirs, at most: what this package aims at.
-AIMS = {'trl': 0.75, 'tunix': 0.5, 'decode': 0.7}
+AIMS = {'step': 0.45, 'decode': 0.45, 'memory': 0.6}
 
 
-def tuned(name: str, folder: str) -> dict[str, str]:
+def tuned(name: str, folder: str, size: str, ends: bool) -> dict[str, str]:
   """The environment in which a peer runs fastest.
 
   For all, malloc keeps its pages. For torch, a thread a processor and, on AMD, MKL's
@@ -56,6 +59,8 @@ def tuned(name: str, folder: str) -> dict[str, str]:
     process_env.REEXEC_FLAG: '1',
   }
   env['PYTHONPATH'] = str(ROOT)
+  env['PEER_SIZE'] = size
+  env['PEER_ENDS'] = str(int(ends))
   if name in TORCH:
     env['OMP_NUM_THREADS'] = str(os.cpu_count())
     if library := fast_path(folder):
@@ -82,7 +87,9 @@ def fast_path(folder: str) -> str:
 class Peer:
   """One process, asked for one thing at a time. Raises RuntimeError when it dies."""
 
-  def __init__(self, name: str, python: str, folder: str):
+  def __init__(
+    self, name: str, python: str, folder: str, size: str = 'toy', ends: bool = False
+  ):
     self.name, self.figures = name, {'step_s': [], 'generate_s': [], 'train_s': []}
     self.figures |= {'decode_s': [], 'mib': []}
     self.errors = open(os.path.join(folder, f'{name}.txt'), 'w+')  # noqa: SIM115
@@ -91,7 +98,7 @@ class Peer:
     self.process = subprocess.Popen(
       command,
       cwd=ROOT,
-      env=tuned(name, folder),
+      env=tuned(name, folder, size, ends),
       stderr=self.errors,
       text=True,
       **pipes,
@@ -119,19 +126,26 @@ class Peer:
     self.errors.close()
 
 
-def warm(peer: Peer) -> None:
+def warm(peer: Peer, steps: int) -> None:
   """Compiles and fills what there is to fill."""
-  for _ in range(WARM if peer.name in STEPS else 0):
+  for _ in range(steps if peer.name in STEPS else 0):
     peer.ask('step')
   for _ in range(2):
     peer.ask('decode')
 
 
-def measure(names: list[str], pythons: dict[str, str], steps: int) -> dict[str, Any]:
+def measure(
+  names: list[str],
+  pythons: dict[str, str],
+  steps: int,
+  size: str = 'toy',
+  ends: bool = False,
+) -> dict[str, Any]:
   """name → lists of seconds, round by round; 'failed': name → why."""
   peers: dict[str, Peer] = {}
   failed: dict[str, str] = {}
-  rates: list[float] = []
+  rates: list[dict[str, float]] = []
+  figures: dict[str, dict[str, list[float]]] = {}
 
   def attempt(name: str, run: Any, *arguments: Any) -> None:
     try:
@@ -144,36 +158,59 @@ def measure(names: list[str], pythons: dict[str, str], steps: int) -> dict[str, 
   def start(name: str, folder: str) -> None:
     if not pathlib.Path(ROOT / pythons[name]).exists():
       raise RuntimeError(f'{pythons[name]} is not there: make bench-peers makes it')
-    peers[name] = Peer(name, str(ROOT / pythons[name]), folder)
-    warm(peers[name])
+    peers[name] = Peer(name, str(ROOT / pythons[name]), folder, size, ends)
+    warm(peers[name], 1 if shape.SIZES[size].alone else WARM)
 
-  with tempfile.TemporaryDirectory() as folder:
+  def take_turns(names: list[str], folder: str, steps: int) -> None:
     try:
       with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: attempt(name, start, name, folder), names))
       for word in ['step'] * steps + ['decode'] * steps:
         for name in list(peers):
           if name == 'ours':
-            attempt(name, lambda: rates.append(peers['ours'].ask('peak')['flops']))
+            attempt(name, lambda: rates.append(peers['ours'].ask('peak')))
           if name not in peers:
             continue
           if word == 'decode' or name in STEPS:
             attempt(name, peers[name].note, word)
     finally:
-      for peer in peers.values():
+      for name, peer in peers.items():
         peer.close()
-  figures = {name: peer.figures for name, peer in peers.items()}
-  return {'peers': figures, 'failed': failed, 'flops': rates}
+        known = figures.setdefault(name, {key: [] for key in peer.figures})
+        for key, values in peer.figures.items():
+          known[key] += values
+      peers.clear()
+
+  with tempfile.TemporaryDirectory() as folder:
+    if shape.SIZES[size].alone:
+      again = ['ours'] if 'ours' in names and len(names) > 1 else []
+      for name in [*names, *again]:
+        take_turns(
+          [name], folder, -(-steps // 2) if again and name == 'ours' else steps
+        )
+    else:
+      take_turns(names, folder, steps)
+  return {
+    'peers': figures,
+    'failed': failed,
+    'size': size,
+    'ends': ends,
+    'flops': [one['flops'] for one in rates],
+    'bytes_per_s': [one['rate'] for one in rates],
+  }
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-  """The median of ours over theirs, each pair of one round."""
+  """The median of ours over theirs, each pair of one round; else of the medians."""
+  if len(ours) != len(theirs):
+    return statistics.median(ours) / statistics.median(theirs)
   return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
   """Rows of the table, the head first."""
   peak = statistics.median(results['flops']) if results['flops'] else 0.0
+  size = shape.SIZES[results['size']]
   ours = results['peers'].get('ours')
   head = ['', 'step, s', 'generate', 'train', 'share', 'ours/its']
   rows = [[*head, 'decode, s', 'tokens/s', 'ours/its', 'MiB']]
@@ -183,14 +220,13 @@ def table(results: dict[str, Any]) -> list[list[str]]:
       step, generate, train = (
         statistics.median(figures[key]) for key in ('step_s', 'generate_s', 'train_s')
       )
-      work = shape.GENERATE_FLOPS + shape.TRAIN_FLOPS
-      share = f'{work / step / peak:.0%}' if peak else '–'
+      share = f'{4 * size.forward_flops / step / peak:.0%}' if peak else '–'
       times = f'{ratio(ours["step_s"], figures["step_s"]):.2f}' if ours else '–'
       row += [f'{step:.3f}', f'{generate:.3f}', f'{train:.3f}', share, times]
     else:
       row += ['–'] * 5
     decode = statistics.median(figures['decode_s'])
-    rate = shape.PROMPTS * shape.SAMPLES * shape.NEW / decode
+    rate = size.prompts * size.samples * size.new / decode
     times = f'{ratio(ours["decode_s"], figures["decode_s"]):.2f}' if ours else '–'
     row += [f'{decode:.3f}', f'{rate:,.0f}', times, f'{max(figures["mib"]):,.0f}']
     rows.append(row)
@@ -206,7 +242,9 @@ def judge(results: dict[str, Any]) -> list[str]:
   for name in ('trl', 'tunix'):
     if name in peers:
       value = ratio(ours['step_s'], peers[name]['step_s'])
-      lines.append(_line(f'step, of {LABELS[name]}', value, AIMS[name]))
+      lines.append(_line(f'step, of {LABELS[name]}', value, AIMS['step']))
+      value = max(ours['mib']) / max(peers[name]['mib'])
+      lines.append(_line(f'memory, of {LABELS[name]}', value, AIMS['memory']))
   others = {
     n: statistics.median(p['decode_s']) for n, p in peers.items() if n != 'ours'
   }
@@ -222,19 +260,33 @@ def _line(what: str, value: float, aim: float) -> str:
 
 
 def show(results: dict[str, Any]) -> None:
-  print('\nOne step of the toy (3.28 M parameters, 8 prompts × 8, 32 + 64 tokens,')
-  print('float32) and 64 × 64 tokens decoded with log-probs: medians; ratios by round')
-  rows = table(results)
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  for first, *rest in rows:
+  size = shape.SIZES[results['size']]
+  rows, ends = size.prompts * size.samples, results['ends']
+  print(
+    f'\nOne step of {size.about}, {size.prompts} prompts × {size.samples}, '
+    f'{size.prompt} + {"up to " if ends else ""}{size.new} tokens,\nfloat32) and '
+    f'{rows} × {"as many" if ends else size.new} tokens decoded with log-probs: '
+    f'medians; ratios {"of them" if size.alone else "by round"}'
+  )
+  cells_of = table(results)
+  widths = [max(len(row[i]) for row in cells_of) for i in range(len(cells_of[0]))]
+  for first, *rest in cells_of:
     cells = [f'{cell:>{w}}' for cell, w in zip(rest, widths[1:], strict=True)]
     print('  ' + '  '.join([f'{first:<{widths[0]}}', *cells]))
   if results['flops']:
     rates = [rate / 1e9 for rate in results['flops']]
     spread = f'{min(rates):.0f}–{max(rates):.0f}'
+    memory = statistics.median(results['bytes_per_s'])
     print(
-      f'  peak: {statistics.median(rates):.0f} [{spread}] GFLOP/s, measured between'
+      f'  peak: {statistics.median(rates):.0f} [{spread}] GFLOP/s and '
+      f'{memory / 1e9:.1f} GB/s, measured between'
     )
+    if (ours := results['peers'].get('ours')) and not ends:
+      least = size.decode_bytes / memory
+      print(
+        f'  decoding reads weights and cache once a token: {least:.2f} s at that rate, '
+        f'{least / statistics.median(ours["decode_s"]):.0%} of what ours takes'
+      )
   for line in judge(results):
     print(f'  {line}')
   for name, why in results['failed'].items():
@@ -246,12 +298,14 @@ def main() -> None:
   parser.add_argument('--json', default='')
   parser.add_argument('--only', default=','.join(PYTHON))
   parser.add_argument('--steps', type=int, default=8)
+  parser.add_argument('--size', choices=list(shape.SIZES), default='toy')
+  parser.add_argument('--ends', action='store_true')
   parser.add_argument('--python', action='append', default=[], metavar='PEER=FILE')
   flags = parser.parse_args()
   pythons = PYTHON | dict(pair.split('=', 1) for pair in flags.python)
   print(f'{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the run')
   start = time.time()
-  results = measure(flags.only.split(','), pythons, flags.steps)
+  results = measure(flags.only.split(','), pythons, flags.steps, flags.size, flags.ends)
   results |= {'load_after': os.getloadavg(), 'seconds': time.time() - start}
   results |= {'python': platform.python_version(), 'cores': os.cpu_count()}
   show(results)

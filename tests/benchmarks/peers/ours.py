@@ -11,10 +11,13 @@ def main() -> None:
   run = toy.Toy(decode_steps=64, share=True)
   wait(run.start())
 
-  def decode(rows: list[list[int]]) -> int:
-    return sum(len(done.tokens) for done in wait(run.generate(rows)))
+  def decode(rows: list[list[int]], lengths: list[int]) -> int:
+    return sum(len(done.tokens) for done in wait(run.generate(rows, lengths)))
 
-  turns, step = Turns(decode, peak=machine.matmul_peak), 0
+  def rates() -> tuple[float, float]:
+    return machine.matmul_peak(), machine.memory_rate()
+
+  turns, step = Turns(decode, peak=rates), 0
   while turns.next():
     phases = wait(run.step(step))
     turns.generate_s, step = phases['generate'], step + 1

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+  LogitsProcessor,
   PreTrainedTokenizerFast,
   Qwen3Config,
   Qwen3ForCausalLM,
@@ -19,6 +20,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.benchmarks.peers import shape
 from tests.benchmarks.peers.shape import Turns
+
+END = shape.MODEL['vocab_size'] - 1  # with ENDS, the token that ends a sample
 
 
 def config() -> Qwen3Config:
@@ -32,21 +35,36 @@ def config() -> Qwen3Config:
     head_dim=m['head_dim'],
     intermediate_size=m['intermediate_size'],
     tie_word_embeddings=True,
-    max_position_embeddings=128,
+    max_position_embeddings=256,
     bos_token_id=None,
-    eos_token_id=None,
+    eos_token_id=END if shape.ENDS else None,
     pad_token_id=0,
   )
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-  """Token i is the word i; the end is a word that the model cannot say."""
+  """Token i is the word i; the end, but for ENDS, is one that the model cannot say."""
   words = {str(i): i for i in range(shape.MODEL['vocab_size'])}
   bare = Tokenizer(models.WordLevel(words, unk_token='0'))
   bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  end = str(END) if shape.ENDS else '</s>'
   return PreTrainedTokenizerFast(
-    tokenizer_object=bare, pad_token='0', unk_token='0', eos_token='</s>'
+    tokenizer_object=bare, pad_token='0', unk_token='0', eos_token=end
   )
+
+
+class EndsAt(LogitsProcessor):
+  """Ends each sample at a given length, and never before."""
+
+  def __init__(self, lengths: list[int]):
+    self.last = torch.tensor(lengths) + shape.PROMPT - 1
+
+  def __call__(self, input_ids, scores):
+    scores[:, END] = -torch.inf
+    ends = self.last <= input_ids.shape[1]
+    scores[ends] = -torch.inf
+    scores[ends, END] = 0.0
+    return scores
 
 
 class Gate(TrainerCallback):
@@ -58,6 +76,11 @@ class Gate(TrainerCallback):
   def on_step_begin(self, args, state, control, **kwargs):
     if not self.turns.next():
       os._exit(0)  # in the middle of a step there is no other way out
+
+
+def ends(lengths: list[int]) -> dict[str, Any]:
+  """Arguments of `generate` that end each sample at a length."""
+  return {'logits_processor': [EndsAt(lengths)]} if shape.ENDS else {}
 
 
 def main() -> None:
@@ -92,14 +115,17 @@ def main() -> None:
     processing_class=tokenizer(),
   )
 
+  generate = model.generate
+
   @torch.no_grad()
-  def decode(rows: list[list[int]]) -> int:
+  def decode(rows: list[list[int]], lengths: list[int]) -> int:
     ids = torch.tensor(rows)
     model.eval()
-    out: Any = model.generate(
+    out: Any = generate(
       input_ids=ids,
       attention_mask=torch.ones_like(ids),
       max_new_tokens=shape.NEW,
+      **ends(lengths),
       do_sample=True,
       top_k=0,
       top_p=1.0,
@@ -110,9 +136,16 @@ def main() -> None:
       out.sequences, out.scores, normalize_logits=True
     )
     model.train()
-    return scored.numel()
+    return sum(lengths) if shape.ENDS else scored.numel()
 
   turns = Turns(decode)
+  if shape.ENDS:
+
+    def generate_to_lengths(*args: Any, **kwargs: Any) -> Any:
+      return generate(*args, **kwargs, **ends(shape.lengths(turns.step)))
+
+    trainer_model: Any = model
+    trainer_model.generate = generate_to_lengths
   trainer._generate = turns.generating(trainer._generate)
   trainer.add_callback(Gate(turns))
   trainer.train()

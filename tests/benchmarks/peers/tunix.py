@@ -2,6 +2,7 @@
 
 import logging
 import random
+import sys
 from typing import Any
 
 import jax
@@ -90,6 +91,8 @@ def cluster(mesh: Mesh) -> rl_cluster.RLCluster:
 
 
 def main() -> None:
+  if shape.ENDS:
+    sys.exit('its sampler ends samples by tokens alone, not at lengths that are given')
   logging.disable(logging.WARNING)
   mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ('fsdp', 'tp'))
   draw = random.Random(0)
@@ -102,7 +105,8 @@ def main() -> None:
     )
   whole = run.generate
 
-  def decode(rows: list[list[int]]) -> int:
+  def decode(rows: list[list[int]], lengths: list[int]) -> int:
+    del lengths  # all are as long
     texts = [' '.join(map(str, row)) for row in rows]
     out = whole(texts, mode=rl_cluster.Mode.EVAL)
     return sum(len(logprobs) for logprobs in out.logprobs or ())

@@ -26,7 +26,7 @@ def checkpoint(folder: str) -> None:
     head_dim=m['head_dim'],
     intermediate_size=m['intermediate_size'],
     tie_word_embeddings=True,
-    max_position_embeddings=128,
+    max_position_embeddings=256,
     architectures=['Qwen3ForCausalLM'],
   )
   torch.manual_seed(0)
@@ -40,21 +40,24 @@ def main() -> None:
       model=folder,
       skip_tokenizer_init=True,
       dtype='float32',
-      max_model_len=128,
+      max_model_len=256,
       max_num_seqs=shape.PROMPTS * shape.SAMPLES,
       enforce_eager=True,
     )
-  sampling = SamplingParams(
-    max_tokens=shape.NEW,
-    temperature=1.0,
-    ignore_eos=True,
-    logprobs=0,
-    detokenize=False,
-  )
 
-  def decode(rows: list[list[int]]) -> int:
+  def decode(rows: list[list[int]], lengths: list[int]) -> int:
     inputs = [{'prompt_token_ids': row} for row in rows]
-    done = engine.generate(inputs, sampling, use_tqdm=False)
+    rules = [
+      SamplingParams(
+        max_tokens=length,
+        temperature=1.0,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+      )
+      for length in lengths
+    ]
+    done = engine.generate(inputs, rules, use_tqdm=False)
     return sum(len(out.outputs[0].logprobs) for out in done)
 
   Turns(decode).next()
