@@ -55,7 +55,7 @@ PLAYED: dict[str, tuple[dict[str, Any], list[str], Any]] = {  # options, replies
 OPTIONAL = ('reasoning_gym', 'textarena')  # packages by the same names
 
 
-class _Free:
+class FreeEngine:
   """An engine that costs nothing."""
 
   async def generate(self, request_id: str, token_ids: Any, sampling: Any) -> Any:
@@ -66,7 +66,7 @@ async def _episodes(groups: int, size: int) -> tuple[float, float]:
   """Seconds an episode, of the wall clock and of the processor."""
   queue = GroupQueue(num_groups=groups, group_size=size, num_env_groups=groups)
   pool = ThreadPool()
-  world = EnvContext(EchoEnv, _Free(), FakeChat(), pool, queue)  # pyright: ignore
+  world = EnvContext(EchoEnv, FreeEngine(), FakeChat(), pool, queue)  # pyright: ignore
   worker = EnvWorker(world, partition_envs(groups, size, 1)[0])
   task = asyncio.create_task(worker.run({'seed': 0}))
   steps = max(EPISODES // (groups * size), 1)

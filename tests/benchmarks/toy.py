@@ -29,22 +29,18 @@ from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.types import Completion, Group, SamplingParams, Trajectory
 from tests.benchmarks import machine
 from tests.benchmarks.peers import shape
-from tests.benchmarks.peers.shape import (
-  GENERATE_FLOPS,
-  NEW,
-  PROMPT,
-  PROMPTS,
-  SAMPLES,
-  TRAIN_FLOPS,
-)
+from tests.benchmarks.peers.shape import GENERATE_FLOPS, TRAIN_FLOPS
 
-CONFIG = ModelConfig(**shape.MODEL)
+SIZE = shape.SIZE
+CONFIG = ModelConfig(**SIZE.model)
+ROWS = SIZE.prompts * SIZE.samples
 WARM_STEPS = 3
 
 
 class Toy:
   """The parts of a run, and one method a phase. remat, entropy: the learner's.
   exact, kernels: of both. share: each prompt is learned from once for its samples.
+  size: of model and step.
   """
 
   def __init__(
@@ -56,31 +52,33 @@ class Toy:
     exact: bool = False,
     kernels: str = 'auto',
     share: bool = False,
+    size: shape.Size = SIZE,
   ):
+    self.size, rows = size, size.prompts * size.samples
     self.device_thread = DeviceThread()
-    mode = Exact.for_slots(PROMPTS * SAMPLES) if exact else None
-    model = TransformerLM(CONFIG, remat=remat, exact=mode, kernels=kernels)
+    mode = Exact.for_slots(rows) if exact else None
+    config = ModelConfig(**size.model)
+    model = TransformerLM(config, remat=remat, exact=mode, kernels=kernels)
     self.engine = JaxEngine(
       model,
       device_thread=self.device_thread,
-      max_num_seqs=PROMPTS * SAMPLES,
-      max_length=PROMPT + NEW,
+      max_num_seqs=rows,
+      max_length=size.prompt + size.new,
       decode_steps=decode_steps,
     )
     self.weights = InProcessWeightStore(self.engine, device_thread=self.device_thread)
-    length = PROMPT - 1 + SAMPLES * (NEW + 1)  # each goes on from the last token
-    parts = min(PROMPTS, 4)  # micro-batches, two abreast: as tuned
+    # Each sample goes on from the prompt's last token.
+    length = size.prompt - 1 + size.samples * (size.new + 1)
+    parts = min(size.prompts, 4)  # micro-batches, two abreast: as tuned
     shared = packing_plan.first_fit(
-      tokens=PROMPTS * length // parts,
-      length=length,
-      sequences=PROMPTS * SAMPLES // parts,
+      tokens=size.prompts * length // parts, length=length, sequences=rows // parts
     )
     self.learner = Learner(
       model,
       model.init(jax.random.key(0)),
       registry.make('grpo', {'kl_coef': 0.0}),
-      num_rows=PROMPTS * SAMPLES,
-      length_buckets=(PROMPT + NEW,),
+      num_rows=rows,
+      length_buckets=(size.prompt + size.new,),
       optimizer=make_optimizer(OptimizerOptions(learning_rate=shape.LEARNING_RATE)),
       device_thread=self.device_thread,
       options=LearnerOptions(log_entropy=entropy, packing=shared if share else ''),
@@ -95,8 +93,8 @@ class Toy:
   async def generate(
     self, rows: Sequence[Sequence[int]], lengths: Sequence[int] = ()
   ) -> list[Completion]:
-    """New tokens for each row, NEW unless lengths are given, log-probs with them."""
-    counts = lengths or [NEW] * len(rows)
+    """New tokens with log-probs for each row, all that `size` has unless told."""
+    counts = lengths or [self.size.new] * len(rows)
     rules = [SamplingParams(max_tokens=n, seed=i) for i, n in enumerate(counts)]
     work = (
       self.engine.generate(f'{i}', row, rule)
@@ -108,10 +106,11 @@ class Toy:
     """One whole step; seconds by phase."""
     start = time.perf_counter()
     await self.weights.publish(step + 1, self.learner.params)
-    rows = prompts(step, PROMPTS, SAMPLES)
-    completions = await self.generate(rows, shape.lengths(step))
+    size = self.size
+    rows = prompts(step, size.prompts, size.samples, size)
+    completions = await self.generate(rows, shape.lengths(step, size))
     generated = time.perf_counter()
-    metrics = await self.learner.update(_groups(rows, completions, step))
+    metrics = await self.learner.update(_groups(rows, completions, step, size))
     end = time.perf_counter()
     assert metrics['mismatch/logprob_difference'] < 1e-3, metrics
     return {
@@ -121,31 +120,33 @@ class Toy:
     }
 
 
-def prompts(seed: int, distinct: int, samples: int) -> list[list[int]]:
+def prompts(
+  seed: int, distinct: int, samples: int, size: shape.Size = SIZE
+) -> list[list[int]]:
   draw = np.random.default_rng(seed)
-  rows = draw.integers(1, CONFIG.vocab_size, (distinct, PROMPT)).tolist()
+  rows = draw.integers(1, size.model['vocab_size'], (distinct, size.prompt)).tolist()
   return [row for row in rows for _ in range(samples)]
 
 
 def _groups(
-  rows: list[list[int]], completions: list[Completion], step: int
+  rows: list[list[int]], completions: list[Completion], step: int, size: shape.Size
 ) -> list[Group]:
   rewards = np.random.default_rng((step, 1)).random(len(rows), np.float32)
-  groups: list[Group] = [[] for _ in range(PROMPTS)]
-  none = np.zeros(PROMPT, np.float32)
+  groups: list[Group] = [[] for _ in range(size.prompts)]
+  none = np.zeros(size.prompt, np.float32)
   for i, (row, done) in enumerate(zip(rows, completions, strict=True)):
-    length = PROMPT + len(done.tokens)
+    length = size.prompt + len(done.tokens)
     reward = np.zeros(length, np.float32)
     reward[-1] = rewards[i]
-    groups[i // SAMPLES].append(
+    groups[i // size.samples].append(
       Trajectory(
         np.concatenate([row, done.tokens]).astype(np.int32),
-        np.arange(length) >= PROMPT,
+        np.arange(length) >= size.prompt,
         np.concatenate([none, done.logprobs]),
         reward,
         np.concatenate([none - 1, done.weights_versions]).astype(np.int32),
-        env_group=i // SAMPLES,
-        sample_index=i % SAMPLES,
+        env_group=i // size.samples,
+        sample_index=i % size.samples,
       )
     )
   return groups
@@ -168,8 +169,8 @@ async def _measure(steps: int, decodes: int, options: dict) -> dict[str, float]:
     for round_ in range(decodes):  # every prompt another: all 64 are prefilled
       await toy.weights.publish(1000 + round_, toy.learner.params)
       start = time.perf_counter()
-      await toy.generate(prompts(round_, PROMPTS * SAMPLES, 1))
-      rates.append(PROMPTS * SAMPLES * NEW / (time.perf_counter() - start))
+      await toy.generate(prompts(round_, ROWS, 1))
+      rates.append(ROWS * SIZE.new / (time.perf_counter() - start))
   toy.device_thread.close()
   times, peaks = times[WARM_STEPS:], peaks[WARM_STEPS:]
   medians = {name: statistics.median(t[name] for t in times) for name in times[0]}
@@ -183,7 +184,7 @@ async def _measure(steps: int, decodes: int, options: dict) -> dict[str, float]:
     'share': whole / peak / medians['step'],
     'train_share': TRAIN_FLOPS / peak / medians['train'],
     'generate_share': GENERATE_FLOPS / peak / medians['generate'],
-    'tokens_per_s': PROMPTS * SAMPLES * NEW / medians['generate'],
+    'tokens_per_s': ROWS * SIZE.new / medians['generate'],
     'decode_tokens_per_s': statistics.median(rates) if rates else 0.0,
     'programs': counter.count,
     'programs_after_warmup': late,

@@ -163,6 +163,8 @@ class GroupQueue:
     self.step = 0
     self.counts: Counter[str] = Counter()
     self._active: dict[int, GroupState] = {}  # groups in play, by number
+    # The same by env group, since every lease asks for those of one.
+    self._active_of: dict[int, dict[int, GroupState]] = defaultdict(dict)
     self._ready = ReadyGroups()
     self._results = GroupResults()
     self._leases: dict[tuple[int, int], int] = {}  # (group_id, env_id) → group number
@@ -455,12 +457,12 @@ class GroupQueue:
 
   def _active_groups(self, group_id: int) -> list[GroupState]:
     """Returns the groups that an env group is playing, in the order of numbers."""
-    numbers = (n for n in self._active if n % self.num_env_groups == group_id)
-    return [self._active[number] for number in sorted(numbers)]
+    return [group for _, group in sorted(self._active_of[group_id].items())]
 
   def _add_group(self, number: int) -> GroupState:
     group = GroupState(number, self.step, self._num_started, self._greedy)
     self._active[number] = group
+    self._active_of[number % self.num_env_groups][number] = group
     self._wake([number % self.num_env_groups])
     return group
 
@@ -559,6 +561,7 @@ class GroupQueue:
   def _close_group(self, group: GroupState) -> None:
     """Removes a group from play and takes its leases back."""
     del self._active[group.number]
+    del self._active_of[group.number % self.num_env_groups][group.number]
     group_id = group.number % self.num_env_groups
     for env_id, (sample_index, _) in group.leases.items():
       del self._leases[group_id, env_id]

@@ -110,13 +110,13 @@ def prompts(seed: int, distinct: int, samples: int = 1) -> list[list[int]]:
   return [row for row in rows for _ in range(samples)]
 
 
-def lengths(seed: int) -> list[int]:
-  """How many tokens each sample has: NEW, or with ENDS from an eighth of it to NEW."""
-  count = PROMPTS * SAMPLES
+def lengths(seed: int, size: Size = SIZE) -> list[int]:
+  """How many tokens each sample has: all new ones, or with ENDS an eighth or more."""
+  count = size.prompts * size.samples
   if not ENDS:
-    return [NEW] * count
+    return [size.new] * count
   draw = random.Random(f'lengths {seed}')
-  return [draw.randint(NEW // 8, NEW) for _ in range(count)]
+  return [draw.randint(size.new // 8, size.new) for _ in range(count)]
 
 
 class Turns:
