@@ -28,6 +28,7 @@ def attention(
   window: int = 0,
   softcap: float = 0.0,
   scale: float | None = None,
+  row_segments: int = 0,
   kernels: str = 'auto',
   platform: str | None = None,
   shard: Callable[..., Callable[..., jax.Array]] | None = None,
@@ -52,6 +53,9 @@ def attention(
     softcap: Soft cap on scores: a score s becomes softcap · tanh(s / softcap). 0 for
       none.
     scale: Factor on the products of queries and keys; None for d^−½.
+    row_segments: The most segments of a row, which then begin in its first column, lie
+      side by side and have the padding behind them; the output at padding is undefined.
+      0 if nothing is known of rows. On GPUs it saves a mask.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
     shard: Wraps a function so that each device runs it on its own shards:
@@ -74,7 +78,13 @@ def attention(
     from kernels import flash_attention  # for accelerators alone
 
     candidates = flash_attention.candidates(
-      q, k, prefix_ids, platform=platform, sinks=sinks is not None, **rules
+      q,
+      k,
+      prefix_ids,
+      platform=platform,
+      row_segments=row_segments,
+      sinks=sinks is not None,
+      **rules,
     )
   candidates |= {REFERENCE: reference_attention}
   name = choose('attention', candidates, platform=platform, option=kernels)

@@ -14,7 +14,8 @@ and, as 'conv' `[S, W − 1, channels]`, the last inputs of its convolutions. De
 overwrites them, so that a prompt's are there only until the first token is decoded; at
 position 0 they are not read.
 
-Where decode has a kernel, the layout is that of `jaxrl.models.paged_cache` instead.
+Where decode has a kernel, the layout is that of `jaxrl.models.decoding.paged_cache`
+instead.
 """
 
 from typing import Any
@@ -236,7 +237,7 @@ def paging_obstacle(config: ModelConfig) -> str:
 
 
 def is_paged(cache: Cache) -> bool:
-  """Returns True if a cache has the layout of `jaxrl.models.paged_cache`.
+  """Returns True if a cache has the layout of `jaxrl.models.decoding.paged_cache`.
 
   Args:
     cache: The cache.
@@ -275,7 +276,7 @@ def axes(cache: Cache, name: str = 'k') -> tuple[str | None, ...]:
   if name == 'conv':
     return 'batch', None, None
   if is_paged(cache):
-    from jaxrl.models import paged_cache  # for kernels of accelerators
+    from jaxrl.models.decoding import paged_cache  # for kernels of accelerators
 
     return paged_cache.AXES
   has_latents = not any(cache['v'])  # which all heads read
@@ -335,7 +336,7 @@ def insert(
       f'a prefill of width {width} does not fit a cache of length {length(cache)}'
     )
   if is_paged(cache):
-    from jaxrl.models import paged_cache  # for kernels of accelerators
+    from jaxrl.models.decoding import paged_cache  # for kernels of accelerators
 
     return paged_cache.insert(cache, kept, row_index, slots)
   num_slots = jax.tree.leaves(cache)[0].shape[0]
@@ -419,7 +420,7 @@ def copy(cache: Cache, table: jax.Array, count: jax.Array) -> Cache:
     The cache.
   """
   if is_paged(cache):
-    from jaxrl.models import paged_cache  # for kernels of accelerators
+    from jaxrl.models.decoding import paged_cache  # for kernels of accelerators
 
     return paged_cache.copy(cache, table, count)
 

@@ -50,8 +50,10 @@ def attention_cases(sizes: tuple[int, ...]) -> Iterator[Case]:
   first = jnp.where(ids > 1, 1, 0)  # the second to the last segment see the first
   for name, key_dim, segments, options in (
     ('four segments', dim, ids, {}),
+    ('four known segments', dim, ids, {'row_segments': 4}),
+    ('one segment', dim, whole, {'row_segments': 1}),
     ('shared prompt', dim, ids, {'prefix_ids': first}),
-    ('window of 100', dim, whole, {'window': 100}),
+    ('window of 100', dim, whole, {'window': 100, 'row_segments': 1}),
     ('keys wider than values', 3 * dim // 2, whole, {}),
   ):
     shapes = (heads, key_dim), (kv_heads, key_dim), (kv_heads, dim)
