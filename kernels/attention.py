@@ -272,7 +272,7 @@ def decode_attention(
   k_chunks: Sequence[jax.Array],
   v_chunks: Sequence[jax.Array],
   positions: jax.Array,
-  limit: jax.Array,
+  limit: jax.Array | None,
   *,
   sinks: jax.Array | None = None,
   window: int = 0,
@@ -293,7 +293,8 @@ def decode_attention(
     v_chunks: Values of the chunks, each `[S, K, C, d]`; () if the keys are also the
       values.
     positions: Position of each query, `[S]` int32.
-    limit: Scalar int32 > max(positions). Chunks that start at or after it are not read.
+    limit: Scalar int32 > max(positions). Chunks that start at or after it are not read;
+      None reads all of them.
     sinks: As in `attention`.
     window: As in `attention`.
     softcap: As in `attention`.
@@ -314,8 +315,9 @@ def decode_attention(
 
   state, start = chunk_state(q, sinks), 0
   for k, v in zip(k_chunks, v_chunks or (None,) * len(k_chunks), strict=True):
-    if start == 0:  # always read: it holds the first position of every slot
-      state = attend(state, k, v, 0)
+    # The first one is always read: it holds the first position of every slot.
+    if start == 0 or limit is None:
+      state = attend(state, k, v, start)
     else:
       run = functools.partial(attend, start=start)
       state = jax.lax.cond(start < limit, run, lambda s, *_: s, state, k, v)

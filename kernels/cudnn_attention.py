@@ -193,6 +193,54 @@ def masked(
   return out[:, :length]
 
 
+def decode(
+  q: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  lengths: jax.Array,
+  *,
+  implementation: Implementation = 'cudnn',
+) -> jax.Array:
+  """Computes attention from one query per slot to the first positions of its cache.
+
+  The result of a slot depends neither on other slots nor on the cache past its length.
+
+  Args:
+    q: Queries `[S, H, d]`.
+    keys: Cached keys `[S, T, K, d]`.
+    values: Cached values `[S, T, K, d]`.
+    lengths: Positions that each slot attends to, from its first one on, `[S]` int32, at
+      least 1.
+    implementation: Implementation in JAX: 'cudnn', or 'xla' for tests.
+
+  Returns:
+    Output `[S, H, d]` float32.
+  """
+  out = jax.nn.dot_product_attention(
+    q[:, None],
+    keys,
+    values,
+    query_seq_lengths=jnp.ones_like(lengths),
+    key_value_seq_lengths=lengths,
+    implementation=implementation,
+  )
+  return out[:, 0].astype(jnp.float32)
+
+
+def decode_obstacle(heads: int, kv_heads: int, head_dim: int, dtype: str) -> str:
+  """Returns why `decode` cannot be used on the GPU here; '' if it can.
+
+  Args:
+    heads: Query heads H.
+    kv_heads: Key-value heads K.
+    head_dim: Dimension d of a head.
+    dtype: Dtype of the cache.
+  """
+  if dtype != 'bfloat16':
+    return f'does not take {dtype}'
+  return _trace_error(decode, (1, heads, head_dim), (1, 64, kv_heads, head_dim))
+
+
 def candidates(
   q: jax.Array,
   k: jax.Array,
@@ -276,7 +324,7 @@ def _trace_error(
 ) -> str:
   """Returns why a way cannot be taken for shapes on the device here; '' if it can."""
   q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (queries, keys))
-  ids = jax.ShapeDtypeStruct(queries[:2], jnp.int32)
+  ids = jax.ShapeDtypeStruct(queries[: len(queries) - 2], jnp.int32)
   try:  # JAX checks cuDNN's version and the device at trace time
     jax.eval_shape(functools.partial(function, **options), q, k, k, ids)
   except Exception as error:  # the checks raise different classes

@@ -409,12 +409,13 @@ class TransformerLM:
       sizes = [exact_mode.CHUNK] * -(-max_length // exact_mode.CHUNK)
     elif not self.router_replay and platform_of(self.platform) != 'cpu':
       # Not for a router's replay, whose cache has a token's experts beside.
-      from jaxrl.models.decoding import paged_cache
+      from jaxrl.models import decoding
 
-      why = caches.paging_obstacle(self.config)
-      options = {'obstacle': why, 'kernels': self.kernels, 'platform': self.platform}
-      if paged_cache.has_kernel(self.config, self.dtype, **options):
-        return paged_cache.empty(self.config, num_slots, max_length, self.dtype)
+      layout = decoding.choose_layout(
+        *(self.config, self.dtype), kernels=self.kernels, platform=self.platform
+      )
+      if layout is not None:
+        return layout.empty(self.config, num_slots, max_length, self.dtype)
     return caches.empty(
       *(self.config, num_slots, max_length, self.dtype),
       sizes=sizes,

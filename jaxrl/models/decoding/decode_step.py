@@ -10,6 +10,7 @@ from jaxrl.models import kv_cache as caches
 from jaxrl.models.kv_cache import Cache
 from jaxrl.types import Params
 from kernels.attention import decode_attention
+from kernels.dispatch import platform_of
 
 
 def decode(
@@ -37,6 +38,8 @@ def decode(
   """
   x, own_rotations, extras = model.enter(params, tokens, positions)
   rotations = rotations or own_rotations
+  layout, options = caches.layout_of(cache), model.kernel_options()
+  del options['row_segments']
   new: dict[str, list] = {name: [()] * len(rows) for name, rows in cache.items()}
   # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
   weights = layer_stack.unstack(model.config, params)['layers']
@@ -53,16 +56,11 @@ def decode(
         for name, state in states.items():
           new[name][i] = (state,)
         return out, None
-      if caches.is_paged(cache):
-        from jaxrl.models.decoding import paged_cache
-
-        options = model.kernel_options()
-        del options['row_segments']
-        out, layer_pages = paged_cache.step(
-          cache, i, (q, k, v), positions, limit, **options
-        )
-        for name in layer_pages:
-          new[name][i] = layer_pages[name]
+      if layout is not None:
+        step_arguments = cache, i, (q, k, v), positions, limit
+        out, layer_arrays = layout.step(*step_arguments, **options)
+        for name in layer_arrays:
+          new[name][i] = layer_arrays[name]
         return out.astype(q.dtype), None
       for name, value in (('k', k), ('v', v)):
         if value is not None:
@@ -71,7 +69,9 @@ def decode(
       at = i if k is not None else model.config.layer(i).kv_layer
       chunks = new['k'][at], new['v'][at]
       if model.exact is None:
-        out = decode_attention(q, *chunks, positions, limit, **rules)
+        # On a GPU, the host would wait to know whether to skip a chunk.
+        cut = None if platform_of(model.platform) == 'gpu' else limit
+        out = decode_attention(q, *chunks, positions, cut, **rules)
       else:
         rows = q[:, None], *chunks, positions[:, None], limit
         out = exact_mode.attend(*rows, **rules)[:, 0]
