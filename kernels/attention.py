@@ -28,6 +28,7 @@ def attention(
   window: int = 0,
   softcap: float = 0.0,
   scale: float | None = None,
+  row_segments: int = 0,
   kernels: str = 'auto',
   platform: str | None = None,
   shard: Callable[..., Callable[..., jax.Array]] | None = None,
@@ -52,6 +53,9 @@ def attention(
     softcap: Soft cap on scores: a score s becomes softcap · tanh(s / softcap). 0 for
       none.
     scale: Factor on the products of queries and keys; None for d^−½.
+    row_segments: The most segments of a row, which then begin in its first column, lie
+      side by side and have the padding behind them; the output at padding is undefined.
+      0 if nothing is known of rows. On GPUs it saves a mask.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
     shard: Wraps a function so that each device runs it on its own shards:
@@ -74,7 +78,13 @@ def attention(
     from kernels import flash_attention  # for accelerators alone
 
     candidates = flash_attention.candidates(
-      q, k, prefix_ids, platform=platform, sinks=sinks is not None, **rules
+      q,
+      k,
+      prefix_ids,
+      platform=platform,
+      row_segments=row_segments,
+      sinks=sinks is not None,
+      **rules,
     )
   candidates |= {REFERENCE: reference_attention}
   name = choose('attention', candidates, platform=platform, option=kernels)
@@ -262,7 +272,7 @@ def decode_attention(
   k_chunks: Sequence[jax.Array],
   v_chunks: Sequence[jax.Array],
   positions: jax.Array,
-  limit: jax.Array,
+  limit: jax.Array | None,
   *,
   sinks: jax.Array | None = None,
   window: int = 0,
@@ -283,7 +293,8 @@ def decode_attention(
     v_chunks: Values of the chunks, each `[S, K, C, d]`; () if the keys are also the
       values.
     positions: Position of each query, `[S]` int32.
-    limit: Scalar int32 > max(positions). Chunks that start at or after it are not read.
+    limit: Scalar int32 > max(positions). Chunks that start at or after it are not read;
+      None reads all of them.
     sinks: As in `attention`.
     window: As in `attention`.
     softcap: As in `attention`.
@@ -304,8 +315,9 @@ def decode_attention(
 
   state, start = chunk_state(q, sinks), 0
   for k, v in zip(k_chunks, v_chunks or (None,) * len(k_chunks), strict=True):
-    if start == 0:  # always read: it holds the first position of every slot
-      state = attend(state, k, v, 0)
+    # The first one is always read: it holds the first position of every slot.
+    if start == 0 or limit is None:
+      state = attend(state, k, v, start)
     else:
       run = functools.partial(attend, start=start)
       state = jax.lax.cond(start < limit, run, lambda s, *_: s, state, k, v)

@@ -16,7 +16,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -242,9 +242,6 @@ def _backward(kept: tuple, slope: jax.Array) -> tuple:
 _attend_twice.defvjp(_forward, _backward)
 
 
-LONGEST_MASK = 8192  # longest sequence for which a [T, T] mask is materialized
-
-
 def triton(
   q: jax.Array,
   k: jax.Array,
@@ -299,67 +296,13 @@ def triton(
   return out[:, :length]
 
 
-def cudnn(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segment_ids: jax.Array,
-  prefix_ids: jax.Array | None = None,
-  positions: jax.Array | None = None,
-  *,
-  window: int = 0,
-  scale: float | None = None,
-  implementation: Literal['cudnn', 'xla'] = 'cudnn',
-) -> jax.Array:
-  """Computes attention with cuDNN (`jax.nn.dot_product_attention`), for GPU.
-
-  The segments are expanded to one mask `[B, 1, T, T]` for all heads, held in memory.
-
-  Args:
-    q: Queries `[B, T, H, d]`.
-    k: Keys `[B, T, K, d]`.
-    v: Values `[B, T, K, d]`.
-    segment_ids: Segments `[B, T]` int32; 0 is padding.
-    prefix_ids: Another segment that each token attends to, `[B, T]` int32, or None.
-    positions: As in `attention`.
-    window: As in `attention`.
-    scale: As in `attention`.
-    implementation: Implementation in JAX: 'cudnn', or 'xla' for tests.
-
-  Returns:
-    Output `[B, T, H, d]`.
-  """
-  length = q.shape[1]
-  # Only a window reads positions, and without prefix_ids a segment is one sequence.
-  if positions is None:
-    positions = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
-  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-  arrays = (q, k, v, segment_ids, prefix_ids, positions)
-  arrays = pad_to_length(arrays, padded_length(length))
-  q, k, v, segment_ids, prefix_ids, positions = arrays
-  keys = segment_ids[:, None]
-  seen = segment_ids[..., None] == keys
-  seen |= (prefix_ids[..., None] == keys) & (prefix_ids[..., None] > 0)
-  if window:
-    seen &= positions[..., None] - positions[:, None] < window
-  out = jax.nn.dot_product_attention(
-    q,
-    k,
-    v,
-    mask=seen[:, None],
-    scale=scale,
-    is_causal=True,
-    implementation=implementation,
-  )
-  return out[:, :length]
-
-
 def candidates(
   q: jax.Array,
   k: jax.Array,
   prefix_ids: jax.Array | None,
   *,
   platform: str,
+  row_segments: int = 0,
   sinks: bool = False,
   window: int = 0,
   softcap: float = 0.0,
@@ -372,6 +315,7 @@ def candidates(
     k: Keys `[B, T, K, d]`.
     prefix_ids: Another segment that each token attends to, `[B, T]` int32, or None.
     platform: Platform to compile for: 'cpu', 'gpu' or 'tpu'.
+    row_segments: As in `attention`.
     sinks: Whether there are sinks.
     window: As in `attention`.
     softcap: As in `attention`.
@@ -389,10 +333,15 @@ def candidates(
       why = why or _lacks('beside shared prompts', window=window, sinks=sinks)
     return {'splash': why or splash}
   if platform == 'gpu':
-    why = _shape_obstacle(q) or _lacks(sinks=sinks, softcap=softcap)
+    from kernels import cudnn_attention  # for GPUs alone
+
+    rows = {'has_prefix': has_prefix, 'row_segments': row_segments, 'window': window}
+    found = cudnn_attention.candidates(q, k, **rows)
+    if why := _shape_obstacle(q) or _lacks(sinks=sinks, softcap=softcap):
+      found = dict.fromkeys(found, why)
     lacks = _lacks(window=window, sinks=sinks, softcap=softcap)
     return {
-      'cudnn': why or _cudnn_obstacle(q, k) or cudnn,
+      **found,
       'triton': (
         _shape_obstacle(q, prefix_ids) or lacks or _triton_obstacle(q) or triton
       ),
@@ -428,23 +377,3 @@ def _triton_obstacle(q: jax.Array) -> str:
   if _padded_head_bytes(q) <= 1024:
     return ''
   return f'has no room for a head_dim of {q.shape[-1]} in {q.dtype.name}'
-
-
-def _cudnn_obstacle(q: jax.Array, k: jax.Array) -> str:
-  """Returns why cuDNN cannot be used here with these arrays; '' if it can."""
-  if q.shape[1] > LONGEST_MASK:
-    return f'would hold a mask for every two of {q.shape[1]} tokens'
-  if q.dtype != jnp.bfloat16:
-    return f'does not take {q.dtype.name}'
-  return _cudnn_trace_error(q.shape, k.shape)
-
-
-@functools.cache
-def _cudnn_trace_error(queries: tuple[int, ...], keys: tuple[int, ...]) -> str:
-  q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (queries, keys))
-  ids = jax.ShapeDtypeStruct(queries[:2], jnp.int32)
-  try:  # JAX checks cuDNN's version and the device at trace time
-    jax.eval_shape(cudnn, q, k, k, ids)
-  except Exception as error:  # the checks raise different classes
-    return f'cannot be used: {error}'.splitlines()[0]
-  return ''

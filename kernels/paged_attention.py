@@ -6,7 +6,8 @@ TPU and GPU expect. T is a multiple of `PAGE`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,7 @@ def choose_kernel(
   dtype: str,
   *,
   obstacle: str = '',
+  skipped: Mapping[str, str] = MappingProxyType({}),
   kernels: str = 'auto',
   platform: str | None = None,
 ) -> str:
@@ -127,6 +129,7 @@ def choose_kernel(
     head_dim: Dimension d of a head.
     dtype: Dtype of the cache.
     obstacle: Reason why the model cannot use any kernel; '' for none.
+    skipped: Kernels for other layouts of the cache, and why they are not used.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
 
@@ -137,7 +140,7 @@ def choose_kernel(
   candidates = _candidates(head_dim, dtype, platform)
   if obstacle:
     candidates = dict.fromkeys(candidates, obstacle)
-  candidates = candidates | {REFERENCE: reference}
+  candidates = {**skipped, **candidates, REFERENCE: reference}
   return choose('decode attention', candidates, platform=platform, option=kernels)
 
 

@@ -14,7 +14,8 @@ and, as 'conv' `[S, W − 1, channels]`, the last inputs of its convolutions. De
 overwrites them, so that a prompt's are there only until the first token is decoded; at
 position 0 they are not read.
 
-Where decode has a kernel, the layout is that of `jaxrl.models.paged_cache` instead.
+Where decode has a kernel, the layout is that of `paged_cache` or `slot_cache` in
+`jaxrl.models.decoding` instead.
 """
 
 from typing import Any
@@ -235,13 +236,19 @@ def paging_obstacle(config: ModelConfig) -> str:
   return f'does not take {" and ".join(sorted(unsupported))}' if unsupported else ''
 
 
-def is_paged(cache: Cache) -> bool:
-  """Returns True if a cache has the layout of `jaxrl.models.paged_cache`.
+def layout_of(cache: Cache) -> Any:
+  """Returns the module of a cache that is laid out for a kernel; None for chunks.
 
   Args:
     cache: The cache.
   """
-  return 'k_pages' in cache
+  if 'k_pages' in cache:
+    from jaxrl.models.decoding import paged_cache as layout
+  elif 'k_slots' in cache:
+    from jaxrl.models.decoding import slot_cache as layout
+  else:
+    return None
+  return layout
 
 
 def length(cache: Cache) -> int:
@@ -250,8 +257,8 @@ def length(cache: Cache) -> int:
   Args:
     cache: The cache.
   """
-  if is_paged(cache):
-    return cache['k_pages'][0].shape[2]
+  if (layout := layout_of(cache)) is not None:
+    return cache[next(iter(layout.KEPT))][0].shape[layout.POSITION_AXIS]
   return max(ring_length(chunks, 'k') for chunks in cache['k'])
 
 
@@ -274,10 +281,8 @@ def axes(cache: Cache, name: str = 'k') -> tuple[str | None, ...]:
   """
   if name == 'conv':
     return 'batch', None, None
-  if is_paged(cache):
-    from jaxrl.models import paged_cache  # for kernels of accelerators
-
-    return paged_cache.AXES
+  if (layout := layout_of(cache)) is not None:
+    return layout.AXES
   has_latents = not any(cache['v'])  # which all heads read
   return 'batch', None if has_latents and name == 'k' else 'kv_heads', None, None
 
@@ -334,10 +339,8 @@ def insert(
     raise ValueError(
       f'a prefill of width {width} does not fit a cache of length {length(cache)}'
     )
-  if is_paged(cache):
-    from jaxrl.models import paged_cache  # for kernels of accelerators
-
-    return paged_cache.insert(cache, kept, row_index, slots)
+  if (layout := layout_of(cache)) is not None:
+    return layout.insert(cache, kept, row_index, slots)
   num_slots = jax.tree.leaves(cache)[0].shape[0]
   slots = jnp.where(slots < 0, num_slots, slots)
 
@@ -418,10 +421,8 @@ def copy(cache: Cache, table: jax.Array, count: jax.Array) -> Cache:
   Returns:
     The cache.
   """
-  if is_paged(cache):
-    from jaxrl.models import paged_cache  # for kernels of accelerators
-
-    return paged_cache.copy(cache, table, count)
+  if (layout := layout_of(cache)) is not None:
+    return layout.copy(cache, table, count)
 
   def pair(i, cache):
     source, target, reach = table[i]

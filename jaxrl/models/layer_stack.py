@@ -209,7 +209,17 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
     config: The layer's shape, as `ModelConfig.layer` gives it.
     weights: Those of the layer.
   """
-  return nnx.merge(_definition(_layer, config)[0], weights)
+  products = {}
+  if isinstance(weights, dict) and {'qkv', 'gate_up'} & {
+    name for part in ('attention', 'mlp') for name in weights.get(part, ())
+  }:
+    from jaxrl.models.decoding import joined_products  # engines on GPUs have them
+
+    weights, products = joined_products.part(config, weights)
+  layer = nnx.merge(_definition(_layer, config)[0], weights)
+  for name, product in products.items():
+    getattr(layer, name).joined = product
+  return layer
 
 
 def unstack(config: ModelConfig, params: Params) -> Params:

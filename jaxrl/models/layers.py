@@ -146,6 +146,7 @@ class Attention(nnx.Module):
       self.output_gate = Linear((width,), (heads, dim), q_axes, rngs, bias, gate)
     if config.spec.sinks:
       self.sinks = initializers.normal_param(rngs, (heads,), ('heads',))
+    self.joined: Callable[[jax.Array], list[jax.Array]] | None = None  # q, k and v
     self.qk_norm = config.qk_norm
     self.v_norm_eps = config.rms_norm_eps if config.spec.v_norm else None
 
@@ -161,9 +162,12 @@ class Attention(nnx.Module):
       are None if the layer reads those of another layer, and the output gate
       `[..., H, d]` or None.
     """
-    q = self.q(x)
-    k = self.k(x) if self.has_keys else None
-    v = self.v(x) if self.has_values else k
+    if self.joined is not None:
+      q, k, v = self.joined(x)
+    else:
+      q = self.q(x)
+      k = self.k(x) if self.has_keys else None
+      v = self.v(x) if self.has_values else k
     if self.qk_norm:
       q = self.q_norm(q)
       k = None if k is None else self.k_norm(k)
@@ -349,6 +353,7 @@ class MLP(nnx.Module):
     self.gate = Linear((width,), (wide,), ('embed', 'mlp'), rngs, lora=gate)
     self.up = Linear((width,), (wide,), ('embed', 'mlp'), rngs, lora=up)
     self.down = Linear((wide,), (width,), ('mlp', 'embed'), rngs, lora=down)
+    self.joined: Callable[[jax.Array], list[jax.Array]] | None = None  # gate and up
     self.activation = config.spec.activation
 
   def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
@@ -362,7 +367,8 @@ class MLP(nnx.Module):
       Outputs `[..., D]`.
     """
     activation = ACTIVATIONS[self.activation]
-    inner = checkpoint_name(activation(self.gate(x)) * self.up(x), 'mlp')
+    gate, up = (self.gate(x), self.up(x)) if self.joined is None else self.joined(x)
+    inner = checkpoint_name(activation(gate) * up, 'mlp')
     if x.ndim == 3:
       inner = constrain(inner, 'batch', 'length', 'mlp')
     return self.down(inner)

@@ -15,7 +15,7 @@ from jaxrl.models.kv_cache import Cache
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.remat import RematPolicy
 from jaxrl.types import Array, Params, PolicyOutputs
-from kernels.attention import attention, decode_attention
+from kernels.attention import attention
 from kernels.dispatch import check_kernels_option, platform_of
 from kernels.token_logprobs import token_logprobs
 
@@ -53,6 +53,7 @@ class TransformerLM:
       `attention`.
     router_replay: Whether the cache also records the experts that tokens took, for the
       learner.
+    row_segments: The most segments of a row, see `attention`; 0 for not known.
   """
 
   config: ModelConfig
@@ -66,6 +67,7 @@ class TransformerLM:
   platform: str | None = None
   context: Any = None
   router_replay: bool = False
+  row_segments: int = 0
 
   def __post_init__(self) -> None:
     check_kernels_option(self.kernels)
@@ -188,10 +190,11 @@ class TransformerLM:
     keep_cache: bool,
     across: bool = False,
     attend_with: AttendWith | None = None,
+    row_segments: int | None = None,
   ) -> tuple[jax.Array, caches.PrefillKV | None]:
     """Runs the layers; returns final normed states, and keys and values if kept.
 
-    across: rows are sharded as `context` does it.
+    across: rows are sharded as `context` does it. row_segments: as in `policy_outputs`.
     """
     if self.exact is not None and prefix_ids is not None:
       raise ValueError('exact mode needs a row for each sequence, without prefix_ids')
@@ -205,7 +208,7 @@ class TransformerLM:
     rotations, shared = rope.rotations(self.config, positions), caches.SharedKV()
     if images is not None:
       rotations = images.rotations(self.config)
-    mix = None
+    kernel_options, mix = self.kernel_options(row_segments), None
     if self.config.has_linear_attention:
       from jaxrl.models.gated_delta_net import row_mixer  # few models need it
 
@@ -228,7 +231,7 @@ class TransformerLM:
       k = self.constrain(k, 'batch', 'length', 'kv_heads', None)
       v = self.constrain(v, 'batch', 'length', 'kv_heads', None)
       aux = prefill_kv, shared.passed_on(block.config, k, v)
-      run = functools.partial(attention, **rules, **self._kernels())
+      run = functools.partial(attention, **rules, **kernel_options)
       if attend_with is not None:
         return attend_with(run, q, k, v), aux
       if across:
@@ -256,7 +259,7 @@ class TransformerLM:
 
   def _exact_rows(self) -> Callable[..., tuple[jax.Array, caches.PrefillKV | None]]:
     """Returns `exact.run_rows` as `(params, tokens, lengths, keep_cache=…) -> …`."""
-    parts, unroll = (self.config, self._enter, self._layer), self.scan_unroll
+    parts, unroll = (self.config, self.enter, self.run_layer), self.scan_unroll
     return functools.partial(exact_mode.run_rows, *parts, unroll=unroll)
 
   def policy_outputs(
@@ -275,6 +278,7 @@ class TransformerLM:
     routed_experts: jax.Array | None = None,
     images: Any = None,
     attend_with: AttendWith | None = None,
+    row_segments: int | None = None,
   ) -> PolicyOutputs:
     """Computes what the policy says of tokens.
 
@@ -297,6 +301,7 @@ class TransformerLM:
       routed_experts: As in `hidden`.
       images: As in `hidden`.
       attend_with: Runs attention on another arrangement of the rows; see `AttendWith`.
+      row_segments: The most segments of the rows that attend, if not the model's own.
 
     Returns:
       Outputs `[B, T]`.
@@ -306,6 +311,7 @@ class TransformerLM:
     inputs = tokens, segment_ids, prefix_ids, positions, routed_experts, images
     chosen = tokens[:, 1:], None if topk_ids is None else topk_ids[:, 1:]
     options = {'keep_cache': False, 'attend_with': attend_with}
+    options['row_segments'] = row_segments
     if self.context is None:
       states = self._forward(params, *inputs, **options)[0][:, :-1]
     else:
@@ -335,7 +341,7 @@ class TransformerLM:
     if self.exact is not None:
       forward = lambda *rows: self._exact_rows()(*rows)[0]  # noqa: E731
       rows = params, tokens, temperature
-      exact = self.exact.row_logprobs(forward, self._last, *rows)
+      exact = self.exact.row_logprobs(forward, self.last_logits, *rows)
       scores = scores._replace(
         logprobs=exact_mode.with_gradient_of(exact, scores.logprobs)
       )
@@ -380,7 +386,7 @@ class TransformerLM:
     time = jnp.arange(tokens.shape[1])
     segment_ids = (time < lengths[:, None]).astype(jnp.int32)
     if self.exact is None:
-      options = {'images': images, 'keep_cache': True}
+      options = {'images': images, 'keep_cache': True, 'row_segments': 1}
       hidden, kept = self._forward(params, tokens, segment_ids, **options)
     else:
       hidden, kept = self._exact_rows()(params, tokens, lengths, keep_cache=True)
@@ -389,7 +395,7 @@ class TransformerLM:
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     if self.exact is None:
       return self.logits(params, last), kept
-    return self._last(params, last), kept
+    return self.last_logits(params, last), kept
 
   def init_cache(self, num_slots: int, max_length: int) -> Cache:
     """Makes an empty key-value cache, laid out for the kernel that `decode` uses.
@@ -403,12 +409,13 @@ class TransformerLM:
       sizes = [exact_mode.CHUNK] * -(-max_length // exact_mode.CHUNK)
     elif not self.router_replay and platform_of(self.platform) != 'cpu':
       # Not for a router's replay, whose cache has a token's experts beside.
-      from jaxrl.models import paged_cache
+      from jaxrl.models import decoding
 
-      why = caches.paging_obstacle(self.config)
-      options = {'obstacle': why, 'kernels': self.kernels, 'platform': self.platform}
-      if paged_cache.has_kernel(self.config, self.dtype, **options):
-        return paged_cache.empty(self.config, num_slots, max_length, self.dtype)
+      layout = decoding.choose_layout(
+        *(self.config, self.dtype), kernels=self.kernels, platform=self.platform
+      )
+      if layout is not None:
+        return layout.empty(self.config, num_slots, max_length, self.dtype)
     return caches.empty(
       *(self.config, num_slots, max_length, self.dtype),
       sizes=sizes,
@@ -470,52 +477,10 @@ class TransformerLM:
     Returns:
       Logits `[S, V]` float32 and the cache.
     """
-    x, own_rotations, extras = self._enter(params, tokens, positions)
-    rotations = rotations or own_rotations
-    new: dict[str, list] = {name: [()] * len(rows) for name, rows in cache.items()}
-    # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
-    weights = layer_stack.unstack(self.config, params)['layers']
-    for i, layer_params in enumerate(weights):
-      block = layer_stack.block(self.config.layer(i), layer_params)
+    from jaxrl.models.decoding import decode_step  # training needs none of it
 
-      def attend(q, k, v, *gates, i=i, block=block):
-        rules = block.cache_rules
-        if gates:
-          states = {name: cache[name][i][0] for name in caches.STATES}
-          step = functools.partial(exact_mode.step_token, block.delta.step)
-          step = step if self.exact is not None else block.delta.step
-          out, states = step((q, k, v, *gates), states, positions)
-          for name, state in states.items():
-            new[name][i] = (state,)
-          return out, None
-        if caches.is_paged(cache):
-          from jaxrl.models import paged_cache
-
-          options = self._kernels()
-          out, layer_pages = paged_cache.step(
-            cache, i, (q, k, v), positions, limit, **options
-          )
-          for name in layer_pages:
-            new[name][i] = layer_pages[name]
-          return out.astype(q.dtype), None
-        for name, value in (('k', k), ('v', v)):
-          if value is not None:
-            write_args = cache[name][i], name, value, positions
-            new[name][i] = caches.write(*write_args, 'window' in rules)
-        at = i if k is not None else self.config.layer(i).kv_layer
-        chunks = new['k'][at], new['v'][at]
-        if self.exact is None:
-          out = decode_attention(q, *chunks, positions, limit, **rules)
-        else:
-          rows = q[:, None], *chunks, positions[:, None], limit
-          out = exact_mode.attend(*rows, **rules)[:, 0]
-        return out.astype(q.dtype), None
-
-      extra = None if extras is None else extras[:, i]
-      x, (_, chosen) = self._layer(block, x, rotations, attend, extra)
-      if self.router_replay:
-        new['e'][i] = caches.write(cache['e'][i], 'e', chosen[:, None], positions)
-    return self._last(params, x), {name: tuple(parts) for name, parts in new.items()}
+    arrays = tokens, positions, limit, rotations
+    return decode_step.decode(self, params, cache, *arrays)
 
   def rotations(self, positions: jax.Array) -> dict[str, rope.Rotation] | None:
     """Computes the cosines and sines of positions.
@@ -529,10 +494,18 @@ class TransformerLM:
     """
     return rope.rotations(self.config, positions) if self.exact is None else None
 
-  def _kernels(self) -> dict[str, Any]:
-    """Returns the options by which attention chooses its kernel and runs on a mesh."""
-    shard = getattr(self.constrain, 'shard', None)
-    return {'kernels': self.kernels, 'platform': self.platform, 'shard': shard}
+  def kernel_options(self, row_segments: int | None = None) -> dict[str, Any]:
+    """Returns the options by which attention chooses its kernel and runs on a mesh.
+
+    Args:
+      row_segments: As in `policy_outputs`.
+    """
+    return {
+      'kernels': self.kernels,
+      'platform': self.platform,
+      'shard': getattr(self.constrain, 'shard', None),
+      'row_segments': self.row_segments if row_segments is None else row_segments,
+    }
 
   def _tokenwise(self, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:
     """Runs function(*arrays) on arrays `[N, …]` or None, in the mode of this model."""
@@ -540,10 +513,19 @@ class TransformerLM:
       return function(*arrays)
     return self.exact.tokenwise(function, *arrays)
 
-  def _enter(
+  def enter(
     self, params: Params, tokens: jax.Array, positions: jax.Array
   ) -> tuple[jax.Array, dict[str, rope.Rotation], jax.Array | None]:
-    """Embeds tokens `[N]`: states `[N, D]`, rotations, per-layer inputs `[N, L, P]`."""
+    """Computes the first layer's input, in the mode of this model.
+
+    Args:
+      params: The parameters.
+      tokens: `[N]` int32.
+      positions: `[N]` int32.
+
+    Returns:
+      States `[N, D]`, rotations, and the per-layer inputs `[N, L, P]` or None.
+    """
     ends = layer_stack.embedding_and_head(self.config, params)
 
     def start(tokens, positions):
@@ -553,7 +535,7 @@ class TransformerLM:
 
     return self._tokenwise(start, tokens, positions)
 
-  def _layer(
+  def run_layer(
     self,
     block: layers.Block,
     x: jax.Array,
@@ -561,7 +543,18 @@ class TransformerLM:
     attend: Callable[..., tuple[jax.Array, Any]],
     extra: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple[Any, Any]]:
-    """Runs one layer on states `[N, D]`, as `Block` does."""
+    """Runs one layer over a cache, in the mode of this model.
+
+    Args:
+      block: The layer.
+      x: States `[N, D]`.
+      rotations: Those of the positions.
+      attend: As in `Block`.
+      extra: Per-layer input `[N, P]`, if the layer has one.
+
+    Returns:
+      The next states, and the aux values of `attend` and of the MLP or experts.
+    """
     rotation = rotations[rope.rotation_key(block.config)]
     inputs, gate = self._tokenwise(block.project_for_cache, x, *rotation)
     out, aux = attend(*inputs)
@@ -585,8 +578,16 @@ class TransformerLM:
     mix = (self.expert_fn if x.ndim == 3 else None) or moe.apply_experts
     return mlp(x, functools.partial(mix, way), routed, self.constrain)
 
-  def _last(self, params: Params, x: jax.Array) -> jax.Array:
-    """Computes logits `[N, V]` float32 from the last layer's output `[N, D]`."""
+  def last_logits(self, params: Params, x: jax.Array) -> jax.Array:
+    """Computes logits from the last layer's output, in the mode of this model.
+
+    Args:
+      params: The parameters.
+      x: `[N, D]`.
+
+    Returns:
+      `[N, V]` float32.
+    """
     ends = layer_stack.embedding_and_head(self.config, params)
     return self._tokenwise(lambda x: self.logits(params, ends.norm(x)), x)
 

@@ -127,6 +127,7 @@ def _compile_advantage_step(
 def _trace_advantage_step(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
 ) -> Any:
+  spec = _with_segments(spec, shape)
   function = functools.partial(score_and_compute_advantages, spec, shape.num_chunks)
   arguments = _advantage_step_arguments(spec, mesh, shape, hparams_key)
   if shape.scoring_pack is not None:
@@ -145,6 +146,7 @@ def _compile_train_step(
     from jaxrl.training.parallelism.parallel_microbatches import ParallelTrainStep
 
     arguments = _train_step_arguments(spec, mesh, shape, hparams_key)
+    spec = _with_segments(spec, shape)
     return ParallelTrainStep(spec, shape.num_parallel, *arguments)
   return _trace_train_step(spec, mesh, shape, hparams_key).lower().compile()
 
@@ -154,11 +156,19 @@ def _trace_train_step(
 ) -> Any:
   arguments = _train_step_arguments(spec, mesh, shape, hparams_key)
   jitted = jax.jit(
-    functools.partial(train_step, spec),
+    functools.partial(train_step, _with_segments(spec, shape)),
     donate_argnums=0,
     out_shardings=(shardings_of(arguments[0]), sharding.replicated(mesh)),
   )
   return jitted.trace(*arguments)
+
+
+def _with_segments(spec: StepSpec, shape: BatchShape) -> StepSpec:
+  """Returns the spec with a model that knows how many segments a sequence has."""
+  if not shape.segments:
+    return spec
+  model = dataclasses.replace(spec.model, row_segments=shape.segments)
+  return dataclasses.replace(spec, model=model)
 
 
 def _advantage_step_arguments(

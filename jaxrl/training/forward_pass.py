@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.transformer_lm import AttendWith, TransformerLM
+from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.batch_fields import DENSE_IDS, BatchFields
-from jaxrl.training.batching.packing_plan import PackingPlan
+from jaxrl.training.batching.packing_plan import PackingPlan, most_sequences_per_row
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.train_state import StepSpec
 from jaxrl.types import Array, Batch, PackedRows, Params, PolicyOutputs
@@ -100,7 +100,7 @@ def _compute_packed_outputs(
     return model.constrain(slots, 'batch', 'length', *(None,) * (x.ndim - 2))
 
   packed_tokens = pack(tokens)
-  options |= _unpacked_attention(model, packed_rows, segment_ids)
+  options |= _attention_options(model, packed_rows, segment_ids)
   topk_ids, routed_experts, images = more
   options |= _present_options(
     None if topk_ids is None else pack(topk_ids),
@@ -125,13 +125,14 @@ def _compute_packed_outputs(
   return jax.tree.map(unpack, packed)
 
 
-def _unpacked_attention(
+def _attention_options(
   model: TransformerLM, packed_rows: PackedRows, segment_ids: Array
-) -> dict[str, AttendWith]:
+) -> dict[str, Any]:
   """Returns the model's option to attend on unpacked rows, where that is cheaper.
 
-  It is empty unless one device has all rows: on several devices, what an unpacked row
-  needs would lie on others.
+  Otherwise, returns how many segments packed rows have. They are not unpacked unless
+  one device has all rows: on several devices, what an unpacked row needs would lie on
+  others.
   """
   # Imported here because only packed rows can be unpacked.
   from jaxrl.training.batching import unpacked_attention
@@ -140,7 +141,11 @@ def _unpacked_attention(
   has_all_rows = mesh is None or sharding.num_row_shards(mesh) == 1
   platform = platform_of(getattr(model, 'platform', None))
   if not has_all_rows or not unpacked_attention.is_cheaper(packed_rows, platform):
-    return {}
+    if not (segments := getattr(model, 'row_segments', 0)):
+      return {}
+    length, (sequences, longest) = packed_rows.origin.shape[1], packed_rows.place.shape
+    most = most_sequences_per_row(sequences, length, longest)
+    return {'row_segments': most * segments}
   unpacked = unpacked_attention.unpack_rows(packed_rows, segment_ids)
   return {'attend_with': functools.partial(unpacked_attention.attend, unpacked)}
 

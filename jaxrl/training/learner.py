@@ -30,6 +30,7 @@ from jaxrl.training.parallelism.model_sharding import on_mesh
 from jaxrl.training.staleness import StalenessLimit
 from jaxrl.training.train_state import InferenceParams, StepSpec
 from jaxrl.types import Algorithm, Batch, Group, Params
+from kernels.dispatch import platform_of
 
 if TYPE_CHECKING:
   from jaxrl.training.checkpointing import Checkpointer
@@ -123,6 +124,7 @@ class Learner:
       num_micro_batches=options.num_micro_batches,
       num_epochs=options.ppo_epochs,
       seed=seed,
+      counts_segments=platform_of(self.mesh.devices.flat[0].platform) == 'gpu',
     )
     self._compiled_shapes: set[BatchShape] = set()
     self._is_warm = False

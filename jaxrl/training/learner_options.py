@@ -22,7 +22,8 @@ class LearnerOptions(Options):
   packing: ComponentCall | Packing | None = option(
     None,
     "Runs the model on packed rows, as in 'first_fit(tokens=8192)', whose tokens fill "
-    "micro-batches; '' for one sequence per row.",
+    "micro-batches; '' for one sequence per row. On GPUs, attention needs a mask in "
+    'memory only in packed rows with shared prompts (share_prefix) or windows.',
   )
   ppo_epochs: int = option(1, 'Passes over a batch.', low=1)
   log_entropy: bool = option(

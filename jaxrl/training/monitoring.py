@@ -331,6 +331,8 @@ def recompile_reason(shape: BatchShape, compiled: Collection[BatchShape]) -> str
   if shape.length not in lengths:
     usual = ', '.join(str(length) for length in sorted(lengths))
     reasons.append(f'rows of {shape.length} tokens, where so far they had {usual}')
+  if shape.segments not in {other.segments for other in compiled}:
+    reasons.append(f'sequences of up to {shape.segments} segments')
   packs = [other.pack for other in compiled if other.pack is not None]
   if shape.pack is not None and packs:
     most = max(pack.max_micro_batches for pack in packs)

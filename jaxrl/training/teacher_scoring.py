@@ -19,10 +19,12 @@ from jaxrl.algorithms import requirements
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
 from jaxrl.training import batch_fields, train_state
+from jaxrl.training.batching.batch_builder import SEGMENT_LENGTHS_KEY
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from jaxrl.training.train_state import StepSpec
 from jaxrl.types import Algorithm, Array, Batch, Group, Params, Trajectory
+from kernels.dispatch import platform_of
 
 _FieldShapes = tuple[tuple[str, jax.ShapeDtypeStruct], ...]  # by field name
 
@@ -136,7 +138,11 @@ class Teachers:
         f'top_k={self.top_k}: the teacher in {teacher.folder} only has '
         f'{vocab_size} tokens'
       )
-    spec = StepSpec(on_mesh(teacher.model, self._mesh), algorithm)
+    model = on_mesh(teacher.model, self._mesh)
+    # A row usually holds one sequence, and attention on a GPU is faster for knowing it.
+    if platform_of(self._mesh.devices.flat[0].platform) == 'gpu':
+      model = dataclasses.replace(model, row_segments=1)
+    spec = StepSpec(model, algorithm)
     shapes = train_state.params_shapes(spec, self._mesh)
     return ShardedTeacher(spec, train_state.place_params(teacher.params, shapes))
 
@@ -210,10 +216,11 @@ class Teachers:
     for i, row in enumerate(rows):
       teacher = self._teacher_of(row.tag, f' of row {row.trajectory_id}')
       rows_of_teacher.setdefault(self._teachers.index(teacher), []).append(i)
+    is_whole = not any(SEGMENT_LENGTHS_KEY in row.extras for row in rows)
     fields = None
     for which, indices in rows_of_teacher.items():
       teacher = self._teachers[which]
-      make_zeros, score = self._compiled(teacher, num_rows, length)
+      make_zeros, score = self._compiled(teacher, num_rows, length, is_whole)
       fields = make_zeros() if fields is None else fields
       for first in range(0, len(indices), self.chunk_rows):
         index = np.full(self.chunk_rows, -1, np.int32)
@@ -230,13 +237,18 @@ class Teachers:
     return teacher
 
   def _compiled(
-    self, teacher: ShardedTeacher, rows: int, length: int
+    self, teacher: ShardedTeacher, rows: int, length: int, is_whole: bool = True
   ) -> tuple[Any, Any]:
-    """Returns the compiled (zeros, score) for a teacher and a batch."""
+    """Returns the compiled (zeros, score) for a teacher and a batch.
+
+    is_whole: whether each row holds one sequence.
+    """
+    spec = teacher.spec
+    if not is_whole and getattr(spec.model, 'row_segments', 0):
+      model = dataclasses.replace(spec.model, row_segments=0)
+      spec = dataclasses.replace(spec, model=model)
     shapes = tuple(self.field_shapes(rows, length).items())
-    score = _compile_score(
-      teacher.spec, self._mesh, self.chunk_rows, self._temperature, shapes
-    )
+    score = _compile_score(spec, self._mesh, self.chunk_rows, self._temperature, shapes)
     return _compile_zeros(shapes), score
 
 

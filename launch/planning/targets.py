@@ -80,6 +80,8 @@ CHIPS = {
 # reached. Memory: two channels of DDR4. Not a data sheet's, but an assumption.
 CPU_CORE, CPU_MEMORY_RATE = 75e9, 20e9
 
+GPU_CAPABILITY, CUDNN_VERSION = '9.0', 91000  # of H100 and H200, and as below
+
 # What XLA's compiler must know of a GPU that is not there, from its data sheet and
 # NVIDIA's tables of compute capability 9.0.
 GPU_TARGET = """
@@ -213,6 +215,34 @@ def _slice_hint(target: Target) -> str:
   return f'a slice is of hosts with 2x2 chips, as {kind}:{form} is; the compiler says: '
 
 
+def _assume_cudnn() -> None:
+  """Lets JAX trace cuDNN's attention in a process that has no GPU.
+
+  JAX asks the GPU of the process for its compute capability, and the installed cuDNN
+  for its version, neither of which is that of the machine to compile for. XLA compiles
+  the call without either.
+  """
+  import jax
+
+  try:
+    from jax._src.cudnn import fused_attention_stablehlo as library
+  except ImportError:  # another jax: attention then falls back to plain operations
+    return
+  if jax.default_backend() != 'cpu':
+    return
+  capability = tuple(map(int, GPU_CAPABILITY.split('.')))
+  checks = {
+    'check_cudnn_version': lambda: CUDNN_VERSION,
+    'check_compute_capability': lambda text: (
+      capability >= tuple(map(int, text.split('.')))
+    ),
+    'is_cuda_compute_capability_equal': lambda text: text == GPU_CAPABILITY,
+  }
+  for name, check in checks.items():
+    if hasattr(library, name):
+      setattr(library, name, check)
+
+
 @functools.lru_cache(maxsize=16)
 def _devices(target: Target) -> tuple[Any, ...]:
   flag_text, chip = f'--topology={target.name}', target.chip
@@ -228,6 +258,8 @@ def _devices(target: Target) -> tuple[Any, ...]:
 
   if chip.platform != 'cpu':  # the plugin misses cuDNN, which no compiler here needs
     logging.getLogger('jax._src.xla_bridge').setLevel(logging.CRITICAL)
+  if chip.platform == 'cuda':
+    _assume_cudnn()
   if chip.platform == 'cpu':
     cpu_devices = jax.devices('cpu')
     if len(cpu_devices) < target.size:

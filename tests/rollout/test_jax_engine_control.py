@@ -229,7 +229,8 @@ async def test_an_error_reaches_every_request(engine, monkeypatch):
   await until(started(engine, '0', 2))
   runner = engine._model_runner
   runner = getattr(runner, 'partition_runner', runner)
-  monkeypatch.setattr(runner, '_decode', Failing(runner._decode))
+  failing = {needs: Failing(run) for needs, run in runner._decode.items()}
+  monkeypatch.setattr(runner, '_decode', failing)
   results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 30)
   assert all('device on fire' in str(result) for result in results)
   monkeypatch.undo()

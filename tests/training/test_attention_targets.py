@@ -1,9 +1,12 @@
-"""A train step and a decode step for a slice of TPU, with the kernels meant for it."""
+"""Train and decode steps for TPU and H200, with the kernels meant for them."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +19,7 @@ from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
+from jaxrl.types import Trajectory
 from launch.planning.targets import target_devices
 from tests.targets import TARGETS
 
@@ -74,6 +78,62 @@ def test_packed_rows_that_share_prompts():
 def test_kernels_are_turned_off():
   step = train_step(dataclasses.replace(MODEL, kernels='reference'))
   assert KERNEL not in step.compile().as_text()
+
+
+LENGTH = 1152  # no other axis is as long
+
+
+def h200_learner(packing=None):
+  return Learner(
+    MODEL,
+    jax.eval_shape(MODEL.init, jax.random.key(0)),
+    grpo(),
+    num_rows=16,
+    length_buckets=[LENGTH],
+    mesh=make_mesh(
+      MeshOptions(data=1, fsdp=1, tensor=1), devices=target_devices('h200:1')
+    ),
+    options=LearnerOptions(packing=packing),
+  )
+
+
+@pytest.mark.parametrize(
+  'packing',
+  [
+    None,
+    packing_plan.first_fit(tokens=4 * LENGTH, length=LENGTH, share_prefix=False),
+    # Its attention runs on rows of one sequence.
+    packing_plan.first_fit(tokens=8 * LENGTH, length=4 * LENGTH, sequences=16),
+  ],
+)
+def test_a_train_step_for_h200_holds_no_mask(packing):
+  step = h200_learner(packing).trace(LENGTH)[1]['train'].lower().compile().as_text()
+  calls = re.findall(r'custom_call_target="(__cudnn[^"]*)"', step)
+  # The layers are a loop, which computes the forward pass again in its backward pass.
+  forward, backward = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
+  assert sorted(calls) == [forward, forward, backward]
+  assert not re.search(rf'\[[\d,]*{LENGTH},{LENGTH}\]', step)
+
+
+def rows_of(*segment_lengths):
+  """A group with a row for each list of segment lengths."""
+
+  def row(lengths):
+    size, extras = sum(lengths), {'segments': lengths} if len(lengths) > 1 else {}
+    ones = np.ones(size, np.float32)
+    return Trajectory(
+      ones.astype(np.int32), ones > 0, -ones, ones, 0 * ones, extras=extras
+    )
+
+  return [[row(lengths) for lengths in segment_lengths]]
+
+
+def test_segments_of_a_batch_choose_the_program_for_h200():
+  builder = h200_learner()._batch_builder
+  assert [shape.segments for shape in builder.warmup_shapes()] == [1]
+  for lengths, expected in (([9], 1), ([4, 5], 2), ([2, 3, 4], 4)):
+    shape = builder.build_batch(rows_of([7], lengths), 0)[1]
+    assert shape.segments == expected
 
 
 def test_decode_step_updates_its_pages_in_place():

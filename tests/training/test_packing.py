@@ -230,7 +230,7 @@ def attention_inputs(layout, groups, model):
   names = []
 
   def trace(rows, ids):
-    names.extend(forward_pass._unpacked_attention(model, rows, ids))
+    names.extend(forward_pass._attention_options(model, rows, ids))
 
   jax.eval_shape(trace, plan.packed_rows(0, LENGTH), ids)
   return names
@@ -434,6 +434,16 @@ def test_an_atom_larger_than_a_micro_batch_is_told():
   large = dataclasses.replace(sizes, tokens=sizes.tokens + 40)
   with pytest.raises(ValueError, match='ask for more tokens in'):
     first_fit_placement.fill_bins([np.arange(2)], large, shape.pack)
+
+
+def test_a_packed_row_has_no_more_sequences_than_attention_is_told():
+  pack = packing_plan.PackShape(1, 64, 4, 64, False)
+  ones, rows = np.ones(40, int), np.arange(40)
+  lengths = first_fit_placement.RowLengths(ones, 0 * ones, rows, longest=64)
+  bins = first_fit_placement.fill_bins(list(rows[:, None]), lengths, pack)
+  counts = [sum(map(len, groups.values())) for groups in bins.rows_by_group]
+  assert counts == [16, 16, 8, 0]
+  assert packing_plan.most_sequences_per_row(64, 64, 64) == 16
 
 
 @pytest.mark.parametrize('share', [False, True])

@@ -12,7 +12,7 @@ from jaxrl.algorithms import registry
 from jaxrl.functional import advantages, losses
 from jaxrl.model_loading import LoadedModel
 from jaxrl.options import ConfigError
-from jaxrl.training import monitoring
+from jaxrl.training import monitoring, teacher_scoring
 from jaxrl.training.batching.batch_builder import collate
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh, single_device_mesh
@@ -219,3 +219,21 @@ def test_fewer_brought_tokens_than_top_k_are_told():
   batch_groups = bring(groups(), width=2)
   with pytest.raises(ValueError, match='row a_0_0_0_0_0: teacher_topk_ids'):
     teachers().score(packed(batch_groups), batch_groups)
+
+
+def test_on_a_gpu_rows_of_one_sequence_need_no_mask(monkeypatch):
+  """Attention does without if it knows what a row holds."""
+  monkeypatch.setattr(teacher_scoring, 'platform_of', lambda platform: 'gpu')
+  known, compile_score = [], teacher_scoring._compile_score
+
+  def remember(spec, *arguments):
+    known.append(spec.model.row_segments)
+    return compile_score(spec, *arguments)
+
+  monkeypatch.setattr(teacher_scoring, '_compile_score', remember)
+  scorer, rows = teachers(default=policy(1)), groups()
+  scorer.score(packed(rows), rows)
+  first = rows[0][0]
+  first.extras['segments'] = [2, len(first.tokens) - 2]
+  scorer.score(packed(rows), rows)
+  assert known == [1, 0]

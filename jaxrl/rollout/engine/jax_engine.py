@@ -29,6 +29,7 @@ from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import keeps_prompts
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, option_ranges
+from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.engine_base import (
   EngineBase,
   EngineRequest,
@@ -374,7 +375,11 @@ class JaxEngine(EngineBase):
       for slot, request in scheduled.assignments
     ]
     dispatch_time = time.perf_counter()
-    cache, slots, tokens, logprobs, routed = runner.decode(params, cache, slots)
+    # Of all requests in slots, whether or not they have ended on the device.
+    needs = token_sampling.needs_of(
+      request.sampling for request in scheduled.owners if request is not None
+    )
+    cache, slots, tokens, logprobs, routed = runner.decode(params, cache, slots, needs)
     self._state = cache, slots
     runner.log_recompiles(f'version {scheduled.weights_version}')
     return DecodeResult(

@@ -27,6 +27,7 @@ from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.engine_base import EngineRequest
 from jaxrl.rollout.engine.scheduler import SchedulerOutput
 from jaxrl.types import Array, Params
+from kernels.dispatch import platform_of
 
 log = logging.getLogger(__name__)
 
@@ -201,13 +202,20 @@ class ModelRunner:
     # Each partial is a function of its own, so that every runner has a compilation
     # cache of its own and counts only its own compilations.
     partial = functools.partial
-    self._decode = jax.jit(partial(_decode, model, decode_steps), donate_argnums=(1, 2))
+    # A loop of unknown length and branches cost a CPU or TPU nothing, and save steps
+    # once all slots have ended. On a GPU the host waits for the device at each of them.
+    self._is_static = platform_of(model.platform) == 'gpu'
+    needs = token_sampling.STATIC_NEEDS if self._is_static else (token_sampling.ANY,)
+    self._decode = {
+      need: jax.jit(partial(_decode, model, decode_steps, need), donate_argnums=(1, 2))
+      for need in needs
+    }
     self._prefill = jax.jit(partial(_prefill, model), donate_argnums=1)
     self._copy = jax.jit(partial(model.copy), donate_argnums=0)
     self._update = jax.jit(partial(_update_slots), donate_argnums=0)
     self._experts = jax.jit(partial(caches.experts_of))
     self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
-    self._unstack = jax.jit(partial(model.unstack))
+    self._arrange = jax.jit(partial(_arrange, model, self._is_static))
     self._num_warm_programs: int | None = None  # None before the warm-up
     self._image_features: Any = None
     if model.config.vision is not None:
@@ -218,7 +226,13 @@ class ModelRunner:
   @property
   def compile_count(self) -> int:
     """Returns the number of programs compiled so far."""
-    jitted = (self._decode, self._prefill, self._copy, self._update, self._experts)
+    jitted = (
+      *self._decode.values(),
+      self._prefill,
+      self._copy,
+      self._update,
+      self._experts,
+    )
     return sum(program._cache_size() for program in jitted)  # pyright: ignore
 
   def init_state(self) -> tuple[Cache, SlotState]:
@@ -241,7 +255,7 @@ class ModelRunner:
       Parameters for `prefill` and `decode`.
     """
     params = jax.device_put(params, self._sharding)
-    return self._unstack(self._merge(params) if is_transfer(params) else params)
+    return self._arrange(self._merge(params) if is_transfer(params) else params)
 
   def warmup(self, params: Params) -> None:
     """Compiles every program, on a state that is then dropped.
@@ -257,7 +271,9 @@ class ModelRunner:
     none_updated = np.zeros(self.num_slots, bool)
     idle = self._idle_slots()
     slots = self.update_slots(slots, none_updated, idle)
-    jax.block_until_ready(self.decode(params, cache, slots))
+    for needs in self._decode:
+      cache, slots, *_ = self.decode(params, cache, slots, needs)
+    jax.block_until_ready(slots)
     self._num_warm_programs = self.compile_count
 
   def log_recompiles(self, description: str) -> int:
@@ -373,7 +389,11 @@ class ModelRunner:
     return self._experts(cache, np.int32(slot)) if 'e' in cache else None
 
   def decode(
-    self, params: Params, cache: Cache, slots: SlotState
+    self,
+    params: Params,
+    cache: Cache,
+    slots: SlotState,
+    needs: str = token_sampling.TRUNCATED,
   ) -> tuple[Cache, SlotState, Array, Array, Array | None]:
     """Starts drawing up to D tokens for every busy slot; does not wait for them.
 
@@ -381,13 +401,16 @@ class ModelRunner:
       params: What `prepare_params` returned.
       cache: The cache; it is donated.
       slots: The device state of the slots; it is donated.
+      needs: What sampling needs, one of `token_sampling.STATIC_NEEDS`. On a GPU it
+        chooses the program; elsewhere there is one for all.
 
     Returns:
       The updated cache and slots, tokens `[D, S]` int32 (−1 where a slot was idle),
       logprobs `[D, S]` float32, and the experts that the tokens fed took,
       `[D, S, L, k]` int16, or None if the cache does not record them.
     """
-    return self._decode(params, cache, slots)
+    needs = needs if self._is_static else token_sampling.ANY
+    return self._decode[needs](params, cache, slots)
 
 
 def default_buckets(max_length: int) -> list[int]:
@@ -413,8 +436,18 @@ def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
   return jax.tree.map(choose, slots, new_state)
 
 
-def _decode(model, num_steps: int, params, cache: Cache, slots: SlotState):
-  """Decodes until `num_steps` steps are done or no slot is busy."""
+def _arrange(model: TransformerLM, joins: bool, params: Params) -> Params:
+  """Lays parameters out as decode reads them fastest."""
+  params = model.unstack(params)
+  if not joins:  # on a CPU it gains nothing
+    return params
+  from jaxrl.models.decoding import joined_products  # for GPUs alone
+
+  return joined_products.join(params)
+
+
+def _decode(model, num_steps: int, needs: str, params, cache: Cache, slots: SlotState):
+  """Decodes until `num_steps` steps are done or, if `needs` is ANY, no slot is busy."""
   num_slots, start_positions = slots.tokens.shape[0], slots.positions
   # No request reaches the last position, so idle slots write there.
   scratch_position = caches.length(cache) - 1
@@ -439,7 +472,7 @@ def _decode(model, num_steps: int, params, cache: Cache, slots: SlotState):
     logits, cache = model.decode(
       params, cache, slots.tokens, positions, limit, step_rotations
     )
-    drawn, drawn_logprobs = _draw_tokens(model, logits, slots)
+    drawn, drawn_logprobs = _draw_tokens(model, needs, logits, slots)
     has_stopped = jnp.any(drawn[:, None] == slots.stop_ids, axis=-1)
     remaining = jnp.where(has_stopped, 0, slots.remaining - 1)
     slots = dataclasses.replace(
@@ -455,7 +488,10 @@ def _decode(model, num_steps: int, params, cache: Cache, slots: SlotState):
     return step + 1, cache, slots, tokens, logprobs
 
   carry = (jnp.int32(0), cache, slots, tokens, logprobs)
-  carry = jax.lax.while_loop(is_unfinished, advance, carry)
+  if needs == token_sampling.ANY:
+    carry = jax.lax.while_loop(is_unfinished, advance, carry)
+  else:
+    carry = jax.lax.fori_loop(0, num_steps, lambda _, carry: advance(carry), carry)
   _, cache, slots, tokens, logprobs = carry
   routed = (
     caches.experts_from(cache, start_positions, num_steps) if 'e' in cache else None
@@ -463,7 +499,7 @@ def _decode(model, num_steps: int, params, cache: Cache, slots: SlotState):
   return cache, slots, tokens, logprobs, routed
 
 
-def _draw_tokens(model: TransformerLM, logits: Array, slots: SlotState):
+def _draw_tokens(model: TransformerLM, needs: str, logits: Array, slots: SlotState):
   """Draws a token for each slot; in exact mode with the learner's log-probs."""
   drawn, logprobs = token_sampling.sample_tokens(
     logits,
@@ -472,6 +508,7 @@ def _draw_tokens(model: TransformerLM, logits: Array, slots: SlotState):
     slots.temperature,
     slots.top_p,
     slots.top_k,
+    needs=needs,
   )
   if model.exact is not None:
     is_untruncated = (slots.top_p >= 1) & (slots.top_k <= 0)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl.device_thread import cpu_count
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.model_runner import ModelRunner, SlotState
 from jaxrl.types import Array, Params
 
@@ -242,14 +243,18 @@ class ThreadedDecoder:
     return self.partition_runner.routed_experts(caches[partition], local_slot)
 
   def decode(
-    self, params: Params, caches: list[Cache], slots: list[SlotState]
+    self,
+    params: Params,
+    caches: list[Cache],
+    slots: list[SlotState],
+    needs: str = token_sampling.TRUNCATED,
   ) -> tuple[list[Cache], list[SlotState], list[Array], list[Array], list[Any]]:
     """Starts decoding in every partition; see `ModelRunner.decode`.
 
     Does not wait for the end: a train step that starts meanwhile shares the cores.
     """
     decode = self.partition_runner.decode
-    results = self._run_in_threads(lambda i: decode(params, caches[i], slots[i]))
+    results = self._run_in_threads(lambda i: decode(params, caches[i], slots[i], needs))
     caches, slots, tokens, logprobs, routed = map(list, zip(*results, strict=True))
     return caches, slots, tokens, logprobs, routed
 

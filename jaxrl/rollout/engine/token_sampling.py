@@ -9,12 +9,31 @@ two 24-bit uniforms per row, where the Gumbel trick takes one per vocabulary ent
 second level keeps rare tokens of rare blocks from being rounded away.
 """
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
-from jaxrl.types import Array
+from jaxrl.types import Array, SamplingParams
 
 NO_TOKEN = -1
+# What rows may need of a program. 'any' asks the device, and branches: on a GPU, the
+# host would wait for the answer at every token. There the host chooses one of the
+# others before it starts a program; each can do what those before it can.
+ANY, GREEDY, PLAIN, TRUNCATED = 'any', 'greedy', 'plain', 'truncated'
+STATIC_NEEDS = (GREEDY, PLAIN, TRUNCATED)
+
+
+def needs_of(requests: Iterable[SamplingParams]) -> str:
+  """Returns the least of `STATIC_NEEDS` that serves all requests.
+
+  Args:
+    requests: Their sampling parameters.
+  """
+  drawn = [rules for rules in requests if rules.temperature > 0]
+  if any(rules.top_p < 1 or rules.top_k > 0 for rules in drawn):
+    return TRUNCATED
+  return PLAIN if drawn else GREEDY
 
 
 def sample_tokens(
@@ -24,6 +43,8 @@ def sample_tokens(
   temperature: Array,
   top_p: Array,
   top_k: Array,
+  *,
+  needs: str = ANY,
 ) -> tuple[Array, Array]:
   """Draws a token from each row of `logits`.
 
@@ -35,6 +56,8 @@ def sample_tokens(
     temperature: `[S]` float32; 0 takes the most likely token.
     top_p: `[S]` float32; 1 keeps all tokens. Ties with the last token kept are kept.
     top_k: `[S]` int32; 0 keeps all tokens. Ties with the last token kept are kept.
+    needs: What the program can do: all that any row needs. Rows that are of no interest
+      may need more.
 
   Returns:
     Tokens `[S]` int32, and their logprobs `[S]` float32 under the distribution they
@@ -43,28 +66,51 @@ def sample_tokens(
   """
   is_greedy = temperature <= 0
   scaled = logits / jnp.where(is_greedy, 1.0, temperature)[:, None]
-  is_truncated = ~is_greedy & ((top_p < 1) | (top_k > 0))
-  threshold = jax.lax.cond(
-    jnp.any(is_truncated),
-    lambda: jnp.where(
-      is_truncated, _truncation_threshold(scaled, top_p, top_k), -jnp.inf
-    ),
-    lambda: jnp.full(scaled.shape[:1], -jnp.inf, scaled.dtype),
-  )
-  scaled = jnp.where(scaled < threshold[:, None], -jnp.inf, scaled)
+  if needs in (ANY, TRUNCATED):
+    threshold = _thresholds(scaled, is_greedy, top_p, top_k, branches=needs == ANY)
+    scaled = jnp.where(scaled < threshold[:, None], -jnp.inf, scaled)
   max_logit = jnp.max(scaled, axis=-1)
   weights = _split_into_blocks(jnp.exp(scaled - max_logit[:, None]))
   block_weights = jnp.sum(weights, axis=-1)
-  tokens = _draw(weights, block_weights, _uniforms(keys, token_indices))
-  tokens = jax.lax.cond(
-    jnp.any(is_greedy),
-    lambda: jnp.where(is_greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), tokens),
-    lambda: tokens,
-  )
+
+  def likeliest() -> Array:
+    return jnp.argmax(scaled, axis=-1).astype(jnp.int32)
+
+  if needs == GREEDY:
+    tokens = likeliest()
+  else:
+    tokens = _draw(weights, block_weights, _uniforms(keys, token_indices))
+    if needs == ANY:
+      tokens = jax.lax.cond(
+        jnp.any(is_greedy),
+        lambda: jnp.where(is_greedy, likeliest(), tokens),
+        lambda: tokens,
+      )
+    else:
+      tokens = jnp.where(is_greedy, likeliest(), tokens)
   # NaN logits leave nothing to draw; the caller notices the NaN log-prob.
   tokens = jnp.clip(tokens, 0, logits.shape[1] - 1)
   chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
   return tokens, chosen - max_logit - jnp.log(jnp.sum(block_weights, axis=-1))
+
+
+def _thresholds(
+  scaled: Array, is_greedy: Array, top_p: Array, top_k: Array, *, branches: bool
+) -> Array:
+  """Returns the lowest scaled logit `[S]` that each row may draw, −∞ for no bound."""
+  is_truncated = ~is_greedy & ((top_p < 1) | (top_k > 0))
+
+  def compute() -> Array:
+    lowest = _truncation_threshold(scaled, top_p, top_k)
+    return jnp.where(is_truncated, lowest, -jnp.inf)
+
+  if not branches:
+    return compute()
+  return jax.lax.cond(
+    jnp.any(is_truncated),
+    compute,
+    lambda: jnp.full(scaled.shape[:1], -jnp.inf, scaled.dtype),
+  )
 
 
 def _truncation_threshold(scaled: Array, top_p: Array, top_k: Array) -> Array:

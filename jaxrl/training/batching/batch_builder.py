@@ -34,6 +34,8 @@ class BatchShape:
     micro_rows: Rows of a micro-batch or, if rows are packed, of a minibatch.
     pack: The shape of the packed rows, if rows are packed.
     patches: Rows of patches of images, and their length, if there are images.
+    segments: The most segments of a sequence, 1 or a higher power of two; 0 where
+      programs do not depend on it.
   """
 
   rows: int
@@ -41,6 +43,7 @@ class BatchShape:
   micro_rows: int
   pack: PackShape | None = None
   patches: tuple[int, int] | None = None
+  segments: int = 0
 
   @property
   def num_chunks(self) -> int:
@@ -76,6 +79,8 @@ class BatchBuilder:
     num_epochs: Passes over a batch.
     seed: Seed of the order in which rows are assigned to minibatches.
     vision: The tower of a model that sees images.
+    counts_segments: Whether programs depend on how many segments a sequence has: those
+      for GPUs do, whose attention must know it to do without a mask.
   """
 
   algorithm: Algorithm
@@ -87,6 +92,7 @@ class BatchBuilder:
   num_epochs: int
   seed: int
   vision: VisionConfig | None = None
+  counts_segments: bool = False
 
   @property
   def _num_chunks(self) -> int:
@@ -107,7 +113,12 @@ class BatchBuilder:
     micro_rows = rows_per_micro_batch(
       padded_rows, self._num_chunks, unit_size, self.row_multiple
     )
-    return BatchShape(micro_rows * self._num_chunks, length, micro_rows)
+    return BatchShape(
+      micro_rows * self._num_chunks,
+      length,
+      micro_rows,
+      segments=int(self.counts_segments),
+    )
 
   def warmup_shapes(self) -> list[BatchShape]:
     """Returns the shapes of usual batches, which warm-up compiles for."""
@@ -142,7 +153,7 @@ class BatchBuilder:
       micro_rows = shape.micro_rows + self.row_multiple
       shape = BatchShape(micro_rows * self._num_chunks, 0, micro_rows)
     shape = dataclasses.replace(shape, length=batch.tokens.shape[1])
-    return batch, shape_with_images(shape, batch), indices
+    return batch, self._shape_of(shape, batch), indices
 
   def device_index(self, mesh: Mesh, shape: BatchShape, index: Any) -> Any:
     """Returns the row indices of an update as the compiled train step takes them."""
@@ -162,6 +173,15 @@ class BatchBuilder:
     """Returns metrics of how full packed rows are; none if rows are not packed."""
     del batch, shape, indices
     return {}
+
+  def _shape_of(self, shape: BatchShape, batch: Batch) -> BatchShape:
+    """Returns the shape with what a batch adds: its images and its segments."""
+    if batch.patch_rows is not None:
+      shape = dataclasses.replace(shape, patches=batch.patch_rows.image_ids.shape)
+    if not self.counts_segments:
+      return shape
+    most = int(batch.segment_ids.max(initial=1))
+    return dataclasses.replace(shape, segments=1 << (most - 1).bit_length())
 
   def _collate(self, groups: Sequence[Group], shape: BatchShape) -> Batch:
     buckets = self.buckets if shape.pack is None else (max(self.buckets),)
@@ -204,13 +224,6 @@ class BatchBuilder:
         return None
       indices += [index for index in assigned if (index >= 0).any()]
     return indices
-
-
-def shape_with_images(shape: BatchShape, batch: Batch) -> BatchShape:
-  """Returns the shape of a batch with that of its images, if it has any."""
-  if batch.patch_rows is None:
-    return shape
-  return dataclasses.replace(shape, patches=batch.patch_rows.image_ids.shape)
 
 
 def batch_unit_size(algorithm: Algorithm) -> int:

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.training.batching.packing_plan import PackingPlan, PackShape
+from jaxrl.training.batching.packing_plan import (
+  PackingPlan,
+  PackShape,
+  most_sequences_per_row,
+)
 from jaxrl.types import Batch
 
 
@@ -21,11 +25,13 @@ class RowLengths:
     tokens: All tokens of a row.
     shared: Prompt tokens, without the last one, that a row shares with its group.
     group_ids: The group of each row.
+    longest: Tokens that a row has room for, an int.
   """
 
   tokens: np.ndarray
   shared: np.ndarray
   group_ids: np.ndarray
+  longest: int
 
 
 def measure_rows(batch: Batch, *, share: bool) -> RowLengths:
@@ -46,7 +52,7 @@ def measure_rows(batch: Batch, *, share: bool) -> RowLengths:
     for rows in np.split(order, np.flatnonzero(np.diff(ids[order])) + 1):
       if ids[rows[0]] >= 0 and len(rows) > 1:
         shared[rows] = _num_shared_tokens(batch, rows)
-  return RowLengths(tokens, shared, ids)
+  return RowLengths(tokens, shared, ids, batch.tokens.shape[1])
 
 
 def _num_shared_tokens(batch: Batch, rows: np.ndarray) -> int:
@@ -82,6 +88,10 @@ class FirstFitBins:
     self.free_slots = np.zeros(0, np.int64)
     self.num_sequences = np.zeros(0, np.int64)
     self.rows_by_group: list[dict[int, list[int]]] = []
+    self._row_sequences = np.zeros(0, np.int64)  # sequences of each packed row
+    self._most_per_row = most_sequences_per_row(
+      pack.sequences, pack.length, lengths.longest
+    )
     self._micro_batches_of_group: dict[int, list[int]] = {}
 
   def add_micro_batch(self) -> None:
@@ -89,6 +99,7 @@ class FirstFitBins:
     rows, length = self.pack.rows, self.pack.length
     self.free_slots = np.append(self.free_slots, np.full(rows, length))
     self.num_sequences = np.append(self.num_sequences, 0)
+    self._row_sequences = np.append(self._row_sequences, np.zeros(rows, np.int64))
     self.rows_by_group += [{} for _ in range(rows)]
 
   def try_add(self, unit: np.ndarray) -> bool:
@@ -121,7 +132,8 @@ class FirstFitBins:
   def _find_bin(self, row: int, bins: slice) -> int | None:
     """Returns the first packed row with room, preferably one with the same prompt."""
     tokens, shared = int(self.lengths.tokens[row]), int(self.lengths.shared[row])
-    free_slots = self.free_slots[bins]
+    has_place = self._row_sequences[bins] < self._most_per_row
+    free_slots = np.where(has_place, self.free_slots[bins], -1)
     if shared:
       group = int(self.lengths.group_ids[row])
       for i in np.flatnonzero(free_slots >= tokens - shared):
@@ -145,12 +157,14 @@ class FirstFitBins:
       slots = int(self.lengths.tokens[row]) - (shared if same_group else 0)
       same_group.append(int(row))
       self.free_slots[packed_row] -= slots
+      self._row_sequences[packed_row] += 1
       placed.append((packed_row, group, slots))
     return True
 
   def _undo(self, placed: list[tuple[int, int, int]]) -> None:
     for packed_row, group, slots in reversed(placed):
       self.free_slots[packed_row] += slots
+      self._row_sequences[packed_row] -= 1
       self.rows_by_group[packed_row][group].pop()
       if not self.rows_by_group[packed_row][group]:
         del self.rows_by_group[packed_row][group]

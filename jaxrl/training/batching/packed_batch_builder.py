@@ -21,7 +21,6 @@ from jaxrl.training.batching.batch_builder import (
   batch_unit_size,
   batch_units,
   rows_per_micro_batch,
-  shape_with_images,
 )
 from jaxrl.training.batching.first_fit_placement import FirstFitBins, RowLengths
 from jaxrl.training.batching.packing_plan import (
@@ -142,7 +141,7 @@ class PackedBatchBuilder(BatchBuilder):
       for filled, index in zip(bins, indices, strict=True)
     ]
     shape = dataclasses.replace(shape, pack=pack)
-    return batch, shape_with_images(shape, batch), plans
+    return batch, self._shape_of(shape, batch), plans
 
   def device_index(
     self, mesh: Mesh, shape: BatchShape, index: PackingPlan
@@ -236,7 +235,11 @@ class PackedBatchBuilder(BatchBuilder):
       self._num_parallel(minibatch_rows),
     )
     return BatchShape(
-      minibatch_rows * self.num_minibatches, longest, minibatch_rows, pack
+      minibatch_rows * self.num_minibatches,
+      longest,
+      minibatch_rows,
+      pack,
+      segments=int(self.counts_segments),
     )
 
   def _is_oversized(self, minibatch_rows: int) -> bool:

@@ -165,6 +165,17 @@ class PackingPlan:
     )
 
 
+def most_sequences_per_row(sequences: int, length: int, longest: int) -> int:
+  """Returns the most sequences of a packed row, which attention may have to know.
+
+  Args:
+    sequences: The most sequences of a micro-batch.
+    length: Slots of a packed row.
+    longest: Tokens of the longest sequence that there is room for.
+  """
+  return min(sequences, SEQUENCE_CAPACITY_FACTOR * -(-length // longest))
+
+
 def plan_shapes(mesh: Mesh, pack: PackShape, num_rows: int | None) -> PackingPlan:
   """Returns the shapes and shardings of a plan.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models import moe
-from kernels import experts, paged_attention
+from kernels import cudnn_attention, experts, paged_attention
 from kernels.attention import attention
 from kernels.token_logprobs import token_logprobs
 from tests.benchmarks.gpu import device
@@ -50,8 +50,10 @@ def attention_cases(sizes: tuple[int, ...]) -> Iterator[Case]:
   first = jnp.where(ids > 1, 1, 0)  # the second to the last segment see the first
   for name, key_dim, segments, options in (
     ('four segments', dim, ids, {}),
+    ('four known segments', dim, ids, {'row_segments': 4}),
+    ('one segment', dim, whole, {'row_segments': 1}),
     ('shared prompt', dim, ids, {'prefix_ids': first}),
-    ('window of 100', dim, whole, {'window': 100}),
+    ('window of 100', dim, whole, {'window': 100, 'row_segments': 1}),
     ('keys wider than values', 3 * dim // 2, whole, {}),
   ):
     shapes = (heads, key_dim), (kv_heads, key_dim), (kv_heads, dim)
@@ -91,7 +93,15 @@ def decode_cases(sizes: tuple[int, ...]) -> Iterator[Case]:
   lengths = jax.random.randint(jax.random.key(3), (slots,), 1, room + 1)
   pages = normal(1, kv_heads, slots, room, dim), normal(2, kv_heads, slots, room, dim)
   run = functools.partial(paged_attention.paged_attention, lengths=lengths)
-  yield 'decode attention', *both_ways(run), [normal(0, slots, heads, dim), *pages]
+  arrays = [normal(0, slots, heads, dim), *pages]
+  yield 'decode attention', *both_ways(run), arrays
+
+  def of_slots(q, keys, values):
+    kept = (pages.transpose(1, 2, 0, 3) for pages in (keys, values))
+    return cudnn_attention.decode(q, *kept, lengths)
+
+  if not cudnn_attention.decode_obstacle(heads, kv_heads, dim, 'bfloat16'):
+    yield 'decode attention, cudnn', of_slots, both_ways(run)[1], arrays
 
 
 CASES = {

@@ -29,8 +29,11 @@ def implementations(
   plain = off if isinstance(off, str) else lambda q, k, v: off(q, k, v, whole)
   library = functools.partial(jax.nn.dot_product_attention, is_causal=True)
   functions: dict[str, Callable[..., Any] | str] = {
-    'kernels': lambda q, k, v: attention(q, k, v, whole),
-    f'kernels, {SEGMENTS} segments': lambda q, k, v: attention(q, k, v, segment_ids),
+    'kernels': lambda q, k, v: attention(q, k, v, whole, row_segments=1),
+    f'kernels, {SEGMENTS} segments': lambda q, k, v: attention(
+      q, k, v, segment_ids, row_segments=SEGMENTS
+    ),
+    'kernels, rows unknown': lambda q, k, v: attention(q, k, v, whole),
     'reference': plain,
     'jax.nn, xla': functools.partial(library, implementation='xla'),
     'jax.nn, cudnn': functools.partial(library, implementation='cudnn'),

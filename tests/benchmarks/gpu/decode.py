@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.model_runner import ModelRunner, SlotState
 from tests.benchmarks.gpu import device, shapes
 
@@ -58,7 +59,7 @@ def one(
   times = []
   for _ in range(new // steps):
     start = time.perf_counter()
-    cache, rows, tokens, *_ = programs.decode(params, cache, rows)
+    cache, rows, tokens, *_ = programs.decode(params, cache, rows, token_sampling.PLAIN)
     drawn = np.asarray(tokens)  # read by the host, as the engine does
     times.append((time.perf_counter() - start) / steps)
     assert (drawn >= 0).all(), 'a slot fell idle'

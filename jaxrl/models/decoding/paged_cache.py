@@ -5,7 +5,7 @@ Keys and values are `[K, S, T, d]` for S slots, one array per layer:
 calls them for such a cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,12 +17,19 @@ from kernels.paged_attention import PAGE, choose_kernel, paged_attention
 
 Cache = dict[str, tuple[Any, ...]]
 AXES = ('kv_heads', 'batch', None, None)
+POSITION_AXIS = 2
 KEPT = {'k_pages': 'k', 'v_pages': 'v'}  # what a prefill calls them
 Shard = Callable[..., Callable[..., jax.Array]]
 
 
 def has_kernel(
-  config: ModelConfig, dtype: str, *, obstacle: str, kernels: str, platform: str | None
+  config: ModelConfig,
+  dtype: str,
+  *,
+  obstacle: str,
+  skipped: Mapping[str, str],
+  kernels: str,
+  platform: str | None,
 ) -> bool:
   """Returns whether a kernel of paged attention is used.
 
@@ -30,11 +37,21 @@ def has_kernel(
     config: The model's shape.
     dtype: The type of keys and values.
     obstacle: Why the model cannot use one; '' for no reason.
+    skipped: Kernels for other layouts of the cache, and why they are not used.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
   """
-  options = {'obstacle': obstacle, 'kernels': kernels, 'platform': platform}
-  return choose_kernel(config.head_dim, dtype, **options) != REFERENCE
+  return (
+    choose_kernel(
+      config.head_dim,
+      dtype,
+      obstacle=obstacle,
+      skipped=skipped,
+      kernels=kernels,
+      platform=platform,
+    )
+    != REFERENCE
+  )
 
 
 def empty(config: ModelConfig, num_slots: int, max_length: int, dtype: str) -> Cache:
