@@ -13,9 +13,11 @@ from jaxrl.algorithms import requirements
 from jaxrl.component_calls import ComponentCall
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.training.batching import batch_builder
-from jaxrl.training.parallelism import sharding
-from kernels.token_logprobs import MOST_LOGITS
+from jaxrl.training.parallelism import device_memory, sharding
+from kernels.kept_softmax import TILE_LOGITS
+from kernels.token_logprobs import KEPT_BYTES, MOST_LOGITS
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec
+from launch.planning import device_budget
 from launch.runtime import host_memory
 from launch.settings.run_settings import RunSettings
 
@@ -57,8 +59,8 @@ def read_room(mesh: Mesh, loaded: float) -> Room:
     memory = host_memory.read_host_memory()
     room = Room(memory.limit, max(0.0, memory.held - loaded), memory.source)
   else:
-    limits = [(device.memory_stats() or {}).get('bytes_limit', 0) for device in local]
-    room = Room(min(limits) or float('inf'), 0.0, "the device's memory")
+    limit = device_memory.read_limit(mesh)
+    room = Room(limit or float('inf'), 0.0, "the device's memory")
   if jax.process_count() == 1:
     return room
   from jax.experimental import multihost_utils  # few runs have several processes
@@ -158,11 +160,25 @@ def estimate(plan: PhasePlan, choice: MemoryChoice, num_params: float) -> float:
   width = KEPT_WIDTHS * _layer_width(shape, plan.length)
   layers = 4 * shape.num_layers * tokens * width
   logits = 8 * 4 * min(tokens * shape.vocab_size, MOST_LOGITS)
+  if plan.platform in ('gpu', 'cuda'):
+    logits = _gpu_logits(plan, tokens * shape.vocab_size)
   cache = 0.0
   if plan.plays and not settings.cluster.ray:
     slots = settings.rollout.max_num_seqs * settings.batch.max_length
     cache = 4.0 * slots * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
   return 4 * num_params * copies / shards + layers + logits + cache
+
+
+def _gpu_logits(plan: PhasePlan, logits: float) -> float:
+  """Returns the bytes of a softmax that is kept or formed again, and of its tiles.
+
+  logits: Number of a device's logits.
+  """
+  budget = device_budget.kept_bytes(plan.settings, plan.mesh)
+  budget = KEPT_BYTES if budget is None else budget
+  itemsize = 4 if plan.settings.model.dtype == 'float32' else 2
+  kept = min(itemsize * logits, max(budget, itemsize * TILE_LOGITS))
+  return kept + 2 * 4 * min(logits, TILE_LOGITS)
 
 
 def _layer_width(shape: ModelConfig, length: int) -> float:
