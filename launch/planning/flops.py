@@ -6,10 +6,8 @@ from typing import Any
 
 # JAX's attention for GPU, whose loops end where the data say; of decode alike, by name.
 GPU_ATTENTION_KERNELS = ('mha_forward', 'mha_backward')
-GROUPED_MATMUL_KERNELS = (
-  'grouped_dot',
-  'grouped_outer',
-)  # kernels of `kernels.grouped_matmul_gpu`
+# Functions of `kernels.grouped_matmul`, whose loops do so too.
+GROUPED_MATMULS = ('grouped_product', 'grouped_outer')
 
 
 def count_flops(jaxpr: Any, loop_rounds: int = 1, expert_shards: int = 1) -> float:
@@ -45,9 +43,10 @@ def _equation_flops(eqn: Any, loop_rounds: int, expert_shards: int) -> float:
     kernel_name = str(params['name'])
     if kernel_name in GPU_ATTENTION_KERNELS and eqn.invars[1].aval.ndim == 4:
       return _attention_flops(eqn, backward=kernel_name == 'mha_backward')
-    return _kernel_flops(params) / (
-      expert_shards if kernel_name in GROUPED_MATMUL_KERNELS else 1
-    )
+    return _kernel_flops(params)
+  if params.get('name') in GROUPED_MATMULS:
+    rows, other = (x.aval.shape for x in eqn.invars[:2])
+    return 2.0 * math.prod(rows) * other[-1] / expert_shards
   if name == 'cond':
     return max(
       count_flops(branch, loop_rounds, expert_shards) for branch in params['branches']

@@ -17,7 +17,7 @@ from jaxrl.models import moe
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism.expert_parallel import ExpertParallel
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
-from kernels import flash_attention, grouped_matmul_gpu
+from kernels import flash_attention, grouped_matmul
 from kernels.attention import attention
 from launch import plan
 from launch.planning import (
@@ -91,7 +91,7 @@ def test_a_loop_that_is_not_fixed_counts_as_often_as_is_said():
   assert often - once >= 4 * 3 * 16 * 16 * 4  # two read, one written a round
 
 
-@pytest.mark.parametrize('dot', [jax.lax.ragged_dot, grouped_matmul_gpu.grouped_dot])
+@pytest.mark.parametrize('dot', [jax.lax.ragged_dot, grouped_matmul.grouped_dot])
 def test_flops_of_grouped_products_are_those_of_each_row_once(dot):
   x = jax.ShapeDtypeStruct((40, 8), jnp.float32)
   w = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)
