@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxrl.algorithms import requirements
 from jaxrl.component_calls import ComponentCall
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import MAX_UNROLLED_LAYERS
 from jaxrl.training.batching import batch_builder
 from jaxrl.training.parallelism import device_memory, sharding
 from kernels.kept_softmax import TILE_LOGITS
@@ -27,6 +28,7 @@ DEFAULT_EFFICIENT_TOKENS = 8192
 # How many times `_layer_width` a layer keeps of a token; 1.1 to 1.9 was measured.
 KEPT_WIDTHS = 2.5
 FULL, NONE = ComponentCall('full'), ComponentCall('none')
+PRODUCTS = ComponentCall('products')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +120,23 @@ class PhasePlan:
     large = [n for n in counts[1:] if self.rows(n) * self.length >= tokens]
     efficient = [counts[0], *large]
     small = [n for n in counts if n not in efficient]
-    policies = [NONE, FULL] if remat.name == 'auto' else [remat]
+    policies = [self._fastest_remat, FULL] if remat.name == 'auto' else [remat]
     for group in (efficient, small):
       for policy in policies:
         for count in group:
           yield self._described(count, policy)
+
+  @property
+  def _fastest_remat(self) -> ComponentCall:
+    """What a backward pass keeps that need not save memory.
+
+    On a CPU, the layers of a deep model write what they keep to memory, and reading it
+    again takes longer than computing it, other than products and attention. A shallow
+    model is unrolled there. The chunks of a DeltaNet are long to compute.
+    """
+    is_deep = self.shape.num_layers > MAX_UNROLLED_LAYERS
+    scans = self.platform == 'cpu' and is_deep and not self.shape.has_linear_attention
+    return PRODUCTS if scans else NONE
 
   def _described(self, count: int, policy: ComponentCall) -> MemoryChoice:
     text = f'{count} micro-batch{"es" if count > 1 else ""}, remat {policy}'
