@@ -45,8 +45,9 @@ def _equation_flops(eqn: Any, loop_rounds: int, expert_shards: int) -> float:
       return _attention_flops(eqn, backward=kernel_name == 'mha_backward')
     return _kernel_flops(params)
   if params.get('name') in GROUPED_MATMULS:
-    rows, other = (x.aval.shape for x in eqn.invars[:2])
-    return 2.0 * math.prod(rows) * other[-1] / expert_shards
+    shapes = sorted((x.aval.shape for x in eqn.invars if x.aval.ndim > 1), key=len)
+    if len(shapes) == 2:  # rematerialization splits off a part that multiplies nothing
+      return 2.0 * math.prod(shapes[0]) * shapes[1][-1] / expert_shards
   if name == 'cond':
     return max(
       count_flops(branch, loop_rounds, expert_shards) for branch in params['branches']
