@@ -4,9 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-# JAX's attention for GPU, whose loops end where the data say; of decode alike, by name.
-GPU_ATTENTION_KERNELS = ('mha_forward', 'mha_backward')
-# Functions of `kernels.grouped_matmul`, whose loops do so too.
+# Functions of `kernels.grouped_matmul`, whose loops end where the data say.
 GROUPED_MATMULS = ('grouped_product', 'grouped_outer')
 
 
@@ -40,9 +38,6 @@ def _equation_flops(eqn: Any, loop_rounds: int, expert_shards: int) -> float:
   if name.startswith('dot_product_attention'):  # cuDNN's, which is opaque
     return _attention_flops(eqn, backward='bwd' in name)
   if name == 'pallas_call':
-    kernel_name = str(params['name'])
-    if kernel_name in GPU_ATTENTION_KERNELS and eqn.invars[1].aval.ndim == 4:
-      return _attention_flops(eqn, backward=kernel_name == 'mha_backward')
     return _kernel_flops(params)
   if params.get('name') in GROUPED_MATMULS:
     shapes = sorted((x.aval.shape for x in eqn.invars if x.aval.ndim > 1), key=len)
