@@ -140,11 +140,12 @@ test-wheel: env
 test-docs: env-docs
 	.venv-docs/bin/python -m pytest tests/docs/test_site.py
 
-# What must hold on every Python and jax that we support: the parts of every algorithm,
-# of the learner what asks most of jax, and of models what all families share.
+# What must hold on every Python and jax that we support: kernels, the parts of every
+# algorithm, of the learner what asks most of jax, and of models what all families share.
+# WARNINGS='-W error::DeprecationWarning' tells what the next jax will take away.
 CORE = checkpointing context_parallel expert_parallel learner mesh optimizers packing sharding train_step
 test-core: env
-	$(BIN)/python -m pytest $(FAST) \
+	$(BIN)/python -m pytest $(FAST) $(WARNINGS) tests/kernels \
 	  tests/algorithms --ignore tests/algorithms/test_learning.py \
 	  tests/models --ignore tests/models/families \
 	  $(CORE:%=tests/training/test_%.py)

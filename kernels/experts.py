@@ -5,9 +5,9 @@ have a bias. All implementations have the same signature:
 
 - `ragged` sorts the tokens by expert and computes a grouped matmul. On TPU, XLA does
   only the work that the router chose. On CPU and GPU it expands a grouped matmul (as of
-  jax 0.10) to every expert for all N · k rows, which is k times the work of `dense`.
-- `grouped` is `ragged` with the grouped matmul of `kernels.grouped_matmul_gpu`, for
-  GPU.
+  jax 0.12) to every expert for all N · k rows, which is k times the work of `dense`.
+- `grouped` is `ragged` with `kernels.grouped_matmul`, for GPU. All experts do the work
+  of the one that was chosen most.
 - `dense` is the reference: it computes every expert for every token and gives the
   others weight 0. It is faster if there are so few tokens that reading the experts'
   weights takes longer than the products. A token's result is the same bit for bit
@@ -228,7 +228,7 @@ def grouped(
   Returns:
     Output `[N, D]` in the dtype of x, summed in float32.
   """
-  from kernels.grouped_matmul_gpu import grouped_dot  # imports Pallas, only for GPUs
+  from kernels.grouped_matmul import grouped_dot  # only GPUs need it
 
   options = {'gating': gating, 'dot': grouped_dot}
   return ragged(x, chosen, weights, gate, up, down, **options)

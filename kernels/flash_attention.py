@@ -1,8 +1,8 @@
 """Flash attention adapts the kernels of JAX's own libraries to `kernels.attention`.
 
-Each kernel takes the arguments of `attention`, except that Triton's has no prefix_ids.
-It pads sequences to a length that it supports; no token attends to the padding. Pallas
-is imported inside the functions, because programs on CPU do not need it.
+Each kernel takes the arguments of `attention`. It pads sequences to a length that it
+supports; no token attends to the padding. Pallas is imported inside the functions,
+because programs on CPU do not need it.
 
 In splash attention, a query attends to the keys of one segment only. If a token also
 attends to a shared prompt, the kernel runs twice, once for the token's own segment and
@@ -242,60 +242,6 @@ def _backward(kept: tuple, slope: jax.Array) -> tuple:
 _attend_twice.defvjp(_forward, _backward)
 
 
-def triton(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segment_ids: jax.Array,
-  *,
-  scale: float | None = None,
-  interpret: bool = False,
-) -> jax.Array:
-  """Computes flash attention with Triton (`jax.experimental.pallas.ops.gpu`), for GPU.
-
-  Keys and values are repeated for every query head.
-
-  Args:
-    q: Queries `[B, T, H, d]`.
-    k: Keys `[B, T, K, d]`.
-    v: Values `[B, T, K, d]`.
-    segment_ids: Segments `[B, T]` int32; 0 is padding.
-    scale: As in `attention`.
-    interpret: Whether to run the kernel in Pallas's interpreter, without an
-      accelerator.
-
-  Returns:
-    Output `[B, T, H, d]`.
-  """
-  from jax.experimental.pallas.ops.gpu import attention as library
-
-  length, heads, dim = q.shape[1:]
-  k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
-  q, k, v, segment_ids = pad_to_length((q, k, v, segment_ids), padded_length(length))
-  # Larger blocks do not fit: the backward pass accumulates [64, d] in registers, and
-  # blocks of wide heads are held in shared memory.
-  share = 1 if _padded_head_bytes(q) <= 512 else 2
-  sizes = library.BlockSizes(
-    block_q=128 // share,
-    block_k=64 // share,
-    block_q_dkv=32 // share,
-    block_kv_dkv=64 // share,
-    block_q_dq=64 // share,
-    block_kv_dq=32 // share,
-  )
-  out: Any = library.mha(
-    q,
-    k,
-    v,
-    segment_ids,
-    sm_scale=dim**-0.5 if scale is None else scale,
-    causal=True,
-    block_sizes=sizes,
-    interpret=interpret,
-  )
-  return out[:, :length]
-
-
 def candidates(
   q: jax.Array,
   k: jax.Array,
@@ -339,13 +285,7 @@ def candidates(
     found = cudnn_attention.candidates(q, k, **rows)
     if why := _shape_obstacle(q) or _lacks(sinks=sinks, softcap=softcap):
       found = dict.fromkeys(found, why)
-    lacks = _lacks(window=window, sinks=sinks, softcap=softcap)
-    return {
-      **found,
-      'triton': (
-        _shape_obstacle(q, prefix_ids) or lacks or _triton_obstacle(q) or triton
-      ),
-    }
+    return dict(found)
   return {}
 
 
@@ -355,25 +295,11 @@ def _lacks(where: str = '', **features: Any) -> str:
   return f'does not take {" and ".join(names)} {where}'.rstrip() if names else ''
 
 
-def _shape_obstacle(q: jax.Array, prefix_ids: jax.Array | None = None) -> str:
+def _shape_obstacle(q: jax.Array) -> str:
   """Returns why a kernel cannot take these arrays; '' if it can."""
   length, dim = q.shape[1], q.shape[-1]
-  if prefix_ids is not None:
-    return 'does not take prefix_ids'
   if q.dtype not in (jnp.bfloat16, jnp.float32):
     return f'does not take {q.dtype.name}'
   if length < MIN_LENGTH:
     return f'is for sequences from {MIN_LENGTH} tokens on, not of {length}'
   return 'needs a head_dim from 16 on' if dim < 16 else ''
-
-
-def _padded_head_bytes(q: jax.Array) -> int:
-  """Returns the bytes of a head in Triton's blocks, whose sides are powers of two."""
-  return (1 << (q.shape[-1] - 1).bit_length()) * q.dtype.itemsize
-
-
-def _triton_obstacle(q: jax.Array) -> str:
-  """Returns why a block of heads does not fit in shared memory; '' if it does."""
-  if _padded_head_bytes(q) <= 1024:
-    return ''
-  return f'has no room for a head_dim of {q.shape[-1]} in {q.dtype.name}'

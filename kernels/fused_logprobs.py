@@ -1,6 +1,7 @@
-"""Fused log-probs compute token log-probs inside the matmul of the LM head.
+"""Fused log-probs compute token log-probs from tiles of the LM head's matmul.
 
-Logits are never written to the accelerator's main memory. The function has a custom
+On TPU, logits are never written to the main memory. On GPU, a tile of them is at a
+time, and their softmax may be kept for the backward pass. The function has a custom
 gradient, and supports a table that is sharded over the vocabulary.
 """
 
@@ -12,9 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from kernels.kept_softmax import KeptSoftmax
 from kernels.softmax_stats import (
   BackwardStats,
   SoftmaxStats,
@@ -24,9 +27,11 @@ from kernels.softmax_stats import (
   scores_from_stats,
 )
 
+# Imported on first use: Pallas takes half a second.
 MODULES = {
   'mosaic': 'kernels.fused_logprobs_tpu',
-  'triton': 'kernels.fused_logprobs_gpu',
+  'kept': 'kernels.kept_softmax',
+  'tiles': 'kernels.kept_softmax',
 }
 
 
@@ -76,21 +81,33 @@ class FusedLogprobsPlan:
   """The static options of `fused_logprobs`.
 
   Attributes:
-    name: Name of the kernel, 'mosaic' or 'triton'.
+    name: Name of the implementation: 'mosaic', 'kept' or 'tiles'.
     kind: Statistics to compute.
     shards: Sharding of the arrays; None for one device.
+    rows: Rows whose logits 'kept' and 'tiles' form again at a time, where they must.
     interpret: Whether to run kernels in Pallas's interpreter, without an accelerator.
   """
 
   name: str
   kind: StatsKind
   shards: LogprobShards | None = None
+  rows: int = 0
   interpret: bool = False
 
   @property
-  def kernel_module(self) -> Any:
-    """Returns the module of the kernels, which is imported on first use."""
-    return importlib.import_module(MODULES[self.name])  # Pallas takes half a second
+  def functions(self) -> Any:
+    """Returns the module of the implementation."""
+    return importlib.import_module(MODULES[self.name])
+
+  @property
+  def forward_options(self) -> dict[str, Any]:
+    """Returns the options of the forward pass that only this implementation has."""
+    return {'interpret': self.interpret} if self.name == 'mosaic' else {}
+
+  @property
+  def backward_options(self) -> dict[str, Any]:
+    """Returns the options of `gradients` that only this implementation has."""
+    return self.forward_options or {'rows': self.rows}
 
   def shard_map(self, function: Any, inputs: str, outputs: str) -> Any:
     """Returns a function that each device runs on its own shards.
@@ -115,12 +132,19 @@ class FusedLogprobsPlan:
 
     Args:
       letter: Kind of array: 'h' for hidden states, 'v' for the table, 'r' for one
-        number per token, 's' for a scalar.
+        number per token, 'k' for what is kept of each token and part of the
+        vocabulary, 's' for a scalar.
     """
     assert self.shards is not None
     batch, length = self.shards.batch or None, self.shards.length or None
-    specs = {'h': P(batch, length, None), 'r': P(batch, length), 's': P()}
-    return P(self.shards.vocab or None, None) if letter == 'v' else specs[letter]
+    vocab = self.shards.vocab or None
+    return {
+      'h': P(batch, length, None),
+      'v': P(vocab, None),
+      'r': P(batch, length),
+      'k': P(batch, length, vocab),
+      's': P(),
+    }[letter]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -143,7 +167,7 @@ def fused_logprobs(
   Returns:
     Three arrays `[B, T]`. The last two are 0 unless `plan.kind.moments`.
   """
-  return _run(plan, hidden, table, targets, inverse)[0]
+  return _run(plan, hidden, table, targets, inverse, keeps=False)[0]
 
 
 def _local(plan: FusedLogprobsPlan, targets: jax.Array, table: jax.Array) -> jax.Array:
@@ -159,41 +183,52 @@ def _local(plan: FusedLogprobsPlan, targets: jax.Array, table: jax.Array) -> jax
 
 
 def _run(
-  plan: FusedLogprobsPlan, hidden: Any, table: Any, targets: Any, inverse: Any
+  plan: FusedLogprobsPlan,
+  hidden: Any,
+  table: Any,
+  targets: Any,
+  inverse: Any,
+  *,
+  keeps: bool,
 ) -> Any:
+  """Returns the three outputs, the statistics, and what is kept for the gradient."""
+  compute = plan.functions.keep_softmax if keeps else plan.functions.softmax_stats
+
   def run(hidden, table, targets, inverse):
     shape, rows = targets.shape, hidden.reshape(-1, hidden.shape[-1])
-    stats = plan.kernel_module.softmax_stats(
-      rows,
-      table,
-      _local(plan, targets, table),
-      inverse,
-      kind=plan.kind,
-      interpret=plan.interpret,
-    )
+    local = _local(plan, targets, table)
+    stats = compute(rows, table, local, inverse, kind=plan.kind, **plan.forward_options)
+    stats, kept = stats if keeps else (stats, ())
     if plan.shards is not None and plan.shards.size(plan.shards.vocab) > 1:
       parts = jax.lax.all_gather(jnp.stack(stats), plan.shards.vocab)
       parts = [SoftmaxStats(*part) for part in parts]
       stats = functools.reduce(functools.partial(merge_stats, inverse=inverse), parts)
     out = scores_from_stats(stats, inverse)
-    return tuple(x.reshape(shape) for x in (*out, *stats))
+    numbers = (x.reshape(shape) for x in (*out, *stats))
+    return *numbers, *(x.reshape(*shape, -1) for x in kept)
 
-  out = plan.shard_map(run, 'hvrs', 'r' * 11)(hidden, table, targets, inverse)
-  return out[:3], out[3:]
-
-
-def _forward(plan: FusedLogprobsPlan, *arrays: jax.Array) -> Any:
-  out, stats = _run(plan, *arrays)
-  return out, (arrays, stats)
+  outputs = 'r' * 11 + ('kk' if keeps else '')
+  out = plan.shard_map(run, 'hvrs', outputs)(hidden, table, targets, inverse)
+  return out[:3], out[3:11], out[11:]
 
 
-def _backward(plan: FusedLogprobsPlan, kept: Any, by: Any) -> Any:
-  (hidden, table, targets, inverse), stats = kept
+def _forward(plan: FusedLogprobsPlan, *primals: Any) -> Any:
+  arrays = tuple(x.value for x in primals)
+  out, stats, kept = _run(plan, *arrays, keeps=plan.name == 'kept')
+  return out, (arrays, stats, kept)
+
+
+def _backward(plan: FusedLogprobsPlan, rest: Any, by: Any) -> Any:
+  (hidden, table, targets, inverse), stats, kept = rest
+  kind = plan.kind
+  if all(isinstance(x, SymbolicZero) for x in by[1:]):
+    kind = kind._replace(moments=False)  # entropy and nec are metrics alone
+  by = [jnp.zeros(x.shape) if isinstance(x, SymbolicZero) else x for x in by]
 
   def run(hidden, table, targets, inverse, *rest):
     rows = hidden.reshape(-1, hidden.shape[-1])
-    by, local_stats = rest[:3], SoftmaxStats(*(x.reshape(-1, 1) for x in rest[3:]))
-    of, tau = backward_stats(local_stats, inverse, tuple(x.reshape(-1) for x in by))
+    by, own_stats = rest[:3], SoftmaxStats(*(x.reshape(-1, 1) for x in rest[3:11]))
+    of, tau = backward_stats(own_stats, inverse, tuple(x.reshape(-1) for x in by))
     shards = plan.shards
     split = shards is not None and shards.size(shards.vocab) > 1
     apart = shards is not None and shards.size(shards.batch + shards.length) > 1
@@ -201,16 +236,15 @@ def _backward(plan: FusedLogprobsPlan, kept: Any, by: Any) -> Any:
       jnp.float32 if split else hidden.dtype,
       jnp.float32 if apart else table.dtype,
     )
-    of_hidden, of_table = plan.kernel_module.gradients(
-      rows,
-      table,
-      _local(plan, targets, table),
-      inverse,
-      BackwardStats(*of),
-      kind=plan.kind,
-      dtypes=dtypes,
-      interpret=plan.interpret,
-    )
+    arrays = rows, table, _local(plan, targets, table), inverse, BackwardStats(*of)
+    if kept and not kind.moments:
+      own = KeptSoftmax(*(x.reshape(len(rows), -1) for x in rest[11:]))
+      options = {'chosen': own_stats.chosen, 'dtypes': dtypes}
+      grads = plan.functions.kept_gradients(*arrays, own, **options)
+    else:
+      options = plan.backward_options | {'kind': kind, 'dtypes': dtypes}
+      grads = plan.functions.gradients(*arrays, **options)
+    of_hidden, of_table = grads
     if shards is not None and split:
       of_hidden = jax.lax.psum(of_hidden, shards.vocab)
     if shards is not None and apart:
@@ -218,11 +252,11 @@ def _backward(plan: FusedLogprobsPlan, kept: Any, by: Any) -> Any:
     of_hidden = of_hidden.astype(hidden.dtype).reshape(hidden.shape)
     return of_hidden, of_table.astype(table.dtype), tau
 
-  arrays = (hidden, table, targets, inverse, *by, *stats)
-  run = plan.shard_map(run, 'hvrs' + 'r' * 11, 'hvs')
+  arrays = (hidden, table, targets, inverse, *by, *stats, *kept)
+  run = plan.shard_map(run, 'hvrs' + 'r' * 11 + 'k' * len(kept), 'hvs')
   of_hidden, of_table, tau = run(*arrays)
   # `tau` is the gradient of τ = 1 / inverse, so that of inverse is −tau / inverse².
   return of_hidden, of_table, None, -tau / jnp.square(inverse)
 
 
-fused_logprobs.defvjp(_forward, _backward)
+fused_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

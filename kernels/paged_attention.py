@@ -1,11 +1,10 @@
 """Paged attention runs one query per slot over a cache that consists of pages.
 
 Keys and values are `[K, S, T, d]` for S slots of T positions. A page holds consecutive
-positions of one slot and head, so it is contiguous in memory, as JAX's own kernels for
-TPU and GPU expect. T is a multiple of `PAGE`.
+positions of one slot and head, so it is contiguous in memory, as JAX's own kernel for
+TPU expects. T is a multiple of `PAGE`.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -69,51 +68,6 @@ def mosaic(
   )
 
 
-def triton(
-  q: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  lengths: jax.Array,
-  *,
-  interpret: bool = False,
-) -> jax.Array:
-  """Computes paged attention with `jax.experimental.pallas.ops.gpu`.
-
-  Up to 16 programs share a slot and head, because one program each would leave most of
-  the GPU idle. Their partial results are rounded to the cache's dtype before they are
-  summed.
-
-  Args:
-    q: Queries `[S, H, d]`.
-    keys: Cached keys `[K, S, T, d]`.
-    values: Cached values `[K, S, T, d]`.
-    lengths: Positions that each slot attends to, from its first one on, `[S]` int32, at
-      least 1.
-    interpret: Whether to run the kernel in Pallas's interpreter, without an
-      accelerator.
-
-  Returns:
-    Output `[S, H, d]` float32.
-  """
-  from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-
-  size = PAGE // 2
-  k, v, table = _in_pages(keys, values, size)
-  splits = math.gcd(table.shape[1], 16)
-  q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(keys.dtype)
-  return paged_attention(
-    q,
-    k,
-    v,
-    table,
-    lengths,
-    k_splits=splits,
-    pages_per_compute_block=1,
-    num_warps=4,
-    interpret=interpret,
-  ).astype(jnp.float32)
-
-
 def choose_kernel(
   head_dim: int,
   dtype: str,
@@ -134,7 +88,7 @@ def choose_kernel(
     platform: As in `kernels.dispatch`.
 
   Returns:
-    'mosaic' or 'triton', or 'reference' if no kernel is used.
+    'mosaic', or 'reference' if no kernel is used.
   """
   platform = platform_of(platform)
   candidates = _candidates(head_dim, dtype, platform)
@@ -173,7 +127,7 @@ def paged_attention(
   """
   options = {'kernels': kernels, 'platform': platform}
   name = choose_kernel(q.shape[-1], keys.dtype.name, **options)
-  run = {'mosaic': mosaic, 'triton': triton}.get(name, reference)
+  run = {'mosaic': mosaic}.get(name, reference)
   if shard is not None and name != REFERENCE:
     pages = ('kv_heads', 'batch', None, None)
     heads = ('batch', 'heads', None)
@@ -191,12 +145,6 @@ def _candidates(
     elif head_dim % 128:
       why = f'needs a head_dim that 128 divides, not {head_dim}'
     return {'mosaic': why or mosaic}
-  if platform == 'gpu':
-    fit = head_dim >= 16 and head_dim & (head_dim - 1) == 0
-    why = f'needs a head_dim that is a power of two from 16 on, not {head_dim}'
-    if fit and head_dim * jnp.dtype(dtype).itemsize > 1024:
-      fit, why = False, f'has no room for a head_dim of {head_dim} in {dtype}'
-    return {'triton': triton if fit else why}
   return {}
 
 

@@ -83,13 +83,13 @@ def empty_stats(rows: int) -> SoftmaxStats:
 
 
 def block_stats(
-  logits: jax.Array, hit: jax.Array, inverse: jax.Array, kind: StatsKind
+  logits: jax.Array, hit: jax.Array | None, inverse: jax.Array, kind: StatsKind
 ) -> SoftmaxStats:
   """Computes the statistics of a block of logits.
 
   Args:
     logits: Logits `[n, v]` float32, MASK_VALUE where masked.
-    hit: Mask `[n, v]` bool, True at the target.
+    hit: Mask `[n, v]` bool, True at the target; None leaves `chosen` 0.
     inverse: Inverse temperature 1/τ, a float32 scalar.
     kind: Statistics to compute.
   """
@@ -104,7 +104,9 @@ def block_stats(
   first = pair(jnp.exp(d * inverse)) if kind.tempered else pair(plain)
   second = pair(plain) if kind.moments else (zero, zero)
   third = pair(plain * plain) if kind.moments else (zero, zero)
-  chosen = jnp.where(hit, logits, 0.0).sum(1, keepdims=True)
+  chosen = zero
+  if hit is not None:
+    chosen = jnp.where(hit, logits, 0.0).sum(1, keepdims=True)
   return SoftmaxStats(top, *first, *second, *third, chosen)
 
 

@@ -12,6 +12,11 @@ from kernels.dispatch import choose, only_on, platform_of
 if TYPE_CHECKING:
   from kernels.fused_logprobs import LogprobShards
 
+# A GPU keeps a softmax of at most this share of what JAX may take of a device, rounded
+# down to steps, so that a plan and a run agree where they read the memory a little
+# differently; or of at most so many bytes where nothing is known of the device.
+KEPT_SHARE, KEPT_STEP, KEPT_BYTES = 1 / 8, 2**28, 2**32
+
 # Default positions per chunk: as many as give MAX_LOGITS logits. A large vocabulary
 # gets MIN_ROWS instead, so that the matmul with the table is efficient, or as many as
 # give MOST_LOGITS logits if that is fewer, to bound the memory.
@@ -51,14 +56,17 @@ def token_logprobs(
   kernels: str = 'auto',
   platform: str | None = None,
   shards: 'LogprobShards | None' = None,
+  kept_bytes: int | None = None,
   interpret: bool = False,
 ) -> TokenScores:
   """Computes log-probs of targets under softmax(hidden · tableᵀ / temperature).
 
-  The full logits are never held in memory. The kernels keep one block of them on the
-  chip (after Cut Your Losses, arXiv 2411.09009). The reference holds the logits of at
-  most `max_rows` positions at a time, but of at least one position per row. The
-  backward pass recomputes the logits.
+  The full float32 logits are never held in memory. TPU kernels keep one block of them
+  on the chip (after Cut Your Losses, arXiv 2411.09009) and compute it again in the
+  backward pass. A GPU holds a tile of them, and keeps their softmax in the dtype of
+  `hidden` for the backward pass, or computes it again if it is too large. The reference
+  holds the logits of at most `max_rows` positions at a time, but of at least one
+  position per row, and computes them again.
 
   Args:
     hidden: Hidden states `[B, T, D]`.
@@ -79,6 +87,8 @@ def token_logprobs(
       backend of this process.
     shards: Sharding of `hidden` and `table` on a mesh, which the kernels need; None for
       one device.
+    kept_bytes: Bytes of each device that the softmax may take which a GPU keeps, see
+      `kept_bytes_of`; None for KEPT_BYTES.
     interpret: Whether to run the kernel in Pallas's interpreter, without an
       accelerator.
 
@@ -105,12 +115,18 @@ def token_logprobs(
   elif shards is not None:
     why = shards.obstacle(hidden, table)
 
-  def on(home: str, name: str) -> Any:
-    return only_on(home, why or functools.partial(_fused, name), platform=platform)
+  budget = KEPT_BYTES if kept_bytes is None else kept_bytes
+  size = _kept_size(hidden, table, shards)
+  large = f'would keep {size / 2**30:.2g} GiB, of {budget / 2**30:.2g}'
+
+  def on(home: str, name: str, obstacle: str = '') -> Any:
+    run = why or obstacle or functools.partial(_fused, name)
+    return only_on(home, run, platform=platform)
 
   candidates = {
     'mosaic': on('tpu', 'mosaic'),
-    'triton': on('gpu', 'triton'),
+    'kept': on('gpu', 'kept', large if size > budget else ''),
+    'tiles': on('gpu', 'tiles'),
     'reference': functools.partial(
       reference,
       topk_ids=topk_ids,
@@ -123,8 +139,28 @@ def token_logprobs(
   name = choose('token_logprobs', candidates, platform=platform, option=kernels)
   run: Any = candidates[name]
   if name != 'reference':
-    run = functools.partial(run, shards=shards, interpret=interpret)
+    run = functools.partial(run, shards=shards, budget=budget, interpret=interpret)
   return run(hidden, table, targets, temperature=temperature, entropy=entropy, nec=nec)
+
+
+def kept_bytes_of(limit: float) -> int:
+  """Returns how much of a device a kept softmax may take, in bytes.
+
+  Args:
+    limit: Bytes of the device that JAX may take.
+  """
+  return int(limit * KEPT_SHARE) // KEPT_STEP * KEPT_STEP
+
+
+def _kept_size(
+  hidden: jax.Array, table: jax.Array, shards: 'LogprobShards | None'
+) -> int:
+  """Returns the bytes of each device that the softmax takes in the dtype of states."""
+  parts = 1
+  if shards is not None:
+    parts = shards.size(shards.batch + shards.length + shards.vocab)
+  rows = hidden.shape[0] * hidden.shape[1]
+  return rows * len(table) * hidden.dtype.itemsize // parts
 
 
 def _fused(
@@ -137,14 +173,19 @@ def _fused(
   entropy: bool,
   nec: bool,
   shards: 'LogprobShards | None',
+  budget: int,
   interpret: bool,
 ) -> TokenScores:
-  # Imported here because only accelerators have such a kernel.
+  # Imported here because only accelerators need it.
   from kernels.fused_logprobs import FusedLogprobsPlan, fused_logprobs
+  from kernels.kept_softmax import TILE_LOGITS
   from kernels.softmax_stats import StatsKind
 
   tempered = not (isinstance(temperature, (int, float)) and temperature == 1)
-  plan = FusedLogprobsPlan(name, StatsKind(tempered, entropy or nec), shards, interpret)
+  entries = len(table) // (1 if shards is None else shards.size(shards.vocab))
+  rows = max(TILE_LOGITS // entries, budget // (entries * hidden.dtype.itemsize), 1)
+  kind = StatsKind(tempered, entropy or nec)
+  plan = FusedLogprobsPlan(name, kind, shards, rows, interpret)
   inverse = 1 / jnp.float32(temperature)
   scores: Any = fused_logprobs(plan, hidden, table, targets, inverse)
   logprobs, mean, square = scores

@@ -58,7 +58,7 @@ def select_implementation(x: jax.Array, kernels: str, platform: str | None) -> E
   platform, what = dispatch.platform_of(platform), 'experts'
   candidates: dict[str, dispatch.Candidate] = {
     'ragged': experts.ragged,
-    'triton': dispatch.only_on('gpu', experts.grouped, platform=platform),
+    'grouped': dispatch.only_on('gpu', experts.grouped, platform=platform),
     'reference': experts.dense,
   }
   if x.ndim == 2:

@@ -43,6 +43,12 @@ def _dots() -> Policy:
   return _POLICIES.dots_with_no_batch_dims_saveable
 
 
+def _products() -> Policy:
+  """Keeps products with weights and attention; what lies between is computed again."""
+  names = _POLICIES.save_only_these_names('qkv', 'attention', 'residual')
+  return _POLICIES.save_from_both_policies(_dots(), names)
+
+
 def _dots_batch() -> Policy:
   """Keeps all matrix products, attention's scores among them."""
   return _POLICIES.dots_saveable
@@ -78,6 +84,7 @@ REMAT_POLICIES = ComponentTable(
     'none': _none,
     'full': _full,
     'dots': _dots,
+    'products': _products,
     'dots_batch': _dots_batch,
     'names': _names,
   },

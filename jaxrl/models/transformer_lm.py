@@ -49,6 +49,8 @@ class TransformerLM:
     kernels: 'auto', the best for the platform, or 'reference', plain jnp.
     platform: What it is compiled for ('cpu', 'gpu', 'tpu'); None is what this process
       runs on.
+    kept_bytes: Bytes of each GPU that the softmax may take which `policy_outputs` keeps
+      for its backward pass; None is the default of `token_logprobs`.
     context: Shards the rows of `policy_outputs` over devices, by `shard`, `unshard` and
       `attention`.
     router_replay: Whether the cache also records the experts that tokens took, for the
@@ -65,6 +67,7 @@ class TransformerLM:
   exact: Exact | None = None
   kernels: str = 'auto'
   platform: str | None = None
+  kept_bytes: int | None = None
   context: Any = None
   router_replay: bool = False
   row_segments: int = 0
@@ -331,6 +334,7 @@ class TransformerLM:
       kernels=self.kernels,
       platform=self.platform,
       shards=getattr(self.constrain, 'shards', None),
+      kept_bytes=self.kept_bytes,
     )
     values = None
     if self.config.value_head:

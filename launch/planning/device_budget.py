@@ -2,8 +2,12 @@
 
 import dataclasses
 
+from jax.sharding import Mesh
+
 from jaxrl.options import defaults
-from launch.planning.targets import GPUS_PER_NODE, Target
+from jaxrl.training.parallelism import device_memory
+from kernels.token_logprobs import kept_bytes_of
+from launch.planning.targets import CHIPS, GPUS_PER_NODE, Target
 from launch.runtime import placement
 from launch.settings.cluster_settings import split
 from launch.settings.run_settings import RunSettings
@@ -62,3 +66,27 @@ def memory_budget(settings: RunSettings, target: Target) -> MemoryBudget:
   )
   learner, engine = plan.learners[0].memory, plan.engines[0].memory
   return MemoryBudget(memory * learner, memory * engine, plan.description)
+
+
+def kept_bytes(settings: RunSettings, mesh: Mesh) -> int | None:
+  """Returns how much of each GPU a softmax may take that the learner keeps.
+
+  Args:
+    settings: Settings of the run.
+    mesh: Devices of the learner, which need not be here.
+
+  Returns:
+    The bytes, as the run will have them; None where the devices are no GPUs, or unknown
+    ones that are not here.
+
+  Raises:
+    ConfigError: For a placement that is not possible on the devices.
+  """
+  device, kept = mesh.devices.flat[0], device_memory.read_kept_bytes(mesh)
+  if kept is not None or device.platform != 'gpu':
+    return kept
+  for name, chip in CHIPS.items():
+    if chip.kind == device.device_kind:
+      target = Target(f'{name}:{mesh.size}', chip, (mesh.size,))
+      return kept_bytes_of(memory_budget(settings, target).limit)
+  return None

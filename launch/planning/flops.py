@@ -4,12 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-# JAX's attention for GPU, whose loops end where the data say; of decode alike, by name.
-GPU_ATTENTION_KERNELS = ('mha_forward', 'mha_backward')
-GROUPED_MATMUL_KERNELS = (
-  'grouped_dot',
-  'grouped_outer',
-)  # kernels of `kernels.grouped_matmul_gpu`
+# Functions of `kernels.grouped_matmul`, whose loops end where the data say.
+GROUPED_MATMULS = ('grouped_product', 'grouped_outer')
 
 
 def count_flops(jaxpr: Any, loop_rounds: int = 1, expert_shards: int = 1) -> float:
@@ -42,12 +38,11 @@ def _equation_flops(eqn: Any, loop_rounds: int, expert_shards: int) -> float:
   if name.startswith('dot_product_attention'):  # cuDNN's, which is opaque
     return _attention_flops(eqn, backward='bwd' in name)
   if name == 'pallas_call':
-    kernel_name = str(params['name'])
-    if kernel_name in GPU_ATTENTION_KERNELS and eqn.invars[1].aval.ndim == 4:
-      return _attention_flops(eqn, backward=kernel_name == 'mha_backward')
-    return _kernel_flops(params) / (
-      expert_shards if kernel_name in GROUPED_MATMUL_KERNELS else 1
-    )
+    return _kernel_flops(params)
+  if params.get('name') in GROUPED_MATMULS:
+    shapes = sorted((x.aval.shape for x in eqn.invars if x.aval.ndim > 1), key=len)
+    if len(shapes) == 2:  # rematerialization splits off a part that multiplies nothing
+      return 2.0 * math.prod(shapes[0]) * shapes[1][-1] / expert_shards
   if name == 'cond':
     return max(
       count_flops(branch, loop_rounds, expert_shards) for branch in params['branches']

@@ -24,6 +24,7 @@ from jaxrl.training.learner import Learner
 from jaxrl.types import Algorithm, Params
 from launch.learner import learner_factory, teacher_set
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec, make_run_mesh
+from launch.planning import device_budget
 from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings
 from launch.settings.validation import validate_consistency, validate_teachers
@@ -227,10 +228,16 @@ def make_learner(
   """
   phase = phase or PhaseSpec('train', run.num_rows, run.settings.num_steps)
   teachers = _teachers(run) if phase.name == 'train' else None
+  policy, kept = run.policy(), device_budget.kept_bytes(run.settings, mesh)
+  model = dataclasses.replace(policy.model, kept_bytes=kept)
   factory = learner_factory.LocalLearnerFactory(
-    run.settings, run.policy(), mesh, DeviceThread('plan'), teachers
+    run.settings,
+    dataclasses.replace(policy, model=model),
+    mesh,
+    DeviceThread('plan'),
+    teachers,
   )
-  return factory.build_learner(phase, run.policy().params, choice)
+  return factory.build_learner(phase, policy.params, choice)
 
 
 def planned_mesh(run: PlannedRun, devices: Sequence[Any]) -> Mesh:

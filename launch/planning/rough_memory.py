@@ -12,10 +12,13 @@ from jax.sharding import Mesh
 from jaxrl.algorithms import requirements
 from jaxrl.component_calls import ComponentCall
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.transformer_lm import MAX_UNROLLED_LAYERS
 from jaxrl.training.batching import batch_builder
-from jaxrl.training.parallelism import sharding
-from kernels.token_logprobs import MOST_LOGITS
+from jaxrl.training.parallelism import device_memory, sharding
+from kernels.kept_softmax import TILE_LOGITS
+from kernels.token_logprobs import KEPT_BYTES, MOST_LOGITS
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec
+from launch.planning import device_budget
 from launch.runtime import host_memory
 from launch.settings.run_settings import RunSettings
 
@@ -25,6 +28,7 @@ DEFAULT_EFFICIENT_TOKENS = 8192
 # How many times `_layer_width` a layer keeps of a token; 1.1 to 1.9 was measured.
 KEPT_WIDTHS = 2.5
 FULL, NONE = ComponentCall('full'), ComponentCall('none')
+PRODUCTS = ComponentCall('products')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +61,8 @@ def read_room(mesh: Mesh, loaded: float) -> Room:
     memory = host_memory.read_host_memory()
     room = Room(memory.limit, max(0.0, memory.held - loaded), memory.source)
   else:
-    limits = [(device.memory_stats() or {}).get('bytes_limit', 0) for device in local]
-    room = Room(min(limits) or float('inf'), 0.0, "the device's memory")
+    limit = device_memory.read_limit(mesh)
+    room = Room(limit or float('inf'), 0.0, "the device's memory")
   if jax.process_count() == 1:
     return room
   from jax.experimental import multihost_utils  # few runs have several processes
@@ -116,11 +120,23 @@ class PhasePlan:
     large = [n for n in counts[1:] if self.rows(n) * self.length >= tokens]
     efficient = [counts[0], *large]
     small = [n for n in counts if n not in efficient]
-    policies = [NONE, FULL] if remat.name == 'auto' else [remat]
+    policies = [self._fastest_remat, FULL] if remat.name == 'auto' else [remat]
     for group in (efficient, small):
       for policy in policies:
         for count in group:
           yield self._described(count, policy)
+
+  @property
+  def _fastest_remat(self) -> ComponentCall:
+    """What a backward pass keeps that need not save memory.
+
+    On a CPU, the layers of a deep model write what they keep to memory, and reading it
+    again takes longer than computing it, other than products and attention. A shallow
+    model is unrolled there. The chunks of a DeltaNet are long to compute.
+    """
+    is_deep = self.shape.num_layers > MAX_UNROLLED_LAYERS
+    scans = self.platform == 'cpu' and is_deep and not self.shape.has_linear_attention
+    return PRODUCTS if scans else NONE
 
   def _described(self, count: int, policy: ComponentCall) -> MemoryChoice:
     text = f'{count} micro-batch{"es" if count > 1 else ""}, remat {policy}'
@@ -158,11 +174,25 @@ def estimate(plan: PhasePlan, choice: MemoryChoice, num_params: float) -> float:
   width = KEPT_WIDTHS * _layer_width(shape, plan.length)
   layers = 4 * shape.num_layers * tokens * width
   logits = 8 * 4 * min(tokens * shape.vocab_size, MOST_LOGITS)
+  if plan.platform in ('gpu', 'cuda'):
+    logits = _gpu_logits(plan, tokens * shape.vocab_size)
   cache = 0.0
   if plan.plays and not settings.cluster.ray:
     slots = settings.rollout.max_num_seqs * settings.batch.max_length
     cache = 4.0 * slots * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
   return 4 * num_params * copies / shards + layers + logits + cache
+
+
+def _gpu_logits(plan: PhasePlan, logits: float) -> float:
+  """Returns the bytes of a softmax that is kept or formed again, and of its tiles.
+
+  logits: Number of a device's logits.
+  """
+  budget = device_budget.kept_bytes(plan.settings, plan.mesh)
+  budget = KEPT_BYTES if budget is None else budget
+  itemsize = 4 if plan.settings.model.dtype == 'float32' else 2
+  kept = min(itemsize * logits, max(budget, itemsize * TILE_LOGITS))
+  return kept + 2 * 4 * min(logits, TILE_LOGITS)
 
 
 def _layer_width(shape: ModelConfig, length: int) -> float:

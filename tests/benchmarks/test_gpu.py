@@ -57,13 +57,21 @@ def test_aims_are_told_by_what_was_measured(capsys):
   }
   kernel_costs = {'forward': {'ms': 3.0}, 'both': {'ms': 9.0}}
   naive = {'forward': {'ms': 4.0}, 'both': {'failed': 'no memory'}}
+  precise = {'forward': {'ms': 2.0}, 'both': {'ms': 10.0}}
   whole = {'kernels': kernel_costs, 'naive XLA': {'failed': 'all of it'}}
   results = {
     'date': 'today',
     'train': {'cases': train, 'device': card},
     'decode': {'cases': decode, 'device': card},
     'logprobs': {
-      'shapes': {'a': {'kernels': kernel_costs, 'naive XLA': naive}, 'b': whole}
+      'shapes': {
+        'a': {
+          'kernels': kernel_costs,
+          'naive XLA': naive,
+          'naive XLA, f32 logits': precise,
+        },
+        'b': whole,
+      }
     },
     'attention': {'failed': 'took more than 1 s'},
   }
@@ -72,8 +80,9 @@ def test_aims_are_told_by_what_was_measured(capsys):
   assert 'dots, kernels auto: share of the products: 55%, aim 50%: reached' in output
   assert '32 slots, kernels auto: share of the memory: 50%, aim 60%: missed' in output
   assert output.count('share of the memory') == 1
-  assert 'a, forward: of the time of naive: 0.75, aim 1: reached' in output
-  assert output.count('naive does not fit') == 3
+  assert 'a, forward: of the time of naive XLA: 0.75, aim 1: reached' in output
+  assert 'a, with gradient: of the time of naive XLA, f32 logits: 0.90' in output
+  assert output.count('it does not fit') == 3
   assert 'today, H200, jax 1, flax 2, optax 3' in output
   gpu.close({'date': 'today', 'train': {'failed': 'no card'}})
   assert not capsys.readouterr().out

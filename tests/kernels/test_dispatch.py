@@ -16,7 +16,7 @@ def run():
 def candidates(platform):
   return {
     'mosaic': only_on('tpu', run, platform=platform),
-    'triton': only_on('gpu', run, platform=platform),
+    'cudnn': only_on('gpu', run, platform=platform),
     'chunked': run,
     'reference': run,
   }
@@ -26,7 +26,7 @@ def candidates(platform):
   'platform, requested, name',
   [
     ('tpu', 'auto', 'mosaic'),
-    ('gpu', 'auto', 'triton'),
+    ('gpu', 'auto', 'cudnn'),
     ('cpu', 'auto', 'chunked'),
     ('tpu', 'reference', 'reference'),
     ('cpu', 'reference', 'reference'),
@@ -44,8 +44,8 @@ def test_each_choice_is_logged_once_with_its_reason(caplog):
     choose('some_kernel', candidates('cpu'), platform='cpu')
     choose('some_kernel', candidates('gpu'), platform='gpu', option='reference')
   assert [record.message for record in caplog.records] == [
-    'some_kernel on gpu: triton (mosaic is for tpu, not gpu)',
-    'some_kernel on cpu: chunked (mosaic is for tpu, not cpu; triton is for gpu, not '
+    'some_kernel on gpu: cudnn (mosaic is for tpu, not gpu)',
+    'some_kernel on cpu: chunked (mosaic is for tpu, not cpu; cudnn is for gpu, not '
     'cpu)',
     'some_kernel on gpu: reference (asked for)',
   ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models import moe
-from kernels import experts, grouped_matmul_gpu
+from kernels import experts
 from launch.planning import targets
 from tests.marks import slow
 
@@ -44,11 +44,6 @@ def by_hand(chosen, x, weights, gate, up, down):
   return y
 
 
-GROUPED = functools.partial(
-  experts.ragged, dot=lambda *x: grouped_matmul_gpu.grouped_dot(*x, True)
-)
-
-
 RANK = 2
 
 
@@ -70,7 +65,7 @@ def of(way, chosen, inputs, dtype='float32'):
   return jax.jit(way)(cast.pop('x'), jnp.asarray(chosen, jnp.int32), **cast)
 
 
-@pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])
+@pytest.mark.parametrize('way', [experts.dense, experts.ragged, experts.grouped])
 @pytest.mark.parametrize(('dtype', 'atol'), [('float32', 2e-5), ('bfloat16', 0.4)])
 def test_values(way, dtype, atol):
   chosen, inputs = arrays()
@@ -84,7 +79,7 @@ def test_values(way, dtype, atol):
   [
     experts.dense,
     experts.ragged,
-    slow(GROUPED),
+    slow(experts.grouped),
   ],
 )
 def test_adapted_matrices_are_as_merged_ones(way):
@@ -108,7 +103,7 @@ def test_adapted_matrices_are_as_merged_ones(way):
     close(grads[name].b, a.swapaxes(1, 2) @ whole)
 
 
-@pytest.mark.parametrize('way', [experts.dense, experts.ragged, GROUPED])
+@pytest.mark.parametrize('way', [experts.dense, experts.ragged, experts.grouped])
 def test_gradients_against_differences(way):
   chosen, inputs = arrays(1)
   toward = np.random.default_rng(2).standard_normal((TOKENS, WIDTH))
@@ -160,16 +155,22 @@ def test_on_a_tpu_a_grouped_product_does_the_chosen_work():
 
 @pytest.mark.targets
 def test_on_a_gpu_xla_multiplies_every_row_by_every_expert():
-  """Why GPUs have a kernel; once this fails, `moe.way` can give them XLA's way."""
+  """Why GPUs have a way of their own; once this fails, they can have XLA's."""
   text = compiled('h200:1', experts.ragged).as_text()
   product_shapes = re.findall(r'= \w+\[([\d,]+)\]\S* dot\(', text)
   sizes = [math.prod(map(int, shape.split(','))) for shape in product_shapes]
   assert sum(sizes) >= EXPERTS * 1024 * (128 + 128 + 256)
 
 
+def products(text):
+  """Of a program, the elements of each matrix product and the line that names it."""
+  found = re.findall(r'= \w+\[([\d,]+)\]\S* dot\((.*)', text)
+  return [(math.prod(map(int, shape.split(','))), line) for shape, line in found]
+
+
 @pytest.mark.targets
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
-def test_on_a_gpu_kernels_multiply_and_nothing_else(dtype):
+def test_on_a_gpu_products_are_of_a_tile_of_each_group(dtype):
   """Two products, for the value of the third is not asked for, and the gradients of
   all three by rows and by matrices.
   """
@@ -185,8 +186,13 @@ def test_on_a_gpu_kernels_multiply_and_nothing_else(dtype):
     return jax.grad(total, (0, 1, 2, 3))(x, gate, up, down)
 
   text = compiled('h200:1', slope, dtype).as_text()
-  assert text.count('__gpu$xla.gpu.triton') == 8
-  assert not re.search(r' dot\(|__cublas|gemm', text)
+  assert 'xla.gpu.triton' not in text  # no kernel but XLA's own
+  tile = 2 * 1024 // (2 * EXPERTS)
+  by_rows, by_matrices = EXPERTS * tile * 256, EXPERTS * 256 * 128
+  sizes = sorted(size for size, _ in products(text))
+  assert len(sizes) == 8 and sizes[-1] <= max(by_rows, by_matrices)
+  outer = [size for size, line in products(text) if 'grouped_outer' in line]
+  assert outer == [by_matrices] * 3
 
 
 @pytest.mark.targets
@@ -194,7 +200,7 @@ def test_on_a_gpu_kernels_multiply_and_nothing_else(dtype):
   ('machine', 'way'), [('v5p:1x1x1', experts.ragged), ('h200:1', experts.grouped)]
 )
 def test_of_frozen_matrices_with_adapters_no_gradient_is_computed(machine, way):
-  """By the compiler's count, or of GPUs by the kernels: one each of what learns."""
+  """By the compiler's count, or of GPUs by the products: one each of what learns."""
 
   def slope(x, chosen, weights, gate, up, down):
     def beside(kernel):
@@ -213,7 +219,7 @@ def test_of_frozen_matrices_with_adapters_no_gradient_is_computed(machine, way):
 
   program = compiled(machine, slope)
   if machine == 'h200:1':
-    kernels = re.findall(r'__gpu\$xla.gpu.triton.*', program.as_text())
-    assert sum('grouped_outer' in kernel for kernel in kernels) == 6
+    lines = [line for _, line in products(program.as_text())]
+    assert sum('grouped_outer' in line for line in lines) == 6
   else:  # three products with what is frozen, which would have three gradients more
     assert program.cost_analysis()['flops'] < 5 * 2 * 1024 * 256 * 128

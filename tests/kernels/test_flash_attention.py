@@ -13,12 +13,11 @@ from tests.marks import slow
 
 KERNELS = {
   'splash': functools.partial(flash_attention.splash, interpret=True),
-  'triton': functools.partial(flash_attention.triton, interpret=True),
   'cudnn': functools.partial(cudnn_attention.masked, implementation='xla'),
 }
 # Of odd lengths; in each a segment of one token, padding, and a row of nothing else.
 SHAPES = [(200, 8, 2, 16), (131, 2, 2, 32)]
-WIDE = (131, 2, 1, 192)  # heads of which Triton's kernel takes smaller blocks
+WIDE = (131, 2, 1, 192)
 
 
 def inputs(length, heads, kv_heads, dim, dtype):
@@ -77,7 +76,6 @@ RULES = [
   ('splash', {'window': 70, 'softcap': 2.0, 'scale': 0.3}, True, False),
   ('splash', {'softcap': 2.0, 'scale': 0.3}, False, True),
   ('cudnn', {'window': 70, 'scale': 0.3}, False, True),
-  ('triton', {'scale': 0.3}, False, False),
 ]
 
 
@@ -124,8 +122,6 @@ def test_what_else_a_kernel_takes(name, rules, has_sinks, shares):
 @pytest.mark.parametrize('name', KERNELS)
 def test_bfloat16_is_as_near_to_the_truth_as_the_plain_one(name, shares):
   arrays, ids = inputs(*SHAPES[0], jnp.bfloat16)
-  if shares and name == 'triton':
-    pytest.skip('sees no shared prompts')
   ids = prefixed(SHAPES[0][0]) if shares else [ids]
   plain = attentions.reference_attention
   truth = value_and_gradient(plain, [x.astype(jnp.float32) for x in arrays], *ids)
@@ -153,19 +149,15 @@ def test_what_cannot_be_used_says_why():
   ones = jnp.ones((1, 256))
   assert candidates_of('tpu', prefix=ones) == {'splash': flash_attention.splash}
   gpu = candidates_of('gpu', length=16384, prefix=jnp.ones((1, 16384)))
-  assert 'mask' in gpu['cudnn_masked'] and 'prefix_ids' in gpu['triton']
-  assert candidates_of('gpu', dtype='float32')['triton'] is flash_attention.triton
-  assert 'head_dim' in candidates_of('gpu', dim=8)['triton']
-  assert candidates_of('gpu', dim=512)['triton'] is flash_attention.triton
-  wide = candidates_of('gpu', dim=264, dtype='float32')['triton']
-  assert wide == 'has no room for a head_dim of 264 in float32'
+  assert 'mask' in gpu['cudnn_masked']
+  assert 'float32' in candidates_of('gpu', dtype='float32')['cudnn_causal']
+  assert 'head_dim' in candidates_of('gpu', dim=8)['cudnn_causal']
   rules = {'window': 8, 'sinks': True, 'softcap': 3.0}
   assert candidates_of('tpu', **rules) == {'splash': flash_attention.splash}
   refused = 'does not take window and sinks beside shared prompts'
   assert candidates_of('tpu', prefix=ones, **rules) == {'splash': refused}
   gpu = candidates_of('gpu', **rules)
   assert gpu['cudnn_causal'] == 'does not take sinks and softcap'
-  assert gpu['triton'] == 'does not take window and sinks and softcap'
 
 
 @pytest.mark.parametrize(

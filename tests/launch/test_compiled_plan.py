@@ -2,13 +2,16 @@
 
 import pytest
 
+from kernels import kept_softmax, token_logprobs
 from launch import plan
+from launch.learner import learner_factory
 from launch.planning import (
   compiled_program,
   cost,
   engine_decode,
   plan_report,
   planned_run,
+  rough_memory,
   targets,
 )
 from launch.settings import command_line
@@ -37,9 +40,10 @@ def test_every_ready_made_config_lowers_for_its_own_machine(name):
   programs['decode'] = engine_decode.trace_decode(
     engine_decode.with_layers(run, range(2)), engine, devices
   )
-  kernel = '__gpu$' if text.startswith('h200') else 'tpu_custom_call'
   for one in programs.values():
-    assert kernel in one.lower().as_text()
+    lowered = one.lower().as_text()
+    assert ('tpu_custom_call' in lowered) != text.startswith('h200')
+    assert '__gpu$' not in lowered  # no kernel is lowered through Triton
 
 
 def on(text):
@@ -141,3 +145,27 @@ def test_a_plan_for_h200_says_which_attention_is_compiled_and_why(monkeypatch):
       line for line in report.kernels if line.startswith('attention on gpu')
     )
     assert 'cudnn_causal (preferred)' in kernel_line
+
+
+def test_a_plan_for_h200_counts_the_softmax_that_is_kept():
+  """In the memory that is predicted, compiled or estimated, of an update."""
+  rows, length, vocab = 16, 256, 65_536
+  run = small(
+    '--config.model.dtype=bfloat16',
+    f'--config.batch.max_length={length}',
+    model(head_dim=64, vocab_size=vocab),
+  )
+  target, devices = on('h200:1')
+  mesh = planned_run.planned_mesh(run, devices)
+  learner = planned_run.make_learner(run, mesh)
+  share = token_logprobs.kept_bytes_of(0.75 * target.chip.memory)
+  assert learner.model.kept_bytes == share == 48 * token_logprobs.KEPT_STEP
+  shape, traced = learner.trace(run.buckets[-1])
+  assert (shape.micro_rows, shape.length) == (rows, length)
+  program = compiled_program.compile_program('train', traced['train'], target)
+  kept, tile = 2 * rows * (length - 1) * vocab, 4 * kept_softmax.TILE_LOGITS
+  assert kept + tile <= program.temporaries
+  phase = learner_factory.PhaseSpec('train', run.num_rows, 1)
+  plan_of_phase = rough_memory.PhasePlan(run.settings, run.shape, mesh, phase, 'gpu')
+  choice = next(plan_of_phase.candidates())
+  assert kept + tile <= rough_memory.estimate(plan_of_phase, choice, num_params=0)

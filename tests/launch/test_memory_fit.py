@@ -117,6 +117,17 @@ def test_candidates_keep_what_is_set_and_end_with_what_needs_least():
   assert names(packed) == [(1, 'none'), (1, 'full')]
 
 
+def test_a_deep_model_on_a_cpu_computes_again_what_lies_between_products():
+  deep = plan_of('--config.model.random=qwen3(num_layers=9)')
+  assert names(deep)[0] == (1, 'products')
+  on_gpu = names(dataclasses.replace(deep, platform='gpu'))
+  assert on_gpu[0] == (1, 'none')
+  settled = plan_of(
+    '--config.model.random=qwen3(num_layers=9)', '--config.model.remat=none'
+  )
+  assert {remat for _, remat in names(settled)} == {'none'}
+
+
 def test_far_from_the_limit_nothing_is_compiled(monkeypatch):
   plan = plan_of()
   choice = memory_fit.choose_roughly(plan, 1e4, room(100 * GB))

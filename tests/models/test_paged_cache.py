@@ -1,7 +1,5 @@
 """Decode from pages: equal to the full forward, and bitwise independent of company."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from jaxrl.models import transformer_lm
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.types import SamplingParams
-from kernels import attention, flash_attention, paged_attention
+from kernels import paged_attention
 from tests.marks import slow
 from tests.models import small
 
@@ -20,13 +18,17 @@ LENGTHS = np.array([120, 5, 144], np.int32)
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-  """Programs are those of a GPU, their kernels interpreted."""
-  for module in (attention, paged_attention, transformer_lm):
-    monkeypatch.setattr(module, 'platform_of', lambda platform: 'gpu')
-  for module in (flash_attention, paged_attention):
-    run = functools.partial(module.triton, interpret=True)
-    monkeypatch.setattr(module, 'triton', run)
+def pages(monkeypatch):
+  """Decode takes the cache of a TPU, with plain jnp in place of its kernel.
+
+  The kernel itself, which takes no head as narrow as these, is compared with it in
+  `tests.kernels.test_paged_attention`.
+  """
+  for module in (paged_attention, transformer_lm):
+    monkeypatch.setattr(module, 'platform_of', lambda platform: 'tpu')
+  candidates = {'mosaic': paged_attention.reference}
+  monkeypatch.setattr(paged_attention, '_candidates', lambda *_: candidates)
+  monkeypatch.setattr(paged_attention, 'mosaic', paged_attention.reference)
 
 
 def run(model, params, tokens, slots, steps=10, limit=None, others=0):

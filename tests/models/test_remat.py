@@ -12,6 +12,7 @@ import pytest
 from jaxrl.models import remat
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
+from launch.planning import flops
 from tests.calls import parse_call
 from tests.models import small
 
@@ -53,7 +54,7 @@ def test_no_policy_changes_a_gradient(model_and_params):
   model, params = model_and_params
   plain, *others = (
     jax.jit(jax.grad(score_of(model, policy)))(params)
-    for policy in (*POLICIES, "names(save='mlp', offload='attention, qkv')")
+    for policy in (*POLICIES, 'products', "names(save='mlp', offload='attention, qkv')")
   )
   for other in others:
     jax.tree.map(
@@ -65,6 +66,23 @@ def test_each_keeps_less_than_the_one_before(model_and_params):
   sizes = {policy: kept(model_and_params, policy) for policy in POLICIES}
   byte_counts = list(sizes.values())
   assert byte_counts == sorted(set(byte_counts), reverse=True), sizes
+
+
+def test_products_keep_what_takes_long_to_compute(model_and_params):
+  """Rows are too short here for the scores that 'dots_batch' keeps to be many."""
+  least, products, most = (
+    kept(model_and_params, policy) for policy in ('dots', 'products', 'none')
+  )
+  assert least < products < 0.7 * most
+
+  def work(policy):
+    return flops.count_flops(jax.make_jaxpr(jax.grad(score_of(model, policy)))(params))
+
+  model, params = model_and_params
+  config, (rows, length) = model.config, TOKENS.shape
+  scores = config.num_layers * rows * config.num_heads * length**2 * config.head_dim
+  # Scores and their sum of values, which long rows compute again with 'none' too.
+  assert work('products') == work('none') + 2 * 2 * scores < work('full')
 
 
 def test_what_is_offloaded_lies_in_the_host(model_and_params):

@@ -176,6 +176,22 @@ def test_heavy_packages_are_imported_in_one_place(package, home):
     assert package not in heads or place.startswith(home), f'{name} imports {package}'
 
 
+def test_no_kernel_goes_through_triton():
+  """Which Pallas deprecates. A kernel that is lowered for a GPU may go through it."""
+  for name, file in modules().items():
+    for node in nodes(file):
+      names = []
+      if isinstance(node, ast.Import | ast.ImportFrom):
+        module = f'{node.module}.' if isinstance(node, ast.ImportFrom) else ''
+        names = [f'{module}{alias.name}' for alias in node.names]
+      for full in names:
+        short = full.removeprefix('jax.experimental.pallas.')
+        gone = short.startswith(('triton', 'ops.gpu')) and short != full
+        assert not gone, f'{name} imports {full}'
+      calls = isinstance(node, ast.Attribute) and node.attr == 'pallas_call'
+      assert not calls or file.stem.endswith('_tpu'), f'{name} calls pallas_call'
+
+
 def test_the_library_imports_without_heavy_packages():
   code = (
     'import sys, jaxrl, jaxrl.loop, jaxrl.functional\n'

@@ -59,6 +59,11 @@ def on_mesh(model: TransformerLM, mesh: Mesh) -> TransformerLM:
   changes: dict[str, Any] = {'constrain': ShardingConstraint(mesh)}
   if hasattr(model, 'platform'):
     changes['platform'] = mesh.devices.flat[0].platform
+  if getattr(model, 'kept_bytes', 0) is None and changes['platform'] == 'gpu':
+    # Imported here because only GPUs keep anything.
+    from jaxrl.training.parallelism.device_memory import read_kept_bytes
+
+    changes['kept_bytes'] = read_kept_bytes(mesh)
   if mesh.shape['context'] > 1:
     # Imported here because only meshes with a context axis need it.
     from jaxrl.training.parallelism.context_parallel import ContextParallel

@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh
 
+from jaxrl.training.parallelism.device_memory import read_kept_bytes
 from kernels.token_logprobs import token_logprobs
 from tests.benchmarks.gpu import device
 
@@ -23,7 +26,17 @@ TINY = {'tiny': (64, 32, 512)}
 
 
 def naive(hidden, table, targets):
-  logits = (hidden @ table.T).astype(jnp.float32)
+  """Rounds logits to the dtype of the states, as models that hold them whole do."""
+  return scored((hidden @ table.T).astype(jnp.float32), targets)
+
+
+def naive_float32(hidden, table, targets):
+  """As precise as `token_logprobs`, whose statistics are of float32 logits."""
+  product = jnp.matmul(hidden, table.T, preferred_element_type=jnp.float32)
+  return scored(product, targets)
+
+
+def scored(logits, targets):
   chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
   return chosen - jax.nn.logsumexp(logits, axis=-1)
 
@@ -33,8 +46,13 @@ def library(hidden, table, targets):
   return -optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
-def ours(hidden, table, targets, function=token_logprobs):
-  return function(hidden, table, targets).logprobs
+def ours(hidden, table, targets, function=token_logprobs, **options):
+  return function(hidden, table, targets, **options).logprobs
+
+
+def kept_bytes() -> int | None:
+  """What a learner on this card would let the kept softmax take."""
+  return read_kept_bytes(Mesh(np.array(jax.devices()[:1]), ('data',)))
 
 
 def implementations() -> dict[str, Callable[..., Any] | str]:
@@ -43,9 +61,11 @@ def implementations() -> dict[str, Callable[..., Any] | str]:
   if not isinstance(plain, str):
     plain = functools.partial(ours, function=plain)
   functions: dict[str, Callable[..., Any] | str] = {
-    'kernels': ours,
+    'kernels': functools.partial(ours, kept_bytes=kept_bytes()),
+    'kernels, nothing kept': functools.partial(ours, kept_bytes=0),
     'reference': plain,
     'naive XLA': naive,
+    'naive XLA, f32 logits': naive_float32,
     'optax': library,
   }
   try:

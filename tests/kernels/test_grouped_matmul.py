@@ -1,11 +1,11 @@
-"""Grouped products for GPU, interpreted, against `jax.lax.ragged_dot` and float64."""
+"""Grouped products for GPU, against `jax.lax.ragged_dot` and float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import grouped_matmul_gpu
+from kernels import grouped_matmul
 from tests.marks import slow, slow_except
 
 # Rows, depth, width, and the sizes of groups: none, one row, more than a tile.
@@ -45,9 +45,7 @@ def test_value_and_gradient_equal_float64(shape, dtype, rtol):
 
   @jax.jit
   def both_ways(x, w, toward):
-    y, pull = jax.vjp(
-      lambda x, w: grouped_matmul_gpu.grouped_dot(x, w, sizes, True), x, w
-    )
+    y, pull = jax.vjp(lambda x, w: grouped_matmul.grouped_dot(x, w, sizes), x, w)
     return y, *pull(toward)
 
   for actual, expected in zip(
@@ -61,19 +59,34 @@ def test_value_and_gradient_equal_float64(shape, dtype, rtol):
 def test_it_is_the_ragged_product():
   x, w, sizes = arrays('odd')
   expected = jax.lax.ragged_dot(x, w, sizes)
-  product = grouped_matmul_gpu.grouped_dot(x, w, sizes, True)
+  product = grouped_matmul.grouped_dot(x, w, sizes)
   np.testing.assert_allclose(product, expected, atol=1e-4)
 
 
 def test_every_row_is_in_one_tile_of_its_group():
   sizes = np.array([0, 1, 300, 128, 0, 27])
-  most = sizes.sum() // grouped_matmul_gpu.ROWS + len(sizes)
-  group, start, end = np.asarray(
-    grouped_matmul_gpu._tiles(jnp.asarray(sizes), int(most))
-  )
-  seen = [
-    (row, g)
-    for g, first, last in zip(group, start, end, strict=True)
-    for row in range(first, min(first + grouped_matmul_gpu.ROWS, last))
-  ]
-  assert seen == list(enumerate(np.repeat(np.arange(len(sizes)), sizes)))
+
+  def step(seen, index, is_row):
+    groups = np.broadcast_to(np.arange(len(sizes))[:, None], index.shape)
+    return seen.at[jnp.where(is_row, index, len(seen))].add(groups + 1, mode='drop')
+
+  seen = grouped_matmul._by_tiles(step, jnp.zeros(460, int), jnp.asarray(sizes), 460)
+  expected = np.repeat(np.arange(len(sizes)), sizes) + 1
+  np.testing.assert_array_equal(seen, np.append(expected, [0] * 4))
+
+
+def test_rounds_are_those_of_the_largest_group():
+  """A tile is half of the average group; two programs, of one of two groups."""
+  x, w = jnp.ones((64, 4)), jnp.ones((2, 4, 3))
+  for sizes, rounds in (([32, 32], 2), ([64, 0], 4), ([0, 0], 0), ([1, 17], 2)):
+    seen = []
+
+    def step(carry, index, _, seen=seen):
+      jax.debug.callback(lambda i: seen.append(i.shape), index)
+      return carry
+
+    sizes = jnp.asarray(sizes, jnp.int32)
+    jax.block_until_ready(grouped_matmul._by_tiles(step, x.sum(), sizes, len(x)))
+    jax.effects_barrier()
+    assert seen == [(2, 16)] * rounds
+    assert grouped_matmul.grouped_dot(x, w, sizes).sum() == 12 * sizes.sum()
