@@ -53,8 +53,7 @@ class TransformerLM:
       for its backward pass; None is the default of `token_logprobs`.
     context: Shards the rows of `policy_outputs` over devices, by `shard`, `unshard` and
       `attention`.
-    router_replay: Whether the cache also records the experts that tokens took, for the
-      learner.
+    router_replay: Whether the cache also records each token's experts, for the learner.
     row_segments: The most segments of a row, see `attention`; 0 for not known.
   """
 
