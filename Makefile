@@ -4,7 +4,7 @@
 # make recipes     comparisons of algorithms and options, docs/recipes.md: ONLY=name SEEDS=5
 # make bench       tables of speed        make lint      format, lint and types
 # make bench-peers  one model (SIZE=toy, mid or smollm2) here, in TRL, Tunix and vLLM
-# make bench-gpu   kernels, train step and decode on one GPU: PYTHON with jax[cuda13]
+# make bench-gpu   one GPU (PYTHON has jax[cuda13]), all parts or PART=train, decode, …
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
 # make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
@@ -182,7 +182,8 @@ bench-peers: env
 
 # Needs jax, flax and optax alone, and the card to itself.
 bench-gpu:
-	$(PYTHON) -m tests.benchmarks.gpu --json=runs/bench-gpu.json
+	$(PYTHON) -m tests.benchmarks.gpu $(if $(PART),--only=$(PART)) \
+	  --json=runs/bench-gpu$(if $(PART),-$(PART)).json
 
 lint: env
 	$(BIN)/ruff check .

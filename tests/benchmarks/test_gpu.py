@@ -51,8 +51,9 @@ def test_aims_are_told_by_what_was_measured(capsys):
     )
   }
   decode = {
-    'Qwen3-0.6B, 32 slots, kernels auto': {'share': 0.5},
+    'Qwen3-1.7B, 256 slots, kernels auto': {'share': 0.5},
     'Qwen3-0.6B, 1 slots, kernels auto': {'share': 0.9},
+    'Qwen3-1.7B, 1 slots, kernels auto': {'share': 0.5},
     'Qwen3-1.7B, 32 slots, kernels auto': {'failed': 'no memory'},
   }
   kernel_costs = {'forward': {'ms': 3.0}, 'both': {'ms': 9.0}}
@@ -77,9 +78,10 @@ def test_aims_are_told_by_what_was_measured(capsys):
   }
   gpu.close(results)
   output = capsys.readouterr().out
-  assert 'dots, kernels auto: share of the products: 55%, aim 50%: reached' in output
-  assert '32 slots, kernels auto: share of the memory: 50%, aim 60%: missed' in output
-  assert output.count('share of the memory') == 1
+  assert 'dots, kernels auto: share of the products: 55%, aim 60%: missed' in output
+  assert '256 slots, kernels auto: share of the memory: 50%, aim 65%: missed' in output
+  assert '1 slots, kernels auto: share of the memory: 50%, aim 50%: reached' in output
+  assert output.count('share of the memory') == 2
   assert 'a, forward: of the time of naive XLA: 0.75, aim 1: reached' in output
   assert 'a, with gradient: of the time of naive XLA, f32 logits: 0.90' in output
   assert output.count('it does not fit') == 3

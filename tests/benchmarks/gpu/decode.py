@@ -15,7 +15,7 @@ from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.model_runner import ModelRunner, SlotState
 from tests.benchmarks.gpu import device, shapes
 
-SLOTS, PROMPT, NEW, STEPS = (1, 32, 256), 512, 128, 32
+SLOTS, PROMPT, NEW, STEPS = (32, 1, 256), 512, 128, 32
 TINY = ((1, 4), 16, 16, 4)
 
 

@@ -18,8 +18,8 @@ from tests.benchmarks.gpu import device
 # Label → (tokens, width, vocabulary). The last does not fit a card as float32 logits
 # with their gradient; what fails there says so.
 SHAPES = {
-  'Qwen3-0.6B': (8192, 1024, 151_936),
   'Qwen3-1.7B': (8192, 2048, 151_936),
+  'Qwen3-0.6B': (8192, 1024, 151_936),
   '1.7B, 32k tokens': (32_768, 2048, 151_936),
 }
 TINY = {'tiny': (64, 32, 512)}
