@@ -251,10 +251,10 @@ def test_the_cache_holds_the_experts_that_the_engine_keeps():
 
 
 def test_the_cache_is_laid_out_for_the_machine():
-  run = small()
+  run = small('--config.model.dtype=bfloat16', model(head_dim=128))
   engine = engine_decode.plan_engine(run)
   chunks, paged = (
-    cost.engine_memory(run, engine, name)['cache'] for name in ('cpu', 'gpu')
+    cost.engine_memory(run, engine, name)['cache'] for name in ('cpu', 'tpu')
   )
   assert paged == 4 * chunks  # pages are of 128 positions
 
