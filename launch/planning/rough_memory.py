@@ -15,10 +15,8 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import MAX_UNROLLED_LAYERS
 from jaxrl.training.batching import batch_builder
 from jaxrl.training.parallelism import device_memory, sharding
-from kernels.kept_softmax import TILE_LOGITS
 from kernels.token_logprobs import KEPT_BYTES, MOST_LOGITS
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec
-from launch.planning import device_budget
 from launch.runtime import host_memory
 from launch.settings.run_settings import RunSettings
 
@@ -188,6 +186,9 @@ def _gpu_logits(plan: PhasePlan, logits: float) -> float:
 
   logits: Number of a device's logits.
   """
+  from kernels.kept_softmax import TILE_LOGITS  # as below, for GPUs alone
+  from launch.planning import device_budget
+
   budget = device_budget.kept_bytes(plan.settings, plan.mesh)
   budget = KEPT_BYTES if budget is None else budget
   itemsize = 4 if plan.settings.model.dtype == 'float32' else 2
