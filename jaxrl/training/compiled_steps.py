@@ -191,8 +191,9 @@ def _train_step_arguments(
   """Returns shapes and shardings of the train step's arguments."""
   batch = batch_shapes(spec, mesh, shape)
   if spec.has_advantage_step:
-    # The fields are the same whether or not the model runs on packed rows.
-    unpacked = dataclasses.replace(spec, packed=False)
+    # The fields are the same whether or not the model runs on packed rows. Segments
+    # matter to no shape, but to which kernel the log names.
+    unpacked = _with_segments(dataclasses.replace(spec, packed=False), shape)
     function = functools.partial(
       score_and_compute_advantages, unpacked, shape.num_chunks
     )
