@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxrl.algorithms import requirements
 from jaxrl.functional import components, reductions
-from jaxrl.options import ConfigError, defaults
+from jaxrl.options import defaults
 from jaxrl.types import Algorithm, Array, Batch
 
 BatchFields = dict[str, Any]  # field name → array
@@ -245,7 +245,7 @@ def teacher_top_k(algorithm: Algorithm) -> int:
     The largest `top_k`, or 0 if no component reads top-k fields.
 
   Raises:
-    ConfigError: A component reads top-k fields but its `top_k` is not a positive int.
+    ValueError: A component reads top-k fields but its `top_k` is not a positive int.
   """
   widths = [0]
   for component, part in requirements.components_of(algorithm).items():
@@ -253,7 +253,7 @@ def teacher_top_k(algorithm: Algorithm) -> int:
       options = defaults(components.function_of(part))
       top_k = (options | components.options_of(part)).get('top_k')
       if not isinstance(top_k, int) or top_k < 1:
-        raise ConfigError(
+        raise ValueError(
           f'algorithm.{component}: top_k={top_k!r} must be at least 1: it is the '
           "number of a teacher's likeliest tokens to read"
         )

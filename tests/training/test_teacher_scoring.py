@@ -159,7 +159,7 @@ def test_more_tokens_than_there_are_is_an_error():
   algorithm = registry.make('distill', {'top_k': 65})
   with pytest.raises(ConfigError, match=r'top_k=65.*only has 64 tokens'):
     teachers(algorithm, policy(1))
-  with pytest.raises(ConfigError, match='top_k=0: must be at least 1'):
+  with pytest.raises(ValueError, match='top_k=0: must be at least 1'):
     teachers(registry.make('distill', {'top_k': 0}), policy(1))
 
 
