@@ -94,7 +94,9 @@ def print_error(error: Exception | str) -> None:
   Args:
     error: The error, or its text.
   """
-  text = with_flags(str(error)) if isinstance(error, ConfigError) else str(error)
+  text = str(error)
+  if isinstance(error, Exception) and is_refusal(error):
+    text = with_flags(text)
   page = '' if 'docs/' in text else find_page(text)
   print(f'error: {text} ({page})' if page else f'error: {text}', file=sys.stderr)
 
