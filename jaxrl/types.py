@@ -57,11 +57,9 @@ class TextConstraint:
   Attributes:
     alternatives: What may be written: each a beginning, a JSON schema as JSON text,
       whose value follows, and an end.
-    repeats: Whether several of these may follow each other.
   """
 
   alternatives: tuple[tuple[str, str, str], ...]
-  repeats: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

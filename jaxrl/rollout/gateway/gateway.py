@@ -260,7 +260,7 @@ class Gateway:
     elif self._chat.opens_thought:
       reason = 'a reply begins with a thought'
     elif request.forced_tools and _constraint(request, self._chat) is None:
-      reason = 'the model does not write the arguments of calls as JSON'
+      reason = 'the model does not write calls as text and JSON'
     if reason and request.forced_tools:
       message = f"only 'auto' and 'none' are supported, as {reason}"
       raise invalid_field('tool_choice', message, 'unsupported_value')
@@ -493,16 +493,19 @@ def _constraint(
   """Returns what a reply must be; None if it may be any text, or cannot be told."""
   if request.json_schema is not None:
     return TextConstraint((('', json.dumps(request.json_schema), ''),))
+  added = getattr(chat.tokenizer, 'added_tokens_decoder', {}).values()
+  special = [str(one) for one in added if getattr(one, 'special', False)]
   alternatives = []
   for tool in request.tools:
     function = tool['function']
-    frame = (chat.tool_format or UNKNOWN).frame(function['name'])
     if function['name'] in request.forced_tools:
-      if frame is None:
+      frame = (chat.tool_format or UNKNOWN).frame(function['name'])
+      # A grammar describes text, which special tokens are not.
+      if frame is None or any(one in text for one in special for text in frame):
         return None
       schema = json.dumps(function.get('parameters') or {'type': 'object'})
       alternatives.append((frame[0], schema, frame[1]))
-  return TextConstraint(tuple(alternatives), repeats=True) if alternatives else None
+  return TextConstraint(tuple(alternatives)) if alternatives else None
 
 
 def _sampling_overrides(request: GenerationRequest, index: int) -> dict[str, Any]:

@@ -299,20 +299,25 @@ class GatewayServer:
     return response
 
   async def _list_models(self, request: web.Request) -> web.Response:
-    return web.json_response({'object': 'list', 'data': [self._model_info()]})
+    name = self._gateway.model
+    pages = {'has_more': False, 'first_id': name, 'last_id': name}
+    page = pages if _VERSION in request.headers else {'object': 'list'}
+    return web.json_response({'data': [self._model_info(request)], **page})
 
   async def _get_model(self, request: web.Request) -> web.Response:
     if request.match_info['name'] != self._gateway.model:
       raise ApiError(404, f'there is one model, {self._gateway.model!r}', param='model')
-    return web.json_response(self._model_info())
+    return web.json_response(self._model_info(request))
 
-  def _model_info(self) -> dict:
-    return {
-      'id': self._gateway.model,
-      'object': 'model',
-      'created': self._created,
-      'owned_by': 'jaxrl',
-    }
+  def _model_info(self, request: web.Request) -> dict:
+    """Describes the model in the form of OpenAI's API, or of Anthropic's."""
+    name = self._gateway.model
+    if _VERSION in request.headers:
+      created = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(self._created))
+      more = {'display_name': name, 'created_at': created, 'lifecycle': 'active'}
+      return {'id': name, 'type': 'model', **more}
+    more = {'created': self._created, 'owned_by': 'jaxrl'}
+    return {'id': name, 'object': 'model', **more}
 
   async def _handle_feedback(self, request: web.Request) -> web.Response:
     """Takes {'reward': number, 'completion_id': of one reply, 'done': bool = true}."""

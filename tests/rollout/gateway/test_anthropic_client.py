@@ -36,6 +36,8 @@ async def test_an_agent_with_tools_streams_and_branches():
       'tools': [TOOL],
       'system': 'Be kind.',
     }
+    assert [one.display_name async for one in client.models.list()] == ['tiny']
+    assert (await client.models.retrieve('tiny')).created_at.year >= 2024
     messages = [{'role': 'user', 'content': 'Add.'}]
     first = await client.messages.create(messages=messages, **options)
     thinking, call = first.content

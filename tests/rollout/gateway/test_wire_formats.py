@@ -344,3 +344,13 @@ async def test_at_once_in_all_apis():
     )
     await post(client, '/feedback', {}, x_session_id='s')
   assert len(delivered['0/s']) == 9
+
+
+@pytest.mark.parametrize('api', APIS)
+async def test_a_reply_is_rewarded_by_its_id(api):
+  async with endpoint(says('yes' + END)) as (client, delivered):
+    (reply,) = await ask(client, api, [('user', 'hi')], random.Random(2), session='s')
+    body = {'reward': 0.5, 'completion_id': reply.name, 'done': False}
+    assert (await post(client, '/feedback', body, x_session_id='s'))[0] == 200
+    await post(client, '/feedback', {'reward': 1.0}, x_session_id='s')
+  assert delivered['0/s'][0].score == 1.5
