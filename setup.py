@@ -43,6 +43,7 @@ CORE = [
 EXTRAS = {
   'dev': [
     'aiohttp>=3.14',  # what serve and view need, with msgspec
+    'anthropic',  # a client for the gateway's tests, as openai is
     'atif',  # models of Harbor's trajectory format, for the tests of its writer
     'axe-core-python',  # the rules for pages that everybody can use
     'bm25s',  # what tools needs, with mcp
@@ -53,7 +54,7 @@ EXTRAS = {
     'msgspec',
     'nbclient',  # runs the notebooks of examples/, with ipykernel
     'ipykernel',
-    'openai',  # a client for the gateway's tests
+    'openai',
     'prometheus-client',
     'pyodps',
     'pyright[nodejs]',  # brings its own node

@@ -51,6 +51,18 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
+class TextConstraint:
+  """A text constraint says which completions may be drawn at all.
+
+  Attributes:
+    alternatives: What may be written: each a beginning, a JSON schema as JSON text,
+      whose value follows, and an end.
+  """
+
+  alternatives: tuple[tuple[str, str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplingParams:
   """Sampling parameters say how one completion is drawn.
 
@@ -64,6 +76,8 @@ class SamplingParams:
     seed: Token t is drawn with the key fold_in(key(seed), t).
     num_generated: The number of already generated tokens at the end of the prompt, when
       resuming; the next token is token `num_generated`.
+    top_logprobs: How many of the likeliest tokens are told in each place.
+    constraint: What the completion must be; None for any text.
   """
 
   max_tokens: int
@@ -74,6 +88,8 @@ class SamplingParams:
   stop_token_ids: tuple[int, ...] = ()
   seed: int = 0
   num_generated: int = 0
+  top_logprobs: int = 0
+  constraint: TextConstraint | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +104,8 @@ class Completion:
     finish_reason: 'stop' (stop token or string), 'length' or 'abort'.
     routed_experts: `[p + n − 1, L, k]` int16, the experts that each of p prompt tokens
       and of the new ones but the last took in each layer, if the engine records them.
+    top_logprobs: For each new token, the likeliest tokens in its place with their
+      log-probabilities, the likeliest first, if they were asked for.
   """
 
   tokens: np.ndarray
@@ -95,6 +113,7 @@ class Completion:
   weights_versions: np.ndarray
   finish_reason: str
   routed_experts: np.ndarray | None = None
+  top_logprobs: tuple[dict[int, float], ...] | None = None
 
 
 class PromptTooLongError(ValueError):

@@ -85,6 +85,7 @@ class ServedModel:
       top_p=rollout.top_p,
       top_k=rollout.top_k,
       evict_idle=True,
+      traits=settings.engine.traits,
     )
     return policy, self
 

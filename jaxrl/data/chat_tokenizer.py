@@ -27,13 +27,13 @@ from jaxrl.data.model_text.turn_end import (
 )
 from jaxrl.data.tool_formats import (
   UNKNOWN,
-  InvalidToolCall,
+  ReplyParts,
   ThoughtFormat,
-  ToolCall,
   ToolFormat,
   detect_thought_format,
   detect_tool_format,
   read_arguments,
+  split_reply,
 )
 from jaxrl.types import Message
 
@@ -153,32 +153,31 @@ class ChatTokenizer:
 
   def parse_reply(
     self, text: str, tools: Sequence[Mapping[str, Any]] = ()
-  ) -> tuple[str, list[ToolCall | InvalidToolCall]]:
-    """Splits a reply into its text and its tool calls.
+  ) -> ReplyParts:
+    """Splits a reply into its thought, its text and its tool calls.
 
-    What looks like a call within a thought is none. Where thoughts are messages of
-    their own, as GPT-OSS's, they are left out of the text.
+    What looks like a call within a thought is none.
 
     Args:
       text: The reply, as `decode` returns it.
       tools: JSON schemas of the tools, which restore types in some formats.
 
     Returns:
-      The text around the calls, and the calls; those that cannot be read say why.
+      The parts; calls that cannot be read say why.
     """
-    thoughts, thought_end = self.thought_format, 0
-    tool_format = self.tool_format or UNKNOWN
-    if thoughts is not None:
-      opened = thoughts.is_opened_by(self.generation_prompt)
-      _, rest = thoughts.split(text, opened=opened)
-      if not rest:  # a call ends a thought that the model has not closed
-        starts = [at for mark in tool_format.markers if (at := text.find(mark)) >= 0]
-        rest = text[min(starts) :] if starts else rest
-      thought_end = len(text) - len(rest) if text.endswith(rest) else 0
-    content, calls = tool_format.parse(text[thought_end:], tools)
-    if thoughts is not None and thoughts.has_channels:
-      return content, calls
-    return text[:thought_end] + content, calls
+    return split_reply(
+      text,
+      tools,
+      thought_format=self.thought_format,
+      tool_format=self.tool_format or UNKNOWN,
+      opened=self.opens_thought,
+    )
+
+  @property
+  def opens_thought(self) -> bool:
+    """Returns whether a prompt ends inside of a thought, which replies go on with."""
+    thoughts = self.thought_format
+    return thoughts is not None and thoughts.is_opened_by(self.generation_prompt)
 
   def describe(self) -> str:
     """Returns a line for the user: what ends a reply, and how tools are called."""
@@ -572,7 +571,7 @@ class ChatTokenizer:
       {'name': one['name'], 'arguments': read_arguments(one.get('arguments'))}
       for one in functions
     ]
-    return self.parse_reply(text)[1] == calls
+    return self.parse_reply(text).calls == calls
 
   def encode_document(self, text: str) -> np.ndarray:
     """Encodes a text as in pretraining, between the tokenizer's start and end tokens.

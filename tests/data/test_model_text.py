@@ -402,7 +402,7 @@ def test_calls_are_read_as_the_template_writes_them(name):
   call['function'] = {'name': 'add', 'arguments': arguments}
   reply = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
   tokens, mask = chat.encode_with_mask([QUESTION, reply])
-  _, calls = chat.parse_reply(chat.decode(tokens[mask]))
+  calls = chat.parse_reply(chat.decode(tokens[mask])).calls
   assert calls == [{'name': 'add', 'arguments': arguments}]
   assert chat.tool_format.name in chat.describe()
 
@@ -429,16 +429,22 @@ def test_all_kinds_of_calls_are_read_as_the_template_writes_them(name):
     reply = {'role': 'assistant', 'content': '', 'tool_calls': calls}
     tokens, mask = writer.encode_with_mask([QUESTION, reply])
     text = writer.decode(tokens[mask])
-    assert writer.parse_reply(text, described)[1] == [call], text
+    assert writer.parse_reply(text, described).calls == [call], text
   assert num_held > 200
+
+
+def read(chat, text):
+  """The text of a reply, with its thought, and its calls."""
+  parts = chat.parse_reply(text)
+  return parts.text, parts.calls
 
 
 def test_a_call_within_a_thought_is_none():
   chat = make('qwen3')
   call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
   text = f'<think>\nSay {call}?\n</think>\n\nNo.'
-  assert chat.parse_reply(text) == (text, [])
-  content, calls = chat.parse_reply(f'<think>\nHm.\n</think>\n\n{call}')
+  assert read(chat, text) == (text, [])
+  content, calls = read(chat, f'<think>\nHm.\n</think>\n\n{call}')
   assert content.startswith('<think>\nHm.') and len(calls) == 1
 
 
@@ -447,7 +453,7 @@ def test_a_thought_that_is_a_message_of_its_own_is_no_answer():
     '<|channel|>analysis<|message|>Two and two.<|end|>'
     '<|start|>assistant<|channel|>final<|message|>4'
   )
-  assert make('gptoss').parse_reply(text) == ('4', [])
+  assert read(make('gptoss'), text) == ('4', [])
 
 
 @pytest.mark.parametrize('name', CALLING)
@@ -503,7 +509,7 @@ def test_a_template_that_writes_calls_only_without_a_content():
     ]
     reply = {'role': 'assistant', 'content': '', 'tool_calls': calls}
     tokens, mask = chat.encode_with_mask([QUESTION, reply])
-    assert chat.parse_reply(chat.decode(tokens[mask])) == ('', made[:number])
+    assert read(chat, chat.decode(tokens[mask])) == ('', made[:number])
     result = {'role': 'tool', 'content': '7', 'tool_call_id': 'c0'}
     assert '"b": "é' in chat.decode(chat.encode_prompt([QUESTION, reply, result]))
   with pytest.raises(ValueError, match='leaves out its tool calls'):

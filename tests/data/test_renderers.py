@@ -144,7 +144,8 @@ def test_replies_are_read_alike(name):
       prompt, ids = tokens[:start].tolist(), tokens[start:].tolist()
       found = renderer.parse_response(ids, tools=tools, prompt_ids=prompt)
       calls = [call['function'] for call in reply.get('tool_calls', ())]
-      content, our_calls = writer.parse_reply(writer.decode(ids), tools or ())
+      parts = writer.parse_reply(writer.decode(ids), tools or ())
+      content, our_calls = parts.text, parts.calls
       thoughts = chat.thought_format
       answer = content.rpartition(thoughts.closing)[2] if thoughts else content
       assert (answer.strip(), our_calls) == (reply['content'], calls), what
@@ -185,7 +186,8 @@ def test_replies_of_gpt_oss_are_read_as_openai_does(tmp_path, monkeypatch):
     for message in harmony.parse_messages_from_completion_tokens(ids, role):
       name = message.recipient or message.channel
       said[name] = ''.join(part.text for part in message.content)
-    content, calls = chat.parse_reply(chat.decode(ids), [ADD])
+    parts = chat.parse_reply(chat.decode(ids), [ADD])
+    content, calls = parts.text, parts.calls
     expected = {f'functions.{c["name"]}': json.dumps(c['arguments']) for c in calls}
     expected |= {'final': content} if content else {}
     said.pop('analysis', '')

@@ -43,6 +43,10 @@ BLOCKS = {
   ),
   ('docs/environments.md', 'import json'): 'tests/launch/test_environment_docs.py',
   ('docs/environments.md', 'class Quiz:'): 'tests/docs/test_blocks.py',
+  ('docs/gateway.md', '# ask_openai.py'): 'tests/rollout/gateway/test_gateway_docs.py',
+  ('docs/gateway.md', '# ask_anthropic.py'): (
+    'tests/rollout/gateway/test_gateway_docs.py'
+  ),
   ('docs/tools.md', '# my_tools.py'): 'tests/docs/test_blocks.py',
   (
     'docs/swe.md',

@@ -27,7 +27,8 @@ SMALL = tuple(
 def page(tmp_path, monkeypatch):
   """The example's file in a folder of its own; the commands below it."""
   blocks = re.findall(r'^```(\w+)\n(.*?)^```', PAGE.read_text(), re.M | re.S)
-  (tmp_path / 'quiz.py').write_text(dict(blocks)['python'])
+  code = next(text for kind, text in blocks if kind == 'python')
+  (tmp_path / 'quiz.py').write_text(code)
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(ROOT))
   return [line for kind, text in blocks if kind == 'sh' for line in text.splitlines()]

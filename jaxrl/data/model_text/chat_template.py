@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -273,6 +274,7 @@ class ChatTemplate:
     return first + ''.join(map(''.join, zip(runs, others, strict=True)))
 
 
+@functools.lru_cache(maxsize=16)  # parsing takes milliseconds, and requests ask for it
 def _find_options(source: str) -> tuple[set[str], set[str]]:
   """Finds the options of a template.
 

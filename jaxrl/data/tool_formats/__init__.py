@@ -9,8 +9,11 @@ from jaxrl.data.tool_formats.json_formats import UNKNOWN
 from jaxrl.data.tool_formats.thoughts import (
   THINK,
   THOUGHT_FORMATS,
+  ReplyParts,
   ThoughtFormat,
   detect_thought_format,
+  overlap,
+  split_reply,
   split_thought,
 )
 from jaxrl.data.tool_formats.tool_format import (
@@ -28,11 +31,14 @@ __all__ = [
   'UNKNOWN',
   'InvalidToolCall',
   'MalformedCallError',
+  'ReplyParts',
   'ThoughtFormat',
   'ToolCall',
   'ToolFormat',
   'detect_thought_format',
   'detect_tool_format',
+  'overlap',
   'read_arguments',
+  'split_reply',
   'split_thought',
 ]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.data.tool_formats.harmony_format import split_analysis
+from jaxrl.data.tool_formats.tool_format import Calls, ToolFormat, Tools
 
 Render = Callable[..., str]  # (messages, prompt=bool) -> text
 
@@ -33,6 +34,44 @@ class ThoughtFormat:
     """
     return not self.has_channels and prompt.rstrip().endswith(self.opening.rstrip())
 
+  def is_marked(self, text: str, *, opened: bool) -> bool:
+    """Returns whether a reply begins with a thought, as its first letters tell.
+
+    Args:
+      text: The reply.
+      opened: Whether the prompt has already opened the thought.
+    """
+    return opened or self.has_channels or text.lstrip().startswith(self._opening)
+
+  @property
+  def _opening(self) -> str:
+    return self.opening.rstrip()
+
+  def split_begun(self, text: str, *, opened: bool) -> tuple[str, str]:
+    """Splits what there is of a reply that a model still writes.
+
+    Whatever follows, `split` of the whole reply returns texts that begin with these, if
+    `is_marked` says that it has a thought.
+
+    Args:
+      text: The beginning of the reply.
+      opened: Whether the prompt has already opened the thought.
+
+    Returns:
+      The beginning of the thought, and of what follows it.
+    """
+    body, closing = text.lstrip(), self.closing.strip()
+    if self.has_channels or self._opening.startswith(body):
+      return '', ''  # the next letters decide
+    if body.startswith(self._opening):
+      body = body.removeprefix(self._opening)
+    elif not opened:
+      return '', text
+    thought, closed, rest = body.partition(closing)
+    if not closed:
+      thought = thought[: len(thought) - overlap(thought, closing)]
+    return thought.strip(), rest.lstrip()
+
   def split(self, text: str, *, opened: bool) -> tuple[str | None, str]:
     """Splits a reply into its thought and the rest.
 
@@ -46,7 +85,7 @@ class ThoughtFormat:
     """
     if self.has_channels:
       return split_analysis(text)
-    opening, closing = self.opening.rstrip(), self.closing.strip()
+    opening, closing = self._opening, self.closing.strip()
     body = text.lstrip()
     if body.startswith(opening):
       body = body.removeprefix(opening)
@@ -74,6 +113,78 @@ THOUGHT_FORMATS = (HARMONY, GEMMA4, COHERE, MISTRAL, SEED, THINK)
 
 _THOUGHT = 'Let me look it up first.'
 _ANSWER = 'It is blue.'
+
+
+def overlap(text: str, marker: str) -> int:
+  """Returns how many of the last letters of a text may be the start of a marker.
+
+  Args:
+    text: The text.
+    marker: The marker, of which the text has not all at its end.
+  """
+  sizes = range(min(len(text), len(marker) - 1), 0, -1)
+  return next((n for n in sizes if text.endswith(marker[:n])), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplyParts:
+  """Holds the parts of a reply.
+
+  Attributes:
+    thought: The thought; '' if there is none.
+    head: The reply up to the end of its thought, as it was written; '' where thoughts
+      are messages of their own.
+    rest: What follows the thought, as it was written.
+    content: The text around the calls.
+    calls: The calls, in order.
+  """
+
+  thought: str
+  head: str
+  rest: str
+  content: str
+  calls: Calls
+
+  @property
+  def text(self) -> str:
+    """Returns the text around the calls, with the thought as it was written."""
+    return self.head + self.content
+
+
+def split_reply(
+  text: str,
+  tools: Tools,
+  *,
+  thought_format: ThoughtFormat | None,
+  tool_format: ToolFormat,
+  opened: bool,
+) -> ReplyParts:
+  """Splits a reply into its thought, its text and its tool calls.
+
+  What looks like a call within a thought is none.
+
+  Args:
+    text: The reply.
+    tools: JSON schemas of the tools, which restore types in some formats.
+    thought_format: The family's markers; None for a model without thoughts.
+    tool_format: How calls are written.
+    opened: Whether the prompt has already opened the thought.
+
+  Returns:
+    The parts.
+  """
+  thought, rest = split_thought(text, opened=opened, thought_format=thought_format)
+  if thought_format is not None and not rest:
+    # A call ends a thought that the model has not closed.
+    starts = [at for mark in tool_format.markers if (at := text.find(mark)) >= 0]
+    if starts:
+      rest = text[min(starts) :]
+      thought, _ = thought_format.split(text[: min(starts)], opened=opened)
+  head = text[: len(text) - len(rest)] if text.endswith(rest) else ''
+  content, calls = tool_format.parse(text[len(head) :], tools)
+  if thought_format is not None and thought_format.has_channels:
+    head = ''
+  return ReplyParts(thought or '', head, rest, content, calls)
 
 
 def split_thought(

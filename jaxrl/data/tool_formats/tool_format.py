@@ -69,6 +69,20 @@ class ToolFormat:
     """
     return self.write(calls)
 
+  def frame(self, name: str) -> tuple[str, str] | None:
+    """Returns what stands around the arguments of a tool's call.
+
+    Args:
+      name: The tool's name.
+
+    Returns:
+      The texts before and after the JSON object; None if calls are written otherwise.
+    """
+    arguments = {'x': 1}
+    text = self.write([{'name': name, 'arguments': arguments}])
+    before, found, after = text.partition(dump_json(arguments))
+    return (before, after) if found else None
+
   def may_begin(self, text: str) -> bool:
     """Returns whether a reply that begins like this may be nothing but a tool call.
 

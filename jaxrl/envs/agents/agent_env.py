@@ -44,9 +44,9 @@ class AgentEnv:
       'file.py:run(rounds=3)'. It is plain or async and receives those of these
       arguments that it names: task (the row, with `episode_seed`), base_url, api_key
       and client (OpenAI's, ready to use).
-    command: A program instead, started once per episode, with OPENAI_BASE_URL and
-      OPENAI_API_KEY in its environment and the task as JSON on its standard input. It
-      is not run by a shell.
+    command: A program instead, started once per episode, with OPENAI_BASE_URL,
+      OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment and
+      the task as JSON on its standard input. It is not run by a shell.
     grader: Graders; see `composite.make_grader`.
     memory_gib: The address space of each of the command's processes; 0 means unlimited.
 

@@ -132,7 +132,12 @@ def _read_tails(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
 def _agent_environment(base_url: str, api_key: str) -> dict[str, str]:
   no_proxy_hosts = [os.environ.get('NO_PROXY', ''), '127.0.0.1', 'localhost']
   proxies = ','.join(filter(None, no_proxy_hosts))
-  endpoint = {'OPENAI_BASE_URL': base_url, 'OPENAI_API_KEY': api_key}
+  endpoint = {
+    'OPENAI_BASE_URL': base_url,
+    'OPENAI_API_KEY': api_key,
+    'ANTHROPIC_BASE_URL': base_url.removesuffix('/v1'),  # its clients append that
+    'ANTHROPIC_API_KEY': api_key,
+  }
   return {**os.environ, **endpoint, 'NO_PROXY': proxies, 'no_proxy': proxies}
 
 

@@ -36,12 +36,16 @@ class EngineTraits:
     needs_ray: Whether it must be hosted by Ray actors.
     can_sleep: Whether `sleep` gives a GPU's memory back to other processes.
     receives_from_gpu: Whether the learner can send weights straight into its GPUs.
+    constrains_output: Whether it can restrict what is drawn to a grammar.
+    max_top_logprobs: How many of the likeliest tokens it can tell in each place.
   """
 
   external: bool = True
   needs_ray: bool = False
   can_sleep: bool = False
   receives_from_gpu: bool = False
+  constrains_output: bool = False
+  max_top_logprobs: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,6 +63,7 @@ class EngineRequest:
     tokens: Generated token ids.
     logprobs: The log-probability of each generated token.
     weights_versions: The weights version that drew each generated token.
+    top_logprobs: The likeliest tokens in the place of each, if they were asked for.
     routed_pieces: Experts taken by the prompt's and the generated tokens, as pieces
       `[·, L, k]` in order; empty if the engine does not record them.
     num_waiters: Number of callers that wait for the request.
@@ -74,6 +79,7 @@ class EngineRequest:
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   weights_versions: list[int] = dataclasses.field(default_factory=list)
+  top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
   routed_pieces: list[np.ndarray] = dataclasses.field(default_factory=list)
   num_waiters: int = 0
 
@@ -111,8 +117,9 @@ class EngineRequest:
 
   def truncate(self, length: int) -> None:
     """Drops every generated token after the first `length`."""
-    for per_token in (self.tokens, self.logprobs, self.weights_versions):
-      del per_token[length:]
+    per_token = self.tokens, self.logprobs, self.weights_versions, self.top_logprobs
+    for values in per_token:
+      del values[length:]
 
   def partial_output(self, finish_reason: str = 'abort') -> Completion:
     """Returns the tokens generated so far as a completion.
@@ -130,6 +137,7 @@ class EngineRequest:
       weights_versions=np.asarray(self.weights_versions, np.int32),
       finish_reason=finish_reason,
       routed_experts=routed,
+      top_logprobs=tuple(self.top_logprobs) if self.sampling.top_logprobs else None,
     )
 
   def finish(self, finish_reason: str) -> None:
@@ -373,6 +381,11 @@ class EngineBase:
       )
     if sampling.stop and self._tokenizer is None:
       return 'stop strings need an engine with a tokenizer'
+    traits = self.traits
+    if sampling.top_logprobs > traits.max_top_logprobs:
+      return f'top_logprobs: this engine tells at most {traits.max_top_logprobs}'
+    if sampling.constraint is not None and not traits.constrains_output:
+      return 'this engine cannot constrain what it draws'
     return _validate_sampling(sampling)
 
 

@@ -96,6 +96,7 @@ def concat_completions(parts: list[Completion]) -> Completion:
   """
   if len(parts) == 1:
     return parts[0]
+  top = [part.top_logprobs for part in parts if part.top_logprobs is not None]
   return Completion(
     tokens=np.concatenate([part.tokens for part in parts]),
     logprobs=np.concatenate([part.logprobs for part in parts]),
@@ -104,6 +105,7 @@ def concat_completions(parts: list[Completion]) -> Completion:
     routed_experts=functools.reduce(
       concat_routed_experts, [part.routed_experts for part in parts]
     ),
+    top_logprobs=sum(top, ()) if len(top) == len(parts) else None,
   )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from jaxrl.rollout.engine.actor_proxy import EngineDeadError, maybe_await
+from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.engine.load_balancer import LoadBalancer, RoutedRequest
 from jaxrl.types import Completion, SamplingParams
 
@@ -69,6 +70,12 @@ class EngineRouter:
     self._polled_engines: set[int] = set()  # engines that have not answered yet
     self._background_tasks: set[asyncio.Task] = set()
     self._counts: Counter[str] = Counter()
+
+  @property
+  def traits(self) -> EngineTraits:
+    """Returns the engines' traits; the default ones if the engines are elsewhere."""
+    traits = getattr(self._engines[0], 'traits', None)
+    return traits if isinstance(traits, EngineTraits) else EngineTraits()
 
   # ---- requests
 

@@ -4,26 +4,30 @@ A request may want several replies, which OpenAI's API calls choices.
 """
 
 import asyncio
+import bisect
 import dataclasses
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
-from jaxrl.data.tool_formats import UNKNOWN, InvalidToolCall, ToolCall
+from jaxrl.data.tool_formats import (
+  UNKNOWN,
+  InvalidToolCall,
+  ReplyParts,
+  ToolCall,
+  overlap,
+)
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.engine_base import ImageError
 from jaxrl.rollout.engine.resumable_generation import (
   generate_or_abort,
   generate_with_resume,
 )
-from jaxrl.rollout.gateway.openai_requests import (
-  ApiError,
-  GenerationRequest,
-  parse_client_messages,
-)
+from jaxrl.rollout.gateway.generation_request import ApiError, GenerationRequest
+from jaxrl.rollout.gateway.openai_requests import parse_client_messages
 from jaxrl.rollout.gateway.request_cache import RequestCache
 from jaxrl.rollout.gateway.session_recorder import AgentSession, SessionPrompt
 from jaxrl.types import (
@@ -81,6 +85,7 @@ class SessionState:
       fixed one.
     closed: Whether the session takes no more replies.
     request_cache: The session's latest requests.
+    instructed: Replies whose conversation begins with the instructions of a request.
     tasks: The tasks of the running replies.
   """
 
@@ -96,6 +101,7 @@ class SessionState:
   num_sampling_overrides: int = 0
   closed: bool = False
   request_cache: RequestCache = dataclasses.field(default_factory=RequestCache)
+  instructed: set[str] = dataclasses.field(default_factory=set)
   tasks: set[asyncio.Task] = dataclasses.field(default_factory=set)
 
   def raise_if_closed(self) -> None:
@@ -114,6 +120,10 @@ class ChoiceResult:
     prompt: The ids that were completed.
     completion: What the engine returned.
     finish_reason: OpenAI's finish reason.
+    thought: The thought, if the client gets it apart from the text; else ''.
+    text: The reply's text without its calls, and without a thought that stands apart.
+    num_thought_tokens: Tokens up to the end of that thought.
+    stop_string: The stop string that ended the reply; '' if none did.
   """
 
   name: str
@@ -121,6 +131,28 @@ class ChoiceResult:
   prompt: list[int]
   completion: Completion
   finish_reason: str
+  thought: str = ''
+  text: str = ''
+  num_thought_tokens: int = 0
+  stop_string: str = ''
+
+  @property
+  def tool_calls(self) -> list[dict[str, Any]]:
+    """Returns the reply's tool calls, in the form of OpenAI's chat API."""
+    return self.message.get('tool_calls', [])
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplyDelta:
+  """Holds what is new of a reply that is being written.
+
+  Attributes:
+    thought: What is new of its thought, if the client gets it apart from the text.
+    text: What is new of its text.
+  """
+
+  thought: str = ''
+  text: str = ''
 
 
 class ChoiceRunner:
@@ -128,6 +160,8 @@ class ChoiceRunner:
 
   Attributes:
     name: The reply's id, as clients know it.
+    key: The part of it that no other reply has; ids of parts of the reply contain it.
+    num_prompt_tokens: Tokens of the prompt.
   """
 
   def __init__(
@@ -139,7 +173,7 @@ class ChoiceRunner:
     prompt: SessionPrompt,
     sampling: SamplingParams,
     *,
-    name: str,
+    key: str,
     request_name: str,
   ):
     """Creates a runner; `run` starts it.
@@ -151,7 +185,7 @@ class ChoiceRunner:
       request: What the client asked for.
       prompt: What is completed.
       sampling: How the reply is sampled.
-      name: The reply's id, as clients know it.
+      key: The part of the reply's id that no other reply has.
       request_name: The beginning of the engine's request ids.
     """
     self._engine = engine
@@ -160,7 +194,9 @@ class ChoiceRunner:
     self._request = request
     self._prompt = prompt
     self._sampling = sampling
-    self.name = name
+    self.key = key
+    self.name = f'{request.id_prefix}{key}'
+    self.num_prompt_tokens = len(prompt.tokens)
     self._request_name = request_name
     # The engine's present request: its id, and the reply's ids from earlier requests.
     self._engine_request: tuple[str, list[int]] | None = None
@@ -182,10 +218,11 @@ class ChoiceRunner:
       state.raise_if_closed()
       completion = await self._complete()
       result = self._make_result(completion)
-      message = None
-      if self._request.messages is not None:
-        message = parse_client_messages([result.message])[0]
-      state.session.record(self.name, self._prompt, completion, message)
+      spellings = self._spellings(result) if self._request.messages is not None else []
+      message = spellings[0] if spellings else None
+      state.session.record(self.name, self._prompt, completion, message, spellings[1:])
+      if self._request.has_instructions:
+        state.instructed.add(self.name)
       state.error = ''
       return result
     except asyncio.CancelledError:
@@ -231,32 +268,39 @@ class ChoiceRunner:
   async def _generate(
     self, name: str, prompt: list[int], sampling: SamplingParams
   ) -> Completion:
+    if sampling.constraint is not None and sampling.num_generated:
+      # No engine continues in the middle of what a constraint describes.
+      raise ApiError(503, 'the engine was interrupted; send the request again')
     self._engine_request = name, prompt[len(self._prompt.tokens) :]
     timeout = self._state.limits.timeout
     return await generate_or_abort(
       self._engine, name, prompt, sampling, self._prompt.images, timeout=timeout
     )
 
-  async def partial_text(self) -> str:
-    """Returns the text that is certain to begin the reply, for streaming."""
+  async def partial_reply(self) -> tuple[str, str]:
+    """Returns the thought and the text that are certain to begin those of the reply."""
     if self._engine_request is None or self._has_channels:
-      return ''
+      return '', ''
     name, earlier_ids = self._engine_request
     progress = (await maybe_await(self._engine.progress([name]))).get(name)
     new_ids = progress.tokens.tolist() if progress is not None else []
     # A letter whose tokens are not all there yet is decoded as U+FFFD.
     text = self._decode([*earlier_ids, *new_ids]).rstrip('\ufffd')
+    calls = self._chat.tool_format or UNKNOWN
     markers = list(self._sampling.stop)
     if self._request.tools:
-      calls = self._chat.tool_format or UNKNOWN
-      if not text or calls.may_begin(text):
-        return ''
       markers += calls.markers
       for marker in calls.markers:
         text = text.partition(marker)[0]
-    num_uncertain = max((_overlap(text, marker) for marker in markers), default=0)
-    text = text[: len(text) - num_uncertain]
-    return text.rstrip() if self._request.tools else text
+    num_uncertain = max((overlap(text, marker) for marker in markers), default=0)
+    text, thought = text[: len(text) - num_uncertain], ''
+    thoughts = self._chat.thought_format
+    if self._request.splits_thoughts and thoughts is not None:
+      opened = self._chat.opens_thought
+      thought, text = thoughts.split_begun(text, opened=opened)
+    if self._request.tools:
+      text = '' if calls.may_begin(text) else text.rstrip()
+    return thought, text
 
   @property
   def _has_channels(self) -> bool:
@@ -268,34 +312,111 @@ class ChoiceRunner:
   def _decode(self, tokens: Sequence[int]) -> str:
     """Decodes ids, without the stop string that ended them."""
     text = self._chat.decode(tokens)
-    stops = [at for stop in self._sampling.stop if (at := text.find(stop)) >= 0]
-    return text[: min(stops)] if stops else text
+    stop = self._find_stop(text)
+    return text[: stop[0]] if stop else text
+
+  def _find_stop(self, text: str) -> tuple[int, str] | None:
+    """Returns where the first stop string is, and which one it is."""
+    found = ((text.find(stop), stop) for stop in self._sampling.stop)
+    return min((pair for pair in found if pair[0] >= 0), default=None)
 
   def _make_result(self, completion: Completion) -> ChoiceResult:
-    text = self._decode(completion.tokens.tolist())
-    calls: list[ToolCall] = []
+    tokens = completion.tokens.tolist()
+    whole = self._chat.decode(tokens)
+    stop_at, stop = self._find_stop(whole) or (len(whole), '')
+    text = content = whole[:stop_at]
+    parts, calls = None, []
     if self._request.tools or self._has_channels:
-      content, read = self._chat.parse_reply(text, self._request.tools)
-      calls = [call for call in read if not isinstance(call, InvalidToolCall)]
+      parts = self._chat.parse_reply(text, self._request.tools)
+      calls = [call for call in parts.calls if not isinstance(call, InvalidToolCall)]
       # With an unreadable call it stays text, so that the client sees what was written.
-      text = content if len(calls) == len(read) else text
-    message: dict[str, Any] = {'role': 'assistant', 'content': text}
+      content = parts.text if len(calls) == len(parts.calls) else text
+    thought, answer = self._split_thought(text, content, parts)
+    message: dict[str, Any] = {'role': 'assistant', 'content': content}
     if calls:
-      message['tool_calls'] = [
-        {
-          'id': f'call-{self.name.partition("-")[2]}-{i}',
-          'type': 'function',
-          'function': {
-            'name': call['name'],
-            'arguments': json.dumps(call['arguments'], ensure_ascii=False),
-          },
-        }
-        for i, call in enumerate(calls)
-      ]
-    finish_reason = 'tool_calls' if calls else completion.finish_reason
+      message['tool_calls'] = [self._format_call(i, one) for i, one in enumerate(calls)]
     return ChoiceResult(
-      self.name, message, self._prompt.tokens, completion, finish_reason
+      self.name,
+      message,
+      self._prompt.tokens,
+      completion,
+      'tool_calls' if calls else completion.finish_reason,
+      thought=thought,
+      text=answer,
+      num_thought_tokens=self._count_tokens(tokens, text, thought),
+      stop_string=stop,
     )
+
+  def _format_call(self, index: int, call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call['arguments'], ensure_ascii=False)
+    function = {'name': call['name'], 'arguments': arguments}
+    return {'id': f'call-{self.key}-{index}', 'type': 'function', 'function': function}
+
+  def _split_thought(
+    self, text: str, content: str, parts: ReplyParts | None
+  ) -> tuple[str, str]:
+    """Returns the thought that the client gets apart from the text, and the text.
+
+    Args:
+      text: The whole reply.
+      content: What the chat API calls the reply's content.
+      parts: The parts of the reply, if it may have calls.
+    """
+    thoughts, opened = self._chat.thought_format, self._chat.opens_thought
+    if not self._request.splits_thoughts or thoughts is None:
+      return '', content
+    if not thoughts.is_marked(text, opened=opened):
+      return '', content
+    if parts is None:
+      thought, rest = thoughts.split(text, opened=opened)
+      return thought or '', rest
+    return parts.thought, parts.content if content == parts.text else parts.rest
+
+  def _count_tokens(self, tokens: list[int], text: str, thought: str) -> int:
+    """Counts the tokens of a reply up to the end of its thought."""
+    at = text.find(thought) if thought else -1
+    if at < 0:  # also where thoughts are several messages
+      return 0
+    sizes = range(len(tokens) + 1)
+    return bisect.bisect_left(
+      sizes, at + len(thought), key=lambda n: len(self._chat.decode_all(tokens[:n]))
+    )
+
+  def _spellings(self, result: ChoiceResult) -> list[Message]:
+    """Returns the reply as the agent may send it back, first as the chat API has it."""
+    spellings = [result.message]
+    if self._request.splits_thoughts:
+      apart = {'content': result.text, 'reasoning_content': result.thought}
+      for write in (lambda call: call, _with_plain_numbers):
+        calls = [write(call) for call in result.tool_calls]
+        spellings.append({'role': 'assistant', **apart, 'tool_calls': calls})
+    return parse_client_messages(spellings)
+
+
+def tool_input(call: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the arguments of a tool call as an object.
+
+  Args:
+    call: The call, in the form of OpenAI's chat API.
+
+  Returns:
+    The arguments. A whole number is an int, as programs in JavaScript send it back.
+  """
+  return _plain_numbers(json.loads(call['function']['arguments']))
+
+
+def _plain_numbers(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {key: _plain_numbers(one) for key, one in value.items()}
+  if isinstance(value, list):
+    return [_plain_numbers(one) for one in value]
+  is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+  return int(value) if is_whole else value
+
+
+def _with_plain_numbers(call: Mapping[str, Any]) -> dict[str, Any]:
+  function = {**call['function'], 'arguments': json.dumps(tool_input(call))}
+  return {**call, 'function': function}
 
 
 def public_message(error: Exception) -> str:
@@ -313,15 +434,9 @@ def public_message(error: Exception) -> str:
   return re.sub(r'(?:/[^\s/:\'"]+){2,}', '…', first_line)[:300]
 
 
-def _overlap(text: str, marker: str) -> int:
-  """Returns how many of the last letters of `text` may be the start of `marker`."""
-  sizes = range(min(len(text), len(marker) - 1), 0, -1)
-  return next((n for n in sizes if text.endswith(marker[:n])), 0)
-
-
 async def stream_chunks(
   choices: Sequence[ChoiceRunner], interval: float | None
-) -> AsyncGenerator[tuple[int, str | ChoiceResult], None]:
+) -> AsyncGenerator[tuple[int, ReplyDelta | ChoiceResult | None], None]:
   """Runs choices concurrently and yields what is new.
 
   Closing the generator cancels the choices.
@@ -331,33 +446,46 @@ async def stream_chunks(
     interval: Seconds between looks at partial replies; None yields text at the end.
 
   Yields:
-    (index of the choice, new text), and at last (index of the choice, its result). The
-    content of the result is all of its text.
+    (index of the choice, what is new of it), and at last (index of the choice, its
+    result), which has all of it. (0, None) after each look that found nothing new.
 
   Raises:
     ApiError: If a choice fails.
   """
   tasks = [asyncio.ensure_future(choice.run()) for choice in choices]
-  sent_texts, unfinished = [''] * len(tasks), list(range(len(tasks)))
+  sent, unfinished = [ReplyDelta()] * len(tasks), list(range(len(tasks)))
   try:
     while unfinished:
       running = {tasks[i] for i in unfinished}
       await asyncio.wait(running, timeout=interval, return_when='FIRST_COMPLETED')
+      is_silent = True
       for i in list(unfinished):
         result = tasks[i].result() if tasks[i].done() else None
         if result is None and interval is None:
           continue
         if result is not None:
-          text = result.message['content']
+          now = ReplyDelta(result.thought, result.text)
         else:
-          text = await choices[i].partial_text()
-        if text.startswith(sent_texts[i]) and len(text) > len(sent_texts[i]):
-          yield i, text[len(sent_texts[i]) :]
-          sent_texts[i] = text
+          now = ReplyDelta(*await choices[i].partial_reply())
+        new = ReplyDelta(
+          _added(sent[i].thought, now.thought), _added(sent[i].text, now.text)
+        )
+        if new.thought or new.text:
+          yield i, new
+          sent[i] = ReplyDelta(sent[i].thought + new.thought, sent[i].text + new.text)
+          is_silent = False
         if result is not None:
           yield i, result
           unfinished.remove(i)
+          is_silent = False
+      if is_silent:
+        yield 0, None
   finally:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _added(sent: str, now: str) -> str:
+  """Returns what follows what was sent; '' if that is not how the text begins."""
+  return now[len(sent) :] if now.startswith(sent) else ''

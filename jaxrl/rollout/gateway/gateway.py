@@ -4,25 +4,39 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.model_text.chat_template import ChatOptionError
 from jaxrl.data.seeds import fold_seed
+from jaxrl.data.tool_formats import UNKNOWN
 from jaxrl.rollout.engine.actor_proxy import maybe_await
+from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
 from jaxrl.rollout.gateway.choice_runner import (
   ChoiceRunner,
   SessionLimits,
   SessionState,
 )
-from jaxrl.rollout.gateway.openai_requests import ApiError, GenerationRequest
+from jaxrl.rollout.gateway.generation_request import (
+  ApiError,
+  GenerationRequest,
+  invalid_field,
+)
 from jaxrl.rollout.gateway.request_cache import RequestCache
 from jaxrl.rollout.gateway.session_recorder import AgentSession, SessionPrompt
 from jaxrl.rollout.queue.group_state import EpisodeLease
-from jaxrl.types import RolloutEngine, SamplingParams, Trajectory
+from jaxrl.types import (
+  Message,
+  RolloutEngine,
+  SamplingParams,
+  TextConstraint,
+  Trajectory,
+)
 
 
 class Gateway:
@@ -53,6 +67,7 @@ class Gateway:
     allow_new_sessions: bool = True,
     row_format: str = 'trajectory',
     tag: str = '',
+    traits: EngineTraits | None = None,
   ):
     """Creates a gateway without sessions.
 
@@ -80,6 +95,7 @@ class Gateway:
         only `open_session` does.
       row_format: How sessions become rows; one of `ROW_FORMATS`.
       tag: The tag of the rows.
+      traits: What the engine can do; by default what it says of itself.
 
     Raises:
       ValueError: If there is no such row format.
@@ -89,6 +105,9 @@ class Gateway:
         f'no row format {row_format!r}; there are {", ".join(ROW_FORMATS)}'
       )
     self._engine = engine
+    own_traits = getattr(engine, 'traits', None)  # of a handle, it is a method
+    own_traits = own_traits if isinstance(own_traits, EngineTraits) else EngineTraits()
+    self._traits = traits or own_traits
     self._chat = chat
     self.model = model
     self._deliver = deliver
@@ -132,6 +151,31 @@ class Gateway:
     state = self._sessions.get(name)
     return RequestCache() if state is None else state.request_cache
 
+  def find_conversation(self, name: str, reply_name: str) -> list[Message]:
+    """Returns a session's conversation up to the end of one of its replies.
+
+    Args:
+      name: The session's name.
+      reply_name: The reply's id, as the client knows it.
+
+    Returns:
+      The messages, without the instructions of the request that got the reply.
+
+    Raises:
+      ApiError: If the session has no such reply.
+    """
+    state = self._sessions.get(name)
+    reply = state.session.replies.get(reply_name) if state is not None else None
+    messages = [] if reply is None else [m for r in reply.path for m in r.messages]
+    if state is None or not messages:
+      raise ApiError(
+        400,
+        f'previous_response_id: this session has no response {reply_name!r}'[:200],
+        param='previous_response_id',
+        code='previous_response_not_found',
+      )
+    return messages[1:] if reply_name in state.instructed else messages
+
   async def start_choices(
     self, name: str, request: GenerationRequest, cache: RequestCache | None = None
   ) -> list[ChoiceRunner]:
@@ -150,9 +194,11 @@ class Gateway:
     """
     if request.n > self._max_choices:
       raise ApiError(400, f'n: at most {self._max_choices}', param='n')
+    request = self._apply_thinking(request)
     state = self._find_session(name, request.n)
+    self._raise_if_unsupported(request, state)
     state.request_cache = cache or state.request_cache
-    field = 'prompt' if request.messages is None else 'messages'
+    field = request.prompt_field
     # Counts the replies as running, so that the session is not dropped or overfull.
     state.num_running += request.n
     try:
@@ -178,6 +224,49 @@ class Gateway:
       self._make_choice(name, state, request, prompt, num_tokens_left, index)
       for index in range(request.n)
     ]
+
+  def _apply_thinking(self, request: GenerationRequest) -> GenerationRequest:
+    """Returns the request with the template's option for whether the model thinks."""
+    if request.thinking is None:
+      return request
+    has_thoughts = self._chat.thought_format is not None
+    if request.thinking and not has_thoughts:
+      raise invalid_field('thinking', 'the model writes no thoughts')
+    options = {'enable_thinking': request.thinking, **request.template_options}
+    try:
+      self._chat.with_options(**options)
+    except ChatOptionError as error:
+      if has_thoughts and not request.thinking:
+        message = 'the chat template has no option that turns thoughts off'
+        raise invalid_field('thinking', message, 'unsupported_value') from error
+      return request
+    return dataclasses.replace(request, template_options=options)
+
+  def _raise_if_unsupported(
+    self, request: GenerationRequest, state: SessionState
+  ) -> None:
+    """Raises ApiError if the engine cannot do what a request asks for."""
+    max_top_logprobs = self._traits.max_top_logprobs
+    if request.top_logprobs > max_top_logprobs:
+      message = f'this engine tells at most {max_top_logprobs} of the likeliest tokens'
+      raise invalid_field('top_logprobs', message, 'unsupported_value')
+    if not request.forced_tools and request.json_schema is None:
+      return
+    reason = ''
+    if not self._traits.constrains_output:
+      reason = 'this engine cannot constrain what it draws'
+    elif state.limits.fixed_sampling:
+      reason = 'replies are sampled as in training'
+    elif self._chat.opens_thought:
+      reason = 'a reply begins with a thought'
+    elif request.forced_tools and _constraint(request, self._chat) is None:
+      reason = 'the model does not write calls as text and JSON'
+    if reason and request.forced_tools:
+      message = f"only 'auto' and 'none' are supported, as {reason}"
+      raise invalid_field('tool_choice', message, 'unsupported_value')
+    if reason:
+      message = f'only text is supported, as {reason}'
+      raise invalid_field(request.format_field, message, 'unsupported_value')
 
   async def run_on_tokenizer_thread(self, fn: Callable[..., Any], *args: Any) -> Any:
     """Runs what takes long on the one thread that also tokenizes.
@@ -231,6 +320,8 @@ class Gateway:
       ),
       stop=(*request.stop, *defaults.stop),
       seed=limits.seed(number),
+      top_logprobs=request.top_logprobs,
+      constraint=_constraint(request, self._chat),
     )
     overrides = _sampling_overrides(request, index)
     if not limits.fixed_sampling:
@@ -238,15 +329,17 @@ class Gateway:
     elif any(getattr(sampling, key) != value for key, value in overrides.items()):
       state.num_sampling_overrides += 1
     session_hash = hashlib.sha256(f'{state.number}/{name}'.encode()).hexdigest()[:12]
-    kind = 'cmpl' if request.messages is None else 'chatcmpl'
+    chat = self._chat
+    if request.template_options:  # which may open a thought, or close it
+      chat = chat.with_options(**request.template_options)
     return ChoiceRunner(
       self._engine,
-      self._chat,
+      chat,
       state,
       request,
       prompt,
       sampling,
-      name=f'{kind}-{session_hash}-{number}',
+      key=f'{session_hash}-{number}',
       request_name=f'{limits.request_prefix}/{number}',
     )
 
@@ -392,6 +485,27 @@ class Gateway:
     if self._deliver is not None:
       await maybe_await(self._deliver(name, rows))
     return rows
+
+
+def _constraint(
+  request: GenerationRequest, chat: ChatTokenizer
+) -> TextConstraint | None:
+  """Returns what a reply must be; None if it may be any text, or cannot be told."""
+  if request.json_schema is not None:
+    return TextConstraint((('', json.dumps(request.json_schema), ''),))
+  added = getattr(chat.tokenizer, 'added_tokens_decoder', {}).values()
+  special = [str(one) for one in added if getattr(one, 'special', False)]
+  alternatives = []
+  for tool in request.tools:
+    function = tool['function']
+    if function['name'] in request.forced_tools:
+      frame = (chat.tool_format or UNKNOWN).frame(function['name'])
+      # A grammar describes text, which special tokens are not.
+      if frame is None or any(one in text for one in special for text in frame):
+        return None
+      schema = json.dumps(function.get('parameters') or {'type': 'object'})
+      alternatives.append((frame[0], schema, frame[1]))
+  return TextConstraint(tuple(alternatives)) if alternatives else None
 
 
 def _sampling_overrides(request: GenerationRequest, index: int) -> dict[str, Any]:

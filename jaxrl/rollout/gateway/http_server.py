@@ -1,13 +1,14 @@
-"""GatewayServer serves a gateway over HTTP: OpenAI's paths, and /feedback.
+"""GatewayServer serves a gateway over HTTP: OpenAI's and Anthropic's paths, /feedback.
 
-Every request needs a key, `Authorization: Bearer KEY`. The session's name is the header
-`x-session-id`; or what follows the key and a slash, `KEY/NAME`, for agents that accept
-nothing but a key; or else the key itself names it. Sessions of different keys are
-separate.
+Every request needs a key, `Authorization: Bearer KEY` or `x-api-key: KEY`. The
+session's name is the header `x-session-id`; or what follows the key and a slash,
+`KEY/NAME`, for agents that accept nothing but a key; or else the key itself names it.
+Sessions of different keys are separate.
 """
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import logging
@@ -18,7 +19,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from aiohttp import web
 
 from jaxrl.envs.env_registry import MAX_REWARD
-from jaxrl.rollout.gateway import openai_requests
+from jaxrl.rollout.gateway import (
+  anthropic_requests,
+  openai_requests,
+  responses_requests,
+)
+from jaxrl.rollout.gateway.anthropic_formatter import AnthropicFormatter
 from jaxrl.rollout.gateway.app_server import serve_app
 from jaxrl.rollout.gateway.choice_runner import (
   ChoiceResult,
@@ -30,14 +36,28 @@ from jaxrl.rollout.gateway.connection_limits import (
   request_in_progress,
 )
 from jaxrl.rollout.gateway.gateway import Gateway
-from jaxrl.rollout.gateway.openai_requests import ApiError, invalid_field
+from jaxrl.rollout.gateway.generation_request import (
+  ApiError,
+  GenerationRequest,
+  invalid_field,
+)
 from jaxrl.rollout.gateway.request_cache import RequestCache
 from jaxrl.rollout.gateway.response_formatter import ResponseFormatter
+from jaxrl.rollout.gateway.responses_formatter import ResponsesFormatter
 
 log = logging.getLogger(__name__)
+_VERSION = 'anthropic-version'
 _SESSION = web.RequestKey('session', str)
 _SESSION_NAME = re.compile(r'[\w.:/@-]{1,128}', re.ASCII)
 DEFAULT_CONNECTION_LIMITS = ConnectionLimits()
+_FORMATTERS = {
+  'chat': ResponseFormatter,
+  'completions': ResponseFormatter,
+  'responses': ResponsesFormatter,
+  'messages': AnthropicFormatter,
+}
+_Formatter = ResponseFormatter | ResponsesFormatter | AnthropicFormatter
+_Parser = Callable[[bytes, RequestCache | None], GenerationRequest]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -58,6 +78,7 @@ class GatewayServer:
     max_requests: int = 256,
     body_timeout: float = 30.0,
     interval: float = 0.02,
+    heartbeat: float = 10.0,
     connections: ConnectionLimits = DEFAULT_CONNECTION_LIMITS,
   ):
     """Creates a server; `serve_gateway` runs it.
@@ -70,6 +91,8 @@ class GatewayServer:
       max_requests: Requests served at the same time; further ones are refused.
       body_timeout: Seconds a client may take to send the body.
       interval: Seconds between the chunks of a stream.
+      heartbeat: Seconds without anything new after which a stream says that it goes on,
+        if its API has an event for that.
       connections: The limits on connections.
 
     Raises:
@@ -84,6 +107,7 @@ class GatewayServer:
     self._num_running = 0
     self._body_timeout = body_timeout
     self._interval = interval
+    self._heartbeat = heartbeat
     self.connections = connections
     self._created = int(time.time())
     self.app = web.Application(
@@ -93,6 +117,8 @@ class GatewayServer:
       [
         web.post('/v1/chat/completions', self._handle_chat),
         web.post('/v1/completions', self._handle_completion),
+        web.post('/v1/responses', self._handle_responses),
+        web.post('/v1/messages', self._handle_messages),
         web.get('/v1/models', self._list_models),
         web.get('/v1/models/{name}', self._get_model),
         web.post('/feedback', self._handle_feedback),
@@ -132,11 +158,22 @@ class GatewayServer:
       api_error = ApiError(500, 'the endpoint failed; its log says how')
     if api_error.status == 429:
       headers['Retry-After'] = '1'
-    return web.json_response(api_error.body, status=api_error.status, headers=headers)
+    log.info(
+      '%s %s: %d, %.200r',
+      request.method,
+      request.path,
+      api_error.status,
+      str(api_error),
+    )
+    is_anthropic = request.path == '/v1/messages' or _VERSION in request.headers
+    body = anthropic_requests.error_body(api_error) if is_anthropic else api_error.body
+    return web.json_response(body, status=api_error.status, headers=headers)
 
   def _session_name(self, request: web.Request) -> str:
     """Returns the session's name, after the key's number; needs a valid key."""
     scheme, _, value = request.headers.get('Authorization', '').partition(' ')
+    if not scheme and 'x-api-key' in request.headers:
+      scheme, value = 'bearer', request.headers['x-api-key']
     if self._find_session is not None and scheme.lower() == 'bearer':
       if name := self._find_session(value.strip()):
         return name
@@ -173,15 +210,27 @@ class GatewayServer:
   # ---- handlers
 
   async def _handle_chat(self, request: web.Request) -> web.StreamResponse:
+    return await self._handle(request, openai_requests.parse_cached_chat)
+
+  async def _handle_responses(self, request: web.Request) -> web.StreamResponse:
+    def parse(data: bytes, cache: RequestCache | None) -> GenerationRequest:
+      find = functools.partial(self._gateway.find_conversation, request[_SESSION])
+      return responses_requests.parse_responses(data, cache, find)
+
+    return await self._handle(request, parse)
+
+  async def _handle_messages(self, request: web.Request) -> web.StreamResponse:
+    anthropic_requests.check_version(request.headers.get(_VERSION))
+    return await self._handle(request, anthropic_requests.parse_messages)
+
+  async def _handle(self, request: web.Request, parse: _Parser) -> web.StreamResponse:
+    """Answers a request whose conversation may have been sent before."""
     data = await self._read_body(request)
     if openai_requests.may_hold_images(data):  # they take long to decode
-      chat_request = await self._gateway.run_on_tokenizer_thread(
-        openai_requests.parse_chat_body, data
-      )
-      return await self._respond(request, chat_request)
+      generation = await self._gateway.run_on_tokenizer_thread(parse, data, None)
+      return await self._respond(request, generation)
     cache = self._gateway.request_cache(request[_SESSION])
-    chat_request = openai_requests.parse_cached_chat(data, cache)
-    return await self._respond(request, chat_request, cache)
+    return await self._respond(request, parse(data, cache), cache)
 
   async def _handle_completion(self, request: web.Request) -> web.StreamResponse:
     body = openai_requests.parse_body(await self._read_body(request))
@@ -190,15 +239,15 @@ class GatewayServer:
   async def _respond(
     self,
     request: web.Request,
-    generation: openai_requests.GenerationRequest,
+    generation: GenerationRequest,
     cache: RequestCache | None = None,
   ) -> web.StreamResponse:
     choices = await self._gateway.start_choices(request[_SESSION], generation, cache)
-    formatter = ResponseFormatter(
+    formatter = _FORMATTERS[generation.api](
       generation, self._gateway.decode, self._gateway.model, int(time.time())
     )
     if generation.stream:
-      return await self._stream(request, generation, choices, formatter)
+      return await self._stream(request, choices, formatter)
     results = {}
     async with contextlib.aclosing(stream_chunks(choices, None)) as chunks:
       async for index, chunk in chunks:
@@ -208,11 +257,7 @@ class GatewayServer:
     return web.json_response(formatter.full_response(ordered))
 
   async def _stream(
-    self,
-    request: web.Request,
-    generation: openai_requests.GenerationRequest,
-    choices: list[ChoiceRunner],
-    formatter: ResponseFormatter,
+    self, request: web.Request, choices: list[ChoiceRunner], formatter: _Formatter
   ) -> web.StreamResponse:
     """Sends server-sent events; an error after the first event is itself an event."""
     response = web.StreamResponse()
@@ -220,28 +265,33 @@ class GatewayServer:
     response.headers['Cache-Control'] = 'no-cache'
     await response.prepare(request)
 
-    async def send(event: dict | None) -> None:
-      if event is not None:
-        await response.write(b'data: ' + json.dumps(event).encode() + b'\n\n')
+    async def send(events: Sequence[dict]) -> None:
+      for event in events:
+        name = f'event: {event["type"]}\n' if formatter.names_events else ''
+        await response.write(f'{name}data: {json.dumps(event)}\n\n'.encode())
 
-    results = {}
+    results, sent_at = {}, time.monotonic()
     try:
-      for i, choice in enumerate(choices):
-        await send(formatter.first_chunk(choice.name, i))
+      await send(formatter.opening_events(choices))
       stream = stream_chunks(choices, self._interval)
       async with contextlib.aclosing(stream) as chunks:
         async for index, chunk in chunks:
-          if isinstance(chunk, ChoiceResult):
+          if chunk is None:
+            if time.monotonic() - sent_at < self._heartbeat:
+              continue
+            await send([formatter.heartbeat] if formatter.heartbeat else [])
+          elif isinstance(chunk, ChoiceResult):
             results[index] = chunk
-            await send(formatter.last_chunk(chunk, index))
+            await send(formatter.result_events(index, chunk))
           else:
-            await send(formatter.text_chunk(choices[index].name, index, chunk))
-      if generation.include_usage:
-        ordered = [results[i] for i in range(generation.n)]
-        await send(formatter.usage_chunk(ordered))
-      await response.write(b'data: [DONE]\n\n')
+            await send(formatter.delta_events(index, chunk))
+          sent_at = time.monotonic()
+      ordered = [results[i] for i in range(len(choices))]
+      await send(formatter.closing_events(ordered))
+      if formatter.last_line:
+        await response.write(f'{formatter.last_line}\n\n'.encode())
     except ApiError as error:
-      await send(error.body)
+      await send(formatter.error_events(error))
     except ConnectionError:
       log.info('a client left in the middle of a stream')
       return response
@@ -249,20 +299,25 @@ class GatewayServer:
     return response
 
   async def _list_models(self, request: web.Request) -> web.Response:
-    return web.json_response({'object': 'list', 'data': [self._model_info()]})
+    name = self._gateway.model
+    pages = {'has_more': False, 'first_id': name, 'last_id': name}
+    page = pages if _VERSION in request.headers else {'object': 'list'}
+    return web.json_response({'data': [self._model_info(request)], **page})
 
   async def _get_model(self, request: web.Request) -> web.Response:
     if request.match_info['name'] != self._gateway.model:
       raise ApiError(404, f'there is one model, {self._gateway.model!r}', param='model')
-    return web.json_response(self._model_info())
+    return web.json_response(self._model_info(request))
 
-  def _model_info(self) -> dict:
-    return {
-      'id': self._gateway.model,
-      'object': 'model',
-      'created': self._created,
-      'owned_by': 'jaxrl',
-    }
+  def _model_info(self, request: web.Request) -> dict:
+    """Describes the model in the form of OpenAI's API, or of Anthropic's."""
+    name = self._gateway.model
+    if _VERSION in request.headers:
+      created = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(self._created))
+      more = {'display_name': name, 'created_at': created, 'lifecycle': 'active'}
+      return {'id': name, 'type': 'model', **more}
+    more = {'created': self._created, 'owned_by': 'jaxrl'}
+    return {'id': name, 'object': 'model', **more}
 
   async def _handle_feedback(self, request: web.Request) -> web.Response:
     """Takes {'reward': number, 'completion_id': of one reply, 'done': bool = true}."""

@@ -1,18 +1,18 @@
-"""OpenAI requests are JSON bodies that are checked field by field.
+"""OpenAI requests are JSON bodies that are checked field by field."""
 
-`GenerationRequest` is a parsed request. `ApiError` is an error in the form that clients
-of OpenAI's API expect.
-"""
-
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.row_sources import DataError
 from jaxrl.data.rows import chat_messages
 from jaxrl.options import closest_match
+from jaxrl.rollout.gateway.generation_request import (
+  ApiError,
+  GenerationRequest,
+  invalid_field,
+)
 from jaxrl.rollout.gateway.request_cache import RequestCache, parse_strict_json
 from jaxrl.types import Message
 
@@ -58,7 +58,6 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
   'reasoning': (),
   'repetition_detection': (),
   'repetition_penalty': (1,),
-  'response_format': ({'type': 'text'},),
   'return_mm_kwargs': (False,),
   'return_prompt_text': (False,),
   'return_token_offsets': (False,),
@@ -71,7 +70,6 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
   'structured_outputs': ({},),
   'suffix': ('',),
   'thinking_token_budget': (),
-  'top_logprobs': (0,),
   'truncate_prompt_tokens': (),
   'use_beam_search': (False,),
   'verbosity': ('medium',),
@@ -96,6 +94,7 @@ READ_FIELDS = frozenset(
     *('messages', 'n', 'parallel_tool_calls', 'prompt', 'return_token_ids', 'seed'),
     *(
       'reasoning_effort',
+      'response_format',
       'stop',
       'stream',
       'stream_options',
@@ -103,111 +102,11 @@ READ_FIELDS = frozenset(
       'tool_choice',
       'tools',
     ),
-    *('top_k', 'top_p'),
+    *('top_k', 'top_logprobs', 'top_p'),
   )
 )
 MAX_IMAGES = 64  # of a request
-_ERROR_TYPES = {
-  401: 'authentication_error',
-  404: 'not_found_error',
-  429: 'rate_limit_error',
-}
-
-
-class ApiError(Exception):
-  """Refuses a request, in the form that clients of OpenAI's API expect.
-
-  Attributes:
-    status: The HTTP status.
-    param: The field that is at fault, if any.
-    code: A code for programs, if any.
-  """
-
-  def __init__(
-    self,
-    status: int,
-    message: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-  ):
-    """Creates an error.
-
-    Args:
-      status: The HTTP status.
-      message: What is wrong, for people.
-      param: The field that is at fault.
-      code: A code for programs.
-    """
-    super().__init__(message)
-    self.status = status
-    self.param = param
-    self.code = code
-
-  @property
-  def body(self) -> dict[str, Any]:
-    """Returns the response as JSON: {'error': {'message', 'type', 'param', 'code'}}."""
-    default = 'server_error' if self.status >= 500 else 'invalid_request_error'
-    error = {
-      'message': str(self),
-      'type': _ERROR_TYPES.get(self.status, default),
-      'param': self.param,
-      'code': self.code,
-    }
-    return {'error': error}
-
-
-def invalid_field(param: str, message: str, code: str = 'invalid_value') -> ApiError:
-  """Creates the error for a field whose value is not accepted.
-
-  Args:
-    param: The field.
-    message: What is wrong with it.
-    code: A code for programs.
-
-  Returns:
-    The error, with status 400.
-  """
-  return ApiError(400, f'{param}: {message}', param=param, code=code)
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationRequest:
-  """Holds one request for completions; None means that the client did not say.
-
-  Attributes:
-    messages: The conversation of a chat request.
-    prompt: The text, or the ids, of a plain completion request.
-    tools: The tools that the client offers.
-    n: How many replies are wanted.
-    stream: Whether the reply is streamed.
-    include_usage: Whether a stream ends with a count of tokens.
-    logprobs: Whether log-probabilities are wanted.
-    return_token_ids: Whether token ids are wanted too.
-    max_tokens: Tokens a reply may have.
-    temperature: Sampling temperature.
-    top_p: Nucleus sampling.
-    top_k: Keeps the k likeliest tokens.
-    stop: Strings that end a reply.
-    seed: Seed of the replies.
-    template_options: Options of the chat template, such as enable_thinking.
-  """
-
-  messages: list[Message] | None = None
-  prompt: str | list[int] | None = None
-  tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-  n: int = 1
-  stream: bool = False
-  include_usage: bool = False
-  logprobs: bool = False
-  return_token_ids: bool = False
-  max_tokens: int | None = None
-  temperature: float | None = None
-  top_p: float | None = None
-  top_k: int | None = None
-  stop: tuple[str, ...] = ()
-  seed: int | None = None
-  template_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+MAX_TOP_LOGPROBS = 20  # of OpenAI's API
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
@@ -233,12 +132,12 @@ def parse_body(data: bytes) -> dict[str, Any]:
   return body
 
 
-def parse_cached_chat(data: bytes, cache: RequestCache) -> GenerationRequest:
+def parse_cached_chat(data: bytes, cache: RequestCache | None) -> GenerationRequest:
   """Parses a chat request, of which only what is not cached is looked at.
 
   Args:
     data: The body.
-    cache: The session's earlier requests; the request is added.
+    cache: The session's earlier requests; the request is added. None parses all of it.
 
   Returns:
     The request.
@@ -246,6 +145,8 @@ def parse_cached_chat(data: bytes, cache: RequestCache) -> GenerationRequest:
   Raises:
     ApiError: Names the field at fault.
   """
+  if cache is None:
+    return parse_chat_body(data)
   try:
     body = cache.read(data, parse_client_messages)
     return parse_chat(body, body['messages'])
@@ -301,10 +202,6 @@ def parse_chat(
       'messages', 'a list of messages is needed', 'missing_required_parameter'
     )
   tool_choice = body.get('tool_choice')
-  if tool_choice not in (None, 'auto', 'none'):
-    raise invalid_field(
-      'tool_choice', "only 'auto' and 'none' are supported", 'unsupported_value'
-    )
   tools = [] if tool_choice == 'none' else body.get('tools') or []
   if not isinstance(tools, list) or not all(map(_is_tool, tools)):
     raise invalid_field(
@@ -317,15 +214,59 @@ def parse_chat(
       'unsupported_value',
     )
   logprobs = _parse_flag(body, 'logprobs')
+  top_logprobs = _parse_number(body, 'top_logprobs', int, 0, MAX_TOP_LOGPROBS) or 0
+  if top_logprobs and not logprobs:
+    raise invalid_field('top_logprobs', 'set logprobs, too')
   if messages is None:
     messages = parse_client_messages(body['messages'])
   return GenerationRequest(
     messages=messages,
     tools=tools,
+    forced_tools=_parse_tool_choice(tool_choice, tools),
+    json_schema=_parse_response_format(body.get('response_format')),
     logprobs=logprobs,
+    top_logprobs=top_logprobs,
     template_options=_parse_template_options(body),
     **_parse_common_fields(body),
   )
+
+
+def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[str, ...]:
+  """Returns the names of the tools of which some must be called; () if none must."""
+  if choice in (None, 'auto', 'none'):
+    return ()
+  names = [tool['function']['name'] for tool in tools]
+  if choice != 'required':
+    function = choice.get('function') if isinstance(choice, dict) else None
+    name = function.get('name') if isinstance(function, dict) else None
+    if name is None:
+      raise invalid_field(
+        'tool_choice',
+        "'auto', 'none', 'required' or one function is needed",
+        'unsupported_value',
+      )
+    names = [one for one in names if one == name]
+  if not names:
+    raise invalid_field('tool_choice', 'there is no such tool')
+  return tuple(names)
+
+
+def _parse_response_format(value: Any) -> dict[str, Any] | None:
+  """Returns the JSON schema that a reply must have; None if it may be any text."""
+  kind = value.get('type') if isinstance(value, dict) else None
+  if value is None or kind == 'text':
+    return None
+  if kind == 'json_object':
+    return {'type': 'object'}
+  given = value.get('json_schema') if kind == 'json_schema' else None
+  schema = given.get('schema') if isinstance(given, dict) else None
+  if not isinstance(schema, dict):
+    raise invalid_field(
+      'response_format',
+      'text, json_object or json_schema with a schema is needed',
+      'unsupported_value',
+    )
+  return schema
 
 
 def _parse_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,7 +301,10 @@ def parse_completion(body: Mapping[str, Any]) -> GenerationRequest:
       'logprobs', 'only that of the sampled token is supported', 'unsupported_value'
     )
   return GenerationRequest(
-    prompt=prompt, logprobs=logprobs is not None, **_parse_common_fields(body)
+    prompt=prompt,
+    logprobs=logprobs is not None,
+    api='completions',
+    **_parse_common_fields(body),
   )
 
 
@@ -412,7 +356,7 @@ def _normalize(message: Message) -> Message:
 
 
 def _parse_common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-  _check_fields(body)
+  check_fields(body)
   has_new_limit = body.get('max_completion_tokens') is not None
   limit_field = 'max_completion_tokens' if has_new_limit else 'max_tokens'
   stop = body.get('stop') or ()
@@ -440,18 +384,33 @@ def _parse_common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _check_fields(body: Mapping[str, Any]) -> None:
-  """Raises ApiError for a field that would be dropped although it means something."""
+def check_fields(
+  body: Mapping[str, Any],
+  read: Collection[str] = READ_FIELDS,
+  neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_FIELDS,
+  idle: Collection[str] = IDLE_FIELDS,
+) -> None:
+  """Raises ApiError for a field that would be dropped although it means something.
+
+  Args:
+    body: The fields of a request.
+    read: Fields that are honoured.
+    neutral: Fields that are not, with the values that leave the reply as it is.
+    idle: Fields that leave the reply as it is, whatever their value.
+
+  Raises:
+    ApiError: Names the field at fault.
+  """
   for name, value in body.items():
-    if value is None or name in READ_FIELDS or name in IDLE_FIELDS:
+    if value is None or name in read or name in idle:
       continue
-    if name not in NEUTRAL_FIELDS:
-      near = closest_match(name, [*READ_FIELDS, *NEUTRAL_FIELDS])
+    if name not in neutral:
+      near = closest_match(name, [*read, *neutral])
       hint = f'; did you mean {near!r}?' if near else ''
       raise invalid_field(
         name, f'this endpoint does not know the field{hint}', 'unknown_parameter'
       )
-    if value not in NEUTRAL_FIELDS[name]:
+    if value not in neutral[name]:
       message = f'{value!r} is not supported here'[:200]
       raise invalid_field(name, message, 'unsupported_value')
 

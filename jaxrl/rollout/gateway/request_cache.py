@@ -6,10 +6,8 @@ neither parsed nor checked again, so that the cost of a turn is that of its new 
 
 import codecs
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from jaxrl.types import Message
 
 MAX_CACHED = 4  # conversations of one session that may alternate
 
@@ -19,16 +17,23 @@ class RequestCache:
 
   def __init__(self) -> None:
     """Creates an empty cache."""
-    self._requests: deque[dict[bytes, Message]] = deque(maxlen=MAX_CACHED)
+    self._requests: deque[dict[tuple[str, bytes], Any]] = deque(maxlen=MAX_CACHED)
 
   def read(
-    self, data: bytes, parse_messages: Callable[[list[Any]], list[Message]]
+    self,
+    data: bytes,
+    parse_messages: Callable[[list[Any]], Sequence[Any]],
+    *,
+    field: str = 'messages',
+    form: str = 'chat',
   ) -> dict[str, Any]:
-    """Parses the body of a chat request, and keeps its messages.
+    """Parses the body of a request, and keeps its messages.
 
     Args:
       data: The body.
-      parse_messages: Parses the messages that are new.
+      parse_messages: Parses the messages that are new, each to one object.
+      field: The field that holds the messages.
+      form: The API, as whose messages they are parsed.
 
     Returns:
       The body, with its messages parsed. One that was sent before is the same object.
@@ -41,21 +46,21 @@ class RequestCache:
     import msgspec  # of the extra `serve`, which those who only import this may lack
 
     fields = _decode(data, dict[str, msgspec.Raw])
-    entries = _decode(fields.pop('messages'), list[msgspec.Raw])
+    entries = _decode(fields.pop(field), list[msgspec.Raw])
     body = {name: _decode(value) for name, value in fields.items()}
-    sent = [bytes(entry) for entry in entries]
-    known: dict[bytes, Message] = {}
+    sent = [(form, bytes(entry)) for entry in entries]
+    known: dict[tuple[str, bytes], Any] = {}
     for one in self._requests:
       known |= one
     messages = {entry: known[entry] for entry in sent if entry in known}
     new = [entry for entry in dict.fromkeys(sent) if entry not in messages]
     if new or not sent:
-      parsed = parse_messages([_decode(entry) for entry in new])
+      parsed = parse_messages([_decode(entry) for _, entry in new])
       messages |= zip(new, parsed, strict=True)
     # A request that continues an earlier one takes its place.
     others = (one for one in self._requests if not one.keys() <= messages.keys())
     self._requests = deque([*others, messages], MAX_CACHED)
-    return body | {'messages': [messages[entry] for entry in sent]}
+    return body | {field: [messages[entry] for entry in sent]}
 
 
 def parse_strict_json(data: bytes) -> Any:

@@ -3,19 +3,28 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl.rollout.gateway.choice_runner import ChoiceResult
-from jaxrl.rollout.gateway.openai_requests import GenerationRequest
+from jaxrl.rollout.gateway.choice_runner import ChoiceResult, ChoiceRunner, ReplyDelta
+from jaxrl.rollout.gateway.generation_request import ApiError, GenerationRequest
+from jaxrl.types import Completion
+
+Decode = Callable[[list[int]], str]
 
 
 class ResponseFormatter:
-  """Formats the results of one request."""
+  """Formats the results of one request.
+
+  Attributes:
+    heartbeat: The event of a stream in which nothing is new; None for none.
+    names_events: Whether events are sent under the name of their type.
+    last_line: What ends a stream, after its events; '' for nothing.
+  """
+
+  heartbeat: dict[str, Any] | None = None
+  names_events = False
+  last_line = 'data: [DONE]'
 
   def __init__(
-    self,
-    request: GenerationRequest,
-    decode: Callable[[list[int]], str],
-    model: str,
-    created: int,
+    self, request: GenerationRequest, decode: Decode, model: str, created: int
   ):
     """Creates a formatter.
 
@@ -29,6 +38,7 @@ class ResponseFormatter:
     self._decode = decode
     self._is_chat = request.messages is not None
     self._head = {'created': created, 'model': model}
+    self._names: list[str] = []  # of the choices
 
   def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
     """Formats the body of a response that is not streamed.
@@ -45,7 +55,7 @@ class ResponseFormatter:
       if self._is_chat:
         choice['message'] = _format_message(result)
       else:
-        choice['text'] = result.message['content']
+        choice['text'] = result.text
       choices.append(choice)
     body = {
       'id': results[0].name,
@@ -58,62 +68,64 @@ class ResponseFormatter:
       body['prompt_token_ids'] = results[0].prompt
     return body
 
-  def first_chunk(self, name: str, index: int) -> dict[str, Any] | None:
-    """Formats the chunk that opens a choice; plain completions have none.
+  def opening_events(self, choices: Sequence[ChoiceRunner]) -> list[dict[str, Any]]:
+    """Returns the chunks that open the choices; plain completions have none.
 
     Args:
-      name: The choice's id.
-      index: The choice's index.
-
-    Returns:
-      The chunk, or None.
+      choices: What generates them.
     """
+    self._names = [choice.name for choice in choices]
     if not self._is_chat:
-      return None
+      return []
     delta = {'role': 'assistant', 'content': ''}
-    return self._chunk(name, {'index': index, 'delta': delta})
+    return [
+      self._chunk(name, {'index': i, 'delta': delta})
+      for i, name in enumerate(self._names)
+    ]
 
-  def text_chunk(self, name: str, index: int, text: str) -> dict[str, Any]:
-    """Formats a chunk of text.
+  def delta_events(self, index: int, delta: ReplyDelta) -> list[dict[str, Any]]:
+    """Returns the chunk of what is new.
 
     Args:
-      name: The choice's id.
       index: The choice's index.
-      text: The new text.
-
-    Returns:
-      The chunk.
+      delta: What is new of it.
     """
-    fields = {'delta': {'content': text}} if self._is_chat else {'text': text}
-    return self._chunk(name, {'index': index, **fields})
+    fields: dict[str, Any] = {'text': delta.text}
+    if self._is_chat:
+      fields = {'delta': {'content': delta.text}}
+    return [self._chunk(self._names[index], {'index': index, **fields})]
 
-  def last_chunk(self, result: ChoiceResult, index: int) -> dict[str, Any]:
-    """Formats the chunk that ends a choice, with its tool calls.
+  def result_events(self, index: int, result: ChoiceResult) -> list[dict[str, Any]]:
+    """Returns the chunk that ends a choice, with its tool calls.
 
     Args:
-      result: The choice's result.
       index: The choice's index.
-
-    Returns:
-      The chunk.
+      result: The choice's result.
     """
     fields: dict[str, Any] = {'delta': {}} if self._is_chat else {'text': ''}
-    if calls := result.message.get('tool_calls'):
+    if calls := result.tool_calls:
       indexed_calls = [{'index': i, **call} for i, call in enumerate(calls)]
       fields['delta'] = {'tool_calls': indexed_calls}
     choice = {'index': index, **fields, **self._final_fields(result)}
-    return self._chunk(result.name, choice)
+    return [self._chunk(result.name, choice)]
 
-  def usage_chunk(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
-    """Formats the chunk of token counts that ends a stream on request.
+  def closing_events(self, results: Sequence[ChoiceResult]) -> list[dict[str, Any]]:
+    """Returns the chunk of token counts that ends a stream on request.
 
     Args:
       results: The result of each choice.
-
-    Returns:
-      The chunk.
     """
-    return {**self._chunk(results[0].name), 'usage': token_usage(results)}
+    if not self._request.include_usage:
+      return []
+    return [{**self._chunk(results[0].name), 'usage': token_usage(results)}]
+
+  def error_events(self, error: ApiError) -> list[dict[str, Any]]:
+    """Returns the chunk of an error in a stream.
+
+    Args:
+      error: The error.
+    """
+    return [error.body]
 
   def _chunk(self, name: str, *choices: dict[str, Any]) -> dict[str, Any]:
     kind = 'chat.completion.chunk' if self._is_chat else 'text_completion'
@@ -132,25 +144,39 @@ class ResponseFormatter:
     return fields
 
   def _format_logprobs(self, result: ChoiceResult) -> dict[str, Any]:
-    texts = [self._decode([token]) for token in result.completion.tokens.tolist()]
-    logprobs = result.completion.logprobs.tolist()
-    if not self._is_chat:
-      return {
-        'tokens': texts,
-        'token_logprobs': logprobs,
-        'top_logprobs': None,
-        'text_offset': None,
-      }
-    content = [
-      {
-        'token': text,
-        'logprob': logprob,
-        'bytes': list(text.encode()),
-        'top_logprobs': [],
-      }
-      for text, logprob in zip(texts, logprobs, strict=True)
-    ]
-    return {'content': content, 'refusal': None}
+    content = format_logprobs(result.completion, self._decode)
+    if self._is_chat:
+      return {'content': content, 'refusal': None}
+    return {
+      'tokens': [entry['token'] for entry in content],
+      'token_logprobs': [entry['logprob'] for entry in content],
+      'top_logprobs': None,
+      'text_offset': None,
+    }
+
+
+def format_logprobs(completion: Completion, decode: Decode) -> list[dict[str, Any]]:
+  """Formats the log-probabilities of all tokens of a reply.
+
+  Args:
+    completion: The reply.
+    decode: Turns token ids into text.
+
+  Returns:
+    For each token its text, log-probability and bytes, and the likeliest tokens in its
+    place, if the engine was asked for them.
+  """
+
+  def entry(token: int, logprob: float) -> dict[str, Any]:
+    text = decode([token])
+    return {'token': text, 'logprob': logprob, 'bytes': list(text.encode())}
+
+  pairs = zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True)
+  top = completion.top_logprobs or [{}] * len(completion.tokens)
+  return [
+    entry(*pair) | {'top_logprobs': [entry(*one) for one in likeliest.items()]}
+    for pair, likeliest in zip(pairs, top, strict=True)
+  ]
 
 
 def token_usage(results: Sequence[ChoiceResult]) -> dict[str, int]:

@@ -109,6 +109,8 @@ class AgentSession:
     self._seed = seed
     self.replies: dict[str, RecordedReply] = {}
     self._by_digest: dict[bytes, RecordedReply] = {}
+    # Digests of conversations whose last reply is spelt otherwise → the proper digest.
+    self._aliases: dict[bytes, bytes] = {}
     # Replies to prompts given as ids: digest of all ids → (number of ids, reply).
     self._by_token_digest: dict[bytes, tuple[int, RecordedReply]] = {}
     # The latest conversations with the digests of all their beginnings.
@@ -185,7 +187,8 @@ class AgentSession:
         self._recent = [entry for entry in self._recent if entry[0] is not earlier]
         break
     for message in messages[len(digests) - 1 :]:
-      digests.append(_digest(digests[-1], message))
+      digest = _digest(digests[-1], message)
+      digests.append(self._aliases.get(digest, digest))
     self._recent = [*self._recent[-MAX_CACHED:], (list(messages), digests)]
     return digests
 
@@ -216,6 +219,7 @@ class AgentSession:
     prompt: SessionPrompt,
     completion: Completion,
     message: Message | None = None,
+    other_spellings: Sequence[Message] = (),
   ) -> RecordedReply:
     """Records what the engine returned for a prompt.
 
@@ -225,6 +229,7 @@ class AgentSession:
       completion: What the engine returned.
       message: The reply as the agent receives it and will send it back; None for
         prompts given as ids.
+      other_spellings: The same reply as agents send it back through other APIs.
 
     Returns:
       The recorded reply.
@@ -247,6 +252,8 @@ class AgentSession:
       self._by_token_digest.setdefault(token_digest, (len(tokens), reply))
     else:
       self._by_digest[digest] = reply
+      for spelling in other_spellings:
+        self._aliases[_digest(prompt.digest, spelling)] = digest
     return reply
 
   def leaves(self) -> list[RecordedReply]:

@@ -8,7 +8,6 @@ of ours (`vllm_worker`) that reads published versions where the model is.
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import os
 import pathlib
@@ -24,8 +23,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
-from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import SLEEP_TAGS
 
@@ -39,6 +36,7 @@ from jaxrl.rollout.engine.engine_base import (
 from jaxrl.rollout.vllm import vllm_options
 from jaxrl.rollout.vllm.core_log import CoreLog
 from jaxrl.rollout.vllm.stat_logger import VllmStatLogger, VllmStats
+from jaxrl.rollout.vllm.vllm_sampling import likeliest, to_vllm_sampling
 from jaxrl.rollout.vllm.vllm_worker import (
   PULL_BACKEND,
   TRANSFER_BACKENDS,
@@ -137,7 +135,8 @@ class VllmEngine(EngineBase):
       model=str(folder),
       max_model_len=max_length,
       max_num_seqs=max_num_seqs,
-      skip_tokenizer_init=config.vision is None,  # vLLM needs one for images
+      # vLLM needs one for images, and for constraints.
+      skip_tokenizer_init=config.vision is None and not _has_tokenizer(folder),
       logprobs_mode='processed_logprobs',
       weight_transfer_config={'backend': TRANSFER_BACKENDS[transfer]},
       worker_extension_cls=f'{WorkerExtension.__module__}.{WorkerExtension.__name__}',
@@ -412,6 +411,8 @@ class VllmEngine(EngineBase):
   # ---- requests: submitted by `EngineBase`
 
   def _check_limits(self, prompt: np.ndarray, sampling: SamplingParams) -> str:
+    if sampling.constraint is not None and sampling.num_generated:
+      return 'a completion with a constraint cannot be continued'
     if 0 < sampling.temperature < MIN_TEMPERATURE:
       return (
         f'temperature={sampling.temperature} must be 0 or at least {MIN_TEMPERATURE}'
@@ -506,6 +507,9 @@ class VllmEngine(EngineBase):
       )
     request.append_tokens(tokens, logprobs, self._version or 0)
     sampling = request.sampling
+    if sampling.top_logprobs:
+      ranked = ((place, sampling.top_logprobs) for place in output.logprobs or ())
+      request.top_logprobs += [likeliest(*one) for one in ranked]
     stop_length = find_stop_string(
       self._tokenizer, request.generated_ids, len(tokens), sampling.stop
     )
@@ -528,45 +532,5 @@ def assign_versions(request: EngineRequest, spans: Iterable[Any]) -> None:
     request.weights_versions[span.start : end] = [int(span.version)] * num_tokens
 
 
-def to_vllm_sampling(sampling: SamplingParams, max_tokens: int) -> VllmSamplingParams:
-  """Converts sampling parameters to vLLM's.
-
-  Args:
-    sampling: Our sampling parameters. The engine looks for stop strings itself.
-    max_tokens: Most tokens to generate.
-
-  Returns:
-    vLLM's sampling parameters.
-  """
-  is_greedy = sampling.temperature == 0  # log-probs are of the whole distribution
-  return VllmSamplingParams(
-    max_tokens=max_tokens,
-    temperature=sampling.temperature,
-    top_p=1.0 if is_greedy else sampling.top_p,
-    top_k=0 if is_greedy else sampling.top_k,
-    stop_token_ids=list(sampling.stop_token_ids),
-    ignore_eos=True,
-    seed=vllm_seed(sampling.seed, sampling.num_generated),
-    logprobs=0,
-    detokenize=False,
-    output_kind=RequestOutputKind.DELTA,
-  )
-
-
-def vllm_seed(seed: int, num_generated: int) -> int:
-  """Computes the seed of vLLM's own generator, which counts from its first token.
-
-  A completion that continues after `num_generated` tokens draws from another random
-  stream than it began with: the same stream would repeat its choices.
-
-  Args:
-    seed: The request's seed.
-    num_generated: Number of tokens that were generated before.
-
-  Returns:
-    A seed below 2**63.
-  """
-  if not num_generated and seed < 2**63:
-    return seed
-  digest = hashlib.blake2b(f'{seed} {num_generated}'.encode(), digest_size=8).digest()
-  return int.from_bytes(digest, 'little') >> 1
+def _has_tokenizer(folder: str | pathlib.Path) -> bool:
+  return (pathlib.Path(folder) / 'tokenizer_config.json').exists()

@@ -16,7 +16,13 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.rollout.engine.engine_base import EngineTraits
 
-VLLM_TRAITS = EngineTraits(needs_ray=True, can_sleep=True, receives_from_gpu=True)
+VLLM_TRAITS = EngineTraits(
+  needs_ray=True,
+  can_sleep=True,
+  receives_from_gpu=True,
+  constrains_output=True,
+  max_top_logprobs=20,  # vLLM's own default
+)
 # Memory for keys and values, relative to what the slots hold at their longest.
 CACHE_MARGIN = 1.5
 

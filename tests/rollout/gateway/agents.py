@@ -39,6 +39,19 @@ class Tokens(Letters):
     return text + '<assistant:' * add_generation_prompt
 
 
+class ThinkingTokens(Tokens):
+  """Writes thoughts as many models do."""
+
+  def apply_chat_template(self, messages, **options):
+    written = [
+      {**m, 'content': f'<think>{m["reasoning_content"]}</think>{m["content"]}'}
+      if m.get('reasoning_content')
+      else m
+      for m in messages
+    ]
+    return super().apply_chat_template(written, **options)
+
+
 class Engine:
   """Writes `reply(prompt, sampling)`, letter by letter; keeps all that it saw and said.
 
@@ -94,17 +107,21 @@ def completion(ids, finish, prompt):
 def drawn(prompt, sampling):
   rng = random.Random(f'{prompt} {sampling.seed}')
   text = ''.join(rng.choice('abc \n') for _ in range(rng.randrange(1, 12)))
-  return text + CALL * rng.choice((0, 0, 1, 2)) + END * rng.choice((0, 1, 1))
+  calls = CALL * rng.choice((0, 0, 1, 2))
+  thought = ''.join(rng.choice('ab \n') for _ in range(rng.randrange(6)))
+  thought += CALL * rng.choice((0, 0, 0, 1)) + '</think>' * rng.choice((0, 1, 1, 1))
+  begun = rng.choice(('', '', f'<think>{thought}', f'\n<think>\n{thought}\n\n'))
+  return begun + text + calls + END * rng.choice((0, 1, 1))
 
 
 @contextlib.asynccontextmanager
-async def endpoint(engine=None, limits=None, **options):
+async def endpoint(engine=None, limits=None, tokens=Tokens, **options):
   """A base URL, a client's session that has the key, and what was delivered."""
   delivered = {}
   options = {'max_length': 2000, 'max_tokens': 400, 'seed': 3, **options}
   gateway = Gateway(
     engine or Engine(),
-    ChatTokenizer(Tokens()),
+    ChatTokenizer(tokens()),
     deliver=delivered.__setitem__,
     **options,
   )
@@ -140,3 +157,20 @@ async def events(client, path, body, **headers):
     lines = (await response.text()).split('\n\n')
   assert lines[-2:] == ['data: [DONE]', ''], lines
   return [json.loads(line.removeprefix('data: ')) for line in lines[:-2]]
+
+
+async def named_events(client, path, body, **headers):
+  """The events of a stream whose events have names, those of their types."""
+  headers = {name.replace('_', '-'): value for name, value in headers.items()}
+  async with client.post(
+    path, json={**body, 'stream': True}, headers=headers
+  ) as response:
+    assert response.status == 200, await response.text()
+    *blocks, rest = (await response.text()).split('\n\n')
+  assert rest == ''
+  found = []
+  for block in blocks:
+    name, data = block.split('\n')
+    found.append(json.loads(data.removeprefix('data: ')))
+    assert name == f'event: {found[-1]["type"]}'
+  return found

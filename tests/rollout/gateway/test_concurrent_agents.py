@@ -1,56 +1,95 @@
 """Many agents at once: what is recorded is what the engine saw and returned."""
 
 import asyncio
+import collections
+import dataclasses
 import random
 
 import pytest
 
 from tests.marks import slow
-from tests.rollout.gateway.agents import TOOLS, Engine, endpoint, events, post
-
-PATH = '/v1/chat/completions'
-
-
-async def reply_messages(client, body, name, rng):
-  """The messages of the choices, whole or put together from a stream."""
-  if rng.random() < 0.7:
-    status, response = await post(client, PATH, body, x_session_id=name)
-    assert status == 200, response
-    return [choice['message'] for choice in response['choices']]
-  messages = [{'role': 'assistant', 'content': ''} for _ in range(body['n'])]
-  for chunk in await events(client, PATH, body, x_session_id=name):
-    for choice in chunk['choices']:
-      message, delta = messages[choice['index']], choice['delta']
-      message['content'] += delta.get('content') or ''
-      for call in delta.get('tool_calls', ()):
-        call.pop('index')
-        message.setdefault('tool_calls', []).append(call)
-  return messages
+from tests.rollout.gateway.agents import (
+  TOOLS,
+  Engine,
+  ThinkingTokens,
+  endpoint,
+  post,
+)
+from tests.rollout.gateway.wire_forms import APIS, Reply, ask
 
 
-async def agent(client, number, seed):
-  """Some turns: goes on, goes back, asks for several replies, or rewrites history."""
+async def agent(client, number, seed, went_on):
+  """Some turns: goes on, goes back, asks for several replies, or rewrites history.
+
+  Each turn may use another API. `went_on` gets the replies, each with the one before it
+  in the conversation, which is None where the conversation begins.
+  """
   rng = random.Random(f'{seed} {number}')
   name, tools = f'agent-{number}', rng.choice(([], TOOLS))
-  known = [[{'role': 'user', 'content': rng.choice('pq')}]]
+  apis = rng.choice((APIS, APIS, *((api,) for api in APIS)))
+  known = [[('user', rng.choice('pq'))]]
+  if rng.random() < 0.3:
+    known = [[('system', 'be kind'), *known[0]]]
   for turn in range(rng.randrange(1, 7)):
-    messages = rng.choice(known)
+    entries = rng.choice(known)
+    replies = [entry for entry in entries if isinstance(entry, Reply)]
+    parent = replies[-1] if replies else None
     if rng.random() < 0.1:
-      messages = [{'role': 'system', 'content': f'now {turn}'}, *messages]
-    body = {'messages': messages, 'tools': tools, 'n': rng.choice((1, 1, 1, 2))}
+      entries, parent = [('system', f'now {turn}'), *strip(entries)], None
+    options = {'tools': tools, 'n': rng.choice((1, 1, 1, 2)), 'session': name}
     if rng.random() < 0.3:
-      body['max_tokens'] = rng.randrange(1, 30)
+      options['max_tokens'] = rng.randrange(1, 30)
     if rng.random() < 0.2:
-      body['stop'] = ['a', 'bc']
-    for message in await reply_messages(client, body, name, rng):
-      calls = message.get('tool_calls', [])
-      heard = [
-        {'role': 'tool', 'tool_call_id': call['id'], 'content': str(turn)}
-        for call in calls
-      ] or [{'role': 'user', 'content': [{'type': 'text', 'text': f'on {turn}'}]}]
-      known.append([*messages, message, *heard])
+      options['stop'] = ['a', 'bc']
+    for reply in await ask(client, rng.choice(apis), entries, rng, **options):
+      went_on.append((name, parent, reply))
+      heard = [('tool', call[0], str(turn)) for call in reply.calls]
+      if not heard or rng.random() < 0.2:
+        heard.append(('user', f'on {turn}'))
+      known.append([*entries, reply, *heard])
   status, response = await post(client, '/feedback', {'reward': 1}, x_session_id=name)
   assert status == 200, response
+
+
+def strip(entries):
+  """The same words without what the endpoint may know them by."""
+  return [
+    dataclasses.replace(entry, name='', api='', items=[], text=f'{entry.text}.')
+    if isinstance(entry, Reply)
+    else entry
+    for entry in entries
+    if isinstance(entry, Reply) or entry[0] != 'system'
+  ]
+
+
+def check_histories(engine, went_on, delivered):
+  """Every reply to a known conversation was asked for with the ids of that one.
+
+  Of replies that read alike in the same place, the latest may be meant.
+  """
+  whole, begun, alike = {}, {}, collections.defaultdict(list)
+  for request, prompt, completion, sampling in engine.calls:
+    _, session, _, number, _ = request.split('/')
+    place = int(session), number
+    begun.setdefault(place, prompt[: len(prompt) - sampling.num_generated])
+    whole[place] = [*prompt, *completion.tokens.tolist()]
+
+  def place_of(name, reply):
+    return delivered[f'0/{name}'][0].episode_id, reply.name.rpartition('-')[2]
+
+  for name, _, reply in went_on:
+    alike[name, reply.text].append(whole[place_of(name, reply)])
+  count = num_mistaken = 0
+  for name, parent, child in went_on:
+    if parent is not None:
+      after, before = begun[place_of(name, child)], whole[place_of(name, parent)]
+      if after[: len(before)] != before:
+        num_mistaken += 1
+        others = alike[name, parent.text]
+        assert any(after[: len(other)] == other for other in others), (parent, child)
+      count += 1
+  assert num_mistaken <= count / 1000
+  return count
 
 
 def check(engine, delivered):
@@ -91,17 +130,20 @@ def check(engine, delivered):
 
 @pytest.mark.parametrize(
   'count, interrupt',
-  [(200, 1), slow(1000, 0)],
+  [(200, 1), slow(3000, 0)],
 )
 async def test_no_token_differs(count, interrupt):
-  engine = Engine(interrupt=interrupt)
-  async with endpoint(engine) as (client, delivered):
+  engine, went_on = Engine(interrupt=interrupt), []
+  async with endpoint(engine, tokens=ThinkingTokens) as (client, delivered):
     for first in range(0, count, 50):
       numbers = range(first, min(first + 50, count))
-      await asyncio.gather(*(agent(client, number, 11) for number in numbers))
+      agents = (agent(client, number, 11, went_on) for number in numbers)
+      await asyncio.gather(*agents)
   assert len(delivered) == count
   replies, rows = check(engine, delivered)
   assert replies > 3 * count and rows > 1.5 * count  # there were turns, and branches
+  assert replies == len(went_on)
+  assert check_histories(engine, went_on, delivered) > count
   roles = [m['role'] for rows in delivered.values() for r in rows for m in r.messages]
   assert roles.count('tool') > count / 4
   turns = [row.metrics['turns'] for rows in delivered.values() for row in rows]
@@ -109,9 +151,9 @@ async def test_no_token_differs(count, interrupt):
 
 
 async def test_the_check_sees_a_token_that_differs():
-  engine = Engine()
+  engine, went_on = Engine(), []
   async with endpoint(engine) as (client, delivered):
-    await agent(client, 0, 11)
+    await agent(client, 0, 11, went_on)
   check(engine, delivered)
   row = delivered['0/agent-0'][0]
   row.tokens[row.action_mask.argmax()] += 1

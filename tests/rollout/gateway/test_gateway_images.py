@@ -181,3 +181,35 @@ async def test_images_are_decoded_on_the_tokenizers_thread(monkeypatch):
   async with endpoint(engine) as (client, _):
     await post(client, PATH, {'messages': [shown(picture(1))]})
   assert len(names) == 1 and names[0].startswith('gateway-chat')
+
+
+def shown_in(api, url):
+  """A question with an image, as a body of another API."""
+  text = {'type': 'text', 'text': 'look'}
+  if api == '/v1/responses':
+    parts = [{'type': 'input_image', 'detail': 'auto', 'image_url': url}]
+    parts.append({'type': 'input_text', 'text': 'look'})
+    return {'input': [{'role': 'user', 'content': parts}]}
+  source = {'type': 'base64', 'media_type': 'image/png', 'data': url.partition(',')[2]}
+  content = [{'type': 'image', 'source': source}, text]
+  return {'max_tokens': 9, 'messages': [{'role': 'user', 'content': content}]}
+
+
+@pytest.mark.parametrize('path', ['/v1/responses', '/v1/messages'])
+async def test_other_apis_show_images_too(path):
+  engine = ImageEngine(lambda prompt, sampling: 'ok>')
+  image = picture(1)
+  async with endpoint(engine) as (client, _):
+    assert (await post(client, PATH, {'messages': [shown(image)]}))[0] == 200
+    assert (await post(client, path, shown_in(path, image.data_url())))[0] == 200
+    many = shown_in(path, image.data_url())
+    (entries,) = (value for value in many.values() if isinstance(value, list))
+    entries[:] = entries * 65
+    status, response = await post(client, path, many)
+    assert status == 400 and '65 images are too many' in response['error']['message']
+    status, response = await post(
+      client, path, shown_in(path, 'data:image/png;base64,eA==')
+    )
+    assert status == 400 and 'image' in response['error']['message']
+  assert engine.calls[0][1] == engine.calls[1][1]
+  assert engine.images[0][0].digest == engine.images[1][0].digest
