@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
+from kernels.dispatch import platform_of
 
 Cache = dict[str, tuple[Any, ...]]  # an array or a tuple of chunks a layer
 # A prefill's, by layer: k `[P, K, d, T]`, v `[P, K, T, d]`, e `[P, 1, T, k]`. They are
@@ -234,6 +235,33 @@ def paging_obstacle(config: ModelConfig) -> str:
   unsupported |= {'sinks'} if config.spec.sinks else set()
   unsupported |= {'gated DeltaNet layers'} if config.has_linear_attention else set()
   return f'does not take {" and ".join(sorted(unsupported))}' if unsupported else ''
+
+
+def choose_layout(
+  config: ModelConfig, dtype: str, *, kernels: str, platform: str | None
+) -> Any:
+  """Chooses the module of the layout that the best kernel of decode reads.
+
+  Args:
+    config: The model's shape.
+    dtype: The type of keys and values.
+    kernels: As in `kernels.dispatch`.
+    platform: As in `kernels.dispatch`.
+
+  Returns:
+    `slot_cache` or `paged_cache`; None if no kernel is used.
+  """
+  # Imported here, as below, because most runs on a CPU need neither.
+  from jaxrl.models.decoding import paged_cache, slot_cache
+
+  obstacle = paging_obstacle(config)
+  options: dict[str, Any] = {'kernels': kernels, 'platform': platform_of(platform)}
+  why = obstacle or slot_cache.obstacle(config, dtype, **options)
+  if not why:
+    return slot_cache
+  skipped = {'cudnn': why} if options['platform'] == 'gpu' else {}
+  options |= {'obstacle': obstacle, 'skipped': skipped}
+  return paged_cache if paged_cache.has_kernel(config, dtype, **options) else None
 
 
 def layout_of(cache: Cache) -> Any:

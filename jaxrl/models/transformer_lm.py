@@ -412,9 +412,7 @@ class TransformerLM:
       sizes = [exact_mode.CHUNK] * -(-max_length // exact_mode.CHUNK)
     elif not self.router_replay and platform_of(self.platform) != 'cpu':
       # Not for a router's replay, whose cache has a token's experts beside.
-      from jaxrl.models import decoding
-
-      layout = decoding.choose_layout(
+      layout = caches.choose_layout(
         *(self.config, self.dtype), kernels=self.kernels, platform=self.platform
       )
       if layout is not None:

@@ -22,7 +22,7 @@ def gpu(monkeypatch):
   monkeypatch.setattr(cudnn_attention, 'decode', decode)
   monkeypatch.setattr(cudnn_attention, 'decode_obstacle', lambda *shape: '')
   monkeypatch.setattr(transformer_lm, 'platform_of', lambda platform: 'gpu')
-  monkeypatch.setattr('jaxrl.models.decoding.platform_of', lambda platform: 'gpu')
+  monkeypatch.setattr('jaxrl.models.kv_cache.platform_of', lambda platform: 'gpu')
 
 
 def test_decode_equals_the_full_forward(gpu):
