@@ -67,7 +67,7 @@ def test_a_reply_without_a_guess_costs_what_the_game_says(guess):
 def test_an_unknown_game():
   if importlib.util.find_spec('gem') is None:
     pytest.skip("needs pip install -e '.[envs]'")
-  with pytest.raises(ConfigError, match=r"no environment 'game:Wordle'.*'game:Wordle-"):
+  with pytest.raises(ValueError, match=r"no environment 'game:Wordle'.*'game:Wordle-"):
     GemGame(id='game:Wordle', arguments={}, max_chars=10)
 
 
