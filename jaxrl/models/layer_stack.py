@@ -197,7 +197,7 @@ def embedding_and_head(config: ModelConfig, params: Params) -> EmbeddingAndHead:
     config: The model's shape.
     params: The parameters.
   """
-  outer_names = params.keys() - {'layers', 'vision'}
+  outer_names = params.keys() - {'layers', 'vision', 'head_adapters'}
   outer_params = {name: value for name, value in params.items() if name in outer_names}
   return nnx.merge(_definition(EmbeddingAndHead, config)[0], outer_params)
 
@@ -207,9 +207,13 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
 
   Args:
     config: The layer's shape, as `ModelConfig.layer` gives it.
-    weights: Those of the layer.
+    weights: Those of the layer; 'row_adapters' among them is no array but what gives
+      each row of a batch adapters of its own, by `bind(layer)`.
   """
-  products = {}
+  products, row_adapters = {}, None
+  if isinstance(weights, dict) and 'row_adapters' in weights:
+    weights = dict(weights)
+    row_adapters = weights.pop('row_adapters')
   if isinstance(weights, dict) and {'qkv', 'gate_up'} & {
     name for part in ('attention', 'mlp') for name in weights.get(part, ())
   }:
@@ -219,6 +223,8 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
   layer = nnx.merge(_definition(_layer, config)[0], weights)
   for name, product in products.items():
     getattr(layer, name).joined = product
+  if row_adapters is not None:
+    row_adapters.bind(layer)
   return layer
 
 

@@ -71,6 +71,10 @@ class Linear(nnx.Module):
   """Maps x `[..., *inputs]` to `[..., *outputs]`; the kernel is `[*inputs, *outputs]`.
 
   The product of the two LoRA factors is never materialized.
+
+  Attributes:
+    row_product: Where each row of a batch has adapters of its own: a function from x to
+      what they add to the outputs.
   """
 
   def __init__(
@@ -91,6 +95,7 @@ class Linear(nnx.Module):
     if bias:
       self.bias = nnx.Param(jnp.zeros(outputs), axes=axes[len(inputs) :])
     self.num_inputs, self.has_bias = len(inputs), bias
+    self.row_product: Callable[[jax.Array], jax.Array] | None = None
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Applies the kernel, the adapters and the bias.
@@ -105,9 +110,11 @@ class Linear(nnx.Module):
     inputs, outputs = kernel.shape[: self.num_inputs], kernel.shape[self.num_inputs :]
     # Reshape to plain matrices: with more axes, XLA's CPU backend copies transposes in
     # the backward pass, which takes a third of the time of a train step.
-    rows = x.shape[: x.ndim - self.num_inputs]
+    rows, whole = x.shape[: x.ndim - self.num_inputs], x
     x = x.reshape(-1, math.prod(inputs))
     y = x @ kernel.reshape(math.prod(inputs), -1)
+    if self.row_product is not None:
+      y = y + self.row_product(whole).reshape(y.shape)
     if self.lora:
       a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
       inner = self.lora.scale * (x @ a.reshape(-1, self.lora.rank))

@@ -125,7 +125,8 @@ class TransformerLM:
     """Computes logits from final states.
 
     Args:
-      params: The parameters.
+      params: The parameters; 'head_adapters' among them gives each row adapters of its
+        own, by `logits(hidden)`.
       hidden: `[…, D]`.
 
     Returns:
@@ -133,6 +134,8 @@ class TransformerLM:
     """
     table = self._head(params).astype(hidden.dtype)
     logits = jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
+    if 'head_adapters' in params:
+      logits = logits + params['head_adapters'].logits(hidden)
     cap = self.config.logits_softcap
     return cap * jnp.tanh(logits / cap) if cap else logits
 

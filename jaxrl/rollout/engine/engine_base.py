@@ -59,6 +59,7 @@ class EngineRequest:
     max_new_tokens: Most tokens that may be generated, limited by the context length.
     images: The prompt's images, in the order of their runs of placeholders.
     position_shift: What positions after the prompt differ by from indices of tokens.
+    cache_name: Names the weights that cache the prompt, where an engine has several.
     future: Resolves to the request's `Completion`.
     tokens: Generated token ids.
     logprobs: The log-probability of each generated token.
@@ -76,6 +77,7 @@ class EngineRequest:
   future: asyncio.Future
   images: tuple[Any, ...] = ()
   position_shift: int = 0
+  cache_name: str = ''
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   weights_versions: list[int] = dataclasses.field(default_factory=list)
@@ -87,7 +89,7 @@ class EngineRequest:
   def prompt_key(self) -> bytes:
     """Returns the prompt, with its images, as a dictionary key."""
     digests = ''.join(image.digest for image in self.images)
-    return self.prompt.tobytes() + digests.encode()
+    return self.prompt.tobytes() + digests.encode() + self.cache_name.encode()
 
   def has_prompt(self, prompt: np.ndarray, images: Sequence[Any]) -> bool:
     """Returns whether a prompt and its images are those of the request."""

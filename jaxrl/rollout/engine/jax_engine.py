@@ -108,6 +108,7 @@ class JaxEngine(EngineBase):
   """
 
   traits = EngineTraits(external=False)
+  make_runner: Any = staticmethod(make_model_runner)
 
   def __init__(
     self,
@@ -136,7 +137,7 @@ class JaxEngine(EngineBase):
       model = dataclasses.replace(model, exact=Exact.for_slots(max_num_seqs))
     if router_replay:
       model = dataclasses.replace(model, router_replay=True)
-    self._model_runner: Any = make_model_runner(  # has the methods of a ModelRunner
+    self._model_runner: Any = self.make_runner(  # has the methods of a ModelRunner
       model,
       decode_threads=decode_threads,
       num_slots=max_num_seqs,

@@ -207,10 +207,10 @@ class ModelRunner:
     self._is_static = platform_of(model.platform) == 'gpu'
     needs = token_sampling.STATIC_NEEDS if self._is_static else (token_sampling.ANY,)
     self._decode = {
-      need: jax.jit(partial(_decode, model, decode_steps, need), donate_argnums=(1, 2))
+      need: jax.jit(partial(decode_slots, model, decode_steps, need), donate_argnums=(1, 2))
       for need in needs
     }
-    self._prefill = jax.jit(partial(_prefill, model), donate_argnums=1)
+    self._prefill = jax.jit(partial(prefill_slots, model), donate_argnums=1)
     self._copy = jax.jit(partial(model.copy), donate_argnums=0)
     self._update = jax.jit(partial(_update_slots), donate_argnums=0)
     self._experts = jax.jit(partial(caches.experts_of))
@@ -423,7 +423,27 @@ def default_buckets(max_length: int) -> list[int]:
   return [*(size for size in powers if size < max_length), max_length]
 
 
-def _prefill(model, params, cache, tokens, lengths, slots):
+def prefill_slots(
+  model: TransformerLM,
+  params: Params,
+  cache: Cache,
+  tokens: Array,
+  lengths: Array,
+  slots: Array,
+) -> Cache:
+  """Computes keys and values of prompts and puts them into slots.
+
+  Args:
+    model: The model.
+    params: Its parameters.
+    cache: The cache.
+    tokens: `[P, T]` int32.
+    lengths: `[P]` int32, at least 1.
+    slots: `[P]` int32; those outside the cache are skipped.
+
+  Returns:
+    The cache.
+  """
   _, keys_and_values = model.prefill(params, tokens, lengths)
   return model.insert(cache, keys_and_values, jnp.arange(tokens.shape[0]), slots)
 
@@ -446,8 +466,27 @@ def _arrange(model: TransformerLM, joins: bool, params: Params) -> Params:
   return joined_products.join(params)
 
 
-def _decode(model, num_steps: int, needs: str, params, cache: Cache, slots: SlotState):
-  """Decodes until `num_steps` steps are done or, if `needs` is ANY, no slot is busy."""
+def decode_slots(
+  model: TransformerLM,
+  num_steps: int,
+  needs: str,
+  params: Params,
+  cache: Cache,
+  slots: SlotState,
+) -> tuple[Cache, SlotState, Array, Array, Array | None]:
+  """Decodes until `num_steps` steps are done or, if `needs` is ANY, no slot is busy.
+
+  Args:
+    model: The model.
+    num_steps: Most tokens of a slot.
+    needs: What sampling needs; see `token_sampling`.
+    params: The model's parameters.
+    cache: The cache.
+    slots: The slots.
+
+  Returns:
+    As `ModelRunner.decode`.
+  """
   num_slots, start_positions = slots.tokens.shape[0], slots.positions
   # No request reaches the last position, so idle slots write there.
   scratch_position = caches.length(cache) - 1

@@ -1,0 +1,1 @@
+"""The Tinker API: many users train adapters of one model, over HTTP."""
