@@ -304,6 +304,22 @@ def write_tensor(array: np.ndarray) -> bytes:
   return _put(1, data) + kind + b''.join(_put(4, size) for size in array.shape)
 
 
+def write_sparse(
+  values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: Sequence[int]
+) -> bytes:
+  """Writes a sparse `Tensor` of float32; see `from_csr`.
+
+  Args:
+    values: The values that are listed.
+    starts: Where each row's values start, and the end.
+    columns: The column of each value.
+    shape: The matrix's.
+  """
+  parts = values.astype(np.float32), starts.astype(np.int64), columns.astype(np.int64)
+  csr = b''.join(_put(i, x.tobytes()) for i, x in enumerate(parts, 1))
+  return _put(2, csr) + _put(3, FLOAT32) + b''.join(_put(4, int(n)) for n in shape)
+
+
 def write_forward_backward(
   outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]
 ) -> bytes:

@@ -38,6 +38,7 @@ class TrainingRow:
     loss: The name of a loss.
     options: The loss's options.
     inputs: The loss's inputs, `[n]` or, of the weights, `[n, K]`, float32.
+    is_flat: Whether the targets came without the axis K.
   """
 
   tokens: np.ndarray
@@ -45,6 +46,7 @@ class TrainingRow:
   loss: str = CROSS_ENTROPY
   options: Mapping[str, float] = dataclasses.field(default_factory=dict)
   inputs: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  is_flat: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +279,11 @@ class TenantLearner:
       beta,
     )
 
+  def discard_gradients(self, tenant: Tenant) -> None:
+    """Forgets the gradients of a tenant's rows since its last step."""
+    self._state = _zero_gradients(self._state, np.int32(tenant.place))
+    tenant.num_rows = 0
+
   def adam_step(self, tenant: Tenant, options: Mapping[str, float]) -> float:
     """Takes an optimizer step with a tenant's gradients.
 
@@ -320,4 +327,17 @@ def _put(state: TenantState, place: Any, own: TenantState) -> TenantState:
   return TenantState(*(put(tree, part) for tree, part in trees))
 
 
+def _zero(state: TenantState, place: Any) -> TenantState:
+  def zero(x: Any, name: str) -> Any:
+    axis = tenant_axis(name)
+    blank = jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
+    return jax.lax.dynamic_update_index_in_dim(x, blank, place, axis)
+
+  totals = {
+    name: tuple(zero(x, name) for x in pair) for name, pair in state.totals.items()
+  }
+  return dataclasses.replace(state, totals=totals)
+
+
 _put_tenant = jax.jit(_put, donate_argnums=0)
+_zero_gradients = jax.jit(_zero, donate_argnums=0)

@@ -1,0 +1,598 @@
+"""Training service: what the Tinker API does with training runs and their checkpoints."""
+
+import asyncio
+import dataclasses
+import math
+import pathlib
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.model_config import Lora, ModelConfig
+from jaxrl.tinker import checkpoint_store, request_bodies, row_adapters, tenant_losses
+from jaxrl.tinker.checkpoint_store import CheckpointStore
+from jaxrl.tinker.custom_losses import CustomLoss, run_custom_loss
+from jaxrl.tinker.pending_results import (
+  SERVER,
+  PendingResult,
+  PendingResults,
+  RequestError,
+)
+from jaxrl.tinker.proto_codec import ForwardBackwardMessage
+from jaxrl.tinker.sessions import ClientSession, SessionTable
+from jaxrl.tinker.tenant_learner import (
+  ALPHA,
+  Tenant,
+  TenantLearner,
+  TenantSnapshot,
+  TrainingRow,
+)
+from jaxrl.tinker.tinker_options import TinkerOptions
+from jaxrl.tinker.training_queue import TrainingQueue
+
+ADAMW = {'type': 'adamw'}
+MAX_AHEAD = 10_000  # numbers by which requests may be out of order
+# Weights that were saved for one client, without a name, are kept for a day.
+UNNAMED_SECONDS = 24 * 3600
+Call = Callable[[], Awaitable[dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+  """The model that a server trains and samples from.
+
+  Attributes:
+    name: Its name, as clients give it.
+    folder: The folder that it was loaded from.
+    config: Its shape.
+    tokenizer_id: What clients load its tokenizer from.
+  """
+
+  name: str
+  folder: pathlib.Path
+  config: ModelConfig
+  tokenizer_id: str
+
+  def check_name(self, name: str | None) -> None:
+    """Checks that a client means this model.
+
+    Args:
+      name: The name that it gave; None for any.
+
+    Raises:
+      RequestError: If it means another one.
+    """
+    names = {self.name, str(self.folder), str(self.folder.resolve())}
+    if name is not None and name.split(':')[0] not in names:
+      raise RequestError(f'there is no model {name!r} here; this server has {self.name!r}')
+
+
+def trained_layers(facts: dict[str, Any]) -> frozenset[str]:
+  """Returns the layers that a run trains.
+
+  Args:
+    facts: With train_unembed, train_mlp and train_attn.
+  """
+  layers = set()
+  if facts['train_attn']:
+    layers |= {'q', 'k', 'v', 'o'}
+  if facts['train_mlp']:
+    layers |= {'gate', 'up', 'down'}
+  if facts['train_unembed']:
+    layers |= {row_adapters.HEAD}
+  return frozenset(layers)
+
+
+def adam_options(body: request_bodies.OptimStep) -> dict[str, float]:
+  """Returns the hyperparameters of a step.
+
+  Args:
+    body: The request.
+
+  Raises:
+    RequestError: If one is out of range.
+  """
+  if body.optimizer_params is not None:
+    raise RequestError(
+      f'optimizer {body.optimizer_params.get("type")!r} is not supported; use AdamParams'
+    )
+  options = request_bodies.msgspec.structs.asdict(
+    body.adam_params or request_bodies.AdamBody()
+  )
+  for name, value in options.items():
+    if not math.isfinite(value) or value < 0:
+      raise RequestError(f'{name}={value} must be a number of 0 or more')
+  for name in ('beta1', 'beta2'):
+    if options[name] >= 1:
+      raise RequestError(f'{name}={options[name]} must be below 1')
+  return options
+
+
+class TrainingService:
+  """Answers the requests of training clients."""
+
+  def __init__(
+    self,
+    model: ServedModel,
+    learner: TenantLearner,
+    device_thread: DeviceThread,
+    store: CheckpointStore,
+    sessions: SessionTable,
+    pending: PendingResults,
+    options: TinkerOptions,
+  ):
+    """Creates a service without runs.
+
+    Args:
+      model: The model.
+      learner: Trains it.
+      device_thread: Runs the learner's work.
+      store: Keeps runs and checkpoints.
+      sessions: The clients.
+      pending: Their requests.
+      options: The limits.
+    """
+    self._model, self._learner, self._store = model, learner, store
+    self._device_thread, self._sessions = device_thread, sessions
+    self._pending, self._options = pending, options
+    self.queue = TrainingQueue(learner, device_thread)
+    self._facts: dict[str, dict[str, Any]] = {}  # of the runs that are open
+    self._tasks: set[asyncio.Task] = set()
+
+  # ---- helpers
+
+  def _answer(self, result: PendingResult) -> dict[str, Any]:
+    return {'request_id': result.request_id, **result.answer}
+
+  def _start(self, request_id: str, owner: str, call: Call) -> dict[str, Any]:
+    """Runs a call that is in no run's queue; answers at once."""
+    if (known := self._pending.find(request_id)) is not None:
+      return self._answer(known)
+    result = self._pending.add(request_id, owner)
+
+    async def run() -> None:
+      try:
+        result.succeed(await call())
+      except Exception as error:
+        result.fail(error)
+
+    task = asyncio.get_running_loop().create_task(run())
+    self._tasks.add(task)
+    task.add_done_callback(self._tasks.discard)
+    return self._answer(result)
+
+  def _queue_call(self, run_id: str, number: int, call: Call) -> dict[str, Any]:
+    result, is_new = self._numbered(run_id, number)
+    if is_new:
+      self.queue.add_call(run_id, number, result, call)
+    return self._answer(result)
+
+  def _numbered(self, run_id: str, number: int) -> tuple[PendingResult, bool]:
+    """Returns a run's request, and whether it is new."""
+    facts, run = self._facts.get(run_id), self.queue.find(run_id)
+    if facts is None or run is None:
+      raise RequestError(
+        f'run {run_id[:80]!r} is not open: its client vanished or finished, or the '
+        'server was restarted. Create a client from its last saved state'
+      )
+    self._sessions.touch(facts['session_id'])
+    request_id = f'{run_id}:{number}'
+    if (known := self._pending.find(request_id)) is not None:
+      return known, False
+    if not run.next_number <= number < run.next_number + MAX_AHEAD:
+      raise RequestError(
+        f'request {number} of run {run_id} is out of order: {run.next_number} is next'
+      )
+    return self._pending.add(request_id, facts['session_id'], model_id=run_id), True
+
+  # ---- runs
+
+  def create_model(self, body: request_bodies.CreateModel) -> dict[str, Any]:
+    """Begins a training run."""
+    session = self._sessions.touch(body.session_id)
+    self._model.check_name(body.base_model)
+    lora = body.lora_config
+    if lora is None:
+      raise RequestError('lora_config is missing: this server trains LoRA adapters')
+    if not 1 <= lora.rank <= self._options.max_rank:
+      raise RequestError(f'rank={lora.rank} must be from 1 to {self._options.max_rank}')
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+      raise RequestError('nothing would be trained: set train_attn, train_mlp or both')
+    self._check_optimizer(body.optimizer_config)
+    seed = uuid.uuid4().int % 2**31 if lora.seed is None else lora.seed
+    if not 0 <= seed < 2**63:
+      raise RequestError(f'seed={seed} must lie in 0 … 2**63 − 1')
+    facts = {
+      'rank': lora.rank,
+      'seed': seed,
+      'train_attn': lora.train_attn,
+      'train_mlp': lora.train_mlp,
+      'train_unembed': lora.train_unembed,
+      'user_metadata': request_bodies.check_metadata(body.user_metadata),
+    }
+    run_id = f'{body.session_id}:train:{body.model_seq_id}'
+
+    async def create() -> dict[str, Any]:
+      layers = trained_layers(facts)
+      adapters = await self._device_thread.run(
+        row_adapters.init_adapters, self._model.config, lora.rank, seed, layers
+      )
+      await self._open(session, run_id, facts, TenantSnapshot(adapters))
+      return {'model_id': run_id, 'type': 'create_model'}
+
+    return self._start(f'{run_id}:0', body.session_id, create)
+
+  def _check_optimizer(self, config: dict[str, Any] | None) -> None:
+    if config is not None and config.get('type', 'adamw') != 'adamw':
+      raise RequestError(f'optimizer {config["type"]!r} is not supported; use adamw')
+
+  async def _open(
+    self,
+    session: ClientSession,
+    run_id: str,
+    facts: dict[str, Any],
+    snapshot: TenantSnapshot,
+  ) -> None:
+    if self._learner.num_free == 0:
+      raise RequestError(
+        f'all {self._options.max_tenants} places for training runs are taken; try again '
+        'when another client has finished',
+        SERVER,
+      )
+    if self._sessions.find(session.session_id) is not session:
+      raise RequestError('the session has ended')
+    tenant = await self._device_thread.run(self._learner.add, snapshot)
+    now = time.time()
+    record = {
+      **facts,
+      'session_id': session.session_id,
+      'base_model': self._model.name,
+      'created': now,
+      'last_request': now,
+    }
+    self._store.save_run(run_id, record)
+    self._facts[run_id] = record
+    session.run_ids.append(run_id)
+    self.queue.open(run_id, tenant)
+
+  def close_run(self, run_id: str) -> None:
+    """Frees a run's place; its checkpoints stay."""
+    run = self.queue.find(run_id)
+    if run is not None:
+      self.queue.close(run_id)
+      self._learner.remove(run.tenant)
+      self._facts.pop(run_id, None)
+
+  def unload_model(self, body: request_bodies.ModelBody) -> dict[str, Any]:
+    """Ends a training run."""
+    self._run(body.model_id)
+
+    async def unload() -> dict[str, Any]:
+      self.close_run(body.model_id)
+      return {'model_id': body.model_id, 'type': 'unload_model'}
+
+    owner = self._facts[body.model_id]['session_id']
+    return self._start(f'{body.model_id}:unload', owner, unload)
+
+  def _run(self, run_id: str) -> dict[str, Any]:
+    facts = self._facts.get(run_id) or self._store.find_run(run_id)
+    if facts is None:
+      raise RequestError(f'there is no run {run_id[:80]!r}')
+    return facts
+
+  def get_info(self, body: request_bodies.ModelBody) -> dict[str, Any]:
+    """Describes a run's model."""
+    facts = self._run(body.model_id)
+    return {
+      'type': 'get_info',
+      'model_data': {
+        'arch': self._model.config.family,
+        'model_name': self._model.name,
+        'tokenizer_id': self._model.tokenizer_id,
+      },
+      'model_id': body.model_id,
+      'optimizer_config': ADAMW,
+      'is_lora': True,
+      'lora_rank': facts['rank'],
+      'model_name': self._model.name,
+    }
+
+  # ---- steps
+
+  def forward_backward(self, body: ForwardBackwardMessage) -> dict[str, Any]:
+    """Runs data forward, and backward unless only forward is asked for."""
+    result, is_new = self._numbered(body.model_id, body.seq_id)
+    if not is_new:
+      return self._answer(result)
+    run_id, number = body.model_id, body.seq_id
+    try:
+      loss, rows = self._read_rows(body)
+    except (RequestError, ValueError) as error:
+      problem = error if isinstance(error, RequestError) else RequestError(str(error))
+      self._reject(run_id, number, result, problem)
+      return self._answer(result)
+    backward = not body.forward_only
+    if loss is None:
+      self.queue.add_rows(run_id, number, result, rows, backward=backward)
+      return self._answer(result)
+    run = self.queue.find(run_id)
+    assert run is not None  # it has just been found
+
+    async def call() -> Any:
+      return await self._device_thread.run(
+        run_custom_loss, self._learner, run.tenant, loss, rows, backward=backward
+      )
+
+    self.queue.add_call(run_id, number, result, call)
+    return self._answer(result)
+
+  def _reject(
+    self, run_id: str, number: int, result: PendingResult, error: RequestError
+  ) -> None:
+    """Fails a request in its turn, so that the requests after it are served."""
+
+    async def call() -> dict[str, Any]:
+      raise error
+
+    self.queue.add_call(run_id, number, result, call)
+
+  def _read_rows(
+    self, body: ForwardBackwardMessage
+  ) -> tuple[CustomLoss | None, Sequence[TrainingRow]]:
+    limits = self._options
+    if not 1 <= len(body.data) <= limits.max_datums:
+      raise RequestError(
+        f'{len(body.data)} datums: send from 1 to {limits.max_datums} in a request'
+      )
+    custom, options = None, {}
+    if body.loss == tenant_losses.CUSTOM:
+      session = self._sessions.find(self._facts[body.model_id]['session_id'])
+      loss_id = body.loss_config.get('loss_id')
+      custom = session.losses.get(loss_id) if session else None
+      if custom is None:
+        raise RequestError(f'this session has no custom loss {loss_id!r}')
+    else:
+      options = tenant_losses.check_loss(body.loss, body.loss_config)
+    sizes = {
+      'vocab_size': self._model.config.vocab_size,
+      'max_length': limits.max_length,
+      'max_targets': limits.max_targets,
+    }
+    rows = []
+    for i, datum in enumerate(body.data):
+      try:
+        row = request_bodies.training_row(datum, body.loss, options, **sizes)
+        if custom is not None:
+          custom.check(row)
+        rows.append(row)
+      except RequestError as error:
+        raise RequestError(f'datum {i}: {error}') from error
+    return custom, rows
+
+  def optim_step(self, body: request_bodies.OptimStep) -> dict[str, Any]:
+    """Takes an optimizer step."""
+
+    async def call() -> dict[str, Any]:
+      options = adam_options(body)
+      tenant = self._tenant(body.model_id)
+      if tenant.lost:
+        raise RequestError(f'the gradients are lost: {tenant.lost}', SERVER)
+      if not tenant.num_rows:
+        raise RequestError('there are no gradients: call forward_backward before')
+      norm = await self._device_thread.run(self._learner.adam_step, tenant, options)
+      return {'metrics': {'grad_norm:mean': norm}}
+
+    return self._queue_call(body.model_id, body.seq_id, call)
+
+  def _tenant(self, run_id: str) -> Tenant:
+    run = self.queue.find(run_id)
+    if run is None:
+      raise RequestError('the run was closed meanwhile')
+    return run.tenant
+
+  # ---- checkpoints
+
+  def _checkpoint_facts(
+    self, run_id: str, metadata: dict[str, str] | None
+  ) -> dict[str, Any]:
+    facts = self._run(run_id)
+    names = 'rank', 'train_attn', 'train_mlp', 'train_unembed', 'base_model'
+    kept = {name: facts[name] for name in names}
+    return {**kept, 'user_metadata': request_bodies.check_metadata(metadata)}
+
+  async def _snapshot(self, run_id: str) -> TenantSnapshot:
+    tenant = self._tenant(run_id)
+    snapshot = await self._device_thread.run(self._learner.snapshot, tenant)
+    if tenant.lost:
+      raise RequestError(f'the run is lost: {tenant.lost}', SERVER)
+    arrays = [x for pair in snapshot.adapters.values() for x in pair]
+    if not all(np.isfinite(x).all() for x in arrays):
+      raise RequestError('the weights are not finite: the run has diverged')
+    return snapshot
+
+  def save_weights(self, body: request_bodies.SaveWeights) -> dict[str, Any]:
+    """Saves a run's weights and optimizer state."""
+
+    async def call() -> dict[str, Any]:
+      facts = self._checkpoint_facts(body.model_id, body.user_metadata)
+      name = body.path or uuid.uuid4().hex
+      path = await asyncio.to_thread(
+        self._store.save,
+        *(body.model_id, checkpoint_store.TRAINING, name),
+        await self._snapshot(body.model_id),
+        facts,
+        overwrite=body.overwrite,
+        ttl_seconds=body.ttl_seconds,
+      )
+      return {'path': path, 'type': 'save_weights'}
+
+    return self._queue_call(body.model_id, body.seq_id, call)
+
+  def save_for_sampler(self, body: request_bodies.SaveForSampler) -> dict[str, Any]:
+    """Saves a run's weights to sample from."""
+
+    async def call() -> dict[str, Any]:
+      if body.kind != 'snapshot':
+        raise RequestError(f"kind={body.kind!r} is not supported; use 'snapshot'")
+      if body.path is None and body.sampling_session_seq_id is None:
+        raise RequestError('path or sampling_session_seq_id is needed')
+      facts = self._checkpoint_facts(body.model_id, body.user_metadata)
+      snapshot = await self._snapshot(body.model_id)
+      is_unnamed = body.path is None
+      ttl = UNNAMED_SECONDS if is_unnamed else body.ttl_seconds
+      name = body.path or f'client-{body.sampling_session_seq_id}-{uuid.uuid4().hex[:8]}'
+      path = await asyncio.to_thread(
+        self._store.save,
+        *(body.model_id, checkpoint_store.SAMPLER, name),
+        TenantSnapshot(snapshot.adapters, count=snapshot.count),
+        facts,
+        ttl_seconds=ttl,
+      )
+      answer: dict[str, Any] = {'path': path, 'type': 'save_weights_for_sampler'}
+      if is_unnamed:
+        session = self._sessions.touch(self._facts[body.model_id]['session_id'])
+        number = body.sampling_session_seq_id
+        answer['sampling_session_id'] = self.add_sampler(session, number or 0, path)
+        answer['path'] = None
+      return answer
+
+    return self._queue_call(body.model_id, body.seq_id, call)
+
+  def add_sampler(self, session: ClientSession, number: int, path: str | None) -> str:
+    """Adds a sampling session to a client's; returns its id.
+
+    Args:
+      session: The client's session.
+      number: The sampling session's number in it.
+      path: The checkpoint to sample from; None for the model itself.
+    """
+    sampler_id = f'{session.session_id}:sample:{number}'
+    session.facts['samplers'][sampler_id] = path
+    self._sessions.save(session)
+    return sampler_id
+
+  def save_external(self, body: request_bodies.SaveWeights) -> dict[str, Any]:
+    """Saves a run's adapters in the format of Hugging Face's PEFT."""
+
+    async def call() -> dict[str, Any]:
+      if body.age_encryption_recipients:
+        raise RequestError('age_encryption_recipients is not supported')
+      facts = self._checkpoint_facts(body.model_id, body.user_metadata)
+      snapshot = await self._snapshot(body.model_id)
+      files = await asyncio.to_thread(peft_files, self._model, snapshot, facts)
+      name = body.path or uuid.uuid4().hex
+      path = await asyncio.to_thread(
+        self._store.save,
+        *(body.model_id, checkpoint_store.EXTERNAL, name, None, facts),
+        ttl_seconds=body.ttl_seconds,
+        files=files,
+      )
+      size = sum(map(len, files.values()))
+      return {'path': path, 'size_bytes': size, 'type': 'save_weights_external'}
+
+    return self._queue_call(body.model_id, body.seq_id, call)
+
+  def load_weights(self, body: request_bodies.LoadWeights) -> dict[str, Any]:
+    """Loads a checkpoint into a run, or begins a run with it."""
+    if body.model_id is not None and body.seq_id is not None:
+      run_id = body.model_id
+
+      async def load() -> dict[str, Any]:
+        record, snapshot = await self._read(body)
+        tenant = self._tenant(run_id)
+        if record['rank'] != tenant.rank:
+          raise RequestError(
+            f'{body.path} has rank {record["rank"]}, and the run rank {tenant.rank}'
+          )
+        await self._device_thread.run(self._learner.load, tenant, snapshot)
+        return {'path': body.path, 'model_id': run_id, 'type': 'load_weights'}
+
+      return self._queue_call(run_id, body.seq_id, load)
+    if body.session_id is None or body.model_seq_id is None:
+      raise RequestError('model_id and seq_id, or session_id and model_seq_id are needed')
+    session = self._sessions.touch(body.session_id)
+    self._check_optimizer(body.optimizer_config)
+    self._model.check_name(body.base_model)
+    run_id = f'{body.session_id}:train:{body.model_seq_id}'
+
+    async def create() -> dict[str, Any]:
+      record, snapshot = await self._read(body)
+      if record['rank'] > self._options.max_rank:
+        raise RequestError(f'{body.path} has rank {record["rank"]}, which is too large')
+      names = 'rank', 'train_attn', 'train_mlp', 'train_unembed'
+      facts = {name: record[name] for name in names}
+      facts['user_metadata'] = request_bodies.check_metadata(body.user_metadata)
+      await self._open(session, run_id, facts, snapshot)
+      return {'path': body.path, 'model_id': run_id, 'type': 'load_weights'}
+
+    return self._start(f'{run_id}:0', body.session_id, create)
+
+  async def _read(
+    self, body: request_bodies.LoadWeights
+  ) -> tuple[dict[str, Any], TenantSnapshot]:
+    record = self._store.find(body.path)
+    snapshot = await asyncio.to_thread(
+      self._store.load, body.path, moments=body.optimizer
+    )
+    sizes = row_adapters.layer_sizes(self._model.config)
+    for name, (a, b) in snapshot.adapters.items():
+      if name not in sizes or (a.shape[-2], b.shape[-1]) != sizes[name]:
+        raise RequestError(f'{body.path} belongs to a model of another shape')
+    return record, snapshot
+
+  def create_custom_loss(self, body: request_bodies.CreateCustomLoss) -> dict[str, Any]:
+    """Stores a custom loss for a session."""
+    session = self._sessions.touch(body.session_id)
+    loss_id = f'{body.session_id}:loss:{body.custom_loss_seq_id}'
+
+    async def create() -> dict[str, Any]:
+      session.losses[loss_id] = CustomLoss.parse(body)
+      return {'loss_id': loss_id, 'type': 'create_custom_loss'}
+
+    return self._start(loss_id, body.session_id, create)
+
+  async def stop(self) -> None:
+    """Ends the work after the step that is running."""
+    await self.queue.stop()
+
+
+def peft_files(
+  model: ServedModel, snapshot: TenantSnapshot, facts: dict[str, Any]
+) -> dict[str, bytes]:
+  """Returns adapters as the files that PEFT reads.
+
+  Args:
+    model: The model.
+    snapshot: The adapters.
+    facts: Which layers are trained.
+  """
+  from safetensors.numpy import load_file, save
+
+  from jaxrl.models.peft_export import PEFT_CONFIG, PEFT_TENSORS, save_peft
+
+  layers, rank = trained_layers(facts), facts['rank']
+  targets = tuple(name for name in row_adapters.PART_OF if name in layers)
+  config = model.config.replace(lora=Lora(rank, ALPHA, targets, 'float32'))
+  branches: dict[str, Any] = {'attention': {}, 'mlp': {}}
+  for name in targets:
+    a, b = snapshot.adapters[name]
+    branches[row_adapters.PART_OF[name]][name] = {'lora_a': a, 'lora_b': b}
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder)
+    save_peft(path, config, {'layers': branches}, model.name)
+    tensors = load_file(path / PEFT_TENSORS)
+    settings = request_bodies.msgspec.json.decode((path / PEFT_CONFIG).read_bytes())
+  if row_adapters.HEAD in layers:
+    a, b = snapshot.adapters[row_adapters.HEAD]
+    tensors['base_model.model.lm_head.lora_A.weight'] = np.ascontiguousarray(a.T)
+    tensors['base_model.model.lm_head.lora_B.weight'] = np.ascontiguousarray(b.T)
+    settings['target_modules'] = sorted([*settings['target_modules'], 'lm_head'])
+  return {
+    PEFT_TENSORS: save(tensors, metadata={'format': 'pt'}),
+    PEFT_CONFIG: request_bodies.msgspec.json.encode(settings),
+  }

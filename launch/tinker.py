@@ -1,0 +1,263 @@
+"""Serves the Tinker API for a checkpoint: `python -m launch.tinker --checkpoint=FOLDER`.
+
+Scripts for the package `tinker` train LoRA adapters of the model and sample from them.
+They send the key in $TINKER_API_KEY, or a random one that is printed. By default the
+server accepts connections from this machine only. Ctrl-C or SIGTERM ends it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import secrets
+import signal
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxrl.options import ConfigError, require_package
+from jaxrl.tinker.tinker_options import TinkerOptions
+from launch.logging.console import Console
+from launch.logging.error_pages import print_error
+from launch.runtime import process_env
+from launch.runtime.ports import check_port
+from launch.runtime.signal_handler import run_command
+from launch.settings import command_line
+
+if TYPE_CHECKING:
+  from jaxrl.model_loading import LoadedModel
+  from jaxrl.tinker.training_service import ServedModel
+
+API_KEY_ENV = 'TINKER_API_KEY'
+KEY_PREFIX = 'tml-'  # without which the package sends no key
+DTYPES = '', 'float32', 'bfloat16'
+OWN_FLAGS = {
+  'checkpoint': '',
+  'folder': 'runs/tinker',
+  'host': '127.0.0.1',
+  'port': '8000',
+  'dtype': '',
+}
+LIMITS = {field.name: field for field in dataclasses.fields(TinkerOptions)}
+FLAGS = OWN_FLAGS | {name: str(field.default) for name, field in LIMITS.items()}
+_USAGE = f"""\
+python -m launch.tinker --checkpoint=FOLDER|HUB_NAME [--NAME=VALUE]
+
+  --checkpoint=Qwen/Qwen3-0.6B  a folder as Hugging Face has them, or a name there
+  --folder=runs/tinker   where checkpoints of training are kept
+  --host=127.0.0.1       whom it listens to; others than this machine need a key of
+                         yours in ${API_KEY_ENV}, which begins with {KEY_PREFIX}
+  --port=8000            0 takes any that is free
+  --dtype=…              what the model computes in: bfloat16, or float32, as on a CPU
+"""
+
+
+def usage() -> str:
+  """Returns what --help prints."""
+  lines = [
+    f'  --{name}={field.default}\n      {field.metadata["doc"]}'
+    for name, field in LIMITS.items()
+  ]
+  return '\n'.join([_USAGE.rstrip(), *lines])
+
+
+def _api_key(host: str) -> tuple[str, bool]:
+  """Returns the key, and whether it was generated."""
+  from jaxrl.rollout.gateway.connection_limits import LOOPBACK_HOSTS
+
+  if key := os.environ.get(API_KEY_ENV, '').strip():
+    if not key.startswith(KEY_PREFIX):
+      raise ConfigError(f'${API_KEY_ENV}: a key begins with {KEY_PREFIX}')
+    return key, False
+  if host not in LOOPBACK_HOSTS:
+    raise ConfigError(
+      f'--host={host} accepts other machines: set ${API_KEY_ENV} to the key that '
+      'their clients must send'
+    )
+  return KEY_PREFIX + secrets.token_urlsafe(24), True
+
+
+def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'ServedModel']:
+  """Loads the model to be served."""
+  import jax
+
+  from jaxrl import model_loading
+  from jaxrl.data import hub
+  from jaxrl.models import lora
+  from jaxrl.models.model_config import Lora
+  from jaxrl.tinker.training_service import ServedModel
+
+  dtype = dtype or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
+  name = checkpoint.rstrip('/')
+  options: Any = {'value_head': False, 'remat': 'none', 'key': '--checkpoint'}
+  loaded = model_loading.load_model(name, dtype=dtype, **options)
+  config = loaded.model.config
+  narrow = config.replace(lora=Lora(1, 1.0, (), dtype))
+  params = lora.to_storage_dtype(narrow, loaded.params)
+  params = jax.device_put(params, jax.devices()[0])
+  is_hub = not pathlib.Path(name).exists() and hub.parse_name(name) is not None
+  tokenizer_id = name if is_hub else str(loaded.folder.resolve())
+  served = ServedModel(name, loaded.folder, config, tokenizer_id)
+  return dataclasses.replace(loaded, params=params), served
+
+
+def _stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
+  """Returns what ends a reply: as the template says, or without one the tokenizer."""
+  from jaxrl.data.chat_tokenizer import ChatTokenizer
+
+  if tokenizer.chat_template is not None:
+    return ChatTokenizer(tokenizer).stop_token_ids
+  return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+@contextlib.asynccontextmanager
+async def serve_tinker(
+  checkpoint: str,
+  folder: pathlib.Path,
+  options: TinkerOptions,
+  key: str,
+  *,
+  host: str = '127.0.0.1',
+  port: int = 0,
+  dtype: str = '',
+) -> AsyncIterator[str]:
+  """Serves a checkpoint while the context lasts.
+
+  Args:
+    checkpoint: A folder, or a name on the Hub.
+    folder: Where checkpoints of training are kept.
+    options: The limits.
+    key: The key that clients send.
+    host: Address to listen on.
+    port: Port to listen on; 0 chooses a free one.
+    dtype: What the model computes in; '' for what suits the device.
+
+  Yields:
+    The base URL.
+  """
+  from jaxrl.device_thread import DeviceThread
+  from jaxrl.tinker.checkpoint_store import CheckpointStore
+  from jaxrl.tinker.pending_results import PendingResults
+  from jaxrl.tinker.sampling_service import SamplingService
+  from jaxrl.tinker.sessions import SessionTable
+  from jaxrl.tinker.tenant_engine import TenantEngine
+  from jaxrl.tinker.tenant_learner import TenantLearner
+  from jaxrl.tinker.tinker_server import TinkerServer
+  from jaxrl.tinker.training_service import TrainingService
+
+  loaded, served = _load(checkpoint, dtype)
+  device_thread = DeviceThread()
+  learner = TenantLearner(
+    loaded.model,
+    loaded.params,
+    max_tenants=options.max_tenants,
+    max_rank=options.max_rank,
+    max_length=options.max_length,
+    step_tokens=options.step_tokens,
+  )
+  engine = TenantEngine(
+    loaded.model,
+    loaded.tokenizer,
+    device_thread=device_thread,
+    max_adapters=options.max_samplers,
+    max_rank=options.max_rank,
+    max_length=options.max_length,
+    max_num_seqs=options.max_num_seqs,
+  )
+  await engine.load(0, loaded.params)
+  store = CheckpointStore(folder, options.max_checkpoints)
+  sessions = SessionTable(
+    store, max_sessions=options.max_sessions, timeout=options.session_timeout
+  )
+  pending = PendingResults(
+    max_pending=options.max_pending,
+    keep_seconds=options.keep_seconds,
+    max_kept_bytes=options.max_kept_bytes,
+  )
+  shared = store, sessions, pending, options
+  training = TrainingService(served, learner, device_thread, *shared)
+  stop_ids = _stop_token_ids(loaded.tokenizer)
+  sampling = SamplingService(served, engine, stop_ids, *shared)
+  server = TinkerServer(key, served, training, sampling, *shared)
+  try:
+    async with server.serve(host, port) as url:
+      yield url
+  finally:
+    await asyncio.to_thread(device_thread.close)
+
+
+def _options(command: command_line.Command) -> TinkerOptions:
+  """Returns the limits that a command line sets."""
+  values = {
+    name: command.flag(name, type(field.default)) for name, field in LIMITS.items()
+  }
+  try:
+    return TinkerOptions(**values)
+  except ConfigError as error:
+    raise ConfigError(f'--{error}') from error
+
+
+async def _serve(command: command_line.Command, key: str, console: Console) -> None:
+  """Serves until Ctrl-C or SIGTERM."""
+  stop, loop = asyncio.Event(), asyncio.get_running_loop()
+  for number in (signal.SIGINT, signal.SIGTERM):
+    loop.add_signal_handler(number, stop.set)
+  flags = command.flags
+  serving = serve_tinker(
+    flags['checkpoint'],
+    pathlib.Path(flags['folder']),
+    _options(command),
+    key,
+    host=flags['host'],
+    port=command.flag('port', int),
+    dtype=flags['dtype'],
+  )
+  async with serving as url:
+    console.fact('serving', url)
+    console.fact('model', flags['checkpoint'])
+    await stop.wait()
+  console.say('Stopped.')
+
+
+def _run(argv: Sequence[str]) -> int:
+  if not any(item.startswith('--checkpoint') for item in argv):
+    raise ConfigError(
+      'no model to serve: set --checkpoint=FOLDER, as in --checkpoint=runs/mine/export'
+    )
+  command = command_line.parse(argv, FLAGS, without='checkpoint')
+  flags, port = command.flags, command.flag('port', int)
+  if command.overrides:
+    raise ConfigError(f'--config.{command.overrides[0][0]}: this command has no config')
+  if not 0 <= port < 2**16:
+    raise ConfigError(f'--port={port}: a port is a number from 0 to 65535')
+  if flags['dtype'] not in DTYPES:
+    raise ConfigError(f'--dtype={flags["dtype"]}: choose float32 or bfloat16')
+  _options(command)
+  require_package('aiohttp', 'the Tinker API', 'serve')
+  require_package('msgspec', 'the Tinker API', 'serve')
+  check_port(flags['host'], port)
+  key, made_up = _api_key(flags['host'])
+  logging.basicConfig(format='%(message)s', level=logging.INFO)
+  console = Console()
+  if made_up:
+    console.fact('key', key)
+  asyncio.run(_serve(command, key, console))
+  return 0
+
+
+def main(argv: Sequence[str]) -> int:
+  """Serves from a command line; returns the exit status."""
+  if not argv or '--help' in argv:
+    print(usage())
+    return 0
+  try:
+    return _run(argv)
+  except (ValueError, OSError) as error:
+    print_error(error)
+    return 2
+
+
+if __name__ == '__main__':
+  process_env.apply()
+  run_command(main)
