@@ -6,6 +6,7 @@
 # make bench-peers  one model (SIZE=toy, mid or smollm2) here, in TRL, Tunix and vLLM
 # make bench-gpu   one GPU (PYTHON has jax[cuda13]), all parts or PART=train, decode, …
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
+# make test-clients  servers with the official clients of their APIs, in .venv-clients
 # make test-envs   the environments of other packages, in .venv-envs
 # make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
 # make env-real    real tokenizers, templates and weights in .real/, for tests marked real
@@ -24,9 +25,9 @@ SIZE ?= toy
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env env-vllm env-envs env-targets env-docs env-real quickstart test test-ray \
+.PHONY: env env-vllm env-envs env-clients env-targets env-docs env-real quickstart test test-ray \
   test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized coverage test-core \
-  test-vllm test-wheel test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
+  test-vllm test-wheel test-envs test-clients test-targets docs test-docs bench bench-peers bench-gpu lint \
   format bazel clean recipes chaos
 
 env: $(VENV)/.ready
@@ -52,6 +53,13 @@ env-vllm:
 
 env-envs:
 	$(MAKE) env VENV=.venv-envs EXTRAS=dev,envs
+
+# The official client of the Tinker API. Its cookbook asks for a newer tml-renderers than
+# PyPI has, which the loops that run here do not use: so it comes without what it asks for.
+env-clients:
+	$(MAKE) env VENV=.venv-clients EXTRAS=dev,clients
+	@.venv-clients/bin/uv pip install --quiet --python .venv-clients/bin/python \
+	  --no-deps tinker-cookbook==0.6.1
 
 # XLA for TPU and for CUDA, which compile here what runs elsewhere.
 env-targets:
@@ -123,6 +131,9 @@ ENVS = gem_env gymnasium_env reasoning_gym_env textarena_env
 test-envs: env-envs
 	.venv-envs/bin/python -m pytest -m 'not slow and not ray' \
 	  $(ENVS:%=tests/envs/test_%.py)
+
+test-clients: env-clients
+	.venv-clients/bin/python -m pytest -m clients tests/tinker
 
 test-targets: env-targets
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets -n 2 \

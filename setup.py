@@ -41,6 +41,21 @@ CORE = [
 ]
 
 EXTRAS = {
+  # Clients of servers, for tests; and what the loops of tinker-cookbook 0.6.1 import.
+  'clients': [
+    'blobfile',
+    'chz',
+    'cloudpickle',
+    'datasets',
+    'pylatexenc',
+    'pyrage',
+    'sympy',
+    'termcolor',
+    'tiktoken',
+    'tinker==0.38.0',
+    'torch',
+    'tqdm',
+  ],
   'dev': [
     'aiohttp>=3.14',  # what serve and view need, with msgspec
     'anthropic',  # a client for the gateway's tests, as openai is

@@ -139,6 +139,7 @@ async def serve_tinker(
   from jaxrl.device_thread import DeviceThread
   from jaxrl.tinker.checkpoint_store import CheckpointStore
   from jaxrl.tinker.pending_results import PendingResults
+  from jaxrl.tinker.sampler_endpoint import SamplerEndpoint
   from jaxrl.tinker.sampling_service import SamplingService
   from jaxrl.tinker.sessions import SessionTable
   from jaxrl.tinker.tenant_engine import TenantEngine
@@ -179,7 +180,10 @@ async def serve_tinker(
   training = TrainingService(served, learner, device_thread, *shared)
   stop_ids = _stop_token_ids(loaded.tokenizer)
   sampling = SamplingService(served, engine, stop_ids, *shared)
-  server = TinkerServer(key, served, training, sampling, *shared)
+  endpoint = SamplerEndpoint(
+    key, served, engine, loaded.tokenizer, sampling, options.max_length
+  )
+  server = TinkerServer(key, served, training, sampling, *shared, endpoint)
   try:
     async with server.serve(host, port) as url:
       yield url

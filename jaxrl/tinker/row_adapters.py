@@ -88,20 +88,20 @@ def init_adapters(
   Args:
     config: The model's shape.
     rank: Their rank.
-    seed: A layer's A is drawn with the key fold_in(key(seed), its number).
+    seed: A layer's A is drawn by Philox with the seed and the layer's number as its key.
     layers: The layers that are trained; the others get zeros.
 
   Returns:
     numpy arrays, float32.
   """
-  key, adapters = jax.random.key(seed), {}
+  adapters = {}
   for number, (name, (inputs, outputs)) in enumerate(layer_sizes(config).items()):
     lead = () if name == HEAD else (config.num_layers,)
     a = np.zeros((*lead, inputs, rank), np.float32)
     if name in layers:
-      bound, layer_key = inputs**-0.5, jax.random.fold_in(key, number)
-      a = jax.random.uniform(layer_key, a.shape, minval=-bound, maxval=bound)
-    adapters[name] = np.asarray(a), np.zeros((*lead, rank, outputs), np.float32)
+      draw = np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
+      a = (2 * draw.random(a.shape, np.float32) - 1) * np.float32(inputs**-0.5)
+    adapters[name] = a, np.zeros((*lead, rank, outputs), np.float32)
   return adapters
 
 

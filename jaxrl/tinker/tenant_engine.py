@@ -243,10 +243,12 @@ class TenantEngine(JaxEngine):
       params: The model's parameters.
     """
     prepared = await self._device_thread.run(self._model_runner.prepare_params, params)
-    empty = row_adapters.decoding_stack(
-      self._config, self._max_adapters, self._max_rank
+    empty = jax.device_put(
+      row_adapters.decoding_stack(self._config, self._max_adapters, self._max_rank),
+      jax.tree.leaves(prepared)[0].sharding,
     )
     self._weights = version, TenantWeights(prepared, empty)  # pyright: ignore
+    self._places = AdapterPlaces(self._max_adapters)
 
   @contextlib.asynccontextmanager
   async def adapters(self, name: str, load: LoadAdapters) -> AsyncIterator[None]:

@@ -134,7 +134,9 @@ class TenantLearner:
     make = lambda: row_adapters.empty_stack(  # noqa: E731
       self._config, self._max_tenants, self.max_rank
     )
-    return TenantState(make(), make(), make(), make())
+    state = TenantState(make(), make(), make(), make())
+    # Beside the model, or programs would be compiled again once they are there.
+    return jax.device_put(state, jax.tree.leaves(self._params)[0].sharding)
 
   @property
   def num_free(self) -> int:

@@ -30,6 +30,7 @@ from jaxrl.tinker.pending_results import (
   TooManyRequestsError,
 )
 from jaxrl.tinker.proto_codec import ProtoError
+from jaxrl.tinker.sampler_endpoint import SamplerEndpoint
 from jaxrl.tinker.sampling_service import SamplingService
 from jaxrl.tinker.sessions import SessionEndedError, SessionTable
 from jaxrl.tinker.tinker_options import TinkerOptions
@@ -62,6 +63,7 @@ class TinkerServer:
     sessions: SessionTable,
     pending: PendingResults,
     options: TinkerOptions,
+    endpoint: SamplerEndpoint,
   ):
     """Creates a server; `serve` runs it.
 
@@ -74,6 +76,7 @@ class TinkerServer:
       sessions: The clients.
       pending: Their requests.
       options: The limits.
+      endpoint: Answers in OpenAI's API, below /v1/.
 
     Raises:
       ValueError: If the key is empty.
@@ -84,6 +87,7 @@ class TinkerServer:
     self._training, self._sampling = training, sampling
     self._store, self._sessions = store, sessions
     self._pending, self._options = pending, options
+    self._endpoint = endpoint
     self._link_key = secrets.token_bytes(32)
     self.app = web.Application(
       client_max_size=options.max_body, middlewares=[self._admit]
@@ -92,7 +96,7 @@ class TinkerServer:
 
   def _add_routes(self) -> None:
     json, bodies = self._json, request_bodies
-    training, sampling = self._training, self._sampling
+    training, sampling, endpoint = self._training, self._sampling, self._endpoint
     posts = {
       'client/config': json(None, self._client_config),
       'client/dynamic_config': json(None, self._dynamic_config),
@@ -133,6 +137,7 @@ class TinkerServer:
         web.delete(f'{API}/{checkpoint}', self._delete_checkpoint),
         web.put(f'{API}/{checkpoint}/ttl', self._set_ttl),
         web.get(f'{API}/{checkpoint}/external_weights_urls', self._file_links),
+        web.route('*', '/v1/{rest:.*}', endpoint.answer),
         web.get('/files/{signature}/{expires}/{run}/{kind}/{name}/{file}', self._file),
       ]
     )
@@ -146,8 +151,9 @@ class TinkerServer:
       status, text, headers = 500, 'the server failed; its log says how', {}
       try:
         given = request.headers.get('X-API-Key', '').encode('utf-8', 'surrogateescape')
-        is_link = request.path.startswith('/files/')
-        if not hmac.compare_digest(given, self._key) and not is_link:
+        # Links are signed, and the other API takes the key in another header.
+        is_open = request.path.startswith(('/files/', '/v1/'))
+        if not hmac.compare_digest(given, self._key) and not is_open:
           raise web.HTTPUnauthorized(reason='X-API-Key is missing or wrong')
         return await handler(request)
       except (RequestError, ProtoError) as error:

@@ -48,6 +48,10 @@ class ServerProcess:
     command = [sys.executable, '-m', 'launch.tinker', f'--checkpoint={checkpoint}']
     command += [f'--folder={folder}', f'--port={port}', *LIMITS, *flags]
     env = {**os.environ, 'TINKER_API_KEY': KEY, 'JAXRL_TUNE': '0'}
+    # Servers of the same model compile its programs once.
+    env['JAX_COMPILATION_CACHE_DIR'] = str(pathlib.Path(checkpoint) / 'xla')
+    env['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+    env['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
     self.process = subprocess.Popen(
       command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -128,6 +128,15 @@ class GatewayServer:
 
   # ---- admission
 
+  async def answer(self, request: web.Request) -> web.StreamResponse:
+    """Answers a request that another application has received.
+
+    Args:
+      request: The request; its path is one of this server's.
+    """
+    match = await self.app.router.resolve(request)
+    return await self._auth_middleware(request, match.handler)
+
   @web.middleware
   async def _auth_middleware(
     self, request: web.Request, handler: _Handler

@@ -1,0 +1,112 @@
+"""An engine whose requests each name their adapters."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl import model_loading
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.tinker import row_adapters
+from jaxrl.tinker.tenant_engine import BASE, TenantEngine, TenantSampling
+from tests.tinker import tiny
+
+CONFIG = model_loading.random_config(**tiny.SIZES)
+MODEL = TransformerLM(CONFIG)
+PARAMS = MODEL.init(jax.random.key(0))
+PROMPT = np.arange(5)
+SCALE = 2.0
+
+
+def adapters(seed, rank):
+  rng = np.random.default_rng(seed)
+  layers = frozenset(row_adapters.layer_sizes(CONFIG))
+  fresh = row_adapters.init_adapters(CONFIG, rank, seed, layers)
+  return {
+    name: (a, rng.normal(0, 0.5, b.shape).astype(np.float32))
+    for name, (a, b) in fresh.items()
+  }
+
+
+OWN = {'a': adapters(1, 4), 'b': adapters(2, 8), 'c': adapters(3, 2)}
+
+
+class Bench:
+  """One engine, loaded, and what has been loaded beside it."""
+
+  def __init__(self):
+    self.thread = DeviceThread()
+    self.loads: list[str] = []
+    self.engine = TenantEngine(
+      MODEL,
+      None,
+      device_thread=self.thread,
+      max_adapters=2,
+      max_rank=8,
+      max_length=32,
+      max_num_seqs=4,
+      decode_steps=4,
+    )
+
+  async def draw(self, name, number, **options):
+    async def load():
+      self.loads.append(name)
+      return OWN[name], SCALE
+
+    params = {'max_tokens': 6, 'seed': 1, **options}
+    async with self.engine.adapters(name, load):
+      done = await self.engine.generate(
+        f'{name}{number}', PROMPT, TenantSampling(adapters=name, **params)
+      )
+      whole = np.concatenate([PROMPT, done.tokens])
+      row = whole[:-1].astype(np.int32), whole[1:, None].astype(np.int32)
+      scores = await self.engine.score([row], name, top_k=2)
+    return done, scores[0]
+
+
+@pytest.fixture(scope='module')
+def bench():
+  made = Bench()
+  yield made
+  made.thread.close()
+
+
+def test_requests_of_several_tenants_draw_what_each_draws_alone(bench):
+  async def run():
+    await bench.engine.load(0, PARAMS)
+    alone = [await bench.draw(name, 'alone') for name in (BASE, 'a', 'b')]
+    together = await asyncio.gather(
+      bench.draw('b', 0),
+      bench.draw('a', 1, seed=9),
+      bench.draw(BASE, 2),
+      bench.draw('a', 3),
+      bench.draw('b', 4, seed=7),
+    )
+    return alone, together
+
+  alone, together = asyncio.run(run())
+  for (one, _), i in zip(alone, (2, 3, 0), strict=True):
+    np.testing.assert_array_equal(one.tokens, together[i][0].tokens)
+    np.testing.assert_array_equal(one.logprobs, together[i][0].logprobs)
+  for done, (own, ids, best, *_) in together:
+    start = len(PROMPT) - 1
+    np.testing.assert_allclose(own[start:, 0], done.logprobs, atol=1e-4)
+    assert ids.shape == (len(PROMPT) + 5, 2) and (best[:, 0] >= best[:, 1]).all()
+  assert sorted(bench.loads) == ['a', 'b']  # each once
+
+
+def test_adapters_that_none_uses_make_room(bench):
+  async def run():
+    await bench.engine.load(0, PARAMS)
+    bench.loads.clear()
+    first, _ = await bench.draw('a', 'x')
+    # Three in two places: one waits until another is not in use.
+    await asyncio.gather(*(bench.draw(name, 'y') for name in 'abc'))
+    again, _ = await bench.draw('a', 'z')
+    return first, again
+
+  first, again = asyncio.run(run())
+  np.testing.assert_array_equal(first.tokens, again.tokens)
+  assert set(bench.loads) == {'a', 'b', 'c'}
