@@ -1,4 +1,4 @@
-"""Serves the Tinker API for a checkpoint: `python -m launch.tinker --checkpoint=FOLDER`.
+"""Serves the Tinker API: `python -m launch.tinker --checkpoint=FOLDER`.
 
 Scripts for the package `tinker` train LoRA adapters of the model and sample from them.
 They send the key in $TINKER_API_KEY, or a random one that is printed. By default the
@@ -27,7 +27,7 @@ from launch.settings import command_line
 
 if TYPE_CHECKING:
   from jaxrl.model_loading import LoadedModel
-  from jaxrl.tinker.training_service import ServedModel
+  from jaxrl.tinker.served_model import ServedModel
 
 API_KEY_ENV = 'TINKER_API_KEY'
 KEY_PREFIX = 'tml-'  # without which the package sends no key
@@ -86,7 +86,7 @@ def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'ServedModel']:
   from jaxrl.data import hub
   from jaxrl.models import lora
   from jaxrl.models.model_config import Lora
-  from jaxrl.tinker.training_service import ServedModel
+  from jaxrl.tinker.served_model import ServedModel
 
   dtype = dtype or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
   name = checkpoint.rstrip('/')

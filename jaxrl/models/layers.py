@@ -70,11 +70,7 @@ def normalized(x: jax.Array, eps: float, over: tuple[int, ...] = (-1,)) -> jax.A
 class Linear(nnx.Module):
   """Maps x `[..., *inputs]` to `[..., *outputs]`; the kernel is `[*inputs, *outputs]`.
 
-  The product of the two LoRA factors is never materialized.
-
-  Attributes:
-    row_product: Where each row of a batch has adapters of its own: a function from x to
-      what they add to the outputs.
+  LoRA factors are never multiplied. `row_product(x)` adds those of each row's own.
   """
 
   def __init__(
@@ -113,8 +109,7 @@ class Linear(nnx.Module):
     rows, whole = x.shape[: x.ndim - self.num_inputs], x
     x = x.reshape(-1, math.prod(inputs))
     y = x @ kernel.reshape(math.prod(inputs), -1)
-    if self.row_product is not None:
-      y = y + self.row_product(whole).reshape(y.shape)
+    y = y if self.row_product is None else y + self.row_product(whole).reshape(y.shape)
     if self.lora:
       a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
       inner = self.lora.scale * (x @ a.reshape(-1, self.lora.rank))
@@ -562,9 +557,8 @@ def embed(
     Embeddings `[..., D]`.
   """
   x = table[tokens].astype(dtype)
-  if config.spec.scales_embeddings:
-    x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
-  return x
+  is_scaled = config.spec.scales_embeddings
+  return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if is_scaled else x
 
 
 class Embedding(nnx.Module):

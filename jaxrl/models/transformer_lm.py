@@ -125,8 +125,7 @@ class TransformerLM:
     """Computes logits from final states.
 
     Args:
-      params: The parameters; 'head_adapters' among them gives each row adapters of its
-        own, by `logits(hidden)`.
+      params: The parameters, with 'head_adapters' if rows have some of their own.
       hidden: `[…, D]`.
 
     Returns:

@@ -47,8 +47,8 @@ def check_name(name: str, what: str) -> str:
   """
   if not _NAME.fullmatch(name) or name.endswith('.json'):
     raise RequestError(
-      f'{what} {name[:40]!r} must be 1 to 128 letters, digits and ._-=+, beginning with '
-      'a letter or digit'
+      f'{what} {name[:40]!r} must be 1 to 128 letters, digits and ._-=+, and '
+      'begin with a letter or digit'
     )
   return name
 

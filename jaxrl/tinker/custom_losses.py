@@ -1,8 +1,8 @@
 """Custom losses: graphs of operations that a client has traced with torch.fx.
 
 Nothing that a client sends is executed: a graph is a list of nodes, and each node names
-an operation of the closed list below, which is computed with jax.numpy. A loss reads one
-datum's log-probs and inputs, at their own length.
+an operation of the closed list below, which is computed with jax.numpy. A loss reads
+one datum's log-probs and inputs, at their own length.
 """
 
 import dataclasses
@@ -44,7 +44,9 @@ def _reduce(fn: Callable[..., Any]) -> Callable[..., Any]:
   return run
 
 
-def _extreme(reduce: Callable[..., Any], pair: Callable[..., Any]) -> Callable[..., Any]:
+def _extreme(
+  reduce: Callable[..., Any], pair: Callable[..., Any]
+) -> Callable[..., Any]:
   def run(x, other=None, *, dim=None):
     if dim is not None or isinstance(other, int):
       raise RequestError('max and min with a dim return indices too; use amax and amin')
@@ -347,7 +349,9 @@ def _apply(node: request_bodies.CustomLossNode, args: list, kwargs: dict) -> Any
     text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     raise RequestError(f'a custom loss fails at {node.target}: {text}') from error
   if getattr(value, 'size', 0) > MAX_CELLS:
-    raise RequestError(f'a custom loss makes an array of more than {MAX_CELLS} elements')
+    raise RequestError(
+      f'a custom loss makes an array of more than {MAX_CELLS} elements'
+    )
   return value
 
 
@@ -388,7 +392,9 @@ def _check_output(output: Any) -> tuple[Any, dict[str, Any]]:
     raise RequestError('a custom loss must return a scalar, and a dict of metrics')
   for name, value in metrics.items():
     if not _METRIC.fullmatch(name) or getattr(value, 'size', 1) != 1:
-      raise RequestError(f'metric {name[:80]!r} must be a scalar custom/NAME:sum or :mean')
+      raise RequestError(
+        f'metric {name[:80]!r} must be a scalar custom/NAME:sum or :mean'
+      )
   return loss, {name: jnp.reshape(value, ()) for name, value in metrics.items()}
 
 

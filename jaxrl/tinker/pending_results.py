@@ -15,8 +15,8 @@ from typing import Any
 USER, SERVER = 'user', 'server'  # whose fault an error is
 LOST = (
   'this server does not know the request: it was restarted, or the result was given up '
-  'after {minutes:g} minutes. What was not saved is lost: create a client from the last '
-  'saved state'
+  'after {minutes:g} minutes. What was not saved is lost: create a client from the '
+  'last saved state'
 )
 
 

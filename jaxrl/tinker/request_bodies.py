@@ -1,7 +1,7 @@
 """The bodies of the Tinker API's JSON requests, and what makes rows of its data.
 
-Bodies are msgspec structs: fields that are unknown are passed over, as newer clients may
-send some, and those that ask for what this server cannot do are refused by name.
+Bodies are msgspec structs: fields that are unknown are passed over, as newer clients
+may send some, and those that ask for what this server cannot do are refused by name.
 """
 
 from typing import Any, TypeVar
@@ -157,7 +157,9 @@ class PromptBody(msgspec.Struct):
     """
     for chunk in self.chunks:
       if chunk.type != 'encoded_text':
-        raise RequestError(f'chunks of type {chunk.type!r} are not supported; send text')
+        raise RequestError(
+          f'chunks of type {chunk.type!r} are not supported; send text'
+        )
     tokens = [token for chunk in self.chunks for token in chunk.tokens]
     return check_tokens(np.asarray(tokens, np.int64), vocab_size, 'the prompt')
 
@@ -401,8 +403,8 @@ def training_row(
   raw = inputs.pop('target_tokens')
   if raw.dtype.kind != 'i' or raw.ndim not in (1, 2) or len(raw) != len(tokens):
     raise RequestError(
-      f'target_tokens must be int64 of shape [{len(tokens)}] or [{len(tokens)}, K], not '
-      f'{raw.dtype} of {list(raw.shape)}'
+      f'target_tokens must be int64 of shape [{len(tokens)}] or [{len(tokens)}, K], '
+      f'not {raw.dtype} of {list(raw.shape)}'
     )
   targets = raw.reshape(len(tokens), -1)
   if not 1 <= targets.shape[1] <= max_targets:

@@ -31,7 +31,7 @@ Pair = tuple[Any, Any]  # A and B
 # Layer → pair. Of one tenant A is [L, inputs, r] and B [L, r, outputs]; of the head
 # [D, r] and [r, V].
 Adapters = dict[str, Pair]
-# For each layer, and for the head: layer → A [inputs, N, R] and scaled B [N, R, outputs].
+# Of each layer, and of the head: layer → A [inputs, N, R], scaled B [N, R, outputs].
 DecodingStack = tuple[tuple[Adapters, ...], Adapters]
 
 
@@ -88,7 +88,7 @@ def init_adapters(
   Args:
     config: The model's shape.
     rank: Their rank.
-    seed: A layer's A is drawn by Philox with the seed and the layer's number as its key.
+    seed: Philox draws a layer's A with the seed and the layer's number as its key.
     layers: The layers that are trained; the others get zeros.
 
   Returns:
@@ -99,7 +99,9 @@ def init_adapters(
     lead = () if name == HEAD else (config.num_layers,)
     a = np.zeros((*lead, inputs, rank), np.float32)
     if name in layers:
-      draw = np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
+      draw = np.random.Generator(
+        np.random.Philox(key=np.array([seed, number], np.uint64))
+      )
       a = (2 * draw.random(a.shape, np.float32) - 1) * np.float32(inputs**-0.5)
     adapters[name] = a, np.zeros((*lead, rank, outputs), np.float32)
   return adapters
@@ -294,7 +296,9 @@ def decoding_stack(config: ModelConfig, number: int, rank: int) -> DecodingStack
     a = jnp.zeros((inputs, number, rank), jnp.float32)
     return a, jnp.zeros((number, rank, outputs), jnp.float32)
 
-  layers = tuple({name: pair(name) for name in PART_OF} for _ in range(config.num_layers))
+  layers = tuple(
+    {name: pair(name) for name in PART_OF} for _ in range(config.num_layers)
+  )
   return layers, {HEAD: pair(HEAD)}
 
 
@@ -318,7 +322,8 @@ def put_adapters(
   layers, head = stack
   layers = tuple(
     {
-      name: put(pair, tuple(x[i] for x in adapters[name])) for name, pair in layer.items()
+      name: put(pair, tuple(x[i] for x in adapters[name]))
+      for name, pair in layer.items()
     }
     for i, layer in enumerate(layers)
   )

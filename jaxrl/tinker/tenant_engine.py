@@ -59,7 +59,12 @@ class TenantModelRunner(ModelRunner):
   """Runs a model's programs with the adapters that each slot's request names."""
 
   def __init__(
-    self, model: TransformerLM, *, num_adapters: int, decode_threads: int, **options: Any
+    self,
+    model: TransformerLM,
+    *,
+    num_adapters: int,
+    decode_threads: int,
+    **options: Any,
   ):
     """Creates the programs.
 
@@ -342,7 +347,11 @@ class TenantEngine(JaxEngine):
     padded[0, :n], padded_targets[0, :n, :width] = tokens, targets
     place, scale = self.place_of(adapters), np.ones(1, np.float32)
     arrays = TokenRows(
-      padded, np.full(1, n, np.int32), padded_targets, np.full(1, place, np.int32), scale
+      padded,
+      np.full(1, n, np.int32),
+      padded_targets,
+      np.full(1, place, np.int32),
+      scale,
     )
     weights = self._tenant_weights()[1]
     own, best, drawn = self._programs.score(

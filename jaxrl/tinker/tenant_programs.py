@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.tinker import row_adapters
-from jaxrl.tinker.row_adapters import HEAD, Adapters, DecodingStack, tenant_axis
+from jaxrl.tinker.row_adapters import Adapters, DecodingStack, tenant_axis
 from jaxrl.tinker.tenant_losses import LossRows, row_losses
 from jaxrl.types import Array, Params
 
@@ -210,7 +210,8 @@ def adam_step(
   def put(tree: Adapters, part: Adapters) -> Adapters:
     return {
       name: tuple(
-        _put(x, own, tenant, name) for x, own in zip(tree[name], part[name], strict=True)
+        _put(x, own, tenant, name)
+        for x, own in zip(tree[name], part[name], strict=True)
       )
       for name in tree
     }
@@ -237,7 +238,10 @@ def adam_step(
   own = jax.tree.map(update, take(state.stack), mu, nu)
   zeros = jax.tree.map(jnp.zeros_like, gradients)
   state = TenantState(
-    put(state.stack, own), put(state.totals, zeros), put(state.mu, mu), put(state.nu, nu)
+    put(state.stack, own),
+    put(state.totals, zeros),
+    put(state.mu, mu),
+    put(state.nu, nu),
   )
   return state, norm
 

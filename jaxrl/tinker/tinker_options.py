@@ -29,7 +29,9 @@ class TinkerOptions(Options):
   max_num_seqs: int = option(32, 'Sequences decoded at the same time.', low=1)
   max_sessions: int = option(256, 'Clients at the same time.', low=1)
   session_timeout: float = option(
-    120.0, "Seconds without a heartbeat after which a client's places are freed.", above=0
+    120.0,
+    "Seconds without a heartbeat after which a client's places are freed.",
+    above=0,
   )
   max_pending: int = option(4096, 'Requests that wait or run.', low=1)
   max_samples: int = option(

@@ -1,8 +1,8 @@
 """Tinker server: the Tinker API over HTTP, as the package `tinker` 0.38.0 speaks it.
 
-Every request needs the key, `X-API-Key: KEY`; files are fetched by links that are signed
-and expire. A request that is not valid gets a status and {"detail": …}, and one that
-fails later a result with an error and whose fault it is.
+Every request needs the key, `X-API-Key: KEY`; files are fetched by links that are
+signed and expire. A request that is not valid gets a status and {"detail": …}, and one
+that fails later a result with an error and whose fault it is.
 """
 
 import asyncio
@@ -32,9 +32,10 @@ from jaxrl.tinker.pending_results import (
 from jaxrl.tinker.proto_codec import ProtoError
 from jaxrl.tinker.sampler_endpoint import SamplerEndpoint
 from jaxrl.tinker.sampling_service import SamplingService
+from jaxrl.tinker.served_model import ServedModel
 from jaxrl.tinker.sessions import SessionEndedError, SessionTable
 from jaxrl.tinker.tinker_options import TinkerOptions
-from jaxrl.tinker.training_service import ADAMW, ServedModel, TrainingService
+from jaxrl.tinker.training_service import ADAMW, TrainingService
 
 log = logging.getLogger(__name__)
 API = '/api/v1'
@@ -42,7 +43,9 @@ LINK_SECONDS = 3600
 MAX_PAGE = 1000
 PROTOBUF = 'application/x-protobuf'
 SWEEP_SECONDS = 1.0
-_LIMITS = ConnectionLimits(idle_timeout=300.0, max_connections=4096, max_per_client=4096)
+_LIMITS = ConnectionLimits(
+  idle_timeout=300.0, max_connections=4096, max_per_client=4096
+)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -109,7 +112,9 @@ class TinkerServer:
       'forward_backward': self._forward_backward,
       'optim_step': json(bodies.OptimStep, training.optim_step),
       'save_weights': json(bodies.SaveWeights, training.save_weights),
-      'save_weights_for_sampler': json(bodies.SaveForSampler, training.save_for_sampler),
+      'save_weights_for_sampler': json(
+        bodies.SaveForSampler, training.save_for_sampler
+      ),
       'save_weights_external': json(bodies.SaveWeights, training.save_external),
       'load_weights': json(bodies.LoadWeights, training.load_weights),
       'create_custom_loss': json(bodies.CreateCustomLoss, training.create_custom_loss),
@@ -221,9 +226,7 @@ class TinkerServer:
     return {'type': 'session_heartbeat'}
 
   async def _finish_session(self, request: web.Request) -> web.Response:
-    body = request_bodies.parse_body(
-      await request.read(), request_bodies.FinishSession
-    )
+    body = request_bodies.parse_body(await request.read(), request_bodies.FinishSession)
     session = self._sessions.touch(request.match_info['session'])
     reason = body.reason.type if body.reason else 'success'
     self.end_session(session.session_id, f'finished: {reason[:100]}')
@@ -241,7 +244,9 @@ class TinkerServer:
       return
     self._sessions.end(session, status)
     self._sampling.cancel_owner(session_id)
-    self._pending.fail_owner(session_id, RequestError(f'the session has ended: {status}'))
+    self._pending.fail_owner(
+      session_id, RequestError(f'the session has ended: {status}')
+    )
     for run_id in session.run_ids:
       self._training.close_run(run_id)
 

@@ -4,8 +4,8 @@ A run's requests are numbered, and a request waits for those before it. At the f
 each run stand either rows, to run forward or backward, or a call, such as an optimizer
 step. Rows of one bucket are taken from all runs in turn until a program is full.
 
-A run's own rows keep their order, by request and then by bucket, whatever other runs do.
-So its gradients are summed in the same order as if it were alone.
+A run's own rows keep their order, by request and then by bucket, whatever other runs
+do. So its gradients are summed in the same order as if it were alone.
 """
 
 import asyncio
@@ -248,9 +248,7 @@ class TrainingQueue:
   ) -> None:
     rows = [(run.tenant, request.rows[index]) for run, request, index in batch]
     try:
-      outputs = await self._device_thread.run(
-        self._learner.run, rows, backward=key[2]
-      )
+      outputs = await self._device_thread.run(self._learner.run, rows, backward=key[2])
     except Exception as error:
       for run, request, _ in batch:
         if request in run.ready:

@@ -1,19 +1,16 @@
-"""Training service: what the Tinker API does with training runs and their checkpoints."""
+"""Training service: what the Tinker API does with runs and their checkpoints."""
 
 import asyncio
-import dataclasses
 import math
-import pathlib
-import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.models.model_config import Lora, ModelConfig
 from jaxrl.tinker import checkpoint_store, request_bodies, row_adapters, tenant_losses
 from jaxrl.tinker.checkpoint_store import CheckpointStore
 from jaxrl.tinker.custom_losses import CustomLoss, run_custom_loss
@@ -24,9 +21,9 @@ from jaxrl.tinker.pending_results import (
   RequestError,
 )
 from jaxrl.tinker.proto_codec import ForwardBackwardMessage
+from jaxrl.tinker.served_model import ServedModel, peft_files, trained_layers
 from jaxrl.tinker.sessions import ClientSession, SessionTable
 from jaxrl.tinker.tenant_learner import (
-  ALPHA,
   Tenant,
   TenantLearner,
   TenantSnapshot,
@@ -42,52 +39,6 @@ UNNAMED_SECONDS = 24 * 3600
 Call = Callable[[], Awaitable[dict[str, Any]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
-  """The model that a server trains and samples from.
-
-  Attributes:
-    name: Its name, as clients give it.
-    folder: The folder that it was loaded from.
-    config: Its shape.
-    tokenizer_id: What clients load its tokenizer from.
-  """
-
-  name: str
-  folder: pathlib.Path
-  config: ModelConfig
-  tokenizer_id: str
-
-  def check_name(self, name: str | None) -> None:
-    """Checks that a client means this model.
-
-    Args:
-      name: The name that it gave; None for any.
-
-    Raises:
-      RequestError: If it means another one.
-    """
-    names = {self.name, str(self.folder), str(self.folder.resolve())}
-    if name is not None and name.split(':')[0] not in names:
-      raise RequestError(f'there is no model {name!r} here; this server has {self.name!r}')
-
-
-def trained_layers(facts: dict[str, Any]) -> frozenset[str]:
-  """Returns the layers that a run trains.
-
-  Args:
-    facts: With train_unembed, train_mlp and train_attn.
-  """
-  layers = set()
-  if facts['train_attn']:
-    layers |= {'q', 'k', 'v', 'o'}
-  if facts['train_mlp']:
-    layers |= {'gate', 'up', 'down'}
-  if facts['train_unembed']:
-    layers |= {row_adapters.HEAD}
-  return frozenset(layers)
-
-
 def adam_options(body: request_bodies.OptimStep) -> dict[str, float]:
   """Returns the hyperparameters of a step.
 
@@ -98,12 +49,9 @@ def adam_options(body: request_bodies.OptimStep) -> dict[str, float]:
     RequestError: If one is out of range.
   """
   if body.optimizer_params is not None:
-    raise RequestError(
-      f'optimizer {body.optimizer_params.get("type")!r} is not supported; use AdamParams'
-    )
-  options = request_bodies.msgspec.structs.asdict(
-    body.adam_params or request_bodies.AdamBody()
-  )
+    kind = body.optimizer_params.get('type')
+    raise RequestError(f'optimizer {kind!r} is not supported; use AdamParams')
+  options = msgspec.structs.asdict(body.adam_params or request_bodies.AdamBody())
   for name, value in options.items():
     if not math.isfinite(value) or value < 0:
       raise RequestError(f'{name}={value} must be a number of 0 or more')
@@ -240,8 +188,8 @@ class TrainingService:
   ) -> None:
     if self._learner.num_free == 0:
       raise RequestError(
-        f'all {self._options.max_tenants} places for training runs are taken; try again '
-        'when another client has finished',
+        f'all {self._options.max_tenants} places for training runs are taken; try '
+        'again when another client has finished',
         SERVER,
       )
     if self._sessions.find(session.session_id) is not session:
@@ -445,7 +393,9 @@ class TrainingService:
       snapshot = await self._snapshot(body.model_id)
       is_unnamed = body.path is None
       ttl = UNNAMED_SECONDS if is_unnamed else body.ttl_seconds
-      name = body.path or f'client-{body.sampling_session_seq_id}-{uuid.uuid4().hex[:8]}'
+      name = (
+        body.path or f'client-{body.sampling_session_seq_id}-{uuid.uuid4().hex[:8]}'
+      )
       path = await asyncio.to_thread(
         self._store.save,
         *(body.model_id, checkpoint_store.SAMPLER, name),
@@ -514,7 +464,9 @@ class TrainingService:
 
       return self._queue_call(run_id, body.seq_id, load)
     if body.session_id is None or body.model_seq_id is None:
-      raise RequestError('model_id and seq_id, or session_id and model_seq_id are needed')
+      raise RequestError(
+        'model_id and seq_id, or session_id and model_seq_id are needed'
+      )
     session = self._sessions.touch(body.session_id)
     self._check_optimizer(body.optimizer_config)
     self._model.check_name(body.base_model)
@@ -559,40 +511,3 @@ class TrainingService:
   async def stop(self) -> None:
     """Ends the work after the step that is running."""
     await self.queue.stop()
-
-
-def peft_files(
-  model: ServedModel, snapshot: TenantSnapshot, facts: dict[str, Any]
-) -> dict[str, bytes]:
-  """Returns adapters as the files that PEFT reads.
-
-  Args:
-    model: The model.
-    snapshot: The adapters.
-    facts: Which layers are trained.
-  """
-  from safetensors.numpy import load_file, save
-
-  from jaxrl.models.peft_export import PEFT_CONFIG, PEFT_TENSORS, save_peft
-
-  layers, rank = trained_layers(facts), facts['rank']
-  targets = tuple(name for name in row_adapters.PART_OF if name in layers)
-  config = model.config.replace(lora=Lora(rank, ALPHA, targets, 'float32'))
-  branches: dict[str, Any] = {'attention': {}, 'mlp': {}}
-  for name in targets:
-    a, b = snapshot.adapters[name]
-    branches[row_adapters.PART_OF[name]][name] = {'lora_a': a, 'lora_b': b}
-  with tempfile.TemporaryDirectory() as folder:
-    path = pathlib.Path(folder)
-    save_peft(path, config, {'layers': branches}, model.name)
-    tensors = load_file(path / PEFT_TENSORS)
-    settings = request_bodies.msgspec.json.decode((path / PEFT_CONFIG).read_bytes())
-  if row_adapters.HEAD in layers:
-    a, b = snapshot.adapters[row_adapters.HEAD]
-    tensors['base_model.model.lm_head.lora_A.weight'] = np.ascontiguousarray(a.T)
-    tensors['base_model.model.lm_head.lora_B.weight'] = np.ascontiguousarray(b.T)
-    settings['target_modules'] = sorted([*settings['target_modules'], 'lm_head'])
-  return {
-    PEFT_TENSORS: save(tensors, metadata={'format': 'pt'}),
-    PEFT_CONFIG: request_bodies.msgspec.json.encode(settings),
-  }

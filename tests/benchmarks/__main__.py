@@ -1,9 +1,9 @@
 """`python -m tests.benchmarks`: how fast this is, beside what the machine could do.
 
 --json=FILE writes the figures too. --only=toy,losses picks parts of toy, losses,
-startup, weights, mismatch, gateway, rollouts, kernels, packing, view, tracing. Each
-part is a process of its own, with the malloc settings that the launcher applies by
-itself.
+startup, weights, mismatch, gateway, rollouts, kernels, packing, view, tracing,
+tenants. Each part is a process of its own, with the malloc settings that the launcher
+applies by itself.
 """
 
 import argparse
@@ -19,9 +19,10 @@ from launch.runtime import process_env
 SHARED = 2.0  # times faster, where prompts are shared, is aimed at
 PARTS = (
   *('toy', 'losses', 'startup', 'weights', 'mismatch', 'gateway', 'rollouts'),
-  *('kernels', 'packing', 'view', 'tracing'),
+  *('kernels', 'packing', 'view', 'tracing', 'tenants'),
 )
 FILTER_MS, PAGE_MS = 1000, 300  # are aimed at
+TENANTS_RATIO = 1.3  # of one tenant's step with as many rows, at most
 TRACING_SHARE = 0.01  # of a step that is not traced, at most
 
 
@@ -327,6 +328,19 @@ def _tracing(figures: dict[str, float]) -> None:
   print(f'  at most {TRACING_SHARE:.0%}: {verdict}')
 
 
+def _tenants(figures: dict[str, float]) -> None:
+  f = figures
+  rows = [('tenants', 'seconds', 'of one')]
+  rows += [
+    (f'{n}', f'{f[f"{n}_s"]:.3f}', f'{f.get(f"{n}_ratio", 1.0):.2f}')
+    for n in (1, 4, 16)
+  ]
+  _rows(f'{f["rows"]:.0f} rows of {f["length"]:.0f} tokens, rank {f["rank"]:.0f}', rows)
+  slowest = max(f['4_ratio'], f['16_ratio'])
+  verdict = 'reached' if slowest <= TENANTS_RATIO else 'missed'
+  print(f'  at most {TENANTS_RATIO} of one: {verdict}')
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(prog='tests.benchmarks', description=__doc__)
   parser.add_argument('--json', default='')
@@ -351,6 +365,7 @@ def main() -> None:
     'packing': _packing,
     'view': _view,
     'tracing': _tracing,
+    'tenants': _tenants,
   }
   results: dict[str, Any] = {'load_before': os.getloadavg()[0]}
   env = {**os.environ, **process_env.missing_variables(os.environ)}

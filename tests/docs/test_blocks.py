@@ -47,6 +47,7 @@ BLOCKS = {
   ('docs/gateway.md', '# ask_anthropic.py'): (
     'tests/rollout/gateway/test_gateway_docs.py'
   ),
+  ('docs/tinker.md', '# train_with_tinker.py'): 'tests/tinker/test_tinker_docs.py',
   ('docs/tools.md', '# my_tools.py'): 'tests/docs/test_blocks.py',
   (
     'docs/swe.md',
@@ -157,7 +158,8 @@ def load(module, words):
   flags = {'workdir': ''}
   if module != 'launch.train':
     flags = importlib.import_module(module).FLAGS
-  command = command_line.parse(words, flags, without='benchmark')
+  stands_alone = 'checkpoint' if module == 'launch.tinker' else 'benchmark'
+  command = command_line.parse(words, flags, without=stands_alone)
   config = command.config or 'configs/debug.py'
   if (ROOT / config).exists():  # it may be the reader's own
     keys = [word for word in words if word.startswith('--config.')]

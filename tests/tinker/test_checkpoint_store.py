@@ -58,7 +58,12 @@ def test_what_a_name_may_be(store):
   for name in ('', '../a', 'a/b', '.a', 'a.json', 'x' * 200, 'ä'):
     with pytest.raises(RequestError):
       save(store, name)
-  for path in ('tinker://../weights/a', 'tinker://a/models/b', 'a', 'tinker://a/weights/..'):
+  for path in (
+    'tinker://../weights/a',
+    'tinker://a/models/b',
+    'a',
+    'tinker://a/weights/..',
+  ):
     with pytest.raises(RequestError):
       parse_path(path)
 

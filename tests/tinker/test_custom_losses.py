@@ -13,7 +13,13 @@ REF = [{'ref': 'logprobs'}]
 
 
 def node(op, name, target, *args, **kwargs):
-  return {'op': op, 'name': name, 'target': target, 'args': list(args), 'kwargs': kwargs}
+  return {
+    'op': op,
+    'name': name,
+    'target': target,
+    'args': list(args),
+    'kwargs': kwargs,
+  }
 
 
 def make(*nodes, output=None, ranks=(('logprobs', 1), ('advantages', 1))):
@@ -37,10 +43,14 @@ def test_a_graph_computes_what_it_says():
   loss = make(
     node('call_function', 'ratio', 'torch.exp', *REF),
     node('call_function', 'low', 'torch.clamp', {'ref': 'ratio'}, 0.5, max=2.0),
-    node('call_function', 'both', 'operator.mul', {'ref': 'low'}, {'ref': 'advantages'}),
+    node(
+      'call_function', 'both', 'operator.mul', {'ref': 'low'}, {'ref': 'advantages'}
+    ),
     node('call_method', 'total', 'sum', {'ref': 'both'}),
     node('call_function', 'loss', 'operator.neg', {'ref': 'total'}),
-    output={'tuple': [{'ref': 'loss'}, {'dict': {'custom/total:sum': {'ref': 'total'}}}]},
+    output={
+      'tuple': [{'ref': 'loss'}, {'dict': {'custom/total:sum': {'ref': 'total'}}}]
+    },
   )
   logprobs, advantages = jnp.array([-1.0, 0.2, 3.0]), jnp.array([1.0, -2.0, 0.5])
 

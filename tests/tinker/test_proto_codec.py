@@ -1,5 +1,7 @@
 """The codec against protobuf's own classes, and messages that are broken."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -41,14 +43,14 @@ def test_broken_messages_are_refused(data):
 
 def test_no_bytes_end_in_another_error():
   rng = np.random.default_rng(0)
-  start = b'\x0a\x01m\x10\x07\x1a\x0e\x0a\x06\x0a\x04\x0a\x02\x01\x00\x12\x04\x0a\x01w\x12'
+  start = (
+    b'\x0a\x01m\x10\x07\x1a\x0e\x0a\x06\x0a\x04\x0a\x02\x01\x00\x12\x04\x0a\x01w\x12'
+  )
   for _ in range(2000):
     data = bytearray(start + rng.bytes(12))
     data[rng.integers(len(data))] = rng.integers(256)
-    try:
+    with contextlib.suppress(ProtoError):
       proto_codec.read_forward_backward(bytes(data), CELLS)
-    except ProtoError:
-      pass
 
 
 def test_large_tensors_are_refused():
@@ -77,7 +79,10 @@ def test_requests_of_the_official_client_are_read():
   data = [
     types.Datum(
       types.ModelInput(
-        chunks=[types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
+        chunks=[
+          types.EncodedTextChunk(tokens=[1, 2]),
+          types.EncodedTextChunk(tokens=[3]),
+        ]
       ),
       {
         'target_tokens': [[4, 5], [6, 7], [8, 9]],

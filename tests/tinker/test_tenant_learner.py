@@ -1,4 +1,4 @@
-"""Tenants in training: gradients, sums of them, optimizer steps, and who shares a step."""
+"""Tenants in training: gradients, their sums, steps, and who shares a program."""
 
 import dataclasses
 

@@ -54,7 +54,7 @@ def tokens(client, text=TEXT):
 
 
 def datum(ids, **inputs):
-  values = {'weights': [1.0] * (len(ids) - 1)} if not inputs else inputs
+  values = inputs or {'weights': [1.0] * (len(ids) - 1)}
   loss_inputs = {'target_tokens': ids[1:], **values}
   return types.Datum(types.ModelInput.from_ints(ids[:-1]), loss_inputs)
 
@@ -341,11 +341,13 @@ def test_tenants_at_the_same_time_get_what_each_gets_alone(service, checkpoint):
 
   with trainer(service, checkpoint, seed=5, rank=4) as client:
     alone = outputs(start(client, 1))
-  with trainer(service, checkpoint, seed=9, rank=8) as other:
-    with trainer(service, checkpoint, seed=5, rank=4) as client:
-      futures = start(other, 0), start(client, 1)
-      assert outputs(futures[1]) == alone
-      outputs(futures[0])
+  with (
+    trainer(service, checkpoint, seed=9, rank=8) as other,
+    trainer(service, checkpoint, seed=5, rank=4) as client,
+  ):
+    futures = start(other, 0), start(client, 1)
+    assert outputs(futures[1]) == alone
+    outputs(futures[0])
 
 
 def test_a_wrong_key_is_refused(server):

@@ -83,7 +83,9 @@ def test_a_client_that_vanishes_frees_its_place(checkpoint, tmp_path):
     deadline = time.monotonic() + WAIT
     while True:
       try:
-        service.create_lora_training_client(str(checkpoint), rank=4).result(timeout=WAIT)
+        service.create_lora_training_client(str(checkpoint), rank=4).result(
+          timeout=WAIT
+        )
         break
       except (tinker.RequestFailedError, tinker.APIStatusError):
         assert time.monotonic() < deadline

@@ -13,7 +13,10 @@ import jax
 from jaxrl import model_loading
 
 KEY = 'tml-test-key'
-TEXTS = ['the cat sat on the mat and the dog ran to the park', 'one two three four five']
+TEXTS = [
+  'the cat sat on the mat and the dog ran to the park',
+  'one two three four five',
+]
 SIZES = {
   'vocab_size': 300,
   'hidden_size': 32,

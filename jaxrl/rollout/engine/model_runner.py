@@ -207,7 +207,9 @@ class ModelRunner:
     self._is_static = platform_of(model.platform) == 'gpu'
     needs = token_sampling.STATIC_NEEDS if self._is_static else (token_sampling.ANY,)
     self._decode = {
-      need: jax.jit(partial(decode_slots, model, decode_steps, need), donate_argnums=(1, 2))
+      need: jax.jit(
+        partial(decode_slots, model, decode_steps, need), donate_argnums=(1, 2)
+      )
       for need in needs
     }
     self._prefill = jax.jit(partial(prefill_slots, model), donate_argnums=1)
