@@ -102,6 +102,7 @@ class CheckpointStore:
       path.unlink(missing_ok=True)
 
   def _run_folder(self, run_id: str) -> pathlib.Path:
+    check_name(_file_name(run_id).replace('~', '-'), 'run')
     return self.folder / 'runs' / _file_name(run_id)
 
   # ---- runs and sessions

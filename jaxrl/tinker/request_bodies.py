@@ -179,7 +179,7 @@ class SamplingBody(msgspec.Struct):
 
   max_tokens: int | None = None
   seed: int | None = None
-  stop: str | list[str] | list[int] | None = None
+  stop: str | list[str | int] | None = None
   temperature: float = 1.0
   top_k: int = -1
   top_p: float = 1.0
@@ -209,22 +209,6 @@ class RetrieveFuture(msgspec.Struct):
 
   request_id: str
   allow_metadata_only: bool = False
-
-
-class FuturesTarget(msgspec.Struct):
-  """The requests that `RetrieveFutures` asks for."""
-
-  sampling_session_id: str
-  cloned_sampler_id: int = 0
-
-
-class RetrieveFutures(msgspec.Struct):
-  """Polls for the ends of all requests of a sampling session."""
-
-  target: FuturesTarget
-  prev_cursor: int = 0
-  timeout: float | None = None
-  retrieved_request_ids: list[str] = []
 
 
 class PathBody(msgspec.Struct):

@@ -222,12 +222,11 @@ class SamplingService:
     stop, stop_ids = (), self._stop_token_ids
     if isinstance(params.stop, str):
       stop = (params.stop,)
-    elif params.stop is not None and all(isinstance(x, str) for x in params.stop):
-      # An empty list means no stop at all.
-      stop = tuple(str(x) for x in params.stop)
-      stop_ids = stop_ids if stop else ()
     elif params.stop is not None:
-      stop_ids = tuple(int(x) for x in params.stop)
+      # An empty list means no stop at all.
+      stop = tuple(x for x in params.stop if isinstance(x, str))
+      stop_ids = stop_ids if stop else ()
+      stop_ids += tuple(x for x in params.stop if not isinstance(x, str))
     room = self._options.max_length - len(prompt)
     return TenantSampling(
       max_tokens=min(params.max_tokens or room, room),

@@ -150,6 +150,7 @@ class AdapterPlaces:
     self._free = list(range(number))
     self._users: dict[str, int] = {}
     self._changed = asyncio.Condition()
+    self._tasks: set[asyncio.Task] = set()
 
   @contextlib.asynccontextmanager
   async def use(
@@ -184,7 +185,9 @@ class AdapterPlaces:
       self._users[name] -= 1
       if not self._users[name]:
         del self._users[name]
-        self._wake = asyncio.ensure_future(self._notify())
+        task = asyncio.ensure_future(self._notify())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
   async def _notify(self) -> None:
     async with self._changed:

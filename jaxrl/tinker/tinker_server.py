@@ -431,7 +431,10 @@ class TinkerServer:
     )
     if not is_right or int(info['expires']) < time.time():
       raise web.HTTPForbidden(reason='the link is wrong or has expired')
-    return web.FileResponse(self._store.files(self._path(request))[info['file']])
+    files = self._store.files(self._path(request))
+    if info['file'] not in files:
+      raise RequestError(f'there is no file {info["file"][:80]!r}')
+    return web.FileResponse(files[info['file']])
 
   # ---- running
 

@@ -47,12 +47,12 @@ def make_checkpoint(folder: pathlib.Path) -> pathlib.Path:
 class ServerProcess:
   """`python -m launch.tinker` as a process of its own."""
 
-  def __init__(self, checkpoint, folder, *flags, port=0):
+  def __init__(self, checkpoint, folder, *flags, port=0, wait=120):
     command = [sys.executable, '-m', 'launch.tinker', f'--checkpoint={checkpoint}']
     command += [f'--folder={folder}', f'--port={port}', *LIMITS, *flags]
     env = {**os.environ, 'TINKER_API_KEY': KEY, 'JAXRL_TUNE': '0'}
     # Servers of the same model compile its programs once.
-    env['JAX_COMPILATION_CACHE_DIR'] = str(pathlib.Path(checkpoint) / 'xla')
+    env['JAX_COMPILATION_CACHE_DIR'] = str(pathlib.Path(folder).parent / 'xla')
     env['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
     env['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
     self.process = subprocess.Popen(
@@ -71,7 +71,7 @@ class ServerProcess:
       ready.set()
 
     threading.Thread(target=read, daemon=True).start()
-    ready.wait(timeout=120)
+    ready.wait(timeout=wait)
     assert self.url, ''.join(self.lines)
 
   @property
