@@ -338,12 +338,10 @@ def read_targets(body: TensorBody, length: int, max_targets: int) -> np.ndarray:
     raise RequestError(f'target_prompt_logprobs may have up to {max_targets} columns')
   values = np.asarray(body.data, np.float64).astype(np.int64)
   if body.sparse_crow_indices is not None:
-    parts = (
-      np.asarray(x or [], np.int64)
-      for x in (body.sparse_crow_indices, body.sparse_col_indices)
-    )
+    starts = np.asarray(body.sparse_crow_indices, np.int64)
+    columns = np.asarray(body.sparse_col_indices or [], np.int64)
     try:
-      return from_csr(values, *parts, shape, -1)
+      return from_csr(values, starts, columns, shape, -1)
     except ProtoError as error:
       raise RequestError(f'target_prompt_logprobs: {error}') from error
   if values.size != shape[0] * shape[1]:

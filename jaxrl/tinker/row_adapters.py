@@ -27,7 +27,7 @@ PART_OF = {
   **dict.fromkeys(('q', 'k', 'v', 'o'), 'attention'),
   **dict.fromkeys(('gate', 'up', 'down'), 'mlp'),
 }
-Pair = tuple[Any, Any]  # A and B
+Pair = tuple[Any, ...]  # A and B
 # Layer → pair. Of one tenant A is [L, inputs, r] and B [L, r, outputs]; of the head
 # [D, r] and [r, V].
 Adapters = dict[str, Pair]

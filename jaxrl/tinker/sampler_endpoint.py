@@ -123,8 +123,10 @@ class SamplerEndpoint:
         chat = ChatTokenizer(self._tokenizer)
       except ValueError as error:
         raise RequestError(f'the model has no chat: {error}') from error
+      # A gateway needs no more of an engine than these can do.
+      engine: Any = SamplerEngine(self._engine, self._sampling, path)
       gateway = Gateway(
-        SamplerEngine(self._engine, self._sampling, path),
+        engine,
         chat,
         model=name,
         max_length=self._max_length,

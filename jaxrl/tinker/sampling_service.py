@@ -196,11 +196,12 @@ class SamplingService:
     prompt = body.prompt.read(self._model.config.vocab_size)
     seed = body.sampling_params.seed
     seed = secrets.randbits(63) if seed is None else seed
+    token_ids = prompt.tolist()
     about_prompt = await self._score_prompt(prompt, body, name, seed)
 
     async def one(i: int) -> SequenceMessage:
       sampling = self._sampling(body, name, fold_seed(seed, f'sample {i}'), prompt)
-      done = await self._engine.generate(f'{request_id}:{i}', prompt, sampling)
+      done = await self._engine.generate(f'{request_id}:{i}', token_ids, sampling)
       is_stop = done.finish_reason == 'stop'
       reason = proto_codec.STOP if is_stop else proto_codec.LENGTH
       topk = None

@@ -301,7 +301,7 @@ class TrainingService:
     if body.loss == tenant_losses.CUSTOM:
       session = self._sessions.find(self._facts[body.model_id]['session_id'])
       loss_id = body.loss_config.get('loss_id')
-      custom = session.losses.get(loss_id) if session else None
+      custom = session.losses.get(str(loss_id)) if session else None
       if custom is None:
         raise RequestError(f'this session has no custom loss {loss_id!r}')
     else:

@@ -1,4 +1,4 @@
-"""Runs the basic loops of tinker-cookbook 0.6.1 against a server, and says how they did.
+"""Runs the basic loops of tinker-cookbook 0.6.1 against a server, and reports figures.
 
 `python -m tests.tinker.cookbook_loops sl --model=FOLDER` starts a server of the folder
 and runs `recipes/sl_loop.py` as it is; `rl` runs `recipes/rl_loop.py`. Replaced are the

@@ -356,7 +356,8 @@ def test_tenants_at_the_same_time_get_what_each_gets_alone(service, checkpoint):
 
 def test_a_wrong_key_is_refused(server):
   with pytest.raises(tinker.AuthenticationError):
-    tinker.ServiceClient(base_url=server.url, api_key='tml-another').holder
+    other = tinker.ServiceClient(base_url=server.url, api_key='tml-another')
+    other.create_sampling_client(base_model='any').result(timeout=WAIT)
   with pytest.raises(urllib.error.HTTPError, match='401'):
     urllib.request.urlopen(f'{server.url}/api/v1/healthz')
   assert os.environ.get('TINKER_API_KEY') is None
