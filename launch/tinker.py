@@ -27,7 +27,7 @@ from launch.settings import command_line
 
 if TYPE_CHECKING:
   from jaxrl.model_loading import LoadedModel
-  from jaxrl.tinker.served_model import ServedModel
+  from jaxrl.tinker.tinker_model import TinkerModel
 
 API_KEY_ENV = 'TINKER_API_KEY'
 KEY_PREFIX = 'tml-'  # without which the package sends no key
@@ -41,7 +41,7 @@ OWN_FLAGS = {
 }
 LIMITS = {field.name: field for field in dataclasses.fields(TinkerOptions)}
 FLAGS = OWN_FLAGS | {name: str(field.default) for name, field in LIMITS.items()}
-_USAGE = f"""\
+_OWN_USAGE = f"""\
 python -m launch.tinker --checkpoint=FOLDER|HUB_NAME [--NAME=VALUE]
 
   --checkpoint=Qwen/Qwen3-0.6B  a folder as Hugging Face has them, or a name there
@@ -51,15 +51,11 @@ python -m launch.tinker --checkpoint=FOLDER|HUB_NAME [--NAME=VALUE]
   --port=8000            0 takes any that is free
   --dtype=…              what the model computes in: bfloat16, or float32, as on a CPU
 """
-
-
-def usage() -> str:
-  """Returns what --help prints."""
-  lines = [
-    f'  --{name}={field.default}\n      {field.metadata["doc"]}'
-    for name, field in LIMITS.items()
-  ]
-  return '\n'.join([_USAGE.rstrip(), *lines])
+_LIMITS_USAGE = '\n'.join(
+  f'  --{name}={field.default}\n      {field.metadata["doc"]}'
+  for name, field in LIMITS.items()
+)
+USAGE = f'{_OWN_USAGE}{_LIMITS_USAGE}\n'
 
 
 def _api_key(host: str) -> tuple[str, bool]:
@@ -78,7 +74,7 @@ def _api_key(host: str) -> tuple[str, bool]:
   return KEY_PREFIX + secrets.token_urlsafe(24), True
 
 
-def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'ServedModel']:
+def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'TinkerModel']:
   """Loads the model to be served."""
   import jax
 
@@ -86,7 +82,7 @@ def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'ServedModel']:
   from jaxrl.data import hub
   from jaxrl.models import lora
   from jaxrl.models.model_config import Lora
-  from jaxrl.tinker.served_model import ServedModel
+  from jaxrl.tinker.tinker_model import TinkerModel
 
   dtype = dtype or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
   name = checkpoint.rstrip('/')
@@ -98,7 +94,7 @@ def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'ServedModel']:
   params = jax.device_put(params, jax.devices()[0])
   is_hub = not pathlib.Path(name).exists() and hub.parse_name(name) is not None
   tokenizer_id = name if is_hub else str(loaded.folder.resolve())
-  served = ServedModel(name, loaded.folder, config, tokenizer_id)
+  served = TinkerModel(name, loaded.folder, config, tokenizer_id)
   return dataclasses.replace(loaded, params=params), served
 
 
@@ -253,7 +249,7 @@ def _run(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
   """Serves from a command line; returns the exit status."""
   if not argv or '--help' in argv:
-    print(usage())
+    print(USAGE)
     return 0
   try:
     return _run(argv)

@@ -18,8 +18,8 @@ from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.http_server import GatewayServer
 from jaxrl.tinker.pending_results import RequestError
 from jaxrl.tinker.sampling_service import SamplingService
-from jaxrl.tinker.served_model import ServedModel
 from jaxrl.tinker.tenant_engine import TenantEngine, TenantSampling
+from jaxrl.tinker.tinker_model import TinkerModel
 from jaxrl.types import Completion, SamplingParams
 
 MAX_GATEWAYS = 16
@@ -78,7 +78,7 @@ class SamplerEndpoint:
   def __init__(
     self,
     key: str,
-    model: ServedModel,
+    model: TinkerModel,
     engine: TenantEngine,
     tokenizer: Any,
     sampling: SamplingService,

@@ -20,10 +20,10 @@ from jaxrl.tinker.pending_results import (
 from jaxrl.tinker.proto_codec import SequenceMessage
 from jaxrl.tinker.request_bodies import SampleBody
 from jaxrl.tinker.row_adapters import Adapters
-from jaxrl.tinker.served_model import ServedModel
 from jaxrl.tinker.sessions import SessionTable
 from jaxrl.tinker.tenant_engine import BASE, TenantEngine, TenantSampling
 from jaxrl.tinker.tenant_learner import ALPHA
+from jaxrl.tinker.tinker_model import TinkerModel
 from jaxrl.tinker.tinker_options import TinkerOptions
 
 MAX_SAMPLES_OF_REQUEST = 1024
@@ -34,7 +34,7 @@ class SamplingService:
 
   def __init__(
     self,
-    model: ServedModel,
+    model: TinkerModel,
     engine: TenantEngine,
     stop_token_ids: tuple[int, ...],
     store: CheckpointStore,

@@ -32,8 +32,8 @@ from jaxrl.tinker.pending_results import (
 from jaxrl.tinker.proto_codec import ProtoError
 from jaxrl.tinker.sampler_endpoint import SamplerEndpoint
 from jaxrl.tinker.sampling_service import SamplingService
-from jaxrl.tinker.served_model import ServedModel
 from jaxrl.tinker.sessions import SessionEndedError, SessionTable
+from jaxrl.tinker.tinker_model import TinkerModel
 from jaxrl.tinker.tinker_options import TinkerOptions
 from jaxrl.tinker.training_service import ADAMW, TrainingService
 
@@ -59,7 +59,7 @@ class TinkerServer:
   def __init__(
     self,
     key: str,
-    model: ServedModel,
+    model: TinkerModel,
     training: TrainingService,
     sampling: SamplingService,
     store: checkpoint_store.CheckpointStore,

@@ -21,7 +21,6 @@ from jaxrl.tinker.pending_results import (
   RequestError,
 )
 from jaxrl.tinker.proto_codec import ForwardBackwardMessage
-from jaxrl.tinker.served_model import ServedModel, peft_files, trained_layers
 from jaxrl.tinker.sessions import ClientSession, SessionTable
 from jaxrl.tinker.tenant_learner import (
   Tenant,
@@ -29,6 +28,7 @@ from jaxrl.tinker.tenant_learner import (
   TenantSnapshot,
   TrainingRow,
 )
+from jaxrl.tinker.tinker_model import TinkerModel, peft_files, trained_layers
 from jaxrl.tinker.tinker_options import TinkerOptions
 from jaxrl.tinker.training_queue import TrainingQueue
 
@@ -66,7 +66,7 @@ class TrainingService:
 
   def __init__(
     self,
-    model: ServedModel,
+    model: TinkerModel,
     learner: TenantLearner,
     device_thread: DeviceThread,
     store: CheckpointStore,

@@ -15,7 +15,7 @@ from jaxrl.tinker.tenant_learner import ALPHA, TenantSnapshot
 
 
 @dataclasses.dataclass(frozen=True)
-class ServedModel:
+class TinkerModel:
   """The model that a server trains and samples from.
 
   Attributes:
@@ -63,7 +63,7 @@ def trained_layers(facts: dict[str, Any]) -> frozenset[str]:
 
 
 def peft_files(
-  model: ServedModel, snapshot: TenantSnapshot, facts: dict[str, Any]
+  model: TinkerModel, snapshot: TenantSnapshot, facts: dict[str, Any]
 ) -> dict[str, bytes]:
   """Returns adapters as the files that PEFT reads.
 
