@@ -67,15 +67,17 @@ class MetricSink:
     groups: 'Sequence[Group]',
     advantages: Any = None,
     kind: str = 'train',
+    logprobs: Any = None,
   ) -> None:
-    """Takes what was played at a step, see `MultiSink.trajectories`."""
-
-  def logprobs(self, step: int, logprobs: Any) -> None:
-    """Takes the learner's log-probs of what `trajectories` shows next.
+    """Takes what was played at a step.
 
     Args:
       step: The step.
-      logprobs: Rows as those of its `advantages`; None if they were not scored.
+      groups: What was played.
+      advantages: One row for each trajectory, in the order of `groups` laid end to end;
+        `[B, T]` or a list of `[T]`. Entries beyond a trajectory's length are padding.
+      kind: 'train' or 'eval'.
+      logprobs: The learner's log-probs, as `advantages`; None if they were not scored.
     """
 
   def decode_with(self, decode: Decode) -> None:
@@ -137,18 +139,10 @@ class MultiSink:
     groups: 'Sequence[Group]',
     advantages: Any = None,
     kind: str = 'train',
+    logprobs: Any = None,
   ) -> None:
-    """Shows what was played at `step`.
-
-    advantages: one row for each trajectory, in the order of `groups` laid end to end;
-      `[B, T]` or a list of `[T]`. Row entries beyond a trajectory's length are padding.
-    kind: 'train' or 'eval'.
-    """
-    self._each('trajectories', step, groups, advantages, kind)
-
-  def logprobs(self, step: int, logprobs: Any) -> None:
-    """Hands on the learner's log-probs of what `trajectories` shows next."""
-    self._each('logprobs', step, logprobs)
+    """Shows what was played at a step, see `MetricSink.trajectories`."""
+    self._each('trajectories', step, groups, advantages, kind, logprobs)
 
   def decode_with(self, decode: Decode) -> None:
     """Takes the function that turns token ids into text, special tokens shown."""

@@ -44,7 +44,6 @@ class ReportSink(MetricSink):
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
     self._decode: Decode | None = None
-    self._logprobs: Any = None  # the learner's, of the groups that come next
     self._path = folder / 'samples.json'
     self._snapshots = load_samples(self._path)
     self._history = MetricHistory(folder / 'metrics.jsonl')
@@ -65,16 +64,13 @@ class ReportSink(MetricSink):
     self._pool.submit(self._history.reset)  # its file may have been written anew
     self._snapshots = rows_before(self._snapshots, name, start, over=start == total)
 
-  def logprobs(self, step: int, logprobs: Any) -> None:
-    """Takes the learner's log-probs of the groups that come next."""
-    self._logprobs = logprobs
-
   def trajectories(
     self,
     step: int,
     groups: 'Sequence[Group]',
     advantages: Any = None,
     kind: str = 'train',
+    logprobs: Any = None,
   ) -> None:
     """Keeps a snapshot of the groups if one is due at this step."""
     if not groups:
@@ -87,9 +83,8 @@ class ReportSink(MetricSink):
       advantages,
       self._decode,
       kind,
-      logprobs=self._logprobs if kind == 'train' else None,
+      logprobs=logprobs,
     )
-    self._logprobs = None
     if kind != 'train' or samples.is_snapshot_due(step, self._total):
       self._take_snapshots(kind)
 
