@@ -26,6 +26,7 @@ from launch.report import samples
 if TYPE_CHECKING:
   from jaxrl.training.diagnosis import Finding
   from jaxrl.types import Group
+  from launch.report.page import ReportData
 
 RENDER_INTERVAL_S = 10.0  # seconds between two renderings of a running run
 MAX_ROWS = 600  # of a phase that are kept, and as many with evaluations
@@ -270,27 +271,48 @@ def write_report(
     Path of the page.
   """
   # Imported here because the page is first laid out after step 1.
-  from launch.report.page import ReportData, render_page
+  from launch.report.page import render_page
 
   history = history or MetricHistory(folder / 'metrics.jsonl')
   history.update()
-  record = folder / 'config.json'
-  findings = [] if status == 'running' else find_causes(history)
-  run = ReportData(
+  file = folder / 'config.json'
+  record = json.loads(file.read_text()) if file.exists() else {}
+  run = collect_report(folder, history, record, status)
+  path = folder / 'report.html'
+  write_atomically(path, render_page(run))
+  return path
+
+
+def collect_report(
+  folder: pathlib.Path,
+  history: MetricHistory,
+  record: Mapping[str, Any],
+  status: str,
+) -> 'ReportData':
+  """Returns what the page of a run shows.
+
+  Args:
+    folder: Folder of the run.
+    history: What was read of metrics.jsonl.
+    record: Content of config.json.
+    status: 'running', or how the run ended.
+  """
+  from launch.report.page import ReportData
+
+  warnings = [
+    f'{name} was not a finite number at some steps'
+    for name in sorted(history.non_finite)
+  ]
+  if status != 'running':
+    warnings += map(str, find_causes(history))
+  return ReportData(
     name=folder.resolve().name,
     rows=history.rows(),
-    record=json.loads(record.read_text()) if record.exists() else {},
+    record=record,
     snapshots=load_samples(folder / 'samples.json'),
     status=status,
-    warnings=[
-      f'{name} was not a finite number at some steps'
-      for name in sorted(history.non_finite)
-    ]
-    + [str(finding) for finding in findings],
+    warnings=warnings,
     num_rows=history.num_rows(),
     num_trained=history.num_trained(),
     varying=history.varying,
   )
-  path = folder / 'report.html'
-  write_atomically(path, render_page(run))
-  return path
