@@ -98,13 +98,13 @@ class EpisodeScreen:
       start = end
 
   def _show_span(self, cache: 'RolloutCache', start: int, end: int) -> None:
+    self._console.say()
     written = cache.mask[start]
     count = f'{end - start} token{"s" * (end - start > 1)}, {start} to {end - 1}'
     if written:
       self._turns += 1
       logprob = sum(cache.logprobs[start:end]) / (end - start)
       versions = sorted(set(cache.versions[start:end]))
-      self._console.say()
       self._console.say(
         f'turn {self._turns}: the model wrote {count} · mask 1 · '
         f'mean log-prob {logprob:.3f} · weights of step '
@@ -112,7 +112,6 @@ class EpisodeScreen:
         style='bold',
       )
     else:
-      self._console.say()
       self._console.say(f'the model is given {count} · mask 0', style='bold')
     for stop, image in cache.images:
       if start < stop <= end:

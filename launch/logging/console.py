@@ -18,7 +18,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from launch.logging.metric_sinks import Metrics, MetricSink
+from launch.logging.metric_sinks import Metrics, MetricSink, is_trained
 
 # What a line shows, in this order, of what a step has: metric → (label, format).
 COLUMNS = {
@@ -179,9 +179,7 @@ class Console(MetricSink):
   def write(self, step: int, metrics: Metrics) -> None:
     """Prints the metrics of a step and moves the progress bar."""
     evals = {k: v for k, v in metrics.items() if k.startswith('eval/')}
-    trained = step < (self._total or step + 1) and any(
-      name.startswith(('loss/', 'reward/')) for name in metrics
-    )
+    trained = step < (self._total or step + 1) and is_trained(metrics)
     if trained:
       self._clock.tick(step + 1)
     pace = self._clock.pace(self._total)

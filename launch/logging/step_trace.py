@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -277,14 +278,11 @@ class StepTrace:
     with gzip.open(temporary, 'wt', compresslevel=5, encoding='utf-8') as file:
       file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},\n')
       file.write('"traceEvents":[\n')
-      for number, event in enumerate(self._events()):
+      events = itertools.chain(self._span_events(), self._profile_events())
+      for number, event in enumerate(events):
         file.write((',\n' if number else '') + json.dumps(event, separators=(',', ':')))
       file.write('\n]}\n')
     temporary.replace(path)
-
-  def _events(self) -> Iterator[Event]:
-    yield from self._span_events()
-    yield from self._profile_events()
 
   def _local_time(self, process: ProcessTrace, time_s: float) -> float:
     """Converts a time of a process to this process's `time.perf_counter`."""

@@ -312,14 +312,14 @@ class TrajectoryIndex:
     if not len(at):
       return None, None, None
     position = int(at[0])
-    ids = []
-    for other in (position - 1, position + 1):
-      inside = 0 <= other < len(rows)
-      id_rows = inside and self._query(
-        'SELECT id FROM rows WHERE row = ?', [int(rows[other])]
-      )
-      ids.append(id_rows[0][0] if id_rows else None)
-    return position, ids[0], ids[1]
+
+    def id_at(place: int) -> str | None:
+      if not 0 <= place < len(rows):
+        return None
+      ids = self._query('SELECT id FROM rows WHERE row = ?', [int(rows[place])])
+      return ids[0][0] if ids else None
+
+    return position, id_at(position - 1), id_at(position + 1)
 
   def _matching(self, query: TrajectoryQuery) -> np.ndarray:
     """Returns the numbers of the rows that match, in order."""
