@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl import group_stats
-from jaxrl.data.seeds import base_seed
 from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
 from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
 from jaxrl.device_thread import DeviceThread
@@ -71,12 +70,6 @@ class DatasetRollout(RolloutScheduler):
   def _num_tasks(self, tag: str) -> int:
     """Returns the most tasks to play; 0 for all rows of the data set."""
     return max(self._sets[tag].num_tasks, 0)
-
-  def _first_seed(self, tag: str) -> int:
-    return self._base_seed(tag)
-
-  def _base_seed(self, tag: str) -> int:
-    return base_seed(self._settings.seed, self.mode, tag)
 
   def _num_parallel_groups(self, tag: str) -> int:
     return max(

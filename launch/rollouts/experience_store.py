@@ -19,13 +19,15 @@ from jaxrl.data.store.reader_lease import ReaderLease
 from jaxrl.data.store.store_database import StoreDatabase
 from jaxrl.model_loading import LoadedModel
 from jaxrl.options import ConfigError
-from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_pipeline import GroupPipeline
-from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.rollout.queue.store_source import StoreGroupSource
 from jaxrl.training.checkpointing import Checkpointer
 from launch.rollouts.group_samplers import make_group_sampler
 from launch.rollouts.group_sources import GroupSource, Metrics, Players
+from launch.rollouts.rollout_scheduler import (
+  make_filter_and_shaper,
+  tag_row_format,
+)
 from launch.settings.off_policy import max_staleness
 from launch.settings.run_settings import RunSettings
 
@@ -37,14 +39,11 @@ KEY = 'dataset.experience_store'
 def compatibility_facts(settings: RunSettings, tokenizer: Any) -> dict[str, Any]:
   """Returns what an explorer and the trainer must agree on, by name."""
   vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-  auto = requirements.row_format(settings.algorithm)
   return {
     'tokenizer': hashlib.sha256(vocabulary).hexdigest()[:16],
     'temperature': float(settings.rollout.temperature),
   } | {
-    f'formulation of {tag}': auto
-    if settings.env[tag].row_format == 'auto'
-    else settings.env[tag].row_format
+    f'formulation of {tag}': tag_row_format(settings, tag)
     for tag in settings.training_tags
   }
 
@@ -122,13 +121,10 @@ class StoredGroups(GroupSource):
     facts = compatibility_facts(settings, policy.tokenizer)
     pipelines = {}
     for tag in settings.training_tags:
-      group_filter = make_group_filter(
-        settings.group_filters, settings.config, settings.env_manager_config(tag)
-      )
-      limits = {'max_length': settings.response_limit(tag)}
-      shaper = make_reward_shaper(settings.reward_shapers, limits)
       pipelines[tag] = GroupPipeline(
-        group_filter, shaper, min_samples=min_samples, needs_greedy=False
+        *make_filter_and_shaper(settings, tag),
+        min_samples=min_samples,
+        needs_greedy=False,
       )
     return StoreGroupSource(
       self._reader,
