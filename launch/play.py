@@ -183,7 +183,7 @@ async def play_one_episode(
   """Plays one episode.
 
   Args:
-    job: Parts that play, as `make_player` returns them.
+    job: Parts that play, a `Player`.
     screen: Shows the episode.
     episode: Index of the episode.
     sample: Index of the sample in its group.
@@ -214,11 +214,11 @@ def main(argv: Sequence[str]) -> int:
     command_line.check_algorithm(config)
     episode, sample = command.flag('episode', int), command.flag('sample', int)
     ids = command.flag('ids', bool)
-    from launch.rollouts.inference_job import make_player  # imports JAX: seconds
+    from launch.rollouts.inference_job import Player  # imports JAX: seconds
     from launch.settings.resolve import resolve_settings
 
     console = Console()
-    job = make_player(resolve_settings(config))
+    job = Player(resolve_settings(config))
     screen = EpisodeScreen(console, job.decode, ids=ids)
   except (ValueError, OSError) as error:
     print_error(error)
